@@ -11,10 +11,9 @@ use std::{
 };
 
 /// (constant, folder, extension, documentation)
-const LISTS: [(&str, &str, &str, &str); 3] = [
+const LISTS: [(&str, &str, &str, &str); 2] = [
     ("HEADERS", "include", "cuh", "Headers by the path that `#include` names."),
     ("KERNELS", "kernels", "cu.tera", "Kernel templates by file name."),
-    ("PARTIALS", "partials", "tera", "Partial templates by file name."),
 ];
 
 fn main() -> Result<()> {

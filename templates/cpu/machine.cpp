@@ -122,7 +122,7 @@ void check_refill(u32 address, u32 bytes, const char* writer) {
         if (b.unfenced[g]) fail("%s refills shared offset %u, written by an ordinary store without fence.proxy.async", writer, g * 16);
     for (const Pending& p : machine().pending)
         if (p.bytes != 0 && p.source < address + bytes && address < p.source + p.bytes)
-            fail("%s refills shared offset %u, which a bulk store is still reading (bulk_wait_group_read)", writer, first);
+            fail("%s refills shared offset %u, which a bulk store is still reading (cp_async_bulk_wait_group_read)", writer, first);
 }
 
 void check_overwrite(u32 address, u32 bytes, const char* writer) {

@@ -68,28 +68,28 @@ u32 smem_address(const void* pointer) {
         cpu::fail("smem_address: %p is not in dynamic shared memory (static __shared__ has no address here)", pointer);
     return b.rank << cpu::kRankShift | (cpu::kSharedBase + static_cast<u32>(offset));
 }
-void store_release_global_u64(u64* p, u64 v) {
+void st_release_global_u64(u64* p, u64 v) {
     cpu::machine().spoken[p] = cpu::self().clock;
     cpu::write_global(p, v);
 }
-void store_release_global(u32* p, u32 v) {
+void st_release_global(u32* p, u32 v) {
     cpu::machine().spoken[p] = cpu::self().clock;
     cpu::write_global(p, v);
 }
-u32 load_acquire_global(const u32* p) {
+u32 ld_acquire_global(const u32* p) {
     u32 v = cpu::read_global<u32>(p);
     cpu::merge(cpu::self().clock, cpu::machine().spoken[p]);
     cpu::poll();
     return v;
 }
-u64 load_acquire_global_u64(const u64* p) {
+u64 ld_acquire_global_u64(const u64* p) {
     u64 v = cpu::read_global<u64>(p);
     cpu::merge(cpu::self().clock, cpu::machine().spoken[p]);
     cpu::poll();
     return v;
 }
 // ---- barrier.cuh ---------------------------------------------------------------------------------------------------
-void cluster_arrive() {
+void barrier_cluster_arrive() {
     cpu::Machine& m = cpu::machine();
     cpu::self().cluster_generation = m.cluster_generation;
     if (++m.cluster_arrived == m.cluster * m.block_threads) {
@@ -97,7 +97,7 @@ void cluster_arrive() {
         ++m.cluster_generation;
     }
 }
-void cluster_wait() {
+void barrier_cluster_wait() {
     cpu::Machine& m = cpu::machine();
     u64 generation = cpu::self().cluster_generation;
     cpu::wait_until([&m, generation] { return m.cluster_generation != generation; }, "cluster barrier");
@@ -195,11 +195,11 @@ static void wait_for_groups(const std::vector<u32>& groups, u32 pending, const c
 }
 }  // namespace detail
 
-void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier, u64) {
-    if (bytes == 0 || bytes % 16 != 0) cpu::fail("bulk_load: %u bytes is not a positive multiple of 16", bytes);
-    cpu::check_global(source, bytes, 16, "bulk_load");
+void cp_async_bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier, u64) {
+    if (bytes == 0 || bytes % 16 != 0) cpu::fail("cp_async_bulk_load: %u bytes is not a positive multiple of 16", bytes);
+    cpu::check_global(source, bytes, 16, "cp_async_bulk_load");
     u8* to = cpu::shared_at(destination, bytes, 16);
-    cpu::check_refill(destination, bytes, "bulk_load");
+    cpu::check_refill(destination, bytes, "cp_async_bulk_load");
     cpu::mbarrier_at(barrier);
     cpu::machine().pending.push_back({[to, source, bytes, barrier] {
                                           memcpy(to, source, bytes);
@@ -207,18 +207,18 @@ void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier, u64)
                                       },
                                       true});
 }
-void bulk_store(void* destination, u32 source, u32 bytes) {
-    if (bytes == 0 || bytes % 16 != 0) cpu::fail("bulk_store: %u bytes is not a positive multiple of 16", bytes);
-    cpu::check_global(destination, bytes, 16, "bulk_store");
+void cp_async_bulk_store(void* destination, u32 source, u32 bytes) {
+    if (bytes == 0 || bytes % 16 != 0) cpu::fail("cp_async_bulk_store: %u bytes is not a positive multiple of 16", bytes);
+    cpu::check_global(destination, bytes, 16, "cp_async_bulk_store");
     const u8* from = cpu::shared_at(source, bytes, 16);
     u32 first = cpu::offset_of(source, bytes, 16);
-    for (u32 o = 0; o < bytes; o += 16) cpu::check_fenced(*cpu::self().block, first + o, "bulk_store");
+    for (u32 o = 0; o < bytes; o += 16) cpu::check_fenced(*cpu::self().block, first + o, "cp_async_bulk_store");
     detail::start_store(source, bytes, [=] { memcpy(destination, from, bytes); });
 }
-void tensor_load_2d(u32 destination, const TensorMap& opaque, u32 column, u32 row, u32 barrier, u64) {
+void tma_load_2d(u32 destination, const TensorMap& opaque, u32 column, u32 row, u32 barrier, u64) {
     detail::Map map = detail::map_of(opaque);
-    detail::check_map_address(map, destination, "tensor_load_2d");
-    cpu::check_refill(destination, detail::map_box_bytes(map), "tensor_load_2d");
+    detail::check_map_address(map, destination, "tma_load_2d");
+    cpu::check_refill(destination, detail::map_box_bytes(map), "tma_load_2d");
     cpu::mbarrier_at(barrier);
     cpu::machine().pending.push_back({[=] {
                                           detail::each_piece(map, column, row, destination, [](u8* s, u8* g, u32 bytes) {
@@ -229,19 +229,19 @@ void tensor_load_2d(u32 destination, const TensorMap& opaque, u32 column, u32 ro
                                       },
                                       true});
 }
-void tensor_store_2d(const TensorMap& opaque, u32 column, u32 row, u32 source) {
+void tma_store_2d(const TensorMap& opaque, u32 column, u32 row, u32 source) {
     detail::Map map = detail::map_of(opaque);
-    detail::check_map_address(map, source, "tensor_store_2d");
+    detail::check_map_address(map, source, "tma_store_2d");
     detail::start_store(source, detail::map_box_bytes(map), [=] {
         detail::each_piece(map, column, row, source, [](u8* s, u8* g, u32 bytes) {
             if (g) memcpy(g, s, bytes);
         });
     });
 }
-void tensor_reduce_add_2d(const TensorMap& opaque, u32 column, u32 row, u32 source) {
+void tma_reduce_add_2d(const TensorMap& opaque, u32 column, u32 row, u32 source) {
     detail::Map map = detail::map_of(opaque);
-    detail::check_map_address(map, source, "tensor_reduce_add_2d");
-    if (map.element_bytes != 2 && map.element_bytes != 4) cpu::fail("tensor_reduce_add_2d: bf16 or fp32 only");
+    detail::check_map_address(map, source, "tma_reduce_add_2d");
+    if (map.element_bytes != 2 && map.element_bytes != 4) cpu::fail("tma_reduce_add_2d: bf16 or fp32 only");
     detail::start_store(source, detail::map_box_bytes(map), [=] {
         detail::each_piece(map, column, row, source, [](u8* s, u8* g, u32 bytes) {
             if (!g) return;
@@ -261,15 +261,15 @@ void tensor_reduce_add_2d(const TensorMap& opaque, u32 column, u32 row, u32 sour
         });
     });
 }
-void bulk_commit_group() { cpu::self().bulk_groups.push_back(0); }
-void bulk_wait_group(u32 pending) {
+void cp_async_bulk_commit_group() { cpu::self().bulk_groups.push_back(0); }
+void cp_async_bulk_wait_group(u32 pending) {
     detail::wait_for_groups(cpu::self().bulk_groups, pending, "bulk store groups");
 }
 // ---- async.cuh -----------------------------------------------------------------------------------------------------
-void async_copy_x4(u32 destination, const void* source, bool used) {
-    if (used) cpu::check_global(source, 16, 16, "async_copy_x4");
+void cp_async_x4(u32 destination, const void* source, bool used) {
+    if (used) cpu::check_global(source, 16, 16, "cp_async_x4");
     u8* to = cpu::shared_at(destination, 16, 16);
-    cpu::check_overwrite(destination, 16, "async_copy_x4");
+    cpu::check_overwrite(destination, 16, "cp_async_x4");
     cpu::Fiber* f = &cpu::self();
     u32 group = static_cast<u32>(f->async_groups.size()) - 1;
     ++f->async_groups[group];
@@ -280,8 +280,8 @@ void async_copy_x4(u32 destination, const void* source, bool used) {
                                       },
                                       true});
 }
-void async_commit_group() { cpu::self().async_groups.push_back(0); }
-void async_wait_group(u32 pending) {
+void cp_async_commit_group() { cpu::self().async_groups.push_back(0); }
+void cp_async_wait_group(u32 pending) {
     detail::wait_for_groups(cpu::self().async_groups, pending, "its own asynchronous copies");
 }
 // ---- mma.cuh -------------------------------------------------------------------------------------------------------
@@ -324,14 +324,14 @@ U32x4 load_matrices(u32 address) {
     MatrixLane lane{address, v};
     cpu::shared_at(address, 16, 16);
     cpu::mark_read(address, 16);
-    cpu::warp_collective("load_matrix", &lane, move_matrices<kTransposed, false>);
+    cpu::warp_collective("ldmatrix", &lane, move_matrices<kTransposed, false>);
     return {v[0], v[1], v[2], v[3]};
 }
 template <bool kTransposed>
 void store_matrices(u32 address, U32x4 x) {
     u32 v[4] = {x.x, x.y, x.z, x.w};
     MatrixLane lane{address, v};
-    cpu::warp_collective("store_matrix", &lane, move_matrices<kTransposed, true>);
+    cpu::warp_collective("stmatrix", &lane, move_matrices<kTransposed, true>);
 }
 }  // namespace detail
 
@@ -356,10 +356,10 @@ void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
         }
     });
 }
-U32x4 load_matrix_x4(u32 a) { return detail::load_matrices<false>(a); }
-U32x4 load_matrix_transposed_x4(u32 a) { return detail::load_matrices<true>(a); }
-void store_matrix_x4(u32 a, U32x4 v) { detail::store_matrices<false>(a, v); }
-void store_matrix_transposed_x4(u32 a, U32x4 v) { detail::store_matrices<true>(a, v); }
+U32x4 ldmatrix_x4(u32 a) { return detail::load_matrices<false>(a); }
+U32x4 ldmatrix_x4_trans(u32 a) { return detail::load_matrices<true>(a); }
+void stmatrix_x4(u32 a, U32x4 v) { detail::store_matrices<false>(a, v); }
+void stmatrix_x4_trans(u32 a, U32x4 v) { detail::store_matrices<true>(a, v); }
 
 }  // namespace uw::ptx
 

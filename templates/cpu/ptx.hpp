@@ -80,78 +80,84 @@ inline void pin(float&) {}
 // ---- memory.cuh ----------------------------------------------------------------------------------------------------
 inline u8* dynamic_smem() { return cpu::self().block->shared; }
 u32 smem_address(const void* pointer);
-inline U32x4 load_shared_x4(u32 a) { return cpu::read_shared<U32x4>(a); }
-inline U32x2 load_shared_x2(u32 a) { return cpu::read_shared<U32x2>(a); }
-inline u32 load_shared(u32 a) { return cpu::read_shared<u32>(a); }
-inline u32 load_shared_u16(u32 a) { return cpu::read_shared<u16>(a); }
-inline u32 load_shared_u8(u32 a) { return cpu::read_shared<u8>(a); }
-inline void store_shared_x4(u32 a, U32x4 v) { cpu::write_shared(a, v); }
-inline void store_shared_x2(u32 a, U32x2 v) { cpu::write_shared(a, v); }
-inline void store_shared(u32 a, u32 v) { cpu::write_shared(a, v); }
-inline void store_shared_u16(u32 a, u32 v) { cpu::write_shared(a, static_cast<u16>(v)); }
-inline void store_shared_u8(u32 a, u32 v) { cpu::write_shared(a, static_cast<u8>(v)); }
-inline u32 atomic_add_shared(u32 a, u32 v) {
+inline U32x4 ld_shared_x4(u32 a) { return cpu::read_shared<U32x4>(a); }
+inline U32x2 ld_shared_x2(u32 a) { return cpu::read_shared<U32x2>(a); }
+inline u32 ld_shared(u32 a) { return cpu::read_shared<u32>(a); }
+inline u32 ld_shared_u16(u32 a) { return cpu::read_shared<u16>(a); }
+inline u32 ld_shared_u8(u32 a) { return cpu::read_shared<u8>(a); }
+inline void st_shared_x4(u32 a, U32x4 v) { cpu::write_shared(a, v); }
+inline void st_shared_x2(u32 a, U32x2 v) { cpu::write_shared(a, v); }
+inline void st_shared(u32 a, u32 v) { cpu::write_shared(a, v); }
+inline void st_shared_u16(u32 a, u32 v) { cpu::write_shared(a, static_cast<u16>(v)); }
+inline void st_shared_u8(u32 a, u32 v) { cpu::write_shared(a, static_cast<u8>(v)); }
+inline u32 atom_add_shared(u32 a, u32 v) {
     u32 old = cpu::read_shared<u32>(a);
     cpu::write_shared(a, old + v);
     return old;
 }
-inline void reduce_add_shared(u32 a, u32 v) { atomic_add_shared(a, v); }
-inline void reduce_or_shared(u32 a, u32 v) { cpu::write_shared(a, cpu::read_shared<u32>(a) | v); }
+inline void red_add_shared(u32 a, u32 v) { atom_add_shared(a, v); }
+inline void red_or_shared(u32 a, u32 v) { cpu::write_shared(a, cpu::read_shared<u32>(a) | v); }
 
-inline U32x4 load_global_x4(const void* p) { return cpu::read_global<U32x4>(p); }
-inline U32x2 load_global_x2(const void* p) { return cpu::read_global<U32x2>(p); }
-inline u32 load_global(const void* p) { return cpu::read_global<u32>(p); }
-inline U32x4 load_global_nc_x4(const void* p) { return cpu::read_global<U32x4>(p); }
-inline U32x2 load_global_nc_x2(const void* p) { return cpu::read_global<U32x2>(p); }
-inline u32 load_global_nc(const void* p) { return cpu::read_global<u32>(p); }
-inline u32 load_global_nc_u16(const void* p) { return cpu::read_global<u16>(p); }
-inline u32 load_global_u16(const void* p) { return cpu::read_global<u16>(p); }
-inline u32 load_global_nc_u8(const void* p) { return cpu::read_global<u8>(p); }
+inline U32x4 ld_global_x4(const void* p) { return cpu::read_global<U32x4>(p); }
+inline U32x2 ld_global_x2(const void* p) { return cpu::read_global<U32x2>(p); }
+inline u32 ld_global(const void* p) { return cpu::read_global<u32>(p); }
+inline U32x4 ld_global_nc_x4(const void* p) { return cpu::read_global<U32x4>(p); }
+inline U32x2 ld_global_nc_x2(const void* p) { return cpu::read_global<U32x2>(p); }
+inline u32 ld_global_nc(const void* p) { return cpu::read_global<u32>(p); }
+inline u32 ld_global_nc_u16(const void* p) { return cpu::read_global<u16>(p); }
+inline u32 ld_global_u16(const void* p) { return cpu::read_global<u16>(p); }
+inline u32 ld_global_nc_u8(const void* p) { return cpu::read_global<u8>(p); }
 inline void prefetch_l2(const void*) {}
-inline void store_global_x4(void* p, U32x4 v) { cpu::write_global(p, v); }
-inline void store_global_x2(void* p, U32x2 v) { cpu::write_global(p, v); }
-inline void store_global(void* p, u32 v) { cpu::write_global(p, v); }
-inline void store_global_u16(void* p, u32 v) { cpu::write_global(p, static_cast<u16>(v)); }
-inline void store_global_u8(void* p, u32 v) { cpu::write_global(p, static_cast<u8>(v)); }
-inline void store_global_cs_x4(void* p, U32x4 v) { cpu::write_global(p, v); }
-inline void store_global_cg_x4(void* p, U32x4 v) { cpu::write_global(p, v); }
-inline u32 atomic_add_global(u32* p, u32 v) {
+inline void st_global_x4(void* p, U32x4 v) { cpu::write_global(p, v); }
+inline void st_global_x2(void* p, U32x2 v) { cpu::write_global(p, v); }
+inline void st_global(void* p, u32 v) { cpu::write_global(p, v); }
+inline void st_global_u16(void* p, u32 v) { cpu::write_global(p, static_cast<u16>(v)); }
+inline void st_global_u8(void* p, u32 v) { cpu::write_global(p, static_cast<u8>(v)); }
+inline void st_global_cs_x4(void* p, U32x4 v) { cpu::write_global(p, v); }
+inline void st_global_cg_x4(void* p, U32x4 v) { cpu::write_global(p, v); }
+inline u32 atom_add_global(u32* p, u32 v) {
     u32 old = cpu::read_global<u32>(p);
     cpu::write_global(p, old + v);
     cpu::atomic_speaks(p);
     return old;
 }
-inline u64 atomic_add_global_u64(u64* p, u64 v) {
+inline u64 atom_add_global_u64(u64* p, u64 v) {
     u64 old = cpu::read_global<u64>(p);
     cpu::write_global(p, old + v);
     return old;
 }
-inline void reduce_add_global(u32* p, u32 v) { atomic_add_global(p, v); }
-inline void reduce_max_global_u64(u64* p, u64 v) {
+inline void red_add_global(u32* p, u32 v) { atom_add_global(p, v); }
+inline void red_max_global_u64(u64* p, u64 v) {
     if (cpu::read_global<u64>(p) < v) cpu::write_global(p, v);
 }
-inline void reduce_add_global_f32(float* p, float v) { cpu::write_global(p, cpu::read_global<float>(p) + v); }
-void store_release_global_u64(u64* p, u64 v);
-void store_release_global(u32* p, u32 v);
+inline void red_add_global_f32(float* p, float v) { cpu::write_global(p, cpu::read_global<float>(p) + v); }
+void st_release_global_u64(u64* p, u64 v);
+void st_release_global(u32* p, u32 v);
 // Loads that others may be waiting behind: a turn of a polling loop.
-u32 load_acquire_global(const u32* p);
-u64 load_acquire_global_u64(const u64* p);
-inline void fence_gpu() { cpu::fence_device(); }
+u32 ld_acquire_global(const u32* p);
+u64 ld_acquire_global_u64(const u64* p);
+inline void fence_acq_rel_gpu() { cpu::fence_device(); }
 
 // ---- barrier.cuh ---------------------------------------------------------------------------------------------------
-inline void named_barrier_sync(u32 id, u32 threads) { cpu::named_barrier(id, threads, true); }
-inline void named_barrier_arrive(u32 id, u32 threads) { cpu::named_barrier(id, threads, false); }
+template <class NamedBarrier>
+inline void bar_sync(NamedBarrier barrier, u32 threads) {
+    cpu::named_barrier(static_cast<u32>(barrier), threads, true);
+}
+template <class NamedBarrier>
+inline void bar_arrive(NamedBarrier barrier, u32 threads) {
+    cpu::named_barrier(static_cast<u32>(barrier), threads, false);
+}
 inline void sync_block() { cpu::named_barrier(0, cpu::machine().block_threads, true); }
-inline u32 cluster_rank() { return cpu::self().block->rank; }
-inline u32 cluster_size() { return cpu::machine().cluster; }
-void cluster_arrive();
-void cluster_wait();
-inline u32 map_shared_rank(u32 address, u32 rank) {
+inline u32 cluster_ctarank() { return cpu::self().block->rank; }
+inline u32 cluster_nctarank() { return cpu::machine().cluster; }
+void barrier_cluster_arrive();
+void barrier_cluster_wait();
+inline u32 mapa(u32 address, u32 rank) {
     return (address & ((1u << cpu::kRankShift) - 1)) | rank << cpu::kRankShift;
 }
-inline U32x2 load_cluster_x2(u32 a) { return cpu::read_shared<U32x2>(a); }
-inline U32x4 load_cluster_x4(u32 a) { return cpu::read_shared<U32x4>(a); }
-inline void store_cluster_x4(u32 a, U32x4 v) { cpu::write_shared(a, v); }
+inline U32x2 ld_shared_cluster_x2(u32 a) { return cpu::read_shared<U32x2>(a); }
+inline U32x4 ld_shared_cluster_x4(u32 a) { return cpu::read_shared<U32x4>(a); }
+inline void st_shared_cluster_x4(u32 a, U32x4 v) { cpu::write_shared(a, v); }
 
 // ---- mbarrier.cuh --------------------------------------------------------------------------------------------------
 void mbarrier_init(u32 barrier, u32 arrivals);
@@ -170,55 +176,55 @@ inline void mbarrier_wait_parity_cluster(u32 barrier, u32 parity) { mbarrier_wai
 void fence_proxy_async_shared();
 inline void fence_proxy_async() { fence_proxy_async_shared(); }
 inline void fence_mbarrier_init() {}
-inline void fence_block() {}
+inline void fence_acq_rel_cta() {}
 
 // ---- bulk.cuh ------------------------------------------------------------------------------------------------------
-inline u64 l2_policy(L2) { return 0; }
+inline u64 createpolicy_l2(L2) { return 0; }
 
-void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier, u64 = 0);
+void cp_async_bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier, u64 = 0);
 template <L2 kPolicy>
-inline void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
-    bulk_load(destination, source, bytes, barrier);
+inline void cp_async_bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
+    cp_async_bulk_load(destination, source, bytes, barrier);
 }
-void bulk_store(void* destination, u32 source, u32 bytes);
-void tensor_load_2d(u32 destination, const TensorMap& opaque, u32 column, u32 row, u32 barrier, u64 = 0);
-void tensor_store_2d(const TensorMap& opaque, u32 column, u32 row, u32 source);
-void tensor_reduce_add_2d(const TensorMap& opaque, u32 column, u32 row, u32 source);
-void bulk_commit_group();
-void bulk_wait_group(u32 pending);
+void cp_async_bulk_store(void* destination, u32 source, u32 bytes);
+void tma_load_2d(u32 destination, const TensorMap& opaque, u32 column, u32 row, u32 barrier, u64 = 0);
+void tma_store_2d(const TensorMap& opaque, u32 column, u32 row, u32 source);
+void tma_reduce_add_2d(const TensorMap& opaque, u32 column, u32 row, u32 source);
+void cp_async_bulk_commit_group();
+void cp_async_bulk_wait_group(u32 pending);
 template <u32 kPending>
-inline void bulk_wait_group() {
-    bulk_wait_group(kPending);
+inline void cp_async_bulk_wait_group() {
+    cp_async_bulk_wait_group(kPending);
 }
 template <u32 kPending>
-inline void bulk_wait_group_read() {
-    bulk_wait_group<kPending>();
+inline void cp_async_bulk_wait_group_read() {
+    cp_async_bulk_wait_group<kPending>();
 }
-inline void prefetch_tensor_map(const TensorMap&) {}
+inline void prefetch_tensormap(const TensorMap&) {}
 
 // ---- async.cuh -----------------------------------------------------------------------------------------------------
-void async_copy_x4(u32 destination, const void* source, bool used = true);
-void async_commit_group();
-void async_wait_group(u32 pending);
+void cp_async_x4(u32 destination, const void* source, bool used = true);
+void cp_async_commit_group();
+void cp_async_wait_group(u32 pending);
 template <u32 kPending>
-inline void async_wait_group() {
-    async_wait_group(kPending);
+inline void cp_async_wait_group() {
+    cp_async_wait_group(kPending);
 }
 
 // ---- control.cuh ---------------------------------------------------------------------------------------------------
 template <u32 kRegisters>
-inline void raise_registers() {}
+inline void setmaxnreg_inc() {}
 template <u32 kRegisters>
-inline void lower_registers() {}
-inline void grid_dependency_wait() {}
-inline void grid_launch_dependents() {}
+inline void setmaxnreg_dec() {}
+inline void griddepcontrol_wait() {}
+inline void griddepcontrol_launch_dependents() {}
 
 // ---- mma.cuh -------------------------------------------------------------------------------------------------------
 void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]);
-U32x4 load_matrix_x4(u32 a);
-U32x4 load_matrix_transposed_x4(u32 a);
-void store_matrix_x4(u32 a, U32x4 v);
-void store_matrix_transposed_x4(u32 a, U32x4 v);
+U32x4 ldmatrix_x4(u32 a);
+U32x4 ldmatrix_x4_trans(u32 a);
+void stmatrix_x4(u32 a, U32x4 v);
+void stmatrix_x4_trans(u32 a, U32x4 v);
 
 // ---- wgmma.cuh -----------------------------------------------------------------------------------------------------
 inline void wgmma_fence() {}

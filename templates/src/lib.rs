@@ -5,8 +5,7 @@
 //!
 //! ```text
 //! include/unweight/**.cuh   plain CUDA C++ without system headers       headers(), header(name)
-//! kernels/*.cu.tera         one kernel entry point each, thin           kernels(), kernel(name)
-//! partials/*.tera           what several templates share                partials()
+//! kernels/kernel.cu.tera    the entry point of every kernel               kernels(), kernel(name)
 //! ```
 //!
 //! The contract between a template and its context stands in `README.md` beside the files.
@@ -28,7 +27,7 @@ pub fn header(name: &str) -> Option<&'static str> {
     find(HEADERS, name)
 }
 
-/// All kernel templates as `(name, text)`, sorted by name; a name is a file name, such as `decode.cu.tera`.
+/// All kernel templates as `(name, text)`, sorted by name; a name is a file name, `kernel.cu.tera`.
 pub fn kernels() -> &'static [(&'static str, &'static str)] {
     KERNELS
 }
@@ -36,15 +35,10 @@ pub fn kernels() -> &'static [(&'static str, &'static str)] {
 /// The text of one kernel template.
 ///
 /// ```
-/// assert!(unweight_templates::kernel("gemm_recon.cu.tera").is_some());
+/// assert!(unweight_templates::kernel("kernel.cu.tera").is_some());
 /// ```
 pub fn kernel(name: &str) -> Option<&'static str> {
     find(KERNELS, name)
-}
-
-/// All partials as `(name, text)`, sorted by name; a template includes one by this name.
-pub fn partials() -> &'static [(&'static str, &'static str)] {
-    PARTIALS
 }
 
 fn find(list: &'static [(&'static str, &'static str)], name: &str) -> Option<&'static str> {
@@ -58,7 +52,7 @@ mod tests {
 
     #[test]
     fn lists_are_sorted_and_found_by_name() {
-        for list in [headers(), kernels(), partials()] {
+        for list in [headers(), kernels()] {
             assert!(!list.is_empty());
             assert!(list.windows(2).all(|pair| pair[0].0 < pair[1].0));
             for (name, text) in list {
@@ -70,7 +64,7 @@ mod tests {
     #[test]
     fn every_file_of_the_package_is_embedded() {
         let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
-        for (folder, list) in [("include", headers()), ("kernels", kernels()), ("partials", partials())] {
+        for (folder, list) in [("include", headers()), ("kernels", kernels())] {
             let mut folders = vec![root.join(folder)];
             let mut count = 0;
             while let Some(folder) = folders.pop() {

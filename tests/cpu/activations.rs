@@ -160,7 +160,7 @@ fn planted_bugs_of_norms_are_caught() {
     for (header, from, to) in [
         (own, "sum = activation::add_squares(sum, x.w);", ""),
         (own, "source >= args.source_rows", "source > args.source_rows"),
-        (own, "ptx::store_global(args.fault, row + 1)", "ptx::store_global(args.fault, row)"),
+        (own, "ptx::st_global(args.fault, row + 1)", "ptx::st_global(args.fault, row)"),
         (own, "args.x + source * args.x_pitch", "args.x + row * args.x_pitch"),
         (own, "args.y + row * args.y_pitch", "args.y + row * u64(args.d)"),
         (own, "distance = 16;", "distance = 8;"),
@@ -457,11 +457,11 @@ fn planted_bugs_of_embeddings_are_caught() {
     for (name, from, to) in [
         ("embed_bf16", "id * args.table_pitch", "id * u64(args.d)"),
         ("embed_bf16", "id >= args.vocabulary", "id > args.vocabulary"),
-        ("embed_bf16", "ptx::store_global(args.fault, row + 1)", "ptx::store_global(args.fault, id)"),
+        ("embed_bf16", "ptx::st_global(args.fault, row + 1)", "ptx::st_global(args.fault, id)"),
         (
             "embed_bf16",
-            "column += kThreads * kChunk) {\n        ptx::store_global_x4(y + column, ptx::load",
-            "column += args.d) {\n        ptx::store_global_x4(y + column, ptx::load",
+            "column += kBlockThreads * kChunk) {\n        ptx::st_global_x4(y + column, ptx::ld",
+            "column += args.d) {\n        ptx::st_global_x4(y + column, ptx::ld",
         ),
         ("embed_packed", "row % 8 * 4 + part", "row % 4 * 4 + part"),
         ("embed_packed", "row >= 8;", "row > 8;"),
@@ -665,7 +665,7 @@ fn planted_bugs_of_rotations_are_caught() {
         (own, "token = position % kv::kPageTokens", "token = row % kv::kPageTokens"),
         (own, "page < args.cache_pages", "page <= args.cache_pages"),
         (own, "if (paged) own.store_page", "own.store_page"),
-        (own, "ptx::store_global(args.fault, row + 1)", "ptx::store_global(args.fault, page)"),
+        (own, "ptx::st_global(args.fault, row + 1)", "ptx::st_global(args.fault, page)"),
         (own, "args.bias + head * Config::kHeadDim", "args.bias"),
         (own, "own.norm(x, q_gamma, args.eps)", "own.norm(x, k_gamma, args.eps)"),
         (own, "distance != 0;", "distance != 1;"),

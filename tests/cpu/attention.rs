@@ -424,9 +424,9 @@ fn planted_bugs_of_chunks_are_caught() {
         ("(warp * kRows + lane / 4 + 8 * r) % args.group", "(warp * kRows + lane / 4 + 8 * r) % 4"),
     ];
     let copied = [
-        ("ptx::async_wait_group<Config::kStages - 2>();", ""),
+        ("ptx::cp_async_wait_group<Config::kStages - 2>();", ""),
         ("ptx::sync_block();                             // all", "// all"),
-        ("ptx::async_commit_group();", ";"),
+        ("ptx::cp_async_commit_group();", ";"),
         ("at += kThreads<Config> * 16", "at += kThreads<Config> * 32"),
         (
             "for (u32 s = 0; s < Config::kStages - 1; ++s) copy_next();",
@@ -449,9 +449,10 @@ fn planted_bugs_of_chunks_are_caught() {
 #[test]
 fn planted_bugs_are_caught() {
     let (decode, softmax) = ("unweight/kernels/attention/decode.cuh", "unweight/kernels/attention/softmax.cuh");
+    let ring = "unweight/pipeline/warp_ring.cuh";
     let bulk = [
         // The slot is refilled while its loads are in flight.
-        (decode, "pipeline::release_to_copy_engine();", "ptx::sync_warp();"),
+        (ring, "            release_to_copy_engine();", "            ptx::sync_warp();"),
         (decode, "parity ^= slot == 0;", "parity ^= 1;"),
         // Masks.
         (decode, "token > position) scores", "token >= position) scores"),
@@ -463,7 +464,7 @@ fn planted_bugs_are_caught() {
         (decode, "half == kKey, cosines", "half == kValue, cosines"),
         (decode, "const u32 line = position % kTileTokens;", "const u32 line = position % kTileTokens / 2;"),
         // Sums.
-        (decode, "map_shared_rank(address, w / Config::kWarps)", "map_shared_rank(address, 0)"),
+        (decode, "mapa(address, w / Config::kWarps)", "mapa(address, 0)"),
         (decode, "meet();  // stores of sums", "// stores of sums"),
         (decode, "ptx::sync_block();  // stores to queries", "// stores to queries"),
         (softmax, "sum[r] += shuffle_xor(sum[r], 2);", ""),
@@ -471,14 +472,14 @@ fn planted_bugs_are_caught() {
         (softmax, "shuffle_xor(top, 2)", "shuffle_xor(top, 1)"),
     ];
     let copied = [
-        (decode, "ptx::async_wait_group<Config::kStages - 1>();", ""),
+        (ring, "ptx::cp_async_wait_group<kSlots - 1>();", ""),
         (
-            decode,
-            "ptx::async_wait_group<Config::kStages - 1>();\n            ptx::sync_warp();",
-            "ptx::async_wait_group<Config::kStages - 1>();",
+            ring,
+            "ptx::cp_async_wait_group<kSlots - 1>();\n            ptx::sync_warp();",
+            "ptx::cp_async_wait_group<kSlots - 1>();",
         ),
-        (decode, "ptx::sync_warp();  // orders the lanes' loads", "// orders the lanes' loads"),
-        (decode, "ptx::async_commit_group();", ";"),
+        (ring, "ptx::sync_warp();  // orders the lanes' loads", "// orders the lanes' loads"),
+        (decode, "ptx::cp_async_commit_group();", ";"),
         (decode, "keys + at / 2)", "keys + at)"),
     ];
     let all = bulk.into_iter().map(|edit| ("", edit)).chain(copied.into_iter().map(|edit| ("_async", edit)));
@@ -501,11 +502,11 @@ fn planted_bugs_of_parts_are_caught() {
     let plants = [
         // Who adds up sees what was left: each step of the way from one block's threads to the other's.
         ("ptx::sync_block();  // stores of a part", "// stores of a part"),
-        ("ptx::fence_gpu();  // releases", "// releases"),
-        ("ptx::fence_gpu();  // acquires", "// acquires"),
+        ("ptx::fence_acq_rel_gpu();  // releases", "// releases"),
+        ("ptx::fence_acq_rel_gpu();  // acquires", "// acquires"),
         ("ptx::sync_block();  // what one thread", "// what one thread"),
         // Tickets: not given back, waited for from parts that never come, and taken by them.
-        ("if (last) ptx::store_global(counter, 0);", ""),
+        ("if (last) ptx::st_global(counter, 0);", ""),
         ("== live - 1;", "== args.parts - 1;"),
         ("if (Config::kSplit && rank >= live) return;", ""),
         // Parts: one too few, one counted again and again, another one's, and in the order of who came last.

@@ -248,7 +248,7 @@ fn planted_bugs_are_caught() {
         (own, "(b >> 3 & 0x1c0)", "(b >> 3 & 0x1c1)"),
         (own, "code_of(entry, block < kTileBlocks / 2)", "code_of(entry, true)"),
         (own, "return (bits + 1) & ~1u;", "return bits;"),
-        (own, "if (shift + bits > 32) ptx::reduce_or_shared(word + 4, code >> (32 - shift));", ""),
+        (own, "if (shift + bits > 32) ptx::red_or_shared(word + 4, code >> (32 - shift));", ""),
         (own, "return entry >> 24 << 4 * c;", "return 0;"),
         (own, "(p[6] & 0x00600060u) << 4", "(p[6] & 0x00400040u) << 4"),
         (own, "put(own + low, 2 * i + 1,", "put(own, 2 * i + 1,"),

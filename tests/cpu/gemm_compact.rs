@@ -211,17 +211,17 @@ fn cluster_splits_k_and_adds() {
     check("b16_w1p2c8_store", &[(16, 64, 960)]);
 }
 
-/// Rows dealt to clusters and tiles to warps: shares that end in the middle of a row, in a warp, and between blocks;
+/// Rows distributed over clusters and tiles over warps: shares that end in the middle of a row, in a warp, and between blocks;
 /// fewer tiles than warps; warps with several rows.
 #[test]
 fn row_blocks_are_distributed() {
-    check("b8_w3p1c1_dealt_store", &[(8, 64 * 7, 320), (3, 64, 128), (9, 192, 64)]);
-    check("b8_w2p1c2_t32_dealt_pdl_store_add", &[(5, 64 * 8, 448), (8, 64, 64), (1, 64 * 5, 192)]);
+    check("b8_w3p1c1_persistent_store", &[(8, 64 * 7, 320), (3, 64, 128), (9, 192, 64)]);
+    check("b8_w2p1c2_t32_persistent_pdl_store_add", &[(5, 64 * 8, 448), (8, 64, 64), (1, 64 * 5, 192)]);
     // As many rows as a block may end, and a block with a tile more than its neighbour.
-    check("b8_w8p1c2_dealt_store", &[(8, 512, 192)]);
-    check("b8_w3p1c4_dealt_store", &[(8, 960, 64)]);
-    check("b16_w5p2c4_t8_dealt_silu_mul", &[(16, 64 * 13, 64 * 3), (30, 128, 64)]);
-    check("b32_w1p1c2_t16_dealt_store", &[(32, 64 * 6, 64 * 3), (7, 64 * 3, 64)]);
+    check("b8_w8p1c2_persistent_store", &[(8, 512, 192)]);
+    check("b8_w3p1c4_persistent_store", &[(8, 960, 64)]);
+    check("b16_w5p2c4_t8_persistent_silu_mul", &[(16, 64 * 13, 64 * 3), (30, 128, 64)]);
+    check("b32_w1p1c2_t16_persistent_store", &[(32, 64 * 6, 64 * 3), (7, 64 * 3, 64)]);
 }
 
 #[test]
@@ -245,7 +245,7 @@ fn more_tiles_than_one_read_of_places() {
 
 #[test]
 fn any_bytes_stay_in_bounds() {
-    for name in ["b8_w2p2c1_pdl_store", "b8_w3p1c2_t8_dealt_store"] {
+    for name in ["b8_w2p2c1_pdl_store", "b8_w3p1c2_t8_persistent_store"] {
         any_bytes_of(name);
     }
 }
@@ -289,13 +289,14 @@ fn any_bytes_of(name: &str) {
 #[test]
 fn planted_bugs_are_caught() {
     let (form, own) = ("unweight/form/compact.cuh", "unweight/kernels/gemm_compact.cuh");
-    let dealt = |from: &str| ["clear_sums", "first_of", "ahead_of"].iter().any(|word| from.contains(word));
+    let ring = "unweight/pipeline/warp_ring.cuh";
+    let persistent = |from: &str| ["clear_sums", "first_of", "ahead_of"].iter().any(|word| from.contains(word));
     for (header, from, to) in [
         (form, "at = kUp ? at + used : at - used;", "at = at + used;"),
         (form, "p[6] = and_or(w[1] >> 2, 0x01800180u,", "p[6] = and_or(w[1] >> 2, 0x01000100u,"),
         (own, "parity ^= slot == 0;", "parity ^= 1;"),
         // The refill that may overtake the warp's own loads.
-        (own, "pipeline::release_to_copy_engine();", "ptx::sync_warp();"),
+        (ring, "            release_to_copy_engine();", "            ptx::sync_warp();"),
         (own, "chains(stream_slot(stream) + skip * 4, lane)", "chains(stream_slot(stream), lane)"),
         // The streams of the next tile over those that are being read.
         (own, "load_stream + 1 == S::kStreamSlots", "load_stream + 1 == Config::kStages"),
@@ -306,10 +307,10 @@ fn planted_bugs_are_caught() {
         (own, "args.tiles, first_tile +", "args.tiles,"),
         (own, "now = ahead;\n            turn = 0;", "turn = 0;"),
         (own, "sums[kPair + i * kPairs][f]", "sums[2 * kPair + i][f]"),
-        (own, "ptx::mbarrier_expect_tx(barrier(s), compact::kDenseTileBytes);", ""),
+        (own, "ptx::mbarrier_expect_tx(slots.full(s), compact::kDenseTileBytes);", ""),
         (own, "(c % kHalf < kFirst) != (kPair == 0)", "(c % kHalf < 2) != (kPair == 0)"),
-        (form, "store_shared_x4(shared + at * 4, ptx", "store_shared_x4(shared + at, ptx"),
-        (form, "ptx::load_global_nc(table + at / kCopies)", "ptx::load_global_nc(table + at / 4)"),
+        (form, "st_shared_x4(shared + at * 4, ptx", "st_shared_x4(shared + at, ptx"),
+        (form, "ptx::ld_global_nc(table + at / kCopies)", "ptx::ld_global_nc(table + at / 4)"),
         (form, "word + 4 * i);", "word + 4 * (i < 3 ? i : 2));"),
         // Sums of one row in those of the next; the place of another row; sums that the next row's warp never left
         // there.
@@ -322,14 +323,14 @@ fn planted_bugs_are_caught() {
     ] {
         let spec = spec(match to {
             _ if header == form && to.contains("at / 4") => "gemm_compact_b8_w1p2c1_t8_pdl_store",
-            _ if dealt(from) => "gemm_compact_b8_w3p1c2_dealt_store",
+            _ if persistent(from) => "gemm_compact_b8_w3p1c2_persistent_store",
             _ if to.contains("gate") => "gemm_compact_b8_w1p2c1_pdl_silu_mul",
             // At batch tile 8 all dense words are loaded at once.
             _ if to.contains("kHalf") => "gemm_compact_b16_w1p2c1_pdl_store",
             _ => "gemm_compact_b8_w1p2c1_pdl_store",
         });
         let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
-        let problem = if dealt(from) { Problem::random(64 * 7, 320, 3) } else { Problem::random(128, 64 * 37, 3) };
+        let problem = if persistent(from) { Problem::random(64 * 7, 320, 3) } else { Problem::random(128, 64 * 37, 3) };
         // A weight that is wrong by little, as one escape can be, shows only by itself.
         let caught = (1..=3).any(|seed| problem.wrong_sums(&mut kernel, &spec, 8, seed) != Ok(0))
             || traits(&spec).1 == Epilogue::Store

@@ -98,24 +98,25 @@ fn hostile_escapes_stay_in_bounds() {
 /// A wait without the meeting behind it is not among them: here the lanes meet at the `ldmatrix` that follows.
 #[test]
 fn planted_bugs_of_threads_that_copy_are_caught() {
-    let kernel = "unweight/kernels/gemm_mma.cuh";
+    let (kernel, ring) = ("unweight/kernels/gemm_mma.cuh", "unweight/pipeline/warp_ring.cuh");
     let released =
         "ptx::sync_warp();  // orders the lanes' loads before copies that any of them starts later (ptx/async.cuh)";
-    for (from, to) in [
-        ("ptx::async_wait_group<Config::kStages - 1>();", "ptx::async_wait_group<Config::kStages>();"),
-        (released, ""),
+    for (header, from, to) in [
+        (ring, "ptx::cp_async_wait_group<kSlots - 1>();", "ptx::cp_async_wait_group<kSlots>();"),
+        (ring, released, ""),
         (
-            "if constexpr (Config::kAsync) ptx::async_commit_group();\n    }\n    UW_DEVICE void wait_for_slot",
-            "}\n    UW_DEVICE void wait_for_slot",
+            kernel,
+            "if constexpr (kAsync<Config>) ptx::cp_async_commit_group();\n    }\n\n    // Fills",
+            "}\n\n    // Fills",
         ),
-        ("share.batch + r < args.m;", "true;"),
-        ("::offset(r, chunk), from, inside", "::offset(r, chunk ^ 1), from, inside"),
-        ("if (at < load_pieces.bytes[i]) ptx::async", "if (at + 512 < load_pieces.bytes[i]) ptx::async"),
-        ("if (at < load_pieces.bytes[i]) ptx::async", "ptx::async"),
-        ("column * (kTile * 2) + chunk * 16;", "column * kTile + chunk * 16;"),
+        (kernel, "share.batch + r < args.m;", "true;"),
+        (kernel, "::offset(r, chunk), from, inside", "::offset(r, chunk ^ 1), from, inside"),
+        (kernel, "if (at < load_pieces.bytes[i]) ptx::cp_async", "if (at + 512 < load_pieces.bytes[i]) ptx::cp_async"),
+        (kernel, "if (at < load_pieces.bytes[i]) ptx::cp_async", "ptx::cp_async"),
+        (kernel, "column * (kTile * 2) + chunk * 16;", "column * kTile + chunk * 16;"),
     ] {
         let spec = spec("gemm_mma_b8_r3w2p3c1_async_esc_store");
-        let mut kernel = CpuKernel::of(&spec, &[Edit { header: kernel, from, to }]);
+        let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
         let problem = Problem::random(&spec, (7, 128, 640), 3);
         let caught = (1..=4).any(|seed| match problem.run(&mut kernel, &spec, 1, seed) {
             Err(_) => true,
@@ -127,7 +128,7 @@ fn planted_bugs_of_threads_that_copy_are_caught() {
 
 #[test]
 fn planted_bugs_are_caught() {
-    let kernel = "unweight/kernels/gemm_mma.cuh";
+    let (kernel, ring) = ("unweight/kernels/gemm_mma.cuh", "unweight/pipeline/warp_ring.cuh");
     for (header, from, to) in [
         ("unweight/form/packed.cuh", "0x00780078u", "0x00700070u"),
         ("unweight/form/escapes.cuh", "? 0x5410 : 0x3254", "? 0x3254 : 0x5410"),
@@ -138,7 +139,7 @@ fn planted_bugs_are_caught() {
         (kernel, "half * 4 + lane / 8;", "half * 4 + lane / 8 % 2;"),
         // The race that shows in a few of a hundred launches, and only under load: the slot is refilled while its loads
         // are in flight.
-        (kernel, "pipeline::release_to_copy_engine();", "ptx::sync_warp();"),
+        (ring, "            release_to_copy_engine();", "            ptx::sync_warp();"),
     ] {
         let shape = if to.contains("gate") { "r2w2p3c1_esc_pdl_silu_mul" } else { "r3w2p3c1_esc_pdl_store" };
         let spec = spec(&format!("gemm_mma_b8_{shape}"));

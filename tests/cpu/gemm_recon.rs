@@ -472,7 +472,7 @@ fn planted_bugs_are_caught_where_blocks_share_k() {
             Edit {
                 header,
                 from: "        meet();  // all blocks have left their sums\n",
-                to: "        ptx::cluster_arrive();\n",
+                to: "        ptx::barrier_cluster_arrive();\n",
             },
             Wrong,
         ),
@@ -480,7 +480,7 @@ fn planted_bugs_are_caught_where_blocks_share_k() {
             Edit {
                 header,
                 from: "            meet();\n            meet();\n",
-                to: "            meet();\n            ptx::cluster_arrive();\n",
+                to: "            meet();\n            ptx::barrier_cluster_arrive();\n",
             },
             Error("refills shared offset"),
         ),

@@ -94,31 +94,41 @@ fn planted_bugs_are_caught() {
     let streaming = "gemm_wgmma_b128_g1p3_streamk_esc_pdl_store";
     let clustered = "gemm_wgmma_b64_g2p3c2_esc_pdl_store";
     let gated = "gemm_wgmma_b64_g2p3_esc_pdl_silu_mul";
-    for (name, from, to) in [
+    for (file, name, from, to) in [
         // The ring: a slot given back while it is read, sums read too early, a wrong byte count, a box of X twice, one
         // left out, another warp's weights.
-        (streaming, "if (step != s.first) release(slots, p);", "release(slots, p);"),
-        (streaming, "ptx::wgmma_wait_group<0>();", "ptx::wgmma_wait_group<4>();"),
-        (streaming, "from.boxes * S::kXBoxBytes + S::kWBytes);", "from.boxes * S::kXBoxBytes);"),
-        (streaming, "from.row + i * S::kXBoxRows", "from.row"),
-        (streaming, "args.m - from.row + S::kXBoxRows - 1", "args.m - from.row - 1"),
-        (streaming, "p.warp * packed::kBlockBytes", "0 * packed::kBlockBytes"),
+        ("mainloop", streaming, "if (step != s.first) release(slots, p);", "release(slots, p);"),
+        ("mainloop", streaming, "ptx::wgmma_wait_group<0>();", "ptx::wgmma_wait_group<4>();"),
+        ("load", streaming, "from.boxes * S::kXBoxBytes + S::kWBytes);", "from.boxes * S::kXBoxBytes);"),
+        ("load", streaming, "from.row + i * S::kXBoxRows", "from.row"),
+        ("load", streaming, "args.m - from.row + S::kXBoxRows - 1", "args.m - from.row - 1"),
+        ("mainloop", streaming, "p.warp * packed::kBlockBytes", "0 * packed::kBlockBytes"),
         // Another row block's escapes.
-        (streaming, "p.warp * kBlockRecordBytes", "0 * kBlockRecordBytes"),
-        // Shares of k: a part left out, a flag left standing.
-        (streaming, "first + j <= sharing.last_team", "first + j < sharing.last_team"),
-        (streaming, "if (waits) ptx::reduce_add_global(flag, ~0u);", "if (waits) ptx::reduce_add_global(flag, 0);"),
+        ("mainloop", streaming, "p.warp * kBlockRecordBytes", "0 * kBlockRecordBytes"),
+        // Stream-K: a peer left out, a counter left standing.
+        ("reduce", streaming, "first + j <= peers.last", "first + j < peers.last"),
+        ("reduce", streaming, "if (waits) ptx::red_add_global(flag, ~0u);", "if (waits) ptx::red_add_global(flag, 0);"),
         // The store: the wrong half of a fragment.
-        (streaming, "p.warp * 2 + p.lane / 8 % 2", "p.warp * 2 + p.lane / 16"),
+        ("epilogue", streaming, "p.warp * 2 + p.lane / 8 % 2", "p.warp * 2 + p.lane / 16"),
         // Of a gate and its up: the next batch row for the up, another warp's columns.
-        (gated, "gated(d[4 * j], d[4 * j + 2])", "gated(d[4 * j], d[4 * j + 1])"),
-        (gated, "GatedTile::offset(g * 32 + p.lane, p.warp)", "GatedTile::offset(g * 32 + p.lane, 3 - p.warp)"),
+        ("epilogue", gated, "gated(d[4 * j], d[4 * j + 2])", "gated(d[4 * j], d[4 * j + 1])"),
+        (
+            "epilogue",
+            gated,
+            "GatedTile::offset(g * 32 + p.lane, p.warp)",
+            "GatedTile::offset(g * 32 + p.lane, 3 - p.warp)",
+        ),
         // A cluster: sums written over X that another warpgroup reads, a peer's left out, steps taken twice.
-        (clustered, "ptx::named_barrier_sync(4, Config::kWarpgroups * kWarpgroupThreads);", "sync_warpgroup(p);"),
-        (clustered, "j + (j >= schedule.team)", "j"),
-        (clustered, "team * steps / Config::kCluster", "0"),
+        (
+            "reduce",
+            clustered,
+            "ptx::bar_sync(NamedBarrier::kConsumers, Config::kWarpgroups * kWarpgroupThreads);",
+            "sync_warpgroup(p);",
+        ),
+        ("reduce", clustered, "j + (j >= schedule.unit)", "j"),
+        ("schedule", clustered, "unit * steps / Config::kCluster", "0"),
     ] {
-        let header = "unweight/kernels/gemm_wgmma.cuh";
+        let header = format!("unweight/kernels/gemm_wgmma/{file}.cuh").leak();
         let spec = spec(name);
         let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
         let problem = Problem::random(&spec, (128, 128, 320), 3);

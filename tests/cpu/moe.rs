@@ -176,7 +176,7 @@ fn planted_bugs_of_the_sort_are_caught() {
     for (from, to) in [
         ("counts = expert < args.experts;", "counts = expert != ~0u;"),
         ("ptx::popcount(peers & ((1u << lane) - 1))", "ptx::popcount(peers & ((2u << lane) - 1))"),
-        ("ptx::store_shared(address, total);\n", ""),
+        ("ptx::st_shared(address, total);\n", ""),
         ("if (w < warp) {", "if (w <= warp) {"),
         ("(total + args.item_rows - 1) / args.item_rows;", "total / args.item_rows;"),
         ("more < args.item_rows ? more : args.item_rows, 0", "args.item_rows, 0"),
@@ -360,8 +360,8 @@ fn planted_bugs_of_the_product_are_caught() {
             "first = skipped + group * each;",
         ),
         (kernel_header, "ptx::shuffle(listed[row / 32], r % 32)", "ptx::shuffle(listed[0], r % 32)"),
-        (kernel_header, "ptx::load_global(a.pairs + share.batch + entry) / a.pairs_per_row", "share.batch + entry"),
-        (kernel_header, "return ptx::load_global(args.pairs + share.batch + b);", "return share.batch + b;"),
+        (kernel_header, "ptx::ld_global(a.pairs + share.batch + entry) / a.pairs_per_row", "share.batch + entry"),
+        (kernel_header, "return ptx::ld_global(args.pairs + share.batch + b);", "return share.batch + b;"),
         (kernel_header, "batch = item.y;\n                rows", "batch = 0;\n                rows"),
         (own, "kernel.run();", ""),
     ] {
@@ -483,7 +483,7 @@ fn planted_bugs_of_choices_are_caught() {
         ("if (args.rounded != 0)", "if (args.rounded == 0)"),
         ("if (token >= args.tokens) return;", ""),
         ("args.logits + token * args.logits_pitch;", "args.logits + token * args.experts;"),
-        ("ptx::float_from_bits(ptx::load_global_u16(logits + expert) << 16), none)", "none, none)"),
+        ("ptx::float_from_bits(ptx::ld_global_u16(logits + expert) << 16), none)", "none, none)"),
         ("if (place == lane) {", "if (place >= lane) {"),
     ] {
         let spec = spec("route_topk_pdl");
@@ -575,7 +575,7 @@ fn rows_of_pairs_become_rows_of_tokens() {
 fn planted_bugs_of_sums_are_caught() {
     let header = "unweight/kernels/route.cuh";
     for (from, to) in [
-        ("if (ptx::load_global(args.ids + pair) >= args.experts) continue;", ""),
+        ("if (ptx::ld_global(args.ids + pair) >= args.experts) continue;", ""),
         ("if (column >= args.columns) return;", ""),
         ("if (args.adds != 0)", "if (args.adds == 0)"),
         ("args.y + token * args.y_pitch + column", "args.y + token * args.columns + column"),

@@ -75,8 +75,8 @@ fn wgmma_from_descriptors_and_from_registers() {
     sync_block();
     if (thread == 0) {
         mbarrier_arrive_expect_tx(bar, 16384);
-        tensor_load_2d(shared, args.a, 0, 0, bar);
-        tensor_load_2d(shared + 8192, args.b, 0, 0, bar);
+        tma_load_2d(shared, args.a, 0, 0, bar);
+        tma_load_2d(shared + 8192, args.b, 0, 0, bar);
     }
     mbarrier_wait_parity(bar, 0);
     float d[32] = {}, e[32] = {};
@@ -86,7 +86,7 @@ fn wgmma_from_descriptors_and_from_registers() {
     const smem::Bf16Tile<64> x{shared};
     u32 a[4][4];
     for (u32 s = 0; s < 4; ++s) {
-        const U32x4 f = load_matrix_x4(x.chunk(thread / 32 * 16 + lane % 16, s * 2 + lane / 16));
+        const U32x4 f = ldmatrix_x4(x.chunk(thread / 32 * 16 + lane % 16, s * 2 + lane / 16));
         a[s][0] = f.x, a[s][1] = f.y, a[s][2] = f.z, a[s][3] = f.w;
     }
     wgmma_fence();
@@ -135,18 +135,18 @@ fn warp_mma_with_matrix_loads() {
     let mut kernel = build(
         r#"
     // input: A[16,16] then B[8,16]; staged row by row, 32 bytes each.
-    for (u32 i = lane; i < 48; i += 32) store_shared_x4(shared + i * 16, load_global_x4(static_cast<u8*>(args.input) + i * 16));
+    for (u32 i = lane; i < 48; i += 32) st_shared_x4(shared + i * 16, ld_global_x4(static_cast<u8*>(args.input) + i * 16));
     sync_warp();
-    const U32x4 f = load_matrix_x4(shared + lane % 16 * 32 + lane / 16 * 16);
-    const U32x4 g = load_matrix_x4(shared + 512 + lane % 8 * 32 + lane / 8 % 2 * 16);
+    const U32x4 f = ldmatrix_x4(shared + lane % 16 * 32 + lane / 16 * 16);
+    const U32x4 g = ldmatrix_x4(shared + 512 + lane % 8 * 32 + lane / 8 % 2 * 16);
     float d[4] = {};
     const u32 a[4] = {f.x, f.y, f.z, f.w}, b[2] = {g.x, g.y};
     mma_m16n8k16(d, a, b);
     for (u32 i = 0; i < 4; ++i) args.output[(lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = d[i];
     // Store the A fragment transposed and load it back transposed.
-    store_matrix_transposed_x4(shared + 1024 + lane * 16, f);
+    stmatrix_x4_trans(shared + 1024 + lane * 16, f);
     sync_warp();
-    const U32x4 h = load_matrix_transposed_x4(shared + 1024 + lane * 16);
+    const U32x4 h = ldmatrix_x4_trans(shared + 1024 + lane * 16);
     args.second[lane] = h.x == f.x && h.y == f.y && h.z == f.z && h.w == f.w;"#,
     );
     let ((a, a_bits), (b, b_bits)) = (matrix(16, 16, 3), matrix(8, 16, 4));
@@ -170,18 +170,18 @@ fn warp_mma_with_matrix_loads() {
 fn blocks_of_a_cluster_reach_each_other() {
     let mut kernel = build(
         r#"
-    const u32 rank = cluster_rank(), peer = rank ^ 1, bar = shared + 1024;
+    const u32 rank = cluster_ctarank(), peer = rank ^ 1, bar = shared + 1024;
     if (thread == 0) mbarrier_init(bar, 32);
     sync_block();
-    cluster_arrive();
-    cluster_wait();
-    store_cluster_x4(map_shared_rank(shared + thread * 16, peer), {rank, thread, 7, 8});
-    mbarrier_arrive_cluster(map_shared_rank(bar, peer));
+    barrier_cluster_arrive();
+    barrier_cluster_wait();
+    st_shared_cluster_x4(mapa(shared + thread * 16, peer), {rank, thread, 7, 8});
+    mbarrier_arrive_cluster(mapa(bar, peer));
     mbarrier_wait_parity_cluster(bar, 0);
-    const U32x4 v = load_shared_x4(shared + thread * 16);
+    const U32x4 v = ld_shared_x4(shared + thread * 16);
     args.output[rank * 32 + thread] = v.x * 100 + v.y;
-    cluster_arrive();
-    cluster_wait();"#,
+    barrier_cluster_arrive();
+    barrier_cluster_wait();"#,
     );
     let mut out = vec![f32::NAN; 64];
     let args = Args { output: out.as_mut_ptr() as u64, ..Args::zeroed() };
@@ -196,17 +196,17 @@ fn tensor_stores_clip_and_add() {
     let mut kernel = build(
         r#"
     // An 8x8 box of floats at column 4, row 6 of a 12x10 matrix: 6 by 6 of it lie inside.
-    for (u32 i = thread; i < 64; i += 32) store_shared(shared + i * 4, bits_from_float(float(i)));
+    for (u32 i = thread; i < 64; i += 32) st_shared(shared + i * 4, bits_from_float(float(i)));
     fence_proxy_async_shared();
     sync_block();
     if (thread == 0) {
-        tensor_store_2d(args.a, 4, 6, shared);
-        bulk_commit_group();
-        bulk_wait_group<0>();
-        tensor_reduce_add_2d(args.a, 4, 6, shared);
-        bulk_store(args.output, shared, 256);
-        bulk_commit_group();
-        bulk_wait_group<0>();
+        tma_store_2d(args.a, 4, 6, shared);
+        cp_async_bulk_commit_group();
+        cp_async_bulk_wait_group<0>();
+        tma_reduce_add_2d(args.a, 4, 6, shared);
+        cp_async_bulk_store(args.output, shared, 256);
+        cp_async_bulk_commit_group();
+        cp_async_bulk_wait_group<0>();
     }"#,
     );
     let target = vec![-1f32; 12 * 10];
@@ -238,10 +238,10 @@ fn tensor_stores_clip_and_add() {
 
 /// Every lane of the first warp has loaded bytes that a copy brought.
 const LOADED: &str = "if (thread == 0) { mbarrier_init(shared, 1); mbarrier_init(shared + 8, 1); \
-     mbarrier_arrive_expect_tx(shared, 64); bulk_load(shared + 128, args.input, 64, shared); } sync_block(); \
-     if (thread >= 32) break; mbarrier_wait_parity(shared, 0); load_shared_x4(shared + 128 + lane % 4 * 16); ";
+     mbarrier_arrive_expect_tx(shared, 64); cp_async_bulk_load(shared + 128, args.input, 64, shared); } sync_block(); \
+     if (thread >= 32) break; mbarrier_wait_parity(shared, 0); ld_shared_x4(shared + 128 + lane % 4 * 16); ";
 /// A copy over them.
-const REFILL: &str = "if (thread == 0) { mbarrier_arrive_expect_tx(shared, 64); bulk_load(shared + 128, args.input, 64, shared); } \
+const REFILL: &str = "if (thread == 0) { mbarrier_arrive_expect_tx(shared, 64); cp_async_bulk_load(shared + 128, args.input, 64, shared); } \
      mbarrier_wait_parity(shared, 1);";
 
 #[test]
@@ -266,22 +266,22 @@ fn released_memory_may_be_refilled() {
 
 /// Two blocks leave a word a thread each; whoever takes the second ticket reads the other's.
 const LAST: &str = "u32* parts = (u32*)args.output; u32* counter = (u32*)args.second; const u32 own = block_index(); \
-    store_global(parts + own * 64 + thread, 7); MEET \
-    if (thread == 0) { RELEASE const u32 ticket = atomic_add_global(counter, 1); ACQUIRE store_shared(shared, ticket); } \
-    TELL if (load_shared(shared) == 1 && load_global(parts + (own ^ 1) * 64 + thread) != 7) trap();";
+    st_global(parts + own * 64 + thread, 7); MEET \
+    if (thread == 0) { RELEASE const u32 ticket = atom_add_global(counter, 1); ACQUIRE st_shared(shared, ticket); } \
+    TELL if (ld_shared(shared) == 1 && ld_global(parts + (own ^ 1) * 64 + thread) != 7) trap();";
 /// Block 0 leaves them, block 1 waits for a flag.
 const FLAG: &str = "u32* parts = (u32*)args.output; u32* flag = (u32*)args.second; \
-    if (block_index() == 0) { store_global(parts + thread, 7); MEET if (thread == 0) store_release_global(flag, 1); } \
-    else { if (thread == 0) while (LOAD == 0) poll(); TELL if (load_global(parts + thread) != 7) trap(); }";
+    if (block_index() == 0) { st_global(parts + thread, 7); MEET if (thread == 0) st_release_global(flag, 1); } \
+    else { if (thread == 0) while (LOAD == 0) poll(); TELL if (ld_global(parts + thread) != 7) trap(); }";
 
 #[test]
 fn stream_k_partial_sums_are_handed_over() {
     let right = [
         ("MEET", "sync_block();"),
-        ("RELEASE", "fence_gpu();"),
-        ("ACQUIRE", "fence_gpu();"),
+        ("RELEASE", "fence_acq_rel_gpu();"),
+        ("ACQUIRE", "fence_acq_rel_gpu();"),
         ("TELL", "sync_block();"),
-        ("LOAD", "load_acquire_global(flag)"),
+        ("LOAD", "ld_acquire_global(flag)"),
     ];
     let with = |text: &str, wrong: Option<(&str, &str)>| {
         let replace = |text: String, (from, to): (&str, &str)| text.replace(from, to);
@@ -297,12 +297,24 @@ fn stream_k_partial_sums_are_handed_over() {
         (with(LAST, Some(("MEET", half))), Some(unread)),
         (with(LAST, Some(("RELEASE", ""))), Some(unread)),
         (with(LAST, Some(("ACQUIRE", ""))), Some(unread)),
-        (with(LAST, Some(("MEET if (thread == 0) {", "if (thread == 32) fence_gpu(); MEET if (thread == 0) {"))), None),
-        (with(&LAST.replace("RELEASE", ""), Some(("MEET", "if (thread == 0) fence_gpu(); MEET"))), Some(unread)),
-        (with(&LAST.replace("ACQUIRE", ""), Some(("TELL", "TELL if (thread == 32) fence_gpu();"))), Some(unread)),
+        (
+            with(
+                LAST,
+                Some(("MEET if (thread == 0) {", "if (thread == 32) fence_acq_rel_gpu(); MEET if (thread == 0) {")),
+            ),
+            None,
+        ),
+        (
+            with(&LAST.replace("RELEASE", ""), Some(("MEET", "if (thread == 0) fence_acq_rel_gpu(); MEET"))),
+            Some(unread),
+        ),
+        (
+            with(&LAST.replace("ACQUIRE", ""), Some(("TELL", "TELL if (thread == 32) fence_acq_rel_gpu();"))),
+            Some(unread),
+        ),
         (with(LAST, Some(("own ^ 1) * 64", "own) * 64 + 128"))), Some("nobody has written in this launch")),
         (with(LAST, Some(("parts + own * 64 + thread, 7", "parts + thread, 7"))), Some("store of `partials`")),
-        (with(FLAG, Some(("LOAD", "load_global(flag)"))), Some(unread)),
+        (with(FLAG, Some(("LOAD", "ld_global(flag)"))), Some(unread)),
         (with(FLAG, Some(("MEET", half))), Some(unread)),
         (with(FLAG, Some(("TELL", half))), Some(unread)),
     ];
@@ -336,13 +348,13 @@ fn missing_barriers_are_detected() {
     // Each warp leaves a number and adds up all of them, round by round.
     const SUMS: &str = "u32 sum = 0; for (u32 round = 0; round < 4; ++round) { \
         for (u32 i = 0; i < 6; ++i) sync_warp(); \
-        if (lane == 31) store_shared(shared + thread / 32 * 4, round * 10 + thread / 32); WRITTEN \
-        for (u32 w = 0; w < 4; ++w) sum += load_shared(shared + 4 * w); READ } args.output[thread] = sum;";
+        if (lane == 31) st_shared(shared + thread / 32 * 4, round * 10 + thread / 32); WRITTEN \
+        for (u32 w = 0; w < 4; ++w) sum += ld_shared(shared + 4 * w); READ } args.output[thread] = sum;";
     // Three warps make a number together, which the last one reads.
     const MADE: &str = "float sum = 0; for (u32 round = 0; round < 4; ++round) { \
-        if (thread < 96) { for (u32 i = 0; i < 6; ++i) named_barrier_sync(1, 96); \
-            if (thread == 0) store_shared(shared, round + 1); } WRITTEN \
-        if (thread >= 96) sum += load_shared(shared); READ } args.output[thread] = sum;";
+        if (thread < 96) { for (u32 i = 0; i < 6; ++i) bar_sync(1, 96); \
+            if (thread == 0) st_shared(shared, round + 1); } WRITTEN \
+        if (thread >= 96) sum += ld_shared(shared); READ } args.output[thread] = sum;";
     let (barrier, cases) = ("sync_block();", [("SUMS", SUMS), ("MADE", MADE)]);
     let (mut bodies, mut names) = (Vec::new(), Vec::new());
     for (name, text) in cases {
@@ -389,24 +401,24 @@ fn simulator_reports_mistakes() {
             "if (thread == 0) mbarrier_init(shared, 2); sync_block(); if (thread == 0) mbarrier_arrive(shared); mbarrier_wait_parity(shared, 0);",
             "1 of 2 arrivals",
         ),
-        ("if (thread < 32) named_barrier_sync(3, 64);", "named barrier 3"),
+        ("if (thread < 32) bar_sync(3, 64);", "named barrier 3"),
         ("mbarrier_arrive(shared);", "never initialised"),
-        ("store_shared_x4(shared + 8, {0, 0, 0, 0});", "not 16-byte aligned"),
-        ("store_shared(shared + 32 * 1024, 1);", "outside the block's 32768 bytes"),
-        ("load_global(static_cast<u8*>(args.input) + 64);", "outside its 64 bytes"),
+        ("st_shared_x4(shared + 8, {0, 0, 0, 0});", "not 16-byte aligned"),
+        ("st_shared(shared + 32 * 1024, 1);", "outside the block's 32768 bytes"),
+        ("ld_global(static_cast<u8*>(args.input) + 64);", "outside its 64 bytes"),
         (
-            "if (thread == 0) { mbarrier_init(shared, 1); bulk_load(shared + 128, static_cast<u8*>(args.input) + 16, 64, shared); }",
+            "if (thread == 0) { mbarrier_init(shared, 1); cp_async_bulk_load(shared + 128, static_cast<u8*>(args.input) + 16, 64, shared); }",
             "outside its 64 bytes",
         ),
         (
-            "if (thread == 0) { mbarrier_init(shared, 1); mbarrier_arrive_expect_tx(shared, 64); bulk_load(shared + 128, args.input, 64, shared); }",
+            "if (thread == 0) { mbarrier_init(shared, 1); mbarrier_arrive_expect_tx(shared, 64); cp_async_bulk_load(shared + 128, args.input, 64, shared); }",
             "in flight",
         ),
         (
-            "if (thread == 0) { store_shared(shared, 1); bulk_store(args.input, shared, 16); }",
+            "if (thread == 0) { st_shared(shared, 1); cp_async_bulk_store(args.input, shared, 16); }",
             "without fence.proxy.async",
         ),
-        ("if (thread == 0) { bulk_load(shared, args.input, 20, shared); }", "multiple of 16"),
+        ("if (thread == 0) { cp_async_bulk_load(shared, args.input, 20, shared); }", "multiple of 16"),
         ("if (lane == 0) sync_warp(); else shuffle(1, 2);", "not converged"),
         (
             "if (thread == 0) mbarrier_init(shared, 1); sync_block(); while (!mbarrier_try_wait_parity(shared, 0)) {}",
@@ -419,33 +431,33 @@ fn simulator_reports_mistakes() {
         ("trap();", "trap"),
         // What ordinary loads have read is not the copy engine's to overwrite ...
         ("LOADED sync_warp(); REFILL", "nobody has released"),
-        ("LOADED named_barrier_sync(1, 32); REFILL", "nobody has released"),
+        ("LOADED bar_sync(1, 32); REFILL", "nobody has released"),
         // ... unless every reader has fenced.
         ("LOADED if (lane < 31) fence_proxy_async_shared(); sync_warp(); REFILL", "nobody has released"),
-        ("LOADED fence_proxy_async_shared(); load_shared(shared + 128); sync_warp(); REFILL", "nobody has released"),
+        ("LOADED fence_proxy_async_shared(); ld_shared(shared + 128); sync_warp(); REFILL", "nobody has released"),
         // An arrival speaks for those that have met, not for those that have not, and only to who waits for it.
         ("LOADED sync_warp(); if (lane == 0) mbarrier_arrive(shared + 8); REFILL", "nobody has released"),
         (
             "if (thread == 0) { mbarrier_init(shared, 1); mbarrier_init(shared + 8, 1); } sync_block(); \
-             if (thread < 32) { load_shared_x4(shared + 128); named_barrier_sync(1, 32); } \
+             if (thread < 32) { ld_shared_x4(shared + 128); bar_sync(1, 32); } \
              else if (thread == 32) { mbarrier_arrive(shared + 8); } \
              else if (thread == 64) { mbarrier_wait_parity(shared + 8, 0); while (!mbarrier_try_wait_parity(shared, 1)) {} \
-             for (u32 i = 0; i < 64; ++i) cpu::poll(); bulk_load(shared + 128, args.input, 64, shared); }",
+             for (u32 i = 0; i < 64; ++i) cpu::poll(); cp_async_bulk_load(shared + 128, args.input, 64, shared); }",
             "nobody has released",
         ),
         (
-            "load_shared_x4(shared + 128); sync_block(); if (thread == 0) { mbarrier_init(shared, 1); \
-             mbarrier_arrive_expect_tx(shared, 64); bulk_load(shared + 128, args.input, 64, shared); }",
+            "ld_shared_x4(shared + 128); sync_block(); if (thread == 0) { mbarrier_init(shared, 1); \
+             mbarrier_arrive_expect_tx(shared, 64); cp_async_bulk_load(shared + 128, args.input, 64, shared); }",
             "nobody has released",
         ),
         (
-            "if (thread == 0) { mbarrier_init(shared, 1); fence_proxy_async_shared(); bulk_store(args.input, shared + 128, 64); \
-             bulk_commit_group(); mbarrier_arrive_expect_tx(shared, 64); bulk_load(shared + 128, args.input, 64, shared); }",
+            "if (thread == 0) { mbarrier_init(shared, 1); fence_proxy_async_shared(); cp_async_bulk_store(args.input, shared + 128, 64); \
+             cp_async_bulk_commit_group(); mbarrier_arrive_expect_tx(shared, 64); cp_async_bulk_load(shared + 128, args.input, 64, shared); }",
             "still reading",
         ),
         ("LOADED if (lane == 0) mbarrier_arrive(shared + 8); sync_warp(); REFILL", "nobody has released"),
         (
-            "if (thread == 0) { mbarrier_init(shared, 1); store_shared(shared + 128, 1); bulk_load(shared + 128, args.input, 64, shared); }",
+            "if (thread == 0) { mbarrier_init(shared, 1); st_shared(shared + 128, 1); cp_async_bulk_load(shared + 128, args.input, 64, shared); }",
             "written by an ordinary store",
         ),
     ]

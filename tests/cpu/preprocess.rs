@@ -469,14 +469,14 @@ fn planted_bugs_in_the_decoder_are_caught() {
         ),
     ];
     let copied: [(&str, (&str, &str, &str)); 5] = [
-        ("does not wait for its copies", (DECODE, "ptx::async_wait_group<kStages - 1>();", "")),
+        ("does not wait for its copies", (DECODE, "ptx::cp_async_wait_group<kStages - 1>();", "")),
         (
             "does not wait for others' copies",
             (DECODE, "<kStages - 1>();\n            ptx::sync_warp();", "<kStages - 1>();"),
         ),
-        ("waits for one group too few", (DECODE, "async_wait_group<kStages - 1>", "async_wait_group<kStages>")),
+        ("waits for one group too few", (DECODE, "cp_async_wait_group<kStages - 1>", "cp_async_wait_group<kStages>")),
         ("leaves bytes out", (DECODE, "at += 32 * 16", "at += 64 * 16")),
-        ("a fetch without a group", (DECODE, "if constexpr (kAsync) ptx::async_commit_group();", "")),
+        ("a fetch without a group", (DECODE, "if constexpr (kAsync) ptx::cp_async_commit_group();", "")),
     ];
     let bulk = bulk.into_iter().map(|bug| (SmemCopy::Bulk, bug));
     for (copy, (name, bug)) in bulk.chain(copied.into_iter().map(|bug| (SmemCopy::Async, bug))) {
@@ -503,7 +503,6 @@ fn encoders(edits: &[Edit]) -> Mutex<CpuKernel> {
 static ENCODERS: Shared = LazyLock::new(|| encoders(&[]));
 
 struct Encoded {
-    has_decode_table: bool,
     buffers: Vec<(&'static str, Buffer)>,
 }
 
@@ -533,7 +532,6 @@ fn encode(
         ("palette", Buffer::new(16)),
         ("code_lengths", Buffer::new(16)),
         ("encode_table", Buffer::new(1024)),
-        ("decode_table", Buffer::new(4 << limit)),
         ("row_lengths", Buffer::new(tiles * 64)),
         ("tile_metadata", Buffer::new(tiles * 16)),
         ("encoded_exp", Buffer::new(capacity_words as usize * 4)),
@@ -550,7 +548,7 @@ fn encode(
         palette: at("palette"),
         code_lengths: at("code_lengths"),
         encode_table: at("encode_table"),
-        decode_table: at("decode_table"),
+        reserved: 0,
         row_lengths: at("row_lengths"),
         tile_metadata: at("tile_metadata"),
         encoded_exp: at("encoded_exp"),
@@ -575,13 +573,12 @@ fn encode(
         unsafe { kernels.run(&spec, run, &args, &registered) }.map_err(|e| format!("{spec}: {e}"))?;
     }
     drop(registered);
-    Ok(Encoded { has_decode_table: stages.contains(&EncodeStage::DecodeTable), buffers })
+    Ok(Encoded { buffers })
 }
 
-/// The decode table last: its 128 blocks cost more here than the others together, so not every test asks for it.
-const HUFFMAN: [EncodeStage; 6] = {
-    use EncodeStage::{DecodeTable, Rows, Scan, Stats, Table, Write};
-    [Stats, Table, Rows, Scan, Write, DecodeTable]
+const HUFFMAN: [EncodeStage; 5] = {
+    use EncodeStage::{Rows, Scan, Stats, Table, Write};
+    [Stats, Table, Rows, Scan, Write]
 };
 const PALETTE: [EncodeStage; 5] = {
     use EncodeStage::{Palette, Rows, Scan, Stats, Table};
@@ -616,16 +613,6 @@ fn check_huffman(case: &Case, limit: u32, encoded: &Encoded) -> Result<(), Strin
         let index = tensor.code().palette().index()[exponent].unwrap_or(0);
         let expected = u32::from(code) | u32::from(length) << 16 | u32::from(index) << 24;
         same("encode_table", &entry.to_le_bytes(), &expected.to_le_bytes())?;
-    }
-    if !encoded.has_decode_table {
-        return Ok(());
-    }
-    // The CPU's table has 2^(longest code) entries; the GPU's, 2^limit, repeats it.
-    let table = tensor.code().decode_table();
-    for (slot, &entry) in encoded.get("decode_table").u32s().iter().enumerate() {
-        let e = table[slot % table.len()];
-        let expected = u32::from(e.symbol) | u32::from(e.length) << 8 | u32::from(e.palette_index) << 16;
-        same("decode_table", &entry.to_le_bytes(), &expected.to_le_bytes())?;
     }
     Ok(())
 }
@@ -681,7 +668,7 @@ fn scan_looks_back_over_several_blocks() {
         let weight = weights.next().unwrap();
         if random.bits().is_multiple_of(500) { random.bits() as u16 } else { weight }
     });
-    let encoded = encode(&ENCODERS, &case, 7, &HUFFMAN[..5], None).unwrap();
+    let encoded = encode(&ENCODERS, &case, 7, &HUFFMAN, None).unwrap();
     check_huffman(&case, 7, &encoded).unwrap();
 }
 
@@ -691,12 +678,12 @@ fn too_small_capacity_is_a_fault_without_overrun() {
     let tensor = case.encode(7);
     let (words, rows) = ((tensor.encoded_exp().len() / 4) as u64, (tensor.verbatim_exponents().len() / 64) as u32);
     for capacity in [(words - 8, rows), (words, rows - 1), (0, 0)] {
-        let encoded = encode(&ENCODERS, case, 7, &HUFFMAN[..5], Some(capacity)).unwrap();
+        let encoded = encode(&ENCODERS, case, 7, &HUFFMAN, Some(capacity)).unwrap();
         assert_eq!(encoded.get("totals").u64s()[3], 1, "{capacity:?}");
         let encoded = encode(&ENCODERS, case, 7, &PALETTE, Some((words, capacity.1))).unwrap();
         assert_eq!(encoded.get("totals").u64s()[3], u64::from(capacity.1 < rows), "{capacity:?}");
     }
-    let encoded = encode(&ENCODERS, case, 7, &HUFFMAN[..5], Some((words, rows))).unwrap();
+    let encoded = encode(&ENCODERS, case, 7, &HUFFMAN, Some((words, rows))).unwrap();
     check_huffman(case, 7, &encoded).unwrap();
 }
 
@@ -711,12 +698,9 @@ fn planted_bugs_in_the_encoder_are_caught() {
         ),
         ("pad columns verbatim", (ENCODE, "if (p.valid < 4) low", "if (p.valid < 0) low")),
         ("rows of 320 bits coded", (ENCODE, "kRowBitsMax = 319", "kRowBitsMax = 640")),
-        ("third word of a code dropped", (ENCODE, "if (last != 0) ptx::reduce_or_shared(address + 8, last);", "")),
-        (
-            "third word of a short code dropped",
-            (ENCODE, "if (first != 0) ptx::reduce_or_shared(address - 8, first);", ""),
-        ),
-        ("section not padded", (ENCODE, "ptx::store_global(out + words + lane, 0);", "")),
+        ("third word of a code dropped", (ENCODE, "if (last != 0) ptx::red_or_shared(address + 8, last);", "")),
+        ("third word of a short code dropped", (ENCODE, "if (first != 0) ptx::red_or_shared(address - 8, first);", "")),
+        ("section not padded", (ENCODE, "ptx::st_global(out + words + lane, 0);", "")),
         (
             "verbatim row order",
             (ENCODE, "low = row >= 32 ? ~0u : (1u << row) - 1", "low = row >= 32 ? ~0u : (2u << row) - 1"),
@@ -724,11 +708,7 @@ fn planted_bugs_in_the_encoder_are_caught() {
         ("look-back forgets rows", (ENCODE, "rows_total += own >> 24 & 0xfffff;", "")),
         (
             "tile buffer not cleared",
-            (
-                ENCODE,
-                "for (u32 at = lane * 4; at < words; at += 128) ptx::store_shared_x4(stream + at * 4, U32x4{});",
-                "",
-            ),
+            (ENCODE, "for (u32 at = lane * 4; at < words; at += 128) ptx::st_shared_x4(stream + at * 4, U32x4{});", ""),
         ),
     ];
     let mut random = Random::new(41);
@@ -744,7 +724,7 @@ fn planted_bugs_in_the_encoder_are_caught() {
         let kernels = encoders(&[edit(bug)]);
         // Codes of up to 7 bits take a path of their own.
         let caught = [15, 7].iter().any(|&limit| {
-            all.iter().any(|case| match encode(&kernels, case, limit, &HUFFMAN[..5], None) {
+            all.iter().any(|case| match encode(&kernels, case, limit, &HUFFMAN, None) {
                 Err(_) => true,
                 Ok(encoded) => check_huffman(case, limit, &encoded).is_err(),
             })

@@ -336,16 +336,12 @@ fn planted_bugs_are_caught() {
         (shared, "if (exponent == 0xff || (value & 0x7fff) == 0)", "if ((value & 0x7fff) == 0)"),
         (shared, "(significand & ((1u << lost) - 1)) != 0", "false"),
         (own, "container.p[i] &= ~(", "container.p[i] &= ~0u + 0 * ("),
-        (
-            own,
-            "ptx::reduce_add_global(args.group_words + block / kGroupBlocks",
-            "ptx::reduce_add_global(args.group_words",
-        ),
+        (own, "ptx::red_add_global(args.group_words + block / kGroupBlocks", "ptx::red_add_global(args.group_words"),
         (own, "ptx::popcount(highs & below);", "ptx::popcount(highs);"),
         (own, "list + own + low, weights", "list + own, weights"),
         (own, "at += (i < warp ? other.x : 0) + other.y;", "at += i < warp ? other.x : 0;"),
         (own, "if (i >= 32) {", "if (false) {"),
-        (own, "ptx::reduce_max_global_u64(args.inexact, ~at)", "ptx::reduce_max_global_u64(args.inexact, at)"),
+        (own, "ptx::red_max_global_u64(args.inexact, ~at)", "ptx::red_max_global_u64(args.inexact, at)"),
     ] {
         let mut kernel = build(&[Edit { header, from, to }]);
         let caught = cases().iter().any(|case| case.check(&mut kernel).is_err()) || {

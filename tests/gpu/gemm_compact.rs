@@ -147,7 +147,7 @@ fn every_variant_at_every_edge_of_its_batch_tile() {
         Case::new(320, 448, 2),
         Case::new(1088, 640, 3),
         Case::new(64, 64 * 531, 4),
-        // Several rows of tiles for each cluster of dealt ones.
+        // Several rows of tiles for each cluster of persistent ones.
         Case::new(64 * 66 * 4 - 64, 192, 5),
     ] {
         let w = case.upload(&stream);

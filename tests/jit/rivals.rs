@@ -1,8 +1,8 @@
-//! The kernels of `unweight-rivals`: through the real compiler, and as files that a reviewer reads
-//! (`unweight-rivals/kernels/snapshot.txt`; `INSTA_UPDATE=always cargo test --test jit rivals` writes it anew).
+//! The kernels of `unweight-rivals`: through the real compiler, and as snapshots like those of `snapshots.rs`.
 
-use std::{fmt::Write as _, fs, path::Path};
+use std::{collections::BTreeSet, fmt::Write as _};
 
+use crate::snapshots::{digest, with_settings};
 use unweight_codegen::{Outside, spec::Arch};
 use unweight_rivals::cuda::kernels;
 use unweight_rt::raw::jit::{compiler::CompileRequest, cubin};
@@ -40,39 +40,31 @@ fn every_kernel_compiles_to_its_plan() {
     assert_eq!(faults(Arch::Sm90a), [""; 0]);
 }
 
-/// A line for each kernel, with a digest of its text and of its headers; then the text of each.
-fn listing(kernels: &[Outside]) -> String {
-    let mut text =
-        "# text             headers          threads blocks/SM shared, B variant, grid, shared memory\n".to_owned();
-    let digest = |bytes: &[u8]| blake3::hash(bytes).to_hex()[..16].to_owned();
+/// A line for each kernel.
+fn plans<'a>(kernels: impl Iterator<Item = &'a Outside>) -> String {
+    let mut table = "# sources          threads blocks/SM shared, B kernel, grid, shared memory\n".to_owned();
     for kernel in kernels {
-        let source = kernel.render().unwrap();
-        let own = kernel.headers.iter().filter(|(name, _)| source.headers.iter().any(|(other, _)| other == name));
-        let headers: String = own.map(|(_, text)| *text).collect();
         let Outside { threads, blocks_per_sm, grid, smem, .. } = kernel;
-        let (body, headers) = (digest(source.text.as_bytes()), digest(headers.as_bytes()));
-        _ = write!(text, "{body} {headers} {threads:>9} {blocks_per_sm:>9} {:>9} {kernel}: {grid}", smem.bytes());
+        let digest = digest(&kernel.render().unwrap());
+        _ = write!(table, "{digest} {threads:>9} {blocks_per_sm:>9} {:>9} {kernel}: {grid}", smem.bytes());
         for section in smem.sections() {
-            _ = write!(text, "; {} {}x{}", section.name, section.count, section.bytes_each);
+            _ = write!(table, "; {} {}x{}", section.name, section.count, section.bytes_each);
         }
-        text.push('\n');
+        table.push('\n');
     }
-    for kernel in kernels {
-        _ = write!(text, "\n{}", kernel.render().unwrap().text);
-    }
-    text
+    table
 }
 
 #[test]
 fn compiled_sources_match_the_snapshots() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("unweight-rivals/kernels/snapshot.txt");
-    let now = listing(&kernels(Arch::Sm90a));
-    if std::env::var("INSTA_UPDATE").is_ok_and(|value| value == "always") {
-        fs::write(&path, &now).unwrap();
-    }
-    let kept = fs::read_to_string(&path).unwrap_or_default();
-    assert!(
-        kept == now,
-        "unweight-rivals/kernels/snapshot.txt differs: `INSTA_UPDATE=always cargo test --test jit rivals` accepts"
-    );
+    let kernels = kernels(Arch::Sm90a);
+    let families: BTreeSet<_> = kernels.iter().map(|kernel| kernel.family).collect();
+    with_settings(|| {
+        for family in families {
+            let own = || kernels.iter().filter(|kernel| kernel.family == family);
+            insta::assert_snapshot!(format!("{family}_plans"), plans(own()));
+            let text = own().next().expect("a family has a kernel").render().unwrap().text;
+            insta::assert_binary_snapshot!(&format!("{family}.cu"), text.into_bytes());
+        }
+    });
 }

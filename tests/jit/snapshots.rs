@@ -1,25 +1,25 @@
-//! What is generated, as files that a reviewer reads: `tests/snapshots`.
+//! What is compiled, held by insta in `tests/snapshots`.
 //!
 //! ```text
-//! <family>.cu          exactly what is compiled, for the first variant of the family in the catalogue; where a template branches,
-//! <family>.2.cu ...    also for the first that takes another way through it
-//! <family>.plans.txt   a line for each variant: how it is launched, shared memory by section, digest of its text
+//! <family>.snap.cu       the entry point of the first variant of the family in the catalogue
+//! <family>_plans.snap    a line for each variant: digest of its translation unit with every header, launch, shared memory by section
 //! ```
 //!
-//! So a change of a template is read once, and the table says which variants it changes. The tables of
-//! `docs/kernels.md` are generated from the same plans and held the same way. The compiler sees what was reviewed:
-//! `nvrtc.rs` renders the same catalogue.
+//! A change of the template is read in one text per family; a change of a header shows in the digest of every variant
+//! that includes it. The tables of `docs/kernels.md` are generated from the same plans and held the same way. The
+//! compiler sees what was reviewed: `nvrtc.rs` renders the same catalogue.
 //!
-//! `INSTA_UPDATE=always cargo test --test jit snapshots` writes all of them anew; read the diff before you commit it.
+//! `INSTA_UPDATE=always cargo test --test jit snapshots` accepts all of them; read the diff before you commit it.
 
 use similar::TextDiff;
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeSet,
     fmt::Write as _,
     fs,
     path::{Path, PathBuf},
 };
 use unweight_codegen::{
+    Source,
     family::FAMILIES,
     plan::Plan,
     render,
@@ -28,35 +28,40 @@ use unweight_codegen::{
         VariantSpec, VerbatimRows, WeightSource, catalog,
     },
 };
+use unweight_rivals::cuda::kernels as external_kernels;
 
 fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// insta's word for it, so that one variable writes inline snapshots and these files alike.
+/// Where insta keeps its files, with names of their own.
+pub fn with_settings(check: impl FnOnce()) {
+    let mut settings = insta::Settings::clone_current();
+    settings.set_snapshot_path(root().join("tests/snapshots"));
+    settings.set_prepend_module_to_snapshot(false);
+    settings.set_omit_expression(true);
+    settings.bind(check);
+}
+
+/// insta's word for it, so that one variable writes snapshots and documents alike.
 fn writing() -> bool {
     std::env::var("INSTA_UPDATE").is_ok_and(|value| value == "always")
 }
 
-/// Writes the file, or says how its text differs from `now`.
-fn difference(path: &Path, now: &str) -> Option<String> {
+/// Writes the document, or fails with the difference.
+fn assert_document(path: &Path, now: &str) {
     let kept = fs::read_to_string(path).unwrap_or_default();
     if kept == now {
-        return None;
+        return;
     }
     if writing() {
         fs::write(path, now).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-        return None;
+        return;
     }
     let name = path.strip_prefix(root()).unwrap_or(path).display().to_string();
     let diff = TextDiff::from_lines(kept.as_str(), now);
-    Some(diff.unified_diff().context_radius(1).header(&name, "as generated now").to_string())
-}
-
-/// Fails with all differences together.
-fn none(differences: Vec<String>) {
-    let accept = "INSTA_UPDATE=always cargo test --test jit snapshots";
-    assert!(differences.is_empty(), "{}\n`{accept}` accepts", differences.join("\n"));
+    let diff = diff.unified_diff().context_radius(1).header(&name, "as generated now").to_string();
+    panic!("{diff}\n`INSTA_UPDATE=always cargo test --test jit snapshots` accepts");
 }
 
 fn plan(spec: &VariantSpec) -> Plan {
@@ -68,100 +73,111 @@ fn families() -> impl Iterator<Item = (&'static str, Vec<VariantSpec>)> {
     FAMILIES.iter().map(|family| (family.name, (family.catalogue)(Arch::Sm90a)))
 }
 
-/// The lines of a template and of what it includes, as the text around their values; a line that only directs tera has
-/// none. Longest text first, so that the first that fits a rendered line is the one that gave it.
-fn template_lines(family: &str) -> Vec<Vec<&'static str>> {
-    let body = unweight_templates::kernel(&format!("{family}.cu.tera")).expect("a family has a template");
-    let included =
-        unweight_templates::partials().iter().filter(|(name, _)| body.contains(&format!("include {name:?}")));
-    let texts = included.map(|(_, text)| *text).chain([body]);
-    let lines = texts.flat_map(|text| text.trim_end().lines()).filter(|line| !line.starts_with("<%"));
-    let around = |line: &'static str| line.split("<$").map(|part| part.split_once("$>").map_or(part, |(_, text)| text));
-    let mut lines: Vec<Vec<_>> = lines.map(|line| around(line).collect()).collect();
-    lines.sort_by_key(|parts| std::cmp::Reverse(parts.concat().len()));
-    lines.dedup();
-    lines
+fn source(spec: &VariantSpec) -> Source {
+    render(spec).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Whether the rendered line is that of the template with values in its gaps.
-fn comes_from(line: &str, template: &[&str]) -> bool {
-    let [first, middle @ .., last] = template else { return [line] == template };
-    let Some(mut rest) = line.strip_prefix(first).and_then(|rest| rest.strip_suffix(last)) else { return false };
-    middle.iter().all(|part| match rest.split_once(part) {
-        Some((_, after)) => {
-            rest = after;
-            true
-        }
-        None => false,
-    })
+/// 16 hexadecimal digits for all that decides what is compiled.
+pub fn digest(source: &Source) -> String {
+    let mut digest = source.digest().to_string();
+    digest.truncate(16);
+    digest
 }
 
-/// Which lines of the template a rendered text has: one way through its branches.
-fn way(text: &str, template: &[Vec<&str>]) -> BTreeSet<usize> {
-    let of = |line| template.iter().position(|known| comes_from(line, known));
-    text.lines().map(|line| of(line).unwrap_or_else(|| panic!("no line of the template gives {line:?}"))).collect()
+/// The line of a variant.
+fn row(spec: &VariantSpec, source: &Source) -> String {
+    let Plan { smem, pipeline, roles, launch, .. } = plan(spec);
+    let (threads, blocks_per_sm, cluster) = (launch.threads, launch.blocks_per_sm, launch.cluster);
+    let pdl = if launch.pdl { ", pdl" } else { "" };
+    let mut row = format!("{} {threads:>9} {blocks_per_sm:>9} {cluster:>7} {:>9} ", digest(source), smem.bytes());
+    _ = write!(row, "{spec}: {}{pdl}", launch.grid);
+    for role in roles.roles() {
+        let registers = role.registers.map(|registers| format!(" of {registers} registers")).unwrap_or_default();
+        _ = write!(row, "; {} warps {}{registers}", role.warps, role.name);
+    }
+    if let Some(ring) = pipeline {
+        _ = write!(row, "; {} x {} stages of {} B", ring.rings, ring.stages, ring.stage_bytes);
+        _ = write!(row, ", full {} empty {}", ring.full_arrivals, ring.empty_arrivals);
+    }
+    for (index, section) in smem.sections().iter().enumerate() {
+        let comma = if index == 0 { ";" } else { "," };
+        _ = write!(row, "{comma} {}@{} {}x{}", section.name, section.offset, section.count, section.bytes_each);
+    }
+    row + "\n"
 }
 
 /// A line for each variant.
 fn plans(specs: &[VariantSpec]) -> String {
     let mut table =
-        "# text             threads blocks/SM cluster shared, B variant, grid, roles, ring, shared memory\n".to_owned();
+        "# sources          threads blocks/SM cluster shared, B variant, grid, roles, ring, shared memory\n".to_owned();
     for spec in specs {
-        let text = render(spec).unwrap_or_else(|error| panic!("{error}")).text;
-        let digest = blake3::hash(text.as_bytes()).to_hex();
-        let Plan { smem, pipeline, roles, launch, .. } = plan(spec);
-        let (threads, blocks_per_sm, cluster) = (launch.threads, launch.blocks_per_sm, launch.cluster);
-        let pdl = if launch.pdl { ", pdl" } else { "" };
-        _ = write!(table, "{} {threads:>9} {blocks_per_sm:>9} {cluster:>7} {:>9} ", &digest[..16], smem.bytes());
-        _ = write!(table, "{spec}: {}{pdl}", launch.grid);
-        for role in roles.roles() {
-            let registers = role.registers.map(|registers| format!(" of {registers} registers")).unwrap_or_default();
-            _ = write!(table, "; {} warps {}{registers}", role.warps, role.name);
-        }
-        if let Some(ring) = pipeline {
-            _ = write!(table, "; {} x {} stages of {} B", ring.rings, ring.stages, ring.stage_bytes);
-            _ = write!(table, ", full {} empty {}", ring.full_arrivals, ring.empty_arrivals);
-        }
-        for (index, section) in smem.sections().iter().enumerate() {
-            let comma = if index == 0 { ";" } else { "," };
-            _ = write!(table, "{comma} {}@{} {}x{}", section.name, section.offset, section.count, section.bytes_each);
-        }
-        table.push('\n');
+        table += &row(spec, &source(spec));
     }
     table
 }
 
 #[test]
 fn generated_sources_match_the_snapshots() {
-    let folder = root().join("tests/snapshots");
-    let mut files = BTreeMap::new();
+    with_settings(|| {
+        for (family, specs) in families() {
+            insta::assert_snapshot!(format!("{family}_plans"), plans(&specs));
+            let text = specs.first().map(source).expect("a family ships a variant").text;
+            insta::assert_binary_snapshot!(&format!("{family}.cu"), text.into_bytes());
+        }
+    });
+}
+
+/// insta does not see a file that no assertion names any more.
+#[test]
+fn every_snapshot_is_of_a_family() {
+    let external: BTreeSet<_> = external_kernels(Arch::Sm90a).iter().map(|kernel| kernel.family).collect();
+    let names: BTreeSet<_> = FAMILIES.iter().map(|family| family.name).chain(external).collect();
+    let expected: BTreeSet<String> = names
+        .iter()
+        .flat_map(|name| [format!("{name}.snap"), format!("{name}.snap.cu"), format!("{name}_plans.snap")])
+        .collect();
+    for entry in fs::read_dir(root().join("tests/snapshots")).expect("tests/snapshots is there") {
+        let name = entry.expect("an entry of tests/snapshots").file_name().to_string_lossy().into_owned();
+        assert!(expected.contains(&name), "tests/snapshots/{name} is of no family; delete it");
+    }
+}
+
+/// The rows of the snapshots that another text of one header would change.
+fn rows_changed_by(header: &str) -> BTreeSet<String> {
+    let mut changed = BTreeSet::new();
     for (family, specs) in families() {
-        files.insert(format!("{family}.plans.txt"), plans(&specs));
-        let template = template_lines(family);
-        let mut ways = BTreeSet::new();
+        let path = root().join(format!("tests/snapshots/{family}_plans.snap"));
+        let kept = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         for spec in &specs {
-            let text = render(spec).unwrap_or_else(|error| panic!("{error}")).text;
-            if ways.insert(way(&text, &template)) {
-                let number = if ways.len() == 1 { String::new() } else { format!(".{}", ways.len()) };
-                files.insert(format!("{family}{number}.cu"), text);
+            let mut edited = source(spec);
+            if let Some((_, text)) = edited.headers.iter_mut().find(|(name, _)| *name == header) {
+                let first = text.lines().next().expect("a header has a line");
+                *text = String::leak(text.replacen(first, &format!("{first} "), 1));
+            }
+            if !kept.contains(&row(spec, &edited)) {
+                changed.insert(spec.to_string());
             }
         }
-        let taken: BTreeSet<_> = ways.into_iter().flatten().collect();
-        let dead = (0..template.len()).find(|line| !taken.contains(line));
-        assert_eq!(dead.map(|line| &template[line]), None, "{family}: a line of the template that no variant has");
     }
-    let mut differences: Vec<_> =
-        files.iter().filter_map(|(name, text)| difference(&folder.join(name), text)).collect();
-    for entry in fs::read_dir(&folder).expect("tests/snapshots is there") {
-        let path = entry.expect("an entry of tests/snapshots").path();
-        let name = path.file_name().expect("a name").to_string_lossy().into_owned();
-        match files.contains_key(&name) {
-            true => {}
-            false if writing() => fs::remove_file(&path).expect("a left-over snapshot can be removed"),
-            false => differences.push(format!("tests/snapshots/{name} is of no family")),
-        }
+    changed
+}
+
+/// An edit of one line of a header fails the snapshots of exactly the variants that include it.
+#[test]
+fn an_edited_header_fails_the_snapshots_of_its_variants() {
+    if writing() {
+        return; // The snapshots are being rewritten by the test next to this one.
     }
-    none(differences);
+    let of_families = |names: &[&str]| -> BTreeSet<String> {
+        let chosen = families().filter(|(family, _)| names.contains(family));
+        chosen.flat_map(|(_, specs)| specs).map(|spec| spec.to_string()).collect()
+    };
+    assert_eq!(rows_changed_by("unweight/kernels/norm.cuh"), of_families(&["norm"]));
+    assert_eq!(rows_changed_by("unweight/pipeline/lcf.cuh"), of_families(&["gemm_recon"]));
+    assert_eq!(rows_changed_by("unweight/kernels/gemm_mma.cuh"), of_families(&["gemm_mma", "gemm_grouped"]));
+    let every: Vec<_> = FAMILIES.iter().map(|family| family.name).collect();
+    assert_eq!(rows_changed_by("unweight/ptx/core.cuh"), of_families(&every));
+    assert_eq!(rows_changed_by("unweight/none.cuh"), BTreeSet::new());
 }
 
 /// A plan as text.
@@ -347,7 +363,7 @@ fn documentation_lists_the_catalogue() {
     ] {
         put(&mut now, "docs/kernels.md", mark, &text);
     }
-    none(difference(&path, &now).into_iter().collect());
+    assert_document(&path, &now);
 }
 
 /// The keys of the attribute: one row for each axis of each family.
@@ -383,5 +399,5 @@ fn documentation_lists_the_attribute_keys() {
     let path = root().join("docs/adding-a-variant.md");
     let mut now = fs::read_to_string(&path).expect("docs/adding-a-variant.md is there");
     put(&mut now, "docs/adding-a-variant.md", "keys", &key_table());
-    none(difference(&path, &now).into_iter().collect());
+    assert_document(&path, &now);
 }

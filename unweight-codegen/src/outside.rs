@@ -4,7 +4,7 @@
 //! Outside {names, constants, shared memory, headers} --tera, lint--> Source
 //! ```
 //! A family in this crate is a spec with a plan. One outside of it is a value of [`Outside`] and its own headers: its
-//! entry point is the same for all, so it brings no template. Nothing here knows which crates have such kernels.
+//! entry point comes from the same template. Nothing here knows which crates have such kernels.
 
 use std::fmt;
 
@@ -19,8 +19,8 @@ use crate::{
 
 /// A kernel whose headers lie in another crate.
 ///
-/// Its header offers, in `uw::<family>`: `Smem<Config>` with a constant for each section, `kBytes` and `kThreads`, and
-/// `<function><Config>(args)`. It declares the argument struct in `uw`.
+/// Its header offers, in `uw::<family>`: `Smem<Config>` with a constant for each section and `kBytes`, `kThreads<Config>`,
+/// and `<function><Config>(args)`. It declares the argument struct in `uw`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Outside {
     /// The family: part of the name, and the namespace of its header.

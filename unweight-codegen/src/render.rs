@@ -1,34 +1,31 @@
 //! Spec to source: the only file that names tera.
 //!
 //! ```text
-//! spec --Plan::new--> plan --Head, Family::context--> typed struct --tera--> text --lint--> Source
+//! spec --Plan::new--> plan --axes, Family::entry--> EntryPoint --tera--> text --lint--> Source
 //! ```
 //!
-//! `kernels/<family>.cu.tera` sees the [`Head`] that all have and the fields of its family's context. A field that no
-//! template reads is dead; a field that a template reads and the struct lacks is a render error.
-//!
-//! Templates use the delimiters `<% %>`, `<$ $>` and `<# #>`, because CUDA and PTX are full of braces, brackets and
-//! `<<`. Nothing is escaped. A value that a context lacks is an error of the template's line, never an empty string.
+//! One template, `kernels/kernel.cu.tera`, writes the entry point of every kernel from the fields of `EntryPoint`. It
+//! uses the delimiters `<% %>`, `<$ $>` and `<# #>`, because CUDA and PTX are full of braces, brackets and
+//! `<<`. Nothing is escaped. A value that the
+//! context lacks is an error with the template's line, never an empty string.
 
 use crate::{
     error::CodegenError,
-    family::Context as FamilyContext,
+    family::{Check, Constant, constant_name},
     lint,
     outside::Outside,
     plan::{Plan, SmemSection},
-    source::{Source, closure},
+    source::{Source, closure, digest_of},
     spec::{Arch, VariantSpec, catalog},
 };
 use serde::Serialize;
 use std::sync::{LazyLock, OnceLock};
 use tera::{Context, Delimiters, Tera};
-use unweight_format::{Digest, raw::layout};
+use unweight_format::Digest;
 
 /// Templates are parsed once; a parse error is kept and reported by every render.
-static ENGINE: LazyLock<Result<Tera, String>> = LazyLock::new(|| {
-    engine(unweight_templates::kernels().iter().chain(unweight_templates::partials()).copied())
-        .map_err(|error| error.to_string())
-});
+static ENGINE: LazyLock<Result<Tera, String>> =
+    LazyLock::new(|| engine(unweight_templates::kernels().iter().copied()).map_err(|error| error.to_string()));
 
 /// A tera for CUDA with the given templates.
 fn engine<'a>(templates: impl Iterator<Item = (&'a str, &'a str)>) -> tera::TeraResult<Tera> {
@@ -42,7 +39,6 @@ fn engine<'a>(templates: impl Iterator<Item = (&'a str, &'a str)>) -> tera::Tera
         comment_start: "<#".into(),
         comment_end: "#>".into(),
     })?;
-    // All at once: a template may include a partial that comes after it.
     tera.add_raw_templates(templates)?;
     Ok(tera)
 }
@@ -81,7 +77,7 @@ pub fn catalog_digest(arch: Arch) -> Digest {
             let text = Plan::new(&spec).ok().and_then(|plan| text(&plan).ok()).unwrap_or_default();
             (spec.to_string(), text)
         });
-        digest_of(arch, texts, unweight_templates::headers())
+        catalog_digest_of(arch, texts, unweight_templates::headers())
     };
     match Arch::ALL.iter().position(|own| *own == arch) {
         Some(at) => *MADE[at].get_or_init(make),
@@ -90,27 +86,15 @@ pub fn catalog_digest(arch: Arch) -> Digest {
 }
 
 /// Without the closure of headers of each and without lint, which take longer than all the texts.
-fn digest_of(
+fn catalog_digest_of(
     arch: Arch,
     texts: impl Iterator<Item = (String, String)>,
     headers: &[(&'static str, &'static str)],
 ) -> Digest {
-    let mut all = Vec::new();
-    // Lengths first, so that no two lists are one.
-    let mut add = |part: &str| {
-        all.extend_from_slice(&(part.len() as u64).to_le_bytes());
-        all.extend_from_slice(part.as_bytes());
-    };
-    options(arch).iter().for_each(|option| add(option));
-    for (name, text) in texts {
-        add(&name);
-        add(&text);
-    }
-    for (name, text) in headers {
-        add(name);
-        add(text);
-    }
-    Digest::of(&all)
+    let (options, texts) = (options(arch), texts.collect::<Vec<_>>());
+    let texts = texts.iter().flat_map(|(name, text)| [name.as_str(), text.as_str()]);
+    let headers = headers.iter().flat_map(|(name, text)| [*name, *text]);
+    digest_of(options.iter().map(String::as_str).chain(texts).chain(headers))
 }
 
 /// What the text needs of a compiler to mean what it says.
@@ -119,71 +103,25 @@ fn options(arch: Arch) -> Vec<String> {
 }
 
 fn text(plan: &Plan) -> Result<String, CodegenError> {
-    let template = plan.spec.op.info().template;
-    let failed = |message| CodegenError::Template { template, variant: plan.spec.to_string(), message };
-    let engine = ENGINE.as_ref().map_err(|message| failed(message.clone()))?;
-    let seen = Seen { head: Head::new(plan), own: FamilyContext(plan) };
-    let context = Context::from_serialize(&seen).map_err(|error| failed(error.to_string()))?;
-    engine.render(template, &context).map_err(|error| failed(error.to_string()))
+    EntryPoint::of(plan).render()
 }
 
 /// The source of a kernel whose headers lie in another crate: [`Outside::render`].
 pub(crate) fn outside(kernel: &Outside) -> Result<Source, CodegenError> {
-    const TEMPLATE: &str = "outside.tera";
     let name = kernel.name();
     for (header, text) in kernel.headers {
         lint::plain_text_with(header, text, kernel.headers)?;
     }
-    let failed = |message| CodegenError::Template { template: TEMPLATE, variant: name.clone(), message };
-    let engine = ENGINE.as_ref().map_err(|message| failed(message.clone()))?;
-    let seen = SeenOutside {
-        head: Head {
-            name: name.clone(),
-            summary: kernel.summary.to_owned(),
-            grid: kernel.grid.to_owned(),
-            threads: kernel.threads,
-            blocks_per_sm: kernel.blocks_per_sm,
-            smem_bytes: kernel.smem.bytes(),
-            sections: kernel.smem.sections().iter().map(Section::new).collect(),
-            args_bytes: kernel.args.bytes,
-            layout: Layout::NOW,
-        },
-        family: kernel.family,
-        function: kernel.function,
-        header: kernel.header,
-        args: kernel.args.name,
-        constants: &kernel.constants,
-    };
-    let context = Context::from_serialize(&seen).map_err(|error| failed(error.to_string()))?;
-    let text = engine.render(TEMPLATE, &context).map_err(|error| failed(error.to_string()))?;
+    let text = EntryPoint::of_outside(kernel).render()?;
     lint::kernel_with(&name, &text, kernel.headers)?;
     let headers = closure(&name, &text, kernel.headers)?;
     Ok(Source { headers, name, text, options: options(kernel.arch) })
 }
 
-/// What the template of kernels from outside sees.
+/// What the template sees.
 #[derive(Serialize)]
-struct SeenOutside<'a> {
-    head: Head,
-    family: &'a str,
-    function: &'a str,
-    header: &'a str,
-    args: &'a str,
-    constants: &'a [(&'static str, u32)],
-}
-
-/// What a template sees.
-#[derive(Serialize)]
-struct Seen<'a> {
-    head: Head,
-    #[serde(flatten)]
-    own: FamilyContext<'a>,
-}
-
-/// What every kernel says about itself and asserts.
-#[derive(Serialize)]
-struct Head {
-    /// Canonical name and entry point.
+struct EntryPoint {
+    /// Canonical name and symbol.
     name: String,
     /// What the kernel does, one line.
     summary: String,
@@ -197,10 +135,20 @@ struct Head {
     smem_bytes: u32,
     /// The sections of shared memory, in address order.
     sections: Vec<Section>,
+    /// The argument struct.
+    args: &'static str,
     /// `sizeof` the argument struct on the host.
     args_bytes: usize,
-    /// Sizes of the forms.
-    layout: Layout,
+    /// The header that holds the kernel.
+    header: String,
+    /// The kernel's namespace in `uw`.
+    namespace: String,
+    /// The function there.
+    function: &'static str,
+    /// The fields of `Config`.
+    constants: Vec<Constant>,
+    /// What host and kernel must agree on beyond arguments, shared memory and threads.
+    checks: Vec<Check>,
 }
 
 /// Where the kernel must have put a section of shared memory.
@@ -212,50 +160,62 @@ struct Section {
     offset: u32,
 }
 
-/// `unweight_format::raw::layout`, against which the headers are asserted.
-#[derive(Serialize)]
-struct Layout {
-    tile: usize,
-    packed_tile_bytes: usize,
-    packed_block_bytes: usize,
-    dense_tile_bytes: usize,
-    stream_tile_bytes_max: usize,
-}
-
-impl Layout {
-    const NOW: Self = Self {
-        tile: layout::TILE,
-        packed_tile_bytes: layout::PACKED_TILE_BYTES,
-        packed_block_bytes: layout::PACKED_BLOCK_BYTES,
-        dense_tile_bytes: layout::DENSE_TILE_BYTES,
-        stream_tile_bytes_max: layout::STREAM_TILE_BYTES_MAX,
-    };
-}
-
-impl Head {
-    fn new(plan: &Plan) -> Self {
-        let op = plan.spec.op;
-        Self {
-            name: plan.spec.to_string(),
-            summary: op.summary(plan),
-            grid: plan.launch.grid.to_string(),
-            threads: plan.launch.threads,
-            blocks_per_sm: plan.launch.blocks_per_sm,
-            smem_bytes: plan.smem.bytes(),
-            sections: plan.smem.sections().iter().map(Section::new).collect(),
-            args_bytes: op.info().args.bytes,
-            layout: Layout::NOW,
-        }
+impl Section {
+    fn new(section: &SmemSection) -> Self {
+        Self { constant: constant_name(section.name), offset: section.offset }
     }
 }
 
-impl Section {
-    fn new(section: &SmemSection) -> Self {
-        let camel = section.name.split('_').map(|word| match word.split_at_checked(1) {
-            Some((first, rest)) => first.to_ascii_uppercase() + rest,
-            None => String::new(),
-        });
-        Self { constant: format!("k{}", camel.collect::<String>()), offset: section.offset }
+impl EntryPoint {
+    /// The only template.
+    const TEMPLATE: &str = "kernel.cu.tera";
+
+    fn of(plan: &Plan) -> Self {
+        let (op, launch) = (plan.spec.op, plan.launch);
+        let (family, entry) = (op.info(), op.entry(plan));
+        Self {
+            name: plan.spec.to_string(),
+            summary: op.summary(plan),
+            grid: launch.grid.to_string(),
+            threads: launch.threads,
+            blocks_per_sm: launch.blocks_per_sm,
+            smem_bytes: plan.smem.bytes(),
+            sections: plan.smem.sections().iter().map(Section::new).collect(),
+            args: family.args.name,
+            args_bytes: family.args.bytes,
+            header: entry.header(family.name),
+            namespace: entry.namespace(family.name),
+            function: "run",
+            constants: entry.constants(&plan.spec),
+            checks: entry.checks().to_vec(),
+        }
+    }
+
+    fn of_outside(kernel: &Outside) -> Self {
+        Self {
+            name: kernel.name(),
+            summary: kernel.summary.to_owned(),
+            grid: kernel.grid.to_owned(),
+            threads: kernel.threads,
+            blocks_per_sm: kernel.blocks_per_sm,
+            smem_bytes: kernel.smem.bytes(),
+            sections: kernel.smem.sections().iter().map(Section::new).collect(),
+            args: kernel.args.name,
+            args_bytes: kernel.args.bytes,
+            header: kernel.header.to_owned(),
+            namespace: kernel.family.to_owned(),
+            function: kernel.function,
+            constants: kernel.constants.iter().map(|(name, value)| Constant::number(name, *value)).collect(),
+            checks: Vec::new(),
+        }
+    }
+
+    fn render(&self) -> Result<String, CodegenError> {
+        let template = Self::TEMPLATE;
+        let failed = |message| CodegenError::Template { template, variant: self.name.clone(), message };
+        let engine = ENGINE.as_ref().map_err(|message| failed(message.clone()))?;
+        let context = Context::from_serialize(self).map_err(|error| failed(error.to_string()))?;
+        engine.render(template, &context).map_err(|error| failed(error.to_string()))
     }
 }
 
@@ -280,7 +240,7 @@ mod tests {
     fn digest_covers_the_whole_translation_unit() {
         let texts = |text: &str| [("a".to_owned(), text.to_owned()), ("b".to_owned(), "y".to_owned())];
         let of = |text: &str, headers: &[(&'static str, &'static str)]| {
-            digest_of(Arch::Sm90a, texts(text).into_iter(), headers)
+            catalog_digest_of(Arch::Sm90a, texts(text).into_iter(), headers)
         };
         let (h, none) = ([("h", "one")], []);
         let digests = [
@@ -289,15 +249,15 @@ mod tests {
             of("x", &[("h", "two")]),
             of("x", &[("i", "one")]),
             of("x", &none),
-            digest_of(Arch::Sm80, texts("x").into_iter(), &h),
-            digest_of(Arch::Sm90a, texts("x").into_iter().rev(), &h),
+            catalog_digest_of(Arch::Sm80, texts("x").into_iter(), &h),
+            catalog_digest_of(Arch::Sm90a, texts("x").into_iter().rev(), &h),
         ];
         for (at, digest) in digests.iter().enumerate() {
             assert!(!digests[..at].contains(digest), "{at}");
         }
         let rendered = |spec: &VariantSpec| render(spec).map(|source| source.text).unwrap_or_default();
         let texts = catalog::all(Arch::Sm90a).into_iter().map(|spec| (spec.to_string(), rendered(&spec)));
-        assert_eq!(catalog_digest(Arch::Sm90a), digest_of(Arch::Sm90a, texts, unweight_templates::headers()));
+        assert_eq!(catalog_digest(Arch::Sm90a), catalog_digest_of(Arch::Sm90a, texts, unweight_templates::headers()));
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use crate::lint::{LintError, at};
 use std::collections::BTreeMap;
+use unweight_format::Digest;
 
 /// A translation unit: equal specs give equal bytes, on every machine.
 ///
@@ -18,6 +19,34 @@ pub struct Source {
     /// Compiler options without which the text does not mean what it says, in canonical order. Diagnostics are the
     /// compiler's own.
     pub options: Vec<String>,
+}
+
+impl Source {
+    /// Identifies all that decides what is compiled: the text, every header that it reaches, and the options.
+    ///
+    /// ```
+    /// # use unweight_codegen::render;
+    /// let mut source = render(&"uw_sm90a_norm_t256".parse()?)?;
+    /// let before = source.digest();
+    /// source.headers[0].1 = "// another text";
+    /// assert_ne!(source.digest(), before);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn digest(&self) -> Digest {
+        let texts = [self.name.as_str(), self.text.as_str()].into_iter();
+        let headers = self.headers.iter().flat_map(|(name, text)| [*name, *text]);
+        digest_of(texts.chain(headers).chain(self.options.iter().map(String::as_str)))
+    }
+}
+
+/// Lengths first, so that no two lists are one.
+pub(crate) fn digest_of<'a>(parts: impl Iterator<Item = &'a str>) -> Digest {
+    let mut all = Vec::new();
+    for part in parts {
+        all.extend_from_slice(&(part.len() as u64).to_le_bytes());
+        all.extend_from_slice(part.as_bytes());
+    }
+    Digest::of(&all)
 }
 
 /// An `#include "name"` line.

@@ -55,13 +55,16 @@ constexpr u32 kUnparked = 1 << 20;  // in sums: a window has more. Blocks have f
 constexpr u32 kFirstJump = 240;
 
 template <class Config>
+constexpr u32 kThreads = Config::kThreads;
+
+template <class Config>
 struct Smem {
-    static constexpr u32 kThreads = Config::kThreads, kWarps = kThreads / 32;
+    static constexpr u32 kWarps = Config::kThreads / 32;
     static constexpr u32 kStarts = 0, kSymbols = kStarts + 2 * kLookups, kSums = kSymbols + 4 * kLookups;
     static constexpr u32 kExponents = kSums + (4 * kWarps + 15) / 16 * 16;
     // Behind an unaligned front.
-    static constexpr u32 kRoom = 4 * kParkedWords * kThreads - 64, kParked = kExponents + kRoom;
-    static constexpr u32 kBytes = kParked + 4 * kParkedWords * kThreads;
+    static constexpr u32 kRoom = 4 * kParkedWords * Config::kThreads - 64, kParked = kExponents + kRoom;
+    static constexpr u32 kBytes = kParked + 4 * kParkedWords * Config::kThreads;
 };
 
 // 96 bits of codes, the next one at the top.
@@ -85,7 +88,7 @@ UW_DEVICE Found walk(const Dfloat11Args& args, u32 bits) {
     u32 row = 0, exponent = 0;
 #pragma unroll 1
     for (u32 depth = 0; depth < 4; ++depth) {
-        const u32 value = ptx::load_global_nc_u8(args.luts + row * 256 + (bits >> (24 - 8 * depth) & 0xff));
+        const u32 value = ptx::ld_global_nc_u8(args.luts + row * 256 + (bits >> (24 - 8 * depth) & 0xff));
         if (value < kFirstJump) {
             exponent = value;
             break;
@@ -93,7 +96,7 @@ UW_DEVICE Found walk(const Dfloat11Args& args, u32 bits) {
         row = 256 - value;
         if (row >= args.rows) break;
     }
-    const u32 length = ptx::load_global_nc_u8(args.luts + args.rows * 256 + exponent);
+    const u32 length = ptx::ld_global_nc_u8(args.luts + args.rows * 256 + exponent);
     return {exponent, length == 0 ? 1 : length > 32 ? 32 : length};
 }
 
@@ -106,10 +109,10 @@ struct Window {
     UW_DEVICE static Window load(const Dfloat11Args& args, u32 block, u32 within) {
         const u32 window = block * args.windows + within, word = 2 * window;
         if (within >= args.windows || word >= args.code_words) return {{0, 0, 0}, kWindowBits};
-        auto load = [&](u32 w) { return w < args.code_words ? ptx::prmt(ptx::load_global_nc(args.codes + w), 0, 0x0123) : 0; };
+        auto load = [&](u32 w) { return w < args.code_words ? ptx::prmt(ptx::ld_global_nc(args.codes + w), 0, 0x0123) : 0; };
         const u32 bit = 5 * window, byte = bit / 8;
-        const u32 high = byte < args.gap_bytes ? ptx::load_global_nc_u8(args.gaps + byte) : 0;
-        const u32 low = byte + 1 < args.gap_bytes ? ptx::load_global_nc_u8(args.gaps + byte + 1) : 0;
+        const u32 high = byte < args.gap_bytes ? ptx::ld_global_nc_u8(args.gaps + byte) : 0;
+        const u32 low = byte + 1 < args.gap_bytes ? ptx::ld_global_nc_u8(args.gaps + byte + 1) : 0;
         return {{load(word), load(word + 1), load(word + 2)}, (high << 8 | low) >> (11 - bit % 8) & 31};
     }
 };
@@ -123,8 +126,8 @@ UW_DEVICE void decode(const Dfloat11Args& args, const Window& window, u32 smem_s
     while (at < kWindowBits) {
         const u32 next = bits.a >> (32 - kLookupBits);
         // Both are asked for before either is waited for.
-        const u32 entry = ptx::load_shared_u16(smem_starts + 2 * next);
-        u32 symbols = ptx::load_shared(smem_symbols + 4 * next), used = entry % 16;
+        const u32 entry = ptx::ld_shared_u16(smem_starts + 2 * next);
+        u32 symbols = ptx::ld_shared(smem_symbols + 4 * next), used = entry % 16;
         // Codes that begin behind the window are the next thread's: those of the last bits that a look sees.
         const i32 behind = static_cast<i32>(at + kLookupBits - kWindowBits) + 4;
         u32 count = ptx::popcount(entry >> (behind > 4 ? behind : 4));
@@ -155,7 +158,7 @@ struct Parked {
         const u32 over = ptx::funnel_shift_left(symbols, 0, bits), old = bits;
         bits += 8 * count;
         const bool full = ((old ^ bits) & 32) != 0;
-        if (full && to < end) ptx::store_shared(to, last);
+        if (full && to < end) ptx::st_shared(to, last);
         to += full ? stride : 0;
         before = full ? last : before;
         last = full ? over : last;
@@ -163,7 +166,7 @@ struct Parked {
 
     // What is left.
     UW_DEVICE void flush() const {
-        if (bits % 32 > 0 && to < end) ptx::store_shared(to, last);
+        if (bits % 32 > 0 && to < end) ptx::st_shared(to, last);
     }
 };
 
@@ -180,7 +183,7 @@ struct Stored {
     UW_DEVICE void operator()(u32 symbols, u32 count) {
 #pragma unroll 1
         for (; count > 0 && at < end; --count, ++at, symbols >>= 8) {
-            ptx::store_global_u16(args.weights + at, join(ptx::load_global_nc_u8(args.sign_mantissa + at), symbols & 0xff));
+            ptx::st_global_u16(args.weights + at, join(ptx::ld_global_nc_u8(args.sign_mantissa + at), symbols & 0xff));
         }
     }
 };
@@ -189,7 +192,7 @@ struct Stored {
 UW_DEVICE void store_bytes(u32 to, u32 value, u32 count) {
 #pragma unroll
     for (u32 i = 0; i < 3; ++i) {
-        if (i < count) ptx::store_shared_u8(to + i, value >> (8 * i));
+        if (i < count) ptx::st_shared_u8(to + i, value >> (8 * i));
     }
 }
 
@@ -203,13 +206,13 @@ UW_DEVICE void place(u32 to, u32 park, u32 stride, const Parked& parked) {
     const u32 count = parked.bits / 8, shift = to & 3, aligned = to - shift, reach = shift + count;
     u32 words[kParkedWords];
 #pragma unroll
-    for (u32 j = 0; j < kParkedWords; ++j) words[j] = 4 * j < count ? ptx::load_shared(park + stride * j) : 0;
+    for (u32 j = 0; j < kParkedWords; ++j) words[j] = 4 * j < count ? ptx::ld_shared(park + stride * j) : 0;
     if (count < 4) return store_bytes(to, words[0], count);
     store_bytes(to, words[0], (4 - shift) & 3);
 #pragma unroll
     for (u32 j = 0; j < kParkedWords; ++j) {
         if (4 * j + 4 <= reach && (j > 0 || shift == 0)) {
-            ptx::store_shared(aligned + 4 * j, ptx::funnel_shift_left(j > 0 ? words[j - 1] : 0, words[j], 8 * shift));
+            ptx::st_shared(aligned + 4 * j, ptx::funnel_shift_left(j > 0 ? words[j - 1] : 0, words[j], 8 * shift));
         }
     }
     const u32 four = ptx::funnel_shift_right(parked.before, parked.last, 8 * (count & 3)), rest = reach & 3;
@@ -223,15 +226,15 @@ UW_DEVICE void store(const Dfloat11Args& args, u32 thread, u32 begin, u32 end, u
     for (u32 first = front + 8 * thread; first < end; first += 8 * kThreads) {
         const u32 from = exponents + (first - front);
         if (first >= begin && first + 8 <= end) {
-            const U32x2 rest = ptx::load_global_nc_x2(args.sign_mantissa + first), own = ptx::load_shared_x2(from);
+            const U32x2 rest = ptx::ld_global_nc_x2(args.sign_mantissa + first), own = ptx::ld_shared_x2(from);
             const U32x4 weights{join_low(rest.x, own.x), join_high(rest.x, own.x), join_low(rest.y, own.y), join_high(rest.y, own.y)};
-            ptx::store_global_cs_x4(args.weights + first, weights);
+            ptx::st_global_cs_x4(args.weights + first, weights);
         } else {
 #pragma unroll 1
             for (u32 i = 0; i < 8; ++i) {
                 if (first + i < begin || first + i >= end) continue;
-                const u32 rest = ptx::load_global_nc_u8(args.sign_mantissa + first + i);
-                ptx::store_global_u16(args.weights + first + i, join(rest, ptx::load_shared_u8(from + i)) & 0xffff);
+                const u32 rest = ptx::ld_global_nc_u8(args.sign_mantissa + first + i);
+                ptx::st_global_u16(args.weights + first + i, join(rest, ptx::ld_shared_u8(from + i)) & 0xffff);
             }
         }
     }
@@ -240,24 +243,24 @@ UW_DEVICE void store(const Dfloat11Args& args, u32 thread, u32 begin, u32 end, u
 template <class Config>
 UW_DEVICE void run(const Dfloat11Args& args) {
     using S = Smem<Config>;
-    constexpr u32 kThreads = S::kThreads, kWarps = S::kWarps;
+    constexpr u32 kThreads = Config::kThreads, kWarps = S::kWarps;
     const u32 smem = ptx::smem_address(ptx::dynamic_smem());
     u32 thread = ptx::thread_index();
     ptx::pin(thread);  // read once: ptxas reads the special register at each use otherwise, and waits for it
     const u32 lane = thread % 32;
     const u32 warp = ptx::uniform_warp_index();
     for (u32 i = thread; i < kLookups / 8; i += kThreads) {
-        ptx::store_shared_x4(smem + S::kStarts + 16 * i, ptx::load_global_nc_x4(args.starts + 8 * i));
+        ptx::st_shared_x4(smem + S::kStarts + 16 * i, ptx::ld_global_nc_x4(args.starts + 8 * i));
     }
     for (u32 i = thread; i < kLookups / 4; i += kThreads) {
-        ptx::store_shared_x4(smem + S::kSymbols + 16 * i, ptx::load_global_nc_x4(args.symbols + 4 * i));
+        ptx::st_shared_x4(smem + S::kSymbols + 16 * i, ptx::ld_global_nc_x4(args.symbols + 4 * i));
     }
     ptx::sync_block();  // orders the tables before the lookups
     const u32 park = smem + S::kParked + 4 * thread;
     for (u32 block = ptx::block_index(); block < args.blocks; block += ptx::grid_size()) {
-        const u32 begin = ptx::load_global_nc(args.positions + block), end = ptx::load_global_nc(args.positions + block + 1);
+        const u32 begin = ptx::ld_global_nc(args.positions + block), end = ptx::ld_global_nc(args.positions + block + 1);
         if (begin > end || end > args.elements) {
-            if (thread == 0) ptx::reduce_add_global(args.faults, 1);
+            if (thread == 0) ptx::red_add_global(args.faults, 1);
             continue;
         }
         // What is read last is asked for first, and what the next block begins with.
@@ -280,9 +283,9 @@ UW_DEVICE void run(const Dfloat11Args& args) {
                 const u32 other = ptx::shuffle_up(sum, delta);
                 if (lane >= delta) sum += other;
             }
-            if (lane == 31) ptx::store_shared(smem + S::kSums + 4 * warp, sum);
+            if (lane == 31) ptx::st_shared(smem + S::kSums + 4 * warp, sum);
             ptx::sync_block();  // orders the sums before their reading
-            const u32 of_lane = lane < kWarps ? ptx::load_shared(smem + S::kSums + 4 * lane) : 0;
+            const u32 of_lane = lane < kWarps ? ptx::ld_shared(smem + S::kSums + 4 * lane) : 0;
             u32 sums = of_lane;
 #pragma unroll
             for (u32 delta = 1; delta < kWarps; delta *= 2) {
@@ -307,7 +310,7 @@ UW_DEVICE void run(const Dfloat11Args& args) {
         }
         // The last block's codes end in bits that look like some.
         const bool wrong = found < end - begin || (found > end - begin && block + 1 < args.blocks);
-        if (wrong && thread == 0) ptx::reduce_add_global(args.faults, 1);
+        if (wrong && thread == 0) ptx::red_add_global(args.faults, 1);
     }
 }
 

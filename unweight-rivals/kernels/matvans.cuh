@@ -48,8 +48,10 @@ namespace uw::matvans {
 constexpr u32 kWarps = 4, kParts = 128, kGroup = 128, kRing = 256, kFirstWords = 64;
 
 template <class Config>
+constexpr u32 kThreads = 32 * kWarps;
+
+template <class Config>
 struct Smem {
-    static constexpr u32 kThreads = 32 * kWarps;
     static constexpr u32 kTable = 0, kRings = 4 * Config::kParts;
     static constexpr u32 kBytes = kRings + kWarps * Config::kRing * 4;
 };
@@ -81,11 +83,11 @@ struct Queue {
     u32 lane;
 
     UW_DEVICE void load() {
-        ahead = groups > 0 ? ptx::load_global_nc_x4(next + 4 * lane) : U32x4{0, 0, 0, 0};
+        ahead = groups > 0 ? ptx::ld_global_nc_x4(next + 4 * lane) : U32x4{0, 0, 0, 0};
         next += kGroup;
         groups -= groups > 0;
     }
-    UW_DEVICE void put(u32 word, u32 place) const { ptx::store_shared(ring + ((filled + place * 32 + lane) % kRing) * 4, word); }
+    UW_DEVICE void put(u32 word, u32 place) const { ptx::st_shared(ring + ((filled + place * 32 + lane) % kRing) * 4, word); }
 
     // The stream's first group: 64 words, and the coders' states, which it returns.
     UW_DEVICE u64 begin() {
@@ -114,7 +116,7 @@ struct Queue {
             ptx::sync_warp();  // orders the words before their reading by other lanes
         }
         const u32 before = ptx::popcount(all & ((1u << lane) - 1));
-        const u32 word = wants ? ptx::load_shared(ring + ((taken + before) % kRing) * 4) : 0;
+        const u32 word = wants ? ptx::ld_shared(ring + ((taken + before) % kRing) * 4) : 0;
         taken += ptx::popcount(all);
         return word;
     }
@@ -127,7 +129,7 @@ UW_DEVICE u32 decode_quad(u64& state, u32 table) {
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
         part[i] = low >> (7 * i) & (kParts - 1);
-        entry[i] = ptx::load_shared(table + 4 * part[i]);
+        entry[i] = ptx::ld_shared(table + 4 * part[i]);
     }
     u32 product = 1, rest = 0;
 #pragma unroll
@@ -142,8 +144,8 @@ UW_DEVICE u32 decode_quad(u64& state, u32 table) {
 
 // A stream's queue; one whose stretch is not sane is empty.
 UW_DEVICE Queue open(const MatvansArgs& args, u32 stream, u32 ring, u32 lane, bool& sane) {
-    const u64 begin = static_cast<u64>(ptx::load_global_nc(args.offsets + stream)) * 4;
-    const u64 next = stream + 1 < args.streams ? static_cast<u64>(ptx::load_global_nc(args.offsets + stream + 1)) * 4 : args.word_count;
+    const u64 begin = static_cast<u64>(ptx::ld_global_nc(args.offsets + stream)) * 4;
+    const u64 next = stream + 1 < args.streams ? static_cast<u64>(ptx::ld_global_nc(args.offsets + stream + 1)) * 4 : args.word_count;
     sane = begin < next && next <= args.word_count && (next - begin) % kGroup == 0 && (begin & 3) == 0;
     return {args.words + (sane ? begin : 0), sane ? static_cast<u32>((next - begin) / kGroup) : 0, ring, 0, 0, {0, 0, 0, 0}, lane};
 }
@@ -152,16 +154,16 @@ UW_DEVICE Queue open(const MatvansArgs& args, u32 stream, u32 ring, u32 lane, bo
 template <class Config>
 UW_DEVICE u32 prepare(const MatvansArgs& args, u32 smem) {
     using S = Smem<Config>;
-    static_assert(Config::kParts % S::kThreads == 0, "a thread copies whole parts");
+    static_assert(Config::kParts % kThreads<Config> == 0, "a thread copies whole parts");
 #pragma unroll
-    for (u32 part = ptx::thread_index(); part < Config::kParts; part += S::kThreads)
-        ptx::store_shared(smem + S::kTable + 4 * part, ptx::load_global_nc(args.parts + part));
+    for (u32 part = ptx::thread_index(); part < Config::kParts; part += kThreads<Config>)
+        ptx::st_shared(smem + S::kTable + 4 * part, ptx::ld_global_nc(args.parts + part));
     ptx::sync_block();  // orders the parts before the lookups of every warp
     return ptx::block_index() * kWarps + ptx::uniform_warp_index();
 }
 
 UW_DEVICE void finish(const MatvansArgs& args, const Queue& queue, u32 words, bool sane) {
-    if (queue.lane == 0 && (!sane || queue.taken > words)) ptx::reduce_add_global(args.faults, 1);
+    if (queue.lane == 0 && (!sane || queue.taken > words)) ptx::red_add_global(args.faults, 1);
 }
 
 UW_DEVICE i32 sum_of_warp(i32 sum) {
@@ -182,14 +184,14 @@ UW_DEVICE void rows(const MatvansArgs& args) {
     u64 state = queue.begin();
     i32 sum = 0;
     for (u32 step = 0; step < args.cols / kGroup; ++step) {
-        const u32 x = ptx::load_global_nc(args.x + (step * 32 + lane) * 4);
+        const u32 x = ptx::ld_global_nc(args.x + (step * 32 + lane) * 4);
         const bool wants = state >> 32 == 0;
         const u32 word = queue.take(wants);
         if (wants) state = state << 32 | word;
         sum = dot(decode_quad(state, smem), x, sum);
     }
     sum = sum_of_warp(sum);
-    if (lane == 0) ptx::store_global_u8(args.y + stream, rounded(sum, args.scale));
+    if (lane == 0) ptx::st_global_u8(args.y + stream, rounded(sum, args.scale));
     finish(args, queue, words, sane);
 }
 
@@ -204,13 +206,13 @@ UW_DEVICE void stripes(const MatvansArgs& args) {
     u64 state = queue.begin();
     i32 sum = 0;
     for (u32 step = 0; step < args.cols / 4; ++step) {
-        const u32 x = ptx::load_global_nc(args.x + step * 4);
+        const u32 x = ptx::ld_global_nc(args.x + step * 4);
         const bool wants = state >> 32 == 0;
         const u32 word = queue.take(wants);
         if (wants) state = state << 32 | word;
         sum = dot(decode_quad(state, smem), x, sum);
     }
-    ptx::store_global_u8(args.y + stream * 32 + lane, rounded(sum, args.scale));
+    ptx::st_global_u8(args.y + stream * 32 + lane, rounded(sum, args.scale));
     finish(args, queue, words, sane);
 }
 
@@ -223,7 +225,7 @@ struct LaneQueue {
     U32x4 ahead;
 
     UW_DEVICE void load() {
-        ahead = groups > 0 ? ptx::load_global_nc_x4(next) : U32x4{0, 0, 0, 0};
+        ahead = groups > 0 ? ptx::ld_global_nc_x4(next) : U32x4{0, 0, 0, 0};
         next += kGroup;
         groups -= groups > 0;
     }
@@ -256,14 +258,14 @@ UW_DEVICE void lanes(const MatvansArgs& args) {
     state |= queue.take();
     i32 sum = 0;
     for (u32 at = 16 * lane; at < args.cols; at += 512) {
-        const U32x4 x = ptx::load_global_nc_x4(args.x + at);
+        const U32x4 x = ptx::ld_global_nc_x4(args.x + at);
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) {
             u32 values = 0;
 #pragma unroll
             for (u32 j = 0; j < 4; ++j) {
                 if (state >> 16 == 0) state = state << 16 | queue.take();
-                const u32 part = state & (Config::kParts - 1), entry = ptx::load_shared(smem + 4 * part);
+                const u32 part = state & (Config::kParts - 1), entry = ptx::ld_shared(smem + 4 * part);
                 state = (state >> 8) * (entry >> 16 & 0xff) + part - (entry >> 8 & 0xff);
                 values |= (entry & 0xff) << (8 * j);
             }
@@ -273,8 +275,8 @@ UW_DEVICE void lanes(const MatvansArgs& args) {
     sum = sum_of_warp(sum);
     const bool faulty = ptx::warp_ballot(!sane || queue.taken > 8 * whole.groups) != 0;
     if (lane == 0) {
-        ptx::store_global_u8(args.y + stream, rounded(sum, args.scale));
-        if (faulty) ptx::reduce_add_global(args.faults, 1);
+        ptx::st_global_u8(args.y + stream, rounded(sum, args.scale));
+        if (faulty) ptx::red_add_global(args.faults, 1);
     }
 }
 
@@ -286,11 +288,11 @@ UW_DEVICE void dense(const MatvansArgs& args) {
     i32 sum = 0;
 #pragma unroll 8
     for (u32 at = 16 * lane; at < args.cols; at += 512) {
-        const U32x4 w = ptx::load_global_nc_x4(own + at), x = ptx::load_global_nc_x4(args.x + at);
+        const U32x4 w = ptx::ld_global_nc_x4(own + at), x = ptx::ld_global_nc_x4(args.x + at);
         sum = dot(w.w, x.w, dot(w.z, x.z, dot(w.y, x.y, dot(w.x, x.x, sum))));
     }
     sum = sum_of_warp(sum);
-    if (lane == 0) ptx::store_global_u8(args.y + row, rounded(sum, args.scale));
+    if (lane == 0) ptx::st_global_u8(args.y + row, rounded(sum, args.scale));
 }
 
 }  // namespace uw::matvans

@@ -52,8 +52,10 @@ namespace uw::tans {
 constexpr u32 kStates = 4096, kBlockStreams = 128;
 
 template <class Config>
+constexpr u32 kThreads = Config::kThreads;
+
+template <class Config>
 struct Smem {
-    static constexpr u32 kThreads = Config::kThreads;
     static constexpr u32 kTable = 0;
     static constexpr u32 kBytes = Config::kCoded ? 4 * kStates : 0;
 };
@@ -128,20 +130,20 @@ struct Reader {
     UW_DEVICE u32 fetch() {
         if (left == 0) return 0;
         --left;
-        const u32 word = ptx::load_global_nc(slab);
+        const u32 word = ptx::ld_global_nc(slab);
         slab -= kBlockStreams;
         return word;
     }
     UW_DEVICE void open(const u32* slabs, u32 words, const u16* states, const u8* partial, const u32* offsets, u32 stream) {
-        const u32 block = stream / kBlockStreams, begin = ptx::load_global_nc(offsets + block) / 4;
-        const u32 end = ptx::load_global_nc(offsets + block + 1) / 4;
+        const u32 block = stream / kBlockStreams, begin = ptx::ld_global_nc(offsets + block) / 4;
+        const u32 end = ptx::ld_global_nc(offsets + block + 1) / 4;
         const bool sane = begin <= end && end <= words;
         left = sane ? (end - begin) / kBlockStreams : 0;
         slab = slabs + (left > 0 ? begin + (left - 1) * kBlockStreams + stream % kBlockStreams : 0);
-        const u32 valid = ptx::load_global_nc_u8(partial + stream) & 31;
+        const u32 valid = ptx::ld_global_nc_u8(partial + stream) & 31;
         used = (32 - valid) & 31;
         bits = left * 32 - (left > 0 ? used : 0);
-        state = ptx::load_global_nc_u16(states + stream);
+        state = ptx::ld_global_nc_u16(states + stream);
         ran_out = !sane || state < kStates || state >= 2 * kStates;
         state &= kStates - 1;
         high = fetch();
@@ -149,7 +151,7 @@ struct Reader {
     }
     // The next two exponents: the first one in the upper four bits.
     UW_DEVICE u32 next(u32 table) {
-        const u32 entry = ptx::load_shared(table + 4 * state), count = entry >> 8 & 0xff;
+        const u32 entry = ptx::ld_shared(table + 4 * state), count = entry >> 8 & 0xff;
         const u32 window = ptx::funnel_shift_left(low, high, used);
         // Up to 12 bits; a shift by 32 of none.
         const u32 value = window >> 1 >> (31 - count);
@@ -176,10 +178,10 @@ UW_DEVICE u32 compose(u32 first, u32 second, u32 rest) {
 
 template <class Config>
 UW_DEVICE void add(const TansArgs& args) {
-    constexpr u32 kThreads = Smem<Config>::kThreads;
+    constexpr u32 kThreads = Config::kThreads;
     const u32 smem = ptx::smem_address(ptx::dynamic_smem()), thread = ptx::thread_index();
     for (u32 i = thread; i < kStates / 4; i += kThreads) {
-        ptx::store_shared_x4(smem + 16 * i, ptx::load_global_nc_x4(args.table + 4 * i));
+        ptx::st_shared_x4(smem + 16 * i, ptx::ld_global_nc_x4(args.table + 4 * i));
     }
     ptx::sync_block();  // orders the table before the lookups of every warp
     const u32 stream = ptx::block_index() * kThreads + thread;
@@ -189,7 +191,7 @@ UW_DEVICE void add(const TansArgs& args) {
     b.open(args.slabs_b, args.words_b, args.states_b, args.partial_b, args.offsets_b, stream);
     for (u32 tile = 0; tile < args.tiles; ++tile) {
         const u64 at = static_cast<u64>(tile) * args.streams + stream;
-        const U32x2 rest_a = ptx::load_global_nc_x2(args.rest_a + 8 * at), rest_b = ptx::load_global_nc_x2(args.rest_b + 8 * at);
+        const U32x2 rest_a = ptx::ld_global_nc_x2(args.rest_a + 8 * at), rest_b = ptx::ld_global_nc_x2(args.rest_b + 8 * at);
         u32 sums[4];
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) {
@@ -197,18 +199,18 @@ UW_DEVICE void add(const TansArgs& args) {
             const u32 own_a = (i < 2 ? rest_a.x : rest_a.y) >> (i % 2 * 16), own_b = (i < 2 ? rest_b.x : rest_b.y) >> (i % 2 * 16);
             sums[i] = add_four(compose(a0, a1, own_a), compose(b0, b1, own_b));
         }
-        ptx::store_global_x4(args.out + 16 * at, {sums[0], sums[1], sums[2], sums[3]});
+        ptx::st_global_x4(args.out + 16 * at, {sums[0], sums[1], sums[2], sums[3]});
     }
-    if (a.ran_out || b.ran_out) ptx::reduce_add_global(args.faults, 1);
+    if (a.ran_out || b.ran_out) ptx::red_add_global(args.faults, 1);
 }
 
 // `rest_a` and `rest_b` are the vectors, `tiles` their 16 bytes.
 template <class Config>
 UW_DEVICE void plain(const TansArgs& args) {
-    const u64 tile = static_cast<u64>(ptx::block_index()) * Smem<Config>::kThreads + ptx::thread_index();
+    const u64 tile = static_cast<u64>(ptx::block_index()) * kThreads<Config> + ptx::thread_index();
     if (tile >= args.tiles) return;
-    const U32x4 a = ptx::load_global_nc_x4(args.rest_a + 16 * tile), b = ptx::load_global_nc_x4(args.rest_b + 16 * tile);
-    ptx::store_global_x4(args.out + 16 * tile, {add_four(a.x, b.x), add_four(a.y, b.y), add_four(a.z, b.z), add_four(a.w, b.w)});
+    const U32x4 a = ptx::ld_global_nc_x4(args.rest_a + 16 * tile), b = ptx::ld_global_nc_x4(args.rest_b + 16 * tile);
+    ptx::st_global_x4(args.out + 16 * tile, {add_four(a.x, b.x), add_four(a.y, b.y), add_four(a.z, b.z), add_four(a.w, b.w)});
 }
 
 }  // namespace uw::tans

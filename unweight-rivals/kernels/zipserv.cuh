@@ -65,8 +65,10 @@ constexpr u32 kCodedBytes = 16 + 2 * kBlock * kBlock;
 constexpr u32 kCodedRoom = kCodedBytes + 48;
 
 template <class Config>
+constexpr u32 kThreads = 32 * kWarps;
+
+template <class Config>
 struct Smem {
-    static constexpr u32 kThreads = 32 * kWarps;
     static constexpr u32 kStageBytes = kCodedRoom + Config::kBatchTile * kBlock * 2;
     static constexpr u32 kStages = 0, kBytes = Config::kStages * kStageBytes;
 };
@@ -86,7 +88,7 @@ struct Extent {
 };
 
 UW_DEVICE Extent load_extent(const ZipservArgs& args, u32 block) {
-    const U32x2 begin = ptx::load_global_nc_x2(args.blocks + 2 * block), end = ptx::load_global_nc_x2(args.blocks + 2 * block + 2);
+    const U32x2 begin = ptx::ld_global_nc_x2(args.blocks + 2 * block), end = ptx::ld_global_nc_x2(args.blocks + 2 * block + 2);
     return {begin.x, begin.y, end.x, end.y};
 }
 
@@ -95,10 +97,10 @@ UW_DEVICE void copy_coded(const ZipservArgs& args, const Extent& extent, u32 sta
     if (!extent.is_sane(args)) return;
     const u32 thread = ptx::thread_index(), chunks = extent.high_bytes() / 16, fulls = extent.full_elements() / 8;
     for (u32 i = thread; i < chunks; i += 32 * kWarps) {
-        ptx::async_copy_x4(stage + 16 * i, args.sign_mantissa + extent.high + 16 * i);
+        ptx::cp_async_x4(stage + 16 * i, args.sign_mantissa + extent.high + 16 * i);
     }
     for (u32 i = thread; i < fulls; i += 32 * kWarps) {
-        ptx::async_copy_x4(stage + extent.high_bytes() + 16 * i, args.full + extent.full + 8 * i);
+        ptx::cp_async_x4(stage + extent.high_bytes() + 16 * i, args.full + extent.full + 8 * i);
     }
 }
 
@@ -111,9 +113,9 @@ struct Words {
 UW_DEVICE Words load_words(const ZipservArgs& args, u32 block, u32 strip, u32 lane) {
     const u64 at = (static_cast<u64>(block) * kTiles + strip * kStripTiles) * 2 + lane;
     const u32* begin = args.strips + (static_cast<u64>(block) * kWarps + strip) * 2;
-    const U32x2 own = ptx::load_global_nc_x2(begin);
-    return {ptx::load_global_nc(args.map0 + at), ptx::load_global_nc(args.map1 + at), ptx::load_global_nc(args.map2 + at), own,
-            strip + 1 < kWarps ? ptx::load_global_nc_x2(begin + 2) : U32x2{0, 0}};
+    const U32x2 own = ptx::ld_global_nc_x2(begin);
+    return {ptx::ld_global_nc(args.map0 + at), ptx::ld_global_nc(args.map1 + at), ptx::ld_global_nc(args.map2 + at), own,
+            strip + 1 < kWarps ? ptx::ld_global_nc_x2(begin + 2) : U32x2{0, 0}};
 }
 
 // A strip that can be decoded.
@@ -165,14 +167,14 @@ UW_DEVICE U32x4 decode_row(const Strip& strip, u32 first, u32 tile, u32 row) {
     u64 exponents = static_cast<u64>(four_exponents(c0 >> 4, c1 >> 4, c2 >> 4, own >> 4, first)) << 32 |
                     four_exponents(c0, c1, c2, own, first);
     // Eight bytes of the window from any byte on, as if all eight were of it.
-    const u32 from = strip.high + index, word = from & ~3u, turn = 8 * (from & 3), middle = ptx::load_shared(word + 4);
-    u64 rest = static_cast<u64>(ptx::funnel_shift_right(middle, ptx::load_shared(word + 8), turn)) << 32 |
-               ptx::funnel_shift_right(ptx::load_shared(word), middle, turn);
+    const u32 from = strip.high + index, word = from & ~3u, turn = 8 * (from & 3), middle = ptx::ld_shared(word + 4);
+    u64 rest = static_cast<u64>(ptx::funnel_shift_right(middle, ptx::ld_shared(word + 8), turn)) << 32 |
+               ptx::funnel_shift_right(ptx::ld_shared(word), middle, turn);
     // What is not makes room for itself. Elements outside of the window that lie before this row come first.
     u32 others = strip.full + 2 * (32 * half + shift - index);
 #pragma unroll 1
     for (u32 missing = ~own & 0xff; missing != 0; missing &= missing - 1) {
-        const u32 at = 8 * ptx::popcount((missing & -missing) - 1), element = ptx::load_shared_u16(others);
+        const u32 at = 8 * ptx::popcount((missing & -missing) - 1), element = ptx::ld_shared_u16(others);
         const u64 before = (1ull << at) - 1;
         rest = (rest & before) | (rest & ~before) << 8 | static_cast<u64>((element >> 8 & 0x80) | (element & 0x7f)) << at;
         exponents ^= static_cast<u64>((element >> 7 & 0xff) ^ first) << at;
@@ -185,18 +187,22 @@ UW_DEVICE U32x4 decode_row(const Strip& strip, u32 first, u32 tile, u32 row) {
 }
 
 UW_DEVICE void count_fault(const ZipservArgs& args, u32 lane) {
-    if (lane == 0) ptx::reduce_add_global(args.faults, 1);
+    if (lane == 0) ptx::red_add_global(args.faults, 1);
 }
 
 // All copies but those of the newest group have landed, of every thread.
 UW_DEVICE void wait_for_stage() {
-    ptx::async_wait_group<1>();
+    ptx::cp_async_wait_group<1>();
     ptx::sync_block();  // with the wait: orders every thread's copies before their reading by all
 }
 
-// Everybody has read a stage.
+enum class NamedBarrier : u32 {
+    kWarps = 1,
+};
+
+// Every warp has read a stage.
 UW_DEVICE void release_stage() {
-    ptx::named_barrier_sync(1, 32 * kWarps);  // orders the reading before the next copies to the stage
+    ptx::bar_sync(NamedBarrier::kWarps, 32 * kWarps);  // orders the reading before the next copies to the stage
 }
 
 template <class Config>
@@ -212,11 +218,11 @@ UW_DEVICE void decompress(const ZipservArgs& args) {
     Extent extent = load_extent(args, block), next = load_extent(args, within(block + step));
     Words words = load_words(args, block, warp, lane);
     copy_coded(args, extent, stage);
-    ptx::async_commit_group();
+    ptx::cp_async_commit_group();
     for (; block < blocks; block += step) {
         const u32 other = smem + (stage == smem ? S::kStageBytes : 0);
         if (block + step < blocks) copy_coded(args, next, other);
-        ptx::async_commit_group();
+        ptx::cp_async_commit_group();
         const Extent after = load_extent(args, within(block + 2 * step));
         const Words following = load_words(args, within(block + step), warp, lane);
         wait_for_stage();
@@ -229,7 +235,7 @@ UW_DEVICE void decompress(const ZipservArgs& args) {
             for (u32 i = 0; i < 4; ++i) {
                 // Rows of the strip's tiles: two tiles one above the other, eight of these pairs side by side.
                 const u32 tile = lane % 8 * 2 + i / 2, row = i % 2 * 4 + lane / 8;
-                ptx::store_global_cs_x4(to + static_cast<u64>(4 * i) * args.cols, decode_row(strip, args.first, tile, row));
+                ptx::st_global_cs_x4(to + static_cast<u64>(4 * i) * args.cols, decode_row(strip, args.first, tile, row));
             }
         } else {
             count_fault(args, lane);
@@ -252,7 +258,7 @@ UW_DEVICE void copy_x(const ZipservArgs& args, u32 column, u32 stage) {
         const u32 row = i / 8, chunk = i % 8;
         const bool used = row < args.batch;
         const u16* from = args.x + static_cast<u64>(used ? row : 0) * args.cols + column + chunk * 8;
-        ptx::async_copy_x4(stage + kCodedRoom + x_place(row, chunk), from, used);
+        ptx::cp_async_x4(stage + kCodedRoom + x_place(row, chunk), from, used);
     }
 }
 
@@ -272,14 +278,14 @@ UW_DEVICE void gemm(const ZipservArgs& args) {
         Words words = load_words(args, base + first, warp, lane);
         copy_coded(args, extent, stage);
         copy_x<Config>(args, first * kBlock, stage);
-        ptx::async_commit_group();
+        ptx::cp_async_commit_group();
         for (u32 at = first; at < end; ++at) {
             const u32 other = smem + (stage == smem ? S::kStageBytes : 0);
             if (at + 1 < end) {
                 copy_coded(args, next, other);
                 copy_x<Config>(args, (at + 1) * kBlock, other);
             }
-            ptx::async_commit_group();
+            ptx::cp_async_commit_group();
             const Extent after = load_extent(args, base + within(at + 2));
             const Words following = load_words(args, base + within(at + 1), warp, lane);
             wait_for_stage();
@@ -295,7 +301,7 @@ UW_DEVICE void gemm(const ZipservArgs& args) {
                     const u32 weights[2][4] = {{top.x, bottom.x, top.y, bottom.y}, {top.z, bottom.z, top.w, bottom.w}};
 #pragma unroll
                     for (u32 c = 0; c < kColumns; ++c) {
-                        const U32x4 x = ptx::load_shared_x4(stage + kCodedRoom + x_place(c * 8 + lane / 4, chunk));
+                        const U32x4 x = ptx::ld_shared_x4(stage + kCodedRoom + x_place(c * 8 + lane / 4, chunk));
                         const u32 low[2] = {x.x, x.y}, high[2] = {x.z, x.w};
                         ptx::mma_m16n8k16(sums[c], weights[0], low);
                         ptx::mma_m16n8k16(sums[c], weights[1], high);
@@ -321,10 +327,10 @@ UW_DEVICE void gemm(const ZipservArgs& args) {
             if (batch >= args.batch) continue;
             const u64 at = static_cast<u64>(batch) * args.rows + row + i / 2 * 8;
             if (args.splits == 1) {
-                ptx::store_global_u16(args.y + at, ptx::pack_bf16x2(sums[c][i], 0.0f) & 0xffff);
+                ptx::st_global_u16(args.y + at, ptx::pack_bf16x2(sums[c][i], 0.0f) & 0xffff);
             } else {
                 float* to = args.sums + static_cast<u64>(split) * args.batch * args.rows + at;
-                ptx::store_global(to, ptx::bits_from_float(sums[c][i]));
+                ptx::st_global(to, ptx::bits_from_float(sums[c][i]));
             }
         }
     }
@@ -333,13 +339,13 @@ UW_DEVICE void gemm(const ZipservArgs& args) {
 template <class Config>
 UW_DEVICE void reduce(const ZipservArgs& args) {
     const u64 count = static_cast<u64>(args.batch) * args.rows;
-    const u64 at = static_cast<u64>(ptx::block_index()) * Smem<Config>::kThreads + ptx::thread_index();
+    const u64 at = static_cast<u64>(ptx::block_index()) * kThreads<Config> + ptx::thread_index();
     if (at >= count) return;
     float sum = 0.0f;
     for (u32 split = 0; split < args.splits; ++split) {
-        sum = ptx::add(sum, ptx::float_from_bits(ptx::load_global(args.sums + split * count + at)));
+        sum = ptx::add(sum, ptx::float_from_bits(ptx::ld_global(args.sums + split * count + at)));
     }
-    ptx::store_global_u16(args.y + at, ptx::pack_bf16x2(sum, 0.0f) & 0xffff);
+    ptx::st_global_u16(args.y + at, ptx::pack_bf16x2(sum, 0.0f) & 0xffff);
 }
 
 }  // namespace uw::zipserv

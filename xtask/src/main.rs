@@ -1,6 +1,7 @@
 //! Project tasks, run as `cargo xtask <task>`.
 
 mod gpu_pack;
+mod kernel_digests;
 mod peers;
 mod run;
 mod setup;
@@ -27,6 +28,11 @@ usage: cargo xtask <task>
                         --with-nvrtc  put libnvrtc beside them
   bench-peers [MODEL] measure the codec beside ZipNN and zstd on a Gaussian tensor and on MODEL's BF16 matrices
                         --rounds N    measurements of each, at least 7 (default 7)
+  kernel-digests      print a digest of the machine code of every kernel; needs NVRTC, takes about ten minutes
+                        --all-archs    also a kernel of each family for every other architecture
+                        --only PART    only kernels with this part in their names
+                        --sample N     every Nth kernel only
+                        --compare BEFORE AFTER [--renames FILE]  compare two lists; a line of FILE: OLD NEW (parts of names)
   help                this text
 ";
 
@@ -50,6 +56,7 @@ fn main() -> ExitCode {
         "wheel" => wheel::run_task(rest),
         "gpu-pack" => gpu_pack::run(rest),
         "bench-peers" => peers::run(rest),
+        "kernel-digests" => kernel_digests::run(rest),
         "help" | "-h" | "--help" => {
             print!("{HELP}");
             Ok(())

@@ -133,7 +133,7 @@ struct RouteArgs {
     u32 adds;                         // combine: y += instead of y =
 };
 
-// Encoding family (report section 4): the six stages and palette packing share one struct.
+// Encoding family (report section 4): the stages share one struct.
 struct EncodeArgs {
     const u16* weights;               // bf16 [n, k] row-major
     u8* sign_mantissa;                // [n, k]; null: `stats` only counts
@@ -141,7 +141,7 @@ struct EncodeArgs {
     u8* palette;                      // [16]
     u8* code_lengths;                 // [16]
     u32* encode_table;                // [256]: code (LSB-first) | length << 16 | palette index << 24; length 0: not in the palette
-    u32* decode_table;                // [2^code_limit]: exponent | length << 8 | palette index << 16
+    u64 reserved;                     // 0
     u8* row_lengths;                  // [tiles, 64]
     TileMetadata* tile_metadata;      // [tiles]; `rows` writes word counts and row counts, `scan` turns them into offsets
     u32* encoded_exp;                 // [capacity_words]

@@ -186,10 +186,7 @@ fn planted_bugs_are_caught() {
         ("rest = rest * count + (part[i] - first);", "rest = rest * count + part[i];"),
         ("(state >> 28) * product", "static_cast<u32>(state >> 28) * product"),
         ("ptx::prmt(entry[2], entry[3], 0x0040), 0x5410)", "ptx::prmt(entry[3], entry[2], 0x0040), 0x5410)"),
-        (
-            "ptx::store_global_u8(args.y + stream * 32 + lane,",
-            "ptx::store_global_u8(args.y + stream * 32 + (lane ^ 1),",
-        ),
+        ("ptx::st_global_u8(args.y + stream * 32 + lane,", "ptx::st_global_u8(args.y + stream * 32 + (lane ^ 1),"),
         ("state << 16 | queue.take()", "state << 16 | 1"),
         ("ptx::sync_block();  // orders the parts before the lookups of every warp\n", "\n"),
         // The queue's other two are behind or before a ballot, at which lanes meet here; on a GPU that orders nothing.

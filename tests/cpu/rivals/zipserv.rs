@@ -289,11 +289,14 @@ fn planted_bugs_are_caught() {
         ),
         ("kCodedRoom + x_place(row, chunk), from", "kCodedRoom + row * 128 + chunk * 16, from"),
         ("end = across * (split + 1) / args.splits,", "end = across * (split + 1) / args.splits - (split > 0),"),
-        ("ptx::load_global(args.sums + split * count + at)", "ptx::load_global(args.sums + at)"),
+        ("ptx::ld_global(args.sums + split * count + at)", "ptx::ld_global(args.sums + at)"),
         ("lane % 4 * 2 + i % 2;", "lane % 4 * 2 + i / 2;"),
-        ("ptx::async_wait_group<1>();", ""),
+        ("ptx::cp_async_wait_group<1>();", ""),
         ("ptx::sync_block();  // with the wait: orders every thread's copies before their reading by all", ""),
-        ("ptx::named_barrier_sync(1, 32 * kWarps);  // orders the reading before the next copies to the stage", ""),
+        (
+            "ptx::bar_sync(NamedBarrier::kWarps, 32 * kWarps);  // orders the reading before the next copies to the stage",
+            "",
+        ),
     ] {
         let mut kernel = build(&[Edit { header, from, to }], &TILES[..1]);
         let caught = cases.iter().any(|case| case.check(&mut kernel).is_err())

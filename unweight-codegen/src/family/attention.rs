@@ -12,7 +12,7 @@
 //! decode   workspace = blocks * (128 + 64 * head_dim) bytes, and a counter for each row and KV head
 //! ```
 
-use super::{Edge, Family, Op, Instructions, Instruction};
+use super::{Edge, Entry, Family, Instruction, Instructions, Op};
 use crate::{
     abi::args,
     kv,
@@ -22,7 +22,6 @@ use crate::{
     },
     spec::{Arch, ClusterSize, SmemCopy, VariantSpec, axes, range_axis, set_axis, word_axis},
 };
-use serde::Serialize;
 
 word_axis! {
     /// Which tokens of a sequence ask.
@@ -323,36 +322,8 @@ impl Family for AttentionSpec {
         )
     }
 
-    fn context(&self, _: &Plan) -> impl Serialize {
-        #[derive(Serialize)]
-        struct Context {
-            /// `Config::kHeadDim`.
-            head_dim: u32,
-            /// `Config::kWarps`.
-            warps: u32,
-            /// `Config::kStages`.
-            stages: u32,
-            /// `Config::kCluster`.
-            cluster: u32,
-            /// `Config::kSplit`.
-            split: bool,
-            /// `Config::kAsync`.
-            is_async: bool,
-            /// `Config::kPdl`.
-            pdl: bool,
-            /// The header, and the namespace in `uw::attention`.
-            step: &'static str,
-        }
-        Context {
-            head_dim: self.head_dim.get(),
-            warps: self.warps.get(),
-            stages: self.stages.get(),
-            cluster: self.cluster.get(),
-            split: self.split,
-            is_async: matches!(self.copy, SmemCopy::Async),
-            pdl: self.pdl,
-            step: self.step.tag(),
-        }
+    fn entry(&self, _: &Plan) -> Entry {
+        Entry::new().part(self.step.tag())
     }
 
     /// What parts of a row leave for each other. A unit of `problem` is a block.

@@ -1,12 +1,11 @@
 //! From BF16 to the compact form (docs/format.md A.11): `templates/include/unweight/kernels/compress.cuh`.
 
-use super::{Edge, Family, Instructions, StageContext};
+use super::{Edge, Entry, Family, Instructions};
 use crate::{
     abi::args,
     plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
     spec::{Arch, VariantSpec, axes, word_axis},
 };
-use serde::Serialize;
 use unweight_format::{FormId, raw::layout::STREAM_TILE_BYTES_MAX};
 
 word_axis! {
@@ -129,8 +128,8 @@ impl Family for CompressSpec {
         summary.to_owned()
     }
 
-    fn context(&self, _: &Plan) -> impl Serialize {
-        StageContext::of(self.stage.tag())
+    fn entry(&self, _: &Plan) -> Entry {
+        Entry::new().packed_layout().compact_layout()
     }
 
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {

@@ -1,12 +1,11 @@
 //! Huffman tensor to a form that a consumer reads (report section 7): `templates/include/unweight/kernels/decode.cuh`.
 
-use super::{DECODED_EXPONENTS, Edge, Family, Instruction, Instructions};
+use super::{DECODED_EXPONENTS, Edge, Entry, Family, Instruction, Instructions};
 use crate::{
     abi::args,
     plan::{Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, RolePlan, SmemPlan, Work, named},
     spec::{Arch, SmemCopy, VariantSpec, axes, range_axis, set_axis, word_axis},
 };
-use serde::Serialize;
 use unweight_format::{Float, FormId};
 
 word_axis! {
@@ -58,17 +57,6 @@ impl DecodeElement {
             Self::E5M2 => Float::E5M2,
             Self::F16 => Float::F16,
             Self::F32 => Float::F32,
-        }
-    }
-
-    /// The second argument of `uw::decode::run`: a struct of `form/elements.cuh`.
-    const fn argument(self) -> &'static str {
-        match self {
-            Self::Bf16 => "",
-            Self::E4M3 => ", uw::elements::E4m3",
-            Self::E5M2 => ", uw::elements::E5m2",
-            Self::F16 => ", uw::elements::F16",
-            Self::F32 => ", uw::elements::F32",
         }
     }
 }
@@ -287,27 +275,9 @@ impl Family for DecodeSpec {
         format!("Huffman tensor with codes of at most {} bits -> {written}.", self.code_limit.get())
     }
 
-    fn context(&self, plan: &Plan) -> impl Serialize {
-        #[derive(Serialize)]
-        struct Context {
-            /// `Config::kOutput`: 0 full, 1 exponent, 2 palette.
-            output: u32,
-            /// Second argument of the kernel's body; empty for BF16.
-            element: &'static str,
-            /// `Config::kCodeLimit`, bits.
-            code_limit: u32,
-            /// `Config::kWarps`.
-            warps: u32,
-            /// `Config::kAsync`.
-            is_async: bool,
-        }
-        Context {
-            output: self.output.raw(),
-            element: self.element.argument(),
-            code_limit: self.code_limit.get(),
-            warps: plan.roles.warps(),
-            is_async: matches!(self.copy, SmemCopy::Async),
-        }
+    fn entry(&self, plan: &Plan) -> Entry {
+        // The axis is 0 where the shared memory of the architecture decides.
+        Entry::new().number("kWarps", plan.roles.warps())
     }
 
     /// Exponents only where something reads them: the reconstructive matmul, which needs `wgmma`. Of other types than

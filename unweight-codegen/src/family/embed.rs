@@ -1,12 +1,11 @@
 //! Rows of an embedding, looked up: `templates/include/unweight/kernels/embed.cuh`.
 
-use super::{Edge, Family, Op, Instructions, Instruction};
+use super::{Edge, Entry, Family, Instruction, Instructions, Op};
 use crate::{
     abi::args,
     plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
     spec::{Arch, VariantSpec, axes, word_axis},
 };
-use serde::Serialize;
 
 word_axis! {
     /// How the table of an embedding lies.
@@ -106,15 +105,8 @@ impl Family for EmbedSpec {
         format!("Y[m,d] = rows ids[m] of a table, {table}{pdl}.")
     }
 
-    fn context(&self, _: &Plan) -> impl Serialize {
-        #[derive(Serialize)]
-        struct Context {
-            /// `Config::kPacked`.
-            packed: bool,
-            /// `Config::kPdl`.
-            pdl: bool,
-        }
-        Context { packed: self.source == EmbedSource::Packed, pdl: self.pdl }
+    fn entry(&self, _: &Plan) -> Entry {
+        Entry::new().packed_layout()
     }
 
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {

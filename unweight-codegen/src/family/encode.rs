@@ -6,7 +6,6 @@ use crate::{
     plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
     spec::{Arch, VariantSpec, axes, word_axis},
 };
-use serde::Serialize;
 use unweight_format::FormId;
 
 word_axis! {
@@ -16,8 +15,6 @@ word_axis! {
         Stats = "stats",
         /// Chooses the palette and the code.
         Table = "table",
-        /// Expands the code to the flat decode table.
-        DecodeTable = "decode_table",
         /// Row lengths, verbatim rows and tile sizes.
         Rows = "rows",
         /// Tile sizes to offsets.
@@ -52,8 +49,8 @@ args! {
         pub code_lengths: u64,
         /// u32 `[256]`: code | length << 16 | palette index << 24.
         pub encode_table: u64,
-        /// u32 `[2^code_limit]`: exponent | length << 8 | palette index << 16.
-        pub decode_table: u64,
+        /// 0.
+        pub reserved: u64,
         /// u8 `[tiles, 64]`.
         pub row_lengths: u64,
         /// `[tiles]` of 16 bytes.
@@ -103,7 +100,6 @@ const EXPONENT_TABLE_BYTES: u32 = 256 * 4;
 /// A tile has at most 64 * 319 bits = 638 words, rounded up to 16 B.
 const TILE_BUFFER_BYTES: u32 = 640 * 4;
 const SCAN_TILES_PER_BLOCK: u32 = 1024;
-const DECODE_TABLE_BLOCKS: u32 = 128;
 
 impl EncodeSpec {
     pub(crate) const fn instructions(&self) -> Instructions {
@@ -123,7 +119,6 @@ impl EncodeSpec {
                 LaunchGrid::Persistent { work: Work::WeightTiles, per_block: 1, blocks_per_sm: 4 },
             ),
             EncodeStage::Table => (none.section("work", 1, 4096, 16), 8, 1, LaunchGrid::Fixed(1)),
-            EncodeStage::DecodeTable => (none, 8, 1, LaunchGrid::Fixed(DECODE_TABLE_BLOCKS)),
             EncodeStage::Rows | EncodeStage::Palette => {
                 (none.section("exponent_table", 1, EXPONENT_TABLE_BYTES, 16), TILE_WARPS, TILE_BLOCKS_PER_SM, tiles)
             }
@@ -174,35 +169,12 @@ impl Family for EncodeSpec {
         let summary = match self.stage {
             EncodeStage::Stats => "Elements -> sign_mantissa and the histogram of exponents.",
             EncodeStage::Table => "Histogram -> palette, code lengths and encode table.",
-            EncodeStage::DecodeTable => "Palette and code lengths -> flat decode table.",
             EncodeStage::Rows => "Elements -> row lengths, verbatim rows, and words and rows of each tile.",
             EncodeStage::Scan => "Words and rows of each tile -> offsets and totals.",
             EncodeStage::Write => "Elements and offsets -> bitstream and verbatim rows.",
             EncodeStage::Palette => "Elements and offsets -> packed palette indices and verbatim rows.",
         };
         summary.to_owned()
-    }
-
-    fn context(&self, _: &Plan) -> impl Serialize {
-        #[derive(Serialize)]
-        struct Context {
-            /// The function of `uw::encode`.
-            function: &'static str,
-            /// The constant of `uw::encode` that holds the threads of a block.
-            threads_constant: &'static str,
-            /// The constant of `uw::encode` that holds the bytes of shared memory, where there are any.
-            smem_constant: Option<&'static str>,
-        }
-        let (threads_constant, smem_constant) = match self.stage {
-            EncodeStage::Stats => ("kStatsThreads", Some("kStatsSmemBytes")),
-            EncodeStage::Table => ("kTableThreads", Some("kTableSmemBytes")),
-            EncodeStage::DecodeTable => ("kDecodeTableThreads", None),
-            EncodeStage::Rows => ("kTileThreads", Some("kRowsSmemBytes")),
-            EncodeStage::Scan => ("kScanThreads", Some("kScanSmemBytes")),
-            EncodeStage::Write => ("kTileThreads", Some("kWriteSmemBytes")),
-            EncodeStage::Palette => ("kTileThreads", Some("kPaletteSmemBytes")),
-        };
-        Context { function: self.stage.tag(), threads_constant, smem_constant }
     }
 
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {

@@ -2,20 +2,19 @@
 //! `templates/include/unweight/kernels/gemm_compact.cuh`.
 //!
 //! ```text
-//! bytes = warps * (align1024(stages * stage + early * 1232) + 8 * stages) + 2048 * tables + dealt * 4 * batch_tile * 256
+//! bytes = warps * (align1024(stages * stage + early * 1232) + 8 * stages) + 2048 * tables + persistent * 4 * batch_tile * 256
 //! early = batch_tile == 8
 //! stage = batch_tile * 128 + 5120 + 1232      X of 64 k, a tile's dense part, its streams
 //! ```
 //!
 //! The fp32 sums of a warp, `batch_tile * 256`, lie over its drained ring, which is always larger.
 
-use super::{Edge, Family, Instruction, Instructions, Op, PRODUCT, transcode};
+use super::{Edge, Entry, Family, Instruction, Instructions, Op, PRODUCT, transcode};
 use crate::{
     abi::{TensorMap, args},
     plan::{Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, RolePlan, SmemPlan, most_fitting, named},
     spec::{Arch, ClusterSize, Epilogue, VariantSpec, Warps, axes, range_axis, set_axis},
 };
-use serde::Serialize;
 use unweight_format::{FormId, raw::layout};
 
 set_axis! {
@@ -48,9 +47,9 @@ axes! {
         cluster: ClusterSize "c" = 1,
         /// Copies of the table of codes.
         tables: CompactTables "_t" = 1 unnamed,
-        /// Rows of tiles are dealt to as many clusters as the device has room for, and a row's tiles to a cluster's
+        /// Rows of tiles are distributed over as many clusters as the device has room for, and a row's tiles to a cluster's
         /// warps; else a cluster takes one.
-        dealt: flag "_dealt" = false,
+        persistent: flag "_persistent" = false,
         /// Programmatic dependent launch: starts while the stream's previous kernel still runs, and waits for it before
         /// it reads X.
         pdl: flag "_pdl" = false,
@@ -102,7 +101,7 @@ impl VariantSpec {
     }
 }
 
-/// The shapes that ship, by batch tile: what measured best somewhere (docs/adr/0013). Not dealt to clusters of 4: of 33
+/// The shapes that ship, by batch tile: what measured best somewhere (docs/adr/0013). Not persistent with clusters of 4: of 33
 /// on 132 multiprocessors some have to wait for the others.
 pub const SHAPES: [GemmCompactSpec; 11] = [
     shape(8, 8, 1, 16, false),
@@ -118,7 +117,7 @@ pub const SHAPES: [GemmCompactSpec; 11] = [
     shape(32, 12, 2, 16, true),
 ];
 
-const fn shape(batch_tile: u32, warps: u32, cluster: u32, tables: u32, dealt: bool) -> GemmCompactSpec {
+const fn shape(batch_tile: u32, warps: u32, cluster: u32, tables: u32, persistent: bool) -> GemmCompactSpec {
     match (
         CompactBatchTile::new(batch_tile),
         Warps::new(warps),
@@ -133,7 +132,7 @@ const fn shape(batch_tile: u32, warps: u32, cluster: u32, tables: u32, dealt: bo
                 stages,
                 cluster,
                 tables,
-                dealt,
+                persistent,
                 pdl: false,
                 epilogue: Epilogue::Store,
             }
@@ -149,7 +148,7 @@ const X_ROW_BYTES: u32 = 128;
 /// Where the copy engine's swizzle repeats, and with it each ring.
 const SWIZZLE_ALIGN: u32 = 1024;
 const MBARRIER_BYTES: u32 = 8;
-/// Dealt rows that end within a block, whose sums have a place: as many rows as it is dealt.
+/// With `persistent`: rows of tiles that end within a block, whose sums have a place.
 const FLUSHES: u32 = 4;
 /// As in `gemm_mma`: two blocks hide each other's start and end.
 const BLOCKS_PER_SM_MAX: u32 = 2;
@@ -170,7 +169,7 @@ const fn smem(op: &GemmCompactSpec) -> SmemPlan {
     let smem = SmemPlan::new()
         .section("rings", warps, ring_bytes(op), SWIZZLE_ALIGN)
         .section("table", op.tables.get(), transcode::TABLE_BYTES, 16);
-    let smem = if op.dealt { smem.section("flushed", FLUSHES, op.batch_tile.get() * TILE * 4, 16) } else { smem };
+    let smem = if op.persistent { smem.section("flushed", FLUSHES, op.batch_tile.get() * TILE * 4, 16) } else { smem };
     smem.section("barriers", warps * op.stages.get(), MBARRIER_BYTES, MBARRIER_BYTES)
 }
 
@@ -230,11 +229,11 @@ impl GemmCompactSpec {
             launch: LaunchPlan {
                 threads,
                 blocks_per_sm,
-                // A chain of codes spans two row blocks, so rows are not dealt in less than tiles.
-                grid: LaunchGrid::DealtRowBlocks {
+                // A chain of codes spans two row blocks, so rows of W stay together tile by tile.
+                grid: LaunchGrid::DistributedRowBlocks {
                     batch_rows: op.batch_tile.get(),
                     rows: TILE,
-                    share: Some(if op.dealt { FLUSHES * op.cluster.get() } else { 1 }),
+                    share: Some(if op.persistent { FLUSHES * op.cluster.get() } else { 1 }),
                     cluster: op.cluster.get(),
                     blocks_per_sm,
                 },
@@ -263,42 +262,8 @@ impl Family for GemmCompactSpec {
         )
     }
 
-    fn context(&self, _: &Plan) -> impl Serialize {
-        #[derive(Serialize)]
-        struct Context {
-            /// `Config::kBatchTile`.
-            batch_tile: u32,
-            /// `Config::kWarps`.
-            warps: u32,
-            /// `Config::kStages`.
-            stages: u32,
-            /// `Config::kCluster`.
-            cluster: u32,
-            /// `Config::kTables`.
-            tables: u32,
-            /// `Config::kDealt`.
-            dealt: bool,
-            /// `Config::kStoreAdd`.
-            store_add: bool,
-            /// `Config::kSiluMul`.
-            silu_mul: bool,
-            /// `Config::kPdl`.
-            pdl: bool,
-            /// `packed::kGateRows`.
-            gate_rows: u32,
-        }
-        Context {
-            batch_tile: self.batch_tile.get(),
-            warps: self.warps.get(),
-            stages: self.stages.get(),
-            cluster: self.cluster.get(),
-            tables: self.tables.get(),
-            dealt: self.dealt,
-            store_add: matches!(self.epilogue, Epilogue::StoreAdd),
-            silu_mul: matches!(self.epilogue, Epilogue::SiluMul),
-            pdl: self.pdl,
-            gate_rows: Epilogue::GATE_ROWS,
-        }
+    fn entry(&self, _: &Plan) -> Entry {
+        Entry::new().packed_layout().compact_layout().gate_rows()
     }
 
     /// Each shape, ordinary and dependent, with every epilogue. Not of sm_120a: NVRTC 13.0 gives them a stack there, as

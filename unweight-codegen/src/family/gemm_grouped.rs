@@ -3,7 +3,7 @@
 //! its shared memory is the same sum.
 
 use super::{
-    Edge, Family, Instructions, Op, PRODUCT,
+    Edge, Entry, Family, Instructions, Op, PRODUCT,
     gemm_mma::{GemmMmaSpec, RowBlocks, SmallBatchTile, SmallStages, Warps},
 };
 use crate::{
@@ -11,7 +11,6 @@ use crate::{
     plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, Work},
     spec::{Arch, ClusterSize, Epilogue, SmemCopy, VariantSpec, axes},
 };
-use serde::Serialize;
 use unweight_format::FormId;
 
 axes! {
@@ -173,26 +172,16 @@ impl Family for GemmGroupedSpec {
         )
     }
 
-    fn context(&self, _: &Plan) -> impl Serialize {
-        #[derive(Serialize)]
-        struct Context {
-            batch_tile: u32,
-            row_blocks: u32,
-            warps: u32,
-            stages: u32,
-            silu_mul: bool,
-            gate_rows: u32,
-            pdl: bool,
-        }
-        Context {
-            batch_tile: self.batch_tile.get(),
-            row_blocks: self.row_blocks.get(),
-            warps: self.warps.get(),
-            stages: self.stages.get(),
-            silu_mul: matches!(self.epilogue, Epilogue::SiluMul),
-            gate_rows: Epilogue::GATE_ROWS,
-            pdl: self.pdl,
-        }
+    fn entry(&self, _: &Plan) -> Entry {
+        // The kernel is that of `gemm_mma`, without the axes that this family leaves out.
+        Entry::new()
+            .number("kCluster", 1)
+            .word("kCopy", "SmemCopy", "kAsync")
+            .flag("kEscapes", true)
+            .flag("kPersistent", false)
+            .flag("kDump", false)
+            .packed_layout()
+            .gate_rows()
     }
 
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {

@@ -6,7 +6,7 @@
 //! sums  = row_blocks * batch_tile * 64                fp32; without `persistent` they lie over the drained ring
 //! ```
 
-use super::{Edge, Family, Op, PRODUCT, Instructions, Instruction};
+use super::{Edge, Entry, Family, Instruction, Instructions, Op, PRODUCT};
 use crate::{
     abi::{TensorMap, args},
     plan::{
@@ -15,7 +15,6 @@ use crate::{
     },
     spec::{Arch, ClusterSize, Epilogue, VariantSpec, SmemCopy, axes, range_axis, set_axis},
 };
-use serde::Serialize;
 use unweight_format::{FormId, raw::layout};
 
 set_axis! {
@@ -308,7 +307,7 @@ impl GemmMmaSpec {
             launch: LaunchPlan {
                 threads,
                 blocks_per_sm,
-                grid: LaunchGrid::DealtRowBlocks {
+                grid: LaunchGrid::DistributedRowBlocks {
                     batch_rows: op.batch_tile.get(),
                     rows: BLOCK_ROWS,
                     share: if op.persistent { None } else { Some(op.row_blocks.get()) },
@@ -323,49 +322,21 @@ impl GemmMmaSpec {
     }
 }
 
-/// What both kernels that read packed weights have in their `Config`.
-#[derive(Serialize)]
-pub(super) struct PackedContext {
-    /// `Config::kBatchTile`.
-    pub batch_tile: u32,
-    /// `Config::kStages`.
-    pub stages: u32,
-    /// `Config::kEscapes`.
+/// How a matmul reads packed weights and what it leaves out, in words.
+pub(super) struct PackedSummary {
+    pub epilogue: Epilogue,
     pub escapes: bool,
-    /// `Config::kStoreAdd`.
-    pub store_add: bool,
-    /// `Config::kSiluMul`.
-    pub silu_mul: bool,
-    /// `packed::kGateRows`.
-    pub gate_rows: u32,
-    /// `Config::kPdl`.
     pub pdl: bool,
-    /// `Config::kDumpOperands`.
     pub dump: bool,
 }
 
-impl PackedContext {
-    /// How the weights are read and what is left out, in words.
-    pub fn summary(&self, epilogue: Epilogue, block: &str) -> String {
+impl PackedSummary {
+    /// With the part of the output that a block computes.
+    pub fn of_block(&self, block: &str) -> String {
         let escapes = if self.escapes { "exact escapes" } else { "no escapes" };
         let pdl = if self.pdl { ", dependent launch" } else { "" };
         let dump = if self.dump { ", operands dumped" } else { "" };
-        format!("{}, W packed to 12 bits, {escapes}; {block}{pdl}{dump}.", epilogue.formula())
-    }
-}
-
-impl GemmMmaSpec {
-    fn packed(&self) -> PackedContext {
-        PackedContext {
-            batch_tile: self.batch_tile.get(),
-            stages: self.stages.get(),
-            escapes: self.escapes,
-            store_add: matches!(self.epilogue, Epilogue::StoreAdd),
-            silu_mul: matches!(self.epilogue, Epilogue::SiluMul),
-            gate_rows: Epilogue::GATE_ROWS,
-            pdl: self.pdl,
-            dump: self.dump,
-        }
+        format!("{}, W packed to 12 bits, {escapes}; {block}{pdl}{dump}.", self.epilogue.formula())
     }
 }
 
@@ -383,32 +354,12 @@ impl Family for GemmMmaSpec {
         };
         let tasks = if self.persistent { "task after task" } else { "one task" };
         let block = format!("{batch_tile} batch rows x {rows} of n per {group}, {tasks}, a ring of {stages} per warp");
-        self.packed().summary(self.epilogue, &block)
+        let Self { epilogue, escapes, pdl, dump, .. } = *self;
+        PackedSummary { epilogue, escapes, pdl, dump }.of_block(&block)
     }
 
-    fn context(&self, _: &Plan) -> impl Serialize {
-        #[derive(Serialize)]
-        struct Context {
-            packed: PackedContext,
-            /// `Config::kRowBlocks`.
-            row_blocks: u32,
-            /// `Config::kWarps`.
-            warps: u32,
-            /// `Config::kCluster`.
-            cluster: u32,
-            /// `Config::kAsync`.
-            is_async: bool,
-            /// `Config::kPersistent`.
-            persistent: bool,
-        }
-        Context {
-            packed: self.packed(),
-            row_blocks: self.row_blocks.get(),
-            warps: self.warps.get(),
-            cluster: self.cluster.get(),
-            is_async: !self.has_barriers(),
-            persistent: self.persistent,
-        }
+    fn entry(&self, _: &Plan) -> Entry {
+        Entry::new().packed_layout().gate_rows()
     }
 
     fn workspace(&self, _: &Plan, problem: GemmShape, _: u32) -> WorkspacePlan {
@@ -458,7 +409,7 @@ mod tests {
         assert_eq!(blocks, [1, 1, 2, 1, 1, 2, 2, 2, 2, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1, 2, 2]);
     }
 
-    /// A row block has rows of a gate and of its up: it is dealt like any other.
+    /// A row block has rows of a gate and of its up: it is distributed like any other.
     #[test]
     fn gate_and_up_rows_are_distributed_like_other_rows() {
         let plan = |name: &str| Plan::new(&name.parse().unwrap()).unwrap();

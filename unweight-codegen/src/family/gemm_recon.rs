@@ -10,7 +10,7 @@
 //! With 1, 3 or 4 (`batch_rows`) X has 128 rows per stage, and one slot more. What the blocks of a split exchange lies
 //! over X.
 
-use super::{DECODED_EXPONENTS, Edge, Family, Op, PRODUCT, Instructions, Instruction};
+use super::{DECODED_EXPONENTS, Edge, Entry, Family, Instruction, Instructions, Op, PRODUCT};
 use crate::{
     abi::{TensorMap, args},
     plan::{
@@ -18,7 +18,6 @@ use crate::{
     },
     spec::{AXES_MAX, Arch, Axis, Epilogue, Only, Raw, VariantSpec, range_axis, set_axis},
 };
-use serde::Serialize;
 use unweight_format::{FormId, raw::layout};
 
 range_axis! {
@@ -78,12 +77,13 @@ const PALETTE: u32 = 1;
 /// By hand and not by `axes!`, because the budget of verbatim rows is the palette source's own.
 impl GemmReconSpec {
     pub(crate) const AXES: &'static [Axis] = &[
-        Axis { default: Some(PALETTE), ..Axis::words("source", &["exponent", "palette"]) },
-        Axis { mark: "_n", ..NTiles::AXIS },
+        Axis { default: Some(PALETTE), ..Axis::words("source", "WeightSource", &["exponent", "palette"]) },
+        Axis { mark: "_n", field: "n_tiles", ..NTiles::AXIS },
         Axis { mark: "p", ..Stages::AXIS },
         Axis { mark: "s", default: Some(1), unnamed: Some(1), ..Splits::AXIS },
         Axis {
             mark: "_v",
+            field: "verbatim_rows",
             // Covers nearly every tile of trained weights.
             default: Some(8),
             only: Some(Only { axis: 0, value: PALETTE, why: "decoded exponents have no verbatim rows" }),
@@ -389,37 +389,10 @@ impl Family for GemmReconSpec {
         format!("{product}, W from {source}; up to {rows} x {columns} of Y {shared}, {stages} stages.")
     }
 
-    fn context(&self, plan: &Plan) -> impl Serialize {
-        #[derive(Serialize)]
-        struct Context {
-            /// `Config::kPaletteSource`.
-            palette_source: bool,
-            /// `Config::kNTiles`.
-            n_tiles: u32,
-            /// `Config::kStages`.
-            stages: u32,
-            /// `Config::kVerbatimRows`.
-            verbatim_rows: u32,
-            /// `Config::kStoreAdd`.
-            store_add: bool,
-            /// `kSplits`, if it is not 1.
-            splits: u32,
-            /// Registers per thread of the loading warpgroup.
-            producer_registers: Option<u32>,
-            /// Registers per thread of the multiplying warpgroups.
-            consumer_registers: Option<u32>,
-        }
-        let mut registers = plan.roles.roles().filter_map(|role| role.registers);
-        Context {
-            palette_source: matches!(self.source, WeightSource::Palette { .. }),
-            n_tiles: self.n_tiles.get(),
-            stages: self.stages.get(),
-            verbatim_rows: self.verbatim_rows(),
-            store_add: matches!(self.epilogue, Epilogue::StoreAdd),
-            splits: self.splits.get(),
-            producer_registers: registers.next(),
-            consumer_registers: registers.next(),
-        }
+    fn entry(&self, plan: &Plan) -> Entry {
+        let registers: Vec<u32> = plan.roles.roles().filter_map(|role| role.registers).collect();
+        let blocks = plan.launch.blocks_per_sm;
+        Entry::new().registers("uw::gemm_recon::Kernel<Config>", &registers).check("blocks per SM", "uw::gemm_recon::kMinBlocksPerSm", blocks)
     }
 
     /// Table 5, and the rings with splits, x every source and epilogue, as far as it fits.

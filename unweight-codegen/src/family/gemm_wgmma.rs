@@ -6,8 +6,8 @@
 //! ```
 
 use super::{
-    Edge, Family, Instruction, Instructions, Op, PRODUCT,
-    gemm_mma::{GemmPackedArgs, PackedContext},
+    Edge, Entry, Family, Instruction, Instructions, Op, PRODUCT,
+    gemm_mma::{GemmPackedArgs, PackedSummary},
 };
 use crate::{
     plan::{
@@ -16,7 +16,6 @@ use crate::{
     },
     spec::{Arch, ClusterSize, Epilogue, VariantSpec, axes, range_axis, set_axis},
 };
-use serde::Serialize;
 use unweight_format::{FormId, raw::layout};
 
 set_axis! {
@@ -264,22 +263,6 @@ impl GemmWgmmaSpec {
 /// ends.
 const SHARED_TILES: u64 = 2;
 
-
-impl GemmWgmmaSpec {
-    fn packed(&self) -> PackedContext {
-        PackedContext {
-            batch_tile: self.batch_tile.get(),
-            stages: self.stages.get(),
-            escapes: self.escapes,
-            store_add: matches!(self.epilogue, Epilogue::StoreAdd),
-            silu_mul: matches!(self.epilogue, Epilogue::SiluMul),
-            gate_rows: Epilogue::GATE_ROWS,
-            pdl: self.pdl,
-            dump: self.dump,
-        }
-    }
-}
-
 impl Family for GemmWgmmaSpec {
     type Args = GemmPackedArgs;
     const AXES: &'static [crate::spec::Axis] = Self::AXES;
@@ -293,36 +276,15 @@ impl Family for GemmWgmmaSpec {
         };
         let (rows, columns, stages) = (self.batch_tile.get(), TILE * self.warpgroups.get(), self.stages.get());
         let block = format!("{rows} x {columns} of Y at a time, {cut}, a ring of {stages}");
-        self.packed().summary(self.epilogue, &block)
+        let Self { epilogue, escapes, pdl, dump, .. } = *self;
+        PackedSummary { epilogue, escapes, pdl, dump }.of_block(&block)
     }
 
-    fn context(&self, plan: &Plan) -> impl Serialize {
-        #[derive(Serialize)]
-        struct Context {
-            packed: PackedContext,
-            /// `Config::kWarpgroups`.
-            warpgroups: u32,
-            /// `Config::kCluster`.
-            cluster: u32,
-            /// `Config::kStreamK`.
-            stream_k: bool,
-            /// `Smem::kXBoxRows`.
-            x_box_rows: u32,
-            /// Registers per thread of the loading warpgroup, if it gives some up.
-            producer_registers: Option<u32>,
-            /// Registers per thread of the multiplying warpgroups, if they ask for more.
-            consumer_registers: Option<u32>,
-        }
-        let mut registers = plan.roles.roles().filter_map(|role| role.registers);
-        Context {
-            packed: self.packed(),
-            warpgroups: self.warpgroups.get(),
-            cluster: self.cluster.get(),
-            stream_k: self.stream_k,
-            x_box_rows: Self::X_BOX_ROWS,
-            producer_registers: registers.next(),
-            consumer_registers: registers.next(),
-        }
+    fn entry(&self, plan: &Plan) -> Entry {
+        let entry = Entry::new().packed_layout().gate_rows().check("boxes of X", "Smem::kXBoxRows", Self::X_BOX_ROWS);
+        let registers: Vec<u32> = plan.roles.roles().filter_map(|role| role.registers).collect();
+        let entry = entry.check("registers", "uw::gemm_wgmma::Kernel<Config>::kBudgets", u32::from(!registers.is_empty()));
+        entry.registers("uw::gemm_wgmma::Kernel<Config>", &registers)
     }
 
     /// fp32 sums of the tiles that a block shares, and a counter for each warpgroup of each.

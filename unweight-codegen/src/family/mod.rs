@@ -1,9 +1,9 @@
 //! The kernel families: one file each, and the list of them.
 //!
 //! ```text
-//! family/<f>.rs                        axes! (spec, names, attribute), args! (the kernel's argument struct), const fn plan, and
-//!                                      Family: forms it turns into each other, instructions, context of its template, what ships
-//! templates/kernels/<f>.cu.tera        the entry point
+//! family/<f>.rs                        axes! (spec, names, attribute, constants), args! (the kernel's argument struct), const fn
+//!                                      plan, and Family: forms it turns into each other, instructions, derived constants, what ships
+//! templates/kernels/kernel.cu.tera     the entry point of all families
 //! templates/include/.../<f>.cuh        the body
 //! ```
 //!
@@ -12,12 +12,16 @@
 //! attributes, plans, rendering, the catalogue, argument checks) goes through the list at the end of this file, so
 //! another family is a file and a line. docs/adr/0008-families.md counts the edits.
 
+mod entry;
+
+pub use entry::Entry;
+pub(crate) use entry::{Check, Constant, constant_name};
+
 use crate::{
     abi::{ArgsInfo, KernelArgs},
     plan::{GemmShape, Infeasible, Plan, WorkspacePlan},
     spec::{Arch, Axis, Raw, VariantSpec},
 };
-use serde::{Serialize, Serializer};
 use unweight_format::FormId;
 
 /// Decoded exponents, u8 `[tiles, 64, 64]`, beside the sign-mantissa bytes: a form that only a device holds and no
@@ -140,8 +144,10 @@ pub trait Family: Copy {
     /// What the kernel does, one line.
     fn summary(&self, plan: &Plan) -> String;
 
-    /// What its template sees beside the head.
-    fn context(&self, plan: &Plan) -> impl Serialize;
+    /// What its entry point says beyond its axes.
+    fn entry(&self, _plan: &Plan) -> Entry {
+        Entry::default()
+    }
 
     /// Device memory of a launch beside its operands, on a device with `sms` multiprocessors.
     fn workspace(&self, _plan: &Plan, _problem: GemmShape, _sms: u32) -> WorkspacePlan {
@@ -157,8 +163,6 @@ pub trait Family: Copy {
 pub struct FamilyInfo {
     /// As in names and attributes, and the stem of its files.
     pub name: &'static str,
-    /// The file in `templates/kernels`.
-    pub template: &'static str,
     /// See [`Family::AXES`].
     pub axes: &'static [Axis],
     /// See [`Family::EDGES`].
@@ -170,10 +174,10 @@ pub struct FamilyInfo {
 }
 
 impl FamilyInfo {
-    const fn of<F: Family>(name: &'static str, template: &'static str) -> Self {
+    const fn of<F: Family>(name: &'static str) -> Self {
         let args = ArgsInfo::of::<F::Args>();
         let catalogue = |arch| F::catalogue(arch).filter(|spec| Plan::new(spec).is_ok()).collect();
-        Self { name, template, axes: F::AXES, edges: F::EDGES, args, catalogue }
+        Self { name, axes: F::AXES, edges: F::EDGES, args, catalogue }
     }
 }
 
@@ -184,7 +188,7 @@ macro_rules! families {
         $(pub use $module::$spec;)+
 
         /// Every family, in the order of reports.
-        pub const FAMILIES: &[FamilyInfo] = &[$(FamilyInfo::of::<$spec>(stringify!($module), concat!(stringify!($module), ".cu.tera"))),+];
+        pub const FAMILIES: &[FamilyInfo] = &[$(FamilyInfo::of::<$spec>(stringify!($module))),+];
 
         /// The operation of a kernel, with the axes of its family.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -232,38 +236,16 @@ macro_rules! families {
                 match self { $(Self::$variant(op) => op.summary(plan)),+ }
             }
 
+            pub(crate) fn entry(&self, plan: &Plan) -> Entry {
+                match self { $(Self::$variant(op) => op.entry(plan)),+ }
+            }
+
             pub(crate) fn workspace(&self, plan: &Plan, problem: GemmShape, sms: u32) -> WorkspacePlan {
                 match self { $(Self::$variant(op) => op.workspace(plan, problem, sms)),+ }
             }
         }
-
-        impl Serialize for Context<'_> {
-            fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-                match self.0.spec.op { $(Op::$variant(op) => op.context(self.0).serialize(serializer)),+ }
-            }
-        }
     };
 }
-
-/// [`Family::context`] of a family whose variants are stages, each a function of `uw::<family>`.
-#[derive(Serialize)]
-struct StageContext {
-    /// The function.
-    function: &'static str,
-    /// `Stage` in the constants of the header that hold the threads of a block and its shared memory: `kStageThreads`.
-    constant: String,
-}
-
-impl StageContext {
-    /// Of the stage that names call so.
-    fn of(tag: &'static str) -> Self {
-        let (first, rest) = tag.split_at(1);
-        Self { function: tag, constant: first.to_ascii_uppercase() + rest }
-    }
-}
-
-/// [`Family::context`] of a plan's variant.
-pub(crate) struct Context<'a>(pub &'a Plan);
 
 impl Op {
     /// Its family.

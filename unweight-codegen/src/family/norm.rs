@@ -1,15 +1,14 @@
 //! RMSNorm of rows of activations: `templates/include/unweight/kernels/norm.cuh`.
 
-use super::{Edge, Family, Op, Instructions, Instruction};
+use super::{Edge, Entry, Family, Instruction, Instructions, Op};
 use crate::{
     abi::args,
     plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
     spec::{Arch, VariantSpec, axes, set_axis},
 };
-use serde::Serialize;
 
 set_axis! {
-    /// Threads of a block of `norm`, to which the columns of a row are dealt.
+    /// Threads of a block of `norm`, which share the columns of a row.
     NormThreads, "threads", [256, 512, 1024], "256, 512 or 1024 (they share the columns of a row)"
 }
 
@@ -95,14 +94,8 @@ impl Family for NormSpec {
         format!("Y[m,d] = gamma * X * rsqrt(mean(X^2) + eps), a block a row{pdl}.")
     }
 
-    fn context(&self, _: &Plan) -> impl Serialize {
-        #[derive(Serialize)]
-        struct Context {
-            /// `Config::kPdl`.
-            pdl: bool,
-            columns_max: u32,
-        }
-        Context { pdl: self.pdl, columns_max: COLUMNS_MAX }
+    fn entry(&self, _: &Plan) -> Entry {
+        Entry::new().check("columns", "uw::norm::kColumnsMax", COLUMNS_MAX)
     }
 
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {

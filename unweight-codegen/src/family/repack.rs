@@ -1,12 +1,11 @@
 //! Between BF16 and the packed form (docs/format.md A.9): `templates/include/unweight/kernels/repack.cuh`.
 
-use super::{Edge, Family, Instructions, StageContext};
+use super::{Edge, Entry, Family, Instructions};
 use crate::{
     abi::args,
     plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
     spec::{Arch, VariantSpec, axes, word_axis},
 };
-use serde::Serialize;
 use unweight_format::FormId;
 
 word_axis! {
@@ -122,8 +121,8 @@ impl Family for RepackSpec {
         summary.to_owned()
     }
 
-    fn context(&self, _: &Plan) -> impl Serialize {
-        StageContext::of(self.stage.tag())
+    fn entry(&self, _: &Plan) -> Entry {
+        Entry::new().packed_layout()
     }
 
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {

@@ -1,14 +1,13 @@
 //! Bias, QK-norm and rotation of the heads of a chunk of one sequence, whose keys and values go to their pages:
 //! `templates/include/unweight/kernels/rope.cuh`.
 
-use super::{Edge, Family, Op, Instructions, Instruction};
+use super::{Edge, Entry, Family, Instruction, Instructions, Op};
 use crate::{
     abi::args,
     kv::PAGE_TOKENS,
     plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
     spec::{Arch, VariantSpec, axes, set_axis},
 };
-use serde::Serialize;
 
 set_axis! {
     /// Elements of a head of `rope`.
@@ -102,16 +101,8 @@ impl Family for RopeSpec {
         format!("Heads of {}: bias, norm and rotation; K and V to their pages{pdl}.", self.head_dim.get())
     }
 
-    fn context(&self, _: &Plan) -> impl Serialize {
-        #[derive(Serialize)]
-        struct Context {
-            /// `Config::kHeadDim`.
-            head_dim: u32,
-            /// `Config::kPdl`.
-            pdl: bool,
-            page_tokens: u32,
-        }
-        Context { head_dim: self.head_dim.get(), pdl: self.pdl, page_tokens: PAGE_TOKENS }
+    fn entry(&self, _: &Plan) -> Entry {
+        Entry::new().check("tokens of a page", "uw::kv::kPageTokens", PAGE_TOKENS)
     }
 
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {

@@ -1,12 +1,11 @@
 //! Routing of a mixture of experts: `templates/include/unweight/kernels/route.cuh`.
 
-use super::{Edge, Family, Instruction, Instructions, Op, StageContext};
+use super::{Edge, Entry, Family, Instruction, Instructions, Op};
 use crate::{
     abi::args,
     plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
     spec::{Arch, VariantSpec, axes, word_axis},
 };
-use serde::Serialize;
 
 word_axis! {
     /// A step of routing.
@@ -177,22 +176,11 @@ impl Family for RouteSpec {
         format!("{summary}{pdl}.")
     }
 
-    fn context(&self, _: &Plan) -> impl Serialize {
-        #[derive(Serialize)]
-        struct Context {
-            stage: StageContext,
-            pdl: bool,
-            experts_max: u32,
-            top_k_max: u32,
-            block_columns: u32,
-        }
-        Context {
-            stage: StageContext::of(self.stage.tag()),
-            pdl: self.pdl,
-            experts_max: Self::EXPERTS_MAX,
-            top_k_max: Self::TOP_K_MAX,
-            block_columns: Self::BLOCK_COLUMNS,
-        }
+    fn entry(&self, _: &Plan) -> Entry {
+        Entry::new()
+            .check("experts", "uw::route::kExpertsMax", Self::EXPERTS_MAX)
+            .check("experts of a token", "uw::route::kTopKMax", Self::TOP_K_MAX)
+            .check("columns", "uw::route::kCombineThreads * uw::route::kChunk", Self::BLOCK_COLUMNS)
     }
 
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {

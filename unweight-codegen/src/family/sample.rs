@@ -1,13 +1,12 @@
 //! A token of each row of logits: `templates/include/unweight/kernels/sample.cuh`.
 
-use super::{Edge, Family, Op, Instructions, Instruction};
+use super::{Edge, Entry, Family, Instruction, Instructions, Op};
 use crate::{
     abi::args,
     plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
     spec::{Arch, ClusterSize, VariantSpec, axes},
 };
 use bytemuck::{Pod, Zeroable};
-use serde::Serialize;
 
 axes! {
     /// Sampling, a cluster a row.
@@ -119,22 +118,10 @@ impl Family for SampleSpec {
         format!("A token of each row of logits: temperature, top-k, top-p, min-p; a {group} a row{pdl}.")
     }
 
-    fn context(&self, _: &Plan) -> impl Serialize {
-        #[derive(Serialize)]
-        struct Context {
-            /// `Config::kCluster`.
-            cluster: u32,
-            /// `Config::kPdl`.
-            pdl: bool,
-            row_bytes: usize,
-            vocabulary_max: u32,
-        }
-        Context {
-            cluster: self.cluster.get(),
-            pdl: self.pdl,
-            row_bytes: size_of::<SampleRow>(),
-            vocabulary_max: VOCABULARY_MAX,
-        }
+    fn entry(&self, _: &Plan) -> Entry {
+        Entry::new()
+            .check("SampleRow", "sizeof(uw::SampleRow)", size_of::<SampleRow>() as u32)
+            .check("vocabulary", "uw::sample::kVocabularyMax", VOCABULARY_MAX)
     }
 
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {

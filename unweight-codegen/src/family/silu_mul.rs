@@ -1,13 +1,12 @@
 //! The activation of a gated MLP, for weights whose product was stored as it is:
 //! `templates/include/unweight/kernels/silu_mul.cuh`.
 
-use super::{Edge, Family, Op, Instructions, Instruction};
+use super::{Edge, Entry, Family, Instruction, Instructions, Op};
 use crate::{
     abi::args,
     plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
     spec::{Arch, VariantSpec, axes, set_axis},
 };
-use serde::Serialize;
 
 set_axis! {
     /// Threads of a block of `silu_mul`, eight columns each.
@@ -93,14 +92,8 @@ impl Family for SiluMulSpec {
         format!("Y[m,n] = silu(gate[m,n]) * up[m,n]{pdl}.")
     }
 
-    fn context(&self, _: &Plan) -> impl Serialize {
-        #[derive(Serialize)]
-        struct Context {
-            /// `Config::kPdl`.
-            pdl: bool,
-            block_columns: u32,
-        }
-        Context { pdl: self.pdl, block_columns: self.block_columns() }
+    fn entry(&self, _: &Plan) -> Entry {
+        Entry::new().check("columns", "Config::kThreads * uw::silu_mul::kChunk", self.block_columns())
     }
 
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {

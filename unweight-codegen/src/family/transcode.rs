@@ -1,13 +1,12 @@
 //! From the compact form (docs/format.md A.11) to BF16 and to the packed form:
 //! `templates/include/unweight/kernels/transcode.cuh`.
 
-use super::{Edge, Family, Instructions, StageContext};
+use super::{Edge, Entry, Family, Instructions};
 use crate::{
     abi::args,
     plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
     spec::{Arch, VariantSpec, axes, word_axis},
 };
-use serde::Serialize;
 use unweight_format::{FormId, raw::layout::STREAM_TILE_BYTES_MAX};
 
 word_axis! {
@@ -147,8 +146,8 @@ impl Family for TranscodeSpec {
         summary.to_owned()
     }
 
-    fn context(&self, _: &Plan) -> impl Serialize {
-        StageContext::of(self.stage.tag())
+    fn entry(&self, _: &Plan) -> Entry {
+        Entry::new().packed_layout().compact_layout()
     }
 
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {

@@ -34,8 +34,8 @@ pub enum Work {
         /// Output features of one unit.
         columns: u32,
     },
-    /// The steps of 64 of k of those, 128 of a tile at most: `min(ceil(k/64), 128)` times as many. Blocks share them
-    /// out in teams of one block for each of the `ceil(m/rows)` batch tiles, so there are at least as many.
+    /// Stream-K: the steps of 64 of k of those, 128 of a tile at most: `min(ceil(k/64), 128)` times as many. A work unit
+    /// is one block for each of the `ceil(m/rows)` batch tiles, so there are at least as many blocks.
     OutputSteps {
         /// Batch rows of a tile of Y.
         rows: u32,
@@ -44,7 +44,7 @@ pub enum Work {
     },
 }
 
-/// Blocks that can share one tile of Y: each thread of a warpgroup waits for the sums of one.
+/// Peers that can share one tile of Y: each thread of a warpgroup waits for the partial tile of one.
 const STEPS_MAX: u32 = 128;
 
 /// How many blocks a launch has.
@@ -84,13 +84,13 @@ pub enum LaunchGrid {
         /// Blocks of a cluster.
         cluster: u32,
     },
-    /// Groups of blocks to which the rows of W are dealt evenly, once for every `batch_rows` of the batch: as few
-    /// groups as fill every SM a whole number of times, up to `blocks_per_sm`, and more only where a group could not
-    /// take its share.
-    DealtRowBlocks {
+    /// Groups of blocks over which the rows of W are distributed evenly, once for every `batch_rows` of the batch: as
+    /// few groups as fill every SM a whole number of times, up to `blocks_per_sm`, and more only where a group cannot take
+    /// its share.
+    DistributedRowBlocks {
         /// Batch rows of a group.
         batch_rows: u32,
-        /// Rows of W that are dealt together, a multiple of the 16 that a fragment of the tensor cores holds.
+        /// Rows of W that stay together, a multiple of the 16 that a fragment of the tensor cores holds.
         rows: u32,
         /// How many of those a group can take; `None` if any number.
         share: Option<u32>,
@@ -118,8 +118,8 @@ impl Work {
         }
     }
 
-    /// Blocks without which nothing can begin.
-    const fn team(self, problem: GemmShape) -> u64 {
+    /// Blocks of a stream-K work unit; 0 for other work.
+    const fn unit_blocks(self, problem: GemmShape) -> u64 {
         match self {
             Self::OutputSteps { rows, .. } if problem.n != 0 && problem.k != 0 => problem.m.div_ceil(rows) as u64,
             _ => 0,
@@ -128,11 +128,10 @@ impl Work {
 }
 
 impl LaunchGrid {
-    /// Teams into which the blocks of a launch divide, where they share tiles of Y in teams ([`Work::OutputSteps`]);
-    /// otherwise 0.
-    pub(super) fn teams(self, problem: GemmShape, blocks: u32) -> u64 {
+    /// Stream-K work units of a launch of so many blocks ([`Work::OutputSteps`]); 0 for other work.
+    pub(super) fn work_units(self, problem: GemmShape, blocks: u32) -> u64 {
         match self {
-            Self::Persistent { work, .. } => u64::from(blocks).checked_div(work.team(problem)).unwrap_or(0),
+            Self::Persistent { work, .. } => u64::from(blocks).checked_div(work.unit_blocks(problem)).unwrap_or(0),
             _ => 0,
         }
     }
@@ -154,7 +153,7 @@ impl LaunchGrid {
             Self::Covering { work, per_block } => work.units(problem).div_ceil(u64::from(per_block)),
             Self::Persistent { work, per_block, blocks_per_sm } => {
                 let needed = work.units(problem).div_ceil(u64::from(per_block));
-                needed.min(u64::from(sms) * u64::from(blocks_per_sm)).max(work.team(problem))
+                needed.min(u64::from(sms) * u64::from(blocks_per_sm)).max(work.unit_blocks(problem))
             }
             Self::Clusters { work, cluster } => match work.units(problem) {
                 0 => 0,
@@ -166,7 +165,7 @@ impl LaunchGrid {
                 _ if problem.k.div_ceil(64) < cluster => return None,
                 units => units.min(u64::from(sms / cluster).max(1)) * u64::from(cluster),
             },
-            Self::DealtRowBlocks { batch_rows, rows, share, cluster, blocks_per_sm } => {
+            Self::DistributedRowBlocks { batch_rows, rows, share, cluster, blocks_per_sm } => {
                 let batch_tiles = u64::from(problem.m.div_ceil(batch_rows));
                 let all = u64::from(problem.n.div_ceil(rows));
                 if batch_tiles == 0 || all == 0 {
@@ -217,8 +216,8 @@ impl fmt::Display for LaunchGrid {
             Self::PersistentClusters { work, cluster } => {
                 write!(f, "persistent, clusters of {cluster}, min({work}, SMs / {cluster})")
             }
-            Self::DealtRowBlocks { batch_rows, rows, share, cluster, blocks_per_sm } => {
-                write!(f, "blocks of {rows} rows of W dealt to ")?;
+            Self::DistributedRowBlocks { batch_rows, rows, share, cluster, blocks_per_sm } => {
+                write!(f, "blocks of {rows} rows of W distributed over ")?;
                 match cluster {
                     1 => f.write_str("blocks")?,
                     _ => write!(f, "clusters of {cluster}")?,
@@ -285,10 +284,10 @@ mod tests {
         assert_eq!(grid.blocks(GemmShape { m: 256, n: 4096, k: 4096 }, 132), Some(132));
         assert_eq!(grid.blocks(GemmShape { m: 64 * 200, n: 64, k: 64 }, 132), Some(200));
         assert_eq!(grid.blocks(GemmShape { m: 64, n: 0, k: 64 }, 132), Some(0));
-        // Blocks of one team have whole tiles, however many they are.
-        assert_eq!(grid.teams(GemmShape { m: 64 * 200, n: 64, k: 64 }, 200), 1);
-        assert_eq!(grid.teams(GemmShape { m: 256, n: 4096, k: 4096 }, 132), 33);
-        assert_eq!(grid.teams(GemmShape { m: 0, n: 0, k: 0 }, 0), 0);
+        // A single work unit has whole tiles, however many blocks it has.
+        assert_eq!(grid.work_units(GemmShape { m: 64 * 200, n: 64, k: 64 }, 200), 1);
+        assert_eq!(grid.work_units(GemmShape { m: 256, n: 4096, k: 4096 }, 132), 33);
+        assert_eq!(grid.work_units(GemmShape { m: 0, n: 0, k: 0 }, 0), 0);
     }
 
     /// The grids at which docs/adr/0004 measured each shape: (n, row blocks a group can take, cluster, blocks per SM)
@@ -311,10 +310,11 @@ mod tests {
         ];
         for (n, most, cluster, blocks_per_sm, blocks) in cases {
             let grid =
-                LaunchGrid::DealtRowBlocks { batch_rows: 8, rows: 16, share: Some(most), cluster, blocks_per_sm };
+                LaunchGrid::DistributedRowBlocks { batch_rows: 8, rows: 16, share: Some(most), cluster, blocks_per_sm };
             assert_eq!(grid.blocks(GemmShape { m: 1, n, k: 4096 }, 132), Some(blocks), "n = {n}, {grid}");
         }
-        let stream = LaunchGrid::DealtRowBlocks { batch_rows: 8, rows: 16, share: None, cluster: 1, blocks_per_sm: 2 };
+        let stream =
+            LaunchGrid::DistributedRowBlocks { batch_rows: 8, rows: 16, share: None, cluster: 1, blocks_per_sm: 2 };
         assert_eq!(stream.blocks(GemmShape { m: 8, n: 28672, k: 64 }, 132), Some(264));
     }
 
@@ -326,7 +326,7 @@ mod tests {
             for cluster in [1, 2, 4, 8] {
                 for n in (64..=4096).step_by(64).chain([128_256]) {
                     for (m, most) in [(1, 1), (8, 3), (9, 4), (1000, 8)] {
-                        let grid = LaunchGrid::DealtRowBlocks {
+                        let grid = LaunchGrid::DistributedRowBlocks {
                             batch_rows: 8,
                             rows: 16,
                             share: Some(most),
@@ -345,7 +345,8 @@ mod tests {
                 }
             }
         }
-        let grid = LaunchGrid::DealtRowBlocks { batch_rows: 8, rows: 16, share: Some(4), cluster: 1, blocks_per_sm: 2 };
+        let grid =
+            LaunchGrid::DistributedRowBlocks { batch_rows: 8, rows: 16, share: Some(4), cluster: 1, blocks_per_sm: 2 };
         assert_eq!(grid.blocks(GemmShape { m: 0, n: 64, k: 64 }, 132), Some(0));
         assert_eq!(grid.blocks(GemmShape { m: u32::MAX, n: u32::MAX, k: 64 }, 132), None);
     }

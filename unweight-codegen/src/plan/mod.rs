@@ -78,10 +78,10 @@ impl LaunchPlan {
         Self { threads, blocks_per_sm, grid, cluster: 1, pdl: false, co_resident: false }
     }
 
-    /// Whether, in a grid of `blocks`, some wait for others. A grid of a single team shares no tile of Y, so nobody
-    /// waits.
+    /// Whether, in a grid of `blocks`, some wait for others. A grid of a single work unit shares no tile of Y, so
+    /// none waits.
     pub fn blocks_wait(&self, problem: GemmShape, blocks: u32) -> bool {
-        self.co_resident && self.grid.teams(problem, blocks) > 1
+        self.co_resident && self.grid.work_units(problem, blocks) > 1
     }
 }
 

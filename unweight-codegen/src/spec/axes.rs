@@ -53,6 +53,10 @@ pub enum Values {
 pub struct Axis {
     /// Its key in attributes.
     pub key: &'static str,
+    /// Its field in the spec of the family. The kernel's `Config` holds its value as `kField`.
+    pub field: &'static str,
+    /// The type of its values in `unweight/axes.cuh`; empty for numbers and flags.
+    pub words_type: &'static str,
     /// What stands before the value in a name; all of it for a flag.
     pub mark: &'static str,
     /// What it can be.
@@ -87,7 +91,18 @@ pub(crate) type Raw = [u32; AXES_MAX];
 impl Axis {
     /// A switch. An axis needs its mark.
     pub(crate) const fn flag(key: &'static str) -> Self {
-        Self { key, mark: "", values: Values::Flag, allowed: "", default: None, unnamed: None, only: None }
+        let (field, words_type) = (key, "");
+        Self {
+            key,
+            field,
+            words_type,
+            mark: "",
+            values: Values::Flag,
+            allowed: "",
+            default: None,
+            unnamed: None,
+            only: None,
+        }
     }
 
     /// Numbers. An axis needs its mark.
@@ -95,9 +110,9 @@ impl Axis {
         Self { values, allowed, ..Self::flag(key) }
     }
 
-    /// Words. An axis needs its mark.
-    pub(crate) const fn words(key: &'static str, words: &'static [&'static str]) -> Self {
-        Self { values: Values::Words(words), ..Self::flag(key) }
+    /// Words, which `words_type` has as enumerators. An axis needs its mark.
+    pub(crate) const fn words(key: &'static str, words_type: &'static str, words: &'static [&'static str]) -> Self {
+        Self { values: Values::Words(words), words_type, ..Self::flag(key) }
     }
 
     /// Whether the axis exists beside these values.
@@ -220,7 +235,7 @@ macro_rules! word_axis {
         pub enum $name { $($(#[$value_doc])* $value),+ }
 
         impl $name {
-            pub(crate) const AXIS: $crate::spec::Axis = $crate::spec::Axis::words($axis, &[$($tag),+]);
+            pub(crate) const AXIS: $crate::spec::Axis = $crate::spec::Axis::words($axis, stringify!($name), &[$($tag),+]);
             /// All values, in the order of their declaration.
             pub const ALL: &'static [Self] = &[$(Self::$value),+];
 
@@ -264,6 +279,7 @@ macro_rules! axes {
         impl $name {
             pub(crate) const AXES: &'static [$crate::spec::Axis] = &[$($crate::spec::Axis {
                 mark: $mark,
+                field: stringify!($field),
                 $(default: Some(axes!(@default $kind $default)), $(unnamed: axes!(@$unnamed $kind $default),)?)?
                 ..axes!(@axis $kind $field)
             }),+];

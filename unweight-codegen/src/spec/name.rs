@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! uw_<arch>_decode_<full|exponent|palette>[_<e4m3|e5m2|f16|f32>]_l<code limit>[_async][_w<warps>]
-//! uw_<arch>_encode_<stats|table|decode_table|rows|scan|write|palette>
+//! uw_<arch>_encode_<stats|table|rows|scan|write|palette>
 //! uw_<arch>_repack_<pack|lists|unpack>
 //! uw_<arch>_compress_<quads|sizes|write>
 //! uw_<arch>_transcode_<full|packed|lists>
@@ -226,7 +226,6 @@ pub(crate) mod tests {
             "uw_sm90a_decode_full_l7",
             "uw_sm90a_decode_exponent_l12",
             "uw_sm90a_decode_full_l7_async_w16",
-            "uw_sm90a_encode_decode_table",
             "uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_pdl_store",
             "uw_sm90a_gemm_mma_b64_r8w32p16c8_persistent_esc_pdl_store_add_dump",
             "uw_sm120a_gemm_mma_b64_r8w32p16c8_async_persistent_esc_pdl_store_add_dump",

@@ -310,14 +310,14 @@ pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, machine: &Machine) -
             let (batch_tile, cluster) = (f64::from(op.batch_tile.get()), f64::from(op.cluster.get()));
             let batch_tiles = f64::from(m.div_ceil(op.batch_tile.get()));
             let groups = blocks / (cluster * batch_tiles);
-            let dealt = (f64::from(n / 16) / groups).ceil();
+            let row_blocks_each = (f64::from(n / 16) / groups).ceil();
             let per_sm = f64::from(plan.launch.blocks_per_sm);
             let (active, resident) = (sms_f.min(blocks), (blocks / sms_f).ceil().min(per_sm));
-            let row_blocks = dealt.min(f64::from(op.row_blocks.get()));
+            let row_blocks = row_blocks_each.min(f64::from(op.row_blocks.get()));
             let in_flight = active * resident * f64::from(op.warps.get() * op.stages.get()) * row_blocks * 1536.0;
             let rate = machine.reads().min(in_flight / MEMORY_LATENCY_US).min(active * MEMORY_PER_SM * clock);
             let x = groups * batch_tiles * f64::from(k) * batch_tile * 2.0 / (CACHED_X * clock * sms_f / H200_SMS);
-            let steps = (blocks / sms_f).ceil() * dealt * columns / cluster;
+            let steps = (blocks / sms_f).ceil() * row_blocks_each * columns / cluster;
             let multiply = SMALL_STEP_US.1 * batch_tile / 8.0 / machine.tensor_share();
             let computed = steps * (SMALL_STEP_US.0 + multiply) / clock;
             let waves = (blocks / (sms_f * per_sm)).ceil() - 1.0;
@@ -623,8 +623,8 @@ mod tests {
             (8, 128_256, 4096, "b8_w8p1c1_t16", 172.8),
             (16, 14336, 4096, "b16_w8p1c1_t8", 24.9),
             (16, 8192, 8192, "b16_w16p1c1_t32", 25.7),
-            (8, 28672, 4096, "b8_w16p1c2_t32_dealt", 41.7),
-            (32, 28672, 8192, "b32_w12p1c2_t16_dealt", 101.7),
+            (8, 28672, 4096, "b8_w16p1c2_t32_persistent", 41.7),
+            (32, 28672, 8192, "b32_w12p1c2_t16_persistent", 101.7),
             (32, 4096, 14336, "b32_w12p1c2_t16_pdl", 29.5),
         ] {
             let (spec, us) = best(m, n, k);

@@ -172,22 +172,72 @@ impl From<object::read::Error> for CubinError {
     }
 }
 
-/// Reads a cubin.
-pub fn read(bytes: &[u8]) -> Result<CubinInfo, CubinError> {
-    // The ELF structures are read in place, which asks for 8-byte alignment; a caller's slice may begin anywhere.
-    let aligned;
-    let bytes = if (bytes.as_ptr() as usize).is_multiple_of(8) {
-        bytes
-    } else {
-        aligned = Aligned::copy_of(bytes);
-        aligned.bytes()
-    };
+/// A part of a cubin that the GPU executes or reads as data.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ProgramPart {
+    /// A section without the kernel's name (`.text`, `.nv.constant0`, ...), or `object` for a table in memory.
+    pub name: String,
+    /// Its content; empty for a section that takes no bytes in the file.
+    pub bytes: Vec<u8>,
+}
+
+/// The largest object that the compiler folds into code. It keeps a copy of each in memory that no instruction reads.
+const FOLDED_BYTES: u64 = 8;
+
+/// Code, constant banks, static shared memory and tables in memory of a cubin, sorted. Two cubins with equal parts
+/// compute the same, whatever their symbols are called and whichever source lines the code came from. Constants of up
+/// to 8 bytes are part of the code.
+pub fn program(bytes: &[u8]) -> Result<Vec<ProgramPart>, CubinError> {
+    let aligned = Aligned::of(bytes);
+    let (header, endian) = header_of(&aligned)?;
+    let sections = header.sections(endian, &*aligned)?;
+    let names = sections.iter().map(|section| Ok(text(sections.section_name(endian, section)?)));
+    let names = names.collect::<Result<Vec<_>, CubinError>>()?;
+    let kernels: Vec<&str> = names.iter().filter_map(|name| name.strip_prefix(".text.")).collect();
+    if kernels.is_empty() {
+        return Err(CubinError::Empty);
+    }
+    let mut parts = Vec::new();
+    for (section, name) in sections.iter().zip(&names) {
+        // Bank 4 holds the addresses of objects.
+        let constants = name.starts_with(".nv.constant") && !name.starts_with(".nv.constant4");
+        if constants || name.starts_with(".text.") || name.starts_with(".nv.shared.") {
+            let owner = kernels.iter().find(|kernel| name.ends_with(**kernel));
+            let name =
+                owner.and_then(|kernel| name.strip_suffix(*kernel)).unwrap_or(name).trim_end_matches('.').to_owned();
+            parts.push(ProgramPart { name, bytes: section.data(endian, &*aligned)?.to_vec() });
+        }
+    }
+    for symbol in sections.symbols(endian, &*aligned, object::elf::SHT_SYMTAB)?.iter() {
+        let (size, place) = (symbol.st_size(endian), usize::from(symbol.st_shndx(endian).0));
+        let Some(name) = names.get(place).filter(|name| name.starts_with(".nv.global")) else { continue };
+        if size > FOLDED_BYTES {
+            let section = sections.section(object::SectionIndex(place))?.data(endian, &*aligned)?;
+            let value = symbol.st_value(endian);
+            // An object without a value of its own takes no bytes in the file.
+            let range = usize::try_from(value).ok().zip(usize::try_from(value.saturating_add(size)).ok());
+            let bytes = range.and_then(|(from, to)| section.get(from..to)).unwrap_or_default().to_vec();
+            parts.push(ProgramPart { name: format!("object of {name}"), bytes });
+        }
+    }
+    parts.sort();
+    Ok(parts)
+}
+
+fn header_of(bytes: &[u8]) -> Result<(&FileHeader64<LittleEndian>, LittleEndian), CubinError> {
     let header = FileHeader64::<LittleEndian>::parse(bytes)?;
     let endian = header.endian()?;
-    let machine = header.e_machine(endian).0;
-    if machine != EM_CUDA {
-        return Err(CubinError::Machine { found: machine });
+    match header.e_machine(endian).0 {
+        EM_CUDA => Ok((header, endian)),
+        found => Err(CubinError::Machine { found }),
     }
+}
+
+/// Reads a cubin.
+pub fn read(bytes: &[u8]) -> Result<CubinInfo, CubinError> {
+    let aligned = Aligned::of(bytes);
+    let bytes = &*aligned;
+    let (header, endian) = header_of(bytes)?;
     let sections = header.sections(endian, bytes)?;
     let symbols = sections.symbols(endian, bytes, object::elf::SHT_SYMTAB)?;
 
@@ -324,14 +374,17 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// A copy of some bytes at an address that is a multiple of 8.
-struct Aligned {
-    words: Vec<u64>,
-    len: usize,
+/// Bytes at an address that is a multiple of 8: ELF structures are read in place, and a caller's slice may begin anywhere.
+enum Aligned<'a> {
+    Borrowed(&'a [u8]),
+    Copied { words: Vec<u64>, len: usize },
 }
 
-impl Aligned {
-    fn copy_of(bytes: &[u8]) -> Aligned {
+impl<'a> Aligned<'a> {
+    fn of(bytes: &'a [u8]) -> Aligned<'a> {
+        if (bytes.as_ptr() as usize).is_multiple_of(8) {
+            return Aligned::Borrowed(bytes);
+        }
         let words = bytes
             .chunks(8)
             .map(|chunk| {
@@ -340,11 +393,18 @@ impl Aligned {
                 u64::from_ne_bytes(word)
             })
             .collect();
-        Aligned { words, len: bytes.len() }
+        Aligned::Copied { words, len: bytes.len() }
     }
+}
 
-    fn bytes(&self) -> &[u8] {
-        &object::pod::bytes_of_slice(&self.words)[..self.len]
+impl std::ops::Deref for Aligned<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Aligned::Borrowed(bytes) => bytes,
+            Aligned::Copied { words, len } => &object::pod::bytes_of_slice(words)[..*len],
+        }
     }
 }
 
@@ -372,6 +432,15 @@ mod tests {
         assert!(!kernel.spills());
         let error = info.kernel("other").unwrap_err();
         assert_eq!(error.to_string(), "the cubin holds no kernel other, only k");
+    }
+
+    #[test]
+    fn a_program_is_code_and_data_without_names() {
+        let parts = program(CUBIN).unwrap();
+        let names: Vec<_> = parts.iter().map(|part| part.name.as_str()).collect();
+        assert_eq!(names, [".nv.constant0", ".nv.shared", ".nv.shared.reserved.0", ".text"]);
+        assert_eq!(parts[3].bytes.len() as u64, 16 * read(CUBIN).unwrap().kernels[0].resources.instructions);
+        assert!(matches!(program(b"text"), Err(CubinError::Elf(_))));
     }
 
     #[test]

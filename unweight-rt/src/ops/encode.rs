@@ -26,10 +26,10 @@
 //! ```
 //! # use unweight_codegen::spec::EncodeStage;
 //! # use unweight_rt::{DeviceError, raw::ops::encode::{EncodeBuffers, GpuEncoder}};
-//! fn a_tensor_and_its_table(encoder: &GpuEncoder, buffers: &mut EncodeBuffers) -> Result<(), DeviceError> {
+//! fn a_tensor_and_its_palette_indices(encoder: &GpuEncoder, buffers: &mut EncodeBuffers) -> Result<(), DeviceError> {
 //!     encoder.enqueue_huffman(buffers)?;
 //!     // SAFETY: every stage before it has just been enqueued, by the same encoder.
-//!     unsafe { encoder.enqueue_stage(buffers, EncodeStage::DecodeTable) }
+//!     unsafe { encoder.enqueue_stage(buffers, EncodeStage::Palette) }
 //! }
 //! ```
 
@@ -194,7 +194,6 @@ pub struct EncodeBuffers {
     palette: DeviceBuffer<u8>,
     code_lengths: DeviceBuffer<u8>,
     encode_table: DeviceBuffer<u32>,
-    decode_table: DeviceBuffer<u32>,
     row_lengths: DeviceBuffer<u8>,
     tile_metadata: DeviceBuffer<TileMetadata>,
     encoded_exp: DeviceBuffer<u32>,
@@ -278,7 +277,7 @@ impl GpuEncoder {
     ///
     /// # Safety
     /// Any stage but `stats` follows, on these buffers and by an encoder of this code limit, the stages before it in
-    /// [`HUFFMAN_STAGES`] or [`PALETTE_STAGES`] (`decode_table` follows `table`), from `stats` on, each of them
+    /// [`HUFFMAN_STAGES`] or [`PALETTE_STAGES`], from `stats` on, each of them
     /// enqueued without an error. Since that `stats` nothing else has written the buffers: neither
     /// [`EncodeBuffers::set_weights`] nor [`EncodeBuffers::poison`] has been called. In a capture this holds each time
     /// that the graph runs.
@@ -323,7 +322,6 @@ impl EncodeBuffers {
             palette: DeviceBuffer::zeroed(stream, 16)?,
             code_lengths: DeviceBuffer::zeroed(stream, 16)?,
             encode_table: DeviceBuffer::zeroed(stream, 256)?,
-            decode_table: DeviceBuffer::zeroed(stream, 1 << 15)?,
             row_lengths: DeviceBuffer::zeroed(stream, tiles * 64)?,
             tile_metadata: DeviceBuffer::zeroed(stream, tiles)?,
             encoded_exp: DeviceBuffer::zeroed(stream, tiles * TILE_WORDS_MAX)?,
@@ -359,7 +357,7 @@ impl EncodeBuffers {
         ] {
             buffer.fill_bytes(stream, byte)?;
         }
-        for buffer in [&mut self.scratch, &mut self.encode_table, &mut self.decode_table, &mut self.encoded_exp] {
+        for buffer in [&mut self.scratch, &mut self.encode_table, &mut self.encoded_exp] {
             buffer.fill_bytes(stream, byte)?;
         }
         self.tile_metadata.fill_bytes(stream, byte)
@@ -379,12 +377,6 @@ impl EncodeBuffers {
             return Err(unweight_format::CodecError::TooManyWords { words: totals.words }.into());
         }
         Ok(totals)
-    }
-
-    /// The flat decode table that stage `decode_table` wrote: exponent | length << 8 | palette index << 16, `2^limit`
-    /// entries.
-    pub fn decode_table(&self, limit: CodeLimit) -> Result<Vec<u32>, DeviceError> {
-        self.decode_table.read(&self.stream, 0, 1 << limit.bits())
     }
 
     /// Waits for the stages of a Huffman tensor and reads it back. The sections are validated.
@@ -437,7 +429,7 @@ impl EncodeBuffers {
             palette: self.palette.address(),
             code_lengths: self.code_lengths.address(),
             encode_table: self.encode_table.address(),
-            decode_table: self.decode_table.address(),
+            reserved: 0,
             row_lengths: self.row_lengths.address(),
             tile_metadata: self.tile_metadata.address(),
             encoded_exp: self.encoded_exp.address(),

@@ -53,12 +53,12 @@ UW_DEVICE void store_rows(float (&d)[kRegisters], u16* y, u64 row_stride, u32 ro
 
     if constexpr (kAdd) {
         each_chunk<kColumns>(staging, rows, [&](u32 address, u32 row, u32 chunk) {
-            ptx::store_shared_x4(address, ptx::load_global_x4(y + row * row_stride + chunk * 8));
+            ptx::st_shared_x4(address, ptx::ld_global_x4(y + row * row_stride + chunk * 8));
         });
         ptx::sync_warp();
 #pragma unroll
         for (u32 group = 0; group < kColumns / 16; ++group) {
-            const U32x4 old = ptx::load_matrix_x4(staging + staging_offset<kColumns>(matrix_row, group * 2 + matrix_chunk));
+            const U32x4 old = ptx::ldmatrix_x4(staging + staging_offset<kColumns>(matrix_row, group * 2 + matrix_chunk));
             add_pair(d[group * 8 + 0], d[group * 8 + 1], old.x);
             add_pair(d[group * 8 + 2], d[group * 8 + 3], old.y);
             add_pair(d[group * 8 + 4], d[group * 8 + 5], old.z);
@@ -70,11 +70,11 @@ UW_DEVICE void store_rows(float (&d)[kRegisters], u16* y, u64 row_stride, u32 ro
     for (u32 group = 0; group < kColumns / 16; ++group) {
         const U32x4 v{ptx::pack_bf16x2(d[group * 8 + 0], d[group * 8 + 1]), ptx::pack_bf16x2(d[group * 8 + 2], d[group * 8 + 3]),
                       ptx::pack_bf16x2(d[group * 8 + 4], d[group * 8 + 5]), ptx::pack_bf16x2(d[group * 8 + 6], d[group * 8 + 7])};
-        ptx::store_matrix_x4(staging + staging_offset<kColumns>(matrix_row, group * 2 + matrix_chunk), v);
+        ptx::stmatrix_x4(staging + staging_offset<kColumns>(matrix_row, group * 2 + matrix_chunk), v);
     }
     ptx::sync_warp();
     each_chunk<kColumns>(staging, rows, [&](u32 address, u32 row, u32 chunk) {
-        ptx::store_global_x4(y + row * row_stride + chunk * 8, ptx::load_shared_x4(address));
+        ptx::st_global_x4(y + row * row_stride + chunk * 8, ptx::ld_shared_x4(address));
     });
 }
 

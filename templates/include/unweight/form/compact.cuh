@@ -59,8 +59,8 @@ struct Tile {
 
     // `tiles`: u32 [tiles + 1, 2]. What leads out of the section is cut off.
     UW_DEVICE Tile(const u32* tiles, u64 tile, u32 stream_words) {
-        const U32x2 own = ptx::load_global_nc_x2(tiles + 2 * tile);
-        const u32 next = ptx::load_global_nc(tiles + 2 * tile + 2);
+        const U32x2 own = ptx::ld_global_nc_x2(tiles + 2 * tile);
+        const u32 next = ptx::ld_global_nc(tiles + 2 * tile + 2);
         const u32 begin = own.x < stream_words ? own.x : stream_words, limit = next < stream_words ? next : stream_words;
         first = begin & ~3u;
         skip = begin & 3;
@@ -76,7 +76,7 @@ struct Chains {
 
     // `streams`: shared address of the tile's lengths.
     UW_DEVICE Chains(u32 streams, u32 lane) {
-        const u32 bits = 2 * ptx::load_shared_u8(streams + lane);
+        const u32 bits = 2 * ptx::ld_shared_u8(streams + lane);
         u32 end = bits;
 #pragma unroll
         for (u32 delta = 1; delta < 32; delta *= 2) {
@@ -100,16 +100,16 @@ struct Table {
 
     UW_DEVICE Table(u32 shared, u32 lane) : own(shared + lane % kCopies * 4) {}
     // By the low bits of a window.
-    UW_DEVICE u32 look(u32 window) const { return ptx::load_shared(own + (window & (kTableEntries - 1)) * (4 * kCopies)); }
+    UW_DEVICE u32 look(u32 window) const { return ptx::ld_shared(own + (window & (kTableEntries - 1)) * (4 * kCopies)); }
 
     // From device memory, by all `threads` threads of a block, which meets behind it.
     UW_DEVICE static void copy(u32 shared, const u32* table, u32 thread, u32 threads) {
         for (u32 at = thread * 4; at < kTableEntries * kCopies; at += threads * 4) {
             if constexpr (kCopies == 1) {
-                ptx::store_shared_x4(shared + at * 4, ptx::load_global_nc_x4(table + at));
+                ptx::st_shared_x4(shared + at * 4, ptx::ld_global_nc_x4(table + at));
             } else {
-                const u32 entry = ptx::load_global_nc(table + at / kCopies);
-                ptx::store_shared_x4(shared + at * 4, {entry, entry, entry, entry});
+                const u32 entry = ptx::ld_global_nc(table + at / kCopies);
+                ptx::st_shared_x4(shared + at * 4, {entry, entry, entry, entry});
             }
         }
     }
@@ -124,7 +124,7 @@ UW_DEVICE void next_block(u32& at, const Table& table, u32 (&entries)[kBlockQuad
     const u32 word = from >> 3 & ~3u;
     u32 w[4], bits[3];
 #pragma unroll
-    for (u32 i = 0; i < 4; ++i) w[i] = ptx::load_shared(word + 4 * i);
+    for (u32 i = 0; i < 4; ++i) w[i] = ptx::ld_shared(word + 4 * i);
 #pragma unroll
     for (u32 i = 0; i < 3; ++i) {
         const u32 j = kUp ? i : 2 - i;
@@ -187,12 +187,12 @@ UW_DEVICE void for_escapes(u32 head, const u32* escapes, u32 escape_words, Repla
     if ((head & packed::kListHead) == 0) return replace(head);
     const u32 index = head & ~packed::kListHead;
     if (index >= escape_words) return;
-    u32 count = ptx::load_global_nc(escapes + index);
+    u32 count = ptx::ld_global_nc(escapes + index);
     const u32 room = escape_words - index - 1;
     count = count < kTileRecordsMax ? count : kTileRecordsMax;
     count = count < room ? count : room;
 #pragma unroll 1
-    for (u32 i = 1; i <= count; ++i) replace(ptx::load_global_nc(escapes + index + i));
+    for (u32 i = 1; i <= count; ++i) replace(ptx::ld_global_nc(escapes + index + i));
 }
 
 // The row block that a record belongs to.

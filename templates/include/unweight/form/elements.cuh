@@ -15,6 +15,7 @@
 // Nothing here checks anything: the host has checked the sizes, and any bytes are weights.
 #pragma once
 
+#include "unweight/axes.cuh"
 #include "unweight/mma/reconstruct.cuh"
 #include "unweight/ptx/memory.cuh"
 
@@ -47,16 +48,16 @@ UW_DEVICE u32 rest_of(const Fractions& from, u64 at) {
     if constexpr (Element::kRestBytes != 0) {
 #pragma unroll
         for (u32 i = 0; i < Element::kRestBytes; ++i) {
-            rest |= ptx::load_global_nc_u8(from.bytes + at * Element::kRestBytes + i) << 8 * i;
+            rest |= ptx::ld_global_nc_u8(from.bytes + at * Element::kRestBytes + i) << 8 * i;
         }
     }
     if constexpr (Element::kRestBits != 0) {
         const u64 bit = at * Element::kRestBits;
         const u8* byte = from.bits + bit / 8;
         const u32 shift = bit % 8;
-        u32 bits = ptx::load_global_nc_u8(byte);
+        u32 bits = ptx::ld_global_nc_u8(byte);
         // The byte after the last one is not looked at.
-        if (shift + Element::kRestBits > 8) bits |= ptx::load_global_nc_u8(byte + 1) << 8;
+        if (shift + Element::kRestBits > 8) bits |= ptx::ld_global_nc_u8(byte + 1) << 8;
         rest |= (bits >> shift & ((1u << Element::kRestBits) - 1)) << 8 * Element::kRestBytes;
     }
     return rest;
@@ -68,9 +69,9 @@ UW_DEVICE void store_one(void* output, u64 at, u32 rest, u32 exponent) {
     const u32 sign = (rest & kSign) << (8 * Element::kBytes - 1 - kFraction);
     const u32 element = sign | exponent << kFraction | (rest & (kSign - 1));
     u8* to = static_cast<u8*>(output) + at * Element::kBytes;
-    if constexpr (Element::kBytes == 1) ptx::store_global_u8(to, element);
-    if constexpr (Element::kBytes == 2) ptx::store_global_u16(to, element);
-    if constexpr (Element::kBytes == 4) ptx::store_global(to, element);
+    if constexpr (Element::kBytes == 1) ptx::st_global_u8(to, element);
+    if constexpr (Element::kBytes == 2) ptx::st_global_u16(to, element);
+    if constexpr (Element::kBytes == 4) ptx::st_global(to, element);
 }
 
 struct Bf16 {
@@ -78,7 +79,7 @@ struct Bf16 {
     using Rest = U32x2;
     using Table = mma::PaletteTable;
 
-    static UW_DEVICE Rest load(const Fractions& from, u64 first) { return ptx::load_global_nc_x2(from.bytes + first); }
+    static UW_DEVICE Rest load(const Fractions& from, u64 first) { return ptx::ld_global_nc_x2(from.bytes + first); }
 
     static UW_DEVICE Words<4> join(const Table& table, const Rest& rest, u64, u32 indices) {
         const u32 flipped = indices ^ 0x88888888u;
@@ -123,7 +124,7 @@ struct E4m3 {
     using Rest = U32x2;  // two elements a byte, the earlier one in the low nibble
     using Table = ShortPalette<4>;
 
-    static UW_DEVICE Rest load(const Fractions& from, u64 first) { return ptx::load_global_nc_x2(from.bits + first / 2); }
+    static UW_DEVICE Rest load(const Fractions& from, u64 first) { return ptx::ld_global_nc_x2(from.bits + first / 2); }
 
     static UW_DEVICE Words<4> join(const Table& table, const Rest& rest, u64, U32x2 indices) {
         Words<4> v;
@@ -157,7 +158,7 @@ struct ThreeBits {
         const u64 at = byte(first);
         const u8* word = bits + (at & ~3ull);
         // What follows a last group may be another section, or nothing.
-        return {ptx::load_global_nc(word), (at & 3) > 1 ? ptx::load_global_nc(word + 4) : 0};
+        return {ptx::ld_global_nc(word), (at & 3) > 1 ? ptx::ld_global_nc(word + 4) : 0};
     }
 
     // The highest bytes of eight E5M2 or F16, whose exponents are placed.
@@ -200,7 +201,7 @@ struct F16 {
     using Table = ShortPalette<5>;
 
     static UW_DEVICE Rest load(const Fractions& from, u64 first) {
-        return {ptx::load_global_nc_x2(from.bytes + first), ThreeBits::load(from.bits, first)};
+        return {ptx::ld_global_nc_x2(from.bytes + first), ThreeBits::load(from.bits, first)};
     }
 
     static UW_DEVICE Words<4> join(const Table& table, const Rest& rest, u64 first, u32 indices) {
@@ -229,7 +230,7 @@ struct F32 {
 
     static UW_DEVICE Rest load(const Fractions& from, u64 first) {
         const u8* at = from.bytes + first * 3;
-        return {{ptx::load_global_nc(at), ptx::load_global_nc(at + 4), ptx::load_global_nc(at + 8)}};
+        return {{ptx::ld_global_nc(at), ptx::ld_global_nc(at + 4), ptx::ld_global_nc(at + 8)}};
     }
 
     static UW_DEVICE Words<4> join(const Table& table, const Rest& rest, u64, u32 indices) {
@@ -254,6 +255,30 @@ private:
         return {{ptx::prmt(rest.word[0], first, 0x5410), ptx::prmt(across, first, 0x7610),
                  ptx::prmt(rest.word[1], second, 0x5432), ptx::prmt(rest.word[2], second, 0x7621)}};
     }
+};
+
+// The element of an axis value.
+template <DecodeElement>
+struct Of;
+template <>
+struct Of<DecodeElement::kBf16> {
+    using Type = Bf16;
+};
+template <>
+struct Of<DecodeElement::kE4m3> {
+    using Type = E4m3;
+};
+template <>
+struct Of<DecodeElement::kE5m2> {
+    using Type = E5m2;
+};
+template <>
+struct Of<DecodeElement::kF16> {
+    using Type = F16;
+};
+template <>
+struct Of<DecodeElement::kF32> {
+    using Type = F32;
 };
 
 }  // namespace uw::elements

@@ -39,7 +39,7 @@ struct PackedBlock {
     UW_DEVICE PackedBlock(u32 block, u32 lane) {
 #pragma unroll
         for (u32 j = 0; j < 3; ++j) {
-            const U32x4 v = ptx::load_shared_x4(block + j * kGroupBytes + lane * 16);
+            const U32x4 v = ptx::ld_shared_x4(block + j * kGroupBytes + lane * 16);
             words[4 * j + 0] = v.x;
             words[4 * j + 1] = v.y;
             words[4 * j + 2] = v.z;

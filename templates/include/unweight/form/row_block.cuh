@@ -58,7 +58,7 @@ template <class Args>
 UW_DEVICE Operands load(const Args& args, const Place& place) {
     U32x4 pieces[4];
 #pragma unroll
-    for (u32 i = 0; i < 4; ++i) pieces[i] = ptx::load_global_nc_x4(place.piece(args, i));
+    for (u32 i = 0; i < 4; ++i) pieces[i] = ptx::ld_global_nc_x4(place.piece(args, i));
     Operands weights;
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
@@ -78,7 +78,7 @@ UW_DEVICE void store(const Args& args, const Place& place, const Operands& weigh
 #pragma unroll
         for (u32 j = 0; j < 4; ++j) v[j] = weights.p[register_of(i, j)];
         transpose(v, place.lane);
-        ptx::store_global_x4(place.piece(args, i), U32x4{v[0], v[1], v[2], v[3]});
+        ptx::st_global_x4(place.piece(args, i), U32x4{v[0], v[1], v[2], v[3]});
     }
 }
 

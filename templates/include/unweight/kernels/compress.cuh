@@ -23,6 +23,7 @@
 //          others than those of sizes, is not written.
 #pragma once
 
+#include "unweight/axes.cuh"
 #include "unweight/form/compact.cuh"
 #include "unweight/form/row_block.cuh"
 #include "unweight/form/weights.cuh"
@@ -35,12 +36,20 @@ using compact::kLengthBytes, compact::kStreamBytesMax;
 using packed::kTileBlocks, packed::Operands;
 using row_block::Place;
 
-constexpr u32 kThreads = 256, kWarps = kThreads / 32;
+constexpr u32 kBlockThreads = 256, kWarps = kBlockThreads / 32;
 constexpr u32 kQuads = 4096, kQuadBytes = kQuads * 4;
 constexpr u32 kSlotBytes = (kStreamBytesMax + 4 + 15) / 16 * 16;  // a code may touch the word behind
-constexpr u32 kQuadsThreads = kThreads, kQuadsSmemBytes = kQuadBytes;
-constexpr u32 kSizesThreads = kThreads, kSizesSmemBytes = kQuadBytes;
-constexpr u32 kWriteThreads = kThreads, kWriteSmemBytes = kQuadBytes + kWarps * kSlotBytes;
+template <class Config>
+constexpr u32 kThreads = kBlockThreads;
+
+// Offsets of the sections in dynamic shared memory, and their sum.
+template <class Config>
+struct Smem {
+    static constexpr u32 kQuads = 0;
+    static constexpr u32 kSlots = kQuads + kQuadBytes;  // of write
+    static constexpr u32 kBytes = Config::kStage == CompressStage::kWrite ? kSlots + kWarps * kSlotBytes : kSlots;
+};
+
 constexpr u32 kCountBlocks = 8;  // row blocks of a warp of quads
 
 constexpr u32 kSigns = 0x80008000;
@@ -107,20 +116,20 @@ UW_DEVICE u32 tile_count(const CompressArgs& args) { return args.tile_rows * arg
 UW_DEVICE void quads(const CompressArgs& args) {
     const u32 counts = ptx::smem_address(ptx::dynamic_smem()), thread = ptx::thread_index(), lane = thread % 32;
 #pragma unroll
-    for (u32 i = 0; i < kQuads / 4 / kThreads; ++i) ptx::store_shared_x4(counts + (i * kThreads + thread) * 16, U32x4{0, 0, 0, 0});
+    for (u32 i = 0; i < kQuads / 4 / kBlockThreads; ++i) ptx::st_shared_x4(counts + (i * kBlockThreads + thread) * 16, U32x4{0, 0, 0, 0});
     ptx::sync_block();  // orders the zeros before the additions of every warp
     const u32 first = (ptx::block_index() * kWarps + ptx::uniform_warp_index()) * kCountBlocks;
 #pragma unroll 1
     for (u32 block = first; block < first + kCountBlocks && block < tile_count(args) * kTileBlocks; ++block) {
         const Split split(row_block::load(args, Place(args, block, lane)), args.base, args.filler);
 #pragma unroll
-        for (u32 c = 0; c < compact::kBlockQuads; ++c) ptx::reduce_add_shared(counts + split.quad(c) * 4, 1);
+        for (u32 c = 0; c < compact::kBlockQuads; ++c) ptx::red_add_shared(counts + split.quad(c) * 4, 1);
     }
     ptx::sync_block();  // orders the additions of every warp before the sums are read
 #pragma unroll 1
-    for (u32 quad = thread; quad < kQuads; quad += kThreads) {
-        const u32 count = ptx::load_shared(counts + quad * 4);
-        if (count != 0) ptx::reduce_add_global(args.quads + quad, count);
+    for (u32 quad = thread; quad < kQuads; quad += kBlockThreads) {
+        const u32 count = ptx::ld_shared(counts + quad * 4);
+        if (count != 0) ptx::red_add_global(args.quads + quad, count);
     }
 }
 
@@ -130,9 +139,9 @@ UW_DEVICE void quads(const CompressArgs& args) {
 // By the whole block: the table of codes, to the beginning of shared memory.
 UW_DEVICE void load_table(const CompressArgs& args, u32 table) {
 #pragma unroll
-    for (u32 i = 0; i < kQuads / 4 / kThreads; ++i) {
-        const u32 at = i * kThreads + ptx::thread_index();
-        ptx::store_shared_x4(table + at * 16, ptx::load_global_nc_x4(args.table + at * 4));
+    for (u32 i = 0; i < kQuads / 4 / kBlockThreads; ++i) {
+        const u32 at = i * kBlockThreads + ptx::thread_index();
+        ptx::st_shared_x4(table + at * 16, ptx::ld_global_nc_x4(args.table + at * 4));
     }
     ptx::sync_block();  // orders the table before the lookups of every warp
 }
@@ -168,12 +177,12 @@ UW_DEVICE void sizes(const CompressArgs& args) {
 #pragma unroll 1
         for (u32 left = split.escapes; left != 0; left &= left - 1) {
             const u64 at = place.element(args, ptx::find_first_set(left) - 1);
-            if (operand_of(args, ptx::load_global_nc_u16(args.weights + at)) & packed::kInexact) ptx::reduce_max_global_u64(args.inexact, ~at);
+            if (operand_of(args, ptx::ld_global_nc_u16(args.weights + at)) & packed::kInexact) ptx::red_max_global_u64(args.inexact, ~at);
         }
         u32 mask = split.escapes;
 #pragma unroll
         for (u32 c = 0; c < compact::kBlockQuads; ++c) {
-            const u32 entry = ptx::load_shared(table + split.quad(c) * 4);
+            const u32 entry = ptx::ld_shared(table + split.quad(c) * 4);
             bits += bits_of(entry);
             mask |= escapes_of(entry, c);
         }
@@ -181,7 +190,7 @@ UW_DEVICE void sizes(const CompressArgs& args) {
     }
     bits = sums(whole_units(bits), lane);
     escapes = sums(escapes, lane);
-    if (lane == 31) ptx::store_global_x2(args.sizes + 2 * tile, U32x2{kLengthBytes / 4 + (bits + 31) / 32, escapes});
+    if (lane == 31) ptx::st_global_x2(args.sizes + 2 * tile, U32x2{kLengthBytes / 4 + (bits + 31) / 32, escapes});
 }
 
 // Where the records of a tile go.
@@ -195,15 +204,15 @@ struct Records {
         : args(a),
           tile(tile_),
           lane(lane_),
-          head(ptx::load_global(a.tiles + 2 * tile_ + 1)),
+          head(ptx::ld_global(a.tiles + 2 * tile_ + 1)),
           at(head & ~packed::kListHead),
           room(head & packed::kListHead && at < a.record_words ? a.record_words - at : 0),
           count(0) {}
 
     UW_DEVICE void put(u32 place, u32 element, u32 lane_bits, u32 weight) {
         const u32 record = (operand_of(args, weight) & 0xffff) | lane_bits | element / 2 << 21 | element % 2 << 25;
-        if (head == kOneHead) ptx::store_global(args.tiles + 2 * tile + 1, kOneHead | record);
-        if (1 + place < room) ptx::store_global(args.records + at + 1 + place, record);
+        if (head == kOneHead) ptx::st_global(args.tiles + 2 * tile + 1, kOneHead | record);
+        if (1 + place < room) ptx::st_global(args.records + at + 1 + place, record);
     }
 
     // The escapes of a row block, in order of register, lane, half.
@@ -222,7 +231,7 @@ struct Records {
     }
 
     UW_DEVICE void finish() const {
-        if (lane == 0 && room != 0) ptx::store_global(args.records + at, count);
+        if (lane == 0 && room != 0) ptx::st_global(args.records + at, count);
     }
 };
 
@@ -250,15 +259,15 @@ UW_DEVICE void store_dense(const CompressArgs& args, u32 tile, u32 block, u32 la
 #pragma unroll
     for (u32 j = 0; j < compact::kBlockWords; j += 2) {
         const u32 q = block * compact::kBlockWords + j;
-        ptx::store_global_x2(to + q / 4 * packed::kGroupBytes + q % 4 * 4, U32x2{words[j], words[j + 1]});
+        ptx::st_global_x2(to + q / 4 * packed::kGroupBytes + q % 4 * 4, U32x2{words[j], words[j + 1]});
     }
 }
 
 // Adds a code's bits to a slot of zeros, from bit `at` on.
 UW_DEVICE void put_bits(u32 slot, u32 at, u32 code, u32 bits) {
     const u32 word = slot + (at >> 3 & ~3u), shift = at & 31;
-    ptx::reduce_or_shared(word, code << shift);
-    if (shift + bits > 32) ptx::reduce_or_shared(word + 4, code >> (32 - shift));
+    ptx::red_or_shared(word, code << shift);
+    if (shift + bits > 32) ptx::red_or_shared(word + 4, code >> (32 - shift));
 }
 
 UW_DEVICE void write(const CompressArgs& args) {
@@ -267,7 +276,7 @@ UW_DEVICE void write(const CompressArgs& args) {
     load_table(args, table);
     const u32 tile = ptx::block_index() * kWarps + warp;
     if (tile >= tile_count(args)) return;
-    for (u32 at = lane * 16; at < kSlotBytes; at += 32 * 16) ptx::store_shared_x4(slot + at, U32x4{0, 0, 0, 0});
+    for (u32 at = lane * 16; at < kSlotBytes; at += 32 * 16) ptx::st_shared_x4(slot + at, U32x4{0, 0, 0, 0});
 
     Records records(args, tile, lane);
     u32 codes[kCodes], bits = 0;  // code, and its bits from 16 on
@@ -278,7 +287,7 @@ UW_DEVICE void write(const CompressArgs& args) {
         u32 mask = split.escapes;
 #pragma unroll
         for (u32 c = 0; c < compact::kBlockQuads; ++c) {
-            const u32 entry = ptx::load_shared(table + split.quad(c) * 4);
+            const u32 entry = ptx::ld_shared(table + split.quad(c) * 4);
             codes[block * compact::kBlockQuads + c] = code_of(entry, block < kTileBlocks / 2) | bits_of(entry) << 16;
             bits += bits_of(entry);
             mask |= escapes_of(entry, c);
@@ -290,7 +299,7 @@ UW_DEVICE void write(const CompressArgs& args) {
 
     const u32 own = whole_units(bits), end = 8 * kLengthBytes + sums(own, lane);
     ptx::sync_warp();  // orders the slot's zeros before the bits of every lane
-    ptx::store_shared_u8(slot + lane, own / 2);
+    ptx::st_shared_u8(slot + lane, own / 2);
     u32 up = end - own, down = end;
 #pragma unroll
     for (u32 i = 0; i < kCodes / 2; ++i) {
@@ -301,9 +310,21 @@ UW_DEVICE void write(const CompressArgs& args) {
         put_bits(slot, down, backward & 0xffff, backward >> 16);
     }
     ptx::sync_warp();  // orders the bits of every lane before the copy
-    const u32 first = ptx::load_global(args.tiles + 2 * tile), last = ptx::load_global(args.tiles + 2 * tile + 2);
+    const u32 first = ptx::ld_global(args.tiles + 2 * tile), last = ptx::ld_global(args.tiles + 2 * tile + 2);
     const u32 words = (ptx::shuffle(end, 31) + 31) / 32;
-    for (u32 at = lane; at < words && first + at < last; at += 32) ptx::store_global(args.streams + first + at, ptx::load_shared(slot + at * 4));
+    for (u32 at = lane; at < words && first + at < last; at += 32) ptx::st_global(args.streams + first + at, ptx::ld_shared(slot + at * 4));
+}
+
+// ---- the stage that Config names
+template <class Config>
+UW_DEVICE void run(const CompressArgs& args) {
+    if constexpr (Config::kStage == CompressStage::kQuads) {
+        quads(args);
+    } else if constexpr (Config::kStage == CompressStage::kSizes) {
+        sizes(args);
+    } else {
+        write(args);
+    }
 }
 
 }  // namespace uw::compress

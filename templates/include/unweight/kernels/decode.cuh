@@ -12,7 +12,7 @@
 //
 // Roles    every warp is alone: it takes every so many-th tile and shares nothing but the table with others; a last
 //          round too short for
-//          all warps is dealt out in half tiles. A tile's header (16 B metadata, 64 B lengths) was loaded a tile ahead;
+//          all warps is distributed in half tiles. A tile's header (16 B metadata, 64 B lengths) was loaded a tile ahead;
 //          one warp scan of the lengths gives all 64 rows' first bits. Then, for each half (32 rows): (1) a bulk copy
 //          brings the bits, started while the half before was being decoded; (2) each lane decodes a row from shared
 //          memory (decode/reader.cuh) into 16-byte pieces of a staging area; (3) the warp writes the staging area out,
@@ -49,6 +49,7 @@
 #pragma once
 
 #include "unweight/abi.cuh"
+#include "unweight/axes.cuh"
 #include "unweight/form/elements.cuh"
 #include "unweight/form/huffman/reader.cuh"
 #include "unweight/pipeline/ring.cuh"
@@ -75,7 +76,7 @@ struct Smem {
     static constexpr u32 kTable = 0;
     static constexpr u32 kScratch = kTable + Table::kBytes;
     static constexpr u32 kBarriers = kScratch + 1024;
-    static constexpr u32 kStage = kBarriers + (Config::kAsync ? 0 : 8 * kStages * Config::kWarps);
+    static constexpr u32 kStage = kBarriers + (kAsync<Config> ? 0 : 8 * kStages * Config::kWarps);
     static constexpr u32 kOutput = kStage + kStages * kStageBytes * Config::kWarps;
     static constexpr u32 kBytes = kOutput + kRows * kRowBytes * Config::kWarps;
     static_assert(Table::kScratchBytes <= kScratchPalette, "scratch");
@@ -98,7 +99,7 @@ struct Work {
     u32 halves;  // bit h: half h is this warp's
 };
 
-// A last round that would keep no more than half of the warps busy is dealt out in half tiles.
+// A last round that would keep no more than half of the warps busy is distributed in half tiles.
 UW_DEVICE Work work(u32 round_begin, u32 warp, u32 tiles, u32 warps) {
     u32 left = tiles > round_begin ? tiles - round_begin : 0;
     if (2 * left > warps) return {round_begin + warp, warp < left ? 3u : 0u};
@@ -118,11 +119,11 @@ struct Tile {
 UW_DEVICE Header load_header(const DecodeArgs& args, const Work& w, u32 lane) {
     Header h = {};
     if (w.halves != 0) {
-        U32x4 m = ptx::load_global_nc_x4(args.tile_metadata + w.tile);
+        U32x4 m = ptx::ld_global_nc_x4(args.tile_metadata + w.tile);
         h.metadata = {m.x, m.y, m.z, m.w};
         const u8* lengths = args.row_lengths + static_cast<u64>(w.tile) * kTile + lane;
-        h.length[0] = ptx::load_global_nc_u8(lengths);
-        h.length[1] = ptx::load_global_nc_u8(lengths + 32);
+        h.length[0] = ptx::ld_global_nc_u8(lengths);
+        h.length[1] = ptx::ld_global_nc_u8(lengths + 32);
     }
     return h;
 }
@@ -164,7 +165,7 @@ UW_DEVICE Tile prepare(const DecodeArgs& args, const Header& h, const Work& w, u
     bool valid = (words == 0 || end <= args.encoded_words) && verbatim_end <= args.verbatim_rows && pad_verbatim == 0;
     if (!valid) {
         t.halves = 0;
-        if (lane == 0) ptx::store_global(args.fault, 1 + w.tile);
+        if (lane == 0) ptx::st_global(args.fault, 1 + w.tile);
     }
     return t;
 }
@@ -184,14 +185,14 @@ UW_DEVICE void fetch(const DecodeArgs& args, const Tile& t, u32 half, u32 lane, 
         u32 bytes = (skew + words + 3) / 4 * 16, to = stage + kStageFront;
         const u32* from = args.encoded_exp + (first - skew);
         if constexpr (kAsync) {
-            for (u32 at = lane * 16; at < bytes; at += 32 * 16) ptx::async_copy_x4(to + at, from + at / 4);
+            for (u32 at = lane * 16; at < bytes; at += 32 * 16) ptx::cp_async_x4(to + at, from + at / 4);
         } else if (ptx::elect_one()) {
             ptx::mbarrier_arrive_expect_tx(barrier, bytes);
-            ptx::bulk_load(to, from, bytes, barrier);
+            ptx::cp_async_bulk_load(to, from, bytes, barrier);
         }
     }
     // Also without copies: a wait counts groups.
-    if constexpr (kAsync) ptx::async_commit_group();
+    if constexpr (kAsync) ptx::cp_async_commit_group();
 }
 
 // First bit of this lane's row of a half, from the start of the stage buffer.
@@ -263,10 +264,10 @@ UW_DEVICE void write_narrow(const DecodeArgs& args, const Tile& t, u32 half, u32
         u64 at = static_cast<u64>(tile_row * kTile + half * kRows + row) * args.k + tile_col * kTile + column;
         const u8* exponent = verbatim_row(args, t, half, row) + column;
         if ((mask >> row & 1) == 0) {
-            u32 pair = ptx::load_shared_u8(output + piece<kRowBytes>(row, column / 32) + column % 32 / 2);
+            u32 pair = ptx::ld_shared_u8(output + piece<kRowBytes>(row, column / 32) + column % 32 / 2);
             exponent = args.palette + (pair >> column % 2 * 4 & 15);
         }
-        u32 e = ptx::load_global_nc_u8(exponent);
+        u32 e = ptx::ld_global_nc_u8(exponent);
         u32 rest = elements::rest_of<Element>(elements::fractions<Element>(args.sign_mantissa, args.n, args.k), at);
         elements::store_one<Element>(args.output, at, rest, e);
     }
@@ -276,11 +277,11 @@ UW_DEVICE void write_narrow(const DecodeArgs& args, const Tile& t, u32 half, u32
 template <u32 kWidth>
 UW_DEVICE auto load_indices(u32 address) {
     if constexpr (kWidth == 16) {
-        return ptx::load_shared_x2(address);
+        return ptx::ld_shared_x2(address);
     } else if constexpr (kWidth == 8) {
-        return ptx::load_shared(address);
+        return ptx::ld_shared(address);
     } else {
-        return ptx::load_shared_u16(address);
+        return ptx::ld_shared_u16(address);
     }
 }
 
@@ -293,7 +294,7 @@ UW_DEVICE void write_wide(const DecodeArgs& args, const Tile& t, u32 half, u32 t
     // Found again rather than kept: registers are short while a row is decoded.
     Part part = cells<Element::kWidth>(args, t, half, tile_row, lane);
     u32 mask = half ? t.metadata.verbatim_high : t.metadata.verbatim_low;
-    typename Element::Table table(ptx::load_shared_x4(palette));
+    typename Element::Table table(ptx::ld_shared_x4(palette));
     // A piece has 32 columns, two a byte. The swizzle repeats every 8 rows and changes every 4: kStep divides 4, or is 8.
     constexpr u32 kLanes = 32 / Element::kWidth;  // that share a piece
     u32 column = lane % Part::kLanes / kLanes, place = lane % kLanes * (Element::kWidth / 2);
@@ -312,18 +313,18 @@ UW_DEVICE void write_wide(const DecodeArgs& args, const Tile& t, u32 half, u32 t
                 if (mask >> row & 1) {
                     const u8* e = verbatim_row(args, t, half, row) + lane % Part::kLanes * Element::kWidth;
                     if constexpr (Element::kWidth == 16) {
-                        v = Element::join(batch[j], part.element(args, i), ptx::load_global_nc_x4(e));
+                        v = Element::join(batch[j], part.element(args, i), ptx::ld_global_nc_x4(e));
                     } else if constexpr (Element::kWidth == 8) {
-                        v = Element::join(batch[j], part.element(args, i), ptx::load_global_nc_x2(e));
+                        v = Element::join(batch[j], part.element(args, i), ptx::ld_global_nc_x2(e));
                     } else {
-                        v = Element::join(batch[j], part.element(args, i), ptx::load_global_nc(e));
+                        v = Element::join(batch[j], part.element(args, i), ptx::ld_global_nc(e));
                     }
                 }
                 u8* to = static_cast<u8*>(args.output) + part.element(args, i) * Element::kBytes;
                 if constexpr (sizeof(v) == 16) {
-                    ptx::store_global_x4(to, {v.word[0], v.word[1], v.word[2], v.word[3]});
+                    ptx::st_global_x4(to, {v.word[0], v.word[1], v.word[2], v.word[3]});
                 } else {
-                    ptx::store_global_x2(to, {v.word[0], v.word[1]});
+                    ptx::st_global_x2(to, {v.word[0], v.word[1]});
                 }
             }
         }
@@ -342,7 +343,7 @@ UW_DEVICE void decode_half(const DecodeArgs& args, const Tile& t, u32 half, u32 
     u32 tile_row = 0;
     bool wide = false;
     [[maybe_unused]] typename Element::Rest batch[Element::kBatch];
-    if constexpr (Config::kOutput == kOutputFull) {
+    if constexpr (Config::kOutput == DecodeOutput::kFull) {
         tile_row = t.index / args.tile_cols;
         wide = args.k % Element::kWidth == 0;
         // On their way while the row is decoded.
@@ -350,9 +351,9 @@ UW_DEVICE void decode_half(const DecodeArgs& args, const Tile& t, u32 half, u32 
     }
 
     if (half_bits(t, half) != 0) {
-        if constexpr (Config::kAsync) {
+        if constexpr (kAsync<Config>) {
             // Every lane its own copies of this half, then all of them; the other half's may be on their way.
-            ptx::async_wait_group<kStages - 1>();
+            ptx::cp_async_wait_group<kStages - 1>();
             ptx::sync_warp();
         } else {
             ptx::mbarrier_wait_parity(barrier, parity >> half & 1);
@@ -363,7 +364,7 @@ UW_DEVICE void decode_half(const DecodeArgs& args, const Tile& t, u32 half, u32 
 #pragma unroll 1
         for (u32 c = 0; c < kPieces; ++c) {
             U32x4 bytes = reader.sixteen_bytes();
-            ptx::store_shared_x4(output + piece<kRowBytes>(lane, c), bytes);
+            ptx::st_shared_x4(output + piece<kRowBytes>(lane, c), bytes);
         }
     }
     u32 mask = half ? t.metadata.verbatim_high : t.metadata.verbatim_low;
@@ -371,14 +372,14 @@ UW_DEVICE void decode_half(const DecodeArgs& args, const Tile& t, u32 half, u32 
     if (verbatim && !Table::kPalette) {
         const u8* source = verbatim_row(args, t, half, lane);
 #pragma unroll
-        for (u32 c = 0; c < kPieces; ++c) ptx::store_shared_x4(output + piece<kRowBytes>(lane, c), ptx::load_global_nc_x4(source + 16 * c));
+        for (u32 c = 0; c < kPieces; ++c) ptx::st_shared_x4(output + piece<kRowBytes>(lane, c), ptx::ld_global_nc_x4(source + 16 * c));
     } else if (verbatim || pad) {
 #pragma unroll
-        for (u32 c = 0; c < kPieces; ++c) ptx::store_shared_x4(output + piece<kRowBytes>(lane, c), U32x4{});
+        for (u32 c = 0; c < kPieces; ++c) ptx::st_shared_x4(output + piece<kRowBytes>(lane, c), U32x4{});
     }
     ptx::sync_warp();
 
-    if constexpr (Config::kOutput == kOutputFull) {
+    if constexpr (Config::kOutput == DecodeOutput::kFull) {
         if (wide) {
             write_wide<Element, kRowBytes>(args, t, half, tile_row, output, batch, palette, lane);
         } else {
@@ -389,10 +390,10 @@ UW_DEVICE void decode_half(const DecodeArgs& args, const Tile& t, u32 half, u32 
         u8* out = static_cast<u8*>(args.output) + (static_cast<u64>(t.index) * kTile + half * kRows) * kRowBytes + lane * 16;
         u32 from = output + piece<kRowBytes>(lane / kPieces, lane % kPieces);
 #pragma unroll
-        for (u32 i = 0; i < kPieces; ++i) ptx::store_global_x4(out + 512 * i, ptx::load_shared_x4(from + 512 * i));
+        for (u32 i = 0; i < kPieces; ++i) ptx::st_global_x4(out + 512 * i, ptx::ld_shared_x4(from + 512 * i));
     }
     // The staging area is about to be written again by the warp, and the stage buffer by the copy engine.
-    if constexpr (Config::kAsync) {
+    if constexpr (kAsync<Config>) {
         // Loads of the staging area come before the next half's stores. Those of the stage buffer came before the meeting
         // that precedes the writing, so copies that any lane starts later follow them (ptx/async.cuh).
         ptx::sync_warp();
@@ -401,8 +402,9 @@ UW_DEVICE void decode_half(const DecodeArgs& args, const Tile& t, u32 half, u32 
     }
 }
 
-template <class Config, class Element = elements::Bf16>
+template <class Config>
 UW_DEVICE void run(const DecodeArgs& args) {
+    using Element = typename elements::Of<Config::kElement>::Type;
     using Layout = Smem<Config>;
     using Table = typename Layout::Table;
 
@@ -421,18 +423,18 @@ UW_DEVICE void run(const DecodeArgs& args) {
     Work now = work(round, own, tiles, warps);
     Header header = load_header(args, now, lane);
 
-    if (!Config::kAsync && lane == 0) {
+    if (!kAsync<Config> && lane == 0) {
         for (u32 i = 0; i < kStages; ++i) ptx::mbarrier_init(barriers + 8 * i, 1);
         ptx::fence_mbarrier_init();
         // The copy engine updates a barrier that ordinary stores made.
         ptx::fence_proxy_async_shared();
     }
-    if (Config::kOutput == kOutputFull && thread == 0) ptx::store_shared_x4(palette, ptx::load_global_nc_x4(args.palette));
+    if (Config::kOutput == DecodeOutput::kFull && thread == 0) ptx::st_shared_x4(palette, ptx::ld_global_nc_x4(args.palette));
     ptx::sync_warp();
 
     Tile tile = prepare(args, header, now, lane);
     for (u32 half = 0; half < kStages; ++half) {
-        fetch<Config::kAsync>(args, tile, half, lane, stage + half * kStageBytes, barriers + 8 * half);
+        fetch<kAsync<Config>>(args, tile, half, lane, stage + half * kStageBytes, barriers + 8 * half);
     }
     Work later = work(warps, own, tiles, warps);
     header = load_header(args, later, lane);
@@ -455,7 +457,7 @@ UW_DEVICE void run(const DecodeArgs& args) {
                 later = work(round + 2 * warps, own, tiles, warps);
                 header = load_header(args, later, lane);
             }
-            fetch<Config::kAsync>(args, next, half, lane, buffer, barrier);
+            fetch<kAsync<Config>>(args, next, half, lane, buffer, barrier);
         }
         tile = next;
     }

@@ -5,7 +5,7 @@
 //   bool kPdl     programmatic dependent launch: everything is touched after griddepcontrol.wait, since the kernel
 //                 before chooses the ids
 //
-// Launch: kThreads threads, no shared memory, a block a row. d is a multiple of 8, of a packed table at most
+// Launch: kBlockThreads threads, no shared memory, a block a row. d is a multiple of 8, of a packed table at most
 // 64 * tile_cols; rows are 16-byte aligned.
 //
 // Roles and barriers: none. bf16: a thread takes 16 bytes at a time. Packed: a row lies in four lanes of each of its
@@ -17,20 +17,27 @@
 // Bound    device memory; bytes a row: 4 * d, packed 5 * d and 4 for each 64 columns.
 #pragma once
 
+#include "unweight/axes.cuh"
 #include "unweight/form/weights.cuh"
 #include "unweight/ptx/control.cuh"
 #include "unweight/ptx/memory.cuh"
 
 namespace uw::embed {
 
-constexpr u32 kThreads = 256;
-constexpr u32 kSmemBytes = 0;
+constexpr u32 kBlockThreads = 256;
+template <class Config>
+constexpr u32 kThreads = kBlockThreads;
+
+template <class Config>
+struct Smem {
+    static constexpr u32 kBytes = 0;
+};
 constexpr u32 kChunk = 8;
 
 UW_DEVICE void copy_row(const EmbedArgs& args, u32 id, u16* y) {
     const u16* const from = args.table + id * args.table_pitch;
-    for (u32 column = ptx::thread_index() * kChunk; column < args.d; column += kThreads * kChunk) {
-        ptx::store_global_x4(y + column, ptx::load_global_nc_x4(from + column));
+    for (u32 column = ptx::thread_index() * kChunk; column < args.d; column += kBlockThreads * kChunk) {
+        ptx::st_global_x4(y + column, ptx::ld_global_nc_x4(from + column));
     }
 }
 
@@ -42,11 +49,11 @@ UW_DEVICE void replace_escapes(const EmbedArgs& args, u32 head, u32 lane, packed
     }
     const u32 index = head & ~packed::kListHead;
     if (index >= args.escape_words) return;
-    const u32 words = args.escape_words - index, listed = ptx::load_global_nc(args.escapes + index);
+    const u32 words = args.escape_words - index, listed = ptx::ld_global_nc(args.escapes + index);
     const u32 count = listed < packed::kBlockElements ? listed : packed::kBlockElements;
 #pragma unroll 1
     for (u32 i = 1; i <= count && i < words; ++i) {
-        const u32 record = ptx::load_global_nc(args.escapes + index + i);
+        const u32 record = ptx::ld_global_nc(args.escapes + index + i);
         packed::patch(weights, packed::record_of_weight(record, args.base), lane);
     }
 }
@@ -57,15 +64,15 @@ UW_DEVICE void unpack_row(const EmbedArgs& args, u32 id, u16* y) {
     const u32 lane = row % 8 * 4 + part;
     const bool upper = row >= 8;
     const u32 bases = packed::pair_of_exponents(args.base);
-    for (u32 column = ptx::thread_index() / 4; column < args.tile_cols; column += kThreads / 4) {
+    for (u32 column = ptx::thread_index() / 4; column < args.tile_cols; column += kBlockThreads / 4) {
         const u32 tile = id / packed::kTile * args.tile_cols + column;
         const u32 block = tile * packed::kTileBlocks + id % packed::kTile / packed::kBlockRows;
-        const u32 head = ptx::load_global_nc(args.escape_heads + block);
+        const u32 head = ptx::ld_global_nc(args.escape_heads + block);
         const u8* const from = args.packed + static_cast<u64>(block) * packed::kBlockBytes + lane * 16;
         u32 words[12];
 #pragma unroll
         for (u32 j = 0; j < 3; ++j) {
-            const U32x4 v = ptx::load_global_nc_x4(from + j * packed::kGroupBytes);
+            const U32x4 v = ptx::ld_global_nc_x4(from + j * packed::kGroupBytes);
             words[4 * j + 0] = v.x;
             words[4 * j + 1] = v.y;
             words[4 * j + 2] = v.z;
@@ -77,7 +84,7 @@ UW_DEVICE void unpack_row(const EmbedArgs& args, u32 id, u16* y) {
         for (u32 i = 0; i < 2 * packed::kSteps; ++i) {
             // Pair i of a lane; its register is one of row g, the next one of row g + 8.
             const u32 at = column * packed::kTile + i * 8 + part * 2;
-            if (at < args.d) ptx::store_global(y + at, upper ? weights.p[2 * i + 1] : weights.p[2 * i]);
+            if (at < args.d) ptx::st_global(y + at, upper ? weights.p[2 * i + 1] : weights.p[2 * i]);
         }
     }
 }
@@ -85,19 +92,19 @@ UW_DEVICE void unpack_row(const EmbedArgs& args, u32 id, u16* y) {
 template <class Config>
 UW_DEVICE void run(const EmbedArgs& args) {
     if constexpr (Config::kPdl) {
-        ptx::grid_launch_dependents();
-        ptx::grid_dependency_wait();
+        ptx::griddepcontrol_launch_dependents();
+        ptx::griddepcontrol_wait();
     }
-    const u32 row = ptx::block_index(), id = ptx::load_global(args.ids + row);
+    const u32 row = ptx::block_index(), id = ptx::ld_global(args.ids + row);
     u16* const y = args.y + row * args.y_pitch;
     if (id >= args.vocabulary) {
-        for (u32 column = ptx::thread_index() * kChunk; column < args.d; column += kThreads * kChunk) {
-            ptx::store_global_x4(y + column, {0, 0, 0, 0});
+        for (u32 column = ptx::thread_index() * kChunk; column < args.d; column += kBlockThreads * kChunk) {
+            ptx::st_global_x4(y + column, {0, 0, 0, 0});
         }
-        if (ptx::thread_index() == 0) ptx::store_global(args.fault, row + 1);
+        if (ptx::thread_index() == 0) ptx::st_global(args.fault, row + 1);
         return;
     }
-    if constexpr (Config::kPacked) {
+    if constexpr (Config::kSource == EmbedSource::kPacked) {
         unpack_row(args, id, y);
     } else {
         copy_row(args, id, y);

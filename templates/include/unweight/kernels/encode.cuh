@@ -2,13 +2,12 @@
 // encoder.
 //
 // One function per stage, all of EncodeArgs, run in this order on one stream:
-//   Huffman tensor   stats, table, decode_table (only if the flat table is wanted), rows, scan, write
+//   Huffman tensor   stats, table, rows, scan, write
 //   palette tensor   stats, table, rows, scan, palette
 //
 // stage         threads  blocks/SM  grid                       dynamic smem  reads + writes, bytes per element
 // stats         512      4          min(tiles, 4 SMs)          32768         2 + 1
 // table         256      1          1                          4096          -
-// decode_table  256      1          128                        0             -
 // rows          256      4          min(tiles / 8, 4 SMs)      1024          2 + 0.016
 // scan          256      1          ceil(tiles / 1024)         1024          16 B a tile, twice
 // write         256      4          min(tiles / 8, 4 SMs)      21504         2 + 0.34
@@ -27,6 +26,7 @@
 #pragma once
 
 #include "unweight/abi.cuh"
+#include "unweight/axes.cuh"
 #include "unweight/form/huffman/canonical.cuh"
 #include "unweight/ptx/barrier.cuh"
 #include "unweight/ptx/memory.cuh"
@@ -38,22 +38,35 @@ constexpr u32 kRowBitsMin = 64;
 constexpr u32 kRowBitsMax = 319;
 
 constexpr u32 kStatsThreads = 512, kStatsSmemBytes = 256 * 32 * 4;
-constexpr u32 kTableThreads = 256, kTableSmemBytes = 4096;
-constexpr u32 kDecodeTableThreads = 256, kDecodeTableBlocks = 128;
+constexpr u32 kTableThreads = 256;
 constexpr u32 kTileThreads = 256, kTileWarps = kTileThreads / 32;  // rows, write, palette
-constexpr u32 kRowsSmemBytes = 1024, kPaletteSmemBytes = 1024;
 constexpr u32 kTileBufferWords = 640;  // 64 * 319 bits = 638 words, to 16 bytes
-constexpr u32 kWriteSmemBytes = 1024 + kTileWarps * kTileBufferWords * 4;
-constexpr u32 kScanThreads = 256, kScanTilesPerThread = 4, kScanSmemBytes = 1024;
+constexpr u32 kScanThreads = 256, kScanTilesPerThread = 4;
 constexpr u32 kScanTiles = kScanThreads * kScanTilesPerThread;
+
+template <class Config>
+constexpr u32 kThreads = Config::kStage == EncodeStage::kStats ? kStatsThreads : Config::kStage == EncodeStage::kTable ? kTableThreads : Config::kStage == EncodeStage::kScan ? kScanThreads : kTileThreads;
+
+// Offsets of the sections in dynamic shared memory, and their sum.
+template <class Config>
+struct Smem {
+    static constexpr u32 kHistogram = 0;      // stats: u32 [256][lane]
+    static constexpr u32 kWork = 0;           // table, scan
+    static constexpr u32 kExponentTable = 0;  // rows, write, palette: u32 [256]
+    static constexpr u32 kTile = 1024;        // write: the words of each warp's tile
+    static constexpr u32 kBytes = Config::kStage == EncodeStage::kStats   ? kStatsSmemBytes
+                                  : Config::kStage == EncodeStage::kTable ? 4096
+                                  : Config::kStage == EncodeStage::kWrite ? kTile + kTileWarps * kTileBufferWords * 4
+                                                                          : 1024;
+};
 
 // ---- stats: sign_mantissa (unless that is null), and how often each exponent occurs ---------------------------------
 
 // One increment per element. Counter (exponent, lane) stands at exponent * 128 + lane * 4: each lane has its own bank,
 // and only warps of the block meet in a counter. exponent * 128 is what the element's own bits 7..14 say.
 UW_DEVICE void count_pair(u32 column, u32 pair) {
-    ptx::reduce_add_shared(column + (pair & 0x7f80), 1);
-    ptx::reduce_add_shared(column + (pair >> 16 & 0x7f80), 1);
+    ptx::red_add_shared(column + (pair & 0x7f80), 1);
+    ptx::red_add_shared(column + (pair >> 16 & 0x7f80), 1);
 }
 
 // Four sign-mantissa bytes of two words.
@@ -62,7 +75,7 @@ UW_DEVICE u32 sign_mantissa_of(u32 a, u32 b) { return ptx::bit_select(0x80808080
 UW_DEVICE void stats(const EncodeArgs& args) {
     u32 smem = ptx::smem_address(ptx::dynamic_smem());
     u32 thread = ptx::thread_index(), lane = thread % 32;
-    for (u32 at = thread * 16; at < kStatsSmemBytes; at += kStatsThreads * 16) ptx::store_shared_x4(smem + at, U32x4{});
+    for (u32 at = thread * 16; at < kStatsSmemBytes; at += kStatsThreads * 16) ptx::st_shared_x4(smem + at, U32x4{});
     ptx::sync_block();
 
     // A warp takes chunks of 512 elements: two loads of 16 bytes and two stores of 8 bytes a lane, each warp-wide
@@ -74,10 +87,10 @@ UW_DEVICE void stats(const EncodeArgs& args) {
 #pragma unroll 1
     for (u64 chunk = warp; chunk < chunks; chunk += warps) {
         u64 at = chunk * 512 + lane * 8;
-        U32x4 a = ptx::load_global_nc_x4(args.weights + at), b = ptx::load_global_nc_x4(args.weights + at + 256);
+        U32x4 a = ptx::ld_global_nc_x4(args.weights + at), b = ptx::ld_global_nc_x4(args.weights + at + 256);
         if (args.sign_mantissa != nullptr) {
-            ptx::store_global_x2(args.sign_mantissa + at, {sign_mantissa_of(a.x, a.y), sign_mantissa_of(a.z, a.w)});
-            ptx::store_global_x2(args.sign_mantissa + at + 256, {sign_mantissa_of(b.x, b.y), sign_mantissa_of(b.z, b.w)});
+            ptx::st_global_x2(args.sign_mantissa + at, {sign_mantissa_of(a.x, a.y), sign_mantissa_of(a.z, a.w)});
+            ptx::st_global_x2(args.sign_mantissa + at + 256, {sign_mantissa_of(b.x, b.y), sign_mantissa_of(b.z, b.w)});
         }
         count_pair(column, a.x);
         count_pair(column, a.y);
@@ -90,17 +103,17 @@ UW_DEVICE void stats(const EncodeArgs& args) {
     }
 #pragma unroll 1
     for (u64 i = chunks * 512 + warp * 32 + lane; i < elements; i += warps * 32) {
-        u32 x = ptx::load_global_nc_u16(args.weights + i);
-        if (args.sign_mantissa != nullptr) ptx::store_global_u8(args.sign_mantissa + i, (x >> 8 & 0x80) | (x & 0x7f));
-        ptx::reduce_add_shared(column + (x & 0x7f80), 1);
+        u32 x = ptx::ld_global_nc_u16(args.weights + i);
+        if (args.sign_mantissa != nullptr) ptx::st_global_u8(args.sign_mantissa + i, (x >> 8 & 0x80) | (x & 0x7f));
+        ptx::red_add_shared(column + (x & 0x7f80), 1);
     }
     ptx::sync_block();
     for (u32 exponent = thread; exponent < 256; exponent += kStatsThreads) {
         u32 count = 0;
         // Starting at a different column each, the lanes read different banks.
 #pragma unroll 4
-        for (u32 i = 0; i < 32; ++i) count += ptx::load_shared(smem + exponent * 128 + (exponent + i) % 32 * 4);
-        if (count != 0) ptx::reduce_add_global(args.histogram + exponent, count);
+        for (u32 i = 0; i < 32; ++i) count += ptx::ld_shared(smem + exponent * 128 + (exponent + i) % 32 * 4);
+        if (count != 0) ptx::red_add_global(args.histogram + exponent, count);
     }
 }
 
@@ -109,12 +122,12 @@ UW_DEVICE void stats(const EncodeArgs& args) {
 UW_DEVICE u64 shuffle_u64(u64 v, u32 lane) {
     return static_cast<u64>(ptx::shuffle(static_cast<u32>(v >> 32), lane)) << 32 | ptx::shuffle(static_cast<u32>(v), lane);
 }
-UW_DEVICE u64 load_shared_u64(u32 address) {
-    U32x2 v = ptx::load_shared_x2(address);
+UW_DEVICE u64 ld_shared_u64(u32 address) {
+    U32x2 v = ptx::ld_shared_x2(address);
     return static_cast<u64>(v.y) << 32 | v.x;
 }
-UW_DEVICE void store_shared_u64(u32 address, u64 v) {
-    ptx::store_shared_x2(address, {static_cast<u32>(v), static_cast<u32>(v >> 32)});
+UW_DEVICE void st_shared_u64(u32 address, u64 v) {
+    ptx::st_shared_x2(address, {static_cast<u32>(v), static_cast<u32>(v >> 32)});
 }
 
 // Optimal code lengths under `limit` (package-merge, Larmore and Hirschberg 1990), by one warp. Lane a < m holds the
@@ -137,25 +150,25 @@ UW_DEVICE u32 package_merge(u64 leaf, u32 m, u32 limit, u32 lane, u32 scratch) {
             package_place += i < m && other_leaf <= package;
         }
         if (lane < m) {
-            store_shared_u64(merged + leaf_place * 8, leaf);
-            ptx::store_shared(flags + leaf_place * 4, 1);
+            st_shared_u64(merged + leaf_place * 8, leaf);
+            ptx::st_shared(flags + leaf_place * 4, 1);
         }
         if (lane < packages) {
-            store_shared_u64(merged + package_place * 8, package);
-            ptx::store_shared(flags + package_place * 4, 0);
+            st_shared_u64(merged + package_place * 8, package);
+            ptx::st_shared(flags + package_place * 4, 0);
         }
         ptx::sync_warp();
         u32 items = m + packages;  // 31 at most
-        u32 is_leaf = ptx::warp_ballot(lane < items && ptx::load_shared(flags + lane * 4) != 0);
-        if (lane == 0) ptx::store_shared(rounds + round * 4, is_leaf);
+        u32 is_leaf = ptx::warp_ballot(lane < items && ptx::ld_shared(flags + lane * 4) != 0);
+        if (lane == 0) ptx::st_shared(rounds + round * 4, is_leaf);
         packages = items / 2;
-        package = lane < packages ? load_shared_u64(merged + lane * 16) + load_shared_u64(merged + lane * 16 + 8) : 0;
+        package = lane < packages ? ld_shared_u64(merged + lane * 16) + ld_shared_u64(merged + lane * 16 + 8) : 0;
         ptx::sync_warp();
     }
     // 2m - 2 items of the last round are chosen; a chosen package stands for two items of the round before.
     u32 chosen = 2 * m - 2, length = 0;
     for (u32 round = limit; round-- > 0;) {
-        u32 leaves = ptx::popcount(ptx::load_shared(rounds + round * 4) & ((1u << chosen) - 1));
+        u32 leaves = ptx::popcount(ptx::ld_shared(rounds + round * 4) & ((1u << chosen) - 1));
         length += lane < leaves;
         chosen = 2 * (chosen - leaves);
     }
@@ -167,33 +180,33 @@ UW_DEVICE void table(const EncodeArgs& args) {
     u32 smem = ptx::smem_address(ptx::dynamic_smem());
     u32 counts = smem, exponents = smem + 1024, weights = smem + 1088, scratch = smem + 1152;
     u32 thread = ptx::thread_index();
-    u32 count = ptx::load_global(args.histogram + thread);
-    ptx::store_shared(counts + 4 * thread, count);
+    u32 count = ptx::ld_global(args.histogram + thread);
+    ptx::st_shared(counts + 4 * thread, count);
     if (thread < 16) {
-        ptx::store_shared(exponents + 4 * thread, 0);
-        ptx::store_shared(weights + 4 * thread, 0);
+        ptx::st_shared(exponents + 4 * thread, 0);
+        ptx::st_shared(weights + 4 * thread, 0);
     }
-    ptx::store_global(args.encode_table + thread, 0);
+    ptx::st_global(args.encode_table + thread, 0);
     ptx::sync_block();
     // Most frequent first, of equals the smaller exponent.
     u32 rank = 0;
     for (u32 i = 0; i < 256; i += 4) {
-        U32x4 c = ptx::load_shared_x4(counts + 4 * i);
+        U32x4 c = ptx::ld_shared_x4(counts + 4 * i);
         rank += c.x > count || (c.x == count && i < thread);
         rank += c.y > count || (c.y == count && i + 1 < thread);
         rank += c.z > count || (c.z == count && i + 2 < thread);
         rank += c.w > count || (c.w == count && i + 3 < thread);
     }
     if (count > 0 && rank < 16) {
-        ptx::store_shared(exponents + 4 * rank, thread);
-        ptx::store_shared(weights + 4 * rank, count);
+        ptx::st_shared(exponents + 4 * rank, thread);
+        ptx::st_shared(weights + 4 * rank, count);
     }
     ptx::sync_block();
     if (thread >= 32) return;
 
     u32 lane = thread;
-    u32 own_weight = lane < 16 ? ptx::load_shared(weights + 4 * lane) : 0;
-    u32 own_exponent = lane < 16 ? ptx::load_shared(exponents + 4 * lane) : 0;
+    u32 own_weight = lane < 16 ? ptx::ld_shared(weights + 4 * lane) : 0;
+    u32 own_exponent = lane < 16 ? ptx::ld_shared(exponents + 4 * lane) : 0;
     u32 m = ptx::popcount(ptx::warp_ballot(own_weight != 0));
     u32 limit = args.code_limit < 15 ? args.code_limit : 15;
     // Leaf a, lightest first, is palette entry m - 1 - a.
@@ -204,29 +217,10 @@ UW_DEVICE void table(const EncodeArgs& args) {
     length = lane < m ? length : 0;
     u32 code = canonical_code(length, lane);
     if (lane < 16) {
-        ptx::store_global_u8(args.palette + lane, own_exponent);
-        ptx::store_global_u8(args.code_lengths + lane, length);
+        ptx::st_global_u8(args.palette + lane, own_exponent);
+        ptx::st_global_u8(args.code_lengths + lane, length);
     }
-    if (lane < m) ptx::store_global(args.encode_table + own_exponent, code | length << 16 | lane << 24);
-}
-
-// ---- decode_table: the flat table of the report ---------------------------------------------------------------------
-
-UW_DEVICE void decode_table(const EncodeArgs& args) {
-    u32 lane = ptx::thread_index() % 32;
-    u32 slot = ptx::block_index() * kDecodeTableThreads + ptx::thread_index();
-    u32 length = lane < 16 ? ptx::load_global_nc_u8(args.code_lengths + lane) : 0;
-    u32 exponent = lane < 16 ? ptx::load_global_nc_u8(args.palette + lane) : 0;
-    u32 code = canonical_code(length, lane);
-    u32 own = exponent | length << 8 | lane << 16;
-    // A code of one symbol leaves half of the slots without a code: they decode to the same symbol.
-    u32 entry = ptx::shuffle(own, 0);
-    for (u32 i = 0; i < 16; ++i) {
-        u32 other_length = ptx::shuffle(length, i), other_code = ptx::shuffle(code, i), other = ptx::shuffle(own, i);
-        bool hit = other_length >= 1 && other_length <= 15 && (slot & ((1u << (other_length & 15)) - 1)) == other_code;
-        entry = hit ? other : entry;
-    }
-    if (slot < 1u << (args.code_limit & 15)) ptx::store_global(args.decode_table + slot, entry);
+    if (lane < m) ptx::st_global(args.encode_table + own_exponent, code | length << 16 | lane << 24);
 }
 
 // ---- what rows, write and palette share: a warp per tile -----------------------------------------------------------
@@ -258,13 +252,13 @@ UW_DEVICE U32x4 load_eight(const EncodeArgs& args, const TilePlace& p, u32 step,
     if (step * 4 + group >= p.rows) return v;
     const u16* source = p.source + static_cast<u64>(step * 4) * args.k;
     if constexpr (kWide) {
-        if (p.valid != 0) v = ptx::load_global_nc_x4(source);
+        if (p.valid != 0) v = ptx::ld_global_nc_x4(source);
     } else {
         u32 words[4];
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) {
-            u32 low = 2 * i < p.valid ? ptx::load_global_nc_u16(source + 2 * i) : pad & 0xffff;
-            u32 high = 2 * i + 1 < p.valid ? ptx::load_global_nc_u16(source + 2 * i + 1) : pad >> 16;
+            u32 low = 2 * i < p.valid ? ptx::ld_global_nc_u16(source + 2 * i) : pad & 0xffff;
+            u32 high = 2 * i + 1 < p.valid ? ptx::ld_global_nc_u16(source + 2 * i + 1) : pad >> 16;
             words[i] = low | high << 16;
         }
         v = {words[0], words[1], words[2], words[3]};
@@ -273,14 +267,14 @@ UW_DEVICE U32x4 load_eight(const EncodeArgs& args, const TilePlace& p, u32 step,
 }
 
 UW_DEVICE u32 pad_pair(const EncodeArgs& args) {
-    u32 exponent = ptx::load_global_nc_u8(args.palette);
+    u32 exponent = ptx::ld_global_nc_u8(args.palette);
     return exponent << 7 | exponent << 23;
 }
 
 // Table entry of the exponent in the low or the high half of a pair. Trained exponents are neighbours, so the lanes of
 // a warp read different banks or the same word.
-UW_DEVICE u32 entry_low(u32 table, u32 pair) { return ptx::load_shared(table + (pair >> 5 & 0x3fc)); }
-UW_DEVICE u32 entry_high(u32 table, u32 pair) { return ptx::load_shared(table + (pair >> 21 & 0x3fc)); }
+UW_DEVICE u32 entry_low(u32 table, u32 pair) { return ptx::ld_shared(table + (pair >> 5 & 0x3fc)); }
+UW_DEVICE u32 entry_high(u32 table, u32 pair) { return ptx::ld_shared(table + (pair >> 21 & 0x3fc)); }
 
 // Exponent bytes of eight elements; pad columns 0.
 UW_DEVICE U32x2 exponent_bytes(const TilePlace& p, const U32x4& v) {
@@ -298,7 +292,7 @@ UW_DEVICE u32 rows_before(const TileMetadata& m, u32 row) {
 UW_DEVICE bool is_verbatim(const TileMetadata& m, u32 row) { return (row >= 32 ? m.verbatim_high : m.verbatim_low) >> row % 32 & 1; }
 
 UW_DEVICE TileMetadata load_metadata(const EncodeArgs& args, u32 tile) {
-    U32x4 v = ptx::load_global_x4(args.tile_metadata + tile);
+    U32x4 v = ptx::ld_global_x4(args.tile_metadata + tile);
     return {v.x, v.y, v.z, v.w};
 }
 
@@ -306,13 +300,13 @@ UW_DEVICE TileMetadata load_metadata(const EncodeArgs& args, u32 tile) {
 UW_DEVICE bool rows_fit(const EncodeArgs& args, const TileMetadata& m, u32 lane) {
     u32 count = ptx::popcount(m.verbatim_low) + ptx::popcount(m.verbatim_high);
     bool fits = static_cast<u64>(m.verbatim_row_offset) + count <= args.capacity_rows;
-    if (!fits && lane == 0) ptx::reduce_max_global_u64(args.totals + 3, 1);
+    if (!fits && lane == 0) ptx::red_max_global_u64(args.totals + 3, 1);
     return fits;
 }
 
 UW_DEVICE void store_verbatim(const EncodeArgs& args, const TilePlace& p, const TileMetadata& m, u32 row, u32 segment, const U32x4& v) {
     u64 at = static_cast<u64>(m.verbatim_row_offset) + rows_before(m, row);
-    ptx::store_global_x2(args.verbatim_exponents + at * kTile + segment * 8, exponent_bytes(p, v));
+    ptx::st_global_x2(args.verbatim_exponents + at * kTile + segment * 8, exponent_bytes(p, v));
 }
 
 // ---- rows: row lengths, bitmask, words and verbatim rows of each tile
@@ -325,9 +319,9 @@ UW_DEVICE void rows_of(const EncodeArgs& args) {
     constexpr u32 kNoCode = 512;
     u32 table = ptx::smem_address(ptx::dynamic_smem());
     u32 thread = ptx::thread_index(), lane = thread % 32, segment = lane % 8, group = lane / 8;
-    u32 own_entry = ptx::load_global_nc(args.encode_table + thread);
+    u32 own_entry = ptx::ld_global_nc(args.encode_table + thread);
     u32 own_length = own_entry >> 16 & 0xff;
-    ptx::store_shared(table + 4 * thread, own_length != 0 ? own_length : kNoCode);
+    ptx::st_shared(table + 4 * thread, own_length != 0 ? own_length : kNoCode);
     u32 pad = pad_pair(args);
     ptx::sync_block();
 
@@ -359,7 +353,7 @@ UW_DEVICE void rows_of(const EncodeArgs& args) {
         for (u32 half = 0; half < 2; ++half) {
             bool inside = half * 32 + lane < p.rows, coded = inside && bits[half] <= kRowBitsMax;
             mask[half] = ptx::warp_ballot(inside && !coded);
-            ptx::store_global_u8(args.row_lengths + static_cast<u64>(tile) * kTile + half * 32 + lane, coded ? bits[half] - kRowBitsMin : 0);
+            ptx::st_global_u8(args.row_lengths + static_cast<u64>(tile) * kTile + half * 32 + lane, coded ? bits[half] - kRowBitsMin : 0);
             words += coded ? bits[half] : 0;
         }
 #pragma unroll
@@ -367,7 +361,7 @@ UW_DEVICE void rows_of(const EncodeArgs& args) {
         words = (words + 31) / 32;
         if (lane == 0) {
             u32 count = ptx::popcount(mask[0]) + ptx::popcount(mask[1]);
-            ptx::store_global_x4(args.tile_metadata + tile, U32x4{words, count, mask[0], mask[1]});
+            ptx::st_global_x4(args.tile_metadata + tile, U32x4{words, count, mask[0], mask[1]});
         }
     }
 }
@@ -394,9 +388,9 @@ UW_DEVICE void scan(const EncodeArgs& args) {
     u32 smem = ptx::smem_address(ptx::dynamic_smem());  // 8 warps x {words, rows, most}, then the ticket
     u32 shared_ticket = smem + 256;
     u32 thread = ptx::thread_index(), lane = thread % 32, warp = thread / 32;
-    if (thread == 0) ptx::store_shared(shared_ticket, static_cast<u32>(ptx::atomic_add_global_u64(args.scan_state + 1, 1)));
+    if (thread == 0) ptx::st_shared(shared_ticket, static_cast<u32>(ptx::atom_add_global_u64(args.scan_state + 1, 1)));
     ptx::sync_block();
-    u32 block = ptx::load_shared(shared_ticket);
+    u32 block = ptx::ld_shared(shared_ticket);
     u32 tiles = args.tile_rows * args.tile_cols, blocks = (tiles + kScanTiles - 1) / kScanTiles;
     if (block >= blocks) return;
 
@@ -406,7 +400,7 @@ UW_DEVICE void scan(const EncodeArgs& args) {
 #pragma unroll
     for (u32 i = 0; i < kScanTilesPerThread; ++i) {
         m[i] = {};
-        if (first + i < tiles) m[i] = ptx::load_global_x4(args.tile_metadata + first + i);
+        if (first + i < tiles) m[i] = ptx::ld_global_x4(args.tile_metadata + first + i);
         words += m[i].x;
         rows += m[i].y;
         most = m[i].y > most ? m[i].y : most;
@@ -419,11 +413,11 @@ UW_DEVICE void scan(const EncodeArgs& args) {
         rows_sum += lane >= delta ? r : 0;
         most = x > most ? x : most;
     }
-    if (lane == 31) ptx::store_shared_x4(smem + warp * 16, U32x4{words_sum, rows_sum, most, 0});
+    if (lane == 31) ptx::st_shared_x4(smem + warp * 16, U32x4{words_sum, rows_sum, most, 0});
     ptx::sync_block();
     u32 words_before = words_sum - words, rows_before = rows_sum - rows, block_words = 0, block_rows = 0, block_most = 0;
     for (u32 i = 0; i < kScanThreads / 32; ++i) {
-        U32x4 t = ptx::load_shared_x4(smem + i * 16);
+        U32x4 t = ptx::ld_shared_x4(smem + i * 16);
         words_before += i < warp ? t.x : 0;
         rows_before += i < warp ? t.y : 0;
         block_words += t.x;
@@ -431,7 +425,7 @@ UW_DEVICE void scan(const EncodeArgs& args) {
         block_most = t.z > block_most ? t.z : block_most;
     }
     if (thread == 0) {
-        ptx::store_release_global_u64(args.scan_state + static_cast<u64>(block) * 4,
+        ptx::st_release_global_u64(args.scan_state + static_cast<u64>(block) * 4,
                                       block_words | static_cast<u64>(block_rows) << 24 | static_cast<u64>(block_most) << 44 | 1ull << 63);
     }
     u64 words_total = 0, rows_total = 0;
@@ -440,7 +434,7 @@ UW_DEVICE void scan(const EncodeArgs& args) {
     for (u32 other = thread; other < block; other += kScanThreads) {
         u64 own = 0;
         do {
-            own = ptx::load_acquire_global_u64(args.scan_state + static_cast<u64>(other) * 4);
+            own = ptx::ld_acquire_global_u64(args.scan_state + static_cast<u64>(other) * 4);
         } while (own == 0);
         words_total += own & 0xffffff;
         rows_total += own >> 24 & 0xfffff;
@@ -456,16 +450,16 @@ UW_DEVICE void scan(const EncodeArgs& args) {
     }
     u32 before = smem + 512;  // 8 warps x {words, rows, most}
     if (lane == 0) {
-        store_shared_u64(before + warp * 24, words_total);
-        store_shared_u64(before + warp * 24 + 8, rows_total);
-        store_shared_u64(before + warp * 24 + 16, most_total);
+        st_shared_u64(before + warp * 24, words_total);
+        st_shared_u64(before + warp * 24 + 8, rows_total);
+        st_shared_u64(before + warp * 24 + 16, most_total);
     }
     ptx::sync_block();
     words_total = rows_total = 0;
     for (u32 i = 0; i < kScanThreads / 32; ++i) {
-        words_total += load_shared_u64(before + i * 24);
-        rows_total += load_shared_u64(before + i * 24 + 8);
-        u32 x = static_cast<u32>(load_shared_u64(before + i * 24 + 16));
+        words_total += ld_shared_u64(before + i * 24);
+        rows_total += ld_shared_u64(before + i * 24 + 8);
+        u32 x = static_cast<u32>(ld_shared_u64(before + i * 24 + 16));
         block_most = x > block_most ? x : block_most;
     }
     if (thread == 0 && block == blocks - 1) {
@@ -479,7 +473,7 @@ UW_DEVICE void scan(const EncodeArgs& args) {
     u32 row = static_cast<u32>(rows_total) + rows_before;
 #pragma unroll
     for (u32 i = 0; i < kScanTilesPerThread; ++i) {
-        if (first + i < tiles) ptx::store_global_x4(args.tile_metadata + first + i, U32x4{word, row, m[i].z, m[i].w});
+        if (first + i < tiles) ptx::st_global_x4(args.tile_metadata + first + i, U32x4{word, row, m[i].z, m[i].w});
         word += m[i].x;
         row += m[i].y;
     }
@@ -494,9 +488,9 @@ UW_DEVICE void put(u32 stream, u32 position, u64 bits) {
     u32 low = static_cast<u32>(bits), high = static_cast<u32>(bits >> 32), shift = position % 32;
     u32 address = stream + position / 32 * 4;
     u32 middle = ptx::funnel_shift_left(low, high, shift), last = ptx::funnel_shift_left(high, 0, shift);
-    ptx::reduce_or_shared(address, low << shift);
-    if (middle != 0) ptx::reduce_or_shared(address + 4, middle);
-    if (last != 0) ptx::reduce_or_shared(address + 8, last);
+    ptx::red_or_shared(address, low << shift);
+    if (middle != 0) ptx::red_or_shared(address + 4, middle);
+    if (last != 0) ptx::red_or_shared(address + 8, last);
 }
 
 // Codes of a pair of elements, 30 bits at most, and their length.
@@ -566,9 +560,9 @@ struct CodesOf<true> {
 UW_DEVICE void put_before(u32 stream, u32 end, const ShortCodes& c) {
     u32 address = stream + end / 32 * 4;
     u32 last = ptx::funnel_shift_left(c.high, 0, end), middle = ptx::funnel_shift_left(c.low, c.high, end), first = c.low << end % 32;
-    if (last != 0) ptx::reduce_or_shared(address, last);
-    if (middle != 0) ptx::reduce_or_shared(address - 4, middle);
-    if (first != 0) ptx::reduce_or_shared(address - 8, first);
+    if (last != 0) ptx::red_or_shared(address, last);
+    if (middle != 0) ptx::red_or_shared(address - 4, middle);
+    if (first != 0) ptx::red_or_shared(address - 8, first);
 }
 
 // kShort: no code is longer than kShortCode.
@@ -581,7 +575,7 @@ UW_DEVICE void write_of(const EncodeArgs& args) {
     using Coded = typename CodesOf<kShort>::Type;
     constexpr u32 kTogether = kBatch < 2 ? 1 : 2;
     // Without the palette index: code | length << 16.
-    ptx::store_shared(table + 4 * thread, ptx::load_global_nc(args.encode_table + thread) & 0xffffff);
+    ptx::st_shared(table + 4 * thread, ptx::ld_global_nc(args.encode_table + thread) & 0xffffff);
     u32 pad = pad_pair(args);
     ptx::sync_block();
 
@@ -591,8 +585,8 @@ UW_DEVICE void write_of(const EncodeArgs& args) {
         TileMetadata m = load_metadata(args, tile);
         const u8* lengths = args.row_lengths + static_cast<u64>(tile) * kTile + lane;
         // Rows `lane` and `lane + 32` in one scan, as the decoder does.
-        u32 low = lane < p.rows && !is_verbatim(m, lane) ? ptx::load_global_nc_u8(lengths) + kRowBitsMin : 0;
-        u32 high = lane + 32 < p.rows && !is_verbatim(m, lane + 32) ? ptx::load_global_nc_u8(lengths + 32) + kRowBitsMin : 0;
+        u32 low = lane < p.rows && !is_verbatim(m, lane) ? ptx::ld_global_nc_u8(lengths) + kRowBitsMin : 0;
+        u32 high = lane + 32 < p.rows && !is_verbatim(m, lane + 32) ? ptx::ld_global_nc_u8(lengths + 32) + kRowBitsMin : 0;
         u32 own = low | high << 16, sum = own;
 #pragma unroll
         for (u32 delta = 1; delta < 32; delta *= 2) {
@@ -602,9 +596,9 @@ UW_DEVICE void write_of(const EncodeArgs& args) {
         u32 total = ptx::shuffle(sum, 31), begins = sum - own + (total << 16);
         u32 words = ((total & 0xffff) + (total >> 16) + 31) / 32;
         bool words_ok = static_cast<u64>(m.start_word) + words <= args.capacity_words;
-        if (!words_ok && lane == 0) ptx::reduce_max_global_u64(args.totals + 3, 1);
+        if (!words_ok && lane == 0) ptx::red_max_global_u64(args.totals + 3, 1);
 
-        for (u32 at = lane * 4; at < words; at += 128) ptx::store_shared_x4(stream + at * 4, U32x4{});
+        for (u32 at = lane * 4; at < words; at += 128) ptx::st_shared_x4(stream + at * 4, U32x4{});
         ptx::sync_warp();
 #pragma unroll 1
         for (u32 batch = 0; batch < kSteps / kBatch; ++batch) {
@@ -656,11 +650,11 @@ UW_DEVICE void write_of(const EncodeArgs& args) {
         ptx::sync_warp();
         if (words_ok) {
             u32* out = args.encoded_exp + load_metadata(args, tile).start_word;
-            for (u32 at = lane; at < words; at += 32) ptx::store_global(out + at, ptx::load_shared(stream + at * 4));
+            for (u32 at = lane; at < words; at += 32) ptx::st_global(out + at, ptx::ld_shared(stream + at * 4));
             // The section ends on 16 bytes (docs/format.md A.6).
             u32 pads = 0 - (m.start_word + words) & 3;
             if (tile == tiles - 1 && lane < pads && m.start_word + static_cast<u64>(words) + lane < args.capacity_words) {
-                ptx::store_global(out + words + lane, 0);
+                ptx::st_global(out + words + lane, 0);
             }
         }
         ptx::sync_warp();
@@ -687,7 +681,7 @@ UW_DEVICE void palette_of(const EncodeArgs& args) {
     constexpr u32 kBatch = kBatchOf<kWide>;
     u32 table = ptx::smem_address(ptx::dynamic_smem());
     u32 thread = ptx::thread_index(), lane = thread % 32, segment = lane % 8, group = lane / 8;
-    ptx::store_shared(table + 4 * thread, ptx::load_global_nc(args.encode_table + thread) >> 24);
+    ptx::st_shared(table + 4 * thread, ptx::ld_global_nc(args.encode_table + thread) >> 24);
     u32 pad = pad_pair(args);
     ptx::sync_block();
 
@@ -710,12 +704,12 @@ UW_DEVICE void palette_of(const EncodeArgs& args) {
                              entry_low(table, v[i].w) << 24 | entry_high(table, v[i].w) << 28;
                 bool verbatim = is_verbatim(m, row);
                 if (verbatim && rows_ok) store_verbatim(args, p, m, row, segment, v[i]);
-                ptx::store_global(out + row * 32 + segment * 4, verbatim || row >= p.rows ? 0 : packed);
+                ptx::st_global(out + row * 32 + segment * 4, verbatim || row >= p.rows ? 0 : packed);
             }
         }
         // All lanes have read the record.
         ptx::sync_warp();
-        if (lane == 0) ptx::store_global(args.tile_metadata + tile, 0);
+        if (lane == 0) ptx::st_global(args.tile_metadata + tile, 0);
     }
 }
 
@@ -724,6 +718,24 @@ UW_DEVICE void palette(const EncodeArgs& args) {
         palette_of<true>(args);
     } else {
         palette_of<false>(args);
+    }
+}
+
+// ---- the stage that Config names
+template <class Config>
+UW_DEVICE void run(const EncodeArgs& args) {
+    if constexpr (Config::kStage == EncodeStage::kStats) {
+        stats(args);
+    } else if constexpr (Config::kStage == EncodeStage::kTable) {
+        table(args);
+    } else if constexpr (Config::kStage == EncodeStage::kRows) {
+        rows(args);
+    } else if constexpr (Config::kStage == EncodeStage::kScan) {
+        scan(args);
+    } else if constexpr (Config::kStage == EncodeStage::kWrite) {
+        write(args);
+    } else {
+        palette(args);
     }
 }
 

@@ -6,12 +6,12 @@
 //
 // Config
 //   u32  kBatchTile      8,16,32  rows of X per cluster; sums take 2 * kBatchTile registers, X one more a row
-//   u32  kWarps          1..32    they share a task's k: warp w takes tile columns w, w + kWarps * kCluster, ...; of dealt
+//   u32  kWarps          1..32    they share a task's k: warp w takes tile columns w, w + kWarps * kCluster, ...; of persistent
 //                                 rows, as many neighbouring tiles as the others
 //   u32  kStages         1..16    slots of each warp's private ring
 //   u32  kCluster        1,2,4,8  blocks that split k between them; reduced through distributed shared memory
 //   u32  kTables         1,8,16,32  copies of the table of codes (form/compact.cuh): fewer bank conflicts
-//   bool kDealt          a cluster takes a share of the rows of tiles, not one
+//   bool kPersistent          a cluster takes a share of the rows of tiles, not one
 //   bool kStoreAdd       y += instead of y =, added in fp32 and rounded once
 //   bool kSiluMul        y[m, n / 2] = silu(gate) * up, as in kernels/gemm_mma.cuh (no kStoreAdd)
 //   bool kPdl            programmatic dependent launch: weights are asked for before griddepcontrol.wait, X and Y are
@@ -19,9 +19,9 @@
 //
 // Launch: kThreads<Config> = 32 * kWarps threads, Smem<Config>::kBytes of dynamic shared memory, clusters of kCluster
 // blocks along x, m >= 1, and
-//   grid = groups * ceil(m / kBatchTile) * kCluster, groups = n / 64, or with kDealt any number from
+//   grid = groups * ceil(m / kBatchTile) * kCluster, groups = n / 64, or with kPersistent any number from
 //   n / 64 / (kFlushes * kCluster), rounded up, to n / 64. A task is a row of tiles: a chain spans two row blocks, so less
-//   cannot be decoded alone. kDealt: the rows are dealt to the groups in order, evenly up to one, and their tiles, row by
+//   cannot be decoded alone. kPersistent: the rows are distributed over the groups in order, evenly up to one, and their tiles, row by
 //   row, to a cluster's blocks and a block's warps, the first getting one more: all of a multiprocessor's warps are busy to the end,
 //   however many rows there are. A warp that goes from one row to the next leaves the sums of the first one in a place of
 //   the block's, of which each row that ends within the block has one.
@@ -34,15 +34,15 @@
 // which are read until the end, have a slot more (kEarly). Else it is refilled behind the last lookups.
 //
 // Barriers: full [kWarps][kStages], 1 arrival + bytes of X, dense part and streams. A warp refills its own slots, so
-// there is no empty barrier: it releases a slot to the copy engine (pipeline::release_to_copy_engine) before it starts
+// there is no empty barrier: it releases a slot to the copy engine (pipeline::WarpRing::release) before it starts
 // the next copy. The block meets behind the table, and it (or the cluster) between writing and reading sums; clusters
 // once more before exit.
 //
 // Order of sums: a warp adds its tiles by growing k, then blocks of a cluster and in them warps are added by number. It
-// follows from k and the config alone; with kDealt from n, k, the config and the number of groups.
+// follows from k and the config alone; with kPersistent from n, k, the config and the number of groups.
 //
 // Shared memory = kWarps * (align1024(kStages * (kBatchTile * 128 + 5120 + 1232) + kEarly * 1232) + 8 * kStages)
-//   + 2048 * kTables (table) + kDealt * kFlushes * 256 * kBatchTile.
+//   + 2048 * kTables (table) + kPersistent * kFlushes * 256 * kBatchTile.
 //   A warp's sums (fp32 [batch][row]) lie over its own drained ring.
 // Global reads per tile: 5120 + 1380 on average (32 of lengths) + 8, and 128 * min(m, kBatchTile) (X: L2 after the
 //   first); 4 * (1 + records) per list; 2048 per block (L2).
@@ -53,9 +53,10 @@
 // Bound: device memory, n * k * 1.35 bytes, and close to it shared memory and the decoding's instructions.
 #pragma once
 
+#include "unweight/axes.cuh"
 #include "unweight/epilogue/activation.cuh"
 #include "unweight/form/compact.cuh"
-#include "unweight/pipeline/ring.cuh"
+#include "unweight/pipeline/warp_ring.cuh"
 #include "unweight/ptx/barrier.cuh"
 #include "unweight/ptx/bulk.cuh"
 #include "unweight/ptx/control.cuh"
@@ -71,7 +72,7 @@ using packed::kSteps, packed::kTile, packed::kTileBlocks, packed::Operands;
 
 constexpr u32 kBatchFragment = 8;  // the n dimension of m16n8k16
 constexpr u32 kPairs = kTileBlocks / 2;  // a row block of either chain at a time
-constexpr u32 kFlushes = 4;              // rows of tiles of each block of a cluster with kDealt, at most
+constexpr u32 kFlushes = 4;              // rows of tiles of each block of a cluster with kPersistent, at most
 
 template <class Config>
 constexpr u32 kThreads = Config::kWarps * 32;
@@ -95,9 +96,9 @@ struct Smem {
 
     static constexpr u32 kRings = 0;
     static constexpr u32 kTable = Config::kWarps * kRingBytes;
-    // kDealt: sums of rows that end within the block, of warps that go on with the next.
+    // kPersistent: sums of rows that end within the block, of warps that go on with the next.
     static constexpr u32 kFlushed = kTable + compact::Table<Config::kTables>::kBytes;
-    static constexpr u32 kBarriers = kFlushed + (Config::kDealt ? kFlushes * kSumBytes : 0);
+    static constexpr u32 kBarriers = kFlushed + (Config::kPersistent ? kFlushes * kSumBytes : 0);
     static constexpr u32 kBytes = kBarriers + Config::kWarps * Config::kStages * 8;
 
     static_assert(kXBytes % smem::kSwizzlePeriodBytes == 0, "swizzled tiles are 1024-byte aligned");
@@ -110,20 +111,21 @@ struct Kernel {
     using S = Smem<Config>;
     static constexpr u32 kFragments = Config::kBatchTile / kBatchFragment;
     static constexpr u32 kKWarps = Config::kWarps * Config::kCluster;  // warps that share a task's k
-    static constexpr u32 kStep = Config::kDealt ? 1 : kKWarps;  // from a tile of a warp to its next
+    static constexpr u32 kStep = Config::kPersistent ? 1 : kKWarps;  // from a tile of a warp to its next
     static constexpr u32 kNoColumn = ~0u;
     static constexpr u32 kPlaces = 32;  // tiles whose places one load of a warp brings: one a lane
-    static constexpr u32 kBlockOut = Config::kSiluMul ? packed::kGateRows : packed::kBlockRows;  // rows of Y^T of a row block
+    static constexpr u32 kBlockOut = kSiluMul<Config> ? packed::kGateRows : packed::kBlockRows;  // rows of Y^T of a row block
     static constexpr u32 kOutRows = kTileBlocks * kBlockOut;                                     // and of a task
     static_assert(Config::kBatchTile % kBatchFragment == 0, "a batch tile is made of fragments of 8");
     static_assert(Config::kStages <= kPlaces, "places of one load reach from the slot that is worked on to the one that is filled");
     static_assert(kOutRows % (2 * Config::kCluster) == 0, "blocks of a cluster store as many pairs of rows");
     static_assert(packed::kBlockRows == 2 * packed::kGateRows, "a row block is rows of a gate and of its up");
-    static_assert(!(Config::kSiluMul && Config::kStoreAdd), "a gate and its up overwrite");
+    static_assert(!(kSiluMul<Config> && kStoreAdd<Config>), "a gate and its up overwrite");
 
     const GemmCompactArgs& args;
     const u32 shared, warp, lane;
-    const u32 ring, barriers;
+    const u32 ring;
+    const pipeline::WarpRing<Config::kStages, false> slots;
     const compact::Table<Config::kTables> table;
     const u32 rank;    // of the block in its cluster
     const u32 k_warp;  // this warp among the kKWarps
@@ -149,9 +151,9 @@ struct Kernel {
           warp(ptx::uniform_warp_index()),
           lane(ptx::lane_index()),
           ring(shared_address + S::kRings + warp * S::kRingBytes),
-          barriers(shared_address + S::kBarriers + warp * Config::kStages * 8),
+          slots{shared_address + S::kBarriers + warp * Config::kStages * 8},
           table(shared_address + S::kTable, lane),
-          rank(Config::kCluster > 1 ? ptx::cluster_rank() : 0),
+          rank(Config::kCluster > 1 ? ptx::cluster_ctarank() : 0),
           k_warp(rank * Config::kWarps + warp),
           batch_tiles((a.m + Config::kBatchTile - 1) / Config::kBatchTile),
           group(ptx::block_index() / Config::kCluster),
@@ -159,18 +161,18 @@ struct Kernel {
           tile_row(first_row(group / batch_tiles)),
           tiles((first_row(group / batch_tiles + 1) - tile_row) * a.tile_cols),
           first_tile(static_cast<u64>(tile_row) * a.tile_cols),
-          x_policy(ptx::l2_policy(L2::kEvictLast)),
-          w_policy(ptx::l2_policy(batch_tiles == 1 ? L2::kEvictFirst : L2::kNormal)),
-          end(Config::kDealt ? first_of(k_warp + 1) : tiles),
-          load_at(Config::kDealt ? first_of(k_warp) : k_warp),
-          load_column(Config::kDealt ? load_at % a.tile_cols : k_warp),
+          x_policy(ptx::createpolicy_l2(L2::kEvictLast)),
+          w_policy(ptx::createpolicy_l2(batch_tiles == 1 ? L2::kEvictFirst : L2::kNormal)),
+          end(Config::kPersistent ? first_of(k_warp + 1) : tiles),
+          load_at(Config::kPersistent ? first_of(k_warp) : k_warp),
+          load_column(Config::kPersistent ? load_at % a.tile_cols : k_warp),
           at(load_at),
           ahead(places(load_at)),
           now(ahead) {}
 
     // The first row of tiles of a group of clusters.
     UW_DEVICE u32 first_row(u32 g) const {
-        if constexpr (!Config::kDealt) return g;
+        if constexpr (!Config::kPersistent) return g;
         const u32 rows = args.n / kTile, groups = ptx::grid_size() / Config::kCluster / batch_tiles;
         return rows / groups * g + (g < rows % groups ? g : rows % groups);
     }
@@ -183,7 +185,7 @@ struct Kernel {
         const u32 each = count / parts, more = count % parts, ahead_of = more * (each + 1);
         return thing < ahead_of ? thing / (each + 1) : more + (thing - ahead_of) / each;
     }
-    // kDealt: the first tile of a block, of a warp, and the warp of a tile. Tiles are shared out to blocks first: of at most
+    // kPersistent: the first tile of a block, of a warp, and the warp of a tile. Tiles are shared out to blocks first: of at most
     // kFlushes * kCluster rows a block has no more tiles than kFlushes rows have, so that no more end within it.
     UW_DEVICE u32 first_of_block(u32 by) const { return first_of_part(tiles, Config::kCluster, by); }
     UW_DEVICE u32 first_of(u32 w) const {
@@ -195,7 +197,6 @@ struct Kernel {
         return by * Config::kWarps + part_of(first_of_block(by + 1) - first, Config::kWarps, tile - first);
     }
 
-    UW_DEVICE u32 barrier(u32 s) const { return barriers + s * 8; }
     UW_DEVICE u32 x_slot(u32 s) const { return ring + s * S::kXBytes; }
     UW_DEVICE u32 dense_slot(u32 s) const { return ring + Config::kStages * S::kXBytes + s * compact::kDenseTileBytes; }
     UW_DEVICE u32 stream_slot(u32 s) const { return dense_slot(Config::kStages) + s * compact::kSlotBytes; }
@@ -213,12 +214,12 @@ struct Kernel {
     }
 
     // By one lane.
-    UW_DEVICE void load_x(u32 s, u32 from) const { ptx::tensor_load_2d(x_slot(s), args.x, from * kTile, batch, barrier(s), x_policy); }
+    UW_DEVICE void load_x(u32 s, u32 from) const { ptx::tma_load_2d(x_slot(s), args.x, from * kTile, batch, slots.full(s), x_policy); }
     UW_DEVICE void load_dense(u32 s, u32 tile) const {
-        ptx::bulk_load(dense_slot(s), args.dense + (first_tile + tile) * compact::kDenseTileBytes, compact::kDenseTileBytes, barrier(s), w_policy);
+        ptx::cp_async_bulk_load(dense_slot(s), args.dense + (first_tile + tile) * compact::kDenseTileBytes, compact::kDenseTileBytes, slots.full(s), w_policy);
     }
     UW_DEVICE void load_streams(u32 s, u32 to, u32 first, u32 words) const {
-        if (words != 0) ptx::bulk_load(stream_slot(to), args.streams + first, words * 4, barrier(s), w_policy);
+        if (words != 0) ptx::cp_async_bulk_load(stream_slot(to), args.streams + first, words * 4, slots.full(s), w_policy);
     }
 
     UW_DEVICE void advance_load() {
@@ -226,7 +227,7 @@ struct Kernel {
         load_stream = load_stream + 1 == S::kStreamSlots ? 0 : load_stream + 1;
         load_at += kStep;
         load_column += kStep;
-        if (Config::kDealt && load_column == args.tile_cols) load_column = 0;
+        if (Config::kPersistent && load_column == args.tile_cols) load_column = 0;
         ++load_turn;
     }
     // By a converged warp that has released the slot to the copy engine.
@@ -239,7 +240,7 @@ struct Kernel {
         }
         const u32 first = ptx::shuffle(ahead.first, load_turn), words = ptx::shuffle(ahead.words, load_turn);
         if (ptx::elect_one()) {
-            ptx::mbarrier_arrive_expect_tx(barrier(load_slot), S::kXBytes + compact::kDenseTileBytes + words * 4);
+            ptx::mbarrier_arrive_expect_tx(slots.full(load_slot), S::kXBytes + compact::kDenseTileBytes + words * 4);
             load_x(load_slot, load_column);
             load_dense(load_slot, load_at);
             load_streams(load_slot, load_stream, first, words);
@@ -250,13 +251,8 @@ struct Kernel {
     // Fills the ring, what needs no place before anything else, and X, which depends on the kernel before, last. Each
     // slot gets its one arrival once all of its bytes are expected.
     UW_DEVICE void start() {
-        if (ptx::elect_one()) {
-#pragma unroll
-            for (u32 s = 0; s < Config::kStages; ++s) ptx::mbarrier_init(barrier(s), 1);
-            ptx::fence_mbarrier_init();
-        }
-        ptx::sync_warp();
-        if constexpr (Config::kPdl) ptx::grid_launch_dependents();
+        slots.init();
+        if constexpr (Config::kPdl) ptx::griddepcontrol_launch_dependents();
         u32 columns[Config::kStages];
 #pragma unroll
         for (u32 s = 0; s < Config::kStages; ++s) {
@@ -264,7 +260,7 @@ struct Kernel {
             if (load_at >= end) continue;
             columns[s] = load_column;
             if (ptx::elect_one()) {
-                ptx::mbarrier_expect_tx(barrier(s), compact::kDenseTileBytes);
+                ptx::mbarrier_expect_tx(slots.full(s), compact::kDenseTileBytes);
                 load_dense(s, load_at);
             }
             advance_load();
@@ -273,13 +269,13 @@ struct Kernel {
         for (u32 s = 0; s < Config::kStages; ++s) {
             const u32 first = ptx::shuffle(ahead.first, s), words = ptx::shuffle(ahead.words, s);
             if (columns[s] == kNoColumn || !ptx::elect_one()) continue;
-            ptx::mbarrier_arrive_expect_tx(barrier(s), S::kXBytes + words * 4);
+            ptx::mbarrier_arrive_expect_tx(slots.full(s), S::kXBytes + words * 4);
             load_streams(s, s, first, words);
         }
-        if (ptx::elect_one()) ptx::prefetch_tensor_map(args.x);
+        if (ptx::elect_one()) ptx::prefetch_tensormap(args.x);
         prefetch_lists();
         copy_table();
-        if constexpr (Config::kPdl) ptx::grid_dependency_wait();
+        if constexpr (Config::kPdl) ptx::griddepcontrol_wait();
 #pragma unroll
         for (u32 s = 0; s < Config::kStages; ++s) {
             if (columns[s] != kNoColumn && ptx::elect_one()) load_x(s, columns[s]);
@@ -299,7 +295,7 @@ struct Kernel {
 #pragma unroll
             for (u32 half = 0; half < kSteps / 2; ++half) {
                 const u32 row = f * kBatchFragment + lane % 8, chunk = half * 4 + lane / 8;
-                const U32x4 v = ptx::load_matrix_x4(x_slot(slot) + smem::Bf16Tile<Config::kBatchTile>::offset(row, chunk));
+                const U32x4 v = ptx::ldmatrix_x4(x_slot(slot) + smem::Bf16Tile<Config::kBatchTile>::offset(row, chunk));
                 x[f][2 * half][0] = v.x;
                 x[f][2 * half][1] = v.y;
                 x[f][2 * half + 1][0] = v.z;
@@ -316,7 +312,7 @@ struct Kernel {
 #pragma unroll
         for (u32 c = 0; c < kGroups; ++c) {
             if (!kAll && (c % kHalf < kFirst) != (kPair == 0)) continue;
-            const U32x4 v = ptx::load_shared_x4(dense_slot(slot) + c * packed::kGroupBytes + lane * 16);
+            const U32x4 v = ptx::ld_shared_x4(dense_slot(slot) + c * packed::kGroupBytes + lane * 16);
             words[4 * c + 0] = v.x;
             words[4 * c + 1] = v.y;
             words[4 * c + 2] = v.z;
@@ -343,13 +339,13 @@ struct Kernel {
         // Past the warp's 31 records the list is read again, one by one.
         const u32 index = head & ~packed::kListHead;
 #pragma unroll 1
-        for (u32 i = 32; i <= count && i < args.record_words - index; ++i) replace(ptx::load_global_nc(args.records + index + i));
+        for (u32 i = 32; i <= count && i < args.record_words - index; ++i) replace(ptx::ld_global_nc(args.records + index + i));
     }
 
     // The slot is refilled behind the warp's last loads from it (X, dense words; streams of this tile, or, with kEarly, of
     // the tile before): every lane fences its own, and the meeting orders them before the lane that asks for the copies.
     UW_DEVICE void refill() {
-        pipeline::release_to_copy_engine();
+        slots.release();
         load_next();
     }
 
@@ -381,7 +377,7 @@ struct Kernel {
         const u32 head = ptx::shuffle(now.head, turn), skip = ptx::shuffle(now.skip, turn);
         u32 records = 0;
         if (head != 0) records = packed::read_records(head, args.records, args.record_words, lane);
-        ptx::mbarrier_wait_parity(barrier(slot), parity);
+        slots.wait(slot, parity);
         u32 x[kFragments][kSteps][2];
         load_x_fragments(x);
         u32 words[compact::kDenseWords];
@@ -406,8 +402,8 @@ struct Kernel {
 
     UW_DEVICE void meet() const {
         if constexpr (Config::kCluster > 1) {
-            ptx::cluster_arrive();
-            ptx::cluster_wait();
+            ptx::barrier_cluster_arrive();
+            ptx::barrier_cluster_wait();
         } else {
             ptx::sync_block();
         }
@@ -424,7 +420,7 @@ struct Kernel {
 #pragma unroll
                 for (u32 i = 0; i < 4; ++i) {
                     const u32 row = b * packed::kBlockRows + g + i / 2 * 8;
-                    ptx::store_shared(to + sum_offset(f * kBatchFragment + 2 * t + i % 2, row), ptx::bits_from_float(sums[b][f][i]));
+                    ptx::st_shared(to + sum_offset(f * kBatchFragment + 2 * t + i % 2, row), ptx::bits_from_float(sums[b][f][i]));
                 }
             }
         }
@@ -439,7 +435,7 @@ struct Kernel {
             }
         }
     }
-    // kDealt: where the sums are of the warp that ends row `row` of the cluster and goes on with the next, a warp of block
+    // kPersistent: where the sums are of the warp that ends row `row` of the cluster and goes on with the next, a warp of block
     // `by`.
     UW_DEVICE u32 flushed(u32 row, u32 by) const {
         return shared + S::kFlushed + (row - first_of_block(by) / args.tile_cols) * S::kSumBytes;
@@ -449,7 +445,7 @@ struct Kernel {
         store_sums(ring, valid);
         meet();  // orders the sums of all warps, and what they left behind, before they are read
         // A unit is two rows of Y^T for one batch row.
-        if constexpr (Config::kDealt) {
+        if constexpr (Config::kPersistent) {
             constexpr u32 kUnits = kOutRows / 2;
             const u32 rows = tiles / args.tile_cols;
             for (u32 unit = rank * kThreads<Config> + ptx::thread_index(); unit < rows * valid * kUnits; unit += Config::kCluster * kThreads<Config>) {
@@ -467,7 +463,7 @@ struct Kernel {
     // Rows r and r + 1 of Y^T of a row of tiles of the cluster, for batch row b.
     UW_DEVICE void store(u32 row, u32 b, u32 r) const {
         float low, high;
-        if constexpr (Config::kSiluMul) {
+        if constexpr (kSiluMul<Config>) {
             const u32 gate = r / kBlockOut * packed::kBlockRows + r % kBlockOut;
             float up_low, up_high;
             total(row, b, gate, low, high);
@@ -478,22 +474,22 @@ struct Kernel {
             total(row, b, r, low, high);
         }
         u16* y = args.y + static_cast<u64>(batch + b) * (args.n / packed::kBlockRows * kBlockOut) + static_cast<u64>(tile_row + row) * kOutRows + r;
-        if constexpr (Config::kStoreAdd) {
-            const u32 old = ptx::load_global(y);
+        if constexpr (kStoreAdd<Config>) {
+            const u32 old = ptx::ld_global(y);
             low += ptx::float_from_bits(old << 16);
             high += ptx::float_from_bits(old & 0xffff0000u);
         }
-        ptx::store_global(y, ptx::pack_bf16x2(low, high));
+        ptx::st_global(y, ptx::pack_bf16x2(low, high));
     }
     UW_DEVICE static void add(u32 from, float& low, float& high) {
-        const U32x2 v = Config::kCluster > 1 ? ptx::load_cluster_x2(from) : ptx::load_shared_x2(from);
+        const U32x2 v = Config::kCluster > 1 ? ptx::ld_shared_cluster_x2(from) : ptx::ld_shared_x2(from);
         low += ptx::float_from_bits(v.x);
         high += ptx::float_from_bits(v.y);
     }
-    // kDealt: the sums of the warps that had tiles of the row. The last of them may have gone on with the next row.
-    UW_DEVICE void total_of_dealt(u32 row, u32 b, u32 r, float& low, float& high) const {
+    // kPersistent: the sums of the warps that had tiles of the row. The last of them may have gone on with the next row.
+    UW_DEVICE void total_of_persistent(u32 row, u32 b, u32 r, float& low, float& high) const {
         const u32 behind = (row + 1) * args.tile_cols, last = warp_of(behind - 1), offset = sum_offset(b, r);
-        const auto of_block = [](u32 address, u32 by) { return Config::kCluster > 1 ? ptx::map_shared_rank(address, by) : address; };
+        const auto of_block = [](u32 address, u32 by) { return Config::kCluster > 1 ? ptx::mapa(address, by) : address; };
         const auto own = [&](u32 w) { return of_block(shared + S::kRings + w % Config::kWarps * S::kRingBytes + offset, w / Config::kWarps); };
         low = high = 0.0f;
 #pragma unroll 4
@@ -505,14 +501,14 @@ struct Kernel {
     }
     // The sums of all warps of the cluster for batch row b, rows r and r + 1 of a row of tiles, scaled.
     UW_DEVICE void total(u32 row, u32 b, u32 r, float& low, float& high) const {
-        if constexpr (Config::kDealt) return total_of_dealt(row, b, r, low, high);
+        if constexpr (Config::kPersistent) return total_of_persistent(row, b, r, low, high);
         const u32 offset = shared + S::kRings + sum_offset(b, r);
         low = high = 0.0f;
         // Of a gate and of its up at once, the loads of more than 16 warps do not fit the registers.
-        constexpr u32 kAtOnce = Config::kSiluMul && kKWarps > 16 ? 1 : Config::kCluster;
+        constexpr u32 kAtOnce = kSiluMul<Config> && kKWarps > 16 ? 1 : Config::kCluster;
 #pragma unroll kAtOnce
         for (u32 c = 0; c < Config::kCluster; ++c) {
-            const u32 address = Config::kCluster > 1 ? ptx::map_shared_rank(offset, c) : offset;
+            const u32 address = Config::kCluster > 1 ? ptx::mapa(offset, c) : offset;
 #pragma unroll
             for (u32 w = 0; w < Config::kWarps; ++w) {
                 add(address + w * S::kRingBytes, low, high);
@@ -528,7 +524,7 @@ struct Kernel {
         const u32 valid = left < Config::kBatchTile ? left : Config::kBatchTile;
         start();
         clear_sums();
-        if constexpr (Config::kDealt) {
+        if constexpr (Config::kPersistent) {
             for (u32 row = at / args.tile_cols; at < end; ++row) {
                 const u32 behind = (row + 1) * args.tile_cols, until = behind < end ? behind : end;
                 for (; at < until; ++at) compute();

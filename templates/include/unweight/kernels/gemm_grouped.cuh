@@ -10,7 +10,7 @@
 //               what a kernel before has written
 //
 // Launch: kThreads threads, Smem::kBytes of dynamic shared memory,
-//   grid = items * ceil(n / 16 / kRowBlocks). The row blocks of an expert are dealt evenly to the groups of each item.
+//   grid = items * ceil(n / 16 / kRowBlocks). The row blocks of an expert are distributed evenly over the groups of each item.
 //   A grid is launched for as many items as there may be: those without rows are last, and their blocks leave at once.
 //
 // Roles, barriers, shared memory: those of gemm_mma with kAsync.
@@ -25,10 +25,15 @@
 namespace uw::gemm_grouped {
 
 template <class Config>
+constexpr u32 kThreads = gemm_mma::kThreads<Config>;
+template <class Config>
+using Smem = gemm_mma::Smem<Config>;
+
+template <class Config>
 UW_DEVICE void run(const GemmGroupedArgs& args) {
     if constexpr (Config::kPdl) {
-        ptx::grid_launch_dependents();
-        ptx::grid_dependency_wait();
+        ptx::griddepcontrol_launch_dependents();
+        ptx::griddepcontrol_wait();
     }
     gemm_mma::Kernel<Config, GemmGroupedArgs> kernel(args, ptx::smem_address(ptx::dynamic_smem()));
     if (kernel.share.blocks == 0) return;

@@ -25,7 +25,7 @@
 //
 // Launch: kThreads<Config> = 32 * kWarps threads, Smem<Config>::kBytes of dynamic shared memory, clusters of kCluster
 // blocks along x, m >= 1, and
-//   grid = groups * ceil(m / kBatchTile) * kCluster. The n / 16 row blocks are dealt to the groups in order, evenly up
+//   grid = groups * ceil(m / kBatchTile) * kCluster. The n / 16 row blocks are distributed over the groups in order, evenly up
 //   to one. Without kPersistent ceil((n / 16) / groups) <= kRowBlocks; with it any number of groups will do.
 //   Best: as many blocks as fill every multiprocessor once (132 or 264 on an H200), and shared memory or registers such
 //   that no more fit. Under dependent launch a half-full multiprocessor takes blocks of the next kernel early, and
@@ -38,7 +38,7 @@
 // 4 * kBatchTile / 8 mma.
 //
 // Barriers: full [kWarps][kStages], 1 arrival + bytes of X and W. A warp refills its own slots, so there is no empty
-// barrier: it releases a slot to the copy engine (pipeline::release_to_copy_engine: a proxy fence of every lane, then
+// barrier: it releases a slot to the copy engine (pipeline::WarpRing::release: a proxy fence of every lane, then
 // __syncwarp) before it starts the next copy. With kAsync there are none: a slot is a group of copies of every lane, of
 // which kStages are open; a lane waits for its own, and __syncwarp makes that all lanes'.
 //   Per task the block (or cluster) meets once between writing and reading sums; kPersistent: once more before writing;
@@ -55,10 +55,11 @@
 // docs/adr/0004-register-sourced-kernels.md.
 #pragma once
 
+#include "unweight/axes.cuh"
 #include "unweight/epilogue/activation.cuh"
 #include "unweight/form/escapes.cuh"
 #include "unweight/form/packed.cuh"
-#include "unweight/pipeline/ring.cuh"
+#include "unweight/pipeline/warp_ring.cuh"
 #include "unweight/ptx/async.cuh"
 #include "unweight/ptx/barrier.cuh"
 #include "unweight/ptx/bulk.cuh"
@@ -103,7 +104,7 @@ struct Smem {
     static constexpr u32 kRings = 0;
     static constexpr u32 kSums = Config::kPersistent ? Config::kWarps * kRingBytes : 0;
     static constexpr u32 kBarriers = Config::kWarps * (kRingBytes + (Config::kPersistent ? kSumBytes : 0));
-    static constexpr u32 kBytes = kBarriers + (Config::kAsync ? 0 : Config::kWarps * Config::kStages * 8);
+    static constexpr u32 kBytes = kBarriers + (kAsync<Config> ? 0 : Config::kWarps * Config::kStages * 8);
 
     static_assert(kXBytes % smem::kSwizzlePeriodBytes == 0, "swizzled tiles are 1024-byte aligned");
     static_assert(kSumBytes <= kSumPitchBytes, "a warp's sums lie over its ring");
@@ -122,12 +123,12 @@ struct Kernel {
     static constexpr u32 kHeadBatch = 32;  // tiles whose heads one load of a warp brings: one a lane
     static_assert(Config::kBatchTile % kBatchFragment == 0, "a batch tile is made of fragments of 8");
     static_assert(Config::kRowBlocks >= 1 && Config::kRowBlocks <= 8, "a warp keeps the sums of up to 8 row blocks");
-    static constexpr u32 kBlockOut = Config::kSiluMul ? packed::kGateRows : packed::kBlockRows;  // rows of Y^T of a row block
+    static constexpr u32 kBlockOut = kSiluMul<Config> ? packed::kGateRows : packed::kBlockRows;  // rows of Y^T of a row block
     static constexpr u32 kOutRows = Config::kRowBlocks * kBlockOut;                              // and of a task
     static_assert(packed::kBlockRows == 2 * packed::kGateRows, "a row block is rows of a gate and of its up");
-    static_assert(!(Config::kSiluMul && Config::kStoreAdd), "a gate and its up overwrite");
-    static_assert(!kItems || (Config::kAsync && Config::kCluster == 1 && !Config::kPersistent && !Config::kStoreAdd),
-                  "rows of X that a list names are gathered by threads; an item's row blocks are dealt once");
+    static_assert(!(kSiluMul<Config> && kStoreAdd<Config>), "a gate and its up overwrite");
+    static_assert(!kItems || (kAsync<Config> && Config::kCluster == 1 && !Config::kPersistent && !kStoreAdd<Config>),
+                  "rows of X that a list names are gathered by threads; an item's row blocks are distributed once");
     // Rows of X that lane l of an item keeps: of entries l, l + 32, ...
     static constexpr u32 kListed = kItems ? (Config::kBatchTile + 31) / 32 : 1;
 
@@ -140,7 +141,7 @@ struct Kernel {
         u32 slot_bytes;  // with X
     };
 
-    // Row blocks are dealt out in order and evenly, the first clusters getting what does not divide, so that every
+    // Row blocks are distributed in order and evenly, the first clusters getting what does not divide, so that every
     // multiprocessor streams to the end. Clusters that share weights are neighbours.
     struct Share {
         u32 batch;  // first batch row, of an item: first entry of `pairs`
@@ -152,7 +153,7 @@ struct Kernel {
                 // Blocks with the same batch rows are neighbours, and items without rows come last.
                 const u32 all = a.n / packed::kBlockRows, groups = (all + Config::kRowBlocks - 1) / Config::kRowBlocks;
                 const u32 index = ptx::block_index() / groups, group = ptx::block_index() - index * groups;
-                const U32x4 item = ptx::load_global_x4(a.items + index * 4);
+                const U32x4 item = ptx::ld_global_x4(a.items + index * 4);
                 const u32 each = all / groups, more = all - each * groups;
                 batch = item.y;
                 rows = item.z;
@@ -161,11 +162,11 @@ struct Kernel {
                 blocks = rows == 0 ? 0 : each + (group < more);
                 return;
             } else {
-                deal(a, batch_tiles);
+                distribute(a, batch_tiles);
             }
         }
 
-        UW_DEVICE void deal(const Args& a, u32 batch_tiles) {
+        UW_DEVICE void distribute(const Args& a, u32 batch_tiles) {
             u32 groups = ptx::grid_size() / Config::kCluster, group = ptx::block_index() / Config::kCluster;
             batch = 0;
             if (batch_tiles > 1) {
@@ -189,7 +190,8 @@ struct Kernel {
 
     const Args& args;
     const u32 shared, warp, lane;
-    const u32 ring, barriers;
+    const u32 ring;
+    const pipeline::WarpRing<Config::kStages, kAsync<Config>> slots;
     const u32 k_warp;  // this warp among the kKWarps
     const u32 batch_tiles;
     const Share share;  // this cluster's part of the matrix
@@ -212,14 +214,14 @@ struct Kernel {
           warp(ptx::uniform_warp_index()),
           lane(ptx::lane_index()),
           ring(shared_address + S::kRings + warp * S::kRingBytes),
-          barriers(shared_address + S::kBarriers + warp * Config::kStages * 8),
-          k_warp(Config::kCluster > 1 ? ptx::cluster_rank() * Config::kWarps + warp : warp),
+          slots{shared_address + S::kBarriers + warp * Config::kStages * 8},
+          k_warp(Config::kCluster > 1 ? ptx::cluster_ctarank() * Config::kWarps + warp : warp),
           batch_tiles(batch_tiles_of(a)),
           share(a, batch_tiles),
           tasks(Config::kPersistent ? (share.blocks + Config::kRowBlocks - 1) / Config::kRowBlocks : share.blocks != 0),
           tiles(tasks * a.tile_cols),
-          x_policy(ptx::l2_policy(L2::kEvictLast)),
-          w_policy(ptx::l2_policy(batch_tiles == 1 ? L2::kEvictFirst : L2::kNormal)),
+          x_policy(ptx::createpolicy_l2(L2::kEvictLast)),
+          w_policy(ptx::createpolicy_l2(batch_tiles == 1 ? L2::kEvictFirst : L2::kNormal)),
           load_index(k_warp),
           load_column(k_warp),
           index(k_warp) {
@@ -229,7 +231,7 @@ struct Kernel {
 #pragma unroll
             for (u32 i = 0; i < kListed; ++i) {
                 const u32 entry = i * 32 + lane;
-                listed[i] = entry < share.rows ? ptx::load_global(a.pairs + share.batch + entry) / a.pairs_per_row : 0;
+                listed[i] = entry < share.rows ? ptx::ld_global(a.pairs + share.batch + entry) / a.pairs_per_row : 0;
             }
         }
     }
@@ -265,7 +267,7 @@ struct Kernel {
         }
     }
     // Who issues a slot's copies: every lane its share, or one lane all.
-    UW_DEVICE static bool issues() { return Config::kAsync || ptx::elect_one(); }
+    UW_DEVICE static bool issues() { return kAsync<Config> || ptx::elect_one(); }
 
     // By the lanes that issue: the task's row blocks of one column of tiles.
     UW_DEVICE void load_w() const {
@@ -273,17 +275,17 @@ struct Kernel {
 #pragma unroll
         for (u32 i = 0; i < kPieces; ++i) {
             if (i > 0 && load_pieces.bytes[i] == 0) break;
-            if constexpr (Config::kAsync) {
+            if constexpr (kAsync<Config>) {
                 const u8* from = load_pieces.source[i] + u64(load_column) * packed::kTileBytes + lane * 16;
                 const u32 first = to + lane * 16;
 #pragma unroll
                 for (u32 at = 0; at < packed::kTileBytes; at += 32 * 16) {
-                    if (at < load_pieces.bytes[i]) ptx::async_copy_x4(first + at, from + at);
+                    if (at < load_pieces.bytes[i]) ptx::cp_async_x4(first + at, from + at);
                 }
                 to += load_pieces.bytes[i];
                 continue;
             }
-            ptx::bulk_load(to, load_pieces.source[i] + u64(load_column) * packed::kTileBytes, load_pieces.bytes[i], barriers + load_slot * 8, w_policy);
+            ptx::cp_async_bulk_load(to, load_pieces.source[i] + u64(load_column) * packed::kTileBytes, load_pieces.bytes[i], slots.full(load_slot), w_policy);
             to += load_pieces.bytes[i];
         }
     }
@@ -297,7 +299,7 @@ struct Kernel {
         else return share.batch + (inside ? r : 0);
     }
     UW_DEVICE void load_x(u32 s, u32 column) const {
-        if constexpr (Config::kAsync) {
+        if constexpr (kAsync<Config>) {
             // Eight lanes a row, in the swizzle that the copy engine would write.
             const u32 chunk = lane % 8;
 #pragma unroll
@@ -305,10 +307,10 @@ struct Kernel {
                 const u32 r = row + lane / 8;
                 const bool inside = is_inside(r);
                 const u8* from = args.x_data + x_row(row, r, inside) * args.x_row_bytes + column * (kTile * 2) + chunk * 16;
-                ptx::async_copy_x4(x_slot(s) + smem::Bf16Tile<Config::kBatchTile>::offset(r, chunk), from, inside);
+                ptx::cp_async_x4(x_slot(s) + smem::Bf16Tile<Config::kBatchTile>::offset(r, chunk), from, inside);
             }
         } else {
-            ptx::tensor_load_2d(x_slot(s), args.x, column * kTile, share.batch, barriers + s * 8, x_policy);
+            ptx::tma_load_2d(x_slot(s), args.x, column * kTile, share.batch, slots.full(s), x_policy);
         }
     }
 
@@ -328,45 +330,21 @@ struct Kernel {
     UW_DEVICE void load_next() {
         if (load_index < tiles) {
             if (issues()) {
-                if constexpr (!Config::kAsync) ptx::mbarrier_arrive_expect_tx(barriers + load_slot * 8, load_pieces.slot_bytes);
+                if constexpr (!kAsync<Config>) ptx::mbarrier_arrive_expect_tx(slots.full(load_slot), load_pieces.slot_bytes);
                 load_x(load_slot, load_column);
                 load_w();
             }
             advance_load();
         }
         // Also without copies: a wait counts groups.
-        if constexpr (Config::kAsync) ptx::async_commit_group();
-    }
-    UW_DEVICE void wait_for_slot() const {
-        if constexpr (Config::kAsync) {
-            // Every lane its own copies, then all of them (__syncwarp).
-            ptx::async_wait_group<Config::kStages - 1>();
-            ptx::sync_warp();
-        } else {
-            ptx::mbarrier_wait_parity(barriers + slot * 8, parity);
-        }
-    }
-    // By a converged warp after its last load from a slot.
-    UW_DEVICE static void release_slot() {
-        if constexpr (Config::kAsync) {
-            ptx::sync_warp();  // orders the lanes' loads before copies that any of them starts later (ptx/async.cuh)
-        } else {
-            pipeline::release_to_copy_engine();
-        }
+        if constexpr (kAsync<Config>) ptx::cp_async_commit_group();
     }
 
     // Fills the ring, weights before anything else: they do not depend on the kernel before and come from furthest
     // away. X does and waits.
     UW_DEVICE void start(Heads& heads) {
-        if constexpr (!Config::kAsync) {
-            if (ptx::elect_one()) {
-#pragma unroll
-                for (u32 s = 0; s < Config::kStages; ++s) ptx::mbarrier_init(barriers + s * 8, 1);
-                ptx::fence_mbarrier_init();
-            }
-            ptx::sync_warp();
-        }
-        if constexpr (Config::kPdl && !kItems) ptx::grid_launch_dependents();
+        slots.init();
+        if constexpr (Config::kPdl && !kItems) ptx::griddepcontrol_launch_dependents();
         u32 columns[Config::kStages];
 #pragma unroll
         for (u32 s = 0; s < Config::kStages; ++s) {
@@ -374,24 +352,24 @@ struct Kernel {
             if (load_index < tiles) {
                 columns[s] = load_column;
                 if (issues()) {
-                    if constexpr (!Config::kAsync) ptx::mbarrier_arrive_expect_tx(barriers + s * 8, load_pieces.slot_bytes);
+                    if constexpr (!kAsync<Config>) ptx::mbarrier_arrive_expect_tx(slots.full(s), load_pieces.slot_bytes);
                     load_w();
                 }
                 advance_load();
             }
         }
-        if constexpr (!Config::kAsync) {
-            if (ptx::elect_one()) ptx::prefetch_tensor_map(args.x);
+        if constexpr (!kAsync<Config>) {
+            if (ptx::elect_one()) ptx::prefetch_tensormap(args.x);
         }
         if constexpr (Config::kEscapes) load_heads(heads);
-        if constexpr (Config::kPdl && !kItems) ptx::grid_dependency_wait();
+        if constexpr (Config::kPdl && !kItems) ptx::griddepcontrol_wait();
 #pragma unroll
         for (u32 s = 0; s < Config::kStages; ++s) {
             if (columns[s] != kNoColumn) {
                 if (issues()) load_x(s, columns[s]);
             }
             // The first group has the weights of all slots: they were asked for before X could be.
-            if constexpr (Config::kAsync) ptx::async_commit_group();
+            if constexpr (kAsync<Config>) ptx::cp_async_commit_group();
         }
     }
 
@@ -404,7 +382,7 @@ struct Kernel {
         for (u32 b = 0; b < Config::kRowBlocks; ++b) {
             const u32 block = first + b;
             const u64 tile = u64(block / packed::kTileBlocks) * args.tile_cols + column;
-            heads.words[b] = b < count ? ptx::load_global_nc(args.escape_heads + tile * packed::kTileBlocks + block % packed::kTileBlocks) : 0;
+            heads.words[b] = b < count ? ptx::ld_global_nc(args.escape_heads + tile * packed::kTileBlocks + block % packed::kTileBlocks) : 0;
         }
     }
     // Apart from the load, so that the words travel while the warp does other things. Lists are rare and far away: have
@@ -427,7 +405,7 @@ struct Kernel {
 #pragma unroll
             for (u32 half = 0; half < kSteps / 2; ++half) {
                 const u32 row = f * kBatchFragment + lane % 8, chunk = half * 4 + lane / 8;
-                const U32x4 v = ptx::load_matrix_x4(x_slot(slot) + smem::Bf16Tile<Config::kBatchTile>::offset(row, chunk));
+                const U32x4 v = ptx::ldmatrix_x4(x_slot(slot) + smem::Bf16Tile<Config::kBatchTile>::offset(row, chunk));
                 x[f][2 * half][0] = v.x;
                 x[f][2 * half][1] = v.y;
                 x[f][2 * half + 1][0] = v.z;
@@ -450,7 +428,7 @@ struct Kernel {
                 }
             }
         }
-        wait_for_slot();
+        slots.wait(slot, parity);
         u32 x[kFragments][kSteps][2];
         load_x_fragments(x);
 #pragma unroll
@@ -464,7 +442,7 @@ struct Kernel {
             if (first + kChains >= Config::kRowBlocks) {
                 // The slot's loads have been issued, but nothing has needed their values yet: they may still be in
                 // flight.
-                release_slot();
+                slots.release();
                 load_next();
             }
             if constexpr (kPatch) {
@@ -475,7 +453,7 @@ struct Kernel {
                     packed::apply_records(operands[c], records[first + c], head, args.escapes, args.escape_words, lane);
                 }
             }
-            if constexpr (Config::kDumpOperands) {
+            if constexpr (Config::kDump) {
 #pragma unroll
                 for (u32 c = 0; c < kChains; ++c) {
                     if (first + c < task_blocks(task)) dump(operands[c], task_first(task) + first + c);
@@ -510,7 +488,7 @@ struct Kernel {
         const u64 tile = u64(block / packed::kTileBlocks) * args.tile_cols + index % args.tile_cols;
         u32* out = reinterpret_cast<u32*>(args.workspace) + (tile * packed::kTileBlocks + block % packed::kTileBlocks) * (kSteps * 4 * 32) + lane;
 #pragma unroll
-        for (u32 r = 0; r < kSteps * 4; ++r) ptx::store_global(out + r * 32, operands.p[r]);
+        for (u32 r = 0; r < kSteps * 4; ++r) ptx::st_global(out + r * 32, operands.p[r]);
     }
 
     // ---- reduce ----------------------------------------------------------------------------------------------------
@@ -520,8 +498,8 @@ struct Kernel {
 
     UW_DEVICE void meet() const {
         if constexpr (Config::kCluster > 1) {
-            ptx::cluster_arrive();
-            ptx::cluster_wait();
+            ptx::barrier_cluster_arrive();
+            ptx::barrier_cluster_wait();
         } else {
             ptx::sync_block();
         }
@@ -547,7 +525,7 @@ struct Kernel {
             for (u32 b = 0; b < Config::kRowBlocks; ++b) {
 #pragma unroll
                 for (u32 i = 0; i < 4; ++i) {
-                    ptx::store_shared(own + sum_offset(f * kBatchFragment + 2 * t + i % 2, b * packed::kBlockRows + g + i / 2 * 8),
+                    ptx::st_shared(own + sum_offset(f * kBatchFragment + 2 * t + i % 2, b * packed::kBlockRows + g + i / 2 * 8),
                                       ptx::bits_from_float(sums[b][f][i]));
                 }
             }
@@ -556,14 +534,14 @@ struct Kernel {
         // Block `rank` of the cluster owns its share of the rows of Y^T, the last ones fewer; a unit is two of them for
         // one batch row.
         constexpr u32 kPairs = (kOutRows + 2 * Config::kCluster - 1) / (2 * Config::kCluster), kShare = 2 * kPairs;
-        const u32 rank = Config::kCluster > 1 ? ptx::cluster_rank() : 0;
+        const u32 rank = Config::kCluster > 1 ? ptx::cluster_ctarank() : 0;
         const u32 rows = task_blocks(task) * kBlockOut;
         const u32 first_row = (task_first(task) - (kItems ? share.skipped : 0)) * kBlockOut;
         for (u32 unit = warp * 32 + lane; unit < valid * kPairs; unit += kThreads<Config>) {
             const u32 b = unit / kPairs, r = rank * kShare + unit % kPairs * 2;
             if (r >= rows) continue;
             float low, high;
-            if constexpr (Config::kSiluMul) {
+            if constexpr (kSiluMul<Config>) {
                 const u32 gate = r / kBlockOut * packed::kBlockRows + r % kBlockOut;
                 float up_low, up_high;
                 total(b, gate, low, high);
@@ -574,17 +552,17 @@ struct Kernel {
                 total(b, r, low, high);
             }
             u16* y = static_cast<u16*>(args.y) + y_row(b) * (args.n / packed::kBlockRows * kBlockOut) + first_row + r;
-            if constexpr (Config::kStoreAdd) {
-                const u32 old = ptx::load_global(y);
+            if constexpr (kStoreAdd<Config>) {
+                const u32 old = ptx::ld_global(y);
                 low += ptx::float_from_bits(old << 16);
                 high += ptx::float_from_bits(old & 0xffff0000u);
             }
-            ptx::store_global(y, ptx::pack_bf16x2(low, high));
+            ptx::st_global(y, ptx::pack_bf16x2(low, high));
         }
     }
     // The row of Y that is batch row b.
     UW_DEVICE u64 y_row(u32 b) const {
-        if constexpr (kItems) return ptx::load_global(args.pairs + share.batch + b);
+        if constexpr (kItems) return ptx::ld_global(args.pairs + share.batch + b);
         else return share.batch + b;
     }
     // The sums of all warps of the cluster for batch row b, rows r and r + 1 of the task, scaled.
@@ -592,14 +570,14 @@ struct Kernel {
         const u32 offset = shared + S::kSums + sum_offset(b, r);
         low = high = 0.0f;
         // Of a gate and of its up at once, the loads of more than 16 warps do not fit the registers.
-        constexpr u32 kAtOnce = Config::kSiluMul && kKWarps > 16 ? 1 : Config::kCluster;
+        constexpr u32 kAtOnce = kSiluMul<Config> && kKWarps > 16 ? 1 : Config::kCluster;
 #pragma unroll kAtOnce
         for (u32 c = 0; c < Config::kCluster; ++c) {
-            const u32 address = Config::kCluster > 1 ? ptx::map_shared_rank(offset, c) : offset;
+            const u32 address = Config::kCluster > 1 ? ptx::mapa(offset, c) : offset;
 #pragma unroll
             for (u32 w = 0; w < Config::kWarps; ++w) {
                 const u32 from = address + w * S::kSumPitchBytes;
-                const U32x2 v = Config::kCluster > 1 ? ptx::load_cluster_x2(from) : ptx::load_shared_x2(from);
+                const U32x2 v = Config::kCluster > 1 ? ptx::ld_shared_cluster_x2(from) : ptx::ld_shared_x2(from);
                 low += ptx::float_from_bits(v.x);
                 high += ptx::float_from_bits(v.y);
             }

@@ -78,25 +78,26 @@
 
 namespace uw::gemm_recon {
 
-template <class Config, u32 kSplits = 1, bool kWeightRows = Config::kNTiles == 2>
+template <class Config, bool kWeightRows = Config::kNTiles == 2>
 struct Shape {
     using Smem = batch_rows::Smem<Config>;
-    using Kernel = batch_rows::Kernel<Config, kSplits>;
+    using Kernel = batch_rows::Kernel<Config, Config::kSplits>;
 };
 template <class Config>
-struct Shape<Config, 1, true> {
+struct Shape<Config, true> {
+    static_assert(Config::kSplits == 1, "splits are of one tile");
     using Smem = weight_rows::Smem<Config>;
     using Kernel = weight_rows::Kernel<Config>;
 };
 
 template <class Config>
 using Smem = typename Shape<Config>::Smem;
-template <class Config, u32 kSplits = 1>
-using Kernel = typename Shape<Config, kSplits>::Kernel;
+template <class Config>
+using Kernel = typename Shape<Config>::Kernel;
 
-template <class Config, u32 kSplits = 1>
+template <class Config>
 UW_DEVICE void run(const GemmReconArgs& args) {
-    pipeline::run<Kernel<Config, kSplits>>(args);
+    pipeline::run<Kernel<Config>>(args);
 }
 
 }  // namespace uw::gemm_recon

@@ -28,6 +28,9 @@ constexpr u32 kColumnsMax = 16384;
 constexpr u32 kChunk = 8;
 
 template <class Config>
+constexpr u32 kThreads = Config::kThreads;
+
+template <class Config>
 struct Smem {
     static constexpr u32 kSums = 0;
     static constexpr u32 kBytes = kSums + Config::kThreads / 32 * 4;
@@ -54,12 +57,12 @@ UW_DEVICE float block_sum(float sum) {
         sum = ptx::add(sum, ptx::float_from_bits(ptx::shuffle_xor(ptx::bits_from_float(sum), distance)));
     }
     const u32 thread = ptx::thread_index();
-    if (thread % 32 == 0) ptx::store_shared(sums + thread / 32 * 4, ptx::bits_from_float(sum));
+    if (thread % 32 == 0) ptx::st_shared(sums + thread / 32 * 4, ptx::bits_from_float(sum));
     ptx::sync_block();  // every warp's sum is there
     sum = 0;
 #pragma unroll
     for (u32 warp = 0; warp < Config::kThreads / 32; ++warp) {
-        sum = ptx::add(sum, ptx::float_from_bits(ptx::load_shared(sums + warp * 4)));
+        sum = ptx::add(sum, ptx::float_from_bits(ptx::ld_shared(sums + warp * 4)));
     }
     return sum;
 }
@@ -69,25 +72,25 @@ UW_DEVICE void run(const NormArgs& args) {
     constexpr u32 kPieces = kColumnsMax / (Config::kThreads * kChunk);
     static_assert(kPieces * Config::kThreads * kChunk == kColumnsMax, "threads divide the columns");
     const u32 thread = ptx::thread_index(), row = ptx::block_index(), chunks = args.d / kChunk;
-    if constexpr (Config::kPdl) ptx::grid_launch_dependents();
+    if constexpr (Config::kPdl) ptx::griddepcontrol_launch_dependents();
 
     U32x4 gamma[kPieces], x[kPieces];
 #pragma unroll
     for (u32 i = 0; i < kPieces; ++i) {
         const u32 chunk = thread + i * Config::kThreads;
-        if (chunk < chunks) gamma[i] = ptx::load_global_nc_x4(args.gamma + chunk * kChunk);
+        if (chunk < chunks) gamma[i] = ptx::ld_global_nc_x4(args.gamma + chunk * kChunk);
     }
-    if constexpr (Config::kPdl) ptx::grid_dependency_wait();
+    if constexpr (Config::kPdl) ptx::griddepcontrol_wait();
 
     u32 source = row;
     u16* const y = args.y + row * args.y_pitch;
     if (args.rows != nullptr) {
-        source = ptx::load_global(args.rows + row);
+        source = ptx::ld_global(args.rows + row);
         if (source >= args.source_rows) {
             for (u32 chunk = thread; chunk < chunks; chunk += Config::kThreads) {
-                ptx::store_global_x4(y + chunk * kChunk, {0, 0, 0, 0});
+                ptx::st_global_x4(y + chunk * kChunk, {0, 0, 0, 0});
             }
-            if (thread == 0) ptx::store_global(args.fault, row + 1);
+            if (thread == 0) ptx::st_global(args.fault, row + 1);
             return;
         }
     }
@@ -96,7 +99,7 @@ UW_DEVICE void run(const NormArgs& args) {
 #pragma unroll
     for (u32 i = 0; i < kPieces; ++i) {
         const u32 chunk = thread + i * Config::kThreads;
-        if (chunk < chunks) x[i] = ptx::load_global_x4(from + chunk * kChunk);
+        if (chunk < chunks) x[i] = ptx::ld_global_x4(from + chunk * kChunk);
     }
 #pragma unroll
     for (u32 i = 0; i < kPieces; ++i) {
@@ -106,7 +109,7 @@ UW_DEVICE void run(const NormArgs& args) {
 #pragma unroll
     for (u32 i = 0; i < kPieces; ++i) {
         const u32 chunk = thread + i * Config::kThreads;
-        if (chunk < chunks) ptx::store_global_x4(y + chunk * kChunk, scale(x[i], gamma[i], factor));
+        if (chunk < chunks) ptx::st_global_x4(y + chunk * kChunk, scale(x[i], gamma[i], factor));
     }
 }
 

@@ -28,6 +28,7 @@
 //          it.
 #pragma once
 
+#include "unweight/axes.cuh"
 #include "unweight/form/escapes.cuh"
 #include "unweight/form/packed.cuh"
 #include "unweight/form/row_block.cuh"
@@ -40,10 +41,17 @@ namespace uw::repack {
 using packed::kFree, packed::kInexact, packed::kOperandExponent, packed::Operands, packed::pair_of_exponents;
 using row_block::Place;
 
-constexpr u32 kThreads = 256, kWarps = kThreads / 32;
-constexpr u32 kPackThreads = kThreads, kPackSmemBytes = 0;
-constexpr u32 kListsThreads = kThreads, kListsSmemBytes = kWarps * 8;
-constexpr u32 kUnpackThreads = kThreads, kUnpackSmemBytes = 0;
+constexpr u32 kBlockThreads = 256, kWarps = kBlockThreads / 32;
+template <class Config>
+constexpr u32 kThreads = kBlockThreads;
+
+// Offsets of the sections in dynamic shared memory, and their sum.
+template <class Config>
+struct Smem {
+    static constexpr u32 kSums = 0;
+    static constexpr u32 kBytes = Config::kStage == RepackStage::kLists ? kWarps * 8 : 0;
+};
+
 constexpr u32 kListBlocks = 8;  // row blocks of a warp of lists: few, since one list after the other is written
 constexpr u32 kGroupBlocks = kWarps * kListBlocks;
 
@@ -103,7 +111,7 @@ UW_DEVICE void store_head(const Args& args, const Place& place, u32 block, Opera
 #pragma unroll
     for (u32 i = 0; i < 16; ++i) outside |= container.p[i] & kFree;
     if (ptx::warp_ballot(outside != 0) == 0) {
-        if (place.lane == 0) ptx::store_global(args.escape_heads + block, 0);
+        if (place.lane == 0) ptx::st_global(args.escape_heads + block, 0);
         return;
     }
     const u32 mask = escape_mask(container);
@@ -118,15 +126,15 @@ UW_DEVICE void store_head(const Args& args, const Place& place, u32 block, Opera
         const u32 element = ptx::find_first_set(left) - 1;
         const u64 at = place.element(args, element);
         const u32 operand = operand_of(args, weight_of(element));
-        if (operand & kInexact) ptx::reduce_max_global_u64(args.inexact, ~at);
+        if (operand & kInexact) ptx::red_max_global_u64(args.inexact, ~at);
         record = (operand & 0xffff) | place_of(element, place.lane);
     }
     const u32 own = ptx::popcount(mask), count = warp_sum(own);
     if (count == 1) {
-        if (own == 1) ptx::store_global(args.escape_heads + block, kOneHead | record);
+        if (own == 1) ptx::st_global(args.escape_heads + block, kOneHead | record);
     } else if (place.lane == 0) {
-        ptx::store_global(args.escape_heads + block, packed::kListHead | count);
-        ptx::reduce_add_global(args.group_words + block / kGroupBlocks, 1 + count);
+        ptx::st_global(args.escape_heads + block, packed::kListHead | count);
+        ptx::red_add_global(args.group_words + block / kGroupBlocks, 1 + count);
     }
 }
 
@@ -143,7 +151,7 @@ UW_DEVICE void store_container(const Args& args, const Place& place, u32 block, 
     u8* to = args.packed + static_cast<u64>(block) * packed::kBlockBytes + place.lane * 16;
 #pragma unroll
     for (u32 j = 0; j < 3; ++j) {
-        ptx::store_global_x4(to + j * packed::kGroupBytes, U32x4{words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]});
+        ptx::st_global_x4(to + j * packed::kGroupBytes, U32x4{words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]});
     }
 }
 
@@ -153,7 +161,7 @@ UW_DEVICE void pack(const RepackArgs& args) {
     const Place place(args, block, lane);
     Operands container = contain(row_block::load(args, place), pair_of_exponents(args.base));
     // Weights of escapes are read again: an index would push the registers to memory.
-    store_head(args, place, block, container, [&](u32 element) { return ptx::load_global_nc_u16(args.weights + place.element(args, element)); });
+    store_head(args, place, block, container, [&](u32 element) { return ptx::ld_global_nc_u16(args.weights + place.element(args, element)); });
     store_container(args, place, block, container);
 }
 
@@ -173,16 +181,16 @@ UW_DEVICE void write_list(const Args& args, const Place& place, const Operands& 
         const bool low = mask >> 2 * i & 1, high = mask >> 2 * i & 2;
         const u32 lows = ptx::warp_ballot(low), highs = ptx::warp_ballot(high);
         const u32 own = next + ptx::popcount(lows & below) + ptx::popcount(highs & below);
-        if (low && own < room) ptx::store_global(list + own, (weights.p[i] & 0xffff) | place_of(2 * i, place.lane));
-        if (high && own + low < room) ptx::store_global(list + own + low, weights.p[i] >> 16 | place_of(2 * i + 1, place.lane));
+        if (low && own < room) ptx::st_global(list + own, (weights.p[i] & 0xffff) | place_of(2 * i, place.lane));
+        if (high && own + low < room) ptx::st_global(list + own + low, weights.p[i] >> 16 | place_of(2 * i + 1, place.lane));
         next += ptx::popcount(lows) + ptx::popcount(highs);
     }
     ptx::sync_warp();
     for (u32 i = 1 + place.lane; i < next && i < room; i += 32) {
-        const u32 record = ptx::load_global(list + i);
-        ptx::store_global(list + i, (record & ~0xffffu) | (operand_of(args, record & 0xffff) & 0xffff));
+        const u32 record = ptx::ld_global(list + i);
+        ptx::st_global(list + i, (record & ~0xffffu) | (operand_of(args, record & 0xffff) & 0xffff));
     }
-    if (place.lane == 0 && room != 0) ptx::store_global(list, next - 1);
+    if (place.lane == 0 && room != 0) ptx::st_global(list, next - 1);
 }
 
 // `smem`: shared address of 8 warps x {words of its row blocks, words before the group}. `weights_of(place, block)`: a
@@ -191,12 +199,12 @@ template <class Args, class WeightsOf>
 UW_DEVICE void lists(const Args& args, u32 smem, WeightsOf weights_of) {
     const u32 thread = ptx::thread_index(), lane = thread % 32, warp = ptx::uniform_warp_index(), group = ptx::block_index();
     const u32 first = group * kGroupBlocks + warp * kListBlocks, block = first + lane;  // of the first lanes
-    if (ptx::load_global(args.group_words + group) == 0) return;
+    if (ptx::ld_global(args.group_words + group) == 0) return;
 
     u32 before = 0;
 #pragma unroll 1
-    for (u32 other = thread; other < group; other += kThreads) before += ptx::load_global(args.group_words + other);
-    const u32 head = lane < kListBlocks && block < row_blocks(args) ? ptx::load_global(args.escape_heads + block) : 0;
+    for (u32 other = thread; other < group; other += kBlockThreads) before += ptx::ld_global(args.group_words + other);
+    const u32 head = lane < kListBlocks && block < row_blocks(args) ? ptx::ld_global(args.escape_heads + block) : 0;
     const u32 words = head & packed::kListHead ? (head & ~packed::kListHead) + 1 : 0;
     u32 sum = words;
 #pragma unroll
@@ -205,14 +213,14 @@ UW_DEVICE void lists(const Args& args, u32 smem, WeightsOf weights_of) {
         sum += lane >= delta ? lower : 0;
     }
     before = warp_sum(before);
-    if (lane == 31) ptx::store_shared_x2(smem + warp * 8, {sum, before});
+    if (lane == 31) ptx::st_shared_x2(smem + warp * 8, {sum, before});
     ptx::sync_block();
     u32 at = sum - words;
     for (u32 i = 0; i < kWarps; ++i) {
-        const U32x2 other = ptx::load_shared_x2(smem + i * 8);
+        const U32x2 other = ptx::ld_shared_x2(smem + i * 8);
         at += (i < warp ? other.x : 0) + other.y;
     }
-    if (words != 0) ptx::store_global(args.escape_heads + block, packed::kListHead | at);
+    if (words != 0) ptx::st_global(args.escape_heads + block, packed::kListHead | at);
     for (u32 left = ptx::warp_ballot(words != 0); left != 0; left &= left - 1) {
         const u32 owner = ptx::find_first_set(left) - 1;
         const Place place(args, first + owner, lane);
@@ -237,7 +245,7 @@ UW_DEVICE void unpack_escapes(const RepackArgs& args, u32 head, u32 lane, Operan
         u32 record = ptx::shuffle(records, i % 32);
         if (i >= 32) {
             if (i >= args.escape_words - index) return;
-            record = ptx::load_global_nc(args.escapes + index + i);
+            record = ptx::ld_global_nc(args.escapes + index + i);
         }
         packed::patch(weights, packed::record_of_weight(record, args.base), lane);
     }
@@ -248,11 +256,11 @@ UW_DEVICE void unpack(const RepackArgs& args) {
     const u32 bases = pair_of_exponents(args.base);
     if (block >= row_blocks(args)) return;
     const u8* from = args.packed + static_cast<u64>(block) * packed::kBlockBytes + lane * 16;
-    const u32 head = ptx::load_global_nc(args.escape_heads + block);
+    const u32 head = ptx::ld_global_nc(args.escape_heads + block);
     u32 words[12];
 #pragma unroll
     for (u32 j = 0; j < 3; ++j) {
-        const U32x4 v = ptx::load_global_nc_x4(from + j * packed::kGroupBytes);
+        const U32x4 v = ptx::ld_global_nc_x4(from + j * packed::kGroupBytes);
         words[4 * j + 0] = v.x;
         words[4 * j + 1] = v.y;
         words[4 * j + 2] = v.z;
@@ -261,6 +269,18 @@ UW_DEVICE void unpack(const RepackArgs& args) {
     Operands weights = packed::weights_of(words, bases);
     if (head != 0) unpack_escapes(args, head, lane, weights);
     row_block::store(args, Place(args, block, lane), weights);
+}
+
+// ---- the stage that Config names
+template <class Config>
+UW_DEVICE void run(const RepackArgs& args) {
+    if constexpr (Config::kStage == RepackStage::kPack) {
+        pack(args);
+    } else if constexpr (Config::kStage == RepackStage::kLists) {
+        lists(args);
+    } else {
+        unpack(args);
+    }
 }
 
 }  // namespace uw::repack

@@ -26,8 +26,14 @@
 
 namespace uw::rope {
 
-constexpr u32 kWarps = 8, kThreads = kWarps * 32;
-constexpr u32 kSmemBytes = 0;
+constexpr u32 kWarps = 8;
+template <class Config>
+constexpr u32 kThreads = kWarps * 32;
+
+template <class Config>
+struct Smem {
+    static constexpr u32 kBytes = 0;
+};
 
 template <class Config>
 struct Head {
@@ -55,8 +61,8 @@ struct Head {
         Words words;
 #pragma unroll
         for (u32 i = 0; i < kPieces; ++i) {
-            words.first[i] = has(i) ? ptx::load_global_nc(from + first(i) * 2) : 0;
-            words.second[i] = has(i) ? ptx::load_global_nc(from + second(i) * 2) : 0;
+            words.first[i] = has(i) ? ptx::ld_global_nc(from + first(i) * 2) : 0;
+            words.second[i] = has(i) ? ptx::ld_global_nc(from + second(i) * 2) : 0;
         }
         return words;
     }
@@ -65,8 +71,8 @@ struct Head {
         Words words;
 #pragma unroll
         for (u32 i = 0; i < kPieces; ++i) {
-            words.first[i] = has(i) ? ptx::load_global(from + first(i) * 2) : 0;
-            words.second[i] = has(i) ? ptx::load_global(from + second(i) * 2) : 0;
+            words.first[i] = has(i) ? ptx::ld_global(from + first(i) * 2) : 0;
+            words.second[i] = has(i) ? ptx::ld_global(from + second(i) * 2) : 0;
         }
         return words;
     }
@@ -108,8 +114,8 @@ struct Head {
 #pragma unroll
         for (u32 i = 0; i < kPieces; ++i) {
             if (!has(i)) continue;
-            ptx::store_global(to + first(i) * 2, x.first[i]);
-            ptx::store_global(to + second(i) * 2, x.second[i]);
+            ptx::st_global(to + first(i) * 2, x.first[i]);
+            ptx::st_global(to + second(i) * 2, x.second[i]);
         }
     }
     // To a token of K or V of one head in a page.
@@ -120,8 +126,8 @@ struct Head {
 #pragma unroll
         for (u32 i = 0; i < kPieces; ++i) {
             if (!has(i)) continue;
-            ptx::store_global(place(first(i)), x.first[i]);
-            ptx::store_global(place(second(i)), x.second[i]);
+            ptx::st_global(place(first(i)), x.first[i]);
+            ptx::st_global(place(second(i)), x.second[i]);
         }
     }
 };
@@ -129,7 +135,7 @@ struct Head {
 template <class Config>
 UW_DEVICE void run(const RopeArgs& args) {
     using Words = typename Head<Config>::Words;
-    if constexpr (Config::kPdl) ptx::grid_launch_dependents();
+    if constexpr (Config::kPdl) ptx::griddepcontrol_launch_dependents();
     const Head<Config> own(args);
     const u32 row = ptx::block_index(), position = args.start + row, warp = ptx::uniform_warp_index();
 
@@ -138,17 +144,17 @@ UW_DEVICE void run(const RopeArgs& args) {
 #pragma unroll
     for (u32 i = 0; i < Head<Config>::kPieces; ++i) {
         const bool turned = own.pair(i) < own.turned;
-        angles.first[i] = turned ? ptx::load_global_nc(args.cosines + at + own.pair(i) * 2) : 0;
-        angles.second[i] = turned ? ptx::load_global_nc(args.sines + at + own.pair(i) * 2) : 0;
+        angles.first[i] = turned ? ptx::ld_global_nc(args.cosines + at + own.pair(i) * 2) : 0;
+        angles.second[i] = turned ? ptx::ld_global_nc(args.sines + at + own.pair(i) * 2) : 0;
     }
     Words q_gamma{}, k_gamma{};
     if (args.q_norm != nullptr) q_gamma = own.constants(args.q_norm);
     if (args.k_norm != nullptr) k_gamma = own.constants(args.k_norm);
-    const u32 page = ptx::load_global_nc(args.pages + position / kv::kPageTokens), token = position % kv::kPageTokens;
+    const u32 page = ptx::ld_global_nc(args.pages + position / kv::kPageTokens), token = position % kv::kPageTokens;
     const bool paged = page < args.cache_pages;
-    if constexpr (Config::kPdl) ptx::grid_dependency_wait();
+    if constexpr (Config::kPdl) ptx::griddepcontrol_wait();
 
-    if (!paged && ptx::thread_index() == 0) ptx::store_global(args.fault, row + 1);
+    if (!paged && ptx::thread_index() == 0) ptx::st_global(args.fault, row + 1);
     const u32 keys = args.heads + args.kv_heads;
     for (u32 head = warp; head < keys + args.kv_heads; head += kWarps) {
         u16* const at_head = args.qkv + row * args.pitch + head * Config::kHeadDim;

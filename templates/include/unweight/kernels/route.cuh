@@ -28,6 +28,7 @@
 #pragma once
 
 #include "unweight/activation/element.cuh"
+#include "unweight/axes.cuh"
 #include "unweight/ptx/barrier.cuh"
 #include "unweight/ptx/control.cuh"
 #include "unweight/ptx/memory.cuh"
@@ -38,21 +39,32 @@ constexpr u32 kExpertsMax = 512;
 constexpr u32 kTopKMax = 32;  // a lane keeps a place
 constexpr u32 kChunk = 8;     // columns of a thread of combine
 
-constexpr u32 kTopkThreads = 256, kTopkSmemBytes = 0;
+constexpr u32 kTopkThreads = 256;
 constexpr u32 kSortThreads = 1024, kSortWarps = kSortThreads / 32;
-constexpr u32 kCombineThreads = 128, kCombineSmemBytes = 0;
+constexpr u32 kCombineThreads = 128;
 
 // Shared memory of sort: counts u32 [warp][expert], first entries u32 [expert], sums of warps u32 [warp][2].
 constexpr u32 kCountPitch = kExpertsMax * 4;
 constexpr u32 kFirsts = kSortWarps * kCountPitch;
 constexpr u32 kWarpSums = kFirsts + kExpertsMax * 4;
-constexpr u32 kSortSmemBytes = kWarpSums + kSortWarps * 8;
+
+template <class Config>
+constexpr u32 kThreads = Config::kStage == RouteStage::kTopk ? kTopkThreads : Config::kStage == RouteStage::kSort ? kSortThreads : kCombineThreads;
+
+// Offsets of the sections in dynamic shared memory, and their sum.
+template <class Config>
+struct Smem {
+    static constexpr u32 kCounts = 0;
+    static constexpr u32 kFirsts = route::kFirsts;
+    static constexpr u32 kWarpSums = route::kWarpSums;
+    static constexpr u32 kBytes = Config::kStage == RouteStage::kSort ? kWarpSums + kSortWarps * 8 : 0;
+};
 
 template <bool kPdl>
 UW_DEVICE void start() {
     if constexpr (kPdl) {
-        ptx::grid_launch_dependents();
-        ptx::grid_dependency_wait();
+        ptx::griddepcontrol_launch_dependents();
+        ptx::griddepcontrol_wait();
     }
 }
 
@@ -75,7 +87,7 @@ UW_DEVICE void topk(const RouteArgs& args) {
         const u32 expert = i * 32 + lane;
         if (expert < args.experts) {
             // A NaN is not larger than -inf.
-            values[i] = ptx::maximum(ptx::float_from_bits(ptx::load_global_u16(logits + expert) << 16), none);
+            values[i] = ptx::maximum(ptx::float_from_bits(ptx::ld_global_u16(logits + expert) << 16), none);
             left |= 1u << i;
         }
         largest = ptx::maximum(largest, values[i]);
@@ -130,8 +142,8 @@ UW_DEVICE void topk(const RouteArgs& args) {
     if (args.normalized != 0) weight = ptx::div(weight, chosen);
     if (args.rounded != 0) weight = activation::low_of(ptx::pack_bf16x2(weight, weight));
     const u64 pair = u64(token) * args.top_k + lane;
-    ptx::store_global(args.ids + pair, id);
-    ptx::store_global(args.weights + pair, ptx::bits_from_float(weight));
+    ptx::st_global(args.ids + pair, id);
+    ptx::st_global(args.weights + pair, ptx::bits_from_float(weight));
 }
 
 // ---- sort ----------------------------------------------------------------------------------------------------------
@@ -141,7 +153,7 @@ struct Step {
     bool counts, leads;
 
     UW_DEVICE Step(const RouteArgs& args, u32 at, u32 end, u32 lane) {
-        expert = at + lane < end ? ptx::load_global(args.ids + at + lane) : ~0u;
+        expert = at + lane < end ? ptx::ld_global(args.ids + at + lane) : ~0u;
         counts = expert < args.experts;
         peers = ptx::match_any(expert);
         before = ptx::popcount(peers & ((1u << lane) - 1));
@@ -159,13 +171,13 @@ UW_DEVICE void sort(const RouteArgs& args) {
     const u32 pairs = args.tokens * args.top_k, run = (pairs + kSortThreads - 1) / kSortThreads * 32;
     const u32 begin = warp * run < pairs ? warp * run : pairs, end = pairs - begin < run ? pairs : begin + run;
 
-    for (u32 e = lane; e < args.experts; e += 32) ptx::store_shared(counts + e * 4, 0);
+    for (u32 e = lane; e < args.experts; e += 32) ptx::st_shared(counts + e * 4, 0);
     ptx::sync_warp();  // the zeros of all lanes, before any lane counts
     for (u32 at = begin; at < end; at += 32) {
         const Step step(args, at, end, lane);
         if (step.leads) {
             const u32 address = counts + step.expert * 4;
-            ptx::store_shared(address, ptx::load_shared(address) + ptx::popcount(step.peers));
+            ptx::st_shared(address, ptx::ld_shared(address) + ptx::popcount(step.peers));
         }
         ptx::sync_warp();  // this step's counts, before another lane counts the same expert in the next
     }
@@ -175,8 +187,8 @@ UW_DEVICE void sort(const RouteArgs& args) {
     u32 total = 0;
     if (thread < args.experts) {
         for (u32 w = 0; w < kSortWarps; ++w) {
-            const u32 address = shared + w * kCountPitch + thread * 4, count = ptx::load_shared(address);
-            ptx::store_shared(address, total);
+            const u32 address = shared + w * kCountPitch + thread * 4, count = ptx::ld_shared(address);
+            ptx::st_shared(address, total);
             total += count;
         }
     }
@@ -191,14 +203,14 @@ UW_DEVICE void sort(const RouteArgs& args) {
             items_to += items_before;
         }
     }
-    if (lane == 31) ptx::store_shared_x2(warp_sums + warp * 8, U32x2{entries_to, items_to});
+    if (lane == 31) ptx::st_shared_x2(warp_sums + warp * 8, U32x2{entries_to, items_to});
     ptx::sync_block();  // the sums of all warps, before anybody adds up those before its own
     u32 all_items = 0;
 #if __CUDA_ARCH__ >= 1000
 #pragma unroll 4  // all 32 at once spill there
 #endif
     for (u32 w = 0; w < kSortWarps; ++w) {
-        const U32x2 sums = ptx::load_shared_x2(warp_sums + w * 8);
+        const U32x2 sums = ptx::ld_shared_x2(warp_sums + w * 8);
         if (w < warp) {
             entries_to += sums.x;
             items_to += sums.y;
@@ -206,14 +218,14 @@ UW_DEVICE void sort(const RouteArgs& args) {
         all_items += sums.y;
     }
     const u32 first = entries_to - total, first_item = items_to - items;
-    if (thread < args.experts) ptx::store_shared(firsts + thread * 4, first);
+    if (thread < args.experts) ptx::st_shared(firsts + thread * 4, first);
     for (u32 i = 0; i < items && first_item + i < args.items_max; ++i) {
         const u32 done = i * args.item_rows, more = total - done;
         const U32x4 item{thread, first + done, more < args.item_rows ? more : args.item_rows, 0};
-        ptx::store_global_x4(args.items + u64(first_item + i) * 4, item);
+        ptx::st_global_x4(args.items + u64(first_item + i) * 4, item);
     }
     for (u32 i = all_items + thread; i < args.items_max; i += kSortThreads) {
-        ptx::store_global_x4(args.items + u64(i) * 4, U32x4{0, 0, 0, 0});
+        ptx::st_global_x4(args.items + u64(i) * 4, U32x4{0, 0, 0, 0});
     }
     ptx::sync_block();  // first entries, and counts that are places now, before warps place their pairs
 
@@ -222,11 +234,11 @@ UW_DEVICE void sort(const RouteArgs& args) {
         const u32 address = counts + step.expert * 4;
         u32 place = 0;
         if (step.counts) {
-            place = ptx::load_shared(address);
-            ptx::store_global(args.pairs + ptx::load_shared(firsts + step.expert * 4) + place + step.before, at + lane);
+            place = ptx::ld_shared(address);
+            ptx::st_global(args.pairs + ptx::ld_shared(firsts + step.expert * 4) + place + step.before, at + lane);
         }
         ptx::sync_warp();  // all lanes have read their places, before a leader moves on
-        if (step.leads) ptx::store_shared(address, place + ptx::popcount(step.peers));
+        if (step.leads) ptx::st_shared(address, place + ptx::popcount(step.peers));
         ptx::sync_warp();  // and has moved on, before the next step reads
     }
 }
@@ -250,14 +262,26 @@ UW_DEVICE void combine(const RouteArgs& args) {
     float sums[kChunk] = {};
     for (u32 place = 0; place < args.top_k; ++place) {
         const u64 pair = u64(token) * args.top_k + place;
-        if (ptx::load_global(args.ids + pair) >= args.experts) continue;
-        const float weight = ptx::float_from_bits(ptx::load_global(args.weights + pair));
-        add_product(sums, weight, ptx::load_global_x4(args.products + pair * args.columns + column));
+        if (ptx::ld_global(args.ids + pair) >= args.experts) continue;
+        const float weight = ptx::float_from_bits(ptx::ld_global(args.weights + pair));
+        add_product(sums, weight, ptx::ld_global_x4(args.products + pair * args.columns + column));
     }
     u16* const y = args.y + token * args.y_pitch + column;
-    if (args.adds != 0) add_product(sums, 1.0f, ptx::load_global_x4(y));
-    ptx::store_global_x4(y, U32x4{ptx::pack_bf16x2(sums[0], sums[1]), ptx::pack_bf16x2(sums[2], sums[3]),
+    if (args.adds != 0) add_product(sums, 1.0f, ptx::ld_global_x4(y));
+    ptx::st_global_x4(y, U32x4{ptx::pack_bf16x2(sums[0], sums[1]), ptx::pack_bf16x2(sums[2], sums[3]),
                                   ptx::pack_bf16x2(sums[4], sums[5]), ptx::pack_bf16x2(sums[6], sums[7])});
+}
+
+// ---- the stage that Config names
+template <class Config>
+UW_DEVICE void run(const RouteArgs& args) {
+    if constexpr (Config::kStage == RouteStage::kTopk) {
+        topk<Config::kPdl>(args);
+    } else if constexpr (Config::kStage == RouteStage::kSort) {
+        sort<Config::kPdl>(args);
+    } else {
+        combine<Config::kPdl>(args);
+    }
 }
 
 }  // namespace uw::route

@@ -6,10 +6,10 @@
 //   bool kPdl      programmatic dependent launch: a row's parameters are read before griddepcontrol.wait, all else
 //                  after it
 //
-// Launch: kThreads threads, Smem::kBytes of dynamic shared memory, clusters of kCluster blocks along x, a cluster a
+// Launch: kBlockThreads threads, Sections::kBytes of dynamic shared memory, clusters of kCluster blocks along x, a cluster a
 // row. Rows of logits are 16-byte aligned.
 //
-// Roles: none. The chunks of 8 logits of a row are cut into kCluster runs, one a block, and dealt to its threads. Each
+// Roles: none. The chunks of 8 logits of a row are cut into kCluster runs, one a block, and go round its threads. Each
 // pass reads them anew: from memory once, then from L1.
 //   largest   the largest key and the lowest token that has it; of a greedy row this is the token
 //   top-k     two passes over a histogram of counts: of the upper half of the keys, then of the lower half of those in
@@ -27,7 +27,7 @@
 // Shared memory = 2 * kBins * kCopies * 4     counters: low and high words of sums, one for each lane of kCopies
 //               + 2 * kBins * 8               sums of the block by bin, for the cluster
 //               + kBins * 8                   sums of the cluster
-//               + kThreads / 32 * 8           of each warp: its best
+//               + kBlockThreads / 32 * 8           of each warp: its best
 //               + 2 * 8                       the block's best, for the cluster
 //               + 2 * 8                       bin of a threshold, and what is left to reach inside of it
 //
@@ -42,7 +42,9 @@
 
 namespace uw::sample {
 
-constexpr u32 kThreads = 1024;
+constexpr u32 kBlockThreads = 1024;
+template <class Config>
+constexpr u32 kThreads = kBlockThreads;
 constexpr u32 kVocabularyMax = 1 << 20;
 constexpr u32 kBins = 256;
 constexpr u32 kCopies = 16;
@@ -54,16 +56,18 @@ constexpr u32 kNanKey = 0, kZeroKey = 0x8000;
 constexpr float kNoiseMin = -3.125f, kNoiseMax = 22.25f;
 
 // Offsets of the sections in dynamic shared memory, and their sum.
-struct Smem {
+struct Sections {
     static constexpr u32 kLow = 0;
     static constexpr u32 kHigh = kLow + kBins * kCopies * 4;
     static constexpr u32 kSums = kHigh + kBins * kCopies * 4;
     static constexpr u32 kMerged = kSums + 2 * kBins * 8;
     static constexpr u32 kWarps = kMerged + kBins * 8;
-    static constexpr u32 kBest = kWarps + kThreads / 32 * 8;
+    static constexpr u32 kBest = kWarps + kBlockThreads / 32 * 8;
     static constexpr u32 kFound = kBest + 2 * 8;
     static constexpr u32 kBytes = kFound + 2 * 8;
 };
+template <class Config>
+using Smem = Sections;
 
 // ---- numbers: the same bits as on the host -------------------------------------------------------------------------
 // An integer that orders bf16 as numbers.
@@ -198,10 +202,10 @@ struct Kernel {
           lane(ptx::lane_index()),
           warp(ptx::uniform_warp_index()),
           row(ptx::block_index() / Config::kCluster),
-          rank(Config::kCluster > 1 ? ptx::cluster_rank() : 0) {
-        const U32x2 head = ptx::load_global_nc_x2(&a.rows[row].seed);
-        const U32x2 middle = ptx::load_global_nc_x2(&a.rows[row].temperature);
-        const U32x2 tail = ptx::load_global_nc_x2(&a.rows[row].top_p);
+          rank(Config::kCluster > 1 ? ptx::cluster_ctarank() : 0) {
+        const U32x2 head = ptx::ld_global_nc_x2(&a.rows[row].seed);
+        const U32x2 middle = ptx::ld_global_nc_x2(&a.rows[row].temperature);
+        const U32x2 tail = ptx::ld_global_nc_x2(&a.rows[row].top_p);
         seed = join(head);
         temperature = ptx::float_from_bits(middle.x);
         top_k = middle.y;
@@ -219,16 +223,16 @@ struct Kernel {
     // Calls visit(first token, words of two logits each) for each of the thread's chunks; NaN stands behind the last.
     template <class Visit>
     UW_DEVICE void each_chunk(Visit visit) const {
-        for (u32 chunk = first_chunk + thread; chunk < last_chunk; chunk += kThreads) {
+        for (u32 chunk = first_chunk + thread; chunk < last_chunk; chunk += kBlockThreads) {
             const u32 first = chunk * kChunk;
             u32 words[kChunk / 2];
             if (first + kChunk <= args.vocabulary) {
-                const U32x4 v = ptx::load_global_x4(logits + first);
+                const U32x4 v = ptx::ld_global_x4(logits + first);
                 words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
             } else {
 #pragma unroll
                 for (u32 i = 0; i < kChunk; ++i) {
-                    const u32 bits = first + i < args.vocabulary ? ptx::load_global_u16(logits + first + i) : 0x7fff;
+                    const u32 bits = first + i < args.vocabulary ? ptx::ld_global_u16(logits + first + i) : 0x7fff;
                     words[i / 2] = i % 2 ? words[i / 2] | bits << 16 : bits;
                 }
             }
@@ -250,25 +254,25 @@ struct Kernel {
     // ---- the cluster -----------------------------------------------------------------------------------------------
     UW_DEVICE void meet() const {
         if constexpr (Config::kCluster > 1) {
-            ptx::cluster_arrive();
-            ptx::cluster_wait();
+            ptx::barrier_cluster_arrive();
+            ptx::barrier_cluster_wait();
         } else {
             ptx::sync_block();
         }
     }
     UW_DEVICE static u64 load_of(u32 block, u32 address) {
-        if constexpr (Config::kCluster == 1) return join(ptx::load_shared_x2(address));
-        return join(ptx::load_cluster_x2(ptx::map_shared_rank(address, block)));
+        if constexpr (Config::kCluster == 1) return join(ptx::ld_shared_x2(address));
+        return join(ptx::ld_shared_cluster_x2(ptx::mapa(address, block)));
     }
     // The largest value of all threads of the cluster, in all of them.
     UW_DEVICE u64 cluster_largest(u64 value) {
         value = warp_largest(value);
-        if (lane == 0) ptx::store_shared_x2(shared + Smem::kWarps + warp * 8, split(value));
+        if (lane == 0) ptx::st_shared_x2(shared + Sections::kWarps + warp * 8, split(value));
         ptx::sync_block();  // every warp's best is there
-        const u32 own = shared + Smem::kBest + turn * 8;
+        const u32 own = shared + Sections::kBest + turn * 8;
         if (warp == 0) {
-            value = warp_largest(join(ptx::load_shared_x2(shared + Smem::kWarps + lane * 8)));
-            if (lane == 0) ptx::store_shared_x2(own, split(value));
+            value = warp_largest(join(ptx::ld_shared_x2(shared + Sections::kWarps + lane * 8)));
+            if (lane == 0) ptx::st_shared_x2(own, split(value));
         }
         meet();  // every block's best is there
         turn ^= 1;
@@ -283,10 +287,10 @@ struct Kernel {
     // Leaves it in kMerged of every block, by the first kBins threads.
     template <class Pick>
     UW_DEVICE void histogram(Pick pick) {
-        static_assert(kThreads == kBins * 4 && kCopies == 16, "four threads add up the copies of a bin");
+        static_assert(kBlockThreads == kBins * 4 && kCopies == 16, "four threads add up the copies of a bin");
 #pragma unroll
-        for (u32 at = thread * 16; at < 2 * kBins * kCopies * 4; at += kThreads * 16) {
-            ptx::store_shared_x4(shared + Smem::kLow + at, U32x4{0, 0, 0, 0});
+        for (u32 at = thread * 16; at < 2 * kBins * kCopies * 4; at += kBlockThreads * 16) {
+            ptx::st_shared_x4(shared + Sections::kLow + at, U32x4{0, 0, 0, 0});
         }
         ptx::sync_block();  // zeros come before sums
         const u32 copy = lane % kCopies * 4;
@@ -298,26 +302,26 @@ struct Kernel {
                 const u32 amount = pick(key_of(bits), bits, bin);
                 if (amount == 0) continue;
                 const u32 at = shared + bin * (kCopies * 4) + copy;
-                const u32 before = ptx::atomic_add_shared(at + Smem::kLow, amount);
-                if (before + amount < before) ptx::reduce_add_shared(at + Smem::kHigh, 1);
+                const u32 before = ptx::atom_add_shared(at + Sections::kLow, amount);
+                if (before + amount < before) ptx::red_add_shared(at + Sections::kHigh, 1);
             }
         });
         ptx::sync_block();  // sums are complete
-        const U32x4 low = ptx::load_shared_x4(shared + Smem::kLow + thread * 16);
-        const U32x4 high = ptx::load_shared_x4(shared + Smem::kHigh + thread * 16);
+        const U32x4 low = ptx::ld_shared_x4(shared + Sections::kLow + thread * 16);
+        const U32x4 high = ptx::ld_shared_x4(shared + Sections::kHigh + thread * 16);
         u64 sum = u64(low.x) + low.y + low.z + low.w;
         sum += (u64(high.x) + high.y + high.z + high.w) << 32;
         sum += shuffle_xor(sum, 1);
         sum += shuffle_xor(sum, 2);
-        const u32 sums = shared + Smem::kSums + turn * (kBins * 8);
-        if (thread % 4 == 0) ptx::store_shared_x2(sums + thread / 4 * 8, split(sum));
+        const u32 sums = shared + Sections::kSums + turn * (kBins * 8);
+        if (thread % 4 == 0) ptx::st_shared_x2(sums + thread / 4 * 8, split(sum));
         meet();  // every block's sums are there
         turn ^= 1;
         if (thread < kBins) {
             u64 all = 0;
 #pragma unroll
             for (u32 block = 0; block < Config::kCluster; ++block) all += load_of(block, sums + thread * 8);
-            ptx::store_shared_x2(shared + Smem::kMerged + thread * 8, split(all));
+            ptx::st_shared_x2(shared + Sections::kMerged + thread * 8, split(all));
         }
         ptx::sync_block();  // the cluster's sums are there
     }
@@ -332,7 +336,7 @@ struct Kernel {
             u64 sums[kOwn], own = 0;
 #pragma unroll
             for (u32 i = 0; i < kOwn; ++i) {
-                sums[i] = join(ptx::load_shared_x2(shared + Smem::kMerged + (kBins - 1 - lane * kOwn - i) * 8));
+                sums[i] = join(ptx::ld_shared_x2(shared + Sections::kMerged + (kBins - 1 - lane * kOwn - i) * 8));
                 own += sums[i];
             }
             u64 through = own;
@@ -345,7 +349,7 @@ struct Kernel {
             const u64 want = target_of(total);
             u64 above = through - own;
             if (want > total) {
-                if (lane == 0) ptx::store_shared_x2(shared + Smem::kFound, U32x2{~0u, 0});
+                if (lane == 0) ptx::st_shared_x2(shared + Sections::kFound, U32x2{~0u, 0});
             } else if (above < want && want <= through) {
                 u32 bin = kBins - 1 - lane * kOwn;
                 bool below = true;
@@ -354,13 +358,13 @@ struct Kernel {
                     below = below && above + sums[i] < want;
                     if (below) above += sums[i], --bin;
                 }
-                ptx::store_shared_x2(shared + Smem::kFound, U32x2{bin, 0});
-                ptx::store_shared_x2(shared + Smem::kFound + 8, split(want - above));
+                ptx::st_shared_x2(shared + Sections::kFound, U32x2{bin, 0});
+                ptx::st_shared_x2(shared + Sections::kFound + 8, split(want - above));
             }
         }
         ptx::sync_block();  // the bin is there
-        target = join(ptx::load_shared_x2(shared + Smem::kFound + 8));
-        return ptx::load_shared(shared + Smem::kFound);
+        target = join(ptx::ld_shared_x2(shared + Sections::kFound + 8));
+        return ptx::ld_shared(shared + Sections::kFound);
     }
 
     // The highest key that, with those above it and from `floor` on, has amounts of `target(total)` at least; `floor`
@@ -398,7 +402,7 @@ struct Kernel {
         });
         best = cluster_largest(best);
         largest_key = static_cast<u32>(best >> 32);
-        if (largest_key == kNanKey && thread == 0 && rank == 0) ptx::store_global(args.fault, 1 + row);
+        if (largest_key == kNanKey && thread == 0 && rank == 0) ptx::st_global(args.fault, 1 + row);
         if (largest_key == kNanKey) return ~0u;
         if (!(temperature > 0.0f)) return ~static_cast<u32>(best);
 
@@ -447,15 +451,15 @@ struct Kernel {
     }
 
     UW_DEVICE void run() {
-        if constexpr (Config::kPdl) ptx::grid_dependency_wait();
-        const u32 position = ptx::load_global(args.positions + row);
+        if constexpr (Config::kPdl) ptx::griddepcontrol_wait();
+        const u32 position = ptx::ld_global(args.positions + row);
         // The same for all blocks of a cluster: they have one row.
         if (position == kPadPosition) return;
         const u32 id = choose(position);
         // The cluster has met since all of it read the position.
         if (thread == 0 && rank == 0) {
-            ptx::store_global(args.ids + row, id);
-            ptx::store_global(args.positions + row, position + 1);
+            ptx::st_global(args.ids + row, id);
+            ptx::st_global(args.positions + row, position + 1);
         }
         // Peers may still be reading this block's best.
         if constexpr (Config::kCluster > 1) meet();
@@ -464,7 +468,7 @@ struct Kernel {
 
 template <class Config>
 UW_DEVICE void run(const SampleArgs& args) {
-    if constexpr (Config::kPdl) ptx::grid_launch_dependents();
+    if constexpr (Config::kPdl) ptx::griddepcontrol_launch_dependents();
     Kernel<Config> kernel(args, ptx::smem_address(ptx::dynamic_smem()));
     kernel.run();
 }

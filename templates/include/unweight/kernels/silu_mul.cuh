@@ -21,7 +21,14 @@
 namespace uw::silu_mul {
 
 constexpr u32 kChunk = 8;
-constexpr u32 kSmemBytes = 0;
+
+template <class Config>
+constexpr u32 kThreads = Config::kThreads;
+
+template <class Config>
+struct Smem {
+    static constexpr u32 kBytes = 0;
+};
 
 UW_DEVICE u32 silu_mul(u32 gate, u32 up) {
     using namespace activation;
@@ -32,16 +39,16 @@ UW_DEVICE u32 silu_mul(u32 gate, u32 up) {
 template <class Config>
 UW_DEVICE void run(const SiluMulArgs& args) {
     if constexpr (Config::kPdl) {
-        ptx::grid_launch_dependents();
-        ptx::grid_dependency_wait();
+        ptx::griddepcontrol_launch_dependents();
+        ptx::griddepcontrol_wait();
     }
     const u32 row = ptx::block_index() / args.row_blocks, block = ptx::block_index() - row * args.row_blocks;
     const u32 column = (block * Config::kThreads + ptx::thread_index()) * kChunk;
     if (column >= args.columns) return;
     const u64 at = row * args.x_pitch + static_cast<u64>(column) * args.spread;
-    const U32x4 gate = ptx::load_global_x4(args.gate + at), up = ptx::load_global_x4(args.up + at);
+    const U32x4 gate = ptx::ld_global_x4(args.gate + at), up = ptx::ld_global_x4(args.up + at);
     const U32x4 y{silu_mul(gate.x, up.x), silu_mul(gate.y, up.y), silu_mul(gate.z, up.z), silu_mul(gate.w, up.w)};
-    ptx::store_global_x4(args.y + row * args.y_pitch + column, y);
+    ptx::st_global_x4(args.y + row * args.y_pitch + column, y);
 }
 
 }  // namespace uw::silu_mul

@@ -24,6 +24,7 @@
 //          them (form/compact.cuh), a list never reads past `record_words` nor writes past `escape_words`.
 #pragma once
 
+#include "unweight/axes.cuh"
 #include "unweight/form/compact.cuh"
 #include "unweight/form/row_block.cuh"
 #include "unweight/kernels/repack.cuh"
@@ -34,10 +35,19 @@ using compact::Chains, compact::Tile;
 using packed::kTileBlocks, packed::Operands;
 using row_block::Place;
 
-constexpr u32 kThreads = 256, kWarps = kThreads / 32;
-constexpr u32 kFullThreads = kThreads, kPackedThreads = kThreads, kListsThreads = kThreads;
+constexpr u32 kBlockThreads = 256, kWarps = kBlockThreads / 32;
 constexpr u32 kSlots = compact::kTableBytes, kSums = kSlots + kWarps * compact::kSlotBytes;
-constexpr u32 kFullSmemBytes = kSums, kPackedSmemBytes = kSums, kListsSmemBytes = kSums + kWarps * 8;
+template <class Config>
+constexpr u32 kThreads = kBlockThreads;
+
+// Offsets of the sections in dynamic shared memory, and their sum.
+template <class Config>
+struct Smem {
+    static constexpr u32 kTable = 0;
+    static constexpr u32 kSlots = transcode::kSlots;
+    static constexpr u32 kSums = transcode::kSums;  // of lists
+    static constexpr u32 kBytes = Config::kStage == TranscodeStage::kLists ? kSums + kWarps * 8 : kSums;
+};
 
 // What a warp works with.
 struct Warp {
@@ -55,12 +65,12 @@ struct Warp {
 
     // This thread's 8 bytes of the table.
     UW_DEVICE U32x2 load_table() const {
-        static_assert(kThreads * 8 == compact::kTableBytes, "each thread copies 8 bytes");
-        return ptx::load_global_nc_x2(args.table + ptx::thread_index() * 2);
+        static_assert(kBlockThreads * 8 == compact::kTableBytes, "each thread copies 8 bytes");
+        return ptx::ld_global_nc_x2(args.table + ptx::thread_index() * 2);
     }
     // By the whole block.
     UW_DEVICE void store_table(U32x2 entries) const {
-        ptx::store_shared_x2(shared + ptx::thread_index() * 8, entries);
+        ptx::st_shared_x2(shared + ptx::thread_index() * 8, entries);
         ptx::sync_block();  // orders the table before the lookups of every warp
     }
 
@@ -68,7 +78,7 @@ struct Warp {
     UW_DEVICE void load_streams(const Tile& tile) const {
         ptx::sync_warp();
         for (u32 at = lane * 4; at < tile.words; at += 32 * 4) {
-            ptx::store_shared_x4(slot + at * 4, ptx::load_global_nc_x4(args.streams + tile.first + at));
+            ptx::st_shared_x4(slot + at * 4, ptx::ld_global_nc_x4(args.streams + tile.first + at));
         }
         ptx::sync_warp();
     }
@@ -103,7 +113,7 @@ UW_DEVICE void for_row_blocks(const Warp& own, Store store) {
     const u8* dense = args.dense + static_cast<u64>(source) * compact::kDenseTileBytes + own.lane * 16;
 #pragma unroll
     for (u32 c = 0; c < compact::kDenseWords / 4; ++c) {
-        const U32x4 v = ptx::load_global_nc_x4(dense + c * packed::kGroupBytes);
+        const U32x4 v = ptx::ld_global_nc_x4(dense + c * packed::kGroupBytes);
         words[4 * c + 0] = v.x;
         words[4 * c + 1] = v.y;
         words[4 * c + 2] = v.z;
@@ -166,7 +176,7 @@ UW_DEVICE Operands decode_again(const Warp& own, u32 block) {
         for (u32 j = 0; j < compact::kBlockWords; ++j) {
             const u32 q = i * compact::kBlockWords + j;
             const u8* dense = args.dense + static_cast<u64>(tile) * compact::kDenseTileBytes;
-            words[j] = ptx::load_global_nc(dense + q / 4 * packed::kGroupBytes + own.lane * 16 + q % 4 * 4);
+            words[j] = ptx::ld_global_nc(dense + q / 4 * packed::kGroupBytes + own.lane * 16 + q % 4 * 4);
         }
         if (within < kTileBlocks / 2) {
             compact::decode_block<true>(weights, words, chains.up, own.table);
@@ -182,6 +192,18 @@ UW_DEVICE void lists(const TranscodeArgs& args) {
     const Warp own(args);
     own.store_table(own.load_table());
     repack::lists(args, own.shared + kSums, [&](const Place&, u32 block) { return decode_again(own, block); });
+}
+
+// ---- the stage that Config names
+template <class Config>
+UW_DEVICE void run(const TranscodeArgs& args) {
+    if constexpr (Config::kStage == TranscodeStage::kFull) {
+        full(args);
+    } else if constexpr (Config::kStage == TranscodeStage::kPacked) {
+        packed(args);
+    } else {
+        lists(args);
+    }
 }
 
 }  // namespace uw::transcode

@@ -39,17 +39,17 @@ UW_DEVICE void run(const typename Kernel::Args& args) {
     }
     ptx::sync_block();
     // Everything above may overlap the kernel before; everything below may read what it wrote.
-    ptx::grid_dependency_wait();
+    ptx::griddepcontrol_wait();
 
     const u32 tasks = kernel.tasks();
     const u32 first = ptx::block_index() / Kernel::kCluster, stride = ptx::grid_size() / Kernel::kCluster;
     if (warp < kWarpgroupWarps) {
-        ptx::lower_registers<Kernel::kProducerRegisters>();
+        ptx::setmaxnreg_dec<Kernel::kProducerRegisters>();
         for (u32 task = first; task < tasks; task += stride) kernel.load(task, warp);
         // The next kernel may start its prologue: it waits for the end of this grid before it reads results.
-        ptx::grid_launch_dependents();
+        ptx::griddepcontrol_launch_dependents();
     } else {
-        ptx::raise_registers<Kernel::kConsumerRegisters>();
+        ptx::setmaxnreg_inc<Kernel::kConsumerRegisters>();
         for (u32 task = first; task < tasks; task += stride) {
             kernel.compute(task);
             kernel.finish(task);

@@ -14,13 +14,13 @@ namespace uw::ptx {
 
 // 16 bytes global -> shared; with `used` false zeros, and `source` is not read. Without a cache policy: of 13.0 and 13.1 ptxas
 // may drop the createpolicy and keep what reads it, and a descriptor that nobody wrote is an illegal instruction.
-UW_DEVICE void async_copy_x4(u32 destination, const void* source, bool used = true) {
+UW_DEVICE void cp_async_x4(u32 destination, const void* source, bool used = true) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(used ? 16u : 0u) : "memory");
 }
-UW_DEVICE void async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+UW_DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // All but the newest kPending groups of this thread have landed.
 template <u32 kPending>
-UW_DEVICE void async_wait_group() {
+UW_DEVICE void cp_async_wait_group() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 

@@ -18,7 +18,7 @@ UW_DEVICE void mbarrier_invalidate(u32 barrier) { asm volatile("mbarrier.inval.s
 UW_DEVICE void mbarrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// On the barrier of another block of the cluster (an address from map_shared_rank).
+// On the barrier of another block of the cluster (an address from mapa).
 UW_DEVICE void mbarrier_arrive_cluster(u32 barrier) {
     asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

@@ -19,7 +19,7 @@ UW_DEVICE void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2])
 
 // Four 8x8 matrices of 16-bit elements; lane l gives the address of row l%8 of matrix l/8 and receives element pair
 // (l/4, 2*(l%4)) of each.
-UW_DEVICE U32x4 load_matrix_x4(u32 row_address) {
+UW_DEVICE U32x4 ldmatrix_x4(u32 row_address) {
     U32x4 v;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -27,7 +27,7 @@ UW_DEVICE U32x4 load_matrix_x4(u32 row_address) {
                  : "memory");
     return v;
 }
-UW_DEVICE U32x4 load_matrix_transposed_x4(u32 row_address) {
+UW_DEVICE U32x4 ldmatrix_x4_trans(u32 row_address) {
     U32x4 v;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -35,12 +35,12 @@ UW_DEVICE U32x4 load_matrix_transposed_x4(u32 row_address) {
                  : "memory");
     return v;
 }
-UW_DEVICE void store_matrix_x4(u32 row_address, U32x4 v) {
+UW_DEVICE void stmatrix_x4(u32 row_address, U32x4 v) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(v.x), "r"(v.y), "r"(v.z),
                  "r"(v.w)
                  : "memory");
 }
-UW_DEVICE void store_matrix_transposed_x4(u32 row_address, U32x4 v) {
+UW_DEVICE void stmatrix_x4_trans(u32 row_address, U32x4 v) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(v.x), "r"(v.y), "r"(v.z),
                  "r"(v.w)
                  : "memory");

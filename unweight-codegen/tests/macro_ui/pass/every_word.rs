@@ -27,7 +27,6 @@ fn main() {
         "uw_sm90a_decode_palette_l6": (op = decode, output = palette, code_limit = 6),
         "uw_sm90a_encode_stats": (op = encode, stage = stats),
         "uw_sm90a_encode_table": (op = encode, stage = table),
-        "uw_sm90a_encode_decode_table": (op = encode, stage = decode_table),
         "uw_sm90a_encode_rows": (op = encode, stage = rows),
         "uw_sm90a_encode_scan": (op = encode, stage = scan),
         "uw_sm90a_encode_write": (op = encode, stage = write),

@@ -23,8 +23,8 @@ struct Reader {
         column = Table::lane_column(lane);
         position = bit - Table::kShift;
         next = stage + position / 32 * 4;
-        low = ptx::load_shared(next);
-        high = ptx::load_shared(next + 4);
+        low = ptx::ld_shared(next);
+        high = ptx::ld_shared(next + 4);
         next += 8;
     }
 
@@ -38,7 +38,7 @@ struct Reader {
         u32 moved = position + first + second;
         if ((moved ^ position) & 32) {
             low = high;
-            high = ptx::load_shared(next);
+            high = ptx::ld_shared(next);
             next += 4;
         }
         position = moved;

@@ -16,23 +16,21 @@
 // size matters.
 #pragma once
 
+#include "unweight/axes.cuh"
 #include "unweight/form/huffman/canonical.cuh"
 #include "unweight/ptx/barrier.cuh"
 #include "unweight/ptx/memory.cuh"
 
 namespace uw::decode {
 
-constexpr u32 kOutputFull = 0, kOutputExponent = 1, kOutputPalette = 2;
-
 __device__ constexpr u32 log2_floor(u32 v) { return v <= 1 ? 0 : 1 + log2_floor(v / 2); }
 
-template <u32 kOutput, u32 kCodeLimit>
+template <DecodeOutput kOutput, u32 kCodeLimit>
 struct Table {
-    static_assert(kOutput <= 2, "0 full, 1 exponent, 2 palette");
     static_assert(kCodeLimit >= 6 && kCodeLimit <= 15, "code limits are 6..15");
 
     static constexpr bool kPair = kCodeLimit <= 7;
-    static constexpr bool kPalette = kOutput != kOutputExponent;
+    static constexpr bool kPalette = kOutput != DecodeOutput::kExponent;
     static constexpr u32 kSymbols = kPair ? 2 : 1;  // per lookup
     static constexpr u32 kIndexBits = kSymbols * kCodeLimit;
     static constexpr u32 kEntryBytes = (kPair && kPalette) || kCodeLimit == 15 ? 2 : 4;
@@ -55,8 +53,8 @@ struct Table {
     // `column` is lane_column; `window` holds the next bits from bit kShift on.
     static UW_DEVICE u32 lookup(u32 table, u32 column, u32 window) {
         u32 address = table + ((window & kMask) | column);
-        if constexpr (kEntryBytes == 2) return ptx::load_shared_u16(address);
-        return ptx::load_shared(address);
+        if constexpr (kEntryBytes == 2) return ptx::ld_shared_u16(address);
+        return ptx::ld_shared(address);
     }
 
     // The stored code as one lane of the first warp holds it: loaded early, expanded by `build`.
@@ -68,10 +66,10 @@ struct Table {
 
     static UW_DEVICE Code fetch(const u8* palette, const u8* code_lengths, u32 lane) {
         Code code = {0, lane, 0};
-        if (lane < 16) code.length = ptx::load_global_nc_u8(code_lengths + lane);
+        if (lane < 16) code.length = ptx::ld_global_nc_u8(code_lengths + lane);
         if constexpr (!kPalette) {
-            if (lane < 16) code.value = ptx::load_global_nc_u8(palette + lane);
-            code.fallback = ptx::load_global_nc_u8(palette);
+            if (lane < 16) code.value = ptx::ld_global_nc_u8(palette + lane);
+            code.fallback = ptx::ld_global_nc_u8(palette);
         }
         return code;
     }
@@ -83,7 +81,7 @@ struct Table {
         if (thread < 32) {
             u32 word = canonical_code(code.length, thread);
             bool usable = code.length >= 1 && code.length <= kCodeLimit;
-            if (thread < 16) ptx::store_shared(scratch + 4 * thread, usable ? code.length | code.value << 8 | word << 16 : 0);
+            if (thread < 16) ptx::st_shared(scratch + 4 * thread, usable ? code.length | code.value << 8 | word << 16 : 0);
         }
         ptx::sync_block();
         // 2. Single-symbol entries. Slots that no code reaches (a palette of one entry leaves half of them) give entry
@@ -108,10 +106,10 @@ private:
             u32 found = fallback;
 #pragma unroll
             for (u32 i = 0; i < 16; i += 4) {
-                U32x4 e = ptx::load_shared_x4(scratch + 4 * i);
+                U32x4 e = ptx::ld_shared_x4(scratch + 4 * i);
                 found = match(e.x, slot, match(e.y, slot, match(e.z, slot, match(e.w, slot, found))));
             }
-            ptx::store_shared(singles + 4 * slot, found);
+            ptx::st_shared(singles + 4 * slot, found);
         }
         ptx::sync_block();
         // Four at a time, for their loads to overlap.
@@ -120,10 +118,10 @@ private:
         for (u32 base = thread; base < kEntries; base += kBatch * threads) {
             u32 first[kBatch], second[kBatch];
 #pragma unroll
-            for (u32 j = 0; j < kBatch; ++j) first[j] = ptx::load_shared(singles + 4 * ((base + j * threads) & kMaskOne));
+            for (u32 j = 0; j < kBatch; ++j) first[j] = ptx::ld_shared(singles + 4 * ((base + j * threads) & kMaskOne));
 #pragma unroll
             for (u32 j = 0; j < kBatch; ++j) {
-                second[j] = ptx::load_shared(singles + 4 * ((base + j * threads) >> (first[j] & 0xff) & kMaskOne));
+                second[j] = ptx::ld_shared(singles + 4 * ((base + j * threads) >> (first[j] & 0xff) & kMaskOne));
             }
 #pragma unroll
             for (u32 j = 0; j < kBatch; ++j) {
@@ -131,9 +129,9 @@ private:
                 u32 a = first[j] >> 8, b = second[j] >> 8;
                 if (index >= kEntries) continue;
                 if constexpr (kEntryBytes == 2) {
-                    ptx::store_shared_u16(table + 2 * index, length | (a | b << 4) << 8);
+                    ptx::st_shared_u16(table + 2 * index, length | (a | b << 4) << 8);
                 } else {
-                    ptx::store_shared(table + 4 * index, length | a << 8 | b << 16);
+                    ptx::st_shared(table + 4 * index, length | a << 8 | b << 16);
                 }
             }
         }
@@ -151,7 +149,7 @@ private:
         ptx::sync_block();
 #pragma unroll 1
         for (u32 i = 0; i < 16; ++i) {
-            u32 entry = ptx::load_shared(scratch + 4 * i);
+            u32 entry = ptx::ld_shared(scratch + 4 * i);
             u32 length = entry & 0xff;
             if (length == 0) continue;
 #pragma unroll 1
@@ -165,9 +163,9 @@ private:
 
     static UW_DEVICE void store_entry(u32 table, u32 slot, u32 entry) {
         if constexpr (kEntryBytes == 4) {
-            ptx::store_shared(table + 4 * slot, entry);
+            ptx::st_shared(table + 4 * slot, entry);
         } else {
-            ptx::store_shared_u16(table + 2 * slot, entry);
+            ptx::st_shared_u16(table + 2 * slot, entry);
         }
     }
 };

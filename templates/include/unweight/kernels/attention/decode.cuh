@@ -18,7 +18,7 @@
 //   kSplit: m * kv_heads * parts blocks; partials = Smem<Config>::kPartBytes for each of them, and counters = u32
 //     [m * kv_heads] (zero before, zero after), both if parts > 1.
 //
-// Roles: none. The tiles of 16 tokens of a row are dealt to the cluster's warps in turn: warp w of block `rank` takes
+// Roles: none. The tiles of 16 tokens of a row go round the cluster's warps: warp w of block `rank` takes
 // tiles rank * kWarps + w, + kCluster * kWarps, ... from that of the first token that the window leaves on. An elected
 // lane copies K and V of a tile (16 tokens of a page are one run of memory), the warp multiplies them with all heads of
 // the group (rows of m16n8k16, padded to 16), keeping its own maximum, sum and O. At the end all warps' sums are added
@@ -35,7 +35,7 @@
 // lines behind it to zero (whatever lies there must not meet a weight of zero), and stores K and V into the page.
 //
 // Barriers: full [kWarps][kStages], 1 arrival + bytes of K and V. A warp refills its own slots, so there is no empty
-// barrier: it releases a slot to the copy engine (pipeline::release_to_copy_engine) before it starts the next copy.
+// barrier: it releases a slot to the copy engine (pipeline::WarpRing::release) before it starts the next copy.
 //   kAsync: a group of copies a tile, also of none; a lane waits for its own, then the warp meets.
 //   The block meets once after queries, new key and new value are in shared memory, and once (the cluster) between
 //   writing and reading sums; clusters: once more before exit. kSplit: once when its part is in memory, and once for
@@ -56,9 +56,10 @@
 #pragma once
 
 #include "unweight/activation/element.cuh"
+#include "unweight/axes.cuh"
 #include "unweight/form/kv_page.cuh"
 #include "unweight/kernels/attention/softmax.cuh"
-#include "unweight/pipeline/ring.cuh"
+#include "unweight/pipeline/warp_ring.cuh"
 #include "unweight/ptx/async.cuh"
 #include "unweight/ptx/barrier.cuh"
 #include "unweight/ptx/bulk.cuh"
@@ -91,7 +92,7 @@ struct Smem {
     static constexpr u32 kFresh = kQueries + kRows * Config::kHeadDim * 2;
     static constexpr u32 kStates = kFresh + 2 * Config::kHeadDim * 2;
     static constexpr u32 kBarriers = kStates + Config::kWarps * kStateBytes;
-    static constexpr u32 kBytes = kBarriers + (Config::kAsync ? 0 : Config::kWarps * Config::kStages * 8);
+    static constexpr u32 kBytes = kBarriers + (kAsync<Config> ? 0 : Config::kWarps * Config::kStages * 8);
 
     static_assert(kTileBytes % 512 == 0, "a warp copies 512 bytes at a time");
     static_assert(kSumBytes <= kRingBytes, "a warp's sums lie over its ring");
@@ -112,7 +113,8 @@ struct Kernel {
 
     const AttentionArgs& args;
     const u32 shared, warp, lane, rank;
-    const u32 ring, barriers;
+    const u32 ring;
+    const pipeline::WarpRing<Config::kStages, kAsync<Config>> slots;
     const u32 row, kv_head;
     const u32 position;
     const bool active;
@@ -137,12 +139,12 @@ struct Kernel {
           shared(shared_address),
           warp(ptx::uniform_warp_index()),
           lane(ptx::lane_index()),
-          rank(Config::kSplit ? ptx::block_index() % a.parts : Config::kCluster > 1 ? ptx::cluster_rank() : 0),
+          rank(Config::kSplit ? ptx::block_index() % a.parts : Config::kCluster > 1 ? ptx::cluster_ctarank() : 0),
           ring(shared_address + S::kRings + warp * S::kRingBytes),
-          barriers(shared_address + S::kBarriers + warp * Config::kStages * 8),
+          slots{shared_address + S::kBarriers + warp * Config::kStages * 8},
           row(ptx::block_index() / sharers(a) / a.kv_heads),
           kv_head(ptx::block_index() / sharers(a) % a.kv_heads),
-          position(ptx::load_global(a.positions + row)),
+          position(ptx::ld_global(a.positions + row)),
           active(position < a.max_positions && position / kv::kPageTokens < a.table_pages),
           first_token(a.window != 0 && active && position >= a.window ? position - a.window + 1 : 0),
           first_tile(first_token / kTileTokens),
@@ -152,12 +154,12 @@ struct Kernel {
           live(!Config::kSplit || !active
                    ? 1
                    : least(a.parts, (last_tile - first_tile + Config::kWarps) / Config::kWarps)),
-          policy(ptx::l2_policy(L2::kEvictFirst)),
+          policy(ptx::createpolicy_l2(L2::kEvictFirst)),
           // At the same time as the position, as if the row's tokens began at 0; read again if they do not.
           pages(load_page((tile_warp + lane * tile_warps()) / kPageTiles)) {}
 
     UW_DEVICE static u32 least(u32 a, u32 b) { return a < b ? a : b; }
-    // Blocks of a row and KV head, and their warps, to which its tiles are dealt.
+    // Blocks of a row and KV head, and their warps, which its tiles go round.
     UW_DEVICE static u32 sharers(const AttentionArgs& a) { return Config::kSplit ? a.parts : Config::kCluster; }
     UW_DEVICE u32 tile_warps() const { return Config::kWarps * sharers(args); }
     UW_DEVICE u32 tile_of(u32 index) const { return first_tile + tile_warp + index * tile_warps(); }
@@ -171,14 +173,14 @@ struct Kernel {
         return args.layer + kv::head_element(kHeadDim, args.kv_heads, page, kv_head, half);
     }
     UW_DEVICE void report() const {
-        if (ptx::elect_one()) ptx::store_global(args.fault, 1 + row);
+        if (ptx::elect_one()) ptx::st_global(args.fault, 1 + row);
     }
 
     // ---- load ------------------------------------------------------------------------------------------------------
     // An entry of the row's page table, the last one for those behind it.
     UW_DEVICE u32 load_page(u32 entry) const {
         const u32 last = args.table_pages - 1;
-        return ptx::load_global(args.page_table + u64(row) * args.table_pages + (entry < last ? entry : last));
+        return ptx::ld_global(args.page_table + u64(row) * args.table_pages + (entry < last ? entry : last));
     }
     // Each lane's of 32 pages, for the warp's tiles from `index` on.
     UW_DEVICE u32 load_pages(u32 index) const {
@@ -188,7 +190,7 @@ struct Kernel {
     UW_DEVICE void load_next() {
         if (load_index < tiles) load_tile();
         // Also without copies: a wait counts groups.
-        if constexpr (Config::kAsync) ptx::async_commit_group();
+        if constexpr (kAsync<Config>) ptx::cp_async_commit_group();
     }
     UW_DEVICE void load_tile() {
         if (load_index != 0 && load_index % 32 == 0) {
@@ -203,41 +205,24 @@ struct Kernel {
         if (refuse) {
             report();
             // The slot's phase completes all the same.
-            if (!Config::kAsync && ptx::elect_one()) ptx::mbarrier_arrive(barriers + load_slot * 8);
-        } else if constexpr (Config::kAsync) {
+            if (!kAsync<Config> && ptx::elect_one()) ptx::mbarrier_arrive(slots.full(load_slot));
+        } else if constexpr (kAsync<Config>) {
             const u16 *keys = head_of(page, kKey) + inside, *values = head_of(page, kValue) + inside;
 #pragma unroll
             for (u32 at = lane * 16; at < S::kTileBytes; at += 512) {
-                ptx::async_copy_x4(key_slot(load_slot) + at, keys + at / 2);
-                ptx::async_copy_x4(value_slot(load_slot) + at, values + at / 2);
+                ptx::cp_async_x4(key_slot(load_slot) + at, keys + at / 2);
+                ptx::cp_async_x4(value_slot(load_slot) + at, values + at / 2);
             }
         } else if (ptx::elect_one()) {
-            const u32 barrier = barriers + load_slot * 8;
+            const u32 barrier = slots.full(load_slot);
             ptx::mbarrier_arrive_expect_tx(barrier, S::kSlotBytes);
-            ptx::bulk_load(key_slot(load_slot), head_of(page, kKey) + inside, S::kTileBytes, barrier, policy);
-            ptx::bulk_load(value_slot(load_slot), head_of(page, kValue) + inside, S::kTileBytes, barrier, policy);
+            ptx::cp_async_bulk_load(key_slot(load_slot), head_of(page, kKey) + inside, S::kTileBytes, barrier, policy);
+            ptx::cp_async_bulk_load(value_slot(load_slot), head_of(page, kValue) + inside, S::kTileBytes, barrier, policy);
         }
         load_slot = load_slot + 1 == Config::kStages ? 0 : load_slot + 1;
         ++load_index;
     }
 
-    UW_DEVICE void wait_for_slot() const {
-        if constexpr (Config::kAsync) {
-            // Every lane its own copies, then all of them.
-            ptx::async_wait_group<Config::kStages - 1>();
-            ptx::sync_warp();
-        } else {
-            ptx::mbarrier_wait_parity(barriers + slot * 8, parity);
-        }
-    }
-    // By a converged warp after its last load from a slot.
-    UW_DEVICE static void release_slot() {
-        if constexpr (Config::kAsync) {
-            ptx::sync_warp();  // orders the lanes' loads before copies that any of them starts later (ptx/async.cuh)
-        } else {
-            pipeline::release_to_copy_engine();
-        }
-    }
 
     // ---- the new token ---------------------------------------------------------------------------------------------
     // One head of the projection's row, by a warp: a lane has two words of it, rotated together. `gamma`: of its norm,
@@ -251,11 +236,11 @@ struct Kernel {
         if (mine) {
             const u64 at = u64(head) * kHeadDim;
             const u16* from = args.qkv + row * args.qkv_pitch + at;
-            x = ptx::load_global(from + 2 * first);
-            y = ptx::load_global(from + 2 * second);
+            x = ptx::ld_global(from + 2 * first);
+            y = ptx::ld_global(from + 2 * second);
             if (args.bias != nullptr) {
-                x = activation::add_bias(x, ptx::load_global(args.bias + at + 2 * first));
-                y = activation::add_bias(y, ptx::load_global(args.bias + at + 2 * second));
+                x = activation::add_bias(x, ptx::ld_global(args.bias + at + 2 * first));
+                y = activation::add_bias(y, ptx::ld_global(args.bias + at + 2 * second));
             }
         }
         if (gamma != nullptr) {
@@ -264,8 +249,8 @@ struct Kernel {
             for (u32 step = 16; step != 0; step /= 2) sum = ptx::add(sum, shuffle_xor(sum, step));
             const float scale = activation::norm_scale(sum, kHeadDim, args.eps);
             if (mine) {
-                x = activation::scale_norm(x, ptx::load_global(gamma + 2 * first), scale);
-                y = activation::scale_norm(y, ptx::load_global(gamma + 2 * second), scale);
+                x = activation::scale_norm(x, ptx::ld_global(gamma + 2 * first), scale);
+                y = activation::scale_norm(y, ptx::ld_global(gamma + 2 * second), scale);
             }
         }
         if (rotate && turned) activation::rotate(x, y, cosines, sines);
@@ -281,14 +266,14 @@ struct Kernel {
         for (u32 unit = warp; unit < args.group + 2 * newest; unit += Config::kWarps) {
             if (unit < args.group) {
                 const auto store = [&](u32 word, u32 value) {
-                    ptx::store_shared(query_chunk(unit, word / 4) + word % 4 * 4, value);
+                    ptx::st_shared(query_chunk(unit, word / 4) + word % 4 * 4, value);
                 };
                 prepare(kv_head * args.group + unit, args.q_norm, true, cosines, sines, store);
             } else {
                 const u32 half = unit - args.group, head = heads + half * args.kv_heads + kv_head;
                 const u16* gamma = half == kKey ? args.k_norm : nullptr;
                 const auto store = [&](u32 word, u32 value) {
-                    ptx::store_shared(shared + S::kFresh + half * (kHeadDim * 2) + word * 4, value);
+                    ptx::st_shared(shared + S::kFresh + half * (kHeadDim * 2) + word * 4, value);
                 };
                 prepare(head, gamma, half == kKey, cosines, sines, store);
             }
@@ -299,10 +284,10 @@ struct Kernel {
         const u32 line = position % kTileTokens;
         for (u32 unit = lane; unit < 2 * kChunks; unit += 32) {
             const u32 half = unit / kChunks, chunk = unit % kChunks;
-            const U32x4 v = ptx::load_shared_x4(shared + S::kFresh + unit * 16);
-            ptx::store_shared_x4(key_slot(slot) + half * S::kTileBytes + kv::chunk_offset(kHeadDim, line, chunk), v);
+            const U32x4 v = ptx::ld_shared_x4(shared + S::kFresh + unit * 16);
+            ptx::st_shared_x4(key_slot(slot) + half * S::kTileBytes + kv::chunk_offset(kHeadDim, line, chunk), v);
             u16* page = head_of(newest_page, half);
-            ptx::store_global_x4(page + kv::chunk_offset(kHeadDim, position % kv::kPageTokens, chunk) / 2, v);
+            ptx::st_global_x4(page + kv::chunk_offset(kHeadDim, position % kv::kPageTokens, chunk) / 2, v);
         }
     }
 
@@ -313,12 +298,12 @@ struct Kernel {
             const u32 line = unit / kChunks, token = first + line;
             if (token < first_token || token > position) {
                 const u32 at = kv::chunk_offset(kHeadDim, line, unit % kChunks);
-                ptx::store_shared_x4(value_slot(slot) + at, U32x4{0, 0, 0, 0});
+                ptx::st_shared_x4(value_slot(slot) + at, U32x4{0, 0, 0, 0});
             }
         }
     }
     UW_DEVICE void compute(u32 tile, const u32 (&q)[kHeadDim / 16][4]) {
-        wait_for_slot();
+        slots.wait(slot, parity);
         const u32 first = tile * kTileTokens;
         const bool edge = first < first_token || tile == last_tile;
         if (edge) {
@@ -340,9 +325,9 @@ struct Kernel {
         const Lines<kHeadDim> values(lane % 16, lane / 16);
         U32x4 v[kHeadDim / 16];
 #pragma unroll
-        for (u32 s = 0; s < kHeadDim / 16; ++s) v[s] = ptx::load_matrix_transposed_x4(values.at(value_slot(slot), s));
+        for (u32 s = 0; s < kHeadDim / 16; ++s) v[s] = ptx::ldmatrix_x4_trans(values.at(value_slot(slot), s));
         // Nothing has needed the values yet: the loads may still be in flight.
-        release_slot();
+        slots.release();
         load_next();
         u32 p[1][4];
         rows.weigh(scores, args.scale, p);
@@ -360,7 +345,7 @@ struct Kernel {
     UW_DEVICE static u32 sum_offset(u32 r, u32 pair) { return r * (kHeadDim * 4) + (pair + r % 4 * 4) % kPairs * 8; }
 
     UW_DEVICE static void store_floats(u32 address, float low, float high) {
-        ptx::store_shared_x2(address, U32x2{ptx::bits_from_float(low), ptx::bits_from_float(high)});
+        ptx::st_shared_x2(address, U32x2{ptx::bits_from_float(low), ptx::bits_from_float(high)});
     }
     UW_DEVICE void store_sums() {
         rows.finish();
@@ -382,8 +367,8 @@ struct Kernel {
     // Two words of warp w of the cluster's, from an address in block 0 of it and warp 0 of the block.
     UW_DEVICE static U32x2 load_of(u32 w, u32 address, u32 pitch) {
         address += w % Config::kWarps * pitch;
-        if constexpr (Config::kCluster == 1) return ptx::load_shared_x2(address);
-        return ptx::load_cluster_x2(ptx::map_shared_rank(address, w / Config::kWarps));
+        if constexpr (Config::kCluster == 1) return ptx::ld_shared_x2(address);
+        return ptx::ld_shared_cluster_x2(ptx::mapa(address, w / Config::kWarps));
     }
     UW_DEVICE U32x2 load_state(u32 w, u32 head) const {
         return load_of(w, shared + S::kStates + head * 8, S::kStateBytes);
@@ -423,8 +408,8 @@ struct Kernel {
     }
     UW_DEVICE void meet() const {
         if constexpr (Config::kCluster > 1) {
-            ptx::cluster_arrive();
-            ptx::cluster_wait();
+            ptx::barrier_cluster_arrive();
+            ptx::barrier_cluster_wait();
         } else {
             ptx::sync_block();
         }
@@ -443,21 +428,21 @@ struct Kernel {
             const Total t = total(head, pair);
             const U32x2 sums{ptx::bits_from_float(t.low), ptx::bits_from_float(t.high)};
             const U32x2 state{ptx::bits_from_float(t.top), ptx::bits_from_float(t.sum)};
-            ptx::store_global_x2(part_sums(rank, head) + pair * 8, sums);
-            if (pair == 0) ptx::store_global_x2(part_state(rank, head), state);
+            ptx::st_global_x2(part_sums(rank, head) + pair * 8, sums);
+            if (pair == 0) ptx::st_global_x2(part_state(rank, head), state);
         }
         ptx::sync_block();  // stores of a part come before its ticket; loads of states before the word over them
         if (warp == 0 && ptx::elect_one()) {
             u32* counter = args.counters + ptx::block_index() / args.parts;
-            ptx::fence_gpu();  // releases the part with the ticket
-            const bool last = ptx::atomic_add_global(counter, 1) == live - 1;
-            ptx::fence_gpu();  // acquires the parts whose tickets came before
+            ptx::fence_acq_rel_gpu();  // releases the part with the ticket
+            const bool last = ptx::atom_add_global(counter, 1) == live - 1;
+            ptx::fence_acq_rel_gpu();  // acquires the parts whose tickets came before
             // Nobody takes another one: the next launch begins at 0.
-            if (last) ptx::store_global(counter, 0);
-            ptx::store_shared(shared + S::kStates, last);
+            if (last) ptx::st_global(counter, 0);
+            ptx::st_shared(shared + S::kStates, last);
         }
         ptx::sync_block();  // what one thread has acquired, all have; and the word comes before their loads of it
-        return ptx::load_shared(shared + S::kStates) != 0;
+        return ptx::ld_shared(shared + S::kStates) != 0;
     }
     // Four elements of each head a thread, from all parts, in order of their ranks.
     UW_DEVICE void add_parts(u16* out) const {
@@ -471,8 +456,8 @@ struct Kernel {
 #pragma unroll
                 for (u32 i = 0; i < kPartsAtOnce; ++i) {
                     const u32 of = least(first + i, live - 1);  // those behind the last one are read for nothing
-                    states[i] = ptx::load_global_x2(part_state(of, head));
-                    sums[i] = ptx::load_global_x4(part_sums(of, head) + quad * 16);
+                    states[i] = ptx::ld_global_x2(part_state(of, head));
+                    sums[i] = ptx::ld_global_x4(part_sums(of, head) + quad * 16);
                 }
                 const float before = top;
 #pragma unroll
@@ -496,7 +481,7 @@ struct Kernel {
             }
             const float factor = inverse(sum);
             const u32 low = ptx::pack_bf16x2(o[0] * factor, o[1] * factor);
-            ptx::store_global_x2(out + 4 * unit, {low, ptx::pack_bf16x2(o[2] * factor, o[3] * factor)});
+            ptx::st_global_x2(out + 4 * unit, {low, ptx::pack_bf16x2(o[2] * factor, o[3] * factor)});
         }
     }
 
@@ -504,14 +489,7 @@ struct Kernel {
     UW_DEVICE void run() {
         // Nobody counts on it. The grid's dependents wait for its first parts, which wait for the kernel before.
         if (Config::kSplit && rank >= live) return;
-        if constexpr (!Config::kAsync) {
-            if (ptx::elect_one()) {
-#pragma unroll
-                for (u32 s = 0; s < Config::kStages; ++s) ptx::mbarrier_init(barriers + s * 8, 1);
-                ptx::fence_mbarrier_init();
-            }
-            ptx::sync_warp();
-        }
+        slots.init();
         if (first_tile != 0) pages = load_pages(0);
         next_pages = load_pages(32);
 #pragma unroll
@@ -519,14 +497,14 @@ struct Kernel {
         u32 cosines = 0, sines = 0;
         if (active && lane < args.rope_dim / 4) {
             const u64 at = u64(position) * (args.rope_dim / 2) + 2 * lane;
-            cosines = ptx::load_global(args.cosines + at);
-            sines = ptx::load_global(args.sines + at);
+            cosines = ptx::ld_global(args.cosines + at);
+            sines = ptx::ld_global(args.sines + at);
         }
         // Rows of the fragment without a head.
         for (u32 unit = args.group * kChunks + warp * 32 + lane; unit < kRows * kChunks; unit += kThreads<Config>) {
-            ptx::store_shared_x4(query_chunk(unit / kChunks, unit % kChunks), U32x4{0, 0, 0, 0});
+            ptx::st_shared_x4(query_chunk(unit / kChunks, unit % kChunks), U32x4{0, 0, 0, 0});
         }
-        if constexpr (Config::kPdl) ptx::grid_dependency_wait();
+        if constexpr (Config::kPdl) ptx::griddepcontrol_wait();
 
         const u32 units = args.group * kPairs, share = (units + Config::kCluster - 1) / Config::kCluster;
         const u32 own = Config::kSplit ? 0 : rank * share, end = least(own + share, units);
@@ -535,7 +513,7 @@ struct Kernel {
         // The same for all blocks of a cluster: they have one row.
         if (!active) {
             if (warp == 0 && rank == 0 && position != kPadPosition) report();
-            for (u32 unit = begin; unit < end; unit += kThreads<Config>) ptx::store_global(out + 2 * unit, 0);
+            for (u32 unit = begin; unit < end; unit += kThreads<Config>) ptx::st_global(out + 2 * unit, 0);
             return;
         }
         prepare_heads(cosines, sines);
@@ -563,7 +541,7 @@ struct Kernel {
             }
         }
         for (u32 unit = begin; unit < end; unit += kThreads<Config>) {
-            ptx::store_global(out + 2 * unit, divided(total(unit / kPairs, unit % kPairs)));
+            ptx::st_global(out + 2 * unit, divided(total(unit / kPairs, unit % kPairs)));
         }
         // Peers may still be reading this block's sums.
         if constexpr (Config::kCluster > 1) meet();
@@ -572,7 +550,7 @@ struct Kernel {
 
 template <class Config>
 UW_DEVICE void run(const AttentionArgs& args) {
-    if constexpr (Config::kPdl) ptx::grid_launch_dependents();
+    if constexpr (Config::kPdl) ptx::griddepcontrol_launch_dependents();
     Kernel<Config> kernel(args, ptx::smem_address(ptx::dynamic_smem()));
     kernel.run();
 }

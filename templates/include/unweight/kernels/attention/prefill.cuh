@@ -35,6 +35,7 @@
 // Bound: tensor cores.
 #pragma once
 
+#include "unweight/axes.cuh"
 #include "unweight/form/kv_page.cuh"
 #include "unweight/kernels/attention/softmax.cuh"
 #include "unweight/pipeline/ring.cuh"
@@ -62,7 +63,7 @@ struct Smem {
 
     static constexpr u32 kRing = 0;
     static constexpr u32 kBarriers = Config::kStages * kSlotBytes;
-    static constexpr u32 kBytes = kBarriers + (Config::kAsync ? 0 : pipeline::Ring<Config::kStages>::kBarrierBytes);
+    static constexpr u32 kBytes = kBarriers + (kAsync<Config> ? 0 : pipeline::Ring<Config::kStages>::kBarrierBytes);
 };
 
 template <class Config>
@@ -102,7 +103,7 @@ struct Kernel {
           warp(ptx::uniform_warp_index()),
           lane(ptx::lane_index()),
           ring{shared_address + S::kBarriers},
-          policy(ptx::l2_policy(L2::kEvictLast)),
+          policy(ptx::createpolicy_l2(L2::kEvictLast)),
           kv_head(ptx::block_index() % a.kv_heads),
           first_row((ptx::grid_size() - 1 - ptx::block_index()) / a.kv_heads * (Config::kWarps * kRows / a.group)),
           rows(a.m - first_row < Config::kWarps * kRows / a.group ? a.m - first_row : Config::kWarps * kRows / a.group),
@@ -128,7 +129,7 @@ struct Kernel {
 
     // ---- load ------------------------------------------------------------------------------------------------------
     // Of the block's page `index`.
-    UW_DEVICE u32 page_of(u32 index) const { return ptx::load_global(args.page_table + first_page + index); }
+    UW_DEVICE u32 page_of(u32 index) const { return ptx::ld_global(args.page_table + first_page + index); }
     // By all warps, with kAsync: the next page, into the slot that everybody has left.
     UW_DEVICE void copy_next() {
         if (loaded < pages) {
@@ -138,21 +139,21 @@ struct Kernel {
                 // K and V of a KV head follow each other in a page, and in a slot.
 #pragma unroll 4
                 for (u32 at = (warp * 32 + lane) * 16; at < S::kSlotBytes; at += kThreads<Config> * 16) {
-                    ptx::async_copy_x4(key_slot(load.slot) + at, from + at / 2);
+                    ptx::cp_async_x4(key_slot(load.slot) + at, from + at / 2);
                 }
             } else if (warp == 0 && ptx::elect_one()) {
-                ptx::store_global(args.fault, 1 + first_row);
+                ptx::st_global(args.fault, 1 + first_row);
             }
             load.advance();
             ++loaded;
         }
         // Also without copies: a wait counts groups.
-        ptx::async_commit_group();
+        ptx::cp_async_commit_group();
     }
     // The page that comes next is there for everybody, and everybody has left the one before.
     UW_DEVICE void wait_full() const {
-        if constexpr (Config::kAsync) {
-            ptx::async_wait_group<Config::kStages - 2>();  // this thread's copies
+        if constexpr (kAsync<Config>) {
+            ptx::cp_async_wait_group<Config::kStages - 2>();  // this thread's copies
             ptx::sync_block();                             // all threads', and their loads of the page before
         } else {
             ring.wait_full(use);
@@ -169,11 +170,11 @@ struct Kernel {
                 const u16* from = args.layer + kv::head_element(kHeadDim, args.kv_heads, page, kv_head, kKey);
                 ptx::mbarrier_arrive_expect_tx(barrier, S::kSlotBytes);
                 // K and V of a KV head follow each other in a page, and in a slot.
-                ptx::bulk_load(key_slot(load.slot), from, S::kSlotBytes, barrier, policy);
+                ptx::cp_async_bulk_load(key_slot(load.slot), from, S::kSlotBytes, barrier, policy);
             } else {
                 // The slot's phase completes all the same.
                 ptx::mbarrier_arrive(barrier);
-                ptx::store_global(args.fault, 1 + first_row);
+                ptx::st_global(args.fault, 1 + first_row);
             }
         }
         ptx::sync_warp();
@@ -192,8 +193,8 @@ struct Kernel {
             const u16* from = args.qkv + (mine ? row[r] * args.qkv_pitch : 0) + head(r) * kHeadDim + lane % 4 * 2;
 #pragma unroll
             for (u32 s = 0; s < kSteps; ++s) {
-                q[s][r] = mine ? ptx::load_global(from + s * 16) : 0;
-                q[s][r + 2] = mine ? ptx::load_global(from + s * 16 + 8) : 0;
+                q[s][r] = mine ? ptx::ld_global(from + s * 16) : 0;
+                q[s][r + 2] = mine ? ptx::ld_global(from + s * 16 + 8) : 0;
             }
         }
     }
@@ -209,10 +210,10 @@ struct Kernel {
             const u32 token = unit / kChunks;
             if (first + token < first_token || first + token > last_token) {
                 const u32 at = kv::chunk_offset(kHeadDim, token, unit % kChunks);
-                ptx::store_shared_x4(value_slot(use.slot) + at, U32x4{0, 0, 0, 0});
+                ptx::st_shared_x4(value_slot(use.slot) + at, U32x4{0, 0, 0, 0});
             }
         }
-        if constexpr (!Config::kAsync) ptx::fence_proxy_async_shared();  // stores come before the copy that refills the slot
+        if constexpr (!kAsync<Config>) ptx::fence_proxy_async_shared();  // stores come before the copy that refills the slot
         ptx::sync_block();                // and before the loads of other warps
     }
     // Half a page, from token `first` of the sequence on, `inside` of the page.
@@ -245,7 +246,7 @@ struct Kernel {
         for (u32 step = 0; step < kTileTokens / kStepTokens; ++step) {
 #pragma unroll
             for (u32 s = 0; s < kSteps; ++s) {
-                const U32x4 v = ptx::load_matrix_transposed_x4(value_lines.at(values + step * kStepBytes, s));
+                const U32x4 v = ptx::ldmatrix_x4_trans(value_lines.at(values + step * kStepBytes, s));
                 const u32 even[2] = {v.x, v.y}, odd[2] = {v.z, v.w};
                 ptx::mma_m16n8k16(state.o[2 * s], p[step], even);
                 ptx::mma_m16n8k16(state.o[2 * s + 1], p[step], odd);
@@ -262,14 +263,14 @@ struct Kernel {
 #pragma unroll
             for (u32 f = 0; f < Rows<kHeadDim>::kFragments; ++f) {
                 const float low = state.o[f][2 * r] * inverse, high = state.o[f][2 * r + 1] * inverse;
-                ptx::store_global(out + 8 * f, ptx::pack_bf16x2(low, high));
+                ptx::st_global(out + 8 * f, ptx::pack_bf16x2(low, high));
             }
         }
     }
 
     // ---- the block's life ------------------------------------------------------------------------------------------
     UW_DEVICE void run() {
-        if constexpr (!Config::kAsync) {
+        if constexpr (!kAsync<Config>) {
             if (warp == 0) {
                 if (ptx::elect_one()) {
                     ring.init(1, Config::kWarps);
@@ -279,8 +280,8 @@ struct Kernel {
             }
             ptx::sync_block();  // the barriers are there before anybody waits for one
         }
-        if constexpr (Config::kPdl) ptx::grid_dependency_wait();
-        if constexpr (Config::kAsync) {
+        if constexpr (Config::kPdl) ptx::griddepcontrol_wait();
+        if constexpr (kAsync<Config>) {
 #pragma unroll
             for (u32 s = 0; s < Config::kStages - 1; ++s) copy_next();
         } else if (warp == 0) {
@@ -294,13 +295,13 @@ struct Kernel {
             const u32 first = (first_page + index) * kv::kPageTokens;
             const bool there = page_of(index) < args.pages;
             wait_full();
-            if constexpr (Config::kAsync) copy_next();
+            if constexpr (kAsync<Config>) copy_next();
             if (there && (first < first_token || first + kv::kPageTokens - 1 > last_token)) clear_values(first);
             if (there && any_row) compute(first, 0, q);
             // The slot of the page before: whoever still reads it is not far behind.
-            if (!Config::kAsync && warp == 0 && index != 0) load_next();
+            if (!kAsync<Config> && warp == 0 && index != 0) load_next();
             if (there && any_row) compute(first + kTileTokens, kTileTokens, q);
-            if constexpr (!Config::kAsync) {
+            if constexpr (!kAsync<Config>) {
                 ptx::sync_warp();  // every lane's loads come before the warp's arrival
                 if (ptx::elect_one()) ring.release(use.slot);
             }
@@ -312,7 +313,7 @@ struct Kernel {
 
 template <class Config>
 UW_DEVICE void run(const AttentionArgs& args) {
-    if constexpr (Config::kPdl) ptx::grid_launch_dependents();
+    if constexpr (Config::kPdl) ptx::griddepcontrol_launch_dependents();
     Kernel<Config> kernel(args, ptx::smem_address(ptx::dynamic_smem()));
     kernel.run();
 }

@@ -117,7 +117,7 @@ UW_DEVICE void load_queries(u32 (&q)[kHeadDim / 16][4], u32 tile, u32 lane) {
     const Lines<kHeadDim> lines(lane % 16, lane / 16);
 #pragma unroll
     for (u32 s = 0; s < kHeadDim / 16; ++s) {
-        const U32x4 v = ptx::load_matrix_x4(lines.at(tile, s));
+        const U32x4 v = ptx::ldmatrix_x4(lines.at(tile, s));
         q[s][0] = v.x;
         q[s][1] = v.y;
         q[s][2] = v.z;
@@ -133,7 +133,7 @@ UW_DEVICE void score(float (&low)[4], float (&high)[4], const u32 (&q)[kHeadDim 
     for (u32 i = 0; i < 4; ++i) low[i] = high[i] = 0.0f;
 #pragma unroll
     for (u32 s = 0; s < kHeadDim / 16; ++s) {
-        const U32x4 k = ptx::load_matrix_x4(lines.at(tile, s));
+        const U32x4 k = ptx::ldmatrix_x4(lines.at(tile, s));
         const u32 first[2] = {k.x, k.y}, second[2] = {k.z, k.w};
         ptx::mma_m16n8k16(low, q[s], first);
         ptx::mma_m16n8k16(high, q[s], second);

@@ -8,8 +8,8 @@ namespace uw::gemm_recon::batch_rows {
 
 constexpr u32 kTaskRows = kTile * kConsumerWarpgroups;
 
-enum NamedBarrier : u32 {
-    kConsumers = 1,  // 0 is sync_block
+enum class NamedBarrier : u32 {
+    kConsumers = 1,
 };
 
 // Offsets of the sections in dynamic shared memory, and their sum.
@@ -83,7 +83,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
 
     UW_DEVICE void load_activations(u32 row, u32 column) {
         const bool leader = ptx::elect_one();
-        const u64 policy = ptx::l2_policy(L2::kEvictLast);
+        const u64 policy = ptx::createpolicy_l2(L2::kEvictLast);
         const bool both = row + kTile < args.m;
         const u32 bytes = both ? 2 * S::kXTileBytes : S::kXTileBytes;
         for (u32 step = 0; step < steps(); ++step) {
@@ -92,8 +92,8 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
                 const u32 barrier = activations.full(x_cursor.slot);
                 const u32 slot = shared + S::kX + x_cursor.slot * S::kXSlotBytes;
                 ptx::mbarrier_arrive_expect_tx(barrier, bytes);
-                ptx::tensor_load_2d(slot, args.x, rotated(step, column) * kTile, row, barrier, policy);
-                if (both) ptx::tensor_load_2d(slot + S::kXTileBytes, args.x, rotated(step, column) * kTile, row + kTile, barrier, policy);
+                ptx::tma_load_2d(slot, args.x, rotated(step, column) * kTile, row, barrier, policy);
+                if (both) ptx::tma_load_2d(slot + S::kXTileBytes, args.x, rotated(step, column) * kTile, row + kTile, barrier, policy);
             }
             ptx::sync_warp();
             x_cursor.advance();
@@ -104,8 +104,8 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
     // What a lane joins in one step: 16 weights of each n tile.
     struct Staged {
         U32x4 sign_mantissa[kNTiles];
-        U32x4 exponents[Config::kPaletteSource ? 1 : kNTiles];
-        U32x2 indices[Config::kPaletteSource ? kNTiles : 1];
+        U32x4 exponents[kPaletteSource<Config> ? 1 : kNTiles];
+        U32x2 indices[kPaletteSource<Config> ? kNTiles : 1];
         u32 verbatim[S::kHasVerbatim ? kNTiles : 1];  // bit r: row 8 * warp + r of the tile is verbatim
     };
 
@@ -133,38 +133,38 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
         const u32 exponent = shared + S::kExponent + slot * S::kExponentSlotBytes + p.thread * (S::kExponentTileBytes / kConsumerThreads);
 #pragma unroll
         for (u32 j = 0; j < kNTiles; ++j) {
-            s.sign_mantissa[j] = ptx::load_shared_x4(sign + j * S::kSignTileBytes);
-            if constexpr (Config::kPaletteSource) {
-                s.indices[j] = ptx::load_shared_x2(exponent + j * S::kExponentTileBytes);
+            s.sign_mantissa[j] = ptx::ld_shared_x4(sign + j * S::kSignTileBytes);
+            if constexpr (kPaletteSource<Config>) {
+                s.indices[j] = ptx::ld_shared_x2(exponent + j * S::kExponentTileBytes);
             } else {
-                s.exponents[j] = ptx::load_shared_x4(exponent + j * S::kExponentTileBytes);
+                s.exponents[j] = ptx::ld_shared_x4(exponent + j * S::kExponentTileBytes);
             }
-            if constexpr (S::kHasVerbatim) s.verbatim[j] = ptx::load_shared_u8(shared + S::kMask + slot * S::kMaskSlotBytes + j * 8 + p.warp);
+            if constexpr (S::kHasVerbatim) s.verbatim[j] = ptx::ld_shared_u8(shared + S::kMask + slot * S::kMaskSlotBytes + j * 8 + p.warp);
         }
     }
 
     UW_DEVICE void put(u32 tile, const Place& p, const mma::Bf16x16& w) const {
-        ptx::store_shared_x4(tile + p.b_first, w.low);
-        ptx::store_shared_x4(tile + p.b_second, w.high);
+        ptx::st_shared_x4(tile + p.b_first, w.low);
+        ptx::st_shared_x4(tile + p.b_second, w.high);
     }
 
     // Rewrites this lane's chunk if its row is verbatim. Rare: one 64-element row in two hundred.
     UW_DEVICE void patch_verbatim(const Staged& s, u32 j, u32 tile, const Place& p) const {
         if ((s.verbatim[j] >> (p.lane / 4) & 1) == 0) return;
         const u32 slot = source_cursor.slot;
-        const U32x2 mask = ptx::load_shared_x2(shared + S::kMask + slot * S::kMaskSlotBytes + j * 8);
+        const U32x2 mask = ptx::ld_shared_x2(shared + S::kMask + slot * S::kMaskSlotBytes + j * 8);
         const u32 row = p.warp * 8 + p.lane / 4;
         const u32 index = Base::verbatim_index(mask, row);
         if (index >= Config::kVerbatimRows) return;
         const u32 exponents = shared + S::kVerbatim + slot * S::kVerbatimSlotBytes + j * S::kVerbatimTileBytes + index * kTile + p.lane % 4 * 16;
-        put(tile, p, mma::join_exponents(s.sign_mantissa[j], ptx::load_shared_x4(exponents)));
+        put(tile, p, mma::join_exponents(s.sign_mantissa[j], ptx::ld_shared_x4(exponents)));
     }
 
     UW_DEVICE void join(const Staged& s, const mma::PaletteTable& palette, u32 b, const Place& p) const {
 #pragma unroll
         for (u32 j = 0; j < kNTiles; ++j) {
             const u32 tile = b + j * (S::kBBytes / kNTiles);
-            if constexpr (Config::kPaletteSource) {
+            if constexpr (kPaletteSource<Config>) {
                 put(tile, p, palette.join(s.sign_mantissa[j], s.indices[j]));
                 if constexpr (S::kHasVerbatim) {
                     if (s.verbatim[j] != 0) patch_verbatim(s, j, tile, p);
@@ -181,7 +181,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
     // would cost a serialised pipeline.
     template <bool kActive>
     UW_DEVICE void compute_steps(const Place& p) {
-        const mma::PaletteTable palette(Config::kPaletteSource ? ptx::load_global_nc_x4(args.palette) : U32x4{0, 0, 0, 0});
+        const mma::PaletteTable palette(kPaletteSource<Config> ? ptx::ld_global_nc_x4(args.palette) : U32x4{0, 0, 0, 0});
         const u32 last_steps = steps();
         u32 released = x_cursor.slot;
         Staged staged;
@@ -197,7 +197,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
             if (step + 1 < last_steps) fetch(staged, p);
             ptx::fence_proxy_async_shared();
             if constexpr (kActive) ptx::wgmma_wait_group<1>();
-            ptx::named_barrier_sync(kConsumers, kConsumerThreads);
+            ptx::bar_sync(NamedBarrier::kConsumers, kConsumerThreads);
             if (step >= 2) {
                 if (p.thread == 0) activations.release(released);
                 released = released + 1 == S::kXStages ? 0 : released + 1;
@@ -217,7 +217,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
             b_buffer = b_buffer + 1 == kBBuffers ? 0 : b_buffer + 1;
         }
         if constexpr (kActive) ptx::wgmma_wait_group<0>();
-        ptx::named_barrier_sync(kConsumers, kConsumerThreads);
+        ptx::bar_sync(NamedBarrier::kConsumers, kConsumerThreads);
         if (p.thread == 0) {
             for (u32 left = last_steps < 2 ? last_steps : 2; left > 0; --left) {
                 activations.release(released);
@@ -239,8 +239,8 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
 
     // ---- partial sums ----------------------------------------------------------------------------------------------
     UW_DEVICE static void meet() {
-        ptx::cluster_arrive();
-        ptx::cluster_wait();
+        ptx::barrier_cluster_arrive();
+        ptx::barrier_cluster_wait();
     }
 
     // Block r of a cluster adds up and stores columns r * kPieceColumns.. of the task: registers r * kPieceSums.. of
@@ -263,7 +263,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
                 // The barrier behind the last step: both warpgroups' wgmma have read X.
 #pragma unroll
                 for (u32 i = 0; i < kVectors; ++i) {
-                    ptx::store_shared_x4(sums + ((piece - (piece > rank)) * kVectors + i) * kVectorBytes,
+                    ptx::st_shared_x4(sums + ((piece - (piece > rank)) * kVectors + i) * kVectorBytes,
                                          {ptx::bits_from_float(d[4 * i]), ptx::bits_from_float(d[4 * i + 1]), ptx::bits_from_float(d[4 * i + 2]),
                                           ptx::bits_from_float(d[4 * i + 3])});
                 }
@@ -276,9 +276,9 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
 #pragma unroll
             for (u32 j = 0; j < kPeers; ++j) {
                 const u32 peer = j + (j >= rank);
-                const u32 from = ptx::map_shared_rank(sums + (rank - (rank > peer)) * kVectors * kVectorBytes, peer);
+                const u32 from = ptx::mapa(sums + (rank - (rank > peer)) * kVectors * kVectorBytes, peer);
 #pragma unroll
-                for (u32 i = 0; i < kVectors; ++i) v[j][i] = ptx::load_cluster_x4(from + i * kVectorBytes);
+                for (u32 i = 0; i < kVectors; ++i) v[j][i] = ptx::ld_shared_cluster_x4(from + i * kVectorBytes);
             }
 #pragma unroll
             for (u32 j = 0; j < kPeers; ++j) {
@@ -294,7 +294,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
         // Behind the second meeting warp 1 has the copy engine fill X again, here and in the blocks that were read.
         ptx::fence_proxy_async();
         ptx::sync_warp();
-        ptx::cluster_arrive();
+        ptx::barrier_cluster_arrive();
     }
 
     // ---- finish ----------------------------------------------------------------------------------------------------
@@ -304,18 +304,18 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
         const u32 left = row < args.m ? args.m - row : 0;
         u16* y = static_cast<u16*>(args.y) + u64(row) * args.n + first_column(task);
         if constexpr (kSplits == 1) {
-            epilogue::store_rows<Config::kStoreAdd>(accumulators, y, args.n, left < 16 ? left : 16,
+            epilogue::store_rows<kStoreAdd<Config>>(accumulators, y, args.n, left < 16 ? left : 16,
                                                     shared + S::kB + p.warp * epilogue::kStagingBytes<kTaskColumns>);
         } else {
             float own[kPieceSums];
             exchange(own, left > 0, p);
-            epilogue::store_rows<Config::kStoreAdd>(own, y + rank * kPieceColumns, args.n, left < 16 ? left : 16,
+            epilogue::store_rows<kStoreAdd<Config>>(own, y + rank * kPieceColumns, args.n, left < 16 ? left : 16,
                                                     shared + S::kB + p.warp * epilogue::kStagingBytes<kPieceColumns>);
             ptx::sync_warp();
-            ptx::cluster_wait();  // the second meeting: peers have read this block's sums
+            ptx::barrier_cluster_wait();  // the second meeting: peers have read this block's sums
         }
         // The next task's weights go where the output was staged.
-        ptx::named_barrier_sync(kConsumers, kConsumerThreads);
+        ptx::bar_sync(NamedBarrier::kConsumers, kConsumerThreads);
     }
 };
 

@@ -2,6 +2,7 @@
 // order of the k steps.
 #pragma once
 
+#include "unweight/axes.cuh"
 #include "unweight/mma/descriptor.cuh"
 #include "unweight/mma/reconstruct.cuh"
 #include "unweight/pipeline/lcf.cuh"
@@ -13,7 +14,11 @@
 
 namespace uw::gemm_recon {
 
+template <class Config>
 constexpr u32 kThreads = 384;
+
+template <class Config>
+constexpr bool kPaletteSource = Config::kSource == WeightSource::kPalette;
 constexpr u32 kMinBlocksPerSm = 1;
 constexpr u32 kTile = 64;             // rows and columns of a stored tile; the k step
 constexpr u32 kConsumerWarpgroups = 2;
@@ -28,9 +33,9 @@ struct SourceSizes {
     static constexpr u32 kBBytes = Config::kNTiles * kBoxBytes;
     static constexpr u32 kSignTileBytes = kTile * kTile;
     static constexpr u32 kSignSlotBytes = Config::kNTiles * kSignTileBytes;
-    static constexpr u32 kExponentTileBytes = Config::kPaletteSource ? kTile * kTile / 2 : kTile * kTile;
+    static constexpr u32 kExponentTileBytes = kPaletteSource<Config> ? kTile * kTile / 2 : kTile * kTile;
     static constexpr u32 kExponentSlotBytes = Config::kNTiles * kExponentTileBytes;
-    static constexpr bool kHasVerbatim = Config::kPaletteSource && Config::kVerbatimRows > 0;
+    static constexpr bool kHasVerbatim = kPaletteSource<Config> && Config::kVerbatimRows > 0;
     static constexpr u32 kVerbatimTileBytes = kHasVerbatim ? Config::kVerbatimRows * kTile : 0;
     static constexpr u32 kVerbatimSlotBytes = Config::kNTiles * kVerbatimTileBytes;
     static constexpr u32 kMaskSlotBytes = kHasVerbatim ? Config::kNTiles * 8 : 0;
@@ -39,7 +44,7 @@ struct SourceSizes {
 // Which of the k steps of a task are this block's: a contiguous share, never empty (the grid refuses a shorter k).
 template <u32 kSplits>
 struct Share {
-    const u32 rank = ptx::cluster_rank();
+    const u32 rank = ptx::cluster_ctarank();
     UW_DEVICE u32 first(u32 steps) const { return rank * steps / kSplits; }
     UW_DEVICE u32 count(u32 steps) const { return (rank + 1) * steps / kSplits - first(steps); }
 };
@@ -71,8 +76,8 @@ struct SourceRing : Share<kSplits> {
 
     UW_DEVICE void setup_sources() const {
         sources.init(1, kConsumerWarps);
-        ptx::prefetch_tensor_map(args.x);
-        ptx::prefetch_tensor_map(args.sign_mantissa);
+        ptx::prefetch_tensormap(args.x);
+        ptx::prefetch_tensormap(args.sign_mantissa);
     }
 
     UW_DEVICE u32 steps() const { return this->count(args.tile_cols); }
@@ -96,7 +101,7 @@ struct SourceRing : Share<kSplits> {
         Verbatim v{0, 0, 0};
         const u32 j = lane / kMetadataBatch, i = lane % kMetadataBatch;
         if (j < kNTiles && step + i < steps()) {
-            const U32x4 word = ptx::load_global_nc_x4(args.tile_metadata + (u64(tile_row + j) * args.tile_cols + rotated(step + i, tile_row * kTile)));
+            const U32x4 word = ptx::ld_global_nc_x4(args.tile_metadata + (u64(tile_row + j) * args.tile_cols + rotated(step + i, tile_row * kTile)));
             v = {word.y, word.z, word.w};
         }
         return v;
@@ -106,7 +111,7 @@ struct SourceRing : Share<kSplits> {
         const u32 lane = ptx::lane_index();
         const bool leader = ptx::elect_one();
         // Weights that no other task reads should not push out what others do.
-        const u64 policy = ptx::l2_policy(once ? L2::kEvictFirst : L2::kNormal);
+        const u64 policy = ptx::createpolicy_l2(once ? L2::kEvictFirst : L2::kNormal);
         const u32 tile_row = column / kTile;
         [[maybe_unused]] Verbatim now{0, 0, 0}, next{0, 0, 0};
         if constexpr (S::kHasVerbatim) next = load_metadata(tile_row, 0, lane);
@@ -122,9 +127,9 @@ struct SourceRing : Share<kSplits> {
                 const u32 exponent = shared + S::kExponent + slot * S::kExponentSlotBytes;
 #pragma unroll
                 for (u32 j = 0; j < kNTiles; ++j) {
-                    ptx::tensor_load_2d(sign + j * S::kSignTileBytes, args.sign_mantissa, k_step * kTile, column + j * kTile, barrier, policy);
+                    ptx::tma_load_2d(sign + j * S::kSignTileBytes, args.sign_mantissa, k_step * kTile, column + j * kTile, barrier, policy);
                     const u64 tile = u64(tile_row + j) * args.tile_cols + k_step;
-                    ptx::bulk_load(exponent + j * S::kExponentTileBytes, args.exponents + tile * S::kExponentTileBytes,
+                    ptx::cp_async_bulk_load(exponent + j * S::kExponentTileBytes, args.exponents + tile * S::kExponentTileBytes,
                                    S::kExponentTileBytes, barrier, policy);
                 }
             }
@@ -147,7 +152,7 @@ struct SourceRing : Share<kSplits> {
     // One lane: the mask and the rows of n tile j. Neither buffer nor store is overrun, whatever the metadata says.
     UW_DEVICE void load_verbatim(const Verbatim& v, u32 j, u32 slot) const {
         const u32 mask = shared + S::kMask + slot * S::kMaskSlotBytes + j * 8;
-        ptx::store_shared_x2(mask, {v.low, v.high});
+        ptx::st_shared_x2(mask, {v.low, v.high});
         u32 rows = ptx::popcount(v.low) + ptx::popcount(v.high);
         if (rows == 0) return;
         rows = rows < Config::kVerbatimRows ? rows : Config::kVerbatimRows;
@@ -156,7 +161,7 @@ struct SourceRing : Share<kSplits> {
         if (rows == 0) return;
         const u32 barrier = sources.full(slot);
         ptx::mbarrier_expect_tx(barrier, rows * kTile);
-        ptx::bulk_load(shared + S::kVerbatim + slot * S::kVerbatimSlotBytes + j * S::kVerbatimTileBytes,
+        ptx::cp_async_bulk_load(shared + S::kVerbatim + slot * S::kVerbatimSlotBytes + j * S::kVerbatimTileBytes,
                        args.verbatim_exponents + u64(v.offset) * kTile, rows * kTile, barrier);
     }
 

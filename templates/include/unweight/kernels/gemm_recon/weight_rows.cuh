@@ -11,8 +11,7 @@ constexpr u32 kMaxBatch = 256;  // rows of X in a task: the columns of one wgmma
 constexpr u32 kXRows = 3 * kMaxBatch;
 constexpr u32 kXSlots = kXRows / kTile;  // when a slot holds 64 rows
 
-// Barrier 0 is sync_block.
-enum NamedBarrier : u32 {
+enum class NamedBarrier : u32 {
     kFirstWarpgroup = 1,
     kSecondWarpgroup = 2,
 };
@@ -112,7 +111,7 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
 
     UW_DEVICE void load_activations(const Task& t) {
         const bool leader = ptx::elect_one();
-        const u64 policy = ptx::l2_policy(L2::kEvictLast);
+        const u64 policy = ptx::createpolicy_l2(L2::kEvictLast);
         const u32 boxes = (t.rows + kTile - 1) / kTile;
         for (u32 step = 0; step < steps(); ++step) {
             ptx::mbarrier_wait_parity(activations.empty(x_slot), x_parity ^ 1);  // the wgmma that read the slot are done, in both warpgroups
@@ -120,7 +119,7 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
                 const u32 barrier = activations.full(x_slot), slot = slot_address(x_slot), k_step = rotated(step, t.column);
                 ptx::mbarrier_arrive_expect_tx(barrier, boxes * S::kBoxBytes);
                 for (u32 i = 0; i < boxes; ++i) {
-                    ptx::tensor_load_2d(slot + i * S::kBoxBytes, args.x, k_step * kTile, t.row + i * kTile, barrier, policy);
+                    ptx::tma_load_2d(slot + i * S::kBoxBytes, args.x, k_step * kTile, t.row + i * kTile, barrier, policy);
                 }
             }
             ptx::sync_warp();
@@ -132,8 +131,8 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
     // What a lane joins in one step: 16 weights of each of its warp's blocks.
     struct Staged {
         U32x4 sign_mantissa[kUnits];
-        U32x4 exponents[Config::kPaletteSource ? 1 : kUnits];
-        U32x2 indices[Config::kPaletteSource ? kUnits : 1];
+        U32x4 exponents[kPaletteSource<Config> ? 1 : kUnits];
+        U32x2 indices[kPaletteSource<Config> ? kUnits : 1];
         u32 verbatim[S::kHasVerbatim ? kUnits : 1];  // bit r: row r of the block is verbatim
     };
 
@@ -160,9 +159,9 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
     // wgmma.
     UW_DEVICE void sync_warpgroup(const Place& p) const {
         if (p.tile == 0) {
-            ptx::named_barrier_sync(kFirstWarpgroup, pipeline::kWarpgroupThreads);
+            ptx::bar_sync(NamedBarrier::kFirstWarpgroup, pipeline::kWarpgroupThreads);
         } else {
-            ptx::named_barrier_sync(kSecondWarpgroup, pipeline::kWarpgroupThreads);
+            ptx::bar_sync(NamedBarrier::kSecondWarpgroup, pipeline::kWarpgroupThreads);
         }
     }
 
@@ -174,30 +173,30 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
 #pragma unroll
         for (u32 u = 0; u < kUnits; ++u) {
             const u32 piece = p.block(u) * 32 + p.lane;
-            s.sign_mantissa[u] = ptx::load_shared_x4(sign + piece * 16);
-            if constexpr (Config::kPaletteSource) {
-                s.indices[u] = ptx::load_shared_x2(exponent + piece * 8);
+            s.sign_mantissa[u] = ptx::ld_shared_x4(sign + piece * 16);
+            if constexpr (kPaletteSource<Config>) {
+                s.indices[u] = ptx::ld_shared_x2(exponent + piece * 8);
             } else {
-                s.exponents[u] = ptx::load_shared_x4(exponent + piece * 16);
+                s.exponents[u] = ptx::ld_shared_x4(exponent + piece * 16);
             }
-            if constexpr (S::kHasVerbatim) s.verbatim[u] = ptx::load_shared_u8(mask_address(p) + p.block(u));
+            if constexpr (S::kHasVerbatim) s.verbatim[u] = ptx::ld_shared_u8(mask_address(p) + p.block(u));
         }
     }
 
     UW_DEVICE u32 mask_address(const Place& p) const { return shared + S::kMask + source_cursor.slot * S::kMaskSlotBytes + p.tile * 8; }
 
     UW_DEVICE void put(u32 block, const Place& p, const mma::Bf16x16& w) const {
-        ptx::store_shared_x4(block + p.b_first, w.low);
-        ptx::store_shared_x4(block + p.b_second, w.high);
+        ptx::st_shared_x4(block + p.b_first, w.low);
+        ptx::st_shared_x4(block + p.b_second, w.high);
     }
 
     // Rewrites this lane's chunk if its row is verbatim. Rare: one 64-element row in two hundred.
     UW_DEVICE void patch_verbatim(const Staged& s, u32 u, u32 block, const Place& p) const {
         if ((s.verbatim[u] >> (p.lane / 4) & 1) == 0) return;
-        const u32 index = Base::verbatim_index(ptx::load_shared_x2(mask_address(p)), p.block(u) * 8 + p.lane / 4);
+        const u32 index = Base::verbatim_index(ptx::ld_shared_x2(mask_address(p)), p.block(u) * 8 + p.lane / 4);
         if (index >= Config::kVerbatimRows) return;
         const u32 rows = shared + S::kVerbatim + source_cursor.slot * S::kVerbatimSlotBytes + p.tile * S::kVerbatimTileBytes;
-        put(block, p, mma::join_exponents(s.sign_mantissa[u], ptx::load_shared_x4(rows + index * kTile + p.lane % 4 * 16)));
+        put(block, p, mma::join_exponents(s.sign_mantissa[u], ptx::ld_shared_x4(rows + index * kTile + p.lane % 4 * 16)));
     }
 
     UW_DEVICE u32 b_tile(u32 buffer, const Place& p) const { return shared + S::kB + buffer * S::kBBytes + p.tile * S::kBoxBytes; }
@@ -206,7 +205,7 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
 #pragma unroll
         for (u32 u = 0; u < kUnits; ++u) {
             const u32 block = b_tile(b_buffer, p) + p.block(u) * (8 * smem::kSwizzleBytes);
-            if constexpr (Config::kPaletteSource) {
+            if constexpr (kPaletteSource<Config>) {
                 put(block, p, palette.join(s.sign_mantissa[u], s.indices[u]));
                 if constexpr (S::kHasVerbatim) {
                     if (s.verbatim[u] != 0) patch_verbatim(s, u, block, p);
@@ -224,7 +223,7 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
         float accumulators[kBatch / 2];
 #pragma unroll
         for (u32 i = 0; i < kBatch / 2; ++i) accumulators[i] = 0.0f;
-        const mma::PaletteTable palette(Config::kPaletteSource ? ptx::load_global_nc_x4(args.palette) : U32x4{0, 0, 0, 0});
+        const mma::PaletteTable palette(kPaletteSource<Config> ? ptx::ld_global_nc_x4(args.palette) : U32x4{0, 0, 0, 0});
         const u32 last_steps = steps();
         u32 released = x_slot;
         Staged staged;
@@ -273,11 +272,11 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
         u16* y = static_cast<u16*>(args.y) + u64(t.row + first) * args.n + t.column + p.tile * kTile;
         constexpr u32 kChunks = kTile * kTile * 2 / smem::kChunkBytes / pipeline::kWarpgroupThreads;  // of each thread
         const u32 chunk = p.thread % 8;
-        if constexpr (Config::kStoreAdd) {
+        if constexpr (kStoreAdd<Config>) {
 #pragma unroll
             for (u32 i = 0; i < kChunks; ++i) {
                 const u32 row = i * 16 + p.thread / 8;
-                if (row < rows) ptx::store_shared_x4(staging + OutputTile::offset(row, chunk), ptx::load_global_x4(y + u64(row) * args.n + chunk * 8));
+                if (row < rows) ptx::st_shared_x4(staging + OutputTile::offset(row, chunk), ptx::ld_global_x4(y + u64(row) * args.n + chunk * 8));
             }
             sync_warpgroup(p);
         }
@@ -288,21 +287,21 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
         for (u32 g = 0; g < kTile / 16; ++g) {
             const u32 address = staging + OutputTile::offset(g * 16 + matrix_row, matrix_chunk);
             float* d = accumulators + group * (kTile / 2) + g * 8;
-            if constexpr (Config::kStoreAdd) {
-                const U32x4 old = ptx::load_matrix_transposed_x4(address);
+            if constexpr (kStoreAdd<Config>) {
+                const U32x4 old = ptx::ldmatrix_x4_trans(address);
                 epilogue::add_pair(d[0], d[1], old.x);
                 epilogue::add_pair(d[2], d[3], old.y);
                 epilogue::add_pair(d[4], d[5], old.z);
                 epilogue::add_pair(d[6], d[7], old.w);
             }
-            ptx::store_matrix_transposed_x4(address, {ptx::pack_bf16x2(d[0], d[1]), ptx::pack_bf16x2(d[2], d[3]), ptx::pack_bf16x2(d[4], d[5]),
+            ptx::stmatrix_x4_trans(address, {ptx::pack_bf16x2(d[0], d[1]), ptx::pack_bf16x2(d[2], d[3]), ptx::pack_bf16x2(d[4], d[5]),
                                                       ptx::pack_bf16x2(d[6], d[7])});
         }
         sync_warpgroup(p);
 #pragma unroll
         for (u32 i = 0; i < kChunks; ++i) {
             const u32 row = i * 16 + p.thread / 8;
-            if (row < rows) ptx::store_global_x4(y + u64(row) * args.n + chunk * 8, ptx::load_shared_x4(staging + OutputTile::offset(row, chunk)));
+            if (row < rows) ptx::st_global_x4(y + u64(row) * args.n + chunk * 8, ptx::ld_shared_x4(staging + OutputTile::offset(row, chunk)));
         }
         // The group after the next writes here again, and the barrier of the next one lies between; the next task's
         // weights have no such barrier.

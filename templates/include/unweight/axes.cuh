@@ -1,0 +1,33 @@
+// Axes whose values are words, as unweight-codegen/src/family declares them. A generated Config names its values, for
+// example `static constexpr uw::Epilogue kEpilogue = uw::Epilogue::kStoreAdd;`.
+#pragma once
+
+#include "unweight/ptx/types.cuh"
+
+namespace uw {
+
+enum class SmemCopy : u32 { kBulk, kAsync };
+enum class Epilogue : u32 { kStore, kStoreAdd, kSiluMul };
+
+enum class AttentionStep : u32 { kDecode, kPrefill };
+enum class CompressStage : u32 { kQuads, kSizes, kWrite };
+enum class DecodeElement : u32 { kBf16, kE4m3, kE5m2, kF16, kF32 };
+enum class DecodeOutput : u32 { kFull, kExponent, kPalette };
+enum class EmbedSource : u32 { kBf16, kPacked };
+enum class EncodeStage : u32 { kStats, kTable, kRows, kScan, kWrite, kPalette };
+enum class RepackStage : u32 { kPack, kLists, kUnpack };
+enum class RouteStage : u32 { kTopk, kSort, kCombine };
+enum class TranscodeStage : u32 { kFull, kPacked, kLists };
+enum class WeightSource : u32 { kExponent, kPalette };
+
+// Threads copy 16 bytes at a time (cp.async); otherwise an elected lane asks the copy engine (cp.async.bulk).
+template <class Config>
+constexpr bool kAsync = Config::kCopy == SmemCopy::kAsync;
+// y += instead of y =, added in fp32 and rounded once.
+template <class Config>
+constexpr bool kStoreAdd = Config::kEpilogue == Epilogue::kStoreAdd;
+// y[m, n / 2] = silu(gate) * up.
+template <class Config>
+constexpr bool kSiluMul = Config::kEpilogue == Epilogue::kSiluMul;
+
+}  // namespace uw

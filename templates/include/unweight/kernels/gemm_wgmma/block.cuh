@@ -1,0 +1,146 @@
+// Shared memory, roles and addresses of a block; see unweight/kernels/gemm_wgmma.cuh.
+#pragma once
+
+#include "unweight/axes.cuh"
+#include "unweight/form/packed.cuh"
+#include "unweight/kernels/gemm_wgmma/schedule.cuh"
+#include "unweight/pipeline/ring.cuh"
+#include "unweight/ptx/barrier.cuh"
+#include "unweight/smem/tile.cuh"
+
+namespace uw::gemm_wgmma {
+
+using packed::kSteps;
+using packed::kTile;
+
+constexpr u32 kWarpgroupThreads = 128;
+constexpr u32 kWarpgroupWarps = 4;
+constexpr u32 kBoxRows = 32;  // of args.y_map
+
+enum class NamedBarrier : u32 {
+    kFirstWarpgroup = 1,
+    kSecondWarpgroup = 2,
+    kThirdWarpgroup = 3,
+    kConsumers = 4,
+};
+
+// The escapes of a row block in a slot: their number, up to kSlotRecords records, and the index of the list for those
+// that do not fit.
+constexpr u32 kSlotRecords = 14;
+constexpr u32 kBlockRecordBytes = (1 + kSlotRecords + 1) * 4;
+constexpr u32 kTileRecordBytes = packed::kTileBlocks * kBlockRecordBytes;
+
+template <class Config>
+constexpr u32 kThreads = (Config::kWarpgroups + 1) * kWarpgroupThreads;
+
+// Offsets of the sections in dynamic shared memory, and their sum.
+template <class Config>
+struct Smem {
+    // A box without rows of the batch is not asked for: rows that the copy engine fills with zeros take it longer than
+    // those that it reads. What is multiplied there instead are sums of rows that are not stored.
+    static constexpr u32 kXBoxRows = 32;
+    static constexpr u32 kXBoxes = Config::kBatchTile / kXBoxRows;
+    static constexpr u32 kXBoxBytes = kXBoxRows * smem::kSwizzleBytes;
+    static constexpr u32 kXBytes = kXBoxes * kXBoxBytes;
+    static constexpr u32 kWBytes = Config::kWarpgroups * packed::kTileBytes;
+    // A warpgroup turns its part of Y over in pieces of kStoreRows batch rows by 64 features.
+    static constexpr u32 kStoreRows = Config::kBatchTile % 64 == 0 && Config::kBatchTile > 64 && Config::kCluster == 1 ? 64 : 32;
+    static constexpr u32 kPieces = Config::kBatchTile / kStoreRows;
+    static constexpr u32 kStoreBuffers = kPieces < 2 ? 2 : kPieces > 3 ? 3 : kPieces;
+    static constexpr u32 kPieceBytes = kStoreRows * smem::kSwizzleBytes;
+
+    // What a cluster exchanges, over the drained ring.
+    static constexpr u32 kSums = 0;
+    static constexpr u32 kSumBytes = kTile * Config::kBatchTile * 4;  // of a warpgroup
+
+    static constexpr u32 kX = 0;
+    static constexpr u32 kW = kX + Config::kStages * kXBytes;
+    static constexpr u32 kStaging = kW + Config::kStages * kWBytes;
+    static constexpr u32 kRecords = kStaging + Config::kWarpgroups * kStoreBuffers * kPieceBytes;
+    static constexpr u32 kBarriers = kRecords + (Config::kEscapes ? Config::kStages * Config::kWarpgroups * kTileRecordBytes : 0);
+    static constexpr u32 kOldBarriers = kBarriers + pipeline::Ring<Config::kStages>::kBarrierBytes;  // one a warpgroup: the old Y has landed
+    static constexpr u32 kBytes = kOldBarriers + Config::kWarpgroups * 8;
+
+    static_assert(kXBytes % smem::kSwizzlePeriodBytes == 0 && kStaging % smem::kSwizzlePeriodBytes == 0, "swizzled tiles are 1024-byte aligned");
+    static_assert(Config::kCluster == 1 || kSums + Config::kWarpgroups * kSumBytes <= kStaging, "a cluster's sums fit over the ring");
+};
+
+// A thread of the warpgroups that multiply.
+struct Place {
+    u32 thread, warp, lane;  // inside the warpgroup
+    u32 warpgroup;
+
+    UW_DEVICE Place() {
+        const u32 consumer_warp = ptx::uniform_warp_index() - kWarpgroupWarps;
+        lane = ptx::lane_index();
+        warp = consumer_warp % kWarpgroupWarps;
+        warpgroup = consumer_warp / kWarpgroupWarps;
+        thread = warp * 32 + lane;
+    }
+};
+
+// What every role knows. The layers above it (Load, Escapes, Mainloop, Reduce, Epilogue) add functions and no state.
+template <class Config>
+struct Block {
+    using S = Smem<Config>;
+    using Ring = pipeline::Ring<Config::kStages>;
+    using OutputTile = smem::Bf16Tile<S::kStoreRows>;
+    using GatedTile = smem::Bf16HalfTile<S::kStoreRows>;
+    static constexpr u32 kOutputRowBytes = kSiluMul<Config> ? GatedTile::kRowBytes : smem::kSwizzleBytes;
+    static constexpr u32 kTileOutputs = kSiluMul<Config> ? kTile / 2 : kTile;  // features of Y of a row of tiles of W
+    static constexpr u32 kAccumulators = Config::kBatchTile / 2;
+    static constexpr u32 kTileRows = Config::kWarpgroups * kTile;
+    // Of 65536: two warpgroups 128 * (56 + 2 * 224), three 128 * (56 + 3 * 152). One needs no budget: 256 threads may
+    // have 255 each.
+    static constexpr bool kBudgets = Config::kWarpgroups > 1;
+    static constexpr u32 kProducerRegisters = 56;
+    static constexpr u32 kConsumerRegisters = Config::kWarpgroups == 2 ? 224 : 152;
+    static_assert(Config::kBatchTile % 32 == 0 && Config::kBatchTile >= 32 && Config::kBatchTile <= 256, "the n of wgmma in whole store boxes");
+    static_assert(Config::kWarpgroups >= 1 && Config::kWarpgroups <= 3, "registers for up to three warpgroups");
+    static_assert(Config::kStages >= 3, "a step multiplies, one is decoded and one is read");
+    static_assert(!(Config::kDump && Config::kStreamK), "both would use the workspace");
+    static_assert(Config::kCluster == 1 || !Config::kStreamK, "both share out k");
+    static_assert(packed::kBlockRows == 2 * packed::kGateRows, "a row block is rows of a gate and of its up");
+    static_assert(!(kSiluMul<Config> && kStoreAdd<Config>), "a gate and its up overwrite");
+
+    const GemmPackedArgs& args;
+    const u32 shared;
+    const Ring ring;
+    const u32 batch_tiles;
+    pipeline::Cursor<Config::kStages> cursor;
+    Schedule<Config> schedule;
+
+    UW_DEVICE Block(const GemmPackedArgs& a, u32 shared_address)
+        : args(a),
+          shared(shared_address),
+          ring{shared_address + S::kBarriers},
+          batch_tiles((a.m + Config::kBatchTile - 1) / Config::kBatchTile),
+          schedule(a, (a.n + kTileRows - 1) / kTileRows, batch_tiles) {}
+
+    // Tiles of Y that share weights are neighbours: a round reads each weight once from memory and X from L2.
+    UW_DEVICE u32 batch_row(const Segment& s) const { return s.tile % batch_tiles * Config::kBatchTile; }
+    // The row of tiles of W that a warpgroup multiplies. Past the end it repeats the last one, and its sums are
+    // dropped.
+    UW_DEVICE u32 wanted_tile_row(const Segment& s, u32 warpgroup) const { return s.tile / batch_tiles * Config::kWarpgroups + warpgroup; }
+    UW_DEVICE u32 tile_row(const Segment& s, u32 warpgroup) const {
+        const u32 wanted = wanted_tile_row(s, warpgroup), last = args.n / kTile - 1;
+        return wanted < last ? wanted : last;
+    }
+    UW_DEVICE u32 x_slot(u32 slot) const { return shared + S::kX + slot * S::kXBytes; }
+    UW_DEVICE u32 w_slot(u32 slot) const { return shared + S::kW + slot * S::kWBytes; }
+    UW_DEVICE u32 record_slot(u32 slot, u32 warpgroup) const { return shared + S::kRecords + (slot * Config::kWarpgroups + warpgroup) * kTileRecordBytes; }
+
+    // One barrier per warpgroup, each named in its own branch: a barrier chosen at run time makes the compiler serialise
+    // wgmma.
+    UW_DEVICE static void sync_warpgroup(const Place& p) {
+        if (Config::kWarpgroups == 1 || p.warpgroup == 0) {
+            ptx::bar_sync(NamedBarrier::kFirstWarpgroup, kWarpgroupThreads);
+        } else if (Config::kWarpgroups == 2 || p.warpgroup == 1) {
+            ptx::bar_sync(NamedBarrier::kSecondWarpgroup, kWarpgroupThreads);
+        } else {
+            ptx::bar_sync(NamedBarrier::kThirdWarpgroup, kWarpgroupThreads);
+        }
+    }
+};
+
+}  // namespace uw::gemm_wgmma

@@ -1,0 +1,78 @@
+// Weights and activations to the ring, by one lane; see unweight/kernels/gemm_wgmma.cuh.
+#pragma once
+
+#include "unweight/kernels/gemm_wgmma/block.cuh"
+#include "unweight/ptx/bulk.cuh"
+#include "unweight/ptx/control.cuh"
+
+namespace uw::gemm_wgmma {
+
+template <class Config>
+struct Load : Block<Config> {
+    using Base = Block<Config>;
+    using S = typename Base::S;
+    using Base::args, Base::ring, Base::batch_tiles, Base::cursor, Base::schedule, Base::tile_row, Base::batch_row, Base::x_slot, Base::w_slot;
+    using Base::Base;
+
+    // Where a segment's weights and activations come from.
+    struct Sources {
+        const u8* w[Config::kWarpgroups];  // in step 0
+        u32 row, boxes;                    // of X
+    };
+    UW_DEVICE Sources sources(const Segment& s) const {
+        Sources from;
+#pragma unroll
+        for (u32 g = 0; g < Config::kWarpgroups; ++g) from.w[g] = args.packed + u64(tile_row(s, g)) * args.tile_cols * packed::kTileBytes;
+        from.row = batch_row(s);
+        const u32 boxes = (args.m - from.row + S::kXBoxRows - 1) / S::kXBoxRows;
+        from.boxes = boxes < S::kXBoxes ? boxes : S::kXBoxes;
+        return from;
+    }
+    UW_DEVICE void load_w(const Sources& from, u32 step, u32 slot, u64 policy) const {
+        ptx::mbarrier_arrive_expect_tx(ring.full(slot), from.boxes * S::kXBoxBytes + S::kWBytes);
+#pragma unroll
+        for (u32 g = 0; g < Config::kWarpgroups; ++g) {
+            ptx::cp_async_bulk_load(w_slot(slot) + g * packed::kTileBytes, from.w[g] + u64(step) * packed::kTileBytes, packed::kTileBytes, ring.full(slot), policy);
+        }
+    }
+    UW_DEVICE void load_x(const Sources& from, u32 step, u32 slot, u64 policy) const {
+#pragma unroll
+        for (u32 i = 0; i < S::kXBoxes; ++i) {
+            if (i < from.boxes) ptx::tma_load_2d(x_slot(slot) + i * S::kXBoxBytes, args.x, step * kTile, from.row + i * S::kXBoxRows, ring.full(slot), policy);
+        }
+    }
+
+    // One lane.
+    UW_DEVICE void load() {
+        ptx::prefetch_tensormap(args.x);
+        const u64 x_policy = ptx::createpolicy_l2(L2::kEvictLast);
+        const u64 w_policy = ptx::createpolicy_l2(batch_tiles == 1 ? L2::kEvictFirst : L2::kNormal);
+        Segment s = schedule.next();
+        if constexpr (Config::kPdl) {
+            // Weights do not depend on the kernel before, and come from furthest away: X does and waits.
+            const Sources from = sources(s);
+            u32 ahead = s.last - s.first;
+            ahead = ahead < Config::kStages ? ahead : Config::kStages;
+            for (u32 i = 0; i < ahead; ++i) load_w(from, s.first + i, i, w_policy);
+            ptx::griddepcontrol_wait();
+            for (u32 i = 0; i < ahead; ++i) {
+                load_x(from, s.first + i, i, x_policy);
+                cursor.advance();
+            }
+            s.first += ahead;
+        }
+        for (;;) {
+            const Sources from = sources(s);
+            for (; s.first < s.last; ++s.first) {
+                ring.wait_empty(cursor);  // every warp that multiplies has released the slot: its loads of W and its wgmma on X are done
+                load_w(from, s.first, cursor.slot, w_policy);
+                load_x(from, s.first, cursor.slot, x_policy);
+                cursor.advance();
+            }
+            s = schedule.next();
+            if (!s.exists()) break;
+        }
+    }
+};
+
+}  // namespace uw::gemm_wgmma

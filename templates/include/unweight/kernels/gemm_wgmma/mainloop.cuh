@@ -1,0 +1,143 @@
+// Decoding and wgmma, by the warpgroups that multiply; see unweight/kernels/gemm_wgmma.cuh.
+#pragma once
+
+#include "unweight/form/escapes.cuh"
+#include "unweight/kernels/gemm_wgmma/escapes.cuh"
+#include "unweight/mma/descriptor.cuh"
+#include "unweight/ptx/mma.cuh"
+#include "unweight/ptx/wgmma.cuh"
+
+namespace uw::gemm_wgmma {
+
+template <class Config>
+struct Mainloop : Escapes<Config> {
+    using Base = Escapes<Config>;
+    using Base::args, Base::ring, Base::cursor, Base::kAccumulators, Base::tile_row, Base::x_slot, Base::w_slot, Base::record_slot;
+    using Base::Base;
+
+    // What a warp has of a step before it decodes it.
+    struct Fetched {
+        packed::PackedBlock packed;
+        u32 records;    // where its row block's escapes lie
+        u32 count, first;  // how many they are, and the first
+    };
+
+    // Takes the next step from the ring, as far as registers.
+    UW_DEVICE Fetched fetch(const Place& p) {
+        ring.wait_full(cursor);
+        const u32 block = w_slot(cursor.slot) + p.warpgroup * packed::kTileBytes + p.warp * packed::kBlockBytes;
+        const u32 records = record_slot(cursor.slot, p.warpgroup) + p.warp * kBlockRecordBytes;
+        cursor.advance();
+        const U32x2 head = Config::kEscapes ? ptx::ld_shared_x2(records) : U32x2{0, 0};
+        return {packed::PackedBlock(block, p.lane), records, head.x, head.y};
+    }
+
+    // A quarter of a step. Not before the instructions that stand before it: they waited for the last reader of these
+    // registers.
+    template <u32 kStep>
+    UW_DEVICE static void decode(packed::Operands& operands, Fetched& f) {
+#pragma unroll
+        for (u32 i = 0; i < 3; ++i) ptx::pin(f.packed.words[3 * kStep + i]);
+        operands.template set<kStep>(f.packed);
+    }
+
+    UW_DEVICE void patch(packed::Operands& operands, const Fetched& f, const Segment& s, u32 step, const Place& p) const {
+        if (Config::kEscapes && f.count != 0) {
+            packed::patch(operands, f.first, p.lane);
+            const u32 count = f.count < packed::kBlockElements ? f.count : packed::kBlockElements;
+#pragma unroll 1
+            for (u32 i = 2; i <= count && i <= kSlotRecords; ++i) packed::patch(operands, ptx::ld_shared(f.records + i * 4), p.lane);
+            if (count > kSlotRecords) {
+                const u32 index = ptx::ld_shared(f.records + (kSlotRecords + 1) * 4);
+#pragma unroll 1
+                for (u32 i = kSlotRecords + 1; i <= count && i < args.escape_words - index; ++i) {
+                    packed::patch(operands, ptx::ld_global_nc(args.escapes + index + i), p.lane);
+                }
+            }
+        }
+        if constexpr (Config::kDump) dump(operands, s, step, p);
+    }
+
+    // Debugging: what enters the tensor cores.
+    UW_DEVICE void dump(const packed::Operands& operands, const Segment& s, u32 step, const Place& p) const {
+        const u64 tile = u64(tile_row(s, p.warpgroup)) * args.tile_cols + step;
+        u32* out = reinterpret_cast<u32*>(args.workspace) + (tile * packed::kTileBlocks + p.warp) * (kSteps * 4 * 32) + p.lane;
+#pragma unroll
+        for (u32 r = 0; r < kSteps * 4; ++r) ptx::st_global(out + r * 32, operands.p[r]);
+    }
+
+    // A quarter of a step, in flight when it returns.
+    template <u32 kStep>
+    UW_DEVICE static void issue(float (&sums)[kAccumulators], const packed::Operands& operands, u64 x) {
+        const u32 a[4] = {operands.p[4 * kStep], operands.p[4 * kStep + 1], operands.p[4 * kStep + 2], operands.p[4 * kStep + 3]};
+        ptx::wgmma_fence();
+        ptx::wgmma(sums, a, x + kStep * mma::kDescriptorStepK16);
+        ptx::wgmma_commit_group();
+    }
+
+    // Slots of X in the order of steps: the one to multiply, and the one to store_partial_tile back.
+    struct Slots {
+        u32 multiply, release;
+        UW_DEVICE static void next(u32& slot) { slot = slot + 1 == Config::kStages ? 0 : slot + 1; }
+    };
+    // After the wait for the wgmma that read X of the slot, and after W and records were decoded, that is, after their
+    // loads returned. The warp's arrival on `empty` orders all of it before the copies that refill the slot.
+    UW_DEVICE void release(Slots& slots, const Place& p) const {
+        ptx::sync_warp();
+        if (p.lane == 0) ring.release(slots.release);
+        Slots::next(slots.release);
+    }
+
+    // Multiplies a step, decodes the next and reads the one after, quarter by quarter, so that the tensor cores always
+    // have work queued. Quarters of a warpgroup multiply in order: when the wait after quarter i leaves four in flight,
+    // quarter i of the step before has read its operands, whose registers take the next step's.
+    UW_DEVICE void overlap(float (&sums)[kAccumulators], const packed::Operands& operands, packed::Operands& following, Fetched& f, Slots& slots, const Segment& s, u32 step,
+                           const Place& p) {
+        const u64 x = mma::k_major_descriptor(x_slot(slots.multiply));
+        Slots::next(slots.multiply);
+        issue<0>(sums, operands, x);
+        ptx::wgmma_wait_group<kSteps>();
+        decode<0>(following, f);
+        issue<1>(sums, operands, x);
+        ptx::wgmma_wait_group<2>();  // all of the step before
+        if (step != s.first) release(slots, p);
+        decode<1>(following, f);
+        issue<2>(sums, operands, x);
+        decode<2>(following, f);
+        issue<3>(sums, operands, x);
+        decode<3>(following, f);
+        patch(following, f, s, step + 1, p);
+        if (step + 2 < s.last) f = fetch(p);
+    }
+
+    UW_DEVICE void multiply_last(float (&sums)[kAccumulators], const packed::Operands& operands, Slots& slots, const Segment& s, const Place& p) {
+        const u64 x = mma::k_major_descriptor(x_slot(slots.multiply));
+        issue<0>(sums, operands, x);
+        issue<1>(sums, operands, x);
+        issue<2>(sums, operands, x);
+        issue<3>(sums, operands, x);
+        ptx::wgmma_wait_group<0>();
+        if (s.last - s.first > 1) release(slots, p);
+        release(slots, p);
+    }
+
+    UW_DEVICE void multiply(float (&sums)[kAccumulators], const Segment& s, const Place& p) {
+        packed::Operands even, odd;
+        u32 step = s.first;
+        Slots slots{cursor.slot, cursor.slot};
+        Fetched f = fetch(p);
+        even = packed::Operands(f.packed);
+        patch(even, f, s, step, p);
+        if (step + 1 < s.last) f = fetch(p);
+        for (;;) {
+            if (step + 1 == s.last) return multiply_last(sums, even, slots, s, p);
+            overlap(sums, even, odd, f, slots, s, step, p);
+            ++step;
+            if (step + 1 == s.last) return multiply_last(sums, odd, slots, s, p);
+            overlap(sums, odd, even, f, slots, s, step, p);
+            ++step;
+        }
+    }
+};
+
+}  // namespace uw::gemm_wgmma

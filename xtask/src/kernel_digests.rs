@@ -1,0 +1,114 @@
+//! `cargo xtask kernel-digests`: a line per kernel with a digest of its machine code, and the comparison of two lists.
+//!
+//! The list itself is printed by `unweight-rivals/examples/kernel_digests.rs`, which sees every crate with kernels.
+
+use std::{collections::BTreeMap, fs};
+
+use crate::run::{self, cargo};
+
+/// What one list says about a kernel: everything behind its name.
+type List = BTreeMap<String, String>;
+
+/// Prints a list, or compares two: `--compare BEFORE AFTER [--renames FILE]`.
+pub fn run(arguments: &[String]) -> Result<(), String> {
+    match arguments {
+        [flag, before, after] if flag == "--compare" => compare(before, after, None),
+        [flag, before, after, renames, table] if flag == "--compare" && renames == "--renames" => {
+            compare(before, after, Some(table))
+        }
+        [flag, ..] if flag == "--compare" => Err("usage: --compare BEFORE AFTER [--renames FILE]".to_owned()),
+        _ => run::run(
+            cargo()
+                .args(["run", "--quiet", "--package", "unweight-rivals", "--features", "cuda"])
+                .args(["--example", "kernel_digests", "--"])
+                .args(arguments),
+        ),
+    }
+}
+
+fn compare(before: &str, after: &str, renames: Option<&str>) -> Result<(), String> {
+    let read = |path: &str| fs::read_to_string(path).map_err(|error| format!("{path}: {error}"));
+    let renames =
+        renames.map_or(Ok(Vec::new()), |path| renames_of(&read(path)?).map_err(|what| format!("{path}: {what}")))?;
+    let before = list(&read(before)?, &renames).map_err(|what| format!("{before}: {what}"))?;
+    let after = list(&read(after)?, &[]).map_err(|what| format!("{after}: {what}"))?;
+    let found = differences(&before, &after);
+    if found.is_empty() {
+        println!("{} kernels, all identical", before.len());
+        return Ok(());
+    }
+    found.iter().for_each(|line| println!("{line}"));
+    Err(format!("{} of {} kernels differ", found.len(), before.len()))
+}
+
+/// Lines of `OLD NEW`: part of a name before, and what stands for it after. `#` begins a comment.
+fn renames_of(text: &str) -> Result<Vec<(String, String)>, String> {
+    let lines = text.lines().map(|line| line.split('#').next().unwrap_or_default().trim());
+    let pairs =
+        lines.filter(|line| !line.is_empty()).map(|line| match line.split_whitespace().collect::<Vec<_>>()[..] {
+            [old, new] => Ok((old.to_owned(), new.to_owned())),
+            _ => Err(format!("{line:?} is not two words, OLD and NEW")),
+        });
+    pairs.collect()
+}
+
+/// A list by name and architecture. The first rename that fits a name counts, so longer ones stand first in a table.
+fn list(text: &str, renames: &[(String, String)]) -> Result<List, String> {
+    let mut kernels = List::new();
+    for line in text.lines().filter(|line| !line.is_empty()) {
+        let mut words = line.splitn(3, ' ');
+        let (Some(name), Some(arch), Some(rest)) = (words.next(), words.next(), words.next()) else {
+            return Err(format!("{line:?} is not a kernel, an architecture and its figures"));
+        };
+        let rename = renames.iter().find(|(old, _)| name.contains(old.as_str()));
+        let name = rename.map_or_else(|| name.to_owned(), |(old, new)| name.replacen(old.as_str(), new, 1));
+        if kernels.insert(format!("{name} {arch}"), rest.to_owned()).is_some() {
+            return Err(format!("{name} {arch} is listed twice"));
+        }
+    }
+    Ok(kernels)
+}
+
+/// A line for every kernel that only one list has, or that both have with other figures.
+fn differences(before: &List, after: &List) -> Vec<String> {
+    let mut lines = Vec::new();
+    for (name, old) in before {
+        match after.get(name) {
+            None => lines.push(format!("{name}: only before")),
+            Some(new) if new != old => lines.push(format!("{name}:\n  before {old}\n  after  {new}")),
+            Some(_) => {}
+        }
+    }
+    lines.extend(after.keys().filter(|name| !before.contains_key(*name)).map(|name| format!("{name}: only after")));
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BEFORE: &str =
+        "uw_sm90a_decode_l7 sm_90a sha256=01 registers=64\nuw_sm90a_norm sm_90a sha256=02 registers=32\n";
+
+    #[test]
+    fn names_may_change_and_code_may_not() {
+        let renames = renames_of("# families\nsm90a_decode_ sm90a_decode_huffman_  # longest first\n").unwrap();
+        let before = list(BEFORE, &renames).unwrap();
+        let renamed = BEFORE.replace("decode_l7", "decode_huffman_l7");
+        assert_eq!(differences(&before, &list(&renamed, &[]).unwrap()), [""; 0]);
+        let changed = list(&renamed.replace("sha256=02", "sha256=03"), &[]).unwrap();
+        assert!(differences(&before, &changed)[0].starts_with("uw_sm90a_norm sm_90a:\n"));
+        let unnamed = differences(&list(BEFORE, &[]).unwrap(), &list(&renamed, &[]).unwrap());
+        assert_eq!(
+            unnamed,
+            ["uw_sm90a_decode_l7 sm_90a: only before", "uw_sm90a_decode_huffman_l7 sm_90a: only after"]
+        );
+    }
+
+    #[test]
+    fn a_damaged_list_is_refused() {
+        assert!(list("uw_sm90a_norm sm_90a\n", &[]).unwrap_err().contains("is not a kernel"));
+        assert!(list(&BEFORE.repeat(2), &[]).unwrap_err().contains("listed twice"));
+        assert!(renames_of("one\n").unwrap_err().contains("not two words"));
+    }
+}
