@@ -19,6 +19,7 @@ pub mod choose;
 pub mod device;
 pub mod env;
 pub mod jit;
+pub mod launcher;
 pub mod layer;
 #[doc(hidden)]
 pub mod ops;
@@ -32,6 +33,8 @@ pub use device::{
 };
 #[doc(inline)]
 pub use jit::error::Error;
+#[doc(inline)]
+pub use launcher::{Launcher, LoadVariant};
 #[doc(inline)]
 pub use layer::{
     build::LayerBuilder,
