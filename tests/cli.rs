@@ -21,7 +21,7 @@ use unweight::{
     },
     rt::{
         Error,
-        choose::model::{Machine, PackedChooser},
+        choose::{cost::gpu_model::Machine, policy::PackedChooser},
         env::{Env, JitMode},
         jit::cache::{CacheState, KernelCache, Policy},
         jit::compiler::{CompileRequest, NvrtcCompiler},

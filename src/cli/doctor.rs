@@ -12,7 +12,7 @@ use unweight::{
     format::TileGrid,
     model::{Geometry, Residency},
     rt::{
-        choose::reachable::SlotPlan,
+        choose::route::SlotPlan,
         device::{Device, DeviceInfo},
         env::Env,
         jit::cache::Store,

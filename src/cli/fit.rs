@@ -21,7 +21,7 @@ use unweight::{
         plan::PlanFile,
     },
     model::{ModelConfig, TensorHeader, bind},
-    rt::choose::reachable::has_compact_gemms,
+    rt::choose::candidates::has_compact_gemms,
 };
 
 use super::{

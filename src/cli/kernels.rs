@@ -24,7 +24,7 @@ use unweight::{
         glob::matches,
     },
     rt::{
-        choose::model::{Machine, PackedChooser},
+        choose::{cost::gpu_model::Machine, policy::PackedChooser},
         device::{Device, KernelSet},
         env::{Env, JitMode},
         jit::cache::{CacheState, Kept, KernelCache, Progress, attachable},

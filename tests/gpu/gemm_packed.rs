@@ -23,7 +23,7 @@ use unweight_format::{
     packed::{PackedTensor, pack},
 };
 use unweight_rt::{
-    choose::model::{Machine, PackedChooser, PackedUse},
+    choose::{candidates::PackedUse, cost::gpu_model::Machine, policy::PackedChooser},
     device::{DeviceBuffer, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream},
     ops::gemm_packed::{PackedGemm, lane_size},
     ops::lane::Lane,

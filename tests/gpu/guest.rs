@@ -17,7 +17,7 @@ use unweight_format::{
 use unweight_rt::{
     KernelSet,
     choose::{
-        model::PackedUse,
+        candidates::PackedUse,
         table::{MeasuredRow, MeasuredTable},
     },
     device::{DeviceBuffer, Refusal, Stream},

@@ -29,7 +29,7 @@ use unweight_model::{
 };
 
 use unweight_rt::{
-    choose::{graph, reachable::Resident},
+    choose::{graph, route::Resident},
     device::{DeviceBuffer, DeviceError, KernelSet},
     env::Env,
     jit::compiler::CompileRequest,

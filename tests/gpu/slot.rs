@@ -20,7 +20,7 @@ use unweight_format::{
 };
 use unweight_rt::{
     Device, DeviceMatrix, Expand, KernelSet, Lane, LayerBuilder, Linear, LoadOptions, Loader, Merge, Refusal, Resident,
-    Stream, choose::reachable::COMPACT_BATCH, env::Env,
+    Stream, choose::candidates::COMPACT_BATCH, env::Env,
 };
 
 const MAX_BATCH: u32 = 300;

@@ -26,8 +26,8 @@ use unweight_rivals::{
 };
 use unweight_rt::{
     choose::{
+        candidates::PackedUse,
         graph::{decoder, element_decoder},
-        model::PackedUse,
         recon::{Source, candidates},
     },
     device::{

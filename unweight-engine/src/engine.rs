@@ -16,7 +16,7 @@ use unweight_model::{ModelConfig, ModelWeights, SampleParams, capacity::Residenc
 use unweight_rt::{
     DeviceError, DeviceMatrix, Graph, KernelSet, Lane, LaneSize, Linears, LoadOptions, Loader, MatrixMut, Refusal,
     Resident, RowFault, Stream,
-    choose::{model::Machine, reachable::has_compact_gemms},
+    choose::{candidates::has_compact_gemms, cost::gpu_model::Machine},
     device::{Pinned, Transfer},
     jit::cache::Progress,
     layer::{

@@ -14,7 +14,7 @@ use unweight_codegen::{
 use unweight_model::{Mixture, ModelConfig};
 use unweight_rt::{
     DeviceError, KernelSet, LaneSize,
-    choose::model::Machine,
+    choose::cost::gpu_model::Machine,
     device::module::LoadedKernel,
     layer::experts as mixtures,
     ops::{

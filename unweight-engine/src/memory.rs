@@ -7,8 +7,8 @@ use unweight_model::ModelConfig;
 use unweight_rt::{
     LaneSize, LoadOptions,
     choose::{
-        model::PackedChooser,
-        reachable::{Expand, Wanted, Weight},
+        policy::PackedChooser,
+        route::{Expand, Wanted, Weight},
     },
     layer::{experts::ExpertsShape, linear},
 };

@@ -13,7 +13,7 @@ use unweight_model::{
 use unweight_rt::{
     DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, LaneSize, Linear, Linears, LoadError, Loader, MatrixMut,
     MatrixRef, Merge, Resident, Stream,
-    choose::reachable::Expand,
+    choose::route::Expand,
     layer::{
         build::LayerBuilder,
         experts::{Experts, ExpertsShape},

@@ -28,6 +28,8 @@ pub mod remedy;
 pub mod weight;
 
 #[doc(inline)]
+pub use choose::candidates::RegisterError;
+#[doc(inline)]
 pub use device::{
     Device, DeviceBuffer, DeviceError, Graph, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, RowFault, Stream,
 };

@@ -12,7 +12,7 @@ use unweight_rivals::{
     zipserv,
 };
 use unweight_rt::{
-    choose::model::PackedUse,
+    choose::candidates::PackedUse,
     device::{DeviceBuffer, DeviceError, LaneSize, MatrixRef},
     ops::{
         gemm_packed::{PackedGemm, lane_size},

@@ -26,7 +26,7 @@ use unweight_format::{
 use unweight_model::{Mixture, ModelConfig};
 use unweight_rt::{
     LaneSize,
-    choose::{cost, model::PackedChooser, reachable::SlotPlan},
+    choose::{cost, policy::PackedChooser, route::SlotPlan},
 };
 
 use crate::{

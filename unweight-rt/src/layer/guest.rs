@@ -28,7 +28,7 @@ use unweight_format::{
 };
 
 use crate::{
-    choose::reachable::{Wanted, Way, Ways, Weight},
+    choose::route::{Wanted, Way, Ways, Weight},
     device::{
         Call, Device, DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
         buffer::copy_to_device,
@@ -552,10 +552,7 @@ mod tests {
     };
 
     use super::*;
-    use crate::choose::{
-        model::{Machine, PackedChooser},
-        reachable::Expand,
-    };
+    use crate::choose::{cost::gpu_model::Machine, policy::PackedChooser, route::Expand};
 
     #[test]
     fn parts_of_a_scratch_lie_apart_and_are_readable_past_their_ends() {

@@ -41,7 +41,7 @@ use unweight_codegen::{VariantSpec, plan::GemmShape, spec::Epilogue};
 use unweight_format::TileGrid;
 
 use crate::{
-    choose::reachable::{Choice, Linears, Wanted, Way, Ways, Weight},
+    choose::route::{Choice, Linears, Wanted, Way, Ways, Weight},
     device::{
         DeviceBuffer, DeviceError, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
         module::LoadedKernel,

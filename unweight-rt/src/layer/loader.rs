@@ -21,12 +21,13 @@ use unweight_format::{
     safetensors::Dtype,
 };
 
-pub use crate::choose::reachable::{Expand, Linears, Resident};
+pub use crate::choose::route::{Expand, Linears, Resident};
 use crate::{
     choose::{
         graph::{Node, Step},
-        model::PackedChooser,
-        reachable::{self, Wanted, Weight},
+        policy::PackedChooser,
+        reachable,
+        route::{Wanted, Weight},
     },
     device::{DeviceBuffer, DeviceError, KernelSet, MatrixMut, Prepared, Staging, Stream},
     jit::cache::Progress,
