@@ -7,7 +7,7 @@
 
 use std::{error::Error, process::ExitCode};
 
-use unweight::format::{Code, CodeLimit, Histogram, Matrix, huffman, testing::Weights};
+use unweight_format::{Code, CodeLimit, Histogram, Matrix, huffman, testing::Weights};
 
 fn main() -> ExitCode {
     match run() {

@@ -12,7 +12,7 @@
 use std::{borrow::Cow, error::Error, hint::black_box, io::BufRead, process::ExitCode, time::Instant};
 
 use rayon::prelude::*;
-use unweight::format::{
+use unweight_format::{
     Code, CodeLimit, Digest, FormId, HuffmanTensor, Matrix, Survey, TileGrid, huffman, keep_freed_memory,
 };
 
