@@ -3,7 +3,7 @@
 `cargo xtask bench-peers [MODEL]` installs the peers, builds our side and calls this. It prints a section for docs/benchmarks.md.
 
 Terms, equal for all: memory to memory, one matrix after the other, outputs freshly allocated, input not in the timed part.
-- ours: examples/codec_speed.rs. Encoding includes the digests of the original and of every stored section, decoding the digest of
+- ours: unweight-format/examples/codec_speed.rs. Encoding includes the digests of the original and of every stored section, decoding the digest of
   the result; the peers do not hash.
 - ZipNN: `ZipNN(bytearray_dtype="bfloat16", threads=n)`. It changes its input in place, so each call gets a copy, made beforehand.
 - zstd: level 3, each matrix as it is (`threads` workers for compressing; decompressing is single-threaded by design).

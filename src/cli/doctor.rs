@@ -15,7 +15,7 @@ use unweight::{
         Device, DeviceInfo, Library,
         env::Env,
         raw::{
-            choose::reachable::SlotPlan,
+            choose::route::SlotPlan,
             jit::{
                 cache::Store,
                 toolchain::{self, OldNvrtc, Version},

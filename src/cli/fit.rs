@@ -20,7 +20,7 @@ use unweight::{
         raw::glob::matches,
     },
     model::{ModelConfig, TensorHeader, bind},
-    rt::raw::choose::reachable::has_compact_gemms,
+    rt::raw::choose::candidates::has_compact_gemms,
 };
 
 use super::{

@@ -29,7 +29,7 @@ use unweight::{
         cache::{CacheState, KernelCache, Progress},
         env::{Env, JitMode},
         raw::{
-            choose::model::{Machine, PackedChooser},
+            choose::{cost::gpu_model::Machine, policy::PackedChooser},
             jit::{
                 cache::{Kept, attachable},
                 compiler::{CompileRequest, Compiler, NvrtcCompiler},

@@ -39,7 +39,7 @@ impl Table {
         note_table(&kernels, output);
         let Some(path) = &self.table else { return Ok(kernels) };
         let info = kernels.device().info();
-        let table = MeasuredTable::read(path, &info.name, info.arch)
+        let table = MeasuredTable::read(path, &info.name, info.arch, kernels.chooser().registered())
             .map_err(|error| Failure::remedied(error, Remedy::MeasureTable))?;
         Ok(kernels.with_table(table))
     }

@@ -14,7 +14,7 @@ use unweight::{
         cache::{CacheState, KernelCache, Policy},
         env::{Env, JitMode},
         raw::{
-            choose::model::{Machine, PackedChooser},
+            choose::{cost::gpu_model::Machine, policy::PackedChooser},
             jit::compiler::{CompileRequest, NvrtcCompiler},
             layer::loader::reachable,
         },

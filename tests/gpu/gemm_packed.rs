@@ -25,7 +25,7 @@ use unweight_format::{
 use unweight_rt::{
     DeviceBuffer, DeviceMatrix, DevicePacked, KernelSet, Lane, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
     raw::{
-        choose::model::{PackedChooser, PackedUse},
+        choose::{candidates::PackedUse, policy::PackedChooser},
         ops::gemm_packed::{PackedGemm, lane_size},
     },
 };

@@ -21,7 +21,7 @@ use unweight_rt::{
     interop::{Guest, PackedAt, Scratch},
     raw::{
         choose::{
-            model::PackedUse,
+            candidates::PackedUse,
             table::{MeasuredRow, MeasuredTable},
         },
         ops::repack::{PackError, Packer},

@@ -19,6 +19,7 @@ mod jit;
 mod linear;
 mod moe;
 mod paths;
+mod registered;
 mod repack;
 mod rivals;
 mod sample;

@@ -20,7 +20,7 @@ use unweight_format::{
 };
 use unweight_rt::{
     Device, DeviceMatrix, Expand, KernelSet, Lane, LayerBuilder, Linear, LoadOptions, Loader, Merge, Refusal, Resident,
-    Stream, env::Env, raw::choose::reachable::COMPACT_BATCH,
+    Stream, env::Env, raw::choose::candidates::COMPACT_BATCH,
 };
 
 const MAX_BATCH: u32 = 300;

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use unweight_codegen::{
     VariantSpec,
     family::Instruction,
-    plan::GemmShape,
+    plan::{GemmShape, Plan},
     spec::{Epilogue, GemmCompactSpec, GemmMmaSpec, Op, SmemCopy, catalog},
 };
 use unweight_format::{
@@ -17,7 +17,8 @@ use unweight_rt::{
     DeviceError, DeviceMatrix, DevicePacked, KernelSet, Lane, LaneSize, MatrixMut, MatrixRef, Stream,
     raw::{
         choose::{
-            model::{PackedChooser, PackedUse, candidates, compact_candidates, is_pdl},
+            candidates::{PackedUse, Registered, is_pdl},
+            policy::PackedChooser,
             table::{MeasuredRow, MeasuredTable},
         },
         ops::{
@@ -75,7 +76,8 @@ options! {
         /// Measure the variants that need no copy engine too: of the model's order as many as of the others, one at
         /// least.
         asynchronous: bool = false,
-        /// Variants to time at every problem that their batch tile takes, catalogued or not; those of `gemm_compact`
+        /// Variants to time at every problem that their batch tile takes, catalogued or not, next to those that are
+        /// registered with the kernels; those of `gemm_compact`
         /// need [`MatmulOptions::compact`].
         variants: Vec<VariantSpec> = Vec::new(),
     }
@@ -100,7 +102,7 @@ pub fn bench_matmul(
     let stream = kernels.device().stream()?;
     let info = kernels.device().info();
     let dispatch = match &options.table {
-        Some(table) => PackedChooser::model(info.into()).with_table(&info.name, table.clone()),
+        Some(table) => kernels.chooser().clone().without_table().with_table(&info.name, table.clone()),
         None => kernels.chooser().clone(),
     };
     let bench = Bench {
@@ -121,8 +123,9 @@ pub fn bench_matmul(
 }
 
 impl Report<MatmulOptions> {
-    /// The fastest variant of each problem that was measured, as dispatch reads it.
-    pub fn table(&self) -> MeasuredTable {
+    /// The fastest variant of each problem that was measured, as dispatch reads it: of the variants that ship and those
+    /// that are registered, which are all that a table may name.
+    pub fn table(&self, registered: &Registered) -> MeasuredTable {
         let mut rows: Vec<(f64, MeasuredRow)> = Vec::new();
         for row in self.rows.iter().filter(|row| row.family == FAMILY) {
             let Ok(variant) = row.contender.parse::<VariantSpec>() else { continue };
@@ -130,7 +133,7 @@ impl Report<MatmulOptions> {
             if is_async(&variant) && !catalog::on::<GemmMmaSpec>(variant.arch).any(|shipped| is_async(&shipped)) {
                 continue;
             }
-            let Some(pdl) = is_pdl(&variant) else { continue };
+            let Some(pdl) = is_pdl(&variant).filter(|_| registered.offers(&variant)) else { continue };
             let measured = MeasuredRow { n: row.n, k: row.k, m: row.m, pdl, variant };
             let same = |(_, other): &&mut (f64, MeasuredRow)| {
                 (other.n, other.k, other.m, other.pdl) == (row.n, row.k, row.m, pdl)
@@ -261,16 +264,17 @@ impl Bench<'_> {
         PackedUse { escapes, pdl, epilogue: Epilogue::Store }
     }
 
-    /// What is timed for a problem: the choice of dispatch first, then the model's.
+    /// What is timed for a problem: the choice of dispatch first, then the model's, then what is registered.
     fn variants(&self, problem: GemmShape, wanted: PackedUse) -> Vec<(VariantSpec, bool)> {
-        let info = self.kernels.device().info();
         let choice = self.dispatch.choose(problem, wanted);
-        let fastest = candidates(&info.into(), problem, wanted).into_iter().map(|(spec, _)| spec);
+        let fastest = self.dispatch.candidates(problem, wanted).into_iter().map(|(spec, _)| spec);
         let mut specs: Vec<VariantSpec> = choice.into_iter().chain(fastest.take(self.options.candidates)).collect();
         if self.options.asynchronous {
             specs.extend(specs.clone().into_iter().filter_map(catalog::copied_by_threads));
         }
         specs.extend(self.options.variants.iter().filter(|spec| is_pdl(spec) == Some(wanted.pdl)));
+        let used = self.dispatch.registered().variants().filter_map(|spec| wanted.of(*spec));
+        specs.extend(used.filter(|spec| Plan::new(spec).is_ok()));
         let mut seen = HashSet::new();
         specs.retain(|spec| seen.insert(*spec));
         specs.into_iter().map(|spec| (spec, Some(spec) == choice)).collect()
@@ -279,11 +283,11 @@ impl Bench<'_> {
     /// The matmuls from the compact form that take a batch, those of the smallest batch tile that holds it; with each
     /// whether dispatch takes it.
     fn compact_variants(&self, problem: GemmShape) -> Vec<(VariantSpec, bool)> {
-        let (info, launches, m) = (self.kernels.device().info(), self.launches(), problem.m);
+        let (launches, m) = (self.launches(), problem.m);
         let choices: Vec<VariantSpec> = launches
             .iter()
             .filter_map(|&pdl| {
-                let found = compact_candidates(&info.into(), problem, self.wanted(true, pdl));
+                let found = self.dispatch.compact_candidates(problem, self.wanted(true, pdl));
                 found.first().map(|(spec, _)| *spec)
             })
             .collect();
@@ -291,10 +295,11 @@ impl Bench<'_> {
             Op::GemmCompact(op) => Some(op),
             _ => None,
         };
-        let fitting: Vec<(VariantSpec, GemmCompactSpec)> = catalog::on::<GemmCompactSpec>(info.arch)
+        let fitting: Vec<(VariantSpec, GemmCompactSpec)> = launches
+            .iter()
+            .flat_map(|&pdl| self.dispatch.every_compact_candidate(self.wanted(true, pdl)))
             .filter_map(|spec| Some((spec, of(&spec)?)))
-            .filter(|(_, op)| op.epilogue == Epilogue::Store && op.batch_tile.get() >= m)
-            .filter(|(_, op)| launches.contains(&op.pdl))
+            .filter(|(_, op)| op.batch_tile.get() >= m)
             .collect();
         let smallest = fitting.iter().map(|(_, op)| op.batch_tile).min();
         let mut specs: Vec<VariantSpec> =

@@ -29,8 +29,8 @@ use unweight_rt::{
     DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, KernelSet, Lane, LaneSize, MatrixRef,
     raw::{
         choose::{
+            candidates::PackedUse,
             graph::{decoder, element_decoder},
-            model::PackedUse,
             recon::{Source, candidates},
         },
         device::pinned::{Pinned, Source as HostSource},

@@ -19,7 +19,7 @@ use unweight_rt::{
     cache::Progress,
     experts::{ExpertTraffic, Fetcher, OffloadedExperts},
     raw::{
-        choose::{model::Machine, reachable::has_compact_gemms},
+        choose::{candidates::has_compact_gemms, cost::gpu_model::Machine},
         device::{Pinned, Transfer},
         ops::{kv::PAD_POSITION, sample::SampleRow},
     },

@@ -15,7 +15,7 @@ use unweight_model::{Mixture, ModelConfig};
 use unweight_rt::{
     DeviceError, KernelSet, LaneSize,
     raw::{
-        choose::model::Machine,
+        choose::cost::gpu_model::Machine,
         device::module::LoadedKernel,
         layer::experts as mixtures,
         ops::{

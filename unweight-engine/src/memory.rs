@@ -9,8 +9,8 @@ use unweight_rt::{
     experts::ExpertsShape,
     raw::{
         choose::{
-            model::PackedChooser,
-            reachable::{Wanted, Weight},
+            policy::PackedChooser,
+            route::{Wanted, Weight},
         },
         layer::linear,
     },

@@ -42,6 +42,10 @@ impl Parse for Pair {
 
 fn parse_path(input: ParseStream<'_>, key: &Ident) -> Result<Path> {
     let here = input.span();
+    // A word may be a keyword (`copy = async`); the path of a crate may not.
+    if key != "crate" && input.fork().call(Path::parse_mod_style).is_err() && input.peek(Ident::peek_any) {
+        return Ok(input.call(Ident::parse_any)?.into());
+    }
     input
         .call(Path::parse_mod_style)
         .map_err(|_| syn::Error::new(here, format!("`{key}` takes an integer, true or false, a word or a path")))

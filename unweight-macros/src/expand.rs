@@ -14,7 +14,7 @@ use syn::{Ident, LitInt, spanned::Spanned};
 /// const PAIRS           what the user wrote
 /// const _ per pair      fails on the user's own token
 /// const _               fails on the attribute: a key is missing, or the variant cannot exist
-/// impl Variant          the spec
+/// impl Variant          the family as a type, and the spec
 /// ```
 pub(crate) fn expand(item: &TokenStream, variant: &Variant) -> TokenStream {
     let Variant { codegen, name, pairs } = variant;
@@ -45,6 +45,7 @@ pub(crate) fn expand(item: &TokenStream, variant: &Variant) -> TokenStream {
 
             #[automatically_derived]
             impl #codegen::Variant for #name {
+                type Family = <#codegen::family::FamilyAt<{ #module::place(PAIRS) }> as #codegen::family::ListedFamily>::Family;
                 const SPEC: #codegen::spec::VariantSpec = #module::spec(PAIRS);
             }
         };

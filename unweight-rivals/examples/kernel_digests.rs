@@ -19,8 +19,9 @@ use unweight_codegen::{
 };
 use unweight_rivals::cuda::kernels;
 use unweight_rt::{
+    cache::KernelCache,
     env::Env,
-    jit::{cache::KernelCache, compiler::CompileRequest, cubin},
+    raw::jit::{compiler::CompileRequest, cubin},
 };
 
 /// A kernel to compile, with its dynamic shared memory.

@@ -24,6 +24,7 @@ mod device;
 pub mod env;
 mod exec;
 mod jit;
+pub mod launcher;
 mod layer;
 mod ops;
 pub mod raw;
@@ -31,7 +32,10 @@ mod remedy;
 mod weight;
 
 #[doc(inline)]
-pub use choose::reachable::{Expand, Linears, Resident};
+pub use choose::{
+    candidates::RegisterError,
+    route::{Expand, Linears, Resident},
+};
 #[doc(inline)]
 pub use device::{
     Device, DeviceBuffer, DeviceError, DeviceInfo, Event, Graph, KernelSet, LaneSize, MatrixMut, MatrixRef,
@@ -45,6 +49,8 @@ pub use jit::{
     error::{Error, MissingKernel, NotCompiled},
     toolchain::Library,
 };
+#[doc(inline)]
+pub use launcher::{Launcher, LoadVariant};
 #[doc(inline)]
 pub use layer::{
     build::LayerBuilder,

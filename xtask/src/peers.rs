@@ -16,15 +16,7 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
         &[&["--no-deps", "zipnn==0.5.4"], &["zstandard", "numpy", "safetensors"]],
         "import zipnn_core, zstandard, numpy, safetensors",
     )?;
-    run::run(cargo().args([
-        "build",
-        "--release",
-        "--package",
-        "unweight",
-        "--no-default-features",
-        "--example",
-        "codec_speed",
-    ]))?;
+    run::run(cargo().args(["build", "--release", "--package", "unweight-format", "--example", "codec_speed"]))?;
     let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), Into::into);
     run::run(
         Command::new(python)

@@ -131,7 +131,7 @@ struct MatmulBench {
     /// The matmuls from the compact form too, at batches of 1 to 32
     #[arg(long)]
     compact: bool,
-    /// Time this variant too, catalogued or not; may be repeated
+    /// Time this variant too, catalogued or not; may be repeated. --save-table keeps only those that ship
     #[arg(long, value_name = "NAME")]
     variant: Vec<VariantSpec>,
     /// What to measure
@@ -370,7 +370,7 @@ impl Bench {
                 may_save(arguments.svg.as_deref())?;
                 let kernels = open(arguments.device)?;
                 note_table(&kernels, output);
-                let options = arguments.options(kernels.device().info())?;
+                let options = arguments.options(&kernels)?;
                 // Known before minutes of measuring.
                 let store = match (&arguments.save_table, kernels.cache().store()) {
                     (Some(None), Err(why)) => {
@@ -385,16 +385,17 @@ impl Bench {
                     save(file, &plot::speedups(&report.rows))?;
                     output.note(format_args!("{}: drawn", file.display()));
                 }
+                let registered = kernels.chooser().registered();
                 if let Some(Some(file)) = &arguments.save_table {
-                    fs::write(file, report.table().to_json()).map_err(Failure::io(file.display()))?;
+                    fs::write(file, report.table(registered).to_json()).map_err(Failure::io(file.display()))?;
                     output.note(format_args!("{}: written", file.display()));
                 }
                 if let Some(store) = store {
                     let info = kernels.device().info();
                     let path = store.table_path(&info.name);
                     // What cannot be followed is replaced.
-                    let before = MeasuredTable::read(&path, &info.name, info.arch).unwrap_or_default();
-                    let table = report.table().over(&before).to_json();
+                    let before = MeasuredTable::read(&path, &info.name, info.arch, registered).unwrap_or_default();
+                    let table = report.table(registered).over(&before).to_json();
                     let path = store.keep_table(&info.name, table.as_bytes()).map_err(Failure::io(path.display()))?;
                     output.note(format_args!("{}: kept; every start on this GPU follows it", path.display()));
                 }
@@ -492,8 +493,9 @@ fn timing(rounds: Option<u16>) -> Timing {
 }
 
 impl MatmulBench {
-    fn options(&self, device: &DeviceInfo) -> Result<MatmulOptions> {
-        let read = |path| MeasuredTable::read(path, &device.name, device.arch);
+    fn options(&self, kernels: &KernelSet) -> Result<MatmulOptions> {
+        let (info, registered) = (kernels.device().info(), kernels.chooser().registered());
+        let read = |path| MeasuredTable::read(path, &info.name, info.arch, registered);
         let table = self.table.as_deref().map(read).transpose();
         let mut options = MatmulOptions::default()
             .escapes(self.escapes)

@@ -14,7 +14,7 @@ use unweight_rivals::{
 use unweight_rt::{
     DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, Lane, LaneSize, MatrixRef,
     raw::{
-        choose::model::PackedUse,
+        choose::candidates::PackedUse,
         ops::gemm_packed::{PackedGemm, lane_size},
     },
 };

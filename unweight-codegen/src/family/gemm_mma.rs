@@ -145,7 +145,7 @@ pub const SHAPES: [GemmMmaSpec; 23] = [
 
 /// Shapes for 99 KB of shared memory, which leaves few of [`SHAPES`]: two blocks of four warps on a multiprocessor for
 /// many output features, one of 8 or 12 with a row block each for few. Chosen by the model of times that dispatch takes
-/// (`unweight_rt::raw::choose::model`) over the linears of five models on 15 cards; no such card has run one.
+/// (`unweight_rt::raw::choose::cost::gpu_model`) over the linears of five models on 15 cards; no such card has run one.
 pub const SHAPES_99_KB: [GemmMmaSpec; 6] = [
     small(8, 1, 12, 3, 1),
     small(8, 7, 4, 1, 1),

@@ -181,6 +181,18 @@ impl FamilyInfo {
     }
 }
 
+/// The family at a place in [`FAMILIES`], as a type: how the attribute, which knows no family, names the one of a
+/// variant ([`ListedFamily`]).
+#[doc(hidden)]
+pub struct FamilyAt<const PLACE: usize>;
+
+/// See [`FamilyAt`].
+#[doc(hidden)]
+pub trait ListedFamily {
+    /// The family's spec.
+    type Family: Family;
+}
+
 /// Writes what is about all families.
 macro_rules! families {
     ($($(#[$doc:meta])* $module:ident: $variant:ident($spec:ident)),+ $(,)?) => {
@@ -194,6 +206,10 @@ macro_rules! families {
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum Op { $($(#[$doc])* $variant($spec)),+ }
 
+        $(impl ListedFamily for FamilyAt<{ Place::$module as usize }> {
+            type Family = $spec;
+        })+
+
         /// Places in the list.
         #[derive(Clone, Copy)]
         #[allow(non_camel_case_types)]
@@ -201,7 +217,7 @@ macro_rules! families {
 
         impl Op {
             /// Place of its family in [`FAMILIES`].
-            const fn place(&self) -> usize {
+            pub(crate) const fn place(&self) -> usize {
                 match self { $(Self::$variant(_) => Place::$module as usize),+ }
             }
 

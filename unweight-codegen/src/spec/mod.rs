@@ -9,8 +9,8 @@ mod name;
 pub mod pairs;
 
 pub use crate::family::{
-    AttentionSpec, CompressSpec, DecodeSpec, EmbedSpec, EncodeSpec, GemmCompactSpec, GemmGroupedSpec, GemmMmaSpec,
-    GemmReconSpec, GemmWgmmaSpec, NormSpec, Op, RepackSpec, RopeSpec, RouteSpec, SampleSpec, SiluMulSpec,
+    AttentionSpec, CompressSpec, DecodeSpec, EmbedSpec, EncodeSpec, Family, GemmCompactSpec, GemmGroupedSpec,
+    GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, NormSpec, Op, RepackSpec, RopeSpec, RouteSpec, SampleSpec, SiluMulSpec,
     TranscodeSpec,
     attention::{AttentionStages, AttentionStep, AttentionWarps, HeadDim},
     compress::CompressStage,
@@ -54,17 +54,25 @@ impl VariantSpec {
     pub const SOME: Self = Self::encode(Arch::Sm90a, EncodeStage::Stats);
 }
 
+/// The family of [`VariantSpec::SOME`].
+#[doc(hidden)]
+pub type SomeFamily = EncodeSpec;
+
 /// A kernel that is known when the program is compiled: what `#[unweight_variant]` implements.
 ///
 /// ```
-/// use unweight_codegen::{Variant, spec::{Arch, EncodeStage, VariantSpec}};
+/// use unweight_codegen::{Variant, spec::{Arch, EncodeSpec, EncodeStage, VariantSpec}};
 /// struct Histogram;
 /// impl Variant for Histogram {
+///     type Family = EncodeSpec;
 ///     const SPEC: VariantSpec = VariantSpec::encode(Arch::Sm90a, EncodeStage::Stats);
 /// }
 /// assert_eq!(Histogram::SPEC.name().as_str(), "uw_sm90a_encode_stats");
 /// ```
 pub trait Variant {
+    /// The spec of its family, such as [`GemmMmaSpec`]: what the runtime's launcher is chosen by
+    /// (`unweight_rt::LoadVariant`).
+    type Family: Family;
     /// The spec.
     const SPEC: VariantSpec;
 }

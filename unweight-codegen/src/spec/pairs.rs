@@ -111,6 +111,14 @@ pub const fn check_all(pairs: &[Pair]) -> Result<(), Message> {
     }
 }
 
+/// Place of the family in [`FAMILIES`]; where `op` names none, which stops the build, that of [`VariantSpec::SOME`].
+pub const fn place(pairs: &[Pair]) -> usize {
+    match family(pairs) {
+        Ok(place) => place,
+        Err(_) => VariantSpec::SOME.op.place(),
+    }
+}
+
 /// The spec; where a check fails, which stops the build, some spec.
 pub const fn spec(pairs: &[Pair]) -> VariantSpec {
     let (Ok(found), Ok(arch)) = (family(pairs), arch(pairs)) else { return VariantSpec::SOME };

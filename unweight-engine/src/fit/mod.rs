@@ -25,7 +25,7 @@ use unweight_format::{
 use unweight_model::{Mixture, ModelConfig};
 use unweight_rt::{
     LaneSize,
-    raw::choose::{cost, model::PackedChooser, reachable::SlotPlan},
+    raw::choose::{cost, policy::PackedChooser, route::SlotPlan},
 };
 
 use crate::{

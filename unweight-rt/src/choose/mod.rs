@@ -4,18 +4,25 @@
 //! | module | what it knows |
 //! |---|---|
 //! | [`graph`] | the forms and the families between them: two static lists, and their walk |
-//! | [`reachable`] | the route of a weight, the kernels of every batch, and all that a bundle can ask for |
-//! | [`model`] | the register-sourced matmuls: a model of the machine, overridden by measurements |
+//! | [`candidates`] | the matmul variants that there are: those that ship, and those that a program has registered |
+//! | [`cost`] | what a product takes: [a model of a GPU](cost::gpu_model), and formulas of records by path |
 //! | [`table`] | what was measured |
-//! | [`cost`] | what a product costs by path, as formulas of records |
+//! | [`policy`] | the choice among the candidates: what was measured, else the model |
+//! | [`route`] | the route of a weight through the graph, and the kernels of every batch |
+//! | [`reachable`] | all that the weights of a bundle can ask for |
 //! | [`recon`] | the report's matmuls |
 //!
 //! Everything is a pure function of shapes, forms and options, for use before anything has been measured on the machine
 //! at hand. Loading, warming (`kernels compile --bundle`), benchmarks and tests ask the same functions.
 
+pub mod candidates;
 pub mod cost;
 pub mod graph;
-pub mod model;
+pub mod policy;
 pub mod reachable;
 pub mod recon;
+pub mod route;
 pub mod table;
+
+#[cfg(test)]
+mod tests;

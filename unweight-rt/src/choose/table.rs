@@ -13,9 +13,9 @@ use unweight_codegen::{
     spec::Arch,
 };
 
-use super::model::{PackedUse, is_pdl};
+use super::candidates::{PackedUse, Registered, is_pdl};
 
-/// Why there is no table. Both are mended by measuring one ([`Remedy::MeasureTable`](crate::Remedy::MeasureTable)).
+/// Why there is no table. All are mended by measuring one ([`Remedy::MeasureTable`](crate::Remedy::MeasureTable)).
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TableError {
@@ -57,6 +57,19 @@ pub enum TableError {
         /// The compiler's name of the architecture.
         arch: &'static str,
     },
+    /// A row names a variant that dispatch may not choose.
+    #[error(
+        "{}: row {row}: {variant} does not ship and is not registered; register it with the `KernelSet` before a table \
+         names it", .path.display()
+    )]
+    Unregistered {
+        /// The file.
+        path: PathBuf,
+        /// Which row, from 0.
+        row: usize,
+        /// What it names.
+        variant: String,
+    },
 }
 
 impl TableError {
@@ -66,6 +79,7 @@ impl TableError {
             Self::Read { .. } => "dispatch-table-unreadable",
             Self::Parse { .. } | Self::Variant { .. } => "dispatch-table-invalid",
             Self::Foreign { .. } => "dispatch-table-of-another-gpu",
+            Self::Unregistered { .. } => "dispatch-table-unregistered-variant",
         }
     }
 }
@@ -104,17 +118,24 @@ impl MeasuredTable {
         TABLE.get_or_init(|| serde_json::from_str(include_str!("h200.json")).unwrap_or_default())
     }
 
-    /// The table in a file of JSON, which is to be of a device of this name and architecture.
+    /// The table in a file of JSON, which is to be of a device of this name and architecture, and to name variants that
+    /// ship or are registered.
     ///
     /// # Errors
     /// [`TableError`].
-    pub fn read(path: &Path, device: &str, arch: Arch) -> Result<Self, TableError> {
+    pub fn read(path: &Path, device: &str, arch: Arch, registered: &Registered) -> Result<Self, TableError> {
         let text = std::fs::read(path).map_err(|source| TableError::Read { path: path.to_owned(), source })?;
-        Self::parse(&text, path, device, arch)
+        Self::parse(&text, path, device, arch, registered)
     }
 
     /// As [`MeasuredTable::read`], of text that was read from there.
-    pub(crate) fn parse(text: &[u8], path: &Path, device: &str, arch: Arch) -> Result<Self, TableError> {
+    pub(crate) fn parse(
+        text: &[u8],
+        path: &Path,
+        device: &str,
+        arch: Arch,
+        registered: &Registered,
+    ) -> Result<Self, TableError> {
         let table: Self =
             serde_json::from_slice(text).map_err(|source| TableError::Parse { path: path.to_owned(), source })?;
         if table.device != device {
@@ -122,13 +143,16 @@ impl MeasuredTable {
             return Err(TableError::Foreign { path: path.to_owned(), of, device });
         }
         let known = |spec: &VariantSpec| spec.arch == arch && is_pdl(spec).is_some() && Plan::new(spec).is_ok();
-        match table.rows.iter().position(|row| !known(&row.variant)) {
-            None => Ok(table),
-            Some(row) => {
-                let (variant, arch) = (table.rows[row].variant.to_string(), arch.compiler_name());
-                Err(TableError::Variant { path: path.to_owned(), row, variant, arch })
+        for (row, MeasuredRow { variant, .. }) in table.rows.iter().enumerate() {
+            let (path, name) = (|| path.to_owned(), || variant.to_string());
+            if !known(variant) {
+                return Err(TableError::Variant { path: path(), row, variant: name(), arch: arch.compiler_name() });
+            }
+            if !registered.offers(variant) {
+                return Err(TableError::Unregistered { path: path(), row, variant: name() });
             }
         }
+        Ok(table)
     }
 
     /// As a file of it is written.
@@ -196,7 +220,7 @@ mod tests {
         };
         let read = |text: &str, device: &str, arch| {
             std::fs::write(&path, text).unwrap();
-            MeasuredTable::read(&path, device, arch)
+            MeasuredTable::read(&path, device, arch, &Registered::default())
         };
         assert_eq!(read(&table.to_json(), "NVIDIA L4", Arch::Sm89).unwrap(), table);
         let says = |text: &str, device: &str, arch, words: &str| {
@@ -210,8 +234,29 @@ mod tests {
         for text in ["", "[]", "{\"device\": \"NVIDIA L4\"}", &table.to_json().replace("uw_sm89", "uw_sm1")] {
             says(text, "NVIDIA L4", Arch::Sm89, "is no table of measurements");
         }
-        let nowhere = MeasuredTable::read(&home.path().join("absent"), "NVIDIA L4", Arch::Sm89);
+        let none = Registered::default();
+        let nowhere = MeasuredTable::read(&home.path().join("absent"), "NVIDIA L4", Arch::Sm89, &none);
         assert!(matches!(nowhere, Err(TableError::Read { .. })));
+    }
+
+    #[test]
+    fn a_table_names_variants_that_ship_or_are_registered() {
+        let own = "uw_sm90a_gemm_mma_b8_r3w10p2c1_esc_store";
+        let rows = vec![row(1, "uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_store"), row(8, own)];
+        let table = MeasuredTable { device: "NVIDIA H200".to_owned(), rows };
+        let (text, path) = (table.to_json(), Path::new("table.json"));
+        let parse = |registered: &Registered| {
+            MeasuredTable::parse(text.as_bytes(), path, "NVIDIA H200", Arch::Sm90a, registered)
+        };
+        let mut registered = Registered::default();
+        match parse(&registered) {
+            Err(error @ TableError::Unregistered { row: 1, .. }) => {
+                assert!(error.to_string().starts_with(&format!("table.json: row 1: {own} ")), "{error}");
+            }
+            other => panic!("{other:?}"),
+        }
+        registered.add(Arch::Sm90a, own.parse().unwrap()).unwrap();
+        assert_eq!(parse(&registered).unwrap(), table);
     }
 
     /// A short measurement takes nothing away of a long one.

@@ -7,7 +7,7 @@ use serde::Serialize;
 use unweight_codegen::spec::Arch;
 
 use crate::{
-    choose::model::Machine,
+    choose::cost::gpu_model::Machine,
     device::{Call, DeviceError, Stream},
     jit::toolchain::{self, Library, Version},
 };

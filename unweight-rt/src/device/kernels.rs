@@ -7,11 +7,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use unweight_codegen::VariantSpec;
+use unweight_codegen::{Variant, VariantSpec};
 
 use crate::{
     choose::{
-        model::PackedChooser,
+        candidates::{RegisterError, Registered},
+        policy::PackedChooser,
         table::{MeasuredTable, TableError},
     },
     device::{Device, DeviceError, DeviceInfo, module::LoadedKernel},
@@ -28,6 +29,8 @@ pub struct KernelSet {
     cache: KernelCache,
     threads: usize,
     chooser: PackedChooser,
+    /// A table that is followed ahead of the cache's.
+    given: Option<MeasuredTable>,
     /// Why a table that the cache has is not followed.
     table_error: Option<TableError>,
     loaded: Mutex<BTreeMap<VariantSpec, Arc<LoadedKernel>>>,
@@ -53,19 +56,71 @@ impl KernelSet {
     /// A given cache; up to `threads` kernels are compiled at a time. What was measured on such a device and is kept in
     /// the cache is followed.
     pub fn new(device: &Device, cache: KernelCache, threads: usize) -> Self {
-        let (chooser, table_error) = chooser(device.info(), &cache);
-        Self { device: device.clone(), cache, threads, chooser, table_error, loaded: Mutex::default() }
+        let (chooser, table_error) = chooser(device.info(), &cache, Registered::default());
+        Self { device: device.clone(), cache, threads, chooser, given: None, table_error, loaded: Mutex::default() }
     }
 
     /// Follows a table that was measured on such a device, ahead of what is kept in the cache. A table of another
     /// device changes nothing.
     #[must_use]
     pub fn with_table(mut self, table: MeasuredTable) -> Self {
-        self.chooser = self.chooser.with_table(&self.device.info().name, table);
+        self.chooser = self.chooser.with_table(&self.device.info().name, table.clone());
+        if table.device == self.device.info().name {
+            self.given = Some(match &self.given {
+                Some(before) => table.over(before),
+                None => table,
+            });
+        }
         self
     }
 
-    /// What chooses the matmuls of layers on this device: what was measured, else the model of the machine.
+    /// Makes a declared variant a candidate of dispatch: layers that are loaded from now on are multiplied by it where a
+    /// measured table or the model of the GPU finds it fastest, and tables may name it. Its shape counts; escapes,
+    /// dependent launch and epilogue follow the layer.
+    ///
+    /// A layer chooses its kernels when it is loaded: register before the first.
+    ///
+    /// ```no_run
+    /// use unweight_codegen::unweight_variant;
+    /// use unweight_rt::{Device, KernelSet, env::Env};
+    ///
+    /// #[unweight_variant(op = gemm_mma, batch_tile = 8, row_blocks = 3, warps = 10, stages = 2)]
+    /// struct GateUp;
+    ///
+    /// let mut kernels = KernelSet::open(&Device::open(0)?, Env::process()?);
+    /// kernels.register::<GateUp>()?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// The device's architecture cannot run it, or dispatch does not choose among kernels of its family.
+    pub fn register<V: Variant>(&mut self) -> Result<(), RegisterError> {
+        self.register_spec(V::SPEC)
+    }
+
+    /// As [`KernelSet::register`], of a variant that is known at run time.
+    ///
+    /// # Errors
+    /// As for [`KernelSet::register`].
+    pub fn register_spec(&mut self, spec: VariantSpec) -> Result<(), RegisterError> {
+        self.chooser.register(spec)?;
+        // The cache's table may name it.
+        if matches!(self.table_error, Some(TableError::Unregistered { .. })) {
+            let info = self.device.info();
+            let (chooser, table_error) = chooser(info, &self.cache, self.chooser.registered().clone());
+            let given = self.given.clone().unwrap_or_default();
+            (self.chooser, self.table_error) = (chooser.with_table(&info.name, given), table_error);
+        }
+        Ok(())
+    }
+
+    /// The registered variants, as they were declared.
+    pub fn registered(&self) -> impl Iterator<Item = &VariantSpec> {
+        self.chooser.registered().variants()
+    }
+
+    /// What chooses the matmuls of layers on this device, of the variants that ship and those that are registered: what
+    /// was measured, else the model of the GPU.
     pub fn chooser(&self) -> &PackedChooser {
         &self.chooser
     }
@@ -168,13 +223,13 @@ impl KernelSet {
 }
 
 /// What chooses for a device, with the table that the cache keeps of it, or why that is not followed.
-fn chooser(info: &DeviceInfo, cache: &KernelCache) -> (PackedChooser, Option<TableError>) {
-    let chooser = PackedChooser::of(info.into(), &info.name);
+fn chooser(info: &DeviceInfo, cache: &KernelCache, registered: Registered) -> (PackedChooser, Option<TableError>) {
+    let chooser = PackedChooser::of(info.into(), &info.name).with_registered(registered);
     let Ok(store) = cache.store() else { return (chooser, None) };
     let path = store.table_path(&info.name);
     let table = match store.table(&info.name) {
         Ok(None) => return (chooser, None),
-        Ok(Some(text)) => MeasuredTable::parse(&text, &path, &info.name, info.arch),
+        Ok(Some(text)) => MeasuredTable::parse(&text, &path, &info.name, info.arch, chooser.registered()),
         Err(source) => Err(TableError::Read { path, source }),
     };
     match table {
@@ -200,7 +255,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        choose::{model::PackedUse, table::MeasuredRow},
+        choose::{candidates::PackedUse, table::MeasuredRow},
         env::JitMode,
         jit::{cache::Policy, compiler::FakeCompiler},
     };
@@ -232,6 +287,7 @@ mod tests {
             let wanted = PackedUse { escapes: true, pdl: false, epilogue: Epilogue::StoreAdd };
             chooser.choose(GemmShape { m, n: 4096, k: 4096 }, wanted).unwrap().to_string()
         };
+        let chooser = |info: &DeviceInfo, cache: &KernelCache| chooser(info, cache, Registered::default());
         let (model, error) = chooser(&info, &cache(JitMode::Auto));
         assert!(error.is_none());
         // Some shape that the model would not take.
@@ -260,5 +316,37 @@ mod tests {
             assert_eq!(error.map(|error| error.code()), Some(code), "{text}");
             assert_eq!(choice(&passed_over, 8), choice(&model, 8));
         }
+    }
+    /// The cache's table is followed as soon as the variants that it names are registered.
+    #[test]
+    fn a_kept_table_waits_for_the_variants_that_it_names() {
+        let info = DeviceInfo {
+            ordinal: 0,
+            name: "NVIDIA H200".to_owned(),
+            arch: Arch::Sm90a,
+            sms: 132,
+            clock_mhz: 1980,
+            memory_mb_per_s: 4_814_304,
+            l2_bytes: 50 << 20,
+            smem_bytes_per_block: 232_448,
+            memory_bytes: 141 << 30,
+            driver: "13.0".to_owned(),
+        };
+        let home = tempfile::tempdir().unwrap();
+        let cache = cache(&home.path().join("cache"), JitMode::Auto);
+        let variant: VariantSpec = "uw_sm90a_gemm_mma_b8_r3w10p2c1_esc_store".parse().unwrap();
+        let row = MeasuredRow { n: 4096, k: 4096, m: 8, pdl: false, variant };
+        let table = MeasuredTable { device: info.name.clone(), rows: vec![row] };
+        cache.store().unwrap().keep_table(&info.name, table.to_json().as_bytes()).unwrap();
+        let wanted = PackedUse { escapes: true, pdl: false, epilogue: Epilogue::Store };
+        let problem = GemmShape { m: 8, n: 4096, k: 4096 };
+        let (before, error) = chooser(&info, &cache, Registered::default());
+        assert!(matches!(error, Some(TableError::Unregistered { row: 0, .. })), "{error:?}");
+        assert_ne!(before.choose(problem, wanted), Some(variant));
+        let mut registered = Registered::default();
+        registered.add(info.arch, variant).unwrap();
+        let (after, error) = chooser(&info, &cache, registered);
+        assert!(error.is_none(), "{error:?}");
+        assert_eq!(after.choose(problem, wanted), Some(variant));
     }
 }

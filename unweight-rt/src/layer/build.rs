@@ -14,7 +14,7 @@ use unweight_codegen::{VariantSpec, family::Instruction, spec::Epilogue};
 use unweight_format::raw::packed::Window;
 
 use crate::{
-    choose::reachable::{Expand, KernelSource, Linears, Resident, Wanted, Weight},
+    choose::route::{Expand, KernelSource, Linears, Resident, Wanted, Weight},
     device::{
         DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Stream, buffer::length,
         module::LoadedKernel,

@@ -24,8 +24,9 @@ use unweight_format::{
 use crate::{
     choose::{
         graph::{Node, Step},
-        model::PackedChooser,
-        reachable::{self, Linears, Wanted, Weight},
+        policy::PackedChooser,
+        reachable,
+        route::{Linears, Wanted, Weight},
     },
     device::{DeviceBuffer, DeviceError, KernelSet, MatrixMut, Prepared, Staging, Stream},
     exec::Lane,

@@ -1,8 +1,8 @@
 //! What layers are loaded for, and how several weights become one layer.
 
 use crate::choose::{
-    model::PackedChooser,
-    reachable::{Expand, Linears, Resident, Wanted},
+    policy::PackedChooser,
+    route::{Expand, Linears, Resident, Wanted},
 };
 
 /// The options that layers are loaded with.

@@ -19,7 +19,7 @@ use unweight_codegen::{
 use unweight_format::{TileGrid, raw::packed::Window};
 
 use crate::{
-    choose::reachable::SlotPlan,
+    choose::route::SlotPlan,
     device::{
         DeviceBuffer, DeviceError, KernelSet, MatrixMut, Refusal, Stream,
         module::LoadedKernel,

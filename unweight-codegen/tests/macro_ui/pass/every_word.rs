@@ -39,6 +39,9 @@ fn main() {
         "uw_sm90a_gemm_mma_b32_r8w4p2c4_esc_store":
             (op = gemm_mma, batch_tile = 32, row_blocks = 8, warps = 4, stages = 2, cluster = 4, persistent = false,
              escapes = true, pdl = false, epilogue = store, dump = false),
+        "uw_sm90a_gemm_mma_b8_r4w8p2c1_async_esc_store":
+            (op = gemm_mma, batch_tile = 8, row_blocks = 4, warps = 8, stages = 2, copy = async),
+        "uw_sm89_decode_full_l7_async_w16": (op = decode, arch = sm89, output = full, copy = async, warps = 16),
         "uw_sm90a_gemm_mma_b64_r1w1p1c8_esc_store":
             (op = gemm_mma, batch_tile = 64, row_blocks = 1, warps = 1, stages = 1, cluster = 8),
         "uw_sm90a_gemm_wgmma_b128_g2p6_esc_store": (op = gemm_wgmma, batch_tile = 128, stages = 6),

@@ -30,7 +30,7 @@ use unweight_format::{
 
 use self::{counters::Counters, scratch::Parts};
 use crate::{
-    choose::reachable::{Wanted, Way, Ways, Weight},
+    choose::route::{Wanted, Way, Ways, Weight},
     device::{
         Call, Device, DeviceBuffer, DeviceError, KernelSet, MatrixMut, MatrixRef, Refusal, Stream,
         buffer::{copy_to_device, length},
@@ -438,10 +438,7 @@ mod tests {
     };
 
     use super::*;
-    use crate::choose::{
-        model::{Machine, PackedChooser},
-        reachable::Expand,
-    };
+    use crate::choose::{cost::gpu_model::Machine, policy::PackedChooser, route::Expand};
 
     /// A prompt's chunk would read the weights once for each 64 rows where there is no `wgmma`.
     #[test]

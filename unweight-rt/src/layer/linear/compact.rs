@@ -10,7 +10,7 @@ use super::{
     routes::{Routed, routes},
 };
 use crate::{
-    choose::reachable::{Choice, Way, Ways},
+    choose::route::{Choice, Way, Ways},
     device::{DeviceError, LaneSize, MatrixMut, MatrixRef, module::LoadedKernel, view::Place},
     exec::{Lane, context::LaneParts},
     ops::{

@@ -16,7 +16,7 @@ use unweight_format::TileGrid;
 pub use self::{bf16::Bf16Linear, compact::CompactLinear, packed::PackedLinear};
 use self::{packed::padding, routes::Routed};
 use crate::{
-    choose::reachable::{Choice, Linears, Wanted, Way, Weight},
+    choose::route::{Choice, Linears, Wanted, Way, Weight},
     device::{DeviceError, LaneSize, MatrixMut, MatrixRef, Refusal},
     exec::Lane,
     ops::gemm_packed,

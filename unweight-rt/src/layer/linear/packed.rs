@@ -9,7 +9,7 @@ use super::{
     routes::{Routed, routes},
 };
 use crate::{
-    choose::reachable::{Choice, Way, Ways},
+    choose::route::{Choice, Way, Ways},
     device::{
         DeviceBuffer, DeviceError, LaneSize, MatrixMut, MatrixRef, Refusal,
         module::LoadedKernel,

@@ -5,7 +5,7 @@ use std::{ops::Range, sync::Arc};
 use unweight_codegen::{VariantSpec, spec::Epilogue};
 
 use crate::{
-    choose::reachable::{Choice, Way, Ways},
+    choose::route::{Choice, Way, Ways},
     device::{DeviceError, LaneSize, MatrixMut, MatrixRef, Refusal, module::LoadedKernel},
     exec::{Lane, operands::check_product},
 };

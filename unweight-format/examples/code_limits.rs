@@ -7,7 +7,7 @@
 
 use std::{error::Error, process::ExitCode};
 
-use unweight::format::{
+use unweight_format::{
     CodeLimit, Histogram, Matrix,
     raw::{Code, huffman},
     testing::Weights,

@@ -12,7 +12,7 @@
 use std::{borrow::Cow, error::Error, hint::black_box, io::BufRead, process::ExitCode, time::Instant};
 
 use rayon::prelude::*;
-use unweight::format::{
+use unweight_format::{
     CodeLimit, Digest, FormId, Matrix, Survey, TileGrid,
     raw::{Code, HuffmanTensor, huffman, keep_freed_memory},
 };

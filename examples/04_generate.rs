@@ -1,4 +1,4 @@
-//! From a bundle to text, in Rust: `cargo run --release --example generate -- BUNDLE "Once upon a time"`.
+//! From a bundle to text, in Rust: `cargo run --release --example 04_generate -- BUNDLE "Once upon a time"`.
 //!
 //! Needs an NVIDIA GPU (Hopper; from Ampere on untried) with its driver, and libnvrtc the first time.
 

@@ -1,0 +1,312 @@
+//! A model of a GPU: what a product takes on it, by what its driver says of the device.
+//!
+//! The model counts what a launch cannot avoid: bytes from memory, X from the second-level cache, the steps of the
+//! multiprocessor that has most to do, and what a launch costs in itself. It is for shapes and machines without
+//! measurements.
+
+use unweight_codegen::{
+    VariantSpec,
+    plan::{GemmShape, Plan},
+    spec::{Arch, Op},
+};
+
+use super::constants::*;
+use crate::choose::candidates::{PackedUse, Registered};
+
+/// What the model knows of a device: what its driver says, no measurement, so that every start on it chooses the same
+/// kernels and gives the same bits (docs/adr/0014-machines.md).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Machine {
+    /// What its kernels are compiled for.
+    pub arch: Arch,
+    /// Multiprocessors.
+    pub sms: u32,
+    /// What its memory could give, bytes per us: the width of its bus by its clock.
+    pub memory: f64,
+    /// The highest clock of its multiprocessors, MHz.
+    pub clock_mhz: f64,
+    /// Floating-point operations of a multiprocessor in a clock ([`Machine::tensor_rate`]).
+    pub tensor: f64,
+}
+
+/// Cards for data centers whose tensor cores are halved as those for games.
+const HALVED: [&str; 3] = ["NVIDIA A10G", "NVIDIA L20", "NVIDIA L40"];
+
+impl Machine {
+    /// An H200 (SXM), which the model was fitted to, as its driver describes it: what is compiled for one where there
+    /// is none is what it will ask for (`device` in docs/records/h200-2026-11-22/decode-compact.json).
+    pub const H200: Self = Self { arch: Arch::Sm90a, sms: 132, memory: 4.814304e6, clock_mhz: 1980.0, tensor: 4096.0 };
+
+    /// A device of an architecture, as its vendor describes it, for kernels that are compiled where there is none.
+    pub fn usual(arch: Arch) -> Self {
+        let (sms, memory, clock_mhz, name) = match arch {
+            Arch::Sm90a => return Self::H200,
+            Arch::Sm80 => (108, 2.039e6, 1410.0, "NVIDIA A100-SXM4-80GB"),
+            Arch::Sm86 => (82, 0.936e6, 1695.0, "NVIDIA GeForce RTX 3090"),
+            Arch::Sm89 => (128, 1.008e6, 2520.0, "NVIDIA GeForce RTX 4090"),
+            Arch::Sm100a => (148, 8.0e6, 1965.0, "NVIDIA B200"),
+            Arch::Sm103a => (148, 8.0e6, 1965.0, "NVIDIA B300"),
+            Arch::Sm120a => (170, 1.792e6, 2407.0, "NVIDIA GeForce RTX 5090"),
+        };
+        Self { arch, sms, memory, clock_mhz, tensor: Self::tensor_rate(arch, name) }
+    }
+
+    /// Floating-point operations of a multiprocessor in a clock, in BF16 with fp32 sums, of a device by its driver's
+    /// name: by `mma.sync`, on Hopper by `wgmma`. It is what data sheets say of a card, over its multiprocessors and
+    /// its boost clock.
+    ///
+    /// Of architectures that are sold for games, too, those cards do half of the others where sums are fp32; so do an
+    /// A10G, an L20 and an L40, but not an A10 or an L40S.
+    pub fn tensor_rate(arch: Arch, name: &str) -> f64 {
+        match arch {
+            Arch::Sm90a => 4096.0,
+            Arch::Sm80 | Arch::Sm100a | Arch::Sm103a => 2048.0,
+            Arch::Sm86 | Arch::Sm89 | Arch::Sm120a if name.contains("GeForce") || HALVED.contains(&name) => 512.0,
+            Arch::Sm86 | Arch::Sm89 | Arch::Sm120a => 1024.0,
+        }
+    }
+
+    /// Its clock over that of an H200.
+    fn clock(&self) -> f64 {
+        self.clock_mhz / Self::H200.clock_mhz
+    }
+
+    /// What reads get of its memory, bytes per us.
+    fn reads(&self) -> f64 {
+        self.memory * MEMORY / Self::H200.memory
+    }
+
+    /// Floating-point operations of cuBLAS in a us.
+    fn cublas_flop(&self) -> f64 {
+        match self.arch {
+            // By `tcgen05`, which `mma.sync` does not reach.
+            Arch::Sm100a | Arch::Sm103a => self.tensor_flop(8192.0),
+            _ => self.tensor_flop(self.tensor),
+        }
+    }
+
+    /// Floating-point operations in a us, at so many of a multiprocessor in a clock.
+    fn tensor_flop(&self, rate: f64) -> f64 {
+        CUBLAS_SHARE * rate * f64::from(self.sms) * self.clock_mhz
+    }
+
+    /// What a multiprocessor multiplies in a clock, over Hopper's.
+    fn tensor_share(&self) -> f64 {
+        self.tensor / Self::H200.tensor
+    }
+}
+
+/// The variants that can compute a problem from packed weights, with the microseconds that the model predicts, fastest
+/// first: what ships, and what was registered.
+///
+/// Empty where `n` or `k` is not a multiple of 64, or there is nothing to compute.
+pub fn candidates(
+    machine: &Machine,
+    registered: &Registered,
+    problem: GemmShape,
+    wanted: PackedUse,
+) -> Vec<(VariantSpec, f64)> {
+    ranked(machine, problem, registered.packed(machine.arch, wanted))
+}
+
+/// The same straight from compact weights. Empty as for [`candidates`], and where none ship.
+pub fn compact_candidates(
+    machine: &Machine,
+    registered: &Registered,
+    problem: GemmShape,
+    wanted: PackedUse,
+) -> Vec<(VariantSpec, f64)> {
+    ranked(machine, problem, registered.compact(machine.arch, wanted))
+}
+
+fn ranked(
+    machine: &Machine,
+    problem: GemmShape,
+    variants: impl Iterator<Item = VariantSpec>,
+) -> Vec<(VariantSpec, f64)> {
+    let GemmShape { m, n, k } = problem;
+    if m == 0 || n == 0 || k == 0 || !n.is_multiple_of(64) || !k.is_multiple_of(64) {
+        return Vec::new();
+    }
+    let mut found: Vec<(VariantSpec, f64)> =
+        variants.filter_map(|spec| Some((spec, predicted_us(&spec, problem, machine)?))).collect();
+    // Stable: of equals, what ships stays ahead of what was registered.
+    found.sort_by(|a, b| a.1.total_cmp(&b.1));
+    found
+}
+
+/// Microseconds of the expansion of a compact weight to packed tiles: what it reads and writes, at the share of the
+/// memory's rate that was measured (53.7 us for 14336x4096).
+pub fn expand_us(machine: &Machine, n: u32, k: u32) -> f64 {
+    const SHARE: f64 = 0.74;
+    let weights = f64::from(n) * f64::from(k);
+    LAUNCH_US + weights * (COMPACT_BYTES + 1.5) / (machine.reads() * SHARE)
+}
+
+/// Microseconds of cuBLAS on BF16: reads of the memory, or what its tensor cores multiply.
+pub fn cublas_us(machine: &Machine, problem: GemmShape) -> f64 {
+    let GemmShape { m, n, k } = problem;
+    let weights = f64::from(n) * f64::from(k);
+    LAUNCH_US + (2.0 * weights / machine.reads()).max(2.0 * weights * f64::from(m) / machine.cublas_flop())
+}
+
+/// What no product by `mma.sync` goes below, us: the multiplications at the share of the tensor cores that cuBLAS gets.
+/// [`predicted_us`] was fitted to batches that memory limits, and knows of no such floor.
+pub fn mma_floor_us(machine: &Machine, problem: GemmShape) -> f64 {
+    let GemmShape { m, n, k } = problem;
+    2.0 * f64::from(n) * f64::from(k) * f64::from(m) / machine.tensor_flop(machine.tensor)
+}
+
+/// Microseconds of the expansion of a packed or a compact weight to BF16: what it reads and writes, at the rate of the
+/// memory.
+pub fn bf16_us(machine: &Machine, n: u32, k: u32, compact: bool) -> f64 {
+    let read = if compact { COMPACT_BYTES } else { 1.5 };
+    LAUNCH_US + f64::from(n) * f64::from(k) * (read + 2.0) / machine.reads()
+}
+
+/// What the model says a launch takes, us; `None` for a variant that cannot exist, is of another family or is out of
+/// the question at this batch. The constants were fitted to an H200 (docs/adr/0004-register-sourced-kernels.md): over
+/// the 334 problems measured there, the variant that it finds fastest took 1.1 % longer than the best on average, 25 %
+/// at most; clusters of `gemm_wgmma` joined later, and were fitted again with stream-K (item 12 of `fused_wide` there).
+pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, machine: &Machine) -> Option<f64> {
+    let (sms, clock) = (machine.sms, machine.clock());
+    let plan = Plan::new(spec).ok()?;
+    let GemmShape { m, n, k } = problem;
+    let weight_bytes = f64::from(n) * f64::from(k) * 1.5;
+    let (sms_f, columns) = (f64::from(sms), f64::from(k) / 64.0);
+    match spec.op {
+        Op::GemmMma(op) => {
+            let blocks = f64::from(plan.launch.grid.blocks(problem, sms)?);
+            let (batch_tile, cluster) = (f64::from(op.batch_tile.get()), f64::from(op.cluster.get()));
+            let batch_tiles = f64::from(m.div_ceil(op.batch_tile.get()));
+            let groups = blocks / (cluster * batch_tiles);
+            let dealt = (f64::from(n / 16) / groups).ceil();
+            let per_sm = f64::from(plan.launch.blocks_per_sm);
+            let (active, resident) = (sms_f.min(blocks), (blocks / sms_f).ceil().min(per_sm));
+            let row_blocks = dealt.min(f64::from(op.row_blocks.get()));
+            let in_flight = active * resident * f64::from(op.warps.get() * op.stages.get()) * row_blocks * 1536.0;
+            let rate = machine.reads().min(in_flight / MEMORY_LATENCY_US).min(active * MEMORY_PER_SM * clock);
+            let x = groups * batch_tiles * f64::from(k) * batch_tile * 2.0 / (CACHED_X * clock * sms_f / H200_SMS);
+            let steps = (blocks / sms_f).ceil() * dealt * columns / cluster;
+            let multiply = SMALL_STEP_US.1 * batch_tile / 8.0 / machine.tensor_share();
+            let computed = steps * (SMALL_STEP_US.0 + multiply) / clock;
+            let waves = (blocks / (sms_f * per_sm)).ceil() - 1.0;
+            let waiting = waves * if per_sm == 1.0 { SMALL_WAVE_US.0 } else { SMALL_WAVE_US.1 };
+            let meeting = if cluster > 1.0 { CLUSTER_US } else { 0.0 };
+            // The fewer bytes are in flight, the longer the last of them are waited for.
+            let tail = 3e6 / in_flight;
+            let launch = if op.pdl { DEPENDENT_LAUNCH_US } else { LAUNCH_US };
+            Some(launch + (weight_bytes * batch_tiles / rate + x).max(computed) + waiting + meeting + tail)
+        }
+        // Decoding is the limit, not the memory: a warp's chains of codes by themselves, or all of a multiprocessor's
+        // instructions. Fitted to 32 problems (docs/records/h200-2026-11-22/matmul-compact-nine.csv): what it finds
+        // fastest was the fastest of each.
+        Op::GemmCompact(op) => {
+            let blocks = f64::from(plan.launch.grid.blocks(problem, sms)?);
+            let (cluster, warps) = (f64::from(op.cluster.get()), f64::from(op.warps.get()));
+            let per_sm = f64::from(plan.launch.blocks_per_sm);
+            let rows = COMPACT_ROWS_US * (f64::from(op.batch_tile.get()) / 8.0 - 1.0) / machine.tensor_share();
+            let meeting = if cluster > 1.0 { COMPACT_CLUSTER_US } else { 0.0 };
+            // With so many blocks on a multiprocessor, each with a share of a cluster's rows of tiles.
+            let batch_tiles = f64::from(m.div_ceil(op.batch_tile.get()));
+            let groups = blocks / (cluster * batch_tiles);
+            let tiles = (f64::from(n / 64) / groups).ceil() * columns;
+            let wave = |resident: f64| {
+                let alone = (tiles / (cluster * warps)).ceil() * (COMPACT_TILE_US.1 + rows);
+                let shared = tiles / cluster * resident * (COMPACT_TILE_US.0 + rows / 8.0);
+                alone.max(shared) / clock + meeting + COMPACT_WAVE_US
+            };
+            let (waves, rest) = ((blocks / (sms_f * per_sm)).floor(), blocks % (sms_f * per_sm));
+            let last = if rest > 0.0 { wave((rest / sms_f).ceil()) } else { 0.0 };
+            let read = f64::from(n) * f64::from(k) * COMPACT_BYTES * batch_tiles / (machine.reads() * COMPACT_READS);
+            let launch = if op.pdl { DEPENDENT_LAUNCH_US } else { LAUNCH_US };
+            Some(launch + (waves * wave(per_sm) + last).max(read))
+        }
+        Op::GemmWgmma(op) if m > SMALL_BATCH => {
+            let tiles = f64::from(n.div_ceil(64 * op.warpgroups.get())) * f64::from(m.div_ceil(op.batch_tile.get()));
+            let cluster = f64::from(op.cluster.get());
+            // A cluster for each tile of Y, of which no more are resident than fit.
+            plan.launch.grid.blocks(problem, sms)?;
+            let usable = if cluster > 2.0 { sms_f * WIDE_CLUSTERED } else { sms_f };
+            let share = tiles / (usable / cluster).floor().max(1.0);
+            let cost = WideCost::of(op.batch_tile.get());
+            let warpgroups = f64::from(op.warpgroups.get());
+            let of_two = if warpgroups == 1.0 { cost.lone } else { warpgroups / 2.0 };
+            let step = if share <= 1.0 { cost.step_us } else { cost.warm_step_us } / clock * of_two;
+            let work = if op.stream_k && share.fract() > 0.0 {
+                cost.share_us + share * columns * step
+            } else {
+                share.ceil() * columns * step / cluster
+            };
+            // What a cluster exchanges comes after all its loads.
+            let sums = warpgroups * f64::from(op.batch_tile.get()) / 512.0;
+            let exchange = if cluster > 1.0 { share.ceil() * WIDE_CLUSTER_US * sums } else { 0.0 };
+            // A cooperative launch waits for the kernel before it to end.
+            let hidden = if op.pdl && !op.stream_k { LAUNCH_US - DEPENDENT_LAUNCH_US } else { 0.0 };
+            Some(WIDE_LAUNCH_US - hidden + work.max(weight_bytes / (WIDE_MEMORY * machine.reads() / MEMORY)) + exchange)
+        }
+        _ => None,
+    }
+}
+
+/// What the work of `gemm_wgmma` costs at a batch tile, for two warpgroups.
+struct WideCost {
+    /// 64 of k for one tile of Y, us.
+    step_us: f64,
+    /// The same where a multiprocessor has several tiles, and the card grows warm.
+    warm_step_us: f64,
+    /// Sums handed from block to block where tiles are shared, us.
+    share_us: f64,
+    /// A step of a single warpgroup, whose waits nobody fills, as a share of that of two.
+    lone: f64,
+}
+
+impl WideCost {
+    fn of(batch_tile: u32) -> Self {
+        let (step_us, warm_step_us, share_us, lone) = match batch_tile {
+            0..=64 => (0.30, 0.31, 6.0, 0.8),
+            65..=128 => (0.37, 0.43, 6.0, 0.8),
+            129..=192 => (0.50, 0.60, 8.0, 0.6),
+            _ => (0.64, 0.79, 9.0, 0.6),
+        };
+        Self { step_us, warm_step_us, share_us, lone }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn constants_are_of_the_device_that_the_model_describes() {
+        assert_eq!(H200_SMS, f64::from(Machine::H200.sms));
+    }
+
+    /// Data sheets' rates, TFLOPS: dense BF16, fp32 sums.
+    #[test]
+    fn tensor_cores_are_as_fast_as_their_data_sheets_say() {
+        for (name, arch, sms, boost_mhz, tflops) in [
+            ("NVIDIA A100-SXM4-80GB", Arch::Sm80, 108, 1410.0, 312.0),
+            ("NVIDIA A30", Arch::Sm80, 56, 1440.0, 165.0),
+            ("NVIDIA GeForce RTX 3090", Arch::Sm86, 82, 1695.0, 71.0),
+            ("NVIDIA GeForce RTX 3080", Arch::Sm86, 68, 1710.0, 59.5),
+            ("NVIDIA A40", Arch::Sm86, 84, 1740.0, 149.7),
+            ("NVIDIA A10", Arch::Sm86, 72, 1695.0, 125.0),
+            ("NVIDIA RTX A6000", Arch::Sm86, 84, 1800.0, 154.8),
+            ("NVIDIA GeForce RTX 4090", Arch::Sm89, 128, 2520.0, 165.2),
+            ("NVIDIA GeForce RTX 4080", Arch::Sm89, 76, 2505.0, 97.5),
+            ("NVIDIA L4", Arch::Sm89, 58, 2040.0, 121.0),
+            ("NVIDIA A10G", Arch::Sm86, 80, 1710.0, 70.0),
+            ("NVIDIA L20", Arch::Sm89, 92, 2520.0, 119.5),
+            ("NVIDIA L40", Arch::Sm89, 142, 2490.0, 181.05),
+            ("NVIDIA L40S", Arch::Sm89, 142, 2520.0, 362.05),
+            ("NVIDIA RTX 6000 Ada Generation", Arch::Sm89, 142, 2505.0, 364.2),
+            ("NVIDIA H200", Arch::Sm90a, 132, 1830.0, 989.0),
+            ("NVIDIA GeForce RTX 5090", Arch::Sm120a, 170, 2407.0, 209.5),
+            ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", Arch::Sm120a, 188, 2617.0, 503.8),
+        ] {
+            let ours = Machine::tensor_rate(arch, name) * f64::from(sms) * boost_mhz / 1e6;
+            assert!((ours / tflops - 1.0_f64).abs() < 0.02, "{name}: {ours:.1} TFLOPS, its data sheet says {tflops}");
+        }
+    }
+}

@@ -1,0 +1,406 @@
+//! Which matmul computes a problem: what was measured on such a device, else what the model of the GPU finds fastest of
+//! the variants that ship and those that a program has registered.
+//!
+//! A choice is a pure function of the problem, the GPU, the table and the registered variants. A benchmark writes a table
+//! for the machine at hand, which [`KernelSet::chooser`](crate::device::KernelSet::chooser) follows.
+
+use std::collections::BTreeSet;
+
+use unweight_codegen::{
+    VariantSpec,
+    plan::{GemmShape, Plan},
+    spec::{Arch, Op},
+};
+
+use super::{
+    candidates::{PackedUse, RegisterError, Registered},
+    cost::{
+        constants::SMALL_BATCH,
+        gpu_model::{self, Machine},
+    },
+    table::MeasuredTable,
+};
+
+/// Chooses variants for one device.
+#[derive(Clone, Debug)]
+pub struct PackedChooser {
+    machine: Machine,
+    table: MeasuredTable,
+    registered: Registered,
+}
+
+impl PackedChooser {
+    /// The model alone.
+    pub fn model(machine: Machine) -> Self {
+        Self { machine, table: MeasuredTable::default(), registered: Registered::default() }
+    }
+
+    /// The model, and the table that ships where it is of a device of this name.
+    pub fn of(machine: Machine, name: &str) -> Self {
+        Self::model(machine).with_table(name, MeasuredTable::builtin().clone())
+    }
+
+    /// For an H200 (SXM): what is chosen where there is no device to ask.
+    pub fn h200() -> Self {
+        Self::of(Machine::H200, "NVIDIA H200")
+    }
+
+    /// For the card of an architecture that is told of where no device is there.
+    pub fn usual(arch: Arch) -> Self {
+        match arch {
+            Arch::Sm90a => Self::h200(),
+            _ => Self::model(Machine::usual(arch)),
+        }
+    }
+
+    /// The device that it chooses for.
+    pub fn machine(&self) -> &Machine {
+        &self.machine
+    }
+
+    /// What was measured, which stands above the model.
+    pub fn table(&self) -> &MeasuredTable {
+        &self.table
+    }
+
+    /// The architecture that it chooses for.
+    pub fn arch(&self) -> Arch {
+        self.machine.arch
+    }
+
+    /// With a table ahead of what it has, if it is of a device of this name.
+    #[must_use]
+    pub fn with_table(mut self, device: &str, table: MeasuredTable) -> Self {
+        if table.device == device {
+            self.table = table.over(&self.table);
+        }
+        self
+    }
+
+    /// The same without what was measured.
+    #[must_use]
+    pub fn without_table(self) -> Self {
+        Self { table: MeasuredTable::default(), ..self }
+    }
+
+    /// With these variants next to those that ship, in place of what was registered.
+    #[must_use]
+    pub fn with_registered(self, registered: Registered) -> Self {
+        Self { registered, ..self }
+    }
+
+    /// Adds a variant to those that it chooses from.
+    ///
+    /// # Errors
+    /// [`RegisterError`].
+    pub fn register(&mut self, spec: VariantSpec) -> Result<(), RegisterError> {
+        self.registered.add(self.machine.arch, spec)
+    }
+
+    /// The variants that it chooses from next to those that ship.
+    pub fn registered(&self) -> &Registered {
+        &self.registered
+    }
+
+    /// The variants that can compute a problem from packed weights, with the microseconds that the model predicts,
+    /// fastest first.
+    pub fn candidates(&self, problem: GemmShape, wanted: PackedUse) -> Vec<(VariantSpec, f64)> {
+        gpu_model::candidates(&self.machine, &self.registered, problem, wanted)
+    }
+
+    /// The same straight from compact weights.
+    pub fn compact_candidates(&self, problem: GemmShape, wanted: PackedUse) -> Vec<(VariantSpec, f64)> {
+        gpu_model::compact_candidates(&self.machine, &self.registered, problem, wanted)
+    }
+
+    /// Every variant that a card of the architecture can be given for a use and for batches up to this, whatever its
+    /// multiprocessors and its memory: all shapes, as far as the model considers them at such batches.
+    pub fn every_candidate(&self, max_batch: u32, wanted: PackedUse) -> impl Iterator<Item = VariantSpec> {
+        let considered = move |spec: &VariantSpec| max_batch > SMALL_BATCH || !matches!(spec.op, Op::GemmWgmma(_));
+        self.registered.packed(self.arch(), wanted).filter(considered).filter(|spec| Plan::new(spec).is_ok())
+    }
+
+    /// The same straight from compact weights.
+    pub fn every_compact_candidate(&self, wanted: PackedUse) -> impl Iterator<Item = VariantSpec> {
+        self.registered.compact(self.arch(), wanted)
+    }
+
+    /// The variant for a problem: what was measured, else what the model finds fastest. `None` where no variant takes
+    /// the shape.
+    pub fn choose(&self, problem: GemmShape, wanted: PackedUse) -> Option<VariantSpec> {
+        let measured = self.table.choose(problem, wanted.on(self.arch()));
+        let measured = measured.filter(|spec| spec.arch == self.arch() && Plan::new(spec).is_ok());
+        measured.or_else(|| self.candidates(problem, wanted).first().map(|(spec, _)| *spec))
+    }
+
+    /// As [`PackedChooser::choices`], of the products straight from compact weights: by the model alone, which is
+    /// fitted to what was measured.
+    pub fn compact_choices(&self, n: u32, k: u32, max_batch: u32, wanted: PackedUse) -> Vec<(u32, VariantSpec)> {
+        let mut choices: Vec<(u32, VariantSpec)> = Vec::new();
+        for m in (8..max_batch).step_by(8).chain([max_batch]) {
+            let problem = GemmShape { m, n, k };
+            let found = self.compact_candidates(problem, wanted);
+            let Some(&(spec, _)) = found.first() else { return Vec::new() };
+            match choices.last_mut() {
+                Some((last, same)) if *same == spec => *last = m,
+                _ => choices.push((m, spec)),
+            }
+        }
+        choices
+    }
+
+    /// The choice for every batch of 1 to `max_batch`: each variant with the largest batch that takes it, ascending.
+    /// Empty where no variant takes the shape.
+    pub fn choices(&self, n: u32, k: u32, max_batch: u32, wanted: PackedUse) -> Vec<(u32, VariantSpec)> {
+        // Between two of these nothing changes: all batch tiles are multiples of 8.
+        let tiles = (8..max_batch).step_by(8);
+        let measured =
+            self.table.rows.iter().filter(|row| (row.n, row.k) == (n, k) && row.m < max_batch).map(|row| row.m);
+        let ends: BTreeSet<u32> = tiles.chain(measured).chain([max_batch]).collect();
+        let mut choices: Vec<(u32, VariantSpec)> = Vec::new();
+        for m in ends {
+            let Some(spec) = self.choose(GemmShape { m, n, k }, wanted) else { return Vec::new() };
+            match choices.last_mut() {
+                Some((last, same)) if *same == spec => *last = m,
+                _ => choices.push((m, spec)),
+            }
+        }
+        choices
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use unweight_codegen::spec::Epilogue;
+
+    use super::*;
+    use crate::choose::{cost::gpu_model::expand_us, table::MeasuredRow};
+
+    const USE: PackedUse = PackedUse { escapes: true, pdl: false, epilogue: Epilogue::Store };
+    const SHAPES: [(u32, u32); 9] = [
+        (64, 64),
+        (192, 320),
+        (1024, 4096),
+        (4096, 4096),
+        (6144, 4096),
+        (14336, 4096),
+        (4096, 14336),
+        (28672, 8192),
+        (128256, 4096),
+    ];
+
+    #[test]
+    fn every_batch_of_every_shape_has_a_variant_and_nothing_else_has() {
+        let dispatch = PackedChooser::model(Machine::H200);
+        for (n, k) in SHAPES {
+            for m in (1..=130).chain([255, 256, 257, 1000, 4095, 4096]) {
+                let problem = GemmShape { m, n, k };
+                let spec = dispatch.choose(problem, USE).unwrap_or_else(|| panic!("{problem:?}"));
+                let plan = Plan::new(&spec).unwrap();
+                assert!(plan.launch.grid.blocks(problem, 132).is_some_and(|blocks| blocks > 0), "{spec} {problem:?}");
+            }
+        }
+        // A gate with its up, at every batch: the shape that a plain product takes.
+        let plain = PackedUse { pdl: true, ..USE };
+        let gated = PackedUse { epilogue: Epilogue::SiluMul, ..plain };
+        for (n, k) in SHAPES {
+            for m in [1, 8, 9, 64, 65, 129, 300, 1024, 4096] {
+                let problem = GemmShape { m, n, k };
+                let spec = dispatch.choose(problem, gated).unwrap();
+                assert!(spec.to_string().ends_with("_esc_pdl_silu_mul") && Plan::new(&spec).is_ok(), "{spec}");
+                assert_eq!(plain.of(spec), dispatch.choose(problem, plain), "{problem:?}");
+            }
+        }
+        for (m, n, k) in [(0, 64, 64), (1, 100, 64), (1, 64, 100), (1, 0, 64), (1, 64, 0)] {
+            assert_eq!(dispatch.choose(GemmShape { m, n, k }, USE), None);
+        }
+    }
+
+    /// Every card gets variants of its own architecture, and at small batches its memory is what limits them.
+    #[test]
+    fn other_cards_have_choices_of_their_own() {
+        let wanted = PackedUse { pdl: true, ..USE };
+        // An L40S, too: more multiprocessors than a 4090 on less memory.
+        let l40s = Machine { arch: Arch::Sm89, sms: 142, memory: 0.864e6, clock_mhz: 2520.0, tensor: 1024.0 };
+        for machine in Arch::ALL.iter().map(|arch| Machine::usual(*arch)).chain([l40s]) {
+            let (chooser, name) = (PackedChooser::of(machine, "any"), machine.arch);
+            for (n, k) in SHAPES {
+                for m in [1, 8, 16, 17, 64, 65, 256, 2048] {
+                    let problem = GemmShape { m, n, k };
+                    let spec = chooser.choose(problem, wanted).unwrap_or_else(|| panic!("{name:?}: {problem:?}"));
+                    let plan = Plan::new(&spec).unwrap();
+                    assert_eq!(spec.arch, machine.arch, "{spec}");
+                    assert!(plan.launch.grid.blocks(problem, machine.sms).is_some_and(|b| b > 0), "{spec} {problem:?}");
+                }
+            }
+            for (n, k) in [(14336, 4096), (4096, 14336), (128_256, 4096)] {
+                let floor = f64::from(n) * f64::from(k) * 1.5 / machine.memory;
+                let (spec, us) = chooser.candidates(GemmShape { m: 1, n, k }, wanted)[0];
+                assert!((1.0..1.4).contains(&(us / floor)), "{spec} at {n}x{k}: {us:.0} us, floor {floor:.0}");
+            }
+        }
+    }
+
+    /// The batch tile that the batch asks for, growing times, and the measured choices (docs/records/h200-2026-11-22).
+    #[test]
+    fn products_from_compact_weights_are_chosen_as_measured() {
+        let wanted = PackedUse { pdl: true, ..USE };
+        let (h200, ada) = (PackedChooser::model(Machine::H200), PackedChooser::model(Machine::usual(Arch::Sm89)));
+        let best = |m, n, k| h200.compact_candidates(GemmShape { m, n, k }, wanted)[0];
+        // Where weights are few, more blocks are worth more than reading them once.
+        for (n, k) in SHAPES.into_iter().filter(|(n, k)| n * k >= 1 << 24) {
+            let mut last = 0.0;
+            for m in [1, 8, 9, 16, 17, 32] {
+                let (spec, us) = best(m, n, k);
+                let Op::GemmCompact(op) = spec.op else { panic!("{spec}") };
+                assert!(op.pdl && op.batch_tile.get() >= m, "{spec} at {m} of {n}x{k} reads the weights twice");
+                assert!(us >= last, "{spec} at {m} of {n}x{k}: {us} after {last}");
+                last = us;
+            }
+        }
+        for (m, n, k, shape, measured) in [
+            (1, 14336, 4096, "b8_w8p1c1_t16", 22.6),
+            (8, 6144, 4096, "b8_w16p1c1_t32", 12.9),
+            (1, 4096, 14336, "b8_w16p1c2_t32_pdl", 22.1),
+            (8, 128_256, 4096, "b8_w8p1c1_t16", 172.8),
+            (16, 14336, 4096, "b16_w8p1c1_t8", 24.9),
+            (16, 8192, 8192, "b16_w16p1c1_t32", 25.7),
+            (8, 28672, 4096, "b8_w16p1c2_t32_dealt", 41.7),
+            (32, 28672, 8192, "b32_w12p1c2_t16_dealt", 101.7),
+            (32, 4096, 14336, "b32_w12p1c2_t16_pdl", 29.5),
+        ] {
+            let (spec, us) = best(m, n, k);
+            assert!(spec.to_string().contains(shape), "{spec} at {m} of {n}x{k}, not {shape}");
+            assert!(
+                (0.9..1.15).contains(&(us / measured)),
+                "{spec} at {m} of {n}x{k}: {us:.1} us, measured {measured}"
+            );
+        }
+        // A row of tiles for each block leaves half of the machine idle.
+        let narrow = h200.compact_candidates(GemmShape { m: 1, n: 4096, k: 4096 }, wanted)[0].0;
+        assert!(matches!(narrow.op, Op::GemmCompact(op) if op.cluster.get() == 2), "{narrow}");
+        assert!(ada.compact_candidates(GemmShape { m: 1, n: 64, k: 64 }, USE).is_empty());
+        assert!(h200.compact_candidates(GemmShape { m: 1, n: 65, k: 64 }, USE).is_empty());
+        let us = expand_us(&Machine::H200, 14336, 4096);
+        assert!((52.0..55.0).contains(&us), "{us}");
+    }
+
+    /// As docs/adr/0004 measured them: clusters where their tiles fill the machine once.
+    #[test]
+    fn the_model_takes_clusters_where_they_were_fastest() {
+        for (n, k, m, shape) in [
+            (4096, 4096, 128, "b128_g1p8c2"),
+            (4096, 4096, 256, "b128_g2p6c2"),
+            (8192, 8192, 128, "b128_g2p6c2"),
+            (8192, 8192, 256, "b256_g2p4c2"),
+            (4096, 14336, 512, "b256_g2p4c2"),
+            (1024, 4096, 128, "b128_g1p8c4"),
+        ] {
+            let spec = PackedChooser::model(Machine::H200).choose(GemmShape { m, n, k }, USE).unwrap();
+            assert_eq!(spec.to_string(), format!("uw_sm90a_gemm_wgmma_{shape}_esc_store"), "{n} x {k}, m = {m}");
+        }
+    }
+
+    #[test]
+    fn ranges_of_batches_are_the_choices() {
+        let row = |m, variant: &str| MeasuredRow { n: 4096, k: 4096, m, pdl: false, variant: variant.parse().unwrap() };
+        let table = MeasuredTable {
+            device: "H".to_owned(),
+            rows: vec![
+                row(5, "uw_sm90a_gemm_mma_b8_r2w8p2c1_esc_store"),
+                row(17, "uw_sm90a_gemm_mma_b32_r2w8p2c1_store"),
+                row(331, "uw_sm90a_gemm_mma_b64_r2w8p2c1_esc_store"),
+            ],
+        };
+        let dispatch = PackedChooser::model(Machine::H200).with_table("H", table);
+        for (n, k) in SHAPES {
+            let choices = dispatch.choices(n, k, 700, USE);
+            assert_eq!(choices.last().map(|(m, _)| *m), Some(700));
+            for m in 1..=700 {
+                let (_, range) = choices.iter().find(|(last, _)| m <= *last).unwrap();
+                assert_eq!(dispatch.choose(GemmShape { m, n, k }, USE), Some(*range), "m = {m}, {n} x {k}");
+            }
+        }
+        assert!(dispatch.choices(100, 64, 8, USE).is_empty());
+    }
+
+    #[test]
+    fn what_was_measured_overrides_the_model_on_its_device_only() {
+        let measured = "uw_sm90a_gemm_mma_b64_r1w4p2c1_esc_store";
+        let row = MeasuredRow { n: 4096, k: 4096, m: 16, pdl: true, variant: measured.parse().unwrap() };
+        let table = MeasuredTable { device: "H".to_owned(), rows: vec![row] };
+        let dispatch = |device| PackedChooser::model(Machine::H200).with_table(device, table.clone());
+        let pdl = PackedUse { pdl: true, epilogue: Epilogue::StoreAdd, ..USE };
+        let at = |m| GemmShape { m, n: 4096, k: 4096 };
+        let chosen = dispatch("H").choose(at(9), pdl).unwrap();
+        assert_eq!(chosen.to_string(), "uw_sm90a_gemm_mma_b64_r1w4p2c1_esc_pdl_store_add");
+        assert_ne!(dispatch("H").choose(at(17), pdl), Some(chosen), "a larger batch was not measured");
+        assert_ne!(dispatch("H").choose(at(9), USE).unwrap().to_string(), measured, "nor an ordinary launch");
+        assert_ne!(dispatch("another").choose(at(9), pdl), Some(chosen));
+        let text = serde_json::to_string(&table).unwrap();
+        assert_eq!(serde_json::from_str::<MeasuredTable>(&text).unwrap(), table);
+    }
+    /// Ten warps, or 16 of a row block each, ship nowhere.
+    const OWN: [&str; 2] = ["uw_sm90a_gemm_mma_b8_r3w10p2c1_esc_store", "uw_sm90a_gemm_mma_b16_r1w16p4c1_esc_store"];
+
+    fn with_own(mut chooser: PackedChooser) -> PackedChooser {
+        for name in OWN {
+            chooser.register(name.parse().unwrap()).unwrap();
+        }
+        chooser
+    }
+
+    #[test]
+    fn a_registered_variant_is_chosen_where_the_model_finds_it_fastest() {
+        let problem = GemmShape { m: 16, n: 2048, k: 2048 };
+        for chooser in [PackedChooser::model(Machine::H200), PackedChooser::h200()] {
+            for (epilogue, tag) in [(Epilogue::Store, "store"), (Epilogue::StoreAdd, "store_add")] {
+                let wanted = PackedUse { escapes: true, pdl: true, epilogue };
+                let shipped = chooser.choose(problem, wanted).unwrap();
+                let both = with_own(chooser.clone());
+                let chosen = both.choose(problem, wanted).unwrap();
+                assert_eq!(chosen.to_string(), format!("uw_sm90a_gemm_mma_b16_r1w16p4c1_esc_pdl_{tag}"));
+                let us = |spec| both.candidates(problem, wanted).iter().find(|own| own.0 == spec).unwrap().1;
+                assert!(us(chosen) < us(shipped), "{} and {}", us(chosen), us(shipped));
+                assert!(both.choices(2048, 2048, 64, wanted).iter().any(|(_, spec)| *spec == chosen));
+                // Where another is faster, it changes nothing.
+                let large = GemmShape { m: 2048, ..problem };
+                assert_eq!(both.choose(large, wanted), chooser.choose(large, wanted));
+            }
+        }
+    }
+
+    #[test]
+    fn a_registered_variant_is_chosen_where_a_table_names_it() {
+        let row = MeasuredRow { n: 4096, k: 4096, m: 8, pdl: true, variant: OWN[0].parse().unwrap() };
+        let table = MeasuredTable { device: "NVIDIA H200".to_owned(), rows: vec![row] };
+        let chooser = with_own(PackedChooser::h200());
+        let wanted = PackedUse { pdl: true, epilogue: Epilogue::StoreAdd, ..USE };
+        let at =
+            |chooser: &PackedChooser, m| chooser.choose(GemmShape { m, n: 4096, k: 4096 }, wanted).unwrap().to_string();
+        assert!(!at(&chooser, 8).contains("r3w10p2c1"), "the model prefers others: {}", at(&chooser, 8));
+        let measured = chooser.clone().with_table("NVIDIA H200", table);
+        assert_eq!(at(&measured, 8), "uw_sm90a_gemm_mma_b8_r3w10p2c1_esc_pdl_store_add");
+        assert_eq!(at(&measured, 16), at(&chooser, 16));
+        assert_eq!(at(&measured.without_table(), 8), at(&chooser.clone().without_table(), 8));
+    }
+
+    #[test]
+    fn a_registered_compact_shape_is_a_candidate() {
+        let own = "uw_sm90a_gemm_compact_b8_w6p1c1_t16_store";
+        let mut chooser = PackedChooser::model(Machine::H200);
+        let problem = GemmShape { m: 1, n: 14336, k: 4096 };
+        let shipped = chooser.compact_candidates(problem, USE);
+        chooser.register(own.parse().unwrap()).unwrap();
+        let found = chooser.compact_candidates(problem, USE);
+        assert_eq!(found.len(), shipped.len() + 1);
+        assert!(found.iter().any(|(spec, _)| spec.to_string() == own) && found.is_sorted_by(|a, b| a.1 <= b.1));
+    }
+
+    #[test]
+    fn what_the_architecture_cannot_run_is_not_registered() {
+        let mut ada = PackedChooser::usual(Arch::Sm89);
+        assert!(matches!(ada.register(OWN[0].parse().unwrap()), Err(RegisterError::Arch { .. })));
+        assert_eq!(ada.registered(), &Registered::default());
+    }
+}

@@ -1,0 +1,411 @@
+//! How a weight becomes a layer and how the layer is multiplied at every batch, as a pure function of what the manifest
+//! says: its route through the graph of forms, and the kernels of each range of batches.
+//!
+//! ```text
+//! bundle --weights()--> Weight --route()--> steps --Wanted::decoder, packing, gemms--> what the loader asks a KernelSource for
+//!                          +------reachable()------> the same for every weight: compiled in parallel, ahead
+//! ```
+
+use serde::Serialize;
+use unweight_codegen::{
+    VariantSpec,
+    family::Instruction,
+    plan::GemmShape,
+    spec::{Arch, DecodeOutput, Epilogue, Op, RepackStage, SiluMulSpec, TranscodeStage, catalog},
+};
+use unweight_format::{FormId, TileGrid, raw::packed};
+
+use super::{
+    candidates::{COMPACT_BATCH, PackedUse, has_compact_gemms},
+    cost::gpu_model::{bf16_us, cublas_us, expand_us, mma_floor_us, predicted_us},
+    graph::{Edge, Node, Step, decoder, paths, transcoder},
+    policy::PackedChooser,
+};
+
+/// A weight that becomes a layer, alone or merged with others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Weight {
+    /// Output features.
+    pub n: u32,
+    /// Input features.
+    pub k: u32,
+    /// Where it enters the graph.
+    pub node: Node,
+    /// Whether it is a gate and an up in one.
+    pub gated: bool,
+}
+
+impl Weight {
+    /// A weight of a stored form.
+    pub fn stored(n: u32, k: u32, form: FormId) -> Self {
+        Self { n, k, node: Node::of(form), gated: false }
+    }
+
+    /// Several weights under each other: put together as BF16, whatever their forms.
+    pub fn merged(n: u32, k: u32, gated: bool) -> Self {
+        Self { n, k, node: Node::Bf16, gated }
+    }
+
+    /// The same where all of the weights are compact: what they become together may be, too.
+    #[must_use]
+    pub fn all_compact(self, compact: bool) -> Self {
+        if compact { Self { node: Node::Compact, ..self } } else { self }
+    }
+
+    /// Whether kernels can read it as it is.
+    pub(super) fn is_tiled(&self) -> bool {
+        self.n.is_multiple_of(64) && self.k.is_multiple_of(64)
+    }
+
+    /// In whole tiles. `None` where that exceeds 32 bits.
+    pub fn padded(&self) -> Option<(u32, u32)> {
+        Some((self.n.checked_next_multiple_of(64)?, self.k.checked_next_multiple_of(64)?))
+    }
+
+    /// Epilogues that it is loaded for.
+    pub fn epilogues(&self) -> &'static [Epilogue] {
+        if self.gated { &[Epilogue::SiluMul] } else { &[Epilogue::Store, Epilogue::StoreAdd] }
+    }
+
+    /// Whether the packed form may have escapes, before anybody has looked: a packed tensor may have none, others are
+    /// taken to have some.
+    pub(crate) fn escapes(&self) -> &'static [bool] {
+        if self.node == Node::Packed { &[true, false] } else { &[true] }
+    }
+
+    /// Whether a step can be taken: kernels read whole tiles; what is no multiple of them is decoded and padded on the
+    /// host.
+    fn takes(&self, edge: &Edge) -> bool {
+        match edge.step {
+            Step::Decode(_) | Step::Transcode => self.is_tiled(),
+            _ => true,
+        }
+    }
+
+    /// The steps by which a loader makes it a layer: the shortest way through the packed form.
+    pub fn route(&self) -> Vec<Edge> {
+        let ways = paths(self.node).into_iter().filter(|path| path.iter().all(|edge| self.takes(edge)));
+        ways.into_iter().find(|path| path.last().is_some_and(|edge| edge.step == Step::GemmPacked)).unwrap_or_default()
+    }
+}
+
+/// What weights lie as on the device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Linears {
+    /// In the packed form, where they can be packed.
+    #[default]
+    Packed,
+    /// As BF16 for cuBLAS, whatever form they are stored in: what packed layers are compared with.
+    Bf16,
+}
+
+/// What compact tensors lie as on the device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Resident {
+    /// In the packed form: expanded when they are loaded.
+    #[default]
+    Fast,
+    /// As they are, a tenth smaller: batches up to [`COMPACT_BATCH`] are multiplied straight from them, for larger ones
+    /// they are expanded into a slot ahead of each product. What kernels do not read so (shapes in no whole tiles,
+    /// architectures without `gemm_compact`, weights that are looked up in) is packed all the same.
+    Small,
+}
+
+/// The largest batch tile of `gemm_mma`: above it, a batch reads the weights more than once.
+pub(super) const GEMM_MMA_BATCH: u32 = 64;
+
+/// How a batch is multiplied.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way<K> {
+    /// By a kernel that reads the weights as they lie.
+    Direct(K),
+    /// From packed weights, which one kernel writes into the slot ahead of the other.
+    Slot {
+        /// Compact to packed tiles.
+        expand: K,
+        /// The product; an ordinary launch, since it reads what the kernel before it writes.
+        product: K,
+    },
+    /// By cuBLAS, from BF16 that a kernel writes into the slot ahead of it.
+    Cublas {
+        /// Packed or compact to BF16.
+        expand: K,
+        /// Of a gate and an up, what activates the product.
+        activate: Option<K>,
+    },
+}
+
+/// What lies where in a slot that a compact tensor is expanded into, bytes: `tiles | heads | inexact | words of the
+/// groups`.
+#[derive(Clone, Copy, Debug)]
+pub struct SlotPlan {
+    /// Where heads begin that nobody reads.
+    pub heads: u64,
+    /// And the place of an element without operand.
+    pub inexact: u64,
+    /// And the sums of the lists.
+    pub group_words: u64,
+    /// All of it.
+    pub bytes: u64,
+}
+
+impl SlotPlan {
+    /// Of a tensor.
+    pub fn of(grid: TileGrid) -> Self {
+        /// Tiles whose lists are summed together: 64 row blocks.
+        const GROUP_TILES: u64 = 16;
+        let tiles = grid.tiles() as u64;
+        // Below 2^31 tiles: no sum leaves 64 bits.
+        let heads = tiles * packed::TILE_BYTES as u64;
+        let inexact = heads + tiles * packed::ROW_BLOCKS as u64 * 4;
+        let group_words = inexact + 8;
+        Self { heads, inexact, group_words, bytes: group_words + tiles.div_ceil(GROUP_TILES) * 4 }
+    }
+}
+
+/// How a layer is multiplied, by epilogue and ascending in the largest batch.
+pub type Ways<K> = Vec<Choice<Way<K>>>;
+
+impl<K> Way<K> {
+    /// Its kernels, in the order of their launches.
+    pub fn kernels(&self) -> impl Iterator<Item = &K> {
+        let (first, second) = match self {
+            Self::Direct(kernel) => (kernel, None),
+            Self::Slot { expand, product } => (expand, Some(product)),
+            Self::Cublas { expand, activate } => (expand, activate.as_ref()),
+        };
+        [first].into_iter().chain(second)
+    }
+
+    /// The same with each kernel's counterpart from `next`, in the order of [`Way::kernels`]. `None` where it has too
+    /// few.
+    fn with<L>(&self, next: &mut impl Iterator<Item = L>) -> Option<Way<L>> {
+        Some(match self {
+            Self::Direct(_) => Way::Direct(next.next()?),
+            Self::Slot { .. } => Way::Slot { expand: next.next()?, product: next.next()? },
+            Self::Cublas { activate, .. } => Way::Cublas {
+                expand: next.next()?,
+                activate: match activate {
+                    Some(_) => Some(next.next()?),
+                    None => None,
+                },
+            },
+        })
+    }
+}
+
+/// What layers are wanted for, and on what.
+#[derive(Clone, Debug)]
+pub struct Wanted {
+    /// What their weights lie as.
+    pub linears: Linears,
+    /// What compact ones lie as, where linears are packed.
+    pub resident: Resident,
+    /// Chooses among the matmuls.
+    pub chooser: PackedChooser,
+    /// The largest batch.
+    pub max_batch: u32,
+    /// Programmatic dependent launch.
+    pub pdl: bool,
+    /// The longest code of Huffman tensors, bits.
+    pub code_limit: u32,
+    /// Which batches are multiplied by cuBLAS, from weights that are expanded ahead of it.
+    pub expand: Expand,
+}
+
+/// Which batches are multiplied by cuBLAS, from weights that are expanded to BF16 in a slot ahead of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Expand {
+    /// On architectures without `wgmma`, above batch 64, where the model says that this is faster than several batch
+    /// tiles of `gemm_mma`, each of which reads the weights again.
+    #[default]
+    Model,
+    /// Above this batch, on every architecture: what tests run.
+    Above(u32),
+    /// None: there is no cuBLAS.
+    Never,
+}
+
+/// A kernel for batches up to `last`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Choice<K> {
+    /// What becomes of the product.
+    pub epilogue: Epilogue,
+    /// The largest batch that it is for.
+    pub last: u32,
+    /// The kernel.
+    pub kernel: K,
+}
+
+/// Where a loader gets its kernels: the device's, or a list of what was asked for.
+pub trait KernelSource {
+    /// A kernel.
+    type Kernel;
+    /// Why there is none.
+    type Error;
+
+    /// These, made ready together.
+    ///
+    /// # Errors
+    /// One cannot be made.
+    fn take(&self, specs: &[VariantSpec]) -> Result<Vec<Self::Kernel>, Self::Error>;
+}
+
+impl Wanted {
+    /// The decoder of whole matrices, for tensors of up to the code limit.
+    pub fn decoder(&self) -> Option<VariantSpec> {
+        decoder(self.chooser.arch(), DecodeOutput::Full, self.code_limit)
+    }
+
+    /// What makes BF16 of compact tensors.
+    pub fn transcoder(&self) -> VariantSpec {
+        transcoder(self.chooser.arch())
+    }
+
+    /// Whether a layer of this weight stays compact.
+    pub fn stays_compact(&self, weight: &Weight) -> bool {
+        let asked = (self.linears, self.resident) == (Linears::Packed, Resident::Small);
+        asked && weight.node == Node::Compact && weight.is_tiled() && has_compact_gemms(self.chooser.arch())
+    }
+
+    /// How a layer that stays compact is multiplied at every batch, by epilogue and ascending in the batch. Empty where
+    /// no kernel takes the shape.
+    ///
+    /// Above [`COMPACT_BATCH`] it is multiplied as the packed layer would be, by a kernel of the same shape, so with
+    /// the same bits.
+    pub fn compact_ways(&self, weight: &Weight) -> Ways<VariantSpec> {
+        let (n, k) = (weight.n, weight.k);
+        let small = self.max_batch.min(COMPACT_BATCH);
+        let of = |&epilogue: &Epilogue| {
+            let wanted = PackedUse { escapes: true, pdl: self.pdl, epilogue };
+            let direct = self.chooser.compact_choices(n, k, small, wanted).into_iter();
+            let direct = direct.map(move |(last, kernel)| Choice { epilogue, last, kernel: Way::Direct(kernel) });
+            let above =
+                if self.max_batch > small { self.chooser.choices(n, k, self.max_batch, wanted) } else { Vec::new() };
+            let above: Vec<_> = above.into_iter().filter(|(last, _)| *last > small).collect();
+            direct.chain(self.expanded(weight, epilogue, (small, true), &above, |kernel| {
+                let product = ordinary(kernel)?;
+                Some(Way::Slot { expand: expander(self.chooser.arch()), product })
+            }))
+        };
+        weight.epilogues().iter().flat_map(of).collect()
+    }
+
+    /// How a packed layer is multiplied at every batch, by epilogue and ascending in the batch. Empty where no kernel
+    /// takes the shape.
+    pub fn packed_ways(&self, weight: &Weight, escapes: bool) -> Ways<VariantSpec> {
+        let choices = self.gemms(weight, escapes);
+        let of = |&epilogue: &Epilogue| {
+            let own = choices.iter().filter(|choice| choice.epilogue == epilogue);
+            let own: Vec<_> = own.map(|choice| (choice.last, choice.kernel)).collect();
+            self.expanded(weight, epilogue, (0, false), &own, |kernel| Some(Way::Direct(kernel)))
+        };
+        weight.epilogues().iter().flat_map(of).collect()
+    }
+
+    /// Ranges of batches above `first`, each with the kernel that multiplies packed tiles, as ways; and batches that
+    /// cuBLAS takes cut out of them.
+    fn expanded(
+        &self,
+        weight: &Weight,
+        epilogue: Epilogue,
+        (first, compact): (u32, bool),
+        ranges: &[(u32, VariantSpec)],
+        way: impl Fn(VariantSpec) -> Option<Way<VariantSpec>>,
+    ) -> Ways<VariantSpec> {
+        let mut ways: Ways<VariantSpec> = Vec::new();
+        let mut from = first;
+        for &(last, kernel) in ranges {
+            // Between two of these nothing changes, as for the kernels.
+            let ends = (from / 8 * 8 + 8..last).step_by(8).chain([last]);
+            for m in ends {
+                let taken = self.cublas_takes(weight, m, kernel, compact);
+                let chosen = if taken { self.by_cublas(epilogue, compact) } else { way(kernel) };
+                let Some(chosen) = chosen else { continue };
+                match ways.last_mut() {
+                    Some(same) if same.kernel == chosen => same.last = m,
+                    _ => ways.push(Choice { epilogue, last: m, kernel: chosen }),
+                }
+            }
+            from = last;
+        }
+        ways
+    }
+
+    /// Whether a batch is multiplied by cuBLAS rather than by this kernel.
+    fn cublas_takes(&self, weight: &Weight, m: u32, kernel: VariantSpec, compact: bool) -> bool {
+        let (arch, machine) = (self.chooser.arch(), self.chooser.machine());
+        let Some((n, k)) = weight.padded() else { return false };
+        match self.expand {
+            Expand::Never => false,
+            Expand::Above(batch) => m > batch,
+            Expand::Model if arch.has(Instruction::Wgmma) || m <= GEMM_MMA_BATCH => false,
+            Expand::Model => {
+                let problem = GemmShape { m, n, k };
+                // A product from the slot is an ordinary launch.
+                let kernel = if compact { ordinary(kernel) } else { Some(kernel) };
+                let us = kernel.and_then(|kernel| predicted_us(&kernel, problem, machine));
+                let Some(us) = us else { return false };
+                let own = us.max(mma_floor_us(machine, problem)) + if compact { expand_us(machine, n, k) } else { 0.0 };
+                bf16_us(machine, n, k, compact) + cublas_us(machine, problem) < own
+            }
+        }
+    }
+
+    /// Expansion to BF16, and cuBLAS. `None` where the architecture has no kernel for the activation.
+    pub(super) fn by_cublas(&self, epilogue: Epilogue, compact: bool) -> Option<Way<VariantSpec>> {
+        let arch = self.chooser.arch();
+        let expand = if compact { transcoder(arch) } else { VariantSpec::repack(arch, RepackStage::Unpack) };
+        // Behind cuBLAS nothing is gained by an early start.
+        let of = |spec: &VariantSpec| matches!(spec.op, Op::SiluMul(op) if !op.pdl);
+        let activate = match epilogue {
+            Epilogue::SiluMul => Some(catalog::on::<SiluMulSpec>(arch).find(of)?),
+            Epilogue::Store | Epilogue::StoreAdd => None,
+        };
+        Some(Way::Cublas { expand, activate })
+    }
+
+    /// The kernels of these, from a source, made ready together.
+    ///
+    /// # Errors
+    /// The source's.
+    pub fn take_ways<S: KernelSource>(
+        source: &S,
+        ways: &[Choice<Way<VariantSpec>>],
+    ) -> Result<Ways<S::Kernel>, S::Error> {
+        let specs: Vec<VariantSpec> = ways.iter().flat_map(|choice| choice.kernel.kernels().copied()).collect();
+        let mut kernels = source.take(&specs)?.into_iter();
+        let with = |Choice { epilogue, last, kernel }: &Choice<Way<VariantSpec>>| {
+            Some(Choice { epilogue: *epilogue, last: *last, kernel: kernel.with(&mut kernels)? })
+        };
+        // A source gives as many as it is asked for.
+        Ok(ways.iter().map_while(with).collect())
+    }
+
+    /// The matmuls of every batch, by epilogue and ascending in the batch. Empty where none takes the shape.
+    pub fn gemms(&self, weight: &Weight, escapes: bool) -> Vec<Choice<VariantSpec>> {
+        let Some((n, k)) = weight.padded() else { return Vec::new() };
+        let of = |&epilogue: &Epilogue| {
+            let wanted = PackedUse { escapes, pdl: self.pdl, epilogue };
+            let ranges = self.chooser.choices(n, k, self.max_batch, wanted);
+            ranges.into_iter().map(move |(last, kernel)| Choice { epilogue, last, kernel })
+        };
+        weight.epilogues().iter().flat_map(of).collect()
+    }
+}
+
+/// A matmul that may start early as one that may not.
+fn ordinary(spec: VariantSpec) -> Option<VariantSpec> {
+    let (escapes, epilogue) = match spec.op {
+        Op::GemmMma(op) => (op.escapes, op.epilogue),
+        Op::GemmWgmma(op) => (op.escapes, op.epilogue),
+        _ => return None,
+    };
+    PackedUse { escapes, pdl: false, epilogue }.of(spec)
+}
+
+/// The kernel that writes packed tiles of compact weights into a slot.
+pub(super) fn expander(arch: Arch) -> VariantSpec {
+    VariantSpec::transcode(arch, TranscodeStage::Packed)
+}

@@ -1,0 +1,452 @@
+//! Tests of routes and of what can be reached: both ask the same shapes and cards.
+
+use std::{cell::RefCell, collections::BTreeSet};
+
+use unweight_codegen::{
+    VariantSpec,
+    plan::{GemmShape, Plan},
+    spec::{Arch, DecodeOutput, Epilogue, Op, catalog},
+};
+use unweight_format::{FORMS, FormId, TileGrid};
+
+use super::{
+    candidates::{COMPACT_BATCH, PackedUse, has_compact_gemms},
+    cost::gpu_model::Machine,
+    graph::{Node, Step, packing},
+    policy::PackedChooser,
+    route::{Expand, KernelSource, Linears, Resident, SlotPlan, Wanted, Way, Ways, Weight},
+};
+
+/// Notes what a loader asks for.
+#[derive(Default)]
+struct Recorder(RefCell<BTreeSet<VariantSpec>>);
+
+impl KernelSource for Recorder {
+    type Kernel = VariantSpec;
+    type Error = std::convert::Infallible;
+
+    fn take(&self, specs: &[VariantSpec]) -> Result<Vec<VariantSpec>, Self::Error> {
+        self.0.borrow_mut().extend(specs);
+        Ok(specs.to_vec())
+    }
+}
+
+fn wanted(max_batch: u32, pdl: bool, code_limit: u32) -> Wanted {
+    let chooser = PackedChooser::h200();
+    Wanted {
+        linears: Linears::Packed,
+        resident: Resident::Fast,
+        chooser,
+        max_batch,
+        pdl,
+        code_limit,
+        expand: Expand::Model,
+    }
+}
+
+const SHAPES: [(u32, u32); 9] = [
+    (64, 64),
+    (192, 320),
+    (100, 72),
+    (1024, 4096),
+    (4096, 4096),
+    (6144, 4096),
+    (28672, 4096),
+    (4096, 14336),
+    (128256, 4096),
+];
+
+fn all_weights() -> Vec<Weight> {
+    let stored = SHAPES.into_iter().flat_map(|(n, k)| FORMS.iter().map(move |form| Weight::stored(n, k, form.id())));
+    let merged = SHAPES.into_iter().map(|(n, k)| Weight::merged(n, k, false));
+    let gated = SHAPES.into_iter().filter(|(n, k)| n % 64 == 0 && k % 64 == 0);
+    stored.chain(merged).chain(gated.map(|(n, k)| Weight::merged(n, k, true))).collect()
+}
+
+/// What the loader does with a weight: the same calls, with a recorder in place of the device.
+fn load(wanted: &Wanted, weight: &Weight, escapes: bool, recorder: &Recorder) -> Ways<VariantSpec> {
+    recorder.take(&packing(wanted.chooser.arch())).unwrap();
+    if weight.route().iter().any(|edge| edge.step == Step::Decode(DecodeOutput::Full)) {
+        recorder.take(&[wanted.decoder().unwrap()]).unwrap();
+    }
+    if weight.route().iter().any(|edge| edge.step == Step::Transcode) {
+        recorder.take(&[wanted.transcoder()]).unwrap();
+    }
+    Wanted::take_ways(recorder, &wanted.packed_ways(weight, escapes)).unwrap()
+}
+
+#[test]
+fn whatever_a_loader_asks_for_is_reachable_and_nothing_else_is() {
+    for (max_batch, pdl, code_limit) in [(1, true, 7), (64, false, 6), (300, true, 15), (4096, true, 7)] {
+        let wanted = wanted(max_batch, pdl, code_limit);
+        for weight in all_weights() {
+            let recorder = Recorder::default();
+            for &escapes in weight.escapes() {
+                let choices = load(&wanted, &weight, escapes, &recorder);
+                // And every batch and epilogue has one of these.
+                for &epilogue in weight.epilogues() {
+                    for m in [1, 8, 9, 63, 64, 65, max_batch].into_iter().filter(|m| *m <= max_batch) {
+                        assert!(
+                            choices.iter().any(|choice| choice.epilogue == epilogue && m <= choice.last),
+                            "{weight:?} m = {m} {epilogue:?}"
+                        );
+                    }
+                }
+            }
+            let asked: Vec<VariantSpec> = recorder.0.into_inner().into_iter().collect();
+            assert_eq!(wanted.reachable([weight]), asked, "{weight:?}, batches to {max_batch}");
+        }
+    }
+}
+
+/// Batches that a compact layer multiplies straight, and those that it expands for: the packed layer's product,
+/// launched after it.
+#[test]
+fn what_stays_compact_is_expanded_above_batch_32_for_the_product_of_the_packed_layer() {
+    let wanted = Wanted { resident: Resident::Small, ..wanted(700, true, 7) };
+    let fast = Wanted { resident: Resident::Fast, ..wanted.clone() };
+    for weight in all_weights().into_iter().chain([Weight::merged(6144, 4096, true).all_compact(true)]) {
+        let compact = weight.node == Node::Compact && weight.is_tiled();
+        assert_eq!((wanted.stays_compact(&weight), fast.stays_compact(&weight)), (compact, false), "{weight:?}");
+        if !compact {
+            assert_eq!(wanted.reachable([weight]), fast.reachable([weight]), "{weight:?}");
+            continue;
+        }
+        let recorder = Recorder::default();
+        let ways = Wanted::take_ways(&recorder, &wanted.compact_ways(&weight)).unwrap();
+        assert_eq!(ways, wanted.compact_ways(&weight), "a source's kernels are those that were asked for");
+        let packed = wanted.gemms(&weight, true);
+        for &epilogue in weight.epilogues() {
+            for m in [1, 8, 9, 16, 17, 31, 32, 33, 64, 65, 300, 700] {
+                let first = |last: u32, of: Epilogue| of == epilogue && m <= last;
+                let way = ways.iter().find(|choice| first(choice.last, choice.epilogue)).unwrap().kernel;
+                let packed = packed.iter().find(|choice| first(choice.last, choice.epilogue)).unwrap().kernel;
+                match way {
+                    Way::Direct(kernel) => {
+                        let Op::GemmCompact(op) = kernel.op else { panic!("{kernel}") };
+                        assert!(m <= COMPACT_BATCH && op.pdl && op.epilogue == epilogue, "{kernel} at {m}");
+                    }
+                    Way::Slot { expand, product } => {
+                        assert_eq!(expand.to_string(), "uw_sm90a_transcode_packed");
+                        // It reads what the kernel before it writes: it may not start early.
+                        let ordinary = PackedUse { escapes: true, pdl: false, epilogue }.of(packed);
+                        assert!(m > COMPACT_BATCH && Some(product) == ordinary, "{product} at {m}, packed {packed}");
+                    }
+                    Way::Cublas { .. } => panic!("cuBLAS on Hopper at {m}"),
+                }
+            }
+        }
+        // All of it is compiled ahead, and what the layer asks for if it is packed after all.
+        let reachable = wanted.reachable([weight]);
+        assert!(recorder.0.borrow().iter().all(|spec| reachable.contains(spec)), "{weight:?}");
+        assert!(fast.reachable([weight]).iter().all(|spec| reachable.contains(spec)), "{weight:?}");
+        assert!(reachable.iter().all(|spec| Plan::new(spec).is_ok()), "{weight:?}");
+    }
+}
+
+#[test]
+fn nothing_stays_compact_where_no_kernel_reads_it() {
+    let weight = Weight::stored(4096, 4096, FormId::COMPACT);
+    for arch in Arch::ALL.iter().copied() {
+        let chooser = PackedChooser::model(Machine::usual(arch));
+        let wanted = Wanted { resident: Resident::Small, chooser, ..wanted(64, true, 7) };
+        let has = matches!(arch, Arch::Sm90a | Arch::Sm100a | Arch::Sm103a);
+        assert_eq!((has_compact_gemms(arch), wanted.stays_compact(&weight)), (has, has), "{arch:?}");
+        assert_eq!(wanted.compact_ways(&weight).iter().any(|choice| choice.last <= 32), has, "{arch:?}");
+    }
+    let bf16 = Wanted { resident: Resident::Small, linears: Linears::Bf16, ..wanted(64, true, 7) };
+    assert!(!bf16.stays_compact(&weight));
+}
+
+/// A card as its data sheet has it: name, multiprocessors, boost clock in MHz, GB/s, and TFLOPS of dense BF16 with
+/// fp32 sums: of what `mma.sync` reaches, and of what cuBLAS does.
+type Card = (Arch, &'static str, u32, f64, f64, [f64; 2]);
+
+const CARDS: [Card; 13] = [
+    (Arch::Sm80, "NVIDIA A100-SXM4-80GB", 108, 1410.0, 2039.0, [312.0; 2]),
+    (Arch::Sm80, "NVIDIA A30", 56, 1440.0, 933.0, [165.0; 2]),
+    (Arch::Sm86, "NVIDIA GeForce RTX 3090", 82, 1695.0, 936.0, [71.0; 2]),
+    (Arch::Sm86, "NVIDIA A40", 84, 1740.0, 696.0, [149.7; 2]),
+    (Arch::Sm86, "NVIDIA A10", 72, 1695.0, 600.0, [125.0; 2]),
+    (Arch::Sm89, "NVIDIA GeForce RTX 4090", 128, 2520.0, 1008.0, [165.2; 2]),
+    (Arch::Sm89, "NVIDIA GeForce RTX 4080", 76, 2505.0, 717.0, [97.5; 2]),
+    (Arch::Sm89, "NVIDIA L4", 58, 2040.0, 300.0, [121.0; 2]),
+    (Arch::Sm89, "NVIDIA L40", 142, 2490.0, 864.0, [181.05; 2]),
+    (Arch::Sm89, "NVIDIA L40S", 142, 2520.0, 864.0, [362.05; 2]),
+    (Arch::Sm120a, "NVIDIA GeForce RTX 5090", 170, 2407.0, 1792.0, [209.5; 2]),
+    (Arch::Sm120a, "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 188, 2617.0, 1792.0, [503.8; 2]),
+    // Its data sheet has `tcgen05` alone; `mma.sync` is taken for a quarter of it.
+    (Arch::Sm100a, "NVIDIA B200", 148, 1850.0, 8000.0, [562.0, 2250.0]),
+];
+
+/// By the sheets alone, where an H200 gave 94 % of its bus and 65 % of its tensor cores: the product by `gemm_mma`,
+/// over the expansion and cuBLAS.
+fn by_the_sheet(card: &Card, (n, k): (u32, u32), m: u32) -> f64 {
+    let &(_, _, _, _, gb_per_s, [mma, cublas]) = card;
+    let (weights, read) = (f64::from(n) * f64::from(k), 0.936 * gb_per_s * 1e3);
+    let multiplied = |tflops: f64| 2.0 * weights * f64::from(m) / (0.654 * tflops * 1e6);
+    let own = (f64::from(m.div_ceil(64)) * 1.5 * weights / read).max(multiplied(mma));
+    own / (3.5 * weights / read + (2.0 * weights / read).max(multiplied(cublas)))
+}
+
+/// Where one of the ways is clearly faster by a card's data sheet, the layer takes it; where they are close, either
+/// will do.
+#[test]
+fn where_gemm_mma_would_read_weights_again_and_again_they_are_expanded_for_cublas() {
+    let mut clear = 0;
+    for card @ (arch, name, sms, boost_mhz, gb_per_s, _) in CARDS {
+        let (memory, tensor) = (gb_per_s * 1e3, Machine::tensor_rate(arch, name));
+        let chooser = PackedChooser::model(Machine { arch, sms, memory, clock_mhz: boost_mhz, tensor });
+        let wanted = Wanted { chooser, ..wanted(4096, true, 7) };
+        for weight in [
+            Weight::stored(14336, 4096, FormId::PACKED),
+            Weight::stored(4096, 14336, FormId::PACKED),
+            Weight::merged(28672, 4096, true),
+        ] {
+            let ways = wanted.packed_ways(&weight, true);
+            for &epilogue in weight.epilogues() {
+                let own: Vec<_> = ways.iter().filter(|choice| choice.epilogue == epilogue).collect();
+                assert!(own.windows(2).all(|pair| pair[0].last < pair[1].last), "{name}: ascending");
+                assert_eq!(own.last().unwrap().last, 4096);
+                let at = |m: u32| own.iter().find(|choice| m <= choice.last).unwrap().kernel;
+                for m in [1, 16, 32, 64] {
+                    assert!(!matches!(at(m), Way::Cublas { .. }), "{name} {weight:?} at {m}");
+                }
+                for m in [128, 192, 256, 384, 512, 768, 1024, 2048, 4096] {
+                    let gain = by_the_sheet(&card, (weight.n, weight.k), m);
+                    let way = at(m);
+                    if let Way::Cublas { expand, activate } = way {
+                        assert!(expand.to_string().ends_with("repack_unpack") && expand.arch == arch, "{expand}");
+                        assert_eq!(activate.is_some(), epilogue == Epilogue::SiluMul);
+                    }
+                    if !(0.8..1.25).contains(&gain) {
+                        let expanded = matches!(way, Way::Cublas { .. });
+                        assert_eq!(expanded, gain > 1.0, "{name} {weight:?} at {m}: {gain:.2} by its data sheet");
+                        clear += 1;
+                    }
+                }
+            }
+            let reachable = wanted.reachable([weight]);
+            let asked = ways.iter().flat_map(|choice| choice.kernel.kernels());
+            assert!(asked.into_iter().all(|spec| reachable.contains(spec)), "{name} {weight:?}");
+        }
+    }
+    assert!(clear > 300, "{clear} problems have a clear answer");
+}
+
+/// From which batch on a product of 14336x4096 is expanded (docs/adr/0014-machines.md has the table).
+#[test]
+fn batches_from_which_weights_are_expanded() {
+    let weight = Weight::stored(14336, 4096, FormId::PACKED);
+    let from = |(arch, name, sms, clock_mhz, gb_per_s, _): Card| {
+        let (memory, tensor) = (gb_per_s * 1e3, Machine::tensor_rate(arch, name));
+        let chooser = PackedChooser::model(Machine { arch, sms, memory, clock_mhz, tensor });
+        let ways = Wanted { chooser, ..wanted(4096, true, 7) }.packed_ways(&weight, true);
+        let plain: Vec<_> = ways.iter().filter(|choice| choice.epilogue == Epilogue::Store).collect();
+        let first = plain.iter().position(|choice| matches!(choice.kernel, Way::Cublas { .. }))?;
+        Some(plain[first - 1].last + 1)
+    };
+    // 0: none.
+    let expected = [193, 193, 0, 193, 193, 257, 449, 193, 193, 193, 1217, 193, 97];
+    assert_eq!(CARDS.map(|card| from(card).unwrap_or(0)), expected);
+}
+
+/// What stays compact is expanded from there, too, and no batch straight from it is.
+#[test]
+fn compact_weights_are_expanded_for_cublas_where_no_wgmma_is() {
+    let weight = Weight::stored(14336, 4096, FormId::COMPACT);
+    let chooser = PackedChooser::model(Machine::usual(Arch::Sm100a));
+    let wanted = Wanted { resident: Resident::Small, chooser, ..wanted(4096, true, 7) };
+    assert!(wanted.stays_compact(&weight));
+    let ways = wanted.compact_ways(&weight);
+    for &epilogue in weight.epilogues() {
+        let own: Vec<_> = ways.iter().filter(|choice| choice.epilogue == epilogue).collect();
+        let at = |m: u32| own.iter().find(|choice| m <= choice.last).unwrap().kernel;
+        assert!([1, 16, 32].iter().all(|m| matches!(at(*m), Way::Direct(_))), "{own:?}");
+        assert!(!matches!(at(64), Way::Cublas { .. }), "{own:?}");
+        let Way::Cublas { expand, activate: None } = at(2048) else { panic!("{own:?}") };
+        assert!(expand.to_string().ends_with("transcode_full"), "{expand}");
+    }
+    let reachable = wanted.reachable([weight]);
+    assert!(ways.iter().flat_map(|choice| choice.kernel.kernels()).all(|spec| reachable.contains(spec)));
+}
+
+/// What is made ahead for all cards of an architecture has what dispatch asks for on each of them, in models that
+/// people run; what one card asks for has not.
+#[test]
+fn kernels_for_any_card_are_those_of_every_card() {
+    type Figures = (u32, f64, f64);
+    // Multiprocessors, GB/s and MHz, as vendors describe them: GeForce RTX 3060, 3070, 3080, 3090, A2, A10, A40;
+    // RTX 4060 Ti, 4070, 4090, L4, L40S; A30, A100 of 40 and of 80 GB; B200; RTX 5070, 5090, RTX PRO 6000; H100
+    // (PCIe), H20, H200.
+    let cards: [(Arch, &[Figures]); 6] = [
+        (
+            Arch::Sm86,
+            &[
+                (28, 360.0, 1777.0),
+                (46, 448.0, 1725.0),
+                (68, 760.0, 1710.0),
+                (82, 936.0, 1695.0),
+                (10, 200.0, 1770.0),
+                (72, 600.0, 1695.0),
+                (84, 696.0, 1740.0),
+            ],
+        ),
+        (
+            Arch::Sm89,
+            &[
+                (34, 288.0, 2535.0),
+                (46, 504.0, 2475.0),
+                (128, 1008.0, 2520.0),
+                (58, 300.0, 2040.0),
+                (142, 864.0, 2520.0),
+            ],
+        ),
+        (Arch::Sm80, &[(56, 933.0, 1440.0), (108, 1555.0, 1410.0), (108, 2039.0, 1410.0)]),
+        (Arch::Sm100a, &[(148, 8000.0, 1965.0)]),
+        (Arch::Sm120a, &[(48, 672.0, 2512.0), (170, 1792.0, 2407.0), (188, 1792.0, 2617.0)]),
+        (Arch::Sm90a, &[(114, 2039.0, 1755.0), (78, 4000.0, 1980.0), (132, 4814.0, 1980.0)]),
+    ];
+    // Hidden and intermediate size, columns of keys and of values, vocabulary: Llama-3.2-1B and 3B, Qwen2.5-7B.
+    let models = [(2048, 8192, 512, 128_256), (3072, 8192, 1024, 128_256), (3584, 18944, 512, 152_064)];
+    let weights = |(hidden, intermediate, kv, vocab): (u32, u32, u32, u32), form: FormId| {
+        let compact = form == FormId::COMPACT;
+        let stored = [(hidden, hidden), (kv, hidden), (intermediate, hidden), (hidden, intermediate), (vocab, hidden)];
+        let merged = [(hidden + 2 * kv, false), (2 * intermediate, true)];
+        let merged = merged.map(|(n, gated)| Weight::merged(n, hidden, gated).all_compact(compact));
+        stored.map(|(n, k)| Weight::stored(n, k, form)).into_iter().chain(merged).collect::<Vec<_>>()
+    };
+    let mut beyond_the_usual = 0;
+    for (arch, figures) in cards {
+        for (max_batch, pdl, form) in
+            [(8, false, FormId::PACKED), (256, true, FormId::PACKED), (256, true, FormId::COMPACT)]
+        {
+            let on = |machine| Wanted {
+                resident: Resident::Small,
+                chooser: PackedChooser::model(machine),
+                ..wanted(max_batch, pdl, 7)
+            };
+            let usual = on(Machine::usual(arch));
+            for model in models {
+                let any = usual.reachable_on_any_card(weights(model, form));
+                assert!(any.iter().all(|spec| spec.arch == arch && Plan::new(spec).is_ok()), "{arch:?}");
+                let usual = usual.reachable(weights(model, form));
+                for (&(sms, gb, clock_mhz), name) in
+                    figures.iter().flat_map(|card| ["GeForce", ""].map(|name| (card, name)))
+                {
+                    let tensor = Machine::tensor_rate(arch, name);
+                    let card = on(Machine { arch, sms, memory: gb * 1e3, clock_mhz, tensor });
+                    let asked = card.reachable(weights(model, form));
+                    let missing: Vec<_> = asked.iter().filter(|spec| !any.contains(spec)).collect();
+                    assert!(missing.is_empty(), "{arch:?}, {sms} multiprocessors, {gb} GB/s: {missing:?}");
+                    beyond_the_usual += asked.iter().filter(|spec| !usual.contains(spec)).count();
+                }
+            }
+        }
+    }
+    assert!(beyond_the_usual > 100, "{beyond_the_usual}: cards of an architecture ask for different kernels");
+}
+
+/// On Hopper nothing is expanded but what a test asks for; without cuBLAS nothing is anywhere.
+#[test]
+fn who_expands_packed_weights() {
+    let weight = Weight::merged(4096, 4096, true);
+    let cublas = |wanted: &Wanted| {
+        let ways = wanted.packed_ways(&weight, true).into_iter();
+        let first = ways.scan(1, |first, choice| Some((std::mem::replace(first, choice.last + 1), choice.kernel)));
+        first.filter(|(_, way)| matches!(way, Way::Cublas { .. })).map(|(m, _)| m).collect::<Vec<u32>>()
+    };
+    let hopper = wanted(4096, true, 7);
+    assert_eq!(cublas(&hopper), [] as [u32; 0]);
+    assert_eq!(cublas(&Wanted { expand: Expand::Above(64), ..hopper.clone() }), [65]);
+    assert_eq!(cublas(&Wanted { expand: Expand::Above(0), max_batch: 8, ..hopper }), [1]);
+    let ada = Wanted { chooser: PackedChooser::model(Machine::usual(Arch::Sm89)), ..wanted(4096, true, 7) };
+    assert!(cublas(&ada)[0] > 64, "{:?}", cublas(&ada));
+    assert_eq!(cublas(&Wanted { expand: Expand::Never, ..ada }), [] as [u32; 0]);
+}
+
+#[test]
+fn a_slot_has_room_for_all_that_the_kernel_writes() {
+    for (n, k, tiles) in [(64, 64, 1), (64, 64 * 16, 16), (64, 64 * 17, 17), (14336, 4096, 14336)] {
+        let plan = SlotPlan::of(TileGrid::new(n, k).unwrap());
+        assert_eq!((plan.heads, plan.inexact), (tiles * 6144, tiles * (6144 + 16)));
+        assert!(plan.heads.is_multiple_of(16) && plan.inexact.is_multiple_of(8), "as they are stored");
+        assert_eq!(plan.bytes - plan.group_words, tiles.div_ceil(16) * 4);
+        assert!(plan.group_words >= plan.inexact + 8);
+    }
+}
+
+/// What cuBLAS multiplies asks for decoders and for the kernels that unpack.
+#[test]
+fn layers_for_cublas_ask_for_no_matmul() {
+    let wanted = Wanted { linears: Linears::Bf16, ..wanted(4096, true, 7) };
+    let mut expected = packing(Arch::Sm90a);
+    expected.extend(wanted.decoder());
+    expected.push(wanted.transcoder());
+    expected.sort_unstable();
+    assert_eq!(wanted.reachable(all_weights()), expected);
+}
+
+#[test]
+fn weights_go_through_the_packed_form() {
+    let steps = |weight: Weight| weight.route().iter().map(|edge| edge.step).collect::<Vec<_>>();
+    let full = Step::Decode(DecodeOutput::Full);
+    assert_eq!(steps(Weight::stored(64, 64, FormId::PACKED)), [Step::GemmPacked]);
+    assert_eq!(steps(Weight::stored(64, 64, FormId::HUFFMAN)), [full, Step::Pack, Step::GemmPacked]);
+    assert_eq!(steps(Weight::stored(65, 64, FormId::HUFFMAN)), [Step::Host, Step::Pack, Step::GemmPacked]);
+    assert_eq!(steps(Weight::stored(64, 64, FormId::COMPACT)), [Step::Transcode, Step::Pack, Step::GemmPacked]);
+    assert_eq!(steps(Weight::stored(64, 64, FormId::PALETTE)), [Step::Host, Step::Pack, Step::GemmPacked]);
+    assert_eq!(steps(Weight::stored(64, 64, FormId::RAW)), [Step::Pack, Step::GemmPacked]);
+    assert_eq!(Weight::stored(u32::MAX, 64, FormId::RAW).padded(), None);
+}
+
+/// A lane that is sized for the largest batch of each range is large enough for every batch.
+#[test]
+fn the_largest_batch_of_a_range_needs_most() {
+    let wanted = wanted(700, true, 7);
+    for (n, k) in SHAPES {
+        let weight = Weight::merged(n, k, false);
+        let (n, k) = weight.padded().unwrap();
+        let mut first = 1;
+        for choice in wanted.gemms(&weight, true) {
+            let plan = Plan::new(&choice.kernel).unwrap();
+            let need = |m| plan.workspace(GemmShape { m, n, k }, 132);
+            let most = need(choice.last);
+            for m in first..=choice.last {
+                let less = need(m);
+                assert!(less.bytes <= most.bytes && less.counters <= most.counters, "{} m = {m}", choice.kernel);
+            }
+            first = if choice.last == 700 { 1 } else { choice.last + 1 };
+        }
+    }
+}
+
+#[test]
+fn what_ships_is_reached() {
+    let shipped = catalog::all(Arch::Sm90a);
+    for spec in wanted(4096, true, 7).reachable(all_weights()) {
+        let of_a_use = matches!(spec.op, Op::GemmMma(_) | Op::GemmWgmma(_));
+        assert!(of_a_use || shipped.contains(&spec), "{spec}");
+        assert!(Plan::new(&spec).is_ok() && spec.arch == Arch::Sm90a, "{spec}");
+    }
+}
+
+/// A layer is multiplied by a registered variant, which is compiled ahead with the others, for this card and for any.
+#[test]
+fn registered_variants_are_reached_by_the_layers_that_choose_them() {
+    let own: VariantSpec = "uw_sm90a_gemm_mma_b16_r1w16p4c1_esc_store".parse().unwrap();
+    let used: VariantSpec = "uw_sm90a_gemm_mma_b16_r1w16p4c1_esc_pdl_store_add".parse().unwrap();
+    let mut wanted = wanted(64, true, 7);
+    let weight = Weight::merged(2048, 2048, false);
+    let kernels = |wanted: &Wanted| {
+        let ways = wanted.packed_ways(&weight, true).into_iter();
+        ways.flat_map(|choice| choice.kernel.kernels().copied().collect::<Vec<_>>()).collect::<Vec<_>>()
+    };
+    for reached in [kernels(&wanted), wanted.reachable([weight]), wanted.reachable_on_any_card([weight])] {
+        assert!(!reached.contains(&used));
+    }
+    wanted.chooser.register(own).unwrap();
+    for reached in [kernels(&wanted), wanted.reachable([weight]), wanted.reachable_on_any_card([weight])] {
+        assert!(reached.contains(&used));
+    }
+}
