@@ -465,7 +465,7 @@ fn planted_bugs_are_caught() {
         (decode, "const u32 line = position % kTileTokens;", "const u32 line = position % kTileTokens / 2;"),
         // Sums.
         (decode, "mapa(address, w / Config::kWarps)", "mapa(address, 0)"),
-        (decode, "meet();  // stores of sums", "// stores of sums"),
+        (decode, "sync_cluster();  // stores of sums", "// stores of sums"),
         (decode, "ptx::sync_block();  // stores to queries", "// stores to queries"),
         (softmax, "sum[r] += shuffle_xor(sum[r], 2);", ""),
         (softmax, "sum[r] *= factor[r];", ""),

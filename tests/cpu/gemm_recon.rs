@@ -467,11 +467,14 @@ fn planted_bugs_are_caught_where_blocks_share_k() {
         (Edit { header: sources, from: "return rank * steps / kSplits;", to: "return 0;" }, Wrong),
         (Edit { header: sources, from: "return this->first(args.tile_cols) + (s", to: "return (s" }, Wrong),
         // Sums that are read before they are left, and X that is filled before they are read.
-        (Edit { header, from: "        meet();  // all blocks have left their sums\n", to: "" }, Error("deadlock")),
+        (
+            Edit { header, from: "        sync_cluster();  // all blocks have left their sums\n", to: "" },
+            Error("deadlock"),
+        ),
         (
             Edit {
                 header,
-                from: "        meet();  // all blocks have left their sums\n",
+                from: "        sync_cluster();  // all blocks have left their sums\n",
                 to: "        ptx::barrier_cluster_arrive();\n",
             },
             Wrong,
@@ -479,8 +482,8 @@ fn planted_bugs_are_caught_where_blocks_share_k() {
         (
             Edit {
                 header,
-                from: "            meet();\n            meet();\n",
-                to: "            meet();\n            ptx::barrier_cluster_arrive();\n",
+                from: "            sync_cluster();\n            sync_cluster();\n",
+                to: "            sync_cluster();\n            ptx::barrier_cluster_arrive();\n",
             },
             Error("refills shared offset"),
         ),

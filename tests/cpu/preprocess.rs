@@ -689,26 +689,46 @@ fn too_small_capacity_is_a_fault_without_overrun() {
 
 #[test]
 fn planted_bugs_in_the_encoder_are_caught() {
-    const ENCODE: &str = "unweight/kernels/encode.cuh";
     let bugs: [(&str, (&str, &str, &str)); 10] = [
-        ("ties to the larger exponent", (ENCODE, "(c.x == count && i < thread)", "(c.x == count && i > thread)")),
+        (
+            "ties to the larger exponent",
+            ("unweight/kernels/encode/table.cuh", "(c.x == count && i < thread)", "(c.x == count && i > thread)"),
+        ),
         (
             "package before an equal leaf",
-            (ENCODE, "i < packages && other_package < leaf", "i < packages && other_package <= leaf"),
+            (
+                "unweight/kernels/encode/table.cuh",
+                "i < packages && other_package < leaf",
+                "i < packages && other_package <= leaf",
+            ),
         ),
-        ("pad columns verbatim", (ENCODE, "if (p.valid < 4) low", "if (p.valid < 0) low")),
-        ("rows of 320 bits coded", (ENCODE, "kRowBitsMax = 319", "kRowBitsMax = 640")),
-        ("third word of a code dropped", (ENCODE, "if (last != 0) ptx::red_or_shared(address + 8, last);", "")),
-        ("third word of a short code dropped", (ENCODE, "if (first != 0) ptx::red_or_shared(address - 8, first);", "")),
-        ("section not padded", (ENCODE, "ptx::st_global(out + words + lane, 0);", "")),
+        ("pad columns verbatim", ("unweight/kernels/encode/tiles.cuh", "if (p.valid < 4) low", "if (p.valid < 0) low")),
+        ("rows of 320 bits coded", ("unweight/kernels/encode/block.cuh", "kRowBitsMax = 319", "kRowBitsMax = 640")),
+        (
+            "third word of a code dropped",
+            ("unweight/kernels/encode/write.cuh", "if (last != 0) ptx::red_or_shared(address + 8, last);", ""),
+        ),
+        (
+            "third word of a short code dropped",
+            ("unweight/kernels/encode/write.cuh", "if (first != 0) ptx::red_or_shared(address - 8, first);", ""),
+        ),
+        ("section not padded", ("unweight/kernels/encode/write.cuh", "ptx::st_global(out + words + lane, 0);", "")),
         (
             "verbatim row order",
-            (ENCODE, "low = row >= 32 ? ~0u : (1u << row) - 1", "low = row >= 32 ? ~0u : (2u << row) - 1"),
+            (
+                "unweight/kernels/encode/tiles.cuh",
+                "low = row >= 32 ? ~0u : (1u << row) - 1",
+                "low = row >= 32 ? ~0u : (2u << row) - 1",
+            ),
         ),
-        ("look-back forgets rows", (ENCODE, "rows_total += own >> 24 & 0xfffff;", "")),
+        ("look-back forgets rows", ("unweight/kernels/encode/scan.cuh", "rows_total += own >> 24 & 0xfffff;", "")),
         (
             "tile buffer not cleared",
-            (ENCODE, "for (u32 at = lane * 4; at < words; at += 128) ptx::st_shared_x4(stream + at * 4, U32x4{});", ""),
+            (
+                "unweight/kernels/encode/write.cuh",
+                "for (u32 at = lane * 4; at < words; at += 128) ptx::st_shared_x4(stream + at * 4, U32x4{});",
+                "",
+            ),
         ),
     ];
     let mut random = Random::new(41);

@@ -1,6 +1,6 @@
 // BF16 matrix -> compact tensor (docs/format.md A.11), byte for byte that of the CPU. n and k are multiples of 64.
 //
-// One function per stage, all of CompressArgs:
+// One function per stage, all of CompressArgs; Config has CompressStage kStage:
 //   encode::stats without sign_mantissa -> the host chooses the window -> quads -> the host chooses the book -> sizes
 //   -> the host adds up where tiles begin, and reads `inexact` -> write
 //

@@ -1,11 +1,12 @@
 // Preprocess family (report section 7): Huffman tensor -> bf16 matrix | exponent bytes | packed palette indices;
 // tensor of exponents (docs/format.md A.12) -> its matrix of FP8, F16 or F32.
 //
-// Config   { static constexpr u32 kOutput /* 0 full, 1 exponent, 2 palette */, kCodeLimit /* 6..15 */, kWarps /* 1..32,
-//          planned: 32, fewer where shared memory is short */; static constexpr bool kAsync /* bits come by cp.async, all
-//          lanes copying, in place of the copy engine; there are no barriers then */; }
-//          A tensor may be decoded by a kernel of its own longest code or of any larger limit.
-// Element  what full output writes (form/elements.cuh); Bf16 where a source does not say.
+// Config (the axes of unweight-codegen/src/family/decode.rs)
+//   DecodeOutput kOutput     what is written
+//   DecodeElement kElement   the type that full output writes (form/elements.cuh)
+//   u32 kCodeLimit           6..15; a tensor may be decoded by a kernel of its own longest code or of any larger limit
+//   SmemCopy kCopy           kBulk: bits come by the copy engine; kAsync: by cp.async of all lanes, without barriers
+//   u32 kWarps               1..32; planned: 32, fewer where shared memory is short
 // Launch   threads = 32 * kWarps, grid = min(tiles, SMs) (1 block per SM; any grid is right), dynamic shared memory =
 //          Smem<Config>::kBytes,
 //          __launch_bounds__(32 * kWarps, 1).
@@ -440,7 +441,7 @@ UW_DEVICE void run(const DecodeArgs& args) {
     header = load_header(args, later, lane);
 
     Table::build(table, smem + Layout::kScratch, code, thread, kThreads<Config>);
-    ptx::sync_block();
+    ptx::sync_block();  // orders the table and the palette before every warp's lookups
 
     u32 parity = 0;  // bit h: phase of buffer h
 #pragma unroll 1

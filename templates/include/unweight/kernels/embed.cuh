@@ -1,9 +1,9 @@
 // Rows of an embedding: y[r] = table[ids[r]], the table bf16 [vocabulary, d] or packed (docs/format.md, A.9).
 //
-// Config
-//   bool kPacked  the table is packed: no copy of it in bf16 is needed, also where it is the last linear's weights, too
-//   bool kPdl     programmatic dependent launch: everything is touched after griddepcontrol.wait, since the kernel
-//                 before chooses the ids
+// Config (the axes of unweight-codegen/src/family/embed.rs)
+//   EmbedSource kSource  kBf16, or kPacked: a model whose last linear shares the table needs no copy of it in bf16
+//   bool kPdl            programmatic dependent launch: everything is touched after griddepcontrol.wait, since the
+//                        kernel before chooses the ids
 //
 // Launch: kBlockThreads threads, no shared memory, a block a row. d is a multiple of 8, of a packed table at most
 // 64 * tile_cols; rows are 16-byte aligned.

@@ -4,17 +4,16 @@
 // are the weights times 2^(96 - base), bit for bit, escapes replaced, and the fp32 sums are multiplied once by
 // GemmCompactArgs::scale.
 //
-// Config
+// Config (the axes of unweight-codegen/src/family/gemm_compact.rs)
 //   u32  kBatchTile      8,16,32  rows of X per cluster; sums take 2 * kBatchTile registers, X one more a row
-//   u32  kWarps          1..32    they share a task's k: warp w takes tile columns w, w + kWarps * kCluster, ...; of persistent
-//                                 rows, as many neighbouring tiles as the others
+//   u32  kWarps          1..32    they share a task's k: warp w takes tile columns w, w + kWarps * kCluster, ...; with
+//                                 kPersistent as many neighbouring tiles as the others
 //   u32  kStages         1..16    slots of each warp's private ring
 //   u32  kCluster        1,2,4,8  blocks that split k between them; reduced through distributed shared memory
 //   u32  kTables         1,8,16,32  copies of the table of codes (form/compact.cuh): fewer bank conflicts
-//   bool kPersistent          a cluster takes a share of the rows of tiles, not one
-//   bool kStoreAdd       y += instead of y =, added in fp32 and rounded once
-//   bool kSiluMul        y[m, n / 2] = silu(gate) * up, as in kernels/gemm_mma.cuh (no kStoreAdd)
-//   bool kPdl            programmatic dependent launch: weights are asked for before griddepcontrol.wait, X and Y are
+//   bool kPersistent     a cluster takes a share of the rows of tiles instead of one row
+//   Epilogue kEpilogue   as in kernels/gemm_mma.cuh
+//   bool kPdl            programmatic dependent launch: weights are loaded before griddepcontrol.wait, X and Y are
 //                        touched after it
 //
 // Launch: kThreads<Config> = 32 * kWarps threads, Smem<Config>::kBytes of dynamic shared memory, clusters of kCluster
@@ -400,7 +399,7 @@ struct Kernel {
     // hit 32 banks.
     UW_DEVICE static u32 sum_offset(u32 b, u32 r) { return ((b * kTile + r) ^ (b / 2 % 4 * 8)) * 4; }
 
-    UW_DEVICE void meet() const {
+    UW_DEVICE void sync_cluster() const {
         if constexpr (Config::kCluster > 1) {
             ptx::barrier_cluster_arrive();
             ptx::barrier_cluster_wait();
@@ -443,7 +442,7 @@ struct Kernel {
 
     UW_DEVICE void reduce(u32 valid) {
         store_sums(ring, valid);
-        meet();  // orders the sums of all warps, and what they left behind, before they are read
+        sync_cluster();  // orders the sums of all warps, and what they left behind, before they are read
         // A unit is two rows of Y^T for one batch row.
         if constexpr (Config::kPersistent) {
             constexpr u32 kUnits = kOutRows / 2;
@@ -537,7 +536,7 @@ struct Kernel {
         }
         reduce(valid);
         // Peers may still be reading this block's sums.
-        if constexpr (Config::kCluster > 1) meet();
+        if constexpr (Config::kCluster > 1) sync_cluster();
     }
 };
 

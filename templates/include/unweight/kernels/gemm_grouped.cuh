@@ -4,13 +4,14 @@
 // kBatchTile entries of a list of pairs that is sorted by expert (kernels/route.cuh), and does with those rows what
 // gemm_mma does with neighbours.
 //
-// Config  that of gemm_mma (kernels/gemm_mma.cuh), whose kernel this is: kAsync, no cluster, not persistent, no
-//         kStoreAdd
+// Config  that of gemm_mma (kernels/gemm_mma.cuh), whose kernel this is: copies by cp.async, no cluster, not
+//         persistent, kEpilogue kStore or kSiluMul
 //   bool kPdl   programmatic dependent launch: everything is touched after griddepcontrol.wait, because the items are
 //               what a kernel before has written
 //
 // Launch: kThreads threads, Smem::kBytes of dynamic shared memory,
-//   grid = items * ceil(n / 16 / kRowBlocks). The row blocks of an expert are distributed evenly over the groups of each item.
+//   grid = items * ceil(n / 16 / kRowBlocks). The row blocks of an expert are distributed evenly over the groups
+//   of each item.
 //   A grid is launched for as many items as there may be: those without rows are last, and their blocks leave at once.
 //
 // Roles, barriers, shared memory: those of gemm_mma with kAsync.

@@ -5,28 +5,28 @@
 // see are the weights times 2^(112 - base), bit for bit, and the fp32 sums are multiplied once by
 // GemmPackedArgs::scale.
 //
-// Config
+// Config (the axes of unweight-codegen/src/family/gemm_mma.rs)
 //   u32  kRowBlocks      1..8     16-row blocks of one task: a warp's A fragments and sums
 //   u32  kWarps          1..32    they share a task's k: warp w takes tile columns w, w + kWarps * kCluster, ...
 //   u32  kStages         1..      slots of each warp's private ring
 //   u32  kBatchTile      8 * 1..8 rows of X per cluster; sums take kRowBlocks * kBatchTile / 2 registers
 //   u32  kCluster        1,2,4,8  blocks that split k between them; reduced through distributed shared memory
 //   bool kEscapes        patch operands from escape_heads / escapes; without it the tensor must have none
-//   bool kStoreAdd       y += instead of y =, added in fp32 and rounded once
-//   bool kSiluMul        y[m, n / 2] = silu(gate) * up, in fp32 and rounded once: a row block of W is 8 rows of the
-//                        gate's weights and the 8 of the up's that belong to them (no kStoreAdd)
-//   bool kPdl            programmatic dependent launch: weights are asked for before griddepcontrol.wait, X and Y are
+//   SmemCopy kCopy       kBulk: an elected lane starts copies by the copy engine; kAsync: every lane copies 16 bytes
+//                        at a time (cp.async), for architectures without a copy engine
+//   Epilogue kEpilogue   kStore; kStoreAdd: y +=, added in fp32 and rounded once; kSiluMul: y[m, n / 2] =
+//                        silu(gate) * up, in fp32 and rounded once: a row block of W is 8 rows of the gate's weights and
+//                        the 8 of the up's that belong to them
+//   bool kPdl            programmatic dependent launch: weights are loaded before griddepcontrol.wait, X and Y are
 //                        touched after it
-//   bool kAsync          every lane copies 16 bytes at a time (cp.async) where otherwise an elected lane asks the copy
-//                        engine: for architectures without one
-//   bool kPersistent     a cluster works off several tasks, its rings running on across them
-//   bool kDumpOperands   debugging: every A register to the workspace, u32 [tile][row block][step][register][lane]
+//   bool kPersistent     a cluster works off several tasks, and its rings continue across them
+//   bool kDump           debugging: every A register to the workspace, u32 [tile][row block][step][register][lane]
 // Args, GemmGroupedArgs in the place of GemmPackedArgs: a group's batch rows are an item of a list (gemm_grouped.cuh).
 //
 // Launch: kThreads<Config> = 32 * kWarps threads, Smem<Config>::kBytes of dynamic shared memory, clusters of kCluster
 // blocks along x, m >= 1, and
-//   grid = groups * ceil(m / kBatchTile) * kCluster. The n / 16 row blocks are distributed over the groups in order, evenly up
-//   to one. Without kPersistent ceil((n / 16) / groups) <= kRowBlocks; with it any number of groups will do.
+//   grid = groups * ceil(m / kBatchTile) * kCluster. The n / 16 row blocks are distributed over the groups in order,
+//   evenly up to one. Without kPersistent ceil((n / 16) / groups) <= kRowBlocks; with it any number of groups will do.
 //   Best: as many blocks as fill every multiprocessor once (132 or 264 on an H200), and shared memory or registers such
 //   that no more fit. Under dependent launch a half-full multiprocessor takes blocks of the next kernel early, and
 //   unevenly.
@@ -496,7 +496,7 @@ struct Kernel {
     // hit 32 banks.
     UW_DEVICE static u32 sum_offset(u32 b, u32 r) { return ((b * S::kRows + r) ^ (b / 2 % 4 * 8)) * 4; }
 
-    UW_DEVICE void meet() const {
+    UW_DEVICE void sync_cluster() const {
         if constexpr (Config::kCluster > 1) {
             ptx::barrier_cluster_arrive();
             ptx::barrier_cluster_wait();
@@ -515,7 +515,7 @@ struct Kernel {
     }
     UW_DEVICE void reduce(u32 task) {
         const u32 valid = valid_rows();
-        if constexpr (Config::kPersistent) meet();  // the sums of the task before have been read
+        if constexpr (Config::kPersistent) sync_cluster();  // the sums of the task before have been read
         const u32 own = shared + S::kSums + warp * S::kSumPitchBytes;
         const u32 g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -530,7 +530,7 @@ struct Kernel {
                 }
             }
         }
-        meet();
+        sync_cluster();  // orders every warp's sums before the loads of its block and of its peers
         // Block `rank` of the cluster owns its share of the rows of Y^T, the last ones fewer; a unit is two of them for
         // one batch row.
         constexpr u32 kPairs = (kOutRows + 2 * Config::kCluster - 1) / (2 * Config::kCluster), kShare = 2 * kPairs;
@@ -614,7 +614,7 @@ struct Kernel {
             reduce(task);
         }
         // Peers may still be reading this block's sums.
-        if constexpr (Config::kCluster > 1) meet();
+        if constexpr (Config::kCluster > 1) sync_cluster();
     }
 };
 

@@ -2,9 +2,14 @@
 // sign-mantissa bytes and either exponent bytes or palette nibbles. BF16 is put together in shared memory, right before
 // the tensor cores read it.
 //
-// Config: bool kPaletteSource; u32 kNTiles (1..4), kStages (>= 2), kVerbatimRows (0..64, palette source only); bool
-// kStoreAdd. Beside it u32 kSplits (1, 2 or 4; above 1 kNTiles = 1): blocks of a cluster that share the k of a task.
-// Launch: kThreads = 384 threads, 1 CTA per SM, clusters of kSplits, grid = min(blocks of the plan, SMs),
+// Config (the axes of unweight-codegen/src/family/gemm_recon.rs)
+//   WeightSource kSource   kExponent, or kPalette
+//   u32 kNTiles            1..4 tiles of W side by side
+//   u32 kStages            >= 2
+//   u32 kSplits            1, 2 or 4; above 1 kNTiles = 1: blocks of a cluster that share the k of a task
+//   u32 kVerbatimRows      0..64, palette source only
+//   Epilogue kEpilogue     kStore or kStoreAdd
+// Launch: kThreads<Config> = 384 threads, 1 CTA per SM, clusters of kSplits, grid = min(blocks of the plan, SMs),
 // Smem<Config>::kBytes of dynamic shared memory.
 //         n is a multiple of 64 * kNTiles, k of 64 and at least 64 * kSplits, m is any.
 //

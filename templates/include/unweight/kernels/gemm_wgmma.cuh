@@ -8,15 +8,16 @@
 //   u32  kBatchTile      32..256  rows of X in a tile of Y, the n of wgmma; a multiple of 32
 //   u32  kWarpgroups     1..3     that multiply, 64 output features (a row of tiles of W) each
 //   u32  kStages         3..      slots of the ring
-//   u32  kCluster        1..8     blocks that share the k of a tile of Y: each multiplies a run of its steps, and reduces
-//                                 and stores a part of its pieces
+//   u32  kCluster        1..8     blocks that share the k of a tile of Y: each multiplies a run of its steps, and
+//                                 reduces and stores a part of its pieces
 //   bool kStreamK        stream-K for the tiles that do not fill a round of the grid; without it a block takes whole
 //                        tiles of Y; not with kCluster
 //   bool kEscapes        patch operands from escape_heads / escapes; without it the tensor must have none
-//   bool kPdl            programmatic dependent launch: weights are loaded before griddepcontrol.wait, all else after it
-//   Epilogue kEpilogue   kStore; kStoreAdd: y +=, added in fp32 and rounded once; kSiluMul: y[m, n / 2] = silu(gate) * up,
-//                        in fp32 and rounded once: of 16 rows of W 8 are the gate's weights and 8 the up's that belong to
-//                        them
+//   bool kPdl            programmatic dependent launch: weights are loaded before griddepcontrol.wait, all else
+//                        after it
+//   Epilogue kEpilogue   kStore; kStoreAdd: y +=, added in fp32 and rounded once; kSiluMul: y[m, n / 2] =
+//                        silu(gate) * up, in fp32 and rounded once: of 16 rows of W 8 are the gate's weights and 8 the
+//                        up's that belong to them
 //   bool kDump           debugging: every A register to the workspace, u32 [tile][row block][step][register][lane]; not
 //                        with kStreamK
 //
@@ -36,8 +37,8 @@
 //   + kWarpgroups * (kStoreBuffers * kStoreRows * 128 + 8)
 //   where E is 256 with kEscapes, else 0; kStoreRows is 64 if kBatchTile is a multiple of 64 above 64 and there is no
 //   cluster, else 32; kStoreBuffers = min(3, max(2, kBatchTile / kStoreRows)).
-//   Sections: kX, kW, kStaging, kRecords (with kEscapes), kBarriers. The sums that the blocks of a cluster exchange reuse
-//   kX and kW.
+//   Sections: kX, kW, kStaging, kRecords (with kEscapes), kBarriers. The sums that the blocks of a cluster exchange
+//   reuse kX and kW.
 //
 // Roles
 //   warp 0          load: an elected lane issues, per step of 64 k, the boxes of X that have rows of the batch and one

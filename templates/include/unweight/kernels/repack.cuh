@@ -1,7 +1,7 @@
 // Conversions of the packed form (docs/format.md A.9): BF16 matrix -> packed tensor, byte for byte that of the CPU, and
 // back. n and k are multiples of 64.
 //
-// One function per stage, all of RepackArgs:
+// One function per stage, all of RepackArgs; Config has RepackStage kStage:
 //   to pack   encode::stats without sign_mantissa -> the host chooses the window -> pack -> the host reads `inexact`
 //             and sums group_words: the words
 //             of `escapes` -> lists (none needed if that sum is 0)
@@ -214,7 +214,7 @@ UW_DEVICE void lists(const Args& args, u32 smem, WeightsOf weights_of) {
     }
     before = warp_sum(before);
     if (lane == 31) ptx::st_shared_x2(smem + warp * 8, {sum, before});
-    ptx::sync_block();
+    ptx::sync_block();  // orders the warps' sums before every warp's loads
     u32 at = sum - words;
     for (u32 i = 0; i < kWarps; ++i) {
         const U32x2 other = ptx::ld_shared_x2(smem + i * 8);

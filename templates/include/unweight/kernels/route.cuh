@@ -7,7 +7,7 @@
 // combine  128      4          tokens * ceil(columns / 1024)         0             rows of pairs -> rows of tokens
 // * 3 from sm_100 on: with 64 registers it spills there.
 //
-// bool kPdl  programmatic dependent launch: everything is touched after griddepcontrol.wait
+// Config: RouteStage kStage; bool kPdl, programmatic dependent launch: everything is touched after griddepcontrol.wait
 //
 // topk     A warp takes a token. weight = e^(logit - largest) / sum over all experts, fp32, of the top_k largest
 //          logits; of equal ones the lower expert comes first. `normalized` divides by the sum of those weights,

@@ -252,7 +252,7 @@ struct Kernel {
     }
 
     // ---- the cluster -----------------------------------------------------------------------------------------------
-    UW_DEVICE void meet() const {
+    UW_DEVICE void sync_cluster() const {
         if constexpr (Config::kCluster > 1) {
             ptx::barrier_cluster_arrive();
             ptx::barrier_cluster_wait();
@@ -274,7 +274,7 @@ struct Kernel {
             value = warp_largest(join(ptx::ld_shared_x2(shared + Sections::kWarps + lane * 8)));
             if (lane == 0) ptx::st_shared_x2(own, split(value));
         }
-        meet();  // every block's best is there
+        sync_cluster();  // every block's best is there
         turn ^= 1;
         value = 0;
 #pragma unroll
@@ -315,7 +315,7 @@ struct Kernel {
         sum += shuffle_xor(sum, 2);
         const u32 sums = shared + Sections::kSums + turn * (kBins * 8);
         if (thread % 4 == 0) ptx::st_shared_x2(sums + thread / 4 * 8, split(sum));
-        meet();  // every block's sums are there
+        sync_cluster();  // every block's sums are there
         turn ^= 1;
         if (thread < kBins) {
             u64 all = 0;
@@ -462,7 +462,7 @@ struct Kernel {
             ptx::st_global(args.positions + row, position + 1);
         }
         // Peers may still be reading this block's best.
-        if constexpr (Config::kCluster > 1) meet();
+        if constexpr (Config::kCluster > 1) sync_cluster();
     }
 };
 

@@ -1,7 +1,7 @@
 // Compact tensor (docs/format.md A.11) to what others read: bf16 weights row-major, or a packed tensor (A.9), byte for
 // byte those of the CPU. n and k are multiples of 64.
 //
-// One function per stage, all of TranscodeArgs:
+// One function per stage, all of TranscodeArgs; Config has TranscodeStage kStage:
 //   weights                 full
 //   a packed tensor         packed -> the host sums group_words: the words of `escapes` -> lists (none needed if that
 //                           sum is 0); the host has chosen the window of 16 exponents

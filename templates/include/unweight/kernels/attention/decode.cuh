@@ -2,14 +2,14 @@
 // and the heads that ask, come as the projection leaves them: bias, norm and rotation are done here, the new key and
 // value are stored into the row's page, and they take part.
 //
-// Config
+// Config (the axes of unweight-codegen/src/family/attention.rs)
 //   u32  kHeadDim        16 * 1..8  elements of a head
 //   u32  kWarps          of a block
 //   u32  kStages         slots of each warp's private ring, 16 tokens each
 //   u32  kCluster        1,2,4,8  blocks that share the tokens of a row and KV head
 //   bool kSplit          without clusters: args.parts blocks share them, and meet in memory; kCluster is 1
-//   bool kAsync          every lane copies 16 bytes at a time (cp.async) where otherwise an elected lane asks the copy
-//                        engine; there are no barriers then
+//   SmemCopy kCopy       kBulk: an elected lane starts copies by the copy engine; kAsync: every lane copies 16 bytes
+//                        at a time (cp.async), without barriers
 //   bool kPdl            programmatic dependent launch: tables and the pages of earlier tokens are read before
 //                        griddepcontrol.wait, QKV is read and A and the cache are written after it
 //
@@ -406,7 +406,7 @@ struct Kernel {
         const float factor = inverse(t.sum);
         return ptx::pack_bf16x2(t.low * factor, t.high * factor);
     }
-    UW_DEVICE void meet() const {
+    UW_DEVICE void sync_cluster() const {
         if constexpr (Config::kCluster > 1) {
             ptx::barrier_cluster_arrive();
             ptx::barrier_cluster_wait();
@@ -533,7 +533,7 @@ struct Kernel {
             }
         }
         store_sums();
-        meet();  // stores of sums come before the loads of other warps
+        sync_cluster();  // stores of sums come before the loads of other warps
         if constexpr (Config::kSplit) {
             if (live > 1) {
                 if (leave_part()) add_parts(out);
@@ -544,7 +544,7 @@ struct Kernel {
             ptx::st_global(out + 2 * unit, divided(total(unit / kPairs, unit % kPairs)));
         }
         // Peers may still be reading this block's sums.
-        if constexpr (Config::kCluster > 1) meet();
+        if constexpr (Config::kCluster > 1) sync_cluster();
     }
 };
 

@@ -1,12 +1,12 @@
 // Causal attention of a chunk of one sequence: m tokens from position `start` on, whose keys and values, and those of
 // all tokens before, are in the pages; queries come as `rope` leaves them.
 //
-// Config
+// Config (the axes of unweight-codegen/src/family/attention.rs)
 //   u32  kHeadDim        16 * 1..8  elements of a head
 //   u32  kWarps          of a block, 16 rows each; a row is a query: a token and a head of the group
 //   u32  kStages         slots of the block's ring, a page (64 tokens) each; at least 2
-//   bool kAsync          all threads copy, 16 bytes at a time (cp.async), where otherwise an elected lane asks the copy
-//                        engine; there are no barriers then
+//   SmemCopy kCopy       kBulk: an elected lane starts copies by the copy engine; kAsync: all threads copy 16 bytes
+//                        at a time (cp.async), without barriers
 //   bool kPdl            programmatic dependent launch: nothing is read before griddepcontrol.wait, pages of earlier
 //                        tokens included (another chunk may just have written them)
 //

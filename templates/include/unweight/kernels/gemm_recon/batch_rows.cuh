@@ -76,8 +76,8 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
         if constexpr (kSplits > 1) {
             // As often as the warps that multiply. Behind the second meeting X is free again: its sums have been read.
             ptx::sync_warp();
-            meet();
-            meet();
+            sync_cluster();
+            sync_cluster();
         }
     }
 
@@ -197,7 +197,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
             if (step + 1 < last_steps) fetch(staged, p);
             ptx::fence_proxy_async_shared();
             if constexpr (kActive) ptx::wgmma_wait_group<1>();
-            ptx::bar_sync(NamedBarrier::kConsumers, kConsumerThreads);
+            ptx::bar_sync(NamedBarrier::kConsumers, kConsumerThreads);  // orders the fenced stores to B before the wgmma that reads them
             if (step >= 2) {
                 if (p.thread == 0) activations.release(released);
                 released = released + 1 == S::kXStages ? 0 : released + 1;
@@ -217,7 +217,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
             b_buffer = b_buffer + 1 == kBBuffers ? 0 : b_buffer + 1;
         }
         if constexpr (kActive) ptx::wgmma_wait_group<0>();
-        ptx::bar_sync(NamedBarrier::kConsumers, kConsumerThreads);
+        ptx::bar_sync(NamedBarrier::kConsumers, kConsumerThreads);  // orders every warpgroup's wgmma before the release of X
         if (p.thread == 0) {
             for (u32 left = last_steps < 2 ? last_steps : 2; left > 0; --left) {
                 activations.release(released);
@@ -238,7 +238,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
     }
 
     // ---- partial sums ----------------------------------------------------------------------------------------------
-    UW_DEVICE static void meet() {
+    UW_DEVICE static void sync_cluster() {
         ptx::barrier_cluster_arrive();
         ptx::barrier_cluster_wait();
     }
@@ -270,7 +270,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
             }
         }
         ptx::sync_warp();
-        meet();  // all blocks have left their sums
+        sync_cluster();  // all blocks have left their sums
         if (has_rows) {
             U32x4 v[kPeers][kVectors];
 #pragma unroll

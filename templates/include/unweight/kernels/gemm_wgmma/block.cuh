@@ -130,8 +130,8 @@ struct Block {
     UW_DEVICE u32 w_slot(u32 slot) const { return shared + S::kW + slot * S::kWBytes; }
     UW_DEVICE u32 record_slot(u32 slot, u32 warpgroup) const { return shared + S::kRecords + (slot * Config::kWarpgroups + warpgroup) * kTileRecordBytes; }
 
-    // One barrier per warpgroup, each named in its own branch: a barrier chosen at run time makes the compiler serialise
-    // wgmma.
+    // One barrier per warpgroup, each named in its own branch: a barrier chosen at run time makes the compiler
+    // serialise wgmma.
     UW_DEVICE static void sync_warpgroup(const Place& p) {
         if (Config::kWarpgroups == 1 || p.warpgroup == 0) {
             ptx::bar_sync(NamedBarrier::kFirstWarpgroup, kWarpgroupThreads);

@@ -27,8 +27,8 @@ struct Epilogue : Reduce<Config> {
     // Of rows g and g + 8 of a fragment, a gate and its up.
     UW_DEVICE float gated(float gate, float up) const { return packed::silu(gate * args.scale) * (up * args.scale); }
 
-    // Pieces of kStoreRows batch rows by 64 features (kSiluMul: 32): transposed into shared memory and stored by the copy engine,
-    // which drops rows past m. Thread 0 starts every store. A buffer is written again after kStoreBuffers pieces, and
+    // Pieces of kStoreRows batch rows by 64 features (kSiluMul: 32): transposed into shared memory and stored by the copy
+    // engine, which drops rows past m. Thread 0 starts every store. A buffer is written again after kStoreBuffers pieces, and
     // thread 0 passes the barrier of the piece before only when its store has read it.
     UW_DEVICE void store(float (&sums)[kAccumulators], const Segment& s, const typename Schedule<Config>::Peers& peers, u32& buffer, u32& old_parity, const Place& p) const {
         const u32 wanted = wanted_tile_row(s, p.warpgroup), column = wanted * kTileOutputs, row = batch_row(s);

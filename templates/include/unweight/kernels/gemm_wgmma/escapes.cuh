@@ -49,7 +49,7 @@ struct Escapes : Load<Config> {
                 } else if (lane < packed::kTileBlocks) {
                     ptx::st_shared(to + lane * kBlockRecordBytes, 0);
                 }
-                ptx::sync_warp();
+                ptx::sync_warp();  // orders the lanes' stores before the arrival that publishes them
                 if (lane == 0) ptx::mbarrier_arrive(ring.full(cursor.slot));
                 cursor.advance();
             }

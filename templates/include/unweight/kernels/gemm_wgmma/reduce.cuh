@@ -41,8 +41,8 @@ struct Reduce : Mainloop<Config> {
         return index % peers.reducing == schedule.unit - peers.first;
     }
 
-    // In a cluster: stores the pieces that peers reduce in shared memory, [warpgroup][4 sums][thread] fp32, and adds the
-    // peers' partial sums to this block's pieces in the order of their ranks: the same bits in every run.
+    // In a cluster: stores the pieces that peers reduce in shared memory, [warpgroup][4 sums][thread] fp32, and adds
+    // the peers' partial sums to this block's pieces in the order of their ranks: the same bits in every run.
     UW_DEVICE void reduce_in_cluster(float (&sums)[kAccumulators], const typename Schedule<Config>::Peers& peers, const Place& p) const {
         constexpr u32 kPieceSums = S::kStoreRows / 2, kPeers = Config::kCluster - 1;
         const u32 own = shared + S::kSums + p.warpgroup * S::kSumBytes + p.thread * 16;
@@ -85,7 +85,8 @@ struct Reduce : Mainloop<Config> {
         ptx::barrier_cluster_wait();
     }
 
-    // Stream-K: adds the peers' partial tiles to this block's pieces, in the order of units: the same bits in every run.
+    // Stream-K: adds the peers' partial tiles to this block's pieces, in the order of units: the same bits in every
+    // run.
     UW_DEVICE void fixup(float (&sums)[kAccumulators], const typename Schedule<Config>::Peers& peers, const Place& p) const {
         // A thread per peer: their latencies overlap.
         const u32 mine = peers.first + p.thread;
@@ -100,8 +101,8 @@ struct Reduce : Mainloop<Config> {
 #pragma unroll
         for (u32 piece = 0; piece < S::kPieces; ++piece) {
             if (!reduces(peers, piece, p)) continue;
-            // Some peers at a time, so that their latencies overlap. A place without a peer reads another peer's partial
-            // tile and drops it.
+            // Some peers at a time, so that their latencies overlap. A place without a peer reads another peer's
+            // partial tile and drops it.
             for (u32 first = peers.first; first <= peers.last; first += kFlight) {
                 const float* from[kFlight];
                 bool counts[kFlight];
