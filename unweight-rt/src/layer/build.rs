@@ -242,7 +242,7 @@ impl<'k> LayerBuilder<'k> {
         }
         reserve(&mut self.scratch.whole, &stream, (n, k)).map_err(&device)?;
         if weight.gated {
-            self.take_turns(parts, (n, k), fill)?;
+            self.interleave(parts, (n, k), fill)?;
         } else {
             let whole = MatrixMut::new(&mut self.scratch.whole, n, k, k.into()).map_err(refused(&device))?;
             stack(&mut self.packer, parts, whole, fill)?;
@@ -393,7 +393,7 @@ impl<'k> LayerBuilder<'k> {
         let names = [name];
         let half = (wide.0 / 2, wide.1);
         let parts = Parts::new(&names, vec![half; 2], Merge::SiluMul, false);
-        self.take_turns(&parts, wide, &mut |part, packer, output| {
+        self.interleave(&parts, wide, &mut |part, packer, output| {
             fill(if part == 0 { ExpertPart::Gate } else { ExpertPart::Up }, packer.stream(), output)
         })?;
         let gate_up = self.pack_scratch(wide, wide).map_err(|error| match error {
@@ -425,21 +425,21 @@ impl<'k> LayerBuilder<'k> {
     }
 
     /// Interleaves the rows of a gate and an up in the scratch, as the epilogue reads them.
-    fn take_turns(&mut self, parts: &Parts<'_>, (n, k): (u32, u32), fill: Fill<'_>) -> Result<(), LoadError> {
+    fn interleave(&mut self, parts: &Parts<'_>, (n, k): (u32, u32), fill: Fill<'_>) -> Result<(), LoadError> {
         let device = in_tensor(parts.first());
         let stream = self.packer.stream().clone();
-        let (half, turns) = (n / 2, n / (2 * Epilogue::GATE_ROWS));
-        // The rows of a turn as one: a copy of rows that are two turns apart.
-        let turn = k.checked_mul(2 * Epilogue::GATE_ROWS).map(|both| (both / 2, both));
-        let (one, both) = turn.ok_or_else(|| unsuitable(parts.first(), Unsuitable::TooLarge { extent: k.into() }))?;
+        let (half, groups) = (n / 2, n / (2 * Epilogue::GATE_ROWS));
+        // A group of rows as one row: a copy of rows that are two groups apart.
+        let group = k.checked_mul(2 * Epilogue::GATE_ROWS).map(|both| (both / 2, both));
+        let (one, both) = group.ok_or_else(|| unsuitable(parts.first(), Unsuitable::TooLarge { extent: k.into() }))?;
         for part in 0..2 {
             reserve(&mut self.scratch.other, &stream, (half, k)).map_err(&device)?;
             let rows = MatrixMut::new(&mut self.scratch.other, half, k, k.into()).map_err(refused(&device))?;
             fill(part as usize, &mut self.packer, rows)?;
-            let from = MatrixRef::new(&self.scratch.other, turns, one, one.into()).map_err(refused(&device))?;
+            let from = MatrixRef::new(&self.scratch.other, groups, one, one.into()).map_err(refused(&device))?;
             let mut whole =
-                MatrixMut::new(&mut self.scratch.whole, turns, both, both.into()).map_err(refused(&device))?;
-            let mut to = whole.part(0..turns, part * one..(part + 1) * one).map_err(refused(&device))?;
+                MatrixMut::new(&mut self.scratch.whole, groups, both, both.into()).map_err(refused(&device))?;
+            let mut to = whole.part(0..groups, part * one..(part + 1) * one).map_err(refused(&device))?;
             to.copy_from(&stream, from).map_err(&device)?;
         }
         Ok(())

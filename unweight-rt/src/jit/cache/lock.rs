@@ -2,7 +2,7 @@
 //!
 //! An advisory lock on a file per kernel (`flock` on Linux): the kernel of the operating system releases it when its
 //! holder dies, however it dies, so there is no stale lock to recognise. A lock is an economy, not a need: a process
-//! that cannot have it compiles without it, and the rename in the store sorts out who was first.
+//! that cannot have it compiles without it, and the rename in the store decides which one was first.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::os::unix::fs::OpenOptionsExt;

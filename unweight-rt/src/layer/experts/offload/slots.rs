@@ -195,7 +195,7 @@ mod tests {
                     let own: BTreeSet<u32> = wave.experts.iter().map(|(_, slot)| *slot).collect();
                     assert_eq!(own.len(), wave.experts.len(), "a slot for each");
                     let overwritten = wave.copies.iter().map(|(_, slot)| read_by[*slot as usize]).max().flatten();
-                    assert_eq!(wave.behind, overwritten, "who reads what is overwritten");
+                    assert_eq!(wave.behind, overwritten, "the wave that reads what is overwritten");
                     for &(expert, slot) in &wave.copies {
                         let out = device[slot as usize].replace(expert);
                         if let Some(out) = out {
