@@ -291,8 +291,8 @@ mod tests {
         assert_eq!(grid.teams(GemmShape { m: 0, n: 0, k: 0 }, 0), 0);
     }
 
-    /// The grids at which docs/adr/0004 measured each shape: (n, row blocks a group can take, cluster, blocks per SM)
-    /// -> blocks.
+    /// The grids at which docs/records/2026-11-21/matmul-register-sourced-log.md measured each shape: (n, row
+    /// blocks a group can take, cluster, blocks per SM) -> blocks.
     #[test]
     fn dealt_grids_are_those_that_were_measured() {
         let cases = [

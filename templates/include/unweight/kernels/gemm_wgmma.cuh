@@ -51,7 +51,7 @@
 //   named barriers 1..3, one a warpgroup, and 4, all that multiply (kCluster).
 //   A cluster meets twice: when the sums lie in shared memory, and when they have been read.
 // Bound: the tensor cores at kBatchTile = 256 with two warpgroups, decoding's latency and memory below. Figures:
-//   docs/records; what was tried: docs/adr/0004-register-sourced-kernels.md.
+//   docs/records; what was tried: docs/records/2026-11-21/matmul-register-sourced-log.md.
 #pragma once
 
 #include "unweight/epilogue/activation.cuh"
