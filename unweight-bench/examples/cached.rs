@@ -2,7 +2,7 @@
 //! when memory is no limit (docs/adr/0017-fp8-product.md). Needs a GPU.
 //!
 //! ```sh
-//! cargo run --release -p unweight-bench --example cached > cached.md
+//! cargo run --release -p unweight-bench --example cached > matmul-cached.md
 //! ```
 
 use std::error::Error;

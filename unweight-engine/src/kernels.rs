@@ -150,7 +150,7 @@ impl Shape {
 
     /// For so many pairs on a device, in sequences of up to so many tokens.
     ///
-    /// With clusters: what was fastest within a whole step on an H200 (docs/records/h200-2026-11-22), at as many pairs
+    /// With clusters: what was fastest within a whole step on an H200 (docs/records/2026-11-22), at as many pairs
     /// for each multiprocessor. Without: as many parts as give each multiprocessor a block, but none that could never
     /// have a token. A block has 64 KB in flight, so that is several times what the memory of any of them needs.
     ///

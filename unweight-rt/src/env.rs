@@ -61,12 +61,6 @@ pub const VARIABLES: &[Variable] = &[
         meaning: "how long to wait for another process that compiles the same kernel",
     },
     Variable {
-        name: "UNWEIGHT_NCCL",
-        values: "path of libnccl or of a folder that holds it",
-        default: "searched for",
-        meaning: "the NCCL for several GPUs; nothing else is tried when it is set",
-    },
-    Variable {
         name: "UNWEIGHT_NVRTC",
         values: "path of libnvrtc or of a folder that holds it",
         default: "searched for",
@@ -146,8 +140,6 @@ pub struct Env {
     pub nvrtc: Option<PathBuf>,
     /// `UNWEIGHT_CUBLAS`.
     pub cublas: Option<PathBuf>,
-    /// `UNWEIGHT_NCCL`.
-    pub nccl: Option<PathBuf>,
     /// Where to look for libraries.
     pub search: SearchPaths,
 }
@@ -193,7 +185,6 @@ impl Env {
             })?,
             nvrtc: path("UNWEIGHT_NVRTC"),
             cublas: path("UNWEIGHT_CUBLAS"),
-            nccl: path("UNWEIGHT_NCCL"),
             search: SearchPaths::parse(&get),
         })
     }

@@ -134,7 +134,8 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
     let parity = pack.join("parity");
     copy_all(&sources.join("tests/parity"), "py", &parity)?;
     copy_all(&sources.join("docs"), "md", &parity.join("texts"))?;
-    for (file, target) in [("README.md", parity.join("texts")), ("benches/torch_decode.py", pack.clone())] {
+    for (file, target) in [("README.md", parity.join("texts")), ("unweight-bench/peers/torch_decode.py", pack.clone())]
+    {
         let from = sources.join(file);
         let name = from.file_name().ok_or("a source has no name")?;
         fs::copy(&from, target.join(name)).map_err(io(&from))?;

@@ -1,4 +1,4 @@
-//! `cargo xtask bench-peers`: the codec beside its peers, in one run (benches/peers.py measures and prints).
+//! `cargo xtask bench-peers`: the codec and its peers in one run (unweight-bench/peers/peers.py measures and prints).
 
 use std::process::Command;
 
@@ -21,7 +21,7 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
     run::run(
         Command::new(python)
             .current_dir(root())
-            .arg("benches/peers.py")
+            .arg("unweight-bench/peers/peers.py")
             .arg("--codec-speed")
             .arg(target.join("release/examples/codec_speed"))
             .args(arguments),

@@ -350,7 +350,7 @@ impl Family for AttentionSpec {
                     .flat_map(move |cluster| [false, true].map(move |pdl| variant(AttentionStep::Decode, head_dim, 4, stages, cluster, pdl)))
             })
             // Where a batch has about as many rows and KV heads as a GPU has multiprocessors: eight warps a block,
-            // alone or in pairs (docs/records/h200-2026-11-22).
+            // alone or in pairs (docs/records/2026-11-22).
             .chain(HeadDim::ALL.into_iter().filter(move |head_dim| [64, 128].contains(&head_dim.get())).flat_map(move |head_dim| {
                 let stages = stages_of(head_dim);
                 [(stages, 0), (stages / 2, 1)].into_iter().flat_map(move |(stages, cluster)| {

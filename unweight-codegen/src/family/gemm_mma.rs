@@ -116,7 +116,7 @@ impl VariantSpec {
 }
 
 /// The shapes of the register-sourced family for small batches that measured best, by batch tile and within it by
-/// growing `n` (docs/adr/0004-register-sourced-kernels.md).
+/// growing `n` (docs/records/2026-11-21/matmul-register-sourced-log.md).
 pub const SHAPES: [GemmMmaSpec; 23] = [
     small(8, 1, 16, 2, 2),
     small(8, 2, 16, 2, 1),
@@ -400,7 +400,8 @@ impl Family for GemmMmaSpec {
 mod tests {
     use super::*;
 
-    /// As docs/adr/0004 recommends them: the blocks that one SM holds decide the grid.
+    /// As docs/records/2026-11-21/matmul-register-sourced-log.md recommends them: the blocks that one SM holds
+    /// decide the grid.
     #[test]
     fn small_shapes_have_the_blocks_per_sm_that_were_measured() {
         let blocks = SHAPES.map(|shape| {

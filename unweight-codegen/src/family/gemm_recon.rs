@@ -173,7 +173,7 @@ pub const TABLE_5: [(NTiles, Stages); 8] =
     [ring(1, 6), ring(1, 4), ring(1, 2), ring(2, 4), ring(2, 3), ring(2, 2), ring(3, 2), ring(4, 2)];
 
 /// The rings that ship with a split of k as well: where tasks are fewer than multiprocessors, the narrow and deep one
-/// was fastest (docs/adr/0003-matmul-log.md).
+/// was fastest (docs/records/2026-11-20/matmul-reconstructive-log.md).
 pub const SPLIT_RINGS: [(NTiles, Stages); 1] = [ring(1, 6)];
 
 const fn ring(n: u32, stages: u32) -> (NTiles, Stages) {

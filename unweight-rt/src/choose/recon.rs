@@ -1,7 +1,7 @@
 //! Which of the report's reconstructive matmuls computes a problem, best guess first.
 //!
 //! It is the report's heuristic (section 8.4) as far as measurements on an H200 bear it out
-//! (docs/adr/0003-matmul-log.md).
+//! (docs/records/2026-11-20/matmul-reconstructive-log.md).
 
 use unweight_codegen::{
     VariantSpec,

@@ -203,7 +203,7 @@ mod tests {
     /// The one that is chosen for where there is none: by the record of its driver.
     #[test]
     fn h200_model_matches_its_driver() {
-        let record = include_str!("../../../docs/records/h200-2026-11-22/decode-compact.json");
+        let record = include_str!("../../../docs/records/2026-11-22/decode-compact.json");
         let record: serde_json::Value = serde_json::from_str(record).unwrap();
         let said = |key: &str| record["device"][key].as_u64().unwrap();
         let info = DeviceInfo {

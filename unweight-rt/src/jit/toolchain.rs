@@ -29,13 +29,11 @@ pub enum Library {
     CublasLt,
     /// libcublas: BF16 products.
     Cublas,
-    /// libnccl: several GPUs.
-    Nccl,
 }
 
 impl Library {
     /// All of them, in the order of a report.
-    pub const ALL: [Library; 5] = [Library::Driver, Library::Nvrtc, Library::CublasLt, Library::Cublas, Library::Nccl];
+    pub const ALL: [Library; 4] = [Library::Driver, Library::Nvrtc, Library::CublasLt, Library::Cublas];
 
     /// File name before `.so`.
     pub const fn stem(self) -> &'static str {
@@ -44,7 +42,6 @@ impl Library {
             Library::Nvrtc => "libnvrtc",
             Library::CublasLt => "libcublasLt",
             Library::Cublas => "libcublas",
-            Library::Nccl => "libnccl",
         }
     }
 
@@ -57,7 +54,6 @@ impl Library {
                 "the matmul of raw tensors, the faster way above batch 64 on GPUs other than Hopper's, and the BF16 \
                  baseline of the benchmarks"
             }
-            Library::Nccl => "running on more than one GPU",
         }
     }
 
@@ -72,7 +68,6 @@ impl Library {
             Library::CublasLt | Library::Cublas => {
                 "`pip install nvidia-cublas`, or set UNWEIGHT_CUBLAS to a folder that holds it"
             }
-            Library::Nccl => "`pip install nvidia-nccl-cu13`, or set UNWEIGHT_NCCL to a libnccl.so.2",
         }
     }
 
@@ -83,7 +78,6 @@ impl Library {
             Library::Nvrtc => &["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"],
             Library::CublasLt => &["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"],
             Library::Cublas => &["libcublas.so.13", "libcublas.so.12", "libcublas.so"],
-            Library::Nccl => &["libnccl.so.2", "libnccl.so"],
         }
     }
 
@@ -93,7 +87,6 @@ impl Library {
             Library::Driver => &[],
             Library::Nvrtc => &["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"],
             Library::CublasLt | Library::Cublas => &["nvidia/cu13/lib", "nvidia/cublas/lib"],
-            Library::Nccl => &["nvidia/nccl/lib"],
         }
     }
 
@@ -106,15 +99,6 @@ impl Library {
             Library::Nvrtc => &["nvrtcVersion", "nvrtcGetCUBINSize", "nvrtcGetCUBIN"],
             Library::CublasLt => &["cublasLtMatmul"],
             Library::Cublas => &["cublasGemmEx"],
-            Library::Nccl => &["ncclGetVersion"],
-        }
-    }
-
-    /// The first version that knows Hopper's `sm_90a`. Some architectures ask for a later compiler: [`OldNvrtc`].
-    const fn oldest(self) -> Version {
-        match self {
-            Library::Driver | Library::Nvrtc | Library::CublasLt | Library::Cublas => Version { major: 12, minor: 0 },
-            Library::Nccl => Version { major: 2, minor: 18 },
         }
     }
 
@@ -129,10 +113,12 @@ impl Library {
                 .map(|path| if path.is_file() { path.parent().unwrap_or(path) } else { path })
                 .map(|path| ("UNWEIGHT_CUBLAS", path)),
             Library::Cublas => env.cublas.as_deref().map(|path| ("UNWEIGHT_CUBLAS", path)),
-            Library::Nccl => env.nccl.as_deref().map(|path| ("UNWEIGHT_NCCL", path)),
         }
     }
 }
+
+/// The first version that knows Hopper's `sm_90a`. Some architectures ask for a later compiler: [`OldNvrtc`].
+const OLDEST: Version = Version { major: 12, minor: 0 };
 
 /// A version as the library itself reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -466,8 +452,8 @@ fn load(library: Library, path: &Path, origin: Origin) -> Result<Found, String> 
         }
     }
     let version = version_of(library, &handle).ok_or("does not tell its version")?;
-    if version < library.oldest() {
-        return Err(format!("version {version} is older than {}", library.oldest()));
+    if version < OLDEST {
+        return Err(format!("version {version} is older than {OLDEST}"));
     }
     let path =
         if path.is_absolute() { path.to_owned() } else { mapped_file(library).unwrap_or_else(|| path.to_owned()) };
@@ -514,12 +500,6 @@ fn version_of(library: Library, handle: &Handle) -> Option<Version> {
     type IntOut = unsafe extern "C" fn(*mut i32) -> i32;
     type TwoOut = unsafe extern "C" fn(*mut i32, *mut i32) -> i32;
     type Property = unsafe extern "C" fn(i32, *mut i32) -> i32;
-    let one = |name: &str| -> Option<u32> {
-        let mut value = 0;
-        // SAFETY: `cuDriverGetVersion(int*)` and `ncclGetVersion(int*)` write one int and need no initialisation.
-        let status = unsafe { symbol::<IntOut>(handle, name)?(&mut value) };
-        (status == 0).then(|| u32::try_from(value).ok()).flatten()
-    };
     let property = |name: &str, which: i32| -> Option<u32> {
         let mut value = 0;
         // SAFETY: `cublas[Lt]GetProperty(libraryPropertyType, int*)` writes one int and needs no handle.
@@ -528,7 +508,10 @@ fn version_of(library: Library, handle: &Handle) -> Option<Version> {
     };
     let (major, minor) = match library {
         Library::Driver => {
-            let packed = one("cuDriverGetVersion")?;
+            let mut packed = 0;
+            // SAFETY: `cuDriverGetVersion(int*)` writes one int and needs no initialisation.
+            let status = unsafe { symbol::<IntOut>(handle, "cuDriverGetVersion")?(&mut packed) };
+            let packed = u32::try_from(packed).ok().filter(|_| status == 0)?;
             (packed / 1000, packed % 1000 / 10)
         }
         Library::Nvrtc => {
@@ -542,15 +525,6 @@ fn version_of(library: Library, handle: &Handle) -> Option<Version> {
         }
         Library::CublasLt => (property("cublasLtGetProperty", 0)?, property("cublasLtGetProperty", 1)?),
         Library::Cublas => (property("cublasGetProperty", 0)?, property("cublasGetProperty", 1)?),
-        Library::Nccl => {
-            // 2.8 and older packed as XYZZ, newer as XXYYZZ; the older ones are refused anyway.
-            let packed = one("ncclGetVersion")?;
-            if packed < 10_000 {
-                (packed / 1000, packed % 1000 / 100)
-            } else {
-                (packed / 10_000, packed % 10_000 / 100)
-            }
-        }
     };
     Some(Version { major, minor })
 }

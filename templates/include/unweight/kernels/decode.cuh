@@ -39,7 +39,7 @@
 //          109 MB, E5M2 102, F16 219, F32 432.
 // Bound    palette and exponent: shared memory (a pair lookup of 32 lanes meets in 3 to 4 wavefronts); full: device
 //          memory. Figures: docs/records; what else was
-//          tried: docs/adr/0005-preprocess-log.md.
+//          tried: docs/records/2026-11-20/kernels-preprocess-log.md.
 //
 // Safety   for any bytes: a tile whose metadata would leave encoded_exp or verbatim_exponents, or that marks a pad row,
 //          is skipped and

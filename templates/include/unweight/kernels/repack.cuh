@@ -13,7 +13,7 @@
 //                                                                       row block with a list
 // unpack   256      4          ceil(row blocks / 8)       0             1.5 + 2
 //
-// Bound    device memory. What else was tried: docs/adr/0005-preprocess-log.md.
+// Bound    device memory. What else was tried: docs/records/2026-11-20/kernels-preprocess-log.md.
 //
 // Zeroed before pack: inexact, group_words. Between pack and lists a head with a list holds 1 << 31 | number of
 // records; lists turns the number into the index, so it runs once. The sums of 64 row blocks are kept apart while

@@ -1,0 +1,105 @@
+//! Links between the documents: each leads to a file of the repository, and to a heading of it.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+};
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace")
+}
+
+/// Markdown files below a folder.
+fn documents(folder: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(folder).expect("a folder") {
+        let path = entry.expect("an entry").path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        if path.is_dir() {
+            if !name.starts_with('.') && name != "target" {
+                documents(&path, found);
+            }
+        } else if name.ends_with(".md") {
+            found.push(path);
+        }
+    }
+}
+
+/// The anchor that a heading gets: lower case, spaces as hyphens, no other punctuation.
+fn anchor(heading: &str) -> String {
+    let kept = heading.trim().to_lowercase();
+    let kept = kept.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
+    kept.map(|c| if c == ' ' { '-' } else { c }).collect()
+}
+
+fn anchors(text: &str) -> BTreeSet<String> {
+    let headings = text.lines().filter(|line| line.starts_with('#'));
+    headings.map(|line| anchor(line.trim_start_matches('#'))).collect()
+}
+
+/// Targets of `[text](target)` outside of code blocks.
+fn links(text: &str) -> Vec<String> {
+    let (mut outside, mut found) = (true, Vec::new());
+    for line in text.lines() {
+        if line.trim_start().starts_with("```") {
+            outside = !outside;
+        } else if outside {
+            let targets = line.split("](").skip(1).filter_map(|rest| rest.split_once(')'));
+            found.extend(targets.map(|(target, _)| target.to_owned()));
+        }
+    }
+    found
+}
+
+/// Paths such as `docs/records/2026-11-22/stress.csv` and `records/...` anywhere in a document.
+fn records(text: &str) -> Vec<String> {
+    let mut found = Vec::new();
+    for rest in text.split("records/").skip(1) {
+        let end = rest.find(|c: char| !(c.is_ascii_alphanumeric() || "-_./".contains(c))).unwrap_or(rest.len());
+        let path = rest[..end].trim_end_matches(['.', '/', '-']);
+        if path.starts_with("20") {
+            found.push(path.to_owned());
+        }
+    }
+    found
+}
+
+#[test]
+fn links_lead_to_files_and_headings() {
+    let mut files = Vec::new();
+    documents(root(), &mut files);
+    assert!(files.len() > 20, "{files:?}");
+    let mut broken = Vec::new();
+    for file in &files {
+        let text = fs::read_to_string(file).expect("a document");
+        let folder = file.parent().expect("a folder");
+        for link in links(&text).iter().filter(|link| !link.contains("://") && !link.starts_with("mailto:")) {
+            let (path, heading) = link.split_once('#').map_or((link.as_str(), None), |(path, of)| (path, Some(of)));
+            let target = if path.is_empty() { file.clone() } else { folder.join(path) };
+            let leads = target.exists()
+                && heading.is_none_or(|heading| {
+                    fs::read_to_string(&target).is_ok_and(|text| anchors(&text).contains(heading))
+                });
+            if !leads {
+                broken.push(format!("{}: ({link})", file.display()));
+            }
+        }
+        for record in records(&text) {
+            if !root().join("docs/records").join(&record).exists() {
+                broken.push(format!("{}: records/{record}", file.display()));
+            }
+        }
+    }
+    assert_eq!(broken, [""; 0]);
+}
+
+#[test]
+fn a_broken_link_would_be_seen() {
+    let text = "# A heading: of `two`\nsee [one](a.md#x) and [two](b.md)\n```\n[no](c.md)\n```\n";
+    assert_eq!(links(text), ["a.md#x", "b.md"]);
+    assert_eq!(anchors(text).into_iter().collect::<Vec<_>>(), ["a-heading-of-two"]);
+    assert_eq!(
+        records("docs/records/2026-11-22/stress.csv, records/2026-11-23."),
+        ["2026-11-22/stress.csv", "2026-11-23"]
+    );
+}
