@@ -21,7 +21,7 @@ use unweight_bench::{
 use unweight_codegen::VariantSpec;
 use unweight_format::bundle::{Bundle, Profile};
 use unweight_model::Geometry;
-use unweight_rt::{Device, DeviceInfo, KernelSet, Remedy, env::Env, raw::choose::table::MeasuredTable};
+use unweight_rt::{Device, KernelSet, Remedy, env::Env, raw::choose::table::MeasuredTable};
 
 /// Measures kernels and whole decode steps on this machine's GPU.
 #[derive(Parser)]

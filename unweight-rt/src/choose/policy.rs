@@ -241,7 +241,7 @@ mod tests {
         }
     }
 
-    /// The batch tile that the batch asks for, growing times, and the measured choices (docs/records/h200-2026-11-22).
+    /// The batch tile that the batch asks for, growing times, and the measured choices (docs/records/2026-11-22).
     #[test]
     fn products_from_compact_weights_are_chosen_as_measured() {
         let wanted = PackedUse { pdl: true, ..USE };
@@ -285,7 +285,7 @@ mod tests {
         assert!((52.0..55.0).contains(&us), "{us}");
     }
 
-    /// As docs/adr/0004 measured them: clusters where their tiles fill the machine once.
+    /// As docs/records/2026-11-21/matmul-register-sourced-log.md measured them: clusters where their tiles fill the machine once.
     #[test]
     fn the_model_takes_clusters_where_they_were_fastest() {
         for (n, k, m, shape) in [

@@ -34,7 +34,7 @@ const HALVED: [&str; 3] = ["NVIDIA A10G", "NVIDIA L20", "NVIDIA L40"];
 
 impl Machine {
     /// An H200 (SXM), which the model was fitted to, as its driver describes it: what is compiled for one where there
-    /// is none is what it will ask for (`device` in docs/records/h200-2026-11-22/decode-compact.json).
+    /// is none is what it will ask for (`device` in docs/records/2026-11-22/decode-compact.json).
     pub const H200: Self = Self { arch: Arch::Sm90a, sms: 132, memory: 4.814304e6, clock_mhz: 1980.0, tensor: 4096.0 };
 
     /// A device of an architecture, as its vendor describes it, for kernels that are compiled where there is none.
@@ -165,7 +165,7 @@ pub fn bf16_us(machine: &Machine, n: u32, k: u32, compact: bool) -> f64 {
 }
 
 /// What the model says a launch takes, us; `None` for a variant that cannot exist, is of another family or is out of
-/// the question at this batch. The constants were fitted to an H200 (docs/adr/0004-register-sourced-kernels.md): over
+/// the question at this batch. The constants were fitted to an H200 (docs/records/2026-11-21/matmul-register-sourced-log.md): over
 /// the 334 problems measured there, the variant that it finds fastest took 1.1 % longer than the best on average, 25 %
 /// at most; clusters of `gemm_wgmma` joined later, and were fitted again with stream-K (item 12 of `fused_wide` there).
 pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, machine: &Machine) -> Option<f64> {
@@ -199,7 +199,7 @@ pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, machine: &Machine) -
             Some(launch + (weight_bytes * batch_tiles / rate + x).max(computed) + waiting + meeting + tail)
         }
         // Decoding is the limit, not the memory: a warp's chains of codes by themselves, or all of a multiprocessor's
-        // instructions. Fitted to 32 problems (docs/records/h200-2026-11-22/matmul-compact-nine.csv): what it finds
+        // instructions. Fitted to 32 problems (docs/records/2026-11-22/matmul-compact-nine.csv): what it finds
         // fastest was the fastest of each.
         Op::GemmCompact(op) => {
             let blocks = f64::from(plan.launch.grid.blocks(problem, sms)?);
