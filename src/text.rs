@@ -66,6 +66,19 @@ pub enum TextError {
     Ids(String),
 }
 
+impl TextError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::File { .. } => "tokenizer-file-invalid",
+            Self::NoTemplate => "no-chat-template",
+            Self::Template(_) => "chat-template-failed",
+            Self::Tokenizer(_) => "tokenizer-failed",
+            Self::Ids(_) => "token-ids-invalid",
+        }
+    }
+}
+
 /// A model's tokenizer and chat template. Cheap to clone.
 #[derive(Clone)]
 pub struct Text {

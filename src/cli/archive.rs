@@ -28,7 +28,11 @@ pub fn is_stream(path: &Path) -> bool {
 pub fn stdout() -> Result<File> {
     let stdout = io::stdout();
     if stdout.is_terminal() {
-        return Err(Failure::new("stdout is a terminal", "redirect it, or give -o the name of a file or directory"));
+        return Err(Failure::new(
+            "usage",
+            "stdout is a terminal",
+            "redirect it, or give -o the name of a file or directory",
+        ));
     }
     Ok(File::from(stdout.as_fd().try_clone_to_owned()?))
 }
@@ -81,6 +85,7 @@ pub fn unpack_stdin(into: &Path, progress: &dyn Progress) -> Result<PathBuf> {
     let stdin = io::stdin();
     if stdin.is_terminal() {
         return Err(Failure::new(
+            "usage",
             "stdin is a terminal",
             "pipe a tar archive into it: tar -c -C MODEL . | unweight ...",
         ));
@@ -92,7 +97,7 @@ fn unpack(input: impl Read, into: &Path, progress: &dyn Progress) -> Result<Path
     fs::create_dir(into).map_err(Failure::io(into.display()))?;
     let broken = || "fetch or make the archive again; it must be an uncompressed tar archive";
     let mut archive = Archive::new(Source { inner: input, ended: false });
-    let not_read = |error: io::Error| Failure::new(format!("archive on stdin: {error}"), broken());
+    let not_read = |error: io::Error| Failure::new("archive-invalid", format!("archive on stdin: {error}"), broken());
     let mut files = 0u64;
     for entry in archive.entries().map_err(not_read)? {
         files += unpack_entry(&mut entry.map_err(not_read)?, into, progress)?;
@@ -101,7 +106,7 @@ fn unpack(input: impl Read, into: &Path, progress: &dyn Progress) -> Result<Path
     // An archive ends with a mark of its own: without it, whoever wrote it did not come to the end.
     if source.ended || files == 0 {
         let message = if files == 0 { "no files in it, or no tar archive" } else { "it is cut off" };
-        return Err(Failure::new(format!("archive on stdin: {message}"), broken()));
+        return Err(Failure::new("archive-invalid", format!("archive on stdin: {message}"), broken()));
     }
     // What fills its last record, so that the writer can finish.
     io::copy(&mut source, &mut io::sink()).map_err(not_read)?;
@@ -117,7 +122,11 @@ fn unpack_entry(entry: &mut Entry<'_, impl Read>, into: &Path, progress: &dyn Pr
     let bytes = entry.path_bytes().into_owned();
     let name = String::from_utf8_lossy(&bytes).into_owned();
     let refused = |why: &str| {
-        Err(Failure::new(format!("archive on stdin: '{name}': {why}"), "archive plain files, with relative names"))
+        Err(Failure::new(
+            "archive-invalid",
+            format!("archive on stdin: '{name}': {why}"),
+            "archive plain files, with relative names",
+        ))
     };
     let kind = entry.header().entry_type();
     if kind == EntryType::XGlobalHeader {
@@ -156,7 +165,11 @@ fn unpack_entry(entry: &mut Entry<'_, impl Read>, into: &Path, progress: &dyn Pr
             return Err(BundleError::Cancelled.into());
         }
         let read = entry.read(&mut piece).map_err(|error| {
-            Failure::new(format!("archive on stdin: '{name}': {error}"), "fetch or make the archive again")
+            Failure::new(
+                "archive-invalid",
+                format!("archive on stdin: '{name}': {error}"),
+                "fetch or make the archive again",
+            )
         })?;
         if read == 0 {
             break;

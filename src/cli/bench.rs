@@ -334,7 +334,7 @@ impl Bench {
                 // Known before minutes of measuring.
                 let store = match (&arguments.save_table, kernels.cache().store()) {
                     (Some(None), Err(why)) => {
-                        return Err(Failure::new(why.to_string(), "name a FILE for --save-table"));
+                        return Err(Failure::new(why.code(), why.to_string(), "name a FILE for --save-table"));
                     }
                     (Some(None), Ok(store)) => Some(store),
                     _ => None,
@@ -362,7 +362,7 @@ impl Bench {
             Self::Decode(arguments) => {
                 if arguments.tune && arguments.mlp == Lie::Linears {
                     let message = "--tune searches for settings of MLPs as they are stored, and --mlp is linears";
-                    return Err(Failure::new(message, "give --mlp stored, or leave --tune out"));
+                    return Err(Failure::new("usage", message, "give --mlp stored, or leave --tune out"));
                 }
                 plot::may_save(arguments.svg.as_deref())?;
                 let bundle = arguments.bundle.as_deref().map(Bundle::open).transpose()?;
@@ -370,7 +370,9 @@ impl Bench {
                 let model = match (&bundle, &config) {
                     (Some(bundle), _) => DecodeModel::Bundle(bundle),
                     (None, Some(config)) => DecodeModel::Geometry(config),
-                    (None, None) => return Err(Failure::new("no model was given", "name a bundle, or a --geometry")),
+                    (None, None) => {
+                        return Err(Failure::new("usage", "no model was given", "name a bundle, or a --geometry"));
+                    }
                 };
                 let kernels = arguments.trust.kernels(arguments.device, bundle.as_ref(), output)?;
                 let mut options = DecodeOptions::default()
@@ -424,6 +426,7 @@ impl Bench {
                 }
                 let (differing, wrong) = (report.differing, report.wrong);
                 Err(Failure::mismatch(
+                    "kernel-results-differ",
                     format!("{differing} launches differ from the first, {wrong} first outputs are wrong"),
                     "do not use these kernels on this card; report this with the output of `unweight doctor --json`",
                 )

@@ -105,7 +105,11 @@ impl Cache {
     pub fn run(&self, output: Output) -> Result<()> {
         let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
         let dir = env.cache_dir.as_ref().ok_or_else(|| {
-            Failure::new("nothing says where the cache is", "set UNWEIGHT_CACHE_DIR, XDG_CACHE_HOME or HOME")
+            Failure::new(
+                "kernel-cache-unlocated",
+                "nothing says where the cache is",
+                "set UNWEIGHT_CACHE_DIR, XDG_CACHE_HOME or HOME",
+            )
         })?;
         if matches!(self, Self::Dir) {
             let report = Dir { dir, exists: dir.is_dir() };
@@ -138,6 +142,7 @@ impl Cache {
                 match report.damaged.len() - report.evicted {
                     0 => Ok(()),
                     left => Err(Failure::mismatch(
+                        "kernels-damaged",
                         format!("{}: {left} damaged kernels", dir.display()),
                         "`unweight cache verify --evict` removes them; they are compiled again when they are needed",
                     )
@@ -215,6 +220,7 @@ fn report_removed(command: &str, removed: Removed, dir: &std::path::Path, output
     match failed {
         0 => Ok(()),
         _ => Err(Failure::new(
+            "kernels-not-removed",
             format!("{}: {failed} kernels could not be removed", dir.display()),
             "check who owns the folder; `unweight cache ls` shows what is left",
         )),

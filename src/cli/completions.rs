@@ -41,7 +41,9 @@ impl Completions {
         let shells = Shells::builtins();
         let name = self.shell.to_string();
         let shell = shells.completer(&name);
-        let shell = shell.ok_or_else(|| Failure::new(format!("no completions for {name}"), "use another shell"))?;
+        let shell = shell.ok_or_else(|| {
+            Failure::new("shell-unsupported", format!("no completions for {name}"), "use another shell")
+        })?;
         let mut script = Vec::new();
         shell.write_registration(VARIABLE, "unweight", "unweight", "unweight", &mut script)?;
         std::io::stdout().lock().write_all(&script)?;

@@ -85,6 +85,7 @@ impl Compress {
         let to_stdout = archive::is_stream(&self.output);
         if to_stdout && (output.json || self.resume || self.force || self.shard.is_some()) {
             return Err(Failure::new(
+                "usage",
                 "-o - with --json, --resume, --force or --shard",
                 "stdout takes the bundle; give -o a directory for these",
             ));

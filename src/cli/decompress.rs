@@ -41,6 +41,7 @@ impl Decompress {
         let to_stdout = archive::is_stream(&self.output);
         if to_stdout && (output.json || self.resume || self.force) {
             return Err(Failure::new(
+                "usage",
                 "-o - with --json, --resume or --force",
                 "stdout takes the files; give -o a directory for these",
             ));

@@ -64,7 +64,11 @@ impl Demo {
             Some(dir) => {
                 fs::create_dir_all(dir).map_err(Failure::io(dir.display()))?;
                 if fs::read_dir(dir).map_err(Failure::io(dir.display()))?.next().is_some() {
-                    return Err(Failure::new(format!("{}: not empty", dir.display()), "choose a new directory"));
+                    return Err(Failure::new(
+                        "directory-not-empty",
+                        format!("{}: not empty", dir.display()),
+                        "choose a new directory",
+                    ));
                 }
                 dir.as_path()
             }
@@ -127,7 +131,11 @@ impl Demo {
         let verify = bundle::verify(&bundle_dir, None, &bar)?;
         bar.finish();
         if let Some(problem) = verify.problems.first() {
-            return Err(Failure::mismatch(problem.message.clone(), "this is a defect of Unweight: please report it"));
+            return Err(Failure::mismatch(
+                "self-check-failed",
+                problem.message.clone(),
+                "this is a defect of Unweight: please report it",
+            ));
         }
 
         let bar = Bar::new(output, "decompressing")?;
@@ -163,6 +171,7 @@ fn check_room(dir: Option<&Path>, size: u64) -> Result<()> {
         return Ok(());
     }
     Err(Failure::new(
+        "disk-full",
         format!(
             "{}: a demo of {} needs about {}, and {} are free",
             existing.display(),
@@ -202,6 +211,7 @@ fn compare(expected: &Path, got: &Path) -> Result<(u64, u64)> {
     let (names, rebuilt) = (files(expected)?, files(got)?);
     if names != rebuilt {
         return Err(Failure::mismatch(
+            "self-check-failed",
             format!("{}: holds {rebuilt:?}, expected {names:?}", got.display()),
             "this is a defect of Unweight: please report it",
         ));
@@ -223,6 +233,7 @@ fn compare_file(expected: &Path, got: &Path) -> Result<u64> {
         let again = fill(&mut got_file, &mut b).map_err(Failure::io(got.display()))?;
         if let Some(at) = (0..read.max(again)).find(|&at| at >= read || at >= again || a[at] != b[at]) {
             return Err(Failure::mismatch(
+                "self-check-failed",
                 format!("{}: differs from {} at byte {}", got.display(), expected.display(), offset + at as u64),
                 "this is a defect of Unweight: please report it",
             ));

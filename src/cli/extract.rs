@@ -68,7 +68,11 @@ impl Extract {
     pub fn run(&self, output: Output) -> Result<()> {
         let to_stdout = archive::is_stream(&self.output);
         if to_stdout && output.json {
-            return Err(Failure::new("stdout takes the bytes or JSON", "write the bytes to a file with -o FILE"));
+            return Err(Failure::new(
+                "usage",
+                "stdout takes the bytes or JSON",
+                "write the bytes to a file with -o FILE",
+            ));
         }
         let bundle = Bundle::open(&self.bundle)?;
         match (&self.tensor, &self.file) {
@@ -132,7 +136,7 @@ impl Extract {
         let failed = || Failure::io(self.output.display());
         if self.output.symlink_metadata().is_ok() {
             let message = format!("{}: exists", self.output.display());
-            return Err(Failure::new(message, "choose another name"));
+            return Err(Failure::new("output-exists", message, "choose another name"));
         }
         let folder = self.output.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let mut builder = tempfile::Builder::new();

@@ -13,14 +13,37 @@ use super::{
 use miette::{Diagnostic, ReportHandler};
 use serde::Serialize;
 use unweight::{
-    format::bundle::{BundleError, ErrorClass, Remedy},
+    codegen::{CodegenError, plan::Infeasible, spec::ParseNameError},
+    engine::{
+        EngineError,
+        fit::FitError,
+        options::BadOption,
+        schedule::Rejected,
+        tune::{JournalError, TuneError},
+    },
+    format::{
+        bundle::{BundleError, ErrorClass, Remedy, io_code},
+        named::UnknownName,
+    },
+    model::{BindError, ConfigError, sampling::OutOfRange},
     rivals::dfloat11::ConvertError,
-    rt,
+    rt::{
+        self,
+        choose::table::TableError,
+        device::DeviceError,
+        env::EnvError,
+        jit::{cache::Unusable, cubin::CubinError},
+    },
+    serve::{CpuError, ServeError},
+    text::TextError,
 };
+use unweight_bench::BenchError;
 
 /// Whatever ends a command.
 #[derive(Debug)]
 pub struct Failure {
+    /// Stable; docs/cli.md lists all.
+    code: &'static str,
     message: String,
     help: Option<String>,
     cause: Option<Box<dyn Error + Send + Sync>>,
@@ -58,14 +81,16 @@ impl Class {
 pub type Result<T> = std::result::Result<T, Failure>;
 
 impl Failure {
-    /// A failure with what to do next.
-    pub fn new(message: impl Into<String>, help: impl Into<String>) -> Self {
-        Self { message: message.into(), help: Some(help.into()), cause: None, class: Class::Failed, reported: false }
+    /// A failure with its stable code and what to do next.
+    pub fn new(code: &'static str, message: impl Into<String>, help: impl Into<String>) -> Self {
+        let (message, help) = (message.into(), Some(help.into()));
+        Self { code, message, help, cause: None, class: Class::Failed, reported: false }
     }
 
     /// A failure of the system on `what`.
     pub fn io(what: impl fmt::Display) -> impl FnOnce(io::Error) -> Self {
         move |error| Self {
+            code: io_code(&error),
             message: what.to_string(),
             help: advice(&error).map(str::to_owned),
             cause: Some(error.into()),
@@ -75,25 +100,25 @@ impl Failure {
     }
 
     /// Any error, whose own message says what to do.
-    pub fn other(error: impl Error + Send + Sync + 'static) -> Self {
+    pub fn other(error: impl Coded) -> Self {
         Self::from_error(error, Class::Failed)
     }
 
     /// An error with what to do about it.
-    pub fn remedied(error: impl Error + Send + Sync + 'static, remedy: rt::Remedy) -> Self {
+    pub fn remedied(error: impl Coded, remedy: rt::Remedy) -> Self {
         let Some(help) = words(remedy) else { return Self::other(error) };
         // The whole of its message: what to do is said here.
         Self { message: error.to_string(), help: Some(help.to_owned()), ..Self::other(error) }
     }
 
     /// Data that is not what it should be.
-    pub fn mismatch(message: impl Into<String>, help: impl Into<String>) -> Self {
-        Self { class: Class::Mismatch, ..Self::new(message, help) }
+    pub fn mismatch(code: &'static str, message: impl Into<String>, help: impl Into<String>) -> Self {
+        Self { class: Class::Mismatch, ..Self::new(code, message, help) }
     }
 
     /// A signal ended the work.
     pub fn interrupted(message: impl Into<String>) -> Self {
-        Self { class: Class::Interrupted, help: None, ..Self::new(message, "") }
+        Self { class: Class::Interrupted, help: None, ..Self::new("interrupted", message, "") }
     }
 
     /// For a command whose own report, already on stdout, says what is wrong: `--json` adds nothing to it.
@@ -111,7 +136,7 @@ impl Failure {
         self.class
     }
 
-    fn from_error(error: impl Error + Send + Sync + 'static, class: Class) -> Self {
+    fn from_error(error: impl Coded, class: Class) -> Self {
         // The library's messages read "what; what to do next"; the last part is the help.
         let text = error.to_string();
         let (message, help) = match text.rsplit_once("; ") {
@@ -120,6 +145,7 @@ impl Failure {
         };
         let system = || error.source()?.downcast_ref::<io::Error>().and_then(advice).map(str::to_owned);
         Self {
+            code: error.code(),
             message,
             help: help.or_else(system),
             cause: error.source().map(|cause| Box::new(Texts::of(cause)) as _),
@@ -128,10 +154,11 @@ impl Failure {
         }
     }
 
-    /// Message, causes and help for `--json`.
+    /// Code, message, causes and help for `--json`.
     pub fn to_json(&self) -> serde_json::Value {
         serde_json::json!({
             "class": self.class,
+            "code": self.code,
             "message": self.message,
             "causes": causes(self),
             "help": self.help,
@@ -150,6 +177,62 @@ fn advice(error: &io::Error) -> Option<&'static str> {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "free some space, then run it again",
         _ => return None,
     })
+}
+
+/// An error with a stable code, which docs/cli.md lists.
+pub trait Coded: Error + Send + Sync + 'static {
+    /// The code.
+    fn code(&self) -> &'static str;
+}
+
+macro_rules! coded {
+    ($($error:ty),+ $(,)?) => {$(
+        impl Coded for $error {
+            fn code(&self) -> &'static str {
+                // The inherent method.
+                <$error>::code(self)
+            }
+        }
+    )+};
+}
+
+coded!(
+    BadOption,
+    BenchError,
+    BindError,
+    BundleError,
+    CodegenError,
+    ConfigError,
+    ConvertError,
+    CpuError,
+    CubinError,
+    DeviceError,
+    EngineError,
+    EnvError,
+    FitError,
+    Infeasible,
+    JournalError,
+    OutOfRange,
+    ParseNameError,
+    Rejected,
+    TableError,
+    TextError,
+    TuneError,
+    UnknownName,
+    Unusable,
+    rt::Error,
+);
+
+impl<E: Error + Send + Sync + 'static> Coded for ServeError<E> {
+    fn code(&self) -> &'static str {
+        Self::code(self)
+    }
+}
+
+impl Coded for glob::GlobError {
+    fn code(&self) -> &'static str {
+        io_code(self.error())
+    }
 }
 
 /// A chain of causes as text: the library's errors own no `'static` sources to keep.
@@ -243,6 +326,7 @@ impl From<io::Error> for Failure {
     fn from(error: io::Error) -> Self {
         let class = if error.kind() == io::ErrorKind::BrokenPipe { Class::Gone } else { Class::Failed };
         Self {
+            code: io_code(&error),
             message: "cannot write to stdout".to_owned(),
             help: None,
             cause: Some(error.into()),
@@ -266,7 +350,7 @@ macro_rules! from_runtime {
     )+};
 }
 
-from_runtime!(unweight::engine::EngineError, rt::Error, rt::device::DeviceError, unweight_bench::BenchError);
+from_runtime!(EngineError, rt::Error, DeviceError, BenchError);
 
 /// A remedy in words of the command line; `None` where the error's own message says it.
 fn words(remedy: rt::Remedy) -> Option<&'static str> {
@@ -294,12 +378,16 @@ impl Error for Failure {
 }
 
 impl Diagnostic for Failure {
+    fn code<'a>(&'a self) -> Option<Box<dyn fmt::Display + 'a>> {
+        Some(Box::new(self.code))
+    }
+
     fn help<'a>(&'a self) -> Option<Box<dyn fmt::Display + 'a>> {
         self.help.as_ref().map(|help| Box::new(help) as _)
     }
 }
 
-/// Prints a diagnostic as `error:`, `cause:` and `help:` lines.
+/// Prints a diagnostic as `error[code]:`, `cause:` and `help:` lines.
 struct Plain {
     colour: bool,
 }
@@ -307,7 +395,8 @@ struct Plain {
 impl ReportHandler for Plain {
     fn debug(&self, error: &dyn Diagnostic, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (on, off) = if self.colour { ("\x1b[1;31m", "\x1b[0m") } else { ("", "") };
-        write!(f, "{on}error:{off} {}", printable(&error.to_string()))?;
+        let code = error.code().map(|code| format!("[{code}]")).unwrap_or_default();
+        write!(f, "{on}error{code}:{off} {}", printable(&error.to_string()))?;
         let mut cause = error.source();
         while let Some(error) = cause {
             write!(f, "\n  cause: {}", printable(&error.to_string()))?;

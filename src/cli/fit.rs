@@ -16,7 +16,7 @@ use unweight::{
     },
     format::{
         FormId,
-        bundle::{self, CompressOptions, Profile, Scope, Selection, TensorReport},
+        bundle::{self, CompressOptions, Profile, Scope, Selection, TensorReport, io_code},
         glob::matches,
         plan::PlanFile,
     },
@@ -198,11 +198,11 @@ fn config(root: &Path) -> Result<ModelConfig> {
     let path = root.join("config.json");
     let size = fs::metadata(&path).map_err(|error| {
         let help = "fit needs the directory of a model, with its config.json";
-        Failure::new(format!("{}: {error}", path.display()), help)
+        Failure::new(io_code(&error), format!("{}: {error}", path.display()), help)
     })?;
     if size.len() > CONFIG_BYTES_MAX {
         let message = format!("{}: {} bytes; a config.json has at most {CONFIG_BYTES_MAX}", path.display(), size.len());
-        return Err(Failure::new(message, "give the directory of a model"));
+        return Err(Failure::new("file-too-large", message, "give the directory of a model"));
     }
     let text = fs::read_to_string(&path).map_err(Failure::io(path.display()))?;
     ModelConfig::parse(&text, None).map_err(Failure::other)
@@ -212,7 +212,11 @@ fn config(root: &Path) -> Result<ModelConfig> {
 /// no plan file.
 fn may_write(path: &Path) -> Result<()> {
     if path.symlink_metadata().is_ok() && PlanFile::read(path).is_err() {
-        return Err(Failure::new(format!("{}: exists and is no plan file", path.display()), "choose another name"));
+        return Err(Failure::new(
+            "output-not-replaceable",
+            format!("{}: exists and is no plan file", path.display()),
+            "choose another name",
+        ));
     }
     plot::beside(path).map(drop)
 }

@@ -244,16 +244,16 @@ impl Generate {
         };
         let prompts = self.prompts(&texts, text.as_ref())?;
         let params = self.params(&config, output);
-        params
-            .check()
-            .map_err(|error| Failure::new(error.to_string(), "`unweight generate --help` lists the ranges"))?;
+        params.check().map_err(|error| {
+            Failure::new(error.code(), error.to_string(), "`unweight generate --help` lists the ranges")
+        })?;
         let mut options = self.options(prompts.len()).mlp(self.mlp.into());
         if self.mlp != Lie::Linears {
             options = options.plan(saved_plan(&bundle, output));
         }
-        options
-            .check()
-            .map_err(|error| Failure::new(error.to_string(), "`unweight generate --help` lists the ranges"))?;
+        options.check().map_err(|error| {
+            Failure::new(error.code(), error.to_string(), "`unweight generate --help` lists the ranges")
+        })?;
         self.check(&config, &prompts)?;
         if let Some(file) = &self.dump_logits {
             check_replaceable(file)?;
@@ -304,6 +304,7 @@ impl Generate {
         }
         if texts.is_empty() && self.tokens.is_empty() {
             return Err(Failure::new(
+                "no-prompt",
                 "no prompt was given",
                 "say what to continue with --prompt, --prompt-file or --tokens",
             ));
@@ -409,7 +410,7 @@ impl Generate {
             header.insert(format!("logits.{index}"), entry);
             offset = end;
         }
-        let header = serde_json::to_vec(&header).map_err(Failure::other)?;
+        let header = serde_json::to_vec(&header).map_err(io::Error::from).map_err(Failure::io(file.display()))?;
         let write = || -> io::Result<()> {
             let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
             let mut builder = tempfile::Builder::new();
@@ -567,7 +568,7 @@ fn check_replaceable(file: &Path) -> Result<()> {
         return Ok(());
     }
     let message = format!("{}: exists, and is no file of logits", file.display());
-    Err(Failure::new(message, "choose another name for --dump-logits, or remove the file"))
+    Err(Failure::new("output-not-replaceable", message, "choose another name for --dump-logits, or remove the file"))
 }
 
 /// Says what loading does, where that takes long or was asked for.
@@ -588,6 +589,7 @@ pub fn text_of(bundle: &Bundle, dir: &Path) -> Result<Text> {
     const LIMIT: u64 = 256 << 20;
     let tokenizer = bundle.copied(text::TOKENIZER, LIMIT)?.ok_or_else(|| {
         Failure::new(
+            "tokenizer-missing",
             format!("{}: the bundle has no {}", dir.display(), text::TOKENIZER),
             "compress a model directory that has its tokenizer; `unweight generate --tokens` takes ids without one",
         )

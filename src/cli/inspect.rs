@@ -76,6 +76,7 @@ impl Inspect {
             bundle.tensors().filter(|tensor| chosen(&tensor.entry.name)).map(row).collect();
         if tensors.is_empty() && !self.tensor.is_empty() {
             return Err(Failure::new(
+                "tensor-not-found",
                 format!("{}: no tensor matches {}", self.bundle.display(), self.tensor.join(", ")),
                 "`unweight inspect BUNDLE` lists the names",
             ));

@@ -279,7 +279,7 @@ impl Names {
                     Some(other) => format!("these are kernels for {own}: add `--arch {}`", other.compiler_name()),
                     None => format!("`unweight kernels list --arch {own}` shows the names"),
                 };
-                return Err(Failure::new(format!("no kernel matches '{name}'"), help));
+                return Err(Failure::new("kernel-not-found", format!("no kernel matches '{name}'"), help));
             }
         }
         Ok(specs)
@@ -321,6 +321,7 @@ fn emit(arguments: &Emit, output: Output) -> Result<()> {
     let specs = arguments.names.specs(output)?;
     if arguments.output.is_none() && specs.len() != 1 && !output.json {
         return Err(Failure::new(
+            "usage",
             format!("{} kernels, and stdout takes one", specs.len()),
             "name one (`unweight kernels list`), or write all of them with -o DIR",
         ));
@@ -525,7 +526,11 @@ fn detach(arguments: &Detach, output: Output) -> Result<()> {
 fn compile(arguments: &Compile, output: Output) -> Result<()> {
     let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
     if env.jit == JitMode::Off {
-        return Err(Failure::new("UNWEIGHT_JIT=off keeps no kernels", "unset it, or use `unweight kernels check`"));
+        return Err(Failure::new(
+            "jit-off",
+            "UNWEIGHT_JIT=off keeps no kernels",
+            "unset it, or use `unweight kernels check`",
+        ));
     }
     let specs = match &arguments.bundle {
         None => arguments.names.specs(output)?,
@@ -567,6 +572,7 @@ fn compile(arguments: &Compile, output: Output) -> Result<()> {
     match lost.first() {
         None => Ok(()),
         Some(why) => Err(Failure::new(
+            "kernels-not-kept",
             format!("{} of {} kernels were compiled and not kept: {why}", lost.len(), report.kernels.len()),
             "free some space, or set UNWEIGHT_CACHE_DIR to a folder that this user may write to",
         )
@@ -623,6 +629,7 @@ fn check(names: &Names, output: Output) -> Result<()> {
     match report.kernels.iter().filter(|kernel| !kernel.problems.is_empty()).count() {
         0 => Ok(()),
         bad => Err(Failure::mismatch(
+            "kernels-defective",
             format!("{bad} of {} kernels are not as they should be", report.kernels.len()),
             "`unweight kernels emit NAME` prints the source",
         )

@@ -168,6 +168,7 @@ fn usage(error: &clap::Error) -> ExitCode {
             "unweight_version": env!("CARGO_PKG_VERSION"),
             "error": {
                 "class": Class::Failed,
+                "code": "usage",
                 "message": message.trim_start_matches("error: ").trim_end(),
                 "causes": [],
                 "help": Some(help.trim_end()).filter(|help| !help.is_empty()),

@@ -84,7 +84,11 @@ fn partial(path: &Path) -> Result<tempfile::NamedTempFile> {
         // From its first byte: elsewhere, a name in somebody's header would do.
         if !start.starts_with(b"<svg") && !start.starts_with(b"<?xml") {
             let message = format!("{}: exists, and is no drawing", path.display());
-            return Err(Failure::new(message, "choose another name for --svg, or remove the file"));
+            return Err(Failure::new(
+                "output-not-replaceable",
+                message,
+                "choose another name for --svg, or remove the file",
+            ));
         }
     }
     beside(path)
@@ -116,7 +120,11 @@ impl Exponents {
             |&exponent: &u8| histogram.count(exponent) > 0 && histogram.count(exponent) as f64 >= COMMON * total as f64;
         let common: Vec<u8> = (0..=255).filter(common).collect();
         let (Some(&first), Some(&last)) = (common.first(), common.last()) else {
-            return Err(Failure::new("no BF16 elements to draw", "choose other tensors with --tensor"));
+            return Err(Failure::new(
+                "nothing-to-draw",
+                "no BF16 elements to draw",
+                "choose other tensors with --tensor",
+            ));
         };
         let share = |count: u64| count as f64 * 100.0 / total as f64;
         let outside = |range: Range<u16>| range.map(|exponent| histogram.count(exponent as u8)).sum::<u64>();
@@ -232,7 +240,7 @@ fn ratio_caption(tensors: &[TensorReport]) -> Result<(u64, String)> {
     let original: u64 = tensors.iter().map(|tensor| tensor.original_bytes).sum();
     let stored: u64 = tensors.iter().map(|tensor| tensor.stored_bytes).sum();
     if original == 0 {
-        return Err(Failure::new("no tensors to draw", "choose other tensors with --tensor"));
+        return Err(Failure::new("nothing-to-draw", "no tensors to draw", "choose other tensors with --tensor"));
     }
     let percent = stored as f64 * 100.0 / original as f64;
     Ok((original, format!("{} tensors: {percent:.1} % of {original} bytes", tensors.len())))
@@ -382,7 +390,7 @@ fn ratios(caption: &str, (x_name, ratio_name): (&str, &str), lines: &[(String, B
     ];
     let points = || lines.iter().flat_map(|(_, line)| line.iter());
     let (Some(first), Some(last)) = (points().map(|(m, _)| *m).min(), points().map(|(m, _)| *m).max()) else {
-        return Err(Failure::new("nothing to draw", "measure at least one batch beside cuBLAS"));
+        return Err(Failure::new("nothing-to-draw", "nothing to draw", "measure at least one batch beside cuBLAS"));
     };
     let highest = points().map(|(_, speedup)| *speedup).fold(1.0, f64::max);
     let at = |m: u32| f64::from(m).log2();
@@ -468,7 +476,11 @@ fn draw(on: impl FnOnce(&Area<'_>) -> std::result::Result<(), String>) -> Result
     };
     match drawn {
         Ok(()) => Ok(svg),
-        Err(why) => Err(Failure::new(format!("cannot draw: {why}"), "use --json or --csv and draw it elsewhere")),
+        Err(why) => Err(Failure::new(
+            "drawing-failed",
+            format!("cannot draw: {why}"),
+            "use --json or --csv and draw it elsewhere",
+        )),
     }
 }
 

@@ -36,7 +36,8 @@ impl Bar {
             // A bar that cannot be written is not drawn.
             let _ = if known { write!(text, "{:#}", HumanDuration(state.eta())) } else { text.write_str("-") };
         };
-        let style = ProgressStyle::with_template(template).map_err(Failure::other)?.with_key("left", left);
+        let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+        let style = style.with_key("left", left);
         bar.set_style(style.progress_chars("=> "));
         Ok(Self { bar, cancelled: cancel_flag()?, output })
     }

@@ -110,7 +110,7 @@ impl Serve {
         // A port that somebody has is known before the model is loaded.
         let listener = TcpListener::bind((self.host, self.port)).map_err(|error| {
             let message = format!("{}:{} cannot be listened on: {error}", self.host, self.port);
-            Failure::new(message, "choose another --port, or 0 for a free one")
+            Failure::new("address-unavailable", message, "choose another --port, or 0 for a free one")
         })?;
         let start = Instant::now();
         if self.cpu_reference {
@@ -149,13 +149,15 @@ impl Serve {
             None => std::env::var_os(API_KEY)
                 .filter(|key| !key.is_empty())
                 .map(|key| {
-                    key.into_string()
-                        .map_err(|_| Failure::new(format!("{API_KEY} is no text"), "choose a key of letters"))
+                    key.into_string().map_err(|_| {
+                        Failure::new("api-key-invalid", format!("{API_KEY} is no text"), "choose a key of letters")
+                    })
                 })
                 .transpose()?,
         };
         if key.as_deref().is_some_and(|key| key.is_empty() || !key.bytes().all(|byte| byte.is_ascii_graphic())) {
             return Err(Failure::new(
+                "api-key-invalid",
                 "the API key is empty, or not of printable ASCII",
                 "choose one such as a long word",
             ));

@@ -16,7 +16,11 @@ pub fn signer(key: &Path, password: Option<&Path>) -> Result<Signer> {
     let refused = |key_box: std::result::Result<_, Box<minisign::PError>>| -> Result<SecretKey> {
         key_box.map_err(|error| {
             let message = format!("{}: {error}", key.display());
-            Failure::new(message, "give a secret key of minisign; one with a password needs --password-file FILE")
+            Failure::new(
+                "signing-key-invalid",
+                message,
+                "give a secret key of minisign; one with a password needs --password-file FILE",
+            )
         })
     };
     let secret = match password {
@@ -42,7 +46,11 @@ pub fn public_key(given: &str) -> Result<String> {
 fn read(path: &Path) -> Result<String> {
     let metadata = path.metadata().map_err(Failure::io(path.display()))?;
     if !metadata.is_file() || metadata.len() > KEY_MAX {
-        return Err(Failure::new(format!("{}: not a key file", path.display()), "give a file that minisign has made"));
+        return Err(Failure::new(
+            "signing-key-invalid",
+            format!("{}: not a key file", path.display()),
+            "give a file that minisign has made",
+        ));
     }
     fs::read_to_string(path).map_err(Failure::io(path.display()))
 }

@@ -58,7 +58,7 @@ impl Source {
         let found = if !self.source.iter().any(|source| archive::is_stream(source)) {
             find(&self.source)?
         } else if self.source.len() > 1 {
-            return Err(Failure::new("stdin and other sources at once", "give - alone"));
+            return Err(Failure::new("usage", "stdin and other sources at once", "give - alone"));
         } else {
             let (scratch, root) = unpacked(output, speak)?;
             Found { root, only: None, _scratch: Some(scratch) }
@@ -129,12 +129,12 @@ pub fn find(names: &[PathBuf]) -> Result<Found> {
     }
     if let Some(folder) = paths.iter().find(|path| path.is_dir()) {
         let message = format!("{}: a directory among several sources", folder.display());
-        return Err(Failure::new(message, "give one directory alone, or files"));
+        return Err(Failure::new("usage", message, "give one directory alone, or files"));
     }
     if !paths.iter().any(|path| path.extension().is_some_and(|extension| extension == "safetensors")) {
         let shown: Vec<_> = paths.iter().map(|path| path.display().to_string()).collect();
         let message = format!("{}: no .safetensors file", shown.join(", "));
-        return Err(Failure::new(message, "give the directory of a model, or .safetensors files"));
+        return Err(Failure::new("no-weights", message, "give the directory of a model, or .safetensors files"));
     }
     let absolute = |path: &PathBuf| std::path::absolute(path).map_err(Failure::io(path.display()));
     let paths = paths.iter().map(absolute).collect::<Result<Vec<_>>>()?;
@@ -161,11 +161,19 @@ fn common_folder(paths: &[PathBuf]) -> PathBuf {
 fn expand(name: &Path) -> Result<Option<Vec<PathBuf>>> {
     let Some(pattern) = name.to_str().filter(|text| text.contains(['*', '?', '['])) else { return Ok(None) };
     let found = glob::glob(pattern).map_err(|error| {
-        Failure::new(format!("{pattern}: not a pattern: {error}"), "*, ? and [abc] are wildcards, ** is any folders")
+        Failure::new(
+            "pattern-invalid",
+            format!("{pattern}: not a pattern: {error}"),
+            "*, ? and [abc] are wildcards, ** is any folders",
+        )
     })?;
     let found = found.collect::<std::result::Result<Vec<_>, _>>().map_err(Failure::other)?;
     if found.is_empty() {
-        return Err(Failure::new(format!("{pattern}: no file matches"), "look at the names with ls"));
+        return Err(Failure::new(
+            "pattern-without-match",
+            format!("{pattern}: no file matches"),
+            "look at the names with ls",
+        ));
     }
     Ok(Some(found))
 }
@@ -174,7 +182,7 @@ fn expand(name: &Path) -> Result<Option<Vec<PathBuf>>> {
 fn in_hub_cache(name: &Path) -> Result<PathBuf> {
     let missing = || {
         let message = format!("{}: no such file or directory", name.display());
-        Failure::new(message, "give the directory of a model, or a name that `hf cache ls` lists")
+        Failure::new("source-not-found", message, "give the directory of a model, or a name that `hf cache ls` lists")
     };
     let Some((id, revision)) = name.to_str().and_then(hub_name) else { return Err(missing()) };
     let Some(cache) = hub_cache(|variable| env::var_os(variable)) else { return Err(missing()) };
@@ -221,7 +229,7 @@ fn snapshot(cache: &Path, id: &str, revision: &str) -> Result<PathBuf> {
     if !model.is_dir() {
         let message = format!("{id}: no such file or directory, and no such model in the Hugging Face cache");
         let help = format!("looked for {}; `hf download {id}` fetches it, HF_HUB_CACHE says where", model.display());
-        return Err(Failure::new(message, help));
+        return Err(Failure::new("source-not-found", message, help));
     }
     let reference = model.join("refs").join(revision);
     // A file of one line; a commit is itself the name of a snapshot.
@@ -242,7 +250,7 @@ fn snapshot(cache: &Path, id: &str, revision: &str) -> Result<PathBuf> {
     let there =
         if there.is_empty() { "no snapshot is there".to_owned() } else { format!("there: {}", there.join(", ")) };
     let help = format!("looked for {} and in {}; {there}", reference.display(), model.join("snapshots").display());
-    Err(Failure::new(message, help))
+    Err(Failure::new("hub-revision-not-found", message, help))
 }
 
 #[cfg(test)]

@@ -223,7 +223,11 @@ impl Tune {
     fn to_add_to(&self, saved: Option<&str>, more: usize) -> Result<Plan> {
         Plan::to_add_to(saved, more).map_err(|error| {
             let message = format!("{}: {error}", self.bundle.join(ATTACHED_NAME).display());
-            Failure::new(message, "or remove it, and the kernels beside it, with `unweight kernels detach`")
+            Failure::new(
+                error.code(),
+                message,
+                "or remove it, and the kernels beside it, with `unweight kernels detach`",
+            )
         })
     }
 
@@ -253,6 +257,7 @@ impl Tune {
         let names = ModelWeights::of_bundle(&config, bundle).map_err(Failure::other)?;
         if config.mixture.is_some() {
             return Err(Failure::new(
+                "experts-run-packed-only",
                 "the MLPs of this bundle are experts, which run from packed weights alone: there is nothing to choose",
                 "`generate` and `serve` run it as it is",
             ));
@@ -264,7 +269,11 @@ impl Tune {
                 self.context,
                 STEPS + 1
             );
-            return Err(Failure::new(message, format!("give {} at most", most.saturating_sub(STEPS + 1))));
+            return Err(Failure::new(
+                "context-above-model-limit",
+                message,
+                format!("give {} at most", most.saturating_sub(STEPS + 1)),
+            ));
         }
         for layer in &names.layers {
             let Some(mlp) = layer.mlp.dense() else { continue };
@@ -377,6 +386,7 @@ fn of_journal(error: JournalError) -> Failure {
 
 fn nothing_to_choose() -> Failure {
     Failure::new(
+        "nothing-to-tune",
         "the MLPs of this bundle leave nothing to choose: none of their weights is Huffman-coded or a palette",
         "compress the model with --profile inference or distribution; packed weights are fastest as they are",
     )
@@ -463,7 +473,7 @@ impl Found {
         if found.rows.is_empty() {
             let message = "no batch was tuned: the memory holds none of them";
             let help = "give smaller batches with --batch, or more memory with --memory";
-            found.failed = Some(Failure::new(message, help));
+            found.failed = Some(Failure::new("engine-memory-insufficient", message, help));
         }
         Ok(found)
     }
@@ -569,7 +579,9 @@ mod tests {
         let found = |last: u32| {
             Found::of(vec![(1, ()), (64, ()), (256, ()), (512, ())], |batch, ()| match batch {
                 64 => Ok(None),
-                batch if batch == last => Err(Failure::new("the device is lost", "look at its cables")),
+                batch if batch == last => {
+                    Err(Failure::new("engine-failed", "the device is lost", "look at its cables"))
+                }
                 batch => {
                     let (key, basis, device) = ("0".repeat(32), "0".repeat(32), "a card".to_owned());
                     let setting = setting.clone();
@@ -598,7 +610,7 @@ mod tests {
         assert!(report(none).0["error"]["message"].as_str().unwrap().contains("holds none of them"));
         // What comes later does not hide what came first.
         let mut both = found(256).unwrap();
-        both.fail(Failure::new("no room", "make room"), Output { json: true, quiet: true, verbose: 0 });
+        both.fail(Failure::new("disk-full", "no room", "make room"), Output { json: true, quiet: true, verbose: 0 });
         assert_eq!(report(both).0["error"]["message"], "the device is lost");
         // All of it is in the tables of the documents.
         let (_, section) = include_str!("../../docs/cli.md").split_once("\n### tune\n`tune").unwrap();

@@ -77,7 +77,7 @@ impl Verify {
         match report.problems.len() {
             0 => Ok(()),
             problems => Err(Failure::mismatch(
-                format!("{}: {}", self.bundle.display(), count(problems)),
+                "bundle-damaged", format!("{}: {}", self.bundle.display(), count(problems)),
                 if report.problems.iter().all(|problem| problem.is_extra) {
                     "nothing that the bundle lists is damaged: run again what was interrupted, or move away the files named above"
                 } else if report.problems.iter().all(|problem| problem.is_extra || problem.file == ATTACHED_NAME) {

@@ -46,6 +46,7 @@ use tokio::{
     time::{sleep, timeout, timeout_at},
 };
 use unweight_engine::{Finish, Request};
+use unweight_format::bundle::io_code;
 
 use crate::text::{StopStrings, Text, TextError, TextStream};
 use api::{ApiError, Call, Endpoint, Frame, Prompt, Usage};
@@ -153,6 +154,16 @@ pub enum ServeError<E: std::error::Error + 'static> {
     /// The system refused threads or the socket.
     #[error("the server cannot run")]
     Io(#[from] std::io::Error),
+}
+
+impl<E: std::error::Error + 'static> ServeError<E> {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Backend(_) => "engine-failed",
+            Self::Io(error) => io_code(error),
+        }
+    }
 }
 
 /// How a server ended.

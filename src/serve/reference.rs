@@ -54,6 +54,20 @@ pub enum CpuError {
     Forward(#[from] ReferenceError),
 }
 
+impl CpuError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Option(error) => error.code(),
+            Self::Config(error) => error.code(),
+            Self::Bind(error) => error.code(),
+            Self::Bundle(error) => error.code(),
+            Self::TooLarge { .. } => "model-too-large-for-cpu",
+            Self::Forward(error) => error.code(),
+        }
+    }
+}
+
 /// A tiny model on the CPU.
 #[derive(Debug)]
 pub struct CpuReference {

@@ -2,7 +2,7 @@
 
 use unweight_codegen::plan::GemmShape;
 use unweight_engine::{EngineError, tune::TuneError};
-use unweight_format::{CodecError, compact::Uncompact, packed::Unpackable};
+use unweight_format::{CodecError, bundle::io_code, compact::Uncompact, packed::Unpackable};
 use unweight_rt::{
     Remedy,
     device::{DeviceError, Refusal},
@@ -101,6 +101,24 @@ impl From<Refusal> for BenchError {
 }
 
 impl BenchError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Device(error) => error.code(),
+            Self::Engine(error) => error.code(),
+            Self::Tune(error) => error.code(),
+            Self::Temporary(error) => io_code(error),
+            Self::Codec(error) => error.code(),
+            Self::Unpackable { why, .. } => why.code(),
+            Self::NoFence => "fault-not-plantable",
+            Self::Uncompact { why, .. } => why.code(),
+            Self::Unheld { .. } => "shape-not-storable",
+            Self::WrongBits { .. } | Self::WrongProduct { .. } => "wrong-result",
+            Self::NoVariant(_) => "no-kernel-for-shape",
+            Self::CodeBits { .. } => "code-limit-out-of-range",
+        }
+    }
+
     /// What to do about it, where one thing is to be done.
     pub fn remedy(&self) -> Option<Remedy> {
         match self {

@@ -23,3 +23,14 @@ pub enum CodegenError {
     #[error(transparent)]
     Lint(#[from] LintError),
 }
+
+impl CodegenError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Infeasible(error) => error.code(),
+            Self::Template { .. } => "kernel-template-failed",
+            Self::Lint(_) => "kernel-source-invalid",
+        }
+    }
+}

@@ -75,6 +75,26 @@ impl From<Refusal> for EngineError {
 }
 
 impl EngineError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Option(error) => error.code(),
+            Self::Config(error) => error.code(),
+            Self::Bind(error) => error.code(),
+            Self::Geometry { .. } => "unsupported-geometry",
+            Self::Memory(error) => error.code(),
+            Self::HostMemory(error) => error.code(),
+            Self::Load(error) => error.code(),
+            Self::Rejected(error) => error.code(),
+            Self::NotStored => "mlp-not-stored",
+            Self::StoredExperts(_) => "experts-run-packed-only",
+            Self::NoExperts(_) => "model-without-experts",
+            Self::Program(error) => error.code(),
+            Self::Device(error) => error.code(),
+            Self::Failed => "engine-failed",
+        }
+    }
+
     /// What to do about it, where it is one thing.
     pub fn remedy(&self) -> Option<Remedy> {
         match self {

@@ -99,6 +99,13 @@ pub struct NoMemory {
     pub context: u32,
 }
 
+impl NoMemory {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "engine-memory-insufficient"
+    }
+}
+
 /// The host has no room for experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
@@ -110,6 +117,13 @@ pub struct NoHostMemory {
     pub need: u64,
     /// Bytes that the host has left.
     pub have: u64,
+}
+
+impl NoHostMemory {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "host-memory-insufficient"
+    }
 }
 
 /// Refuses what locked memory cannot hold: the system would not refuse it, but end processes for it.

@@ -155,6 +155,13 @@ pub struct BadOption {
     pub range: &'static str,
 }
 
+impl BadOption {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "option-out-of-range"
+    }
+}
+
 /// The largest batch of a step.
 pub const MAX_BATCH: u32 = 1024;
 

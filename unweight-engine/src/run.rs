@@ -86,6 +86,13 @@ pub enum BindFailure {
     Violation(#[from] Violation),
 }
 
+impl BindFailure {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "pipeline-invalid"
+    }
+}
+
 impl Bound {
     /// The program of these layers with a setting for steps of `rows` rows.
     pub fn new(layers: &[LyingMlp], setting: &Setting, rows: u32, device: &Device) -> Result<Self, BindFailure> {

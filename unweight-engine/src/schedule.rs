@@ -118,6 +118,21 @@ pub enum Rejected {
     Params(String),
 }
 
+impl Rejected {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Empty => "prompt-empty",
+            Self::UnknownToken { .. } => "token-out-of-vocabulary",
+            Self::TooLong { .. } => "context-exceeded",
+            Self::NoRoom { .. } => "kv-cache-too-small",
+            Self::NoPages { .. } => "kv-cache-full",
+            Self::Busy { .. } => "queue-full",
+            Self::Params(_) => "sampling-option-out-of-range",
+        }
+    }
+}
+
 /// Why a sequence ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Finish {

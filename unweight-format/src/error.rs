@@ -125,3 +125,24 @@ pub enum CodecError {
         reason: &'static str,
     },
 }
+
+impl CodecError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::MatrixBytes { .. } => "matrix-size-mismatch",
+            Self::Type { .. } => "unsupported-dtype",
+            Self::TensorBytes { .. } => "buffer-size-mismatch",
+            Self::MatrixShape { .. } => "shape-not-tileable",
+            Self::PackedShape { .. } => "shape-not-packable",
+            Self::Slice { .. } => "slice-not-aligned",
+            Self::CodeLimit { .. } => "code-limit-out-of-range",
+            Self::TooManyWords { .. } => "codes-too-long",
+            Self::Sections { .. } => "section-count-mismatch",
+            Self::SectionBytes { .. } => "section-size-mismatch",
+            Self::Code { .. } => "section-invalid",
+            Self::TileMetadata { .. } => "tile-metadata-invalid",
+            Self::Row { .. } => "tile-row-invalid",
+        }
+    }
+}

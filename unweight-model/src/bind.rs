@@ -183,6 +183,19 @@ pub enum BindError {
     },
 }
 
+impl BindError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Missing { .. } => "model-tensor-missing",
+            Self::Shape { .. } => "model-tensor-shape",
+            Self::Dtype { .. } => "model-tensor-dtype",
+            Self::Twice { .. } => "model-tensor-duplicate",
+            Self::LeftOver { .. } => "model-tensors-unused",
+        }
+    }
+}
+
 /// Finds the weights of a model among its tensors: every role has one tensor, of the right shape and type, and no
 /// tensor is left over.
 ///

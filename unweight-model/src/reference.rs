@@ -53,6 +53,17 @@ pub enum ReferenceError {
     },
 }
 
+impl ReferenceError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Token { .. } => "token-out-of-vocabulary",
+            Self::Tensor { .. } => "model-tensor-unreadable",
+            Self::Elements { .. } => "model-tensor-shape",
+        }
+    }
+}
+
 /// The values of a bundle's tensors: BF16, widened.
 ///
 /// # Errors

@@ -41,6 +41,13 @@ pub struct OutOfRange {
     pub range: &'static str,
 }
 
+impl OutOfRange {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "sampling-option-out-of-range"
+    }
+}
+
 impl SampleParams {
     /// Logits are divided by it.
     #[must_use]

@@ -109,6 +109,13 @@ pub struct EnvError {
     pub expected: &'static str,
 }
 
+impl EnvError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "environment-variable-invalid"
+    }
+}
+
 /// Where other programs say that libraries live. Read for the toolchain search only.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SearchPaths {

@@ -150,6 +150,11 @@ pub enum Infeasible {
 }
 
 impl Infeasible {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "kernel-variant-infeasible"
+    }
+
     /// `epilogue = silu_mul` for a family that does not have it.
     pub(crate) const fn without_silu_mul(spec: &VariantSpec) -> Self {
         Self::Conflict {

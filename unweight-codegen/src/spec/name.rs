@@ -43,6 +43,13 @@ pub struct ParseNameError {
     why: String,
 }
 
+impl ParseNameError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "kernel-name-invalid"
+    }
+}
+
 impl VariantSpec {
     /// The canonical name, also in const context.
     pub const fn name(&self) -> Name {

@@ -149,6 +149,22 @@ pub enum FitError {
     },
 }
 
+impl FitError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Option(error) => error.code(),
+            Self::Context { .. } => "context-above-model-limit",
+            Self::Nothing => "no-limit-given",
+            Self::Slowdown(_) => "slowdown-out-of-range",
+            Self::Missing { .. } => "model-tensor-missing",
+            Self::Unpackable { .. } => "experts-not-packable",
+            Self::TooSmall { .. } => "budget-too-small",
+            Self::TooSlow { .. } => "slowdown-unreachable",
+        }
+    }
+}
+
 /// What a kind of unit became.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Group {

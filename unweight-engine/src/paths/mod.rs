@@ -136,6 +136,13 @@ impl Serialize for Way {
 #[error("'{0}' is no path, such as raw, full-decode or exponents/n2p4")]
 pub struct NoWay(String);
 
+impl NoWay {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "mlp-path-unknown"
+    }
+}
+
 impl FromStr for Way {
     type Err = NoWay;
 

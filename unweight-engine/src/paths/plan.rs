@@ -107,6 +107,18 @@ pub enum PlanError {
     Order(u32),
 }
 
+impl PlanError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::TooLarge(_) => "tuned-plan-too-large",
+            Self::Json(_) | Self::Way { .. } | Self::Range { .. } | Self::Order(_) => "tuned-plan-invalid",
+            Self::Version(_) | Self::Newer(_) => "tuned-plan-version",
+            Self::Full { .. } => "tuned-plan-full",
+        }
+    }
+}
+
 #[derive(Deserialize)]
 struct Head {
     version: u32,

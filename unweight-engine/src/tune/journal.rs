@@ -16,7 +16,7 @@ use std::{
 };
 
 use serde::{Deserialize, Serialize};
-use unweight_format::bundle::Holder;
+use unweight_format::bundle::{Holder, io_code};
 
 use super::{
     search::{Answer, Phase},
@@ -82,6 +82,20 @@ pub enum JournalError {
         /// Who.
         by: Holder,
     },
+}
+
+impl JournalError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Io { source, .. } => io_code(source),
+            Self::Damaged { .. } => "journal-damaged",
+            Self::Key { .. } => "journal-of-another-search",
+            Self::TooLarge { .. } => "journal-too-large",
+            Self::NoFile { .. } => "journal-not-a-file",
+            Self::Busy { .. } => "journal-locked",
+        }
+    }
 }
 
 #[derive(Serialize, Deserialize)]

@@ -166,6 +166,16 @@ pub enum TuneError {
     Oracle(#[from] OracleError),
 }
 
+impl TuneError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Journal(error) => error.code(),
+            Self::Oracle(_) => "measurement-failed",
+        }
+    }
+}
+
 /// Finds the best point from `start` on. `watch` is told of every comparison.
 ///
 /// # Errors

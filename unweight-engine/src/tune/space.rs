@@ -121,6 +121,13 @@ pub enum SpaceError {
     },
 }
 
+impl SpaceError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "search-space-invalid"
+    }
+}
+
 /// Everything that can be chosen. Axes are swept in their order: the profiles' own, then those of the whole step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Space {

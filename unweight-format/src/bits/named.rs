@@ -52,3 +52,10 @@ pub struct UnknownName {
     /// The names there are.
     pub known: String,
 }
+
+impl UnknownName {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "unknown-name"
+    }
+}

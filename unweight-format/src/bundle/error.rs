@@ -560,6 +560,72 @@ pub enum BundleError {
 }
 
 impl BundleError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Encoder { .. } => "encoder-failed",
+            Self::Io { source, .. } => io_code(source),
+            Self::NoRoom { .. } | Self::DiskFull { .. } => "disk-full",
+            Self::Output { .. } => "output-write-failed",
+            Self::NotADirectory { .. } => "not-a-directory",
+            Self::NoWeights { .. } => "no-weights",
+            Self::OutputExists { .. } => "output-exists",
+            Self::OutputOverlaps { .. } => "output-overlaps-source",
+            Self::ForeignPartial { .. } => "partial-output-foreign",
+            Self::NotReplaceable { .. } => "output-not-replaceable",
+            Self::SetAside { .. } => "output-not-renamed",
+            Self::Locked { .. } => "output-locked",
+            Self::Interrupted { .. } | Self::Cancelled => "interrupted",
+            Self::Unstorable { .. } => "file-not-storable",
+            Self::Header { source, .. } => source.code(),
+            Self::Index { .. } => "index-invalid",
+            Self::IndexDisagrees { .. } => "index-disagrees",
+            Self::ReservedTensor { .. } => "tensor-name-reserved",
+            Self::ReservedFile { .. } => "file-name-reserved",
+            Self::NameTaken { .. } => "attached-name-taken",
+            Self::SourceChanged { .. } => "source-changed",
+            Self::Read { .. } => "read-failed",
+            Self::TooLarge { .. } => "file-too-large",
+            Self::Memory { .. } => "memory-insufficient",
+            Self::HeaderTooLarge { .. } => "bundle-header-too-large",
+            Self::ManifestTooLarge { .. } => "manifest-too-large",
+            Self::Rank { .. } => "too-many-dimensions",
+            Self::PlanFile { .. } => "plan-file-invalid",
+            Self::DemoShape { .. } => "demo-model-invalid",
+            Self::Threads { .. } => "threads-unavailable",
+            Self::NotABundle { .. } => "not-a-bundle",
+            Self::Unfinished { .. } => "bundle-unfinished",
+            Self::NotMerged { .. } => "bundle-not-merged",
+            Self::NotAPart { .. } => "not-a-part",
+            Self::NoParts => "no-parts",
+            Self::Part { source, .. } => source.code(),
+            Self::PartsDiffer { .. } => "parts-differ",
+            Self::PartCreator { .. } => "part-creator-unsupported",
+            Self::PartTwice { .. } => "part-given-twice",
+            Self::PartMissing { .. } => "part-missing",
+            Self::UnsignableParts { .. } => "parts-without-sha256",
+            Self::NewerVersion { .. } => "unsupported-format-version",
+            Self::Manifest { .. } => "manifest-invalid",
+            Self::Sign(_) => "signing-failed",
+            Self::PublicKey { .. } => "public-key-invalid",
+            Self::Signature { .. } => "signature-invalid",
+            Self::Unproven { .. } => "signature-without-sha256",
+            Self::Attached { .. } => "attached-invalid",
+            Self::Mismatch { .. } => "bundle-content-mismatch",
+            Self::OtherConfig { .. } => "config-of-another-bundle",
+            Self::FileSize { .. } => "bundle-file-size-mismatch",
+            Self::MissingFile { .. } => "bundle-file-missing",
+            Self::ExtraFile { .. } => "bundle-file-unlisted",
+            Self::HalfAttached { .. } => "attach-unfinished",
+            Self::Codec { source, .. } => source.code(),
+            Self::UnknownTensor { .. } => "tensor-not-found",
+            Self::UnknownFile { .. } => "file-not-found",
+            Self::AmbiguousTensor { .. } => "tensor-ambiguous",
+            Self::PartOfNoMatrix { .. } => "tensor-not-sliceable",
+            Self::PartOutside { .. } => "slice-out-of-range",
+        }
+    }
+
     /// What can be asked for next.
     pub fn remedy(&self) -> Option<Remedy> {
         match self {
@@ -598,6 +664,18 @@ impl BundleError {
     pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Self {
         let path = path.into();
         move |source| Self::Io { action, path, source }
+    }
+}
+
+/// The stable code of an error of the operating system.
+pub fn io_code(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::NotFound => "path-not-found",
+        io::ErrorKind::AlreadyExists => "output-exists",
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => "permission-denied",
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => "disk-full",
+        io::ErrorKind::NotADirectory => "not-a-directory",
+        _ => "io-failed",
     }
 }
 

@@ -45,7 +45,7 @@ pub use attached::{
 pub use compress::{compare, compress, compress_with, plan};
 pub use decompress::decompress;
 pub use encoder::{CpuEncoder, Encoder, EncoderError};
-pub use error::{BundleError, ErrorClass, Remedy};
+pub use error::{BundleError, ErrorClass, Remedy, io_code};
 pub use files::Input;
 pub use holder::Holder;
 pub use options::{

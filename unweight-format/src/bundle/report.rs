@@ -226,6 +226,8 @@ pub struct Problem {
     pub file: String,
     /// Tensor, if it is about one.
     pub tensor: Option<String>,
+    /// The stable code of the error ([`BundleError::code`]).
+    pub code: &'static str,
     /// The whole message.
     pub message: String,
     /// It is about a file that the bundle does not list: nothing is wrong with what it does list.
@@ -236,7 +238,7 @@ pub struct Problem {
 impl Problem {
     pub(crate) fn new(error: &BundleError, file: &str, tensor: Option<&str>) -> Self {
         let message = super::error::chain(error);
-        Self { file: file.into(), tensor: tensor.map(Into::into), message, is_extra: false }
+        Self { file: file.into(), tensor: tensor.map(Into::into), code: error.code(), message, is_extra: false }
     }
 }
 

@@ -113,7 +113,8 @@ fn check(bundle: &Path, options: &VerifyOptions, progress: &dyn Progress) -> Res
             .filter(|(name, _)| !known.contains(name.as_str()))
         {
             let message = format!("{name}: in the source, but not in the bundle");
-            report.problems.push(Problem { file: name, tensor: None, message, is_extra: false });
+            let code = "source-file-not-in-bundle";
+            report.problems.push(Problem { file: name, tensor: None, code, message, is_extra: false });
         }
     }
     report.seconds = started.elapsed().as_secs_f64();

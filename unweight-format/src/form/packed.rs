@@ -236,6 +236,13 @@ pub enum Unpackable {
     },
 }
 
+impl Unpackable {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "not-packable"
+    }
+}
+
 fn percent(part: u64, whole: u64) -> f64 {
     part as f64 * 100.0 / whole as f64
 }

@@ -129,6 +129,23 @@ pub enum HeaderError {
     },
 }
 
+impl HeaderError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::NoLength { .. } => "safetensors-too-short",
+            Self::TooLarge { .. } => "safetensors-header-too-large",
+            Self::Truncated { .. } => "safetensors-header-truncated",
+            Self::Json { .. } => "safetensors-header-invalid",
+            Self::Dtype { .. } => "unknown-dtype",
+            Self::TensorBytes { .. } => "safetensors-tensor-size-mismatch",
+            Self::Shape { .. } => "safetensors-shape-invalid",
+            Self::Offsets { .. } | Self::Backwards { .. } => "safetensors-offsets-invalid",
+            Self::End { .. } => "safetensors-file-size-mismatch",
+        }
+    }
+}
+
 /// One tensor of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorInfo {

@@ -71,3 +71,18 @@ pub enum ConfigError {
         instead: String,
     },
 }
+
+impl ConfigError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Bundle(error) => error.code(),
+            Self::NoFile { .. } => "config-missing",
+            Self::Json { .. } => "config-invalid",
+            Self::Missing { .. } => "config-key-missing",
+            Self::Type { .. } => "config-value-type",
+            Self::Range { .. } => "config-value-out-of-range",
+            Self::Unsupported { .. } => "unsupported-model",
+        }
+    }
+}

@@ -224,6 +224,19 @@ pub enum ConvertError {
 }
 
 impl ConvertError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Bundle(error) => error.code(),
+            Self::Unit { .. } => "dfloat11-unit-damaged",
+            Self::Section { .. } => "dfloat11-section-invalid",
+            Self::Config { .. } => "dfloat11-config-invalid",
+            Self::Shape { .. } => "dfloat11-shape-unknown",
+            Self::Twice { .. } => "model-tensor-duplicate",
+            Self::Nothing { .. } => "nothing-to-convert",
+        }
+    }
+
     /// Damage, failure or interruption.
     pub fn class(&self) -> ErrorClass {
         match self {

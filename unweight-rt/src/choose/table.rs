@@ -59,6 +59,17 @@ pub enum TableError {
     },
 }
 
+impl TableError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Read { .. } => "dispatch-table-unreadable",
+            Self::Parse { .. } | Self::Variant { .. } => "dispatch-table-invalid",
+            Self::Foreign { .. } => "dispatch-table-of-another-gpu",
+        }
+    }
+}
+
 /// Batch rows of the smallest tile of a product. All tiles are multiples of it.
 const SMALLEST_TILE: u32 = 8;
 

@@ -131,6 +131,25 @@ impl RowFault {
 const OUT_OF_MEMORY: u32 = cudarc::driver::sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32;
 
 impl DeviceError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Toolchain(error) => error.code(),
+            Self::Codegen(error) => error.code(),
+            Self::Codec(error) => error.code(),
+            Self::Driver { .. } => "cuda-driver-failed",
+            Self::Room { .. } => "device-memory-insufficient",
+            Self::HostRoom { .. } => "pinned-memory-insufficient",
+            Self::Cublas { .. } => "cublas-failed",
+            Self::Arch { .. } => "unsupported-gpu",
+            Self::Ordinal { .. } => "device-not-found",
+            Self::Kernel { refusal, .. } => refusal.code(),
+            Self::Operand(refusal) => refusal.code(),
+            Self::Fault { .. } => "device-tile-invalid",
+            Self::Row { .. } => "device-row-invalid",
+        }
+    }
+
     /// Of an allocation: what there was no room for, if that is why it failed.
     pub(super) fn of_room(self, room: impl FnOnce() -> Self) -> Self {
         match self {
@@ -626,6 +645,16 @@ pub enum Refusal {
         /// What it must be.
         rule: MapRule,
     },
+}
+
+impl Refusal {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::ArgumentBytes { .. } | Self::Artifact { .. } => "kernel-artifact-mismatch",
+            _ => "invalid-operand",
+        }
+    }
 }
 
 /// What a pitch must be.

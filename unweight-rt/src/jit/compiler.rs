@@ -203,6 +203,11 @@ pub struct Excerpt {
 }
 
 impl CompileFailure {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "kernel-compile-failed"
+    }
+
     /// How many failing places are shown. The first is nearly always the cause of the others.
     pub const EXCERPTS: usize = 3;
 

@@ -159,6 +159,13 @@ pub enum CubinError {
     },
 }
 
+impl CubinError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "cubin-invalid"
+    }
+}
+
 impl From<object::read::Error> for CubinError {
     fn from(error: object::read::Error) -> CubinError {
         CubinError::Elf(error.to_string())

@@ -56,6 +56,21 @@ pub enum Error {
 }
 
 impl Error {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Env(error) => error.code(),
+            Self::Library(error) => error.code(),
+            Self::OldNvrtc(error) => error.code(),
+            Self::Codegen(error) => error.code(),
+            Self::Compile(error) => error.code(),
+            Self::Cubin { source, .. } => source.code(),
+            Self::NotCached { .. } => "kernels-not-cached",
+            Self::BadName(_) => "kernel-name-unsafe",
+            Self::Several(_) => "kernels-failed",
+        }
+    }
+
     /// What to do about it, where one thing is to be done.
     pub fn remedy(&self) -> Option<Remedy> {
         match self {

@@ -216,6 +216,13 @@ pub struct MissingLibrary {
     pub tried: Vec<Tried>,
 }
 
+impl MissingLibrary {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "library-missing"
+    }
+}
+
 impl fmt::Display for MissingLibrary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
@@ -253,6 +260,11 @@ pub struct OldNvrtc {
 }
 
 impl OldNvrtc {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "nvrtc-too-old"
+    }
+
     /// Whether NVRTC of this version compiles for an architecture
     /// ([`first_nvrtc`](unweight_codegen::limits::ArchLimits::first_nvrtc)).
     ///

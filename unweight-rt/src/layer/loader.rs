@@ -67,6 +67,15 @@ pub enum LoadError {
 }
 
 impl LoadError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Bundle(error) => error.code(),
+            Self::Device { source, .. } => source.code(),
+            Self::Unsuitable { why, .. } => why.code(),
+        }
+    }
+
     /// What to do about it, where one thing is to be done.
     pub fn remedy(&self) -> Option<crate::Remedy> {
         match self {
@@ -154,6 +163,21 @@ pub enum Unsuitable {
         /// By the manifest.
         limit: u32,
     },
+}
+
+impl Unsuitable {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::NotAMatrix { .. } | Self::NotAVector { .. } => "tensor-not-a-layer",
+            Self::TooLarge { .. } => "tensor-too-large",
+            Self::Nothing | Self::Columns { .. } | Self::NotAPair { .. } | Self::Pair { .. } | Self::GateAndUp(_) => {
+                "tensors-not-mergeable"
+            }
+            Self::Unpackable(why) => why.code(),
+            Self::OtherForm { .. } | Self::CodeBits { .. } => "manifest-disagrees",
+        }
+    }
 }
 
 /// What layers are loaded for.

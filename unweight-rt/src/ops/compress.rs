@@ -37,6 +37,16 @@ pub enum CompressError {
     Device(#[from] DeviceError),
 }
 
+impl CompressError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Uncompact(why) => why.code(),
+            Self::Device(error) => error.code(),
+        }
+    }
+}
+
 /// The encoder's kernels. They run on the stream of a [`Packer`], which counts exponents for them.
 #[derive(Clone, Debug)]
 pub struct Compressor {

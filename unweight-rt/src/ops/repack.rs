@@ -47,6 +47,16 @@ pub enum PackError {
     Device(#[from] DeviceError),
 }
 
+impl PackError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Unpackable(why) => why.code(),
+            Self::Device(error) => error.code(),
+        }
+    }
+}
+
 /// The conversion kernels of one device, with the memory they work in and the lane they run on.
 #[derive(Debug)]
 pub struct Packer {

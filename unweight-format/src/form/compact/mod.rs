@@ -177,6 +177,13 @@ pub enum Uncompact {
     },
 }
 
+impl Uncompact {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "not-compactable"
+    }
+}
+
 fn percent(part: u64, whole: u64) -> f64 {
     part as f64 * 100.0 / whole as f64
 }

@@ -66,6 +66,13 @@ pub struct Unusable {
     pub why: String,
 }
 
+impl Unusable {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "kernel-cache-unusable"
+    }
+}
+
 /// Size and digest of a file of an entry.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileRecord {

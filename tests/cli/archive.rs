@@ -1,0 +1,86 @@
+//! tar archives on stdin and stdout.
+
+use std::{
+    fs,
+    path::Path,
+    process::{Command, Output, Stdio},
+};
+
+use crate::harness::{error_code, fixture, json, same, stderr, unweight};
+
+/// Runs with `input` on stdin.
+fn piped(folder: &Path, arguments: &[&str], input: &[u8], status: i32) -> Output {
+    use std::io::Write;
+    let mut command = unweight(arguments);
+    command.current_dir(folder).env("TMPDIR", folder.join("tmp"));
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut stdin = child.stdin.take().unwrap();
+    let output = std::thread::scope(|scope| {
+        // It may stop reading before the end.
+        scope.spawn(move || drop(stdin.write_all(input)));
+        child.wait_with_output().unwrap()
+    });
+    assert_eq!(output.status.code(), Some(status), "{arguments:?} {}", stderr(&output));
+    output
+}
+
+fn tar(folder: &Path, arguments: &[&str]) -> Vec<u8> {
+    let output = Command::new("tar").args(arguments).current_dir(folder).output().unwrap();
+    assert!(output.status.success(), "{}", stderr(&output));
+    output.stdout
+}
+
+#[test]
+fn models_and_bundles_go_through_pipes() {
+    let home = tempfile::tempdir().unwrap();
+    fs::create_dir(home.path().join("tmp")).unwrap();
+    let model = fixture().join("model");
+    // Of what is in a folder, and of the folder.
+    let plain = tar(&model, &["-c", "."]);
+    let folder = tar(fixture(), &["-c", "model"]);
+    piped(home.path(), &["compress", "-", "-o", "sub/bundle"], &plain, 0);
+    same(&fixture().join("bundle"), &home.path().join("sub/bundle"));
+    assert_eq!(fs::read_dir(home.path().join("sub")).unwrap().count(), 1, "nothing is left beside it");
+    let packed = piped(home.path(), &["compress", "-", "-o", "-"], &folder, 0).stdout;
+    assert!(packed.len() < plain.len() * 8 / 10);
+    // The standard tool opens it.
+    fs::write(home.path().join("packed.tar"), &packed).unwrap();
+    fs::create_dir(home.path().join("by-tar")).unwrap();
+    tar(&home.path().join("by-tar"), &["-x", "-f", "../packed.tar"]);
+    same(&fixture().join("bundle"), &home.path().join("by-tar"));
+    piped(home.path(), &["decompress", "-", "-o", "restored"], &packed, 0);
+    same(&model, &home.path().join("restored"));
+    let original = piped(home.path(), &["decompress", "-", "-o", "-"], &packed, 0).stdout;
+    fs::write(home.path().join("original.tar"), &original).unwrap();
+    fs::create_dir(home.path().join("again")).unwrap();
+    tar(&home.path().join("again"), &["-x", "-f", "../original.tar"]);
+    same(&model, &home.path().join("again"));
+    // From a directory, too.
+    let bundle = fixture().join("bundle");
+    let from_folder = piped(home.path(), &["decompress", bundle.to_str().unwrap(), "-o", "-"], b"", 0).stdout;
+    assert!(from_folder == original, "times and modes of the files, too");
+    let files = fs::read_dir(&model).unwrap().count();
+    assert_eq!(json(&piped(home.path(), &["plan", "-", "--json"], &folder, 0))["files"], files);
+    // Cut off, damaged, or no archive: nothing appears, and nothing stays.
+    let before = fs::read_dir(home.path()).unwrap().count();
+    for cut in [0, 100, 512, packed.len() / 2, packed.len() - 1024] {
+        piped(home.path(), &["decompress", "-", "-o", "out"], &packed[..cut], 2);
+    }
+    let mut damaged = packed.clone();
+    let at = damaged.len() / 2;
+    damaged[at] ^= 1;
+    piped(home.path(), &["decompress", "-", "-o", "out"], &damaged, 1);
+    let begun = piped(home.path(), &["decompress", "-", "-o", "-"], &damaged, 1);
+    assert!(begun.stdout.len() < original.len(), "no mark of an end");
+    let output = piped(home.path(), &["compress", "-", "-o", "out"], b"no archive", 2);
+    assert_eq!(error_code(&output), "archive-invalid");
+    for option in ["--json", "--resume", "--force"] {
+        piped(home.path(), &["compress", "-", "-o", "-", option], &plain, 2);
+        piped(home.path(), &["decompress", "-", "-o", "-", option], &packed, 2);
+    }
+    // What is there is known before anything is read.
+    piped(home.path(), &["compress", "-", "-o", "restored"], b"no archive", 2);
+    assert_eq!(fs::read_dir(home.path()).unwrap().count(), before + 1, "only what is left of the one that was damaged");
+    assert!(home.path().join("out.partial").is_dir());
+    assert_eq!(fs::read_dir(home.path().join("tmp")).unwrap().count(), 0);
+}

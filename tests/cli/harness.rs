@@ -1,0 +1,220 @@
+//! What the tests of the command line share.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, Output},
+    sync::OnceLock,
+};
+
+use serde_json::Value;
+use tempfile::TempDir;
+use unweight::format::{
+    bundle::{self, BundleError, CompressOptions, Silent},
+    testing::demo_model::{self, DemoOptions},
+};
+
+/// The command with nothing of the caller's environment that would change what it prints.
+pub fn unweight(arguments: &[&str]) -> Command {
+    let mut command = Command::new(assert_cmd::cargo::cargo_bin!("unweight"));
+    command.args(arguments).env_remove("NO_COLOR").env_remove("UNWEIGHT_JIT");
+    command
+}
+
+/// Runs in `folder` and expects `status`.
+pub fn run(folder: &Path, arguments: &[&str], status: i32) -> Output {
+    let output = unweight(arguments).current_dir(folder).output().unwrap();
+    assert_eq!(
+        output.status.code(),
+        Some(status),
+        "unweight {arguments:?}\n{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    output
+}
+
+/// Runs in `folder`, expects `status` and an error with this code, and returns stderr.
+pub fn fails(folder: &Path, arguments: &[&str], status: i32, code: &str) -> String {
+    let output = run(folder, arguments, status);
+    assert_eq!(error_code(&output), code, "unweight {arguments:?}\n{}", stderr(&output));
+    stderr(&output)
+}
+
+/// The code of the error on stderr.
+pub fn error_code(output: &Output) -> String {
+    let text = stderr(output);
+    let code = text.lines().find_map(|line| Some(line.strip_prefix("error[")?.split_once("]: ")?.0.to_owned()));
+    code.unwrap_or_else(|| panic!("no error code in {text}"))
+}
+
+/// Fails where there is no NVRTC to compile with.
+pub fn needs_nvrtc() {
+    assert!(
+        std::env::var_os("UNWEIGHT_NVRTC").is_some(),
+        "this test needs NVRTC: run `cargo xtask test`, which fetches it, or set UNWEIGHT_NVRTC"
+    );
+}
+
+pub fn stdout(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+pub fn stderr(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).unwrap()
+}
+
+pub fn json(output: &Output) -> Value {
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {}", stdout(output)))
+}
+
+/// Attaches a plan in place of the one that is there.
+pub fn attach_plan(bundle: &Path, plan: &str) {
+    bundle::attach_plan(bundle, |_| Ok::<_, BundleError>(plan.to_owned())).unwrap();
+}
+
+pub fn tiny() -> DemoOptions {
+    DemoOptions {
+        layers: 3,
+        hidden: 128,
+        intermediate: 320,
+        heads: 4,
+        kv_heads: 2,
+        vocab: 512,
+        ..DemoOptions::default()
+    }
+}
+
+/// A model and its bundle, made once and never changed: `model`, `bundle`.
+pub fn fixture() -> &'static Path {
+    static HOME: OnceLock<TempDir> = OnceLock::new();
+    HOME.get_or_init(|| {
+        let home = tempfile::tempdir().unwrap();
+        demo_model::write(&home.path().join("model"), &tiny()).unwrap();
+        let options = CompressOptions::default();
+        bundle::compress(&home.path().join("model"), &home.path().join("bundle"), &options, &Silent).unwrap();
+        home
+    })
+    .path()
+}
+
+pub fn copy(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+    }
+}
+
+/// A copy of the fixture's bundle with one bit flipped near the end of its first shard; the shard's name.
+pub fn damaged(home: &Path) -> String {
+    copy(&fixture().join("bundle"), &home.join("bundle"));
+    let shard = shards(&home.join("bundle"))[0].clone();
+    let mut bytes = fs::read(&shard).unwrap();
+    let at = bytes.len() - 100;
+    bytes[at] ^= 4;
+    fs::write(&shard, bytes).unwrap();
+    shard.file_name().unwrap().to_str().unwrap().to_owned()
+}
+
+pub fn shards(folder: &Path) -> Vec<PathBuf> {
+    let files = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let mut shards: Vec<_> = files.filter(|file| file.extension().is_some_and(|e| e == "safetensors")).collect();
+    shards.sort();
+    shards
+}
+
+pub fn same(a: &Path, b: &Path) {
+    let names =
+        |folder: &Path| -> BTreeSet<_> { fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name()).collect() };
+    assert_eq!(names(a), names(b));
+    for name in names(a) {
+        assert!(fs::read(a.join(&name)).unwrap() == fs::read(b.join(&name)).unwrap(), "{name:?} differs");
+    }
+}
+
+/// Holds the keys of an output against the table of docs/cli.md, both ways; rows that begin with "(" are optional.
+pub fn documented(command: &str, output: &Value) {
+    // A heading may say with which option.
+    assert_eq!(output["command"], command.split(" --").next().unwrap());
+    assert_eq!(output["unweight_version"], env!("CARGO_PKG_VERSION"));
+    let mut found = BTreeSet::new();
+    keys(output, "", &mut found);
+    let expected = table(command);
+    for key in found.iter().filter(|key| !["command", "unweight_version"].contains(&key.as_str())) {
+        // A list that happens to be empty has no keys below it.
+        let list = format!("{key}[]");
+        let known = |key: &str| expected.contains_key(key) || expected.keys().any(|known| known.starts_with(&list));
+        // What a GPU looks like depends on the machine.
+        assert!(known(key) || key.starts_with("devices[]."), "docs/cli.md, {command}: `{key}` is not documented");
+    }
+    for (key, optional) in expected {
+        assert!(
+            found.contains(&key) || optional || is_deeply_empty(output, &key),
+            "docs/cli.md, {command}: `{key}` is not printed"
+        );
+    }
+}
+
+/// Whether some list on the way to `key` is empty.
+pub fn is_deeply_empty(output: &Value, key: &str) -> bool {
+    let mut at = output;
+    for part in key.split('.') {
+        let list = part.strip_suffix("[]");
+        at = &at[list.unwrap_or(part)];
+        if list.is_some() {
+            match at.as_array().and_then(|items| items.first()) {
+                Some(first) => at = first,
+                None => return true,
+            }
+        }
+    }
+    false
+}
+
+/// Leaves of an object, lists of objects by all their elements.
+pub fn keys(value: &Value, at: &str, found: &mut BTreeSet<String>) {
+    match value {
+        Value::Object(object) => {
+            for (key, value) in object {
+                keys(value, &if at.is_empty() { key.clone() } else { format!("{at}.{key}") }, found);
+            }
+        }
+        Value::Array(items) if items.iter().any(Value::is_object) => {
+            items.iter().for_each(|item| keys(item, &format!("{at}[]"), found));
+        }
+        _ => {
+            found.insert(at.to_owned());
+        }
+    }
+}
+
+/// Keys of a heading's table, with whether they are optional; references to other headings are followed.
+pub fn table(heading: &str) -> BTreeMap<String, bool> {
+    let text = include_str!("../../docs/cli.md");
+    let (_, rest) = text.split_once(&format!("\n### {heading}\n")).unwrap_or_else(|| panic!("no heading {heading}"));
+    let mut found = BTreeMap::new();
+    for line in rest.lines().take_while(|line| !line.starts_with('#')).filter(|line| line.starts_with("| `")) {
+        let mut cells = line.split('|').map(str::trim);
+        let (key, meaning) = (cells.nth(1).unwrap().trim_matches('`'), cells.next().unwrap());
+        match meaning.split_once("](#").and_then(|(_, rest)| rest.split_once(')')) {
+            Some((other, _)) => {
+                found.extend(table(other).into_iter().map(|(inner, optional)| (format!("{key}.{inner}"), optional)));
+            }
+            None => {
+                found.insert(key.to_owned(), meaning.starts_with('('));
+            }
+        }
+    }
+    found
+}
+
+/// A safetensors file with one BF16 matrix.
+pub fn one_matrix(path: &Path, name: &str) {
+    let header = serde_json::json!({ name: { "dtype": "BF16", "shape": [64, 64], "data_offsets": [0, 8192] } });
+    let header = header.to_string();
+    let weights = unweight::format::testing::Weights::TRAINED.bytes(4096, 1);
+    let length = (header.len() as u64).to_le_bytes();
+    fs::write(path, [&length[..], header.as_bytes(), &weights].concat()).unwrap();
+}

@@ -1,0 +1,26 @@
+//! The `unweight` binary from outside: output, JSON keys, exit status, errors, signals. A module per command or feature.
+#![cfg(feature = "cli")]
+
+mod archive;
+mod attach;
+mod completions;
+mod compress;
+mod convert;
+mod decompress;
+mod demo;
+mod errors;
+mod extract;
+mod fit;
+mod generate;
+mod harness;
+mod inspect;
+mod kernels;
+mod man;
+mod merge;
+mod output;
+mod plan;
+mod resume;
+mod sign;
+mod source;
+mod tune;
+mod verify;

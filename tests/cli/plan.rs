@@ -1,0 +1,65 @@
+//! `plan`: plan files and `--compare`.
+
+use std::fs;
+
+use serde_json::Value;
+
+use crate::harness::{copy, fails, fixture, json, run, stdout};
+
+/// The example of the document does what the document says.
+#[test]
+fn follows_the_documented_plan_file() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    let (_, section) = include_str!("../../docs/cli.md").split_once("\n## Plan files\n").unwrap();
+    let (_, example) = section.split_once("```json\n").unwrap();
+    let (example, _) = example.split_once("```").unwrap();
+    fs::write(home.path().join("rules.json"), example).unwrap();
+    let report = json(&run(home.path(), &["plan", "model", "--plan", "rules.json", "--exclude", "*", "--json"], 0));
+    let encoding = |name: &str| {
+        let tensors = report["tensors"].as_array().unwrap();
+        tensors.iter().find(|tensor| tensor["name"] == name).unwrap()["encoding"].as_str().unwrap().to_owned()
+    };
+    assert_eq!(encoding("model.layers.0.mlp.up_proj.weight"), "raw");
+    assert_eq!(encoding("model.layers.1.mlp.up_proj.weight"), "huffman");
+    assert_eq!(encoding("model.layers.1.self_attn.q_proj.weight"), "palette");
+    assert_eq!(encoding("model.norm.weight"), "raw");
+    // And what it says are errors are errors.
+    let more = example.replacen("\"match\"", "\"note\": 1, \"match\"", 1);
+    let other = example.replacen("model.layers.0.*", "model.layers.99.*", 1);
+    for (text, why) in [(more, "note"), (other, "'model.layers.99.*'")] {
+        fs::write(home.path().join("rules.json"), text).unwrap();
+        let message = fails(home.path(), &["plan", "model", "--plan", "rules.json"], 2, "plan-file-invalid");
+        assert!(message.contains(why), "{message}");
+    }
+}
+
+#[test]
+fn compare_agrees_with_each_plan() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    let report = json(&run(home.path(), &["plan", "model", "--compare", "--json"], 0));
+    let rows = report["rows"].as_array().unwrap();
+    // Two profiles with ten limits, three without Huffman codes.
+    assert_eq!(rows.len(), 23);
+    for (profile, limit) in
+        [("distribution", 6), ("distribution", 15), ("inference", 7), ("palette", 7), ("compact", 7)]
+    {
+        let plan = ["plan", "model", "--json", "--profile", profile, "--code-limit", &limit.to_string()];
+        let plan = json(&run(home.path(), &plan, 0));
+        let of_profile = |row: &&Value| row["profile"] == profile;
+        let own = |row: &&Value| row["code_limit"] == limit || row["code_limit"].is_null();
+        let row = rows.iter().filter(of_profile).find(own).unwrap();
+        assert_eq!(row["stored_bytes"], plan["stored_bytes"], "{profile} {limit}");
+        let sum =
+            |key: &str| row["roles"].as_array().unwrap().iter().map(|role| role[key].as_u64().unwrap()).sum::<u64>();
+        let tensors = plan["tensors"].as_array().unwrap();
+        assert_eq!(sum("tensors"), tensors.len() as u64);
+        assert_eq!(sum("stored_bytes"), tensors.iter().map(|t| t["stored_bytes"].as_u64().unwrap()).sum::<u64>());
+    }
+    let table = stdout(&run(home.path(), &["plan", "model", "--compare", "--scope", "mlp"], 0));
+    assert_eq!(table.lines().count(), 1 + 1 + 23 + 1, "{table}");
+    assert!(table.contains("(source)") && table.contains("attention") && !table.contains(" all  "), "{table}");
+    run(home.path(), &["plan", "model", "--compare", "--profile", "palette"], 2);
+    fails(home.path(), &["plan", "nowhere", "--compare"], 2, "source-not-found");
+}

@@ -1,0 +1,128 @@
+//! Interruption: `--resume`, signals, full disks.
+
+use std::{
+    fs,
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use unweight::format::testing::demo_model::{self, DemoOptions};
+
+use crate::harness::{copy, error_code, fails, fixture, json, run, same, shards, stderr, tiny, unweight};
+
+#[test]
+fn continues_an_interrupted_run() {
+    let home = tempfile::tempdir().unwrap();
+    // Large enough to be caught in the act, in many files so that some are finished.
+    let options = DemoOptions {
+        layers: 12,
+        hidden: 1024,
+        intermediate: 2816,
+        heads: 16,
+        kv_heads: 4,
+        vocab: 4096,
+        shards: 24,
+        ..tiny()
+    };
+    demo_model::write(&home.path().join("model"), &options).unwrap();
+    run(home.path(), &["compress", "model", "-o", "expected", "--threads", "1"], 0);
+    let mut interrupted = false;
+    // Where a loaded machine lets a run finish before the signal comes, the next one is asked earlier.
+    for finished_files in [6, 2, 1] {
+        let arguments = ["compress", "model", "-o", "bundle", "--threads", "1", "--verify", "none"];
+        let child =
+            unweight(&arguments).current_dir(&home).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let finished = home.path().join("bundle.partial/tree");
+        let start = Instant::now();
+        let done = || if finished.is_dir() { shards(&finished).len() } else { 0 };
+        while done() < finished_files
+            && !home.path().join("bundle").exists()
+            && start.elapsed() < Duration::from_secs(60)
+        {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let pid = rustix::process::Pid::from_child(&child);
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::INT);
+        let output = child.wait_with_output().unwrap();
+        if output.status.success() {
+            fs::remove_dir_all(home.path().join("bundle")).unwrap();
+            continue;
+        }
+        assert_eq!(output.status.code(), Some(130), "{}", stderr(&output));
+        assert!(stderr(&output).contains("--resume"), "{}", stderr(&output));
+        assert!(!home.path().join("bundle").exists(), "nothing half-written under the final name");
+        // Whoever looks for the bundle, or into what there is of it, is told.
+        for path in ["bundle", "bundle.partial"] {
+            let text = fails(home.path(), &["verify", path], 2, "bundle-unfinished");
+            assert!(text.contains("bundle.partial") && text.contains("--resume"), "{text}");
+        }
+        interrupted = true;
+        break;
+    }
+    assert!(interrupted, "no run could be interrupted");
+    let report = json(&run(home.path(), &["compress", "model", "-o", "bundle", "--resume", "--json"], 0));
+    assert!(!report["resumed_files"].as_array().unwrap().is_empty());
+    same(&home.path().join("expected"), &home.path().join("bundle"));
+    assert!(!home.path().join("bundle.partial").exists());
+}
+
+#[test]
+fn file_size_limit_is_a_full_disk() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    // In KiB; the shards of the model have more.
+    let output = Command::new("bash")
+        .args(["-c", "ulimit -f 64; exec \"$0\" compress model -o bundle"])
+        .arg(assert_cmd::cargo::cargo_bin!("unweight"))
+        .current_dir(&home)
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(2), "{:?} {}", output.status, stderr(&output));
+    assert_eq!(error_code(&output), "disk-full");
+    assert!(stderr(&output).contains("--resume"), "{}", stderr(&output));
+    run(home.path(), &["compress", "model", "-o", "bundle", "--resume"], 0);
+}
+
+#[test]
+fn each_signal_has_its_exit_status() {
+    use rustix::process::Signal;
+    let home = tempfile::tempdir().unwrap();
+    let model = DemoOptions {
+        layers: 12,
+        hidden: 512,
+        intermediate: 1408,
+        heads: 8,
+        kv_heads: 2,
+        vocab: 4096,
+        shards: 24,
+        ..tiny()
+    };
+    demo_model::write(&home.path().join("model"), &model).unwrap();
+    for (signal, status) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)] {
+        // A loaded machine may let a run finish before it is asked to stop.
+        let stopped = (0..20).any(|attempt| {
+            let _ = fs::remove_dir_all(home.path().join("out"));
+            let _ = fs::remove_dir_all(home.path().join("out.partial"));
+            let child = unweight(&["compress", "model", "-o", "out", "--threads", "1", "--json"])
+                .current_dir(&home)
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped())
+                .spawn()
+                .unwrap();
+            while !home.path().join("out.partial/work").exists() && !home.path().join("out").exists() {
+                std::thread::sleep(Duration::from_micros(200));
+            }
+            std::thread::sleep(Duration::from_millis(attempt));
+            rustix::process::kill_process(rustix::process::Pid::from_child(&child), signal).unwrap();
+            let output = child.wait_with_output().unwrap();
+            if output.status.success() {
+                return false;
+            }
+            assert_eq!(output.status.code(), Some(status), "{}", stderr(&output));
+            let error = &json(&output)["error"];
+            assert_eq!((&error["class"], &error["code"]), (&"interrupted".into(), &"interrupted".into()));
+            true
+        });
+        assert!(stopped, "{signal:?}");
+    }
+}

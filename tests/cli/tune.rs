@@ -1,0 +1,86 @@
+//! `tune`: arguments, journals, saved plans. tests/gpu has the measuring.
+
+use std::fs;
+
+use unweight::format::bundle::{Bundle, PLAN_BYTES_MAX};
+
+use crate::harness::{attach_plan, copy, fails, fixture, run, stderr};
+
+/// What `tune` refuses before it looks for a GPU, and what it says without one.
+#[test]
+fn rejects_bad_arguments_before_loading() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    for profile in ["resident", "inference"] {
+        run(home.path(), &["compress", "model", "-o", profile, "--profile", profile, "--quiet"], 0);
+    }
+    let text = fails(home.path(), &["tune", "resident"], 2, "nothing-to-tune");
+    assert!(text.contains("--profile inference"), "{text}");
+    for (wrong, allowed) in [(["--batch", "3"], "1, 8, 16"), (["--mlp", "linears"], "neither stored nor alternate")] {
+        let text = stderr(&run(home.path(), &[&["tune", "inference"], &wrong[..]].concat(), 2));
+        assert!(text.contains(allowed), "{text}");
+    }
+    fails(home.path(), &["tune", "nowhere"], 2, "path-not-found");
+    let text = fails(home.path(), &["tune", "inference", "--context", "8188"], 2, "context-above-model-limit");
+    assert!(text.contains("8187"), "{text}");
+    // A plan that is none is said and left alone, before anybody asks for a GPU.
+    let dir = home.path().join("inference");
+    attach_plan(&dir, "{\"version\": 1}");
+    let generate = ["generate", "inference", "--tokens", "1", "--mlp", "stored", "--device", "99"];
+    let output = run(home.path(), &generate, 2);
+    assert!(stderr(&output).contains("not used: a tuned plan of version 1, "), "{}", stderr(&output));
+    assert!(!stderr(&output).contains("trust-attached"), "a plan is no code: {}", stderr(&output));
+    run(home.path(), &["verify", "inference", "--against", "model"], 0);
+    // What cannot be written is said before anything is loaded, and nothing is left behind.
+    let before: Vec<_> = fs::read_dir(home.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    fs::write(home.path().join("text"), "mine").unwrap();
+    fs::create_dir(home.path().join("folder.1")).unwrap();
+    for (wrong, code) in [
+        (["--journal", "absent/journal"], "path-not-found"),
+        (["--journal", "text/journal"], "not-a-directory"),
+        (["--journal", "folder"], "journal-not-a-file"),
+        (["--svg", "absent/plot.svg"], "path-not-found"),
+        (["--svg", "text"], "output-not-replaceable"),
+        (["--svg", "model"], "output-not-replaceable"),
+    ] {
+        fails(home.path(), &[&["tune", "inference", "--save"], &wrong[..]].concat(), 2, code);
+    }
+    // So are journals that are none, and those that another process writes; what was there is as it was.
+    let second = home.path().join("journal.64");
+    fs::write(&second, "mine\n").unwrap();
+    let journals = ["tune", "inference", "--journal", "journal", "--batch", "1,64"];
+    let text = fails(home.path(), &journals, 2, "journal-damaged");
+    assert!(text.contains("journal.64: line 1: "), "{text}");
+    assert_eq!(fs::read_to_string(&second).unwrap(), "mine\n");
+    fs::write(&second, "").unwrap();
+    let held = fs::File::open(&second).unwrap();
+    held.lock().unwrap();
+    fails(home.path(), &journals, 2, "journal-locked");
+    drop(held);
+    fs::remove_file(&second).unwrap();
+    // A search for what will not run is refused.
+    let asked = ["bench", "decode", "--geometry", "llama-3.2-1b", "--tune", "--mlp", "linears"];
+    fails(home.path(), &asked, 2, "usage");
+    let attached = dir.join("unweight.kernels");
+    fs::write(&attached, "damaged").unwrap();
+    let text = fails(home.path(), &["tune", "inference", "--save"], 1, "attached-invalid");
+    assert!(text.contains("byte 7"), "{text}");
+    fs::remove_file(&attached).unwrap();
+    // Nor is the plan of a newer program replaced, nor one that has no room for more.
+    let full = format!("{{\"version\": 2, \"settings\": []}}{}", " ".repeat(PLAN_BYTES_MAX - 8192));
+    for (plan, code) in [("{\"version\": 3}", "tuned-plan-version"), (&full, "tuned-plan-full")] {
+        attach_plan(&dir, plan);
+        let text = fails(home.path(), &["tune", "inference", "--save"], 2, code);
+        assert!(text.contains("kernels detach"), "{text}");
+        assert_eq!(Bundle::open(&dir).unwrap().attached().unwrap().unwrap().plan(), Some(plan));
+        run(home.path(), &["kernels", "detach", "inference"], 0);
+    }
+    fs::remove_file(home.path().join("text")).unwrap();
+    fs::remove_dir(home.path().join("folder.1")).unwrap();
+    let after: Vec<_> = fs::read_dir(home.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(before.len(), after.len(), "{after:?}");
+    // Where there is a GPU, `tests/gpu/paths.rs` has the rest.
+    if unweight_rt::device::Device::open(0).is_err() {
+        fails(home.path(), &["tune", "inference"], 2, "library-missing");
+    }
+}
