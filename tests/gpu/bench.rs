@@ -1,9 +1,13 @@
 //! The benchmark itself on a GPU: small problems, every family, a report whose numbers can be true.
 
+use std::collections::BTreeSet;
+
 use crate::harness::gpu;
 use unweight_bench::{
     BenchOptions, MatmulOptions, Report, RivalsOptions, Timing, bench_kernels, bench_matmul, bench_rivals,
 };
+use unweight_codegen::{VariantSpec, plan::GemmShape, spec::Epilogue};
+use unweight_rt::choose::recon::{Source, candidates};
 
 /// Small problems: the numbers are not for records.
 fn quick() -> BenchOptions {
@@ -39,10 +43,25 @@ fn matmuls_beside_cublas() {
     let kernels = gpu();
     let options = quick().matmul(true).all_variants(true);
     let report = bench_kernels(kernels, &options, &quick_timing(), &|_| {}).unwrap_or_else(|error| panic!("{error}"));
-    // At each batch cuBLAS, and of both sources every ring of Table 5 but n = 3, which does not divide 256, and
-    // n1p6 with k in two and in four.
-    check(&report, 2 * (1 + 2 * (7 + 2)));
+    check(&report, report.rows.len());
     assert!(report.rows.iter().all(|row| row.speedup_over_cublas.is_some()));
+    let info = kernels.device().info();
+    for m in [1, 130] {
+        let contenders: Vec<&str> =
+            report.rows.iter().filter(|row| row.m == m).map(|row| row.contender.as_str()).collect();
+        let variants: Vec<VariantSpec> = contenders.iter().filter_map(|name| name.parse().ok()).collect();
+        assert_eq!(variants.len() + 1, contenders.len(), "cuBLAS, and variants: {contenders:?}");
+        let of_source = |palette: bool| {
+            let is_of_it = |spec: &VariantSpec| spec.to_string().contains("_gemm_recon_palette_") == palette;
+            variants.iter().copied().filter(is_of_it).collect::<BTreeSet<_>>()
+        };
+        // Every variant that takes the shape, of both sources; that of exponents does not depend on the weights.
+        let problem = GemmShape { m, n: 256, k: 320 };
+        let every = candidates(info.arch, Source::Exponent, problem, info.sms, Epilogue::Store);
+        assert!(every.len() > 1, "{every:?}");
+        assert_eq!(of_source(false), every.into_iter().collect());
+        assert!(!of_source(true).is_empty(), "{contenders:?}");
+    }
 }
 
 #[test]

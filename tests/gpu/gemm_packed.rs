@@ -15,7 +15,7 @@ use crate::harness::{Random, bf16, gpu, guard_is_whole, poison, refused, stream,
 use rayon::prelude::*;
 use unweight_codegen::{
     VariantSpec,
-    plan::GemmShape,
+    plan::{GemmShape, Plan},
     spec::{Arch, Epilogue, GemmMmaSpec, GemmWgmmaSpec, Op, catalog},
 };
 use unweight_format::{
@@ -23,7 +23,7 @@ use unweight_format::{
     packed::{PackedTensor, pack},
 };
 use unweight_rt::{
-    choose::model::{Machine, PackedChooser, PackedUse},
+    choose::model::{PackedChooser, PackedUse},
     device::{DeviceBuffer, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream},
     ops::gemm_packed::{PackedGemm, lane_size},
     ops::lane::Lane,
@@ -335,7 +335,13 @@ fn what_does_not_fit_is_refused() {
     let w = DevicePacked::upload(&stream, &case.tensor).unwrap();
     let wanted = PackedUse { escapes: false, pdl: false, epilogue: Epilogue::Store };
     let problem = GemmShape { m: 4, n: case.n as u32, k: case.k as u32 };
-    let spec = PackedChooser::model(Machine::H200).choose(problem, wanted).unwrap();
+    // A variant without escapes, whatever dispatch would take.
+    let info = kernels.device().info();
+    let plain = |spec: &VariantSpec| {
+        let blocks = |spec: &VariantSpec| Plan::new(spec).ok()?.launch.grid.blocks(problem, info.sms);
+        matches!(spec.op, Op::GemmMma(op) if !op.escapes && !op.dump) && blocks(spec).is_some()
+    };
+    let spec = catalog::on::<GemmMmaSpec>(info.arch).find(plain).and_then(|spec| wanted.of(spec)).unwrap();
     let mut lane = lane(&stream, &spec, problem);
     let mut y = DeviceMatrix::zeroed(&stream, 4, case.n as u32).unwrap();
     let x = case.input(&stream, 4);
