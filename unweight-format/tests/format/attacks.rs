@@ -1,8 +1,6 @@
 //! A source that changes, a neighbour who plants things, a disk that fails: nothing is lost, nothing is fooled. Each test is a promise that an attack
 //! once broke.
 
-mod common;
-
 use std::{
     fs,
     os::unix::fs::{FileExt, PermissionsExt, symlink},
@@ -12,7 +10,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{Scratch, chain, read_tree, safetensors_file, small_model, tensor};
 use rustix::process::{Resource, Rlimit, setrlimit};
 use unweight_format::{
     Digest, FAILPOINTS,
@@ -22,6 +19,8 @@ use unweight_format::{
     },
     testing::Weights,
 };
+
+use crate::common::{self, Scratch, chain, read_tree, safetensors_file, small_model, tensor};
 
 /// Does something once, when the named file is begun or the first tensor of it is.
 struct When<F: Fn() + Sync> {
@@ -168,9 +167,9 @@ fn a_wrong_sha256_is_found_by_verify_as_by_decompress() {
         weights["sha256"] = "0".repeat(64).into();
     });
     let report = verify(&out, None, &Silent).unwrap();
-    assert!(report.problems.iter().any(|p| p.message.contains("SHA-256")), "{report:?}");
+    assert!(report.problems.iter().any(|p| p.code == "bundle-content-mismatch"), "{report:?}");
     let error = decompress(&out, &scratch.path("back"), &DecompressOptions::default(), &Silent).unwrap_err();
-    assert!(chain(&error).contains("SHA-256"), "{}", chain(&error));
+    assert!(matches!(&error, BundleError::Mismatch { what, .. } if what.starts_with("SHA-256")), "{}", chain(&error));
 }
 
 /// `docs/format.md` B.4: every stored byte is compared with its digest, also where no weight depends on it.
@@ -249,7 +248,10 @@ fn crash(root: &Path, what: &str, failpoint: &str) -> bool {
 
 fn child_command(root: &Path, what: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "child", "--nocapture"]).env("UNWEIGHT_TEST_ROOT", root).env("UNWEIGHT_TEST_WHAT", what);
+    command
+        .args(["--exact", "attacks::child", "--nocapture"])
+        .env("UNWEIGHT_TEST_ROOT", root)
+        .env("UNWEIGHT_TEST_WHAT", what);
     command
 }
 
@@ -276,7 +278,7 @@ fn child() {
                 let options = DecompressOptions::default();
                 decompress(&root.join("out"), &root.join("back"), &options, &Silent).map(|_| "done".into())
             };
-            println!("child says: {}", said.unwrap_or_else(|error| chain(&error)));
+            println!("child says: {}", said.unwrap_or_else(|error| format!("{}: {}", error.code(), chain(&error))));
         }
         other => panic!("{other}"),
     }
@@ -730,8 +732,9 @@ fn a_sparse_shard_is_refused_before_it_is_held_in_memory() {
         let output = child_command(scratch.dir(), what).output().unwrap();
         let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
         // A disk that is too small is told first.
-        let no_room = what.starts_with("decompress") && text.contains("are free");
-        assert!(text.contains("a.safetensors: 34359738368 bytes of memory are needed at once") || no_room, "{text}");
+        let no_room = what.starts_with("decompress") && text.contains("disk-full: ");
+        let no_memory = text.contains("memory-insufficient: ") && text.contains("a.safetensors: 34359738368 bytes");
+        assert!(no_memory || no_room, "{text}");
     }
     // And above the format's limit.
     reseal(&out, |manifest| {

@@ -1,7 +1,5 @@
 //! The fast codec against the oracle: same bytes out of the encoders, same weights out of the decoders.
 
-mod common;
-
 use std::ops::Range;
 
 use proptest::prelude::*;

@@ -1,5 +1,4 @@
 //! Models to test with.
-#![allow(dead_code, reason = "each test binary uses a part")]
 
 use std::{
     collections::BTreeMap,

@@ -1,10 +1,7 @@
 //! Types that are not BF16: fast codec against the oracle, hostile sections, and whole models.
 
-mod common;
-
 use std::fs;
 
-use common::{Scratch, chain, read_tree, safetensors_file, tensor};
 use proptest::prelude::*;
 use unweight_format::{
     CodeLimit, CodecError, ExponentsTensor, Float, FloatMatrix, FormId, Matrix, Section, StoredTensor,
@@ -12,6 +9,8 @@ use unweight_format::{
     exponents, huffman, oracle,
     testing::{Random, float_weights},
 };
+
+use crate::common::{self, Scratch, chain, read_tree, safetensors_file, tensor};
 
 const CODED: [Float; 4] = [Float::E4M3, Float::E5M2, Float::F16, Float::F32];
 

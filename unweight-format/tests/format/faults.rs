@@ -1,8 +1,6 @@
 //! What the system refuses: threads, modes, renames. Each test runs the work in a child, as a user whom limits and modes
 //! bind, or with a fault that the library is asked to meet (`FAULTS`).
 
-mod common;
-
 use std::{
     fs,
     os::unix::{fs::PermissionsExt, process::CommandExt},
@@ -11,7 +9,6 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use common::{Scratch, chain, read_tree, safetensors_file, small_model, tensor};
 use rustix::process::{Resource, Rlimit, geteuid, setrlimit};
 use unweight_format::{
     bundle::{
@@ -20,6 +17,8 @@ use unweight_format::{
     },
     testing::demo_model::{self, DemoOptions},
 };
+
+use crate::common::{self, Scratch, chain, read_tree, safetensors_file, small_model, tensor};
 
 const ROOT: &str = "UNWEIGHT_TEST_ROOT";
 const WHAT: &str = "UNWEIGHT_TEST_WHAT";
@@ -49,7 +48,8 @@ fn child() {
         "resume decompress" => decompress(&DecompressOptions::default().resume(true)),
         other => panic!("{other}"),
     };
-    println!("child says: {}", result.map_or_else(|error| chain(&error), |()| "done".into()));
+    let said = |error| format!("{}: {}", BundleError::code(&error), chain(&error));
+    println!("child says: {}", result.map_or_else(said, |()| "done".into()));
 }
 
 /// The test [`child`] in a process of its own, and what it says.
@@ -77,7 +77,7 @@ impl Child {
     }
 
     fn of(mut command: Command, root: &Path, what: &str) -> Self {
-        command.args(["--exact", "child", "--nocapture", "--test-threads=1"]).env(ROOT, root).env(WHAT, what);
+        command.args(["--exact", "faults::child", "--nocapture", "--test-threads=1"]).env(ROOT, root).env(WHAT, what);
         Self(command)
     }
 
@@ -110,11 +110,11 @@ fn without_threads_there_is_an_error() {
     compress(&scratch.path("model"), &scratch.path("bundle"), &CompressOptions::default(), &Silent).unwrap();
     for what in ["demo", "compress", "verify", "decompress"] {
         let said = Child::bound(scratch.dir(), what).with(THREADS, "1").says();
-        assert!(said.contains("cannot start") && said.contains("threads"), "{what}: {said}");
+        assert!(said.starts_with("threads-unavailable: "), "{what}: {said}");
         // Some of them: which is missed first depends on the number of processors.
         for most in ["2", "3", "4", "5"] {
             let said = Child::bound(scratch.dir(), what).with(THREADS, most).says();
-            assert!(said == "done" || said.contains("cannot start"), "{what} with {most}: {said}");
+            assert!(said == "done" || said.starts_with("threads-unavailable: "), "{what} with {most}: {said}");
             for made in ["demo", "out"] {
                 drop(fs::remove_dir_all(scratch.path(made)));
             }
@@ -129,14 +129,14 @@ fn whichever_thread_is_missing_there_is_an_error() {
     // Of each of two shards one thread reads, one writes, and one waits for the disk.
     for missing in 1..=6 {
         let said = Child::new(scratch.dir(), "compress").with("UNWEIGHT_FAULT", &format!("thread:{missing}")).says();
-        assert!(said.contains("cannot start 1 threads"), "{missing}: {said}");
+        assert!(said.starts_with("threads-unavailable: "), "{missing}: {said}");
     }
     let said = Child::new(scratch.dir(), "compress").with("UNWEIGHT_FAULT", "thread:7").says();
     assert_eq!(said, "done");
     fs::rename(scratch.path("out"), scratch.path("bundle")).unwrap();
     for missing in 1..=2 {
         let said = Child::new(scratch.dir(), "decompress").with("UNWEIGHT_FAULT", &format!("thread:{missing}")).says();
-        assert!(said.contains("cannot start 1 threads"), "{missing}: {said}");
+        assert!(said.starts_with("threads-unavailable: "), "{missing}: {said}");
     }
 }
 
@@ -245,7 +245,7 @@ fn without_a_swap_of_names_the_old_output_is_kept_until_the_new_one_is_there() {
     // Nothing can be renamed any more: the message says where it is.
     begin();
     let said = replace("swap,publish,back").says();
-    assert!(said.contains(&format!("the old one lies in {}", aside.display())), "{said}");
+    assert!(said.starts_with("output-not-renamed: ") && said.contains(&aside.display().to_string()), "{said}");
     assert!(!out.exists() && read_tree(&aside) == old);
     assert_eq!(replace("swap").says(), "done");
     whole();

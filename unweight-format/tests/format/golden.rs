@@ -1,15 +1,12 @@
 //! The golden files of `tests/golden`: what this version writes, byte for byte, and what every version must refuse.
 //!
-//! `cargo test -p unweight-format --test golden -- --ignored` writes them anew; review the difference before committing it.
-
-mod common;
+//! `cargo test -p unweight-format --test format -- --ignored golden` writes them anew; review the difference before committing it.
 
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
-use common::{Scratch, chain, header, read_tree, safetensors_file, tensor, weights};
 use unweight_format::{
     CompactTensor, Digest, ExponentsTensor, Float, FormId, HuffmanTensor, Matrix, PackedTensor, PaletteTensor, Section,
     TileMetadata,
@@ -18,6 +15,8 @@ use unweight_format::{
     safetensors::{Header, SOURCE_HEADER_MAX},
     testing::{Random, float_weights},
 };
+
+use crate::common::{Scratch, chain, header, read_tree, safetensors_file, tensor, weights};
 
 fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")

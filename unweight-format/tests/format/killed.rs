@@ -1,7 +1,5 @@
 //! What only another process shows: a kill in the middle, and a disk that is full.
 
-mod common;
-
 use std::{
     fs,
     path::Path,
@@ -11,11 +9,12 @@ use std::{
     time::Duration,
 };
 
-use common::{Scratch, chain, read_tree};
 use unweight_format::{
     bundle::{CompressOptions, Progress, Silent, compress, verify},
     testing::demo_model::{self, DemoOptions},
 };
+
+use crate::common::{Scratch, chain, read_tree};
 
 const CHILD: &str = "UNWEIGHT_TEST_CHILD";
 
@@ -57,7 +56,10 @@ fn child() {
     };
     println!(
         "child says: {}",
-        result.map_or_else(|error| format!("{} {:?}", chain(&error), error.remedy()), |_| "done".into())
+        result.map_or_else(
+            |error| format!("{}: {} {:?}", error.code(), chain(&error), error.remedy()),
+            |_| "done".into()
+        )
     );
 }
 
@@ -78,7 +80,7 @@ fn a_killed_run_resumes_to_the_same_bytes() {
     let scratch = Scratch::new();
     model(&scratch.path("model"));
     let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child", "--nocapture"])
+        .args(["--exact", "killed::child", "--nocapture"])
         .env(CHILD, scratch.dir())
         .env("UNWEIGHT_TEST_WAIT", "1")
         .spawn()
@@ -109,7 +111,7 @@ fn a_full_disk_is_said_and_what_was_done_is_kept() {
     assert!(sizes[3] > first + 4096, "the first shard fits, a later one does not: {sizes:?}");
     let limit_kib = (first + sizes[3]) / 2 / 1024;
     // Nobody handles the signal that a write above the limit raises.
-    let script = format!("ulimit -f {limit_kib}; exec \"$0\" --exact child --nocapture");
+    let script = format!("ulimit -f {limit_kib}; exec \"$0\" --exact killed::child --nocapture");
     let output = Command::new("bash")
         .args(["-c", &script])
         .arg(std::env::current_exe().unwrap())
@@ -117,7 +119,7 @@ fn a_full_disk_is_said_and_what_was_done_is_kept() {
         .output()
         .unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
-    for part in ["child says:", "no room to write", "more bytes are needed", "are free", "FreeAndResume", "shard"] {
+    for part in ["child says: disk-full: ", "more bytes are needed", "are free", "FreeAndResume", "shard"] {
         assert!(text.contains(part), "{text} {}", String::from_utf8_lossy(&output.stderr));
     }
     resume_and_compare(&scratch);

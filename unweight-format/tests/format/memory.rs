@@ -1,10 +1,7 @@
 //! Memory is bounded, as README says: most resident memory of a process that does nothing else.
 
-mod common;
-
 use std::{fmt::Write, fs, path::Path, process::Command};
 
-use common::{Scratch, chain};
 use unweight_format::{
     Digest,
     bundle::{
@@ -12,6 +9,8 @@ use unweight_format::{
         verify_with,
     },
 };
+
+use crate::common::{Scratch, chain};
 
 const ROOT: &str = "UNWEIGHT_TEST_ROOT";
 const WHAT: &str = "UNWEIGHT_TEST_WHAT";
@@ -50,7 +49,7 @@ fn child() {
 /// The most memory that a process had for it, bytes, and what came of it.
 fn peak(root: &Path, what: &str, ram: Option<u64>) -> (u64, String) {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", "child", "--nocapture"]).env(ROOT, root).env(WHAT, what);
+    command.args(["--exact", "memory::child", "--nocapture"]).env(ROOT, root).env(WHAT, what);
     command.envs(ram.map(|bytes| (RAM, bytes.to_string())));
     let output = command.output().unwrap();
     let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();

@@ -1,7 +1,5 @@
 //! A model compressed in parts: whatever their number, they merge to the bundle of one run, and what does not belong together is refused.
 
-mod common;
-
 use std::{
     collections::BTreeMap,
     fs,
@@ -10,7 +8,6 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use common::{Scratch, chain, read_tree, safetensors_file, tensor};
 use unweight_format::{
     Digest,
     bundle::{
@@ -19,6 +16,8 @@ use unweight_format::{
     },
     testing::demo_model::{self, DemoOptions},
 };
+
+use crate::common::{self, Scratch, chain, read_tree, safetensors_file, tensor};
 
 /// Four shards and a file of its own, an index, a configuration, and files beside them.
 fn model(scratch: &Scratch) -> PathBuf {

@@ -1,15 +1,14 @@
 //! The stock Python package opens a bundle, and a few lines of numpy read a palette tensor from it by the specification alone.
 
-mod common;
-
 use std::{
     fs,
     path::{Path, PathBuf},
     process::Command,
 };
 
-use common::{Scratch, real_model};
 use unweight_format::bundle::{CompressOptions, Profile, Silent, compress};
+
+use crate::common::{Scratch, real_model};
 
 const SCRIPT: &str = r#"
 import json, pathlib, sys

@@ -1,15 +1,14 @@
 //! Parts of tensors, as ranks read them: the same weights, fewer bytes, every byte compared.
 
-mod common;
-
 use std::{fs, ops::Range, os::unix::fs::FileExt, path::Path};
 
-use common::{Scratch, safetensors_file, tensor};
 use unweight_format::{
     Digest, FormId,
     bundle::{Bundle, BundleError, CompressOptions, Profile, Silent, compress, manifest::TensorEntry, verify},
     testing::{Random, Weights},
 };
+
+use crate::common::{Scratch, safetensors_file, tensor};
 
 const NAMES: [&str; 5] = ["wide", "tall", "small", "odd", "bias"];
 

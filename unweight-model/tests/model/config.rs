@@ -18,7 +18,7 @@ fn accepted(family: &str, change: Value) -> ModelConfig {
 
 #[test]
 fn what_is_not_said_is_as_transformers_has_it() {
-    let defaults: Value = serde_json::from_str(include_str!("fixtures/defaults.json")).unwrap();
+    let defaults: Value = serde_json::from_str(include_str!("../fixtures/defaults.json")).unwrap();
     let defaults = defaults.as_object().unwrap();
     assert_eq!(defaults.len(), Family::ALL.len());
     for (family, spelled_out) in defaults {

@@ -9,7 +9,7 @@ fn bits(value: &Value) -> Vec<u32> {
 
 #[test]
 fn tables_are_those_of_transformers() {
-    let cases: Value = serde_json::from_str(include_str!("fixtures/rope.json")).unwrap();
+    let cases: Value = serde_json::from_str(include_str!("../fixtures/rope.json")).unwrap();
     for (name, case) in cases.as_object().unwrap() {
         let rope = ModelConfig::from_json(&case["config"], None).unwrap().rope;
         let (expected, got) = (bits(&case["inv_freq_bits"]), rope.inv_freq());

@@ -1,0 +1,16 @@
+//! Codec, containers and bundles, by feature. One binary: each would link the whole library.
+
+mod attached;
+mod attacks;
+mod bundle;
+mod codec;
+mod common;
+mod damage;
+mod exponents;
+mod faults;
+mod golden;
+mod killed;
+mod memory;
+mod parts;
+mod safetensors_python;
+mod slices;

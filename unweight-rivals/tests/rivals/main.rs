@@ -1,0 +1,4 @@
+//! Formats of other systems.
+
+mod dfloat11;
+mod others;
