@@ -18,21 +18,11 @@ use unweight_model::{
     reference::{self, Reference},
 };
 
-use crate::harness::{Random, error, gpu, rms};
+use crate::harness::{Random, WHOLE_TILES, error, gpu, rms};
 
 /// Whole tiles, and nothing whole at all: columns that are padded, a gate and an up that cannot be merged.
 const MODELS: [DemoOptions; 2] = [
-    DemoOptions {
-        layers: 3,
-        hidden: 256,
-        intermediate: 512,
-        heads: 4,
-        kv_heads: 2,
-        vocab: 1024,
-        experts: 0,
-        shards: 1,
-        seed: 5,
-    },
+    WHOLE_TILES,
     DemoOptions {
         layers: 2,
         hidden: 144,

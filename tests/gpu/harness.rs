@@ -3,7 +3,11 @@
 use std::sync::OnceLock;
 
 pub use unweight_format::testing::{Random, Weights};
-use unweight_format::{TileMetadata, huffman::CodedExponents, testing};
+use unweight_format::{
+    TileMetadata,
+    huffman::CodedExponents,
+    testing::{self, demo_model::DemoOptions},
+};
 use unweight_rt::{
     device::{Device, DeviceBuffer, DeviceError, KernelSet, LaneSize, Refusal, Stream},
     env::Env,
@@ -137,6 +141,27 @@ pub fn bf16(x: f64) -> u16 {
 pub fn value(bits: u16) -> f64 {
     f64::from(f32::from_bits(u32::from(bits) << 16))
 }
+
+/// Each element differs from its exact value by at most one rounding and its slack.
+pub fn close(got: &[u16], exact: impl Iterator<Item = (f64, f64)>, what: &str) {
+    for (at, (got, (sum, slack))) in got.iter().zip(exact).enumerate() {
+        let error = (value(*got) - sum).abs();
+        assert!(error <= sum.abs() / 256.0 + slack, "{what}: element {at} is {}, not {sum}", value(*got));
+    }
+}
+
+/// A small model whose matrices are whole tiles.
+pub const WHOLE_TILES: DemoOptions = DemoOptions {
+    layers: 3,
+    hidden: 256,
+    intermediate: 512,
+    heads: 4,
+    kv_heads: 2,
+    vocab: 1024,
+    experts: 0,
+    shards: 1,
+    seed: 5,
+};
 
 /// Shapes with every kind of edge: single elements, columns, rows; remainders around 32 and 64; odd `k`.
 pub const SHAPES: [(usize, usize); 16] = [

@@ -46,21 +46,11 @@ use unweight_rt::{
     weight::{DeviceHuffman, DeviceMatrix, DevicePalette},
 };
 
-use crate::harness::{Random, Weights, error, gpu, guard_is_whole, poison, stream, value};
+use crate::harness::{Random, WHOLE_TILES, Weights, error, gpu, guard_is_whole, poison, stream, value};
 use crate::jit::cache;
 
 /// Six layers, so that hard ones use each slot more than once; whole tiles.
-const MODEL: DemoOptions = DemoOptions {
-    layers: 6,
-    hidden: 256,
-    intermediate: 512,
-    heads: 4,
-    kv_heads: 2,
-    vocab: 1024,
-    experts: 0,
-    shards: 1,
-    seed: 11,
-};
+const MODEL: DemoOptions = DemoOptions { layers: 6, seed: 11, ..WHOLE_TILES };
 
 /// As in `engine.rs`: rounding to bf16 everywhere costs a few parts in a thousand.
 const BOUND: f64 = 0.02;

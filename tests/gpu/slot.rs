@@ -9,7 +9,7 @@
 
 use std::path::Path;
 
-use crate::harness::{Random, Weights, bf16, gpu, guard_is_whole, poison, refused, stream, value};
+use crate::harness::{Random, WHOLE_TILES, Weights, bf16, close, gpu, guard_is_whole, poison, refused, stream, value};
 use rayon::prelude::*;
 use unweight_bench::halves;
 use unweight_codegen::spec::{Epilogue, Op};
@@ -55,13 +55,6 @@ fn product(x: &[f64], w: &[f64], k: usize) -> Vec<(f64, f64)> {
             })
         })
         .collect()
-}
-
-fn close(got: &[u16], exact: impl Iterator<Item = (f64, f64)>, what: &str) {
-    for (at, (got, (sum, slack))) in got.iter().zip(exact).enumerate() {
-        let error = (value(*got) - sum).abs();
-        assert!(error <= sum.abs() / 256.0 + slack, "{what}: element {at} is {}, not {sum}", value(*got));
-    }
 }
 
 /// Y directly, again, and as a graph: the same bits.
@@ -251,18 +244,7 @@ fn a_lane_without_a_slot_is_refused() {
 
 fn compact_bundle(home: &Path) -> Bundle {
     let (source, target) = (home.join("model"), home.join("bundle"));
-    let model = DemoOptions {
-        layers: 1,
-        hidden: 256,
-        intermediate: 512,
-        heads: 4,
-        kv_heads: 2,
-        vocab: 1024,
-        experts: 0,
-        shards: 1,
-        seed: 5,
-    };
-    demo_model::write(&source, &model).unwrap();
+    demo_model::write(&source, &DemoOptions { layers: 1, ..WHOLE_TILES }).unwrap();
     bundle::compress(&source, &target, &CompressOptions::new(Profile::Compact), &Silent).unwrap();
     Bundle::open(&target).unwrap()
 }
