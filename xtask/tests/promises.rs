@@ -31,7 +31,18 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Names of functions with `#[test]` a few lines above them.
+/// The module of a file: its name, or for `mod.rs`, `main.rs` and `tests.rs` that of its folder.
+fn module(file: &Path) -> &str {
+    fn stem(path: &Path) -> &str {
+        path.file_stem().and_then(|stem| stem.to_str()).unwrap_or_default()
+    }
+    match (stem(file), file.parent()) {
+        ("mod" | "main" | "tests", Some(folder)) => stem(folder),
+        (own, _) => own,
+    }
+}
+
+/// `module::name` of functions with `#[test]` a few lines above them.
 fn tests() -> BTreeSet<String> {
     let mut files = Vec::new();
     for folder in ["src", "tests", "unweight-format", "unweight-rt"] {
@@ -42,7 +53,8 @@ fn tests() -> BTreeSet<String> {
         let text = read(&file);
         for part in text.split("#[test]").skip(1) {
             let head = part.lines().take(5).find_map(|line| line.trim().strip_prefix("fn "));
-            names.extend(head.and_then(|head| head.split('(').next()).map(str::to_owned));
+            let name = head.and_then(|head| head.split('(').next());
+            names.extend(name.map(|name| format!("{}::{name}", module(&file))));
         }
     }
     names
