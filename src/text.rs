@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn a_character_comes_when_it_is_whole() {
+    fn characters_are_streamed_whole() {
         let text = Text::new(bytes().as_bytes(), None, None).unwrap();
         let sentence = "naïve 東京 🦀!";
         let ids = text.encode(sentence).unwrap();
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn a_conversation_is_written_by_the_template() {
+    fn chat_template_renders_messages() {
         let config = br#"{"bos_token": "<s>", "chat_template": "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"}"#;
         let text = Text::new(bytes().as_bytes(), Some(config), None).unwrap();
         let messages = [Message::system("be brief"), Message::user("hi")];
@@ -409,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_tokenizer_is_refused_by_its_file() {
+    fn invalid_tokenizers_are_rejected_by_file() {
         assert!(matches!(Text::new(b"{}", None, None), Err(TextError::File { file: TOKENIZER, .. })));
         let broken = Text::new(bytes().as_bytes(), Some(b"["), None);
         assert!(matches!(broken, Err(TextError::File { file: TOKENIZER_CONFIG, .. })));
@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn a_deep_template_is_no_overflow() {
+    fn deeply_nested_template_does_not_overflow() {
         let limit = Template::LIMIT;
         let of = |start: &str, level: &str, end: &str| {
             let levels = (limit - start.len() - end.len()) / level.len();
@@ -476,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lone_byte_is_no_end() {
+    fn incomplete_utf8_does_not_end_a_text() {
         let vocab =
             serde_json::json!({"<0x0A>": 0, "<0xE6>": 1, "<0x9D>": 2, "<0xB1>": 3, "a": 4, "\u{2581}b": 5, "<unk>": 6});
         let tokenizer = serde_json::json!({
@@ -501,7 +501,7 @@ mod tests {
     }
 
     #[test]
-    fn the_stop_that_begins_first_counts() {
+    fn earliest_stop_string_wins() {
         let cases: [(&str, &[&str], &str, bool); 6] = [
             ("abcd", &["abcd", "bc"], "", true),
             ("abce", &["abcd", "bc"], "a", true),
@@ -535,7 +535,7 @@ mod tests {
     }
 
     #[test]
-    fn a_text_ends_at_a_stop_wherever_it_is_cut() {
+    fn stop_strings_are_found_across_pieces() {
         let whole = "one two\n\nUser: three é four";
         for stops in [vec!["\n\nUser:", "four"], vec!["é "], vec!["never"], vec![""], vec!["o", "one"]] {
             let end = stops.iter().filter(|stop| !stop.is_empty()).filter_map(|stop| whole.find(stop)).min();
@@ -566,7 +566,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_are_numbers_and_nothing_else() {
+    fn token_ids_must_be_numbers() {
         assert_eq!(parse_ids("[1, 2 3\n40]").unwrap(), [1, 2, 3, 40]);
         for wrong in ["99999999999", "-5", "+5", "1.5", "0x10", "abc", "1,b", "1;2", "", "[]", " , "] {
             let error = parse_ids(wrong).unwrap_err().to_string();

@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_difference_is_found_and_named() {
+    fn differences_are_named() {
         let home = tempfile::tempdir().unwrap();
         let [a, b] = ["a", "b"].map(|name| home.path().join(name));
         for folder in [&a, &b] {

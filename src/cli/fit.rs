@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn an_engine_is_asked_to_keep_what_is_coded() {
+    fn coded_weights_need_an_engine_option() {
         assert_eq!(
             [kept(true, false), kept(false, true), kept(false, false)],
             ["--mlp stored ", "--resident small ", ""]

@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn the_cache_is_where_the_hub_has_it() {
+    fn hub_cache_location_follows_environment() {
         let with = |set: &[(&str, &str)]| {
             hub_cache(|name| set.iter().find(|(key, _)| *key == name).map(|(_, value)| value.into()))
         };
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn folders_in_common() {
+    fn common_folder_of_sources() {
         let common = |paths: &[&str]| common_folder(&paths.iter().map(PathBuf::from).collect::<Vec<_>>());
         assert_eq!(common(&["/m/a.safetensors"]), Path::new("/m"));
         assert_eq!(common(&["/m/a", "/m/sub/b"]), Path::new("/m"));

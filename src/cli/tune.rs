@@ -532,7 +532,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn batches_are_those_that_steps_are_recorded_for() {
+    fn batches_are_recorded_graph_sizes() {
         assert_eq!(batch("64"), Ok(64));
         for text in ["3", "0", "x", "2048", "-1"] {
             assert!(batch(text).unwrap_err().contains("1, 8, 16"), "{text}");
@@ -554,7 +554,7 @@ mod tests {
     }
 
     #[test]
-    fn a_setting_is_told_by_names() {
+    fn settings_are_printed_by_name() {
         let ways = |names: [&str; 3]| names.map(|way| way.parse().unwrap());
         let (hard, easy) = (ways(["raw", "exponents/n2p4", "palette/n1p6s2"]), ways(["raw"; 3]));
         let told = serde_json::to_string(&row(64, Setting { hard, easy, decode_sms: 22, consumers: 2 })).unwrap();
@@ -564,7 +564,7 @@ mod tests {
     }
 
     #[test]
-    fn a_journal_without_room_says_what_to_do() {
+    fn journal_on_a_full_disk_names_the_next_step() {
         let source = io::ErrorKind::StorageFull.into();
         let error = JournalError::Io { path: "some/journal.1".into(), source };
         let text = ended(error.into(), None).to_json().to_string();
@@ -573,7 +573,7 @@ mod tests {
 
     /// The second of four batches has no room, the third fails, the fourth is not begun.
     #[test]
-    fn a_batch_that_fails_is_in_the_report_beside_those_that_were_found() {
+    fn failed_batch_is_reported_with_the_others() {
         let ways: [Way; 3] = ["raw"; 3].map(|way| way.parse().unwrap());
         let setting = Setting { hard: ways, easy: ways, decode_sms: 22, consumers: 2 };
         let found = |last: u32| {
@@ -622,7 +622,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_follows_what_was_measured() {
+    fn remaining_time_follows_measurements() {
         assert_eq!(left(Duration::from_secs(10), 5, 20), Some(40.0));
         assert_eq!(left(Duration::from_secs(10), 0, 20), None);
         assert_eq!(numbered(Path::new("a/j"), 64), Path::new("a/j.64"));

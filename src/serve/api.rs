@@ -501,7 +501,7 @@ mod tests {
     }
 
     #[test]
-    fn defaults_are_those_of_openai() {
+    fn defaults_match_openai() {
         let call = read(Endpoint::Completions, &with(json!({}))).unwrap();
         assert_eq!((call.n, call.max_tokens, call.seed, call.stream), (1, Some(16), None, false));
         assert_eq!(call.params, SampleParams::default().temperature(1.0));
@@ -528,7 +528,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_done_is_refused_by_name() {
+    fn unsupported_parameters_are_rejected_by_name() {
         for (name, value) in [
             ("logit_bias", json!({ "5": 1 })),
             ("frequency_penalty", json!(0.5)),
@@ -568,7 +568,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_keep_their_bits() {
+    fn floats_keep_their_bits() {
         let call = |fields: Value| read(Endpoint::Completions, &with(fields)).unwrap();
         assert_eq!(call(json!({ "seed": -1 })).seed, Some(u64::MAX));
         assert_eq!(call(json!({ "seed": u64::MAX })).seed, Some(u64::MAX));

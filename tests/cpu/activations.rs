@@ -143,7 +143,7 @@ fn norms() -> Vec<Norm> {
 }
 
 #[test]
-fn norms_are_those_of_double_precision() {
+fn norms_match_double_precision() {
     let mut specs: Vec<_> = catalog::of::<NormSpec>().collect();
     specs.push(spec("norm_t1024_pdl"));
     let mut kernel = CpuKernel::all(&specs, &[]);
@@ -256,7 +256,7 @@ fn check_silu_mul(
 const SILU_MULS: [(usize, usize); 5] = [(1, 8), (3, 72), (2, 1024), (5, 1032), (1, 3000)];
 
 #[test]
-fn activations_are_those_of_double_precision() {
+fn activations_match_double_precision() {
     let mut specs: Vec<_> = catalog::of::<SiluMulSpec>().collect();
     specs.push(spec("silu_mul_t256_pdl"));
     let mut kernel = CpuKernel::all(&specs, &[]);
@@ -397,7 +397,7 @@ fn tables() -> [Table; 2] {
 }
 
 #[test]
-fn rows_of_embeddings_are_their_bytes() {
+fn embedding_rows_are_copied() {
     let specs: Vec<_> = catalog::of::<EmbedSpec>().collect();
     let mut kernel = CpuKernel::all(&specs, &[]);
     let tables = tables();
@@ -641,7 +641,7 @@ fn ropes(head_dim: usize) -> Vec<Rope> {
 }
 
 #[test]
-fn rotations_are_those_of_double_precision() {
+fn rotations_match_double_precision() {
     let names = ["rope_d64", "rope_d128_pdl", "rope_d16", "rope_d48_pdl", "rope_d96", "rope_d256"];
     let specs: Vec<_> = names.iter().map(|name| spec(name)).collect();
     let mut kernel = CpuKernel::all(&specs, &[]);

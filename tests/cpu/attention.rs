@@ -131,7 +131,7 @@ fn lengths_at_the_edges_of_tiles_and_pages() {
 }
 
 #[test]
-fn every_group() {
+fn every_group_size() {
     let spec = spec("attention_decode_d64_w2p2c1");
     let mut kernel = CpuKernel::of(&spec, &[]);
     for group in 1..=16 {
@@ -191,7 +191,7 @@ fn heads_get_bias_norm_and_rotation() {
 }
 
 #[test]
-fn small_and_odd_heads() {
+fn small_and_odd_head_sizes() {
     for head_dim in [16, 32, 48, 80, 96, 112] {
         let spec = spec(&format!("attention_decode_d{head_dim}_w4p2c1"));
         let mut kernel = CpuKernel::of(&spec, &[]);
@@ -337,7 +337,7 @@ fn chunk(head_dim: usize, group: usize, (start, tokens, window): (u32, u32, u32)
 }
 
 #[test]
-fn chunks_see_what_came_before() {
+fn chunks_attend_to_earlier_tokens() {
     for name in [
         "d128_w4p2c1_pdl",
         "d64_w2p2c1_pdl",

@@ -193,7 +193,7 @@ fn all_cases() -> Vec<Case> {
 }
 
 #[test]
-fn the_bytes_are_those_of_the_cpu() {
+fn kernel_bytes_equal_the_cpu_encoder() {
     let mut kernel = build(&[]);
     for case in all_cases() {
         check(&mut kernel, &case.bytes, &case.tensor).unwrap();

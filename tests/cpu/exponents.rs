@@ -183,7 +183,7 @@ fn assert_case(case: &Case, limit: u32, arch: Arch, (got, fault): (Vec<u8>, u32)
 }
 
 #[test]
-fn weights_of_every_type_and_shape_come_back() {
+fn weights_of_every_type_and_shape_round_trip() {
     for float in CODED {
         for case in cases(float) {
             let tensor = case.encode(7);
@@ -196,7 +196,7 @@ fn weights_of_every_type_and_shape_come_back() {
 }
 
 #[test]
-fn longer_codes_and_warps_that_go_round_their_buffers() {
+fn long_codes_wrap_the_ring_buffers() {
     for float in CODED {
         // Elements in lanes' own order, and one by one.
         for case in [many_tiles(float, 768), many_tiles(float, 129)] {
@@ -211,7 +211,7 @@ fn longer_codes_and_warps_that_go_round_their_buffers() {
 }
 
 #[test]
-fn tampered_metadata_is_a_fault_and_nothing_else() {
+fn tampered_metadata_is_reported_as_a_fault() {
     for float in CODED {
         let case = Case::new("outliers", float, (130, 200), 200);
         let tensor = case.encode(7);

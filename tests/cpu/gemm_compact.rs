@@ -173,7 +173,7 @@ fn check(name: &str, shapes: &[(usize, usize, usize)]) {
 }
 
 #[test]
-fn every_weight_comes_back() {
+fn every_weight_round_trips() {
     let mut lists = 0;
     for (name, n, k) in [("b8_w3p2c1_store", 192, 128), ("b32_w2p1c2_pdl_store", 128, 448)] {
         let spec = spec(&format!("gemm_compact_{name}"));
@@ -210,7 +210,7 @@ fn cluster_splits_k_and_adds() {
 /// Rows dealt to clusters and tiles to warps: shares that end in the middle of a row, in a warp, and between blocks;
 /// fewer tiles than warps; warps with several rows.
 #[test]
-fn rows_are_dealt() {
+fn row_blocks_are_distributed() {
     check("b8_w3p1c1_dealt_store", &[(8, 64 * 7, 320), (3, 64, 128), (9, 192, 64)]);
     check("b8_w2p1c2_t32_dealt_pdl_store_add", &[(5, 64 * 8, 448), (8, 64, 64), (1, 64 * 5, 192)]);
     // As many rows as a block may end, and a block with a tile more than its neighbour.
@@ -234,7 +234,7 @@ fn gate_and_up_become_one() {
 
 /// More tiles than a warp reads places of at once.
 #[test]
-fn places_are_read_again() {
+fn more_tiles_than_one_read_of_places() {
     check("b8_w1p1c1_store", &[(3, 64, 64 * 67)]);
     check("b8_w1p16c1_store", &[(3, 64, 64 * 81)]);
 }

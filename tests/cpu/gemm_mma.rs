@@ -45,7 +45,7 @@ fn cluster_splits_k_and_adds() {
 }
 
 #[test]
-fn several_tasks_in_turn() {
+fn several_tasks_per_block() {
     check("gemm_mma_b8_r2w2p2c1_persistent_esc_pdl_store", &[(8, 192, 192), (10, 128, 64)]);
 }
 
@@ -73,7 +73,7 @@ fn without_a_copy_engine() {
 }
 
 #[test]
-fn operands_are_the_weights() {
+fn operands_equal_the_weights() {
     for name in [
         "gemm_mma_b8_r4w2p2c1_async_esc_store_dump",
         "gemm_mma_b8_r4w2p2c1_esc_pdl_store_dump",

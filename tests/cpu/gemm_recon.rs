@@ -317,7 +317,7 @@ fn reconstruction_is_exact() {
 
 /// Metadata that lies gives wrong numbers, never an access outside a buffer and never a hang.
 #[test]
-fn hostile_metadata_stays_inside_the_buffers() {
+fn hostile_metadata_stays_in_bounds() {
     let spec = spec("gemm_recon_palette_n2p2_v4_store");
     let mut kernel = CpuKernel::of(&spec, &[]);
     let mut random = Random::new(99);

@@ -76,7 +76,7 @@ fn gate_and_up_become_one() {
 }
 
 #[test]
-fn operands_are_the_weights() {
+fn operands_equal_the_weights() {
     let spec = spec("gemm_wgmma_b64_g2p4_esc_pdl_store_dump");
     let problem = Problem::random(&spec, (2, 192, 192), 5);
     problem.assert_operands(&problem.run(&mut CpuKernel::of(&spec, &[]), &spec, 3, 3).unwrap());

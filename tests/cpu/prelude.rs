@@ -275,7 +275,7 @@ const FLAG: &str = "u32* parts = (u32*)args.output; u32* flag = (u32*)args.secon
     else { if (thread == 0) while (LOAD == 0) poll(); TELL if (load_global(parts + thread) != 7) trap(); }";
 
 #[test]
-fn partial_sums_are_handed_over() {
+fn stream_k_partial_sums_are_handed_over() {
     let right = [
         ("MEET", "sync_block();"),
         ("RELEASE", "fence_gpu();"),
@@ -332,7 +332,7 @@ fn partial_sums_are_handed_over() {
 
 /// A warp may be ahead of the others, or behind them, by all that no barrier forbids, whatever it meets in between.
 #[test]
-fn barriers_that_are_missing_are_seen() {
+fn missing_barriers_are_detected() {
     // Each warp leaves a number and adds up all of them, round by round.
     const SUMS: &str = "u32 sum = 0; for (u32 round = 0; round < 4; ++round) { \
         for (u32 i = 0; i < 6; ++i) sync_warp(); \
@@ -382,7 +382,7 @@ fn barriers_that_are_missing_are_seen() {
 }
 
 #[test]
-fn mistakes_are_reported() {
+fn simulator_reports_mistakes() {
     // (body, what the report must say)
     let cases = [
         (

@@ -322,7 +322,7 @@ fn many_tiles() -> Case {
 }
 
 #[test]
-fn a_decoder_goes_round_more_tiles_than_it_has_warps() {
+fn more_tiles_than_warps_are_decoded() {
     let case = many_tiles();
     for (output, limit) in
         [(DecodeOutput::Full, 7), (DecodeOutput::Full, 9), (DecodeOutput::Palette, 7), (DecodeOutput::Exponent, 8)]
@@ -337,7 +337,7 @@ fn a_decoder_goes_round_more_tiles_than_it_has_warps() {
 }
 
 #[test]
-fn tampered_metadata_is_a_fault_and_nothing_else() {
+fn tampered_metadata_is_reported_as_a_fault() {
     let case = &cases().into_iter().find(|c| c.name == "outliers").unwrap();
     let tensor = case.encode(7);
     let tile = 5;
@@ -654,7 +654,7 @@ fn palette_packing_writes_the_oracles_bytes() {
 }
 
 #[test]
-fn codes_are_those_of_the_cpu_for_many_histograms() {
+fn codes_equal_the_cpu_for_many_histograms() {
     let mut random = Random::new(31);
     for round in 0..18u64 {
         // 1 to 40 exponents of wildly different or nearly equal weights, ties included.
@@ -685,7 +685,7 @@ fn scan_looks_back_over_several_blocks() {
 }
 
 #[test]
-fn too_small_a_capacity_is_a_fault_and_nothing_is_written_past_it() {
+fn too_small_capacity_is_a_fault_without_overrun() {
     let case = &cases().into_iter().find(|c| c.name == "outliers").unwrap();
     let tensor = case.encode(7);
     let (words, rows) = ((tensor.encoded_exp().len() / 4) as u64, (tensor.verbatim_exponents().len() / 64) as u32);

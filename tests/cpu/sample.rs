@@ -168,7 +168,7 @@ fn edges(vocabulary: usize) -> Vec<Row> {
 }
 
 #[test]
-fn tokens_are_those_of_the_reference() {
+fn tokens_match_the_reference() {
     let specs: Vec<_> = catalog::of::<SampleSpec>().collect();
     assert_eq!(specs.len(), 8);
     let mut kernel = CpuKernel::all(&specs, &[]);

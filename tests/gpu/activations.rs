@@ -112,7 +112,7 @@ fn norms_of_every_width() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn an_entry_that_is_no_row_gives_zeros_and_is_reported() {
+fn invalid_row_ids_give_zeros_and_are_reported() {
     let kernels = gpu();
     let (stream, norms) = (stream(kernels), norms(kernels));
     let mut lane = lane(&stream);
@@ -164,7 +164,7 @@ fn activations_of_every_width() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn embeddings_are_the_bytes_of_their_rows() {
+fn embeddings_copy_their_rows() {
     let kernels = gpu();
     let stream = stream(kernels);
     let mut lane = lane(&stream);
@@ -267,7 +267,7 @@ fn dependent_launches_give_the_same_bits_again_and_again() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn what_does_not_go_together_is_refused_before_the_launch() {
+fn mismatched_operands_are_rejected_before_the_launch() {
     let kernels = gpu();
     let stream = stream(kernels);
     let mut lane = lane(&stream);

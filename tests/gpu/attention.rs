@@ -177,7 +177,7 @@ fn a_recorded_launch_in_parts_replays_at_every_length() {
 /// As many launches in one graph as the device holds in flight, again and again.
 #[test]
 #[ignore = "needs a GPU"]
-fn thousands_of_launches_give_the_same_bits() {
+fn repeated_launches_give_the_same_bits() {
     const RUNS: usize = 50;
     let stream = stream(gpu());
     for (name, parts) in [
@@ -228,7 +228,7 @@ fn thousands_of_launches_give_the_same_bits() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn pages_that_are_not_there_are_reported() {
+fn missing_pages_are_reported() {
     let stream = stream(gpu());
     for (name, parts) in [("d128_w4p2c1", 1), ("d64_w4p4c4_pdl", 1), ("d128_w4p2c1_split_async_pdl", 4)] {
         let spec: VariantSpec = format!("uw_sm90a_attention_decode_{name}").parse().unwrap();

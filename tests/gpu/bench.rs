@@ -39,7 +39,7 @@ fn decoders_and_encoder() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn matmuls_beside_cublas() {
+fn matmuls_against_cublas() {
     let kernels = gpu();
     let options = quick().matmul(true).all_variants(true);
     let report = bench_kernels(kernels, &options, &quick_timing(), &|_| {}).unwrap_or_else(|error| panic!("{error}"));
@@ -77,7 +77,7 @@ fn conversions_of_the_packed_form() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn packed_matmuls_beside_cublas() {
+fn packed_matmuls_against_cublas() {
     let kernels = gpu();
     let options =
         MatmulOptions::default().shapes(vec![(256, 320), (192, 64)]).batches(vec![1, 70]).candidates(3).layer(false);
@@ -101,7 +101,7 @@ fn packed_matmuls_beside_cublas() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn rivals_beside_cublas() {
+fn rivals_against_cublas() {
     let kernels = gpu();
     let options = RivalsOptions::default().shapes(vec![(1024, 512)]).batches(vec![1, 40]).int8(512).fp8_mib(vec![1]);
     let report = bench_rivals(kernels, &options, &quick_timing(), &|_| {}).unwrap_or_else(|error| panic!("{error}"));

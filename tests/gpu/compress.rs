@@ -102,7 +102,7 @@ fn escapes_of_every_kind() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn thousands_of_tensors_are_the_same() {
+fn repeated_compression_gives_the_same_bytes() {
     let kernels = gpu();
     let stream = stream(kernels);
     let (compressor, mut packer) = (Compressor::of(kernels).unwrap(), Packer::new(&stream, kernels).unwrap());

@@ -63,7 +63,7 @@ fn a_tuned_product_is_the_same_product_and_no_slower() {
 /// What is tuned for aligned operands is not used for others, and what is wrong is refused.
 #[test]
 #[ignore = "needs a GPU"]
-fn tuning_keeps_to_what_it_was_asked() {
+fn tuned_algorithms_apply_only_to_what_was_tuned() {
     let stream = stream(gpu());
     let mut lane = Lane::new(&stream, LaneSize::default().with_cublas()).unwrap();
     let mut rng = Random::new(22);

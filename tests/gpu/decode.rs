@@ -177,7 +177,7 @@ fn a_large_matrix_decodes_the_same_again_and_again() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn what_does_not_go_together_is_refused_before_the_launch() {
+fn mismatched_operands_are_rejected_before_the_launch() {
     let kernels = gpu();
     let stream = stream(kernels);
     let bytes = Weights::TRAINED.bytes(64 * 64, 1);

@@ -117,7 +117,7 @@ fn a_matrix_of_many_scan_blocks() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn a_bundle_does_not_tell_who_encoded_it() {
+fn gpu_and_cpu_encode_to_the_same_bytes() {
     let kernels = gpu();
     let home = tempfile::tempdir().unwrap();
     let model = home.path().join("model");

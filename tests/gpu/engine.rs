@@ -66,7 +66,7 @@ const BOUND: f64 = 0.02;
 
 #[test]
 #[ignore = "needs a GPU"]
-fn logits_follow_the_reference_by_every_way() {
+fn logits_match_the_reference_on_every_route() {
     for model in &MODELS {
         let home = tempfile::tempdir().unwrap();
         for profile in [Profile::Resident, Profile::Distribution, Profile::Palette, Profile::Compact] {
@@ -106,7 +106,7 @@ fn logits_follow_the_reference_by_every_way() {
 /// out to have no escapes.
 #[test]
 #[ignore = "needs a GPU"]
-fn memory_is_planned_as_it_is_reserved() {
+fn planned_memory_equals_reserved_memory() {
     let model = &MODELS[0];
     let home = tempfile::tempdir().unwrap();
     for (profile, resident) in [
@@ -134,7 +134,7 @@ fn memory_is_planned_as_it_is_reserved() {
 /// likeliest ones by the reference's logits, and the same tokens but where two logits are as close as rounding.
 #[test]
 #[ignore = "needs a GPU"]
-fn a_compact_bundle_says_the_same_fast_and_small() {
+fn compact_bundle_gives_the_same_tokens_packed_and_compact() {
     for model in &MODELS {
         let home = tempfile::tempdir().unwrap();
         let bundle = bundle(home.path(), model, Profile::Compact);
@@ -218,7 +218,7 @@ fn requests(count: usize, vocab: usize, params: SampleParams, seed: u64) -> Vec<
 
 #[test]
 #[ignore = "needs a GPU"]
-fn greedy_tokens_are_the_likeliest_ones() {
+fn greedy_sampling_takes_the_most_likely_token() {
     let home = tempfile::tempdir().unwrap();
     let bundle = bundle(home.path(), &MODELS[0], Profile::Resident);
     for graphs in [true, false] {
@@ -269,7 +269,7 @@ fn the_same_seeds_give_the_same_tokens_every_time() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn what_cannot_run_is_refused_and_the_others_go_on() {
+fn rejected_requests_do_not_stop_the_others() {
     let home = tempfile::tempdir().unwrap();
     let bundle = bundle(home.path(), &MODELS[0], Profile::Resident);
     let mut engine = load(&bundle, options());
@@ -341,7 +341,7 @@ fn sequences_wait_for_pages() {
 /// One model's logits are all NaN: its sequences are told so, and the engine goes on.
 #[test]
 #[ignore = "needs a GPU"]
-fn rows_of_nan_end_and_the_engine_goes_on() {
+fn nan_logits_end_a_sequence_without_stopping_the_engine() {
     let home = tempfile::tempdir().unwrap();
     let source = home.path().join("model");
     demo_model::write(&source, &MODELS[0]).expect("a model");
@@ -375,7 +375,7 @@ fn rows_of_nan_end_and_the_engine_goes_on() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn a_cancelled_sequence_is_told_of_no_more() {
+fn cancelled_sequences_report_no_more_tokens() {
     let home = tempfile::tempdir().unwrap();
     let bundle = bundle(home.path(), &MODELS[0], Profile::Resident);
     let mut engine = load(&bundle, options());
@@ -474,7 +474,7 @@ type Make<'a> = &'a dyn Fn(EngineOptions) -> Engine;
 /// on the device, bit by bit, whatever has room there.
 #[test]
 #[ignore = "needs a GPU"]
-fn fetched_experts_say_what_resident_ones_say() {
+fn offloaded_experts_give_the_same_tokens() {
     let home = tempfile::tempdir().unwrap();
     let mixtral = DemoOptions { hidden: 256, intermediate: 192, experts: 8, ..MODELS[0] };
     let bundle = bundle(home.path(), &mixtral, Profile::Resident);

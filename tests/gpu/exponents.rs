@@ -127,7 +127,7 @@ fn every_code_limit() {
 /// 2000 launches of each type: new weights every 100.
 #[test]
 #[ignore = "needs a GPU"]
-fn thousands_of_launches_give_the_bytes_that_were_encoded() {
+fn repeated_launches_decode_the_same_bytes() {
     let kernels = gpu();
     let stream = stream(kernels);
     let mut lane = lane(&stream);
@@ -166,7 +166,7 @@ fn a_matrix_of_more_tiles_than_warps_of_each_type() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn what_does_not_go_together_is_refused_before_the_launch() {
+fn mismatched_operands_are_rejected_before_the_launch() {
     let kernels = gpu();
     let stream = stream(kernels);
     let mut lane = lane(&stream);
@@ -257,7 +257,7 @@ impl Sections {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn sections_that_lie_stay_inside() {
+fn hostile_sections_stay_in_bounds() {
     let kernels = gpu();
     let stream = stream(kernels);
     for (float, bits) in CODED.into_iter().flat_map(|float| [(float, 7), (float, 15)]) {

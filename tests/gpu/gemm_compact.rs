@@ -111,7 +111,7 @@ fn matmul(kernels: &KernelSet, spec: &VariantSpec) -> CompactGemm {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn every_weight_comes_back() {
+fn every_weight_round_trips() {
     let kernels = gpu();
     let stream = stream(kernels);
     let case = Case::new(192, 448, 3);
@@ -188,7 +188,7 @@ fn every_variant_at_every_edge_of_its_batch_tile() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn what_does_not_fit_is_refused() {
+fn mismatched_operands_are_rejected() {
     let kernels = gpu();
     let stream = stream(kernels);
     let case = Case::new(128, 192, 5);

@@ -285,7 +285,7 @@ fn dependent_launches_wait_for_their_input() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn unchecked_escapes_lead_nowhere() {
+fn hostile_escapes_stay_in_bounds() {
     let kernels = gpu();
     let stream = stream(kernels);
     let case = &cases()[0];
@@ -328,7 +328,7 @@ fn unchecked_escapes_lead_nowhere() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn what_does_not_fit_is_refused() {
+fn mismatched_operands_are_rejected() {
     let kernels = gpu();
     let stream = stream(kernels);
     let case = &cases()[0];
@@ -410,7 +410,7 @@ fn rows_of_x_may_be_apart() {
 /// A lane that is too small for stream-K is refused and written nowhere; once it is reserved, the same launch runs.
 #[test]
 #[ignore = "needs a GPU"]
-fn a_lane_that_is_too_small_is_refused() {
+fn too_small_workspace_is_rejected() {
     let kernels = gpu();
     let stream = stream(kernels);
     let case = &cases()[1];

@@ -430,7 +430,7 @@ fn splits_of_k_give_the_same_bits_thousands_of_times() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn what_does_not_go_together_is_refused_before_the_launch() {
+fn mismatched_operands_are_rejected_before_the_launch() {
     let kernels = gpu();
     let stream = stream(kernels);
     let bytes = weights(N, K, 16, 41);

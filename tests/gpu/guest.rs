@@ -192,7 +192,7 @@ impl Case {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn layers_of_somebody_else_have_the_bits_of_the_runtime_s_own() {
+fn borrowed_layers_equal_owned_layers() {
     let stream = stream(gpu());
     let kinds = [Weights::TRAINED, Weights::TRAINED, Weights::FewExponents];
     let cases = WAYS.into_iter().flat_map(|expand| SHAPES.into_iter().zip(kinds).map(move |case| (case, expand)));
@@ -221,7 +221,7 @@ fn layers_of_somebody_else_have_the_bits_of_the_runtime_s_own() {
 /// What was measured decides in layers of bundles, of matrices and of somebody else.
 #[test]
 #[ignore = "needs a GPU"]
-fn a_table_reaches_every_layer() {
+fn measured_table_is_used_by_every_layer() {
     let stream = stream(gpu());
     let (info, (n, k)) = (gpu().device().info(), SHAPES[1]);
     // 64 rows for one: no model takes that.
@@ -265,7 +265,7 @@ fn a_table_reaches_every_layer() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn graphs_run_beside_each_other_and_beside_the_stream() {
+fn graphs_run_concurrently_with_each_other_and_a_stream() {
     let stream = stream(gpu());
     for expand in WAYS {
         graphs_run(&stream, &Case::with_scratch(&stream, expand), Case::has_scratch(expand));
@@ -312,7 +312,7 @@ fn graphs_run(stream: &Stream, case: &Case, has_scratch: bool) {
 /// stream.
 #[test]
 #[ignore = "needs a GPU"]
-fn launches_of_one_graph_share_no_counters_at_the_same_time() {
+fn concurrent_launches_of_a_graph_share_no_counters() {
     let stream = stream(gpu());
     let case = Case::with_scratch(&stream, Expand::Model);
     for m in [192, 300, 1024] {
@@ -362,7 +362,7 @@ fn launches_of_one_graph_share_no_counters_at_the_same_time() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn threads_with_streams_of_their_own_do_not_meet() {
+fn threads_with_own_streams_do_not_interfere() {
     let stream = stream(gpu());
     for expand in WAYS {
         threads_run(&Case::with_scratch(&stream, expand));
@@ -392,7 +392,7 @@ fn threads_run(case: &Case) {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn what_is_too_small_or_cannot_be_is_refused() {
+fn too_small_scratch_and_bad_operands_are_rejected() {
     let stream = stream(gpu());
     for expand in WAYS.into_iter().filter(|expand| Case::has_scratch(*expand)) {
         refusals(&stream, &Case::with_scratch(&stream, expand));

@@ -138,7 +138,7 @@ fn metadata_that_leave_their_section_are_reported() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn lengths_and_codes_that_lie_stay_inside() {
+fn hostile_lengths_and_codes_stay_in_bounds() {
     let kernels = gpu();
     let stream = stream(kernels);
     each_decoder(|output, bits| {
@@ -179,7 +179,7 @@ fn lengths_and_codes_that_lie_stay_inside() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn random_damage() {
+fn random_damage_stays_in_bounds() {
     let kernels = gpu();
     let stream = stream(kernels);
     each_decoder(|output, bits| {
@@ -208,7 +208,7 @@ fn random_damage() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn a_palette_source_that_lies_stays_inside() {
+fn hostile_palette_source_stays_in_bounds() {
     let kernels = gpu();
     let stream = stream(kernels);
     let (n, k, m) = (256usize, 256usize, 70u32);
@@ -254,7 +254,7 @@ fn a_palette_source_that_lies_stays_inside() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn what_does_not_fit_is_said_with_its_bytes() {
+fn oversized_allocation_is_reported_with_its_bytes() {
     let kernels = gpu();
     let stream = stream(kernels);
     let asked = 1 << 50;

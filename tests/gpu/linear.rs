@@ -131,7 +131,7 @@ const BATCHES: [u32; 8] = [1, 7, 8, 33, 64, 65, 129, 300];
 
 #[test]
 #[ignore = "needs a GPU"]
-fn every_stored_form_becomes_a_layer() {
+fn every_encoding_loads_as_a_layer() {
     let kernels = gpu();
     let stream = stream(kernels);
     let home = tempfile::tempdir().unwrap();
@@ -247,7 +247,7 @@ fn assert_packed(stream: &Stream, got: &DevicePacked, weights: &[u8], shape: (us
 /// Whatever form the parts are stored in, a merged layer has the bytes that the host makes of their weights.
 #[test]
 #[ignore = "needs a GPU"]
-fn layers_are_merged_as_the_host_would() {
+fn merged_layers_equal_those_merged_on_the_host() {
     let kernels = gpu();
     let stream = stream(kernels);
     let home = tempfile::tempdir().unwrap();
@@ -282,7 +282,7 @@ fn layers_are_merged_as_the_host_would() {
 /// The twin: the same bundle for cuBLAS, every form, alone and merged.
 #[test]
 #[ignore = "needs a GPU"]
-fn any_bundle_becomes_layers_for_cublas() {
+fn any_bundle_loads_for_cublas() {
     let kernels = gpu();
     let stream = stream(kernels);
     let home = tempfile::tempdir().unwrap();
@@ -318,7 +318,7 @@ fn any_bundle_becomes_layers_for_cublas() {
 /// Embeddings and norms come as they were, an embedding also packed.
 #[test]
 #[ignore = "needs a GPU"]
-fn tensors_that_are_no_layers_come_as_they_were() {
+fn other_tensors_load_unchanged() {
     let kernels = gpu();
     let stream = stream(kernels);
     let home = tempfile::tempdir().unwrap();
@@ -352,7 +352,7 @@ fn tensors_that_are_no_layers_come_as_they_were() {
 /// Without a bundle: layers of weights that are on the device.
 #[test]
 #[ignore = "needs a GPU"]
-fn own_weights_become_layers() {
+fn raw_bf16_weights_load_as_layers() {
     let kernels = gpu();
     let stream = stream(kernels);
     for linears in [Linears::Packed, Linears::Bf16] {
@@ -388,7 +388,7 @@ fn own_weights_become_layers() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn what_a_layer_was_not_loaded_for_is_refused() {
+fn unloaded_batches_and_epilogues_are_rejected() {
     let kernels = gpu();
     let stream = stream(kernels);
     let home = tempfile::tempdir().unwrap();
@@ -418,7 +418,7 @@ fn what_a_layer_was_not_loaded_for_is_refused() {
 /// layers, also in a capture.
 #[test]
 #[ignore = "needs a GPU"]
-fn a_large_batch_takes_turns() {
+fn large_batches_are_split() {
     const LOADED: u32 = 4;
     let kernels = gpu();
     let stream = stream(kernels);
@@ -455,7 +455,7 @@ fn a_large_batch_takes_turns() {
 /// Memory that another buffer owns: written through one, read through the other, and freed once.
 #[test]
 #[ignore = "needs a GPU"]
-fn a_borrowed_buffer_frees_nothing() {
+fn borrowed_buffer_is_not_freed() {
     let kernels = gpu();
     let stream = stream(kernels);
     let owned = DeviceBuffer::<u16>::from_host(&stream, &[1, 2, 3, 4]).unwrap();
@@ -475,7 +475,7 @@ fn a_borrowed_buffer_frees_nothing() {
 /// is reserved.
 #[test]
 #[ignore = "needs a GPU"]
-fn a_lane_of_another_loader_is_refused_before_anything_is_written() {
+fn workspace_of_another_loader_is_rejected_before_writing() {
     let kernels = gpu();
     let stream = stream(kernels);
     let home = tempfile::tempdir().unwrap();
@@ -511,7 +511,7 @@ fn a_lane_of_another_loader_is_refused_before_anything_is_written() {
 /// A lane that grows keeps what graphs were captured with.
 #[test]
 #[ignore = "needs a GPU"]
-fn a_graph_outlives_the_growth_of_its_lane() {
+fn graph_survives_growth_of_its_workspace() {
     let kernels = gpu();
     let stream = stream(kernels);
     let home = tempfile::tempdir().unwrap();
@@ -543,7 +543,7 @@ fn a_graph_outlives_the_growth_of_its_lane() {
 /// nothing.
 #[test]
 #[ignore = "needs a GPU"]
-fn loading_compiles_nothing_that_was_not_reached_before() {
+fn loading_compiles_only_reachable_kernels() {
     let device = Device::open(0).unwrap();
     let stream = device.stream().unwrap();
     let home = tempfile::tempdir().unwrap();

@@ -248,7 +248,7 @@ fn bits_of_a_token_do_not_depend_on_the_batch() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn a_graph_goes_by_the_choices_that_are_there_when_it_runs() {
+fn graph_uses_the_routing_at_replay() {
     let kernels = gpu();
     let stream = stream(kernels);
     let case = Case::new(60, 320, 192, 12);
@@ -312,7 +312,7 @@ fn run_offloaded(
 /// Whatever fits the device: every expert has a slot, almost so, two have one, or all take turns in a single one.
 #[test]
 #[ignore = "needs a GPU"]
-fn fetched_experts_have_the_bits_of_resident_ones() {
+fn offloaded_experts_equal_resident_experts() {
     let kernels = gpu();
     let stream = stream(kernels);
     let mut rng = Random::new(14);
@@ -351,7 +351,7 @@ fn fetched_experts_have_the_bits_of_resident_ones() {
 /// Call behind call, whose products and copies nobody waits for but they themselves: slots are overwritten all the time.
 #[test]
 #[ignore = "needs a GPU"]
-fn thousands_of_fetches_leave_every_row_right() {
+fn repeated_expert_fetches_keep_every_row_correct() {
     let kernels = gpu();
     let stream = stream(kernels);
     // Copies as large as products are long.
@@ -401,7 +401,7 @@ fn thousands_of_fetches_leave_every_row_right() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn what_cannot_be_fetched_is_refused() {
+fn invalid_expert_fetches_are_rejected() {
     let kernels = gpu();
     let stream = stream(kernels);
     let case = Case::new(8, 128, 64, 3);
@@ -468,7 +468,7 @@ fn a_router_chooses_the_largest_logits() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn what_does_not_fit_is_refused() {
+fn mismatched_operands_are_rejected() {
     let kernels = gpu();
     let stream = stream(kernels);
     let case = Case::new(8, 128, 64, 3);

@@ -76,7 +76,7 @@ fn load(bundle: &Bundle, options: EngineOptions) -> Engine {
 /// What is told beforehand of a bundle is all that its engine asks for.
 #[test]
 #[ignore = "needs a GPU"]
-fn programs_need_no_compiler_with_the_kernels_that_are_told() {
+fn pipelines_need_only_the_listed_kernels() {
     let home = tempfile::tempdir().unwrap();
     let (env, device) = (Env::process().unwrap(), gpu().device());
     let bundles = [bundle(home.path(), Profile::Inference), bundle(home.path(), Profile::Distribution)];
@@ -107,7 +107,7 @@ fn tokens(count: usize, seed: u64) -> Vec<u32> {
 /// Every profile, as it is stored and with every other coded layer made easy: chunks of a prompt, and steps.
 #[test]
 #[ignore = "needs a GPU"]
-fn logits_follow_the_reference_whatever_is_stored() {
+fn logits_match_the_reference_for_every_encoding() {
     let home = tempfile::tempdir().unwrap();
     for profile in [Profile::Inference, Profile::Distribution, Profile::Palette, Profile::Resident, Profile::Compact] {
         let bundle = bundle(home.path(), profile);
@@ -146,7 +146,7 @@ fn by_steps(engine: &mut Engine, rows: usize) -> Vec<Vec<bf16>> {
 /// Every way of every projection, at the edges of the buckets; recorded and launched one by one, the same bits.
 #[test]
 #[ignore = "needs a GPU"]
-fn every_path_follows_the_reference_at_every_edge() {
+fn every_mlp_path_matches_the_reference() {
     let home = tempfile::tempdir().unwrap();
     let bundle = bundle(home.path(), Profile::Distribution);
     let config = ModelConfig::of_bundle(&bundle).unwrap();
@@ -199,7 +199,7 @@ fn every_setting(engine: &Engine, bucket: u32) -> Vec<Setting> {
 /// What a race would break: the same step, thousands of times.
 #[test]
 #[ignore = "needs a GPU"]
-fn thousands_of_replays_give_the_same_bits() {
+fn repeated_replays_give_the_same_bits() {
     let home = tempfile::tempdir().unwrap();
     for profile in [Profile::Inference, Profile::Distribution] {
         let bundle = bundle(home.path(), profile);
@@ -260,7 +260,7 @@ fn settings_that_cannot_run_are_refused() {
 /// A deliberately bad start is improved, by steps of the engine itself; the result runs, and the journal has all of it.
 #[test]
 #[ignore = "needs a GPU"]
-fn a_bad_start_is_improved() {
+fn tuning_improves_a_bad_start() {
     let home = tempfile::tempdir().unwrap();
     let (source, target) = (home.path().join("model"), home.path().join("bundle"));
     let model = DemoOptions { hidden: 1024, intermediate: 4096, heads: 8, ..MODEL };
@@ -401,7 +401,7 @@ impl Forms {
 /// captured, the same bits.
 #[test]
 #[ignore = "needs a GPU"]
-fn every_way_of_every_projection_against_float64() {
+fn every_projection_path_matches_float64() {
     let stream = stream(gpu());
     let sms = gpu().device().info().sms;
     let mut builder = LayerBuilder::new(gpu(), &stream, LoadOptions::default()).unwrap();

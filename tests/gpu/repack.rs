@@ -180,7 +180,7 @@ fn windows_at_both_ends_and_elements_without_operand() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn shapes_that_are_no_multiples_of_64_are_refused() {
+fn shapes_not_multiples_of_64_are_rejected() {
     let kernels = gpu();
     let stream = stream(kernels);
     let mut packer = packer(kernels, &stream);

@@ -120,7 +120,7 @@ fn every_variant_chooses_as_the_reference() {
 /// Beside a stream that keeps the memory busy.
 #[test]
 #[ignore = "needs a GPU"]
-fn thousands_of_choices_are_the_same() {
+fn repeated_sampling_gives_the_same_tokens() {
     let kernels = gpu();
     let (stream, other) = (stream(kernels), stream(kernels));
     let noise = DeviceBuffer::<u16>::zeroed(&other, 64 << 20).unwrap();

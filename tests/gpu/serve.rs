@@ -44,7 +44,7 @@ fn metric(address: SocketAddr, name: &str) -> f64 {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn what_is_served_is_what_the_engine_says() {
+fn served_tokens_equal_the_engine() {
     let home = tempfile::tempdir().unwrap();
     let model = DemoOptions {
         layers: 2,

@@ -175,7 +175,7 @@ fn a_compact_gate_and_up_activate_their_product() {
 /// expansion was done, would mix two layers' weights.
 #[test]
 #[ignore = "needs a GPU"]
-fn layers_take_turns_in_one_slot() {
+fn layers_share_one_slot() {
     let kernels = gpu();
     let stream = stream(kernels);
     let mut small = builder(kernels, &stream, Resident::Small, true);
@@ -221,7 +221,7 @@ fn layers_take_turns_in_one_slot() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn a_lane_without_a_slot_is_refused() {
+fn workspace_without_a_slot_is_rejected() {
     let kernels = gpu();
     let stream = stream(kernels);
     let mut small = builder(kernels, &stream, Resident::Small, true);
@@ -253,7 +253,7 @@ fn compact_bundle(home: &Path) -> Bundle {
 /// packed.
 #[test]
 #[ignore = "needs a GPU"]
-fn compact_tensors_of_a_bundle_stay_as_they_are() {
+fn compact_tensors_of_a_bundle_stay_compact() {
     let device = Device::open(0).unwrap();
     let stream = device.stream().unwrap();
     let home = tempfile::tempdir().unwrap();

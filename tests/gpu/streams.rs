@@ -87,7 +87,7 @@ const ROUNDS: usize = 10;
 
 #[test]
 #[ignore = "needs a GPU"]
-fn stream_k_on_two_streams_at_once_gives_the_bits_that_it_gives_alone() {
+fn stream_k_on_two_streams_gives_the_same_bits() {
     let _deadline = Deadline::seconds(300, "stream-K on two streams");
     let kernels = gpu();
     let specs: Vec<VariantSpec> = waiting(PROBLEM, kernels.device().info().sms)
@@ -147,7 +147,7 @@ fn stream_k_on_two_streams_at_once_gives_the_bits_that_it_gives_alone() {
 /// More than both pieces of page-locked memory hold, and lengths that divide nothing.
 #[test]
 #[ignore = "needs a GPU"]
-fn what_is_staged_arrives_whole_and_in_order() {
+fn staged_uploads_arrive_complete_and_in_order() {
     let stream = stream(gpu());
     let mut staging = Staging::new(&stream);
     let mut rng = Random::new(31);
@@ -178,7 +178,7 @@ fn what_is_staged_arrives_whole_and_in_order() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn a_recording_that_panics_or_fails_leaves_the_stream_usable() {
+fn failed_capture_leaves_the_stream_usable() {
     let stream = stream(gpu());
     let mut bytes = DeviceBuffer::<u8>::zeroed(&stream, 64).unwrap();
     let panicked = panic::catch_unwind(AssertUnwindSafe(|| {

@@ -48,7 +48,7 @@ pub fn sprinkled(shape: (usize, usize), every: u64, seed: u64) -> Vec<u8> {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn every_kind_of_weight_in_every_shape_comes_back() {
+fn every_kind_of_weight_in_every_shape_round_trips() {
     let kernels = gpu();
     let stream = stream(kernels);
     let transcoder = Transcoder::of(kernels).unwrap();
@@ -72,7 +72,7 @@ fn every_kind_of_weight_in_every_shape_comes_back() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn what_does_not_fit_is_refused() {
+fn mismatched_operands_are_rejected() {
     let kernels = gpu();
     let stream = stream(kernels);
     let transcoder = Transcoder::of(kernels).unwrap();

@@ -140,7 +140,7 @@ fn states(child: Child) -> Vec<String> {
 }
 
 #[test]
-fn sixteen_processes_on_a_cold_cache_compile_each_kernel_once() {
+fn cold_cache_compiles_each_kernel_once_for_many_processes() {
     let bench = Bench::new();
     let children: Vec<Child> = (0..16).map(|_| bench.command(25, 400).spawn().unwrap()).collect();
     let states: Vec<String> = children.into_iter().flat_map(states).collect();
@@ -156,7 +156,7 @@ fn sixteen_processes_on_a_cold_cache_compile_each_kernel_once() {
 }
 
 #[test]
-fn processes_that_find_a_damaged_entry_rebuild_it_once() {
+fn damaged_entry_is_rebuilt_once_by_many_processes() {
     let bench = Bench::new();
     states(bench.command(0, 0).spawn().unwrap());
     let entry = bench.store().ls().unwrap().remove(2);
@@ -173,7 +173,7 @@ fn processes_that_find_a_damaged_entry_rebuild_it_once() {
 }
 
 #[test]
-fn a_process_killed_while_it_compiles_leaves_no_lock_behind() {
+fn killed_compile_leaves_no_lock() {
     let bench = Bench::new();
     // It compiles two kernels at once and would take a minute for each.
     let mut victim = bench.command(60_000, 0).spawn().unwrap();
@@ -191,7 +191,7 @@ fn a_process_killed_while_it_compiles_leaves_no_lock_behind() {
 }
 
 #[test]
-fn a_process_killed_at_any_moment_leaves_only_whole_entries() {
+fn killed_process_leaves_only_complete_entries() {
     let bench = Bench::new();
     let mut partial = 0;
     for round in 0..24u64 {
@@ -219,7 +219,7 @@ fn a_process_killed_at_any_moment_leaves_only_whole_entries() {
 }
 
 #[test]
-fn a_full_disk_is_a_miss_and_leaves_nothing_half_written() {
+fn full_disk_is_a_miss_without_partial_entries() {
     let bench = Bench::new();
     // A limit on file sizes makes writes fail half-way as a full disk does, for root too. The shell sets it for itself
     // and its child, which handles no signal: the store itself must not raise one. The limit counts blocks of 512 or
@@ -241,7 +241,7 @@ fn a_full_disk_is_a_miss_and_leaves_nothing_half_written() {
 }
 
 #[test]
-fn a_file_where_a_folder_should_be_stops_nobody() {
+fn file_in_place_of_the_cache_folder_is_a_miss() {
     // A read-only folder would not stop root, a file does stop everybody.
     let bench = Bench::new();
     std::fs::write(&bench.root, "not a folder").unwrap();
@@ -252,7 +252,7 @@ fn a_file_where_a_folder_should_be_stops_nobody() {
 }
 
 #[test]
-fn a_read_only_folder_serves_and_is_not_written() {
+fn read_only_cache_is_read_and_not_written() {
     use std::os::unix::fs::PermissionsExt;
     let bench = Bench::new();
     states(bench.command(0, 0).spawn().unwrap());

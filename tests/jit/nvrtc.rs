@@ -187,7 +187,7 @@ fn each_opcode_is_that_of_its_instruction() {
 }
 
 #[test]
-fn resources_are_read_as_the_source_states_them() {
+fn resources_are_read_from_the_cubin() {
     let source = "extern \"C\" __global__ void __launch_bounds__(192) k(double* x, int a) {\n\
                   __shared__ double s[100]; s[threadIdx.x % 100] = x[threadIdx.x]; __syncthreads();\n\
                   x[threadIdx.x] = s[a]; }";
@@ -199,7 +199,7 @@ fn resources_are_read_as_the_source_states_them() {
 }
 
 #[test]
-fn a_spill_is_seen() {
+fn register_spill_is_detected() {
     // 64 values that live across a barrier, in 32 registers.
     let source = "extern \"C\" __global__ void k(float* x) {\n\
                   float v[64];\n\
@@ -219,7 +219,7 @@ fn a_spill_is_seen() {
 }
 
 #[test]
-fn a_serialised_wgmma_is_seen() {
+fn serialised_wgmma_is_detected() {
     // The accumulators are read while the product is still running.
     let body = "float d0 = 0, d1 = 0, d2 = 0, d3 = 0;\n\
         asm volatile(\"wgmma.fence.sync.aligned;\");\n\
@@ -238,7 +238,7 @@ fn a_serialised_wgmma_is_seen() {
 }
 
 #[test]
-fn an_ignored_setmaxnreg_is_seen() {
+fn ignored_setmaxnreg_is_detected() {
     // Without a bound on the registers at entry, there is nothing to trade.
     let source = "extern \"C\" __global__ void k(float* x) {\n\
                   asm volatile(\"setmaxnreg.dec.sync.aligned.u32 40;\"); x[threadIdx.x] = 1; }";
@@ -249,7 +249,7 @@ fn an_ignored_setmaxnreg_is_seen() {
 }
 
 #[test]
-fn a_wrong_source_is_shown_at_its_line_and_kept() {
+fn compile_error_shows_its_line_and_keeps_the_source() {
     let dir = tempfile::tempdir().unwrap();
     let cache = KernelCache::new(policy(JitMode::Auto), Some(&dir.path().join("cache")), Arc::new(compiler()));
     let request = CompileRequest {
@@ -466,7 +466,7 @@ fn other_architectures_compile_to_their_plans() {
 /// Whoever names a variant gets it: plan and kernel agree beyond the catalogue, too. It may spill, which is why it is
 /// not shipped.
 #[test]
-fn variants_at_the_ends_of_the_axes_compile_to_their_plans() {
+fn extreme_axis_values_compile_to_their_plans() {
     let names = [
         "uw_sm90a_gemm_mma_b8_r8w4p2c1_esc_store",
         "uw_sm90a_gemm_mma_b8_r1w32p2c1_esc_store",

@@ -74,7 +74,7 @@ fn listing(kernels: &[Outside]) -> String {
 }
 
 #[test]
-fn what_is_compiled_is_what_was_reviewed() {
+fn compiled_sources_match_the_snapshots() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("unweight-rivals/kernels/snapshot.txt");
     let now = listing(&kernels(Arch::Sm90a));
     if std::env::var("INSTA_UPDATE").is_ok_and(|value| value == "always") {

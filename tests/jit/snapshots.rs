@@ -132,7 +132,7 @@ fn plans(specs: &[VariantSpec]) -> String {
 }
 
 #[test]
-fn what_is_generated_is_what_was_reviewed() {
+fn generated_sources_match_the_snapshots() {
     let folder = root().join("tests/snapshots");
     let mut files = BTreeMap::new();
     for (family, specs) in families() {
@@ -166,7 +166,7 @@ fn what_is_generated_is_what_was_reviewed() {
 
 /// A plan as text.
 #[test]
-fn a_plan_reads_as_this() {
+fn plan_text_matches_the_snapshot() {
     let spec: VariantSpec = "uw_sm90a_gemm_wgmma_b128_g2p6c2_esc_pdl_store".parse().expect("a name");
     insta::assert_snapshot!(plan(&spec), @r"
     uw_sm90a_gemm_wgmma_b128_g2p6c2_esc_pdl_store
@@ -328,7 +328,7 @@ fn put(document: &mut String, name: &str, mark: &str, text: &str) {
 }
 
 #[test]
-fn the_document_shows_the_catalogue() {
+fn documentation_lists_the_catalogue() {
     let path = root().join("docs/kernels.md");
     let mut now = fs::read_to_string(&path).expect("docs/kernels.md is there");
     let counts: Vec<_> = families().map(|(family, specs)| format!("{} {family}", specs.len())).collect();
@@ -379,7 +379,7 @@ fn key_table() -> String {
 }
 
 #[test]
-fn the_document_shows_the_keys_of_the_attribute() {
+fn documentation_lists_the_attribute_keys() {
     let path = root().join("docs/adding-a-variant.md");
     let mut now = fs::read_to_string(&path).expect("docs/adding-a-variant.md is there");
     put(&mut now, "docs/adding-a-variant.md", "keys", &key_table());

@@ -190,7 +190,7 @@ fn long_stream(server: &Server) -> TcpStream {
 }
 
 #[test]
-fn the_official_client_is_served() {
+fn openai_client_works() {
     let server = Server::start(command(&["--max-batch", "4", "--context", "4096"]).args(["--model-name", "tiny"]));
     server.client(&[
         "models",
@@ -212,14 +212,14 @@ fn the_official_client_is_served() {
 }
 
 #[test]
-fn a_key_keeps_others_out() {
+fn requests_without_the_api_key_are_rejected() {
     let server = Server::start(command(&[]).env("UNWEIGHT_API_KEY", "sesame"));
     server.client(&["keys"]);
     assert_eq!(server.ask("/health", "").0, 200, "who watches needs no key");
 }
 
 #[test]
-fn a_full_queue_is_said_and_empties() {
+fn full_queue_is_reported_and_drains() {
     let server = Server::start(&mut command(&["--max-batch", "1", "--max-waiting", "1", "--context", "4096"]));
     let running = long_stream(&server);
     server.wait_for("unweight_sequences_running", 1.0);
@@ -237,7 +237,7 @@ fn a_full_queue_is_said_and_empties() {
 }
 
 #[test]
-fn a_request_may_take_so_long_and_no_longer() {
+fn requests_time_out() {
     let server = Server::start(&mut command(&["--timeout", "1", "--context", "4096"]));
     let (status, body) = server.ask("/v1/completions", r#"{"prompt": "a", "max_tokens": 4000, "temperature": 0}"#);
     assert_eq!((status, body.contains("1 s that it may")), (408, true), "{body}");
@@ -248,7 +248,7 @@ fn a_request_may_take_so_long_and_no_longer() {
 }
 
 #[test]
-fn bodies_have_a_limit() {
+fn body_size_is_limited() {
     let server = Server::start(&mut command(&[]));
     let mut stream = TcpStream::connect(server.address()).unwrap();
     write!(stream, "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", 9 << 20).unwrap();
@@ -262,7 +262,7 @@ fn bodies_have_a_limit() {
 }
 
 #[test]
-fn a_server_that_is_stopped_ends_what_runs() {
+fn stop_finishes_running_requests() {
     for signal in [rustix::process::Signal::TERM, rustix::process::Signal::INT] {
         let server = Server::start(&mut command(&["--context", "4096"]));
         let mut stream = stream_of(&server, 300);
@@ -278,7 +278,7 @@ fn a_server_that_is_stopped_ends_what_runs() {
 }
 
 #[test]
-fn a_server_that_is_stopped_waits_no_longer_than_it_may() {
+fn stop_cuts_requests_after_the_grace_period() {
     let server = Server::start(&mut command(&["--context", "4096", "--grace", "0"]));
     let mut stream = long_stream(&server);
     server.wait_for("unweight_sequences_running", 1.0);
@@ -292,7 +292,7 @@ fn a_server_that_is_stopped_waits_no_longer_than_it_may() {
 }
 
 #[test]
-fn what_cannot_be_served_is_explained() {
+fn unsupported_requests_are_explained() {
     let server = Server::start(&mut command(&[]));
     let port = server.address().rsplit(':').next().unwrap().to_owned();
     let run = |command: &mut Command| {
@@ -380,7 +380,7 @@ fn serve_in_process(steps: u32, clients: impl FnOnce(&str) + Send + 'static) -> 
 }
 
 #[test]
-fn an_engine_that_fails_is_said_to_everybody() {
+fn engine_failure_is_reported_to_every_request() {
     let ended = serve_in_process(60, |address| {
         assert_eq!(ask(address, "/v1/completions", r#"{"prompt": "a", "max_tokens": 3}"#).0, 200);
         let streams: Vec<_> = (0..2)
@@ -407,7 +407,7 @@ fn an_engine_that_fails_is_said_to_everybody() {
 }
 
 #[test]
-fn a_base_model_has_no_conversations() {
+fn base_model_rejects_chat() {
     let ended = serve_in_process(u32::MAX, |address| {
         let body = r#"{"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}"#;
         let (status, answer) = ask(address, "/v1/chat/completions", body);

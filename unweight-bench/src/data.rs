@@ -42,7 +42,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_are_relative_and_a_nan_shows() {
+    fn errors_are_relative_and_nan_propagates() {
         let one = 0x3f80;
         assert_eq!(relative_error(&[one, one], &[one, one]), 0.0);
         assert_eq!(relative_error(&[0x4000, one], &[one, 0]), f64::sqrt(2.0));

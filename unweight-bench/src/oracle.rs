@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn one_bf16_or_two_that_touch() {
+    fn one_bf16_or_two_adjacent_ones() {
         assert!(Span::about(1.0, 1e-6).has(0x3f80) && !Span::about(1.0, 1e-6).has(0x3f81));
         let between = Span::about(f64::midpoint(value(0x3f80), value(0x3f81)), 1e-6);
         assert!(between.has(0x3f80) && between.has(0x3f81) && !between.has(0x3f82) && !between.has(0xffff));

@@ -1164,7 +1164,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_variant_meets_every_edge_of_its_batch_tile() {
+    fn every_variant_runs_at_the_edges_of_its_batch_tile() {
         for spec in catalog::all(Arch::Sm90a) {
             let tile = match spec.op {
                 Op::GemmMma(op) => op.batch_tile.get(),

@@ -268,7 +268,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_of_the_report_are_those_of_their_batch() {
+    fn report_figures_match_their_batch() {
         assert_eq!(of_batch(&TABLE_9, 256), Some([18097.0, 11677.0]));
         assert_eq!(of_batch(&TABLE_11, 1024), Some([213.1, 458.6, 700.2]));
         assert_eq!(of_batch(&TABLE_9, 8), None);

@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn every_rule_bites() {
+    fn every_lint_rule_rejects_a_violation() {
         let cases: [(&str, String, usize, &str); 12] = [
             ("tab", GOOD.replace("void ", "void\t"), 2, "a tab"),
             ("carriage return", GOOD.replace(" {}", " {\r}"), 2, "control character 0x0d"),

@@ -277,7 +277,7 @@ mod tests {
 
     /// A letter of a text, of a header or of a name is another digest.
     #[test]
-    fn the_digest_is_of_all_that_is_compiled() {
+    fn digest_covers_the_whole_translation_unit() {
         let texts = |text: &str| [("a".to_owned(), text.to_owned()), ("b".to_owned(), "y".to_owned())];
         let of = |text: &str, headers: &[(&'static str, &'static str)]| {
             digest_of(Arch::Sm90a, texts(text).into_iter(), headers)
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_escaped_and_cuda_passes_through() {
+    fn templates_escape_nothing() {
         let cuda = "k<<<1, 2>>>(a[%0], {{0}}, {%0}, \"=r\"(x), a < b && c); // {# #} <T> & ' \"\n";
         assert_eq!(render_text(cuda).unwrap(), cuda);
         assert_eq!(render_text("<$ value $>").unwrap(), "a < b && c > \"d\" & 'e'");
@@ -322,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn sources_name_no_place() {
+    fn sources_contain_no_paths() {
         for spec in Arch::ALL.iter().flat_map(|arch| catalog::all(*arch)) {
             let source = render(&spec).unwrap();
             assert!(!source.text.contains(env!("CARGO_MANIFEST_DIR")));

@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn the_closure_is_sorted_and_complete() {
+    fn include_closure_is_sorted_and_complete() {
         let (name, _) = unweight_templates::headers()[0];
         let reached = closure("x", &format!("#include \"{name}\"\n"), &[]).unwrap();
         assert!(reached.iter().any(|(reached, _)| *reached == name));

@@ -6,7 +6,7 @@
 //! commit them.
 
 #[test]
-fn programs_compile_or_fail_with_the_right_words() {
+fn ui_programs_compile_or_fail_as_expected() {
     let cases = trybuild::TestCases::new();
     cases.pass("tests/macro_ui/pass/*.rs");
     cases.compile_fail("tests/macro_ui/fail/*.rs");
@@ -14,7 +14,7 @@ fn programs_compile_or_fail_with_the_right_words() {
 
 /// A program without its `.stderr` would be accepted by whatever it prints, and an orphan `.stderr` checks nothing.
 #[test]
-fn programs_and_messages_are_pairs() {
+fn every_ui_program_has_a_message() {
     let names = |extension: &str| {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/macro_ui/fail");
         let files = std::fs::read_dir(folder).expect("tests/macro_ui/fail is readable");

@@ -37,7 +37,7 @@ const CRATES: [(&str, &str, &str); 3] = [
 ];
 
 #[test]
-fn crates_that_depend_on_one_of_ours_build() {
+fn downstream_crates_build() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace");
     let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().expect("the target folder");
     let home = tempfile::tempdir().expect("a temporary folder");

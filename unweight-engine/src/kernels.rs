@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn small_batches_share_a_sequence_among_blocks() {
+    fn small_batches_split_a_sequence_over_blocks() {
         let config = Geometry::named("llama-3.1-8b").unwrap().config();
         let variants = Variants::of(&config, &Machine::H200, EmbedSource::Packed, &options(256)).unwrap();
         let shapes = variants.decode.iter().map(|decode| match decode.kernel.op {
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn the_shapes_of_five_cards_follow_from_their_multiprocessors() {
+    fn attention_splits_of_five_gpus() {
         let shapes = |model, arch| {
             let all = shapes(model, &Machine::usual(arch), &options(32));
             all.into_iter().map(|(rows, shape, parts)| format!("{rows} {shape} x{parts}")).collect::<Vec<_>>()
@@ -356,7 +356,7 @@ mod tests {
     /// A step at batch 1 keeps a card without clusters busy, at every size of a card, and no grid is larger than what
     /// was counted.
     #[test]
-    fn parts_fill_a_card_and_fit_what_was_counted() {
+    fn attention_splits_fill_the_gpu_and_fit_their_workspace() {
         let config = Geometry::named("llama-3.1-8b").unwrap().config();
         for arch in Arch::ALL.iter().copied().filter(|arch| !arch.has(Instruction::Cluster)) {
             for sms in [1, 7, 20, 46, 58, 82, 84, 108, 128, 142, 192, 1000] {
@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn short_contexts_have_no_parts_without_tokens() {
+    fn short_contexts_have_no_empty_splits() {
         let parts = |context| {
             let options = options(1).context(context);
             shapes("llama-3.1-8b", &Machine::usual(Arch::Sm89), &options)[0].2
@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_no_kernel_takes_are_named() {
+    fn unsupported_sizes_are_named() {
         let config = Geometry::named("llama-3.1-8b").unwrap().config();
         let key = |change: &dyn Fn(&mut ModelConfig)| {
             let mut config = config.clone();

@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cache_takes_what_is_left_and_no_more_than_is_of_use() {
+    fn kv_cache_takes_the_rest_up_to_what_is_useful() {
         let none = Shared::default();
         let (config, weights, gb) = (llama_8b(), (12_000_000_000, none), 1_000_000_000);
         assert_eq!(config.kv_bytes_per_token(), 131_072);
@@ -404,7 +404,7 @@ mod tests {
     }
 
     #[test]
-    fn a_context_that_nobody_asked_for_shrinks_to_what_fits() {
+    fn default_context_shrinks_to_fit() {
         let (config, gb) = (llama_8b(), 1_000_000_000);
         for have in [13, 14, 16, 20, 24, 40, 80, 140] {
             let memory = plan(&config, &EngineOptions::default(), (12 * gb, Shared::default()), have * gb).unwrap();
@@ -421,7 +421,7 @@ mod tests {
 
     /// 8192 tokens of this model are 1.07 GB, and the working memory of 16 rows half a GB.
     #[test]
-    fn weights_are_expanded_where_that_leaves_room_for_a_sequence() {
+    fn weights_are_expanded_if_a_sequence_still_fits() {
         let (config, gb) = (llama_8b(), 1_000_000_000);
         let of = |options: &EngineOptions, have: u64| resident(&config, options, 12 * gb, have);
         let usual = EngineOptions::default();
@@ -441,7 +441,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_asked_for_is_taken_where_it_can_be_had() {
+    fn requested_placement_is_used_if_possible() {
         let (config, gb) = (llama_8b(), 1_000_000_000);
         let chosen = |options: EngineOptions, compact, has_kernels, have| {
             options.settled(&config, (12 * gb, compact), has_kernels, have * gb).resident
@@ -468,7 +468,7 @@ mod tests {
 
     /// The least of all that holds: of the group, of those around it, of either version.
     #[test]
-    fn limits_of_control_groups_are_found() {
+    fn cgroup_limits_are_read() {
         let home = tempfile::tempdir().unwrap();
         let root = home.path();
         let own = "12:cpu:/x\n7:hugetlb,memory:/docker/c\n0::/user.slice/job\n";
@@ -490,7 +490,7 @@ mod tests {
 
     /// What is used cannot be had once more, unless it caches files.
     #[test]
-    fn what_control_groups_have_left_is_their_limits_without_what_is_used() {
+    fn cgroup_memory_left_is_limit_minus_usage() {
         let home = tempfile::tempdir().unwrap();
         let root = home.path();
         let own = "7:memory:/c\n0::/slice/job\n";
@@ -519,7 +519,7 @@ mod tests {
     }
 
     #[test]
-    fn the_usual_share_is_enough_of_what_is_said_to_be_free() {
+    fn default_share_of_free_memory() {
         for bytes in [0, 1, 8, 9, 10, 89, 90, 91, 24 << 30, (24 << 30) + 1] {
             let free = free_for(bytes);
             assert!(usual_share(free) >= bytes && (free < 10 || usual_share(free - 10) < bytes), "{bytes}");
@@ -527,7 +527,7 @@ mod tests {
     }
 
     #[test]
-    fn experts_that_the_host_cannot_hold_are_refused() {
+    fn experts_above_host_memory_are_rejected() {
         let meminfo = "MemTotal:       263939380 kB\nMemFree:         1000 kB\nMemAvailable:   201000000 kB\n";
         assert_eq!(host_bytes(meminfo, None), Some(201_000_000 * 1024));
         assert_eq!(host_bytes(meminfo, Some(137_438_953_472)), Some(137_438_953_472));
@@ -541,7 +541,7 @@ mod tests {
     }
 
     #[test]
-    fn the_slot_is_part_of_the_working_memory_and_told() {
+    fn slot_is_counted_in_the_working_memory() {
         let (config, gb) = (llama_8b(), 1_000_000_000);
         let options = EngineOptions::default().context(4096);
         let with = |bytes, slot| plan(&config, &options, (10 * gb, Shared { bytes, slot }), 40 * gb).unwrap();

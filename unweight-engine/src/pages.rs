@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pages_are_given_once_and_all_come_back() {
+    fn pages_are_handed_out_once_and_returned() {
         let mut pool = PagePool::new(5);
         let one = pool.take(3).unwrap();
         assert_eq!((pool.take(3), pool.free()), (None, 2), "none rather than some");

@@ -496,7 +496,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_run_is_refused_and_changes_nothing() {
+    fn rejected_requests_change_nothing() {
         let mut schedule = Schedule::new(LIMITS, 4);
         assert_eq!(schedule.add(request(0, 1)), Err(Rejected::Empty));
         let mut unknown = request(3, 1);
@@ -541,7 +541,7 @@ mod tests {
     }
 
     #[test]
-    fn what_follows_a_stop_is_told_to_nobody() {
+    fn tokens_after_a_stop_are_not_reported() {
         let mut schedule = Schedule::new(LIMITS, 100);
         schedule.add(request(5, 50).stop(vec![3])).unwrap();
         let _ = schedule.due();
@@ -560,7 +560,7 @@ mod tests {
     /// Any mixture of requests, cancellations and stops: every sequence gets its own tokens, in order, and exactly as
     /// many as it should; pages of running sequences never overlap, and all come back.
     #[test]
-    fn sequences_that_come_and_go_do_not_disturb_each_other() {
+    fn sequences_do_not_affect_each_other() {
         for seed in 0..300 {
             let mut random = Random::new(seed);
             let mut schedule = Schedule::new(LIMITS, 20);

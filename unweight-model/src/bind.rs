@@ -503,7 +503,7 @@ mod tests {
     }
 
     #[test]
-    fn a_layer_too_many_and_biases_of_another_family_are_left_over() {
+    fn unused_layers_and_biases_are_reported() {
         let two = config("llama", "");
         let mut one = two.clone();
         one.layers = 1;
@@ -518,7 +518,7 @@ mod tests {
     }
 
     #[test]
-    fn spellings_of_checkpoints() {
+    fn tensor_name_variants_of_checkpoints() {
         let untied = config("llama", "");
         let mut old = listing(&untied);
         old.push(("model.layers.0.self_attn.rotary_emb.inv_freq".into(), Dtype::F32, vec![8]));

@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn experts_are_what_is_left_of_a_layer() {
+    fn expert_bytes_of_dense_models_and_mixtures() {
         let (mixtral, dense) = (config("mixtral-8x7b"), config("llama-3.1-8b"));
         assert_eq!(dense.expert_bytes(Residency::Packed), 0);
         // 12 bits, and 16 bytes a tile of 4096 weights.
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_in_both_forms() {
+    fn weight_bytes_of_bf16_and_packed() {
         for geometry in Geometry::ALL {
             let config = geometry.config();
             assert_eq!(config.weight_bytes(Residency::Bf16), config.parameters() * 2, "{}", geometry.name());
@@ -177,7 +177,7 @@ mod tests {
 
     /// The sum is that of a tensor that was packed.
     #[test]
-    fn a_packed_matrix_is_as_large_as_said() {
+    fn packed_size_matches_the_formula() {
         // Exponents of one window: no escapes.
         let bytes: Vec<u8> = (0..128 * 192u32).flat_map(|i| (0x3c00 + (i * 37 % 512) as u16).to_le_bytes()).collect();
         let matrix = Matrix::new(&bytes, 128, 192).unwrap();

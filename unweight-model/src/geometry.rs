@@ -118,7 +118,7 @@ mod tests {
 
     /// The numbers of parameters that their makers publish with the weights.
     #[test]
-    fn parameters_are_those_that_were_published() {
+    fn parameter_counts_match_published_numbers() {
         let published = [
             ("llama-3.2-1b", 1_235_814_400),
             ("llama-3.1-8b", 8_030_261_248),

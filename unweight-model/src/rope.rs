@@ -157,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_table_is_its_rows() {
+    fn rope_table_equals_its_rows() {
         let rope = Rope { theta: 10_000.0, dim: 6, kind: RopeKind::Default };
         let table = rope.table(5);
         assert_eq!((table.cos.len(), table.sin.len()), (15, 15));
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn kinds_meet_where_they_should() {
+    fn rope_scalings_agree_at_their_limits() {
         let rope = |kind| Rope { theta: 500_000.0, dim: 128, kind }.inv_freq();
         let plain = rope(RopeKind::Default);
         assert_eq!(plain[0], 1.0);

@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn what_filters_keep_is_what_double_precision_keeps() {
+    fn filters_agree_with_double_precision() {
         let mut random = Random::new(1);
         let (mut compared, mut filtered) = (0, 0);
         for case in 0..3000 {
@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn logits_that_are_no_numbers_have_a_stated_answer() {
+    fn nan_logits_choose_token_zero() {
         let of = |logits: &[f32], params: SampleParams| {
             let logits: Vec<_> = logits.iter().map(|logit| bf16::from_f32(*logit)).collect();
             let drawn: std::collections::BTreeSet<_> =
@@ -460,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn random_words_are_those_of_philox() {
+    fn random_words_match_philox() {
         // The known answers that its authors publish.
         assert_eq!(philox(0, [0; 4]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
         assert_eq!(philox(u64::MAX, [u32::MAX; 4]), [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]);
@@ -469,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn polynomials_are_near_what_they_stand_for() {
+    fn polynomials_approximate_their_functions() {
         let mut random = Random::new(3);
         let words = (0..100_000).map(|_| random.bits() as u32).chain([0, 1, u32::MAX, 1 << 30, (1 << 30) - 1]);
         for word in words.chain((0..31).map(|bit| 1 << bit)).chain((0..31).map(|bit| u32::MAX - (1 << bit))) {

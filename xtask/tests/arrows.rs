@@ -66,7 +66,7 @@ fn dependencies(folder: &str) -> Vec<String> {
 }
 
 #[test]
-fn crates_name_only_those_above_them() {
+fn crates_depend_only_in_documented_directions() {
     for (folder, allowed) in CRATES {
         for name in dependencies(folder).iter().filter(|name| name.starts_with("unweight")) {
             assert!(allowed.contains(&name.as_str()), "{folder}/Cargo.toml depends on {name}");
@@ -75,7 +75,7 @@ fn crates_name_only_those_above_them() {
 }
 
 #[test]
-fn what_one_crate_owns_no_other_names() {
+fn dependencies_are_named_only_by_their_owner() {
     let named: BTreeMap<_, _> = CRATES.map(|(folder, _)| (folder, dependencies(folder))).into();
     for (name, owner) in OWNERS {
         for (folder, names) in &named {
@@ -128,7 +128,7 @@ fn the_runtime_compiles_and_chooses_without_a_device() {
 /// Which matmul takes what is decided once for a device, or a table that was measured would reach some layers and
 /// others not.
 #[test]
-fn layers_ask_the_kernels_of_the_device_who_chooses() {
+fn layers_take_the_chooser_from_the_kernel_set() {
     for room in ["unweight-rt/src/layer", "unweight-engine/src", "bindings/python/src", "bindings/candle/src"] {
         assert_eq!(
             found(room, &["PackedChooser::of", "PackedChooser::model", "PackedChooser::h200"]),
@@ -151,14 +151,14 @@ fn the_engine_plans_steps_without_a_device() {
 
 /// A family knows plans and specs; how text is made of them is for `render` alone.
 #[test]
-fn one_file_names_the_template_engine() {
+fn only_render_names_the_template_engine() {
     let files: Vec<_> = found("unweight-codegen/src", &["tera::", "use tera"]);
     assert!(!files.is_empty() && files.iter().all(|line| line.contains("render.rs")), "{files:?}");
 }
 
 /// A library's error carries a typed remedy; what to type is the binary's to say.
 #[test]
-fn libraries_have_no_words_of_the_command_line() {
+fn libraries_do_not_mention_cli_options() {
     let words = ["--force", "--resume", "--json", "--threads", "--ram", "--scope", "--profile", "--sha256", "--plan"];
     let words: Vec<_> =
         words.into_iter().chain(["exit status", "exit code", "unweight cache", "unweight kernels"]).collect();

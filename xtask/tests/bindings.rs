@@ -17,7 +17,7 @@ fn value<'a>(text: &'a str, section: &str, key: &str) -> &'a str {
 const BINDINGS: [&str; 2] = ["bindings/python", "bindings/candle"];
 
 #[test]
-fn the_bindings_are_of_the_workspace_s_version() {
+fn bindings_have_the_version_of_the_workspace() {
     let workspace = manifest(".");
     for folder in BINDINGS {
         let package = manifest(folder);
@@ -43,7 +43,7 @@ fn profile(text: &str) -> Vec<String> {
 }
 
 #[test]
-fn the_bindings_are_built_as_the_workspace_is() {
+fn bindings_use_the_profile_of_the_workspace() {
     let workspace = profile(&manifest("."));
     assert!(workspace.len() > 2, "{workspace:?}");
     for folder in BINDINGS {

@@ -61,7 +61,7 @@ fn tests() -> BTreeSet<String> {
 }
 
 #[test]
-fn readme_promises_what_tests_hold() {
+fn readme_promises_have_tests() {
     let readme = read(&root().join("README.md"));
     let table = read(&root().join("docs/promises.md"));
     let rows: Vec<(&str, &str)> = table

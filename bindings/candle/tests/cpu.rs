@@ -103,7 +103,7 @@ fn bundles_of_any_profile() {
 }
 
 #[test]
-fn what_cannot_be_is_said() {
+fn impossible_budgets_are_explained() {
     let refused = |weight: &Tensor, bias| UnweightLinear::of_weight(weight, bias).err().unwrap().to_string();
     assert!(
         refused(&weights(65, 64), None)

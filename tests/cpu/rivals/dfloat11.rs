@@ -193,7 +193,7 @@ fn cases() -> Vec<Case> {
 }
 
 #[test]
-fn units_come_back() {
+fn units_round_trip() {
     let mut kernel = build(&[]);
     let (mut long, mut full) = (0, false);
     for case in cases() {

@@ -130,7 +130,7 @@ fn cases() -> Vec<Case> {
 }
 
 #[test]
-fn products_are_exactly_those_of_the_matrix() {
+fn products_are_exact() {
     let mut kernel = build(&[]);
     for case in cases() {
         case.check(&mut kernel).unwrap();

@@ -115,7 +115,7 @@ fn cases() -> Vec<Case> {
 }
 
 #[test]
-fn sums_are_those_of_the_bytes() {
+fn sums_match_the_bytes() {
     let mut kernel = build(&[]);
     for case in cases() {
         case.check(&mut kernel).unwrap();

@@ -217,7 +217,7 @@ fn cases() -> Vec<Case> {
 }
 
 #[test]
-fn matrices_come_back() {
+fn matrices_round_trip() {
     let mut kernel = build(&[], &[]);
     for case in cases() {
         case.check(&mut kernel).unwrap();
@@ -225,7 +225,7 @@ fn matrices_come_back() {
 }
 
 #[test]
-fn products_are_those_of_the_weights() {
+fn products_match_the_weights() {
     let mut kernel = build(&[], &TILES);
     // No patterns that are no numbers.
     let case = Case::new(128, 256, Weights::TRAINED.bytes(128 * 256, 5));

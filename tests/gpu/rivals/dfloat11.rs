@@ -31,7 +31,7 @@ fn skewed(count: usize, seed: u64) -> Vec<u8> {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn units_of_every_kind_come_back() {
+fn units_of_every_kind_round_trip() {
     let kernels = gpu();
     let stream = stream(kernels);
     let decoder = UnitDecoder::of(&stream, kernels).unwrap();
@@ -59,7 +59,7 @@ fn units_of_every_kind_come_back() {
 /// Ten thousand launches, of fresh data now and then: always the same bits.
 #[test]
 #[ignore = "needs a GPU"]
-fn a_unit_is_decoded_alike_every_time() {
+fn decoding_a_unit_is_deterministic() {
     let kernels = gpu();
     let stream = stream(kernels);
     let decoder = UnitDecoder::of(&stream, kernels).unwrap();

@@ -25,7 +25,7 @@ fn products(values: &[i8], x: &[i8], scale: f32) -> Vec<i8> {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn products_are_exactly_those_of_the_matrix_every_time() {
+fn products_are_exact_and_deterministic() {
     let kernels = gpu();
     let stream = stream(kernels);
     let own = MatvansKernels::of(&stream, kernels).unwrap();

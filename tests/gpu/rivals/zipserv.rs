@@ -43,7 +43,7 @@ fn check(stream: &Stream, zip: &ZipKernels, bytes: &[u8], (rows, cols): (usize, 
 
 #[test]
 #[ignore = "needs a GPU"]
-fn matrices_of_every_kind_come_back() {
+fn matrices_of_every_kind_round_trip() {
     let kernels = gpu();
     let stream = stream(kernels);
     let zip = ZipKernels::of(&stream, kernels, 64).unwrap();
@@ -63,7 +63,7 @@ fn matrices_of_every_kind_come_back() {
 /// Many matrices in one process, thousands of launches: always the same bits.
 #[test]
 #[ignore = "needs a GPU"]
-fn matrices_are_decoded_alike_every_time() {
+fn decoding_is_deterministic() {
     let kernels = gpu();
     let stream = stream(kernels);
     let zip = ZipKernels::of(&stream, kernels, 64).unwrap();
@@ -88,7 +88,7 @@ fn matrices_are_decoded_alike_every_time() {
 /// Products of every batch against sums in f64 of the same numbers, and alike every time.
 #[test]
 #[ignore = "needs a GPU"]
-fn products_are_those_of_the_weights() {
+fn products_match_the_weights() {
     let kernels = gpu();
     let stream = stream(kernels);
     let mut lane = Lane::new(&stream, LaneSize::default().with_cublas()).unwrap();

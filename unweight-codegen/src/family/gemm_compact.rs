@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn sums_of_every_shape_lie_over_a_ring() {
+    fn partial_sums_fit_in_the_ring() {
         for batch_tile in [8, 16, 32] {
             let op = shape(batch_tile, 1, 1, 1, false);
             assert!(batch_tile * TILE * 4 <= ring_bytes(&op), "{batch_tile}");

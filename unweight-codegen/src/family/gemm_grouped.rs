@@ -211,7 +211,7 @@ mod tests {
 
     /// A row's sums are added up in the order of its warps: the same for every batch tile, or batches would show.
     #[test]
-    fn all_shapes_share_k_among_as_many_warps() {
+    fn all_shapes_split_k_over_the_same_warps() {
         for &arch in Arch::ALL {
             let shapes = GemmGroupedSpec::shapes(arch);
             assert!(shapes.iter().all(|shape| shape.warps == shapes[0].warps), "{arch:?}");

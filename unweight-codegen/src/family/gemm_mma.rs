@@ -460,7 +460,7 @@ mod tests {
 
     /// A row block has rows of a gate and of its up: it is dealt like any other.
     #[test]
-    fn gates_and_ups_are_dealt_as_other_rows() {
+    fn gate_and_up_rows_are_distributed_like_other_rows() {
         let plan = |name: &str| Plan::new(&name.parse().unwrap()).unwrap();
         let blocks = |name: &str, n| plan(name).launch.grid.blocks(GemmShape { m: 1, n, k: 4096 }, 132);
         assert_eq!(blocks("uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_silu_mul", 4096), Some(132));

@@ -344,7 +344,7 @@ mod tests {
 
     /// Every edge that a family states is one of its variants', and the other way round.
     #[test]
-    fn edges_of_a_family_are_those_of_its_variants() {
+    fn family_edges_match_their_variants() {
         for family in FAMILIES {
             let own: Vec<_> = (family.catalogue)(Arch::Sm90a).iter().flat_map(|spec| spec.op.edges()).collect();
             assert!(family.edges.iter().all(|edge| own.contains(&edge)), "{}", family.name);
@@ -354,7 +354,7 @@ mod tests {
 
     /// A form that bundles store and no kernel reads would be stuck; raw weights need none.
     #[test]
-    fn every_end_of_an_edge_is_a_form() {
+    fn family_edges_end_at_encodings() {
         let stored = |id: FormId| unweight_format::form::FORMS.iter().any(|form| form.id() == id);
         for Edge { from, to } in FAMILIES.iter().flat_map(|family| family.edges) {
             assert!(stored(*from) || *from == DECODED_EXPONENTS, "{from}");
@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn axes_are_written_as_they_are_read() {
+    fn axes_round_trip_through_their_names() {
         for family in FAMILIES {
             let marks: BTreeSet<_> = family.axes.iter().map(|axis| axis.key).collect();
             assert_eq!(marks.len(), family.axes.len(), "{}: a key is used twice", family.name);

@@ -294,7 +294,7 @@ mod tests {
     /// The grids at which docs/adr/0004 measured each shape: (n, row blocks a group can take, cluster, blocks per SM)
     /// -> blocks.
     #[test]
-    fn dealt_grids_are_those_that_were_measured() {
+    fn stream_k_grids_match_the_measured_ones() {
         let cases = [
             (1024, 1, 2, 2, 128),
             (4096, 2, 1, 1, 132),
@@ -321,7 +321,7 @@ mod tests {
     /// What a kernel relies on, on devices of any size: a group gets at most what it can take, and each batch tile as
     /// many groups.
     #[test]
-    fn dealt_groups_can_take_their_share() {
+    fn groups_can_take_their_share_of_row_blocks() {
         for sms in [1, 7, 78, 114, 132] {
             for cluster in [1, 2, 4, 8] {
                 for n in (64..=4096).step_by(64).chain([128_256]) {

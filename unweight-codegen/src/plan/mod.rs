@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn workspaces_are_what_the_kernels_write() {
+    fn workspace_plans_match_the_kernels() {
         let problem = GemmShape { m: 100, n: 4096, k: 1024 };
         let needs = |name: &str| plan_of(name).workspace(problem, 132);
         assert_eq!(needs("uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_store"), WorkspacePlan::default());
@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn clusters_of_large_batches_exclude_what_they_must() {
+    fn incompatible_cluster_options_are_rejected() {
         let why = |name: &str| Plan::new(&name.parse().unwrap()).unwrap_err().to_string();
         assert!(why("uw_sm90a_gemm_wgmma_b128_g2p6c2_streamk_esc_store").contains("both share out k"));
         // 3 * 64 x 192 fp32 sums are 147456 B, three stages of X and W 129024 B.

@@ -416,7 +416,7 @@ mod tests {
     use crate::spec::{CodeLimit, EncodeStage, NTiles, SmallBatchTile, Stages, VerbatimRows, WideBatchTile};
 
     #[test]
-    fn values_outside_an_axis_are_refused_in_words() {
+    fn values_outside_an_axis_are_explained() {
         assert_eq!(
             CodeLimit::new(16).unwrap_err().to_string(),
             "code_limit = 16 is not supported; it must be 6..=15 (bits)"
@@ -444,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn tags_come_back() {
+    fn tags_parse_back() {
         for stage in EncodeStage::ALL {
             assert_eq!(EncodeStage::from_tag(stage.tag()), Some(*stage));
         }

@@ -112,7 +112,7 @@ mod tests {
 
     /// What an H200 can run of other cards' kernels: every block that copies by threads, as it is there.
     #[test]
-    fn hopper_runs_every_block_that_ships_without_a_copy_engine() {
+    fn hopper_runs_variants_without_tma() {
         let plan = |spec: &VariantSpec| Plan::new(spec).unwrap();
         let run: Vec<Plan> = asynchronous(Arch::Sm90a).map(|spec| plan(&spec)).collect();
         let (mut blocks, mut small) = (0, 0);
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn exponents_are_decoded_where_something_multiplies_by_them() {
+    fn exponent_decoders_ship_where_recon_products_ship() {
         for arch in Arch::ALL {
             let shipped = all(*arch);
             let decoded = |op: &Op| matches!(op, Op::Decode(op) if op.output == DecodeOutput::Exponent);

@@ -246,7 +246,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn what_is_no_name_says_why() {
+    fn invalid_names_are_explained() {
         for (name, why) in [
             ("matmul", "does not begin with uw_"),
             ("uw_sm90a", "an architecture and a family must follow"),

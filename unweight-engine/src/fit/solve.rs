@@ -190,7 +190,7 @@ mod tests {
         #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
         #[test]
-        fn small_cases_are_solved_as_by_brute_force(units in units(), budget in 0..300u64, limit in 0..200u32) {
+        fn small_cases_equal_brute_force(units in units(), budget in 0..300u64, limit in 0..200u32) {
             let (frontier, all) = (Frontier::new(&units), brute(&units));
             prop_assert!(frontier.is_exact());
             let least = frontier.smallest(f64::INFINITY).map(|picked| picked.bytes);
@@ -207,7 +207,7 @@ mod tests {
         }
 
         #[test]
-        fn what_is_spread_is_all_there(len in 0..200usize, count in 0..200usize) {
+        fn spread_keeps_every_item(len in 0..200usize, count in 0..200usize) {
             let chosen = spread(len, count);
             prop_assert_eq!(chosen.iter().filter(|chosen| **chosen).count(), count.min(len));
             // No gap is longer than another by more than one.

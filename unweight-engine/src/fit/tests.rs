@@ -76,7 +76,7 @@ fn weights(plan: &PlanFile, tensors: &[Tensor]) -> u64 {
 }
 
 #[test]
-fn with_memory_to_spare_the_fastest_plan_is_taken() {
+fn ample_memory_takes_the_fastest_plan() {
     let (config, tensors) = llama();
     let fit = fit(&config, &tensors, &wanted(80 * GB)).unwrap();
     assert_eq!((fit.slots, fit.slowdown()), (0, 1.0));
@@ -118,7 +118,7 @@ fn reserved(config: &ModelConfig, fit: &Fit, resident: Resident, mlp: MlpWeights
 
 /// Of every kind of plan all that an engine reserves is counted, what its kernels share among it.
 #[test]
-fn what_kernels_share_is_counted_as_the_engine_does() {
+fn shared_kernel_memory_is_counted_like_the_engine() {
     let (config, weights) = llama();
     let plenty = fit(&config, &weights, &wanted(80 * GB)).unwrap();
     let none = EngineOptions::default().max_batch(1).context(1024);
@@ -148,7 +148,7 @@ fn what_kernels_share_is_counted_as_the_engine_does() {
 }
 
 #[test]
-fn where_memory_is_short_some_layers_stay_coded_evenly() {
+fn short_memory_keeps_layers_coded_evenly() {
     let (config, tensors) = deep();
     let plenty = fit(&config, &tensors, &wanted(80 * GB)).unwrap();
     let short = plenty.total() - 50_000_000;
@@ -178,7 +178,7 @@ fn with_compact(tensors: &[Tensor]) -> Vec<Tensor> {
 }
 
 #[test]
-fn where_memory_is_short_weights_stay_compact_and_have_a_slot() {
+fn short_memory_keeps_weights_compact_with_a_slot() {
     let (config, tensors) = llama();
     let tensors = with_compact(&tensors);
     // At batch 1 the largest are as fast compact as packed.
@@ -256,7 +256,7 @@ fn norms(tensors: &[Tensor]) -> u64 {
 }
 
 #[test]
-fn the_least_memory_that_would_do_does() {
+fn least_memory_that_is_named_is_enough() {
     let (config, tensors) = deep();
     let Err(FitError::TooSmall { least, weights, cache, working, slots, have }) =
         fit(&config, &tensors, &wanted(4 * GB))
@@ -299,7 +299,7 @@ fn small(intermediate: u32) -> (ModelConfig, Vec<Tensor>) {
 
 /// Sides that are no multiple of 64 lie as BF16 on a device: nothing is gained by coding them.
 #[test]
-fn what_no_device_keeps_coded_is_not_planned_so() {
+fn encodings_without_kernels_are_not_planned() {
     let (config, tensors) = small(2080);
     let (units, _) = units(&config, &tensors, 1).unwrap();
     assert!(units.iter().all(|unit| !unit.forms.contains(&FormId::HUFFMAN)));
@@ -331,7 +331,7 @@ fn every_plan(units: &[Unit<'_>], rest: u64, lanes: &Lanes<'_>) -> Vec<(u64, f64
 
 /// Two layers, all forms of all units: no plan is better, and what is said of it is so.
 #[test]
-fn small_models_are_solved_as_by_brute_force() {
+fn small_models_equal_brute_force() {
     let (config, mut plain) = small(2048);
     // As large as if there were hundreds of layers: what is saved is more than slots and workspaces take.
     plain.iter_mut().flat_map(|tensor| &mut tensor.forms).for_each(|(_, bytes)| *bytes *= 1000);
@@ -384,7 +384,7 @@ fn small_models_are_solved_as_by_brute_force() {
 }
 
 #[test]
-fn a_tied_model_has_its_embedding_multiplied_with() {
+fn tied_embeddings_count_as_a_product() {
     let config = Geometry::named("llama-3.2-1b").unwrap().config();
     let fit = fit(&config, &tensors(&config), &wanted(8 * GB)).unwrap();
     let embed = fit.groups.iter().find(|group| group.name == "embed").unwrap();
@@ -393,7 +393,7 @@ fn a_tied_model_has_its_embedding_multiplied_with() {
 }
 
 #[test]
-fn what_cannot_be_is_said() {
+fn impossible_budgets_are_explained() {
     let (config, tensors) = llama();
     let error = |wanted: Wanted| fit(&config, &tensors, &wanted).unwrap_err().to_string();
     assert!(error(wanted(None)).contains("give one, or both"));

@@ -35,7 +35,7 @@ fn hhr_ppr() -> Vec<LyingMlp> {
 }
 
 #[test]
-fn ways_have_names() {
+fn mlp_paths_have_names() {
     let of = lying(Lies::Huffman, [14336, 4096], 9);
     let narrow = lying(Lies::Palette, [4096, 14336], 9).ways(ARCH, 64, SMS);
     assert!(narrow.iter().any(|way| way.to_string() == "palette/n1p6s2"), "{narrow:?}");
@@ -67,7 +67,7 @@ fn ways_have_names() {
 /// Every way of every form has its kernel where it needs one: of the source that the path reads, with room for the
 /// verbatim rows, at sides that it divides.
 #[test]
-fn every_way_has_its_kernel() {
+fn every_mlp_path_has_its_kernel() {
     for [n, k] in [[14336, 4096], [4096, 14336], [192, 128], [64, 64]] {
         for rows in [0, 3, 8, 9, 64] {
             for m in [1, 16, 17, 64, 256, 1024] {
@@ -97,7 +97,7 @@ fn every_way_has_its_kernel() {
 }
 
 #[test]
-fn guesses_follow_the_records() {
+fn default_settings_follow_the_measurements() {
     let first = |shape, m| lying(Lies::Huffman, shape, 4).ways(ARCH, m, SMS)[0].path;
     assert_eq!(
         [1, 16, 17, 64, 1024].map(|m| first([14336, 4096], m)),
@@ -108,7 +108,7 @@ fn guesses_follow_the_records() {
 
 /// Tasks fewer than multiprocessors share k, unless decoders leave too few.
 #[test]
-fn guesses_split_k_by_what_a_product_has() {
+fn default_settings_split_k_by_shape() {
     let palettes = |up: Lies| vec![mlp(up, up, Lies::Palette)];
     let down = |layers: &[LyingMlp], m| {
         let guess = Setting::guess(layers, ARCH, m, SMS);
@@ -121,7 +121,7 @@ fn guesses_split_k_by_what_a_product_has() {
 }
 
 #[test]
-fn what_no_kernel_reads_lies_as_bf16() {
+fn encodings_without_kernels_are_placed_as_bf16() {
     let of = |form, shape, easy| loads_as(form, shape, easy, ARCH);
     assert_eq!(of(FormId::HUFFMAN, [128, 64], false), Lies::Huffman);
     assert_eq!(of(FormId::HUFFMAN, [128, 64], true), Lies::Palette);
@@ -140,7 +140,7 @@ fn what_no_kernel_reads_lies_as_bf16() {
 
 /// What a setting says is taken where the weight has it, and programs of all of them are sound.
 #[test]
-fn settings_are_taken_where_weights_have_them() {
+fn settings_apply_to_weights_that_support_them() {
     let layers = hhr_ppr();
     for m in BUCKETS {
         let guess = Setting::guess(&layers, ARCH, m, SMS);
@@ -164,7 +164,7 @@ fn settings_are_taken_where_weights_have_them() {
 
 /// Where the first layer is raw, the easy layers behind it are what can be chosen for.
 #[test]
-fn a_raw_first_layer_hides_no_choices() {
+fn raw_first_layer_keeps_the_choices_of_others() {
     let [hard, easy] = choices(&hhr_ppr(), ARCH, 64, SMS);
     assert!(hard[..2].iter().all(|ways| ways.iter().any(|way| way.path == Path::Exponents)));
     assert!(easy[..2].iter().all(|ways| ways.len() > 3 && ways.iter().all(|way| way.path == Path::Palette)));
@@ -271,7 +271,7 @@ fn plan() -> Plan {
 }
 
 #[test]
-fn plans_come_back() {
+fn plans_parse_back() {
     let plan = plan();
     assert_eq!(plan.settings().iter().map(|own| own.batch).collect::<Vec<_>>(), [1, 64, 1024]);
     assert_eq!(Plan::parse(plan.text().as_bytes()), Ok(plan.clone()));
@@ -287,7 +287,7 @@ fn plans_come_back() {
 
 /// Two machines share a bundle, one of them has two drivers in turn; then the program is another on one of them.
 #[test]
-fn a_plan_keeps_what_somebody_may_ask_for() {
+fn plans_keep_every_reachable_setting() {
     let info = |name: &str, driver: &str| DeviceInfo {
         ordinal: 0,
         name: name.into(),
@@ -330,7 +330,7 @@ fn a_plan_keeps_what_somebody_may_ask_for() {
 }
 
 #[test]
-fn what_is_wrong_with_a_plan_is_named() {
+fn invalid_plans_are_explained() {
     let text = plan().text();
     let broken = |from: &str, to: &str| {
         assert!(text.contains(from), "{from}");
@@ -366,7 +366,7 @@ fn what_is_wrong_with_a_plan_is_named() {
 /// A newer program's is never replaced; what nobody can read is. There is room for a search before it begins, or it is
 /// said.
 #[test]
-fn a_plan_is_added_to_only_where_nothing_is_lost() {
+fn plans_are_extended_without_losing_settings() {
     let (text, kept) = (plan().text(), plan().settings().len());
     assert_eq!(Plan::to_add_to(None, 10), Ok(Plan::default()));
     assert_eq!(Plan::to_add_to(Some(&text), 10).map(|plan| plan.settings().len()), Ok(kept));

@@ -181,7 +181,7 @@ proptest! {
 
     /// Whatever the model: nothing races, and any order gives what one stream gives.
     #[test]
-    fn any_order_gives_the_serial_tokens((layers, layout) in models(80), seed: u64) {
+    fn every_interleaving_gives_the_serial_tokens((layers, layout) in models(80), seed: u64) {
         let program = build(&layers, &layout).unwrap();
         prop_assert_eq!(check(&program), Ok(()));
         let expected = expected(&layers);
@@ -252,7 +252,7 @@ proptest! {
 
     /// No wait is there for nothing: without any one of them, `check` finds what is wrong.
     #[test]
-    fn a_wait_that_is_missing_is_found((layers, layout) in models(24)) {
+    fn missing_wait_is_a_violation((layers, layout) in models(24)) {
         let program = build(&layers, &layout).unwrap();
         for wait in waits(&program) {
             prop_assert!(check(&without(&program, wait)).is_err(), "step {}: {:?}", wait, program.steps[wait]);
@@ -262,7 +262,7 @@ proptest! {
 
 /// Some order gives other tokens without a wait, too: `check` does not cry wolf.
 #[test]
-fn a_wait_that_is_missing_changes_what_is_computed() {
+fn missing_wait_changes_the_result() {
     let (mut seen, mut random) = (0, Random::new(3));
     for slots in 1..=4 {
         let layers =
@@ -492,7 +492,7 @@ fn a_step_of_packed_weights_is_one_chain() {
 }
 
 #[test]
-fn a_timeline_tells_what_is_hidden() {
+fn timeline_shows_overlap() {
     let layers = [[Path::Raw; 3], HARD, EASY, HARD];
     let program = build(&layers, &Layout::default()).unwrap();
     let cost = |decode_us: f64| {

@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn everything_that_a_measurement_depends_on_is_in_its_key() {
+    fn tuning_key_covers_every_dependency() {
         let how = How { linears: "packed", rounds: (7, 4), memory: None, table: "{}" };
         let (arch, driver) = (Arch::Sm90a, 4);
         let subject =

@@ -125,7 +125,7 @@ fn separable_costs_are_solved_in_few_comparisons() {
 
 /// What is said to be left covers the whole search: exact as long as nothing is gained, and from the last gain on.
 #[test]
-fn what_is_expected_is_the_whole_search() {
+fn expected_measurements_cover_the_whole_search() {
     let space = space([3, 3, 4, 6, 2, 5]);
     for seed in 0..20 {
         let costs = separable(&space, seed);
@@ -153,7 +153,7 @@ fn what_is_expected_is_the_whole_search() {
 /// Where coordinates depend on each other a search may end beside the best; it goes down all the way, comes back
 /// nowhere, and ends.
 #[test]
-fn coupled_costs_go_down_and_end() {
+fn coupled_costs_decrease_and_terminate() {
     let space = space([3, 3, 3, 4, 4, 4]);
     for seed in 0..60 {
         let cost = |point: &Point| {
@@ -173,7 +173,7 @@ fn coupled_costs_go_down_and_end() {
 /// Noise of half a percent a round where choices differ by a few: never below the start, and mostly the best. Noise
 /// alone is no gain.
 #[test]
-fn noise_is_not_taken_for_a_gain() {
+fn noise_is_not_a_gain() {
     let space = space([3, 3, 3, 4, 2, 4]);
     let mut best = 0;
     for seed in 0..40 {
@@ -193,7 +193,7 @@ fn noise_is_not_taken_for_a_gain() {
 }
 
 #[test]
-fn what_cannot_run_is_not_taken() {
+fn points_that_cannot_run_are_rejected() {
     let space = space([3, 3, 3, 4, 4, 4]);
     for seed in 0..20 {
         let cost = separable(&space, seed);
@@ -207,7 +207,7 @@ fn what_cannot_run_is_not_taken() {
 
 /// Times that are no numbers are not taken, and do not spoil the journal.
 #[test]
-fn times_that_are_no_numbers_are_not_taken() {
+fn nan_times_are_rejected() {
     let (space, folder) = (space([2, 1, 1, 1, 1, 1]), folder());
     for cost in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
         let path = folder.path().join(cost.to_string());
@@ -220,7 +220,7 @@ fn times_that_are_no_numbers_are_not_taken() {
 
 /// A result that was luck is given up.
 #[test]
-fn the_result_is_never_below_the_start() {
+fn result_is_never_slower_than_the_start() {
     struct Liar(u32);
     impl Oracle for Liar {
         fn compare(&mut self, _: &Point, _: &Point) -> Result<Answer, OracleError> {
@@ -237,7 +237,7 @@ fn the_result_is_never_below_the_start() {
 
 /// Killed behind any comparison, or with any line half written: the same result, and nothing is measured twice.
 #[test]
-fn a_search_goes_on_from_every_line() {
+fn search_resumes_from_every_line() {
     let space = space([3, 3, 2, 4, 2, 3]);
     let cost = separable(&space, 4);
     let folder = folder();
@@ -283,7 +283,7 @@ fn a_search_goes_on_from_every_line() {
 }
 
 #[test]
-fn a_journal_that_is_no_journal_is_refused() {
+fn invalid_journals_are_rejected() {
     let (space, folder) = (space([2, 2, 1, 1, 1, 1]), folder());
     let path = folder.path().join("j");
     search(&space, &mut Invented::new(separable(&space, 1)), &path).unwrap();
@@ -337,7 +337,7 @@ fn a_journal_that_is_no_journal_is_refused() {
 /// Before anybody knows what can be chosen: who writes it, and what it is of. A claim that comes to nothing leaves
 /// nothing, and what was there as it was.
 #[test]
-fn a_journal_is_claimed_before_its_space_is_known() {
+fn journal_is_locked_before_the_search_space_is_known() {
     let (space, folder) = (space([2, 2, 1, 1, 1, 1]), folder());
     let path = folder.path().join("j");
     let claim = Claim::new(&path).unwrap();
@@ -379,7 +379,7 @@ fn a_journal_is_claimed_before_its_space_is_known() {
 
 /// What a kill cut off is gone before anything is written: the line that takes its place may be shorter.
 #[test]
-fn nothing_of_a_torn_line_is_left() {
+fn torn_journal_line_is_removed() {
     let (space, folder) = (space([2, 1, 1, 1, 1, 1]), folder());
     let path = folder.path().join("journal");
     let open = || Journal::open(&path, KEY, &space, &space.first()).unwrap();
@@ -393,7 +393,7 @@ fn nothing_of_a_torn_line_is_left() {
 /// What a search found is where the next one begins; the same search, of the same journal, begins where it began: it
 /// measures nothing twice, and its gain is that over its own start.
 #[test]
-fn a_search_goes_on_from_its_own_start() {
+fn search_resumes_from_its_own_start() {
     for seed in 0..10 {
         let (space, folder) = (space([3, 3, 4, 6, 2, 5]), folder());
         let path = folder.path().join("j");
@@ -427,7 +427,7 @@ fn gains_are_medians_of_rounds() {
 }
 
 #[test]
-fn spaces_that_make_no_sense_are_refused() {
+fn invalid_search_spaces_are_rejected() {
     let axis =
         |coordinate, choices: &[&str]| Axis { coordinate, choices: choices.iter().map(|c| c.to_string()).collect() };
     let (a, b) = (Coordinate::Consumers, Coordinate::Path(Profile::Easy, Projection::Up));

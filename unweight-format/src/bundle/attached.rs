@@ -518,7 +518,7 @@ mod tests {
 
     /// Who does not let go is named; the lock of who is killed is nobody's.
     #[test]
-    fn a_lock_is_waited_for_and_its_holder_named() {
+    fn lock_waits_and_names_its_holder() {
         const HOLD: &str = "UNWEIGHT_TEST_HOLD";
         if let Some(dir) = env::var_os(HOLD) {
             let _lock = lock_within(dir.as_ref(), Duration::ZERO).unwrap();
@@ -529,7 +529,7 @@ mod tests {
         let home = tempfile::tempdir().unwrap();
         let dir = home.path().join("bundle");
         make(home.path())(&dir);
-        let name = "bundle::attached::tests::a_lock_is_waited_for_and_its_holder_named";
+        let name = "bundle::attached::tests::lock_waits_and_names_its_holder";
         let mut other = Command::new(env::current_exe().unwrap());
         let other = other.args(["--exact", name, "--nocapture"]).env(HOLD, &dir);
         let mut other = other.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
@@ -548,7 +548,7 @@ mod tests {
 
     /// Who waited for the lock of a bundle has that of the one that came in its place.
     #[test]
-    fn a_bundle_that_is_replaced_is_locked_anew() {
+    fn a_replaced_bundle_is_locked_again() {
         let home = tempfile::tempdir().unwrap();
         let (make, dir) = (make(home.path()), home.path().join("bundle"));
         make(&dir);

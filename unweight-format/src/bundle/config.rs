@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn what_gets_no_keys_says_why() {
+    fn unmarked_configs_have_a_reason() {
         let no_object = "it is no JSON object";
         for (text, reason) in [
             ("", no_object),

@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_holder_of_a_lock_is_found_among_all_others() {
+    fn lock_holder_is_found() {
         let locks = "1: POSIX  ADVISORY  WRITE 7 08:02:11 0 EOF\n2: -> FLOCK  ADVISORY  WRITE 8 08:02:11 0 EOF\n\
                      3: FLOCK  ADVISORY  WRITE 9 08:02:12 0 EOF\n4: FLOCK  ADVISORY  WRITE 10 fd:1a:11 0 EOF\n\
                      5: FLOCK  ADVISORY  WRITE 11 08:02:11 0 EOF\n6: FLOCK  ADVISORY  WRITE 0 08:02:13 0 EOF\n7:\n";
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lock_of_this_process_is_this_process_s() {
+    fn own_lock_is_recognised() {
         let file = tempfile::tempfile().unwrap();
         file.lock().unwrap();
         let own = Holder::of(&file);

@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gate_bounds_but_never_blocks_a_single_one() {
+    fn gate_bounds_memory_without_blocking_a_single_item() {
         let gate = Gate::new(Some(10));
         gate.enter(100);
         thread::scope(|scope| {

@@ -312,7 +312,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_added_up_only_where_they_can_be() {
+    fn size_sums_that_overflow_are_rejected() {
         let most = i64::MAX as u64;
         let sum = |sizes: &[u64]| check_sum(sizes.iter().map(|&bytes| (Path::new("a"), bytes)));
         assert!(sum(&[]).is_ok() && sum(&[most]).is_ok() && sum(&[most - 1, 1]).is_ok());

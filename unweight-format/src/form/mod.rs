@@ -218,7 +218,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_list_is_consistent() {
+    fn encodings_are_listed_consistently() {
         let ids: HashSet<FormId> = FORMS.iter().map(|form| form.id()).collect();
         assert_eq!(ids.len(), FORMS.len(), "an id is listed twice");
         for form in FORMS {

@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_bf16_is_exponents_whatever_was_asked_for() {
+    fn other_dtypes_are_always_exponents() {
         let grid = TileGrid::new(64, 64).unwrap();
         for profile in [Profile::Distribution, Profile::Palette, Profile::Resident, Profile::Compact] {
             let planner = planner(profile, Scope::All, &[]);
@@ -452,7 +452,7 @@ mod tests {
 
     /// Report, Table 8: the inference bundle has 87.3 % of the size, the distribution bundle of the MLP 78.4 %.
     #[test]
-    fn table_8_of_the_report() {
+    fn plan_reproduces_table_8_of_the_report() {
         let weights = Weights::TRAINED.bytes(1 << 18, 1);
         let sample = Sample::of(&[&weights], CodeLimit::DEFAULT);
         let tensors = llama_8b();

@@ -480,7 +480,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_reads_back_here_and_in_the_reference_library() {
+    fn headers_read_back_here_and_in_the_reference_library() {
         let metadata = BTreeMap::from([("format".to_string(), "unweight".to_string())]);
         let shape = [2usize, 3];
         let tensors =
@@ -517,7 +517,7 @@ mod tests {
         }
 
         #[test]
-        fn a_damaged_header_is_no_more_than_an_error(at in 0usize..200, to: u8) {
+        fn damaged_headers_never_panic(at in 0usize..200, to: u8) {
             let json = r#"{"b":{"dtype":"BF16","shape":[2,3],"data_offsets":[4,16]},"__metadata__":{"z":"1"},"a":{"shape":[],"dtype":"F32","data_offsets":[0,4]}}"#;
             let mut bytes = file(json, 16);
             let at = at % bytes.len();

@@ -199,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn seeds_decide() {
+    fn same_seed_same_weights() {
         // splitmix64 from 0, as published with the generator.
         let mut random = Random::new(0);
         assert_eq!([random.bits(), random.bits()], [0xe220_a839_7b1d_cdaf, 0x6e78_9e6a_a1b9_65f4]);
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn kinds_are_what_they_say() {
+    fn kinds_of_random_weights_have_their_statistics() {
         let of = |kind: Weights| kind.iter(5).take(1 << 16);
         assert!(of(Weights::Zeros).all(|w| w & 0x7fff == 0));
         assert!(of(Weights::Subnormals).all(|w| w & 0x7f80 == 0 && w & 0x7f != 0));
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn rounding_to_any_type_is_that_of_half() {
+    fn rounding_to_any_dtype_matches_half() {
         let mut random = Random::new(3);
         for _ in 0..100_000 {
             let value = (random.normal() * 10f64.powi(random.below(12) as i32 - 8)) as f32;
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn rounding_is_that_of_half() {
+    fn rounding_matches_half() {
         for bits in
             (0..=u16::MAX).flat_map(|high| [0, 1, 0x7fff, 0x8000, 0x8001].map(|low| u32::from(high) << 16 | low))
         {

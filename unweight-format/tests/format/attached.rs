@@ -56,7 +56,7 @@ fn reason(result: Result<impl std::fmt::Debug, BundleError>) -> String {
 }
 
 #[test]
-fn kernels_come_and_go_and_no_other_byte_changes() {
+fn attach_and_detach_change_no_other_byte() {
     let scratch = Scratch::new();
     let dir = bundle(&scratch);
     let before = read_tree(&dir);
@@ -99,7 +99,7 @@ fn kernels_come_and_go_and_no_other_byte_changes() {
 
 /// A plan comes, is replaced, stays when kernels come, and goes with them; no kernel changes.
 #[test]
-fn a_plan_lies_beside_kernels() {
+fn a_plan_is_stored_next_to_kernels() {
     let scratch = Scratch::new();
     let dir = bundle(&scratch);
     let before = read_tree(&dir);
@@ -153,7 +153,7 @@ fn a_plan_lies_beside_kernels() {
 
 /// Whoever attaches, detaches, or asks whether it can, waits for who is at it.
 #[test]
-fn writers_of_attachments_wait_for_each_other() {
+fn concurrent_attaches_wait_for_each_other() {
     let scratch = Scratch::new();
     let dir = bundle(&scratch);
     let writers: [&(dyn Fn(&Path) + Sync); 5] = [
@@ -196,7 +196,7 @@ fn writers_of_attachments_wait_for_each_other() {
 
 /// Many who add to one plan at once: each waits for the others, and none is lost.
 #[test]
-fn plans_are_merged_as_they_are_written() {
+fn concurrent_plans_are_merged() {
     let scratch = Scratch::new();
     let dir = bundle(&scratch);
     let before = read_tree(&dir);
@@ -223,7 +223,7 @@ fn plans_are_merged_as_they_are_written() {
 }
 
 #[test]
-fn every_flipped_bit_and_every_cut_is_noticed() {
+fn every_flipped_bit_and_truncation_is_detected() {
     let scratch = Scratch::new();
     let dir = bundle(&scratch);
     attach(&dir, &kernels(), false).unwrap();
@@ -272,7 +272,7 @@ fn with_index(index: &str, binaries: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn what_a_hostile_index_says_is_not_believed() {
+fn hostile_index_is_rejected() {
     let scratch = Scratch::new();
     let path = scratch.path("kernels");
     let (source, digest) = ("1".repeat(64), Digest::of(b"abc"));
@@ -331,7 +331,7 @@ fn what_a_hostile_index_says_is_not_believed() {
 }
 
 #[test]
-fn a_writer_refuses_what_a_reader_would() {
+fn writer_and_reader_reject_the_same_index() {
     let (mut entry, binary) = kernel("uw_a", '1', b"abc");
     entry.bytes = 2;
     assert!(reason(Attached::encode(&[(entry, binary)])).contains("its size or digest"));
@@ -344,7 +344,7 @@ fn a_writer_refuses_what_a_reader_would() {
 }
 
 #[test]
-fn where_there_is_no_room_nothing_is_resumed() {
+fn a_full_disk_while_attaching_leaves_nothing_to_resume() {
     let full = |path: &str| {
         let source = std::io::ErrorKind::StorageFull.into();
         BundleError::DiskFull { path: path.into(), needed_bytes: 2, free_bytes: 1, source }.remedy()
@@ -354,7 +354,7 @@ fn where_there_is_no_room_nothing_is_resumed() {
 }
 
 #[test]
-fn an_interrupted_attachment_is_in_nobodys_way() {
+fn an_interrupted_attach_blocks_nothing() {
     let scratch = Scratch::new();
     let dir = bundle(&scratch);
     let (partial, outside) = (dir.join("unweight.kernels.partial"), scratch.path("outside"));
@@ -381,7 +381,7 @@ fn an_interrupted_attachment_is_in_nobodys_way() {
 }
 
 #[test]
-fn the_name_is_reserved_and_the_file_is_replaced_with_its_bundle() {
+fn attached_file_name_is_reserved() {
     let scratch = Scratch::new();
     let dir = bundle(&scratch);
     attach(&dir, &kernels(), false).unwrap();

@@ -66,7 +66,7 @@ fn reseal(bundle: &Path, change: impl Fn(&mut serde_json::Value)) {
 // ---- a source that changes ----
 
 #[test]
-fn a_source_rewritten_in_place_is_noticed_whenever_it_happens() {
+fn rewriting_the_source_in_place_is_detected() {
     let scratch = Scratch::new();
     let source = scratch.path("model");
     small_model(&source);
@@ -144,7 +144,7 @@ fn a_bundle_truncated_while_it_is_read_is_an_error_with_its_name() {
 }
 
 #[test]
-fn what_was_written_is_read_back_by_default() {
+fn compress_verifies_by_default() {
     let scratch = Scratch::new();
     let source = scratch.path("model");
     small_model(&source);
@@ -174,7 +174,7 @@ fn a_wrong_sha256_is_found_by_verify_as_by_decompress() {
 
 /// `docs/format.md` B.4: every stored byte is compared with its digest, also where no weight depends on it.
 #[test]
-fn a_flip_in_padding_is_damage_to_decompress_too() {
+fn decompress_detects_a_flip_in_padding() {
     let scratch = Scratch::new();
     let (source, out) = (scratch.path("model"), scratch.path("out"));
     small_model(&source);
@@ -204,7 +204,7 @@ fn a_flip_in_padding_is_damage_to_decompress_too() {
 }
 
 #[test]
-fn names_that_no_directory_can_hold_are_refused_by_both() {
+fn impossible_file_names_are_rejected() {
     let scratch = Scratch::new();
     let (source, out) = (scratch.path("model"), scratch.path("out"));
     small_model(&source);
@@ -286,7 +286,7 @@ fn child() {
 
 /// After each tensor of a file whose parts do not lie as they come: what waits for the end is got ready again.
 #[test]
-fn a_crash_after_any_tensor_loses_nothing_of_it() {
+fn resume_keeps_every_tensor_finished_before_a_crash() {
     let scratch = Scratch::new();
     let (source, out) = (scratch.path("model"), scratch.path("out"));
     fs::create_dir(&source).unwrap();
@@ -372,7 +372,7 @@ fn a_crash_at_any_point_leaves_all_or_nothing() {
 }
 
 #[test]
-fn shards_of_another_model_are_not_taken_over_however_alike() {
+fn resume_rejects_shards_of_a_similar_model() {
     let scratch = Scratch::new();
     let (source, out) = (scratch.path("model"), scratch.path("out"));
     small_model(&source);
@@ -393,7 +393,7 @@ fn shards_of_another_model_are_not_taken_over_however_alike() {
 }
 
 #[test]
-fn a_changed_resume_record_is_never_believed_and_never_in_the_way() {
+fn tampered_resume_record_is_ignored() {
     let scratch = Scratch::new();
     let (source, out) = (scratch.path("model"), scratch.path("out"));
     small_model(&source);
@@ -473,7 +473,7 @@ fn values(whole: &serde_json::Value, path: &mut Vec<String>, found: &mut Vec<ser
 // ---- a neighbour ----
 
 #[test]
-fn nothing_planted_in_the_partial_folder_is_followed() {
+fn links_planted_in_the_partial_folder_are_not_followed() {
     let scratch = Scratch::new();
     let (source, out, partial) = (scratch.path("model"), scratch.path("out"), scratch.path("out.partial"));
     small_model(&source);
@@ -569,7 +569,7 @@ fn one_tensor(scratch: &Scratch, dtype: &str, shape: &[usize], bytes: &[u8]) -> 
 }
 
 #[test]
-fn shapes_without_elements_overflow_nothing() {
+fn empty_shapes_do_not_overflow() {
     let scratch = Scratch::new();
     let source = one_tensor(&scratch, "BF16", &[1 << 40, 1 << 40, 0], &[]);
     let out = scratch.path("out");
@@ -581,7 +581,7 @@ fn shapes_without_elements_overflow_nothing() {
 }
 
 #[test]
-fn sizes_that_cannot_be_added_up_are_refused() {
+fn sizes_that_overflow_are_rejected() {
     let scratch = Scratch::new();
     let (source, out) = (scratch.path("model"), scratch.path("out"));
     small_model(&source);
@@ -621,7 +621,7 @@ fn sizes_that_cannot_be_added_up_are_refused() {
 
 /// What a reader would refuse is refused before it is written.
 #[test]
-fn the_limits_of_a_reader_are_those_of_the_writer() {
+fn reader_and_writer_have_the_same_limits() {
     let scratch = Scratch::new();
     let (source, out) = (scratch.path("one"), scratch.path("out"));
     let most = CompressOptions::default();
@@ -652,7 +652,7 @@ fn the_limits_of_a_reader_are_those_of_the_writer() {
 /// A model whose manifest nobody would read: known by its names alone, or when the manifest is made; never after it has
 /// its name.
 #[test]
-fn a_manifest_that_would_not_be_read_is_not_published() {
+fn oversized_manifest_is_not_published() {
     let scratch = Scratch::new();
     for (files, count, name_bytes) in [(7, 20_000, 1000), (3, 290_000, 7)] {
         let (source, out) = (scratch.path("many"), scratch.path("out"));

@@ -67,7 +67,7 @@ fn real_weights_shrink_to_two_thirds() {
 }
 
 #[test]
-fn a_plan_predicts_what_compressing_gives() {
+fn plan_predicts_the_sizes_of_compress() {
     let scratch = Scratch::new();
     let source = scratch.path("model");
     demo_model::write(&source, &DemoOptions { layers: 3, vocab: 2048, ..DemoOptions::default() }).unwrap();
@@ -85,7 +85,7 @@ fn a_plan_predicts_what_compressing_gives() {
 }
 
 #[test]
-fn the_inference_profile_is_hhr_ppr() {
+fn inference_profile_alternates_huffman_and_palette_layers() {
     let scratch = Scratch::new();
     let (source, bundle) = (scratch.path("model"), scratch.path("bundle"));
     let demo = DemoOptions {
@@ -142,7 +142,7 @@ fn sprinkled(elements: usize, step: usize, other: impl Fn(usize) -> u16) -> Vec<
 
 /// What cannot be packed falls back by the rule of docs/format.md B.6, and everything comes back bit for bit.
 #[test]
-fn a_resident_bundle_packs_or_falls_back_and_says_why() {
+fn packed_profile_falls_back_with_a_reason() {
     let scratch = Scratch::new();
     let source = scratch.path("model");
     fs::create_dir(&source).unwrap();
@@ -247,7 +247,7 @@ impl Encoder for Unpacked {
 }
 
 #[test]
-fn what_an_encoder_says_does_not_fit_falls_back_and_says_why() {
+fn encoder_misfit_falls_back_with_a_reason() {
     let scratch = Scratch::new();
     let source = scratch.path("model");
     small_model(&source);
@@ -275,7 +275,7 @@ fn the_bytes_do_not_depend_on_threads_or_memory() {
 }
 
 #[test]
-fn every_dtype_and_odd_shape_survives_and_sections_stay_aligned() {
+fn every_dtype_and_odd_shape_round_trips_with_aligned_sections() {
     let scratch = Scratch::new();
     let source = scratch.path("model");
     fs::create_dir_all(source.join("sub/deep")).unwrap();
@@ -361,7 +361,7 @@ fn configured(scratch: &Scratch, name: &str, config: &[u8]) -> std::path::PathBu
 }
 
 #[test]
-fn a_configuration_says_what_its_weights_are() {
+fn config_json_names_its_weights() {
     let scratch = Scratch::new();
     let text = "{\n    \"zeta\": 1.0e-05, \"alpha\": 18446744073709551616,\n\t\"limit\": [0.0, Infinity]\n}";
     let source = configured(&scratch, "model", text.as_bytes());
@@ -423,7 +423,7 @@ fn a_configuration_says_what_its_weights_are() {
 
 /// Files of two bundles in one folder, as a download that was begun again leaves them.
 #[test]
-fn weights_are_not_opened_by_the_configuration_of_another_bundle() {
+fn config_of_another_bundle_is_rejected() {
     let scratch = Scratch::new();
     let source = configured(&scratch, "model", b"{\"a\": 1}");
     let [one, two] = [Profile::Distribution, Profile::Resident].map(|profile| {
@@ -459,7 +459,7 @@ fn weights_are_not_opened_by_the_configuration_of_another_bundle() {
 
 /// A key that says nothing gets the value; a method of its own stays, and the key that makes others refuse is added.
 #[test]
-fn a_configuration_without_a_method_and_one_with_another_are_marked() {
+fn config_gets_a_quantization_method() {
     let scratch = Scratch::new();
     let saved = r#"{"quant_method": "unweight", "manifest": "of the bundle that it was saved from"}"#;
     for (name, value, method) in
@@ -477,7 +477,7 @@ fn a_configuration_without_a_method_and_one_with_another_are_marked() {
 }
 
 #[test]
-fn a_configuration_that_has_other_plans_is_left_as_it_is() {
+fn config_that_cannot_be_marked_is_copied_unchanged() {
     let scratch = Scratch::new();
     let large = format!("{{\"a\": \"{}\"}}", "a".repeat(16 << 20));
     let cases: [(&str, &[u8], &str); 3] = [
@@ -501,7 +501,7 @@ fn a_configuration_that_has_other_plans_is_left_as_it_is() {
 
 /// A hub repository with an edited README, and a download of the weights alone.
 #[test]
-fn weights_open_without_what_lies_beside_them() {
+fn weights_open_without_the_other_files() {
     let scratch = Scratch::new();
     let (source, made) = (scratch.path("model"), scratch.path("bundle"));
     small_model(&source);
@@ -584,7 +584,7 @@ fn symbolic_links_are_followed_as_caches_have_them() {
 }
 
 #[test]
-fn patterns_and_plan_files_decide() {
+fn patterns_and_plan_files_select_encodings() {
     let scratch = Scratch::new();
     let source = scratch.path("model");
     small_model(&source);
@@ -621,7 +621,7 @@ fn refused(source: &Path, expected: &[&str]) {
 }
 
 #[test]
-fn unsound_sources_are_refused() {
+fn invalid_sources_are_rejected() {
     let scratch = Scratch::new();
     let case = |name: &str, files: &[(&str, Vec<u8>)], expected: &[&str]| {
         let dir = scratch.path(name);
@@ -682,7 +682,7 @@ fn unsound_sources_are_refused() {
 }
 
 #[test]
-fn outputs_are_protected() {
+fn outputs_are_not_overwritten_without_force() {
     let scratch = Scratch::new();
     let (source, out) = (scratch.path("model"), scratch.path("out"));
     small_model(&source);
@@ -753,7 +753,7 @@ impl<F: Fn() + Sync> Progress for CancelAfter<F> {
 }
 
 #[test]
-fn an_interrupted_run_locks_and_resumes_to_the_same_bytes() {
+fn resume_after_interruption_gives_the_same_bytes() {
     let scratch = Scratch::new();
     let (source, out) = (scratch.path("model"), scratch.path("out"));
     demo_model::write(&source, &DemoOptions { layers: 2, vocab: 512, shards: 4, ..DemoOptions::default() }).unwrap();
@@ -797,7 +797,7 @@ fn an_interrupted_run_locks_and_resumes_to_the_same_bytes() {
 }
 
 #[test]
-fn a_resumed_run_with_other_options_or_source_starts_anew() {
+fn resume_restarts_when_options_or_source_change() {
     let scratch = Scratch::new();
     let (source, out) = (scratch.path("model"), scratch.path("out"));
     demo_model::write(&source, &DemoOptions { layers: 1, vocab: 512, shards: 3, ..DemoOptions::default() }).unwrap();
@@ -849,7 +849,7 @@ fn write_tree(root: &Path, tree: &BTreeMap<String, Vec<u8>>) {
 
 /// One file is not begun again: what is written of it, sound and of this source is taken over, and nothing else.
 #[test]
-fn a_run_goes_on_inside_a_file() {
+fn resume_continues_inside_a_file() {
     let scratch = Scratch::new();
     let (source, out, partial) = (scratch.path("model"), scratch.path("out"), scratch.path("out.partial"));
     let model = DemoOptions { layers: 4, vocab: 512, shards: 1, ..DemoOptions::default() };
@@ -945,7 +945,7 @@ fn a_run_goes_on_inside_a_file() {
 }
 
 #[test]
-fn modes_and_times_come_back() {
+fn file_modes_and_times_are_restored() {
     use std::{
         os::unix::fs::PermissionsExt,
         time::{Duration, SystemTime},
@@ -998,7 +998,7 @@ impl Progress for Sums {
 }
 
 #[test]
-fn progress_ends_where_it_was_announced_to_end() {
+fn progress_ends_at_the_announced_total() {
     let scratch = Scratch::new();
     let (source, bundle) = (scratch.path("source"), scratch.path("bundle"));
     // One tensor is larger than what is moved as a whole.

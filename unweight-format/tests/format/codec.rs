@@ -159,7 +159,7 @@ proptest! {
 }
 
 #[test]
-fn a_slice_of_no_whole_tiles_is_refused() {
+fn unaligned_slices_are_rejected() {
     let bytes = sprinkled(128, 192, 300, 5, |_| 0);
     let tensor = packed::pack(Matrix::new(&bytes, 128, 192).unwrap(), &Histogram::of(&bytes)).unwrap();
     assert!(tensor.escape_count() > 0);
@@ -176,7 +176,7 @@ fn a_slice_of_no_whole_tiles_is_refused() {
 }
 
 #[test]
-fn special_values_are_packed_bit_by_bit() {
+fn special_values_are_packed_exactly() {
     const SPECIAL: [u16; 13] =
         [0, 0x8000, 1, 0x8001, 0x007f, 0x7f80, 0xff80, 0x7f81, 0x7fc1, 0xffff, 0x0080, 0x7f7f, 0x4000];
     type Draw = fn(u64) -> u16;
@@ -200,7 +200,7 @@ fn special_values_are_packed_bit_by_bit() {
 }
 
 #[test]
-fn the_limit_of_escapes_is_one_in_256_exactly() {
+fn escape_limit_is_one_in_256() {
     let with_zeros = |zeros: usize| {
         let mut bytes = Weights::OneExponent.bytes(64 * 64, 8);
         bytes.chunks_exact_mut(2).step_by(97).take(zeros).for_each(|element| element.fill(0));
@@ -214,7 +214,7 @@ fn the_limit_of_escapes_is_one_in_256_exactly() {
 }
 
 #[test]
-fn the_first_element_without_an_operand_is_named_whatever_the_order_of_work() {
+fn first_element_without_exact_operand_is_named() {
     // Weights around 2^10: a subnormal has no operand. Two of them, in different tiles, row-major before tile order.
     let mut bytes: Vec<u8> = (0..192 * 192).flat_map(|_| 0x4480u16.to_le_bytes()).collect();
     for (row, col) in [(70, 3), (40, 190)] {
@@ -337,7 +337,7 @@ proptest! {
 }
 
 #[test]
-fn every_bit_pattern_survives() {
+fn every_bit_pattern_round_trips() {
     let bytes: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
     for (rows, cols) in [(256, 256), (1024, 64), (64, 1024), (1, 65536), (65536, 1)] {
         check(&bytes, rows, cols, CodeLimit::DEFAULT);
@@ -352,7 +352,7 @@ fn a_palette_may_end_with_exponent_zero() {
 }
 
 #[test]
-fn every_edge_remainder_survives() {
+fn every_edge_remainder_round_trips() {
     for edge in [1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129] {
         check(&Weights::TRAINED.bytes(edge * 70, 1), edge, 70, CodeLimit::DEFAULT);
         check(&Weights::HeavyTails.bytes(70 * edge, 2), 70, edge, CodeLimit::DEFAULT);
@@ -361,7 +361,7 @@ fn every_edge_remainder_survives() {
 
 /// `docs/format.md` A.10.
 #[test]
-fn the_specification_s_worked_example() {
+fn worked_example_of_the_format_document() {
     let weights = [0x3f80u16, 0xbfc0, 0x3f00, 0x3e80, 0x3f80, 0x3f40];
     let bytes: Vec<u8> = weights.iter().flat_map(|w| w.to_le_bytes()).collect();
     check(&bytes, 2, 3, CodeLimit::DEFAULT);
@@ -428,7 +428,7 @@ fn tampered(change: impl Fn(Section, &mut Vec<u8>)) -> Result<HuffmanTensor<Vec<
 }
 
 #[test]
-fn each_broken_invariant_has_its_error() {
+fn each_broken_invariant_has_its_own_error() {
     assert!(tampered(|_, _| {}).is_ok());
     for &section in FormId::HUFFMAN.form().sections() {
         let longer = tampered(|s, bytes| {
@@ -493,7 +493,7 @@ fn each_broken_invariant_has_its_error() {
 }
 
 #[test]
-fn damaged_codes_are_noticed_or_decode_to_other_weights_but_never_panic() {
+fn damaged_codes_never_panic() {
     let bytes = Weights::TRAINED.bytes(130 * 192, 7);
     let tensor = huffman::encode(Matrix::new(&bytes, 130, 192).unwrap(), CodeLimit::new(15).unwrap()).unwrap();
     let words = tensor.encoded_exp().len();
@@ -573,7 +573,7 @@ fn check_operands(tensor: &CompactTensor<Vec<u8>>, matrix: Matrix<'_>) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
-    fn compact_weights_come_back(
+    fn compact_round_trips(
         kind in kind(), tile_rows in 1usize..=3, tile_cols in 1usize..=3, one_in in 260u64..4000,
         mask in prop_oneof![Just(0xffffu16), Just(0xbfff), Just(0x807f)], seed: u64,
     ) {
@@ -584,7 +584,7 @@ proptest! {
 
     /// Exponents of any shares, down to those of one element in many: long codes, quads without a code, escapes in and outside the window.
     #[test]
-    fn compact_weights_of_any_exponents_come_back(
+    fn compact_round_trips_with_any_exponents(
         base in 1u8..=223, halvings in 1u32..=12, one_in in 300u64..3000, tiles in 1usize..=6, seed: u64,
     ) {
         let mut random = Random::new(seed);
@@ -610,7 +610,7 @@ fn trained_weights_take_less_than_10_85_bits() {
 }
 
 #[test]
-fn every_bit_pattern_comes_back_as_an_escape_or_not() {
+fn packed_round_trips_every_bit_pattern() {
     let special = [0x0000, 0x8000, 1, 0x8001, 0x007f, 0x7f80, 0xff80, 0x7f81, 0x7fc1, 0xffff, 0x0080, 0x0180];
     let bytes = sprinkled(256, 192, 400, 5, |bits| special[bits as usize % special.len()]);
     let tensor = check_compact(&bytes, 256, 192).unwrap();
@@ -633,7 +633,7 @@ fn every_bit_pattern_comes_back_as_an_escape_or_not() {
 }
 
 #[test]
-fn what_cannot_be_compact_is_said() {
+fn misfits_of_the_compact_encoding_are_named() {
     let encode = |bytes: &[u8], rows, cols| {
         compact::encode(Matrix::new(bytes, rows, cols).unwrap(), &Histogram::of(bytes)).unwrap_err()
     };
@@ -673,7 +673,7 @@ fn compact_bytes_do_not_depend_on_the_number_of_threads() {
 }
 
 #[test]
-fn predicted_compact_bytes_are_near() {
+fn predicted_compact_size_is_close() {
     let bytes = Weights::TRAINED.bytes(512 * 512, 4);
     let (grid, form) = (TileGrid::new(512, 512).unwrap(), FormId::COMPACT.form());
     let sample = unweight_format::form::Sample::of(&[&bytes[..1 << 17]], CodeLimit::DEFAULT);
@@ -770,7 +770,7 @@ fn each_broken_rule_of_the_compact_form_has_its_error() {
 }
 
 #[test]
-fn the_compact_example_of_the_document() {
+fn compact_example_of_the_format_document() {
     let bytes: Vec<u8> = (0..4096).flat_map(|i| if i == 0 { [0x80, 0x3e] } else { [0x80, 0x3f] }).collect();
     let tensor = check_compact(&bytes, 64, 64).unwrap();
     let followed_by_zeros = |start: &[u8]| [start, &vec![0; 16 - start.len()]].concat();

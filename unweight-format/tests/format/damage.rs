@@ -52,7 +52,7 @@ fn refuses(bundle: &Path, scratch: &Scratch) -> BundleError {
 }
 
 #[test]
-fn every_flipped_bit_is_noticed_and_the_file_named() {
+fn every_flipped_bit_is_detected_and_its_file_named() {
     let scratch = Scratch::new();
     for profile in [Profile::Distribution, Profile::Inference, Profile::Resident] {
         let bundle = bundle(&scratch, profile);
@@ -81,7 +81,7 @@ fn every_flipped_bit_is_noticed_and_the_file_named() {
 }
 
 #[test]
-fn truncated_missing_extra_and_swapped_files_are_noticed() {
+fn truncated_missing_extra_and_swapped_files_are_detected() {
     let scratch = Scratch::new();
     let bundle = bundle(&scratch, Profile::Distribution);
     for (name, bytes) in read_tree(&bundle) {
@@ -114,7 +114,7 @@ fn truncated_missing_extra_and_swapped_files_are_noticed() {
 }
 
 #[test]
-fn another_source_is_told_apart() {
+fn verify_against_another_source_finds_differences() {
     let scratch = Scratch::new();
     let bundle = bundle(&scratch, Profile::Distribution);
     let source = scratch.path("model");
@@ -148,7 +148,7 @@ fn reseal(bundle: &Path, change: impl FnOnce(&mut serde_json::Value)) {
 }
 
 #[test]
-fn hostile_manifests_are_refused() {
+fn hostile_manifests_are_rejected() {
     let scratch = Scratch::new();
     let bundle = bundle(&scratch, Profile::Distribution);
     let sound = fs::read(bundle.join("unweight.json")).unwrap();
@@ -245,7 +245,7 @@ fn hostile_manifests_are_refused() {
 }
 
 #[test]
-fn hostile_manifests_of_packed_tensors_are_refused() {
+fn hostile_manifests_of_packed_tensors_are_rejected() {
     let scratch = Scratch::new();
     let bundle = bundle(&scratch, Profile::Resident);
     let sound = fs::read(bundle.join("unweight.json")).unwrap();

@@ -42,7 +42,7 @@ fn patterns(float: Float, elements: usize, seed: u64) -> Vec<u8> {
 }
 
 #[test]
-fn every_bit_pattern_comes_back() {
+fn every_bit_pattern_of_every_dtype_round_trips() {
     for float in CODED {
         let bytes = patterns(float, 260 * 256, 1);
         for limit in [6, 7, 15] {
@@ -100,7 +100,7 @@ fn the_bytes_do_not_depend_on_the_number_of_threads() {
 
 /// The exponents of weights of another type lie as those of BF16 weights with the same exponents do.
 #[test]
-fn exponents_lie_as_those_of_the_huffman_form() {
+fn exponents_have_the_layout_of_huffman() {
     for float in CODED {
         let (rows, cols) = (70, 200);
         let bytes = float_weights(float, rows * cols, 5);
@@ -173,7 +173,7 @@ fn tampered(float: Float, change: impl Fn(Section, &mut Vec<u8>)) -> Result<Expo
 }
 
 #[test]
-fn each_broken_invariant_has_its_error() {
+fn each_broken_invariant_has_its_own_error() {
     for float in CODED {
         assert!(tampered(float, |_, _| {}).is_ok());
         let code = |section: Section, at: usize, value: u8| {
@@ -272,7 +272,7 @@ fn fp8_model(dir: &std::path::Path) {
 }
 
 #[test]
-fn a_model_of_many_types_shrinks_in_every_profile_and_comes_back() {
+fn models_of_many_dtypes_shrink_and_round_trip() {
     let scratch = Scratch::new();
     let source = scratch.path("model");
     fp8_model(&source);
@@ -330,7 +330,7 @@ fn a_model_of_many_types_shrinks_in_every_profile_and_comes_back() {
 
 /// The section says the type for those who have no manifest; a manifest that says another one was made up.
 #[test]
-fn a_type_that_is_not_the_tensors_is_refused() {
+fn wrong_dtype_is_rejected() {
     let scratch = Scratch::new();
     let (source, bundle) = (scratch.path("model"), scratch.path("bundle"));
     fs::create_dir_all(&source).unwrap();

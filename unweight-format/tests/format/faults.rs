@@ -104,7 +104,7 @@ impl Child {
 // ---- threads ----
 
 #[test]
-fn without_threads_there_is_an_error() {
+fn no_threads_is_an_error() {
     let scratch = Scratch::new();
     small_model(&scratch.path("model"));
     compress(&scratch.path("model"), &scratch.path("bundle"), &CompressOptions::default(), &Silent).unwrap();
@@ -123,7 +123,7 @@ fn without_threads_there_is_an_error() {
 }
 
 #[test]
-fn whichever_thread_is_missing_there_is_an_error() {
+fn each_missing_thread_is_an_error() {
     let scratch = Scratch::new();
     small_model(&scratch.path("model"));
     // Of each of two shards one thread reads, one writes, and one waits for the disk.
@@ -144,7 +144,7 @@ fn whichever_thread_is_missing_there_is_an_error() {
 
 /// The file that a crash leaves just before its new name has the source's mode already.
 #[test]
-fn a_read_only_source_is_resumed() {
+fn resume_works_with_a_read_only_source() {
     let scratch = Scratch::new();
     let (source, out) = (scratch.path("model"), scratch.path("out"));
     small_model(&source);
@@ -173,7 +173,7 @@ fn a_read_only_source_is_resumed() {
 
 /// What was replaced goes, also where nobody could have changed it in its place.
 #[test]
-fn an_old_output_with_a_locked_folder_is_replaced() {
+fn force_replaces_an_output_with_a_read_only_folder() {
     let scratch = Scratch::new();
     let (source, out) = (scratch.path("model"), scratch.path("out"));
     small_model(&source);
@@ -201,7 +201,7 @@ fn an_old_output_with_a_locked_folder_is_replaced() {
 
 /// Where the system cannot swap two names, the old output waits aside: it is never lost before the new one is there.
 #[test]
-fn without_a_swap_of_names_the_old_output_is_kept_until_the_new_one_is_there() {
+fn without_atomic_swap_the_old_output_is_kept_until_replaced() {
     let scratch = Scratch::new();
     let (source, out, aside) = (scratch.path("model"), scratch.path("out"), scratch.path("out.partial/replaced"));
     small_model(&source);
@@ -252,7 +252,7 @@ fn without_a_swap_of_names_the_old_output_is_kept_until_the_new_one_is_there() {
 }
 
 #[test]
-fn a_run_resumes_where_a_folder_became_a_file() {
+fn resume_works_where_a_folder_became_a_file() {
     let scratch = Scratch::new();
     let (source, out) = (scratch.path("model"), scratch.path("out"));
     fs::create_dir_all(source.join("sub")).unwrap();
@@ -271,7 +271,7 @@ fn a_run_resumes_where_a_folder_became_a_file() {
 
 /// Names, sizes and headers do not tell one model from another: what decompress replaces it gives back in every byte.
 #[test]
-fn decompress_replaces_only_what_it_gives_back() {
+fn decompress_replaces_only_files_of_the_bundle() {
     let scratch = Scratch::new();
     let (source, bundle, back) = (scratch.path("model"), scratch.path("bundle"), scratch.path("back"));
     small_model(&source);
@@ -322,7 +322,7 @@ fn decompress_replaces_only_what_it_gives_back() {
 
 /// Folders are something: `mkdir -p work/{a,b}` is not what `--force` may take for an empty directory.
 #[test]
-fn a_folder_of_empty_folders_is_not_empty() {
+fn folder_of_empty_folders_is_not_empty() {
     let scratch = Scratch::new();
     let (source, bundle, out) = (scratch.path("model"), scratch.path("bundle"), scratch.path("out"));
     small_model(&source);
@@ -339,7 +339,7 @@ fn a_folder_of_empty_folders_is_not_empty() {
 
 /// An output that is written to while the new one is made is not the one that was compared.
 #[test]
-fn an_output_that_changes_meanwhile_is_not_replaced() {
+fn force_keeps_an_output_that_changes_meanwhile() {
     struct Meddle<'a>(&'a Path);
     impl Progress for Meddle<'_> {
         fn tensor(&self, _: &str) {
@@ -387,7 +387,7 @@ impl Progress for StopAfter {
 
 /// A file that is only read may be a hundred gigabytes.
 #[test]
-fn reading_what_is_there_stops_inside_a_file() {
+fn cancel_stops_inside_a_file() {
     let scratch = Scratch::new();
     let (source, bundle, out) = (scratch.path("model"), scratch.path("bundle"), scratch.path("out"));
     fs::create_dir(&source).unwrap();
@@ -421,7 +421,7 @@ fn reading_what_is_there_stops_inside_a_file() {
 
 /// A run that resumes announces what it compares, too, and comes to the end of both.
 #[test]
-fn progress_of_a_resumed_run_ends_where_it_was_announced_to_end() {
+fn progress_of_a_resumed_run_ends_at_the_announced_total() {
     #[derive(Default)]
     struct Sums([AtomicU64; 2]);
     impl Progress for Sums {

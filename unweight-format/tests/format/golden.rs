@@ -43,7 +43,7 @@ fn rows(section: &str) -> Vec<(String, String)> {
 }
 
 #[test]
-fn valid_models_give_the_same_bytes_and_come_back() {
+fn valid_models_give_the_golden_bytes_and_round_trip() {
     for (name, profile) in VALID {
         let scratch = Scratch::new();
         let (source, expected) =
@@ -83,7 +83,7 @@ fn valid_models_give_the_same_bytes_and_come_back() {
 }
 
 #[test]
-fn bundles_of_older_versions_come_back() {
+fn older_bundles_decompress() {
     let rows = rows("Older versions");
     let dir = golden().join("versions");
     assert_eq!(rows.len(), fs::read_dir(&dir).unwrap().count(), "every version is explained");
@@ -101,7 +101,7 @@ fn bundles_of_older_versions_come_back() {
 }
 
 #[test]
-fn invalid_headers_are_refused_with_their_message() {
+fn invalid_headers_are_rejected_with_their_message() {
     let rows = rows("Invalid headers");
     let files = read_tree(&golden().join("invalid/headers"));
     assert_eq!(rows.len(), files.len(), "every file is explained");
@@ -113,7 +113,7 @@ fn invalid_headers_are_refused_with_their_message() {
 }
 
 #[test]
-fn invalid_streams_are_refused_with_their_message() {
+fn invalid_streams_are_rejected_with_their_message() {
     let rows = rows("Invalid streams");
     let dir = golden().join("invalid/streams");
     assert_eq!(rows.len(), fs::read_dir(&dir).unwrap().count(), "every stream is explained");

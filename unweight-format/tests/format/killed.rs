@@ -76,7 +76,7 @@ fn resume_and_compare(scratch: &Scratch) {
 }
 
 #[test]
-fn a_killed_run_resumes_to_the_same_bytes() {
+fn killed_run_resumes_to_the_same_bytes() {
     let scratch = Scratch::new();
     model(&scratch.path("model"));
     let mut child = Command::new(std::env::current_exe().unwrap())
@@ -98,7 +98,7 @@ fn a_killed_run_resumes_to_the_same_bytes() {
 }
 
 #[test]
-fn a_full_disk_is_said_and_what_was_done_is_kept() {
+fn full_disk_is_reported_and_finished_files_are_kept() {
     let scratch = Scratch::new();
     let source = scratch.path("model");
     model(&source);

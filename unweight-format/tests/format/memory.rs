@@ -76,7 +76,7 @@ fn holes(dir: &Path, total: u64, largest: u64) {
 
 /// README: "at most 1 GiB and twice the largest tensor, whatever the model". This one is larger.
 #[test]
-fn memory_is_bounded_whatever_the_model() {
+fn memory_is_bounded_for_every_model() {
     let scratch = Scratch::new();
     let largest = 48 * MIB;
     let most = 1024 * MIB + 2 * largest;
@@ -90,7 +90,7 @@ fn memory_is_bounded_whatever_the_model() {
 
 /// README: "`--ram` and `--threads` set limits".
 #[test]
-fn memory_is_as_little_as_asked_for() {
+fn memory_stays_within_the_ram_option() {
     let scratch = Scratch::new();
     let (largest, ram) = (4 * MIB, 32 * MIB);
     holes(&scratch.path("model"), 320 * MIB, largest);
@@ -111,7 +111,7 @@ fn memory_is_as_little_as_asked_for() {
 /// A manifest (`docs/format.md` B.4 bounds its bytes) takes a small multiple of them, whatever it is made of, also where it
 /// is refused.
 #[test]
-fn a_manifest_takes_no_more_memory_than_a_small_multiple_of_its_bytes() {
+fn manifest_memory_is_bounded() {
     let scratch = Scratch::new();
     let bundle = scratch.path("bundle");
     fs::create_dir(&bundle).unwrap();

@@ -46,7 +46,7 @@ fn parts(scratch: &Scratch, source: &Path, options: &CompressOptions, of: u32) -
 }
 
 #[test]
-fn any_number_of_parts_makes_the_bundle_of_one_run() {
+fn merged_parts_equal_a_single_run() {
     let scratch = Scratch::new();
     let source = model(&scratch);
     for (profile, sha256) in [(Profile::Distribution, false), (Profile::Resident, true)] {
@@ -95,7 +95,7 @@ fn any_number_of_parts_makes_the_bundle_of_one_run() {
 }
 
 #[test]
-fn parts_share_the_work_and_files_are_not_copied() {
+fn parts_are_balanced_and_merge_links_files() {
     let scratch = Scratch::new();
     let source = scratch.path("model");
     fs::create_dir(&source).unwrap();
@@ -120,7 +120,7 @@ fn parts_share_the_work_and_files_are_not_copied() {
 }
 
 #[test]
-fn a_model_of_one_file_is_one_part() {
+fn single_file_models_have_one_part() {
     let scratch = Scratch::new();
     let source = scratch.path("model");
     demo_model::write(&source, &DemoOptions { layers: 1, vocab: 300, shards: 1, ..DemoOptions::default() }).unwrap();
@@ -148,7 +148,7 @@ impl Progress for CancelAfter {
 }
 
 #[test]
-fn an_interrupted_part_goes_on() {
+fn interrupted_parts_resume() {
     let scratch = Scratch::new();
     let source = model(&scratch);
     let options = CompressOptions::default().ram_bytes(Some(1 << 20));
@@ -181,7 +181,7 @@ fn an_interrupted_part_goes_on() {
 }
 
 #[test]
-fn parts_that_do_not_belong_together_are_refused_by_name() {
+fn mismatched_parts_are_rejected_by_name() {
     let scratch = Scratch::new();
     let source = model(&scratch);
     let options = CompressOptions::default().verify(VerifyAfter::None);
@@ -269,7 +269,7 @@ fn reseal(folder: &Path, change: impl FnOnce(&mut serde_json::Value)) {
 }
 
 #[test]
-fn damaged_and_hostile_parts_are_refused() {
+fn damaged_and_hostile_parts_are_rejected() {
     let scratch = Scratch::new();
     let source = model(&scratch);
     let made = parts(&scratch, &source, &CompressOptions::default(), 2);
@@ -358,7 +358,7 @@ fn damaged_and_hostile_parts_are_refused() {
 }
 
 #[test]
-fn a_part_is_no_bundle() {
+fn parts_are_not_bundles() {
     let scratch = Scratch::new();
     let source = model(&scratch);
     let folder = part(&scratch, &source, &CompressOptions::default(), 1, 2).0;

@@ -58,7 +58,7 @@ fn place(bundle: &Path, name: &str) -> Range<u64> {
 }
 
 #[test]
-fn parts_are_the_weights_and_read_what_they_need() {
+fn slices_equal_the_weights_and_read_only_what_they_need() {
     let scratch = Scratch::new();
     for profile in [Profile::Resident, Profile::Distribution] {
         let bundle = Bundle::open_weights(&made(&scratch, profile)).unwrap();
@@ -101,7 +101,7 @@ fn parts_are_the_weights_and_read_what_they_need() {
 }
 
 #[test]
-fn what_is_no_part_is_refused_by_name() {
+fn invalid_slices_are_rejected_by_name() {
     let scratch = Scratch::new();
     let bundle = Bundle::open_weights(&made(&scratch, Profile::Resident)).unwrap();
     for (rows, cols) in [(0..0, 0..64), (0..64, 640..641), (2176..2177, 0..64), (0..2177, 0..640), (70..70, 0..64)] {
@@ -115,7 +115,7 @@ fn what_is_no_part_is_refused_by_name() {
 }
 
 #[test]
-fn damage_to_what_a_part_reads_is_found_and_no_other() {
+fn slices_detect_only_damage_that_they_read() {
     let scratch = Scratch::new();
     let out = made(&scratch, Profile::Resident);
     let packed = place(&out, "wide.unweight.packed");
@@ -170,7 +170,7 @@ fn with_blocks(bundle: &Path, change: impl Fn(&mut serde_json::Map<String, serde
 }
 
 #[test]
-fn a_bundle_without_digests_of_blocks_is_read_whole() {
+fn bundles_without_block_digests_are_read_whole() {
     let scratch = Scratch::new();
     let out = made(&scratch, Profile::Resident);
     let bundle = Bundle::open_weights(&out).unwrap();
@@ -184,7 +184,7 @@ fn a_bundle_without_digests_of_blocks_is_read_whole() {
 }
 
 #[test]
-fn wrong_digests_of_blocks_are_found_by_verify_and_too_few_by_opening() {
+fn wrong_block_digests_are_detected() {
     let scratch = Scratch::new();
     let out = made(&scratch, Profile::Resident);
     let manifest = fs::read(out.join("unweight.json")).unwrap();

@@ -19,7 +19,7 @@ fn compressed(home: &Path, change: impl Fn(&Path)) -> Bundle {
 }
 
 #[test]
-fn a_bundle_says_what_it_is_and_what_is_what() {
+fn bundle_names_its_model_and_tensors() {
     let home = tempfile::tempdir().unwrap();
     let bundle = compressed(home.path(), |model| {
         fs::write(model.join("generation_config.json"), r#"{"eos_token_id": [7, 9], "do_sample": true}"#).unwrap();
@@ -53,7 +53,7 @@ fn file_of(name: &str, rows: usize, cols: usize) -> Vec<u8> {
 }
 
 #[test]
-fn the_same_weights_under_other_names_are_passed_over() {
+fn duplicate_weights_in_other_files_are_ignored() {
     let home = tempfile::tempdir().unwrap();
     let more = file_of("layers.0.attention.wq.weight", 64, 64);
     let bundle = compressed(home.path(), |model| fs::write(model.join("consolidated.safetensors"), &more).unwrap());
@@ -75,7 +75,7 @@ fn the_same_weights_under_other_names_are_passed_over() {
 }
 
 #[test]
-fn what_lies_beside_the_weights_is_checked() {
+fn other_files_of_the_bundle_are_checked() {
     let home = tempfile::tempdir().unwrap();
     let bundle = compressed(home.path(), |_| ());
     assert_eq!(bundle.copied("no.such", 100).unwrap(), None);
@@ -90,7 +90,7 @@ fn what_lies_beside_the_weights_is_checked() {
 }
 
 #[test]
-fn a_bundle_without_a_configuration_says_so() {
+fn bundle_without_config_is_rejected() {
     let home = tempfile::tempdir().unwrap();
     let bundle = compressed(home.path(), |model| fs::remove_file(model.join("config.json")).unwrap());
     let error = ModelConfig::of_bundle(&bundle).unwrap_err();

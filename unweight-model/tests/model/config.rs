@@ -17,7 +17,7 @@ fn accepted(family: &str, change: Value) -> ModelConfig {
 }
 
 #[test]
-fn what_is_not_said_is_as_transformers_has_it() {
+fn defaults_match_transformers() {
     let defaults: Value = serde_json::from_str(include_str!("../fixtures/defaults.json")).unwrap();
     let defaults = defaults.as_object().unwrap();
     assert_eq!(defaults.len(), Family::ALL.len());
@@ -35,7 +35,7 @@ fn what_is_not_said_is_as_transformers_has_it() {
 }
 
 #[test]
-fn absent_and_null_are_told_apart() {
+fn absent_and_null_differ() {
     let of = |family, change| {
         ModelConfig::from_json(
             &{
@@ -61,7 +61,7 @@ fn absent_and_null_are_told_apart() {
 }
 
 #[test]
-fn windows_by_layer() {
+fn attention_windows_by_layer() {
     let window = |family, change| accepted(family, change).window;
     assert_eq!(window("llama", json!({"sliding_window": 7})), [None; 4], "a llama has none, whatever it says");
     assert_eq!(window("mistral", json!({"sliding_window": 7})), [Some(7); 4]);
@@ -115,7 +115,7 @@ fn rotary_embedding_in_every_spelling() {
 }
 
 #[test]
-fn what_is_not_supported_is_refused_by_file_and_key() {
+fn unsupported_values_are_rejected_by_file_and_key() {
     let cases = [
         (
             "gpt2",
@@ -190,7 +190,7 @@ fn what_is_not_supported_is_refused_by_file_and_key() {
 }
 
 #[test]
-fn what_says_nothing_is_no_reason_to_refuse() {
+fn keys_without_effect_are_accepted() {
     accepted(
         "llama",
         json!({"quantization_config": null, "num_experts": 0, "attention_bias": false, "mlp_bias": null}),
@@ -206,7 +206,7 @@ fn what_says_nothing_is_no_reason_to_refuse() {
 }
 
 #[test]
-fn experts_in_either_spelling() {
+fn expert_keys_in_both_spellings() {
     let mixture = |family, change| accepted(family, change).mixture.unwrap();
     let of = |experts, top_k, normalized, rounded| Mixture { experts, top_k, normalized, rounded };
     assert_eq!(mixture("mixtral", json!({})), of(8, 2, true, false));
@@ -227,7 +227,7 @@ fn experts_in_either_spelling() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_with_its_limit() {
+fn out_of_range_values_are_rejected_with_their_limit() {
     let cases = [
         (json!({"vocab_size": 0}), "config.json: vocab_size is 0, it must be 1 to 16777216"),
         (json!({"hidden_size": 1u64 << 40}), "config.json: hidden_size is 1099511627776, it must be 1 to 16777216"),
@@ -298,7 +298,7 @@ fn what_cannot_be_is_refused_with_its_limit() {
 }
 
 #[test]
-fn how_the_makers_sample() {
+fn generation_config_gives_sampling_defaults() {
     let of = |generation: Value| {
         let config = json!({"model_type": "llama", "eos_token_id": 5, "bos_token_id": 6});
         ModelConfig::from_json(&config, Some(&generation))
@@ -418,7 +418,7 @@ proptest! {
 
     /// Whatever is in the files: an error, or a model that can be computed with.
     #[test]
-    fn no_json_is_a_panic(
+    fn any_json_never_panics(
         family in prop::sample::select(vec!["llama", "mistral", "qwen2", "qwen3"]),
         changes in prop::collection::vec((any_key(), any_value()), 0..4),
         generation in prop::option::of(any_value()),
@@ -443,7 +443,7 @@ proptest! {
 
     /// As above, of rotary embeddings, which have the most keys.
     #[test]
-    fn no_rotary_embedding_is_a_panic(
+    fn any_rotary_embedding_never_panics(
         kind in prop::sample::select(vec!["linear", "llama3", "yarn"]),
         keys in prop::collection::vec((any_key(), any_value()), 0..3),
         numbers in prop::collection::vec((any_key(), -0.5..5.0f64), 0..6),
@@ -459,7 +459,7 @@ proptest! {
     }
 
     #[test]
-    fn no_text_is_a_panic(text in ".{0,80}") {
+    fn any_text_never_panics(text in ".{0,80}") {
         prop_assert!(ModelConfig::parse(&text, Some(&text)).is_err());
     }
 }

@@ -71,7 +71,7 @@ const CLOSE: f64 = 1e-5;
 const WRONG: f64 = 1e-2;
 
 #[test]
-fn logits_are_those_of_transformers() {
+fn logits_match_transformers() {
     for model in MODELS {
         let fixture = Fixture::load(model);
         let error = fixture.error(&fixture.config, &fixture.weights);
@@ -81,7 +81,7 @@ fn logits_are_those_of_transformers() {
 }
 
 #[test]
-fn both_spellings_are_one_model() {
+fn both_key_spellings_give_the_same_model() {
     for model in MODELS {
         let read = |file| ModelConfig::parse(&fs::read_to_string(folder(model).join(file)).unwrap(), None).unwrap();
         assert_eq!(read("config.json"), read("config.v4.json"), "{model}");
@@ -89,7 +89,7 @@ fn both_spellings_are_one_model() {
 }
 
 #[test]
-fn the_same_from_a_bundle() {
+fn logits_from_a_bundle_are_equal() {
     for (model, profile) in [
         ("llama", Profile::Resident),
         ("qwen2", Profile::Distribution),
@@ -116,7 +116,7 @@ fn the_same_from_a_bundle() {
 
 /// Checkpoints have a tensor for each expert's gate, up and down, or stacks of all.
 #[test]
-fn stacks_of_experts_are_the_experts() {
+fn stacked_experts_equal_separate_experts() {
     let fixture = Fixture::load("qwen3_moe");
     let apart = ModelWeights::named(&fixture.config);
     assert_ne!(apart, fixture.weights, "the fixture has stacks");
@@ -183,7 +183,7 @@ fn another_model_has_other_logits() {
 }
 
 #[test]
-fn layers_are_seen_and_errors_have_names() {
+fn reference_reports_layers_and_names_errors() {
     let fixture = Fixture::load("qwen3");
     let values = |name: &str| fixture.values.get(name).cloned().ok_or(format!("no {name}"));
     let reference = Reference::new(&fixture.config, &fixture.weights, values);

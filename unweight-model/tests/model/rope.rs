@@ -8,7 +8,7 @@ fn bits(value: &Value) -> Vec<u32> {
 }
 
 #[test]
-fn tables_are_those_of_transformers() {
+fn rope_tables_match_transformers() {
     let cases: Value = serde_json::from_str(include_str!("../fixtures/rope.json")).unwrap();
     for (name, case) in cases.as_object().unwrap() {
         let rope = ModelConfig::from_json(&case["config"], None).unwrap().rope;

@@ -285,7 +285,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_key_comes_and_goes_and_every_other_byte_stays() {
+    fn config_key_is_added_and_removed_without_other_changes() {
         let patterns = [("lm_head".to_owned(), vec![]), (r"model\.layers\.\d+".to_owned(), vec!["mlp.up_proj".into()])];
         for text in [
             "{}",
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_object_has_no_members() {
+    fn non_objects_have_no_members() {
         for (text, at) in [
             ("", 0),
             ("[]", 0),
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn a_configuration_that_is_not_understood_says_why() {
+    fn unreadable_configs_are_explained() {
         let many: Vec<String> = (0..=PATTERNS_MAX).map(|i| format!("\"{i}\": []")).collect();
         let with = |patterns: &str| {
             format!(r#"{{"threads_per_block": 512, "bytes_per_thread": 8, "pattern_dict": {{{patterns}}}}}"#)
@@ -382,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_may_be_those_of_the_language_model() {
+    fn numbers_are_read_from_the_language_model_config() {
         let text = br#"{"x": NaN, "text_config": {"hidden_size": 64}, "vocab_size": 0}"#;
         assert_eq!(number(text, &["hidden_size", "d_model"]), Some(64));
         assert_eq!(number(text, &["vocab_size"]), None);

@@ -83,7 +83,7 @@ fn weights(seed: u64, count: usize, spread: u64) -> Vec<u8> {
 }
 
 #[test]
-fn codes_and_tables_are_those_of_the_package() {
+fn codes_and_tables_match_the_package() {
     let (mut ties, mut failed) = (0, 0);
     for case in json("codes.json").as_array().unwrap() {
         let mut counts = Histogram::default();
@@ -125,7 +125,7 @@ fn codes_and_tables_are_those_of_the_package() {
 }
 
 #[test]
-fn units_of_the_package_decode_and_are_made_again() {
+fn package_units_decode_and_encode_to_the_same_bytes() {
     let units = units();
     for unit in &units {
         let weights = unit.decode().unwrap();
@@ -139,7 +139,7 @@ fn units_of_the_package_decode_and_are_made_again() {
 }
 
 #[test]
-fn a_directory_of_the_package_comes_back_and_is_made_again() {
+fn package_directory_round_trips() {
     let home = tempfile::tempdir().unwrap();
     let (plain, again) = (home.path().join("plain"), home.path().join("again"));
     assert!(is_model(&fixture("model")).unwrap() && !is_model(home.path()).unwrap());
@@ -184,7 +184,7 @@ fn a_directory_of_the_package_comes_back_and_is_made_again() {
 }
 
 #[test]
-fn a_model_comes_back_tensor_by_tensor() {
+fn model_round_trips_tensor_by_tensor() {
     let home = tempfile::tempdir().unwrap();
     let [model, made, plain] = ["model", "made", "plain"].map(|name| home.path().join(name));
     let demo = DemoOptions {
@@ -209,7 +209,7 @@ fn a_model_comes_back_tensor_by_tensor() {
 }
 
 #[test]
-fn what_the_format_cannot_hold_is_named() {
+fn misfits_of_the_format_are_named() {
     let encode = |weights: &[u16]| {
         let bytes: Vec<u8> = weights.iter().flat_map(|weight| weight.to_le_bytes()).collect();
         let refused = Unit::encode(&bytes, THREADS).unwrap_err();
@@ -227,7 +227,7 @@ fn what_the_format_cannot_hold_is_named() {
 }
 
 #[test]
-fn a_module_that_cannot_be_a_unit_stays_as_it_is() {
+fn module_that_does_not_fit_stays_bf16() {
     let home = tempfile::tempdir().unwrap();
     let [plain, made, back] = ["plain", "made", "back"].map(|name| home.path().join(name));
     restore(&fixture("model"), &plain, false, &Silent).unwrap();
@@ -443,7 +443,7 @@ fn each_fault_of_a_directory_names_file_and_tensor() {
 
 /// A DFloat11 directory whose `config.json` does not say so must not be taken for tensors of bytes.
 #[test]
-fn units_without_a_sound_configuration_are_refused() {
+fn units_without_a_valid_config_are_rejected() {
     let home = tempfile::tempdir().unwrap();
     let stock = tree(&fixture("model"));
     let model = |change: Change<'_>| {
@@ -519,7 +519,7 @@ impl Progress for StopAfter {
 }
 
 #[test]
-fn an_interrupted_run_is_gone_on_with() {
+fn interrupted_convert_resumes() {
     let home = tempfile::tempdir().unwrap();
     let at = |name: &str| home.path().join(name);
     restore(&fixture("model"), &at("plain"), false, &Silent).unwrap();
@@ -557,7 +557,7 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, cases: 200, ..ProptestConfig::default() })]
 
     #[test]
-    fn units_are_the_oracles_and_come_back(
+    fn units_equal_the_oracle_and_round_trip(
         seed: u64, count in 2usize..6000, spread in 2u64..140, cut in 0usize..6000,
         threads in prop::sample::select(vec![1usize, 3, 32, 256, 512]),
     ) {
@@ -609,7 +609,7 @@ proptest! {
 
 /// More than one task of the encoder, over ends of bytes.
 #[test]
-fn tasks_of_the_encoder_meet_at_any_bit() {
+fn encoder_tasks_join_at_any_bit() {
     for (count, spread) in [(200_000, 12), (131_072, 16), (70_001, 100)] {
         let weights = weights(count as u64, count, spread);
         let unit = Unit::encode(&weights, THREADS).unwrap();

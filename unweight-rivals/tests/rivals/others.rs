@@ -52,7 +52,7 @@ fn damage<T: Copy + Default + std::ops::BitXorAssign>(
 }
 
 #[test]
-fn zipserv_is_as_described() {
+fn zipserv_matches_its_description() {
     let all = fixture("zipserv");
     let (shape, weights) = &all["weights"];
     let encoded = zipserv::encode(weights, shape[0], shape[1]).unwrap();
@@ -67,7 +67,7 @@ fn zipserv_is_as_described() {
 }
 
 #[test]
-fn zipserv_holds_every_pattern_and_is_the_oracles() {
+fn zipserv_round_trips_every_bit_pattern() {
     // All patterns, and weights that are most of them of the window.
     let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
     for (weights, rows, cols) in [
@@ -92,7 +92,7 @@ fn zipserv_holds_every_pattern_and_is_the_oracles() {
 }
 
 #[test]
-fn zipserv_trusts_nothing() {
+fn zipserv_rejects_damage() {
     for (rows, cols) in [(0, 64), (64, 0), (63, 64), (64, 65), (usize::MAX - 63, 64)] {
         let error = zipserv::encode(&[], rows, cols).unwrap_err();
         assert!(matches!(error, zipserv::Error::Shape { .. } | zipserv::Error::Count { .. }), "{error}");
@@ -133,7 +133,7 @@ fn zipserv_trusts_nothing() {
 }
 
 #[test]
-fn matvans_is_its_own_encoders() {
+fn matvans_equals_its_reference_encoder() {
     let all = fixture("matvans");
     let (shape, values) = (&all["values"].0, i8s(&all["values"].1));
     for (name, layout) in [("rows", Layout::Rows), ("stripes", Layout::Stripes)] {
@@ -148,7 +148,7 @@ fn matvans_is_its_own_encoders() {
 }
 
 #[test]
-fn matvans_warp_per_row_is_its_own_encoders() {
+fn matvans_warp_per_row_equals_its_reference_encoder() {
     let all = fixture("matvans");
     let (shape, values) = (&all["lanes.values"].0, i8s(&all["lanes.values"].1));
     let encoded = matvans::encode(&values, shape[0], shape[1], Layout::Lanes).unwrap();
@@ -174,7 +174,7 @@ fn values(seed: u64, count: usize, deviation: f64) -> Vec<i8> {
 }
 
 #[test]
-fn matvans_refuses_what_it_cannot_hold() {
+fn matvans_rejects_misfits() {
     assert!(matches!(matvans::encode(&[], 1, 0, Layout::Rows), Err(matvans::Error::Shape { .. })));
     assert!(matches!(matvans::encode(&[0; 64], 1, 64, Layout::Rows), Err(matvans::Error::Shape { .. })));
     assert!(matches!(matvans::encode(&[0; 128], 1, 128, Layout::Lanes), Err(matvans::Error::Shape { .. })));
@@ -198,7 +198,7 @@ fn matvans_refuses_what_it_cannot_hold() {
 }
 
 #[test]
-fn matvans_trusts_nothing() {
+fn matvans_rejects_damage() {
     let values = values(1, 64 * 256, 9.0);
     let mut random = Random::new(2);
     for (layout, rows, cols) in [(Layout::Rows, 64, 256), (Layout::Stripes, 64, 256), (Layout::Lanes, 32, 512)] {
@@ -229,7 +229,7 @@ fn matvans_trusts_nothing() {
 }
 
 #[test]
-fn tans_is_as_described() {
+fn tans_matches_its_description() {
     let all = fixture("tans");
     let (shape, data) = &all["data"];
     let encoded = tans::encode(data, shape[1], &tans::QWEN3_14B).unwrap();
@@ -260,7 +260,7 @@ fn fp8(seed: u64, count: usize, shares: &[f32; 16]) -> Vec<u8> {
 }
 
 #[test]
-fn tans_refuses_what_it_cannot_hold() {
+fn tans_rejects_misfits() {
     let shares = tans::QWEN3_14B;
     assert_eq!(tans::encode(&[0; 24], 24, &shares), Err(tans::Error::Stream { got: 24 }));
     assert_eq!(tans::encode(&[0; 16], 0, &shares), Err(tans::Error::Stream { got: 0 }));
@@ -280,7 +280,7 @@ fn tans_refuses_what_it_cannot_hold() {
 }
 
 #[test]
-fn tans_trusts_nothing() {
+fn tans_rejects_damage() {
     let data = fp8(3, 200 * 64, &tans::QWEN3_14B);
     let encoded = tans::encode(&data, 64, &tans::QWEN3_14B).unwrap();
     let mut random = Random::new(5);
@@ -311,14 +311,14 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, cases: 60, ..ProptestConfig::default() })]
 
     #[test]
-    fn zipserv_comes_back(seed: u64, down in 1usize..4, across in 1usize..4, deviation in 0.0001f64..100.0) {
+    fn zipserv_round_trips(seed: u64, down in 1usize..4, across in 1usize..4, deviation in 0.0001f64..100.0) {
         let weights = (Weights::Gaussian { sigma: deviation }).bytes(down * across * 4096, seed);
         let encoded = zipserv::encode(&weights, 64 * down, 64 * across).unwrap();
         prop_assert!(encoded.decode().unwrap() == weights);
     }
 
     #[test]
-    fn matvans_comes_back(seed: u64, down in 1usize..4, across in 1usize..5, deviation in 0.01f64..40.0) {
+    fn matvans_round_trips(seed: u64, down in 1usize..4, across in 1usize..5, deviation in 0.01f64..40.0) {
         for layout in [Layout::Rows, Layout::Stripes, Layout::Lanes] {
             let (row_step, col_step) = layout.steps();
             let (rows, cols) = (row_step * down, col_step * across);
@@ -330,7 +330,7 @@ proptest! {
     }
 
     #[test]
-    fn tans_comes_back(
+    fn tans_round_trips(
         seed: u64, streams in 1usize..300, tiles in 1usize..9, shares in prop::array::uniform16(0.0f32..1.0),
     ) {
         prop_assume!(shares.iter().all(|&share| share > 1e-3));

@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn every_form_leads_to_a_product_and_through_bf16() {
+    fn every_encoding_reaches_a_product() {
         let nodes =
             [Node::Bf16, Node::Huffman, Node::Palette, Node::Packed, Node::Compact, Node::Exponents, Node::Host];
         for node in nodes {

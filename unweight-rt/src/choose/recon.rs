@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn narrow_rings_where_they_fit_the_machine_else_the_reports_small_batch_order() {
+    fn narrow_rings_are_preferred_where_they_fit() {
         assert_eq!(rings(Source::Exponent, 1, 14336)[..3], ["n2p4", "n2p3", "n2p2"]);
         assert_eq!(rings(Source::Exponent, 1024, 14336)[..3], ["n2p4", "n2p3", "n2p2"]);
         // 64 one-tile columns: two rows of tasks fit 132 multiprocessors, three do not.
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn k_is_split_where_multiprocessors_would_be_idle() {
+    fn k_is_split_if_sms_would_be_idle() {
         let first = |m, n, k, sms| rings_on(Source::Exponent, GemmShape { m, n, k }, sms)[0].clone();
         assert_eq!(first(1, 4096, 4096, SMS), "n1p6s2");
         assert_eq!(first(128, 4096, 14336, SMS), "n1p6s2");

@@ -163,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_that_ships_is_a_table() {
+    fn shipped_table_parses_and_is_complete() {
         let table: MeasuredTable = serde_json::from_str(include_str!("h200.json")).unwrap();
         assert_eq!(&table, MeasuredTable::builtin());
         for row in &table.rows {
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_is_read_for_its_device_only_and_says_what_is_wrong() {
+    fn table_is_read_only_for_its_gpu() {
         let home = tempfile::tempdir().unwrap();
         let path = home.path().join("table.json");
         let table = MeasuredTable {
@@ -216,7 +216,7 @@ mod tests {
 
     /// A short measurement takes nothing away of a long one.
     #[test]
-    fn rows_are_laid_over_those_of_the_same_problem() {
+    fn measured_rows_override_the_same_problem() {
         let of = |rows| MeasuredTable { device: "D".to_owned(), rows };
         let [first, second] = ["uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_store", "uw_sm90a_gemm_mma_b8_r1w16p2c2_esc_store"];
         let below = of(vec![row(1, first), row(8, first)]);

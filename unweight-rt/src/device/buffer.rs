@@ -294,7 +294,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn borrowed_memory_lies_where_an_allocation_could() {
+    fn borrowed_memory_must_be_aligned() {
         assert_eq!(check_borrowed(0x7f00_0000_0100, 1 << 40, 2, 256), Ok(()));
         assert_eq!(check_borrowed(0x100, 0, 4, 256), Ok(()));
         for address in [0x101, 0x110, 0x180] {

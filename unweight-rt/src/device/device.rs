@@ -202,7 +202,7 @@ mod tests {
 
     /// The one that is chosen for where there is none: by the record of its driver.
     #[test]
-    fn an_h200_is_what_the_model_takes_it_for() {
+    fn h200_model_matches_its_driver() {
         let record = include_str!("../../../docs/records/h200-2026-11-22/decode-compact.json");
         let record: serde_json::Value = serde_json::from_str(record).unwrap();
         let said = |key: &str| record["device"][key].as_u64().unwrap();
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_without_a_driver_gives_an_error_that_says_what_is_missing() {
+    fn missing_driver_is_explained() {
         // Where there is a GPU, the other arm is what is tested.
         match Device::open(0) {
             Ok(device) => assert!(device.info().sms > 0),

@@ -213,7 +213,7 @@ mod tests {
     /// A table that the cache keeps for a device of this name is followed there; one that is damaged, or another's, is
     /// told and passed over.
     #[test]
-    fn what_was_measured_and_kept_is_followed_on_its_device() {
+    fn kept_table_is_used_on_its_gpu() {
         let info = DeviceInfo {
             ordinal: 0,
             name: "NVIDIA L4".to_owned(),

@@ -146,7 +146,7 @@ mod tests {
 
     /// What waits for other blocks of its grid is launched cooperatively or not at all.
     #[test]
-    fn blocks_that_wait_for_each_other_are_resident_or_refused() {
+    fn waiting_blocks_must_be_co_resident() {
         let mut waiting = 0;
         for spec in catalog::all(Arch::Sm90a) {
             let plan = Plan::new(&spec).unwrap();

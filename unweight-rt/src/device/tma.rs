@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_hardware_refuses_is_refused_with_the_rule() {
+    fn invalid_tma_maps_are_rejected_with_the_rule() {
         let good = TensorMapParams::sign_mantissa(256, 64, 64);
         let broken = |params: TensorMapParams| match params.check() {
             Err(Refusal::TensorMap { value, rule, .. }) => (value, rule),

@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn a_view_needs_no_more_than_its_memory_has() {
+    fn views_fit_their_memory() {
         assert_eq!(place(3, 64, 64, 192).unwrap().span(), ADDRESS..ADDRESS + 384);
         // The last row may end where the memory does.
         assert_eq!(place(3, 64, 100, 264).unwrap().span(), ADDRESS..ADDRESS + 528);
@@ -409,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_lies_in_its_matrix() {
+    fn parts_lie_inside_their_matrix() {
         let whole = place(4, 64, 80, 304).unwrap();
         assert_eq!(whole.part(0..4, 0..64), Ok(whole));
         let corner = whole.part(1..3, 16..48).unwrap();
@@ -427,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn the_pitch_of_at_most_one_row_is_its_columns() {
+    fn pitch_of_a_single_row_is_its_columns() {
         for rows in [0, 1] {
             for pitch in [64, 65, 1 << 40, u64::MAX] {
                 let only = place(rows, 64, pitch, 64).unwrap();
@@ -439,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_begin_where_copies_of_16_bytes_can() {
+    fn rows_are_aligned_to_16_bytes() {
         assert_eq!(place(3, 60, 64, 1 << 20).unwrap().check_rows_aligned("x"), Ok(()));
         let odd = place(3, 60, 60, 1 << 20).unwrap().check_rows_aligned("x").unwrap_err();
         assert_eq!(
@@ -454,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_overlaps_nothing_that_is_read() {
+    fn outputs_must_not_overlap_inputs() {
         let apart = |a: Range<u64>, b: Range<u64>| check_apart(("y", a), [("x", b)]);
         assert_eq!(apart(0..10, 10..20), Ok(()));
         assert_eq!(apart(10..20, 0..10), Ok(()));

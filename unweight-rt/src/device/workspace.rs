@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lane_that_lacks_anything_is_refused_and_says_what_it_has() {
+    fn too_small_workspace_is_rejected_with_its_size() {
         let have =
             LaneSize { workspace_bytes: 100, counters: 4, padded_x: 10, padded_y: 20, slot_bytes: 30, cublas: false };
         assert_eq!(have.check(have), Ok(()));
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn the_slot_is_counted_and_told() {
+    fn slot_bytes_are_counted() {
         let size = LaneSize { workspace_bytes: 8, slot_bytes: 6160, ..LaneSize::default() };
         assert_eq!((size.bytes(), LaneSize::default().bytes()), (6168, 0));
         assert_eq!(size.with_cublas().bytes(), 6168 + CUBLAS_BYTES as u64);
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn no_size_is_too_large_to_be_said() {
+    fn huge_sizes_do_not_overflow() {
         let most = LaneSize { padded_x: u64::MAX, padded_y: u64::MAX, ..LaneSize::default() };
         assert_eq!(most.to_string(), format!("0 B, 0 counters, {0} + {0} padded elements", u64::MAX));
     }

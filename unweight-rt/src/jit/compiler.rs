@@ -390,7 +390,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_without_places_is_shown_whole() {
+    fn log_without_locations_is_shown_in_full() {
         let log = "ptxas fatal: something".to_owned();
         let failure = CompileFailure::new(&request(), None, NvrtcError::Refused { log });
         assert!(failure.to_string().contains("ptxas fatal: something"));

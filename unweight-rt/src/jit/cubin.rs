@@ -410,7 +410,7 @@ mod tests {
     }
 
     #[test]
-    fn other_files_are_told_apart() {
+    fn other_elf_files_are_rejected() {
         assert!(matches!(read(b"text"), Err(CubinError::Elf(_))));
         let mut other = CUBIN.to_vec();
         other[18] = 62; // x86-64

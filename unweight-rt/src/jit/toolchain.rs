@@ -560,7 +560,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_nvrtc_from_before_an_architecture_is_told_as_such() {
+    fn old_nvrtc_is_reported() {
         let old = |arch, major, minor| OldNvrtc::check(arch, Version { major, minor }, Path::new("/lib/nvrtc.so"));
         for arch in Arch::ALL.iter().copied() {
             let first = match arch {
@@ -582,7 +582,7 @@ mod tests {
     }
 
     #[test]
-    fn all_is_indexed_by_the_discriminant() {
+    fn all_libraries_are_listed_in_order() {
         for (index, library) in Library::ALL.into_iter().enumerate() {
             assert_eq!(library as usize, index);
         }
@@ -633,7 +633,7 @@ mod tests {
     }
 
     #[test]
-    fn a_variable_that_names_nothing_is_final() {
+    fn wrong_library_variable_is_final() {
         let folder = tempfile::tempdir().unwrap();
         let mut env = Env::parse(|name| std::env::var_os(name)).unwrap();
         env.nvrtc = Some(folder.path().join("nowhere.so"));

@@ -540,7 +540,7 @@ mod tests {
     const QWEN3: ExpertsShape = ExpertsShape { experts: 128, hidden: 2048, intermediate: 768 };
 
     #[test]
-    fn parts_of_a_scratch_lie_apart_and_hold_what_is_written() {
+    fn scratch_parts_do_not_overlap_and_are_large_enough() {
         for (tokens, top_k) in [(1, 8), (3, 2), (64, 8), (4096, 8)] {
             let (parts, pairs) = (Parts::of(QWEN3, tokens, top_k), u64::from(tokens * top_k));
             assert!(parts.items >= pairs * 4);

@@ -558,7 +558,7 @@ mod tests {
     };
 
     #[test]
-    fn parts_of_a_scratch_lie_apart_and_are_readable_past_their_ends() {
+    fn scratch_parts_do_not_overlap_and_are_padded() {
         let parts = |partials, counters| Parts { partials, counters, ..Parts::default() };
         assert_eq!(parts(0, 0).bytes(), 0);
         assert_eq!((parts(0, 1).counters_at(), parts(0, 1).bytes()), (256, 256 + 512));
@@ -583,7 +583,7 @@ mod tests {
 
     /// A prompt's chunk would read the weights once for each 64 rows where there is no `wgmma`.
     #[test]
-    fn a_guest_expands_where_the_engine_does() {
+    fn borrowed_layers_expand_at_the_same_batches_as_the_engine() {
         let weight = Weight::stored(14336, 4096, FormId::PACKED);
         let expands = |arch, options: LoadOptions, has_cublas: bool| {
             let chooser = PackedChooser::of(Machine::usual(arch), "a GPU");
@@ -602,7 +602,7 @@ mod tests {
     }
 
     #[test]
-    fn each_order_has_a_slot_of_its_own_until_there_are_none() {
+    fn each_stream_has_its_own_counters() {
         let mut slots = BTreeMap::new();
         for order in 0..SLOTS {
             // Two streams; each by itself, and in captures.

@@ -615,7 +615,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_epilogue_that_was_not_loaded_for_is_refused_and_a_large_batch_takes_turns() {
+    fn unloaded_epilogue_is_rejected_and_large_batches_are_split() {
         let choices = [(Epilogue::Store, 8), (Epilogue::Store, 64), (Epilogue::StoreAdd, 64)];
         let chosen = |m, asked| choose(&choices, |choice| *choice, m, asked).map(|(choice, rows)| (*choice, rows));
         assert_eq!(chosen(0, Epilogue::Store), Ok(((Epilogue::Store, 8), 0)));
@@ -630,7 +630,7 @@ mod tests {
     }
 
     #[test]
-    fn turns_cover_each_row_once() {
+    fn batch_splits_cover_each_row_once() {
         for (m, rows) in [(5, 4), (8, 4), (9, 4), (20_000, 4096), (1, 1), (3, 1), (u32::MAX, 1 << 31), (u32::MAX, 4096)]
         {
             let mut next = 0;
@@ -646,7 +646,7 @@ mod tests {
 
     /// Copies of a padded layer are held against the lane before they are made.
     #[test]
-    fn a_padded_layer_needs_whole_tiles_of_rows() {
+    fn padded_layers_have_whole_row_tiles() {
         assert_eq!(padding((192, 128), (192, 128), 300), LaneSize::default());
         let need = padding((100, 72), (128, 128), 300);
         assert_eq!(need, LaneSize { padded_x: 300 * 128, padded_y: 300 * 128, ..LaneSize::default() });

@@ -221,7 +221,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tiles_begin_where_those_before_them_end() {
+    fn compact_tiles_are_contiguous() {
         let places = Places::of(&[100, 0, 90, 1, 80, 2, 70, 5]).unwrap();
         let tiles = [0, 0, 100, 1 << 30, 190, 1 << 31, 270, 1 << 31 | 3, 340, 0, 0, 0];
         assert_eq!(places, Places { tiles: tiles.to_vec(), words: 340, listed: 9 });

@@ -224,7 +224,7 @@ mod tests {
 
     /// A driver of a device without a copy engine may refuse to make one.
     #[test]
-    fn only_the_copy_engine_wants_maps() {
+    fn only_tma_variants_need_maps() {
         for (name, maps) in [
             ("uw_sm90a_gemm_mma_b8_r2w16p2c1_esc_store", true),
             ("uw_sm90a_gemm_mma_b8_r2w16p2c1_async_esc_store", false),

@@ -163,7 +163,7 @@ mod tests {
 
     /// Every element of a layer has a place of its own.
     #[test]
-    fn elements_fill_a_layer() {
+    fn kv_elements_fill_a_layer() {
         let shape = KvShape::new(2, 3, 48).unwrap();
         let mut seen = BTreeSet::new();
         for tile in 0..12u32 {

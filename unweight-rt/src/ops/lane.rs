@@ -237,7 +237,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_fault_has_a_word_of_its_own() {
+    fn each_row_fault_has_its_own_word() {
         assert!(fault_of(&[0; FAULT_WORDS]).is_none());
         assert!(matches!(fault_of(&[8, 0, 0, 3, 0]), Some(DeviceError::Fault { tile: 7 })));
         for (index, what) in RowFault::ALL.into_iter().enumerate() {

@@ -55,7 +55,7 @@ fn lines(path: &Path) -> usize {
 
 /// What the child process runs.
 #[test]
-#[ignore = "the process that ten_kills_measure_nothing_twice kills"]
+#[ignore = "the process that killed_searches_measure_nothing_twice kills"]
 fn a_search_to_be_killed() {
     let Some(folder) = env::var_os(FOLDER) else { return };
     let folder = Path::new(&folder);
@@ -79,7 +79,7 @@ fn begin(folder: &Path, limit: usize) -> Child {
 /// Where the kill tears no line of itself, every other one is torn behind it. `UNWEIGHT_TEST_SEED` repeats a run, as
 /// far as the moments of signals can be repeated.
 #[test]
-fn ten_kills_measure_nothing_twice() {
+fn killed_searches_measure_nothing_twice() {
     let now = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_nanos() as u64);
     let seed = env::var("UNWEIGHT_TEST_SEED").map_or_else(|_| now(), |seed| seed.parse().unwrap());
     println!("UNWEIGHT_TEST_SEED={seed}");

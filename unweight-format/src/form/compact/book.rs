@@ -365,7 +365,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_logarithm_is_that_of_floating_point() {
+    fn integer_logarithm_agrees_with_floating_point() {
         for number in (1..5000).chain([1 << 31, 1 << 32, (1 << 33) + 12345, u64::MAX >> 1, u64::MAX]) {
             let got = log2(number) as f64 / f64::from(1 << LOG2_SHIFT);
             let want = (number as f64).log2();
@@ -430,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn quads_without_a_code_lose_their_rarest_classes() {
+    fn quads_without_a_code_drop_their_rarest_classes() {
         // 7 is the most frequent class, 0 the rarest.
         let ranking: [u8; 8] = std::array::from_fn(|i| 7 - i as u8);
         let mut inside = [false; QUADS];

@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lock_file_removed_under_its_holder_excludes_nobody_and_is_noticed() {
+    fn removed_lock_file_is_detected() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("lock");
         let Lock::Held { _file: first, .. } = acquire(&path, Duration::ZERO) else { panic!("not locked") };
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn no_folder_no_lock() {
+    fn missing_folder_gives_no_lock() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("absent/lock");
         assert!(matches!(acquire(&path, Duration::from_secs(5)), Lock::Unavailable));

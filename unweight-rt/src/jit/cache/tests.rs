@@ -172,7 +172,7 @@ fn an_entry_under_another_kernels_name_is_damage() {
 }
 
 #[test]
-fn a_root_that_cannot_be_is_a_miss_with_a_reason() {
+fn unusable_cache_root_is_a_miss_with_a_reason() {
     let fixture = Fixture::new();
     // A file stands where the folder should be; unlike a mode, this also stops root.
     std::fs::write(&fixture.root, "").unwrap();
@@ -216,7 +216,7 @@ fn a_store_that_cannot_be_written_still_serves() {
 }
 
 #[test]
-fn many_threads_compile_each_kernel_once_and_tell_of_each() {
+fn threads_compile_each_kernel_once() {
     let mut fixture = Fixture::new();
     fixture.compiler = Arc::new(FakeCompiler::new("1.0", Duration::from_millis(3)));
     // Every kernel is asked for twice.
@@ -262,7 +262,7 @@ fn threads_with_a_cache_each_share_one_compile() {
 
 /// Whoever finds the folder half made must neither refuse it nor go without it: that compiles everything again.
 #[test]
-fn many_may_make_the_same_store_at_once() {
+fn concurrent_creation_of_a_store() {
     let home = tempfile::tempdir().unwrap();
     for round in 0..400 {
         let root = home.path().join(round.to_string());
@@ -281,7 +281,7 @@ fn many_may_make_the_same_store_at_once() {
 }
 
 #[test]
-fn who_cannot_have_the_lock_compiles_without_it() {
+fn lock_timeout_compiles_without_the_lock() {
     let fixture = Fixture::new();
     let cache = KernelCache::new(
         Policy { mode: JitMode::Auto, lock_timeout: Duration::from_millis(20) },
@@ -301,7 +301,7 @@ fn who_cannot_have_the_lock_compiles_without_it() {
 }
 
 #[test]
-fn the_loser_of_a_race_keeps_its_own_bytes() {
+fn losing_a_publish_race_keeps_own_bytes() {
     let fixture = Fixture::new();
     let cache = fixture.cache();
     let store = cache.store().unwrap();
@@ -331,7 +331,7 @@ fn cache_only_names_every_missing_kernel_and_compiles_none() {
 }
 
 #[test]
-fn without_a_compiler_any_compilers_kernel_of_the_same_source_serves() {
+fn without_a_compiler_any_cached_kernel_of_the_source_is_used() {
     let mut fixture = Fixture::new();
     for version in ["1.9", "1.10", "1.2"] {
         fixture.compiler = Arc::new(FakeCompiler::new(version, Duration::ZERO));
@@ -359,7 +359,7 @@ fn off_touches_no_disk() {
 }
 
 #[test]
-fn failures_are_told_all_and_kept_with_their_sources() {
+fn all_compile_failures_are_reported_and_kept() {
     let fixture = Fixture::new();
     let bad = |name: &str| CompileRequest { source: "#error\n".to_owned(), ..request(name) };
     let error = fixture.cache().compile_all(&[bad("uw_x"), request("uw_a"), bad("uw_y")], 2, &|_| {}).unwrap_err();
@@ -454,7 +454,7 @@ fn a_table_is_kept_by_the_name_of_its_device_until_the_cache_is_cleared() {
 }
 
 #[test]
-fn remains_of_the_dead_are_swept_and_sites_at_work_are_not() {
+fn leftovers_of_dead_processes_are_removed() {
     let fixture = Fixture::new();
     let cache = fixture.cache();
     let store = cache.store().unwrap();
@@ -472,7 +472,7 @@ fn remains_of_the_dead_are_swept_and_sites_at_work_are_not() {
 }
 
 #[test]
-fn a_folder_of_somebody_else_s_work_is_no_cache() {
+fn foreign_folder_is_not_used_as_cache() {
     let home = tempfile::tempdir().unwrap();
     let mistaken = home.path().join("thesis");
     for folder in ["entries/chapter", "failed/attempt", "building/uw_house", "locks"] {
@@ -502,7 +502,7 @@ fn a_folder_of_somebody_else_s_work_is_no_cache() {
 }
 
 #[test]
-fn entries_that_anybody_can_write_are_not_run() {
+fn world_writable_entries_are_not_loaded() {
     use std::os::unix::fs::PermissionsExt;
     let home = tempfile::tempdir().unwrap();
     let root = home.path().join("cache");
@@ -513,7 +513,7 @@ fn entries_that_anybody_can_write_are_not_run() {
 }
 
 #[test]
-fn nothing_waits_for_a_fifo_or_goes_round_in_a_link() {
+fn fifos_and_link_loops_do_not_block() {
     let fixture = Fixture::new();
     let cache = fixture.cache();
     let request = request("uw_a");
@@ -616,7 +616,7 @@ fn attached_kernels_are_found_without_a_compiler_and_stay_out_of_the_store() {
 }
 
 #[test]
-fn what_is_not_attached_is_compiled_and_told_in_one_count() {
+fn missing_attached_kernels_are_compiled() {
     let fixture = Fixture::new();
     let cache = fixture.cache().trust(attached(fixture._dir.path(), &[entry(&request("k"), CUBIN)]));
     let told = Mutex::new(Vec::new());
@@ -641,7 +641,7 @@ fn what_is_not_attached_is_compiled_and_told_in_one_count() {
 }
 
 #[test]
-fn an_attached_kernel_that_is_not_what_it_says_is_compiled() {
+fn damaged_attached_kernel_is_compiled_instead() {
     let fixture = Fixture::new();
     let home = fixture._dir.path();
     // Under the digests of whoever could write them.

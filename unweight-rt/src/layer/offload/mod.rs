@@ -527,7 +527,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_who_is_chosen_is_no_work() {
+    fn no_chosen_expert_is_no_work() {
         let plan = Plan::new(&[u32::MAX, 8], &mut Slots::new(8, 2), 8, 8);
         assert!(plan.waves.is_empty() && plan.words.is_empty() && plan.item_words() == 0);
     }

@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn the_least_recently_used_makes_way() {
+    fn least_recently_used_expert_is_evicted() {
         let mut slots = Slots::new(8, 3);
         assert!(slots.is_empty() && slots.step(&[]).is_empty());
         assert_eq!(slots.step(&[5, 2]), [wave(&[(5, 0), (2, 1)], &[(5, 0), (2, 1)], None)]);
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_of_more_experts_than_slots_goes_in_waves() {
+    fn more_experts_than_slots_run_in_waves() {
         let mut slots = Slots::new(8, 4);
         slots.step(&[6, 7]);
         let waves = slots.step(&[0, 1, 2, 3, 6]);
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_forgotten_is_copied_again() {
+    fn evicted_experts_are_copied_again() {
         let mut slots = Slots::new(4, 2);
         slots.step(&[0, 1]);
         slots.clear();
@@ -170,7 +170,7 @@ mod tests {
     /// A device that copies and multiplies in the order of the waves, whatever is asked for: every product finds its
     /// expert, no slot is overwritten that a wave still reads, and no request is counted twice or lost.
     #[test]
-    fn every_wave_finds_its_experts_whatever_is_asked_for() {
+    fn every_wave_has_its_experts() {
         let mut random = Random::new(12);
         for (experts, count) in [(8, 1), (8, 2), (8, 3), (8, 7), (60, 9), (128, 2), (128, 33), (4, 4), (3, 9)] {
             let mut slots = Slots::new(experts, count);
