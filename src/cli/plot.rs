@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn every_byte_has_its_place() {
+    fn plots_count_every_byte() {
         let mut tensors = vec![tensor(Role::Norm, FormId::RAW, 768, 768), tensor(Role::Other, FormId::RAW, 0, 0)];
         for _ in 0..4 {
             tensors.push(tensor(Role::Gate, FormId::HUFFMAN, 1_000_000, 680_000));
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn common_exponents_are_drawn_and_rare_ones_said() {
+    fn common_exponents_are_drawn_and_rare_ones_summed() {
         // 2000 times each 120 to 122, once 3 and 200.
         let bits: Vec<u16> = (0..6000).map(|i| (120 + i % 3) << 7).chain([3 << 7, 200 << 7]).collect();
         let bytes: Vec<u8> = bits.into_iter().flat_map(u16::to_le_bytes).collect();

@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn coded_sums_stand_beside_plain_ones_of_their_size() {
+    fn coded_sums_are_drawn_next_to_plain_ones() {
         let rows = [
             sum("fp8 as it is", 1 << 25, 25.0),
             sum("tans 128", 1 << 25, 75.0),
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn both_forms_of_a_shape_have_a_line() {
+    fn both_placements_of_a_shape_have_a_line() {
         let row = |contender: &str, m, speedup| Row {
             family: "gemm_packed",
             contender: contender.to_owned(),

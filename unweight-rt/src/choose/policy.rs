@@ -218,7 +218,7 @@ mod tests {
 
     /// Every card gets variants of its own architecture, and at small batches its memory is what limits them.
     #[test]
-    fn other_cards_have_choices_of_their_own() {
+    fn other_gpus_have_their_own_choices() {
         let wanted = PackedUse { pdl: true, ..USE };
         // An L40S, too: more multiprocessors than a 4090 on less memory.
         let l40s = Machine { arch: Arch::Sm89, sms: 142, memory: 0.864e6, clock_mhz: 2520.0, tensor: 1024.0 };
@@ -287,7 +287,7 @@ mod tests {
 
     /// As docs/records/2026-11-21/matmul-register-sourced-log.md measured them: clusters where their tiles fill the machine once.
     #[test]
-    fn the_model_takes_clusters_where_they_were_fastest() {
+    fn model_chooses_clusters_where_they_were_fastest() {
         for (n, k, m, shape) in [
             (4096, 4096, 128, "b128_g1p8c2"),
             (4096, 4096, 256, "b128_g2p6c2"),
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_of_batches_are_the_choices() {
+    fn batch_ranges_equal_per_batch_choices() {
         let row = |m, variant: &str| MeasuredRow { n: 4096, k: 4096, m, pdl: false, variant: variant.parse().unwrap() };
         let table = MeasuredTable {
             device: "H".to_owned(),
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_measured_overrides_the_model_on_its_device_only() {
+    fn measured_table_overrides_the_model_on_its_gpu_only() {
         let measured = "uw_sm90a_gemm_mma_b64_r1w4p2c1_esc_store";
         let row = MeasuredRow { n: 4096, k: 4096, m: 16, pdl: true, variant: measured.parse().unwrap() };
         let table = MeasuredTable { device: "H".to_owned(), rows: vec![row] };

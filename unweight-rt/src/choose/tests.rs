@@ -76,7 +76,7 @@ fn load(wanted: &Wanted, weight: &Weight, escapes: bool, recorder: &Recorder) ->
 }
 
 #[test]
-fn whatever_a_loader_asks_for_is_reachable_and_nothing_else_is() {
+fn reachable_kernels_are_exactly_those_a_loader_asks_for() {
     for (max_batch, pdl, code_limit) in [(1, true, 7), (64, false, 6), (300, true, 15), (4096, true, 7)] {
         let wanted = wanted(max_batch, pdl, code_limit);
         for weight in all_weights() {
@@ -102,7 +102,7 @@ fn whatever_a_loader_asks_for_is_reachable_and_nothing_else_is() {
 /// Batches that a compact layer multiplies straight, and those that it expands for: the packed layer's product,
 /// launched after it.
 #[test]
-fn what_stays_compact_is_expanded_above_batch_32_for_the_product_of_the_packed_layer() {
+fn compact_weights_are_expanded_above_batch_32() {
     let wanted = Wanted { resident: Resident::Small, ..wanted(700, true, 7) };
     let fast = Wanted { resident: Resident::Fast, ..wanted.clone() };
     for weight in all_weights().into_iter().chain([Weight::merged(6144, 4096, true).all_compact(true)]) {
@@ -145,7 +145,7 @@ fn what_stays_compact_is_expanded_above_batch_32_for_the_product_of_the_packed_l
 }
 
 #[test]
-fn nothing_stays_compact_where_no_kernel_reads_it() {
+fn compact_placement_needs_compact_kernels() {
     let weight = Weight::stored(4096, 4096, FormId::COMPACT);
     for arch in Arch::ALL.iter().copied() {
         let chooser = PackedChooser::model(Machine::usual(arch));
@@ -192,7 +192,7 @@ fn by_the_sheet(card: &Card, (n, k): (u32, u32), m: u32) -> f64 {
 /// Where one of the ways is clearly faster by a card's data sheet, the layer takes it; where they are close, either
 /// will do.
 #[test]
-fn where_gemm_mma_would_read_weights_again_and_again_they_are_expanded_for_cublas() {
+fn large_batches_on_mma_gpus_expand_for_cublas() {
     let mut clear = 0;
     for card @ (arch, name, sms, boost_mhz, gb_per_s, _) in CARDS {
         let (memory, tensor) = (gb_per_s * 1e3, Machine::tensor_rate(arch, name));
@@ -274,7 +274,7 @@ fn compact_weights_are_expanded_for_cublas_where_no_wgmma_is() {
 /// What is made ahead for all cards of an architecture has what dispatch asks for on each of them, in models that
 /// people run; what one card asks for has not.
 #[test]
-fn kernels_for_any_card_are_those_of_every_card() {
+fn kernels_for_any_gpu_cover_every_gpu() {
     type Figures = (u32, f64, f64);
     // Multiprocessors, GB/s and MHz, as vendors describe them: GeForce RTX 3060, 3070, 3080, 3090, A2, A10, A40;
     // RTX 4060 Ti, 4070, 4090, L4, L40S; A30, A100 of 40 and of 80 GB; B200; RTX 5070, 5090, RTX PRO 6000; H100
@@ -349,7 +349,7 @@ fn kernels_for_any_card_are_those_of_every_card() {
 
 /// On Hopper nothing is expanded but what a test asks for; without cuBLAS nothing is anywhere.
 #[test]
-fn who_expands_packed_weights() {
+fn expansion_of_packed_weights_by_gpu() {
     let weight = Weight::merged(4096, 4096, true);
     let cublas = |wanted: &Wanted| {
         let ways = wanted.packed_ways(&weight, true).into_iter();
@@ -366,7 +366,7 @@ fn who_expands_packed_weights() {
 }
 
 #[test]
-fn a_slot_has_room_for_all_that_the_kernel_writes() {
+fn slot_holds_everything_the_kernel_writes() {
     for (n, k, tiles) in [(64, 64, 1), (64, 64 * 16, 16), (64, 64 * 17, 17), (14336, 4096, 14336)] {
         let plan = SlotPlan::of(TileGrid::new(n, k).unwrap());
         assert_eq!((plan.heads, plan.inexact), (tiles * 6144, tiles * (6144 + 16)));
@@ -388,7 +388,7 @@ fn layers_for_cublas_ask_for_no_matmul() {
 }
 
 #[test]
-fn weights_go_through_the_packed_form() {
+fn weights_are_decoded_through_packed() {
     let steps = |weight: Weight| weight.route().iter().map(|edge| edge.step).collect::<Vec<_>>();
     let full = Step::Decode(DecodeOutput::Full);
     assert_eq!(steps(Weight::stored(64, 64, FormId::PACKED)), [Step::GemmPacked]);
@@ -402,7 +402,7 @@ fn weights_go_through_the_packed_form() {
 
 /// A lane that is sized for the largest batch of each range is large enough for every batch.
 #[test]
-fn the_largest_batch_of_a_range_needs_most() {
+fn largest_batch_of_a_range_needs_the_most_workspace() {
     let wanted = wanted(700, true, 7);
     for (n, k) in SHAPES {
         let weight = Weight::merged(n, k, false);
@@ -422,7 +422,7 @@ fn the_largest_batch_of_a_range_needs_most() {
 }
 
 #[test]
-fn what_ships_is_reached() {
+fn every_shipped_kernel_is_reachable() {
     let shipped = catalog::all(Arch::Sm90a);
     for spec in wanted(4096, true, 7).reachable(all_weights()) {
         let of_a_use = matches!(spec.op, Op::GemmMma(_) | Op::GemmWgmma(_));

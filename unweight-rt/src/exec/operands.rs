@@ -52,7 +52,7 @@ mod tests {
     }
 
     #[test]
-    fn operands_of_a_product_agree_and_lie_apart() {
+    fn operands_of_a_product_must_agree_and_not_overlap() {
         let (x, y) = (place(0x1000, 3, 64), place(0x2000, 3, 128));
         let w = || [("the weights", 0x8000..0x9000)];
         assert_eq!(check_product(0, &x, [128, 64], 128, &y, w()), Ok(()));

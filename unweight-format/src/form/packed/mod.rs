@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_packed_is_said() {
+    fn misfits_of_the_packed_encoding_are_named() {
         let pack = |bytes: &[u8], rows, cols| pack(Matrix::new(bytes, rows, cols).unwrap(), &Histogram::of(bytes));
         assert_eq!(pack(&weights(64, 65, |_| None), 64, 65), Err(Unpackable::Shape));
         let many = weights(64, 64, |i| (i % 100 == 0).then_some(0));

@@ -284,7 +284,7 @@ mod tests {
 
     /// Data sheets' rates, TFLOPS: dense BF16, fp32 sums.
     #[test]
-    fn tensor_cores_are_as_fast_as_their_data_sheets_say() {
+    fn tensor_core_rates_match_data_sheets() {
         for (name, arch, sms, boost_mhz, tflops) in [
             ("NVIDIA A100-SXM4-80GB", Arch::Sm80, 108, 1410.0, 312.0),
             ("NVIDIA A30", Arch::Sm80, 56, 1440.0, 165.0),

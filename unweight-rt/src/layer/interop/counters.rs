@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_order_has_a_slot_of_its_own_until_there_are_none() {
+    fn each_stream_has_its_own_counters() {
         let mut slots = BTreeMap::new();
         for order in 0..SLOTS {
             // Two streams; each by itself, and in captures.

@@ -233,7 +233,7 @@ mod tests {
 
     /// The copies of a padded layer are held against the context before they are made.
     #[test]
-    fn a_padded_layer_needs_whole_tiles_of_rows() {
+    fn padded_layers_have_whole_row_tiles() {
         assert_eq!(padding((192, 128), (192, 128), 300), LaneSize::default());
         let need = padding((100, 72), (128, 128), 300);
         assert_eq!(need, LaneSize { padded_x: 300 * 128, padded_y: 300 * 128, ..LaneSize::default() });
