@@ -748,7 +748,7 @@ fn tune_says_what_it_needs() {
     fs::remove_dir(home.path().join("folder.1")).unwrap();
     let after: Vec<_> = fs::read_dir(home.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(before.len(), after.len(), "{after:?}");
-    // Where there is a GPU, `tests/gpu/paths.rs` has the rest.
+    // Where there is a GPU, `tests/gpu/pipelines.rs` has the rest.
     if unweight_rt::device::Device::open(0).is_err() {
         let output = run(home.path(), &["tune", "inference"], 2);
         assert!(stderr(&output).contains("libcuda"), "{}", stderr(&output));

@@ -22,7 +22,7 @@ use super::{
     failure::{Failure, Result},
     generate::ResidentArg,
     output::Output,
-    paths::{Lie, note_unused, saved_plan},
+    pipelines::{Lie, note_unused, saved_plan},
     plot, select,
     trust::{Trust, note_table},
 };

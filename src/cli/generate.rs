@@ -28,7 +28,7 @@ use unweight::{
 use super::{
     failure::{Failure, Result},
     output::{Output, printable},
-    paths::{Lie, note_unused, saved_plan},
+    pipelines::{Lie, note_unused, saved_plan},
     progress, size,
     trust::Trust,
 };

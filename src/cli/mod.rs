@@ -22,7 +22,7 @@ mod kernels;
 mod man;
 mod merge;
 mod output;
-mod paths;
+mod pipelines;
 mod plan;
 mod plot;
 mod progress;

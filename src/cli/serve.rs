@@ -20,7 +20,7 @@ use super::{
     failure::{Failure, Result},
     generate::{Form, ResidentArg, note_load, text_of},
     output::Output,
-    paths::{Lie, note_unused, saved_plan},
+    pipelines::{Lie, note_unused, saved_plan},
     progress, size,
     trust::Trust,
 };
