@@ -30,7 +30,7 @@ pub use build::{BuildError, Layout, SlotRule, build};
 pub use check::{CheckedGraph, Violation, check};
 use unweight_codegen::spec::DecodeOutput;
 
-use crate::options::{Pipeline, Projection};
+pub use crate::options::{Pipeline, Projection};
 
 /// How the three projections of a layer are multiplied with, gate, up, down.
 pub type Mlp = [Pipeline; 3];

@@ -70,7 +70,7 @@ fn a_search_to_be_killed() {
 
 fn begin(folder: &Path, limit: usize) -> Child {
     let mut command = Command::new(env::current_exe().unwrap());
-    command.args(["--exact", "tune::tests::killed::a_search_to_be_killed", "--ignored"]);
+    command.args(["--exact", "pipelines::tune::tests::killed::a_search_to_be_killed", "--ignored"]);
     command.env(FOLDER, folder).env(LIMIT, limit.to_string());
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::inherit()).spawn().unwrap()
 }
