@@ -26,10 +26,10 @@ use unweight::{
     codegen::{CodegenError, plan::Infeasible, spec::ParseNameError},
     engine::{
         EngineError,
-        fit::FitError,
+        budget::FitError,
         options::BadOption,
+        pipelines::tune::{JournalError, TuneError},
         schedule::Rejected,
-        tune::{JournalError, TuneError},
     },
     model::{BindError, ConfigError, sampling::OutOfRange},
     rt::{

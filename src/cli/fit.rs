@@ -11,7 +11,7 @@ use serde::Serialize;
 use unweight::{
     codegen::spec::Arch,
     engine::{
-        fit::{self, Fit as Fitted, FitError, Tensor, Wanted},
+        budget::{self, Fit as Fitted, FitError, Tensor, Wanted},
         memory,
     },
     format::{
@@ -111,7 +111,7 @@ impl Fit {
             tensors.iter_mut().for_each(|tensor| tensor.forms.retain(|(form, _)| *form != FormId::COMPACT));
         }
         let Self { memory, max_slowdown, batch, .. } = *self;
-        let fitted = fit::fit(&config, &tensors, &Wanted { memory, max_slowdown, batch, context, arch });
+        let fitted = budget::fit(&config, &tensors, &Wanted { memory, max_slowdown, batch, context, arch });
         let fitted = fitted.map_err(|error: FitError| Failure::other(error))?;
         if let Some(plan) = &self.plan {
             write_plan(plan, &fitted.plan)?;

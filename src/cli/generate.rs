@@ -27,7 +27,7 @@ use unweight::{
 use super::{
     failure::{Failure, Result},
     output::{Output, printable},
-    paths::{Form, Lie, ResidentArg, note_load, note_unused, saved_plan},
+    pipelines::{Form, Lie, ResidentArg, note_load, note_unused, saved_plan},
     progress, size,
     trust::Trust,
 };

@@ -44,7 +44,7 @@ use super::{
     completions,
     failure::{Failure, Result},
     output::{self, Output, Table},
-    paths::Lie,
+    pipelines::Lie,
     select,
     trust::note_table,
 };

@@ -29,7 +29,7 @@ mod man;
 mod merge;
 pub mod output;
 #[cfg(feature = "gpu")]
-pub mod paths;
+pub mod pipelines;
 mod plan;
 pub mod plot;
 mod program;

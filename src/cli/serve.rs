@@ -21,7 +21,7 @@ use super::{
     failure::{Failure, Result},
     generate::text_of,
     output::Output,
-    paths::{Form, Lie, ResidentArg, note_load, note_unused, saved_plan},
+    pipelines::{Form, Lie, ResidentArg, note_load, note_unused, saved_plan},
     progress, size,
     trust::Trust,
 };

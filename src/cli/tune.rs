@@ -12,13 +12,13 @@ use serde::Serialize;
 use unweight::{
     engine::{
         Engine, EngineError, EngineOptions,
-        options::BUCKETS,
-        paths::{
-            Measured, MlpWeights, Plan, Setting, Way,
-            oracle::{Interrupted, PathSpace, Rounds, StepOracle},
-            plan,
+        objective::{Interrupted, Rounds, StepObjective},
+        options::{BUCKETS, Measured, MlpWeights, PipelineVariant, Plan, Setting},
+        pipelines::{
+            SettingSpace,
+            tune::{Claim, How, Journal, JournalError, Limits, Point, Progress, Subject, TuneError, Tuned, descend},
+            tuned,
         },
-        tune::{Claim, How, Journal, JournalError, Limits, Point, Progress, Subject, TuneError, Tuned, descend},
     },
     format::{
         FormId,
@@ -31,7 +31,7 @@ use unweight::{
 use super::{
     failure::{Failure, Result},
     output::{self, Output, Table},
-    paths::{Form, Lie, note_load, saved_plan},
+    pipelines::{Form, Lie, note_load, saved_plan},
     plot::{self, Drawing, Ratios},
     progress, size,
     trust::Trust,
@@ -127,7 +127,7 @@ impl Tune {
     pub fn run(&self, output: Output) -> Result<()> {
         let begun = Instant::now();
         let bundle = Bundle::open(&self.bundle)?;
-        self.has_paths(&bundle)?;
+        self.has_choices(&bundle)?;
         let mut batches = self.batch.clone();
         batches.sort_unstable();
         batches.dedup();
@@ -155,8 +155,8 @@ impl Tune {
         output.note(format_args!("loaded: {}", engine.memory()));
         // Every journal has its head before the first measurement.
         let searches = subjects.into_iter().map(|(batch, claim, key)| {
-            let from = plan.setting(batch, &plan::key(&model, self.mlp.into(), batch, info));
-            Ok((batch, search(&engine, (batch, claim, &key), from)?))
+            let from = plan.setting(batch, &tuned::key(&model, self.mlp.into(), batch, info));
+            Ok((batch, search(&mut engine, (batch, claim, &key), from)?))
         });
         let searches = searches.collect::<Result<Vec<_>>>()?;
         let stop = || cancelled.load(Ordering::Relaxed);
@@ -241,7 +241,7 @@ impl Tune {
             memory: self.memory,
             table: &kernels.chooser().table().to_json(),
         };
-        let subject = plan::subject(kernels.device().info());
+        let subject = tuned::subject(kernels.device().info());
         Subject { model: &model, batch, context: self.context, how: Some(how), ..subject }.key()
     }
 
@@ -252,7 +252,7 @@ impl Tune {
 
     /// Refuses a bundle whose MLPs have one path each, and sequences that the model does not take, before anything is
     /// loaded.
-    fn has_paths(&self, bundle: &Bundle) -> Result<()> {
+    fn has_choices(&self, bundle: &Bundle) -> Result<()> {
         let config = ModelConfig::of_bundle(bundle).map_err(Failure::other)?;
         let names = ModelWeights::of_bundle(&config, bundle).map_err(Failure::other)?;
         if config.mixture.is_some() {
@@ -300,19 +300,20 @@ impl Tune {
         output: Output,
     ) -> Result<Option<Row>> {
         let Search { space, start, mut journal, _folder } = search;
-        let mut oracle = match StepOracle::new(engine, &space, (batch, self.context), self.rounds(), &start, stop) {
+        let mut objective = match StepObjective::new(engine, &space, (batch, self.context), self.rounds(), &start, stop)
+        {
             Err(EngineError::Rejected(why)) => {
                 output.note(format_args!("batch {batch} is left out: {why}"));
                 return Ok(None);
             }
-            oracle => oracle?,
+            objective => objective?,
         };
         let mut watch = Watch::new(batch, behind, output);
-        let tuned = descend(space.space(), &start, &mut oracle, &mut journal, &Limits::default(), &mut |progress| {
+        let tuned = descend(space.space(), &start, &mut objective, &mut journal, &Limits::default(), &mut |progress| {
             watch.told(&progress, &space.space().names(progress.incumbent).join(" "));
         });
         let tuned = tuned.map_err(|error| ended(error, self.journal.as_deref()))?;
-        let (start_us, step_us) = (oracle.step_us(&start)?, oracle.step_us(&tuned.best)?);
+        let (start_us, step_us) = (objective.step_us(&start)?, objective.step_us(&tuned.best)?);
         let Tuned { best, gain, measured, replayed, rejected, .. } = tuned;
         Ok(Some(Row {
             batch,
@@ -337,7 +338,7 @@ struct Claimed {
 
 /// A batch before it is searched.
 struct Search {
-    space: PathSpace,
+    space: SettingSpace,
     start: Point,
     journal: Journal,
     /// See [`Claimed`].
@@ -345,8 +346,8 @@ struct Search {
 }
 
 /// What a batch needs to be searched, with a journal of this key.
-fn search(engine: &Engine, (batch, claimed, key): (u32, Claimed, &str), from: Option<&Setting>) -> Result<Search> {
-    let space = engine.path_space(batch)?;
+fn search(engine: &mut Engine, (batch, claimed, key): (u32, Claimed, &str), from: Option<&Setting>) -> Result<Search> {
+    let space = engine.tune_pipelines()?.space(batch)?;
     if space.is_trivial() {
         return Err(nothing_to_choose());
     }
@@ -366,7 +367,7 @@ fn numbered(file: &Path, batch: u32) -> PathBuf {
 
 fn ended(error: TuneError, journal: Option<&Path>) -> Failure {
     match error {
-        TuneError::Oracle(oracle) if oracle.0.downcast_ref::<Interrupted>().is_some() => {
+        TuneError::Objective(error) if error.0.downcast_ref::<Interrupted>().is_some() => {
             Failure::interrupted(match journal {
                 Some(_) => "interrupted; the same command goes on from its journal",
                 None => "interrupted; with --journal FILE the same command would go on from there",
@@ -511,7 +512,7 @@ impl Report {
         let headings =
             [">batch", ">start us", ">step us", ">gain", ">tokens/s", "hard", "easy", ">decode SMs", ">streams"];
         let mut table = Table::new(&headings);
-        let names = |ways: &[Way; 3]| ways.each_ref().map(ToString::to_string).join(" ");
+        let names = |variants: &[PipelineVariant; 3]| variants.each_ref().map(ToString::to_string).join(" ");
         for row in &self.rows {
             table.row([
                 row.batch.to_string(),
@@ -566,8 +567,8 @@ mod tests {
 
     #[test]
     fn settings_are_printed_by_name() {
-        let ways = |names: [&str; 3]| names.map(|way| way.parse().unwrap());
-        let (hard, easy) = (ways(["raw", "exponents/n2p4", "palette/n1p6s2"]), ways(["raw"; 3]));
+        let variants = |names: [&str; 3]| names.map(|variant| variant.parse().unwrap());
+        let (hard, easy) = (variants(["raw", "exponents/n2p4", "palette/n1p6s2"]), variants(["raw"; 3]));
         let told = serde_json::to_string(&row(64, Setting { hard, easy, decode_sms: 22, consumers: 2 })).unwrap();
         let hard = r#""hard":["raw","exponents/n2p4","palette/n1p6s2"]"#;
         let rest = r#""easy":["raw","raw","raw"],"decode_sms":22,"consumers":2}"#;
@@ -585,8 +586,8 @@ mod tests {
     /// The second of four batches has no room, the third fails, the fourth is not begun.
     #[test]
     fn failed_batch_is_reported_with_the_others() {
-        let ways: [Way; 3] = ["raw"; 3].map(|way| way.parse().unwrap());
-        let setting = Setting { hard: ways, easy: ways, decode_sms: 22, consumers: 2 };
+        let variants: [PipelineVariant; 3] = ["raw"; 3].map(|variant| variant.parse().unwrap());
+        let setting = Setting { hard: variants, easy: variants, decode_sms: 22, consumers: 2 };
         let found = |last: u32| {
             Found::of(vec![(1, ()), (64, ()), (256, ()), (512, ())], |batch, ()| match batch {
                 64 => Ok(None),

@@ -18,7 +18,7 @@ mod hostile;
 mod jit;
 mod linear;
 mod moe;
-mod paths;
+mod pipelines;
 mod registered;
 mod repack;
 mod rivals;

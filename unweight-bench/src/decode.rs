@@ -9,8 +9,9 @@ use std::{fmt, time::Instant};
 
 use serde::Serialize;
 use unweight_engine::{
-    Engine, EngineError, EngineOptions, ExpertTraffic, Linears, LoadProgress, Memory, MlpWeights, Request, Resident,
-    forward::Part, options::MAX_BATCH, paths::Plan,
+    Engine, EngineError, EngineOptions, ExpertTraffic, Linears, LoadProgress, Memory, MlpWeights, Part, Request,
+    Resident,
+    options::{MAX_BATCH, Plan},
 };
 use unweight_format::bundle::{Bundle, Profile};
 use unweight_model::ModelConfig;
@@ -239,32 +240,32 @@ pub fn bench_decode(
     for &batch in &options.batches {
         for contender in &mut contenders {
             if contender.engine.options().linears == Linears::Bf16 {
-                contender.engine.tune_cublas(batch)?;
+                contender.engine.measure().tune_cublas(batch)?;
             }
         }
         rows.extend(steps(&mut contenders, batch, options.context, timing, progress)?);
         if let Some(found) = tuned.iter().find(|found| found.batch == batch) {
             for contender in contenders.iter_mut().filter(|own| own.linears == options.mlp.name()) {
-                contender.engine.set_paths(batch, &found.setting)?;
+                contender.engine.tune_pipelines()?.set(batch, &found.setting)?;
                 contender.linears = TUNED;
             }
             let again = steps(&mut contenders, batch, options.context, timing, progress)?;
             rows.extend(again.into_iter().filter(|row| row.linears == TUNED));
             for contender in contenders.iter_mut().filter(|own| own.linears == TUNED) {
                 // Another batch may be a step of as many rows, whose best guess is timed as such.
-                let guess = contender.engine.path_guess(batch)?;
-                contender.engine.set_paths(batch, &guess)?;
+                let guess = contender.engine.tune_pipelines()?.guess(batch)?;
+                contender.engine.tune_pipelines()?.set(batch, &guess)?;
                 contender.linears = options.mlp.name();
             }
         }
         if options.breakdown {
             for contender in &mut contenders {
                 // A part that samples goes on to the next position each time.
-                contender.engine.rehearse(batch, options.context, PART_ROUNDS as u32 * 3)?;
+                contender.engine.measure().prepare(batch, options.context, PART_ROUNDS as u32 * 3)?;
                 // Experts that are fetched cannot be recorded.
                 let offloaded = contender.engine.options().resident_experts.is_some();
                 for part in Part::ALL.into_iter().filter(|part| !(offloaded && *part == Part::GateUp)) {
-                    let graph = contender.engine.record_part(batch, part)?;
+                    let graph = contender.engine.measure().record_part(batch, part)?;
                     let median_us = alone(contender.engine.stream(), &graph, rounds.min(PART_ROUNDS))?;
                     parts.push(PartRow { batch, linears: contender.linears, part: part.name(), median_us });
                 }
@@ -285,7 +286,7 @@ fn steps(
     // The context is what the middle round has.
     let all = steps_of(timing);
     for contender in contenders.iter_mut() {
-        contender.engine.rehearse(batch, context.saturating_sub(all / 2), all)?;
+        contender.engine.measure().prepare(batch, context.saturating_sub(all / 2), all)?;
     }
     let mut times = vec![Vec::new(); contenders.len()];
     let traffic = |contenders: &mut [Contender]| -> Result<Vec<Option<ExpertTraffic>>, EngineError> {
@@ -296,10 +297,10 @@ fn steps(
         for (contender, times) in contenders.iter_mut().zip(&mut times) {
             let stream = contender.engine.stream().clone();
             // Something to be busy with while the host enqueues what is timed.
-            contender.engine.rehearsed_step(batch)?;
+            contender.engine.measure().enqueue_step(batch)?;
             let start = stream.event()?;
             for _ in 0..STEPS - 1 {
-                contender.engine.rehearsed_step(batch)?;
+                contender.engine.measure().enqueue_step(batch)?;
             }
             let end = stream.event()?;
             stream.synchronize()?;
@@ -309,7 +310,7 @@ fn steps(
         }
     }
     for contender in contenders.iter_mut() {
-        contender.engine.rehearsed()?;
+        contender.engine.measure().synchronize()?;
     }
     let after = traffic(contenders)?;
     let experts = after.into_iter().zip(before).map(|(after, before)| Some(after?.since(before?)));

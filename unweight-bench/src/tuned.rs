@@ -5,11 +5,9 @@
 use serde::Serialize;
 use unweight_engine::{
     Engine, EngineOptions, LoadProgress,
-    paths::{
-        Setting,
-        oracle::{Rounds, StepOracle},
-    },
-    tune::{Journal, Limits, TuneError, Tuned, descend},
+    objective::{Rounds, StepObjective},
+    options::Setting,
+    pipelines::tune::{Journal, Limits, TuneError, Tuned, descend},
 };
 use unweight_format::bundle::Profile;
 use unweight_model::ModelConfig;
@@ -51,15 +49,15 @@ pub(crate) fn search(
     let folder = tempfile::tempdir().map_err(BenchError::Temporary)?;
     let mut rows = Vec::new();
     for &batch in batches {
-        let space = engine.path_space(batch)?;
+        let space = engine.tune_pipelines()?.space(batch)?;
         if space.is_trivial() {
             continue;
         }
         let start = space.space().first();
         let path = folder.path().join(batch.to_string());
         let mut journal = Journal::open(&path, "", space.space(), &start).map_err(TuneError::from)?;
-        let mut oracle = StepOracle::new(&mut engine, &space, (batch, context), ROUNDS, &start, &|| false)?;
-        let found = descend(space.space(), &start, &mut oracle, &mut journal, &Limits::default(), &mut |_| {})?;
+        let mut objective = StepObjective::new(&mut engine, &space, (batch, context), ROUNDS, &start, &|| false)?;
+        let found = descend(space.space(), &start, &mut objective, &mut journal, &Limits::default(), &mut |_| {})?;
         let Tuned { best, gain, measured, .. } = found;
         let what = space.space().names(&best).join(" ");
         progress(&format!("batch {batch}: {measured} comparisons gain {:.1} %: {what}", gain * 100.0));

@@ -6,7 +6,6 @@ use unweight_rt::{DeviceError, LoadError, Refusal, Remedy};
 use crate::{
     memory::{NoHostMemory, NoMemory},
     options::BadOption,
-    run::BindFailure,
     schedule::Rejected,
 };
 
@@ -45,9 +44,12 @@ pub enum EngineError {
     /// A request that cannot run. The others go on.
     #[error(transparent)]
     Rejected(#[from] Rejected),
-    /// Paths were asked for where there are none.
-    #[error("the weights of MLPs do not lie as they are stored; load the model with MlpWeights::Stored or Alternate")]
+    /// Pipelines were asked for, and the model was loaded without them.
+    #[error("the engine was not loaded with pipelines; load the model with MlpWeights::Stored or Alternate")]
     NotStored,
+    /// Pipelines were asked for, and this build has none.
+    #[error("mlp = {0} needs the cargo feature `pipelines`, which this build does not have; leave it out")]
+    NoPipelines(&'static str),
     /// Experts have one way to lie.
     #[error(
         "mlp = {0} was asked for, and the MLPs of this model are experts, which run from packed weights alone: nothing \
@@ -57,9 +59,9 @@ pub enum EngineError {
     /// Experts were to be offloaded where there are none.
     #[error("resident_experts = {0} was asked for, and the model has no experts; leave it out")]
     NoExperts(u32),
-    /// A setting of paths that cannot run here.
+    /// A setting of pipelines that cannot run on this device. The source is the pipelines' `GraphError`.
     #[error("{0}; tune the bundle again, or load it without its plan")]
-    Program(#[from] BindFailure),
+    Setting(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The device. What ran is lost, and the engine runs nothing more.
     #[error(transparent)]
     Device(#[from] DeviceError),
@@ -89,7 +91,8 @@ impl EngineError {
             Self::NotStored => "mlp-not-stored",
             Self::StoredExperts(_) => "experts-run-packed-only",
             Self::NoExperts(_) => "model-without-experts",
-            Self::Program(error) => error.code(),
+            Self::NoPipelines(_) => "built-without-pipelines",
+            Self::Setting(_) => "pipeline-invalid",
             Self::Device(error) => error.code(),
             Self::Failed => "engine-failed",
         }

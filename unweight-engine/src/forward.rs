@@ -15,22 +15,20 @@ use unweight_codegen::spec::Epilogue;
 use unweight_model::{Mixture, ModelConfig};
 use unweight_rt::{
     DeviceBuffer, DeviceError, DeviceMatrix, Lane, Linear, MatrixMut, MatrixRef, Refusal, Stream,
-    experts::{Choice, ExpertTraffic, ExpertsShape, Fetcher, Routed},
+    experts::{Choice, ExpertTraffic, Fetcher, Routed},
     raw::ops::{
         attention::{AttentionOptions, ChunkRows, RotaryTable, TokenRows},
         kv::{KvLayer, KvShape, PAD_POSITION},
         rope::{HeadOptions, RopeTable},
         sample::SampleRow,
-        silu_mul::SiluMul,
     },
 };
 
 use crate::{
     kernels::Kernels,
-    memory::{self, Memory},
+    memory::{self, Memory, Products, experts_shape},
     options::{EngineOptions, bucket},
     pages::pages_for,
-    program::{Job, Place},
     weights::{Layer, MixtureExperts, Weights},
 };
 
@@ -139,6 +137,7 @@ pub struct Forward {
     /// The product of gate and up, where it is not activated on its way out.
     gate_up: DeviceBuffer<u16>,
     /// The product of up, where gate's is another.
+    #[cfg(feature = "pipelines")]
     up: DeviceBuffer<u16>,
     active: DeviceBuffer<u16>,
     /// Logits of experts, and what was chosen; of a mixture.
@@ -170,12 +169,6 @@ fn view(buffer: &DeviceBuffer<u16>, rows: u32, cols: u32) -> Result<MatrixRef<'_
 
 fn view_mut(buffer: &mut DeviceBuffer<u16>, rows: u32, cols: u32) -> Result<MatrixMut<'_>, Refusal> {
     MatrixMut::new(buffer, rows, cols, cols.into())
-}
-
-/// The sizes of a mixture's experts.
-pub fn experts_shape(config: &ModelConfig) -> Option<ExpertsShape> {
-    let Mixture { experts, .. } = config.mixture?;
-    Some(ExpertsShape { experts, hidden: config.hidden, intermediate: config.intermediate })
 }
 
 /// From one row of a router's logits to the next: rows begin at multiples of 16 bytes.
@@ -230,6 +223,7 @@ impl Forward {
             qkv: zeroed(rows, shape.qkv)?,
             attended: zeroed(rows, shape.attended)?,
             gate_up: zeroed(if products == Products::Activated { 0 } else { rows }, 2 * shape.intermediate)?,
+            #[cfg(feature = "pipelines")]
             up: zeroed(if products == Products::Stored { rows } else { 0 }, shape.intermediate)?,
             active: zeroed(rows, shape.intermediate)?,
             router: zeroed(rows, experts)?,
@@ -322,14 +316,6 @@ impl Forward {
         self.samples.write(stream, 0, &samples)
     }
 
-    /// Sets the newest tokens of the rows. Waits.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn set_ids(&mut self, ids: &[u32]) -> Result<(), DeviceError> {
-        self.ids.write(self.lane.stream(), 0, ids)
-    }
-
     /// Enqueues a step of `rows` rows, or one part of it, of all layers.
     ///
     /// # Errors
@@ -412,7 +398,7 @@ impl Forward {
         self.sample(1)
     }
 
-    fn embed(&mut self, weights: &Weights, rows: u32, ids: Ids) -> Result<(), DeviceError> {
+    pub(crate) fn embed(&mut self, weights: &Weights, rows: u32, ids: Ids) -> Result<(), DeviceError> {
         let Some(table) = weights.embed_table() else { return Ok(()) };
         let ids = match ids {
             Ids::Step => &self.ids,
@@ -423,20 +409,20 @@ impl Forward {
     }
 
     /// Of `rows` rows from `first` on, to the front.
-    fn norm(&mut self, gamma: &DeviceBuffer<u16>, first: u32, rows: u32) -> Result<(), DeviceError> {
+    pub(crate) fn norm(&mut self, gamma: &DeviceBuffer<u16>, first: u32, rows: u32) -> Result<(), DeviceError> {
         let Shape { hidden, eps, .. } = self.shape;
         let x = view(&self.hidden, first + rows, hidden)?.part(first..first + rows, 0..hidden)?;
         let y = view_mut(&mut self.normed, rows, hidden)?;
         self.kernels.norm.enqueue(&mut self.lane, x, gamma, eps, None, y)
     }
 
-    fn qkv(&mut self, layer: &Layer, rows: u32) -> Result<(), DeviceError> {
+    pub(crate) fn qkv(&mut self, layer: &Layer, rows: u32) -> Result<(), DeviceError> {
         let x = view(&self.normed, rows, self.shape.hidden)?;
         let y = view_mut(&mut self.qkv, rows, self.shape.qkv)?;
         layer.qkv.enqueue(&mut self.lane, x, y, Epilogue::Store)
     }
 
-    fn attend(&mut self, layer: &Layer, index: usize, rows: u32) -> Result<(), DeviceError> {
+    pub(crate) fn attend(&mut self, layer: &Layer, index: usize, rows: u32) -> Result<(), DeviceError> {
         let Shape { qkv, attended, table_pages, eps, kv, ref windows, .. } = self.shape;
         let decode = self.kernels.decode(rows).ok_or(Refusal::Batch { m: rows, max_batch: self.ids.len() as u32 })?;
         let rotary = RotaryTable { cosines: self.cosines.view(), sines: self.sines.view() };
@@ -452,7 +438,7 @@ impl Forward {
         decode.kernel.decode(&mut self.lane, x, cache, tokens, options, out)
     }
 
-    fn turn(&mut self, layer: &Layer, index: usize, start: u32, rows: u32) -> Result<(), DeviceError> {
+    pub(crate) fn turn(&mut self, layer: &Layer, index: usize, start: u32, rows: u32) -> Result<(), DeviceError> {
         let Shape { qkv, heads, rope_dim, eps, kv, .. } = self.shape;
         let table = RopeTable::new(self.cosines.data(), self.sines.data(), rope_dim)?;
         let options = HeadOptions::new(heads, table).bias(layer.qkv_bias.as_ref()).norms(
@@ -465,7 +451,7 @@ impl Forward {
         self.kernels.rope.enqueue(&mut self.lane, x, &options, cache, &self.prompt_pages, start)
     }
 
-    fn attend_chunk(&mut self, index: usize, start: u32, rows: u32) -> Result<(), DeviceError> {
+    pub(crate) fn attend_chunk(&mut self, index: usize, start: u32, rows: u32) -> Result<(), DeviceError> {
         let Shape { qkv, attended, table_pages, kv, ref windows, .. } = self.shape;
         let window = windows.get(index).copied().flatten();
         let tokens = ChunkRows::new(start, &self.prompt_pages, table_pages).window(window);
@@ -475,7 +461,12 @@ impl Forward {
         self.kernels.prefill.prefill(&mut self.lane, x, cache, tokens, out)
     }
 
-    fn behind_attention(&mut self, layer: &Layer, rows: u32, runs: impl Fn(Part) -> bool) -> Result<(), DeviceError> {
+    pub(crate) fn behind_attention(
+        &mut self,
+        layer: &Layer,
+        rows: u32,
+        runs: impl Fn(Part) -> bool,
+    ) -> Result<(), DeviceError> {
         let Shape { hidden, intermediate, attended, .. } = self.shape;
         if runs(Part::Output) {
             let (x, y) = (view(&self.attended, rows, attended)?, view_mut(&mut self.hidden, rows, hidden)?);
@@ -488,7 +479,7 @@ impl Forward {
             return if runs(Part::GateUp) { self.mixture(router, experts, mixture, rows) } else { Ok(()) };
         }
         let x = view(&self.normed, rows, hidden)?;
-        // What lies as it is stored, a program multiplies with.
+        // Weights that are loaded as they are stored are multiplied by the pipelines.
         let Some((gate_up, gated)) = layer.mlp.gate_up() else { return Ok(()) };
         if gated {
             if runs(Part::GateUp) {
@@ -559,7 +550,7 @@ impl Forward {
         self.fetcher.as_mut().map(Fetcher::traffic).transpose()
     }
 
-    fn head(
+    pub(crate) fn head(
         &mut self,
         weights: &Weights,
         first: u32,
@@ -578,57 +569,17 @@ impl Forward {
         Ok(())
     }
 
-    fn sample(&mut self, rows: u32) -> Result<(), DeviceError> {
+    pub(crate) fn sample(&mut self, rows: u32) -> Result<(), DeviceError> {
         let logits = MatrixRef::new(&self.logits, rows, self.shape.vocab, self.shape.logit_pitch.into())?;
         let (positions, ids) = (&mut self.positions, &mut self.ids);
         self.kernels.sample.enqueue(&mut self.lane, logits, &self.samples, positions, ids)
-    }
-
-    /// Enqueues a job of a program, but for those that need weights of MLPs as they are stored.
-    ///
-    /// # Errors
-    /// The driver's, or a layer that the model does not have.
-    pub(crate) fn job(&mut self, weights: &Weights, job: &Job, work: Work) -> Result<(), DeviceError> {
-        let rows = work.rows();
-        let of = |layer: u32| {
-            let have = weights.layers.len() as u64;
-            weights.layers.get(layer as usize).ok_or(Refusal::Range { at: layer.into(), len: 1, have })
-        };
-        match (*job, work) {
-            (Job::Embed, Work::Step { .. }) => self.embed(weights, rows, Ids::Step),
-            (Job::Embed, Work::Chunk { .. }) => self.embed(weights, rows, Ids::Prompt),
-            (Job::Norm(Some((layer, Place::Attention))), _) => self.norm(&of(layer)?.input_norm, 0, rows),
-            (Job::Norm(Some((layer, Place::Mlp))), _) => self.norm(&of(layer)?.post_norm, 0, rows),
-            (Job::Qkv { layer }, _) => self.qkv(of(layer)?, rows),
-            (Job::Attention { layer }, Work::Step { .. }) => self.attend(of(layer)?, layer as usize, rows),
-            (Job::Attention { layer }, Work::Chunk { start, .. }) => {
-                self.turn(of(layer)?, layer as usize, start, rows)?;
-                self.attend_chunk(layer as usize, start, rows)
-            }
-            (Job::Output { layer }, _) => self.behind_attention(of(layer)?, rows, |part| part == Part::Output),
-            (Job::GateUp { layer }, _) if of(layer)?.mlp.gate_up().is_none() => {
-                Err(Refusal::Source { takes: "gate and up as one", got: "weights of another path" }.into())
-            }
-            (Job::GateUp { layer }, _) => {
-                self.behind_attention(of(layer)?, rows, |part| matches!(part, Part::GateUp | Part::Activation))
-            }
-            (Job::Activate { .. }, _) => {
-                let Mlp { lane, silu_mul, gate, up, active, .. } = self.mlp(rows)?;
-                silu_mul.enqueue_pair(lane, gate.as_ref(), up.as_ref(), active)
-            }
-            // A chunk of a prompt has logits when they are asked for.
-            (Job::Norm(None) | Job::Head | Job::Sample, Work::Chunk { .. }) => Ok(()),
-            (Job::Norm(None), Work::Step { .. }) => self.head(weights, 0, rows, |part| part == Part::Norm),
-            (Job::Head, Work::Step { .. }) => self.head(weights, 0, rows, |part| part == Part::Head),
-            (Job::Sample, Work::Step { .. }) => self.sample(rows),
-            (Job::Linear { .. } | Job::Decode { .. }, _) => Ok(()),
-        }
     }
 
     /// What the products of an MLP of `rows` rows read and write.
     ///
     /// # Errors
     /// More rows than there is room for.
+    #[cfg(feature = "pipelines")]
     pub(crate) fn mlp(&mut self, rows: u32) -> Result<Mlp<'_>, Refusal> {
         let Shape { hidden, intermediate, .. } = self.shape;
         Ok(Mlp {
@@ -688,46 +639,11 @@ impl Forward {
     }
 }
 
-/// What becomes of the products of gate and up.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Products {
-    /// Activated on their way out, in all layers.
-    Activated,
-    /// Stored side by side.
-    Beside,
-    /// Each by itself, where weights lie as they are stored.
-    Stored,
-}
-
-impl Products {
-    /// Bytes of activations beside those that every model has, for `rows` rows.
-    pub fn bytes(self, intermediate: u32, rows: u32) -> u64 {
-        if self == Self::Stored { u64::from(intermediate) * u64::from(rows) * 2 } else { 0 }
-    }
-}
-
-/// What a program runs for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Work {
-    /// The newest tokens of so many rows.
-    Step { rows: u32 },
-    /// The next tokens of one sequence, from `start` on.
-    Chunk { rows: u32, start: u32 },
-}
-
-impl Work {
-    /// Rows of the activations.
-    pub fn rows(self) -> u32 {
-        match self {
-            Self::Step { rows } | Self::Chunk { rows, .. } => rows,
-        }
-    }
-}
-
 /// The activations of an MLP, and the lane of the stream that a step begins on.
+#[cfg(feature = "pipelines")]
 pub(crate) struct Mlp<'a> {
     pub lane: &'a mut Lane,
-    pub silu_mul: &'a SiluMul,
+    pub silu_mul: &'a unweight_rt::raw::ops::silu_mul::SiluMul,
     pub normed: MatrixRef<'a>,
     pub gate: MatrixMut<'a>,
     pub up: MatrixMut<'a>,
@@ -735,9 +651,11 @@ pub(crate) struct Mlp<'a> {
     pub hidden: MatrixMut<'a>,
 }
 
-/// Which ids are looked up.
-#[derive(Clone, Copy)]
-enum Ids {
+/// Whose ids are looked up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ids {
+    /// The newest tokens of the rows of a step.
     Step,
+    /// The tokens of a chunk of a prompt.
     Prompt,
 }

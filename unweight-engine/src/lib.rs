@@ -1,25 +1,27 @@
 //! Runs whole language models from compressed weights, on one GPU. It speaks token ids; text is the caller's.
 
+pub mod budget;
 mod engine;
 pub mod error;
-pub mod fit;
-#[doc(hidden)]
-pub mod forward;
+mod forward;
 mod kernels;
 pub mod memory;
 pub mod options;
 pub mod pages;
-pub mod paths;
-pub mod program;
-pub mod run;
+#[cfg(feature = "pipelines")]
+pub mod pipelines;
 pub mod schedule;
-pub mod tune;
 mod weights;
 
+#[cfg(feature = "pipelines")]
 #[doc(inline)]
-pub use engine::{Engine, LoadProgress};
+pub use engine::objective;
+#[doc(inline)]
+pub use engine::{Engine, LoadProgress, measure};
 #[doc(inline)]
 pub use error::EngineError;
+#[doc(inline)]
+pub use forward::Part;
 #[doc(inline)]
 pub use memory::{Memory, NoMemory};
 #[doc(inline)]

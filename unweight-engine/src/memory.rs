@@ -3,7 +3,7 @@
 use std::{fmt, path::Path};
 
 use unweight_format::Role;
-use unweight_model::ModelConfig;
+use unweight_model::{Mixture, ModelConfig};
 use unweight_rt::{
     Expand, LaneSize, LoadOptions,
     experts::ExpertsShape,
@@ -17,7 +17,6 @@ use unweight_rt::{
 };
 
 use crate::{
-    forward::Products,
     kernels::parts_bytes,
     options::{EngineOptions, Linears, MlpWeights, Resident, bucket},
     pages::{PAGE_TOKENS, pages_for},
@@ -270,7 +269,7 @@ pub struct Shared {
 
 impl Shared {
     /// What an engine's kernels share, before there is one: as much as it says of itself, or more. Of MLPs that lie as
-    /// they are stored without the slots of their programs.
+    /// they are stored without the slots of their step graphs.
     pub fn planned(config: &ModelConfig, options: &EngineOptions, lane: LaneSize) -> Self {
         let slot = lane.slot_bytes;
         if options.mlp == MlpWeights::Linears {
@@ -279,6 +278,30 @@ impl Shared {
         // The stream that multiplies beside the first has a lane, too.
         let lanes = lane.with_cublas().bytes().saturating_mul(2);
         Self { bytes: lanes.saturating_add(Products::Stored.bytes(config.intermediate, rows(options))), slot }
+    }
+}
+
+/// The sizes of a mixture's experts.
+pub fn experts_shape(config: &ModelConfig) -> Option<ExpertsShape> {
+    let Mixture { experts, .. } = config.mixture?;
+    Some(ExpertsShape { experts, hidden: config.hidden, intermediate: config.intermediate })
+}
+
+/// How an engine computes the products of gate and up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Products {
+    /// One product in every layer, activated in its epilogue.
+    Activated,
+    /// One product that is stored, then activated by a kernel of its own.
+    Beside,
+    /// Two products, where MLPs are loaded as they are stored.
+    Stored,
+}
+
+impl Products {
+    /// Bytes of activations in addition to those of every model, for `rows` rows.
+    pub fn bytes(self, intermediate: u32, rows: u32) -> u64 {
+        if self == Self::Stored { u64::from(intermediate) * u64::from(rows) * BF16 } else { 0 }
     }
 }
 

@@ -149,11 +149,11 @@ fn layers_take_the_chooser_from_the_kernel_set() {
 #[test]
 fn the_engine_plans_steps_without_a_device() {
     let never = ["unweight_rt", "crate::engine", "crate::forward", "crate::kernels", "crate::weights"];
-    for room in ["unweight-engine/src/program", "unweight-engine/src/tune"] {
+    for room in ["unweight-engine/src/pipelines/step_graph", "unweight-engine/src/pipelines/tune"] {
         assert_eq!(found(room, &never), [""; 0], "{room}");
     }
     let device = ["unweight_rt::raw::device", "unweight_rt::raw::ops", "unweight_rt::raw::layer"];
-    assert_eq!(found("unweight-engine/src/fit", &[&device[..], &never[1..]].concat()), [""; 0]);
+    assert_eq!(found("unweight-engine/src/budget", &[&device[..], &never[1..]].concat()), [""; 0]);
 }
 
 /// A family knows plans and specs; how text is made of them is for `render` alone.

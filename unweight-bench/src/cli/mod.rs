@@ -9,7 +9,7 @@ use unweight::cli::{
     Everywhere, Program,
     failure::{Coded, Failure, Result},
     output::Output,
-    paths::{Lie, ResidentArg, note_unused, saved_plan},
+    pipelines::{Lie, ResidentArg, note_unused, saved_plan},
     plot::{may_save, save},
     profile,
     trust::{Trust, note_table},

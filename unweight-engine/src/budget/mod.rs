@@ -1,0 +1,611 @@
+//! Which weights to store how, so that a model fits a memory: bytes by the functions that the engine reserves memory
+//! with, times by formulas of records. Names no device.
+//!
+//! ```text
+//! tensors with the bytes of each form --units--> choices --frontier--> least time within a memory,
+//!                                                                      or least bytes within a slowdown
+//! ```
+//! A unit is what is multiplied at once: queries, keys and values; output; gate and up; down; the head; and the
+//! embedding. Units of MLPs may stay Huffman-coded: their layers are hard, are spread evenly, and cost slots
+//! (of the step graph) for what is decoded. Or units stay compact, at the cost of one slot for the largest of
+//! them; not both, since no engine runs both. Experts of a mixture are packed: nothing else runs them.
+
+mod solve;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use solve::{Choice, Frontier, spread};
+use unweight_codegen::{plan::GemmShape, spec::Arch};
+use unweight_format::{
+    FormId, Role, TileGrid,
+    bundle::{PlanFile, Rule},
+};
+use unweight_model::{Mixture, ModelConfig};
+use unweight_rt::{
+    LaneSize,
+    raw::choose::{cost, policy::PackedChooser, route::SlotPlan},
+};
+
+use crate::{
+    memory::{self, Shared},
+    options::{BadOption, EngineOptions, MlpWeights, Resident},
+};
+
+/// A tensor, and what it takes in each form that it can be stored in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tensor {
+    /// Its name.
+    pub name: String,
+    /// What it is for.
+    pub role: Role,
+    /// Its layer.
+    pub layer: Option<u32>,
+    /// Output features, or elements of what is no matrix.
+    pub rows: u64,
+    /// Input features; 1 of what is no matrix.
+    pub cols: u64,
+    /// Forms and their bytes; raw is among them.
+    pub forms: Vec<(FormId, u64)>,
+}
+
+impl Tensor {
+    /// Bytes on a device: of what stays compact, the heads of its packed form as well.
+    fn resident_bytes(&self, form: FormId) -> Option<u64> {
+        let heads = if form == FormId::COMPACT { self.rows.saturating_mul(self.cols) / HEAD_WEIGHTS } else { 0 };
+        Some(self.bytes(form)?.saturating_add(heads))
+    }
+
+    fn bytes(&self, form: FormId) -> Option<u64> {
+        self.forms.iter().find(|(own, _)| *own == form).map(|(_, bytes)| *bytes)
+    }
+}
+
+/// What a model is to fit.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Wanted {
+    /// Bytes of device memory for everything together; `None`: as few as the slowdown allows.
+    pub memory: Option<u64>,
+    /// How much longer all products together may take than in the fastest plan, as a share; `None`: any.
+    pub max_slowdown: Option<f64>,
+    /// Sequences that run at the same time.
+    pub batch: u32,
+    /// Tokens of each.
+    pub context: u32,
+    /// The architecture that it is for.
+    pub arch: Arch,
+}
+
+/// Why there is no plan.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum FitError {
+    /// An option out of range.
+    #[error(transparent)]
+    Option(#[from] BadOption),
+    /// More tokens than the model takes.
+    #[error("a context of {context} tokens; the model's own limit is {most}")]
+    Context {
+        /// Tokens asked for.
+        context: u32,
+        /// Tokens that it takes.
+        most: u32,
+    },
+    /// Nothing asked for.
+    #[error("neither a memory nor a slowdown is given; give one, or both")]
+    Nothing,
+    /// A slowdown that is none.
+    #[error("a slowdown of {0}; give 0 or more")]
+    Slowdown(f64),
+    /// Weights that a unit needs are not there.
+    #[error("layer {layer:?} has no tensor of role {role}; fetch the missing files")]
+    Missing {
+        /// The layer.
+        layer: Option<u32>,
+        /// The role.
+        role: Role,
+    },
+    /// An expert that has no packed form.
+    #[error("'{tensor}' and the experts beside it do not all fit the packed form, as which alone experts run")]
+    Unpackable {
+        /// The first of the layer's.
+        tensor: String,
+    },
+    /// No plan is small enough.
+    #[error(
+        "{least} bytes are the least that would do (weights {weights}, KV cache {cache}, working memory {working}, \
+         slots {slots}) and {have} are given; give more memory, a shorter context or a smaller batch"
+    )]
+    TooSmall {
+        /// Bytes given.
+        have: u64,
+        /// Bytes needed.
+        least: u64,
+        /// Of them, weights.
+        weights: u64,
+        /// The KV cache.
+        cache: u64,
+        /// Activations and tables, and what kernels share.
+        working: u64,
+        /// Slots for decoded weights.
+        slots: u64,
+    },
+    /// What fits is too slow.
+    #[error(
+        "the fastest plan within {have} bytes takes {slowdown:.3} times as long as the fastest of all, and {limit:.3} \
+         is allowed; {least} bytes would do"
+    )]
+    TooSlow {
+        /// Bytes given.
+        have: u64,
+        /// What that costs.
+        slowdown: f64,
+        /// What may be.
+        limit: f64,
+        /// The least memory of a plan that is fast enough.
+        least: u64,
+    },
+}
+
+impl FitError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Option(error) => error.code(),
+            Self::Context { .. } => "context-above-model-limit",
+            Self::Nothing => "no-limit-given",
+            Self::Slowdown(_) => "slowdown-out-of-range",
+            Self::Missing { .. } => "model-tensor-missing",
+            Self::Unpackable { .. } => "experts-not-packable",
+            Self::TooSmall { .. } => "budget-too-small",
+            Self::TooSlow { .. } => "slowdown-unreachable",
+        }
+    }
+}
+
+/// What a kind of unit became.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Group {
+    /// Its name, as in tables: `qkv`, `o`, `gate_up`, `down`, `lm_head`, `embed`.
+    pub name: &'static str,
+    /// The form.
+    pub form: FormId,
+    /// How many units have it.
+    pub units: u32,
+    /// The layers of these, ascending; none of what is in no layer.
+    pub layers: Vec<u32>,
+    /// Bytes of all.
+    pub bytes: u64,
+    /// Microseconds of all products.
+    pub us: f64,
+}
+
+/// A plan that fits.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Fit {
+    /// For `compress`.
+    pub plan: PlanFile,
+    /// By kind and form.
+    pub groups: Vec<Group>,
+    /// Bytes of all weights.
+    pub weights: u64,
+    /// Of the KV cache.
+    pub cache: u64,
+    /// Of activations and tables, and of what kernels share beside slots.
+    pub working: u64,
+    /// Of slots for decoded or expanded weights.
+    pub slots: u64,
+    /// Microseconds of all products of a step.
+    pub us: f64,
+    /// The same in the fastest plan, whatever its memory.
+    pub fastest_us: f64,
+    /// Whether no plan is better by these sizes and times; else none is by more than a little.
+    pub exact: bool,
+}
+
+impl Fit {
+    /// Bytes of everything together.
+    pub fn total(&self) -> u64 {
+        self.weights.saturating_add(self.cache).saturating_add(self.working).saturating_add(self.slots)
+    }
+
+    /// How many times as long as in the fastest plan all products take.
+    pub fn slowdown(&self) -> f64 {
+        if self.fastest_us > 0.0 { self.us / self.fastest_us } else { 1.0 }
+    }
+}
+
+/// Kinds of units, with the roles that each is made of.
+const KINDS: [(&str, &[Role]); 6] = [
+    ("qkv", &[Role::Q, Role::K, Role::V]),
+    ("o", &[Role::O]),
+    ("gate_up", &[Role::Gate, Role::Up]),
+    ("down", &[Role::Down]),
+    ("lm_head", &[Role::LmHead]),
+    ("embed", &[Role::Embedding]),
+];
+
+/// Weights of the packed form for a byte of its heads: 16 bytes a tile.
+const HEAD_WEIGHTS: u64 = 256;
+
+/// Buffers of decoded weights: one is read while the next is filled.
+const SLOTS: u64 = 2;
+
+/// What is multiplied at once.
+struct Unit<'a> {
+    kind: usize,
+    layer: Option<u32>,
+    tensors: Vec<&'a Tensor>,
+    /// The forms of its choices.
+    forms: Vec<FormId>,
+    choices: Vec<Choice>,
+}
+
+impl<'a> Unit<'a> {
+    fn new(
+        kind: usize,
+        layer: Option<u32>,
+        tensors: Vec<&'a Tensor>,
+        product_us: impl Fn(&[&Tensor], FormId) -> Option<f64>,
+    ) -> Self {
+        let (mut forms, mut choices) = (Vec::new(), Vec::new());
+        for form in [FormId::PACKED, FormId::RAW, FormId::HUFFMAN, FormId::COMPACT] {
+            // What is raw an engine packs if it can: BF16 is what it has of the rest.
+            if form == FormId::RAW && forms.contains(&FormId::PACKED) {
+                continue;
+            }
+            // A form of some of the tensors is none of the unit.
+            let bytes: Option<u64> = tensors.iter().map(|tensor| tensor.resident_bytes(form)).sum();
+            if let (Some(bytes), Some(us)) = (bytes, product_us(&tensors, form)) {
+                forms.push(form);
+                choices.push(Choice { bytes, us });
+            }
+        }
+        Self { kind, layer, tensors, forms, choices }
+    }
+
+    /// Bytes of the slot that it is expanded into if it stays compact; 0 if it cannot.
+    fn expanded_bytes(&self) -> u64 {
+        if !self.forms.contains(&FormId::COMPACT) {
+            return 0;
+        }
+        let rows = self.tensors.iter().map(|tensor| tensor.rows).fold(0_u64, u64::saturating_add);
+        let cols = self.tensors.first().map_or(0, |tensor| tensor.cols);
+        let grid =
+            TileGrid::new(usize::try_from(rows).unwrap_or(usize::MAX), usize::try_from(cols).unwrap_or(usize::MAX));
+        grid.map_or(u64::MAX, |grid| SlotPlan::of(grid).bytes)
+    }
+}
+
+fn is_mlp(kind: usize) -> bool {
+    KINDS[kind].1.iter().any(|role| role.is_mlp())
+}
+
+fn shape(tensor: &Tensor, m: u32) -> GemmShape {
+    let extent = |extent: u64| u32::try_from(extent).unwrap_or(u32::MAX);
+    GemmShape { m, n: extent(tensor.rows), k: extent(tensor.cols) }
+}
+
+/// Microseconds of a unit's product; `None` where it is not run from such a form.
+fn product_us(kind: usize, tensors: &[&Tensor], form: FormId, m: u32, tied: bool) -> Option<f64> {
+    // A lookup reads a few rows, whatever the form.
+    let looked_up = KINDS[kind].0 == "embed";
+    if looked_up && form == FormId::COMPACT {
+        return None;
+    }
+    if looked_up && !tied {
+        return (form != FormId::HUFFMAN).then_some(0.0);
+    }
+    let mut whole = shape(tensors.first()?, m);
+    whole.n = tensors.iter().map(|tensor| shape(tensor, m).n).fold(0, u32::saturating_add);
+    match form {
+        FormId::PACKED => cost::packed_us(whole),
+        FormId::COMPACT => cost::compact_us(whole),
+        // Others are decoded by the host, and lie as BF16.
+        FormId::HUFFMAN if is_mlp(kind) && tensors.iter().all(|tensor| has_whole_tiles(tensor)) => {
+            Some(tensors.iter().map(|tensor| cost::huffman_us(shape(tensor, m)).0).sum())
+        }
+        FormId::HUFFMAN => None,
+        _ => Some(cost::cublas_us(whole)),
+    }
+}
+
+/// Microseconds of a mixture's products; `None` unless its experts are packed, as which alone they run.
+fn experts_us(mixture: Mixture, tensors: &[&Tensor], form: FormId, m: u32) -> Option<f64> {
+    let rows =
+        tensors.iter().map(|tensor| tensor.rows).fold(0, u64::saturating_add) / u64::from(mixture.experts.max(1));
+    let one = GemmShape { n: u32::try_from(rows).unwrap_or(u32::MAX), ..shape(tensors.first()?, m) };
+    (form == FormId::PACKED).then(|| cost::experts_us(one, mixture.experts, mixture.top_k))
+}
+
+/// Whether a device keeps it Huffman-coded, as `pipelines::loads_as` decides.
+fn has_whole_tiles(tensor: &Tensor) -> bool {
+    tensor.rows.is_multiple_of(64) && tensor.cols.is_multiple_of(64)
+}
+
+/// Bytes that a decoded tensor takes in a slot: BF16, which prompts need, whatever steps decode it to.
+fn slot_bytes(tensor: &Tensor) -> u64 {
+    tensor.rows.saturating_mul(tensor.cols).saturating_mul(2)
+}
+
+/// The units of a model, and the bytes of what is in none.
+fn units<'a>(config: &ModelConfig, tensors: &'a [Tensor], batch: u32) -> Result<(Vec<Unit<'a>>, u64), FitError> {
+    let mut by_place: BTreeMap<(Option<u32>, Role), Vec<&Tensor>> = BTreeMap::new();
+    let mut rest = 0_u64;
+    for tensor in tensors {
+        // A stack of experts has gate and up in one tensor.
+        let role = if config.mixture.is_some() && tensor.role == Role::GateUp { Role::Gate } else { tensor.role };
+        let known = KINDS.iter().any(|(_, roles)| roles.contains(&role)) && tensor.cols > 1;
+        if known {
+            by_place.entry((tensor.layer, role)).or_default().push(tensor);
+        } else {
+            rest = rest.saturating_add(tensor.bytes(FormId::RAW).unwrap_or(0));
+        }
+    }
+    // A tied model may have the one table by either name.
+    let (embedding, head) = ((None, Role::Embedding), (None, Role::LmHead));
+    if config.tied
+        && !by_place.contains_key(&embedding)
+        && let Some(table) = by_place.remove(&head)
+    {
+        by_place.insert(embedding, table);
+    }
+    let tied = config.tied && !by_place.contains_key(&head);
+    let mut units = Vec::new();
+    for layer in (0..config.layers).map(Some).chain([None]) {
+        for (kind, (name, roles)) in KINDS.into_iter().enumerate() {
+            let whole = matches!(name, "lm_head" | "embed");
+            if whole != layer.is_none() {
+                continue;
+            }
+            // Of a tied model the embedding is multiplied with, too.
+            if name == "lm_head" && tied {
+                continue;
+            }
+            let mut of = Vec::new();
+            for role in roles {
+                let found = by_place.remove(&(layer, *role));
+                let stacked = |first: &&Tensor| first.role == Role::GateUp;
+                if found.is_none() && of.first().is_some_and(stacked) {
+                    continue;
+                }
+                of.extend(found.ok_or(FitError::Missing { layer, role: *role })?);
+            }
+            let experts = config.mixture.filter(|_| is_mlp(kind));
+            let unit = Unit::new(kind, layer, of, |tensors, form| match experts {
+                Some(mixture) => experts_us(mixture, tensors, form, batch),
+                None => product_us(kind, tensors, form, batch, tied),
+            });
+            if let (true, Some(tensor)) = (unit.forms.is_empty(), unit.tensors.first()) {
+                return Err(FitError::Unpackable { tensor: tensor.name.clone() });
+            }
+            units.push(unit);
+        }
+    }
+    // Whatever else has a role and no place in this model.
+    let left = by_place.values().flatten().filter_map(|tensor| tensor.bytes(FormId::RAW));
+    Ok((units, left.fold(rest, u64::saturating_add)))
+}
+
+/// What an engine's kernels share, by what stays coded.
+struct Lanes<'a> {
+    config: &'a ModelConfig,
+    options: &'a EngineOptions,
+    /// With all weights packed, and with all compact.
+    packed: LaneSize,
+    compact: LaneSize,
+}
+
+impl<'a> Lanes<'a> {
+    fn new(config: &'a ModelConfig, options: &'a EngineOptions, arch: Arch, units: &[Unit<'_>]) -> Self {
+        let chooser = PackedChooser::usual(arch);
+        let of = |resident| {
+            let options = options.clone().resident(resident);
+            memory::lane_size(config, &options, &chooser, |_| resident == Resident::Small)
+        };
+        // What cannot be packed cuBLAS multiplies with; an embedding of its own is only looked up in.
+        let multiplied = |unit: &&Unit<'_>| config.tied || KINDS[unit.kind].0 != "embed";
+        let whole = units.iter().filter(multiplied).any(|unit| !unit.forms.contains(&FormId::PACKED));
+        let with = |lane: LaneSize| if whole { lane.with_cublas() } else { lane };
+        Self { config, options, packed: with(of(Resident::Fast)), compact: with(of(Resident::Small)) }
+    }
+
+    /// Any weight may be packed; with a `slot`, those that it is large enough for may be compact.
+    fn shared(&self, coded: bool, slot: u64) -> Shared {
+        let mut lane = self.packed;
+        if slot > 0 {
+            lane = lane.max(self.compact);
+            lane.slot_bytes = self.packed.slot_bytes.max(slot);
+        }
+        let mlp = if coded { MlpWeights::Stored } else { MlpWeights::Linears };
+        Shared::planned(self.config, &self.options.clone().mlp(mlp), lane)
+    }
+}
+
+/// A set of units that may be Huffman-coded, with the slots that costs, solved.
+struct Case<'a> {
+    slots: u64,
+    /// What kernels share beside the slots.
+    shared: u64,
+    /// By unit, its choices among those of all.
+    allowed: Vec<Vec<usize>>,
+    choices: Vec<Vec<Choice>>,
+    units: &'a [Unit<'a>],
+}
+
+impl<'a> Case<'a> {
+    /// `slot`: bytes of the slot that what stays compact is expanded into; 0: nothing does.
+    fn new(units: &'a [Unit<'a>], hard: &[usize], slot: u64, lanes: &Lanes<'_>) -> Self {
+        let may = |unit: &Unit<'_>, form: FormId| match form {
+            FormId::HUFFMAN => hard.contains(&unit.kind),
+            FormId::COMPACT => unit.expanded_bytes() <= slot,
+            _ => true,
+        };
+        let allowed: Vec<Vec<usize>> =
+            units.iter().map(|unit| (0..unit.forms.len()).filter(|at| may(unit, unit.forms[*at])).collect()).collect();
+        let choices = units.iter().zip(&allowed);
+        let choices = choices.map(|(unit, allowed)| allowed.iter().map(|at| unit.choices[*at]).collect()).collect();
+        // A slot has room for the largest of each projection.
+        let mut largest: BTreeMap<Role, u64> = BTreeMap::new();
+        for unit in units.iter().filter(|unit| hard.contains(&unit.kind) && unit.forms.contains(&FormId::HUFFMAN)) {
+            for tensor in &unit.tensors {
+                let bytes = largest.entry(tensor.role).or_default();
+                *bytes = (*bytes).max(slot_bytes(tensor));
+            }
+        }
+        let slots = largest.values().fold(0_u64, |sum, bytes| sum.saturating_add(*bytes)).saturating_mul(SLOTS);
+        let own = lanes.shared(!hard.is_empty(), slot);
+        let (slots, shared) = (slots.saturating_add(own.slot), own.bytes.saturating_sub(own.slot));
+        Self { slots, shared, allowed, choices, units }
+    }
+
+    /// Bytes beside the weights of its units.
+    fn bytes(&self) -> u64 {
+        self.slots.saturating_add(self.shared)
+    }
+
+    /// The forms of a solution, hard units spread evenly over the layers where that takes no more than `weights` bytes.
+    fn forms(&self, picked: &[usize], weights: u64) -> Vec<usize> {
+        let chosen: Vec<usize> = self.allowed.iter().zip(picked).map(|(allowed, at)| allowed[*at]).collect();
+        let mut even = chosen.clone();
+        for kind in 0..KINDS.len() {
+            let own: Vec<usize> = (0..self.units.len()).filter(|unit| self.units[*unit].kind == kind).collect();
+            let is_hard = |unit: &usize| self.units[*unit].forms[chosen[*unit]] == FormId::HUFFMAN;
+            let hard = own.iter().filter(|unit| is_hard(unit)).count();
+            // Only units that are alike in all but their bytes may change places.
+            let first = own.first().map(|unit| &self.units[*unit].forms);
+            if hard == 0 || own.iter().any(|unit| Some(&self.units[*unit].forms) != first) {
+                continue;
+            }
+            let code = own.iter().find(|unit| is_hard(unit)).map(|unit| chosen[*unit]);
+            let mut others = own.iter().filter(|unit| !is_hard(unit)).map(|unit| chosen[*unit]);
+            for (unit, hard) in own.iter().zip(spread(own.len(), hard)) {
+                even[*unit] = if hard { code } else { others.next() }.unwrap_or(chosen[*unit]);
+            }
+        }
+        let bytes = |forms: &[usize]| {
+            self.units.iter().zip(forms).fold(0_u64, |sum, (unit, at)| sum.saturating_add(unit.choices[*at].bytes))
+        };
+        if bytes(&even) <= weights { even } else { chosen }
+    }
+}
+
+/// The plan of least time within a memory, or of least bytes within a slowdown.
+///
+/// # Errors
+/// [`FitError`]; where no plan would do, with the least memory of one.
+pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &Wanted) -> Result<Fit, FitError> {
+    let Wanted { memory, max_slowdown, batch, context, arch } = *wanted;
+    let options = EngineOptions::default().max_batch(batch).context(context);
+    options.check()?;
+    if context > config.max_positions {
+        return Err(FitError::Context { context, most: config.max_positions });
+    }
+    if memory.is_none() && max_slowdown.is_none() {
+        return Err(FitError::Nothing);
+    }
+    if let Some(slowdown) = max_slowdown.filter(|slowdown| !(slowdown.is_finite() && *slowdown >= 0.0)) {
+        return Err(FitError::Slowdown(slowdown));
+    }
+    let (units, rest) = units(config, tensors, batch)?;
+    // What the engine reserves beside weights, with all the memory in the world.
+    let sums = memory::plan(config, &options, (0, Shared::default()), u64::MAX);
+    let (cache, working) = sums.map_or((u64::MAX, u64::MAX), |memory| (memory.cache, memory.working));
+    let fixed = rest.saturating_add(cache).saturating_add(working);
+    let lanes = Lanes::new(config, &options, arch, &units);
+    let kinds: Vec<usize> = (0..KINDS.len()).filter(|kind| is_mlp(*kind)).collect();
+    let hard = (0..1 << kinds.len()).map(|set: usize| {
+        let hard: Vec<usize> = (0..kinds.len()).filter(|at| set >> at & 1 == 1).map(|at| kinds[at]).collect();
+        Case::new(&units, &hard, 0, &lanes)
+    });
+    // The larger the slot, the more may stay compact.
+    let slots: BTreeSet<u64> = units.iter().map(Unit::expanded_bytes).filter(|bytes| *bytes > 0).collect();
+    let compact = slots.into_iter().map(|slot| Case::new(&units, &[], slot, &lanes));
+    let cases: Vec<Case<'_>> = hard.chain(compact).collect();
+    let frontiers: Vec<Frontier<'_>> = cases.iter().map(|case| Frontier::new(&case.choices)).collect();
+    let exact = frontiers.iter().all(Frontier::is_exact);
+    // Of plans that are equal the first is taken, whose case comes first and has the fewest bytes beside the weights.
+    let within = |have: u64| {
+        let picked = cases.iter().zip(&frontiers).filter_map(|(case, frontier)| {
+            let left = have.checked_sub(fixed)?.checked_sub(case.bytes())?;
+            Some((case, frontier.fastest(left)?))
+        });
+        picked.min_by(|a, b| a.1.us.total_cmp(&b.1.us))
+    };
+    let fastest_us = frontiers.iter().filter_map(|frontier| Some(frontier.fastest(u64::MAX)?.us));
+    let fastest_us = fastest_us.fold(f64::INFINITY, f64::min);
+    let limit_us = max_slowdown.map_or(f64::INFINITY, |slowdown| fastest_us * (1.0 + slowdown) * (1.0 + 1e-9));
+    // The fewest bytes that are fast enough, which some plan is.
+    let small = cases.iter().zip(&frontiers).filter_map(|(case, frontier)| Some((case, frontier.smallest(limit_us)?)));
+    let small = small.min_by_key(|(case, picked)| picked.bytes.saturating_add(case.bytes()));
+    let (small_case, small) = small.ok_or(FitError::Nothing)?;
+    let least = fixed.saturating_add(small_case.bytes()).saturating_add(small.bytes);
+    let (case, picked) = match memory {
+        None => (small_case, small),
+        Some(have) => match within(have) {
+            Some((case, picked)) if picked.us <= limit_us => (case, picked),
+            Some((_, picked)) => {
+                let (slowdown, limit) = (picked.us / fastest_us, 1.0 + max_slowdown.unwrap_or(0.0));
+                return Err(FitError::TooSlow { have, slowdown, limit, least });
+            }
+            None => {
+                let (slots, weights) = (small_case.slots, small.bytes.saturating_add(rest));
+                let working = working.saturating_add(small_case.shared);
+                return Err(FitError::TooSmall { have, least, weights, cache, working, slots });
+            }
+        },
+    };
+    let room = memory.map_or(picked.bytes, |have| have.saturating_sub(fixed).saturating_sub(case.bytes()));
+    let forms = case.forms(&picked.choices, room.max(picked.bytes));
+    let working = working.saturating_add(case.shared);
+    Ok(tell(&units, &forms, Sums { rest, cache, working, slots: case.slots, fastest_us, exact }))
+}
+
+/// What is the same for all plans.
+struct Sums {
+    rest: u64,
+    cache: u64,
+    working: u64,
+    slots: u64,
+    fastest_us: f64,
+    exact: bool,
+}
+
+/// A solution as groups and rules.
+fn tell(units: &[Unit<'_>], forms: &[usize], sums: Sums) -> Fit {
+    let mut groups: BTreeMap<(usize, FormId), Group> = BTreeMap::new();
+    let mut rules = vec![Rule { pattern: "*".to_owned(), form: FormId::RAW }];
+    let (mut weights, mut us) = (sums.rest, 0.0);
+    for (unit, at) in units.iter().zip(forms) {
+        let (form, choice) = (unit.forms[*at], unit.choices[*at]);
+        let group = groups.entry((unit.kind, form)).or_insert_with(|| Group {
+            name: KINDS[unit.kind].0,
+            form,
+            units: 0,
+            layers: Vec::new(),
+            bytes: 0,
+            us: 0.0,
+        });
+        group.units += 1;
+        group.layers.extend(unit.layer);
+        group.bytes += choice.bytes;
+        group.us += choice.us;
+        weights += choice.bytes;
+        us += choice.us;
+        if form != FormId::RAW {
+            rules.extend(unit.tensors.iter().map(|tensor| Rule { pattern: tensor.name.clone(), form }));
+        }
+    }
+    Fit {
+        plan: PlanFile { rules },
+        groups: groups.into_values().collect(),
+        weights,
+        cache: sums.cache,
+        working: sums.working,
+        slots: sums.slots,
+        us,
+        fastest_us: sums.fastest_us,
+        exact: sums.exact,
+    }
+}

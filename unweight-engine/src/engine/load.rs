@@ -1,0 +1,434 @@
+//! From a bundle, or random weights, to an engine.
+
+use std::collections::{BTreeSet, VecDeque};
+
+use unweight_codegen::{VariantSpec, spec::EmbedSource};
+#[cfg(feature = "pipelines")]
+use unweight_format::bundle::Profile;
+use unweight_format::{FormId, bundle::Bundle};
+use unweight_model::{LayerWeights, ModelConfig, ModelWeights, capacity::Residency};
+use unweight_rt::{
+    KernelSet, Lane, LaneSize, LayerBuilder, Linears, LoadOptions, Loader, Resident, Stream,
+    cache::Progress,
+    experts::{Fetcher, OffloadedExperts},
+    raw::choose::{candidates::has_compact_gemms, cost::gpu_model::Machine},
+};
+
+use super::{AHEAD, Engine, Stepper};
+use crate::{
+    error::EngineError,
+    forward::Forward,
+    kernels::{Kernels, Variants},
+    memory::{self, Memory, NoMemory, Products, Shared, experts_shape},
+    options::{BUCKETS, BadOption, EngineOptions, MlpWeights, bucket},
+    schedule::{Limits, Schedule},
+    weights::{ModelSource, Random, Weights, chain_mlp},
+};
+#[cfg(feature = "pipelines")]
+use crate::{
+    pipelines::{
+        Pipelines, tuned,
+        weights::{StoredMlps, kernels as stored_kernels},
+    },
+    weights::dense,
+};
+
+/// A step of loading.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub enum LoadProgress<'a> {
+    /// A kernel is ready.
+    Kernel(&'a Progress<'a>),
+    /// A layer was brought to the device.
+    Layers {
+        /// Layers on the device.
+        done: usize,
+        /// Layers of the model.
+        total: usize,
+    },
+}
+
+impl Engine {
+    /// Brings a bundle's model to the device of `kernels`; compiles what is not in the cache.
+    ///
+    /// # Errors
+    /// A model that is not supported, tensors that are not the model's, too little memory, or what fails on the way.
+    pub fn load(
+        kernels: &KernelSet,
+        bundle: &Bundle,
+        options: EngineOptions,
+        progress: &(dyn Fn(&LoadProgress<'_>) + Sync),
+    ) -> Result<Self, EngineError> {
+        let config = ModelConfig::of_bundle(bundle)?;
+        let names = ModelWeights::of_bundle(&config, bundle)?;
+        let compiled = |kernel: &Progress<'_>| progress(&LoadProgress::Kernel(kernel));
+        let start = Start::new(kernels, &config, options, Stored::of(&config, &names, bundle), &compiled)?;
+        let (mut source, _) = Loader::new(kernels, &start.stream, bundle, start.load_options(), &compiled)?;
+        let weights = start.weights(kernels, &mut source, &config, &names, progress)?;
+        let lane = source.lane(&start.stream)?;
+        // What layers were merged in goes before the cache takes what is left.
+        drop(source);
+        let model = bundle.manifest().manifest_digest.to_string();
+        start.finish(kernels, config, weights, lane, &model, &compiled)
+    }
+
+    /// [`Engine::load`] of a geometry with random weights, for measurements.
+    ///
+    /// # Errors
+    /// As for [`Engine::load`].
+    pub fn random(
+        kernels: &KernelSet,
+        config: ModelConfig,
+        options: EngineOptions,
+        progress: &(dyn Fn(&LoadProgress<'_>) + Sync),
+    ) -> Result<Self, EngineError> {
+        random(kernels, config, options, &|_, _| {}, progress)
+    }
+
+    /// [`Engine::random`] with MLPs in the forms of a bundle of this profile, if
+    /// [`EngineOptions::mlp`](crate::EngineOptions::mlp) loads them as they are stored.
+    ///
+    /// # Errors
+    /// As for [`Engine::load`].
+    #[cfg(feature = "pipelines")]
+    pub fn random_stored(
+        kernels: &KernelSet,
+        config: ModelConfig,
+        options: EngineOptions,
+        profile: Option<Profile>,
+        progress: &(dyn Fn(&LoadProgress<'_>) + Sync),
+    ) -> Result<Self, EngineError> {
+        let imitate = |source: &mut Random<'_>, names: &ModelWeights| {
+            if let Some(profile) = profile {
+                source.imitate(names, profile);
+            }
+        };
+        random(kernels, config, options, &imitate, progress)
+    }
+
+    /// The kernels that a bundle's model runs on any of these devices, without those of its linears, each once. The
+    /// kernels of the linears are [`loader::reachable`](unweight_rt::raw::layer::loader::reachable)'s. Where
+    /// [`EngineOptions::mlp`] loads MLPs as they are stored, their tensors are read.
+    ///
+    /// # Errors
+    /// A model that is not supported, or tensors that are not the model's, or cannot be read.
+    pub fn kernels(
+        bundle: &Bundle,
+        options: &EngineOptions,
+        machines: &[Machine],
+    ) -> Result<Vec<VariantSpec>, EngineError> {
+        let config = ModelConfig::of_bundle(bundle)?;
+        let names = ModelWeights::of_bundle(&config, bundle)?;
+        // An embedding that cannot be packed stays BF16, which only its weights tell.
+        let sources: &[EmbedSource] = match options.linears {
+            Linears::Packed => &[EmbedSource::Bf16, EmbedSource::Packed],
+            _ => &[EmbedSource::Bf16],
+        };
+        let mut all = BTreeSet::new();
+        for machine in machines {
+            for source in sources {
+                all.extend(Variants::of(&config, machine, *source, options)?.all());
+            }
+        }
+        if options.mlp != MlpWeights::Linears {
+            all.extend(pipeline_kernels(bundle, (&config, &names), options.mlp, machines)?);
+        }
+        Ok(all.into_iter().collect())
+    }
+}
+
+/// Loads random weights, whose forms `imitate` may set.
+fn random(
+    kernels: &KernelSet,
+    config: ModelConfig,
+    options: EngineOptions,
+    imitate: &dyn Fn(&mut Random<'_>, &ModelWeights),
+    progress: &(dyn Fn(&LoadProgress<'_>) + Sync),
+) -> Result<Engine, EngineError> {
+    let names = ModelWeights::named(&config);
+    let compiled = |kernel: &Progress<'_>| progress(&LoadProgress::Kernel(kernel));
+    let start = Start::new(kernels, &config, options, Stored::random(&config), &compiled)?;
+    let builder = LayerBuilder::new(kernels, &start.stream, start.load_options())?;
+    let shapes = config.linears().into_iter().chain([[config.vocab, config.hidden]]);
+    let largest = shapes.map(|[n, k]| u64::from(n) * u64::from(k)).max().unwrap_or(0);
+    let mut source = Random::new(builder, start.options.linears, largest)?;
+    imitate(&mut source, &names);
+    let weights = start.weights(kernels, &mut source, &config, &names, progress)?;
+    let lane = source.builder().lane(&start.stream)?;
+    drop(source);
+    start.finish(kernels, config, weights, lane, "random", &compiled)
+}
+
+/// How the embedding will lie, unless it cannot be packed. A head is padded, an embedding of its own is not.
+fn embed_source(config: &ModelConfig, linears: Linears) -> EmbedSource {
+    let whole = config.tied || config.vocab.is_multiple_of(64) && config.hidden.is_multiple_of(64);
+    if whole && linears == Linears::Packed { EmbedSource::Packed } else { EmbedSource::Bf16 }
+}
+
+/// What is known before the weights are there.
+struct Start {
+    options: EngineOptions,
+    stream: Stream,
+    /// Bytes that may be used.
+    have: u64,
+}
+
+/// How much smaller a model is whose compact tensors stay so.
+#[derive(Clone, Copy, Debug)]
+struct Stored {
+    /// Bytes with all that can be packed.
+    packed: u64,
+    /// Bytes with what is compact as it is; `None` where nothing is.
+    compact: Option<u64>,
+}
+
+impl Stored {
+    fn of(config: &ModelConfig, names: &ModelWeights, bundle: &Bundle) -> Self {
+        let packed = config.weight_bytes(Residency::Packed);
+        let mut saved = 0u64;
+        let tied = names.embed == names.lm_head;
+        for tensor in bundle.tensors().filter(|tensor| tensor.encoding() == FormId::COMPACT) {
+            let name = &tensor.entry().name;
+            // What is looked up in is packed.
+            if *name == names.embed || tied && *name == names.lm_head {
+                continue;
+            }
+            let elements = tensor.entry().shape.iter().map(|extent| *extent as u64).product::<u64>();
+            saved = saved.saturating_add((elements / 2 * 3).saturating_sub(tensor.entry().stored_bytes()));
+        }
+        let compact = (saved > 0).then(|| packed.saturating_sub(saved));
+        Self { packed, compact }
+    }
+
+    /// Without experts that lie in host memory; they are packed by either way.
+    fn without(self, options: &EngineOptions, config: &ModelConfig) -> Self {
+        let offloaded = offloaded_bytes(options, config, Residency::Packed);
+        let less = |bytes: u64| bytes.saturating_sub(offloaded);
+        Self { packed: less(self.packed), compact: self.compact.map(less) }
+    }
+
+    /// Of random weights.
+    fn random(config: &ModelConfig) -> Self {
+        let of = |residency| config.weight_bytes(residency);
+        Self { packed: of(Residency::Packed), compact: Some(of(Residency::Compact)) }
+    }
+}
+
+/// With what becomes of experts: as many as there are need no room but their own, and a step that waits for the host
+/// cannot be recorded.
+fn offloading(options: EngineOptions, config: &ModelConfig) -> Result<EngineOptions, EngineError> {
+    let Some(resident) = options.resident_experts else { return Ok(options) };
+    let mixture = config.mixture.ok_or(EngineError::NoExperts(resident))?;
+    if resident >= mixture.experts {
+        return Ok(EngineOptions { resident_experts: None, ..options });
+    }
+    let all = u64::from(mixture.experts) * u64::from(config.layers);
+    memory::check_host(all.saturating_mul(config.expert_bytes(Residency::Packed)))?;
+    Ok(options.graphs(false))
+}
+
+/// Bytes of experts that the device has no room for.
+fn offloaded_bytes(options: &EngineOptions, config: &ModelConfig, residency: Residency) -> u64 {
+    let (Some(resident), Some(mixture)) = (options.resident_experts, config.mixture) else { return 0 };
+    let others = u64::from(mixture.experts.saturating_sub(resident)) * u64::from(config.layers);
+    others.saturating_mul(config.expert_bytes(residency))
+}
+
+impl Start {
+    fn new(
+        kernels: &KernelSet,
+        config: &ModelConfig,
+        options: EngineOptions,
+        stored: Stored,
+        progress: &(dyn Fn(&Progress<'_>) + Sync),
+    ) -> Result<Self, EngineError> {
+        options.check()?;
+        if cfg!(not(feature = "pipelines")) && options.mlp != MlpWeights::Linears {
+            return Err(EngineError::NoPipelines(options.mlp.name()));
+        }
+        if let Some(context) = options.context.filter(|context| *context > config.max_positions) {
+            let range = "at most the model's max_position_embeddings";
+            return Err(BadOption { name: "context", value: context.into(), range }.into());
+        }
+        let device = kernels.device();
+        let (free, _) = device.memory()?;
+        let have = options.memory.unwrap_or(memory::usual_share(free as u64)).min(free as u64);
+        let arch = device.info().arch;
+        let options = offloading(options, config)?;
+        let stored = stored.without(&options, config);
+        // The report's pipelines read weights as they are stored.
+        let kept = has_compact_gemms(arch) && options.mlp == MlpWeights::Linears;
+        let options = options.settled(config, (stored.packed, stored.compact), kept, have);
+        let weights = match (options.linears, options.resident, stored.compact) {
+            (Linears::Bf16, ..) => {
+                config.weight_bytes(Residency::Bf16).saturating_sub(offloaded_bytes(&options, config, Residency::Bf16))
+            }
+            (Linears::Packed, Some(Resident::Small), Some(compact)) => compact,
+            (Linears::Packed, ..) => stored.packed,
+        };
+        // Before minutes are spent on weights that leave no room. What is stored may be less.
+        let least = if options.mlp == MlpWeights::Linears { weights } else { 0 };
+        memory::plan(config, &options, (least, Shared::default()), have)?;
+        let source = embed_source(config, options.linears);
+        let variants = Variants::of(config, &device.info().into(), source, &options)?;
+        kernels.prepare(&variants.all(), progress)?;
+        Ok(Self { stream: device.stream()?, options, have })
+    }
+
+    fn load_options(&self) -> LoadOptions {
+        memory::load_options(&self.options)
+    }
+
+    fn weights<S: ModelSource>(
+        &self,
+        #[cfg_attr(not(feature = "pipelines"), expect(unused_variables))] kernels: &KernelSet,
+        source: &mut S,
+        config: &ModelConfig,
+        names: &ModelWeights,
+        progress: &(dyn Fn(&LoadProgress<'_>) + Sync),
+    ) -> Result<Weights, EngineError> {
+        let total = names.layers.len();
+        let told = |done| progress(&LoadProgress::Layers { done, total });
+        let experts = self.options.resident_experts;
+        match self.options.mlp {
+            MlpWeights::Linears => {
+                let mut mlp = |source: &mut S, layer: &LayerWeights| chain_mlp(source, config, experts, layer);
+                Weights::load(source, config, names, &mut mlp, &told)
+            }
+            #[cfg(feature = "pipelines")]
+            as_what => {
+                let mut stored = StoredMlps::new(kernels, &self.stream, as_what)?;
+                let mut mlp = |source: &mut S, layer: &LayerWeights| stored.load(source, config, layer);
+                Weights::load(source, config, names, &mut mlp, &told)
+            }
+            #[cfg(not(feature = "pipelines"))]
+            as_what => Err(EngineError::NoPipelines(as_what.name())),
+        }
+    }
+
+    fn finish(
+        self,
+        kernels: &KernelSet,
+        config: ModelConfig,
+        weights: Weights,
+        mut lane: Lane,
+        model: &str,
+        progress: &(dyn Fn(&Progress<'_>) + Sync),
+    ) -> Result<Engine, EngineError> {
+        let Self { options, stream, have } = self;
+        let products = if options.mlp != MlpWeights::Linears {
+            Products::Stored
+        } else if weights.layers.iter().all(|layer| layer.mlp.gate_up().is_some_and(|(_, gated)| gated)) {
+            Products::Activated
+        } else {
+            Products::Beside
+        };
+        let buckets: Vec<u32> = BUCKETS.into_iter().filter(|rows| *rows <= bucket(options.max_batch)).collect();
+        if let Some(mixture) = config.mixture {
+            let experts = weights.layers.iter().filter_map(|layer| layer.mlp.mixture());
+            let rows = memory::rows(&options);
+            let size = experts.map(|(_, experts)| experts.lane_size(rows, mixture.top_k));
+            lane.reserve(size.fold(LaneSize::default(), LaneSize::max))?;
+        }
+        if products == Products::Stored {
+            lane.reserve(LaneSize::default().with_cublas())?;
+        }
+        let slot = lane.size().slot_bytes;
+        let mut shared = lane.size().bytes() + products.bytes(config.intermediate, memory::rows(&options));
+        let rows = memory::rows(&options);
+        let (mut stepper, own) = stepper(kernels, &stream, &weights, (&options, &buckets, rows), (model, progress))?;
+        shared += own;
+        if let (Some(_), Some(shape), Some(mixture)) =
+            (options.resident_experts, experts_shape(&config), config.mixture)
+        {
+            shared += Fetcher::bytes(shape, memory::rows(&options), mixture.top_k);
+        }
+        let shared = Shared { bytes: shared, slot };
+        let memory: Result<Memory, NoMemory> = memory::plan(&config, &options, (weights.bytes(), shared), have);
+        let memory = Memory { host: weights.offloaded().map(OffloadedExperts::host_bytes).sum(), ..memory? };
+        let source = if weights.embed_is_packed() { EmbedSource::Packed } else { EmbedSource::Bf16 };
+        let variants = Variants::of(&config, &kernels.device().info().into(), source, &options)?;
+        let own = Kernels::load(kernels, &variants)?;
+        // Counted with the activations.
+        lane.reserve(own.lane_size(config.kv_heads)?)?;
+        let mut forward = Forward::new(lane, own, &config, &options, &memory, products)?;
+        let mut graphs = Vec::new();
+        if options.graphs {
+            for rows in buckets {
+                // A launch loads what a driver loads lazily, which a capture may not.
+                forward.set_rows(&[], rows)?;
+                stepper.step(&mut forward, &weights, rows)?;
+                stream.synchronize()?;
+                let recorded = stream.capture(|| stepper.step(&mut forward, &weights, rows));
+                graphs.push((rows, recorded?));
+            }
+        }
+        let limits = Limits {
+            max_batch: options.max_batch,
+            context: memory.context,
+            vocab: config.vocab,
+            ahead: AHEAD,
+            waiting: options.waiting,
+        };
+        let schedule = Schedule::new(limits, memory.pages);
+        let (in_flight, spare) = (VecDeque::new(), Vec::new());
+        let failed = false;
+        Ok(Engine { config, options, memory, schedule, in_flight, spare, graphs, forward, stepper, weights, failed })
+    }
+}
+
+/// How the engine enqueues steps of these sizes and chunks of `rows` tokens, and the bytes that it has in addition.
+#[cfg(feature = "pipelines")]
+fn stepper(
+    kernels: &KernelSet,
+    stream: &Stream,
+    weights: &Weights,
+    (options, buckets, rows): (&EngineOptions, &[u32], u32),
+    (model, progress): (&str, &(dyn Fn(&Progress<'_>) + Sync)),
+) -> Result<(Stepper, u64), EngineError> {
+    if options.mlp == MlpWeights::Linears {
+        return Ok((Stepper::Chain, 0));
+    }
+    let device = kernels.device().info();
+    let set = |batch| options.plan.setting(batch, &tuned::key(model, options.mlp, batch, device)).cloned();
+    let pipelines = Pipelines::new(kernels, stream, weights, (buckets, rows), &set, progress)?;
+    let bytes = pipelines.bytes();
+    Ok((Stepper::Pipelines(pipelines.into()), bytes))
+}
+
+/// How the engine enqueues steps, and the bytes that it has in addition.
+#[cfg(not(feature = "pipelines"))]
+fn stepper(
+    _: &KernelSet,
+    _: &Stream,
+    _: &Weights,
+    _: (&EngineOptions, &[u32], u32),
+    _: (&str, &(dyn Fn(&Progress<'_>) + Sync)),
+) -> Result<(Stepper, u64), EngineError> {
+    Ok((Stepper::Chain, 0))
+}
+
+/// The kernels of MLPs that are loaded as they are stored.
+#[cfg(feature = "pipelines")]
+fn pipeline_kernels(
+    bundle: &Bundle,
+    (config, names): (&ModelConfig, &ModelWeights),
+    mlp: MlpWeights,
+    machines: &[Machine],
+) -> Result<Vec<VariantSpec>, EngineError> {
+    let mlps = names.layers.iter().map(|layer| dense(mlp, layer)).collect::<Result<Vec<_>, _>>()?;
+    let archs: BTreeSet<_> = machines.iter().map(|machine| machine.arch).collect();
+    let each = archs.into_iter().map(|arch| stored_kernels(bundle, config, mlps.iter().copied(), mlp, arch));
+    Ok(each.collect::<Result<Vec<_>, _>>()?.concat())
+}
+
+/// This build has no kernels of pipelines.
+#[cfg(not(feature = "pipelines"))]
+fn pipeline_kernels(
+    _: &Bundle,
+    _: (&ModelConfig, &ModelWeights),
+    mlp: MlpWeights,
+    _: &[Machine],
+) -> Result<Vec<VariantSpec>, EngineError> {
+    Err(EngineError::NoPipelines(mlp.name()))
+}

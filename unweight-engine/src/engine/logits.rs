@@ -1,0 +1,103 @@
+//! Logits of whole texts.
+
+use half::bf16;
+use unweight_model::SampleParams;
+use unweight_rt::{DeviceError, raw::ops::kv::PAD_POSITION};
+
+use super::{Engine, Stepper, sample_row, settle};
+use crate::{
+    error::EngineError,
+    forward::{Forward, RowState},
+    options::bucket,
+    pages::pages_for,
+    schedule::{Rejected, Request},
+    weights::Weights,
+};
+
+impl Engine {
+    /// Logits of every token of a text, bf16 `[tokens, vocab]`: of row `i` those of the token that follows the first
+    /// `i + 1`. Sequences that run go on.
+    ///
+    /// # Errors
+    /// [`EngineError::Rejected`], or the device's.
+    pub fn logits(&mut self, tokens: &[u32]) -> Result<Vec<bf16>, EngineError> {
+        self.check_alive()?;
+        self.schedule.check(&Request::new(tokens.to_vec()).max_new_tokens(0))?;
+        // A text that was checked fits 32 bits.
+        let pages = self.schedule.lend(&[pages_for(tokens.len() as u32)])?;
+        let pages_of = pages.first().map_or(&[][..], Vec::as_slice);
+        let read = text_logits(&mut self.forward, &self.weights, &mut self.stepper, tokens, pages_of);
+        let bits = self.note(read)?;
+        self.schedule.give(pages);
+        Ok(bits.into_iter().map(bf16::from_bits).collect())
+    }
+
+    /// [`Engine::logits`] of several texts at once, by steps of one token each. Slow; tests compare the two. No sequence
+    /// may run.
+    ///
+    /// # Errors
+    /// [`Rejected::Busy`] where a sequence runs or there are more texts than rows; else as [`Engine::logits`].
+    pub fn logits_by_steps(&mut self, texts: &[&[u32]]) -> Result<Vec<Vec<bf16>>, EngineError> {
+        self.check_alive()?;
+        if !self.is_idle() || texts.len() as u64 > u64::from(self.options.max_batch) {
+            return Err(Rejected::Busy { waiting: self.running().max(texts.len()) }.into());
+        }
+        for text in texts {
+            self.schedule.check(&Request::new(text.to_vec()).max_new_tokens(0))?;
+        }
+        let counts: Vec<u32> = texts.iter().map(|text| pages_for(text.len() as u32)).collect();
+        let pages = self.schedule.lend(&counts)?;
+        let read = self.steps_of(texts, &pages);
+        let read = self.note(read)?;
+        self.schedule.give(pages);
+        Ok(read)
+    }
+
+    fn steps_of(&mut self, texts: &[&[u32]], pages: &[Vec<u32>]) -> Result<Vec<Vec<bf16>>, DeviceError> {
+        let (count, vocab) = (texts.len() as u32, self.config.vocab as usize);
+        let mut logits = vec![Vec::new(); texts.len()];
+        let longest = texts.iter().map(|text| text.len()).max().unwrap_or(0);
+        for at in 0..longest {
+            let states = texts.iter().zip(pages).map(|(text, pages)| match text.get(at) {
+                Some(&id) => RowState { id, position: at as u32, pages, sample: sample_row(&SampleParams::default()) },
+                None => RowState { id: 0, position: PAD_POSITION, pages, sample: sample_row(&SampleParams::default()) },
+            });
+            self.forward.set_rows(&states.collect::<Vec<_>>(), bucket(count))?;
+            self.launch(count)?;
+            let bits = self.forward.logits(count)?;
+            settle(&mut self.forward, &mut self.stepper)?;
+            for ((row, text), logits) in bits.chunks_exact(vocab).zip(texts).zip(&mut logits) {
+                if at < text.len() {
+                    logits.extend(row.iter().map(|bits| bf16::from_bits(*bits)));
+                }
+            }
+        }
+        Ok(logits)
+    }
+}
+
+/// Logits of every token of a text, bf16 bits `[tokens, vocab]`. Waits.
+fn text_logits(
+    forward: &mut Forward,
+    weights: &Weights,
+    stepper: &mut Stepper,
+    tokens: &[u32],
+    pages: &[u32],
+) -> Result<Vec<u16>, DeviceError> {
+    let (mut start, mut all) = (0, Vec::new());
+    forward.set_pages(pages)?;
+    for chunk in tokens.chunks(forward.chunk_rows() as usize) {
+        stepper.chunk(forward, weights, chunk, start)?;
+        let rows = chunk.len() as u32;
+        let mut first = 0;
+        while first < rows {
+            let some = (rows - first).min(forward.logit_rows());
+            forward.chunk_logits(weights, first, some)?;
+            all.extend(forward.logits(some)?);
+            first += some;
+        }
+        start += rows;
+    }
+    settle(forward, stepper)?;
+    Ok(all)
+}

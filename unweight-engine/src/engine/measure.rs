@@ -1,0 +1,137 @@
+//! Measurements of an engine's steps. A caller enqueues steps between events of its own; nothing here reads a clock.
+
+use unweight_format::testing::Weights as Kind;
+use unweight_model::SampleParams;
+use unweight_rt::{DeviceError, DeviceMatrix, Graph, MatrixMut, Stream};
+
+use super::{Engine, sample_row};
+use crate::{
+    error::EngineError,
+    forward::{Forward, Part, RowState},
+    options::bucket,
+    pages::pages_for,
+    schedule::Rejected,
+};
+
+impl Engine {
+    /// Lends the engine for measurements.
+    pub fn measure(&mut self) -> Measure<'_> {
+        Measure { engine: self }
+    }
+}
+
+/// An engine that is measured: steps of a batch whose tokens are not read.
+pub struct Measure<'e> {
+    pub(super) engine: &'e mut Engine,
+}
+
+impl Measure<'_> {
+    /// Prepares `batch` sequences with `context` tokens each, whose keys and values are random, for up to `steps` calls
+    /// of [`Measure::enqueue_step`]. The engine must be idle.
+    ///
+    /// # Errors
+    /// [`EngineError::Rejected`]: a sequence runs, or there is no room for so many tokens; or the device's.
+    pub fn prepare(&mut self, batch: u32, context: u32, steps: u32) -> Result<(), EngineError> {
+        let engine = &mut *self.engine;
+        engine.check_alive()?;
+        if !engine.is_idle() || batch > engine.options.max_batch {
+            return Err(Rejected::Busy { waiting: engine.running() }.into());
+        }
+        let tokens = context.saturating_add(steps);
+        if tokens > engine.memory.context {
+            let (prompt, context) = (context as usize, engine.memory.context);
+            return Err(Rejected::TooLong { prompt, max_new_tokens: steps, context }.into());
+        }
+        let each = pages_for(tokens);
+        let pages = engine.schedule.lend(&vec![each; batch as usize])?;
+        let filled = fill(&mut engine.forward, batch, context, &pages);
+        engine.schedule.give(pages);
+        engine.note(filled)
+    }
+
+    /// Enqueues one step of the batch that was prepared last.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn enqueue_step(&mut self, batch: u32) -> Result<(), EngineError> {
+        let launched = self.engine.launch(batch);
+        self.engine.note(launched)
+    }
+
+    /// Waits for the steps, and reports rows that one of them left out.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn synchronize(&mut self) -> Result<(), EngineError> {
+        let settled = self.engine.forward.lane().synchronize();
+        let own = self.engine.stepper.synchronize();
+        self.engine.note(settled.and(own))
+    }
+
+    /// Records one part of a step of all layers.
+    ///
+    /// # Errors
+    /// The device's.
+    pub fn record_part(&mut self, batch: u32, part: Part) -> Result<Graph, EngineError> {
+        let engine = &mut *self.engine;
+        engine.check_alive()?;
+        let rows = bucket(batch);
+        let stream = engine.forward.stream().clone();
+        let recorded = stream.capture(|| engine.forward.step(&engine.weights, rows, Some(part)));
+        engine.note(recorded)
+    }
+
+    /// Lets cuBLAS choose its fastest algorithm for every product of steps of `batch` rows, and records these steps
+    /// again.
+    ///
+    /// # Errors
+    /// The device's or cuBLAS's.
+    pub fn tune_cublas(&mut self, batch: u32) -> Result<(), EngineError> {
+        let engine = &mut *self.engine;
+        engine.check_alive()?;
+        let rows = bucket(batch);
+        let tuned = engine.forward.tune(&engine.weights, rows).and_then(|()| record_step(engine, rows));
+        engine.note(tuned)
+    }
+
+    /// The stream that steps run on.
+    pub fn stream(&self) -> &Stream {
+        self.engine.stream()
+    }
+}
+
+/// Records a step again, if steps are recorded.
+pub(super) fn record_step(engine: &mut Engine, rows: u32) -> Result<(), DeviceError> {
+    engine.graphs.retain(|(of, _)| *of != rows);
+    if engine.options.graphs {
+        let Engine { forward, stepper, weights, .. } = engine;
+        let stream = forward.stream().clone();
+        let graph = stream.capture(|| stepper.step(forward, weights, rows))?;
+        engine.graphs.push((rows, graph));
+    }
+    Ok(())
+}
+
+/// Sets the rows of a step to sequences of `context` tokens.
+pub(super) fn set_rows(forward: &mut Forward, batch: u32, context: u32, pages: &[Vec<u32>]) -> Result<(), DeviceError> {
+    let sample = sample_row(&SampleParams::default());
+    let states = pages.iter().zip(1..).map(|(pages, id)| RowState { id, position: context, pages, sample });
+    forward.set_rows(&states.collect::<Vec<_>>(), bucket(batch))
+}
+
+/// Random keys and values everywhere, and `batch` rows with a token behind `context` others.
+fn fill(forward: &mut Forward, batch: u32, context: u32, pages: &[Vec<u32>]) -> Result<(), DeviceError> {
+    const DRAWN: u32 = 1 << 20;
+    let stream = forward.stream().clone();
+    let drawn: Vec<u16> = Kind::Gaussian { sigma: 1.0 }.iter(2).take(DRAWN as usize).collect();
+    let drawn = DeviceMatrix::from_host(&stream, 1, DRAWN, &drawn)?;
+    let (cache, _) = forward.cache();
+    // What remains behind the last whole row is less than one page of one layer of any model worth measuring.
+    let rows = u32::try_from(cache.len() / DRAWN as usize).unwrap_or(u32::MAX);
+    let mut all = MatrixMut::new(cache, rows, DRAWN, DRAWN.into())?;
+    for row in 0..rows {
+        all.part(row..row + 1, 0..DRAWN)?.copy_from(&stream, drawn.view())?;
+    }
+    stream.synchronize()?;
+    set_rows(forward, batch, context, pages)
+}

@@ -1,0 +1,323 @@
+//! Steps of an engine that runs the report's pipelines: settings, and their times as the objective of a search
+//! ([`tune`](crate::pipelines::tune)).
+
+use std::collections::HashMap;
+
+use half::bf16;
+use unweight_rt::{DeviceError, Graph};
+
+use super::{
+    Engine, Stepper,
+    measure::{record_step, set_rows},
+};
+use crate::{
+    error::EngineError,
+    options::{Setting, bucket},
+    pages::pages_for,
+    pipelines::{
+        self, BoundGraph, Choices, Pipelines, SettingSpace, Work,
+        tune::{Answer, Objective, ObjectiveError, Paired, Point},
+    },
+};
+
+impl Engine {
+    /// Lends an engine that runs pipelines, to change how they run.
+    ///
+    /// # Errors
+    /// [`EngineError::NotStored`]: the engine runs the chain of all linears.
+    pub fn tune_pipelines(&mut self) -> Result<PipelineTuner<'_>, EngineError> {
+        match self.stepper {
+            Stepper::Pipelines(_) => Ok(PipelineTuner { engine: self }),
+            Stepper::Chain => Err(EngineError::NotStored),
+        }
+    }
+
+    fn pipelines(&mut self) -> Result<&mut Pipelines, EngineError> {
+        match &mut self.stepper {
+            Stepper::Pipelines(pipelines) => Ok(pipelines),
+            Stepper::Chain => Err(EngineError::NotStored),
+        }
+    }
+}
+
+/// An engine whose pipelines are chosen.
+pub struct PipelineTuner<'e> {
+    engine: &'e mut Engine,
+}
+
+impl PipelineTuner<'_> {
+    /// The variants of every projection at a batch, best guesses first: of hard layers, then of easy ones. Empty where
+    /// there are no such layers.
+    ///
+    /// # Errors
+    /// [`EngineError::NotStored`].
+    pub fn choices(&mut self, batch: u32) -> Result<Choices, EngineError> {
+        let (arch, sms) = self.device();
+        Ok(pipelines::choices(self.engine.pipelines()?.layers(), arch, bucket(batch), sms))
+    }
+
+    /// The best guess at a batch.
+    ///
+    /// # Errors
+    /// [`EngineError::NotStored`].
+    pub fn guess(&mut self, batch: u32) -> Result<Setting, EngineError> {
+        let (arch, sms) = self.device();
+        Ok(Setting::guess(self.engine.pipelines()?.layers(), arch, bucket(batch), sms))
+    }
+
+    /// Every setting that can be chosen for steps of a batch, the best guess first.
+    ///
+    /// # Errors
+    /// [`EngineError::NotStored`].
+    pub fn space(&mut self, batch: u32) -> Result<SettingSpace, EngineError> {
+        let (_, sms) = self.device();
+        Ok(SettingSpace::new(&self.choices(batch)?, &self.guess(batch)?, sms))
+    }
+
+    /// Runs steps of a batch by this setting from now on. Waits for what runs.
+    ///
+    /// # Errors
+    /// [`EngineError::Setting`]: the device cannot run it; nothing changes. Or the device's.
+    pub fn set(&mut self, batch: u32, setting: &Setting) -> Result<(), EngineError> {
+        self.engine.check_alive()?;
+        let rows = bucket(batch);
+        let bound = self.bind(rows, setting)?;
+        let replaced = self.replace(rows, bound);
+        self.engine.note(replaced)
+    }
+
+    /// Architecture and multiprocessors.
+    fn device(&self) -> (unweight_codegen::spec::Arch, u32) {
+        let info = self.engine.stream().device().info();
+        (info.arch, info.sms)
+    }
+
+    /// The step graph of a setting, with the events that it needs.
+    fn bind(&mut self, rows: u32, setting: &Setting) -> Result<BoundGraph, EngineError> {
+        let device = self.engine.stream().device().clone();
+        self.engine.pipelines()?.bind(setting, rows, &device)
+    }
+
+    /// Runs steps by this graph from now on.
+    fn replace(&mut self, rows: u32, bound: BoundGraph) -> Result<(), DeviceError> {
+        let Engine { forward, stepper, weights, options, .. } = &mut *self.engine;
+        forward.stream().synchronize()?;
+        if let Stepper::Pipelines(pipelines) = stepper {
+            pipelines.replace(rows, bound);
+        }
+        if options.graphs {
+            forward.set_rows(&[], rows)?;
+            stepper.step(forward, weights, rows)?;
+            forward.stream().synchronize()?;
+        }
+        record_step(self.engine, rows)
+    }
+
+    /// Records a step by a setting that no other step uses; its rows were set. Runs it once.
+    fn record(&mut self, batch: u32, setting: &Setting) -> Result<Graph, EngineError> {
+        self.engine.check_alive()?;
+        let rows = bucket(batch);
+        let bound = self.bind(rows, setting)?;
+        let Engine { forward, stepper, weights, .. } = &mut *self.engine;
+        let Stepper::Pipelines(pipelines) = stepper else { return Err(EngineError::NotStored) };
+        let work = Work::Step { rows };
+        let recorded = pipelines
+            .run(&bound, forward, weights, work)
+            .and_then(|()| forward.stream().synchronize())
+            .and_then(|()| forward.stream().clone().capture(|| pipelines.run(&bound, forward, weights, work)));
+        self.engine.note(recorded)
+    }
+
+    /// [`Measure::prepare`](super::measure::Measure::prepare) for steps that begin at the same position again and again
+    /// ([`PipelineTuner::rewind`]); the pages are lent.
+    fn begin(&mut self, batch: u32, context: u32, steps: u32) -> Result<Vec<Vec<u32>>, EngineError> {
+        self.engine.measure().prepare(batch, context, steps)?;
+        let each = pages_for(context.saturating_add(steps));
+        Ok(self.engine.schedule.lend(&vec![each; batch as usize])?)
+    }
+
+    /// Sets the rows to their first position. Waits.
+    fn rewind(&mut self, batch: u32, context: u32, pages: &[Vec<u32>]) -> Result<(), EngineError> {
+        let set = set_rows(&mut self.engine.forward, batch, context, pages);
+        self.engine.note(set)
+    }
+
+    /// Logits of the first rows of the last step. Waits.
+    fn logits(&mut self, rows: u32) -> Result<Vec<bf16>, EngineError> {
+        let bits = self.engine.forward.logits(rows);
+        Ok(self.engine.note(bits)?.into_iter().map(bf16::from_bits).collect())
+    }
+}
+
+/// How steps are measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rounds {
+    /// Rounds of a comparison.
+    pub rounds: u32,
+    /// Steps of each point in a round that count; one before them does not.
+    pub steps: u32,
+}
+
+impl Default for Rounds {
+    fn default() -> Self {
+        Self { rounds: 7, steps: 4 }
+    }
+}
+
+/// Rows whose logits are compared.
+const COMPARED: u32 = 8;
+/// Logits that are farther from those of the start than rounding explains, RMS over RMS.
+const FAR: f64 = 0.05;
+/// Recorded steps that are kept.
+const KEPT: usize = 16;
+
+/// The time of an engine's own steps, as the objective of a search.
+pub struct StepObjective<'a> {
+    tuner: PipelineTuner<'a>,
+    space: &'a SettingSpace,
+    batch: u32,
+    context: u32,
+    pages: Vec<Vec<u32>>,
+    rounds: Rounds,
+    graphs: HashMap<Point, Graph>,
+    start: Point,
+    /// The start's logits.
+    truth: Option<Vec<bf16>>,
+    stop: &'a dyn Fn() -> bool,
+}
+
+/// `stop` of a [`StepObjective`] ended the search.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("interrupted")]
+pub struct Interrupted;
+
+impl<'a> StepObjective<'a> {
+    /// Measures steps of `batch` sequences, a size that steps are recorded for, with `context` tokens each. Between
+    /// measurements `stop` is asked. Every challenger is to compute what `start` does: of a search that goes on from a
+    /// journal, too, whose best so far came to it by other roundings.
+    ///
+    /// # Errors
+    /// No room for so many sequences, or a busy engine.
+    pub fn new(
+        engine: &'a mut Engine,
+        space: &'a SettingSpace,
+        (batch, context): (u32, u32),
+        rounds: Rounds,
+        start: &Point,
+        stop: &'a dyn Fn() -> bool,
+    ) -> Result<Self, EngineError> {
+        let mut tuner = engine.tune_pipelines()?;
+        let pages = tuner.begin(batch, context, rounds.steps + 1)?;
+        let (graphs, start, truth) = (HashMap::new(), start.clone(), None);
+        Ok(Self { tuner, space, batch, context, pages, rounds, graphs, start, truth, stop })
+    }
+
+    /// The median time of a step, us.
+    ///
+    /// # Errors
+    /// The point cannot run, or the device failed.
+    pub fn step_us(&mut self, point: &Point) -> Result<f64, EngineError> {
+        self.prepare(point)?;
+        let mut times = Vec::new();
+        for _ in 0..self.rounds.rounds {
+            times.push(self.time(point)?);
+        }
+        times.sort_by(f64::total_cmp);
+        Ok(times.get(times.len() / 2).copied().unwrap_or(f64::NAN))
+    }
+
+    /// Records a step, once.
+    fn prepare(&mut self, point: &Point) -> Result<(), EngineError> {
+        if !self.graphs.contains_key(point) {
+            if self.graphs.len() >= KEPT {
+                self.graphs.clear();
+            }
+            self.tuner.rewind(self.batch, self.context, &self.pages)?;
+            let graph = self.tuner.record(self.batch, &self.space.setting(point))?;
+            self.graphs.insert(point.clone(), graph);
+        }
+        Ok(())
+    }
+
+    fn time(&mut self, point: &Point) -> Result<f64, EngineError> {
+        self.tuner.rewind(self.batch, self.context, &self.pages)?;
+        let Some(graph) = self.graphs.get(point) else { return Ok(f64::NAN) };
+        let stream = self.tuner.engine.stream().clone();
+        // SAFETY: the graph names memory of the engine, which this borrows for as long as the graphs live; all of it is
+        // ordered behind the stream, which is waited for below.
+        let launch = || unsafe { graph.launch() };
+        launch()?;
+        let start = stream.event()?;
+        for _ in 0..self.rounds.steps {
+            launch()?;
+        }
+        let end = stream.event()?;
+        stream.synchronize()?;
+        Ok(start.elapsed_us(&end)? / f64::from(self.rounds.steps.max(1)))
+    }
+
+    /// Logits of some rows of one step.
+    fn logits(&mut self, point: &Point) -> Result<Vec<bf16>, EngineError> {
+        self.tuner.rewind(self.batch, self.context, &self.pages)?;
+        if let Some(graph) = self.graphs.get(point) {
+            // SAFETY: as above; reading the logits waits.
+            unsafe { graph.launch() }?;
+        }
+        let logits = self.tuner.logits(self.batch.min(COMPARED))?;
+        self.tuner.engine.measure().synchronize()?;
+        Ok(logits)
+    }
+
+    fn measured(&mut self, incumbent: &Point, challenger: &Point) -> Result<Answer, EngineError> {
+        if self.truth.is_none() {
+            let start = self.start.clone();
+            self.prepare(&start)?;
+            self.truth = Some(self.logits(&start)?);
+        }
+        self.prepare(incumbent)?;
+        match self.prepare(challenger) {
+            Err(error @ EngineError::Setting(_)) => return Ok(Answer::Rejected(error.to_string())),
+            prepared => prepared?,
+        }
+        // `KEPT` may have thrown it away.
+        self.prepare(incumbent)?;
+        let got = self.logits(challenger)?;
+        let apart = self.truth.as_ref().map_or(0.0, |truth| distance(&got, truth));
+        if apart.is_nan() || apart > FAR {
+            return Ok(Answer::Rejected(format!("its logits are {apart:.3} from those of the start")));
+        }
+        let mut paired = Paired::default();
+        for round in 0..self.rounds.rounds {
+            // The first of a round finds a device that rests; each is it in turn.
+            let (first, second) = if round % 2 == 0 { (incumbent, challenger) } else { (challenger, incumbent) };
+            let (first, second) = (self.time(first)?, self.time(second)?);
+            let (own, other) = if round % 2 == 0 { (first, second) } else { (second, first) };
+            paired.incumbent_us.push(own);
+            paired.challenger_us.push(other);
+        }
+        Ok(Answer::Measured(paired))
+    }
+}
+
+impl Drop for StepObjective<'_> {
+    fn drop(&mut self) {
+        self.tuner.engine.schedule.give(std::mem::take(&mut self.pages));
+    }
+}
+
+impl Objective for StepObjective<'_> {
+    fn compare(&mut self, incumbent: &Point, challenger: &Point) -> Result<Answer, ObjectiveError> {
+        if (self.stop)() {
+            return Err(ObjectiveError(Box::new(Interrupted)));
+        }
+        self.measured(incumbent, challenger).map_err(|error| ObjectiveError(Box::new(error)))
+    }
+}
+
+/// RMS of the difference over the RMS of the truth. Of logits that are all zero, none.
+fn distance(got: &[bf16], truth: &[bf16]) -> f64 {
+    let square = |value: f32| f64::from(value).powi(2);
+    let apart: f64 = got.iter().zip(truth).map(|(got, truth)| square(got.to_f32() - truth.to_f32())).sum();
+    let whole: f64 = truth.iter().map(|truth| square(truth.to_f32())).sum();
+    if apart == 0.0 { 0.0 } else { (apart / whole.max(f64::MIN_POSITIVE)).sqrt() }
+}

@@ -1,0 +1,69 @@
+//! How an engine enqueues a step.
+
+use unweight_rt::DeviceError;
+
+#[cfg(feature = "pipelines")]
+use crate::pipelines::Pipelines;
+use crate::{forward::Forward, weights::Weights};
+
+/// How an engine enqueues a step or a chunk of a prompt.
+pub enum Stepper {
+    /// One chain of all linears on one stream.
+    Chain,
+    /// Step graphs of MLPs that are loaded as they are stored.
+    #[cfg(feature = "pipelines")]
+    Pipelines(Box<Pipelines>),
+}
+
+impl Stepper {
+    /// Enqueues a step of `rows` rows, a size that steps are recorded for.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn step(&mut self, forward: &mut Forward, weights: &Weights, rows: u32) -> Result<(), DeviceError> {
+        match self {
+            Self::Chain => forward.step(weights, rows, None),
+            #[cfg(feature = "pipelines")]
+            Self::Pipelines(pipelines) => pipelines.step(forward, weights, rows),
+        }
+    }
+
+    /// Enqueues the next tokens of a prompt, from position `start` on.
+    ///
+    /// # Errors
+    /// As for [`Forward::chunk`].
+    pub fn chunk(
+        &mut self,
+        forward: &mut Forward,
+        weights: &Weights,
+        ids: &[u32],
+        start: u32,
+    ) -> Result<(), DeviceError> {
+        match self {
+            Self::Chain => forward.chunk(weights, ids, start),
+            #[cfg(feature = "pipelines")]
+            Self::Pipelines(pipelines) => pipelines.chunk(forward, weights, ids, start),
+        }
+    }
+
+    /// Waits for streams other than the engine's, and reports rows that one of them left out.
+    ///
+    /// # Errors
+    /// The driver's, or a row that was left out.
+    pub fn synchronize(&mut self) -> Result<(), DeviceError> {
+        match self {
+            Self::Chain => Ok(()),
+            #[cfg(feature = "pipelines")]
+            Self::Pipelines(pipelines) => pipelines.synchronize(),
+        }
+    }
+
+    /// Waits for streams other than the engine's, whatever they report.
+    pub fn wait(&self) {
+        match self {
+            Self::Chain => {}
+            #[cfg(feature = "pipelines")]
+            Self::Pipelines(pipelines) => pipelines.wait(),
+        }
+    }
+}

@@ -1,0 +1,233 @@
+//! What an engine is made for.
+
+mod pipeline;
+
+use serde::Serialize;
+pub use unweight_rt::{Linears, Resident};
+
+pub use self::pipeline::{Measured, Pipeline, PipelineVariant, Plan, Projection, Ring, Setting, UnknownVariant};
+
+/// What the weights of MLPs lie as on the device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MlpWeights {
+    /// As all linears ([`Linears`]): gate and up are one product.
+    #[default]
+    Linears,
+    /// As they are stored. Layers with Huffman-coded weights are decoded in every step, while other layers multiply.
+    Stored,
+    /// As [`Self::Stored`], but every other layer with Huffman-coded weights becomes easy: its weights are transcoded
+    /// to palette indices when the model is loaded.
+    Alternate,
+}
+
+impl MlpWeights {
+    /// The name in options and reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Linears => "linears",
+            Self::Stored => "stored",
+            Self::Alternate => "alternate",
+        }
+    }
+}
+
+/// What a projection of an MLP lies as on the device, where it is loaded as it is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Lies {
+    /// BF16.
+    Raw,
+    /// Palette indices.
+    Palette,
+    /// Huffman-coded.
+    Huffman,
+    /// A linear of the loader's: packed, or BF16 where it cannot be packed.
+    Linear,
+}
+
+/// What an engine is made for.
+///
+/// ```
+/// # use unweight_engine::{EngineOptions, Linears};
+/// let options = EngineOptions::default().max_batch(64).context(8192).linears(Linears::Packed);
+/// assert_eq!((options.max_batch, options.context), (64, Some(8192)));
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct EngineOptions {
+    /// Sequences that run at the same time, 1 to 1024; 16 by default.
+    pub max_batch: u32,
+    /// Tokens of a sequence, the prompt included; `None` for the model's own limit, or less if the cache does not hold
+    /// as much.
+    pub context: Option<u32>,
+    /// Bytes of device memory for everything together; `None` for nine tenths of what is free.
+    pub memory: Option<u64>,
+    /// What the linears lie as: packed, or BF16 for cuBLAS.
+    pub linears: Linears,
+    /// What compact tensors lie as; `None` for packed where that leaves room enough
+    /// ([`memory::resident`](crate::memory::resident)).
+    pub resident: Option<Resident>,
+    /// Tokens of a prompt that go through the model at once, a multiple of 64; 2048 by default.
+    pub chunk: u32,
+    /// Sequences that may wait for a row; 1024 by default.
+    pub waiting: usize,
+    /// What the weights of MLPs lie as: as all linears, or as they are stored, multiplied by the report's pipelines.
+    pub mlp: MlpWeights,
+    /// Settings of pipelines that were measured before; for other batches, best guesses.
+    pub plan: Plan,
+    /// Record each step as a CUDA graph. On by default; off is slower and shows each kernel to a profiler by itself.
+    pub graphs: bool,
+    /// Of a mixture: experts of a layer that the device has room for; `None` for all. The others lie packed in host
+    /// memory and are fetched when they are chosen; steps are not recorded then.
+    pub resident_experts: Option<u32>,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Self {
+            max_batch: 16,
+            context: None,
+            memory: None,
+            linears: Linears::Packed,
+            resident: None,
+            chunk: 2048,
+            waiting: 1024,
+            mlp: MlpWeights::Linears,
+            plan: Plan::default(),
+            graphs: true,
+            resident_experts: None,
+        }
+    }
+}
+
+impl EngineOptions {
+    /// Sequences that run at the same time.
+    #[must_use]
+    pub fn max_batch(self, max_batch: u32) -> Self {
+        Self { max_batch, ..self }
+    }
+
+    /// Tokens of a sequence, the prompt included.
+    #[must_use]
+    pub fn context(self, context: u32) -> Self {
+        Self { context: Some(context), ..self }
+    }
+
+    /// Bytes of device memory for everything together.
+    #[must_use]
+    pub fn memory(self, memory: u64) -> Self {
+        Self { memory: Some(memory), ..self }
+    }
+
+    /// What the linears lie as.
+    #[must_use]
+    pub fn linears(self, linears: Linears) -> Self {
+        Self { linears, ..self }
+    }
+
+    /// What compact tensors lie as.
+    #[must_use]
+    pub fn resident(self, resident: Resident) -> Self {
+        Self { resident: Some(resident), ..self }
+    }
+
+    /// Tokens of a prompt that go through the model at once.
+    #[must_use]
+    pub fn chunk(self, chunk: u32) -> Self {
+        Self { chunk, ..self }
+    }
+
+    /// Sequences that may wait for a row.
+    #[must_use]
+    pub fn waiting(self, waiting: usize) -> Self {
+        Self { waiting, ..self }
+    }
+
+    /// What the weights of MLPs lie as.
+    #[must_use]
+    pub fn mlp(self, mlp: MlpWeights) -> Self {
+        Self { mlp, ..self }
+    }
+
+    /// Settings that were measured before.
+    #[must_use]
+    pub fn plan(self, plan: Plan) -> Self {
+        Self { plan, ..self }
+    }
+
+    /// Record each step as a CUDA graph.
+    #[must_use]
+    pub fn graphs(self, graphs: bool) -> Self {
+        Self { graphs, ..self }
+    }
+
+    /// Experts of a layer that the device has room for.
+    #[must_use]
+    pub fn resident_experts(self, resident_experts: u32) -> Self {
+        Self { resident_experts: Some(resident_experts), ..self }
+    }
+
+    /// Whether every option is in its range.
+    ///
+    /// # Errors
+    /// [`BadOption`], of the first that is not.
+    pub fn check(&self) -> Result<(), BadOption> {
+        let check = |name, value: u64, ok, range| if ok { Ok(()) } else { Err(BadOption { name, value, range }) };
+        let (max_batch, chunk) = (self.max_batch, self.chunk);
+        check("max_batch", max_batch.into(), (1..=MAX_BATCH).contains(&max_batch), "1 to 1024")?;
+        let whole = chunk.is_multiple_of(64) && (64..=8192).contains(&chunk);
+        check("chunk", chunk.into(), whole, "a multiple of 64 from 64 to 8192")?;
+        check("context", self.context.unwrap_or(1).into(), self.context != Some(0), "1 at least")?;
+        let experts = self.resident_experts.unwrap_or(1);
+        check("resident_experts", experts.into(), experts > 0, "1 at least")
+    }
+}
+
+/// An option out of range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{name} = {value} is not {range}")]
+pub struct BadOption {
+    /// The option.
+    pub name: &'static str,
+    /// Its value.
+    pub value: u64,
+    /// What it may be.
+    pub range: &'static str,
+}
+
+impl BadOption {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "option-out-of-range"
+    }
+}
+
+/// The largest batch of a step.
+pub const MAX_BATCH: u32 = 1024;
+
+/// Batches that steps are recorded for. A batch of 1 to 8 costs the packed linears the same, so there is nothing
+/// between.
+pub const BUCKETS: [u32; 10] = [1, 8, 16, 32, 64, 128, 192, 256, 512, 1024];
+
+/// The smallest bucket that holds `rows`, which are at most [`MAX_BATCH`].
+pub fn bucket(rows: u32) -> u32 {
+    BUCKETS.into_iter().find(|bucket| *bucket >= rows).unwrap_or(MAX_BATCH)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_out_of_range_are_named() {
+        let named = |options: EngineOptions| options.check().map_err(|error| error.name);
+        assert_eq!(named(EngineOptions::default()), Ok(()));
+        assert_eq!(named(EngineOptions::default().max_batch(0)), Err("max_batch"));
+        assert_eq!(named(EngineOptions::default().max_batch(1025)), Err("max_batch"));
+        assert_eq!(named(EngineOptions::default().chunk(100)), Err("chunk"));
+        assert_eq!(named(EngineOptions::default().chunk(0)), Err("chunk"));
+        assert_eq!(named(EngineOptions::default().context(0)), Err("context"));
+        assert_eq!(named(EngineOptions::default().resident_experts(0)), Err("resident_experts"));
+        assert_eq!([1, 2, 8, 9, 129, 256, 257, 1024].map(bucket), [1, 8, 8, 16, 192, 256, 512, 1024]);
+    }
+}

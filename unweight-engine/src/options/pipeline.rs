@@ -1,0 +1,271 @@
+//! How the projections of an MLP are multiplied, as options and saved plans say it: names and numbers, no device.
+
+use std::{fmt, str::FromStr};
+
+use serde::{Serialize, Serializer};
+use unweight_codegen::spec::DecodeOutput;
+use unweight_format::FormId;
+
+/// A projection of an MLP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Projection {
+    /// Hidden to intermediate size; its product is activated.
+    Gate,
+    /// Hidden to intermediate size; its product is multiplied by the activated gate.
+    Up,
+    /// Intermediate back to hidden size.
+    Down,
+}
+
+impl Projection {
+    /// All, in the order of their products.
+    pub const ALL: [Self; 3] = [Self::Gate, Self::Up, Self::Down];
+
+    /// The name in tensor names and reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Gate => "gate",
+            Self::Up => "up",
+            Self::Down => "down",
+        }
+    }
+}
+
+/// How a projection is multiplied: the report's five pipelines (its Table 3), and packed weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Pipeline {
+    /// BF16 by cuBLAS.
+    Raw,
+    /// Palette indices by the reconstructive matmul.
+    Palette,
+    /// 12-bit weights by the register-sourced matmuls.
+    Packed,
+    /// Decoded to BF16, then cuBLAS.
+    FullDecode,
+    /// Decoded to exponent bytes, then the reconstructive matmul.
+    Exponents,
+    /// Decoded to palette indices, then the reconstructive matmul.
+    Transcode,
+}
+
+impl Pipeline {
+    /// All pipelines.
+    pub const ALL: [Self; 6] =
+        [Self::Raw, Self::Palette, Self::Packed, Self::FullDecode, Self::Exponents, Self::Transcode];
+
+    /// The pipelines that the report gives a stored form. None for a form that no kernel of a pipeline reads.
+    pub fn of(form: FormId) -> &'static [Self] {
+        match form {
+            FormId::RAW => &[Self::Raw],
+            FormId::PALETTE => &[Self::Palette],
+            FormId::PACKED => &[Self::Packed],
+            FormId::HUFFMAN => &[Self::FullDecode, Self::Exponents, Self::Transcode],
+            _ => &[],
+        }
+    }
+
+    /// What the weights are decoded to before the product; `None` where the product reads them as they are. A layer
+    /// with a projection that is decoded is hard.
+    pub fn decodes(self) -> Option<DecodeOutput> {
+        match self {
+            Self::Raw | Self::Palette | Self::Packed => None,
+            Self::FullDecode => Some(DecodeOutput::Full),
+            Self::Exponents => Some(DecodeOutput::Exponent),
+            Self::Transcode => Some(DecodeOutput::Palette),
+        }
+    }
+
+    /// Whether cuBLAS multiplies. Its kernels support no programmatic dependent launch.
+    pub fn is_cublas(self) -> bool {
+        matches!(self, Self::Raw | Self::FullDecode)
+    }
+
+    /// Whether blocks of its matmul may wait for each other, so that all of them must be resident at once.
+    pub fn waits_for_own_blocks(self) -> bool {
+        self == Self::Packed
+    }
+
+    /// The name in options, plans and reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Raw => "raw",
+            Self::Palette => "palette",
+            Self::Packed => "packed",
+            Self::FullDecode => "full-decode",
+            Self::Exponents => "exponents",
+            Self::Transcode => "transcode",
+        }
+    }
+
+    /// Whether the reconstructive matmul multiplies.
+    fn reconstructs(self) -> bool {
+        matches!(self, Self::Palette | Self::Exponents | Self::Transcode)
+    }
+}
+
+/// A ring of the reconstructive matmul, as its variants are named: `n2p4`, `n1p6s2`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Ring {
+    /// Tiles of 64 output features that a block multiplies at a time.
+    pub tiles: u32,
+    /// Stages.
+    pub stages: u32,
+    /// Blocks that share k; 1 for none, which names leave out.
+    pub splits: u32,
+}
+
+/// A pipeline with the variant of its product: the ring, where the reconstructive matmul multiplies.
+///
+/// ```
+/// use unweight_engine::options::{Pipeline, PipelineVariant};
+/// let variant: PipelineVariant = "exponents/n2p4".parse()?;
+/// assert_eq!((variant.pipeline, variant.to_string().as_str()), (Pipeline::Exponents, "exponents/n2p4"));
+/// assert!("raw/n2p4".parse::<PipelineVariant>().is_err() && "exponents".parse::<PipelineVariant>().is_err());
+/// # Ok::<(), unweight_engine::options::UnknownVariant>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PipelineVariant {
+    /// The pipeline.
+    pub pipeline: Pipeline,
+    /// The ring; `None` where another kernel multiplies.
+    pub ring: Option<Ring>,
+}
+
+impl PipelineVariant {
+    /// A pipeline without a ring.
+    #[cfg(feature = "pipelines")]
+    pub(crate) const fn plain(pipeline: Pipeline) -> Self {
+        Self { pipeline, ring: None }
+    }
+}
+
+impl fmt::Display for PipelineVariant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.pipeline.name())?;
+        match self.ring {
+            Some(Ring { tiles, stages, splits: 1 }) => write!(f, "/n{tiles}p{stages}"),
+            Some(Ring { tiles, stages, splits }) => write!(f, "/n{tiles}p{stages}s{splits}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// As its text.
+impl Serialize for PipelineVariant {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+/// A text that names no variant of a pipeline.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("'{0}' is not a pipeline, such as raw, full-decode or exponents/n2p4")]
+pub struct UnknownVariant(String);
+
+impl UnknownVariant {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "mlp-pipeline-unknown"
+    }
+}
+
+impl FromStr for PipelineVariant {
+    type Err = UnknownVariant;
+
+    fn from_str(text: &str) -> Result<Self, UnknownVariant> {
+        let no = || UnknownVariant(text.chars().take(64).collect());
+        let (name, ring) = text.split_once('/').map_or((text, None), |(name, ring)| (name, Some(ring)));
+        let pipeline = Pipeline::ALL.into_iter().find(|pipeline| pipeline.name() == name).ok_or_else(no)?;
+        let number = |text: &str| -> Option<u32> {
+            let digits = (1..=2).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_digit());
+            if digits && !text.starts_with('0') { text.parse().ok() } else { None }
+        };
+        let ring = match ring {
+            None => None,
+            Some(ring) => {
+                let (tiles, stages) = ring.strip_prefix('n').and_then(|ring| ring.split_once('p')).ok_or_else(no)?;
+                let (stages, splits) = match stages.split_once('s') {
+                    None => (stages, 1),
+                    Some((stages, splits)) => (stages, number(splits).filter(|splits| *splits > 1).ok_or_else(no)?),
+                };
+                Some(Ring { tiles: number(tiles).ok_or_else(no)?, stages: number(stages).ok_or_else(no)?, splits })
+            }
+        };
+        if ring.is_some() == pipeline.reconstructs() { Ok(Self { pipeline, ring }) } else { Err(no()) }
+    }
+}
+
+/// How the projections of a step of one batch are multiplied.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Setting {
+    /// In layers with something to decode: gate, up, down.
+    pub hard: [PipelineVariant; 3],
+    /// In the others.
+    pub easy: [PipelineVariant; 3],
+    /// Multiprocessors that decode while the others multiply.
+    pub decode_sms: u32,
+    /// Streams that multiply in hard layers, 1 or 2.
+    pub consumers: u8,
+}
+
+/// A setting and its measurement.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Measured {
+    /// Sequences of a step.
+    pub batch: u32,
+    /// Identifies the model, the device and the program that were measured, 32 hexadecimal digits.
+    pub key: String,
+    /// The device that it was measured on.
+    pub device: String,
+    /// The part of the key that concerns the model and the kernels alone, 32 hexadecimal digits.
+    pub basis: String,
+    /// The fastest setting that was found.
+    pub setting: Setting,
+    /// Median time of a step, us.
+    pub step_us: f64,
+    /// The gain over the setting that the search began with, as a share of its time.
+    pub gain: f64,
+}
+
+impl Measured {
+    /// The order of settings in a plan.
+    pub(crate) fn place(&self) -> (u32, &str) {
+        (self.batch, &self.key)
+    }
+}
+
+/// Measured settings by batch, ascending.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Plan {
+    settings: Vec<Measured>,
+}
+
+impl Plan {
+    /// A plan of settings in ascending order.
+    #[cfg(feature = "pipelines")]
+    pub(crate) fn of(settings: Vec<Measured>) -> Self {
+        Self { settings }
+    }
+
+    /// Settings, ascending in the batch, those of one batch by their keys.
+    pub fn settings(&self) -> &[Measured] {
+        &self.settings
+    }
+
+    /// Takes a setting, instead of an older one of its batch and key. Removes those of its device whose basis differs:
+    /// another version, other kernels or another model measured them, and nothing asks for them any more. Settings of
+    /// other devices and of other drivers stay, because another machine may read them.
+    pub fn insert(&mut self, measured: Measured) {
+        self.settings.retain(|own| own.device != measured.device || own.basis == measured.basis);
+        match self.settings.binary_search_by(|own| own.place().cmp(&measured.place())) {
+            Ok(at) => self.settings[at] = measured,
+            Err(at) => self.settings.insert(at, measured),
+        }
+    }
+
+    /// The setting for a batch, if it was measured for this key.
+    pub fn setting(&self, batch: u32, key: &str) -> Option<&Setting> {
+        let found = self.settings.iter().find(|own| own.batch == batch && own.key == key);
+        found.map(|measured| &measured.setting)
+    }
+}

@@ -1,0 +1,544 @@
+//! Runs a step graph: the same walk over its steps, eagerly or inside a capture.
+//!
+//! ```text
+//! StepGraph --check--> Checked --Runner--> launches, marks, waits on the streams of a device
+//! ```
+//! Streams, marks and slots are the runner's, made when a model is loaded; nothing is allocated later. Stream 0 is that
+//! of the engine's lane, on which a step begins and ends.
+
+use std::collections::HashMap;
+
+use unweight_codegen::{VariantSpec, spec::DecodeOutput};
+use unweight_rt::{
+    Device, DeviceBuffer, DeviceError, DeviceMatrix, KernelSet, Lane, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
+    cache::Progress,
+    raw::{
+        device::{LaunchMode, Mark},
+        ops::{
+            decode::{Decoder, output_bytes},
+            gemm_recon::Matmul,
+        },
+    },
+};
+
+use super::{
+    LyingMlp, epilogue, reachable,
+    step_graph::{self, BuildError, CheckedGraph, Job, Place, Step, Violation},
+    weights::{decoder, outputs},
+};
+use crate::{
+    error::EngineError,
+    forward::{Forward, Ids, Mlp, Part},
+    options::{Pipeline, PipelineVariant, Projection, Setting},
+    weights::{Stored, Weights},
+};
+
+/// Room for the decoded weights of one projection: each form lies in the same memory.
+struct Slot {
+    full: DeviceBuffer<u16>,
+    exponents: DeviceBuffer<u8>,
+    indices: DeviceBuffer<u8>,
+    /// Behind the views: those go first.
+    _memory: DeviceBuffer<u16>,
+}
+
+impl Slot {
+    fn new(stream: &Stream, lying: &super::Lying) -> Result<Self, DeviceError> {
+        let grid = unweight_format::TileGrid::new(lying.n as usize, lying.k as usize);
+        let grid = grid.map_err(|_| Refusal::TooLarge { what: "weights", value: lying.n.into(), limit: 1 << 31 })?;
+        let memory = DeviceBuffer::<u16>::zeroed(stream, grid.elements())?;
+        let (device, address) = (memory.device().clone(), memory.address());
+        let bytes = |output| output_bytes(grid, output);
+        // SAFETY: exponents and indices are no more bytes than the weights, which `memory` has with the bytes behind
+        // them; it lives as long as the views, and only step graphs write it, in an order that was checked.
+        let (full, exponents, indices) = unsafe {
+            (
+                DeviceBuffer::borrow(&device, address, grid.elements())?,
+                DeviceBuffer::borrow(&device, address, bytes(DecodeOutput::Exponent))?,
+                DeviceBuffer::borrow(&device, address, bytes(DecodeOutput::Palette))?,
+            )
+        };
+        Ok(Self { full, exponents, indices, _memory: memory })
+    }
+}
+
+/// Bytes of the slots that step graphs of these layers need.
+fn slot_bytes(layers: &[LyingMlp], slots: u8) -> u64 {
+    let bytes = Projection::ALL.map(|projection| {
+        let hard = layers.iter().map(|mlp| &mlp[projection as usize]).find(|lying| lying.is_hard());
+        hard.map_or(0, |lying| 2 * u64::from(lying.n) * u64::from(lying.k))
+    });
+    bytes.iter().sum::<u64>() * u64::from(slots)
+}
+
+/// A step graph with the variant of every projection.
+pub(crate) struct BoundGraph {
+    pub graph: CheckedGraph,
+    variants: Vec<[PipelineVariant; 3]>,
+}
+
+/// Why a setting cannot be run.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum GraphError {
+    /// No step graph.
+    #[error(transparent)]
+    Build(#[from] BuildError),
+    /// A step graph that may not run.
+    #[error(transparent)]
+    Violation(#[from] Violation),
+}
+
+impl From<GraphError> for EngineError {
+    fn from(error: GraphError) -> Self {
+        Self::Setting(Box::new(error))
+    }
+}
+
+impl BoundGraph {
+    /// The step graph of these layers with a setting for steps of `rows` rows.
+    pub fn new(layers: &[LyingMlp], setting: &Setting, rows: u32, device: &Device) -> Result<Self, GraphError> {
+        let info = device.info();
+        let variants = setting.variants(layers, info.arch, rows, info.sms);
+        let mlps: Vec<step_graph::Mlp> =
+            variants.iter().map(|variants| variants.map(|variant| variant.pipeline)).collect();
+        let graph = CheckedGraph::new(step_graph::build(&mlps, &setting.layout(info.sms))?)?;
+        Ok(Self { graph, variants })
+    }
+}
+
+/// What step graphs run on.
+struct Runner {
+    /// Of streams 1 and up.
+    lanes: Vec<Lane>,
+    marks: Vec<Mark>,
+    slots: Vec<[Option<Slot>; 3]>,
+    matmuls: HashMap<VariantSpec, Matmul>,
+    decoders: HashMap<DecodeOutput, Decoder>,
+    layers: Vec<LyingMlp>,
+}
+
+impl Runner {
+    /// Loads the kernels and makes streams and slots. `weights` lie as they are stored.
+    ///
+    /// # Errors
+    /// A kernel cannot be made, or there is no room.
+    pub fn new(
+        kernels: &KernelSet,
+        stream: &Stream,
+        weights: &Weights,
+        progress: &(dyn Fn(&Progress<'_>) + Sync),
+    ) -> Result<Self, DeviceError> {
+        let stored: Vec<_> = weights.layers.iter().filter_map(|layer| layer.mlp.stored()).collect();
+        let layers = lying(weights);
+        let specs = reachable(&layers, kernels.device().info().arch);
+        kernels.prepare(&specs, progress)?;
+        let mut matmuls = HashMap::new();
+        for spec in specs {
+            matmuls.insert(spec, Matmul::new(kernels.get(&spec)?)?);
+        }
+        let mut decoders = HashMap::new();
+        let slot_count = step_graph::Layout::default().slots;
+        let (mut lanes, mut slots) = (Vec::new(), Vec::new());
+        if let Some(bits) = stored.iter().filter_map(|mlp| mlp.code_bits()).max() {
+            for output in outputs(!matmuls.is_empty()) {
+                decoders.insert(*output, decoder(kernels, *output, bits)?);
+            }
+            let need = stored.iter().map(|mlp| mlp.lane_size()).fold(LaneSize::default(), LaneSize::max);
+            let device = kernels.device();
+            lanes.push(Lane::new(&device.stream()?, need.with_cublas())?);
+            for _ in 0..slot_count {
+                for _ in Projection::ALL {
+                    lanes.push(Lane::new(&device.stream()?, LaneSize::default())?);
+                }
+                let slot = |projection: Projection| {
+                    let hard = layers.iter().map(|mlp| &mlp[projection as usize]).find(|lying| lying.is_hard());
+                    hard.map(|lying| Slot::new(stream, lying)).transpose()
+                };
+                let [gate, up, down] = Projection::ALL.map(slot);
+                slots.push([gate?, up?, down?]);
+            }
+        }
+        Ok(Self { lanes, marks: Vec::new(), slots, matmuls, decoders, layers })
+    }
+
+    /// The layers, as far as the choice of pipelines cares.
+    pub fn layers(&self) -> &[LyingMlp] {
+        &self.layers
+    }
+
+    /// Bytes of its lanes.
+    pub fn lane_bytes(&self) -> u64 {
+        self.lanes.iter().map(|lane| lane.size().bytes()).sum()
+    }
+
+    /// Makes the marks of a step graph, which a capture may not.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn reserve(&mut self, bound: &BoundGraph, device: &Device) -> Result<(), DeviceError> {
+        while self.marks.len() < bound.graph.graph().events as usize {
+            self.marks.push(Mark::new(device)?);
+        }
+        Ok(())
+    }
+
+    /// Enqueues a step graph.
+    ///
+    /// # Errors
+    /// A step graph of another model, or the driver's refusal.
+    pub fn run(
+        &mut self,
+        bound: &BoundGraph,
+        forward: &mut Forward,
+        weights: &Weights,
+        work: Work,
+    ) -> Result<(), DeviceError> {
+        let graph = bound.graph.graph();
+        let have = 1 + self.lanes.len() as u64;
+        if u64::from(graph.streams) > have {
+            return Err(Refusal::Range { at: 0, len: graph.streams.into(), have }.into());
+        }
+        let walked = self.walk(bound, forward, weights, work);
+        // What comes behind has no step graph.
+        forward.lane().set_mode(LaunchMode::default());
+        walked
+    }
+
+    fn walk(
+        &mut self,
+        bound: &BoundGraph,
+        forward: &mut Forward,
+        weights: &Weights,
+        work: Work,
+    ) -> Result<(), DeviceError> {
+        for step in &bound.graph.graph().steps {
+            match *step {
+                Step::Record { stream, event } => {
+                    self.stream(forward, stream)?.record(mark(&self.marks, event)?)?;
+                }
+                Step::Wait { stream, event } => self.stream(forward, stream)?.wait(mark(&self.marks, event)?)?,
+                Step::Run { stream, job, sms, dependent, .. } => {
+                    let mode = LaunchMode { sms: Some(sms), ordinary: !dependent };
+                    match stream.checked_sub(1) {
+                        None => forward.lane().set_mode(mode),
+                        Some(at) => self.lane(at)?.set_mode(mode),
+                    }
+                    self.job(bound, forward, weights, (stream, job), work)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn lane(&mut self, at: u8) -> Result<&mut Lane, Refusal> {
+        let have = self.lanes.len() as u64;
+        self.lanes.get_mut(usize::from(at)).ok_or(Refusal::Range { at: at.into(), len: 1, have })
+    }
+
+    fn stream<'a>(&'a self, forward: &'a Forward, stream: u8) -> Result<&'a Stream, Refusal> {
+        let Some(at) = stream.checked_sub(1) else { return Ok(forward.stream()) };
+        let lane = self.lanes.get(usize::from(at));
+        lane.map(Lane::stream).ok_or(Refusal::Range { at: stream.into(), len: 1, have: self.lanes.len() as u64 })
+    }
+
+    fn job(
+        &mut self,
+        bound: &BoundGraph,
+        forward: &mut Forward,
+        weights: &Weights,
+        (stream, job): (u8, Job),
+        work: Work,
+    ) -> Result<(), DeviceError> {
+        match job {
+            Job::Decode { layer, projection, output, slot } => {
+                let Stored::Huffman(tensor) = self.stored(weights, layer, projection)? else {
+                    return Err(other_weights("huffman"));
+                };
+                let decoder = self.decoders.get(&output).ok_or(other_weights("huffman"))?;
+                let lane = stream.checked_sub(1).and_then(|at| self.lanes.get_mut(usize::from(at)));
+                let slots = self.slots.get_mut(usize::from(slot));
+                let slot = slots.and_then(|slots| slots[projection as usize].as_mut());
+                let (Some(lane), Some(slot)) = (lane, slot) else {
+                    return Err(Refusal::Range { at: stream.into(), len: 1, have: 0 }.into());
+                };
+                match output {
+                    DecodeOutput::Full => {
+                        let (n, k) = (tensor.grid().rows() as u32, tensor.grid().cols() as u32);
+                        decoder.full(lane, tensor, MatrixMut::new(&mut slot.full, n, k, k.into())?)
+                    }
+                    DecodeOutput::Exponent => decoder.exponent(lane, tensor, &mut slot.exponents),
+                    DecodeOutput::Palette => decoder.palette(lane, tensor, &mut slot.indices),
+                }
+            }
+            Job::Linear { layer, projection, slot, .. } => {
+                let stored = self.stored(weights, layer, projection)?;
+                let lying = &self.layers[layer as usize][projection as usize];
+                let variant = bound.variants[layer as usize][projection as usize];
+                let arch = forward.stream().device().info().arch;
+                let matmul = lying.kernel(arch, variant, epilogue(projection));
+                let matmul = matmul.and_then(|spec| self.matmuls.get(&spec));
+                let slot = slot.and_then(|slot| self.slots.get(usize::from(slot))?[projection as usize].as_ref());
+                let Mlp { lane, normed, gate, up, active, hidden, .. } = forward.mlp(work.rows())?;
+                let lane = match stream.checked_sub(1) {
+                    None => lane,
+                    Some(at) => {
+                        let have = self.lanes.len() as u64;
+                        let lane = self.lanes.get_mut(usize::from(at));
+                        lane.ok_or(Refusal::Range { at: stream.into(), len: 1, have })?
+                    }
+                };
+                let (x, y) = match projection {
+                    Projection::Gate => (normed, gate),
+                    Projection::Up => (normed, up),
+                    Projection::Down => (active.as_ref(), hidden),
+                };
+                multiply(lane, (variant.pipeline, stored), (matmul, slot), x, y, projection)
+            }
+            job => chain_job(forward, weights, &job, work),
+        }
+    }
+
+    fn stored<'a>(&self, weights: &'a Weights, layer: u32, projection: Projection) -> Result<&'a Stored, DeviceError> {
+        let have = self.layers.len() as u64;
+        let mlp = weights.layers.get(layer as usize).and_then(|layer| layer.mlp.stored());
+        let mlp = mlp.ok_or(Refusal::Range { at: layer.into(), len: 1, have })?;
+        Ok(&mlp.parts[projection as usize])
+    }
+
+    /// Waits for the runner's own streams, and says whether one of them left something out.
+    ///
+    /// # Errors
+    /// As for [`Lane::synchronize`].
+    pub fn synchronize(&mut self) -> Result<(), DeviceError> {
+        let all: Vec<_> = self.lanes.iter_mut().map(Lane::synchronize).collect();
+        all.into_iter().collect()
+    }
+
+    /// Waits for the runner's own streams.
+    pub fn wait(&self) {
+        // An error was told before, or is of no use any more.
+        self.lanes.iter().for_each(|lane| _ = lane.stream().synchronize());
+    }
+}
+
+/// Enqueues a job of the chain of all linears: everything but decoders and the products of stored weights.
+///
+/// # Errors
+/// The driver's, or a layer that the model does not have.
+fn chain_job(forward: &mut Forward, weights: &Weights, job: &Job, work: Work) -> Result<(), DeviceError> {
+    let rows = work.rows();
+    let of = |layer: u32| {
+        let have = weights.layers.len() as u64;
+        weights.layers.get(layer as usize).ok_or(Refusal::Range { at: layer.into(), len: 1, have })
+    };
+    match (*job, work) {
+        (Job::Embed, Work::Step { .. }) => forward.embed(weights, rows, Ids::Step),
+        (Job::Embed, Work::Chunk { .. }) => forward.embed(weights, rows, Ids::Prompt),
+        (Job::Norm(Some((layer, Place::Attention))), _) => forward.norm(&of(layer)?.input_norm, 0, rows),
+        (Job::Norm(Some((layer, Place::Mlp))), _) => forward.norm(&of(layer)?.post_norm, 0, rows),
+        (Job::Qkv { layer }, _) => forward.qkv(of(layer)?, rows),
+        (Job::Attention { layer }, Work::Step { .. }) => forward.attend(of(layer)?, layer as usize, rows),
+        (Job::Attention { layer }, Work::Chunk { start, .. }) => {
+            forward.turn(of(layer)?, layer as usize, start, rows)?;
+            forward.attend_chunk(layer as usize, start, rows)
+        }
+        (Job::Output { layer }, _) => forward.behind_attention(of(layer)?, rows, |part| part == Part::Output),
+        (Job::GateUp { layer }, _) if of(layer)?.mlp.gate_up().is_none() => {
+            Err(Refusal::Source { takes: "gate and up as one", got: "weights of another pipeline" }.into())
+        }
+        (Job::GateUp { layer }, _) => {
+            forward.behind_attention(of(layer)?, rows, |part| matches!(part, Part::GateUp | Part::Activation))
+        }
+        (Job::Activate { .. }, _) => {
+            let Mlp { lane, silu_mul, gate, up, active, .. } = forward.mlp(rows)?;
+            silu_mul.enqueue_pair(lane, gate.as_ref(), up.as_ref(), active)
+        }
+        // A chunk of a prompt has logits when they are asked for.
+        (Job::Norm(None) | Job::Head | Job::Sample, Work::Chunk { .. }) => Ok(()),
+        (Job::Norm(None), Work::Step { .. }) => forward.head(weights, 0, rows, |part| part == Part::Norm),
+        (Job::Head, Work::Step { .. }) => forward.head(weights, 0, rows, |part| part == Part::Head),
+        (Job::Sample, Work::Step { .. }) => forward.sample(rows),
+        (Job::Linear { .. } | Job::Decode { .. }, _) => Ok(()),
+    }
+}
+
+/// What a step graph runs for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Work {
+    /// The newest tokens of so many rows.
+    Step { rows: u32 },
+    /// The next tokens of one sequence, from `start` on.
+    Chunk { rows: u32, start: u32 },
+}
+
+impl Work {
+    /// Rows of the activations.
+    pub fn rows(self) -> u32 {
+        match self {
+            Self::Step { rows } | Self::Chunk { rows, .. } => rows,
+        }
+    }
+}
+
+/// The step graphs of an engine: one for each batch that steps are recorded for, and one for chunks of a prompt.
+pub(crate) struct Pipelines {
+    runner: Runner,
+    steps: Vec<(u32, BoundGraph)>,
+    chunk: BoundGraph,
+}
+
+impl Pipelines {
+    /// Makes all of them: of `set` where it has a setting for a batch that this device can run, else of best guesses. A
+    /// plan may be anybody's, and costs nothing but time.
+    ///
+    /// # Errors
+    /// What fails on the variant.
+    pub fn new(
+        kernels: &KernelSet,
+        stream: &Stream,
+        weights: &Weights,
+        (batches, chunk): (&[u32], u32),
+        set: &dyn Fn(u32) -> Option<Setting>,
+        progress: &(dyn Fn(&Progress<'_>) + Sync),
+    ) -> Result<Self, EngineError> {
+        let mut runner = Runner::new(kernels, stream, weights, progress)?;
+        let device = kernels.device();
+        let guess = |m| Setting::guess(runner.layers(), device.info().arch, m, device.info().sms);
+        let mut steps = Vec::new();
+        for &rows in batches {
+            let of_set = set(rows).and_then(|setting| BoundGraph::new(runner.layers(), &setting, rows, device).ok());
+            let bound = of_set.map_or_else(|| BoundGraph::new(runner.layers(), &guess(rows), rows, device), Ok)?;
+            steps.push((rows, bound));
+        }
+        let chunk = BoundGraph::new(runner.layers(), &guess(chunk), chunk, device)?;
+        for bound in steps.iter().map(|(_, bound)| bound).chain([&chunk]) {
+            runner.reserve(bound, device)?;
+        }
+        Ok(Self { runner, steps, chunk })
+    }
+
+    /// Enqueues a step of `rows` rows.
+    ///
+    /// # Errors
+    /// There is no step graph for so many rows, or the driver's refusal.
+    pub fn step(&mut self, forward: &mut Forward, weights: &Weights, rows: u32) -> Result<(), DeviceError> {
+        let largest = self.steps.last().map_or(0, |(rows, _)| *rows);
+        let bound = self.steps.iter().find(|(of, _)| *of == rows).map(|(_, bound)| bound);
+        let bound = bound.ok_or(Refusal::Batch { m: rows, max_batch: largest })?;
+        self.runner.run(bound, forward, weights, Work::Step { rows })
+    }
+
+    /// Enqueues the next tokens of a prompt, from position `start` on.
+    ///
+    /// # Errors
+    /// As for [`Forward::chunk`].
+    pub fn chunk(
+        &mut self,
+        forward: &mut Forward,
+        weights: &Weights,
+        ids: &[u32],
+        start: u32,
+    ) -> Result<(), DeviceError> {
+        let rows = forward.set_prompt(ids)?;
+        self.runner.run(&self.chunk, forward, weights, Work::Chunk { rows, start })
+    }
+
+    /// The layers, as far as the choice of pipelines depends on them.
+    pub fn layers(&self) -> &[LyingMlp] {
+        self.runner.layers()
+    }
+
+    /// Bytes of the slots of the graphs and of what the runner's streams share.
+    pub fn bytes(&self) -> u64 {
+        slot_bytes(self.runner.layers(), step_graph::Layout::default().slots) + self.runner.lane_bytes()
+    }
+
+    /// The graph of a setting for steps of `rows` rows, with the events that it needs.
+    ///
+    /// # Errors
+    /// There is no such graph, or the driver's.
+    pub fn bind(&mut self, setting: &Setting, rows: u32, device: &Device) -> Result<BoundGraph, EngineError> {
+        let bound = BoundGraph::new(self.runner.layers(), setting, rows, device)?;
+        self.runner.reserve(&bound, device)?;
+        Ok(bound)
+    }
+
+    /// Enqueues a graph that is none of the engine's own.
+    ///
+    /// # Errors
+    /// As for [`Pipelines::step`].
+    pub fn run(
+        &mut self,
+        bound: &BoundGraph,
+        forward: &mut Forward,
+        weights: &Weights,
+        work: Work,
+    ) -> Result<(), DeviceError> {
+        self.runner.run(bound, forward, weights, work)
+    }
+
+    /// Waits for the runner's own streams, and reports rows that one of them left out.
+    ///
+    /// # Errors
+    /// As for [`Lane::synchronize`].
+    pub fn synchronize(&mut self) -> Result<(), DeviceError> {
+        self.runner.synchronize()
+    }
+
+    /// Waits for the runner's own streams, whatever they report.
+    pub fn wait(&self) {
+        self.runner.wait();
+    }
+
+    /// Runs steps of a batch by another step graph from now on.
+    pub fn replace(&mut self, rows: u32, bound: BoundGraph) {
+        match self.steps.iter_mut().find(|(of, _)| *of == rows) {
+            Some((_, own)) => *own = bound,
+            None => self.steps.push((rows, bound)),
+        }
+    }
+}
+
+/// The layers of a model whose weights lie as they are stored.
+fn lying(weights: &Weights) -> Vec<LyingMlp> {
+    weights.layers.iter().filter_map(|layer| Some(layer.mlp.stored()?.lying())).collect()
+}
+
+fn mark(marks: &[Mark], event: u32) -> Result<&Mark, Refusal> {
+    marks.get(event as usize).ok_or(Refusal::Range { at: event.into(), len: 1, have: marks.len() as u64 })
+}
+
+/// A step graph that was built for other weights.
+fn other_weights(takes: &'static str) -> DeviceError {
+    Refusal::Source { takes, got: "weights of another pipeline" }.into()
+}
+
+/// Enqueues a product by a pipeline.
+fn multiply(
+    lane: &mut Lane,
+    (pipeline, weights): (Pipeline, &Stored),
+    (matmul, slot): (Option<&Matmul>, Option<&Slot>),
+    x: MatrixRef<'_>,
+    y: MatrixMut<'_>,
+    projection: Projection,
+) -> Result<(), DeviceError> {
+    let epilogue = epilogue(projection);
+    let add = projection == Projection::Down;
+    match (pipeline, weights, matmul, slot) {
+        (Pipeline::Raw, Stored::Raw(matrix), ..) => lane.cublas()?.matmul(x, DeviceMatrix::view(matrix), y, add),
+        (Pipeline::Raw | Pipeline::Packed, Stored::Linear(linear), ..) => linear.enqueue(lane, x, y, epilogue),
+        (Pipeline::Palette, Stored::Palette(tensor), Some(matmul), _) => matmul.palette(lane, x, tensor.view(), y),
+        (Pipeline::FullDecode, Stored::Huffman(tensor), _, Some(slot)) => {
+            let (n, k) = (tensor.grid().rows() as u32, tensor.grid().cols() as u32);
+            lane.cublas()?.matmul(x, MatrixRef::new(&slot.full, n, k, k.into())?, y, add)
+        }
+        (Pipeline::Exponents, Stored::Huffman(tensor), Some(matmul), Some(slot)) => {
+            matmul.exponent(lane, x, tensor.as_exponent(&slot.exponents), y)
+        }
+        (Pipeline::Transcode, Stored::Huffman(tensor), Some(matmul), Some(slot)) => {
+            matmul.palette(lane, x, tensor.as_palette(&slot.indices), y)
+        }
+        _ => Err(other_weights(pipeline.name())),
+    }
+}

@@ -1,0 +1,316 @@
+//! Whether a step graph may run: proved from its steps, with vector clocks and slots as automata.
+//!
+//! Of two steps that touch the same memory, one of them writing, one must lie before the other by the order of streams
+//! and by events. An event is recorded before anybody waits for it (CUDA ignores a wait for one that never was), so the
+//! host's order is one that the device can follow, and nothing can hang.
+
+use std::collections::{HashMap, HashSet};
+
+use unweight_codegen::spec::DecodeOutput;
+
+use super::{
+    Buffer, Job, Projection, Step, StepGraph,
+    clock::{Clocks, Point},
+};
+
+/// What a slot holds: a layer's projection, decoded to this.
+pub type Held = (u32, DecodeOutput);
+
+/// What is wrong with a step graph. Steps are counted from 0 in the host's order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Violation {
+    /// Two steps touch the same memory, one writes, and nothing orders them.
+    #[error("steps {first} and {second} race for {buffer:?}: the second must wait for an event behind the first")]
+    Race {
+        /// The one that is enqueued first.
+        first: usize,
+        /// The other.
+        second: usize,
+        /// What both touch.
+        buffer: Buffer,
+    },
+    /// A stream, an event or a slot that the step graph does not have.
+    #[error("step {step} names a stream, event or slot that the step graph does not have")]
+    OutOfRange {
+        /// The step.
+        step: usize,
+    },
+    /// A job touches memory that its step does not name: what is proved of the step would not hold for it.
+    #[error("step {step} does not say that its job touches {buffer:?}")]
+    Undeclared {
+        /// The step.
+        step: usize,
+        /// What it touches.
+        buffer: Buffer,
+    },
+    /// A wait for an event that no earlier step records: CUDA would ignore it.
+    #[error("step {step} waits for event {event}, which no step before it records")]
+    WaitBeforeRecord {
+        /// The step.
+        step: usize,
+        /// The event.
+        event: u32,
+    },
+    /// An event with two meanings.
+    #[error("step {step} records event {event} a second time")]
+    RecordTwice {
+        /// The step.
+        step: usize,
+        /// The event.
+        event: u32,
+    },
+    /// A stream that does not begin behind stream 0: a capture would not have it, and two steps of a model could
+    /// overlap.
+    #[error("step {step} is the first of stream {stream} and waits for nothing of stream 0")]
+    Unforked {
+        /// The step.
+        step: usize,
+        /// Its stream.
+        stream: u8,
+    },
+    /// A stream whose work stream 0 does not wait for in the end.
+    #[error("stream {stream} is not joined: stream 0 ends without waiting for its last step")]
+    Unjoined {
+        /// The stream.
+        stream: u8,
+    },
+    /// A product reads other weights than its own.
+    #[error("step {step} wants {want:?} in slot {slot} ({projection:?}) and finds {found:?}")]
+    Stale {
+        /// The step.
+        step: usize,
+        /// The slot.
+        slot: u8,
+        /// Its buffer.
+        projection: Projection,
+        /// What the product needs.
+        want: Held,
+        /// What lies there.
+        found: Option<Held>,
+    },
+    /// A tensor is decoded a second time.
+    #[error("step {step} decodes {projection:?} of layer {layer} a second time")]
+    DecodedTwice {
+        /// The step.
+        step: usize,
+        /// The layer.
+        layer: u32,
+        /// Its projection.
+        projection: Projection,
+    },
+    /// A tensor that has to be decoded is not, or not as it should be.
+    #[error("{projection:?} of layer {layer} is never decoded as its product needs it")]
+    NeverDecoded {
+        /// The layer.
+        layer: u32,
+        /// Its projection.
+        projection: Projection,
+    },
+    /// A tensor is decoded, and no product reads what it became.
+    #[error("{projection:?} of layer {layer} is decoded, and no product reads it")]
+    Unread {
+        /// The layer.
+        layer: u32,
+        /// Its projection.
+        projection: Projection,
+    },
+    /// A programmatic dependent whose stream has an event, or a kernel that knows no dependence, before it.
+    #[error(
+        "step {step} is a programmatic dependent, and what stands before it on its stream is no kernel that allows it"
+    )]
+    DependentAfterWait {
+        /// The step.
+        step: usize,
+    },
+    /// Two matmuls whose blocks wait for each other may share the device: half of each could be resident, for ever.
+    #[error("steps {first} and {second} both need all their blocks resident and may run at once")]
+    Crowded {
+        /// The one that is enqueued first.
+        first: usize,
+        /// The other.
+        second: usize,
+    },
+}
+
+/// A step graph that [`check()`] has proved: the only kind that can be run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CheckedGraph(StepGraph);
+
+impl CheckedGraph {
+    /// Proves a step graph.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    ///
+    /// ```
+    /// use unweight_engine::pipelines::step_graph::{CheckedGraph, Layout, Pipeline, SlotRule, build};
+    /// let layers = [[Pipeline::Raw; 3], [Pipeline::Exponents; 3], [Pipeline::Exponents; 3], [Pipeline::Exponents; 3]];
+    /// assert!(CheckedGraph::new(build(&layers, &Layout::default())?).is_ok());
+    /// // The report's slots, where hard layers are adjacent.
+    /// let layout = Layout { rule: SlotRule::HalfOfLayer, ..Layout::default() };
+    /// assert!(CheckedGraph::new(build(&layers, &layout)?).is_err());
+    /// # Ok::<(), unweight_engine::pipelines::step_graph::BuildError>(())
+    /// ```
+    pub fn new(graph: StepGraph) -> Result<Self, Violation> {
+        check(&graph)?;
+        Ok(Self(graph))
+    }
+
+    /// The step graph.
+    pub fn graph(&self) -> &StepGraph {
+        &self.0
+    }
+}
+
+/// Who touched a buffer last.
+#[derive(Default)]
+struct Users {
+    writer: Option<(Point, usize)>,
+    /// Since it was written, the last of each stream.
+    readers: HashMap<u8, (Point, usize)>,
+}
+
+/// Checks a step graph.
+///
+/// # Errors
+/// The first [`Violation`] in the host's order.
+pub fn check(graph: &StepGraph) -> Result<(), Violation> {
+    let streams = usize::from(graph.streams);
+    let mut clocks = Clocks::new(graph.streams);
+    let mut users: HashMap<Buffer, Users> = HashMap::new();
+    let mut held: HashMap<(u8, Projection), Held> = HashMap::new();
+    let mut decoded: HashMap<(u32, Projection), DecodeOutput> = HashMap::new();
+    let mut read: HashSet<(u32, Projection)> = HashSet::new();
+    let mut resident: Option<(Point, usize)> = None;
+    let mut last: Vec<Option<Point>> = vec![None; streams];
+    // Streams that belong to the step; what their last entry allows to follow.
+    let mut forked: HashSet<u8> = HashSet::from([0]);
+    let mut chained = vec![false; streams];
+    // Events that lie behind the beginning of stream 0.
+    let mut rooted: HashSet<u32> = HashSet::new();
+    for (step, entry) in graph.steps.iter().enumerate() {
+        let stream = entry.stream();
+        let at = usize::from(stream);
+        if at >= streams {
+            return Err(Violation::OutOfRange { step });
+        }
+        match entry {
+            Step::Record { event, .. } | Step::Wait { event, .. } if *event >= graph.events => {
+                return Err(Violation::OutOfRange { step });
+            }
+            Step::Record { event, .. } => {
+                if !clocks.record(stream, *event) {
+                    return Err(Violation::RecordTwice { step, event: *event });
+                }
+                if forked.contains(&stream) {
+                    rooted.insert(*event);
+                }
+                chained[at] = false;
+            }
+            Step::Wait { event, .. } => {
+                if !clocks.wait(stream, *event) {
+                    return Err(Violation::WaitBeforeRecord { step, event: *event });
+                }
+                if rooted.contains(event) {
+                    forked.insert(stream);
+                }
+                chained[at] = false;
+            }
+            Step::Run { job, reads, writes, dependent, .. } => {
+                if !forked.contains(&stream) {
+                    return Err(Violation::Unforked { step, stream });
+                }
+                if *dependent && (!chained[at] || job.is_ordinary()) {
+                    return Err(Violation::DependentAfterWait { step });
+                }
+                chained[at] = !job.is_ordinary();
+                let point = clocks.run(stream);
+                last[at] = Some(point);
+                let knows = |other: &(Point, usize)| clocks.of(stream).knows(other.0);
+                let race = |other: &(Point, usize), buffer| Violation::Race { first: other.1, second: step, buffer };
+                for &buffer in reads {
+                    let users = users.entry(buffer).or_default();
+                    if let Some(other) = users.writer.as_ref().filter(|other| !knows(other)) {
+                        return Err(race(other, buffer));
+                    }
+                    users.readers.insert(stream, (point, step));
+                }
+                for &buffer in writes {
+                    let users = users.entry(buffer).or_default();
+                    let mut others = users.writer.iter().chain(users.readers.values());
+                    if let Some(other) = others.find(|other| !knows(other)) {
+                        return Err(race(other, buffer));
+                    }
+                    *users = Users { writer: Some((point, step)), readers: HashMap::new() };
+                }
+                if job.waits_for_own_blocks() {
+                    if let Some(other) = resident.filter(|other| !knows(other)) {
+                        return Err(Violation::Crowded { first: other.1, second: step });
+                    }
+                    resident = Some((point, step));
+                }
+                if job.slot().is_some_and(|slot| slot >= graph.slots) {
+                    return Err(Violation::OutOfRange { step });
+                }
+                read.extend(slots(step, job, &mut held, &mut decoded)?);
+            }
+        }
+    }
+    for (layer, outputs) in (0..).zip(&graph.hard) {
+        for (projection, output) in Projection::ALL.into_iter().zip(outputs) {
+            if output.is_some() && decoded.get(&(layer, projection)) != output.as_ref() {
+                return Err(Violation::NeverDecoded { layer, projection });
+            }
+            if output.is_some() && !read.contains(&(layer, projection)) {
+                return Err(Violation::Unread { layer, projection });
+            }
+        }
+    }
+    let unjoined =
+        (1..graph.streams).find(|stream| last[usize::from(*stream)].is_some_and(|point| !clocks.of(0).knows(point)));
+    unjoined.map_or_else(|| declared(graph), |stream| Err(Violation::Unjoined { stream }))
+}
+
+/// Whether every step names all that its job touches.
+fn declared(graph: &StepGraph) -> Result<(), Violation> {
+    for (step, entry) in graph.steps.iter().enumerate() {
+        let Step::Run { stream, job, reads, writes, .. } = entry else { continue };
+        let (read, written) = job.touches(*stream);
+        let unwritten = written.into_iter().find(|buffer| !writes.contains(buffer));
+        let unread = || read.into_iter().find(|buffer| !reads.contains(buffer) && !writes.contains(buffer));
+        if let Some(buffer) = unwritten.or_else(unread) {
+            return Err(Violation::Undeclared { step, buffer });
+        }
+    }
+    Ok(())
+}
+
+/// What a job does to the slots, and the decoded tensor that it reads. Conflicting steps are ordered as the host
+/// enqueues them, so that this order is the device's, too.
+fn slots(
+    step: usize,
+    job: &Job,
+    held: &mut HashMap<(u8, Projection), Held>,
+    decoded: &mut HashMap<(u32, Projection), DecodeOutput>,
+) -> Result<Option<(u32, Projection)>, Violation> {
+    match *job {
+        Job::Decode { layer, projection, output, slot } => {
+            if decoded.insert((layer, projection), output).is_some() {
+                return Err(Violation::DecodedTwice { step, layer, projection });
+            }
+            held.insert((slot, projection), (layer, output));
+            Ok(None)
+        }
+        Job::Linear { layer, projection, pipeline, slot } => {
+            let Some(output) = pipeline.decodes() else { return Ok(None) };
+            let Some(slot) = slot else { return Err(Violation::NeverDecoded { layer, projection }) };
+            let (want, found) = ((layer, output), held.get(&(slot, projection)).copied());
+            if found != Some(want) {
+                return Err(Violation::Stale { step, slot, projection, want, found });
+            }
+            Ok(Some((layer, projection)))
+        }
+        _ => Ok(None),
+    }
+}

@@ -1,0 +1,379 @@
+//! What was measured, a line each, on disk before the next measurement begins.
+//!
+//! ```text
+//! {"tune":1,"key":"9a...","axes":["hard.gate.pipeline","easy.gate.pipeline"],"start":["transcode","..."]}
+//! {"phase":"sweep","incumbent":["exponents","..."],"challenger":["transcode","..."],"answer":{"measured":{...}}}
+//! ```
+//! A kill leaves a last line that is not whole: it is cut off. Anything else that is no such line is damage, and
+//! refused.
+
+use std::{
+    collections::HashMap,
+    fs::{self, File, Metadata, OpenOptions, TryLockError},
+    io::{self, ErrorKind, Read, Seek, SeekFrom, Write},
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+};
+
+use serde::{Deserialize, Serialize};
+use unweight_format::bundle::{Holder, io_code};
+
+use super::{
+    search::{Answer, Phase},
+    space::{Point, Space},
+};
+
+/// Version of the lines.
+const VERSION: u32 = 1;
+/// Largest file that is read, bytes: tens of thousands of measurements, where a search has some hundreds.
+pub const JOURNAL_BYTES_MAX: u64 = 64 << 20;
+
+/// Why a journal cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum JournalError {
+    /// The file.
+    #[error("{}: {source}", .path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A line that is none of a journal.
+    #[error("{}: line {line}: {reason}; mend the line, or begin with a new file", .path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// From 1.
+        line: usize,
+        /// What is wrong.
+        reason: String,
+    },
+    /// Measurements of something else.
+    #[error("{}: these measurements are of {found} and not of {want}; begin with a new file", .path.display())]
+    Key {
+        /// The file.
+        path: PathBuf,
+        /// Its key.
+        found: String,
+        /// The key asked for.
+        want: String,
+    },
+    /// No search writes so much.
+    #[error("{}: {bytes} bytes, above the limit of {JOURNAL_BYTES_MAX}; begin with a new file", .path.display())]
+    TooLarge {
+        /// The file.
+        path: PathBuf,
+        /// Its bytes.
+        bytes: u64,
+    },
+    /// A folder, a pipe, or the like.
+    #[error("{}: exists, and is no file that a journal could be; choose another name", .path.display())]
+    NoFile {
+        /// What it is not.
+        path: PathBuf,
+    },
+    /// Somebody else writes it.
+    #[error("{}: {by} writes this journal; let it end, or choose another file", .path.display())]
+    Busy {
+        /// The file.
+        path: PathBuf,
+        /// Who.
+        by: Holder,
+    },
+}
+
+impl JournalError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Io { source, .. } => io_code(source),
+            Self::Damaged { .. } => "journal-damaged",
+            Self::Key { .. } => "journal-of-another-search",
+            Self::TooLarge { .. } => "journal-too-large",
+            Self::NoFile { .. } => "journal-not-a-file",
+            Self::Busy { .. } => "journal-locked",
+        }
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Head {
+    tune: u32,
+    key: String,
+    axes: Vec<String>,
+    start: Vec<String>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Line<N> {
+    phase: Phase,
+    incumbent: Vec<N>,
+    challenger: Vec<N>,
+    answer: Answer,
+}
+
+/// What was measured of two points.
+type Answers = HashMap<(Phase, Point, Point), Answer>;
+
+/// The measurements of one search.
+#[derive(Debug)]
+pub struct Journal {
+    path: PathBuf,
+    file: File,
+    start: Point,
+    answers: Answers,
+}
+
+/// A file that a journal lies in, or will: locked and read, before anybody knows what will be measured. What is known
+/// sooner is checked sooner; what was claimed and not begun leaves nothing behind.
+#[derive(Debug)]
+pub struct Claim {
+    /// Before the file, so that a name goes while its lock is held.
+    unused: Unused,
+    path: PathBuf,
+    file: File,
+    bytes: Vec<u8>,
+}
+
+/// A new file that nothing was written to, and what tells it from others of its name: the name goes with it.
+#[derive(Debug)]
+struct Unused(Option<(PathBuf, Place)>);
+
+impl Drop for Unused {
+    fn drop(&mut self) {
+        if let Some((path, place)) = &self.0
+            && place_of(path.metadata()) == Some(*place)
+        {
+            // An empty file is a journal, too.
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+/// Device and inode.
+type Place = (u64, u64);
+
+fn place_of(metadata: io::Result<Metadata>) -> Option<Place> {
+    metadata.ok().map(|metadata| (metadata.dev(), metadata.ino()))
+}
+
+impl Claim {
+    /// Claims a file, or a new one of this name.
+    ///
+    /// # Errors
+    /// It is no file, cannot be opened, is written by somebody else, or does not begin as a journal does.
+    pub fn new(path: &Path) -> Result<Self, JournalError> {
+        let io = |source| JournalError::Io { path: path.to_owned(), source };
+        loop {
+            // A pipe would wait for whoever reads it.
+            if path.metadata().is_ok_and(|metadata| !metadata.is_file()) {
+                return Err(JournalError::NoFile { path: path.to_owned() });
+            }
+            let mut options = OpenOptions::new();
+            options.read(true).write(true);
+            let (file, fresh) = match options.open(path) {
+                Err(error) if error.kind() == ErrorKind::NotFound => match options.create_new(true).open(path) {
+                    // A link to nothing; else somebody was faster.
+                    Err(error) if error.kind() == ErrorKind::AlreadyExists && path.is_symlink() => {
+                        return Err(JournalError::NoFile { path: path.to_owned() });
+                    }
+                    Err(error) if error.kind() == ErrorKind::AlreadyExists => continue,
+                    file => (file.map_err(io)?, true),
+                },
+                file => (file.map_err(io)?, false),
+            };
+            match file.try_lock() {
+                Ok(()) => {}
+                Err(TryLockError::WouldBlock) => {
+                    return Err(JournalError::Busy { path: path.to_owned(), by: Holder::of(&file) });
+                }
+                Err(TryLockError::Error(source)) => return Err(io(source)),
+            }
+            let place = place_of(file.metadata());
+            if place != place_of(path.metadata()) {
+                // Of a claim that came to nothing: whoever makes the next file locks that.
+                continue;
+            }
+            let unused = Unused(place.filter(|_| fresh).map(|place| (path.to_owned(), place)));
+            let mut bytes = Vec::new();
+            (&file).take(JOURNAL_BYTES_MAX + 1).read_to_end(&mut bytes).map_err(io)?;
+            if bytes.len() as u64 > JOURNAL_BYTES_MAX {
+                let bytes = file.metadata().map_or(JOURNAL_BYTES_MAX + 1, |metadata| metadata.len());
+                return Err(JournalError::TooLarge { path: path.to_owned(), bytes });
+            }
+            let claim = Self { unused, path: path.to_owned(), file, bytes };
+            if claim.whole() > 0 {
+                claim.head()?;
+            }
+            return Ok(claim);
+        }
+    }
+
+    /// Whether it has measurements of something else.
+    ///
+    /// # Errors
+    /// [`JournalError::Key`], or what is there is neither a journal nor the beginning of this one.
+    pub fn check(&self, key: &str) -> Result<(), JournalError> {
+        if self.whole() > 0 {
+            let head = self.head()?;
+            if head.key != key {
+                let (found, want) = (head.key.chars().take(64).collect(), key.to_owned());
+                return Err(JournalError::Key { path: self.path.clone(), found, want });
+            }
+            return Ok(());
+        }
+        // As far as it is known what a head says; the rest is compared in [`Claim::begin`].
+        let head = Head { tune: VERSION, key: key.to_owned(), axes: Vec::new(), start: Vec::new() };
+        let text = serde_json::to_string(&head).unwrap_or_default();
+        let known = text.split("[]").next().unwrap_or_default();
+        self.torn(known.as_bytes(), self.bytes.len().min(known.len()))
+    }
+
+    /// The journal for the measurements of `key` in `space` from `start` on. A search that goes on begins at
+    /// [`Journal::start`].
+    ///
+    /// # Errors
+    /// [`JournalError`].
+    pub fn begin(mut self, key: &str, space: &Space, start: &Point) -> Result<Journal, JournalError> {
+        self.check(key)?;
+        let whole = self.whole();
+        let axes = space.axes().iter().map(|axis| axis.coordinate.to_string()).collect();
+        let names = space.names(start).into_iter().map(str::to_owned).collect();
+        let head = Head { tune: VERSION, key: key.to_owned(), axes, start: names };
+        if whole == 0 {
+            self.torn(&serde_json::to_vec(&head).unwrap_or_default(), self.bytes.len())?;
+        }
+        let (begun, answers) = read(&self.path, &self.bytes[..whole], &head.axes, space)?;
+        let path = self.path.clone();
+        let io = |source| JournalError::Io { path: path.clone(), source };
+        // What a kill cut off is measured again.
+        self.file.set_len(whole as u64).map_err(io)?;
+        self.file.seek(SeekFrom::Start(whole as u64)).map_err(io)?;
+        self.unused.0 = None;
+        let start = begun.unwrap_or_else(|| start.clone());
+        let mut journal = Journal { path: self.path, file: self.file, start, answers };
+        if whole == 0 {
+            journal.write(&head)?;
+            // The name of a new file is in its folder.
+            let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+            File::open(folder).and_then(|folder| folder.sync_all()).map_err(io)?;
+        }
+        Ok(journal)
+    }
+
+    /// Bytes of whole lines.
+    fn whole(&self) -> usize {
+        self.bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |last| last + 1)
+    }
+
+    /// Of a file without a line the beginning of a head alone is ours to write over.
+    fn torn(&self, head: &[u8], length: usize) -> Result<(), JournalError> {
+        if head.starts_with(&self.bytes[..length]) {
+            return Ok(());
+        }
+        let reason = "neither a journal nor the beginning of this one".to_owned();
+        Err(JournalError::Damaged { path: self.path.clone(), line: 1, reason })
+    }
+
+    /// The first of its whole lines.
+    fn head(&self) -> Result<Head, JournalError> {
+        let damaged = |reason| JournalError::Damaged { path: self.path.clone(), line: 1, reason };
+        let line = self.bytes.split(|byte| *byte == b'\n').next().unwrap_or_default();
+        let head: Head = serde_json::from_slice(line).map_err(|error| damaged(error.to_string()))?;
+        if head.tune != VERSION {
+            return Err(damaged(format!("version {} of the lines; this program writes {VERSION}", head.tune)));
+        }
+        Ok(head)
+    }
+}
+
+impl Journal {
+    /// Opens a journal, or begins one: [`Claim::new`] and [`Claim::begin`].
+    ///
+    /// # Errors
+    /// [`JournalError`].
+    pub fn open(path: &Path, key: &str, space: &Space, start: &Point) -> Result<Self, JournalError> {
+        Claim::new(path)?.begin(key, space, start)
+    }
+
+    /// Where the search began whose journal this is: what was found may have been saved since, and be where another
+    /// one would begin.
+    pub fn start(&self) -> &Point {
+        &self.start
+    }
+
+    /// Measurements that it has.
+    pub fn len(&self) -> usize {
+        self.answers.len()
+    }
+
+    /// Whether it has none.
+    pub fn is_empty(&self) -> bool {
+        self.answers.is_empty()
+    }
+
+    /// What was measured of two points.
+    pub fn answer(&self, phase: Phase, incumbent: &Point, challenger: &Point) -> Option<&Answer> {
+        self.answers.get(&(phase, incumbent.clone(), challenger.clone()))
+    }
+
+    /// Adds a measurement: it is on disk when this returns. The answer as it will be read again, whose times may differ
+    /// in their last bit.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn append(
+        &mut self,
+        space: &Space,
+        phase: Phase,
+        incumbent: &Point,
+        challenger: &Point,
+        answer: Answer,
+    ) -> Result<Answer, JournalError> {
+        let line = Line { phase, incumbent: space.names(incumbent), challenger: space.names(challenger), answer };
+        self.write(&line)?;
+        let again = serde_json::to_vec(&line.answer).and_then(|text| serde_json::from_slice::<Answer>(&text));
+        let answer = again.map_err(|error| JournalError::Io { path: self.path.clone(), source: error.into() })?;
+        self.answers.insert((phase, incumbent.clone(), challenger.clone()), answer.clone());
+        Ok(answer)
+    }
+
+    fn write(&mut self, line: &impl Serialize) -> Result<(), JournalError> {
+        let mut write = || {
+            let mut text = serde_json::to_vec(line)?;
+            text.push(b'\n');
+            self.file.write_all(&text)?;
+            self.file.sync_data()
+        };
+        write().map_err(|source| JournalError::Io { path: self.path.clone(), source })
+    }
+}
+
+/// The start and all measurements of whole lines, of which the first is a head that was checked.
+fn read(path: &Path, bytes: &[u8], axes: &[String], space: &Space) -> Result<(Option<Point>, Answers), JournalError> {
+    let damaged = |line: usize, reason: String| JournalError::Damaged { path: path.to_owned(), line, reason };
+    let (mut start, mut answers) = (None, HashMap::new());
+    let place =
+        |number: usize, names: &[String]| space.point(names).map_err(|error| damaged(number, error.to_string()));
+    let lines = bytes.split_inclusive(|byte| *byte == b'\n').map(|line| &line[..line.len() - 1]);
+    for (number, line) in (1..).zip(lines) {
+        if number == 1 {
+            let head: Head = serde_json::from_slice(line).map_err(|error| damaged(1, error.to_string()))?;
+            if head.axes != axes {
+                return Err(damaged(1, "other coordinates than are searched now".to_owned()));
+            }
+            start = Some(place(1, &head.start)?);
+            continue;
+        }
+        let line: Line<String> = serde_json::from_slice(line).map_err(|error| damaged(number, error.to_string()))?;
+        let at = (line.phase, place(number, &line.incumbent)?, place(number, &line.challenger)?);
+        if answers.insert(at, line.answer).is_some() {
+            return Err(damaged(number, "the same points a second time".to_owned()));
+        }
+    }
+    Ok((start, answers))
+}

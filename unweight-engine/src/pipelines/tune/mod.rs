@@ -1,0 +1,27 @@
+//! What of a step can be chosen, and how the best is found: coordinate descent over measurements of whole steps (report
+//! section 10). Names no device.
+//!
+//! ```text
+//! Space, start --descend--> compare(incumbent, challenger) --> Journal, a line each --> Tuned
+//!                               | in the journal already: not measured again
+//! ```
+//! | module | what it knows |
+//! |---|---|
+//! | [`space`] | coordinates, their choices, points |
+//! | [`search`] | the order of the sweeps, what is accepted, when it ends |
+//! | [`journal`] | one line a measurement, on disk before the next begins; what a kill leaves |
+//! | [`key`] | for what a measurement holds |
+//!
+//! Who measures is an [`Objective`]; tests have one of invented costs.
+
+pub mod journal;
+pub mod key;
+pub mod search;
+pub mod space;
+#[cfg(test)]
+mod tests;
+
+pub use journal::{Claim, Journal, JournalError};
+pub use key::{How, Subject};
+pub use search::{Answer, Limits, Objective, ObjectiveError, Paired, Phase, Progress, TuneError, Tuned, descend};
+pub use space::{Axis, Coordinate, Point, Profile, Space, SpaceError};

@@ -1,0 +1,224 @@
+//! A tuned plan: the settings of a model's steps by batch, with the key of what was measured (`docs/format.md` B.10).
+//! Names of pipelines, no code; every byte of it is checked.
+
+use serde::{Deserialize, Serialize};
+
+use unweight_format::bundle::PLAN_BYTES_MAX;
+use unweight_rt::DeviceInfo;
+
+use super::tune::Subject;
+use crate::options::{BUCKETS, Measured, MlpWeights, PipelineVariant, Plan, Setting, UnknownVariant};
+
+/// For what a setting holds: a model by the digest of its manifest, as it lies, at a batch on a device. Paths concern
+/// MLPs alone, which know no context.
+pub fn key(model: &str, mlp: MlpWeights, batch: u32, device: &DeviceInfo) -> String {
+    let model = format!("{model} {}", mlp.name());
+    Subject { model: &model, batch, context: 0, ..subject(device) }.key()
+}
+
+/// Nothing yet, on this device.
+pub fn subject(device: &DeviceInfo) -> Subject<'_> {
+    let DeviceInfo { arch, name, sms, driver, .. } = device;
+    let major: String = driver.chars().take_while(char::is_ascii_digit).collect();
+    let driver = major.parse().unwrap_or(0);
+    Subject { model: "", batch: 0, context: 0, arch: *arch, device: name, sms: *sms, driver, how: None }
+}
+
+/// Version of the text. Of 1 nobody knew which device a setting was of.
+const VERSION: u32 = 2;
+/// Most that a setting adds to a text, bytes.
+const ROW_BYTES_MAX: usize = 4 << 10;
+/// Longest name of a device, bytes.
+const DEVICE_BYTES_MAX: usize = 512;
+/// Multiprocessors of the largest device that is thought of.
+const SMS_MAX: u32 = 4096;
+
+/// What is wrong with a plan.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PlanError {
+    /// More bytes than a plan has.
+    #[error("a tuned plan of {0} bytes; one has at most {PLAN_BYTES_MAX}: tune the bundle again")]
+    TooLarge(usize),
+    /// No JSON, or not these fields.
+    #[error("not a tuned plan: {0}; tune the bundle again")]
+    Json(String),
+    /// Of an older version.
+    #[error("a tuned plan of version {0}, this program reads {VERSION}; tune the bundle again")]
+    Version(u32),
+    /// Of a newer version.
+    #[error("a tuned plan of version {0}, this program reads {VERSION}; use the newer program that saved it")]
+    Newer(u32),
+    /// No room for what is to be added.
+    #[error(
+        "a tuned plan of {bytes} bytes, to which {more} settings are to be added; one has at most {PLAN_BYTES_MAX}"
+    )]
+    Full {
+        /// Bytes of its text.
+        bytes: usize,
+        /// How many are to be added.
+        more: usize,
+    },
+    /// A text that names no variant of a pipeline.
+    #[error("tuned plan, batch {batch}: {source}; tune the bundle again")]
+    PipelineVariant {
+        /// The batch.
+        batch: u32,
+        /// What was there.
+        source: UnknownVariant,
+    },
+    /// A value out of range.
+    #[error("tuned plan, batch {batch}: {name} is not {range}; tune the bundle again")]
+    Range {
+        /// The batch.
+        batch: u32,
+        /// The field.
+        name: &'static str,
+        /// What it may be.
+        range: &'static str,
+    },
+    /// Batches that do not ascend.
+    #[error("tuned plan, batch {0}: stands behind itself or a larger one; tune the bundle again")]
+    Order(u32),
+}
+
+impl PlanError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::TooLarge(_) => "tuned-plan-too-large",
+            Self::Json(_) | Self::PipelineVariant { .. } | Self::Range { .. } | Self::Order(_) => "tuned-plan-invalid",
+            Self::Version(_) | Self::Newer(_) => "tuned-plan-version",
+            Self::Full { .. } => "tuned-plan-full",
+        }
+    }
+}
+
+#[derive(Deserialize)]
+struct Head {
+    version: u32,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Text {
+    version: u32,
+    settings: Vec<Row>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Row {
+    batch: u32,
+    key: String,
+    device: String,
+    basis: String,
+    hard: [String; 3],
+    easy: [String; 3],
+    decode_sms: u32,
+    consumers: u8,
+    step_us: f64,
+    gain: f64,
+}
+
+impl Plan {
+    /// Reads a plan.
+    ///
+    /// # Errors
+    /// [`PlanError`], of the first thing that is not as it must be.
+    pub fn parse(bytes: &[u8]) -> Result<Self, PlanError> {
+        if bytes.len() > PLAN_BYTES_MAX {
+            return Err(PlanError::TooLarge(bytes.len()));
+        }
+        // The version first: another one has other fields.
+        let json = |error: serde_json::Error| PlanError::Json(error.to_string());
+        let Head { version } = serde_json::from_slice(bytes).map_err(json)?;
+        match version {
+            VERSION => {}
+            ..VERSION => return Err(PlanError::Version(version)),
+            _ => return Err(PlanError::Newer(version)),
+        }
+        let text: Text = serde_json::from_slice(bytes).map_err(json)?;
+        let mut settings: Vec<Measured> = Vec::new();
+        for row in text.settings {
+            let measured = row.check()?;
+            if settings.last().is_some_and(|last| last.place() >= measured.place()) {
+                return Err(PlanError::Order(measured.batch));
+            }
+            settings.push(measured);
+        }
+        Ok(Self::of(settings))
+    }
+
+    /// The plan to which so many settings can be added that are to be saved in place of this text. What is damaged or
+    /// of an older program is of no use to anybody and makes room; what a newer program saved is not this one's to
+    /// replace.
+    ///
+    /// # Errors
+    /// [`PlanError::Newer`], [`PlanError::Full`].
+    pub fn to_add_to(text: Option<&str>, more: usize) -> Result<Self, PlanError> {
+        let Some(text) = text else { return Ok(Self::default()) };
+        match Self::parse(text.as_bytes()) {
+            Err(error @ PlanError::Newer(_)) => Err(error),
+            Ok(_) if text.len() + more.saturating_mul(ROW_BYTES_MAX) > PLAN_BYTES_MAX => {
+                Err(PlanError::Full { bytes: text.len(), more })
+            }
+            plan => Ok(plan.unwrap_or_default()),
+        }
+    }
+
+    /// Its text.
+    pub fn text(&self) -> String {
+        let settings = self.settings().iter().map(Row::of).collect();
+        // Strings and finite numbers: nothing that JSON cannot say.
+        let text = serde_json::to_string_pretty(&Text { version: VERSION, settings });
+        text.map(|text| text + "\n").unwrap_or_default()
+    }
+}
+
+impl Measured {
+    /// What was found for a model, by the digest of its manifest, as it lies, at a batch on a device.
+    pub fn new(
+        (model, mlp): (&str, MlpWeights),
+        batch: u32,
+        device: &DeviceInfo,
+        setting: Setting,
+        (step_us, gain): (f64, f64),
+    ) -> Self {
+        let basis = Subject { model, ..subject(device) }.basis();
+        let DeviceInfo { name, sms, .. } = device;
+        let device_name = format!("{name}, {sms} multiprocessors");
+        Self { batch, key: key(model, mlp, batch, device), device: device_name, basis, setting, step_us, gain }
+    }
+}
+
+impl Row {
+    fn of(measured: &Measured) -> Self {
+        let Measured { batch, key, device, basis, setting, step_us, gain } = measured.clone();
+        let names = |variants: &[PipelineVariant; 3]| variants.each_ref().map(ToString::to_string);
+        let Setting { hard, easy, decode_sms, consumers } = setting;
+        let (hard, easy) = (names(&hard), names(&easy));
+        Self { batch, key, device, basis, hard, easy, decode_sms, consumers, step_us, gain }
+    }
+
+    fn check(self) -> Result<Measured, PlanError> {
+        let Self { batch, key, device, basis, hard, easy, decode_sms, consumers, step_us, gain } = self;
+        let range = |name, ok, range| if ok { Ok(()) } else { Err(PlanError::Range { batch, name, range }) };
+        range("batch", BUCKETS.contains(&batch), "a batch that steps are recorded for")?;
+        let digits =
+            |text: &str| text.len() == 32 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+        range("key", digits(&key), "32 hexadecimal digits")?;
+        range("basis", digits(&basis), "32 hexadecimal digits")?;
+        range("device", (1..=DEVICE_BYTES_MAX).contains(&device.len()), "1 to 512 bytes")?;
+        range("decode_sms", (1..=SMS_MAX).contains(&decode_sms), "1 to 4096")?;
+        range("consumers", (1..=2).contains(&consumers), "1 or 2")?;
+        range("step_us", step_us.is_finite() && step_us > 0.0, "a positive number")?;
+        range("gain", gain.is_finite() && gain.abs() <= 1.0, "a number from -1 to 1")?;
+        let variants = |[gate, up, down]: [String; 3]| -> Result<[PipelineVariant; 3], PlanError> {
+            let variant = |text: String| text.parse().map_err(|source| PlanError::PipelineVariant { batch, source });
+            Ok([variant(gate)?, variant(up)?, variant(down)?])
+        };
+        let setting = Setting { hard: variants(hard)?, easy: variants(easy)?, decode_sms, consumers };
+        Ok(Measured { batch, key, device, basis, setting, step_us, gain })
+    }
+}

@@ -1,0 +1,249 @@
+//! Weights of MLPs on the device, as they are stored.
+
+use std::collections::BTreeSet;
+
+use unweight_codegen::{
+    VariantSpec,
+    spec::{Arch, DecodeOutput},
+};
+use unweight_format::{
+    FormId,
+    bundle::Bundle,
+    raw::{HuffmanTensor, PaletteTensor},
+};
+use unweight_model::{GatedWeights, LayerWeights, ModelConfig};
+use unweight_rt::{
+    DeviceBuffer, DeviceError, KernelSet, Lane, LaneSize, Linear, LoadError, Merge, Stream,
+    raw::{
+        choose::graph,
+        ops::decode::{Decoder, output_bytes},
+        weight::{DeviceHuffman, DevicePalette},
+    },
+};
+
+use super::{Lying, LyingMlp, loads_as, reachable};
+use crate::{
+    error::EngineError,
+    options::{Lies, MlpWeights},
+    weights::{Mlp, Stored, StoredMlp, StoredSource, dense, gate_up, in_tensor},
+};
+
+/// What makes palette indices of Huffman codes.
+struct Transcoding<'k> {
+    kernels: &'k KernelSet,
+    lane: Lane,
+}
+
+impl<'k> Transcoding<'k> {
+    fn new(kernels: &'k KernelSet, stream: &Stream) -> Result<Self, DeviceError> {
+        Ok(Self { kernels, lane: Lane::new(stream, LaneSize::default())? })
+    }
+
+    fn run(&mut self, tensor: DeviceHuffman) -> Result<DevicePalette, DeviceError> {
+        let mut indices = DeviceBuffer::zeroed(self.lane.stream(), output_bytes(tensor.grid(), DecodeOutput::Palette))?;
+        let decoder = decoder(self.kernels, DecodeOutput::Palette, tensor.code_bits())?;
+        decoder.palette(&mut self.lane, &tensor, &mut indices)?;
+        // Also waits, before the codes go.
+        self.lane.synchronize()?;
+        Ok(tensor.into_palette(indices)?)
+    }
+}
+
+/// The decoder to a form, for codes of up to so many bits.
+pub fn decoder(kernels: &KernelSet, output: DecodeOutput, bits: u32) -> Result<Decoder, DeviceError> {
+    let arch = kernels.device().info().arch;
+    match graph::decoder(arch, output, bits) {
+        Some(spec) => Decoder::new(kernels.get(&spec)?),
+        None => Err(unweight_rt::Refusal::CodeBits { limit: 0, bits }.into()),
+    }
+}
+
+/// Gate, up and down of a model, `[n, k]`.
+fn shapes(config: &ModelConfig) -> [[u32; 2]; 3] {
+    let (hidden, intermediate) = (config.hidden, config.intermediate);
+    [[intermediate, hidden], [intermediate, hidden], [hidden, intermediate]]
+}
+
+/// Whether a layer's Huffman codes are to go, behind so many layers that have some.
+fn is_easy(as_what: MlpWeights, coded: u32) -> bool {
+    as_what == MlpWeights::Alternate && coded % 2 == 1
+}
+
+/// The forms that decoders make for step graphs. Exponents and palettes are for reconstructive matmuls, which not every
+/// architecture has.
+pub fn outputs(has_matmuls: bool) -> &'static [DecodeOutput] {
+    const ALL: [DecodeOutput; 3] = [DecodeOutput::Full, DecodeOutput::Exponent, DecodeOutput::Palette];
+    if has_matmuls { &ALL } else { &ALL[..1] }
+}
+
+/// The kernels that a bundle's MLPs ask for when they are loaded as they are stored, and in step graphs, whatever the
+/// setting. Reads the tensors: which variants there are follows from the codes and the tiles' verbatim rows.
+///
+/// # Errors
+/// A tensor cannot be read.
+pub fn kernels<'a>(
+    bundle: &Bundle,
+    config: &ModelConfig,
+    names: impl IntoIterator<Item = &'a GatedWeights>,
+    as_what: MlpWeights,
+    arch: Arch,
+) -> Result<Vec<VariantSpec>, EngineError> {
+    let (mut layers, mut decoders) = (Vec::new(), BTreeSet::new());
+    let (mut coded, mut longest) = (0, None);
+    for names in names {
+        let all = [names.gate.as_str(), &names.up, &names.down];
+        let mut forms = [FormId::RAW; 3];
+        for (form, name) in forms.iter_mut().zip(all) {
+            *form = bundle.tensor(name).map_err(LoadError::from)?.encoding();
+        }
+        let codes = forms.contains(&FormId::HUFFMAN);
+        let easy = codes && is_easy(as_what, coded);
+        coded += u32::from(codes);
+        let mut mlp = shapes(config).map(|[n, k]| Lying { as_what: Lies::Raw, packed: false, n, k, verbatim_rows: 0 });
+        for ((lying, form), name) in mlp.iter_mut().zip(forms).zip(all) {
+            lying.as_what = loads_as(form, [lying.n, lying.k], easy, arch);
+            if !matches!(lying.as_what, Lies::Palette | Lies::Huffman) {
+                continue;
+            }
+            let tensor = bundle.tensor(name).and_then(|tensor| tensor.stored()).map_err(LoadError::from)?;
+            if form == FormId::PALETTE {
+                lying.verbatim_rows = PaletteTensor::of(tensor).map_or(0, |tensor| tensor.max_verbatim_rows());
+            } else if let Some(tensor) = HuffmanTensor::of(tensor) {
+                lying.verbatim_rows = tensor.max_verbatim_rows();
+                let bits = tensor.code().max_length();
+                if lying.as_what == Lies::Huffman {
+                    longest = longest.max(Some(bits));
+                } else {
+                    decoders.extend(graph::decoder(arch, DecodeOutput::Palette, bits));
+                }
+            }
+        }
+        layers.push(mlp);
+    }
+    let matmuls = reachable(&layers, arch);
+    if let Some(bits) = longest {
+        let outputs = outputs(!matmuls.is_empty()).iter();
+        decoders.extend(outputs.filter_map(|output| graph::decoder(arch, *output, bits)));
+    }
+    decoders.extend(matmuls);
+    Ok(decoders.into_iter().collect())
+}
+
+/// The MLPs of a model, loaded as they are stored.
+pub struct StoredMlps<'k> {
+    transcoding: Transcoding<'k>,
+    as_what: MlpWeights,
+    /// Layers with Huffman-coded weights so far.
+    coded: u32,
+}
+
+impl<'k> StoredMlps<'k> {
+    /// Loads the layers of one model, from the first on.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn new(kernels: &'k KernelSet, stream: &Stream, as_what: MlpWeights) -> Result<Self, DeviceError> {
+        Ok(Self { transcoding: Transcoding::new(kernels, stream)?, as_what, coded: 0 })
+    }
+
+    /// Brings the next layer's MLP to the device.
+    ///
+    /// # Errors
+    /// The layer has experts, or what the source says of a tensor, or the driver.
+    pub fn load(
+        &mut self,
+        source: &mut impl StoredSource,
+        config: &ModelConfig,
+        names: &LayerWeights,
+    ) -> Result<Mlp, EngineError> {
+        let names = dense(self.as_what, names)?;
+        let codes = has_codes(source, names)?;
+        let easy = codes && is_easy(self.as_what, self.coded);
+        self.coded += u32::from(codes);
+        Ok(Mlp::Stored(StoredMlp::load(source, &mut self.transcoding, config, names, easy)?))
+    }
+}
+
+/// Whether a layer has Huffman-coded projections.
+fn has_codes(source: &impl StoredSource, names: &GatedWeights) -> Result<bool, LoadError> {
+    for name in [&names.gate, &names.up, &names.down] {
+        if source.form(name)? == FormId::HUFFMAN {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+impl StoredMlp {
+    /// Brings a layer's to the device; `easy`: without Huffman codes.
+    fn load(
+        source: &mut impl StoredSource,
+        transcoding: &mut Transcoding<'_>,
+        config: &ModelConfig,
+        names: &GatedWeights,
+        easy: bool,
+    ) -> Result<Self, EngineError> {
+        let arch = transcoding.kernels.device().info().arch;
+        let shapes = shapes(config);
+        let all = [names.gate.as_str(), &names.up, &names.down];
+        let mut lies = [Lies::Raw; 3];
+        for ((lies, name), shape) in lies.iter_mut().zip(all).zip(shapes) {
+            *lies = loads_as(source.form(name)?, shape, easy, arch);
+        }
+        let mut pair = None;
+        if lies[0] == Lies::Linear && lies[1] == Lies::Linear {
+            // Packed or not: what a step graph takes for packed weights is that the two are one product.
+            pair = Some(gate_up(source, &[(all[0], shapes[0]), (all[1], shapes[1])])?);
+        }
+        let mut part = |index: usize| -> Result<Stored, LoadError> {
+            let (name, shape) = (all[index], shapes[index]);
+            Ok(match lies[index] {
+                Lies::Linear if index < 2 && pair.is_some() => Stored::Paired,
+                Lies::Linear => Stored::Linear(source.linear(&[(name, shape)], Merge::Rows)?),
+                Lies::Raw => Stored::Raw(source.matrix(name, shape)?),
+                Lies::Huffman => Stored::Huffman(source.huffman(name, shape)?),
+                Lies::Palette if source.form(name)? == FormId::HUFFMAN => {
+                    let tensor = source.huffman(name, shape)?;
+                    Stored::Palette(transcoding.run(tensor).map_err(in_tensor(name))?)
+                }
+                Lies::Palette => Stored::Palette(source.palette(name, shape)?),
+            })
+        };
+        let parts = [part(0)?, part(1)?, part(2)?];
+        Ok(Self { pair, parts, shapes })
+    }
+
+    /// What the choice of pipelines needs to know.
+    pub fn lying(&self) -> LyingMlp {
+        [0, 1, 2].map(|index| {
+            let [n, k] = self.shapes[index];
+            let (as_what, packed, verbatim_rows) = match &self.parts[index] {
+                Stored::Raw(_) => (Lies::Raw, false, 0),
+                Stored::Palette(tensor) => (Lies::Palette, false, tensor.max_verbatim_rows()),
+                Stored::Huffman(tensor) => (Lies::Huffman, false, tensor.max_verbatim_rows()),
+                Stored::Linear(linear) => (Lies::Linear, linear.is_packed(), 0),
+                Stored::Paired => (Lies::Linear, true, 0),
+            };
+            Lying { as_what, packed, n, k, verbatim_rows }
+        })
+    }
+
+    /// What its products need of a lane, whichever stream they run on.
+    pub fn lane_size(&self) -> LaneSize {
+        let linears = self.parts.iter().filter_map(|part| match part {
+            Stored::Linear(linear) => Some(linear),
+            _ => None,
+        });
+        let linears = linears.chain(self.pair.as_ref().map(|(linear, _)| linear));
+        linears.map(Linear::lane_size).fold(LaneSize::default(), LaneSize::max)
+    }
+
+    /// The longest code of its Huffman-coded weights, bits.
+    pub fn code_bits(&self) -> Option<u32> {
+        let codes = self.parts.iter().filter_map(|part| match part {
+            Stored::Huffman(tensor) => Some(tensor.code_bits()),
+            _ => None,
+        });
+        codes.max()
+    }
+}

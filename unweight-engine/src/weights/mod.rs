@@ -1,0 +1,428 @@
+//! A model's weights on the device.
+
+mod random;
+#[cfg(feature = "pipelines")]
+mod stored;
+
+use unweight_model::{
+    ExpertWeights, GatedWeights, LayerWeights, Mixture, MlpWeights as NamesOfMlp, ModelConfig, ModelWeights,
+};
+use unweight_rt::{
+    DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, Expand, LaneSize, Linear, Linears, LoadError, Loader, Merge,
+    Resident, Unsuitable,
+    experts::{ExpertTensors, Experts, ExpertsShape, OffloadedExperts},
+    raw::ops::embed::EmbedTable,
+};
+
+#[cfg(not(feature = "pipelines"))]
+pub use self::Source as ModelSource;
+pub use self::random::Random;
+#[cfg(feature = "pipelines")]
+pub use self::stored::{Stored, StoredMlp, StoredSource, StoredSource as ModelSource};
+use crate::{error::EngineError, options::MlpWeights};
+
+/// All of them.
+#[derive(Debug)]
+pub struct Weights {
+    embed: Embedding,
+    pub layers: Vec<Layer>,
+    pub final_norm: DeviceBuffer<u16>,
+    pub head: Linear,
+    vocab: u32,
+}
+
+/// What ids are looked up in.
+#[derive(Debug)]
+pub enum Embedding {
+    /// The head.
+    Tied,
+    Packed(DevicePacked),
+    Bf16(DeviceMatrix),
+}
+
+/// Those of a layer.
+#[derive(Debug)]
+pub struct Layer {
+    pub input_norm: DeviceBuffer<u16>,
+    pub qkv: Linear,
+    pub qkv_bias: Option<DeviceBuffer<u16>>,
+    pub q_norm: Option<DeviceBuffer<u16>>,
+    pub k_norm: Option<DeviceBuffer<u16>>,
+    pub o: Linear,
+    pub post_norm: DeviceBuffer<u16>,
+    pub mlp: Mlp,
+}
+
+/// Gate, up and down.
+#[expect(clippy::large_enum_variant, reason = "one a layer; all layers of a model have the same")]
+#[derive(Debug)]
+pub enum Mlp {
+    /// As all linears.
+    Linears {
+        gate_up: Linear,
+        /// Whether the product of gate and up is activated on its way out.
+        gated: bool,
+        down: Linear,
+    },
+    /// As they are stored; the pipelines multiply.
+    #[cfg(feature = "pipelines")]
+    Stored(StoredMlp),
+    /// Experts, of which a router chooses.
+    Mixture { router: Linear, experts: MixtureExperts },
+}
+
+/// Where the experts of a layer are.
+#[derive(Debug)]
+pub enum MixtureExperts {
+    /// On the device.
+    Resident(Box<Experts>),
+    /// In host memory; some on the device, too.
+    Offloaded(Box<OffloadedExperts>),
+}
+
+impl MixtureExperts {
+    /// What they need of a lane.
+    pub fn lane_size(&self, tokens: u32, top_k: u32) -> LaneSize {
+        match self {
+            Self::Resident(experts) => experts.lane_size(tokens, top_k),
+            Self::Offloaded(experts) => experts.lane_size(tokens, top_k),
+        }
+    }
+
+    fn bytes(&self) -> u64 {
+        match self {
+            Self::Resident(experts) => experts.bytes(),
+            Self::Offloaded(experts) => experts.bytes(),
+        }
+    }
+}
+
+impl Mlp {
+    /// Gate and up, where they are one product, and whether that is activated on its way out.
+    pub fn gate_up(&self) -> Option<(&Linear, bool)> {
+        match self {
+            Self::Linears { gate_up, gated, .. } => Some((gate_up, *gated)),
+            #[cfg(feature = "pipelines")]
+            Self::Stored(stored) => stored.pair.as_ref().map(|(linear, gated)| (linear, *gated)),
+            Self::Mixture { .. } => None,
+        }
+    }
+
+    /// Down, where it lies as all linears.
+    pub fn down(&self) -> Option<&Linear> {
+        match self {
+            Self::Linears { down, .. } => Some(down),
+            _ => None,
+        }
+    }
+
+    /// The projections as they are stored, if they were loaded so.
+    #[cfg(feature = "pipelines")]
+    pub fn stored(&self) -> Option<&StoredMlp> {
+        match self {
+            Self::Stored(stored) => Some(stored),
+            _ => None,
+        }
+    }
+
+    /// The experts with their router, if there are some.
+    pub fn mixture(&self) -> Option<(&Linear, &MixtureExperts)> {
+        match self {
+            Self::Mixture { router, experts } => Some((router, experts)),
+            _ => None,
+        }
+    }
+
+    fn bytes(&self) -> u64 {
+        match self {
+            Self::Linears { gate_up, down, .. } => gate_up.bytes() + down.bytes(),
+            #[cfg(feature = "pipelines")]
+            Self::Stored(stored) => stored.bytes(),
+            Self::Mixture { router, experts } => router.bytes() + experts.bytes(),
+        }
+    }
+}
+
+impl Weights {
+    /// Brings a model to the device, layer by layer. `mlp` loads the MLP of a layer, in the order of the layers;
+    /// `progress` is called with the number of layers that are on the device.
+    ///
+    /// # Errors
+    /// What the source says of a tensor, or the driver.
+    pub fn load<S: Source>(
+        source: &mut S,
+        config: &ModelConfig,
+        names: &ModelWeights,
+        mlp: &mut dyn FnMut(&mut S, &LayerWeights) -> Result<Mlp, EngineError>,
+        progress: &dyn Fn(usize),
+    ) -> Result<Self, EngineError> {
+        let [vocab, hidden] = [config.vocab, config.hidden];
+        let tied = names.embed == names.lm_head;
+        let head = &[(names.lm_head.as_str(), [vocab, hidden])];
+        // Ids cannot be looked up in compact weights.
+        let before = if tied { Some(source.set_resident(Resident::Fast)) } else { None };
+        // It multiplies the rows that are asked for, a few; a slot of its size, the largest there is, would wait for
+        // more.
+        let expand = source.set_expand(Expand::Never);
+        let head = source.linear(head, Merge::Rows)?;
+        source.set_expand(expand);
+        if let Some(resident) = before {
+            source.set_resident(resident);
+        }
+        let embed = if tied { Embedding::Tied } else { source.embedding(&names.embed, [vocab, hidden])? };
+        let final_norm = source.vector(&[(&names.final_norm, hidden)])?;
+        progress(0);
+        let mut layers = Vec::with_capacity(names.layers.len());
+        for names in &names.layers {
+            let mlp = mlp(source, names)?;
+            layers.push(Layer::load(source, config, names, mlp)?);
+            progress(layers.len());
+        }
+        Ok(Self { embed, layers, final_norm, head, vocab })
+    }
+
+    /// What ids are looked up in.
+    pub fn embed_table(&self) -> Option<EmbedTable<'_>> {
+        let (packed, bf16) = match &self.embed {
+            Embedding::Tied => (self.head.packed_weights(), self.head.bf16_weights()),
+            Embedding::Packed(packed) => (Some(packed), None),
+            Embedding::Bf16(matrix) => (None, Some(matrix)),
+        };
+        let packed = packed.map(|weights| EmbedTable::Packed { weights, vocabulary: self.vocab });
+        packed.or(bf16.map(|weights| EmbedTable::Bf16(weights.view())))
+    }
+
+    /// Whether ids are looked up in packed weights.
+    pub fn embed_is_packed(&self) -> bool {
+        matches!(self.embed_table(), Some(EmbedTable::Packed { .. }))
+    }
+
+    /// Experts that are not all on the device, by layer.
+    pub fn offloaded(&self) -> impl Iterator<Item = &OffloadedExperts> {
+        self.layers.iter().filter_map(|layer| match layer.mlp.mixture()? {
+            (_, MixtureExperts::Offloaded(experts)) => Some(&**experts),
+            (_, MixtureExperts::Resident(_)) => None,
+        })
+    }
+
+    /// The same, to be overwritten.
+    pub fn offloaded_mut(&mut self) -> impl Iterator<Item = &mut OffloadedExperts> {
+        self.layers.iter_mut().filter_map(|layer| match &mut layer.mlp {
+            Mlp::Mixture { experts: MixtureExperts::Offloaded(experts), .. } => Some(&mut **experts),
+            _ => None,
+        })
+    }
+
+    /// Bytes on the device.
+    pub fn bytes(&self) -> u64 {
+        let vector = |vector: &DeviceBuffer<u16>| vector.bytes() as u64;
+        let optional = |buffer: &Option<DeviceBuffer<u16>>| buffer.as_ref().map_or(0, vector);
+        let vectors = self.layers.iter().map(|layer| {
+            let norms = vector(&layer.input_norm) + vector(&layer.post_norm);
+            norms + [&layer.qkv_bias, &layer.q_norm, &layer.k_norm].map(optional).iter().sum::<u64>()
+        });
+        let embed = match &self.embed {
+            Embedding::Tied => 0,
+            Embedding::Packed(packed) => packed.bytes(),
+            Embedding::Bf16(matrix) => matrix.bytes() as u64,
+        };
+        let linears = self.layers.iter().map(|layer| layer.qkv.bytes() + layer.o.bytes() + layer.mlp.bytes());
+        let linears = linears.sum::<u64>() + self.head.bytes();
+        linears + vectors.sum::<u64>() + embed + vector(&self.final_norm)
+    }
+}
+
+impl Layer {
+    fn load(
+        source: &mut impl Source,
+        config: &ModelConfig,
+        names: &LayerWeights,
+        mlp: Mlp,
+    ) -> Result<Self, EngineError> {
+        let (hidden, head_dim) = (config.hidden, config.head_dim);
+        // Both products are at most 2^24: the configuration was checked.
+        let (q, kv) = (config.heads * head_dim, config.kv_heads * head_dim);
+        let qkv = [(names.q.as_str(), [q, hidden]), (&names.k, [kv, hidden]), (&names.v, [kv, hidden])];
+        let bias = match (&names.q_bias, &names.k_bias, &names.v_bias) {
+            (Some(of_q), Some(of_k), Some(of_v)) => Some(source.vector(&[(of_q, q), (of_k, kv), (of_v, kv)])?),
+            _ => None,
+        };
+        let mut norm = |name: &Option<String>| -> Result<_, LoadError> {
+            name.as_ref().map(|name| source.vector(&[(name, head_dim)])).transpose()
+        };
+        let (q_norm, k_norm) = (norm(&names.q_norm)?, norm(&names.k_norm)?);
+        Ok(Self {
+            input_norm: source.vector(&[(&names.input_norm, hidden)])?,
+            qkv: source.linear(&qkv, Merge::Rows)?,
+            qkv_bias: bias,
+            q_norm,
+            k_norm,
+            o: source.linear(&[(&names.o, [hidden, q])], Merge::Rows)?,
+            post_norm: source.vector(&[(&names.post_norm, hidden)])?,
+            mlp,
+        })
+    }
+}
+
+/// The MLP of a layer for the chain of all linears: one with a gate, or experts, of which the device has room for
+/// `resident`.
+///
+/// # Errors
+/// What the source says of a tensor.
+pub fn chain_mlp(
+    source: &mut impl Source,
+    config: &ModelConfig,
+    resident: Option<u32>,
+    names: &LayerWeights,
+) -> Result<Mlp, EngineError> {
+    match (&names.mlp, config.mixture) {
+        (NamesOfMlp::Mixture { router, experts }, Some(mixture)) => {
+            mixed(source, config, (mixture, resident), router, experts)
+        }
+        _ => linears(source, config, names),
+    }
+}
+
+/// An MLP as all linears.
+fn linears(source: &mut impl Source, config: &ModelConfig, names: &LayerWeights) -> Result<Mlp, EngineError> {
+    let (hidden, intermediate) = (config.hidden, config.intermediate);
+    // Experts are told apart before: what is bound has them if its configuration does.
+    let names = dense(MlpWeights::Linears, names)?;
+    let pair = [(names.gate.as_str(), [intermediate, hidden]), (names.up.as_str(), [intermediate, hidden])];
+    let (gate_up, gated) = gate_up(source, &pair)?;
+    let down = source.linear(&[(&names.down, [hidden, intermediate])], Merge::Rows)?;
+    Ok(Mlp::Linears { gate_up, gated, down })
+}
+
+/// Experts with their router.
+fn mixed(
+    source: &mut impl Source,
+    config: &ModelConfig,
+    (mixture, resident): (Mixture, Option<u32>),
+    router: &str,
+    names: &ExpertWeights,
+) -> Result<Mlp, EngineError> {
+    let shape = ExpertsShape { experts: mixture.experts, hidden: config.hidden, intermediate: config.intermediate };
+    Ok(Mlp::Mixture {
+        router: source.linear(&[(router, [mixture.experts, config.hidden])], Merge::Rows)?,
+        experts: source.experts(names, shape, resident)?,
+    })
+}
+
+/// The one MLP of a layer whose weights are to lie as `mlp` says.
+///
+/// # Errors
+/// It has experts.
+pub(crate) fn dense(mlp: MlpWeights, names: &LayerWeights) -> Result<&GatedWeights, EngineError> {
+    names.mlp.dense().ok_or(EngineError::StoredExperts(mlp.name()))
+}
+
+/// Gate and up as one layer that activates its product, or, where their shape or weights do not allow it, one under the
+/// other.
+pub(crate) fn gate_up(source: &mut impl Source, pair: &[(&str, [u32; 2]); 2]) -> Result<(Linear, bool), LoadError> {
+    match source.linear(pair, Merge::SiluMul) {
+        Ok(linear) => {
+            // As BF16 the two lie one under the other.
+            let gated = linear.bf16_weights().is_none();
+            Ok((linear, gated))
+        }
+        Err(LoadError::Unsuitable { why: Unsuitable::Pair { .. } | Unsuitable::GateAndUp(_), .. }) => {
+            Ok((source.linear(pair, Merge::Rows)?, false))
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Where weights come from: each has a name and a shape.
+pub trait Source {
+    /// One linear layer of matrices with the same number of columns.
+    fn linear(&mut self, parts: &[(&str, [u32; 2])], merge: Merge) -> Result<Linear, LoadError>;
+    /// What compact weights of the linears from here on lie as; what that was.
+    fn set_resident(&mut self, resident: Resident) -> Resident;
+    /// Who multiplies by linears from here on at large batches; who that was.
+    fn set_expand(&mut self, expand: Expand) -> Expand;
+    /// The experts of a mixture, packed; with `resident` in host memory, with room for so many on the device.
+    fn experts(
+        &mut self,
+        names: &ExpertWeights,
+        shape: ExpertsShape,
+        resident: Option<u32>,
+    ) -> Result<MixtureExperts, LoadError>;
+    /// Rows to be looked up: packed where linears are and the weights can be.
+    fn embedding(&mut self, name: &str, shape: [u32; 2]) -> Result<Embedding, LoadError>;
+    /// Vectors one after the other.
+    fn vector(&mut self, parts: &[(&str, u32)]) -> Result<DeviceBuffer<u16>, LoadError>;
+    /// A weight as BF16.
+    fn matrix(&mut self, name: &str, shape: [u32; 2]) -> Result<DeviceMatrix, LoadError>;
+}
+
+/// A bundle; its shapes were checked when its tensors were bound to their roles.
+impl Source for Loader<'_> {
+    fn linear(&mut self, parts: &[(&str, [u32; 2])], merge: Merge) -> Result<Linear, LoadError> {
+        match parts {
+            [(name, _)] if merge == Merge::Rows => self.load(name),
+            parts => self.merge(&parts.iter().map(|(name, _)| *name).collect::<Vec<_>>(), merge),
+        }
+    }
+
+    fn set_resident(&mut self, resident: Resident) -> Resident {
+        self.builder().set_resident(resident)
+    }
+
+    fn set_expand(&mut self, expand: Expand) -> Expand {
+        self.builder().set_expand(expand)
+    }
+
+    fn experts(
+        &mut self,
+        names: &ExpertWeights,
+        shape: ExpertsShape,
+        resident: Option<u32>,
+    ) -> Result<MixtureExperts, LoadError> {
+        let each: Vec<_>;
+        let names = match names {
+            ExpertWeights::Each(names) => {
+                each = names.iter().map(|names| [&*names.gate, &*names.up, &*names.down]).collect();
+                ExpertTensors::Each(&each)
+            }
+            ExpertWeights::Stacked { gate_up, down } => ExpertTensors::Stacked { gate_up, down },
+        };
+        Ok(match resident {
+            None => MixtureExperts::Resident(Loader::experts(self, names, shape)?.into()),
+            Some(slots) => MixtureExperts::Offloaded(self.offloaded_experts(names, shape, slots)?.into()),
+        })
+    }
+
+    fn embedding(&mut self, name: &str, [vocab, hidden]: [u32; 2]) -> Result<Embedding, LoadError> {
+        let whole = vocab.is_multiple_of(64) && hidden.is_multiple_of(64);
+        if whole && self.linears() == Linears::Packed {
+            match self.packed(name) {
+                Err(LoadError::Unsuitable { why: Unsuitable::Unpackable(_), .. }) => {}
+                packed => return packed.map(Embedding::Packed),
+            }
+        }
+        self.matrix(name).map(Embedding::Bf16)
+    }
+
+    fn vector(&mut self, parts: &[(&str, u32)]) -> Result<DeviceBuffer<u16>, LoadError> {
+        if let [(name, _)] = parts {
+            return Loader::vector(self, name);
+        }
+        let mut whole = Vec::new();
+        let stream = self.builder().stream().clone();
+        for (name, _) in parts {
+            let part = Loader::vector(self, name)?;
+            whole.extend(part.to_host(&stream).map_err(in_tensor(name))?);
+        }
+        let first = parts.first().map_or("", |(name, _)| name);
+        DeviceBuffer::from_host(&stream, &whole).map_err(in_tensor(first))
+    }
+
+    fn matrix(&mut self, name: &str, _: [u32; 2]) -> Result<DeviceMatrix, LoadError> {
+        Loader::matrix(self, name)
+    }
+}
+
+pub(crate) fn in_tensor(name: &str) -> impl FnOnce(DeviceError) -> LoadError {
+    move |source| LoadError::Device { name: name.to_owned(), source: Box::new(source) }
+}

@@ -1,0 +1,143 @@
+//! MLPs that are loaded as they are stored, for the report's pipelines.
+
+use std::collections::HashMap;
+
+use unweight_format::{
+    CodeLimit, FormId, Matrix,
+    bundle::Profile,
+    raw::{HuffmanTensor, PaletteTensor, huffman, palette},
+    safetensors::Dtype,
+};
+use unweight_model::{GatedWeights, ModelWeights};
+use unweight_rt::{
+    DeviceMatrix, Linear, LoadError, Loader, Unsuitable,
+    raw::weight::{DeviceHuffman, DevicePalette},
+};
+
+use super::Source;
+
+/// The weights of a projection.
+#[derive(Debug)]
+pub enum Stored {
+    Raw(DeviceMatrix),
+    Palette(DevicePalette),
+    Huffman(DeviceHuffman),
+    Linear(Linear),
+    /// Half of the product of gate and up.
+    Paired,
+}
+
+/// The projections of a layer.
+#[derive(Debug)]
+pub struct StoredMlp {
+    /// Gate and up where they are one product, as all linears have it, and whether it is activated on its variant out.
+    pub pair: Option<(Linear, bool)>,
+    /// Gate, up, down.
+    pub parts: [Stored; 3],
+    /// Gate, up, down, `[n, k]`.
+    pub shapes: [[u32; 2]; 3],
+}
+
+impl StoredMlp {
+    /// Bytes on the device.
+    pub fn bytes(&self) -> u64 {
+        let parts = self.parts.iter().map(|part| match part {
+            Stored::Raw(matrix) => matrix.bytes() as u64,
+            Stored::Palette(tensor) => tensor.bytes(),
+            Stored::Huffman(tensor) => tensor.bytes(),
+            Stored::Linear(linear) => linear.bytes(),
+            Stored::Paired => 0,
+        });
+        parts.sum::<u64>() + self.pair.as_ref().map_or(0, |(linear, _)| linear.bytes())
+    }
+}
+
+/// A source of weights as they are stored.
+pub trait StoredSource: Source {
+    /// The form that a weight is stored in.
+    fn form(&self, name: &str) -> Result<FormId, LoadError>;
+    /// A Huffman-coded weight as it is.
+    fn huffman(&mut self, name: &str, shape: [u32; 2]) -> Result<DeviceHuffman, LoadError>;
+    /// Palette indices as they are.
+    fn palette(&mut self, name: &str, shape: [u32; 2]) -> Result<DevicePalette, LoadError>;
+}
+
+impl StoredSource for Loader<'_> {
+    fn form(&self, name: &str) -> Result<FormId, LoadError> {
+        Loader::form(self, name)
+    }
+
+    fn huffman(&mut self, name: &str, _: [u32; 2]) -> Result<DeviceHuffman, LoadError> {
+        Loader::huffman(self, name)
+    }
+
+    fn palette(&mut self, name: &str, _: [u32; 2]) -> Result<DevicePalette, LoadError> {
+        Loader::palette(self, name)
+    }
+}
+
+/// Random weights in both forms that decoders and palettes' matmuls read.
+pub type Coded = (HuffmanTensor<Vec<u8>>, PaletteTensor<Vec<u8>>);
+
+/// Random weights as a bundle would store them.
+#[derive(Debug)]
+pub struct Codes {
+    /// The weights that are repeated.
+    drawn: Vec<u16>,
+    /// The forms of weights that are not raw, by name.
+    forms: HashMap<String, FormId>,
+    /// Coded once for each shape.
+    coded: HashMap<[u32; 2], Coded>,
+}
+
+impl Codes {
+    /// All weights raw.
+    pub fn new(drawn: Vec<u16>) -> Self {
+        Self { drawn, forms: HashMap::new(), coded: HashMap::new() }
+    }
+
+    /// Gives MLPs the forms of a bundle of this profile (docs/format.md B.6).
+    pub fn imitate(&mut self, names: &ModelWeights, profile: Profile) {
+        for (index, layer) in names.layers.iter().enumerate() {
+            let Some(GatedWeights { gate, up, down }) = layer.mlp.dense() else { continue };
+            let forms = match profile {
+                Profile::Distribution => [FormId::HUFFMAN; 3],
+                Profile::Palette => [FormId::PALETTE; 3],
+                Profile::Inference if index > 0 && index % 2 == 0 => [FormId::HUFFMAN, FormId::HUFFMAN, FormId::RAW],
+                Profile::Inference if index > 0 => [FormId::PALETTE, FormId::PALETTE, FormId::RAW],
+                _ => [FormId::RAW; 3],
+            };
+            self.forms.extend([gate, up, down].into_iter().cloned().zip(forms));
+        }
+    }
+
+    /// The form of a weight.
+    pub fn form(&self, name: &str) -> FormId {
+        self.forms.get(name).copied().unwrap_or(FormId::RAW)
+    }
+
+    /// A weight `[n, k]` in both forms.
+    ///
+    /// # Errors
+    /// No such matrix can be coded.
+    pub fn of(&mut self, name: &str, [n, k]: [u32; 2]) -> Result<&Coded, LoadError> {
+        if !self.coded.contains_key(&[n, k]) {
+            let elements = n as usize * k as usize;
+            let bytes: Vec<u8> =
+                self.drawn.iter().cycle().take(elements).flat_map(|weight| weight.to_le_bytes()).collect();
+            let bad = |_| {
+                let shape = vec![n.into(), k.into()];
+                let why = Unsuitable::NotAMatrix { dtype: Dtype::Bf16, shape };
+                LoadError::Unsuitable { name: name.to_owned(), why }
+            };
+            let matrix = Matrix::new(&bytes, n as usize, k as usize).map_err(bad)?;
+            let coded = huffman::encode(matrix, CodeLimit::DEFAULT).map_err(bad)?;
+            let palette = palette::encode(matrix, CodeLimit::DEFAULT).map_err(bad)?;
+            self.coded.insert([n, k], (coded, palette));
+        }
+        self.coded.get(&[n, k]).ok_or_else(|| LoadError::Unsuitable {
+            name: name.to_owned(),
+            why: Unsuitable::OtherForm { form: FormId::HUFFMAN },
+        })
+    }
+}
