@@ -7,7 +7,7 @@ use unweight_format::TileGrid;
 
 use super::{
     expanded::{Expanded, ExpandedProduct},
-    routes::{Routed, routes},
+    routes::{Routed, load_routes},
 };
 use crate::{
     choose::route::{Choice, Way, Ways},
@@ -28,12 +28,12 @@ pub struct CompactLinear {
     weights: DeviceCompact,
     /// The escapes of the packed form, whose tiles are written into the slot.
     escapes: PackedEscapes,
-    routes: Vec<Choice<Route>>,
+    routes: Vec<Choice<CompactRoute>>,
 }
 
 /// How a batch is multiplied.
 #[derive(Debug)]
-pub(super) enum Route {
+pub(super) enum CompactRoute {
     /// By a kernel that reads compact weights.
     Direct(CompactGemm),
     /// Expanded to packed tiles in the slot, then multiplied by a kernel that reads those.
@@ -42,7 +42,7 @@ pub(super) enum Route {
     ExpandToBf16(Transcoder, ExpandedProduct),
 }
 
-impl Route {
+impl CompactRoute {
     fn new(way: Way<Arc<LoadedKernel>>) -> Result<Self, DeviceError> {
         Ok(match way {
             Way::Direct(kernel) => Self::Direct(CompactGemm::new(kernel)?),
@@ -70,7 +70,7 @@ impl CompactLinear {
         escapes: PackedEscapes,
         ways: Ways<Arc<LoadedKernel>>,
     ) -> Result<Self, DeviceError> {
-        Ok(Self { weights, escapes, routes: routes(ways, Route::new)? })
+        Ok(Self { weights, escapes, routes: load_routes(ways, CompactRoute::new)? })
     }
 
     /// Bytes of the weights on the device.
@@ -102,9 +102,9 @@ impl CompactLinear {
 }
 
 impl Routed for CompactLinear {
-    type Route = Route;
+    type Route = CompactRoute;
 
-    fn routes(&self) -> &[Choice<Route>] {
+    fn routes(&self) -> &[Choice<CompactRoute>] {
         &self.routes
     }
 
@@ -122,20 +122,20 @@ impl Routed for CompactLinear {
         self.weights.spans().into_iter().chain(self.escapes.spans())
     }
 
-    fn kernel<'a>(&self, route: &'a Route) -> Option<&'a LoadedKernel> {
+    fn kernel<'a>(&self, route: &'a CompactRoute) -> Option<&'a LoadedKernel> {
         match route {
-            Route::Direct(gemm) => Some(gemm.kernel()),
-            Route::ExpandToPacked(_, gemm) => Some(gemm.kernel()),
-            Route::ExpandToBf16(..) => None,
+            CompactRoute::Direct(gemm) => Some(gemm.kernel()),
+            CompactRoute::ExpandToPacked(_, gemm) => Some(gemm.kernel()),
+            CompactRoute::ExpandToBf16(..) => None,
         }
     }
 
-    fn rows_size(&self, route: &Route, rows: u32) -> LaneSize {
+    fn rows_size(&self, route: &CompactRoute, rows: u32) -> LaneSize {
         let grid = self.weights.grid();
         match route {
-            Route::Direct(_) => LaneSize::default(),
-            Route::ExpandToPacked(_, gemm) => slot_size(grid).max(gemm.lane_size_of(rows, grid)),
-            Route::ExpandToBf16(_, product) => product.lane_size(rows, grid),
+            CompactRoute::Direct(_) => LaneSize::default(),
+            CompactRoute::ExpandToPacked(_, gemm) => slot_size(grid).max(gemm.lane_size_of(rows, grid)),
+            CompactRoute::ExpandToBf16(_, product) => product.lane_size(rows, grid),
         }
     }
 
@@ -144,14 +144,14 @@ impl Routed for CompactLinear {
         lane: &mut Lane,
         x: MatrixRef<'_>,
         y: MatrixMut<'_>,
-        choice: &Choice<Route>,
+        choice: &Choice<CompactRoute>,
     ) -> Result<(), DeviceError> {
         match &choice.kernel {
-            Route::Direct(gemm) => gemm.enqueue(lane.stream(), x, &self.weights, y),
-            Route::ExpandToPacked(expander, gemm) => {
+            CompactRoute::Direct(gemm) => gemm.enqueue(lane.stream(), x, &self.weights, y),
+            CompactRoute::ExpandToPacked(expander, gemm) => {
                 self.enqueue_packed(lane.parts(), (x.place(), y.place()), (expander, gemm))
             }
-            Route::ExpandToBf16(transcoder, product) => {
+            CompactRoute::ExpandToBf16(transcoder, product) => {
                 let mut lane = lane.parts();
                 let weights = Expanded { grid: self.weights.grid(), ordinal: self.ordinal(), spans: self.spans() };
                 let add = choice.epilogue == Epilogue::StoreAdd;

@@ -6,7 +6,7 @@ use unweight_codegen::spec::Epilogue;
 
 use super::{
     expanded::{Expanded, ExpandedLaunch, ExpandedProduct},
-    routes::{Routed, routes},
+    routes::{Routed, load_routes},
 };
 use crate::{
     choose::route::{Choice, Way, Ways},
@@ -31,12 +31,12 @@ pub struct PackedLinear {
     n: u32,
     k: u32,
     weights: DevicePacked,
-    routes: Vec<Choice<Route>>,
+    routes: Vec<Choice<PackedRoute>>,
 }
 
 /// How a batch is multiplied.
 #[derive(Debug)]
-pub(super) enum Route {
+pub(super) enum PackedRoute {
     /// By a kernel that reads packed weights.
     Direct(PackedGemm),
     /// Unpacked to BF16 in the slot, then multiplied by cuBLAS.
@@ -50,7 +50,7 @@ enum Launch<'k, 'c> {
     ExpandToBf16(&'k Unpacker, ExpandedLaunch<'k, 'c>),
 }
 
-impl Route {
+impl PackedRoute {
     fn new(way: Way<Arc<LoadedKernel>>) -> Result<Self, DeviceError> {
         match way {
             Way::Direct(kernel) => Ok(Self::Direct(PackedGemm::new(kernel)?)),
@@ -73,7 +73,7 @@ impl PackedLinear {
         weights: DevicePacked,
         ways: Ways<Arc<LoadedKernel>>,
     ) -> Result<Self, DeviceError> {
-        Ok(Self { n, k, weights, routes: routes(ways, Route::new)? })
+        Ok(Self { n, k, weights, routes: load_routes(ways, PackedRoute::new)? })
     }
 
     /// The weights, in tiles of 64 x 64: of their rows and columns the first `n` and `k` are the layer's.
@@ -91,14 +91,14 @@ impl PackedLinear {
     /// Checks the operands, without enqueuing anything. `None` where there is nothing to compute.
     fn prepare<'k, 'c>(
         &'k self,
-        route: &'k Route,
+        route: &'k PackedRoute,
         lane: &mut LaneParts<'c>,
         (x, y): (&Place, &Place),
         add: bool,
     ) -> Result<Option<Launch<'k, 'c>>, DeviceError> {
         Ok(match route {
-            Route::Direct(gemm) => gemm.prepare(lane.workspace, x, &self.weights, y)?.map(Launch::Direct),
-            Route::ExpandToBf16(unpacker, product) => {
+            PackedRoute::Direct(gemm) => gemm.prepare(lane.workspace, x, &self.weights, y)?.map(Launch::Direct),
+            PackedRoute::ExpandToBf16(unpacker, product) => {
                 let spans = self.weights.spans().into_iter();
                 let weights = Expanded { grid: self.weights.grid(), ordinal: self.ordinal(), spans };
                 product.prepare(lane, weights, (x, y), add)?.map(|launch| Launch::ExpandToBf16(unpacker, launch))
@@ -126,7 +126,7 @@ impl PackedLinear {
         lane: &mut Lane,
         x: MatrixRef<'_>,
         mut y: MatrixMut<'_>,
-        choice: &Choice<Route>,
+        choice: &Choice<PackedRoute>,
     ) -> Result<(), DeviceError> {
         let (m, own, (padded_n, padded_k)) = (x.rows(), self.ordinal(), self.padded());
         let add = choice.epilogue == Epilogue::StoreAdd;
@@ -159,9 +159,9 @@ impl PackedLinear {
 }
 
 impl Routed for PackedLinear {
-    type Route = Route;
+    type Route = PackedRoute;
 
-    fn routes(&self) -> &[Choice<Route>] {
+    fn routes(&self) -> &[Choice<PackedRoute>] {
         &self.routes
     }
 
@@ -177,18 +177,18 @@ impl Routed for PackedLinear {
         self.weights.spans().into_iter()
     }
 
-    fn kernel<'a>(&self, route: &'a Route) -> Option<&'a LoadedKernel> {
+    fn kernel<'a>(&self, route: &'a PackedRoute) -> Option<&'a LoadedKernel> {
         match route {
-            Route::Direct(gemm) => Some(gemm.kernel()),
-            Route::ExpandToBf16(..) => None,
+            PackedRoute::Direct(gemm) => Some(gemm.kernel()),
+            PackedRoute::ExpandToBf16(..) => None,
         }
     }
 
-    fn rows_size(&self, route: &Route, rows: u32) -> LaneSize {
+    fn rows_size(&self, route: &PackedRoute, rows: u32) -> LaneSize {
         let grid = self.weights.grid();
         let product = match route {
-            Route::Direct(gemm) => gemm.lane_size_of(rows, grid),
-            Route::ExpandToBf16(_, product) => product.lane_size(rows, grid),
+            PackedRoute::Direct(gemm) => gemm.lane_size_of(rows, grid),
+            PackedRoute::ExpandToBf16(_, product) => product.lane_size(rows, grid),
         };
         product.max(padding((self.n, self.k), self.padded(), rows))
     }
@@ -198,7 +198,7 @@ impl Routed for PackedLinear {
         lane: &mut Lane,
         x: MatrixRef<'_>,
         y: MatrixMut<'_>,
-        choice: &Choice<Route>,
+        choice: &Choice<PackedRoute>,
     ) -> Result<(), DeviceError> {
         if (self.n, self.k) != self.padded() {
             return self.enqueue_padded(lane, x, y, choice);

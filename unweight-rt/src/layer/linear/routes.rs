@@ -106,7 +106,7 @@ pub(super) trait Routed {
 ///
 /// # Errors
 /// Those of `of`: a kernel of another family.
-pub(super) fn routes<R>(
+pub(super) fn load_routes<R>(
     ways: Ways<Arc<LoadedKernel>>,
     of: impl Fn(Way<Arc<LoadedKernel>>) -> Result<R, DeviceError>,
 ) -> Result<Vec<Choice<R>>, DeviceError> {
