@@ -52,9 +52,9 @@ fn run(folder: &Path, tensor: &str) -> Result<(), Box<dyn Error>> {
         (0..M as usize * k).map(|i| 0x3f80 | (i * 37 % 128) as u16 | ((i % 3 == 0) as u16) << 15).collect();
     let on_device = DeviceMatrix::from_host(&stream, M, layer.k(), &x)?;
     let mut y = DeviceMatrix::zeroed(&stream, M, layer.n())?;
-    let mut lane = loader.lane(&stream)?;
-    layer.enqueue(&mut lane, on_device.view(), y.view_mut(), Epilogue::Store)?;
-    lane.synchronize()?;
+    let mut ctx = loader.context(&stream)?;
+    layer.enqueue(&mut ctx, on_device.view(), y.view_mut(), Epilogue::Store)?;
+    ctx.synchronize()?;
 
     // The product in double precision, from the bits of the original.
     let w = bundle.tensor(tensor)?.decode()?;

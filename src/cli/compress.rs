@@ -8,7 +8,7 @@ use unweight::format::bundle::{self, BundleError, CompressOptions, CpuEncoder, E
 use unweight::rt::{
     KernelSet,
     env::Env,
-    raw::{device, ops::encode::BundleEncoder},
+    raw::{device, ops::encode_huffman::BundleEncoder},
 };
 
 use super::{
@@ -162,7 +162,7 @@ impl Compress {
             return Ok(());
         }
         output.summary("compress", &report, |out| {
-            select::totals(&report.forms, report.original_bytes, report.stored_bytes).write(out)?;
+            select::totals(&report.encodings, report.original_bytes, report.stored_bytes).write(out)?;
             writeln!(
                 out,
                 "{}: {} files, {} ({}), {} tensors checked again",

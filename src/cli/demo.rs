@@ -104,7 +104,7 @@ impl Demo {
             row("compare", report.compared_bytes, report.compare_seconds, "identical, byte for byte".to_owned());
             table.write(out)?;
             writeln!(out)?;
-            select::totals(&compress.forms, compress.original_bytes, compress.stored_bytes).write(out)?;
+            select::totals(&compress.encodings, compress.original_bytes, compress.stored_bytes).write(out)?;
             if let Some(peak) = decompress.peak_rss_bytes {
                 writeln!(out, "\npeak memory: {}", output::bytes(peak))?;
             }

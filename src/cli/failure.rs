@@ -27,9 +27,9 @@ use unweight::{
     engine::{
         EngineError,
         budget::FitError,
-        options::BadOption,
+        options::OptionError,
         pipelines::tune::{JournalError, TuneError},
-        schedule::Rejected,
+        schedule::AdmissionError,
     },
     model::{BindError, ConfigError, sampling::OutOfRange},
     rt::{
@@ -210,7 +210,7 @@ coded!(TextError);
 
 #[cfg(feature = "gpu")]
 coded!(
-    BadOption,
+    OptionError,
     BindError,
     CodegenError,
     ConfigError,
@@ -223,7 +223,7 @@ coded!(
     JournalError,
     OutOfRange,
     ParseNameError,
-    Rejected,
+    AdmissionError,
     TableError,
     TuneError,
     Unusable,

@@ -11,11 +11,11 @@ use serde::Serialize;
 use unweight::{
     codegen::spec::Arch,
     engine::{
-        budget::{self, Fit as Fitted, FitError, Tensor, Wanted},
+        budget::{self, BudgetRequest, Fit as Fitted, FitError, Tensor},
         memory,
     },
     format::{
-        FormId,
+        EncodingId,
         bundle::{self, CompressOptions, PlanFile, Profile, Scope, Selection, TensorReport, io_code},
         raw::glob::matches,
     },
@@ -83,7 +83,7 @@ struct Report {
 #[derive(Serialize)]
 struct Group {
     unit: &'static str,
-    encoding: FormId,
+    encoding: EncodingId,
     units: u32,
     layers: Vec<u32>,
     bytes: u64,
@@ -108,26 +108,28 @@ impl Fit {
         let arch = self.arch.or_else(own_arch).unwrap_or(Arch::Sm90a);
         if !has_compact_gemms(arch) {
             // It would be packed when it is loaded, and larger.
-            tensors.iter_mut().for_each(|tensor| tensor.forms.retain(|(form, _)| *form != FormId::COMPACT));
+            tensors
+                .iter_mut()
+                .for_each(|tensor| tensor.encodings.retain(|(encoding, _)| *encoding != EncodingId::COMPACT));
         }
         let Self { memory, max_slowdown, batch, .. } = *self;
-        let fitted = budget::fit(&config, &tensors, &Wanted { memory, max_slowdown, batch, context, arch });
+        let fitted = budget::fit(&config, &tensors, &BudgetRequest { memory, max_slowdown, batch, context, arch });
         let fitted = fitted.map_err(|error: FitError| Failure::other(error))?;
         if let Some(plan) = &self.plan {
             write_plan(plan, &fitted.plan)?;
         }
-        if has(&fitted, FormId::HUFFMAN) {
+        if has(&fitted, EncodingId::HUFFMAN) {
             output.note(
                 "remark: what stays Huffman-coded is decoded in every step of `--mlp stored`; without it `generate` and \
                  `serve` pack it, and need more memory",
             );
         }
-        if has(&fitted, FormId::COMPACT) {
+        if has(&fitted, EncodingId::COMPACT) {
             output.note("remark: what stays compact does so with `--resident small`, or `auto` where memory is short");
         }
         let groups = fitted.groups.iter().map(|group| Group {
             unit: group.name,
-            encoding: group.form,
+            encoding: group.encoding,
             units: group.units,
             layers: group.layers.clone(),
             bytes: group.bytes,
@@ -162,7 +164,7 @@ impl Fit {
             let options = CompressOptions::new(profile).scope(Scope::All).selection(selection).threads(self.threads);
             bundle::plan(&model.root, &options)
         };
-        let (packed, coded, compact) = (of(Profile::Resident)?, of(Profile::Distribution)?, of(Profile::Compact)?);
+        let (packed, coded, compact) = (of(Profile::Packed)?, of(Profile::Distribution)?, of(Profile::Compact)?);
         // Some models bring their weights once more, in files that nothing loads.
         let of_model = bundle::model_files(packed.tensors.iter().map(|tensor| tensor.file.as_str()));
         let loaded = |tensor: &TensorReport| matches(of_model, &tensor.file);
@@ -174,15 +176,20 @@ impl Fit {
         let all = packed.tensors.into_iter().zip(coded.tensors).zip(compact.tensors);
         let all = all.filter(|((packed, _), _)| loaded(packed));
         let tensors = all.map(|((packed, coded), compact)| {
-            let mut forms = vec![(FormId::RAW, packed.original_bytes)];
-            let others = [(FormId::PACKED, &packed), (FormId::HUFFMAN, &coded), (FormId::COMPACT, &compact)];
-            forms
-                .extend(others.iter().filter(|(form, of)| of.form == *form).map(|(form, of)| (*form, of.stored_bytes)));
+            let mut encodings = vec![(EncodingId::RAW, packed.original_bytes)];
+            let others =
+                [(EncodingId::PACKED, &packed), (EncodingId::HUFFMAN, &coded), (EncodingId::COMPACT, &compact)];
+            encodings.extend(
+                others
+                    .iter()
+                    .filter(|(encoding, of)| of.encoding == *encoding)
+                    .map(|(encoding, of)| (*encoding, of.stored_bytes)),
+            );
             let (rows, cols) = match &packed.shape[..] {
                 [rest @ .., cols] if !rest.is_empty() => (packed.elements / (*cols as u64).max(1), *cols as u64),
                 _ => (packed.elements, 1),
             };
-            Tensor { name: packed.name, role: packed.role, layer: packed.layer, rows, cols, forms }
+            Tensor { name: packed.name, role: packed.role, layer: packed.layer, rows, cols, encodings }
         });
         Ok(tensors.collect())
     }
@@ -229,8 +236,8 @@ fn write_plan(path: &Path, plan: &PlanFile) -> Result<()> {
     Ok(())
 }
 
-fn has(fitted: &Fitted, form: FormId) -> bool {
-    fitted.groups.iter().any(|group| group.form == form)
+fn has(fitted: &Fitted, encoding: EncodingId) -> bool {
+    fitted.groups.iter().any(|group| group.encoding == encoding)
 }
 
 fn write_text(fitted: &Fitted, report: &Report, out: &mut dyn Write) -> io::Result<()> {
@@ -238,7 +245,7 @@ fn write_text(fitted: &Fitted, report: &Report, out: &mut dyn Write) -> io::Resu
     for group in &fitted.groups {
         table.row([
             group.name.to_owned(),
-            group.form.to_string(),
+            group.encoding.to_string(),
             group.units.to_string(),
             ranges(&group.layers),
             output::bytes(group.bytes),
@@ -258,11 +265,11 @@ fn write_text(fitted: &Fitted, report: &Report, out: &mut dyn Write) -> io::Resu
     )?;
     writeln!(
         out,
-        "products of a step at batch {}: {:.0} us, {:.3} times the fastest plan's; forms that {} runs, times by \
+        "products of a step at batch {}: {:.0} us, {:.3} times the fastest plan's; encodings that {} runs, times by \
          formulas of an H200's records, sizes predicted from samples",
         report.batch, report.linear_us, report.slowdown, report.arch
     )?;
-    let kept = kept(has(fitted, FormId::HUFFMAN), has(fitted, FormId::COMPACT));
+    let kept = kept(has(fitted, EncodingId::HUFFMAN), has(fitted, EncodingId::COMPACT));
     writeln!(
         out,
         "`generate` and `serve` fill so much with {kept}--memory {}, or {}where {} of the device are free",

@@ -17,7 +17,8 @@ use clap::Args;
 use serde::Serialize;
 use unweight::{
     engine::{
-        Engine, EngineError, EngineOptions, ExpertTraffic, Finish, Rejected, Request, Resident, SampleParams, SeqId,
+        AdmissionError, Engine, EngineError, EngineOptions, ExpertTraffic, Finish, Request, Resident, SampleParams,
+        SeqId,
     },
     format::bundle::Bundle,
     model::ModelConfig,
@@ -322,14 +323,14 @@ impl Generate {
         }
         for prompt in prompts {
             if prompt.is_empty() {
-                return Err(Failure::other(Rejected::Empty));
+                return Err(Failure::other(AdmissionError::Empty));
             }
             if let Some((at, &id)) = prompt.iter().enumerate().find(|(_, id)| **id >= vocab) {
-                return Err(Failure::other(Rejected::UnknownToken { id, at, vocab }));
+                return Err(Failure::other(AdmissionError::UnknownToken { id, at, vocab }));
             }
             let prompt = prompt.len();
             if prompt as u64 + u64::from(max_new_tokens) > context.into() {
-                return Err(Failure::other(Rejected::TooLong { prompt, max_new_tokens, context }));
+                return Err(Failure::other(AdmissionError::TooLong { prompt, max_new_tokens, context }));
             }
         }
         Ok(())

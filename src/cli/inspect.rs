@@ -193,7 +193,7 @@ fn csv(tensors: &[TensorReport], out: &mut dyn Write) -> std::io::Result<()> {
             tensor.layer.map_or_else(String::new, |layer| layer.to_string()),
             tensor.dtype.clone(),
             shape.join("x"),
-            tensor.form.to_string(),
+            tensor.encoding.to_string(),
             tensor.reason.clone().unwrap_or_default(),
             tensor.elements.to_string(),
             tensor.original_bytes.to_string(),

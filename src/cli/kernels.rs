@@ -29,7 +29,7 @@ use unweight::{
         cache::{CacheState, KernelCache, Progress},
         env::{Env, JitMode},
         raw::{
-            choose::{cost::gpu_model::Machine, policy::PackedChooser},
+            choose::{cost::gpu_model::GpuModel, policy::PackedChooser},
             jit::{
                 cache::{Kept, attachable},
                 compiler::{CompileRequest, Compiler, NvrtcCompiler},
@@ -418,10 +418,10 @@ fn of_bundle(
     let (machines, mut specs) = match cards {
         Cards::All(arch) => {
             // Multiprocessors come in pairs. Attention's shapes follow from their number.
-            let any = (2..=256).step_by(2).map(|sms| Machine { sms, ..Machine::usual(arch) });
+            let any = (2..=256).step_by(2).map(|sms| GpuModel { sms, ..GpuModel::usual(arch) });
             (any.collect(), reachable_on_any(bundle, options, arch))
         }
-        Cards::One(chooser) => (vec![*chooser.machine()], reachable(bundle, options, chooser)),
+        Cards::One(chooser) => (vec![*chooser.gpu_model()], reachable(bundle, options, chooser)),
     };
     // What `generate` runs beside them, at every batch.
     let engine = EngineOptions::default().max_batch(options::MAX_BATCH).mlp(mlp.into());

@@ -56,7 +56,7 @@ impl Merge {
         let report = bundle::merge(&self.parts, &self.output, &options, &bar)?;
         bar.finish();
         output.summary("merge", &report, |out| {
-            select::totals(&report.forms, report.original_bytes, report.stored_bytes).write(out)?;
+            select::totals(&report.encodings, report.original_bytes, report.stored_bytes).write(out)?;
             writeln!(
                 out,
                 "{}: {} files of {} parts, {} ({}), {} tensors checked again",

@@ -23,8 +23,8 @@ pub enum Form {
 }
 
 impl From<Form> for Linears {
-    fn from(form: Form) -> Self {
-        match form {
+    fn from(encoding: Form) -> Self {
+        match encoding {
             Form::Packed => Self::Packed,
             Form::Cublas => Self::Bf16,
         }

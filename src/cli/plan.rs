@@ -45,7 +45,7 @@ impl Plan {
         output.result("plan", &report, |out| {
             select::tensors(&report.tensors).write(out)?;
             writeln!(out)?;
-            select::totals(&report.forms, report.original_bytes, report.stored_bytes).write(out)?;
+            select::totals(&report.encodings, report.original_bytes, report.stored_bytes).write(out)?;
             writeln!(out, "sizes are predicted from samples")
         })
     }

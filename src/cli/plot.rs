@@ -12,7 +12,7 @@ use std::{
     path::Path,
 };
 
-use unweight::format::{FormId, Histogram, Role, bundle::TensorReport};
+use unweight::format::{EncodingId, Histogram, Role, bundle::TensorReport};
 
 use super::{
     failure::{Failure, Result},
@@ -173,7 +173,7 @@ struct Stripe {
     from: u64,
     to: u64,
     stored_bytes: u64,
-    form: FormId,
+    encoding: EncodingId,
 }
 
 /// Tensors of a role.
@@ -196,19 +196,19 @@ fn arrange(tensors: &[TensorReport]) -> (Vec<Group>, Vec<Stripe>) {
     let single = large.into_iter().map(|role| (role.name(), vec![role]));
     for (label, roles) in single.chain([("other", small)]) {
         let from = at;
-        let mut together: BTreeMap<FormId, (u64, u64)> = BTreeMap::new();
+        let mut together: BTreeMap<EncodingId, (u64, u64)> = BTreeMap::new();
         for tensor in roles.iter().copied().flat_map(of) {
-            let TensorReport { original_bytes, stored_bytes, form, .. } = *tensor;
+            let TensorReport { original_bytes, stored_bytes, encoding, .. } = *tensor;
             if (original_bytes as f64) < SMALL_TENSOR * total as f64 {
-                let sums = together.entry(form).or_default();
+                let sums = together.entry(encoding).or_default();
                 *sums = (sums.0 + original_bytes, sums.1 + stored_bytes);
                 continue;
             }
-            stripes.push(Stripe { from: at, to: at + original_bytes, stored_bytes, form });
+            stripes.push(Stripe { from: at, to: at + original_bytes, stored_bytes, encoding });
             at += original_bytes;
         }
-        for (form, (original_bytes, stored_bytes)) in together {
-            stripes.push(Stripe { from: at, to: at + original_bytes, stored_bytes, form });
+        for (encoding, (original_bytes, stored_bytes)) in together {
+            stripes.push(Stripe { from: at, to: at + original_bytes, stored_bytes, encoding });
             at += original_bytes;
         }
         if at > from {
@@ -252,7 +252,7 @@ fn blocks(share: f64) -> String {
 mod tests {
     use super::*;
 
-    fn tensor(role: Role, form: FormId, original_bytes: u64, stored_bytes: u64) -> TensorReport {
+    fn tensor(role: Role, encoding: EncodingId, original_bytes: u64, stored_bytes: u64) -> TensorReport {
         TensorReport {
             file: "a".to_owned(),
             name: "b".to_owned(),
@@ -260,7 +260,7 @@ mod tests {
             layer: None,
             dtype: "BF16".to_owned(),
             shape: vec![original_bytes as usize / 2],
-            form,
+            encoding,
             reason: None,
             elements: original_bytes / 2,
             original_bytes,
@@ -271,11 +271,12 @@ mod tests {
 
     #[test]
     fn plots_count_every_byte() {
-        let mut tensors = vec![tensor(Role::Norm, FormId::RAW, 768, 768), tensor(Role::Other, FormId::RAW, 0, 0)];
+        let mut tensors =
+            vec![tensor(Role::Norm, EncodingId::RAW, 768, 768), tensor(Role::Other, EncodingId::RAW, 0, 0)];
         for _ in 0..4 {
-            tensors.push(tensor(Role::Gate, FormId::HUFFMAN, 1_000_000, 680_000));
-            tensors.push(tensor(Role::Q, FormId::HUFFMAN, 500_000, 340_000));
-            tensors.extend((0..100).map(|_| tensor(Role::Gate, FormId::RAW, 10, 10)));
+            tensors.push(tensor(Role::Gate, EncodingId::HUFFMAN, 1_000_000, 680_000));
+            tensors.push(tensor(Role::Q, EncodingId::HUFFMAN, 500_000, 340_000));
+            tensors.extend((0..100).map(|_| tensor(Role::Gate, EncodingId::RAW, 10, 10)));
         }
         let (groups, stripes) = arrange(&tensors);
         let total: u64 = tensors.iter().map(|tensor| tensor.original_bytes).sum();

@@ -5,8 +5,8 @@ use std::{collections::BTreeMap, path::PathBuf};
 use clap::Args;
 use clap_complete::engine::ArgValueCandidates;
 use unweight::format::{
-    CodeLimit, FormId,
-    bundle::{CompressOptions, FormTotal, LargeCopy, Profile, Scope, Selection, TensorReport, UnmarkedConfig},
+    CodeLimit, EncodingId,
+    bundle::{CompressOptions, EncodingTotal, LargeCopy, Profile, Scope, Selection, TensorReport, UnmarkedConfig},
 };
 
 use super::{
@@ -18,7 +18,7 @@ use super::{
 /// Options that decide the form of each tensor.
 #[derive(Args)]
 pub struct Select {
-    /// What the bundle is for: distribution (smallest), inference (hard and easy layers), palette, resident (12 bits,
+    /// What the bundle is for: distribution (smallest), inference (hard and easy layers), palette, packed (12 bits,
     /// fastest to run), or compact (as small as distribution, and runs as it is)
     #[arg(long, value_name = "PROFILE", default_value = "distribution", value_parser = profile,
           add = ArgValueCandidates::new(completions::profiles))]
@@ -111,7 +111,7 @@ fn code_limit(text: &str) -> Result<u32, String> {
 
 /// What to say where nothing was coded: why most bytes are raw, and what would help.
 pub fn nothing_coded(tensors: &[TensorReport]) -> Option<String> {
-    if tensors.iter().any(|tensor| tensor.form != FormId::RAW) {
+    if tensors.iter().any(|tensor| tensor.encoding != EncodingId::RAW) {
         return None;
     }
     let mut bytes: BTreeMap<&str, u64> = BTreeMap::new();
@@ -161,12 +161,12 @@ pub fn unmarked_configs(configs: &[UnmarkedConfig]) -> Option<String> {
 }
 
 /// A line per encoding and one for everything.
-pub fn totals(forms: &[FormTotal], original_bytes: u64, stored_bytes: u64) -> Table {
+pub fn totals(encodings: &[EncodingTotal], original_bytes: u64, stored_bytes: u64) -> Table {
     let mut table = Table::new(&["encoding", ">tensors", ">original", ">stored", ">bits/element", ">ratio"]);
-    for total in forms {
+    for total in encodings {
         let bits = if total.elements == 0 { 0.0 } else { total.stored_bytes as f64 * 8.0 / total.elements as f64 };
         table.row([
-            total.form.to_string(),
+            total.encoding.to_string(),
             total.tensors.to_string(),
             output::bytes(total.original_bytes),
             output::bytes(total.stored_bytes),
@@ -176,7 +176,7 @@ pub fn totals(forms: &[FormTotal], original_bytes: u64, stored_bytes: u64) -> Ta
     }
     table.row([
         "all files".to_owned(),
-        forms.iter().map(|total| total.tensors).sum::<u64>().to_string(),
+        encodings.iter().map(|total| total.tensors).sum::<u64>().to_string(),
         output::bytes(original_bytes),
         output::bytes(stored_bytes),
         String::new(),
@@ -206,7 +206,7 @@ pub fn tensors(tensors: &[TensorReport]) -> Table {
             tensor.layer.map_or_else(String::new, |layer| layer.to_string()),
             tensor.dtype.clone(),
             output::shape(&tensor.shape),
-            tensor.form.to_string(),
+            tensor.encoding.to_string(),
             output::bytes(tensor.original_bytes),
             output::bytes(tensor.stored_bytes),
             format!("{:.3}", tensor.bits_per_element),

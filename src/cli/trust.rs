@@ -27,8 +27,8 @@ pub struct Trust {
 /// What was measured on a GPU.
 #[derive(Args)]
 pub struct Table {
-    /// File that `unweight-bench matmul --save-table` wrote on such a GPU: which matmul is fastest for which batch [default:
-    /// what the kernel cache keeps of this GPU, what ships, and a model of the machine]
+    /// File that `unweight-bench matmul --save-table` wrote on such a GPU: which matmul is fastest for which batch
+    /// [default: what the kernel cache keeps of this GPU, what ships, and a model of the machine]
     #[arg(long, value_name = "FILE", help_heading = "Kernels")]
     table: Option<PathBuf>,
 }

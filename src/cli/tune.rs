@@ -21,7 +21,7 @@ use unweight::{
         },
     },
     format::{
-        FormId,
+        EncodingId,
         bundle::{self as format, ATTACHED_NAME, Bundle},
     },
     model::{ModelConfig, ModelWeights},
@@ -278,7 +278,7 @@ impl Tune {
         for layer in &names.layers {
             let Some(mlp) = layer.mlp.dense() else { continue };
             for name in [&mlp.gate, &mlp.up, &mlp.down] {
-                if matches!(bundle.tensor(name)?.encoding(), FormId::HUFFMAN | FormId::PALETTE) {
+                if matches!(bundle.tensor(name)?.encoding(), EncodingId::HUFFMAN | EncodingId::PALETTE) {
                     return Ok(());
                 }
             }
@@ -302,7 +302,7 @@ impl Tune {
         let Search { space, start, mut journal, _folder } = search;
         let mut objective = match StepObjective::new(engine, &space, (batch, self.context), self.rounds(), &start, stop)
         {
-            Err(EngineError::Rejected(why)) => {
+            Err(EngineError::AdmissionError(why)) => {
                 output.note(format_args!("batch {batch} is left out: {why}"));
                 return Ok(None);
             }

@@ -4,9 +4,9 @@ use std::fmt;
 
 use hyper::StatusCode;
 use serde_json::{Map, Value, json};
-use unweight_engine::{Rejected, SampleParams};
+use unweight_engine::{AdmissionError, SampleParams};
 
-use super::worker::{Lost, Refused};
+use super::worker::{Lost, SubmitError};
 use crate::text::{Message, TextError};
 
 /// Texts of a request for one prompt.
@@ -134,25 +134,25 @@ impl From<Lost> for ApiError {
     }
 }
 
-impl From<Refused> for ApiError {
-    fn from(refused: Refused) -> Self {
+impl From<SubmitError> for ApiError {
+    fn from(refused: SubmitError) -> Self {
         match refused {
-            Refused::Rejected(rejected @ (Rejected::TooLong { .. } | Rejected::NoRoom { .. })) => {
+            SubmitError::Admission(rejected @ (AdmissionError::TooLong { .. } | AdmissionError::NoRoom { .. })) => {
                 Self::bad(rejected).code("context_length_exceeded")
             }
-            Refused::Rejected(rejected @ (Rejected::Empty | Rejected::UnknownToken { .. })) => {
+            SubmitError::Admission(rejected @ (AdmissionError::Empty | AdmissionError::UnknownToken { .. })) => {
                 Self::of("prompt", rejected)
             }
-            Refused::Rejected(rejected) => Self::bad(rejected),
-            Refused::Full => {
+            SubmitError::Admission(rejected) => Self::bad(rejected),
+            SubmitError::Full => {
                 let message = "as many requests wait as may; try again later";
                 let error = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message);
                 Self { retry_after: Some(1), ..error.code("queue_full") }
             }
-            Refused::TooMany { asked, capacity } => Self::bad(format!(
+            SubmitError::TooMany { asked, capacity } => Self::bad(format!(
                 "the request is for {asked} texts, and at most {capacity} may run and wait here; split it"
             )),
-            Refused::Lost(lost) => lost.into(),
+            SubmitError::Lost(lost) => lost.into(),
         }
     }
 }
@@ -610,8 +610,8 @@ mod tests {
         assert_eq!((&json["error"]["code"], &json["error"]["param"]), (&json!("model_not_found"), &json!("model")));
         assert_eq!(json["error"]["type"], "invalid_request_error");
         assert!(Call::read(Endpoint::Chat, b"{", "m").unwrap_err().message.contains("no JSON"));
-        assert_eq!(ApiError::from(Refused::Full).retry_after, Some(1));
-        let long = Rejected::TooLong { prompt: 9, max_new_tokens: 9, context: 10 };
-        assert_eq!(ApiError::from(Refused::Rejected(long)).json()["error"]["code"], "context_length_exceeded");
+        assert_eq!(ApiError::from(SubmitError::Full).retry_after, Some(1));
+        let long = AdmissionError::TooLong { prompt: 9, max_new_tokens: 9, context: 10 };
+        assert_eq!(ApiError::from(SubmitError::Admission(long)).json()["error"]["code"], "context_length_exceeded");
     }
 }

@@ -52,7 +52,7 @@ use unweight_format::bundle::io_code;
 use crate::text::{StopStrings, Text, TextError, TextStream};
 use api::{ApiError, Call, Endpoint, Frame, Prompt, Usage};
 use metrics::Metrics;
-use worker::{Handle, Lost, Refused, Sequences, Shared, Told, Worker};
+use worker::{Handle, Lost, Sequences, Shared, SubmitError, Told, Worker};
 
 pub use reference::{CpuError, CpuReference};
 pub use worker::{Backend, Limits, Load};
@@ -480,7 +480,7 @@ impl Server {
         let call = Call::read(endpoint, body, &self.options.model)?;
         let (asked, capacity) = (call.prompts.len().saturating_mul(call.n as usize), self.shared().capacity());
         if asked > capacity {
-            return Err(Refused::TooMany { asked, capacity }.into());
+            return Err(SubmitError::TooMany { asked, capacity }.into());
         }
         let seed = match call.seed {
             Some(seed) => seed,

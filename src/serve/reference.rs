@@ -8,8 +8,8 @@ use std::collections::{BTreeMap, HashMap};
 use half::bf16;
 use rayon::prelude::*;
 use unweight_engine::{
-    Event, Rejected, Request, SampleParams, SeqId,
-    options::{BadOption, EngineOptions},
+    AdmissionError, Event, Request, SampleParams, SeqId,
+    options::{EngineOptions, OptionError},
     pages::pages_for,
     schedule::{Limits as ScheduleLimits, Next, Schedule},
 };
@@ -33,7 +33,7 @@ const CONTEXT: u32 = 2048;
 pub enum CpuError {
     /// An option out of range.
     #[error(transparent)]
-    Option(#[from] BadOption),
+    Option(#[from] OptionError),
     /// The model's configuration.
     #[error(transparent)]
     Config(#[from] ConfigError),
@@ -159,7 +159,7 @@ impl Backend for CpuReference {
         Load { running: schedule.rows().len(), waiting: schedule.waiting(), free_pages: schedule.free_pages() }
     }
 
-    fn add(&mut self, request: Request) -> Result<SeqId, Rejected> {
+    fn add(&mut self, request: Request) -> Result<SeqId, AdmissionError> {
         self.schedule.add(request)
     }
 

@@ -14,7 +14,7 @@ use std::{
 };
 
 use tokio::sync::{mpsc, oneshot};
-use unweight_engine::{Engine, EngineError, Event, Finish, Rejected, Request, SeqId};
+use unweight_engine::{AdmissionError, Engine, EngineError, Event, Finish, Request, SeqId};
 
 use super::metrics::Metrics;
 
@@ -35,8 +35,8 @@ pub trait Backend {
     /// Takes a request.
     ///
     /// # Errors
-    /// [`Rejected`]; what runs goes on.
-    fn add(&mut self, request: Request) -> Result<SeqId, Rejected>;
+    /// [`AdmissionError`]; what runs goes on.
+    fn add(&mut self, request: Request) -> Result<SeqId, AdmissionError>;
 
     /// Ends a sequence; nothing more is told of it. `false`: there is none such, or it has ended.
     fn cancel(&mut self, sequence: SeqId) -> bool;
@@ -92,7 +92,7 @@ impl Backend for Engine {
         Load { running: self.running(), waiting: self.waiting(), free_pages: self.free_pages() }
     }
 
-    fn add(&mut self, request: Request) -> Result<SeqId, Rejected> {
+    fn add(&mut self, request: Request) -> Result<SeqId, AdmissionError> {
         self.add(request)
     }
 
@@ -135,9 +135,9 @@ impl Shared {
 
 /// Why a request is not taken.
 #[derive(Debug)]
-pub(super) enum Refused {
+pub(super) enum SubmitError {
     /// By the engine.
-    Rejected(Rejected),
+    Admission(AdmissionError),
     /// As many sequences wait as may.
     Full,
     /// More sequences than ever may be here at the same time.
@@ -170,7 +170,7 @@ struct Job {
     /// Of each sequence, set when nobody wants more of it.
     enough: Vec<Arc<AtomicBool>>,
     told: mpsc::Sender<(usize, Told)>,
-    taken: oneshot::Sender<Result<(), Refused>>,
+    taken: oneshot::Sender<Result<(), SubmitError>>,
     arrived: Instant,
 }
 
@@ -192,11 +192,11 @@ pub(super) struct Handle {
 
 impl Handle {
     /// Hands in the sequences of a request and waits until the engine has taken or refused them.
-    pub async fn submit(&self, requests: Vec<Request>, arrived: Instant) -> Result<Sequences, Refused> {
+    pub async fn submit(&self, requests: Vec<Request>, arrived: Instant) -> Result<Sequences, SubmitError> {
         self.check_alive()?;
         let (asked, capacity) = (requests.len(), self.shared.capacity());
         if asked > capacity {
-            return Err(Refused::TooMany { asked, capacity });
+            return Err(SubmitError::TooMany { asked, capacity });
         }
         // Room for everything that can be told, so that nobody ever waits to tell it; it takes memory when it is told.
         let room: usize = requests.iter().map(|request| request.max_new_tokens as usize + 1).sum();
@@ -204,18 +204,18 @@ impl Handle {
         let (taken, answer) = oneshot::channel();
         let enough: Vec<Arc<AtomicBool>> = requests.iter().map(|_| Arc::default()).collect();
         let job = Job { requests, enough: enough.clone(), told, taken, arrived };
-        self.jobs.try_send(job).map_err(|_| Refused::Full)?;
+        self.jobs.try_send(job).map_err(|_| SubmitError::Full)?;
         // The worker goes only after the last handle.
-        answer.await.unwrap_or(Err(Refused::Lost(Lost::Stopping)))?;
+        answer.await.unwrap_or(Err(SubmitError::Lost(Lost::Stopping)))?;
         Ok(Sequences { told: receiver, enough })
     }
 
-    fn check_alive(&self) -> Result<(), Refused> {
+    fn check_alive(&self) -> Result<(), SubmitError> {
         if self.shared.failed.load(Relaxed) {
-            return Err(Refused::Lost(Lost::Failed));
+            return Err(SubmitError::Lost(Lost::Failed));
         }
         if self.shared.stopping.load(Relaxed) {
-            return Err(Refused::Lost(Lost::Stopping));
+            return Err(SubmitError::Lost(Lost::Stopping));
         }
         Ok(())
     }
@@ -279,7 +279,7 @@ impl Worker {
                     self.shared.failed.store(true, Relaxed);
                     self.end_all(backend, Lost::Failed);
                     while let Some(job) = self.jobs.blocking_recv() {
-                        let _ = job.taken.send(Err(Refused::Lost(Lost::Failed)));
+                        let _ = job.taken.send(Err(SubmitError::Lost(Lost::Failed)));
                     }
                     return Err(error);
                 }
@@ -294,7 +294,7 @@ impl Worker {
             return;
         }
         if self.members.len() + requests.len() > self.shared.capacity() {
-            let _ = taken.send(Err(Refused::Full));
+            let _ = taken.send(Err(SubmitError::Full));
             return;
         }
         let (mut added, mut tokens) = (Vec::with_capacity(requests.len()), 0);
@@ -306,9 +306,9 @@ impl Worker {
                     for id in added {
                         backend.cancel(id);
                     }
-                    let busy = matches!(rejected, Rejected::Busy { .. });
+                    let busy = matches!(rejected, AdmissionError::Busy { .. });
                     // Whoever asked may have gone.
-                    let _ = taken.send(Err(if busy { Refused::Full } else { Refused::Rejected(rejected) }));
+                    let _ = taken.send(Err(if busy { SubmitError::Full } else { SubmitError::Admission(rejected) }));
                     return;
                 }
             }

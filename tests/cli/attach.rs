@@ -14,7 +14,7 @@ use unweight::{
         cache::{CacheState, KernelCache, Policy},
         env::{Env, JitMode},
         raw::{
-            choose::{cost::gpu_model::Machine, policy::PackedChooser},
+            choose::{cost::gpu_model::GpuModel, policy::PackedChooser},
             jit::compiler::{CompileRequest, NvrtcCompiler},
             layer::loader::reachable,
         },
@@ -73,7 +73,7 @@ fn bundle_carries_its_kernels() {
     needs_nvrtc();
     let home = tempfile::tempdir().unwrap();
     demo_model::write(&home.path().join("model"), &tiny()).unwrap();
-    run(home.path(), &["compress", "model", "-o", "bundle", "--profile", "resident"], 0);
+    run(home.path(), &["compress", "model", "-o", "bundle", "--profile", "packed"], 0);
     let in_home = |arguments: &[&str], status: i32| {
         let cache = home.path().join("cache");
         let output = unweight(arguments).current_dir(&home).env("UNWEIGHT_CACHE_DIR", cache).output().unwrap();
@@ -117,7 +117,7 @@ fn bundle_carries_its_kernels() {
     // What loading this bundle and running it asks for, on a machine without NVRTC.
     let bundle = Bundle::open(&home.path().join("bundle")).unwrap();
     let mut specs = reachable(&bundle, LoadOptions::default().max_batch(8), PackedChooser::h200());
-    specs.extend(Engine::kernels(&bundle, &EngineOptions::default(), &[Machine::H200]).unwrap());
+    specs.extend(Engine::kernels(&bundle, &EngineOptions::default(), &[GpuModel::H200]).unwrap());
     let requests: Vec<_> = specs.iter().map(|spec| CompileRequest::render(spec).unwrap()).collect();
     assert!(requests.len() > 20, "{}", requests.len());
     let mut env = Env::process().unwrap().clone();

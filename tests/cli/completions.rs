@@ -33,12 +33,12 @@ fn complete_commands_kernels_and_tensors() {
         assert!(stdout(&run(home, &["completions", shell], 0)).contains("_UNWEIGHT_COMPLETE"), "{shell}");
     }
     assert_eq!(completions(home, &["unweight", "decom"]), ["decompress"]);
-    assert_eq!(completions(home, &["unweight", "compress", "--profile", "res"]), ["resident"]);
-    let kernels = completions(home, &["unweight", "kernels", "emit", "uw_sm90a_encode_st"]);
-    assert_eq!(kernels, ["uw_sm90a_encode_stats"]);
+    assert_eq!(completions(home, &["unweight", "compress", "--profile", "res"]), ["packed"]);
+    let kernels = completions(home, &["unweight", "kernels", "emit", "uw_sm90a_encode_huffman_st"]);
+    assert_eq!(kernels, ["uw_sm90a_encode_huffman_stats"]);
     // The word says the architecture, or the line does.
-    let of_word = completions(home, &["unweight", "kernels", "emit", "uw_sm89_encode_st"]);
-    assert_eq!(of_word, ["uw_sm89_encode_stats"]);
+    let of_word = completions(home, &["unweight", "kernels", "emit", "uw_sm89_encode_huffman_st"]);
+    assert_eq!(of_word, ["uw_sm89_encode_huffman_stats"]);
     let of_line = completions(home, &["unweight", "kernels", "compile", "--arch", "sm_120a", "uw_"]);
     assert!(!of_line.is_empty() && of_line.iter().all(|name| name.starts_with("uw_sm120a_")), "{of_line:?}");
     let gates = completions(home, &["unweight", "extract", "bundle", "--tensor", "model.layers.1.mlp.g"]);

@@ -26,7 +26,7 @@ fn options_select_encodings() {
     assert_eq!(encodings(&["--exclude", "*"]).keys().collect::<Vec<_>>(), ["raw"]);
     assert!(encodings(&["--include", "*gate_proj*"])["huffman"] < all["huffman"]);
     assert_eq!(encodings(&["--profile", "palette"])["palette"], all["huffman"]);
-    let resident = encodings(&["--profile", "resident"]);
+    let resident = encodings(&["--profile", "packed"]);
     assert!(resident["packed"] > 0 && !resident.contains_key("huffman") && !resident.contains_key("palette"));
     let inference = encodings(&["--profile", "inference"]);
     assert!(inference["huffman"] > 0 && inference["palette"] > 0);
@@ -39,9 +39,9 @@ fn options_select_encodings() {
 fn packed_profile_reports_tensors_that_do_not_fit() {
     let home = tempfile::tempdir().unwrap();
     demo_model::write(&home.path().join("model"), &DemoOptions { intermediate: 330, ..tiny() }).unwrap();
-    let arguments = ["compress", "model", "-o", "bundle", "--profile", "resident", "--verify", "full"];
+    let arguments = ["compress", "model", "-o", "bundle", "--profile", "packed", "--verify", "full"];
     assert!(stdout(&run(home.path(), &arguments, 0)).contains("packed"));
-    for arguments in [&["plan", "model", "--profile", "resident"][..], &["inspect", "bundle"]] {
+    for arguments in [&["plan", "model", "--profile", "packed"][..], &["inspect", "bundle"]] {
         let table = stdout(&run(home.path(), arguments, 0));
         let line = |name: &str| table.lines().find(|line| line.contains(name)).unwrap().to_owned();
         let gate = line("model.layers.1.mlp.gate_proj.weight");

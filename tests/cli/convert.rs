@@ -13,7 +13,7 @@ fn dfloat11_round_trip() {
     let report = json(&run(home.path(), &["convert", "df11", "-o", "plain", "--to", "bf16", "--json"], 0));
     documented("convert --to bf16", &report);
     assert_eq!((&report["units"], &report["weights"]), (&4.into(), &16.into()));
-    let output = run(home.path(), &["compress", "df11", "-o", "bundle", "--profile", "resident"], 0);
+    let output = run(home.path(), &["compress", "df11", "-o", "bundle", "--profile", "packed"], 0);
     assert!(stderr(&output).contains("a DFloat11 model: 16 weights of 4 units"), "{}", stderr(&output));
     run(home.path(), &["decompress", "bundle", "-o", "restored"], 0);
     same(&home.path().join("plain"), &home.path().join("restored"));

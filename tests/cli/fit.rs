@@ -24,13 +24,13 @@ fn plan_file_gives_the_predicted_sizes() {
     assert!(stored.abs_diff(bytes("weight_bytes")) * 100 < stored, "{stored} for {}", bytes("weight_bytes"));
     // Each tensor in the form that its unit has; the rest raw.
     let plan: Value = serde_json::from_slice(&fs::read(home.path().join("plan.json")).unwrap()).unwrap();
-    let mut forms: BTreeMap<&str, &str> = BTreeMap::new();
+    let mut encodings: BTreeMap<&str, &str> = BTreeMap::new();
     for rule in plan["rules"].as_array().unwrap() {
-        forms.insert(rule["match"].as_str().unwrap(), rule["encoding"].as_str().unwrap());
+        encodings.insert(rule["match"].as_str().unwrap(), rule["encoding"].as_str().unwrap());
     }
-    assert!(forms.values().any(|form| *form == "packed"));
+    assert!(encodings.values().any(|encoding| *encoding == "packed"));
     for tensor in tensors {
-        let expected = forms.get(tensor["name"].as_str().unwrap()).unwrap_or(&forms["*"]);
+        let expected = encodings.get(tensor["name"].as_str().unwrap()).unwrap_or(&encodings["*"]);
         assert_eq!(tensor["encoding"].as_str().unwrap(), *expected, "{tensor}");
     }
     // The least that would do is said, and does.
@@ -51,7 +51,7 @@ fn plan_file_gives_the_predicted_sizes() {
     let line = text.lines().find(|line| line.starts_with("products of a step at batch 1: ")).expect(&text);
     let words: Vec<&str> = line.split(' ').collect();
     assert!(words[7].parse::<f64>().is_ok() && words[8] == "us,", "{line}");
-    assert!(line.contains(" times the fastest plan's; forms that sm_89 runs, "), "{line}");
+    assert!(line.contains(" times the fastest plan's; encodings that sm_89 runs, "), "{line}");
     run(home.path(), &["fit", "model", "--memory", "1G", "--context", "128", "--plan", "plan.json"], 0);
     let taken = ["fit", "model", "--memory", "1G", "--plan", "model/config.json"];
     fails(home.path(), &taken, 2, "output-not-replaceable");
@@ -63,7 +63,7 @@ fn plan_file_gives_the_predicted_sizes() {
     let output = run(home.path(), &["fit", "model"], 2);
     assert!(stderr(&output).contains("--memory"), "{}", stderr(&output));
     // What no kernel reads as it is would be packed when it is loaded: no plan has it.
-    run(home.path(), &["demo", "--dir", "demo", "--size", "16M", "--profile", "resident", "-q"], 0);
+    run(home.path(), &["demo", "--dir", "demo", "--size", "16M", "--profile", "packed", "-q"], 0);
     for (arch, compact) in [("sm_90a", true), ("sm_89", false)] {
         let ask = ["fit", "demo/model", "--max-slowdown", "60%", "--batch", "8", "--context", "64", "--arch", arch];
         let report = json(&run(home.path(), &[&ask[..], &["--json"]].concat(), 0));

@@ -48,7 +48,7 @@ fn counts_exponents_in_every_profile() {
     assert!(total > 400_000, "{total}");
     assert_eq!(counts("palette"), expected);
     assert_eq!(counts("inference"), expected);
-    assert_eq!(counts("resident"), expected);
+    assert_eq!(counts("packed"), expected);
     assert_eq!(counts("compact"), expected);
 }
 

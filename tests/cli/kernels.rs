@@ -19,9 +19,9 @@ fn lists_and_emits_sources() {
     let name = kernels[0]["name"].as_str().unwrap();
     let source = stdout(&run(home.path(), &["kernels", "emit", name], 0));
     assert!(source.contains(name) && source.contains("__global__"), "{source}");
-    run(home.path(), &["kernels", "emit", "uw_sm90a_encode_*", "-o", "out"], 0);
-    assert!(home.path().join("out/uw_sm90a_encode_stats.cu").is_file());
-    assert!(home.path().join("out/uw_sm90a_encode_stats.plan.txt").is_file());
+    run(home.path(), &["kernels", "emit", "uw_sm90a_encode_huffman_*", "-o", "out"], 0);
+    assert!(home.path().join("out/uw_sm90a_encode_huffman_stats.cu").is_file());
+    assert!(home.path().join("out/uw_sm90a_encode_huffman_stats.plan.txt").is_file());
     assert!(home.path().join("out/include/unweight").is_dir());
     fails(home.path(), &["kernels", "emit"], 2, "usage");
     fails(home.path(), &["kernels", "list", "uw_sm90a_nothing"], 2, "kernel-name-invalid");
@@ -30,12 +30,13 @@ fn lists_and_emits_sources() {
     let text = fails(home.path(), &["kernels", "list", "uw_sm89_*", "--arch", "sm_86"], 2, "kernel-not-found");
     assert!(text.contains("`--arch sm_89`"), "{text}");
     assert!(
-        stdout(&run(home.path(), &["kernels", "list", "uw_sm89_decode_*", "--arch", "sm_89"], 0)).contains("_full_l7")
+        stdout(&run(home.path(), &["kernels", "list", "uw_sm89_decode_huffman_*", "--arch", "sm_89"], 0))
+            .contains("_full_l7")
     );
     // Without a word it is that of the GPU; where there is none, it is said.
     let output = run(home.path(), &["kernels", "list"], 0);
     match unweight_rt::Device::arch_of(0) {
-        Ok(arch) => assert!(stdout(&output).contains(&format!("uw_{}_encode_stats", arch.tag()))),
+        Ok(arch) => assert!(stdout(&output).contains(&format!("uw_{}_encode_huffman_stats", arch.tag()))),
         Err(_) => assert!(stderr(&output).contains("no GPU here: kernels for sm_90a; --arch"), "{}", stderr(&output)),
     }
     // What ships for another architecture, and what it does not have.
@@ -61,7 +62,7 @@ fn compile_fills_the_cache_once() {
     assert_eq!(json(&cached(&["cache", "dir", "--json"], 0))["exists"], false);
     cached(&["cache", "ls"], 0);
     assert!(!cache.exists(), "looking must not create");
-    let compile = ["kernels", "compile", "uw_sm90a_encode_stats", "uw_sm90a_encode_table", "--json"];
+    let compile = ["kernels", "compile", "uw_sm90a_encode_huffman_stats", "uw_sm90a_encode_huffman_table", "--json"];
     let states = |output: &Output| {
         let kernels = json(output)["kernels"].as_array().unwrap().clone();
         kernels.into_iter().map(|kernel| kernel["state"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
@@ -88,7 +89,7 @@ fn compile_fills_the_cache_once() {
     documented("cache prune", &pruned);
     assert_eq!(pruned["entries"], 1);
     documented("cache clear", &json(&cached(&["cache", "clear", "--json"], 0)));
-    let checked = json(&cached(&["kernels", "check", "uw_sm90a_encode_stats", "--json"], 0));
+    let checked = json(&cached(&["kernels", "check", "uw_sm90a_encode_huffman_stats", "--json"], 0));
     documented("kernels check", &checked);
     assert_eq!(checked["kernels"][0]["problems"].as_array().unwrap().len(), 0);
 }
@@ -97,7 +98,7 @@ fn compile_fills_the_cache_once() {
 fn compile_fails_if_the_cache_cannot_keep_them() {
     let home = tempfile::tempdir().unwrap();
     let compile = |limit: &str, nvrtc: Option<&Path>| {
-        let script = format!("{limit} exec \"$0\" kernels compile uw_sm90a_encode_stats --json");
+        let script = format!("{limit} exec \"$0\" kernels compile uw_sm90a_encode_huffman_stats --json");
         let mut command = Command::new("bash");
         command.args(["-c", &script]).arg(assert_cmd::cargo::cargo_bin!("unweight"));
         command.env("UNWEIGHT_CACHE_DIR", home.path().join("cache")).env_remove("UNWEIGHT_JIT");
@@ -126,7 +127,7 @@ fn compile_bundle_compiles_what_loading_needs() {
     needs_nvrtc();
     let home = tempfile::tempdir().unwrap();
     demo_model::write(&home.path().join("model"), &tiny()).unwrap();
-    run(home.path(), &["compress", "model", "-o", "bundle", "--profile", "resident"], 0);
+    run(home.path(), &["compress", "model", "-o", "bundle", "--profile", "packed"], 0);
     let cache = home.path().join("cache");
     let compile = || {
         let arguments = ["kernels", "compile", "--bundle", "bundle", "--max-batch", "8", "--json"];
@@ -151,10 +152,13 @@ fn compile_bundle_compiles_what_loading_needs() {
     ] {
         assert!(names.iter().any(|name| name.contains(part)), "no {part} in {names:?}");
     }
-    assert!(names.iter().all(|name| !name.contains("_gemm_wgmma_") && !name.contains("sm90a_decode_")), "{names:?}");
+    assert!(
+        names.iter().all(|name| !name.contains("_gemm_wgmma_") && !name.contains("sm90a_decode_huffman_")),
+        "{names:?}"
+    );
     assert!(stderr(&first).contains(&format!("{0}/{0}", names.len())), "a line per kernel");
     let second = json(&compile());
     assert!(second["kernels"].as_array().unwrap().iter().all(|kernel| kernel["state"] == "hit"), "{second}");
-    run(home.path(), &["kernels", "compile", "--bundle", "bundle", "uw_sm90a_encode_stats"], 2);
+    run(home.path(), &["kernels", "compile", "--bundle", "bundle", "uw_sm90a_encode_huffman_stats"], 2);
     run(home.path(), &["kernels", "compile", "--max-batch", "8"], 2);
 }

@@ -1,4 +1,5 @@
-//! The `unweight` binary from outside: output, JSON keys, exit status, errors, signals. A module per command or feature.
+//! The `unweight` binary from outside: output, JSON keys, exit status, errors, signals. A module per command or
+//! feature.
 #![cfg(feature = "cli")]
 
 mod archive;

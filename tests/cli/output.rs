@@ -139,7 +139,7 @@ fn json_keys_match_the_documentation() {
         ("demo", &["--size", "1M"]),
         ("doctor", &[]),
         ("kernels list", &[]),
-        ("kernels emit", &["uw_sm90a_encode_stats"]),
+        ("kernels emit", &["uw_sm90a_encode_huffman_stats"]),
         ("cache dir", &[]),
         ("cache clear", &[]),
     ];

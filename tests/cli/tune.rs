@@ -11,10 +11,10 @@ use crate::harness::{attach_plan, copy, fails, fixture, run, stderr};
 fn rejects_bad_arguments_before_loading() {
     let home = tempfile::tempdir().unwrap();
     copy(&fixture().join("model"), &home.path().join("model"));
-    for profile in ["resident", "inference"] {
+    for profile in ["packed", "inference"] {
         run(home.path(), &["compress", "model", "-o", profile, "--profile", profile, "--quiet"], 0);
     }
-    let text = fails(home.path(), &["tune", "resident"], 2, "nothing-to-tune");
+    let text = fails(home.path(), &["tune", "packed"], 2, "nothing-to-tune");
     assert!(text.contains("--profile inference"), "{text}");
     for (wrong, allowed) in [(["--batch", "3"], "1, 8, 16"), (["--mlp", "linears"], "neither stored nor alternate")] {
         let text = stderr(&run(home.path(), &[&["tune", "inference"], &wrong[..]].concat(), 2));

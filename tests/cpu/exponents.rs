@@ -5,7 +5,7 @@ use crate::harness::{Buffer, CpuKernel, Edit, Run};
 use std::sync::{LazyLock, Mutex, PoisonError};
 use unweight_codegen::{
     VariantSpec,
-    abi::DecodeArgs,
+    abi::DecodeHuffmanArgs,
     plan::{GemmShape, Plan},
     spec::{self, Arch, DecodeElement},
 };
@@ -48,8 +48,8 @@ struct Case {
 }
 
 impl Case {
-    /// Weights of which one in `one_in` has any bits, and all of the fifth row: even where every exponent has a code, as
-    /// E4M3's sixteen have, these are too long for it.
+    /// Weights of which one in `one_in` has any bits, and all of the fifth row: even where every exponent has a code,
+    /// as E4M3's sixteen have, these are too long for it.
     fn new(name: &'static str, float: Float, (n, k): (usize, usize), one_in: u64) -> Self {
         let seed = (n * 10_000 + k) as u64;
         let (mut bytes, mut random) = (float_weights(float, n * k, seed), Random::new(seed ^ 1));
@@ -146,7 +146,7 @@ impl Sections {
         buffers.push(("fault", Buffer::zeroed(4)));
         let find = |name: &str| &buffers.iter().find(|(n, _)| *n == name).unwrap().1;
         let address = |section: Section| find(section.name()).address();
-        let args = DecodeArgs {
+        let args = DecodeHuffmanArgs {
             sign_mantissa: find("fractions").address(),
             encoded_exp: address(Section::ENCODED_EXP),
             row_lengths: address(Section::ROW_LENGTHS),
@@ -268,8 +268,8 @@ fn hostile_bytes_neither_crash_nor_hang() {
 
 #[test]
 fn planted_bugs_are_caught() {
-    const DECODE: &str = "unweight/kernels/decode.cuh";
-    const ELEMENTS: &str = "unweight/form/elements.cuh";
+    const DECODE: &str = "unweight/kernels/decode_huffman.cuh";
+    const ELEMENTS: &str = "unweight/encoding/elements.cuh";
     // Not in groups of eight, and in groups of sixteen. Two others end where their sections do, which are filled up to
     // 16 bytes.
     const ODD: (usize, usize) = (67, 129);

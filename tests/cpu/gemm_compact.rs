@@ -160,7 +160,7 @@ impl Problem {
 }
 
 fn traits(spec: &VariantSpec) -> (u32, Epilogue) {
-    let Op::GemmCompact(op) = spec.op else { panic!("{spec} does not read the compact form") };
+    let Op::GemmCompact(op) = spec.op else { panic!("{spec} does not read the compact encoding") };
     (op.batch_tile.get(), op.epilogue)
 }
 
@@ -211,8 +211,8 @@ fn cluster_splits_k_and_adds() {
     check("b16_w1p2c8_store", &[(16, 64, 960)]);
 }
 
-/// Rows distributed over clusters and tiles over warps: shares that end in the middle of a row, in a warp, and between blocks;
-/// fewer tiles than warps; warps with several rows.
+/// Rows distributed over clusters and tiles over warps: shares that end in the middle of a row, in a warp, and between
+/// blocks; fewer tiles than warps; warps with several rows.
 #[test]
 fn row_blocks_are_distributed() {
     check("b8_w3p1c1_persistent_store", &[(8, 64 * 7, 320), (3, 64, 128), (9, 192, 64)]);
@@ -288,12 +288,12 @@ fn any_bytes_of(name: &str) {
 
 #[test]
 fn planted_bugs_are_caught() {
-    let (form, own) = ("unweight/form/compact.cuh", "unweight/kernels/gemm_compact.cuh");
+    let (encoding, own) = ("unweight/encoding/compact.cuh", "unweight/kernels/gemm_compact.cuh");
     let ring = "unweight/pipeline/warp_ring.cuh";
     let persistent = |from: &str| ["clear_sums", "first_of", "ahead_of"].iter().any(|word| from.contains(word));
     for (header, from, to) in [
-        (form, "at = kUp ? at + used : at - used;", "at = at + used;"),
-        (form, "p[6] = and_or(w[1] >> 2, 0x01800180u,", "p[6] = and_or(w[1] >> 2, 0x01000100u,"),
+        (encoding, "at = kUp ? at + used : at - used;", "at = at + used;"),
+        (encoding, "p[6] = and_or(w[1] >> 2, 0x01800180u,", "p[6] = and_or(w[1] >> 2, 0x01000100u,"),
         (own, "parity ^= slot == 0;", "parity ^= 1;"),
         // The refill that may overtake the warp's own loads.
         (ring, "            release_to_copy_engine();", "            ptx::sync_warp();"),
@@ -309,9 +309,9 @@ fn planted_bugs_are_caught() {
         (own, "sums[kPair + i * kPairs][f]", "sums[2 * kPair + i][f]"),
         (own, "ptx::mbarrier_expect_tx(slots.full(s), compact::kDenseTileBytes);", ""),
         (own, "(c % kHalf < kFirst) != (kPair == 0)", "(c % kHalf < 2) != (kPair == 0)"),
-        (form, "st_shared_x4(shared + at * 4, ptx", "st_shared_x4(shared + at, ptx"),
-        (form, "ptx::ld_global_nc(table + at / kCopies)", "ptx::ld_global_nc(table + at / 4)"),
-        (form, "word + 4 * i);", "word + 4 * (i < 3 ? i : 2));"),
+        (encoding, "st_shared_x4(shared + at * 4, ptx", "st_shared_x4(shared + at, ptx"),
+        (encoding, "ptx::ld_global_nc(table + at / kCopies)", "ptx::ld_global_nc(table + at / 4)"),
+        (encoding, "word + 4 * i);", "word + 4 * (i < 3 ? i : 2));"),
         // Sums of one row in those of the next; the place of another row; sums that the next row's warp never left
         // there.
         (own, "                clear_sums();", ""),
@@ -322,7 +322,7 @@ fn planted_bugs_are_caught() {
         (own, "gate + packed::kGateRows, up_low", "gate, up_low"),
     ] {
         let spec = spec(match to {
-            _ if header == form && to.contains("at / 4") => "gemm_compact_b8_w1p2c1_t8_pdl_store",
+            _ if header == encoding && to.contains("at / 4") => "gemm_compact_b8_w1p2c1_t8_pdl_store",
             _ if persistent(from) => "gemm_compact_b8_w3p1c2_persistent_store",
             _ if to.contains("gate") => "gemm_compact_b8_w1p2c1_pdl_silu_mul",
             // At batch tile 8 all dense words are loaded at once.

@@ -130,8 +130,8 @@ fn planted_bugs_of_threads_that_copy_are_caught() {
 fn planted_bugs_are_caught() {
     let (kernel, ring) = ("unweight/kernels/gemm_mma.cuh", "unweight/pipeline/warp_ring.cuh");
     for (header, from, to) in [
-        ("unweight/form/packed.cuh", "0x00780078u", "0x00700070u"),
-        ("unweight/form/escapes.cuh", "? 0x5410 : 0x3254", "? 0x3254 : 0x5410"),
+        ("unweight/encoding/packed.cuh", "0x00780078u", "0x00700070u"),
+        ("unweight/encoding/escapes.cuh", "? 0x5410 : 0x3254", "? 0x3254 : 0x5410"),
         (kernel, "parity ^= slot == 0;", "parity ^= 1;"),
         (kernel, "load_pieces.slot_bytes = S::kXBytes +", "load_pieces.slot_bytes = 0 *"),
         (kernel, "left -= here;", "left = 0;"),

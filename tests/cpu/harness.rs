@@ -1,4 +1,4 @@
-//! Builds kernels against the CPU prelude (`templates/cpu`) and runs them.
+//! Builds kernels against the CPU prelude (`tests/simulator`) and runs them.
 //!
 //! A kernel is what is rendered for its spec, launched as its plan says: the same text that the device compiler gets,
 //! the same block, shared memory, cluster and grid. Only [`CpuKernel::source`] takes a text, for the tests of the
@@ -17,7 +17,7 @@ use std::sync::OnceLock;
 use unweight_codegen::abi::{KernelArgs, TensorMap};
 use unweight_codegen::plan::{GemmShape, Plan};
 use unweight_codegen::spec::Op;
-use unweight_codegen::{Outside, VariantSpec, render};
+use unweight_codegen::{ExternalSource, VariantSpec, render};
 use unweight_format::Digest;
 
 type LaunchFn = unsafe extern "C" fn(u32, u32, u32, u32, u64, *const c_void) -> c_int;
@@ -69,7 +69,7 @@ pub struct CpuKernel {
     /// Empty for a hand-written source.
     plans: Vec<Plan>,
     /// Kernels from outside; empty for others.
-    outside: Vec<Outside>,
+    outside: Vec<ExternalSource>,
     launch: Vec<LaunchFn>,
     last_error: ErrorFn,
     register: RegisterFn,
@@ -100,7 +100,7 @@ impl Common {
             for (name, text) in unweight_templates::headers() {
                 key.add(name).add(text);
             }
-            for name in ["prelude.hpp", "machine.hpp", "ptx.hpp", "machine.cpp", "ptx.cpp"] {
+            for name in ["prelude.hpp", "simulator.hpp", "ptx.hpp", "simulator.cpp", "ptx.cpp"] {
                 key.add(std::fs::read(prelude().join(name)).unwrap());
             }
             let home = Path::new(env!("CARGO_TARGET_TMPDIR"));
@@ -194,7 +194,8 @@ impl Key {
     }
 }
 
-/// Each state of the headers leaves two folders, with every kernel that was compiled against them: only the newest stay.
+/// Each state of the headers leaves two folders, with every kernel that was compiled against them: only the newest
+/// stay.
 fn remove_old_preludes(home: &Path) {
     const KEPT: usize = 6;
     let entries = std::fs::read_dir(home).into_iter().flatten().flatten();
@@ -211,7 +212,7 @@ fn remove_old_preludes(home: &Path) {
 
 /// The headers that stand for the device.
 fn prelude() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("templates/cpu")
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/simulator")
 }
 
 impl CpuKernel {
@@ -237,7 +238,7 @@ impl CpuKernel {
     }
 
     /// Kernels from outside in one library.
-    pub fn outside(kernels: &[Outside], edits: &[Edit]) -> Self {
+    pub fn external(kernels: &[ExternalSource], edits: &[Edit]) -> Self {
         let (mut includes, mut bodies, mut exports) = (BTreeSet::new(), String::new(), String::new());
         let mut headers: Vec<(&str, &str)> = Vec::new();
         for (i, kernel) in kernels.iter().enumerate() {
@@ -415,9 +416,9 @@ impl CpuKernel {
     ///
     /// # Safety
     /// As [`CpuKernel::launch`].
-    pub unsafe fn run_outside<A: KernelArgs>(
+    pub unsafe fn run_external<A: KernelArgs>(
         &mut self,
-        kernel: &Outside,
+        kernel: &ExternalSource,
         (grid, seed): (u32, u64),
         args: &A,
         buffers: &[(&str, &[u8])],

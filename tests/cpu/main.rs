@@ -1,10 +1,11 @@
-//! The kernels' function on a CPU: what is rendered, built by a C++ compiler against `templates/cpu`, held against the
-//! oracle.
+//! The kernels' function on a CPU: what is rendered, built by a C++ compiler against `tests/simulator`, held against
+//! the oracle.
 
 mod activations;
 mod attention;
 mod compact_sections;
-mod compress;
+mod decode_compact;
+mod encode_compact;
 mod exponents;
 mod gemm_compact;
 mod gemm_mma;
@@ -18,4 +19,3 @@ mod preprocess;
 mod repack;
 mod rivals;
 mod sample;
-mod transcode;

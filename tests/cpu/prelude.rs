@@ -1,5 +1,5 @@
 //! The CPU prelude itself: what it computes for matrix instructions, swizzled copies, clusters and stores, and that it
-//! reports every kind of mistake it promises to find (`templates/cpu/README.md`).
+//! reports every kind of mistake it promises to find (`tests/simulator/README.md`).
 
 use crate::harness::{CpuKernel, Launch, MapSpec};
 use bytemuck::{Pod, Zeroable};

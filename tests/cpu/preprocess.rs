@@ -7,15 +7,15 @@ use crate::harness::{Buffer, CpuKernel, Edit, Run};
 use std::sync::{LazyLock, Mutex, PoisonError};
 use unweight_codegen::{
     VariantSpec,
-    abi::{DecodeArgs, EncodeArgs},
+    abi::{DecodeHuffmanArgs, EncodeHuffmanArgs},
     plan::{GemmShape, Plan},
     spec::{
-        self, Arch, DecodeElement, DecodeOutput, DecodeSpec, DecodeWarps, EncodeSpec, EncodeStage, Op, SmemCopy,
-        catalog,
+        self, Arch, DecodeElement, DecodeHuffmanSpec, DecodeOutput, DecodeWarps, EncodeHuffmanSpec, EncodeHuffmanStage,
+        Op, SmemCopy, catalog,
     },
 };
 use unweight_format::{
-    CodeLimit, FormId, Matrix,
+    CodeLimit, EncodingId, Matrix,
     raw::{HuffmanTensor, Section, bf16, oracle},
     testing::{Random, Weights},
 };
@@ -139,7 +139,7 @@ impl Decoders {
     fn spec(arch: Arch, copy: SmemCopy, output: DecodeOutput, limit: u32) -> VariantSpec {
         let (code_limit, warps) = (spec::CodeLimit::new(limit).unwrap(), DecodeWarps::FITTING);
         let element = DecodeElement::Bf16;
-        VariantSpec { arch, op: Op::Decode(DecodeSpec { output, element, code_limit, copy, warps }) }
+        VariantSpec { arch, op: Op::DecodeHuffman(DecodeHuffmanSpec { output, element, code_limit, copy, warps }) }
     }
 
     fn of(arch: Arch, copy: SmemCopy, outputs: &'static [DecodeOutput], limits: &'static [u32]) -> Self {
@@ -200,8 +200,12 @@ struct Sections {
 
 impl Sections {
     fn of(tensor: &HuffmanTensor<Vec<u8>>) -> Self {
-        let sections =
-            FormId::HUFFMAN.form().sections().iter().map(|&s| (s, tensor.section(s).unwrap().into_owned())).collect();
+        let sections = EncodingId::HUFFMAN
+            .encoding()
+            .sections()
+            .iter()
+            .map(|&s| (s, tensor.section(s).unwrap().into_owned()))
+            .collect();
         Self { n: tensor.grid().rows() as u32, k: tensor.grid().cols() as u32, sections }
     }
 
@@ -229,7 +233,7 @@ impl Sections {
         buffers.push(("fault", Buffer::zeroed(4)));
         let find = |name: &str| &buffers.iter().find(|(n, _)| *n == name).unwrap().1;
         let section = |s: Section| find(s.name());
-        let args = DecodeArgs {
+        let args = DecodeHuffmanArgs {
             sign_mantissa: section(Section::SIGN_MANTISSA).address(),
             encoded_exp: section(Section::ENCODED_EXP).address(),
             row_lengths: section(Section::ROW_LENGTHS).address(),
@@ -444,9 +448,9 @@ fn hostile_bytes_neither_crash_nor_hang() {
 fn planted_bugs_in_the_decoder_are_caught() {
     let case = &many_tiles();
     let tensor = case.encode(7);
-    const DECODE: &str = "unweight/kernels/decode.cuh";
-    const READER: &str = "unweight/form/huffman/reader.cuh";
-    const TABLES: &str = "unweight/form/huffman/tables.cuh";
+    const DECODE: &str = "unweight/kernels/decode_huffman.cuh";
+    const READER: &str = "unweight/encoding/huffman/reader.cuh";
+    const TABLES: &str = "unweight/encoding/huffman/tables.cuh";
     let bulk: [(&str, (&str, &str, &str)); 10] = [
         ("refills while loads are in flight", (DECODE, "pipeline::release_to_copy_engine();", "ptx::sync_warp();")),
         (
@@ -496,7 +500,7 @@ fn planted_bugs_in_the_decoder_are_caught() {
 // ---- encode --------------------------------------------------------------------------------------------------------
 
 fn encoders(edits: &[Edit]) -> Mutex<CpuKernel> {
-    let all: Vec<_> = catalog::of::<EncodeSpec>().collect();
+    let all: Vec<_> = catalog::of::<EncodeHuffmanSpec>().collect();
     Mutex::new(CpuKernel::all(&all, edits))
 }
 
@@ -517,7 +521,7 @@ fn encode(
     kernels: &Mutex<CpuKernel>,
     case: &Case,
     limit: u32,
-    stages: &[EncodeStage],
+    stages: &[EncodeHuffmanStage],
     capacity: Option<(u64, u32)>,
 ) -> Result<Encoded, String> {
     let (n, k) = (case.n as u32, case.k as u32);
@@ -541,7 +545,7 @@ fn encode(
         ("scan_state", Buffer::zeroed(scan_blocks * 32)),
     ];
     let at = |name: &str| buffers.iter().find(|(n, _)| *n == name).unwrap().1.address();
-    let args = EncodeArgs {
+    let args = EncodeHuffmanArgs {
         weights: at("weights"),
         sign_mantissa: at("sign_mantissa"),
         histogram: at("histogram"),
@@ -568,7 +572,7 @@ fn encode(
     let mut kernels = kernels.lock().unwrap_or_else(PoisonError::into_inner);
     for &stage in stages {
         let run = Run { problem: GemmShape { m: 0, n, k }, sms: 2, seed: 1 };
-        let spec = VariantSpec::encode(Arch::Sm90a, stage);
+        let spec = VariantSpec::encode_huffman(Arch::Sm90a, stage);
         // SAFETY: the buffers outlive the launch, and the kernel reaches them through checked wrappers only.
         unsafe { kernels.run(&spec, run, &args, &registered) }.map_err(|e| format!("{spec}: {e}"))?;
     }
@@ -576,12 +580,12 @@ fn encode(
     Ok(Encoded { buffers })
 }
 
-const HUFFMAN: [EncodeStage; 5] = {
-    use EncodeStage::{Rows, Scan, Stats, Table, Write};
+const HUFFMAN: [EncodeHuffmanStage; 5] = {
+    use EncodeHuffmanStage::{Rows, Scan, Stats, Table, Write};
     [Stats, Table, Rows, Scan, Write]
 };
-const PALETTE: [EncodeStage; 5] = {
-    use EncodeStage::{Palette, Rows, Scan, Stats, Table};
+const PALETTE: [EncodeHuffmanStage; 5] = {
+    use EncodeHuffmanStage::{Palette, Rows, Scan, Stats, Table};
     [Stats, Table, Rows, Scan, Palette]
 };
 

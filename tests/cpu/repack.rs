@@ -1,10 +1,10 @@
-//! The conversions of the packed form, run on the CPU prelude against `unweight_format::raw::packed`: the same bytes, any
-//! bytes survived, and planted bugs that must be caught.
+//! The conversions of the packed form, run on the CPU prelude against `unweight_format::raw::packed`: the same bytes,
+//! any bytes survived, and planted bugs that must be caught.
 
 use crate::harness::{Buffer, CpuKernel, Edit, Run, spec};
 use unweight_codegen::{
     VariantSpec,
-    abi::{EncodeArgs, RepackArgs},
+    abi::{EncodeHuffmanArgs, RepackArgs},
     plan::GemmShape,
     spec::{Arch, RepackStage},
 };
@@ -302,12 +302,12 @@ fn stats_count_without_sign_mantissa() {
     let case = Case::with(64, 192, 500, &SPECIAL);
     let weights = Buffer::of(&case.bytes);
     let histogram = Buffer::zeroed(1024);
-    let args = EncodeArgs {
+    let args = EncodeHuffmanArgs {
         weights: weights.address(),
         histogram: histogram.address(),
         n: case.n as u32,
         k: case.k as u32,
-        ..EncodeArgs::default()
+        ..EncodeHuffmanArgs::default()
     };
     let run = Run { problem: GemmShape { m: 0, n: args.n, k: args.k }, sms: 2, seed: 1 };
     let buffers = [("weights", weights.slice()), ("histogram", histogram.slice())];
@@ -321,8 +321,8 @@ fn stats_count_without_sign_mantissa() {
 
 #[test]
 fn planted_bugs_are_caught() {
-    let (own, shared) = ("unweight/kernels/repack.cuh", "unweight/form/weights.cuh");
-    let rows = "unweight/form/row_block.cuh";
+    let (own, shared) = ("unweight/kernels/repack.cuh", "unweight/encoding/weights.cuh");
+    let rows = "unweight/encoding/row_block.cuh";
     for (header, from, to) in [
         (rows, "ptx::shuffle_xor(upper ? v[i] : v[j], distance)", "ptx::shuffle_xor(upper ? v[j] : v[i], distance)"),
         (

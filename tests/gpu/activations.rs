@@ -7,7 +7,7 @@ use unweight_codegen::spec::{
 };
 use unweight_format::{Histogram, Matrix, raw::packed};
 use unweight_rt::{
-    DeviceBuffer, DeviceError, DevicePacked, KernelSet, MatrixMut, MatrixRef, Refusal, RowFault, Stream,
+    DeviceBuffer, DeviceError, DevicePacked, KernelSet, LaunchError, MatrixMut, MatrixRef, RowFault, Stream,
     raw::ops::{
         embed::{Embed, EmbedTable},
         norm::Norm,
@@ -15,7 +15,7 @@ use unweight_rt::{
     },
 };
 
-use crate::harness::{Random, gpu, guard_is_whole, lane, poison, refused, stream};
+use crate::harness::{Random, context, gpu, guard_is_whole, poison, refused, stream};
 
 const EPS: f32 = 1e-5;
 /// Repetitions of what must give the same bits.
@@ -57,7 +57,7 @@ fn norms(kernels: &KernelSet) -> Vec<Norm> {
 fn norms_of_every_width() {
     let kernels = gpu();
     let (stream, norms) = (stream(kernels), norms(kernels));
-    let mut lane = lane(&stream);
+    let mut ctx = context(&stream);
     for (m, d, gap) in [
         (1usize, 4096usize, 0usize),
         (3, 72, 8),
@@ -77,7 +77,7 @@ fn norms_of_every_width() {
             let mut y = output(&stream, m, pitch);
             let view = MatrixRef::new(&x, rows_u32, d_u32, pitch_u64).unwrap();
             norm.enqueue(
-                &mut lane,
+                &mut ctx,
                 view,
                 &gamma,
                 EPS,
@@ -85,7 +85,7 @@ fn norms_of_every_width() {
                 MatrixMut::new(&mut y, rows_u32, d_u32, pitch_u64).unwrap(),
             )
             .unwrap();
-            lane.synchronize().unwrap();
+            ctx.synchronize().unwrap();
             let whole = rows(&stream, &y, d, pitch, &what);
             assert_eq!(oracle::outside(&whole, &spans), None, "{what}");
             // The last row, the first and the last again, by a list: the same bits.
@@ -93,7 +93,7 @@ fn norms_of_every_width() {
             let list_on_device = DeviceBuffer::from_host(&stream, &list).unwrap();
             let mut y = output(&stream, 3, d);
             norm.enqueue(
-                &mut lane,
+                &mut ctx,
                 view,
                 &gamma,
                 EPS,
@@ -101,7 +101,7 @@ fn norms_of_every_width() {
                 MatrixMut::new(&mut y, 3, d_u32, d as u64).unwrap(),
             )
             .unwrap();
-            lane.synchronize().unwrap();
+            ctx.synchronize().unwrap();
             for (row, got) in list.iter().zip(rows(&stream, &y, d, d, &what).chunks_exact(d)) {
                 assert!(got == &whole[*row as usize * d..][..d], "{what}: row {row} by a list");
             }
@@ -114,14 +114,14 @@ fn norms_of_every_width() {
 fn invalid_row_ids_give_zeros_and_are_reported() {
     let kernels = gpu();
     let (stream, norms) = (stream(kernels), norms(kernels));
-    let mut lane = lane(&stream);
+    let mut ctx = context(&stream);
     let (x, gamma) = (buffer(&stream, &random(4 * 72, 1)), buffer(&stream, &random(72, 2)));
     let list = DeviceBuffer::from_host(&stream, &[0u32, 4, 3]).unwrap();
     let mut y = output(&stream, 3, 72);
     let view = MatrixRef::new(&x, 4, 72, 72).unwrap();
-    norms[0].enqueue(&mut lane, view, &gamma, EPS, Some(&list), MatrixMut::new(&mut y, 3, 72, 72).unwrap()).unwrap();
-    assert!(matches!(lane.synchronize(), Err(DeviceError::Row { row: 1, what: RowFault::Source })));
-    lane.synchronize().unwrap();
+    norms[0].enqueue(&mut ctx, view, &gamma, EPS, Some(&list), MatrixMut::new(&mut y, 3, 72, 72).unwrap()).unwrap();
+    assert!(matches!(ctx.synchronize(), Err(DeviceError::Row { row: 1, what: RowFault::Source })));
+    ctx.synchronize().unwrap();
     let y = rows(&stream, &y, 72, 72, "a list");
     assert!(y[72..144].iter().all(|half| *half == 0) && y[..72].iter().any(|half| *half != 0));
 }
@@ -131,7 +131,7 @@ fn invalid_row_ids_give_zeros_and_are_reported() {
 fn activations_of_every_width() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let mut lane = lane(&stream);
+    let mut ctx = context(&stream);
     for spec in
         SiluMulThreads::ALL.into_iter().flat_map(|threads| [false, true].map(|pdl| SiluMulSpec { threads, pdl }))
     {
@@ -153,9 +153,9 @@ fn activations_of_every_width() {
             let (x, mut y) = (buffer(&stream, &x), output(&stream, m, y_pitch));
             let view = MatrixRef::new(&x, m as u32, 2 * n as u32, x_pitch as u64).unwrap();
             silu_mul
-                .enqueue(&mut lane, view, MatrixMut::new(&mut y, m as u32, n as u32, y_pitch as u64).unwrap())
+                .enqueue(&mut ctx, view, MatrixMut::new(&mut y, m as u32, n as u32, y_pitch as u64).unwrap())
                 .unwrap();
-            lane.synchronize().unwrap();
+            ctx.synchronize().unwrap();
             assert_eq!(oracle::outside(&rows(&stream, &y, n, y_pitch, &what), &spans), None, "{what}");
         }
     }
@@ -166,7 +166,7 @@ fn activations_of_every_width() {
 fn embeddings_copy_their_rows() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let mut lane = lane(&stream);
+    let mut ctx = context(&stream);
     for (n, k, d, vocabulary) in [(128usize, 128usize, 72usize, 100u32), (6400, 4096, 4096, 6400), (64, 64, 64, 64)] {
         let mut weights = halves(&normal_bf16(n * k, 0.02, n as u64));
         // Escapes, alone and in lists.
@@ -197,9 +197,9 @@ fn embeddings_copy_their_rows() {
             for _ in 0..if n == 64 { AGAIN } else { 3 } {
                 poison(&stream, &mut y);
                 let view = MatrixMut::new(&mut y, ids.len() as u32, d as u32, d as u64 + 8).unwrap();
-                embed.enqueue(&mut lane, &on_device, table, view).unwrap();
+                embed.enqueue(&mut ctx, &on_device, table, view).unwrap();
                 assert!(
-                    matches!(lane.synchronize(), Err(DeviceError::Row { row: 17, what: RowFault::Token })),
+                    matches!(ctx.synchronize(), Err(DeviceError::Row { row: 17, what: RowFault::Token })),
                     "{what}"
                 );
                 let y = rows(&stream, &y, d, d + 8, &what);
@@ -219,7 +219,7 @@ fn embeddings_copy_their_rows() {
 fn dependent_launches_give_the_same_bits_again_and_again() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let mut lane = lane(&stream);
+    let mut ctx = context(&stream);
     let (m, d) = (37u32, 2048u32);
     let table = buffer(&stream, &random(500 * d as usize, 3));
     let gamma = buffer(&stream, &random(d as usize, 4));
@@ -236,9 +236,9 @@ fn dependent_launches_give_the_same_bits_again_and_again() {
     let mut a = output(&stream, m as usize, d as usize / 2);
     let mut step = || {
         let table = EmbedTable::Bf16(MatrixRef::new(&table, 500, d, d.into())?);
-        embed.enqueue(&mut lane, &ids, table, MatrixMut::new(&mut h, m, d, d.into())?)?;
+        embed.enqueue(&mut ctx, &ids, table, MatrixMut::new(&mut h, m, d, d.into())?)?;
         norm.enqueue(
-            &mut lane,
+            &mut ctx,
             MatrixRef::new(&h, m, d, d.into())?,
             &gamma,
             EPS,
@@ -246,7 +246,7 @@ fn dependent_launches_give_the_same_bits_again_and_again() {
             MatrixMut::new(&mut x, m, d, d.into())?,
         )?;
         silu_mul.enqueue(
-            &mut lane,
+            &mut ctx,
             MatrixRef::new(&x, m, d, d.into())?,
             MatrixMut::new(&mut a, m, d / 2, u64::from(d) / 2)?,
         )
@@ -269,24 +269,24 @@ fn dependent_launches_give_the_same_bits_again_and_again() {
 fn mismatched_operands_are_rejected_before_the_launch() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let mut lane = lane(&stream);
+    let mut ctx = context(&stream);
     let norm = norms(kernels).remove(0);
     let (x, gamma) = (buffer(&stream, &random(4 * 80, 1)), buffer(&stream, &random(72, 2)));
     let mut y = output(&stream, 4, 80);
     let mut run = |cols: u32, pitch: u64, rows: u32| {
         let y = MatrixMut::new(&mut y, rows, cols, pitch).unwrap();
-        refused(norm.enqueue(&mut lane, MatrixRef::new(&x, 4, cols, pitch).unwrap(), &gamma, EPS, None, y))
+        refused(norm.enqueue(&mut ctx, MatrixRef::new(&x, 4, cols, pitch).unwrap(), &gamma, EPS, None, y))
     };
-    assert!(matches!(run(70, 80, 4), Refusal::Columns { cols: 70, .. }));
-    assert!(matches!(run(72, 76, 4), Refusal::Pitch { pitch: 76, .. }));
-    assert!(matches!(run(72, 80, 3), Refusal::Output { .. }));
-    assert!(matches!(run(64, 80, 4), Refusal::Elements { buffer: "gamma", got: 72, expected: 64 }));
+    assert!(matches!(run(70, 80, 4), LaunchError::Columns { cols: 70, .. }));
+    assert!(matches!(run(72, 76, 4), LaunchError::Pitch { pitch: 76, .. }));
+    assert!(matches!(run(72, 80, 3), LaunchError::Output { .. }));
+    assert!(matches!(run(64, 80, 4), LaunchError::Elements { buffer: "gamma", got: 72, expected: 64 }));
     // In place: another block may still read what one has written.
     let place = MatrixRef::new(&x, 4, 72, 80).unwrap();
     // SAFETY: nothing is enqueued.
     let same = unsafe { MatrixMut::from_raw(kernels.device(), x.address(), 4, 72, 80) }.unwrap();
-    let overlap = Refusal::Overlap { written: "y", other: "x" };
-    assert_eq!(refused(norm.enqueue(&mut lane, place, &gamma, EPS, None, same)), overlap);
+    let overlap = LaunchError::Overlap { written: "y", other: "x" };
+    assert_eq!(refused(norm.enqueue(&mut ctx, place, &gamma, EPS, None, same)), overlap);
     let pdl = false;
     let source = EmbedSource::Packed;
     let packed = Embed::new(kernels.get(&VariantSpec::embed(Arch::Sm90a, EmbedSpec { source, pdl })).unwrap()).unwrap();
@@ -294,9 +294,9 @@ fn mismatched_operands_are_rejected_before_the_launch() {
     let mut few = output(&stream, 4, 72);
     let mut look_up = |rows| {
         let y = MatrixMut::new(&mut few, rows, 72, 72).unwrap();
-        refused(packed.enqueue(&mut lane, &ids, EmbedTable::Bf16(place), y))
+        refused(packed.enqueue(&mut ctx, &ids, EmbedTable::Bf16(place), y))
     };
-    assert_eq!(look_up(3), Refusal::Source { takes: "packed", got: "bf16" });
+    assert_eq!(look_up(3), LaunchError::Source { takes: "packed", got: "bf16" });
     assert!(Norm::new(kernels.get(&VariantSpec::embed(Arch::Sm90a, EmbedSpec { source, pdl })).unwrap()).is_err());
-    lane.synchronize().unwrap();
+    ctx.synchronize().unwrap();
 }

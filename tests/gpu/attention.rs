@@ -9,11 +9,11 @@ use unweight_codegen::{
     spec::{Arch, AttentionSpec, AttentionStep, Op, catalog},
 };
 use unweight_rt::{
-    DeviceBuffer, DeviceError, MatrixMut, Refusal, RowFault,
+    DeviceBuffer, DeviceError, LaunchError, MatrixMut, RowFault,
     raw::ops::attention::{Attention, PARTS_MAX},
 };
 
-use crate::harness::{Random, gpu, guard_is_whole, lane, poison, refused, stream};
+use crate::harness::{Random, context, gpu, guard_is_whole, poison, refused, stream};
 
 /// Other rows in every run; a failure prints it.
 fn fresh() -> u64 {
@@ -48,15 +48,15 @@ fn positions(random: &mut Random, rows: usize, longest: u64) -> Vec<u32> {
 fn check(attention: &Attention, case: &Decode, parts: u32) {
     let what = format!("{} x{parts} {case:?}", attention.kernel().spec());
     let (stream, problem) = (stream(gpu()), Problem::new(case));
-    let mut lane = lane(&stream);
+    let mut ctx = context(&stream);
     let on_device = DeviceProblem::new(&stream, &problem).unwrap();
-    let mut on_device = on_device.in_parts(attention, &mut lane, parts).unwrap();
+    let mut on_device = on_device.in_parts(attention, &mut ctx, parts).unwrap();
     let (m, columns) = (case.positions.len(), case.out_columns());
     let mut out = DeviceBuffer::<u16>::zeroed(&stream, m * columns).unwrap();
     poison(&stream, &mut out);
     let view = MatrixMut::new(&mut out, m as u32, columns as u32, columns as u64).unwrap();
-    on_device.decode(attention, &mut lane, view).unwrap_or_else(|error| panic!("{what}: {error}"));
-    lane.synchronize().unwrap_or_else(|error| panic!("{what}: {error}"));
+    on_device.decode(attention, &mut ctx, view).unwrap_or_else(|error| panic!("{what}: {error}"));
+    ctx.synchronize().unwrap_or_else(|error| panic!("{what}: {error}"));
     guard_is_whole(&stream, &out, &what);
     let (out, layer) = (out.to_host(&stream).unwrap(), on_device.layer(&stream).unwrap());
     assert_eq!(problem.mismatch(&out, &layer), None, "{what}");
@@ -141,22 +141,22 @@ fn a_recorded_launch_in_parts_replays_at_every_length() {
         let case = |positions: &[u32]| Decode { seed, ..Decode::new(128, 4, positions) };
         let problem = Problem::new(&case(&lengths));
         let columns = problem.case.out_columns();
-        let mut lane = lane(&stream);
+        let mut ctx = context(&stream);
         let batch = DeviceProblem::new(&stream, &problem).unwrap();
-        let mut batch = batch.in_parts(&attention, &mut lane, parts).unwrap();
+        let mut batch = batch.in_parts(&attention, &mut ctx, parts).unwrap();
         let mut together = DeviceBuffer::<u16>::zeroed(&stream, lengths.len() * columns).unwrap();
         let view = MatrixMut::new(&mut together, lengths.len() as u32, columns as u32, columns as u64).unwrap();
-        batch.decode(&attention, &mut lane, view).unwrap();
+        batch.decode(&attention, &mut ctx, view).unwrap();
         let together = together.to_host(&stream).unwrap();
 
         // A row alone, whose position, table, queries and pages become those of each of the rows in turn.
         let alone = problem.row(0);
-        let mut one = DeviceProblem::new(&stream, &alone).unwrap().in_parts(&attention, &mut lane, parts).unwrap();
+        let mut one = DeviceProblem::new(&stream, &alone).unwrap().in_parts(&attention, &mut ctx, parts).unwrap();
         let mut out = DeviceBuffer::<u16>::zeroed(&stream, columns).unwrap();
         let graph = stream
             .capture(|| {
                 let view = MatrixMut::new(&mut out, 1, columns as u32, columns as u64)?;
-                one.decode(&attention, &mut lane, view)
+                one.decode(&attention, &mut ctx, view)
             })
             .unwrap();
         for run in 0..3 {
@@ -170,7 +170,7 @@ fn a_recorded_launch_in_parts_replays_at_every_length() {
                 assert!(got == expected, "x{parts}, seed {seed}, run {run}: row {row} of {} tokens", lengths[row] + 1);
             }
         }
-        lane.synchronize().unwrap();
+        ctx.synchronize().unwrap();
     }
 }
 
@@ -199,15 +199,15 @@ fn repeated_launches_give_the_same_bits() {
         let seed = random.bits();
         let case = Decode { kv_heads: 4, norm: true, seed, ..Decode::new(op.head_dim.get() as usize, 4, &positions) };
         let (m, columns) = (case.positions.len(), case.out_columns());
-        let mut lane = lane(&stream);
+        let mut ctx = context(&stream);
         let on_device = DeviceProblem::new(&stream, &Problem::new(&case)).unwrap();
-        let mut on_device = on_device.in_parts(&attention, &mut lane, parts).unwrap();
+        let mut on_device = on_device.in_parts(&attention, &mut ctx, parts).unwrap();
         let mut outs: Vec<_> = (0..RUNS).map(|_| DeviceBuffer::<u16>::zeroed(&stream, m * columns).unwrap()).collect();
         let graph = stream
             .capture(|| {
                 outs.iter_mut().try_for_each(|out| {
                     let view = MatrixMut::new(out, m as u32, columns as u32, columns as u64)?;
-                    on_device.decode(&attention, &mut lane, view)
+                    on_device.decode(&attention, &mut ctx, view)
                 })
             })
             .unwrap();
@@ -222,7 +222,7 @@ fn repeated_launches_give_the_same_bits() {
                 assert!(*first == got, "{spec}, seed {seed}: launch {run} gave other bits");
             }
         }
-        lane.synchronize().unwrap();
+        ctx.synchronize().unwrap();
     }
 }
 
@@ -237,18 +237,18 @@ fn missing_pages_are_reported() {
         let case = Decode::new(op.head_dim.get() as usize, 4, &[100, 300, 200]);
         let problem = Problem::new(&case);
         let columns = case.out_columns();
-        let mut lane = lane(&stream);
+        let mut ctx = context(&stream);
         let mut run = |entries: &[(usize, u32)]| {
             let on_device = DeviceProblem::new(&stream, &problem).unwrap();
-            let mut on_device = on_device.in_parts(&attention, &mut lane, parts).unwrap();
+            let mut on_device = on_device.in_parts(&attention, &mut ctx, parts).unwrap();
             for (entry, page) in entries {
                 on_device.table().write(&stream, *entry, &[*page]).unwrap();
             }
             let mut out = DeviceBuffer::<u16>::zeroed(&stream, 3 * columns).unwrap();
             poison(&stream, &mut out);
             let view = MatrixMut::new(&mut out, 3, columns as u32, columns as u64).unwrap();
-            on_device.decode(&attention, &mut lane, view).unwrap();
-            (lane.synchronize(), out.to_host(&stream).unwrap())
+            on_device.decode(&attention, &mut ctx, view).unwrap();
+            (ctx.synchronize(), out.to_host(&stream).unwrap())
         };
         let (fault, right) = run(&[]);
         fault.unwrap();
@@ -269,39 +269,39 @@ fn operands_that_do_not_agree_are_refused() {
     let stream = stream(gpu());
     let spec: VariantSpec = "uw_sm90a_attention_decode_d128_w4p2c1".parse().unwrap();
     let attention = attention(&spec);
-    let mut lane = lane(&stream);
+    let mut ctx = context(&stream);
     let mut out = DeviceBuffer::<u16>::zeroed(&stream, 3 * 1024).unwrap();
     let case = Decode::new(64, 4, &[1, 2]);
     let mut other = DeviceProblem::new(&stream, &Problem::new(&case)).unwrap();
     let view = MatrixMut::new(&mut out, 2, 512, 512).unwrap();
-    assert_eq!(refused(other.decode(&attention, &mut lane, view)), Refusal::HeadDimOf { takes: 128, cache: 64 });
+    assert_eq!(refused(other.decode(&attention, &mut ctx, view)), LaunchError::HeadDimOf { takes: 128, cache: 64 });
     let prefill = Chunk { head_dim: 64, kv_heads: 2, group: 4, start: 0, tokens: 1, window: 0, seed: 1 };
     let view = MatrixMut::new(&mut out, 1, 512, 512).unwrap();
-    let step = refused(other.prefill(&attention, &mut lane, &prefill, view));
-    assert_eq!(step, Refusal::Step { takes: "decode", asked: "prefill" });
+    let step = refused(other.prefill(&attention, &mut ctx, &prefill, view));
+    assert_eq!(step, LaunchError::Step { takes: "decode", asked: "prefill" });
     let case = Decode::new(128, 4, &[1, 2]);
     let mut right = DeviceProblem::new(&stream, &Problem::new(&case)).unwrap();
     for (rows, columns) in [(3, 1024), (2, 1000), (2, 512)] {
         let view = MatrixMut::new(&mut out, rows, columns, columns.into()).unwrap();
-        assert!(matches!(refused(right.decode(&attention, &mut lane, view)), Refusal::AttentionHeads { .. }));
+        assert!(matches!(refused(right.decode(&attention, &mut ctx, view)), LaunchError::AttentionHeads { .. }));
     }
-    // Parts: too many, for a kernel that has none, and for a lane without room.
-    assert_eq!(refused(attention.lane_size(2, 2, 2)), Refusal::Parts { parts: 2, limit: 1 });
+    // Parts: too many, for a kernel that has none, and for an execution context without room.
+    assert_eq!(refused(attention.context_size(2, 2, 2)), LaunchError::Parts { parts: 2, limit: 1 });
     let spec: VariantSpec = "uw_sm90a_attention_decode_d128_w4p2c1_split_async".parse().unwrap();
     let split = self::attention(&spec);
-    assert_eq!(refused(split.lane_size(2, 2, 0)), Refusal::Parts { parts: 0, limit: PARTS_MAX });
-    assert_eq!(refused(split.lane_size(2, 2, PARTS_MAX + 1)), Refusal::Parts { parts: 33, limit: PARTS_MAX });
+    assert_eq!(refused(split.context_size(2, 2, 0)), LaunchError::Parts { parts: 0, limit: PARTS_MAX });
+    assert_eq!(refused(split.context_size(2, 2, PARTS_MAX + 1)), LaunchError::Parts { parts: 33, limit: PARTS_MAX });
     let problem = DeviceProblem::new(&stream, &Problem::new(&case)).unwrap();
-    let mut other = crate::harness::lane(&stream);
+    let mut other = context(&stream);
     let mut problem = problem.in_parts(&split, &mut other, 2).unwrap();
     let view = MatrixMut::new(&mut out, 2, 1024, 1024).unwrap();
-    assert!(matches!(refused(problem.decode(&split, &mut lane, view)), Refusal::LaneTooSmall { .. }));
+    assert!(matches!(refused(problem.decode(&split, &mut ctx, view)), LaunchError::ContextTooSmall { .. }));
 }
 
 fn check_chunk(attention: &Attention, chunk: &Chunk) -> Vec<u16> {
     let what = format!("{} {chunk:?}", attention.kernel().spec());
     let (stream, problem) = (stream(gpu()), ChunkProblem::new(chunk));
-    let mut lane = lane(&stream);
+    let mut ctx = context(&stream);
     let mut on_device = DeviceProblem::new(&stream, &problem.sequence).unwrap();
     let (m, columns) = (chunk.tokens, problem.sequence.case.out_columns());
     let mut first: Option<Vec<u16>> = None;
@@ -309,8 +309,8 @@ fn check_chunk(attention: &Attention, chunk: &Chunk) -> Vec<u16> {
         let mut out = DeviceBuffer::<u16>::zeroed(&stream, m as usize * columns).unwrap();
         poison(&stream, &mut out);
         let view = MatrixMut::new(&mut out, m, columns as u32, columns as u64).unwrap();
-        on_device.prefill(attention, &mut lane, chunk, view).unwrap_or_else(|error| panic!("{what}: {error}"));
-        lane.synchronize().unwrap_or_else(|error| panic!("{what}: {error}"));
+        on_device.prefill(attention, &mut ctx, chunk, view).unwrap_or_else(|error| panic!("{what}: {error}"));
+        ctx.synchronize().unwrap_or_else(|error| panic!("{what}: {error}"));
         guard_is_whole(&stream, &out, &what);
         let out = out.to_host(&stream).unwrap();
         let first = first.get_or_insert_with(|| out.clone());

@@ -1,7 +1,7 @@
 //! What cuBLASLt proposes, timed: the fastest is taken, and gives the product that the library's own choice gives.
 
 use crate::harness::{Random, bf16, gpu, guard_is_whole, poison, stream, value};
-use unweight_rt::{DeviceBuffer, DeviceMatrix, Lane, LaneSize, MatrixRef, Refusal};
+use unweight_rt::{ContextSize, DeviceBuffer, DeviceMatrix, ExecContext, LaunchError, MatrixRef};
 
 /// Elements that neither rounding nor the order of fp32 sums explains.
 fn close(got: &[u16], other: &[u16], what: &str) {
@@ -15,7 +15,7 @@ fn close(got: &[u16], other: &[u16], what: &str) {
 #[ignore = "needs a GPU"]
 fn a_tuned_product_is_the_same_product_and_no_slower() {
     let stream = stream(gpu());
-    let mut lane = Lane::new(&stream, LaneSize::default().with_cublas()).unwrap();
+    let mut ctx = ExecContext::new(&stream, ContextSize::default().with_cublas()).unwrap();
     let mut rng = Random::new(21);
     let mut random = |count: usize| -> Vec<u16> { (0..count).map(|_| bf16(rng.normal())).collect() };
     let mut proposed = 0;
@@ -26,26 +26,26 @@ fn a_tuned_product_is_the_same_product_and_no_slower() {
         let before = random(m as usize * n as usize);
         let mut y = DeviceMatrix::zeroed(&stream, m, n).unwrap();
         for add in [false, true] {
-            let product = |lane: &mut Lane, y: &mut DeviceMatrix| {
+            let product = |ctx: &mut ExecContext, y: &mut DeviceMatrix| {
                 poison(&stream, y);
                 y.write(&stream, 0, &before).unwrap();
-                lane.cublas().unwrap().matmul(x.view(), ws[1].view(), y.view_mut(), add).unwrap();
+                ctx.cublas().unwrap().matmul(x.view(), ws[1].view(), y.view_mut(), add).unwrap();
                 guard_is_whole(&stream, y, "cuBLAS");
                 y.to_host(&stream).unwrap()
             };
-            let own = product(&mut lane, &mut y);
+            let own = product(&mut ctx, &mut y);
             let views: Vec<MatrixRef<'_>> = ws.iter().map(DeviceMatrix::view).collect();
-            let found = lane.cublas().unwrap().tune(x.view(), &views, y.view_mut(), add).unwrap();
+            let found = ctx.cublas().unwrap().tune(x.view(), &views, y.view_mut(), add).unwrap();
             eprintln!("m = {m}, {n} x {k}, add {add}: {found:?}");
             assert!(found.best_us > 0.0 && found.best_us <= found.own_us, "{found:?}");
             proposed += found.proposals;
             let what = format!("m = {m}, {n} x {k}, add {add}");
-            let tuned = product(&mut lane, &mut y);
+            let tuned = product(&mut ctx, &mut y);
             close(&tuned, &own, &what);
-            assert!(product(&mut lane, &mut y) == tuned, "{what}: two runs differ");
+            assert!(product(&mut ctx, &mut y) == tuned, "{what}: two runs differ");
             // And in a graph.
             let graph = stream
-                .capture(|| lane.cublas()?.matmul(x.view(), ws[1].view(), y.view_mut(), add))
+                .capture(|| ctx.cublas()?.matmul(x.view(), ws[1].view(), y.view_mut(), add))
                 .unwrap_or_else(|error| panic!("{what}: {error}"));
             y.write(&stream, 0, &before).unwrap();
             // SAFETY: everything that the graph names is alive.
@@ -61,7 +61,7 @@ fn a_tuned_product_is_the_same_product_and_no_slower() {
 #[ignore = "needs a GPU"]
 fn tuned_algorithms_apply_only_to_what_was_tuned() {
     let stream = stream(gpu());
-    let mut lane = Lane::new(&stream, LaneSize::default().with_cublas()).unwrap();
+    let mut ctx = ExecContext::new(&stream, ContextSize::default().with_cublas()).unwrap();
     let mut rng = Random::new(22);
     let mut random = |count: usize| -> Vec<u16> { (0..count).map(|_| bf16(rng.normal())).collect() };
     let w = DeviceMatrix::from_host(&stream, 256, 128, &random(256 * 128)).unwrap();
@@ -70,7 +70,7 @@ fn tuned_algorithms_apply_only_to_what_was_tuned() {
     // Rows 1 to 8 begin 256 bytes on; columns 1 to 127 of rows do not.
     let (aligned, shifted) = (whole.part(1..9, 0..128).unwrap(), whole.part(0..8, 1..128).unwrap());
     let mut y = DeviceMatrix::zeroed(&stream, 8, 256).unwrap();
-    let cublas = lane.cublas().unwrap();
+    let cublas = ctx.cublas().unwrap();
     cublas.tune(aligned, &[w.view()], y.view_mut(), false).unwrap();
     let narrow = w.view().part(0..256, 1..128).unwrap();
     let found = cublas.tune(shifted, &[narrow], y.view_mut(), false).unwrap();
@@ -89,9 +89,9 @@ fn tuned_algorithms_apply_only_to_what_was_tuned() {
     }
     let other = DeviceMatrix::zeroed(&stream, 128, 128).unwrap();
     let unlike = cublas.tune(aligned, &[w.view(), other.view()], y.view_mut(), false).unwrap_err();
-    assert!(matches!(unlike.refusal(), Some(Refusal::Shape { .. })), "{unlike}");
+    assert!(matches!(unlike.launch_error(), Some(LaunchError::Shape { .. })), "{unlike}");
     let none = cublas.tune(aligned, &[], y.view_mut(), false).unwrap();
     assert_eq!((none.proposals, none.best_us), (0, 0.0));
     let captured = stream.capture(|| cublas.tune(aligned, &[w.view()], y.view_mut(), false).map(drop));
-    assert_eq!(captured.err().and_then(|error| error.refusal().cloned()), Some(Refusal::Capturing));
+    assert_eq!(captured.err().and_then(|error| error.launch_error().cloned()), Some(LaunchError::Capturing));
 }

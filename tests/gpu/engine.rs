@@ -4,8 +4,8 @@ use std::{collections::BTreeMap, path::Path};
 
 use half::bf16;
 use unweight::engine::{
-    Engine, EngineError, EngineOptions, Event, Finish, Linears, NO_TOKEN, Rejected, Request, Resident, SampleParams,
-    SeqId,
+    AdmissionError, Engine, EngineError, EngineOptions, Event, Finish, Linears, NO_TOKEN, Request, Resident,
+    SampleParams, SeqId,
     memory::{self, Shared},
 };
 use unweight_format::{
@@ -69,7 +69,7 @@ const BOUND: f64 = 0.02;
 fn logits_match_the_reference_on_every_route() {
     for model in &MODELS {
         let home = tempfile::tempdir().unwrap();
-        for profile in [Profile::Resident, Profile::Distribution, Profile::Palette, Profile::Compact] {
+        for profile in [Profile::Packed, Profile::Distribution, Profile::Palette, Profile::Compact] {
             let bundle = bundle(home.path(), model, profile);
             let config = ModelConfig::of_bundle(&bundle).unwrap();
             let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
@@ -102,15 +102,15 @@ fn logits_match_the_reference_on_every_route() {
     }
 }
 
-/// What is counted before anything is loaded is what the engine then says of itself; or a little more, where tensors turn
-/// out to have no escapes.
+/// What is counted before anything is loaded is what the engine then says of itself; or a little more, where tensors
+/// turn out to have no escapes.
 #[test]
 #[ignore = "needs a GPU"]
 fn planned_memory_equals_reserved_memory() {
     let model = &MODELS[0];
     let home = tempfile::tempdir().unwrap();
     for (profile, resident) in [
-        (Profile::Resident, Resident::Fast),
+        (Profile::Packed, Resident::Fast),
         (Profile::Distribution, Resident::Fast),
         (Profile::Compact, Resident::Fast),
         (Profile::Compact, Resident::Small),
@@ -120,8 +120,8 @@ fn planned_memory_equals_reserved_memory() {
             let options = options().max_batch(max_batch).resident(resident);
             let engine = load(&bundle, options.clone());
             let (config, had) = (engine.config(), *engine.memory());
-            let lane = memory::lane_size(config, &options, gpu().chooser(), |_| resident == Resident::Small);
-            let shared = Shared::planned(config, &options, lane);
+            let ctx = memory::context_size(config, &options, gpu().chooser(), |_| resident == Resident::Small);
+            let shared = Shared::planned(config, &options, ctx);
             let planned = memory::plan(config, &options, (had.weights, shared), 4 << 30).unwrap();
             let what = format!("{profile:?}, {resident:?}, {max_batch}: {had}; planned {planned}");
             assert!(had.working <= planned.working && planned.working - had.working <= had.working / 10, "{what}");
@@ -220,7 +220,7 @@ fn requests(count: usize, vocab: usize, params: SampleParams, seed: u64) -> Vec<
 #[ignore = "needs a GPU"]
 fn greedy_sampling_takes_the_most_likely_token() {
     let home = tempfile::tempdir().unwrap();
-    let bundle = bundle(home.path(), &MODELS[0], Profile::Resident);
+    let bundle = bundle(home.path(), &MODELS[0], Profile::Packed);
     for graphs in [true, false] {
         let mut engine = load(&bundle, options().graphs(graphs));
         // More than there are rows, and more pages than there are for all at once.
@@ -249,7 +249,7 @@ fn greedy_sampling_takes_the_most_likely_token() {
 #[ignore = "needs a GPU"]
 fn the_same_seeds_give_the_same_tokens_every_time() {
     let home = tempfile::tempdir().unwrap();
-    let bundle = bundle(home.path(), &MODELS[0], Profile::Resident);
+    let bundle = bundle(home.path(), &MODELS[0], Profile::Packed);
     for linears in [Linears::Packed, Linears::Bf16] {
         let mut engine = load(&bundle, options().linears(linears));
         let params = SampleParams::default().temperature(0.9).top_k(50).top_p(0.95).min_p(0.01);
@@ -271,7 +271,7 @@ fn the_same_seeds_give_the_same_tokens_every_time() {
 #[ignore = "needs a GPU"]
 fn rejected_requests_do_not_stop_the_others() {
     let home = tempfile::tempdir().unwrap();
-    let bundle = bundle(home.path(), &MODELS[0], Profile::Resident);
+    let bundle = bundle(home.path(), &MODELS[0], Profile::Packed);
     let mut engine = load(&bundle, options());
     let good = Request::new(tokens(20, MODELS[0].vocab, 1)).max_new_tokens(30);
     let alone = run(&mut engine, std::slice::from_ref(&good));
@@ -297,7 +297,7 @@ fn rejected_requests_do_not_stop_the_others() {
             assert_eq!(engine.logits(&text).unwrap(), truth, "turn {turn}");
         }
         let logits = engine.logits(&[MODELS[0].vocab as u32]);
-        assert!(matches!(logits, Err(EngineError::Rejected(Rejected::UnknownToken { .. }))));
+        assert!(matches!(logits, Err(EngineError::AdmissionError(AdmissionError::UnknownToken { .. }))));
     }
     assert_eq!(told, alone[0], "one row beside nobody: the same kernels, the same bits");
     let huge = load_error(&bundle, options().memory(1 << 20));
@@ -318,7 +318,7 @@ fn load_error(bundle: &Bundle, options: EngineOptions) -> EngineError {
 #[ignore = "needs a GPU"]
 fn sequences_wait_for_pages() {
     let home = tempfile::tempdir().unwrap();
-    let bundle = bundle(home.path(), &MODELS[0], Profile::Resident);
+    let bundle = bundle(home.path(), &MODELS[0], Profile::Packed);
     let whole = *load(&bundle, options()).memory();
     let page = whole.token * 64;
     let little = whole.weights + whole.working + 9 * page;
@@ -355,7 +355,7 @@ fn nan_logits_end_a_sequence_without_stopping_the_engine() {
         bytes[at + 2 * element..at + 2 * element + 2].copy_from_slice(&0x7fc0u16.to_le_bytes());
     }
     std::fs::write(&file, bytes).unwrap();
-    let bundle = bundle(home.path(), &MODELS[0], Profile::Resident);
+    let bundle = bundle(home.path(), &MODELS[0], Profile::Packed);
     let mut engine = load(&bundle, options());
     for params in [SampleParams::default(), SampleParams::default().temperature(1.0).top_p(0.9)] {
         for _ in 0..2 {
@@ -377,7 +377,7 @@ fn nan_logits_end_a_sequence_without_stopping_the_engine() {
 #[ignore = "needs a GPU"]
 fn cancelled_sequences_report_no_more_tokens() {
     let home = tempfile::tempdir().unwrap();
-    let bundle = bundle(home.path(), &MODELS[0], Profile::Resident);
+    let bundle = bundle(home.path(), &MODELS[0], Profile::Packed);
     let mut engine = load(&bundle, options());
     let free = engine.free_pages();
     let kept = engine.add(Request::new(tokens(10, 1000, 1)).max_new_tokens(40)).unwrap();
@@ -404,7 +404,7 @@ fn cancelled_sequences_report_no_more_tokens() {
 fn a_mixture_follows_the_reference() {
     let model = DemoOptions { hidden: 256, intermediate: 192, experts: 8, ..MODELS[0] };
     let home = tempfile::tempdir().unwrap();
-    for profile in [Profile::Resident, Profile::Distribution, Profile::Compact] {
+    for profile in [Profile::Packed, Profile::Distribution, Profile::Compact] {
         let bundle = bundle(home.path(), &model, profile);
         let config = ModelConfig::of_bundle(&bundle).unwrap();
         let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
@@ -470,14 +470,14 @@ fn sayings(engine: &mut Engine, vocab: usize) -> (BTreeMap<SeqId, Vec<u32>>, Vec
 
 type Make<'a> = &'a dyn Fn(EngineOptions) -> Engine;
 
-/// Experts that are fetched when they are chosen: the tokens and the logits are those of the engine that has all of them
-/// on the device, bit by bit, whatever has room there.
+/// Experts that are fetched when they are chosen: the tokens and the logits are those of the engine that has all of
+/// them on the device, bit by bit, whatever has room there.
 #[test]
 #[ignore = "needs a GPU"]
 fn offloaded_experts_give_the_same_tokens() {
     let home = tempfile::tempdir().unwrap();
     let mixtral = DemoOptions { hidden: 256, intermediate: 192, experts: 8, ..MODELS[0] };
-    let bundle = bundle(home.path(), &mixtral, Profile::Resident);
+    let bundle = bundle(home.path(), &mixtral, Profile::Packed);
     let qwen3 = r#"{"model_type": "qwen3_moe", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512,
         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 1e-06,
         "max_position_embeddings": 4096, "num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 128,
@@ -516,7 +516,7 @@ fn offloaded_experts_give_the_same_tokens() {
         assert_eq!((all.expert_traffic().unwrap(), all.memory().weights), (None, whole.memory().weights));
     }
     let other = tempfile::tempdir().unwrap();
-    let dense = self::bundle(other.path(), &MODELS[0], Profile::Resident);
+    let dense = self::bundle(other.path(), &MODELS[0], Profile::Packed);
     let refused = Engine::load(gpu(), &dense, options().resident_experts(2), &|_| {});
     assert!(matches!(refused, Err(EngineError::NoExperts(2))), "{refused:?}");
 }

@@ -1,10 +1,10 @@
-//! Decoders of the form `exponents` on the GPU: FP8, F16 and F32, byte for byte what was encoded; sections that lie stay
-//! inside. Meant to be run under `compute-sanitizer` as well.
+//! Decoders of the form `exponents` on the GPU: FP8, F16 and F32, byte for byte what was encoded; sections that lie
+//! stay inside. Meant to be run under `compute-sanitizer` as well.
 
-use crate::harness::{OwnedCoded, Random, SHAPES, gpu, guard_is_whole, lane, poison, refusal, refused, stream};
+use crate::harness::{OwnedCoded, Random, SHAPES, context, gpu, guard_is_whole, launch_error, poison, refused, stream};
 use unweight_codegen::{
     VariantSpec,
-    spec::{self, Arch, DecodeElement, DecodeOutput, DecodeSpec, DecodeWarps, Op, SmemCopy},
+    spec::{self, Arch, DecodeElement, DecodeHuffmanSpec, DecodeOutput, DecodeWarps, Op, SmemCopy},
 };
 use unweight_format::{
     CodeLimit, Float, FloatMatrix, Matrix, TileGrid,
@@ -12,10 +12,10 @@ use unweight_format::{
     testing::float_weights,
 };
 use unweight_rt::{
-    DeviceBuffer, DeviceError, DeviceMatrix, KernelSet, Refusal, Stream,
+    DeviceBuffer, DeviceError, DeviceMatrix, KernelSet, LaunchError, Stream,
     raw::{
         choose::graph,
-        ops::decode::Decoder,
+        ops::decode_huffman::Decoder,
         weight::{DeviceExponents, DeviceHuffman, ExponentsSections},
     },
 };
@@ -29,8 +29,11 @@ const BLOCKS: [(SmemCopy, u32); 4] =
 fn spec(float: Float, bits: u32, (copy, warps): (SmemCopy, u32)) -> VariantSpec {
     let limit = spec::CodeLimit::new(bits).unwrap();
     let spec = VariantSpec::decode_elements(Arch::Sm90a, DecodeElement::of(float), limit);
-    let Op::Decode(op) = spec.op else { unreachable!("a decoder") };
-    VariantSpec { op: Op::Decode(DecodeSpec { copy, warps: DecodeWarps::new(warps).unwrap(), ..op }), ..spec }
+    let Op::DecodeHuffman(op) = spec.op else { unreachable!("a decoder") };
+    VariantSpec {
+        op: Op::DecodeHuffman(DecodeHuffmanSpec { copy, warps: DecodeWarps::new(warps).unwrap(), ..op }),
+        ..spec
+    }
 }
 
 fn decoder(kernels: &KernelSet, spec: &VariantSpec) -> Decoder {
@@ -62,14 +65,14 @@ fn encode(float: Float, bytes: &[u8], (rows, cols): (usize, usize), limit: u32) 
 fn exact(kernels: &KernelSet, tensor: &ExponentsTensor<Vec<u8>>, bytes: &[u8], bits: u32, what: &str) {
     let stream = stream(kernels);
     let device = DeviceExponents::upload(&stream, tensor).unwrap();
-    let mut lane = lane(&stream);
+    let mut ctx = context(&stream);
     let mut output = DeviceBuffer::zeroed(&stream, bytes.len()).unwrap();
     for block in BLOCKS {
         let decoder = decoder(kernels, &spec(tensor.float(), bits, block));
         poison(&stream, &mut output);
-        decoder.elements(&mut lane, &device, &mut output).unwrap();
+        decoder.elements(&mut ctx, &device, &mut output).unwrap();
         let what = format!("{:?} {what} {block:?}", tensor.float());
-        lane.synchronize().unwrap_or_else(|error| panic!("{what}: {error}"));
+        ctx.synchronize().unwrap_or_else(|error| panic!("{what}: {error}"));
         let got = output.to_host(&stream).unwrap();
         let wrong = got.iter().zip(bytes).position(|(got, want)| got != want);
         assert_eq!(wrong, None, "{what}: byte");
@@ -134,7 +137,7 @@ fn every_code_limit() {
 fn repeated_launches_decode_the_same_bytes() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let mut lane = lane(&stream);
+    let mut ctx = context(&stream);
     for float in CODED {
         for seed in 0..20 {
             // Rows that end within a tile.
@@ -146,8 +149,8 @@ fn repeated_launches_decode_the_same_bytes() {
             let mut output = DeviceBuffer::zeroed(&stream, bytes.len()).unwrap();
             for launch in 0..100 {
                 poison(&stream, &mut output);
-                decoder.elements(&mut lane, &device, &mut output).unwrap();
-                lane.synchronize().unwrap();
+                decoder.elements(&mut ctx, &device, &mut output).unwrap();
+                ctx.synchronize().unwrap();
                 assert!(output.to_host(&stream).unwrap() == bytes, "{float:?}, seed {seed}, launch {launch}");
             }
             guard_is_whole(&stream, &output, "a decoder");
@@ -173,7 +176,7 @@ fn a_matrix_of_more_tiles_than_warps_of_each_type() {
 fn mismatched_operands_are_rejected_before_the_launch() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let mut lane = lane(&stream);
+    let mut ctx = context(&stream);
     let bytes = weights(Float::F16, 64 * 64, 20, 1);
     let tensor = encode(Float::F16, &bytes, (64, 64), 15);
     let device = DeviceExponents::upload(&stream, &tensor).unwrap();
@@ -181,32 +184,32 @@ fn mismatched_operands_are_rejected_before_the_launch() {
     assert!(bits > 7, "{bits}");
     let mut output = DeviceBuffer::zeroed(&stream, bytes.len()).unwrap();
     let short = shipped(kernels, Float::F16, 7);
-    assert_eq!(refused(short.elements(&mut lane, &device, &mut output)), Refusal::CodeBits { limit: 7, bits });
+    assert_eq!(refused(short.elements(&mut ctx, &device, &mut output)), LaunchError::CodeBits { limit: 7, bits });
     let other = shipped(kernels, Float::E5M2, 15);
-    let element = Refusal::DecodesElement { writes: DecodeElement::E5M2, tensor: DecodeElement::F16 };
-    assert_eq!(refused(other.elements(&mut lane, &device, &mut output)), element);
+    let element = LaunchError::DecodesElement { writes: DecodeElement::E5M2, tensor: DecodeElement::F16 };
+    assert_eq!(refused(other.elements(&mut ctx, &device, &mut output)), element);
     let right = shipped(kernels, Float::F16, bits);
     let mut small = DeviceBuffer::zeroed(&stream, bytes.len() - 1).unwrap();
-    let elements = Refusal::Elements { buffer: "the output", got: 8191, expected: 8192 };
-    assert_eq!(refused(right.elements(&mut lane, &device, &mut small)), elements);
+    let elements = LaunchError::Elements { buffer: "the output", got: 8191, expected: 8192 };
+    assert_eq!(refused(right.elements(&mut ctx, &device, &mut small)), elements);
     // BF16 by a decoder of F16, F16 by one of indices.
     let huffman = huffman::encode(Matrix::new(&bytes, 64, 64).unwrap(), CodeLimit::DEFAULT).unwrap();
     let huffman = DeviceHuffman::upload(&stream, &huffman).unwrap();
     let mut whole = DeviceMatrix::zeroed(&stream, 64, 64).unwrap();
-    let element = Refusal::DecodesElement { writes: DecodeElement::F16, tensor: DecodeElement::Bf16 };
-    assert_eq!(refused(right.full(&mut lane, &huffman, whole.view_mut())), element);
+    let element = LaunchError::DecodesElement { writes: DecodeElement::F16, tensor: DecodeElement::Bf16 };
+    assert_eq!(refused(right.full(&mut ctx, &huffman, whole.view_mut())), element);
     let indices = decoder(kernels, &graph::decoder(Arch::Sm90a, DecodeOutput::Palette, 15).unwrap());
-    let writes = Refusal::Decodes { writes: DecodeOutput::Palette, asked: DecodeOutput::Full };
-    assert_eq!(refused(indices.elements(&mut lane, &device, &mut output)), writes);
+    let writes = LaunchError::Decodes { writes: DecodeOutput::Palette, asked: DecodeOutput::Full };
+    assert_eq!(refused(indices.elements(&mut ctx, &device, &mut output)), writes);
     // Sections of another type.
     let sections = Sections::of(&tensor);
     let e4m3 = ExponentsSections { float: Float::E4M3, ..sections.view() };
-    let elements = Refusal::Elements { buffer: "fraction_bytes", got: 4096, expected: 0 };
+    let elements = LaunchError::Elements { buffer: "fraction_bytes", got: 4096, expected: 0 };
     assert_eq!(refused(DeviceExponents::from_sections(&stream, tensor.grid(), &e4m3)), elements);
     let bf16 = ExponentsSections { float: Float::Bf16, ..sections.view() };
     let refusal = refused(DeviceExponents::from_sections(&stream, tensor.grid(), &bf16));
-    assert_eq!(refusal, Refusal::NotExponents { float: Float::Bf16 });
-    lane.synchronize().unwrap();
+    assert_eq!(refusal, LaunchError::NotExponents { float: Float::Bf16 });
+    ctx.synchronize().unwrap();
 }
 
 /// Owned sections, to be damaged.
@@ -240,14 +243,14 @@ impl Sections {
     /// Decodes what may be damaged: the bytes, and whether a fault was reported.
     fn survive(&self, kernels: &KernelSet, stream: &Stream, bits: u32, what: &str) -> (Vec<u8>, bool) {
         let decoder = shipped(kernels, self.float, bits);
-        let mut lane = lane(stream);
+        let mut ctx = context(stream);
         let device = DeviceExponents::from_sections(stream, self.grid, &self.view()).unwrap();
         let mut output = DeviceBuffer::zeroed(stream, device.decoded_bytes()).unwrap();
         poison(stream, &mut output);
-        let refused = refusal(decoder.elements(&mut lane, &device, &mut output)).is_some();
+        let refused = launch_error(decoder.elements(&mut ctx, &device, &mut output)).is_some();
         stream.synchronize().unwrap_or_else(|error| panic!("{:?}: {what}: {error}", self.float));
         guard_is_whole(stream, &output, what);
-        let fault = match lane.synchronize() {
+        let fault = match ctx.synchronize() {
             Ok(()) => refused,
             Err(DeviceError::Fault { tile }) => {
                 assert!((tile as usize) < self.grid.tiles(), "{what}: fault in tile {tile}");

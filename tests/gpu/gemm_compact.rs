@@ -14,12 +14,12 @@ use unweight_codegen::{
 };
 use unweight_format::{Histogram, Matrix, raw::compact::encode};
 use unweight_rt::{
-    DeviceMatrix, KernelSet, Refusal, Stream,
+    DeviceMatrix, KernelSet, LaunchError, Stream,
     raw::{ops::gemm_compact::CompactGemm, weight::DeviceCompact},
 };
 
 fn op(spec: &VariantSpec) -> GemmCompactSpec {
-    let Op::GemmCompact(op) = spec.op else { panic!("{spec} does not read the compact form") };
+    let Op::GemmCompact(op) = spec.op else { panic!("{spec} does not read the compact encoding") };
     op
 }
 
@@ -196,7 +196,7 @@ fn mismatched_operands_are_rejected() {
     let x = DeviceMatrix::from_host(&stream, 4, 192, &case.x[..4 * 192]).unwrap();
     let mut narrow = DeviceMatrix::zeroed(&stream, 4, 64).unwrap();
     let shape = refused(matmul.enqueue(&stream, x.view(), &w, narrow.view_mut()));
-    assert!(matches!(shape, Refusal::Shape { .. }), "{shape}");
+    assert!(matches!(shape, LaunchError::Shape { .. }), "{shape}");
     let other = kernels.get(&"uw_sm90a_gemm_mma_b8_r2w8p3c1_esc_store".parse().unwrap()).unwrap();
-    assert!(matches!(refused(CompactGemm::new(other)), Refusal::Family { .. }));
+    assert!(matches!(refused(CompactGemm::new(other)), LaunchError::Family { .. }));
 }

@@ -23,10 +23,11 @@ use unweight_format::{
     raw::{PackedTensor, packed::pack},
 };
 use unweight_rt::{
-    DeviceBuffer, DeviceMatrix, DevicePacked, KernelSet, Lane, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
+    ContextSize, DeviceBuffer, DeviceMatrix, DevicePacked, ExecContext, KernelSet, LaunchError, MatrixMut, MatrixRef,
+    Stream,
     raw::{
         choose::{candidates::PackedUse, policy::PackedChooser},
-        ops::gemm_packed::{PackedGemm, lane_size},
+        ops::gemm_packed::{PackedGemm, context_size},
     },
 };
 
@@ -148,10 +149,10 @@ fn ready(kernels: &KernelSet, specs: &[VariantSpec]) {
     kernels.prepare(specs, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
 }
 
-/// A lane for launches of this variant up to this problem.
-pub fn lane(stream: &Stream, spec: &VariantSpec, problem: GemmShape) -> Lane {
+/// An execution context for launches of this variant up to this problem.
+pub fn context(stream: &Stream, spec: &VariantSpec, problem: GemmShape) -> ExecContext {
     let sms = stream.device().info().sms;
-    Lane::new(stream, lane_size(spec, problem, sms).unwrap()).unwrap()
+    ExecContext::new(stream, context_size(spec, problem, sms).unwrap()).unwrap()
 }
 
 fn matmul(kernels: &KernelSet, spec: &VariantSpec) -> PackedGemm {
@@ -176,7 +177,7 @@ fn every_variant_at_every_edge_of_its_batch_tile() {
                 continue;
             }
             let tile = traits.batch_tile;
-            let mut lane = lane(&stream, spec, problem(ROWS as u32));
+            let mut ctx = context(&stream, spec, problem(ROWS as u32));
             let matmul = matmul(kernels, spec);
             for m in [1, tile - 1, tile, tile + 1, 2 * tile + 7] {
                 let x = case.input(&stream, m);
@@ -188,7 +189,7 @@ fn every_variant_at_every_edge_of_its_batch_tile() {
                     if traits.epilogue == Epilogue::StoreAdd {
                         y.write(&stream, 0, &before[..m as usize * columns]).unwrap();
                     }
-                    matmul.enqueue(&mut lane, x.view(), &w, y.view_mut()).unwrap();
+                    matmul.enqueue(&mut ctx, x.view(), &w, y.view_mut()).unwrap();
                     outputs.push(y.to_host(&stream).unwrap_or_else(|error| panic!("{spec} m = {m}: {error}")));
                     guard_is_whole(&stream, &y, &spec.to_string());
                 }
@@ -211,11 +212,11 @@ fn operands_are_the_weights_bit_for_bit() {
     let w = DevicePacked::upload(&stream, &case.tensor).unwrap();
     for spec in &specs {
         let (m, n, k) = (3, case.n as u32, case.k as u32);
-        let mut lane = lane(&stream, spec, GemmShape { m, n, k });
+        let mut ctx = context(&stream, spec, GemmShape { m, n, k });
         let mut y = DeviceMatrix::zeroed(&stream, m, n).unwrap();
         let x = case.input(&stream, m);
-        matmul(kernels, spec).enqueue(&mut lane, x.view(), &w, y.view_mut()).unwrap();
-        let bytes = lane.partials().to_host(&stream).unwrap();
+        matmul(kernels, spec).enqueue(&mut ctx, x.view(), &w, y.view_mut()).unwrap();
+        let bytes = ctx.partials().to_host(&stream).unwrap();
         let dumped: Vec<u32> = bytes.chunks_exact(4).map(|word| u32::from_le_bytes(word.try_into().unwrap())).collect();
         for tile in 0..case.tensor.grid().tiles() {
             for (i, registers) in case.tensor.operands(tile).iter().enumerate() {
@@ -257,7 +258,7 @@ fn dependent_launches_wait_for_their_input() {
                 let shape = dispatch.choose(problem, PackedUse { pdl: true, ..wanted }).unwrap();
                 let spec = wanted.of(shape).unwrap();
                 let matmul = matmul(kernels, &spec);
-                let mut lane = lane(&stream, &spec, problem);
+                let mut ctx = context(&stream, &spec, problem);
                 let mut x = DeviceMatrix::from_host(&stream, m, n as u32, &first).unwrap();
                 let mut y = DeviceMatrix::zeroed(&stream, m, n as u32).unwrap();
                 poison(&stream, &mut y);
@@ -265,7 +266,7 @@ fn dependent_launches_wait_for_their_input() {
                     .capture(|| {
                         for link in 0..LINKS {
                             let (from, to) = if link % 2 == 0 { (&x, &mut y) } else { (&y, &mut x) };
-                            matmul.enqueue(&mut lane, from.view(), &w, to.view_mut())?;
+                            matmul.enqueue(&mut ctx, from.view(), &w, to.view_mut())?;
                         }
                         Ok(())
                     })
@@ -314,12 +315,12 @@ fn hostile_escapes_stay_in_bounds() {
         .unwrap();
         for spec in &specs {
             let (m, columns) = (traits(spec).batch_tile, case.columns(traits(spec).epilogue));
-            let mut lane = lane(&stream, spec, GemmShape { m, n: case.n as u32, k: case.k as u32 });
+            let mut ctx = context(&stream, spec, GemmShape { m, n: case.n as u32, k: case.k as u32 });
             let mut y = DeviceMatrix::zeroed(&stream, m, columns as u32).unwrap();
             poison(&stream, &mut y);
             let matmul = matmul(kernels, spec);
             let x = case.input(&stream, m);
-            matmul.enqueue(&mut lane, x.view(), &w, y.view_mut()).unwrap();
+            matmul.enqueue(&mut ctx, x.view(), &w, y.view_mut()).unwrap();
             stream.synchronize().unwrap_or_else(|error| panic!("{spec}: {error}"));
             guard_is_whole(&stream, &y, &spec.to_string());
         }
@@ -342,20 +343,20 @@ fn mismatched_operands_are_rejected() {
         matches!(spec.op, Op::GemmMma(op) if !op.escapes && !op.dump) && blocks(spec).is_some()
     };
     let spec = catalog::on::<GemmMmaSpec>(info.arch).find(plain).and_then(|spec| wanted.of(spec)).unwrap();
-    let mut lane = lane(&stream, &spec, problem);
+    let mut ctx = context(&stream, &spec, problem);
     let mut y = DeviceMatrix::zeroed(&stream, 4, case.n as u32).unwrap();
     let x = case.input(&stream, 4);
     let plain = matmul(kernels, &spec);
-    assert_eq!(refused(plain.enqueue(&mut lane, x.view(), &w, y.view_mut())), Refusal::Escapes);
+    assert_eq!(refused(plain.enqueue(&mut ctx, x.view(), &w, y.view_mut())), LaunchError::Escapes);
     let matmul = matmul(kernels, &PackedUse { escapes: true, ..wanted }.of(spec).unwrap());
     let mut narrow = DeviceMatrix::zeroed(&stream, 4, case.n as u32 - 64).unwrap();
-    let shape = refused(matmul.enqueue(&mut lane, x.view(), &w, narrow.view_mut()));
-    assert!(matches!(shape, Refusal::Shape { .. }), "{shape}");
+    let shape = refused(matmul.enqueue(&mut ctx, x.view(), &w, narrow.view_mut()));
+    assert!(matches!(shape, LaunchError::Shape { .. }), "{shape}");
     // Rows with gaps between them.
     let (columns, pitch) = (case.n as u32, case.n as u64 + 8);
     let mut wide = DeviceBuffer::zeroed(&stream, 4 * pitch as usize).unwrap();
     let gaps = MatrixMut::new(&mut wide, 4, columns, pitch).unwrap();
-    assert!(matches!(refused(matmul.enqueue(&mut lane, x.view(), &w, gaps)), Refusal::Pitch { operand: "y", .. }));
+    assert!(matches!(refused(matmul.enqueue(&mut ctx, x.view(), &w, gaps)), LaunchError::Pitch { operand: "y", .. }));
 
     // Memory of somebody else, as another framework would hand it over.
     let (device, at, in_w) = (kernels.device(), x.data().address(), w.packed().address());
@@ -368,11 +369,11 @@ fn mismatched_operands_are_rejected() {
         )
     };
     let mut three = DeviceMatrix::zeroed(&stream, 3, columns).unwrap();
-    let unaligned = refused(matmul.enqueue(&mut lane, odd, &w, three.view_mut()));
-    assert!(matches!(unaligned, Refusal::Alignment { operand: "x", bytes: 16, .. }), "{unaligned}");
-    let overlap = |other| Refusal::Overlap { written: "y", other };
-    assert_eq!(refused(matmul.enqueue(&mut lane, x.view(), &w, over)), overlap("x"));
-    assert_eq!(refused(matmul.enqueue(&mut lane, x.view(), &w, inside)), overlap("packed"));
+    let unaligned = refused(matmul.enqueue(&mut ctx, odd, &w, three.view_mut()));
+    assert!(matches!(unaligned, LaunchError::Alignment { operand: "x", bytes: 16, .. }), "{unaligned}");
+    let overlap = |other| LaunchError::Overlap { written: "y", other };
+    assert_eq!(refused(matmul.enqueue(&mut ctx, x.view(), &w, over)), overlap("x"));
+    assert_eq!(refused(matmul.enqueue(&mut ctx, x.view(), &w, inside)), overlap("packed"));
     stream.synchronize().unwrap();
 }
 
@@ -396,18 +397,19 @@ fn rows_of_x_may_be_apart() {
     for m in [1, 33, m] {
         let wanted = PackedUse { escapes: true, pdl: false, epilogue: Epilogue::Store };
         let spec = chooser.choose(GemmShape { m, ..problem }, wanted).unwrap();
-        let (matmul, mut lane) = (matmul(kernels, &spec), lane(&stream, &spec, problem));
+        let (matmul, mut ctx) = (matmul(kernels, &spec), context(&stream, &spec, problem));
         let mut y = DeviceMatrix::zeroed(&stream, m, n).unwrap();
         poison(&stream, &mut y);
         let x = MatrixRef::new(&apart, m, k, pitch as u64).unwrap();
-        matmul.enqueue(&mut lane, x, &w, y.view_mut()).unwrap();
+        matmul.enqueue(&mut ctx, x, &w, y.view_mut()).unwrap();
         let got = y.to_host(&stream).unwrap();
         assert_eq!(case.mismatches(&got, Epilogue::Store, &[]), 0, "{spec} m = {m}");
         guard_is_whole(&stream, &y, &spec.to_string());
     }
 }
 
-/// A lane that is too small for stream-K is refused and written nowhere; once it is reserved, the same launch runs.
+/// An execution context that is too small for stream-K is refused and written nowhere; once it is reserved, the same
+/// launch runs.
 #[test]
 #[ignore = "needs a GPU"]
 fn too_small_workspace_is_rejected() {
@@ -418,17 +420,17 @@ fn too_small_workspace_is_rejected() {
     let spec = "uw_sm90a_gemm_wgmma_b128_g2p6_streamk_esc_store".parse().unwrap();
     let (m, matmul) = (200, matmul(kernels, &spec));
     let (x, mut y) = (case.input(&stream, m), DeviceMatrix::zeroed(&stream, m, case.n as u32).unwrap());
-    let need = matmul.lane_size(m, &w);
+    let need = matmul.context_size(m, &w);
     assert!(need.workspace_bytes > 0 && need.counters > 0);
-    let mut lane = Lane::new(&stream, LaneSize::default()).unwrap();
+    let mut ctx = ExecContext::new(&stream, ContextSize::default()).unwrap();
     poison(&stream, &mut y);
-    let have = lane.size();
-    let small = refused(matmul.enqueue(&mut lane, x.view(), &w, y.view_mut()));
-    assert_eq!(small, Refusal::LaneTooSmall { need, have });
+    let have = ctx.size();
+    let small = refused(matmul.enqueue(&mut ctx, x.view(), &w, y.view_mut()));
+    assert_eq!(small, LaunchError::ContextTooSmall { need, have });
     assert!(y.to_host(&stream).unwrap().iter().all(|bits| *bits == 0xffff), "a refused launch has written");
-    let captured = stream.capture(|| lane.reserve(need));
-    assert_eq!(captured.err().and_then(|error| error.refusal().cloned()), Some(Refusal::Capturing));
-    lane.reserve(need).unwrap();
-    matmul.enqueue(&mut lane, x.view(), &w, y.view_mut()).unwrap();
+    let captured = stream.capture(|| ctx.reserve(need));
+    assert_eq!(captured.err().and_then(|error| error.launch_error().cloned()), Some(LaunchError::Capturing));
+    ctx.reserve(need).unwrap();
+    matmul.enqueue(&mut ctx, x.view(), &w, y.view_mut()).unwrap();
     assert_eq!(case.mismatches(&y.to_host(&stream).unwrap(), Epilogue::Store, &[]), 0);
 }

@@ -6,7 +6,7 @@
 //! - Random X at batches around every tile boundary, against float64.
 //! - Outputs start as NaN, with guards behind them.
 
-use crate::harness::{Random, bf16, gpu, guard_is_whole, lane, poison, refused, stream, value};
+use crate::harness::{Random, bf16, context, gpu, guard_is_whole, poison, refused, stream, value};
 use rayon::prelude::*;
 use unweight_bench::{halves, normal_bf16, relative_error};
 use unweight_codegen::{
@@ -19,7 +19,7 @@ use unweight_format::{
     raw::{HuffmanTensor, huffman},
 };
 use unweight_rt::{
-    DeviceBuffer, DeviceError, DeviceMatrix, KernelSet, Lane, Refusal, Stream,
+    DeviceBuffer, DeviceError, DeviceMatrix, ExecContext, KernelSet, LaunchError, Stream,
     raw::{
         choose::{
             graph,
@@ -28,7 +28,7 @@ use unweight_rt::{
         device::LaunchMode,
         exec::cublas::Cublas,
         ops::{
-            decode::{Decoder, output_bytes},
+            decode_huffman::{Decoder, output_bytes},
             gemm_recon::Matmul,
         },
         weight::{DeviceHuffman, DevicePalette},
@@ -72,7 +72,7 @@ fn weights(n: usize, k: usize, verbatim: u32, seed: u64) -> Vec<u8> {
 }
 
 /// Weights in every form that a matmul takes.
-struct Forms {
+struct Encodings {
     tensor: HuffmanTensor<Vec<u8>>,
     huffman: DeviceHuffman,
     palette: DevicePalette,
@@ -82,7 +82,7 @@ struct Forms {
     whole: DeviceMatrix,
 }
 
-fn forms(kernels: &KernelSet, stream: &Stream, bytes: &[u8], n: usize, k: usize) -> Forms {
+fn encodings(kernels: &KernelSet, stream: &Stream, bytes: &[u8], n: usize, k: usize) -> Encodings {
     let tensor = huffman::encode(Matrix::new(bytes, n, k).unwrap(), CodeLimit::DEFAULT).unwrap();
     let huffman = DeviceHuffman::upload(stream, &tensor).unwrap();
     let palette = DevicePalette::upload(stream, &huffman::transcode(&tensor).unwrap()).unwrap();
@@ -91,14 +91,14 @@ fn forms(kernels: &KernelSet, stream: &Stream, bytes: &[u8], n: usize, k: usize)
         Decoder::new(kernels.get(&spec).unwrap_or_else(|error| panic!("{error}"))).unwrap()
     };
     let mut exponents = DeviceBuffer::zeroed(stream, output_bytes(tensor.grid(), DecodeOutput::Exponent)).unwrap();
-    let mut lane = lane(stream);
-    decoder(DecodeOutput::Exponent).exponent(&mut lane, &huffman, &mut exponents).unwrap();
-    lane.synchronize().unwrap();
+    let mut ctx = context(stream);
+    decoder(DecodeOutput::Exponent).exponent(&mut ctx, &huffman, &mut exponents).unwrap();
+    ctx.synchronize().unwrap();
     let mut indices = DeviceBuffer::zeroed(stream, output_bytes(tensor.grid(), DecodeOutput::Palette)).unwrap();
-    decoder(DecodeOutput::Palette).palette(&mut lane, &huffman, &mut indices).unwrap();
-    lane.synchronize().unwrap();
+    decoder(DecodeOutput::Palette).palette(&mut ctx, &huffman, &mut indices).unwrap();
+    ctx.synchronize().unwrap();
     let whole = DeviceMatrix::from_host(stream, n as u32, k as u32, &halves(bytes)).unwrap();
-    Forms { tensor, huffman, palette, exponents, indices, whole }
+    Encodings { tensor, huffman, palette, exponents, indices, whole }
 }
 
 fn spec_of(spec: &VariantSpec) -> GemmReconSpec {
@@ -111,28 +111,28 @@ fn run(
     kernels: &KernelSet,
     stream: &Stream,
     spec: &VariantSpec,
-    forms: &Forms,
+    encodings: &Encodings,
     stored: bool,
     x: &DeviceMatrix,
     y: &mut DeviceMatrix,
 ) {
     let matmul = Matmul::new(kernels.get(spec).unwrap_or_else(|error| panic!("{error}"))).unwrap();
-    enqueue(&matmul, spec, &mut lane(stream), (forms, stored), x, y).unwrap_or_else(|error| panic!("{error}"));
+    enqueue(&matmul, spec, &mut context(stream), (encodings, stored), x, y).unwrap_or_else(|error| panic!("{error}"));
 }
 
 fn enqueue(
     matmul: &Matmul,
     spec: &VariantSpec,
-    lane: &mut Lane,
-    (forms, stored): (&Forms, bool),
+    ctx: &mut ExecContext,
+    (encodings, stored): (&Encodings, bool),
     x: &DeviceMatrix,
     y: &mut DeviceMatrix,
 ) -> Result<(), DeviceError> {
     let (x, y) = (x.view(), y.view_mut());
     match spec_of(spec).source {
-        WeightSource::Exponent => matmul.exponent(lane, x, forms.huffman.as_exponent(&forms.exponents), y),
-        WeightSource::Palette { .. } if stored => matmul.palette(lane, x, forms.palette.view(), y),
-        WeightSource::Palette { .. } => matmul.palette(lane, x, forms.huffman.as_palette(&forms.indices), y),
+        WeightSource::Exponent => matmul.exponent(ctx, x, encodings.huffman.as_exponent(&encodings.exponents), y),
+        WeightSource::Palette { .. } if stored => matmul.palette(ctx, x, encodings.palette.view(), y),
+        WeightSource::Palette { .. } => matmul.palette(ctx, x, encodings.huffman.as_palette(&encodings.indices), y),
     }
 }
 
@@ -192,8 +192,8 @@ fn every_variant_reconstructs_every_weight_exactly() {
     let before: Vec<u16> = vec![bf16(0.5); m * N];
     for (budget, specs) in by_budget() {
         let bytes = weights(N, K, budget, 7 + u64::from(budget));
-        let forms = forms(kernels, &stream, &bytes, N, K);
-        assert_eq!(forms.tensor.max_verbatim_rows(), budget, "the weights that this test is for");
+        let encodings = encodings(kernels, &stream, &bytes, N, K);
+        assert_eq!(encodings.tensor.max_verbatim_rows(), budget, "the weights that this test is for");
         kernels.prepare(&specs, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
         let w = halves(&bytes);
         let mut y = DeviceMatrix::zeroed(&stream, m as u32, N as u32).unwrap();
@@ -203,7 +203,7 @@ fn every_variant_reconstructs_every_weight_exactly() {
                 if spec_of(spec).source == WeightSource::Exponent { &[false] } else { &[false, true] };
             for &stored in forms_of_source {
                 start(&stream, spec, &mut y, &before);
-                run(kernels, &stream, spec, &forms, stored, &x, &mut y);
+                run(kernels, &stream, spec, &encodings, stored, &x, &mut y);
                 let got = y.to_host(&stream).unwrap();
                 let add = spec_of(spec).epilogue == Epilogue::StoreAdd;
                 for (at, got) in got.iter().enumerate() {
@@ -234,7 +234,7 @@ fn every_variant_at_every_batch_against_float64_and_cublas() {
     let before = halves(&normal_bf16(most * N, 1.0, 12));
     for (budget, specs) in by_budget() {
         let bytes = weights(N, K, budget, 70 + u64::from(budget));
-        let forms = forms(kernels, &stream, &bytes, N, K);
+        let encodings = encodings(kernels, &stream, &bytes, N, K);
         let w = halves(&bytes);
         // Rows do not depend on each other: every batch is the first rows of the largest.
         let exact = reference(&x, &w, most, N, K);
@@ -248,11 +248,11 @@ fn every_variant_at_every_batch_against_float64_and_cublas() {
             let x = DeviceMatrix::from_host(&stream, m, K as u32, &x[..m as usize * K]).unwrap();
             let mut y = DeviceMatrix::zeroed(&stream, m, N as u32).unwrap();
             let mut cublas = Cublas::new(&stream).unwrap();
-            cublas.matmul(x.view(), forms.whole.view(), y.view_mut(), false).unwrap();
+            cublas.matmul(x.view(), encodings.whole.view(), y.view_mut(), false).unwrap();
             let by_cublas = y.to_host(&stream).unwrap();
             for spec in &specs {
                 start(&stream, spec, &mut y, &before[..count]);
-                run(kernels, &stream, spec, &forms, false, &x, &mut y);
+                run(kernels, &stream, spec, &encodings, false, &x, &mut y);
                 let got = y.to_host(&stream).unwrap();
                 let add = spec_of(spec).epilogue == Epilogue::StoreAdd;
                 let (mut difference, mut size) = (0.0, 0.0);
@@ -290,21 +290,21 @@ fn the_default_variants_on_large_shapes_against_cublas() {
     let stream = stream(kernels);
     for (n, k) in [(4096, 4096), (14336, 4096), (4096, 14336)] {
         let bytes = normal_bf16(n * k, 0.02, 21);
-        let forms = forms(kernels, &stream, &bytes, n, k);
+        let encodings = encodings(kernels, &stream, &bytes, n, k);
         let mut cublas = Cublas::new(&stream).unwrap();
         for m in [1u32, 64, 200, 256, 1024] {
             let x = halves(&normal_bf16(m as usize * k, 1.0, 22));
             let x = DeviceMatrix::from_host(&stream, m, k as u32, &x).unwrap();
             let mut y = DeviceMatrix::zeroed(&stream, m, n as u32).unwrap();
-            cublas.matmul(x.view(), forms.whole.view(), y.view_mut(), false).unwrap();
+            cublas.matmul(x.view(), encodings.whole.view(), y.view_mut(), false).unwrap();
             let expected = y.to_host(&stream).unwrap();
             let problem = GemmShape { m, n: n as u32, k: k as u32 };
-            let max_verbatim_rows = forms.huffman.max_verbatim_rows();
+            let max_verbatim_rows = encodings.huffman.max_verbatim_rows();
             for source in [Source::Exponent, Source::Palette { max_verbatim_rows }] {
                 let sms = kernels.device().info().sms;
                 for spec in candidates(Arch::Sm90a, source, problem, sms, Epilogue::Store).into_iter().take(3) {
                     poison(&stream, &mut y);
-                    run(kernels, &stream, &spec, &forms, false, &x, &mut y);
+                    run(kernels, &stream, &spec, &encodings, false, &x, &mut y);
                     let error = relative_error(&y.to_host(&stream).unwrap(), &expected);
                     assert!(error < 1e-2, "{spec} m = {m}, {n} x {k}: differs from cuBLAS by {error:.2e}");
                     guard_is_whole(&stream, &y, &spec.to_string());
@@ -320,7 +320,7 @@ fn the_same_launch_gives_the_same_bits() {
     let kernels = gpu();
     let stream = stream(kernels);
     let bytes = weights(N, K, 8, 31);
-    let forms = forms(kernels, &stream, &bytes, N, K);
+    let encodings = encodings(kernels, &stream, &bytes, N, K);
     let x = halves(&normal_bf16(129 * K, 1.0, 32));
     let x = DeviceMatrix::from_host(&stream, 129, K as u32, &x).unwrap();
     let problem = GemmShape { m: 129, n: N as u32, k: K as u32 };
@@ -330,7 +330,7 @@ fn the_same_launch_gives_the_same_bits() {
         let mut first = None;
         for _ in 0..10 {
             poison(&stream, &mut y);
-            run(kernels, &stream, &spec, &forms, false, &x, &mut y);
+            run(kernels, &stream, &spec, &encodings, false, &x, &mut y);
             let got = y.to_host(&stream).unwrap();
             assert!(*first.get_or_insert_with(|| got.clone()) == got, "{spec} is not deterministic");
         }
@@ -354,11 +354,11 @@ fn split_by(splits: u32) -> Vec<VariantSpec> {
 fn splits_of_k_give_the_same_bits_on_any_grid() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let mut lane = lane(&stream);
+    let mut ctx = context(&stream);
     let most = 300;
     for (n, k, seed) in [(64, 256, 51), (192, 704, 52), (1984, 320, 53), (4096, 576, 54)] {
         let bytes = weights(n, k, 8, seed);
-        let forms = forms(kernels, &stream, &bytes, n, k);
+        let encodings = encodings(kernels, &stream, &bytes, n, k);
         let (x, before) =
             (halves(&normal_bf16(most * k, 1.0, seed + 10)), halves(&normal_bf16(most * n, 1.0, seed + 20)));
         let (w, magnitude) = (halves(&bytes), |v: &[u16]| v.iter().map(|bits| bits & 0x7fff).collect::<Vec<_>>());
@@ -373,15 +373,15 @@ fn splits_of_k_give_the_same_bits_on_any_grid() {
                 let add = spec_of(&spec).epilogue == Epilogue::StoreAdd;
                 let mut first: Option<Vec<u16>> = None;
                 for sms in [None, Some(1), Some(7), Some(70)] {
-                    lane.set_mode(LaunchMode { sms, ..LaunchMode::default() });
+                    ctx.set_mode(LaunchMode { sms, ..LaunchMode::default() });
                     start(&stream, &spec, &mut y, &before[..m * n]);
-                    enqueue(&matmul, &spec, &mut lane, (&forms, false), &x, &mut y).unwrap();
-                    lane.synchronize().unwrap();
+                    enqueue(&matmul, &spec, &mut ctx, (&encodings, false), &x, &mut y).unwrap();
+                    ctx.synchronize().unwrap();
                     let got = y.to_host(&stream).unwrap();
                     guard_is_whole(&stream, &y, &what);
                     assert!(*first.get_or_insert_with(|| got.clone()) == got, "{what}: other bits on {sms:?}");
                 }
-                lane.set_mode(LaunchMode::default());
+                ctx.set_mode(LaunchMode::default());
                 let got = first.unwrap();
                 for (at, got) in got.iter().enumerate() {
                     let want = exact[at] + if add { value(before[at]) } else { 0.0 };
@@ -389,7 +389,8 @@ fn splits_of_k_give_the_same_bits_on_any_grid() {
                     let error = (value(*got) - want).abs();
                     assert!(error <= bound, "{what}: y[{}, {}] is {error} off", at / n, at % n);
                 }
-                let graph = stream.capture(|| enqueue(&matmul, &spec, &mut lane, (&forms, false), &x, &mut y)).unwrap();
+                let graph =
+                    stream.capture(|| enqueue(&matmul, &spec, &mut ctx, (&encodings, false), &x, &mut y)).unwrap();
                 start(&stream, &spec, &mut y, &before[..m * n]);
                 // SAFETY: everything that the graph names is alive.
                 unsafe { graph.launch() }.unwrap();
@@ -405,11 +406,11 @@ fn splits_of_k_give_the_same_bits_on_any_grid() {
 fn splits_of_k_give_the_same_bits_thousands_of_times() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let mut lane = lane(&stream);
+    let mut ctx = context(&stream);
     // 129 tasks at 300 rows: clusters take several in turn.
     let (n, k) = (2752, K);
     let bytes = weights(n, k, 8, 61);
-    let forms = forms(kernels, &stream, &bytes, n, k);
+    let encodings = encodings(kernels, &stream, &bytes, n, k);
     for m in [1usize, 65, 300] {
         let x = halves(&normal_bf16(m * k, 1.0, 62));
         let x = DeviceMatrix::from_host(&stream, m as u32, k as u32, &x).unwrap();
@@ -422,9 +423,9 @@ fn splits_of_k_give_the_same_bits_thousands_of_times() {
                 ys.iter_mut().for_each(|y| start(&stream, &spec, y, &before));
                 // Back to back: one begins on multiprocessors that another leaves.
                 for y in &mut ys {
-                    enqueue(&matmul, &spec, &mut lane, (&forms, false), &x, y).unwrap();
+                    enqueue(&matmul, &spec, &mut ctx, (&encodings, false), &x, y).unwrap();
                 }
-                lane.synchronize().unwrap();
+                ctx.synchronize().unwrap();
                 for (launch, y) in ys.iter().enumerate() {
                     let got = y.to_host(&stream).unwrap();
                     let same = *first.get_or_insert_with(|| got.clone()) == got;
@@ -441,36 +442,36 @@ fn mismatched_operands_are_rejected_before_the_launch() {
     let kernels = gpu();
     let stream = stream(kernels);
     let bytes = weights(N, K, 16, 41);
-    let forms = forms(kernels, &stream, &bytes, N, K);
+    let encodings = encodings(kernels, &stream, &bytes, N, K);
     let x = DeviceMatrix::zeroed(&stream, 3, K as u32).unwrap();
     let matmul = |name: &str| Matmul::new(kernels.get(&name.parse().unwrap()).unwrap()).unwrap();
     let mut y = DeviceMatrix::zeroed(&stream, 3, N as u32).unwrap();
-    let palette = forms.huffman.as_palette(&forms.indices);
+    let palette = encodings.huffman.as_palette(&encodings.indices);
 
-    let mut lane = lane(&stream);
+    let mut ctx = context(&stream);
 
     let v8 = matmul("uw_sm90a_gemm_recon_palette_n2p4_v8_store");
-    let small = refused(v8.palette(&mut lane, x.view(), palette, y.view_mut()));
-    assert_eq!(small, Refusal::VerbatimRows { room: 8, rows: 16 });
+    let small = refused(v8.palette(&mut ctx, x.view(), palette, y.view_mut()));
+    assert_eq!(small, LaunchError::VerbatimRows { room: 8, rows: 16 });
     let exponent = matmul("uw_sm90a_gemm_recon_exponent_n2p4_store");
-    let kind = refused(exponent.palette(&mut lane, x.view(), palette, y.view_mut()));
-    assert_eq!(kind, Refusal::Source { takes: "exponent", got: "palette" });
+    let kind = refused(exponent.palette(&mut ctx, x.view(), palette, y.view_mut()));
+    assert_eq!(kind, LaunchError::Source { takes: "exponent", got: "palette" });
     let mut wrong = DeviceMatrix::zeroed(&stream, 4, N as u32).unwrap();
     let v16 = matmul("uw_sm90a_gemm_recon_palette_n2p4_v16_store");
-    let shape = refused(v16.palette(&mut lane, x.view(), palette, wrong.view_mut()));
-    assert!(matches!(shape, Refusal::Shape { y: [4, _], x: [3, _], .. }), "{shape}");
+    let shape = refused(v16.palette(&mut ctx, x.view(), palette, wrong.view_mut()));
+    assert!(matches!(shape, LaunchError::Shape { y: [4, _], x: [3, _], .. }), "{shape}");
 
     // Two steps of k are none for some of four blocks.
     let split = matmul("uw_sm90a_gemm_recon_exponent_n1p6s4_store");
     let bytes = weights(N, 128, 0, 42);
-    let short = self::forms(kernels, &stream, &bytes, N, 128);
+    let short = self::encodings(kernels, &stream, &bytes, N, 128);
     let x = DeviceMatrix::zeroed(&stream, 3, 128).unwrap();
-    let few = refused(split.exponent(&mut lane, x.view(), short.huffman.as_exponent(&short.exponents), y.view_mut()));
-    assert!(matches!(few, Refusal::Grid { cluster: 4, .. }), "{few}");
+    let few = refused(split.exponent(&mut ctx, x.view(), short.huffman.as_exponent(&short.exponents), y.view_mut()));
+    assert!(matches!(few, LaunchError::Grid { cluster: 4, .. }), "{few}");
 
     // A batch of nothing is nothing to do.
     let none = DeviceMatrix::zeroed(&stream, 0, K as u32).unwrap();
     let mut nothing = DeviceMatrix::zeroed(&stream, 0, N as u32).unwrap();
-    v16.palette(&mut lane, none.view(), palette, nothing.view_mut()).unwrap();
+    v16.palette(&mut ctx, none.view(), palette, nothing.view_mut()).unwrap();
     stream.synchronize().unwrap();
 }

@@ -1,4 +1,4 @@
-//! What the GPU tests share: the device, lanes, guards around outputs.
+//! What the GPU tests share: the device, contexts, guards around outputs.
 
 use std::sync::OnceLock;
 
@@ -8,8 +8,8 @@ use unweight_format::{
     testing::{self, demo_model::DemoOptions},
 };
 use unweight_rt::{
-    Device, DeviceBuffer, DeviceError, DeviceMatrix, KernelSet, Lane, LaneSize, Refusal, Stream, env::Env,
-    raw::weight::CodedSections,
+    ContextSize, Device, DeviceBuffer, DeviceError, DeviceMatrix, ExecContext, KernelSet, LaunchError, Stream,
+    env::Env, raw::weight::CodedSections,
 };
 
 /// The GPU of this machine. Tests that ask for it are ignored unless they are asked for, and then fail where there is
@@ -70,9 +70,9 @@ impl OwnedCoded {
 /// Behind every output of a test.
 pub const GUARD: u8 = 0xa5;
 
-/// A lane for launches that need nothing beside their operands.
-pub fn lane(stream: &Stream) -> Lane {
-    Lane::new(stream, LaneSize::default()).expect("a lane")
+/// An execution context for launches that need nothing beside their operands.
+pub fn context(stream: &Stream) -> ExecContext {
+    ExecContext::new(stream, ContextSize::default()).expect("an execution context")
 }
 
 /// An output that can be filled, with what lies behind it.
@@ -114,15 +114,15 @@ pub fn guard_is_whole(stream: &Stream, output: &impl Output, what: &str) {
 }
 
 /// Why a result that must be a refusal is one.
-pub fn refused<T>(result: Result<T, DeviceError>) -> Refusal {
+pub fn refused<T>(result: Result<T, DeviceError>) -> LaunchError {
     match result {
         Ok(_) => panic!("not refused"),
-        Err(error) => error.refusal().cloned().unwrap_or_else(|| panic!("not a refusal: {error}")),
+        Err(error) => error.launch_error().cloned().unwrap_or_else(|| panic!("not a refusal: {error}")),
     }
 }
 
 /// The message of a result that must be an error of the runtime's own, not of the driver.
-pub fn refusal<T>(result: Result<T, DeviceError>) -> Option<String> {
+pub fn launch_error<T>(result: Result<T, DeviceError>) -> Option<String> {
     match result {
         Ok(_) => None,
         Err(error @ DeviceError::Driver { .. }) => panic!("the driver failed: {error}"),

@@ -1,7 +1,7 @@
 //! Sections that lie, through every decoder and the matmul: no error of the driver, nothing written past an output, and
 //! the device as healthy as before. Meant to be run under `compute-sanitizer` as well.
 
-use crate::harness::{OwnedCoded, Random, Weights, gpu, guard_is_whole, lane, poison, refusal, stream};
+use crate::harness::{OwnedCoded, Random, Weights, context, gpu, guard_is_whole, launch_error, poison, stream};
 use unweight_bench::{halves, normal_bf16};
 use unweight_codegen::spec::{Arch, DecodeOutput};
 use unweight_format::{
@@ -13,7 +13,7 @@ use unweight_rt::{
     raw::{
         choose::graph,
         ops::{
-            decode::{Decoder, output_bytes},
+            decode_huffman::{Decoder, output_bytes},
             gemm_recon::Matmul,
         },
         weight::{DeviceHuffman, DevicePalette, HuffmanSections, PaletteSections},
@@ -54,7 +54,7 @@ fn survives(
 ) -> bool {
     let spec = graph::decoder(Arch::Sm90a, output, bits).unwrap();
     let decoder = Decoder::new(kernels.get(&spec).unwrap()).unwrap();
-    let mut lane = lane(stream);
+    let mut ctx = context(stream);
     let device = sections.upload(stream);
     let what = format!("{spec}: {what}");
     let refused = match output {
@@ -62,23 +62,23 @@ fn survives(
             let (rows, cols) = (sections.grid.rows() as u32, sections.grid.cols() as u32);
             let mut whole = DeviceMatrix::zeroed(stream, rows, cols).unwrap();
             poison(stream, &mut whole);
-            let refused = refusal(decoder.full(&mut lane, &device, whole.view_mut()));
+            let refused = launch_error(decoder.full(&mut ctx, &device, whole.view_mut()));
             guard_is_whole(stream, &whole, &what);
             refused
         }
         DecodeOutput::Exponent | DecodeOutput::Palette => {
             let mut bytes = DeviceBuffer::zeroed(stream, output_bytes(sections.grid, output)).unwrap();
             poison(stream, &mut bytes);
-            let refused = refusal(match output {
-                DecodeOutput::Exponent => decoder.exponent(&mut lane, &device, &mut bytes),
-                _ => decoder.palette(&mut lane, &device, &mut bytes),
+            let refused = launch_error(match output {
+                DecodeOutput::Exponent => decoder.exponent(&mut ctx, &device, &mut bytes),
+                _ => decoder.palette(&mut ctx, &device, &mut bytes),
             });
             guard_is_whole(stream, &bytes, &what);
             refused
         }
     };
     stream.synchronize().unwrap_or_else(|error| panic!("{what}: {error}"));
-    match lane.synchronize() {
+    match ctx.synchronize() {
         Ok(()) => refused.is_some(),
         Err(DeviceError::Fault { tile }) => {
             assert!((tile as usize) < sections.grid.tiles(), "{what}: fault in tile {tile}");
@@ -223,7 +223,7 @@ fn hostile_palette_source_stays_in_bounds() {
     let tensor = palette::encode(Matrix::new(&bytes, n, k).unwrap(), CodeLimit::DEFAULT).unwrap();
     let x = DeviceMatrix::from_host(&stream, m, k as u32, &halves(&normal_bf16(m as usize * k, 1.0, 8))).unwrap();
     let mut y = DeviceMatrix::zeroed(&stream, m, n as u32).unwrap();
-    let mut lane = lane(&stream);
+    let mut ctx = context(&stream);
     let rows = tensor.verbatim_exponents().len() / 64;
     let tiles = tensor.grid().tiles();
     let record = |offset: u32, mask: u64| TileMetadata::new(0, offset, mask).to_bytes();
@@ -251,7 +251,7 @@ fn hostile_palette_source_stays_in_bounds() {
                 let device = DevicePalette::from_sections(&stream, tensor.grid(), &sections).unwrap();
                 poison(&stream, &mut y);
                 // More rows than the budget is refused; wrong offsets are the kernel's to survive.
-                refusal(matmul.palette(&mut lane, x.view(), device.view(), y.view_mut()));
+                launch_error(matmul.palette(&mut ctx, x.view(), device.view(), y.view_mut()));
                 stream.synchronize().unwrap_or_else(|error| panic!("{spec}: {what}: {error}"));
                 guard_is_whole(&stream, &y, what);
             }

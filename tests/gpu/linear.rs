@@ -17,9 +17,9 @@ use unweight::format::{
 use unweight_bench::halves;
 use unweight_codegen::spec::Epilogue;
 use unweight_rt::{
-    Device, DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, KernelSet, Lane, LaneSize, LayerBuilder, Linear,
-    Linears, LoadError, LoadOptions, Loader, Merge, Refusal, Stream, Unsuitable, cache::Progress, env::Env,
-    raw::layer::loader::reachable,
+    ContextSize, Device, DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, ExecContext, KernelSet, LaunchError,
+    LayerBuilder, Linear, Linears, LoadError, LoadOptions, Loader, Merge, Stream, Unsuitable, cache::Progress,
+    env::Env, raw::layer::loader::reachable,
 };
 
 /// Of one dimension.
@@ -91,7 +91,7 @@ fn loader<'a>(kernels: &'a KernelSet, stream: &Stream, bundle: &'a Bundle, optio
 
 struct Run<'a> {
     stream: &'a Stream,
-    lane: Lane,
+    ctx: ExecContext,
 }
 
 impl Run<'_> {
@@ -107,10 +107,10 @@ impl Run<'_> {
             }
         };
         start(&mut y);
-        layer.enqueue(&mut self.lane, x.view(), y.view_mut(), epilogue).unwrap();
+        layer.enqueue(&mut self.ctx, x.view(), y.view_mut(), epilogue).unwrap();
         let direct = y.to_host(self.stream).unwrap();
         guard_is_whole(self.stream, &y, "a layer");
-        let graph = self.stream.capture(|| layer.enqueue(&mut self.lane, x.view(), y.view_mut(), epilogue)).unwrap();
+        let graph = self.stream.capture(|| layer.enqueue(&mut self.ctx, x.view(), y.view_mut(), epilogue)).unwrap();
         start(&mut y);
         // SAFETY: everything that the graph names is alive.
         unsafe { graph.launch() }.unwrap();
@@ -132,8 +132,8 @@ fn every_encoding_loads_as_a_layer() {
     let mut rng = Random::new(8);
     let x: Vec<u16> = (0..MAX_BATCH as usize * 448).map(|_| bf16(rng.normal())).collect();
     for (profile, pdl) in [
-        (Profile::Resident, true),
-        (Profile::Resident, false),
+        (Profile::Packed, true),
+        (Profile::Packed, false),
         (Profile::Distribution, true),
         (Profile::Palette, true),
         (Profile::Compact, true),
@@ -143,7 +143,7 @@ fn every_encoding_loads_as_a_layer() {
         let mut loader = loader(kernels, &stream, &bundle, options);
         let layers: Vec<Linear> =
             TENSORS.iter().map(|(name, ..)| loader.load(name).unwrap_or_else(|e| panic!("{e}"))).collect();
-        let mut run = Run { stream: &stream, lane: loader.lane(&stream).unwrap() };
+        let mut run = Run { stream: &stream, ctx: loader.context(&stream).unwrap() };
         for (layer, (name, n, k, kind)) in layers.iter().zip(TENSORS) {
             assert_eq!((layer.n() as usize, layer.k() as usize), (n, k));
             assert_eq!(layer.is_packed(), kind != Weights::HeavyTails, "{name} in a bundle of profile {profile:?}");
@@ -176,13 +176,13 @@ fn merged_weights_are_one_layer() {
     let stream = stream(kernels);
     let home = tempfile::tempdir().unwrap();
     model(&home.path().join("model"));
-    let bundle = bundle_of(home.path(), Profile::Resident);
+    let bundle = bundle_of(home.path(), Profile::Packed);
     let options = LoadOptions::default().max_batch(MAX_BATCH);
     let mut loader = loader(kernels, &stream, &bundle, options);
     let [q, k, gate, up] = [0, 1, 2, 3].map(|i: usize| TENSORS[i].0);
     let qk = loader.merge(&[q, k], Merge::Rows).unwrap();
     let mlp = loader.merge(&[gate, up], Merge::SiluMul).unwrap();
-    let mut run = Run { stream: &stream, lane: loader.lane(&stream).unwrap() };
+    let mut run = Run { stream: &stream, ctx: loader.context(&stream).unwrap() };
     let mut rng = Random::new(9);
     let x: Vec<u16> = (0..MAX_BATCH as usize * 128).map(|_| bf16(rng.normal() * 8.0)).collect();
     let of = |name: &str| rows(&bundle.tensor(name).unwrap().decode().unwrap(), 128);
@@ -246,7 +246,7 @@ fn merged_layers_equal_those_merged_on_the_host() {
     let home = tempfile::tempdir().unwrap();
     model(&home.path().join("model"));
     let [q, k, gate, up, few, v] = [0, 1, 2, 3, 6, 8].map(|i: usize| TENSORS[i].0);
-    for profile in [Profile::Resident, Profile::Distribution, Profile::Palette, Profile::Compact] {
+    for profile in [Profile::Packed, Profile::Distribution, Profile::Palette, Profile::Compact] {
         let bundle = bundle_of(home.path(), profile);
         let mut loader = loader(kernels, &stream, &bundle, LoadOptions::default().max_batch(8));
         // The last is smaller than what the scratch has held by then.
@@ -272,7 +272,7 @@ fn merged_layers_equal_those_merged_on_the_host() {
     }
 }
 
-/// The twin: the same bundle for cuBLAS, every form, alone and merged.
+/// The BF16 baseline: the same bundle for cuBLAS, every form, alone and merged.
 #[test]
 #[ignore = "needs a GPU"]
 fn any_bundle_loads_for_cublas() {
@@ -284,7 +284,7 @@ fn any_bundle_loads_for_cublas() {
     let mut rng = Random::new(11);
     let x: Vec<u16> = (0..8 * 128).map(|_| bf16(rng.normal())).collect();
     let inputs = rows(bytemuck::cast_slice(&x), 128);
-    for profile in [Profile::Resident, Profile::Distribution, Profile::Palette, Profile::Compact] {
+    for profile in [Profile::Packed, Profile::Distribution, Profile::Palette, Profile::Compact] {
         let bundle = bundle_of(home.path(), profile);
         let options = LoadOptions::default().max_batch(8).linears(Linears::Bf16);
         let mut loader = loader(kernels, &stream, &bundle, options);
@@ -303,7 +303,7 @@ fn any_bundle_loads_for_cublas() {
             // Also a gate and an up lie one under the other.
             let weights = merged_on_host(&bundle, names, Merge::Rows);
             assert!(bytes_of(&stream, layer.bf16_weights().unwrap()) == weights, "{names:?}, {profile:?}");
-            let mut run = Run { stream: &stream, lane: loader.lane(&stream).unwrap() };
+            let mut run = Run { stream: &stream, ctx: loader.context(&stream).unwrap() };
             let y = run.y(&layer, &x, 8, None, Epilogue::Store);
             let exact = product(&inputs, &rows(&weights, 128));
             close(&y, exact.into_iter().map(|(sum, size)| (sum, size * 1e-6)), &format!("{names:?}, {profile:?}"));
@@ -319,7 +319,7 @@ fn other_tensors_load_unchanged() {
     let stream = stream(kernels);
     let home = tempfile::tempdir().unwrap();
     model(&home.path().join("model"));
-    for profile in [Profile::Resident, Profile::Distribution, Profile::Palette, Profile::Compact] {
+    for profile in [Profile::Packed, Profile::Distribution, Profile::Palette, Profile::Compact] {
         let bundle = bundle_of(home.path(), profile);
         let mut loader = loader(kernels, &stream, &bundle, LoadOptions::default().max_batch(8));
         for (name, rows, cols, kind) in TENSORS {
@@ -375,7 +375,7 @@ fn raw_bf16_weights_load_as_layers() {
                 assert!(bytes_of(&stream, gated.bf16_weights().unwrap()) == rows);
             }
         }
-        assert_eq!(builder.lane(&stream).unwrap().size().cublas, linears == Linears::Bf16);
+        assert_eq!(builder.context(&stream).unwrap().size().cublas, linears == Linears::Bf16);
         let odd = DeviceMatrix::zeroed(&stream, 100, 192).unwrap();
         let pair = builder.layer("odd", &[odd.view(), odd.view()], Merge::SiluMul).map(|layer| layer.n());
         assert_eq!(pair.is_ok(), linears == Linears::Bf16);
@@ -389,24 +389,24 @@ fn unloaded_batches_and_epilogues_are_rejected() {
     let stream = stream(kernels);
     let home = tempfile::tempdir().unwrap();
     model(&home.path().join("model"));
-    let bundle = bundle_of(home.path(), Profile::Resident);
+    let bundle = bundle_of(home.path(), Profile::Packed);
     let mut loader = loader(kernels, &stream, &bundle, LoadOptions::default().max_batch(4).pdl(false));
     let layer = loader.load(TENSORS[0].0).unwrap();
-    let mut lane = loader.lane(&stream).unwrap();
+    let mut ctx = loader.context(&stream).unwrap();
     let x = DeviceMatrix::zeroed(&stream, 5, 128).unwrap();
     let mut y = DeviceMatrix::zeroed(&stream, 5, 192).unwrap();
     // More rows than it was loaded for are no matter, other columns are.
-    layer.enqueue(&mut lane, x.view(), y.view_mut(), Epilogue::Store).unwrap();
+    layer.enqueue(&mut ctx, x.view(), y.view_mut(), Epilogue::Store).unwrap();
     let mut fewer = DeviceMatrix::zeroed(&stream, 5, 128).unwrap();
-    let shape = refused(layer.enqueue(&mut lane, x.view(), fewer.view_mut(), Epilogue::Store));
-    assert!(matches!(shape, Refusal::Shape { y: [5, 128], x: [5, 128], .. }), "{shape}");
+    let shape = refused(layer.enqueue(&mut ctx, x.view(), fewer.view_mut(), Epilogue::Store));
+    assert!(matches!(shape, LaunchError::Shape { y: [5, 128], x: [5, 128], .. }), "{shape}");
     let few = DeviceMatrix::zeroed(&stream, 4, 128).unwrap();
     let mut half = DeviceMatrix::zeroed(&stream, 4, 96).unwrap();
     let asked = Epilogue::SiluMul;
-    let epilogue = refused(layer.enqueue(&mut lane, few.view(), half.view_mut(), asked));
-    assert_eq!(epilogue, Refusal::Epilogue { asked, loaded: Epilogue::Store });
-    let shape = refused(layer.enqueue(&mut lane, few.view(), half.view_mut(), Epilogue::Store));
-    assert!(matches!(shape, Refusal::Shape { y: [4, 96], x: [4, 128], .. }), "{shape}");
+    let epilogue = refused(layer.enqueue(&mut ctx, few.view(), half.view_mut(), asked));
+    assert_eq!(epilogue, LaunchError::Epilogue { asked, loaded: Epilogue::Store });
+    let shape = refused(layer.enqueue(&mut ctx, few.view(), half.view_mut(), Epilogue::Store));
+    assert!(matches!(shape, LaunchError::Shape { y: [4, 96], x: [4, 128], .. }), "{shape}");
     assert!(loader.load("layers.9.weight").is_err());
 }
 
@@ -420,7 +420,7 @@ fn large_batches_are_split() {
     let stream = stream(kernels);
     let home = tempfile::tempdir().unwrap();
     model(&home.path().join("model"));
-    let bundle = bundle_of(home.path(), Profile::Resident);
+    let bundle = bundle_of(home.path(), Profile::Packed);
     let mut loader = loader(kernels, &stream, &bundle, LoadOptions::default().max_batch(LOADED));
     let names = [0, 4].map(|at| TENSORS[at].0);
     let mut layers: Vec<(Linear, Epilogue)> =
@@ -428,8 +428,8 @@ fn large_batches_are_split() {
     layers.extend(names.map(|name| (loader.load(name).unwrap(), Epilogue::StoreAdd)));
     let pair = loader.merge(&[TENSORS[2].0, TENSORS[3].0], Merge::SiluMul).unwrap();
     layers.push((pair, Epilogue::SiluMul));
-    let lane = loader.lane(&stream).unwrap();
-    let mut run = Run { stream: &stream, lane };
+    let ctx = loader.context(&stream).unwrap();
+    let mut run = Run { stream: &stream, ctx };
     for (layer, epilogue) in &layers {
         let columns = if *epilogue == Epilogue::SiluMul { layer.n() / 2 } else { layer.n() };
         for m in [LOADED + 1, 2 * LOADED, 5 * LOADED + 3] {
@@ -464,11 +464,11 @@ fn borrowed_buffer_is_not_freed() {
     }
     // SAFETY: refused, so nothing is made of the address.
     let odd = unsafe { DeviceBuffer::<u16>::borrow(stream.device(), owned.address() + 2, 2) };
-    assert!(matches!(odd, Err(Refusal::Alignment { bytes: 256, .. })));
+    assert!(matches!(odd, Err(LaunchError::Alignment { bytes: 256, .. })));
 }
 
-/// A lane of another loader lacks what a padded layer and one for cuBLAS need: refused, with nothing written, until it
-/// is reserved.
+/// An execution context of another loader lacks what a padded layer and one for cuBLAS need: refused, with nothing
+/// written, until it is reserved.
 #[test]
 #[ignore = "needs a GPU"]
 fn workspace_of_another_loader_is_rejected_before_writing() {
@@ -476,7 +476,7 @@ fn workspace_of_another_loader_is_rejected_before_writing() {
     let stream = stream(kernels);
     let home = tempfile::tempdir().unwrap();
     model(&home.path().join("model"));
-    let bundle = bundle_of(home.path(), Profile::Resident);
+    let bundle = bundle_of(home.path(), Profile::Packed);
     let options = LoadOptions::default().max_batch(300);
     let mut loader = loader(kernels, &stream, &bundle, options);
     let mut other = self::loader(kernels, &stream, &bundle, LoadOptions::default().max_batch(8));
@@ -484,27 +484,27 @@ fn workspace_of_another_loader_is_rejected_before_writing() {
     other.load(TENSORS[4].0).unwrap();
     for (name, n, k, kind) in [TENSORS[4], TENSORS[5]] {
         let layer = loader.load(name).unwrap();
-        let mut lane = other.lane(&stream).unwrap();
+        let mut ctx = other.context(&stream).unwrap();
         let x = DeviceMatrix::zeroed(&stream, 300, k as u32).unwrap();
         let mut y = DeviceMatrix::zeroed(&stream, 300, n as u32).unwrap();
         poison(&stream, &mut y);
-        let run = |lane: &mut Lane, y: &mut DeviceMatrix| -> Result<(), DeviceError> {
-            layer.enqueue(lane, x.view(), y.view_mut(), Epilogue::Store)
+        let run = |ctx: &mut ExecContext, y: &mut DeviceMatrix| -> Result<(), DeviceError> {
+            layer.enqueue(ctx, x.view(), y.view_mut(), Epilogue::Store)
         };
-        let have = lane.size();
-        let small = refused(run(&mut lane, &mut y));
-        let Refusal::LaneTooSmall { need, .. } = small else { panic!("{small}") };
-        assert!(have.check(need).is_err() && layer.lane_size().check(need).is_ok(), "{name}");
+        let have = ctx.size();
+        let small = refused(run(&mut ctx, &mut y));
+        let LaunchError::ContextTooSmall { need, .. } = small else { panic!("{small}") };
+        assert!(have.check(need).is_err() && layer.context_size().check(need).is_ok(), "{name}");
         assert_eq!(need.cublas, kind == Weights::HeavyTails, "{name}");
         assert!(y.to_host(&stream).unwrap().iter().all(|bits| *bits == 0xffff), "{name}: a refused launch has written");
-        lane.reserve(layer.lane_size()).unwrap();
-        run(&mut lane, &mut y).unwrap();
+        ctx.reserve(layer.context_size()).unwrap();
+        run(&mut ctx, &mut y).unwrap();
         assert!(y.to_host(&stream).unwrap().iter().all(|bits| *bits == 0), "{name}: zeros times weights");
         guard_is_whole(&stream, &y, name);
     }
 }
 
-/// A lane that grows keeps what graphs were captured with.
+/// An execution context that grows keeps what graphs were captured with.
 #[test]
 #[ignore = "needs a GPU"]
 fn graph_survives_growth_of_its_workspace() {
@@ -512,7 +512,7 @@ fn graph_survives_growth_of_its_workspace() {
     let stream = stream(kernels);
     let home = tempfile::tempdir().unwrap();
     model(&home.path().join("model"));
-    let bundle = bundle_of(home.path(), Profile::Resident);
+    let bundle = bundle_of(home.path(), Profile::Packed);
     let mut loader = loader(kernels, &stream, &bundle, LoadOptions::default().max_batch(64));
     let (_, n, k, _) = TENSORS[4];
     let layer = loader.load(TENSORS[4].0).unwrap();
@@ -520,19 +520,19 @@ fn graph_survives_growth_of_its_workspace() {
     let x: Vec<u16> = (0..64 * k).map(|_| bf16(rng.normal())).collect();
     let x = DeviceMatrix::from_host(&stream, 64, k as u32, &x).unwrap();
     let mut y = DeviceMatrix::zeroed(&stream, 64, n as u32).unwrap();
-    let mut lane = loader.lane(&stream).unwrap();
-    layer.enqueue(&mut lane, x.view(), y.view_mut(), Epilogue::Store).unwrap();
+    let mut ctx = loader.context(&stream).unwrap();
+    layer.enqueue(&mut ctx, x.view(), y.view_mut(), Epilogue::Store).unwrap();
     let first = y.to_host(&stream).unwrap();
-    let graph = stream.capture(|| layer.enqueue(&mut lane, x.view(), y.view_mut(), Epilogue::Store)).unwrap();
-    lane.reserve(lane.size().max(layer.lane_size()).with_cublas()).unwrap();
-    let mut more = LaneSize::default();
+    let graph = stream.capture(|| layer.enqueue(&mut ctx, x.view(), y.view_mut(), Epilogue::Store)).unwrap();
+    ctx.reserve(ctx.size().max(layer.context_size()).with_cublas()).unwrap();
+    let mut more = ContextSize::default();
     (more.padded_x, more.padded_y, more.workspace_bytes) = (1 << 22, 1 << 22, 1 << 22);
-    lane.reserve(more).unwrap();
+    ctx.reserve(more).unwrap();
     poison(&stream, &mut y);
-    // SAFETY: `x`, `y` and the lane are alive, and nothing else runs.
+    // SAFETY: `x`, `y` and the context are alive, and nothing else runs.
     unsafe { graph.launch() }.unwrap();
     assert!(y.to_host(&stream).unwrap() == first, "the graph runs with what it was captured with");
-    lane.synchronize().unwrap();
+    ctx.synchronize().unwrap();
 }
 
 /// All that a bundle can reach is there before the first layer, with a line of progress a kernel, and loading adds
@@ -544,7 +544,7 @@ fn loading_compiles_only_reachable_kernels() {
     let stream = device.stream().unwrap();
     let home = tempfile::tempdir().unwrap();
     model(&home.path().join("model"));
-    for profile in [Profile::Resident, Profile::Distribution, Profile::Palette, Profile::Compact] {
+    for profile in [Profile::Packed, Profile::Distribution, Profile::Palette, Profile::Compact] {
         let bundle = bundle_of(home.path(), profile);
         // A set of its own, so that no test before has loaded anything.
         let kernels = KernelSet::open(&device, Env::process().unwrap());

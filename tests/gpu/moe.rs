@@ -6,11 +6,11 @@
 
 use std::collections::BTreeSet;
 
-use crate::harness::{Random, bf16, gpu, guard_is_whole, lane, poison, refused, stream, value};
+use crate::harness::{Random, bf16, context, gpu, guard_is_whole, poison, refused, stream, value};
 use unweight_codegen::spec::Epilogue;
 use unweight_format::{Histogram, Matrix, raw::packed::pack};
 use unweight_rt::{
-    DeviceBuffer, DeviceMatrix, DevicePacked, KernelSet, Lane, Refusal, Stream,
+    DeviceBuffer, DeviceMatrix, DevicePacked, ExecContext, KernelSet, LaunchError, Stream,
     experts::{Choice, ExpertTraffic, Experts, ExpertsShape, Fetcher, OffloadedExperts, Routed},
 };
 
@@ -136,10 +136,10 @@ impl Routing {
     }
 }
 
-fn lane_for(experts: &Experts, stream: &Stream, tokens: u32, top_k: u32) -> Lane {
-    let mut lane = lane(stream);
-    lane.reserve(experts.lane_size(tokens, top_k)).unwrap();
-    lane
+fn context_for(experts: &Experts, stream: &Stream, tokens: u32, top_k: u32) -> ExecContext {
+    let mut ctx = context(stream);
+    ctx.reserve(experts.context_size(tokens, top_k)).unwrap();
+    ctx
 }
 
 /// The rows of tokens `first..`, as many as were routed.
@@ -160,9 +160,9 @@ fn run(
         y.write(stream, 0, before).unwrap();
     }
     let (ids, weights) = routing.upload(stream);
-    let mut lane = lane_for(experts, stream, tokens as u32, routing.top_k);
+    let mut ctx = context_for(experts, stream, tokens as u32, routing.top_k);
     let routed = Routed { ids: &ids, weights: &weights, top_k: routing.top_k };
-    experts.enqueue(&mut lane, x.view(), routed, y.view_mut(), before.is_some()).unwrap();
+    experts.enqueue(&mut ctx, x.view(), routed, y.view_mut(), before.is_some()).unwrap();
     let rows = y.to_host(stream).unwrap();
     guard_is_whole(stream, &y, "experts");
     rows
@@ -257,10 +257,10 @@ fn graph_uses_the_routing_at_replay() {
     let x = DeviceMatrix::from_host(&stream, tokens as u32, 320, &case.x[..tokens * hidden]).unwrap();
     let mut y = DeviceMatrix::zeroed(&stream, tokens as u32, 320).unwrap();
     let (mut ids, mut weights) = routings[0].upload(&stream);
-    let mut lane = lane_for(&experts, &stream, tokens as u32, top_k);
+    let mut ctx = context_for(&experts, &stream, tokens as u32, top_k);
     let graph = {
         let routed = Routed { ids: &ids, weights: &weights, top_k };
-        stream.capture(|| experts.enqueue(&mut lane, x.view(), routed, y.view_mut(), false)).unwrap()
+        stream.capture(|| experts.enqueue(&mut ctx, x.view(), routed, y.view_mut(), false)).unwrap()
     };
     for round in 0..3000 {
         let at = round % routings.len();
@@ -295,10 +295,10 @@ fn run_offloaded(
         y.write(stream, 0, before).unwrap();
     }
     let (ids, weights) = routing.upload(stream);
-    let mut lane = lane(stream);
-    lane.reserve(experts.lane_size(tokens as u32, routing.top_k)).unwrap();
+    let mut ctx = context(stream);
+    ctx.reserve(experts.context_size(tokens as u32, routing.top_k)).unwrap();
     let routed = Routed { ids: &ids, weights: &weights, top_k: routing.top_k };
-    experts.enqueue(&mut lane, fetcher, x.view(), routed, y.view_mut(), before.is_some()).unwrap();
+    experts.enqueue(&mut ctx, fetcher, x.view(), routed, y.view_mut(), before.is_some()).unwrap();
     let rows = y.to_host(stream).unwrap();
     guard_is_whole(stream, &y, "offloaded experts");
     rows
@@ -343,7 +343,8 @@ fn offloaded_experts_equal_resident_experts() {
     }
 }
 
-/// Call behind call, whose products and copies nobody waits for but they themselves: slots are overwritten all the time.
+/// Call behind call, whose products and copies nobody waits for but they themselves: slots are overwritten all the
+/// time.
 #[test]
 #[ignore = "needs a GPU"]
 fn repeated_expert_fetches_keep_every_row_correct() {
@@ -360,8 +361,8 @@ fn repeated_expert_fetches_keep_every_row_correct() {
     for slots in [2, 5, 16] {
         let experts = case.offload(kernels, &stream, slots);
         let mut fetcher = Fetcher::new(&stream, case.shape, TOKENS as u32, 8).unwrap();
-        let mut lane = lane(&stream);
-        lane.reserve(experts.lane_size(TOKENS as u32, 8)).unwrap();
+        let mut ctx = context(&stream);
+        ctx.reserve(experts.context_size(TOKENS as u32, 8)).unwrap();
         let x = DeviceMatrix::from_host(&stream, TOKENS as u32, 576, &case.x).unwrap();
         let mut operands: Vec<_> = routings
             .iter()
@@ -376,7 +377,7 @@ fn repeated_expert_fetches_keep_every_row_correct() {
                 let tokens = routing.tokens() as u32;
                 let x = x.view().part(0..tokens, 0..576).unwrap();
                 let routed = Routed { ids, weights, top_k: routing.top_k };
-                experts.enqueue(&mut lane, &mut fetcher, x, routed, y.view_mut(), false).unwrap();
+                experts.enqueue(&mut ctx, &mut fetcher, x, routed, y.view_mut(), false).unwrap();
             }
             if round < 20 || round % 20 == 0 {
                 for ((.., y), expected) in operands.iter().zip(&expected) {
@@ -407,15 +408,15 @@ fn invalid_expert_fetches_are_rejected() {
     let routing = Routing::random(&mut Random::new(1), 4, 8, 2);
     let (ids, weights) = routing.upload(&stream);
     let routed = Routed { ids: &ids, weights: &weights, top_k: 2 };
-    let mut lane = lane(&stream);
-    let small = refused(experts.enqueue(&mut lane, &mut fetcher, x.view(), routed, y.view_mut(), false));
-    assert!(matches!(small, Refusal::LaneTooSmall { .. }), "{small}");
-    lane.reserve(experts.lane_size(4, 2)).unwrap();
-    let few = refused(experts.enqueue(&mut lane, &mut fetcher, x.view(), routed, y.view_mut(), false));
-    assert!(matches!(few, Refusal::Room { .. }), "{few}");
+    let mut ctx = context(&stream);
+    let small = refused(experts.enqueue(&mut ctx, &mut fetcher, x.view(), routed, y.view_mut(), false));
+    assert!(matches!(small, LaunchError::ContextTooSmall { .. }), "{small}");
+    ctx.reserve(experts.context_size(4, 2)).unwrap();
+    let few = refused(experts.enqueue(&mut ctx, &mut fetcher, x.view(), routed, y.view_mut(), false));
+    assert!(matches!(few, LaunchError::Room { .. }), "{few}");
     let mut fetcher = Fetcher::new(&stream, case.shape, 4, 2).unwrap();
-    let captured = stream.capture(|| experts.enqueue(&mut lane, &mut fetcher, x.view(), routed, y.view_mut(), false));
-    assert!(matches!(refused(captured.map(|_| ())), Refusal::Fetching));
+    let captured = stream.capture(|| experts.enqueue(&mut ctx, &mut fetcher, x.view(), routed, y.view_mut(), false));
+    assert!(matches!(refused(captured.map(|_| ())), LaunchError::Fetching));
     // And nothing of it is in the way of the next.
     let expected = run(&case, &case.load(kernels, &stream), &stream, &routing, 0, None);
     assert!(run_offloaded(&case, (&experts, &mut fetcher), &stream, &routing, None) == expected);
@@ -473,15 +474,15 @@ fn mismatched_operands_are_rejected() {
     let mut narrow = DeviceMatrix::zeroed(&stream, 4, 64).unwrap();
     let (ids, weights) = Routing::random(&mut Random::new(1), 4, 8, 2).upload(&stream);
     let routed = Routed { ids: &ids, weights: &weights, top_k: 2 };
-    let small = refused(experts.enqueue(&mut lane(&stream), x.view(), routed, y.view_mut(), false));
-    assert!(matches!(small, Refusal::LaneTooSmall { .. }), "{small}");
-    let mut lane = lane_for(&experts, &stream, 4, 8);
-    let shape = refused(experts.enqueue(&mut lane, x.view(), routed, narrow.view_mut(), false));
-    assert!(matches!(shape, Refusal::Shape { .. }), "{shape}");
-    let few = refused(experts.enqueue(&mut lane, x.view(), Routed { top_k: 3, ..routed }, y.view_mut(), false));
-    assert!(matches!(few, Refusal::Elements { .. }), "{few}");
+    let small = refused(experts.enqueue(&mut context(&stream), x.view(), routed, y.view_mut(), false));
+    assert!(matches!(small, LaunchError::ContextTooSmall { .. }), "{small}");
+    let mut ctx = context_for(&experts, &stream, 4, 8);
+    let shape = refused(experts.enqueue(&mut ctx, x.view(), routed, narrow.view_mut(), false));
+    assert!(matches!(shape, LaunchError::Shape { .. }), "{shape}");
+    let few = refused(experts.enqueue(&mut ctx, x.view(), Routed { top_k: 3, ..routed }, y.view_mut(), false));
+    assert!(matches!(few, LaunchError::Elements { .. }), "{few}");
     let bytes: &[u8] = bytemuck::cast_slice(&case.down);
     let other = pack(Matrix::new(bytes, 8 * 128, 64).unwrap(), &Histogram::of(bytes)).unwrap();
     let upload = || DevicePacked::upload(&stream, &other).unwrap();
-    assert!(matches!(refused(Experts::new(kernels, case.shape, upload(), upload())), Refusal::Shape { .. }));
+    assert!(matches!(refused(Experts::new(kernels, case.shape, upload(), upload())), LaunchError::Shape { .. }));
 }

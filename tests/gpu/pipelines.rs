@@ -28,14 +28,15 @@ use unweight_model::{
 };
 
 use unweight_rt::{
-    DeviceBuffer, DeviceError, DeviceMatrix, KernelSet, Lane, LayerBuilder, Linear, LoadOptions, Merge, Resident,
+    DeviceBuffer, DeviceError, DeviceMatrix, ExecContext, KernelSet, LayerBuilder, Linear, LoadOptions, Merge,
+    Resident,
     env::Env,
     raw::{
         choose::graph,
         jit::compiler::CompileRequest,
         layer::loader::reachable,
         ops::{
-            decode::{Decoder, output_bytes},
+            decode_huffman::{Decoder, output_bytes},
             gemm_recon::Matmul,
         },
         weight::{DeviceHuffman, DevicePalette},
@@ -80,7 +81,7 @@ fn pipelines_need_only_the_listed_kernels() {
         let bundle = &bundles[at];
         let options = options(mlp);
         let chooser = gpu().chooser().clone();
-        let mut specs = Engine::kernels(bundle, &options, &[*chooser.machine()]).unwrap();
+        let mut specs = Engine::kernels(bundle, &options, &[*chooser.gpu_model()]).unwrap();
         // As the command attaches them.
         specs.extend(reachable(bundle, LoadOptions::default().resident(Resident::Small), chooser));
         let folder = home.path().join(format!("{at}{mlp:?}"));
@@ -105,7 +106,7 @@ fn tokens(count: usize, seed: u64) -> Vec<u32> {
 #[ignore = "needs a GPU"]
 fn logits_match_the_reference_for_every_encoding() {
     let home = tempfile::tempdir().unwrap();
-    for profile in [Profile::Inference, Profile::Distribution, Profile::Palette, Profile::Resident, Profile::Compact] {
+    for profile in [Profile::Inference, Profile::Distribution, Profile::Palette, Profile::Packed, Profile::Compact] {
         let bundle = bundle(home.path(), profile);
         let config = ModelConfig::of_bundle(&bundle).unwrap();
         let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
@@ -173,8 +174,8 @@ fn every_pipeline_matches_the_reference() {
     }
 }
 
-/// Each variant of hard and easy layers once, with one and two streams that multiply, and few and many multiprocessors that
-/// decode.
+/// Each variant of hard and easy layers once, with one and two streams that multiply, and few and many multiprocessors
+/// that decode.
 fn every_setting(engine: &mut Engine, bucket: u32) -> Vec<Setting> {
     let choices = engine.tune_pipelines().unwrap().choices(bucket).unwrap();
     let longest = choices.iter().flatten().map(Vec::len).max().unwrap_or(0);
@@ -297,7 +298,7 @@ fn tuning_improves_a_bad_start() {
 const EDGES: [u32; 20] = [1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 192, 193, 256, 257, 512, 513, 1023, 1024];
 
 /// A projection in every form that a pipeline reads.
-struct Forms {
+struct Encodings {
     shape: [u32; 2],
     verbatim_rows: u32,
     adds: bool,
@@ -310,7 +311,7 @@ struct Forms {
     weights: Vec<u16>,
 }
 
-impl Forms {
+impl Encodings {
     fn new(builder: &mut LayerBuilder<'_>, [n, k]: [u32; 2], adds: bool, seed: u64) -> Self {
         let stream = builder.stream().clone();
         let mut bytes = Weights::TRAINED.bytes(n as usize * k as usize, seed);
@@ -356,7 +357,7 @@ impl Forms {
         &mut self,
         variant: PipelineVariant,
         matmul: Option<&Matmul>,
-        lane: &mut Lane,
+        ctx: &mut ExecContext,
         x: &DeviceMatrix,
         y: &mut DeviceMatrix,
     ) -> Result<(), DeviceError> {
@@ -365,20 +366,20 @@ impl Forms {
         let decoder = |output| Decoder::new(gpu().get(&graph::decoder(Arch::Sm90a, output, bits).unwrap())?);
         let (x, y) = (x.view(), y.view_mut());
         match variant.pipeline {
-            Pipeline::Raw => lane.cublas()?.matmul(x, self.whole.view(), y, adds),
-            Pipeline::Packed => self.linear.enqueue(lane, x, y, epilogue),
-            Pipeline::Palette => matmul.unwrap().palette(lane, x, self.palette.view(), y),
+            Pipeline::Raw => ctx.cublas()?.matmul(x, self.whole.view(), y, adds),
+            Pipeline::Packed => self.linear.enqueue(ctx, x, y, epilogue),
+            Pipeline::Palette => matmul.unwrap().palette(ctx, x, self.palette.view(), y),
             Pipeline::FullDecode => {
-                decoder(DecodeOutput::Full)?.full(lane, &self.huffman, whole.view_mut())?;
-                lane.cublas()?.matmul(x, whole.view(), y, adds)
+                decoder(DecodeOutput::Full)?.full(ctx, &self.huffman, whole.view_mut())?;
+                ctx.cublas()?.matmul(x, whole.view(), y, adds)
             }
             Pipeline::Exponents => {
-                decoder(DecodeOutput::Exponent)?.exponent(lane, &self.huffman, exponents)?;
-                matmul.unwrap().exponent(lane, x, self.huffman.as_exponent(exponents), y)
+                decoder(DecodeOutput::Exponent)?.exponent(ctx, &self.huffman, exponents)?;
+                matmul.unwrap().exponent(ctx, x, self.huffman.as_exponent(exponents), y)
             }
             Pipeline::Transcode => {
-                decoder(DecodeOutput::Palette)?.palette(lane, &self.huffman, indices)?;
-                matmul.unwrap().palette(lane, x, self.huffman.as_palette(indices), y)
+                decoder(DecodeOutput::Palette)?.palette(ctx, &self.huffman, indices)?;
+                matmul.unwrap().palette(ctx, x, self.huffman.as_palette(indices), y)
             }
         }
     }
@@ -407,13 +408,13 @@ fn every_projection_pipeline_matches_float64() {
     let mut seen = std::collections::BTreeSet::new();
     let most = EDGES[EDGES.len() - 1];
     for (name, shape, adds) in [("gate", [512, 256], false), ("up", [512, 256], false), ("down", [256, 512], true)] {
-        let mut forms = Forms::new(&mut builder, shape, adds, 7 + seen.len() as u64);
-        let mut lane = Lane::new(&stream, forms.linear.lane_size().with_cublas()).unwrap();
+        let mut encodings = Encodings::new(&mut builder, shape, adds, 7 + seen.len() as u64);
+        let mut ctx = ExecContext::new(&stream, encodings.linear.context_size().with_cublas()).unwrap();
         let [n, k] = shape;
         let x = halves(&normal_bf16((most * k) as usize, 1.0, 8 + seen.len() as u64));
         let before = halves(&normal_bf16((most * n) as usize, 1.0, 9));
         // Rows do not depend on each other: every batch is the first rows of the largest.
-        let exact = forms.reference(&x);
+        let exact = encodings.reference(&x);
         for m in EDGES {
             let count = (m * n) as usize;
             let x = DeviceMatrix::from_host(&stream, m, k, &x[..(m * k) as usize]).unwrap();
@@ -424,18 +425,18 @@ fn every_projection_pipeline_matches_float64() {
                     y.write(&stream, 0, &before[..count]).unwrap();
                 }
             };
-            for lying in [Lies::Raw, Lies::Palette, Lies::Huffman, Lies::Linear].map(|lies| forms.lying(lies)) {
+            for lying in [Lies::Raw, Lies::Palette, Lies::Huffman, Lies::Linear].map(|lies| encodings.lying(lies)) {
                 for variant in lying.variants(Arch::Sm90a, m, sms) {
                     let what = format!("{name}, {m} rows, {variant}");
-                    let spec = lying.kernel(Arch::Sm90a, variant, forms.epilogue());
+                    let spec = lying.kernel(Arch::Sm90a, variant, encodings.epilogue());
                     let matmul = spec.map(|spec| Matmul::new(gpu().get(&spec).unwrap()).unwrap());
                     // What a slot holds from before is of no use.
-                    poison(&stream, &mut forms.slot.0);
-                    poison(&stream, &mut forms.slot.1);
-                    poison(&stream, &mut forms.slot.2);
+                    poison(&stream, &mut encodings.slot.0);
+                    poison(&stream, &mut encodings.slot.1);
+                    poison(&stream, &mut encodings.slot.2);
                     start(&mut y);
-                    forms.enqueue(variant, matmul.as_ref(), &mut lane, &x, &mut y).unwrap();
-                    lane.synchronize().unwrap();
+                    encodings.enqueue(variant, matmul.as_ref(), &mut ctx, &x, &mut y).unwrap();
+                    ctx.synchronize().unwrap();
                     let direct = y.to_host(&stream).unwrap();
                     guard_is_whole(&stream, &y, &what);
                     // In fp32; cuBLAS may round the sums of parts of k to bf16.
@@ -465,11 +466,11 @@ fn every_projection_pipeline_matches_float64() {
                     let relative = (error / size).sqrt();
                     assert!(relative < 5e-3, "{what}: relative error {relative:.2e}");
                     start(&mut y);
-                    poison(&stream, &mut forms.slot.0);
-                    poison(&stream, &mut forms.slot.1);
-                    poison(&stream, &mut forms.slot.2);
+                    poison(&stream, &mut encodings.slot.0);
+                    poison(&stream, &mut encodings.slot.1);
+                    poison(&stream, &mut encodings.slot.2);
                     let graph =
-                        stream.capture(|| forms.enqueue(variant, matmul.as_ref(), &mut lane, &x, &mut y)).unwrap();
+                        stream.capture(|| encodings.enqueue(variant, matmul.as_ref(), &mut ctx, &x, &mut y)).unwrap();
                     // SAFETY: everything that the graph names is alive.
                     unsafe { graph.launch() }.unwrap();
                     assert!(y.to_host(&stream).unwrap() == direct, "{what}: captured, it has other bits");

@@ -9,7 +9,7 @@ use unweight_codegen::{
 };
 use unweight_format::{Histogram, Matrix, raw::packed};
 use unweight_rt::{
-    DeviceMatrix, DevicePacked, KernelSet, Lane, LayerBuilder, LoadOptions, LoadVariant, Merge, RegisterError,
+    DeviceMatrix, DevicePacked, ExecContext, KernelSet, LayerBuilder, LoadOptions, LoadVariant, Merge, RegisterError,
     env::Env,
     raw::{
         choose::table::{MeasuredRow, MeasuredTable},
@@ -21,7 +21,7 @@ use unweight_rt::{
 #[unweight_variant(op = gemm_mma, arch = sm90a, batch_tile = 8, row_blocks = 3, warps = 10, stages = 2)]
 struct Own;
 
-#[unweight_variant(op = decode, output = full)]
+#[unweight_variant(op = decode_huffman, output = full)]
 struct Decode;
 
 #[unweight_variant(op = gemm_mma, arch = sm89, batch_tile = 8, row_blocks = 2, warps = 8, stages = 2, copy = async)]
@@ -77,7 +77,7 @@ fn a_registered_variant_is_chosen_by_a_layer_and_multiplies() {
     let mut builder = LayerBuilder::new(&kernels, &stream, options).unwrap();
     let weights = DeviceMatrix::from_host(&stream, N, K, &halves(&w)).unwrap();
     let layer = builder.layer("own", &[weights.view()], Merge::Rows).unwrap();
-    let mut lane = Lane::new(&stream, layer.lane_size()).unwrap();
+    let mut ctx = ExecContext::new(&stream, layer.context_size()).unwrap();
 
     for (epilogue, before) in [(Epilogue::Store, 0.0), (Epilogue::StoreAdd, 2.0)] {
         let variant = layer.variant(M, epilogue).expect("a packed layer");
@@ -88,7 +88,7 @@ fn a_registered_variant_is_chosen_by_a_layer_and_multiplies() {
         let on_device = DeviceMatrix::from_host(&stream, M, K, &x).unwrap();
         let start = vec![bf16(before); (M * N) as usize];
         let mut y = DeviceMatrix::from_host(&stream, M, N, &start).unwrap();
-        layer.enqueue(&mut lane, on_device.view(), y.view_mut(), epilogue).unwrap();
+        layer.enqueue(&mut ctx, on_device.view(), y.view_mut(), epilogue).unwrap();
         let exact: Vec<_> = oracle(&x, &halves(&w)).into_iter().map(|(sum, size)| (sum + before, size)).collect();
         assert_close(&y.to_host(&stream).unwrap(), &exact);
     }
@@ -104,10 +104,10 @@ fn a_declared_variant_loads_as_the_launcher_of_its_op() {
     let weights = DevicePacked::upload(&stream, &packed::pack(matrix, &Histogram::of(&w)).unwrap()).unwrap();
     let matmul: PackedGemm = Own::load(&kernels).unwrap();
     assert_eq!(matmul.kernel().spec(), &Own::SPEC);
-    let mut lane = Lane::new(&stream, matmul.lane_size(M, &weights)).unwrap();
+    let mut ctx = ExecContext::new(&stream, matmul.context_size(M, &weights)).unwrap();
     let on_device = DeviceMatrix::from_host(&stream, M, K, &x).unwrap();
     let mut y = DeviceMatrix::zeroed(&stream, M, N).unwrap();
-    matmul.enqueue(&mut lane, on_device.view(), &weights, y.view_mut()).unwrap();
+    matmul.enqueue(&mut ctx, on_device.view(), &weights, y.view_mut()).unwrap();
     assert_close(&y.to_host(&stream).unwrap(), &oracle(&x, &halves(&w)));
     assert_eq!(Decode::load(&kernels).unwrap().kernel().spec(), &Decode::SPEC);
 }

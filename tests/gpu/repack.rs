@@ -11,11 +11,11 @@ use unweight_format::{
     },
 };
 use unweight_rt::{
-    DeviceBuffer, DeviceMatrix, DevicePacked, KernelSet, Refusal, Stream,
+    DeviceBuffer, DeviceMatrix, DevicePacked, KernelSet, LaunchError, Stream,
     raw::{
         choose::graph::decoder,
         ops::{
-            decode::Decoder,
+            decode_huffman::Decoder,
             repack::{PackError, Packer},
         },
         weight::DeviceHuffman,
@@ -197,7 +197,7 @@ fn shapes_not_multiples_of_64_are_rejected() {
     }
     let packed = check(&stream, &mut packer, &sprinkled((64, 128), 1000, 1), (64, 128), "64 x 128").unwrap();
     let mut other = DeviceMatrix::zeroed(&stream, 128, 64).unwrap();
-    let shape = Refusal::Output { output: [128, 64], tensor: [64, 128] };
+    let shape = LaunchError::Output { output: [128, 64], tensor: [64, 128] };
     assert_eq!(refused(packer.unpack(&packed, other.view_mut())), shape);
 }
 

@@ -3,14 +3,14 @@
 use unweight_codegen::spec::{SampleSpec, VariantSpec, catalog};
 use unweight_model::{SampleParams, sampling};
 use unweight_rt::{
-    DeviceBuffer, Lane, MatrixRef, Stream,
+    DeviceBuffer, ExecContext, MatrixRef, Stream,
     raw::ops::{
         kv::PAD_POSITION,
         sample::{Sample, SampleRow},
     },
 };
 
-use crate::harness::{Random, Weights, gpu, guard_is_whole, lane, poison, stream};
+use crate::harness::{Random, Weights, context, gpu, guard_is_whole, poison, stream};
 
 fn row(params: &SampleParams) -> SampleRow {
     let SampleParams { temperature, top_k, top_p, min_p, seed, .. } = *params;
@@ -79,10 +79,10 @@ impl Operands {
         }
     }
 
-    fn launch(&mut self, sample: &Sample, lane: &mut Lane, batch: &Batch) {
+    fn launch(&mut self, sample: &Sample, ctx: &mut ExecContext, batch: &Batch) {
         let rows = batch.params.len() as u32;
         let logits = MatrixRef::new(&self.logits, rows, batch.vocab, batch.pitch.into()).unwrap();
-        sample.enqueue(lane, logits, &self.rows, &mut self.positions, &mut self.ids).unwrap();
+        sample.enqueue(ctx, logits, &self.rows, &mut self.positions, &mut self.ids).unwrap();
     }
 }
 
@@ -98,12 +98,12 @@ fn every_variant_chooses_as_the_reference() {
     let kinds = [Weights::Gaussian { sigma: 2.0 }, Weights::Noise, Weights::FewExponents, Weights::Zeros];
     for (number, spec) in catalog::of::<SampleSpec>().enumerate() {
         let sample = sampler(&spec);
-        let mut lane = lane(&stream);
+        let mut ctx = context(&stream);
         for vocab in [1, 2, 63, 64, 65, 257, 1003, 8191, 32_000, 128_256] {
             for (kind, rows) in kinds.into_iter().zip([5, 3, 9, 1]) {
                 let batch = Batch::new(rows, vocab, kind, u64::from(vocab) * 100 + number as u64);
                 let mut operands = Operands::new(&stream, &batch);
-                operands.launch(&sample, &mut lane, &batch);
+                operands.launch(&sample, &mut ctx, &batch);
                 let what = format!("{}, {rows} rows of {vocab}, {kind:?}", spec.name());
                 assert_eq!(operands.ids.to_host(&stream).unwrap(), batch.expected(u32::MAX), "{what}");
                 let next = batch.positions.iter().map(|p| if *p == PAD_POSITION { *p } else { p + 1 });
@@ -111,7 +111,7 @@ fn every_variant_chooses_as_the_reference() {
                 guard_is_whole(&stream, &operands.ids, &what);
                 // Rows of NaN alone are reported, and nothing else is.
                 let all_nan = kind == Weights::Noise && vocab < 3;
-                assert!(lane.synchronize().is_ok() || all_nan, "{what}");
+                assert!(ctx.synchronize().is_ok() || all_nan, "{what}");
             }
         }
     }
@@ -127,18 +127,18 @@ fn repeated_sampling_gives_the_same_tokens() {
     let mut target = DeviceBuffer::<u16>::zeroed(&other, 64 << 20).unwrap();
     for spec in catalog::of::<SampleSpec>() {
         let sample = sampler(&spec);
-        let mut lane = lane(&stream);
+        let mut ctx = context(&stream);
         for (rows, vocab) in [(1, 128_256), (16, 32_000), (64, 1003)] {
             let batch = Batch::new(rows, vocab, Weights::Gaussian { sigma: 2.0 }, 7);
             let mut operands = Operands::new(&stream, &batch);
-            operands.launch(&sample, &mut lane, &batch);
+            operands.launch(&sample, &mut ctx, &batch);
             let first = operands.ids.to_host(&stream).unwrap();
             for round in 0..1000 {
                 if round % 8 == 0 {
                     target.copy_from(&other, &noise).unwrap();
                 }
                 operands.positions.write(&stream, 0, &batch.positions).unwrap();
-                operands.launch(&sample, &mut lane, &batch);
+                operands.launch(&sample, &mut ctx, &batch);
                 assert_eq!(operands.ids.to_host(&stream).unwrap(), first, "{}, round {round}", spec.name());
             }
         }

@@ -56,7 +56,7 @@ fn served_tokens_equal_the_engine() {
         ..DemoOptions::default()
     };
     demo_model::write(&home.path().join("model"), &model).unwrap();
-    let options = CompressOptions::default().profile(Profile::Resident);
+    let options = CompressOptions::default().profile(Profile::Packed);
     bundle::compress(&home.path().join("model"), &home.path().join("bundle"), &options, &Silent).unwrap();
     let bundle = Bundle::open(&home.path().join("bundle")).unwrap();
     let options = EngineOptions::default().max_batch(8).context(1024).chunk(128).memory(4 << 30);

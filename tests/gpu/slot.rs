@@ -1,5 +1,5 @@
 //! Layers whose weights stay compact: small batches straight from them, larger ones from packed tiles that are written
-//! into a lane's slot ahead of each product.
+//! into an execution context's slot ahead of each product.
 //!
 //! - Results lie within fp32 accumulation and one rounding of a double-precision product; twice and as a graph the same
 //!   bits.
@@ -14,13 +14,13 @@ use rayon::prelude::*;
 use unweight_bench::halves;
 use unweight_codegen::spec::{Epilogue, Op};
 use unweight_format::{
-    FormId,
+    EncodingId,
     bundle::{self, Bundle, CompressOptions, Profile, Silent},
     testing::demo_model::{self, DemoOptions},
 };
 use unweight_rt::{
-    Device, DeviceMatrix, Expand, KernelSet, Lane, LayerBuilder, Linear, LoadOptions, Loader, Merge, Refusal, Resident,
-    Stream, env::Env, raw::choose::candidates::COMPACT_BATCH,
+    Device, DeviceMatrix, ExecContext, Expand, KernelSet, LaunchError, LayerBuilder, Linear, LoadOptions, Loader,
+    Merge, Resident, Stream, env::Env, raw::choose::candidates::COMPACT_BATCH,
 };
 
 const MAX_BATCH: u32 = 300;
@@ -60,7 +60,7 @@ fn product(x: &[f64], w: &[f64], k: usize) -> Vec<(f64, f64)> {
 /// Y directly, again, and as a graph: the same bits.
 fn run(
     stream: &Stream,
-    lane: &mut Lane,
+    ctx: &mut ExecContext,
     layer: &Linear,
     x: &[u16],
     before: Option<&[u16]>,
@@ -79,11 +79,11 @@ fn run(
     let mut outputs = Vec::new();
     for _ in 0..2 {
         start(&mut y);
-        layer.enqueue(lane, x.view(), y.view_mut(), epilogue).unwrap();
+        layer.enqueue(ctx, x.view(), y.view_mut(), epilogue).unwrap();
         outputs.push(y.to_host(stream).unwrap());
         guard_is_whole(stream, &y, "a compact layer");
     }
-    let graph = stream.capture(|| layer.enqueue(lane, x.view(), y.view_mut(), epilogue)).unwrap();
+    let graph = stream.capture(|| layer.enqueue(ctx, x.view(), y.view_mut(), epilogue)).unwrap();
     start(&mut y);
     // SAFETY: everything that the graph names is alive.
     unsafe { graph.launch() }.unwrap();
@@ -115,18 +115,18 @@ fn compact_layers_multiply_at_every_batch() {
             let packed = fast.layer("fast", &[weights.view()], Merge::Rows).unwrap();
             assert!(layer.is_compact() && packed.is_packed(), "{n} x {k}");
             assert!(layer.bytes() * 100 < packed.bytes() * 94, "{} and {} bytes", layer.bytes(), packed.bytes());
-            let mut lane = small.lane(&stream).unwrap();
-            let mut other = fast.lane(&stream).unwrap();
+            let mut ctx = small.context(&stream).unwrap();
+            let mut other = fast.context(&stream).unwrap();
             for m in BATCHES {
                 let what = format!("{n} x {k} at {m}, pdl = {pdl}");
                 let direct = matches!(layer.variant(m, Epilogue::Store).unwrap().op, Op::GemmCompact(_));
                 assert_eq!(direct, m <= COMPACT_BATCH, "{what}");
                 let x = inputs(m, k as u32, seed + 10);
                 let exact = product(&values(&x), &w, k);
-                let y = run(&stream, &mut lane, &layer, &x, None, Epilogue::Store);
+                let y = run(&stream, &mut ctx, &layer, &x, None, Epilogue::Store);
                 close(&y, exact.iter().map(|(sum, size)| (*sum, size * 1e-6)), &what);
                 let before = inputs(m, n as u32, seed + 20);
-                let added = run(&stream, &mut lane, &layer, &x, Some(&before), Epilogue::StoreAdd);
+                let added = run(&stream, &mut ctx, &layer, &x, Some(&before), Epilogue::StoreAdd);
                 let sums = exact.iter().zip(&before).map(|((product, size), old)| {
                     let old = value(*old);
                     (product + old, (size + old.abs()) * 1e-6)
@@ -152,7 +152,7 @@ fn a_compact_gate_and_up_activate_their_product() {
     let layer = small.layer("mlp", &[gate.view(), up.view()], Merge::SiluMul).unwrap();
     let stacked = small.layer("stacked", &[gate.view(), up.view()], Merge::Rows).unwrap();
     assert!(layer.is_compact() && stacked.is_compact());
-    let mut lane = small.lane(&stream).unwrap();
+    let mut ctx = small.context(&stream).unwrap();
     for m in BATCHES {
         let x = inputs(m, k as u32, 7);
         let (gates, ups) = (product(&values(&x), &gates, k), product(&values(&x), &ups, k));
@@ -160,9 +160,9 @@ fn a_compact_gate_and_up_activate_their_product() {
             let out = gate / (1.0 + (-gate).exp()) * up;
             (out, (gate_size * up.abs() * 1.1 + up_size * gate.abs()) * 1e-6 + out.abs() * 1e-5)
         });
-        let y = run(&stream, &mut lane, &layer, &x, None, Epilogue::SiluMul);
+        let y = run(&stream, &mut ctx, &layer, &x, None, Epilogue::SiluMul);
         close(&y, exact, &format!("gate and up at {m}"));
-        let y = run(&stream, &mut lane, &stacked, &x, None, Epilogue::Store);
+        let y = run(&stream, &mut ctx, &stacked, &x, None, Epilogue::Store);
         let rows = gates
             .chunks(n)
             .zip(ups.chunks(n))
@@ -183,14 +183,12 @@ fn layers_share_one_slot() {
     let weights: Vec<DeviceMatrix> = (0..4).map(|seed| matrix(&stream, SIDE, SIDE, 30 + seed).0).collect();
     let layers: Vec<Linear> =
         weights.iter().map(|w| small.layer("one of four", &[w.view()], Merge::Rows).unwrap()).collect();
-    let mut lane = small.lane(&stream).unwrap();
-    assert!(
-        lane.size().slot_bytes >= (SIDE * SIDE * 3 / 2) as u64 && lane.size().slot_bytes < (SIDE * SIDE * 2) as u64
-    );
+    let mut ctx = small.context(&stream).unwrap();
+    assert!(ctx.size().slot_bytes >= (SIDE * SIDE * 3 / 2) as u64 && ctx.size().slot_bytes < (SIDE * SIDE * 2) as u64);
     for m in [33, 64, 256] {
         let x = inputs(m, SIDE as u32, 8);
         let alone: Vec<Vec<u16>> =
-            layers.iter().map(|layer| run(&stream, &mut lane, layer, &x, None, Epilogue::Store)).collect();
+            layers.iter().map(|layer| run(&stream, &mut ctx, layer, &x, None, Epilogue::Store)).collect();
         let x = DeviceMatrix::from_host(&stream, m, SIDE as u32, &x).unwrap();
         let mut ys: Vec<DeviceMatrix> =
             layers.iter().map(|_| DeviceMatrix::zeroed(&stream, m, SIDE as u32).unwrap()).collect();
@@ -200,9 +198,9 @@ fn layers_share_one_slot() {
         let graph = stream.capture(|| {
             for turn in 0..12 {
                 let layer = &layers[turn % 4];
-                layer.enqueue(&mut lane, x.view(), ys[turn % 4].view_mut(), Epilogue::Store)?;
+                layer.enqueue(&mut ctx, x.view(), ys[turn % 4].view_mut(), Epilogue::Store)?;
                 if turn % 3 == 0 {
-                    layer.enqueue(&mut lane, first, one.view_mut(), Epilogue::Store)?;
+                    layer.enqueue(&mut ctx, first, one.view_mut(), Epilogue::Store)?;
                 }
             }
             Ok(())
@@ -229,16 +227,16 @@ fn workspace_without_a_slot_is_rejected() {
     let layer = small.layer("small", &[weights.view()], Merge::Rows).unwrap();
     let x = DeviceMatrix::zeroed(&stream, 64, 256).unwrap();
     let mut y = DeviceMatrix::zeroed(&stream, 64, 256).unwrap();
-    let mut without = layer.lane_size();
+    let mut without = layer.context_size();
     without.slot_bytes = 0;
-    let mut lane = Lane::new(&stream, without).unwrap();
+    let mut ctx = ExecContext::new(&stream, without).unwrap();
     poison(&stream, &mut y);
-    let refusal = refused(layer.enqueue(&mut lane, x.view(), y.view_mut(), Epilogue::Store));
-    let Refusal::LaneTooSmall { need, .. } = refusal else { panic!("{refusal}") };
-    assert_eq!(need.slot_bytes, layer.lane_size().slot_bytes);
+    let refusal = refused(layer.enqueue(&mut ctx, x.view(), y.view_mut(), Epilogue::Store));
+    let LaunchError::ContextTooSmall { need, .. } = refusal else { panic!("{refusal}") };
+    assert_eq!(need.slot_bytes, layer.context_size().slot_bytes);
     assert!(y.to_host(&stream).unwrap().iter().all(|bits| *bits == 0xffff), "a refused launch has written");
-    lane.reserve(layer.lane_size()).unwrap();
-    layer.enqueue(&mut lane, x.view(), y.view_mut(), Epilogue::Store).unwrap();
+    ctx.reserve(layer.context_size()).unwrap();
+    layer.enqueue(&mut ctx, x.view(), y.view_mut(), Epilogue::Store).unwrap();
     assert!(y.to_host(&stream).unwrap().iter().all(|bits| *bits == 0), "zeros times weights");
 }
 
@@ -272,7 +270,7 @@ fn compact_tensors_of_a_bundle_stay_compact() {
         let mlp = loader.merge(&[&gate, &up], Merge::SiluMul).unwrap();
         assert_eq!(kernels.len(), loaded, "{resident:?}: a kernel was made when a layer was loaded");
         // Small tensors may be stored in another form, and then they are packed: alone, or with all of their layer.
-        let stored = |name: &String| bundle.tensor(name).unwrap().encoding() == FormId::COMPACT;
+        let stored = |name: &String| bundle.tensor(name).unwrap().encoding() == EncodingId::COMPACT;
         let mut stay = 0;
         for (layer, names) in [(&down_layer, vec![&down]), (&qkv, vec![&q, &k, &v]), (&mlp, vec![&gate, &up])] {
             let may = resident == Resident::Small && names.iter().all(|name| stored(name));
@@ -280,7 +278,7 @@ fn compact_tensors_of_a_bundle_stay_compact() {
             stay += usize::from(layer.is_compact());
         }
         assert_eq!(stay > 0, resident == Resident::Small, "{stay} layers stay compact");
-        let mut lane = loader.lane(&stream).unwrap();
+        let mut ctx = loader.context(&stream).unwrap();
         for (layer, names) in [(&down_layer, vec![&down]), (&qkv, vec![&q, &k, &v])] {
             let w: Vec<f64> = names
                 .iter()
@@ -289,7 +287,7 @@ fn compact_tensors_of_a_bundle_stay_compact() {
             for m in [1, 32, 33, 300] {
                 let x = inputs(m, layer.k(), 11);
                 let exact = product(&values(&x), &w, layer.k() as usize);
-                let y = run(&stream, &mut lane, layer, &x, None, Epilogue::Store);
+                let y = run(&stream, &mut ctx, layer, &x, None, Epilogue::Store);
                 close(
                     &y,
                     exact.iter().map(|(sum, size)| (*sum, size * 1e-6)),
@@ -319,18 +317,18 @@ fn weights_are_expanded_to_bf16_for_cublas() {
         let padded = builder.layer("padded", &[odd.view()], Merge::Rows).unwrap();
         assert_eq!((rows.is_compact(), mlp.is_compact()), (resident == Resident::Small, resident == Resident::Small));
         assert!(padded.is_packed());
-        let mut lane = builder.lane(&stream).unwrap();
-        assert!(lane.size().cublas && lane.size().slot_bytes >= (2 * 2 * n * k) as u64);
+        let mut ctx = builder.context(&stream).unwrap();
+        assert!(ctx.size().cublas && ctx.size().slot_bytes >= (2 * 2 * n * k) as u64);
         // Several turns of what lies beside the products, and of the largest batch.
         for m in [64, 65, 128, 513, 700, 701] {
             let what = format!("{resident:?} at {m}");
             assert_eq!(rows.variant(m, Epilogue::Store).is_none(), m > 64, "{what}");
             let x = inputs(m, k as u32, 7);
             let (gates, ups) = (product(&values(&x), &gates, k), product(&values(&x), &ups, k));
-            let y = run(&stream, &mut lane, &rows, &x, None, Epilogue::Store);
+            let y = run(&stream, &mut ctx, &rows, &x, None, Epilogue::Store);
             close(&y, gates.iter().map(|(sum, size)| (*sum, size * 1e-6)), &what);
             let before = inputs(m, n as u32, 21);
-            let added = run(&stream, &mut lane, &rows, &x, Some(&before), Epilogue::StoreAdd);
+            let added = run(&stream, &mut ctx, &rows, &x, Some(&before), Epilogue::StoreAdd);
             let sums = gates.iter().zip(&before).map(|((product, size), old)| {
                 let old = value(*old);
                 (product + old, (size + old.abs()) * 1e-6 + product.abs() / 256.0)
@@ -342,11 +340,11 @@ fn weights_are_expanded_to_bf16_for_cublas() {
                 let (gate_error, up_error) = (gate_size * 1e-6 + gate.abs() / 256.0, up_size * 1e-6 + up.abs() / 256.0);
                 (out, gate_error * up.abs() * 1.1 + up_error * gate.abs() + gate_error * up_error + out.abs() * 1e-5)
             });
-            let y = run(&stream, &mut lane, &mlp, &x, None, Epilogue::SiluMul);
+            let y = run(&stream, &mut ctx, &mlp, &x, None, Epilogue::SiluMul);
             close(&y, activated, &format!("{what}, activated"));
             let x = inputs(m, 72, 9);
             let exact = product(&values(&x), &odds, 72);
-            let y = run(&stream, &mut lane, &padded, &x, None, Epilogue::Store);
+            let y = run(&stream, &mut ctx, &padded, &x, None, Epilogue::Store);
             close(&y, exact.iter().map(|(sum, size)| (*sum, size * 1e-6)), &format!("{what}, padded"));
         }
     }

@@ -8,7 +8,7 @@ use std::{
 };
 
 use crate::{
-    gemm_packed::{lane, weights},
+    gemm_packed::{context, weights},
     harness::{GUARD, Random, bf16, gpu, guard_is_whole, poison, refused, stream},
 };
 use unweight_codegen::{
@@ -18,7 +18,7 @@ use unweight_codegen::{
 };
 use unweight_format::{Histogram, Matrix, raw::packed::pack};
 use unweight_rt::{
-    DeviceBuffer, DeviceMatrix, DevicePacked, KernelSet, Lane, Refusal, Stream,
+    DeviceBuffer, DeviceMatrix, DevicePacked, ExecContext, KernelSet, LaunchError, Stream,
     raw::{
         device::{Staging, Upload},
         ops::gemm_packed::PackedGemm,
@@ -56,11 +56,11 @@ fn waiting(problem: GemmShape, sms: u32) -> Vec<VariantSpec> {
     catalog::of::<GemmWgmmaSpec>().filter(waits).collect()
 }
 
-/// A product with its own stream, lane and output.
+/// A product with its own stream, context and output.
 struct Runner {
     matmul: PackedGemm,
     stream: Stream,
-    lane: Lane,
+    ctx: ExecContext,
     y: DeviceMatrix,
 }
 
@@ -70,11 +70,11 @@ impl Runner {
         let matmul = PackedGemm::new(kernels.get(spec).unwrap_or_else(|error| panic!("{error}"))).unwrap();
         let mut y = DeviceMatrix::zeroed(&stream, problem.m, problem.n).unwrap();
         poison(&stream, &mut y);
-        Self { matmul, lane: lane(&stream, spec, problem), y, stream }
+        Self { matmul, ctx: context(&stream, spec, problem), y, stream }
     }
 
     fn enqueue(&mut self, x: &DeviceMatrix, w: &DevicePacked) {
-        self.matmul.enqueue(&mut self.lane, x.view(), w, self.y.view_mut()).unwrap_or_else(|error| panic!("{error}"));
+        self.matmul.enqueue(&mut self.ctx, x.view(), w, self.y.view_mut()).unwrap_or_else(|error| panic!("{error}"));
     }
 
     fn bits(&self) -> Vec<u16> {
@@ -128,14 +128,14 @@ fn stream_k_on_two_streams_gives_the_same_bits() {
         }
         // The same as graphs, which the driver schedules by itself.
         let graphs = [&mut one, &mut other].map(|runner| {
-            let Runner { matmul, stream, lane, y } = runner;
+            let Runner { matmul, stream, ctx, y } = runner;
             stream
-                .capture(|| (0..20).try_for_each(|_| matmul.enqueue(lane, x.view(), &w, y.view_mut())))
+                .capture(|| (0..20).try_for_each(|_| matmul.enqueue(ctx, x.view(), &w, y.view_mut())))
                 .unwrap_or_else(|error| panic!("{spec}: {error}"))
         });
         for _ in 0..LAUNCHES / 20 {
             for graph in &graphs {
-                // SAFETY: operands, outputs and lanes are alive, and each lane's work stays on its stream.
+                // SAFETY: operands, outputs and contexts are alive, and each context's work stays on its stream.
                 unsafe { graph.launch() }.unwrap_or_else(|error| panic!("{spec}: {error}"));
             }
         }
@@ -173,9 +173,9 @@ fn staged_uploads_arrive_complete_and_in_order() {
     }
     let mut upload = &mut staging;
     let odd: Result<DeviceBuffer<u32>, _> = upload.section(&bytes[..6]);
-    assert!(matches!(refused(odd), Refusal::Partial { bytes: 6, unit: 4, .. }));
+    assert!(matches!(refused(odd), LaunchError::Partial { bytes: 6, unit: 4, .. }));
     let few = refused(staging.write(&mut matrix.view_mut(), &bytes[..6]));
-    assert!(matches!(few, Refusal::Elements { got: 6, .. }), "{few}");
+    assert!(matches!(few, LaunchError::Elements { got: 6, .. }), "{few}");
 }
 
 #[test]

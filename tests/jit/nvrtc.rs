@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use unweight_codegen::family::{FAMILIES, Instruction};
 use unweight_codegen::plan::Plan;
 use unweight_codegen::spec::{
-    Arch, AttentionSpec, CodeLimit, DecodeSpec, DecodeWarps, EmbedSpec, Epilogue, GemmCompactSpec, GemmMmaSpec,
+    Arch, AttentionSpec, CodeLimit, DecodeHuffmanSpec, DecodeWarps, EmbedSpec, Epilogue, GemmCompactSpec, GemmMmaSpec,
     GemmReconSpec, GemmWgmmaSpec, NormSpec, Op, RopeSpec, SampleSpec, SiluMulSpec, VariantSpec, catalog,
 };
 use unweight_rt::Error;
@@ -385,7 +385,7 @@ fn block(spec: &VariantSpec) -> VariantSpec {
         }
         Op::GemmRecon(op) => Op::GemmRecon(GemmReconSpec { epilogue: Epilogue::Store, ..op }),
         Op::Attention(op) => Op::Attention(AttentionSpec { pdl: false, ..op }),
-        Op::Decode(op) => {
+        Op::DecodeHuffman(op) => {
             let limit = match op.code_limit.get() {
                 ..=7 => 7,
                 15 => 15,
@@ -393,7 +393,7 @@ fn block(spec: &VariantSpec) -> VariantSpec {
             };
             let code_limit = CodeLimit::new(limit).unwrap();
             let warps = DecodeWarps::new(Plan::new(spec).unwrap().roles.warps()).unwrap();
-            Op::Decode(DecodeSpec { code_limit, warps, ..op })
+            Op::DecodeHuffman(DecodeHuffmanSpec { code_limit, warps, ..op })
         }
         Op::Embed(op) => Op::Embed(EmbedSpec { pdl: false, ..op }),
         Op::Norm(op) => Op::Norm(NormSpec { pdl: false, ..op }),
@@ -439,7 +439,7 @@ fn other_architectures_compile_to_their_plans() {
     for spec in others().flat_map(|arch| catalog::all(arch).into_iter().rev()).filter(is_worst) {
         let kind = match spec.op {
             Op::GemmMma(op) => op.batch_tile.get(),
-            Op::Decode(op) => op.output as u32,
+            Op::DecodeHuffman(op) => op.output as u32,
             Op::Attention(op) => op.step as u32,
             _ => 0,
         };

@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, fmt::Write as _};
 
 use crate::snapshots::{digest, with_settings};
-use unweight_codegen::{Outside, spec::Arch};
+use unweight_codegen::{ExternalSource, spec::Arch};
 use unweight_rivals::cuda::kernels;
 use unweight_rt::raw::jit::{compiler::CompileRequest, cubin};
 
@@ -12,7 +12,7 @@ use crate::nvrtc::kept;
 /// Compiles for an architecture; what is wrong with each.
 fn faults(arch: Arch) -> Vec<String> {
     let kernels = kernels(arch);
-    let requests: Vec<_> = kernels.iter().map(|kernel| CompileRequest::outside(kernel).unwrap()).collect();
+    let requests: Vec<_> = kernels.iter().map(|kernel| CompileRequest::external(kernel).unwrap()).collect();
     let artifacts = kept().compile_all(&requests, 2, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
     let mut faults = Vec::new();
     for (kernel, artifact) in kernels.iter().zip(&artifacts) {
@@ -41,10 +41,10 @@ fn every_kernel_compiles_to_its_plan() {
 }
 
 /// A line for each kernel.
-fn plans<'a>(kernels: impl Iterator<Item = &'a Outside>) -> String {
+fn plans<'a>(kernels: impl Iterator<Item = &'a ExternalSource>) -> String {
     let mut table = "# sources          threads blocks/SM shared, B kernel, grid, shared memory\n".to_owned();
     for kernel in kernels {
-        let Outside { threads, blocks_per_sm, grid, smem, .. } = kernel;
+        let ExternalSource { threads, blocks_per_sm, grid, smem, .. } = kernel;
         let digest = digest(&kernel.render().unwrap());
         _ = write!(table, "{digest} {threads:>9} {blocks_per_sm:>9} {:>9} {kernel}: {grid}", smem.bytes());
         for section in smem.sections() {

@@ -24,8 +24,8 @@ use unweight_codegen::{
     plan::Plan,
     render,
     spec::{
-        Arch, CodeLimit, CompressStage, DecodeOutput, EncodeStage, Epilogue, RepackStage, TranscodeStage, Values,
-        VariantSpec, VerbatimRows, WeightSource, catalog,
+        Arch, CodeLimit, DecodeCompactStage, DecodeOutput, EncodeCompactStage, EncodeHuffmanStage, Epilogue,
+        RepackStage, Values, VariantSpec, VerbatimRows, WeightSource, catalog,
     },
 };
 use unweight_rivals::cuda::kernels as external_kernels;
@@ -236,7 +236,7 @@ fn decode_table() -> String {
     for limit in CodeLimit::all() {
         _ = write!(table, "\n| {} |", limit.get());
         for output in DecodeOutput::ALL {
-            let bytes = plan(&VariantSpec::decode(Arch::Sm90a, *output, limit)).smem.bytes();
+            let bytes = plan(&VariantSpec::decode_huffman(Arch::Sm90a, *output, limit)).smem.bytes();
             _ = write!(table, " {bytes} |");
         }
     }
@@ -255,7 +255,9 @@ fn stage_table(stages: impl Iterator<Item = (&'static str, VariantSpec)>) -> Str
 }
 
 fn encode_table() -> String {
-    stage_table(EncodeStage::ALL.iter().map(|stage| (stage.tag(), VariantSpec::encode(Arch::Sm90a, *stage))))
+    stage_table(
+        EncodeHuffmanStage::ALL.iter().map(|stage| (stage.tag(), VariantSpec::encode_huffman(Arch::Sm90a, *stage))),
+    )
 }
 
 fn repack_table() -> String {
@@ -263,11 +265,15 @@ fn repack_table() -> String {
 }
 
 fn transcode_table() -> String {
-    stage_table(TranscodeStage::ALL.iter().map(|stage| (stage.tag(), VariantSpec::transcode(Arch::Sm90a, *stage))))
+    stage_table(
+        DecodeCompactStage::ALL.iter().map(|stage| (stage.tag(), VariantSpec::decode_compact(Arch::Sm90a, *stage))),
+    )
 }
 
 fn compress_table() -> String {
-    stage_table(CompressStage::ALL.iter().map(|stage| (stage.tag(), VariantSpec::compress(Arch::Sm90a, *stage))))
+    stage_table(
+        EncodeCompactStage::ALL.iter().map(|stage| (stage.tag(), VariantSpec::encode_compact(Arch::Sm90a, *stage))),
+    )
 }
 
 /// The families of activations: one row for each variant.

@@ -18,7 +18,7 @@ use std::{
 use serde_json::Value;
 use tempfile::TempDir;
 use unweight::{
-    engine::{EngineOptions, Event, Rejected, Request, SeqId},
+    engine::{AdmissionError, EngineOptions, Event, Request, SeqId},
     format::{
         bundle::{self, Bundle, CompressOptions, Silent},
         testing::demo_model::{self, DemoOptions},
@@ -340,7 +340,7 @@ impl Backend for Failing {
         self.0.load()
     }
 
-    fn add(&mut self, request: Request) -> Result<SeqId, Rejected> {
+    fn add(&mut self, request: Request) -> Result<SeqId, AdmissionError> {
         self.0.add(request)
     }
 

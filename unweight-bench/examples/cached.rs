@@ -1,5 +1,5 @@
-//! The products of `unweight-bench matmul` from weights that stay in the second-level cache: what unpacking and multiplying take
-//! when memory is no limit (docs/adr/0017-fp8-product.md). Needs a GPU.
+//! The products of `unweight-bench matmul` from weights that stay in the second-level cache: what unpacking and
+//! multiplying take when memory is no limit (docs/adr/0017-fp8-product.md). Needs a GPU.
 //!
 //! ```sh
 //! cargo run --release -p unweight-bench --example cached > matmul-cached.md

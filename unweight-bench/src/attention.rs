@@ -1,4 +1,5 @@
-//! Problems of attention over pages, and what must come out, in double precision: for tests, and for `unweight-bench stress`.
+//! Problems of attention over pages, and what must come out, in double precision: for tests, and for `unweight-bench
+//! stress`.
 //!
 //! Whatever nobody may use is NaN: pages of nobody, lines behind a row's newest token and before its window.
 
@@ -6,7 +7,7 @@ use rayon::prelude::*;
 use unweight_codegen::kv::{self, PAGE_TOKENS};
 use unweight_format::testing::Random;
 use unweight_rt::{
-    DeviceBuffer, DeviceError, Lane, MatrixMut, MatrixRef, Stream,
+    DeviceBuffer, DeviceError, ExecContext, MatrixMut, MatrixRef, Stream,
     raw::ops::{
         attention::{Attention, AttentionOptions, ChunkRows, RotaryTable, TokenRows},
         kv::{KvLayer, KvShape},
@@ -421,13 +422,13 @@ impl DeviceProblem {
         self.table.write(stream, 0, &problem.table)
     }
 
-    /// With rows in so many parts, by kernels that have them. Makes room in the lane.
+    /// With rows in so many parts, by kernels that have them. Makes room in the context.
     ///
     /// # Errors
-    /// As for [`Attention::lane_size`] and [`Lane::reserve`].
-    pub fn in_parts(mut self, attention: &Attention, lane: &mut Lane, parts: u32) -> Result<Self, DeviceError> {
+    /// As for [`Attention::context_size`] and [`ExecContext::reserve`].
+    pub fn in_parts(mut self, attention: &Attention, ctx: &mut ExecContext, parts: u32) -> Result<Self, DeviceError> {
         let m = self.case.positions.len() as u32;
-        lane.reserve(attention.lane_size(m, self.case.kv_heads as u32, parts)?)?;
+        ctx.reserve(attention.context_size(m, self.case.kv_heads as u32, parts)?)?;
         self.parts = parts;
         Ok(self)
     }
@@ -436,7 +437,12 @@ impl DeviceProblem {
     ///
     /// # Errors
     /// As for [`Attention::decode`].
-    pub fn decode(&mut self, attention: &Attention, lane: &mut Lane, out: MatrixMut<'_>) -> Result<(), DeviceError> {
+    pub fn decode(
+        &mut self,
+        attention: &Attention,
+        ctx: &mut ExecContext,
+        out: MatrixMut<'_>,
+    ) -> Result<(), DeviceError> {
         let m = self.case.positions.len() as u32;
         let columns = self.case.columns() as u32;
         let half = self.case.rope_dim as u32 / 2;
@@ -453,7 +459,7 @@ impl DeviceProblem {
             .norms(q_norm.as_ref(), k_norm.as_ref(), self.case.eps)
             .parts(self.parts);
         let layer = KvLayer::new(&mut self.layer, self.shape, 0)?;
-        attention.decode(lane, qkv, layer, rows, options, out)
+        attention.decode(ctx, qkv, layer, rows, options, out)
     }
 
     /// Enqueues the attention of the tokens of a chunk, if that is what was uploaded, into `out`
@@ -464,14 +470,14 @@ impl DeviceProblem {
     pub fn prefill(
         &mut self,
         attention: &Attention,
-        lane: &mut Lane,
+        ctx: &mut ExecContext,
         chunk: &Chunk,
         out: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
         let columns = self.case.columns() as u32;
         let qkv = MatrixRef::new(&self.qkv, chunk.tokens, columns, columns.into())?;
         let rows = ChunkRows::new(chunk.start, &self.table, self.table_pages).window(Some(chunk.window));
-        attention.prefill(lane, qkv, KvLayer::new(&mut self.layer, self.shape, 0)?, rows, out)
+        attention.prefill(ctx, qkv, KvLayer::new(&mut self.layer, self.shape, 0)?, rows, out)
     }
 
     /// The layer, once everything before on `stream` is done.

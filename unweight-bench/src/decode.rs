@@ -1,9 +1,9 @@
-//! Whole decode steps: packed linears beside the same engine on cuBLAS, its twin.
+//! Whole decode steps: packed linears beside the same engine on cuBLAS, its BF16 baseline.
 //!
 //! Both engines are loaded at once and take turns, a few recorded steps at a time, on caches of random keys and values.
-//! The twin's cuBLAS has been tuned for steps: for every product the fastest of what cuBLASLt proposes; its first token
-//! is by cuBLAS's own choice. What is timed includes the gap between two steps, and not the copy of the tokens to the
-//! host, which runs beside the next step.
+//! The BF16 baseline's cuBLAS has been tuned for steps: for every product the fastest of what cuBLASLt proposes; its
+//! first token is by cuBLAS's own choice. What is timed includes the gap between two steps, and not the copy of the
+//! tokens to the host, which runs beside the next step.
 
 use std::{fmt, time::Instant};
 
@@ -44,8 +44,8 @@ options! {
         prefill: u32 = 0,
         /// Whether the parts of a step are timed by themselves.
         breakdown: bool = false,
-        /// Whether the twin runs, too.
-        twin: bool = true,
+        /// Whether the BF16 baseline runs, too.
+        baseline: bool = true,
         /// What compact tensors lie as, and of a geometry all weights; null: what memory allows.
         resident: Option<Resident> = Some(Resident::Fast),
         /// Experts of a layer that the device has room for; null: all.
@@ -120,8 +120,8 @@ pub struct StepRow {
     pub p90_us: f64,
     /// Tokens of all sequences together.
     pub tokens_per_s: f64,
-    /// The twin's median over this one.
-    pub over_twin: Option<f64>,
+    /// The BF16 baseline's median over this one.
+    pub over_baseline: Option<f64>,
     /// Of all steps of this row, warm-up included, where the device has not all experts.
     pub experts: Option<ExpertTraffic>,
 }
@@ -174,12 +174,12 @@ pub fn bench_decode(
     let largest = options.batches.iter().copied().max().unwrap_or(1).clamp(1, MAX_BATCH);
     let reserve = steps_of(timing).max(PART_ROUNDS as u32 * 3);
     let context = options.context.saturating_add(reserve).max(options.prefill.saturating_add(64));
-    let mut forms = vec![("packed", Linears::Packed, MlpWeights::Linears)];
+    let mut encodings = vec![("packed", Linears::Packed, MlpWeights::Linears)];
     if options.mlp != MlpWeights::Linears {
-        forms.push((options.mlp.name(), options.mlp_linears, options.mlp));
+        encodings.push((options.mlp.name(), options.mlp_linears, options.mlp));
     }
-    if options.twin {
-        forms.push(("cublas", Linears::Bf16, MlpWeights::Linears));
+    if options.baseline {
+        encodings.push(("cublas", Linears::Bf16, MlpWeights::Linears));
     }
     let own_options = |linears: Linears, mlp: MlpWeights| {
         let chunk = if options.prefill > 0 { 2048 } else { 256 };
@@ -201,7 +201,7 @@ pub fn bench_decode(
         _ => Vec::new(),
     };
     let (mut engines, mut contenders) = (Vec::new(), Vec::new());
-    for (name, linears, mlp) in forms {
+    for (name, linears, mlp) in encodings {
         let start = Instant::now();
         let own = own_options(linears, mlp);
         let told = |loaded: &LoadProgress<'_>| {
@@ -319,10 +319,10 @@ fn steps(
         let [p10_us, median_us, p90_us] = quantiles(times);
         let tokens_per_s = f64::from(batch) / median_us * 1e6;
         let linears = contender.linears;
-        rows.push(StepRow { batch, linears, median_us, p10_us, p90_us, tokens_per_s, over_twin: None, experts });
+        rows.push(StepRow { batch, linears, median_us, p10_us, p90_us, tokens_per_s, over_baseline: None, experts });
     }
-    if let Some(twin) = rows.iter().find(|row| row.linears == "cublas").map(|row| row.median_us) {
-        rows.iter_mut().for_each(|row| row.over_twin = Some(twin / row.median_us));
+    if let Some(baseline) = rows.iter().find(|row| row.linears == "cublas").map(|row| row.median_us) {
+        rows.iter_mut().for_each(|row| row.over_baseline = Some(baseline / row.median_us));
     }
     for row in &rows {
         progress(&row.to_string());
@@ -373,10 +373,10 @@ fn first_token(engine: &mut Engine, tokens: u32, rounds: usize) -> Result<f64, E
 
 impl fmt::Display for StepRow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { batch, linears, median_us, p10_us, p90_us, tokens_per_s, over_twin, experts } = self;
+        let Self { batch, linears, median_us, p10_us, p90_us, tokens_per_s, over_baseline, experts } = self;
         write!(f, "batch {batch} {linears}: {median_us:.0} us ({p10_us:.0}..{p90_us:.0}), {tokens_per_s:.0} tokens/s")?;
-        if let Some(ratio) = over_twin {
-            write!(f, ", {ratio:.2}x the twin")?;
+        if let Some(ratio) = over_baseline {
+            write!(f, ", {ratio:.2}x the BF16 baseline")?;
         }
         match experts {
             Some(experts) => write!(f, "; {experts}"),
@@ -406,10 +406,10 @@ impl fmt::Display for DecodeReport {
         }
         writeln!(
             f,
-            "\n| batch | linears | step us | p10 | p90 | tokens/s | over twin |\n|---|---|---|---|---|---|---|"
+            "\n| batch | linears | step us | p10 | p90 | tokens/s | over baseline |\n|---|---|---|---|---|---|---|"
         )?;
-        for StepRow { batch, linears, median_us, p10_us, p90_us, tokens_per_s, over_twin, .. } in &self.rows {
-            let over = over_twin.map_or_else(String::new, |ratio| format!("{ratio:.2}"));
+        for StepRow { batch, linears, median_us, p10_us, p90_us, tokens_per_s, over_baseline, .. } in &self.rows {
+            let over = over_baseline.map_or_else(String::new, |ratio| format!("{ratio:.2}"));
             writeln!(
                 f,
                 "| {batch} | {linears} | {median_us:.0} | {p10_us:.0} | {p90_us:.0} | {tokens_per_s:.0} | {over} |"

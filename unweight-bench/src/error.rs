@@ -7,7 +7,7 @@ use unweight_format::{
     bundle::io_code,
     raw::{compact::Uncompact, packed::Unpackable},
 };
-use unweight_rt::{DeviceError, Refusal, Remedy};
+use unweight_rt::{DeviceError, LaunchError, Remedy};
 
 /// Why there is no report. A kernel whose output is wrong is never timed.
 #[derive(Debug, thiserror::Error)]
@@ -95,8 +95,8 @@ pub enum BenchError {
     },
 }
 
-impl From<Refusal> for BenchError {
-    fn from(refusal: Refusal) -> Self {
+impl From<LaunchError> for BenchError {
+    fn from(refusal: LaunchError) -> Self {
         Self::Device(refusal.into())
     }
 }

@@ -2,9 +2,9 @@
 
 use unweight_codegen::{
     VariantSpec,
-    abi::TranscodeArgs,
+    abi::DecodeCompactArgs,
     plan::GemmShape,
-    spec::{Arch, DecodeOutput, EncodeStage, Epilogue, Op, TranscodeStage, WeightSource},
+    spec::{Arch, DecodeCompactStage, DecodeOutput, EncodeHuffmanStage, Epilogue, Op, WeightSource},
 };
 use unweight_format::{
     CodeLimit, Histogram, Matrix, TileGrid,
@@ -12,18 +12,18 @@ use unweight_format::{
 };
 
 use unweight_rt::{
-    DeviceBuffer, DeviceMatrix, KernelSet, Lane, LaneSize,
+    ContextSize, DeviceBuffer, DeviceMatrix, ExecContext, KernelSet,
     raw::{
         choose::{
             graph::decoder,
             recon::{Source, candidates},
         },
         ops::{
-            decode::{Decoder, output_bytes},
-            encode::{EncodeBuffers, GpuEncoder, HUFFMAN_STAGES, PALETTE_STAGES},
+            decode_compact::{self, Transcoder},
+            decode_huffman::{Decoder, output_bytes},
+            encode_huffman::{EncodeBuffers, GpuEncoder, HUFFMAN_STAGES, PALETTE_STAGES},
             gemm_recon::Matmul,
             repack::{PackError, Packer},
-            transcode::{self, Transcoder},
         },
         weight::{DeviceCompact, DeviceHuffman},
     },
@@ -139,17 +139,17 @@ impl Bench<'_> {
         let mut indices =
             self.timer.each(copies, |_| DeviceBuffer::zeroed(stream, output_bytes(grid, DecodeOutput::Palette)))?;
         let mut contenders = Vec::new();
-        let mut lane = Lane::new(stream, LaneSize::default())?;
+        let mut ctx = ExecContext::new(stream, ContextSize::default())?;
         for (spec, &output) in specs.iter().zip(DecodeOutput::ALL) {
             let decoder = Decoder::new(self.kernels.get(spec)?)?;
             let mut run = |copy: usize| match output {
-                DecodeOutput::Full => decoder.full(&mut lane, &sources[copy], full[copy].view_mut()),
-                DecodeOutput::Exponent => decoder.exponent(&mut lane, &sources[copy], &mut exponents[copy]),
-                DecodeOutput::Palette => decoder.palette(&mut lane, &sources[copy], &mut indices[copy]),
+                DecodeOutput::Full => decoder.full(&mut ctx, &sources[copy], full[copy].view_mut()),
+                DecodeOutput::Exponent => decoder.exponent(&mut ctx, &sources[copy], &mut exponents[copy]),
+                DecodeOutput::Palette => decoder.palette(&mut ctx, &sources[copy], &mut indices[copy]),
             };
             (0..copies).try_for_each(&mut run)?;
             let (graph, launches) = self.timer.record(problem(0, grid), copies, run)?;
-            lane.synchronize()?;
+            ctx.synchronize()?;
             let sign_mantissa = if output == DecodeOutput::Full { grid.elements() } else { 0 };
             let bytes = (coded + sign_mantissa + output_bytes(grid, output)) as u64;
             contenders.push(Contender {
@@ -165,8 +165,8 @@ impl Bench<'_> {
             return Err(BenchError::WrongBits { kernel: "decode_full" });
         }
         let rows = self.timer.measure("decode", contenders, copies, problem(0, grid), progress);
-        // Graphs name the lane's fault word and the buffers: they live until here.
-        drop((lane, sources, full, exponents, indices));
+        // Graphs name the context's fault word and the buffers: they live until here.
+        drop((ctx, sources, full, exponents, indices));
         rows
     }
 
@@ -186,8 +186,8 @@ impl Bench<'_> {
         })?;
         // Stages depend on those before, so each is measured as the end of a sequence; differences are the stages.
         let huffman = (1..=HUFFMAN_STAGES.len()).map(|end| &HUFFMAN_STAGES[..end]);
-        let sequences: Vec<&[EncodeStage]> = huffman.chain([&PALETTE_STAGES[..]]).collect();
-        let enqueue = |buffers: &mut EncodeBuffers, stages: &[EncodeStage]| {
+        let sequences: Vec<&[EncodeHuffmanStage]> = huffman.chain([&PALETTE_STAGES[..]]).collect();
+        let enqueue = |buffers: &mut EncodeBuffers, stages: &[EncodeHuffmanStage]| {
             stages.iter().try_for_each(|stage| {
                 // SAFETY: every sequence is a front of one of the two pipelines, so it begins with `stats` and leaves
                 // out nothing in between. It runs as a whole: one stream, and graphs record whole sequences. The
@@ -205,8 +205,8 @@ impl Bench<'_> {
             let name = stages.iter().map(|stage| stage.tag()).collect::<Vec<_>>().join("+");
             // One reading of the weights and one writing of the sections, which no encoder can do without.
             let sections = match stages.last() {
-                Some(EncodeStage::Write) => coded,
-                Some(EncodeStage::Palette) => output_bytes(grid, DecodeOutput::Palette) as u64,
+                Some(EncodeHuffmanStage::Write) => coded,
+                Some(EncodeHuffmanStage::Palette) => output_bytes(grid, DecodeOutput::Palette) as u64,
                 _ => 0,
             };
             let bytes = grid.elements() as u64 * 3 + sections;
@@ -234,7 +234,7 @@ impl Bench<'_> {
                 Ok(tensor) => tensors.push(tensor),
                 Err(PackError::Device(error)) => return Err(error.into()),
                 Err(PackError::Unpackable(why)) => {
-                    progress(&format!("packed form left out: {why}"));
+                    progress(&format!("packed encoding left out: {why}"));
                     return Ok(Vec::new());
                 }
             }
@@ -271,7 +271,7 @@ impl Bench<'_> {
         let host = match compact::encode(matrix, &Histogram::of(matrix.bytes())) {
             Ok(host) => host,
             Err(why) => {
-                progress(&format!("compact form left out: {why}"));
+                progress(&format!("compact encoding left out: {why}"));
                 return Ok(Vec::new());
             }
         };
@@ -291,7 +291,7 @@ impl Bench<'_> {
             .record(problem(0, grid), copies, |copy| transcoder.full(stream, &tensors[copy], whole[copy].view_mut()))?;
         let (name, bytes) = ("full".to_owned(), raw + tensors[0].bytes());
         contenders.push(Contender { name, graph, launches, bytes, error: None, dispatched: false });
-        let kernel = self.kernels.get(&VariantSpec::transcode(self.arch, TranscodeStage::Packed))?;
+        let kernel = self.kernels.get(&VariantSpec::decode_compact(self.arch, DecodeCompactStage::Packed))?;
         let containers =
             self.timer.each(copies, |_| DeviceBuffer::<u8>::zeroed(stream, grid.tiles() * packed::TILE_BYTES))?;
         let heads = DeviceBuffer::<u32>::zeroed(stream, grid.tiles() * packed::ROW_BLOCKS)?;
@@ -299,13 +299,13 @@ impl Bench<'_> {
         let inexact = DeviceBuffer::<u64>::zeroed(stream, 1)?;
         let base = packed::Window::best(&Histogram::of(matrix.bytes())).0.base().into();
         let (graph, launches) = self.timer.record(problem(0, grid), copies, |copy| {
-            let args = TranscodeArgs {
+            let args = DecodeCompactArgs {
                 packed: containers[copy].address(),
                 escape_heads: heads.address(),
                 group_words: group_words.address(),
                 inexact: inexact.address(),
                 base,
-                ..transcode::args(&tensors[copy])
+                ..decode_compact::args(&tensors[copy])
             };
             // SAFETY: the buffers have the sizes that the grid asks for; sums that nobody reads may grow.
             unsafe { kernel.launch(stream, problem(0, grid), &args) }
@@ -327,23 +327,23 @@ impl Bench<'_> {
         };
         let (full, exponent, palette) =
             (decode(DecodeOutput::Full)?, decode(DecodeOutput::Exponent)?, decode(DecodeOutput::Palette)?);
-        let mut lane = Lane::new(stream, LaneSize::default().with_cublas())?;
+        let mut ctx = ExecContext::new(stream, ContextSize::default().with_cublas())?;
         let whole = self.timer.each(copies, |copy| {
             let mut whole = DeviceMatrix::zeroed(stream, n, k)?;
-            full.full(&mut lane, &sources[copy], whole.view_mut())?;
+            full.full(&mut ctx, &sources[copy], whole.view_mut())?;
             Ok(whole)
         })?;
         let exponents = self.timer.each(copies, |copy| {
             let mut bytes = DeviceBuffer::zeroed(stream, output_bytes(grid, DecodeOutput::Exponent))?;
-            exponent.exponent(&mut lane, &sources[copy], &mut bytes)?;
+            exponent.exponent(&mut ctx, &sources[copy], &mut bytes)?;
             Ok(bytes)
         })?;
         let indices = self.timer.each(copies, |copy| {
             let mut bytes = DeviceBuffer::zeroed(stream, output_bytes(grid, DecodeOutput::Palette))?;
-            palette.palette(&mut lane, &sources[copy], &mut bytes)?;
+            palette.palette(&mut ctx, &sources[copy], &mut bytes)?;
             Ok(bytes)
         })?;
-        lane.synchronize()?;
+        ctx.synchronize()?;
         let mut rows = Vec::new();
         for &m in &self.options.batches {
             let x = halves(&normal_bf16(m as usize * k as usize, 1.0, 2 + u64::from(m)));
@@ -351,7 +351,7 @@ impl Bench<'_> {
             let mut y = DeviceMatrix::zeroed(stream, m, n)?;
             let io = x.bytes() as u64 + y.bytes() as u64;
 
-            let cublas = lane.cublas()?;
+            let cublas = ctx.cublas()?;
             let mut run = |copy: usize| cublas.matmul(x.view(), whole[copy].view(), y.view_mut(), false);
             (0..copies).try_for_each(&mut run)?;
             let graph = self.timer.record(problem(m, grid), copies, run)?;
@@ -370,9 +370,9 @@ impl Bench<'_> {
                 let mut run = |copy: usize, y: &mut DeviceMatrix| {
                     let source: &DeviceHuffman = &sources[copy];
                     if is_exponent {
-                        matmul.exponent(&mut lane, x.view(), source.as_exponent(&exponents[copy]), y.view_mut())
+                        matmul.exponent(&mut ctx, x.view(), source.as_exponent(&exponents[copy]), y.view_mut())
                     } else {
-                        matmul.palette(&mut lane, x.view(), source.as_palette(&indices[copy]), y.view_mut())
+                        matmul.palette(&mut ctx, x.view(), source.as_palette(&indices[copy]), y.view_mut())
                     }
                 };
                 y.fill_bytes(stream, 0xff)?;

@@ -10,11 +10,11 @@ use unweight_codegen::{
 };
 use unweight_format::{
     Histogram, Matrix,
-    raw::{compact as compact_form, packed},
+    raw::{compact as compact_encoding, packed},
 };
 
 use unweight_rt::{
-    DeviceError, DeviceMatrix, DevicePacked, KernelSet, Lane, LaneSize, MatrixMut, MatrixRef, Stream,
+    ContextSize, DeviceError, DeviceMatrix, DevicePacked, ExecContext, KernelSet, MatrixMut, MatrixRef, Stream,
     raw::{
         choose::{
             candidates::{PackedUse, Registered, is_pdl},
@@ -23,7 +23,7 @@ use unweight_rt::{
         },
         ops::{
             gemm_compact::CompactGemm,
-            gemm_packed::{PackedGemm, lane_size},
+            gemm_packed::{PackedGemm, context_size},
         },
         weight::DeviceCompact,
     },
@@ -236,7 +236,7 @@ impl Bench<'_> {
         let escapes = first.has_escapes();
         let whole = DeviceMatrix::from_host(stream, n, k, &halves(&bytes))?;
         let compact = if compact {
-            let tensor = compact_form::encode(Matrix::new(&bytes, n as usize, k as usize)?, &Histogram::of(&bytes))
+            let tensor = compact_encoding::encode(Matrix::new(&bytes, n as usize, k as usize)?, &Histogram::of(&bytes))
                 .map_err(|why| BenchError::Uncompact { n, k, why })?;
             let bits = tensor.stored_bytes() as f64 * 16.0 / bytes.len() as f64;
             progress(&format!("{n} x {k}: {bits:.3} bits per weight, compact"));
@@ -314,7 +314,7 @@ impl Bench<'_> {
         let stream = self.timer.stream;
         let copies = self.copies((n, k), self.options.compact, progress)?;
         let count = copies.whole.len();
-        let mut lane = Lane::new(stream, LaneSize::default().with_cublas())?;
+        let mut ctx = ExecContext::new(stream, ContextSize::default().with_cublas())?;
         let mut rows = Vec::new();
         for &m in &self.options.batches {
             let problem = GemmShape { m, n, k };
@@ -323,7 +323,7 @@ impl Bench<'_> {
             let mut y = DeviceMatrix::zeroed(stream, m, n)?;
             let io = (x.bytes() + y.bytes()) as u64;
 
-            let cublas = lane.cublas()?;
+            let cublas = ctx.cublas()?;
             let mut run = |copy: usize| cublas.matmul(x.view(), copies.whole[copy].view(), y.view_mut(), false);
             (0..count).try_for_each(&mut run)?;
             let graph = self.timer.record(problem, count, run)?;
@@ -336,15 +336,15 @@ impl Bench<'_> {
                 .flat_map(|pdl| self.variants(problem, self.wanted(copies.escapes, pdl)))
                 .collect();
             self.kernels.prepare(&specs.iter().map(|(spec, _)| *spec).collect::<Vec<_>>(), &|_| {})?;
-            self.reserve(&mut lane, specs.iter().map(|(spec, _)| (*spec, problem)))?;
+            self.reserve(&mut ctx, specs.iter().map(|(spec, _)| (*spec, problem)))?;
             for (spec, dispatched) in specs {
                 let matmul = PackedGemm::new(self.kernels.get(&spec)?)?;
                 y.fill_bytes(stream, 0xff)?;
-                matmul.enqueue(&mut lane, x.view(), &copies.packed[count - 1], y.view_mut())?;
+                matmul.enqueue(&mut ctx, x.view(), &copies.packed[count - 1], y.view_mut())?;
                 let error = relative_error(&sample(stream, &y)?, &expected);
                 BenchError::check_product(&spec.to_string(), problem, error)?;
                 let (graph, launches) = self.timer.record(problem, count, |copy| {
-                    matmul.enqueue(&mut lane, x.view(), &copies.packed[copy], y.view_mut())
+                    matmul.enqueue(&mut ctx, x.view(), &copies.packed[copy], y.view_mut())
                 })?;
                 let bytes = io + copies.packed[0].bytes();
                 let (name, error) = (spec.to_string(), Some(error));
@@ -369,15 +369,15 @@ impl Bench<'_> {
         Ok(rows)
     }
 
-    /// Room on a lane for the largest of these launches.
+    /// Room on an execution context for the largest of these launches.
     fn reserve(
         &self,
-        lane: &mut Lane,
+        ctx: &mut ExecContext,
         launches: impl IntoIterator<Item = (VariantSpec, GemmShape)>,
     ) -> Result<(), BenchError> {
         let sms = self.kernels.device().info().sms;
         for (spec, problem) in launches {
-            lane.reserve(lane_size(&spec, problem, sms)?)?;
+            ctx.reserve(context_size(&spec, problem, sms)?)?;
         }
         Ok(())
     }
@@ -390,7 +390,7 @@ impl Bench<'_> {
         let stream = self.timer.stream;
         let weights = shapes.iter().map(|&shape| self.copies(shape, false, progress)).collect::<Result<Vec<_>, _>>()?;
         let layers = weights.iter().map(|copies| copies.whole.len()).min().unwrap_or(0);
-        let mut lane = Lane::new(stream, LaneSize::default().with_cublas())?;
+        let mut ctx = ExecContext::new(stream, ContextSize::default().with_cublas())?;
         let mut rows = Vec::new();
         for &m in &self.options.batches {
             let problem = GemmShape { m, n: 0, k: 0 };
@@ -417,7 +417,7 @@ impl Bench<'_> {
             };
             let whole = |i: usize| weights[i].whole[0].bytes();
             let mut contenders = Vec::new();
-            let cublas = lane.cublas()?;
+            let cublas = ctx.cublas()?;
             let graph = self.timer.record(problem, layers, |layer| {
                 pass(false, &mut |i, x, y| cublas.matmul(x, weights[i].whole[layer].view(), y, false))
             })?;
@@ -439,14 +439,14 @@ impl Bench<'_> {
                     })
                     .collect::<Result<Vec<_>, _>>()?;
                 self.kernels.prepare(&specs.iter().map(|(spec, _)| *spec).collect::<Vec<_>>(), &|_| {})?;
-                self.reserve(&mut lane, specs.iter().copied())?;
+                self.reserve(&mut ctx, specs.iter().copied())?;
                 let matmuls = specs.iter().map(|(spec, _)| PackedGemm::new(self.kernels.get(spec)?)).collect::<Result<
                     Vec<_>,
                     _,
                 >>(
                 )?;
                 let (graph, launches) = self.timer.record(problem, layers, |layer| {
-                    pass(gated, &mut |i, x, y| matmuls[i].enqueue(&mut lane, x, &weights[i].packed[layer], y))
+                    pass(gated, &mut |i, x, y| matmuls[i].enqueue(&mut ctx, x, &weights[i].packed[layer], y))
                 })?;
                 let bytes = io as u64 + weights.iter().map(|copies| copies.packed[0].bytes()).sum::<u64>();
                 let name =

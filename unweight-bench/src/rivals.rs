@@ -26,7 +26,7 @@ use unweight_rivals::{
     tans, zipserv,
 };
 use unweight_rt::{
-    DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, KernelSet, Lane, LaneSize, MatrixRef,
+    ContextSize, DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, ExecContext, KernelSet, MatrixRef,
     raw::{
         choose::{
             candidates::PackedUse,
@@ -35,12 +35,12 @@ use unweight_rt::{
         },
         device::pinned::{Pinned, Source as HostSource},
         ops::{
-            decode::{Decoder, output_bytes},
+            decode_compact::Transcoder,
+            decode_huffman::{Decoder, output_bytes},
             gemm_compact::CompactGemm,
-            gemm_packed::{PackedGemm, lane_size},
+            gemm_packed::{PackedGemm, context_size},
             gemm_recon::Matmul,
             repack::Packer,
-            transcode::Transcoder,
         },
         weight::{DeviceCompact, DeviceExponents, DeviceHuffman},
     },
@@ -98,10 +98,10 @@ pub fn bench_rivals(
     for &(n, k) in &options.shapes {
         if options.weights {
             let bytes = normal_bf16(n as usize * k as usize, 0.02, 1);
-            let forms = bench.forms(&bytes, (n, k))?;
-            rows.extend(bench.decode(&forms, &bytes)?);
+            let encodings = bench.encodings(&bytes, (n, k))?;
+            rows.extend(bench.decode(&encodings, &bytes)?);
             for &m in &options.batches {
-                rows.extend(bench.products(&forms, m)?);
+                rows.extend(bench.products(&encodings, m)?);
             }
         }
         if options.elements {
@@ -131,7 +131,7 @@ struct Bench<'a> {
 }
 
 /// A weight in all forms, several times over.
-struct Forms {
+struct Encodings {
     n: u32,
     k: u32,
     tensor: HuffmanTensor<Vec<u8>>,
@@ -144,7 +144,7 @@ struct Forms {
     zip: ZipKernels,
 }
 
-impl Forms {
+impl Encodings {
     fn problem(&self, m: u32) -> GemmShape {
         GemmShape { m, n: self.n, k: self.k }
     }
@@ -155,7 +155,7 @@ impl Bench<'_> {
         (self.progress)(&format!("{what}: {:.3} bits a weight", bytes as f64 * 8.0 / elements as f64));
     }
 
-    fn forms(&self, bytes: &[u8], (n, k): (u32, u32)) -> Result<Forms, BenchError> {
+    fn encodings(&self, bytes: &[u8], (n, k): (u32, u32)) -> Result<Encodings, BenchError> {
         let stream = self.timer.stream;
         let (rows, cols, elements) = (n as usize, k as usize, bytes.len() / 2);
         let (matrix, counts) = (Matrix::new(bytes, rows, cols)?, Histogram::of(bytes));
@@ -168,7 +168,7 @@ impl Bench<'_> {
         let copies = self.timer.copies(elements * 4 / 3);
         let held = not_taken((n, k));
         let whole = DeviceMatrix::upload(stream, matrix)?;
-        let forms = Forms {
+        let encodings = Encodings {
             n,
             k,
             whole: self.timer.each(copies, |_| whole.duplicate(stream))?,
@@ -180,12 +180,12 @@ impl Bench<'_> {
             zip: ZipKernels::of(stream, self.kernels, n)?,
             tensor,
         };
-        self.say_bits("unweight huffman", forms.tensor.coded_bytes(), elements);
-        self.say_bits("unweight packed", forms.packed[0].bytes(), elements);
-        self.say_bits("unweight compact", forms.compact[0].bytes(), elements);
-        self.say_bits("dfloat11", forms.units[0].bytes(), elements);
-        self.say_bits("zipserv", forms.zips[0].bytes(), elements);
-        Ok(forms)
+        self.say_bits("unweight huffman", encodings.tensor.coded_bytes(), elements);
+        self.say_bits("unweight packed", encodings.packed[0].bytes(), elements);
+        self.say_bits("unweight compact", encodings.compact[0].bytes(), elements);
+        self.say_bits("dfloat11", encodings.units[0].bytes(), elements);
+        self.say_bits("zipserv", encodings.zips[0].bytes(), elements);
+        Ok(encodings)
     }
 
     fn decoder(&self, tensor: &HuffmanTensor<Vec<u8>>, output: DecodeOutput) -> Result<Decoder, BenchError> {
@@ -195,33 +195,33 @@ impl Bench<'_> {
     }
 
     /// To BF16, from every form.
-    fn decode(&self, forms: &Forms, bytes: &[u8]) -> Result<Vec<Row>, BenchError> {
+    fn decode(&self, encodings: &Encodings, bytes: &[u8]) -> Result<Vec<Row>, BenchError> {
         let stream = self.timer.stream;
-        let (copies, problem) = (forms.whole.len(), forms.problem(0));
+        let (copies, problem) = (encodings.whole.len(), encodings.problem(0));
         let (full, packer, transcoder, dfloat11) = (
-            self.decoder(&forms.tensor, DecodeOutput::Full)?,
+            self.decoder(&encodings.tensor, DecodeOutput::Full)?,
             Packer::new(stream, self.kernels)?,
             Transcoder::of(self.kernels)?,
             UnitDecoder::of(stream, self.kernels)?,
         );
-        let mut lane = Lane::new(stream, LaneSize::default())?;
-        let mut out = self.timer.each(copies, |_| DeviceMatrix::zeroed(stream, forms.n, forms.k))?;
+        let mut ctx = ExecContext::new(stream, ContextSize::default())?;
+        let mut out = self.timer.each(copies, |_| DeviceMatrix::zeroed(stream, encodings.n, encodings.k))?;
         let mut flat = self.timer.each(copies, |_| DeviceBuffer::<u16>::zeroed(stream, bytes.len() / 2))?;
         let expected = halves(bytes);
         let (mut contenders, written) = (Vec::new(), bytes.len() as u64);
         for (name, read) in [
-            ("unweight huffman", forms.tensor.coded_bytes()),
-            ("unweight packed", forms.packed[0].bytes()),
-            ("unweight compact", forms.compact[0].bytes()),
-            ("zipserv", forms.zips[0].bytes()),
+            ("unweight huffman", encodings.tensor.coded_bytes()),
+            ("unweight packed", encodings.packed[0].bytes()),
+            ("unweight compact", encodings.compact[0].bytes()),
+            ("zipserv", encodings.zips[0].bytes()),
         ] {
             let mut run = |copy: usize| -> Result<(), DeviceError> {
                 let to = &mut out[copy];
                 match name {
-                    "unweight huffman" => full.full(&mut lane, &forms.huffman[copy], to.view_mut()),
-                    "unweight packed" => packer.unpack(&forms.packed[copy], to.view_mut()),
-                    "unweight compact" => transcoder.full(stream, &forms.compact[copy], to.view_mut()),
-                    _ => forms.zip.decompress(stream, &forms.zips[copy], to),
+                    "unweight huffman" => full.full(&mut ctx, &encodings.huffman[copy], to.view_mut()),
+                    "unweight packed" => packer.unpack(&encodings.packed[copy], to.view_mut()),
+                    "unweight compact" => transcoder.full(stream, &encodings.compact[copy], to.view_mut()),
+                    _ => encodings.zip.decompress(stream, &encodings.zips[copy], to),
                 }
             };
             (0..copies).try_for_each(&mut run)?;
@@ -235,7 +235,7 @@ impl Bench<'_> {
             }
             contenders.push(contender(name, (graph, launches), read + written, None));
         }
-        let mut run = |copy: usize| dfloat11.decode(stream, &forms.units[copy], &mut flat[copy]);
+        let mut run = |copy: usize| dfloat11.decode(stream, &encodings.units[copy], &mut flat[copy]);
         (0..copies).try_for_each(&mut run)?;
         let recorded = self.timer.record(problem, copies, run)?;
         for to in &flat {
@@ -243,7 +243,7 @@ impl Bench<'_> {
                 return Err(BenchError::WrongBits { kernel: "dfloat11" });
             }
         }
-        contenders.push(contender("dfloat11", recorded, forms.units[0].bytes() + written, None));
+        contenders.push(contender("dfloat11", recorded, encodings.units[0].bytes() + written, None));
         // What is done without compression where memory is short: the weights wait in host memory. One copy takes long
         // enough to hide the gap between two graphs.
         let mut waiting = Pinned::zeroed(self.kernels.device(), expected.len())?;
@@ -259,13 +259,13 @@ impl Bench<'_> {
         }
         contenders.push(contender("copy from the host", recorded, written, None));
         // The driver's copy: the bytes of the weights, read and written. Kernels can be faster.
-        let mut run = |copy: usize| out[copy].view_mut().copy_from(stream, forms.whole[copy].view());
+        let mut run = |copy: usize| out[copy].view_mut().copy_from(stream, encodings.whole[copy].view());
         (0..copies).try_for_each(&mut run)?;
         let recorded = self.timer.record(problem, copies, run)?;
         contenders.push(contender("copy of bf16", recorded, 2 * written, None));
         let rows = self.timer.measure("rivals_decode", contenders, copies, problem, self.progress);
         // Graphs name these.
-        drop((lane, packer, out, flat, dfloat11, waiting));
+        drop((ctx, packer, out, flat, dfloat11, waiting));
         rows
     }
 
@@ -275,7 +275,7 @@ impl Bench<'_> {
         let (rows, cols) = (n as usize, k as usize);
         // Of the smallest output enough for the rotation.
         let copies = self.timer.copies(rows * cols);
-        let mut lane = Lane::new(stream, LaneSize::default())?;
+        let mut ctx = ExecContext::new(stream, ContextSize::default())?;
         let (mut contenders, mut kept) = (Vec::new(), Vec::new());
         for (name, float) in [
             ("unweight e4m3", Float::E4M3),
@@ -294,10 +294,10 @@ impl Bench<'_> {
             for to in &mut out {
                 to.fill_bytes(stream, 0xff)?;
             }
-            let mut run = |copy: usize| decoder.elements(&mut lane, &sources[copy], &mut out[copy]);
+            let mut run = |copy: usize| decoder.elements(&mut ctx, &sources[copy], &mut out[copy]);
             (0..copies).try_for_each(&mut run)?;
             let recorded = self.timer.record(problem, copies, run)?;
-            lane.synchronize()?;
+            ctx.synchronize()?;
             for to in &out {
                 if to.to_host(stream)? != bytes {
                     return Err(BenchError::WrongBits { kernel: name });
@@ -308,29 +308,29 @@ impl Bench<'_> {
         }
         let rows = self.timer.measure("rivals_elements", contenders, copies, problem, self.progress);
         // Graphs name these.
-        drop((lane, kept));
+        drop((ctx, kept));
         rows
     }
 
     /// Products from every form that has one, beside cuBLAS.
-    fn products(&self, forms: &Forms, m: u32) -> Result<Vec<Row>, BenchError> {
+    fn products(&self, encodings: &Encodings, m: u32) -> Result<Vec<Row>, BenchError> {
         let (stream, info) = (self.timer.stream, self.kernels.device().info());
-        let (copies, problem) = (forms.whole.len(), forms.problem(m));
-        let mut lane = Lane::new(stream, LaneSize::default().with_cublas())?;
-        let x = halves(&normal_bf16(m as usize * forms.k as usize, 1.0, 2 + u64::from(m)));
-        let x = DeviceMatrix::from_host(stream, m, forms.k, &x)?;
-        let mut y = DeviceMatrix::zeroed(stream, m, forms.n)?;
+        let (copies, problem) = (encodings.whole.len(), encodings.problem(m));
+        let mut ctx = ExecContext::new(stream, ContextSize::default().with_cublas())?;
+        let x = halves(&normal_bf16(m as usize * encodings.k as usize, 1.0, 2 + u64::from(m)));
+        let x = DeviceMatrix::from_host(stream, m, encodings.k, &x)?;
+        let mut y = DeviceMatrix::zeroed(stream, m, encodings.n)?;
         let io = (x.bytes() + y.bytes()) as u64;
-        let cublas = lane.cublas()?;
-        let mut run = |copy: usize| cublas.matmul(x.view(), forms.whole[copy].view(), y.view_mut(), false);
+        let cublas = ctx.cublas()?;
+        let mut run = |copy: usize| cublas.matmul(x.view(), encodings.whole[copy].view(), y.view_mut(), false);
         (0..copies).try_for_each(&mut run)?;
         let recorded = self.timer.record(problem, copies, run)?;
         let expected = y.to_host(stream)?;
-        let mut contenders = vec![Contender::cublas(recorded, io + forms.whole[0].bytes() as u64)];
+        let mut contenders = vec![Contender::cublas(recorded, io + encodings.whole[0].bytes() as u64)];
 
-        let wanted = PackedUse { escapes: forms.packed[0].has_escapes(), pdl: false, epilogue: Epilogue::Store };
+        let wanted = PackedUse { escapes: encodings.packed[0].has_escapes(), pdl: false, epilogue: Epilogue::Store };
         let spec = self.kernels.chooser().choose(problem, wanted).ok_or(BenchError::NoVariant(problem))?;
-        lane.reserve(lane_size(&spec, problem, info.sms)?)?;
+        ctx.reserve(context_size(&spec, problem, info.sms)?)?;
         let packed = PackedGemm::new(self.kernels.get(&spec)?)?;
         let compact = self.compact(m)?;
         let recon = |source| -> Result<Option<Matmul>, BenchError> {
@@ -338,59 +338,61 @@ impl Bench<'_> {
             Ok(specs.first().map(|spec| Matmul::new(self.kernels.get(spec)?)).transpose()?)
         };
         let exponent_product = recon(Source::Exponent)?;
-        let palette_product = recon(Source::Palette { max_verbatim_rows: forms.tensor.max_verbatim_rows() })?;
-        let (to_exponents, to_palette) =
-            (self.decoder(&forms.tensor, DecodeOutput::Exponent)?, self.decoder(&forms.tensor, DecodeOutput::Palette)?);
-        let grid = forms.tensor.grid();
+        let palette_product = recon(Source::Palette { max_verbatim_rows: encodings.tensor.max_verbatim_rows() })?;
+        let (to_exponents, to_palette) = (
+            self.decoder(&encodings.tensor, DecodeOutput::Exponent)?,
+            self.decoder(&encodings.tensor, DecodeOutput::Palette)?,
+        );
+        let grid = encodings.tensor.grid();
         // One buffer of exponents for all, as models share it; palettes are stored.
         let mut exponents = DeviceBuffer::zeroed(stream, output_bytes(grid, DecodeOutput::Exponent))?;
         let palettes = self.timer.each(copies, |copy| {
             let mut bytes = DeviceBuffer::zeroed(stream, output_bytes(grid, DecodeOutput::Palette))?;
-            to_palette.palette(&mut lane, &forms.huffman[copy], &mut bytes)?;
+            to_palette.palette(&mut ctx, &encodings.huffman[copy], &mut bytes)?;
             Ok(bytes)
         })?;
-        lane.synchronize()?;
-        let mut scratch = DeviceMatrix::zeroed(stream, forms.n, forms.k)?;
+        ctx.synchronize()?;
+        let mut scratch = DeviceMatrix::zeroed(stream, encodings.n, encodings.k)?;
         let unit_decoder = UnitDecoder::of(stream, self.kernels)?;
-        let mut flat = DeviceBuffer::<u16>::zeroed(stream, forms.n as usize * forms.k as usize)?;
-        let palette_bytes = forms.huffman[0].as_palette(&palettes[0]).bytes() as u64;
-        let exponent_bytes = forms.tensor.coded_bytes();
+        let mut flat = DeviceBuffer::<u16>::zeroed(stream, encodings.n as usize * encodings.k as usize)?;
+        let palette_bytes = encodings.huffman[0].as_palette(&palettes[0]).bytes() as u64;
+        let exponent_bytes = encodings.tensor.coded_bytes();
         for (name, there, weights) in [
             ("unweight huffman", exponent_product.is_some(), exponent_bytes),
             ("unweight palette", palette_product.is_some(), palette_bytes),
-            ("unweight packed", true, forms.packed[0].bytes()),
-            ("unweight compact", compact.is_some(), forms.compact[0].bytes()),
-            ("zipserv", m <= FUSED_MAX, forms.zips[0].bytes()),
-            ("zipserv by cublas", true, forms.zips[0].bytes() + 2 * forms.whole[0].bytes() as u64),
-            ("dfloat11 by cublas", true, forms.units[0].bytes() + 2 * forms.whole[0].bytes() as u64),
+            ("unweight packed", true, encodings.packed[0].bytes()),
+            ("unweight compact", compact.is_some(), encodings.compact[0].bytes()),
+            ("zipserv", m <= FUSED_MAX, encodings.zips[0].bytes()),
+            ("zipserv by cublas", true, encodings.zips[0].bytes() + 2 * encodings.whole[0].bytes() as u64),
+            ("dfloat11 by cublas", true, encodings.units[0].bytes() + 2 * encodings.whole[0].bytes() as u64),
         ] {
             if !there {
                 continue;
             }
             let mut run = |copy: usize, y: &mut DeviceMatrix| -> Result<(), DeviceError> {
-                let source: &DeviceHuffman = &forms.huffman[copy];
+                let source: &DeviceHuffman = &encodings.huffman[copy];
                 match (name, &exponent_product, &palette_product, &compact) {
                     ("unweight huffman", Some(product), ..) => {
-                        to_exponents.exponent(&mut lane, source, &mut exponents)?;
-                        product.exponent(&mut lane, x.view(), source.as_exponent(&exponents), y.view_mut())
+                        to_exponents.exponent(&mut ctx, source, &mut exponents)?;
+                        product.exponent(&mut ctx, x.view(), source.as_exponent(&exponents), y.view_mut())
                     }
                     ("unweight palette", _, Some(product), _) => {
-                        product.palette(&mut lane, x.view(), source.as_palette(&palettes[copy]), y.view_mut())
+                        product.palette(&mut ctx, x.view(), source.as_palette(&palettes[copy]), y.view_mut())
                     }
                     ("unweight compact", _, _, Some(product)) => {
-                        product.enqueue(stream, x.view(), &forms.compact[copy], y.view_mut())
+                        product.enqueue(stream, x.view(), &encodings.compact[copy], y.view_mut())
                     }
-                    ("zipserv", ..) => forms.zip.gemm(stream, &x, &forms.zips[copy], y),
+                    ("zipserv", ..) => encodings.zip.gemm(stream, &x, &encodings.zips[copy], y),
                     ("zipserv by cublas", ..) => {
-                        forms.zip.decompress(stream, &forms.zips[copy], &mut scratch)?;
-                        lane.cublas()?.matmul(x.view(), scratch.view(), y.view_mut(), false)
+                        encodings.zip.decompress(stream, &encodings.zips[copy], &mut scratch)?;
+                        ctx.cublas()?.matmul(x.view(), scratch.view(), y.view_mut(), false)
                     }
                     ("dfloat11 by cublas", ..) => {
-                        unit_decoder.decode(stream, &forms.units[copy], &mut flat)?;
-                        let weights = MatrixRef::new(&flat, forms.n, forms.k, forms.k.into())?;
-                        lane.cublas()?.matmul(x.view(), weights, y.view_mut(), false)
+                        unit_decoder.decode(stream, &encodings.units[copy], &mut flat)?;
+                        let weights = MatrixRef::new(&flat, encodings.n, encodings.k, encodings.k.into())?;
+                        ctx.cublas()?.matmul(x.view(), weights, y.view_mut(), false)
                     }
-                    _ => packed.enqueue(&mut lane, x.view(), &forms.packed[copy], y.view_mut()),
+                    _ => packed.enqueue(&mut ctx, x.view(), &encodings.packed[copy], y.view_mut()),
                 }
             };
             y.fill_bytes(stream, 0xff)?;
@@ -402,7 +404,7 @@ impl Bench<'_> {
         }
         let rows = self.timer.measure("rivals_product", contenders, copies, problem, self.progress);
         // Graphs name these.
-        drop((lane, x, y, exponents, palettes, scratch, unit_decoder, flat));
+        drop((ctx, x, y, exponents, palettes, scratch, unit_decoder, flat));
         rows
     }
 

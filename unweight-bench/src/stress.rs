@@ -30,10 +30,10 @@ use rayon::prelude::*;
 use serde::Serialize;
 use unweight_codegen::{
     VariantSpec,
-    abi::{DecodeArgs, RepackArgs, TranscodeArgs},
+    abi::{DecodeCompactArgs, DecodeHuffmanArgs, RepackArgs},
     family::Instruction,
     plan::{GemmShape, Plan},
-    spec::{Arch, DecodeElement, DecodeOutput, Epilogue, Op, RepackStage, TranscodeStage, WeightSource, catalog},
+    spec::{Arch, DecodeCompactStage, DecodeElement, DecodeOutput, Epilogue, Op, RepackStage, WeightSource, catalog},
 };
 use unweight_format::{
     CodeLimit, Float, FloatMatrix, Histogram, Matrix, TileGrid,
@@ -46,21 +46,21 @@ use unweight_format::{
 };
 
 use unweight_rt::{
-    DeviceBuffer, DeviceError, DeviceInfo, DeviceMatrix, DevicePacked, Graph, KernelSet, Lane, LaneSize, MatrixMut,
-    MatrixRef, Stream,
+    ContextSize, DeviceBuffer, DeviceError, DeviceInfo, DeviceMatrix, DevicePacked, ExecContext, Graph, KernelSet,
+    MatrixMut, MatrixRef, Stream,
     cache::KernelCache,
     env::Env,
     raw::{
         device::{module::LoadedKernel, raw::RawKernel},
         jit::compiler::CompileRequest,
         ops::{
-            compress::{CompressError, Compressor},
-            encode::GpuEncoder,
+            decode_compact,
+            encode_compact::{CompressError, Compressor},
+            encode_huffman::GpuEncoder,
             gemm_compact::CompactGemm,
             gemm_packed::PackedGemm,
             gemm_recon::Matmul,
             repack::Packer,
-            transcode,
         },
         weight::{DeviceCompact, DeviceHuffman, DevicePalette},
     },
@@ -208,7 +208,7 @@ pub fn stress(
         cache: KernelCache::open(env),
         threads: env.jit_threads,
         stream: &stream,
-        lane: RefCell::new(Lane::new(&stream, LaneSize::default())?),
+        ctx: RefCell::new(ExecContext::new(&stream, ContextSize::default())?),
         options,
     };
     let load = Load::new(&run)?;
@@ -248,7 +248,7 @@ struct Run<'a> {
     threads: usize,
     stream: &'a Stream,
     /// Of that stream.
-    lane: RefCell<Lane>,
+    ctx: RefCell<ExecContext>,
     options: &'a StressOptions,
 }
 
@@ -360,7 +360,7 @@ impl Run<'_> {
                         add(self.subject(subject, compare)?);
                     }
                 }
-                Op::Decode(_) => {
+                Op::DecodeHuffman(_) => {
                     let subject = self.decode(kernel, &weights)?;
                     add(self.subject(subject, compare)?);
                 }
@@ -368,7 +368,7 @@ impl Run<'_> {
                     let subject = self.repack(kernel, &weights)?;
                     add(self.subject(subject, compare)?);
                 }
-                Op::Transcode(_) => {
+                Op::DecodeCompact(_) => {
                     let subject = self.transcode(kernel, &weights)?;
                     add(self.subject(subject, compare)?);
                 }
@@ -389,7 +389,7 @@ impl Run<'_> {
                     }
                 }
                 // One depends on the other: run together, below.
-                Op::Encode(_) | Op::Compress(_) => {}
+                Op::EncodeHuffman(_) | Op::EncodeCompact(_) => {}
                 // Heads say its shapes, not weights: once.
                 Op::Attention(_) if shape == SHAPES[0] => {
                     for subject in self.attention(kernel)? {
@@ -478,12 +478,12 @@ impl Run<'_> {
         };
         let columns = if epilogue == Epilogue::SiluMul { shape.n / 2 } else { shape.n };
         let matmul = PackedGemm::new(kernel.clone())?;
-        self.lane.borrow_mut().reserve(matmul.lane_size(shape.m, &tensor.device))?;
+        self.ctx.borrow_mut().reserve(matmul.context_size(shape.m, &tensor.device))?;
         let launch = move |y: u64| {
             let x = MatrixRef::new(&weights.x, shape.m, shape.k, shape.k.into())?;
             // SAFETY: one of the outputs of `product`, of this size, which lives until the stream was waited for.
             let y = unsafe { MatrixMut::from_raw(self.kernels.device(), y, shape.m, columns, columns.into()) }?;
-            matmul.enqueue(&mut self.lane.borrow_mut(), x, &tensor.device, y)
+            matmul.enqueue(&mut self.ctx.borrow_mut(), x, &tensor.device, y)
         };
         self.product(kernel, (shape, columns), epilogue, (weights, exact), Box::new(launch))
     }
@@ -524,10 +524,10 @@ impl Run<'_> {
             let x = MatrixRef::new(&weights.x, shape.m, shape.k, shape.k.into())?;
             // SAFETY: as above.
             let y = unsafe { MatrixMut::from_raw(self.kernels.device(), y, shape.m, shape.n, shape.n.into()) }?;
-            let lane = &mut self.lane.borrow_mut();
+            let ctx = &mut self.ctx.borrow_mut();
             match spec.source {
-                WeightSource::Exponent => matmul.exponent(lane, x, source.huffman.as_exponent(&source.exponents), y),
-                WeightSource::Palette { .. } => matmul.palette(lane, x, source.palette.view(), y),
+                WeightSource::Exponent => matmul.exponent(ctx, x, source.huffman.as_exponent(&source.exponents), y),
+                WeightSource::Palette { .. } => matmul.palette(ctx, x, source.palette.view(), y),
             }
         };
         self.product(kernel, (shape, shape.n), spec.epilogue, (weights, exact), Box::new(launch))
@@ -559,7 +559,7 @@ impl Run<'_> {
     }
 
     fn decode<'a>(&'a self, kernel: &'a LoadedKernel, weights: &'a Weights) -> Result<Subject<'a>, BenchError> {
-        let Op::Decode(spec) = kernel.spec().op else { unreachable!("the caller has matched the family") };
+        let Op::DecodeHuffman(spec) = kernel.spec().op else { unreachable!("the caller has matched the family") };
         let limit = CodeLimit::new(spec.code_limit.get())?;
         if spec.element != DecodeElement::Bf16 {
             let (float, (n, k)) = (spec.element.float(), weights.shape);
@@ -600,7 +600,7 @@ impl Run<'_> {
         let launch = move |output: u64| {
             let _kept = (&sections, &fault);
             // SAFETY: as above.
-            unsafe { kernel.launch(stream, shape, &DecodeArgs { output, ..args }) }
+            unsafe { kernel.launch(stream, shape, &DecodeHuffmanArgs { output, ..args }) }
         };
         Ok(Subject {
             name: kernel.spec().to_string(),
@@ -696,7 +696,7 @@ impl Run<'_> {
 
     /// Each stage over buffers of its own, as those of `repack`; trained weights with zeros among them.
     fn transcode<'a>(&'a self, kernel: &'a LoadedKernel, weights: &'a Weights) -> Result<Subject<'a>, BenchError> {
-        let Op::Transcode(spec) = kernel.spec().op else { unreachable!("the caller has matched the family") };
+        let Op::DecodeCompact(spec) = kernel.spec().op else { unreachable!("the caller has matched the family") };
         let stream = self.stream;
         let (n, k) = weights.shape;
         let mut bytes = normal_bf16(n as usize * k as usize, 0.02, u64::from(n) << 32 | u64::from(k));
@@ -710,21 +710,21 @@ impl Run<'_> {
         let group_words = DeviceBuffer::<u32>::zeroed(stream, tiles.div_ceil(16))?;
         let inexact = DeviceBuffer::<u64>::zeroed(stream, 1)?;
         let scratch = DeviceBuffer::<u8>::zeroed(stream, tiles * packed::TILE_BYTES)?;
-        let args = TranscodeArgs {
+        let args = DecodeCompactArgs {
             packed: scratch.address(),
             escape_heads: heads.address(),
             group_words: group_words.address(),
             inexact: inexact.address(),
             base: u32::from(packed.window().base()),
             escape_words: (packed.escapes().len() / 4) as u32,
-            ..transcode::args(&tensor)
+            ..decode_compact::args(&tensor)
         };
         let shape = GemmShape { m: 0, n, k };
-        let lists = spec.stage == TranscodeStage::Lists;
+        let lists = spec.stage == DecodeCompactStage::Lists;
         let expected: Vec<u8> = match spec.stage {
-            TranscodeStage::Full => bytes,
-            TranscodeStage::Packed => packed.packed().to_vec(),
-            TranscodeStage::Lists => {
+            DecodeCompactStage::Full => bytes,
+            DecodeCompactStage::Packed => packed.packed().to_vec(),
+            DecodeCompactStage::Lists => {
                 // Compared in pieces of 16 bytes.
                 let mut words = packed.escapes().to_vec();
                 words.resize(words.len().next_multiple_of(16), 0);
@@ -733,7 +733,7 @@ impl Run<'_> {
         };
         if lists {
             let arch = self.kernels.device().info().arch;
-            let first = self.kernels.get(&VariantSpec::transcode(arch, TranscodeStage::Packed))?;
+            let first = self.kernels.get(&VariantSpec::decode_compact(arch, DecodeCompactStage::Packed))?;
             // SAFETY: the buffers above have the sizes that the shape asks for.
             unsafe { first.launch(stream, shape, &args) }?;
         }
@@ -742,9 +742,9 @@ impl Run<'_> {
         let launch = move |output: u64| {
             let _kept = (&tensor, &heads, &group_words, &inexact, &scratch, &counted);
             let args = match spec.stage {
-                TranscodeStage::Full => TranscodeArgs { weights: output, ..args },
-                TranscodeStage::Packed => TranscodeArgs { packed: output, ..args },
-                TranscodeStage::Lists => TranscodeArgs { escapes: output, ..args },
+                DecodeCompactStage::Full => DecodeCompactArgs { weights: output, ..args },
+                DecodeCompactStage::Packed => DecodeCompactArgs { packed: output, ..args },
+                DecodeCompactStage::Lists => DecodeCompactArgs { escapes: output, ..args },
             };
             if lists {
                 // `lists` turns numbers of records into indices, so it runs once on each set of heads.
@@ -817,16 +817,16 @@ impl Run<'_> {
         let huffman = huffman::encode(matrix, CodeLimit::DEFAULT)?;
         let palette = palette::encode(matrix, CodeLimit::DEFAULT)?;
         let mut rows = Vec::new();
-        for form in ["huffman", "palette"] {
+        for encoding in ["huffman", "palette"] {
             let mut differing = 0;
             for _ in 0..self.options.launches {
-                let same = match form {
+                let same = match encoding {
                     "huffman" => encoder.encode(self.stream, matrix)? == huffman,
                     _ => encoder.encode_palette(self.stream, matrix)? == palette,
                 };
                 differing += u32::from(!same);
             }
-            let variant = format!("{name}, all stages to {form}");
+            let variant = format!("{name}, all stages to {encoding}");
             rows.push(StressRow { variant, m: 0, n, k, launches: self.options.launches, differing, wrong: None });
         }
         Ok(rows)
@@ -956,8 +956,8 @@ impl CodedOnDevice {
         })
     }
 
-    fn args(&self, grid: TileGrid, fault: u64) -> DecodeArgs {
-        DecodeArgs {
+    fn args(&self, grid: TileGrid, fault: u64) -> DecodeHuffmanArgs {
+        DecodeHuffmanArgs {
             sign_mantissa: self.sign_mantissa.address(),
             encoded_exp: self.encoded_exp.address(),
             row_lengths: self.row_lengths.address(),
@@ -972,7 +972,7 @@ impl CodedOnDevice {
             k: grid.cols() as u32,
             tile_rows: grid.tile_rows() as u32,
             tile_cols: grid.tile_cols() as u32,
-            ..DecodeArgs::default()
+            ..DecodeHuffmanArgs::default()
         }
     }
 }
@@ -1199,7 +1199,7 @@ mod tests {
             let clean = CompileRequest::render(&spec).unwrap();
             let mut faulty = clean.clone();
             take_out_the_fence(&mut faulty);
-            if matches!(spec.op, Op::GemmMma(_) | Op::GemmCompact(_) | Op::Decode(_)) {
+            if matches!(spec.op, Op::GemmMma(_) | Op::GemmCompact(_) | Op::DecodeHuffman(_)) {
                 assert_ne!(clean, faulty, "{spec}");
             }
         }

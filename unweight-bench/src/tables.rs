@@ -11,7 +11,7 @@ use serde::Serialize;
 use unweight_engine::{Linears, MlpWeights};
 use unweight_format::{CodeLimit, Matrix, bundle::Profile};
 use unweight_model::ModelConfig;
-use unweight_rt::{DeviceInfo, KernelSet, raw::ops::encode::GpuEncoder};
+use unweight_rt::{DeviceInfo, KernelSet, raw::ops::encode_huffman::GpuEncoder};
 
 use crate::{
     BenchError, BenchOptions, DecodeModel, DecodeOptions, bench_decode, bench_kernels, data::normal_bf16,
@@ -163,7 +163,7 @@ fn steps(
             sizes.push((named(engine.linears), engine.weight_bytes as f64 / 1e9));
         }
         for row in &report.rows {
-            all.push((named(row.linears), row.batch, row.tokens_per_s, row.over_twin));
+            all.push((named(row.linears), row.batch, row.tokens_per_s, row.over_baseline));
         }
         tuned.extend(report.tuned);
     }

@@ -1,4 +1,4 @@
-//! A page of the KV cache, as `templates/include/unweight/form/kv_page.cuh` lays it out.
+//! A page of the KV cache, as `templates/include/unweight/encoding/kv_page.cuh` lays it out.
 //!
 //! ```text
 //! cache     bf16 [layer][page][kv_head][K | V][64 tokens * head_dim]

@@ -25,7 +25,7 @@
 //! #[unweight_variant(n = 2, stages = 4)]
 //! struct GateProjection;
 //!
-//! #[unweight_variant(op = decode, output = full, code_limit = 7)]
+//! #[unweight_variant(op = decode_huffman, output = full, code_limit = 7)]
 //! struct FullDecode;
 //!
 //! /// Batches of up to 8 from packed weights, launched before the kernel in front of it is done.
@@ -33,17 +33,17 @@
 //! struct TokenProjection;
 //!
 //! assert_eq!(GateProjection::SPEC.to_string(), "uw_sm90a_gemm_recon_palette_n2p4_v8_store");
-//! assert_eq!(FullDecode::SPEC.to_string(), "uw_sm90a_decode_full_l7");
+//! assert_eq!(FullDecode::SPEC.to_string(), "uw_sm90a_decode_huffman_full_l7");
 //! assert_eq!(TokenProjection::SPEC.to_string(), "uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_pdl_store");
 //! ```
 
 pub mod abi;
 mod error;
+pub mod external;
 pub mod family;
 pub mod kv;
 pub mod limits;
 pub mod lint;
-pub mod outside;
 pub mod plan;
 mod render;
 mod source;
@@ -51,7 +51,7 @@ pub mod spec;
 pub mod text;
 
 pub use error::CodegenError;
-pub use outside::Outside;
+pub use external::ExternalSource;
 pub use render::{catalog_digest, render};
 pub use source::Source;
 pub use spec::{Variant, VariantSpec};

@@ -11,9 +11,9 @@
 
 use crate::{
     error::CodegenError,
+    external::ExternalSource,
     family::{Check, Constant, constant_name},
     lint,
-    outside::Outside,
     plan::{Plan, SmemSection},
     source::{Source, closure, digest_of},
     spec::{Arch, VariantSpec, catalog},
@@ -47,10 +47,10 @@ fn engine<'a>(templates: impl Iterator<Item = (&'a str, &'a str)>) -> tera::Tera
 ///
 /// ```
 /// # use unweight_codegen::{render, spec::VariantSpec};
-/// let spec: VariantSpec = "uw_sm90a_decode_full_l7".parse()?;
+/// let spec: VariantSpec = "uw_sm90a_decode_huffman_full_l7".parse()?;
 /// let source = render(&spec)?;
-/// assert!(source.text.contains("uw_sm90a_decode_full_l7(const __grid_constant__ uw::DecodeArgs args)"));
-/// assert!(source.headers.iter().any(|(name, _)| *name == "unweight/kernels/decode.cuh"));
+/// assert!(source.text.contains("uw_sm90a_decode_huffman_full_l7(const __grid_constant__ uw::DecodeHuffmanArgs args)"));
+/// assert!(source.headers.iter().any(|(name, _)| *name == "unweight/kernels/decode_huffman.cuh"));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn render(spec: &VariantSpec) -> Result<Source, CodegenError> {
@@ -107,7 +107,7 @@ fn text(plan: &Plan) -> Result<String, CodegenError> {
 }
 
 /// The source of a kernel whose headers lie in another crate: [`Outside::render`].
-pub(crate) fn outside(kernel: &Outside) -> Result<Source, CodegenError> {
+pub(crate) fn outside(kernel: &ExternalSource) -> Result<Source, CodegenError> {
     let name = kernel.name();
     for (header, text) in kernel.headers {
         lint::plain_text_with(header, text, kernel.headers)?;
@@ -191,7 +191,7 @@ impl EntryPoint {
         }
     }
 
-    fn of_outside(kernel: &Outside) -> Self {
+    fn of_outside(kernel: &ExternalSource) -> Self {
         Self {
             name: kernel.name(),
             summary: kernel.summary.to_owned(),

@@ -1,12 +1,12 @@
 //! What fails.
 
 use unweight_model::{BindError, ConfigError};
-use unweight_rt::{DeviceError, LoadError, Refusal, Remedy};
+use unweight_rt::{DeviceError, LaunchError, LoadError, Remedy};
 
 use crate::{
     memory::{NoHostMemory, NoMemory},
-    options::BadOption,
-    schedule::Rejected,
+    options::OptionError,
+    schedule::AdmissionError,
 };
 
 /// What an engine could not do.
@@ -15,7 +15,7 @@ use crate::{
 pub enum EngineError {
     /// An option out of range.
     #[error(transparent)]
-    Option(#[from] BadOption),
+    Option(#[from] OptionError),
     /// The model's configuration.
     #[error(transparent)]
     Config(#[from] ConfigError),
@@ -43,7 +43,7 @@ pub enum EngineError {
     Load(#[from] LoadError),
     /// A request that cannot run. The others go on.
     #[error(transparent)]
-    Rejected(#[from] Rejected),
+    AdmissionError(#[from] AdmissionError),
     /// Pipelines were asked for, and the model was loaded without them.
     #[error("the engine was not loaded with pipelines; load the model with MlpWeights::Stored or Alternate")]
     NotStored,
@@ -70,8 +70,8 @@ pub enum EngineError {
     Failed,
 }
 
-impl From<Refusal> for EngineError {
-    fn from(refusal: Refusal) -> Self {
+impl From<LaunchError> for EngineError {
+    fn from(refusal: LaunchError) -> Self {
         Self::Device(refusal.into())
     }
 }
@@ -87,7 +87,7 @@ impl EngineError {
             Self::Memory(error) => error.code(),
             Self::HostMemory(error) => error.code(),
             Self::Load(error) => error.code(),
-            Self::Rejected(error) => error.code(),
+            Self::AdmissionError(error) => error.code(),
             Self::NotStored => "mlp-not-stored",
             Self::StoredExperts(_) => "experts-run-packed-only",
             Self::NoExperts(_) => "model-without-experts",

@@ -7,14 +7,15 @@
 //! hidden --norm--> normed --head--> logits --sample--> ids, positions + 1
 //! ```
 //! All of it is one chain on one stream, but for copies of experts that are fetched
-//! ([`offload`](unweight_rt::raw::layer::experts::offload)), for whose choice the host waits. A kernel of a step may read positions,
-//! page tables and the keys and values of earlier tokens before the kernel in front of it has ended: nothing of the
-//! same step writes them. What the sampler writes belongs to the next step, and two steps are never in one graph.
+//! ([`offload`](unweight_rt::raw::layer::experts::offload)), for whose choice the host waits. A kernel of a step may
+//! read positions, page tables and the keys and values of earlier tokens before the kernel in front of it has ended:
+//! nothing of the same step writes them. What the sampler writes belongs to the next step, and two steps are never in
+//! one graph.
 
 use unweight_codegen::spec::Epilogue;
 use unweight_model::{Mixture, ModelConfig};
 use unweight_rt::{
-    DeviceBuffer, DeviceError, DeviceMatrix, Lane, Linear, MatrixMut, MatrixRef, Refusal, Stream,
+    DeviceBuffer, DeviceError, DeviceMatrix, ExecContext, LaunchError, Linear, MatrixMut, MatrixRef, Stream,
     experts::{Choice, ExpertTraffic, Fetcher, Routed},
     raw::ops::{
         attention::{AttentionOptions, ChunkRows, RotaryTable, TokenRows},
@@ -127,7 +128,7 @@ pub struct RowState<'a> {
 /// Kernels and memory. Nothing is allocated after it was made.
 #[derive(Debug)]
 pub struct Forward {
-    lane: Lane,
+    ctx: ExecContext,
     kernels: Kernels,
     shape: Shape,
     hidden: DeviceBuffer<u16>,
@@ -163,11 +164,11 @@ pub struct Forward {
     prompt_pages: DeviceBuffer<u32>,
 }
 
-fn view(buffer: &DeviceBuffer<u16>, rows: u32, cols: u32) -> Result<MatrixRef<'_>, Refusal> {
+fn view(buffer: &DeviceBuffer<u16>, rows: u32, cols: u32) -> Result<MatrixRef<'_>, LaunchError> {
     MatrixRef::new(buffer, rows, cols, cols.into())
 }
 
-fn view_mut(buffer: &mut DeviceBuffer<u16>, rows: u32, cols: u32) -> Result<MatrixMut<'_>, Refusal> {
+fn view_mut(buffer: &mut DeviceBuffer<u16>, rows: u32, cols: u32) -> Result<MatrixMut<'_>, LaunchError> {
     MatrixMut::new(buffer, rows, cols, cols.into())
 }
 
@@ -182,14 +183,14 @@ impl Forward {
     /// # Errors
     /// No room.
     pub fn new(
-        lane: Lane,
+        ctx: ExecContext,
         kernels: Kernels,
         config: &ModelConfig,
         options: &EngineOptions,
         memory: &Memory,
         products: Products,
     ) -> Result<Self, DeviceError> {
-        let stream = lane.stream().clone();
+        let stream = ctx.stream().clone();
         let kv = KvShape::new(memory.pages, config.kv_heads, config.head_dim)?;
         let (rows, batch) = (memory::rows(options), bucket(options.max_batch));
         let shape = Shape {
@@ -245,20 +246,20 @@ impl Forward {
             samples: DeviceBuffer::zeroed(&stream, batch as usize)?,
             prompt: words(rows as usize)?,
             prompt_pages: words(shape.table_pages as usize)?,
-            lane,
+            ctx,
             kernels,
             shape,
         })
     }
 
-    /// The lane that everything runs on.
-    pub fn lane(&mut self) -> &mut Lane {
-        &mut self.lane
+    /// The context that everything runs on.
+    pub fn context(&mut self) -> &mut ExecContext {
+        &mut self.ctx
     }
 
     /// Its stream.
     pub fn stream(&self) -> &Stream {
-        self.lane.stream()
+        self.ctx.stream()
     }
 
     /// The tokens that steps choose, one a row.
@@ -309,7 +310,7 @@ impl Forward {
         }
         // At most the bucket's.
         self.live = rows.len() as u32;
-        let stream = self.lane.stream();
+        let stream = self.ctx.stream();
         self.ids.write(stream, 0, &ids)?;
         self.positions.write(stream, 0, &positions)?;
         self.tables.write(stream, 0, &tables)?;
@@ -347,7 +348,7 @@ impl Forward {
     /// # Errors
     /// The driver's.
     pub fn set_pages(&mut self, pages: &[u32]) -> Result<(), DeviceError> {
-        self.prompt_pages.write(self.lane.stream(), 0, pages)
+        self.prompt_pages.write(self.ctx.stream(), 0, pages)
     }
 
     /// Sets the tokens of a chunk; how many they are. Waits.
@@ -355,7 +356,7 @@ impl Forward {
     /// # Errors
     /// More tokens than [`Forward::chunk_rows`], or the driver's.
     pub(crate) fn set_prompt(&mut self, ids: &[u32]) -> Result<u32, DeviceError> {
-        self.prompt.write(self.lane.stream(), 0, ids)?;
+        self.prompt.write(self.ctx.stream(), 0, ids)?;
         // It fits the buffer.
         Ok(ids.len() as u32)
     }
@@ -392,7 +393,7 @@ impl Forward {
     /// # Errors
     /// The driver's.
     pub fn choose(&mut self, position: u32, sample: SampleRow) -> Result<(), DeviceError> {
-        let stream = self.lane.stream().clone();
+        let stream = self.ctx.stream().clone();
         self.positions.write(&stream, 0, &[position])?;
         self.samples.write(&stream, 0, &[sample])?;
         self.sample(1)
@@ -405,7 +406,7 @@ impl Forward {
             Ids::Prompt => &self.prompt,
         };
         let hidden = view_mut(&mut self.hidden, rows, self.shape.hidden)?;
-        self.kernels.embed.enqueue(&mut self.lane, ids, table, hidden)
+        self.kernels.embed.enqueue(&mut self.ctx, ids, table, hidden)
     }
 
     /// Of `rows` rows from `first` on, to the front.
@@ -413,18 +414,19 @@ impl Forward {
         let Shape { hidden, eps, .. } = self.shape;
         let x = view(&self.hidden, first + rows, hidden)?.part(first..first + rows, 0..hidden)?;
         let y = view_mut(&mut self.normed, rows, hidden)?;
-        self.kernels.norm.enqueue(&mut self.lane, x, gamma, eps, None, y)
+        self.kernels.norm.enqueue(&mut self.ctx, x, gamma, eps, None, y)
     }
 
     pub(crate) fn qkv(&mut self, layer: &Layer, rows: u32) -> Result<(), DeviceError> {
         let x = view(&self.normed, rows, self.shape.hidden)?;
         let y = view_mut(&mut self.qkv, rows, self.shape.qkv)?;
-        layer.qkv.enqueue(&mut self.lane, x, y, Epilogue::Store)
+        layer.qkv.enqueue(&mut self.ctx, x, y, Epilogue::Store)
     }
 
     pub(crate) fn attend(&mut self, layer: &Layer, index: usize, rows: u32) -> Result<(), DeviceError> {
         let Shape { qkv, attended, table_pages, eps, kv, ref windows, .. } = self.shape;
-        let decode = self.kernels.decode(rows).ok_or(Refusal::Batch { m: rows, max_batch: self.ids.len() as u32 })?;
+        let decode =
+            self.kernels.decode(rows).ok_or(LaunchError::Batch { m: rows, max_batch: self.ids.len() as u32 })?;
         let rotary = RotaryTable { cosines: self.cosines.view(), sines: self.sines.view() };
         let options = AttentionOptions::new(rotary)
             .window(windows.get(index).copied().flatten())
@@ -435,7 +437,7 @@ impl Forward {
         let x = view(&self.qkv, rows, qkv)?;
         let cache = KvLayer::new(&mut self.cache, kv, index as u32)?;
         let out = view_mut(&mut self.attended, rows, attended)?;
-        decode.kernel.decode(&mut self.lane, x, cache, tokens, options, out)
+        decode.kernel.decode(&mut self.ctx, x, cache, tokens, options, out)
     }
 
     pub(crate) fn turn(&mut self, layer: &Layer, index: usize, start: u32, rows: u32) -> Result<(), DeviceError> {
@@ -448,7 +450,7 @@ impl Forward {
         );
         let cache = KvLayer::new(&mut self.cache, kv, index as u32)?;
         let x = view_mut(&mut self.qkv, rows, qkv)?;
-        self.kernels.rope.enqueue(&mut self.lane, x, &options, cache, &self.prompt_pages, start)
+        self.kernels.rope.enqueue(&mut self.ctx, x, &options, cache, &self.prompt_pages, start)
     }
 
     pub(crate) fn attend_chunk(&mut self, index: usize, start: u32, rows: u32) -> Result<(), DeviceError> {
@@ -458,7 +460,7 @@ impl Forward {
         let x = view(&self.qkv, rows, qkv)?;
         let cache = KvLayer::new(&mut self.cache, kv, index as u32)?;
         let out = view_mut(&mut self.attended, rows, attended)?;
-        self.kernels.prefill.prefill(&mut self.lane, x, cache, tokens, out)
+        self.kernels.prefill.prefill(&mut self.ctx, x, cache, tokens, out)
     }
 
     pub(crate) fn behind_attention(
@@ -470,7 +472,7 @@ impl Forward {
         let Shape { hidden, intermediate, attended, .. } = self.shape;
         if runs(Part::Output) {
             let (x, y) = (view(&self.attended, rows, attended)?, view_mut(&mut self.hidden, rows, hidden)?);
-            layer.o.enqueue(&mut self.lane, x, y, Epilogue::StoreAdd)?;
+            layer.o.enqueue(&mut self.ctx, x, y, Epilogue::StoreAdd)?;
         }
         if runs(Part::Norm) {
             self.norm(&layer.post_norm, 0, rows)?;
@@ -484,22 +486,22 @@ impl Forward {
         if gated {
             if runs(Part::GateUp) {
                 let y = view_mut(&mut self.active, rows, intermediate)?;
-                gate_up.enqueue(&mut self.lane, x, y, Epilogue::SiluMul)?;
+                gate_up.enqueue(&mut self.ctx, x, y, Epilogue::SiluMul)?;
             }
         } else {
             if runs(Part::GateUp) {
                 let y = view_mut(&mut self.gate_up, rows, 2 * intermediate)?;
-                gate_up.enqueue(&mut self.lane, x, y, Epilogue::Store)?;
+                gate_up.enqueue(&mut self.ctx, x, y, Epilogue::Store)?;
             }
             if runs(Part::Activation) {
                 let x = view(&self.gate_up, rows, 2 * intermediate)?;
                 let y = view_mut(&mut self.active, rows, intermediate)?;
-                self.kernels.silu_mul.enqueue(&mut self.lane, x, y)?;
+                self.kernels.silu_mul.enqueue(&mut self.ctx, x, y)?;
             }
         }
         if let Some(down) = layer.mlp.down().filter(|_| runs(Part::Down)) {
             let (x, y) = (view(&self.active, rows, intermediate)?, view_mut(&mut self.hidden, rows, hidden)?);
-            down.enqueue(&mut self.lane, x, y, Epilogue::StoreAdd)?;
+            down.enqueue(&mut self.ctx, x, y, Epilogue::StoreAdd)?;
         }
         Ok(())
     }
@@ -516,7 +518,7 @@ impl Forward {
         let Mixture { top_k, normalized, rounded, .. } = mixture;
         let x = view(&self.normed, rows, hidden)?;
         let logits = MatrixMut::new(&mut self.router, rows, mixture.experts, pitch)?;
-        router.enqueue(&mut self.lane, x, logits, Epilogue::Store)?;
+        router.enqueue(&mut self.ctx, x, logits, Epilogue::Store)?;
         // Nothing is fetched for rows without a token, which come last.
         let rows = if self.fetcher.is_some() { self.passing } else { rows };
         if rows == 0 {
@@ -525,19 +527,19 @@ impl Forward {
         let x = view(&self.normed, rows, hidden)?;
         let logits = MatrixRef::new(&self.router, rows, mixture.experts, pitch)?;
         let choice = Choice { top_k, normalized, rounded };
-        let (ids, shares, lane) = (&mut self.experts, &mut self.shares, &mut self.lane);
+        let (ids, shares, ctx) = (&mut self.experts, &mut self.shares, &mut self.ctx);
         let y = view_mut(&mut self.hidden, rows, hidden)?;
         match (experts, &mut self.fetcher) {
             (MixtureExperts::Resident(experts), _) => {
-                experts.choose(lane.stream(), logits, choice, ids, shares)?;
-                experts.enqueue(lane, x, Routed { ids, weights: shares, top_k }, y, true)
+                experts.choose(ctx.stream(), logits, choice, ids, shares)?;
+                experts.enqueue(ctx, x, Routed { ids, weights: shares, top_k }, y, true)
             }
             (MixtureExperts::Offloaded(experts), Some(fetcher)) => {
-                experts.choose(lane.stream(), logits, choice, ids, shares)?;
-                experts.enqueue(lane, fetcher, x, Routed { ids, weights: shares, top_k }, y, true)
+                experts.choose(ctx.stream(), logits, choice, ids, shares)?;
+                experts.enqueue(ctx, fetcher, x, Routed { ids, weights: shares, top_k }, y, true)
             }
             (MixtureExperts::Offloaded(_), None) => {
-                Err(Refusal::Source { takes: "experts on the device", got: "experts in host memory" }.into())
+                Err(LaunchError::Source { takes: "experts on the device", got: "experts in host memory" }.into())
             }
         }
     }
@@ -564,7 +566,7 @@ impl Forward {
         if runs(Part::Head) {
             let x = view(&self.normed, rows, hidden)?;
             let y = MatrixMut::new(&mut self.logits, rows, vocab, logit_pitch.into())?;
-            weights.head.enqueue(&mut self.lane, x, y, Epilogue::Store)?;
+            weights.head.enqueue(&mut self.ctx, x, y, Epilogue::Store)?;
         }
         Ok(())
     }
@@ -572,7 +574,7 @@ impl Forward {
     pub(crate) fn sample(&mut self, rows: u32) -> Result<(), DeviceError> {
         let logits = MatrixRef::new(&self.logits, rows, self.shape.vocab, self.shape.logit_pitch.into())?;
         let (positions, ids) = (&mut self.positions, &mut self.ids);
-        self.kernels.sample.enqueue(&mut self.lane, logits, &self.samples, positions, ids)
+        self.kernels.sample.enqueue(&mut self.ctx, logits, &self.samples, positions, ids)
     }
 
     /// What the products of an MLP of `rows` rows read and write.
@@ -580,10 +582,10 @@ impl Forward {
     /// # Errors
     /// More rows than there is room for.
     #[cfg(feature = "pipelines")]
-    pub(crate) fn mlp(&mut self, rows: u32) -> Result<Mlp<'_>, Refusal> {
+    pub(crate) fn mlp(&mut self, rows: u32) -> Result<Mlp<'_>, LaunchError> {
         let Shape { hidden, intermediate, .. } = self.shape;
         Ok(Mlp {
-            lane: &mut self.lane,
+            ctx: &mut self.ctx,
             silu_mul: &self.kernels.silu_mul,
             normed: view(&self.normed, rows, hidden)?,
             gate: view_mut(&mut self.gate_up, rows, intermediate)?,
@@ -610,7 +612,7 @@ impl Forward {
         ];
         for (weights, x, k, y, n, add) in products {
             let (x, y) = (view(x, rows, k)?, view_mut(y, rows, n)?);
-            self.lane.cublas()?.tune(x, &weights, y, add)?;
+            self.ctx.cublas()?.tune(x, &weights, y, add)?;
         }
         let products = [
             (
@@ -628,21 +630,21 @@ impl Forward {
                 continue;
             }
             let (x, y) = (view(x, rows, k)?, view_mut(y, rows, n)?);
-            self.lane.cublas()?.tune(x, &weights, y, add)?;
+            self.ctx.cublas()?.tune(x, &weights, y, add)?;
         }
         if let Some(head) = weights.head.bf16_weights() {
             let x = view(&self.normed, rows, hidden)?;
             let y = MatrixMut::new(&mut self.logits, rows, vocab, logit_pitch.into())?;
-            self.lane.cublas()?.tune(x, &[head.view()], y, false)?;
+            self.ctx.cublas()?.tune(x, &[head.view()], y, false)?;
         }
         Ok(())
     }
 }
 
-/// The activations of an MLP, and the lane of the stream that a step begins on.
+/// The activations of an MLP, and the context of the stream that a step begins on.
 #[cfg(feature = "pipelines")]
 pub(crate) struct Mlp<'a> {
-    pub lane: &'a mut Lane,
+    pub ctx: &'a mut ExecContext,
     pub silu_mul: &'a unweight_rt::raw::ops::silu_mul::SiluMul,
     pub normed: MatrixRef<'a>,
     pub gate: MatrixMut<'a>,

@@ -13,9 +13,9 @@ use unweight_codegen::{
 };
 use unweight_model::{Mixture, ModelConfig};
 use unweight_rt::{
-    DeviceError, KernelSet, LaneSize,
+    ContextSize, DeviceError, KernelSet,
     raw::{
-        choose::cost::gpu_model::Machine,
+        choose::cost::gpu_model::GpuModel,
         device::module::LoadedKernel,
         layer::experts as mixtures,
         ops::{
@@ -68,12 +68,12 @@ impl Variants {
     /// [`EngineError::Geometry`]: sizes that no kernel takes.
     pub fn of(
         config: &ModelConfig,
-        machine: &Machine,
+        gpu: &GpuModel,
         source: EmbedSource,
         options: &EngineOptions,
     ) -> Result<Self, EngineError> {
         check(config)?;
-        let arch = machine.arch;
+        let arch = gpu.arch;
         let (largest, pdl) = (bucket(options.max_batch), arch.has(Instruction::DependentLaunch));
         let norm = catalog::on::<NormSpec>(arch)
             .filter(|spec| matches!(spec.op, Op::Norm(op) if op.pdl == pdl))
@@ -102,7 +102,7 @@ impl Variants {
         let buckets = BUCKETS.into_iter().filter(|bucket| *bucket <= largest);
         let decode = buckets.map(|bucket| {
             // A pair of a row and a KV head is a block's work, or a cluster's, or that of several blocks.
-            let shape = Shape::of(machine, bucket * config.kv_heads, tokens);
+            let shape = Shape::of(gpu, bucket * config.kv_heads, tokens);
             let kernel = attention(arch, AttentionStep::Decode, config.head_dim, shape)?;
             Some(Decode { rows: bucket, kernel, parts: shape.parts })
         });
@@ -155,15 +155,15 @@ impl Shape {
     /// have a token. A block has 64 KB in flight, so that is several times what the memory of any of them needs.
     ///
     /// The length that sequences have does not enter: a recorded step runs at all of them.
-    fn of(machine: &Machine, pairs: u32, tokens: u32) -> Self {
-        let (pairs, sms) = (pairs.max(1), machine.sms.clamp(1, SMS_MAX));
-        if !machine.arch.has(Instruction::Cluster) {
+    fn of(gpu: &GpuModel, pairs: u32, tokens: u32) -> Self {
+        let (pairs, sms) = (pairs.max(1), gpu.sms.clamp(1, SMS_MAX));
+        if !gpu.arch.has(Instruction::Cluster) {
             let warps = 4;
             let most = tokens.div_ceil(warps * TILE_TOKENS).clamp(1, PARTS_MAX);
             return Self { warps, split: true, parts: (sms / pairs).clamp(1, most), ..Self::BLOCK };
         }
         // As many on an H200.
-        match u64::from(pairs) * u64::from(Machine::H200.sms) / u64::from(sms) {
+        match u64::from(pairs) * u64::from(GpuModel::H200.sms) / u64::from(sms) {
             0..24 => Self { warps: 4, cluster: 8, ..Self::BLOCK },
             24..96 => Self { cluster: 2, ..Self::BLOCK },
             _ => Self::BLOCK,
@@ -177,7 +177,7 @@ pub fn parts_bytes(config: &ModelConfig) -> u64 {
     let kernel = attention(Arch::Sm80, AttentionStep::Decode, config.head_dim, shape);
     let plan = kernel.and_then(|spec| Plan::new(&spec).ok());
     // Several parts of a pair are no more than the multiprocessors.
-    plan.map_or(0, |plan| LaneSize::from(plan.workspace(GemmShape::rows(SMS_MAX), SMS_MAX)).bytes())
+    plan.map_or(0, |plan| ContextSize::from(plan.workspace(GemmShape::rows(SMS_MAX), SMS_MAX)).bytes())
 }
 
 /// The shipped attention for heads of this size that is nearest to so many warps and blocks: those of sizes that few
@@ -259,13 +259,13 @@ impl Kernels {
         self.decode.iter().find(|decode| decode.rows >= rows)
     }
 
-    /// What they need of a lane, at most [`parts_bytes`].
+    /// What they need of an execution context, at most [`parts_bytes`].
     ///
     /// # Errors
     /// More blocks than a grid may have.
-    pub fn lane_size(&self, kv_heads: u32) -> Result<LaneSize, DeviceError> {
-        let mut each = self.decode.iter().map(|decode| decode.kernel.lane_size(decode.rows, kv_heads, decode.parts));
-        each.try_fold(LaneSize::default(), |all, size| Ok(all.max(size?)))
+    pub fn context_size(&self, kv_heads: u32) -> Result<ContextSize, DeviceError> {
+        let mut each = self.decode.iter().map(|decode| decode.kernel.context_size(decode.rows, kv_heads, decode.parts));
+        each.try_fold(ContextSize::default(), |all, size| Ok(all.max(size?)))
     }
 }
 
@@ -283,7 +283,7 @@ mod tests {
         for geometry in Geometry::ALL {
             for max_batch in [1, 16, 256] {
                 let config = geometry.config();
-                let variants = Variants::of(&config, &Machine::H200, EmbedSource::Bf16, &options(max_batch)).unwrap();
+                let variants = Variants::of(&config, &GpuModel::H200, EmbedSource::Bf16, &options(max_batch)).unwrap();
                 let decode: Vec<u32> = variants.decode.iter().map(|decode| decode.rows).collect();
                 let expected: Vec<u32> = BUCKETS.into_iter().filter(|rows| *rows <= bucket(max_batch)).collect();
                 assert_eq!(decode, expected);
@@ -299,8 +299,8 @@ mod tests {
         for arch in Arch::ALL.iter().copied() {
             for geometry in Geometry::ALL {
                 for source in [EmbedSource::Bf16, EmbedSource::Packed] {
-                    let machine = Machine::usual(arch);
-                    let variants = Variants::of(&geometry.config(), &machine, source, &options(256)).unwrap();
+                    let gpu = GpuModel::usual(arch);
+                    let variants = Variants::of(&geometry.config(), &gpu, source, &options(256)).unwrap();
                     assert!(variants.all().iter().all(|spec| spec.arch == arch && Plan::new(spec).is_ok()), "{arch:?}");
                 }
             }
@@ -310,7 +310,7 @@ mod tests {
     #[test]
     fn small_batches_split_a_sequence_over_blocks() {
         let config = Geometry::named("llama-3.1-8b").unwrap().config();
-        let variants = Variants::of(&config, &Machine::H200, EmbedSource::Packed, &options(256)).unwrap();
+        let variants = Variants::of(&config, &GpuModel::H200, EmbedSource::Packed, &options(256)).unwrap();
         let shapes = variants.decode.iter().map(|decode| match decode.kernel.op {
             Op::Attention(op) => (decode.rows, op.warps.get(), op.stages.get(), op.cluster.get(), decode.parts),
             _ => panic!("{decode:?}"),
@@ -320,9 +320,9 @@ mod tests {
     }
 
     /// By bucket: attention's shape, and its parts.
-    fn shapes(model: &str, machine: &Machine, options: &EngineOptions) -> Vec<(u32, String, u32)> {
+    fn shapes(model: &str, gpu: &GpuModel, options: &EngineOptions) -> Vec<(u32, String, u32)> {
         let config = Geometry::named(model).unwrap().config();
-        let variants = Variants::of(&config, machine, EmbedSource::Packed, options).unwrap();
+        let variants = Variants::of(&config, gpu, EmbedSource::Packed, options).unwrap();
         let shape = |decode: &Decode<VariantSpec>| {
             let name = decode.kernel.to_string();
             let shape = name.split_once("attention_decode_").expect("attention").1.to_owned();
@@ -334,7 +334,7 @@ mod tests {
     #[test]
     fn attention_splits_of_five_gpus() {
         let shapes = |model, arch| {
-            let all = shapes(model, &Machine::usual(arch), &options(32));
+            let all = shapes(model, &GpuModel::usual(arch), &options(32));
             all.into_iter().map(|(rows, shape, parts)| format!("{rows} {shape} x{parts}")).collect::<Vec<_>>()
         };
         let split = "d128_w4p2c1_split_async";
@@ -362,8 +362,8 @@ mod tests {
         let config = Geometry::named("llama-3.1-8b").unwrap().config();
         for arch in Arch::ALL.iter().copied().filter(|arch| !arch.has(Instruction::Cluster)) {
             for sms in [1, 7, 20, 46, 58, 82, 84, 108, 128, 142, 192, 1000] {
-                let machine = Machine { sms, ..Machine::usual(arch) };
-                for (rows, shape, parts) in shapes("llama-3.1-8b", &machine, &options(256)) {
+                let gpu = GpuModel { sms, ..GpuModel::usual(arch) };
+                for (rows, shape, parts) in shapes("llama-3.1-8b", &gpu, &options(256)) {
                     let (pairs, most) = (rows * config.kv_heads, sms.min(SMS_MAX));
                     assert!((1..=PARTS_MAX).contains(&parts) && (parts == 1 || parts * pairs <= most), "{sms} {shape}");
                     let idle = most.saturating_sub(parts * pairs);
@@ -371,7 +371,7 @@ mod tests {
                     if parts > 1 {
                         let spec: VariantSpec = format!("uw_{}_attention_decode_{shape}", arch.tag()).parse().unwrap();
                         let plan = Plan::new(&spec).unwrap();
-                        let need = LaneSize::from(plan.workspace(GemmShape::rows(parts * pairs), sms)).bytes();
+                        let need = ContextSize::from(plan.workspace(GemmShape::rows(parts * pairs), sms)).bytes();
                         assert!(need > 0 && need <= parts_bytes(&config), "{sms} {shape}");
                     }
                 }
@@ -383,7 +383,7 @@ mod tests {
     fn short_contexts_have_no_empty_splits() {
         let parts = |context| {
             let options = options(1).context(context);
-            shapes("llama-3.1-8b", &Machine::usual(Arch::Sm89), &options)[0].2
+            shapes("llama-3.1-8b", &GpuModel::usual(Arch::Sm89), &options)[0].2
         };
         assert_eq!([1, 64, 65, 200, 1024, 131_072].map(parts), [1, 1, 2, 4, 16, 16]);
     }
@@ -394,7 +394,7 @@ mod tests {
         let key = |change: &dyn Fn(&mut ModelConfig)| {
             let mut config = config.clone();
             change(&mut config);
-            match Variants::of(&config, &Machine::H200, EmbedSource::Bf16, &options(8)) {
+            match Variants::of(&config, &GpuModel::H200, EmbedSource::Bf16, &options(8)) {
                 Err(EngineError::Geometry { key, .. }) => Some(key),
                 _ => None,
             }

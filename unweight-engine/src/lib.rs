@@ -27,7 +27,7 @@ pub use memory::{Memory, NoMemory};
 #[doc(inline)]
 pub use options::{EngineOptions, Linears, MlpWeights, Resident};
 #[doc(inline)]
-pub use schedule::{Event, Finish, Rejected, Request, SeqId};
+pub use schedule::{AdmissionError, Event, Finish, Request, SeqId};
 #[doc(inline)]
 pub use unweight_model::{SampleParams, sampling::NO_TOKEN};
 #[doc(inline)]

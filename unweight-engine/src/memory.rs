@@ -5,12 +5,12 @@ use std::{fmt, path::Path};
 use unweight_format::Role;
 use unweight_model::{Mixture, ModelConfig};
 use unweight_rt::{
-    Expand, LaneSize, LoadOptions,
+    ContextSize, Expand, LoadOptions,
     experts::ExpertsShape,
     raw::{
         choose::{
             policy::PackedChooser,
-            route::{Wanted, Weight},
+            route::{RoutePolicy, Weight},
         },
         layer::linear,
     },
@@ -225,24 +225,24 @@ pub(crate) fn load_options(options: &EngineOptions) -> LoadOptions {
     LoadOptions::default().max_batch(rows(options)).linears(options.linears).resident(resident)
 }
 
-/// What the linears of a model need of a lane, before one of them is there; of compact weights where their role (of
-/// queries, keys and values that of queries, of a gate and an up that of the gate) is `compact`. As much as [`Lane::size`](unweight_rt::Lane::size) says behind loading, if weights can be what is asked for and have
+/// What the linears of a model need of an execution context, before one of them is there; of compact weights where
+/// their role (of queries, keys and values that of queries, of a gate and an up that of the gate) is `compact`. As much as [`ExecContext::size`](unweight_rt::ExecContext::size) says behind loading, if weights can be what is asked for and have
 /// escapes.
-pub fn lane_size(
+pub fn context_size(
     config: &ModelConfig,
     options: &EngineOptions,
     chooser: &PackedChooser,
     compact: impl Fn(Role) -> bool,
-) -> LaneSize {
+) -> ContextSize {
     let wanted = load_options(options).wanted(chooser.clone(), 0);
     let (hidden, intermediate) = (config.hidden, config.intermediate);
     let attention = config.heads * config.head_dim;
-    let of = |role, weight: Weight| linear::lane_size_of(&weight.all_compact(compact(role)), &wanted);
+    let of = |role, weight: Weight| linear::context_size_of(&weight.all_compact(compact(role)), &wanted);
     let merged = |role, n, k| of(role, Weight::merged(n, k, false));
     let mlp = match config.mixture {
         Some(mixture) => {
             let shape = ExpertsShape { experts: mixture.experts, hidden, intermediate };
-            merged(Role::Router, mixture.experts, hidden).max(shape.lane_size(rows(options), mixture.top_k))
+            merged(Role::Router, mixture.experts, hidden).max(shape.context_size(rows(options), mixture.top_k))
         }
         None => {
             let gated = intermediate.is_multiple_of(32) && hidden.is_multiple_of(64);
@@ -252,9 +252,9 @@ pub fn lane_size(
     };
     // As it is loaded: by no cuBLAS, and packed where ids are looked up in it.
     let resident = if config.tied { Resident::Fast } else { wanted.resident };
-    let own = Wanted { expand: Expand::Never, resident, ..wanted.clone() };
+    let own = RoutePolicy { expand: Expand::Never, resident, ..wanted.clone() };
     let head =
-        linear::lane_size_of(&Weight::merged(config.vocab, hidden, false).all_compact(compact(Role::LmHead)), &own);
+        linear::context_size_of(&Weight::merged(config.vocab, hidden, false).all_compact(compact(Role::LmHead)), &own);
     merged(Role::Q, config.qkv_rows(), hidden).max(merged(Role::O, hidden, attention)).max(mlp).max(head)
 }
 
@@ -270,14 +270,14 @@ pub struct Shared {
 impl Shared {
     /// What an engine's kernels share, before there is one: as much as it says of itself, or more. Of MLPs that lie as
     /// they are stored without the slots of their step graphs.
-    pub fn planned(config: &ModelConfig, options: &EngineOptions, lane: LaneSize) -> Self {
-        let slot = lane.slot_bytes;
+    pub fn planned(config: &ModelConfig, options: &EngineOptions, ctx: ContextSize) -> Self {
+        let slot = ctx.slot_bytes;
         if options.mlp == MlpWeights::Linears {
-            return Self { bytes: lane.bytes(), slot };
+            return Self { bytes: ctx.bytes(), slot };
         }
-        // The stream that multiplies beside the first has a lane, too.
-        let lanes = lane.with_cublas().bytes().saturating_mul(2);
-        Self { bytes: lanes.saturating_add(Products::Stored.bytes(config.intermediate, rows(options))), slot }
+        // The stream that multiplies beside the first has an execution context, too.
+        let contexts = ctx.with_cublas().bytes().saturating_mul(2);
+        Self { bytes: contexts.saturating_add(Products::Stored.bytes(config.intermediate, rows(options))), slot }
     }
 }
 

@@ -60,7 +60,7 @@ impl Request {
 /// Why a request is not taken. Sequences that run go on.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Rejected {
+pub enum AdmissionError {
     /// Nothing to continue.
     #[error("the prompt has no tokens; give one at least, such as the model's bos token")]
     Empty,
@@ -118,7 +118,7 @@ pub enum Rejected {
     Params(String),
 }
 
-impl Rejected {
+impl AdmissionError {
     /// The stable code of this error; docs/cli.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
@@ -285,11 +285,11 @@ impl Schedule {
     /// Takes a request. A request for no tokens is over at once and has no events.
     ///
     /// # Errors
-    /// [`Rejected`]; nothing has changed then.
-    pub fn add(&mut self, request: Request) -> Result<SeqId, Rejected> {
+    /// [`AdmissionError`]; nothing has changed then.
+    pub fn add(&mut self, request: Request) -> Result<SeqId, AdmissionError> {
         self.check(&request)?;
         if self.waiting.len() >= self.limits.waiting {
-            return Err(Rejected::Busy { waiting: self.waiting.len() });
+            return Err(AdmissionError::Busy { waiting: self.waiting.len() });
         }
         let id = SeqId(self.next_id);
         self.next_id += 1;
@@ -302,24 +302,24 @@ impl Schedule {
     /// Whether a request can run at all.
     ///
     /// # Errors
-    /// [`Rejected`].
-    pub fn check(&self, request: &Request) -> Result<(), Rejected> {
+    /// [`AdmissionError`].
+    pub fn check(&self, request: &Request) -> Result<(), AdmissionError> {
         let Limits { context, vocab, .. } = self.limits;
         if request.prompt.is_empty() {
-            return Err(Rejected::Empty);
+            return Err(AdmissionError::Empty);
         }
         if let Some((at, &id)) = request.prompt.iter().enumerate().find(|(_, id)| **id >= vocab) {
-            return Err(Rejected::UnknownToken { id, at, vocab });
+            return Err(AdmissionError::UnknownToken { id, at, vocab });
         }
-        request.params.check().map_err(|error| Rejected::Params(error.to_string()))?;
+        request.params.check().map_err(|error| AdmissionError::Params(error.to_string()))?;
         let (prompt, max_new_tokens) = (request.prompt.len(), request.max_new_tokens);
         let tokens = u32::try_from(prompt).ok().and_then(|prompt| prompt.checked_add(max_new_tokens));
         let Some(tokens) = tokens.filter(|tokens| *tokens <= context) else {
-            return Err(Rejected::TooLong { prompt, max_new_tokens, context });
+            return Err(AdmissionError::TooLong { prompt, max_new_tokens, context });
         };
         let (pages, total) = (pages_for(tokens), self.pool.total());
         if pages > total {
-            return Err(Rejected::NoRoom { pages, tokens: PAGE_TOKENS, total });
+            return Err(AdmissionError::NoRoom { pages, tokens: PAGE_TOKENS, total });
         }
         Ok(())
     }
@@ -327,12 +327,12 @@ impl Schedule {
     /// Pages for texts of these sizes, or none.
     ///
     /// # Errors
-    /// [`Rejected::NoPages`].
-    pub fn lend(&mut self, counts: &[u32]) -> Result<Vec<Vec<u32>>, Rejected> {
+    /// [`AdmissionError::NoPages`].
+    pub fn lend(&mut self, counts: &[u32]) -> Result<Vec<Vec<u32>>, AdmissionError> {
         let all = counts.iter().fold(0u32, |sum, count| sum.saturating_add(*count));
         let free = self.pool.free();
         if all > free {
-            return Err(Rejected::NoPages { pages: all, tokens: PAGE_TOKENS, free });
+            return Err(AdmissionError::NoPages { pages: all, tokens: PAGE_TOKENS, free });
         }
         Ok(counts.iter().filter_map(|count| self.pool.take(*count)).collect())
     }
@@ -498,20 +498,20 @@ mod tests {
     #[test]
     fn rejected_requests_change_nothing() {
         let mut schedule = Schedule::new(LIMITS, 4);
-        assert_eq!(schedule.add(request(0, 1)), Err(Rejected::Empty));
+        assert_eq!(schedule.add(request(0, 1)), Err(AdmissionError::Empty));
         let mut unknown = request(3, 1);
         unknown.prompt[2] = 100;
-        assert_eq!(schedule.add(unknown), Err(Rejected::UnknownToken { id: 100, at: 2, vocab: 100 }));
-        let long = Rejected::TooLong { prompt: 999, max_new_tokens: 2, context: 1000 };
+        assert_eq!(schedule.add(unknown), Err(AdmissionError::UnknownToken { id: 100, at: 2, vocab: 100 }));
+        let long = AdmissionError::TooLong { prompt: 999, max_new_tokens: 2, context: 1000 };
         assert_eq!(schedule.add(request(999, 2)), Err(long));
-        assert!(matches!(schedule.add(request(1, u32::MAX)), Err(Rejected::TooLong { .. })));
-        assert_eq!(schedule.add(request(200, 57)), Err(Rejected::NoRoom { pages: 5, tokens: 64, total: 4 }));
+        assert!(matches!(schedule.add(request(1, u32::MAX)), Err(AdmissionError::TooLong { .. })));
+        assert_eq!(schedule.add(request(200, 57)), Err(AdmissionError::NoRoom { pages: 5, tokens: 64, total: 4 }));
         assert_eq!(schedule.due(), Next::Idle);
         schedule.add(request(200, 0)).unwrap();
         assert_eq!((schedule.due(), schedule.free_pages()), (Next::Idle, 4));
         let mut few = Schedule::new(Limits { waiting: 1, ..LIMITS }, 4);
         few.add(request(1, 1)).unwrap();
-        assert_eq!(few.add(request(1, 1)), Err(Rejected::Busy { waiting: 1 }));
+        assert_eq!(few.add(request(1, 1)), Err(AdmissionError::Busy { waiting: 1 }));
     }
 
     #[test]

@@ -13,7 +13,7 @@ use std::{borrow::Cow, error::Error, hint::black_box, io::BufRead, process::Exit
 
 use rayon::prelude::*;
 use unweight_format::{
-    CodeLimit, Digest, FormId, Matrix, Survey, TileGrid,
+    CodeLimit, Digest, EncodingId, Matrix, Survey, TileGrid,
     raw::{Code, HuffmanTensor, huffman, keep_freed_memory},
 };
 
@@ -91,7 +91,7 @@ fn store(matrix: Matrix<'_>) -> Result<Stored, String> {
     let code = Code::from_histogram(&survey.histogram, CodeLimit::DEFAULT).ok_or("a matrix without elements")?;
     let tensor = huffman::encode_with(matrix, &code).map_err(|error| error.to_string())?;
     let sections: Vec<_> =
-        FormId::HUFFMAN.form().sections().iter().filter_map(|&section| tensor.section(section)).collect();
+        EncodingId::HUFFMAN.encoding().sections().iter().filter_map(|&section| tensor.section(section)).collect();
     black_box(sections.par_iter().map(|bytes| Digest::of(bytes)).collect::<Vec<_>>());
     drop(sections);
     Ok(Stored { tensor, digest: survey.digest })

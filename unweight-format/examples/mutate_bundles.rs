@@ -3,12 +3,13 @@
 //! ```text
 //! cargo run --release -p unweight-format --example mutate_bundles -- [COUNT] [SEED] [DIRECTORY]
 //! ```
-//! COUNT (100,000) mutants from SEED (1) in DIRECTORY (a temporary one; a file system in memory is fastest). Each mutant is one to four changes:
-//! flipped bits, cut and grown files, swapped and missing ones, values of the manifest and of shard headers exchanged, and most of the time the
-//! digests made right again, as an attacker would. What must hold for each:
+//! COUNT (100,000) mutants from SEED (1) in DIRECTORY (a temporary one; a file system in memory is fastest). Each
+//! mutant is one to four changes: flipped bits, cut and grown files, swapped and missing ones, values of the manifest
+//! and of shard headers exchanged, and most of the time the digests made right again, as an attacker would. What must
+//! hold for each:
 //! - no panic, and an answer within ten seconds;
-//! - what `decompress` gives is byte for byte the source, or it gives nothing: a mutant that is sealed anew may be another bundle, but then `verify`
-//!   finds it sound, too, and `decompress` what its digests say;
+//! - what `decompress` gives is byte for byte the source, or it gives nothing: a mutant that is sealed anew may be
+//!   another bundle, but then `verify` finds it sound, too, and `decompress` what its digests say;
 //! - `verify` finds a mutant sound exactly if `decompress` rebuilds it;
 //! - the bundle is not written to, and nothing appears beside the output.
 
@@ -161,16 +162,17 @@ fn examine(root: &Path, mutant: &Tree, source: &Tree) -> Result<Outcome, String>
     let (bundle, output) = (root.join("bundle"), root.join("output"));
     let io = |error: std::io::Error| error.to_string();
     write_tree(&bundle, mutant).map_err(io)?;
-    // The bundle's own index and files that are listed nowhere are damage to verify, and nothing to decompress, which does not read them.
+    // The bundle's own index and files that are listed nowhere are damage to verify, and nothing to decompress, which
+    // does not read them.
     let unread = |file: &str| file == "stray" || file.ends_with(".safetensors.index.json");
     let (sound, only_unread) = match verify(&bundle, None, &Silent) {
         Ok(report) => (report.is_ok(), report.problems.iter().all(|problem| unread(&problem.file))),
-        Err(error) => (refusal(&error)?, false),
+        Err(error) => (launch_error(&error)?, false),
     };
     let rebuilt = match decompress(&bundle, &output, &DecompressOptions::default().threads(1), &Silent) {
         Ok(_) => Some(read_tree(&output).map_err(io)?),
         Err(error) => {
-            refusal(&error)?;
+            launch_error(&error)?;
             None
         }
     };
@@ -197,7 +199,7 @@ fn examine(root: &Path, mutant: &Tree, source: &Tree) -> Result<Outcome, String>
 }
 
 /// An error that is about the bundle, not about this machine.
-fn refusal(error: &BundleError) -> Result<bool, String> {
+fn launch_error(error: &BundleError) -> Result<bool, String> {
     match error {
         BundleError::Interrupted { .. } | BundleError::Cancelled | BundleError::Locked { .. } => Err(error.to_string()),
         _ => Ok(false),
@@ -306,7 +308,8 @@ fn leaves(value: &Value, at: String, found: &mut Vec<String>) {
     }
 }
 
-/// Makes digests right again: of the manifest, and, if `parts`, of shard headers, sections, raw tensors and copied files, as the manifest places them.
+/// Makes digests right again: of the manifest, and, if `parts`, of shard headers, sections, raw tensors and copied
+/// files, as the manifest places them.
 fn seal(tree: &mut Tree, parts: bool) {
     let Some(mut json) = tree.get("unweight.json").and_then(|bytes| serde_json::from_slice::<Value>(bytes).ok()) else {
         return;

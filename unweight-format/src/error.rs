@@ -21,7 +21,7 @@ pub enum CodecError {
         got: usize,
     },
     /// The form is for another type.
-    #[error("the form does not take {}", .float.name())]
+    #[error("the encoding does not take {}", .float.name())]
     Type {
         /// Type of the matrix.
         float: Float,
@@ -77,7 +77,7 @@ pub enum CodecError {
         words: u64,
     },
     /// A stored tensor has too few or too many sections.
-    #[error("{got} sections stored, the form has {expected}")]
+    #[error("{got} sections stored, the encoding has {expected}")]
     Sections {
         /// Sections of the form.
         expected: usize,

@@ -16,10 +16,10 @@
 //!
 //! One tensor:
 //! ```
-//! use unweight_format::{CodeLimit, FormId, Matrix, StoredTensor, Survey};
+//! use unweight_format::{CodeLimit, EncodingId, Matrix, StoredTensor, Survey};
 //! let bf16: Vec<u8> = (0..128 * 64u32).flat_map(|i| (0x3c00 + (i * 37 % 512) as u16).to_le_bytes()).collect();
 //! let matrix = Matrix::new(&bf16, 128, 64)?;
-//! let stored = StoredTensor::encode(FormId::HUFFMAN, matrix.into(), &Survey::of(&bf16), CodeLimit::DEFAULT)?;
+//! let stored = StoredTensor::encode(EncodingId::HUFFMAN, matrix.into(), &Survey::of(&bf16), CodeLimit::DEFAULT)?;
 //! assert!(stored.stored_bytes() < bf16.len() as u64);
 //! let mut back = vec![0; bf16.len()];
 //! stored.decode(&mut back)?;
@@ -30,9 +30,9 @@
 
 mod bits;
 pub mod bundle;
+mod encoding;
 mod error;
 mod failpoint;
-mod form;
 mod model;
 pub mod raw;
 #[cfg(any(test, feature = "testing"))]
@@ -46,9 +46,9 @@ pub use bits::{
     named::UnknownName,
     tile::{FloatMatrix, Matrix, TileGrid},
 };
+pub use encoding::{ENCODINGS, Encoding, EncodingId, NotEncodable, Sample, StoredTensor, Survey, huffman::CodeLimit};
+pub(crate) use encoding::{compact, huffman, packed, palette};
 pub use error::CodecError;
-pub use form::{Encoding, FORMS, FormId, Sample, StoredTensor, Survey, Unfit, huffman::CodeLimit};
-pub(crate) use form::{compact, huffman, packed, palette};
 pub(crate) use model::{glob, roles};
 pub use model::{roles::Role, safetensors};
 pub(crate) use raw::{

@@ -3,9 +3,11 @@
 //!
 //! - One module per encoding with what its kernels need: windows, codes, tables, and the typed view of a stored tensor.
 //! - [`Section`]: the parts that an encoding stores, each with a name, a type and a shape.
-//! - [`oracle`]: slow encoders and decoders, written straight from the specification; the fast ones are tested against them.
+//! - [`oracle`]: slow encoders and decoders, written straight from the specification; the fast ones are tested against
+//!   them.
 //! - [`layout`]: sizes of `docs/format.md`, A.2, as constants.
-//! - [`Input`], [`OutputDir`]: reading a source that must not change, and writing a folder that appears when it is complete.
+//! - [`Input`], [`OutputDir`]: reading a source that must not change, and writing a folder that appears when it is
+//!   complete.
 
 #[cfg(feature = "failpoints")]
 pub use crate::failpoint::{FAILPOINTS, FAULTS};
@@ -20,7 +22,7 @@ pub use crate::{
         files::Input,
         output::{OutputDir, OutputFile, walk},
     },
-    form::{
+    encoding::{
         Section, Sections,
         compact::{self, CompactTensor},
         exponents::{self, ExponentsTensor},

@@ -6,8 +6,9 @@
 //! ```
 //!
 //! The struct then implements `unweight_codegen::Variant`: its spec is a constant, checked where it is written, and its
-//! family is a type, from which `unweight_rt` knows what launches the kernel. The crate `unweight_codegen` has examples that run, and the tests: those of a crate of macros are built for the machine that builds, and
-//! everything that they use with them a second time.
+//! family is a type, from which `unweight_rt` knows what launches the kernel. The crate `unweight_codegen` has examples
+//! that run, and the tests: those of a crate of macros are built for the machine that builds, and everything that they
+//! use with them a second time.
 //!
 //! ```text
 //! attr     tokens of the attribute -> key = value pairs, with spans
@@ -37,8 +38,8 @@ use syn::{Path, parse_quote};
 /// ```
 ///
 /// The item is a struct without fields and without generic parameters. Its visibility, documentation and other
-/// attributes stay. The attribute is a list of `key = value`, each key at most once, in any order. A value is an integer
-/// up to `u32::MAX`, `true` or `false`, or a word.
+/// attributes stay. The attribute is a list of `key = value`, each key at most once, in any order. A value is an
+/// integer up to `u32::MAX`, `true` or `false`, or a word.
 ///
 /// `op` names the kernel family, `gemm_recon` if it is left out; `arch` the architecture, `sm90a`; `crate` where the
 /// code generator is. The other keys are the axes of the family, listed with their values and defaults in
@@ -56,10 +57,10 @@ use syn::{Path, parse_quote};
 /// | `GateUp::load(&kernels)?` | the launcher of its op, here `PackedGemm`, by the trait `unweight_rt::LoadVariant` |
 /// | `kernels.register::<GateUp>()?` | dispatch then chooses among the shipped variants and this one |
 ///
-/// Everything wrong is a compile error on the token that breaks the rule: an unknown `op`, key or word (the message lists
-/// those that exist), a number outside its axis (with the limits), a key that comes twice or belongs to another op or
-/// value. A missing key and a variant that cannot exist are errors on the attribute; the latter names the sum, the limit
-/// and what would fit.
+/// Everything wrong is a compile error on the token that breaks the rule: an unknown `op`, key or word (the message
+/// lists those that exist), a number outside its axis (with the limits), a key that comes twice or belongs to another
+/// op or value. A missing key and a variant that cannot exist are errors on the attribute; the latter names the sum,
+/// the limit and what would fit.
 #[proc_macro_attribute]
 pub fn unweight_variant(attribute: TokenStream, item: TokenStream) -> TokenStream {
     variant(attribute.into(), item.into(), parse_quote!(::unweight_codegen))

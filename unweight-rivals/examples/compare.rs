@@ -7,7 +7,7 @@
 use std::{error::Error, fs};
 
 use unweight_format::{
-    CodeLimit, Encoding, FORMS, Float, FloatMatrix, FormId, Histogram, Matrix, Survey,
+    CodeLimit, ENCODINGS, Encoding, EncodingId, Float, FloatMatrix, Histogram, Matrix, Survey,
     raw::exponents,
     testing::{Random, Weights, float_weights, round_to},
 };
@@ -61,24 +61,25 @@ fn of_bf16(contenders: &mut Vec<Contender>) {
     let mut add = |name: &str, run: Box<dyn Fn() -> Result<Round, Box<dyn Error>>>| {
         contenders.push(Contender { name: name.into(), elements: rows * cols, bytes_each: 2, run });
     };
-    let codes_bf16 = |form: &&&dyn Encoding| form.id() != FormId::RAW && form.floats().contains(&Float::Bf16);
-    for form in FORMS.iter().filter(codes_bf16) {
+    let codes_bf16 =
+        |encoding: &&&dyn Encoding| encoding.id() != EncodingId::RAW && encoding.floats().contains(&Float::Bf16);
+    for encoding in ENCODINGS.iter().filter(codes_bf16) {
         let run = move || {
             let matrix = Matrix::new(weights, rows, cols)?;
             let encode = || {
                 let survey = Survey::of(weights);
-                Ok(form.encode(matrix.into(), &survey, CodeLimit::DEFAULT)?)
+                Ok(encoding.encode(matrix.into(), &survey, CodeLimit::DEFAULT)?)
             };
             let bytes = |sections: &Vec<Vec<u8>>| sections.iter().map(|section| section.len() as u64).sum();
             let decode = |sections: &Vec<Vec<u8>>| {
-                let tensor = unweight_format::StoredTensor::new(form.id(), matrix.grid(), sections.clone())?;
+                let tensor = unweight_format::StoredTensor::new(encoding.id(), matrix.grid(), sections.clone())?;
                 let mut out = vec![0; weights.len()];
                 tensor.decode(&mut out)?;
                 Ok(out)
             };
             round(original, encode, bytes, decode)
         };
-        add(&format!("Unweight {}", form.id().name()), Box::new(run));
+        add(&format!("Unweight {}", encoding.id().name()), Box::new(run));
     }
     add(
         "DFloat11",

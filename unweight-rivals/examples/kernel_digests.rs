@@ -7,7 +7,8 @@
 //! that only renames or moves source text leaves every digest as it is.
 //!
 //! Options: `--all-archs` adds the first variant of each family for the other architectures, `--only PART` takes the
-//! kernels with this part in their names, `--sample N` every Nth of them. Needs NVRTC and no GPU; cubins come from the cache where it has them.
+//! kernels with this part in their names, `--sample N` every Nth of them. Needs NVRTC and no GPU; cubins come from the
+//! cache where it has them.
 
 use std::{error::Error, fmt::Write as _, process::ExitCode};
 
@@ -93,7 +94,7 @@ fn list(all_archs: bool) -> Result<Vec<Kernel>, Box<dyn Error>> {
         all.push(Kernel { request: CompileRequest::render(spec)?, dynamic_smem_bytes });
     }
     for kernel in kernels(Arch::Sm90a) {
-        all.push(Kernel { request: CompileRequest::outside(&kernel)?, dynamic_smem_bytes: kernel.smem.bytes() });
+        all.push(Kernel { request: CompileRequest::external(&kernel)?, dynamic_smem_bytes: kernel.smem.bytes() });
     }
     Ok(all)
 }

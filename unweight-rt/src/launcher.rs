@@ -1,24 +1,24 @@
 //! From a declared variant to what launches its kernel.
 //!
-//! `#[unweight_variant]` gives a struct the spec of its family as a type. Here each family whose kernels are launched one
-//! by one has its [`Launcher`], so that [`LoadVariant::load`] returns the type of the operation.
+//! `#[unweight_variant]` gives a struct the spec of its family as a type. Here each family whose kernels are launched
+//! one by one has its [`Launcher`], so that [`LoadVariant::load`] returns the type of the operation.
 
 use std::sync::Arc;
 
 use unweight_codegen::{
     Variant,
     spec::{
-        AttentionSpec, DecodeSpec, EmbedSpec, Family, GemmCompactSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec,
-        NormSpec, RepackSpec, RopeSpec, SampleSpec, SiluMulSpec, TranscodeSpec,
+        AttentionSpec, DecodeCompactSpec, DecodeHuffmanSpec, EmbedSpec, Family, GemmCompactSpec, GemmMmaSpec,
+        GemmReconSpec, GemmWgmmaSpec, NormSpec, RepackSpec, RopeSpec, SampleSpec, SiluMulSpec,
     },
 };
 
 use crate::{
     device::{DeviceError, KernelSet, module::LoadedKernel},
     ops::{
-        attention::Attention, decode::Decoder, embed::Embed, gemm_compact::CompactGemm, gemm_packed::PackedGemm,
-        gemm_recon::Matmul, norm::Norm, repack::Unpacker, rope::Rope, sample::Sample, silu_mul::SiluMul,
-        transcode::Transcoder,
+        attention::Attention, decode_compact::Transcoder, decode_huffman::Decoder, embed::Embed,
+        gemm_compact::CompactGemm, gemm_packed::PackedGemm, gemm_recon::Matmul, norm::Norm, repack::Unpacker,
+        rope::Rope, sample::Sample, silu_mul::SiluMul,
     },
 };
 
@@ -59,7 +59,7 @@ pub trait Launcher: Family {
 /// ```compile_fail,E0277
 /// # use unweight_codegen::unweight_variant;
 /// # use unweight_rt::{DeviceError, KernelSet, LoadVariant};
-/// #[unweight_variant(op = encode, stage = stats)]
+/// #[unweight_variant(op = encode_huffman, stage = stats)]
 /// struct Histogram;
 ///
 /// fn load(kernels: &KernelSet) -> Result<(), DeviceError> {
@@ -96,7 +96,7 @@ macro_rules! launchers {
 
 launchers! {
     AttentionSpec => Attention,
-    DecodeSpec => Decoder,
+    DecodeHuffmanSpec => Decoder,
     EmbedSpec => Embed,
     GemmCompactSpec => CompactGemm,
     GemmMmaSpec => PackedGemm,
@@ -109,5 +109,5 @@ launchers! {
     SampleSpec => Sample,
     SiluMulSpec => SiluMul,
     /// Of stage `full`; layers run the others ahead of a product.
-    TranscodeSpec => Transcoder,
+    DecodeCompactSpec => Transcoder,
 }

@@ -15,7 +15,7 @@
 //! | [`Device`], [`Stream`], [`DeviceMatrix`] | a GPU, work in order, a BF16 matrix |
 //! | [`KernelSet`] | the kernels of a GPU, compiled or found in the [`cache`] |
 //! | [`Loader`], [`LayerBuilder`] | layers of a bundle, or of matrices on the GPU |
-//! | [`Linear`], [`experts`] | what layers compute, in the memory of a [`Lane`] |
+//! | [`Linear`], [`experts`] | what layers compute, in the memory of a [`ExecContext`] |
 //! | [`interop`] | layers in the memory and on the streams of another framework |
 //! | [`raw`] | everything below, without a promise of stability |
 
@@ -38,12 +38,12 @@ pub use choose::{
 };
 #[doc(inline)]
 pub use device::{
-    Device, DeviceBuffer, DeviceError, DeviceInfo, Event, Graph, KernelSet, LaneSize, MatrixMut, MatrixRef,
-    OutsideKernel, Prepared, Refusal, RowFault, Stream,
+    ContextSize, Device, DeviceBuffer, DeviceError, DeviceInfo, Event, ExternalKernel, Graph, KernelSet, LaunchError,
+    MatrixMut, MatrixRef, Prepared, RowFault, Stream,
     error::{MapRule, PitchRule},
 };
 #[doc(inline)]
-pub use exec::Lane;
+pub use exec::ExecContext;
 #[doc(inline)]
 pub use jit::{
     error::{Error, MissingKernel, NotCompiled},
@@ -87,7 +87,7 @@ pub mod experts {
 pub mod interop {
     #[doc(inline)]
     pub use crate::{
-        layer::interop::{Guest, PackedAt, Scratch},
+        layer::interop::{Interop, PackedAt, Scratch},
         ops::repack::PackError,
     };
 }

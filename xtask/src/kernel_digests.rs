@@ -88,11 +88,11 @@ mod tests {
     use super::*;
 
     const BEFORE: &str =
-        "uw_sm90a_decode_l7 sm_90a sha256=01 registers=64\nuw_sm90a_norm sm_90a sha256=02 registers=32\n";
+        "uw_sm90a_decode_huffman_l7 sm_90a sha256=01 registers=64\nuw_sm90a_norm sm_90a sha256=02 registers=32\n";
 
     #[test]
     fn names_may_change_and_code_may_not() {
-        let renames = renames_of("# families\nsm90a_decode_ sm90a_decode_huffman_  # longest first\n").unwrap();
+        let renames = renames_of("# families\nsm90a_decode_huffman_ sm90a_decode_huffman_  # longest first\n").unwrap();
         let before = list(BEFORE, &renames).unwrap();
         let renamed = BEFORE.replace("decode_l7", "decode_huffman_l7");
         assert_eq!(differences(&before, &list(&renamed, &[]).unwrap()), [""; 0]);
@@ -101,7 +101,7 @@ mod tests {
         let unnamed = differences(&list(BEFORE, &[]).unwrap(), &list(&renamed, &[]).unwrap());
         assert_eq!(
             unnamed,
-            ["uw_sm90a_decode_l7 sm_90a: only before", "uw_sm90a_decode_huffman_l7 sm_90a: only after"]
+            ["uw_sm90a_decode_huffman_l7 sm_90a: only before", "uw_sm90a_decode_huffman_huffman_l7 sm_90a: only after"]
         );
     }
 

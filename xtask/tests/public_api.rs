@@ -1,12 +1,13 @@
 //! The public items of published crates are those that `docs/api/<crate>.txt` lists, and no more than agreed.
 //!
-//! `UPDATE_DOCS=1 cargo test -p xtask --test public_api` writes the listings; review the difference before committing it.
+//! `UPDATE_DOCS=1 cargo test -p xtask --test public_api` writes the listings; review the difference before committing
+//! it.
 //!
-//! **Measure.** An item is a module, type, trait, function, constant, static or macro that a path of public modules and re-exports
-//! leads to, an inherent method or associated constant of such a type, or a method of such a trait. An item with several
-//! paths counts once. Fields and variants belong to their types, and implementations of traits to both; neither is an item.
-//! What is `#[doc(hidden)]` or needs a feature for tests is left out. Items below `raw`, which promises nothing, are listed and
-//! counted by themselves.
+//! **Measure.** An item is a module, type, trait, function, constant, static or macro that a path of public modules and
+//! re-exports leads to, an inherent method or associated constant of such a type, or a method of such a trait. An item
+//! with several paths counts once. Fields and variants belong to their types, and implementations of traits to both;
+//! neither is an item. What is `#[doc(hidden)]` or needs a feature for tests is left out. Items below `raw`, which
+//! promises nothing, are listed and counted by themselves.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

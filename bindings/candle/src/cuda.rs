@@ -18,7 +18,7 @@ use unweight_format::raw::PackedTensor;
 use unweight_rt::{
     Device as Gpu, KernelSet, Linear, LoadOptions,
     env::Env,
-    interop::{Guest, PackedAt, Scratch},
+    interop::{Interop, PackedAt, Scratch},
 };
 
 use crate::Error;
@@ -29,30 +29,30 @@ const ALIGN: usize = 256;
 const MAX_BATCH: u32 = 4096;
 
 /// Kernels and counters of each GPU, as long as the process.
-static GUESTS: Mutex<BTreeMap<usize, Arc<Guest>>> = Mutex::new(BTreeMap::new());
+static INTEROPS: Mutex<BTreeMap<usize, Arc<Interop>>> = Mutex::new(BTreeMap::new());
 
 fn runtime(error: impl std::error::Error + Send + Sync + 'static) -> Error {
     Error::Runtime(Box::new(error))
 }
 
-fn guest(ordinal: usize) -> Result<Arc<Guest>, Error> {
-    let mut guests = GUESTS.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(guest) = guests.get(&ordinal) {
-        return Ok(guest.clone());
+fn interop(ordinal: usize) -> Result<Arc<Interop>, Error> {
+    let mut interops = INTEROPS.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(interop) = interops.get(&ordinal) {
+        return Ok(interop.clone());
     }
     let gpu = Gpu::open(ordinal).map_err(runtime)?;
     let kernels = KernelSet::open(&gpu, Env::process().map_err(runtime)?);
-    let guest = Guest::new(kernels, LoadOptions::default().max_batch(MAX_BATCH)).map_err(runtime)?;
-    let guest = Arc::new(guest);
-    guests.insert(ordinal, guest.clone());
-    Ok(guest)
+    let interop = Interop::new(kernels, LoadOptions::default().max_batch(MAX_BATCH)).map_err(runtime)?;
+    let interop = Arc::new(interop);
+    interops.insert(ordinal, interop.clone());
+    Ok(interop)
 }
 
 /// A layer's weights on a GPU.
 pub struct OnGpu {
     /// Goes before its memory.
     linear: Linear,
-    guest: Arc<Guest>,
+    interop: Arc<Interop>,
     device: CudaDevice,
     /// `packed | escape heads | escapes`, each from a multiple of [`ALIGN`] and with as much behind it.
     _memory: CudaSlice<u8>,
@@ -61,7 +61,7 @@ pub struct OnGpu {
 impl OnGpu {
     pub fn new(packed: &PackedTensor<Vec<u8>>, device: &CudaDevice) -> Result<Self, Error> {
         let stream = device.cuda_stream();
-        let guest = guest(stream.context().ordinal())?;
+        let interop = interop(stream.context().ordinal())?;
         let sections = [packed.packed(), packed.escape_heads(), packed.escapes()];
         let mut bytes = Vec::new();
         let at = sections.map(|section| {
@@ -83,8 +83,8 @@ impl OnGpu {
         let shape = (packed.grid().rows() as u32, packed.grid().cols() as u32);
         // SAFETY: the sections are those of a checked tensor of this shape, with what may be read behind them; `memory`
         // outlives the layer, and is freed in the order of candle's stream, on which alone the layer works.
-        let linear = unsafe { guest.layer(shape, packed.window(), at) }.map_err(runtime)?;
-        Ok(Self { linear, guest, device: device.clone(), _memory: memory })
+        let linear = unsafe { interop.layer(shape, packed.window(), at) }.map_err(runtime)?;
+        Ok(Self { linear, interop, device: device.clone(), _memory: memory })
     }
 
     pub fn unpacked(&self, shape: (usize, usize)) -> Result<Tensor, Error> {
@@ -94,7 +94,7 @@ impl OnGpu {
         stream.synchronize().map_err(candle_core::Error::wrap)?;
         let address = out.device_ptr_mut(&stream).0;
         // SAFETY: so many BF16 on this device, which nobody else has.
-        unsafe { self.guest.unpack_at(&self.linear, address) }.map_err(runtime)?;
+        unsafe { self.interop.unpack_at(&self.linear, address) }.map_err(runtime)?;
         let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(out, self.device.clone()));
         let tensor = Tensor::from_storage(storage, shape, BackpropOp::none(), false);
         debug_assert!(matches!(tensor.device(), Device::Cuda(_)));
@@ -106,7 +106,7 @@ impl OnGpu {
         let device = storage.device();
         let (n, k) = (self.linear.n() as usize, self.linear.k() as usize);
         let stream = device.cuda_stream();
-        if stream.context().ordinal() != self.guest.device().ordinal() {
+        if stream.context().ordinal() != self.interop.device().ordinal() {
             bail!("unweight: the weight is on another GPU than the input");
         }
         if device.id() != self.device.id() {
@@ -125,7 +125,7 @@ impl OnGpu {
             true => None,
             false => Some(stream.clone_dtod(&x).map_err(candle_core::Error::wrap)?),
         };
-        let bytes = self.guest.scratch_bytes(&self.linear, m, Epilogue::Store).map_err(candle_core::Error::wrap)?;
+        let bytes = self.interop.scratch_bytes(&self.linear, m, Epilogue::Store).map_err(candle_core::Error::wrap)?;
         // SAFETY: what is in a scratch before does not matter.
         let mut scratch = unsafe { device.alloc::<u8>(bytes.max(1) as usize) }?;
         {
@@ -139,7 +139,7 @@ impl OnGpu {
             // SAFETY: candle's stream of this device's primary context; x, y and the scratch have these sizes, are
             // apart, and are freed in the order of this stream.
             unsafe {
-                self.guest.enqueue(&self.linear, stream.cu_stream().cast(), (x_at, m, y_at), scratch, Epilogue::Store)
+                self.interop.enqueue(&self.linear, stream.cu_stream().cast(), (x_at, m, y_at), scratch, Epilogue::Store)
             }
             .map_err(candle_core::Error::wrap)?;
         }

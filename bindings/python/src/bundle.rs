@@ -198,7 +198,7 @@ fn row<'py>(py: Python<'py>, tensor: TensorHandle<'_>) -> PyResult<Bound<'py, Py
     row.set_item("layer", entry.layer)?;
     row.set_item("dtype", entry.dtype.to_string())?;
     row.set_item("shape", &entry.shape)?;
-    row.set_item("encoding", entry.form.to_string())?;
+    row.set_item("encoding", entry.encoding.to_string())?;
     row.set_item("reason", &entry.reason)?;
     row.set_item("elements", elements)?;
     // Known: opening the bundle has checked the shapes.

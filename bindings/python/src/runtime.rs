@@ -23,7 +23,7 @@ use unweight_rt::{
     Device, Expand, KernelSet, Linear, LoadOptions,
     env::Env,
     experts::{Experts, ExpertsShape, RoutedAt},
-    interop::{Guest, PackedAt, Scratch},
+    interop::{Interop, PackedAt, Scratch},
     raw::ops::repack::{PackError, Packer},
 };
 
@@ -84,7 +84,7 @@ pub fn has_kernels(major: i32, minor: i32) -> bool {
 /// Kernels and known arenas of one GPU.
 #[pyclass(frozen, module = "unweight._native")]
 pub struct Runtime {
-    guest: Guest,
+    interop: Interop,
     linears: Known<Linear>,
     /// By the address of the gate and up, with that of the down.
     experts: Known<(Experts, u64)>,
@@ -98,18 +98,18 @@ impl Runtime {
     #[pyo3(signature = (ordinal, max_batch, expand_above=None))]
     fn new(py: Python<'_>, ordinal: usize, max_batch: u32, expand_above: Option<u32>) -> PyResult<Self> {
         let expand = expand_above.map_or(Expand::Model, Expand::Above);
-        let guest = py.detach(|| -> Result<Guest, Box<dyn Error + Send + Sync>> {
+        let interop = py.detach(|| -> Result<Interop, Box<dyn Error + Send + Sync>> {
             let device = Device::open(ordinal)?;
             let kernels = KernelSet::open(&device, Env::process()?);
-            Ok(Guest::new(kernels, LoadOptions::default().max_batch(max_batch).expand(expand))?)
+            Ok(Interop::new(kernels, LoadOptions::default().max_batch(max_batch).expand(expand))?)
         });
-        let guest = guest.map_err(|error| raised(py, &*error))?;
-        if let Some(error) = guest.kernels().table_error() {
+        let interop = interop.map_err(|error| raised(py, &*error))?;
+        if let Some(error) = interop.kernels().table_error() {
             let text =
                 CString::new(format!("unweight: measurements are not followed: {error}")).map_err(value_error)?;
             PyErr::warn(py, &py.get_type::<PyUserWarning>(), &text, 1)?;
         }
-        Ok(Self { guest, linears: Known::default(), experts: Known::default() })
+        Ok(Self { interop, linears: Known::default(), experts: Known::default() })
     }
 
     /// Bytes of an arena for a shape, and the room for lists that packing takes; `None` for a shape that is not packed.
@@ -140,18 +140,18 @@ impl Runtime {
         let to = place(&layout, arena.0, escapes);
         py.detach(|| {
             // SAFETY: the caller's tensors, of these sizes, that nobody uses meanwhile (`_native.pyi`).
-            let (window, words) = match unsafe { self.guest.pack_at(weights, (rows, cols), to) } {
+            let (window, words) = match unsafe { self.interop.pack_at(weights, (rows, cols), to) } {
                 Ok(packed) => packed,
                 Err(PackError::Unpackable(_)) => return Ok(None),
                 Err(PackError::Device(error)) => return Err(error),
             };
             // SAFETY: as above; so many words have been written.
-            let lists = unsafe { self.guest.read(escapes.0, words * 4) }?;
+            let lists = unsafe { self.interop.read(escapes.0, words * 4) }?;
             let mut rest = vec![0; layout.head.end - layout.heads.end];
             let head = rest.len() - ALIGN;
             write_head(&mut rest[head..], grid, window, &lists);
             // SAFETY: as above; what is behind the heads of escapes.
-            unsafe { self.guest.write(arena.0 + layout.heads.end as u64, &rest) }?;
+            unsafe { self.interop.write(arena.0 + layout.heads.end as u64, &rest) }?;
             Ok(Some(lists.len()))
         })
         .map_err(|error| raised(py, &error))
@@ -159,7 +159,7 @@ impl Runtime {
 
     /// Compiles what `register` asks for of a shape.
     fn prepare(&self, py: Python<'_>, rows: u32, cols: u32) -> PyResult<()> {
-        py.detach(|| self.guest.prepare((rows, cols))).map_err(|error| raised(py, &error))
+        py.detach(|| self.interop.prepare((rows, cols))).map_err(|error| raised(py, &error))
     }
 
     /// Makes an arena known, and returns what `forget` takes, and the digest of its lists. Compiles what its shape asks
@@ -168,7 +168,7 @@ impl Runtime {
         let Stored { shape, window, at, digest } = self.stored(py, arena, escapes)?;
         // SAFETY: the caller's tensors, which it holds until `forget` and longer than the work (`_native.pyi`). Behind
         // each section of an arena is another or its head, behind the lists what the caller allocated for it.
-        let linear = py.detach(|| unsafe { self.guest.layer(shape, window, at) });
+        let linear = py.detach(|| unsafe { self.interop.layer(shape, window, at) });
         let id = self.linears.add(arena.0, linear.map_err(|error| raised(py, &error))?);
         Ok((id, digest))
     }
@@ -186,7 +186,7 @@ impl Runtime {
         let shape = ExpertsShape { experts, hidden: upper.shape.1, intermediate: lower.shape.1 };
         let known = |stored: Stored| (stored.window, stored.at);
         // SAFETY: as for `register`.
-        let made = py.detach(|| unsafe { self.guest.experts(shape, known(upper), known(lower)) });
+        let made = py.detach(|| unsafe { self.interop.experts(shape, known(upper), known(lower)) });
         let experts = made.map_err(|error| raised(py, &error))?;
         Ok(self.experts.add(gate_up.0.0, (experts, down.0.0)))
     }
@@ -236,7 +236,7 @@ impl Runtime {
         let scratch = Scratch { address: scratch.0, bytes: scratch.1 };
         let routed = RoutedAt { ids: routed.0, weights: routed.1, top_k: routed.2 };
         // SAFETY: the caller's tensors and its stream (`_native.pyi`).
-        unsafe { self.guest.enqueue_experts(&known.0, stream, (x, m, y), routed, scratch, false) }
+        unsafe { self.interop.enqueue_experts(&known.0, stream, (x, m, y), routed, scratch, false) }
             .map_err(|error| raised(py, &error))
     }
 
@@ -271,7 +271,7 @@ impl Runtime {
             let message = format!("weights are [{rows}, {cols}], but n is {n} and x has {k} columns");
             return Err(PyValueError::new_err(message));
         }
-        self.guest.scratch_bytes(&linear, m, epilogue(add)).map_err(|error| raised(py, &error))
+        self.interop.scratch_bytes(&linear, m, epilogue(add)).map_err(|error| raised(py, &error))
     }
 
     /// Enqueues the product; `add`: to what is in `y`.
@@ -291,7 +291,7 @@ impl Runtime {
         let stream = std::ptr::with_exposed_provenance_mut::<c_void>(stream);
         let scratch = Scratch { address: scratch.0, bytes: scratch.1 };
         // SAFETY: the caller's tensors and its stream (`_native.pyi`).
-        unsafe { self.guest.enqueue(&linear, stream, (x, m, y), scratch, epilogue(add)) }
+        unsafe { self.interop.enqueue(&linear, stream, (x, m, y), scratch, epilogue(add)) }
             .map_err(|error| raised(py, &error))
     }
 
@@ -303,7 +303,7 @@ impl Runtime {
             return Err(PyValueError::new_err(format!("the weights have {wanted} bytes, the buffer {}", out.1)));
         }
         // SAFETY: the caller's tensor, of this size, that nobody uses meanwhile (`_native.pyi`).
-        py.detach(|| unsafe { self.guest.unpack_at(&linear, out.0) }).map_err(|error| raised(py, &error))
+        py.detach(|| unsafe { self.interop.unpack_at(&linear, out.0) }).map_err(|error| raised(py, &error))
     }
 }
 
@@ -327,7 +327,7 @@ impl Runtime {
             )));
         }
         // SAFETY: the caller's tensor, which nobody writes (`_native.pyi`).
-        let lists = py.detach(|| unsafe { self.guest.read(escapes.0, escapes.1) });
+        let lists = py.detach(|| unsafe { self.interop.read(escapes.0, escapes.1) });
         let digest = head.digest();
         if Digest::of(&lists.map_err(|error| raised(py, &error))?).to_string() != digest {
             return Err(PyValueError::new_err("these are not the escapes of this arena"));
@@ -356,7 +356,7 @@ impl Runtime {
     fn head(&self, py: Python<'_>, arena: Memory) -> PyResult<Vec<u8>> {
         let at = arena.1.checked_sub(ALIGN).ok_or_else(|| value_error("an arena of less than its head"))?;
         // SAFETY: the caller's tensor, of this size (`_native.pyi`).
-        py.detach(|| unsafe { self.guest.read(arena.0 + at as u64, ALIGN) }).map_err(|error| raised(py, &error))
+        py.detach(|| unsafe { self.interop.read(arena.0 + at as u64, ALIGN) }).map_err(|error| raised(py, &error))
     }
 }
 

@@ -17,7 +17,7 @@ class Numpy(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         home = pathlib.Path(folder.name)
         self.tensors = models.small(home / "model")
-        unweight.compress(home / "model", home / "bundle", profile="resident")
+        unweight.compress(home / "model", home / "bundle", profile="packed")
         self.bundle, self.model = unweight.Bundle(home / "bundle"), home / "model"
 
     def test_bf16_comes_as_values_or_as_bits(self):

@@ -70,7 +70,7 @@ class Package(unittest.TestCase):
 
 class Work(Case):
     def test_there_and_back(self):
-        self.bundle(profile="resident")
+        self.bundle(profile="packed")
         model, bundle, restored = (self.home / name for name in ("model", "bundle", "restored"))
         unweight.decompress(bundle, restored)
         for file in model.iterdir():
@@ -82,15 +82,15 @@ class Work(Case):
     def test_reports_have_the_keys_of_the_command_line(self):
         import json
 
-        self.bundle(profile="resident")
+        self.bundle(profile="packed")
         model, bundle = self.home / "model", self.home / "bundle"
         calls = {
-            "plan": (lambda: unweight.plan(model, profile="resident"), ["plan", model, "--profile", "resident"]),
+            "plan": (lambda: unweight.plan(model, profile="packed"), ["plan", model, "--profile", "packed"]),
             "verify": (lambda: unweight.verify(bundle), ["verify", bundle]),
             "inspect": (lambda: unweight.inspect(bundle), ["inspect", bundle]),
             "compress": (
-                lambda: unweight.compress(model, self.home / "again", profile="resident"),
-                ["compress", model, "-o", self.home / "third", "--profile", "resident"],
+                lambda: unweight.compress(model, self.home / "again", profile="packed"),
+                ["compress", model, "-o", self.home / "third", "--profile", "packed"],
             ),
             "decompress": (
                 lambda: unweight.decompress(bundle, self.home / "back"),
@@ -231,13 +231,13 @@ class Stopped(Case):
 
 class Read(Case):
     def test_tensors_and_their_bytes(self):
-        bundle = self.bundle(profile="resident")
+        bundle = self.bundle(profile="packed")
         self.assertEqual(sorted(bundle), sorted(self.tensors))
         self.assertEqual(len(bundle), len(self.tensors))
         self.assertIn("scale", bundle)
         self.assertNotIn("nothing", bundle)
-        self.assertEqual((bundle.profile, bundle.path), ("resident", self.home / "bundle"))
-        self.assertIn("resident", repr(bundle))
+        self.assertEqual((bundle.profile, bundle.path), ("packed", self.home / "bundle"))
+        self.assertIn("packed", repr(bundle))
         for name, (dtype, shape, data) in self.tensors.items():
             info = bundle.info(name)
             self.assertEqual((info.dtype, info.shape, info.original_bytes), (dtype, tuple(shape), len(data)))
@@ -265,7 +265,7 @@ class Read(Case):
 
     def test_a_configuration_of_another_bundle_is_refused(self):
         bundle, other = self.bundle(), self.home / "other"
-        unweight.compress(self.home / "model", other, profile="resident")
+        unweight.compress(self.home / "model", other, profile="packed")
         named = unweight.Bundle(other).weights_digest
         config = self.home / "bundle" / "config.json"
         self.assertIn(f'"manifest": "{bundle.weights_digest}"', config.read_text())
@@ -382,7 +382,7 @@ class Errors(Case):
         with self.assertRaises(unweight.NotABundleError) as none:
             unweight.Bundle(self.home)
         self.assertEqual(none.exception.file, str(self.home))
-        bundle = self.bundle(profile="resident")
+        bundle = self.bundle(profile="packed")
         with self.assertRaises(KeyError) as unknown:
             bundle.read("nothing")
         self.assertIsInstance(unknown.exception, unweight.UnknownNameError)
@@ -421,7 +421,7 @@ class Errors(Case):
         self.assertFalse((self.home / "out").exists())
 
     def test_a_flipped_bit_is_found_and_placed(self):
-        bundle = self.bundle(profile="resident")
+        bundle = self.bundle(profile="packed")
         shard = self.home / "bundle" / "model.safetensors"
         data = bytearray(shard.read_bytes())
         at = data.find(self.tensors["scale"][2])

@@ -45,7 +45,7 @@ class Parts(unittest.TestCase):
         (home / "model").mkdir()
         self.weight = weights(1152, 960, wide=700)
         save_file({"large": self.weight, "small": self.weight[:512, :512].clone()}, home / "model/model.safetensors")
-        unweight.compress(home / "model", home / "bundle", profile="resident")
+        unweight.compress(home / "model", home / "bundle", profile="packed")
         self.bundle = unweight.Bundle(home / "bundle")
         self.info, self.read = self.bundle.info("large"), []
         self.part = Part(self.bundle, self.info, self.read.append)
@@ -506,7 +506,7 @@ class Tensors(unittest.TestCase):
         with tempfile.TemporaryDirectory() as home:
             home = pathlib.Path(home)
             tensors = models.small(home / "model")
-            for profile in ("distribution", "palette", "resident"):
+            for profile in ("distribution", "palette", "packed"):
                 unweight.compress(home / "model", home / profile, profile=profile)
                 bundle = unweight.Bundle(home / profile)
                 with safe_open(home / "model" / "model.safetensors", "pt") as stock:
@@ -528,7 +528,7 @@ class Tensors(unittest.TestCase):
         with tempfile.TemporaryDirectory() as home:
             home = pathlib.Path(home)
             models.small(home / "model")
-            unweight.compress(home / "model", home / "bundle", profile="resident")
+            unweight.compress(home / "model", home / "bundle", profile="packed")
             bundle = unweight.Bundle(home / "bundle")
             expected = {info: bundle.torch(info.name) for info in bundle.tensors()}
             with mock.patch.object(torch, "empty", refused):

@@ -67,7 +67,7 @@ class Models(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.home = pathlib.Path(folder.name)
 
-    def bundle(self, kind="llama", profile="resident", **more):
+    def bundle(self, kind="llama", profile="packed", **more):
         make(self.home / "model", kind, **more)
         unweight.compress(self.home / "model", self.home / "bundle", profile=profile)
         return self.home / "model", self.home / "bundle"
@@ -208,7 +208,7 @@ class Models(unittest.TestCase):
         null = self.home / "null"
         # As tools write it; the key is there, and says nothing.
         (model / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
-        unweight.compress(model, null, profile="resident")
+        unweight.compress(model, null, profile="packed")
         program = (
             "import sys, transformers\n"
             "for path in sys.argv[1:]:\n"
@@ -366,7 +366,7 @@ class Models(unittest.TestCase):
         weight = torch.randn(1152, 640, generator=torch.Generator().manual_seed(5)).mul(0.02).to(torch.bfloat16)
         (self.home / "one").mkdir()
         save_file({"w": weight, "v": weight[0].clone()}, self.home / "one" / "model.safetensors")
-        unweight.compress(self.home / "one", self.home / "bundle", profile="resident")
+        unweight.compress(self.home / "one", self.home / "bundle", profile="packed")
         shard = _Shard(self.home / "bundle" / "model.safetensors", None)
         whole = "decode_into"
         for index, is_part in (

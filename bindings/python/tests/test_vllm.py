@@ -94,7 +94,7 @@ def make(home: pathlib.Path, kind: str, **more: object) -> pathlib.Path:
     return home
 
 
-def bundle_of(model: pathlib.Path, profile: str = "resident") -> pathlib.Path:
+def bundle_of(model: pathlib.Path, profile: str = "packed") -> pathlib.Path:
     import unweight
 
     bundle = model.with_name("bundle-" + profile)

@@ -243,7 +243,7 @@ def main() -> None:
         source, more = folder, {"quantization_config": unweight.transformers.UnweightConfig()}
         if given.bundle:
             source, more = folder.with_name("bundle"), {}
-            step("compress", 0, lambda: unweight.compress(folder, source, profile="resident", verify="none"))
+            step("compress", 0, lambda: unweight.compress(folder, source, profile="packed", verify="none"))
         step("packed", 0, lambda: loaded("packed", source, **more))
         step("packed, dynamic cache", 0, lambda: timed("packed", False))
         step("weights", 0, weights)

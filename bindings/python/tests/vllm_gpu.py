@@ -484,7 +484,7 @@ def main() -> None:
         }
         if given.bundle:
             start = time.monotonic()
-            unweight.compress(model, home / "bundle", profile="resident", verify="none")
+            unweight.compress(model, home / "bundle", profile="packed", verify="none")
             report["compress_seconds"] = time.monotonic() - start
             report["bundle_bytes"] = sum(file.stat().st_size for file in (home / "bundle").glob("*.safetensors"))
         config = json.loads((model / "config.json").read_text())

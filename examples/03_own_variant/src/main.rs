@@ -3,8 +3,8 @@
 //! ```text
 //! cargo run --release -p unweight-own-variant
 //! ```
-//! The choice needs no GPU. On a Hopper GPU with libnvrtc the variant is also compiled, used by a layer and compared with
-//! the CPU.
+//! The choice needs no GPU. On a Hopper GPU with libnvrtc the variant is also compiled, used by a layer and compared
+//! with the CPU.
 
 use std::{error::Error, process::ExitCode};
 
@@ -91,17 +91,17 @@ fn multiply(device: &Device) -> Result<(), Box<dyn Error>> {
     let x: Vec<u16> = (0..m * k).map(|i| 0x3f80 | (i * 37 % 128) as u16 | ((i % 3 == 0) as u16) << 15).collect();
     let x_on_device = DeviceMatrix::from_host(&stream, m, k, &x)?;
     let mut y = DeviceMatrix::zeroed(&stream, m, n)?;
-    let mut lane = builder.lane(&stream)?;
-    layer.enqueue(&mut lane, x_on_device.view(), y.view_mut(), Epilogue::Store)?;
-    lane.synchronize()?;
+    let mut ctx = builder.context(&stream)?;
+    layer.enqueue(&mut ctx, x_on_device.view(), y.view_mut(), Epilogue::Store)?;
+    ctx.synchronize()?;
     compare("the layer", &x, &w, &y.to_host(&stream)?)?;
 
     // The same kernel without a layer: the attribute knows that `gemm_mma` is launched by a `PackedGemm`.
     let matmul = Square::load(&kernels)?;
     let packed = builder.pack("square", on_device.view())?;
-    lane.reserve(matmul.lane_size(m, &packed))?;
-    matmul.enqueue(&mut lane, x_on_device.view(), &packed, y.view_mut())?;
-    lane.synchronize()?;
+    ctx.reserve(matmul.context_size(m, &packed))?;
+    matmul.enqueue(&mut ctx, x_on_device.view(), &packed, y.view_mut())?;
+    ctx.synchronize()?;
     compare("the launcher", &x, &w, &y.to_host(&stream)?)
 }
 

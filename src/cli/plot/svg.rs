@@ -11,7 +11,7 @@ use plotters::{
     },
     style::text_anchor::{HPos, Pos, VPos},
 };
-use unweight::format::{FORMS, Histogram, bundle::TensorReport};
+use unweight::format::{ENCODINGS, Histogram, bundle::TensorReport};
 
 use super::{
     super::failure::{Failure, Result},
@@ -22,7 +22,7 @@ const SIZE: (u32, u32) = (960, 480);
 const FONT: &str = "sans-serif";
 /// Told apart by colour-blind readers, and in print.
 /// One a form, in their order.
-const FORM_COLOURS: [RGBColor; 8] = [
+const ENCODING_COLOURS: [RGBColor; 8] = [
     RGBColor(0xbb, 0xbb, 0xbb),
     HUFFMAN,
     PALETTE,
@@ -85,8 +85,8 @@ fn ratio(tensors: &[TensorReport]) -> Result<String> {
         let y_axis = ("stored, % of the original", &whole as &dyn Fn(&f64) -> String);
         let mut chart = frame(&chart, caption, 0.0..at(original), x_axis, 115.0, y_axis)?;
         let mut entries = Vec::new();
-        for (form, &colour) in FORMS.iter().map(|form| form.id()).zip(FORM_COLOURS.iter().cycle()) {
-            let mut own = stripes.iter().filter(|stripe| stripe.form == form).peekable();
+        for (encoding, &colour) in ENCODINGS.iter().map(|encoding| encoding.id()).zip(ENCODING_COLOURS.iter().cycle()) {
+            let mut own = stripes.iter().filter(|stripe| stripe.encoding == encoding).peekable();
             if own.peek().is_none() {
                 continue;
             }
@@ -95,7 +95,7 @@ fn ratio(tensors: &[TensorReport]) -> Result<String> {
                 Rectangle::new([(at(stripe.from), 0.0), (at(stripe.to), share)], colour.filled())
             });
             chart.draw_series(bars).map_err(text)?;
-            entries.push((form.name().to_owned(), colour));
+            entries.push((encoding.name().to_owned(), colour));
         }
         for group in &groups {
             let edge = [(at(group.from), 0.0), (at(group.from), 115.0)];

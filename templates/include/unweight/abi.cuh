@@ -31,7 +31,7 @@ struct alignas(16) TileMetadata {
 
 // Preprocess family: decode_full, decode_exponent, decode_palette. Read-only input is a Huffman tensor; of decode_full
 // also one of the form `exponents` (docs/format.md A.12).
-struct DecodeArgs {
+struct DecodeHuffmanArgs {
     const u8* sign_mantissa;          // [n, k]; used by decode_full only. Of exponents: fraction_bytes, then fraction_bits
     const u32* encoded_exp;           // [encoded_words]
     const u8* row_lengths;            // [tiles, 64], bits - 64
@@ -134,7 +134,7 @@ struct RouteArgs {
 };
 
 // Encoding family (report section 4): the stages share one struct.
-struct EncodeArgs {
+struct EncodeHuffmanArgs {
     const u16* weights;               // bf16 [n, k] row-major
     u8* sign_mantissa;                // [n, k]; null: `stats` only counts
     u32* histogram;                   // [256], zeroed before `stats`
@@ -175,12 +175,12 @@ struct RepackArgs {
 };
 
 // Conversions of the compact form (docs/format.md A.11): all stages share one struct.
-struct TranscodeArgs {
+struct DecodeCompactArgs {
     const u8* dense;                  // [tiles, 5120]
     const u32* tiles;                 // [tiles + 1, 2]: first word of the streams, head
     const u32* streams;               // [stream_words]
     const u32* records;               // [record_words]: lists of escapes
-    const u32* table;                 // [512], form/compact.cuh
+    const u32* table;                 // [512], encoding/compact.cuh
     u16* weights;                     // bf16 [n, k] row-major: written by full
     u8* packed;                       // [tiles, 6144]: written by packed
     u32* escape_heads;                // [tiles, 4]: written by packed and lists
@@ -200,10 +200,10 @@ struct TranscodeArgs {
 };
 
 // BF16 to the compact form (docs/format.md A.11): all stages share one struct. n and k are multiples of 64.
-struct CompressArgs {
+struct EncodeCompactArgs {
     u16* weights;                     // bf16 [n, k] row-major; only read
     u32* quads;                       // [4096], zeroed before quads: how often each quad of classes occurs
-    const u32* table;                 // [4096]: the code of each quad, kernels/compress.cuh; not read by quads
+    const u32* table;                 // [4096]: the code of each quad, kernels/encode_compact.cuh; not read by quads
     u32* sizes;                       // [tiles, 2]: words of a tile's streams, and its escapes; written by sizes
     u64* inexact;                     // zeroed before sizes: ~(row * k + column) of the first element that no operand can stand for; 0: none
     u32* tiles;                       // [tiles + 1, 2]: first word of the streams, head; write completes the heads
@@ -227,7 +227,7 @@ struct GemmCompactArgs {
     const u32* tiles;                 // [tiles + 1, 2]: first word of the streams, head
     const u32* streams;               // [stream_words]
     const u32* records;               // [record_words]: lists of escapes
-    const u32* table;                 // [512], form/compact.cuh
+    const u32* table;                 // [512], encoding/compact.cuh
     u16* y;                           // bf16 [m, n] row-major, of a silu_mul variant [m, n / 2]
     float scale;                      // 2^(base - 96): the factor between the operands and the weights
     u32 stream_words;                 // a multiple of 4

@@ -10,14 +10,14 @@ enum class SmemCopy : u32 { kBulk, kAsync };
 enum class Epilogue : u32 { kStore, kStoreAdd, kSiluMul };
 
 enum class AttentionStep : u32 { kDecode, kPrefill };
-enum class CompressStage : u32 { kQuads, kSizes, kWrite };
+enum class EncodeCompactStage : u32 { kQuads, kSizes, kWrite };
 enum class DecodeElement : u32 { kBf16, kE4m3, kE5m2, kF16, kF32 };
 enum class DecodeOutput : u32 { kFull, kExponent, kPalette };
 enum class EmbedSource : u32 { kBf16, kPacked };
-enum class EncodeStage : u32 { kStats, kTable, kRows, kScan, kWrite, kPalette };
+enum class EncodeHuffmanStage : u32 { kStats, kTable, kRows, kScan, kWrite, kPalette };
 enum class RepackStage : u32 { kPack, kLists, kUnpack };
 enum class RouteStage : u32 { kTopk, kSort, kCombine };
-enum class TranscodeStage : u32 { kFull, kPacked, kLists };
+enum class DecodeCompactStage : u32 { kFull, kPacked, kLists };
 enum class WeightSource : u32 { kExponent, kPalette };
 
 // Threads copy 16 bytes at a time (cp.async); otherwise an elected lane asks the copy engine (cp.async.bulk).

@@ -1,19 +1,19 @@
 //! DFloat11's kernel: the CPU decoder's weights, any bytes survived, planted bugs caught.
 
 use crate::harness::{Buffer, CpuKernel, Edit};
-use unweight_codegen::Outside;
+use unweight_codegen::ExternalSource;
 use unweight_format::testing::{Random, Weights};
 use unweight_rivals::{
     cuda::dfloat11::{Dfloat11Args, Tables, kernel},
     dfloat11::{Code, Unit},
 };
 
-fn own() -> Outside {
+fn own() -> ExternalSource {
     kernel(super::ARCH)
 }
 
 fn build(edits: &[Edit]) -> CpuKernel {
-    CpuKernel::outside(&[own()], edits)
+    CpuKernel::external(&[own()], edits)
 }
 
 /// A unit as the kernel finds it, and what it must make of it.
@@ -89,7 +89,7 @@ impl Case {
             ("faults", faults.slice()),
         ];
         // SAFETY: the buffers outlive the launch, and the kernel reaches them through checked wrappers only.
-        unsafe { kernel.run_outside(&own(), (grid, 5), &args, &buffers) }?;
+        unsafe { kernel.run_external(&own(), (grid, 5), &args, &buffers) }?;
         Ok((weights.slice().to_vec(), faults.u32s()[0]))
     }
 
@@ -163,9 +163,9 @@ fn full_to_the_end(threads: usize) -> Case {
     (300..).map(|count| Case::new(Weights::TRAINED.bytes(count, 3), threads)).find(ends).unwrap()
 }
 
-/// Codes of one bit and of more than twelve, windows with few and with 64, blocks of whose windows none has more than 32
-/// and which have no room together, blocks of other numbers of threads, a last block that is nearly empty, one that is
-/// full.
+/// Codes of one bit and of more than twelve, windows with few and with 64, blocks of whose windows none has more than
+/// 32 and which have no room together, blocks of other numbers of threads, a last block that is nearly empty, one that
+/// is full.
 fn cases() -> Vec<Case> {
     let trained = |count: usize, threads| Case::new(Weights::TRAINED.bytes(count, count as u64), threads);
     // Each exponent half as frequent as the one before: codes of 1 to 30 bits.

@@ -1,7 +1,7 @@
 //! MatVANS' products: exactly those of the matrix, any bytes survived, planted bugs caught.
 
 use crate::harness::{Buffer, CpuKernel, Edit};
-use unweight_codegen::Outside;
+use unweight_codegen::ExternalSource;
 use unweight_format::testing::Random;
 use unweight_rivals::{
     cuda::matvans::{MatvansArgs, dense, lanes, parts, round, rows, stripes},
@@ -11,7 +11,7 @@ use unweight_rivals::{
 const SCALE: f32 = 0.003;
 
 fn build(edits: &[Edit]) -> CpuKernel {
-    CpuKernel::outside(&[rows(super::ARCH), stripes(super::ARCH), lanes(super::ARCH), dense(super::ARCH)], edits)
+    CpuKernel::external(&[rows(super::ARCH), stripes(super::ARCH), lanes(super::ARCH), dense(super::ARCH)], edits)
 }
 
 fn words(values: &[u32]) -> Buffer {
@@ -53,7 +53,7 @@ impl Case {
     fn run(
         &self,
         kernel: &mut CpuKernel,
-        own: &Outside,
+        own: &ExternalSource,
         offsets: &[u32],
         data: &[u32],
         table: &[u32],
@@ -87,11 +87,11 @@ impl Case {
         ];
         let warps = if own.function == "dense" { args.rows } else { streams };
         // SAFETY: the buffers outlive the launch, and the kernel reaches them through checked wrappers only.
-        unsafe { kernel.run_outside(own, (warps.div_ceil(4), 7), &args, &buffers) }?;
+        unsafe { kernel.run_external(own, (warps.div_ceil(4), 7), &args, &buffers) }?;
         Ok((y.slice().to_vec(), faults.u32s()[0]))
     }
 
-    fn own(&self) -> Outside {
+    fn own(&self) -> ExternalSource {
         match self.matrix.layout {
             Layout::Rows => rows(super::ARCH),
             Layout::Stripes => stripes(super::ARCH),

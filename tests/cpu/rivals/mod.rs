@@ -5,7 +5,7 @@ mod matvans;
 mod tans;
 mod zipserv;
 
-use unweight_codegen::{Outside, lint, spec::Arch};
+use unweight_codegen::{ExternalSource, lint, spec::Arch};
 use unweight_rivals::cuda::{HEADERS, kernels};
 
 const ARCH: Arch = Arch::Sm90a;
@@ -35,7 +35,7 @@ fn device(name: &str) -> Vec<(String, usize, usize)> {
 fn host_and_device_agree_on_every_field() {
     let kernels = kernels(ARCH);
     assert!(!kernels.is_empty());
-    for Outside { args, .. } in kernels {
+    for ExternalSource { args, .. } in kernels {
         let host: Vec<_> = args.fields.iter().map(|field| (field.name.to_owned(), field.offset, field.bytes)).collect();
         assert_eq!(host, device(args.name), "{}", args.name);
     }

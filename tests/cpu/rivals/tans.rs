@@ -8,7 +8,7 @@ use unweight_rivals::{
 };
 
 fn build(edits: &[Edit]) -> CpuKernel {
-    CpuKernel::outside(&[add(super::ARCH), plain(super::ARCH)], edits)
+    CpuKernel::external(&[add(super::ARCH), plain(super::ARCH)], edits)
 }
 
 /// FP8 bytes with the exponents of real weights, and now and then any exponent.
@@ -94,7 +94,7 @@ impl Case {
         }
         let own = add(super::ARCH);
         // SAFETY: the buffers outlive the launch, and the kernel reaches them through checked wrappers only.
-        unsafe { kernel.run_outside(&own, (args.streams.div_ceil(own.threads), 7), &args, &buffers) }?;
+        unsafe { kernel.run_external(&own, (args.streams.div_ceil(own.threads), 7), &args, &buffers) }?;
         Ok((out.slice().to_vec(), faults.u32s()[0]))
     }
 
@@ -129,7 +129,7 @@ fn sums_match_the_bytes() {
     let buffers = [("a", first.slice()), ("b", second.slice()), ("out", out.slice())];
     let own = plain(super::ARCH);
     // SAFETY: as above.
-    unsafe { kernel.run_outside(&own, (args.tiles.div_ceil(own.threads), 7), &args, &buffers) }.unwrap();
+    unsafe { kernel.run_external(&own, (args.tiles.div_ceil(own.threads), 7), &args, &buffers) }.unwrap();
     let wrong = (0..a.len()).find(|&i| !is_sum(out.slice()[i], a[i], b[i]));
     assert_eq!(wrong.map(|i| (a[i], b[i], out.slice()[i])), None);
 }

@@ -11,7 +11,7 @@ const TILES: [u32; 2] = [8, 32];
 
 fn build(edits: &[Edit], tiles: &[u32]) -> CpuKernel {
     let gemms = tiles.iter().map(|&tile| gemm(super::ARCH, tile)).collect();
-    CpuKernel::outside(&[vec![decompress(super::ARCH), reduce(super::ARCH)], gemms].concat(), edits)
+    CpuKernel::external(&[vec![decompress(super::ARCH), reduce(super::ARCH)], gemms].concat(), edits)
 }
 
 fn words<T: Copy + Into<u64>>(values: &[T]) -> Buffer {
@@ -78,7 +78,7 @@ fn weights(kernel: &mut CpuKernel, matrix: &Encoded, parts: &Parts, grid: u32) -
     let mut buffers = parts.buffers();
     buffers.extend([("weights", weights.slice()), ("faults", faults.slice())]);
     // SAFETY: the buffers outlive the launch, and the kernel reaches them through checked wrappers only.
-    unsafe { kernel.run_outside(&decompress(super::ARCH), (grid, 3), &args, &buffers) }?;
+    unsafe { kernel.run_external(&decompress(super::ARCH), (grid, 3), &args, &buffers) }?;
     Ok((weights.slice().to_vec(), faults.u32s()[0]))
 }
 
@@ -106,11 +106,11 @@ fn product(
     buffers.extend([("x", x.slice()), ("y", y.slice()), ("sums", sums.slice()), ("faults", faults.slice())]);
     let blocks = (matrix.rows / 64) as u32 * splits;
     // SAFETY: as above.
-    unsafe { kernel.run_outside(&gemm(super::ARCH, tile), (blocks, 3), &args, &buffers) }?;
+    unsafe { kernel.run_external(&gemm(super::ARCH, tile), (blocks, 3), &args, &buffers) }?;
     if splits > 1 {
         let blocks = (batch * matrix.rows).div_ceil(128) as u32;
         // SAFETY: as above.
-        unsafe { kernel.run_outside(&reduce(super::ARCH), (blocks, 4), &args, &buffers) }?;
+        unsafe { kernel.run_external(&reduce(super::ARCH), (blocks, 4), &args, &buffers) }?;
     }
     Ok((y.u16s(), faults.u32s()[0]))
 }

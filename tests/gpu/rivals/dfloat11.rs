@@ -5,7 +5,7 @@ use unweight_rivals::{
     cuda::dfloat11::{DeviceUnit, Tables, UnitDecoder},
     dfloat11::{Code, Unit},
 };
-use unweight_rt::{DeviceBuffer, Refusal, Stream};
+use unweight_rt::{DeviceBuffer, LaunchError, Stream};
 
 fn weights(bytes: &[u8]) -> Vec<u16> {
     bytes.chunks_exact(2).map(|element| u16::from_le_bytes([element[0], element[1]])).collect()
@@ -121,5 +121,5 @@ fn any_bytes_stay_in_bounds() {
     assert_eq!(decode(&stream, &decoder, &unit, "the sound unit"), weights(&sound.decode().unwrap()));
     let mut short = DeviceBuffer::zeroed(&stream, unit.elements() - 1).unwrap();
     let refusal = refused(decoder.decode(&stream, &unit, &mut short));
-    assert!(matches!(refusal, Refusal::Elements { .. }), "{refusal:?}");
+    assert!(matches!(refusal, LaunchError::Elements { .. }), "{refusal:?}");
 }

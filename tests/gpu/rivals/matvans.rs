@@ -5,7 +5,7 @@ use unweight_rivals::{
     cuda::matvans::{DeviceMatvans, MatvansKernels, round},
     matvans::{Layout, encode},
 };
-use unweight_rt::{DeviceBuffer, Refusal};
+use unweight_rt::{DeviceBuffer, LaunchError};
 
 /// Values around 0, with up to 64 different ones.
 fn values(count: usize, random: &mut Random) -> Vec<i8> {
@@ -99,6 +99,6 @@ fn any_bytes_stay_in_bounds() {
         let mut short = DeviceBuffer::zeroed(&stream, 255).unwrap();
         let matrix = DeviceMatvans::upload(&stream, &sound).unwrap();
         let refusal = refused(own.multiply(&stream, &matrix, &x, 0.01, &mut short));
-        assert!(matches!(refusal, Refusal::Elements { .. }), "{refusal:?}");
+        assert!(matches!(refusal, LaunchError::Elements { .. }), "{refusal:?}");
     }
 }

@@ -1,11 +1,11 @@
 //! ZipServ's kernels on the GPU.
 
-use crate::harness::{Random, Weights, gpu, guard_is_whole, lane, poison, refused, stream, value};
+use crate::harness::{Random, Weights, context, gpu, guard_is_whole, poison, refused, stream, value};
 use unweight_rivals::{
     cuda::zipserv::{DeviceZip, FUSED_BEST, FUSED_MAX, ZipKernels},
     zipserv::{Encoded, encode},
 };
-use unweight_rt::{DeviceMatrix, Lane, LaneSize, Refusal, Stream};
+use unweight_rt::{ContextSize, DeviceMatrix, ExecContext, LaunchError, Stream};
 
 const SHAPES: [(usize, usize); 7] =
     [(64, 64), (64, 128), (192, 64), (128, 320), (64, 8192), (1984, 2112), (4096, 4096)];
@@ -87,7 +87,7 @@ fn decoding_is_deterministic() {
 fn products_match_the_weights() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let mut lane = Lane::new(&stream, LaneSize::default().with_cublas()).unwrap();
+    let mut ctx = ExecContext::new(&stream, ContextSize::default().with_cublas()).unwrap();
     let zip = ZipKernels::of(&stream, kernels, 2112).unwrap();
     for (seed, (rows, cols)) in [(64, 64), (192, 320), (2112, 1984), (320, 4096)].into_iter().enumerate() {
         let bytes = Weights::TRAINED.bytes(rows * cols, seed as u64 + 9);
@@ -108,7 +108,7 @@ fn products_match_the_weights() {
                 if fused {
                     zip.gemm(&stream, &on_device, &matrix, &mut y).unwrap();
                 } else {
-                    zip.multiply(&mut lane, &on_device, &matrix, &mut scratch, &mut y).unwrap();
+                    zip.multiply(&mut ctx, &on_device, &matrix, &mut scratch, &mut y).unwrap();
                 }
                 let got = y.to_host(&stream).unwrap();
                 assert!(*first.get_or_insert_with(|| got.clone()) == got, "{rows}x{cols} batch {batch}: not alike");
@@ -134,7 +134,7 @@ fn products_match_the_weights() {
 fn any_bytes_stay_in_bounds() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let own = lane(&stream);
+    let own = context(&stream);
     let zip = ZipKernels::of(&stream, kernels, 512).unwrap();
     let bytes = sprinkled((512, 512), 30, 4);
     let sound = encode(&bytes, 512, 512).unwrap();
@@ -168,9 +168,9 @@ fn any_bytes_stay_in_bounds() {
     let matrix = DeviceZip::upload(&stream, &sound).unwrap();
     let mut other = DeviceMatrix::zeroed(&stream, 512, 576).unwrap();
     let refusal = refused(zip.decompress(&stream, &matrix, &mut other));
-    assert!(matches!(refusal, Refusal::Output { .. }), "{refusal:?}");
+    assert!(matches!(refusal, LaunchError::Output { .. }), "{refusal:?}");
     let many = DeviceMatrix::zeroed(&stream, 129, 512).unwrap();
     let mut y = DeviceMatrix::zeroed(&stream, 129, 512).unwrap();
     let refusal = refused(zip.gemm(&stream, &many, &matrix, &mut y));
-    assert!(matches!(refusal, Refusal::TooLarge { .. }), "{refusal:?}");
+    assert!(matches!(refusal, LaunchError::TooLarge { .. }), "{refusal:?}");
 }

@@ -206,9 +206,9 @@ struct DecodeBench {
     /// Experts of a layer that lie on the GPU; the others wait in host memory until they are chosen [default: all]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     resident_experts: Option<u32>,
-    /// Without the twin on cuBLAS
+    /// Without the BF16 baseline on cuBLAS
     #[arg(long)]
-    no_twin: bool,
+    no_baseline: bool,
     /// With one more engine whose MLPs lie so, by the plan that `tune --save` made, if there is one
     #[arg(long, value_name = "HOW", default_value = "linears")]
     mlp: Lie,
@@ -221,7 +221,7 @@ struct DecodeBench {
     /// Rounds that count [default: 20]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     rounds: Option<u16>,
-    /// File for a drawing: steps of the twin over ours, by batch
+    /// File for a drawing: steps of the BF16 baseline over ours, by batch
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
     /// Number of the GPU
@@ -421,7 +421,7 @@ impl Bench {
                     .context(arguments.context)
                     .prefill(arguments.prefill)
                     .breakdown(arguments.breakdown)
-                    .twin(!arguments.no_twin)
+                    .baseline(!arguments.no_baseline)
                     .resident_experts(arguments.resident_experts)
                     .resident(arguments.resident.into());
                 if !arguments.batch.is_empty() {

@@ -23,8 +23,8 @@ fn dispatched(rows: &[Row]) -> Lines {
     let mut lines: Lines = Vec::new();
     for row in rows.iter().filter(|row| row.dispatched) {
         let Some(speedup) = row.speedup_over_cublas else { continue };
-        let form = if row.contender.contains("gemm_compact") { ", compact" } else { "" };
-        let name = if row.n == 0 { "a whole layer".to_owned() } else { format!("{} x {}{form}", row.n, row.k) };
+        let encoding = if row.contender.contains("gemm_compact") { ", compact" } else { "" };
+        let name = if row.n == 0 { "a whole layer".to_owned() } else { format!("{} x {}{encoding}", row.n, row.k) };
         match lines.iter_mut().find(|line| line.0 == name) {
             Some((_, line)) => drop(line.insert(row.m, speedup)),
             None => lines.push((name, BTreeMap::from([(row.m, speedup)]))),
@@ -33,13 +33,13 @@ fn dispatched(rows: &[Row]) -> Lines {
     lines
 }
 
-/// Steps of the twin over ours, by batch.
+/// Steps of the BF16 baseline over ours, by batch.
 pub fn decode_steps(report: &DecodeReport) -> Drawing<'static> {
     let steps = report.rows.iter().filter(|row| row.linears == "packed");
-    let line = steps.filter_map(|row| Some((row.batch, row.over_twin?))).collect();
+    let line = steps.filter_map(|row| Some((row.batch, row.over_baseline?))).collect();
     let name = format!("context {}", report.options.context);
     let caption = "A decode step: times the same engine on cuBLAS, in the same rounds";
-    ratios(caption, ("batch", "times the twin"), vec![(name, line)])
+    ratios(caption, ("batch", "times the BF16 baseline"), vec![(name, line)])
 }
 
 /// Bytes that sums of coded FP8 vectors work through a second over those of plain ones, by size: how far coding

@@ -1,5 +1,5 @@
-//! The linears of one Llama-3.1-8B layer: what DFloat11 decodes in one launch before it multiplies, beside everybody who
-//! need not, by batch. How long a step takes is the sum of decoding, which no batch changes, and products.
+//! The linears of one Llama-3.1-8B layer: what DFloat11 decodes in one launch before it multiplies, beside everybody
+//! who need not, by batch. How long a step takes is the sum of decoding, which no batch changes, and products.
 
 use unweight_codegen::{plan::GemmShape, spec::Epilogue};
 use unweight_format::{Histogram, Matrix, raw::packed};
@@ -12,10 +12,10 @@ use unweight_rivals::{
     zipserv,
 };
 use unweight_rt::{
-    DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, Lane, LaneSize, MatrixRef,
+    ContextSize, DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, ExecContext, MatrixRef,
     raw::{
         choose::candidates::PackedUse,
-        ops::gemm_packed::{PackedGemm, lane_size},
+        ops::gemm_packed::{PackedGemm, context_size},
     },
 };
 
@@ -118,7 +118,7 @@ impl Bench<'_> {
         (zip, decoded): (&ZipKernels, &mut [DeviceMatrix]),
     ) -> Result<Vec<Row>, BenchError> {
         let (stream, sms) = (self.timer.stream, self.kernels.device().info().sms);
-        let mut lane = Lane::new(stream, LaneSize::default().with_cublas())?;
+        let mut ctx = ExecContext::new(stream, ContextSize::default().with_cublas())?;
         let problems = SHAPES.map(|(n, k)| GemmShape { m, n, k });
         let vector = |problem: &GemmShape| {
             let bytes = normal_bf16(m as usize * problem.k as usize, 1.0, u64::from(problem.k) + u64::from(m));
@@ -131,7 +131,7 @@ impl Bench<'_> {
         for (problem, tensor) in problems.iter().zip(&layer.packed) {
             let wanted = PackedUse { escapes: tensor.has_escapes(), pdl: false, epilogue: Epilogue::Store };
             let spec = self.kernels.chooser().choose(*problem, wanted).ok_or(BenchError::NoVariant(*problem))?;
-            lane.reserve(lane_size(&spec, *problem, sms)?)?;
+            ctx.reserve(context_size(&spec, *problem, sms)?)?;
             products.push(PackedGemm::new(self.kernels.get(&spec)?)?);
         }
         let io: u64 = x.iter().chain(&y).map(|matrix| matrix.bytes() as u64).sum();
@@ -155,18 +155,18 @@ impl Bench<'_> {
                 for (i, (n, k)) in SHAPES.into_iter().enumerate() {
                     let y = &mut y[i];
                     match name {
-                        "cublas" => lane.cublas()?.matmul(x[i].view(), layer.whole[i].view(), y.view_mut(), false)?,
+                        "cublas" => ctx.cublas()?.matmul(x[i].view(), layer.whole[i].view(), y.view_mut(), false)?,
                         "unweight packed" => {
-                            products[i].enqueue(&mut lane, x[i].view(), &layer.packed[i], y.view_mut())?
+                            products[i].enqueue(&mut ctx, x[i].view(), &layer.packed[i], y.view_mut())?
                         }
-                        "zipserv, faster way" => zip.multiply(&mut lane, &x[i], &layer.zips[i], &mut decoded[i], y)?,
+                        "zipserv, faster way" => zip.multiply(&mut ctx, &x[i], &layer.zips[i], &mut decoded[i], y)?,
                         "zipserv, decoding" => zip.decompress(stream, &layer.zips[i], &mut decoded[i])?,
                         "dfloat11 by cublas" => {
                             let address = flat.address() + 2 * at;
-                            // SAFETY: the unit's weights have the layer's shapes, end to end; graphs of them are dropped
-                            // before the buffer.
+                            // SAFETY: the unit's weights have the layer's shapes, end to end; graphs of them are
+                            // dropped before the buffer.
                             let weights = unsafe { MatrixRef::from_raw(flat.device(), address, n, k, k.into()) }?;
-                            lane.cublas()?.matmul(x[i].view(), weights, y.view_mut(), false)?;
+                            ctx.cublas()?.matmul(x[i].view(), weights, y.view_mut(), false)?;
                         }
                         _ => {}
                     }
@@ -194,7 +194,7 @@ impl Bench<'_> {
         }
         let rows = self.timer.measure("rivals_layer", contenders, 1, GemmShape { m, n: 0, k: 0 }, self.progress);
         // Graphs name these.
-        drop((lane, x, y));
+        drop((ctx, x, y));
         rows
     }
 }

@@ -64,7 +64,7 @@ impl Run<'_> {
             let x = MatrixRef::new(&weights.x, m, d, d.into())?;
             // SAFETY: one of the outputs of the subject, of this size, which lives until the stream was waited for.
             let y = unsafe { MatrixMut::from_raw(self.kernels.device(), y, m, d, d.into()) }?;
-            norm.enqueue(&mut self.lane.borrow_mut(), x, &gamma, EPS, None, y)
+            norm.enqueue(&mut self.ctx.borrow_mut(), x, &gamma, EPS, None, y)
         };
         self.rows(kernel, (m, d), Box::new(launch), move |y| oracle::outside(&halves(y), &spans))
     }
@@ -88,7 +88,7 @@ impl Run<'_> {
             let x = MatrixRef::new(&weights.x, m, k, k.into())?;
             // SAFETY: as above.
             let y = unsafe { MatrixMut::from_raw(self.kernels.device(), y, m, columns, columns.into()) }?;
-            silu_mul.enqueue(&mut self.lane.borrow_mut(), x, y)
+            silu_mul.enqueue(&mut self.ctx.borrow_mut(), x, y)
         };
         self.rows(kernel, (m, columns), Box::new(launch), move |y| oracle::outside(&halves(y), &spans))
     }
@@ -117,7 +117,7 @@ impl Run<'_> {
             };
             // SAFETY: as above.
             let y = unsafe { MatrixMut::from_raw(self.kernels.device(), y, m, d, d.into()) }?;
-            embed.enqueue(&mut self.lane.borrow_mut(), &ids, table, y)
+            embed.enqueue(&mut self.ctx.borrow_mut(), &ids, table, y)
         };
         self.rows(kernel, (m, d), Box::new(launch), move |y| differs(y, &expected))
     }
@@ -163,7 +163,7 @@ impl Run<'_> {
                 rows: rows.address(),
                 positions: positions.address(),
                 ids,
-                fault: self.lane.borrow().row_fault_address(RowFault::Logits),
+                fault: self.ctx.borrow().row_fault_address(RowFault::Logits),
                 pitch: vocabulary.into(),
                 vocabulary,
                 reserved: 0,
@@ -221,7 +221,7 @@ impl Run<'_> {
             let kv = KvLayer::new(&mut cache, shape, 0)?;
             // SAFETY: as above.
             let qkv = unsafe { MatrixMut::from_raw(self.kernels.device(), output, m, columns, columns.into()) }?;
-            rope.enqueue(&mut self.lane.borrow_mut(), qkv, &options, kv, &pages, START)
+            rope.enqueue(&mut self.ctx.borrow_mut(), qkv, &options, kv, &pages, START)
         };
         let before = qkv.iter().flat_map(|element| element.to_le_bytes()).collect::<Vec<_>>().repeat(RUNS as usize);
         let check = move |got: &[u8]| {

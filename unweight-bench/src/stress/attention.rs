@@ -49,7 +49,7 @@ impl Run<'_> {
                 let attention = Attention::new(kernel.clone())?;
                 let parts = if spec.split { parts } else { 1 };
                 let on_device = DeviceProblem::new(self.stream, &problem)?;
-                let on_device = RefCell::new(on_device.in_parts(&attention, &mut self.lane.borrow_mut(), parts)?);
+                let on_device = RefCell::new(on_device.in_parts(&attention, &mut self.ctx.borrow_mut(), parts)?);
                 let columns = case.out_columns();
                 let bytes = m * columns * 2;
                 let on_device = Rc::new(on_device);
@@ -60,7 +60,7 @@ impl Run<'_> {
                     // for.
                     let out =
                         unsafe { MatrixMut::from_raw(self.kernels.device(), out, rows, columns, columns.into()) }?;
-                    on_device.borrow_mut().decode(&attention, &mut self.lane.borrow_mut(), out)
+                    on_device.borrow_mut().decode(&attention, &mut self.ctx.borrow_mut(), out)
                 };
                 let check = move |out: &[u8]| match of_check.borrow().layer(self.stream) {
                     Ok(layer) => problem.mismatch(&halves(out), &layer),
@@ -95,7 +95,7 @@ impl Run<'_> {
             let columns = columns as u32;
             // SAFETY: one of the outputs of the subject, of this size, which lives until the stream was waited for.
             let out = unsafe { MatrixMut::from_raw(self.kernels.device(), out, tokens, columns, columns.into()) }?;
-            on_device.borrow_mut().prefill(&attention, &mut self.lane.borrow_mut(), &chunk, out)
+            on_device.borrow_mut().prefill(&attention, &mut self.ctx.borrow_mut(), &chunk, out)
         };
         let check = move |out: &[u8]| match of_check.borrow().layer(self.stream) {
             Ok(layer) => problem.mismatch(&halves(out), &layer),

@@ -3,7 +3,7 @@
 
 use std::cell::RefCell;
 
-use unweight_codegen::{Outside, plan::GemmShape, spec::Epilogue};
+use unweight_codegen::{ExternalSource, plan::GemmShape, spec::Epilogue};
 use unweight_format::{Float, testing::float_weights};
 use unweight_rivals::{
     cuda::{
@@ -42,7 +42,7 @@ enum Rival {
 }
 
 impl Rival {
-    fn of(kernel: &Outside) -> Option<Self> {
+    fn of(kernel: &ExternalSource) -> Option<Self> {
         match (kernel.family, kernel.function) {
             ("dfloat11", "run") => Some(Self::Dfloat11),
             ("zipserv", "decompress") => Some(Self::Decompress),
@@ -53,7 +53,7 @@ impl Rival {
             ("zipserv", "reduce") => Some(Self::Reduce),
             ("matvans", "rows") => Some(Self::Matvans(Layout::Rows)),
             ("matvans", "stripes") => Some(Self::Matvans(Layout::Stripes)),
-            ("matvans", "lanes") => Some(Self::Matvans(Layout::Lanes)),
+            ("matvans", "contexts") => Some(Self::Matvans(Layout::Lanes)),
             ("matvans", "dense") => Some(Self::Dense),
             ("tans", "add") => Some(Self::Tans),
             ("tans", "plain") => Some(Self::Plain),

@@ -200,7 +200,7 @@ mod tests {
 
     #[test]
     fn a_derived_constant_replaces_its_axis() {
-        let warps = declared("uw_sm90a_decode_full_l7").into_iter().filter(|line| line.contains("kWarps"));
+        let warps = declared("uw_sm90a_decode_huffman_full_l7").into_iter().filter(|line| line.contains("kWarps"));
         assert_eq!(warps.collect::<Vec<_>>(), ["uw::u32 kWarps = 32"]);
     }
 

@@ -9,13 +9,13 @@
 //!
 //! The fp32 sums of a warp, `batch_tile * 256`, lie over its drained ring, which is always larger.
 
-use super::{Edge, Entry, Family, Instruction, Instructions, Op, PRODUCT, transcode};
+use super::{Edge, Entry, Family, Instruction, Instructions, Op, PRODUCT, decode_compact};
 use crate::{
     abi::{TensorMap, args},
     plan::{Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, RolePlan, SmemPlan, most_fitting, named},
     spec::{Arch, ClusterSize, Epilogue, VariantSpec, Warps, axes, range_axis, set_axis},
 };
-use unweight_format::{FormId, raw::layout};
+use unweight_format::{EncodingId, raw::layout};
 
 set_axis! {
     /// Batch rows that a `gemm_compact` variant multiplies at a time: `n` of `mma.m16n8k16`, eight rows a fragment.
@@ -47,8 +47,8 @@ axes! {
         cluster: ClusterSize "c" = 1,
         /// Copies of the table of codes.
         tables: CompactTables "_t" = 1 unnamed,
-        /// Rows of tiles are distributed over as many clusters as the device has room for, and a row's tiles to a cluster's
-        /// warps; else a cluster takes one.
+        /// Rows of tiles are distributed over as many clusters as the device has room for, and a row's tiles to a
+        /// cluster's warps; else a cluster takes one.
         persistent: flag "_persistent" = false,
         /// Programmatic dependent launch: starts while the stream's previous kernel still runs, and waits for it before
         /// it reads X.
@@ -101,8 +101,8 @@ impl VariantSpec {
     }
 }
 
-/// The shapes that ship, by batch tile: what measured best somewhere (docs/adr/0013). Not persistent with clusters of 4: of 33
-/// on 132 multiprocessors some have to wait for the others.
+/// The shapes that ship, by batch tile: what measured best somewhere (docs/adr/0013). Not persistent with clusters of
+/// 4: of 33 on 132 multiprocessors some have to wait for the others.
 pub const SHAPES: [GemmCompactSpec; 11] = [
     shape(8, 8, 1, 16, false),
     shape(8, 16, 1, 32, false),
@@ -155,12 +155,12 @@ const BLOCKS_PER_SM_MAX: u32 = 2;
 
 /// X, dense part and streams of one slot of a warp's ring.
 const fn slot_bytes(op: &GemmCompactSpec) -> u32 {
-    op.batch_tile.get() * X_ROW_BYTES + layout::DENSE_TILE_BYTES as u32 + transcode::SLOT_BYTES
+    op.batch_tile.get() * X_ROW_BYTES + layout::DENSE_TILE_BYTES as u32 + decode_compact::SLOT_BYTES
 }
 
 /// One warp's ring. At batch tile 8 a slot is refilled while its tile's streams are still read: they have a slot more.
 const fn ring_bytes(op: &GemmCompactSpec) -> u32 {
-    let more = if op.batch_tile.get() == 8 { transcode::SLOT_BYTES } else { 0 };
+    let more = if op.batch_tile.get() == 8 { decode_compact::SLOT_BYTES } else { 0 };
     (op.stages.get() * slot_bytes(op) + more).next_multiple_of(SWIZZLE_ALIGN)
 }
 
@@ -168,7 +168,7 @@ const fn smem(op: &GemmCompactSpec) -> SmemPlan {
     let warps = op.warps.get();
     let smem = SmemPlan::new()
         .section("rings", warps, ring_bytes(op), SWIZZLE_ALIGN)
-        .section("table", op.tables.get(), transcode::TABLE_BYTES, 16);
+        .section("table", op.tables.get(), decode_compact::TABLE_BYTES, 16);
     let smem = if op.persistent { smem.section("flushed", FLUSHES, op.batch_tile.get() * TILE * 4, 16) } else { smem };
     smem.section("barriers", warps * op.stages.get(), MBARRIER_BYTES, MBARRIER_BYTES)
 }
@@ -248,7 +248,7 @@ impl GemmCompactSpec {
 impl Family for GemmCompactSpec {
     type Args = GemmCompactArgs;
     const AXES: &'static [crate::spec::Axis] = Self::AXES;
-    const EDGES: &'static [Edge] = &[Edge { from: FormId::COMPACT, to: PRODUCT }];
+    const EDGES: &'static [Edge] = &[Edge { from: EncodingId::COMPACT, to: PRODUCT }];
 
     fn summary(&self, _: &Plan) -> String {
         let group = match self.cluster.get() {

@@ -11,7 +11,7 @@ use crate::{
     plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, Work},
     spec::{Arch, ClusterSize, Epilogue, SmemCopy, VariantSpec, axes},
 };
-use unweight_format::FormId;
+use unweight_format::EncodingId;
 
 axes! {
     /// A variant of the register-sourced matmul of a mixture of experts: a block multiplies up to `batch_tile` rows
@@ -156,7 +156,7 @@ impl GemmGroupedSpec {
 impl Family for GemmGroupedSpec {
     type Args = GemmGroupedArgs;
     const AXES: &'static [crate::spec::Axis] = Self::AXES;
-    const EDGES: &'static [Edge] = &[Edge { from: FormId::PACKED, to: PRODUCT }];
+    const EDGES: &'static [Edge] = &[Edge { from: EncodingId::PACKED, to: PRODUCT }];
 
     fn summary(&self, _: &Plan) -> String {
         let (batch_tile, rows, stages) =

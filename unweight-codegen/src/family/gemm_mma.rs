@@ -15,7 +15,7 @@ use crate::{
     },
     spec::{Arch, ClusterSize, Epilogue, VariantSpec, SmemCopy, axes, range_axis, set_axis},
 };
-use unweight_format::{FormId, raw::layout};
+use unweight_format::{EncodingId, raw::layout};
 
 set_axis! {
     /// Batch rows that a `gemm_mma` variant multiplies at a time: `n` of `mma.m16n8k16`, eight rows a fragment.
@@ -343,7 +343,7 @@ impl PackedSummary {
 impl Family for GemmMmaSpec {
     type Args = GemmPackedArgs;
     const AXES: &'static [crate::spec::Axis] = Self::AXES;
-    const EDGES: &'static [Edge] = &[Edge { from: FormId::PACKED, to: PRODUCT }];
+    const EDGES: &'static [Edge] = &[Edge { from: EncodingId::PACKED, to: PRODUCT }];
 
     fn summary(&self, _: &Plan) -> String {
         let (batch_tile, rows, stages) =

@@ -18,7 +18,7 @@ use crate::{
     },
     spec::{AXES_MAX, Arch, Axis, Epilogue, Only, Raw, VariantSpec, range_axis, set_axis},
 };
-use unweight_format::{FormId, raw::layout};
+use unweight_format::{EncodingId, raw::layout};
 
 range_axis! {
     /// 64-row tiles of `W` that one CTA multiplies at a time: columns of `Y` in units of 64, and `n` of the WGMMA
@@ -363,7 +363,7 @@ impl Family for GemmReconSpec {
     type Args = GemmReconArgs;
     const AXES: &'static [Axis] = Self::AXES;
     const EDGES: &'static [Edge] =
-        &[Edge { from: DECODED_EXPONENTS, to: PRODUCT }, Edge { from: FormId::PALETTE, to: PRODUCT }];
+        &[Edge { from: DECODED_EXPONENTS, to: PRODUCT }, Edge { from: EncodingId::PALETTE, to: PRODUCT }];
 
     fn edges(&self) -> &'static [Edge] {
         match self.source {

@@ -16,7 +16,7 @@ use crate::{
     },
     spec::{Arch, ClusterSize, Epilogue, VariantSpec, axes, range_axis, set_axis},
 };
-use unweight_format::{FormId, raw::layout};
+use unweight_format::{EncodingId, raw::layout};
 
 set_axis! {
     /// Batch rows of a `gemm_wgmma` variant's tile of Y: `n` of WGMMA, whose widths are those of `ptx/wgmma.cuh`.
@@ -266,7 +266,7 @@ const SHARED_TILES: u64 = 2;
 impl Family for GemmWgmmaSpec {
     type Args = GemmPackedArgs;
     const AXES: &'static [crate::spec::Axis] = Self::AXES;
-    const EDGES: &'static [Edge] = &[Edge { from: FormId::PACKED, to: PRODUCT }];
+    const EDGES: &'static [Edge] = &[Edge { from: EncodingId::PACKED, to: PRODUCT }];
 
     fn summary(&self, _: &Plan) -> String {
         let cut = match (self.cluster.get(), self.stream_k) {

@@ -22,21 +22,21 @@ use crate::{
     plan::{GemmShape, Infeasible, Plan, WorkspacePlan},
     spec::{Arch, Axis, Raw, VariantSpec},
 };
-use unweight_format::FormId;
+use unweight_format::EncodingId;
 
 /// Decoded exponents, u8 `[tiles, 64, 64]`, beside the sign-mantissa bytes: a form that only a device holds and no
-/// bundle stores. [`FormId::EXPONENTS`] is another one, which bundles store.
-pub const DECODED_EXPONENTS: FormId = FormId::new("decoded_exponents");
+/// bundle stores. [`EncodingId::EXPONENTS`] is another one, which bundles store.
+pub const DECODED_EXPONENTS: EncodingId = EncodingId::new("decoded_exponents");
 /// `Y`: where the graph ends. Not a form of the weight.
-pub const PRODUCT: FormId = FormId::new("product");
+pub const PRODUCT: EncodingId = EncodingId::new("product");
 
 /// What a family makes of what.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Edge {
     /// The form that is read.
-    pub from: FormId,
+    pub from: EncodingId,
     /// The form that is written, or [`PRODUCT`].
-    pub to: FormId,
+    pub to: EncodingId,
 }
 
 /// An instruction, or a handful that belong together, that not every architecture has, or that a kernel is built
@@ -282,15 +282,15 @@ impl Op {
 
 families! {
     /// Huffman tensor to a form that a consumer reads (report section 7).
-    decode: Decode(DecodeSpec),
+    decode_huffman: DecodeHuffman(DecodeHuffmanSpec),
     /// BF16 to a Huffman or palette tensor (report section 4).
-    encode: Encode(EncodeSpec),
+    encode_huffman: EncodeHuffman(EncodeHuffmanSpec),
     /// BF16 to a packed tensor and back.
     repack: Repack(RepackSpec),
     /// BF16 to a compact tensor.
-    compress: Compress(CompressSpec),
+    encode_compact: EncodeCompact(EncodeCompactSpec),
     /// A compact tensor to BF16 or a packed tensor.
-    transcode: Transcode(TranscodeSpec),
+    decode_compact: DecodeCompact(DecodeCompactSpec),
     /// Reconstructive matmul `Y[m,n] = X[m,k] * W[n,k]^T` (report section 8).
     gemm_recon: GemmRecon(GemmReconSpec),
     /// Register-sourced matmul for small batches, from a packed tensor.
@@ -353,7 +353,7 @@ mod tests {
     /// A form that bundles store and no kernel reads would be stuck; raw weights need none.
     #[test]
     fn family_edges_end_at_encodings() {
-        let stored = |id: FormId| unweight_format::FORMS.iter().any(|form| form.id() == id);
+        let stored = |id: EncodingId| unweight_format::ENCODINGS.iter().any(|encoding| encoding.id() == id);
         for Edge { from, to } in FAMILIES.iter().flat_map(|family| family.edges) {
             assert!(stored(*from) || *from == DECODED_EXPONENTS, "{from}");
             assert!(stored(*to) || *to == DECODED_EXPONENTS || *to == PRODUCT, "{to}");

@@ -6,7 +6,7 @@ use crate::{
     plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
     spec::{Arch, VariantSpec, axes, word_axis},
 };
-use unweight_format::FormId;
+use unweight_format::EncodingId;
 
 word_axis! {
     /// A step of the conversions between BF16 and the packed form (docs/format.md A.9).
@@ -103,7 +103,7 @@ impl Family for RepackSpec {
     type Args = RepackArgs;
     const AXES: &'static [crate::spec::Axis] = Self::AXES;
     const EDGES: &'static [Edge] =
-        &[Edge { from: FormId::RAW, to: FormId::PACKED }, Edge { from: FormId::PACKED, to: FormId::RAW }];
+        &[Edge { from: EncodingId::RAW, to: EncodingId::PACKED }, Edge { from: EncodingId::PACKED, to: EncodingId::RAW }];
 
     fn edges(&self) -> &'static [Edge] {
         match self.stage {

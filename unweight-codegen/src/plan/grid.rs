@@ -34,8 +34,8 @@ pub enum Work {
         /// Output features of one unit.
         columns: u32,
     },
-    /// Stream-K: the steps of 64 of k of those, 128 of a tile at most: `min(ceil(k/64), 128)` times as many. A work unit
-    /// is one block for each of the `ceil(m/rows)` batch tiles, so there are at least as many blocks.
+    /// Stream-K: the steps of 64 of k of those, 128 of a tile at most: `min(ceil(k/64), 128)` times as many. A work
+    /// unit is one block for each of the `ceil(m/rows)` batch tiles, so there are at least as many blocks.
     OutputSteps {
         /// Batch rows of a tile of Y.
         rows: u32,
@@ -85,8 +85,8 @@ pub enum LaunchGrid {
         cluster: u32,
     },
     /// Groups of blocks over which the rows of W are distributed evenly, once for every `batch_rows` of the batch: as
-    /// few groups as fill every SM a whole number of times, up to `blocks_per_sm`, and more only where a group cannot take
-    /// its share.
+    /// few groups as fill every SM a whole number of times, up to `blocks_per_sm`, and more only where a group cannot
+    /// take its share.
     DistributedRowBlocks {
         /// Batch rows of a group.
         batch_rows: u32,

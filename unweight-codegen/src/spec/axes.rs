@@ -429,7 +429,7 @@ set_axis! {
 
 #[cfg(test)]
 mod tests {
-    use crate::spec::{CodeLimit, EncodeStage, NTiles, SmallBatchTile, Stages, VerbatimRows, WideBatchTile};
+    use crate::spec::{CodeLimit, EncodeHuffmanStage, NTiles, SmallBatchTile, Stages, VerbatimRows, WideBatchTile};
 
     #[test]
     fn values_outside_an_axis_are_explained() {
@@ -461,9 +461,9 @@ mod tests {
 
     #[test]
     fn tags_parse_back() {
-        for stage in EncodeStage::ALL {
-            assert_eq!(EncodeStage::from_tag(stage.tag()), Some(*stage));
+        for stage in EncodeHuffmanStage::ALL {
+            assert_eq!(EncodeHuffmanStage::from_tag(stage.tag()), Some(*stage));
         }
-        assert_eq!(EncodeStage::from_tag("Stats"), None);
+        assert_eq!(EncodeHuffmanStage::from_tag("Stats"), None);
     }
 }

@@ -5,8 +5,8 @@
 use std::collections::BTreeSet;
 
 use super::{
-    Arch, AttentionSpec, CompressStage, DecodeSpec, DecodeWarps, EncodeStage, GemmMmaSpec, Op, RepackStage, SmemCopy,
-    VariantSpec,
+    Arch, AttentionSpec, DecodeHuffmanSpec, DecodeWarps, EncodeCompactStage, EncodeHuffmanStage, GemmMmaSpec, Op,
+    RepackStage, SmemCopy, VariantSpec,
 };
 use crate::{
     family::{FAMILIES, Family, Instruction},
@@ -56,7 +56,7 @@ pub fn of<F: Family>() -> impl Iterator<Item = VariantSpec> {
 ///     "attention_decode_d128_w4p2c1_split_async"] {
 ///     assert!(names.contains(&format!("uw_sm90a_{name}")), "{name}");
 /// }
-/// assert!(names.contains(&"uw_sm90a_decode_full_l7_async_w16".to_owned()), "as a GeForce RTX 3090 has it");
+/// assert!(names.contains(&"uw_sm90a_decode_huffman_full_l7_async_w16".to_owned()), "as a GeForce RTX 3090 has it");
 /// ```
 pub fn asynchronous(arch: Arch) -> impl Iterator<Item = VariantSpec> {
     let without = move |other: &Arch| arch.has(Instruction::BulkCopy) && !other.has(Instruction::BulkCopy);
@@ -71,7 +71,7 @@ pub fn copied_by_threads(spec: VariantSpec) -> Option<VariantSpec> {
     let copy = SmemCopy::Async;
     let op = match spec.op {
         Op::GemmMma(op) => Op::GemmMma(GemmMmaSpec { copy, ..op }),
-        Op::Decode(op) => Op::Decode(DecodeSpec { copy, ..op }),
+        Op::DecodeHuffman(op) => Op::DecodeHuffman(DecodeHuffmanSpec { copy, ..op }),
         Op::Attention(op) => Op::Attention(AttentionSpec { copy, ..op }),
         // Copied so on every architecture.
         Op::GemmGrouped(_) => spec.op,
@@ -86,8 +86,8 @@ fn brought_to(spec: VariantSpec, arch: Arch) -> Option<VariantSpec> {
     let copied = copied_by_threads(VariantSpec { arch, ..spec })?;
     let warps = |spec: &VariantSpec| Plan::new(spec).map(|plan| plan.roles.warps()).ok();
     match copied.op {
-        Op::Decode(op) if warps(&copied) != warps(&spec) => {
-            let op = Op::Decode(DecodeSpec { warps: DecodeWarps::new(warps(&spec)?).ok()?, ..op });
+        Op::DecodeHuffman(op) if warps(&copied) != warps(&spec) => {
+            let op = Op::DecodeHuffman(DecodeHuffmanSpec { warps: DecodeWarps::new(warps(&spec)?).ok()?, ..op });
             copied_by_threads(VariantSpec { op, ..copied })
         }
         _ => Some(copied),
@@ -97,12 +97,12 @@ fn brought_to(spec: VariantSpec, arch: Arch) -> Option<VariantSpec> {
 /// What packing a matrix and unpacking it runs: the counts of the encoder, and the conversions.
 pub fn packing(arch: Arch) -> impl Iterator<Item = VariantSpec> {
     let conversions = RepackStage::ALL.iter().map(move |stage| VariantSpec::repack(arch, *stage));
-    conversions.chain([VariantSpec::encode(arch, EncodeStage::Stats)])
+    conversions.chain([VariantSpec::encode_huffman(arch, EncodeHuffmanStage::Stats)])
 }
 
 /// What makes a compact tensor of a matrix, beside the counts of [`packing`].
 pub fn compressing(arch: Arch) -> impl Iterator<Item = VariantSpec> {
-    CompressStage::ALL.iter().map(move |stage| VariantSpec::compress(arch, *stage))
+    EncodeCompactStage::ALL.iter().map(move |stage| VariantSpec::encode_compact(arch, *stage))
 }
 
 #[cfg(test)]
@@ -120,7 +120,7 @@ mod tests {
             for spec in all(*arch).iter().filter(|spec| spec.op.instructions().has(Instruction::AsyncCopy)) {
                 let here = plan(spec);
                 let same = |there: &&Plan| match (there.spec.op, spec.op) {
-                    (Op::Decode(a), Op::Decode(b)) => {
+                    (Op::DecodeHuffman(a), Op::DecodeHuffman(b)) => {
                         (a.output, a.element, a.code_limit) == (b.output, b.element, b.code_limit)
                     }
                     (a, b) => a == b,
@@ -129,7 +129,7 @@ mod tests {
                 let there = there.unwrap_or_else(|| panic!("{spec} has no counterpart"));
                 assert_eq!((there.smem.bytes(), there.pipeline), (here.smem.bytes(), here.pipeline), "{spec}");
                 blocks += 1;
-                small += u32::from(matches!(spec.op, Op::Decode(_)) && here.roles.warps() < 32);
+                small += u32::from(matches!(spec.op, Op::DecodeHuffman(_)) && here.roles.warps() < 32);
             }
         }
         assert!(blocks > 200 && small > 50, "{blocks} blocks, {small} decoders of fewer warps");
@@ -139,7 +139,7 @@ mod tests {
     fn exponent_decoders_ship_where_recon_products_ship() {
         for arch in Arch::ALL {
             let shipped = all(*arch);
-            let decoded = |op: &Op| matches!(op, Op::Decode(op) if op.output == DecodeOutput::Exponent);
+            let decoded = |op: &Op| matches!(op, Op::DecodeHuffman(op) if op.output == DecodeOutput::Exponent);
             let read = shipped.iter().any(|spec| matches!(spec.op, Op::GemmRecon(_)));
             assert_eq!(shipped.iter().any(|spec| decoded(&spec.op)), read, "{arch:?}");
         }

@@ -9,14 +9,15 @@ mod name;
 pub mod pairs;
 
 pub use crate::family::{
-    AttentionSpec, CompressSpec, DecodeSpec, EmbedSpec, EncodeSpec, Family, GemmCompactSpec, GemmGroupedSpec,
-    GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, NormSpec, Op, RepackSpec, RopeSpec, RouteSpec, SampleSpec, SiluMulSpec,
-    TranscodeSpec,
+    AttentionSpec, DecodeCompactSpec, DecodeHuffmanSpec, EmbedSpec, EncodeCompactSpec, EncodeHuffmanSpec, Family,
+    GemmCompactSpec, GemmGroupedSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, NormSpec, Op, RepackSpec, RopeSpec,
+    RouteSpec, SampleSpec, SiluMulSpec,
     attention::{AttentionStages, AttentionStep, AttentionWarps, HeadDim},
-    compress::CompressStage,
-    decode::{CodeLimit, DecodeElement, DecodeOutput, DecodeWarps},
+    decode_compact::DecodeCompactStage,
+    decode_huffman::{CodeLimit, DecodeElement, DecodeOutput, DecodeWarps},
     embed::EmbedSource,
-    encode::EncodeStage,
+    encode_compact::EncodeCompactStage,
+    encode_huffman::EncodeHuffmanStage,
     gemm_compact::{CompactBatchTile, CompactStages},
     gemm_mma::{RowBlocks, SmallBatchTile, SmallStages, Warps},
     gemm_recon::{NTiles, Splits, Stages, VerbatimRows, WeightSource},
@@ -26,7 +27,6 @@ pub use crate::family::{
     rope::RopeHeadDim,
     route::RouteStage,
     silu_mul::SiluMulThreads,
-    transcode::TranscodeStage,
 };
 pub(crate) use axes::{AXES_MAX, Raw, axes, range_axis, set_axis, word_axis};
 pub use axes::{Arch, Axis, AxisError, ClusterSize, Epilogue, Only, SmemCopy, Values};
@@ -51,23 +51,23 @@ pub struct VariantSpec {
 impl VariantSpec {
     /// What stands where an attribute has no spec because it is wrong.
     #[doc(hidden)]
-    pub const SOME: Self = Self::encode(Arch::Sm90a, EncodeStage::Stats);
+    pub const SOME: Self = Self::encode_huffman(Arch::Sm90a, EncodeHuffmanStage::Stats);
 }
 
 /// The family of [`VariantSpec::SOME`].
 #[doc(hidden)]
-pub type SomeFamily = EncodeSpec;
+pub type SomeFamily = EncodeHuffmanSpec;
 
 /// A kernel that is known when the program is compiled: what `#[unweight_variant]` implements.
 ///
 /// ```
-/// use unweight_codegen::{Variant, spec::{Arch, EncodeSpec, EncodeStage, VariantSpec}};
+/// use unweight_codegen::{Variant, spec::{Arch, EncodeHuffmanSpec, EncodeHuffmanStage, VariantSpec}};
 /// struct Histogram;
 /// impl Variant for Histogram {
-///     type Family = EncodeSpec;
-///     const SPEC: VariantSpec = VariantSpec::encode(Arch::Sm90a, EncodeStage::Stats);
+///     type Family = EncodeHuffmanSpec;
+///     const SPEC: VariantSpec = VariantSpec::encode_huffman(Arch::Sm90a, EncodeHuffmanStage::Stats);
 /// }
-/// assert_eq!(Histogram::SPEC.name().as_str(), "uw_sm90a_encode_stats");
+/// assert_eq!(Histogram::SPEC.name().as_str(), "uw_sm90a_encode_huffman_stats");
 /// ```
 pub trait Variant {
     /// The spec of its family, such as [`GemmMmaSpec`]: what the runtime's launcher is chosen by

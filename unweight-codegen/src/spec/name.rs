@@ -1,11 +1,11 @@
 //! Canonical names: symbol, cache folder, log line and bench row are this one string.
 //!
 //! ```text
-//! uw_<arch>_decode_<full|exponent|palette>[_<e4m3|e5m2|f16|f32>]_l<code limit>[_async][_w<warps>]
-//! uw_<arch>_encode_<stats|table|rows|scan|write|palette>
+//! uw_<arch>_decode_huffman_<full|exponent|palette>[_<e4m3|e5m2|f16|f32>]_l<code limit>[_async][_w<warps>]
+//! uw_<arch>_encode_huffman_<stats|table|rows|scan|write|palette>
 //! uw_<arch>_repack_<pack|lists|unpack>
-//! uw_<arch>_compress_<quads|sizes|write>
-//! uw_<arch>_transcode_<full|packed|lists>
+//! uw_<arch>_encode_compact_<quads|sizes|write>
+//! uw_<arch>_decode_compact_<full|packed|lists>
 //! uw_<arch>_gemm_recon_exponent_n<n tiles>p<stages>[s<splits>]_<store|store_add>
 //! uw_<arch>_gemm_recon_palette_n<n tiles>p<stages>[s<splits>]_v<verbatim rows>_<store|store_add>
 //! uw_<arch>_gemm_mma_b<batch tile>_r<row blocks>w<warps>p<stages>c<cluster>
@@ -36,7 +36,7 @@ use std::{fmt, str::FromStr};
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "variant name {name:?}: {why}; names look like uw_sm90a_gemm_recon_palette_n2p4_v8_store, \
-     uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_store or uw_sm90a_decode_full_l7"
+     uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_store or uw_sm90a_decode_huffman_full_l7"
 )]
 pub struct ParseNameError {
     name: String,
@@ -223,9 +223,9 @@ pub(crate) mod tests {
         for name in [
             "uw_sm90a_gemm_recon_palette_n2p4_v8_store",
             "uw_sm90a_gemm_recon_exponent_n2p4_store_add",
-            "uw_sm90a_decode_full_l7",
-            "uw_sm90a_decode_exponent_l12",
-            "uw_sm90a_decode_full_l7_async_w16",
+            "uw_sm90a_decode_huffman_full_l7",
+            "uw_sm90a_decode_huffman_exponent_l12",
+            "uw_sm90a_decode_huffman_full_l7_async_w16",
             "uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_pdl_store",
             "uw_sm90a_gemm_mma_b64_r8w32p16c8_persistent_esc_pdl_store_add_dump",
             "uw_sm120a_gemm_mma_b64_r8w32p16c8_async_persistent_esc_pdl_store_add_dump",
@@ -234,8 +234,8 @@ pub(crate) mod tests {
             "uw_sm90a_gemm_wgmma_b128_g2p6c2_esc_store",
             "uw_sm90a_gemm_mma_b8_r2w8p2c1_esc_silu_mul",
             "uw_sm90a_repack_unpack",
-            "uw_sm90a_compress_quads",
-            "uw_sm90a_transcode_full",
+            "uw_sm90a_encode_compact_quads",
+            "uw_sm90a_decode_compact_full",
             "uw_sm90a_gemm_compact_b8_w16p1c1_pdl_silu_mul",
             "uw_sm90a_gemm_grouped_b8_r4w8p2_pdl_silu_mul",
             "uw_sm90a_route_combine_pdl",
@@ -249,12 +249,12 @@ pub(crate) mod tests {
         for (name, why) in [
             ("matmul", "does not begin with uw_"),
             ("uw_sm90a", "an architecture and a family must follow"),
-            ("uw_sm75_encode_stats", "unknown architecture \"sm75\""),
-            ("uw_sm90a_decode_full_l07", "canonical spelling is uw_sm90a_decode_full_l7"),
-            ("uw_sm90a_decode_full_l5", "code_limit = 5"),
-            ("uw_sm90a_decode_full_l7_w3", "warps = 3"),
-            ("uw_sm90a_decode_full_l7_w0", "canonical spelling is uw_sm90a_decode_full_l7"),
-            ("uw_sm90a_decode_full_l", "code_limit = \"\" is not a number"),
+            ("uw_sm75_encode_huffman_stats", "unknown architecture \"sm75\""),
+            ("uw_sm90a_decode_huffman_full_l07", "canonical spelling is uw_sm90a_decode_huffman_full_l7"),
+            ("uw_sm90a_decode_huffman_full_l5", "code_limit = 5"),
+            ("uw_sm90a_decode_huffman_full_l7_w3", "warps = 3"),
+            ("uw_sm90a_decode_huffman_full_l7_w0", "canonical spelling is uw_sm90a_decode_huffman_full_l7"),
+            ("uw_sm90a_decode_huffman_full_l", "code_limit = \"\" is not a number"),
             ("uw_sm90a_gemm_recon_palette_n2p4_store", "\"_store\" must begin with _v<verbatim>"),
             ("uw_sm90a_gemm_recon_exponent_n2p4_v8_store", "unknown epilogue in \"v8_store\""),
             ("uw_sm90a_gemm_recon_palette_n2p4_v3_store", "verbatim = 3"),

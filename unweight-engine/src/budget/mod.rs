@@ -19,18 +19,18 @@ use std::collections::{BTreeMap, BTreeSet};
 use solve::{Choice, Frontier, spread};
 use unweight_codegen::{plan::GemmShape, spec::Arch};
 use unweight_format::{
-    FormId, Role, TileGrid,
+    EncodingId, Role, TileGrid,
     bundle::{PlanFile, Rule},
 };
 use unweight_model::{Mixture, ModelConfig};
 use unweight_rt::{
-    LaneSize,
+    ContextSize,
     raw::choose::{cost, policy::PackedChooser, route::SlotPlan},
 };
 
 use crate::{
     memory::{self, Shared},
-    options::{BadOption, EngineOptions, MlpWeights, Resident},
+    options::{EngineOptions, MlpWeights, OptionError, Resident},
 };
 
 /// A tensor, and what it takes in each form that it can be stored in.
@@ -47,24 +47,25 @@ pub struct Tensor {
     /// Input features; 1 of what is no matrix.
     pub cols: u64,
     /// Forms and their bytes; raw is among them.
-    pub forms: Vec<(FormId, u64)>,
+    pub encodings: Vec<(EncodingId, u64)>,
 }
 
 impl Tensor {
     /// Bytes on a device: of what stays compact, the heads of its packed form as well.
-    fn resident_bytes(&self, form: FormId) -> Option<u64> {
-        let heads = if form == FormId::COMPACT { self.rows.saturating_mul(self.cols) / HEAD_WEIGHTS } else { 0 };
-        Some(self.bytes(form)?.saturating_add(heads))
+    fn resident_bytes(&self, encoding: EncodingId) -> Option<u64> {
+        let heads =
+            if encoding == EncodingId::COMPACT { self.rows.saturating_mul(self.cols) / HEAD_WEIGHTS } else { 0 };
+        Some(self.bytes(encoding)?.saturating_add(heads))
     }
 
-    fn bytes(&self, form: FormId) -> Option<u64> {
-        self.forms.iter().find(|(own, _)| *own == form).map(|(_, bytes)| *bytes)
+    fn bytes(&self, encoding: EncodingId) -> Option<u64> {
+        self.encodings.iter().find(|(own, _)| *own == encoding).map(|(_, bytes)| *bytes)
     }
 }
 
 /// What a model is to fit.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Wanted {
+pub struct BudgetRequest {
     /// Bytes of device memory for everything together; `None`: as few as the slowdown allows.
     pub memory: Option<u64>,
     /// How much longer all products together may take than in the fastest plan, as a share; `None`: any.
@@ -83,7 +84,7 @@ pub struct Wanted {
 pub enum FitError {
     /// An option out of range.
     #[error(transparent)]
-    Option(#[from] BadOption),
+    Option(#[from] OptionError),
     /// More tokens than the model takes.
     #[error("a context of {context} tokens; the model's own limit is {most}")]
     Context {
@@ -107,7 +108,7 @@ pub enum FitError {
         role: Role,
     },
     /// An expert that has no packed form.
-    #[error("'{tensor}' and the experts beside it do not all fit the packed form, as which alone experts run")]
+    #[error("'{tensor}' and the experts beside it do not all fit the packed encoding, as which alone experts run")]
     Unpackable {
         /// The first of the layer's.
         tensor: String,
@@ -170,7 +171,7 @@ pub struct Group {
     /// Its name, as in tables: `qkv`, `o`, `gate_up`, `down`, `lm_head`, `embed`.
     pub name: &'static str,
     /// The form.
-    pub form: FormId,
+    pub encoding: EncodingId,
     /// How many units have it.
     pub units: u32,
     /// The layers of these, ascending; none of what is in no layer.
@@ -238,7 +239,7 @@ struct Unit<'a> {
     layer: Option<u32>,
     tensors: Vec<&'a Tensor>,
     /// The forms of its choices.
-    forms: Vec<FormId>,
+    encodings: Vec<EncodingId>,
     choices: Vec<Choice>,
 }
 
@@ -247,27 +248,27 @@ impl<'a> Unit<'a> {
         kind: usize,
         layer: Option<u32>,
         tensors: Vec<&'a Tensor>,
-        product_us: impl Fn(&[&Tensor], FormId) -> Option<f64>,
+        product_us: impl Fn(&[&Tensor], EncodingId) -> Option<f64>,
     ) -> Self {
-        let (mut forms, mut choices) = (Vec::new(), Vec::new());
-        for form in [FormId::PACKED, FormId::RAW, FormId::HUFFMAN, FormId::COMPACT] {
+        let (mut encodings, mut choices) = (Vec::new(), Vec::new());
+        for encoding in [EncodingId::PACKED, EncodingId::RAW, EncodingId::HUFFMAN, EncodingId::COMPACT] {
             // What is raw an engine packs if it can: BF16 is what it has of the rest.
-            if form == FormId::RAW && forms.contains(&FormId::PACKED) {
+            if encoding == EncodingId::RAW && encodings.contains(&EncodingId::PACKED) {
                 continue;
             }
             // A form of some of the tensors is none of the unit.
-            let bytes: Option<u64> = tensors.iter().map(|tensor| tensor.resident_bytes(form)).sum();
-            if let (Some(bytes), Some(us)) = (bytes, product_us(&tensors, form)) {
-                forms.push(form);
+            let bytes: Option<u64> = tensors.iter().map(|tensor| tensor.resident_bytes(encoding)).sum();
+            if let (Some(bytes), Some(us)) = (bytes, product_us(&tensors, encoding)) {
+                encodings.push(encoding);
                 choices.push(Choice { bytes, us });
             }
         }
-        Self { kind, layer, tensors, forms, choices }
+        Self { kind, layer, tensors, encodings, choices }
     }
 
     /// Bytes of the slot that it is expanded into if it stays compact; 0 if it cannot.
     fn expanded_bytes(&self) -> u64 {
-        if !self.forms.contains(&FormId::COMPACT) {
+        if !self.encodings.contains(&EncodingId::COMPACT) {
             return 0;
         }
         let rows = self.tensors.iter().map(|tensor| tensor.rows).fold(0_u64, u64::saturating_add);
@@ -288,35 +289,35 @@ fn shape(tensor: &Tensor, m: u32) -> GemmShape {
 }
 
 /// Microseconds of a unit's product; `None` where it is not run from such a form.
-fn product_us(kind: usize, tensors: &[&Tensor], form: FormId, m: u32, tied: bool) -> Option<f64> {
+fn product_us(kind: usize, tensors: &[&Tensor], encoding: EncodingId, m: u32, tied: bool) -> Option<f64> {
     // A lookup reads a few rows, whatever the form.
     let looked_up = KINDS[kind].0 == "embed";
-    if looked_up && form == FormId::COMPACT {
+    if looked_up && encoding == EncodingId::COMPACT {
         return None;
     }
     if looked_up && !tied {
-        return (form != FormId::HUFFMAN).then_some(0.0);
+        return (encoding != EncodingId::HUFFMAN).then_some(0.0);
     }
     let mut whole = shape(tensors.first()?, m);
     whole.n = tensors.iter().map(|tensor| shape(tensor, m).n).fold(0, u32::saturating_add);
-    match form {
-        FormId::PACKED => cost::packed_us(whole),
-        FormId::COMPACT => cost::compact_us(whole),
+    match encoding {
+        EncodingId::PACKED => cost::packed_us(whole),
+        EncodingId::COMPACT => cost::compact_us(whole),
         // Others are decoded by the host, and lie as BF16.
-        FormId::HUFFMAN if is_mlp(kind) && tensors.iter().all(|tensor| has_whole_tiles(tensor)) => {
+        EncodingId::HUFFMAN if is_mlp(kind) && tensors.iter().all(|tensor| has_whole_tiles(tensor)) => {
             Some(tensors.iter().map(|tensor| cost::huffman_us(shape(tensor, m)).0).sum())
         }
-        FormId::HUFFMAN => None,
+        EncodingId::HUFFMAN => None,
         _ => Some(cost::cublas_us(whole)),
     }
 }
 
 /// Microseconds of a mixture's products; `None` unless its experts are packed, as which alone they run.
-fn experts_us(mixture: Mixture, tensors: &[&Tensor], form: FormId, m: u32) -> Option<f64> {
+fn experts_us(mixture: Mixture, tensors: &[&Tensor], encoding: EncodingId, m: u32) -> Option<f64> {
     let rows =
         tensors.iter().map(|tensor| tensor.rows).fold(0, u64::saturating_add) / u64::from(mixture.experts.max(1));
     let one = GemmShape { n: u32::try_from(rows).unwrap_or(u32::MAX), ..shape(tensors.first()?, m) };
-    (form == FormId::PACKED).then(|| cost::experts_us(one, mixture.experts, mixture.top_k))
+    (encoding == EncodingId::PACKED).then(|| cost::experts_us(one, mixture.experts, mixture.top_k))
 }
 
 /// Whether a device keeps it Huffman-coded, as `pipelines::loads_as` decides.
@@ -340,7 +341,7 @@ fn units<'a>(config: &ModelConfig, tensors: &'a [Tensor], batch: u32) -> Result<
         if known {
             by_place.entry((tensor.layer, role)).or_default().push(tensor);
         } else {
-            rest = rest.saturating_add(tensor.bytes(FormId::RAW).unwrap_or(0));
+            rest = rest.saturating_add(tensor.bytes(EncodingId::RAW).unwrap_or(0));
         }
     }
     // A tied model may have the one table by either name.
@@ -373,18 +374,18 @@ fn units<'a>(config: &ModelConfig, tensors: &'a [Tensor], batch: u32) -> Result<
                 of.extend(found.ok_or(FitError::Missing { layer, role: *role })?);
             }
             let experts = config.mixture.filter(|_| is_mlp(kind));
-            let unit = Unit::new(kind, layer, of, |tensors, form| match experts {
-                Some(mixture) => experts_us(mixture, tensors, form, batch),
-                None => product_us(kind, tensors, form, batch, tied),
+            let unit = Unit::new(kind, layer, of, |tensors, encoding| match experts {
+                Some(mixture) => experts_us(mixture, tensors, encoding, batch),
+                None => product_us(kind, tensors, encoding, batch, tied),
             });
-            if let (true, Some(tensor)) = (unit.forms.is_empty(), unit.tensors.first()) {
+            if let (true, Some(tensor)) = (unit.encodings.is_empty(), unit.tensors.first()) {
                 return Err(FitError::Unpackable { tensor: tensor.name.clone() });
             }
             units.push(unit);
         }
     }
     // Whatever else has a role and no place in this model.
-    let left = by_place.values().flatten().filter_map(|tensor| tensor.bytes(FormId::RAW));
+    let left = by_place.values().flatten().filter_map(|tensor| tensor.bytes(EncodingId::RAW));
     Ok((units, left.fold(rest, u64::saturating_add)))
 }
 
@@ -393,8 +394,8 @@ struct Lanes<'a> {
     config: &'a ModelConfig,
     options: &'a EngineOptions,
     /// With all weights packed, and with all compact.
-    packed: LaneSize,
-    compact: LaneSize,
+    packed: ContextSize,
+    compact: ContextSize,
 }
 
 impl<'a> Lanes<'a> {
@@ -402,24 +403,24 @@ impl<'a> Lanes<'a> {
         let chooser = PackedChooser::usual(arch);
         let of = |resident| {
             let options = options.clone().resident(resident);
-            memory::lane_size(config, &options, &chooser, |_| resident == Resident::Small)
+            memory::context_size(config, &options, &chooser, |_| resident == Resident::Small)
         };
         // What cannot be packed cuBLAS multiplies with; an embedding of its own is only looked up in.
         let multiplied = |unit: &&Unit<'_>| config.tied || KINDS[unit.kind].0 != "embed";
-        let whole = units.iter().filter(multiplied).any(|unit| !unit.forms.contains(&FormId::PACKED));
-        let with = |lane: LaneSize| if whole { lane.with_cublas() } else { lane };
+        let whole = units.iter().filter(multiplied).any(|unit| !unit.encodings.contains(&EncodingId::PACKED));
+        let with = |ctx: ContextSize| if whole { ctx.with_cublas() } else { ctx };
         Self { config, options, packed: with(of(Resident::Fast)), compact: with(of(Resident::Small)) }
     }
 
     /// Any weight may be packed; with a `slot`, those that it is large enough for may be compact.
     fn shared(&self, coded: bool, slot: u64) -> Shared {
-        let mut lane = self.packed;
+        let mut ctx = self.packed;
         if slot > 0 {
-            lane = lane.max(self.compact);
-            lane.slot_bytes = self.packed.slot_bytes.max(slot);
+            ctx = ctx.max(self.compact);
+            ctx.slot_bytes = self.packed.slot_bytes.max(slot);
         }
         let mlp = if coded { MlpWeights::Stored } else { MlpWeights::Linears };
-        Shared::planned(self.config, &self.options.clone().mlp(mlp), lane)
+        Shared::planned(self.config, &self.options.clone().mlp(mlp), ctx)
     }
 }
 
@@ -436,26 +437,30 @@ struct Case<'a> {
 
 impl<'a> Case<'a> {
     /// `slot`: bytes of the slot that what stays compact is expanded into; 0: nothing does.
-    fn new(units: &'a [Unit<'a>], hard: &[usize], slot: u64, lanes: &Lanes<'_>) -> Self {
-        let may = |unit: &Unit<'_>, form: FormId| match form {
-            FormId::HUFFMAN => hard.contains(&unit.kind),
-            FormId::COMPACT => unit.expanded_bytes() <= slot,
+    fn new(units: &'a [Unit<'a>], hard: &[usize], slot: u64, contexts: &Lanes<'_>) -> Self {
+        let may = |unit: &Unit<'_>, encoding: EncodingId| match encoding {
+            EncodingId::HUFFMAN => hard.contains(&unit.kind),
+            EncodingId::COMPACT => unit.expanded_bytes() <= slot,
             _ => true,
         };
-        let allowed: Vec<Vec<usize>> =
-            units.iter().map(|unit| (0..unit.forms.len()).filter(|at| may(unit, unit.forms[*at])).collect()).collect();
+        let allowed: Vec<Vec<usize>> = units
+            .iter()
+            .map(|unit| (0..unit.encodings.len()).filter(|at| may(unit, unit.encodings[*at])).collect())
+            .collect();
         let choices = units.iter().zip(&allowed);
         let choices = choices.map(|(unit, allowed)| allowed.iter().map(|at| unit.choices[*at]).collect()).collect();
         // A slot has room for the largest of each projection.
         let mut largest: BTreeMap<Role, u64> = BTreeMap::new();
-        for unit in units.iter().filter(|unit| hard.contains(&unit.kind) && unit.forms.contains(&FormId::HUFFMAN)) {
+        for unit in
+            units.iter().filter(|unit| hard.contains(&unit.kind) && unit.encodings.contains(&EncodingId::HUFFMAN))
+        {
             for tensor in &unit.tensors {
                 let bytes = largest.entry(tensor.role).or_default();
                 *bytes = (*bytes).max(slot_bytes(tensor));
             }
         }
         let slots = largest.values().fold(0_u64, |sum, bytes| sum.saturating_add(*bytes)).saturating_mul(SLOTS);
-        let own = lanes.shared(!hard.is_empty(), slot);
+        let own = contexts.shared(!hard.is_empty(), slot);
         let (slots, shared) = (slots.saturating_add(own.slot), own.bytes.saturating_sub(own.slot));
         Self { slots, shared, allowed, choices, units }
     }
@@ -466,16 +471,16 @@ impl<'a> Case<'a> {
     }
 
     /// The forms of a solution, hard units spread evenly over the layers where that takes no more than `weights` bytes.
-    fn forms(&self, picked: &[usize], weights: u64) -> Vec<usize> {
+    fn encodings(&self, picked: &[usize], weights: u64) -> Vec<usize> {
         let chosen: Vec<usize> = self.allowed.iter().zip(picked).map(|(allowed, at)| allowed[*at]).collect();
         let mut even = chosen.clone();
         for kind in 0..KINDS.len() {
             let own: Vec<usize> = (0..self.units.len()).filter(|unit| self.units[*unit].kind == kind).collect();
-            let is_hard = |unit: &usize| self.units[*unit].forms[chosen[*unit]] == FormId::HUFFMAN;
+            let is_hard = |unit: &usize| self.units[*unit].encodings[chosen[*unit]] == EncodingId::HUFFMAN;
             let hard = own.iter().filter(|unit| is_hard(unit)).count();
             // Only units that are alike in all but their bytes may change places.
-            let first = own.first().map(|unit| &self.units[*unit].forms);
-            if hard == 0 || own.iter().any(|unit| Some(&self.units[*unit].forms) != first) {
+            let first = own.first().map(|unit| &self.units[*unit].encodings);
+            if hard == 0 || own.iter().any(|unit| Some(&self.units[*unit].encodings) != first) {
                 continue;
             }
             let code = own.iter().find(|unit| is_hard(unit)).map(|unit| chosen[*unit]);
@@ -484,8 +489,8 @@ impl<'a> Case<'a> {
                 even[*unit] = if hard { code } else { others.next() }.unwrap_or(chosen[*unit]);
             }
         }
-        let bytes = |forms: &[usize]| {
-            self.units.iter().zip(forms).fold(0_u64, |sum, (unit, at)| sum.saturating_add(unit.choices[*at].bytes))
+        let bytes = |encodings: &[usize]| {
+            self.units.iter().zip(encodings).fold(0_u64, |sum, (unit, at)| sum.saturating_add(unit.choices[*at].bytes))
         };
         if bytes(&even) <= weights { even } else { chosen }
     }
@@ -495,8 +500,8 @@ impl<'a> Case<'a> {
 ///
 /// # Errors
 /// [`FitError`]; where no plan would do, with the least memory of one.
-pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &Wanted) -> Result<Fit, FitError> {
-    let Wanted { memory, max_slowdown, batch, context, arch } = *wanted;
+pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &BudgetRequest) -> Result<Fit, FitError> {
+    let BudgetRequest { memory, max_slowdown, batch, context, arch } = *wanted;
     let options = EngineOptions::default().max_batch(batch).context(context);
     options.check()?;
     if context > config.max_positions {
@@ -513,15 +518,15 @@ pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &Wanted) -> Result<
     let sums = memory::plan(config, &options, (0, Shared::default()), u64::MAX);
     let (cache, working) = sums.map_or((u64::MAX, u64::MAX), |memory| (memory.cache, memory.working));
     let fixed = rest.saturating_add(cache).saturating_add(working);
-    let lanes = Lanes::new(config, &options, arch, &units);
+    let contexts = Lanes::new(config, &options, arch, &units);
     let kinds: Vec<usize> = (0..KINDS.len()).filter(|kind| is_mlp(*kind)).collect();
     let hard = (0..1 << kinds.len()).map(|set: usize| {
         let hard: Vec<usize> = (0..kinds.len()).filter(|at| set >> at & 1 == 1).map(|at| kinds[at]).collect();
-        Case::new(&units, &hard, 0, &lanes)
+        Case::new(&units, &hard, 0, &contexts)
     });
     // The larger the slot, the more may stay compact.
     let slots: BTreeSet<u64> = units.iter().map(Unit::expanded_bytes).filter(|bytes| *bytes > 0).collect();
-    let compact = slots.into_iter().map(|slot| Case::new(&units, &[], slot, &lanes));
+    let compact = slots.into_iter().map(|slot| Case::new(&units, &[], slot, &contexts));
     let cases: Vec<Case<'_>> = hard.chain(compact).collect();
     let frontiers: Vec<Frontier<'_>> = cases.iter().map(|case| Frontier::new(&case.choices)).collect();
     let exact = frontiers.iter().all(Frontier::is_exact);
@@ -557,9 +562,9 @@ pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &Wanted) -> Result<
         },
     };
     let room = memory.map_or(picked.bytes, |have| have.saturating_sub(fixed).saturating_sub(case.bytes()));
-    let forms = case.forms(&picked.choices, room.max(picked.bytes));
+    let encodings = case.encodings(&picked.choices, room.max(picked.bytes));
     let working = working.saturating_add(case.shared);
-    Ok(tell(&units, &forms, Sums { rest, cache, working, slots: case.slots, fastest_us, exact }))
+    Ok(tell(&units, &encodings, Sums { rest, cache, working, slots: case.slots, fastest_us, exact }))
 }
 
 /// What is the same for all plans.
@@ -573,15 +578,15 @@ struct Sums {
 }
 
 /// A solution as groups and rules.
-fn tell(units: &[Unit<'_>], forms: &[usize], sums: Sums) -> Fit {
-    let mut groups: BTreeMap<(usize, FormId), Group> = BTreeMap::new();
-    let mut rules = vec![Rule { pattern: "*".to_owned(), form: FormId::RAW }];
+fn tell(units: &[Unit<'_>], encodings: &[usize], sums: Sums) -> Fit {
+    let mut groups: BTreeMap<(usize, EncodingId), Group> = BTreeMap::new();
+    let mut rules = vec![Rule { pattern: "*".to_owned(), encoding: EncodingId::RAW }];
     let (mut weights, mut us) = (sums.rest, 0.0);
-    for (unit, at) in units.iter().zip(forms) {
-        let (form, choice) = (unit.forms[*at], unit.choices[*at]);
-        let group = groups.entry((unit.kind, form)).or_insert_with(|| Group {
+    for (unit, at) in units.iter().zip(encodings) {
+        let (encoding, choice) = (unit.encodings[*at], unit.choices[*at]);
+        let group = groups.entry((unit.kind, encoding)).or_insert_with(|| Group {
             name: KINDS[unit.kind].0,
-            form,
+            encoding,
             units: 0,
             layers: Vec::new(),
             bytes: 0,
@@ -593,8 +598,8 @@ fn tell(units: &[Unit<'_>], forms: &[usize], sums: Sums) -> Fit {
         group.us += choice.us;
         weights += choice.bytes;
         us += choice.us;
-        if form != FormId::RAW {
-            rules.extend(unit.tensors.iter().map(|tensor| Rule { pattern: tensor.name.clone(), form }));
+        if encoding != EncodingId::RAW {
+            rules.extend(unit.tensors.iter().map(|tensor| Rule { pattern: tensor.name.clone(), encoding }));
         }
     }
     Fit {

@@ -7,8 +7,8 @@ use super::*;
 
 const GB: u64 = 1_000_000_000;
 
-fn wanted(memory: impl Into<Option<u64>>) -> Wanted {
-    Wanted { memory: memory.into(), max_slowdown: None, batch: 1, context: 1024, arch: Arch::Sm90a }
+fn wanted(memory: impl Into<Option<u64>>) -> BudgetRequest {
+    BudgetRequest { memory: memory.into(), max_slowdown: None, batch: 1, context: 1024, arch: Arch::Sm90a }
 }
 
 /// The tensors of a configuration: packed at 12.03 bits, Huffman-coded at 10.9, norms raw.
@@ -19,14 +19,14 @@ fn tensors(config: &ModelConfig) -> Vec<Tensor> {
         let elements = u64::from(rows) * u64::from(cols);
         let tiles = elements / 4096;
         let packed = tiles * (layout::PACKED_TILE_BYTES + 16) as u64;
-        let forms = vec![
-            (FormId::RAW, 2 * elements),
-            (FormId::PACKED, packed),
+        let encodings = vec![
+            (EncodingId::RAW, 2 * elements),
+            (EncodingId::PACKED, packed),
             // Layers differ a little.
-            (FormId::HUFFMAN, elements * 109 / 80 + u64::from(layer.unwrap_or(0)) * 64),
+            (EncodingId::HUFFMAN, elements * 109 / 80 + u64::from(layer.unwrap_or(0)) * 64),
         ];
         let name = format!("{}.{role}", layer.map_or(String::new(), |layer| layer.to_string()));
-        Tensor { name, role, layer, rows: rows.into(), cols: cols.into(), forms }
+        Tensor { name, role, layer, rows: rows.into(), cols: cols.into(), encodings }
     };
     let mut all = vec![matrix(Role::Embedding, None, config.vocab, d)];
     if !config.tied {
@@ -39,14 +39,14 @@ fn tensors(config: &ModelConfig) -> Vec<Tensor> {
             let of = [(Role::Gate, ff, d), (Role::Up, ff, d), (Role::Down, d, ff)];
             all.extend(of.map(|(role, rows, cols)| matrix(role, Some(layer), rows, cols)));
         }
-        let forms = vec![(FormId::RAW, 2 * u64::from(d))];
+        let encodings = vec![(EncodingId::RAW, 2 * u64::from(d))];
         all.push(Tensor {
             name: format!("{layer}.norm"),
             role: Role::Norm,
             layer: Some(layer),
             rows: d.into(),
             cols: 1,
-            forms,
+            encodings,
         });
     }
     all
@@ -66,8 +66,8 @@ fn deep() -> (ModelConfig, Vec<Tensor>) {
     (config, tensors)
 }
 
-fn form_of(plan: &PlanFile, name: &str) -> FormId {
-    plan.rules.iter().rfind(|rule| rule.pattern == name || rule.pattern == "*").map(|rule| rule.form).unwrap()
+fn form_of(plan: &PlanFile, name: &str) -> EncodingId {
+    plan.rules.iter().rfind(|rule| rule.pattern == name || rule.pattern == "*").map(|rule| rule.encoding).unwrap()
 }
 
 /// Bytes of a plan's weights, counted from its rules.
@@ -80,20 +80,24 @@ fn ample_memory_takes_the_fastest_plan() {
     let (config, tensors) = llama();
     let fit = fit(&config, &tensors, &wanted(80 * GB)).unwrap();
     assert_eq!((fit.slots, fit.slowdown()), (0, 1.0));
-    assert!(fit.groups.iter().all(|group| group.form == FormId::PACKED), "{:?}", fit.groups);
+    assert!(fit.groups.iter().all(|group| group.encoding == EncodingId::PACKED), "{:?}", fit.groups);
     assert_eq!(weights(&fit.plan, &tensors), fit.weights);
     // What the engine reserves.
     let memory = reserved(&config, &fit, Resident::Fast, MlpWeights::Linears);
     assert_eq!((fit.total(), fit.cache, fit.working), (memory.total(), memory.cache, memory.working));
     // cuBLAS is faster on some shapes at large batches, and an engine packs what is raw all the same. What cannot be
     // packed is raw.
-    let large = Wanted { batch: 256, ..wanted(80 * GB) };
+    let large = BudgetRequest { batch: 256, ..wanted(80 * GB) };
     let packed = super::fit(&config, &tensors, &large).unwrap();
-    assert!(packed.groups.iter().all(|group| group.form == FormId::PACKED), "{:?}", packed.groups);
+    assert!(packed.groups.iter().all(|group| group.encoding == EncodingId::PACKED), "{:?}", packed.groups);
     let mut tensors = tensors;
-    tensors.iter_mut().filter(|tensor| tensor.role == Role::O).for_each(|o| o.forms.truncate(1));
+    tensors.iter_mut().filter(|tensor| tensor.role == Role::O).for_each(|o| o.encodings.truncate(1));
     let fit = super::fit(&config, &tensors, &large).unwrap();
-    assert!(fit.groups.iter().all(|group| (group.form == FormId::RAW) == (group.name == "o")), "{:?}", fit.groups);
+    assert!(
+        fit.groups.iter().all(|group| (group.encoding == EncodingId::RAW) == (group.name == "o")),
+        "{:?}",
+        fit.groups
+    );
     assert_eq!(fit.working, packed.working + (32 << 20), "with cuBLAS's workspace");
 }
 
@@ -102,12 +106,12 @@ fn reserved(config: &ModelConfig, fit: &Fit, resident: Resident, mlp: MlpWeights
     let options = EngineOptions::default().max_batch(1).context(1024).resident(resident).mlp(mlp);
     let chooser = PackedChooser::usual(Arch::Sm90a);
     let compact = |role: Role| {
-        let own = fit.groups.iter().filter(|group| group.form == FormId::COMPACT);
+        let own = fit.groups.iter().filter(|group| group.encoding == EncodingId::COMPACT);
         own.into_iter().any(|group| KINDS.iter().any(|(name, roles)| *name == group.name && roles.contains(&role)))
     };
     // Of a kind some may be packed.
     let [packed, compact] =
-        [false, true].map(|some| memory::lane_size(config, &options, &chooser, |role| some && compact(role)));
+        [false, true].map(|some| memory::context_size(config, &options, &chooser, |role| some && compact(role)));
     let mut shared = Shared::planned(config, &options, packed.max(compact));
     if mlp == MlpWeights::Stored {
         // What programs decode to.
@@ -127,12 +131,12 @@ fn shared_kernel_memory_is_counted_like_the_engine() {
     let (many, layers) = deep();
     let all = fit(&many, &layers, &wanted(80 * GB)).unwrap();
     let coded = fit(&many, &layers, &wanted(all.total() - 100_000_000)).unwrap();
-    assert!(coded.groups.iter().any(|group| group.form == FormId::HUFFMAN), "{:?}", coded.groups);
+    assert!(coded.groups.iter().any(|group| group.encoding == EncodingId::HUFFMAN), "{:?}", coded.groups);
     assert_eq!(coded.total(), reserved(&many, &coded, Resident::Fast, MlpWeights::Stored).total());
     // cuBLAS has a workspace on each of two streams.
     assert!(coded.working > plenty.working + (64 << 20));
     let compact = with_compact(&weights);
-    let small = fit(&config, &compact, &Wanted { max_slowdown: Some(9.0), ..wanted(None) }).unwrap();
+    let small = fit(&config, &compact, &BudgetRequest { max_slowdown: Some(9.0), ..wanted(None) }).unwrap();
     let memory = reserved(&config, &small, Resident::Small, MlpWeights::Linears);
     assert_eq!(
         (small.total(), small.working + small.slots, small.slots),
@@ -155,7 +159,7 @@ fn short_memory_keeps_layers_coded_evenly() {
     let fit = fit(&config, &tensors, &wanted(short)).unwrap();
     assert!(fit.total() <= short && fit.slots > 0 && fit.slowdown() > 1.0);
     assert_eq!(weights(&fit.plan, &tensors), fit.weights);
-    let coded: Vec<_> = fit.groups.iter().filter(|group| group.form == FormId::HUFFMAN).collect();
+    let coded: Vec<_> = fit.groups.iter().filter(|group| group.encoding == EncodingId::HUFFMAN).collect();
     assert!(!coded.is_empty());
     // Two slots for gate and up, for down, or for both: what an engine reserves (docs/engine.md).
     let slot = 2 * 2 * 4096 * 14336;
@@ -172,7 +176,7 @@ fn short_memory_keeps_layers_coded_evenly() {
 fn with_compact(tensors: &[Tensor]) -> Vec<Tensor> {
     let mut tensors = tensors.to_vec();
     for tensor in tensors.iter_mut().filter(|tensor| tensor.cols > 1) {
-        tensor.forms.push((FormId::COMPACT, tensor.rows * tensor.cols * 109 / 80));
+        tensor.encodings.push((EncodingId::COMPACT, tensor.rows * tensor.cols * 109 / 80));
     }
     tensors
 }
@@ -182,26 +186,34 @@ fn short_memory_keeps_weights_compact_with_a_slot() {
     let (config, tensors) = llama();
     let tensors = with_compact(&tensors);
     // At batch 1 the largest are as fast compact as packed.
-    let wanted = |memory: u64| Wanted { batch: 16, ..wanted(memory) };
+    let wanted = |memory: u64| BudgetRequest { batch: 16, ..wanted(memory) };
     let plenty = fit(&config, &tensors, &wanted(80 * GB)).unwrap();
-    assert!(plenty.groups.iter().all(|group| group.form == FormId::PACKED) && plenty.slots == 0, "{:?}", plenty.groups);
-    let has = |fit: &Fit, form: FormId| fit.groups.iter().any(|group| group.form == form);
+    assert!(
+        plenty.groups.iter().all(|group| group.encoding == EncodingId::PACKED) && plenty.slots == 0,
+        "{:?}",
+        plenty.groups
+    );
+    let has = |fit: &Fit, encoding: EncodingId| fit.groups.iter().any(|group| group.encoding == encoding);
     let short = plenty.total() - 500_000_000;
     let some = fit(&config, &tensors, &wanted(short)).unwrap();
     // They cost some more than packed ones, and Huffman codes several times as much.
-    assert!(has(&some, FormId::COMPACT) && !has(&some, FormId::HUFFMAN), "{:?}", some.groups);
+    assert!(has(&some, EncodingId::COMPACT) && !has(&some, EncodingId::HUFFMAN), "{:?}", some.groups);
     assert!(some.total() <= short && some.slowdown() < 1.3, "{}", some.slowdown());
     let gate_up = SlotPlan::of(TileGrid::new(28_672, 4096).unwrap()).bytes;
     let head = SlotPlan::of(TileGrid::new(128_256, 4096).unwrap()).bytes;
-    let with_head = some.groups.iter().any(|group| (group.name, group.form) == ("lm_head", FormId::COMPACT));
+    let with_head = some.groups.iter().any(|group| (group.name, group.encoding) == ("lm_head", EncodingId::COMPACT));
     assert!(some.slots > 0 && some.slots <= if with_head { head } else { gate_up }, "{}", some.slots);
-    let bytes = |form| some.groups.iter().filter(|group| group.form == form).map(|group| group.bytes).sum::<u64>();
-    assert_eq!(bytes(FormId::COMPACT) + bytes(FormId::PACKED) + bytes(FormId::RAW) + norms(&tensors), some.weights);
+    let bytes =
+        |encoding| some.groups.iter().filter(|group| group.encoding == encoding).map(|group| group.bytes).sum::<u64>();
+    assert_eq!(
+        bytes(EncodingId::COMPACT) + bytes(EncodingId::PACKED) + bytes(EncodingId::RAW) + norms(&tensors),
+        some.weights
+    );
     // Nothing is looked up in compact weights, and no plan has both kinds of codes.
-    assert!(!some.groups.iter().any(|group| (group.name, group.form) == ("embed", FormId::COMPACT)));
+    assert!(!some.groups.iter().any(|group| (group.name, group.encoding) == ("embed", EncodingId::COMPACT)));
     for have in (short - 1_000_000_000..short).step_by(250_000_000) {
         if let Ok(fit) = fit(&config, &tensors, &wanted(have)) {
-            assert!(fit.total() <= have && !(has(&fit, FormId::COMPACT) && has(&fit, FormId::HUFFMAN)));
+            assert!(fit.total() <= have && !(has(&fit, EncodingId::COMPACT) && has(&fit, EncodingId::HUFFMAN)));
         }
     }
 }
@@ -216,22 +228,31 @@ fn experts_of_a_mixture_are_packed() {
     assert!((45 * GB..46 * GB).contains(&plenty.weights), "{}", plenty.weights);
     assert_eq!(plenty.weights, weights(&plenty.plan, &all));
     let short = fit(&config, &all, &wanted(plenty.total() - 100_000_000)).unwrap();
-    assert!(short.groups.iter().any(|group| group.form == FormId::COMPACT), "{:?}", short.groups);
+    assert!(short.groups.iter().any(|group| group.encoding == EncodingId::COMPACT), "{:?}", short.groups);
     for fit in [&plenty, &short] {
         let mlp = fit.groups.iter().filter(|group| ["gate_up", "down"].contains(&group.name)).collect::<Vec<_>>();
-        assert_eq!(mlp.iter().map(|group| (group.form, group.units)).collect::<Vec<_>>(), [(FormId::PACKED, 48); 2]);
+        assert_eq!(
+            mlp.iter().map(|group| (group.encoding, group.units)).collect::<Vec<_>>(),
+            [(EncodingId::PACKED, 48); 2]
+        );
     }
     // A token reads 8 of 128 experts, many tokens all of them.
-    let many = fit(&config, &all, &Wanted { batch: 64, ..wanted(80 * GB) }).unwrap();
+    let many = fit(&config, &all, &BudgetRequest { batch: 64, ..wanted(80 * GB) }).unwrap();
     let us = |fit: &Fit| fit.groups.iter().find(|group| group.name == "down").unwrap().us;
     assert!((7.0..16.0).contains(&(us(&many) / us(&plenty))), "{} {}", us(&many), us(&plenty));
 
     // As stacks: a tensor for gates and ups, one for downs.
     let stack = |tensors: &[Tensor], role: Role| {
-        let forms = |form| (form, tensors.iter().map(|tensor| tensor.bytes(form).unwrap()).sum());
+        let encodings = |encoding| (encoding, tensors.iter().map(|tensor| tensor.bytes(encoding).unwrap()).sum());
         let rows = tensors.iter().map(|tensor| tensor.rows).sum();
         let name = format!("{}.{role}.stack", tensors[0].layer.unwrap());
-        Tensor { name, role, rows, forms: [FormId::RAW, FormId::PACKED].map(forms).into(), ..tensors[0].clone() }
+        Tensor {
+            name,
+            role,
+            rows,
+            encodings: [EncodingId::RAW, EncodingId::PACKED].map(encodings).into(),
+            ..tensors[0].clone()
+        }
     };
     let (mlp, mut stacked): (Vec<_>, Vec<_>) = all.iter().cloned().partition(|tensor| tensor.role.is_mlp());
     for layer in 0..config.layers {
@@ -246,13 +267,13 @@ fn experts_of_a_mixture_are_packed() {
 
     let mut odd = all.clone();
     let expert = odd.iter_mut().find(|tensor| tensor.role == Role::Up).unwrap();
-    expert.forms.retain(|(form, _)| *form != FormId::PACKED);
+    expert.encodings.retain(|(encoding, _)| *encoding != EncodingId::PACKED);
     assert!(matches!(fit(&config, &odd, &wanted(80 * GB)), Err(FitError::Unpackable { .. })));
 }
 
 /// Bytes of what is no matrix.
 fn norms(tensors: &[Tensor]) -> u64 {
-    tensors.iter().filter(|tensor| tensor.cols == 1).map(|tensor| tensor.bytes(FormId::RAW).unwrap()).sum()
+    tensors.iter().filter(|tensor| tensor.cols == 1).map(|tensor| tensor.bytes(EncodingId::RAW).unwrap()).sum()
 }
 
 #[test]
@@ -267,18 +288,18 @@ fn least_memory_that_is_named_is_enough() {
     assert_eq!(fit(&config, &tensors, &wanted(least)).unwrap().total(), least);
     assert!(matches!(fit(&config, &tensors, &wanted(least - 1)), Err(FitError::TooSmall { .. })));
     // And the least that is fast enough.
-    let slow = Wanted { max_slowdown: Some(0.02), ..wanted(least) };
+    let slow = BudgetRequest { max_slowdown: Some(0.02), ..wanted(least) };
     let Err(FitError::TooSlow { least: enough, slowdown, limit, .. }) = fit(&config, &tensors, &slow) else {
         panic!("2 % are enough")
     };
     assert!(slowdown > limit && limit == 1.02 && enough > least);
-    let fast = fit(&config, &tensors, &Wanted { memory: Some(enough), ..slow }).unwrap();
+    let fast = fit(&config, &tensors, &BudgetRequest { memory: Some(enough), ..slow }).unwrap();
     assert!(fast.slowdown() <= 1.02 + 1e-6 && fast.total() <= enough, "{}", fast.slowdown());
-    let alone = fit(&config, &tensors, &Wanted { memory: None, ..slow }).unwrap();
+    let alone = fit(&config, &tensors, &BudgetRequest { memory: None, ..slow }).unwrap();
     assert_eq!(alone.total(), enough);
     // The more may be lost, the less is needed.
     let total = |slowdown| {
-        let wanted = Wanted { memory: None, max_slowdown: Some(slowdown), ..wanted(None) };
+        let wanted = BudgetRequest { memory: None, max_slowdown: Some(slowdown), ..wanted(None) };
         fit(&config, &tensors, &wanted).unwrap().total()
     };
     let totals = [0.0, 0.01, 0.05, 0.2, 1.0, 10.0].map(total);
@@ -302,13 +323,13 @@ fn small(intermediate: u32) -> (ModelConfig, Vec<Tensor>) {
 fn encodings_without_kernels_are_not_planned() {
     let (config, tensors) = small(2080);
     let (units, _) = units(&config, &tensors, 1).unwrap();
-    assert!(units.iter().all(|unit| !unit.forms.contains(&FormId::HUFFMAN)));
+    assert!(units.iter().all(|unit| !unit.encodings.contains(&EncodingId::HUFFMAN)));
 }
 
 /// Bytes and microseconds of every plan there is, what its kernels share among them. None has both kinds of codes.
-fn every_plan(units: &[Unit<'_>], rest: u64, lanes: &Lanes<'_>) -> Vec<(u64, f64)> {
+fn every_plan(units: &[Unit<'_>], rest: u64, contexts: &Lanes<'_>) -> Vec<(u64, f64)> {
     let plans = units.iter().fold(vec![Vec::new()], |plans: Vec<Vec<usize>>, unit| {
-        plans.iter().flat_map(|plan| (0..unit.forms.len()).map(|at| [&plan[..], &[at]].concat())).collect()
+        plans.iter().flat_map(|plan| (0..unit.encodings.len()).map(|at| [&plan[..], &[at]].concat())).collect()
     });
     let sum = |plan: &Vec<usize>| {
         let (mut decoded, mut expanded) = (BTreeMap::new(), 0);
@@ -316,14 +337,16 @@ fn every_plan(units: &[Unit<'_>], rest: u64, lanes: &Lanes<'_>) -> Vec<(u64, f64
         for (unit, at) in units.iter().zip(plan) {
             bytes += unit.choices[*at].bytes;
             us += unit.choices[*at].us;
-            match unit.forms[*at] {
-                FormId::HUFFMAN => decoded.extend(unit.tensors.iter().map(|tensor| (tensor.role, slot_bytes(tensor)))),
-                FormId::COMPACT => expanded = unit.expanded_bytes().max(expanded),
+            match unit.encodings[*at] {
+                EncodingId::HUFFMAN => {
+                    decoded.extend(unit.tensors.iter().map(|tensor| (tensor.role, slot_bytes(tensor))))
+                }
+                EncodingId::COMPACT => expanded = unit.expanded_bytes().max(expanded),
                 _ => {}
             }
         }
         let coded = !decoded.is_empty();
-        bytes += decoded.values().sum::<u64>() * SLOTS + lanes.shared(coded, expanded).bytes;
+        bytes += decoded.values().sum::<u64>() * SLOTS + contexts.shared(coded, expanded).bytes;
         (!coded || expanded == 0).then_some((bytes, us))
     };
     plans.iter().filter_map(sum).collect()
@@ -334,28 +357,35 @@ fn every_plan(units: &[Unit<'_>], rest: u64, lanes: &Lanes<'_>) -> Vec<(u64, f64
 fn small_models_equal_brute_force() {
     let (config, mut plain) = small(2048);
     // As large as if there were hundreds of layers: what is saved is more than slots and workspaces take.
-    plain.iter_mut().flat_map(|tensor| &mut tensor.forms).for_each(|(_, bytes)| *bytes *= 1000);
+    plain.iter_mut().flat_map(|tensor| &mut tensor.encodings).for_each(|(_, bytes)| *bytes *= 1000);
     // Of the first layer Huffman codes save a lot, of the second next to nothing: spread evenly they would not fit.
     let mut uneven = plain.clone();
     for tensor in uneven.iter_mut().filter(|tensor| tensor.role.is_mlp()) {
-        let packed = tensor.bytes(FormId::PACKED).unwrap();
+        let packed = tensor.bytes(EncodingId::PACKED).unwrap();
         let less = if tensor.layer == Some(0) { packed / 2 } else { packed / 100 };
-        tensor.forms.iter_mut().filter(|(form, _)| *form == FormId::HUFFMAN).for_each(|of| of.1 = packed - less);
+        tensor
+            .encodings
+            .iter_mut()
+            .filter(|(encoding, _)| *encoding == EncodingId::HUFFMAN)
+            .for_each(|of| of.1 = packed - less);
     }
     let (mut by_codes, mut by_compact, mut one_sided) = (0, 0, 0);
     let compact = |tensors: &[Tensor]| {
         let mut tensors = with_compact(tensors);
-        let own = tensors.iter_mut().flat_map(|tensor| &mut tensor.forms).filter(|(form, _)| *form == FormId::COMPACT);
+        let own = tensors
+            .iter_mut()
+            .flat_map(|tensor| &mut tensor.encodings)
+            .filter(|(encoding, _)| *encoding == EncodingId::COMPACT);
         own.for_each(|(_, bytes)| *bytes *= 1000);
         tensors
     };
     for tensors in [plain.clone(), uneven.clone(), compact(&plain), compact(&uneven)] {
         let (units, rest) = units(&config, &tensors, 1).unwrap();
         let options = EngineOptions::default().max_batch(1).context(1024);
-        let lanes = Lanes::new(&config, &options, Arch::Sm90a, &units);
+        let contexts = Lanes::new(&config, &options, Arch::Sm90a, &units);
         let bare = memory::plan(&config, &options, (0, Shared::default()), u64::MAX).unwrap();
         let fixed = bare.cache + bare.working;
-        let sums = every_plan(&units, rest, &lanes);
+        let sums = every_plan(&units, rest, &contexts);
         let (least, most) = (sums.iter().map(|sum| sum.0).min().unwrap(), sums.iter().map(|sum| sum.0).max().unwrap());
         let fastest = sums.iter().map(|sum| sum.1).fold(f64::INFINITY, f64::min);
         for step in 0..=20 {
@@ -364,19 +394,19 @@ fn small_models_equal_brute_force() {
             let fit = fit(&config, &tensors, &wanted(memory)).unwrap();
             assert!((fit.us - best).abs() < 1e-9 && fit.exact, "{memory}: {} for {best}", fit.us);
             assert!(fit.total() <= memory && (fit.fastest_us - fastest).abs() < 1e-9);
-            let of = |form| fit.groups.iter().filter(move |group| group.form == form);
-            let has = |form| of(form).next().is_some();
+            let of = |encoding| fit.groups.iter().filter(move |group| group.encoding == encoding);
+            let has = |encoding| of(encoding).next().is_some();
             // Nothing is kept free for codes that it does not have.
-            assert_eq!(fit.slots > 0, has(FormId::HUFFMAN) || has(FormId::COMPACT), "{:?}", fit.groups);
-            by_codes += u32::from(has(FormId::HUFFMAN));
-            by_compact += u32::from(has(FormId::COMPACT));
-            one_sided += u32::from(of(FormId::HUFFMAN).any(|group| group.layers == [0]));
+            assert_eq!(fit.slots > 0, has(EncodingId::HUFFMAN) || has(EncodingId::COMPACT), "{:?}", fit.groups);
+            by_codes += u32::from(has(EncodingId::HUFFMAN));
+            by_compact += u32::from(has(EncodingId::COMPACT));
+            one_sided += u32::from(of(EncodingId::HUFFMAN).any(|group| group.layers == [0]));
         }
         assert!(fit(&config, &tensors, &wanted(fixed + least - 1)).is_err());
         for slowdown in [0.0, 0.01, 0.1, 0.5, 1.0, 10.0, 1000.0] {
             let fast = |sum: &&(u64, f64)| sum.1 <= fastest * (1.0 + slowdown) * (1.0 + 1e-9);
             let smallest = sums.iter().filter(fast).map(|sum| sum.0).min().unwrap();
-            let fit = fit(&config, &tensors, &Wanted { max_slowdown: Some(slowdown), ..wanted(None) }).unwrap();
+            let fit = fit(&config, &tensors, &BudgetRequest { max_slowdown: Some(slowdown), ..wanted(None) }).unwrap();
             assert_eq!(fit.total(), fixed + smallest, "{slowdown}");
         }
     }
@@ -388,19 +418,19 @@ fn tied_embeddings_count_as_a_product() {
     let config = Geometry::named("llama-3.2-1b").unwrap().config();
     let fit = fit(&config, &tensors(&config), &wanted(8 * GB)).unwrap();
     let embed = fit.groups.iter().find(|group| group.name == "embed").unwrap();
-    assert!(embed.us > 10.0 && embed.form == FormId::PACKED);
+    assert!(embed.us > 10.0 && embed.encoding == EncodingId::PACKED);
     assert!(fit.groups.iter().all(|group| group.name != "lm_head"));
 }
 
 #[test]
 fn impossible_budgets_are_explained() {
     let (config, tensors) = llama();
-    let error = |wanted: Wanted| fit(&config, &tensors, &wanted).unwrap_err().to_string();
+    let error = |wanted: BudgetRequest| fit(&config, &tensors, &wanted).unwrap_err().to_string();
     assert!(error(wanted(None)).contains("give one, or both"));
-    assert!(error(Wanted { batch: 1025, ..wanted(GB) }).contains("max_batch = 1025"));
-    assert!(error(Wanted { context: 0, ..wanted(GB) }).contains("context = 0"));
-    assert!(error(Wanted { context: 200_000, ..wanted(GB) }).contains("131072"));
-    assert!(error(Wanted { max_slowdown: Some(f64::NAN), ..wanted(GB) }).contains("NaN"));
+    assert!(error(BudgetRequest { batch: 1025, ..wanted(GB) }).contains("max_batch = 1025"));
+    assert!(error(BudgetRequest { context: 0, ..wanted(GB) }).contains("context = 0"));
+    assert!(error(BudgetRequest { context: 200_000, ..wanted(GB) }).contains("131072"));
+    assert!(error(BudgetRequest { max_slowdown: Some(f64::NAN), ..wanted(GB) }).contains("NaN"));
     assert!(error(wanted(GB)).contains("are the least that would do"));
     let without: Vec<Tensor> = tensors.iter().filter(|tensor| tensor.name != "7.up").cloned().collect();
     let error = fit(&config, &without, &wanted(80 * GB)).unwrap_err();

@@ -5,13 +5,13 @@ use std::collections::{BTreeSet, VecDeque};
 use unweight_codegen::{VariantSpec, spec::EmbedSource};
 #[cfg(feature = "pipelines")]
 use unweight_format::bundle::Profile;
-use unweight_format::{FormId, bundle::Bundle};
+use unweight_format::{EncodingId, bundle::Bundle};
 use unweight_model::{LayerWeights, ModelConfig, ModelWeights, capacity::Residency};
 use unweight_rt::{
-    KernelSet, Lane, LaneSize, LayerBuilder, Linears, LoadOptions, Loader, Resident, Stream,
+    ContextSize, ExecContext, KernelSet, LayerBuilder, Linears, LoadOptions, Loader, Resident, Stream,
     cache::Progress,
     experts::{Fetcher, OffloadedExperts},
-    raw::choose::{candidates::has_compact_gemms, cost::gpu_model::Machine},
+    raw::choose::{candidates::has_compact_gemms, cost::gpu_model::GpuModel},
 };
 
 use super::{AHEAD, Engine, Stepper};
@@ -20,7 +20,7 @@ use crate::{
     forward::Forward,
     kernels::{Kernels, Variants},
     memory::{self, Memory, NoMemory, Products, Shared, experts_shape},
-    options::{BUCKETS, BadOption, EngineOptions, MlpWeights, bucket},
+    options::{BUCKETS, EngineOptions, MlpWeights, OptionError, bucket},
     schedule::{Limits, Schedule},
     weights::{ModelSource, Random, Weights, chain_mlp},
 };
@@ -65,11 +65,11 @@ impl Engine {
         let start = Start::new(kernels, &config, options, Stored::of(&config, &names, bundle), &compiled)?;
         let (mut source, _) = Loader::new(kernels, &start.stream, bundle, start.load_options(), &compiled)?;
         let weights = start.weights(kernels, &mut source, &config, &names, progress)?;
-        let lane = source.lane(&start.stream)?;
+        let ctx = source.context(&start.stream)?;
         // What layers were merged in goes before the cache takes what is left.
         drop(source);
         let model = bundle.manifest().manifest_digest.to_string();
-        start.finish(kernels, config, weights, lane, &model, &compiled)
+        start.finish(kernels, config, weights, ctx, &model, &compiled)
     }
 
     /// [`Engine::load`] of a geometry with random weights, for measurements.
@@ -115,7 +115,7 @@ impl Engine {
     pub fn kernels(
         bundle: &Bundle,
         options: &EngineOptions,
-        machines: &[Machine],
+        machines: &[GpuModel],
     ) -> Result<Vec<VariantSpec>, EngineError> {
         let config = ModelConfig::of_bundle(bundle)?;
         let names = ModelWeights::of_bundle(&config, bundle)?;
@@ -154,9 +154,9 @@ fn random(
     let mut source = Random::new(builder, start.options.linears, largest)?;
     imitate(&mut source, &names);
     let weights = start.weights(kernels, &mut source, &config, &names, progress)?;
-    let lane = source.builder().lane(&start.stream)?;
+    let ctx = source.builder().context(&start.stream)?;
     drop(source);
-    start.finish(kernels, config, weights, lane, "random", &compiled)
+    start.finish(kernels, config, weights, ctx, "random", &compiled)
 }
 
 /// How the embedding will lie, unless it cannot be packed. A head is padded, an embedding of its own is not.
@@ -187,7 +187,7 @@ impl Stored {
         let packed = config.weight_bytes(Residency::Packed);
         let mut saved = 0u64;
         let tied = names.embed == names.lm_head;
-        for tensor in bundle.tensors().filter(|tensor| tensor.encoding() == FormId::COMPACT) {
+        for tensor in bundle.tensors().filter(|tensor| tensor.encoding() == EncodingId::COMPACT) {
             let name = &tensor.entry().name;
             // What is looked up in is packed.
             if *name == names.embed || tied && *name == names.lm_head {
@@ -248,7 +248,7 @@ impl Start {
         }
         if let Some(context) = options.context.filter(|context| *context > config.max_positions) {
             let range = "at most the model's max_position_embeddings";
-            return Err(BadOption { name: "context", value: context.into(), range }.into());
+            return Err(OptionError { name: "context", value: context.into(), range }.into());
         }
         let device = kernels.device();
         let (free, _) = device.memory()?;
@@ -311,7 +311,7 @@ impl Start {
         kernels: &KernelSet,
         config: ModelConfig,
         weights: Weights,
-        mut lane: Lane,
+        mut ctx: ExecContext,
         model: &str,
         progress: &(dyn Fn(&Progress<'_>) + Sync),
     ) -> Result<Engine, EngineError> {
@@ -327,14 +327,14 @@ impl Start {
         if let Some(mixture) = config.mixture {
             let experts = weights.layers.iter().filter_map(|layer| layer.mlp.mixture());
             let rows = memory::rows(&options);
-            let size = experts.map(|(_, experts)| experts.lane_size(rows, mixture.top_k));
-            lane.reserve(size.fold(LaneSize::default(), LaneSize::max))?;
+            let size = experts.map(|(_, experts)| experts.context_size(rows, mixture.top_k));
+            ctx.reserve(size.fold(ContextSize::default(), ContextSize::max))?;
         }
         if products == Products::Stored {
-            lane.reserve(LaneSize::default().with_cublas())?;
+            ctx.reserve(ContextSize::default().with_cublas())?;
         }
-        let slot = lane.size().slot_bytes;
-        let mut shared = lane.size().bytes() + products.bytes(config.intermediate, memory::rows(&options));
+        let slot = ctx.size().slot_bytes;
+        let mut shared = ctx.size().bytes() + products.bytes(config.intermediate, memory::rows(&options));
         let rows = memory::rows(&options);
         let (mut stepper, own) = stepper(kernels, &stream, &weights, (&options, &buckets, rows), (model, progress))?;
         shared += own;
@@ -350,8 +350,8 @@ impl Start {
         let variants = Variants::of(&config, &kernels.device().info().into(), source, &options)?;
         let own = Kernels::load(kernels, &variants)?;
         // Counted with the activations.
-        lane.reserve(own.lane_size(config.kv_heads)?)?;
-        let mut forward = Forward::new(lane, own, &config, &options, &memory, products)?;
+        ctx.reserve(own.context_size(config.kv_heads)?)?;
+        let mut forward = Forward::new(ctx, own, &config, &options, &memory, products)?;
         let mut graphs = Vec::new();
         if options.graphs {
             for rows in buckets {
@@ -414,7 +414,7 @@ fn pipeline_kernels(
     bundle: &Bundle,
     (config, names): (&ModelConfig, &ModelWeights),
     mlp: MlpWeights,
-    machines: &[Machine],
+    machines: &[GpuModel],
 ) -> Result<Vec<VariantSpec>, EngineError> {
     let mlps = names.layers.iter().map(|layer| dense(mlp, layer)).collect::<Result<Vec<_>, _>>()?;
     let archs: BTreeSet<_> = machines.iter().map(|machine| machine.arch).collect();
@@ -428,7 +428,7 @@ fn pipeline_kernels(
     _: &Bundle,
     _: (&ModelConfig, &ModelWeights),
     mlp: MlpWeights,
-    _: &[Machine],
+    _: &[GpuModel],
 ) -> Result<Vec<VariantSpec>, EngineError> {
     Err(EngineError::NoPipelines(mlp.name()))
 }

@@ -10,7 +10,7 @@ use crate::{
     forward::{Forward, RowState},
     options::bucket,
     pages::pages_for,
-    schedule::{Rejected, Request},
+    schedule::{AdmissionError, Request},
     weights::Weights,
 };
 
@@ -19,7 +19,7 @@ impl Engine {
     /// `i + 1`. Sequences that run go on.
     ///
     /// # Errors
-    /// [`EngineError::Rejected`], or the device's.
+    /// [`EngineError::AdmissionError`], or the device's.
     pub fn logits(&mut self, tokens: &[u32]) -> Result<Vec<bf16>, EngineError> {
         self.check_alive()?;
         self.schedule.check(&Request::new(tokens.to_vec()).max_new_tokens(0))?;
@@ -32,15 +32,15 @@ impl Engine {
         Ok(bits.into_iter().map(bf16::from_bits).collect())
     }
 
-    /// [`Engine::logits`] of several texts at once, by steps of one token each. Slow; tests compare the two. No sequence
-    /// may run.
+    /// [`Engine::logits`] of several texts at once, by steps of one token each. Slow; tests compare the two. No
+    /// sequence may run.
     ///
     /// # Errors
-    /// [`Rejected::Busy`] where a sequence runs or there are more texts than rows; else as [`Engine::logits`].
+    /// [`AdmissionError::Busy`] where a sequence runs or there are more texts than rows; else as [`Engine::logits`].
     pub fn logits_by_steps(&mut self, texts: &[&[u32]]) -> Result<Vec<Vec<bf16>>, EngineError> {
         self.check_alive()?;
         if !self.is_idle() || texts.len() as u64 > u64::from(self.options.max_batch) {
-            return Err(Rejected::Busy { waiting: self.running().max(texts.len()) }.into());
+            return Err(AdmissionError::Busy { waiting: self.running().max(texts.len()) }.into());
         }
         for text in texts {
             self.schedule.check(&Request::new(text.to_vec()).max_new_tokens(0))?;

@@ -10,7 +10,7 @@ use crate::{
     forward::{Forward, Part, RowState},
     options::bucket,
     pages::pages_for,
-    schedule::Rejected,
+    schedule::AdmissionError,
 };
 
 impl Engine {
@@ -30,17 +30,17 @@ impl Measure<'_> {
     /// of [`Measure::enqueue_step`]. The engine must be idle.
     ///
     /// # Errors
-    /// [`EngineError::Rejected`]: a sequence runs, or there is no room for so many tokens; or the device's.
+    /// [`EngineError::AdmissionError`]: a sequence runs, or there is no room for so many tokens; or the device's.
     pub fn prepare(&mut self, batch: u32, context: u32, steps: u32) -> Result<(), EngineError> {
         let engine = &mut *self.engine;
         engine.check_alive()?;
         if !engine.is_idle() || batch > engine.options.max_batch {
-            return Err(Rejected::Busy { waiting: engine.running() }.into());
+            return Err(AdmissionError::Busy { waiting: engine.running() }.into());
         }
         let tokens = context.saturating_add(steps);
         if tokens > engine.memory.context {
             let (prompt, context) = (context as usize, engine.memory.context);
-            return Err(Rejected::TooLong { prompt, max_new_tokens: steps, context }.into());
+            return Err(AdmissionError::TooLong { prompt, max_new_tokens: steps, context }.into());
         }
         let each = pages_for(tokens);
         let pages = engine.schedule.lend(&vec![each; batch as usize])?;
@@ -63,7 +63,7 @@ impl Measure<'_> {
     /// # Errors
     /// The device's.
     pub fn synchronize(&mut self) -> Result<(), EngineError> {
-        let settled = self.engine.forward.lane().synchronize();
+        let settled = self.engine.forward.context().synchronize();
         let own = self.engine.stepper.synchronize();
         self.engine.note(settled.and(own))
     }

@@ -11,7 +11,7 @@ use std::{collections::VecDeque, fmt};
 
 use unweight_model::{ModelConfig, SampleParams};
 use unweight_rt::{
-    DeviceError, Graph, Refusal, RowFault, Stream,
+    DeviceError, Graph, LaunchError, RowFault, Stream,
     experts::ExpertTraffic,
     raw::{
         device::{Pinned, Transfer},
@@ -26,7 +26,7 @@ use crate::{
     forward::{Forward, RowState},
     memory::Memory,
     options::{EngineOptions, bucket},
-    schedule::{Event, Next, Rejected, Request, Schedule, SeqId},
+    schedule::{AdmissionError, Event, Next, Request, Schedule, SeqId},
     weights::Weights,
 };
 
@@ -114,8 +114,8 @@ impl Engine {
     /// Takes a request. It runs from the next [`Engine::step`] that has a row and pages for it.
     ///
     /// # Errors
-    /// [`Rejected`]; what runs goes on.
-    pub fn add(&mut self, request: Request) -> Result<SeqId, Rejected> {
+    /// [`AdmissionError`]; what runs goes on.
+    pub fn add(&mut self, request: Request) -> Result<SeqId, AdmissionError> {
         self.schedule.add(request)
     }
 
@@ -275,7 +275,7 @@ fn sample_row(params: &SampleParams) -> SampleRow {
 /// zeros.
 fn settle(forward: &mut Forward, stepper: &mut Stepper) -> Result<(), DeviceError> {
     stepper.synchronize()?;
-    match forward.lane().synchronize() {
+    match forward.context().synchronize() {
         Err(DeviceError::Row { what: RowFault::Logits | RowFault::Token, .. }) => Ok(()),
         settled => settled,
     }
@@ -300,5 +300,5 @@ fn run_prompt(
     forward.choose(start.saturating_sub(1), sample_row(params))?;
     settle(forward, stepper)?;
     let token = forward.ids().read(forward.stream(), 0, 1)?;
-    token.first().copied().ok_or_else(|| Refusal::Range { at: 0, len: 1, have: 0 }.into())
+    token.first().copied().ok_or_else(|| LaunchError::Range { at: 0, len: 1, have: 0 }.into())
 }

@@ -170,9 +170,9 @@ impl EngineOptions {
     /// Whether every option is in its range.
     ///
     /// # Errors
-    /// [`BadOption`], of the first that is not.
-    pub fn check(&self) -> Result<(), BadOption> {
-        let check = |name, value: u64, ok, range| if ok { Ok(()) } else { Err(BadOption { name, value, range }) };
+    /// [`OptionError`], of the first that is not.
+    pub fn check(&self) -> Result<(), OptionError> {
+        let check = |name, value: u64, ok, range| if ok { Ok(()) } else { Err(OptionError { name, value, range }) };
         let (max_batch, chunk) = (self.max_batch, self.chunk);
         check("max_batch", max_batch.into(), (1..=MAX_BATCH).contains(&max_batch), "1 to 1024")?;
         let whole = chunk.is_multiple_of(64) && (64..=8192).contains(&chunk);
@@ -186,7 +186,7 @@ impl EngineOptions {
 /// An option out of range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{name} = {value} is not {range}")]
-pub struct BadOption {
+pub struct OptionError {
     /// The option.
     pub name: &'static str,
     /// Its value.
@@ -195,7 +195,7 @@ pub struct BadOption {
     pub range: &'static str,
 }
 
-impl BadOption {
+impl OptionError {
     /// The stable code of this error; docs/cli.md lists all.
     pub fn code(&self) -> &'static str {
         "option-out-of-range"

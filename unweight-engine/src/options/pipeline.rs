@@ -4,7 +4,7 @@ use std::{fmt, str::FromStr};
 
 use serde::{Serialize, Serializer};
 use unweight_codegen::spec::DecodeOutput;
-use unweight_format::FormId;
+use unweight_format::EncodingId;
 
 /// A projection of an MLP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -54,12 +54,12 @@ impl Pipeline {
         [Self::Raw, Self::Palette, Self::Packed, Self::FullDecode, Self::Exponents, Self::Transcode];
 
     /// The pipelines that the report gives a stored form. None for a form that no kernel of a pipeline reads.
-    pub fn of(form: FormId) -> &'static [Self] {
-        match form {
-            FormId::RAW => &[Self::Raw],
-            FormId::PALETTE => &[Self::Palette],
-            FormId::PACKED => &[Self::Packed],
-            FormId::HUFFMAN => &[Self::FullDecode, Self::Exponents, Self::Transcode],
+    pub fn of(encoding: EncodingId) -> &'static [Self] {
+        match encoding {
+            EncodingId::RAW => &[Self::Raw],
+            EncodingId::PALETTE => &[Self::Palette],
+            EncodingId::PACKED => &[Self::Packed],
+            EncodingId::HUFFMAN => &[Self::FullDecode, Self::Exponents, Self::Transcode],
             _ => &[],
         }
     }

@@ -39,7 +39,7 @@ use unweight_codegen::{
     plan::GemmShape,
     spec::{Arch, DecodeOutput, Epilogue, Op},
 };
-use unweight_format::FormId;
+use unweight_format::EncodingId;
 use unweight_rt::raw::choose::{
     cost,
     recon::{self, Source},
@@ -58,17 +58,17 @@ fn ring_of(spec: &VariantSpec) -> Option<Ring> {
 }
 
 /// What a stored projection `[n, k]` becomes; `easy`: Huffman codes are to go.
-pub fn loads_as(form: FormId, [n, k]: [u32; 2], easy: bool, arch: Arch) -> Lies {
+pub fn loads_as(encoding: EncodingId, [n, k]: [u32; 2], easy: bool, arch: Arch) -> Lies {
     let problem = GemmShape { m: 1, n, k };
     let takes = |source| !recon::candidates(arch, source, problem, 1, Epilogue::Store).is_empty();
     let palettes = || takes(Source::Palette { max_verbatim_rows: 64 });
-    match form {
-        FormId::RAW => Lies::Raw,
-        FormId::PALETTE if palettes() => Lies::Palette,
-        FormId::HUFFMAN if easy && palettes() => Lies::Palette,
+    match encoding {
+        EncodingId::RAW => Lies::Raw,
+        EncodingId::PALETTE if palettes() => Lies::Palette,
+        EncodingId::HUFFMAN if easy && palettes() => Lies::Palette,
         // Decoders take whole tiles; what else there is, the host decodes.
-        FormId::HUFFMAN if n.is_multiple_of(64) && k.is_multiple_of(64) => Lies::Huffman,
-        FormId::PALETTE | FormId::HUFFMAN => Lies::Raw,
+        EncodingId::HUFFMAN if n.is_multiple_of(64) && k.is_multiple_of(64) => Lies::Huffman,
+        EncodingId::PALETTE | EncodingId::HUFFMAN => Lies::Raw,
         _ => Lies::Linear,
     }
 }
@@ -94,7 +94,8 @@ impl Lying {
         self.as_what == Lies::Huffman
     }
 
-    /// The variant of the reconstructive matmul that a variant asks for; `None` if it is not of the variants of this weight.
+    /// The variant of the reconstructive matmul that a variant asks for; `None` if it is not of the variants of this
+    /// weight.
     pub fn kernel(&self, arch: Arch, variant: PipelineVariant, epilogue: Epilogue) -> Option<VariantSpec> {
         let source = match (variant.pipeline, self.as_what) {
             (Pipeline::Palette, Lies::Palette) | (Pipeline::Transcode, Lies::Huffman) => {
@@ -189,8 +190,8 @@ impl Setting {
     }
 }
 
-/// The variants of the projections, gate, up and down, best guesses first: of hard layers, then of easy ones. Nothing where
-/// there are no such layers.
+/// The variants of the projections, gate, up and down, best guesses first: of hard layers, then of easy ones. Nothing
+/// where there are no such layers.
 pub type Choices = [[Vec<PipelineVariant>; 3]; 2];
 
 /// What can be chosen for these layers at a batch, on a device of `sms` multiprocessors. Of the layers of a kind each

@@ -4,18 +4,19 @@
 //! StepGraph --check--> Checked --Runner--> launches, marks, waits on the streams of a device
 //! ```
 //! Streams, marks and slots are the runner's, made when a model is loaded; nothing is allocated later. Stream 0 is that
-//! of the engine's lane, on which a step begins and ends.
+//! of the engine's context, on which a step begins and ends.
 
 use std::collections::HashMap;
 
 use unweight_codegen::{VariantSpec, spec::DecodeOutput};
 use unweight_rt::{
-    Device, DeviceBuffer, DeviceError, DeviceMatrix, KernelSet, Lane, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
+    ContextSize, Device, DeviceBuffer, DeviceError, DeviceMatrix, ExecContext, KernelSet, LaunchError, MatrixMut,
+    MatrixRef, Stream,
     cache::Progress,
     raw::{
         device::{LaunchMode, Mark},
         ops::{
-            decode::{Decoder, output_bytes},
+            decode_huffman::{Decoder, output_bytes},
             gemm_recon::Matmul,
         },
     },
@@ -45,7 +46,8 @@ struct Slot {
 impl Slot {
     fn new(stream: &Stream, lying: &super::Lying) -> Result<Self, DeviceError> {
         let grid = unweight_format::TileGrid::new(lying.n as usize, lying.k as usize);
-        let grid = grid.map_err(|_| Refusal::TooLarge { what: "weights", value: lying.n.into(), limit: 1 << 31 })?;
+        let grid =
+            grid.map_err(|_| LaunchError::TooLarge { what: "weights", value: lying.n.into(), limit: 1 << 31 })?;
         let memory = DeviceBuffer::<u16>::zeroed(stream, grid.elements())?;
         let (device, address) = (memory.device().clone(), memory.address());
         let bytes = |output| output_bytes(grid, output);
@@ -110,7 +112,7 @@ impl BoundGraph {
 /// What step graphs run on.
 struct Runner {
     /// Of streams 1 and up.
-    lanes: Vec<Lane>,
+    contexts: Vec<ExecContext>,
     marks: Vec<Mark>,
     slots: Vec<[Option<Slot>; 3]>,
     matmuls: HashMap<VariantSpec, Matmul>,
@@ -139,17 +141,17 @@ impl Runner {
         }
         let mut decoders = HashMap::new();
         let slot_count = step_graph::Layout::default().slots;
-        let (mut lanes, mut slots) = (Vec::new(), Vec::new());
+        let (mut contexts, mut slots) = (Vec::new(), Vec::new());
         if let Some(bits) = stored.iter().filter_map(|mlp| mlp.code_bits()).max() {
             for output in outputs(!matmuls.is_empty()) {
                 decoders.insert(*output, decoder(kernels, *output, bits)?);
             }
-            let need = stored.iter().map(|mlp| mlp.lane_size()).fold(LaneSize::default(), LaneSize::max);
+            let need = stored.iter().map(|mlp| mlp.context_size()).fold(ContextSize::default(), ContextSize::max);
             let device = kernels.device();
-            lanes.push(Lane::new(&device.stream()?, need.with_cublas())?);
+            contexts.push(ExecContext::new(&device.stream()?, need.with_cublas())?);
             for _ in 0..slot_count {
                 for _ in Projection::ALL {
-                    lanes.push(Lane::new(&device.stream()?, LaneSize::default())?);
+                    contexts.push(ExecContext::new(&device.stream()?, ContextSize::default())?);
                 }
                 let slot = |projection: Projection| {
                     let hard = layers.iter().map(|mlp| &mlp[projection as usize]).find(|lying| lying.is_hard());
@@ -159,7 +161,7 @@ impl Runner {
                 slots.push([gate?, up?, down?]);
             }
         }
-        Ok(Self { lanes, marks: Vec::new(), slots, matmuls, decoders, layers })
+        Ok(Self { contexts, marks: Vec::new(), slots, matmuls, decoders, layers })
     }
 
     /// The layers, as far as the choice of pipelines cares.
@@ -167,9 +169,9 @@ impl Runner {
         &self.layers
     }
 
-    /// Bytes of its lanes.
+    /// Bytes of its contexts.
     pub fn lane_bytes(&self) -> u64 {
-        self.lanes.iter().map(|lane| lane.size().bytes()).sum()
+        self.contexts.iter().map(|ctx| ctx.size().bytes()).sum()
     }
 
     /// Makes the marks of a step graph, which a capture may not.
@@ -195,13 +197,13 @@ impl Runner {
         work: Work,
     ) -> Result<(), DeviceError> {
         let graph = bound.graph.graph();
-        let have = 1 + self.lanes.len() as u64;
+        let have = 1 + self.contexts.len() as u64;
         if u64::from(graph.streams) > have {
-            return Err(Refusal::Range { at: 0, len: graph.streams.into(), have }.into());
+            return Err(LaunchError::Range { at: 0, len: graph.streams.into(), have }.into());
         }
         let walked = self.walk(bound, forward, weights, work);
         // What comes behind has no step graph.
-        forward.lane().set_mode(LaunchMode::default());
+        forward.context().set_mode(LaunchMode::default());
         walked
     }
 
@@ -221,8 +223,8 @@ impl Runner {
                 Step::Run { stream, job, sms, dependent, .. } => {
                     let mode = LaunchMode { sms: Some(sms), ordinary: !dependent };
                     match stream.checked_sub(1) {
-                        None => forward.lane().set_mode(mode),
-                        Some(at) => self.lane(at)?.set_mode(mode),
+                        None => forward.context().set_mode(mode),
+                        Some(at) => self.context(at)?.set_mode(mode),
                     }
                     self.job(bound, forward, weights, (stream, job), work)?;
                 }
@@ -231,15 +233,19 @@ impl Runner {
         Ok(())
     }
 
-    fn lane(&mut self, at: u8) -> Result<&mut Lane, Refusal> {
-        let have = self.lanes.len() as u64;
-        self.lanes.get_mut(usize::from(at)).ok_or(Refusal::Range { at: at.into(), len: 1, have })
+    fn context(&mut self, at: u8) -> Result<&mut ExecContext, LaunchError> {
+        let have = self.contexts.len() as u64;
+        self.contexts.get_mut(usize::from(at)).ok_or(LaunchError::Range { at: at.into(), len: 1, have })
     }
 
-    fn stream<'a>(&'a self, forward: &'a Forward, stream: u8) -> Result<&'a Stream, Refusal> {
+    fn stream<'a>(&'a self, forward: &'a Forward, stream: u8) -> Result<&'a Stream, LaunchError> {
         let Some(at) = stream.checked_sub(1) else { return Ok(forward.stream()) };
-        let lane = self.lanes.get(usize::from(at));
-        lane.map(Lane::stream).ok_or(Refusal::Range { at: stream.into(), len: 1, have: self.lanes.len() as u64 })
+        let ctx = self.contexts.get(usize::from(at));
+        ctx.map(ExecContext::stream).ok_or(LaunchError::Range {
+            at: stream.into(),
+            len: 1,
+            have: self.contexts.len() as u64,
+        })
     }
 
     fn job(
@@ -256,19 +262,19 @@ impl Runner {
                     return Err(other_weights("huffman"));
                 };
                 let decoder = self.decoders.get(&output).ok_or(other_weights("huffman"))?;
-                let lane = stream.checked_sub(1).and_then(|at| self.lanes.get_mut(usize::from(at)));
+                let ctx = stream.checked_sub(1).and_then(|at| self.contexts.get_mut(usize::from(at)));
                 let slots = self.slots.get_mut(usize::from(slot));
                 let slot = slots.and_then(|slots| slots[projection as usize].as_mut());
-                let (Some(lane), Some(slot)) = (lane, slot) else {
-                    return Err(Refusal::Range { at: stream.into(), len: 1, have: 0 }.into());
+                let (Some(ctx), Some(slot)) = (ctx, slot) else {
+                    return Err(LaunchError::Range { at: stream.into(), len: 1, have: 0 }.into());
                 };
                 match output {
                     DecodeOutput::Full => {
                         let (n, k) = (tensor.grid().rows() as u32, tensor.grid().cols() as u32);
-                        decoder.full(lane, tensor, MatrixMut::new(&mut slot.full, n, k, k.into())?)
+                        decoder.full(ctx, tensor, MatrixMut::new(&mut slot.full, n, k, k.into())?)
                     }
-                    DecodeOutput::Exponent => decoder.exponent(lane, tensor, &mut slot.exponents),
-                    DecodeOutput::Palette => decoder.palette(lane, tensor, &mut slot.indices),
+                    DecodeOutput::Exponent => decoder.exponent(ctx, tensor, &mut slot.exponents),
+                    DecodeOutput::Palette => decoder.palette(ctx, tensor, &mut slot.indices),
                 }
             }
             Job::Linear { layer, projection, slot, .. } => {
@@ -279,13 +285,13 @@ impl Runner {
                 let matmul = lying.kernel(arch, variant, epilogue(projection));
                 let matmul = matmul.and_then(|spec| self.matmuls.get(&spec));
                 let slot = slot.and_then(|slot| self.slots.get(usize::from(slot))?[projection as usize].as_ref());
-                let Mlp { lane, normed, gate, up, active, hidden, .. } = forward.mlp(work.rows())?;
-                let lane = match stream.checked_sub(1) {
-                    None => lane,
+                let Mlp { ctx, normed, gate, up, active, hidden, .. } = forward.mlp(work.rows())?;
+                let ctx = match stream.checked_sub(1) {
+                    None => ctx,
                     Some(at) => {
-                        let have = self.lanes.len() as u64;
-                        let lane = self.lanes.get_mut(usize::from(at));
-                        lane.ok_or(Refusal::Range { at: stream.into(), len: 1, have })?
+                        let have = self.contexts.len() as u64;
+                        let ctx = self.contexts.get_mut(usize::from(at));
+                        ctx.ok_or(LaunchError::Range { at: stream.into(), len: 1, have })?
                     }
                 };
                 let (x, y) = match projection {
@@ -293,7 +299,7 @@ impl Runner {
                     Projection::Up => (normed, up),
                     Projection::Down => (active.as_ref(), hidden),
                 };
-                multiply(lane, (variant.pipeline, stored), (matmul, slot), x, y, projection)
+                multiply(ctx, (variant.pipeline, stored), (matmul, slot), x, y, projection)
             }
             job => chain_job(forward, weights, &job, work),
         }
@@ -302,23 +308,23 @@ impl Runner {
     fn stored<'a>(&self, weights: &'a Weights, layer: u32, projection: Projection) -> Result<&'a Stored, DeviceError> {
         let have = self.layers.len() as u64;
         let mlp = weights.layers.get(layer as usize).and_then(|layer| layer.mlp.stored());
-        let mlp = mlp.ok_or(Refusal::Range { at: layer.into(), len: 1, have })?;
+        let mlp = mlp.ok_or(LaunchError::Range { at: layer.into(), len: 1, have })?;
         Ok(&mlp.parts[projection as usize])
     }
 
     /// Waits for the runner's own streams, and says whether one of them left something out.
     ///
     /// # Errors
-    /// As for [`Lane::synchronize`].
+    /// As for [`ExecContext::synchronize`].
     pub fn synchronize(&mut self) -> Result<(), DeviceError> {
-        let all: Vec<_> = self.lanes.iter_mut().map(Lane::synchronize).collect();
+        let all: Vec<_> = self.contexts.iter_mut().map(ExecContext::synchronize).collect();
         all.into_iter().collect()
     }
 
     /// Waits for the runner's own streams.
     pub fn wait(&self) {
         // An error was told before, or is of no use any more.
-        self.lanes.iter().for_each(|lane| _ = lane.stream().synchronize());
+        self.contexts.iter().for_each(|ctx| _ = ctx.stream().synchronize());
     }
 }
 
@@ -330,7 +336,7 @@ fn chain_job(forward: &mut Forward, weights: &Weights, job: &Job, work: Work) ->
     let rows = work.rows();
     let of = |layer: u32| {
         let have = weights.layers.len() as u64;
-        weights.layers.get(layer as usize).ok_or(Refusal::Range { at: layer.into(), len: 1, have })
+        weights.layers.get(layer as usize).ok_or(LaunchError::Range { at: layer.into(), len: 1, have })
     };
     match (*job, work) {
         (Job::Embed, Work::Step { .. }) => forward.embed(weights, rows, Ids::Step),
@@ -345,14 +351,14 @@ fn chain_job(forward: &mut Forward, weights: &Weights, job: &Job, work: Work) ->
         }
         (Job::Output { layer }, _) => forward.behind_attention(of(layer)?, rows, |part| part == Part::Output),
         (Job::GateUp { layer }, _) if of(layer)?.mlp.gate_up().is_none() => {
-            Err(Refusal::Source { takes: "gate and up as one", got: "weights of another pipeline" }.into())
+            Err(LaunchError::Source { takes: "gate and up as one", got: "weights of another pipeline" }.into())
         }
         (Job::GateUp { layer }, _) => {
             forward.behind_attention(of(layer)?, rows, |part| matches!(part, Part::GateUp | Part::Activation))
         }
         (Job::Activate { .. }, _) => {
-            let Mlp { lane, silu_mul, gate, up, active, .. } = forward.mlp(rows)?;
-            silu_mul.enqueue_pair(lane, gate.as_ref(), up.as_ref(), active)
+            let Mlp { ctx, silu_mul, gate, up, active, .. } = forward.mlp(rows)?;
+            silu_mul.enqueue_pair(ctx, gate.as_ref(), up.as_ref(), active)
         }
         // A chunk of a prompt has logits when they are asked for.
         (Job::Norm(None) | Job::Head | Job::Sample, Work::Chunk { .. }) => Ok(()),
@@ -425,7 +431,7 @@ impl Pipelines {
     pub fn step(&mut self, forward: &mut Forward, weights: &Weights, rows: u32) -> Result<(), DeviceError> {
         let largest = self.steps.last().map_or(0, |(rows, _)| *rows);
         let bound = self.steps.iter().find(|(of, _)| *of == rows).map(|(_, bound)| bound);
-        let bound = bound.ok_or(Refusal::Batch { m: rows, max_batch: largest })?;
+        let bound = bound.ok_or(LaunchError::Batch { m: rows, max_batch: largest })?;
         self.runner.run(bound, forward, weights, Work::Step { rows })
     }
 
@@ -481,7 +487,7 @@ impl Pipelines {
     /// Waits for the runner's own streams, and reports rows that one of them left out.
     ///
     /// # Errors
-    /// As for [`Lane::synchronize`].
+    /// As for [`ExecContext::synchronize`].
     pub fn synchronize(&mut self) -> Result<(), DeviceError> {
         self.runner.synchronize()
     }
@@ -505,18 +511,18 @@ fn lying(weights: &Weights) -> Vec<LyingMlp> {
     weights.layers.iter().filter_map(|layer| Some(layer.mlp.stored()?.lying())).collect()
 }
 
-fn mark(marks: &[Mark], event: u32) -> Result<&Mark, Refusal> {
-    marks.get(event as usize).ok_or(Refusal::Range { at: event.into(), len: 1, have: marks.len() as u64 })
+fn mark(marks: &[Mark], event: u32) -> Result<&Mark, LaunchError> {
+    marks.get(event as usize).ok_or(LaunchError::Range { at: event.into(), len: 1, have: marks.len() as u64 })
 }
 
 /// A step graph that was built for other weights.
 fn other_weights(takes: &'static str) -> DeviceError {
-    Refusal::Source { takes, got: "weights of another pipeline" }.into()
+    LaunchError::Source { takes, got: "weights of another pipeline" }.into()
 }
 
 /// Enqueues a product by a pipeline.
 fn multiply(
-    lane: &mut Lane,
+    ctx: &mut ExecContext,
     (pipeline, weights): (Pipeline, &Stored),
     (matmul, slot): (Option<&Matmul>, Option<&Slot>),
     x: MatrixRef<'_>,
@@ -526,18 +532,18 @@ fn multiply(
     let epilogue = epilogue(projection);
     let add = projection == Projection::Down;
     match (pipeline, weights, matmul, slot) {
-        (Pipeline::Raw, Stored::Raw(matrix), ..) => lane.cublas()?.matmul(x, DeviceMatrix::view(matrix), y, add),
-        (Pipeline::Raw | Pipeline::Packed, Stored::Linear(linear), ..) => linear.enqueue(lane, x, y, epilogue),
-        (Pipeline::Palette, Stored::Palette(tensor), Some(matmul), _) => matmul.palette(lane, x, tensor.view(), y),
+        (Pipeline::Raw, Stored::Raw(matrix), ..) => ctx.cublas()?.matmul(x, DeviceMatrix::view(matrix), y, add),
+        (Pipeline::Raw | Pipeline::Packed, Stored::Linear(linear), ..) => linear.enqueue(ctx, x, y, epilogue),
+        (Pipeline::Palette, Stored::Palette(tensor), Some(matmul), _) => matmul.palette(ctx, x, tensor.view(), y),
         (Pipeline::FullDecode, Stored::Huffman(tensor), _, Some(slot)) => {
             let (n, k) = (tensor.grid().rows() as u32, tensor.grid().cols() as u32);
-            lane.cublas()?.matmul(x, MatrixRef::new(&slot.full, n, k, k.into())?, y, add)
+            ctx.cublas()?.matmul(x, MatrixRef::new(&slot.full, n, k, k.into())?, y, add)
         }
         (Pipeline::Exponents, Stored::Huffman(tensor), Some(matmul), Some(slot)) => {
-            matmul.exponent(lane, x, tensor.as_exponent(&slot.exponents), y)
+            matmul.exponent(ctx, x, tensor.as_exponent(&slot.exponents), y)
         }
         (Pipeline::Transcode, Stored::Huffman(tensor), Some(matmul), Some(slot)) => {
-            matmul.palette(lane, x, tensor.as_palette(&slot.indices), y)
+            matmul.palette(ctx, x, tensor.as_palette(&slot.indices), y)
         }
         _ => Err(other_weights(pipeline.name())),
     }

@@ -64,8 +64,8 @@ fn mlp_paths_have_names() {
     }
 }
 
-/// Every variant of every form has its kernel where it needs one: of the source that the pipeline reads, with room for the
-/// verbatim rows, at sides that it divides.
+/// Every variant of every form has its kernel where it needs one: of the source that the pipeline reads, with room for
+/// the verbatim rows, at sides that it divides.
 #[test]
 fn every_mlp_path_has_its_kernel() {
     for [n, k] in [[14336, 4096], [4096, 14336], [192, 128], [64, 64]] {
@@ -122,19 +122,19 @@ fn default_settings_split_k_by_shape() {
 
 #[test]
 fn encodings_without_kernels_are_placed_as_bf16() {
-    let of = |form, shape, easy| loads_as(form, shape, easy, ARCH);
-    assert_eq!(of(FormId::HUFFMAN, [128, 64], false), Lies::Huffman);
-    assert_eq!(of(FormId::HUFFMAN, [128, 64], true), Lies::Palette);
-    assert_eq!(of(FormId::PALETTE, [128, 64], false), Lies::Palette);
-    assert_eq!(of(FormId::PACKED, [128, 64], false), Lies::Linear);
-    assert_eq!(of(FormId::COMPACT, [128, 64], true), Lies::Linear);
+    let of = |encoding, shape, easy| loads_as(encoding, shape, easy, ARCH);
+    assert_eq!(of(EncodingId::HUFFMAN, [128, 64], false), Lies::Huffman);
+    assert_eq!(of(EncodingId::HUFFMAN, [128, 64], true), Lies::Palette);
+    assert_eq!(of(EncodingId::PALETTE, [128, 64], false), Lies::Palette);
+    assert_eq!(of(EncodingId::PACKED, [128, 64], false), Lies::Linear);
+    assert_eq!(of(EncodingId::COMPACT, [128, 64], true), Lies::Linear);
     for odd in [[100, 64], [128, 72]] {
-        assert_eq!(of(FormId::HUFFMAN, odd, false), Lies::Raw);
-        assert_eq!(of(FormId::HUFFMAN, odd, true), Lies::Raw);
-        assert_eq!(of(FormId::PALETTE, odd, false), Lies::Raw);
+        assert_eq!(of(EncodingId::HUFFMAN, odd, false), Lies::Raw);
+        assert_eq!(of(EncodingId::HUFFMAN, odd, true), Lies::Raw);
+        assert_eq!(of(EncodingId::PALETTE, odd, false), Lies::Raw);
     }
     // An architecture without the report's matmul decodes whole weights.
-    assert_eq!(loads_as(FormId::PALETTE, [128, 64], false, Arch::Sm80), Lies::Raw);
+    assert_eq!(loads_as(EncodingId::PALETTE, [128, 64], false, Arch::Sm80), Lies::Raw);
     assert_eq!(
         lying(Lies::Huffman, [128, 64], 0).variants(Arch::Sm80, 1, SMS),
         [PipelineVariant::plain(Pipeline::FullDecode)]
@@ -378,8 +378,8 @@ fn invalid_plans_are_explained() {
     assert!(matches!(Plan::parse(&[b'['; 60_000]), Err(PlanError::Json(_))), "deep nesting");
 }
 
-/// A newer step graph's is never replaced; what nobody can read is. There is room for a search before it begins, or it is
-/// said.
+/// A newer step graph's is never replaced; what nobody can read is. There is room for a search before it begins, or it
+/// is said.
 #[test]
 fn plans_are_extended_without_losing_settings() {
     let (text, kept) = (plan().text(), plan().settings().len());

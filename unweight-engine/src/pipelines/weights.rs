@@ -7,16 +7,16 @@ use unweight_codegen::{
     spec::{Arch, DecodeOutput},
 };
 use unweight_format::{
-    FormId,
+    EncodingId,
     bundle::Bundle,
     raw::{HuffmanTensor, PaletteTensor},
 };
 use unweight_model::{GatedWeights, LayerWeights, ModelConfig};
 use unweight_rt::{
-    DeviceBuffer, DeviceError, KernelSet, Lane, LaneSize, Linear, LoadError, Merge, Stream,
+    ContextSize, DeviceBuffer, DeviceError, ExecContext, KernelSet, Linear, LoadError, Merge, Stream,
     raw::{
         choose::graph,
-        ops::decode::{Decoder, output_bytes},
+        ops::decode_huffman::{Decoder, output_bytes},
         weight::{DeviceHuffman, DevicePalette},
     },
 };
@@ -31,20 +31,20 @@ use crate::{
 /// What makes palette indices of Huffman codes.
 struct Transcoding<'k> {
     kernels: &'k KernelSet,
-    lane: Lane,
+    ctx: ExecContext,
 }
 
 impl<'k> Transcoding<'k> {
     fn new(kernels: &'k KernelSet, stream: &Stream) -> Result<Self, DeviceError> {
-        Ok(Self { kernels, lane: Lane::new(stream, LaneSize::default())? })
+        Ok(Self { kernels, ctx: ExecContext::new(stream, ContextSize::default())? })
     }
 
     fn run(&mut self, tensor: DeviceHuffman) -> Result<DevicePalette, DeviceError> {
-        let mut indices = DeviceBuffer::zeroed(self.lane.stream(), output_bytes(tensor.grid(), DecodeOutput::Palette))?;
+        let mut indices = DeviceBuffer::zeroed(self.ctx.stream(), output_bytes(tensor.grid(), DecodeOutput::Palette))?;
         let decoder = decoder(self.kernels, DecodeOutput::Palette, tensor.code_bits())?;
-        decoder.palette(&mut self.lane, &tensor, &mut indices)?;
+        decoder.palette(&mut self.ctx, &tensor, &mut indices)?;
         // Also waits, before the codes go.
-        self.lane.synchronize()?;
+        self.ctx.synchronize()?;
         Ok(tensor.into_palette(indices)?)
     }
 }
@@ -54,7 +54,7 @@ pub fn decoder(kernels: &KernelSet, output: DecodeOutput, bits: u32) -> Result<D
     let arch = kernels.device().info().arch;
     match graph::decoder(arch, output, bits) {
         Some(spec) => Decoder::new(kernels.get(&spec)?),
-        None => Err(unweight_rt::Refusal::CodeBits { limit: 0, bits }.into()),
+        None => Err(unweight_rt::LaunchError::CodeBits { limit: 0, bits }.into()),
     }
 }
 
@@ -92,21 +92,21 @@ pub fn kernels<'a>(
     let (mut coded, mut longest) = (0, None);
     for names in names {
         let all = [names.gate.as_str(), &names.up, &names.down];
-        let mut forms = [FormId::RAW; 3];
-        for (form, name) in forms.iter_mut().zip(all) {
-            *form = bundle.tensor(name).map_err(LoadError::from)?.encoding();
+        let mut encodings = [EncodingId::RAW; 3];
+        for (encoding, name) in encodings.iter_mut().zip(all) {
+            *encoding = bundle.tensor(name).map_err(LoadError::from)?.encoding();
         }
-        let codes = forms.contains(&FormId::HUFFMAN);
+        let codes = encodings.contains(&EncodingId::HUFFMAN);
         let easy = codes && is_easy(as_what, coded);
         coded += u32::from(codes);
         let mut mlp = shapes(config).map(|[n, k]| Lying { as_what: Lies::Raw, packed: false, n, k, verbatim_rows: 0 });
-        for ((lying, form), name) in mlp.iter_mut().zip(forms).zip(all) {
-            lying.as_what = loads_as(form, [lying.n, lying.k], easy, arch);
+        for ((lying, encoding), name) in mlp.iter_mut().zip(encodings).zip(all) {
+            lying.as_what = loads_as(encoding, [lying.n, lying.k], easy, arch);
             if !matches!(lying.as_what, Lies::Palette | Lies::Huffman) {
                 continue;
             }
             let tensor = bundle.tensor(name).and_then(|tensor| tensor.stored()).map_err(LoadError::from)?;
-            if form == FormId::PALETTE {
+            if encoding == EncodingId::PALETTE {
                 lying.verbatim_rows = PaletteTensor::of(tensor).map_or(0, |tensor| tensor.max_verbatim_rows());
             } else if let Some(tensor) = HuffmanTensor::of(tensor) {
                 lying.verbatim_rows = tensor.max_verbatim_rows();
@@ -167,7 +167,7 @@ impl<'k> StoredMlps<'k> {
 /// Whether a layer has Huffman-coded projections.
 fn has_codes(source: &impl StoredSource, names: &GatedWeights) -> Result<bool, LoadError> {
     for name in [&names.gate, &names.up, &names.down] {
-        if source.form(name)? == FormId::HUFFMAN {
+        if source.encoding(name)? == EncodingId::HUFFMAN {
             return Ok(true);
         }
     }
@@ -188,7 +188,7 @@ impl StoredMlp {
         let all = [names.gate.as_str(), &names.up, &names.down];
         let mut lies = [Lies::Raw; 3];
         for ((lies, name), shape) in lies.iter_mut().zip(all).zip(shapes) {
-            *lies = loads_as(source.form(name)?, shape, easy, arch);
+            *lies = loads_as(source.encoding(name)?, shape, easy, arch);
         }
         let mut pair = None;
         if lies[0] == Lies::Linear && lies[1] == Lies::Linear {
@@ -202,7 +202,7 @@ impl StoredMlp {
                 Lies::Linear => Stored::Linear(source.linear(&[(name, shape)], Merge::Rows)?),
                 Lies::Raw => Stored::Raw(source.matrix(name, shape)?),
                 Lies::Huffman => Stored::Huffman(source.huffman(name, shape)?),
-                Lies::Palette if source.form(name)? == FormId::HUFFMAN => {
+                Lies::Palette if source.encoding(name)? == EncodingId::HUFFMAN => {
                     let tensor = source.huffman(name, shape)?;
                     Stored::Palette(transcoding.run(tensor).map_err(in_tensor(name))?)
                 }
@@ -228,14 +228,14 @@ impl StoredMlp {
         })
     }
 
-    /// What its products need of a lane, whichever stream they run on.
-    pub fn lane_size(&self) -> LaneSize {
+    /// What its products need of an execution context, whichever stream they run on.
+    pub fn context_size(&self) -> ContextSize {
         let linears = self.parts.iter().filter_map(|part| match part {
             Stored::Linear(linear) => Some(linear),
             _ => None,
         });
         let linears = linears.chain(self.pair.as_ref().map(|(linear, _)| linear));
-        linears.map(Linear::lane_size).fold(LaneSize::default(), LaneSize::max)
+        linears.map(Linear::context_size).fold(ContextSize::default(), ContextSize::max)
     }
 
     /// The longest code of its Huffman-coded weights, bits.

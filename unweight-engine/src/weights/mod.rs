@@ -8,8 +8,8 @@ use unweight_model::{
     ExpertWeights, GatedWeights, LayerWeights, Mixture, MlpWeights as NamesOfMlp, ModelConfig, ModelWeights,
 };
 use unweight_rt::{
-    DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, Expand, LaneSize, Linear, Linears, LoadError, Loader, Merge,
-    Resident, Unsuitable,
+    ContextSize, DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, Expand, Linear, Linears, LoadError, Loader,
+    Merge, Resident, Unsuitable,
     experts::{ExpertTensors, Experts, ExpertsShape, OffloadedExperts},
     raw::ops::embed::EmbedTable,
 };
@@ -81,11 +81,11 @@ pub enum MixtureExperts {
 }
 
 impl MixtureExperts {
-    /// What they need of a lane.
-    pub fn lane_size(&self, tokens: u32, top_k: u32) -> LaneSize {
+    /// What they need of an execution context.
+    pub fn context_size(&self, tokens: u32, top_k: u32) -> ContextSize {
         match self {
-            Self::Resident(experts) => experts.lane_size(tokens, top_k),
-            Self::Offloaded(experts) => experts.lane_size(tokens, top_k),
+            Self::Resident(experts) => experts.context_size(tokens, top_k),
+            Self::Offloaded(experts) => experts.context_size(tokens, top_k),
         }
     }
 

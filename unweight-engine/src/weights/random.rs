@@ -3,7 +3,7 @@
 use half::bf16;
 use unweight_format::testing::Weights as Kind;
 #[cfg(feature = "pipelines")]
-use unweight_format::{FormId, bundle::Profile};
+use unweight_format::{EncodingId, bundle::Profile};
 use unweight_model::ExpertWeights;
 #[cfg(feature = "pipelines")]
 use unweight_model::ModelWeights;
@@ -144,8 +144,8 @@ impl Source for Random<'_> {
 
 #[cfg(feature = "pipelines")]
 impl StoredSource for Random<'_> {
-    fn form(&self, name: &str) -> Result<FormId, LoadError> {
-        Ok(self.codes.form(name))
+    fn encoding(&self, name: &str) -> Result<EncodingId, LoadError> {
+        Ok(self.codes.encoding(name))
     }
 
     fn huffman(&mut self, name: &str, shape: [u32; 2]) -> Result<DeviceHuffman, LoadError> {

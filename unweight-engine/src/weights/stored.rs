@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use unweight_format::{
-    CodeLimit, FormId, Matrix,
+    CodeLimit, EncodingId, Matrix,
     bundle::Profile,
     raw::{HuffmanTensor, PaletteTensor, huffman, palette},
     safetensors::Dtype,
@@ -55,7 +55,7 @@ impl StoredMlp {
 /// A source of weights as they are stored.
 pub trait StoredSource: Source {
     /// The form that a weight is stored in.
-    fn form(&self, name: &str) -> Result<FormId, LoadError>;
+    fn encoding(&self, name: &str) -> Result<EncodingId, LoadError>;
     /// A Huffman-coded weight as it is.
     fn huffman(&mut self, name: &str, shape: [u32; 2]) -> Result<DeviceHuffman, LoadError>;
     /// Palette indices as they are.
@@ -63,8 +63,8 @@ pub trait StoredSource: Source {
 }
 
 impl StoredSource for Loader<'_> {
-    fn form(&self, name: &str) -> Result<FormId, LoadError> {
-        Loader::form(self, name)
+    fn encoding(&self, name: &str) -> Result<EncodingId, LoadError> {
+        Loader::encoding(self, name)
     }
 
     fn huffman(&mut self, name: &str, _: [u32; 2]) -> Result<DeviceHuffman, LoadError> {
@@ -85,7 +85,7 @@ pub struct Codes {
     /// The weights that are repeated.
     drawn: Vec<u16>,
     /// The forms of weights that are not raw, by name.
-    forms: HashMap<String, FormId>,
+    encodings: HashMap<String, EncodingId>,
     /// Coded once for each shape.
     coded: HashMap<[u32; 2], Coded>,
 }
@@ -93,27 +93,29 @@ pub struct Codes {
 impl Codes {
     /// All weights raw.
     pub fn new(drawn: Vec<u16>) -> Self {
-        Self { drawn, forms: HashMap::new(), coded: HashMap::new() }
+        Self { drawn, encodings: HashMap::new(), coded: HashMap::new() }
     }
 
     /// Gives MLPs the forms of a bundle of this profile (docs/format.md B.6).
     pub fn imitate(&mut self, names: &ModelWeights, profile: Profile) {
         for (index, layer) in names.layers.iter().enumerate() {
             let Some(GatedWeights { gate, up, down }) = layer.mlp.dense() else { continue };
-            let forms = match profile {
-                Profile::Distribution => [FormId::HUFFMAN; 3],
-                Profile::Palette => [FormId::PALETTE; 3],
-                Profile::Inference if index > 0 && index % 2 == 0 => [FormId::HUFFMAN, FormId::HUFFMAN, FormId::RAW],
-                Profile::Inference if index > 0 => [FormId::PALETTE, FormId::PALETTE, FormId::RAW],
-                _ => [FormId::RAW; 3],
+            let encodings = match profile {
+                Profile::Distribution => [EncodingId::HUFFMAN; 3],
+                Profile::Palette => [EncodingId::PALETTE; 3],
+                Profile::Inference if index > 0 && index % 2 == 0 => {
+                    [EncodingId::HUFFMAN, EncodingId::HUFFMAN, EncodingId::RAW]
+                }
+                Profile::Inference if index > 0 => [EncodingId::PALETTE, EncodingId::PALETTE, EncodingId::RAW],
+                _ => [EncodingId::RAW; 3],
             };
-            self.forms.extend([gate, up, down].into_iter().cloned().zip(forms));
+            self.encodings.extend([gate, up, down].into_iter().cloned().zip(encodings));
         }
     }
 
     /// The form of a weight.
-    pub fn form(&self, name: &str) -> FormId {
-        self.forms.get(name).copied().unwrap_or(FormId::RAW)
+    pub fn encoding(&self, name: &str) -> EncodingId {
+        self.encodings.get(name).copied().unwrap_or(EncodingId::RAW)
     }
 
     /// A weight `[n, k]` in both forms.
@@ -137,7 +139,7 @@ impl Codes {
         }
         self.coded.get(&[n, k]).ok_or_else(|| LoadError::Unsuitable {
             name: name.to_owned(),
-            why: Unsuitable::OtherForm { form: FormId::HUFFMAN },
+            why: Unsuitable::OtherEncoding { encoding: EncodingId::HUFFMAN },
         })
     }
 }

@@ -1,5 +1,6 @@
 #![no_main]
-//! Entries of the kernel cache from anywhere: looked at, listed, verified and evicted, never trusted and never in the way.
+//! Entries of the kernel cache from anywhere: looked at, listed, verified and evicted, never trusted and never in the
+//! way.
 
 use std::{fs, path::PathBuf, sync::LazyLock};
 

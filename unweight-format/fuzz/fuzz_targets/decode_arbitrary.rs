@@ -3,7 +3,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use unweight_format::{
-    CodeLimit, Float, FloatMatrix, FormId, Histogram, Matrix, TileGrid,
+    CodeLimit, Float, FloatMatrix, EncodingId, Histogram, Matrix, TileGrid,
     raw::{
         CompactTensor, ExponentsTensor, HuffmanTensor, PackedTensor, PaletteTensor, Section, compact, exponents,
         huffman, oracle, packed, palette,
@@ -44,7 +44,7 @@ fn check_packed(tensor: &PackedTensor<Vec<u8>>) {
     // The form is canonical: with the same window, the weights give the same bytes.
     let matrix = Matrix::new(&weights, tensor.grid().rows(), tensor.grid().cols()).expect("the shape is right");
     if let Ok(again) = packed::pack(matrix, &Histogram::of(&weights)) {
-        assert!(again.window() != tensor.window() || again == *tensor, "two forms of the same weights");
+        assert!(again.window() != tensor.window() || again == *tensor, "two encodings of the same weights");
     }
     (0..tensor.grid().tiles()).for_each(|tile| drop(tensor.operands(tile)));
 }
@@ -175,7 +175,7 @@ fn exponents_sections(mode: u8, rows: usize, cols: usize, data: &[u8]) {
     check_exponents(&tensor);
     let damaged = |section: Section| {
         let mut bytes = tensor.section(section).map(|bytes| bytes.into_owned()).unwrap_or_default();
-        let own = |change: &&[u8]| FormId::EXPONENTS.form().sections()[usize::from(change[0]) % 9] == section;
+        let own = |change: &&[u8]| EncodingId::EXPONENTS.encoding().sections()[usize::from(change[0]) % 9] == section;
         for change in data.chunks_exact(4).filter(own) {
             if !bytes.is_empty() {
                 let at = usize::from(u16::from_le_bytes([change[1], change[2]])) % bytes.len();
@@ -217,7 +217,7 @@ fn packed_sections(mode: u8, tile_rows: usize, tile_cols: usize, data: &[u8]) {
     let damaged = |section: Section| {
         let mut bytes = tensor.section(section).map(|b| b.into_owned()).unwrap_or_default();
         for change in
-            data.chunks_exact(4).filter(|c| FormId::PACKED.form().sections()[usize::from(c[0]) % 4] == section)
+            data.chunks_exact(4).filter(|c| EncodingId::PACKED.encoding().sections()[usize::from(c[0]) % 4] == section)
         {
             if !bytes.is_empty() {
                 let at = usize::from(u16::from_le_bytes([change[1], change[2]])) % bytes.len();
@@ -264,7 +264,7 @@ fn compact_sections(mode: u8, tile_rows: usize, tile_cols: usize, data: &[u8]) {
     let damaged = |section: Section| {
         let mut bytes = tensor.section(section).map(|b| b.into_owned()).unwrap_or_default();
         for change in
-            data.chunks_exact(4).filter(|c| FormId::COMPACT.form().sections()[usize::from(c[0]) % 6] == section)
+            data.chunks_exact(4).filter(|c| EncodingId::COMPACT.encoding().sections()[usize::from(c[0]) % 6] == section)
         {
             if !bytes.is_empty() {
                 let at = usize::from(u16::from_le_bytes([change[1], change[2]])) % bytes.len();

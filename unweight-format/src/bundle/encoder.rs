@@ -3,7 +3,8 @@
 use std::error::Error;
 
 use crate::{
-    CodeLimit, CodecError, Digest, FloatMatrix, FormId, StoredTensor, Survey, form::Unfit, packed::Unpackable,
+    CodeLimit, CodecError, Digest, EncodingId, FloatMatrix, StoredTensor, Survey, encoding::NotEncodable,
+    packed::Unpackable,
 };
 
 /// Encodes matrices. All encoders give the same bytes, so a bundle does not depend on which one made it.
@@ -15,7 +16,7 @@ pub trait Encoder: Sync {
     fn encode(
         &self,
         matrix: FloatMatrix<'_>,
-        form: FormId,
+        encoding: EncodingId,
         limit: CodeLimit,
     ) -> Result<(Digest, StoredTensor<Vec<u8>>), EncoderError>;
 }
@@ -25,8 +26,8 @@ pub trait Encoder: Sync {
 #[non_exhaustive]
 pub enum EncoderError {
     /// The matrix does not fit the form.
-    #[error("the tensor does not fit the form")]
-    Unfit(#[from] Unfit),
+    #[error("the tensor does not fit the encoding")]
+    NotEncodable(#[from] NotEncodable),
     /// The encoder itself failed.
     #[error(transparent)]
     Failed(Box<dyn Error + Send + Sync>),
@@ -34,14 +35,14 @@ pub enum EncoderError {
 
 impl From<Unpackable> for EncoderError {
     fn from(why: Unpackable) -> Self {
-        Self::Unfit(why.into())
+        Self::NotEncodable(why.into())
     }
 }
 
 impl From<CodecError> for EncoderError {
     fn from(error: CodecError) -> Self {
         match error {
-            CodecError::TooManyWords { .. } => Self::Unfit(error.into()),
+            CodecError::TooManyWords { .. } => Self::NotEncodable(error.into()),
             other => Self::Failed(Box::new(other)),
         }
     }
@@ -55,11 +56,11 @@ impl Encoder for CpuEncoder {
     fn encode(
         &self,
         matrix: FloatMatrix<'_>,
-        form: FormId,
+        encoding: EncodingId,
         limit: CodeLimit,
     ) -> Result<(Digest, StoredTensor<Vec<u8>>), EncoderError> {
-        form.form().fits(matrix.grid())?;
+        encoding.encoding().fits(matrix.grid())?;
         let survey = Survey::of_float(matrix.float(), matrix.bytes());
-        Ok((survey.digest, StoredTensor::encode(form, matrix, &survey, limit)?))
+        Ok((survey.digest, StoredTensor::encode(encoding, matrix, &survey, limit)?))
     }
 }

@@ -23,7 +23,8 @@ pub enum ErrorClass {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Remedy {
-    /// Choose another output, or allow this one to be replaced ([`CompressOptions::force`](super::CompressOptions::force)).
+    /// Choose another output, or allow this one to be replaced
+    /// ([`CompressOptions::force`](super::CompressOptions::force)).
     Overwrite,
     /// Finished files are kept: resume ([`CompressOptions::resume`](super::CompressOptions::resume)).
     Resume,
@@ -35,7 +36,8 @@ pub enum Remedy {
     FreeAndRepeat,
     /// Use [`CpuEncoder`](super::CpuEncoder): every encoder gives the same bytes.
     CpuEncoder,
-    /// Use fewer threads ([`CompressOptions::threads`](super::CompressOptions::threads)), or allow this user more processes.
+    /// Use fewer threads ([`CompressOptions::threads`](super::CompressOptions::threads)), or allow this user more
+    /// processes.
     FewerThreads,
 }
 

@@ -3,7 +3,7 @@
 use std::{fmt, ops::Range};
 
 use super::{BundleError, TensorReport, manifest::TensorEntry, pipeline::on_threads, shard::Shard};
-use crate::{CodecError, FormId, StoredTensor, safetensors::Dtype};
+use crate::{CodecError, EncodingId, StoredTensor, safetensors::Dtype};
 
 /// A tensor of an open [`Bundle`](super::Bundle). Its bytes are read when a method asks for them, and compared with
 /// their digests.
@@ -64,8 +64,8 @@ impl<'a> TensorHandle<'a> {
     }
 
     /// How the bundle stores it.
-    pub fn encoding(&self) -> FormId {
-        self.entry().form
+    pub fn encoding(&self) -> EncodingId {
+        self.entry().encoding
     }
 
     /// The same as one row of `inspect`, with sizes.

@@ -7,7 +7,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    CodeLimit, Digest, Float, FormId, Section, TileGrid,
+    CodeLimit, Digest, EncodingId, Float, Section, TileGrid,
     bundle::{
         BundleError, Profile, Scope,
         blocks::{self, Blocks},
@@ -263,7 +263,7 @@ pub struct TensorEntry {
     pub layer: Option<u32>,
     /// Stored form.
     #[serde(rename = "encoding")]
-    pub form: FormId,
+    pub encoding: EncodingId,
     /// Why it is stored raw, or in another form than was asked for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
@@ -301,7 +301,7 @@ pub struct SectionEntry {
 mod section_names {
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
-    use crate::{Section, form::FORMS};
+    use crate::{Section, encoding::ENCODINGS};
 
     pub(super) fn serialize<S: Serializer>(section: &Section, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_str(section.name())
@@ -309,7 +309,7 @@ mod section_names {
 
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Section, D::Error> {
         let name = String::deserialize(deserializer)?;
-        let mut known = FORMS.iter().flat_map(|form| form.sections()).copied();
+        let mut known = ENCODINGS.iter().flat_map(|encoding| encoding.sections()).copied();
         known.find(|s| s.name() == name && !name.is_empty()).ok_or_else(|| D::Error::custom("unknown section name"))
     }
 }
@@ -399,8 +399,8 @@ impl TensorEntry {
 
     /// Bytes stored (saturating).
     pub fn stored_bytes(&self) -> u64 {
-        match self.form {
-            FormId::RAW => self.original_bytes().unwrap_or(u64::MAX),
+        match self.encoding {
+            EncodingId::RAW => self.original_bytes().unwrap_or(u64::MAX),
             _ => self.sections.iter().fold(0u64, |sum, s| sum.saturating_add(s.bytes)),
         }
     }
@@ -415,13 +415,13 @@ impl TensorEntry {
         let Some(original) = self.original_bytes() else {
             return Some(format!("the bytes of {} {:?} cannot be counted", self.dtype, self.shape));
         };
-        if self.form == FormId::RAW {
+        if self.encoding == EncodingId::RAW {
             let coded = self.rows.is_some() || self.cols.is_some() || !self.sections.is_empty();
             return coded.then(|| "a raw tensor has rows, cols or sections".into());
         }
-        let takes = |float: &Float| self.form.form().floats().contains(float);
+        let takes = |float: &Float| self.encoding.encoding().floats().contains(float);
         let Some(float) = Float::of(self.dtype).filter(takes) else {
-            return Some(format!("{} cannot be {}", self.dtype, self.form));
+            return Some(format!("{} cannot be {}", self.dtype, self.encoding));
         };
         let (rows, cols) = (self.rows.unwrap_or(0), self.cols.unwrap_or(0));
         let Some(grid) = self.grid() else { return Some(format!("[{rows}, {cols}] is no matrix")) };
@@ -431,10 +431,10 @@ impl TensorEntry {
         if grid.elements() as u64 > ELEMENTS_MAX {
             return Some(format!("[{rows}, {cols}] has more than {ELEMENTS_MAX} elements: only a raw tensor may"));
         }
-        if let Err(why) = self.form.form().fits(grid) {
-            return Some(format!("[{rows}, {cols}] cannot be {}: {why}", self.form));
+        if let Err(why) = self.encoding.encoding().fits(grid) {
+            return Some(format!("[{rows}, {cols}] cannot be {}: {why}", self.encoding));
         }
-        if !self.sections.iter().map(|s| &s.name).eq(self.form.form().sections()) {
+        if !self.sections.iter().map(|s| &s.name).eq(self.encoding.encoding().sections()) {
             return Some("its sections are not those of its encoding, in order".into());
         }
         self.sections.iter().find_map(|section| {

@@ -58,8 +58,8 @@ pub use plan::{PlanFile, Rule};
 pub use progress::{Progress, Silent};
 pub use read::{Bundle, model_files};
 pub use report::{
-    CompareReport, CompareRow, CompressReport, DecompressReport, FileReport, FormTotal, LargeCopy, PlanReport, Problem,
-    RoleTotal, TensorReport, UnmarkedConfig, VerifyReport,
+    CompareReport, CompareRow, CompressReport, DecompressReport, EncodingTotal, FileReport, LargeCopy, PlanReport,
+    Problem, RoleTotal, TensorReport, UnmarkedConfig, VerifyReport,
 };
 pub use sign::Signer;
 pub use verify::{verify, verify_with};

@@ -15,7 +15,7 @@ named! {
         /// Every eligible tensor in scope as packed palette indices.
         Palette = "palette",
         /// Ready for kernels: every eligible tensor in scope packed, or palette where that cannot be.
-        Resident = "resident",
+        Packed = "packed",
         /// Every eligible tensor in scope compact, or Huffman-coded where that cannot be or is smaller: as small as
         /// `distribution`, and laid out for kernels.
         Compact = "compact",
@@ -27,7 +27,7 @@ impl Profile {
     pub const fn default_scope(self) -> Scope {
         match self {
             Self::Inference => Scope::Mlp,
-            Self::Distribution | Self::Palette | Self::Resident | Self::Compact => Scope::All,
+            Self::Distribution | Self::Palette | Self::Packed | Self::Compact => Scope::All,
         }
     }
 }
@@ -236,7 +236,7 @@ mod tests {
             assert_eq!(profile.to_string().parse(), Ok(*profile));
             assert_eq!(serde_json::to_string(profile).unwrap(), format!("\"{profile}\""));
         }
-        let error = "zip".parse::<crate::FormId>().unwrap_err().to_string();
+        let error = "zip".parse::<crate::EncodingId>().unwrap_err().to_string();
         assert_eq!(error, "unknown encoding 'zip'; known: raw, huffman, palette, packed, compact, exponents");
     }
 }

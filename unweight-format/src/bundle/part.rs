@@ -298,7 +298,7 @@ pub fn merge(
     let tensors = tensor_reports(&made.manifest.files);
     let original_bytes = made.manifest.files.iter().map(FileEntry::size).sum();
     Ok(CompressReport {
-        forms: totals(&tensors),
+        encodings: totals(&tensors),
         coded_tensors: coded(&tensors),
         saved_bytes: saved(original_bytes, made.stored_bytes),
         tensors,

@@ -11,9 +11,9 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Float, FormId, TileGrid,
+    EncodingId, Float, TileGrid,
     bundle::{BundleError, CompressOptions, Profile, Scope, files},
-    form::{Sample, Unfit},
+    encoding::{NotEncodable, Sample},
     glob::matches,
     layout::ELEMENTS_MAX,
     roles::{self, Role},
@@ -47,7 +47,7 @@ pub enum Reason {
     /// The inference profile keeps what is in no layer raw.
     NoLayer,
     /// In this form it would not be smaller.
-    NotSmaller(FormId),
+    NotSmaller(EncodingId),
 }
 
 impl fmt::Display for Reason {
@@ -64,7 +64,7 @@ impl fmt::Display for Reason {
             Self::Bootstrap => f.write_str("bootstrap layer"),
             Self::Down => f.write_str("down projection"),
             Self::NoLayer => f.write_str("in no layer"),
-            Self::NotSmaller(form) => match form.form().least_saved() {
+            Self::NotSmaller(encoding) => match encoding.encoding().least_saved() {
                 1 => f.write_str("not smaller when coded"),
                 least => write!(f, "coded it would save less than {least} bytes"),
             },
@@ -86,35 +86,35 @@ pub struct Decision {
 /// A form with what it needs, and why it is not the form that was asked for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Choice {
-    form: FormId,
+    encoding: EncodingId,
     grid: Option<TileGrid>,
     /// The forms that did not fit, in the order in which they were tried.
-    misfits: Vec<(FormId, Unfit)>,
+    misfits: Vec<(EncodingId, NotEncodable)>,
     raw: Option<Reason>,
 }
 
 impl Choice {
     /// Raw, and why.
     pub fn raw(reason: Reason) -> Self {
-        Self { form: FormId::RAW, grid: None, misfits: Vec::new(), raw: Some(reason) }
+        Self { encoding: EncodingId::RAW, grid: None, misfits: Vec::new(), raw: Some(reason) }
     }
 
     /// A form for a matrix, or what takes its place if it does not fit the shape.
-    pub fn of(form: FormId, grid: TileGrid) -> Self {
-        let choice = Self { form, grid: Some(grid), misfits: Vec::new(), raw: None };
-        match form.form().fits(grid) {
+    pub fn of(encoding: EncodingId, grid: TileGrid) -> Self {
+        let choice = Self { encoding, grid: Some(grid), misfits: Vec::new(), raw: None };
+        match encoding.encoding().fits(grid) {
             Ok(()) => choice,
             Err(why) => choice.unfit(why),
         }
     }
 
     /// What takes the place of a form that does not fit.
-    pub fn unfit(mut self, why: Unfit) -> Self {
-        self.misfits.push((self.form, why));
-        self.form = self.form.form().fallback();
+    pub fn unfit(mut self, why: NotEncodable) -> Self {
+        self.misfits.push((self.encoding, why));
+        self.encoding = self.encoding.encoding().fallback();
         match self.grid {
             // A form that nothing takes the place of ends here: raw fits everything.
-            Some(grid) if self.form != FormId::RAW => match self.form.form().fits(grid) {
+            Some(grid) if self.encoding != EncodingId::RAW => match self.encoding.encoding().fits(grid) {
                 Ok(()) => self,
                 Err(why) => self.unfit(why),
             },
@@ -124,12 +124,12 @@ impl Choice {
 
     /// Raw, because this form would not be smaller.
     pub fn not_smaller(self) -> Self {
-        Self { form: FormId::RAW, grid: None, raw: Some(Reason::NotSmaller(self.form)), ..self }
+        Self { encoding: EncodingId::RAW, grid: None, raw: Some(Reason::NotSmaller(self.encoding)), ..self }
     }
 
     /// The form.
-    pub fn form(&self) -> FormId {
-        self.form
+    pub fn encoding(&self) -> EncodingId {
+        self.encoding
     }
 
     /// The matrix it is coded as; `None` if it is raw.
@@ -139,9 +139,10 @@ impl Choice {
 
     /// Why it is raw, or in another form than was asked for.
     pub fn reason(&self) -> Option<String> {
-        let mut parts: Vec<String> = self.misfits.iter().map(|(form, why)| format!("not {form}: {why}")).collect();
+        let mut parts: Vec<String> =
+            self.misfits.iter().map(|(encoding, why)| format!("not {encoding}: {why}")).collect();
         match self.raw {
-            Some(Reason::NotSmaller(form)) if !parts.is_empty() => parts.push(format!("not smaller as {form}")),
+            Some(Reason::NotSmaller(encoding)) if !parts.is_empty() => parts.push(format!("not smaller as {encoding}")),
             Some(reason) => parts.push(reason.to_string()),
             None => {}
         }
@@ -174,7 +175,7 @@ pub struct Rule {
     pub pattern: String,
     /// The form to store matching tensors in.
     #[serde(rename = "encoding")]
-    pub form: FormId,
+    pub encoding: EncodingId,
 }
 
 impl PlanFile {
@@ -239,15 +240,15 @@ impl Planner {
         let wanted = eligible(dtype, shape).and_then(|of| Ok((self.wanted(name, role, layer)?, of)));
         let choice = match wanted {
             Err(reason) => Choice::raw(reason),
-            Ok((FormId::RAW, _)) => Choice::raw(Reason::PlanFile),
-            Ok((form, (float, grid))) => Choice::of(form.for_float(float), grid),
+            Ok((EncodingId::RAW, _)) => Choice::raw(Reason::PlanFile),
+            Ok((encoding, (float, grid))) => Choice::of(encoding.for_float(float), grid),
         };
         Decision { role, layer, choice }
     }
 
-    fn wanted(&self, name: &str, role: Role, layer: Option<u32>) -> Result<FormId, Reason> {
+    fn wanted(&self, name: &str, role: Role, layer: Option<u32>) -> Result<EncodingId, Reason> {
         if let Some(rule) = self.rules.iter().rev().find(|rule| matches(&rule.pattern, name)) {
-            return Ok(rule.form);
+            return Ok(rule.encoding);
         }
         let any = |patterns: &[String]| patterns.iter().any(|pattern| matches(pattern, name));
         if any(&self.exclude) {
@@ -265,16 +266,16 @@ impl Planner {
             return Err(Reason::Scope(self.scope, role));
         }
         match (self.profile, layer) {
-            (Profile::Distribution, _) => Ok(FormId::HUFFMAN),
-            (Profile::Palette, _) => Ok(FormId::PALETTE),
-            (Profile::Resident, _) => Ok(FormId::PACKED),
-            (Profile::Compact, _) => Ok(FormId::COMPACT),
+            (Profile::Distribution, _) => Ok(EncodingId::HUFFMAN),
+            (Profile::Palette, _) => Ok(EncodingId::PALETTE),
+            (Profile::Packed, _) => Ok(EncodingId::PACKED),
+            (Profile::Compact, _) => Ok(EncodingId::COMPACT),
             (Profile::Inference, None) => Err(Reason::NoLayer),
             (Profile::Inference, Some(_)) if role == Role::Down => Err(Reason::Down),
             // Report section 6: the first layer is ready, then hard and easy ones alternate.
             (Profile::Inference, Some(0)) => Err(Reason::Bootstrap),
-            (Profile::Inference, Some(layer)) if layer % 2 == 0 => Ok(FormId::HUFFMAN),
-            (Profile::Inference, Some(_)) => Ok(FormId::PALETTE),
+            (Profile::Inference, Some(layer)) if layer % 2 == 0 => Ok(EncodingId::HUFFMAN),
+            (Profile::Inference, Some(_)) => Ok(EncodingId::PALETTE),
         }
     }
 
@@ -308,7 +309,7 @@ fn eligible(dtype: Dtype, shape: &[usize]) -> Result<(Float, TileGrid), Reason> 
 /// What a choice becomes if all of the tensor is like the sample, and the bytes of its sections; `None` if it is raw.
 pub fn predict(mut choice: Choice, sample: &Sample) -> (Choice, Option<u64>) {
     while let Some(grid) = choice.grid() {
-        match choice.form().form().predict(grid, sample) {
+        match choice.encoding().encoding().predict(grid, sample) {
             Ok(bytes) => return (choice, Some(bytes)),
             Err(why) => choice = choice.unfit(why),
         }
@@ -321,56 +322,56 @@ mod tests {
     use super::*;
     use crate::{CodeLimit, testing::Weights};
 
-    fn planner(profile: Profile, scope: Scope, rules: &[(&str, FormId)]) -> Planner {
-        let rules = rules.iter().map(|&(pattern, form)| Rule { pattern: pattern.into(), form }).collect();
+    fn planner(profile: Profile, scope: Scope, rules: &[(&str, EncodingId)]) -> Planner {
+        let rules = rules.iter().map(|&(pattern, encoding)| Rule { pattern: pattern.into(), encoding }).collect();
         Planner { profile, scope, include: vec![], exclude: vec![], rules, plan_file: None }
     }
 
     #[test]
     fn type_and_shape_come_first() {
-        let all = planner(Profile::Distribution, Scope::All, &[("*", FormId::HUFFMAN)]);
-        let form = |dtype, shape: &[usize]| all.decide("x", dtype, shape).choice;
-        assert_eq!(form(Dtype::I8, &[64, 64]), Choice::raw(Reason::Dtype(Dtype::I8)));
-        assert_eq!(form(Dtype::F64, &[64, 64]), Choice::raw(Reason::Dtype(Dtype::F64)));
-        assert_eq!(form(Dtype::F16, &[64]), Choice::raw(Reason::Rank(1)));
-        assert_eq!(form(Dtype::Bf16, &[64]), Choice::raw(Reason::Rank(1)));
-        assert_eq!(form(Dtype::Bf16, &[]), Choice::raw(Reason::Rank(0)));
-        assert_eq!(form(Dtype::Bf16, &[0, 64]), Choice::raw(Reason::Empty));
-        assert_eq!(form(Dtype::Bf16, &[1 << 40, 1]), Choice::raw(Reason::TooLarge));
-        assert_eq!(form(Dtype::Bf16, &[8, 4, 64]), Choice::of(FormId::HUFFMAN, TileGrid::new(32, 64).unwrap()));
+        let all = planner(Profile::Distribution, Scope::All, &[("*", EncodingId::HUFFMAN)]);
+        let encoding = |dtype, shape: &[usize]| all.decide("x", dtype, shape).choice;
+        assert_eq!(encoding(Dtype::I8, &[64, 64]), Choice::raw(Reason::Dtype(Dtype::I8)));
+        assert_eq!(encoding(Dtype::F64, &[64, 64]), Choice::raw(Reason::Dtype(Dtype::F64)));
+        assert_eq!(encoding(Dtype::F16, &[64]), Choice::raw(Reason::Rank(1)));
+        assert_eq!(encoding(Dtype::Bf16, &[64]), Choice::raw(Reason::Rank(1)));
+        assert_eq!(encoding(Dtype::Bf16, &[]), Choice::raw(Reason::Rank(0)));
+        assert_eq!(encoding(Dtype::Bf16, &[0, 64]), Choice::raw(Reason::Empty));
+        assert_eq!(encoding(Dtype::Bf16, &[1 << 40, 1]), Choice::raw(Reason::TooLarge));
+        assert_eq!(encoding(Dtype::Bf16, &[8, 4, 64]), Choice::of(EncodingId::HUFFMAN, TileGrid::new(32, 64).unwrap()));
     }
 
     #[test]
     fn other_dtypes_are_always_exponents() {
         let grid = TileGrid::new(64, 64).unwrap();
-        for profile in [Profile::Distribution, Profile::Palette, Profile::Resident, Profile::Compact] {
+        for profile in [Profile::Distribution, Profile::Palette, Profile::Packed, Profile::Compact] {
             let planner = planner(profile, Scope::All, &[]);
             for dtype in [Dtype::F8E4M3, Dtype::F8E5M2, Dtype::F8E4M3Fnuz, Dtype::F8E5M2Fnuz, Dtype::F16, Dtype::F32] {
-                assert_eq!(planner.decide("x", dtype, &[64, 64]).choice, Choice::of(FormId::EXPONENTS, grid));
+                assert_eq!(planner.decide("x", dtype, &[64, 64]).choice, Choice::of(EncodingId::EXPONENTS, grid));
             }
         }
-        let inference = planner(Profile::Inference, Scope::Mlp, &[("*.9.*", FormId::EXPONENTS)]);
-        let form = |name: &str, dtype| inference.decide(name, dtype, &[64, 64]).choice.form();
-        assert_eq!(form("layers.1.mlp.up_proj", Dtype::F16), FormId::EXPONENTS);
-        assert_eq!(form("layers.1.mlp.down_proj", Dtype::F16), FormId::RAW);
-        assert_eq!(form("layers.9.mlp.down_proj", Dtype::F32), FormId::EXPONENTS);
-        assert_eq!(form("layers.9.mlp.down_proj", Dtype::Bf16), FormId::HUFFMAN, "the same coding of BF16");
+        let inference = planner(Profile::Inference, Scope::Mlp, &[("*.9.*", EncodingId::EXPONENTS)]);
+        let encoding = |name: &str, dtype| inference.decide(name, dtype, &[64, 64]).choice.encoding();
+        assert_eq!(encoding("layers.1.mlp.up_proj", Dtype::F16), EncodingId::EXPONENTS);
+        assert_eq!(encoding("layers.1.mlp.down_proj", Dtype::F16), EncodingId::RAW);
+        assert_eq!(encoding("layers.9.mlp.down_proj", Dtype::F32), EncodingId::EXPONENTS);
+        assert_eq!(encoding("layers.9.mlp.down_proj", Dtype::Bf16), EncodingId::HUFFMAN, "the same coding of BF16");
     }
 
     #[test]
     fn rules_override_patterns_and_patterns_narrow() {
         let mut planner =
-            planner(Profile::Palette, Scope::Mlp, &[("*.0.*", FormId::RAW), ("*.0.mlp.*", FormId::HUFFMAN)]);
+            planner(Profile::Palette, Scope::Mlp, &[("*.0.*", EncodingId::RAW), ("*.0.mlp.*", EncodingId::HUFFMAN)]);
         planner.exclude = vec!["*up_proj*".into()];
         planner.include = vec!["*_proj*".into()];
-        let form = |name: &str| planner.decide(name, Dtype::Bf16, &[64, 64]).choice;
+        let encoding = |name: &str| planner.decide(name, Dtype::Bf16, &[64, 64]).choice;
         let grid = TileGrid::new(64, 64).unwrap();
-        assert_eq!(form("layers.0.mlp.up_proj"), Choice::of(FormId::HUFFMAN, grid), "the later rule wins");
-        assert_eq!(form("layers.0.x"), Choice::raw(Reason::PlanFile));
-        assert_eq!(form("layers.1.mlp.up_proj"), Choice::raw(Reason::Excluded));
-        assert_eq!(form("layers.1.mlp.gate_proj"), Choice::of(FormId::PALETTE, grid));
-        assert_eq!(form("layers.1.self_attn.q_proj"), Choice::raw(Reason::Scope(Scope::Mlp, Role::Q)));
-        assert_eq!(form("lm_head"), Choice::raw(Reason::NotIncluded));
+        assert_eq!(encoding("layers.0.mlp.up_proj"), Choice::of(EncodingId::HUFFMAN, grid), "the later rule wins");
+        assert_eq!(encoding("layers.0.x"), Choice::raw(Reason::PlanFile));
+        assert_eq!(encoding("layers.1.mlp.up_proj"), Choice::raw(Reason::Excluded));
+        assert_eq!(encoding("layers.1.mlp.gate_proj"), Choice::of(EncodingId::PALETTE, grid));
+        assert_eq!(encoding("layers.1.self_attn.q_proj"), Choice::raw(Reason::Scope(Scope::Mlp, Role::Q)));
+        assert_eq!(encoding("lm_head"), Choice::raw(Reason::NotIncluded));
         assert!(planner.check_rules(["layers.0.mlp.x"].into_iter()).is_ok());
         let error = planner.check_rules(["layers.0.x"].into_iter()).unwrap_err().to_string();
         assert!(error.contains("no tensor matches '*.0.mlp.*'"), "{error}");
@@ -425,12 +426,14 @@ mod tests {
         assert!((78.4 - 1.3..=78.4).contains(&distribution), "distribution: {distribution}");
 
         let inference = planner(Profile::Inference, Scope::Mlp, &[]);
-        let form = |layer: u32, part: &str| {
+        let encoding = |layer: u32, part: &str| {
             let name = format!("model.layers.{layer}.mlp.{part}_proj.weight");
-            inference.decide(&name, Dtype::Bf16, &[14336, 4096]).choice.form()
+            inference.decide(&name, Dtype::Bf16, &[14336, 4096]).choice.encoding()
         };
-        let count = |form_id| (0..32).filter(|&layer| form(layer, "gate") == form_id).count();
-        assert_eq!((count(FormId::RAW), count(FormId::HUFFMAN), count(FormId::PALETTE)), (1, 15, 16));
-        assert!((0..32).all(|layer| form(layer, "up") == form(layer, "gate") && form(layer, "down") == FormId::RAW));
+        let count = |form_id| (0..32).filter(|&layer| encoding(layer, "gate") == form_id).count();
+        assert_eq!((count(EncodingId::RAW), count(EncodingId::HUFFMAN), count(EncodingId::PALETTE)), (1, 15, 16));
+        assert!((0..32).all(
+            |layer| encoding(layer, "up") == encoding(layer, "gate") && encoding(layer, "down") == EncodingId::RAW
+        ));
     }
 }

@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::{BundleError, Profile, Scope, manifest::TensorEntry};
-use crate::{Digest, FormId, form::FORMS, roles::Role, safetensors};
+use crate::{Digest, EncodingId, encoding::ENCODINGS, roles::Role, safetensors};
 
 /// One tensor of a plan or a bundle.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -22,7 +22,7 @@ pub struct TensorReport {
     pub shape: Vec<usize>,
     /// The form it is stored in.
     #[serde(rename = "encoding")]
-    pub form: FormId,
+    pub encoding: EncodingId,
     /// Why it is stored raw, or in another form than was asked for.
     pub reason: Option<String>,
     /// Elements.
@@ -46,7 +46,7 @@ impl TensorReport {
             layer: entry.layer,
             dtype: entry.dtype.to_string(),
             shape: entry.shape.clone(),
-            form: entry.form,
+            encoding: entry.encoding,
             reason: entry.reason.clone(),
             elements,
             // Known: the manifest was checked.
@@ -65,10 +65,10 @@ pub(crate) fn bits_per_element(bytes: u64, elements: u64) -> f64 {
 /// Sums over the tensors of one form.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[non_exhaustive]
-pub struct FormTotal {
+pub struct EncodingTotal {
     /// The form.
     #[serde(rename = "encoding")]
-    pub form: FormId,
+    pub encoding: EncodingId,
     /// Tensors.
     pub tensors: u64,
     /// Elements.
@@ -158,7 +158,7 @@ pub struct PlanReport {
     pub tensors: Vec<TensorReport>,
     /// Totals by form.
     #[serde(rename = "encodings")]
-    pub forms: Vec<FormTotal>,
+    pub encodings: Vec<EncodingTotal>,
     /// Source files: weights, indexes and others.
     pub files: u64,
     /// Copied files that are large for what they are, largest first.
@@ -189,7 +189,7 @@ pub struct CompressReport {
     pub tensors: Vec<TensorReport>,
     /// Totals by form.
     #[serde(rename = "encodings")]
-    pub forms: Vec<FormTotal>,
+    pub encodings: Vec<EncodingTotal>,
     /// Source files: weights, indexes and others.
     pub files: u64,
     /// Copied files that are large for what they are, largest first.
@@ -315,14 +315,14 @@ impl VerifyReport {
     }
 }
 
-pub(crate) fn totals(tensors: &[TensorReport]) -> Vec<FormTotal> {
-    FORMS
+pub(crate) fn totals(tensors: &[TensorReport]) -> Vec<EncodingTotal> {
+    ENCODINGS
         .iter()
-        .map(|form| {
-            let form = form.id();
-            let zero = FormTotal { form, tensors: 0, elements: 0, original_bytes: 0, stored_bytes: 0 };
-            tensors.iter().filter(|t| t.form == form).fold(zero, |sum, t| FormTotal {
-                form,
+        .map(|encoding| {
+            let encoding = encoding.id();
+            let zero = EncodingTotal { encoding, tensors: 0, elements: 0, original_bytes: 0, stored_bytes: 0 };
+            tensors.iter().filter(|t| t.encoding == encoding).fold(zero, |sum, t| EncodingTotal {
+                encoding,
                 tensors: sum.tensors + 1,
                 elements: sum.elements + t.elements,
                 original_bytes: sum.original_bytes + t.original_bytes,
@@ -348,7 +348,7 @@ pub(crate) fn by_role(tensors: &[TensorReport]) -> Vec<RoleTotal> {
 }
 
 pub(crate) fn coded(tensors: &[TensorReport]) -> u64 {
-    tensors.iter().filter(|t| t.form != FormId::RAW).count() as u64
+    tensors.iter().filter(|t| t.encoding != EncodingId::RAW).count() as u64
 }
 
 /// What is saved; sizes are below 2^63.

@@ -19,8 +19,8 @@ use super::{
     read::check_sizes,
 };
 use crate::{
-    CodecError, Digest, Float, FormId, Section, StoredTensor, TileGrid,
-    form::{
+    CodecError, Digest, EncodingId, Float, Section, StoredTensor, TileGrid,
+    encoding::{
         exponents,
         packed::{self, PackedTensor, Window, slice_lists},
     },
@@ -88,7 +88,7 @@ impl Shard {
             .tensors
             .iter()
             .map(|tensor| {
-                let Some(grid) = tensor.grid().filter(|_| tensor.form != FormId::RAW) else {
+                let Some(grid) = tensor.grid().filter(|_| tensor.encoding != EncodingId::RAW) else {
                     // The manifest was checked: its bytes can be counted.
                     let bytes = tensor.original_bytes().unwrap_or(0);
                     return Ok(vec![place(&tensor.name, tensor.dtype, &tensor.shape, bytes)?]);
@@ -131,7 +131,11 @@ impl Shard {
     /// As [`Shard::work`], from a tensor on.
     pub(crate) fn work_from(&self, first: usize, ram_bytes: Option<u64>) -> Vec<Work> {
         let tensors = self.file.tensors.iter();
-        batches_from(first, tensors.map(|t| (t.original_bytes().unwrap_or(0), t.form == FormId::RAW)), ram_bytes)
+        batches_from(
+            first,
+            tensors.map(|t| (t.original_bytes().unwrap_or(0), t.encoding == EncodingId::RAW)),
+            ram_bytes,
+        )
     }
 
     pub(crate) fn buffer(&self, bytes: u64) -> Result<Vec<u8>, BundleError> {
@@ -151,7 +155,8 @@ impl Shard {
             self.part(place.clone(), section.digest, what)
         });
         let sections = sections.collect::<Result<Vec<_>, _>>()?;
-        let stored = StoredTensor::new(entry.form, grid, sections).map_err(|source| self.codec_error(index, source))?;
+        let stored =
+            StoredTensor::new(entry.encoding, grid, sections).map_err(|source| self.codec_error(index, source))?;
         // A form of several types says which one it is of; it has to be the tensor's.
         match stored.section(Section::FLOAT_FORMAT) {
             Some(format) if Float::of(entry.dtype).is_none_or(|float| format != exponents::format_of(float)) => {
@@ -186,7 +191,7 @@ impl Shard {
     /// `blocks`: and so are blocks, which only matter where a part is read.
     pub(crate) fn decode(&self, index: usize, out: &mut [u8], blocks: bool) -> Result<(), BundleError> {
         let (entry, place) = (&self.file.tensors[index], self.places[index][0].start);
-        if entry.form == FormId::RAW {
+        if entry.encoding == EncodingId::RAW {
             self.input.read_at_together(place, out)?;
             return self.compare(Digest::of(out), entry.digest, place, || format!("tensor '{}'", entry.name));
         }
@@ -286,7 +291,7 @@ impl Shard {
         let what = |section: Section| format!("tensor '{}', section {}", entry.name, section.name());
         let find = |name: Section| {
             let mut pairs = entry.sections.iter().zip(&self.places[index]);
-            pairs.find(|(section, _)| section.name == name).expect("the manifest was checked: its form has it")
+            pairs.find(|(section, _)| section.name == name).expect("the manifest was checked: its encoding has it")
         };
         // Window, heads and lists are small: they are read and compared whole.
         let small = |name: Section| {

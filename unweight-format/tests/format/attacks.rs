@@ -1,5 +1,5 @@
-//! A source that changes, a neighbour who plants things, a disk that fails: nothing is lost, nothing is fooled. Each test is a promise that an attack
-//! once broke.
+//! A source that changes, a neighbour who plants things, a disk that fails: nothing is lost, nothing is fooled. Each
+//! test is a promise that an attack once broke.
 
 use std::{
     fs,
@@ -311,8 +311,8 @@ fn resume_keeps_every_tensor_finished_before_a_crash() {
     }
 }
 
-/// Every crash point of the protocol, in a fresh run, one that replaces and one that rebuilds: the output is absent, the old one or the new one, never
-/// a part of one; a run after it ends in the same bytes, whether it resumes or not.
+/// Every crash point of the protocol, in a fresh run, one that replaces and one that rebuilds: the output is absent,
+/// the old one or the new one, never a part of one; a run after it ends in the same bytes, whether it resumes or not.
 #[test]
 fn a_crash_at_any_point_leaves_all_or_nothing() {
     let scratch = Scratch::new();

@@ -8,7 +8,7 @@ use std::{
 };
 
 use unweight_format::{
-    CodeLimit, CodecError, Digest, FloatMatrix, FormId, StoredTensor, Unfit,
+    CodeLimit, CodecError, Digest, EncodingId, FloatMatrix, NotEncodable, StoredTensor,
     bundle::{
         Bundle, BundleError, CompressOptions, CpuEncoder, DecompressOptions, Encoder, EncoderError, ErrorClass,
         Profile, Progress, Remedy, Scope, Silent, VerifyAfter, compress, compress_with, decompress, manifest, plan,
@@ -59,10 +59,10 @@ fn real_weights_shrink_to_two_thirds() {
     let scratch = Scratch::new();
     let report = compress(&real_model(&scratch), &scratch.path("b"), &CompressOptions::default(), &Silent).unwrap();
     assert!((0.65..0.72).contains(&report.ratio), "{}", report.ratio);
-    assert!(report.forms.iter().any(|e| e.form == FormId::HUFFMAN));
-    let raw: Vec<_> = report.tensors.iter().filter(|t| t.form == FormId::RAW).collect();
+    assert!(report.encodings.iter().any(|e| e.encoding == EncodingId::HUFFMAN));
+    let raw: Vec<_> = report.tensors.iter().filter(|t| t.encoding == EncodingId::RAW).collect();
     assert!(raw.iter().all(|t| t.reason.is_some()));
-    assert!(report.tensors.iter().filter(|t| t.form != FormId::RAW).all(|t| t.stored_bytes < t.original_bytes));
+    assert!(report.tensors.iter().filter(|t| t.encoding != EncodingId::RAW).all(|t| t.stored_bytes < t.original_bytes));
 }
 
 #[test]
@@ -76,7 +76,7 @@ fn plan_predicts_the_sizes_of_compress() {
         let done = compress(&source, &scratch.path(profile.name()), &options, &Silent).unwrap();
         assert!((planned.ratio - done.ratio).abs() < 0.01, "{profile}: {} {}", planned.ratio, done.ratio);
         for (planned, done) in planned.tensors.iter().zip(&done.tensors) {
-            assert_eq!((&planned.name, planned.form, &planned.reason), (&done.name, done.form, &done.reason));
+            assert_eq!((&planned.name, planned.encoding, &planned.reason), (&done.name, done.encoding, &done.reason));
             let error = planned.stored_bytes as f64 / done.stored_bytes as f64 - 1.0;
             assert!(error.abs() < 0.02, "{}: {} {}", done.name, planned.stored_bytes, done.stored_bytes);
         }
@@ -100,15 +100,15 @@ fn inference_profile_alternates_huffman_and_palette_layers() {
     demo_model::write(&source, &demo).unwrap();
     compress(&source, &bundle, &CompressOptions::new(Profile::Inference), &Silent).unwrap();
     let bundle = Bundle::open(&bundle).unwrap();
-    let form = |name: &str| match bundle.tensor(&format!("model.layers.{name}_proj.weight")).unwrap().encoding() {
-        FormId::RAW => 'R',
-        FormId::HUFFMAN => 'H',
-        FormId::PALETTE => 'P',
+    let encoding = |name: &str| match bundle.tensor(&format!("model.layers.{name}_proj.weight")).unwrap().encoding() {
+        EncodingId::RAW => 'R',
+        EncodingId::HUFFMAN => 'H',
+        EncodingId::PALETTE => 'P',
         _ => '?',
     };
-    let layer = |i: usize| ["gate", "up", "down"].map(|p| form(&format!("{i}.mlp.{p}"))).iter().collect::<String>();
+    let layer = |i: usize| ["gate", "up", "down"].map(|p| encoding(&format!("{i}.mlp.{p}"))).iter().collect::<String>();
     assert_eq!([0, 1, 2, 3].map(layer), ["RRR", "PPR", "HHR", "PPR"]);
-    assert_eq!(form("1.self_attn.q"), 'R');
+    assert_eq!(encoding("1.self_attn.q"), 'R');
     let source = fs::read(source.join("model.safetensors")).unwrap();
     let decoded = bundle.tensor("model.layers.2.mlp.up_proj.weight").unwrap().decode().unwrap();
     assert!(source.windows(decoded.len()).any(|window| window == decoded));
@@ -137,10 +137,10 @@ fn packed_profile_falls_back_with_a_reason() {
     let mut cauchy = || half::bf16::from_f64(0.001 * rng.normal() / rng.normal()).to_le_bytes();
     let heavy: Vec<u8> = (0..128 * 128).flat_map(|_| cauchy()).collect();
     let n = 128 * 128;
-    let (packed, palette, raw) = (FormId::PACKED, FormId::PALETTE, FormId::RAW);
+    let (packed, palette, raw) = (EncodingId::PACKED, EncodingId::PALETTE, EncodingId::RAW);
     let outside = "% of the elements lie outside the best window of 16 exponents, the limit is 0.39 %";
     // Name, shape, weights, form, and what its reason says.
-    type Case<'a> = (&'a str, [usize; 2], Vec<u8>, FormId, &'a [&'a str]);
+    type Case<'a> = (&'a str, [usize; 2], Vec<u8>, EncodingId, &'a [&'a str]);
     let cases: [Case<'_>; 11] = [
         ("normal", [128, 128], common::weights(n, 1), packed, &[]),
         ("special", [128, 128], sprinkled(n, 400, |i| special[i % special.len()]), packed, &[]),
@@ -168,14 +168,14 @@ fn packed_profile_falls_back_with_a_reason() {
     ];
     let tensors: Vec<_> = cases.iter().map(|(name, shape, bytes, ..)| tensor(name, "BF16", shape, bytes)).collect();
     fs::write(source.join("model.safetensors"), safetensors_file(&[], &tensors)).unwrap();
-    let options = CompressOptions::new(Profile::Resident).verify(VerifyAfter::Full);
+    let options = CompressOptions::new(Profile::Packed).verify(VerifyAfter::Full);
     round_trip(&source, &options);
     let planned = plan(&source, &options).unwrap();
     let done = compress(&source, &scratch.path("b"), &options, &Silent).unwrap();
     let bundle = Bundle::open(&scratch.path("b")).unwrap();
     for (i, (name, _, bytes, encoding, reason)) in cases.iter().enumerate() {
         let got = &done.tensors[i];
-        assert_eq!((got.name.as_str(), got.form), (*name, *encoding), "{:?}", got.reason);
+        assert_eq!((got.name.as_str(), got.encoding), (*name, *encoding), "{:?}", got.reason);
         let text = got.reason.as_deref().unwrap_or_default();
         assert!(
             text.is_empty() == reason.is_empty() && reason.iter().all(|part| text.contains(part)),
@@ -203,7 +203,7 @@ fn packed_profile_falls_back_with_a_reason() {
         assert_eq!(bundle.tensor(name).unwrap().entry().reason, got.reason);
         // A plan looks at samples: of such small tensors at all of them, but not for single elements.
         if *name != "huge" {
-            assert_eq!((planned.tensors[i].form, &planned.tensors[i].reason), (*encoding, &got.reason), "{name}");
+            assert_eq!((planned.tensors[i].encoding, &planned.tensors[i].reason), (*encoding, &got.reason), "{name}");
         }
     }
     let with = |name: &str, threads| {
@@ -221,12 +221,12 @@ impl Encoder for Unpacked {
     fn encode(
         &self,
         matrix: FloatMatrix<'_>,
-        form: FormId,
+        encoding: EncodingId,
         limit: CodeLimit,
     ) -> Result<(Digest, StoredTensor<Vec<u8>>), EncoderError> {
-        match form {
-            FormId::PACKED => Err(EncoderError::Unfit(Unfit::new(io::Error::other("no kernel")))),
-            _ => CpuEncoder.encode(matrix, form, limit),
+        match encoding {
+            EncodingId::PACKED => Err(EncoderError::NotEncodable(NotEncodable::new(io::Error::other("no kernel")))),
+            _ => CpuEncoder.encode(matrix, encoding, limit),
         }
     }
 }
@@ -236,10 +236,10 @@ fn encoder_misfit_falls_back_with_a_reason() {
     let scratch = Scratch::new();
     let source = scratch.path("model");
     small_model(&source);
-    let options = CompressOptions::new(Profile::Resident);
+    let options = CompressOptions::new(Profile::Packed);
     let report = compress_with(&source, &scratch.path("bundle"), &options, &Unpacked, &Silent).unwrap();
     let gate = report.tensors.iter().find(|t| t.name.ends_with("0.mlp.gate_proj.weight")).unwrap();
-    assert_eq!((gate.form, gate.reason.as_deref()), (FormId::PALETTE, Some("not packed: no kernel")));
+    assert_eq!((gate.encoding, gate.reason.as_deref()), (EncodingId::PALETTE, Some("not packed: no kernel")));
     assert!(verify(&scratch.path("bundle"), Some(&source), &Silent).unwrap().is_ok());
 }
 
@@ -327,7 +327,7 @@ fn a_name_in_two_files_is_ambiguous_until_the_file_is_named() {
     compress(&source, &bundle, &CompressOptions::default(), &Silent).unwrap();
     let bundle = Bundle::open(&bundle).unwrap();
     assert!(matches!(bundle.tensor("t"), Err(BundleError::AmbiguousTensor { .. })));
-    assert!(matches!(bundle.tensor_in("b.safetensors", "t"), Ok(tensor) if tensor.encoding() == FormId::HUFFMAN));
+    assert!(matches!(bundle.tensor_in("b.safetensors", "t"), Ok(tensor) if tensor.encoding() == EncodingId::HUFFMAN));
     assert_eq!(bundle.tensors().count(), 2);
 }
 
@@ -351,7 +351,7 @@ fn config_json_names_its_weights() {
     let text = "{\n    \"zeta\": 1.0e-05, \"alpha\": 18446744073709551616,\n\t\"limit\": [0.0, Infinity]\n}";
     let source = configured(&scratch, "model", text.as_bytes());
     let mut digests = Vec::new();
-    for profile in [Profile::Distribution, Profile::Resident] {
+    for profile in [Profile::Distribution, Profile::Packed] {
         let options = CompressOptions::new(profile).sha256(true);
         let files = round_trip(&source, &options);
         let made = scratch.path(profile.name());
@@ -411,7 +411,7 @@ fn config_json_names_its_weights() {
 fn config_of_another_bundle_is_rejected() {
     let scratch = Scratch::new();
     let source = configured(&scratch, "model", b"{\"a\": 1}");
-    let [one, two] = [Profile::Distribution, Profile::Resident].map(|profile| {
+    let [one, two] = [Profile::Distribution, Profile::Packed].map(|profile| {
         let made = scratch.path(profile.name());
         compress(&source, &made, &CompressOptions::new(profile), &Silent).unwrap();
         made
@@ -500,7 +500,7 @@ fn weights_open_without_the_other_files() {
             originals.insert(name.clone(), data[at(0)..at(1)].to_vec());
         }
     }
-    compress(&source, &made, &CompressOptions::new(Profile::Resident), &Silent).unwrap();
+    compress(&source, &made, &CompressOptions::new(Profile::Packed), &Silent).unwrap();
     let whole = read_tree(&made);
     let decodes = |bundle: &Bundle| {
         assert_eq!(bundle.tensors().count(), originals.len());
@@ -581,8 +581,8 @@ fn patterns_and_plan_files_select_encodings() {
     let report = compress(&source, &scratch.path("b"), &options, &Silent).unwrap();
     let of = |name: &str| report.tensors.iter().find(|t| t.name == name).unwrap();
     assert_eq!(of("model.embed_tokens.weight").reason.as_deref(), Some("excluded"));
-    assert_eq!(of("model.layers.1.mlp.up_proj.weight").form, FormId::PALETTE);
-    assert_eq!(of("model.layers.0.mlp.up_proj.weight").form, FormId::HUFFMAN);
+    assert_eq!(of("model.layers.1.mlp.up_proj.weight").encoding, EncodingId::PALETTE);
+    assert_eq!(of("model.layers.0.mlp.up_proj.weight").encoding, EncodingId::HUFFMAN);
     for (text, expected) in [
         (r#"{"rules": [{"match": "nothing*", "encoding": "raw"}]}"#, "no tensor matches 'nothing*'"),
         (r#"{"rules": [{"match": "*", "encoding": "zip"}]}"#, "zip"),
@@ -819,11 +819,11 @@ impl Encoder for Counting {
     fn encode(
         &self,
         matrix: FloatMatrix<'_>,
-        form: FormId,
+        encoding: EncodingId,
         limit: CodeLimit,
     ) -> Result<(Digest, StoredTensor<Vec<u8>>), EncoderError> {
         self.0.fetch_add(1, Ordering::Relaxed);
-        CpuEncoder.encode(matrix, form, limit)
+        CpuEncoder.encode(matrix, encoding, limit)
     }
 }
 

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use proptest::prelude::*;
 use unweight_format::{
-    CodeLimit, CodecError, FormId, Histogram, Matrix, StoredTensor, Survey, TileGrid,
+    CodeLimit, CodecError, EncodingId, Histogram, Matrix, StoredTensor, Survey, TileGrid,
     raw::{
         CompactTensor, HuffmanTensor, PackedTensor, PaletteTensor, Section, TileMetadata,
         compact::{self, ClassWindow, Uncompact},
@@ -19,7 +19,7 @@ fn check(bytes: &[u8], rows: usize, cols: usize, limit: CodeLimit) {
     let matrix = Matrix::new(bytes, rows, cols).unwrap();
     let fast = huffman::encode(matrix, limit).unwrap();
     let slow = oracle::encode_huffman(matrix, limit).unwrap();
-    for &section in FormId::HUFFMAN.form().sections() {
+    for &section in EncodingId::HUFFMAN.encoding().sections() {
         assert!(fast.section(section) == slow.section(section), "encoders differ in {section:?}: {fast:?} {slow:?}");
     }
     assert_eq!(fast, slow, "encoders differ");
@@ -68,7 +68,7 @@ fn check_packed(bytes: &[u8], rows: usize, cols: usize) -> Result<PackedTensor<V
         let mut out = vec![0xaa; bytes.len()];
         packed::decode_into(tensor, &mut out).unwrap();
         assert!(out == bytes);
-        let all = FormId::PACKED.form().sections();
+        let all = EncodingId::PACKED.encoding().sections();
         let sections = |s| tensor.section(s).unwrap().into_owned();
         let stored = PackedTensor::from_sections(tensor.grid(), sections).unwrap();
         assert_eq!(&stored, tensor);
@@ -103,7 +103,8 @@ fn check_slice(tensor: &PackedTensor<Vec<u8>>, bytes: &[u8], rows: Range<usize>,
     assert_eq!((part.grid().rows(), part.grid().cols()), (rows.len(), cols.len()));
     assert!(part.unpack() == expected && oracle::unpack(&part) == expected, "{rows:?} {cols:?}");
     assert_eq!(part.window(), tensor.window());
-    // The sections, padded as in a shard, read back; window and weights determine every byte, so they are the oracle's if it takes this window.
+    // The sections, padded as in a shard, read back; window and weights determine every byte, so they are the oracle's
+    // if it takes this window.
     let sections = |section| part.section(section).unwrap().into_owned();
     let stored = PackedTensor::from_sections(part.grid(), sections).unwrap();
     assert_eq!(stored, part);
@@ -254,7 +255,7 @@ fn tampered_packed(change: impl Fn(Section, &mut Vec<u8>)) -> Result<PackedTenso
 #[test]
 fn each_broken_rule_of_the_packed_form_has_its_error() {
     assert!(tampered_packed(|_, _| {}).is_ok());
-    for &section in FormId::PACKED.form().sections() {
+    for &section in EncodingId::PACKED.encoding().sections() {
         for change in [|bytes: &mut Vec<u8>| bytes.push(0), |bytes: &mut Vec<u8>| bytes.clear()] {
             let wrong = tampered_packed(|s, bytes| {
                 if s == section {
@@ -379,7 +380,7 @@ fn worked_example_of_the_format_document() {
         Section::SIGN_MANTISSA => vec![0, 0xc0, 0, 0, 0, 0x40],
         _ => vec![],
     };
-    for &section in FormId::HUFFMAN.form().sections() {
+    for &section in EncodingId::HUFFMAN.encoding().sections() {
         assert_eq!(tensor.section(section).unwrap().as_ref(), expected(section), "{section:?}");
     }
     assert_eq!(tensor.row_end_offsets(0)[..3], [65, 131, 131]);
@@ -432,7 +433,7 @@ fn tampered(change: impl Fn(Section, &mut Vec<u8>)) -> Result<HuffmanTensor<Vec<
 #[test]
 fn each_broken_invariant_has_its_own_error() {
     assert!(tampered(|_, _| {}).is_ok());
-    for &section in FormId::HUFFMAN.form().sections() {
+    for &section in EncodingId::HUFFMAN.encoding().sections() {
         let longer = tampered(|s, bytes| {
             if s == section {
                 bytes.push(0)
@@ -537,13 +538,14 @@ fn wrong_buffers_are_refused() {
     assert!(TileGrid::new(usize::MAX, 2).is_err());
 }
 
-/// What the compact encoder makes comes back, by both decoders and from stored sections; what it refuses is refused for a reason.
+/// What the compact encoder makes comes back, by both decoders and from stored sections; what it refuses is refused for
+/// a reason.
 fn check_compact(bytes: &[u8], rows: usize, cols: usize) -> Result<CompactTensor<Vec<u8>>, Uncompact> {
     let matrix = Matrix::new(bytes, rows, cols).unwrap();
     let tensor = compact::encode(matrix, &Histogram::of(bytes))?;
     assert!(oracle::decode_compact(&tensor).unwrap() == bytes, "oracle");
     assert!(tensor.decode().unwrap() == bytes, "fast");
-    let all = FormId::COMPACT.form().sections();
+    let all = EncodingId::COMPACT.encoding().sections();
     let sections = |s| tensor.section(s).unwrap().into_owned();
     let stored = CompactTensor::from_sections(tensor.grid(), sections).unwrap();
     assert!(stored == tensor, "stored sections read back");
@@ -584,7 +586,8 @@ proptest! {
         _ = check_compact(&sprinkled(rows, cols, one_in, seed, |bits| bits as u16 & mask), rows, cols);
     }
 
-    /// Exponents of any shares, down to those of one element in many: long codes, quads without a code, escapes in and outside the window.
+    /// Exponents of any shares, down to those of one element in many: long codes, quads without a code, escapes in and
+    /// outside the window.
     #[test]
     fn compact_round_trips_with_any_exponents(
         base in 1u8..=223, halvings in 1u32..=12, one_in in 300u64..3000, tiles in 1usize..=6, seed: u64,
@@ -653,10 +656,10 @@ fn misfits_of_the_compact_encoding_are_named() {
         .flat_map(|i| ((120 + (i.wrapping_mul(0x9e37_79b9) >> 31) as u16) << 7).to_le_bytes())
         .collect();
     let matrix = Matrix::new(&two, 256, 256).unwrap();
-    let form = FormId::COMPACT.form();
-    let why = form.encode(matrix.into(), &Survey::of(&two), CodeLimit::DEFAULT).unwrap_err();
+    let encoding = EncodingId::COMPACT.encoding();
+    let why = encoding.encode(matrix.into(), &Survey::of(&two), CodeLimit::DEFAULT).unwrap_err();
     assert!(matches!(why.reason(), Some(Uncompact::Larger { .. })), "{why}");
-    assert_eq!(form.fallback(), FormId::HUFFMAN);
+    assert_eq!(encoding.fallback(), EncodingId::HUFFMAN);
 }
 
 #[test]
@@ -677,9 +680,9 @@ fn compact_bytes_do_not_depend_on_the_number_of_threads() {
 #[test]
 fn predicted_compact_size_is_close() {
     let bytes = Weights::TRAINED.bytes(512 * 512, 4);
-    let (grid, form) = (TileGrid::new(512, 512).unwrap(), FormId::COMPACT.form());
+    let (grid, encoding) = (TileGrid::new(512, 512).unwrap(), EncodingId::COMPACT.encoding());
     let sample = unweight_format::Sample::of(&[&bytes[..1 << 17]], CodeLimit::DEFAULT);
-    let predicted = form.predict(grid, &sample).unwrap() as f64;
+    let predicted = encoding.predict(grid, &sample).unwrap() as f64;
     let stored =
         compact::encode(Matrix::new(&bytes, 512, 512).unwrap(), &Histogram::of(&bytes)).unwrap().stored_bytes();
     assert!((predicted / stored as f64 - 1.0).abs() < 0.002, "{predicted} {stored}");
@@ -689,12 +692,12 @@ fn predicted_compact_size_is_close() {
 fn tampered_compact(change: impl Fn(Section, &mut Vec<u8>)) -> Result<(), CodecError> {
     let bytes = sprinkled(128, 128, 300, 9, |_| 0);
     let tensor = compact::encode(Matrix::new(&bytes, 128, 128).unwrap(), &Histogram::of(&bytes)).unwrap();
-    let sections = FormId::COMPACT.form().sections().iter().map(|&s| {
+    let sections = EncodingId::COMPACT.encoding().sections().iter().map(|&s| {
         let mut section = tensor.section(s).unwrap().into_owned();
         change(s, &mut section);
         section
     });
-    let tensor = StoredTensor::new(FormId::COMPACT, tensor.grid(), sections.collect())?;
+    let tensor = StoredTensor::new(EncodingId::COMPACT, tensor.grid(), sections.collect())?;
     let mut out = vec![0; bytes.len()];
     let decoded = tensor.decode(&mut out);
     // The slow decoder refuses what the fast one refuses.
@@ -706,7 +709,7 @@ fn tampered_compact(change: impl Fn(Section, &mut Vec<u8>)) -> Result<(), CodecE
 #[test]
 fn each_broken_rule_of_the_compact_form_has_its_error() {
     assert!(tampered_compact(|_, _| {}).is_ok());
-    for &section in FormId::COMPACT.form().sections() {
+    for &section in EncodingId::COMPACT.encoding().sections() {
         for change in [|bytes: &mut Vec<u8>| bytes.push(0), |bytes: &mut Vec<u8>| bytes.clear()] {
             let wrong = tampered_compact(|s, bytes| {
                 if s == section {

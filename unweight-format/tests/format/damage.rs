@@ -54,7 +54,7 @@ fn refuses(bundle: &Path, scratch: &Scratch) -> BundleError {
 #[test]
 fn every_flipped_bit_is_detected_and_its_file_named() {
     let scratch = Scratch::new();
-    for profile in [Profile::Distribution, Profile::Inference, Profile::Resident] {
+    for profile in [Profile::Distribution, Profile::Inference, Profile::Packed] {
         let bundle = bundle(&scratch, profile);
         for (name, bytes) in read_tree(&bundle) {
             // Every byte of the lengths and of the first parts; later ones at a stride that is no power of two.
@@ -247,7 +247,7 @@ fn hostile_manifests_are_rejected() {
 #[test]
 fn hostile_manifests_of_packed_tensors_are_rejected() {
     let scratch = Scratch::new();
-    let bundle = bundle(&scratch, Profile::Resident);
+    let bundle = bundle(&scratch, Profile::Packed);
     let sound = fs::read(bundle.join("unweight.json")).unwrap();
     type Change = fn(&mut serde_json::Value);
     fn packed(manifest: &mut serde_json::Value) -> &mut serde_json::Value {

@@ -4,7 +4,7 @@ use std::fs;
 
 use proptest::prelude::*;
 use unweight_format::{
-    CodeLimit, CodecError, Float, FloatMatrix, FormId, Matrix, StoredTensor,
+    CodeLimit, CodecError, EncodingId, Float, FloatMatrix, Matrix, StoredTensor,
     bundle::{Bundle, CompressOptions, DecompressOptions, Profile, Silent, compress, decompress, plan, verify},
     raw::{ExponentsTensor, Section, exponents, huffman, oracle},
     testing::{Random, float_weights},
@@ -18,7 +18,7 @@ fn check(float: Float, bytes: &[u8], rows: usize, cols: usize, limit: CodeLimit)
     let matrix = FloatMatrix::new(float, bytes, rows, cols).unwrap();
     let fast = exponents::encode(matrix, limit).unwrap();
     let slow = oracle::encode_exponents(matrix, limit).unwrap();
-    for &section in FormId::EXPONENTS.form().sections() {
+    for &section in EncodingId::EXPONENTS.encoding().sections() {
         assert!(fast.section(section) == slow.section(section), "encoders differ in {section:?}: {fast:?} {slow:?}");
     }
     let stored = ExponentsTensor::from_sections(fast.grid(), |s| fast.section(s).unwrap().into_owned()).unwrap();
@@ -111,7 +111,7 @@ fn exponents_have_the_layout_of_huffman() {
         let huffman = huffman::encode(Matrix::new(&halves, rows, cols).unwrap(), CodeLimit::DEFAULT).unwrap();
         let matrix = FloatMatrix::new(float, &bytes, rows, cols).unwrap();
         let tensor = exponents::encode(matrix, CodeLimit::DEFAULT).unwrap();
-        for &section in FormId::HUFFMAN.form().sections().iter().filter(|s| **s != Section::SIGN_MANTISSA) {
+        for &section in EncodingId::HUFFMAN.encoding().sections().iter().filter(|s| **s != Section::SIGN_MANTISSA) {
             assert!(tensor.section(section) == huffman.section(section), "{section:?}");
         }
     }
@@ -188,7 +188,7 @@ fn each_broken_invariant_has_its_own_error() {
                 "{float:?} {section:?}: {result:?}"
             );
         };
-        for &section in FormId::EXPONENTS.form().sections() {
+        for &section in EncodingId::EXPONENTS.encoding().sections() {
             for longer in [true, false] {
                 let result = tampered(float, |s, bytes| {
                     if s == section && (longer || !bytes.is_empty()) {
@@ -228,7 +228,7 @@ fn damaged_sections_never_panic() {
         let mut random = Random::new(10);
         for _ in 0..150 {
             let (at, bit) = (random.bits() as usize, random.below(8));
-            let section = FormId::EXPONENTS.form().sections()[random.below(9) as usize];
+            let section = EncodingId::EXPONENTS.encoding().sections()[random.below(9) as usize];
             let result = tampered(float, |s, bytes| {
                 if s == section && !bytes.is_empty() {
                     let at = at % bytes.len();
@@ -276,13 +276,13 @@ fn models_of_many_dtypes_shrink_and_round_trip() {
     let scratch = Scratch::new();
     let source = scratch.path("model");
     fp8_model(&source);
-    for profile in [Profile::Distribution, Profile::Inference, Profile::Palette, Profile::Resident, Profile::Compact] {
+    for profile in [Profile::Distribution, Profile::Inference, Profile::Palette, Profile::Packed, Profile::Compact] {
         let options = CompressOptions::new(profile);
         let bundle = scratch.path(&format!("{profile}"));
         let planned = plan(&source, &options).unwrap();
         let report = compress(&source, &bundle, &options, &Silent).unwrap();
         for (planned, made) in planned.tensors.iter().zip(&report.tensors) {
-            assert_eq!((planned.form, &planned.reason), (made.form, &made.reason), "{profile}: {}", made.name);
+            assert_eq!((planned.encoding, &planned.reason), (made.encoding, &made.reason), "{profile}: {}", made.name);
             // Of a matrix of 257 columns a fifth of the codes are padding, which a sample does not know.
             let off = planned.stored_bytes.abs_diff(made.stored_bytes);
             assert!(
@@ -294,7 +294,7 @@ fn models_of_many_dtypes_shrink_and_round_trip() {
         let of = |name: &str| report.tensors.iter().find(|t| t.name == name).unwrap();
         if profile != Profile::Inference {
             for name in ["model.layers.0.mlp.down_proj.weight", "a.weight", "conv", "model.layers.0.mlp.gate.weight"] {
-                assert_eq!(of(name).form, FormId::EXPONENTS, "{profile}: {name}");
+                assert_eq!(of(name).encoding, EncodingId::EXPONENTS, "{profile}: {name}");
                 assert!(of(name).stored_bytes * 100 < of(name).original_bytes * 92, "{profile}: {:?}", of(name));
             }
             for (name, reason) in [
@@ -303,9 +303,13 @@ fn models_of_many_dtypes_shrink_and_round_trip() {
                 ("noise", "coded it would save less than 2048 bytes"),
                 ("model.layers.0.mlp.up_proj.weight_scale_inv", "coded it would save less than 2048 bytes"),
             ] {
-                assert_eq!((of(name).form, of(name).reason.as_deref()), (FormId::RAW, Some(reason)), "{profile}");
+                assert_eq!(
+                    (of(name).encoding, of(name).reason.as_deref()),
+                    (EncodingId::RAW, Some(reason)),
+                    "{profile}"
+                );
             }
-            assert_ne!(of("bf16").form, FormId::EXPONENTS);
+            assert_ne!(of("bf16").encoding, EncodingId::EXPONENTS);
         }
         assert!(verify(&bundle, Some(&source), &Silent).unwrap().is_ok());
         let back = scratch.path(&format!("{profile}-back"));

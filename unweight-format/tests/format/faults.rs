@@ -1,5 +1,5 @@
-//! What the system refuses: threads, modes, renames. Each test runs the work in a child, as a user whom limits and modes
-//! bind, or with a fault that the library is asked to meet (`FAULTS`).
+//! What the system refuses: threads, modes, renames. Each test runs the work in a child, as a user whom limits and
+//! modes bind, or with a fault that the library is asked to meet (`FAULTS`).
 
 use std::{
     fs,

@@ -1,6 +1,7 @@
 //! The golden files of `tests/golden`: what this version writes, byte for byte, and what every version must refuse.
 //!
-//! `cargo test -p unweight-format --test format -- --ignored golden` writes them anew; review the difference before committing it.
+//! `cargo test -p unweight-format --test format -- --ignored golden` writes them anew; review the difference before
+//! committing it.
 
 use std::{
     fs,
@@ -8,7 +9,7 @@ use std::{
 };
 
 use unweight_format::{
-    Digest, Float, FormId, Matrix,
+    Digest, EncodingId, Float, Matrix,
     bundle::{Bundle, BundleError, CompressOptions, DecompressOptions, Profile, Silent, compress, decompress, verify},
     raw::{
         CompactTensor, ExponentsTensor, HuffmanTensor, PackedTensor, PaletteTensor, Section, TileMetadata, huffman,
@@ -27,7 +28,7 @@ fn golden() -> PathBuf {
 const VALID: [(&str, Profile); 5] = [
     ("single", Profile::Distribution),
     ("sharded", Profile::Inference),
-    ("resident", Profile::Resident),
+    ("packed", Profile::Packed),
     ("compact", Profile::Compact),
     ("floats", Profile::Distribution),
 ];
@@ -70,13 +71,13 @@ fn valid_models_give_the_golden_bytes_and_round_trip() {
         let open = Bundle::open(&expected).unwrap();
         for t in open.tensors() {
             let tensor = t.stored().unwrap();
-            let bytes = match tensor.form() {
-                FormId::RAW => tensor.section(Section::RAW).unwrap().to_vec(),
-                FormId::HUFFMAN => oracle::decode_huffman(&HuffmanTensor::of(tensor).unwrap()).unwrap(),
-                FormId::PALETTE => oracle::decode_palette(&PaletteTensor::of(tensor).unwrap()),
-                FormId::PACKED => oracle::unpack(&PackedTensor::of(tensor).unwrap()),
-                FormId::COMPACT => oracle::decode_compact(&CompactTensor::of(tensor).unwrap()).unwrap(),
-                FormId::EXPONENTS => oracle::decode_exponents(&ExponentsTensor::of(tensor).unwrap()).unwrap(),
+            let bytes = match tensor.encoding() {
+                EncodingId::RAW => tensor.section(Section::RAW).unwrap().to_vec(),
+                EncodingId::HUFFMAN => oracle::decode_huffman(&HuffmanTensor::of(tensor).unwrap()).unwrap(),
+                EncodingId::PALETTE => oracle::decode_palette(&PaletteTensor::of(tensor).unwrap()),
+                EncodingId::PACKED => oracle::unpack(&PackedTensor::of(tensor).unwrap()),
+                EncodingId::COMPACT => oracle::decode_compact(&CompactTensor::of(tensor).unwrap()).unwrap(),
+                EncodingId::EXPONENTS => oracle::decode_exponents(&ExponentsTensor::of(tensor).unwrap()).unwrap(),
                 other => panic!("no oracle for {other}"),
             };
             assert_eq!(Digest::of(&bytes), t.entry().digest, "{name}: {}", t.entry().name);
@@ -339,12 +340,12 @@ fn regenerate() {
                 b[0] = 1
             }
         }),
-        ("packed-window", Profile::Resident, |s, b| {
+        ("packed-window", Profile::Packed, |s, b| {
             if s == Section::PACKED_WINDOW {
                 b[0] = 240
             }
         }),
-        ("packed-head", Profile::Resident, |s, b| {
+        ("packed-head", Profile::Packed, |s, b| {
             if s == Section::ESCAPE_HEADS {
                 // The kind of the first list's head.
                 let list = b.chunks_exact(4).position(|head| head[3] & 0x80 != 0).unwrap();
@@ -352,30 +353,30 @@ fn regenerate() {
                 b[4 * list] = 9;
             }
         }),
-        ("packed-list-index", Profile::Resident, |s, b| {
+        ("packed-list-index", Profile::Packed, |s, b| {
             if s == Section::ESCAPE_HEADS {
                 let list = b.chunks_exact(4).position(|head| head[3] & 0x80 != 0).unwrap();
                 b[4 * list] ^= 1;
             }
         }),
-        ("packed-list-length", Profile::Resident, |s, b| {
+        ("packed-list-length", Profile::Packed, |s, b| {
             if s == Section::ESCAPES {
                 b[3] = 0x7f
             }
         }),
-        ("packed-order", Profile::Resident, |s, b| {
+        ("packed-order", Profile::Packed, |s, b| {
             if s == Section::ESCAPES {
                 b[4..12].rotate_left(4)
             }
         }),
-        ("packed-place", Profile::Resident, |s, b| {
+        ("packed-place", Profile::Packed, |s, b| {
             if s == Section::ESCAPE_HEADS {
                 // A single record moves to the next lane.
                 let one = b.chunks_exact(4).position(|head| head[3] & 0xc0 == 0x40).unwrap();
                 b[4 * one + 2] ^= 1;
             }
         }),
-        ("packed-padding", Profile::Resident, |s, b| {
+        ("packed-padding", Profile::Packed, |s, b| {
             if s == Section::ESCAPES {
                 *b.last_mut().unwrap() = 1
             }
@@ -471,7 +472,7 @@ fn regenerate() {
         fs::create_dir_all(dir.parent().unwrap()).unwrap();
         let source = scratch.path(match profile {
             Profile::Palette => "p",
-            Profile::Resident => "r",
+            Profile::Packed => "r",
             Profile::Compact => "c",
             FLOATS => "f",
             _ => "m",
@@ -483,13 +484,13 @@ fn regenerate() {
         let mut json: serde_json::Value = serde_json::from_slice(&fs::read(&manifest).unwrap()).unwrap();
         let (head, data) = (header(&bytes), 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize);
         let sections = match profile {
-            Profile::Palette => FormId::PALETTE,
-            Profile::Resident => FormId::PACKED,
-            Profile::Compact => FormId::COMPACT,
-            FLOATS => FormId::EXPONENTS,
-            _ => FormId::HUFFMAN,
+            Profile::Palette => EncodingId::PALETTE,
+            Profile::Packed => EncodingId::PACKED,
+            Profile::Compact => EncodingId::COMPACT,
+            FLOATS => EncodingId::EXPONENTS,
+            _ => EncodingId::HUFFMAN,
         };
-        let sections = sections.form().sections();
+        let sections = sections.encoding().sections();
         for (i, &section) in sections.iter().enumerate() {
             let offsets = &head[format!("t.unweight.{}", section.name())]["data_offsets"];
             let at = |i: usize| data + offsets[i].as_u64().unwrap() as usize;

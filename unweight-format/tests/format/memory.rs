@@ -108,8 +108,8 @@ fn memory_stays_within_the_ram_option() {
     }
 }
 
-/// A manifest (`docs/format.md` B.4 bounds its bytes) takes a small multiple of them, whatever it is made of, also where it
-/// is refused.
+/// A manifest (`docs/format.md` B.4 bounds its bytes) takes a small multiple of them, whatever it is made of, also
+/// where it is refused.
 #[test]
 fn manifest_memory_is_bounded() {
     let scratch = Scratch::new();

@@ -1,4 +1,5 @@
-//! A model compressed in parts: whatever their number, they merge to the bundle of one run, and what does not belong together is refused.
+//! A model compressed in parts: whatever their number, they merge to the bundle of one run, and what does not belong
+//! together is refused.
 
 use std::{
     collections::BTreeMap,
@@ -49,7 +50,7 @@ fn parts(scratch: &Scratch, source: &Path, options: &CompressOptions, of: u32) -
 fn merged_parts_equal_a_single_run() {
     let scratch = Scratch::new();
     let source = model(&scratch);
-    for (profile, sha256) in [(Profile::Distribution, false), (Profile::Resident, true)] {
+    for (profile, sha256) in [(Profile::Distribution, false), (Profile::Packed, true)] {
         let signer = Signer::new(|bytes| Ok(format!("signed: {}", Digest::of(bytes))));
         let signer = sha256.then_some(signer);
         let options = CompressOptions::new(profile).sha256(sha256);
@@ -82,7 +83,7 @@ fn merged_parts_equal_a_single_run() {
             assert!(read_tree(&out) == tree, "{profile}, {of} parts");
             assert!(!scratch.path("out.partial").exists());
             assert_eq!((report.manifest_digest, report.part), (expected.manifest_digest, None));
-            assert_eq!((&report.tensors, &report.forms), (&expected.tensors, &expected.forms));
+            assert_eq!((&report.tensors, &report.encodings), (&expected.tensors, &expected.encodings));
             assert_eq!(
                 (report.files, report.original_bytes, report.stored_bytes, report.verified_tensors),
                 (expected.files, expected.original_bytes, expected.stored_bytes, expected.verified_tensors)

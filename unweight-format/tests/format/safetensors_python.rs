@@ -1,4 +1,5 @@
-//! The stock Python package opens a bundle, and a few lines of numpy read a palette tensor from it by the specification alone.
+//! The stock Python package opens a bundle, and a few lines of numpy read a palette tensor from it by the specification
+//! alone.
 
 use std::{
     fs,

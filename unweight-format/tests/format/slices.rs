@@ -60,13 +60,13 @@ fn place(bundle: &Path, name: &str) -> Range<u64> {
 #[test]
 fn slices_equal_the_weights_and_read_only_what_they_need() {
     let scratch = Scratch::new();
-    for profile in [Profile::Resident, Profile::Distribution] {
+    for profile in [Profile::Packed, Profile::Distribution] {
         let bundle = Bundle::open_weights(&made(&scratch, profile)).unwrap();
         let mut random = Random::new(3);
         for name in &NAMES[..4] {
             let (shape, stored) = (entry(&bundle, name).shape.clone(), entry(&bundle, name).stored_bytes());
             let whole = bundle.tensor(name).unwrap().decode().unwrap();
-            let has_blocks = profile == Profile::Resident && ["wide", "tall"].contains(name);
+            let has_blocks = profile == Profile::Packed && ["wide", "tall"].contains(name);
             let mut any = |of: usize| {
                 let start = random.below(of as u64) as usize;
                 start..start + 1 + random.below((of - start) as u64) as usize
@@ -92,7 +92,7 @@ fn slices_equal_the_weights_and_read_only_what_they_need() {
             assert_eq!(least < stored, has_blocks, "{name}: {least} of {stored} bytes");
         }
         // Half of the rows, which is half of the tiles; the block in the middle is read by both.
-        if profile == Profile::Resident {
+        if profile == Profile::Packed {
             let stored = entry(&bundle, "tall").stored_bytes();
             let tall = bundle.tensor("tall").unwrap();
             let read = [0..1088, 1088..2176].map(|rows| tall.decode_rows(rows).unwrap().read_bytes);
@@ -104,7 +104,7 @@ fn slices_equal_the_weights_and_read_only_what_they_need() {
 #[test]
 fn invalid_slices_are_rejected_by_name() {
     let scratch = Scratch::new();
-    let bundle = Bundle::open_weights(&made(&scratch, Profile::Resident)).unwrap();
+    let bundle = Bundle::open_weights(&made(&scratch, Profile::Packed)).unwrap();
     for (rows, cols) in [(0..0, 0..64), (0..64, 640..641), (2176..2177, 0..64), (0..2177, 0..640), (70..70, 0..64)] {
         let error = bundle.tensor("tall").unwrap().decode_part(rows.clone(), cols).unwrap_err();
         assert!(matches!(error, BundleError::PartOutside { .. }), "{rows:?}: {error}");
@@ -118,7 +118,7 @@ fn invalid_slices_are_rejected_by_name() {
 #[test]
 fn slices_detect_only_damage_that_they_read() {
     let scratch = Scratch::new();
-    let out = made(&scratch, Profile::Resident);
+    let out = made(&scratch, Profile::Packed);
     let packed = place(&out, "wide.unweight.packed");
     // 29 tiles a row: the first byte of tile (9, 9), of the block (1, 1).
     let at = packed.start + (9 * 29 + 9) * 6144;
@@ -173,7 +173,7 @@ fn with_blocks(bundle: &Path, change: impl Fn(&mut serde_json::Map<String, serde
 #[test]
 fn bundles_without_block_digests_are_refused() {
     let scratch = Scratch::new();
-    let out = made(&scratch, Profile::Resident);
+    let out = made(&scratch, Profile::Packed);
     with_blocks(&out, |section| _ = section.remove("blocks"));
     let error = Bundle::open_weights(&out).unwrap_err();
     assert!(error.to_string().contains("blocks with digests, it lists 0"), "{error}");
@@ -182,7 +182,7 @@ fn bundles_without_block_digests_are_refused() {
 #[test]
 fn wrong_block_digests_are_detected() {
     let scratch = Scratch::new();
-    let out = made(&scratch, Profile::Resident);
+    let out = made(&scratch, Profile::Packed);
     let manifest = fs::read(out.join("unweight.json")).unwrap();
     with_blocks(&out, |section| {
         let digits = section["blocks"].as_str().unwrap();

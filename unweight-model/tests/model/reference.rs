@@ -91,10 +91,10 @@ fn both_key_spellings_give_the_same_model() {
 #[test]
 fn logits_from_a_bundle_are_equal() {
     for (model, profile) in [
-        ("llama", Profile::Resident),
+        ("llama", Profile::Packed),
         ("qwen2", Profile::Distribution),
         ("odd", Profile::Palette),
-        ("mixtral", Profile::Resident),
+        ("mixtral", Profile::Packed),
         ("qwen3_moe", Profile::Distribution),
     ] {
         let (fixture, home) = (Fixture::load(model), tempfile::tempdir().unwrap());

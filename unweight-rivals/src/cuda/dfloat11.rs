@@ -1,7 +1,7 @@
 //! DFloat11 units on a device: `kernels/dfloat11.cuh`.
 
-use unweight_codegen::{Outside, abi::ArgsInfo, args, plan::SmemPlan, spec::Arch};
-use unweight_rt::{DeviceBuffer, DeviceError, KernelSet, OutsideKernel, Refusal, Stream};
+use unweight_codegen::{ExternalSource, abi::ArgsInfo, args, plan::SmemPlan, spec::Arch};
+use unweight_rt::{DeviceBuffer, DeviceError, ExternalKernel, KernelSet, LaunchError, Stream};
 
 use super::{Error, HEADERS};
 use crate::dfloat11::{Code, Decoder, Unit, WINDOW_BYTES};
@@ -54,14 +54,14 @@ args! {
 }
 
 /// The kernel.
-pub fn kernel(arch: Arch) -> Outside {
+pub fn kernel(arch: Arch) -> ExternalSource {
     let smem = SmemPlan::new()
         .section("starts", LOOKUPS as u32, 2, 16)
         .section("symbols", LOOKUPS as u32, 4, 16)
         .section("sums", THREADS / 32, 4, 16)
         .section("exponents", THREADS - 2, PARKED, 16)
         .section("parked", THREADS, PARKED, 16);
-    Outside {
+    ExternalSource {
         family: "dfloat11",
         variant: format!("t{THREADS}"),
         arch,
@@ -208,7 +208,7 @@ impl DeviceUnit {
 /// Decodes units: one launch each.
 #[derive(Debug)]
 pub struct UnitDecoder {
-    kernel: OutsideKernel,
+    kernel: ExternalKernel,
     faults: DeviceBuffer<u32>,
 }
 
@@ -218,7 +218,7 @@ impl UnitDecoder {
     /// # Errors
     /// The device or the compiler is missing, or failed.
     pub fn of(stream: &Stream, kernels: &KernelSet) -> Result<Self, DeviceError> {
-        let kernel = OutsideKernel::of(kernels, kernel(kernels.device().info().arch))?;
+        let kernel = ExternalKernel::of(kernels, kernel(kernels.device().info().arch))?;
         Ok(Self { kernel, faults: DeviceBuffer::zeroed(stream, 1)? })
     }
 
@@ -234,12 +234,12 @@ impl UnitDecoder {
     ) -> Result<(), DeviceError> {
         let (got, expected) = (weights.len() as u64, unit.elements() as u64);
         if got != expected {
-            return self.kernel.refuse(Refusal::Elements { buffer: "the weights", got, expected });
+            return self.kernel.refuse(LaunchError::Elements { buffer: "the weights", got, expected });
         }
         let own = self.kernel.device().ordinal();
         for (operand, other) in [("the weights", weights.device()), ("the unit", unit.codes.device())] {
             if other.ordinal() != own {
-                return self.kernel.refuse(Refusal::OtherDevice { operand, own, other: other.ordinal() });
+                return self.kernel.refuse(LaunchError::OtherDevice { operand, own, other: other.ordinal() });
             }
         }
         let args = Dfloat11Args { weights: weights.address(), faults: self.faults.address(), ..unit.args() };

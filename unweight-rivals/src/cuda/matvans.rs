@@ -1,7 +1,7 @@
 //! MatVANS' matrix-vector products, and one from int8 as it is: `kernels/matvans.cuh`.
 
-use unweight_codegen::{Outside, abi::ArgsInfo, args, plan::SmemPlan, spec::Arch};
-use unweight_rt::{DeviceBuffer, DeviceError, KernelSet, OutsideKernel, Refusal, Stream};
+use unweight_codegen::{ExternalSource, abi::ArgsInfo, args, plan::SmemPlan, spec::Arch};
+use unweight_rt::{DeviceBuffer, DeviceError, ExternalKernel, KernelSet, LaunchError, Stream};
 
 use super::HEADERS;
 use crate::matvans::{Encoded, Layout, Tables};
@@ -41,8 +41,8 @@ args! {
     }
 }
 
-fn coded(arch: Arch, function: &'static str, summary: &'static str) -> Outside {
-    Outside {
+fn coded(arch: Arch, function: &'static str, summary: &'static str) -> ExternalSource {
+    ExternalSource {
         family: "matvans",
         variant: function.to_owned(),
         arch,
@@ -60,19 +60,19 @@ fn coded(arch: Arch, function: &'static str, summary: &'static str) -> Outside {
 }
 
 /// The product from streams of one row.
-pub fn rows(arch: Arch) -> Outside {
+pub fn rows(arch: Arch) -> ExternalSource {
     coded(arch, "rows", "int8 [cols] x rANS rows -> int8 [rows].")
 }
 
 /// The product from streams of 32 rows.
-pub fn stripes(arch: Arch) -> Outside {
+pub fn stripes(arch: Arch) -> ExternalSource {
     coded(arch, "stripes", "int8 [cols] x rANS stripes -> int8 [rows].")
 }
 
 /// The product from streams of one row in which each coder has words of its own: MatVANS' WarpPerRow.
-pub fn lanes(arch: Arch) -> Outside {
+pub fn lanes(arch: Arch) -> ExternalSource {
     let parts = Layout::Lanes.parts() as u32;
-    Outside {
+    ExternalSource {
         constants: vec![("kParts", parts), ("kRing", 0)],
         smem: SmemPlan::new().section("table", parts, 4, 16),
         ..coded(arch, "lanes", "int8 [cols] x rANS lanes -> int8 [rows].")
@@ -80,8 +80,8 @@ pub fn lanes(arch: Arch) -> Outside {
 }
 
 /// The product from int8 as it is: not the rival's, and what its are beside.
-pub fn dense(arch: Arch) -> Outside {
-    Outside {
+pub fn dense(arch: Arch) -> ExternalSource {
+    ExternalSource {
         constants: vec![("kParts", 0), ("kRing", 0)],
         smem: SmemPlan::new(),
         grid: "a warp a row",
@@ -125,16 +125,20 @@ impl DeviceMatvans {
         let expected = matrix.layout.parts() as u64;
         for got in [tables.symbols.len(), tables.firsts.len(), tables.counts.len()].map(|len| len as u64) {
             if got != expected {
-                return Err(Refusal::Elements { buffer: "tables", got, expected }.into());
+                return Err(LaunchError::Elements { buffer: "tables", got, expected }.into());
             }
         }
         let expected = (matrix.rows / step) as u64;
         let got = matrix.offsets.len() as u64;
         if got != expected || !matrix.rows.is_multiple_of(step) || !matrix.cols.is_multiple_of(col_step) {
-            return Err(Refusal::Elements { buffer: "offsets", got, expected }.into());
+            return Err(LaunchError::Elements { buffer: "offsets", got, expected }.into());
         }
         let extent = |what, value: usize| {
-            u32::try_from(value).map_err(|_| Refusal::TooLarge { what, value: value as u64, limit: u32::MAX.into() })
+            u32::try_from(value).map_err(|_| LaunchError::TooLarge {
+                what,
+                value: value as u64,
+                limit: u32::MAX.into(),
+            })
         };
         Ok(Self {
             words: DeviceBuffer::from_host(stream, &matrix.words)?,
@@ -155,10 +159,10 @@ impl DeviceMatvans {
 /// The kernels on a device.
 #[derive(Debug)]
 pub struct MatvansKernels {
-    rows: OutsideKernel,
-    stripes: OutsideKernel,
-    lanes: OutsideKernel,
-    dense: OutsideKernel,
+    rows: ExternalKernel,
+    stripes: ExternalKernel,
+    lanes: ExternalKernel,
+    dense: ExternalKernel,
     faults: DeviceBuffer<u32>,
 }
 
@@ -170,10 +174,10 @@ impl MatvansKernels {
     pub fn of(stream: &Stream, kernels: &KernelSet) -> Result<Self, DeviceError> {
         let arch = kernels.device().info().arch;
         Ok(Self {
-            rows: OutsideKernel::of(kernels, rows(arch))?,
-            stripes: OutsideKernel::of(kernels, stripes(arch))?,
-            lanes: OutsideKernel::of(kernels, lanes(arch))?,
-            dense: OutsideKernel::of(kernels, dense(arch))?,
+            rows: ExternalKernel::of(kernels, rows(arch))?,
+            stripes: ExternalKernel::of(kernels, stripes(arch))?,
+            lanes: ExternalKernel::of(kernels, lanes(arch))?,
+            dense: ExternalKernel::of(kernels, dense(arch))?,
             faults: DeviceBuffer::zeroed(stream, 1)?,
         })
     }
@@ -233,10 +237,10 @@ impl MatvansKernels {
         let (rows, cols) = (y.len() as u32, x.len() as u32);
         let (got, expected) = (matrix.len() as u64, y.len() as u64 * x.len() as u64);
         if got != expected {
-            return self.dense.refuse(Refusal::Elements { buffer: "the matrix", got, expected });
+            return self.dense.refuse(LaunchError::Elements { buffer: "the matrix", got, expected });
         }
         if !cols.is_multiple_of(16) {
-            return self.dense.refuse(Refusal::Columns { operand: "the matrix", cols, of: 16, max: u32::MAX });
+            return self.dense.refuse(LaunchError::Columns { operand: "the matrix", cols, of: 16, max: u32::MAX });
         }
         check(&self.dense, (rows, cols), x, y)?;
         check_device(&self.dense, matrix)?;
@@ -256,7 +260,7 @@ impl MatvansKernels {
 }
 
 fn check(
-    kernel: &OutsideKernel,
+    kernel: &ExternalKernel,
     (rows, cols): (u32, u32),
     x: &DeviceBuffer<i8>,
     y: &DeviceBuffer<i8>,
@@ -264,14 +268,14 @@ fn check(
     for (buffer, vector, expected) in [("x", x, cols), ("y", y, rows)] {
         let (got, expected) = (vector.len() as u64, u64::from(expected));
         if got != expected {
-            return kernel.refuse(Refusal::Elements { buffer, got, expected });
+            return kernel.refuse(LaunchError::Elements { buffer, got, expected });
         }
         check_device(kernel, vector)?;
     }
     Ok(())
 }
 
-fn check_device<T>(kernel: &OutsideKernel, buffer: &DeviceBuffer<T>) -> Result<(), DeviceError> {
+fn check_device<T>(kernel: &ExternalKernel, buffer: &DeviceBuffer<T>) -> Result<(), DeviceError> {
     let (own, other) = (kernel.device().ordinal(), buffer.device().ordinal());
-    if own == other { Ok(()) } else { kernel.refuse(Refusal::OtherDevice { operand: "an operand", own, other }) }
+    if own == other { Ok(()) } else { kernel.refuse(LaunchError::OtherDevice { operand: "an operand", own, other }) }
 }

@@ -11,8 +11,8 @@ pub mod matvans;
 pub mod tans;
 pub mod zipserv;
 
-use unweight_codegen::{Outside, spec::Arch};
-use unweight_rt::{DeviceError, Refusal};
+use unweight_codegen::{ExternalSource, spec::Arch};
+use unweight_rt::{DeviceError, LaunchError};
 
 /// The headers of all kernels.
 pub const HEADERS: &[(&str, &str)] = &[
@@ -23,7 +23,7 @@ pub const HEADERS: &[(&str, &str)] = &[
 ];
 
 /// Every kernel that this crate launches, for an architecture.
-pub fn kernels(arch: Arch) -> Vec<Outside> {
+pub fn kernels(arch: Arch) -> Vec<ExternalSource> {
     let mut kernels = vec![dfloat11::kernel(arch), zipserv::decompress(arch), zipserv::reduce(arch)];
     kernels.extend(zipserv::BATCH_TILES.map(|tile| zipserv::gemm(arch, tile)));
     kernels.extend([matvans::rows(arch), matvans::stripes(arch), matvans::lanes(arch), matvans::dense(arch)]);
@@ -51,8 +51,8 @@ pub enum Error {
     Tans(#[from] crate::tans::Error),
 }
 
-impl From<Refusal> for Error {
-    fn from(refusal: Refusal) -> Self {
+impl From<LaunchError> for Error {
+    fn from(refusal: LaunchError) -> Self {
         Self::Device(refusal.into())
     }
 }

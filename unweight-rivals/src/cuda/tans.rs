@@ -1,7 +1,7 @@
 //! Pair-coded FP8 on a device, added as it is decoded: `kernels/tans.cuh`.
 
-use unweight_codegen::{Outside, abi::ArgsInfo, args, plan::SmemPlan, spec::Arch};
-use unweight_rt::{DeviceBuffer, DeviceError, KernelSet, OutsideKernel, Refusal, Stream};
+use unweight_codegen::{ExternalSource, abi::ArgsInfo, args, plan::SmemPlan, spec::Arch};
+use unweight_rt::{DeviceBuffer, DeviceError, ExternalKernel, KernelSet, LaunchError, Stream};
 
 use super::{Error, HEADERS};
 use crate::tans::{Encoded, STATES, STEP, table};
@@ -49,8 +49,8 @@ args! {
 }
 
 /// The kernel that adds coded vectors. It asks for compute capability 8.9.
-pub fn add(arch: Arch) -> Outside {
-    Outside {
+pub fn add(arch: Arch) -> ExternalSource {
+    ExternalSource {
         family: "tans",
         variant: "add".to_owned(),
         arch,
@@ -68,8 +68,8 @@ pub fn add(arch: Arch) -> Outside {
 }
 
 /// The kernel that adds vectors as they are.
-pub fn plain(arch: Arch) -> Outside {
-    Outside {
+pub fn plain(arch: Arch) -> ExternalSource {
+    ExternalSource {
         variant: "plain".to_owned(),
         summary: "e4m3 + e4m3 -> e4m3.",
         grid: "ceil(count / 16 / threads)",
@@ -155,8 +155,8 @@ pub fn place(index: usize, per_stream: usize, streams: usize) -> usize {
 /// The kernels on a device.
 #[derive(Debug)]
 pub struct TansKernels {
-    add: OutsideKernel,
-    plain: OutsideKernel,
+    add: ExternalKernel,
+    plain: ExternalKernel,
     faults: DeviceBuffer<u32>,
 }
 
@@ -167,7 +167,7 @@ impl TansKernels {
     /// The device or the compiler is missing, or failed; compute capability 8.0 and 8.6 have no such conversions.
     pub fn of(stream: &Stream, kernels: &KernelSet) -> Result<Self, DeviceError> {
         let arch = kernels.device().info().arch;
-        let (add, plain) = (OutsideKernel::of(kernels, add(arch))?, OutsideKernel::of(kernels, plain(arch))?);
+        let (add, plain) = (ExternalKernel::of(kernels, add(arch))?, ExternalKernel::of(kernels, plain(arch))?);
         Ok(Self { add, plain, faults: DeviceBuffer::zeroed(stream, 1)? })
     }
 
@@ -186,7 +186,7 @@ impl TansKernels {
         for (buffer, got) in [("the second vector", if same { b.len() } else { 0 }), ("the sum", out.len())] {
             let (got, expected) = (got as u64, a.len() as u64);
             if got != expected {
-                return self.add.refuse(Refusal::Elements { buffer, got, expected });
+                return self.add.refuse(LaunchError::Elements { buffer, got, expected });
             }
         }
         self.check(&[a.slabs.device().ordinal(), b.slabs.device().ordinal(), out.device().ordinal()])?;
@@ -229,14 +229,14 @@ impl TansKernels {
         let expected = (a.len() / STEP * STEP) as u64;
         for (buffer, got) in [("the first vector", a.len()), ("the second", b.len()), ("the sum", out.len())] {
             if got as u64 != expected {
-                return self.plain.refuse(Refusal::Elements { buffer, got: got as u64, expected });
+                return self.plain.refuse(LaunchError::Elements { buffer, got: got as u64, expected });
             }
         }
         let tiles = expected / STEP as u64;
         let limit = u32::MAX.into();
         let tiles = match u32::try_from(tiles) {
             Ok(tiles) => tiles,
-            Err(_) => return self.plain.refuse(Refusal::TooLarge { what: "tiles", value: tiles, limit }),
+            Err(_) => return self.plain.refuse(LaunchError::TooLarge { what: "tiles", value: tiles, limit }),
         };
         self.check(&[a.device().ordinal(), b.device().ordinal(), out.device().ordinal()])?;
         let (rest_a, rest_b, out) = (a.address(), b.address(), out.address());
@@ -256,7 +256,7 @@ impl TansKernels {
     fn check(&self, devices: &[usize]) -> Result<(), DeviceError> {
         let own = self.add.device().ordinal();
         match devices.iter().find(|&&other| other != own) {
-            Some(&other) => self.add.refuse(Refusal::OtherDevice { operand: "an operand", own, other }),
+            Some(&other) => self.add.refuse(LaunchError::OtherDevice { operand: "an operand", own, other }),
             None => Ok(()),
         }
     }

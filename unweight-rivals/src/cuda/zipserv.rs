@@ -1,7 +1,9 @@
 //! ZipServ's matrices on a device, to BF16 and to products: `kernels/zipserv.cuh`.
 
-use unweight_codegen::{Outside, abi::ArgsInfo, args, plan::SmemPlan, spec::Arch};
-use unweight_rt::{DeviceBuffer, DeviceError, DeviceMatrix, KernelSet, Lane, OutsideKernel, Refusal, Stream};
+use unweight_codegen::{ExternalSource, abi::ArgsInfo, args, plan::SmemPlan, spec::Arch};
+use unweight_rt::{
+    DeviceBuffer, DeviceError, DeviceMatrix, ExecContext, ExternalKernel, KernelSet, LaunchError, Stream,
+};
 
 use super::{Error, HEADERS};
 use crate::zipserv::{BLOCK, Encoded};
@@ -15,8 +17,8 @@ pub const BATCH_TILES: [u32; 5] = [8, 16, 32, 64, 128];
 /// Largest batch of the fused product.
 pub const FUSED_MAX: u32 = 128;
 /// Largest batch for which [`ZipKernels::multiply`] takes it. On an H200, 14336x4096, it takes 96 us at 32 rows where
-/// decompressing and cuBLAS take 101, and 155 at 128 where they take 103; none in between was measured (docs/rivals.md).
-/// ZipServ goes up to 128.
+/// decompressing and cuBLAS take 101, and 155 at 128 where they take 103; none in between was measured
+/// (docs/rivals.md). ZipServ goes up to 128.
 pub const FUSED_BEST: u32 = 32;
 /// Shares of k at most.
 const SPLITS_MAX: u32 = 8;
@@ -67,8 +69,8 @@ args! {
     }
 }
 
-fn base(arch: Arch, function: &'static str, summary: &'static str, grid: &'static str) -> Outside {
-    Outside {
+fn base(arch: Arch, function: &'static str, summary: &'static str, grid: &'static str) -> ExternalSource {
+    ExternalSource {
         family: "zipserv",
         variant: function.to_owned(),
         arch,
@@ -86,15 +88,15 @@ fn base(arch: Arch, function: &'static str, summary: &'static str, grid: &'stati
 }
 
 /// The kernel that writes the weights.
-pub fn decompress(arch: Arch) -> Outside {
+pub fn decompress(arch: Arch) -> ExternalSource {
     let smem = SmemPlan::new().section("stages", 2, CODED_ROOM, 16);
-    Outside { smem, ..base(arch, "decompress", "TCA-TBE -> bf16 [n, k], row-major.", "what fits the machine") }
+    ExternalSource { smem, ..base(arch, "decompress", "TCA-TBE -> bf16 [n, k], row-major.", "what fits the machine") }
 }
 
 /// The kernel that multiplies up to `batch_tile` rows.
-pub fn gemm(arch: Arch, batch_tile: u32) -> Outside {
+pub fn gemm(arch: Arch, batch_tile: u32) -> ExternalSource {
     let stage = CODED_ROOM + batch_tile * BLOCK as u32 * 2;
-    Outside {
+    ExternalSource {
         variant: format!("gemm_b{batch_tile}"),
         constants: vec![("kBatchTile", batch_tile), ("kStages", 2)],
         smem: SmemPlan::new().section("stages", 2, stage, 16),
@@ -110,8 +112,8 @@ pub fn gemm(arch: Arch, batch_tile: u32) -> Outside {
 }
 
 /// The kernel that adds what the shares of k have summed up.
-pub fn reduce(arch: Arch) -> Outside {
-    Outside {
+pub fn reduce(arch: Arch) -> ExternalSource {
+    ExternalSource {
         constants: vec![("kBatchTile", 0), ("kStages", 0)],
         ..base(arch, "reduce", "fp32 sums -> bf16.", "ceil(batch * n / 128)")
     }
@@ -191,9 +193,9 @@ impl DeviceZip {
 /// The kernels of this format on a device, and what they share. Launches of one value are of one stream.
 #[derive(Debug)]
 pub struct ZipKernels {
-    decompress: OutsideKernel,
-    gemms: Vec<(u32, OutsideKernel)>,
-    reduce: OutsideKernel,
+    decompress: ExternalKernel,
+    gemms: Vec<(u32, ExternalKernel)>,
+    reduce: ExternalKernel,
     sums: DeviceBuffer<u32>,
     faults: DeviceBuffer<u32>,
 }
@@ -205,11 +207,11 @@ impl ZipKernels {
     /// The device or the compiler is missing, or failed.
     pub fn of(stream: &Stream, kernels: &KernelSet, rows: u32) -> Result<Self, DeviceError> {
         let arch = kernels.device().info().arch;
-        let gemms = BATCH_TILES.map(|tile| Ok((tile, OutsideKernel::of(kernels, gemm(arch, tile))?)));
+        let gemms = BATCH_TILES.map(|tile| Ok((tile, ExternalKernel::of(kernels, gemm(arch, tile))?)));
         Ok(Self {
-            decompress: OutsideKernel::of(kernels, decompress(arch))?,
+            decompress: ExternalKernel::of(kernels, decompress(arch))?,
             gemms: gemms.into_iter().collect::<Result<_, DeviceError>>()?,
-            reduce: OutsideKernel::of(kernels, reduce(arch))?,
+            reduce: ExternalKernel::of(kernels, reduce(arch))?,
             sums: DeviceBuffer::zeroed(stream, (SPLITS_MAX * FUSED_MAX) as usize * rows as usize)?,
             faults: DeviceBuffer::zeroed(stream, 1)?,
         })
@@ -228,7 +230,7 @@ impl ZipKernels {
         self.check(&self.decompress, matrix, weights)?;
         let output = [weights.rows().into(), weights.cols().into()];
         if output != matrix.shape().map(u64::from) {
-            return self.decompress.refuse(Refusal::Output { output, tensor: matrix.shape().map(u64::from) });
+            return self.decompress.refuse(LaunchError::Output { output, tensor: matrix.shape().map(u64::from) });
         }
         let args = ZipservArgs { weights: weights.data().address(), faults: self.faults.address(), ..matrix.args() };
         let blocks = matrix.rows / BLOCK as u32 * (matrix.cols / BLOCK as u32);
@@ -251,20 +253,20 @@ impl ZipKernels {
         let batch = x.rows();
         let Some((_, kernel)) = self.gemms.iter().find(|(tile, _)| *tile >= batch) else {
             let (value, limit) = (batch.into(), FUSED_MAX.into());
-            return self.decompress.refuse(Refusal::TooLarge { what: "a batch", value, limit });
+            return self.decompress.refuse(LaunchError::TooLarge { what: "a batch", value, limit });
         };
         self.check(kernel, matrix, y)?;
         self.check(kernel, matrix, x)?;
         let shape = |m: &DeviceMatrix| [u64::from(m.rows()), u64::from(m.cols())];
         let w = matrix.shape().map(u64::from);
         if shape(x)[1] != w[1] || shape(y) != [batch.into(), w[0]] {
-            return kernel.refuse(Refusal::Shape { y: shape(y), x: shape(x), w });
+            return kernel.refuse(LaunchError::Shape { y: shape(y), x: shape(x), w });
         }
         let splits = splits(matrix, kernel.resident_blocks());
         let need = u64::from(splits) * u64::from(batch) * u64::from(matrix.rows);
         if splits > 1 && need > self.sums.len() as u64 {
             let have = self.sums.len() as u64;
-            return kernel.refuse(Refusal::Room { buffer: "sums", need, have });
+            return kernel.refuse(LaunchError::Room { buffer: "sums", need, have });
         }
         let args = ZipservArgs {
             x: x.data().address(),
@@ -289,20 +291,20 @@ impl ZipKernels {
     /// `weights`, into which the matrix is decompressed.
     ///
     /// # Errors
-    /// As [`ZipKernels::gemm`] and [`ZipKernels::decompress`], or the lane has no cuBLAS.
+    /// As [`ZipKernels::gemm`] and [`ZipKernels::decompress`], or the context has no cuBLAS.
     pub fn multiply(
         &self,
-        lane: &mut Lane,
+        ctx: &mut ExecContext,
         x: &DeviceMatrix,
         matrix: &DeviceZip,
         weights: &mut DeviceMatrix,
         y: &mut DeviceMatrix,
     ) -> Result<(), DeviceError> {
         if x.rows() <= FUSED_BEST {
-            return self.gemm(lane.stream(), x, matrix, y);
+            return self.gemm(ctx.stream(), x, matrix, y);
         }
-        self.decompress(lane.stream(), matrix, weights)?;
-        lane.cublas()?.matmul(x.view(), weights.view(), y.view_mut(), false)
+        self.decompress(ctx.stream(), matrix, weights)?;
+        ctx.cublas()?.matmul(x.view(), weights.view(), y.view_mut(), false)
     }
 
     /// Blocks and strips that were left out so far; waits for the stream.
@@ -313,11 +315,11 @@ impl ZipKernels {
         Ok(self.faults.to_host(stream)?.first().copied().unwrap_or(0))
     }
 
-    fn check(&self, kernel: &OutsideKernel, matrix: &DeviceZip, other: &DeviceMatrix) -> Result<(), DeviceError> {
+    fn check(&self, kernel: &ExternalKernel, matrix: &DeviceZip, other: &DeviceMatrix) -> Result<(), DeviceError> {
         let own = kernel.device().ordinal();
         for (operand, device) in [("the matrix", matrix.full.device()), ("an operand", other.data().device())] {
             if device.ordinal() != own {
-                return kernel.refuse(Refusal::OtherDevice { operand, own, other: device.ordinal() });
+                return kernel.refuse(LaunchError::OtherDevice { operand, own, other: device.ordinal() });
             }
         }
         Ok(())

@@ -4,7 +4,7 @@ use std::{cmp::Reverse, collections::BinaryHeap};
 
 use unweight_format::Histogram;
 
-use super::{CODE_BITS_MAX, FIRST_JUMP, Unfit, UnitError};
+use super::{CODE_BITS_MAX, FIRST_JUMP, NotEncodable, UnitError};
 
 /// Rows of tables at most: a jump names rows 1 to 16.
 const ROWS_MAX: usize = 17;
@@ -49,11 +49,11 @@ impl Code {
     ///
     /// # Errors
     /// The format has no place for these exponents.
-    pub fn of(counts: &Histogram) -> Result<Self, Unfit> {
+    pub fn of(counts: &Histogram) -> Result<Self, NotEncodable> {
         let counts = counts.counts();
-        let Some(last) = counts.iter().rposition(|&count| count > 0) else { return Err(Unfit::Empty) };
+        let Some(last) = counts.iter().rposition(|&count| count > 0) else { return Err(NotEncodable::Empty) };
         if last >= usize::from(FIRST_JUMP) {
-            return Err(Unfit::Exponent { exponent: last as u8, count: counts[last] });
+            return Err(NotEncodable::Exponent { exponent: last as u8, count: counts[last] });
         }
         if let Some(code) = huffman(counts) {
             return Ok(code);
@@ -64,7 +64,7 @@ impl Code {
             let (within, without) = (counts[rarest[most - 1]], counts[rarest[most]]);
             // Among those that occur once anyway it does not matter.
             if within == without && within > 1 {
-                return Err(Unfit::Tie { count: within });
+                return Err(NotEncodable::Tie { count: within });
             }
             let mut fewer = *counts;
             rarest[..most].iter().for_each(|&exponent| fewer[exponent] = 1);
@@ -72,7 +72,7 @@ impl Code {
                 return Ok(code);
             }
         }
-        Err(Unfit::Long)
+        Err(NotEncodable::Long)
     }
 
     /// The code of an exponent.
@@ -102,7 +102,7 @@ impl Code {
     ///
     /// # Errors
     /// They have more rows than jumps can name, or the package itself cannot make them.
-    pub fn luts(&self) -> Result<Vec<u8>, Unfit> {
+    pub fn luts(&self) -> Result<Vec<u8>, NotEncodable> {
         let ordered = self.ordered();
         // Prefixes of whole bytes, with their bytes at the top: shortest first, then in order.
         let mut prefixes: Vec<(u8, u32)> = vec![(0, 0)];
@@ -114,7 +114,7 @@ impl Code {
         prefixes.sort_unstable();
         prefixes.dedup();
         if prefixes.len() > ROWS_MAX {
-            return Err(Unfit::Rows { got: prefixes.len(), limit: ROWS_MAX });
+            return Err(NotEncodable::Rows { got: prefixes.len(), limit: ROWS_MAX });
         }
         let mut luts = vec![0; (prefixes.len() + 1) * 256];
         let mut before = None;
@@ -132,14 +132,14 @@ impl Code {
                 } else {
                     let next = (depth + 1, top_bytes(word.aligned(), depth + 1));
                     let row = prefixes.binary_search(&next);
-                    let row = row.map_err(|_| Unfit::NoRow { exponent, bits: 8 * (depth + 1) })?;
+                    let row = row.map_err(|_| NotEncodable::NoRow { exponent, bits: 8 * (depth + 1) })?;
                     // 17 rows at most.
                     (256 - row) as u8
                 });
             }
             for (entry, begins) in begins.into_iter().enumerate() {
                 before = begins.or(before);
-                luts[row * 256 + entry] = before.ok_or(Unfit::NoFirst)?;
+                luts[row * 256 + entry] = before.ok_or(NotEncodable::NoFirst)?;
             }
         }
         let lengths = prefixes.len() * 256;

@@ -9,7 +9,7 @@ use super::{CODE_BITS_MAX, COUNT_MAX, FIRST_JUMP};
 /// Why a unit cannot be stored as DFloat11.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Unfit {
+pub enum NotEncodable {
     /// No weights at all.
     #[error("it has no elements")]
     Empty,

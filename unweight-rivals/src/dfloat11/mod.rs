@@ -30,7 +30,7 @@ mod tensors;
 mod unit;
 
 pub use code::{Code, Codeword};
-pub use error::{ConvertError, Unfit, UnitError};
+pub use error::{ConvertError, NotEncodable, UnitError};
 pub use model::{ConvertOptions, ConvertReport, Kept, convert};
 pub use restore::{RestoreReport, is_model, restore};
 pub use unit::{Decoder, Encoder, Sections, Sizes, Unit};

@@ -21,7 +21,7 @@ use unweight_format::{
 };
 
 use super::{
-    Code, ConvertError, Encoder, Sizes, THREADS, Unfit, config, is_model,
+    Code, ConvertError, Encoder, NotEncodable, Sizes, THREADS, config, is_model,
     tensors::{Model, Tensor, WEIGHTS_END, header},
 };
 
@@ -260,7 +260,7 @@ fn plan(
     group: &Group<'_>,
     output: &OutputDir,
     progress: &dyn Progress,
-) -> Result<Result<Plan, Unfit>, ConvertError> {
+) -> Result<Result<Plan, NotEncodable>, ConvertError> {
     let (mut counts, mut digests) = (Histogram::default(), Vec::new());
     for weight in &group.weights {
         progress.tensor(&weight.name);

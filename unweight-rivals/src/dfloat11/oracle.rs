@@ -2,7 +2,7 @@
 
 use unweight_format::{Histogram, raw::bf16};
 
-use super::{Code, FIRST_JUMP, Unfit, Unit, WINDOW_BYTES};
+use super::{Code, FIRST_JUMP, NotEncodable, Unit, WINDOW_BYTES};
 
 /// The weights of a unit, from its codes and tables alone; `None` where these lead nowhere.
 pub fn decode(unit: &Unit) -> Option<Vec<u8>> {
@@ -36,7 +36,7 @@ pub fn decode(unit: &Unit) -> Option<Vec<u8>> {
 ///
 /// # Errors
 /// As [`Unit::encode`].
-pub fn encode(weights: &[u8], threads: usize) -> Result<Unit, Unfit> {
+pub fn encode(weights: &[u8], threads: usize) -> Result<Unit, NotEncodable> {
     let elements: Vec<u16> = weights.chunks_exact(2).map(|e| u16::from_le_bytes([e[0], e[1]])).collect();
     let code = Code::of(&Histogram::of(weights))?;
     let (window_bits, block_bits) = (8 * WINDOW_BYTES, 8 * WINDOW_BYTES * threads);

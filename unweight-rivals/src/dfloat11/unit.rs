@@ -11,7 +11,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 use unweight_format::{Histogram, raw::bf16};
 
-use super::{CODE_BITS_MAX, COUNT_MAX, Code, THREADS, THREADS_MAX, Unfit, UnitError, WINDOW_BYTES};
+use super::{CODE_BITS_MAX, COUNT_MAX, Code, NotEncodable, THREADS, THREADS_MAX, UnitError, WINDOW_BYTES};
 
 /// Bits of a window.
 const WINDOW_BITS: u64 = 8 * WINDOW_BYTES as u64;
@@ -44,7 +44,7 @@ impl Unit {
     ///
     /// # Errors
     /// The format cannot hold them.
-    pub fn encode(weights: &[u8], threads: usize) -> Result<Self, Unfit> {
+    pub fn encode(weights: &[u8], threads: usize) -> Result<Self, NotEncodable> {
         let counts = Histogram::of(weights);
         let code = Code::of(&counts)?;
         let luts = code.luts()?;
@@ -99,11 +99,11 @@ impl Sizes {
     ///
     /// # Errors
     /// The kernel does not count that far.
-    pub fn of(code: &Code, counts: &Histogram, threads: usize) -> Result<Self, Unfit> {
+    pub fn of(code: &Code, counts: &Histogram, threads: usize) -> Result<Self, NotEncodable> {
         let (elements, encoded_exponent) = (counts.total(), code.bits(counts).div_ceil(8));
         for (what, got) in [("elements", elements), ("bytes of codes", encoded_exponent)] {
             if got > COUNT_MAX {
-                return Err(Unfit::Count { what, got });
+                return Err(NotEncodable::Count { what, got });
             }
         }
         let Cut { blocks, gaps } = Cut::of(encoded_exponent, threads);

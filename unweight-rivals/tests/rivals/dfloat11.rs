@@ -20,8 +20,8 @@ use unweight_format::{
     },
 };
 use unweight_rivals::dfloat11::{
-    Code, ConvertError, ConvertOptions, Encoder, Sizes, THREADS, Unfit, Unit, UnitError, convert, is_model, oracle,
-    restore,
+    Code, ConvertError, ConvertOptions, Encoder, NotEncodable, Sizes, THREADS, Unit, UnitError, convert, is_model,
+    oracle, restore,
 };
 
 /// What a test does to them.
@@ -92,12 +92,12 @@ fn codes_and_tables_match_the_package() {
         }
         let luts = Code::of(&counts).and_then(|code| code.luts().map(|luts| (code, luts)));
         if case.get("error").is_some() {
-            assert_eq!(luts.unwrap_err(), Unfit::NoFirst);
+            assert_eq!(luts.unwrap_err(), NotEncodable::NoFirst);
             failed += 1;
             continue;
         }
         let (code, luts) = match luts {
-            Err(Unfit::Tie { count }) => {
+            Err(NotEncodable::Tie { count }) => {
                 assert!((0..=255).filter(|&exponent| counts.count(exponent) == count).count() > 1);
                 ties += 1;
                 continue;
@@ -216,14 +216,17 @@ fn misfits_of_the_format_are_named() {
         assert_eq!(oracle::encode(&bytes, THREADS).unwrap_err(), refused);
         refused
     };
-    assert_eq!(encode(&[]), Unfit::Empty);
-    assert_eq!(encode(&[0x3f80; 9]), Unfit::NoFirst);
-    assert_eq!(encode(&[0x3f80, 0x3f00, 0x7f80, 0xffc1]), Unfit::Exponent { exponent: 255, count: 2 });
-    assert_eq!(encode(&[0x3f80, 240 << 7]), Unfit::Exponent { exponent: 240, count: 1 });
+    assert_eq!(encode(&[]), NotEncodable::Empty);
+    assert_eq!(encode(&[0x3f80; 9]), NotEncodable::NoFirst);
+    assert_eq!(encode(&[0x3f80, 0x3f00, 0x7f80, 0xffc1]), NotEncodable::Exponent { exponent: 255, count: 2 });
+    assert_eq!(encode(&[0x3f80, 240 << 7]), NotEncodable::Exponent { exponent: 240, count: 1 });
     let mut counts = Histogram::default();
     (0..31).for_each(|i| counts.add(i, 3 << i));
     let code = Code::of(&counts).unwrap();
-    assert_eq!(Sizes::of(&code, &counts, THREADS).unwrap_err(), Unfit::Count { what: "elements", got: counts.total() });
+    assert_eq!(
+        Sizes::of(&code, &counts, THREADS).unwrap_err(),
+        NotEncodable::Count { what: "elements", got: counts.total() }
+    );
 }
 
 #[test]

@@ -1,9 +1,9 @@
 //! The matmul variants that dispatch chooses from: those that ship for an architecture, and those that a program has
 //! registered.
 //!
-//! A variant takes part as a shape: batch tile, warps, stages, cluster and the other axes that say how it computes. What
-//! it is used for ([`PackedUse`]: escapes, dependent launch, epilogue) is set by the layer that asks, so one registered
-//! variant serves every epilogue of a layer.
+//! A variant takes part as a shape: batch tile, warps, stages, cluster and the other axes that say how it computes.
+//! What it is used for ([`PackedUse`]: escapes, dependent launch, epilogue) is set by the layer that asks, so one
+//! registered variant serves every epilogue of a layer.
 
 use std::{collections::BTreeSet, sync::OnceLock};
 
@@ -317,7 +317,7 @@ mod tests {
         assert!(matches!(error, RegisterError::Infeasible { .. }));
         let error = refused(Arch::Sm89, "uw_sm89_gemm_wgmma_b128_g2p6_esc_store");
         assert!(matches!(error, RegisterError::Infeasible { .. }));
-        for name in ["uw_sm90a_decode_full_l7", "uw_sm90a_gemm_recon_palette_n2p4_v8_store"] {
+        for name in ["uw_sm90a_decode_huffman_full_l7", "uw_sm90a_gemm_recon_palette_n2p4_v8_store"] {
             assert!(matches!(refused(Arch::Sm90a, name), RegisterError::Family { .. }));
         }
         let error = refused(Arch::Sm90a, "uw_sm90a_gemm_mma_b8_r3w10p2c1_esc_store_dump");

@@ -13,9 +13,9 @@
 
 use unweight_codegen::{
     VariantSpec,
-    spec::{Arch, CodeLimit, DecodeElement, DecodeOutput, TranscodeStage, catalog},
+    spec::{Arch, CodeLimit, DecodeCompactStage, DecodeElement, DecodeOutput, catalog},
 };
-use unweight_format::{Float, FormId};
+use unweight_format::{EncodingId, Float};
 
 /// A form that a weight can lie in, as far as kernels care.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -41,13 +41,13 @@ pub enum Node {
 
 impl Node {
     /// Where a stored form enters the graph.
-    pub fn of(form: FormId) -> Self {
-        match form {
-            FormId::RAW => Self::Bf16,
-            FormId::HUFFMAN => Self::Huffman,
-            FormId::PALETTE => Self::Palette,
-            FormId::PACKED => Self::Packed,
-            FormId::COMPACT => Self::Compact,
+    pub fn of(encoding: EncodingId) -> Self {
+        match encoding {
+            EncodingId::RAW => Self::Bf16,
+            EncodingId::HUFFMAN => Self::Huffman,
+            EncodingId::PALETTE => Self::Palette,
+            EncodingId::PACKED => Self::Packed,
+            EncodingId::COMPACT => Self::Compact,
             _ => Self::Host,
         }
     }
@@ -141,7 +141,7 @@ pub fn paths(from: Node) -> Vec<Vec<Edge>> {
 /// bits.
 pub fn decoder(arch: Arch, output: DecodeOutput, code_bits: u32) -> Option<VariantSpec> {
     let limit = CodeLimit::new(code_bits.max(CodeLimit::MIN.get())).ok()?;
-    Some(VariantSpec::decode(arch, output, limit))
+    Some(VariantSpec::decode_huffman(arch, output, limit))
 }
 
 /// The decoder of a tensor of exponents, whose codes have up to `code_bits` bits: of those that ship, the one with the
@@ -153,7 +153,7 @@ pub fn element_decoder(arch: Arch, float: Float, code_bits: u32) -> Option<Varia
 
 /// The kernel of [`Step::Transcode`].
 pub fn transcoder(arch: Arch) -> VariantSpec {
-    VariantSpec::transcode(arch, TranscodeStage::Full)
+    VariantSpec::decode_compact(arch, DecodeCompactStage::Full)
 }
 
 /// The kernels of [`Step::Pack`] and [`Step::Unpack`].
@@ -163,19 +163,19 @@ pub fn packing(arch: Arch) -> Vec<VariantSpec> {
 
 #[cfg(test)]
 mod tests {
-    use unweight_format::FORMS;
+    use unweight_format::ENCODINGS;
 
     use super::*;
 
     #[test]
     fn short_codes_take_the_smallest_decoder() {
         let name = |output, bits| decoder(Arch::Sm90a, output, bits).map(|spec| spec.to_string());
-        assert_eq!(name(DecodeOutput::Full, 1).unwrap(), "uw_sm90a_decode_full_l6");
-        assert_eq!(name(DecodeOutput::Palette, 15).unwrap(), "uw_sm90a_decode_palette_l15");
+        assert_eq!(name(DecodeOutput::Full, 1).unwrap(), "uw_sm90a_decode_huffman_full_l6");
+        assert_eq!(name(DecodeOutput::Palette, 15).unwrap(), "uw_sm90a_decode_huffman_palette_l15");
         assert_eq!(name(DecodeOutput::Full, 16), None);
         let name = |float, bits| element_decoder(Arch::Sm90a, float, bits).map(|spec| spec.to_string());
-        assert_eq!(name(Float::E4M3, 3).unwrap(), "uw_sm90a_decode_full_e4m3_l7");
-        assert_eq!(name(Float::F32, 8).unwrap(), "uw_sm90a_decode_full_f32_l15");
+        assert_eq!(name(Float::E4M3, 3).unwrap(), "uw_sm90a_decode_huffman_full_e4m3_l7");
+        assert_eq!(name(Float::F32, 8).unwrap(), "uw_sm90a_decode_huffman_full_f32_l15");
         assert_eq!((name(Float::F16, 16), name(Float::Bf16, 7)), (None, None));
     }
 
@@ -206,8 +206,8 @@ mod tests {
             let cublas = paths.iter().any(|path| path[path.len() - 1].step == Step::Cublas);
             assert_eq!(cublas, node != Node::Exponents, "{node:?}");
         }
-        for form in FORMS {
-            assert!(!paths(Node::of(form.id())).is_empty(), "{}", form.id());
+        for encoding in ENCODINGS {
+            assert!(!paths(Node::of(encoding.id())).is_empty(), "{}", encoding.id());
         }
     }
 }

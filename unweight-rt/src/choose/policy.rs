@@ -1,8 +1,8 @@
 //! Which matmul computes a problem: what was measured on such a device, else what the model of the GPU finds fastest of
 //! the variants that ship and those that a program has registered.
 //!
-//! A choice is a pure function of the problem, the GPU, the table and the registered variants. A benchmark writes a table
-//! for the machine at hand, which [`KernelSet::chooser`](crate::device::KernelSet::chooser) follows.
+//! A choice is a pure function of the problem, the GPU, the table and the registered variants. A benchmark writes a
+//! table for the machine at hand, which [`KernelSet::chooser`](crate::device::KernelSet::chooser) follows.
 
 use std::collections::BTreeSet;
 
@@ -16,7 +16,7 @@ use super::{
     candidates::{PackedUse, RegisterError, Registered},
     cost::{
         constants::SMALL_BATCH,
-        gpu_model::{self, Machine},
+        gpu_model::{self, GpuModel},
     },
     table::MeasuredTable,
 };
@@ -24,38 +24,38 @@ use super::{
 /// Chooses variants for one device.
 #[derive(Clone, Debug)]
 pub struct PackedChooser {
-    machine: Machine,
+    gpu: GpuModel,
     table: MeasuredTable,
     registered: Registered,
 }
 
 impl PackedChooser {
     /// The model alone.
-    pub fn model(machine: Machine) -> Self {
-        Self { machine, table: MeasuredTable::default(), registered: Registered::default() }
+    pub fn model(gpu: GpuModel) -> Self {
+        Self { gpu, table: MeasuredTable::default(), registered: Registered::default() }
     }
 
     /// The model, and the table that ships where it is of a device of this name.
-    pub fn of(machine: Machine, name: &str) -> Self {
-        Self::model(machine).with_table(name, MeasuredTable::builtin().clone())
+    pub fn of(gpu: GpuModel, name: &str) -> Self {
+        Self::model(gpu).with_table(name, MeasuredTable::builtin().clone())
     }
 
     /// For an H200 (SXM): what is chosen where there is no device to ask.
     pub fn h200() -> Self {
-        Self::of(Machine::H200, "NVIDIA H200")
+        Self::of(GpuModel::H200, "NVIDIA H200")
     }
 
     /// For the card of an architecture that is told of where no device is there.
     pub fn usual(arch: Arch) -> Self {
         match arch {
             Arch::Sm90a => Self::h200(),
-            _ => Self::model(Machine::usual(arch)),
+            _ => Self::model(GpuModel::usual(arch)),
         }
     }
 
     /// The device that it chooses for.
-    pub fn machine(&self) -> &Machine {
-        &self.machine
+    pub fn gpu_model(&self) -> &GpuModel {
+        &self.gpu
     }
 
     /// What was measured, which stands above the model.
@@ -65,7 +65,7 @@ impl PackedChooser {
 
     /// The architecture that it chooses for.
     pub fn arch(&self) -> Arch {
-        self.machine.arch
+        self.gpu.arch
     }
 
     /// With a table ahead of what it has, if it is of a device of this name.
@@ -94,7 +94,7 @@ impl PackedChooser {
     /// # Errors
     /// [`RegisterError`].
     pub fn register(&mut self, spec: VariantSpec) -> Result<(), RegisterError> {
-        self.registered.add(self.machine.arch, spec)
+        self.registered.add(self.gpu.arch, spec)
     }
 
     /// The variants that it chooses from next to those that ship.
@@ -105,12 +105,12 @@ impl PackedChooser {
     /// The variants that can compute a problem from packed weights, with the microseconds that the model predicts,
     /// fastest first.
     pub fn candidates(&self, problem: GemmShape, wanted: PackedUse) -> Vec<(VariantSpec, f64)> {
-        gpu_model::candidates(&self.machine, &self.registered, problem, wanted)
+        gpu_model::candidates(&self.gpu, &self.registered, problem, wanted)
     }
 
     /// The same straight from compact weights.
     pub fn compact_candidates(&self, problem: GemmShape, wanted: PackedUse) -> Vec<(VariantSpec, f64)> {
-        gpu_model::compact_candidates(&self.machine, &self.registered, problem, wanted)
+        gpu_model::compact_candidates(&self.gpu, &self.registered, problem, wanted)
     }
 
     /// Every variant that a card of the architecture can be given for a use and for batches up to this, whatever its
@@ -191,7 +191,7 @@ mod tests {
 
     #[test]
     fn every_batch_of_every_shape_has_a_variant_and_nothing_else_has() {
-        let dispatch = PackedChooser::model(Machine::H200);
+        let dispatch = PackedChooser::model(GpuModel::H200);
         for (n, k) in SHAPES {
             for m in (1..=130).chain([255, 256, 257, 1000, 4095, 4096]) {
                 let problem = GemmShape { m, n, k };
@@ -221,20 +221,20 @@ mod tests {
     fn other_gpus_have_their_own_choices() {
         let wanted = PackedUse { pdl: true, ..USE };
         // An L40S, too: more multiprocessors than a 4090 on less memory.
-        let l40s = Machine { arch: Arch::Sm89, sms: 142, memory: 0.864e6, clock_mhz: 2520.0, tensor: 1024.0 };
-        for machine in Arch::ALL.iter().map(|arch| Machine::usual(*arch)).chain([l40s]) {
-            let (chooser, name) = (PackedChooser::of(machine, "any"), machine.arch);
+        let l40s = GpuModel { arch: Arch::Sm89, sms: 142, memory: 0.864e6, clock_mhz: 2520.0, tensor: 1024.0 };
+        for gpu in Arch::ALL.iter().map(|arch| GpuModel::usual(*arch)).chain([l40s]) {
+            let (chooser, name) = (PackedChooser::of(gpu, "any"), gpu.arch);
             for (n, k) in SHAPES {
                 for m in [1, 8, 16, 17, 64, 65, 256, 2048] {
                     let problem = GemmShape { m, n, k };
                     let spec = chooser.choose(problem, wanted).unwrap_or_else(|| panic!("{name:?}: {problem:?}"));
                     let plan = Plan::new(&spec).unwrap();
-                    assert_eq!(spec.arch, machine.arch, "{spec}");
-                    assert!(plan.launch.grid.blocks(problem, machine.sms).is_some_and(|b| b > 0), "{spec} {problem:?}");
+                    assert_eq!(spec.arch, gpu.arch, "{spec}");
+                    assert!(plan.launch.grid.blocks(problem, gpu.sms).is_some_and(|b| b > 0), "{spec} {problem:?}");
                 }
             }
             for (n, k) in [(14336, 4096), (4096, 14336), (128_256, 4096)] {
-                let floor = f64::from(n) * f64::from(k) * 1.5 / machine.memory;
+                let floor = f64::from(n) * f64::from(k) * 1.5 / gpu.memory;
                 let (spec, us) = chooser.candidates(GemmShape { m: 1, n, k }, wanted)[0];
                 assert!((1.0..1.4).contains(&(us / floor)), "{spec} at {n}x{k}: {us:.0} us, floor {floor:.0}");
             }
@@ -245,7 +245,7 @@ mod tests {
     #[test]
     fn products_from_compact_weights_are_chosen_as_measured() {
         let wanted = PackedUse { pdl: true, ..USE };
-        let (h200, ada) = (PackedChooser::model(Machine::H200), PackedChooser::model(Machine::usual(Arch::Sm89)));
+        let (h200, ada) = (PackedChooser::model(GpuModel::H200), PackedChooser::model(GpuModel::usual(Arch::Sm89)));
         let best = |m, n, k| h200.compact_candidates(GemmShape { m, n, k }, wanted)[0];
         // Where weights are few, more blocks are worth more than reading them once.
         for (n, k) in SHAPES.into_iter().filter(|(n, k)| n * k >= 1 << 24) {
@@ -281,11 +281,12 @@ mod tests {
         assert!(matches!(narrow.op, Op::GemmCompact(op) if op.cluster.get() == 2), "{narrow}");
         assert!(ada.compact_candidates(GemmShape { m: 1, n: 64, k: 64 }, USE).is_empty());
         assert!(h200.compact_candidates(GemmShape { m: 1, n: 65, k: 64 }, USE).is_empty());
-        let us = expand_us(&Machine::H200, 14336, 4096);
+        let us = expand_us(&GpuModel::H200, 14336, 4096);
         assert!((52.0..55.0).contains(&us), "{us}");
     }
 
-    /// As docs/records/2026-11-21/matmul-register-sourced-log.md measured them: clusters where their tiles fill the machine once.
+    /// As docs/records/2026-11-21/matmul-register-sourced-log.md measured them: clusters where their tiles fill the
+    /// machine once.
     #[test]
     fn model_chooses_clusters_where_they_were_fastest() {
         for (n, k, m, shape) in [
@@ -296,7 +297,7 @@ mod tests {
             (4096, 14336, 512, "b256_g2p4c2"),
             (1024, 4096, 128, "b128_g1p8c4"),
         ] {
-            let spec = PackedChooser::model(Machine::H200).choose(GemmShape { m, n, k }, USE).unwrap();
+            let spec = PackedChooser::model(GpuModel::H200).choose(GemmShape { m, n, k }, USE).unwrap();
             assert_eq!(spec.to_string(), format!("uw_sm90a_gemm_wgmma_{shape}_esc_store"), "{n} x {k}, m = {m}");
         }
     }
@@ -312,7 +313,7 @@ mod tests {
                 row(331, "uw_sm90a_gemm_mma_b64_r2w8p2c1_esc_store"),
             ],
         };
-        let dispatch = PackedChooser::model(Machine::H200).with_table("H", table);
+        let dispatch = PackedChooser::model(GpuModel::H200).with_table("H", table);
         for (n, k) in SHAPES {
             let choices = dispatch.choices(n, k, 700, USE);
             assert_eq!(choices.last().map(|(m, _)| *m), Some(700));
@@ -329,7 +330,7 @@ mod tests {
         let measured = "uw_sm90a_gemm_mma_b64_r1w4p2c1_esc_store";
         let row = MeasuredRow { n: 4096, k: 4096, m: 16, pdl: true, variant: measured.parse().unwrap() };
         let table = MeasuredTable { device: "H".to_owned(), rows: vec![row] };
-        let dispatch = |device| PackedChooser::model(Machine::H200).with_table(device, table.clone());
+        let dispatch = |device| PackedChooser::model(GpuModel::H200).with_table(device, table.clone());
         let pdl = PackedUse { pdl: true, epilogue: Epilogue::StoreAdd, ..USE };
         let at = |m| GemmShape { m, n: 4096, k: 4096 };
         let chosen = dispatch("H").choose(at(9), pdl).unwrap();
@@ -353,7 +354,7 @@ mod tests {
     #[test]
     fn a_registered_variant_is_chosen_where_the_model_finds_it_fastest() {
         let problem = GemmShape { m: 16, n: 2048, k: 2048 };
-        for chooser in [PackedChooser::model(Machine::H200), PackedChooser::h200()] {
+        for chooser in [PackedChooser::model(GpuModel::H200), PackedChooser::h200()] {
             for (epilogue, tag) in [(Epilogue::Store, "store"), (Epilogue::StoreAdd, "store_add")] {
                 let wanted = PackedUse { escapes: true, pdl: true, epilogue };
                 let shipped = chooser.choose(problem, wanted).unwrap();
@@ -388,7 +389,7 @@ mod tests {
     #[test]
     fn a_registered_compact_shape_is_a_candidate() {
         let own = "uw_sm90a_gemm_compact_b8_w6p1c1_t16_store";
-        let mut chooser = PackedChooser::model(Machine::H200);
+        let mut chooser = PackedChooser::model(GpuModel::H200);
         let problem = GemmShape { m: 1, n: 14336, k: 4096 };
         let shipped = chooser.compact_candidates(problem, USE);
         chooser.register(own.parse().unwrap()).unwrap();

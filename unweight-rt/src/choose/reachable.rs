@@ -7,23 +7,23 @@ use unweight_codegen::{
     family::Instruction,
     spec::{DecodeOutput, catalog},
 };
-use unweight_format::{FormId, Role, bundle::Bundle, safetensors::Dtype};
+use unweight_format::{EncodingId, Role, bundle::Bundle, safetensors::Dtype};
 
 use super::{
     candidates::{COMPACT_BATCH, PackedUse},
     graph::{Step, packing},
-    route::{Expand, GEMM_MMA_BATCH, Linears, Wanted, Weight, expander},
+    route::{Expand, GEMM_MMA_BATCH, Linears, RoutePolicy, Weight, expander},
 };
 
-impl Wanted {
+impl RoutePolicy {
     /// Every kernel that making these weights layers, and running them at any batch, can ask for. Ordered, without
     /// repetition.
     pub fn reachable(&self, weights: impl IntoIterator<Item = Weight>) -> Vec<VariantSpec> {
         self.reachable_by(weights, |weight| self.products(weight))
     }
 
-    /// What [`Wanted::reachable`] can say of any card of the architecture, whatever its multiprocessors and its memory:
-    /// of products every shape that ships, since which of them is chosen follows from the card.
+    /// What [`RoutePolicy::reachable`] can say of any card of the architecture, whatever its multiprocessors and its
+    /// memory: of products every shape that ships, since which of them is chosen follows from the card.
     pub fn reachable_on_any_card(&self, weights: impl IntoIterator<Item = Weight>) -> Vec<VariantSpec> {
         // Those of this chooser, too: a table may hold what does not ship.
         self.reachable_by(weights, |weight| [self.products(weight), self.every_product(weight)].concat())
@@ -38,7 +38,7 @@ impl Wanted {
         // A loader brings its packer along.
         let mut variants: BTreeSet<VariantSpec> = packing(self.chooser.arch()).into_iter().collect();
         for weight in &weights {
-            for edge in weight.route() {
+            for edge in weight.conversion() {
                 match edge.step {
                     Step::Decode(DecodeOutput::Full) => variants.extend(self.decoder()),
                     Step::Transcode => _ = variants.insert(self.transcoder()),
@@ -61,10 +61,10 @@ impl Wanted {
         let of = |&escapes: &bool| self.gemms(weight, escapes);
         // Of what stays compact, too: it may turn out to be smaller packed, or to be looked up in.
         let mut all: Vec<VariantSpec> = weight.escapes().iter().flat_map(of).map(|choice| choice.kernel).collect();
-        let packed = weight.escapes().iter().flat_map(|escapes| self.packed_ways(weight, *escapes));
+        let packed = weight.escapes().iter().flat_map(|escapes| self.packed_routes(weight, *escapes));
         all.extend(packed.flat_map(|choice| choice.kernel.kernels().copied().collect::<Vec<_>>()));
         if self.stays_compact(weight) {
-            all.extend(self.compact_ways(weight).iter().flat_map(|choice| choice.kernel.kernels()));
+            all.extend(self.compact_routes(weight).iter().flat_map(|choice| choice.kernel.kernels()));
         }
         all
     }
@@ -92,8 +92,8 @@ impl Wanted {
                 Expand::Model => !arch.has(Instruction::Wgmma) && self.max_batch > GEMM_MMA_BATCH,
             };
             if may {
-                let ways = [false, compact].into_iter().filter_map(|compact| self.by_cublas(epilogue, compact));
-                all.extend(ways.flat_map(|way| way.kernels().copied().collect::<Vec<_>>()));
+                let routes = [false, compact].into_iter().filter_map(|compact| self.by_cublas(epilogue, compact));
+                all.extend(routes.flat_map(|route| route.kernels().copied().collect::<Vec<_>>()));
             }
         }
         all
@@ -117,9 +117,12 @@ pub fn weights(bundle: &Bundle) -> Vec<Weight> {
         if entry.dtype != Dtype::Bf16 || n == 0 || k == 0 || entry.role == Role::Embedding && !tied {
             continue;
         }
-        found.insert(Weight::stored(n, k, entry.form));
+        found.insert(Weight::stored(n, k, entry.encoding));
         let parent = entry.name.rsplitn(3, '.').nth(2).unwrap_or_default();
-        siblings.entry((entry.layer, parent)).or_default().insert(entry.role, (n, k, entry.form == FormId::COMPACT));
+        siblings
+            .entry((entry.layer, parent))
+            .or_default()
+            .insert(entry.role, (n, k, entry.encoding == EncodingId::COMPACT));
     }
     for roles in siblings.values() {
         for (merge, gated) in [(&[Role::Q, Role::K, Role::V][..], false), (&[Role::Gate, Role::Up][..], true)] {

@@ -2,7 +2,7 @@
 //! says: its route through the graph of forms, and the kernels of each range of batches.
 //!
 //! ```text
-//! bundle --weights()--> Weight --route()--> steps --Wanted::decoder, packing, gemms--> what the loader asks a KernelSource for
+//! bundle --weights()--> Weight --conversion()--> steps --RoutePolicy::decoder, packing, gemms--> what the loader asks a KernelSource for
 //!                          +------reachable()------> the same for every weight: compiled in parallel, ahead
 //! ```
 
@@ -11,9 +11,9 @@ use unweight_codegen::{
     VariantSpec,
     family::Instruction,
     plan::GemmShape,
-    spec::{Arch, DecodeOutput, Epilogue, Op, RepackStage, SiluMulSpec, TranscodeStage, catalog},
+    spec::{Arch, DecodeCompactStage, DecodeOutput, Epilogue, Op, RepackStage, SiluMulSpec, catalog},
 };
-use unweight_format::{FormId, TileGrid, raw::packed};
+use unweight_format::{EncodingId, TileGrid, raw::packed};
 
 use super::{
     candidates::{COMPACT_BATCH, PackedUse, has_compact_gemms},
@@ -37,8 +37,8 @@ pub struct Weight {
 
 impl Weight {
     /// A weight of a stored form.
-    pub fn stored(n: u32, k: u32, form: FormId) -> Self {
-        Self { n, k, node: Node::of(form), gated: false }
+    pub fn stored(n: u32, k: u32, encoding: EncodingId) -> Self {
+        Self { n, k, node: Node::of(encoding), gated: false }
     }
 
     /// Several weights under each other: put together as BF16, whatever their forms.
@@ -83,9 +83,12 @@ impl Weight {
     }
 
     /// The steps by which a loader makes it a layer: the shortest way through the packed form.
-    pub fn route(&self) -> Vec<Edge> {
-        let ways = paths(self.node).into_iter().filter(|path| path.iter().all(|edge| self.takes(edge)));
-        ways.into_iter().find(|path| path.last().is_some_and(|edge| edge.step == Step::GemmPacked)).unwrap_or_default()
+    pub fn conversion(&self) -> Vec<Edge> {
+        let routes = paths(self.node).into_iter().filter(|path| path.iter().all(|edge| self.takes(edge)));
+        routes
+            .into_iter()
+            .find(|path| path.last().is_some_and(|edge| edge.step == Step::GemmPacked))
+            .unwrap_or_default()
     }
 }
 
@@ -117,18 +120,18 @@ pub(super) const GEMM_MMA_BATCH: u32 = 64;
 
 /// How a batch is multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way<K> {
+pub enum Route<K> {
     /// By a kernel that reads the weights as they lie.
     Direct(K),
     /// From packed weights, which one kernel writes into the slot ahead of the other.
-    Slot {
+    ExpandToPacked {
         /// Compact to packed tiles.
         expand: K,
         /// The product; an ordinary launch, since it reads what the kernel before it writes.
         product: K,
     },
     /// By cuBLAS, from BF16 that a kernel writes into the slot ahead of it.
-    Cublas {
+    ExpandToBf16 {
         /// Packed or compact to BF16.
         expand: K,
         /// Of a gate and an up, what activates the product.
@@ -165,26 +168,26 @@ impl SlotPlan {
 }
 
 /// How a layer is multiplied, by epilogue and ascending in the largest batch.
-pub type Ways<K> = Vec<Choice<Way<K>>>;
+pub type Routes<K> = Vec<BatchRoute<Route<K>>>;
 
-impl<K> Way<K> {
+impl<K> Route<K> {
     /// Its kernels, in the order of their launches.
     pub fn kernels(&self) -> impl Iterator<Item = &K> {
         let (first, second) = match self {
             Self::Direct(kernel) => (kernel, None),
-            Self::Slot { expand, product } => (expand, Some(product)),
-            Self::Cublas { expand, activate } => (expand, activate.as_ref()),
+            Self::ExpandToPacked { expand, product } => (expand, Some(product)),
+            Self::ExpandToBf16 { expand, activate } => (expand, activate.as_ref()),
         };
         [first].into_iter().chain(second)
     }
 
-    /// The same with each kernel's counterpart from `next`, in the order of [`Way::kernels`]. `None` where it has too
+    /// The same with each kernel's counterpart from `next`, in the order of [`Route::kernels`]. `None` where it has too
     /// few.
-    fn with<L>(&self, next: &mut impl Iterator<Item = L>) -> Option<Way<L>> {
+    fn with<L>(&self, next: &mut impl Iterator<Item = L>) -> Option<Route<L>> {
         Some(match self {
-            Self::Direct(_) => Way::Direct(next.next()?),
-            Self::Slot { .. } => Way::Slot { expand: next.next()?, product: next.next()? },
-            Self::Cublas { activate, .. } => Way::Cublas {
+            Self::Direct(_) => Route::Direct(next.next()?),
+            Self::ExpandToPacked { .. } => Route::ExpandToPacked { expand: next.next()?, product: next.next()? },
+            Self::ExpandToBf16 { activate, .. } => Route::ExpandToBf16 {
                 expand: next.next()?,
                 activate: match activate {
                     Some(_) => Some(next.next()?),
@@ -197,7 +200,7 @@ impl<K> Way<K> {
 
 /// What layers are wanted for, and on what.
 #[derive(Clone, Debug)]
-pub struct Wanted {
+pub struct RoutePolicy {
     /// What their weights lie as.
     pub linears: Linears,
     /// What compact ones lie as, where linears are packed.
@@ -229,7 +232,7 @@ pub enum Expand {
 
 /// A kernel for batches up to `last`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Choice<K> {
+pub struct BatchRoute<K> {
     /// What becomes of the product.
     pub epilogue: Epilogue,
     /// The largest batch that it is for.
@@ -252,7 +255,7 @@ pub trait KernelSource {
     fn take(&self, specs: &[VariantSpec]) -> Result<Vec<Self::Kernel>, Self::Error>;
 }
 
-impl Wanted {
+impl RoutePolicy {
     /// The decoder of whole matrices, for tensors of up to the code limit.
     pub fn decoder(&self) -> Option<VariantSpec> {
         decoder(self.chooser.arch(), DecodeOutput::Full, self.code_limit)
@@ -274,19 +277,19 @@ impl Wanted {
     ///
     /// Above [`COMPACT_BATCH`] it is multiplied as the packed layer would be, by a kernel of the same shape, so with
     /// the same bits.
-    pub fn compact_ways(&self, weight: &Weight) -> Ways<VariantSpec> {
+    pub fn compact_routes(&self, weight: &Weight) -> Routes<VariantSpec> {
         let (n, k) = (weight.n, weight.k);
         let small = self.max_batch.min(COMPACT_BATCH);
         let of = |&epilogue: &Epilogue| {
             let wanted = PackedUse { escapes: true, pdl: self.pdl, epilogue };
             let direct = self.chooser.compact_choices(n, k, small, wanted).into_iter();
-            let direct = direct.map(move |(last, kernel)| Choice { epilogue, last, kernel: Way::Direct(kernel) });
+            let direct = direct.map(move |(last, kernel)| BatchRoute { epilogue, last, kernel: Route::Direct(kernel) });
             let above =
                 if self.max_batch > small { self.chooser.choices(n, k, self.max_batch, wanted) } else { Vec::new() };
             let above: Vec<_> = above.into_iter().filter(|(last, _)| *last > small).collect();
             direct.chain(self.expanded(weight, epilogue, (small, true), &above, |kernel| {
                 let product = ordinary(kernel)?;
-                Some(Way::Slot { expand: expander(self.chooser.arch()), product })
+                Some(Route::ExpandToPacked { expand: expander(self.chooser.arch()), product })
             }))
         };
         weight.epilogues().iter().flat_map(of).collect()
@@ -294,12 +297,12 @@ impl Wanted {
 
     /// How a packed layer is multiplied at every batch, by epilogue and ascending in the batch. Empty where no kernel
     /// takes the shape.
-    pub fn packed_ways(&self, weight: &Weight, escapes: bool) -> Ways<VariantSpec> {
+    pub fn packed_routes(&self, weight: &Weight, escapes: bool) -> Routes<VariantSpec> {
         let choices = self.gemms(weight, escapes);
         let of = |&epilogue: &Epilogue| {
             let own = choices.iter().filter(|choice| choice.epilogue == epilogue);
             let own: Vec<_> = own.map(|choice| (choice.last, choice.kernel)).collect();
-            self.expanded(weight, epilogue, (0, false), &own, |kernel| Some(Way::Direct(kernel)))
+            self.expanded(weight, epilogue, (0, false), &own, |kernel| Some(Route::Direct(kernel)))
         };
         weight.epilogues().iter().flat_map(of).collect()
     }
@@ -312,30 +315,30 @@ impl Wanted {
         epilogue: Epilogue,
         (first, compact): (u32, bool),
         ranges: &[(u32, VariantSpec)],
-        way: impl Fn(VariantSpec) -> Option<Way<VariantSpec>>,
-    ) -> Ways<VariantSpec> {
-        let mut ways: Ways<VariantSpec> = Vec::new();
+        route: impl Fn(VariantSpec) -> Option<Route<VariantSpec>>,
+    ) -> Routes<VariantSpec> {
+        let mut routes: Routes<VariantSpec> = Vec::new();
         let mut from = first;
         for &(last, kernel) in ranges {
             // Between two of these nothing changes, as for the kernels.
             let ends = (from / 8 * 8 + 8..last).step_by(8).chain([last]);
             for m in ends {
                 let taken = self.cublas_takes(weight, m, kernel, compact);
-                let chosen = if taken { self.by_cublas(epilogue, compact) } else { way(kernel) };
+                let chosen = if taken { self.by_cublas(epilogue, compact) } else { route(kernel) };
                 let Some(chosen) = chosen else { continue };
-                match ways.last_mut() {
+                match routes.last_mut() {
                     Some(same) if same.kernel == chosen => same.last = m,
-                    _ => ways.push(Choice { epilogue, last: m, kernel: chosen }),
+                    _ => routes.push(BatchRoute { epilogue, last: m, kernel: chosen }),
                 }
             }
             from = last;
         }
-        ways
+        routes
     }
 
     /// Whether a batch is multiplied by cuBLAS rather than by this kernel.
     fn cublas_takes(&self, weight: &Weight, m: u32, kernel: VariantSpec, compact: bool) -> bool {
-        let (arch, machine) = (self.chooser.arch(), self.chooser.machine());
+        let (arch, gpu) = (self.chooser.arch(), self.chooser.gpu_model());
         let Some((n, k)) = weight.padded() else { return false };
         match self.expand {
             Expand::Never => false,
@@ -345,16 +348,16 @@ impl Wanted {
                 let problem = GemmShape { m, n, k };
                 // A product from the slot is an ordinary launch.
                 let kernel = if compact { ordinary(kernel) } else { Some(kernel) };
-                let us = kernel.and_then(|kernel| predicted_us(&kernel, problem, machine));
+                let us = kernel.and_then(|kernel| predicted_us(&kernel, problem, gpu));
                 let Some(us) = us else { return false };
-                let own = us.max(mma_floor_us(machine, problem)) + if compact { expand_us(machine, n, k) } else { 0.0 };
-                bf16_us(machine, n, k, compact) + cublas_us(machine, problem) < own
+                let own = us.max(mma_floor_us(gpu, problem)) + if compact { expand_us(gpu, n, k) } else { 0.0 };
+                bf16_us(gpu, n, k, compact) + cublas_us(gpu, problem) < own
             }
         }
     }
 
     /// Expansion to BF16, and cuBLAS. `None` where the architecture has no kernel for the activation.
-    pub(super) fn by_cublas(&self, epilogue: Epilogue, compact: bool) -> Option<Way<VariantSpec>> {
+    pub(super) fn by_cublas(&self, epilogue: Epilogue, compact: bool) -> Option<Route<VariantSpec>> {
         let arch = self.chooser.arch();
         let expand = if compact { transcoder(arch) } else { VariantSpec::repack(arch, RepackStage::Unpack) };
         // Behind cuBLAS nothing is gained by an early start.
@@ -363,33 +366,33 @@ impl Wanted {
             Epilogue::SiluMul => Some(catalog::on::<SiluMulSpec>(arch).find(of)?),
             Epilogue::Store | Epilogue::StoreAdd => None,
         };
-        Some(Way::Cublas { expand, activate })
+        Some(Route::ExpandToBf16 { expand, activate })
     }
 
     /// The kernels of these, from a source, made ready together.
     ///
     /// # Errors
     /// The source's.
-    pub fn take_ways<S: KernelSource>(
+    pub fn take_routes<S: KernelSource>(
         source: &S,
-        ways: &[Choice<Way<VariantSpec>>],
-    ) -> Result<Ways<S::Kernel>, S::Error> {
-        let specs: Vec<VariantSpec> = ways.iter().flat_map(|choice| choice.kernel.kernels().copied()).collect();
+        routes: &[BatchRoute<Route<VariantSpec>>],
+    ) -> Result<Routes<S::Kernel>, S::Error> {
+        let specs: Vec<VariantSpec> = routes.iter().flat_map(|choice| choice.kernel.kernels().copied()).collect();
         let mut kernels = source.take(&specs)?.into_iter();
-        let with = |Choice { epilogue, last, kernel }: &Choice<Way<VariantSpec>>| {
-            Some(Choice { epilogue: *epilogue, last: *last, kernel: kernel.with(&mut kernels)? })
+        let with = |BatchRoute { epilogue, last, kernel }: &BatchRoute<Route<VariantSpec>>| {
+            Some(BatchRoute { epilogue: *epilogue, last: *last, kernel: kernel.with(&mut kernels)? })
         };
         // A source gives as many as it is asked for.
-        Ok(ways.iter().map_while(with).collect())
+        Ok(routes.iter().map_while(with).collect())
     }
 
     /// The matmuls of every batch, by epilogue and ascending in the batch. Empty where none takes the shape.
-    pub fn gemms(&self, weight: &Weight, escapes: bool) -> Vec<Choice<VariantSpec>> {
+    pub fn gemms(&self, weight: &Weight, escapes: bool) -> Vec<BatchRoute<VariantSpec>> {
         let Some((n, k)) = weight.padded() else { return Vec::new() };
         let of = |&epilogue: &Epilogue| {
             let wanted = PackedUse { escapes, pdl: self.pdl, epilogue };
             let ranges = self.chooser.choices(n, k, self.max_batch, wanted);
-            ranges.into_iter().map(move |(last, kernel)| Choice { epilogue, last, kernel })
+            ranges.into_iter().map(move |(last, kernel)| BatchRoute { epilogue, last, kernel })
         };
         weight.epilogues().iter().flat_map(of).collect()
     }
@@ -407,5 +410,5 @@ fn ordinary(spec: VariantSpec) -> Option<VariantSpec> {
 
 /// The kernel that writes packed tiles of compact weights into a slot.
 pub(super) fn expander(arch: Arch) -> VariantSpec {
-    VariantSpec::transcode(arch, TranscodeStage::Packed)
+    VariantSpec::decode_compact(arch, DecodeCompactStage::Packed)
 }

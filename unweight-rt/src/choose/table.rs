@@ -170,8 +170,8 @@ impl MeasuredTable {
         self
     }
 
-    /// The variant that was fastest for the smallest measured batch that is not below `m`. One above twice `m`, in whole
-    /// tiles of the smallest batch tile, says nothing of it.
+    /// The variant that was fastest for the smallest measured batch that is not below `m`. One above twice `m`, in
+    /// whole tiles of the smallest batch tile, says nothing of it.
     pub fn choose(&self, problem: GemmShape, wanted: PackedUse) -> Option<VariantSpec> {
         let is_near = |m: u32| m >= problem.m && m / (2 * SMALLEST_TILE) * SMALLEST_TILE < problem.m;
         self.rows

@@ -7,14 +7,14 @@ use unweight_codegen::{
     plan::{GemmShape, Plan},
     spec::{Arch, DecodeOutput, Epilogue, Op, catalog},
 };
-use unweight_format::{FORMS, FormId, TileGrid};
+use unweight_format::{ENCODINGS, EncodingId, TileGrid};
 
 use super::{
     candidates::{COMPACT_BATCH, PackedUse, has_compact_gemms},
-    cost::gpu_model::Machine,
+    cost::gpu_model::GpuModel,
     graph::{Node, Step, packing},
     policy::PackedChooser,
-    route::{Expand, KernelSource, Linears, Resident, SlotPlan, Wanted, Way, Ways, Weight},
+    route::{Expand, KernelSource, Linears, Resident, Route, RoutePolicy, Routes, SlotPlan, Weight},
 };
 
 /// Notes what a loader asks for.
@@ -31,9 +31,9 @@ impl KernelSource for Recorder {
     }
 }
 
-fn wanted(max_batch: u32, pdl: bool, code_limit: u32) -> Wanted {
+fn wanted(max_batch: u32, pdl: bool, code_limit: u32) -> RoutePolicy {
     let chooser = PackedChooser::h200();
-    Wanted {
+    RoutePolicy {
         linears: Linears::Packed,
         resident: Resident::Fast,
         chooser,
@@ -57,22 +57,23 @@ const SHAPES: [(u32, u32); 9] = [
 ];
 
 fn all_weights() -> Vec<Weight> {
-    let stored = SHAPES.into_iter().flat_map(|(n, k)| FORMS.iter().map(move |form| Weight::stored(n, k, form.id())));
+    let stored =
+        SHAPES.into_iter().flat_map(|(n, k)| ENCODINGS.iter().map(move |encoding| Weight::stored(n, k, encoding.id())));
     let merged = SHAPES.into_iter().map(|(n, k)| Weight::merged(n, k, false));
     let gated = SHAPES.into_iter().filter(|(n, k)| n % 64 == 0 && k % 64 == 0);
     stored.chain(merged).chain(gated.map(|(n, k)| Weight::merged(n, k, true))).collect()
 }
 
 /// What the loader does with a weight: the same calls, with a recorder in place of the device.
-fn load(wanted: &Wanted, weight: &Weight, escapes: bool, recorder: &Recorder) -> Ways<VariantSpec> {
+fn load(wanted: &RoutePolicy, weight: &Weight, escapes: bool, recorder: &Recorder) -> Routes<VariantSpec> {
     recorder.take(&packing(wanted.chooser.arch())).unwrap();
-    if weight.route().iter().any(|edge| edge.step == Step::Decode(DecodeOutput::Full)) {
+    if weight.conversion().iter().any(|edge| edge.step == Step::Decode(DecodeOutput::Full)) {
         recorder.take(&[wanted.decoder().unwrap()]).unwrap();
     }
-    if weight.route().iter().any(|edge| edge.step == Step::Transcode) {
+    if weight.conversion().iter().any(|edge| edge.step == Step::Transcode) {
         recorder.take(&[wanted.transcoder()]).unwrap();
     }
-    Wanted::take_ways(recorder, &wanted.packed_ways(weight, escapes)).unwrap()
+    RoutePolicy::take_routes(recorder, &wanted.packed_routes(weight, escapes)).unwrap()
 }
 
 #[test]
@@ -103,8 +104,8 @@ fn reachable_kernels_are_exactly_those_a_loader_asks_for() {
 /// launched after it.
 #[test]
 fn compact_weights_are_expanded_above_batch_32() {
-    let wanted = Wanted { resident: Resident::Small, ..wanted(700, true, 7) };
-    let fast = Wanted { resident: Resident::Fast, ..wanted.clone() };
+    let wanted = RoutePolicy { resident: Resident::Small, ..wanted(700, true, 7) };
+    let fast = RoutePolicy { resident: Resident::Fast, ..wanted.clone() };
     for weight in all_weights().into_iter().chain([Weight::merged(6144, 4096, true).all_compact(true)]) {
         let compact = weight.node == Node::Compact && weight.is_tiled();
         assert_eq!((wanted.stays_compact(&weight), fast.stays_compact(&weight)), (compact, false), "{weight:?}");
@@ -113,26 +114,26 @@ fn compact_weights_are_expanded_above_batch_32() {
             continue;
         }
         let recorder = Recorder::default();
-        let ways = Wanted::take_ways(&recorder, &wanted.compact_ways(&weight)).unwrap();
-        assert_eq!(ways, wanted.compact_ways(&weight), "a source's kernels are those that were asked for");
+        let routes = RoutePolicy::take_routes(&recorder, &wanted.compact_routes(&weight)).unwrap();
+        assert_eq!(routes, wanted.compact_routes(&weight), "a source's kernels are those that were asked for");
         let packed = wanted.gemms(&weight, true);
         for &epilogue in weight.epilogues() {
             for m in [1, 8, 9, 16, 17, 31, 32, 33, 64, 65, 300, 700] {
                 let first = |last: u32, of: Epilogue| of == epilogue && m <= last;
-                let way = ways.iter().find(|choice| first(choice.last, choice.epilogue)).unwrap().kernel;
+                let route = routes.iter().find(|choice| first(choice.last, choice.epilogue)).unwrap().kernel;
                 let packed = packed.iter().find(|choice| first(choice.last, choice.epilogue)).unwrap().kernel;
-                match way {
-                    Way::Direct(kernel) => {
+                match route {
+                    Route::Direct(kernel) => {
                         let Op::GemmCompact(op) = kernel.op else { panic!("{kernel}") };
                         assert!(m <= COMPACT_BATCH && op.pdl && op.epilogue == epilogue, "{kernel} at {m}");
                     }
-                    Way::Slot { expand, product } => {
-                        assert_eq!(expand.to_string(), "uw_sm90a_transcode_packed");
+                    Route::ExpandToPacked { expand, product } => {
+                        assert_eq!(expand.to_string(), "uw_sm90a_decode_compact_packed");
                         // It reads what the kernel before it writes: it may not start early.
                         let ordinary = PackedUse { escapes: true, pdl: false, epilogue }.of(packed);
                         assert!(m > COMPACT_BATCH && Some(product) == ordinary, "{product} at {m}, packed {packed}");
                     }
-                    Way::Cublas { .. } => panic!("cuBLAS on Hopper at {m}"),
+                    Route::ExpandToBf16 { .. } => panic!("cuBLAS on Hopper at {m}"),
                 }
             }
         }
@@ -146,15 +147,15 @@ fn compact_weights_are_expanded_above_batch_32() {
 
 #[test]
 fn compact_placement_needs_compact_kernels() {
-    let weight = Weight::stored(4096, 4096, FormId::COMPACT);
+    let weight = Weight::stored(4096, 4096, EncodingId::COMPACT);
     for arch in Arch::ALL.iter().copied() {
-        let chooser = PackedChooser::model(Machine::usual(arch));
-        let wanted = Wanted { resident: Resident::Small, chooser, ..wanted(64, true, 7) };
+        let chooser = PackedChooser::model(GpuModel::usual(arch));
+        let wanted = RoutePolicy { resident: Resident::Small, chooser, ..wanted(64, true, 7) };
         let has = matches!(arch, Arch::Sm90a | Arch::Sm100a | Arch::Sm103a);
         assert_eq!((has_compact_gemms(arch), wanted.stays_compact(&weight)), (has, has), "{arch:?}");
-        assert_eq!(wanted.compact_ways(&weight).iter().any(|choice| choice.last <= 32), has, "{arch:?}");
+        assert_eq!(wanted.compact_routes(&weight).iter().any(|choice| choice.last <= 32), has, "{arch:?}");
     }
-    let bf16 = Wanted { resident: Resident::Small, linears: Linears::Bf16, ..wanted(64, true, 7) };
+    let bf16 = RoutePolicy { resident: Resident::Small, linears: Linears::Bf16, ..wanted(64, true, 7) };
     assert!(!bf16.stays_compact(&weight));
 }
 
@@ -195,39 +196,39 @@ fn by_the_sheet(card: &Card, (n, k): (u32, u32), m: u32) -> f64 {
 fn large_batches_on_mma_gpus_expand_for_cublas() {
     let mut clear = 0;
     for card @ (arch, name, sms, boost_mhz, gb_per_s, _) in CARDS {
-        let (memory, tensor) = (gb_per_s * 1e3, Machine::tensor_rate(arch, name));
-        let chooser = PackedChooser::model(Machine { arch, sms, memory, clock_mhz: boost_mhz, tensor });
-        let wanted = Wanted { chooser, ..wanted(4096, true, 7) };
+        let (memory, tensor) = (gb_per_s * 1e3, GpuModel::tensor_rate(arch, name));
+        let chooser = PackedChooser::model(GpuModel { arch, sms, memory, clock_mhz: boost_mhz, tensor });
+        let wanted = RoutePolicy { chooser, ..wanted(4096, true, 7) };
         for weight in [
-            Weight::stored(14336, 4096, FormId::PACKED),
-            Weight::stored(4096, 14336, FormId::PACKED),
+            Weight::stored(14336, 4096, EncodingId::PACKED),
+            Weight::stored(4096, 14336, EncodingId::PACKED),
             Weight::merged(28672, 4096, true),
         ] {
-            let ways = wanted.packed_ways(&weight, true);
+            let routes = wanted.packed_routes(&weight, true);
             for &epilogue in weight.epilogues() {
-                let own: Vec<_> = ways.iter().filter(|choice| choice.epilogue == epilogue).collect();
+                let own: Vec<_> = routes.iter().filter(|choice| choice.epilogue == epilogue).collect();
                 assert!(own.windows(2).all(|pair| pair[0].last < pair[1].last), "{name}: ascending");
                 assert_eq!(own.last().unwrap().last, 4096);
                 let at = |m: u32| own.iter().find(|choice| m <= choice.last).unwrap().kernel;
                 for m in [1, 16, 32, 64] {
-                    assert!(!matches!(at(m), Way::Cublas { .. }), "{name} {weight:?} at {m}");
+                    assert!(!matches!(at(m), Route::ExpandToBf16 { .. }), "{name} {weight:?} at {m}");
                 }
                 for m in [128, 192, 256, 384, 512, 768, 1024, 2048, 4096] {
                     let gain = by_the_sheet(&card, (weight.n, weight.k), m);
-                    let way = at(m);
-                    if let Way::Cublas { expand, activate } = way {
+                    let route = at(m);
+                    if let Route::ExpandToBf16 { expand, activate } = route {
                         assert!(expand.to_string().ends_with("repack_unpack") && expand.arch == arch, "{expand}");
                         assert_eq!(activate.is_some(), epilogue == Epilogue::SiluMul);
                     }
                     if !(0.8..1.25).contains(&gain) {
-                        let expanded = matches!(way, Way::Cublas { .. });
+                        let expanded = matches!(route, Route::ExpandToBf16 { .. });
                         assert_eq!(expanded, gain > 1.0, "{name} {weight:?} at {m}: {gain:.2} by its data sheet");
                         clear += 1;
                     }
                 }
             }
             let reachable = wanted.reachable([weight]);
-            let asked = ways.iter().flat_map(|choice| choice.kernel.kernels());
+            let asked = routes.iter().flat_map(|choice| choice.kernel.kernels());
             assert!(asked.into_iter().all(|spec| reachable.contains(spec)), "{name} {weight:?}");
         }
     }
@@ -237,13 +238,13 @@ fn large_batches_on_mma_gpus_expand_for_cublas() {
 /// From which batch on a product of 14336x4096 is expanded (docs/adr/0014-machines.md has the table).
 #[test]
 fn batches_from_which_weights_are_expanded() {
-    let weight = Weight::stored(14336, 4096, FormId::PACKED);
+    let weight = Weight::stored(14336, 4096, EncodingId::PACKED);
     let from = |(arch, name, sms, clock_mhz, gb_per_s, _): Card| {
-        let (memory, tensor) = (gb_per_s * 1e3, Machine::tensor_rate(arch, name));
-        let chooser = PackedChooser::model(Machine { arch, sms, memory, clock_mhz, tensor });
-        let ways = Wanted { chooser, ..wanted(4096, true, 7) }.packed_ways(&weight, true);
-        let plain: Vec<_> = ways.iter().filter(|choice| choice.epilogue == Epilogue::Store).collect();
-        let first = plain.iter().position(|choice| matches!(choice.kernel, Way::Cublas { .. }))?;
+        let (memory, tensor) = (gb_per_s * 1e3, GpuModel::tensor_rate(arch, name));
+        let chooser = PackedChooser::model(GpuModel { arch, sms, memory, clock_mhz, tensor });
+        let routes = RoutePolicy { chooser, ..wanted(4096, true, 7) }.packed_routes(&weight, true);
+        let plain: Vec<_> = routes.iter().filter(|choice| choice.epilogue == Epilogue::Store).collect();
+        let first = plain.iter().position(|choice| matches!(choice.kernel, Route::ExpandToBf16 { .. }))?;
         Some(plain[first - 1].last + 1)
     };
     // 0: none.
@@ -254,21 +255,21 @@ fn batches_from_which_weights_are_expanded() {
 /// What stays compact is expanded from there, too, and no batch straight from it is.
 #[test]
 fn compact_weights_are_expanded_for_cublas_where_no_wgmma_is() {
-    let weight = Weight::stored(14336, 4096, FormId::COMPACT);
-    let chooser = PackedChooser::model(Machine::usual(Arch::Sm100a));
-    let wanted = Wanted { resident: Resident::Small, chooser, ..wanted(4096, true, 7) };
+    let weight = Weight::stored(14336, 4096, EncodingId::COMPACT);
+    let chooser = PackedChooser::model(GpuModel::usual(Arch::Sm100a));
+    let wanted = RoutePolicy { resident: Resident::Small, chooser, ..wanted(4096, true, 7) };
     assert!(wanted.stays_compact(&weight));
-    let ways = wanted.compact_ways(&weight);
+    let routes = wanted.compact_routes(&weight);
     for &epilogue in weight.epilogues() {
-        let own: Vec<_> = ways.iter().filter(|choice| choice.epilogue == epilogue).collect();
+        let own: Vec<_> = routes.iter().filter(|choice| choice.epilogue == epilogue).collect();
         let at = |m: u32| own.iter().find(|choice| m <= choice.last).unwrap().kernel;
-        assert!([1, 16, 32].iter().all(|m| matches!(at(*m), Way::Direct(_))), "{own:?}");
-        assert!(!matches!(at(64), Way::Cublas { .. }), "{own:?}");
-        let Way::Cublas { expand, activate: None } = at(2048) else { panic!("{own:?}") };
+        assert!([1, 16, 32].iter().all(|m| matches!(at(*m), Route::Direct(_))), "{own:?}");
+        assert!(!matches!(at(64), Route::ExpandToBf16 { .. }), "{own:?}");
+        let Route::ExpandToBf16 { expand, activate: None } = at(2048) else { panic!("{own:?}") };
         assert!(expand.to_string().ends_with("transcode_full"), "{expand}");
     }
     let reachable = wanted.reachable([weight]);
-    assert!(ways.iter().flat_map(|choice| choice.kernel.kernels()).all(|spec| reachable.contains(spec)));
+    assert!(routes.iter().flat_map(|choice| choice.kernel.kernels()).all(|spec| reachable.contains(spec)));
 }
 
 /// What is made ahead for all cards of an architecture has what dispatch asks for on each of them, in models that
@@ -309,34 +310,34 @@ fn kernels_for_any_gpu_cover_every_gpu() {
     ];
     // Hidden and intermediate size, columns of keys and of values, vocabulary: Llama-3.2-1B and 3B, Qwen2.5-7B.
     let models = [(2048, 8192, 512, 128_256), (3072, 8192, 1024, 128_256), (3584, 18944, 512, 152_064)];
-    let weights = |(hidden, intermediate, kv, vocab): (u32, u32, u32, u32), form: FormId| {
-        let compact = form == FormId::COMPACT;
+    let weights = |(hidden, intermediate, kv, vocab): (u32, u32, u32, u32), encoding: EncodingId| {
+        let compact = encoding == EncodingId::COMPACT;
         let stored = [(hidden, hidden), (kv, hidden), (intermediate, hidden), (hidden, intermediate), (vocab, hidden)];
         let merged = [(hidden + 2 * kv, false), (2 * intermediate, true)];
         let merged = merged.map(|(n, gated)| Weight::merged(n, hidden, gated).all_compact(compact));
-        stored.map(|(n, k)| Weight::stored(n, k, form)).into_iter().chain(merged).collect::<Vec<_>>()
+        stored.map(|(n, k)| Weight::stored(n, k, encoding)).into_iter().chain(merged).collect::<Vec<_>>()
     };
     let mut beyond_the_usual = 0;
     for (arch, figures) in cards {
-        for (max_batch, pdl, form) in
-            [(8, false, FormId::PACKED), (256, true, FormId::PACKED), (256, true, FormId::COMPACT)]
+        for (max_batch, pdl, encoding) in
+            [(8, false, EncodingId::PACKED), (256, true, EncodingId::PACKED), (256, true, EncodingId::COMPACT)]
         {
-            let on = |machine| Wanted {
+            let on = |gpu| RoutePolicy {
                 resident: Resident::Small,
-                chooser: PackedChooser::model(machine),
+                chooser: PackedChooser::model(gpu),
                 ..wanted(max_batch, pdl, 7)
             };
-            let usual = on(Machine::usual(arch));
+            let usual = on(GpuModel::usual(arch));
             for model in models {
-                let any = usual.reachable_on_any_card(weights(model, form));
+                let any = usual.reachable_on_any_card(weights(model, encoding));
                 assert!(any.iter().all(|spec| spec.arch == arch && Plan::new(spec).is_ok()), "{arch:?}");
-                let usual = usual.reachable(weights(model, form));
+                let usual = usual.reachable(weights(model, encoding));
                 for (&(sms, gb, clock_mhz), name) in
                     figures.iter().flat_map(|card| ["GeForce", ""].map(|name| (card, name)))
                 {
-                    let tensor = Machine::tensor_rate(arch, name);
-                    let card = on(Machine { arch, sms, memory: gb * 1e3, clock_mhz, tensor });
-                    let asked = card.reachable(weights(model, form));
+                    let tensor = GpuModel::tensor_rate(arch, name);
+                    let card = on(GpuModel { arch, sms, memory: gb * 1e3, clock_mhz, tensor });
+                    let asked = card.reachable(weights(model, encoding));
                     let missing: Vec<_> = asked.iter().filter(|spec| !any.contains(spec)).collect();
                     assert!(missing.is_empty(), "{arch:?}, {sms} multiprocessors, {gb} GB/s: {missing:?}");
                     beyond_the_usual += asked.iter().filter(|spec| !usual.contains(spec)).count();
@@ -351,18 +352,18 @@ fn kernels_for_any_gpu_cover_every_gpu() {
 #[test]
 fn expansion_of_packed_weights_by_gpu() {
     let weight = Weight::merged(4096, 4096, true);
-    let cublas = |wanted: &Wanted| {
-        let ways = wanted.packed_ways(&weight, true).into_iter();
-        let first = ways.scan(1, |first, choice| Some((std::mem::replace(first, choice.last + 1), choice.kernel)));
-        first.filter(|(_, way)| matches!(way, Way::Cublas { .. })).map(|(m, _)| m).collect::<Vec<u32>>()
+    let cublas = |wanted: &RoutePolicy| {
+        let routes = wanted.packed_routes(&weight, true).into_iter();
+        let first = routes.scan(1, |first, choice| Some((std::mem::replace(first, choice.last + 1), choice.kernel)));
+        first.filter(|(_, route)| matches!(route, Route::ExpandToBf16 { .. })).map(|(m, _)| m).collect::<Vec<u32>>()
     };
     let hopper = wanted(4096, true, 7);
     assert_eq!(cublas(&hopper), [] as [u32; 0]);
-    assert_eq!(cublas(&Wanted { expand: Expand::Above(64), ..hopper.clone() }), [65]);
-    assert_eq!(cublas(&Wanted { expand: Expand::Above(0), max_batch: 8, ..hopper }), [1]);
-    let ada = Wanted { chooser: PackedChooser::model(Machine::usual(Arch::Sm89)), ..wanted(4096, true, 7) };
+    assert_eq!(cublas(&RoutePolicy { expand: Expand::Above(64), ..hopper.clone() }), [65]);
+    assert_eq!(cublas(&RoutePolicy { expand: Expand::Above(0), max_batch: 8, ..hopper }), [1]);
+    let ada = RoutePolicy { chooser: PackedChooser::model(GpuModel::usual(Arch::Sm89)), ..wanted(4096, true, 7) };
     assert!(cublas(&ada)[0] > 64, "{:?}", cublas(&ada));
-    assert_eq!(cublas(&Wanted { expand: Expand::Never, ..ada }), [] as [u32; 0]);
+    assert_eq!(cublas(&RoutePolicy { expand: Expand::Never, ..ada }), [] as [u32; 0]);
 }
 
 #[test]
@@ -379,7 +380,7 @@ fn slot_holds_everything_the_kernel_writes() {
 /// What cuBLAS multiplies asks for decoders and for the kernels that unpack.
 #[test]
 fn layers_for_cublas_ask_for_no_matmul() {
-    let wanted = Wanted { linears: Linears::Bf16, ..wanted(4096, true, 7) };
+    let wanted = RoutePolicy { linears: Linears::Bf16, ..wanted(4096, true, 7) };
     let mut expected = packing(Arch::Sm90a);
     expected.extend(wanted.decoder());
     expected.push(wanted.transcoder());
@@ -389,18 +390,18 @@ fn layers_for_cublas_ask_for_no_matmul() {
 
 #[test]
 fn weights_are_decoded_through_packed() {
-    let steps = |weight: Weight| weight.route().iter().map(|edge| edge.step).collect::<Vec<_>>();
+    let steps = |weight: Weight| weight.conversion().iter().map(|edge| edge.step).collect::<Vec<_>>();
     let full = Step::Decode(DecodeOutput::Full);
-    assert_eq!(steps(Weight::stored(64, 64, FormId::PACKED)), [Step::GemmPacked]);
-    assert_eq!(steps(Weight::stored(64, 64, FormId::HUFFMAN)), [full, Step::Pack, Step::GemmPacked]);
-    assert_eq!(steps(Weight::stored(65, 64, FormId::HUFFMAN)), [Step::Host, Step::Pack, Step::GemmPacked]);
-    assert_eq!(steps(Weight::stored(64, 64, FormId::COMPACT)), [Step::Transcode, Step::Pack, Step::GemmPacked]);
-    assert_eq!(steps(Weight::stored(64, 64, FormId::PALETTE)), [Step::Host, Step::Pack, Step::GemmPacked]);
-    assert_eq!(steps(Weight::stored(64, 64, FormId::RAW)), [Step::Pack, Step::GemmPacked]);
-    assert_eq!(Weight::stored(u32::MAX, 64, FormId::RAW).padded(), None);
+    assert_eq!(steps(Weight::stored(64, 64, EncodingId::PACKED)), [Step::GemmPacked]);
+    assert_eq!(steps(Weight::stored(64, 64, EncodingId::HUFFMAN)), [full, Step::Pack, Step::GemmPacked]);
+    assert_eq!(steps(Weight::stored(65, 64, EncodingId::HUFFMAN)), [Step::Host, Step::Pack, Step::GemmPacked]);
+    assert_eq!(steps(Weight::stored(64, 64, EncodingId::COMPACT)), [Step::Transcode, Step::Pack, Step::GemmPacked]);
+    assert_eq!(steps(Weight::stored(64, 64, EncodingId::PALETTE)), [Step::Host, Step::Pack, Step::GemmPacked]);
+    assert_eq!(steps(Weight::stored(64, 64, EncodingId::RAW)), [Step::Pack, Step::GemmPacked]);
+    assert_eq!(Weight::stored(u32::MAX, 64, EncodingId::RAW).padded(), None);
 }
 
-/// A lane that is sized for the largest batch of each range is large enough for every batch.
+/// An execution context that is sized for the largest batch of each range is large enough for every batch.
 #[test]
 fn largest_batch_of_a_range_needs_the_most_workspace() {
     let wanted = wanted(700, true, 7);
@@ -438,9 +439,9 @@ fn registered_variants_are_reached_by_the_layers_that_choose_them() {
     let used: VariantSpec = "uw_sm90a_gemm_mma_b16_r1w16p4c1_esc_pdl_store_add".parse().unwrap();
     let mut wanted = wanted(64, true, 7);
     let weight = Weight::merged(2048, 2048, false);
-    let kernels = |wanted: &Wanted| {
-        let ways = wanted.packed_ways(&weight, true).into_iter();
-        ways.flat_map(|choice| choice.kernel.kernels().copied().collect::<Vec<_>>()).collect::<Vec<_>>()
+    let kernels = |wanted: &RoutePolicy| {
+        let routes = wanted.packed_routes(&weight, true).into_iter();
+        routes.flat_map(|choice| choice.kernel.kernels().copied().collect::<Vec<_>>()).collect::<Vec<_>>()
     };
     for reached in [kernels(&wanted), wanted.reachable([weight]), wanted.reachable_on_any_card([weight])] {
         assert!(!reached.contains(&used));

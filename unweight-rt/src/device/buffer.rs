@@ -5,7 +5,7 @@ use std::{fmt, marker::PhantomData, mem::size_of, ops::Range};
 use bytemuck::Pod;
 use cudarc::driver::{result, sys};
 
-use crate::device::{Call, Device, DeviceError, Refusal, Stream};
+use crate::device::{Call, Device, DeviceError, LaunchError, Stream};
 
 /// `[T]` on the device, 256-byte aligned.
 ///
@@ -36,7 +36,7 @@ impl<T: Pod> DeviceBuffer<T> {
             .checked_mul(size_of::<T>())
             .and_then(|bytes| bytes.checked_add(2 * Self::PAD_BYTES - 1))
             .map(|bytes| bytes / Self::PAD_BYTES * Self::PAD_BYTES)
-            .ok_or(Refusal::TooLarge {
+            .ok_or(LaunchError::TooLarge {
                 what: "elements",
                 value: len as u64,
                 limit: (usize::MAX / size_of::<T>().max(1)) as u64,
@@ -67,9 +67,9 @@ impl<T: Pod> DeviceBuffer<T> {
     /// as the graph runs.
     ///
     /// # Errors
-    /// [`Refusal::Alignment`]: the address is not a multiple of [`DeviceBuffer::PAD_BYTES`]. [`Refusal::TooLarge`]: it
-    /// would end beyond the address space.
-    pub unsafe fn borrow(device: &Device, address: u64, len: usize) -> Result<Self, Refusal> {
+    /// [`LaunchError::Alignment`]: the address is not a multiple of [`DeviceBuffer::PAD_BYTES`].
+    /// [`LaunchError::TooLarge`]: it would end beyond the address space.
+    pub unsafe fn borrow(device: &Device, address: u64, len: usize) -> Result<Self, LaunchError> {
         check_borrowed(address, len as u64, size_of::<T>() as u64, Self::PAD_BYTES as u64)?;
         Ok(Self { device: device.clone(), address, len, is_owned: false, marker: PhantomData })
     }
@@ -98,7 +98,7 @@ impl<T: Pod> DeviceBuffer<T> {
     pub(super) fn write_bytes(&mut self, stream: &Stream, host: &[u8]) -> Result<(), DeviceError> {
         if host.len() != self.bytes() {
             let (got, expected) = (host.len() as u64, self.bytes() as u64);
-            return Err(Refusal::Elements { buffer: "the bytes of a section", got, expected }.into());
+            return Err(LaunchError::Elements { buffer: "the bytes of a section", got, expected }.into());
         }
         // SAFETY: as many bytes as the buffer has.
         unsafe { copy_to_device(stream, self.address, host) }
@@ -164,7 +164,7 @@ impl<T: Pod> DeviceBuffer<T> {
     pub fn copy_from(&mut self, stream: &Stream, source: &Self) -> Result<(), DeviceError> {
         if source.len != self.len {
             let (got, expected) = (source.len as u64, self.len as u64);
-            return Err(Refusal::Elements { buffer: "the source of a copy", got, expected }.into());
+            return Err(LaunchError::Elements { buffer: "the source of a copy", got, expected }.into());
         }
         self.device.bind()?;
         if self.len == 0 {
@@ -193,21 +193,21 @@ impl<T: Pod> DeviceBuffer<T> {
         if at.checked_add(len).is_some_and(|end| end <= self.len) {
             Ok(())
         } else {
-            Err(Refusal::Range { at: at as u64, len: len as u64, have: self.len as u64 }.into())
+            Err(LaunchError::Range { at: at as u64, len: len as u64, have: self.len as u64 }.into())
         }
     }
 }
 
 /// Checks that a buffer of `len` elements and its padding fit at an address.
-fn check_borrowed(address: u64, len: u64, element: u64, pad: u64) -> Result<(), Refusal> {
+fn check_borrowed(address: u64, len: u64, element: u64, pad: u64) -> Result<(), LaunchError> {
     // As an allocation would begin: sections are read by bulk copies and tensor maps.
     if !address.is_multiple_of(pad) {
-        return Err(Refusal::Alignment { operand: "a borrowed buffer", address, bytes: pad });
+        return Err(LaunchError::Alignment { operand: "a borrowed buffer", address, bytes: pad });
     }
     let end =
         len.checked_mul(element).and_then(|bytes| bytes.checked_add(pad)).and_then(|all| all.checked_add(address));
     let limit = (u64::MAX - address).saturating_sub(pad) / element.max(1);
-    end.map(|_| ()).ok_or(Refusal::TooLarge { what: "elements", value: len, limit })
+    end.map(|_| ()).ok_or(LaunchError::TooLarge { what: "elements", value: len, limit })
 }
 
 /// Copies from host memory of any kind, and waits for the copy.
@@ -290,8 +290,8 @@ impl<T> fmt::Debug for DeviceBuffer<T> {
 }
 
 /// `value` as a length in host memory.
-pub(crate) fn length(what: &'static str, value: u64) -> Result<usize, Refusal> {
-    usize::try_from(value).map_err(|_| Refusal::TooLarge { what, value, limit: usize::MAX as u64 })
+pub(crate) fn length(what: &'static str, value: u64) -> Result<usize, LaunchError> {
+    usize::try_from(value).map_err(|_| LaunchError::TooLarge { what, value, limit: usize::MAX as u64 })
 }
 
 #[cfg(test)]
@@ -304,13 +304,16 @@ mod tests {
         assert_eq!(check_borrowed(0x100, 0, 4, 256), Ok(()));
         for address in [0x101, 0x110, 0x180] {
             let operand = "a borrowed buffer";
-            assert_eq!(check_borrowed(address, 1, 1, 256), Err(Refusal::Alignment { operand, address, bytes: 256 }));
+            assert_eq!(
+                check_borrowed(address, 1, 1, 256),
+                Err(LaunchError::Alignment { operand, address, bytes: 256 })
+            );
         }
         let top = u64::MAX - 255 - 0x1000;
         let limit = (0x1000 - 1) / 2;
         assert_eq!(check_borrowed(top, limit, 2, 256), Ok(()));
         for len in [limit + 1, u64::MAX / 2, u64::MAX] {
-            let refused = Refusal::TooLarge { what: "elements", value: len, limit };
+            let refused = LaunchError::TooLarge { what: "elements", value: len, limit };
             assert_eq!(check_borrowed(top, len, 2, 256), Err(refused));
         }
     }

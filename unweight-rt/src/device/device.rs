@@ -7,7 +7,7 @@ use serde::Serialize;
 use unweight_codegen::spec::Arch;
 
 use crate::{
-    choose::cost::gpu_model::Machine,
+    choose::cost::gpu_model::GpuModel,
     device::{Call, DeviceError, Stream},
     jit::toolchain::{self, Library, Version},
 };
@@ -42,7 +42,7 @@ fn arch_name<S: serde::Serializer>(arch: &Arch, serializer: S) -> Result<S::Ok, 
     serializer.serialize_str(arch.compiler_name())
 }
 
-impl From<&DeviceInfo> for Machine {
+impl From<&DeviceInfo> for GpuModel {
     fn from(info: &DeviceInfo) -> Self {
         let DeviceInfo { arch, sms, clock_mhz, memory_mb_per_s, .. } = *info;
         // A driver that does not say gets the figures of a usual device.
@@ -218,7 +218,7 @@ mod tests {
             memory_bytes: said("memory_bytes"),
             driver: String::new(),
         };
-        assert_eq!(Machine::from(&info), Machine::H200);
+        assert_eq!(GpuModel::from(&info), GpuModel::H200);
     }
 
     #[test]

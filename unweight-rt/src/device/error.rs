@@ -8,7 +8,7 @@ use unweight_codegen::{
 };
 use unweight_format::{CodecError, Float};
 
-use crate::{device::lane_size::LaneSize, remedy::Remedy};
+use crate::{device::context_size::ContextSize, remedy::Remedy};
 
 /// Why an operation on the device failed.
 #[derive(Debug, thiserror::Error)]
@@ -84,11 +84,11 @@ pub enum DeviceError {
         /// The name of the kernel variant.
         kernel: String,
         /// The operand, and the limit that it misses.
-        refusal: Refusal,
+        refusal: LaunchError,
     },
     /// An operation cannot take its operands. Nothing was enqueued.
     #[error(transparent)]
-    Operand(#[from] Refusal),
+    Operand(#[from] LaunchError),
     /// Metadata of a tile point outside their section. A decoder skipped the tile.
     #[error(
         "tile {tile} of a tensor has metadata that point outside their section; its output is not valid; verify the bundle"
@@ -126,7 +126,7 @@ pub enum RowFault {
 }
 
 impl RowFault {
-    /// All faults, in the order of a lane's fault words.
+    /// All faults, in the order of an execution context's fault words.
     pub(crate) const ALL: [Self; 4] = [Self::Token, Self::Source, Self::Page, Self::Logits];
 }
 
@@ -162,7 +162,7 @@ impl DeviceError {
     }
 
     /// The refused operand, if the operation failed because of one.
-    pub fn refusal(&self) -> Option<&Refusal> {
+    pub fn launch_error(&self) -> Option<&LaunchError> {
         match self {
             Self::Kernel { refusal, .. } | Self::Operand(refusal) => Some(refusal),
             _ => None,
@@ -173,7 +173,7 @@ impl DeviceError {
     pub fn remedy(&self) -> Option<Remedy> {
         match self {
             Self::Toolchain(error) => error.remedy(),
-            Self::Kernel { refusal: Refusal::ArgumentBytes { .. } | Refusal::Artifact { .. }, .. } => {
+            Self::Kernel { refusal: LaunchError::ArgumentBytes { .. } | LaunchError::Artifact { .. }, .. } => {
                 Some(Remedy::ClearKernelCache)
             }
             Self::Fault { .. } => Some(Remedy::VerifyBundle),
@@ -185,7 +185,7 @@ impl DeviceError {
 /// An operand, or a compiled kernel, that a launch cannot take. Shapes are `[rows, columns]` in elements.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Refusal {
+pub enum LaunchError {
     // ---- products ----
     /// Shapes of a product that do not match.
     #[error("Y{y:?} = X{x:?} * W{w:?}^T: the shapes do not match; Y is [m, n], X is [m, k], W is [n, k]")]
@@ -521,17 +521,19 @@ pub enum Refusal {
         limit: u64,
     },
 
-    // ---- lanes and launches ----
-    /// A lane with too little memory for the launch.
-    #[error("needs a lane of {need}, this one has {have}; call Lane::reserve with the layer's size first")]
-    LaneTooSmall {
+    // ---- contexts and launches ----
+    /// An execution context with too little memory for the launch.
+    #[error(
+        "needs an execution context of {need}, this one has {have}; call ExecContext::reserve with the layer's size first"
+    )]
+    ContextTooSmall {
         /// What the launch needs.
-        need: LaneSize,
-        /// What the lane has.
-        have: LaneSize,
+        need: ContextSize,
+        /// What the context has.
+        have: ContextSize,
     },
     /// An allocation or a measurement during a capture.
-    #[error("a lane cannot grow or be tuned while its stream is captured; do it before the capture")]
+    #[error("an execution context cannot grow or be tuned while its stream is captured; do it before the capture")]
     Capturing,
     /// Experts in host memory during a capture.
     #[error(
@@ -658,7 +660,7 @@ pub enum Refusal {
     },
 }
 
-impl Refusal {
+impl LaunchError {
     /// The stable code of this error; docs/cli.md lists all.
     pub fn code(&self) -> &'static str {
         match self {

@@ -24,8 +24,8 @@ impl Graph {
     /// Enqueues the captured work.
     ///
     /// # Safety
-    /// Every buffer and lane that the captured work reads or writes is still alive, and no other stream works with them
-    /// meanwhile. Kernels need no care: they stay loaded for the life of the process
+    /// Every buffer and context that the captured work reads or writes is still alive, and no other stream works with
+    /// them meanwhile. Kernels need no care: they stay loaded for the life of the process
     /// ([`LoadedKernel`](crate::device::module::LoadedKernel)).
     pub unsafe fn launch(&self) -> Result<(), DeviceError> {
         let graph = self.0.lock().unwrap_or_else(PoisonError::into_inner);

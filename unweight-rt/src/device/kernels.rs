@@ -74,8 +74,8 @@ impl KernelSet {
         self
     }
 
-    /// Makes a declared variant a candidate of dispatch: layers that are loaded from now on are multiplied by it where a
-    /// measured table or the model of the GPU finds it fastest, and tables may name it. Its shape counts; escapes,
+    /// Makes a declared variant a candidate of dispatch: layers that are loaded from now on are multiplied by it where
+    /// a measured table or the model of the GPU finds it fastest, and tables may name it. Its shape counts; escapes,
     /// dependent launch and epilogue follow the layer.
     ///
     /// A layer chooses its kernels when it is loaded: register before the first.

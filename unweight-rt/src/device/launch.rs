@@ -15,25 +15,25 @@ use unweight_codegen::{
     plan::{GemmShape, LaunchPlan, Plan},
 };
 
-use crate::device::{Call, DeviceError, LaunchMode, Refusal, Stream, module::LoadedKernel};
+use crate::device::{Call, DeviceError, LaunchError, LaunchMode, Stream, module::LoadedKernel};
 
 /// Whether a launch must be cooperative: its blocks wait for each other. `resident` blocks fit the device at once.
 ///
 /// # Errors
-/// [`Refusal::Residency`]: they do not all fit, and the first ones would wait for ever.
-pub(crate) fn cooperative(plan: &Plan, problem: GemmShape, blocks: u32, resident: u32) -> Result<bool, Refusal> {
+/// [`LaunchError::Residency`]: they do not all fit, and the first ones would wait for ever.
+pub(crate) fn cooperative(plan: &Plan, problem: GemmShape, blocks: u32, resident: u32) -> Result<bool, LaunchError> {
     if !plan.launch.blocks_wait(problem, blocks) {
         return Ok(false);
     }
-    if blocks > resident { Err(Refusal::Residency { blocks, resident }) } else { Ok(true) }
+    if blocks > resident { Err(LaunchError::Residency { blocks, resident }) } else { Ok(true) }
 }
 
 /// Blocks of a launch for this problem on a device of `sms` multiprocessors.
 ///
 /// # Errors
-/// [`Refusal::Grid`]: more than a grid may have.
-pub(crate) fn blocks(plan: &Plan, problem: GemmShape, sms: u32) -> Result<u32, Refusal> {
-    plan.launch.grid.blocks(problem, sms).ok_or(Refusal::Grid { problem, cluster: plan.launch.cluster })
+/// [`LaunchError::Grid`]: more than a grid may have.
+pub(crate) fn blocks(plan: &Plan, problem: GemmShape, sms: u32) -> Result<u32, LaunchError> {
+    plan.launch.grid.blocks(problem, sms).ok_or(LaunchError::Grid { problem, cluster: plan.launch.cluster })
 }
 
 impl LoadedKernel {
@@ -48,8 +48,8 @@ impl LoadedKernel {
     /// Whether this problem can be launched: grid and residency, before anything is enqueued.
     ///
     /// # Errors
-    /// [`Refusal::Grid`], [`Refusal::Residency`].
-    pub(crate) fn check_grid(&self, problem: GemmShape) -> Result<(), Refusal> {
+    /// [`LaunchError::Grid`], [`LaunchError::Residency`].
+    pub(crate) fn check_grid(&self, problem: GemmShape) -> Result<(), LaunchError> {
         let blocks = blocks(self.plan(), problem, self.device().info().sms)?;
         cooperative(self.plan(), problem, blocks, self.resident_blocks()).map(drop)
     }
@@ -70,11 +70,11 @@ impl LoadedKernel {
         args: &A,
     ) -> Result<(), DeviceError> {
         if !self.spec().op.takes::<A>() {
-            return self.refuse(Refusal::Arguments { given: A::NAME });
+            return self.refuse(LaunchError::Arguments { given: A::NAME });
         }
         let (own, other) = (self.device().ordinal(), stream.device().ordinal());
         if own != other {
-            return self.refuse(Refusal::OtherDevice { operand: "the stream", own, other });
+            return self.refuse(LaunchError::OtherDevice { operand: "the stream", own, other });
         }
         // For fewer multiprocessors a grid has fewer blocks, and needs no more of a workspace: what was checked for all
         // of the device holds.
@@ -159,7 +159,7 @@ mod tests {
                             waiting += 1;
                             assert!(plan.launch.co_resident && blocks <= 132, "{spec} {problem:?}");
                             let few = cooperative(&plan, problem, blocks, blocks - 1);
-                            assert_eq!(few, Err(Refusal::Residency { blocks, resident: blocks - 1 }), "{spec}");
+                            assert_eq!(few, Err(LaunchError::Residency { blocks, resident: blocks - 1 }), "{spec}");
                         }
                         Ok(false) => assert!(!plan.launch.blocks_wait(problem, blocks), "{spec} {problem:?}"),
                         Err(refusal) => panic!("{spec} {problem:?}: {refusal}"),

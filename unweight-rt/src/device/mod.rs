@@ -5,7 +5,7 @@
 //! stream   work in order, events, recording    graph   work that was recorded
 //! buffer   [T] on the device                   view    matrices inside buffers, or in borrowed memory
 //! module   a cubin that the driver has taken   launch  one launch of it        kernels   all of a device, by variant
-//! tma      what the copy engine sees           lane_size   how much memory launches of one stream share
+//! tma      what the copy engine sees           context_size   how much memory launches of one stream share
 //! pinned   host memory for copies that run while the host continues          staging   uploads through it
 //! ```
 //! Nothing is touched before [`Device::open`], which looks for the driver first: cudarc panics where libcuda is
@@ -16,15 +16,15 @@
 //! allocate when loading.
 
 pub mod buffer;
+pub mod context_size;
 #[expect(clippy::module_inception, reason = "the room and what it is named for")]
 pub mod device;
 pub mod error;
+pub mod external;
 pub mod graph;
 pub mod kernels;
-pub mod lane_size;
 pub mod launch;
 pub mod module;
-pub mod outside;
 pub mod pinned;
 pub mod raw;
 pub mod staging;
@@ -34,12 +34,12 @@ pub mod view;
 
 pub use self::{
     buffer::DeviceBuffer,
+    context_size::ContextSize,
     device::{Device, DeviceInfo},
-    error::{DeviceError, Refusal, RowFault},
+    error::{DeviceError, LaunchError, RowFault},
+    external::ExternalKernel,
     graph::Graph,
     kernels::{KernelSet, Prepared},
-    lane_size::LaneSize,
-    outside::OutsideKernel,
     pinned::{Pinned, Transfer},
     staging::{Staging, Upload},
     stream::{Event, LaunchMode, Mark, Stream},

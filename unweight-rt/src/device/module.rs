@@ -12,7 +12,7 @@ use cudarc::{
 use unweight_codegen::{VariantSpec, plan::Plan, spec::Arch};
 
 use crate::{
-    device::{Call, Device, DeviceError, Refusal},
+    device::{Call, Device, DeviceError, LaunchError},
     jit::cache::Artifact,
 };
 
@@ -38,7 +38,7 @@ impl LoadedKernel {
     /// The artifact is of another variant, disagrees with the plan, or the driver refuses it.
     pub fn load(device: &Device, spec: &VariantSpec, artifact: &Artifact) -> Result<Self, DeviceError> {
         let plan = Plan::new(spec).map_err(unweight_codegen::CodegenError::from)?;
-        let wanted = Wanted {
+        let wanted = ExpectedArtifact {
             name: &spec.name(),
             arch: spec.arch,
             args_bytes: spec.op.info().args.bytes,
@@ -79,13 +79,13 @@ impl LoadedKernel {
     }
 
     /// An error that names this kernel.
-    pub(crate) fn refuse<T>(&self, refusal: Refusal) -> Result<T, DeviceError> {
+    pub(crate) fn refuse<T>(&self, refusal: LaunchError) -> Result<T, DeviceError> {
         Err(DeviceError::Kernel { kernel: self.spec().to_string(), refusal })
     }
 }
 
 /// What an artifact must be.
-pub(crate) struct Wanted<'a> {
+pub(crate) struct ExpectedArtifact<'a> {
     /// The symbol.
     pub name: &'a str,
     pub arch: Arch,
@@ -103,25 +103,25 @@ pub(crate) struct Function {
     pub resident_blocks: u32,
 }
 
-impl Wanted<'_> {
+impl ExpectedArtifact<'_> {
     /// Loads an artifact that is that.
     pub fn load(&self, device: &Device, artifact: &Artifact) -> Result<Function, DeviceError> {
         let refuse = |refusal| Err(DeviceError::Kernel { kernel: self.name.to_owned(), refusal });
         if artifact.name != self.name {
-            return refuse(Refusal::Artifact { found: artifact.name.clone(), wanted: self.name.to_owned() });
+            return refuse(LaunchError::Artifact { found: artifact.name.clone(), wanted: self.name.to_owned() });
         }
         if device.info().arch != self.arch {
             let arch = |arch: Arch| format!("for {}", arch.compiler_name());
-            return refuse(Refusal::Artifact { found: arch(self.arch), wanted: arch(device.info().arch) });
+            return refuse(LaunchError::Artifact { found: arch(self.arch), wanted: arch(device.info().arch) });
         }
         let (takes, passes) = (artifact.resources.param_bytes.into(), self.args_bytes as u64);
         if takes != passes {
-            return refuse(Refusal::ArgumentBytes { takes, passes });
+            return refuse(LaunchError::ArgumentBytes { takes, passes });
         }
         let smem_bytes = u64::from(self.smem_bytes) + artifact.resources.static_smem_bytes;
         let limit = device.info().smem_bytes_per_block.into();
         if smem_bytes > limit {
-            return refuse(Refusal::SharedMemory { need: smem_bytes, limit });
+            return refuse(LaunchError::SharedMemory { need: smem_bytes, limit });
         }
         // The driver takes a pointer without a length: `cubin::read` has checked the ELF tables when the artifact was
         // made or found.
@@ -129,7 +129,7 @@ impl Wanted<'_> {
         let function = module.load_function(self.name).call("finding a kernel in its cubin")?;
         let runs = function.max_threads_per_block().call("reading a kernel's attribute")?.unsigned_abs();
         if runs < self.threads {
-            return refuse(Refusal::Threads { planned: self.threads, runs });
+            return refuse(LaunchError::Threads { planned: self.threads, runs });
         }
         let registers = function.num_regs().call("reading a kernel's attribute")?.unsigned_abs();
         if smem_bytes > u64::from(self.arch.limits().smem_bytes_without_opt_in) {

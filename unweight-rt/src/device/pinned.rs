@@ -29,7 +29,7 @@ use std::{
 use bytemuck::Pod;
 use cudarc::driver::result;
 
-use crate::device::{Call, Device, DeviceBuffer, DeviceError, Event, Refusal, Stream};
+use crate::device::{Call, Device, DeviceBuffer, DeviceError, Event, LaunchError, Stream};
 
 /// `[T]` of page-locked host memory.
 pub struct Pinned<T> {
@@ -49,7 +49,7 @@ impl<T: Pod> Pinned<T> {
     /// # Errors
     /// More bytes than the host gives out page-locked.
     pub fn zeroed(device: &Device, len: usize) -> Result<Self, DeviceError> {
-        let bytes = len.max(1).checked_mul(size_of::<T>()).ok_or(Refusal::TooLarge {
+        let bytes = len.max(1).checked_mul(size_of::<T>()).ok_or(LaunchError::TooLarge {
             what: "elements",
             value: len as u64,
             limit: (usize::MAX / size_of::<T>().max(1)) as u64,
@@ -76,7 +76,7 @@ impl Pinned<u8> {
     /// `to` is the address of as many bytes on the stream's device, which are freed by `cuMemFree` at the earliest.
     pub(super) unsafe fn send(self, stream: &Stream, to: u64, len: usize) -> Result<Transfer<u8>, DeviceError> {
         let Some(host) = self.get(..len) else {
-            return Err(Refusal::Range { at: 0, len: len as u64, have: self.len as u64 }.into());
+            return Err(LaunchError::Range { at: 0, len: len as u64, have: self.len as u64 }.into());
         };
         self.device.bind()?;
         if len > 0 {
@@ -182,7 +182,7 @@ impl<T: Pod> Source<T> {
         let all = self.pinned.as_deref().unwrap_or_default();
         let host = from.checked_add(len).and_then(|end| all.get(from..end));
         let Some(host) = host else {
-            return Err(Refusal::Range { at: from as u64, len: len as u64, have: all.len() as u64 }.into());
+            return Err(LaunchError::Range { at: from as u64, len: len as u64, have: all.len() as u64 }.into());
         };
         self.stream.device().bind()?;
         if len > 0 {
@@ -227,7 +227,7 @@ impl<T: Pod> DeviceBuffer<T> {
         let from = self.element(at, len)?;
         let have = pinned.len as u64;
         let Some(host) = pinned.get_mut(..len) else {
-            return Err(Refusal::Range { at: 0, len: len as u64, have }.into());
+            return Err(LaunchError::Range { at: 0, len: len as u64, have }.into());
         };
         self.device().bind()?;
         if len > 0 {
@@ -250,7 +250,7 @@ impl<T: Pod> DeviceBuffer<T> {
     ) -> Result<Transfer<T>, DeviceError> {
         let to = self.element(at, len)?;
         let Some(host) = pinned.get(..len) else {
-            return Err(Refusal::Range { at: 0, len: len as u64, have: pinned.len as u64 }.into());
+            return Err(LaunchError::Range { at: 0, len: len as u64, have: pinned.len as u64 }.into());
         };
         self.device().bind()?;
         if len > 0 {

@@ -8,7 +8,7 @@ use std::mem::size_of;
 use bytemuck::Pod;
 use rayon::prelude::*;
 
-use crate::device::{DeviceBuffer, DeviceError, MatrixMut, Pinned, Refusal, Stream, Transfer};
+use crate::device::{DeviceBuffer, DeviceError, LaunchError, MatrixMut, Pinned, Stream, Transfer};
 
 /// Two pieces of page-locked memory, taken when they are first needed. Its copies go to one stream.
 #[derive(Debug)]
@@ -108,10 +108,10 @@ impl Upload for &mut Staging {
     }
 }
 
-fn elements<T>(bytes: &[u8]) -> Result<usize, Refusal> {
+fn elements<T>(bytes: &[u8]) -> Result<usize, LaunchError> {
     if bytes.len().is_multiple_of(size_of::<T>()) {
         Ok(bytes.len() / size_of::<T>())
     } else {
-        Err(Refusal::Partial { section: "a section", bytes: bytes.len() as u64, unit: size_of::<T>() as u64 })
+        Err(LaunchError::Partial { section: "a section", bytes: bytes.len() as u64, unit: size_of::<T>() as u64 })
     }
 }

@@ -8,7 +8,7 @@ use std::{ffi::c_void, ptr};
 use cudarc::driver::sys;
 use unweight_codegen::abi::TensorMap;
 
-use crate::device::{Call, Device, DeviceError, Refusal, error::MapRule, view::Place};
+use crate::device::{Call, Device, DeviceError, LaunchError, error::MapRule, view::Place};
 
 /// Element type of a map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -105,9 +105,9 @@ impl TensorMapParams {
     /// What the hardware would not take.
     ///
     /// Source: CUDA driver API 13.0, `cuTensorMapEncodeTiled`.
-    pub fn check(&self) -> Result<(), Refusal> {
+    pub fn check(&self) -> Result<(), LaunchError> {
         let hold = |holds: bool, value: u64, rule| {
-            if holds { Ok(()) } else { Err(Refusal::TensorMap { rows: self.rows, cols: self.cols, value, rule }) }
+            if holds { Ok(()) } else { Err(LaunchError::TensorMap { rows: self.rows, cols: self.cols, value, rule }) }
         };
         hold(self.address != 0 && self.address.is_multiple_of(16), self.address, MapRule::Aligned)?;
         for extent in [self.rows, self.cols] {
@@ -195,7 +195,7 @@ mod tests {
     fn invalid_tma_maps_are_rejected_with_the_rule() {
         let good = TensorMapParams::sign_mantissa(256, 64, 64);
         let broken = |params: TensorMapParams| match params.check() {
-            Err(Refusal::TensorMap { value, rule, .. }) => (value, rule),
+            Err(LaunchError::TensorMap { value, rule, .. }) => (value, rule),
             other => panic!("{other:?}"),
         };
         assert_eq!(broken(TensorMapParams { address: 8, ..good }), (8, MapRule::Aligned));

@@ -29,7 +29,7 @@ use std::{marker::PhantomData, ops::Range, ptr};
 use cudarc::driver::sys;
 
 use crate::device::{
-    Call, Device, DeviceBuffer, DeviceError, Refusal, Stream,
+    Call, Device, DeviceBuffer, DeviceError, LaunchError, Stream,
     buffer::{copy_to_device, length},
     error::PitchRule,
 };
@@ -55,22 +55,22 @@ impl Place {
     ///
     /// The pitch of a single row has no meaning and may exceed what a copy or a tensor map takes, so it is replaced by
     /// the columns.
-    pub fn new(device: usize, address: u64, rows: u32, cols: u32, pitch: u64, have: u64) -> Result<Self, Refusal> {
+    pub fn new(device: usize, address: u64, rows: u32, cols: u32, pitch: u64, have: u64) -> Result<Self, LaunchError> {
         let place = Self { device, address, rows, cols, pitch: if rows <= 1 { cols.into() } else { pitch } };
         if pitch < u64::from(cols) {
-            return Err(Refusal::PitchBelowColumns { cols, pitch });
+            return Err(LaunchError::PitchBelowColumns { cols, pitch });
         }
         let need = place
             .elements()
             .filter(|elements| elements.checked_mul(ELEMENT).and_then(|bytes| bytes.checked_add(address)).is_some());
         match need {
             Some(need) if need <= have => Ok(place),
-            _ => Err(Refusal::Extent { rows, cols, pitch, need: need.unwrap_or(u64::MAX), have }),
+            _ => Err(LaunchError::Extent { rows, cols, pitch, need: need.unwrap_or(u64::MAX), have }),
         }
     }
 
     /// A dense matrix at the front of a buffer.
-    pub fn of(buffer: &DeviceBuffer<u16>, rows: u32, cols: u32) -> Result<Self, Refusal> {
+    pub fn of(buffer: &DeviceBuffer<u16>, rows: u32, cols: u32) -> Result<Self, LaunchError> {
         Self::new(buffer.device().ordinal(), buffer.address(), rows, cols, cols.into(), buffer.len() as u64)
     }
 
@@ -89,11 +89,11 @@ impl Place {
     }
 
     /// Some of its rows and columns.
-    pub fn part(&self, rows: Range<u32>, cols: Range<u32>) -> Result<Self, Refusal> {
+    pub fn part(&self, rows: Range<u32>, cols: Range<u32>) -> Result<Self, LaunchError> {
         for (range, have) in [(&rows, self.rows), (&cols, self.cols)] {
             if range.start > range.end || range.end > have {
                 let (at, len) = (range.start.into(), range.len() as u64);
-                return Err(Refusal::Range { at, len, have: have.into() });
+                return Err(LaunchError::Range { at, len, have: have.into() });
             }
         }
         let part = Self { rows: rows.end - rows.start, cols: cols.end - cols.start, ..*self };
@@ -113,43 +113,43 @@ impl Place {
     }
 
     /// Checks that copies of 16 bytes can begin at its first element.
-    pub fn check_aligned(&self, operand: &'static str) -> Result<(), Refusal> {
+    pub fn check_aligned(&self, operand: &'static str) -> Result<(), LaunchError> {
         if self.address.is_multiple_of(COPY) {
             Ok(())
         } else {
-            Err(Refusal::Alignment { operand, address: self.address, bytes: COPY })
+            Err(LaunchError::Alignment { operand, address: self.address, bytes: COPY })
         }
     }
 
     /// Checks that copies of 16 bytes can begin at each of its rows.
-    pub fn check_rows_aligned(&self, operand: &'static str) -> Result<(), Refusal> {
+    pub fn check_rows_aligned(&self, operand: &'static str) -> Result<(), LaunchError> {
         self.check_aligned(operand)?;
         const OF: u64 = COPY / ELEMENT;
         if self.pitch.is_multiple_of(OF) {
             Ok(())
         } else {
-            Err(Refusal::Pitch { operand, pitch: self.pitch, wanted: PitchRule::MultipleOf(OF) })
+            Err(LaunchError::Pitch { operand, pitch: self.pitch, wanted: PitchRule::MultipleOf(OF) })
         }
     }
 
     /// Checks that its rows are dense.
-    pub fn check_dense(&self, operand: &'static str) -> Result<(), Refusal> {
+    pub fn check_dense(&self, operand: &'static str) -> Result<(), LaunchError> {
         if self.rows <= 1 || self.pitch == u64::from(self.cols) {
             Ok(())
         } else {
-            Err(Refusal::Pitch { operand, pitch: self.pitch, wanted: PitchRule::Columns(self.cols) })
+            Err(LaunchError::Pitch { operand, pitch: self.pitch, wanted: PitchRule::Columns(self.cols) })
         }
     }
 
     /// Checks that it is on device `own`.
-    pub fn check_device(&self, operand: &'static str, own: usize) -> Result<(), Refusal> {
+    pub fn check_device(&self, operand: &'static str, own: usize) -> Result<(), LaunchError> {
         check_device(operand, self.device, own)
     }
 }
 
 /// Checks that an operand is on device `own`.
-pub(crate) fn check_device(operand: &'static str, other: usize, own: usize) -> Result<(), Refusal> {
-    if other == own { Ok(()) } else { Err(Refusal::OtherDevice { operand, own, other }) }
+pub(crate) fn check_device(operand: &'static str, other: usize, own: usize) -> Result<(), LaunchError> {
+    if other == own { Ok(()) } else { Err(LaunchError::OtherDevice { operand, own, other }) }
 }
 
 /// Checks that `written` overlaps nothing that is read. Conservative: the gaps between the rows of a view count as
@@ -157,11 +157,11 @@ pub(crate) fn check_device(operand: &'static str, other: usize, own: usize) -> R
 pub(crate) fn check_apart(
     (written, to): (&'static str, Range<u64>),
     read: impl IntoIterator<Item = (&'static str, Range<u64>)>,
-) -> Result<(), Refusal> {
+) -> Result<(), LaunchError> {
     for (other, from) in read {
         let empty = to.is_empty() || from.is_empty();
         if !empty && to.start < from.end && from.start < to.end {
-            return Err(Refusal::Overlap { written, other });
+            return Err(LaunchError::Overlap { written, other });
         }
     }
     Ok(())
@@ -185,8 +185,8 @@ impl<'a> MatrixRef<'a> {
     /// A view of `[rows, cols]` at the front of a buffer, `pitch` elements from one row to the next.
     ///
     /// # Errors
-    /// [`Refusal::Extent`] if the buffer is shorter, [`Refusal::PitchBelowColumns`].
-    pub fn new(buffer: &'a DeviceBuffer<u16>, rows: u32, cols: u32, pitch: u64) -> Result<Self, Refusal> {
+    /// [`LaunchError::Extent`] if the buffer is shorter, [`LaunchError::PitchBelowColumns`].
+    pub fn new(buffer: &'a DeviceBuffer<u16>, rows: u32, cols: u32, pitch: u64) -> Result<Self, LaunchError> {
         let place = Place::new(buffer.device().ordinal(), buffer.address(), rows, cols, pitch, buffer.len() as u64)?;
         Ok(Self { place, memory: PhantomData })
     }
@@ -199,14 +199,14 @@ impl<'a> MatrixRef<'a> {
     /// the graph runs. No lifetime sees to that: work is done when its stream says so.
     ///
     /// # Errors
-    /// [`Refusal::PitchBelowColumns`], or [`Refusal::Extent`] beyond the address space.
+    /// [`LaunchError::PitchBelowColumns`], or [`LaunchError::Extent`] beyond the address space.
     pub unsafe fn from_raw(
         device: &'a Device,
         address: u64,
         rows: u32,
         cols: u32,
         pitch: u64,
-    ) -> Result<Self, Refusal> {
+    ) -> Result<Self, LaunchError> {
         let place = Place::new(device.ordinal(), address, rows, cols, pitch, u64::MAX)?;
         Ok(Self { place, memory: PhantomData })
     }
@@ -225,8 +225,8 @@ impl<'a> MatrixRef<'a> {
     /// A view of some rows and columns.
     ///
     /// # Errors
-    /// [`Refusal::Range`]: it does not have them.
-    pub fn part(&self, rows: Range<u32>, cols: Range<u32>) -> Result<Self, Refusal> {
+    /// [`LaunchError::Range`]: it does not have them.
+    pub fn part(&self, rows: Range<u32>, cols: Range<u32>) -> Result<Self, LaunchError> {
         Ok(Self { place: self.place.part(rows, cols)?, memory: PhantomData })
     }
 
@@ -250,8 +250,8 @@ impl<'a> MatrixMut<'a> {
     /// A view of `[rows, cols]` at the front of a buffer, `pitch` elements from one row to the next.
     ///
     /// # Errors
-    /// [`Refusal::Extent`] if the buffer is shorter, [`Refusal::PitchBelowColumns`].
-    pub fn new(buffer: &'a mut DeviceBuffer<u16>, rows: u32, cols: u32, pitch: u64) -> Result<Self, Refusal> {
+    /// [`LaunchError::Extent`] if the buffer is shorter, [`LaunchError::PitchBelowColumns`].
+    pub fn new(buffer: &'a mut DeviceBuffer<u16>, rows: u32, cols: u32, pitch: u64) -> Result<Self, LaunchError> {
         let MatrixRef { place, .. } = MatrixRef::new(buffer, rows, cols, pitch)?;
         Ok(Self { place, memory: PhantomData })
     }
@@ -269,7 +269,7 @@ impl<'a> MatrixMut<'a> {
         rows: u32,
         cols: u32,
         pitch: u64,
-    ) -> Result<Self, Refusal> {
+    ) -> Result<Self, LaunchError> {
         let place = Place::new(device.ordinal(), address, rows, cols, pitch, u64::MAX)?;
         Ok(Self { place, memory: PhantomData })
     }
@@ -297,8 +297,8 @@ impl<'a> MatrixMut<'a> {
     /// A view of some rows and columns.
     ///
     /// # Errors
-    /// [`Refusal::Range`]: it does not have them.
-    pub fn part(&mut self, rows: Range<u32>, cols: Range<u32>) -> Result<MatrixMut<'_>, Refusal> {
+    /// [`LaunchError::Range`]: it does not have them.
+    pub fn part(&mut self, rows: Range<u32>, cols: Range<u32>) -> Result<MatrixMut<'_>, LaunchError> {
         Ok(MatrixMut { place: self.place.part(rows, cols)?, memory: PhantomData })
     }
 
@@ -328,7 +328,7 @@ impl<'a> MatrixMut<'a> {
     }
 
     /// The address, if its rows follow each other without a gap and have so many bytes.
-    pub(super) fn check_bytes(&self, stream: &Stream, bytes: usize) -> Result<u64, Refusal> {
+    pub(super) fn check_bytes(&self, stream: &Stream, bytes: usize) -> Result<u64, LaunchError> {
         let to = &self.place;
         to.check_dense("the target of a copy")?;
         to.check_device("the target of a copy", stream.device().ordinal())?;
@@ -336,7 +336,7 @@ impl<'a> MatrixMut<'a> {
         if got == expected {
             Ok(to.address)
         } else {
-            Err(Refusal::Elements { buffer: "the bytes of a matrix", got, expected })
+            Err(LaunchError::Elements { buffer: "the bytes of a matrix", got, expected })
         }
     }
 
@@ -347,7 +347,7 @@ impl<'a> MatrixMut<'a> {
     pub fn copy_from(&mut self, stream: &Stream, source: MatrixRef<'_>) -> Result<(), DeviceError> {
         let (to, from) = (&self.place, &source.place);
         if to.shape() != from.shape() {
-            return Err(Refusal::Output { output: to.shape(), tensor: from.shape() }.into());
+            return Err(LaunchError::Output { output: to.shape(), tensor: from.shape() }.into());
         }
         let own = stream.device().ordinal();
         to.check_device("the target of a copy", own)?;
@@ -387,7 +387,7 @@ mod tests {
 
     const ADDRESS: u64 = 0x7f00_0000_0000;
 
-    fn place(rows: u32, cols: u32, pitch: u64, have: u64) -> Result<Place, Refusal> {
+    fn place(rows: u32, cols: u32, pitch: u64, have: u64) -> Result<Place, LaunchError> {
         Place::new(0, ADDRESS, rows, cols, pitch, have)
     }
 
@@ -398,15 +398,15 @@ mod tests {
         assert_eq!(place(3, 64, 100, 264).unwrap().span(), ADDRESS..ADDRESS + 528);
         assert_eq!(
             place(3, 64, 100, 263),
-            Err(Refusal::Extent { rows: 3, cols: 64, pitch: 100, need: 264, have: 263 })
+            Err(LaunchError::Extent { rows: 3, cols: 64, pitch: 100, need: 264, have: 263 })
         );
-        assert_eq!(place(3, 64, 63, 1 << 20), Err(Refusal::PitchBelowColumns { cols: 64, pitch: 63 }));
+        assert_eq!(place(3, 64, 63, 1 << 20), Err(LaunchError::PitchBelowColumns { cols: 64, pitch: 63 }));
         assert!(place(0, 64, 64, 0).unwrap().span().is_empty() && place(5, 0, 0, 0).unwrap().span().is_empty());
         // A need above 64 bits is not truncated.
-        assert!(matches!(place(u32::MAX, 1, u64::MAX, u64::MAX), Err(Refusal::Extent { need: u64::MAX, .. })));
+        assert!(matches!(place(u32::MAX, 1, u64::MAX, u64::MAX), Err(LaunchError::Extent { need: u64::MAX, .. })));
         assert!(matches!(
             Place::new(0, u64::MAX - 10, 1, 64, 64, u64::MAX),
-            Err(Refusal::Extent { need: u64::MAX, .. })
+            Err(LaunchError::Extent { need: u64::MAX, .. })
         ));
     }
 
@@ -421,11 +421,11 @@ mod tests {
         for empty in [whole.part(4..4, 0..64).unwrap(), whole.part(0..4, 64..64).unwrap()] {
             assert!(empty.span().is_empty(), "{empty:?}");
         }
-        assert_eq!(whole.part(0..5, 0..64), Err(Refusal::Range { at: 0, len: 5, have: 4 }));
-        assert_eq!(whole.part(0..4, 1..65), Err(Refusal::Range { at: 1, len: 64, have: 64 }));
+        assert_eq!(whole.part(0..5, 0..64), Err(LaunchError::Range { at: 0, len: 5, have: 4 }));
+        assert_eq!(whole.part(0..4, 1..65), Err(LaunchError::Range { at: 1, len: 64, have: 64 }));
         #[expect(clippy::reversed_empty_ranges, reason = "it is refused")]
         let reversed = whole.part(3..1, 0..64);
-        assert_eq!(reversed, Err(Refusal::Range { at: 3, len: 0, have: 4 }));
+        assert_eq!(reversed, Err(LaunchError::Range { at: 3, len: 0, have: 4 }));
     }
 
     #[test]
@@ -435,7 +435,7 @@ mod tests {
                 let only = place(rows, 64, pitch, 64).unwrap();
                 assert_eq!((only.pitch, only.check_rows_aligned("x"), only.check_dense("y")), (64, Ok(()), Ok(())));
             }
-            assert_eq!(place(rows, 64, 63, 64), Err(Refusal::PitchBelowColumns { cols: 64, pitch: 63 }));
+            assert_eq!(place(rows, 64, 63, 64), Err(LaunchError::PitchBelowColumns { cols: 64, pitch: 63 }));
         }
         assert_eq!(place(2, 64, 65, 1 << 20).unwrap().pitch, 65);
     }
@@ -449,7 +449,7 @@ mod tests {
             "x has pitch 60, which must be a multiple of 8 elements; copy it to a matrix of its own"
         );
         let odd = Place { address: ADDRESS + 2, ..place(3, 64, 64, 1 << 20).unwrap() };
-        assert!(matches!(odd.check_rows_aligned("x"), Err(Refusal::Alignment { operand: "x", bytes: 16, .. })));
+        assert!(matches!(odd.check_rows_aligned("x"), Err(LaunchError::Alignment { operand: "x", bytes: 16, .. })));
         assert_eq!(place(1, 64, 72, 64).unwrap().check_dense("y"), Ok(()), "one row has no gap");
         let gap = place(2, 64, 72, 136).unwrap().check_dense("y").unwrap_err();
         assert!(gap.to_string().contains("y has pitch 72, which must be its 64 columns"), "{gap}");
@@ -462,7 +462,7 @@ mod tests {
         assert_eq!(apart(10..20, 0..10), Ok(()));
         assert_eq!(apart(5..5, 0..10), Ok(()), "nothing is written");
         for (a, b) in [(0..10, 9..20), (9..20, 0..10), (0..10, 3..4), (3..4, 0..10), (0..10, 0..10)] {
-            assert_eq!(apart(a, b), Err(Refusal::Overlap { written: "y", other: "x" }));
+            assert_eq!(apart(a, b), Err(LaunchError::Overlap { written: "y", other: "x" }));
         }
     }
 
@@ -470,6 +470,6 @@ mod tests {
     fn an_operand_of_another_device_is_named() {
         let there = place(1, 1, 1, 1).unwrap();
         assert_eq!(there.check_device("x", 0), Ok(()));
-        assert_eq!(there.check_device("x", 1), Err(Refusal::OtherDevice { operand: "x", own: 1, other: 0 }));
+        assert_eq!(there.check_device("x", 1), Err(LaunchError::OtherDevice { operand: "x", own: 1, other: 0 }));
     }
 }

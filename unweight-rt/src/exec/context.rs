@@ -1,42 +1,43 @@
 //! The context of launches: one stream, with the memory and the handles that its launches share.
 //!
 //! Partial sums, counters, padded activations, the slot of expanded weights, cuBLAS's workspace and the fault words are
-//! used by one launch after the other, in stream order. So a lane keeps one stream for life, a launch borrows the lane
-//! mutably, and no call takes a lane *and* a stream. Work on two streams needs two lanes:
+//! used by one launch after the other, in stream order. So an execution context keeps one stream for life, a launch
+//! borrows the context mutably, and no call takes an execution context *and* a stream. Work on two streams needs two
+//! contexts:
 //! ```compile_fail,E0499
 //! # use unweight_codegen::spec::Epilogue;
-//! # use unweight_rt::{DeviceError, DeviceMatrix, Lane, Linear};
-//! # fn two(layer: &Linear, x: &DeviceMatrix, y: &mut [DeviceMatrix; 2], lane: &mut Lane) {
+//! # use unweight_rt::{DeviceError, DeviceMatrix, ExecContext, Linear};
+//! # fn two(layer: &Linear, x: &DeviceMatrix, y: &mut [DeviceMatrix; 2], context: &mut ExecContext) {
 //! let [first, second] = y;
 //! std::thread::scope(|scope| {
-//!     scope.spawn(|| layer.enqueue(lane, x.view(), first.view_mut(), Epilogue::Store));
-//!     scope.spawn(|| layer.enqueue(lane, x.view(), second.view_mut(), Epilogue::Store));
+//!     scope.spawn(|| layer.enqueue(context, x.view(), first.view_mut(), Epilogue::Store));
+//!     scope.spawn(|| layer.enqueue(context, x.view(), second.view_mut(), Epilogue::Store));
 //! });
 //! # }
 //! ```
 //! ```
 //! # use unweight_codegen::spec::Epilogue;
-//! # use unweight_rt::{DeviceError, DeviceMatrix, Lane, Linear};
-//! # fn two(layer: &Linear, x: &DeviceMatrix, y: &mut [DeviceMatrix; 2], lanes: &mut [Lane; 2]) {
-//! let ([first, second], [one, other]) = (y, lanes);
+//! # use unweight_rt::{DeviceError, DeviceMatrix, ExecContext, Linear};
+//! # fn two(layer: &Linear, x: &DeviceMatrix, y: &mut [DeviceMatrix; 2], contexts: &mut [ExecContext; 2]) {
+//! let ([first, second], [one, other]) = (y, contexts);
 //! std::thread::scope(|scope| {
 //!     scope.spawn(|| layer.enqueue(one, x.view(), first.view_mut(), Epilogue::Store));
 //!     scope.spawn(|| layer.enqueue(other, x.view(), second.view_mut(), Epilogue::Store));
 //! });
 //! # }
 //! ```
-//! A launch never allocates. One that needs a larger lane is refused ([`Refusal::LaneTooSmall`]) before anything is
-//! enqueued. [`Lane::reserve`] allocates, outside of captures.
+//! A launch never allocates. One that needs a larger context is refused ([`LaunchError::ContextTooSmall`]) before
+//! anything is enqueued. [`ExecContext::reserve`] allocates, outside of captures.
 
 use std::{any::Any, fmt};
 
 use crate::{
-    device::{DeviceBuffer, DeviceError, LaneSize, LaunchMode, Refusal, RowFault, Stream, buffer::length},
+    device::{ContextSize, DeviceBuffer, DeviceError, LaunchError, LaunchMode, RowFault, Stream, buffer::length},
     exec::{cublas::Cublas, workspace::Workspace},
 };
 
 /// One stream with the memory and the handles that its launches share.
-pub struct Lane {
+pub struct ExecContext {
     stream: Stream,
     workspace: Workspace,
     padded: Padded,
@@ -61,8 +62,8 @@ pub(crate) struct Padded {
     pub(crate) y: DeviceBuffer<u16>,
 }
 
-/// The parts of a lane, as separate borrows.
-pub(crate) struct LaneParts<'a> {
+/// The parts of an execution context, as separate borrows.
+pub(crate) struct ContextParts<'a> {
     pub(crate) stream: &'a Stream,
     pub(crate) workspace: &'a mut Workspace,
     pub(crate) padded: &'a mut Padded,
@@ -71,7 +72,7 @@ pub(crate) struct LaneParts<'a> {
 }
 
 impl Padded {
-    fn new(stream: &Stream, size: LaneSize) -> Result<Self, DeviceError> {
+    fn new(stream: &Stream, size: ContextSize) -> Result<Self, DeviceError> {
         Ok(Self {
             x: DeviceBuffer::zeroed(stream, length("padded elements", size.padded_x)?)?,
             y: DeviceBuffer::zeroed(stream, length("padded elements", size.padded_y)?)?,
@@ -79,12 +80,12 @@ impl Padded {
     }
 }
 
-impl Lane {
-    /// A lane on `stream` with memory for launches of `size`.
+impl ExecContext {
+    /// An execution context on `stream` with memory for launches of `size`.
     ///
     /// # Errors
     /// Too little memory, or no cuBLAS where `size` needs it.
-    pub fn new(stream: &Stream, size: LaneSize) -> Result<Self, DeviceError> {
+    pub fn new(stream: &Stream, size: ContextSize) -> Result<Self, DeviceError> {
         Ok(Self {
             workspace: Workspace::new(stream, size)?,
             padded: Padded::new(stream, size)?,
@@ -96,8 +97,8 @@ impl Lane {
         })
     }
 
-    /// A lane of borrowed memory, without padded activations and without fault words. Allocates nothing on the device.
-    /// cuBLAS is already placed on this stream.
+    /// An execution context of borrowed memory, without padded activations and without fault words. Allocates nothing
+    /// on the device. cuBLAS is already placed on this stream.
     pub(crate) fn of_parts(
         stream: Stream,
         workspace: Workspace,
@@ -110,7 +111,7 @@ impl Lane {
         Self { workspace, padded, slot, faults, cublas, outgrown: Vec::new(), stream }
     }
 
-    /// Takes the cuBLAS handle out, for another lane.
+    /// Takes the cuBLAS handle out, for another context.
     pub(crate) fn into_cublas(self) -> Option<Cublas> {
         self.cublas
     }
@@ -126,8 +127,8 @@ impl Lane {
     }
 
     /// The memory that it has.
-    pub fn size(&self) -> LaneSize {
-        LaneSize {
+    pub fn size(&self) -> ContextSize {
+        ContextSize {
             padded_x: self.padded.x.len() as u64,
             padded_y: self.padded.y.len() as u64,
             slot_bytes: self.slot.len() as u64,
@@ -136,18 +137,18 @@ impl Lane {
         }
     }
 
-    /// Allocates what launches of this size need. Replaced memory stays allocated as long as the lane, so that graphs
-    /// captured before can still be launched.
+    /// Allocates what launches of this size need. Replaced memory stays allocated as long as the context, so that
+    /// graphs captured before can still be launched.
     ///
     /// # Errors
-    /// [`Refusal::Capturing`] while the stream is captured, too little memory, or no cuBLAS.
-    pub fn reserve(&mut self, size: LaneSize) -> Result<(), DeviceError> {
+    /// [`LaunchError::Capturing`] while the stream is captured, too little memory, or no cuBLAS.
+    pub fn reserve(&mut self, size: ContextSize) -> Result<(), DeviceError> {
         let (have, want) = (self.size(), self.size().max(size));
         if want == have {
             return Ok(());
         }
         if self.stream.is_capturing()? {
-            return Err(Refusal::Capturing.into());
+            return Err(LaunchError::Capturing.into());
         }
         if (want.workspace_bytes, want.counters) != (have.workspace_bytes, have.counters) {
             let workspace = Workspace::new(&self.stream, want)?;
@@ -170,15 +171,15 @@ impl Lane {
     /// The cuBLAS handle.
     ///
     /// # Errors
-    /// [`Refusal::LaneTooSmall`] if it was not made with one.
-    pub fn cublas(&mut self) -> Result<&mut Cublas, Refusal> {
+    /// [`LaunchError::ContextTooSmall`] if it was not made with one.
+    pub fn cublas(&mut self) -> Result<&mut Cublas, LaunchError> {
         let have = self.size();
         self.cublas
             .as_mut()
-            .ok_or(Refusal::LaneTooSmall { need: LaneSize { cublas: true, ..LaneSize::default() }, have })
+            .ok_or(LaunchError::ContextTooSmall { need: ContextSize { cublas: true, ..ContextSize::default() }, have })
     }
 
-    /// Waits for all of the lane's work, and reports whether a kernel skipped something: a decoder a tile, another
+    /// Waits for all of the context's work, and reports whether a kernel skipped something: a decoder a tile, another
     /// kernel a row of its batch. Clears the report. Of several faults it returns the first in the order of the errors
     /// below.
     ///
@@ -191,9 +192,9 @@ impl Lane {
         Err(fault)
     }
 
-    pub(crate) fn parts(&mut self) -> LaneParts<'_> {
+    pub(crate) fn parts(&mut self) -> ContextParts<'_> {
         let Self { stream, workspace, padded, slot, cublas, .. } = self;
-        LaneParts { stream, workspace, padded, slot, cublas: cublas.as_mut() }
+        ContextParts { stream, workspace, padded, slot, cublas: cublas.as_mut() }
     }
 
     /// The device address of the decoders' fault word.
@@ -214,7 +215,7 @@ impl Lane {
     }
 }
 
-/// The first fault of a lane's fault words.
+/// The first fault of an execution context's fault words.
 fn fault_of(words: &[u32]) -> Option<DeviceError> {
     let place = words.iter().position(|word| *word != 0)?;
     let value = words[place] - 1;
@@ -224,9 +225,9 @@ fn fault_of(words: &[u32]) -> Option<DeviceError> {
     })
 }
 
-impl fmt::Debug for Lane {
+impl fmt::Debug for ExecContext {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Lane({:?}, {})", self.stream, self.size())
+        write!(f, "ExecContext({:?}, {})", self.stream, self.size())
     }
 }
 

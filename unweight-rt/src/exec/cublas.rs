@@ -11,7 +11,9 @@ use cudarc::{
 };
 
 use crate::{
-    device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Refusal, Stream, lane_size::CUBLAS_BYTES, view::Place},
+    device::{
+        DeviceBuffer, DeviceError, LaunchError, MatrixMut, MatrixRef, Stream, context_size::CUBLAS_BYTES, view::Place,
+    },
     exec::operands::check_product,
     jit::toolchain::{self, Library},
 };
@@ -66,10 +68,10 @@ pub(crate) struct Product {
 
 impl Product {
     /// The product of matrices whose shapes agree. Checks that cuBLAS can count their extents and pitches.
-    pub(crate) fn new(x: &Place, w: &Place, y: &Place, add: bool) -> Result<Self, Refusal> {
+    pub(crate) fn new(x: &Place, w: &Place, y: &Place, add: bool) -> Result<Self, LaunchError> {
         let int = |what, value: u64| {
             let limit = i32::MAX as u64;
-            i32::try_from(value).map_err(|_| Refusal::TooLarge { what, value, limit })
+            i32::try_from(value).map_err(|_| LaunchError::TooLarge { what, value, limit })
         };
         let pitch = |place: &Place| int("a pitch", place.pitch.max(1));
         let extents = Extents {
@@ -132,7 +134,7 @@ impl Cublas {
     pub(crate) fn place(&mut self, stream: &Stream, workspace: DeviceBuffer<u8>) -> Result<(), DeviceError> {
         let (need, have) = (CUBLAS_BYTES as u64, workspace.len() as u64);
         if have < need {
-            return Err(Refusal::Room { buffer: "bytes of cuBLAS's workspace", need, have }.into());
+            return Err(LaunchError::Room { buffer: "bytes of cuBLAS's workspace", need, have }.into());
         }
         stream.device().bind()?;
         // SAFETY: handle and stream are alive; both belong to the context that is current.
@@ -168,7 +170,8 @@ impl Cublas {
     /// Enqueues a product by the algorithm that [`Cublas::tune`] found for it, or by the library's own choice.
     ///
     /// # Safety
-    /// The operands are on the handle's device, `y` overlaps none of the others, and all live until the product is done.
+    /// The operands are on the handle's device, `y` overlaps none of the others, and all live until the product is
+    /// done.
     pub(crate) unsafe fn enqueue(&self, product: &Product) -> Result<(), DeviceError> {
         let Product { extents, addresses } = product;
         let plan = self.tuned.get(extents).filter(|_| addresses.are_aligned()).and_then(Option::as_ref);
@@ -192,7 +195,7 @@ impl Cublas {
         add: bool,
     ) -> Result<CublasTuning, DeviceError> {
         if self.stream.is_capturing()? {
-            return Err(Refusal::Capturing.into());
+            return Err(LaunchError::Capturing.into());
         }
         let mut problem = None;
         let mut products = Vec::with_capacity(ws.len());
@@ -201,7 +204,7 @@ impl Cublas {
             let first = *problem.get_or_insert(extents);
             if extents != first {
                 let w = w.place().shape();
-                return Err(Refusal::Output { output: w, tensor: [first.n as u64, first.k as u64] }.into());
+                return Err(LaunchError::Output { output: w, tensor: [first.n as u64, first.k as u64] }.into());
             }
             products.push(addresses);
         }

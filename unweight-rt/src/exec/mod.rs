@@ -10,4 +10,4 @@ pub mod cublas;
 pub(crate) mod operands;
 pub(crate) mod workspace;
 
-pub use self::context::Lane;
+pub use self::context::ExecContext;

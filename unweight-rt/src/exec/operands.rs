@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::device::{
-    Refusal,
+    LaunchError,
     view::{Place, check_apart},
 };
 
@@ -16,9 +16,9 @@ pub(crate) fn check_product(
     columns: u64,
     y: &Place,
     read: impl IntoIterator<Item = (&'static str, Range<u64>)>,
-) -> Result<(), Refusal> {
+) -> Result<(), LaunchError> {
     if u64::from(x.cols) != w[1] || [u64::from(x.rows), columns] != y.shape() {
-        return Err(Refusal::Shape { y: y.shape(), x: x.shape(), w });
+        return Err(LaunchError::Shape { y: y.shape(), x: x.shape(), w });
     }
     x.check_device("x", own)?;
     y.check_device("y", own)?;
@@ -29,18 +29,18 @@ pub(crate) fn check_product(
 pub(crate) const CHUNK: u32 = 8;
 
 /// Checks a matrix of activations: whole chunks in aligned rows, at most `max` columns.
-pub(crate) fn check_activations(operand: &'static str, place: &Place, max: u32) -> Result<(), Refusal> {
+pub(crate) fn check_activations(operand: &'static str, place: &Place, max: u32) -> Result<(), LaunchError> {
     let cols = place.cols;
     if !cols.is_multiple_of(CHUNK) || cols > max {
-        return Err(Refusal::Columns { operand, cols, of: CHUNK, max });
+        return Err(LaunchError::Columns { operand, cols, of: CHUNK, max });
     }
     place.check_rows_aligned(operand)
 }
 
 /// Checks that a vector has `expected` elements.
-pub(crate) fn check_len(buffer: &'static str, got: usize, expected: u32) -> Result<(), Refusal> {
+pub(crate) fn check_len(buffer: &'static str, got: usize, expected: u32) -> Result<(), LaunchError> {
     let (got, expected) = (got as u64, u64::from(expected));
-    if got == expected { Ok(()) } else { Err(Refusal::Elements { buffer, got, expected }) }
+    if got == expected { Ok(()) } else { Err(LaunchError::Elements { buffer, got, expected }) }
 }
 
 #[cfg(test)]
@@ -59,19 +59,19 @@ mod tests {
         // Of a gate and an up, half.
         assert_eq!(check_product(0, &x, [256, 64], 128, &y, w()), Ok(()));
         for (n, k, columns) in [(128, 65, 128), (127, 64, 127)] {
-            let shape = Refusal::Shape { y: [3, 128], x: [3, 64], w: [n, k] };
+            let shape = LaunchError::Shape { y: [3, 128], x: [3, 64], w: [n, k] };
             assert_eq!(check_product(0, &x, [n, k], columns, &y, w()), Err(shape));
         }
         let fewer = place(0x2000, 2, 128);
-        assert!(matches!(check_product(0, &x, [128, 64], 128, &fewer, w()), Err(Refusal::Shape { .. })));
+        assert!(matches!(check_product(0, &x, [128, 64], 128, &fewer, w()), Err(LaunchError::Shape { .. })));
         let same = place(0x1000, 3, 128);
-        let overlap = |other| Err(Refusal::Overlap { written: "y", other });
+        let overlap = |other| Err(LaunchError::Overlap { written: "y", other });
         assert_eq!(check_product(0, &x, [128, 64], 128, &same, w()), overlap("x"));
         let inside = place(0x8800, 3, 128);
         assert_eq!(check_product(0, &x, [128, 64], 128, &inside, w()), overlap("the weights"));
         assert!(matches!(
             check_product(1, &x, [128, 64], 128, &y, w()),
-            Err(Refusal::OtherDevice { operand: "x", own: 1, other: 0 })
+            Err(LaunchError::OtherDevice { operand: "x", own: 1, other: 0 })
         ));
     }
 }

@@ -1,6 +1,6 @@
 //! Partial sums and counters that the launches of one stream share.
 
-use crate::device::{DeviceBuffer, DeviceError, LaneSize, Stream, buffer::length};
+use crate::device::{ContextSize, DeviceBuffer, DeviceError, Stream, buffer::length};
 
 /// Partial sums and counters. Every launch leaves the counters zero, so the next one, behind it on the same stream,
 /// finds them so.
@@ -11,18 +11,18 @@ pub(crate) struct Workspace {
 }
 
 impl Workspace {
-    pub(crate) fn new(stream: &Stream, size: LaneSize) -> Result<Self, DeviceError> {
+    pub(crate) fn new(stream: &Stream, size: ContextSize) -> Result<Self, DeviceError> {
         Ok(Self {
             partials: DeviceBuffer::zeroed(stream, length("bytes of a workspace", size.workspace_bytes)?)?,
             counters: DeviceBuffer::zeroed(stream, length("counters of a workspace", size.counters)?)?,
         })
     }
 
-    pub(crate) fn size(&self) -> LaneSize {
-        LaneSize {
+    pub(crate) fn size(&self) -> ContextSize {
+        ContextSize {
             workspace_bytes: self.partials.len() as u64,
             counters: self.counters.len() as u64,
-            ..LaneSize::default()
+            ..ContextSize::default()
         }
     }
 }

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use serde::{Deserialize, Serialize};
-use unweight_codegen::{Outside, Source, VariantSpec, spec::Arch};
+use unweight_codegen::{ExternalSource, Source, VariantSpec, spec::Arch};
 
 use crate::env::Env;
 use crate::jit::cubin::{self, KernelResources};
@@ -38,7 +38,7 @@ impl CompileRequest {
     }
 
     /// The request for a kernel from another crate.
-    pub fn outside(kernel: &Outside) -> Result<CompileRequest, Error> {
+    pub fn external(kernel: &ExternalSource) -> Result<CompileRequest, Error> {
         Ok(CompileRequest::of(kernel.render()?, kernel.arch))
     }
 

@@ -25,7 +25,7 @@ use serde::{Deserialize, Serialize};
 /// kernel's own and is not part of any limit that a kernel is held to.
 const RESERVED_SMEM_BYTES: u64 = 1024;
 
-/// Machine number of CUDA in an ELF header.
+/// GpuModel number of CUDA in an ELF header.
 const EM_CUDA: u16 = 190;
 
 /// Which instruction: its low 9 bits on `sm_90`. Bits 9 to 11 tell the form of the operands (register, descriptor,
@@ -132,7 +132,7 @@ pub enum CubinError {
     Elf(String),
     /// An ELF file for something else.
     #[error("ELF machine {found}, expected {EM_CUDA} (CUDA)")]
-    Machine {
+    GpuModel {
         /// The header's machine number.
         found: u16,
     },
@@ -229,7 +229,7 @@ fn header_of(bytes: &[u8]) -> Result<(&FileHeader64<LittleEndian>, LittleEndian)
     let endian = header.endian()?;
     match header.e_machine(endian).0 {
         EM_CUDA => Ok((header, endian)),
-        found => Err(CubinError::Machine { found }),
+        found => Err(CubinError::GpuModel { found }),
     }
 }
 
@@ -374,7 +374,8 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// Bytes at an address that is a multiple of 8: ELF structures are read in place, and a caller's slice may begin anywhere.
+/// Bytes at an address that is a multiple of 8: ELF structures are read in place, and a caller's slice may begin
+/// anywhere.
 enum Aligned<'a> {
     Borrowed(&'a [u8]),
     Copied { words: Vec<u64>, len: usize },
@@ -483,6 +484,6 @@ mod tests {
         assert!(matches!(read(b"text"), Err(CubinError::Elf(_))));
         let mut other = CUBIN.to_vec();
         other[18] = 62; // x86-64
-        assert_eq!(read(&other), Err(CubinError::Machine { found: 62 }));
+        assert_eq!(read(&other), Err(CubinError::GpuModel { found: 62 }));
     }
 }

@@ -14,12 +14,12 @@ use unweight_codegen::{VariantSpec, family::Instruction, spec::Epilogue};
 use unweight_format::raw::packed::Window;
 
 use crate::{
-    choose::route::{Expand, KernelSource, Linears, Resident, Wanted, Weight},
+    choose::route::{Expand, KernelSource, Linears, Resident, RoutePolicy, Weight},
     device::{
-        DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Stream, buffer::length,
+        ContextSize, DeviceBuffer, DeviceError, KernelSet, MatrixMut, MatrixRef, Stream, buffer::length,
         module::LoadedKernel,
     },
-    exec::Lane,
+    exec::ExecContext,
     jit::toolchain::{self, Library},
     layer::{
         error::{LoadError, Unsuitable, in_tensor, refused, unsuitable},
@@ -28,9 +28,9 @@ use crate::{
         options::{LoadOptions, Merge},
     },
     ops::{
-        compress::{CompressError, Compressor},
+        decode_compact::Transcoder,
+        encode_compact::{CompressError, Compressor},
         repack::{PackError, Packer},
-        transcode::Transcoder,
     },
     weight::{DeviceCompact, DeviceMatrix, DevicePacked},
 };
@@ -55,19 +55,19 @@ impl KernelSource for KernelSet {
 /// let mut builder = LayerBuilder::new(&kernels, &stream, LoadOptions::default())?;
 /// let weights = DeviceMatrix::zeroed(&stream, 4096, 14336)?;
 /// let down = builder.layer("down", &[weights.view()], Merge::Rows)?;
-/// let lane = builder.lane(&stream)?;
+/// let context = builder.context(&stream)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
 pub struct LayerBuilder<'k> {
     pub(super) kernels: &'k KernelSet,
     pub(super) packer: Packer,
-    pub(super) wanted: Wanted,
+    pub(super) wanted: RoutePolicy,
     /// Created for the first layer that is encoded.
     compressor: Option<Compressor>,
     scratch: Scratch,
-    /// What the layers built so far need from a lane.
-    lane_size: LaneSize,
+    /// What the layers built so far need from an execution context.
+    context_size: ContextSize,
     /// The stream that fetches offloaded experts; created for the first of them.
     copies: Option<Stream>,
 }
@@ -162,13 +162,13 @@ pub(super) fn has_cublas() -> bool {
 
 /// `wanted`, without expansion to cuBLAS where cuBLAS is missing and only the GPU's model would use it: correct, and
 /// slower at large batches.
-pub(super) fn expanding(wanted: Wanted, has_cublas: impl FnOnce() -> bool) -> Wanted {
+pub(super) fn expanding(wanted: RoutePolicy, has_cublas: impl FnOnce() -> bool) -> RoutePolicy {
     let may = wanted.expand == Expand::Model && !wanted.chooser.arch().has(Instruction::Wgmma);
-    if may && !has_cublas() { Wanted { expand: Expand::Never, ..wanted } } else { wanted }
+    if may && !has_cublas() { RoutePolicy { expand: Expand::Never, ..wanted } } else { wanted }
 }
 
 impl<'k> LayerBuilder<'k> {
-    /// A builder that works on `stream`. Its layers run on any stream of the device, each stream with its lane. The
+    /// A builder that works on `stream`. Its layers run on any stream of the device, each stream with its context. The
     /// kernels of a layer are compiled when it is built.
     ///
     /// # Errors
@@ -178,7 +178,7 @@ impl<'k> LayerBuilder<'k> {
         Self::of(kernels, stream, options.wanted(kernels.chooser().clone(), 0))
     }
 
-    pub(super) fn of(kernels: &'k KernelSet, stream: &Stream, wanted: Wanted) -> Result<Self, DeviceError> {
+    pub(super) fn of(kernels: &'k KernelSet, stream: &Stream, wanted: RoutePolicy) -> Result<Self, DeviceError> {
         let wanted = expanding(wanted, has_cublas);
         let empty = || DeviceBuffer::zeroed(stream, 0);
         Ok(Self {
@@ -187,7 +187,7 @@ impl<'k> LayerBuilder<'k> {
             kernels,
             wanted,
             scratch: Scratch { whole: empty()?, other: empty()? },
-            lane_size: LaneSize::default(),
+            context_size: ContextSize::default(),
             copies: None,
         })
     }
@@ -221,12 +221,12 @@ impl<'k> LayerBuilder<'k> {
         })
     }
 
-    /// A lane of `stream` for every layer built so far.
+    /// An execution context of `stream` for every layer built so far.
     ///
     /// # Errors
     /// Not enough memory, or no cuBLAS where a layer needs it.
-    pub fn lane(&self, stream: &Stream) -> Result<Lane, DeviceError> {
-        Lane::new(stream, self.lane_size)
+    pub fn context(&self, stream: &Stream) -> Result<ExecContext, DeviceError> {
+        ExecContext::new(stream, self.context_size)
     }
 
     /// Parts as one layer.
@@ -277,8 +277,9 @@ impl<'k> LayerBuilder<'k> {
         match (self.pack_scratch((n, k), padded), compact) {
             (Ok(packed), Some(compact)) => {
                 let escapes = packed.into_escapes();
-                let ways = Wanted::take_ways(self.kernels, &self.wanted.compact_ways(weight)).map_err(&device)?;
-                let layer = CompactLinear::new(compact, escapes, ways).map_err(&device)?;
+                let routes =
+                    RoutePolicy::take_routes(self.kernels, &self.wanted.compact_routes(weight)).map_err(&device)?;
+                let layer = CompactLinear::new(compact, escapes, routes).map_err(&device)?;
                 Ok(self.noted(Linear::Compact(layer)))
             }
             (packed, _) => self.layer_of_packed(name, weight, packed, &stream),
@@ -407,9 +408,9 @@ impl<'k> LayerBuilder<'k> {
 
     /// A layer of packed weights, with every kernel that some batch asks for, loaded.
     pub(super) fn packed(&mut self, packed: DevicePacked, weight: &Weight) -> Result<Linear, DeviceError> {
-        let ways = self.wanted.packed_ways(weight, packed.has_escapes());
-        let ways = Wanted::take_ways(self.kernels, &ways)?;
-        let layer = PackedLinear::new((weight.n, weight.k), packed, ways)?;
+        let routes = self.wanted.packed_routes(weight, packed.has_escapes());
+        let routes = RoutePolicy::take_routes(self.kernels, &routes)?;
+        let layer = PackedLinear::new((weight.n, weight.k), packed, routes)?;
         Ok(self.noted(Linear::Packed(layer)))
     }
 
@@ -420,7 +421,7 @@ impl<'k> LayerBuilder<'k> {
     }
 
     fn noted(&mut self, layer: Linear) -> Linear {
-        self.lane_size = self.lane_size.max(layer.lane_size());
+        self.context_size = self.context_size.max(layer.context_size());
         layer
     }
 

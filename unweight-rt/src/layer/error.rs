@@ -1,9 +1,9 @@
 //! Why a layer could not be loaded.
 
-use unweight_format::{FormId, bundle::BundleError, raw::packed::Unpackable, safetensors::Dtype};
+use unweight_format::{EncodingId, bundle::BundleError, raw::packed::Unpackable, safetensors::Dtype};
 
 use crate::{
-    device::{DeviceError, Refusal},
+    device::{DeviceError, LaunchError},
     remedy::Remedy,
 };
 
@@ -117,10 +117,10 @@ pub enum Unsuitable {
     #[error("cannot be packed: {0}; load it as a BF16 matrix")]
     Unpackable(Unpackable),
     /// A tensor that is not of the encoding in the manifest.
-    #[error("is not the {form} tensor that the manifest says; the bundle is damaged")]
-    OtherForm {
+    #[error("is not the {encoding} tensor that the manifest says; the bundle is damaged")]
+    OtherEncoding {
         /// The encoding in the manifest.
-        form: FormId,
+        encoding: EncodingId,
     },
     /// Longer codes than the manifest states.
     #[error("has codes of {bits} bits, the manifest states at most {limit}; the bundle is damaged")]
@@ -138,7 +138,7 @@ pub(super) fn in_tensor(name: &str) -> impl Fn(DeviceError) -> LoadError {
     move |source| LoadError::Device { name: name.clone(), source: Box::new(source) }
 }
 
-pub(super) fn refused(device: &impl Fn(DeviceError) -> LoadError) -> impl Fn(Refusal) -> LoadError {
+pub(super) fn refused(device: &impl Fn(DeviceError) -> LoadError) -> impl Fn(LaunchError) -> LoadError {
     move |refusal| device(refusal.into())
 }
 
@@ -156,7 +156,7 @@ impl Unsuitable {
                 "tensors-not-mergeable"
             }
             Self::Unpackable(why) => why.code(),
-            Self::OtherForm { .. } | Self::CodeBits { .. } => "manifest-disagrees",
+            Self::OtherEncoding { .. } | Self::CodeBits { .. } => "manifest-disagrees",
         }
     }
 }

@@ -15,7 +15,7 @@ use unweight_codegen::{
     spec::{Arch, DecodeOutput},
 };
 use unweight_format::{
-    FormId,
+    EncodingId,
     bundle::Bundle,
     raw::{CompactTensor, HuffmanTensor, PackedTensor, PaletteTensor},
     safetensors::Dtype,
@@ -26,10 +26,10 @@ use crate::{
         graph::{Node, Step},
         policy::PackedChooser,
         reachable,
-        route::{Linears, Wanted, Weight},
+        route::{Linears, RoutePolicy, Weight},
     },
     device::{DeviceBuffer, DeviceError, KernelSet, MatrixMut, Prepared, Staging, Stream},
-    exec::Lane,
+    exec::ExecContext,
     jit::cache::Progress,
     layer::{
         build::{ExpertPart, LayerBuilder, Parts},
@@ -38,7 +38,7 @@ use crate::{
         linear::Linear,
         options::{LoadOptions, Merge},
     },
-    ops::{decode::Decoder, repack::Packer, transcode::Transcoder},
+    ops::{decode_compact::Transcoder, decode_huffman::Decoder, repack::Packer},
     weight::{DeviceCompact, DeviceHuffman, DeviceMatrix, DevicePacked, DevicePalette, pods},
 };
 
@@ -63,20 +63,22 @@ pub fn reachable_on_any(bundle: &Bundle, options: LoadOptions, arch: Arch) -> Ve
     with_decoders(bundle, &wanted, wanted.reachable_on_any_card(reachable::weights(bundle)))
 }
 
-fn wanted(bundle: &Bundle, options: LoadOptions, chooser: PackedChooser) -> Wanted {
+fn wanted(bundle: &Bundle, options: LoadOptions, chooser: PackedChooser) -> RoutePolicy {
     options.wanted(chooser, bundle.manifest().options.code_limit)
 }
 
-fn all_reachable(bundle: &Bundle, wanted: &Wanted) -> Vec<VariantSpec> {
+fn all_reachable(bundle: &Bundle, wanted: &RoutePolicy) -> Vec<VariantSpec> {
     with_decoders(bundle, wanted, wanted.reachable(reachable::weights(bundle)))
 }
 
-fn with_decoders(bundle: &Bundle, wanted: &Wanted, mut variants: Vec<VariantSpec>) -> Vec<VariantSpec> {
+fn with_decoders(bundle: &Bundle, wanted: &RoutePolicy, mut variants: Vec<VariantSpec>) -> Vec<VariantSpec> {
     // An embedding is decoded, too, though it is not the weight of a layer.
-    if bundle.tensors().any(|tensor| tensor.encoding() == FormId::HUFFMAN) {
+    if bundle.tensors().any(|tensor| tensor.encoding() == EncodingId::HUFFMAN) {
         variants.extend(wanted.decoder().filter(|decoder| !variants.contains(decoder)));
     }
-    if bundle.tensors().any(|tensor| tensor.encoding() == FormId::COMPACT) && !variants.contains(&wanted.transcoder()) {
+    if bundle.tensors().any(|tensor| tensor.encoding() == EncodingId::COMPACT)
+        && !variants.contains(&wanted.transcoder())
+    {
         variants.push(wanted.transcoder());
     }
     variants
@@ -107,7 +109,7 @@ impl<'a> ExpertTensors<'a> {
 
 impl<'k> Loader<'k> {
     /// A loader of this bundle's layers that works on `stream`. Its layers run on any stream of the device, each with
-    /// its own lane.
+    /// its own context.
     ///
     /// Every kernel that the bundle can reach ([`reachable()`]) is compiled or found first, in parallel; `progress`
     /// hears of each. Nothing is compiled later, except for merges of tensors that servers do not merge.
@@ -153,8 +155,8 @@ impl<'k> Loader<'k> {
     /// [`LoadError`]; the tensors have different `k`, or a gate and an up do not have the same multiple of 32 rows.
     pub fn merge(&mut self, names: &[&str], merge: Merge) -> Result<Linear, LoadError> {
         let shapes = names.iter().map(|name| extents(self.bundle, name)).collect::<Result<_, _>>()?;
-        let form = |name: &&str| self.bundle.tensor(name).map(|tensor| tensor.encoding());
-        let compact = names.iter().all(|name| form(name).is_ok_and(|form| form == FormId::COMPACT));
+        let encoding = |name: &&str| self.bundle.tensor(name).map(|tensor| tensor.encoding());
+        let compact = names.iter().all(|name| encoding(name).is_ok_and(|encoding| encoding == EncodingId::COMPACT));
         let (builder, mut tensors) = self.parts();
         builder.merge(&Parts::new(names, shapes, merge, compact), &mut |part, packer, output| {
             names.get(part).map_or(Ok(()), |name| tensors.decode(name, packer, output))
@@ -179,19 +181,19 @@ impl<'k> Loader<'k> {
     ///
     /// # Errors
     /// The bundle has no such tensor.
-    pub fn form(&self, name: &str) -> Result<FormId, LoadError> {
+    pub fn encoding(&self, name: &str) -> Result<EncodingId, LoadError> {
         Ok(self.bundle.tensor(name)?.encoding())
     }
 
     /// A Huffman-coded tensor `[n, k]`, still encoded.
     ///
     /// # Errors
-    /// [`LoadError`]; [`Unsuitable::OtherForm`] where it is stored in another form.
+    /// [`LoadError`]; [`Unsuitable::OtherEncoding`] where it is stored in another form.
     pub fn huffman(&mut self, name: &str) -> Result<DeviceHuffman, LoadError> {
         extents(self.bundle, name)?;
         let (_, tensors) = self.parts();
         let Some(tensor) = HuffmanTensor::of(tensors.bundle.tensor(name)?.stored()?) else {
-            return Err(tensors.other_form(name));
+            return Err(tensors.other_encoding(name));
         };
         DeviceHuffman::upload(&mut *tensors.staging, &tensor).map_err(in_tensor(name))
     }
@@ -204,7 +206,7 @@ impl<'k> Loader<'k> {
         extents(self.bundle, name)?;
         let (builder, tensors) = self.parts();
         let Some(tensor) = PaletteTensor::of(tensors.bundle.tensor(name)?.stored()?) else {
-            return Err(tensors.other_form(name));
+            return Err(tensors.other_encoding(name));
         };
         DevicePalette::upload(builder.stream(), &tensor).map_err(in_tensor(name))
     }
@@ -339,12 +341,12 @@ impl<'k> Loader<'k> {
         &mut self.builder
     }
 
-    /// A lane of `stream` for every layer loaded so far.
+    /// An execution context of `stream` for every layer loaded so far.
     ///
     /// # Errors
     /// Not enough memory, or no cuBLAS where a layer needs it.
-    pub fn lane(&self, stream: &Stream) -> Result<Lane, DeviceError> {
-        self.builder.lane(stream)
+    pub fn context(&self, stream: &Stream) -> Result<ExecContext, DeviceError> {
+        self.builder.context(stream)
     }
 
     /// The builder of layers, and the source of their weights.
@@ -370,7 +372,7 @@ impl Tensors<'_> {
     /// A tensor that is stored packed.
     fn packed(&mut self, name: &str) -> Result<DevicePacked, LoadError> {
         let Some(tensor) = PackedTensor::of(self.bundle.tensor(name)?.stored()?) else {
-            return Err(self.other_form(name));
+            return Err(self.other_encoding(name));
         };
         DevicePacked::upload(&mut *self.staging, &tensor).map_err(in_tensor(name))
     }
@@ -378,7 +380,7 @@ impl Tensors<'_> {
     /// A tensor that is stored compact.
     fn compact(&mut self, name: &str) -> Result<DeviceCompact, LoadError> {
         let Some(tensor) = CompactTensor::of(self.bundle.tensor(name)?.stored()?) else {
-            return Err(self.other_form(name));
+            return Err(self.other_encoding(name));
         };
         DeviceCompact::upload(&mut *self.staging, &tensor).map_err(in_tensor(name))
     }
@@ -387,11 +389,11 @@ impl Tensors<'_> {
     fn decode(&mut self, name: &str, packer: &mut Packer, mut output: MatrixMut<'_>) -> Result<(), LoadError> {
         let device = in_tensor(name);
         let weight = Weight::stored(output.rows(), output.cols(), self.bundle.tensor(name)?.encoding());
-        match weight.route().first().map(|edge| edge.step) {
+        match weight.conversion().first().map(|edge| edge.step) {
             _ if is_packed(&weight) => packer.unpack(&self.packed(name)?, output).map_err(device),
             Some(Step::Decode(DecodeOutput::Full)) => {
                 let Some(tensor) = HuffmanTensor::of(self.bundle.tensor(name)?.stored()?) else {
-                    return Err(self.other_form(name));
+                    return Err(self.other_encoding(name));
                 };
                 let (bits, limit) = (tensor.code().max_length(), self.code_limit);
                 let spec = self
@@ -413,9 +415,9 @@ impl Tensors<'_> {
         }
     }
 
-    fn other_form(&self, name: &str) -> LoadError {
+    fn other_encoding(&self, name: &str) -> LoadError {
         match self.bundle.tensor(name) {
-            Ok(tensor) => unsuitable(name, Unsuitable::OtherForm { form: tensor.encoding() }),
+            Ok(tensor) => unsuitable(name, Unsuitable::OtherEncoding { encoding: tensor.encoding() }),
             Err(error) => error.into(),
         }
     }

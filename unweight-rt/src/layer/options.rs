@@ -2,7 +2,7 @@
 
 use crate::choose::{
     policy::PackedChooser,
-    route::{Expand, Linears, Resident, Wanted},
+    route::{Expand, Linears, Resident, RoutePolicy},
 };
 
 /// The options that layers are loaded with.
@@ -68,9 +68,9 @@ impl LoadOptions {
     }
 
     /// The input of dispatch: these options, a chooser, and the longest Huffman code in bits.
-    pub fn wanted(self, chooser: PackedChooser, code_limit: u32) -> Wanted {
+    pub fn wanted(self, chooser: PackedChooser, code_limit: u32) -> RoutePolicy {
         let Self { max_batch, pdl, linears, resident, expand } = self;
-        Wanted { linears, resident, chooser, max_batch, pdl, code_limit, expand }
+        RoutePolicy { linears, resident, chooser, max_batch, pdl, code_limit, expand }
     }
 }
 

@@ -8,7 +8,7 @@
 //! Everything that a row reads follows from its own position and page table, so its result depends on no other row and
 //! not on the batch. It depends on the kernel: blocks of a cluster share a row's tokens, and sums are added in their
 //! order. A kernel with `split` has no clusters: as many blocks as [`AttentionOptions::parts`] says share them, through
-//! the lane's memory, and their number decides the order.
+//! the context's memory, and their number decides the order.
 
 use std::sync::Arc;
 
@@ -22,11 +22,11 @@ use unweight_codegen::{
 
 use crate::{
     device::{
-        DeviceBuffer, DeviceError, LaneSize, MatrixMut, MatrixRef, Refusal, RowFault,
+        ContextSize, DeviceBuffer, DeviceError, LaunchError, MatrixMut, MatrixRef, RowFault,
         module::LoadedKernel,
         view::{Place, check_apart, check_device},
     },
-    exec::{Lane, context::LaneParts},
+    exec::{ExecContext, context::ContextParts},
     ops::kv::KvLayer,
 };
 
@@ -96,15 +96,15 @@ impl<'a> ChunkRows<'a> {
     }
 
     /// That the table has the row, and the row pages for the last of `m` tokens.
-    fn check(&self, m: u32) -> Result<(), Refusal> {
+    fn check(&self, m: u32) -> Result<(), LaunchError> {
         let (pages, got) = (u64::from(self.table_pages), self.page_table.len() as u64);
         let expected = (u64::from(self.table_row) + 1) * pages;
         if got < expected {
-            return Err(Refusal::Elements { buffer: "the page table", got, expected });
+            return Err(LaunchError::Elements { buffer: "the page table", got, expected });
         }
         let tokens = u64::from(self.start) + u64::from(m);
         if tokens > pages * u64::from(PAGE_TOKENS) || tokens > u64::from(u32::MAX) {
-            return Err(Refusal::Pages { tokens, pages: self.table_pages });
+            return Err(LaunchError::Pages { tokens, pages: self.table_pages });
         }
         Ok(())
     }
@@ -131,7 +131,7 @@ impl<'a> AttentionOptions<'a> {
     }
 
     /// Blocks that share the tokens of a row and KV head, 1 to [`PARTS_MAX`], where the kernel has `split`; those for
-    /// which a row has no tokens end at once. The lane must have room for them ([`Attention::lane_size`]).
+    /// which a row has no tokens end at once. The context must have room for them ([`Attention::context_size`]).
     #[must_use]
     pub fn parts(mut self, parts: u32) -> Self {
         self.parts = parts;
@@ -196,7 +196,7 @@ impl Attention {
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::Attention(spec) => Ok(Self { kernel, spec }),
-            _ => kernel.refuse(Refusal::Family { wanted: "attention" }),
+            _ => kernel.refuse(LaunchError::Family { wanted: "attention" }),
         }
     }
 
@@ -205,47 +205,47 @@ impl Attention {
         &self.kernel
     }
 
-    /// What a lane needs for the newest tokens of so many rows.
+    /// What an execution context needs for the newest tokens of so many rows.
     ///
     /// # Errors
     /// Parts that the kernel does not take, or more blocks than a grid may have.
-    pub fn lane_size(&self, rows: u32, kv_heads: u32, parts: u32) -> Result<LaneSize, DeviceError> {
+    pub fn context_size(&self, rows: u32, kv_heads: u32, parts: u32) -> Result<ContextSize, DeviceError> {
         let heads = Heads { rows, kv_heads, group: 1 };
         let need = self.check_parts(parts).and_then(|()| self.shared(heads.problem(parts)?, parts));
         need.or_else(|refusal| self.kernel.refuse(refusal))
     }
 
-    fn shared(&self, problem: GemmShape, parts: u32) -> Result<LaneSize, Refusal> {
+    fn shared(&self, problem: GemmShape, parts: u32) -> Result<ContextSize, LaunchError> {
         match parts {
             // One block has everything, and leaves nothing.
-            1 => Ok(LaneSize::default()),
+            1 => Ok(ContextSize::default()),
             _ => Ok(self.kernel.plan().workspace(problem, self.kernel.device().info().sms).into()),
         }
     }
 
-    fn check_parts(&self, parts: u32) -> Result<(), Refusal> {
+    fn check_parts(&self, parts: u32) -> Result<(), LaunchError> {
         let limit = if self.spec.split { PARTS_MAX } else { 1 };
-        if (1..=limit).contains(&parts) { Ok(()) } else { Err(Refusal::Parts { parts, limit }) }
+        if (1..=limit).contains(&parts) { Ok(()) } else { Err(LaunchError::Parts { parts, limit }) }
     }
 
-    fn check_step(&self, asked: AttentionStep) -> Result<(), Refusal> {
+    fn check_step(&self, asked: AttentionStep) -> Result<(), LaunchError> {
         let takes = self.spec.step;
-        if takes == asked { Ok(()) } else { Err(Refusal::Step { takes: takes.tag(), asked: asked.tag() }) }
+        if takes == asked { Ok(()) } else { Err(LaunchError::Step { takes: takes.tag(), asked: asked.tag() }) }
     }
 
     /// Enqueues the causal attention of a chunk of tokens of one sequence.
     ///
     /// `qkv` is `[m, (h + 2g) * head_dim]`; its queries are normed and turned already, and the keys and values of all
     /// tokens up to the chunk's last are in the pages. `out` is `[m, h * head_dim]`. A page that the layer does not
-    /// have is left out, and [`Lane::synchronize`] reports a row that sees it. A row's bits do not depend on how a
-    /// sequence is cut into chunks.
+    /// have is left out, and [`ExecContext::synchronize`] reports a row that sees it. A row's bits do not depend on how
+    /// a sequence is cut into chunks.
     ///
     /// # Errors
     /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
     /// kernel takes; a table too short for the chunk; or an error of the driver.
     pub fn prefill(
         &self,
-        lane: &mut Lane,
+        ctx: &mut ExecContext,
         qkv: MatrixRef<'_>,
         layer: KvLayer<'_>,
         rows: ChunkRows<'_>,
@@ -257,7 +257,7 @@ impl Attention {
         let check = || {
             self.check_step(AttentionStep::Prefill)?;
             if layer.shape().head_dim() != head_dim {
-                return Err(Refusal::HeadDimOf { takes: head_dim, cache: layer.shape().head_dim() });
+                return Err(LaunchError::HeadDimOf { takes: head_dim, cache: layer.shape().head_dim() });
             }
             let heads = Heads::of(qkv, out, layer.shape().kv_heads(), head_dim)?;
             rows.check(qkv.rows)?;
@@ -279,7 +279,7 @@ impl Attention {
             out: out.address,
             layer: layer.address(),
             page_table: rows.page_table.address() + table,
-            fault: lane.row_fault_address(RowFault::Page),
+            fault: ctx.row_fault_address(RowFault::Page),
             qkv_pitch: qkv.pitch,
             out_pitch: out.pitch,
             m: heads.rows,
@@ -293,7 +293,7 @@ impl Attention {
             ..AttentionArgs::default()
         };
         // SAFETY: as in `decode`; the table was held against the last token, and the kernel bounds pages.
-        unsafe { self.kernel.launch(lane.stream(), problem, &args) }
+        unsafe { self.kernel.launch(ctx.stream(), problem, &args) }
     }
 
     /// Enqueues the attention of the newest token of each row.
@@ -302,14 +302,15 @@ impl Attention {
     /// `[m, h * head_dim]`. The key and the value of each row's token are stored into its page, those of the tokens
     /// before it must be there. A row without a token ([`PAD_POSITION`](crate::ops::kv::PAD_POSITION)) becomes zeros
     /// and touches no page. A page that the layer does not have is left out, and a position behind the page table or
-    /// the angles makes its row zeros; [`Lane::synchronize`] reports either.
+    /// the angles makes its row zeros; [`ExecContext::synchronize`] reports either.
     ///
     /// # Errors
     /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
-    /// kernel takes; parts that the kernel does not take, or a lane without room for them; or an error of the driver.
+    /// kernel takes; parts that the kernel does not take, or an execution context without room for them; or an error of
+    /// the driver.
     pub fn decode(
         &self,
-        lane: &mut Lane,
+        ctx: &mut ExecContext,
         qkv: MatrixRef<'_>,
         layer: KvLayer<'_>,
         rows: TokenRows<'_>,
@@ -320,12 +321,12 @@ impl Attention {
         let (cosines, sines) = (options.rotary.cosines.place(), options.rotary.sines.place());
         let own = self.kernel.device().ordinal();
         let (head_dim, parts) = (self.spec.head_dim.get(), options.parts);
-        let have = lane.size();
+        let have = ctx.size();
         let check = || {
             self.check_step(AttentionStep::Decode)?;
             self.check_parts(parts)?;
             if layer.shape().head_dim() != head_dim {
-                return Err(Refusal::HeadDimOf { takes: head_dim, cache: layer.shape().head_dim() });
+                return Err(LaunchError::HeadDimOf { takes: head_dim, cache: layer.shape().head_dim() });
             }
             let heads = Heads::of(qkv, out, layer.shape().kv_heads(), head_dim)?;
             check_rotary(cosines, sines, head_dim)?;
@@ -336,7 +337,7 @@ impl Attention {
             let mut read = vec![("QKV", qkv.span()), ("the cosines", cosines.span()), ("the sines", sines.span())];
             for (what, buffer, expected) in tables {
                 if (buffer.len() as u64) < expected || rows.table_pages == 0 {
-                    return Err(Refusal::Elements { buffer: what, got: buffer.len() as u64, expected });
+                    return Err(LaunchError::Elements { buffer: what, got: buffer.len() as u64, expected });
                 }
                 check_device(what, buffer.device().ordinal(), own)?;
                 read.push((what, buffer.span()));
@@ -345,7 +346,7 @@ impl Attention {
                 let Some(vector) = vector else { continue };
                 if vector.len() as u64 != u64::from(expected) {
                     let (got, expected) = (vector.len() as u64, expected.into());
-                    return Err(Refusal::Elements { buffer: what, got, expected });
+                    return Err(LaunchError::Elements { buffer: what, got, expected });
                 }
                 check_device(what, vector.device().ordinal(), own)?;
                 read.push((what, vector.span()));
@@ -362,8 +363,8 @@ impl Attention {
             Ok((heads, problem))
         };
         let (heads, problem) = check().or_else(|refusal| self.kernel.refuse(refusal))?;
-        let fault = lane.row_fault_address(RowFault::Page);
-        let LaneParts { workspace, .. } = lane.parts();
+        let fault = ctx.row_fault_address(RowFault::Page);
+        let ContextParts { workspace, .. } = ctx.parts();
         let address = |vector: Option<&DeviceBuffer<u16>>| vector.map_or(0, DeviceBuffer::address);
         let scale = options.scale.unwrap_or(1.0 / (head_dim as f32).sqrt());
         let args = AttentionArgs {
@@ -397,9 +398,9 @@ impl Attention {
         };
         // SAFETY: shapes, pitches, places and lengths were held against each other above, the views against their
         // memory when they were made; the kernel bounds positions and pages. The fault word and the workspace, which
-        // is large enough and whose counters every launch leaves zero, live as long as the lane, on whose stream this
-        // runs. Dropping a buffer waits for the kernel.
-        unsafe { self.kernel.launch(lane.stream(), problem, &args) }
+        // is large enough and whose counters every launch leaves zero, live as long as the context, on whose stream
+        // this runs. Dropping a buffer waits for the kernel.
+        unsafe { self.kernel.launch(ctx.stream(), problem, &args) }
     }
 }
 
@@ -413,8 +414,8 @@ struct Heads {
 
 impl Heads {
     /// Held against each other: `qkv` `[m, (h + 2g) * head_dim]` and `out` `[m, h * head_dim]`.
-    fn of(qkv: &Place, out: &Place, kv_heads: u32, head_dim: u32) -> Result<Self, Refusal> {
-        let refusal = Refusal::AttentionHeads { qkv: qkv.shape(), out: out.shape(), kv_heads, head_dim };
+    fn of(qkv: &Place, out: &Place, kv_heads: u32, head_dim: u32) -> Result<Self, LaunchError> {
+        let refusal = LaunchError::AttentionHeads { qkv: qkv.shape(), out: out.shape(), kv_heads, head_dim };
         let all = u64::from(kv_heads) * u64::from(head_dim);
         let group = u64::from(out.cols).checked_div(all).unwrap_or(0);
         let fits = qkv.rows == out.rows
@@ -431,30 +432,30 @@ impl Heads {
     }
 
     /// A unit for each KV head and as many tokens as, with all heads of a group, fit `rows` rows of a block.
-    fn chunk(&self, rows: u32) -> Result<GemmShape, Refusal> {
+    fn chunk(&self, rows: u32) -> Result<GemmShape, LaunchError> {
         // A group is at most a fragment's rows.
         Self { rows: self.rows.div_ceil(rows / self.group), ..*self }.problem(1)
     }
 
     /// A unit for each part of each row and KV head.
-    fn problem(&self, parts: u32) -> Result<GemmShape, Refusal> {
+    fn problem(&self, parts: u32) -> Result<GemmShape, LaunchError> {
         let (pairs, limit) = (u64::from(self.rows) * u64::from(self.kv_heads), u64::from(u32::MAX));
         let units = pairs.saturating_mul(parts.into());
         match u32::try_from(units) {
             Ok(units) => Ok(GemmShape::rows(units)),
-            Err(_) if pairs > limit => Err(Refusal::TooLarge { what: "rows times KV heads", value: pairs, limit }),
-            Err(_) => Err(Refusal::TooLarge { what: "rows times KV heads times parts", value: units, limit }),
+            Err(_) if pairs > limit => Err(LaunchError::TooLarge { what: "rows times KV heads", value: pairs, limit }),
+            Err(_) => Err(LaunchError::TooLarge { what: "rows times KV heads times parts", value: units, limit }),
         }
     }
 }
 
 /// Whether these can be the angles of heads of this size.
-fn check_rotary(cosines: &Place, sines: &Place, head_dim: u32) -> Result<(), Refusal> {
+fn check_rotary(cosines: &Place, sines: &Place, head_dim: u32) -> Result<(), LaunchError> {
     if cosines.shape() != sines.shape() {
-        return Err(Refusal::Output { output: sines.shape(), tensor: cosines.shape() });
+        return Err(LaunchError::Output { output: sines.shape(), tensor: cosines.shape() });
     }
     if !cosines.cols.is_multiple_of(2) || cosines.cols > head_dim / 2 {
-        return Err(Refusal::Rotary { cols: cosines.cols, head_dim });
+        return Err(LaunchError::Rotary { cols: cosines.cols, head_dim });
     }
     for (what, place) in [("the cosines", cosines), ("the sines", sines)] {
         place.check_dense(what)?;
@@ -488,17 +489,17 @@ mod tests {
             ((3, 6144), (3, 4096), u32::MAX, u32::MAX),
         ] {
             assert!(
-                matches!(of(q, o, kv_heads, head_dim), Err(Refusal::AttentionHeads { .. })),
+                matches!(of(q, o, kv_heads, head_dim), Err(LaunchError::AttentionHeads { .. })),
                 "{q:?} {o:?} {kv_heads}"
             );
         }
         let apart = Heads::of(&place(3, 384, 388), &place(3, 256, 256), 1, 64);
-        assert!(matches!(apart, Err(Refusal::Pitch { operand: "QKV", .. })), "{apart:?}");
+        assert!(matches!(apart, Err(LaunchError::Pitch { operand: "QKV", .. })), "{apart:?}");
         let many = Heads { rows: u32::MAX, kv_heads: 8, group: 1 };
-        assert!(matches!(many.problem(1), Err(Refusal::TooLarge { what: "rows times KV heads", .. })));
+        assert!(matches!(many.problem(1), Err(LaunchError::TooLarge { what: "rows times KV heads", .. })));
         let parted = Heads { rows: 1 << 26, kv_heads: 8, group: 1 };
         assert_eq!(parted.problem(2), Ok(GemmShape::rows(1 << 30)));
-        assert!(matches!(parted.problem(8), Err(Refusal::TooLarge { .. })));
+        assert!(matches!(parted.problem(8), Err(LaunchError::TooLarge { .. })));
     }
 
     #[test]
@@ -509,10 +510,10 @@ mod tests {
         };
         assert_eq!(check(100, 64, 64, 128), Ok(()));
         assert_eq!(check(100, 16, 16, 128), Ok(()), "a part of a head");
-        assert_eq!(check(100, 66, 66, 128), Err(Refusal::Rotary { cols: 66, head_dim: 128 }));
-        assert_eq!(check(100, 7, 7, 128), Err(Refusal::Rotary { cols: 7, head_dim: 128 }));
-        assert!(matches!(check(100, 64, 72, 128), Err(Refusal::Pitch { .. })));
+        assert_eq!(check(100, 66, 66, 128), Err(LaunchError::Rotary { cols: 66, head_dim: 128 }));
+        assert_eq!(check(100, 7, 7, 128), Err(LaunchError::Rotary { cols: 7, head_dim: 128 }));
+        assert!(matches!(check(100, 64, 72, 128), Err(LaunchError::Pitch { .. })));
         let other = check_rotary(&place(100, 64, 64), &place(99, 64, 64), 128);
-        assert!(matches!(other, Err(Refusal::Output { .. })));
+        assert!(matches!(other, Err(LaunchError::Output { .. })));
     }
 }

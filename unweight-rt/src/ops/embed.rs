@@ -10,12 +10,12 @@ use unweight_codegen::{
 
 use crate::{
     device::{
-        DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Refusal, RowFault,
+        DeviceBuffer, DeviceError, LaunchError, MatrixMut, MatrixRef, RowFault,
         module::LoadedKernel,
         view::{Place, check_apart, check_device},
     },
     exec::{
-        Lane,
+        ExecContext,
         operands::{check_activations, check_len},
     },
     weight::{self, DevicePacked},
@@ -59,7 +59,7 @@ impl Embed {
     /// A kernel of another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         let Op::Embed(spec) = kernel.spec().op else {
-            return kernel.refuse(Refusal::Family { wanted: "a lookup of embeddings" });
+            return kernel.refuse(LaunchError::Family { wanted: "a lookup of embeddings" });
         };
         Ok(Self { kernel, spec })
     }
@@ -70,14 +70,14 @@ impl Embed {
     }
 
     /// Enqueues `y[r] = table[ids[r]]` for each row of `y` `[m, d]`; `ids` has `m` entries at least, `d` is a multiple
-    /// of 8. An id that is not a row of the table gives zeros, and [`Lane::synchronize`] reports it.
+    /// of 8. An id that is not a row of the table gives zeros, and [`ExecContext::synchronize`] reports it.
     ///
     /// # Errors
     /// A table of another form than the kernel takes; operands that do not agree, overlap, or are on another device, at
     /// another address or pitch; or an error of the driver.
     pub fn enqueue(
         &self,
-        lane: &mut Lane,
+        ctx: &mut ExecContext,
         ids: &DeviceBuffer<u32>,
         table: EmbedTable<'_>,
         y: MatrixMut<'_>,
@@ -86,7 +86,7 @@ impl Embed {
         let check = || {
             let (takes, got) = (self.spec.source, table.source());
             if takes != got {
-                return Err(Refusal::Source { takes: takes.tag(), got: got.tag() });
+                return Err(LaunchError::Source { takes: takes.tag(), got: got.tag() });
             }
             check_activations("y", y, u32::MAX)?;
             check_len("ids", ids.len().min(y.rows as usize), y.rows)?;
@@ -106,15 +106,15 @@ impl Embed {
         let args = EmbedArgs {
             ids: ids.address(),
             y: y.address,
-            fault: lane.row_fault_address(RowFault::Token),
+            fault: ctx.row_fault_address(RowFault::Token),
             y_pitch: y.pitch,
             d: y.cols,
             ..args(&table)
         };
         // SAFETY: shapes, pitches and places were held against each other above, the views against their memory when
         // they were made; the kernel bounds the ids, and what heads and lists of escapes lead to. The fault word lives
-        // as long as the lane, on whose stream this runs. Dropping a buffer waits for the kernel.
-        unsafe { self.kernel.launch(lane.stream(), GemmShape::rows(y.rows), &args) }
+        // as long as the context, on whose stream this runs. Dropping a buffer waits for the kernel.
+        unsafe { self.kernel.launch(ctx.stream(), GemmShape::rows(y.rows), &args) }
     }
 }
 
@@ -139,25 +139,25 @@ fn args(table: &EmbedTable<'_>) -> EmbedArgs {
     }
 }
 
-fn check_bf16(table: &Place, y: &Place, own: usize) -> Result<(), Refusal> {
+fn check_bf16(table: &Place, y: &Place, own: usize) -> Result<(), LaunchError> {
     table.check_rows_aligned("the table")?;
     table.check_device("the table", own)?;
     if table.cols != y.cols {
-        return Err(Refusal::Output { output: y.shape(), tensor: table.shape() });
+        return Err(LaunchError::Output { output: y.shape(), tensor: table.shape() });
     }
     check_apart(("y", y.span()), [("the table", table.span())])
 }
 
 /// Whether `y` can be rows of packed weights `[n, k]`.
-fn check_packed([n, k]: [u64; 2], vocabulary: u32, y: &Place) -> Result<(), Refusal> {
+fn check_packed([n, k]: [u64; 2], vocabulary: u32, y: &Place) -> Result<(), LaunchError> {
     if u64::from(vocabulary) > n {
-        return Err(Refusal::Vocabulary { vocabulary, rows: n });
+        return Err(LaunchError::Vocabulary { vocabulary, rows: n });
     }
     // Padding of columns, and no more.
     if u64::from(y.cols).next_multiple_of(64) == k {
         Ok(())
     } else {
-        Err(Refusal::Output { output: y.shape(), tensor: [n, k] })
+        Err(LaunchError::Output { output: y.shape(), tensor: [n, k] })
     }
 }
 
@@ -173,16 +173,16 @@ mod tests {
     fn a_table_has_the_columns_of_its_rows() {
         let far = Place::new(0, 0x10_0000, 100, 72, 80, u64::MAX).unwrap();
         assert_eq!(check_bf16(&far, &place(3, 72), 0), Ok(()));
-        assert!(matches!(check_bf16(&far, &place(3, 64), 0), Err(Refusal::Output { .. })));
-        assert!(matches!(check_bf16(&place(100, 72), &place(3, 72), 0), Err(Refusal::Overlap { .. })));
+        assert!(matches!(check_bf16(&far, &place(3, 64), 0), Err(LaunchError::Output { .. })));
+        assert!(matches!(check_bf16(&place(100, 72), &place(3, 72), 0), Err(LaunchError::Overlap { .. })));
         // Packed: padded to whole tiles, both ways.
         assert_eq!(check_packed([128, 128], 100, &place(3, 72)), Ok(()));
         assert_eq!(check_packed([128, 128], 128, &place(3, 128)), Ok(()));
         for cols in [64, 136] {
-            let shape = Refusal::Output { output: [3, cols.into()], tensor: [128, 128] };
+            let shape = LaunchError::Output { output: [3, cols.into()], tensor: [128, 128] };
             assert_eq!(check_packed([128, 128], 100, &place(3, cols)), Err(shape));
         }
-        let more = Refusal::Vocabulary { vocabulary: 129, rows: 128 };
+        let more = LaunchError::Vocabulary { vocabulary: 129, rows: 128 };
         assert_eq!(check_packed([128, 128], 129, &place(3, 128)), Err(more));
     }
 }

@@ -1,6 +1,6 @@
 //! The matmul from the compact form: `Y[m, n] = X[m, k] * W[n, k]^T` (`docs/format.md` A.11, `docs/adr/0013`).
 //!
-//! A launch allocates nothing, on the device or the host, needs no memory of a lane, and may be captured
+//! A launch allocates nothing, on the device or the host, needs no memory of an execution context, and may be captured
 //! into a graph. Under programmatic dependent launch (variants with `_pdl`) a kernel prefetches its weights while the
 //! kernel before it on the stream still runs, and accesses `X` and `Y` when that kernel is done.
 
@@ -14,7 +14,7 @@ use unweight_codegen::{
 
 use crate::{
     device::{
-        DeviceError, MatrixMut, MatrixRef, Refusal, Stream,
+        DeviceError, LaunchError, MatrixMut, MatrixRef, Stream,
         module::LoadedKernel,
         tma::TensorMapParams,
         view::{Place, check_device},
@@ -39,7 +39,7 @@ impl CompactGemm {
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::GemmCompact(op) => Ok(Self { batch_tile: op.batch_tile.get(), epilogue: op.epilogue, kernel }),
-            _ => kernel.refuse(Refusal::Family { wanted: "a matmul from the compact form" }),
+            _ => kernel.refuse(LaunchError::Family { wanted: "a matmul from the compact encoding" }),
         }
     }
 

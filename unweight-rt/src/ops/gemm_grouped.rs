@@ -12,7 +12,7 @@ use unweight_codegen::{
 };
 
 use crate::{
-    device::{DeviceError, KernelSet, Refusal, Stream, module::LoadedKernel},
+    device::{DeviceError, KernelSet, LaunchError, Stream, module::LoadedKernel},
     weight::DevicePacked,
 };
 
@@ -63,7 +63,7 @@ impl GroupedGemm {
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::GemmGrouped(_) => Ok(Self { kernel }),
-            _ => kernel.refuse(Refusal::Family { wanted: "a grouped matmul" }),
+            _ => kernel.refuse(LaunchError::Family { wanted: "a grouped matmul" }),
         }
     }
 

@@ -18,20 +18,20 @@ use unweight_format::TileGrid;
 
 use crate::{
     device::{
-        DeviceError, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
+        ContextSize, DeviceError, LaunchError, MatrixMut, MatrixRef, Stream,
         module::LoadedKernel,
         tma::TensorMapParams,
         view::{Place, check_device},
     },
-    exec::{Lane, context::LaneParts, operands::check_product, workspace::Workspace},
+    exec::{ExecContext, context::ContextParts, operands::check_product, workspace::Workspace},
     weight::{self, DevicePacked},
 };
 
-/// What a launch of this variant needs from a lane.
+/// What a launch of this variant needs from an execution context.
 ///
 /// # Errors
 /// A variant that cannot exist.
-pub fn lane_size(spec: &VariantSpec, problem: GemmShape, sms: u32) -> Result<LaneSize, DeviceError> {
+pub fn context_size(spec: &VariantSpec, problem: GemmShape, sms: u32) -> Result<ContextSize, DeviceError> {
     let plan = Plan::new(spec).map_err(unweight_codegen::CodegenError::from)?;
     Ok(plan.workspace(problem, sms).into())
 }
@@ -48,11 +48,11 @@ struct Takes {
 }
 
 impl Takes {
-    fn of(spec: &VariantSpec) -> Result<Self, Refusal> {
+    fn of(spec: &VariantSpec) -> Result<Self, LaunchError> {
         let (x_box_rows, escapes, epilogue) = match spec.op {
             Op::GemmMma(op) => (op.batch_tile.get(), op.escapes, op.epilogue),
             Op::GemmWgmma(op) => (GemmWgmmaSpec::X_BOX_ROWS, op.escapes, op.epilogue),
-            _ => return Err(Refusal::Family { wanted: "a matmul of packed weights" }),
+            _ => return Err(LaunchError::Family { wanted: "a matmul of packed weights" }),
         };
         Ok(Self { x_box_rows, escapes, epilogue, maps: spec.op.instructions().has(Instruction::TensorCopy) })
     }
@@ -62,14 +62,14 @@ impl Takes {
         if self.epilogue == Epilogue::SiluMul { n / 2 } else { n }
     }
 
-    /// Checks the operands, without the lane's memory.
-    fn check(self, own: usize, x: &Place, w: &Weights, y: &Place) -> Result<(), Refusal> {
+    /// Checks the operands, without the context's memory.
+    fn check(self, own: usize, x: &Place, w: &Weights, y: &Place) -> Result<(), LaunchError> {
         check_product(own, x, w.shape, self.columns(w.shape[0]), y, w.spans.iter().cloned())?;
         // The copy engine reads X, and writes Y of some variants; others write rows of n one after the other.
         x.check_rows_aligned("x")?;
         y.check_rows_aligned("y")?;
         y.check_dense("y")?;
-        if w.has_escapes && !self.escapes { Err(Refusal::Escapes) } else { Ok(()) }
+        if w.has_escapes && !self.escapes { Err(LaunchError::Escapes) } else { Ok(()) }
     }
 }
 
@@ -102,32 +102,32 @@ impl PackedGemm {
         &self.kernel
     }
 
-    /// What a launch at batch `m` needs from a lane.
-    pub fn lane_size(&self, m: u32, w: &DevicePacked) -> LaneSize {
-        self.lane_size_of(m, w.grid())
+    /// What a launch at batch `m` needs from an execution context.
+    pub fn context_size(&self, m: u32, w: &DevicePacked) -> ContextSize {
+        self.context_size_of(m, w.grid())
     }
 
     /// The same for weights of this shape.
-    pub(crate) fn lane_size_of(&self, m: u32, w: TileGrid) -> LaneSize {
+    pub(crate) fn context_size_of(&self, m: u32, w: TileGrid) -> ContextSize {
         self.kernel.plan().workspace(problem(m, w), self.kernel.device().info().sms).into()
     }
 
-    /// Enqueues the product on the lane's stream. `y` is overwritten, or added to by a `store_add` variant; of a
+    /// Enqueues the product on the context's stream. `y` is overwritten, or added to by a `store_add` variant; of a
     /// `silu_mul` variant it is `[m, n / 2]`. Rows of `x` may be apart, by a multiple of 8 elements; those of `y` are
     /// not.
     ///
     /// # Errors
     /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
-    /// kernel takes; weights with escapes for a variant without; a lane that is too small; blocks that would wait for
-    /// each other and do not fit the device; or an error of the driver.
+    /// kernel takes; weights with escapes for a variant without; an execution context that is too small; blocks that
+    /// would wait for each other and do not fit the device; or an error of the driver.
     pub fn enqueue(
         &self,
-        lane: &mut Lane,
+        ctx: &mut ExecContext,
         x: MatrixRef<'_>,
         w: &DevicePacked,
         y: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
-        let LaneParts { stream, workspace, .. } = lane.parts();
+        let ContextParts { stream, workspace, .. } = ctx.parts();
         match self.prepare(workspace, x.place(), w, y.place())? {
             // SAFETY: prepared with this workspace; the views were held against their memory when they were made.
             // Dropping a buffer waits for the kernel.
@@ -150,7 +150,7 @@ impl PackedGemm {
             let weights = Weights { shape: weight::shape(w.grid()), spans: w.spans(), has_escapes: w.has_escapes() };
             self.takes.check(own, x, &weights, y)?;
             check_device("the weights", w.device().ordinal(), own)?;
-            workspace.size().check(self.lane_size(x.rows, w))?;
+            workspace.size().check(self.context_size(x.rows, w))?;
             self.kernel.check_grid(problem(x.rows, w.grid()))
         };
         check().or_else(|refusal| self.kernel.refuse(refusal))?;
@@ -218,7 +218,7 @@ fn problem(m: u32, w: TileGrid) -> GemmShape {
 
 #[cfg(test)]
 mod tests {
-    use unweight_codegen::spec::{Arch, EncodeStage};
+    use unweight_codegen::spec::{Arch, EncodeHuffmanStage};
 
     use super::*;
     use crate::device::error::PitchRule;
@@ -258,23 +258,23 @@ mod tests {
         assert_eq!(plain.check(0, &place(0x1000, 5, 128, 136), &w, &y), Ok(()), "rows of X may be apart");
         assert_eq!(
             plain.check(0, &place(0x1000, 5, 128, 132), &w, &y),
-            Err(Refusal::Pitch { operand: "x", pitch: 132, wanted: PitchRule::MultipleOf(8) })
+            Err(LaunchError::Pitch { operand: "x", pitch: 132, wanted: PitchRule::MultipleOf(8) })
         );
         assert_eq!(
             plain.check(0, &x, &w, &place(0x8000, 5, 192, 200)),
-            Err(Refusal::Pitch { operand: "y", pitch: 200, wanted: PitchRule::Columns(192) })
+            Err(LaunchError::Pitch { operand: "y", pitch: 200, wanted: PitchRule::Columns(192) })
         );
         for (operand, x, y) in [("x", place(0x1002, 5, 128, 128), y), ("y", x, place(0x8008, 5, 192, 192))] {
             assert!(matches!(
                 plain.check(0, &x, &w, &y),
-                Err(Refusal::Alignment { operand: named, bytes: 16, .. }) if named == operand
+                Err(LaunchError::Alignment { operand: named, bytes: 16, .. }) if named == operand
             ));
         }
         let inside = place(0x10_8000, 5, 192, 192);
-        let overlap = Refusal::Overlap { written: "y", other: "packed" };
+        let overlap = LaunchError::Overlap { written: "y", other: "packed" };
         assert_eq!(plain.check(0, &x, &w, &inside), Err(overlap));
-        assert_eq!(takes("uw_sm90a_gemm_mma_b8_r2w8p3c1_store").check(0, &x, &w, &y), Err(Refusal::Escapes));
-        assert!(matches!(plain.check(0, &x, &weights(192, 64, true), &y), Err(Refusal::Shape { .. })));
+        assert_eq!(takes("uw_sm90a_gemm_mma_b8_r2w8p3c1_store").check(0, &x, &w, &y), Err(LaunchError::Escapes));
+        assert!(matches!(plain.check(0, &x, &weights(192, 64, true), &y), Err(LaunchError::Shape { .. })));
     }
 
     #[test]
@@ -283,12 +283,12 @@ mod tests {
         let x = place(0x1000, 5, 128, 128);
         assert_eq!(gated.check(0, &x, &weights(192, 128, true), &place(0x8000, 5, 96, 96)), Ok(()));
         let whole = gated.check(0, &x, &weights(192, 128, true), &place(0x8000, 5, 192, 192));
-        assert_eq!(whole, Err(Refusal::Shape { y: [5, 192], x: [5, 128], w: [192, 128] }));
+        assert_eq!(whole, Err(LaunchError::Shape { y: [5, 192], x: [5, 128], w: [192, 128] }));
     }
 
     #[test]
     fn a_kernel_of_another_family_is_refused() {
-        let other = Takes::of(&VariantSpec::encode(Arch::Sm90a, EncodeStage::Stats));
-        assert_eq!(other, Err(Refusal::Family { wanted: "a matmul of packed weights" }));
+        let other = Takes::of(&VariantSpec::encode_huffman(Arch::Sm90a, EncodeHuffmanStage::Stats));
+        assert_eq!(other, Err(LaunchError::Family { wanted: "a matmul of packed weights" }));
     }
 }

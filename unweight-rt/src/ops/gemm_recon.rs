@@ -11,12 +11,12 @@ use unweight_format::TileGrid;
 
 use crate::{
     device::{
-        DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Refusal,
+        DeviceBuffer, DeviceError, LaunchError, MatrixMut, MatrixRef,
         module::LoadedKernel,
         tma::TensorMapParams,
         view::{Place, check_device},
     },
-    exec::{Lane, operands::check_product},
+    exec::{ExecContext, operands::check_product},
     weight::{self, ExponentView, PaletteView},
 };
 
@@ -35,11 +35,11 @@ fn check(
     w: [u64; 2],
     y: &Place,
     read: impl IntoIterator<Item = (&'static str, Range<u64>)>,
-) -> Result<(), Refusal> {
+) -> Result<(), LaunchError> {
     check_product(own, x, w, w[0], y, read)?;
     for (extent, value, of) in [("n", y.cols, 64 * spec.n_tiles.get()), ("k", x.cols, 64)] {
         if !value.is_multiple_of(of) {
-            return Err(Refusal::Multiple { extent, value, of });
+            return Err(LaunchError::Multiple { extent, value, of });
         }
     }
     x.check_rows_aligned("x")?;
@@ -55,7 +55,7 @@ impl Matmul {
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::GemmRecon(spec) => Ok(Self { kernel, spec }),
-            _ => kernel.refuse(Refusal::Family { wanted: "a reconstructive matmul" }),
+            _ => kernel.refuse(LaunchError::Family { wanted: "a reconstructive matmul" }),
         }
     }
 
@@ -64,46 +64,46 @@ impl Matmul {
         &self.kernel
     }
 
-    /// Enqueues the product with weights of decoded exponents on the lane's stream. `y` is overwritten, or added to by
-    /// a `store_add` variant.
+    /// Enqueues the product with weights of decoded exponents on the context's stream. `y` is overwritten, or added to
+    /// by a `store_add` variant.
     ///
     /// # Errors
     /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
     /// kernel takes; or an error of the driver.
     pub fn exponent(
         &self,
-        lane: &mut Lane,
+        ctx: &mut ExecContext,
         x: MatrixRef<'_>,
         w: ExponentView<'_>,
         y: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
         if let WeightSource::Palette { .. } = self.spec.source {
-            return self.kernel.refuse(Refusal::Source { takes: "palette", got: "exponent" });
+            return self.kernel.refuse(LaunchError::Source { takes: "palette", got: "exponent" });
         }
         let exponents = Expected { name: "exponents", buffer: w.exponents, bytes: w.grid.tiles() * 4096 };
         let args = self.args(x, w.grid, w.sign_mantissa, exponents, &[], y)?;
         // SAFETY: `args` has held shapes, sizes and places against this problem.
-        unsafe { self.enqueue(lane, args) }
+        unsafe { self.enqueue(ctx, args) }
     }
 
-    /// Enqueues the product with weights of palette indices on the lane's stream. `y` is overwritten, or added to by a
-    /// `store_add` variant.
+    /// Enqueues the product with weights of palette indices on the context's stream. `y` is overwritten, or added to by
+    /// a `store_add` variant.
     ///
     /// # Errors
     /// As for [`Matmul::exponent`], and weights with more verbatim rows in a tile than the variant has room for.
     pub fn palette(
         &self,
-        lane: &mut Lane,
+        ctx: &mut ExecContext,
         x: MatrixRef<'_>,
         w: PaletteView<'_>,
         y: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
         let WeightSource::Palette { .. } = self.spec.source else {
-            return self.kernel.refuse(Refusal::Source { takes: "exponent", got: "palette" });
+            return self.kernel.refuse(LaunchError::Source { takes: "exponent", got: "palette" });
         };
         let (room, rows) = (self.spec.verbatim_rows(), w.max_verbatim_rows);
         if rows > room {
-            return self.kernel.refuse(Refusal::VerbatimRows { room, rows });
+            return self.kernel.refuse(LaunchError::VerbatimRows { room, rows });
         }
         let indices = Expected { name: "palette_index", buffer: w.palette_index, bytes: w.grid.tiles() * 2048 };
         let read = [
@@ -119,7 +119,7 @@ impl Matmul {
         args.verbatim_rows = (w.verbatim_exponents.len() / 64) as u32;
         // SAFETY: `args` and the lines above: shapes and sizes are checked; the kernel bounds verbatim rows by their
         // count.
-        unsafe { self.enqueue(lane, args) }
+        unsafe { self.enqueue(ctx, args) }
     }
 
     fn args(
@@ -167,10 +167,10 @@ impl Matmul {
 
     /// # Safety
     /// The addresses name memory of the sizes that the shape asks for.
-    unsafe fn enqueue(&self, lane: &Lane, args: GemmReconArgs) -> Result<(), DeviceError> {
+    unsafe fn enqueue(&self, ctx: &ExecContext, args: GemmReconArgs) -> Result<(), DeviceError> {
         let problem = GemmShape { m: args.m, n: args.n, k: args.k };
         // SAFETY: the caller's promise. Dropping a buffer waits for the kernel.
-        unsafe { self.kernel.launch(lane.stream(), problem, &args) }
+        unsafe { self.kernel.launch(ctx.stream(), problem, &args) }
     }
 }
 
@@ -196,15 +196,15 @@ mod tests {
         assert_eq!(check(&x, [128, 192], &y), Ok(()));
         assert_eq!(check(&place(0x1000, 5, 192, 256), [128, 192], &y), Ok(()), "rows of X may be apart");
         let narrow = place(0x8000, 5, 64, 64);
-        let multiple = Refusal::Multiple { extent: "n", value: 64, of: 128 };
+        let multiple = LaunchError::Multiple { extent: "n", value: 64, of: 128 };
         assert_eq!(check(&x, [64, 192], &narrow), Err(multiple));
         let odd = place(0x1000, 5, 200, 200);
-        let multiple = Refusal::Multiple { extent: "k", value: 200, of: 64 };
+        let multiple = LaunchError::Multiple { extent: "k", value: 200, of: 64 };
         assert_eq!(check(&odd, [128, 200], &y), Err(multiple));
         let apart = place(0x8000, 5, 128, 192);
-        assert!(matches!(check(&x, [128, 192], &apart), Err(Refusal::Pitch { operand: "y", .. })));
+        assert!(matches!(check(&x, [128, 192], &apart), Err(LaunchError::Pitch { operand: "y", .. })));
         let inside = place(0x10_8000, 5, 128, 128);
-        let overlap = Refusal::Overlap { written: "y", other: "exponents" };
+        let overlap = LaunchError::Overlap { written: "y", other: "exponents" };
         assert_eq!(check(&x, [128, 192], &inside), Err(overlap));
     }
 }

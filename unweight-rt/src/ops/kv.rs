@@ -3,14 +3,14 @@
 //! ```text
 //! cache   bf16 [layer][page][kv_head][K | V][64 tokens * head_dim], one allocation
 //! ```
-//! A sequence's token `t` is token `t % 64` of the page that its table has at `t / 64`. [`unweight_codegen::kv`] defines
-//! the place of an element in its page, for hosts and kernels.
+//! A sequence's token `t` is token `t % 64` of the page that its table has at `t / 64`. [`unweight_codegen::kv`]
+//! defines the place of an element in its page, for hosts and kernels.
 
 use std::{marker::PhantomData, ops::Range};
 
 use unweight_codegen::kv::{self, PAGE_TOKENS};
 
-use crate::device::{DeviceBuffer, Refusal, view::check_device};
+use crate::device::{DeviceBuffer, LaunchError, view::check_device};
 
 /// The position of a padding row of a batch.
 pub const PAD_POSITION: u32 = u32::MAX;
@@ -39,8 +39,8 @@ impl KvShape {
     /// A cache of `pages` pages of [`PAGE_TOKENS`] tokens, `kv_heads` heads of `head_dim` elements each.
     ///
     /// # Errors
-    /// [`Refusal::HeadDim`]; [`Refusal::TooLarge`]: a layer of more than 2^48 elements.
-    pub fn new(pages: u32, kv_heads: u32, head_dim: u32) -> Result<Self, Refusal> {
+    /// [`LaunchError::HeadDim`]; [`LaunchError::TooLarge`]: a layer of more than 2^48 elements.
+    pub fn new(pages: u32, kv_heads: u32, head_dim: u32) -> Result<Self, LaunchError> {
         check_head_dim(head_dim)?;
         let shape = Self { pages, kv_heads, head_dim };
         let elements = u64::from(pages).checked_mul(u64::from(kv_heads)).and_then(|tiles| {
@@ -52,7 +52,7 @@ impl KvShape {
             Some(elements) if elements <= LIMIT => Ok(shape),
             _ => {
                 let value = elements.unwrap_or(u64::MAX);
-                Err(Refusal::TooLarge { what: "elements of a layer's KV cache", value, limit: LIMIT })
+                Err(LaunchError::TooLarge { what: "elements of a layer's KV cache", value, limit: LIMIT })
             }
         }
     }
@@ -92,18 +92,18 @@ impl KvShape {
 }
 
 /// Sizes of heads that kernels take: pairs of elements that are rotated together are in whole chunks of 8.
-pub(crate) fn check_head_dim(head_dim: u32) -> Result<(), Refusal> {
+pub(crate) fn check_head_dim(head_dim: u32) -> Result<(), LaunchError> {
     if head_dim.is_multiple_of(16) && (16..=256).contains(&head_dim) {
         Ok(())
     } else {
-        Err(Refusal::HeadDim { head_dim })
+        Err(LaunchError::HeadDim { head_dim })
     }
 }
 
 /// One layer of a cache, to be read and written.
 ///
 /// Which pages a sequence has is said by tables on the device. A page number outside of the layer is not followed:
-/// kernels skip it, and [`Lane::synchronize`](crate::exec::Lane::synchronize) reports it.
+/// kernels skip it, and [`ExecContext::synchronize`](crate::exec::ExecContext::synchronize) reports it.
 #[derive(Debug)]
 pub struct KvLayer<'a> {
     device: usize,
@@ -116,14 +116,14 @@ impl<'a> KvLayer<'a> {
     /// Layer `layer` of a cache, counted from 0.
     ///
     /// # Errors
-    /// [`Refusal::Range`]: the buffer ends before the layer does.
-    pub fn new(cache: &'a mut DeviceBuffer<u16>, shape: KvShape, layer: u32) -> Result<Self, Refusal> {
+    /// [`LaunchError::Range`]: the buffer ends before the layer does.
+    pub fn new(cache: &'a mut DeviceBuffer<u16>, shape: KvShape, layer: u32) -> Result<Self, LaunchError> {
         let (len, have) = (shape.layer_elements(), cache.len() as u64);
         // Below 2^80 in u128, so nothing is lost.
         let end = (u128::from(layer) + 1) * u128::from(len);
         let at = len.saturating_mul(layer.into());
         if end > u128::from(have) {
-            return Err(Refusal::Range { at, len, have });
+            return Err(LaunchError::Range { at, len, have });
         }
         let address = cache.address() + at * ELEMENT;
         Ok(Self { device: cache.device().ordinal(), address, shape, memory: PhantomData })
@@ -150,7 +150,7 @@ impl<'a> KvLayer<'a> {
     }
 
     /// Checks that it is on device `own`.
-    pub fn check_device(&self, own: usize) -> Result<(), Refusal> {
+    pub fn check_device(&self, own: usize) -> Result<(), LaunchError> {
         check_device("the KV cache", self.device, own)
     }
 }
@@ -183,11 +183,11 @@ mod tests {
     #[test]
     fn heads_that_kernels_do_not_take_are_refused() {
         for head_dim in [0, 8, 72, 272, u32::MAX] {
-            assert_eq!(KvShape::new(1, 1, head_dim), Err(Refusal::HeadDim { head_dim }));
+            assert_eq!(KvShape::new(1, 1, head_dim), Err(LaunchError::HeadDim { head_dim }));
         }
         let large = KvShape::new(u32::MAX, u32::MAX, 256);
-        assert!(matches!(large, Err(Refusal::TooLarge { value: u64::MAX, .. })), "{large:?}");
-        let text = Refusal::HeadDim { head_dim: 72 }.to_string();
+        assert!(matches!(large, Err(LaunchError::TooLarge { value: u64::MAX, .. })), "{large:?}");
+        let text = LaunchError::HeadDim { head_dim: 72 }.to_string();
         assert!(text.contains("72") && text.contains("multiple of 16") && text.contains("256"), "{text}");
     }
 }

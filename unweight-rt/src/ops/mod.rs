@@ -1,13 +1,14 @@
 //! Launches, one module per kernel family.
 //!
-//! A launch takes views of its operands and a [`Lane`](crate::exec::Lane). Everything that can be wrong (shapes,
-//! pitches, alignment, devices, overlap, the lane's size, the grid) is checked before anything is enqueued.
+//! A launch takes views of its operands and a [`ExecContext`](crate::exec::ExecContext). Everything that can be wrong
+//! (shapes, pitches, alignment, devices, overlap, the context's size, the grid) is checked before anything is enqueued.
 
 pub mod attention;
-pub mod compress;
-pub mod decode;
+pub mod decode_compact;
+pub mod decode_huffman;
 pub mod embed;
-pub mod encode;
+pub mod encode_compact;
+pub mod encode_huffman;
 pub mod gemm_compact;
 pub mod gemm_grouped;
 pub mod gemm_packed;
@@ -19,4 +20,3 @@ pub mod rope;
 pub mod route;
 pub mod sample;
 pub mod silu_mul;
-pub mod transcode;

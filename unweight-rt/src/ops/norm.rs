@@ -6,12 +6,12 @@ use unweight_codegen::{abi::NormArgs, family::norm::COLUMNS_MAX, plan::GemmShape
 
 use crate::{
     device::{
-        DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Refusal, RowFault,
+        DeviceBuffer, DeviceError, LaunchError, MatrixMut, MatrixRef, RowFault,
         module::LoadedKernel,
         view::{Place, check_apart, check_device},
     },
     exec::{
-        Lane,
+        ExecContext,
         operands::{check_activations, check_len},
     },
 };
@@ -30,7 +30,7 @@ impl Norm {
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::Norm(_) => Ok(Self { kernel }),
-            _ => kernel.refuse(Refusal::Family { wanted: "an RMSNorm" }),
+            _ => kernel.refuse(LaunchError::Family { wanted: "an RMSNorm" }),
         }
     }
 
@@ -41,14 +41,14 @@ impl Norm {
 
     /// Enqueues the norm of the rows of `x` `[m, d]`, or of those that `rows` names: `y` has as many rows as are asked
     /// for, and `rows` that many entries at least. `gamma` is `[d]`; `d` is a multiple of 8, at most 16384. An entry of
-    /// `rows` that is not a row of `x` gives zeros, and [`Lane::synchronize`] reports it.
+    /// `rows` that is not a row of `x` gives zeros, and [`ExecContext::synchronize`] reports it.
     ///
     /// # Errors
     /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
     /// kernel takes; or an error of the driver.
     pub fn enqueue(
         &self,
-        lane: &mut Lane,
+        ctx: &mut ExecContext,
         x: MatrixRef<'_>,
         gamma: &DeviceBuffer<u16>,
         eps: f32,
@@ -74,7 +74,7 @@ impl Norm {
             gamma: gamma.address(),
             rows: rows.map_or(0, DeviceBuffer::address),
             y: y.address,
-            fault: lane.row_fault_address(RowFault::Source),
+            fault: ctx.row_fault_address(RowFault::Source),
             x_pitch: x.pitch,
             y_pitch: y.pitch,
             eps,
@@ -84,22 +84,22 @@ impl Norm {
         };
         // SAFETY: shapes, pitches, places and the list's length were held against each other above, the views against
         // their memory when they were made; the kernel bounds the entries of the list. The fault word lives as long as
-        // the lane, on whose stream this runs. Dropping a buffer waits for the kernel.
-        unsafe { self.kernel.launch(lane.stream(), GemmShape::rows(y.rows), &args) }
+        // the context, on whose stream this runs. Dropping a buffer waits for the kernel.
+        unsafe { self.kernel.launch(ctx.stream(), GemmShape::rows(y.rows), &args) }
     }
 }
 
 /// Whether these can be the input, the list and the output of a norm.
-fn check_shapes(x: &Place, rows: Option<usize>, y: &Place) -> Result<(), Refusal> {
+fn check_shapes(x: &Place, rows: Option<usize>, y: &Place) -> Result<(), LaunchError> {
     check_activations("x", x, COLUMNS_MAX)?;
     y.check_rows_aligned("y")?;
     let asked = if rows.is_some() { y.rows } else { x.rows };
     if (y.rows, y.cols) != (asked, x.cols) {
-        return Err(Refusal::Output { output: y.shape(), tensor: x.shape() });
+        return Err(LaunchError::Output { output: y.shape(), tensor: x.shape() });
     }
     match rows {
         Some(len) if (len as u64) < u64::from(y.rows) => {
-            Err(Refusal::Elements { buffer: "the list of rows", got: len as u64, expected: y.rows.into() })
+            Err(LaunchError::Elements { buffer: "the list of rows", got: len as u64, expected: y.rows.into() })
         }
         _ => Ok(()),
     }
@@ -120,12 +120,12 @@ mod tests {
         assert_eq!(check_shapes(&place(5, 72), Some(3), &place(3, 72)), Ok(()));
         assert_eq!(check_shapes(&place(5, 72), Some(9), &place(9, 72)), Ok(()), "a row may be named twice");
         for (y, rows) in [(place(4, 72), None), (place(5, 64), None), (place(3, 64), Some(3))] {
-            assert!(matches!(check_shapes(&place(5, 72), rows, &y), Err(Refusal::Output { .. })), "{y:?}");
+            assert!(matches!(check_shapes(&place(5, 72), rows, &y), Err(LaunchError::Output { .. })), "{y:?}");
         }
-        let short = Refusal::Elements { buffer: "the list of rows", got: 2, expected: 3 };
+        let short = LaunchError::Elements { buffer: "the list of rows", got: 2, expected: 3 };
         assert_eq!(check_shapes(&place(5, 72), Some(2), &place(3, 72)), Err(short));
-        let odd = Refusal::Columns { operand: "x", cols: 70, of: CHUNK, max: 16384 };
+        let odd = LaunchError::Columns { operand: "x", cols: 70, of: CHUNK, max: 16384 };
         assert_eq!(check_shapes(&place(5, 70), None, &place(5, 70)), Err(odd));
-        assert!(matches!(check_shapes(&place(1, 16392), None, &place(1, 16392)), Err(Refusal::Columns { .. })));
+        assert!(matches!(check_shapes(&place(1, 16392), None, &place(1, 16392)), Err(LaunchError::Columns { .. })));
     }
 }

@@ -13,9 +13,9 @@ use std::sync::Arc;
 
 use unweight_codegen::{
     VariantSpec,
-    abi::{EncodeArgs, RepackArgs},
+    abi::{EncodeHuffmanArgs, RepackArgs},
     plan::GemmShape,
-    spec::{EncodeStage, Op, RepackStage, catalog},
+    spec::{EncodeHuffmanStage, Op, RepackStage, catalog},
 };
 use unweight_format::{
     Histogram, TileGrid,
@@ -24,12 +24,12 @@ use unweight_format::{
 
 use crate::{
     device::{
-        DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
+        ContextSize, DeviceBuffer, DeviceError, KernelSet, LaunchError, MatrixMut, MatrixRef, Stream,
         module::LoadedKernel,
         view::{Place, check_apart, check_device},
     },
-    exec::Lane,
-    ops::decode::Decoder,
+    exec::ExecContext,
+    ops::decode_huffman::Decoder,
     weight::{self, DeviceHuffman, DevicePacked},
 };
 
@@ -58,10 +58,10 @@ impl PackError {
     }
 }
 
-/// The kernels that pack and unpack on one device, with their memory and their lane.
+/// The kernels that pack and unpack on one device, with their memory and their context.
 #[derive(Debug)]
 pub struct Packer {
-    lane: Lane,
+    ctx: ExecContext,
     stats: Arc<LoadedKernel>,
     pack: Arc<LoadedKernel>,
     lists: Arc<LoadedKernel>,
@@ -69,7 +69,8 @@ pub struct Packer {
     scratch: DeviceBuffer<u32>,
 }
 
-/// The kernel that writes the weights of a packed tensor as BF16 into the slot of a lane, ahead of a product by cuBLAS.
+/// The kernel that writes the weights of a packed tensor as BF16 into the slot of an execution context, ahead of a
+/// product by cuBLAS.
 #[derive(Clone, Debug)]
 pub struct Unpacker {
     kernel: Arc<LoadedKernel>,
@@ -83,7 +84,7 @@ impl Unpacker {
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::Repack(spec) if spec.stage == RepackStage::Unpack => Ok(Self { kernel }),
-            _ => kernel.refuse(Refusal::Family { wanted: "an unpacker to bf16" }),
+            _ => kernel.refuse(LaunchError::Family { wanted: "an unpacker to bf16" }),
         }
     }
 
@@ -95,7 +96,7 @@ impl Unpacker {
         let (grid, place, own) = (tensor.grid(), output.place(), self.kernel.device().ordinal());
         let check = || {
             if place.shape() != weight::shape(grid) {
-                return Err(Refusal::Output { output: place.shape(), tensor: weight::shape(grid) });
+                return Err(LaunchError::Output { output: place.shape(), tensor: weight::shape(grid) });
             }
             place.check_dense("the output")?;
             place.check_aligned("the output")?;
@@ -128,8 +129,8 @@ impl Packer {
         kernels.prepare(&catalog::packing(arch).collect::<Vec<_>>(), &|_| {})?;
         let stage = |stage| kernels.get(&VariantSpec::repack(arch, stage));
         Ok(Self {
-            lane: Lane::new(stream, LaneSize::default())?,
-            stats: kernels.get(&VariantSpec::encode(arch, EncodeStage::Stats))?,
+            ctx: ExecContext::new(stream, ContextSize::default())?,
+            stats: kernels.get(&VariantSpec::encode_huffman(arch, EncodeHuffmanStage::Stats))?,
             pack: stage(RepackStage::Pack)?,
             lists: stage(RepackStage::Lists)?,
             unpack: Unpacker::new(stage(RepackStage::Unpack)?)?,
@@ -139,11 +140,11 @@ impl Packer {
 
     /// The stream that all of its work goes to.
     pub fn stream(&self) -> &Stream {
-        self.lane.stream()
+        self.ctx.stream()
     }
 
-    /// The packed form of a matrix without gaps: the same bytes as [`unweight_format::raw::packed::pack`]. Waits for the
-    /// stream.
+    /// The packed form of a matrix without gaps: the same bytes as [`unweight_format::raw::packed::pack`]. Waits for
+    /// the stream.
     ///
     /// # Errors
     /// [`PackError`]; what is not packed and why is said there.
@@ -214,8 +215,8 @@ impl Packer {
         tensor: &DeviceHuffman,
         output: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
-        decoder.full(&mut self.lane, tensor, output)?;
-        self.lane.synchronize()
+        decoder.full(&mut self.ctx, tensor, output)?;
+        self.ctx.synchronize()
     }
 
     /// Enqueues the unpacking of a tensor to a matrix without gaps.
@@ -223,7 +224,7 @@ impl Packer {
     /// # Errors
     /// `output` has another shape, overlaps the tensor, or is on another device.
     pub fn unpack(&self, tensor: &DevicePacked, output: MatrixMut<'_>) -> Result<(), DeviceError> {
-        self.unpack.enqueue(self.lane.stream(), tensor, output)
+        self.unpack.enqueue(self.ctx.stream(), tensor, output)
     }
 
     /// Enqueues the first `steps` of stats, pack and lists once more, over what this packer made of these weights: for
@@ -242,7 +243,7 @@ impl Packer {
         let grid = tensor.grid();
         if source.grid != grid {
             let (output, tensor) = (weights.place().shape(), weight::shape(grid));
-            return self.pack.refuse(Refusal::Output { output, tensor });
+            return self.pack.refuse(LaunchError::Output { output, tensor });
         }
         check_device("the tensor", tensor.device().ordinal(), self.own())?;
         self.reserve(grid)?;
@@ -251,7 +252,7 @@ impl Packer {
         for kernel in [&self.pack, &self.lists].into_iter().take(steps.saturating_sub(1)) {
             // SAFETY: source and sections have the grid's sizes, the scratch a word for each group; `lists` writes no
             // word past `escape_words`.
-            unsafe { kernel.launch(self.lane.stream(), problem(grid), &args) }?;
+            unsafe { kernel.launch(self.ctx.stream(), problem(grid), &args) }?;
         }
         Ok(())
     }
@@ -260,7 +261,7 @@ impl Packer {
         self.pack.device().ordinal()
     }
 
-    fn check_place(&self, operand: &'static str, place: &Place) -> Result<(), Refusal> {
+    fn check_place(&self, operand: &'static str, place: &Place) -> Result<(), LaunchError> {
         place.check_dense(operand)?;
         place.check_aligned(operand)?;
         place.check_device(operand, self.own())
@@ -275,7 +276,7 @@ impl Packer {
     fn pack_source(&mut self, source: Source) -> Result<DevicePacked, PackError> {
         let grid = source.grid;
         let window = self.window(source)?;
-        let stream = self.lane.stream().clone();
+        let stream = self.ctx.stream().clone();
         let packed = DeviceBuffer::zeroed(&stream, grid.tiles() * packed::TILE_BYTES)?;
         let heads = DeviceBuffer::zeroed(&stream, grid.tiles() * packed::ROW_BLOCKS)?;
         let (args, words) = self.pack_tiles(source, window, &packed, &heads)?;
@@ -297,7 +298,7 @@ impl Packer {
         packed: &DeviceBuffer<u8>,
         heads: &DeviceBuffer<u32>,
     ) -> Result<(RepackArgs, usize), PackError> {
-        let (grid, stream) = (source.grid, self.lane.stream());
+        let (grid, stream) = (source.grid, self.ctx.stream());
         let args = RepackArgs { packed: packed.address(), escape_heads: heads.address(), ..self.args(source, window) };
         // SAFETY: `source` and both sections have the sizes that the grid asks for (the callers'), the scratch a word
         // for each group.
@@ -327,15 +328,15 @@ impl Packer {
         // elements.
         let args = RepackArgs { escapes: escapes.address(), escape_words: words as u32, ..args };
         // SAFETY: as for the containers; the kernel writes no word past `escape_words`.
-        unsafe { self.lists.launch(self.lane.stream(), problem(grid), &args) }?;
-        self.lane.stream().synchronize()
+        unsafe { self.lists.launch(self.ctx.stream(), problem(grid), &args) }?;
+        self.ctx.stream().synchronize()
     }
 
     fn count_exponents(&mut self, source: Source) -> Result<Histogram, DeviceError> {
         self.reserve(source.grid)?;
         self.enqueue_stats(source)?;
         let mut histogram = Histogram::default();
-        for (exponent, count) in self.scratch.read(self.lane.stream(), 0, 256)?.into_iter().enumerate() {
+        for (exponent, count) in self.scratch.read(self.ctx.stream(), 0, 256)?.into_iter().enumerate() {
             histogram.add(exponent as u8, count.into());
         }
         Ok(histogram)
@@ -346,11 +347,11 @@ impl Packer {
         // Kernels count row blocks and elements of one exponent in 32 bits.
         if u32::try_from(grid.elements()).is_err() {
             let (value, limit) = (grid.elements() as u64, u32::MAX.into());
-            return Err(Refusal::TooLarge { what: "elements", value, limit }.into());
+            return Err(LaunchError::TooLarge { what: "elements", value, limit }.into());
         }
         let words = SCRATCH_FIXED_WORDS + self.groups(grid)?;
         if self.scratch.len() < words {
-            self.scratch = DeviceBuffer::zeroed(self.lane.stream(), words)?;
+            self.scratch = DeviceBuffer::zeroed(self.ctx.stream(), words)?;
         }
         Ok(())
     }
@@ -362,11 +363,11 @@ impl Packer {
 
     /// Clears the scratch and counts exponents.
     fn enqueue_stats(&mut self, source: Source) -> Result<(), DeviceError> {
-        let stream = self.lane.stream();
+        let stream = self.ctx.stream();
         self.scratch.fill_bytes(stream, 0)?;
         let RepackArgs { n, k, tile_rows, tile_cols, .. } = shape(source.grid);
         let (weights, histogram) = (source.address, self.scratch.address());
-        let args = EncodeArgs { weights, histogram, n, k, tile_rows, tile_cols, ..EncodeArgs::default() };
+        let args = EncodeHuffmanArgs { weights, histogram, n, k, tile_rows, tile_cols, ..EncodeHuffmanArgs::default() };
         // SAFETY: `source` has the grid's elements, the histogram 256 counts; without sign_mantissa nothing else is
         // touched.
         unsafe { self.stats.launch(stream, problem(source.grid), &args) }

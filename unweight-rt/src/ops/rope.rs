@@ -12,11 +12,11 @@ use unweight_codegen::{
 
 use crate::{
     device::{
-        DeviceBuffer, DeviceError, MatrixMut, Refusal, RowFault,
+        DeviceBuffer, DeviceError, LaunchError, MatrixMut, RowFault,
         module::LoadedKernel,
         view::{Place, check_apart, check_device},
     },
-    exec::{Lane, operands::check_len},
+    exec::{ExecContext, operands::check_len},
     ops::kv::{KvLayer, KvShape},
 };
 
@@ -34,8 +34,13 @@ impl<'a> RopeTable<'a> {
     /// turned together.
     ///
     /// # Errors
-    /// [`Refusal::RopeDim`]; [`Refusal::Elements`]: the two differ in length, or hold no whole number of positions.
-    pub fn new(cosines: &'a DeviceBuffer<u16>, sines: &'a DeviceBuffer<u16>, rope_dim: u32) -> Result<Self, Refusal> {
+    /// [`LaunchError::RopeDim`]; [`LaunchError::Elements`]: the two differ in length, or hold no whole number of
+    /// positions.
+    pub fn new(
+        cosines: &'a DeviceBuffer<u16>,
+        sines: &'a DeviceBuffer<u16>,
+        rope_dim: u32,
+    ) -> Result<Self, LaunchError> {
         let positions = check_table(cosines.len() as u64, sines.len() as u64, rope_dim)?;
         Ok(Self { cosines, sines, rope_dim, positions })
     }
@@ -52,17 +57,17 @@ impl<'a> RopeTable<'a> {
 }
 
 /// Positions of a table of this many cosines and sines.
-fn check_table(cosines: u64, sines: u64, rope_dim: u32) -> Result<u32, Refusal> {
+fn check_table(cosines: u64, sines: u64, rope_dim: u32) -> Result<u32, LaunchError> {
     if !rope_dim.is_multiple_of(4) || rope_dim == 0 {
-        return Err(Refusal::RopeDim { rope_dim, head_dim: 256 });
+        return Err(LaunchError::RopeDim { rope_dim, head_dim: 256 });
     }
     if sines != cosines {
-        return Err(Refusal::Elements { buffer: "the table of sines", got: sines, expected: cosines });
+        return Err(LaunchError::Elements { buffer: "the table of sines", got: sines, expected: cosines });
     }
     let half = u64::from(rope_dim / 2);
     if !cosines.is_multiple_of(half) {
         let expected = cosines.next_multiple_of(half);
-        return Err(Refusal::Elements { buffer: "the table of cosines", got: cosines, expected });
+        return Err(LaunchError::Elements { buffer: "the table of cosines", got: cosines, expected });
     }
     // More positions than a u32 counts are as good as all of them.
     Ok(u32::try_from(cosines / half).unwrap_or(u32::MAX))
@@ -140,7 +145,7 @@ impl Rope {
     /// A kernel of another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         let Op::Rope(spec) = kernel.spec().op else {
-            return kernel.refuse(Refusal::Family { wanted: "a rotation of heads" });
+            return kernel.refuse(LaunchError::Family { wanted: "a rotation of heads" });
         };
         Ok(Self { kernel, spec })
     }
@@ -153,14 +158,14 @@ impl Rope {
     /// Enqueues bias, norms and rotation of `qkv` `[m, (heads + 2 * kv_heads) * head_dim]`, tokens at positions
     /// `start`, `start + 1`, ... of one sequence. Q heads are rewritten in place; keys and values go to `kv`, to the
     /// pages that `pages` names, entry `i` for positions `64 * i` to `64 * i + 63`; what `qkv` has of them stays as it
-    /// was. A page that the cache does not have is left out, and [`Lane::synchronize`] reports it.
+    /// was. A page that the cache does not have is left out, and [`ExecContext::synchronize`] reports it.
     ///
     /// # Errors
     /// Heads of another size than the kernel's, positions beyond the table or the pages; operands that do not agree,
     /// overlap, or are on another device, at another address or pitch; or an error of the driver.
     pub fn enqueue(
         &self,
-        lane: &mut Lane,
+        ctx: &mut ExecContext,
         qkv: MatrixMut<'_>,
         options: &HeadOptions<'_>,
         kv: KvLayer<'_>,
@@ -194,7 +199,7 @@ impl Rope {
             sines: options.table.sines.address(),
             cache: kv.address(),
             pages: pages.address(),
-            fault: lane.row_fault_address(RowFault::Page),
+            fault: ctx.row_fault_address(RowFault::Page),
             pitch: qkv.pitch,
             eps: options.eps,
             start,
@@ -204,34 +209,34 @@ impl Rope {
             cache_pages: shape.pages(),
         };
         // SAFETY: shapes, pitches, places and positions were held against each other above, the views against their
-        // memory when they were made; the kernel bounds the pages. The fault word lives as long as the lane, on whose
-        // stream this runs. Dropping a buffer waits for the kernel.
-        unsafe { self.kernel.launch(lane.stream(), GemmShape::rows(qkv.rows), &args) }
+        // memory when they were made; the kernel bounds the pages. The fault word lives as long as the context, on
+        // whose stream this runs. Dropping a buffer waits for the kernel.
+        unsafe { self.kernel.launch(ctx.stream(), GemmShape::rows(qkv.rows), &args) }
     }
 }
 
 /// Whether a kernel for heads of this size takes these.
-fn check_shapes(own: u32, qkv: &Place, heads: u32, rope_dim: u32, kv: KvShape) -> Result<(), Refusal> {
+fn check_shapes(own: u32, qkv: &Place, heads: u32, rope_dim: u32, kv: KvShape) -> Result<(), LaunchError> {
     let head_dim = kv.head_dim();
     if head_dim != own {
-        return Err(Refusal::HeadSize { takes: own, got: head_dim });
+        return Err(LaunchError::HeadSize { takes: own, got: head_dim });
     }
     if columns(heads, kv) != Some(qkv.cols.into()) {
-        return Err(Refusal::Heads { cols: qkv.cols, heads, kv_heads: kv.kv_heads(), head_dim });
+        return Err(LaunchError::Heads { cols: qkv.cols, heads, kv_heads: kv.kv_heads(), head_dim });
     }
     if rope_dim > head_dim {
-        return Err(Refusal::RopeDim { rope_dim, head_dim });
+        return Err(LaunchError::RopeDim { rope_dim, head_dim });
     }
     qkv.check_rows_aligned("qkv")
 }
 
 /// Whether there are angles and pages for positions `start..start + m`.
-fn check_positions(start: u32, m: u32, positions: u32, pages: usize) -> Result<(), Refusal> {
+fn check_positions(start: u32, m: u32, positions: u32, pages: usize) -> Result<(), LaunchError> {
     let end = u64::from(start) + u64::from(m);
     let paged = (pages as u64).saturating_mul(PAGE_TOKENS.into());
     for (what, limit) in [("the table of angles", positions.into()), ("the list of pages", paged)] {
         if m > 0 && end > limit {
-            return Err(Refusal::Positions { end, what, limit });
+            return Err(LaunchError::Positions { end, what, limit });
         }
     }
     Ok(())
@@ -251,21 +256,21 @@ mod tests {
         let check = |own, cols, heads, rope_dim| check_shapes(own, &place(3, cols, cols.into()), heads, rope_dim, kv);
         assert_eq!(check(64, 64 * 12, 8, 64), Ok(()));
         assert_eq!(check(64, 64 * 12, 8, 32), Ok(()), "a part of each head is turned");
-        assert_eq!(check(128, 64 * 12, 8, 64), Err(Refusal::HeadSize { takes: 128, got: 64 }));
-        let heads = Refusal::Heads { cols: 768, heads: 7, kv_heads: 2, head_dim: 64 };
+        assert_eq!(check(128, 64 * 12, 8, 64), Err(LaunchError::HeadSize { takes: 128, got: 64 }));
+        let heads = LaunchError::Heads { cols: 768, heads: 7, kv_heads: 2, head_dim: 64 };
         assert_eq!(check(64, 768, 7, 64), Err(heads));
-        assert!(matches!(check(64, 768, u32::MAX, 64), Err(Refusal::Heads { .. })));
-        assert_eq!(check(64, 768, 8, 68), Err(Refusal::RopeDim { rope_dim: 68, head_dim: 64 }));
+        assert!(matches!(check(64, 768, u32::MAX, 64), Err(LaunchError::Heads { .. })));
+        assert_eq!(check(64, 768, 8, 68), Err(LaunchError::RopeDim { rope_dim: 68, head_dim: 64 }));
         let odd = check_shapes(64, &place(3, 768, 772), 8, 64, kv);
-        assert!(matches!(odd, Err(Refusal::Pitch { operand: "qkv", .. })), "{odd:?}");
+        assert!(matches!(odd, Err(LaunchError::Pitch { operand: "qkv", .. })), "{odd:?}");
     }
 
     #[test]
     fn positions_have_angles_and_pages() {
         assert_eq!(check_positions(100, 28, 128, 2), Ok(()));
-        let angles = Refusal::Positions { end: 129, what: "the table of angles", limit: 128 };
+        let angles = LaunchError::Positions { end: 129, what: "the table of angles", limit: 128 };
         assert_eq!(check_positions(100, 29, 128, 3), Err(angles));
-        let pages = Refusal::Positions { end: 129, what: "the list of pages", limit: 128 };
+        let pages = LaunchError::Positions { end: 129, what: "the list of pages", limit: 128 };
         assert_eq!(check_positions(100, 29, 4096, 2), Err(pages));
         assert!(check_positions(u32::MAX, 2, u32::MAX, usize::MAX).is_err());
         assert_eq!(check_positions(u32::MAX, 0, 1, 0), Ok(()), "no rows need nothing");
@@ -275,9 +280,9 @@ mod tests {
     fn a_table_holds_whole_positions() {
         assert_eq!(check_table(320, 320, 64), Ok(10));
         for rope_dim in [0, 2, 66] {
-            assert!(matches!(check_table(320, 320, rope_dim), Err(Refusal::RopeDim { .. })), "{rope_dim}");
+            assert!(matches!(check_table(320, 320, rope_dim), Err(LaunchError::RopeDim { .. })), "{rope_dim}");
         }
-        assert!(matches!(check_table(320, 288, 64), Err(Refusal::Elements { buffer: "the table of sines", .. })));
-        assert!(matches!(check_table(321, 321, 64), Err(Refusal::Elements { expected: 352, .. })));
+        assert!(matches!(check_table(320, 288, 64), Err(LaunchError::Elements { buffer: "the table of sines", .. })));
+        assert!(matches!(check_table(321, 321, 64), Err(LaunchError::Elements { expected: 352, .. })));
     }
 }

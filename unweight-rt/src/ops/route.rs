@@ -12,7 +12,7 @@ use unweight_codegen::{
 };
 
 use crate::{
-    device::{DeviceBuffer, DeviceError, KernelSet, MatrixRef, Refusal, Stream, module::LoadedKernel},
+    device::{DeviceBuffer, DeviceError, KernelSet, LaunchError, MatrixRef, Stream, module::LoadedKernel},
     weight::room,
 };
 
@@ -51,7 +51,7 @@ impl Router {
             let kernel = kernels.get(&variant(arch, stage))?;
             match kernel.spec().op {
                 Op::Route(spec) if spec.stage == stage => Ok(kernel),
-                _ => kernel.refuse(Refusal::Family { wanted: "a routing kernel of this stage" }),
+                _ => kernel.refuse(LaunchError::Family { wanted: "a routing kernel of this stage" }),
             }
         };
         Ok(Self {
@@ -62,7 +62,7 @@ impl Router {
     }
 
     /// An error of routing, which names the sorting kernel.
-    pub(crate) fn refuse<T>(&self, refusal: Refusal) -> Result<T, DeviceError> {
+    pub(crate) fn refuse<T>(&self, refusal: LaunchError) -> Result<T, DeviceError> {
         self.sort.refuse(refusal)
     }
 
@@ -83,7 +83,7 @@ impl Router {
         let check = || {
             check(experts, choice.top_k)?;
             if place.cols != experts || choice.top_k > experts {
-                return Err(Refusal::Experts { experts: place.cols, top_k: choice.top_k });
+                return Err(LaunchError::Experts { experts: place.cols, top_k: choice.top_k });
             }
             place.check_device("logits", self.topk.device().ordinal())?;
             let pairs = place.rows as usize * choice.top_k as usize;
@@ -128,10 +128,10 @@ impl Router {
 }
 
 /// Checks that routing takes so many experts, and so many per token.
-pub(crate) fn check(experts: u32, top_k: u32) -> Result<(), Refusal> {
+pub(crate) fn check(experts: u32, top_k: u32) -> Result<(), LaunchError> {
     if (1..=RouteSpec::EXPERTS_MAX).contains(&experts) && (1..=RouteSpec::TOP_K_MAX).contains(&top_k) {
         Ok(())
     } else {
-        Err(Refusal::Experts { experts, top_k })
+        Err(LaunchError::Experts { experts, top_k })
     }
 }

@@ -7,11 +7,11 @@ use unweight_codegen::{abi::SampleArgs, family::sample::VOCABULARY_MAX, plan::Ge
 
 use crate::{
     device::{
-        DeviceBuffer, DeviceError, MatrixRef, Refusal, RowFault,
+        DeviceBuffer, DeviceError, LaunchError, MatrixRef, RowFault,
         module::LoadedKernel,
         view::{Place, check_apart, check_device},
     },
-    exec::Lane,
+    exec::ExecContext,
 };
 
 /// A kernel of `sample`.
@@ -28,7 +28,7 @@ impl Sample {
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::Sample(_) => Ok(Self { kernel }),
-            _ => kernel.refuse(Refusal::Family { wanted: "a sampler" }),
+            _ => kernel.refuse(LaunchError::Family { wanted: "a sampler" }),
         }
     }
 
@@ -42,14 +42,14 @@ impl Sample {
     /// are, and `ids` gets the token that was chosen, at that position plus 1, to which `positions` is set. A row at
     /// [`PAD_POSITION`](crate::ops::kv::PAD_POSITION) is left alone. A token depends on its row alone: on the logits,
     /// the parameters and the position, whatever else is in the batch. A row whose logits are all NaN gets `u32::MAX`,
-    /// which is not a token, and [`Lane::synchronize`] reports it.
+    /// which is not a token, and [`ExecContext::synchronize`] reports it.
     ///
     /// # Errors
     /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
     /// kernel takes; or an error of the driver.
     pub fn enqueue(
         &self,
-        lane: &mut Lane,
+        ctx: &mut ExecContext,
         logits: MatrixRef<'_>,
         rows: &DeviceBuffer<SampleRow>,
         positions: &mut DeviceBuffer<u32>,
@@ -72,22 +72,22 @@ impl Sample {
             rows: rows.address(),
             positions: positions.address(),
             ids: ids.address(),
-            fault: lane.row_fault_address(RowFault::Logits),
+            fault: ctx.row_fault_address(RowFault::Logits),
             pitch: place.pitch,
             vocabulary: place.cols,
             reserved: 0,
         };
         // SAFETY: shapes, pitch and places were held against each other above, the view against its memory when it was
-        // made, and each buffer has an entry for every row. The fault word lives as long as the lane, on whose stream
-        // this runs. Dropping a buffer waits for the kernel.
-        unsafe { self.kernel.launch(lane.stream(), GemmShape::rows(place.rows), &args) }
+        // made, and each buffer has an entry for every row. The fault word lives as long as the context, on whose
+        // stream this runs. Dropping a buffer waits for the kernel.
+        unsafe { self.kernel.launch(ctx.stream(), GemmShape::rows(place.rows), &args) }
     }
 }
 
 /// Whether these can be the logits, and the lengths of rows, positions and ids.
-fn check_shapes(logits: &Place, lengths: [usize; 3]) -> Result<(), Refusal> {
+fn check_shapes(logits: &Place, lengths: [usize; 3]) -> Result<(), LaunchError> {
     if !(1..=VOCABULARY_MAX).contains(&logits.cols) {
-        return Err(Refusal::Logits { cols: logits.cols, max: VOCABULARY_MAX });
+        return Err(LaunchError::Logits { cols: logits.cols, max: VOCABULARY_MAX });
     }
     if logits.rows > 1 {
         logits.check_rows_aligned("logits")?;
@@ -95,7 +95,7 @@ fn check_shapes(logits: &Place, lengths: [usize; 3]) -> Result<(), Refusal> {
     logits.check_aligned("logits")?;
     for (buffer, len) in ["rows", "positions", "ids"].into_iter().zip(lengths) {
         if (len as u64) < u64::from(logits.rows) {
-            return Err(Refusal::Elements { buffer, got: len as u64, expected: logits.rows.into() });
+            return Err(LaunchError::Elements { buffer, got: len as u64, expected: logits.rows.into() });
         }
     }
     Ok(())
@@ -116,15 +116,15 @@ mod tests {
         assert_eq!(check_shapes(&place(1, 997, 997), [1; 3]), Ok(()), "the pitch of a single row says nothing");
         assert_eq!(check_shapes(&place(0, 8, 8), [0; 3]), Ok(()));
         for (buffer, lengths) in [("rows", [2, 3, 3]), ("positions", [3, 2, 3]), ("ids", [3, 3, 2])] {
-            let short = Refusal::Elements { buffer, got: 2, expected: 3 };
+            let short = LaunchError::Elements { buffer, got: 2, expected: 3 };
             assert_eq!(check_shapes(&place(3, 8, 8), lengths), Err(short));
         }
         for cols in [0, VOCABULARY_MAX + 1] {
-            let none = Refusal::Logits { cols, max: VOCABULARY_MAX };
+            let none = LaunchError::Logits { cols, max: VOCABULARY_MAX };
             assert_eq!(check_shapes(&place(3, cols, 2 << 20), [3; 3]), Err(none));
         }
-        assert!(matches!(check_shapes(&place(2, 997, 997), [2; 3]), Err(Refusal::Pitch { operand: "logits", .. })));
+        assert!(matches!(check_shapes(&place(2, 997, 997), [2; 3]), Err(LaunchError::Pitch { operand: "logits", .. })));
         let odd = Place { address: 0x1002, ..place(1, 8, 8) };
-        assert!(matches!(check_shapes(&odd, [1; 3]), Err(Refusal::Alignment { operand: "logits", .. })));
+        assert!(matches!(check_shapes(&odd, [1; 3]), Err(LaunchError::Alignment { operand: "logits", .. })));
     }
 }

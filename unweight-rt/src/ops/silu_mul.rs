@@ -10,12 +10,12 @@ use unweight_codegen::{
 
 use crate::{
     device::{
-        DeviceError, MatrixMut, MatrixRef, Refusal, Stream,
+        DeviceError, LaunchError, MatrixMut, MatrixRef, Stream,
         error::PitchRule,
         module::LoadedKernel,
         view::{Place, check_apart},
     },
-    exec::{Lane, operands::check_activations},
+    exec::{ExecContext, operands::check_activations},
 };
 
 /// A kernel of `silu(gate) * up`.
@@ -32,7 +32,7 @@ impl SiluMul {
     /// A kernel of another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         let Op::SiluMul(spec) = kernel.spec().op else {
-            return kernel.refuse(Refusal::Family { wanted: "an activation of a gated MLP" });
+            return kernel.refuse(LaunchError::Family { wanted: "an activation of a gated MLP" });
         };
         Ok(Self { kernel, spec })
     }
@@ -47,10 +47,10 @@ impl SiluMul {
     /// # Errors
     /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
     /// kernel takes; or an error of the driver.
-    pub fn enqueue(&self, lane: &mut Lane, x: MatrixRef<'_>, y: MatrixMut<'_>) -> Result<(), DeviceError> {
+    pub fn enqueue(&self, ctx: &mut ExecContext, x: MatrixRef<'_>, y: MatrixMut<'_>) -> Result<(), DeviceError> {
         check_shapes(x.place(), y.place()).or_else(|refusal| self.kernel.refuse(refusal))?;
         let half = |cols| x.part(0..x.rows(), cols);
-        self.enqueue_pair(lane, half(0..y.cols())?, half(y.cols()..2 * y.cols())?, y)
+        self.enqueue_pair(ctx, half(0..y.cols())?, half(y.cols()..2 * y.cols())?, y)
     }
 
     /// Enqueues `y[m, n] = silu(gate[m, n]) * up[m, n]` of two products in any memory; both
@@ -60,7 +60,7 @@ impl SiluMul {
     /// As for [`SiluMul::enqueue`].
     pub fn enqueue_pair(
         &self,
-        lane: &mut Lane,
+        ctx: &mut ExecContext,
         gate: MatrixRef<'_>,
         up: MatrixRef<'_>,
         y: MatrixMut<'_>,
@@ -88,7 +88,7 @@ impl SiluMul {
         let problem = GemmShape { m: y.rows, n: y.cols, k: 0 };
         // SAFETY: shapes, pitches and places were held against each other above, the views against their memory when
         // they were made. Dropping a buffer waits for the kernel.
-        unsafe { self.kernel.launch(lane.stream(), problem, &args) }
+        unsafe { self.kernel.launch(ctx.stream(), problem, &args) }
     }
 
     /// Checks the operands of [`SiluMul::launch_interleaved`], without enqueuing anything.
@@ -135,27 +135,27 @@ impl SiluMul {
 }
 
 /// Whether these can be input and output.
-fn check_shapes(x: &Place, y: &Place) -> Result<(), Refusal> {
+fn check_shapes(x: &Place, y: &Place) -> Result<(), LaunchError> {
     check_activations("y", y, u32::MAX / 2)?;
     x.check_rows_aligned("x")?;
     if (x.rows, u64::from(x.cols)) == (y.rows, 2 * u64::from(y.cols)) {
         Ok(())
     } else {
-        Err(Refusal::Gated { x: x.shape(), y: y.shape() })
+        Err(LaunchError::Gated { x: x.shape(), y: y.shape() })
     }
 }
 
 /// Whether these can be two products and what becomes of them.
-fn check_pair(gate: &Place, up: &Place, y: &Place) -> Result<(), Refusal> {
+fn check_pair(gate: &Place, up: &Place, y: &Place) -> Result<(), LaunchError> {
     check_activations("y", y, u32::MAX / 2)?;
     gate.check_rows_aligned("the gate")?;
     up.check_rows_aligned("the up")?;
     if [gate.shape(), up.shape()] != [y.shape(); 2] {
-        return Err(Refusal::Gated { x: [gate.shape()[0], gate.shape()[1] + up.shape()[1]], y: y.shape() });
+        return Err(LaunchError::Gated { x: [gate.shape()[0], gate.shape()[1] + up.shape()[1]], y: y.shape() });
     }
     if gate.pitch != up.pitch {
         let wanted = PitchRule::MultipleOf(gate.pitch);
-        return Err(Refusal::Pitch { operand: "the up", pitch: up.pitch, wanted });
+        return Err(LaunchError::Pitch { operand: "the up", pitch: up.pitch, wanted });
     }
     Ok(())
 }
@@ -172,15 +172,15 @@ mod tests {
     fn a_gate_and_an_up_make_half_the_columns() {
         assert_eq!(check_shapes(&place(3, 144), &place(3, 72)), Ok(()));
         for (x, y) in [(place(3, 72), place(3, 72)), (place(4, 144), place(3, 72)), (place(3, 144), place(3, 144))] {
-            assert_eq!(check_shapes(&x, &y), Err(Refusal::Gated { x: x.shape(), y: y.shape() }));
+            assert_eq!(check_shapes(&x, &y), Err(LaunchError::Gated { x: x.shape(), y: y.shape() }));
         }
         assert_eq!(check_pair(&place(3, 72), &place(3, 72), &place(3, 72)), Ok(()));
         for (gate, up) in [((3, 72), (3, 80)), ((2, 72), (3, 72)), ((3, 80), (3, 80))] {
             let pair = check_pair(&place(gate.0, gate.1), &place(up.0, up.1), &place(3, 72));
-            assert!(matches!(pair, Err(Refusal::Gated { .. })), "{pair:?}");
+            assert!(matches!(pair, Err(LaunchError::Gated { .. })), "{pair:?}");
         }
         let wide = Place::new(0, 0x1000, 3, 72, 80, u64::MAX).unwrap();
-        assert!(matches!(check_pair(&place(3, 72), &wide, &place(3, 72)), Err(Refusal::Pitch { .. })));
-        assert!(matches!(check_shapes(&place(3, 24), &place(3, 12)), Err(Refusal::Columns { operand: "y", .. })));
+        assert!(matches!(check_pair(&place(3, 72), &wide, &place(3, 72)), Err(LaunchError::Pitch { .. })));
+        assert!(matches!(check_shapes(&place(3, 24), &place(3, 12)), Err(LaunchError::Columns { operand: "y", .. })));
     }
 }

@@ -8,7 +8,7 @@ use unweight_format::{
 };
 
 use super::{count, device_shape};
-use crate::device::{Device, DeviceBuffer, DeviceError, Refusal, Upload};
+use crate::device::{Device, DeviceBuffer, DeviceError, LaunchError, Upload};
 
 /// A compact tensor on the device, with the table that kernels look its codes up in.
 #[derive(Debug)]
@@ -119,7 +119,7 @@ impl DeviceCompact {
 }
 
 /// That kernels can count the tiles, and the words of streams and of escapes.
-fn check(grid: TileGrid, streams: usize, escapes: usize) -> Result<(), Refusal> {
+fn check(grid: TileGrid, streams: usize, escapes: usize) -> Result<(), LaunchError> {
     device_shape(grid)?;
     count("words of streams", streams)?;
     count("words of escapes", escapes)

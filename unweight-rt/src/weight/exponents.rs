@@ -11,7 +11,7 @@ use super::{
     coded::{CodedSections, DeviceCoded},
     elements,
 };
-use crate::device::{Device, DeviceBuffer, DeviceError, Refusal, Upload};
+use crate::device::{Device, DeviceBuffer, DeviceError, LaunchError, Upload};
 
 /// The sections of a tensor of exponents as host slices; they are not checked.
 #[derive(Clone, Copy, Debug)]
@@ -27,7 +27,7 @@ pub struct ExponentsSections<'a> {
 }
 
 /// A tensor of exponents on the device: FP8, F16 or F32 weights that a decoder writes as they were
-/// ([`Decoder::elements`](crate::ops::decode::Decoder::elements)).
+/// ([`Decoder::elements`](crate::ops::decode_huffman::Decoder::elements)).
 #[derive(Debug)]
 pub struct DeviceExponents {
     float: Float,
@@ -62,7 +62,7 @@ impl DeviceExponents {
         sections: &ExponentsSections<'_>,
     ) -> Result<Self, DeviceError> {
         let float = sections.float;
-        let [bytes, bits] = exponents::fraction_sections(float, grid).ok_or(Refusal::NotExponents { float })?;
+        let [bytes, bits] = exponents::fraction_sections(float, grid).ok_or(LaunchError::NotExponents { float })?;
         elements("fraction_bytes", sections.fraction_bytes.len(), bytes)?;
         elements("fraction_bits", sections.fraction_bits.len(), bits)?;
         // Only F16 has both.

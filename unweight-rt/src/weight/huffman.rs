@@ -9,7 +9,7 @@ use super::{
     coded::{CodedSections, DeviceCoded},
     elements,
 };
-use crate::device::{Device, DeviceBuffer, DeviceError, Refusal, Upload};
+use crate::device::{Device, DeviceBuffer, DeviceError, LaunchError, Upload};
 
 /// The sections of a Huffman tensor as host slices; they are not checked.
 #[derive(Clone, Copy, Debug)]
@@ -101,7 +101,7 @@ impl DeviceHuffman {
     ///
     /// # Errors
     /// Indices of another number of tiles.
-    pub fn into_palette(self, palette_index: DeviceBuffer<u8>) -> Result<DevicePalette, Refusal> {
+    pub fn into_palette(self, palette_index: DeviceBuffer<u8>) -> Result<DevicePalette, LaunchError> {
         elements("palette_index", palette_index.len(), self.grid().tiles() * 2048)?;
         let Self { coded, sign_mantissa } = self;
         let DeviceCoded { grid, max_verbatim_rows, tile_metadata, verbatim_exponents, palette, .. } = coded;

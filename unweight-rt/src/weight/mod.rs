@@ -16,7 +16,7 @@ mod palette;
 use bytemuck::Pod;
 use unweight_format::{TileGrid, raw::TileMetadata};
 
-use crate::device::{DeviceBuffer, DeviceError, Refusal, Stream};
+use crate::device::{DeviceBuffer, DeviceError, LaunchError, Stream};
 
 pub use self::{
     coded::CodedSections,
@@ -31,29 +31,33 @@ pub use self::{
 pub(crate) use self::{coded::DeviceCoded, packed::PackedEscapes};
 
 /// Kernels count tiles in 32 bits.
-fn device_shape(grid: TileGrid) -> Result<(), Refusal> {
+fn device_shape(grid: TileGrid) -> Result<(), LaunchError> {
     const LIMIT: u64 = (1 << 31) - 1;
     match grid.tiles() as u64 {
         tiles if tiles <= LIMIT => Ok(()),
-        tiles => Err(Refusal::TooLarge { what: "tiles", value: tiles, limit: LIMIT }),
+        tiles => Err(LaunchError::TooLarge { what: "tiles", value: tiles, limit: LIMIT }),
     }
 }
 
 /// Checks that a buffer or section has the elements that a shape needs.
-pub(crate) fn elements(buffer: &'static str, got: usize, expected: usize) -> Result<(), Refusal> {
-    if got == expected { Ok(()) } else { Err(Refusal::Elements { buffer, got: got as u64, expected: expected as u64 }) }
+pub(crate) fn elements(buffer: &'static str, got: usize, expected: usize) -> Result<(), LaunchError> {
+    if got == expected {
+        Ok(())
+    } else {
+        Err(LaunchError::Elements { buffer, got: got as u64, expected: expected as u64 })
+    }
 }
 
 /// Checks that a buffer has room for `need` elements.
-pub(crate) fn room(buffer: &'static str, have: usize, need: usize) -> Result<(), Refusal> {
-    let refusal = Refusal::Room { buffer, need: need as u64, have: have as u64 };
+pub(crate) fn room(buffer: &'static str, have: usize, need: usize) -> Result<(), LaunchError> {
+    let refusal = LaunchError::Room { buffer, need: need as u64, have: have as u64 };
     if have >= need { Ok(()) } else { Err(refusal) }
 }
 
 /// Rows of verbatim exponents, which kernels count in 32 bits.
-fn verbatim_rows(bytes: &[u8]) -> Result<(), Refusal> {
+fn verbatim_rows(bytes: &[u8]) -> Result<(), LaunchError> {
     if !bytes.len().is_multiple_of(64) {
-        return Err(Refusal::Partial { section: "verbatim_exponents", bytes: bytes.len() as u64, unit: 64 });
+        return Err(LaunchError::Partial { section: "verbatim_exponents", bytes: bytes.len() as u64, unit: 64 });
     }
     count("verbatim rows", bytes.len() / 64)
 }
@@ -64,18 +68,18 @@ pub(crate) fn stored_words(stream: &Stream, words: &DeviceBuffer<u32>) -> Result
 }
 
 /// A count below 2^32.
-pub(crate) fn count(what: &'static str, value: usize) -> Result<(), Refusal> {
+pub(crate) fn count(what: &'static str, value: usize) -> Result<(), LaunchError> {
     match u32::try_from(value) {
         Ok(_) => Ok(()),
-        Err(_) => Err(Refusal::TooLarge { what, value: value as u64, limit: u32::MAX.into() }),
+        Err(_) => Err(LaunchError::TooLarge { what, value: value as u64, limit: u32::MAX.into() }),
     }
 }
 
 /// The values in a section of any alignment.
-pub(crate) fn pods<T: Pod>(bytes: &[u8]) -> Result<Vec<T>, Refusal> {
+pub(crate) fn pods<T: Pod>(bytes: &[u8]) -> Result<Vec<T>, LaunchError> {
     if !bytes.len().is_multiple_of(size_of::<T>()) {
         let unit = size_of::<T>() as u64;
-        return Err(Refusal::Partial { section: "a section", bytes: bytes.len() as u64, unit });
+        return Err(LaunchError::Partial { section: "a section", bytes: bytes.len() as u64, unit });
     }
     Ok(bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect())
 }

@@ -11,7 +11,7 @@ use unweight_format::{
 };
 
 use super::{count, device_shape, elements, room, stored_words};
-use crate::device::{Device, DeviceBuffer, DeviceError, Refusal, Stream, Upload, view::check_device};
+use crate::device::{Device, DeviceBuffer, DeviceError, LaunchError, Stream, Upload, view::check_device};
 
 /// A packed tensor on the device (`docs/format.md` A.9), which the matmuls of packed weights read.
 #[derive(Debug)]
@@ -61,7 +61,7 @@ impl DevicePacked {
         for (extent, value) in [("n", grid.rows()), ("k", grid.cols())] {
             if !value.is_multiple_of(64) {
                 // A grid's dimensions fit 32 bits.
-                return Err(Refusal::Multiple { extent, value: value as u32, of: 64 }.into());
+                return Err(LaunchError::Multiple { extent, value: value as u32, of: 64 }.into());
             }
         }
         elements("packed", packed.len(), grid.tiles() * packed::TILE_BYTES)?;

@@ -91,7 +91,7 @@ def compress(
 ) -> dict[str, Any]:
     """Compresses a model directory to a bundle, which appears under its name when it is complete.
 
-    `profile` is `"distribution"`, `"inference"`, `"palette"`, `"resident"` or `"compact"`; `scope` `"mlp"`, `"linear"`
+    `profile` is `"distribution"`, `"inference"`, `"palette"`, `"packed"` or `"compact"`; `scope` `"mlp"`, `"linear"`
     or `"all"`; `include`, `exclude` and `skip` are lists of patterns over names of tensors, and of files beside them.
     `verify` is what to decode again before the bundle gets its name: `"full"`, `"sample"` or `"none"`.
 

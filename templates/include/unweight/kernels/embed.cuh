@@ -18,7 +18,7 @@
 #pragma once
 
 #include "unweight/axes.cuh"
-#include "unweight/form/weights.cuh"
+#include "unweight/encoding/weights.cuh"
 #include "unweight/ptx/control.cuh"
 #include "unweight/ptx/memory.cuh"
 

@@ -1,6 +1,6 @@
 // Matmul for small batches from the compact form: Y[m, n] = X[m, k] * W[n, k]^T, W entropy-coded (docs/format.md, A.11).
 // As in kernels/gemm_mma.cuh the *weight* is the A operand of mma.m16n8k16 and goes shared memory -> registers -> tensor
-// core; here its exponents' classes come from two chains of codes a lane (form/compact.cuh). What the tensor cores see
+// core; here its exponents' classes come from two chains of codes a lane (encoding/compact.cuh). What the tensor cores see
 // are the weights times 2^(96 - base), bit for bit, escapes replaced, and the fp32 sums are multiplied once by
 // GemmCompactArgs::scale.
 //
@@ -10,7 +10,7 @@
 //                                 kPersistent as many neighbouring tiles as the others
 //   u32  kStages         1..16    slots of each warp's private ring
 //   u32  kCluster        1,2,4,8  blocks that split k between them; reduced through distributed shared memory
-//   u32  kTables         1,8,16,32  copies of the table of codes (form/compact.cuh): fewer bank conflicts
+//   u32  kTables         1,8,16,32  copies of the table of codes (encoding/compact.cuh): fewer bank conflicts
 //   bool kPersistent     a cluster takes a share of the rows of tiles instead of one row
 //   Epilogue kEpilogue   as in kernels/gemm_mma.cuh
 //   bool kPdl            programmatic dependent launch: weights are loaded before griddepcontrol.wait, X and Y are
@@ -47,14 +47,14 @@
 //   first); 4 * (1 + records) per list; 2048 per block (L2).
 //
 // Safety: any bytes: what leads out of `streams` is cut off, a slot holds the longest streams and what is read past them
-//   (form/compact.cuh), a list never reads past `record_words`, and a record changes a register of its lane.
+//   (encoding/compact.cuh), a list never reads past `record_words`, and a record changes a register of its lane.
 //
 // Bound: device memory, n * k * 1.35 bytes, and close to it shared memory and the decoding's instructions.
 #pragma once
 
 #include "unweight/axes.cuh"
 #include "unweight/epilogue/activation.cuh"
-#include "unweight/form/compact.cuh"
+#include "unweight/encoding/compact.cuh"
 #include "unweight/pipeline/warp_ring.cuh"
 #include "unweight/ptx/barrier.cuh"
 #include "unweight/ptx/bulk.cuh"

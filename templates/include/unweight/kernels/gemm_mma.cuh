@@ -57,8 +57,8 @@
 
 #include "unweight/axes.cuh"
 #include "unweight/epilogue/activation.cuh"
-#include "unweight/form/escapes.cuh"
-#include "unweight/form/packed.cuh"
+#include "unweight/encoding/escapes.cuh"
+#include "unweight/encoding/packed.cuh"
 #include "unweight/pipeline/warp_ring.cuh"
 #include "unweight/ptx/async.cuh"
 #include "unweight/ptx/barrier.cuh"

@@ -29,10 +29,10 @@
 #pragma once
 
 #include "unweight/axes.cuh"
-#include "unweight/form/escapes.cuh"
-#include "unweight/form/packed.cuh"
-#include "unweight/form/row_block.cuh"
-#include "unweight/form/weights.cuh"
+#include "unweight/encoding/escapes.cuh"
+#include "unweight/encoding/packed.cuh"
+#include "unweight/encoding/row_block.cuh"
+#include "unweight/encoding/weights.cuh"
 #include "unweight/ptx/barrier.cuh"
 #include "unweight/ptx/memory.cuh"
 

@@ -20,7 +20,7 @@
 #pragma once
 
 #include "unweight/activation/element.cuh"
-#include "unweight/form/kv_page.cuh"
+#include "unweight/encoding/kv_page.cuh"
 #include "unweight/ptx/control.cuh"
 #include "unweight/ptx/memory.cuh"
 

@@ -1,5 +1,5 @@
 // Scalar and vector types, and the qualifiers of a device function. No CUDA header is needed: NVRTC knows the
-// qualifiers, and a CPU build gets them from templates/cpu/prelude.hpp, which is included before everything else.
+// qualifiers, and a CPU build gets them from tests/simulator/prelude.hpp, which is included before everything else.
 #pragma once
 
 #include "unweight/abi.cuh"

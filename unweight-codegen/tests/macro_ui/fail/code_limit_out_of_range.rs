@@ -1,7 +1,7 @@
 //! Code limits are those of the format.
 use unweight_codegen::unweight_variant;
 
-#[unweight_variant(op = decode, output = full, code_limit = 16)]
+#[unweight_variant(op = decode_huffman, output = full, code_limit = 16)]
 struct Full;
 
 fn main() {}

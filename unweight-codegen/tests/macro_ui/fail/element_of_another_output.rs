@@ -1,7 +1,7 @@
 //! Indices have no type of their own.
 use unweight_codegen::unweight_variant;
 
-#[unweight_variant(op = decode, output = palette, element = e4m3)]
+#[unweight_variant(op = decode_huffman, output = palette, element = e4m3)]
 struct Indices;
 
 fn main() {}

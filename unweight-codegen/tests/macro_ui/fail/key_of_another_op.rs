@@ -1,7 +1,7 @@
 //! A decoder has no ring.
 use unweight_codegen::unweight_variant;
 
-#[unweight_variant(op = decode, output = full, stages = 4)]
+#[unweight_variant(op = decode_huffman, output = full, stages = 4)]
 struct Full;
 
 fn main() {}

@@ -1,7 +1,7 @@
 //! A decoder needs its output.
 use unweight_codegen::unweight_variant;
 
-#[unweight_variant(op = decode, code_limit = 7)]
+#[unweight_variant(op = decode_huffman, code_limit = 7)]
 struct Full;
 
 fn main() {}

@@ -8,7 +8,7 @@ mod facade {
 #[unweight_variant(n = 2, stages = 4, crate = crate::facade::codegen)]
 struct Absolute;
 
-#[unweight_variant(op = decode, output = full, crate = facade::codegen)]
+#[unweight_variant(op = decode_huffman, output = full, crate = facade::codegen)]
 struct Relative;
 
 fn main() {

@@ -22,15 +22,15 @@ fn main() {
         "uw_sm90a_gemm_recon_exponent_n2p4_store_add":
             (op = gemm_recon, arch = sm90a, source = exponent, n = 2usize, stages = 4, epilogue = store_add),
         "uw_sm90a_gemm_recon_exponent_n1p3_store": (stages = 3, n = 1, source = exponent),
-        "uw_sm90a_decode_full_l7": (op = decode, output = full),
-        "uw_sm90a_decode_exponent_l12": (op = decode, output = exponent, code_limit = 12),
-        "uw_sm90a_decode_palette_l6": (op = decode, output = palette, code_limit = 6),
-        "uw_sm90a_encode_stats": (op = encode, stage = stats),
-        "uw_sm90a_encode_table": (op = encode, stage = table),
-        "uw_sm90a_encode_rows": (op = encode, stage = rows),
-        "uw_sm90a_encode_scan": (op = encode, stage = scan),
-        "uw_sm90a_encode_write": (op = encode, stage = write),
-        "uw_sm90a_encode_palette": (op = encode, stage = palette),
+        "uw_sm90a_decode_huffman_full_l7": (op = decode_huffman, output = full),
+        "uw_sm90a_decode_huffman_exponent_l12": (op = decode_huffman, output = exponent, code_limit = 12),
+        "uw_sm90a_decode_huffman_palette_l6": (op = decode_huffman, output = palette, code_limit = 6),
+        "uw_sm90a_encode_huffman_stats": (op = encode_huffman, stage = stats),
+        "uw_sm90a_encode_huffman_table": (op = encode_huffman, stage = table),
+        "uw_sm90a_encode_huffman_rows": (op = encode_huffman, stage = rows),
+        "uw_sm90a_encode_huffman_scan": (op = encode_huffman, stage = scan),
+        "uw_sm90a_encode_huffman_write": (op = encode_huffman, stage = write),
+        "uw_sm90a_encode_huffman_palette": (op = encode_huffman, stage = palette),
         "uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_store":
             (op = gemm_mma, batch_tile = 8, row_blocks = 4, warps = 8, stages = 2),
         "uw_sm90a_gemm_mma_b16_r1w8p3c2_persistent_pdl_store_add_dump":
@@ -41,7 +41,7 @@ fn main() {
              escapes = true, pdl = false, epilogue = store, dump = false),
         "uw_sm90a_gemm_mma_b8_r4w8p2c1_async_esc_store":
             (op = gemm_mma, batch_tile = 8, row_blocks = 4, warps = 8, stages = 2, copy = async),
-        "uw_sm89_decode_full_l7_async_w16": (op = decode, arch = sm89, output = full, copy = async, warps = 16),
+        "uw_sm89_decode_huffman_full_l7_async_w16": (op = decode_huffman, arch = sm89, output = full, copy = async, warps = 16),
         "uw_sm90a_gemm_mma_b64_r1w1p1c8_esc_store":
             (op = gemm_mma, batch_tile = 64, row_blocks = 1, warps = 1, stages = 1, cluster = 8),
         "uw_sm90a_gemm_wgmma_b128_g2p6_esc_store": (op = gemm_wgmma, batch_tile = 128, stages = 6),

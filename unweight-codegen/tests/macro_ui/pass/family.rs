@@ -1,6 +1,6 @@
 //! The attribute names the family of a variant as a type, from its keys alone.
 use unweight_codegen::spec::{
-    AttentionSpec, DecodeSpec, GemmCompactSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, NormSpec, SampleSpec,
+    AttentionSpec, DecodeHuffmanSpec, GemmCompactSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, NormSpec, SampleSpec,
 };
 use unweight_codegen::{Variant, unweight_variant};
 
@@ -30,7 +30,7 @@ fn main() {
     is::<Wide, GemmWgmmaSpec>();
     families! {
         AttentionSpec: (op = attention, step = decode, head_dim = 128, warps = 4, stages = 2),
-        DecodeSpec: (op = decode, output = full),
+        DecodeHuffmanSpec: (op = decode_huffman, output = full),
         GemmCompactSpec: (op = gemm_compact, batch_tile = 8, warps = 8, stages = 1),
         NormSpec: (op = norm),
         SampleSpec: (op = sample),

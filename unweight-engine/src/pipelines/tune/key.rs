@@ -39,8 +39,8 @@ pub struct How<'a> {
 }
 
 impl Subject<'_> {
-    /// Names the measurements of this subject: 32 hexadecimal digits. Another version of this crate, or a letter in what
-    /// a kernel is compiled from, has another.
+    /// Names the measurements of this subject: 32 hexadecimal digits. Another version of this crate, or a letter in
+    /// what a kernel is compiled from, has another.
     ///
     /// ```
     /// use unweight_codegen::spec::Arch;

@@ -62,7 +62,7 @@ pub enum Answer {
     /// Times.
     Measured(Paired),
     /// The challenger cannot run, or computes something else: why.
-    Rejected(String),
+    AdmissionError(String),
 }
 
 impl Answer {
@@ -72,7 +72,7 @@ impl Answer {
             Self::Measured(paired)
                 if !paired.incumbent_us.iter().chain(&paired.challenger_us).all(|us| us.is_finite()) =>
             {
-                Self::Rejected("a time that is no number".to_owned())
+                Self::AdmissionError("a time that is no number".to_owned())
             }
             answer => answer,
         }
@@ -90,7 +90,7 @@ pub trait Objective {
     ///
     /// # Errors
     /// It cannot go on: the device is lost, or the user interrupts. A challenger that cannot run is no error
-    /// ([`Answer::Rejected`]).
+    /// ([`Answer::AdmissionError`]).
     fn compare(&mut self, incumbent: &Point, challenger: &Point) -> Result<Answer, ObjectiveError>;
 }
 
@@ -254,7 +254,7 @@ impl Search<'_> {
                         self.tuned.best = challenger;
                     }
                     Answer::Measured(_) => {}
-                    Answer::Rejected(_) => self.tuned.rejected += 1,
+                    Answer::AdmissionError(_) => self.tuned.rejected += 1,
                 }
             }
         }
@@ -270,7 +270,7 @@ impl Search<'_> {
         let best = self.tuned.best.clone();
         let gain = match self.ask(Phase::Confirm, start, &best)? {
             Answer::Measured(paired) => paired.gain().0,
-            Answer::Rejected(_) => 0.0,
+            Answer::AdmissionError(_) => 0.0,
         };
         if gain > 0.0 {
             self.tuned.gain = gain;

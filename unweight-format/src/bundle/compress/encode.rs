@@ -375,7 +375,7 @@ fn entry(
         shape: info.shape.clone(),
         role: decision.role,
         layer: decision.layer,
-        form: choice.form(),
+        encoding: choice.encoding(),
         reason: choice.reason(),
         rows: choice.grid().map(|grid| grid.rows()),
         cols: choice.grid().map(|grid| grid.cols()),
@@ -411,12 +411,12 @@ pub(super) fn encode_tensor(
 ) -> Result<(Digest, Choice, Stored), EncoderError> {
     while let Some((float, grid)) = Float::of(dtype).zip(choice.grid()) {
         let matrix = FloatMatrix::new(float, bytes, grid.rows(), grid.cols())?;
-        match encoder.encode(matrix, choice.form(), options.code_limit) {
-            Ok((digest, tensor)) if is_worth_it(choice.form(), tensor.stored_bytes(), bytes.len() as u64) => {
+        match encoder.encode(matrix, choice.encoding(), options.code_limit) {
+            Ok((digest, tensor)) if is_worth_it(choice.encoding(), tensor.stored_bytes(), bytes.len() as u64) => {
                 return Ok((digest, choice, Stored::Coded(tensor)));
             }
             Ok((digest, _)) => return Ok((digest, choice.not_smaller(), Stored::Raw(bytes.to_vec()))),
-            Err(EncoderError::Unfit(why)) => choice = choice.unfit(why),
+            Err(EncoderError::NotEncodable(why)) => choice = choice.unfit(why),
             Err(error) => return Err(error),
         }
     }

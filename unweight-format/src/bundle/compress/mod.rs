@@ -93,7 +93,7 @@ pub fn compress_with(
     let original_bytes = files.iter().map(|f| f.bytes).sum();
     Ok(CompressReport {
         part: options.part.map(|part| part.to_string()),
-        forms: totals(&tensors),
+        encodings: totals(&tensors),
         coded_tensors: coded(&tensors),
         saved_bytes: saved(original_bytes, stored_bytes),
         tensors,
@@ -131,7 +131,7 @@ pub(super) fn report(
         layer: decision.layer,
         dtype: info.dtype.to_string(),
         shape: info.shape.clone(),
-        form: choice.form(),
+        encoding: choice.encoding(),
         reason: choice.reason(),
         elements,
         original_bytes: info.bytes,

@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use super::{report, tensor_names};
 use crate::{
-    CodeLimit, Digest, Float, FormId, Section,
+    CodeLimit, Digest, EncodingId, Float, Section,
     bundle::{
         BundleError, CompareReport, CompareRow, CompressOptions, PlanReport, TensorReport, config,
         files::Input,
@@ -15,7 +15,7 @@ use crate::{
         report::{by_role, coded, ratio, saved, totals},
         source::{Kind, Source, SourceFile},
     },
-    form::Sample,
+    encoding::Sample,
     safetensors::TensorInfo,
 };
 
@@ -36,7 +36,7 @@ pub fn plan(source: &Path, options: &CompressOptions) -> Result<PlanReport, Bund
     let (tensors, stored_bytes) = on_threads(options.threads, || predict_one(&files, &planner, options))?;
     let original_bytes = model.files.iter().map(|f| f.bytes).sum();
     Ok(PlanReport {
-        forms: totals(&tensors),
+        encodings: totals(&tensors),
         coded_tensors: coded(&tensors),
         saved_bytes: saved(original_bytes, stored_bytes),
         tensors,
@@ -85,7 +85,7 @@ pub fn compare(source: &Path, options: &[CompressOptions]) -> Result<CompareRepo
 
 /// Whether a code limit says something about a tensor.
 fn is_limited(tensor: &TensorReport) -> bool {
-    tensor.form.form().sections().contains(&Section::CODE_LENGTHS)
+    tensor.encoding.encoding().sections().contains(&Section::CODE_LENGTHS)
 }
 
 /// Reports of all tensors, and the bytes of all files.
@@ -117,7 +117,7 @@ fn predict(files: &[&SourceFile], ways: &[(&Planner, CodeLimit)]) -> Result<Vec<
         for reports in tensors.collect::<Result<Vec<_>, BundleError>>()? {
             for ((tensors, stored_bytes), report) in predicted.iter_mut().zip(reports) {
                 // Shard header and manifest name every section once each, about 1.5 KB a tensor with its digests.
-                *stored_bytes += report.stored_bytes + if report.form == FormId::RAW { 0 } else { 1500 };
+                *stored_bytes += report.stored_bytes + if report.encoding == EncodingId::RAW { 0 } else { 1500 };
                 tensors.push(report);
             }
         }
@@ -153,7 +153,7 @@ fn predict_tensor(
         let sample = samples.iter().find(|(of, _)| *of == limit).map(|(_, sample)| sample);
         let predicted = sample.map(|sample| plan::predict(decision.choice.clone(), sample));
         reports.push(match predicted {
-            Some((choice, Some(bytes))) if is_worth_it(choice.form(), bytes, info.bytes) => {
+            Some((choice, Some(bytes))) if is_worth_it(choice.encoding(), bytes, info.bytes) => {
                 report(file, info, &decision, &choice, bytes)
             }
             Some((choice, Some(_))) => report(file, info, &decision, &choice.not_smaller(), info.bytes),
@@ -165,8 +165,8 @@ fn predict_tensor(
 }
 
 /// Whether so many bytes are few enough for a tensor that has `original` of them.
-pub(super) fn is_worth_it(form: FormId, bytes: u64, original: u64) -> bool {
-    bytes.saturating_add(form.form().least_saved()) <= original
+pub(super) fn is_worth_it(encoding: EncodingId, bytes: u64, original: u64) -> bool {
+    bytes.saturating_add(encoding.encoding().least_saved()) <= original
 }
 
 /// Pieces (offset, bytes) spread evenly over a tensor, each on a multiple of 64 elements; all of a small one.

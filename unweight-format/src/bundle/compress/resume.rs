@@ -18,7 +18,7 @@ use super::{
     shard_writer::{ALIGN, Deferred, Part, Pending, ShardWriter},
 };
 use crate::{
-    Digest, FormId, Section,
+    Digest, EncodingId, Section,
     bundle::{
         BundleError,
         files::{self, Input},
@@ -332,6 +332,6 @@ fn is_planned(entry: &TensorEntry, info: &TensorInfo, decision: &Decision) -> bo
 
 /// Bytes and digests of the parts that a tensor is stored in, in stored order.
 pub(super) fn stored_parts<'a>(entry: &'a TensorEntry, info: &TensorInfo) -> impl Iterator<Item = (u64, Digest)> + 'a {
-    let raw = (entry.form == FormId::RAW).then_some((info.bytes, entry.digest));
+    let raw = (entry.encoding == EncodingId::RAW).then_some((info.bytes, entry.digest));
     raw.into_iter().chain(entry.sections.iter().map(|section| (section.bytes, section.digest)))
 }

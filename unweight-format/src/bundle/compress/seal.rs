@@ -9,7 +9,7 @@ use std::{
 use rayon::prelude::*;
 
 use crate::{
-    Digest, FormId,
+    Digest, EncodingId,
     bundle::{
         BundleError, Progress, Signer, VerifyAfter, config,
         manifest::{self, FileEntry, Manifest, Options, TensorEntry, WeightsFile, section_name},
@@ -18,7 +18,7 @@ use crate::{
         source::{Index, Kind},
         stage::Stage,
     },
-    form::FORMS,
+    encoding::ENCODINGS,
 };
 
 /// What is left to do when the files of a bundle are in the stage.
@@ -137,8 +137,8 @@ impl Finish<'_> {
 fn sampled(file: &WeightsFile) -> HashSet<usize> {
     let mut chosen: HashSet<usize> = (0..file.tensors.len()).step_by(16).collect();
     chosen.extend(file.tensors.len().checked_sub(1));
-    for form in FORMS {
-        let of_this = file.tensors.iter().enumerate().filter(|(_, t)| t.form == form.id());
+    for encoding in ENCODINGS {
+        let of_this = file.tensors.iter().enumerate().filter(|(_, t)| t.encoding == encoding.id());
         chosen.extend(of_this.max_by_key(|(_, t)| t.original_bytes()).map(|(index, _)| index));
     }
     chosen
@@ -166,8 +166,8 @@ fn stored_index(index: &Index, name: &str, shards: &BTreeMap<String, WeightsFile
 }
 
 fn stored_names(tensor: &TensorEntry) -> Vec<String> {
-    match tensor.form {
-        FormId::RAW => vec![tensor.name.clone()],
+    match tensor.encoding {
+        EncodingId::RAW => vec![tensor.name.clone()],
         _ => tensor.sections.iter().map(|s| section_name(&tensor.name, s.name)).collect(),
     }
 }

@@ -12,7 +12,7 @@ use super::{
     resume::{Record, journal_line},
 };
 use crate::{
-    Digest, FormId, Section, bf16,
+    Digest, EncodingId, Section, bf16,
     bundle::{
         BundleError,
         files::{self, Input},
@@ -209,9 +209,9 @@ impl ShardWriter<'_> {
         offset: u64,
         bytes: u64,
         expected: Digest,
-        form: impl Fn(&[u8]) -> Cow<'_, [u8]>,
+        encoding: impl Fn(&[u8]) -> Cow<'_, [u8]>,
     ) -> Result<(), BundleError> {
-        let got = input.stream(offset, bytes, |piece| self.write(&form(piece)))?;
+        let got = input.stream(offset, bytes, |piece| self.write(&encoding(piece)))?;
         if got == expected { Ok(()) } else { Err(input.changed()) }
     }
 
@@ -254,15 +254,16 @@ fn header_bound(
             continue;
         };
         // Of the form and of what may take its place, whichever a header names at greater length.
-        let named = |form: FormId| -> Vec<(String, Dtype, Vec<usize>)> {
-            let sections = form.form().sections().iter().map(|&section| {
+        let named = |encoding: EncodingId| -> Vec<(String, Dtype, Vec<usize>)> {
+            let sections = encoding.encoding().sections().iter().map(|&section| {
                 let bytes = section.fixed_bytes(grid).unwrap_or(info.bytes as usize);
                 (section_name(&info.name, section), section.dtype(), section.shape(grid, bytes))
             });
             sections.collect()
         };
-        let chain = std::iter::successors(Some(decision.choice.form()), |form| Some(form.form().fallback()));
-        let coded = chain.take_while(|form| *form != FormId::RAW).map(named);
+        let chain =
+            std::iter::successors(Some(decision.choice.encoding()), |encoding| Some(encoding.encoding().fallback()));
+        let coded = chain.take_while(|encoding| *encoding != EncodingId::RAW).map(named);
         parts.extend(coded.max_by_key(|parts| header_bytes_of(&BTreeMap::new(), parts, most)).unwrap_or_default());
         // Raw takes the place of every form, and a shape of many dimensions may be longer than the names of all
         // sections.

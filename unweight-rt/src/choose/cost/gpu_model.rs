@@ -16,7 +16,7 @@ use crate::choose::candidates::{PackedUse, Registered};
 /// What the model knows of a device: what its driver says, no measurement, so that every start on it chooses the same
 /// kernels and gives the same bits (docs/adr/0014-machines.md).
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Machine {
+pub struct GpuModel {
     /// What its kernels are compiled for.
     pub arch: Arch,
     /// Multiprocessors.
@@ -25,14 +25,14 @@ pub struct Machine {
     pub memory: f64,
     /// The highest clock of its multiprocessors, MHz.
     pub clock_mhz: f64,
-    /// Floating-point operations of a multiprocessor in a clock ([`Machine::tensor_rate`]).
+    /// Floating-point operations of a multiprocessor in a clock ([`GpuModel::tensor_rate`]).
     pub tensor: f64,
 }
 
 /// Cards for data centers whose tensor cores are halved as those for games.
 const HALVED: [&str; 3] = ["NVIDIA A10G", "NVIDIA L20", "NVIDIA L40"];
 
-impl Machine {
+impl GpuModel {
     /// An H200 (SXM), which the model was fitted to, as its driver describes it: what is compiled for one where there
     /// is none is what it will ask for (`device` in docs/records/2026-11-22/decode-compact.json).
     pub const H200: Self = Self { arch: Arch::Sm90a, sms: 132, memory: 4.814304e6, clock_mhz: 1980.0, tensor: 4096.0 };
@@ -101,35 +101,31 @@ impl Machine {
 ///
 /// Empty where `n` or `k` is not a multiple of 64, or there is nothing to compute.
 pub fn candidates(
-    machine: &Machine,
+    gpu: &GpuModel,
     registered: &Registered,
     problem: GemmShape,
     wanted: PackedUse,
 ) -> Vec<(VariantSpec, f64)> {
-    ranked(machine, problem, registered.packed(machine.arch, wanted))
+    ranked(gpu, problem, registered.packed(gpu.arch, wanted))
 }
 
 /// The same straight from compact weights. Empty as for [`candidates`], and where none ship.
 pub fn compact_candidates(
-    machine: &Machine,
+    gpu: &GpuModel,
     registered: &Registered,
     problem: GemmShape,
     wanted: PackedUse,
 ) -> Vec<(VariantSpec, f64)> {
-    ranked(machine, problem, registered.compact(machine.arch, wanted))
+    ranked(gpu, problem, registered.compact(gpu.arch, wanted))
 }
 
-fn ranked(
-    machine: &Machine,
-    problem: GemmShape,
-    variants: impl Iterator<Item = VariantSpec>,
-) -> Vec<(VariantSpec, f64)> {
+fn ranked(gpu: &GpuModel, problem: GemmShape, variants: impl Iterator<Item = VariantSpec>) -> Vec<(VariantSpec, f64)> {
     let GemmShape { m, n, k } = problem;
     if m == 0 || n == 0 || k == 0 || !n.is_multiple_of(64) || !k.is_multiple_of(64) {
         return Vec::new();
     }
     let mut found: Vec<(VariantSpec, f64)> =
-        variants.filter_map(|spec| Some((spec, predicted_us(&spec, problem, machine)?))).collect();
+        variants.filter_map(|spec| Some((spec, predicted_us(&spec, problem, gpu)?))).collect();
     // Stable: of equals, what ships stays ahead of what was registered.
     found.sort_by(|a, b| a.1.total_cmp(&b.1));
     found
@@ -137,39 +133,40 @@ fn ranked(
 
 /// Microseconds of the expansion of a compact weight to packed tiles: what it reads and writes, at the share of the
 /// memory's rate that was measured (53.7 us for 14336x4096).
-pub fn expand_us(machine: &Machine, n: u32, k: u32) -> f64 {
+pub fn expand_us(gpu: &GpuModel, n: u32, k: u32) -> f64 {
     const SHARE: f64 = 0.74;
     let weights = f64::from(n) * f64::from(k);
-    LAUNCH_US + weights * (COMPACT_BYTES + 1.5) / (machine.reads() * SHARE)
+    LAUNCH_US + weights * (COMPACT_BYTES + 1.5) / (gpu.reads() * SHARE)
 }
 
 /// Microseconds of cuBLAS on BF16: reads of the memory, or what its tensor cores multiply.
-pub fn cublas_us(machine: &Machine, problem: GemmShape) -> f64 {
+pub fn cublas_us(gpu: &GpuModel, problem: GemmShape) -> f64 {
     let GemmShape { m, n, k } = problem;
     let weights = f64::from(n) * f64::from(k);
-    LAUNCH_US + (2.0 * weights / machine.reads()).max(2.0 * weights * f64::from(m) / machine.cublas_flop())
+    LAUNCH_US + (2.0 * weights / gpu.reads()).max(2.0 * weights * f64::from(m) / gpu.cublas_flop())
 }
 
 /// What no product by `mma.sync` goes below, us: the multiplications at the share of the tensor cores that cuBLAS gets.
 /// [`predicted_us`] was fitted to batches that memory limits, and knows of no such floor.
-pub fn mma_floor_us(machine: &Machine, problem: GemmShape) -> f64 {
+pub fn mma_floor_us(gpu: &GpuModel, problem: GemmShape) -> f64 {
     let GemmShape { m, n, k } = problem;
-    2.0 * f64::from(n) * f64::from(k) * f64::from(m) / machine.tensor_flop(machine.tensor)
+    2.0 * f64::from(n) * f64::from(k) * f64::from(m) / gpu.tensor_flop(gpu.tensor)
 }
 
 /// Microseconds of the expansion of a packed or a compact weight to BF16: what it reads and writes, at the rate of the
 /// memory.
-pub fn bf16_us(machine: &Machine, n: u32, k: u32, compact: bool) -> f64 {
+pub fn bf16_us(gpu: &GpuModel, n: u32, k: u32, compact: bool) -> f64 {
     let read = if compact { COMPACT_BYTES } else { 1.5 };
-    LAUNCH_US + f64::from(n) * f64::from(k) * (read + 2.0) / machine.reads()
+    LAUNCH_US + f64::from(n) * f64::from(k) * (read + 2.0) / gpu.reads()
 }
 
 /// What the model says a launch takes, us; `None` for a variant that cannot exist, is of another family or is out of
-/// the question at this batch. The constants were fitted to an H200 (docs/records/2026-11-21/matmul-register-sourced-log.md): over
-/// the 334 problems measured there, the variant that it finds fastest took 1.1 % longer than the best on average, 25 %
-/// at most; clusters of `gemm_wgmma` joined later, and were fitted again with stream-K (item 12 of `fused_wide` there).
-pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, machine: &Machine) -> Option<f64> {
-    let (sms, clock) = (machine.sms, machine.clock());
+/// the question at this batch. The constants were fitted to an H200
+/// (docs/records/2026-11-21/matmul-register-sourced-log.md): over the 334 problems measured there, the variant that it
+/// finds fastest took 1.1 % longer than the best on average, 25 % at most; clusters of `gemm_wgmma` joined later, and
+/// were fitted again with stream-K (item 12 of `fused_wide` there).
+pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, gpu: &GpuModel) -> Option<f64> {
+    let (sms, clock) = (gpu.sms, gpu.clock());
     let plan = Plan::new(spec).ok()?;
     let GemmShape { m, n, k } = problem;
     let weight_bytes = f64::from(n) * f64::from(k) * 1.5;
@@ -185,10 +182,10 @@ pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, machine: &Machine) -
             let (active, resident) = (sms_f.min(blocks), (blocks / sms_f).ceil().min(per_sm));
             let row_blocks = dealt.min(f64::from(op.row_blocks.get()));
             let in_flight = active * resident * f64::from(op.warps.get() * op.stages.get()) * row_blocks * 1536.0;
-            let rate = machine.reads().min(in_flight / MEMORY_LATENCY_US).min(active * MEMORY_PER_SM * clock);
+            let rate = gpu.reads().min(in_flight / MEMORY_LATENCY_US).min(active * MEMORY_PER_SM * clock);
             let x = groups * batch_tiles * f64::from(k) * batch_tile * 2.0 / (CACHED_X * clock * sms_f / H200_SMS);
             let steps = (blocks / sms_f).ceil() * dealt * columns / cluster;
-            let multiply = SMALL_STEP_US.1 * batch_tile / 8.0 / machine.tensor_share();
+            let multiply = SMALL_STEP_US.1 * batch_tile / 8.0 / gpu.tensor_share();
             let computed = steps * (SMALL_STEP_US.0 + multiply) / clock;
             let waves = (blocks / (sms_f * per_sm)).ceil() - 1.0;
             let waiting = waves * if per_sm == 1.0 { SMALL_WAVE_US.0 } else { SMALL_WAVE_US.1 };
@@ -205,7 +202,7 @@ pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, machine: &Machine) -
             let blocks = f64::from(plan.launch.grid.blocks(problem, sms)?);
             let (cluster, warps) = (f64::from(op.cluster.get()), f64::from(op.warps.get()));
             let per_sm = f64::from(plan.launch.blocks_per_sm);
-            let rows = COMPACT_ROWS_US * (f64::from(op.batch_tile.get()) / 8.0 - 1.0) / machine.tensor_share();
+            let rows = COMPACT_ROWS_US * (f64::from(op.batch_tile.get()) / 8.0 - 1.0) / gpu.tensor_share();
             let meeting = if cluster > 1.0 { COMPACT_CLUSTER_US } else { 0.0 };
             // With so many blocks on a multiprocessor, each with a share of a cluster's rows of tiles.
             let batch_tiles = f64::from(m.div_ceil(op.batch_tile.get()));
@@ -218,7 +215,7 @@ pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, machine: &Machine) -
             };
             let (waves, rest) = ((blocks / (sms_f * per_sm)).floor(), blocks % (sms_f * per_sm));
             let last = if rest > 0.0 { wave((rest / sms_f).ceil()) } else { 0.0 };
-            let read = f64::from(n) * f64::from(k) * COMPACT_BYTES * batch_tiles / (machine.reads() * COMPACT_READS);
+            let read = f64::from(n) * f64::from(k) * COMPACT_BYTES * batch_tiles / (gpu.reads() * COMPACT_READS);
             let launch = if op.pdl { DEPENDENT_LAUNCH_US } else { LAUNCH_US };
             Some(launch + (waves * wave(per_sm) + last).max(read))
         }
@@ -243,7 +240,7 @@ pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, machine: &Machine) -
             let exchange = if cluster > 1.0 { share.ceil() * WIDE_CLUSTER_US * sums } else { 0.0 };
             // A cooperative launch waits for the kernel before it to end.
             let hidden = if op.pdl && !op.stream_k { LAUNCH_US - DEPENDENT_LAUNCH_US } else { 0.0 };
-            Some(WIDE_LAUNCH_US - hidden + work.max(weight_bytes / (WIDE_MEMORY * machine.reads() / MEMORY)) + exchange)
+            Some(WIDE_LAUNCH_US - hidden + work.max(weight_bytes / (WIDE_MEMORY * gpu.reads() / MEMORY)) + exchange)
         }
         _ => None,
     }
@@ -279,7 +276,7 @@ mod tests {
 
     #[test]
     fn constants_are_of_the_device_that_the_model_describes() {
-        assert_eq!(H200_SMS, f64::from(Machine::H200.sms));
+        assert_eq!(H200_SMS, f64::from(GpuModel::H200.sms));
     }
 
     /// Data sheets' rates, TFLOPS: dense BF16, fp32 sums.
@@ -305,7 +302,7 @@ mod tests {
             ("NVIDIA GeForce RTX 5090", Arch::Sm120a, 170, 2407.0, 209.5),
             ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", Arch::Sm120a, 188, 2617.0, 503.8),
         ] {
-            let ours = Machine::tensor_rate(arch, name) * f64::from(sms) * boost_mhz / 1e6;
+            let ours = GpuModel::tensor_rate(arch, name) * f64::from(sms) * boost_mhz / 1e6;
             assert!((ours / tflops - 1.0_f64).abs() < 0.02, "{name}: {ours:.1} TFLOPS, its data sheet says {tflops}");
         }
     }

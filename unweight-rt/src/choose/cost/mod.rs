@@ -12,11 +12,11 @@ use unweight_codegen::{
 pub(super) mod constants;
 pub mod gpu_model;
 
-use self::gpu_model::{Machine, candidates, compact_candidates, expand_us};
+use self::gpu_model::{GpuModel, candidates, compact_candidates, expand_us};
 use super::candidates::{COMPACT_BATCH, PackedUse, Registered};
 
 /// Multiprocessors of an H200 (SXM).
-const SMS: u32 = Machine::H200.sms;
+const SMS: u32 = GpuModel::H200.sms;
 /// What a launch costs beside its work, us.
 const LAUNCH_US: f64 = 4.0;
 /// Bytes of weights that cuBLAS reads in a us.
@@ -48,7 +48,7 @@ pub fn packed_us(problem: GemmShape) -> Option<f64> {
     let padded = |extent: u32| extent.checked_next_multiple_of(64);
     let problem = GemmShape { n: padded(problem.n)?, k: padded(problem.k)?, ..problem };
     let wanted = PackedUse { escapes: true, pdl: true, epilogue: Epilogue::Store };
-    candidates(&Machine::H200, &Registered::default(), problem, wanted).first().map(|(_, us)| *us)
+    candidates(&GpuModel::H200, &Registered::default(), problem, wanted).first().map(|(_, us)| *us)
 }
 
 /// A product from weights that stay compact, us: up to batch 32 straight from them, above that behind their expansion.
@@ -68,13 +68,13 @@ pub fn compact_us(problem: GemmShape) -> Option<f64> {
     }
     let wanted = |pdl| PackedUse { escapes: true, pdl, epilogue: Epilogue::Store };
     if m <= COMPACT_BATCH {
-        return compact_candidates(&Machine::H200, &Registered::default(), problem, wanted(true))
+        return compact_candidates(&GpuModel::H200, &Registered::default(), problem, wanted(true))
             .first()
             .map(|(_, us)| *us);
     }
     // Ordinary launches, both.
-    let product = candidates(&Machine::H200, &Registered::default(), problem, wanted(false)).first()?.1;
-    Some(expand_us(&Machine::H200, n, k) + product)
+    let product = candidates(&GpuModel::H200, &Registered::default(), problem, wanted(false)).first()?.1;
+    Some(expand_us(&GpuModel::H200, n, k) + product)
 }
 
 /// The products of a mixture's experts from packed weights, us: `problem` is that of one expert and of all tokens, of

@@ -216,20 +216,20 @@ impl KernelCache {
         threads: usize,
         progress: &(dyn Fn(&Progress<'_>) + Sync),
     ) -> Result<Vec<Artifact>, Error> {
-        let mut unique: Vec<Wanted<'_>> = Vec::new();
+        let mut unique: Vec<RoutePolicy<'_>> = Vec::new();
         let mut seen: HashMap<SourceKey, usize> = HashMap::new();
         let mut order = Vec::with_capacity(requests.len());
         for request in requests {
             let source = SourceKey::of(request);
             order.push(*seen.entry(source).or_insert_with(|| {
-                unique.push(Wanted { request, source, damage: None });
+                unique.push(RoutePolicy { request, source, damage: None });
                 unique.len() - 1
             }));
         }
         let total = unique.len();
         let attached = attached.filter(|_| self.policy.mode != JitMode::Off);
         let mut results: Vec<Option<Artifact>> = unique.iter_mut().map(|wanted| wanted.find_in(attached)).collect();
-        let (missing, places): (Vec<Wanted<'_>>, Vec<usize>) =
+        let (missing, places): (Vec<RoutePolicy<'_>>, Vec<usize>) =
             unique.into_iter().enumerate().filter(|(at, _)| results[*at].is_none()).map(|(at, one)| (one, at)).unzip();
         let found = total - missing.len();
         let tell = |artifacts: &[&Artifact], before: usize| {
@@ -278,10 +278,10 @@ impl KernelCache {
         }
     }
 
-    fn all_from_store(&self, unique: &[Wanted<'_>], why: NotCompiled) -> Result<Vec<Artifact>, Error> {
+    fn all_from_store(&self, unique: &[RoutePolicy<'_>], why: NotCompiled) -> Result<Vec<Artifact>, Error> {
         let mut missing = Vec::new();
         let mut found = Vec::new();
-        for wanted @ Wanted { request, source, .. } in unique {
+        for wanted @ RoutePolicy { request, source, .. } in unique {
             let start = Instant::now();
             let why = match self.store.as_ref().map(|store| store.get_any(&request.name, source)) {
                 Ok(Lookup::Hit(entry)) => {
@@ -303,7 +303,7 @@ impl KernelCache {
 
     fn all_compiled(
         &self,
-        unique: &[Wanted<'_>],
+        unique: &[RoutePolicy<'_>],
         compiler: &CompilerId,
         threads: usize,
         progress: &(dyn Fn(&Progress<'_>) + Sync),
@@ -358,7 +358,7 @@ impl KernelCache {
         }
     }
 
-    fn one(&self, wanted: &Wanted<'_>, compiler: &CompilerId) -> Result<Artifact, Error> {
+    fn one(&self, wanted: &RoutePolicy<'_>, compiler: &CompilerId) -> Result<Artifact, Error> {
         let start = Instant::now();
         let (request, source) = (wanted.request, wanted.source);
         let name = request.checked_name().map_err(Error::BadName)?.to_owned();
@@ -430,14 +430,14 @@ impl KernelCache {
 }
 
 /// A kernel that was asked for.
-struct Wanted<'a> {
+struct RoutePolicy<'a> {
     request: &'a CompileRequest,
     source: SourceKey,
     /// What is wrong with the one that is attached.
     damage: Option<String>,
 }
 
-impl Wanted<'_> {
+impl RoutePolicy<'_> {
     /// The kernel as it is attached: by name and source, read by its digest, and a cubin that holds it. Else notes what
     /// is wrong with it.
     fn find_in(&mut self, attached: Option<&Attached>) -> Option<Artifact> {

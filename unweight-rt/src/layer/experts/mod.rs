@@ -23,10 +23,10 @@ use unweight_codegen::{
 pub use crate::ops::route::Choice;
 use crate::{
     device::{
-        Device, DeviceBuffer, DeviceError, KernelSet, LaneSize, MatrixMut, MatrixRef, Refusal, Stream,
+        ContextSize, Device, DeviceBuffer, DeviceError, KernelSet, LaunchError, MatrixMut, MatrixRef, Stream,
         view::{Place, check_apart, check_device},
     },
-    exec::{Lane, context::LaneParts, operands::check_activations},
+    exec::{ExecContext, context::ContextParts, operands::check_activations},
     ops::{
         gemm_grouped::{self, GroupedGemm, Lists, Rows},
         route::{self, Router},
@@ -103,12 +103,12 @@ pub fn variants(arch: Arch) -> Vec<VariantSpec> {
 }
 
 impl ExpertsShape {
-    fn check(self, top_k: u32) -> Result<(), Refusal> {
+    fn check(self, top_k: u32) -> Result<(), LaunchError> {
         let Self { experts, hidden, intermediate } = self;
         route::check(experts, top_k)?;
         for (extent, value) in [("hidden", hidden), ("intermediate", intermediate)] {
             if value == 0 || !value.is_multiple_of(64) {
-                return Err(Refusal::Multiple { extent, value, of: 64 });
+                return Err(LaunchError::Multiple { extent, value, of: 64 });
             }
         }
         Ok(())
@@ -120,12 +120,12 @@ impl ExpertsShape {
         kernels: &KernelSet,
         gate_up: &DevicePacked,
         down: &DevicePacked,
-    ) -> Result<(), Refusal> {
+    ) -> Result<(), LaunchError> {
         self.check(1)?;
         for (weights, wanted) in [(gate_up, self.gate_up()), (down, self.down())] {
             let have = shape(weights.grid());
             if have != wanted {
-                return Err(Refusal::Shape { y: [0, wanted[0]], x: [0, wanted[1]], w: have });
+                return Err(LaunchError::Shape { y: [0, wanted[0]], x: [0, wanted[1]], w: have });
             }
             check_device("the weights of experts", weights.device().ordinal(), kernels.device().ordinal())?;
         }
@@ -147,9 +147,9 @@ impl ExpertsShape {
         Parts::of(self, tokens.min(CHUNK_TOKENS), top_k).end
     }
 
-    /// What a lane must provide for a batch of `tokens`.
-    pub fn lane_size(self, tokens: u32, top_k: u32) -> LaneSize {
-        LaneSize { workspace_bytes: self.scratch_bytes(tokens, top_k), ..LaneSize::default() }
+    /// What an execution context must provide for a batch of `tokens`.
+    pub fn context_size(self, tokens: u32, top_k: u32) -> ContextSize {
+        ContextSize { workspace_bytes: self.scratch_bytes(tokens, top_k), ..ContextSize::default() }
     }
 }
 
@@ -233,9 +233,9 @@ impl Experts {
         self.gate_up.bytes() + self.down.bytes()
     }
 
-    /// What [`Experts::enqueue`] needs from a lane.
-    pub fn lane_size(&self, tokens: u32, top_k: u32) -> LaneSize {
-        self.shape.lane_size(tokens, top_k)
+    /// What [`Experts::enqueue`] needs from an execution context.
+    pub fn context_size(&self, tokens: u32, top_k: u32) -> ContextSize {
+        self.shape.context_size(tokens, top_k)
     }
 
     /// Enqueues a router's choice: of each row of `logits` the `top_k` largest, of equal ones the lower expert first.
@@ -262,21 +262,21 @@ impl Experts {
     /// of a token in their order, rounded once; with `adds` on top of what `y` holds.
     ///
     /// # Errors
-    /// Operands whose shapes do not match, that overlap or are on another device; a lane that is too small; or the
-    /// driver's refusal.
+    /// Operands whose shapes do not match, that overlap or are on another device; an execution context that is too
+    /// small; or the driver's refusal.
     pub fn enqueue(
         &self,
-        lane: &mut Lane,
+        ctx: &mut ExecContext,
         x: MatrixRef<'_>,
         routed: Routed<'_>,
         y: MatrixMut<'_>,
         adds: bool,
     ) -> Result<(), DeviceError> {
         let at = routed.check(x.rows(), self.device())?;
-        lane.size().check(self.lane_size(x.rows(), routed.top_k))?;
-        let LaneParts { stream, workspace, .. } = lane.parts();
+        ctx.size().check(self.context_size(x.rows(), routed.top_k))?;
+        let ContextParts { stream, workspace, .. } = ctx.parts();
         let scratch = (workspace.partials.address(), workspace.partials.len() as u64);
-        // SAFETY: ids and weights have so many elements, and the lane's memory is used in stream order.
+        // SAFETY: ids and weights have so many elements, and the context's memory is used in stream order.
         unsafe { self.enqueue_at(stream, x, at, y, scratch, adds) }
     }
 
@@ -323,7 +323,7 @@ impl Experts {
         let check = || {
             shape.check(top_k)?;
             if x.shape() != y.shape() || x.cols != shape.hidden {
-                return Err(Refusal::Shape { y: y.shape(), x: x.shape(), w: shape.down() });
+                return Err(LaunchError::Shape { y: y.shape(), x: x.shape(), w: shape.down() });
             }
             check_activations("x", x, COLUMNS_MAX)?;
             check_activations("y", y, COLUMNS_MAX)?;
@@ -331,10 +331,10 @@ impl Experts {
             y.check_device("y", own)?;
             let need = shape.scratch_bytes(x.rows, top_k);
             if scratch.1 < need {
-                return Err(Refusal::Room { buffer: "bytes of scratch", need, have: scratch.1 });
+                return Err(LaunchError::Room { buffer: "bytes of scratch", need, have: scratch.1 });
             }
             if !scratch.0.is_multiple_of(16) {
-                return Err(Refusal::Alignment { operand: "the scratch", address: scratch.0, bytes: 16 });
+                return Err(LaunchError::Alignment { operand: "the scratch", address: scratch.0, bytes: 16 });
             }
             let used = scratch.0..scratch.0.saturating_add(need);
             check_apart(("y", y.span()), [("x", x.span()), ("the scratch", used.clone())])?;
@@ -351,7 +351,7 @@ impl Experts {
     pub(super) unsafe fn multiply(&self, stream: &Stream, run: &Run, lists: Lists) -> Result<(), DeviceError> {
         let ExpertsShape { hidden, intermediate, .. } = self.shape;
         let Some((_, [gate_up, down])) = self.products.iter().find(|(rows, _)| *rows == run.tile) else {
-            return self.router.refuse(Refusal::Family { wanted: "a grouped product of this batch tile" });
+            return self.router.refuse(LaunchError::Family { wanted: "a grouped product of this batch tile" });
         };
         let (x, x_row_bytes) = run.x;
         let first = Rows { x, x_row_bytes, y: run.gated, pairs_per_row: run.route.top_k };
@@ -424,7 +424,7 @@ impl Run {
 
 impl Routed<'_> {
     /// The addresses of choices for so many tokens.
-    pub(super) fn check(self, tokens: u32, device: &Device) -> Result<RoutedAt, Refusal> {
+    pub(super) fn check(self, tokens: u32, device: &Device) -> Result<RoutedAt, LaunchError> {
         let Routed { ids, weights, top_k } = self;
         let pairs = tokens as usize * top_k as usize;
         elements("ids", ids.len().min(pairs), pairs)?;
@@ -466,11 +466,11 @@ mod tests {
     #[test]
     fn sizes_that_no_kernel_takes_are_refused() {
         assert_eq!(QWEN3.check(8), Ok(()));
-        assert_eq!(QWEN3.check(33), Err(Refusal::Experts { experts: 128, top_k: 33 }));
+        assert_eq!(QWEN3.check(33), Err(LaunchError::Experts { experts: 128, top_k: 33 }));
         let of = |experts, hidden, intermediate| ExpertsShape { experts, hidden, intermediate }.check(1);
-        assert_eq!(of(0, 64, 64), Err(Refusal::Experts { experts: 0, top_k: 1 }));
-        assert_eq!(of(513, 64, 64), Err(Refusal::Experts { experts: 513, top_k: 1 }));
-        assert_eq!(of(8, 64, 96), Err(Refusal::Multiple { extent: "intermediate", value: 96, of: 64 }));
+        assert_eq!(of(0, 64, 64), Err(LaunchError::Experts { experts: 0, top_k: 1 }));
+        assert_eq!(of(513, 64, 64), Err(LaunchError::Experts { experts: 513, top_k: 1 }));
+        assert_eq!(of(8, 64, 96), Err(LaunchError::Multiple { extent: "intermediate", value: 96, of: 64 }));
     }
 
     #[test]

@@ -49,7 +49,7 @@ impl Counters {
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(slot) = slot(&mut slots, (capture, handle as usize)) else { return Ok(None) };
         let address = self.memory.address() + (slot * SLOT_WORDS * 4) as u64;
-        // SAFETY: a slot of `memory`, which a guest keeps, with at least the padding of `memory` behind it; only
+        // SAFETY: a slot of `memory`, which a interop keeps, with at least the padding of `memory` behind it; only
         // launches of this order, one after the other, are given it.
         Ok(Some(unsafe { DeviceBuffer::borrow(stream.device(), address, words) }?))
     }

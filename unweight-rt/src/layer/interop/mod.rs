@@ -2,12 +2,12 @@
 //!
 //! ```text
 //! the framework's   weights bf16 --pack_at--> sections --layer--> Linear          x, y, scratch, stream
-//! the guest's       kernels, packer, cuBLAS, the counters of each stream               |
+//! the interop's       kernels, packer, cuBLAS, the counters of each stream               |
 //!                                                          enqueue <-------------------+
 //! ```
-//! A [`Guest`] owns what no framework has. Operands and scratch are passed as addresses, streams as raw handles. The
-//! caller keeps them valid: these calls are unsafe, and each states what it relies on. [`Guest::enqueue`] allocates
-//! nothing, waits for nothing and may be captured. [`Guest::layer`] compiles and loads every kernel that it can need.
+//! A [`Interop`] owns what no framework has. Operands and scratch are passed as addresses, streams as raw handles. The
+//! caller keeps them valid: these calls are unsafe, and each states what it relies on. [`Interop::enqueue`] allocates
+//! nothing, waits for nothing and may be captured. [`Interop::layer`] compiles and loads every kernel that it can need.
 //!
 //! Where weights are expanded to BF16 ahead of cuBLAS (on architectures without `wgmma`, at batches where that is
 //! faster), they are in the scratch, which is larger by the BF16 matrix and cuBLAS's workspace.
@@ -24,20 +24,20 @@ use std::{
 use cudarc::driver::result;
 use unweight_codegen::spec::Epilogue;
 use unweight_format::{
-    FormId, TileGrid,
+    EncodingId, TileGrid,
     raw::packed::{self, Window},
 };
 
 use self::{counters::Counters, scratch::Parts};
 use crate::{
-    choose::route::{Wanted, Way, Ways, Weight},
+    choose::route::{Route, RoutePolicy, Routes, Weight},
     device::{
-        Call, Device, DeviceBuffer, DeviceError, KernelSet, MatrixMut, MatrixRef, Refusal, Stream,
+        Call, Device, DeviceBuffer, DeviceError, KernelSet, LaunchError, MatrixMut, MatrixRef, Stream,
         buffer::{copy_to_device, length},
-        lane_size::CUBLAS_BYTES,
+        context_size::CUBLAS_BYTES,
         module::LoadedKernel,
     },
-    exec::{Lane, cublas::Cublas, workspace::Workspace},
+    exec::{ExecContext, cublas::Cublas, workspace::Workspace},
     layer::{
         build::{expanding, has_cublas},
         experts::{Experts, ExpertsShape, RoutedAt},
@@ -72,18 +72,18 @@ pub struct Scratch {
 
 /// Kernels, a packer and counters for layers in the memory of another framework. May be used from several threads at
 /// once.
-pub struct Guest {
+pub struct Interop {
     kernels: KernelSet,
     /// One tensor is packed at a time.
     packer: Mutex<Packer>,
     stream: Stream,
-    wanted: Wanted,
+    wanted: RoutePolicy,
     counters: Counters,
     /// Created for the first layer that needs it; used by one launch at a time.
     cublas: Mutex<Option<Cublas>>,
 }
 
-impl Guest {
+impl Interop {
     /// Prepares packing and launches on the device of these kernels.
     ///
     /// # Errors
@@ -150,26 +150,26 @@ impl Guest {
         // SAFETY: the caller's promise.
         let (packed, heads, escapes) = unsafe { sections(self.device(), grid, at) }?;
         let packed = DevicePacked::new(grid, window, packed, heads, escapes)?;
-        let ways = self.ways((n, k), packed.has_escapes())?;
-        Ok(Linear::Packed(PackedLinear::new((n, k), packed, ways)?))
+        let routes = self.routes((n, k), packed.has_escapes())?;
+        Ok(Linear::Packed(PackedLinear::new((n, k), packed, routes)?))
     }
 
-    /// Compiles and loads the kernels that [`Guest::layer`] needs for a shape with escapes: the slow part of a first
+    /// Compiles and loads the kernels that [`Interop::layer`] needs for a shape with escapes: the slow part of a first
     /// layer, before its weights exist.
     ///
     /// # Errors
     /// A kernel that cannot be made, or an error of the driver.
     pub fn prepare(&self, shape: (u32, u32)) -> Result<(), DeviceError> {
-        self.ways(shape, true).map(drop)
+        self.routes(shape, true).map(drop)
     }
 
     /// Every kernel that some batch asks for of a shape, loaded.
-    fn ways(&self, (n, k): (u32, u32), escapes: bool) -> Result<Ways<Arc<LoadedKernel>>, DeviceError> {
-        let ways = self.wanted.packed_ways(&Weight::stored(n, k, FormId::PACKED), escapes);
-        if ways.iter().any(|choice| matches!(choice.kernel, Way::Cublas { .. })) {
+    fn routes(&self, (n, k): (u32, u32), escapes: bool) -> Result<Routes<Arc<LoadedKernel>>, DeviceError> {
+        let routes = self.wanted.packed_routes(&Weight::stored(n, k, EncodingId::PACKED), escapes);
+        if routes.iter().any(|choice| matches!(choice.kernel, Route::ExpandToBf16 { .. })) {
             self.cublas_of(&mut self.cublas())?;
         }
-        Wanted::take_ways(&self.kernels, &ways)
+        RoutePolicy::take_routes(&self.kernels, &routes)
     }
 
     /// Writes the weights of a layer as BF16 `[n, k]` without gaps. Runs on a stream of its own, and waits for it.
@@ -182,7 +182,7 @@ impl Guest {
     /// A layer that is not packed or overlaps the output, or an error of the driver.
     pub unsafe fn unpack_at(&self, layer: &Linear, output: u64) -> Result<(), DeviceError> {
         let (n, k) = (layer.n(), layer.k());
-        let packed = layer.packed_weights().ok_or(Refusal::NotPacked)?;
+        let packed = layer.packed_weights().ok_or(LaunchError::NotPacked)?;
         // SAFETY: the caller's promise.
         let output = unsafe { MatrixMut::from_raw(self.device(), output, n, k, k.into()) }?;
         let packer = self.packer();
@@ -190,13 +190,13 @@ impl Guest {
         packer.stream().synchronize()
     }
 
-    /// Bytes of the scratch that [`Guest::enqueue`] takes for this batch; often 0; where weights are expanded, 2 for
+    /// Bytes of the scratch that [`Interop::enqueue`] takes for this batch; often 0; where weights are expanded, 2 for
     /// each weight and 32 MiB.
     ///
     /// # Errors
-    /// [`Refusal::Epilogue`]: not what a packed layer is loaded for.
+    /// [`LaunchError::Epilogue`]: not what a packed layer is loaded for.
     pub fn scratch_bytes(&self, layer: &Linear, m: u32, epilogue: Epilogue) -> Result<u64, DeviceError> {
-        Ok(Parts::of(layer.lane_size_at(m, epilogue)?).bytes())
+        Ok(Parts::of(layer.context_size_at(m, epilogue)?).bytes())
     }
 
     /// Enqueues `y[m, n] = x[m, k] * W^T` (or `+=`, [`Epilogue::StoreAdd`]) on a stream of the framework. Rows have no
@@ -215,8 +215,8 @@ impl Guest {
     ///   before or after.
     ///
     /// # Errors
-    /// Everything is checked before anything is enqueued. [`Refusal::Room`]: a scratch of less than
-    /// [`Guest::scratch_bytes`].
+    /// Everything is checked before anything is enqueued. [`LaunchError::Room`]: a scratch of less than
+    /// [`Interop::scratch_bytes`].
     pub unsafe fn enqueue(
         &self,
         layer: &Linear,
@@ -229,9 +229,9 @@ impl Guest {
             return Ok(());
         }
         let device = self.device();
-        let parts = Parts::of(layer.lane_size_at(m, epilogue)?);
+        let parts = Parts::of(layer.context_size_at(m, epilogue)?);
         if !layer.is_packed() {
-            return Err(Refusal::NotPacked.into());
+            return Err(LaunchError::NotPacked.into());
         }
         room("bytes of scratch", length("bytes of scratch", scratch.bytes)?, length("bytes", parts.bytes())?)?;
         let columns = if epilogue == Epilogue::SiluMul { layer.n() / 2 } else { layer.n() };
@@ -251,7 +251,7 @@ impl Guest {
         };
         if !parts.cublas {
             let slot = DeviceBuffer::nothing(device);
-            return layer.enqueue(&mut Lane::of_parts(stream, workspace, slot, None), x, y, epilogue);
+            return layer.enqueue(&mut ExecContext::of_parts(stream, workspace, slot, None), x, y, epilogue);
         }
         // SAFETY: as above.
         let (slot, cublas_workspace) = unsafe {
@@ -267,9 +267,9 @@ impl Guest {
         // Until this product is enqueued; what was before keeps its own stream and workspace.
         let mut held = self.cublas();
         self.cublas_of(&mut held)?.place(&stream, cublas_workspace)?;
-        let mut lane = Lane::of_parts(stream, workspace, slot, held.take());
-        let enqueued = layer.enqueue(&mut lane, x, y, epilogue);
-        *held = lane.into_cublas();
+        let mut ctx = ExecContext::of_parts(stream, workspace, slot, held.take());
+        let enqueued = layer.enqueue(&mut ctx, x, y, epilogue);
+        *held = ctx.into_cublas();
         enqueued
     }
 
@@ -277,7 +277,7 @@ impl Guest {
     /// rows of a gate and its up are interleaved), with every kernel that some batch asks for, loaded.
     ///
     /// # Safety
-    /// As for [`Guest::layer`], of both tensors.
+    /// As for [`Interop::layer`], of both tensors.
     ///
     /// # Errors
     /// Sizes that no kernel takes, addresses that are not multiples of 256, a kernel that cannot be made, or the
@@ -310,7 +310,7 @@ impl Guest {
     ///   before or after.
     ///
     /// # Errors
-    /// Everything is checked before anything is enqueued. [`Refusal::Room`]: too small a scratch.
+    /// Everything is checked before anything is enqueued. [`LaunchError::Room`]: too small a scratch.
     pub unsafe fn enqueue_experts(
         &self,
         experts: &Experts,
@@ -386,7 +386,7 @@ impl Guest {
     /// Writes bytes at a device address. Waits for the copy.
     ///
     /// # Safety
-    /// As for [`Guest::read`], and nothing else touches them during the call.
+    /// As for [`Interop::read`], and nothing else touches them during the call.
     ///
     /// # Errors
     /// An error of the driver.
@@ -401,9 +401,9 @@ impl Guest {
     }
 }
 
-impl fmt::Debug for Guest {
+impl fmt::Debug for Interop {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Guest({:?})", self.kernels)
+        write!(f, "Interop({:?})", self.kernels)
     }
 }
 
@@ -413,8 +413,8 @@ type Sections = (DeviceBuffer<u8>, DeviceBuffer<u32>, DeviceBuffer<u32>);
 /// The sections of a packed tensor, borrowed.
 ///
 /// # Safety
-/// They are there, as [`Guest::layer`] says.
-unsafe fn sections(device: &Device, grid: TileGrid, at: PackedAt) -> Result<Sections, Refusal> {
+/// They are there, as [`Interop::layer`] says.
+unsafe fn sections(device: &Device, grid: TileGrid, at: PackedAt) -> Result<Sections, LaunchError> {
     let (packed, heads) = (grid.tiles() * packed::TILE_BYTES, grid.tiles() * packed::ROW_BLOCKS);
     // SAFETY: the caller's promise.
     unsafe {
@@ -438,17 +438,17 @@ mod tests {
     };
 
     use super::*;
-    use crate::choose::{cost::gpu_model::Machine, policy::PackedChooser, route::Expand};
+    use crate::choose::{cost::gpu_model::GpuModel, policy::PackedChooser, route::Expand};
 
     /// A prompt's chunk would read the weights once for each 64 rows where there is no `wgmma`.
     #[test]
     fn borrowed_layers_expand_at_the_same_batches_as_the_engine() {
-        let weight = Weight::stored(14336, 4096, FormId::PACKED);
+        let weight = Weight::stored(14336, 4096, EncodingId::PACKED);
         let expands = |arch, options: LoadOptions, has_cublas: bool| {
-            let chooser = PackedChooser::of(Machine::usual(arch), "a GPU");
-            let ways = expanding(options.wanted(chooser, 0), || has_cublas).packed_ways(&weight, true);
-            let at = |m| ways.iter().find(|choice| m <= choice.last).map(|choice| choice.kernel);
-            [64, 2048].map(|m| matches!(at(m), Some(Way::Cublas { .. })))
+            let chooser = PackedChooser::of(GpuModel::usual(arch), "a GPU");
+            let routes = expanding(options.wanted(chooser, 0), || has_cublas).packed_routes(&weight, true);
+            let at = |m| routes.iter().find(|choice| m <= choice.last).map(|choice| choice.kernel);
+            [64, 2048].map(|m| matches!(at(m), Some(Route::ExpandToBf16 { .. })))
         };
         let options = LoadOptions::default();
         for arch in [Arch::Sm80, Arch::Sm89, Arch::Sm100a] {
@@ -460,14 +460,14 @@ mod tests {
         assert_eq!(expands(Arch::Sm90a, options.expand(Expand::Above(0)), false), [true, true]);
     }
 
-    /// What [`Guest::new`] and [`Guest::layer`] ask for, on each kind of GPU that a [`Device`] opens.
+    /// What [`Interop::new`] and [`Interop::layer`] ask for, on each kind of GPU that a [`Device`] opens.
     #[test]
     fn every_architecture_has_the_kernels_of_a_guest() {
         for &arch in Arch::ALL {
-            let chooser = PackedChooser::of(Machine::usual(arch), "a GPU");
+            let chooser = PackedChooser::of(GpuModel::usual(arch), "a GPU");
             let wanted = LoadOptions::default().max_batch(4096).wanted(chooser, 0);
             for (n, k) in [(64, 64), (4096, 14336), (128256, 4096)] {
-                let weight = Weight::stored(n, k, FormId::PACKED);
+                let weight = Weight::stored(n, k, EncodingId::PACKED);
                 for epilogue in [Epilogue::Store, Epilogue::StoreAdd] {
                     for escapes in [true, false] {
                         let mut choices = wanted.gemms(&weight, escapes).into_iter();
@@ -479,7 +479,7 @@ mod tests {
                 }
                 // Its packer among them.
                 let all = wanted.reachable([weight]);
-                assert!(all.iter().any(|spec| matches!(spec.op, Op::Encode(_))), "{arch:?}");
+                assert!(all.iter().any(|spec| matches!(spec.op, Op::EncodeHuffman(_))), "{arch:?}");
                 for spec in all {
                     assert!(spec.arch == arch && Plan::new(&spec).is_ok(), "{spec}");
                 }

@@ -1,6 +1,6 @@
 //! The layout of the scratch that a framework lends to a launch.
 
-use crate::device::{LaneSize, lane_size::CUBLAS_BYTES};
+use crate::device::{ContextSize, context_size::CUBLAS_BYTES};
 
 /// Parts of a scratch begin at multiples of this, and as much is readable behind each.
 const ALIGN: u64 = 256;
@@ -19,8 +19,8 @@ pub(super) struct Parts {
 }
 
 impl Parts {
-    pub(super) fn of(need: LaneSize) -> Self {
-        let LaneSize { workspace_bytes, counters, slot_bytes, cublas, .. } = need;
+    pub(super) fn of(need: ContextSize) -> Self {
+        let ContextSize { workspace_bytes, counters, slot_bytes, cublas, .. } = need;
         Self { partials: workspace_bytes, counters, slot: slot_bytes, cublas }
     }
 

@@ -3,8 +3,8 @@
 use unweight_codegen::spec::Epilogue;
 
 use crate::{
-    device::{DeviceError, LaneSize, MatrixMut, MatrixRef, Refusal},
-    exec::Lane,
+    device::{ContextSize, DeviceError, LaunchError, MatrixMut, MatrixRef},
+    exec::ExecContext,
     weight::DeviceMatrix,
 };
 
@@ -24,13 +24,13 @@ impl Bf16Linear {
         &self.weights
     }
 
-    pub(super) fn lane_size(&self) -> LaneSize {
-        LaneSize::default().with_cublas()
+    pub(super) fn context_size(&self) -> ContextSize {
+        ContextSize::default().with_cublas()
     }
 
     pub(super) fn enqueue(
         &self,
-        lane: &mut Lane,
+        ctx: &mut ExecContext,
         x: MatrixRef<'_>,
         y: MatrixMut<'_>,
         epilogue: Epilogue,
@@ -38,8 +38,8 @@ impl Bf16Linear {
         let add = match epilogue {
             Epilogue::Store => false,
             Epilogue::StoreAdd => true,
-            asked => return Err(Refusal::Epilogue { asked, loaded: Epilogue::Store }.into()),
+            asked => return Err(LaunchError::Epilogue { asked, loaded: Epilogue::Store }.into()),
         };
-        lane.cublas()?.matmul(x, self.weights.view(), y, add)
+        ctx.cublas()?.matmul(x, self.weights.view(), y, add)
     }
 }

@@ -10,14 +10,14 @@ use super::{
     routes::{Routed, load_routes},
 };
 use crate::{
-    choose::route::{Choice, Way, Ways},
-    device::{DeviceError, LaneSize, MatrixMut, MatrixRef, module::LoadedKernel, view::Place},
-    exec::{Lane, context::LaneParts},
+    choose::route::{BatchRoute, Route, Routes},
+    device::{ContextSize, DeviceError, MatrixMut, MatrixRef, module::LoadedKernel, view::Place},
+    exec::{ExecContext, context::ContextParts},
     ops::{
+        decode_compact::{Expander, Transcoder},
         gemm_compact::CompactGemm,
         gemm_packed::PackedGemm,
         silu_mul::SiluMul,
-        transcode::{Expander, Transcoder},
     },
     weight::{DeviceCompact, PackedEscapes},
 };
@@ -28,7 +28,7 @@ pub struct CompactLinear {
     weights: DeviceCompact,
     /// The escapes of the packed form, whose tiles are written into the slot.
     escapes: PackedEscapes,
-    routes: Vec<Choice<CompactRoute>>,
+    routes: Vec<BatchRoute<CompactRoute>>,
 }
 
 /// How a batch is multiplied.
@@ -43,11 +43,13 @@ pub(super) enum CompactRoute {
 }
 
 impl CompactRoute {
-    fn new(way: Way<Arc<LoadedKernel>>) -> Result<Self, DeviceError> {
-        Ok(match way {
-            Way::Direct(kernel) => Self::Direct(CompactGemm::new(kernel)?),
-            Way::Slot { expand, product } => Self::ExpandToPacked(Expander::new(expand)?, PackedGemm::new(product)?),
-            Way::Cublas { expand, activate } => {
+    fn new(route: Route<Arc<LoadedKernel>>) -> Result<Self, DeviceError> {
+        Ok(match route {
+            Route::Direct(kernel) => Self::Direct(CompactGemm::new(kernel)?),
+            Route::ExpandToPacked { expand, product } => {
+                Self::ExpandToPacked(Expander::new(expand)?, PackedGemm::new(product)?)
+            }
+            Route::ExpandToBf16 { expand, activate } => {
                 let activate = activate.map(SiluMul::new).transpose()?;
                 Self::ExpandToBf16(Transcoder::new(expand)?, ExpandedProduct::new(activate))
             }
@@ -56,8 +58,8 @@ impl CompactRoute {
 }
 
 /// What a context must provide for weights that are expanded to packed tiles.
-pub(super) fn slot_size(grid: TileGrid) -> LaneSize {
-    LaneSize { slot_bytes: Expander::slot_bytes(grid), ..LaneSize::default() }
+pub(super) fn slot_size(grid: TileGrid) -> ContextSize {
+    ContextSize { slot_bytes: Expander::slot_bytes(grid), ..ContextSize::default() }
 }
 
 impl CompactLinear {
@@ -68,9 +70,9 @@ impl CompactLinear {
     pub(crate) fn new(
         weights: DeviceCompact,
         escapes: PackedEscapes,
-        ways: Ways<Arc<LoadedKernel>>,
+        routes: Routes<Arc<LoadedKernel>>,
     ) -> Result<Self, DeviceError> {
-        Ok(Self { weights, escapes, routes: load_routes(ways, CompactRoute::new)? })
+        Ok(Self { weights, escapes, routes: load_routes(routes, CompactRoute::new)? })
     }
 
     /// Bytes of the weights on the device.
@@ -81,14 +83,14 @@ impl CompactLinear {
     /// Enqueues the expansion to packed tiles, then the product from them.
     fn enqueue_packed(
         &self,
-        lane: LaneParts<'_>,
+        ctx: ContextParts<'_>,
         (x, y): (&Place, &Place),
         (expander, gemm): (&Expander, &PackedGemm),
     ) -> Result<(), DeviceError> {
-        let LaneParts { stream, workspace, slot, .. } = lane;
-        let have = LaneSize { slot_bytes: slot.len() as u64, ..workspace.size() };
+        let ContextParts { stream, workspace, slot, .. } = ctx;
+        let have = ContextSize { slot_bytes: slot.len() as u64, ..workspace.size() };
         let grid = self.weights.grid();
-        have.check(slot_size(grid).max(gemm.lane_size_of(x.rows, grid)))?;
+        have.check(slot_size(grid).max(gemm.context_size_of(x.rows, grid)))?;
         // SAFETY: gone when this returns. The layer and the context outlive the work that is enqueued here: dropping a
         // buffer waits.
         let packed = unsafe { self.escapes.over(slot) }?;
@@ -104,7 +106,7 @@ impl CompactLinear {
 impl Routed for CompactLinear {
     type Route = CompactRoute;
 
-    fn routes(&self) -> &[Choice<CompactRoute>] {
+    fn routes(&self) -> &[BatchRoute<CompactRoute>] {
         &self.routes
     }
 
@@ -130,38 +132,38 @@ impl Routed for CompactLinear {
         }
     }
 
-    fn rows_size(&self, route: &CompactRoute, rows: u32) -> LaneSize {
+    fn rows_size(&self, route: &CompactRoute, rows: u32) -> ContextSize {
         let grid = self.weights.grid();
         match route {
-            CompactRoute::Direct(_) => LaneSize::default(),
-            CompactRoute::ExpandToPacked(_, gemm) => slot_size(grid).max(gemm.lane_size_of(rows, grid)),
-            CompactRoute::ExpandToBf16(_, product) => product.lane_size(rows, grid),
+            CompactRoute::Direct(_) => ContextSize::default(),
+            CompactRoute::ExpandToPacked(_, gemm) => slot_size(grid).max(gemm.context_size_of(rows, grid)),
+            CompactRoute::ExpandToBf16(_, product) => product.context_size(rows, grid),
         }
     }
 
     fn enqueue_rows(
         &self,
-        lane: &mut Lane,
+        ctx: &mut ExecContext,
         x: MatrixRef<'_>,
         y: MatrixMut<'_>,
-        choice: &Choice<CompactRoute>,
+        choice: &BatchRoute<CompactRoute>,
     ) -> Result<(), DeviceError> {
         match &choice.kernel {
-            CompactRoute::Direct(gemm) => gemm.enqueue(lane.stream(), x, &self.weights, y),
+            CompactRoute::Direct(gemm) => gemm.enqueue(ctx.stream(), x, &self.weights, y),
             CompactRoute::ExpandToPacked(expander, gemm) => {
-                self.enqueue_packed(lane.parts(), (x.place(), y.place()), (expander, gemm))
+                self.enqueue_packed(ctx.parts(), (x.place(), y.place()), (expander, gemm))
             }
             CompactRoute::ExpandToBf16(transcoder, product) => {
-                let mut lane = lane.parts();
+                let mut ctx = ctx.parts();
                 let weights = Expanded { grid: self.weights.grid(), ordinal: self.ordinal(), spans: self.spans() };
                 let add = choice.epilogue == Epilogue::StoreAdd;
-                let Some(launch) = product.prepare(&mut lane, weights, (x.place(), y.place()), add)? else {
+                let Some(launch) = product.prepare(&mut ctx, weights, (x.place(), y.place()), add)? else {
                     return Ok(());
                 };
                 let expand = |stream: &_, output: MatrixMut<'_>| transcoder.full(stream, &self.weights, output);
                 // SAFETY: prepared for these parts of the context. The views were held against their memory when they
                 // were made, and dropping a buffer waits for the work.
-                unsafe { launch.enqueue(&mut lane, expand) }
+                unsafe { launch.enqueue(&mut ctx, expand) }
             }
         }
     }

@@ -7,11 +7,11 @@ use unweight_format::TileGrid;
 use super::routes::parts;
 use crate::{
     device::{
-        DeviceError, LaneSize, MatrixMut, Refusal, Stream,
+        ContextSize, DeviceError, LaunchError, MatrixMut, Stream,
         view::{Place, check_apart, check_device},
     },
     exec::{
-        context::LaneParts,
+        context::ContextParts,
         cublas::{Cublas, Product},
         operands::check_product,
     },
@@ -22,10 +22,10 @@ use crate::{
 const GATED_ROWS: u32 = 512;
 
 /// What a context must provide for `m` rows of weights that are expanded to BF16 ahead of cuBLAS.
-pub(super) fn size(m: u32, grid: TileGrid, gated: bool) -> LaneSize {
+pub(super) fn size(m: u32, grid: TileGrid, gated: bool) -> ContextSize {
     // A grid's elements and rows fit.
     let product = if gated { u64::from(m.min(GATED_ROWS)) * grid.rows() as u64 } else { 0 };
-    LaneSize { slot_bytes: 2 * grid.elements() as u64, padded_y: product, cublas: true, ..LaneSize::default() }
+    ContextSize { slot_bytes: 2 * grid.elements() as u64, padded_y: product, cublas: true, ..ContextSize::default() }
 }
 
 /// What multiplies with BF16 in the slot: cuBLAS, and for a gate and an up the kernel that activates their product.
@@ -66,14 +66,14 @@ impl ExpandedProduct {
         Self { activate }
     }
 
-    pub(super) fn lane_size(&self, m: u32, grid: TileGrid) -> LaneSize {
+    pub(super) fn context_size(&self, m: u32, grid: TileGrid) -> ContextSize {
         size(m, grid, self.activate.is_some())
     }
 
     /// Checks the operands and the context, without enqueuing anything. `None` for a batch without rows.
     pub(super) fn prepare<'c, I: Iterator<Item = (&'static str, Range<u64>)>>(
         &self,
-        lane: &mut LaneParts<'c>,
+        ctx: &mut ContextParts<'c>,
         weights: Expanded<I>,
         (x, y): (&Place, &Place),
         add: bool,
@@ -82,31 +82,31 @@ impl ExpandedProduct {
         // A grid's dimensions fit 32 bits.
         let (n, k) = (grid.rows() as u32, grid.cols() as u32);
         let columns = if self.activate.is_some() { n / 2 } else { n };
-        let slot = ("the slot", lane.slot.span());
+        let slot = ("the slot", ctx.slot.span());
         check_product(ordinal, x, [n.into(), k.into()], columns.into(), y, spans.chain([slot.clone()]))?;
         // cuBLAS takes any row, the layer's other routes do not: a layer refuses the same rows at every batch.
         x.check_rows_aligned("x")?;
         y.check_rows_aligned("y")?;
-        check_device("the lane", lane.stream.device().ordinal(), ordinal)?;
-        let have = LaneSize {
-            slot_bytes: lane.slot.len() as u64,
-            padded_y: lane.padded.y.len() as u64,
-            cublas: lane.cublas.is_some(),
-            ..LaneSize::default()
+        check_device("the ctx", ctx.stream.device().ordinal(), ordinal)?;
+        let have = ContextSize {
+            slot_bytes: ctx.slot.len() as u64,
+            padded_y: ctx.padded.y.len() as u64,
+            cublas: ctx.cublas.is_some(),
+            ..ContextSize::default()
         };
-        let need = self.lane_size(x.rows, grid);
-        let Some(cublas) = lane.cublas.take().filter(|_| have.max(need) == have) else {
-            return Err(Refusal::LaneTooSmall { need, have }.into());
+        let need = self.context_size(x.rows, grid);
+        let Some(cublas) = ctx.cublas.take().filter(|_| have.max(need) == have) else {
+            return Err(LaunchError::ContextTooSmall { need, have }.into());
         };
         if x.rows == 0 {
             return Ok(None);
         }
-        let own = Place::new(ordinal, lane.slot.address(), n, k, k.into(), lane.slot.len() as u64 / 2)?;
+        let own = Place::new(ordinal, ctx.slot.address(), n, k, k.into(), ctx.slot.len() as u64 / 2)?;
         let kind = match &self.activate {
             None => Kind::Plain(Product::new(x, &own, y, add)?),
             Some(activate) => {
                 let rows = x.rows.min(GATED_ROWS);
-                let product = Place::of(&lane.padded.y, rows, n)?;
+                let product = Place::of(&ctx.padded.y, rows, n)?;
                 check_apart(("the product of gate and up", product.span()), [("x", x.span()), slot])?;
                 Product::new(&x.part(0..rows, 0..k)?, &own, &product, false)?;
                 activate.check_interleaved(&product, &y.part(0..rows, 0..columns)?)?;
@@ -121,14 +121,14 @@ impl ExpandedLaunch<'_, '_> {
     /// Enqueues the expansion by `expand`, then the product.
     ///
     /// # Safety
-    /// `lane` is what the launch was prepared for, and the memory of `x` and `y` is there until the work is done.
+    /// `context` is what the launch was prepared for, and the memory of `x` and `y` is there until the work is done.
     pub(super) unsafe fn enqueue(
         self,
-        lane: &mut LaneParts<'_>,
+        ctx: &mut ContextParts<'_>,
         expand: impl FnOnce(&Stream, MatrixMut<'_>) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         let Self { x, y, weights, cublas, kind } = self;
-        let LaneParts { stream, padded, slot, .. } = lane;
+        let ContextParts { stream, padded, slot, .. } = ctx;
         let (n, k) = (weights.rows, weights.cols);
         // SAFETY: the slot has room for the matrix (`prepare`), the context alone uses it, on this stream alone.
         let whole = unsafe { MatrixMut::from_raw(slot.device(), slot.address(), n, k, k.into()) }?;

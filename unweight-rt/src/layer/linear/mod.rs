@@ -16,9 +16,9 @@ use unweight_format::TileGrid;
 pub use self::{bf16::Bf16Linear, compact::CompactLinear, packed::PackedLinear};
 use self::{packed::padding, routes::Routed};
 use crate::{
-    choose::route::{Choice, Linears, Wanted, Way, Weight},
-    device::{DeviceError, LaneSize, MatrixMut, MatrixRef, Refusal},
-    exec::Lane,
+    choose::route::{BatchRoute, Linears, Route, RoutePolicy, Weight},
+    device::{ContextSize, DeviceError, LaunchError, MatrixMut, MatrixRef},
+    exec::ExecContext,
     ops::gemm_packed,
     weight::{DeviceMatrix, DevicePacked},
 };
@@ -37,22 +37,22 @@ use crate::{
 /// let (mut loader, _) = Loader::new(&kernels, &stream, &bundle, LoadOptions::default(), &progress)?;
 /// let mlp = loader.merge(&["mlp.gate_proj.weight", "mlp.up_proj.weight"], Merge::SiluMul)?;
 /// let down = loader.load("mlp.down_proj.weight")?;
-/// let mut lane = loader.lane(&stream)?;
+/// let mut context = loader.context(&stream)?;
 ///
 /// let (m, x) = (8, DeviceMatrix::zeroed(&stream, 8, mlp.k())?);
 /// let mut activated = DeviceMatrix::zeroed(&stream, m, mlp.n() / 2)?;
 /// let mut residual = DeviceMatrix::zeroed(&stream, m, down.n())?;
-/// mlp.enqueue(&mut lane, x.view(), activated.view_mut(), Epilogue::SiluMul)?;
-/// down.enqueue(&mut lane, activated.view(), residual.view_mut(), Epilogue::StoreAdd)?;
-/// lane.synchronize()?;
+/// mlp.enqueue(&mut context, x.view(), activated.view_mut(), Epilogue::SiluMul)?;
+/// down.enqueue(&mut context, activated.view(), residual.view_mut(), Epilogue::StoreAdd)?;
+/// context.synchronize()?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-/// A lane has one stream for life, so a launch cannot use a lane's memory on another stream:
+/// An execution context has one stream for life, so a launch cannot use an execution context's memory on another stream:
 /// ```compile_fail,E0061
 /// # use unweight_codegen::spec::Epilogue;
-/// # use unweight_rt::{DeviceError, DeviceMatrix, Lane, Linear, Stream};
-/// # fn run(layer: &Linear, other: &Stream, lane: &mut Lane, x: &DeviceMatrix, y: &mut DeviceMatrix) -> Result<(), DeviceError> {
-/// layer.enqueue(other, lane, x.view(), y.view_mut(), Epilogue::Store)
+/// # use unweight_rt::{DeviceError, DeviceMatrix, ExecContext, Linear, Stream};
+/// # fn run(layer: &Linear, other: &Stream, context: &mut ExecContext, x: &DeviceMatrix, y: &mut DeviceMatrix) ->
+/// Result<(), DeviceError> { layer.enqueue(other, context, x.view(), y.view_mut(), Epilogue::Store)
 /// # }
 /// ```
 #[derive(Debug)]
@@ -130,74 +130,76 @@ impl Linear {
         }
     }
 
-    /// What a lane must provide for every batch.
-    pub fn lane_size(&self) -> LaneSize {
+    /// What an execution context must provide for every batch.
+    pub fn context_size(&self) -> ContextSize {
         match self {
-            Self::Packed(layer) => layer.lane_size(),
-            Self::Compact(layer) => layer.lane_size(),
-            Self::Bf16(layer) => layer.lane_size(),
+            Self::Packed(layer) => layer.context_size(),
+            Self::Compact(layer) => layer.context_size(),
+            Self::Bf16(layer) => layer.context_size(),
         }
     }
 
-    /// What a lane must provide for a batch of `m` rows.
+    /// What an execution context must provide for a batch of `m` rows.
     ///
     /// # Errors
-    /// [`Refusal::Epilogue`]: the layer was not loaded for this epilogue.
-    pub fn lane_size_at(&self, m: u32, epilogue: Epilogue) -> Result<LaneSize, Refusal> {
+    /// [`LaunchError::Epilogue`]: the layer was not loaded for this epilogue.
+    pub fn context_size_at(&self, m: u32, epilogue: Epilogue) -> Result<ContextSize, LaunchError> {
         match self {
-            Self::Packed(layer) => layer.lane_size_at(m, epilogue),
-            Self::Compact(layer) => layer.lane_size_at(m, epilogue),
-            Self::Bf16(layer) => Ok(layer.lane_size()),
+            Self::Packed(layer) => layer.context_size_at(m, epilogue),
+            Self::Compact(layer) => layer.context_size_at(m, epilogue),
+            Self::Bf16(layer) => Ok(layer.context_size()),
         }
     }
 
-    /// Enqueues the product on the lane's stream. A batch larger than the layer was loaded for is split. `x` is
+    /// Enqueues the product on the context's stream. A batch larger than the layer was loaded for is split. `x` is
     /// `[m, k]`, `y` `[m, n]`, both BF16; `y` is overwritten, or added to ([`Epilogue::StoreAdd`]). A packed or compact
     /// gate and up take [`Epilogue::SiluMul`] alone, with `y` `[m, n / 2]`. Rows of packed and compact layers begin at
     /// multiples of 16 bytes; those of `y` are dense, unless the layer is padded or BF16.
     ///
     /// # Errors
-    /// Shapes, pitches, alignment, overlap, devices and the lane's size
-    /// ([`Loader::lane`](crate::layer::loader::Loader::lane), [`Lane::reserve`]) are checked before anything is
-    /// enqueued. Then the driver's.
+    /// Shapes, pitches, alignment, overlap, devices and the context's size
+    /// ([`Loader::context`](crate::layer::loader::Loader::context), [`ExecContext::reserve`]) are checked before
+    /// anything is enqueued. Then the driver's.
     pub fn enqueue(
         &self,
-        lane: &mut Lane,
+        ctx: &mut ExecContext,
         x: MatrixRef<'_>,
         y: MatrixMut<'_>,
         epilogue: Epilogue,
     ) -> Result<(), DeviceError> {
         match self {
-            Self::Packed(layer) => layer.enqueue(lane, x, y, epilogue),
-            Self::Compact(layer) => layer.enqueue(lane, x, y, epilogue),
-            Self::Bf16(layer) => layer.enqueue(lane, x, y, epilogue),
+            Self::Packed(layer) => layer.enqueue(ctx, x, y, epilogue),
+            Self::Compact(layer) => layer.enqueue(ctx, x, y, epilogue),
+            Self::Bf16(layer) => layer.enqueue(ctx, x, y, epilogue),
         }
     }
 }
 
-/// The [`Linear::lane_size`] of the layer that a weight becomes, without a device. Counts the routes with escapes and
-/// those without where both are possible, and takes every weight that should be packed as one that can be.
-pub fn lane_size_of(weight: &Weight, wanted: &Wanted) -> LaneSize {
+/// The [`Linear::context_size`] of the layer that a weight becomes, without a device. Counts the routes with escapes
+/// and those without where both are possible, and takes every weight that should be packed as one that can be.
+pub fn context_size_of(weight: &Weight, wanted: &RoutePolicy) -> ContextSize {
     let tiles = weight.padded().map(|(n, k)| TileGrid::new(n as usize, k as usize));
-    let (Some(Ok(grid)), Linears::Packed) = (tiles, wanted.linears) else { return LaneSize::default().with_cublas() };
-    let compact = wanted.stays_compact(weight);
-    let ways = match compact {
-        true => wanted.compact_ways(weight),
-        false => weight.escapes().iter().flat_map(|escapes| wanted.packed_ways(weight, *escapes)).collect(),
+    let (Some(Ok(grid)), Linears::Packed) = (tiles, wanted.linears) else {
+        return ContextSize::default().with_cublas();
     };
-    let sms = wanted.chooser.machine().sms;
+    let compact = wanted.stays_compact(weight);
+    let routes = match compact {
+        true => wanted.compact_routes(weight),
+        false => weight.escapes().iter().flat_map(|escapes| wanted.packed_routes(weight, *escapes)).collect(),
+    };
+    let sms = wanted.chooser.gpu_model().sms;
     let (n, k) = weight.padded().unwrap_or_default();
-    let of = |choice: &Choice<Way<VariantSpec>>| {
+    let of = |choice: &BatchRoute<Route<VariantSpec>>| {
         let m = choice.last;
         // What was chosen has a plan.
-        let packed = |spec| gemm_packed::lane_size(spec, GemmShape { m, n, k }, sms).unwrap_or_default();
+        let packed = |spec| gemm_packed::context_size(spec, GemmShape { m, n, k }, sms).unwrap_or_default();
         let size = match &choice.kernel {
-            Way::Direct(_) if compact => LaneSize::default(),
-            Way::Direct(spec) => packed(spec),
-            Way::Slot { product, .. } => compact::slot_size(grid).max(packed(product)),
-            Way::Cublas { activate, .. } => expanded::size(m, grid, activate.is_some()),
+            Route::Direct(_) if compact => ContextSize::default(),
+            Route::Direct(spec) => packed(spec),
+            Route::ExpandToPacked { product, .. } => compact::slot_size(grid).max(packed(product)),
+            Route::ExpandToBf16 { activate, .. } => expanded::size(m, grid, activate.is_some()),
         };
         size.max(padding((weight.n, weight.k), (n, k), m))
     };
-    ways.iter().map(of).fold(LaneSize::default(), LaneSize::max)
+    routes.iter().map(of).fold(ContextSize::default(), ContextSize::max)
 }

@@ -9,13 +9,13 @@ use super::{
     routes::{Routed, load_routes},
 };
 use crate::{
-    choose::route::{Choice, Way, Ways},
+    choose::route::{BatchRoute, Route, Routes},
     device::{
-        DeviceBuffer, DeviceError, LaneSize, MatrixMut, MatrixRef, Refusal,
+        ContextSize, DeviceBuffer, DeviceError, LaunchError, MatrixMut, MatrixRef,
         module::LoadedKernel,
         view::{Place, check_device},
     },
-    exec::{Lane, context::LaneParts, operands::check_product},
+    exec::{ExecContext, context::ContextParts, operands::check_product},
     ops::{
         gemm_packed::{PackedGemm, PackedLaunch},
         repack::Unpacker,
@@ -31,7 +31,7 @@ pub struct PackedLinear {
     n: u32,
     k: u32,
     weights: DevicePacked,
-    routes: Vec<Choice<PackedRoute>>,
+    routes: Vec<BatchRoute<PackedRoute>>,
 }
 
 /// How a batch is multiplied.
@@ -51,14 +51,16 @@ enum Launch<'k, 'c> {
 }
 
 impl PackedRoute {
-    fn new(way: Way<Arc<LoadedKernel>>) -> Result<Self, DeviceError> {
-        match way {
-            Way::Direct(kernel) => Ok(Self::Direct(PackedGemm::new(kernel)?)),
-            Way::Cublas { expand, activate } => {
+    fn new(route: Route<Arc<LoadedKernel>>) -> Result<Self, DeviceError> {
+        match route {
+            Route::Direct(kernel) => Ok(Self::Direct(PackedGemm::new(kernel)?)),
+            Route::ExpandToBf16 { expand, activate } => {
                 let activate = activate.map(SiluMul::new).transpose()?;
                 Ok(Self::ExpandToBf16(Unpacker::new(expand)?, ExpandedProduct::new(activate)))
             }
-            Way::Slot { expand, .. } => expand.refuse(Refusal::Family { wanted: "a kernel that reads packed weights" }),
+            Route::ExpandToPacked { expand, .. } => {
+                expand.refuse(LaunchError::Family { wanted: "a kernel that reads packed weights" })
+            }
         }
     }
 }
@@ -71,9 +73,9 @@ impl PackedLinear {
     pub(crate) fn new(
         (n, k): (u32, u32),
         weights: DevicePacked,
-        ways: Ways<Arc<LoadedKernel>>,
+        routes: Routes<Arc<LoadedKernel>>,
     ) -> Result<Self, DeviceError> {
-        Ok(Self { n, k, weights, routes: load_routes(ways, PackedRoute::new)? })
+        Ok(Self { n, k, weights, routes: load_routes(routes, PackedRoute::new)? })
     }
 
     /// The weights, in tiles of 64 x 64: of their rows and columns the first `n` and `k` are the layer's.
@@ -92,30 +94,30 @@ impl PackedLinear {
     fn prepare<'k, 'c>(
         &'k self,
         route: &'k PackedRoute,
-        lane: &mut LaneParts<'c>,
+        ctx: &mut ContextParts<'c>,
         (x, y): (&Place, &Place),
         add: bool,
     ) -> Result<Option<Launch<'k, 'c>>, DeviceError> {
         Ok(match route {
-            PackedRoute::Direct(gemm) => gemm.prepare(lane.workspace, x, &self.weights, y)?.map(Launch::Direct),
+            PackedRoute::Direct(gemm) => gemm.prepare(ctx.workspace, x, &self.weights, y)?.map(Launch::Direct),
             PackedRoute::ExpandToBf16(unpacker, product) => {
                 let spans = self.weights.spans().into_iter();
                 let weights = Expanded { grid: self.weights.grid(), ordinal: self.ordinal(), spans };
-                product.prepare(lane, weights, (x, y), add)?.map(|launch| Launch::ExpandToBf16(unpacker, launch))
+                product.prepare(ctx, weights, (x, y), add)?.map(|launch| Launch::ExpandToBf16(unpacker, launch))
             }
         })
     }
 
     /// # Safety
-    /// `lane` is what the launch was prepared for, and the operands' memory is there until the work is done.
-    unsafe fn launch(&self, launch: Launch<'_, '_>, lane: &mut LaneParts<'_>) -> Result<(), DeviceError> {
+    /// `context` is what the launch was prepared for, and the operands' memory is there until the work is done.
+    unsafe fn launch(&self, launch: Launch<'_, '_>, ctx: &mut ContextParts<'_>) -> Result<(), DeviceError> {
         match launch {
             // SAFETY: the caller's promise. The weights outlive the work: dropping a buffer waits.
-            Launch::Direct(launch) => unsafe { launch.enqueue(lane.stream) },
+            Launch::Direct(launch) => unsafe { launch.enqueue(ctx.stream) },
             Launch::ExpandToBf16(unpacker, launch) => {
                 let expand = |stream: &_, output: MatrixMut<'_>| unpacker.enqueue(stream, &self.weights, output);
                 // SAFETY: the caller's promise.
-                unsafe { launch.enqueue(lane, expand) }
+                unsafe { launch.enqueue(ctx, expand) }
             }
         }
     }
@@ -123,28 +125,28 @@ impl PackedLinear {
     /// Enqueues a batch by way of padded activations: copies to them, the product, and the copy from them.
     fn enqueue_padded(
         &self,
-        lane: &mut Lane,
+        ctx: &mut ExecContext,
         x: MatrixRef<'_>,
         mut y: MatrixMut<'_>,
-        choice: &Choice<PackedRoute>,
+        choice: &BatchRoute<PackedRoute>,
     ) -> Result<(), DeviceError> {
         let (m, own, (padded_n, padded_k)) = (x.rows(), self.ordinal(), self.padded());
         let add = choice.epilogue == Epilogue::StoreAdd;
         let w = [u64::from(self.n), self.k.into()];
         check_product(own, x.place(), w, self.n.into(), y.place(), self.spans())?;
-        check_device("the lane", lane.stream().device().ordinal(), own)?;
-        lane.size().check(padding((self.n, self.k), (padded_n, padded_k), m))?;
+        check_device("the ctx", ctx.stream().device().ordinal(), own)?;
+        ctx.size().check(padding((self.n, self.k), (padded_n, padded_k), m))?;
         if m == 0 {
             return Ok(());
         }
-        let mut lane = lane.parts();
-        let padded_x = Place::of(&lane.padded.x, m, padded_k)?;
-        let padded_y = Place::of(&lane.padded.y, m, padded_n)?;
-        let launch = self.prepare(&choice.kernel, &mut lane, (&padded_x, &padded_y), add)?;
+        let mut ctx = ctx.parts();
+        let padded_x = Place::of(&ctx.padded.x, m, padded_k)?;
+        let padded_y = Place::of(&ctx.padded.y, m, padded_n)?;
+        let launch = self.prepare(&choice.kernel, &mut ctx, (&padded_x, &padded_y), add)?;
 
         // Columns past k must be zeros: they are multiplied with what pads the weights. Below the elements that the
         // context has.
-        let (stream, padded) = (lane.stream, &mut *lane.padded);
+        let (stream, padded) = (ctx.stream, &mut *ctx.padded);
         padded.x.fill_front(stream, m as usize * padded_k as usize, 0)?;
         front(&mut padded.x, m, self.k, padded_k)?.copy_from(stream, x)?;
         if add {
@@ -152,16 +154,16 @@ impl PackedLinear {
         }
         if let Some(launch) = launch {
             // SAFETY: prepared for these parts of the context, whose memory outlives the work: dropping a buffer waits.
-            unsafe { self.launch(launch, &mut lane) }?;
+            unsafe { self.launch(launch, &mut ctx) }?;
         }
-        y.copy_from(stream, MatrixRef::new(&lane.padded.y, m, self.n, padded_n.into())?)
+        y.copy_from(stream, MatrixRef::new(&ctx.padded.y, m, self.n, padded_n.into())?)
     }
 }
 
 impl Routed for PackedLinear {
     type Route = PackedRoute;
 
-    fn routes(&self) -> &[Choice<PackedRoute>] {
+    fn routes(&self) -> &[BatchRoute<PackedRoute>] {
         &self.routes
     }
 
@@ -184,46 +186,46 @@ impl Routed for PackedLinear {
         }
     }
 
-    fn rows_size(&self, route: &PackedRoute, rows: u32) -> LaneSize {
+    fn rows_size(&self, route: &PackedRoute, rows: u32) -> ContextSize {
         let grid = self.weights.grid();
         let product = match route {
-            PackedRoute::Direct(gemm) => gemm.lane_size_of(rows, grid),
-            PackedRoute::ExpandToBf16(_, product) => product.lane_size(rows, grid),
+            PackedRoute::Direct(gemm) => gemm.context_size_of(rows, grid),
+            PackedRoute::ExpandToBf16(_, product) => product.context_size(rows, grid),
         };
         product.max(padding((self.n, self.k), self.padded(), rows))
     }
 
     fn enqueue_rows(
         &self,
-        lane: &mut Lane,
+        ctx: &mut ExecContext,
         x: MatrixRef<'_>,
         y: MatrixMut<'_>,
-        choice: &Choice<PackedRoute>,
+        choice: &BatchRoute<PackedRoute>,
     ) -> Result<(), DeviceError> {
         if (self.n, self.k) != self.padded() {
-            return self.enqueue_padded(lane, x, y, choice);
+            return self.enqueue_padded(ctx, x, y, choice);
         }
-        let (mut lane, add) = (lane.parts(), choice.epilogue == Epilogue::StoreAdd);
-        let Some(launch) = self.prepare(&choice.kernel, &mut lane, (x.place(), y.place()), add)? else {
+        let (mut ctx, add) = (ctx.parts(), choice.epilogue == Epilogue::StoreAdd);
+        let Some(launch) = self.prepare(&choice.kernel, &mut ctx, (x.place(), y.place()), add)? else {
             return Ok(());
         };
         // SAFETY: prepared for these parts of the context. The views were held against their memory when they were
         // made, and dropping a buffer waits for the work.
-        unsafe { self.launch(launch, &mut lane) }
+        unsafe { self.launch(launch, &mut ctx) }
     }
 }
 
 /// What a context must provide for `m` rows of a layer `(n, k)` whose weights are `padded`: nothing where they are not.
-pub(super) fn padding(layer: (u32, u32), padded: (u32, u32), m: u32) -> LaneSize {
+pub(super) fn padding(layer: (u32, u32), padded: (u32, u32), m: u32) -> ContextSize {
     if layer == padded {
-        return LaneSize::default();
+        return ContextSize::default();
     }
     let (m, (n, k)) = (u64::from(m), padded);
     // Below 2^64: products of two 32-bit numbers.
-    LaneSize { padded_x: m * u64::from(k), padded_y: m * u64::from(n), ..LaneSize::default() }
+    ContextSize { padded_x: m * u64::from(k), padded_y: m * u64::from(n), ..ContextSize::default() }
 }
 
-fn front(buffer: &mut DeviceBuffer<u16>, rows: u32, cols: u32, pitch: u32) -> Result<MatrixMut<'_>, Refusal> {
+fn front(buffer: &mut DeviceBuffer<u16>, rows: u32, cols: u32, pitch: u32) -> Result<MatrixMut<'_>, LaunchError> {
     MatrixMut::new(buffer, rows, cols, pitch.into())
 }
 
@@ -234,12 +236,12 @@ mod tests {
     /// The copies of a padded layer are held against the context before they are made.
     #[test]
     fn padded_layers_have_whole_row_tiles() {
-        assert_eq!(padding((192, 128), (192, 128), 300), LaneSize::default());
+        assert_eq!(padding((192, 128), (192, 128), 300), ContextSize::default());
         let need = padding((100, 72), (128, 128), 300);
-        assert_eq!(need, LaneSize { padded_x: 300 * 128, padded_y: 300 * 128, ..LaneSize::default() });
+        assert_eq!(need, ContextSize { padded_x: 300 * 128, padded_y: 300 * 128, ..ContextSize::default() });
         // A context made for another layer, with less.
-        let have = LaneSize { workspace_bytes: 1 << 20, counters: 1 << 10, padded_x: 299 * 128, ..need };
-        assert_eq!(have.check(need), Err(Refusal::LaneTooSmall { need, have }));
+        let have = ContextSize { workspace_bytes: 1 << 20, counters: 1 << 10, padded_x: 299 * 128, ..need };
+        assert_eq!(have.check(need), Err(LaunchError::ContextTooSmall { need, have }));
         assert_eq!(padding((1, 1), (u32::MAX, u32::MAX), u32::MAX).padded_x, u64::from(u32::MAX).pow(2));
     }
 }

@@ -5,9 +5,9 @@ use std::{ops::Range, sync::Arc};
 use unweight_codegen::{VariantSpec, spec::Epilogue};
 
 use crate::{
-    choose::route::{Choice, Way, Ways},
-    device::{DeviceError, LaneSize, MatrixMut, MatrixRef, Refusal, module::LoadedKernel},
-    exec::{Lane, operands::check_product},
+    choose::route::{BatchRoute, Route, Routes},
+    device::{ContextSize, DeviceError, LaunchError, MatrixMut, MatrixRef, module::LoadedKernel},
+    exec::{ExecContext, operands::check_product},
 };
 
 /// A layer whose product depends on the batch: one route for each epilogue and range of batches.
@@ -16,7 +16,7 @@ pub(super) trait Routed {
     type Route;
 
     /// By epilogue, ascending in the largest batch.
-    fn routes(&self) -> &[Choice<Self::Route>];
+    fn routes(&self) -> &[BatchRoute<Self::Route>];
 
     /// `[n, k]`, without padding.
     fn shape(&self) -> [u32; 2];
@@ -31,20 +31,20 @@ pub(super) trait Routed {
     fn kernel<'a>(&self, route: &'a Self::Route) -> Option<&'a LoadedKernel>;
 
     /// What a context must provide for `rows` rows that are multiplied at once.
-    fn rows_size(&self, route: &Self::Route, rows: u32) -> LaneSize;
+    fn rows_size(&self, route: &Self::Route, rows: u32) -> ContextSize;
 
     /// Checks the operands and enqueues a batch that the route takes at once.
     fn enqueue_rows(
         &self,
-        lane: &mut Lane,
+        ctx: &mut ExecContext,
         x: MatrixRef<'_>,
         y: MatrixMut<'_>,
-        choice: &Choice<Self::Route>,
+        choice: &BatchRoute<Self::Route>,
     ) -> Result<(), DeviceError>;
 
     /// The route of a batch, and how many rows it takes at a time: all of them, or the largest batch that the layer was
     /// loaded for.
-    fn route(&self, m: u32, epilogue: Epilogue) -> Result<(&Choice<Self::Route>, u32), Refusal> {
+    fn route(&self, m: u32, epilogue: Epilogue) -> Result<(&BatchRoute<Self::Route>, u32), LaunchError> {
         select(self.routes(), |choice| (choice.epilogue, choice.last), m, epilogue)
     }
 
@@ -55,16 +55,16 @@ pub(super) trait Routed {
     }
 
     /// What a context must provide for every batch.
-    fn lane_size(&self) -> LaneSize {
+    fn context_size(&self) -> ContextSize {
         // The largest batch of a range needs most.
-        let of = |choice: &Choice<Self::Route>| self.rows_size(&choice.kernel, choice.last);
-        self.routes().iter().map(of).fold(LaneSize::default(), LaneSize::max)
+        let of = |choice: &BatchRoute<Self::Route>| self.rows_size(&choice.kernel, choice.last);
+        self.routes().iter().map(of).fold(ContextSize::default(), ContextSize::max)
     }
 
     /// What a context must provide for one batch, with all parts of it.
-    fn lane_size_at(&self, m: u32, epilogue: Epilogue) -> Result<LaneSize, Refusal> {
+    fn context_size_at(&self, m: u32, epilogue: Epilogue) -> Result<ContextSize, LaunchError> {
         let (_, rows) = self.route(m, epilogue)?;
-        let mut need = LaneSize::default();
+        let mut need = ContextSize::default();
         for rows in [rows, m % rows.max(1)].into_iter().filter(|rows| *rows > 0) {
             let (choice, _) = self.route(rows, epilogue)?;
             need = need.max(self.rows_size(&choice.kernel, rows));
@@ -75,7 +75,7 @@ pub(super) trait Routed {
     /// Checks the operands and enqueues a batch, in several parts where it is larger than the layer was loaded for.
     fn enqueue(
         &self,
-        lane: &mut Lane,
+        ctx: &mut ExecContext,
         x: MatrixRef<'_>,
         mut y: MatrixMut<'_>,
         epilogue: Epilogue,
@@ -83,7 +83,7 @@ pub(super) trait Routed {
         let (m, [n, k]) = (x.rows(), self.shape());
         let (choice, rows) = self.route(m, epilogue)?;
         if rows == m {
-            return self.enqueue_rows(lane, x, y, choice);
+            return self.enqueue_rows(ctx, x, y, choice);
         }
         let columns = if epilogue == Epilogue::SiluMul { n / 2 } else { n };
         let w = [u64::from(n), k.into()];
@@ -91,12 +91,12 @@ pub(super) trait Routed {
         // Each part begins at a multiple of 16 bytes if the batch does. The last one may have another route.
         for rows in [rows, m % rows] {
             let (choice, _) = self.route(rows, epilogue)?;
-            lane.size().check(self.rows_size(&choice.kernel, rows))?;
+            ctx.size().check(self.rows_size(&choice.kernel, rows))?;
         }
         for part in parts(m, rows) {
             let (choice, _) = self.route(part.end - part.start, epilogue)?;
             let y = y.part(part.clone(), 0..columns)?;
-            self.enqueue_rows(lane, x.part(part, 0..k)?, y, choice)?;
+            self.enqueue_rows(ctx, x.part(part, 0..k)?, y, choice)?;
         }
         Ok(())
     }
@@ -107,16 +107,21 @@ pub(super) trait Routed {
 /// # Errors
 /// Those of `of`: a kernel of another family.
 pub(super) fn load_routes<R>(
-    ways: Ways<Arc<LoadedKernel>>,
-    of: impl Fn(Way<Arc<LoadedKernel>>) -> Result<R, DeviceError>,
-) -> Result<Vec<Choice<R>>, DeviceError> {
-    let of = |Choice { epilogue, last, kernel }| Ok(Choice { epilogue, last, kernel: of(kernel)? });
-    ways.into_iter().map(of).collect()
+    routes: Routes<Arc<LoadedKernel>>,
+    of: impl Fn(Route<Arc<LoadedKernel>>) -> Result<R, DeviceError>,
+) -> Result<Vec<BatchRoute<R>>, DeviceError> {
+    let of = |BatchRoute { epilogue, last, kernel }| Ok(BatchRoute { epilogue, last, kernel: of(kernel)? });
+    routes.into_iter().map(of).collect()
 }
 
 /// Of choices by epilogue and ascending in the largest batch, the one for this batch, and how many rows it takes at a
 /// time.
-fn select<T>(choices: &[T], of: impl Fn(&T) -> (Epilogue, u32), m: u32, asked: Epilogue) -> Result<(&T, u32), Refusal> {
+fn select<T>(
+    choices: &[T],
+    of: impl Fn(&T) -> (Epilogue, u32),
+    m: u32,
+    asked: Epilogue,
+) -> Result<(&T, u32), LaunchError> {
     let mut largest = None;
     for choice in choices {
         let (epilogue, last) = of(choice);
@@ -129,8 +134,8 @@ fn select<T>(choices: &[T], of: impl Fn(&T) -> (Epilogue, u32), m: u32, asked: E
     }
     match (largest, choices.first()) {
         (Some(largest), _) => Ok(largest),
-        (None, Some(first)) => Err(Refusal::Epilogue { asked, loaded: of(first).0 }),
-        (None, None) => Err(Refusal::Epilogue { asked, loaded: Epilogue::Store }),
+        (None, Some(first)) => Err(LaunchError::Epilogue { asked, loaded: of(first).0 }),
+        (None, None) => Err(LaunchError::Epilogue { asked, loaded: Epilogue::Store }),
     }
 }
 
@@ -155,7 +160,7 @@ mod tests {
         assert_eq!(chosen(9, Epilogue::StoreAdd), Ok(((Epilogue::StoreAdd, 64), 9)));
         assert_eq!(chosen(65, Epilogue::StoreAdd), Ok(((Epilogue::StoreAdd, 64), 64)));
         assert_eq!(chosen(u32::MAX, Epilogue::Store), Ok(((Epilogue::Store, 64), 64)));
-        let wrong = Refusal::Epilogue { asked: Epilogue::SiluMul, loaded: Epilogue::Store };
+        let wrong = LaunchError::Epilogue { asked: Epilogue::SiluMul, loaded: Epilogue::Store };
         assert_eq!(chosen(1, Epilogue::SiluMul), Err(wrong));
     }
 

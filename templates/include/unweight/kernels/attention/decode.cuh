@@ -57,7 +57,7 @@
 
 #include "unweight/activation/element.cuh"
 #include "unweight/axes.cuh"
-#include "unweight/form/kv_page.cuh"
+#include "unweight/encoding/kv_page.cuh"
 #include "unweight/kernels/attention/softmax.cuh"
 #include "unweight/pipeline/warp_ring.cuh"
 #include "unweight/ptx/async.cuh"

@@ -36,7 +36,7 @@
 #pragma once
 
 #include "unweight/axes.cuh"
-#include "unweight/form/kv_page.cuh"
+#include "unweight/encoding/kv_page.cuh"
 #include "unweight/kernels/attention/softmax.cuh"
 #include "unweight/pipeline/ring.cuh"
 #include "unweight/ptx/async.cuh"

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "unweight/activation/element.cuh"
-#include "unweight/form/kv_page.cuh"
+#include "unweight/encoding/kv_page.cuh"
 #include "unweight/ptx/core.cuh"
 #include "unweight/ptx/mma.cuh"
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "unweight/axes.cuh"
-#include "unweight/form/packed.cuh"
+#include "unweight/encoding/packed.cuh"
 #include "unweight/kernels/gemm_wgmma/schedule.cuh"
 #include "unweight/pipeline/ring.cuh"
 #include "unweight/ptx/barrier.cuh"

@@ -1,7 +1,7 @@
 // Escape records to the ring, by one warp for each warpgroup that multiplies; see unweight/kernels/gemm_wgmma.cuh.
 #pragma once
 
-#include "unweight/form/escapes.cuh"
+#include "unweight/encoding/escapes.cuh"
 #include "unweight/kernels/gemm_wgmma/load.cuh"
 #include "unweight/ptx/memory.cuh"
 

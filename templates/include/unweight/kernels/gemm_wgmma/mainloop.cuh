@@ -1,7 +1,7 @@
 // Decoding and wgmma, by the warpgroups that multiply; see unweight/kernels/gemm_wgmma.cuh.
 #pragma once
 
-#include "unweight/form/escapes.cuh"
+#include "unweight/encoding/escapes.cuh"
 #include "unweight/kernels/gemm_wgmma/escapes.cuh"
 #include "unweight/mma/descriptor.cuh"
 #include "unweight/ptx/mma.cuh"

@@ -28,10 +28,10 @@ use unweight_format::{TileGrid, raw::packed};
 use self::slots::{Slots, Wave};
 use crate::{
     device::{
-        DeviceBuffer, DeviceError, Event, KernelSet, LaneSize, LaunchMode, Mark, MatrixMut, MatrixRef, Pinned, Refusal,
-        Stream, Transfer, pinned::Source,
+        ContextSize, DeviceBuffer, DeviceError, Event, KernelSet, LaunchError, LaunchMode, Mark, MatrixMut, MatrixRef,
+        Pinned, Stream, Transfer, pinned::Source,
     },
-    exec::{Lane, context::LaneParts},
+    exec::{ExecContext, context::ContextParts},
     layer::experts::{CHUNK_TOKENS, Choice, Experts, ExpertsShape, Routed, Run},
     ops::gemm_grouped::Lists,
     weight::DevicePacked,
@@ -103,7 +103,7 @@ impl HostPacked {
         let heads = Pinned::zeroed(device, weights.escape_heads().len())?;
         let heads = weights.escape_heads().read_later(stream, 0, heads)?.wait()?;
         let each = TileGrid::new(rows as usize, cols)?.tiles();
-        let all = (rows as usize).checked_mul(slots as usize).ok_or(Refusal::TooLarge {
+        let all = (rows as usize).checked_mul(slots as usize).ok_or(LaunchError::TooLarge {
             what: "rows of slots",
             value: slots.into(),
             limit: u32::MAX.into(),
@@ -190,9 +190,9 @@ impl OffloadedExperts {
         self.host.iter().map(HostPacked::bytes).sum()
     }
 
-    /// What [`OffloadedExperts::enqueue`] needs from a lane.
-    pub fn lane_size(&self, tokens: u32, top_k: u32) -> LaneSize {
-        self.shape.lane_size(tokens, top_k)
+    /// What [`OffloadedExperts::enqueue`] needs from an execution context.
+    pub fn context_size(&self, tokens: u32, top_k: u32) -> ContextSize {
+        self.shape.context_size(tokens, top_k)
     }
 
     /// Enqueues a router's choice, as [`Experts::choose`] does.
@@ -227,10 +227,11 @@ impl OffloadedExperts {
     /// all that was enqueued before; it cannot be captured.
     ///
     /// # Errors
-    /// As [`Experts::enqueue`]; [`Refusal::Fetching`] in a capture; more tokens or places than `fetcher` was made for.
+    /// As [`Experts::enqueue`]; [`LaunchError::Fetching`] in a capture; more tokens or places than `fetcher` was made
+    /// for.
     pub fn enqueue(
         &self,
-        lane: &mut Lane,
+        ctx: &mut ExecContext,
         fetcher: &mut Fetcher,
         x: MatrixRef<'_>,
         routed: Routed<'_>,
@@ -238,11 +239,11 @@ impl OffloadedExperts {
         adds: bool,
     ) -> Result<(), DeviceError> {
         let at = routed.check(x.rows(), self.resident.device())?;
-        lane.size().check(self.lane_size(x.rows(), routed.top_k))?;
-        if lane.stream().is_capturing()? {
-            return Err(Refusal::Fetching.into());
+        ctx.size().check(self.context_size(x.rows(), routed.top_k))?;
+        if ctx.stream().is_capturing()? {
+            return Err(LaunchError::Fetching.into());
         }
-        let LaneParts { stream, workspace, .. } = lane.parts();
+        let ContextParts { stream, workspace, .. } = ctx.parts();
         let scratch = (workspace.partials.address(), workspace.partials.len() as u64);
         let places = (x.place(), y.place());
         self.resident.check_operands(self.shape, places, routed.top_k, scratch)?;
@@ -433,7 +434,7 @@ impl Fetcher {
     ) -> Result<Pinned<u32>, DeviceError> {
         if count > self.pairs {
             let (need, have) = (count as u64, self.pairs as u64);
-            return Err(Refusal::Room { buffer: "the pairs of a fetcher", need, have }.into());
+            return Err(LaunchError::Room { buffer: "the pairs of a fetcher", need, have }.into());
         }
         let pinned = match self.ids.take() {
             Some(pinned) => pinned,
@@ -461,7 +462,7 @@ impl Fetcher {
         };
         let (need, have) = (plan.words.len() as u64, pinned.len() as u64);
         let room = pinned.get_mut(..plan.words.len());
-        room.ok_or(Refusal::Room { buffer: "the lists of a fetcher", need, have })?.copy_from_slice(&plan.words);
+        room.ok_or(LaunchError::Room { buffer: "the lists of a fetcher", need, have })?.copy_from_slice(&plan.words);
         self.sent = Some(self.lists.write_later(stream, 0, pinned, plan.words.len())?);
         let items = self.lists.address();
         Ok(Lists { items, pairs: items + (plan.item_words() * 4) as u64, count: 0 })

@@ -1,0 +1,209 @@
+// Compact tensor (docs/format.md A.11) to what others read: bf16 weights row-major, or a packed tensor (A.9), byte for
+// byte those of the CPU. n and k are multiples of 64.
+//
+// One function per stage, all of DecodeCompactArgs; Config has DecodeCompactStage kStage:
+//   weights                 full
+//   a packed tensor         packed -> the host sums group_words: the words of `escapes` -> lists (none needed if that
+//                           sum is 0); the host has chosen the window of 16 exponents
+//
+// stage    threads  blocks/SM  grid              dynamic smem           reads + writes, bytes per element
+// full     256      3          ceil(tiles / 8)   2048 + 8 * 1232        1.35 + 2
+// packed   256      3          ceil(tiles / 8)   the same               1.35 + 1.5
+// lists    256      3          ceil(tiles / 16)  the same + 64          1.35 per tile with a list; 4 per row block
+//
+// Bound    device memory for full and packed.
+//
+// Roles    a warp takes a tile: its dense part goes to registers, its streams to the warp's slot; four row blocks are
+//          decoded, two by either chain, and stored as they come. The table is copied once per block.
+// Barriers one of the block, behind the table; warps go on alone. A slot is written and read by one warp
+//          (__syncwarp). No copy engine.
+//
+// Zeroed before packed: inexact, group_words. Heads and lists as in kernels/repack.cuh.
+//
+// Safety   any bytes: what leads out of `streams` is cut off, a slot holds the longest streams and what is read past
+//          them (encoding/compact.cuh), a list never reads past `record_words` nor writes past `escape_words`.
+#pragma once
+
+#include "unweight/axes.cuh"
+#include "unweight/encoding/compact.cuh"
+#include "unweight/encoding/row_block.cuh"
+#include "unweight/kernels/repack.cuh"
+
+namespace uw::decode_compact {
+
+using compact::Chains, compact::Tile;
+using packed::kTileBlocks, packed::Operands;
+using row_block::Place;
+
+constexpr u32 kBlockThreads = 256, kWarps = kBlockThreads / 32;
+constexpr u32 kSlots = compact::kTableBytes, kSums = kSlots + kWarps * compact::kSlotBytes;
+template <class Config>
+constexpr u32 kThreads = kBlockThreads;
+
+// Offsets of the sections in dynamic shared memory, and their sum.
+template <class Config>
+struct Smem {
+    static constexpr u32 kTable = 0;
+    static constexpr u32 kSlots = transcode::kSlots;
+    static constexpr u32 kSums = transcode::kSums;  // of lists
+    static constexpr u32 kBytes = Config::kStage == DecodeCompactStage::kLists ? kSums + kWarps * 8 : kSums;
+};
+
+// What a warp works with.
+struct Warp {
+    const DecodeCompactArgs& args;
+    const u32 shared, lane, warp, slot;
+    const compact::Table<1> table;
+
+    UW_DEVICE explicit Warp(const DecodeCompactArgs& a)
+        : args(a),
+          shared(ptx::smem_address(ptx::dynamic_smem())),
+          lane(ptx::thread_index() % 32),
+          warp(ptx::uniform_warp_index()),
+          slot(shared + kSlots + warp * compact::kSlotBytes),
+          table(shared, lane) {}
+
+    // This thread's 8 bytes of the table.
+    UW_DEVICE U32x2 load_table() const {
+        static_assert(kBlockThreads * 8 == compact::kTableBytes, "each thread copies 8 bytes");
+        return ptx::ld_global_nc_x2(args.table + ptx::thread_index() * 2);
+    }
+    // By the whole block.
+    UW_DEVICE void store_table(U32x2 entries) const {
+        ptx::st_shared_x2(shared + ptx::thread_index() * 8, entries);
+        ptx::sync_block();  // orders the table before the lookups of every warp
+    }
+
+    // Brings a tile's streams to the slot, where the warp has read what was there before.
+    UW_DEVICE void load_streams(const Tile& tile) const {
+        ptx::sync_warp();
+        for (u32 at = lane * 4; at < tile.words; at += 32 * 4) {
+            ptx::st_shared_x4(slot + at * 4, ptx::ld_global_nc_x4(args.streams + tile.first + at));
+        }
+        ptx::sync_warp();
+    }
+    UW_DEVICE Chains chains(const Tile& tile) const { return Chains(slot + tile.skip * 4, lane); }
+
+    // Operands become weights: the constant of their exponents goes, the window's base comes, and escapes are replaced.
+    UW_DEVICE void to_weights(Operands& operands, const Tile& tile, u32 block) const {
+        const u32 shift = (args.class_base - compact::kOperandExponent) << 7, both = shift + (shift << 16);
+#pragma unroll
+        for (u32 i = 0; i < 16; ++i) operands.p[i] += both;
+        if (tile.head == 0) return;
+        const i32 back = static_cast<i32>(args.class_base) - static_cast<i32>(compact::kOperandExponent);
+        compact::for_escapes(tile.head, args.records, args.record_words, [&](u32 record) {
+            if (compact::block_of(record) != block) return;
+            const u32 weight = packed::times_power_of_two(record & 0xffff, back) & 0xffff;
+            packed::patch(operands, (record & ~0xffffu) | weight, lane);
+        });
+    }
+};
+
+// Calls `store(weights, row block of the tensor)` for every row block of the warp's tile.
+template <class Store>
+UW_DEVICE void for_row_blocks(const Warp& own, Store store) {
+    const DecodeCompactArgs& args = own.args;
+    const u32 tile = ptx::block_index() * kWarps + own.warp, tiles = args.tile_rows * args.tile_cols;
+    // Everything is asked for at once: the table, where the streams lie and then they, the dense part. A warp without a tile
+    // reads the last one, for the block's meeting.
+    const U32x2 table = own.load_table();
+    const u32 source = tile < tiles ? tile : tiles - 1;
+    const Tile place(args.tiles, source, args.stream_words);
+    u32 words[compact::kDenseWords];
+    const u8* dense = args.dense + static_cast<u64>(source) * compact::kDenseTileBytes + own.lane * 16;
+#pragma unroll
+    for (u32 c = 0; c < compact::kDenseWords / 4; ++c) {
+        const U32x4 v = ptx::ld_global_nc_x4(dense + c * packed::kGroupBytes);
+        words[4 * c + 0] = v.x;
+        words[4 * c + 1] = v.y;
+        words[4 * c + 2] = v.z;
+        words[4 * c + 3] = v.w;
+    }
+    own.load_streams(place);
+    own.store_table(table);
+    if (tile >= tiles) return;
+    Chains chains = own.chains(place);
+#pragma unroll
+    for (u32 i = 0; i < kTileBlocks / 2; ++i) {
+        Operands weights;
+        compact::decode_block<true>(weights, words + i * compact::kBlockWords, chains.up, own.table);
+        own.to_weights(weights, place, i);
+        store(weights, tile * kTileBlocks + i);
+        const u32 second = i + kTileBlocks / 2;
+        compact::decode_block<false>(weights, words + second * compact::kBlockWords, chains.down, own.table);
+        own.to_weights(weights, place, second);
+        store(weights, tile * kTileBlocks + second);
+    }
+}
+
+UW_DEVICE void full(const DecodeCompactArgs& args) {
+    const Warp own(args);
+    for_row_blocks(own, [&](const Operands& weights, u32 block) {
+        row_block::store(args, Place(args, block, own.lane), weights);
+    });
+}
+
+// Half `element % 2` of register `element / 2`, without an index that would push the registers to memory.
+UW_DEVICE u32 element_of(const Operands& weights, u32 element) {
+    u32 pair = 0;
+#pragma unroll
+    for (u32 i = 0; i < 16; ++i) pair = element / 2 == i ? weights.p[i] : pair;
+    return element % 2 ? pair >> 16 : pair & 0xffff;
+}
+
+UW_DEVICE void packed(const DecodeCompactArgs& args) {
+    const Warp own(args);
+    for_row_blocks(own, [&](const Operands& weights, u32 block) {
+        const Place place(args, block, own.lane);
+        Operands container = repack::contain(weights, packed::pair_of_exponents(args.base));
+        repack::store_head(args, place, block, container, [&](u32 element) { return element_of(weights, element); });
+        repack::store_container(args, place, block, container);
+    });
+}
+
+// Decodes one row block of a tile: the chain that has it from its beginning.
+UW_DEVICE Operands decode_again(const Warp& own, u32 block) {
+    const DecodeCompactArgs& args = own.args;
+    const u32 tile = block / kTileBlocks, within = block % kTileBlocks;
+    const Tile place(args.tiles, tile, args.stream_words);
+    own.load_streams(place);
+    Chains chains = own.chains(place);
+    Operands weights;
+#pragma unroll 1
+    for (u32 i = within & ~1u; i <= within; ++i) {
+        u32 words[compact::kBlockWords];
+#pragma unroll
+        for (u32 j = 0; j < compact::kBlockWords; ++j) {
+            const u32 q = i * compact::kBlockWords + j;
+            const u8* dense = args.dense + static_cast<u64>(tile) * compact::kDenseTileBytes;
+            words[j] = ptx::ld_global_nc(dense + q / 4 * packed::kGroupBytes + own.lane * 16 + q % 4 * 4);
+        }
+        if (within < kTileBlocks / 2) {
+            compact::decode_block<true>(weights, words, chains.up, own.table);
+        } else {
+            compact::decode_block<false>(weights, words, chains.down, own.table);
+        }
+    }
+    own.to_weights(weights, place, within);
+    return weights;
+}
+
+UW_DEVICE void lists(const DecodeCompactArgs& args) {
+    const Warp own(args);
+    own.store_table(own.load_table());
+    repack::lists(args, own.shared + kSums, [&](const Place&, u32 block) { return decode_again(own, block); });
+}
+
+// ---- the stage that Config names
+template <class Config>
+UW_DEVICE void run(const DecodeCompactArgs& args) {
+    if constexpr (Config::kStage == DecodeCompactStage::kFull) {
+        full(args);
+    } else if constexpr (Config::kStage == DecodeCompactStage::kPacked) {
+        packed(args);
+    } else {
+        lists(args);
+    }
+}
+
+}  // namespace uw::decode_compact

@@ -1,0 +1,330 @@
+// BF16 matrix -> compact tensor (docs/format.md A.11), byte for byte that of the CPU. n and k are multiples of 64.
+//
+// One function per stage, all of EncodeCompactArgs; Config has EncodeCompactStage kStage:
+//   encode::stats without sign_mantissa -> the host chooses the window -> quads -> the host chooses the book -> sizes
+//   -> the host adds up where tiles begin, and reads `inexact` -> write
+//
+// stage   threads  blocks/SM  grid               dynamic smem         reads + writes, bytes per element
+// quads   256      4          ceil(tiles / 16)   4 * 4096             2
+// sizes   256      3          ceil(tiles / 8)    4 * 4096             2
+// write   256      2          ceil(tiles / 8)    the same + 8 * 1328  2 + 1.35
+//
+// Bound    quads: additions to one counter of shared memory, one after the other; else instructions.
+//
+// Roles    a warp takes row blocks (quads) or a tile. sizes and write look the same codes up, so nothing is kept between
+//          them but what the host makes of their sizes. A lane keeps its 32 codes until it knows where its chains begin.
+// Barriers quads: one before the counters are added to, one before they are read. Else one, behind the table; warps go on
+//          alone, and a slot is written and read by one warp (__syncwarp).
+//
+// Zeroed before: quads, inexact. Before write a tile has where it begins, and the head of a list; the head of a lone
+// escape is kOneHead without its record, which write adds.
+//
+// Safety   write trusts `tiles` of its own making; what would leave a tile's words or `records`, since the weights are
+//          others than those of sizes, is not written.
+#pragma once
+
+#include "unweight/axes.cuh"
+#include "unweight/encoding/compact.cuh"
+#include "unweight/encoding/row_block.cuh"
+#include "unweight/encoding/weights.cuh"
+#include "unweight/ptx/barrier.cuh"
+#include "unweight/ptx/memory.cuh"
+
+namespace uw::encode_compact {
+
+using compact::kLengthBytes, compact::kStreamBytesMax;
+using packed::kTileBlocks, packed::Operands;
+using row_block::Place;
+
+constexpr u32 kBlockThreads = 256, kWarps = kBlockThreads / 32;
+constexpr u32 kQuads = 4096, kQuadBytes = kQuads * 4;
+constexpr u32 kSlotBytes = (kStreamBytesMax + 4 + 15) / 16 * 16;  // a code may touch the word behind
+template <class Config>
+constexpr u32 kThreads = kBlockThreads;
+
+// Offsets of the sections in dynamic shared memory, and their sum.
+template <class Config>
+struct Smem {
+    static constexpr u32 kQuads = 0;
+    static constexpr u32 kSlots = kQuads + kQuadBytes;  // of write
+    static constexpr u32 kBytes = Config::kStage == EncodeCompactStage::kWrite ? kSlots + kWarps * kSlotBytes : kSlots;
+};
+
+constexpr u32 kCountBlocks = 8;  // row blocks of a warp of quads
+
+constexpr u32 kSigns = 0x80008000;
+constexpr u32 kOutside = 0x70007000;  // set above a window of 32 exponents, in an exponent less the base
+constexpr u32 kOwn = 0x807F807F;      // sign and mantissa
+constexpr u32 kLow = 0x01800180;      // the lower two bits of exponents above the base
+constexpr u32 kOneHead = 1u << 30;
+constexpr u32 kCodes = 32;  // of a lane in a tile
+
+// An entry of the table of codes: that of a quad, or of the quad that is coded in its place.
+//   31..28  27..24                             23..20  19..10    9..0
+//   0       places whose elements are escapes  bits    backward  forward
+UW_DEVICE u32 bits_of(u32 entry) { return entry >> 20 & 15; }
+UW_DEVICE u32 code_of(u32 entry, bool up) { return (up ? entry : entry >> 10) & 1023; }
+
+// The elements of quad c of a row block that the entry makes escapes.
+UW_DEVICE u32 escapes_of(u32 entry, u32 c) { return entry >> 24 << 4 * c; }
+
+// A row block, split: `dense.p` has sign, low bits and mantissa, `classes` the classes at bits 11..9 of each half.
+struct Split {
+    Operands dense;
+    u32 classes[16];
+    u32 escapes;  // bit 2 * register + half: outside of the window
+
+    UW_DEVICE Split(const Operands& weights, u32 base, u32 filler) : escapes(0) {
+        const u32 bases = base << 7 | base << 23;
+        u32 outside = 0;
+#pragma unroll
+        for (u32 i = 0; i < 16; ++i) {
+            // The sign keeps a borrow from the other half; what is outside has one of the bits 14..12 set.
+            classes[i] = (weights.p[i] | kSigns) - bases;
+            outside |= classes[i] & kOutside;
+            dense.p[i] = (weights.p[i] & kOwn) | (classes[i] & kLow);
+        }
+        if (outside == 0) return;
+        // These get the filler's class, and no lower bits.
+#pragma unroll
+        for (u32 i = 0; i < 16; ++i) {
+            if (classes[i] & kOutside & 0xffff) {
+                escapes |= 1u << 2 * i;
+                classes[i] = (classes[i] & 0xffff0000) | filler << 9;
+                dense.p[i] &= ~(kLow & 0xffff);
+            }
+            if (classes[i] & kOutside & 0xffff0000) {
+                escapes |= 2u << 2 * i;
+                classes[i] = (classes[i] & 0xffff) | filler << 25;
+                dense.p[i] &= ~(kLow & 0xffff0000);
+            }
+        }
+    }
+
+    // The quad of registers 2c and 2c + 1.
+    UW_DEVICE u32 quad(u32 c) const {
+        const u32 a = classes[2 * c], b = classes[2 * c + 1];
+        return (a >> 9 & 7) | (a >> 22 & 0x38) | (b >> 3 & 0x1c0) | (b >> 16 & 0xe00);
+    }
+};
+
+UW_DEVICE u32 tile_count(const EncodeCompactArgs& args) { return args.tile_rows * args.tile_cols; }
+
+// ---- quads
+// -----------------------------------------------------------------------------------------------------------
+
+UW_DEVICE void quads(const EncodeCompactArgs& args) {
+    const u32 counts = ptx::smem_address(ptx::dynamic_smem()), thread = ptx::thread_index(), lane = thread % 32;
+#pragma unroll
+    for (u32 i = 0; i < kQuads / 4 / kBlockThreads; ++i) ptx::st_shared_x4(counts + (i * kBlockThreads + thread) * 16, U32x4{0, 0, 0, 0});
+    ptx::sync_block();  // orders the zeros before the additions of every warp
+    const u32 first = (ptx::block_index() * kWarps + ptx::uniform_warp_index()) * kCountBlocks;
+#pragma unroll 1
+    for (u32 block = first; block < first + kCountBlocks && block < tile_count(args) * kTileBlocks; ++block) {
+        const Split split(row_block::load(args, Place(args, block, lane)), args.base, args.filler);
+#pragma unroll
+        for (u32 c = 0; c < compact::kBlockQuads; ++c) ptx::red_add_shared(counts + split.quad(c) * 4, 1);
+    }
+    ptx::sync_block();  // orders the additions of every warp before the sums are read
+#pragma unroll 1
+    for (u32 quad = thread; quad < kQuads; quad += kBlockThreads) {
+        const u32 count = ptx::ld_shared(counts + quad * 4);
+        if (count != 0) ptx::red_add_global(args.quads + quad, count);
+    }
+}
+
+// ---- sizes and write
+// ------------------------------------------------------------------------------------------------
+
+// By the whole block: the table of codes, to the beginning of shared memory.
+UW_DEVICE void load_table(const EncodeCompactArgs& args, u32 table) {
+#pragma unroll
+    for (u32 i = 0; i < kQuads / 4 / kBlockThreads; ++i) {
+        const u32 at = i * kBlockThreads + ptx::thread_index();
+        ptx::st_shared_x4(table + at * 16, ptx::ld_global_nc_x4(args.table + at * 4));
+    }
+    ptx::sync_block();  // orders the table before the lookups of every warp
+}
+
+// Inclusive sums over the lanes.
+UW_DEVICE u32 sums(u32 v, u32 lane) {
+#pragma unroll
+    for (u32 delta = 1; delta < 32; delta *= 2) {
+        const u32 lower = ptx::shuffle_up(v, delta);
+        v += lane >= delta ? lower : 0;
+    }
+    return v;
+}
+
+// Bits of a lane's chains: a multiple of two.
+UW_DEVICE u32 whole_units(u32 bits) { return (bits + 1) & ~1u; }
+
+UW_DEVICE u32 operand_of(const EncodeCompactArgs& args, u32 weight) {
+    return packed::times_power_of_two(weight, static_cast<i32>(compact::kOperandExponent) - static_cast<i32>(args.base));
+}
+
+UW_DEVICE void sizes(const EncodeCompactArgs& args) {
+    const u32 table = ptx::smem_address(ptx::dynamic_smem()), lane = ptx::thread_index() % 32;
+    load_table(args, table);
+    const u32 tile = ptx::block_index() * kWarps + ptx::uniform_warp_index();
+    if (tile >= tile_count(args)) return;
+    u32 bits = 0, escapes = 0;
+#pragma unroll 1
+    for (u32 block = 0; block < kTileBlocks; ++block) {
+        const Place place(args, tile * kTileBlocks + block, lane);
+        const Split split(row_block::load(args, place), args.base, args.filler);
+        // Those of quads without a code lie in the window, and so have operands.
+#pragma unroll 1
+        for (u32 left = split.escapes; left != 0; left &= left - 1) {
+            const u64 at = place.element(args, ptx::find_first_set(left) - 1);
+            if (operand_of(args, ptx::ld_global_nc_u16(args.weights + at)) & packed::kInexact) ptx::red_max_global_u64(args.inexact, ~at);
+        }
+        u32 mask = split.escapes;
+#pragma unroll
+        for (u32 c = 0; c < compact::kBlockQuads; ++c) {
+            const u32 entry = ptx::ld_shared(table + split.quad(c) * 4);
+            bits += bits_of(entry);
+            mask |= escapes_of(entry, c);
+        }
+        escapes += ptx::popcount(mask);
+    }
+    bits = sums(whole_units(bits), lane);
+    escapes = sums(escapes, lane);
+    if (lane == 31) ptx::st_global_x2(args.sizes + 2 * tile, U32x2{kLengthBytes / 4 + (bits + 31) / 32, escapes});
+}
+
+// Where the records of a tile go.
+struct Records {
+    const EncodeCompactArgs& args;
+    const u32 tile, lane, head;
+    const u32 at, room;  // of a list: its first word, and words up to the end of `records`
+    u32 count;
+
+    UW_DEVICE Records(const EncodeCompactArgs& a, u32 tile_, u32 lane_)
+        : args(a),
+          tile(tile_),
+          lane(lane_),
+          head(ptx::ld_global(a.tiles + 2 * tile_ + 1)),
+          at(head & ~packed::kListHead),
+          room(head & packed::kListHead && at < a.record_words ? a.record_words - at : 0),
+          count(0) {}
+
+    UW_DEVICE void put(u32 place, u32 element, u32 lane_bits, u32 weight) {
+        const u32 record = (operand_of(args, weight) & 0xffff) | lane_bits | element / 2 << 21 | element % 2 << 25;
+        if (head == kOneHead) ptx::st_global(args.tiles + 2 * tile + 1, kOneHead | record);
+        if (1 + place < room) ptx::st_global(args.records + at + 1 + place, record);
+    }
+
+    // The escapes of a row block, in order of register, lane, half.
+    UW_DEVICE void block(const Operands& weights, u32 mask, u32 block) {
+        if (ptx::warp_ballot(mask != 0) == 0) return;
+        const u32 below = (1u << lane) - 1, lane_bits = lane << 16 | block << 26;
+#pragma unroll
+        for (u32 i = 0; i < 16; ++i) {
+            const bool low = mask >> 2 * i & 1, high = mask >> 2 * i & 2;
+            const u32 lows = ptx::warp_ballot(low), highs = ptx::warp_ballot(high);
+            const u32 own = count + ptx::popcount(lows & below) + ptx::popcount(highs & below);
+            if (low) put(own, 2 * i, lane_bits, weights.p[i] & 0xffff);
+            if (high) put(own + low, 2 * i + 1, lane_bits, weights.p[i] >> 16);
+            count += ptx::popcount(lows) + ptx::popcount(highs);
+        }
+    }
+
+    UW_DEVICE void finish() const {
+        if (lane == 0 && room != 0) ptx::st_global(args.records + at, count);
+    }
+};
+
+// The five words of eight registers (encoding/compact.cuh).
+UW_DEVICE void dense_words(const u32* p, u32* words) {
+    constexpr u32 kTurned = 0x801F801Fu;
+    u32 turned[3];
+#pragma unroll
+    for (u32 i = 0; i < 3; ++i) {
+        const u32 v = p[5 + i] & kTurned;
+        turned[i] = ptx::funnel_shift_left(v, v, 10);
+    }
+    words[0] = p[0] | turned[0];
+    words[1] = p[1] | (p[5] & 0x01e001e0u) << 6 | (p[6] & 0x01800180u) << 2;
+    words[2] = p[2] | turned[1];
+    words[3] = p[3] | (p[6] & 0x00600060u) << 4 | (p[7] & 0x01e001e0u) << 6;
+    words[4] = p[4] | turned[2];
+}
+
+UW_DEVICE void store_dense(const EncodeCompactArgs& args, u32 tile, u32 block, u32 lane, const Operands& dense) {
+    u32 words[compact::kBlockWords];
+    dense_words(dense.p, words);
+    dense_words(dense.p + 8, words + 5);
+    u8* to = args.dense + static_cast<u64>(tile) * compact::kDenseTileBytes + lane * 16;
+#pragma unroll
+    for (u32 j = 0; j < compact::kBlockWords; j += 2) {
+        const u32 q = block * compact::kBlockWords + j;
+        ptx::st_global_x2(to + q / 4 * packed::kGroupBytes + q % 4 * 4, U32x2{words[j], words[j + 1]});
+    }
+}
+
+// Adds a code's bits to a slot of zeros, from bit `at` on.
+UW_DEVICE void put_bits(u32 slot, u32 at, u32 code, u32 bits) {
+    const u32 word = slot + (at >> 3 & ~3u), shift = at & 31;
+    ptx::red_or_shared(word, code << shift);
+    if (shift + bits > 32) ptx::red_or_shared(word + 4, code >> (32 - shift));
+}
+
+UW_DEVICE void write(const EncodeCompactArgs& args) {
+    const u32 table = ptx::smem_address(ptx::dynamic_smem()), lane = ptx::thread_index() % 32, warp = ptx::uniform_warp_index();
+    const u32 slot = table + kQuadBytes + warp * kSlotBytes;
+    load_table(args, table);
+    const u32 tile = ptx::block_index() * kWarps + warp;
+    if (tile >= tile_count(args)) return;
+    for (u32 at = lane * 16; at < kSlotBytes; at += 32 * 16) ptx::st_shared_x4(slot + at, U32x4{0, 0, 0, 0});
+
+    Records records(args, tile, lane);
+    u32 codes[kCodes], bits = 0;  // code, and its bits from 16 on
+#pragma unroll
+    for (u32 block = 0; block < kTileBlocks; ++block) {
+        const Operands weights = row_block::load(args, Place(args, tile * kTileBlocks + block, lane));
+        const Split split(weights, args.base, args.filler);
+        u32 mask = split.escapes;
+#pragma unroll
+        for (u32 c = 0; c < compact::kBlockQuads; ++c) {
+            const u32 entry = ptx::ld_shared(table + split.quad(c) * 4);
+            codes[block * compact::kBlockQuads + c] = code_of(entry, block < kTileBlocks / 2) | bits_of(entry) << 16;
+            bits += bits_of(entry);
+            mask |= escapes_of(entry, c);
+        }
+        store_dense(args, tile, block, lane, split.dense);
+        records.block(weights, mask, block);
+    }
+    records.finish();
+
+    const u32 own = whole_units(bits), end = 8 * kLengthBytes + sums(own, lane);
+    ptx::sync_warp();  // orders the slot's zeros before the bits of every lane
+    ptx::st_shared_u8(slot + lane, own / 2);
+    u32 up = end - own, down = end;
+#pragma unroll
+    for (u32 i = 0; i < kCodes / 2; ++i) {
+        const u32 forward = codes[i], backward = codes[kCodes / 2 + i];
+        put_bits(slot, up, forward & 0xffff, forward >> 16);
+        up += forward >> 16;
+        down -= backward >> 16;
+        put_bits(slot, down, backward & 0xffff, backward >> 16);
+    }
+    ptx::sync_warp();  // orders the bits of every lane before the copy
+    const u32 first = ptx::ld_global(args.tiles + 2 * tile), last = ptx::ld_global(args.tiles + 2 * tile + 2);
+    const u32 words = (ptx::shuffle(end, 31) + 31) / 32;
+    for (u32 at = lane; at < words && first + at < last; at += 32) ptx::st_global(args.streams + first + at, ptx::ld_shared(slot + at * 4));
+}
+
+// ---- the stage that Config names
+template <class Config>
+UW_DEVICE void run(const EncodeCompactArgs& args) {
+    if constexpr (Config::kStage == EncodeCompactStage::kQuads) {
+        quads(args);
+    } else if constexpr (Config::kStage == EncodeCompactStage::kSizes) {
+        sizes(args);
+    } else {
+        write(args);
+    }
+}
+
+}  // namespace uw::encode_compact

@@ -1,0 +1,156 @@
+//! From the compact form (docs/format.md A.11) to BF16 and to the packed form:
+//! `templates/include/unweight/kernels/decode_compact.cuh`.
+
+use super::{Edge, Entry, Family, Instructions};
+use crate::{
+    abi::args,
+    plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
+    spec::{Arch, VariantSpec, axes, word_axis},
+};
+use unweight_format::{EncodingId, raw::layout::STREAM_TILE_BYTES_MAX};
+
+word_axis! {
+    /// A step of the conversions of the compact form (docs/format.md A.11).
+    DecodeCompactStage, "stage" {
+        /// To BF16.
+        Full = "full",
+        /// To packed tiles and escape heads, and the words that the lists need.
+        Packed = "packed",
+        /// Writes the lists of row blocks with more than one escape.
+        Lists = "lists",
+    }
+}
+
+axes! {
+    /// One kernel of the conversions of the compact form.
+    pub struct DecodeCompactSpec {
+        /// Which one.
+        stage: DecodeCompactStage "",
+    }
+}
+
+args! {
+    /// Arguments of the conversions of the compact form: all stages share one struct.
+    pub struct DecodeCompactArgs {
+        /// u8 `[tiles, 5120]`.
+        pub dense: u64,
+        /// u32 `[tiles + 1, 2]`: `class_tiles`.
+        pub tiles: u64,
+        /// u32 `[stream_words]`: `class_streams`.
+        pub streams: u64,
+        /// u32 `[record_words]`: `class_escapes`.
+        pub records: u64,
+        /// u32 `[512]`: `ClassBook::kernel_table`.
+        pub table: u64,
+        /// bf16 `[n, k]`: written by `full`.
+        pub weights: u64,
+        /// u8 `[tiles, 6144]`: written by `packed`.
+        pub packed: u64,
+        /// u32 `[tiles, 4]`: written by `packed` and `lists`.
+        pub escape_heads: u64,
+        /// u32 `[escape_words]`: written by `lists`.
+        pub escapes: u64,
+        /// u32 `[ceil(tiles / 16)]`, zeroed before `packed`: words of the lists of 64 row blocks each.
+        pub group_words: u64,
+        /// u64, zeroed before `packed`: `!(row * k + column)` of the first element that no operand can stand for, 0 if
+        /// there is none.
+        pub inexact: u64,
+        /// Words in `streams`, a multiple of 4.
+        pub stream_words: u32,
+        /// Words in `records`.
+        pub record_words: u32,
+        /// Lowest exponent of the window of 32, 1..=223.
+        pub class_base: u32,
+        /// Lowest exponent of the packed form's window of 16, 1..=239.
+        pub base: u32,
+        /// Words in `escapes`.
+        pub escape_words: u32,
+        /// Output features, a multiple of 64.
+        pub n: u32,
+        /// Input features, a multiple of 64.
+        pub k: u32,
+        /// `n / 64`.
+        pub tile_rows: u32,
+        /// `k / 64`.
+        pub tile_cols: u32,
+        /// 0.
+        pub reserved: u32,
+    }
+}
+
+impl VariantSpec {
+    /// A step of the conversions of the compact form.
+    pub const fn decode_compact(arch: Arch, stage: DecodeCompactStage) -> Self {
+        Self { arch, op: super::Op::DecodeCompact(DecodeCompactSpec { stage }) }
+    }
+}
+
+const WARPS: u32 = 8;
+const BLOCKS_PER_SM: u32 = 3;
+/// A warp takes a tile.
+const TILES_PER_BLOCK: u32 = WARPS;
+/// Eight row blocks a warp.
+const LIST_TILES_PER_BLOCK: u32 = 16;
+/// Entries of 4 bytes.
+pub(super) const TABLE_BYTES: u32 = 1 << 11;
+/// Longest streams of a tile, from 16 bytes to 16 bytes, and what a chain may read past them.
+pub(super) const SLOT_BYTES: u32 = (12 + STREAM_TILE_BYTES_MAX as u32 + 9 + 16).next_multiple_of(16);
+
+impl DecodeCompactSpec {
+    pub(crate) const fn instructions(&self) -> Instructions {
+        Instructions::NONE
+    }
+
+    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+        let op = self;
+        let work = Work::WeightTiles;
+        let smem = SmemPlan::new().section("table", 1, TABLE_BYTES, 16).section("slots", WARPS, SLOT_BYTES, 16);
+        let (smem, per_block) = match op.stage {
+            DecodeCompactStage::Full | DecodeCompactStage::Packed => (smem, TILES_PER_BLOCK),
+            // Per warp its own words and those of the groups before.
+            DecodeCompactStage::Lists => (smem.section("sums", WARPS, 8, 8), LIST_TILES_PER_BLOCK),
+        };
+        Ok(Plan {
+            spec: *spec,
+            smem,
+            pipeline: None,
+            roles: RolePlan::one("convert", WARPS),
+            launch: LaunchPlan::ordinary(
+                WARPS * spec.arch.limits().warp_threads,
+                BLOCKS_PER_SM,
+                LaunchGrid::Covering { work, per_block },
+            ),
+        })
+    }
+}
+
+impl Family for DecodeCompactSpec {
+    type Args = DecodeCompactArgs;
+    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const EDGES: &'static [Edge] =
+        &[Edge { from: EncodingId::COMPACT, to: EncodingId::RAW }, Edge { from: EncodingId::COMPACT, to: EncodingId::PACKED }];
+
+    fn edges(&self) -> &'static [Edge] {
+        match self.stage {
+            DecodeCompactStage::Full => &Self::EDGES[..1],
+            DecodeCompactStage::Packed | DecodeCompactStage::Lists => &Self::EDGES[1..],
+        }
+    }
+
+    fn summary(&self, _: &Plan) -> String {
+        let summary = match self.stage {
+            DecodeCompactStage::Full => "Compact tensor -> bf16 [n, k], row-major.",
+            DecodeCompactStage::Packed => "Compact tensor -> packed tiles, escape heads and sizes of the lists.",
+            DecodeCompactStage::Lists => "Compact tensor and sizes of the lists -> lists of escapes and their places.",
+        };
+        summary.to_owned()
+    }
+
+    fn entry(&self, _: &Plan) -> Entry {
+        Entry::new().packed_layout().compact_layout()
+    }
+
+    fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
+        DecodeCompactStage::ALL.iter().map(move |stage| VariantSpec::decode_compact(arch, *stage))
+    }
+}

@@ -1,0 +1,138 @@
+//! From BF16 to the compact form (docs/format.md A.11): `templates/include/unweight/kernels/encode_compact.cuh`.
+
+use super::{Edge, Entry, Family, Instructions};
+use crate::{
+    abi::args,
+    plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
+    spec::{Arch, VariantSpec, axes, word_axis},
+};
+use unweight_format::{EncodingId, raw::layout::STREAM_TILE_BYTES_MAX};
+
+word_axis! {
+    /// A step from BF16 to the compact form (docs/format.md A.11).
+    EncodeCompactStage, "stage" {
+        /// Counts quads of classes.
+        Quads = "quads",
+        /// What the streams and escapes of each tile take.
+        Sizes = "sizes",
+        /// Writes dense parts, streams, heads and lists.
+        Write = "write",
+    }
+}
+
+axes! {
+    /// One kernel of the encoder of the compact form.
+    pub struct EncodeCompactSpec {
+        /// Which one.
+        stage: EncodeCompactStage "",
+    }
+}
+
+args! {
+    /// Arguments of the encoder of the compact form: all stages share one struct.
+    pub struct EncodeCompactArgs {
+        /// bf16 `[n, k]`, only read.
+        pub weights: u64,
+        /// u32 `[4096]`, zeroed before `quads`: how often each quad of classes occurs.
+        pub quads: u64,
+        /// u32 `[4096]`: `compact::Coding::kernel_table`; not read by `quads`.
+        pub table: u64,
+        /// u32 `[tiles, 2]`: words of a tile's streams, and its escapes; written by `sizes`.
+        pub sizes: u64,
+        /// u64, zeroed before `sizes`: `!(row * k + column)` of the first element that no operand can stand for, 0 if
+        /// there is none.
+        pub inexact: u64,
+        /// u32 `[tiles + 1, 2]`: `class_tiles`, whose heads `write` completes.
+        pub tiles: u64,
+        /// u8 `[tiles, 5120]`; written by `write`.
+        pub dense: u64,
+        /// u32, as many words as `tiles` ends with; written by `write`.
+        pub streams: u64,
+        /// u32 `[record_words]`: lists of escapes; written by `write`.
+        pub records: u64,
+        /// Words in `records`.
+        pub record_words: u32,
+        /// Lowest exponent of the window of 32, 1..=223.
+        pub base: u32,
+        /// The class that elements outside the window are coded as.
+        pub filler: u32,
+        /// Output features, a multiple of 64.
+        pub n: u32,
+        /// Input features, a multiple of 64.
+        pub k: u32,
+        /// `n / 64`.
+        pub tile_rows: u32,
+        /// `k / 64`.
+        pub tile_cols: u32,
+        /// 0.
+        pub reserved: u32,
+    }
+}
+
+impl VariantSpec {
+    /// A step of the encoder of the compact form.
+    pub const fn encode_compact(arch: Arch, stage: EncodeCompactStage) -> Self {
+        Self { arch, op: super::Op::EncodeCompact(EncodeCompactSpec { stage }) }
+    }
+}
+
+const WARPS: u32 = 8;
+/// Counters, or codes, of 4096 quads.
+const QUAD_BYTES: u32 = 4 << 12;
+/// A warp takes eight row blocks.
+const COUNT_TILES_PER_BLOCK: u32 = 16;
+/// Longest streams of a tile, and a word behind them.
+const SLOT_BYTES: u32 = (STREAM_TILE_BYTES_MAX as u32 + 4).next_multiple_of(16);
+
+impl EncodeCompactSpec {
+    pub(crate) const fn instructions(&self) -> Instructions {
+        Instructions::NONE
+    }
+
+    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+        let op = self;
+        let work = Work::WeightTiles;
+        let smem = SmemPlan::new().section("quads", 1, QUAD_BYTES, 16);
+        // A warp takes a tile.
+        let (smem, blocks_per_sm, per_block) = match op.stage {
+            EncodeCompactStage::Quads => (smem, 4, COUNT_TILES_PER_BLOCK),
+            EncodeCompactStage::Sizes => (smem, 3, WARPS),
+            // A lane keeps 32 codes in its registers.
+            EncodeCompactStage::Write => (smem.section("slots", WARPS, SLOT_BYTES, 16), 2, WARPS),
+        };
+        Ok(Plan {
+            spec: *spec,
+            smem,
+            pipeline: None,
+            roles: RolePlan::one("encode", WARPS),
+            launch: LaunchPlan::ordinary(
+                WARPS * spec.arch.limits().warp_threads,
+                blocks_per_sm,
+                LaunchGrid::Covering { work, per_block },
+            ),
+        })
+    }
+}
+
+impl Family for EncodeCompactSpec {
+    type Args = EncodeCompactArgs;
+    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const EDGES: &'static [Edge] = &[Edge { from: EncodingId::RAW, to: EncodingId::COMPACT }];
+
+    fn summary(&self, _: &Plan) -> String {
+        let summary = match self.stage {
+            EncodeCompactStage::Quads => "bf16 [n, k] -> how often each quad of classes occurs.",
+            EncodeCompactStage::Sizes => "bf16 [n, k] and codes -> words and escapes of each tile.",
+            EncodeCompactStage::Write => "bf16 [n, k], codes and places of tiles -> compact tensor.",
+        };
+        summary.to_owned()
+    }
+
+    fn entry(&self, _: &Plan) -> Entry {
+        Entry::new().packed_layout().compact_layout()
+    }
+
+    fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
+        EncodeCompactStage::ALL.iter().map(move |stage| VariantSpec::encode_compact(arch, *stage))
+    }
+}

@@ -1,0 +1,436 @@
+//! Exponents of other types than BF16, Huffman-coded (`docs/format.md` A.12): FP8, F16 and F32.
+//!
+//! The exponents lie exactly as those of the Huffman form do, in the same sections, so whoever decodes those decodes
+//! these. Sign and fraction, which are 3 to 24 bits, lie beside them: whole bytes of them in one section, what is left
+//! in another.
+
+use std::borrow::Cow;
+
+use rayon::prelude::*;
+
+use super::{
+    Encoding, EncodingId, Extent, NotEncodable, Sample, Section, Sections, StoredTensor, Survey,
+    huffman::{
+        CodedExponents,
+        decode::{Join, decode_rows},
+        encode_exponents,
+    },
+    sample::fixed_bytes,
+    tiles::{check_room, debug_sizes, small},
+};
+use crate::{
+    Code, CodeLimit, CodecError, Float, FloatMatrix, TileGrid,
+    bits::zeroed,
+    layout::{FLOAT_FORMAT_BYTES, SECTION_ALIGN},
+    safetensors::Dtype,
+};
+
+/// The form.
+#[derive(Debug, Clone, Copy)]
+pub struct Exponents;
+
+impl EncodingId {
+    /// Huffman-coded exponents of a type that is not BF16.
+    pub const EXPONENTS: Self = Self::new("exponents");
+}
+
+impl Section {
+    /// u8 `[16]`: bits of the exponent, bits of the fraction, then zeros.
+    pub const FLOAT_FORMAT: Self = Self::new("float_format", Dtype::U8, &[Extent::Fixed(FLOAT_FORMAT_BYTES)]);
+    /// u8 `[bytes]`: the lower bytes of sign and fraction, element by element.
+    pub const FRACTION_BYTES: Self = Self::new("fraction_bytes", Dtype::U8, &[Extent::Open]).padded_to(SECTION_ALIGN);
+    /// u8 `[bytes]`: their bits above, eight elements at a time.
+    pub const FRACTION_BITS: Self = Self::new("fraction_bits", Dtype::U8, &[Extent::Open]).padded_to(SECTION_ALIGN);
+}
+
+impl Exponents {
+    /// Its sections, in stored order.
+    const SECTIONS: &'static [Section] = &[
+        Section::FLOAT_FORMAT,
+        Section::PALETTE,
+        Section::CODE_LENGTHS,
+        Section::TILE_METADATA,
+        Section::ROW_LENGTHS,
+        Section::VERBATIM_EXPONENTS,
+        Section::ENCODED_EXP,
+        Section::FRACTION_BYTES,
+        Section::FRACTION_BITS,
+    ];
+    /// The types that it takes.
+    const FLOATS: &'static [Float] = &[Float::E4M3, Float::E5M2, Float::F16, Float::F32];
+}
+
+impl Encoding for Exponents {
+    fn id(&self) -> EncodingId {
+        EncodingId::EXPONENTS
+    }
+
+    fn sections(&self) -> &'static [Section] {
+        Self::SECTIONS
+    }
+
+    fn floats(&self) -> &'static [Float] {
+        Self::FLOATS
+    }
+
+    /// Naming nine sections takes about as much, in a shard's header and in the manifest.
+    fn least_saved(&self) -> u64 {
+        2048
+    }
+
+    fn fits(&self, _: TileGrid) -> Result<(), NotEncodable> {
+        Ok(())
+    }
+
+    fn predict(&self, grid: TileGrid, sample: &Sample) -> Result<u64, NotEncodable> {
+        let rest = Rest::of(sample.float());
+        let dense = rest.section_bytes(grid).iter().sum::<usize>() as u64;
+        let exponents = (sample.verbatim_bytes(grid) + sample.coded_bytes(grid)) as u64;
+        Ok(fixed_bytes(Self::SECTIONS, grid) + dense + exponents)
+    }
+
+    fn check(&self, grid: TileGrid, sections: &Sections<'_>) -> Result<(), CodecError> {
+        ExponentsTensor::from_sections(grid, |section| sections.get(section)).map(|_| ())
+    }
+
+    fn encode(&self, matrix: FloatMatrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, NotEncodable> {
+        let code = Code::from_histogram(&survey.histogram, limit).expect("a matrix has elements");
+        Ok(encode_with(matrix, &code)?.into_sections())
+    }
+
+    fn decode(&self, grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError> {
+        decode_into(&ExponentsTensor::from_sections(grid, |section| sections.get(section))?, out)
+    }
+}
+
+/// How sign and fraction of an element, `1 + fraction` bits, are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Rest {
+    /// Lower bytes.
+    bytes: usize,
+    /// Bits above them.
+    bits: usize,
+}
+
+/// Elements whose upper bits lie together: they fill whole bytes.
+const GROUP: usize = 8;
+/// Elements that a task splits or joins at once.
+const PIECE: usize = 1 << 16;
+
+impl Rest {
+    const fn of(float: Float) -> Self {
+        let bits = 1 + float.fraction_bits() as usize;
+        Self { bytes: bits / 8, bits: bits % 8 }
+    }
+
+    /// Bytes of both sections without what fills them up.
+    const fn used_bytes(self, elements: usize) -> [usize; 2] {
+        [elements * self.bytes, elements.div_ceil(GROUP) * self.bits]
+    }
+
+    fn section_bytes(self, grid: TileGrid) -> [usize; 2] {
+        self.used_bytes(grid.elements()).map(|bytes| bytes.next_multiple_of(SECTION_ALIGN))
+    }
+}
+
+/// Bytes of `fraction_bytes` and `fraction_bits` of a matrix; `None` of a type that the form does not hold.
+pub fn fraction_sections(float: Float, grid: TileGrid) -> Option<[usize; 2]> {
+    Exponents::FLOATS.contains(&float).then(|| Rest::of(float).section_bytes(grid))
+}
+
+/// Encodes a matrix with its own optimal code under `limit`.
+///
+/// # Errors
+/// It is BF16, which has forms of its own, or the coded words would exceed 2^32.
+pub fn encode(matrix: FloatMatrix<'_>, limit: CodeLimit) -> Result<ExponentsTensor<Vec<u8>>, CodecError> {
+    let histogram = Survey::of_float(matrix.float(), matrix.bytes()).histogram;
+    encode_with(matrix, &Code::from_histogram(&histogram, limit).expect("a matrix has elements"))
+}
+
+/// Encodes a matrix with a given code, which need not be the tensor's own.
+///
+/// # Errors
+/// As [`encode`].
+pub fn encode_with(matrix: FloatMatrix<'_>, code: &Code) -> Result<ExponentsTensor<Vec<u8>>, CodecError> {
+    let float = matrix.float();
+    if !Exponents::FLOATS.contains(&float) {
+        return Err(CodecError::Type { float });
+    }
+    // First the codes: what they need while they are made is given back before the rest is made.
+    let (exponents, _) = encode_exponents(matrix, code)?;
+    let [bytes, bits] = split(matrix);
+    Ok(ExponentsTensor { float, exponents, bytes, bits })
+}
+
+/// Calls a function with the type as a constant, so that each type has loops of its own.
+macro_rules! with_float {
+    ($function:ident($float:expr $(, $argument:expr)*)) => {
+        match $float {
+            Float::E4M3 => $function(Float::E4M3 $(, $argument)*),
+            Float::E5M2 => $function(Float::E5M2 $(, $argument)*),
+            Float::F16 => $function(Float::F16 $(, $argument)*),
+            Float::Bf16 => $function(Float::Bf16 $(, $argument)*),
+            Float::F32 => $function(Float::F32 $(, $argument)*),
+        }
+    };
+}
+
+/// Sign and fraction of all elements, as they are stored.
+fn split(matrix: FloatMatrix<'_>) -> [Vec<u8>; 2] {
+    let (float, rest, grid) = (matrix.float(), Rest::of(matrix.float()), matrix.grid());
+    let [mut bytes, mut bits] = rest.section_bytes(grid).map(zeroed);
+    let ([used_bytes, used_bits], [piece_bytes, piece_bits]) =
+        (rest.used_bytes(grid.elements()), rest.used_bytes(PIECE));
+    let sources = || matrix.bytes().par_chunks(PIECE * float.bytes());
+    if rest.bytes > 0 {
+        let pieces = sources().zip(bytes[..used_bytes].par_chunks_mut(piece_bytes));
+        pieces.for_each(|(source, out)| with_float!(lower_bytes(float, source, out)));
+    }
+    if rest.bits > 0 {
+        let pieces = sources().zip(bits[..used_bits].par_chunks_mut(piece_bits));
+        pieces.for_each(|(source, out)| with_float!(upper_bits(float, source, out)));
+    }
+    [bytes, bits]
+}
+
+#[inline(always)]
+fn lower_bytes(float: Float, source: &[u8], out: &mut [u8]) {
+    let rest = Rest::of(float);
+    for (element, out) in source.chunks_exact(float.bytes()).zip(out.chunks_exact_mut(rest.bytes)) {
+        out.copy_from_slice(&float.sign_fraction(float.read(element)).to_le_bytes()[..rest.bytes]);
+    }
+}
+
+#[inline(always)]
+fn upper_bits(float: Float, source: &[u8], out: &mut [u8]) {
+    let rest = Rest::of(float);
+    for (group, out) in source.chunks(GROUP * float.bytes()).zip(out.chunks_exact_mut(rest.bits)) {
+        let elements = group.chunks_exact(float.bytes()).enumerate();
+        let bits = |element: &[u8]| float.sign_fraction(float.read(element)) >> (8 * rest.bytes);
+        let word = elements.fold(0, |word, (i, element)| word | bits(element) << (rest.bits * i));
+        out.copy_from_slice(&word.to_le_bytes()[..rest.bits]);
+    }
+}
+
+/// Decodes to little-endian bytes.
+///
+/// # Errors
+/// Coded rows' codes do not use exactly their stored bits.
+pub fn decode<B: AsRef<[u8]> + Sync>(tensor: &ExponentsTensor<B>) -> Result<Vec<u8>, CodecError> {
+    let mut out = zeroed(tensor.grid().elements() * tensor.float.bytes());
+    decode_into(tensor, &mut out)?;
+    Ok(out)
+}
+
+/// Decodes into `out`, on the current rayon pool.
+///
+/// # Errors
+/// `out` has not the bytes of the matrix, or as [`decode`].
+pub fn decode_into<B: AsRef<[u8]> + Sync>(tensor: &ExponentsTensor<B>, out: &mut [u8]) -> Result<(), CodecError> {
+    check_room(tensor.float, tensor.grid(), out)?;
+    let rest = Fractions { float: tensor.float, bytes: tensor.bytes.as_ref(), bits: tensor.bits.as_ref() };
+    decode_rows(&tensor.exponents, &rest, out)
+}
+
+/// Sign and fraction of all elements, to be joined with exponents.
+struct Fractions<'a> {
+    float: Float,
+    bytes: &'a [u8],
+    bits: &'a [u8],
+}
+
+impl Join for Fractions<'_> {
+    fn bytes(&self) -> usize {
+        self.float.bytes()
+    }
+
+    #[inline(always)]
+    fn join(&self, first: usize, exponents: &[u8], out: &mut [u8]) {
+        with_float!(join_run(self.float, self, first, exponents, out));
+    }
+}
+
+/// Elements one after the other, the first of them `first`.
+#[inline(always)]
+fn join_run(float: Float, fractions: &Fractions<'_>, first: usize, exponents: &[u8], out: &mut [u8]) {
+    let size = float.bytes();
+    // One by one up to a group, with which a row need not begin; whole groups; what is left.
+    let ahead = (first.next_multiple_of(GROUP) - first).min(exponents.len());
+    let behind = ahead + (exponents.len() - ahead) / GROUP * GROUP;
+    for i in (0..ahead).chain(behind..exponents.len()) {
+        join_some::<1>(float, fractions, first + i, &exponents[i..], &mut out[i * size..]);
+    }
+    for i in (ahead..behind).step_by(GROUP) {
+        join_some::<GROUP>(float, fractions, first + i, &exponents[i..], &mut out[i * size..]);
+    }
+}
+
+/// `COUNT` elements of one group.
+///
+/// A function, not a closure: the machine code called that for each element, without knowing the type, and decoding
+/// took 12 to 19 times as long. Inlined, lengths and shifts are constants.
+#[inline(always)]
+fn join_some<const COUNT: usize>(
+    float: Float,
+    fractions: &Fractions<'_>,
+    first: usize,
+    exponents: &[u8],
+    out: &mut [u8],
+) {
+    let (rest, size) = (Rest::of(float), float.bytes());
+    let mut group = [0; 4];
+    group[..rest.bits].copy_from_slice(&fractions.bits[first / GROUP * rest.bits..][..rest.bits]);
+    let upper = u32::from_le_bytes(group) >> (rest.bits * (first % GROUP));
+    let (lower, out) = (&fractions.bytes[first * rest.bytes..][..COUNT * rest.bytes], &mut out[..COUNT * size]);
+    for (i, &exponent) in exponents[..COUNT].iter().enumerate() {
+        let mut bits = [0; 4];
+        bits[..rest.bytes].copy_from_slice(&lower[i * rest.bytes..][..rest.bytes]);
+        let upper = upper >> (rest.bits * i) & ((1 << rest.bits) - 1);
+        let sign_fraction = u32::from_le_bytes(bits) | upper << (8 * rest.bytes);
+        out[i * size..][..size].copy_from_slice(&float.join(sign_fraction, exponent).to_le_bytes()[..size]);
+    }
+}
+
+/// A tensor of the form. `B` owns (`Vec<u8>`) or borrows (`&[u8]`) the section bytes.
+///
+/// Constructing one validates it (`docs/format.md` A.12), so every offset inside may be trusted.
+#[derive(Clone, PartialEq, Eq)]
+pub struct ExponentsTensor<B> {
+    float: Float,
+    exponents: CodedExponents<B>,
+    bytes: B,
+    bits: B,
+}
+
+impl<B: AsRef<[u8]>> ExponentsTensor<B> {
+    /// Reads stored sections.
+    ///
+    /// # Errors
+    /// A section has the wrong size, or one of the invariants that a reader checks does not hold.
+    pub fn from_sections(grid: TileGrid, mut section: impl FnMut(Section) -> B) -> Result<Self, CodecError> {
+        let format = small(section(Section::FLOAT_FORMAT), Section::FLOAT_FORMAT, grid)?;
+        let float = float_of(format)?;
+        let (bytes, bits) = (section(Section::FRACTION_BYTES), section(Section::FRACTION_BITS));
+        let rest = Rest::of(float);
+        let ([all_bytes, all_bits], [used_bytes, used_bits]) =
+            (rest.section_bytes(grid), rest.used_bytes(grid.elements()));
+        filled(Section::FRACTION_BYTES, bytes.as_ref(), used_bytes, all_bytes)?;
+        filled(Section::FRACTION_BITS, bits.as_ref(), used_bits, all_bits)?;
+        let in_group = grid.elements() % GROUP;
+        if in_group > 0 && rest.bits > 0 {
+            let mut word = [0; 4];
+            word[..rest.bits].copy_from_slice(&bits.as_ref()[used_bits - rest.bits..used_bits]);
+            if u32::from_le_bytes(word) >> (rest.bits * in_group) != 0 {
+                return Err(not_zero(Section::FRACTION_BITS));
+            }
+        }
+        let exponents = CodedExponents::from_sections(grid, section)?;
+        let most = u8::MAX >> (8 - float.exponent_bits());
+        for (section, exponents) in [
+            (Section::PALETTE, exponents.code().palette().exponents()),
+            (Section::VERBATIM_EXPONENTS, exponents.verbatim_exponents()),
+        ] {
+            if exponents.iter().copied().max().is_some_and(|exponent| exponent > most) {
+                let reason = "it holds an exponent that the type does not have";
+                return Err(CodecError::Code { section: section.name(), reason });
+            }
+        }
+        Ok(Self { float, exponents, bytes, bits })
+    }
+
+    /// Shape and tiling.
+    pub fn grid(&self) -> TileGrid {
+        self.exponents.grid()
+    }
+
+    /// Type of the elements.
+    pub fn float(&self) -> Float {
+        self.float
+    }
+
+    /// Its exponents.
+    pub fn exponents(&self) -> &CodedExponents<B> {
+        &self.exponents
+    }
+
+    /// `fraction_bytes`.
+    pub fn fraction_bytes(&self) -> &[u8] {
+        self.bytes.as_ref()
+    }
+
+    /// `fraction_bits`.
+    pub fn fraction_bits(&self) -> &[u8] {
+        self.bits.as_ref()
+    }
+
+    /// The bytes of one section.
+    pub fn section(&self, section: Section) -> Option<Cow<'_, [u8]>> {
+        match section {
+            Section::FLOAT_FORMAT => Some(Cow::Owned(format_of(self.float).to_vec())),
+            Section::FRACTION_BYTES => Some(Cow::Borrowed(self.bytes.as_ref())),
+            Section::FRACTION_BITS => Some(Cow::Borrowed(self.bits.as_ref())),
+            _ => self.exponents.section(section),
+        }
+    }
+
+    /// Bytes of all sections.
+    pub fn coded_bytes(&self) -> u64 {
+        Exponents::SECTIONS.iter().filter_map(|&s| self.section(s)).map(|b| b.len() as u64).sum()
+    }
+
+    /// The view of a stored tensor; `None` if it has another form. [`StoredTensor::borrowed`] keeps the tensor.
+    pub fn of(tensor: StoredTensor<B>) -> Option<Self> {
+        let (grid, section) = tensor.take(EncodingId::EXPONENTS)?;
+        Some(Self::from_sections(grid, section).expect("a stored tensor was checked"))
+    }
+
+    /// Assembles what the oracle made.
+    pub(crate) fn from_parts(float: Float, exponents: CodedExponents<B>, bytes: B, bits: B) -> Self {
+        Self { float, exponents, bytes, bits }
+    }
+}
+
+/// What `float_format` says of a type.
+pub(crate) fn format_of(float: Float) -> [u8; FLOAT_FORMAT_BYTES] {
+    let mut format = [0; FLOAT_FORMAT_BYTES];
+    (format[0], format[1]) = (float.exponent_bits() as u8, float.fraction_bits() as u8);
+    format
+}
+
+/// The type that `float_format` says.
+fn float_of(format: [u8; FLOAT_FORMAT_BYTES]) -> Result<Float, CodecError> {
+    let found = Exponents::FLOATS.iter().copied().find(|&float| format_of(float) == format);
+    let reason = "it must be 4 and 3, 5 and 2, 5 and 10 or 8 and 23 bits, and zeros";
+    found.ok_or(CodecError::Code { section: Section::FLOAT_FORMAT.name(), reason })
+}
+
+/// Whether a section has its bytes, and zeros behind what is used.
+fn filled(section: Section, bytes: &[u8], used: usize, expected: usize) -> Result<(), CodecError> {
+    if bytes.len() != expected {
+        let (expected, got) = (expected as u64, bytes.len() as u64);
+        return Err(CodecError::SectionBytes { section: section.name(), expected, got });
+    }
+    if bytes[used..].iter().any(|&byte| byte != 0) { Err(not_zero(section)) } else { Ok(()) }
+}
+
+fn not_zero(section: Section) -> CodecError {
+    CodecError::Code { section: section.name(), reason: "what fills it up must be 0" }
+}
+
+impl ExponentsTensor<Vec<u8>> {
+    /// In stored order.
+    fn into_sections(self) -> Vec<Vec<u8>> {
+        let mut sections = vec![format_of(self.float).to_vec()];
+        sections.extend(self.exponents.into_sections());
+        sections.extend([self.bytes, self.bits]);
+        sections
+    }
+}
+
+impl From<ExponentsTensor<Vec<u8>>> for StoredTensor<Vec<u8>> {
+    fn from(tensor: ExponentsTensor<Vec<u8>>) -> Self {
+        Self::trusted(EncodingId::EXPONENTS, tensor.grid(), tensor.into_sections())
+    }
+}
+
+debug_sizes!(ExponentsTensor, Exponents::SECTIONS);

@@ -1,0 +1,370 @@
+//! Packed palette indices (`docs/format.md` A.3, A.7): 4 bits an exponent, read by kernels as they are.
+
+use std::borrow::Cow;
+
+use rayon::prelude::*;
+
+use super::{
+    Encoding, EncodingId, Extent, NotEncodable, Sample, Section, Sections, StoredTensor, Survey,
+    huffman::encode::bands,
+    sample::fixed_bytes,
+    tiles::{check_metadata, check_out, debug_sizes, join, low_bits, small},
+};
+use crate::{
+    Code, CodeLimit, CodecError, FloatMatrix, Histogram, Matrix, TileGrid, TileMetadata,
+    layout::{PALETTE_MAX, PALETTE_TILE_BYTES, TILE},
+    safetensors::Dtype,
+};
+
+/// The palette (report section 3.3): up to 16 distinct exponents, most frequent first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Palette {
+    exponents: [u8; PALETTE_MAX],
+    len: u8,
+}
+
+impl Palette {
+    /// The most frequent exponents; of equal counts the smaller exponent comes first, so that every encoder agrees.
+    /// `None` for an empty histogram.
+    pub fn from_histogram(histogram: &Histogram) -> Option<Self> {
+        let mut order: Vec<u8> = (0..=255u8).filter(|&e| histogram.count(e) > 0).collect();
+        order.sort_by_key(|&e| (std::cmp::Reverse(histogram.count(e)), e));
+        order.truncate(PALETTE_MAX);
+        let mut exponents = [0; PALETTE_MAX];
+        exponents[..order.len()].copy_from_slice(&order);
+        (!order.is_empty()).then_some(Self { exponents, len: order.len() as u8 })
+    }
+
+    /// Reads a stored palette of `len` entries.
+    ///
+    /// # Errors
+    /// Entries repeat, an unused entry is not 0, or `len` is not in 1..=16.
+    pub fn from_stored(stored: [u8; PALETTE_MAX], len: usize) -> Result<Self, CodecError> {
+        let fail = |reason| Err(CodecError::Code { section: "palette", reason });
+        if !(1..=PALETTE_MAX).contains(&len) {
+            return fail("it must have 1 to 16 entries");
+        }
+        let mut seen = [false; 256];
+        if stored[..len].iter().any(|&e| std::mem::replace(&mut seen[usize::from(e)], true)) {
+            return fail("an exponent appears twice");
+        }
+        if stored[len..].iter().any(|&e| e != 0) {
+            return fail("an unused entry is not 0");
+        }
+        Ok(Self { exponents: stored, len: len as u8 })
+    }
+
+    /// The entries.
+    pub fn exponents(&self) -> &[u8] {
+        &self.exponents[..self.len.into()]
+    }
+
+    /// As stored: unused entries are 0.
+    pub fn stored(&self) -> [u8; PALETTE_MAX] {
+        self.exponents
+    }
+
+    /// Palette index of every exponent, `None` outside the palette (`symbol_to_palette_idx` of the report).
+    pub fn index(&self) -> [Option<u8>; 256] {
+        let mut index = [None; 256];
+        for (i, &exponent) in self.exponents().iter().enumerate() {
+            index[usize::from(exponent)] = Some(i as u8);
+        }
+        index
+    }
+}
+
+/// The palette form.
+#[derive(Debug, Clone, Copy)]
+pub struct PaletteEncoding;
+
+impl EncodingId {
+    /// Packed palette indices.
+    pub const PALETTE: Self = Self::new("palette");
+}
+
+impl Section {
+    /// u8 `[tiles, 64, 32]`: two indices a byte.
+    pub const PALETTE_INDEX: Self =
+        Self::new("palette_index", Dtype::U8, &[Extent::Tiles, Extent::Fixed(TILE), Extent::Fixed(TILE / 2)]);
+}
+
+impl PaletteEncoding {
+    /// Its sections, in stored order.
+    const SECTIONS: &'static [Section] = &[
+        Section::PALETTE,
+        Section::TILE_METADATA,
+        Section::VERBATIM_EXPONENTS,
+        Section::PALETTE_INDEX,
+        Section::SIGN_MANTISSA,
+    ];
+}
+
+impl Encoding for PaletteEncoding {
+    fn id(&self) -> EncodingId {
+        EncodingId::PALETTE
+    }
+
+    fn sections(&self) -> &'static [Section] {
+        Self::SECTIONS
+    }
+
+    fn fits(&self, _: TileGrid) -> Result<(), NotEncodable> {
+        Ok(())
+    }
+
+    fn predict(&self, grid: TileGrid, sample: &Sample) -> Result<u64, NotEncodable> {
+        Ok(fixed_bytes(Self::SECTIONS, grid) + sample.verbatim_bytes(grid) as u64)
+    }
+
+    fn check(&self, grid: TileGrid, sections: &Sections<'_>) -> Result<(), CodecError> {
+        PaletteTensor::from_sections(grid, |section| sections.get(section)).map(|_| ())
+    }
+
+    fn encode(&self, matrix: FloatMatrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, NotEncodable> {
+        let code = Code::from_histogram(&survey.histogram, limit).expect("a matrix has elements");
+        Ok(encode_with(matrix.bf16()?, &code)?.into_sections())
+    }
+
+    fn decode(&self, grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError> {
+        decode_into(&PaletteTensor::from_sections(grid, |section| sections.get(section))?, out)
+    }
+}
+
+/// Encodes a matrix to packed palette indices; `limit` matters only for which rows are verbatim (`docs/format.md` A.7).
+///
+/// # Errors
+/// As [`huffman::encode`](crate::huffman::encode).
+pub fn encode(matrix: Matrix<'_>, limit: CodeLimit) -> Result<PaletteTensor<Vec<u8>>, CodecError> {
+    encode_with(matrix, &Code::of(matrix, limit))
+}
+
+/// Packs palette indices; the rows that `code` cannot code are verbatim.
+///
+/// # Errors
+/// As [`encode`].
+pub fn encode_with(matrix: Matrix<'_>, code: &Code) -> Result<PaletteTensor<Vec<u8>>, CodecError> {
+    let [sign_mantissa, packed, metadata, _, verbatim] = bands::<false>(matrix.into(), code, PALETTE_TILE_BYTES)?;
+    Ok(PaletteTensor::from_encoder(matrix.grid(), *code.palette(), [sign_mantissa, packed, metadata, verbatim]))
+}
+
+/// Decodes packed palette indices into `out`, on the current rayon pool.
+///
+/// # Errors
+/// `out` is not `n * k * 2` bytes long.
+pub fn decode_into<B: AsRef<[u8]> + Sync>(tensor: &PaletteTensor<B>, out: &mut [u8]) -> Result<(), CodecError> {
+    let grid = tensor.grid();
+    check_out(grid, out)?;
+    let palette = tensor.palette();
+    // Both nibbles of a byte in one lookup.
+    let pairs: Vec<[u8; 2]> = (0..256).map(|b| [palette[b & 15], palette[b >> 4]]).collect();
+    out.par_chunks_mut(TILE * grid.cols() * 2).enumerate().for_each(|(tile_row, out)| {
+        let cols = grid.cols();
+        for tile_col in 0..grid.tile_cols() {
+            let tile = tile_row * grid.tile_cols() + tile_col;
+            let metadata = tensor.metadata(tile);
+            let packed = &tensor.palette_index()[tile * PALETTE_TILE_BYTES..][..PALETTE_TILE_BYTES];
+            let mut verbatim = metadata.verbatim_row_offset as usize;
+            let width = grid.cols_in(tile_col);
+            for row in 0..grid.rows_in(tile_row) {
+                let mut exponents = [0u8; TILE];
+                if metadata.bitmask() >> row & 1 == 1 {
+                    exponents.copy_from_slice(&tensor.verbatim_exponents()[verbatim * TILE..][..TILE]);
+                    verbatim += 1;
+                } else {
+                    for (pair, &byte) in exponents.chunks_exact_mut(2).zip(&packed[row * (TILE / 2)..][..TILE / 2]) {
+                        pair.copy_from_slice(&pairs[usize::from(byte)]);
+                    }
+                }
+                let at = row * cols + tile_col * TILE;
+                let sign_mantissa = &tensor.sign_mantissa()[tile_row * TILE * cols + at..][..width];
+                join(sign_mantissa, &exponents[..width], &mut out[at * 2..(at + width) * 2]);
+            }
+        }
+    });
+    Ok(())
+}
+
+/// A tensor whose coded rows are packed 4-bit palette indices (report section 3.6).
+///
+/// Constructing one validates it, so every offset inside may be trusted.
+#[derive(Clone, PartialEq, Eq)]
+pub struct PaletteTensor<B> {
+    grid: TileGrid,
+    palette: [u8; PALETTE_MAX],
+    sign_mantissa: B,
+    palette_index: B,
+    tile_metadata: B,
+    verbatim_exponents: B,
+}
+
+impl<B: AsRef<[u8]>> PaletteTensor<B> {
+    /// Reads stored sections.
+    ///
+    /// # Errors
+    /// A section has the wrong size, invariant 2 does not hold, a `start_word` is not 0, or the palette is not valid.
+    pub fn from_sections(grid: TileGrid, mut section: impl FnMut(Section) -> B) -> Result<Self, CodecError> {
+        let stored = small(section(Section::PALETTE), Section::PALETTE, grid)?;
+        // Unused entries are 0, and so may be the last one in use: nothing tells them apart, and nothing needs to.
+        Palette::from_stored(stored, stored.iter().rposition(|&e| e != 0).map_or(1, |last| last + 1))?;
+        let tensor = Self {
+            grid,
+            palette: stored,
+            sign_mantissa: section(Section::SIGN_MANTISSA),
+            palette_index: section(Section::PALETTE_INDEX),
+            tile_metadata: section(Section::TILE_METADATA),
+            verbatim_exponents: section(Section::VERBATIM_EXPONENTS),
+        };
+        Section::SIGN_MANTISSA.check(grid, &tensor.sign_mantissa)?;
+        Section::PALETTE_INDEX.check(grid, &tensor.palette_index)?;
+        check_metadata(grid, &tensor.tile_metadata, &tensor.verbatim_exponents, |_, _| Ok(0))?;
+        tensor.check_unused_indices()?;
+        Ok(tensor)
+    }
+
+    /// Indices of verbatim rows, pad rows and pad columns are 0.
+    fn check_unused_indices(&self) -> Result<(), CodecError> {
+        for (tile, rows) in self.palette_index.as_ref().chunks_exact(PALETTE_TILE_BYTES).enumerate() {
+            let (tile_row, tile_col) = (tile / self.grid.tile_cols(), tile % self.grid.tile_cols());
+            let (bitmask, width) = (self.metadata(tile).bitmask(), self.grid.cols_in(tile_col));
+            let coded = low_bits(self.grid.rows_in(tile_row)) & !bitmask;
+            if coded == u64::MAX && width == TILE {
+                continue;
+            }
+            for (row, indices) in rows.chunks_exact(TILE / 2).enumerate() {
+                let used = if coded >> row & 1 == 1 { width } else { 0 };
+                let half_used = used % 2 == 1 && indices[used / 2] >> 4 != 0;
+                if half_used || indices[used.div_ceil(2)..].iter().any(|&pair| pair != 0) {
+                    let reason = "palette indices that stand for nothing are not 0";
+                    return Err(CodecError::Row { tile, row, reason });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Assembles what an encoder made.
+    pub(crate) fn from_encoder(grid: TileGrid, palette: Palette, sections: [B; 4]) -> Self {
+        let [sign_mantissa, palette_index, tile_metadata, verbatim_exponents] = sections;
+        Self { grid, palette: palette.stored(), sign_mantissa, palette_index, tile_metadata, verbatim_exponents }
+    }
+
+    /// Shape and tiling.
+    pub fn grid(&self) -> TileGrid {
+        self.grid
+    }
+
+    /// The palette's 16 stored entries.
+    pub fn palette(&self) -> [u8; PALETTE_MAX] {
+        self.palette
+    }
+
+    /// Metadata of a tile (`start_word` is 0).
+    ///
+    /// # Panics
+    /// `tile` is not in the grid.
+    pub fn metadata(&self, tile: usize) -> TileMetadata {
+        TileMetadata::read(self.tile_metadata.as_ref(), tile)
+    }
+
+    /// The bytes of one section.
+    pub fn section(&self, section: Section) -> Option<Cow<'_, [u8]>> {
+        use Cow::{Borrowed, Owned};
+        Some(match section {
+            Section::SIGN_MANTISSA => Borrowed(self.sign_mantissa.as_ref()),
+            Section::TILE_METADATA => Borrowed(self.tile_metadata.as_ref()),
+            Section::VERBATIM_EXPONENTS => Borrowed(self.verbatim_exponents.as_ref()),
+            Section::PALETTE_INDEX => Borrowed(self.palette_index.as_ref()),
+            Section::PALETTE => Owned(self.palette.to_vec()),
+            _ => return None,
+        })
+    }
+
+    /// `sign_mantissa`: u8 `[n, k]`.
+    pub fn sign_mantissa(&self) -> &[u8] {
+        self.sign_mantissa.as_ref()
+    }
+
+    /// `palette_index`: u8 `[tiles, 64, 32]`.
+    pub fn palette_index(&self) -> &[u8] {
+        self.palette_index.as_ref()
+    }
+
+    /// `tile_metadata` as stored.
+    pub fn tile_metadata(&self) -> &[u8] {
+        self.tile_metadata.as_ref()
+    }
+
+    /// `verbatim_exponents`: u8 `[rows, 64]`.
+    pub fn verbatim_exponents(&self) -> &[u8] {
+        self.verbatim_exponents.as_ref()
+    }
+
+    /// Bytes of all sections.
+    pub fn coded_bytes(&self) -> u64 {
+        PaletteEncoding::SECTIONS.iter().filter_map(|&s| self.section(s)).map(|b| b.len() as u64).sum()
+    }
+
+    /// Most verbatim rows in one tile.
+    pub fn max_verbatim_rows(&self) -> u32 {
+        (0..self.grid.tiles()).map(|t| self.metadata(t).bitmask().count_ones()).max().unwrap_or(0)
+    }
+}
+
+impl PaletteTensor<Vec<u8>> {
+    /// In stored order.
+    fn into_sections(self) -> Vec<Vec<u8>> {
+        vec![self.palette.to_vec(), self.tile_metadata, self.verbatim_exponents, self.palette_index, self.sign_mantissa]
+    }
+}
+
+impl<B: AsRef<[u8]>> PaletteTensor<B> {
+    /// The view of a stored tensor; `None` if it has another form. [`StoredTensor::borrowed`] keeps the tensor.
+    pub fn of(tensor: StoredTensor<B>) -> Option<Self> {
+        let (grid, section) = tensor.take(EncodingId::PALETTE)?;
+        Some(Self::from_sections(grid, section).expect("a stored tensor was checked"))
+    }
+}
+
+impl From<PaletteTensor<Vec<u8>>> for StoredTensor<Vec<u8>> {
+    fn from(tensor: PaletteTensor<Vec<u8>>) -> Self {
+        Self::trusted(EncodingId::PALETTE, tensor.grid, tensor.into_sections())
+    }
+}
+
+debug_sizes!(PaletteTensor, PaletteEncoding::SECTIONS);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ties_go_to_the_smaller_exponent() {
+        let mut histogram = Histogram::default();
+        for (exponent, count) in [(9, 5), (3, 5), (200, 7), (0, 1)] {
+            histogram.add(exponent, count);
+        }
+        let palette = Palette::from_histogram(&histogram).unwrap();
+        assert_eq!(palette.exponents(), [200, 3, 9, 0]);
+        assert_eq!(palette.index()[9], Some(2));
+        assert_eq!(palette.index()[10], None);
+    }
+
+    #[test]
+    fn only_sixteen_fit() {
+        let mut histogram = Histogram::default();
+        (0..=255u8).for_each(|e| histogram.add(e, 1));
+        assert_eq!(Palette::from_histogram(&histogram).unwrap().exponents(), (0..16).collect::<Vec<u8>>());
+        assert!(Palette::from_histogram(&Histogram::default()).is_none());
+    }
+
+    #[test]
+    fn stored_palettes_are_checked() {
+        let mut stored = [0; 16];
+        assert!(Palette::from_stored(stored, 1).is_ok());
+        assert!(Palette::from_stored(stored, 2).is_err(), "0 twice");
+        assert!(Palette::from_stored(stored, 0).is_err());
+        stored[5] = 7;
+        assert!(Palette::from_stored(stored, 1).is_err(), "unused entry set");
+    }
+}

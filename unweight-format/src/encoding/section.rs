@@ -1,0 +1,131 @@
+//! Sections: the named parts that an encoding stores.
+
+use crate::{CodecError, TileGrid, layout::TILE, safetensors::Dtype};
+
+/// One extent of a section's shape.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Extent {
+    /// Rows of the matrix.
+    Rows,
+    /// Columns of the matrix.
+    Cols,
+    /// Its tiles.
+    Tiles,
+    /// Always the same.
+    Fixed(usize),
+    /// As many as the weights need.
+    Open,
+}
+
+/// A named part of a stored tensor: its type, its shape and what follows from them.
+///
+/// Each encoding's module defines the constants of its sections; `tiles.rs` defines those of several.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Section {
+    name: &'static str,
+    dtype: Dtype,
+    shape: &'static [Extent],
+    multiple: usize,
+}
+
+impl Section {
+    /// A section of this type and shape. At most one extent is [`Extent::Open`].
+    pub(crate) const fn new(name: &'static str, dtype: Dtype, shape: &'static [Extent]) -> Self {
+        Self { name, dtype, shape, multiple: 1 }
+    }
+
+    /// With zeros up to a multiple of `bytes`.
+    pub(crate) const fn padded_to(self, bytes: usize) -> Self {
+        Self { multiple: bytes, ..self }
+    }
+
+    /// The field's name in the specification; empty for the one of a raw tensor, which goes by the tensor's name.
+    pub const fn name(self) -> &'static str {
+        self.name
+    }
+
+    /// Type of the stored elements.
+    pub const fn dtype(self) -> Dtype {
+        self.dtype
+    }
+
+    /// Bytes of one stored element.
+    pub(crate) const fn element_bytes(self) -> usize {
+        self.dtype.bits() as usize / 8
+    }
+
+    /// Shape of the stored section with `bytes` bytes in a tensor of this grid.
+    pub fn shape(self, grid: TileGrid, bytes: usize) -> Vec<usize> {
+        let unit = self.unit(grid);
+        self.shape.iter().map(|extent| self.extent(*extent, grid).unwrap_or(bytes / unit)).collect()
+    }
+
+    /// Bytes that the grid alone determines; `None` for the sections whose size depends on the weights.
+    pub fn fixed_bytes(self, grid: TileGrid) -> Option<usize> {
+        (!self.shape.contains(&Extent::Open)).then(|| self.unit(grid))
+    }
+
+    /// Whether a section of `bytes` bytes can belong to a tensor of this grid.
+    ///
+    /// # Errors
+    /// It cannot; the error says how many it would have to have.
+    pub(crate) fn check_bytes(self, grid: TileGrid, bytes: u64) -> Result<(), CodecError> {
+        let expected = match self.fixed_bytes(grid) {
+            Some(fixed) => fixed as u64,
+            None => {
+                let unit = self.unit(grid).next_multiple_of(self.multiple) as u64;
+                bytes.div_ceil(unit).saturating_mul(unit)
+            }
+        };
+        if bytes == expected {
+            Ok(())
+        } else {
+            Err(CodecError::SectionBytes { section: self.name, expected, got: bytes })
+        }
+    }
+
+    pub(crate) fn check<B: AsRef<[u8]>>(self, grid: TileGrid, bytes: &B) -> Result<(), CodecError> {
+        self.check_bytes(grid, bytes.as_ref().len() as u64)
+    }
+
+    /// Bytes of all known extents.
+    fn unit(self, grid: TileGrid) -> usize {
+        // A grid's padded elements, four bytes each, fit the address space; no section has more.
+        self.shape.iter().filter_map(|extent| self.extent(*extent, grid)).product::<usize>() * self.element_bytes()
+    }
+
+    fn extent(self, extent: Extent, grid: TileGrid) -> Option<usize> {
+        match extent {
+            Extent::Rows => Some(grid.rows()),
+            Extent::Cols => Some(grid.cols()),
+            Extent::Tiles => Some(grid.tiles()),
+            Extent::Fixed(extent) => Some(extent),
+            Extent::Open => None,
+        }
+    }
+}
+
+/// The stored sections of one tensor, borrowed, in the order of its encoding.
+#[derive(Debug, Clone)]
+pub struct Sections<'a>(Vec<(Section, &'a [u8])>);
+
+impl<'a> Sections<'a> {
+    /// The sections of an encoding with their bytes.
+    ///
+    /// # Errors
+    /// A section has a size that the grid does not allow, or there are too few or too many.
+    pub(crate) fn new(encoding: &'static [Section], grid: TileGrid, bytes: Vec<&'a [u8]>) -> Result<Self, CodecError> {
+        if encoding.len() != bytes.len() {
+            return Err(CodecError::Sections { expected: encoding.len(), got: bytes.len() });
+        }
+        encoding.iter().zip(&bytes).try_for_each(|(section, bytes)| section.check(grid, bytes))?;
+        Ok(Self(encoding.iter().copied().zip(bytes).collect()))
+    }
+
+    /// The bytes of a section; empty if the encoding does not have it.
+    pub fn get(&self, section: Section) -> &'a [u8] {
+        self.0.iter().find(|(own, _)| *own == section).map_or(&[], |(_, bytes)| bytes)
+    }
+}
+
+const _: () = assert!(TILE == 64, "shapes of sections in docs/format.md");

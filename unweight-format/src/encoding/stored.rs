@@ -1,0 +1,134 @@
+//! A tensor as it is stored, in any encoding.
+
+use std::fmt;
+
+use super::{Encoding, EncodingId, NotEncodable, Section, Sections, Survey, raw};
+use crate::{CodeLimit, CodecError, FloatMatrix, TileGrid};
+
+/// A stored tensor: its encoding, the shape of its matrix, and the bytes of its sections, owned (`Vec<u8>`) or borrowed
+/// (`&[u8]`).
+///
+/// Constructing one checks it, so that every offset inside may be trusted.
+#[derive(Clone)]
+pub struct StoredTensor<B> {
+    encoding: &'static dyn Encoding,
+    /// `None` for a tensor that is no matrix, which is always raw.
+    grid: Option<TileGrid>,
+    sections: Vec<B>,
+}
+
+impl StoredTensor<Vec<u8>> {
+    /// Encodes a matrix. `survey` is that of the matrix; `limit` bounds the codes of the encodings that have any.
+    ///
+    /// # Errors
+    /// As [`Encoding::encode`].
+    pub fn encode(
+        encoding: EncodingId,
+        matrix: FloatMatrix<'_>,
+        survey: &Survey,
+        limit: CodeLimit,
+    ) -> Result<Self, NotEncodable> {
+        Ok(Self::trusted(encoding, matrix.grid(), encoding.encoding().encode(matrix, survey, limit)?))
+    }
+}
+
+impl<B: AsRef<[u8]>> StoredTensor<B> {
+    /// A tensor from the sections of a matrix, in the encoding's order.
+    ///
+    /// # Errors
+    /// As [`Encoding::check`](super::Encoding::check).
+    pub fn new(encoding: EncodingId, grid: TileGrid, sections: Vec<B>) -> Result<Self, CodecError> {
+        let tensor = Self::trusted(encoding, grid, sections);
+        tensor.encoding.check(grid, &tensor.checked(grid)?)?;
+        Ok(tensor)
+    }
+
+    /// What an encoder made, or a typed view holds.
+    pub(crate) fn trusted(encoding: EncodingId, grid: TileGrid, sections: Vec<B>) -> Self {
+        Self { encoding: encoding.encoding(), grid: Some(grid), sections }
+    }
+
+    /// The original bytes of a tensor of any type and shape.
+    pub fn raw(bytes: B) -> Self {
+        Self { encoding: &raw::Raw, grid: None, sections: vec![bytes] }
+    }
+
+    /// Its encoding.
+    pub fn encoding(&self) -> EncodingId {
+        self.encoding.id()
+    }
+
+    /// The shape of its matrix; `None` for a raw tensor, which may have any shape.
+    pub fn grid(&self) -> Option<TileGrid> {
+        self.grid
+    }
+
+    /// Its sections, in stored order.
+    pub fn sections(&self) -> impl Iterator<Item = (Section, &[u8])> {
+        self.encoding.sections().iter().copied().zip(self.sections.iter().map(AsRef::as_ref))
+    }
+
+    /// The bytes of one section; `None` if the encoding does not have it.
+    pub fn section(&self, section: Section) -> Option<&[u8]> {
+        self.sections().find(|(own, _)| *own == section).map(|(_, bytes)| bytes)
+    }
+
+    /// Bytes of all sections.
+    pub fn stored_bytes(&self) -> u64 {
+        self.sections.iter().map(|bytes| bytes.as_ref().len() as u64).sum()
+    }
+
+    /// Decodes to the original bytes, on the current rayon pool.
+    ///
+    /// # Errors
+    /// `out` has another size than the original, or the codes are not those of any matrix.
+    pub fn decode(&self, out: &mut [u8]) -> Result<(), CodecError> {
+        match self.grid {
+            Some(grid) => self.encoding.decode(grid, &self.checked(grid)?, out),
+            None => raw::copy(self.sections[0].as_ref(), out),
+        }
+    }
+
+    /// The same tensor, its bytes borrowed.
+    pub fn borrowed(&self) -> StoredTensor<&[u8]> {
+        let sections = self.sections.iter().map(AsRef::as_ref).collect();
+        StoredTensor { encoding: self.encoding, grid: self.grid, sections }
+    }
+
+    /// Takes a matrix of this encoding apart: its grid, and its sections by name. `None` if it has another encoding.
+    pub(crate) fn take(self, encoding: EncodingId) -> Option<(TileGrid, impl FnMut(Section) -> B)> {
+        let grid = self.grid.filter(|_| self.encoding.id() == encoding)?;
+        let mut sections: Vec<Option<B>> = self.sections.into_iter().map(Some).collect();
+        let own = self.encoding.sections();
+        let take = move |section| {
+            let at = own.iter().position(|own| *own == section);
+            at.and_then(|at| sections[at].take()).expect("a view takes each of its encoding's sections once")
+        };
+        Some((grid, take))
+    }
+
+    fn checked(&self, grid: TileGrid) -> Result<Sections<'_>, CodecError> {
+        Sections::new(self.encoding.sections(), grid, self.sections.iter().map(AsRef::as_ref).collect())
+    }
+}
+
+impl<B: AsRef<[u8]>> PartialEq for StoredTensor<B> {
+    fn eq(&self, other: &Self) -> bool {
+        let head = |t: &Self| (t.encoding.id(), t.grid);
+        head(self) == head(other) && self.sections().eq(other.sections())
+    }
+}
+
+impl<B: AsRef<[u8]>> Eq for StoredTensor<B> {}
+
+/// Sizes, not megabytes.
+impl<B: AsRef<[u8]>> fmt::Debug for StoredTensor<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut debug = f.debug_struct("StoredTensor");
+        debug.field("encoding", &self.encoding()).field("grid", &self.grid);
+        for (section, bytes) in self.sections() {
+            debug.field(if section.name().is_empty() { "bytes" } else { section.name() }, &bytes.len());
+        }
+        debug.finish()
+    }
+}

@@ -1,0 +1,132 @@
+//! External kernels: kernels of other crates, compiled, cached, loaded and launched as the built-in ones are.
+
+use std::{ffi::c_void, fmt, ptr, sync::Arc};
+
+use cudarc::driver::{CudaFunction, sys};
+use unweight_codegen::{ExternalSource, abi::KernelArgs};
+
+use crate::{
+    device::{
+        Call, Device, DeviceError, KernelSet, LaunchError, Stream,
+        module::{ExpectedArtifact, Function},
+    },
+    jit::{cache::CacheState, compiler::CompileRequest},
+};
+
+/// A loaded external kernel. It stays loaded for the life of the process; clones share it.
+#[derive(Clone)]
+pub struct ExternalKernel {
+    device: Device,
+    kernel: Arc<ExternalSource>,
+    registers: u32,
+    resident_blocks: u32,
+    function: &'static CudaFunction,
+}
+
+impl ExternalKernel {
+    /// Compiles the kernel or finds it in the cache, and loads it. Keep it: what is loaded again takes memory again.
+    ///
+    /// # Errors
+    /// The compiler is missing or refuses the source, or the artifact is not what the kernel says of itself.
+    pub fn of(kernels: &KernelSet, kernel: ExternalSource) -> Result<Self, DeviceError> {
+        let request = CompileRequest::external(&kernel)?;
+        let name = kernel.name();
+        let wanted = ExpectedArtifact {
+            name: &name,
+            arch: kernel.arch,
+            args_bytes: kernel.args.bytes,
+            smem_bytes: kernel.smem.bytes(),
+            threads: kernel.threads,
+        };
+        let artifact = kernels.cache().get(&request)?;
+        let loaded = match wanted.load(kernels.device(), &artifact) {
+            // Attached for another driver, or damaged.
+            Err(_) if artifact.state == CacheState::Attached => {
+                let own = kernels.cache().compile_own(&[request], 1, &|_| {})?.swap_remove(0);
+                wanted.load(kernels.device(), &own)
+            }
+            loaded => loaded,
+        };
+        let Function { function, registers, resident_blocks } = loaded?;
+        Ok(Self { device: kernels.device().clone(), kernel: Arc::new(kernel), registers, resident_blocks, function })
+    }
+
+    /// The source and the launch plan that it was made from.
+    pub fn kernel(&self) -> &ExternalSource {
+        &self.kernel
+    }
+
+    /// The device that it is loaded on.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Registers per thread.
+    pub fn registers(&self) -> u32 {
+        self.registers
+    }
+
+    /// Blocks that the whole device holds at once.
+    pub fn resident_blocks(&self) -> u32 {
+        self.resident_blocks
+    }
+
+    /// An error that names this kernel.
+    ///
+    /// # Errors
+    /// Always.
+    pub fn refuse<T>(&self, refusal: LaunchError) -> Result<T, DeviceError> {
+        Err(DeviceError::Kernel { kernel: self.kernel.name(), refusal })
+    }
+
+    /// Enqueues `blocks` blocks; none enqueues nothing.
+    ///
+    /// # Safety
+    /// `args` is what the kernel's header asks for: every address names memory of the stated size that lives until the
+    /// kernel is done (in a capture, as long as the graph is launched), and nothing else writes what it reads. No block
+    /// waits for another.
+    ///
+    /// # Errors
+    /// Arguments of another kernel, a stream of another device, a grid that no device has, or an error of the driver.
+    pub unsafe fn launch<A: KernelArgs>(&self, stream: &Stream, blocks: u32, args: &A) -> Result<(), DeviceError> {
+        if !self.kernel.takes::<A>() {
+            return self.refuse(LaunchError::Arguments { given: A::NAME });
+        }
+        let (own, other) = (self.device.ordinal(), stream.device().ordinal());
+        if own != other {
+            return self.refuse(LaunchError::OtherDevice { operand: "the stream", own, other });
+        }
+        if blocks > i32::MAX as u32 {
+            let (value, limit) = (blocks.into(), i32::MAX as u64);
+            return self.refuse(LaunchError::TooLarge { what: "blocks", value, limit });
+        }
+        if blocks == 0 {
+            return Ok(());
+        }
+        let config = sys::CUlaunchConfig {
+            gridDimX: blocks,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: self.kernel.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: self.kernel.smem.bytes(),
+            hStream: stream.raw(),
+            attrs: ptr::null_mut(),
+            numAttrs: 0,
+        };
+        self.device.bind()?;
+        let mut parameters = [ptr::from_ref(args).cast_mut().cast::<c_void>()];
+        // SAFETY: the kernel has one parameter, of `args`' size (checked when it was loaded), which the driver copies
+        // during the call; `config` lives through it. What the addresses mean is the caller's promise.
+        unsafe { sys::cuLaunchKernelEx(&config, self.function.cu_function(), parameters.as_mut_ptr(), ptr::null_mut()) }
+            .result()
+            .call("launching a kernel")
+    }
+}
+
+impl fmt::Debug for ExternalKernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ExternalKernel({})", self.kernel)
+    }
+}

@@ -1,0 +1,169 @@
+//! The compact form to BF16 and to packed tiles on the GPU (`docs/format.md` A.11): the weights, bit for bit.
+//!
+//! ```text
+//! DeviceCompact --full----> DeviceMatrix
+//!               --packed--> the slot of an execution context: what a product reads next
+//! ```
+//! All are ordinary launches: they start when the stream has done everything before, and end before a product that
+//! reads the slot starts.
+
+use std::sync::Arc;
+
+use unweight_codegen::{
+    VariantSpec,
+    abi::DecodeCompactArgs,
+    plan::GemmShape,
+    spec::{DecodeCompactStage, Op},
+};
+
+use unweight_format::{TileGrid, raw::packed::Window};
+
+use crate::{
+    choose::route::SlotPlan,
+    device::{
+        DeviceBuffer, DeviceError, KernelSet, LaunchError, MatrixMut, Stream,
+        module::LoadedKernel,
+        view::{check_apart, check_device},
+    },
+    weight::{self, DeviceCompact},
+};
+
+/// The kernel that writes the weights of a compact tensor.
+#[derive(Clone, Debug)]
+pub struct Transcoder {
+    kernel: Arc<LoadedKernel>,
+}
+
+impl Transcoder {
+    /// Compiles or finds the kernel.
+    ///
+    /// # Errors
+    /// The device or the compiler is missing, or failed.
+    pub fn of(kernels: &KernelSet) -> Result<Self, DeviceError> {
+        Self::new(kernels.get(&VariantSpec::decode_compact(kernels.device().info().arch, DecodeCompactStage::Full))?)
+    }
+
+    /// Wraps a kernel.
+    ///
+    /// # Errors
+    /// A kernel of another family, or of another stage.
+    pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
+        match kernel.spec().op {
+            Op::DecodeCompact(spec) if spec.stage == DecodeCompactStage::Full => Ok(Self { kernel }),
+            _ => kernel.refuse(LaunchError::Family { wanted: "a transcoder to bf16" }),
+        }
+    }
+
+    /// Enqueues the decoding of a tensor to a matrix without gaps.
+    ///
+    /// # Errors
+    /// `output` has another shape, overlaps the tensor, or is on another device.
+    pub fn full(&self, stream: &Stream, tensor: &DeviceCompact, output: MatrixMut<'_>) -> Result<(), DeviceError> {
+        let (place, wanted) = (output.place(), weight::shape(tensor.grid()));
+        let check = || {
+            if place.shape() != wanted {
+                return Err(LaunchError::Output { output: place.shape(), tensor: wanted });
+            }
+            let own = self.kernel.device().ordinal();
+            place.check_dense("the output")?;
+            place.check_aligned("the output")?;
+            place.check_device("the output", own)?;
+            check_device("the tensor", tensor.device().ordinal(), own)?;
+            check_apart(("the output", place.span()), tensor.spans())
+        };
+        check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        let args = DecodeCompactArgs { weights: place.address, ..args(tensor) };
+        let problem = GemmShape { m: 0, n: args.n, k: args.k };
+        // SAFETY: the sections are those of a checked tensor, with the counts that bound them, and `output` has the
+        // grid's shape. Dropping a buffer waits for the kernel.
+        unsafe { self.kernel.launch(stream, problem, &args) }
+    }
+}
+
+/// The kernel that writes the packed tiles of a compact tensor into a slot, ahead of a product. Escape heads and lists
+/// are those of the packed tensor, which stay on the device; the kernel's own heads
+/// and sums go to the end of the slot, where nothing reads them.
+#[derive(Clone, Debug)]
+pub struct Expander {
+    kernel: Arc<LoadedKernel>,
+}
+
+impl Expander {
+    /// Wraps a kernel.
+    ///
+    /// # Errors
+    /// A kernel of another family, or of another stage.
+    pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
+        match kernel.spec().op {
+            Op::DecodeCompact(spec) if spec.stage == DecodeCompactStage::Packed => Ok(Self { kernel }),
+            _ => kernel.refuse(LaunchError::Family { wanted: "a transcoder to packed tiles" }),
+        }
+    }
+
+    /// Bytes of a slot for a tensor.
+    pub fn slot_bytes(grid: TileGrid) -> u64 {
+        SlotPlan::of(grid).bytes
+    }
+
+    /// Checks everything that can be refused, without enqueuing anything.
+    pub(crate) fn check(&self, tensor: &DeviceCompact, slot: &DeviceBuffer<u8>) -> Result<(), DeviceError> {
+        let check = || {
+            let own = self.kernel.device().ordinal();
+            let need = Self::slot_bytes(tensor.grid());
+            weight::room("the slot", slot.len(), usize::try_from(need).unwrap_or(usize::MAX))?;
+            check_device("the slot", slot.device().ordinal(), own)?;
+            check_device("the tensor", tensor.device().ordinal(), own)
+        };
+        check().or_else(|refusal| self.kernel.refuse(refusal))
+    }
+
+    /// Enqueues the writing of the tiles to the front of `slot`, for the window of the packed tensor.
+    ///
+    /// # Errors
+    /// A slot that is too small, or on another device; or an error of the driver.
+    pub fn enqueue(
+        &self,
+        stream: &Stream,
+        tensor: &DeviceCompact,
+        window: Window,
+        slot: &mut DeviceBuffer<u8>,
+    ) -> Result<(), DeviceError> {
+        self.check(tensor, slot)?;
+        let (plan, at) = (SlotPlan::of(tensor.grid()), slot.address());
+        let args = DecodeCompactArgs {
+            packed: at,
+            escape_heads: at + plan.heads,
+            inexact: at + plan.inexact,
+            group_words: at + plan.group_words,
+            base: window.base().into(),
+            ..args(tensor)
+        };
+        let problem = GemmShape { m: 0, n: args.n, k: args.k };
+        // SAFETY: the sections are those of a checked tensor, with the counts that bound them; the slot has room for
+        // all that is written. The sums there grow from whatever they were: nothing reads them. Dropping a buffer waits
+        // for the kernel.
+        unsafe { self.kernel.launch(stream, problem, &args) }
+    }
+}
+
+/// What all stages read, and the shape.
+#[doc(hidden)]
+pub fn args(tensor: &DeviceCompact) -> DecodeCompactArgs {
+    let grid = tensor.grid();
+    DecodeCompactArgs {
+        dense: tensor.dense().address(),
+        tiles: tensor.tiles().address(),
+        streams: tensor.streams().address(),
+        records: tensor.escapes().address(),
+        table: tensor.table().address(),
+        // Counts below 2^32: checked when the tensor was uploaded; a grid's dimensions fit 32 bits.
+        stream_words: tensor.streams().len() as u32,
+        record_words: tensor.escapes().len() as u32,
+        class_base: tensor.window().base().into(),
+        n: grid.rows() as u32,
+        k: grid.cols() as u32,
+        tile_rows: grid.tile_rows() as u32,
+        tile_cols: grid.tile_cols() as u32,
+        ..DecodeCompactArgs::default()
+    }
+}

@@ -1,0 +1,235 @@
+//! The encoder of the compact form on the GPU (`docs/format.md` A.11): the bytes that the CPU makes.
+//!
+//! ```text
+//! DeviceMatrix ---stats---> 256 counts --host: window--> quads --host: book--> sizes --host: where tiles begin--> write --> DeviceCompact
+//! ```
+//! The weights are read four times, and the host looks three times: by the same code as on the CPU it chooses, or
+//! refuses. Nothing is allocated that is not needed.
+
+use std::sync::Arc;
+
+use unweight_codegen::{
+    VariantSpec,
+    abi::EncodeCompactArgs,
+    plan::GemmShape,
+    spec::{EncodeCompactStage, catalog},
+};
+use unweight_format::{
+    Histogram, TileGrid,
+    raw::{
+        CompactTensor, Section,
+        compact::{self, ClassBook, Classes, QUADS, Uncompact},
+        layout::{DENSE_TILE_BYTES, SECTION_ALIGN},
+    },
+};
+
+use crate::{
+    device::{DeviceBuffer, DeviceError, KernelSet, MatrixRef, Stream, module::LoadedKernel},
+    ops::repack::Packer,
+    weight::{self, DeviceCompact},
+};
+
+/// Why a matrix was not compressed to a compact tensor.
+#[derive(Debug, thiserror::Error)]
+pub enum CompressError {
+    /// The matrix stays in another form.
+    #[error(transparent)]
+    Uncompact(#[from] Uncompact),
+    /// The device failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
+
+impl CompressError {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::Uncompact(why) => why.code(),
+            Self::Device(error) => error.code(),
+        }
+    }
+}
+
+/// The encoder's kernels. They run on the stream of a [`Packer`], which counts exponents for them.
+#[derive(Clone, Debug)]
+pub struct Compressor {
+    quads: Arc<LoadedKernel>,
+    sizes: Arc<LoadedKernel>,
+    write: Arc<LoadedKernel>,
+}
+
+/// A compact tensor on the device, and what it was chosen by.
+#[derive(Debug)]
+pub struct Compressed {
+    /// The tensor.
+    pub tensor: DeviceCompact,
+    /// The code of its exponent classes.
+    pub book: ClassBook,
+    /// The exponents of the matrix.
+    pub histogram: Histogram,
+}
+
+impl Compressed {
+    /// The tensor as it is stored. Waits for the stream.
+    ///
+    /// # Errors
+    /// The driver's, or the data on the device are not a compact tensor.
+    pub fn download(&self, stream: &Stream) -> Result<CompactTensor<Vec<u8>>, DeviceError> {
+        let words = |words| weight::stored_words(stream, words);
+        let (tiles, escapes) = (words(self.tensor.tiles())?, words(self.tensor.escapes())?);
+        let (streams, dense) = (words(self.tensor.streams())?, self.tensor.dense().to_host(stream)?);
+        let mut sections = vec![
+            (Section::CLASS_WINDOW, self.tensor.window().stored().to_vec()),
+            (Section::CLASS_BOOK, self.book.stored()),
+            (Section::CLASS_TILES, tiles),
+            (Section::CLASS_ESCAPES, escapes),
+            (Section::CLASS_STREAMS, streams),
+            (Section::DENSE, dense),
+        ];
+        let take = |section: Section| {
+            let at = sections.iter().position(|(own, _)| *own == section);
+            at.map(|at| sections.swap_remove(at).1).unwrap_or_default()
+        };
+        Ok(CompactTensor::from_sections(self.tensor.grid(), take)?)
+    }
+}
+
+impl Compressor {
+    /// Compiles or finds the kernels.
+    ///
+    /// # Errors
+    /// The device or the compiler is missing, or failed.
+    pub fn of(kernels: &KernelSet) -> Result<Self, DeviceError> {
+        let arch = kernels.device().info().arch;
+        kernels.prepare(&catalog::compressing(arch).collect::<Vec<_>>(), &|_| {})?;
+        let stage = |stage| kernels.get(&VariantSpec::encode_compact(arch, stage));
+        Ok(Self {
+            quads: stage(EncodeCompactStage::Quads)?,
+            sizes: stage(EncodeCompactStage::Sizes)?,
+            write: stage(EncodeCompactStage::Write)?,
+        })
+    }
+
+    /// The compact form of a matrix without gaps: the same bytes as [`compact::encode`]. Waits for the packer's stream.
+    /// Whether another form would be smaller is not looked at.
+    ///
+    /// # Errors
+    /// [`CompressError`]; what has no compact form and why is said there.
+    pub fn encode(&self, packer: &mut Packer, weights: MatrixRef<'_>) -> Result<Compressed, CompressError> {
+        let (address, [n, k]) = (weights.place().address, [weights.rows(), weights.cols()]);
+        let grid = TileGrid::new(n as usize, k as usize).map_err(DeviceError::from)?;
+        compact::whole_tiles(grid)?;
+        // It also checks the operand.
+        let histogram = packer.histogram(weights)?;
+        let classes = Classes::of(grid, &histogram)?;
+        let stream = packer.stream();
+        let found = DeviceBuffer::<u32>::zeroed(stream, QUADS + 2)?;
+        let args = EncodeCompactArgs {
+            weights: address,
+            quads: found.address(),
+            inexact: found.address() + QUADS as u64 * 4,
+            base: classes.window().base().into(),
+            filler: classes.filler().into(),
+            n,
+            k,
+            // A grid's dimensions fit 32 bits.
+            tile_rows: grid.tile_rows() as u32,
+            tile_cols: grid.tile_cols() as u32,
+            ..EncodeCompactArgs::default()
+        };
+        let problem = GemmShape { m: 0, n, k };
+        // SAFETY: the weights have the shape in `args` (checked above), and there is a counter for each quad.
+        unsafe { self.quads.launch(stream, problem, &args) }?;
+        let quads: Vec<u64> = found.read(stream, 0, QUADS)?.into_iter().map(u64::from).collect();
+        let coding = classes.coding(&quads)?;
+
+        let table = DeviceBuffer::from_host(stream, &coding.kernel_table())?;
+        let sizes = DeviceBuffer::<u32>::zeroed(stream, 2 * grid.tiles())?;
+        let args = EncodeCompactArgs { table: table.address(), sizes: sizes.address(), ..args };
+        // SAFETY: as above; a code for each quad, and two words for each tile.
+        unsafe { self.sizes.launch(stream, problem, &args) }?;
+        let inexact = found.read(stream, QUADS, 2)?;
+        let inexact = u64::from(inexact[0]) | u64::from(inexact[1]) << 32;
+        if inexact != 0 {
+            let place = !inexact as usize;
+            return Err(Uncompact::Operand { row: place / grid.cols(), col: place % grid.cols() }.into());
+        }
+        let places = Places::of(&sizes.to_host(stream)?).map_err(DeviceError::from)?;
+
+        let tensor = DeviceCompact::new(
+            grid,
+            classes.window(),
+            DeviceBuffer::zeroed(stream, grid.tiles() * DENSE_TILE_BYTES)?,
+            DeviceBuffer::from_host(stream, &places.tiles)?,
+            DeviceBuffer::zeroed(stream, places.words.next_multiple_of(SECTION_ALIGN / 4))?,
+            DeviceBuffer::zeroed(stream, places.listed.next_multiple_of(SECTION_ALIGN / 4))?,
+            DeviceBuffer::from_host(stream, &coding.book().kernel_table())?,
+        )?;
+        let args = EncodeCompactArgs {
+            tiles: tensor.tiles().address(),
+            dense: tensor.dense().address(),
+            streams: tensor.streams().address(),
+            records: tensor.escapes().address(),
+            // Less than 2^32: the tensor's words were counted.
+            record_words: tensor.escapes().len() as u32,
+            ..args
+        };
+        // SAFETY: as above; the sections have what the tiles take, which bounds what is written even if the weights
+        // change.
+        unsafe { self.write.launch(stream, problem, &args) }?;
+        stream.synchronize()?;
+        Ok(Compressed { tensor, book: coding.book().clone(), histogram })
+    }
+}
+
+/// Where the streams and lists of tiles begin.
+#[derive(Debug, PartialEq, Eq)]
+struct Places {
+    /// `class_tiles`: the head of a lone escape without its record.
+    tiles: Vec<u32>,
+    /// Words of all streams.
+    words: usize,
+    /// Words of all lists.
+    listed: usize,
+}
+
+impl Places {
+    /// Of `[tiles, 2]`: words of streams, and escapes.
+    fn of(sizes: &[u32]) -> Result<Self, crate::device::LaunchError> {
+        let mut tiles = Vec::with_capacity(sizes.len() + 4);
+        let (mut words, mut listed) = (0usize, 0usize);
+        for size in sizes.chunks_exact(2) {
+            let (own, escapes) = (size[0] as usize, size[1] as usize);
+            // Fits: checked below, before it is read.
+            let head = match escapes {
+                0 => 0,
+                1 => 1 << 30,
+                _ => 1 << 31 | listed as u32,
+            };
+            tiles.extend([words as u32, head]);
+            words += own;
+            listed += if escapes > 1 { 1 + escapes } else { 0 };
+        }
+        weight::count("words of streams", words)?;
+        // A head has 30 bits for the place of a list.
+        weight::count("words of escapes", listed.saturating_mul(4))?;
+        tiles.extend([words as u32, 0]);
+        tiles.resize(tiles.len().next_multiple_of(SECTION_ALIGN / 4), 0);
+        Ok(Self { tiles, words, listed })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn compact_tiles_are_contiguous() {
+        let places = Places::of(&[100, 0, 90, 1, 80, 2, 70, 5]).unwrap();
+        let tiles = [0, 0, 100, 1 << 30, 190, 1 << 31, 270, 1 << 31 | 3, 340, 0, 0, 0];
+        assert_eq!(places, Places { tiles: tiles.to_vec(), words: 340, listed: 9 });
+        // 2^32 words.
+        assert!(Places::of(&[1 << 31, 0, 1 << 31, 0]).is_err());
+        assert!(Places::of(&[1, 1 << 31]).is_err());
+    }
+}
