@@ -696,40 +696,40 @@ fn planted_bugs_in_the_encoder_are_caught() {
     let bugs: [(&str, (&str, &str, &str)); 10] = [
         (
             "ties to the larger exponent",
-            ("unweight/kernels/encode/table.cuh", "(c.x == count && i < thread)", "(c.x == count && i > thread)"),
+            ("unweight/kernels/encode_huffman/table.cuh", "(c.x == count && i < thread)", "(c.x == count && i > thread)"),
         ),
         (
             "package before an equal leaf",
             (
-                "unweight/kernels/encode/table.cuh",
+                "unweight/kernels/encode_huffman/table.cuh",
                 "i < packages && other_package < leaf",
                 "i < packages && other_package <= leaf",
             ),
         ),
-        ("pad columns verbatim", ("unweight/kernels/encode/tiles.cuh", "if (p.valid < 4) low", "if (p.valid < 0) low")),
-        ("rows of 320 bits coded", ("unweight/kernels/encode/block.cuh", "kRowBitsMax = 319", "kRowBitsMax = 640")),
+        ("pad columns verbatim", ("unweight/kernels/encode_huffman/tiles.cuh", "if (p.valid < 4) low", "if (p.valid < 0) low")),
+        ("rows of 320 bits coded", ("unweight/kernels/encode_huffman/block.cuh", "kRowBitsMax = 319", "kRowBitsMax = 640")),
         (
             "third word of a code dropped",
-            ("unweight/kernels/encode/write.cuh", "if (last != 0) ptx::red_or_shared(address + 8, last);", ""),
+            ("unweight/kernels/encode_huffman/write.cuh", "if (last != 0) ptx::red_or_shared(address + 8, last);", ""),
         ),
         (
             "third word of a short code dropped",
-            ("unweight/kernels/encode/write.cuh", "if (first != 0) ptx::red_or_shared(address - 8, first);", ""),
+            ("unweight/kernels/encode_huffman/write.cuh", "if (first != 0) ptx::red_or_shared(address - 8, first);", ""),
         ),
-        ("section not padded", ("unweight/kernels/encode/write.cuh", "ptx::st_global(out + words + lane, 0);", "")),
+        ("section not padded", ("unweight/kernels/encode_huffman/write.cuh", "ptx::st_global(out + words + lane, 0);", "")),
         (
             "verbatim row order",
             (
-                "unweight/kernels/encode/tiles.cuh",
+                "unweight/kernels/encode_huffman/tiles.cuh",
                 "low = row >= 32 ? ~0u : (1u << row) - 1",
                 "low = row >= 32 ? ~0u : (2u << row) - 1",
             ),
         ),
-        ("look-back forgets rows", ("unweight/kernels/encode/scan.cuh", "rows_total += own >> 24 & 0xfffff;", "")),
+        ("look-back forgets rows", ("unweight/kernels/encode_huffman/scan.cuh", "rows_total += own >> 24 & 0xfffff;", "")),
         (
             "tile buffer not cleared",
             (
-                "unweight/kernels/encode/write.cuh",
+                "unweight/kernels/encode_huffman/write.cuh",
                 "for (u32 at = lane * 4; at < words; at += 128) ptx::st_shared_x4(stream + at * 4, U32x4{});",
                 "",
             ),

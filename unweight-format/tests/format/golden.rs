@@ -1,6 +1,6 @@
 //! The golden files of `tests/golden`: what this version writes, byte for byte, and what every version must refuse.
 //!
-//! `cargo test -p unweight-format --test format -- --ignored golden` writes them anew; review the difference before
+//! `cargo test -p unweight-format --test format -- --ignored golden` rewrites them; review the difference before
 //! committing it.
 
 use std::{
@@ -148,7 +148,7 @@ fn escaping_weights(elements: usize) -> Vec<u8> {
 }
 
 #[test]
-#[ignore = "writes the golden files anew"]
+#[ignore = "rewrites the golden files"]
 fn regenerate() {
     let put = |path: PathBuf, bytes: &[u8]| {
         fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -180,9 +180,9 @@ fn regenerate() {
     }
     let index = serde_json::json!({ "metadata": { "total_size": 3 * 3 * 64 * 32 * 2 }, "weight_map": map });
     put(sharded.join("model.safetensors.index.json"), index.to_string().as_bytes());
-    let resident = golden().join("valid/resident/source");
+    let packed = golden().join("valid/packed/source");
     put(
-        resident.join("model.safetensors"),
+        packed.join("model.safetensors"),
         &safetensors_file(
             &[],
             &[

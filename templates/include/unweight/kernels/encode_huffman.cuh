@@ -26,12 +26,12 @@
 //          memory, so that the global bitstream needs no atomics; tiles start on words.
 #pragma once
 
-#include "unweight/kernels/encode/palette.cuh"
-#include "unweight/kernels/encode/rows.cuh"
-#include "unweight/kernels/encode/scan.cuh"
-#include "unweight/kernels/encode/stats.cuh"
-#include "unweight/kernels/encode/table.cuh"
-#include "unweight/kernels/encode/write.cuh"
+#include "unweight/kernels/encode_huffman/palette.cuh"
+#include "unweight/kernels/encode_huffman/rows.cuh"
+#include "unweight/kernels/encode_huffman/scan.cuh"
+#include "unweight/kernels/encode_huffman/stats.cuh"
+#include "unweight/kernels/encode_huffman/table.cuh"
+#include "unweight/kernels/encode_huffman/write.cuh"
 
 namespace uw::encode_huffman {
 

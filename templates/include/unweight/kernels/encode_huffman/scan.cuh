@@ -1,7 +1,7 @@
 // Stage scan: word and row counts of the tiles to offsets; see unweight/kernels/encode_huffman.cuh.
 #pragma once
 
-#include "unweight/kernels/encode/block.cuh"
+#include "unweight/kernels/encode_huffman/block.cuh"
 
 namespace uw::encode_huffman {
 

@@ -2,7 +2,7 @@
 // unweight/kernels/encode_huffman.cuh.
 #pragma once
 
-#include "unweight/kernels/encode/block.cuh"
+#include "unweight/kernels/encode_huffman/block.cuh"
 
 namespace uw::encode_huffman {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "unweight/encoding/huffman/canonical.cuh"
-#include "unweight/kernels/encode/block.cuh"
+#include "unweight/kernels/encode_huffman/block.cuh"
 
 namespace uw::encode_huffman {
 

@@ -1,7 +1,7 @@
 // What the stages rows, write and palette share: a warp per tile; see unweight/kernels/encode_huffman.cuh.
 #pragma once
 
-#include "unweight/kernels/encode/block.cuh"
+#include "unweight/kernels/encode_huffman/block.cuh"
 
 namespace uw::encode_huffman {
 

@@ -1,7 +1,7 @@
 // Stage write: bitstream and verbatim rows; see unweight/kernels/encode_huffman.cuh.
 #pragma once
 
-#include "unweight/kernels/encode/tiles.cuh"
+#include "unweight/kernels/encode_huffman/tiles.cuh"
 
 namespace uw::encode_huffman {
 

@@ -1,4 +1,4 @@
-// uw_sm90a_transcode_full
+// uw_sm90a_decode_compact_full
 // Compact tensor -> bf16 [n, k], row-major.
 //
 // Blocks of 256 threads, at least 3 per SM, with 11904 B of dynamic shared memory.
@@ -6,19 +6,19 @@
 // Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
-#include "unweight/kernels/transcode.cuh"
+#include "unweight/kernels/decode_compact.cuh"
 
 namespace {
 
 struct Config {
-    static constexpr uw::TranscodeStage kStage = uw::TranscodeStage::kFull;
+    static constexpr uw::DecodeCompactStage kStage = uw::DecodeCompactStage::kFull;
 };
 
-using Smem = uw::transcode::Smem<Config>;
+using Smem = uw::decode_compact::Smem<Config>;
 
 }  // namespace
 
-static_assert(sizeof(uw::TranscodeArgs) == 128, "TranscodeArgs: host and kernel disagree");
+static_assert(sizeof(uw::DecodeCompactArgs) == 128, "DecodeCompactArgs: host and kernel disagree");
 static_assert(uw::packed::kTile == 64, "tiles: host and kernel disagree");
 static_assert(uw::packed::kTileBytes == 6144, "packed tiles: host and kernel disagree");
 static_assert(uw::packed::kBlockBytes == 1536, "row blocks: host and kernel disagree");
@@ -27,9 +27,9 @@ static_assert(uw::compact::kStreamBytesMax == 1184, "streams: host and kernel di
 static_assert(Smem::kTable == 0, "shared memory: plan and kernel disagree");
 static_assert(Smem::kSlots == 2048, "shared memory: plan and kernel disagree");
 static_assert(Smem::kBytes == 11904, "shared memory: plan and kernel disagree");
-static_assert(uw::transcode::kThreads<Config> == 256, "threads: plan and kernel disagree");
+static_assert(uw::decode_compact::kThreads<Config> == 256, "threads: plan and kernel disagree");
 
 extern "C" __global__ void __launch_bounds__(256, 3)
-uw_sm90a_transcode_full(const __grid_constant__ uw::TranscodeArgs args) {
-    uw::transcode::run<Config>(args);
+uw_sm90a_decode_compact_full(const __grid_constant__ uw::DecodeCompactArgs args) {
+    uw::decode_compact::run<Config>(args);
 }
