@@ -28,7 +28,14 @@ POSITIONS = 2048
 # A row of training: longer than any prompt and what is generated after it.
 ROW_TOKENS = 768
 ROWS = 12
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+FAMILIES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3Moe",
+}
 
 
 @dataclass(frozen=True)
@@ -103,12 +110,16 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 # Layers 2 and 3 have the window, 0 and 1 do not.
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 2}
+# Eight experts a layer, two of them for each token.
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
 
 TRAINED = [
     Spec("llama", "llama", sizes(384, 1024, 6, 2), trained=True, rope={"rope_theta": 500000.0}),
     Spec("mistral", "mistral", sizes(256, 768, 8, 2, head_dim=64, sliding_window=64), trained=True),
     Spec("qwen2", "qwen2", sizes(512, 1024, 8, 2, tie_word_embeddings=True), trained=True),
     Spec("qwen3", "qwen3", sizes(256, 768, 4, 2, head_dim=128), trained=True, shard="2MB"),
+    Spec("mixtral", "mixtral", sizes(256, 512, 4, 2, num_local_experts=4, num_experts_per_tok=2), trained=True),
+    Spec("qwen3-moe", "qwen3_moe", sizes(256, 512, 4, 2, head_dim=64, **EXPERTS), trained=True),
 ]
 # No multiples: of 64 `hidden_size` 280, 264, 136, 328; of 32 every `intermediate_size` here; 1003 is odd.
 RANDOM = [

@@ -19,7 +19,7 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
         [flag, ..] if flag == "--compare" => Err("usage: --compare BEFORE AFTER [--renames FILE]".to_owned()),
         _ => run::run(
             cargo()
-                .args(["run", "--quiet", "--package", "unweight-rivals", "--features", "cuda"])
+                .args(["run", "--quiet", "--package", "unweight-rivals", "--features", "gpu"])
                 .args(["--example", "kernel_digests", "--"])
                 .args(arguments),
         ),
