@@ -51,7 +51,7 @@ PROMPT_TOKENS = 64
 MINUTES = 10
 
 
-class Refused(Exception):
+class CommandFailed(Exception):
     """The binary did not do what it was asked."""
 
 
@@ -65,10 +65,10 @@ class Cli:
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MINUTES * 60)
         except subprocess.TimeoutExpired:
-            raise Refused(f"`{' '.join(command)[:300]}` ran for more than {MINUTES} minutes") from None
+            raise CommandFailed(f"`{' '.join(command)[:300]}` ran for more than {MINUTES} minutes") from None
         if done.returncode != 0:
             said = (done.stderr.strip() or done.stdout.strip())[-600:]
-            raise Refused(f"`{' '.join(command)[:300]}`: exit status {done.returncode}: {said}")
+            raise CommandFailed(f"`{' '.join(command)[:300]}`: exit status {done.returncode}: {said}")
         return json.loads(done.stdout)
 
 
@@ -140,7 +140,7 @@ class Model:
         tensors = load_file(file)
         if len(tensors) != len(prompts) or any(tensor.dtype != torch.bfloat16 for tensor in tensors.values()):
             told = {name: str(tensor.dtype) for name, tensor in tensors.items()}
-            raise Refused(f"{len(prompts)} prompts, but {file.name} holds {told}")
+            raise CommandFailed(f"{len(prompts)} prompts, but {file.name} holds {told}")
         logits = [tensors[f"logits.{index}"] for index in range(len(prompts))]
         raw = b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in logits)
         return [tensor.float() for tensor in logits], raw

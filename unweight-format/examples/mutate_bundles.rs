@@ -89,7 +89,7 @@ fn run() -> Result<(), Box<dyn Error>> {
         let took = began.elapsed();
         slowest = slowest.max(took);
         match outcome {
-            Ok(Ok(Outcome::Refused)) => {}
+            Ok(Ok(Outcome::Rejected)) => {}
             Ok(Ok(Outcome::Source)) => unchanged += 1,
             Ok(Ok(Outcome::Another)) => sound += 1,
             Ok(Err(what)) => failures.push(format!("seed {seed}, mutant {number}: {what}")),
@@ -153,7 +153,7 @@ fn bundles(root: &Path) -> Result<Vec<(Tree, Tree)>, Box<dyn Error>> {
 }
 
 enum Outcome {
-    Refused,
+    Rejected,
     Source,
     Another,
 }
@@ -191,7 +191,7 @@ fn examine(root: &Path, mutant: &Tree, source: &Tree) -> Result<Outcome, String>
     }
     match rebuilt {
         None if sound => Err("verify finds it sound, decompress refuses it".into()),
-        None => Ok(Outcome::Refused),
+        None => Ok(Outcome::Rejected),
         Some(tree) if tree == *source => Ok(Outcome::Source),
         Some(_) if !only_unread => Err("verify finds it damaged, decompress rebuilds other files".into()),
         Some(_) => Ok(Outcome::Another),

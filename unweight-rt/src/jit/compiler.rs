@@ -330,7 +330,7 @@ mod fake {
             // So that failing compiles can be tested as well.
             if request.source.contains("#error") {
                 let log = format!("{}.cu(1): error: #error directive\n", request.name);
-                return Err(CompileFailure::new(request, self.identity().ok(), NvrtcError::Refused { log }).into());
+                return Err(CompileFailure::new(request, self.identity().ok(), NvrtcError::InvalidSource { log }).into());
             }
             Ok(Compiled {
                 cubin: FakeCompiler::output(request),
@@ -379,7 +379,7 @@ mod tests {
                    uw_k.cu(2): warning #177-D: unused\n\
                    elsewhere.h(1): error: not ours\n\
                    uw_k.cu(99): error: past the end\n2 errors detected";
-        let failure = CompileFailure::new(&request(), None, NvrtcError::Refused { log: log.to_owned() });
+        let failure = CompileFailure::new(&request(), None, NvrtcError::InvalidSource { log: log.to_owned() });
         assert_eq!(failure.excerpts.len(), 3);
         let text = failure.to_string();
         assert!(text.contains("uw_k.cu:3: error: identifier \"x\" is undefined"), "{text}");
@@ -392,7 +392,7 @@ mod tests {
     #[test]
     fn log_without_locations_is_shown_in_full() {
         let log = "ptxas fatal: something".to_owned();
-        let failure = CompileFailure::new(&request(), None, NvrtcError::Refused { log });
+        let failure = CompileFailure::new(&request(), None, NvrtcError::InvalidSource { log });
         assert!(failure.to_string().contains("ptxas fatal: something"));
     }
 }

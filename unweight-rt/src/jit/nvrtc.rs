@@ -57,7 +57,7 @@ pub struct Output {
 pub enum NvrtcError {
     /// The source, or an option, is wrong.
     #[error("the source does not compile")]
-    Refused {
+    InvalidSource {
         /// The whole log.
         log: String,
     },
@@ -92,7 +92,7 @@ impl NvrtcError {
     /// The compiler's log; empty where there is none.
     pub fn log(&self) -> &str {
         match self {
-            NvrtcError::Refused { log } | NvrtcError::Failed { log, .. } => log,
+            NvrtcError::InvalidSource { log } | NvrtcError::Failed { log, .. } => log,
             NvrtcError::ZeroByte { .. } | NvrtcError::NoBinary => "",
         }
     }
@@ -184,7 +184,7 @@ impl Nvrtc {
         let status = unsafe { (self.functions.compile)(program.raw, count(options.len()), option_pointers.as_ptr()) };
         let log = program.log();
         if status == COMPILATION || status == INVALID_OPTION {
-            return Err(NvrtcError::Refused { log });
+            return Err(NvrtcError::InvalidSource { log });
         }
         self.check("nvrtcCompileProgram", status).map_err(|error| match error {
             NvrtcError::Failed { call, status, text, .. } => {

@@ -49,11 +49,11 @@ fn expected(layers: &[Mlp]) -> u64 {
 
 /// Memory, as names of what was computed. What was never written is poison.
 #[derive(Default)]
-struct Machine {
+struct Interpreter {
     values: HashMap<Buffer, u64>,
 }
 
-impl Machine {
+impl Interpreter {
     fn value(&self, buffer: Buffer) -> u64 {
         self.values.get(&buffer).copied().unwrap_or_else(|| digest(("poison", buffer)))
     }
@@ -95,7 +95,7 @@ fn interpret(graph: &StepGraph, mut choose: impl FnMut(&[u8]) -> u8) -> Option<u
     let mut queues = vec![Vec::new(); streams];
     graph.steps.iter().for_each(|step| queues[usize::from(step.stream())].push(step));
     let (mut next, mut recorded) = (vec![0; streams], vec![false; graph.events as usize]);
-    let mut machine = Machine::default();
+    let mut machine = Interpreter::default();
     machine.values.insert(Buffer::Ids, digest("ids"));
     loop {
         let ready: Vec<u8> = (0..graph.streams)

@@ -1,0 +1,87 @@
+//! Retired words of the glossary (CONTRIBUTING.md) are names of nothing.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+/// Identifiers that the glossary retired, and where they still mean something else.
+const RETIRED: [(&str, &[&str]); 24] = [
+    ("FormId", &[]),
+    ("FORMS", &[]),
+    ("DynForm", &[]),
+    ("Lane", &[]),
+    ("LaneSize", &[]),
+    ("LaneParts", &[]),
+    ("LaneTooSmall", &[]),
+    ("Guest", &[]),
+    ("Outside", &[]),
+    ("OutsideKernel", &[]),
+    ("Refusal", &[]),
+    // Docstrings of Python begin a sentence with it.
+    ("Refused", &["bindings/python/python"]),
+    ("Unfit", &[]),
+    ("BadOption", &[]),
+    ("Machine", &[]),
+    ("Way", &[]),
+    ("Ways", &[]),
+    ("StepOracle", &[]),
+    ("EncodeSpec", &[]),
+    ("DecodeSpec", &[]),
+    ("CompressSpec", &[]),
+    ("TranscodeSpec", &[]),
+    ("load_matrix_x4", &[]),
+    ("bulk_load", &[]),
+];
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace")
+}
+
+/// Every source file of the repository.
+fn sources() -> Vec<PathBuf> {
+    let (mut folders, mut files) = (vec![root().to_owned()], Vec::new());
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).expect("a folder of the repository") {
+            let path = entry.expect("an entry").path();
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            if path.is_dir() {
+                if !name.starts_with('.') && !matches!(&*name, "target" | "records" | "snapshots" | "fixtures") {
+                    folders.push(path);
+                }
+            } else if ["rs", "cuh", "tera", "cpp", "hpp", "py"].iter().any(|end| name.ends_with(&format!(".{end}"))) {
+                files.push(path);
+            }
+        }
+    }
+    files
+}
+
+/// The words of a line: runs of letters, digits and `_`.
+fn words(line: &str) -> impl Iterator<Item = &str> {
+    line.split(|c: char| !c.is_ascii_alphanumeric() && c != '_')
+}
+
+#[test]
+fn retired_identifiers_are_gone() {
+    let mut found = Vec::new();
+    for path in sources() {
+        let shown = path.strip_prefix(root()).expect("below the root").display().to_string();
+        if shown == "xtask/tests/glossary.rs" {
+            continue;
+        }
+        let text = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{shown}: {error}"));
+        for (number, line) in text.lines().enumerate() {
+            // A name in prose may be an ordinary word.
+            let code = line.split("//").next().unwrap_or_default();
+            let code = if shown.ends_with(".py") { line.split('#').next().unwrap_or_default() } else { code };
+            let retired = words(code).filter_map(|word| RETIRED.iter().find(|(name, _)| *name == word));
+            for (name, allowed) in retired {
+                if !allowed.iter().any(|place| shown.starts_with(place)) {
+                    found.push(format!("{shown}:{}: {name}", number + 1));
+                }
+            }
+        }
+    }
+    assert_eq!(found, [""; 0], "CONTRIBUTING.md has the words that took their place");
+}
