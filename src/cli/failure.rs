@@ -419,10 +419,10 @@ mod tests {
     #[test]
     fn a_failure_is_printed_with_its_cause_and_its_help() {
         let failure = Failure::io("some/file")(io::ErrorKind::NotFound.into());
-        let expected = "error[not-found]: some/file\n  cause: entity not found\n  help: look at how the path is spelt; nothing of this \
+        let expected = "error[path-not-found]: some/file\n  cause: entity not found\n  help: look at how the path is spelt; nothing of this \
                         name is there\n";
         assert_eq!(failure.text(false), expected);
-        assert!(failure.text(true).starts_with("\x1b[1;31merror[not-found]:\x1b[0m some/file\n"));
+        assert!(failure.text(true).starts_with("\x1b[1;31merror[path-not-found]:\x1b[0m some/file\n"));
         assert_eq!(Failure::interrupted("\x1b[2J").text(false), "error[interrupted]: \\u{1b}[2J\n");
     }
 }

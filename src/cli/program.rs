@@ -99,6 +99,7 @@ fn usage(error: &clap::Error) -> ExitCode {
         let (message, help) = text.split_once("\n\n").unwrap_or((&text, ""));
         let error = serde_json::json!({
             "class": Class::Failed,
+            "code": "usage",
             "message": message.trim_start_matches("error: ").trim_end(),
             "causes": [],
             "help": Some(help.trim_end()).filter(|help| !help.is_empty()),

@@ -49,14 +49,14 @@ fn lists_missing_kernels_of_stored_mlps() {
     for name in [
         "_gemm_recon_palette_n1p6s2_",
         "_gemm_recon_exponent_n1p6_",
-        "_decode_full_",
-        "_decode_exponent_",
+        "_decode_huffman_full_",
+        "_decode_huffman_exponent_",
         "_store_add",
     ] {
         assert!(stored.contains(name), "no {name} in {stored}");
     }
     let alternate = missing(&["--mlp", "alternate"]);
-    assert!(alternate.contains("_decode_palette_"), "{alternate}");
+    assert!(alternate.contains("_decode_huffman_palette_"), "{alternate}");
 
     // A plan is in nobody's way.
     attach_plan(&home.path().join("bundle"), "{\"version\": 1}");

@@ -33,7 +33,7 @@ fn complete_commands_kernels_and_tensors() {
         assert!(stdout(&run(home, &["completions", shell], 0)).contains("_UNWEIGHT_COMPLETE"), "{shell}");
     }
     assert_eq!(completions(home, &["unweight", "decom"]), ["decompress"]);
-    assert_eq!(completions(home, &["unweight", "compress", "--profile", "res"]), ["packed"]);
+    assert_eq!(completions(home, &["unweight", "compress", "--profile", "pac"]), ["packed"]);
     let kernels = completions(home, &["unweight", "kernels", "emit", "uw_sm90a_encode_huffman_st"]);
     assert_eq!(kernels, ["uw_sm90a_encode_huffman_stats"]);
     // The word says the architecture, or the line does.

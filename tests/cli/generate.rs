@@ -53,14 +53,5 @@ fn rejects_bad_arguments_before_loading() {
         for more in [&[][..], &[&context[..], &["--dump-logits", file]].concat()] {
             fails(Path::new("."), &[&["generate", bundle, "--tokens", "1,2"], more].concat(), 2, "library-missing");
         }
-        // A list of batches leaves the bundle what it is.
-        fails(Path::new("."), &["bench", "decode", "--batch", "1,8", bundle], 2, "library-missing");
-    }
-    for arguments in [
-        &["bench", "decode"][..],
-        &["bench", "decode", "--geometry", "llama-9"],
-        &["bench", "decode", bundle, "--geometry", "llama-3.1-8b"],
-    ] {
-        run(Path::new("."), arguments, 2);
     }
 }

@@ -143,7 +143,7 @@ fn compile_bundle_compiles_what_loading_needs() {
     for part in [
         "repack_pack",
         "repack_unpack",
-        "encode_stats",
+        "encode_huffman_stats",
         "_silu_mul",
         "_store_add",
         "_esc_pdl_store",

@@ -86,8 +86,8 @@ struct Common {
     planted: bool,
 }
 
-/// Sources of the machine.
-const MACHINE: [&str; 2] = ["machine", "ptx"];
+/// Sources of the simulator.
+const SIMULATOR: [&str; 2] = ["simulator", "ptx"];
 
 impl Common {
     /// For sources with a planted bug, or without. Made once for the headers as they are, and kept among what is built.
@@ -126,7 +126,7 @@ impl Common {
                 assert!(output.status.success(), "compiling failed:\n{}", String::from_utf8_lossy(&output.stderr));
             };
             make("prelude.hpp", "prelude.hpp.gch", &["-x", "c++-header"]);
-            for source in MACHINE {
+            for source in SIMULATOR {
                 make(&format!("{source}.cpp"), &format!("{source}.o"), &["-c", "-O3"]);
             }
             // Another process may have been first: its folder is as good.
@@ -331,7 +331,7 @@ impl CpuKernel {
             command.arg("-O0");
         }
         command.arg("-o").arg(directory.join("kernel.so")).arg(&file).args(["-x", "none"]);
-        command.args(MACHINE.map(|source| common.compiled().join(format!("{source}.o"))));
+        command.args(SIMULATOR.map(|source| common.compiled().join(format!("{source}.o"))));
         let output = command.output().unwrap();
         assert!(output.status.success(), "compiling failed:\n{}", String::from_utf8_lossy(&output.stderr));
     }

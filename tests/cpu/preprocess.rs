@@ -696,7 +696,11 @@ fn planted_bugs_in_the_encoder_are_caught() {
     let bugs: [(&str, (&str, &str, &str)); 10] = [
         (
             "ties to the larger exponent",
-            ("unweight/kernels/encode_huffman/table.cuh", "(c.x == count && i < thread)", "(c.x == count && i > thread)"),
+            (
+                "unweight/kernels/encode_huffman/table.cuh",
+                "(c.x == count && i < thread)",
+                "(c.x == count && i > thread)",
+            ),
         ),
         (
             "package before an equal leaf",
@@ -706,17 +710,30 @@ fn planted_bugs_in_the_encoder_are_caught() {
                 "i < packages && other_package <= leaf",
             ),
         ),
-        ("pad columns verbatim", ("unweight/kernels/encode_huffman/tiles.cuh", "if (p.valid < 4) low", "if (p.valid < 0) low")),
-        ("rows of 320 bits coded", ("unweight/kernels/encode_huffman/block.cuh", "kRowBitsMax = 319", "kRowBitsMax = 640")),
+        (
+            "pad columns verbatim",
+            ("unweight/kernels/encode_huffman/tiles.cuh", "if (p.valid < 4) low", "if (p.valid < 0) low"),
+        ),
+        (
+            "rows of 320 bits coded",
+            ("unweight/kernels/encode_huffman/block.cuh", "kRowBitsMax = 319", "kRowBitsMax = 640"),
+        ),
         (
             "third word of a code dropped",
             ("unweight/kernels/encode_huffman/write.cuh", "if (last != 0) ptx::red_or_shared(address + 8, last);", ""),
         ),
         (
             "third word of a short code dropped",
-            ("unweight/kernels/encode_huffman/write.cuh", "if (first != 0) ptx::red_or_shared(address - 8, first);", ""),
+            (
+                "unweight/kernels/encode_huffman/write.cuh",
+                "if (first != 0) ptx::red_or_shared(address - 8, first);",
+                "",
+            ),
         ),
-        ("section not padded", ("unweight/kernels/encode_huffman/write.cuh", "ptx::st_global(out + words + lane, 0);", "")),
+        (
+            "section not padded",
+            ("unweight/kernels/encode_huffman/write.cuh", "ptx::st_global(out + words + lane, 0);", ""),
+        ),
         (
             "verbatim row order",
             (
@@ -725,7 +742,10 @@ fn planted_bugs_in_the_encoder_are_caught() {
                 "low = row >= 32 ? ~0u : (2u << row) - 1",
             ),
         ),
-        ("look-back forgets rows", ("unweight/kernels/encode_huffman/scan.cuh", "rows_total += own >> 24 & 0xfffff;", "")),
+        (
+            "look-back forgets rows",
+            ("unweight/kernels/encode_huffman/scan.cuh", "rows_total += own >> 24 & 0xfffff;", ""),
+        ),
         (
             "tile buffer not cleared",
             (

@@ -297,7 +297,7 @@ fn unpacking_any_bytes_stays_in_bounds() {
 
 #[test]
 fn stats_count_without_sign_mantissa() {
-    let spec = spec("encode_stats");
+    let spec = spec("encode_huffman_stats");
     let mut kernel = CpuKernel::of(&spec, &[]);
     let case = Case::with(64, 192, 500, &SPECIAL);
     let weights = Buffer::of(&case.bytes);

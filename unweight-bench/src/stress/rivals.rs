@@ -53,7 +53,7 @@ impl Rival {
             ("zipserv", "reduce") => Some(Self::Reduce),
             ("matvans", "rows") => Some(Self::Matvans(Layout::Rows)),
             ("matvans", "stripes") => Some(Self::Matvans(Layout::Stripes)),
-            ("matvans", "contexts") => Some(Self::Matvans(Layout::Lanes)),
+            ("matvans", "lanes") => Some(Self::Matvans(Layout::Lanes)),
             ("matvans", "dense") => Some(Self::Dense),
             ("tans", "add") => Some(Self::Tans),
             ("tans", "plain") => Some(Self::Plain),

@@ -262,7 +262,10 @@ pub(crate) mod tests {
             ("uw_sm90a_gemm_recon_exponent_n2p4_keep", "unknown epilogue in \"keep\"; it must be store, store_add or"),
             ("uw_sm90a_gemm_recon_bitmap_n2p4_store", "unknown source in \"bitmap_n2p4_store\"; it must be"),
             ("uw_sm90a_gemm_recon_exponent_n99999999999p4_store", "is not a number"),
-            ("uw_sm90a_convolution_x", "unknown family in \"convolution_x\"; it must be decode_huffman, encode_huffman"),
+            (
+                "uw_sm90a_convolution_x",
+                "unknown family in \"convolution_x\"; it must be decode_huffman, encode_huffman",
+            ),
             ("uw_sm90a_repack_palette", "unknown stage in \"palette\"; it must be pack, lists or unpack"),
             ("uw_sm90a_gemm_medium_b8_r4w8p2c1_store", "unknown family in \"gemm_medium_"),
             ("uw_sm90a_gemm_mma_b12_r4w8p2c1_store", "batch_tile = 12"),

@@ -266,7 +266,7 @@ fn compact_weights_are_expanded_for_cublas_where_no_wgmma_is() {
         assert!([1, 16, 32].iter().all(|m| matches!(at(*m), Route::Direct(_))), "{own:?}");
         assert!(!matches!(at(64), Route::ExpandToBf16 { .. }), "{own:?}");
         let Route::ExpandToBf16 { expand, activate: None } = at(2048) else { panic!("{own:?}") };
-        assert!(expand.to_string().ends_with("transcode_full"), "{expand}");
+        assert!(expand.to_string().ends_with("decode_compact_full"), "{expand}");
     }
     let reachable = wanted.reachable([weight]);
     assert!(routes.iter().flat_map(|choice| choice.kernel.kernels()).all(|spec| reachable.contains(spec)));

@@ -330,7 +330,9 @@ mod fake {
             // So that failing compiles can be tested as well.
             if request.source.contains("#error") {
                 let log = format!("{}.cu(1): error: #error directive\n", request.name);
-                return Err(CompileFailure::new(request, self.identity().ok(), NvrtcError::InvalidSource { log }).into());
+                return Err(
+                    CompileFailure::new(request, self.identity().ok(), NvrtcError::InvalidSource { log }).into()
+                );
             }
             Ok(Compiled {
                 cubin: FakeCompiler::output(request),

@@ -44,8 +44,8 @@ constexpr u32 kThreads = kBlockThreads;
 template <class Config>
 struct Smem {
     static constexpr u32 kTable = 0;
-    static constexpr u32 kSlots = transcode::kSlots;
-    static constexpr u32 kSums = transcode::kSums;  // of lists
+    static constexpr u32 kSlots = decode_compact::kSlots;
+    static constexpr u32 kSums = decode_compact::kSums;  // of lists
     static constexpr u32 kBytes = Config::kStage == DecodeCompactStage::kLists ? kSums + kWarps * 8 : kSums;
 };
 

@@ -1,7 +1,7 @@
 // BF16 matrix -> compact tensor (docs/format.md A.11), byte for byte that of the CPU. n and k are multiples of 64.
 //
 // One function per stage, all of EncodeCompactArgs; Config has EncodeCompactStage kStage:
-//   encode::stats without sign_mantissa -> the host chooses the window -> quads -> the host chooses the book -> sizes
+//   encode_huffman::stats without sign_mantissa -> the host chooses the window -> quads -> the host chooses the book -> sizes
 //   -> the host adds up where tiles begin, and reads `inexact` -> write
 //
 // stage   threads  blocks/SM  grid               dynamic smem         reads + writes, bytes per element

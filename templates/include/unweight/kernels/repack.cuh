@@ -2,7 +2,7 @@
 // back. n and k are multiples of 64.
 //
 // One function per stage, all of RepackArgs; Config has RepackStage kStage:
-//   to pack   encode::stats without sign_mantissa -> the host chooses the window -> pack -> the host reads `inexact`
+//   to pack   encode_huffman::stats without sign_mantissa -> the host chooses the window -> pack -> the host reads `inexact`
 //             and sums group_words: the words
 //             of `escapes` -> lists (none needed if that sum is 0)
 //   back      unpack
