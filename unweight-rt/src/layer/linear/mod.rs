@@ -37,22 +37,23 @@ use crate::{
 /// let (mut loader, _) = Loader::new(&kernels, &stream, &bundle, LoadOptions::default(), &progress)?;
 /// let mlp = loader.merge(&["mlp.gate_proj.weight", "mlp.up_proj.weight"], Merge::SiluMul)?;
 /// let down = loader.load("mlp.down_proj.weight")?;
-/// let mut context = loader.context(&stream)?;
+/// let mut ctx = loader.context(&stream)?;
 ///
 /// let (m, x) = (8, DeviceMatrix::zeroed(&stream, 8, mlp.k())?);
 /// let mut activated = DeviceMatrix::zeroed(&stream, m, mlp.n() / 2)?;
 /// let mut residual = DeviceMatrix::zeroed(&stream, m, down.n())?;
-/// mlp.enqueue(&mut context, x.view(), activated.view_mut(), Epilogue::SiluMul)?;
-/// down.enqueue(&mut context, activated.view(), residual.view_mut(), Epilogue::StoreAdd)?;
-/// context.synchronize()?;
+/// mlp.enqueue(&mut ctx, x.view(), activated.view_mut(), Epilogue::SiluMul)?;
+/// down.enqueue(&mut ctx, activated.view(), residual.view_mut(), Epilogue::StoreAdd)?;
+/// ctx.synchronize()?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-/// An execution context has one stream for life, so a launch cannot use an execution context's memory on another stream:
+/// An execution context has one stream for life, so a launch cannot use its memory on another stream:
 /// ```compile_fail,E0061
 /// # use unweight_codegen::spec::Epilogue;
 /// # use unweight_rt::{DeviceError, DeviceMatrix, ExecContext, Linear, Stream};
-/// # fn run(layer: &Linear, other: &Stream, context: &mut ExecContext, x: &DeviceMatrix, y: &mut DeviceMatrix) ->
-/// Result<(), DeviceError> { layer.enqueue(other, context, x.view(), y.view_mut(), Epilogue::Store)
+/// # type Done = Result<(), DeviceError>;
+/// # fn run(layer: &Linear, other: &Stream, ctx: &mut ExecContext, x: &DeviceMatrix, y: &mut DeviceMatrix) -> Done {
+/// layer.enqueue(other, ctx, x.view(), y.view_mut(), Epilogue::Store)
 /// # }
 /// ```
 #[derive(Debug)]
