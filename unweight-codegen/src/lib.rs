@@ -13,7 +13,7 @@
 //! - [`plan`]: shared memory, pipeline, roles, launch
 //! - [`render()`], [`lint`]: the way from a plan to text
 //! - [`abi`]: the argument structs of the kernels
-//! - [`outside`]: kernels of crates above this one
+//! - [`external`]: kernels of crates above this one
 //! - [`kv`]: where an element of the KV cache lies
 //!
 //! A variant declared as a type, by the attribute of `unweight-macros`:
