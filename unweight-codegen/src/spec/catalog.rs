@@ -52,8 +52,8 @@ pub fn of<F: Family>() -> impl Iterator<Item = VariantSpec> {
 /// ```
 /// # use unweight_codegen::spec::{Arch, catalog};
 /// let names: Vec<String> = catalog::asynchronous(Arch::Sm90a).map(|spec| spec.to_string()).collect();
-/// for name in ["gemm_mma_b8_r2w16p2c1_async_esc_pdl_store", "decode_full_l7_async", "attention_decode_d128_w4p2c1_async",
-///     "attention_decode_d128_w4p2c1_split_async"] {
+/// for name in ["gemm_mma_b8_r2w16p2c1_async_esc_pdl_store", "decode_huffman_full_l7_async",
+///     "attention_decode_d128_w4p2c1_async", "attention_decode_d128_w4p2c1_split_async"] {
 ///     assert!(names.contains(&format!("uw_sm90a_{name}")), "{name}");
 /// }
 /// assert!(names.contains(&"uw_sm90a_decode_huffman_full_l7_async_w16".to_owned()), "as a GeForce RTX 3090 has it");
