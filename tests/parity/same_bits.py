@@ -115,7 +115,10 @@ def compare(spec: models.Spec, before: Build, after: Build, texts: list[str], st
                 bundles[build] = work / f"{name}-{profile}"
                 build("compress", work / "model", "-o", bundles[build], "--profile", profile)
             case(f"{profile}: sections", lambda build: build.sections(bundles[build]))
-            for name, flags in {**LOGITS, **MORE.get(profile, {})}.items():
+            more = MORE.get(profile, {})
+            if spec.family in ("mixtral", "qwen3_moe"):  # their MLPs are experts, which run packed alone
+                more = {name: flags for name, flags in more.items() if "--mlp" not in flags}
+            for name, flags in {**LOGITS, **more}.items():
                 case(f"{profile}: {name}", lambda build: build.logits(bundles[build], work, prompts, flags))
             if profile == PROFILES[0]:
                 for at in (0, LENGTHS.index(65), LENGTHS.index(700)):
