@@ -774,7 +774,7 @@ impl Run<'_> {
 
     /// All stages of the encoder of the compact form together, with escapes of every kind, compared on the host.
     fn compressor(&self) -> Result<Vec<StressRow>, BenchError> {
-        let variant = format!("{}, all stages", self.family("compress"));
+        let variant = format!("{}, all stages", self.family("encode_compact"));
         if !self.options.wants(&variant) {
             return Ok(Vec::new());
         }
@@ -806,7 +806,7 @@ impl Run<'_> {
 
     /// All stages of the encoder together, to both forms, compared on the host.
     fn encoders(&self) -> Result<Vec<StressRow>, BenchError> {
-        let name = self.family("encode");
+        let name = self.family("encode_huffman");
         if !self.options.wants(&name) {
             return Ok(Vec::new());
         }
