@@ -277,6 +277,7 @@ fn decode_streams<const ENTRIES: usize, const LOOKUPS: usize>(
     out: &mut [[u8; STREAM_BYTES]; STREAMS],
 ) {
     const { assert!(ENTRIES.is_power_of_two() && ENTRIES.ilog2() as usize * LOOKUPS <= 57) };
+    const { assert!(3 <= LOOKUPS && LOOKUPS <= 5, "as many as are written out below") };
     let entries: &[Entry; ENTRIES] = table.entries.as_slice().try_into().expect("the table of this window");
     let look_up = |bits: u64| entries[bits as usize & (ENTRIES - 1)];
     // These masks are never felt (a run reads at most 16 rows of 64 codes of 15 bits past the longest tile, and stores
@@ -303,15 +304,28 @@ fn decode_streams<const ENTRIES: usize, const LOOKUPS: usize>(
         for _ in 0..steps {
             let mut bits = bit.map(refill);
             let mut used = [0u64; STREAMS];
-            for _ in 0..LOOKUPS {
-                for s in 0..STREAMS {
-                    let entry = look_up(bits[s]);
-                    store(&mut out[s], done[s], entry);
-                    bits[s] = bits[s].wrapping_shr(entry.0 as u32);
-                    // Whole entries are added up: their lowest bytes, the bits used, come to at most 57.
-                    used[s] = used[s].wrapping_add(entry.0);
-                    done[s] += entry.count();
-                }
+            // Written out: a loop over LOOKUPS is not unrolled without link-time optimisation, and then keeps `bits`, `used`
+            // and `done` in memory, which costs half of the speed.
+            macro_rules! look_up_all {
+                () => {
+                    for s in 0..STREAMS {
+                        let entry = look_up(bits[s]);
+                        store(&mut out[s], done[s], entry);
+                        bits[s] = bits[s].wrapping_shr(entry.0 as u32);
+                        // Whole entries are added up: their lowest bytes, the bits used, come to at most 57.
+                        used[s] = used[s].wrapping_add(entry.0);
+                        done[s] += entry.count();
+                    }
+                };
+            }
+            look_up_all!();
+            look_up_all!();
+            look_up_all!();
+            if LOOKUPS > 3 {
+                look_up_all!();
+            }
+            if LOOKUPS > 4 {
+                look_up_all!();
             }
             for s in 0..STREAMS {
                 bit[s] += used[s] as u32 & 0xff;

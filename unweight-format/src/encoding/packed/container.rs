@@ -7,8 +7,9 @@
 //!   P3 into the free bits  -> 3 words a step and lane
 //!   12 words a lane        -> 3 runs of 64 bytes, 512 bytes apart
 //! ```
-//! Every step is a loop over arrays of fixed size, which the compiler turns into permutations of the processor that it
-//! compiles for.
+//! Every step is a `for` loop over arrays of fixed size, which the compiler turns into permutations of the processor that
+//! it compiles for. Not `array::from_fn` or `map`: without link-time optimisation these stay calls of code that is
+//! compiled for every processor.
 
 use super::Window;
 use crate::{
@@ -78,33 +79,41 @@ fn pack_tile_any(
     for (block, records) in records.iter_mut().enumerate() {
         for group in 0..8 {
             let rows = [row(16 * block + group), row(16 * block + group + 8)];
-            let weights: [[u16; HALVES]; 4] = std::array::from_fn(|register| {
+            let mut weights = [[0u16; HALVES]; 4];
+            for (register, weights) in weights.iter_mut().enumerate() {
                 let row = rows[register % 2];
-                let column = |i: usize| 16 * (i / 8) + 8 * (register / 2) + i % 8;
-                std::array::from_fn(|i| u16::from_le_bytes([row[2 * column(i)], row[2 * column(i) + 1]]))
-            });
+                for (i, weight) in weights.iter_mut().enumerate() {
+                    let column = 16 * (i / 8) + 8 * (register / 2) + i % 8;
+                    *weight = u16::from_le_bytes([row[2 * column], row[2 * column + 1]]);
+                }
+            }
             let mut outside = [0u16; 4];
-            let halves: [[u16; HALVES]; 4] = std::array::from_fn(|register| {
-                std::array::from_fn(|i| {
-                    let weight = weights[register][i];
+            let mut registers = [[0u32; 16]; 4];
+            for register in 0..4 {
+                let mut halves = [0u16; HALVES];
+                let mut any = 0;
+                for (half, &weight) in halves.iter_mut().zip(&weights[register]) {
                     let nibble = (weight & 0x7f80).wrapping_sub(base);
                     let inside = nibble < 16 << 7;
-                    outside[register] |= u16::from(!inside);
-                    weight & 0x807f | if inside { nibble } else { 0 }
-                })
-            });
+                    any |= u16::from(!inside);
+                    *half = weight & 0x807f | if inside { nibble } else { 0 };
+                }
+                outside[register] = any;
+                registers[register] = pairs(halves);
+            }
             if outside.iter().any(|&any| any != 0) {
                 escaped = true;
                 add_escapes(window, group, &weights, outside, records);
             }
-            let words = words_from(halves.map(pairs));
+            let words = words_from(registers);
             for j in 0..3 {
-                let run: [u32; 16] = std::array::from_fn(|i| {
+                let mut run = [0u32; 16];
+                for (i, word) in run.iter_mut().enumerate() {
                     let (lane, q) = (i / 4, 4 * j + i % 4);
-                    words[q % 3][4 * (q / 3) + lane]
-                });
+                    *word = words[q % 3][4 * (q / 3) + lane].to_le();
+                }
                 let at = BLOCK_BYTES * block + 512 * j + 64 * group;
-                bytes[at..at + 64].copy_from_slice(bytemuck::bytes_of(&run.map(u32::to_le)));
+                bytes[at..at + 64].copy_from_slice(bytemuck::bytes_of(&run));
             }
         }
     }
@@ -116,10 +125,13 @@ fn pack_tile_any(
 fn unpack_block_any(bytes: &[u8; BLOCK_BYTES], base: u8, out: &mut [u8], stride: usize) {
     let base = u16::from(base) << 7;
     for group in 0..8 {
-        let runs: [[u32; 16]; 3] = std::array::from_fn(|j| {
-            let run: [u8; 64] = bytes[512 * j + 64 * group..][..64].try_into().expect("64 bytes");
-            bytemuck::cast::<_, [u32; 16]>(run).map(u32::from_le)
-        });
+        let mut runs = [[0u32; 16]; 3];
+        for (j, run) in runs.iter_mut().enumerate() {
+            let source: [u8; 64] = bytes[512 * j + 64 * group..][..64].try_into().expect("64 bytes");
+            for (word, source) in run.iter_mut().zip(bytemuck::cast::<_, [u32; 16]>(source)) {
+                *word = u32::from_le(source);
+            }
+        }
         // Word i of step s is lane word q = 3s + i.
         let mut words = [[0u32; 16]; 3];
         for (word, words) in words.iter_mut().enumerate() {
@@ -130,17 +142,23 @@ fn unpack_block_any(bytes: &[u8; BLOCK_BYTES], base: u8, out: &mut [u8], stride:
                 }
             }
         }
-        let weights: [[u16; HALVES]; 4] = registers_from(words).map(|pairs| {
-            let halves: [u16; HALVES] = bytemuck::cast(pairs.map(u32::to_le));
-            halves.map(|half| u16::from_le(half).wrapping_add(base))
-        });
+        let mut weights = [[0u16; HALVES]; 4];
+        for (weights, pairs) in weights.iter_mut().zip(registers_from(words)) {
+            for (i, pair) in pairs.into_iter().enumerate() {
+                weights[2 * i] = (pair as u16).wrapping_add(base);
+                weights[2 * i + 1] = ((pair >> 16) as u16).wrapping_add(base);
+            }
+        }
         for half in 0..2 {
             let mut row = [0u16; TILE];
             for (i, run) in row.chunks_exact_mut(8).enumerate() {
                 run.copy_from_slice(&weights[half + 2 * (i % 2)][8 * (i / 2)..][..8]);
             }
             let at = (group + 8 * half) * stride;
-            out[at..at + 2 * TILE].copy_from_slice(bytemuck::bytes_of(&row.map(u16::to_le)));
+            for value in &mut row {
+                *value = value.to_le();
+            }
+            out[at..at + 2 * TILE].copy_from_slice(bytemuck::bytes_of(&row));
         }
     }
 }
@@ -162,7 +180,11 @@ fn add_escapes(window: Window, group: usize, weights: &[[u16; HALVES]; 4], outsi
 /// Two halves a word, the first one low.
 #[inline(always)]
 fn pairs(halves: [u16; HALVES]) -> [u32; 16] {
-    std::array::from_fn(|i| u32::from(halves[2 * i]) | u32::from(halves[2 * i + 1]) << 16)
+    let mut words = [0; 16];
+    for (i, word) in words.iter_mut().enumerate() {
+        *word = u32::from(halves[2 * i]) | u32::from(halves[2 * i + 1]) << 16;
+    }
+    words
 }
 
 /// w0, w1, w2 of 16 places.
