@@ -17,7 +17,8 @@ forward from that, over all logits of prompts of one length. Checked are
   identical to transformers' `generate` in f32 and in BF16, and each position where one departs, is in the record.
 
 A table goes to stdout, everything to OUT/parity.json (also what was done before an abort); exit status 1 if anything
-failed. `--only NAME` and `--profiles` narrow it. `--no-unweight --device cpu --steps 3` runs transformers' side alone.
+failed. `--only NAME` and `--profiles` narrow it; `--jobs N` runs N models at a time, each in a process of its own.
+`--no-unweight --device cpu --steps 3` runs transformers' side alone.
 """
 
 import argparse
@@ -29,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -290,26 +292,15 @@ def show(value) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--unweight", default="unweight", help="the binary")
-    parser.add_argument("--no-unweight", action="store_true", help="transformers' side alone")
-    parser.add_argument("--texts", type=Path, required=True, help="folder of *.md files to learn")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for parity.json")
-    parser.add_argument("--device", default="cuda", help="where transformers runs: cuda or cpu")
-    parser.add_argument("--steps", type=int, default=600, help="training steps")
-    parser.add_argument("--only", default="", help="models whose name contains this")
-    parser.add_argument("--profiles", nargs="+", default=PROFILES, choices=PROFILES, help="the first is checked most")
-    arguments = parser.parse_args()
-    specs = [spec for spec in models.ALL if arguments.only in spec.name]
-    if not specs:
-        parser.error(f"--only {arguments.only}: the models are {', '.join(spec.name for spec in models.ALL)}")
-    if not arguments.no_unweight and not shutil.which(arguments.unweight):
-        parser.error(f"--unweight {arguments.unweight}: no such program; build it, or see --no-unweight")
+def save(record: dict, out: Path) -> None:
+    record["failed"] = sum(not case["passed"] for case in record["cases"])
+    (out / "parity.json").write_text(to_json(record))
+
+
+def in_sequence(specs: list[models.Spec], arguments) -> dict:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_float32_matmul_precision("highest")
-    arguments.out.mkdir(parents=True, exist_ok=True)
     on_cuda = arguments.device.startswith("cuda")
     record = {
         "device": torch.cuda.get_device_name() if on_cuda else "cpu",
@@ -328,12 +319,57 @@ def main() -> None:
             model = Model(spec, cli, Path(folder), arguments)
             model.guard("model", model.run)
         record["cases"] += model.cases
-        record["failed"] = sum(not case["passed"] for case in record["cases"])
-        (arguments.out / "parity.json").write_text(to_json(record))
+        save(record, arguments.out)
         del model
         gc.collect()
         if on_cuda:
             torch.cuda.empty_cache()
+    return record
+
+
+def in_processes(specs: list[models.Spec], arguments) -> dict:
+    """The record of one process per model, `jobs` at a time; a process that ends without a record is a failed case."""
+
+    def one(spec: models.Spec) -> dict:
+        out = arguments.out / spec.name
+        (out / "parity.json").unlink(missing_ok=True)
+        command = [sys.executable, __file__, "--only", spec.name, "--out", out, "--texts", arguments.texts]
+        command += ["--unweight", arguments.unweight, "--device", arguments.device, "--steps", arguments.steps]
+        command += ["--profiles", *arguments.profiles, *(["--no-unweight"] if arguments.no_unweight else [])]
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+        print(done.stdout, end="", flush=True)
+        if (out / "parity.json").exists():
+            return json.loads((out / "parity.json").read_text())
+        error = f"exit status {done.returncode}: {done.stderr.strip()[-600:]}"
+        print(f"FAIL {spec.name}: {error}", flush=True)
+        return {"cases": [{"model": spec.name, "case": "process", "passed": False, "error": error}]}
+
+    record = {"cases": []}
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for part in pool.map(one, specs):
+            record = {**part, **record, "cases": record["cases"] + part["cases"]}
+            save(record, arguments.out)
+    return record
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--unweight", default="unweight", help="the binary")
+    parser.add_argument("--no-unweight", action="store_true", help="transformers' side alone")
+    parser.add_argument("--texts", type=Path, required=True, help="folder of *.md files to learn")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for parity.json")
+    parser.add_argument("--device", default="cuda", help="where transformers runs: cuda or cpu")
+    parser.add_argument("--steps", type=int, default=600, help="training steps")
+    names = [spec.name for spec in models.ALL]
+    parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="NAME", help="these models")
+    parser.add_argument("--jobs", type=int, default=1, help="models at a time")
+    parser.add_argument("--profiles", nargs="+", default=PROFILES, choices=PROFILES, help="the first is checked most")
+    arguments = parser.parse_args()
+    specs = [spec for spec in models.ALL if spec.name in arguments.only]
+    if not arguments.no_unweight and not shutil.which(arguments.unweight):
+        parser.error(f"--unweight {arguments.unweight}: no such program; build it, or see --no-unweight")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    record = in_processes(specs, arguments) if arguments.jobs > 1 else in_sequence(specs, arguments)
     print(f"{len(record['cases'])} cases of {len(specs)} models, {record['failed']} failed")
     sys.exit(1 if record["failed"] else 0)
 

@@ -67,7 +67,7 @@ if ! "$python" -c 'import sys, torch, transformers; sys.exit(not torch.cuda.is_a
 fi
 if [ -n "$torch" ]; then
     if ! "$python" "$here/parity/hf_parity.py" --unweight "$here/bin/unweight" --texts "$here/parity/texts" \
-        --out "$out" >"$out/parity.log" 2>&1; then
+        --jobs 6 --out "$out" >"$out/parity.log" 2>&1; then
         grep -v '^ok' "$out/parity.log" | tail -n 60
         exit 1
     fi
