@@ -9,6 +9,7 @@ Truth is transformers' f32 forward of the BF16 weights (without TF32); `bf16 err
 forward from that, over all logits of prompts of one length. Checked are
 - prefill, steps (one token each), the BF16 baseline on cuBLAS by both, each against truth: RMS error at most 1.25 x the bf16
   error; the likeliest token is truth's wherever truth's margin is above 6 x the bf16 error;
+- of a mixture, all of this at positions where every router's choice is clear of rounding (`truth.py`);
 - steps = prefill, a row alone = the row in a batch, packed = cuBLAS: RMS difference at most 1.25 x sqrt(2) x the bf16
   error, what two results within the first bound differ by if they round independently;
 - the same bytes from run to run, and from a bundle that the GPU made (`compress --device cuda`);
@@ -38,15 +39,13 @@ import transformers
 from safetensors.torch import load_file
 
 import models
-from truth import LENGTHS, Truth, rms_by_length, top_margin, worst
+from truth import CLEAR, LENGTHS, Truth, rms_by_length, top_margin, worst
 
 PROFILES = ["packed", "distribution", "inference", "palette", "compact"]
 # RMS errors may be this many times that of transformers' BF16.
 BOUND = 1.25
 # What two that round independently may be apart.
 APART = BOUND * math.sqrt(2.0)
-# A margin of this many RMS errors is no matter of rounding.
-CLEAR = 6.0
 ALL_PROMPTS = range(len(LENGTHS))
 NEW_TOKENS = 256
 PROMPT_TOKENS = 64
@@ -108,13 +107,15 @@ class Model:
         clear = [
             (top_margin(logits) > CLEAR * self.truth.errors[length]).float().mean().item()
             for logits, length in zip(self.truth.logits, LENGTHS)
+            if length in self.truth.errors
         ]
+        routed = torch.cat(self.truth.clear).float().mean().item()
         size = math.sqrt(sum(float(l.square().mean()) for l in self.truth.logits) / len(LENGTHS))
         largest = max(self.truth.errors.values())
         # Truth itself must be of use: far from noise, and with margins to look at.
-        useful = largest < 0.1 * size and max(clear) > 0.0
+        useful = largest < 0.1 * size and max(clear) > 0.0 and routed > 0.5
         own = {"bf16_error": self.truth.errors, "logits_rms": size, "worst_bf16_error": largest}
-        own |= {"clear": sum(clear) / len(clear), **told, "seconds": time.perf_counter() - start}
+        own |= {"clear": sum(clear) / len(clear), "clear_routing": routed, **told, "seconds": time.perf_counter() - start}
         self.case("transformers", useful, **own)
         if self.spec.trained:
             self.texts_to_continue(texts)
@@ -149,21 +150,25 @@ class Model:
 
     def against_truth(self, name: str, logits: list[torch.Tensor], which=ALL_PROMPTS) -> None:
         lengths, truth = [LENGTHS[i] for i in which], [self.truth.logits[i] for i in which]
+        masks = [self.truth.clear[i] for i in which]
         bounds = self.truth.errors
         if len(lengths) < len(LENGTHS):
-            bounds = rms_by_length([self.truth.rounded[i] for i in which], truth, lengths)
-        ratios = {n: error / bounds[n] for n, error in rms_by_length(logits, truth, lengths).items()}
+            bounds = rms_by_length([self.truth.rounded[i] for i in which], truth, lengths, masks)
+        ratios = {n: error / bounds[n] for n, error in rms_by_length(logits, truth, lengths, masks).items()}
         passed = all(ratio <= BOUND for ratio in ratios.values())
         wrong, checked = 0, 0
-        for ours, true, length in zip(logits, truth, lengths):
-            clear = top_margin(true) > CLEAR * bounds[length]
+        for ours, true, length, mask in zip(logits, truth, lengths, masks):
+            if length not in bounds:
+                continue
+            clear = mask & (top_margin(true) > CLEAR * bounds[length])
             wrong += int((ours.argmax(-1) != true.argmax(-1))[clear].sum())
             checked += int(clear.sum())
         more = {"ratio": worst(ratios), "argmax_wrong": wrong, "argmax_checked": checked, "ratios": ratios}
         self.case(f"{name} = truth", passed and wrong == 0, **more)
 
     def equal(self, name: str, left: list[torch.Tensor], right: list[torch.Tensor], which=ALL_PROMPTS) -> None:
-        differences = rms_by_length(left, right, [LENGTHS[i] for i in which])
+        masks = [self.truth.clear[i] for i in which]
+        differences = rms_by_length(left, right, [LENGTHS[i] for i in which], masks)
         ratios = {n: difference / self.truth.errors[n] for n, difference in differences.items()}
         passed = all(ratio <= APART for ratio in ratios.values())
         self.case(name, passed, ratio=worst(ratios), ratios=ratios)
@@ -259,13 +264,15 @@ class Model:
             problems.append(f"{len(said)} tokens, finish is {sequence['finish']}")
         # Teacher-forced along what was said: row i is what truth makes of everything before token i.
         all_ids = ids + ours
-        true = self.truth.of(self.truth.f32, all_ids)[len(ids) - 1 :]
-        error = float((self.truth.of(self.truth.bf16, all_ids)[len(ids) - 1 :] - true).square().mean().sqrt())
+        true, router = (part[len(ids) - 1 :] for part in self.truth.routed(self.truth.f32, all_ids))
+        rounded = self.truth.routed(self.truth.bf16, all_ids)[0][len(ids) - 1 :]
+        error = float((rounded - true).square().mean().sqrt())
+        clear = self.truth.clear_routing(router).tolist()
         margins, likeliest = top_margin(true).tolist(), true.argmax(-1).tolist()
         departs = [i for i, token in enumerate(ours) if token != likeliest[i]]
         if stopped and likeliest[len(ours)] not in ends:
             departs.append(len(ours))
-        wrong = [i for i in departs if margins[i] > CLEAR * error]
+        wrong = [i for i in departs if clear[i] and margins[i] > CLEAR * error]
         if wrong:
             problems.append(f"token {wrong[0]} is not truth's by {margins[wrong[0]] / error:.1f} errors")
         more = {"identical_f32": identical(ours, case["f32"]), "identical_bf16": identical(ours, case["bf16"])}

@@ -11,8 +11,18 @@ import transformers
 LENGTHS = [1] * 4 + [2] * 3 + [63, 64, 65, 200, 700]
 
 
+# A margin of this many RMS errors is no matter of rounding.
+CLEAR = 6.0
+
+
 class Truth:
-    """A model in transformers: logits of the prompts in f32, and the errors of its BF16 forward."""
+    """A model in transformers: logits of the prompts in f32, and the errors of its BF16 forward.
+
+    The router of a mixture chooses experts: where the last chosen and the first rejected are almost equal, rounding
+    decides, and a token that went to another expert is far from truth without an error anywhere. So positions of a
+    mixture are compared where every router's choice is clear: the margin between the two is above `CLEAR` x the RMS
+    error of the router's logits in BF16. `clear` has a mask for each prompt; it is True everywhere in a dense model.
+    """
 
     def __init__(self, folder: Path, device: str):
         self.device = device
@@ -21,19 +31,38 @@ class Truth:
         self.f32 = load(folder, dtype=torch.float32, attn_implementation="eager").to(device).eval()
         self.bf16 = load(folder, dtype=torch.bfloat16).to(device).eval()
         self.vocab = self.f32.config.vocab_size
+        self.experts_per_token = getattr(self.f32.config, "num_experts_per_tok", None)
         generator = torch.Generator().manual_seed(7)
         self.prompts = [torch.randint(0, self.vocab, (n,), generator=generator).tolist() for n in LENGTHS]
 
     def forward(self) -> None:
-        self.logits = [self.of(self.f32, prompt) for prompt in self.prompts]
-        self.rounded = [self.of(self.bf16, prompt) for prompt in self.prompts]
-        self.errors = rms_by_length(self.rounded, self.logits, LENGTHS)
+        self.logits, routers = map(list, zip(*(self.routed(self.f32, prompt) for prompt in self.prompts)))
+        self.rounded, rounded_routers = map(list, zip(*(self.routed(self.bf16, prompt) for prompt in self.prompts)))
+        if self.experts_per_token:
+            differences = torch.cat([a - b for a, b in zip(rounded_routers, routers)])
+            # One error per layer.
+            self.router_errors = differences.square().mean((0, 2)).sqrt()
+        self.clear = [self.clear_routing(router) for router in routers]
+        self.errors = rms_by_length(self.rounded, self.logits, LENGTHS, self.clear)
         if any(not math.isfinite(error) or error == 0.0 for error in self.errors.values()):
             raise ValueError(f"transformers' own errors are {self.errors}: nothing can be held against them")
 
     @torch.no_grad()
-    def of(self, model, prompt: list[int]) -> torch.Tensor:
-        return model(input_ids=torch.tensor([prompt], device=self.device)).logits[0].float().cpu()
+    def routed(self, model, prompt: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [tokens, vocabulary], and those of the routers [tokens, layers, experts], without layers if dense."""
+        ids = torch.tensor([prompt], device=self.device)
+        if not self.experts_per_token:
+            return model(input_ids=ids).logits[0].float().cpu(), torch.zeros(len(prompt), 0, 0)
+        out = model(input_ids=ids, output_router_logits=True)
+        routers = [router.float().reshape(len(prompt), -1).cpu() for router in out.router_logits]
+        return out.logits[0].float().cpu(), torch.stack(routers, 1)
+
+    def clear_routing(self, router: torch.Tensor) -> torch.Tensor:
+        if not self.experts_per_token:
+            return torch.ones(len(router), dtype=torch.bool)
+        ranked = router.sort(-1, descending=True).values
+        margin = ranked[..., self.experts_per_token - 1] - ranked[..., self.experts_per_token]
+        return (margin > CLEAR * self.router_errors).all(-1)
 
     @torch.no_grad()
     def greedy(self, model, prompt: list[int], count: int) -> list[int]:
@@ -43,14 +72,17 @@ class Truth:
         return out[0, len(prompt) :].tolist()
 
 
-def rms_by_length(left: list[torch.Tensor], right: list[torch.Tensor], lengths: list[int]) -> dict[int, float]:
+def rms_by_length(
+    left: list[torch.Tensor], right: list[torch.Tensor], lengths: list[int], masks: list[torch.Tensor]
+) -> dict[int, float]:
+    """RMS differences over the positions of the masks; a length without any is left out."""
     squares, counts = Counter(), Counter()
-    for a, b, length in zip(left, right, lengths, strict=True):
+    for a, b, length, mask in zip(left, right, lengths, masks, strict=True):
         if a.shape != b.shape:
             raise ValueError(f"logits of a prompt of {length} tokens are {tuple(a.shape)}, expected {tuple(b.shape)}")
-        squares[length] += float((a.double() - b.double()).square().sum())
-        counts[length] += a.numel()
-    return {length: math.sqrt(squares[length] / counts[length]) for length in counts}
+        squares[length] += float((a[mask].double() - b[mask].double()).square().sum())
+        counts[length] += a[mask].numel()
+    return {length: math.sqrt(squares[length] / counts[length]) for length in counts if counts[length]}
 
 
 def top_margin(logits: torch.Tensor) -> torch.Tensor:
@@ -59,5 +91,5 @@ def top_margin(logits: torch.Tensor) -> torch.Tensor:
 
 
 def worst(ratios: dict[int, float]) -> float:
-    """The largest, or one that is no number."""
-    return next((ratio for ratio in ratios.values() if not math.isfinite(ratio)), max(ratios.values()))
+    """The largest, or one that is not finite; 0 if no position could be compared."""
+    return next((ratio for ratio in ratios.values() if not math.isfinite(ratio)), max(ratios.values(), default=0.0))
