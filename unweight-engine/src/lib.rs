@@ -25,7 +25,7 @@ pub use forward::Part;
 #[doc(inline)]
 pub use memory::{Memory, NoMemory};
 #[doc(inline)]
-pub use options::{EngineOptions, Linears, MlpWeights, Resident};
+pub use options::{EngineOptions, Placement};
 #[doc(inline)]
 pub use schedule::{AdmissionError, Event, Finish, Request, SeqId};
 #[doc(inline)]

@@ -78,7 +78,7 @@ impl Engine {
         &self.config
     }
 
-    /// What it was made for; of [`EngineOptions::resident`] what was chosen.
+    /// What it was made for; of [`EngineOptions::placement`] the one that was chosen.
     pub fn options(&self) -> &EngineOptions {
         &self.options
     }
