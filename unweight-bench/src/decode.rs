@@ -9,7 +9,7 @@ use std::{fmt, time::Instant};
 
 use serde::Serialize;
 use unweight_engine::{
-    Engine, EngineError, EngineOptions, ExpertTraffic, LoadProgress, Memory, Part, Placement, Request,
+    Engine, EngineError, EngineOptions, ExpertTraffic, LoadProgress, Memory, Part, Placement, RandomStored, Request,
     options::{MAX_BATCH, Plan},
 };
 use unweight_format::bundle::{Bundle, Profile};
@@ -53,6 +53,9 @@ options! {
         /// Measured settings of pipelines.
         #[serde(skip)]
         plan: Plan = Plan::default(),
+        /// Of a geometry with pipelines: the placement of the linear layers outside of MLPs.
+        #[serde(skip)]
+        linears: Placement = Placement::Packed,
         /// Of a geometry: settings are searched for at every batch, and its steps timed by them, too.
         tune: bool = false,
         /// Of a geometry: the profile that MLPs are stored by.
@@ -188,10 +191,11 @@ pub fn bench_decode(
         own.resident_experts = options.resident_experts;
         own
     };
+    let stored = RandomStored { profile: options.profile, linears: options.linears };
     // Before the engines that are timed: all memory is its own, and theirs behind it.
     let tuned = match model {
         DecodeModel::Geometry(config) if options.tune && has_pipelines(options) => {
-            let own = (own_options(options.placement), options.profile);
+            let own = (own_options(options.placement), stored);
             tuned::search(kernels, config, own, (&options.batches, options.context), progress)?
         }
         _ => Vec::new(),
@@ -207,9 +211,7 @@ pub fn bench_decode(
         };
         let mut engine = match model {
             DecodeModel::Bundle(bundle) => Engine::load(kernels, bundle, own, &told)?,
-            DecodeModel::Geometry(config) => {
-                Engine::random_stored(kernels, config.clone(), own, options.profile, &told)?
-            }
+            DecodeModel::Geometry(config) => Engine::random_stored(kernels, config.clone(), own, stored, &told)?,
         };
         let load_s = start.elapsed().as_secs_f64();
         let first_token_ms = match options.prefill {

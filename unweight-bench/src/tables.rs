@@ -147,6 +147,8 @@ fn steps(
             .batches(batches.to_vec())
             .context(context)
             .placement(Some(Placement::Stored))
+            // The report codes nothing but MLPs.
+            .linears(Placement::Bf16)
             // The report ships HHR-PPR, and tunes that.
             .tune(tune && profile == Profile::Inference)
             .profile(Some(profile));

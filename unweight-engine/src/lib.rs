@@ -13,11 +13,11 @@ pub mod pipelines;
 pub mod schedule;
 mod weights;
 
-#[cfg(feature = "pipelines")]
-#[doc(inline)]
-pub use engine::objective;
 #[doc(inline)]
 pub use engine::{Engine, LoadProgress, measure};
+#[cfg(feature = "pipelines")]
+#[doc(inline)]
+pub use engine::{RandomStored, objective};
 #[doc(inline)]
 pub use error::EngineError;
 #[doc(inline)]

@@ -48,6 +48,16 @@ pub enum LoadProgress<'a> {
     },
 }
 
+/// What the random weights of [`Engine::random_stored`] stand for.
+#[cfg(feature = "pipelines")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RandomStored {
+    /// The profile of a bundle with such MLPs; `None`: BF16.
+    pub profile: Option<Profile>,
+    /// The placement of the linear layers outside of MLPs, packed by default. The report's are BF16.
+    pub linears: Placement,
+}
+
 impl Engine {
     /// Brings a bundle's model to the device of `kernels`; compiles what is not in the cache.
     ///
@@ -85,8 +95,8 @@ impl Engine {
         random(kernels, config, options, &|_, _| {}, progress)
     }
 
-    /// [`Engine::random`] with MLPs encoded as in a bundle of this profile, if the placement is
-    /// [`Placement::Stored`] or [`Placement::Alternate`].
+    /// [`Engine::random`] with MLPs encoded as `stored` says, if the placement is [`Placement::Stored`] or
+    /// [`Placement::Alternate`].
     ///
     /// # Errors
     /// As for [`Engine::load`].
@@ -95,12 +105,16 @@ impl Engine {
         kernels: &KernelSet,
         config: ModelConfig,
         options: EngineOptions,
-        profile: Option<Profile>,
+        stored: RandomStored,
         progress: &(dyn Fn(&LoadProgress<'_>) + Sync),
     ) -> Result<Self, EngineError> {
+        let has_pipelines = options.placement.unwrap_or_default().has_pipelines();
         let imitate = |source: &mut Random<'_>, names: &ModelWeights| {
-            if let Some(profile) = profile {
+            if let Some(profile) = stored.profile {
                 source.imitate(names, profile);
+            }
+            if has_pipelines {
+                source.builder().set_placement(stored.linears);
             }
         };
         random(kernels, config, options, &imitate, progress)

@@ -20,6 +20,8 @@ use unweight_rt::{
 };
 
 pub use self::load::LoadProgress;
+#[cfg(feature = "pipelines")]
+pub use self::load::RandomStored;
 use self::stepper::Stepper;
 use crate::{
     error::EngineError,
