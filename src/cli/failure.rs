@@ -7,8 +7,8 @@ use std::{
 };
 
 use super::{
-    output::{one_line, printable},
-    progress,
+    printable::{one_line, printable},
+    signals,
 };
 use serde::Serialize;
 use unweight::format::{
@@ -74,7 +74,7 @@ impl Class {
         match self {
             Self::Mismatch => 1,
             Self::Failed => 2,
-            Self::Interrupted => 128 + progress::signal().unwrap_or(2),
+            Self::Interrupted => 128 + signals::signal().unwrap_or(2),
             Self::Gone => 0,
         }
     }

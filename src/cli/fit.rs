@@ -24,8 +24,8 @@ use unweight::{
 };
 
 use super::{
+    arch::{arch_parser, own_arch},
     failure::{Failure, Result},
-    kernels::{arch_parser, own_arch},
     output::{self, Output, Table},
     plot, select, size,
     source::{Found, Source},

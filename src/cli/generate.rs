@@ -27,8 +27,9 @@ use unweight::{
 
 use super::{
     failure::{Failure, Result},
-    output::{Output, printable},
+    output::Output,
     pipelines::{Form, Lie, ResidentArg, note_load, note_unused, saved_plan},
+    printable::printable,
     progress, size,
     trust::Trust,
 };

@@ -5,6 +5,8 @@
 //! keys of `--json`.
 
 mod absent;
+#[cfg(feature = "gpu")]
+mod arch;
 mod archive;
 #[cfg(feature = "gpu")]
 mod cache;
@@ -32,6 +34,7 @@ pub mod output;
 pub mod pipelines;
 mod plan;
 pub mod plot;
+mod printable;
 mod program;
 mod progress;
 mod scratch;
@@ -39,6 +42,7 @@ mod select;
 #[cfg(feature = "serve")]
 mod serve;
 mod sign;
+mod signals;
 mod size;
 mod source;
 #[cfg(feature = "gpu")]
