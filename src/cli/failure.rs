@@ -26,7 +26,7 @@ use unweight::{
     codegen::{CodegenError, plan::Infeasible, spec::ParseNameError},
     engine::{
         EngineError,
-        budget::FitError,
+        budget::BudgetError,
         options::OptionError,
         pipelines::tune::{JournalError, TuneError},
         schedule::AdmissionError,
@@ -218,7 +218,7 @@ coded!(
     DeviceError,
     EngineError,
     EnvError,
-    FitError,
+    BudgetError,
     Infeasible,
     JournalError,
     OutOfRange,

@@ -6,7 +6,7 @@ use std::{
 };
 
 /// Identifiers that the glossary retired, and where they still mean something else.
-const RETIRED: [(&str, &[&str]); 24] = [
+const RETIRED: [(&str, &[&str]); 25] = [
     ("FormId", &[]),
     ("FORMS", &[]),
     ("DynForm", &[]),
@@ -30,6 +30,7 @@ const RETIRED: [(&str, &[&str]); 24] = [
     ("DecodeSpec", &[]),
     ("CompressSpec", &[]),
     ("TranscodeSpec", &[]),
+    ("FitError", &[]),
     ("load_matrix_x4", &[]),
     ("bulk_load", &[]),
 ];
