@@ -26,7 +26,7 @@
 //! | feature | what it adds | commands |
 //! |---|---|---|
 //! | `cli` (default) | the `unweight` command | `compress`, `merge`, `plan`, `decompress`, `verify`, `inspect`, `extract`, `demo`, `man`, `completions` |
-//! | `gpu` | `model`, `codegen`, `rt`, `engine`; nothing is linked against CUDA | `fit`, `tune`, `kernels`, `cache`, `doctor`; `compress --device cuda` |
+//! | `gpu` | `model`, `codegen`, `rt`, `engine`; nothing is linked against CUDA | `budget`, `tune`, `kernels`, `cache`, `doctor`; `compress --device cuda` |
 //! | `text` | `text`: tokenizers and chat templates | with `gpu`: `generate` |
 //! | `serve` | `serve`: an HTTP server; brings `gpu` and `text` | `serve` |
 //! | `sign` | | `compress --sign`, `merge --sign` |

@@ -7,7 +7,7 @@ const COMMANDS: [(&str, &str, bool, &str); 8] = [
     ("cache", "GPU commands", cfg!(feature = "gpu"), "gpu"),
     ("convert", "commands for DFloat11", cfg!(feature = "dfloat11"), "dfloat11"),
     ("doctor", "GPU commands", cfg!(feature = "gpu"), "gpu"),
-    ("fit", "GPU commands", cfg!(feature = "gpu"), "gpu"),
+    ("budget", "GPU commands", cfg!(feature = "gpu"), "gpu"),
     ("generate", "text generation", cfg!(all(feature = "gpu", feature = "text")), "gpu,text"),
     ("kernels", "GPU commands", cfg!(feature = "gpu"), "gpu"),
     ("serve", "HTTP server", cfg!(feature = "serve"), "serve"),

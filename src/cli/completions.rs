@@ -15,7 +15,7 @@ use unweight::codegen::spec::{Arch, catalog};
 use unweight::format::bundle::{Bundle, Profile, Scope, manifest::FILE_NAME};
 
 #[cfg(feature = "gpu")]
-use super::kernels::{arch_in, own_arch};
+use super::arch::{arch_in, own_arch};
 use super::{
     Cli,
     failure::{Failure, Result},

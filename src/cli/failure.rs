@@ -7,8 +7,8 @@ use std::{
 };
 
 use super::{
-    output::{one_line, printable},
-    progress,
+    printable::{one_line, printable},
+    signals,
 };
 use serde::Serialize;
 use unweight::format::{
@@ -26,7 +26,7 @@ use unweight::{
     codegen::{CodegenError, plan::Infeasible, spec::ParseNameError},
     engine::{
         EngineError,
-        budget::FitError,
+        budget::BudgetError,
         options::OptionError,
         pipelines::tune::{JournalError, TuneError},
         schedule::AdmissionError,
@@ -74,7 +74,7 @@ impl Class {
         match self {
             Self::Mismatch => 1,
             Self::Failed => 2,
-            Self::Interrupted => 128 + progress::signal().unwrap_or(2),
+            Self::Interrupted => 128 + signals::signal().unwrap_or(2),
             Self::Gone => 0,
         }
     }
@@ -218,7 +218,7 @@ coded!(
     DeviceError,
     EngineError,
     EnvError,
-    FitError,
+    BudgetError,
     Infeasible,
     JournalError,
     OutOfRange,

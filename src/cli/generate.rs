@@ -24,8 +24,9 @@ use unweight::{
 
 use super::{
     failure::{Failure, Result},
-    output::{Output, printable},
+    output::Output,
     pipelines::{PlacementArg, note_load, note_unused, saved_plan},
+    printable::printable,
     progress, size,
     trust::Trust,
 };

@@ -16,6 +16,7 @@ use super::{
     failure::{Failure, Result},
     output::{self, Output},
     plot::{self, Drawing},
+    printable::one_line,
     progress::Bar,
     select,
 };
@@ -133,7 +134,7 @@ impl Report<'_> {
             out,
             "format {}, by {}, profile {profile}, scope {scope}, codes up to {code_limit} bits, manifest {}\n",
             self.format_version,
-            output::one_line(self.creator),
+            one_line(self.creator),
             self.manifest_digest
         )?;
         select::tensors(&self.tensors).write(out)?;

@@ -6,10 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use clap::{
-    Args, Subcommand,
-    builder::{PossibleValuesParser, TypedValueParser},
-};
+use clap::{Args, Subcommand};
 use clap_complete::engine::ArgValueCompleter;
 use serde::Serialize;
 use unweight::{
@@ -41,6 +38,7 @@ use unweight::{
 };
 
 use super::{
+    arch::{arch_in, arch_parser, own_arch},
     completions,
     failure::{Failure, Result},
     output::{self, Output, Table},
@@ -236,22 +234,6 @@ impl Kernels {
             Self::Check(names) => check(names, output),
         }
     }
-}
-
-/// The architectures, as the compiler calls them.
-pub fn arch_parser() -> impl TypedValueParser<Value = Arch> {
-    PossibleValuesParser::new(Arch::ALL.iter().map(|arch| arch.compiler_name()))
-        .map(|name| Arch::of_compiler_name(&name).unwrap_or(Arch::Sm90a))
-}
-
-/// The architecture of this machine's GPU, if it has one that kernels are made for.
-pub fn own_arch() -> Option<Arch> {
-    Device::arch_of(0).ok()
-}
-
-/// The architecture whose names begin as this one does.
-pub fn arch_in(name: &str) -> Option<Arch> {
-    Arch::from_tag(name.strip_prefix("uw_")?.split('_').next()?)
 }
 
 impl Names {

@@ -5,7 +5,11 @@
 //! keys of `--json`.
 
 mod absent;
+#[cfg(feature = "gpu")]
+mod arch;
 mod archive;
+#[cfg(feature = "gpu")]
+mod budget;
 #[cfg(feature = "gpu")]
 mod cache;
 mod completions;
@@ -18,8 +22,6 @@ mod demo;
 mod doctor;
 mod extract;
 pub mod failure;
-#[cfg(feature = "gpu")]
-mod fit;
 #[cfg(all(feature = "gpu", feature = "text"))]
 mod generate;
 mod inspect;
@@ -32,6 +34,7 @@ pub mod output;
 pub mod pipelines;
 mod plan;
 pub mod plot;
+mod printable;
 mod program;
 mod progress;
 mod scratch;
@@ -39,6 +42,7 @@ mod select;
 #[cfg(feature = "serve")]
 mod serve;
 mod sign;
+mod signals;
 mod size;
 mod source;
 #[cfg(feature = "gpu")]
@@ -77,9 +81,9 @@ enum Command {
     Convert(convert::Convert),
     /// Predict what compress would do, from headers and samples
     Plan(plan::Plan),
-    /// Find which tensors to store how, so that a model fits a memory
+    /// Choose an encoding per tensor so that a model fits in the given GPU memory
     #[cfg(feature = "gpu")]
-    Fit(fit::Fit),
+    Budget(budget::Budget),
     /// Find the fastest way to run a bundle's MLPs as they are stored, on the GPU
     #[cfg(feature = "gpu")]
     Tune(tune::Tune),
@@ -126,7 +130,7 @@ impl Command {
             Self::Convert(_) => "convert",
             Self::Plan(_) => "plan",
             #[cfg(feature = "gpu")]
-            Self::Fit(_) => "fit",
+            Self::Budget(_) => "budget",
             #[cfg(feature = "gpu")]
             Self::Tune(_) => "tune",
             Self::Decompress(_) => "decompress",
@@ -157,7 +161,7 @@ impl Command {
             Self::Convert(command) => command.run(output),
             Self::Plan(command) => command.run(output),
             #[cfg(feature = "gpu")]
-            Self::Fit(command) => command.run(output),
+            Self::Budget(command) => command.run(output),
             #[cfg(feature = "gpu")]
             Self::Tune(command) => command.run(output),
             Self::Decompress(command) => command.run(output),

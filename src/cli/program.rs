@@ -10,7 +10,7 @@ use clap::{
 use super::{
     failure::{self, Class, Failure},
     output::Output,
-    progress,
+    signals,
 };
 
 /// Options of every command.
@@ -54,7 +54,7 @@ pub trait Program: Parser {
 /// Parses the arguments and runs the command, unless `answer` says that there is nothing more to do.
 pub fn run<P: Program>(answer: impl FnOnce() -> Result<bool, clap::Error>) -> ExitCode {
     crate::format::raw::keep_freed_memory();
-    progress::survive_file_limit();
+    signals::survive_file_limit();
     match answer() {
         Ok(true) => return ExitCode::SUCCESS,
         Ok(false) => {}

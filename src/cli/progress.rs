@@ -1,10 +1,10 @@
-//! Progress on stderr, and the signals that end it.
+//! Progress on stderr.
 
 use std::{
     fmt,
     sync::{
-        Arc, OnceLock,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        Arc,
+        atomic::{AtomicBool, Ordering},
     },
     time::Duration,
 };
@@ -14,7 +14,9 @@ use unweight::format::bundle::Progress;
 
 use super::{
     failure::{Failure, Result},
-    output::{Output, printable},
+    output::Output,
+    printable::printable,
+    signals,
 };
 
 /// A bar on a terminal; without one, nothing but what `-v` asks for.
@@ -88,35 +90,7 @@ impl Progress for Bar {
     }
 }
 
-const SIGNALS: [i32; 3] = [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP];
-static SIGNAL: OnceLock<Arc<AtomicUsize>> = OnceLock::new();
-
-/// The signal that asked to stop, if any.
-pub fn signal() -> Option<u8> {
-    SIGNAL.get().and_then(|signal| u8::try_from(signal.load(Ordering::Relaxed)).ok()).filter(|&signal| signal > 0)
-}
-
-/// A write beyond the limit of file sizes is to fail like one on a full disk, not to end the process.
-pub fn survive_file_limit() {
-    let unused = Arc::new(AtomicBool::new(false));
-    // Without a handler the default stays: the process ends, and nothing half-written has a final name.
-    let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, unused);
-}
-
-/// Set by the first of [`SIGNALS`]; the second one ends the process at once.
+/// As [`signals::cancel_flag`].
 pub fn cancel_flag() -> Result<Arc<AtomicBool>> {
-    static FLAG: OnceLock<Arc<AtomicBool>> = OnceLock::new();
-    if let Some(flag) = FLAG.get() {
-        return Ok(Arc::clone(flag));
-    }
-    let flag = Arc::new(AtomicBool::new(false));
-    let number = SIGNAL.get_or_init(Arc::default);
-    for signal in SIGNALS {
-        // Handlers run in the order of registration: the flag must be looked at before it is set.
-        signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&flag))
-            .and_then(|_| signal_hook::flag::register_usize(signal, Arc::clone(number), signal as usize))
-            .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&flag)))
-            .map_err(Failure::io("cannot listen to signals"))?;
-    }
-    Ok(Arc::clone(FLAG.get_or_init(|| flag)))
+    signals::cancel_flag().map_err(Failure::io("cannot listen to signals"))
 }

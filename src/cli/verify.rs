@@ -8,6 +8,7 @@ use unweight::format::bundle::{self, ATTACHED_NAME, Selection, VerifyOptions};
 use super::{
     failure::{Failure, Result},
     output::{self, Output},
+    printable::one_line,
     progress::Bar,
     select, sign, size, source,
 };
@@ -55,7 +56,7 @@ impl Verify {
         bar.finish();
         output.summary("verify", &report, |out| {
             for problem in &report.problems {
-                writeln!(out, "{}", output::one_line(&problem.message))?;
+                writeln!(out, "{}", one_line(&problem.message))?;
             }
             writeln!(
                 out,

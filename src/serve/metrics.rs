@@ -13,7 +13,7 @@ use std::{
     time::Duration,
 };
 
-use super::worker::{Limits, Load};
+use super::backend::{Limits, Load};
 
 /// Upper ends of the buckets of the time to a first token, seconds.
 const FIRST_TOKEN: [f64; 13] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0];

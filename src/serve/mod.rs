@@ -7,6 +7,7 @@
 //! engine never waits for a client: what a sequence can be told fits its channel.
 
 mod api;
+mod backend;
 mod metrics;
 mod reference;
 mod worker;
@@ -54,8 +55,8 @@ use api::{ApiError, Call, Endpoint, Frame, Prompt, Usage};
 use metrics::Metrics;
 use worker::{Handle, Lost, Sequences, Shared, SubmitError, Told, Worker};
 
+pub use backend::{Backend, Limits, Load};
 pub use reference::{CpuError, CpuReference};
-pub use worker::{Backend, Limits, Load};
 
 /// The largest body of a request, bytes: a million token ids and more.
 pub const BODY_LIMIT: usize = 8 << 20;

@@ -23,7 +23,7 @@ use unweight_model::{
     sampling::sample,
 };
 
-use super::worker::{Backend, Limits, Load};
+use super::backend::{Backend, Limits, Load};
 
 /// The largest model that is taken, in parameters. Larger ones would take minutes for a token.
 const MOST_PARAMETERS: u64 = 64 << 20;

@@ -5,7 +5,6 @@
 
 use std::{
     collections::HashMap,
-    error::Error,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering::Relaxed},
@@ -14,100 +13,15 @@ use std::{
 };
 
 use tokio::sync::{mpsc, oneshot};
-use unweight_engine::{AdmissionError, Engine, EngineError, Event, Finish, Request, SeqId};
+use unweight_engine::{AdmissionError, Event, Finish, Request, SeqId};
 
-use super::metrics::Metrics;
+use super::{
+    backend::{Backend, Limits},
+    metrics::Metrics,
+};
 
 /// Requests that are on their way to the engine, which takes them between two steps.
 const ON_THE_WAY: usize = 1024;
-
-/// What makes tokens: [`Engine`], or something slower that keeps its rules.
-pub trait Backend {
-    /// What ends it.
-    type Error: Error;
-
-    /// What it was made for.
-    fn limits(&self) -> Limits;
-
-    /// What it has to do.
-    fn load(&self) -> Load;
-
-    /// Takes a request.
-    ///
-    /// # Errors
-    /// [`AdmissionError`]; what runs goes on.
-    fn add(&mut self, request: Request) -> Result<SeqId, AdmissionError>;
-
-    /// Ends a sequence; nothing more is told of it. `false`: there is none such, or it has ended.
-    fn cancel(&mut self, sequence: SeqId) -> bool;
-
-    /// Waits for the next tokens.
-    ///
-    /// # Errors
-    /// All sequences are lost, and nothing runs any more.
-    fn step(&mut self) -> Result<Vec<Event>, Self::Error>;
-
-    /// Whether nothing is left to be done.
-    fn is_idle(&self) -> bool;
-}
-
-/// What a [`Backend`] was made for.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Limits {
-    /// Sequences that run at the same time.
-    pub max_batch: u32,
-    /// Tokens of a sequence, the prompt included.
-    pub context: u32,
-    /// Pages of the KV cache.
-    pub pages: u32,
-    /// Tokens that end a text.
-    pub eos: Vec<u32>,
-}
-
-/// What a [`Backend`] has to do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Load {
-    /// Sequences that have a row.
-    pub running: usize,
-    /// Sequences that wait for one.
-    pub waiting: usize,
-    /// Pages of the KV cache that nobody has.
-    pub free_pages: u32,
-}
-
-impl Backend for Engine {
-    type Error = EngineError;
-
-    fn limits(&self) -> Limits {
-        let memory = self.memory();
-        Limits {
-            max_batch: self.options().max_batch,
-            context: memory.context,
-            pages: memory.pages,
-            eos: self.config().eos.clone(),
-        }
-    }
-
-    fn load(&self) -> Load {
-        Load { running: self.running(), waiting: self.waiting(), free_pages: self.free_pages() }
-    }
-
-    fn add(&mut self, request: Request) -> Result<SeqId, AdmissionError> {
-        self.add(request)
-    }
-
-    fn cancel(&mut self, sequence: SeqId) -> bool {
-        self.cancel(sequence)
-    }
-
-    fn step(&mut self) -> Result<Vec<Event>, EngineError> {
-        self.step()
-    }
-
-    fn is_idle(&self) -> bool {
-        self.is_idle()
-    }
-}
 
 /// What server and worker both see.
 #[derive(Debug)]

@@ -4,6 +4,7 @@
 
 mod archive;
 mod attach;
+mod budget;
 mod completions;
 mod compress;
 mod convert;
@@ -11,7 +12,6 @@ mod decompress;
 mod demo;
 mod errors;
 mod extract;
-mod fit;
 mod generate;
 mod harness;
 mod inspect;

@@ -258,20 +258,27 @@ pub fn bench_decode(
         }
         if options.breakdown {
             for contender in &mut contenders {
-                // A part that samples goes on to the next position each time.
-                contender.engine.measure().prepare(batch, options.context, PART_ROUNDS as u32 * 3)?;
-                // Experts that are fetched cannot be recorded.
-                let offloaded = contender.engine.options().resident_experts.is_some();
-                for part in Part::ALL.into_iter().filter(|part| !(offloaded && *part == Part::GateUp)) {
-                    let graph = contender.engine.measure().record_part(batch, part)?;
-                    let median_us = alone(contender.engine.stream(), &graph, rounds.min(PART_ROUNDS))?;
-                    parts.push(PartRow { batch, placement: contender.name, part: part.name(), median_us });
-                }
+                parts.extend(breakdown(contender, batch, options.context, rounds)?);
             }
         }
     }
     let device = kernels.device().info().clone();
     Ok(DecodeReport { device, rounds, options: options.clone(), engines, tuned, rows, parts })
+}
+
+/// Each part of a step by itself.
+fn breakdown(contender: &mut Contender, batch: u32, context: u32, rounds: usize) -> Result<Vec<PartRow>, BenchError> {
+    // A part that samples goes on to the next position each time.
+    contender.engine.measure().prepare(batch, context, PART_ROUNDS as u32 * 3)?;
+    // Experts that are fetched cannot be recorded.
+    let offloaded = contender.engine.options().resident_experts.is_some();
+    let parts = Part::ALL.into_iter().filter(|part| !(offloaded && *part == Part::GateUp));
+    let row = |part: Part| {
+        let graph = contender.engine.measure().record_part(batch, part)?;
+        let median_us = alone(contender.engine.stream(), &graph, rounds.min(PART_ROUNDS))?;
+        Ok(PartRow { batch, placement: contender.name, part: part.name(), median_us })
+    };
+    parts.map(row).collect()
 }
 
 fn steps(

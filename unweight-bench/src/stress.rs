@@ -15,39 +15,34 @@
 mod activations;
 mod attention;
 mod experts;
+mod load;
+mod products;
+mod report;
+mod results;
 mod rivals;
+mod weights;
 
 use std::{
     cell::RefCell,
     ffi::c_void,
-    fmt,
     sync::Arc,
     sync::atomic::{AtomicBool, Ordering},
     time::Instant,
 };
 
-use rayon::prelude::*;
-use serde::Serialize;
 use unweight_codegen::{
     VariantSpec,
     abi::{DecodeCompactArgs, DecodeHuffmanArgs, RepackArgs},
     family::Instruction,
-    plan::{GemmShape, Plan},
-    spec::{Arch, DecodeCompactStage, DecodeElement, DecodeOutput, Epilogue, Op, RepackStage, WeightSource, catalog},
+    plan::GemmShape,
+    spec::{DecodeCompactStage, DecodeElement, DecodeOutput, Op, RepackStage},
 };
 use unweight_format::{
-    CodeLimit, Float, FloatMatrix, Histogram, Matrix, TileGrid,
-    raw::{
-        PackedTensor, PaletteTensor, TileMetadata, compact, exponents,
-        huffman::{self, CodedExponents},
-        packed, palette,
-    },
-    testing::{Random, float_weights},
+    CodeLimit, FloatMatrix, Histogram, Matrix, TileGrid,
+    raw::{compact, exponents, huffman, packed, palette},
 };
-
 use unweight_rt::{
-    ContextSize, DeviceBuffer, DeviceError, DeviceInfo, DeviceMatrix, DevicePacked, ExecContext, Graph, KernelSet,
-    MatrixMut, MatrixRef, Stream,
+    ContextSize, DeviceBuffer, DeviceError, DeviceMatrix, ExecContext, Graph, KernelSet, Stream,
     cache::KernelCache,
     env::Env,
     raw::{
@@ -57,139 +52,18 @@ use unweight_rt::{
             decode_compact,
             encode_compact::{CompressError, Compressor},
             encode_huffman::GpuEncoder,
-            gemm_compact::CompactGemm,
-            gemm_packed::PackedGemm,
-            gemm_recon::Matmul,
             repack::Packer,
         },
-        weight::{DeviceCompact, DeviceHuffman, DevicePalette},
+        weight::DeviceCompact,
     },
 };
 
-use crate::{
-    data::{halves, normal_bf16},
-    error::BenchError,
-    options::options,
-};
-
-/// A fault put into the kernels on purpose, to see that the run finds what it is there to find.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Plant {
-    /// A warp refills its slot without a fence, while its own loads may be in flight.
-    UnfencedRefill,
-}
-
-options! {
-    /// What is run.
-    StressOptions {
-        /// Launches of each variant on each problem.
-        launches: u32 = 2000,
-        /// Only variants whose name contains one of these; empty: all.
-        only: Vec<String> = Vec::new(),
-        /// Keep memory and shared memory busy from another stream.
-        load: bool = true,
-        /// The variants that need no copy engine ([`catalog::asynchronous`]), and nothing else.
-        asynchronous: bool = false,
-        /// A fault to be found.
-        plant: Option<Plant> = None,
-    }
-}
-
-impl StressOptions {
-    /// What is run on an architecture.
-    fn variants(&self, arch: Arch) -> Vec<VariantSpec> {
-        let all = if self.asynchronous { catalog::asynchronous(arch).collect() } else { catalog::all(arch) };
-        let planned = all.into_iter().filter(|spec| Plan::new(spec).is_ok());
-        planned.filter(|spec| self.wants(spec.name().as_str())).collect()
-    }
-
-    fn wants(&self, name: &str) -> bool {
-        self.only.is_empty() || self.only.iter().any(|part| name.contains(part.as_str()))
-    }
-}
-
-/// What a stress run found.
-#[derive(Clone, Debug, Serialize)]
-pub struct StressReport {
-    /// The device.
-    pub device: DeviceInfo,
-    /// What was asked for.
-    pub options: StressOptions,
-    /// Launches in all.
-    pub launches: u64,
-    /// Launches whose output was not that of the first.
-    pub differing: u64,
-    /// Problems whose first output was wrong.
-    pub wrong: u64,
-    /// Seconds.
-    pub seconds: f64,
-    /// A row for each variant and problem.
-    pub rows: Vec<StressRow>,
-}
-
-/// A variant on a problem.
-#[derive(Clone, Debug, Serialize)]
-pub struct StressRow {
-    /// Name of the variant, or of the encoder.
-    pub variant: String,
-    /// Batch rows; 0 without a batch.
-    pub m: u32,
-    /// Output features.
-    pub n: u32,
-    /// Input features.
-    pub k: u32,
-    /// Launches.
-    pub launches: u32,
-    /// Of them, those whose output was not that of the first.
-    pub differing: u32,
-    /// What is wrong with the first output.
-    pub wrong: Option<String>,
-}
-
-impl StressReport {
-    /// Whether every launch of every variant gave the right bits.
-    pub fn is_clean(&self) -> bool {
-        self.differing == 0 && self.wrong == 0
-    }
-}
-
-impl StressRow {
-    /// Whether every launch gave the right bits.
-    pub fn is_clean(&self) -> bool {
-        self.differing == 0 && self.wrong.is_none()
-    }
-}
-
-impl fmt::Display for StressRow {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { variant, m, n, k, launches, differing, wrong } = self;
-        write!(f, "{variant}  m = {m}, n = {n}, k = {k}: {differing} of {launches} launches differ")?;
-        match wrong {
-            Some(wrong) => write!(f, "; the first is wrong: {wrong}"),
-            None => Ok(()),
-        }
-    }
-}
-
-/// A line for each row that is not clean, and the sums.
-impl fmt::Display for StressReport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for row in self.rows.iter().filter(|row| !row.is_clean()) {
-            writeln!(f, "{row}")?;
-        }
-        let variants: std::collections::BTreeSet<&str> = self.rows.iter().map(|row| row.variant.as_str()).collect();
-        let (device, problems, launches) = (&self.device.name, self.rows.len(), self.launches);
-        writeln!(
-            f,
-            "{device}: {} variants, {problems} problems, {launches} launches in {:.0} s: {} differ, {} first outputs wrong",
-            variants.len(),
-            self.seconds,
-            self.differing,
-            self.wrong
-        )
-    }
-}
+use crate::{data::normal_bf16, error::BenchError};
+use load::Load;
+use products::{batches, takes};
+pub use report::{Plant, StressOptions, StressReport, StressRow};
+use results::{differs, mismatch};
+use weights::{CodedOnDevice, Weights, exponents_by_tile, with_any_bits};
 
 /// Runs everything that `options` ask for. `progress` hears a line for each family and shape.
 ///
@@ -458,104 +332,6 @@ impl Run<'_> {
         }
         let GemmShape { m, n, k } = *shape;
         Ok(StressRow { variant: name.clone(), m, n, k, launches: rounds * RUNS, differing, wrong })
-    }
-
-    fn packed<'a>(
-        &'a self,
-        kernel: &Arc<LoadedKernel>,
-        weights: &'a Weights,
-        shape: GemmShape,
-    ) -> Result<Subject<'a>, BenchError> {
-        let (escapes, epilogue) = match kernel.spec().op {
-            Op::GemmMma(op) => (op.escapes, op.epilogue),
-            Op::GemmWgmma(op) => (op.escapes, op.epilogue),
-            _ => unreachable!("the caller has matched the family"),
-        };
-        let (tensor, exact) = if escapes {
-            (&weights.with_escapes, &weights.exact)
-        } else {
-            (&weights.without_escapes, &weights.exact_without_escapes)
-        };
-        let columns = if epilogue == Epilogue::SiluMul { shape.n / 2 } else { shape.n };
-        let matmul = PackedGemm::new(kernel.clone())?;
-        self.ctx.borrow_mut().reserve(matmul.context_size(shape.m, &tensor.device))?;
-        let launch = move |y: u64| {
-            let x = MatrixRef::new(&weights.x, shape.m, shape.k, shape.k.into())?;
-            // SAFETY: one of the outputs of `product`, of this size, which lives until the stream was waited for.
-            let y = unsafe { MatrixMut::from_raw(self.kernels.device(), y, shape.m, columns, columns.into()) }?;
-            matmul.enqueue(&mut self.ctx.borrow_mut(), x, &tensor.device, y)
-        };
-        self.product(kernel, (shape, columns), epilogue, (weights, exact), Box::new(launch))
-    }
-
-    fn compact<'a>(
-        &'a self,
-        kernel: &Arc<LoadedKernel>,
-        (weights, tensor): (&'a Weights, &'a DeviceCompact),
-        shape: GemmShape,
-    ) -> Result<Subject<'a>, BenchError> {
-        let Op::GemmCompact(spec) = kernel.spec().op else { unreachable!("the caller has matched the family") };
-        let columns = if spec.epilogue == Epilogue::SiluMul { shape.n / 2 } else { shape.n };
-        let matmul = CompactGemm::new(kernel.clone())?;
-        let launch = move |y: u64| {
-            let x = MatrixRef::new(&weights.x, shape.m, shape.k, shape.k.into())?;
-            // SAFETY: as above.
-            let y = unsafe { MatrixMut::from_raw(self.kernels.device(), y, shape.m, columns, columns.into()) }?;
-            matmul.enqueue(self.stream, x, tensor, y)
-        };
-        self.product(kernel, (shape, columns), spec.epilogue, (weights, &weights.exact), Box::new(launch))
-    }
-
-    fn recon<'a>(
-        &'a self,
-        kernel: &Arc<LoadedKernel>,
-        weights: &'a Weights,
-        shape: GemmShape,
-    ) -> Result<Subject<'a>, BenchError> {
-        let Op::GemmRecon(spec) = kernel.spec().op else { unreachable!("the caller has matched the family") };
-        let budget = if let WeightSource::Palette { verbatim } = spec.source { verbatim.get() } else { 64 };
-        let (source, exact) = if budget < weights.few_rows.max_verbatim_rows {
-            (&weights.no_rows, &weights.exact_without_escapes)
-        } else {
-            (&weights.few_rows, &weights.exact_few_rows)
-        };
-        let matmul = Matmul::new(kernel.clone())?;
-        let launch = move |y: u64| {
-            let x = MatrixRef::new(&weights.x, shape.m, shape.k, shape.k.into())?;
-            // SAFETY: as above.
-            let y = unsafe { MatrixMut::from_raw(self.kernels.device(), y, shape.m, shape.n, shape.n.into()) }?;
-            let ctx = &mut self.ctx.borrow_mut();
-            match spec.source {
-                WeightSource::Exponent => matmul.exponent(ctx, x, source.huffman.as_exponent(&source.exponents), y),
-                WeightSource::Palette { .. } => matmul.palette(ctx, x, source.palette.view(), y),
-            }
-        };
-        self.product(kernel, (shape, shape.n), spec.epilogue, (weights, exact), Box::new(launch))
-    }
-
-    fn product<'a>(
-        &'a self,
-        kernel: &LoadedKernel,
-        (shape, columns): (GemmShape, u32),
-        epilogue: Epilogue,
-        (weights, exact): (&'a Weights, &'a [(f64, f64)]),
-        launch: Launch<'a>,
-    ) -> Result<Subject<'a>, BenchError> {
-        let elements = shape.m as usize * columns as usize;
-        let bytes = elements * 2;
-        let before = (epilogue == Epilogue::StoreAdd)
-            .then(|| DeviceBuffer::from_host(self.stream, &weights.old[..bytes].repeat(RUNS as usize)))
-            .transpose()?;
-        let check = move |y: &[u8]| mismatch(y, shape, epilogue, exact, &weights.old);
-        Ok(Subject {
-            name: kernel.spec().to_string(),
-            shape,
-            outputs: DeviceBuffer::zeroed(self.stream, bytes * RUNS as usize)?,
-            bytes,
-            before,
-            launch,
-            check: Box::new(check),
-        })
     }
 
     fn decode<'a>(&'a self, kernel: &'a LoadedKernel, weights: &'a Weights) -> Result<Subject<'a>, BenchError> {
@@ -836,321 +612,6 @@ impl Run<'_> {
 /// Behind every output.
 const GUARD: u8 = 0xa5;
 
-/// Batches at and beside the edges of a variant's batch tile, and one in its third tile.
-fn batches(spec: &VariantSpec) -> Vec<u32> {
-    let tile = match spec.op {
-        Op::GemmMma(op) => op.batch_tile.get(),
-        Op::GemmWgmma(op) => op.batch_tile.get(),
-        Op::GemmCompact(op) => op.batch_tile.get(),
-        Op::GemmGrouped(op) => op.batch_tile.get(),
-        // Slots of 64, 128 or 256 rows, as the batch asks.
-        _ => return vec![1, 63, 64, 65, 129, 257],
-    };
-    let mut batches = vec![1, tile - 1, tile, tile + 1, 2 * tile + tile / 2 + 1];
-    batches.retain(|m| *m <= ROWS);
-    batches
-}
-
-/// Whether a variant can compute a problem at all.
-fn takes(spec: &VariantSpec, shape: GemmShape, sms: u32) -> bool {
-    let divides = match spec.op {
-        Op::GemmRecon(op) => shape.n.is_multiple_of(64 * op.n_tiles.get()),
-        _ => true,
-    };
-    divides && Plan::new(spec).is_ok_and(|plan| plan.launch.grid.blocks(shape, sms).is_some_and(|blocks| blocks > 0))
-}
-
-/// The largest batch.
-const ROWS: u32 = 656;
-
-/// Weights of one shape in every form, inputs, and products in double precision.
-struct Weights {
-    shape: (u32, u32),
-    bytes: Vec<u8>,
-    x: DeviceBuffer<u16>,
-    /// bf16 that outputs hold before they are added to.
-    old: Vec<u8>,
-    with_escapes: PackedOnDevice,
-    without_escapes: PackedOnDevice,
-    /// None of a matrix that is too small for a book, or has too many escapes by chance.
-    compact: Option<DeviceCompact>,
-    few_rows: ReconOnDevice,
-    no_rows: ReconOnDevice,
-    /// For each element of Y the product, and the sum of the magnitudes that went into it.
-    exact: Vec<(f64, f64)>,
-    exact_without_escapes: Vec<(f64, f64)>,
-    exact_few_rows: Vec<(f64, f64)>,
-}
-
-struct PackedOnDevice {
-    host: PackedTensor<Vec<u8>>,
-    device: DevicePacked,
-}
-
-impl PackedOnDevice {
-    fn new(stream: &Stream, bytes: &[u8], (n, k): (u32, u32)) -> Result<Self, BenchError> {
-        let matrix = Matrix::new(bytes, n as usize, k as usize)?;
-        let host = packed::pack(matrix, &Histogram::of(bytes)).map_err(|why| BenchError::Unpackable { n, k, why })?;
-        Ok(Self { device: DevicePacked::upload(stream, &host)?, host })
-    }
-}
-
-fn compact_on_device(stream: &Stream, bytes: &[u8], (n, k): (u32, u32)) -> Result<Option<DeviceCompact>, BenchError> {
-    let host = compact::encode(Matrix::new(bytes, n as usize, k as usize)?, &Histogram::of(bytes)).ok();
-    Ok(host.map(|host| DeviceCompact::upload(stream, &host)).transpose()?)
-}
-
-/// A palette tensor, and its exponents.
-struct ReconOnDevice {
-    max_verbatim_rows: u32,
-    palette: DevicePalette,
-    huffman: DeviceHuffman,
-    exponents: DeviceBuffer<u8>,
-}
-
-impl ReconOnDevice {
-    fn new(stream: &Stream, bytes: &[u8], (n, k): (u32, u32)) -> Result<Self, BenchError> {
-        let matrix = Matrix::new(bytes, n as usize, k as usize)?;
-        let palette: PaletteTensor<Vec<u8>> = palette::encode(matrix, CodeLimit::DEFAULT)?;
-        Ok(Self {
-            max_verbatim_rows: palette.max_verbatim_rows(),
-            palette: DevicePalette::upload(stream, &palette)?,
-            huffman: DeviceHuffman::upload(stream, &huffman::encode(matrix, CodeLimit::DEFAULT)?)?,
-            exponents: DeviceBuffer::from_host(stream, &exponents_by_tile(matrix))?,
-        })
-    }
-}
-
-/// Weights of a type, of which one in 700 has any bits.
-fn with_any_bits(float: Float, elements: usize) -> Vec<u8> {
-    let seed = elements as u64;
-    let (mut bytes, mut random) = (float_weights(float, elements, seed), Random::new(seed ^ 0x77));
-    for element in bytes.chunks_exact_mut(float.bytes()) {
-        if random.below(700) == 0 {
-            element.copy_from_slice(&(random.bits() as u32).to_le_bytes()[..float.bytes()]);
-        }
-    }
-    bytes
-}
-
-struct CodedOnDevice {
-    sign_mantissa: DeviceBuffer<u8>,
-    encoded_exp: DeviceBuffer<u32>,
-    row_lengths: DeviceBuffer<u8>,
-    tile_metadata: DeviceBuffer<TileMetadata>,
-    verbatim: DeviceBuffer<u8>,
-    palette: DeviceBuffer<u8>,
-    code_lengths: DeviceBuffer<u8>,
-}
-
-impl CodedOnDevice {
-    fn upload(stream: &Stream, sign_mantissa: &[u8], tensor: &CodedExponents<Vec<u8>>) -> Result<Self, BenchError> {
-        Ok(Self {
-            sign_mantissa: DeviceBuffer::from_host(stream, sign_mantissa)?,
-            encoded_exp: DeviceBuffer::from_host(stream, &pods::<u32>(tensor.encoded_exp()))?,
-            row_lengths: DeviceBuffer::from_host(stream, tensor.row_lengths())?,
-            tile_metadata: DeviceBuffer::from_host(stream, &pods::<TileMetadata>(tensor.tile_metadata()))?,
-            verbatim: DeviceBuffer::from_host(stream, tensor.verbatim_exponents())?,
-            palette: DeviceBuffer::from_host(stream, &tensor.code().palette().stored())?,
-            code_lengths: DeviceBuffer::from_host(stream, &tensor.code().lengths())?,
-        })
-    }
-
-    fn args(&self, grid: TileGrid, fault: u64) -> DecodeHuffmanArgs {
-        DecodeHuffmanArgs {
-            sign_mantissa: self.sign_mantissa.address(),
-            encoded_exp: self.encoded_exp.address(),
-            row_lengths: self.row_lengths.address(),
-            tile_metadata: self.tile_metadata.address(),
-            verbatim_exponents: self.verbatim.address(),
-            palette: self.palette.address(),
-            code_lengths: self.code_lengths.address(),
-            fault,
-            encoded_words: self.encoded_exp.len() as u64,
-            verbatim_rows: self.verbatim.len() as u32 / 64,
-            n: grid.rows() as u32,
-            k: grid.cols() as u32,
-            tile_rows: grid.tile_rows() as u32,
-            tile_cols: grid.tile_cols() as u32,
-            ..DecodeHuffmanArgs::default()
-        }
-    }
-}
-
-impl Weights {
-    fn new(stream: &Stream, (n, k): (u32, u32)) -> Result<Self, BenchError> {
-        let elements = n as usize * k as usize;
-        let seed = u64::from(n) << 32 | u64::from(k);
-        let few_rows = normal_bf16(elements, 0.02, seed);
-        let bytes = with_outsiders(&few_rows, k);
-        let mut inside = halves(&few_rows);
-        for element in &mut inside {
-            let exponent = (*element >> 7 & 0xff).clamp(108, 123);
-            *element = *element & 0x807f | exponent << 7;
-        }
-        let without: Vec<u8> = inside.iter().flat_map(|bits| bits.to_le_bytes()).collect();
-        let x = normal_bf16(ROWS as usize * k as usize, 1.0, seed ^ 0x55);
-        let old = normal_bf16(ROWS as usize * n as usize, 1.0, seed ^ 0xaa);
-        Ok(Self {
-            shape: (n, k),
-            exact: products(&x, &bytes, (n, k)),
-            exact_without_escapes: products(&x, &without, (n, k)),
-            exact_few_rows: products(&x, &few_rows, (n, k)),
-            with_escapes: PackedOnDevice::new(stream, &bytes, (n, k))?,
-            without_escapes: PackedOnDevice::new(stream, &without, (n, k))?,
-            compact: compact_on_device(stream, &bytes, (n, k))?,
-            few_rows: ReconOnDevice::new(stream, &few_rows, (n, k))?,
-            no_rows: ReconOnDevice::new(stream, &without, (n, k))?,
-            x: DeviceBuffer::from_host(stream, &halves(&x))?,
-            old,
-            bytes,
-        })
-    }
-
-    fn matrix(&self) -> Result<Matrix<'_>, BenchError> {
-        Ok(Matrix::new(&self.bytes, self.shape.0 as usize, self.shape.1 as usize)?)
-    }
-}
-
-/// The same weights with every 499th element far outside of any window: zeros, subnormals, large ones. Row 5 begins
-/// with a run of them, longer than a warp in all but the smallest matrices.
-fn with_outsiders(weights: &[u8], k: u32) -> Vec<u8> {
-    let (mut bytes, elements) = (weights.to_vec(), weights.len() / 2);
-    for (at, element) in bytes.chunks_exact_mut(2).enumerate() {
-        let dense = at / k as usize == 5 && at % (k as usize) < (elements / 1000).min(40);
-        if dense || at % 499 == 7 {
-            let bits = u16::from_le_bytes([element[0], element[1]]);
-            let exponent = [0u16, 90, 100, 130][(bits & 3) as usize];
-            let mantissa = if bits & 4 == 0 { 0x7f } else { 0 };
-            element.copy_from_slice(&((bits & (0x8000 | mantissa)) | exponent << 7).to_le_bytes());
-        }
-    }
-    bytes
-}
-
-/// The values in a section of any alignment.
-fn pods<T: bytemuck::AnyBitPattern>(bytes: &[u8]) -> Vec<T> {
-    bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
-}
-
-fn value(bits: u16) -> f64 {
-    f64::from(f32::from_bits(u32::from(bits) << 16))
-}
-
-fn products(x: &[u8], w: &[u8], (n, k): (u32, u32)) -> Vec<(f64, f64)> {
-    let values = |bytes: &[u8]| halves(bytes).into_iter().map(value).collect::<Vec<f64>>();
-    let (x, w, n, k) = (values(x), values(w), n as usize, k as usize);
-    (0..ROWS as usize * n)
-        .into_par_iter()
-        .map(|at| {
-            let terms = x[at / n * k..][..k].iter().zip(&w[at % n * k..][..k]).map(|(x, w)| x * w);
-            terms.fold((0.0, 0.0), |(sum, magnitude), term| (sum + term, magnitude + term.abs()))
-        })
-        .collect()
-}
-
-/// The exponents, u8 `[tiles, 64, 64]`, of a matrix of whole tiles.
-fn exponents_by_tile(matrix: Matrix<'_>) -> Vec<u8> {
-    let (grid, bytes) = (matrix.grid(), matrix.bytes());
-    let (rows, cols) = (grid.rows(), grid.cols());
-    let mut exponents = Vec::with_capacity(rows * cols);
-    for tile in 0..grid.tiles() {
-        let (row, col) = (tile / grid.tile_cols() * 64, tile % grid.tile_cols() * 64);
-        for at in (row..row + 64).flat_map(|row| (col..col + 64).map(move |col| row * cols + col)) {
-            exponents.push((u16::from_le_bytes([bytes[2 * at], bytes[2 * at + 1]]) >> 7) as u8);
-        }
-    }
-    exponents
-}
-
-/// The first element that neither one rounding nor fp32 accumulation explains: the tensor cores cut off what they add,
-/// so the error grows with k.
-fn mismatch(
-    y: &[u8],
-    GemmShape { n, k, .. }: GemmShape,
-    epilogue: Epilogue,
-    exact: &[(f64, f64)],
-    old: &[u8],
-) -> Option<String> {
-    let (n, share) = (n as usize, 1e-6 + 1e-9 * f64::from(k));
-    let columns = if epilogue == Epilogue::SiluMul { n / 2 } else { n };
-    let old = |at: usize| value(u16::from_le_bytes([old[2 * at], old[2 * at + 1]]));
-    halves(y).iter().enumerate().find_map(|(at, got)| {
-        let (row, column) = (at / columns, at % columns);
-        let (sum, slack) = match epilogue {
-            Epilogue::Store => (exact[at].0, exact[at].1 * share),
-            Epilogue::StoreAdd => (exact[at].0 + old(at), (exact[at].1 + old(at).abs()) * share),
-            // Rows of the gate and of the up in turn. The slope of silu is at most 1.1.
-            Epilogue::SiluMul => {
-                let turn = Epilogue::GATE_ROWS as usize;
-                let gate_at = row * n + column / turn * 2 * turn + column % turn;
-                let ((gate, gate_size), (up, up_size)) = (exact[gate_at], exact[gate_at + turn]);
-                let sum = gate / (1.0 + (-gate).exp()) * up;
-                (sum, (gate_size * up.abs() * 1.1 + up_size * gate.abs()) * share + sum.abs() * 1e-5)
-            }
-        };
-        let error = (value(*got) - sum).abs();
-        (error.is_nan() || error > sum.abs() / 256.0 + slack)
-            .then(|| format!("row {row}, column {column}: {} instead of {sum}", value(*got)))
-    })
-}
-
-fn differs(got: &[u8], expected: &[u8]) -> Option<String> {
-    let at = expected.iter().zip(got).position(|(want, got)| want != got)?;
-    Some(format!("byte {at} is {:#04x}, the CPU's {:#04x}", got[at], expected[at]))
-}
-
-/// Work on another stream.
-struct Load {
-    kernel: RawKernel,
-    stream: Stream,
-    memory: DeviceBuffer<u8>,
-    blocks: u32,
-}
-
-impl Load {
-    /// More than the second-level cache holds.
-    const BYTES: usize = 256 << 20;
-    /// What even the largest block leaves on a multiprocessor, for the block's own loads to queue behind.
-    const SHARED_BYTES: u32 = 1024;
-    const ROUNDS: u32 = 128;
-
-    fn new(run: &Run<'_>) -> Result<Self, BenchError> {
-        let stream = run.kernels.device().stream()?;
-        Ok(Self {
-            kernel: run.raw("uw_stress_load", "UW_LOAD")?,
-            memory: DeviceBuffer::zeroed(&stream, Self::BYTES)?,
-            blocks: run.kernels.device().info().sms,
-            stream,
-        })
-    }
-
-    /// Until told to stop: streams of device memory and queues at shared memory in turn, then as long a pause. Some
-    /// races show under load, others without.
-    fn keep_busy(&self, stop: &AtomicBool) -> Result<(), BenchError> {
-        while !stop.load(Ordering::Relaxed) {
-            for i in 0..32u32 {
-                let shared = if i % 2 == 0 { 0 } else { Self::SHARED_BYTES };
-                let (mut memory, mut pieces) = (self.memory.address(), Self::BYTES as u64 / 16);
-                let (mut rounds, mut shared_words) = (Self::ROUNDS, shared / 4);
-                let mut arguments = [
-                    (&raw mut memory).cast::<c_void>(),
-                    (&raw mut pieces).cast(),
-                    (&raw mut rounds).cast(),
-                    (&raw mut shared_words).cast(),
-                ];
-                // SAFETY: the kernel stays within `pieces` of memory and `shared_words` of shared memory; the memory
-                // lives through the wait below.
-                unsafe { self.kernel.launch(&self.stream, (self.blocks, 256), shared, &mut arguments) }?;
-            }
-            let start = Instant::now();
-            self.stream.synchronize()?;
-            std::thread::sleep(start.elapsed());
-        }
-        Ok(())
-    }
-}
-
 /// Takes the fence out of the hand-over of a slot.
 fn take_out_the_fence(request: &mut CompileRequest) {
     const FENCE: &str = "    ptx::fence_proxy_async_shared();\n";
@@ -1164,7 +625,9 @@ fn take_out_the_fence(request: &mut CompileRequest) {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use unweight_codegen::spec::{Arch, Epilogue, catalog};
+
+    use super::{weights::with_outsiders, *};
 
     #[test]
     fn every_variant_runs_at_the_edges_of_its_batch_tile() {

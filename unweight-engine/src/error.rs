@@ -3,11 +3,7 @@
 use unweight_model::{BindError, ConfigError};
 use unweight_rt::{DeviceError, LaunchError, LoadError, Placement, Remedy};
 
-use crate::{
-    memory::{NoHostMemory, NoMemory},
-    options::OptionError,
-    schedule::AdmissionError,
-};
+use crate::{options::OptionError, schedule::AdmissionError};
 
 /// What an engine could not do.
 #[derive(Debug, thiserror::Error)]
@@ -105,5 +101,53 @@ impl EngineError {
             Self::Device(error) => error.remedy(),
             _ => None,
         }
+    }
+}
+
+/// The weights leave no room.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{need} bytes are needed (weights {weights}, working memory {working}, and a KV cache of {cache} for {context} tokens) and {have} \
+     may be used; shorten the context, or free memory of the device"
+)]
+pub struct NoMemory {
+    /// Bytes of the least that runs.
+    pub need: u64,
+    /// Bytes that may be used.
+    pub have: u64,
+    /// Bytes of the weights.
+    pub weights: u64,
+    /// Bytes of the working memory.
+    pub working: u64,
+    /// Bytes of the cache of one sequence.
+    pub cache: u64,
+    /// Tokens of that sequence.
+    pub context: u32,
+}
+
+impl NoMemory {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "engine-memory-insufficient"
+    }
+}
+
+/// The host has no room for experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{need} bytes of host memory are needed for the experts and {have} are there; free memory of the host, or leave \
+     resident_experts out where the device has room for all experts"
+)]
+pub struct NoHostMemory {
+    /// Bytes of all packed experts.
+    pub need: u64,
+    /// Bytes that the host has left.
+    pub have: u64,
+}
+
+impl NoHostMemory {
+    /// The stable code of this error; docs/cli.md lists all.
+    pub fn code(&self) -> &'static str {
+        "host-memory-insufficient"
     }
 }

@@ -5,10 +5,9 @@ use std::{collections::BTreeSet, sync::Arc};
 use unweight_codegen::{
     VariantSpec,
     family::{Instruction, norm::COLUMNS_MAX, sample::VOCABULARY_MAX},
-    plan::{GemmShape, Plan},
     spec::{
-        Arch, AttentionSpec, AttentionStep, EmbedSource, EmbedSpec, NormSpec, Op, RopeHeadDim, RopeSpec, RouteSpec,
-        SampleSpec, SiluMulSpec, catalog,
+        AttentionStep, EmbedSource, EmbedSpec, NormSpec, Op, RopeHeadDim, RopeSpec, RouteSpec, SampleSpec, SiluMulSpec,
+        catalog,
     },
 };
 use unweight_model::{Mixture, ModelConfig};
@@ -19,7 +18,7 @@ use unweight_rt::{
         device::module::LoadedKernel,
         layer::experts as mixtures,
         ops::{
-            attention::{Attention, GROUP_MAX, PARTS_MAX},
+            attention::{Attention, GROUP_MAX},
             embed::Embed,
             norm::Norm,
             rope::Rope,
@@ -30,6 +29,7 @@ use unweight_rt::{
 };
 
 use crate::{
+    attention::{self, Shape},
     error::EngineError,
     options::{BUCKETS, EngineOptions, bucket},
 };
@@ -97,13 +97,14 @@ impl Variants {
                 Op::Sample(op) => op.cluster.get(),
                 _ => 0,
             });
-        let prefill = attention(arch, AttentionStep::Prefill, config.head_dim, Shape { warps: 4, ..Shape::BLOCK });
+        let prefill =
+            attention::variant(arch, AttentionStep::Prefill, config.head_dim, Shape { warps: 4, ..Shape::BLOCK });
         let tokens = options.context.unwrap_or(config.max_positions).min(config.max_positions);
         let buckets = BUCKETS.into_iter().filter(|bucket| *bucket <= largest);
         let decode = buckets.map(|bucket| {
             // A pair of a row and a KV head is a block's work, or a cluster's, or that of several blocks.
             let shape = Shape::of(gpu, bucket * config.kv_heads, tokens);
-            let kernel = attention(arch, AttentionStep::Decode, config.head_dim, shape)?;
+            let kernel = attention::variant(arch, AttentionStep::Decode, config.head_dim, shape)?;
             Some(Decode { rows: bucket, kernel, parts: shape.parts })
         });
         let decode: Option<Vec<_>> = decode.collect();
@@ -123,77 +124,6 @@ impl Variants {
         let all = [*embed, *norm, *silu_mul, *rope, *prefill, *sample].into_iter().chain(decode);
         all.collect::<BTreeSet<_>>().into_iter().collect()
     }
-}
-
-/// What works on a pair of a row and a KV head.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Shape {
-    /// Of a block.
-    warps: u32,
-    /// Blocks of a cluster.
-    cluster: u32,
-    /// By a kernel whose blocks meet in memory.
-    split: bool,
-    /// Such blocks.
-    parts: u32,
-}
-
-/// Multiprocessors that parts are dealt to, at most: more than any device has, so that their memory can be counted
-/// without one.
-const SMS_MAX: u32 = 256;
-/// Tokens that a warp of a part takes at a time.
-const TILE_TOKENS: u32 = 16;
-
-impl Shape {
-    /// A block, and nothing else.
-    const BLOCK: Self = Self { warps: 8, cluster: 1, split: false, parts: 1 };
-
-    /// For so many pairs on a device, in sequences of up to so many tokens.
-    ///
-    /// With clusters: what was fastest within a whole step on an H200 (docs/records/2026-11-22), at as many pairs
-    /// for each multiprocessor. Without: as many parts as give each multiprocessor a block, but none that could never
-    /// have a token. A block has 64 KB in flight, so that is several times what the memory of any of them needs.
-    ///
-    /// The length that sequences have does not enter: a recorded step runs at all of them.
-    fn of(gpu: &GpuModel, pairs: u32, tokens: u32) -> Self {
-        let (pairs, sms) = (pairs.max(1), gpu.sms.clamp(1, SMS_MAX));
-        if !gpu.arch.has(Instruction::Cluster) {
-            let warps = 4;
-            let most = tokens.div_ceil(warps * TILE_TOKENS).clamp(1, PARTS_MAX);
-            return Self { warps, split: true, parts: (sms / pairs).clamp(1, most), ..Self::BLOCK };
-        }
-        // As many on an H200.
-        match u64::from(pairs) * u64::from(GpuModel::H200.sms) / u64::from(sms) {
-            0..24 => Self { warps: 4, cluster: 8, ..Self::BLOCK },
-            24..96 => Self { cluster: 2, ..Self::BLOCK },
-            _ => Self::BLOCK,
-        }
-    }
-}
-
-/// Bytes of what parts leave for each other, on any device.
-pub fn parts_bytes(config: &ModelConfig) -> u64 {
-    let shape = Shape { warps: 4, split: true, ..Shape::BLOCK };
-    let kernel = attention(Arch::Sm80, AttentionStep::Decode, config.head_dim, shape);
-    let plan = kernel.and_then(|spec| Plan::new(&spec).ok());
-    // Several parts of a pair are no more than the multiprocessors.
-    plan.map_or(0, |plan| ContextSize::from(plan.workspace(GemmShape::rows(SMS_MAX), SMS_MAX)).bytes())
-}
-
-/// The shipped attention for heads of this size that is nearest to so many warps and blocks: those of sizes that few
-/// models have come with clusters of one.
-fn attention(arch: Arch, step: AttentionStep, head_dim: u32, shape: Shape) -> Option<VariantSpec> {
-    let Shape { warps, cluster, split, .. } = shape;
-    let pdl = arch.has(Instruction::DependentLaunch);
-    let of = |spec: &VariantSpec| match spec.op {
-        Op::Attention(op) if op.step == step && op.head_dim.get() == head_dim => {
-            (op.pdl == pdl && op.split == split).then_some(op)
-        }
-        _ => None,
-    };
-    let rank = |op: AttentionSpec| (op.warps.get() * op.cluster.get()).abs_diff(warps * cluster);
-    let far = |op: AttentionSpec| (rank(op), op.warps.get().abs_diff(warps));
-    catalog::on::<AttentionSpec>(arch).filter(|spec| of(spec).is_some()).min_by_key(|spec| of(spec).map(far))
 }
 
 fn head_dim(config: &ModelConfig) -> EngineError {
@@ -259,7 +189,7 @@ impl Kernels {
         self.decode.iter().find(|decode| decode.rows >= rows)
     }
 
-    /// What they need of an execution context, at most [`parts_bytes`].
+    /// What they need of an execution context, at most [`attention::parts_bytes`].
     ///
     /// # Errors
     /// More blocks than a grid may have.
@@ -271,8 +201,15 @@ impl Kernels {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use unweight_codegen::{
+        plan::{GemmShape, Plan},
+        spec::Arch,
+    };
     use unweight_model::Geometry;
+    use unweight_rt::raw::ops::attention::PARTS_MAX;
+
+    use super::*;
+    use crate::attention::{SMS_MAX, parts_bytes};
 
     fn options(max_batch: u32) -> EngineOptions {
         EngineOptions::default().max_batch(max_batch)

@@ -1,5 +1,6 @@
 //! Runs whole language models from compressed weights, on one GPU. It speaks token ids; text is the caller's.
 
+mod attention;
 pub mod budget;
 mod engine;
 pub mod error;
@@ -19,11 +20,11 @@ pub use engine::{Engine, LoadProgress, measure};
 #[doc(inline)]
 pub use engine::{RandomStored, objective};
 #[doc(inline)]
-pub use error::EngineError;
+pub use error::{EngineError, NoMemory};
 #[doc(inline)]
 pub use forward::Part;
 #[doc(inline)]
-pub use memory::{Memory, NoMemory};
+pub use memory::Memory;
 #[doc(inline)]
 pub use options::{EngineOptions, Placement};
 #[doc(inline)]

@@ -17,7 +17,8 @@ use unweight_rt::{
 };
 
 use crate::{
-    kernels::parts_bytes,
+    attention,
+    error::{NoHostMemory, NoMemory},
     options::{EngineOptions, Placement, bucket},
     pages::{PAGE_TOKENS, pages_for},
 };
@@ -77,54 +78,6 @@ impl fmt::Display for Memory {
             0 => Ok(()),
             host => write!(f, "; {:.2} GB of experts in host memory", gb(host)),
         }
-    }
-}
-
-/// The weights leave no room.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "{need} bytes are needed (weights {weights}, working memory {working}, and a KV cache of {cache} for {context} tokens) and {have} \
-     may be used; shorten the context, or free memory of the device"
-)]
-pub struct NoMemory {
-    /// Bytes of the least that runs.
-    pub need: u64,
-    /// Bytes that may be used.
-    pub have: u64,
-    /// Bytes of the weights.
-    pub weights: u64,
-    /// Bytes of the working memory.
-    pub working: u64,
-    /// Bytes of the cache of one sequence.
-    pub cache: u64,
-    /// Tokens of that sequence.
-    pub context: u32,
-}
-
-impl NoMemory {
-    /// The stable code of this error; docs/cli.md lists all.
-    pub fn code(&self) -> &'static str {
-        "engine-memory-insufficient"
-    }
-}
-
-/// The host has no room for experts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "{need} bytes of host memory are needed for the experts and {have} are there; free memory of the host, or leave \
-     resident_experts out where the device has room for all experts"
-)]
-pub struct NoHostMemory {
-    /// Bytes of all packed experts.
-    pub need: u64,
-    /// Bytes that the host has left.
-    pub have: u64,
-}
-
-impl NoHostMemory {
-    /// The stable code of this error; docs/cli.md lists all.
-    pub fn code(&self) -> &'static str {
-        "host-memory-insufficient"
     }
 }
 
@@ -402,7 +355,7 @@ fn working(config: &ModelConfig, options: &EngineOptions, context: u32) -> u64 {
     let logits = u64::from(logit_rows(options)) * u64::from(config.vocab);
     let angles = u64::from(context) * u64::from(config.rope.dim);
     let state = (rows + batch * (16 + u64::from(pages_for(context)))) * ID;
-    (rows * row + logits + angles) * BF16 + state + parts_bytes(config)
+    (rows * row + logits + angles) * BF16 + state + attention::parts_bytes(config)
 }
 
 #[cfg(test)]

@@ -31,7 +31,6 @@
 mod bits;
 pub mod bundle;
 mod encoding;
-mod error;
 mod failpoint;
 mod model;
 mod placement;
@@ -42,6 +41,7 @@ pub mod testing;
 pub(crate) use bits::{bf16, digest, histogram, layout, named};
 pub use bits::{
     digest::Digest,
+    error::CodecError,
     float::Float,
     histogram::Histogram,
     named::UnknownName,
@@ -49,7 +49,6 @@ pub use bits::{
 };
 pub use encoding::{ENCODINGS, Encoding, EncodingId, NotEncodable, Sample, StoredTensor, Survey, huffman::CodeLimit};
 pub(crate) use encoding::{compact, huffman, packed, palette};
-pub use error::CodecError;
 pub(crate) use model::{glob, roles};
 pub use model::{roles::Role, safetensors};
 pub use placement::Placement;

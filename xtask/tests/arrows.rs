@@ -1,54 +1,22 @@
 //! The arrows of docs/architecture.md: who may name whom.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fs,
-    path::{Path, PathBuf},
+    path::PathBuf,
 };
 
-fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace")
-}
+#[path = "arrows/drawing.rs"]
+mod drawing;
+#[path = "arrows/orders.rs"]
+mod orders;
+#[path = "arrows/references.rs"]
+mod references;
+mod sources;
 
-fn read(path: &Path) -> String {
-    fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
-}
-
-/// Every package of the repository that is published, by folder, and what of the workspace it may depend on.
-const CRATES: [(&str, &[&str]); 10] = [
-    ("unweight-format", &[]),
-    ("unweight-model", &["unweight-format"]),
-    ("templates", &[]),
-    ("unweight-macros", &[]),
-    ("unweight-codegen", &["unweight-format", "unweight-macros", "unweight-templates"]),
-    ("unweight-rt", &["unweight-format", "unweight-codegen"]),
-    ("unweight-engine", &["unweight-format", "unweight-model", "unweight-codegen", "unweight-rt"]),
-    ("unweight-rivals", &["unweight-format", "unweight-codegen", "unweight-rt"]),
-    (
-        "unweight-bench",
-        &[
-            "unweight",
-            "unweight-format",
-            "unweight-model",
-            "unweight-codegen",
-            "unweight-rt",
-            "unweight-engine",
-            "unweight-rivals",
-        ],
-    ),
-    (
-        ".",
-        &[
-            "unweight-format",
-            "unweight-model",
-            "unweight-codegen",
-            "unweight-macros",
-            "unweight-rt",
-            "unweight-engine",
-            "unweight-rivals",
-        ],
-    ),
-];
+use orders::{CRATES, INNER, PENDING};
+use references::Tree;
+use sources::{modules, modules_of, read, root};
 
 /// Who alone may name a dependency.
 const OWNERS: [(&str, &[&str]); 8] = [
@@ -73,21 +41,148 @@ fn dependencies(folder: &str) -> Vec<String> {
 
 #[test]
 fn crates_depend_only_in_documented_directions() {
-    for (folder, allowed) in CRATES {
-        for name in dependencies(folder).iter().filter(|name| name.starts_with("unweight")) {
-            assert!(allowed.contains(&name.as_str()), "{folder}/Cargo.toml depends on {name}");
+    for own in &CRATES {
+        for name in dependencies(own.folder).iter().filter(|name| name.starts_with("unweight")) {
+            assert!(own.above.contains(&name.as_str()), "{}/Cargo.toml depends on {name}", own.folder);
         }
     }
 }
 
 #[test]
 fn dependencies_are_named_only_by_their_owner() {
-    let named: BTreeMap<_, _> = CRATES.map(|(folder, _)| (folder, dependencies(folder))).into();
+    let named: BTreeMap<_, _> = CRATES.iter().map(|own| (own.folder, dependencies(own.folder))).collect();
     for (name, owners) in OWNERS {
         for (folder, names) in &named {
             assert_eq!(names.iter().any(|n| n == name), owners.contains(folder), "{folder}/Cargo.toml: {name}");
         }
     }
+}
+
+/// What is wrong with the modules in `of`: arrows that do not lead to a lower level, by file and line; modules without
+/// a level; levels without a module. `levels` are names separated by spaces, from the bottom up.
+fn faults(tree: &Tree, of: &[String], levels: &[&str]) -> Vec<Fault> {
+    let level = |name: &str| levels.iter().position(|names| names.split(' ').any(|own| own == name));
+    let children = tree.children(of);
+    let declared: BTreeSet<&str> = levels.iter().flat_map(|names| names.split(' ')).collect();
+    let mut found: Vec<Fault> =
+        children.difference(&declared).map(|name| Fault::missing(name, "has no level")).collect();
+    found.extend(declared.difference(&children).map(|name| Fault::missing(name, "is gone, and has a level")));
+    for (from, to, reference) in tree.arrows(of) {
+        if let (Some(own), Some(other)) = (level(from), level(to))
+            && other >= own
+        {
+            let file = reference.file.strip_prefix(root()).unwrap_or(&reference.file).display();
+            let text = format!("{file}:{}: {from} -> {to} ({})", reference.line, reference.to.join("::"));
+            found.push(Fault { arrow: Some((from.to_owned(), to.to_owned())), text });
+        }
+    }
+    found
+}
+
+struct Fault {
+    /// The modules of an arrow.
+    arrow: Option<(String, String)>,
+    text: String,
+}
+
+impl Fault {
+    fn missing(name: &str, what: &str) -> Self {
+        Self { arrow: None, text: format!("{name} {what}: renew xtask/tests/arrows/orders.rs") }
+    }
+}
+
+/// Levels of the modules of every crate and of [`INNER`], by the folder that they are in.
+fn declared() -> Vec<(String, Vec<String>, Vec<&'static str>)> {
+    let crates =
+        CRATES.iter().map(|own| (own.source(), Vec::new(), own.levels.iter().map(|(names, _)| *names).collect()));
+    let inner = INNER.iter().map(|(folder, levels)| {
+        let (source, path) = folder.split_once("/src/").map_or_else(
+            || ("src".to_owned(), folder.strip_prefix("src/").expect("a folder of sources")),
+            |(source, path)| (format!("{source}/src"), path),
+        );
+        (source, path.split('/').map(str::to_owned).collect(), levels.split(" < ").collect())
+    });
+    crates.chain(inner).collect()
+}
+
+#[test]
+fn modules_name_only_modules_of_lower_levels() {
+    let mut trees: BTreeMap<String, Tree> = BTreeMap::new();
+    let (mut wrong, mut pending) = (Vec::new(), BTreeSet::new());
+    for (source, path, levels) in declared() {
+        let tree = trees.entry(source.clone()).or_insert_with(|| Tree::new(&modules(&source)));
+        let folder = [std::slice::from_ref(&source), path.as_slice()].concat().join("/");
+        for Fault { arrow, text } in faults(tree, &path, &levels) {
+            let known = PENDING.iter().find(|(of, from, to)| {
+                *of == folder && arrow.as_ref().is_some_and(|arrow| arrow.0 == *from && arrow.1 == *to)
+            });
+            match known {
+                Some(known) => {
+                    println!("pending: {text}");
+                    pending.insert(known);
+                }
+                None => wrong.push(format!("{folder}: {text}")),
+            }
+        }
+    }
+    let text = wrong.join("\n");
+    assert!(wrong.is_empty(), "arrows lead down: move what is named to a lower module\n{text}");
+    let gone: Vec<_> = PENDING.iter().filter(|known| !pending.contains(known)).collect();
+    assert!(gone.is_empty(), "no longer there, so no longer pending: {gone:?}");
+}
+
+/// docs/architecture.md has the declared orders, between two comments.
+#[test]
+fn the_document_draws_the_declared_orders() {
+    const BEGIN: &str = "<!-- Written by `UPDATE_DOCS=1 cargo test -p xtask --test arrows`. -->\n";
+    const END: &str = "<!-- End of what is written. -->\n";
+    let path = root().join("docs/architecture.md");
+    let text = read(&path);
+    let (before, rest) = text.split_once(BEGIN).expect("the first comment");
+    let (_, after) = rest.split_once(END).expect("the second comment");
+    let section = drawing::section(&OWNERS);
+    assert!(section.lines().all(|line| line.len() <= 120), "{section}");
+    let renewed = [before, BEGIN, &section, END, after].concat();
+    if std::env::var_os("UPDATE_DOCS").is_some() {
+        fs::write(&path, &renewed).expect("the document");
+        return;
+    }
+    assert!(text == renewed, "docs/architecture.md differs; UPDATE_DOCS=1 writes it");
+}
+
+/// Arrows in all their spellings turn back in a planted crate, and what tests name does not count.
+#[test]
+fn planted_cycles_are_found() {
+    let arrows = |text: &str| -> Vec<String> {
+        let tree = Tree::new(&modules_of(text));
+        let found = faults(&tree, &[], &["low", "high"]).into_iter();
+        found.map(|fault| fault.text).collect()
+    };
+    let with = |low: &str, high: &str| arrows(&format!("mod low {{ {low} }}\nmod high {{ {high} pub struct X; }}"));
+    assert_eq!(with("pub struct Y;", "use crate::low::Y; fn f() { super::low::Y; crate::low::Y; }"), [""; 0]);
+    for low in [
+        "use crate::high::X;",
+        "use super::high::X;",
+        "use crate::{high::{self, X as Y}};",
+        "use crate::high::*;",
+        "fn f(_: crate::high::X) {}",
+        "fn f() { super::high::X; }",
+        "fn f() { println!(\"{}\", crate::high::X); }",
+        "mod inner { fn f() { use super::super::high::X; } }",
+        "struct S; impl S { fn f() -> Option<crate::high::X> { None } }",
+    ] {
+        let found = with(low, "use crate::low;");
+        assert!(!found.is_empty(), "{low}");
+        assert!(found.iter().all(|fault| fault.starts_with("planted.rs:1: low -> high (high")), "{low}: {found:?}");
+    }
+    let hidden = "pub use high::X; mod low { use crate::X; } mod high { pub struct X; }";
+    assert_eq!(arrows(hidden), ["planted.rs:1: low -> high (high::X)"], "a re-export hides no arrow");
+    let restricted = "pub(super) struct Y; pub(in crate::high) struct Z;";
+    assert_eq!(with(restricted, ""), [""; 0], "a visibility is no arrow");
+    for test in ["#[cfg(test)] mod tests { use crate::high::X; }", "#[cfg(test)] use crate::high::X;"] {
+        assert_eq!(with(test, ""), [""; 0], "{test}");
+    }
+    assert_eq!(arrows("mod low {} mod high {} mod new {}"), ["new has no level: renew xtask/tests/arrows/orders.rs"]);
 }
 
 /// (file, line number, line) of all Rust below a folder, without comments and without test modules, which stand at the
@@ -115,21 +210,6 @@ fn code(folder: &str) -> Vec<(PathBuf, usize, String)> {
 fn found(folder: &str, words: &[&str]) -> Vec<String> {
     let hits = code(folder).into_iter().filter(|(.., line)| words.iter().any(|word| line.contains(word)));
     hits.map(|(path, number, line)| format!("{}:{number}: {}", path.display(), line.trim())).collect()
-}
-
-/// Compiling and choosing must run where there is no device.
-#[test]
-fn the_runtime_compiles_and_chooses_without_a_device() {
-    for (room, never) in [
-        ("unweight-rt/src/jit", &["crate::device", "crate::choose", "crate::weight", "crate::ops", "crate::layer"][..]),
-        ("unweight-rt/src/choose", &["crate::device", "crate::exec", "crate::ops", "crate::layer"]),
-        ("unweight-rt/src/device", &["crate::exec", "crate::ops", "crate::layer", "crate::weight"]),
-        ("unweight-rt/src/weight", &["crate::exec", "crate::ops", "crate::layer"]),
-        ("unweight-rt/src/exec", &["crate::ops", "crate::layer", "crate::weight"]),
-        ("unweight-rt/src/ops", &["crate::layer"]),
-    ] {
-        assert_eq!(found(room, never), [""; 0], "{room}");
-    }
 }
 
 /// Which matmul takes what is decided once for a device, or a table that was measured would reach some layers and
@@ -169,7 +249,7 @@ fn libraries_do_not_mention_cli_options() {
     let words = ["--force", "--resume", "--json", "--threads", "--ram", "--scope", "--profile", "--sha256", "--plan"];
     let words: Vec<_> =
         words.into_iter().chain(["exit status", "exit code", "unweight cache", "unweight kernels"]).collect();
-    for (folder, _) in CRATES.iter().filter(|(folder, _)| *folder != ".") {
+    for folder in CRATES.iter().map(|own| own.folder).filter(|folder| !matches!(*folder, "." | "xtask")) {
         let own_program = |hit: &String| hit.contains("unweight-bench/src/cli/");
         let hits: Vec<_> =
             found(&format!("{folder}/src"), &words).into_iter().filter(|hit| !own_program(hit)).collect();

@@ -6,7 +6,7 @@ use std::{
 };
 
 /// Identifiers that the glossary retired, and where they still mean something else.
-const RETIRED: [(&str, &[&str]); 31] = [
+const RETIRED: [(&str, &[&str]); 32] = [
     ("FormId", &[]),
     ("FORMS", &[]),
     ("DynForm", &[]),
@@ -30,6 +30,7 @@ const RETIRED: [(&str, &[&str]); 31] = [
     ("DecodeSpec", &[]),
     ("CompressSpec", &[]),
     ("TranscodeSpec", &[]),
+    ("FitError", &[]),
     ("load_matrix_x4", &[]),
     ("bulk_load", &[]),
     ("Linears", &[]),

@@ -364,41 +364,7 @@ impl Bench {
                 }
                 output.result(self.name(), &report, |out| write!(out, "{report}"))
             }
-            Self::Matmul(arguments) => {
-                may_save(arguments.svg.as_deref())?;
-                let kernels = open(arguments.device)?;
-                note_table(&kernels, output);
-                let options = arguments.options(&kernels)?;
-                // Known before minutes of measuring.
-                let store = match (&arguments.save_table, kernels.cache().store()) {
-                    (Some(None), Err(why)) => {
-                        return Err(Failure::new(why.code(), why.to_string(), "name a FILE for --save-table"));
-                    }
-                    (Some(None), Ok(store)) => Some(store),
-                    _ => None,
-                };
-                let report =
-                    bench::bench_matmul(&kernels, &options, &timing(arguments.rounds), &note).map_err(failed)?;
-                if let Some(file) = &arguments.svg {
-                    save(file, &plot::speedups(&report.rows))?;
-                    output.note(format_args!("{}: drawn", file.display()));
-                }
-                let registered = kernels.chooser().registered();
-                if let Some(Some(file)) = &arguments.save_table {
-                    fs::write(file, report.table(registered).to_json()).map_err(Failure::io(file.display()))?;
-                    output.note(format_args!("{}: written", file.display()));
-                }
-                if let Some(store) = store {
-                    let info = kernels.device().info();
-                    let path = store.table_path(&info.name);
-                    // What cannot be followed is replaced.
-                    let before = MeasuredTable::read(&path, &info.name, info.arch, registered).unwrap_or_default();
-                    let table = report.table(registered).over(&before).to_json();
-                    let path = store.keep_table(&info.name, table.as_bytes()).map_err(Failure::io(path.display()))?;
-                    output.note(format_args!("{}: kept; every start on this GPU follows it", path.display()));
-                }
-                output.result(self.name(), &report, |out| write!(out, "{report}"))
-            }
+            Self::Matmul(arguments) => arguments.run(self.name(), output, &note),
             Self::Decode(arguments) => {
                 let has_pipelines = arguments.placement.has_pipelines();
                 if arguments.tune && !has_pipelines {
@@ -492,6 +458,41 @@ fn timing(rounds: Option<u16>) -> Timing {
 }
 
 impl MatmulBench {
+    fn run(&self, command: &str, output: Output, note: &dyn Fn(&str)) -> Result<()> {
+        may_save(self.svg.as_deref())?;
+        let kernels = open(self.device)?;
+        note_table(&kernels, output);
+        let options = self.options(&kernels)?;
+        // Known before minutes of measuring.
+        let store = match (&self.save_table, kernels.cache().store()) {
+            (Some(None), Err(why)) => {
+                return Err(Failure::new(why.code(), why.to_string(), "name a FILE for --save-table"));
+            }
+            (Some(None), Ok(store)) => Some(store),
+            _ => None,
+        };
+        let report = bench::bench_matmul(&kernels, &options, &timing(self.rounds), note).map_err(failed)?;
+        if let Some(file) = &self.svg {
+            save(file, &plot::speedups(&report.rows))?;
+            output.note(format_args!("{}: drawn", file.display()));
+        }
+        let registered = kernels.chooser().registered();
+        if let Some(Some(file)) = &self.save_table {
+            fs::write(file, report.table(registered).to_json()).map_err(Failure::io(file.display()))?;
+            output.note(format_args!("{}: written", file.display()));
+        }
+        if let Some(store) = store {
+            let info = kernels.device().info();
+            let path = store.table_path(&info.name);
+            // What cannot be followed is replaced.
+            let before = MeasuredTable::read(&path, &info.name, info.arch, registered).unwrap_or_default();
+            let table = report.table(registered).over(&before).to_json();
+            let path = store.keep_table(&info.name, table.as_bytes()).map_err(Failure::io(path.display()))?;
+            output.note(format_args!("{}: kept; every start on this GPU follows it", path.display()));
+        }
+        output.result(command, &report, |out| write!(out, "{report}"))
+    }
+
     fn options(&self, kernels: &KernelSet) -> Result<MatmulOptions> {
         let (info, registered) = (kernels.device().info(), kernels.chooser().registered());
         let read = |path| MeasuredTable::read(path, &info.name, info.arch, registered);

@@ -81,7 +81,7 @@ pub struct BudgetRequest {
 /// Why there is no plan.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
-pub enum FitError {
+pub enum BudgetError {
     /// An option out of range.
     #[error(transparent)]
     Option(#[from] OptionError),
@@ -149,7 +149,7 @@ pub enum FitError {
     },
 }
 
-impl FitError {
+impl BudgetError {
     /// The stable code of this error; docs/cli.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
@@ -184,7 +184,7 @@ pub struct Group {
 
 /// A plan that fits.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Fit {
+pub struct BudgetPlan {
     /// For `compress`.
     pub plan: PlanFile,
     /// By kind and form.
@@ -205,7 +205,7 @@ pub struct Fit {
     pub exact: bool,
 }
 
-impl Fit {
+impl BudgetPlan {
     /// Bytes of everything together.
     pub fn total(&self) -> u64 {
         self.weights.saturating_add(self.cache).saturating_add(self.working).saturating_add(self.slots)
@@ -331,7 +331,7 @@ fn slot_bytes(tensor: &Tensor) -> u64 {
 }
 
 /// The units of a model, and the bytes of what is in none.
-fn units<'a>(config: &ModelConfig, tensors: &'a [Tensor], batch: u32) -> Result<(Vec<Unit<'a>>, u64), FitError> {
+fn units<'a>(config: &ModelConfig, tensors: &'a [Tensor], batch: u32) -> Result<(Vec<Unit<'a>>, u64), BudgetError> {
     let mut by_place: BTreeMap<(Option<u32>, Role), Vec<&Tensor>> = BTreeMap::new();
     let mut rest = 0_u64;
     for tensor in tensors {
@@ -371,7 +371,7 @@ fn units<'a>(config: &ModelConfig, tensors: &'a [Tensor], batch: u32) -> Result<
                 if found.is_none() && of.first().is_some_and(stacked) {
                     continue;
                 }
-                of.extend(found.ok_or(FitError::Missing { layer, role: *role })?);
+                of.extend(found.ok_or(BudgetError::Missing { layer, role: *role })?);
             }
             let experts = config.mixture.filter(|_| is_mlp(kind));
             let unit = Unit::new(kind, layer, of, |tensors, encoding| match experts {
@@ -379,7 +379,7 @@ fn units<'a>(config: &ModelConfig, tensors: &'a [Tensor], batch: u32) -> Result<
                 None => product_us(kind, tensors, encoding, batch, tied),
             });
             if let (true, Some(tensor)) = (unit.encodings.is_empty(), unit.tensors.first()) {
-                return Err(FitError::Unpackable { tensor: tensor.name.clone() });
+                return Err(BudgetError::Unpackable { tensor: tensor.name.clone() });
             }
             units.push(unit);
         }
@@ -499,19 +499,19 @@ impl<'a> Case<'a> {
 /// The plan of least time within a memory, or of least bytes within a slowdown.
 ///
 /// # Errors
-/// [`FitError`]; where no plan would do, with the least memory of one.
-pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &BudgetRequest) -> Result<Fit, FitError> {
+/// [`BudgetError`]; where no plan would do, with the least memory of one.
+pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &BudgetRequest) -> Result<BudgetPlan, BudgetError> {
     let BudgetRequest { memory, max_slowdown, batch, context, arch } = *wanted;
     let options = EngineOptions::default().max_batch(batch).context(context);
     options.check()?;
     if context > config.max_positions {
-        return Err(FitError::Context { context, most: config.max_positions });
+        return Err(BudgetError::Context { context, most: config.max_positions });
     }
     if memory.is_none() && max_slowdown.is_none() {
-        return Err(FitError::Nothing);
+        return Err(BudgetError::Nothing);
     }
     if let Some(slowdown) = max_slowdown.filter(|slowdown| !(slowdown.is_finite() && *slowdown >= 0.0)) {
-        return Err(FitError::Slowdown(slowdown));
+        return Err(BudgetError::Slowdown(slowdown));
     }
     let (units, rest) = units(config, tensors, batch)?;
     // What the engine reserves beside weights, with all the memory in the world.
@@ -544,7 +544,7 @@ pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &BudgetRequest) -> 
     // The fewest bytes that are fast enough, which some plan is.
     let small = cases.iter().zip(&frontiers).filter_map(|(case, frontier)| Some((case, frontier.smallest(limit_us)?)));
     let small = small.min_by_key(|(case, picked)| picked.bytes.saturating_add(case.bytes()));
-    let (small_case, small) = small.ok_or(FitError::Nothing)?;
+    let (small_case, small) = small.ok_or(BudgetError::Nothing)?;
     let least = fixed.saturating_add(small_case.bytes()).saturating_add(small.bytes);
     let (case, picked) = match memory {
         None => (small_case, small),
@@ -552,12 +552,12 @@ pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &BudgetRequest) -> 
             Some((case, picked)) if picked.us <= limit_us => (case, picked),
             Some((_, picked)) => {
                 let (slowdown, limit) = (picked.us / fastest_us, 1.0 + max_slowdown.unwrap_or(0.0));
-                return Err(FitError::TooSlow { have, slowdown, limit, least });
+                return Err(BudgetError::TooSlow { have, slowdown, limit, least });
             }
             None => {
                 let (slots, weights) = (small_case.slots, small.bytes.saturating_add(rest));
                 let working = working.saturating_add(small_case.shared);
-                return Err(FitError::TooSmall { have, least, weights, cache, working, slots });
+                return Err(BudgetError::TooSmall { have, least, weights, cache, working, slots });
             }
         },
     };
@@ -578,7 +578,7 @@ struct Sums {
 }
 
 /// A solution as groups and rules.
-fn tell(units: &[Unit<'_>], encodings: &[usize], sums: Sums) -> Fit {
+fn tell(units: &[Unit<'_>], encodings: &[usize], sums: Sums) -> BudgetPlan {
     let mut groups: BTreeMap<(usize, EncodingId), Group> = BTreeMap::new();
     let mut rules = vec![Rule { pattern: "*".to_owned(), encoding: EncodingId::RAW }];
     let (mut weights, mut us) = (sums.rest, 0.0);
@@ -602,7 +602,7 @@ fn tell(units: &[Unit<'_>], encodings: &[usize], sums: Sums) -> Fit {
             rules.extend(unit.tensors.iter().map(|tensor| Rule { pattern: tensor.name.clone(), encoding }));
         }
     }
-    Fit {
+    BudgetPlan {
         plan: PlanFile { rules },
         groups: groups.into_values().collect(),
         weights,

@@ -102,7 +102,7 @@ fn ample_memory_takes_the_fastest_plan() {
 }
 
 /// What an engine says that it reserves for a plan, at batch 1 and 1024 tokens.
-fn reserved(config: &ModelConfig, fit: &Fit, placement: Placement) -> memory::Memory {
+fn reserved(config: &ModelConfig, fit: &BudgetPlan, placement: Placement) -> memory::Memory {
     let options = EngineOptions::default().max_batch(1).context(1024).placement(placement);
     let chooser = PackedChooser::usual(Arch::Sm90a);
     let compact = |role: Role| {
@@ -193,7 +193,7 @@ fn short_memory_keeps_weights_compact_with_a_slot() {
         "{:?}",
         plenty.groups
     );
-    let has = |fit: &Fit, encoding: EncodingId| fit.groups.iter().any(|group| group.encoding == encoding);
+    let has = |fit: &BudgetPlan, encoding: EncodingId| fit.groups.iter().any(|group| group.encoding == encoding);
     let short = plenty.total() - 500_000_000;
     let some = fit(&config, &tensors, &wanted(short)).unwrap();
     // They cost some more than packed ones, and Huffman codes several times as much.
@@ -238,7 +238,7 @@ fn experts_of_a_mixture_are_packed() {
     }
     // A token reads 8 of 128 experts, many tokens all of them.
     let many = fit(&config, &all, &BudgetRequest { batch: 64, ..wanted(80 * GB) }).unwrap();
-    let us = |fit: &Fit| fit.groups.iter().find(|group| group.name == "down").unwrap().us;
+    let us = |fit: &BudgetPlan| fit.groups.iter().find(|group| group.name == "down").unwrap().us;
     assert!((7.0..16.0).contains(&(us(&many) / us(&plenty))), "{} {}", us(&many), us(&plenty));
 
     // As stacks: a tensor for gates and ups, one for downs.
@@ -268,7 +268,7 @@ fn experts_of_a_mixture_are_packed() {
     let mut odd = all.clone();
     let expert = odd.iter_mut().find(|tensor| tensor.role == Role::Up).unwrap();
     expert.encodings.retain(|(encoding, _)| *encoding != EncodingId::PACKED);
-    assert!(matches!(fit(&config, &odd, &wanted(80 * GB)), Err(FitError::Unpackable { .. })));
+    assert!(matches!(fit(&config, &odd, &wanted(80 * GB)), Err(BudgetError::Unpackable { .. })));
 }
 
 /// Bytes of what is no matrix.
@@ -279,17 +279,17 @@ fn norms(tensors: &[Tensor]) -> u64 {
 #[test]
 fn least_memory_that_is_named_is_enough() {
     let (config, tensors) = deep();
-    let Err(FitError::TooSmall { least, weights, cache, working, slots, have }) =
+    let Err(BudgetError::TooSmall { least, weights, cache, working, slots, have }) =
         fit(&config, &tensors, &wanted(4 * GB))
     else {
         panic!("4 GB are enough")
     };
     assert_eq!((have, least), (4 * GB, weights + cache + working + slots));
     assert_eq!(fit(&config, &tensors, &wanted(least)).unwrap().total(), least);
-    assert!(matches!(fit(&config, &tensors, &wanted(least - 1)), Err(FitError::TooSmall { .. })));
+    assert!(matches!(fit(&config, &tensors, &wanted(least - 1)), Err(BudgetError::TooSmall { .. })));
     // And the least that is fast enough.
     let slow = BudgetRequest { max_slowdown: Some(0.02), ..wanted(least) };
-    let Err(FitError::TooSlow { least: enough, slowdown, limit, .. }) = fit(&config, &tensors, &slow) else {
+    let Err(BudgetError::TooSlow { least: enough, slowdown, limit, .. }) = fit(&config, &tensors, &slow) else {
         panic!("2 % are enough")
     };
     assert!(slowdown > limit && limit == 1.02 && enough > least);
@@ -434,5 +434,5 @@ fn impossible_budgets_are_explained() {
     assert!(error(wanted(GB)).contains("are the least that would do"));
     let without: Vec<Tensor> = tensors.iter().filter(|tensor| tensor.name != "7.up").cloned().collect();
     let error = fit(&config, &without, &wanted(80 * GB)).unwrap_err();
-    assert_eq!(error, FitError::Missing { layer: Some(7), role: Role::Up });
+    assert_eq!(error, BudgetError::Missing { layer: Some(7), role: Role::Up });
 }

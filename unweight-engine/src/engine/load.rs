@@ -16,10 +16,10 @@ use unweight_rt::{
 
 use super::{AHEAD, Engine, Stepper};
 use crate::{
-    error::EngineError,
+    error::{EngineError, NoMemory},
     forward::Forward,
     kernels::{Kernels, Variants},
-    memory::{self, Memory, NoMemory, Products, Shared, experts_shape},
+    memory::{self, Memory, Products, Shared, experts_shape},
     options::{BUCKETS, EngineOptions, OptionError, bucket},
     schedule::{Limits, Schedule},
     weights::{ModelSource, Random, Weights, chain_mlp},

@@ -5,6 +5,7 @@ pub mod bitstream;
 mod buffer;
 pub mod digest;
 pub mod dtype;
+pub mod error;
 pub mod float;
 pub mod histogram;
 pub mod layout;

@@ -4,8 +4,6 @@ use std::fmt;
 
 use unweight_codegen::plan::WorkspacePlan;
 
-use crate::device::LaunchError;
-
 /// Bytes of cuBLAS's workspace, as NVIDIA recommends for Hopper. The workspace is set explicitly, so that a captured
 /// graph does not use memory that the library owns.
 pub(crate) const CUBLAS_BYTES: usize = 32 << 20;
@@ -56,14 +54,6 @@ impl ContextSize {
     pub fn with_cublas(self) -> Self {
         Self { cublas: true, ..self }
     }
-
-    /// Checks that this is enough for `need`.
-    ///
-    /// # Errors
-    /// [`LaunchError::ContextTooSmall`] where a field of `need` is larger.
-    pub fn check(self, need: Self) -> Result<(), LaunchError> {
-        if self.max(need) == self { Ok(()) } else { Err(LaunchError::ContextTooSmall { need, have: self }) }
-    }
 }
 
 impl From<WorkspacePlan> for ContextSize {
@@ -89,6 +79,7 @@ impl fmt::Display for ContextSize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::LaunchError;
 
     #[test]
     fn too_small_workspace_is_rejected_with_its_size() {

@@ -8,7 +8,7 @@ use unweight_codegen::spec::Arch;
 
 use crate::{
     choose::cost::gpu_model::GpuModel,
-    device::{Call, DeviceError, Stream},
+    device::{Call, DeviceError},
     jit::toolchain::{self, Library, Version},
 };
 
@@ -148,22 +148,6 @@ impl Device {
     /// Whether the driver tells captures apart.
     pub(crate) fn knows_captures(&self) -> bool {
         self.0.knows_captures
-    }
-
-    /// A new stream that does not wait for the default stream.
-    pub fn stream(&self) -> Result<Stream, DeviceError> {
-        let inner = self.context().new_stream().call("creating a stream")?;
-        Ok(Stream::new(self, inner))
-    }
-
-    /// A borrowed stream, as a raw `CUstream` (or `cudaStream_t`; null is the default stream).
-    ///
-    /// # Safety
-    /// The stream belongs to this device's primary context and outlives every use of what is returned.
-    pub unsafe fn borrow_stream(&self, raw: *mut std::ffi::c_void) -> Stream {
-        // SAFETY: the caller's promise.
-        let inner = unsafe { self.context().wrap_borrowed_stream(raw.cast()) };
-        Stream::new(self, inner)
     }
 
     /// The device number of CUDA, from 0.

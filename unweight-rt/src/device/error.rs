@@ -716,3 +716,13 @@ impl std::fmt::Display for MapRule {
         })
     }
 }
+
+impl ContextSize {
+    /// Checks that this is enough for `need`.
+    ///
+    /// # Errors
+    /// [`LaunchError::ContextTooSmall`] where a field of `need` is larger.
+    pub fn check(self, need: Self) -> Result<(), LaunchError> {
+        if self.max(need) == self { Ok(()) } else { Err(LaunchError::ContextTooSmall { need, have: self }) }
+    }
+}

@@ -23,8 +23,26 @@ pub struct LaunchMode {
     pub ordinary: bool,
 }
 
+impl Device {
+    /// A new stream that does not wait for the default stream.
+    pub fn stream(&self) -> Result<Stream, DeviceError> {
+        let inner = self.context().new_stream().call("creating a stream")?;
+        Ok(Stream::new(self, inner))
+    }
+
+    /// A borrowed stream, as a raw `CUstream` (or `cudaStream_t`; null is the default stream).
+    ///
+    /// # Safety
+    /// The stream belongs to this device's primary context and outlives every use of what is returned.
+    pub unsafe fn borrow_stream(&self, raw: *mut std::ffi::c_void) -> Stream {
+        // SAFETY: the caller's promise.
+        let inner = unsafe { self.context().wrap_borrowed_stream(raw.cast()) };
+        Stream::new(self, inner)
+    }
+}
+
 impl Stream {
-    pub(super) fn new(device: &Device, inner: Arc<CudaStream>) -> Self {
+    fn new(device: &Device, inner: Arc<CudaStream>) -> Self {
         Self { device: device.clone(), inner, mode: LaunchMode::default() }
     }
 

@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use unweight_format::bundle::{Holder, io_code};
 
 use super::{
-    search::{Answer, Phase},
+    answer::{Answer, Phase},
     space::{Point, Space},
 };
 

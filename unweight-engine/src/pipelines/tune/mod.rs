@@ -8,12 +8,14 @@
 //! | module | what it knows |
 //! |---|---|
 //! | [`space`] | coordinates, their choices, points |
+//! | [`answer`] | what a comparison gives: paired times, or why there are none |
 //! | [`search`] | the order of the sweeps, what is accepted, when it ends |
 //! | [`journal`] | one line a measurement, on disk before the next begins; what a kill leaves |
 //! | [`key`] | for what a measurement holds |
 //!
 //! Who measures is an [`Objective`]; tests have one of invented costs.
 
+pub mod answer;
 pub mod journal;
 pub mod key;
 pub mod search;
@@ -21,7 +23,8 @@ pub mod space;
 #[cfg(test)]
 mod tests;
 
+pub use answer::{Answer, Paired, Phase};
 pub use journal::{Claim, Journal, JournalError};
 pub use key::{How, Subject};
-pub use search::{Answer, Limits, Objective, ObjectiveError, Paired, Phase, Progress, TuneError, Tuned, descend};
+pub use search::{Limits, Objective, ObjectiveError, Progress, TuneError, Tuned, descend};
 pub use space::{Axis, Coordinate, Point, Profile, Space, SpaceError};

@@ -8,76 +8,11 @@
 
 use std::collections::HashSet;
 
-use serde::{Deserialize, Serialize};
-
 use super::{
+    answer::{Answer, Phase},
     journal::{Journal, JournalError},
     space::{Point, Profile, Space},
 };
-
-/// Steps of two points, measured in turns.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Paired {
-    /// Microseconds of the incumbent, by round.
-    pub incumbent_us: Vec<f64>,
-    /// Microseconds of the challenger, by round.
-    pub challenger_us: Vec<f64>,
-}
-
-/// The middle of some numbers, 0 of none.
-fn median(mut of: Vec<f64>) -> f64 {
-    of.sort_by(f64::total_cmp);
-    match of.len() {
-        0 => 0.0,
-        len if len % 2 == 1 => of[len / 2],
-        len => (of[len / 2 - 1] + of[len / 2]) / 2.0,
-    }
-}
-
-impl Paired {
-    /// The median of what the challenger gains in a round, as a share of the incumbent's time, and the median deviation
-    /// from it. A round whose times are no positive numbers does not count.
-    pub fn gain(&self) -> (f64, f64) {
-        let rounds = self.incumbent_us.iter().zip(&self.challenger_us);
-        let sound = rounds.filter(|(incumbent, challenger)| {
-            incumbent.is_finite() && challenger.is_finite() && **incumbent > 0.0 && **challenger > 0.0
-        });
-        let gains: Vec<f64> = sound.map(|(incumbent, challenger)| (incumbent - challenger) / incumbent).collect();
-        let middle = median(gains.clone());
-        (middle, median(gains.iter().map(|gain| (gain - middle).abs()).collect()))
-    }
-
-    /// Whether the challenger gains more than `least`, and more than three median deviations.
-    pub fn is_gain(&self, least: f64) -> bool {
-        let (gain, deviation) = self.gain();
-        gain > least.max(3.0 * deviation)
-    }
-}
-
-/// What an objective says.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Answer {
-    /// Times.
-    Measured(Paired),
-    /// The challenger cannot run, or computes something else: why.
-    AdmissionError(String),
-}
-
-impl Answer {
-    /// Times that are no numbers measure nothing.
-    fn sound(self) -> Self {
-        match self {
-            Self::Measured(paired)
-                if !paired.incumbent_us.iter().chain(&paired.challenger_us).all(|us| us.is_finite()) =>
-            {
-                Self::AdmissionError("a time that is no number".to_owned())
-            }
-            answer => answer,
-        }
-    }
-}
 
 /// Why an objective cannot go on. What was measured is in the journal.
 #[derive(Debug, thiserror::Error)]
@@ -92,18 +27,6 @@ pub trait Objective {
     /// It cannot go on: the device is lost, or the user interrupts. A challenger that cannot run is no error
     /// ([`Answer::AdmissionError`]).
     fn compare(&mut self, incumbent: &Point, challenger: &Point) -> Result<Answer, ObjectiveError>;
-}
-
-/// Which part of the search asks. The same two points are measured again in another phase, and not in the same.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Phase {
-    /// Sweeps.
-    Sweep,
-    /// Alternatives once more.
-    Revisit,
-    /// The result beside the start.
-    Confirm,
 }
 
 /// What a search may cost, and what counts as a gain.

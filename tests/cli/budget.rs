@@ -1,4 +1,4 @@
-//! `fit`: plans for a given GPU memory.
+//! `budget`: plans for a given GPU memory.
 
 use std::{collections::BTreeMap, fs};
 
@@ -7,14 +7,14 @@ use unweight::format::testing::demo_model::{self, DemoOptions};
 
 use crate::harness::{copy, documented, fails, fixture, json, run, stderr, stdout};
 
-/// A plan that `fit` makes is taken by `compress`, and gives what was said.
+/// A plan that `budget` makes is taken by `compress`, and gives what was said.
 #[test]
 fn plan_file_gives_the_predicted_sizes() {
     let home = tempfile::tempdir().unwrap();
     copy(&fixture().join("model"), &home.path().join("model"));
-    let ask = ["fit", "model", "--batch", "2", "--context", "128", "--json"];
+    let ask = ["budget", "model", "--batch", "2", "--context", "128", "--json"];
     let report = json(&run(home.path(), &[&ask[..], &["--memory", "1G", "--plan", "plan.json"]].concat(), 0));
-    documented("fit", &report);
+    documented("budget", &report);
     let bytes = |key: &str| report[key].as_u64().unwrap();
     let parts: u64 = ["weight_bytes", "cache_bytes", "working_bytes", "slot_bytes"].map(bytes).iter().sum();
     assert_eq!((bytes("total_bytes"), report["slowdown"].as_f64()), (parts, Some(1.0)));
@@ -34,44 +34,45 @@ fn plan_file_gives_the_predicted_sizes() {
         assert_eq!(tensor["encoding"].as_str().unwrap(), *expected, "{tensor}");
     }
     // The least that would do is said, and does.
-    let few = ["fit", "model", "--batch", "2", "--context", "5", "--memory", "1M"];
+    let few = ["budget", "model", "--batch", "2", "--context", "5", "--memory", "1M"];
     let said = fails(home.path(), &few, 2, "budget-too-small");
     let (least, _) = said.split_once(" bytes are the least that would do").unwrap_or_else(|| panic!("{said}"));
     let least = least.rsplit(|c: char| !c.is_ascii_digit()).next().unwrap();
-    run(home.path(), &["fit", "model", "--batch", "2", "--context", "5", "--memory", least], 0);
+    run(home.path(), &["budget", "model", "--batch", "2", "--context", "5", "--memory", least], 0);
     let less = (least.parse::<u64>().unwrap() - 1).to_string();
-    let less = ["fit", "model", "--batch", "2", "--context", "5", "--memory", &less];
+    let less = ["budget", "model", "--batch", "2", "--context", "5", "--memory", &less];
     fails(home.path(), &less, 2, "budget-too-small");
     // Where the plan cannot be written nothing is asked of the weights.
-    let nowhere = ["fit", "absent", "--memory", "1G", "--plan", "nowhere/plan.json"];
+    let nowhere = ["budget", "absent", "--memory", "1G", "--plan", "nowhere/plan.json"];
     let text = fails(home.path(), &nowhere, 2, "path-not-found");
     assert!(text.contains("nowhere"), "{text}");
     // A plan file is replaced, nothing else.
-    let text = stdout(&run(home.path(), &["fit", "model", "--memory", "1G", "--context", "128", "--arch", "sm_89"], 0));
+    let text =
+        stdout(&run(home.path(), &["budget", "model", "--memory", "1G", "--context", "128", "--arch", "sm_89"], 0));
     let line = text.lines().find(|line| line.starts_with("products of a step at batch 1: ")).expect(&text);
     let words: Vec<&str> = line.split(' ').collect();
     assert!(words[7].parse::<f64>().is_ok() && words[8] == "us,", "{line}");
     assert!(line.contains(" times the fastest plan's; encodings that sm_89 runs, "), "{line}");
-    run(home.path(), &["fit", "model", "--memory", "1G", "--context", "128", "--plan", "plan.json"], 0);
-    let taken = ["fit", "model", "--memory", "1G", "--plan", "model/config.json"];
+    run(home.path(), &["budget", "model", "--memory", "1G", "--context", "128", "--plan", "plan.json"], 0);
+    let taken = ["budget", "model", "--memory", "1G", "--plan", "model/config.json"];
     fails(home.path(), &taken, 2, "output-not-replaceable");
     // Options of nothing are named as they were given.
     for option in ["--batch", "--context", "--memory", "--threads"] {
-        let text = stderr(&run(home.path(), &["fit", "model", "--max-slowdown", "5%", option, "0"], 2));
+        let text = stderr(&run(home.path(), &["budget", "model", "--max-slowdown", "5%", option, "0"], 2));
         assert!(text.contains(&format!("'{option} <")) && text.contains("'0'"), "{text}");
     }
-    let output = run(home.path(), &["fit", "model"], 2);
+    let output = run(home.path(), &["budget", "model"], 2);
     assert!(stderr(&output).contains("--memory"), "{}", stderr(&output));
     // What no kernel reads as it is would be packed when it is loaded: no plan has it.
     run(home.path(), &["demo", "--dir", "demo", "--size", "16M", "--profile", "packed", "-q"], 0);
     for (arch, compact) in [("sm_90a", true), ("sm_89", false)] {
-        let ask = ["fit", "demo/model", "--max-slowdown", "60%", "--batch", "8", "--context", "64", "--arch", arch];
+        let ask = ["budget", "demo/model", "--max-slowdown", "60%", "--batch", "8", "--context", "64", "--arch", arch];
         let report = json(&run(home.path(), &[&ask[..], &["--json"]].concat(), 0));
         let mut groups = report["groups"].as_array().unwrap().iter();
         assert_eq!((groups.any(|group| group["encoding"] == "compact"), &report["arch"]), (compact, &arch.into()));
     }
     fs::remove_file(home.path().join("model/config.json")).unwrap();
-    let text = fails(home.path(), &["fit", "model", "--max-slowdown", "5%"], 2, "path-not-found");
+    let text = fails(home.path(), &["budget", "model", "--max-slowdown", "5%"], 2, "path-not-found");
     assert!(text.contains("config.json"), "{text}");
 }
 
@@ -90,7 +91,7 @@ fn rejects_models_that_no_engine_loads() {
     };
     let write = |name: &str, options: DemoOptions| demo_model::write(&home.path().join(name), &options).unwrap();
     write("mixture", DemoOptions { experts: 3, shards: 1, ..small });
-    let ask = |model: &'static str| ["fit", model, "--memory", "1G", "--context", "128", "--json"];
+    let ask = |model: &'static str| ["budget", model, "--memory", "1G", "--context", "128", "--json"];
     run(home.path(), &ask("mixture"), 0);
     // Its MLPs have one way to lie.
     run(home.path(), &["compress", "mixture", "-o", "experts", "--profile", "inference", "--quiet"], 0);
@@ -120,9 +121,9 @@ fn rejects_models_that_no_engine_loads() {
     let mut text: Value = serde_json::from_slice(&fs::read(&config).unwrap()).unwrap();
     text["max_position_embeddings"] = 512.into();
     fs::write(&config, text.to_string()).unwrap();
-    let output = run(home.path(), &["fit", "model", "--memory", "1G", "--json"], 0);
+    let output = run(home.path(), &["budget", "model", "--memory", "1G", "--json"], 0);
     assert_eq!(json(&output)["context"], 512);
     assert!(stderr(&output).contains("a context of 512"), "{}", stderr(&output));
-    let longer = ["fit", "model", "--memory", "1G", "--context", "513"];
+    let longer = ["budget", "model", "--memory", "1G", "--context", "513"];
     fails(home.path(), &longer, 2, "context-above-model-limit");
 }

@@ -1,4 +1,4 @@
-//! `unweight fit`.
+//! `unweight budget`.
 
 use std::{
     fs,
@@ -11,7 +11,7 @@ use serde::Serialize;
 use unweight::{
     codegen::spec::Arch,
     engine::{
-        budget::{self, BudgetRequest, Fit as Fitted, FitError, Tensor},
+        budget::{self, BudgetError, BudgetPlan, BudgetRequest, Tensor},
         memory,
     },
     format::{
@@ -24,16 +24,16 @@ use unweight::{
 };
 
 use super::{
+    arch::{arch_parser, own_arch},
     failure::{Failure, Result},
-    kernels::{arch_parser, own_arch},
     output::{self, Output, Table},
     plot, select, size,
     source::{Found, Source},
 };
 
-/// Arguments of `fit`.
+/// Arguments of `budget`.
 #[derive(Args)]
-pub struct Fit {
+pub struct Budget {
     #[command(flatten)]
     source: Source,
     /// Device memory for everything together, as `generate --memory` takes it, such as 24G [default: as little as
@@ -90,7 +90,7 @@ struct Group {
     us: f64,
 }
 
-impl Fit {
+impl Budget {
     /// Runs it.
     pub fn run(&self, output: Output) -> Result<()> {
         if let Some(plan) = &self.plan {
@@ -114,7 +114,7 @@ impl Fit {
         }
         let Self { memory, max_slowdown, batch, .. } = *self;
         let fitted = budget::fit(&config, &tensors, &BudgetRequest { memory, max_slowdown, batch, context, arch });
-        let fitted = fitted.map_err(|error: FitError| Failure::other(error))?;
+        let fitted = fitted.map_err(|error: BudgetError| Failure::other(error))?;
         if let Some(plan) = &self.plan {
             write_plan(plan, &fitted.plan)?;
         }
@@ -155,7 +155,7 @@ impl Fit {
             groups: groups.collect(),
             plan: self.plan.clone(),
         };
-        output.result("fit", &report, |out| write_text(&fitted, &report, out))
+        output.result("budget", &report, |out| write_text(&fitted, &report, out))
     }
 
     /// Every tensor that an engine loads, with the bytes of each form, predicted from samples as `plan` does. Refuses
@@ -205,7 +205,7 @@ const CONFIG_BYTES_MAX: u64 = 16 << 20;
 fn config(root: &Path) -> Result<ModelConfig> {
     let path = root.join("config.json");
     let size = fs::metadata(&path).map_err(|error| {
-        let help = "fit needs the directory of a model, with its config.json";
+        let help = "budget needs the directory of a model, with its config.json";
         Failure::new(io_code(&error), format!("{}: {error}", path.display()), help)
     })?;
     if size.len() > CONFIG_BYTES_MAX {
@@ -238,11 +238,11 @@ fn write_plan(path: &Path, plan: &PlanFile) -> Result<()> {
     Ok(())
 }
 
-fn has(fitted: &Fitted, encoding: EncodingId) -> bool {
+fn has(fitted: &BudgetPlan, encoding: EncodingId) -> bool {
     fitted.groups.iter().any(|group| group.encoding == encoding)
 }
 
-fn write_text(fitted: &Fitted, report: &Report, out: &mut dyn Write) -> io::Result<()> {
+fn write_text(fitted: &BudgetPlan, report: &Report, out: &mut dyn Write) -> io::Result<()> {
     let mut table = Table::new(&["unit", "encoding", ">units", "layers", ">bytes", ">us"]);
     for group in &fitted.groups {
         table.row([

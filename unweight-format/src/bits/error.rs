@@ -1,6 +1,6 @@
 //! Errors of the tensor codec. File and tensor names are added by the bundle layer.
 
-use crate::Float;
+use super::float::Float;
 
 /// Why a tensor cannot be encoded, or a stored tensor cannot be trusted.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -1,0 +1,132 @@
+//! What a stress run is asked for, and what it found.
+
+use std::fmt;
+
+use serde::Serialize;
+use unweight_codegen::{
+    VariantSpec,
+    plan::Plan,
+    spec::{Arch, catalog},
+};
+use unweight_rt::DeviceInfo;
+
+use crate::options::options;
+
+/// A fault put into the kernels on purpose, to see that the run finds what it is there to find.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Plant {
+    /// A warp refills its slot without a fence, while its own loads may be in flight.
+    UnfencedRefill,
+}
+
+options! {
+    /// What is run.
+    StressOptions {
+        /// Launches of each variant on each problem.
+        launches: u32 = 2000,
+        /// Only variants whose name contains one of these; empty: all.
+        only: Vec<String> = Vec::new(),
+        /// Keep memory and shared memory busy from another stream.
+        load: bool = true,
+        /// The variants that need no copy engine ([`catalog::asynchronous`]), and nothing else.
+        asynchronous: bool = false,
+        /// A fault to be found.
+        plant: Option<Plant> = None,
+    }
+}
+
+impl StressOptions {
+    /// What is run on an architecture.
+    pub(super) fn variants(&self, arch: Arch) -> Vec<VariantSpec> {
+        let all = if self.asynchronous { catalog::asynchronous(arch).collect() } else { catalog::all(arch) };
+        let planned = all.into_iter().filter(|spec| Plan::new(spec).is_ok());
+        planned.filter(|spec| self.wants(spec.name().as_str())).collect()
+    }
+
+    pub(super) fn wants(&self, name: &str) -> bool {
+        self.only.is_empty() || self.only.iter().any(|part| name.contains(part.as_str()))
+    }
+}
+
+/// What a stress run found.
+#[derive(Clone, Debug, Serialize)]
+pub struct StressReport {
+    /// The device.
+    pub device: DeviceInfo,
+    /// What was asked for.
+    pub options: StressOptions,
+    /// Launches in all.
+    pub launches: u64,
+    /// Launches whose output was not that of the first.
+    pub differing: u64,
+    /// Problems whose first output was wrong.
+    pub wrong: u64,
+    /// Seconds.
+    pub seconds: f64,
+    /// A row for each variant and problem.
+    pub rows: Vec<StressRow>,
+}
+
+/// A variant on a problem.
+#[derive(Clone, Debug, Serialize)]
+pub struct StressRow {
+    /// Name of the variant, or of the encoder.
+    pub variant: String,
+    /// Batch rows; 0 without a batch.
+    pub m: u32,
+    /// Output features.
+    pub n: u32,
+    /// Input features.
+    pub k: u32,
+    /// Launches.
+    pub launches: u32,
+    /// Of them, those whose output was not that of the first.
+    pub differing: u32,
+    /// What is wrong with the first output.
+    pub wrong: Option<String>,
+}
+
+impl StressReport {
+    /// Whether every launch of every variant gave the right bits.
+    pub fn is_clean(&self) -> bool {
+        self.differing == 0 && self.wrong == 0
+    }
+}
+
+impl StressRow {
+    /// Whether every launch gave the right bits.
+    pub fn is_clean(&self) -> bool {
+        self.differing == 0 && self.wrong.is_none()
+    }
+}
+
+impl fmt::Display for StressRow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { variant, m, n, k, launches, differing, wrong } = self;
+        write!(f, "{variant}  m = {m}, n = {n}, k = {k}: {differing} of {launches} launches differ")?;
+        match wrong {
+            Some(wrong) => write!(f, "; the first is wrong: {wrong}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A line for each row that is not clean, and the sums.
+impl fmt::Display for StressReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for row in self.rows.iter().filter(|row| !row.is_clean()) {
+            writeln!(f, "{row}")?;
+        }
+        let variants: std::collections::BTreeSet<&str> = self.rows.iter().map(|row| row.variant.as_str()).collect();
+        let (device, problems, launches) = (&self.device.name, self.rows.len(), self.launches);
+        writeln!(
+            f,
+            "{device}: {} variants, {problems} problems, {launches} launches in {:.0} s: {} differ, {} first outputs wrong",
+            variants.len(),
+            self.seconds,
+            self.differing,
+            self.wrong
+        )
+    }
+}

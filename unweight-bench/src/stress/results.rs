@@ -1,0 +1,43 @@
+//! What is wrong with an output.
+
+use unweight_codegen::{plan::GemmShape, spec::Epilogue};
+
+use super::weights::value;
+use crate::data::halves;
+
+/// The first element that neither one rounding nor fp32 accumulation explains: the tensor cores cut off what they add,
+/// so the error grows with k.
+pub(super) fn mismatch(
+    y: &[u8],
+    GemmShape { n, k, .. }: GemmShape,
+    epilogue: Epilogue,
+    exact: &[(f64, f64)],
+    old: &[u8],
+) -> Option<String> {
+    let (n, share) = (n as usize, 1e-6 + 1e-9 * f64::from(k));
+    let columns = if epilogue == Epilogue::SiluMul { n / 2 } else { n };
+    let old = |at: usize| value(u16::from_le_bytes([old[2 * at], old[2 * at + 1]]));
+    halves(y).iter().enumerate().find_map(|(at, got)| {
+        let (row, column) = (at / columns, at % columns);
+        let (sum, slack) = match epilogue {
+            Epilogue::Store => (exact[at].0, exact[at].1 * share),
+            Epilogue::StoreAdd => (exact[at].0 + old(at), (exact[at].1 + old(at).abs()) * share),
+            // Rows of the gate and of the up in turn. The slope of silu is at most 1.1.
+            Epilogue::SiluMul => {
+                let turn = Epilogue::GATE_ROWS as usize;
+                let gate_at = row * n + column / turn * 2 * turn + column % turn;
+                let ((gate, gate_size), (up, up_size)) = (exact[gate_at], exact[gate_at + turn]);
+                let sum = gate / (1.0 + (-gate).exp()) * up;
+                (sum, (gate_size * up.abs() * 1.1 + up_size * gate.abs()) * share + sum.abs() * 1e-5)
+            }
+        };
+        let error = (value(*got) - sum).abs();
+        (error.is_nan() || error > sum.abs() / 256.0 + slack)
+            .then(|| format!("row {row}, column {column}: {} instead of {sum}", value(*got)))
+    })
+}
+
+pub(super) fn differs(got: &[u8], expected: &[u8]) -> Option<String> {
+    let at = expected.iter().zip(got).position(|(want, got)| want != got)?;
+    Some(format!("byte {at} is {:#04x}, the CPU's {:#04x}", got[at], expected[at]))
+}

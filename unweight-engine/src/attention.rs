@@ -1,0 +1,84 @@
+//! Which variant of attention works on how many rows and KV heads, and the memory that its parts share.
+
+use unweight_codegen::{
+    VariantSpec,
+    family::Instruction,
+    plan::{GemmShape, Plan},
+    spec::{Arch, AttentionSpec, AttentionStep, Op, catalog},
+};
+use unweight_model::ModelConfig;
+use unweight_rt::{
+    ContextSize,
+    raw::{choose::cost::gpu_model::GpuModel, ops::attention::PARTS_MAX},
+};
+
+/// What works on a pair of a row and a KV head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Of a block.
+    pub warps: u32,
+    /// Blocks of a cluster.
+    pub cluster: u32,
+    /// By a kernel whose blocks meet in memory.
+    pub split: bool,
+    /// Such blocks.
+    pub parts: u32,
+}
+
+/// Multiprocessors that parts are dealt to, at most: more than any device has, so that their memory can be counted
+/// without one.
+pub const SMS_MAX: u32 = 256;
+/// Tokens that a warp of a part takes at a time.
+const TILE_TOKENS: u32 = 16;
+
+impl Shape {
+    /// A block, and nothing else.
+    pub const BLOCK: Self = Self { warps: 8, cluster: 1, split: false, parts: 1 };
+
+    /// For so many pairs on a device, in sequences of up to so many tokens.
+    ///
+    /// With clusters: what was fastest within a whole step on an H200 (docs/records/2026-11-22), at as many pairs
+    /// for each multiprocessor. Without: as many parts as give each multiprocessor a block, but none that could never
+    /// have a token. A block has 64 KB in flight, so that is several times what the memory of any of them needs.
+    ///
+    /// The length that sequences have does not enter: a recorded step runs at all of them.
+    pub fn of(gpu: &GpuModel, pairs: u32, tokens: u32) -> Self {
+        let (pairs, sms) = (pairs.max(1), gpu.sms.clamp(1, SMS_MAX));
+        if !gpu.arch.has(Instruction::Cluster) {
+            let warps = 4;
+            let most = tokens.div_ceil(warps * TILE_TOKENS).clamp(1, PARTS_MAX);
+            return Self { warps, split: true, parts: (sms / pairs).clamp(1, most), ..Self::BLOCK };
+        }
+        // As many on an H200.
+        match u64::from(pairs) * u64::from(GpuModel::H200.sms) / u64::from(sms) {
+            0..24 => Self { warps: 4, cluster: 8, ..Self::BLOCK },
+            24..96 => Self { cluster: 2, ..Self::BLOCK },
+            _ => Self::BLOCK,
+        }
+    }
+}
+
+/// Bytes of what parts leave for each other, on any device.
+pub fn parts_bytes(config: &ModelConfig) -> u64 {
+    let shape = Shape { warps: 4, split: true, ..Shape::BLOCK };
+    let kernel = variant(Arch::Sm80, AttentionStep::Decode, config.head_dim, shape);
+    let plan = kernel.and_then(|spec| Plan::new(&spec).ok());
+    // Several parts of a pair are no more than the multiprocessors.
+    plan.map_or(0, |plan| ContextSize::from(plan.workspace(GemmShape::rows(SMS_MAX), SMS_MAX)).bytes())
+}
+
+/// The shipped attention for heads of this size that is nearest to so many warps and blocks: those of sizes that few
+/// models have come with clusters of one.
+pub fn variant(arch: Arch, step: AttentionStep, head_dim: u32, shape: Shape) -> Option<VariantSpec> {
+    let Shape { warps, cluster, split, .. } = shape;
+    let pdl = arch.has(Instruction::DependentLaunch);
+    let of = |spec: &VariantSpec| match spec.op {
+        Op::Attention(op) if op.step == step && op.head_dim.get() == head_dim => {
+            (op.pdl == pdl && op.split == split).then_some(op)
+        }
+        _ => None,
+    };
+    let rank = |op: AttentionSpec| (op.warps.get() * op.cluster.get()).abs_diff(warps * cluster);
+    let far = |op: AttentionSpec| (rank(op), op.warps.get().abs_diff(warps));
+    catalog::on::<AttentionSpec>(arch).filter(|spec| of(spec).is_some()).min_by_key(|spec| of(spec).map(far))
+}

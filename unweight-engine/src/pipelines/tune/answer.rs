@@ -1,0 +1,79 @@
+//! What a comparison of two points gives, and which part of the search asks for it.
+
+use serde::{Deserialize, Serialize};
+
+/// Steps of two points, measured in turns.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Paired {
+    /// Microseconds of the incumbent, by round.
+    pub incumbent_us: Vec<f64>,
+    /// Microseconds of the challenger, by round.
+    pub challenger_us: Vec<f64>,
+}
+
+/// The middle of some numbers, 0 of none.
+fn median(mut of: Vec<f64>) -> f64 {
+    of.sort_by(f64::total_cmp);
+    match of.len() {
+        0 => 0.0,
+        len if len % 2 == 1 => of[len / 2],
+        len => (of[len / 2 - 1] + of[len / 2]) / 2.0,
+    }
+}
+
+impl Paired {
+    /// The median of what the challenger gains in a round, as a share of the incumbent's time, and the median deviation
+    /// from it. A round whose times are no positive numbers does not count.
+    pub fn gain(&self) -> (f64, f64) {
+        let rounds = self.incumbent_us.iter().zip(&self.challenger_us);
+        let sound = rounds.filter(|(incumbent, challenger)| {
+            incumbent.is_finite() && challenger.is_finite() && **incumbent > 0.0 && **challenger > 0.0
+        });
+        let gains: Vec<f64> = sound.map(|(incumbent, challenger)| (incumbent - challenger) / incumbent).collect();
+        let middle = median(gains.clone());
+        (middle, median(gains.iter().map(|gain| (gain - middle).abs()).collect()))
+    }
+
+    /// Whether the challenger gains more than `least`, and more than three median deviations.
+    pub fn is_gain(&self, least: f64) -> bool {
+        let (gain, deviation) = self.gain();
+        gain > least.max(3.0 * deviation)
+    }
+}
+
+/// What an objective says.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Answer {
+    /// Times.
+    Measured(Paired),
+    /// The challenger cannot run, or computes something else: why.
+    AdmissionError(String),
+}
+
+impl Answer {
+    /// Times that are no numbers measure nothing.
+    pub(super) fn sound(self) -> Self {
+        match self {
+            Self::Measured(paired)
+                if !paired.incumbent_us.iter().chain(&paired.challenger_us).all(|us| us.is_finite()) =>
+            {
+                Self::AdmissionError("a time that is no number".to_owned())
+            }
+            answer => answer,
+        }
+    }
+}
+
+/// Which part of the search asks. The same two points are measured again in another phase, and not in the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Phase {
+    /// Sweeps.
+    Sweep,
+    /// Alternatives once more.
+    Revisit,
+    /// The result beside the start.
+    Confirm,
+}

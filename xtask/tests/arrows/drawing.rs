@@ -1,0 +1,73 @@
+//! The section of docs/architecture.md that is written from the declared orders.
+
+use std::fmt::Write;
+
+use crate::orders::{CRATES, INNER, PENDING};
+
+/// Columns of a line.
+const WIDTH: usize = 120;
+
+/// The section, without the comments around it. `owners` are dependencies and the folders that alone may name them.
+pub fn section(owners: &[(&str, &[&str])]) -> String {
+    let mut out = String::new();
+    crates(&mut out, owners);
+    modules(&mut out);
+    out
+}
+
+/// A line of cells at these columns. The last cell goes on in lines of its own where it is too long.
+fn line(out: &mut String, columns: &[usize], cells: &[&str]) {
+    let (last, first) = cells.split_last().expect("a cell");
+    let at = *columns.last().expect("a column");
+    let mut text = String::new();
+    for (cell, column) in first.iter().zip(columns) {
+        write!(text, "{:column$}{cell}", "", column = column.saturating_sub(text.len())).expect("a string");
+    }
+    for word in last.split(' ') {
+        if text.len() + 1 + word.len() > WIDTH {
+            writeln!(out, "{}", text.trim_end()).expect("a string");
+            text.clear();
+        }
+        let gap = if text.len() <= at { at - text.len() } else { 1 };
+        write!(text, "{:gap$}{word}", "").expect("a string");
+    }
+    writeln!(out, "{}", text.trim_end()).expect("a string");
+}
+
+fn crates(out: &mut String, owners: &[(&str, &[&str])]) {
+    *out += "## Crates\nA crate may depend on those of its third column, which stand higher in the list.\n```\n";
+    for own in &CRATES {
+        let above: Vec<&str> = own.above.iter().map(|name| name.trim_start_matches("unweight-")).collect();
+        line(out, &[0, 21, 70], &[own.name, own.holds, &above.join(" ")]);
+    }
+    *out += "```\n";
+    let name = |folder: &&str| CRATES.iter().find(|own| own.folder == *folder).expect("a crate").name;
+    let owned = owners.iter().map(|(dependency, folders)| {
+        format!("{dependency} ({})", folders.iter().map(name).collect::<Vec<_>>().join(" and "))
+    });
+    let text = format!("Dependencies that no other crate names: {}.", owned.collect::<Vec<_>>().join(", "));
+    line(out, &[0], &[&text]);
+}
+
+fn modules(out: &mut String) {
+    *out += "\n## Modules\nA module may name those that stand higher in the list of its crate, and none of its own line.\n```\n";
+    for own in CRATES.iter().filter(|own| !own.levels.is_empty()) {
+        let mut folder = own.source();
+        for (names, holds) in own.levels {
+            line(out, &[0, 21, 59], &[&folder, names, holds]);
+            folder.clear();
+        }
+    }
+    *out += "```\nModules in a module that have an order of their own, the lowest first:\n```\n";
+    for (folder, levels) in INNER {
+        line(out, &[0, 41], &[folder, levels]);
+    }
+    *out += "```\n";
+    if !PENDING.is_empty() {
+        *out += "Arrows that turn back until their modules are cut apart:\n```\n";
+        for (folder, from, to) in PENDING {
+            line(out, &[0, 41], &[folder, &format!("{from} -> {to}")]);
+        }
+        *out += "```\n";
+    }
+}

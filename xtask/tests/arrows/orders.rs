@@ -1,0 +1,238 @@
+//! The order of the crates and of the modules in each, from the bottom up.
+
+/// A crate of the repository.
+pub struct Crate {
+    /// Folder, from the root.
+    pub folder: &'static str,
+    /// Name of the package.
+    pub name: &'static str,
+    /// What it holds, in a few words.
+    pub holds: &'static str,
+    /// Packages of the workspace that it may depend on.
+    pub above: &'static [&'static str],
+    /// Modules of its root. A module may name those of lower levels, and no other of its own level.
+    pub levels: &'static [Level],
+}
+
+/// Names of modules, separated by spaces, and what they hold.
+pub type Level = (&'static str, &'static str);
+
+impl Crate {
+    /// Folder of its sources.
+    pub fn source(&self) -> String {
+        if self.folder == "." { "src".to_owned() } else { format!("{}/src", self.folder) }
+    }
+}
+
+/// Every package of the workspace, from the bottom up. The bindings are workspaces of their own.
+pub const CRATES: [Crate; 11] = [
+    Crate {
+        folder: "unweight-format",
+        name: "unweight-format",
+        holds: "bytes of the format, CPU codec, bundles",
+        above: &[],
+        levels: &[
+            ("bits failpoint", "bytes, tiles, histograms, digests, errors of the codec; crashes for tests"),
+            ("encoding", "raw, huffman, palette, packed, compact, exponents: one list; the oracle"),
+            ("model", "safetensors, names to roles"),
+            ("bundle", "plan, compress, decompress, verify, read; attached kernels"),
+            ("raw testing", "what other crates need of the insides, without promises; random weights, a demo model"),
+        ],
+    },
+    Crate {
+        folder: "templates",
+        name: "unweight-templates",
+        holds: "the folder templates/, embedded",
+        above: &[],
+        levels: &[],
+    },
+    Crate {
+        folder: "unweight-macros",
+        name: "unweight-macros",
+        holds: "#[unweight_variant(...)]; knows no kernel family",
+        above: &[],
+        levels: &[
+            ("attr fallback", "tokens of the attribute; what is emitted next to errors"),
+            ("valid", "what the attribute itself can judge"),
+            ("expand", "the impl, with const assertions"),
+        ],
+    },
+    Crate {
+        folder: "unweight-model",
+        name: "unweight-model",
+        holds: "configuration, names by role, RoPE, reference",
+        above: &["unweight-format"],
+        levels: &[
+            ("rope sampling", "frequencies and tables; how a token is chosen"),
+            ("config", "config.json and generation_config.json, defaults as transformers has them"),
+            ("bind capacity geometry", "a name for every role; bytes of weights and KV cache; well-known models"),
+            ("reference", "the forward pass in f32, slow and obvious"),
+        ],
+    },
+    Crate {
+        folder: "unweight-codegen",
+        name: "unweight-codegen",
+        holds: "VariantSpec -> plan -> CUDA source",
+        above: &["unweight-format", "unweight-macros", "unweight-templates"],
+        levels: &[
+            ("kv text", "a page of the KV cache; text in const functions"),
+            ("spec", "axes, canonical names, attributes as pairs, the catalogue"),
+            ("limits", "what an architecture allows"),
+            ("plan", "shared memory, roles and rings, grids"),
+            ("abi", "argument structs of the kernels"),
+            ("family", "one file per kernel family, one list"),
+            ("source", "a rendered kernel with its headers"),
+            ("lint", "what must hold of a source"),
+            ("error", "what can go wrong between a spec and a source"),
+            ("external", "kernels of other crates"),
+            ("render", "spec to source: the only module that names tera"),
+        ],
+    },
+    Crate {
+        folder: "unweight-rt",
+        name: "unweight-rt",
+        holds: "compile, cache, load, choose, launch",
+        above: &["unweight-format", "unweight-codegen"],
+        levels: &[
+            ("env remedy", "variables of the environment; what resolves an error"),
+            ("choose jit", "which variant for which problem; NVRTC, cubins, the cache: neither names a device"),
+            ("device", "devices, streams, buffers, views, launches"),
+            ("exec weight", "a stream with its memory and cuBLAS; stored tensors on a device, one file per encoding"),
+            ("ops", "launches, one file per kernel family"),
+            ("launcher layer", "from a declared variant to its op; linear layers and experts of a bundle; interop"),
+            ("cache experts interop raw", "what is public: three parts by name, and the rest without promises"),
+        ],
+    },
+    Crate {
+        folder: "unweight-engine",
+        name: "unweight-engine",
+        holds: "whole models: schedule, KV cache, graphs",
+        above: &["unweight-format", "unweight-model", "unweight-codegen", "unweight-rt"],
+        levels: &[
+            ("attention options pages", "splits of attention; what an engine is made for; pages of the KV cache"),
+            ("schedule", "which sequence has which row, what is next: pure"),
+            ("error", "what fails"),
+            ("memory", "bytes on the device before anything is allocated"),
+            ("budget kernels", "an encoding for each tensor within a memory: pure; kernels next to the linears"),
+            ("weights", "of a bundle, or random ones, to the device"),
+            ("forward", "one pass: what is launched, on which memory"),
+            ("pipelines", "the report's runtime, feature `pipelines`"),
+            ("engine", "load, steps, logits; measure and objective time them"),
+        ],
+    },
+    Crate {
+        folder: "unweight-rivals",
+        name: "unweight-rivals",
+        holds: "other systems' formats, read and written",
+        above: &["unweight-format", "unweight-codegen", "unweight-rt"],
+        levels: &[
+            ("dfloat11 matvans tans zipserv", "a format each: encoded and decoded; an oracle in each"),
+            ("cuda", "their kernels (adr/0008), feature `gpu`; headers in kernels/"),
+        ],
+    },
+    Crate {
+        folder: ".",
+        name: "unweight",
+        holds: "facade library and the `unweight` binary",
+        above: &[
+            "unweight-format",
+            "unweight-model",
+            "unweight-codegen",
+            "unweight-macros",
+            "unweight-rt",
+            "unweight-engine",
+            "unweight-rivals",
+        ],
+        levels: &[
+            ("text", "text to token ids and back, chat templates"),
+            ("serve", "an HTTP server over an engine"),
+            ("cli", "the command line"),
+        ],
+    },
+    Crate {
+        folder: "unweight-bench",
+        name: "unweight-bench",
+        holds: "timing, contenders, reports; its own binary",
+        above: &[
+            "unweight",
+            "unweight-format",
+            "unweight-model",
+            "unweight-codegen",
+            "unweight-rt",
+            "unweight-engine",
+            "unweight-rivals",
+        ],
+        levels: &[
+            ("attention data error options oracle", "problems, expected results, options"),
+            ("timing tuned", "graphs on the clock; settings of step graphs"),
+            ("decode kernels matmul rivals", "a measurement each"),
+            ("stress tables", "every kernel under load; the report's tables"),
+            ("cli", "the command line of the binary"),
+        ],
+    },
+    Crate {
+        folder: "xtask",
+        name: "xtask",
+        holds: "tasks of this repository; not published",
+        above: &[],
+        levels: &[
+            ("run", "programs and their output"),
+            ("kernel_digests setup", "digests of machine code; Python, NVRTC and g++ below target/"),
+            ("gpu_pack peers", "a test for a GPU machine; other systems"),
+            ("wheel", "the Python package"),
+            ("test", "all tests"),
+        ],
+    },
+];
+
+/// Modules in a module, where they have an order of their own: folder, and levels from the bottom up with `<` between
+/// them. Folders that are not listed hold a list of equals (families, rivals), or parts of one algorithm.
+pub const INNER: &[(&str, &str)] = &[
+    ("unweight-format/src/bits", "bf16 bitstream buffer digest layout named < dtype < float < error histogram < tile"),
+    ("unweight-model/src/config", "error < fields < parse"),
+    ("unweight-rt/src/choose", "candidates graph recon < cost table < policy < route < reachable"),
+    (
+        "unweight-rt/src/device",
+        "context_size < error < device graph < stream < buffer module raw < kernels launch pinned view < external \
+         staging tma",
+    ),
+    ("unweight-rt/src/jit", "cubin toolchain < nvrtc < compiler < error < cache"),
+    ("unweight-rt/src/exec", "operands workspace < cublas < context"),
+    (
+        "unweight-rt/src/ops",
+        "decode_compact decode_huffman embed gemm_compact gemm_grouped gemm_packed gemm_recon kv norm route sample \
+         silu_mul < attention repack rope < encode_compact < encode_huffman",
+    ),
+    ("unweight-rt/src/weight", "coded compact matrix packed palette < exponents huffman"),
+    ("unweight-rt/src/layer", "error experts linear options < build < interop loader"),
+    ("unweight-rt/src/layer/linear", "bf16 routes < expanded < compact packed"),
+    ("unweight-engine/src/pipelines", "step_graph tune weights < runner space tuned"),
+    ("unweight-engine/src/pipelines/step_graph", "clock < build check"),
+    ("unweight-engine/src/pipelines/tune", "answer key space < journal < search"),
+    ("unweight-engine/src/engine", "measure stepper < load logits objective"),
+    ("unweight-rivals/src/dfloat11", "error < code config tensors < unit < oracle restore < model"),
+    ("unweight-bench/src/stress", "load report weights < results < activations attention experts products rivals"),
+    ("src/text", "clock < chat"),
+    ("src/serve", "backend < metrics reference < worker < api"),
+    (
+        "src/cli",
+        "arch printable scratch signals size < failure < absent archive output < completions pipelines plot program \
+         progress sign trust < source < select < budget cache compress convert decompress demo doctor extract generate \
+         inspect kernels man plan tune verify < merge serve",
+    ),
+];
+
+/// Arrows that turn back until their modules are cut apart: folder, from, to.
+pub const PENDING: &[(&str, &str, &str)] = &[
+    ("unweight-codegen/src", "abi", "family"),
+    ("unweight-codegen/src", "external", "render"),
+    ("unweight-codegen/src", "limits", "family"),
+    ("unweight-codegen/src", "plan", "family"),
+    ("unweight-codegen/src", "source", "lint"),
+    ("unweight-codegen/src", "spec", "family"),
+    ("unweight-codegen/src", "spec", "plan"),
+    ("unweight-rt/src", "remedy", "jit"),
+    ("unweight-rt/src/jit", "compiler", "error"),
+    ("unweight-rt/src/jit", "error", "cache"),
+    ("unweight-rt/src/jit", "toolchain", "error"),
+];

@@ -1,0 +1,248 @@
+//! Which module names which: by `use`, by a path in code, by a path in a macro's arguments.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
+};
+
+use proc_macro2::{Ident, TokenStream, TokenTree};
+use syn::{ImplItem, Item, ItemUse, Macro, Path, TraitItem, UseTree, Visibility, spanned::Spanned, visit};
+
+use crate::sources::{Module, impl_attributes, item_attributes, of_tests, trait_attributes};
+
+type Place = Vec<String>;
+
+/// A module names something of its own crate.
+pub struct Reference {
+    pub from: Place,
+    /// What it names: the module that defines it, and the name.
+    pub to: Place,
+    pub file: PathBuf,
+    pub line: usize,
+}
+
+/// The names of a module, as a path from elsewhere finds them.
+#[derive(Default)]
+struct Names {
+    /// What `use` brings in, by the name that it has here.
+    uses: BTreeMap<String, Place>,
+    globs: Vec<Place>,
+    defined: BTreeSet<String>,
+}
+
+/// The modules of a crate.
+pub struct Tree {
+    names: BTreeMap<Place, Names>,
+    references: Vec<Reference>,
+}
+
+impl Tree {
+    pub fn new(modules: &[Module]) -> Self {
+        let mut names: BTreeMap<Place, Names> = BTreeMap::new();
+        let mut written = Vec::new();
+        for module in modules {
+            // A library and a program have two roots, and both paths are empty.
+            let own = names.entry(module.path.clone()).or_default();
+            for item in &module.items {
+                own.note(item);
+            }
+            let mut visitor = Visitor { found: Vec::new() };
+            module.items.iter().for_each(|item| visit::Visit::visit_item(&mut visitor, item));
+            let of = |(to, line)| Reference { from: module.path.clone(), to, file: module.file.clone(), line };
+            written.extend(visitor.found.into_iter().map(of));
+        }
+        let mut tree = Self { names, references: Vec::new() };
+        let resolve = |reference: Reference| {
+            let to = tree.resolve(&reference.from, &reference.to, &mut BTreeSet::new())?;
+            Some(Reference { to, ..reference })
+        };
+        tree.references = written.into_iter().filter_map(resolve).collect();
+        tree
+    }
+
+    /// Modules that stand in this one.
+    pub fn children(&self, of: &[String]) -> BTreeSet<&str> {
+        let inside = self.names.keys().filter(|path| path.len() == of.len() + 1 && path.starts_with(of));
+        inside.filter_map(|path| path.last()).map(String::as_str).collect()
+    }
+
+    /// Modules in this one that name each other, and where.
+    ///
+    /// What this module defines itself, modules in it may name, and it names them.
+    pub fn arrows<'a>(&'a self, of: &'a [String]) -> impl Iterator<Item = (&'a str, &'a str, &'a Reference)> {
+        let children = self.children(of);
+        self.references.iter().filter_map(move |reference| {
+            let child = |place: &'a Place| {
+                place.strip_prefix(of)?.first().map(String::as_str).filter(|name| children.contains(name))
+            };
+            let (from, to) = (child(&reference.from)?, child(&reference.to)?);
+            (from != to).then_some((from, to, reference))
+        })
+    }
+
+    /// Where a path that a module writes leads: through re-exports, to the definition. `None`: to another crate.
+    fn resolve(&self, from: &Place, path: &[String], seen: &mut BTreeSet<(Place, Place)>) -> Option<Place> {
+        // A path that has come back, or grows for ever, is not one that a compiler takes.
+        if !seen.insert((from.clone(), path.to_vec())) || seen.len() > 64 {
+            return None;
+        }
+        let Some((first, rest)) = path.split_first() else { return Some(from.clone()) };
+        match first.as_str() {
+            "crate" => return self.resolve(&Vec::new(), rest, seen),
+            "self" => return self.resolve(from, rest, seen),
+            "super" => return self.resolve(&from[..from.len().checked_sub(1)?].to_vec(), rest, seen),
+            _ => {}
+        }
+        let own = [from.as_slice(), std::slice::from_ref(first)].concat();
+        if self.names.contains_key(&own) {
+            return self.resolve(&own, rest, seen);
+        }
+        let names = self.names.get(from)?;
+        if names.defined.contains(first) {
+            return Some(own);
+        }
+        // `use quote::quote` is of another crate: no module here has the first name.
+        if let Some(path) = names.uses.get(first).filter(|path| path[0] != *first) {
+            return self.resolve(from, &[path.as_slice(), rest].concat(), seen);
+        }
+        names.globs.iter().find_map(|glob| {
+            let place = self.resolve(from, glob, seen)?;
+            self.resolve(&place, path, seen)
+        })
+    }
+}
+
+impl Names {
+    fn note(&mut self, item: &Item) {
+        let name = match item {
+            Item::Const(item) => &item.ident,
+            Item::Enum(item) => &item.ident,
+            Item::Fn(item) => &item.sig.ident,
+            Item::Static(item) => &item.ident,
+            Item::Struct(item) => &item.ident,
+            Item::Trait(item) => &item.ident,
+            Item::Type(item) => &item.ident,
+            Item::Union(item) => &item.ident,
+            Item::Use(item) => return self.import(&item.tree, &[]),
+            Item::Macro(item) => {
+                // A macro that defines a type has its name before the braces, after attributes.
+                let idents = item.mac.tokens.clone().into_iter().filter_map(|token| match token {
+                    TokenTree::Ident(ident) => Some(ident.to_string()),
+                    _ => None,
+                });
+                self.defined.extend(idents);
+                return self.defined.extend(item.ident.as_ref().map(Ident::to_string));
+            }
+            _ => return,
+        };
+        self.defined.insert(name.to_string());
+    }
+
+    fn import(&mut self, tree: &UseTree, before: &[String]) {
+        for (path, name) in leaves(tree, before) {
+            match name {
+                Some(name) => drop(self.uses.insert(name, path)),
+                None => self.globs.push(path),
+            }
+        }
+    }
+}
+
+/// The paths of a `use`, each with the name that it brings in; `None` for a glob.
+fn leaves(tree: &UseTree, before: &[String]) -> Vec<(Place, Option<String>)> {
+    let with = |name: &Ident| [before, &[name.to_string()]].concat();
+    match tree {
+        UseTree::Path(path) => leaves(&path.tree, &with(&path.ident)),
+        UseTree::Name(name) if name.ident == "self" => vec![(before.to_vec(), before.last().cloned())],
+        UseTree::Name(name) => vec![(with(&name.ident), Some(name.ident.to_string()))],
+        UseTree::Rename(name) if name.ident == "self" => vec![(before.to_vec(), Some(name.rename.to_string()))],
+        UseTree::Rename(name) => vec![(with(&name.ident), Some(name.rename.to_string()))],
+        UseTree::Glob(_) => vec![(before.to_vec(), None)],
+        UseTree::Group(group) => group.items.iter().flat_map(|tree| leaves(tree, before)).collect(),
+    }
+}
+
+/// Collects paths that can lead into the own crate, as they are written, with their lines.
+struct Visitor {
+    found: Vec<(Place, usize)>,
+}
+
+impl Visitor {
+    /// Paths in the arguments of a macro, which are not parsed.
+    fn tokens(&mut self, tokens: TokenStream) {
+        let tokens: Vec<TokenTree> = tokens.into_iter().collect();
+        let is_colon = |at: usize| matches!(tokens.get(at), Some(TokenTree::Punct(p)) if p.as_char() == ':');
+        let ident = |at: usize| match tokens.get(at) {
+            Some(TokenTree::Ident(ident)) => Some(ident),
+            _ => None,
+        };
+        for (at, token) in tokens.iter().enumerate() {
+            match token {
+                TokenTree::Group(group) => self.tokens(group.stream()),
+                TokenTree::Ident(first) if is_start(first) && !(at > 0 && is_colon(at - 1)) => {
+                    let (mut path, mut at) = (vec![first.to_string()], at + 1);
+                    while let (true, true, Some(next)) = (is_colon(at), is_colon(at + 1), ident(at + 2)) {
+                        path.push(next.to_string());
+                        at += 3;
+                    }
+                    self.note(path, first.span().start().line);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    fn note(&mut self, path: Place, line: usize) {
+        if path.len() > 1 {
+            self.found.push((path, line));
+        }
+    }
+}
+
+/// Whether a path that begins so stays in the crate.
+fn is_start(ident: &Ident) -> bool {
+    ident == "crate" || ident == "super" || ident == "self"
+}
+
+impl<'ast> visit::Visit<'ast> for Visitor {
+    fn visit_item(&mut self, item: &'ast Item) {
+        if !of_tests(item_attributes(item)) {
+            visit::visit_item(self, item);
+        }
+    }
+
+    fn visit_impl_item(&mut self, item: &'ast ImplItem) {
+        if !of_tests(impl_attributes(item)) {
+            visit::visit_impl_item(self, item);
+        }
+    }
+
+    fn visit_trait_item(&mut self, item: &'ast TraitItem) {
+        if !of_tests(trait_attributes(item)) {
+            visit::visit_trait_item(self, item);
+        }
+    }
+
+    fn visit_item_use(&mut self, item: &'ast ItemUse) {
+        let line = item.tree.span().start().line;
+        for (path, _) in leaves(&item.tree, &[]) {
+            self.note(path, line);
+        }
+    }
+
+    fn visit_path(&mut self, path: &'ast Path) {
+        if path.segments.first().is_some_and(|first| is_start(&first.ident)) {
+            let names = path.segments.iter().map(|segment| segment.ident.to_string()).collect();
+            self.note(names, path.span().start().line);
+        }
+        visit::visit_path(self, path);
+    }
+
+    /// A visibility such as `pub(super)` says who may see an item, and names nothing.
+    fn visit_visibility(&mut self, _: &'ast Visibility) {}
+
+    fn visit_macro(&mut self, called: &'ast Macro) {
+        self.visit_path(&called.path);
+        self.tokens(called.tokens.clone());
+    }
+}

@@ -1,0 +1,164 @@
+//! Files, functions and parameter lists have a size that a reader can take in.
+
+use std::{fs, path::Path};
+
+use syn::{Block, ImplItem, Item, Signature, TraitItem, spanned::Spanned, visit};
+
+#[allow(dead_code, reason = "only the files of the modules are looked at")]
+mod sources;
+
+use sources::{impl_attributes, item_attributes, modules, of_tests, read, root, trait_attributes};
+
+/// Lines of product code in a file, and lines of a header of kernels.
+const FILE_LINES: usize = 800;
+/// Lines between the braces of a function.
+const BODY_LINES: usize = 100;
+/// Parameters, `self` among them.
+const PARAMETERS: usize = 7;
+
+/// Folders of product code. Parameters of the Python package are those of Python, by keyword.
+const SOURCES: [&str; 11] = [
+    "unweight-format/src",
+    "unweight-model/src",
+    "templates/src",
+    "unweight-macros/src",
+    "unweight-codegen/src",
+    "unweight-rt/src",
+    "unweight-engine/src",
+    "unweight-rivals/src",
+    "unweight-bench/src",
+    "src",
+    "xtask/src",
+];
+
+/// Finds functions that are too large, and counts lines that tests alone compile.
+#[derive(Default)]
+struct Visitor {
+    test_lines: usize,
+    found: Vec<String>,
+}
+
+impl Visitor {
+    fn function(&mut self, signature: &Signature, body: Option<&Block>) {
+        let (name, line) = (&signature.ident, signature.span().start().line);
+        let parameters = signature.inputs.len();
+        if parameters > PARAMETERS {
+            self.found.push(format!("{line}: {name} has {parameters} parameters, more than {PARAMETERS}"));
+        }
+        // The lines of the braces are not its own.
+        let lines = body.map_or(0, |body| lines(body).saturating_sub(2));
+        if lines > BODY_LINES {
+            self.found.push(format!("{line}: {name} has {lines} lines, more than {BODY_LINES}"));
+        }
+    }
+}
+
+/// Lines that a piece of source is on.
+fn lines(of: &impl Spanned) -> usize {
+    let span = of.span();
+    span.end().line - span.start().line + 1
+}
+
+impl<'ast> visit::Visit<'ast> for Visitor {
+    fn visit_item(&mut self, item: &'ast Item) {
+        match item {
+            _ if of_tests(item_attributes(item)) => self.test_lines += lines(item),
+            Item::Fn(function) => {
+                self.function(&function.sig, Some(&function.block));
+                visit::visit_item(self, item);
+            }
+            _ => visit::visit_item(self, item),
+        }
+    }
+
+    fn visit_impl_item(&mut self, item: &'ast ImplItem) {
+        match item {
+            _ if of_tests(impl_attributes(item)) => self.test_lines += lines(item),
+            ImplItem::Fn(function) => {
+                self.function(&function.sig, Some(&function.block));
+                visit::visit_impl_item(self, item);
+            }
+            _ => visit::visit_impl_item(self, item),
+        }
+    }
+
+    fn visit_trait_item(&mut self, item: &'ast TraitItem) {
+        match item {
+            _ if of_tests(trait_attributes(item)) => self.test_lines += lines(item),
+            TraitItem::Fn(function) => {
+                self.function(&function.sig, function.default.as_ref());
+                visit::visit_trait_item(self, item);
+            }
+            _ => visit::visit_trait_item(self, item),
+        }
+    }
+}
+
+/// What is too large in a text of Rust, each with its line.
+fn faults(text: &str) -> Result<Vec<String>, syn::Error> {
+    let mut visitor = Visitor::default();
+    visit::Visit::visit_file(&mut visitor, &syn::parse_file(text)?);
+    let own = text.lines().count() - visitor.test_lines;
+    if own > FILE_LINES {
+        visitor.found.push(format!("{FILE_LINES}: the file has {own} lines of product code, more than {FILE_LINES}"));
+    }
+    Ok(visitor.found)
+}
+
+#[test]
+fn files_functions_and_parameter_lists_are_short() {
+    let mut found = Vec::new();
+    for source in SOURCES {
+        let mut files: Vec<_> = modules(source).into_iter().map(|module| module.file).collect();
+        files.sort();
+        files.dedup();
+        for file in files {
+            let shown = file.strip_prefix(root()).expect("below the root").display();
+            let faults = faults(&read(&file)).unwrap_or_else(|error| panic!("{shown}: {error}"));
+            found.extend(faults.into_iter().map(|fault| format!("{shown}:{fault}")));
+        }
+    }
+    assert!(found.is_empty(), "split by concern:\n{}", found.join("\n"));
+}
+
+#[test]
+fn kernel_headers_are_short() {
+    let mut found = Vec::new();
+    headers(&root().join("templates"), &mut found);
+    headers(&root().join("unweight-rivals/kernels"), &mut found);
+    assert!(found.is_empty(), "split by concern:\n{}", found.join("\n"));
+}
+
+fn headers(folder: &Path, found: &mut Vec<String>) {
+    for entry in fs::read_dir(folder).expect("a folder of headers") {
+        let path = entry.expect("an entry").path();
+        if path.is_dir() {
+            headers(&path, found);
+        } else if path.extension().is_some_and(|extension| extension == "cuh") {
+            let lines = read(&path).lines().count();
+            if lines > FILE_LINES {
+                found.push(format!("{}: {lines} lines, more than {FILE_LINES}", path.display()));
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_too_large_is_found() {
+    let body = |lines: usize| format!("{{\n{}}}", "f();\n".repeat(lines));
+    let found = |text: &str| faults(text).expect("Rust");
+    assert_eq!(found(&format!("fn f() {}", body(BODY_LINES))), [""; 0]);
+    let long = format!("1: f has {} lines, more than {BODY_LINES}", BODY_LINES + 1);
+    assert_eq!(found(&format!("fn f() {}", body(BODY_LINES + 1))), [long.as_str()]);
+    for method in ["impl S { fn f(&self)", "trait T { fn f(&self)", "mod m { fn f()"] {
+        assert_eq!(found(&format!("{method} {} }}", body(BODY_LINES + 1))), [long.as_str()], "{method}");
+    }
+    assert_eq!(found("impl S { fn f(self, a: A, b: A, c: A, d: A, e: A, f: A) {} }"), [""; 0]);
+    let many = format!("1: f has 8 parameters, more than {PARAMETERS}");
+    assert_eq!(found("impl S { fn f(self, a: A, b: A, c: A, d: A, e: A, f: A, g: A) {} }"), [many]);
+    let structs = "struct A;\n".repeat(FILE_LINES);
+    assert_eq!(found(&structs), [""; 0]);
+    assert_eq!(found(&format!("{structs}struct B;\n")).len(), 1);
+    let tests = format!("{structs}#[cfg(test)]\nmod tests {{\nfn f() {}\n}}\n", body(2 * BODY_LINES));
+    assert_eq!(found(&tests), [""; 0], "tests may be long");
+}

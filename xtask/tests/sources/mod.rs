@@ -1,0 +1,125 @@
+//! Product code of a crate as syntax: the modules that its root files declare, without what tests alone see.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use syn::{Attribute, ImplItem, Item, Meta, TraitItem};
+
+/// The workspace.
+pub fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace")
+}
+
+pub fn read(path: &Path) -> String {
+    fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// A module: of a file, or of braces in one.
+pub struct Module {
+    /// Names from the crate's root down to it; none of the root itself.
+    pub path: Vec<String>,
+    pub file: PathBuf,
+    /// Everything in it but modules and what tests alone see.
+    pub items: Vec<Item>,
+}
+
+/// All modules below a folder of sources: of its library, of its program, or of both.
+pub fn modules(folder: &str) -> Vec<Module> {
+    let source = root().join(folder);
+    let mut found = Vec::new();
+    for file in ["lib.rs", "main.rs"].map(|name| source.join(name)) {
+        if file.is_file() {
+            file_modules(&file, &source, Vec::new(), &mut found);
+        }
+    }
+    assert!(!found.is_empty(), "{folder} has neither lib.rs nor main.rs");
+    found
+}
+
+/// The modules of one text, as if it were the root of a crate.
+pub fn modules_of(text: &str) -> Vec<Module> {
+    let (file, mut found) = (Path::new("planted.rs"), Vec::new());
+    let items = syn::parse_file(text).expect("Rust").items;
+    item_modules(items, file, Path::new(""), Vec::new(), &mut found);
+    found
+}
+
+fn file_modules(file: &Path, folder: &Path, path: Vec<String>, found: &mut Vec<Module>) {
+    let parsed = syn::parse_file(&read(file)).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+    item_modules(parsed.items, file, folder, path, found);
+}
+
+/// `folder` is where the modules that the items declare are.
+fn item_modules(items: Vec<Item>, file: &Path, folder: &Path, path: Vec<String>, found: &mut Vec<Module>) {
+    let mut own = Vec::new();
+    for item in items.into_iter().filter(|item| !of_tests(item_attributes(item))) {
+        let Item::Mod(module) = item else {
+            own.push(item);
+            continue;
+        };
+        let name = module.ident.to_string();
+        let (inner, deeper) = ([path.as_slice(), std::slice::from_ref(&name)].concat(), folder.join(&name));
+        match module.content {
+            Some((_, items)) => item_modules(items, file, &deeper, inner, found),
+            None => {
+                let flat = folder.join(format!("{name}.rs"));
+                let file = if flat.is_file() { flat } else { deeper.join("mod.rs") };
+                file_modules(&file, &deeper, inner, found);
+            }
+        }
+    }
+    found.push(Module { path, file: file.to_owned(), items: own });
+}
+
+/// Whether tests alone compile what has these attributes.
+pub fn of_tests(attributes: &[Attribute]) -> bool {
+    attributes.iter().any(|attribute| {
+        let Meta::List(list) = &attribute.meta else { return attribute.path().is_ident("test") };
+        let condition = list.tokens.to_string();
+        let words: Vec<&str> = condition.split(|c: char| !c.is_ascii_alphanumeric()).collect();
+        attribute.path().is_ident("cfg")
+            && (condition == "test" || words[0] == "all" && words.contains(&"test") && !words.contains(&"not"))
+    })
+}
+
+pub fn item_attributes(item: &Item) -> &[Attribute] {
+    match item {
+        Item::Const(item) => &item.attrs,
+        Item::Enum(item) => &item.attrs,
+        Item::ExternCrate(item) => &item.attrs,
+        Item::Fn(item) => &item.attrs,
+        Item::ForeignMod(item) => &item.attrs,
+        Item::Impl(item) => &item.attrs,
+        Item::Macro(item) => &item.attrs,
+        Item::Mod(item) => &item.attrs,
+        Item::Static(item) => &item.attrs,
+        Item::Struct(item) => &item.attrs,
+        Item::Trait(item) => &item.attrs,
+        Item::Type(item) => &item.attrs,
+        Item::Union(item) => &item.attrs,
+        Item::Use(item) => &item.attrs,
+        _ => &[],
+    }
+}
+
+pub fn impl_attributes(item: &ImplItem) -> &[Attribute] {
+    match item {
+        ImplItem::Const(item) => &item.attrs,
+        ImplItem::Fn(item) => &item.attrs,
+        ImplItem::Type(item) => &item.attrs,
+        ImplItem::Macro(item) => &item.attrs,
+        _ => &[],
+    }
+}
+
+pub fn trait_attributes(item: &TraitItem) -> &[Attribute] {
+    match item {
+        TraitItem::Const(item) => &item.attrs,
+        TraitItem::Fn(item) => &item.attrs,
+        TraitItem::Type(item) => &item.attrs,
+        TraitItem::Macro(item) => &item.attrs,
+        _ => &[],
+    }
+}
