@@ -9,8 +9,8 @@ use bytemuck::{Pod, Zeroable};
 pub use crate::family::{
     attention::AttentionArgs, decode_compact::DecodeCompactArgs, decode_huffman::DecodeHuffmanArgs, embed::EmbedArgs,
     encode_compact::EncodeCompactArgs, encode_huffman::EncodeHuffmanArgs, gemm_compact::GemmCompactArgs,
-    gemm_grouped::GemmGroupedArgs, gemm_mma::GemmPackedArgs, gemm_recon::GemmReconArgs, norm::NormArgs,
-    repack::RepackArgs, rope::RopeArgs, route::RouteArgs, sample::SampleArgs, sample::SampleRow, silu_mul::SiluMulArgs,
+    gemm_grouped::GemmGroupedArgs, gemm_mma::GemmPackedArgs, gemm_recon::GemmReconArgs, norm::NormArgs, pack::PackArgs,
+    rope::RopeArgs, route::RouteArgs, sample::SampleArgs, sample::SampleRow, silu_mul::SiluMulArgs,
 };
 
 /// A `CUtensorMap`: opaque, 128 bytes, 64-byte aligned.

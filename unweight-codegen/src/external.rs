@@ -131,7 +131,7 @@ mod tests {
         }
         let names: Vec<_> = source.headers.iter().map(|(name, _)| *name).collect();
         assert!(names.contains(&"other/copy.cuh") && names.contains(&"unweight/ptx/core.cuh"), "{names:?}");
-        assert!(kernel.takes::<CopyArgs>() && !kernel.takes::<crate::abi::RepackArgs>());
+        assert!(kernel.takes::<CopyArgs>() && !kernel.takes::<crate::abi::PackArgs>());
     }
 
     #[test]

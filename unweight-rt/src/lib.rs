@@ -88,6 +88,6 @@ pub mod interop {
     #[doc(inline)]
     pub use crate::{
         layer::interop::{Interop, PackedAt, Scratch},
-        ops::repack::PackError,
+        ops::pack::PackError,
     };
 }

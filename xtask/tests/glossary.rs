@@ -6,7 +6,7 @@ use std::{
 };
 
 /// Identifiers that the glossary retired, and where they still mean something else.
-const RETIRED: [(&str, &[&str]); 24] = [
+const RETIRED: [(&str, &[&str]); 27] = [
     ("FormId", &[]),
     ("FORMS", &[]),
     ("DynForm", &[]),
@@ -30,6 +30,9 @@ const RETIRED: [(&str, &[&str]); 24] = [
     ("DecodeSpec", &[]),
     ("CompressSpec", &[]),
     ("TranscodeSpec", &[]),
+    ("RepackSpec", &[]),
+    ("RepackStage", &[]),
+    ("RepackArgs", &[]),
     ("load_matrix_x4", &[]),
     ("bulk_load", &[]),
 ];

@@ -285,8 +285,10 @@ families! {
     decode_huffman: DecodeHuffman(DecodeHuffmanSpec),
     /// BF16 to a Huffman or palette tensor (report section 4).
     encode_huffman: EncodeHuffman(EncodeHuffmanSpec),
-    /// BF16 to a packed tensor and back.
-    repack: Repack(RepackSpec),
+    /// BF16 to a packed tensor.
+    pack: Pack(PackSpec),
+    /// A packed tensor to BF16.
+    unpack: Unpack(UnpackSpec),
     /// BF16 to a compact tensor.
     encode_compact: EncodeCompact(EncodeCompactSpec),
     /// A compact tensor to BF16 or a packed tensor.

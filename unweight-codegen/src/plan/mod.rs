@@ -335,7 +335,7 @@ mod tests {
         let needs = |name: &str| plan_of(name).workspace(problem, 132);
         assert_eq!(needs("uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_store"), WorkspacePlan::default());
         assert_eq!(needs("uw_sm90a_gemm_wgmma_b128_g2p6_esc_store"), WorkspacePlan::default());
-        assert_eq!(needs("uw_sm90a_repack_pack"), WorkspacePlan::default());
+        assert_eq!(needs("uw_sm90a_pack_tiles"), WorkspacePlan::default());
         // Every operand as the 16 bits that it is.
         let operands = WorkspacePlan { bytes: 4096 * 1024 * 2, counters: 0 };
         assert_eq!(needs("uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_store_dump"), operands);

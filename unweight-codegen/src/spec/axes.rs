@@ -88,6 +88,16 @@ pub(crate) const AXES_MAX: usize = 12;
 /// The values of a variant, in the order of its family's axes; 0 where an axis does not exist, and behind the last.
 pub(crate) type Raw = [u32; AXES_MAX];
 
+/// The values of all axes of a family, in their order.
+pub(crate) const fn raw_of(values: &[u32]) -> Raw {
+    let (mut raw, mut i) = ([0; AXES_MAX], 0);
+    while i < values.len() {
+        raw[i] = values[i];
+        i += 1;
+    }
+    raw
+}
+
 impl Axis {
     /// A switch. An axis needs its mark.
     pub(crate) const fn flag(key: &'static str) -> Self {
@@ -269,12 +279,12 @@ macro_rules! axes {
     (
         $(#[$doc:meta])*
         pub struct $name:ident {
-            $($(#[$field_doc:meta])* $field:ident: $kind:tt $mark:literal $(= $default:tt $($unnamed:ident)?)?),+ $(,)?
+            $($(#[$field_doc:meta])* $field:ident: $kind:tt $mark:literal $(= $default:tt $($unnamed:ident)?)?),* $(,)?
         }
     ) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-        pub struct $name { $($(#[$field_doc])* pub $field: axes!(@type $kind)),+ }
+        pub struct $name { $($(#[$field_doc])* pub $field: axes!(@type $kind)),* }
 
         impl $name {
             pub(crate) const AXES: &'static [$crate::spec::Axis] = &[$($crate::spec::Axis {
@@ -282,20 +292,15 @@ macro_rules! axes {
                 field: stringify!($field),
                 $(default: Some(axes!(@default $kind $default)), $(unnamed: axes!(@$unnamed $kind $default),)?)?
                 ..axes!(@axis $kind $field)
-            }),+];
+            }),*];
 
             pub(crate) const fn values(&self) -> $crate::spec::Raw {
-                let (mut raw, mut i) = ([0; $crate::spec::AXES_MAX], 0);
-                $(raw[i] = axes!(@raw $kind (self.$field)); i += 1;)+
-                assert!(i == Self::AXES.len());
-                raw
+                $crate::spec::raw_of(&[$(axes!(@raw $kind (self.$field))),*])
             }
 
             pub(crate) const fn of(raw: &$crate::spec::Raw) -> Self {
-                let mut i = 0;
-                $(let $field = axes!(@of $kind (raw[i])); i += 1;)+
-                assert!(i == Self::AXES.len());
-                Self { $($field),+ }
+                let [$($field,)* ..] = *raw;
+                Self { $($field: axes!(@of $kind ($field))),* }
             }
         }
     };

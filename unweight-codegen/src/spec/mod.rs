@@ -10,8 +10,8 @@ pub mod pairs;
 
 pub use crate::family::{
     AttentionSpec, DecodeCompactSpec, DecodeHuffmanSpec, EmbedSpec, EncodeCompactSpec, EncodeHuffmanSpec, Family,
-    GemmCompactSpec, GemmGroupedSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, NormSpec, Op, RepackSpec, RopeSpec,
-    RouteSpec, SampleSpec, SiluMulSpec,
+    GemmCompactSpec, GemmGroupedSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, NormSpec, Op, PackSpec, RopeSpec,
+    RouteSpec, SampleSpec, SiluMulSpec, UnpackSpec,
     attention::{AttentionStages, AttentionStep, AttentionWarps, HeadDim},
     decode_compact::DecodeCompactStage,
     decode_huffman::{CodeLimit, DecodeElement, DecodeOutput, DecodeWarps},
@@ -23,12 +23,12 @@ pub use crate::family::{
     gemm_recon::{NTiles, Splits, Stages, VerbatimRows, WeightSource},
     gemm_wgmma::{Warpgroups, WideBatchTile, WideStages},
     norm::NormThreads,
-    repack::RepackStage,
+    pack::PackStage,
     rope::RopeHeadDim,
     route::RouteStage,
     silu_mul::SiluMulThreads,
 };
-pub(crate) use axes::{AXES_MAX, Raw, axes, range_axis, set_axis, word_axis};
+pub(crate) use axes::{AXES_MAX, Raw, axes, range_axis, raw_of, set_axis, word_axis};
 pub use axes::{Arch, Axis, AxisError, ClusterSize, Epilogue, Only, SmemCopy, Values};
 pub use name::ParseNameError;
 

@@ -30,7 +30,7 @@ use crate::{
     ops::{
         decode_compact::Transcoder,
         encode_compact::{CompressError, Compressor},
-        repack::{PackError, Packer},
+        pack::{PackError, Packer},
     },
     weight::{DeviceCompact, DeviceMatrix, DevicePacked},
 };
