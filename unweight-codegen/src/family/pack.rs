@@ -1,10 +1,11 @@
 //! BF16 to a packed tensor (docs/format.md A.9): `templates/include/unweight/kernels/pack.cuh`.
 
-use super::{Edge, Entry, Family, Instructions};
+use super::{Edge, Family, VariantSpec, entry::Entry};
 use crate::{
-    abi::args,
-    plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
-    spec::{Arch, VariantSpec, axes, word_axis},
+    args::args,
+    axes::{Arch, axes, word_axis},
+    block::{BlockPlan, Constraint, LaunchGrid, LaunchPlan, RolePlan, SmemPlan, Work},
+    limits::Instructions,
 };
 use unweight_format::EncodingId;
 
@@ -76,7 +77,7 @@ impl PackSpec {
         Instructions::NONE
     }
 
-    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+    pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
         let op = self;
         let work = Work::WeightTiles;
         let none = SmemPlan::new();
@@ -85,13 +86,12 @@ impl PackSpec {
             // Per warp its own words and those of the groups before.
             PackStage::Lists => (none.section("sums", WARPS, 8, 8), LIST_TILES_PER_BLOCK),
         };
-        Ok(Plan {
-            spec: *spec,
+        Ok(BlockPlan {
             smem,
             pipeline: None,
             roles: RolePlan::one("convert", WARPS),
             launch: LaunchPlan::ordinary(
-                WARPS * spec.arch.limits().warp_threads,
+                WARPS * arch.limits().warp_threads,
                 BLOCKS_PER_SM,
                 LaunchGrid::Covering { work, per_block },
             ),
@@ -101,10 +101,10 @@ impl PackSpec {
 
 impl Family for PackSpec {
     type Args = PackArgs;
-    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const AXES: &'static [crate::axes::Axis] = Self::AXES;
     const EDGES: &'static [Edge] = &[Edge { from: EncodingId::RAW, to: EncodingId::PACKED }];
 
-    fn summary(&self, _: &Plan) -> String {
+    fn summary(&self, _: &BlockPlan) -> String {
         let summary = match self.stage {
             PackStage::Tiles => "bf16 [n, k] -> packed tiles, escape heads and sizes of the lists.",
             PackStage::Lists => "bf16 [n, k] and sizes of the lists -> lists of escapes and their places.",
@@ -112,7 +112,7 @@ impl Family for PackSpec {
         summary.to_owned()
     }
 
-    fn entry(&self, _: &Plan) -> Entry {
+    fn entry(&self, _: &BlockPlan) -> Entry {
         Entry::new().packed_layout()
     }
 

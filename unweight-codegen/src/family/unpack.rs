@@ -1,9 +1,10 @@
 //! A packed tensor to BF16 (docs/format.md A.9): `templates/include/unweight/kernels/unpack.cuh`.
 
-use super::{Edge, Entry, Family, Instructions, pack::PackArgs};
+use super::{Edge, Family, VariantSpec, entry::Entry, pack::PackArgs};
 use crate::{
-    plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
-    spec::{Arch, VariantSpec, axes},
+    axes::{Arch, axes},
+    block::{BlockPlan, Constraint, LaunchGrid, LaunchPlan, RolePlan, SmemPlan, Work},
+    limits::Instructions,
 };
 use unweight_format::EncodingId;
 
@@ -29,14 +30,13 @@ impl UnpackSpec {
         Instructions::NONE
     }
 
-    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
-        Ok(Plan {
-            spec: *spec,
+    pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
+        Ok(BlockPlan {
             smem: SmemPlan::new(),
             pipeline: None,
             roles: RolePlan::one("convert", WARPS),
             launch: LaunchPlan::ordinary(
-                WARPS * spec.arch.limits().warp_threads,
+                WARPS * arch.limits().warp_threads,
                 BLOCKS_PER_SM,
                 LaunchGrid::Covering { work: Work::WeightTiles, per_block: TILES_PER_BLOCK },
             ),
@@ -46,14 +46,14 @@ impl UnpackSpec {
 
 impl Family for UnpackSpec {
     type Args = PackArgs;
-    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const AXES: &'static [crate::axes::Axis] = Self::AXES;
     const EDGES: &'static [Edge] = &[Edge { from: EncodingId::PACKED, to: EncodingId::RAW }];
 
-    fn summary(&self, _: &Plan) -> String {
+    fn summary(&self, _: &BlockPlan) -> String {
         "Packed tiles and escapes -> bf16 [n, k], row-major.".to_owned()
     }
 
-    fn entry(&self, _: &Plan) -> Entry {
+    fn entry(&self, _: &BlockPlan) -> Entry {
         Entry::new().packed_layout()
     }
 

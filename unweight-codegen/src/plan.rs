@@ -3,41 +3,13 @@
 //! Pure `const fn`s of a spec. Each kernel header states the same numbers, and the rendered source holds one against
 //! the other with `static_assert`, so neither can drift. Whether a variant can exist is decided here and nowhere else.
 
-mod grid;
-mod roles;
-mod smem;
+pub use crate::block::{
+    Constraint, GemmShape, LaunchGrid, LaunchPlan, PipelinePlan, Role, RolePlan, SmemPlan, SmemSection, Work,
+    WorkspacePlan,
+};
 
-pub use grid::{GemmShape, LaunchGrid, Work};
-pub use roles::{PipelinePlan, Role, RolePlan};
-pub use smem::{SmemPlan, SmemSection};
-
-use crate::{family::Instruction, spec::VariantSpec, text::Message};
+use crate::{block::BlockPlan, family::VariantSpec, text::Message};
 use std::fmt;
-
-/// Of the values of an axis below the spec's own, the largest that fits, all else being equal. A macro, because a const
-/// fn takes no closure.
-macro_rules! most_fitting {
-    ($fits:ident($spec:ident, $op:ident), $op_type:ident { $field:ident: $axis:ident }) => {{
-        let mut value = $op.$field.get();
-        loop {
-            match $axis::new(value - 1) {
-                Ok(less) if $fits($spec, &$op_type { $field: less, ..*$op }) => break Some(less.get()),
-                Ok(_) => value -= 1,
-                Err(_) => break None,
-            }
-        }
-    }};
-}
-
-pub(crate) use most_fitting;
-
-/// A value with the axis that it is of, as messages call it.
-pub(crate) const fn named(axis: &'static str, value: Option<u32>) -> Option<(&'static str, u32)> {
-    match value {
-        Some(value) => Some((axis, value)),
-        None => None,
-    }
-}
 
 /// Everything that launching and reviewing a variant needs. Its `Display` is for people.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,99 +26,14 @@ pub struct Plan {
     pub launch: LaunchPlan,
 }
 
-/// Block and grid.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LaunchPlan {
-    /// Threads of a block (x only).
-    pub threads: u32,
-    /// Blocks that must fit one SM: the second number of `__launch_bounds__`.
-    pub blocks_per_sm: u32,
-    /// How many blocks.
-    pub grid: LaunchGrid,
-    /// Blocks of a cluster, along x; 1 for none.
-    pub cluster: u32,
-    /// Programmatic dependent launch: the kernel starts while the stream's previous one still runs, and waits for it
-    /// itself.
-    pub pdl: bool,
-    /// Blocks may wait for other blocks of their grid: all must be resident at once ([`LaunchPlan::blocks_wait`]).
-    pub co_resident: bool,
-}
-
-impl LaunchPlan {
-    /// Without clusters, behind whatever the stream did before.
-    pub(crate) const fn ordinary(threads: u32, blocks_per_sm: u32, grid: LaunchGrid) -> Self {
-        Self { threads, blocks_per_sm, grid, cluster: 1, pdl: false, co_resident: false }
-    }
-
-    /// Whether, in a grid of `blocks`, some wait for others. A grid of a single work unit shares no tile of Y, so
-    /// none waits.
-    pub fn blocks_wait(&self, problem: GemmShape, blocks: u32) -> bool {
-        self.co_resident && self.grid.work_units(problem, blocks) > 1
-    }
-}
-
-/// Device memory that a launch needs beside its operands.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct WorkspacePlan {
-    /// Bytes behind `workspace`.
-    pub bytes: u64,
-    /// u32 behind `counters`, zero before the first launch; each launch leaves them zero.
-    pub counters: u64,
-}
-
-impl WorkspacePlan {
-    /// What a dump writes: the A operands of all of W, bf16, whichever block decodes them.
-    pub(crate) const fn operands(problem: GemmShape) -> Self {
-        Self { bytes: Work::WeightTiles.units(problem) * 64 * 64 * 2, counters: 0 }
-    }
-}
-
 /// Why a variant cannot exist.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Infeasible {
-    /// The sections of shared memory are more than a block may have.
-    SharedMemory {
-        /// The variant.
-        spec: VariantSpec,
-        /// What does not depend on the number of stages.
-        fixed_bytes: u32,
-        /// Stages asked for; 1 for kernels without a ring.
-        stages: u32,
-        /// What each stage costs.
-        stage_bytes: u32,
-        /// The limit of the architecture.
-        limit_bytes: u32,
-        /// The most stages that would fit, all else being equal.
-        fitting_stages: Option<u32>,
-        /// Another axis, and its largest value that would fit, all else being equal.
-        fitting_other: Option<(&'static str, u32)>,
-    },
-    /// The fp32 sums of a warp are left in its ring to be added up, and are more than the ring.
-    SumsExceedRing {
-        /// The variant.
-        spec: VariantSpec,
-        /// The sums of one warp.
-        sum_bytes: u32,
-        /// The ring of one warp.
-        ring_bytes: u32,
-        /// Stages with which the ring would hold them.
-        fitting_stages: u32,
-    },
-    /// The architecture lacks an instruction that the kernel is made of.
-    Instruction {
-        /// The variant.
-        spec: VariantSpec,
-        /// What it lacks.
-        instruction: Instruction,
-    },
-    /// Two axes that exclude each other.
-    Conflict {
-        /// The variant.
-        spec: VariantSpec,
-        /// Which, why, and what to do.
-        what: &'static str,
-    },
+pub struct Infeasible {
+    /// The variant.
+    pub spec: VariantSpec,
+    /// What it violates.
+    pub constraint: Constraint,
 }
 
 impl Infeasible {
@@ -155,52 +42,10 @@ impl Infeasible {
         "kernel-variant-infeasible"
     }
 
-    /// `epilogue = silu_mul` for a family that does not have it.
-    pub(crate) const fn without_silu_mul(spec: &VariantSpec) -> Self {
-        Self::Conflict {
-            spec: *spec,
-            what: "epilogue = silu_mul is of ops gemm_mma, gemm_wgmma, gemm_compact and gemm_grouped alone; take store",
-        }
-    }
-
     /// The message of [`fmt::Display`], also in const context.
     pub const fn message(&self) -> Message {
-        match *self {
-            Self::SharedMemory {
-                spec,
-                fixed_bytes,
-                stages,
-                stage_bytes,
-                limit_bytes,
-                fitting_stages,
-                fitting_other,
-            } => {
-                let text = Message::new().str("variant ").str(spec.name().as_str()).str(": shared memory ");
-                let text = text.num(fixed_bytes + stages * stage_bytes).str(" B = ").num(fixed_bytes).str(" + ");
-                let text = text.num(stages).str(" stages x ").num(stage_bytes).str(" exceeds the ");
-                let text = text.str(spec.arch.compiler_name()).str(" limit of ").num(limit_bytes).str(" B");
-                let text = match fitting_stages {
-                    Some(stages) => text.str("; try stages <= ").num(stages),
-                    None => text.str("; no number of stages fits"),
-                };
-                match fitting_other {
-                    Some((axis, value)) => text.str(" or ").str(axis).str(" <= ").num(value),
-                    None => text,
-                }
-            }
-            Self::SumsExceedRing { spec, sum_bytes, ring_bytes, fitting_stages } => {
-                let text = Message::new().str("variant ").str(spec.name().as_str()).str(": the sums of a warp, ");
-                let text = text.num(sum_bytes).str(" B, exceed its ring of ").num(ring_bytes).str(" B");
-                text.str("; try stages >= ").num(fitting_stages).str(" or persistent = true")
-            }
-            Self::Instruction { spec, instruction } => {
-                let text = Message::new().str("variant ").str(spec.name().as_str()).str(": ");
-                text.str(spec.arch.compiler_name()).str(" ").str(instruction.lack())
-            }
-            Self::Conflict { spec, what } => {
-                Message::new().str("variant ").str(spec.name().as_str()).str(": ").str(what)
-            }
-        }
+        let text = Message::new().str("variant ").str(self.spec.name().as_str()).str(": ");
+        self.constraint.message(text, self.spec.arch)
     }
 }
 
@@ -223,33 +68,21 @@ impl Plan {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub const fn new(spec: &VariantSpec) -> Result<Self, Infeasible> {
-        match spec.op.instructions().missing_from(spec.arch.limits().instructions) {
-            Some(instruction) => Err(Infeasible::Instruction { spec: *spec, instruction }),
-            None => match spec.op.plan(spec) {
-                Ok(plan) => Ok(plan.on_its_sm()),
-                refused => refused,
-            },
+        match spec.block() {
+            Ok(BlockPlan { smem, pipeline, roles, launch }) => Ok(Self { spec: *spec, smem, pipeline, roles, launch }),
+            Err(constraint) => Err(Infeasible { spec: *spec, constraint }),
         }
     }
 
-    /// With as many blocks per SM as there is room for: families state what suits Hopper's.
-    const fn on_its_sm(mut self) -> Self {
-        let most = self.spec.arch.limits().blocks_by_smem_and_threads(self.launch.threads, self.smem.bytes());
-        if self.launch.blocks_per_sm > most {
-            self.launch.blocks_per_sm = most;
-        }
-        if let LaunchGrid::Persistent { blocks_per_sm, .. } = &mut self.launch.grid
-            && *blocks_per_sm > most
-        {
-            *blocks_per_sm = most;
-        }
-        self
+    /// As the family planned it.
+    pub(crate) const fn block(&self) -> BlockPlan {
+        BlockPlan { smem: self.smem, pipeline: self.pipeline, roles: self.roles, launch: self.launch }
     }
 
     /// The workspace of a launch for this problem on a device with `sms` multiprocessors: for partial sums, or for the
     /// operands that a dump writes.
     pub fn workspace(&self, problem: GemmShape, sms: u32) -> WorkspacePlan {
-        self.spec.op.workspace(self, problem, sms)
+        self.spec.op.workspace(&self.block(), problem, sms)
     }
 }
 

@@ -26,9 +26,9 @@
 //! Behind the family's name stand its axes in their order, each with its mark. `parse(name(x)) == x` for every spec,
 //! and a text that parses is the name of what it parses to: `l07` is not a name.
 
-use super::{Arch, Axis, Raw, Values, VariantSpec, axes::AXES_MAX};
+use super::{FAMILIES, FamilyInfo, Op, VariantSpec};
 use crate::{
-    family::{FAMILIES, FamilyInfo, Op},
+    axes::{AXES_MAX, Arch, Axis, Raw, Values},
     text::{Name, one_of},
 };
 use std::{fmt, str::FromStr};
