@@ -28,7 +28,6 @@ pub mod launcher;
 mod layer;
 mod ops;
 pub mod raw;
-mod remedy;
 mod weight;
 
 #[doc(inline)]
@@ -47,6 +46,7 @@ pub use exec::ExecContext;
 #[doc(inline)]
 pub use jit::{
     error::{Error, MissingKernel, NotCompiled},
+    remedy::Remedy,
     toolchain::Library,
 };
 #[doc(inline)]
@@ -59,8 +59,6 @@ pub use layer::{
     loader::Loader,
     options::{LoadOptions, Merge},
 };
-#[doc(inline)]
-pub use remedy::Remedy;
 #[doc(inline)]
 pub use weight::{DeviceMatrix, DevicePacked};
 
