@@ -18,6 +18,7 @@ use unweight::{
             choose::route::SlotPlan,
             jit::{
                 cache::Store,
+                process,
                 toolchain::{self, OldNvrtc, Version},
             },
         },
@@ -274,7 +275,7 @@ fn library(which: Library, found: std::result::Result<toolchain::Found, toolchai
 
 fn devices() -> Vec<DeviceReport> {
     // Without a driver there is nothing to say that the library's line has not said.
-    if toolchain::require(Library::Driver).is_err() {
+    if process::require(Library::Driver).is_err() {
         return Vec::new();
     }
     match Device::count() {

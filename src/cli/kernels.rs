@@ -420,7 +420,7 @@ fn of_bundle(
 }
 
 fn render(specs: &[VariantSpec]) -> Result<Vec<CompileRequest>> {
-    Ok(specs.iter().map(CompileRequest::render).collect::<std::result::Result<Vec<_>, _>>()?)
+    specs.iter().map(CompileRequest::render).collect::<std::result::Result<Vec<_>, _>>().map_err(Failure::other)
 }
 
 /// Says which kernel is ready.
@@ -577,7 +577,7 @@ fn check(names: &Names, output: Output) -> Result<()> {
     compiler.identity()?;
     let mut kernels = Vec::new();
     for spec in names.specs(output)? {
-        let request = CompileRequest::render(&spec)?;
+        let request = CompileRequest::render(&spec).map_err(Failure::other)?;
         let compiled = compiler.compile(&request)?;
         let info = cubin::read(&compiled.cubin).map_err(Failure::other)?;
         let kernel = info.kernel(&request.name).map_err(Failure::other)?;

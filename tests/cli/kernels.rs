@@ -141,8 +141,8 @@ fn compile_bundle_compiles_what_loading_needs() {
     // The packer's, and for merged gates and ups, and for what has no escapes, matmuls of batches up to 8; nothing for
     // larger ones. And what a model runs beside its linears.
     for part in [
-        "repack_pack",
-        "repack_unpack",
+        "_pack_tiles",
+        "_unpack",
         "encode_huffman_stats",
         "_silu_mul",
         "_store_add",

@@ -9,7 +9,7 @@ use unweight_rt::{
     DeviceMatrix, Stream,
     raw::ops::{
         encode_compact::{CompressError, Compressor},
-        repack::Packer,
+        pack::Packer,
     },
 };
 

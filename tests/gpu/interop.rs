@@ -25,7 +25,7 @@ use unweight_rt::{
             candidates::PackedUse,
             table::{MeasuredRow, MeasuredTable},
         },
-        ops::repack::{PackError, Packer},
+        ops::pack::{PackError, Packer},
     },
 };
 

@@ -19,9 +19,9 @@ mod interop;
 mod jit;
 mod linear;
 mod moe;
+mod pack;
 mod pipelines;
 mod registered;
-mod repack;
 mod rivals;
 mod sample;
 #[cfg(feature = "serve")]

@@ -24,8 +24,8 @@ use unweight_codegen::{
     plan::Plan,
     render,
     spec::{
-        Arch, CodeLimit, DecodeCompactStage, DecodeOutput, EncodeCompactStage, EncodeHuffmanStage, Epilogue,
-        RepackStage, Values, VariantSpec, VerbatimRows, WeightSource, catalog,
+        Arch, CodeLimit, DecodeCompactStage, DecodeOutput, EncodeCompactStage, EncodeHuffmanStage, Epilogue, PackStage,
+        Values, VariantSpec, VerbatimRows, WeightSource, catalog,
     },
 };
 use unweight_rivals::cuda::kernels as external_kernels;
@@ -260,8 +260,10 @@ fn encode_table() -> String {
     )
 }
 
-fn repack_table() -> String {
-    stage_table(RepackStage::ALL.iter().map(|stage| (stage.tag(), VariantSpec::repack(Arch::Sm90a, *stage))))
+/// Both stages of `pack`, and `unpack`.
+fn pack_table() -> String {
+    let stages = PackStage::ALL.iter().map(|stage| (stage.tag(), VariantSpec::pack(Arch::Sm90a, *stage)));
+    stage_table(stages.chain([("unpack", VariantSpec::unpack(Arch::Sm90a))]))
 }
 
 fn transcode_table() -> String {
@@ -362,7 +364,7 @@ fn documentation_lists_the_catalogue() {
         ("gemm_wgmma", gemm_wgmma_table()),
         ("decode", decode_table()),
         ("encode", encode_table()),
-        ("repack", repack_table()),
+        ("pack", pack_table()),
         ("compress", compress_table()),
         ("transcode", transcode_table()),
         ("activations", activations_table()),
@@ -376,6 +378,9 @@ fn documentation_lists_the_catalogue() {
 fn key_table() -> String {
     let mut table = "| op | key | values | default |\n|---|---|---|---|".to_owned();
     for family in FAMILIES {
+        if family.axes.is_empty() {
+            _ = write!(table, "\n| {} | none |  |  |", family.name);
+        }
         for (index, axis) in family.axes.iter().enumerate() {
             let op = if index == 0 { family.name } else { "" };
             let words = |words: &[&str]| words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(", ");

@@ -23,7 +23,7 @@ use unweight_rt::{
             decode_huffman::{Decoder, output_bytes},
             encode_huffman::{EncodeBuffers, GpuEncoder, HUFFMAN_STAGES, PALETTE_STAGES},
             gemm_recon::Matmul,
-            repack::{PackError, Packer},
+            pack::{PackError, Packer},
         },
         weight::{DeviceCompact, DeviceHuffman},
     },

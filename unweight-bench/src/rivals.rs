@@ -40,7 +40,7 @@ use unweight_rt::{
             gemm_compact::CompactGemm,
             gemm_packed::{PackedGemm, context_size},
             gemm_recon::Matmul,
-            repack::Packer,
+            pack::Packer,
         },
         weight::{DeviceCompact, DeviceExponents, DeviceHuffman},
     },

@@ -32,10 +32,10 @@ use std::{
 
 use unweight_codegen::{
     VariantSpec,
-    abi::{DecodeCompactArgs, DecodeHuffmanArgs, RepackArgs},
+    abi::{DecodeCompactArgs, DecodeHuffmanArgs, PackArgs},
     family::Instruction,
     plan::GemmShape,
-    spec::{DecodeCompactStage, DecodeElement, DecodeOutput, Op, RepackStage},
+    spec::{DecodeCompactStage, DecodeElement, DecodeOutput, Op, PackStage},
 };
 use unweight_format::{
     CodeLimit, FloatMatrix, Histogram, Matrix, TileGrid,
@@ -52,7 +52,7 @@ use unweight_rt::{
             decode_compact,
             encode_compact::{CompressError, Compressor},
             encode_huffman::GpuEncoder,
-            repack::Packer,
+            pack::Packer,
         },
         weight::DeviceCompact,
     },
@@ -238,8 +238,12 @@ impl Run<'_> {
                     let subject = self.decode(kernel, &weights)?;
                     add(self.subject(subject, compare)?);
                 }
-                Op::Repack(_) => {
-                    let subject = self.repack(kernel, &weights)?;
+                Op::Pack(_) => {
+                    let subject = self.pack(kernel, &weights)?;
+                    add(self.subject(subject, compare)?);
+                }
+                Op::Unpack(_) => {
+                    let subject = self.unpack(kernel, &weights)?;
                     add(self.subject(subject, compare)?);
                 }
                 Op::DecodeCompact(_) => {
@@ -389,74 +393,59 @@ impl Run<'_> {
         })
     }
 
-    /// Each stage over buffers of its own: of `pack` the tiles are looked at, of `lists` the lists, of `unpack` the
-    /// weights.
-    fn repack<'a>(&'a self, kernel: &'a LoadedKernel, weights: &'a Weights) -> Result<Subject<'a>, BenchError> {
-        let Op::Repack(spec) = kernel.spec().op else { unreachable!("the caller has matched the family") };
+    /// Each stage of `pack` over buffers of its own: of `tiles` the tiles are looked at, of `lists` the lists.
+    fn pack<'a>(&'a self, kernel: &'a LoadedKernel, weights: &'a Weights) -> Result<Subject<'a>, BenchError> {
+        let Op::Pack(spec) = kernel.spec().op else { unreachable!("the caller has matched the family") };
         let stream = self.stream;
         let tensor = &weights.with_escapes;
-        let (n, k) = weights.shape;
-        let tiles = (n / 64) as usize * (k / 64) as usize;
+        let tiles = tensor.host.packed().len() / packed::TILE_BYTES;
         let whole = DeviceBuffer::from_host(stream, &weights.bytes)?;
-        // What pack leaves for lists: of a row block with a list the number of its records. Made once, by pack itself.
+        // What tiles leaves for lists: of a row block with a list the number of its records. Made once, by tiles itself.
         let heads = DeviceBuffer::<u32>::zeroed(stream, tiles * 4)?;
         let group_words = DeviceBuffer::<u32>::zeroed(stream, tiles.div_ceil(16))?;
         let inexact = DeviceBuffer::<u64>::zeroed(stream, 1)?;
         let scratch = DeviceBuffer::<u8>::zeroed(stream, tiles * packed::TILE_BYTES)?;
-        let args = RepackArgs {
+        let (shape, args) = packed_args(weights);
+        let args = PackArgs {
             weights: whole.address(),
             packed: scratch.address(),
             escape_heads: heads.address(),
-            escapes: tensor.device.escapes().address(),
             group_words: group_words.address(),
             inexact: inexact.address(),
-            escape_words: tensor.device.escapes().len() as u32,
-            base: u32::from(tensor.host.window().base()),
-            n,
-            k,
-            tile_rows: n / 64,
-            tile_cols: k / 64,
+            ..args
         };
-        let shape = GemmShape { m: 0, n, k };
         let (bytes, expected): (usize, Vec<u8>) = match spec.stage {
-            RepackStage::Pack => (tiles * packed::TILE_BYTES, tensor.host.packed().to_vec()),
-            RepackStage::Lists => {
+            PackStage::Tiles => (tiles * packed::TILE_BYTES, tensor.host.packed().to_vec()),
+            PackStage::Lists => {
                 // Compared in pieces of 16 bytes.
                 let mut words = tensor.host.escapes().to_vec();
                 words.resize(words.len().next_multiple_of(16), 0);
                 (words.len(), words)
             }
-            RepackStage::Unpack => (weights.bytes.len(), weights.bytes.clone()),
         };
-        if spec.stage == RepackStage::Lists {
+        if spec.stage == PackStage::Lists {
             let arch = self.kernels.device().info().arch;
-            let pack = self.kernels.get(&VariantSpec::repack(arch, RepackStage::Pack))?;
+            let tiles = self.kernels.get(&VariantSpec::pack(arch, PackStage::Tiles))?;
             // SAFETY: the buffers above have the sizes that the shape asks for.
-            unsafe { pack.launch(stream, shape, &args) }?;
+            unsafe { tiles.launch(stream, shape, &args) }?;
         }
         let counted = heads.duplicate(stream)?;
         let heads = RefCell::new(heads);
         let launch = move |output: u64| {
             let _kept = (&whole, &heads, &group_words, &inexact, &scratch, &counted);
             let args = match spec.stage {
-                RepackStage::Pack => RepackArgs { packed: output, ..args },
-                RepackStage::Lists => RepackArgs { escapes: output, ..args },
-                RepackStage::Unpack => RepackArgs {
-                    weights: output,
-                    packed: tensor.device.packed().address(),
-                    escape_heads: tensor.device.escape_heads().address(),
-                    ..args
-                },
+                PackStage::Tiles => PackArgs { packed: output, ..args },
+                PackStage::Lists => PackArgs { escapes: output, ..args },
             };
-            if spec.stage == RepackStage::Lists {
-                // `lists` turns numbers of records into indices, so it runs once on each set of heads.
+            if spec.stage == PackStage::Lists {
+                // `lists` replaces numbers of records by indices, so it runs once on each set of heads.
                 heads.borrow_mut().copy_from(stream, &counted)?;
             }
             // SAFETY: as above.
             unsafe { kernel.launch(stream, shape, &args) }
         };
         // Behind the last list nothing is written.
-        let before = (spec.stage == RepackStage::Lists)
+        let before = (spec.stage == PackStage::Lists)
             .then(|| DeviceBuffer::zeroed(stream, bytes * RUNS as usize))
             .transpose()?;
         Ok(Subject {
@@ -470,7 +459,29 @@ impl Run<'_> {
         })
     }
 
-    /// Each stage over buffers of its own, as those of `repack`; trained weights with zeros among them.
+    /// The weights that `unpack` writes.
+    fn unpack<'a>(&'a self, kernel: &'a LoadedKernel, weights: &'a Weights) -> Result<Subject<'a>, BenchError> {
+        let (stream, tensor) = (self.stream, &weights.with_escapes.device);
+        let (shape, args) = packed_args(weights);
+        let args =
+            PackArgs { packed: tensor.packed().address(), escape_heads: tensor.escape_heads().address(), ..args };
+        let launch = move |output: u64| {
+            // SAFETY: the tensor has the shape's sections, and the output its weights.
+            unsafe { kernel.launch(stream, shape, &PackArgs { weights: output, ..args }) }
+        };
+        let bytes = weights.bytes.len();
+        Ok(Subject {
+            name: kernel.spec().to_string(),
+            shape,
+            outputs: DeviceBuffer::zeroed(stream, bytes * RUNS as usize)?,
+            bytes,
+            before: None,
+            launch: Box::new(launch),
+            check: Box::new(move |got| differs(got, &weights.bytes)),
+        })
+    }
+
+    /// Each stage over buffers of its own, as those of `pack`; trained weights with zeros among them.
     fn transcode<'a>(&'a self, kernel: &'a LoadedKernel, weights: &'a Weights) -> Result<Subject<'a>, BenchError> {
         let Op::DecodeCompact(spec) = kernel.spec().op else { unreachable!("the caller has matched the family") };
         let stream = self.stream;
@@ -621,6 +632,23 @@ fn take_out_the_fence(request: &mut CompileRequest) {
             *text = text.replace(FENCE, "");
         }
     }
+}
+
+/// The problem of packing or unpacking the weights, and the arguments that both have.
+fn packed_args(weights: &Weights) -> (GemmShape, PackArgs) {
+    let tensor = &weights.with_escapes;
+    let (n, k) = weights.shape;
+    let args = PackArgs {
+        escapes: tensor.device.escapes().address(),
+        escape_words: tensor.device.escapes().len() as u32,
+        base: u32::from(tensor.host.window().base()),
+        n,
+        k,
+        tile_rows: n / 64,
+        tile_cols: k / 64,
+        ..PackArgs::default()
+    };
+    (GemmShape { m: 0, n, k }, args)
 }
 
 #[cfg(test)]

@@ -4,75 +4,13 @@
 //! null. A struct stands in the file of its family; the rendered source asserts `sizeof`, and a test holds every field
 //! against the header.
 
-use bytemuck::{Pod, Zeroable};
-
-pub use crate::family::{
-    attention::AttentionArgs, decode_compact::DecodeCompactArgs, decode_huffman::DecodeHuffmanArgs, embed::EmbedArgs,
-    encode_compact::EncodeCompactArgs, encode_huffman::EncodeHuffmanArgs, gemm_compact::GemmCompactArgs,
-    gemm_grouped::GemmGroupedArgs, gemm_mma::GemmPackedArgs, gemm_recon::GemmReconArgs, norm::NormArgs,
-    repack::RepackArgs, rope::RopeArgs, route::RouteArgs, sample::SampleArgs, sample::SampleRow, silu_mul::SiluMulArgs,
+pub use crate::{
+    args::{ArgsInfo, Field, KernelArgs, TensorMap},
+    family::{
+        attention::AttentionArgs, decode_compact::DecodeCompactArgs, decode_huffman::DecodeHuffmanArgs,
+        embed::EmbedArgs, encode_compact::EncodeCompactArgs, encode_huffman::EncodeHuffmanArgs,
+        gemm_compact::GemmCompactArgs, gemm_grouped::GemmGroupedArgs, gemm_mma::GemmPackedArgs,
+        gemm_recon::GemmReconArgs, norm::NormArgs, pack::PackArgs, rope::RopeArgs, route::RouteArgs,
+        sample::SampleArgs, sample::SampleRow, silu_mul::SiluMulArgs,
+    },
 };
-
-/// A `CUtensorMap`: opaque, 128 bytes, 64-byte aligned.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
-#[repr(C, align(64))]
-pub struct TensorMap(pub [u64; 16]);
-
-/// A struct that kernels take.
-pub trait KernelArgs: Pod {
-    /// Its name on both sides.
-    const NAME: &'static str;
-    /// Its fields, in order.
-    const FIELDS: &'static [Field];
-}
-
-/// A field of an argument struct.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Field {
-    /// Its name on both sides.
-    pub name: &'static str,
-    /// Bytes from the start of the struct.
-    pub offset: usize,
-    /// Its size.
-    pub bytes: usize,
-}
-
-/// An argument struct as data.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ArgsInfo {
-    /// See [`KernelArgs::NAME`].
-    pub name: &'static str,
-    /// Its size.
-    pub bytes: usize,
-    /// See [`KernelArgs::FIELDS`].
-    pub fields: &'static [Field],
-}
-
-impl ArgsInfo {
-    /// Of a struct.
-    pub const fn of<A: KernelArgs>() -> Self {
-        Self { name: A::NAME, bytes: size_of::<A>(), fields: A::FIELDS }
-    }
-}
-
-/// An argument struct with its [`KernelArgs`]. Who uses it depends on `bytemuck` with its derives.
-#[macro_export]
-macro_rules! args {
-    ($(#[$doc:meta])* pub struct $name:ident { $($(#[$field_doc:meta])* pub $field:ident: $type:ty),+ $(,)? }) => {
-        $(#[$doc])*
-        #[derive(Clone, Copy, Debug, Default, PartialEq, bytemuck::Pod, bytemuck::Zeroable)]
-        #[repr(C)]
-        pub struct $name { $($(#[$field_doc])* pub $field: $type),+ }
-
-        impl $crate::abi::KernelArgs for $name {
-            const NAME: &'static str = stringify!($name);
-            const FIELDS: &'static [$crate::abi::Field] = &[$($crate::abi::Field {
-                name: stringify!($field),
-                offset: std::mem::offset_of!($name, $field),
-                bytes: size_of::<$type>(),
-            }),+];
-        }
-    };
-}
-
-pub(crate) use args;

@@ -1,6 +1,6 @@
 //! What can go wrong between a spec and a source.
 
-use crate::{lint::LintError, plan::Infeasible};
+use crate::plan::Infeasible;
 
 /// Why a variant has no source.
 #[derive(Debug, thiserror::Error)]
@@ -32,5 +32,23 @@ impl CodegenError {
             Self::Template { .. } => "kernel-template-failed",
             Self::Lint(_) => "kernel-source-invalid",
         }
+    }
+}
+
+/// A rule of [`lint`](crate::lint) that a rendered source breaks.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{file} line {line}: {what}; fix the template or header in templates/")]
+pub struct LintError {
+    /// The variant or header.
+    pub file: String,
+    /// Counted from 1; 0 for the whole file.
+    pub line: usize,
+    /// The rule, in words.
+    pub what: String,
+}
+
+impl LintError {
+    pub(crate) fn at(file: &str, line: usize, what: String) -> Self {
+        Self { file: file.to_owned(), line, what }
     }
 }

@@ -9,12 +9,9 @@
 use std::fmt;
 
 use crate::{
-    abi::{ArgsInfo, KernelArgs},
-    error::CodegenError,
-    plan::SmemPlan,
-    render,
-    source::Source,
-    spec::Arch,
+    args::{ArgsInfo, KernelArgs},
+    axes::Arch,
+    block::SmemPlan,
 };
 
 /// A kernel whose headers lie in another crate.
@@ -61,14 +58,6 @@ impl ExternalSource {
     /// Whether it takes this struct.
     pub fn takes<A: KernelArgs>(&self) -> bool {
         self.args == ArgsInfo::of::<A>()
-    }
-
-    /// The source. Deterministic: equal values give equal bytes.
-    ///
-    /// # Errors
-    /// A header that breaks a rule of [`lint`](crate::lint) or names one that is nowhere.
-    pub fn render(&self) -> Result<Source, CodegenError> {
-        render::outside(self)
     }
 }
 
@@ -131,7 +120,7 @@ mod tests {
         }
         let names: Vec<_> = source.headers.iter().map(|(name, _)| *name).collect();
         assert!(names.contains(&"other/copy.cuh") && names.contains(&"unweight/ptx/core.cuh"), "{names:?}");
-        assert!(kernel.takes::<CopyArgs>() && !kernel.takes::<crate::abi::RepackArgs>());
+        assert!(kernel.takes::<CopyArgs>() && !kernel.takes::<crate::abi::PackArgs>());
     }
 
     #[test]

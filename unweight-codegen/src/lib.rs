@@ -38,6 +38,10 @@
 //! ```
 
 pub mod abi;
+#[doc(hidden)]
+pub mod args;
+mod axes;
+mod block;
 mod error;
 pub mod external;
 pub mod family;

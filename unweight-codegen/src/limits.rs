@@ -3,10 +3,92 @@
 //! Source: CUDA C++ Programming Guide 13.0, "Compute Capabilities" (technical specifications per compute capability),
 //! the PTX ISA 9.0, and the release notes of CUDA 12.8 and 12.9 for the compilers.
 
-use crate::{
-    family::{Instruction, Instructions},
-    spec::Arch,
-};
+use crate::axes::Arch;
+
+/// An instruction, or a handful that belong together, that not every architecture has, or that a kernel is built
+/// around: compiled code without it is not that kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Instruction {
+    /// `wgmma.mma_async`.
+    Wgmma,
+    /// `mma.sync`.
+    Mma,
+    /// `cp.async` of 16 bytes by every thread.
+    AsyncCopy,
+    /// `cp.async.bulk` of a stretch of memory.
+    BulkCopy,
+    /// `cp.async.bulk.tensor`.
+    TensorCopy,
+    /// Clusters of blocks, and the shared memory of others.
+    Cluster,
+    /// `griddepcontrol`: programmatic dependent launch.
+    DependentLaunch,
+    /// `setmaxnreg`.
+    SetMaxRegisters,
+}
+
+impl Instruction {
+    const ALL: [Self; 8] = [
+        Self::Wgmma,
+        Self::Mma,
+        Self::AsyncCopy,
+        Self::BulkCopy,
+        Self::TensorCopy,
+        Self::Cluster,
+        Self::DependentLaunch,
+        Self::SetMaxRegisters,
+    ];
+
+    /// What an architecture without it lacks, and what to take there.
+    pub(crate) const fn lack(self) -> &'static str {
+        match self {
+            Self::Wgmma => "has no wgmma; take op gemm_mma",
+            Self::Mma => "has no mma.sync of bf16",
+            Self::AsyncCopy => "has no cp.async",
+            Self::BulkCopy | Self::TensorCopy => "has no copy engine; take copy = async where the op has that axis",
+            Self::Cluster => "has no clusters; take cluster = 1",
+            Self::DependentLaunch => "has no programmatic dependent launch; take pdl = false",
+            Self::SetMaxRegisters => "cannot move registers between warps",
+        }
+    }
+}
+
+/// A set of instructions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Instructions(u16);
+
+impl Instructions {
+    /// None of them.
+    pub const NONE: Self = Self(0);
+
+    /// These and one more.
+    pub const fn with(self, instruction: Instruction) -> Self {
+        Self(self.0 | 1 << instruction as u16)
+    }
+
+    /// These, and one more if `used`.
+    pub const fn when(self, used: bool, instruction: Instruction) -> Self {
+        if used { self.with(instruction) } else { self }
+    }
+
+    /// Whether it is one of these.
+    pub const fn has(self, instruction: Instruction) -> bool {
+        self.0 >> instruction as u16 & 1 != 0
+    }
+
+    /// The first of these that is not one of `others`.
+    pub const fn missing_from(self, others: Self) -> Option<Instruction> {
+        let mut i = 0;
+        while i < Instruction::ALL.len() {
+            let instruction = Instruction::ALL[i];
+            if self.has(instruction) && !others.has(instruction) {
+                return Some(instruction);
+            }
+            i += 1;
+        }
+        None
+    }
+}
 
 /// The hardware limits that a plan is held against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

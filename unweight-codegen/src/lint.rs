@@ -4,19 +4,8 @@
 //! tabs, nothing of the template language left over, one entry point of the right name, and includes that this build
 //! can answer.
 
+pub use crate::error::LintError;
 use crate::source::{Include, header, includes};
-
-/// A rule that a rendered source breaks.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{file} line {line}: {what}; fix the template or header in templates/")]
-pub struct LintError {
-    /// The variant or header.
-    pub file: String,
-    /// Counted from 1; 0 for the whole file.
-    pub line: usize,
-    /// The rule, in words.
-    pub what: String,
-}
 
 /// What the template language uses and CUDA does not.
 const DELIMITERS: [&str; 6] = ["<%", "%>", "<$", "$>", "<#", "#>"];
@@ -31,7 +20,7 @@ pub(crate) fn kernel_with(entry: &str, text: &str, own: &[(&'static str, &'stati
     plain_text_with(entry, text, own)?;
     let entries = text.matches("__global__").count();
     if entries != 1 {
-        return Err(at(entry, 0, format!("{entries} entry points (__global__), there must be exactly 1")));
+        return Err(LintError::at(entry, 0, format!("{entries} entry points (__global__), there must be exactly 1")));
     }
     let symbol = text.split("__global__").nth(1).is_some_and(|after| {
         let head = after.split_once('(').map_or("", |(_, rest)| rest); // behind `__launch_bounds__(`
@@ -39,10 +28,14 @@ pub(crate) fn kernel_with(entry: &str, text: &str, own: &[(&'static str, &'stati
             .is_some_and(|(_, rest)| rest.trim_start().strip_prefix(entry).is_some_and(|r| r.starts_with('(')))
     });
     if !symbol {
-        return Err(at(entry, 0, format!("the entry point is not called {entry}")));
+        return Err(LintError::at(entry, 0, format!("the entry point is not called {entry}")));
     }
     if !text.contains("extern \"C\" __global__") {
-        return Err(at(entry, 0, "the entry point is not extern \"C\", so its symbol would be mangled".into()));
+        return Err(LintError::at(
+            entry,
+            0,
+            "the entry point is not extern \"C\", so its symbol would be mangled".into(),
+        ));
     }
     Ok(())
 }
@@ -55,35 +48,31 @@ pub fn plain_text(file: &str, text: &str) -> Result<(), LintError> {
 /// The same, of a text that may include headers of another crate.
 pub(crate) fn plain_text_with(file: &str, text: &str, own: &[(&'static str, &'static str)]) -> Result<(), LintError> {
     if !text.ends_with('\n') {
-        return Err(at(file, text.lines().count(), "no newline at the end".into()));
+        return Err(LintError::at(file, text.lines().count(), "no newline at the end".into()));
     }
     for (index, line) in text.lines().enumerate() {
         let line_number = index + 1;
         if let Some(bad) = line.chars().find(|c| !c.is_ascii()) {
-            return Err(at(file, line_number, format!("{bad:?} (U+{:04X}) is not ASCII", u32::from(bad))));
+            return Err(LintError::at(file, line_number, format!("{bad:?} (U+{:04X}) is not ASCII", u32::from(bad))));
         }
         if let Some(bad) = line.chars().find(char::is_ascii_control) {
             let name =
                 if bad == '\t' { "a tab".to_owned() } else { format!("control character {:#04x}", u32::from(bad)) };
-            return Err(at(file, line_number, format!("{name}; indent with spaces")));
+            return Err(LintError::at(file, line_number, format!("{name}; indent with spaces")));
         }
         if line.ends_with(' ') {
-            return Err(at(file, line_number, "a space at the end of the line".into()));
+            return Err(LintError::at(file, line_number, "a space at the end of the line".into()));
         }
         if let Some(delimiter) = DELIMITERS.iter().find(|delimiter| line.contains(**delimiter)) {
-            return Err(at(file, line_number, format!("template delimiter {delimiter} was not resolved")));
+            return Err(LintError::at(file, line_number, format!("template delimiter {delimiter} was not resolved")));
         }
     }
     for Include { line, name } in includes(file, text)? {
         if header(&name, own).is_none() {
-            return Err(at(file, line, format!("#include \"{name}\" names no header of templates/include")));
+            return Err(LintError::at(file, line, format!("#include \"{name}\" names no header of templates/include")));
         }
     }
     Ok(())
-}
-
-pub(crate) fn at(file: &str, line: usize, what: String) -> LintError {
-    LintError { file: file.to_owned(), line, what }
 }
 
 #[cfg(test)]

@@ -106,16 +106,21 @@ fn text(plan: &Plan) -> Result<String, CodegenError> {
     EntryPoint::of(plan).render()
 }
 
-/// The source of a kernel whose headers lie in another crate: [`Outside::render`].
-pub(crate) fn outside(kernel: &ExternalSource) -> Result<Source, CodegenError> {
-    let name = kernel.name();
-    for (header, text) in kernel.headers {
-        lint::plain_text_with(header, text, kernel.headers)?;
+impl ExternalSource {
+    /// The source. Deterministic: equal values give equal bytes.
+    ///
+    /// # Errors
+    /// A header that breaks a rule of [`lint`](crate::lint) or names one that is nowhere.
+    pub fn render(&self) -> Result<Source, CodegenError> {
+        let name = self.name();
+        for (header, text) in self.headers {
+            lint::plain_text_with(header, text, self.headers)?;
+        }
+        let text = EntryPoint::of_external(self).render()?;
+        lint::kernel_with(&name, &text, self.headers)?;
+        let headers = closure(&name, &text, self.headers)?;
+        Ok(Source { headers, name, text, options: options(self.arch) })
     }
-    let text = EntryPoint::of_outside(kernel).render()?;
-    lint::kernel_with(&name, &text, kernel.headers)?;
-    let headers = closure(&name, &text, kernel.headers)?;
-    Ok(Source { headers, name, text, options: options(kernel.arch) })
 }
 
 /// What the template sees.
@@ -172,10 +177,11 @@ impl EntryPoint {
 
     fn of(plan: &Plan) -> Self {
         let (op, launch) = (plan.spec.op, plan.launch);
-        let (family, entry) = (op.info(), op.entry(plan));
+        let block = plan.block();
+        let (family, entry) = (op.info(), op.entry(&block));
         Self {
             name: plan.spec.to_string(),
-            summary: op.summary(plan),
+            summary: op.summary(&block),
             grid: launch.grid.to_string(),
             threads: launch.threads,
             blocks_per_sm: launch.blocks_per_sm,
@@ -186,12 +192,12 @@ impl EntryPoint {
             header: entry.header(family.name),
             namespace: entry.namespace(family.name),
             function: "run",
-            constants: entry.constants(&plan.spec),
+            constants: entry.constants(family.axes, op.values()),
             checks: entry.checks().to_vec(),
         }
     }
 
-    fn of_outside(kernel: &ExternalSource) -> Self {
+    fn of_external(kernel: &ExternalSource) -> Self {
         Self {
             name: kernel.name(),
             summary: kernel.summary.to_owned(),

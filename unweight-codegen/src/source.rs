@@ -1,6 +1,6 @@
 //! A rendered kernel with everything that a compiler needs to read it.
 
-use crate::lint::{LintError, at};
+use crate::error::LintError;
 use std::collections::BTreeMap;
 use unweight_format::Digest;
 
@@ -84,7 +84,7 @@ pub(crate) fn includes(file: &str, text: &str) -> Result<Vec<Include>, LintError
             "include" if !open.iter().any(|(_, hides)| *hides) => {
                 let name = rest.strip_prefix('"').and_then(|quoted| quoted.split_once('"'));
                 let Some((name, _)) = name else {
-                    return Err(at(
+                    return Err(LintError::at(
                         file,
                         index + 1,
                         format!("#include {rest}: a system header; kernels include \"unweight/...\" only"),
@@ -116,7 +116,11 @@ pub(crate) fn closure(
         includes(file, text)?.into_iter().map(|include| (file.to_owned(), include)).collect();
     while let Some((file, Include { line, name })) = open.pop() {
         let Some((name, text)) = header(&name, own) else {
-            return Err(at(&file, line, format!("#include \"{name}\" names no header of templates/include")));
+            return Err(LintError::at(
+                &file,
+                line,
+                format!("#include \"{name}\" names no header of templates/include"),
+            ));
         };
         if reached.insert(name, text).is_none() {
             open.extend(includes(name, text)?.into_iter().map(|include| (name.to_owned(), include)));

@@ -29,9 +29,9 @@ const CRATES: [(&str, &str, &str); 3] = [
         "renamed",
         r#"uw = { package = "unweight", path = "ROOT", default-features = false, features = ["gpu"] }"#,
         "use uw::{codegen::{Variant, spec::Op}, unweight_variant};
-         #[unweight_variant(op = repack, stage = pack, crate = ::uw::codegen)]
+         #[unweight_variant(op = pack, stage = tiles, crate = ::uw::codegen)]
          struct Pack;
-         const _: () = assert!(matches!(Pack::SPEC.op, Op::Repack(_)));
+         const _: () = assert!(matches!(Pack::SPEC.op, Op::Pack(_)));
          fn main() {}",
     ),
 ];

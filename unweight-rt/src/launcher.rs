@@ -9,7 +9,7 @@ use unweight_codegen::{
     Variant,
     spec::{
         AttentionSpec, DecodeCompactSpec, DecodeHuffmanSpec, EmbedSpec, Family, GemmCompactSpec, GemmMmaSpec,
-        GemmReconSpec, GemmWgmmaSpec, NormSpec, RepackSpec, RopeSpec, SampleSpec, SiluMulSpec,
+        GemmReconSpec, GemmWgmmaSpec, NormSpec, RopeSpec, SampleSpec, SiluMulSpec, UnpackSpec,
     },
 };
 
@@ -17,8 +17,8 @@ use crate::{
     device::{DeviceError, KernelSet, module::LoadedKernel},
     ops::{
         attention::Attention, decode_compact::Transcoder, decode_huffman::Decoder, embed::Embed,
-        gemm_compact::CompactGemm, gemm_packed::PackedGemm, gemm_recon::Matmul, norm::Norm, repack::Unpacker,
-        rope::Rope, sample::Sample, silu_mul::SiluMul,
+        gemm_compact::CompactGemm, gemm_packed::PackedGemm, gemm_recon::Matmul, norm::Norm, rope::Rope, sample::Sample,
+        silu_mul::SiluMul, unpack::Unpacker,
     },
 };
 
@@ -103,11 +103,10 @@ launchers! {
     GemmReconSpec => Matmul,
     GemmWgmmaSpec => PackedGemm,
     NormSpec => Norm,
-    /// Of stage `unpack`; the packer runs the others.
-    RepackSpec => Unpacker,
     RopeSpec => Rope,
     SampleSpec => Sample,
     SiluMulSpec => SiluMul,
+    UnpackSpec => Unpacker,
     /// Of stage `full`; layers run the others ahead of a product.
     DecodeCompactSpec => Transcoder,
 }

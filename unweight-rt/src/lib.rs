@@ -28,7 +28,6 @@ pub mod launcher;
 mod layer;
 mod ops;
 pub mod raw;
-mod remedy;
 mod weight;
 
 #[doc(inline)]
@@ -44,6 +43,7 @@ pub use exec::ExecContext;
 #[doc(inline)]
 pub use jit::{
     error::{Error, MissingKernel, NotCompiled},
+    remedy::Remedy,
     toolchain::Library,
 };
 #[doc(inline)]
@@ -56,8 +56,6 @@ pub use layer::{
     loader::Loader,
     options::{LoadOptions, Merge},
 };
-#[doc(inline)]
-pub use remedy::Remedy;
 #[doc(inline)]
 pub use unweight_format::Placement;
 #[doc(inline)]
@@ -87,6 +85,6 @@ pub mod interop {
     #[doc(inline)]
     pub use crate::{
         layer::interop::{Interop, PackedAt, Scratch},
-        ops::repack::PackError,
+        ops::pack::PackError,
     };
 }

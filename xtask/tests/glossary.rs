@@ -6,7 +6,7 @@ use std::{
 };
 
 /// Identifiers that the glossary retired, and where they still mean something else.
-const RETIRED: [(&str, &[&str]); 32] = [
+const RETIRED: [(&str, &[&str]); 35] = [
     ("FormId", &[]),
     ("FORMS", &[]),
     ("DynForm", &[]),
@@ -31,6 +31,9 @@ const RETIRED: [(&str, &[&str]); 32] = [
     ("CompressSpec", &[]),
     ("TranscodeSpec", &[]),
     ("FitError", &[]),
+    ("RepackSpec", &[]),
+    ("RepackStage", &[]),
+    ("RepackArgs", &[]),
     ("load_matrix_x4", &[]),
     ("bulk_load", &[]),
     ("Linears", &[]),

@@ -24,7 +24,7 @@ use unweight_rt::{
     env::Env,
     experts::{Experts, ExpertsShape, RoutedAt},
     interop::{Interop, PackedAt, Scratch},
-    raw::ops::repack::{PackError, Packer},
+    raw::ops::pack::{PackError, Packer},
 };
 
 use crate::{

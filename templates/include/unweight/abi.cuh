@@ -158,14 +158,14 @@ struct EncodeHuffmanArgs {
     u32 tile_cols;
 };
 
-// Conversions of the packed form (docs/format.md A.9): all stages share one struct. n and k are multiples of 64.
-struct RepackArgs {
-    u16* weights;                     // bf16 [n, k] row-major: read by pack and lists, written by unpack
+// Families pack and unpack (docs/format.md A.9): all kernels share one struct. n and k are multiples of 64.
+struct PackArgs {
+    u16* weights;                     // bf16 [n, k] row-major: read by pack, written by unpack
     u8* packed;                       // [tiles, 6144]
     u32* escape_heads;                // [tiles, 4]
-    u32* escapes;                     // [escape_words]; unused by pack
-    u32* group_words;                 // [tiles / 16, rounded up], zeroed before pack: words of the lists of 64 row blocks each
-    u64* inexact;                     // zeroed before pack: ~(row * k + column) of the first element that no operand can stand for; 0: none
+    u32* escapes;                     // [escape_words]; unused by stage tiles of pack
+    u32* group_words;                 // [tiles / 16, rounded up], zeroed before tiles: words of the lists of 64 row blocks each; unused by unpack
+    u64* inexact;                     // zeroed before tiles: ~(row * k + column) of the first element that no operand can stand for; 0: none; unused by unpack
     u32 escape_words;
     u32 base;                         // lowest exponent of the window, 1..239
     u32 n;

@@ -12,15 +12,20 @@
 //! decode   workspace = blocks * (128 + 64 * head_dim) bytes, and a counter for each row and KV head
 //! ```
 
-use super::{Edge, Entry, Family, Instruction, Instructions, Op};
+use super::{
+    Edge, Family, Op, VariantSpec,
+    entry::Entry,
+    shared::{ClusterSize, SmemCopy},
+};
 use crate::{
-    abi::args,
-    kv,
-    plan::{
-        GemmShape, Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, RolePlan, SmemPlan, Work, WorkspacePlan,
-        most_fitting, named,
+    args::args,
+    axes::{Arch, axes, range_axis, set_axis, word_axis},
+    block::{
+        BlockPlan, Constraint, GemmShape, LaunchGrid, LaunchPlan, PipelinePlan, RolePlan, SmemPlan, Work,
+        WorkspacePlan, most_fitting, named,
     },
-    spec::{Arch, ClusterSize, SmemCopy, VariantSpec, axes, range_axis, set_axis, word_axis},
+    kv,
+    limits::{Instruction, Instructions},
 };
 
 word_axis! {
@@ -209,8 +214,8 @@ const fn smem(op: &AttentionSpec) -> SmemPlan {
         .section("barriers", warps * stages, barrier_bytes(op), MBARRIER_BYTES)
 }
 
-const fn fits(spec: &VariantSpec, op: &AttentionSpec) -> bool {
-    smem(op).bytes() <= spec.arch.limits().smem_bytes_per_block
+const fn fits(arch: Arch, op: &AttentionSpec) -> bool {
+    smem(op).bytes() <= arch.limits().smem_bytes_per_block
 }
 
 impl AttentionSpec {
@@ -222,33 +227,32 @@ impl AttentionSpec {
             .when(self.pdl, Instruction::DependentLaunch)
     }
 
-    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+    pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
         let op = self;
-        let limits = spec.arch.limits();
+        let limits = arch.limits();
         let (smem, warps, stages, cluster) = (smem(op), op.warps.get(), op.stages.get(), op.cluster.get());
         let (prefill, bulk) = (matches!(op.step, AttentionStep::Prefill), matches!(op.copy, SmemCopy::Bulk));
         if prefill && cluster != 1 {
             let what = "step = prefill has rows enough for the device; cluster must be 1";
-            return Err(Infeasible::Conflict { spec: *spec, what });
+            return Err(Constraint::Conflict { what });
         }
         if op.split && (prefill || cluster != 1) {
             let what = "split shares a row of step = decode through memory instead of a cluster; cluster must be 1";
-            return Err(Infeasible::Conflict { spec: *spec, what });
+            return Err(Constraint::Conflict { what });
         }
         if prefill && stages == 1 {
             let what = "step = prefill asks for a page while it works on another; stages must be at least 2";
-            return Err(Infeasible::Conflict { spec: *spec, what });
+            return Err(Constraint::Conflict { what });
         }
         let stage_bytes = rings(op) * (slot_bytes(op) + barrier_bytes(op));
-        if !fits(spec, op) {
-            return Err(Infeasible::SharedMemory {
-                spec: *spec,
+        if !fits(arch, op) {
+            return Err(Constraint::SharedMemory {
                 fixed_bytes: smem.bytes() - stages * stage_bytes,
                 stages,
                 stage_bytes,
                 limit_bytes: limits.smem_bytes_per_block,
-                fitting_stages: most_fitting!(fits(spec, op), AttentionSpec { stages: AttentionStages }),
-                fitting_other: named("head_dim", largest_head(spec, op)),
+                fitting_stages: most_fitting!(fits(arch, op), AttentionSpec { stages: AttentionStages }),
+                fitting_other: named("head_dim", largest_head(arch, op)),
             });
         }
         let threads = warps * limits.warp_threads;
@@ -257,8 +261,7 @@ impl AttentionSpec {
             blocks_per_sm -= 1;
         }
         let work = Work::Rows;
-        Ok(Plan {
-            spec: *spec,
+        Ok(BlockPlan {
             smem,
             pipeline: Some(PipelinePlan {
                 rings: rings(op),
@@ -284,12 +287,12 @@ impl AttentionSpec {
 }
 
 /// The largest head that fits, all else being equal.
-const fn largest_head(spec: &VariantSpec, op: &AttentionSpec) -> Option<u32> {
+const fn largest_head(arch: Arch, op: &AttentionSpec) -> Option<u32> {
     let mut i = HeadDim::ALL.len();
     while i > 0 {
         i -= 1;
         let head_dim = HeadDim::ALL[i];
-        if fits(spec, &AttentionSpec { head_dim, ..*op }) {
+        if fits(arch, &AttentionSpec { head_dim, ..*op }) {
             return Some(head_dim.get());
         }
     }
@@ -298,10 +301,10 @@ const fn largest_head(spec: &VariantSpec, op: &AttentionSpec) -> Option<u32> {
 
 impl Family for AttentionSpec {
     type Args = AttentionArgs;
-    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const AXES: &'static [crate::axes::Axis] = Self::AXES;
     const EDGES: &'static [Edge] = &[];
 
-    fn summary(&self, _: &Plan) -> String {
+    fn summary(&self, _: &BlockPlan) -> String {
         let (head_dim, stages) = (self.head_dim.get(), self.stages.get());
         let group = match self.cluster.get() {
             _ if self.split => "launch's number of blocks".to_owned(),
@@ -322,12 +325,12 @@ impl Family for AttentionSpec {
         )
     }
 
-    fn entry(&self, _: &Plan) -> Entry {
+    fn entry(&self, _: &BlockPlan) -> Entry {
         Entry::new().part(self.step.tag())
     }
 
     /// What parts of a row leave for each other. A unit of `problem` is a block.
-    fn workspace(&self, plan: &Plan, problem: GemmShape, sms: u32) -> WorkspacePlan {
+    fn workspace(&self, plan: &BlockPlan, problem: GemmShape, sms: u32) -> WorkspacePlan {
         if !self.split {
             return WorkspacePlan::default();
         }

@@ -1,11 +1,12 @@
 //! From the compact form (docs/format.md A.11) to BF16 and to the packed form:
 //! `templates/include/unweight/kernels/decode_compact.cuh`.
 
-use super::{Edge, Entry, Family, Instructions};
+use super::{Edge, Family, VariantSpec, entry::Entry};
 use crate::{
-    abi::args,
-    plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
-    spec::{Arch, VariantSpec, axes, word_axis},
+    args::args,
+    axes::{Arch, axes, word_axis},
+    block::{BlockPlan, Constraint, LaunchGrid, LaunchPlan, RolePlan, SmemPlan, Work},
+    limits::Instructions,
 };
 use unweight_format::{EncodingId, raw::layout::STREAM_TILE_BYTES_MAX};
 
@@ -101,7 +102,7 @@ impl DecodeCompactSpec {
         Instructions::NONE
     }
 
-    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+    pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
         let op = self;
         let work = Work::WeightTiles;
         let smem = SmemPlan::new().section("table", 1, TABLE_BYTES, 16).section("slots", WARPS, SLOT_BYTES, 16);
@@ -110,13 +111,12 @@ impl DecodeCompactSpec {
             // Per warp its own words and those of the groups before.
             DecodeCompactStage::Lists => (smem.section("sums", WARPS, 8, 8), LIST_TILES_PER_BLOCK),
         };
-        Ok(Plan {
-            spec: *spec,
+        Ok(BlockPlan {
             smem,
             pipeline: None,
             roles: RolePlan::one("convert", WARPS),
             launch: LaunchPlan::ordinary(
-                WARPS * spec.arch.limits().warp_threads,
+                WARPS * arch.limits().warp_threads,
                 BLOCKS_PER_SM,
                 LaunchGrid::Covering { work, per_block },
             ),
@@ -126,7 +126,7 @@ impl DecodeCompactSpec {
 
 impl Family for DecodeCompactSpec {
     type Args = DecodeCompactArgs;
-    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const AXES: &'static [crate::axes::Axis] = Self::AXES;
     const EDGES: &'static [Edge] =
         &[Edge { from: EncodingId::COMPACT, to: EncodingId::RAW }, Edge { from: EncodingId::COMPACT, to: EncodingId::PACKED }];
 
@@ -137,7 +137,7 @@ impl Family for DecodeCompactSpec {
         }
     }
 
-    fn summary(&self, _: &Plan) -> String {
+    fn summary(&self, _: &BlockPlan) -> String {
         let summary = match self.stage {
             DecodeCompactStage::Full => "Compact tensor -> bf16 [n, k], row-major.",
             DecodeCompactStage::Packed => "Compact tensor -> packed tiles, escape heads and sizes of the lists.",
@@ -146,7 +146,7 @@ impl Family for DecodeCompactSpec {
         summary.to_owned()
     }
 
-    fn entry(&self, _: &Plan) -> Entry {
+    fn entry(&self, _: &BlockPlan) -> Entry {
         Entry::new().packed_layout().compact_layout()
     }
 

@@ -1,13 +1,14 @@
 //! Huffman tensor to a form that a consumer reads (report section 7):
 //! `templates/include/unweight/kernels/decode_huffman.cuh`.
 
-use super::{DECODED_EXPONENTS, Edge, Entry, Family, Instruction, Instructions};
+use super::{DECODED_EXPONENTS, Edge, Family, VariantSpec, entry::Entry, shared::SmemCopy};
 use crate::{
-    abi::args,
-    plan::{Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, RolePlan, SmemPlan, Work, named},
-    spec::{Arch, SmemCopy, VariantSpec, axes, range_axis, set_axis, word_axis},
+    args::args,
+    axes::{Arch, axes, range_axis, set_axis, word_axis},
+    block::{BlockPlan, Constraint, LaunchGrid, LaunchPlan, PipelinePlan, RolePlan, SmemPlan, Work, named},
+    limits::{Instruction, Instructions},
 };
-use unweight_format::{Float, EncodingId};
+use unweight_format::{EncodingId, Float};
 
 word_axis! {
     /// What a decoder of the preprocess family writes (report section 7).
@@ -203,12 +204,12 @@ impl DecodeHuffmanSpec {
         if matches!(self.copy, SmemCopy::Bulk) { MBARRIER_BYTES } else { 0 }
     }
 
-    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+    pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
         if !matches!((self.output, self.element), (DecodeOutput::Full, _) | (_, DecodeElement::Bf16)) {
             let what = "element other than bf16 is of output = full alone; take that, or bf16";
-            return Err(Infeasible::Conflict { spec: *spec, what });
+            return Err(Constraint::Conflict { what });
         }
-        let limit_bytes = spec.arch.limits().smem_bytes_per_block;
+        let limit_bytes = arch.limits().smem_bytes_per_block;
         // As many as the shared memory holds: on Hopper all of them.
         let mut fitting = WARPS_MAX;
         while fitting > WARPS_MIN && self.smem(fitting).bytes() > limit_bytes {
@@ -217,8 +218,7 @@ impl DecodeHuffmanSpec {
         let warps = if self.warps.get() == 0 { fitting } else { self.warps.get() };
         let (smem, stage_bytes) = (self.smem(warps), warps * (STAGE_BYTES + self.barrier_bytes()));
         if smem.bytes() > limit_bytes {
-            return Err(Infeasible::SharedMemory {
-                spec: *spec,
+            return Err(Constraint::SharedMemory {
                 fixed_bytes: smem.bytes() - STAGES * stage_bytes,
                 stages: STAGES,
                 stage_bytes,
@@ -227,8 +227,7 @@ impl DecodeHuffmanSpec {
                 fitting_other: named("warps", if self.smem(fitting).bytes() <= limit_bytes { Some(fitting) } else { None }),
             });
         }
-        Ok(Plan {
-            spec: *spec,
+        Ok(BlockPlan {
             smem,
             // Private to a warp, which knows its own progress: no barrier says that a stage is empty.
             pipeline: Some(PipelinePlan {
@@ -240,7 +239,7 @@ impl DecodeHuffmanSpec {
             }),
             roles: RolePlan::one("decode", warps),
             launch: LaunchPlan::ordinary(
-                warps * spec.arch.limits().warp_threads,
+                warps * arch.limits().warp_threads,
                 BLOCKS_PER_SM,
                 LaunchGrid::Persistent { work: Work::WeightTiles, per_block: 1, blocks_per_sm: BLOCKS_PER_SM },
             ),
@@ -250,7 +249,7 @@ impl DecodeHuffmanSpec {
 
 impl Family for DecodeHuffmanSpec {
     type Args = DecodeHuffmanArgs;
-    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const AXES: &'static [crate::axes::Axis] = Self::AXES;
     const EDGES: &'static [Edge] = &[
         Edge { from: EncodingId::HUFFMAN, to: EncodingId::RAW },
         Edge { from: EncodingId::HUFFMAN, to: DECODED_EXPONENTS },
@@ -263,7 +262,7 @@ impl Family for DecodeHuffmanSpec {
         &Self::EDGES[index..=index]
     }
 
-    fn summary(&self, _: &Plan) -> String {
+    fn summary(&self, _: &BlockPlan) -> String {
         let written = match self.output {
             DecodeOutput::Full if self.element != DecodeElement::Bf16 => {
                 let (element, bits) = (self.element.tag(), self.code_limit.get());
@@ -276,7 +275,7 @@ impl Family for DecodeHuffmanSpec {
         format!("Huffman tensor with codes of at most {} bits -> {written}.", self.code_limit.get())
     }
 
-    fn entry(&self, plan: &Plan) -> Entry {
+    fn entry(&self, plan: &BlockPlan) -> Entry {
         // The axis is 0 where the shared memory of the architecture decides.
         Entry::new().number("kWarps", plan.roles.warps())
     }

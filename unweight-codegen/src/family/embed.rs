@@ -1,10 +1,11 @@
 //! Rows of an embedding, looked up: `templates/include/unweight/kernels/embed.cuh`.
 
-use super::{Edge, Entry, Family, Instruction, Instructions, Op};
+use super::{Edge, Family, Op, VariantSpec, entry::Entry};
 use crate::{
-    abi::args,
-    plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
-    spec::{Arch, VariantSpec, axes, word_axis},
+    args::args,
+    axes::{Arch, axes, word_axis},
+    block::{BlockPlan, Constraint, LaunchGrid, LaunchPlan, RolePlan, SmemPlan, Work},
+    limits::{Instruction, Instructions},
 };
 
 word_axis! {
@@ -78,11 +79,10 @@ impl EmbedSpec {
         Instructions::NONE.when(self.pdl, Instruction::DependentLaunch)
     }
 
-    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+    pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
         let grid = LaunchGrid::Covering { work: Work::Rows, per_block: 1 };
-        let threads = WARPS * spec.arch.limits().warp_threads;
-        Ok(Plan {
-            spec: *spec,
+        let threads = WARPS * arch.limits().warp_threads;
+        Ok(BlockPlan {
             smem: SmemPlan::new(),
             pipeline: None,
             roles: RolePlan::one("look up", WARPS),
@@ -93,10 +93,10 @@ impl EmbedSpec {
 
 impl Family for EmbedSpec {
     type Args = EmbedArgs;
-    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const AXES: &'static [crate::axes::Axis] = Self::AXES;
     const EDGES: &'static [Edge] = &[];
 
-    fn summary(&self, _: &Plan) -> String {
+    fn summary(&self, _: &BlockPlan) -> String {
         let table = match self.source {
             EmbedSource::Bf16 => "bf16",
             EmbedSource::Packed => "packed to 12 bits",
@@ -105,7 +105,7 @@ impl Family for EmbedSpec {
         format!("Y[m,d] = rows ids[m] of a table, {table}{pdl}.")
     }
 
-    fn entry(&self, _: &Plan) -> Entry {
+    fn entry(&self, _: &BlockPlan) -> Entry {
         Entry::new().packed_layout()
     }
 

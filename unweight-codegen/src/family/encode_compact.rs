@@ -1,10 +1,11 @@
 //! From BF16 to the compact form (docs/format.md A.11): `templates/include/unweight/kernels/encode_compact.cuh`.
 
-use super::{Edge, Entry, Family, Instructions};
+use super::{Edge, Family, VariantSpec, entry::Entry};
 use crate::{
-    abi::args,
-    plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
-    spec::{Arch, VariantSpec, axes, word_axis},
+    args::args,
+    axes::{Arch, axes, word_axis},
+    block::{BlockPlan, Constraint, LaunchGrid, LaunchPlan, RolePlan, SmemPlan, Work},
+    limits::Instructions,
 };
 use unweight_format::{EncodingId, raw::layout::STREAM_TILE_BYTES_MAX};
 
@@ -89,7 +90,7 @@ impl EncodeCompactSpec {
         Instructions::NONE
     }
 
-    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+    pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
         let op = self;
         let work = Work::WeightTiles;
         let smem = SmemPlan::new().section("quads", 1, QUAD_BYTES, 16);
@@ -100,13 +101,12 @@ impl EncodeCompactSpec {
             // A lane keeps 32 codes in its registers.
             EncodeCompactStage::Write => (smem.section("slots", WARPS, SLOT_BYTES, 16), 2, WARPS),
         };
-        Ok(Plan {
-            spec: *spec,
+        Ok(BlockPlan {
             smem,
             pipeline: None,
             roles: RolePlan::one("encode", WARPS),
             launch: LaunchPlan::ordinary(
-                WARPS * spec.arch.limits().warp_threads,
+                WARPS * arch.limits().warp_threads,
                 blocks_per_sm,
                 LaunchGrid::Covering { work, per_block },
             ),
@@ -116,10 +116,10 @@ impl EncodeCompactSpec {
 
 impl Family for EncodeCompactSpec {
     type Args = EncodeCompactArgs;
-    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const AXES: &'static [crate::axes::Axis] = Self::AXES;
     const EDGES: &'static [Edge] = &[Edge { from: EncodingId::RAW, to: EncodingId::COMPACT }];
 
-    fn summary(&self, _: &Plan) -> String {
+    fn summary(&self, _: &BlockPlan) -> String {
         let summary = match self.stage {
             EncodeCompactStage::Quads => "bf16 [n, k] -> how often each quad of classes occurs.",
             EncodeCompactStage::Sizes => "bf16 [n, k] and codes -> words and escapes of each tile.",
@@ -128,7 +128,7 @@ impl Family for EncodeCompactSpec {
         summary.to_owned()
     }
 
-    fn entry(&self, _: &Plan) -> Entry {
+    fn entry(&self, _: &BlockPlan) -> Entry {
         Entry::new().packed_layout().compact_layout()
     }
 

@@ -1,10 +1,11 @@
 //! BF16 to a Huffman or palette tensor (report section 4): `templates/include/unweight/kernels/encode_huffman.cuh`.
 
-use super::{Edge, Family, Instructions};
+use super::{Edge, Family, VariantSpec};
 use crate::{
-    abi::args,
-    plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
-    spec::{Arch, VariantSpec, axes, word_axis},
+    args::args,
+    axes::{Arch, axes, word_axis},
+    block::{BlockPlan, Constraint, LaunchGrid, LaunchPlan, RolePlan, SmemPlan, Work},
+    limits::Instructions,
 };
 use unweight_format::EncodingId;
 
@@ -106,7 +107,7 @@ impl EncodeHuffmanSpec {
         Instructions::NONE
     }
 
-    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+    pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
         let op = self;
         let tiles =
             LaunchGrid::Persistent { work: Work::WeightTiles, per_block: TILE_WARPS, blocks_per_sm: TILE_BLOCKS_PER_SM };
@@ -141,19 +142,18 @@ impl EncodeHuffmanSpec {
                 tiles,
             ),
         };
-        Ok(Plan {
-            spec: *spec,
+        Ok(BlockPlan {
             smem,
             pipeline: None,
             roles: RolePlan::one("encode", warps),
-            launch: LaunchPlan::ordinary(warps * spec.arch.limits().warp_threads, blocks_per_sm, grid),
+            launch: LaunchPlan::ordinary(warps * arch.limits().warp_threads, blocks_per_sm, grid),
         })
     }
 }
 
 impl Family for EncodeHuffmanSpec {
     type Args = EncodeHuffmanArgs;
-    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const AXES: &'static [crate::axes::Axis] = Self::AXES;
     const EDGES: &'static [Edge] =
         &[Edge { from: EncodingId::RAW, to: EncodingId::HUFFMAN }, Edge { from: EncodingId::RAW, to: EncodingId::PALETTE }];
 
@@ -165,7 +165,7 @@ impl Family for EncodeHuffmanSpec {
         }
     }
 
-    fn summary(&self, _: &Plan) -> String {
+    fn summary(&self, _: &BlockPlan) -> String {
         let summary = match self.stage {
             EncodeHuffmanStage::Stats => "Elements -> sign_mantissa and the histogram of exponents.",
             EncodeHuffmanStage::Table => "Histogram -> palette, code lengths and encode table.",

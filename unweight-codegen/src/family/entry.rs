@@ -1,6 +1,7 @@
 //! What a variant's entry point says beyond its axes.
 
-use crate::spec::{Axis, Epilogue, Values, VariantSpec};
+use super::shared::Epilogue;
+use crate::axes::{Axis, Raw, Values};
 use serde::Serialize;
 use unweight_format::raw::layout;
 
@@ -143,9 +144,9 @@ impl Entry {
     }
 
     /// The fields of `Config`: the axes in their order, then the derived constants that no axis has.
-    pub(crate) fn constants(&self, spec: &VariantSpec) -> Vec<Constant> {
-        let axes = spec.op.info().axes.iter().zip(spec.op.values());
-        let mut constants: Vec<_> = axes.map(|(axis, value)| Constant::of_axis(axis, value)).collect();
+    pub(crate) fn constants(&self, axes: &[Axis], values: Raw) -> Vec<Constant> {
+        let mut constants: Vec<_> =
+            axes.iter().zip(values).map(|(axis, value)| Constant::of_axis(axis, value)).collect();
         for derived in &self.derived {
             match constants.iter_mut().find(|constant| constant.name == derived.name) {
                 Some(constant) => *constant = derived.clone(),
@@ -173,12 +174,15 @@ pub(crate) fn constant_name(name: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{family::FAMILIES, spec::Arch};
+    use crate::{
+        axes::Arch,
+        family::{FAMILIES, VariantSpec},
+    };
 
     fn declared(name: &str) -> Vec<String> {
         let spec: VariantSpec = name.parse().unwrap();
-        let entry = spec.op.entry(&crate::plan::Plan::new(&spec).unwrap());
-        let constants = entry.constants(&spec);
+        let entry = spec.op.entry(&spec.block().unwrap());
+        let constants = entry.constants(spec.op.info().axes, spec.op.values());
         constants.iter().map(|Constant { kind, name, value }| format!("{kind} {name} = {value}")).collect()
     }
 

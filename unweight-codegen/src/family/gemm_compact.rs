@@ -9,11 +9,17 @@
 //!
 //! The fp32 sums of a warp, `batch_tile * 256`, lie over its drained ring, which is always larger.
 
-use super::{Edge, Entry, Family, Instruction, Instructions, Op, PRODUCT, decode_compact};
+use super::{
+    Edge, Family, Op, PRODUCT, VariantSpec, decode_compact,
+    entry::Entry,
+    gemm_mma::Warps,
+    shared::{ClusterSize, Epilogue},
+};
 use crate::{
-    abi::{TensorMap, args},
-    plan::{Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, RolePlan, SmemPlan, most_fitting, named},
-    spec::{Arch, ClusterSize, Epilogue, VariantSpec, Warps, axes, range_axis, set_axis},
+    args::{TensorMap, args},
+    axes::{Arch, axes, range_axis, set_axis},
+    block::{BlockPlan, Constraint, LaunchGrid, LaunchPlan, PipelinePlan, RolePlan, SmemPlan, most_fitting, named},
+    limits::{Instruction, Instructions},
 };
 use unweight_format::{EncodingId, raw::layout};
 
@@ -173,8 +179,8 @@ const fn smem(op: &GemmCompactSpec) -> SmemPlan {
     smem.section("barriers", warps * op.stages.get(), MBARRIER_BYTES, MBARRIER_BYTES)
 }
 
-const fn fits(spec: &VariantSpec, op: &GemmCompactSpec) -> bool {
-    smem(op).bytes() <= spec.arch.limits().smem_bytes_per_block
+const fn fits(arch: Arch, op: &GemmCompactSpec) -> bool {
+    smem(op).bytes() <= arch.limits().smem_bytes_per_block
 }
 
 /// With fewer registers a thread spills: two row blocks that are decoded side by side, and for each batch row two sums
@@ -193,20 +199,19 @@ impl GemmCompactSpec {
             .when(self.pdl, Instruction::DependentLaunch)
     }
 
-    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+    pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
         let op = self;
-        let limits = spec.arch.limits();
+        let limits = arch.limits();
         let (smem, warps, stages) = (smem(op), op.warps.get(), op.stages.get());
         let stage_bytes = warps * (slot_bytes(op) + MBARRIER_BYTES);
-        if !fits(spec, op) {
-            return Err(Infeasible::SharedMemory {
-                spec: *spec,
+        if !fits(arch, op) {
+            return Err(Constraint::SharedMemory {
                 fixed_bytes: smem.bytes() - stages * stage_bytes,
                 stages,
                 stage_bytes,
                 limit_bytes: limits.smem_bytes_per_block,
-                fitting_stages: most_fitting!(fits(spec, op), GemmCompactSpec { stages: CompactStages }),
-                fitting_other: named("warps", most_fitting!(fits(spec, op), GemmCompactSpec { warps: Warps })),
+                fitting_stages: most_fitting!(fits(arch, op), GemmCompactSpec { stages: CompactStages }),
+                fitting_other: named("warps", most_fitting!(fits(arch, op), GemmCompactSpec { warps: Warps })),
             });
         }
         let threads = warps * limits.warp_threads;
@@ -215,8 +220,7 @@ impl GemmCompactSpec {
         while blocks_per_sm > 1 && limits.registers_for(threads, blocks_per_sm) < registers_min(op) {
             blocks_per_sm -= 1;
         }
-        Ok(Plan {
-            spec: *spec,
+        Ok(BlockPlan {
             smem,
             pipeline: Some(PipelinePlan {
                 rings: warps,
@@ -247,10 +251,10 @@ impl GemmCompactSpec {
 
 impl Family for GemmCompactSpec {
     type Args = GemmCompactArgs;
-    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const AXES: &'static [crate::axes::Axis] = Self::AXES;
     const EDGES: &'static [Edge] = &[Edge { from: EncodingId::COMPACT, to: PRODUCT }];
 
-    fn summary(&self, _: &Plan) -> String {
+    fn summary(&self, _: &BlockPlan) -> String {
         let group = match self.cluster.get() {
             1 => "block".to_owned(),
             cluster => format!("cluster of {cluster}"),
@@ -262,7 +266,7 @@ impl Family for GemmCompactSpec {
         )
     }
 
-    fn entry(&self, _: &Plan) -> Entry {
+    fn entry(&self, _: &BlockPlan) -> Entry {
         Entry::new().packed_layout().compact_layout().gate_rows()
     }
 
@@ -281,7 +285,7 @@ impl Family for GemmCompactSpec {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::GemmShape;
+    use crate::plan::{GemmShape, Plan};
 
     /// A task is a row of tiles, whatever the device.
     #[test]

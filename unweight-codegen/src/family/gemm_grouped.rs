@@ -3,13 +3,16 @@
 //! its shared memory is the same sum.
 
 use super::{
-    Edge, Entry, Family, Instructions, Op, PRODUCT,
+    Edge, Family, Op, PRODUCT, VariantSpec,
+    entry::Entry,
     gemm_mma::{GemmMmaSpec, RowBlocks, SmallBatchTile, SmallStages, Warps},
+    shared::{ClusterSize, Epilogue, SmemCopy},
 };
 use crate::{
-    abi::args,
-    plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, Work},
-    spec::{Arch, ClusterSize, Epilogue, SmemCopy, VariantSpec, axes},
+    args::args,
+    axes::{Arch, axes},
+    block::{BlockPlan, Constraint, LaunchGrid, LaunchPlan, Work},
+    limits::Instructions,
 };
 use unweight_format::EncodingId;
 
@@ -137,28 +140,28 @@ impl GemmGroupedSpec {
         self.dense().instructions()
     }
 
-    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+    pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
         if matches!(self.epilogue, Epilogue::StoreAdd) {
             let what = "op gemm_grouped overwrites, and rows are added when they are combined; take epilogue = store";
-            return Err(Infeasible::Conflict { spec: *spec, what });
+            return Err(Constraint::Conflict { what });
         }
-        let dense = match self.dense().plan(spec) {
+        let dense = match self.dense().plan(arch) {
             Ok(plan) => plan,
             Err(refused) => return Err(refused),
         };
         // As many batch rows as there are items.
         let work = Work::OutputTiles { rows: 1, columns: BLOCK_ROWS * self.row_blocks.get() };
         let grid = LaunchGrid::Covering { work, per_block: 1 };
-        Ok(Plan { launch: LaunchPlan { grid, ..dense.launch }, ..dense })
+        Ok(BlockPlan { launch: LaunchPlan { grid, ..dense.launch }, ..dense })
     }
 }
 
 impl Family for GemmGroupedSpec {
     type Args = GemmGroupedArgs;
-    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const AXES: &'static [crate::axes::Axis] = Self::AXES;
     const EDGES: &'static [Edge] = &[Edge { from: EncodingId::PACKED, to: PRODUCT }];
 
-    fn summary(&self, _: &Plan) -> String {
+    fn summary(&self, _: &BlockPlan) -> String {
         let (batch_tile, rows, stages) =
             (self.batch_tile.get(), BLOCK_ROWS * self.row_blocks.get(), self.stages.get());
         let formula = match self.epilogue {
@@ -172,7 +175,7 @@ impl Family for GemmGroupedSpec {
         )
     }
 
-    fn entry(&self, _: &Plan) -> Entry {
+    fn entry(&self, _: &BlockPlan) -> Entry {
         // The kernel is that of `gemm_mma`, without the axes that this family leaves out.
         Entry::new()
             .number("kCluster", 1)
@@ -196,7 +199,7 @@ impl Family for GemmGroupedSpec {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::GemmShape;
+    use crate::plan::{GemmShape, Plan};
 
     /// A row's sums are added up in the order of its warps: the same for every batch tile, or batches would show.
     #[test]

@@ -6,14 +6,19 @@
 //! sums  = row_blocks * batch_tile * 64                fp32; without `persistent` they lie over the drained ring
 //! ```
 
-use super::{Edge, Entry, Family, Instruction, Instructions, Op, PRODUCT};
+use super::{
+    Edge, Family, Op, PRODUCT, VariantSpec,
+    entry::Entry,
+    shared::{ClusterSize, Epilogue, SmemCopy},
+};
 use crate::{
-    abi::{TensorMap, args},
-    plan::{
-        GemmShape, Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, RolePlan, SmemPlan, WorkspacePlan,
+    args::{TensorMap, args},
+    axes::{Arch, axes, range_axis, set_axis},
+    block::{
+        BlockPlan, Constraint, GemmShape, LaunchGrid, LaunchPlan, PipelinePlan, RolePlan, SmemPlan, WorkspacePlan,
         most_fitting, named,
     },
-    spec::{Arch, ClusterSize, Epilogue, VariantSpec, SmemCopy, axes, range_axis, set_axis},
+    limits::{Instruction, Instructions},
 };
 use unweight_format::{EncodingId, raw::layout};
 
@@ -244,8 +249,8 @@ const fn smem(op: &GemmMmaSpec) -> SmemPlan {
         .section("barriers", if op.has_barriers() { warps * op.stages.get() } else { 0 }, MBARRIER_BYTES, MBARRIER_BYTES)
 }
 
-const fn fits(spec: &VariantSpec, op: &GemmMmaSpec) -> bool {
-    smem(op).bytes() <= spec.arch.limits().smem_bytes_per_block
+const fn fits(arch: Arch, op: &GemmMmaSpec) -> bool {
+    smem(op).bytes() <= arch.limits().smem_bytes_per_block
 }
 
 impl GemmMmaSpec {
@@ -263,25 +268,23 @@ impl GemmMmaSpec {
             .when(self.pdl, Instruction::DependentLaunch)
     }
 
-    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+    pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
         let op = self;
-        let limits = spec.arch.limits();
+        let limits = arch.limits();
         let (smem, warps, stages) = (smem(op), op.warps.get(), op.stages.get());
         let stage_bytes = warps * (slot_bytes(op) + if op.has_barriers() { MBARRIER_BYTES } else { 0 });
-        if !fits(spec, op) {
-            return Err(Infeasible::SharedMemory {
-                spec: *spec,
+        if !fits(arch, op) {
+            return Err(Constraint::SharedMemory {
                 fixed_bytes: smem.bytes() - stages * stage_bytes,
                 stages,
                 stage_bytes,
                 limit_bytes: limits.smem_bytes_per_block,
-                fitting_stages: most_fitting!(fits(spec, op), GemmMmaSpec { stages: SmallStages }),
-                fitting_other: named("warps", most_fitting!(fits(spec, op), GemmMmaSpec { warps: Warps })),
+                fitting_stages: most_fitting!(fits(arch, op), GemmMmaSpec { stages: SmallStages }),
+                fitting_other: named("warps", most_fitting!(fits(arch, op), GemmMmaSpec { warps: Warps })),
             });
         }
         if !op.persistent && sum_bytes(op) > ring_bytes(op) {
-            return Err(Infeasible::SumsExceedRing {
-                spec: *spec,
+            return Err(Constraint::SumsExceedRing {
                 sum_bytes: sum_bytes(op),
                 ring_bytes: ring_bytes(op),
                 fitting_stages: sum_bytes(op).div_ceil(slot_bytes(op)),
@@ -293,8 +296,7 @@ impl GemmMmaSpec {
         while blocks_per_sm > 1 && limits.registers_for(threads, blocks_per_sm) < REGISTERS_MIN {
             blocks_per_sm -= 1;
         }
-        Ok(Plan {
-            spec: *spec,
+        Ok(BlockPlan {
             smem,
             pipeline: Some(PipelinePlan {
                 rings: warps,
@@ -342,10 +344,10 @@ impl PackedSummary {
 
 impl Family for GemmMmaSpec {
     type Args = GemmPackedArgs;
-    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const AXES: &'static [crate::axes::Axis] = Self::AXES;
     const EDGES: &'static [Edge] = &[Edge { from: EncodingId::PACKED, to: PRODUCT }];
 
-    fn summary(&self, _: &Plan) -> String {
+    fn summary(&self, _: &BlockPlan) -> String {
         let (batch_tile, rows, stages) =
             (self.batch_tile.get(), BLOCK_ROWS * self.row_blocks.get(), self.stages.get());
         let group = match self.cluster.get() {
@@ -358,11 +360,11 @@ impl Family for GemmMmaSpec {
         PackedSummary { epilogue, escapes, pdl, dump }.of_block(&block)
     }
 
-    fn entry(&self, _: &Plan) -> Entry {
+    fn entry(&self, _: &BlockPlan) -> Entry {
         Entry::new().packed_layout().gate_rows()
     }
 
-    fn workspace(&self, _: &Plan, problem: GemmShape, _: u32) -> WorkspacePlan {
+    fn workspace(&self, _: &BlockPlan, problem: GemmShape, _: u32) -> WorkspacePlan {
         if self.dump { WorkspacePlan::operands(problem) } else { WorkspacePlan::default() }
     }
 
@@ -399,6 +401,7 @@ impl Family for GemmMmaSpec {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::Plan;
 
     /// As docs/records/2026-11-21/matmul-register-sourced-log.md recommends them: the blocks that one SM holds
     /// decide the grid.

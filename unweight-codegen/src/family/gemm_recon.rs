@@ -10,13 +10,15 @@
 //! With 1, 3 or 4 (`batch_rows`) X has 128 rows per stage, and one slot more. What the blocks of a split exchange lies
 //! over X.
 
-use super::{DECODED_EXPONENTS, Edge, Entry, Family, Instruction, Instructions, Op, PRODUCT};
+use super::{DECODED_EXPONENTS, Edge, Family, Op, PRODUCT, VariantSpec, entry::Entry, shared::Epilogue};
 use crate::{
-    abi::{TensorMap, args},
-    plan::{
-        Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, Role, RolePlan, SmemPlan, Work, most_fitting, named,
+    args::{TensorMap, args},
+    axes::{AXES_MAX, Arch, Axis, Only, Raw, range_axis, set_axis},
+    block::{
+        BlockPlan, Constraint, LaunchGrid, LaunchPlan, PipelinePlan, Role, RolePlan, SmemPlan, Work, most_fitting,
+        named,
     },
-    spec::{AXES_MAX, Arch, Axis, Epilogue, Only, Raw, VariantSpec, range_axis, set_axis},
+    limits::{Instruction, Instructions},
 };
 use unweight_format::{EncodingId, raw::layout};
 
@@ -288,8 +290,8 @@ const fn stage_bytes(op: &GemmReconSpec) -> u32 {
         + x.slots_per_stage * (x.slot_bytes + RING_SLOT_BARRIER_BYTES)
 }
 
-const fn fits(spec: &VariantSpec, op: &GemmReconSpec) -> bool {
-    smem(op).bytes() <= spec.arch.limits().smem_bytes_per_block
+const fn fits(arch: Arch, op: &GemmReconSpec) -> bool {
+    smem(op).bytes() <= arch.limits().smem_bytes_per_block
 }
 
 impl GemmReconSpec {
@@ -297,28 +299,26 @@ impl GemmReconSpec {
         Instructions::NONE.with(Instruction::Wgmma).with(Instruction::BulkCopy).with(Instruction::TensorCopy).with(Instruction::SetMaxRegisters).when(self.splits.get() > 1, Instruction::Cluster)
     }
 
-    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+    pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
         let op = self;
         let smem = smem(op);
         let stages = op.stages.get();
         if matches!(op.epilogue, Epilogue::SiluMul) {
-            return Err(Infeasible::without_silu_mul(spec));
+            return Err(Constraint::without_silu_mul());
         }
         if op.splits.get() > 1 && op.n_tiles.get() > 1 {
-            return Err(Infeasible::Conflict {
-                spec: *spec,
+            return Err(Constraint::Conflict {
                 what: "splits are of n = 1 alone, whose tasks are the smallest; take n = 1 or splits = 1",
             });
         }
-        if !fits(spec, op) {
-            return Err(Infeasible::SharedMemory {
-                spec: *spec,
+        if !fits(arch, op) {
+            return Err(Constraint::SharedMemory {
                 fixed_bytes: smem.bytes() - stages * stage_bytes(op),
                 stages,
                 stage_bytes: stage_bytes(op),
-                limit_bytes: spec.arch.limits().smem_bytes_per_block,
-                fitting_stages: most_fitting!(fits(spec, op), GemmReconSpec { stages: Stages }),
-                fitting_other: named("n", most_fitting!(fits(spec, op), GemmReconSpec { n_tiles: NTiles })),
+                limit_bytes: arch.limits().smem_bytes_per_block,
+                fitting_stages: most_fitting!(fits(arch, op), GemmReconSpec { stages: Stages }),
+                fitting_other: named("n", most_fitting!(fits(arch, op), GemmReconSpec { n_tiles: NTiles })),
             });
         }
         // The finest cut: where the weights own the rows, a task can be as small as one box of X.
@@ -328,8 +328,7 @@ impl GemmReconSpec {
             1 => LaunchGrid::Persistent { work, per_block: 1, blocks_per_sm: BLOCKS_PER_SM },
             cluster => LaunchGrid::PersistentClusters { work, cluster },
         };
-        Ok(Plan {
-            spec: *spec,
+        Ok(BlockPlan {
             smem,
             // The ring of the weights: warp 0 arrives with the bytes, each consumer warp once its lanes have joined.
             pipeline: Some(PipelinePlan {
@@ -350,7 +349,7 @@ impl GemmReconSpec {
             launch: LaunchPlan {
                 cluster: op.splits.get(),
                 ..LaunchPlan::ordinary(
-                    (PRODUCER_WARPS + CONSUMER_WARPS) * spec.arch.limits().warp_threads,
+                    (PRODUCER_WARPS + CONSUMER_WARPS) * arch.limits().warp_threads,
                     BLOCKS_PER_SM,
                     grid,
                 )
@@ -372,7 +371,7 @@ impl Family for GemmReconSpec {
         }
     }
 
-    fn summary(&self, _: &Plan) -> String {
+    fn summary(&self, _: &BlockPlan) -> String {
         let source = match self.source {
             WeightSource::Exponent => "decoded exponents".to_owned(),
             WeightSource::Palette { verbatim } => {
@@ -389,7 +388,7 @@ impl Family for GemmReconSpec {
         format!("{product}, W from {source}; up to {rows} x {columns} of Y {shared}, {stages} stages.")
     }
 
-    fn entry(&self, plan: &Plan) -> Entry {
+    fn entry(&self, plan: &BlockPlan) -> Entry {
         let registers: Vec<u32> = plan.roles.roles().filter_map(|role| role.registers).collect();
         let blocks = plan.launch.blocks_per_sm;
         Entry::new().registers("uw::gemm_recon::Kernel<Config>", &registers).check("blocks per SM", "uw::gemm_recon::kMinBlocksPerSm", blocks)
@@ -409,14 +408,14 @@ impl Family for GemmReconSpec {
                 })
             })
         });
-        all.filter(move |spec| Plan::new(spec).is_ok())
+        all.filter(move |spec| spec.block().is_ok())
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::GemmShape;
+    use crate::plan::{GemmShape, Plan};
 
     /// Table 6 of the report, (verbatim budget) -> does the ring fit?
     fn table_6(budget: u32, n: u32, stages: u32) -> bool {
@@ -475,7 +474,7 @@ mod tests {
         assert_eq!(split.launch.grid.blocks(problem(1024, 192), 132), None, "three steps for four blocks");
         assert_eq!(whole.launch.grid.blocks(problem(1024, 192), 132), Some(16));
         let ampere = "uw_sm80_gemm_recon_exponent_n1p6s2_store".parse().unwrap();
-        assert!(matches!(Plan::new(&ampere), Err(Infeasible::Instruction { .. })));
+        assert!(matches!(Plan::new(&ampere), Err(why) if matches!(why.constraint, Constraint::Instruction { .. })));
     }
 
     /// The sum decides, so rings beyond Table 5 must meet the limit somewhere.

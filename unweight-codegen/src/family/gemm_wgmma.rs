@@ -6,15 +6,18 @@
 //! ```
 
 use super::{
-    Edge, Entry, Family, Instruction, Instructions, Op, PRODUCT,
+    Edge, Family, Op, PRODUCT, VariantSpec,
+    entry::Entry,
     gemm_mma::{GemmPackedArgs, PackedSummary},
+    shared::{ClusterSize, Epilogue},
 };
 use crate::{
-    plan::{
-        GemmShape, Infeasible, LaunchGrid, LaunchPlan, PipelinePlan, Plan, Role, RolePlan, SmemPlan, Work,
+    axes::{Arch, axes, range_axis, set_axis},
+    block::{
+        BlockPlan, Constraint, GemmShape, LaunchGrid, LaunchPlan, PipelinePlan, Role, RolePlan, SmemPlan, Work,
         WorkspacePlan, most_fitting, named,
     },
-    spec::{Arch, ClusterSize, Epilogue, VariantSpec, axes, range_axis, set_axis},
+    limits::{Instruction, Instructions},
 };
 use unweight_format::{EncodingId, raw::layout};
 
@@ -168,8 +171,8 @@ const fn smem(op: &GemmWgmmaSpec) -> SmemPlan {
         .section("old_barriers", warpgroups, MBARRIER_BYTES, MBARRIER_BYTES)
 }
 
-const fn fits(spec: &VariantSpec, op: &GemmWgmmaSpec) -> bool {
-    smem(op).bytes() <= spec.arch.limits().smem_bytes_per_block
+const fn fits(arch: Arch, op: &GemmWgmmaSpec) -> bool {
+    smem(op).bytes() <= arch.limits().smem_bytes_per_block
 }
 
 /// Registers per thread of the loading and the multiplying warpgroups: 128 x (56 + 2 x 224) and 128 x (56 + 3 x 152)
@@ -190,38 +193,34 @@ impl GemmWgmmaSpec {
         Instructions::NONE.with(Instruction::Wgmma).with(Instruction::BulkCopy).with(Instruction::TensorCopy).when(self.cluster.get() > 1, Instruction::Cluster).when(self.pdl, Instruction::DependentLaunch)
     }
 
-    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+    pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
         let op = self;
-        let limits = spec.arch.limits();
+        let limits = arch.limits();
         let (smem, stages) = (smem(op), op.stages.get());
         if op.dump && op.stream_k {
-            return Err(Infeasible::Conflict {
-                spec: *spec,
+            return Err(Constraint::Conflict {
                 what: "dump and stream_k both need the workspace; leave one out",
             });
         }
         if op.stream_k && op.cluster.get() > 1 {
-            return Err(Infeasible::Conflict {
-                spec: *spec,
+            return Err(Constraint::Conflict {
                 what: "stream_k and cluster both share out k; take cluster = 1 or stream_k = false",
             });
         }
         if op.cluster.get() > 1 && op.warpgroups.get() * TILE * op.batch_tile.get() * 4 > ring_bytes(op) {
-            return Err(Infeasible::Conflict {
-                spec: *spec,
+            return Err(Constraint::Conflict {
                 what: "the fp32 sums that a cluster exchanges exceed the ring of X and W; take more stages or fewer warpgroups",
             });
         }
-        if !fits(spec, op) {
+        if !fits(arch, op) {
             let stage_bytes = stage_bytes(op) + RING_SLOT_BARRIER_BYTES;
-            return Err(Infeasible::SharedMemory {
-                spec: *spec,
+            return Err(Constraint::SharedMemory {
                 fixed_bytes: smem.bytes() - stages * stage_bytes,
                 stages,
                 stage_bytes,
                 limit_bytes: limits.smem_bytes_per_block,
-                fitting_stages: most_fitting!(fits(spec, op), GemmWgmmaSpec { stages: WideStages }),
-                fitting_other: named("warpgroups", most_fitting!(fits(spec, op), GemmWgmmaSpec { warpgroups: Warpgroups })),
+                fitting_stages: most_fitting!(fits(arch, op), GemmWgmmaSpec { stages: WideStages }),
+                fitting_other: named("warpgroups", most_fitting!(fits(arch, op), GemmWgmmaSpec { warpgroups: Warpgroups })),
             });
         }
         let consumer_warps = op.warpgroups.get() * limits.warpgroup_warps;
@@ -232,8 +231,7 @@ impl GemmWgmmaSpec {
             cluster => LaunchGrid::Clusters { work, cluster },
         };
         let (producer_registers, consumer_registers) = registers(op);
-        Ok(Plan {
-            spec: *spec,
+        Ok(BlockPlan {
             smem,
             pipeline: Some(PipelinePlan {
                 rings: 1,
@@ -265,10 +263,10 @@ const SHARED_TILES: u64 = 2;
 
 impl Family for GemmWgmmaSpec {
     type Args = GemmPackedArgs;
-    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const AXES: &'static [crate::axes::Axis] = Self::AXES;
     const EDGES: &'static [Edge] = &[Edge { from: EncodingId::PACKED, to: PRODUCT }];
 
-    fn summary(&self, _: &Plan) -> String {
+    fn summary(&self, _: &BlockPlan) -> String {
         let cut = match (self.cluster.get(), self.stream_k) {
             (1, false) => "whole output tiles".to_owned(),
             (1, true) => "k cut evenly".to_owned(),
@@ -280,7 +278,7 @@ impl Family for GemmWgmmaSpec {
         PackedSummary { epilogue, escapes, pdl, dump }.of_block(&block)
     }
 
-    fn entry(&self, plan: &Plan) -> Entry {
+    fn entry(&self, plan: &BlockPlan) -> Entry {
         let entry = Entry::new().packed_layout().gate_rows().check("boxes of X", "Smem::kXBoxRows", Self::X_BOX_ROWS);
         let registers: Vec<u32> = plan.roles.roles().filter_map(|role| role.registers).collect();
         let entry = entry.check("registers", "uw::gemm_wgmma::Kernel<Config>::kBudgets", u32::from(!registers.is_empty()));
@@ -288,7 +286,7 @@ impl Family for GemmWgmmaSpec {
     }
 
     /// fp32 sums of the tiles that a block shares, and a counter for each warpgroup of each.
-    fn workspace(&self, plan: &Plan, problem: GemmShape, sms: u32) -> WorkspacePlan {
+    fn workspace(&self, plan: &BlockPlan, problem: GemmShape, sms: u32) -> WorkspacePlan {
         if self.dump {
             return WorkspacePlan::operands(problem);
         }

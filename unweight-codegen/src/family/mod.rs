@@ -13,16 +13,57 @@
 //! another family is a file and a line. docs/adr/0008-families.md counts the edits.
 
 mod entry;
+mod name;
+mod shared;
 
+pub use crate::limits::{Instruction, Instructions};
 pub use entry::Entry;
 pub(crate) use entry::{Check, Constant, constant_name};
+pub use name::ParseNameError;
+#[cfg(test)]
+pub(crate) use name::tests::any_spec;
+pub use shared::{ClusterSize, Epilogue, SmemCopy};
 
 use crate::{
-    abi::{ArgsInfo, KernelArgs},
-    plan::{GemmShape, Infeasible, Plan, WorkspacePlan},
-    spec::{Arch, Axis, Raw, VariantSpec},
+    args::{ArgsInfo, KernelArgs},
+    axes::{Arch, Axis, Raw},
+    block::{BlockPlan, Constraint, GemmShape, WorkspacePlan},
 };
 use unweight_format::EncodingId;
+
+/// One kernel: architecture and operation. Its name is `Display`, `FromStr` and the serde representation.
+///
+/// ```
+/// # use unweight_codegen::spec::VariantSpec;
+/// let spec: VariantSpec = "uw_sm90a_gemm_recon_palette_n2p4_v8_store".parse()?;
+/// assert_eq!(spec.name().as_str(), "uw_sm90a_gemm_recon_palette_n2p4_v8_store");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct VariantSpec {
+    /// What it is compiled for.
+    pub arch: Arch,
+    /// What it does.
+    pub op: Op,
+}
+
+impl VariantSpec {
+    /// What stands where an attribute has no spec because it is wrong.
+    #[doc(hidden)]
+    pub const SOME: Self = Self::encode_huffman(Arch::Sm90a, encode_huffman::EncodeHuffmanStage::Stats);
+
+    /// The plan of a block, or the constraint that the variant violates.
+    pub(crate) const fn block(&self) -> Result<BlockPlan, Constraint> {
+        let limits = self.arch.limits();
+        match self.op.instructions().missing_from(limits.instructions) {
+            Some(instruction) => Err(Constraint::Instruction { instruction }),
+            None => match self.op.plan(self.arch) {
+                Ok(block) => Ok(block.within(limits)),
+                refused => refused,
+            },
+        }
+    }
+}
 
 /// Decoded exponents, u8 `[tiles, 64, 64]`, beside the sign-mantissa bytes: a form that only a device holds and no
 /// bundle stores. [`EncodingId::EXPONENTS`] is another one, which bundles store.
@@ -37,91 +78,6 @@ pub struct Edge {
     pub from: EncodingId,
     /// The form that is written, or [`PRODUCT`].
     pub to: EncodingId,
-}
-
-/// An instruction, or a handful that belong together, that not every architecture has, or that a kernel is built
-/// around: compiled code without it is not that kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Instruction {
-    /// `wgmma.mma_async`.
-    Wgmma,
-    /// `mma.sync`.
-    Mma,
-    /// `cp.async` of 16 bytes by every thread.
-    AsyncCopy,
-    /// `cp.async.bulk` of a stretch of memory.
-    BulkCopy,
-    /// `cp.async.bulk.tensor`.
-    TensorCopy,
-    /// Clusters of blocks, and the shared memory of others.
-    Cluster,
-    /// `griddepcontrol`: programmatic dependent launch.
-    DependentLaunch,
-    /// `setmaxnreg`.
-    SetMaxRegisters,
-}
-
-impl Instruction {
-    const ALL: [Self; 8] = [
-        Self::Wgmma,
-        Self::Mma,
-        Self::AsyncCopy,
-        Self::BulkCopy,
-        Self::TensorCopy,
-        Self::Cluster,
-        Self::DependentLaunch,
-        Self::SetMaxRegisters,
-    ];
-
-    /// What an architecture without it lacks, and what to take there.
-    pub(crate) const fn lack(self) -> &'static str {
-        match self {
-            Self::Wgmma => "has no wgmma; take op gemm_mma",
-            Self::Mma => "has no mma.sync of bf16",
-            Self::AsyncCopy => "has no cp.async",
-            Self::BulkCopy | Self::TensorCopy => "has no copy engine; take copy = async where the op has that axis",
-            Self::Cluster => "has no clusters; take cluster = 1",
-            Self::DependentLaunch => "has no programmatic dependent launch; take pdl = false",
-            Self::SetMaxRegisters => "cannot move registers between warps",
-        }
-    }
-}
-
-/// A set of instructions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Instructions(u16);
-
-impl Instructions {
-    /// None of them.
-    pub const NONE: Self = Self(0);
-
-    /// These and one more.
-    pub const fn with(self, instruction: Instruction) -> Self {
-        Self(self.0 | 1 << instruction as u16)
-    }
-
-    /// These, and one more if `used`.
-    pub const fn when(self, used: bool, instruction: Instruction) -> Self {
-        if used { self.with(instruction) } else { self }
-    }
-
-    /// Whether it is one of these.
-    pub const fn has(self, instruction: Instruction) -> bool {
-        self.0 >> instruction as u16 & 1 != 0
-    }
-
-    /// The first of these that is not one of `others`.
-    pub const fn missing_from(self, others: Self) -> Option<Instruction> {
-        let mut i = 0;
-        while i < Instruction::ALL.len() {
-            let instruction = Instruction::ALL[i];
-            if self.has(instruction) && !others.has(instruction) {
-                return Some(instruction);
-            }
-            i += 1;
-        }
-        None
-    }
 }
 
 /// A family: a spec of its axes and what follows from it.
@@ -142,15 +98,15 @@ pub trait Family: Copy {
     }
 
     /// What the kernel does, one line.
-    fn summary(&self, plan: &Plan) -> String;
+    fn summary(&self, plan: &BlockPlan) -> String;
 
     /// What its entry point says beyond its axes.
-    fn entry(&self, _plan: &Plan) -> Entry {
+    fn entry(&self, _plan: &BlockPlan) -> Entry {
         Entry::default()
     }
 
     /// Device memory of a launch beside its operands, on a device with `sms` multiprocessors.
-    fn workspace(&self, _plan: &Plan, _problem: GemmShape, _sms: u32) -> WorkspacePlan {
+    fn workspace(&self, _plan: &BlockPlan, _problem: GemmShape, _sms: u32) -> WorkspacePlan {
         WorkspacePlan::default()
     }
 
@@ -176,7 +132,7 @@ pub struct FamilyInfo {
 impl FamilyInfo {
     const fn of<F: Family>(name: &'static str) -> Self {
         let args = ArgsInfo::of::<F::Args>();
-        let catalogue = |arch| F::catalogue(arch).filter(|spec| Plan::new(spec).is_ok()).collect();
+        let catalogue = |arch| F::catalogue(arch).filter(|spec| spec.block().is_ok()).collect();
         Self { name, axes: F::AXES, edges: F::EDGES, args, catalogue }
     }
 }
@@ -234,8 +190,8 @@ macro_rules! families {
                 panic!("a place in FAMILIES")
             }
 
-            pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
-                match self { $(Self::$variant(op) => op.plan(spec)),+ }
+            pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
+                match self { $(Self::$variant(op) => op.plan(arch)),+ }
             }
 
             /// Those of [`Instruction`] that its kernel has.
@@ -248,15 +204,15 @@ macro_rules! families {
                 match self { $(Self::$variant(op) => op.edges()),+ }
             }
 
-            pub(crate) fn summary(&self, plan: &Plan) -> String {
+            pub(crate) fn summary(&self, plan: &BlockPlan) -> String {
                 match self { $(Self::$variant(op) => op.summary(plan)),+ }
             }
 
-            pub(crate) fn entry(&self, plan: &Plan) -> Entry {
+            pub(crate) fn entry(&self, plan: &BlockPlan) -> Entry {
                 match self { $(Self::$variant(op) => op.entry(plan)),+ }
             }
 
-            pub(crate) fn workspace(&self, plan: &Plan, problem: GemmShape, sms: u32) -> WorkspacePlan {
+            pub(crate) fn workspace(&self, plan: &BlockPlan, problem: GemmShape, sms: u32) -> WorkspacePlan {
                 match self { $(Self::$variant(op) => op.workspace(plan, problem, sms)),+ }
             }
         }
@@ -285,8 +241,10 @@ families! {
     decode_huffman: DecodeHuffman(DecodeHuffmanSpec),
     /// BF16 to a Huffman or palette tensor (report section 4).
     encode_huffman: EncodeHuffman(EncodeHuffmanSpec),
-    /// BF16 to a packed tensor and back.
-    repack: Repack(RepackSpec),
+    /// BF16 to a packed tensor.
+    pack: Pack(PackSpec),
+    /// A packed tensor to BF16.
+    unpack: Unpack(UnpackSpec),
     /// BF16 to a compact tensor.
     encode_compact: EncodeCompact(EncodeCompactSpec),
     /// A compact tensor to BF16 or a packed tensor.

@@ -1,10 +1,11 @@
 //! RMSNorm of rows of activations: `templates/include/unweight/kernels/norm.cuh`.
 
-use super::{Edge, Entry, Family, Instruction, Instructions, Op};
+use super::{Edge, Family, Op, VariantSpec, entry::Entry};
 use crate::{
-    abi::args,
-    plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
-    spec::{Arch, VariantSpec, axes, set_axis},
+    args::args,
+    axes::{Arch, axes, set_axis},
+    block::{BlockPlan, Constraint, LaunchGrid, LaunchPlan, RolePlan, SmemPlan, Work},
+    limits::{Instruction, Instructions},
 };
 
 set_axis! {
@@ -70,12 +71,11 @@ impl NormSpec {
         Instructions::NONE.when(self.pdl, Instruction::DependentLaunch)
     }
 
-    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+    pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
         let threads = self.threads.get();
-        let warps = threads / spec.arch.limits().warp_threads;
+        let warps = threads / arch.limits().warp_threads;
         let grid = LaunchGrid::Covering { work: Work::Rows, per_block: 1 };
-        Ok(Plan {
-            spec: *spec,
+        Ok(BlockPlan {
             smem: SmemPlan::new().section("sums", warps, 4, 4),
             pipeline: None,
             roles: RolePlan::one("norm", warps),
@@ -86,15 +86,15 @@ impl NormSpec {
 
 impl Family for NormSpec {
     type Args = NormArgs;
-    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const AXES: &'static [crate::axes::Axis] = Self::AXES;
     const EDGES: &'static [Edge] = &[];
 
-    fn summary(&self, _: &Plan) -> String {
+    fn summary(&self, _: &BlockPlan) -> String {
         let pdl = if self.pdl { ", dependent launch" } else { "" };
         format!("Y[m,d] = gamma * X * rsqrt(mean(X^2) + eps), a block a row{pdl}.")
     }
 
-    fn entry(&self, _: &Plan) -> Entry {
+    fn entry(&self, _: &BlockPlan) -> Entry {
         Entry::new().check("columns", "uw::norm::kColumnsMax", COLUMNS_MAX)
     }
 

@@ -1,12 +1,13 @@
 //! Bias, QK-norm and rotation of the heads of a chunk of one sequence, whose keys and values go to their pages:
 //! `templates/include/unweight/kernels/rope.cuh`.
 
-use super::{Edge, Entry, Family, Instruction, Instructions, Op};
+use super::{Edge, Family, Op, VariantSpec, entry::Entry};
 use crate::{
-    abi::args,
+    args::args,
+    axes::{Arch, axes, set_axis},
+    block::{BlockPlan, Constraint, LaunchGrid, LaunchPlan, RolePlan, SmemPlan, Work},
     kv::PAGE_TOKENS,
-    plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
-    spec::{Arch, VariantSpec, axes, set_axis},
+    limits::{Instruction, Instructions},
 };
 
 set_axis! {
@@ -78,11 +79,10 @@ impl RopeSpec {
         Instructions::NONE.when(self.pdl, Instruction::DependentLaunch)
     }
 
-    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
-        let threads = WARPS * spec.arch.limits().warp_threads;
+    pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
+        let threads = WARPS * arch.limits().warp_threads;
         let grid = LaunchGrid::Covering { work: Work::Rows, per_block: 1 };
-        Ok(Plan {
-            spec: *spec,
+        Ok(BlockPlan {
             smem: SmemPlan::new(),
             pipeline: None,
             roles: RolePlan::one("a head each", WARPS),
@@ -93,15 +93,15 @@ impl RopeSpec {
 
 impl Family for RopeSpec {
     type Args = RopeArgs;
-    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const AXES: &'static [crate::axes::Axis] = Self::AXES;
     const EDGES: &'static [Edge] = &[];
 
-    fn summary(&self, _: &Plan) -> String {
+    fn summary(&self, _: &BlockPlan) -> String {
         let pdl = if self.pdl { ", dependent launch" } else { "" };
         format!("Heads of {}: bias, norm and rotation; K and V to their pages{pdl}.", self.head_dim.get())
     }
 
-    fn entry(&self, _: &Plan) -> Entry {
+    fn entry(&self, _: &BlockPlan) -> Entry {
         Entry::new().check("tokens of a page", "uw::kv::kPageTokens", PAGE_TOKENS)
     }
 

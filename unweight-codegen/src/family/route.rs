@@ -1,10 +1,11 @@
 //! Routing of a mixture of experts: `templates/include/unweight/kernels/route.cuh`.
 
-use super::{Edge, Entry, Family, Instruction, Instructions, Op};
+use super::{Edge, Family, Op, VariantSpec, entry::Entry};
 use crate::{
-    abi::args,
-    plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
-    spec::{Arch, VariantSpec, axes, word_axis},
+    args::args,
+    axes::{Arch, axes, word_axis},
+    block::{BlockPlan, Constraint, LaunchGrid, LaunchPlan, RolePlan, SmemPlan, Work},
+    limits::{Instruction, Instructions},
 };
 
 word_axis! {
@@ -131,12 +132,12 @@ impl RouteSpec {
         Instructions::NONE.when(self.pdl, Instruction::DependentLaunch)
     }
 
-    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+    pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
         let none = SmemPlan::new();
         let (smem, grid, blocks_per_sm) = match self.stage {
             RouteStage::Topk => {
                 let grid = LaunchGrid::Covering { work: Work::Rows, per_block: TOPK_WARPS };
-                (none, grid, topk_blocks_per_sm(spec.arch))
+                (none, grid, topk_blocks_per_sm(arch))
             }
             RouteStage::Sort => {
                 let smem = none
@@ -150,9 +151,8 @@ impl RouteSpec {
                 (none, LaunchGrid::Covering { work, per_block: 1 }, BLOCKS_PER_SM)
             }
         };
-        let threads = self.warps() * spec.arch.limits().warp_threads;
-        Ok(Plan {
-            spec: *spec,
+        let threads = self.warps() * arch.limits().warp_threads;
+        Ok(BlockPlan {
             smem,
             pipeline: None,
             roles: RolePlan::one("route", self.warps()),
@@ -163,10 +163,10 @@ impl RouteSpec {
 
 impl Family for RouteSpec {
     type Args = RouteArgs;
-    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const AXES: &'static [crate::axes::Axis] = Self::AXES;
     const EDGES: &'static [Edge] = &[];
 
-    fn summary(&self, _: &Plan) -> String {
+    fn summary(&self, _: &BlockPlan) -> String {
         let pdl = if self.pdl { ", dependent launch" } else { "" };
         let summary = match self.stage {
             RouteStage::Topk => "logits[m,experts] -> ids and weights of each token's experts",
@@ -176,7 +176,7 @@ impl Family for RouteSpec {
         format!("{summary}{pdl}.")
     }
 
-    fn entry(&self, _: &Plan) -> Entry {
+    fn entry(&self, _: &BlockPlan) -> Entry {
         Entry::new()
             .check("experts", "uw::route::kExpertsMax", Self::EXPERTS_MAX)
             .check("experts of a token", "uw::route::kTopKMax", Self::TOP_K_MAX)

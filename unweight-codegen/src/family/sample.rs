@@ -1,10 +1,11 @@
 //! A token of each row of logits: `templates/include/unweight/kernels/sample.cuh`.
 
-use super::{Edge, Entry, Family, Instruction, Instructions, Op};
+use super::{Edge, Family, Op, VariantSpec, entry::Entry, shared::ClusterSize};
 use crate::{
-    abi::args,
-    plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
-    spec::{Arch, ClusterSize, VariantSpec, axes},
+    args::args,
+    axes::{Arch, axes},
+    block::{BlockPlan, Constraint, LaunchGrid, LaunchPlan, RolePlan, SmemPlan, Work},
+    limits::{Instruction, Instructions},
 };
 use bytemuck::{Pod, Zeroable};
 
@@ -79,8 +80,8 @@ impl SampleSpec {
         Instructions::NONE.when(self.cluster.get() > 1, Instruction::Cluster).when(self.pdl, Instruction::DependentLaunch)
     }
 
-    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
-        let warps = THREADS / spec.arch.limits().warp_threads;
+    pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
+        let warps = THREADS / arch.limits().warp_threads;
         let (work, cluster) = (Work::Rows, self.cluster.get());
         let smem = SmemPlan::new()
             .section("low", BINS, COPIES * 4, 16)
@@ -94,8 +95,7 @@ impl SampleSpec {
             1 => LaunchGrid::Covering { work, per_block: 1 },
             _ => LaunchGrid::Clusters { work, cluster },
         };
-        Ok(Plan {
-            spec: *spec,
+        Ok(BlockPlan {
             smem,
             pipeline: None,
             roles: RolePlan::one("sample", warps),
@@ -106,10 +106,10 @@ impl SampleSpec {
 
 impl Family for SampleSpec {
     type Args = SampleArgs;
-    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const AXES: &'static [crate::axes::Axis] = Self::AXES;
     const EDGES: &'static [Edge] = &[];
 
-    fn summary(&self, _: &Plan) -> String {
+    fn summary(&self, _: &BlockPlan) -> String {
         let group = match self.cluster.get() {
             1 => "block".to_owned(),
             cluster => format!("cluster of {cluster}"),
@@ -118,7 +118,7 @@ impl Family for SampleSpec {
         format!("A token of each row of logits: temperature, top-k, top-p, min-p; a {group} a row{pdl}.")
     }
 
-    fn entry(&self, _: &Plan) -> Entry {
+    fn entry(&self, _: &BlockPlan) -> Entry {
         Entry::new()
             .check("SampleRow", "sizeof(uw::SampleRow)", size_of::<SampleRow>() as u32)
             .check("vocabulary", "uw::sample::kVocabularyMax", VOCABULARY_MAX)

@@ -1,11 +1,12 @@
 //! The activation of a gated MLP, for weights whose product was stored as it is:
 //! `templates/include/unweight/kernels/silu_mul.cuh`.
 
-use super::{Edge, Entry, Family, Instruction, Instructions, Op};
+use super::{Edge, Family, Op, VariantSpec, entry::Entry};
 use crate::{
-    abi::args,
-    plan::{Infeasible, LaunchGrid, LaunchPlan, Plan, RolePlan, SmemPlan, Work},
-    spec::{Arch, VariantSpec, axes, set_axis},
+    args::args,
+    axes::{Arch, axes, set_axis},
+    block::{BlockPlan, Constraint, LaunchGrid, LaunchPlan, RolePlan, SmemPlan, Work},
+    limits::{Instruction, Instructions},
 };
 
 set_axis! {
@@ -68,15 +69,14 @@ impl SiluMulSpec {
         Instructions::NONE.when(self.pdl, Instruction::DependentLaunch)
     }
 
-    pub(crate) const fn plan(&self, spec: &VariantSpec) -> Result<Plan, Infeasible> {
+    pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
         let threads = self.threads.get();
         let work = Work::OutputTiles { rows: 1, columns: self.block_columns() };
         let grid = LaunchGrid::Covering { work, per_block: 1 };
-        Ok(Plan {
-            spec: *spec,
+        Ok(BlockPlan {
             smem: SmemPlan::new(),
             pipeline: None,
-            roles: RolePlan::one("activate", threads / spec.arch.limits().warp_threads),
+            roles: RolePlan::one("activate", threads / arch.limits().warp_threads),
             launch: LaunchPlan { pdl: self.pdl, ..LaunchPlan::ordinary(threads, BLOCKS_PER_SM, grid) },
         })
     }
@@ -84,15 +84,15 @@ impl SiluMulSpec {
 
 impl Family for SiluMulSpec {
     type Args = SiluMulArgs;
-    const AXES: &'static [crate::spec::Axis] = Self::AXES;
+    const AXES: &'static [crate::axes::Axis] = Self::AXES;
     const EDGES: &'static [Edge] = &[];
 
-    fn summary(&self, _: &Plan) -> String {
+    fn summary(&self, _: &BlockPlan) -> String {
         let pdl = if self.pdl { ", dependent launch" } else { "" };
         format!("Y[m,n] = silu(gate[m,n]) * up[m,n]{pdl}.")
     }
 
-    fn entry(&self, _: &Plan) -> Entry {
+    fn entry(&self, _: &BlockPlan) -> Entry {
         Entry::new().check("columns", "Config::kThreads * uw::silu_mul::kChunk", self.block_columns())
     }
 

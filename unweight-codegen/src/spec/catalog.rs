@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 
 use super::{
     Arch, AttentionSpec, DecodeHuffmanSpec, DecodeWarps, EncodeCompactStage, EncodeHuffmanStage, GemmMmaSpec, Op,
-    RepackStage, SmemCopy, VariantSpec,
+    PackStage, SmemCopy, VariantSpec,
 };
 use crate::{
     family::{FAMILIES, Family, Instruction},
@@ -38,8 +38,8 @@ pub fn on<F: Family>(arch: Arch) -> impl Iterator<Item = VariantSpec> {
 /// The variants of a family that ship for Hopper, such as [`GemmMmaSpec`].
 ///
 /// ```
-/// # use unweight_codegen::spec::{RepackSpec, catalog};
-/// assert_eq!(catalog::of::<RepackSpec>().count(), 3);
+/// # use unweight_codegen::spec::{PackSpec, catalog};
+/// assert_eq!(catalog::of::<PackSpec>().count(), 2);
 /// ```
 pub fn of<F: Family>() -> impl Iterator<Item = VariantSpec> {
     F::catalogue(Arch::Sm90a)
@@ -94,10 +94,11 @@ fn brought_to(spec: VariantSpec, arch: Arch) -> Option<VariantSpec> {
     }
 }
 
-/// What packing a matrix and unpacking it runs: the counts of the encoder, and the conversions.
+/// What packing a matrix and unpacking it runs: the counts of the encoder, and families `pack` and
+/// `unpack`.
 pub fn packing(arch: Arch) -> impl Iterator<Item = VariantSpec> {
-    let conversions = RepackStage::ALL.iter().map(move |stage| VariantSpec::repack(arch, *stage));
-    conversions.chain([VariantSpec::encode_huffman(arch, EncodeHuffmanStage::Stats)])
+    let stages = PackStage::ALL.iter().map(move |stage| VariantSpec::pack(arch, *stage));
+    stages.chain([VariantSpec::unpack(arch), VariantSpec::encode_huffman(arch, EncodeHuffmanStage::Stats)])
 }
 
 /// What makes a compact tensor of a matrix, beside the counts of [`packing`].

@@ -3,15 +3,14 @@
 //! The spec knows axes, names and attributes. It refuses to know shared memory, threads or files: those follow from it
 //! in [`plan`](crate::plan) and [`render`](crate::render()), family by family ([`family`](crate::family)).
 
-mod axes;
 pub mod catalog;
-mod name;
 pub mod pairs;
 
+pub use crate::axes::{Arch, Axis, AxisError, Only, Values};
 pub use crate::family::{
-    AttentionSpec, DecodeCompactSpec, DecodeHuffmanSpec, EmbedSpec, EncodeCompactSpec, EncodeHuffmanSpec, Family,
-    GemmCompactSpec, GemmGroupedSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, NormSpec, Op, RepackSpec, RopeSpec,
-    RouteSpec, SampleSpec, SiluMulSpec,
+    AttentionSpec, ClusterSize, DecodeCompactSpec, DecodeHuffmanSpec, EmbedSpec, EncodeCompactSpec, EncodeHuffmanSpec,
+    Epilogue, Family, GemmCompactSpec, GemmGroupedSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, NormSpec, Op,
+    PackSpec, ParseNameError, RopeSpec, RouteSpec, SampleSpec, SiluMulSpec, SmemCopy, UnpackSpec, VariantSpec,
     attention::{AttentionStages, AttentionStep, AttentionWarps, HeadDim},
     decode_compact::DecodeCompactStage,
     decode_huffman::{CodeLimit, DecodeElement, DecodeOutput, DecodeWarps},
@@ -23,36 +22,11 @@ pub use crate::family::{
     gemm_recon::{NTiles, Splits, Stages, VerbatimRows, WeightSource},
     gemm_wgmma::{Warpgroups, WideBatchTile, WideStages},
     norm::NormThreads,
-    repack::RepackStage,
+    pack::PackStage,
     rope::RopeHeadDim,
     route::RouteStage,
     silu_mul::SiluMulThreads,
 };
-pub(crate) use axes::{AXES_MAX, Raw, axes, range_axis, set_axis, word_axis};
-pub use axes::{Arch, Axis, AxisError, ClusterSize, Epilogue, Only, SmemCopy, Values};
-pub use name::ParseNameError;
-
-/// One kernel: architecture and operation. Its name is `Display`, `FromStr` and the serde form.
-///
-/// ```
-/// # use unweight_codegen::spec::VariantSpec;
-/// let spec: VariantSpec = "uw_sm90a_gemm_recon_palette_n2p4_v8_store".parse()?;
-/// assert_eq!(spec.name().as_str(), "uw_sm90a_gemm_recon_palette_n2p4_v8_store");
-/// # Ok::<(), Box<dyn std::error::Error>>(())
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct VariantSpec {
-    /// What it is compiled for.
-    pub arch: Arch,
-    /// What it does.
-    pub op: Op,
-}
-
-impl VariantSpec {
-    /// What stands where an attribute has no spec because it is wrong.
-    #[doc(hidden)]
-    pub const SOME: Self = Self::encode_huffman(Arch::Sm90a, EncodeHuffmanStage::Stats);
-}
 
 /// The family of [`VariantSpec::SOME`].
 #[doc(hidden)]

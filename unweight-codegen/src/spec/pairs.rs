@@ -5,9 +5,9 @@
 
 #![expect(clippy::result_large_err, reason = "a message is held inline: a const context has no heap")]
 
-use super::{Arch, Axis, Only, Raw, Values, VariantSpec, axes::AXES_MAX};
 use crate::{
-    family::{FAMILIES, Op},
+    axes::{AXES_MAX, Arch, Axis, Only, Raw, Values},
+    family::{FAMILIES, Op, VariantSpec},
     plan::Plan,
     text::{Message, same},
 };
@@ -279,7 +279,7 @@ const fn find(axes: &[Axis], key: &str) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::spec::name::tests::any_spec;
+    use crate::family::any_spec;
     use proptest::prelude::*;
 
     /// The pairs that an attribute would say for a spec.

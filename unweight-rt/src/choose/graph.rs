@@ -5,7 +5,7 @@
 //! huffman --decode--> bf16 <--host-- any form        exponents --gemm_recon--> product
 //! compact --transcode--> bf16
 //!    |                 | ^                           palette   --gemm_recon--> product
-//!    +--> exponents    v |  repack                   packed    --gemm_packed-> product
+//!    +--> exponents    v |  unpack                   packed    --gemm_packed-> product
 //!    +--> palette     packed                         bf16      --cublas------> product
 //! ```
 //! Nodes and edges are two static lists; whatever loads, warms or lists kernels walks them. Pure: nothing here knows a

@@ -10,7 +10,7 @@ use unweight_codegen::{
     VariantSpec,
     family::Instruction,
     plan::GemmShape,
-    spec::{Arch, DecodeCompactStage, DecodeOutput, Epilogue, Op, RepackStage, SiluMulSpec, catalog},
+    spec::{Arch, DecodeCompactStage, DecodeOutput, Epilogue, Op, SiluMulSpec, catalog},
 };
 use unweight_format::{EncodingId, Placement, TileGrid, raw::packed};
 
@@ -333,7 +333,7 @@ impl RoutePolicy {
     /// Expansion to BF16, and cuBLAS. `None` where the architecture has no kernel for the activation.
     pub(super) fn by_cublas(&self, epilogue: Epilogue, compact: bool) -> Option<Route<VariantSpec>> {
         let arch = self.chooser.arch();
-        let expand = if compact { transcoder(arch) } else { VariantSpec::repack(arch, RepackStage::Unpack) };
+        let expand = if compact { transcoder(arch) } else { VariantSpec::unpack(arch) };
         // Behind cuBLAS nothing is gained by an early start.
         let of = |spec: &VariantSpec| matches!(spec.op, Op::SiluMul(op) if !op.pdl);
         let activate = match epilogue {

@@ -229,8 +229,8 @@ mod tests {
         };
         says(&table.to_json(), "NVIDIA L40S", Arch::Sm89, "was measured on NVIDIA L4, and this device is NVIDIA L40S");
         says(&table.to_json(), "NVIDIA L4", Arch::Sm86, "row 0: uw_sm89_gemm_mma_b8_r2w8p3c1_async_esc_store is no");
-        let other = table.to_json().replace("gemm_mma_b8_r2w8p3c1_async_esc_store", "repack_unpack");
-        says(&other, "NVIDIA L4", Arch::Sm89, "row 0: uw_sm89_repack_unpack is no");
+        let other = table.to_json().replace("gemm_mma_b8_r2w8p3c1_async_esc_store", "unpack");
+        says(&other, "NVIDIA L4", Arch::Sm89, "row 0: uw_sm89_unpack is no");
         for text in ["", "[]", "{\"device\": \"NVIDIA L4\"}", &table.to_json().replace("uw_sm89", "uw_sm1")] {
             says(text, "NVIDIA L4", Arch::Sm89, "is no table of measurements");
         }

@@ -209,7 +209,7 @@ fn large_batches_on_mma_gpus_expand_for_cublas() {
                     let gain = by_the_sheet(&card, (weight.n, weight.k), m);
                     let route = at(m);
                     if let Route::ExpandToBf16 { expand, activate } = route {
-                        assert!(expand.to_string().ends_with("repack_unpack") && expand.arch == arch, "{expand}");
+                        assert!(expand.to_string().ends_with("_unpack") && expand.arch == arch, "{expand}");
                         assert_eq!(activate.is_some(), epilogue == Epilogue::SiluMul);
                     }
                     if !(0.8..1.25).contains(&gain) {

@@ -9,7 +9,10 @@ use unweight_codegen::spec::Arch;
 use crate::{
     choose::cost::gpu_model::GpuModel,
     device::{Call, DeviceError},
-    jit::toolchain::{self, Library, Version},
+    jit::{
+        process,
+        toolchain::{Library, Version},
+    },
 };
 
 /// Properties of a GPU.
@@ -71,7 +74,7 @@ impl Device {
     /// # Errors
     /// No usable driver.
     pub fn count() -> Result<usize, DeviceError> {
-        toolchain::require(Library::Driver)?;
+        process::require(Library::Driver)?;
         result::init().call("initialising the driver")?;
         Ok(CudaContext::device_count().call("counting devices")?.unsigned_abs() as usize)
     }
@@ -111,7 +114,7 @@ impl Device {
         if ordinal >= count {
             return Err(DeviceError::Ordinal { ordinal, count });
         }
-        let driver = toolchain::require(Library::Driver)?.version;
+        let driver = process::require(Library::Driver)?.version;
         let context = CudaContext::new(ordinal).call("creating a context")?;
         let attribute = |attribute| context.attribute(attribute).call("reading a device attribute");
         let count_of = |which| attribute(which).map(i32::unsigned_abs);

@@ -8,7 +8,7 @@ use unweight_codegen::{
 };
 use unweight_format::{CodecError, Float};
 
-use crate::{device::context_size::ContextSize, remedy::Remedy};
+use crate::{device::context_size::ContextSize, jit::remedy::Remedy};
 
 /// Why an operation on the device failed.
 #[derive(Debug, thiserror::Error)]

@@ -15,7 +15,7 @@ use crate::{
         DeviceBuffer, DeviceError, LaunchError, MatrixMut, MatrixRef, Stream, context_size::CUBLAS_BYTES, view::Place,
     },
     exec::operands::check_product,
-    jit::toolchain::{self, Library},
+    jit::{process, toolchain::Library},
 };
 
 /// The alignment of operands that cuBLASLt assumes by default, bytes; tuning is valid for it.
@@ -122,7 +122,7 @@ impl Cublas {
 
     /// A handle that must be placed on a stream before each use.
     pub(crate) fn unplaced(stream: &Stream) -> Result<Self, DeviceError> {
-        toolchain::require(Library::Cublas)?;
+        process::require(Library::Cublas)?;
         stream.device().bind()?;
         let workspace = DeviceBuffer::nothing(stream.device());
         let handle = result::create_handle().map_err(|error| refuse("cublasCreate", error))?;
@@ -351,7 +351,7 @@ unsafe impl Send for LtHandle {}
 
 impl LtHandle {
     fn new() -> Result<Self, DeviceError> {
-        toolchain::require(Library::CublasLt)?;
+        process::require(Library::CublasLt)?;
         cublaslt::result::create_handle().map(Self).map_err(|error| refuse_lt("cublasLtCreate", error))
     }
 

@@ -4,11 +4,11 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use crate::env::EnvError;
-use crate::jit::cache::Miss;
-use crate::jit::compiler::CompileFailure;
 use crate::jit::cubin::CubinError;
+use crate::jit::failure::CompileFailure;
+use crate::jit::miss::Miss;
+use crate::jit::remedy::Remedy;
 use crate::jit::toolchain::{Library, MissingLibrary, OldNvrtc};
-use crate::remedy::Remedy;
 
 /// Why a kernel could not be compiled or found.
 #[derive(Debug, thiserror::Error)]

@@ -11,7 +11,6 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
 
 use libloading::os::unix::{Library as Handle, RTLD_LOCAL, RTLD_NOW};
 use unweight_codegen::spec::Arch;
@@ -311,16 +310,6 @@ pub fn find(library: Library, env: &Env) -> Result<Found, MissingLibrary> {
     }
     let names = library.sonames().iter().map(PathBuf::from).collect();
     first_usable(library, names, &Origin::Loader, &mut tried).ok_or_else(|| missing(tried))
-}
-
-/// [`find`] for the process's own environment, once; the answer is remembered.
-///
-/// Call it before anything in cudarc that belongs to `library`.
-pub fn require(library: Library) -> Result<&'static Found, crate::Error> {
-    static ANSWERS: [OnceLock<Result<Found, MissingLibrary>>; Library::ALL.len()] =
-        [const { OnceLock::new() }; Library::ALL.len()];
-    let env = Env::process()?;
-    ANSWERS[library as usize].get_or_init(|| find(library, env)).as_ref().map_err(|error| error.clone().into())
 }
 
 /// What is there and what each lack disables: the body of `unweight doctor`.

@@ -20,7 +20,7 @@ use crate::{
         module::LoadedKernel,
     },
     exec::ExecContext,
-    jit::toolchain::{self, Library},
+    jit::{process, toolchain::Library},
     layer::{
         error::{LoadError, Unsuitable, in_tensor, refused, unsuitable},
         experts::{Experts, ExpertsShape, offload::OffloadedExperts},
@@ -30,7 +30,7 @@ use crate::{
     ops::{
         decode_compact::Transcoder,
         encode_compact::{CompressError, Compressor},
-        repack::{PackError, Packer},
+        pack::{PackError, Packer},
     },
     weight::{DeviceCompact, DeviceMatrix, DevicePacked},
 };
@@ -158,7 +158,7 @@ impl<'a> Parts<'a> {
 
 /// Whether cuBLAS is usable.
 pub(super) fn has_cublas() -> bool {
-    toolchain::require(Library::Cublas).is_ok()
+    process::require(Library::Cublas).is_ok()
 }
 
 /// `wanted`, without expansion to cuBLAS where cuBLAS is missing and only the GPU's model would use it: correct, and

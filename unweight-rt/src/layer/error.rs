@@ -4,7 +4,7 @@ use unweight_format::{EncodingId, bundle::BundleError, raw::packed::Unpackable, 
 
 use crate::{
     device::{DeviceError, LaunchError},
-    remedy::Remedy,
+    jit::remedy::Remedy,
 };
 
 /// Why a layer could not be loaded.

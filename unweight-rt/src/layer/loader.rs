@@ -38,7 +38,7 @@ use crate::{
         linear::Linear,
         options::{LoadOptions, Merge},
     },
-    ops::{decode_compact::Transcoder, decode_huffman::Decoder, repack::Packer},
+    ops::{decode_compact::Transcoder, decode_huffman::Decoder, pack::Packer},
     weight::{DeviceCompact, DeviceHuffman, DeviceMatrix, DevicePacked, DevicePalette, pods},
 };
 

@@ -25,7 +25,7 @@ use unweight_format::{
 
 use crate::{
     device::{DeviceBuffer, DeviceError, KernelSet, MatrixRef, Stream, module::LoadedKernel},
-    ops::repack::Packer,
+    ops::pack::Packer,
     weight::{self, DeviceCompact},
 };
 

@@ -53,7 +53,7 @@ use crate::{
     device::{DeviceBuffer, DeviceError, KernelSet, LaunchError, Stream, module::LoadedKernel, view::check_device},
     ops::{
         encode_compact::{CompressError, Compressor},
-        repack::{PackError, Packer},
+        pack::{PackError, Packer},
     },
     weight::{self, DeviceMatrix},
 };

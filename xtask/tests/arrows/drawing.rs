@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::orders::{CRATES, INNER, PENDING};
+use crate::orders::{CRATES, INNER};
 
 /// Columns of a line.
 const WIDTH: usize = 120;
@@ -63,11 +63,4 @@ fn modules(out: &mut String) {
         line(out, &[0, 41], &[folder, levels]);
     }
     *out += "```\n";
-    if !PENDING.is_empty() {
-        *out += "Arrows that turn back until their modules are cut apart:\n```\n";
-        for (folder, from, to) in PENDING {
-            line(out, &[0, 41], &[folder, &format!("{from} -> {to}")]);
-        }
-        *out += "```\n";
-    }
 }

@@ -33,6 +33,7 @@ pub const CRATES: [Crate; 11] = [
         above: &[],
         levels: &[
             ("bits failpoint", "bytes, tiles, histograms, digests, errors of the codec; crashes for tests"),
+            ("placement", "how weights are held in device memory"),
             ("encoding", "raw, huffman, palette, packed, compact, exponents: one list; the oracle"),
             ("model", "safetensors, names to roles"),
             ("bundle", "plan, compress, decompress, verify, read; attached kernels"),
@@ -75,16 +76,15 @@ pub const CRATES: [Crate; 11] = [
         holds: "VariantSpec -> plan -> CUDA source",
         above: &["unweight-format", "unweight-macros", "unweight-templates"],
         levels: &[
-            ("kv text", "a page of the KV cache; text in const functions"),
-            ("spec", "axes, canonical names, attributes as pairs, the catalogue"),
+            ("args kv text", "parts of an argument struct; a page of the KV cache; text in const functions"),
+            ("axes", "the parameters of a variant and their values"),
             ("limits", "what an architecture allows"),
-            ("plan", "shared memory, roles and rings, grids"),
-            ("abi", "argument structs of the kernels"),
-            ("family", "one file per kernel family, one list"),
+            ("block", "shared memory, roles and rings of one thread block"),
+            ("family external", "one file per kernel family, one list; kernels of other crates"),
+            ("abi plan", "argument structs of the kernels; the launch plan of a spec"),
+            ("error spec", "errors between a spec and a source; names, attributes as pairs, the catalogue"),
             ("source", "a rendered kernel with its headers"),
             ("lint", "what must hold of a source"),
-            ("error", "what can go wrong between a spec and a source"),
-            ("external", "kernels of other crates"),
             ("render", "spec to source: the only module that names tera"),
         ],
     },
@@ -94,7 +94,7 @@ pub const CRATES: [Crate; 11] = [
         holds: "compile, cache, load, choose, launch",
         above: &["unweight-format", "unweight-codegen"],
         levels: &[
-            ("env remedy", "variables of the environment; what resolves an error"),
+            ("env", "variables of the environment"),
             ("choose jit", "which variant for which problem; NVRTC, cubins, the cache: neither names a device"),
             ("device", "devices, streams, buffers, views, launches"),
             ("exec weight", "a stream with its memory and cuBLAS; stored tensors on a device, one file per encoding"),
@@ -196,12 +196,12 @@ pub const INNER: &[(&str, &str)] = &[
         "context_size < error < device graph < stream < buffer module raw < kernels launch pinned view < external \
          staging tma",
     ),
-    ("unweight-rt/src/jit", "cubin toolchain < nvrtc < compiler < error < cache"),
+    ("unweight-rt/src/jit", "cubin miss request toolchain < nvrtc remedy < failure < error < compiler process < cache"),
     ("unweight-rt/src/exec", "operands workspace < cublas < context"),
     (
         "unweight-rt/src/ops",
         "decode_compact decode_huffman embed gemm_compact gemm_grouped gemm_packed gemm_recon kv norm route sample \
-         silu_mul < attention repack rope < encode_compact < encode_huffman",
+         silu_mul < attention rope unpack < pack < encode_compact < encode_huffman",
     ),
     ("unweight-rt/src/weight", "coded compact matrix packed palette < exponents huffman"),
     ("unweight-rt/src/layer", "error experts linear options < build < interop loader"),
@@ -220,19 +220,4 @@ pub const INNER: &[(&str, &str)] = &[
          progress sign trust < source < select < budget cache compress convert decompress demo doctor extract generate \
          inspect kernels man plan tune verify < merge serve",
     ),
-];
-
-/// Arrows that turn back until their modules are cut apart: folder, from, to.
-pub const PENDING: &[(&str, &str, &str)] = &[
-    ("unweight-codegen/src", "abi", "family"),
-    ("unweight-codegen/src", "external", "render"),
-    ("unweight-codegen/src", "limits", "family"),
-    ("unweight-codegen/src", "plan", "family"),
-    ("unweight-codegen/src", "source", "lint"),
-    ("unweight-codegen/src", "spec", "family"),
-    ("unweight-codegen/src", "spec", "plan"),
-    ("unweight-rt/src", "remedy", "jit"),
-    ("unweight-rt/src/jit", "compiler", "error"),
-    ("unweight-rt/src/jit", "error", "cache"),
-    ("unweight-rt/src/jit", "toolchain", "error"),
 ];

@@ -11,6 +11,10 @@ namespace uw::row_block {
 
 using packed::Operands;
 
+// Row blocks of the matrix; `Args` has tile_rows, too.
+template <class Args>
+UW_DEVICE u32 count(const Args& args) { return args.tile_rows * args.tile_cols * packed::kTileBlocks; }
+
 // Where a row block begins in the matrix, lane 4g + t taking rows `row` = g and g + 8.
 struct Place {
     u32 row, column, lane;

@@ -18,7 +18,7 @@
 // Barriers one of the block, behind the table; warps go on alone. A slot is written and read by one warp
 //          (__syncwarp). No copy engine.
 //
-// Zeroed before packed: inexact, group_words. Heads and lists as in kernels/repack.cuh.
+// Zeroed before packed: inexact, group_words. Heads and lists as in kernels/pack.cuh.
 //
 // Safety   any bytes: what leads out of `streams` is cut off, a slot holds the longest streams and what is read past
 //          them (encoding/compact.cuh), a list never reads past `record_words` nor writes past `escape_words`.
@@ -27,7 +27,7 @@
 #include "unweight/axes.cuh"
 #include "unweight/encoding/compact.cuh"
 #include "unweight/encoding/row_block.cuh"
-#include "unweight/kernels/repack.cuh"
+#include "unweight/kernels/pack.cuh"
 
 namespace uw::decode_compact {
 
@@ -155,9 +155,9 @@ UW_DEVICE void packed(const DecodeCompactArgs& args) {
     const Warp own(args);
     for_row_blocks(own, [&](const Operands& weights, u32 block) {
         const Place place(args, block, own.lane);
-        Operands container = repack::contain(weights, packed::pair_of_exponents(args.base));
-        repack::store_head(args, place, block, container, [&](u32 element) { return element_of(weights, element); });
-        repack::store_container(args, place, block, container);
+        Operands container = pack::contain(weights, packed::pair_of_exponents(args.base));
+        pack::store_head(args, place, block, container, [&](u32 element) { return element_of(weights, element); });
+        pack::store_container(args, place, block, container);
     });
 }
 
@@ -191,7 +191,7 @@ UW_DEVICE Operands decode_again(const Warp& own, u32 block) {
 UW_DEVICE void lists(const DecodeCompactArgs& args) {
     const Warp own(args);
     own.store_table(own.load_table());
-    repack::lists(args, own.shared + kSums, [&](const Place&, u32 block) { return decode_again(own, block); });
+    pack::lists(args, own.shared + kSums, [&](const Place&, u32 block) { return decode_again(own, block); });
 }
 
 // ---- the stage that Config names

@@ -60,9 +60,9 @@ fn main() {
             (op = gemm_mma, batch_tile = 8, row_blocks = 3, warps = 8, stages = 2, epilogue = silu_mul),
         "uw_sm90a_gemm_wgmma_b128_g2p6_streamk_esc_silu_mul":
             (op = gemm_wgmma, batch_tile = 128, stages = 6, stream_k = true, epilogue = silu_mul),
-        "uw_sm90a_repack_pack": (op = repack, stage = pack),
-        "uw_sm90a_repack_lists": (op = repack, stage = lists),
-        "uw_sm90a_repack_unpack": (op = repack, stage = unpack),
+        "uw_sm90a_pack_tiles": (op = pack, stage = tiles),
+        "uw_sm90a_pack_lists": (op = pack, stage = lists),
+        "uw_sm90a_unpack": (op = unpack),
         "uw_sm90a_embed_bf16": (op = embed, source = bf16),
         "uw_sm90a_embed_packed_pdl": (op = embed, source = packed, pdl = true),
         "uw_sm90a_norm_t256": (op = norm),

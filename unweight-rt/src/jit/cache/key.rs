@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-use crate::jit::compiler::{CompileRequest, CompilerId};
+use crate::jit::request::{CompileRequest, CompilerId};
 
 /// Raised whenever the meaning of an entry changes; older entries are then simply never found.
 pub const SCHEMA: u32 = 1;

@@ -26,16 +26,18 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+pub use crate::jit::miss::{Miss, Unusable};
 pub use key::{Key, SCHEMA, SourceKey};
 pub use prune::{Listed, Removed, Verified};
-pub use store::{Entry, FileRecord, Kept, Lookup, Meta, Store, Unusable};
+pub use store::{Entry, FileRecord, Kept, Lookup, Meta, Store};
 
 use unweight_format::bundle::{Attached, AttachedBy, AttachedKernel};
 
 use crate::env::{Env, JitMode};
-use crate::jit::compiler::{CompileRequest, Compiler, CompilerId, NvrtcCompiler};
+use crate::jit::compiler::{Compiler, NvrtcCompiler};
 use crate::jit::cubin::{self, KernelResources};
 use crate::jit::error::{Error, MissingKernel, NotCompiled};
+use crate::jit::request::{CompileRequest, CompilerId};
 use lock::Lock;
 
 /// The entry of a kernel that is to be attached to a bundle: it is found there as in the store, by the digest of
@@ -89,22 +91,6 @@ impl CacheState {
     pub fn is_hit(&self) -> bool {
         !matches!(self, CacheState::Compiled { .. })
     }
-}
-
-/// Why a kernel was compiled.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Miss {
-    /// The store did not hold it.
-    Absent,
-    /// The store held a damaged entry, which was removed if that was possible; or a kernel attached to the bundle is
-    /// not what its entry says.
-    Damaged(String),
-    /// Another process compiled the same kernel for longer than the timeout.
-    LockTimeout(Duration),
-    /// No usable store.
-    NoStore(Unusable),
-    /// `UNWEIGHT_JIT=off`.
-    Off,
 }
 
 /// A report that one kernel is ready.

@@ -3,7 +3,7 @@
 use std::time::{Duration, SystemTime};
 
 use super::lock::{self, Lock};
-use super::store::{Meta, Store, remove};
+use super::store::{Meta, Store, is_ours, remove};
 
 /// One entry of a listing.
 #[derive(Clone, Debug)]
@@ -161,9 +161,4 @@ impl Store {
         folders.sort();
         Ok(folders)
     }
-}
-
-/// Whether a name in a folder of the store is one that it gives: all begin with the name of a kernel.
-pub(super) fn is_ours(name: &str) -> bool {
-    name.starts_with("uw_")
 }

@@ -27,11 +27,13 @@ use std::time::{Duration, SystemTime};
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 
-use crate::jit::compiler::{CompileFailure, CompileRequest, Compiled, CompilerId};
+use crate::jit::compiler::Compiled;
 use crate::jit::cubin::KernelResources;
+use crate::jit::failure::CompileFailure;
+use crate::jit::miss::Unusable;
+use crate::jit::request::{CompileRequest, CompilerId};
 
 use super::key::{Key, SCHEMA, SourceKey, folder_prefix};
-use super::prune::is_ours;
 
 /// A `meta.json` larger than this is not ours.
 const META_LIMIT_BYTES: u64 = 4 << 20;
@@ -54,23 +56,6 @@ const USE_NOTED_EVERY: Duration = Duration::from_secs(60);
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Store {
     root: PathBuf,
-}
-
-/// A cache folder that cannot be used at all.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("cache folder {} not used: {why}", .root.display())]
-pub struct Unusable {
-    /// The folder.
-    pub root: PathBuf,
-    /// What is wrong with it.
-    pub why: String,
-}
-
-impl Unusable {
-    /// The stable code of this error; docs/cli.md lists all.
-    pub fn code(&self) -> &'static str {
-        "kernel-cache-unusable"
-    }
 }
 
 /// Size and digest of a file of an entry.
@@ -511,6 +496,11 @@ impl Store {
     pub(crate) fn sweep_abandoned(&self) -> usize {
         self.sweep(ABANDONED_AFTER)
     }
+}
+
+/// Whether a name in a folder of the store is one that it gives: all begin with the name of a kernel.
+pub(super) fn is_ours(name: &str) -> bool {
+    name.starts_with("uw_")
 }
 
 /// Removes a file or a folder with all that is in it.

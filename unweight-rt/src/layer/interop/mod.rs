@@ -44,7 +44,7 @@ use crate::{
         linear::{Linear, PackedLinear},
         options::LoadOptions,
     },
-    ops::repack::{PackError, Packer},
+    ops::pack::{PackError, Packer},
     weight::{DevicePacked, room},
 };
 

@@ -18,8 +18,8 @@ use crate::{
     exec::{ExecContext, context::ContextParts, operands::check_product},
     ops::{
         gemm_packed::{PackedGemm, PackedLaunch},
-        repack::Unpacker,
         silu_mul::SiluMul,
+        unpack::Unpacker,
     },
     weight::DevicePacked,
 };

@@ -1,4 +1,4 @@
-//! The conversions of the packed form on the GPU against the CPU's: the same bytes, the same refusals, and the weights
+//! Families `pack` and `unpack` on the GPU against the CPU's: the same bytes, the same refusals, and the weights
 //! back, bit for bit.
 
 use crate::harness::{GUARD, Random, Weights, gpu, guard_is_whole, poison, refused, stream};
@@ -16,7 +16,7 @@ use unweight_rt::{
         choose::graph::decoder,
         ops::{
             decode_huffman::Decoder,
-            repack::{PackError, Packer},
+            pack::{PackError, Packer},
         },
         weight::DeviceHuffman,
     },

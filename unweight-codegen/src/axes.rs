@@ -1,12 +1,12 @@
 //! The axes of a variant: each a small type that holds legal values only.
 //!
 //! A number outside an axis is an [`AxisError`]; whether a *combination* of legal values can exist is the plan's
-//! question ([`crate::plan::Plan::new`]).
+//! question ([`Plan::new`](crate::plan::Plan::new)).
 //!
-//! A family lists its axes once, by `axes!` or by hand, as a table of [`Axis`]. Names (`spec/name.rs`) and attributes
+//! A family lists its axes once, by `axes!` or by hand, as a table of [`Axis`]. Names (`family/name.rs`) and attributes
 //! (`spec/pairs.rs`) are read and written from that table, so neither knows a family.
 
-use crate::{family::Instruction, text::Message};
+use crate::text::Message;
 use std::fmt;
 
 /// A value that its axis does not have.
@@ -88,6 +88,16 @@ pub(crate) const AXES_MAX: usize = 12;
 /// The values of a variant, in the order of its family's axes; 0 where an axis does not exist, and behind the last.
 pub(crate) type Raw = [u32; AXES_MAX];
 
+/// The values of all axes of a family, in their order.
+pub(crate) const fn raw_of(values: &[u32]) -> Raw {
+    let (mut raw, mut i) = ([0; AXES_MAX], 0);
+    while i < values.len() {
+        raw[i] = values[i];
+        i += 1;
+    }
+    raw
+}
+
 impl Axis {
     /// A switch. An axis needs its mark.
     pub(crate) const fn flag(key: &'static str) -> Self {
@@ -149,15 +159,15 @@ macro_rules! range_axis {
         pub struct $name(u8);
 
         impl $name {
-            pub(crate) const AXIS: $crate::spec::Axis =
-                $crate::spec::Axis::number($axis, $crate::spec::Values::Range($min, $max), $allowed);
+            pub(crate) const AXIS: $crate::axes::Axis =
+                $crate::axes::Axis::number($axis, $crate::axes::Values::Range($min, $max), $allowed);
             /// The smallest value.
             pub const MIN: Self = Self($min);
             /// The largest value.
             pub const MAX: Self = Self($max);
 
             /// The value, if the axis has it.
-            pub const fn new(value: u32) -> Result<Self, $crate::spec::AxisError> {
+            pub const fn new(value: u32) -> Result<Self, $crate::axes::AxisError> {
                 match Self::AXIS.check(value) {
                     Ok(value) => Ok(Self(value as u8)),
                     Err(error) => Err(error),
@@ -193,13 +203,13 @@ macro_rules! set_axis {
         pub struct $name(u16);
 
         impl $name {
-            pub(crate) const AXIS: $crate::spec::Axis =
-                $crate::spec::Axis::number($axis, $crate::spec::Values::Set(&[$($value),+]), $allowed);
+            pub(crate) const AXIS: $crate::axes::Axis =
+                $crate::axes::Axis::number($axis, $crate::axes::Values::Set(&[$($value),+]), $allowed);
             /// The values that exist, ascending.
             pub const ALL: [Self; [$($value),+].len()] = [$(Self($value)),+];
 
             /// The value, if the axis has it.
-            pub const fn new(value: u32) -> Result<Self, $crate::spec::AxisError> {
+            pub const fn new(value: u32) -> Result<Self, $crate::axes::AxisError> {
                 match Self::AXIS.check(value) {
                     Ok(value) => Ok(Self(value as u16)),
                     Err(error) => Err(error),
@@ -235,7 +245,7 @@ macro_rules! word_axis {
         pub enum $name { $($(#[$value_doc])* $value),+ }
 
         impl $name {
-            pub(crate) const AXIS: $crate::spec::Axis = $crate::spec::Axis::words($axis, stringify!($name), &[$($tag),+]);
+            pub(crate) const AXIS: $crate::axes::Axis = $crate::axes::Axis::words($axis, stringify!($name), &[$($tag),+]);
             /// All values, in the order of their declaration.
             pub const ALL: &'static [Self] = &[$(Self::$value),+];
 
@@ -269,39 +279,34 @@ macro_rules! axes {
     (
         $(#[$doc:meta])*
         pub struct $name:ident {
-            $($(#[$field_doc:meta])* $field:ident: $kind:tt $mark:literal $(= $default:tt $($unnamed:ident)?)?),+ $(,)?
+            $($(#[$field_doc:meta])* $field:ident: $kind:tt $mark:literal $(= $default:tt $($unnamed:ident)?)?),* $(,)?
         }
     ) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-        pub struct $name { $($(#[$field_doc])* pub $field: axes!(@type $kind)),+ }
+        pub struct $name { $($(#[$field_doc])* pub $field: axes!(@type $kind)),* }
 
         impl $name {
-            pub(crate) const AXES: &'static [$crate::spec::Axis] = &[$($crate::spec::Axis {
+            pub(crate) const AXES: &'static [$crate::axes::Axis] = &[$($crate::axes::Axis {
                 mark: $mark,
                 field: stringify!($field),
                 $(default: Some(axes!(@default $kind $default)), $(unnamed: axes!(@$unnamed $kind $default),)?)?
                 ..axes!(@axis $kind $field)
-            }),+];
+            }),*];
 
-            pub(crate) const fn values(&self) -> $crate::spec::Raw {
-                let (mut raw, mut i) = ([0; $crate::spec::AXES_MAX], 0);
-                $(raw[i] = axes!(@raw $kind (self.$field)); i += 1;)+
-                assert!(i == Self::AXES.len());
-                raw
+            pub(crate) const fn values(&self) -> $crate::axes::Raw {
+                $crate::axes::raw_of(&[$(axes!(@raw $kind (self.$field))),*])
             }
 
-            pub(crate) const fn of(raw: &$crate::spec::Raw) -> Self {
-                let mut i = 0;
-                $(let $field = axes!(@of $kind (raw[i])); i += 1;)+
-                assert!(i == Self::AXES.len());
-                Self { $($field),+ }
+            pub(crate) const fn of(raw: &$crate::axes::Raw) -> Self {
+                let [$($field,)* ..] = *raw;
+                Self { $($field: axes!(@of $kind ($field))),* }
             }
         }
     };
     (@type flag) => { bool };
     (@type $axis:ident) => { $axis };
-    (@axis flag $field:ident) => { $crate::spec::Axis::flag(stringify!($field)) };
+    (@axis flag $field:ident) => { $crate::axes::Axis::flag(stringify!($field)) };
     (@axis $axis:ident $field:ident) => { $axis::AXIS };
     (@default flag $value:tt) => { $value as u32 };
     (@default $axis:ident $value:literal) => { $value };
@@ -366,104 +371,5 @@ impl Arch {
             (12, 0) => Self::Sm120a,
             _ => return None,
         })
-    }
-}
-
-word_axis! {
-    /// How a kernel brings operands to shared memory.
-    SmemCopy, "copy" {
-        /// Bulk and tensor copies of the copy engine, an elected lane for its warp.
-        Bulk = "bulk",
-        /// `cp.async`: every thread 16 bytes at a time. For architectures without a copy engine; it runs on all.
-        Async = "async",
-    }
-}
-
-impl SmemCopy {
-    /// By the copy engine where there is one.
-    pub const fn of(arch: Arch) -> Self {
-        if arch.has(Instruction::BulkCopy) { Self::Bulk } else { Self::Async }
-    }
-
-    /// What it needs.
-    pub const fn instruction(self) -> Instruction {
-        match self {
-            Self::Bulk => Instruction::BulkCopy,
-            Self::Async => Instruction::AsyncCopy,
-        }
-    }
-}
-
-word_axis! {
-    /// What happens to the product (report section 8.2, finish stage).
-    Epilogue, "epilogue" {
-        /// `Y = X W^T`.
-        Store = "store",
-        /// `Y = Y + X W^T`, added in fp32 and rounded once.
-        StoreAdd = "store_add",
-        /// `Y = silu(G) * U`, where [`Epilogue::GATE_ROWS`] columns of the product that are G's and those of U that go
-        /// with them take turns: half as many output features. Of ops `gemm_mma`, `gemm_wgmma`, `gemm_compact` and
-        /// `gemm_grouped` only.
-        SiluMul = "silu_mul",
-    }
-}
-
-impl Epilogue {
-    /// Rows of a gate, and of its up, that take turns in the weights of a `silu_mul` product.
-    pub const GATE_ROWS: u32 = 8;
-
-    /// What is computed, in the head of a source.
-    pub(crate) const fn formula(self) -> &'static str {
-        match self {
-            Self::Store => "Y[m,n] = X[m,k] * W[n,k]^T",
-            Self::StoreAdd => "Y[m,n] += X[m,k] * W[n,k]^T",
-            Self::SiluMul => "Y[m,n/2] = silu(G) * U, G and U blocks of 8 columns in turn of X[m,k] * W[n,k]^T",
-        }
-    }
-}
-
-set_axis! {
-    /// Blocks that share the k of one output tile and add their sums through distributed shared memory; 1 for none.
-    ClusterSize, "cluster", [1, 2, 4, 8], "1, 2, 4 or 8 (blocks; 8 is what every device of the architecture runs)"
-}
-
-#[cfg(test)]
-mod tests {
-    use crate::spec::{CodeLimit, EncodeHuffmanStage, NTiles, SmallBatchTile, Stages, VerbatimRows, WideBatchTile};
-
-    #[test]
-    fn values_outside_an_axis_are_explained() {
-        assert_eq!(
-            CodeLimit::new(16).unwrap_err().to_string(),
-            "code_limit = 16 is not supported; it must be 6..=15 (bits)"
-        );
-        assert!(NTiles::new(0).is_err() && NTiles::new(5).is_err() && NTiles::new(u32::MAX).is_err());
-        assert!(Stages::new(1).is_err() && Stages::new(9).is_err());
-        assert!(VerbatimRows::new(7).is_err() && VerbatimRows::new(64).is_ok());
-        assert_eq!(
-            WideBatchTile::new(8).unwrap_err().to_string(),
-            "batch_tile = 8 is not supported; it must be 32, 64, 128, 192 or 256 (batch rows of op gemm_wgmma)"
-        );
-        for value in 0..300 {
-            assert_eq!(WideBatchTile::new(value).is_ok(), WideBatchTile::ALL.iter().any(|tile| tile.get() == value));
-        }
-    }
-
-    #[test]
-    fn budgets_are_rounded_up() {
-        for rows in 0..=64 {
-            let budget = VerbatimRows::at_least(rows).unwrap();
-            assert!(budget.get() >= rows && VerbatimRows::ALL.iter().all(|b| b.get() < rows || *b >= budget));
-        }
-        assert_eq!(VerbatimRows::at_least(65), None);
-        assert_eq!(SmallBatchTile::at_least(9).map(SmallBatchTile::get), Some(16));
-    }
-
-    #[test]
-    fn tags_parse_back() {
-        for stage in EncodeHuffmanStage::ALL {
-            assert_eq!(EncodeHuffmanStage::from_tag(stage.tag()), Some(*stage));
-        }
-        assert_eq!(EncodeHuffmanStage::from_tag("Stats"), None);
     }
 }

@@ -1,31 +1,26 @@
-// Conversions of the packed form (docs/format.md A.9): BF16 matrix -> packed tensor, byte for byte that of the CPU, and
-// back. n and k are multiples of 64.
+// BF16 matrix -> packed tensor (docs/format.md A.9), byte for byte that of the CPU. n and k are multiples of 64.
 //
-// One function per stage, all of RepackArgs; Config has RepackStage kStage:
-//   to pack   encode_huffman::stats without sign_mantissa -> the host chooses the window -> pack -> the host reads `inexact`
-//             and sums group_words: the words
-//             of `escapes` -> lists (none needed if that sum is 0)
-//   back      unpack
+// One function per stage, all of PackArgs; Config has PackStage kStage:
+//   encode_huffman::stats without sign_mantissa -> the host chooses the window -> tiles -> the host reads `inexact` and
+//   sums group_words: the words of `escapes` -> lists (none needed if that sum is 0)
 //
 // stage    threads  blocks/SM  grid                       dynamic smem  reads + writes, bytes per element
-// pack     256      4          ceil(row blocks / 8)       0             2 + 1.5
+// tiles    256      4          ceil(row blocks / 8)       0             2 + 1.5
 // lists    256      4          ceil(row blocks / 64)      64            4 per row block twice; 2048 + 12 * records of a
 //                                                                       row block with a list
-// unpack   256      4          ceil(row blocks / 8)       0             1.5 + 2
 //
 // Bound    device memory. What else was tried: docs/records/2026-11-20/kernels-preprocess-log.md.
 //
-// Zeroed before pack: inexact, group_words. Between pack and lists a head with a list holds 1 << 31 | number of
-// records; lists turns the number into the index, so it runs once. The sums of 64 row blocks are kept apart while
-// packing, and a block of lists adds up those before its own: no block waits.
+// Zeroed before tiles: inexact, group_words. Between tiles and lists a head with a list holds 1 << 31 | number of
+// records; lists turns the number into the index, so it runs once. The sums of 64 row blocks are kept apart by
+// tiles, and a block of lists adds up those before its own: no block waits.
 //
-// Roles    a warp takes a row block, the fragments of the A operand in 16 registers (form/row_block.cuh). No shared
+// Roles    a warp takes a row block, the fragments of the A operand in 16 registers (encoding/row_block.cuh). No shared
 //          memory, no barriers but in lists.
-// Escapes  their common absence costs a ballot. pack only counts them and checks their operands, a lone one goes into
+// Escapes  their common absence costs a ballot. tiles only counts them and checks their operands, a lone one goes into
 // the head; lists reads its row blocks again.
 //
-// Safety   unpack takes any bytes: a list never reads past `escape_words`, all else is static. lists never writes past
-//          it.
+// Safety   lists never writes past `escape_words`; all else is static.
 #pragma once
 
 #include "unweight/axes.cuh"
@@ -36,7 +31,7 @@
 #include "unweight/ptx/barrier.cuh"
 #include "unweight/ptx/memory.cuh"
 
-namespace uw::repack {
+namespace uw::pack {
 
 using packed::kFree, packed::kInexact, packed::kOperandExponent, packed::Operands, packed::pair_of_exponents;
 using row_block::Place;
@@ -49,7 +44,7 @@ constexpr u32 kThreads = kBlockThreads;
 template <class Config>
 struct Smem {
     static constexpr u32 kSums = 0;
-    static constexpr u32 kBytes = Config::kStage == RepackStage::kLists ? kWarps * 8 : 0;
+    static constexpr u32 kBytes = Config::kStage == PackStage::kLists ? kWarps * 8 : 0;
 };
 
 constexpr u32 kListBlocks = 8;  // row blocks of a warp of lists: few, since one list after the other is written
@@ -58,9 +53,6 @@ constexpr u32 kGroupBlocks = kWarps * kListBlocks;
 constexpr u32 kSigns = 0x80008000;
 constexpr u32 kLowNibble = 0x0780;
 constexpr u32 kOneHead = 1u << 30;
-
-template <class Args>
-UW_DEVICE u32 row_blocks(const Args& args) { return args.tile_rows * args.tile_cols * packed::kTileBlocks; }
 
 // ---- elements
 // --------------------------------------------------------------------------------------------------------
@@ -94,7 +86,7 @@ UW_DEVICE u32 operand_of(const Args& args, u32 weight) {
     return packed::times_power_of_two(weight, static_cast<i32>(kOperandExponent) - static_cast<i32>(args.base));
 }
 
-// ---- pack: containers, heads, words of the lists
+// ---- tiles: containers, heads, words of the lists
 // ---------------------------------------------------------------------
 
 UW_DEVICE u32 warp_sum(u32 v) {
@@ -155,9 +147,9 @@ UW_DEVICE void store_container(const Args& args, const Place& place, u32 block, 
     }
 }
 
-UW_DEVICE void pack(const RepackArgs& args) {
+UW_DEVICE void tiles(const PackArgs& args) {
     const u32 lane = ptx::thread_index() % 32, block = ptx::block_index() * kWarps + ptx::uniform_warp_index();
-    if (block >= row_blocks(args)) return;
+    if (block >= row_block::count(args)) return;
     const Place place(args, block, lane);
     Operands container = contain(row_block::load(args, place), pair_of_exponents(args.base));
     // Weights of escapes are read again: an index would push the registers to memory.
@@ -204,7 +196,7 @@ UW_DEVICE void lists(const Args& args, u32 smem, WeightsOf weights_of) {
     u32 before = 0;
 #pragma unroll 1
     for (u32 other = thread; other < group; other += kBlockThreads) before += ptx::ld_global(args.group_words + other);
-    const u32 head = lane < kListBlocks && block < row_blocks(args) ? ptx::ld_global(args.escape_heads + block) : 0;
+    const u32 head = lane < kListBlocks && block < row_block::count(args) ? ptx::ld_global(args.escape_heads + block) : 0;
     const u32 words = head & packed::kListHead ? (head & ~packed::kListHead) + 1 : 0;
     u32 sum = words;
 #pragma unroll
@@ -228,59 +220,18 @@ UW_DEVICE void lists(const Args& args, u32 smem, WeightsOf weights_of) {
     }
 }
 
-UW_DEVICE void lists(const RepackArgs& args) {
+UW_DEVICE void lists(const PackArgs& args) {
     lists(args, ptx::smem_address(ptx::dynamic_smem()), [&](const Place& place, u32) { return row_block::load(args, place); });
-}
-
-// ---- unpack
-// ----------------------------------------------------------------------------------------------------------
-
-// Replaces a row block's escapes by their weights.
-UW_DEVICE void unpack_escapes(const RepackArgs& args, u32 head, u32 lane, Operands& weights) {
-    const u32 records = packed::read_records(head, args.escapes, args.escape_words, lane);
-    const u32 index = head & ~packed::kListHead, listed = ptx::shuffle(records, 0);
-    const u32 count = listed < packed::kBlockElements ? listed : packed::kBlockElements;
-#pragma unroll 1
-    for (u32 i = 1; i <= count; ++i) {
-        u32 record = ptx::shuffle(records, i % 32);
-        if (i >= 32) {
-            if (i >= args.escape_words - index) return;
-            record = ptx::ld_global_nc(args.escapes + index + i);
-        }
-        packed::patch(weights, packed::record_of_weight(record, args.base), lane);
-    }
-}
-
-UW_DEVICE void unpack(const RepackArgs& args) {
-    const u32 lane = ptx::thread_index() % 32, block = ptx::block_index() * kWarps + ptx::uniform_warp_index();
-    const u32 bases = pair_of_exponents(args.base);
-    if (block >= row_blocks(args)) return;
-    const u8* from = args.packed + static_cast<u64>(block) * packed::kBlockBytes + lane * 16;
-    const u32 head = ptx::ld_global_nc(args.escape_heads + block);
-    u32 words[12];
-#pragma unroll
-    for (u32 j = 0; j < 3; ++j) {
-        const U32x4 v = ptx::ld_global_nc_x4(from + j * packed::kGroupBytes);
-        words[4 * j + 0] = v.x;
-        words[4 * j + 1] = v.y;
-        words[4 * j + 2] = v.z;
-        words[4 * j + 3] = v.w;
-    }
-    Operands weights = packed::weights_of(words, bases);
-    if (head != 0) unpack_escapes(args, head, lane, weights);
-    row_block::store(args, Place(args, block, lane), weights);
 }
 
 // ---- the stage that Config names
 template <class Config>
-UW_DEVICE void run(const RepackArgs& args) {
-    if constexpr (Config::kStage == RepackStage::kPack) {
-        pack(args);
-    } else if constexpr (Config::kStage == RepackStage::kLists) {
-        lists(args);
+UW_DEVICE void run(const PackArgs& args) {
+    if constexpr (Config::kStage == PackStage::kTiles) {
+        tiles(args);
     } else {
-        unpack(args);
+        lists(args);
     }
 }
 
-}  // namespace uw::repack
+}  // namespace uw::pack

@@ -3,7 +3,8 @@
 //! ```text
 //! uw_<arch>_decode_huffman_<full|exponent|palette>[_<e4m3|e5m2|f16|f32>]_l<code limit>[_async][_w<warps>]
 //! uw_<arch>_encode_huffman_<stats|table|rows|scan|write|palette>
-//! uw_<arch>_repack_<pack|lists|unpack>
+//! uw_<arch>_pack_<tiles|lists>
+//! uw_<arch>_unpack
 //! uw_<arch>_encode_compact_<quads|sizes|write>
 //! uw_<arch>_decode_compact_<full|packed|lists>
 //! uw_<arch>_gemm_recon_exponent_n<n tiles>p<stages>[s<splits>]_<store|store_add>
@@ -25,9 +26,9 @@
 //! Behind the family's name stand its axes in their order, each with its mark. `parse(name(x)) == x` for every spec,
 //! and a text that parses is the name of what it parses to: `l07` is not a name.
 
-use super::{Arch, Axis, Raw, Values, VariantSpec, axes::AXES_MAX};
+use super::{FAMILIES, FamilyInfo, Op, VariantSpec};
 use crate::{
-    family::{FAMILIES, Op},
+    axes::{AXES_MAX, Arch, Axis, Raw, Values},
     text::{Name, one_of},
 };
 use std::{fmt, str::FromStr};
@@ -53,8 +54,9 @@ impl ParseNameError {
 impl VariantSpec {
     /// The canonical name, also in const context.
     pub const fn name(&self) -> Name {
-        let mut name = Name::new().str("uw_").str(self.arch.tag()).str("_").str(self.op.family()).str("_");
+        let mut name = Name::new().str("uw_").str(self.arch.tag()).str("_").str(self.op.family());
         let (axes, raw) = (self.op.info().axes, self.op.values());
+        name = name.flag(!axes.is_empty(), "_");
         let mut i = 0;
         while i < axes.len() {
             let (axis, value) = (&axes[i], raw[i]);
@@ -96,8 +98,15 @@ fn parse(name: &str) -> Result<VariantSpec, String> {
     let rest = name.strip_prefix("uw_").ok_or("it does not begin with uw_")?;
     let (arch, rest) = rest.split_once('_').ok_or("an architecture and a family must follow uw_")?;
     let arch = Arch::from_tag(arch).ok_or_else(|| format!("unknown architecture {arch:?}"))?;
-    let of = |name: &str| rest.strip_prefix(name)?.strip_prefix('_');
-    let found = FAMILIES.iter().enumerate().find_map(|(index, family)| Some((index, family, of(family.name)?)));
+    let of = |family: &FamilyInfo| {
+        let after = rest.strip_prefix(family.name)?;
+        match family.axes {
+            // What follows such a family is an error of `values`.
+            [] => (after.is_empty() || after.starts_with('_')).then_some(after),
+            _ => after.strip_prefix('_'),
+        }
+    };
+    let found = FAMILIES.iter().enumerate().find_map(|(index, family)| Some((index, family, of(family)?)));
     let Some((index, family, rest)) = found else {
         let names: Vec<_> = FAMILIES.iter().map(|family| family.name).collect();
         return Err(format!("unknown family in {rest:?}; it must be {}", one_of(&names)));
@@ -233,7 +242,8 @@ pub(crate) mod tests {
             "uw_sm90a_gemm_wgmma_b128_g2p6_streamk_esc_store",
             "uw_sm90a_gemm_wgmma_b128_g2p6c2_esc_store",
             "uw_sm90a_gemm_mma_b8_r2w8p2c1_esc_silu_mul",
-            "uw_sm90a_repack_unpack",
+            "uw_sm90a_pack_lists",
+            "uw_sm90a_unpack",
             "uw_sm90a_encode_compact_quads",
             "uw_sm90a_decode_compact_full",
             "uw_sm90a_gemm_compact_b8_w16p1c1_pdl_silu_mul",
@@ -266,7 +276,9 @@ pub(crate) mod tests {
                 "uw_sm90a_convolution_x",
                 "unknown family in \"convolution_x\"; it must be decode_huffman, encode_huffman",
             ),
-            ("uw_sm90a_repack_palette", "unknown stage in \"palette\"; it must be pack, lists or unpack"),
+            ("uw_sm90a_pack_palette", "unknown stage in \"palette\"; it must be tiles or lists"),
+            ("uw_sm90a_unpack_lists", "it ends in \"_lists\""),
+            ("uw_sm90a_pack", "unknown family in \"pack\""),
             ("uw_sm90a_gemm_medium_b8_r4w8p2c1_store", "unknown family in \"gemm_medium_"),
             ("uw_sm90a_gemm_mma_b12_r4w8p2c1_store", "batch_tile = 12"),
             ("uw_sm90a_gemm_mma_b8_r4w8p2_store", "\"_store\" must begin with c<cluster>"),

@@ -1,12 +1,12 @@
-//! The conversions of the packed form, run on the CPU prelude against `unweight_format::raw::packed`: the same bytes,
+//! Families `pack` and `unpack`, run on the CPU prelude against `unweight_format::raw::packed`: the same bytes,
 //! any bytes survived, and planted bugs that must be caught.
 
 use crate::harness::{Buffer, CpuKernel, Edit, Run, spec};
 use unweight_codegen::{
     VariantSpec,
-    abi::{EncodeHuffmanArgs, RepackArgs},
+    abi::{EncodeHuffmanArgs, PackArgs},
     plan::GemmShape,
-    spec::{Arch, RepackStage},
+    spec::{Arch, PackStage},
 };
 use unweight_format::raw::{
     PackedTensor,
@@ -17,25 +17,19 @@ use unweight_format::{Histogram, Matrix, testing::Random};
 /// Row blocks of a block of `lists`.
 const GROUP_BLOCKS: usize = 64;
 
-fn variant(stage: RepackStage) -> VariantSpec {
-    VariantSpec::repack(Arch::Sm90a, stage)
-}
+const TILES: VariantSpec = VariantSpec::pack(Arch::Sm90a, PackStage::Tiles);
+const LISTS: VariantSpec = VariantSpec::pack(Arch::Sm90a, PackStage::Lists);
+const UNPACK: VariantSpec = VariantSpec::unpack(Arch::Sm90a);
 
-/// All stages.
+/// Both stages of `pack`, and `unpack`.
 fn build(edits: &[Edit]) -> CpuKernel {
-    let stages: Vec<_> = RepackStage::ALL.iter().map(|&stage| variant(stage)).collect();
-    CpuKernel::all(&stages, edits)
+    CpuKernel::all(&[TILES, LISTS, UNPACK], edits)
 }
 
-fn launch(
-    kernel: &mut CpuKernel,
-    stage: RepackStage,
-    args: &RepackArgs,
-    buffers: &[(&str, &[u8])],
-) -> Result<(), String> {
+fn launch(kernel: &mut CpuKernel, spec: VariantSpec, args: &PackArgs, buffers: &[(&str, &[u8])]) -> Result<(), String> {
     let run = Run { problem: GemmShape { m: 0, n: args.n, k: args.k }, sms: 2, seed: 7 };
     // SAFETY: the buffers outlive the launch, and the kernel reaches them through checked wrappers only.
-    unsafe { kernel.run(&variant(stage), run, args, buffers) }
+    unsafe { kernel.run(&spec, run, args, buffers) }
 }
 
 struct Case {
@@ -85,18 +79,18 @@ impl Case {
         self.n / 64 * (self.k / 64)
     }
 
-    fn args(&self, window: Window) -> RepackArgs {
-        RepackArgs {
+    fn args(&self, window: Window) -> PackArgs {
+        PackArgs {
             base: window.base().into(),
             n: self.n as u32,
             k: self.k as u32,
             tile_rows: (self.n / 64) as u32,
             tile_cols: (self.k / 64) as u32,
-            ..RepackArgs::default()
+            ..PackArgs::default()
         }
     }
 
-    /// `pack` and `lists` as a host runs them; `short`: words that the list is given too few.
+    /// Both stages of `pack` as a host runs them; `short`: words that the list is given too few.
     fn pack(&self, kernel: &mut CpuKernel, window: Window, short: usize) -> Result<Outcome, String> {
         let weights = Buffer::of(&self.bytes);
         let packed = Buffer::new(self.tiles() * TILE_BYTES);
@@ -104,7 +98,7 @@ impl Case {
         let groups = (self.tiles() * 4).div_ceil(GROUP_BLOCKS);
         let group_words = Buffer::zeroed(groups * 4);
         let inexact = Buffer::zeroed(8);
-        let mut args = RepackArgs {
+        let mut args = PackArgs {
             weights: weights.address(),
             packed: packed.address(),
             escape_heads: heads.address(),
@@ -119,13 +113,13 @@ impl Case {
             ("group_words", group_words.slice()),
             ("inexact", inexact.slice()),
         ];
-        launch(kernel, RepackStage::Pack, &args, &buffers)?;
+        launch(kernel, TILES, &args, &buffers)?;
         let words = group_words.u32s().iter().sum::<u32>() as usize;
         let escapes = Buffer::new((words - short) * 4);
         args.escapes = escapes.address();
         args.escape_words = (words - short) as u32;
         buffers.push(("escapes", escapes.slice()));
-        launch(kernel, RepackStage::Lists, &args, &buffers)?;
+        launch(kernel, LISTS, &args, &buffers)?;
         let inexact = inexact.u64s()[0];
         Ok(Outcome {
             packed: packed.slice().to_vec(),
@@ -145,7 +139,7 @@ impl Case {
     ) -> Result<Vec<u8>, String> {
         let weights = Buffer::new(self.bytes.len());
         let [packed, heads, escapes] = [packed, heads, escapes].map(Buffer::of);
-        let args = RepackArgs {
+        let args = PackArgs {
             weights: weights.address(),
             packed: packed.address(),
             escape_heads: heads.address(),
@@ -159,7 +153,7 @@ impl Case {
             ("heads", heads.slice()),
             ("escapes", escapes.slice()),
         ];
-        launch(kernel, RepackStage::Unpack, &args, &buffers)?;
+        launch(kernel, UNPACK, &args, &buffers)?;
         Ok(weights.slice().to_vec())
     }
 
@@ -321,7 +315,8 @@ fn stats_count_without_sign_mantissa() {
 
 #[test]
 fn planted_bugs_are_caught() {
-    let (own, shared) = ("unweight/kernels/repack.cuh", "unweight/encoding/weights.cuh");
+    let (own, back) = ("unweight/kernels/pack.cuh", "unweight/kernels/unpack.cuh");
+    let shared = "unweight/encoding/weights.cuh";
     let rows = "unweight/encoding/row_block.cuh";
     for (header, from, to) in [
         (rows, "ptx::shuffle_xor(upper ? v[i] : v[j], distance)", "ptx::shuffle_xor(upper ? v[j] : v[i], distance)"),
@@ -340,7 +335,7 @@ fn planted_bugs_are_caught() {
         (own, "ptx::popcount(highs & below);", "ptx::popcount(highs);"),
         (own, "list + own + low, weights", "list + own, weights"),
         (own, "at += (i < warp ? other.x : 0) + other.y;", "at += i < warp ? other.x : 0;"),
-        (own, "if (i >= 32) {", "if (false) {"),
+        (back, "if (i >= 32) {", "if (false) {"),
         (own, "ptx::red_max_global_u64(args.inexact, ~at)", "ptx::red_max_global_u64(args.inexact, at)"),
     ] {
         let mut kernel = build(&[Edit { header, from, to }]);

@@ -1,7 +1,7 @@
-//! The conversions of the packed form on the GPU (`docs/format.md` A.9): the bytes that the CPU makes.
+//! Packing on the GPU (`docs/format.md` A.9): the bytes that the CPU makes.
 //!
 //! ```text
-//! DeviceMatrix ---stats---> 256 counts --host: window--> pack --> containers, heads --host: words of the lists--> lists --> DevicePacked
+//! DeviceMatrix ---stats---> 256 counts --host: window--> tiles --> containers, heads --host: words of the lists--> lists --> DevicePacked
 //! DeviceHuffman --full----> DeviceMatrix
 //! DevicePacked --unpack---> DeviceMatrix
 //! ```
@@ -13,9 +13,8 @@ use std::sync::Arc;
 
 use unweight_codegen::{
     VariantSpec,
-    abi::{EncodeHuffmanArgs, RepackArgs},
-    plan::GemmShape,
-    spec::{EncodeHuffmanStage, Op, RepackStage, catalog},
+    abi::{EncodeHuffmanArgs, PackArgs},
+    spec::{EncodeHuffmanStage, PackStage, catalog},
 };
 use unweight_format::{
     Histogram, TileGrid,
@@ -29,7 +28,10 @@ use crate::{
         view::{Place, check_apart, check_device},
     },
     exec::ExecContext,
-    ops::decode_huffman::Decoder,
+    ops::{
+        decode_huffman::Decoder,
+        unpack::{Unpacker, problem, shape, with_sections},
+    },
     weight::{self, DeviceHuffman, DevicePacked},
 };
 
@@ -63,53 +65,10 @@ impl PackError {
 pub struct Packer {
     ctx: ExecContext,
     stats: Arc<LoadedKernel>,
-    pack: Arc<LoadedKernel>,
+    tiles: Arc<LoadedKernel>,
     lists: Arc<LoadedKernel>,
     unpack: Unpacker,
     scratch: DeviceBuffer<u32>,
-}
-
-/// The kernel that writes the weights of a packed tensor as BF16 into the slot of an execution context, ahead of a
-/// product by cuBLAS.
-#[derive(Clone, Debug)]
-pub struct Unpacker {
-    kernel: Arc<LoadedKernel>,
-}
-
-impl Unpacker {
-    /// Wraps a kernel.
-    ///
-    /// # Errors
-    /// A kernel of another family, or of another stage.
-    pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
-        match kernel.spec().op {
-            Op::Repack(spec) if spec.stage == RepackStage::Unpack => Ok(Self { kernel }),
-            _ => kernel.refuse(LaunchError::Family { wanted: "an unpacker to bf16" }),
-        }
-    }
-
-    /// Enqueues the unpacking of a tensor to a matrix without gaps: an ordinary launch.
-    ///
-    /// # Errors
-    /// `output` has another shape, overlaps the tensor, or is on another device.
-    pub fn enqueue(&self, stream: &Stream, tensor: &DevicePacked, output: MatrixMut<'_>) -> Result<(), DeviceError> {
-        let (grid, place, own) = (tensor.grid(), output.place(), self.kernel.device().ordinal());
-        let check = || {
-            if place.shape() != weight::shape(grid) {
-                return Err(LaunchError::Output { output: place.shape(), tensor: weight::shape(grid) });
-            }
-            place.check_dense("the output")?;
-            place.check_aligned("the output")?;
-            place.check_device("the output", own)?;
-            check_device("the tensor", tensor.device().ordinal(), own)?;
-            check_apart(("the output", place.span()), tensor.spans())
-        };
-        check().or_else(|refusal| self.kernel.refuse(refusal))?;
-        let args = RepackArgs { weights: place.address, base: tensor.window().base().into(), ..shape(grid) };
-        // SAFETY: the sections have the sizes that the grid asks for or a count that bounds them, `output` has the
-        // grid's shape, and the kernel follows no index unchecked. Dropping a buffer waits for the kernel.
-        unsafe { self.kernel.launch(stream, problem(grid), &with_sections(args, tensor)) }
-    }
 }
 
 /// Weights on the device, row-major.
@@ -127,13 +86,13 @@ impl Packer {
     pub fn new(stream: &Stream, kernels: &KernelSet) -> Result<Self, DeviceError> {
         let arch = kernels.device().info().arch;
         kernels.prepare(&catalog::packing(arch).collect::<Vec<_>>(), &|_| {})?;
-        let stage = |stage| kernels.get(&VariantSpec::repack(arch, stage));
+        let stage = |stage| kernels.get(&VariantSpec::pack(arch, stage));
         Ok(Self {
             ctx: ExecContext::new(stream, ContextSize::default())?,
             stats: kernels.get(&VariantSpec::encode_huffman(arch, EncodeHuffmanStage::Stats))?,
-            pack: stage(RepackStage::Pack)?,
-            lists: stage(RepackStage::Lists)?,
-            unpack: Unpacker::new(stage(RepackStage::Unpack)?)?,
+            tiles: stage(PackStage::Tiles)?,
+            lists: stage(PackStage::Lists)?,
+            unpack: Unpacker::new(kernels.get(&VariantSpec::unpack(arch))?)?,
             scratch: DeviceBuffer::zeroed(stream, SCRATCH_FIXED_WORDS)?,
         })
     }
@@ -183,7 +142,7 @@ impl Packer {
             check_apart(("escape_heads", escape_heads.span()), read.clone())?;
             check_apart(("escapes", escapes.span()), read)
         };
-        check().or_else(|refusal| self.pack.refuse(refusal))?;
+        check().or_else(|refusal| self.tiles.refuse(refusal))?;
         let window = self.window(source)?;
         let (args, words) = self.pack_tiles(source, window, packed, escape_heads)?;
         self.pack_lists(grid, args, escapes, words)?;
@@ -227,7 +186,7 @@ impl Packer {
         self.unpack.enqueue(self.ctx.stream(), tensor, output)
     }
 
-    /// Enqueues the first `steps` of stats, pack and lists once more, over what this packer made of these weights: for
+    /// Enqueues the first `steps` of stats, tiles and lists once more, over what this packer made of these weights: for
     /// measuring them. Allocates nothing if a tensor before was as large, so it can be captured.
     ///
     /// # Errors
@@ -243,13 +202,13 @@ impl Packer {
         let grid = tensor.grid();
         if source.grid != grid {
             let (output, tensor) = (weights.place().shape(), weight::shape(grid));
-            return self.pack.refuse(LaunchError::Output { output, tensor });
+            return self.tiles.refuse(LaunchError::Output { output, tensor });
         }
         check_device("the tensor", tensor.device().ordinal(), self.own())?;
         self.reserve(grid)?;
         self.enqueue_stats(source)?;
         let args = with_sections(self.args(source, tensor.window()), tensor);
-        for kernel in [&self.pack, &self.lists].into_iter().take(steps.saturating_sub(1)) {
+        for kernel in [&self.tiles, &self.lists].into_iter().take(steps.saturating_sub(1)) {
             // SAFETY: source and sections have the grid's sizes, the scratch a word for each group; `lists` writes no
             // word past `escape_words`.
             unsafe { kernel.launch(self.ctx.stream(), problem(grid), &args) }?;
@@ -258,7 +217,7 @@ impl Packer {
     }
 
     fn own(&self) -> usize {
-        self.pack.device().ordinal()
+        self.tiles.device().ordinal()
     }
 
     fn check_place(&self, operand: &'static str, place: &Place) -> Result<(), LaunchError> {
@@ -268,7 +227,7 @@ impl Packer {
     }
 
     fn source(&self, operand: &'static str, place: &Place) -> Result<Source, DeviceError> {
-        self.check_place(operand, place).or_else(|refusal| self.pack.refuse(refusal))?;
+        self.check_place(operand, place).or_else(|refusal| self.tiles.refuse(refusal))?;
         let grid = TileGrid::new(place.rows as usize, place.cols as usize)?;
         Ok(Source { grid, address: place.address })
     }
@@ -297,12 +256,12 @@ impl Packer {
         window: Window,
         packed: &DeviceBuffer<u8>,
         heads: &DeviceBuffer<u32>,
-    ) -> Result<(RepackArgs, usize), PackError> {
+    ) -> Result<(PackArgs, usize), PackError> {
         let (grid, stream) = (source.grid, self.ctx.stream());
-        let args = RepackArgs { packed: packed.address(), escape_heads: heads.address(), ..self.args(source, window) };
+        let args = PackArgs { packed: packed.address(), escape_heads: heads.address(), ..self.args(source, window) };
         // SAFETY: `source` and both sections have the sizes that the grid asks for (the callers'), the scratch a word
         // for each group.
-        unsafe { self.pack.launch(stream, problem(grid), &args) }?;
+        unsafe { self.tiles.launch(stream, problem(grid), &args) }?;
         let counted = self.scratch.read(stream, 256, 2 + self.groups(grid)?)?;
         let inexact = u64::from(counted[0]) | u64::from(counted[1]) << 32;
         if inexact != 0 {
@@ -316,7 +275,7 @@ impl Packer {
     fn pack_lists(
         &self,
         grid: TileGrid,
-        args: RepackArgs,
+        args: PackArgs,
         escapes: &DeviceBuffer<u32>,
         words: usize,
     ) -> Result<(), DeviceError> {
@@ -326,7 +285,7 @@ impl Packer {
         }
         // Less than 2^27: a list has at most 1.5 words for an escape, escapes are at most one in 256 of less than 2^32
         // elements.
-        let args = RepackArgs { escapes: escapes.address(), escape_words: words as u32, ..args };
+        let args = PackArgs { escapes: escapes.address(), escape_words: words as u32, ..args };
         // SAFETY: as for the containers; the kernel writes no word past `escape_words`.
         unsafe { self.lists.launch(self.ctx.stream(), problem(grid), &args) }?;
         self.ctx.stream().synchronize()
@@ -365,7 +324,7 @@ impl Packer {
     fn enqueue_stats(&mut self, source: Source) -> Result<(), DeviceError> {
         let stream = self.ctx.stream();
         self.scratch.fill_bytes(stream, 0)?;
-        let RepackArgs { n, k, tile_rows, tile_cols, .. } = shape(source.grid);
+        let PackArgs { n, k, tile_rows, tile_cols, .. } = shape(source.grid);
         let (weights, histogram) = (source.address, self.scratch.address());
         let args = EncodeHuffmanArgs { weights, histogram, n, k, tile_rows, tile_cols, ..EncodeHuffmanArgs::default() };
         // SAFETY: `source` has the grid's elements, the histogram 256 counts; without sign_mantissa nothing else is
@@ -373,8 +332,8 @@ impl Packer {
         unsafe { self.stats.launch(stream, problem(source.grid), &args) }
     }
 
-    fn args(&self, weights: Source, window: Window) -> RepackArgs {
-        RepackArgs {
+    fn args(&self, weights: Source, window: Window) -> PackArgs {
+        PackArgs {
             weights: weights.address,
             inexact: self.scratch.address() + 256 * 4,
             group_words: self.scratch.address() + SCRATCH_FIXED_WORDS as u64 * 4,
@@ -382,31 +341,4 @@ impl Packer {
             ..shape(weights.grid)
         }
     }
-}
-
-fn with_sections(args: RepackArgs, tensor: &DevicePacked) -> RepackArgs {
-    RepackArgs {
-        packed: tensor.packed().address(),
-        escape_heads: tensor.escape_heads().address(),
-        escapes: tensor.escapes().address(),
-        // A count below 2^32: checked when the tensor was made.
-        escape_words: tensor.escapes().len() as u32,
-        ..args
-    }
-}
-
-/// Shape and nothing else.
-fn shape(grid: TileGrid) -> RepackArgs {
-    RepackArgs {
-        // A grid's dimensions fit 32 bits.
-        n: grid.rows() as u32,
-        k: grid.cols() as u32,
-        tile_rows: grid.tile_rows() as u32,
-        tile_cols: grid.tile_cols() as u32,
-        ..RepackArgs::default()
-    }
-}
-
-fn problem(grid: TileGrid) -> GemmShape {
-    GemmShape { m: 0, n: grid.rows() as u32, k: grid.cols() as u32 }
 }

@@ -1,0 +1,116 @@
+//! The plan of a block: shared memory by section, roles, the ring between loads and work, and the launch.
+//!
+//! A family computes it from its axes and the architecture, in `const fn`s. Nothing here knows a family.
+
+mod constraint;
+mod grid;
+mod roles;
+mod smem;
+
+pub use constraint::Constraint;
+pub use grid::{GemmShape, LaunchGrid, Work};
+pub use roles::{PipelinePlan, Role, RolePlan};
+pub use smem::{SmemPlan, SmemSection};
+
+use crate::limits::ArchLimits;
+
+/// Of the values of an axis below the spec's own, the largest that fits, all else being equal. A macro, because a const
+/// fn takes no closure.
+macro_rules! most_fitting {
+    ($fits:ident($spec:ident, $op:ident), $op_type:ident { $field:ident: $axis:ident }) => {{
+        let mut value = $op.$field.get();
+        loop {
+            match $axis::new(value - 1) {
+                Ok(less) if $fits($spec, &$op_type { $field: less, ..*$op }) => break Some(less.get()),
+                Ok(_) => value -= 1,
+                Err(_) => break None,
+            }
+        }
+    }};
+}
+
+pub(crate) use most_fitting;
+
+/// A value with the axis that it is of, as messages call it.
+pub(crate) const fn named(axis: &'static str, value: Option<u32>) -> Option<(&'static str, u32)> {
+    match value {
+        Some(value) => Some((axis, value)),
+        None => None,
+    }
+}
+
+/// What a family plans for a variant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockPlan {
+    /// Dynamic shared memory of a block.
+    pub smem: SmemPlan,
+    /// The ring between loads and work, if the kernel has one.
+    pub pipeline: Option<PipelinePlan>,
+    /// Tasks of the warps.
+    pub roles: RolePlan,
+    /// Block and grid.
+    pub launch: LaunchPlan,
+}
+
+impl BlockPlan {
+    /// With as many blocks per SM as there is room for: families state what suits Hopper's.
+    pub(crate) const fn within(mut self, limits: &ArchLimits) -> Self {
+        let most = limits.blocks_by_smem_and_threads(self.launch.threads, self.smem.bytes());
+        if self.launch.blocks_per_sm > most {
+            self.launch.blocks_per_sm = most;
+        }
+        if let LaunchGrid::Persistent { blocks_per_sm, .. } = &mut self.launch.grid
+            && *blocks_per_sm > most
+        {
+            *blocks_per_sm = most;
+        }
+        self
+    }
+}
+
+/// Block and grid.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LaunchPlan {
+    /// Threads of a block (x only).
+    pub threads: u32,
+    /// Blocks that must fit one SM: the second number of `__launch_bounds__`.
+    pub blocks_per_sm: u32,
+    /// How many blocks.
+    pub grid: LaunchGrid,
+    /// Blocks of a cluster, along x; 1 for none.
+    pub cluster: u32,
+    /// Programmatic dependent launch: the kernel starts while the stream's previous one still runs, and waits for it
+    /// itself.
+    pub pdl: bool,
+    /// Blocks may wait for other blocks of their grid: all must be resident at once ([`LaunchPlan::blocks_wait`]).
+    pub co_resident: bool,
+}
+
+impl LaunchPlan {
+    /// Without clusters, behind whatever the stream did before.
+    pub(crate) const fn ordinary(threads: u32, blocks_per_sm: u32, grid: LaunchGrid) -> Self {
+        Self { threads, blocks_per_sm, grid, cluster: 1, pdl: false, co_resident: false }
+    }
+
+    /// Whether, in a grid of `blocks`, some wait for others. A grid of a single work unit shares no tile of Y, so
+    /// none waits.
+    pub fn blocks_wait(&self, problem: GemmShape, blocks: u32) -> bool {
+        self.co_resident && self.grid.work_units(problem, blocks) > 1
+    }
+}
+
+/// Device memory that a launch needs beside its operands.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WorkspacePlan {
+    /// Bytes behind `workspace`.
+    pub bytes: u64,
+    /// u32 behind `counters`, zero before the first launch; each launch leaves them zero.
+    pub counters: u64,
+}
+
+impl WorkspacePlan {
+    /// What a dump writes: the A operands of all of W, bf16, whichever block decodes them.
+    pub(crate) const fn operands(problem: GemmShape) -> Self {
+        Self { bytes: Work::WeightTiles.units(problem) * 64 * 64 * 2, counters: 0 }
+    }
+}

@@ -1,0 +1,17 @@
+//! The libraries of this process.
+
+use std::sync::OnceLock;
+
+use crate::env::Env;
+use crate::jit::error::Error;
+use crate::jit::toolchain::{Found, Library, MissingLibrary, find};
+
+/// [`find`](crate::jit::toolchain::find) for the process's own environment, once; the answer is remembered.
+///
+/// Call it before anything in cudarc that belongs to `library`.
+pub fn require(library: Library) -> Result<&'static Found, Error> {
+    static ANSWERS: [OnceLock<Result<Found, MissingLibrary>>; Library::ALL.len()] =
+        [const { OnceLock::new() }; Library::ALL.len()];
+    let env = Env::process()?;
+    ANSWERS[library as usize].get_or_init(|| find(library, env)).as_ref().map_err(|error| error.clone().into())
+}

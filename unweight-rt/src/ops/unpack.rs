@@ -1,0 +1,86 @@
+//! Unpacking on the GPU (`docs/format.md` A.9): a packed tensor to a BF16 matrix.
+
+use std::sync::Arc;
+
+use unweight_codegen::{abi::PackArgs, plan::GemmShape, spec::Op};
+use unweight_format::TileGrid;
+
+use crate::{
+    device::{
+        DeviceError, LaunchError, MatrixMut, Stream,
+        module::LoadedKernel,
+        view::{check_apart, check_device},
+    },
+    weight::{self, DevicePacked},
+};
+
+/// The kernel that writes the weights of a packed tensor as BF16 into the slot of an execution context, ahead of a
+/// product by cuBLAS.
+#[derive(Clone, Debug)]
+pub struct Unpacker {
+    kernel: Arc<LoadedKernel>,
+}
+
+impl Unpacker {
+    /// Wraps a kernel.
+    ///
+    /// # Errors
+    /// A kernel of another family.
+    pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
+        match kernel.spec().op {
+            Op::Unpack(_) => Ok(Self { kernel }),
+            _ => kernel.refuse(LaunchError::Family { wanted: "an unpacker to bf16" }),
+        }
+    }
+
+    /// Enqueues the unpacking of a tensor to a matrix without gaps: an ordinary launch.
+    ///
+    /// # Errors
+    /// `output` has another shape, overlaps the tensor, or is on another device.
+    pub fn enqueue(&self, stream: &Stream, tensor: &DevicePacked, output: MatrixMut<'_>) -> Result<(), DeviceError> {
+        let (grid, place, own) = (tensor.grid(), output.place(), self.kernel.device().ordinal());
+        let check = || {
+            if place.shape() != weight::shape(grid) {
+                return Err(LaunchError::Output { output: place.shape(), tensor: weight::shape(grid) });
+            }
+            place.check_dense("the output")?;
+            place.check_aligned("the output")?;
+            place.check_device("the output", own)?;
+            check_device("the tensor", tensor.device().ordinal(), own)?;
+            check_apart(("the output", place.span()), tensor.spans())
+        };
+        check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        let args = PackArgs { weights: place.address, base: tensor.window().base().into(), ..shape(grid) };
+        // SAFETY: the sections have the sizes that the grid asks for or a count that bounds them, `output` has the
+        // grid's shape, and the kernel follows no index unchecked. Dropping a buffer waits for the kernel.
+        unsafe { self.kernel.launch(stream, problem(grid), &with_sections(args, tensor)) }
+    }
+}
+
+/// Arguments with the sections of a packed tensor.
+pub(super) fn with_sections(args: PackArgs, tensor: &DevicePacked) -> PackArgs {
+    PackArgs {
+        packed: tensor.packed().address(),
+        escape_heads: tensor.escape_heads().address(),
+        escapes: tensor.escapes().address(),
+        // A count below 2^32: checked when the tensor was made.
+        escape_words: tensor.escapes().len() as u32,
+        ..args
+    }
+}
+
+/// Arguments with the shape and nothing else.
+pub(super) fn shape(grid: TileGrid) -> PackArgs {
+    PackArgs {
+        // A grid's dimensions fit 32 bits.
+        n: grid.rows() as u32,
+        k: grid.cols() as u32,
+        tile_rows: grid.tile_rows() as u32,
+        tile_cols: grid.tile_cols() as u32,
+        ..PackArgs::default()
+    }
+}
+
+pub(super) fn problem(grid: TileGrid) -> GemmShape {
+    GemmShape { m: 0, n: grid.rows() as u32, k: grid.cols() as u32 }
+}
