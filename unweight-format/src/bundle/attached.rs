@@ -22,14 +22,11 @@ use super::{
     files::{self, Input},
     holder::Holder,
     manifest::{CREATOR, Manifest, Version},
-    read::read_manifest,
+    manifest_file::read_manifest,
+    names::{ATTACHED_NAME, PARTIAL_NAME},
 };
 use crate::Digest;
 
-/// Name of the file.
-pub const ATTACHED_NAME: &str = "unweight.kernels";
-/// Where it grows.
-pub(crate) const PARTIAL_NAME: &str = "unweight.kernels.partial";
 /// Version of the file that this crate writes, and the newest major version that it reads.
 pub const ATTACHED_VERSION: Version = Version { major: 1, minor: 0 };
 /// Largest file that is read, bytes.

@@ -17,9 +17,9 @@ use std::{
 
 use super::{
     BundleError, DecompressOptions, DecompressReport, FileReport, Progress,
-    files::{self, CHUNK, Contents, Input},
+    files::{self, CHUNK, Contents, Input, check_sizes},
+    manifest_file::read_manifest,
     pipeline::{Gate, Work, join, on_threads, spawn},
-    read::{check_sizes, read_manifest},
     report::peak_rss_bytes,
     shard::Shard,
     stage::{Replaceable, Stage},

@@ -11,7 +11,7 @@ use rayon::prelude::*;
 use rustix::process::{Resource, getrlimit};
 use sha2::{Digest as _, Sha256};
 
-use super::{BundleError, Selection};
+use super::{BundleError, Selection, manifest::FileEntry, names::is_weights};
 use crate::{Digest, bits, bundle::manifest, digest::Digester};
 
 /// Bytes moved at a time.
@@ -389,12 +389,19 @@ fn walk_into(
     Ok(())
 }
 
-/// True for names of safetensors files.
-pub(crate) fn is_weights(name: &str) -> bool {
-    name.ends_with(".safetensors")
+/// Checks that the stored files of an entry are there with the sizes that the manifest says.
+pub(crate) fn check_sizes(dir: &Path, entry: &FileEntry) -> Result<(), BundleError> {
+    entry.stored().into_iter().try_for_each(|(file, expected)| check_size(dir, file, expected))
 }
 
-/// True for names of safetensors indexes.
-pub(crate) fn is_index(name: &str) -> bool {
-    name.ends_with(".safetensors.index.json")
+/// Checks that a file of the bundle is there with the size that the manifest says.
+pub(crate) fn check_size(dir: &Path, file: String, expected: u64) -> Result<(), BundleError> {
+    match dir.join(&file).metadata() {
+        Ok(metadata) if !metadata.is_file() || metadata.len() != expected => {
+            Err(BundleError::FileSize { file, expected, got: metadata.len() })
+        }
+        Ok(_) => Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Err(BundleError::MissingFile { file }),
+        Err(source) => Err(BundleError::Io { action: "look at the file", path: dir.join(file), source }),
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::{fmt, ops::Range};
 
-use super::{BundleError, TensorReport, manifest::TensorEntry, pipeline::on_threads, shard::Shard};
+use super::{BundleError, TensorPart, TensorReport, manifest::TensorEntry, pipeline::on_threads, shard::Shard};
 use crate::{CodecError, EncodingId, StoredTensor, safetensors::Dtype};
 
 /// A tensor of an open [`Bundle`](super::Bundle). Its bytes are read when a method asks for them, and compared with
@@ -21,16 +21,6 @@ use crate::{CodecError, EncodingId, StoredTensor, safetensors::Dtype};
 pub struct TensorHandle<'a> {
     shard: &'a Shard,
     index: usize,
-}
-
-/// Rows and columns of a tensor: what [`TensorHandle::decode_part`] returns.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct TensorPart {
-    /// The original little-endian bytes, row by row.
-    pub bytes: Vec<u8>,
-    /// Stored bytes that were read for it.
-    pub read_bytes: u64,
 }
 
 impl<'a> TensorHandle<'a> {

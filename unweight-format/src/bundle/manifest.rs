@@ -18,6 +18,8 @@ use crate::{
     safetensors::{Dtype, TensorInfo},
 };
 
+pub use super::version::{VERSION, Version};
+
 /// File name of the manifest.
 pub const FILE_NAME: &str = "unweight.json";
 /// File name of its signature, if there is one.
@@ -27,8 +29,6 @@ pub(crate) const MANIFEST_FORMAT: &str = "unweight-bundle";
 /// `format` in the metadata of every shard, and `quant_method` in `config.json`. Manifests of development versions had
 /// it as well.
 pub(crate) const FORMAT: &str = "unweight";
-/// The version that this crate writes, and the only major version that it reads.
-pub const VERSION: Version = Version { major: 1, minor: 0 };
 /// Program and version that write a bundle.
 pub(crate) const CREATOR: &str = concat!("unweight ", env!("CARGO_PKG_VERSION"));
 /// Largest manifest that is read, bytes: some 100,000 tensors.
@@ -44,21 +44,6 @@ pub(crate) const SOURCE_SUFFIX: &str = ".source";
 
 const DIGEST_KEY: &[u8] = b"\"manifest_digest\":\"";
 const DIGEST_DIGITS: usize = 32;
-
-/// A format version. A reader reads every `minor` of its own `major`, as far as it knows the encodings.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Version {
-    /// Changes when old readers cannot read new bundles.
-    pub major: u32,
-    /// Changes when they can, but miss something.
-    pub minor: u32,
-}
-
-impl std::fmt::Display for Version {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}.{}", self.major, self.minor)
-    }
-}
 
 /// `unweight.json`: every file of the source, and how the bundle stores it (`docs/format.md` B.3).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -25,9 +25,13 @@ pub(crate) mod files;
 mod handle;
 mod holder;
 pub mod manifest;
+mod manifest_file;
+mod merge;
+mod names;
 pub(crate) mod options;
 pub(crate) mod output;
 mod part;
+mod part_file;
 pub(crate) mod pipeline;
 pub(crate) mod plan;
 mod progress;
@@ -35,25 +39,30 @@ mod read;
 mod report;
 mod shard;
 mod sign;
+mod signer;
 mod source;
 mod stage;
 mod stream;
 mod verify;
+mod version;
 
 pub use attached::{
-    ATTACHED_NAME, Attached, AttachedBy, AttachedKernel, Detached, PLAN_BYTES_MAX, attach, attach_plan, detach,
-    may_attach, may_attach_plan,
+    Attached, AttachedBy, AttachedKernel, Detached, PLAN_BYTES_MAX, attach, attach_plan, detach, may_attach,
+    may_attach_plan,
 };
 pub use compress::{compare, compress, compress_with, plan};
 pub use decompress::decompress;
 pub use encoder::{CpuEncoder, Encoder, EncoderError};
 pub use error::{BundleError, ErrorClass, Remedy, io_code};
-pub use handle::{TensorHandle, TensorPart};
+pub use handle::TensorHandle;
 pub use holder::Holder;
+pub use merge::merge;
+pub use names::ATTACHED_NAME;
 pub use options::{
     CompressOptions, DecompressOptions, MergeOptions, Profile, Scope, Selection, VerifyAfter, VerifyOptions,
 };
-pub use part::{FILE_NAME as PART_FILE_NAME, PARTS_MAX, Part, merge};
+pub use part::{PARTS_MAX, Part};
+pub use part_file::FILE_NAME as PART_FILE_NAME;
 pub use plan::{PlanFile, Rule};
 pub use progress::{Progress, Silent};
 pub use read::{Bundle, model_files};
@@ -61,5 +70,6 @@ pub use report::{
     CompareReport, CompareRow, CompressReport, DecompressReport, EncodingTotal, FileReport, LargeCopy, PlanReport,
     Problem, RoleTotal, TensorReport, UnmarkedConfig, VerifyReport,
 };
-pub use sign::Signer;
+pub use shard::TensorPart;
+pub use signer::Signer;
 pub use verify::{verify, verify_with};

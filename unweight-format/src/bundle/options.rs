@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::{Part, Signer, files};
+use super::{Part, Signer, names};
 use crate::{CodeLimit, bits::named::named, glob::matches};
 
 named! {
@@ -93,7 +93,7 @@ options! {
 impl Selection {
     /// Whether a file or a directory is left out.
     pub(crate) fn skips(&self, name: &str) -> bool {
-        !(files::is_weights(name) || files::is_index(name)) && self.skip.iter().any(|pattern| matches(pattern, name))
+        !(names::is_weights(name) || names::is_index(name)) && self.skip.iter().any(|pattern| matches(pattern, name))
     }
 
     /// What must not be written to while a model in this directory is read.

@@ -2,19 +2,18 @@
 
 use std::{
     collections::{HashMap, HashSet},
-    io,
     path::{Path, PathBuf},
 };
 
 use super::{
     BundleError, TensorHandle,
     attached::{self, Attached},
-    config, files,
+    config,
+    files::{self, check_size, check_sizes},
     manifest::{self, FileEntry, Manifest},
-    part::PartFile,
+    manifest_file::read_manifest,
     pipeline::on_threads,
     shard::Shard,
-    stage,
 };
 use crate::{Digest, glob};
 
@@ -199,55 +198,4 @@ impl Bundle {
 pub fn model_files<'a>(files: impl Iterator<Item = &'a str> + Clone) -> &'static str {
     let has = |pattern: &&str| files.clone().any(|file| glob::matches(pattern, file));
     MODEL_FILES.into_iter().find(has).unwrap_or("*")
-}
-
-/// Reads and checks `unweight.json`.
-pub(crate) fn read_manifest(dir: &Path) -> Result<Manifest, BundleError> {
-    Ok(read_manifest_bytes(dir)?.0)
-}
-
-/// As [`read_manifest`], with the bytes that were parsed.
-pub(crate) fn read_manifest_bytes(dir: &Path) -> Result<(Manifest, Vec<u8>), BundleError> {
-    match dir.metadata() {
-        Ok(metadata) if metadata.is_dir() => {}
-        Ok(_) => return Err(BundleError::NotADirectory { path: dir.into() }),
-        Err(error) => {
-            return Err(match stage::partial_of(dir).filter(|partial| stage::is_begun(partial)) {
-                Some(partial) if error.kind() == io::ErrorKind::NotFound => {
-                    BundleError::Unfinished { path: dir.into(), partial }
-                }
-                _ => BundleError::io("open the bundle", dir)(error),
-            });
-        }
-    }
-    let path = dir.join(manifest::FILE_NAME);
-    if !path.exists() {
-        return Err(match PartFile::read(dir)? {
-            Some(part) => BundleError::NotMerged { path: dir.into(), part: part.part() },
-            None => match stage::output_of(dir).filter(|_| stage::is_begun(dir)) {
-                Some(path) => BundleError::Unfinished { path, partial: dir.into() },
-                None => BundleError::NotABundle { path: dir.into() },
-            },
-        });
-    }
-    let bytes = files::read_small(&path, manifest::BYTES_MAX)?;
-    let manifest = Manifest::parse(&bytes, Path::new(manifest::FILE_NAME))?;
-    Ok((manifest, bytes))
-}
-
-/// Checks that the stored files of an entry are there with the sizes that the manifest says.
-pub(crate) fn check_sizes(dir: &Path, entry: &FileEntry) -> Result<(), BundleError> {
-    entry.stored().into_iter().try_for_each(|(file, expected)| check_size(dir, file, expected))
-}
-
-/// Checks that a file of the bundle is there with the size that the manifest says.
-pub(crate) fn check_size(dir: &Path, file: String, expected: u64) -> Result<(), BundleError> {
-    match dir.join(&file).metadata() {
-        Ok(metadata) if !metadata.is_file() || metadata.len() != expected => {
-            Err(BundleError::FileSize { file, expected, got: metadata.len() })
-        }
-        Ok(_) => Ok(()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Err(BundleError::MissingFile { file }),
-        Err(source) => Err(BundleError::Io { action: "look at the file", path: dir.join(file), source }),
-    }
 }

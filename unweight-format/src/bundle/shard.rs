@@ -11,12 +11,11 @@ use std::{
 use rayon::prelude::*;
 
 use super::{
-    BundleError, TensorPart,
+    BundleError,
     blocks::Blocks,
-    files::{self, Input},
+    files::{self, Input, check_sizes},
     manifest::{self, FileEntry, SOURCE_HEADER, TensorEntry, WeightsFile, section_name},
     pipeline::{Work, batches_from},
-    read::check_sizes,
 };
 use crate::{
     CodecError, Digest, EncodingId, Float, Section, StoredTensor, TileGrid,
@@ -27,6 +26,16 @@ use crate::{
     layout::TILE,
     safetensors::{Dtype, HEADER_MAX, Header, LENGTH_BYTES, TensorInfo},
 };
+
+/// Rows and columns of a tensor: what [`TensorHandle::decode_part`](super::TensorHandle::decode_part) returns.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TensorPart {
+    /// The original little-endian bytes, row by row.
+    pub bytes: Vec<u8>,
+    /// Stored bytes that were read for it.
+    pub read_bytes: u64,
+}
 
 /// An open shard whose header agrees with the manifest.
 #[derive(Debug)]

@@ -8,10 +8,9 @@ use std::{
 use serde::Deserialize;
 
 use super::{
-    BundleError, LargeCopy, Selection, UnmarkedConfig,
-    attached::ATTACHED_NAME,
-    config,
+    BundleError, LargeCopy, Part, Selection, UnmarkedConfig, config,
     files::{self, Input, Stamp},
+    names::{self, ATTACHED_NAME},
 };
 use crate::{
     bundle::manifest::{self, RANK_MAX},
@@ -127,9 +126,9 @@ impl Source {
             .into_iter()
             .map(|(name, path)| {
                 let input = Input::open(&path)?;
-                let kind = if files::is_weights(&name) {
+                let kind = if names::is_weights(&name) {
                     read_header(&path, &input)?
-                } else if files::is_index(&name) {
+                } else if names::is_index(&name) {
                     Kind::Index(read_index(&path, &input)?)
                 } else {
                     Kind::Copied
@@ -306,6 +305,30 @@ pub(crate) fn index_of(path: &Path, bytes: &[u8]) -> Result<Index, BundleError> 
         )));
     }
     Ok(Index { metadata: stored.metadata, weight_map: stored.weight_map.0.into_iter().collect() })
+}
+
+impl Part {
+    /// The names of the files that are this part's. Weights go one by one, the largest first, to the part that has
+    /// fewest bytes; all else goes to the first part.
+    pub(crate) fn files(self, model: &Source) -> HashSet<String> {
+        let mut weights: Vec<&SourceFile> =
+            model.files.iter().filter(|file| matches!(file.kind, Kind::Weights { .. })).collect();
+        weights.sort_by(|a, b| (b.bytes, &a.name).cmp(&(a.bytes, &b.name)));
+        let mut held: BTreeMap<u32, u64> = (1..=self.of).map(|part| (part, 0)).collect();
+        let mut own = HashSet::new();
+        for file in weights {
+            let Some((&part, bytes)) = held.iter_mut().min_by_key(|(part, bytes)| (**bytes, **part)) else { break };
+            *bytes += file.bytes;
+            if part == self.index {
+                own.insert(file.name.clone());
+            }
+        }
+        if self.has_copies() {
+            let others = model.files.iter().filter(|file| !matches!(file.kind, Kind::Weights { .. }));
+            own.extend(others.map(|file| file.name.clone()));
+        }
+        own
+    }
 }
 
 #[cfg(test)]

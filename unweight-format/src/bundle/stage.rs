@@ -29,11 +29,11 @@ use rustix::{
 
 use super::{
     BundleError,
-    attached::{ATTACHED_NAME, PARTIAL_NAME},
     files::{self, Input, Stamp},
     holder::Holder,
     manifest::{self, FileEntry},
-    part::{self, PartFile},
+    names::{ATTACHED_NAME, PARTIAL_NAME},
+    part_file::{self, PartFile},
 };
 use crate::{
     Digest,
@@ -375,7 +375,7 @@ fn check_output(output: &Path, replaceable: Option<&Replaceable>) -> Result<(), 
             let mut stored: Vec<String> = match (manifest, part) {
                 (Ok(files), _) => files.iter().flat_map(FileEntry::stored).map(|(name, _)| name).collect(),
                 (_, Some(part)) => {
-                    part.stored().into_iter().map(|(name, _)| name).chain([part::FILE_NAME.into()]).collect()
+                    part.stored().into_iter().map(|(name, _)| name).chain([part_file::FILE_NAME.into()]).collect()
                 }
                 _ => Vec::new(),
             };

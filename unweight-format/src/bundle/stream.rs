@@ -7,9 +7,8 @@ use sha2::{Digest as _, Sha256};
 use super::{
     Bundle, BundleError, DecompressOptions, FileReport, Progress,
     decompress::{check_contents, check_sha256},
-    files,
+    files::{self, check_size},
     pipeline::{Work, on_threads},
-    read::check_size,
     shard::Shard,
 };
 use crate::bundle::manifest::{FileEntry, WeightsFile};

@@ -5,12 +5,12 @@ use std::{collections::HashSet, path::Path, time::Instant};
 use sha2::{Digest as _, Sha256};
 
 use super::{
-    BundleError, ErrorClass, Problem, Progress, VerifyOptions, VerifyReport,
-    attached::{self, ATTACHED_NAME, PARTIAL_NAME},
+    BundleError, ErrorClass, Problem, Progress, VerifyOptions, VerifyReport, attached,
     decompress::{check_contents, check_sha256, compare_original},
-    files::{self, Input},
+    files::{self, Input, check_sizes},
+    manifest_file::read_manifest_bytes,
+    names::{ATTACHED_NAME, PARTIAL_NAME},
     pipeline::{Work, on_threads},
-    read::{check_sizes, read_manifest_bytes},
     report::peak_rss_bytes,
     shard::Shard,
     sign,

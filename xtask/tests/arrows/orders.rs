@@ -189,6 +189,12 @@ pub const CRATES: [Crate; 11] = [
 /// them. Folders that are not listed hold a list of equals (families, rivals), or parts of one algorithm.
 pub const INNER: &[(&str, &str)] = &[
     ("unweight-format/src/bits", "bf16 bitstream buffer digest layout named < dtype < float < error histogram < tile"),
+    (
+        "unweight-format/src/bundle",
+        "blocks encoder holder names part progress version < error < pipeline signer < options < manifest < config \
+         files report < plan shard sign source < handle part_file < stage < compress manifest_file output < attached \
+         decompress < merge read verify < stream",
+    ),
     ("unweight-model/src/config", "error < fields < parse"),
     ("unweight-rt/src/choose", "candidates graph recon < cost table < policy < route < reachable"),
     (

@@ -31,7 +31,8 @@ use super::{
     BundleError, CompressOptions, CompressReport, CpuEncoder, Encoder, Progress, TensorReport, VerifyAfter,
     files::{Contents, Input},
     manifest::{self, ChangedFile, CopiedFile, FileEntry, Options, SOURCE_SUFFIX},
-    part::{self, Part, PartFile},
+    part::Part,
+    part_file::{self, PartFile},
     pipeline::{join, on_threads, spawn},
     plan::{Choice, Decision, Planner},
     report::{bits_per_element, coded, peak_rss_bytes, ratio, saved, totals},
@@ -80,7 +81,7 @@ pub fn compress_with(
     let files: Vec<&SourceFile> = model.files.iter().filter(chosen).collect();
     let has_copies = options.part.is_none_or(Part::has_copies);
     if options.part.is_some()
-        && let Some(taken) = model.files.iter().find(|file| file.name == part::FILE_NAME)
+        && let Some(taken) = model.files.iter().find(|file| file.name == part_file::FILE_NAME)
     {
         return Err(BundleError::ReservedFile { path: taken.path.clone() });
     }
@@ -202,7 +203,7 @@ impl Job<'_> {
                 let part = PartFile::new(part, self.fingerprint(), options, model, files)?;
                 let (digest, bytes) = part.to_bytes();
                 manifest::check_bytes(bytes.len() as u64)?;
-                self.stage.put(part::FILE_NAME, &bytes)?;
+                self.stage.put(part_file::FILE_NAME, &bytes)?;
                 let stored_bytes = bytes.len() as u64 + part.stored().iter().map(|(_, bytes)| bytes).sum::<u64>();
                 let verified_tensors = finish.verify(&part.files)?;
                 (part.files, digest, stored_bytes, verified_tensors)

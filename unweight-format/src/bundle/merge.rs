@@ -1,0 +1,163 @@
+//! A model compressed on several machines: each makes a part, and [`merge`] joins the parts to the bundle that one
+//! machine would have made.
+//!
+//! ```text
+//! source --compress, part 1 of 3--> a/  shards 1 and 4, copies --+
+//!        --compress, part 2 of 3--> b/  shard 2                  +--merge--> bundle/
+//!        --compress, part 3 of 3--> c/  shard 3                --+
+//! ```
+//! Every machine has the whole source, and reads all of its headers: so the parts divide the files in the same way
+//! without talking to each other, and `merge`, which needs the parts alone, can tell that they were made of one source.
+
+use std::{
+    path::{Path, PathBuf},
+    time::Instant,
+};
+
+use super::{
+    BundleError, CompressReport, MergeOptions, Progress, VerifyAfter,
+    compress::{Finish, seal, tensor_reports},
+    config,
+    decompress::check_contents,
+    files::{self, Input, check_size},
+    manifest::FileEntry,
+    part_file::{FILE_NAME, PartFile, agreeing},
+    pipeline::on_threads,
+    report::{coded, peak_rss_bytes, ratio, saved, totals},
+    shard::Shard,
+    source::{Kind, index_of},
+    stage::{Replaceable, Stage},
+};
+
+/// Joins the parts of a model to a bundle: the very bytes that one run of `compress` gives.
+///
+/// Weights are not copied where the file system can give a file a second name; the parts stay as they are.
+///
+/// # Errors
+/// A folder is no part, or is damaged; parts are of different sources, options or programs; one is missing or given
+/// twice; the output exists or cannot be written; or `progress` asked to stop.
+pub fn merge(
+    parts: &[PathBuf],
+    output: &Path,
+    options: &MergeOptions,
+    progress: &dyn Progress,
+) -> Result<CompressReport, BundleError> {
+    let started = Instant::now();
+    fn read(dir: &Path) -> Result<(&Path, PartFile), BundleError> {
+        if !dir.metadata().map_err(BundleError::io("open the part", dir))?.is_dir() {
+            return Err(BundleError::NotADirectory { path: dir.into() });
+        }
+        let part = PartFile::read(dir)?.ok_or_else(|| BundleError::NotAPart { path: dir.into() })?;
+        Ok((dir, part))
+    }
+    let parts = parts.iter().map(|dir| read(dir)).collect::<Result<Vec<_>, BundleError>>()?;
+    let first = agreeing(&parts)?;
+    if options.sign.is_some() {
+        let files = parts.iter().flat_map(|(_, part)| &part.files);
+        if let Some(file) = files.into_iter().find(|file| file.sha256().is_none()) {
+            return Err(BundleError::UnsignableParts { file: file.name().into() });
+        }
+    }
+    let replaceable = options.force.then_some(Replaceable::Bundle);
+    let inputs: Vec<PathBuf> = parts.iter().map(|(dir, _)| dir.to_path_buf()).collect();
+    Stage::check(&inputs, output, replaceable.as_ref())?;
+    // Sorted by name, as the source is.
+    let mut entries: Vec<(&Path, FileEntry)> =
+        parts.iter().flat_map(|(dir, part)| part.files.iter().map(|file| (*dir, file.clone()))).collect();
+    entries.sort_by(|(_, a), (_, b)| a.name().cmp(b.name()));
+    for (dir, part) in &parts {
+        let here = |error| BundleError::Part { path: dir.to_path_buf(), source: Box::new(error) };
+        for (name, bytes) in part.stored() {
+            check_size(dir, name, bytes).map_err(here)?;
+        }
+        for file in part.files.iter().filter_map(FileEntry::weights) {
+            Shard::open(dir, file.clone()).map_err(here)?;
+        }
+    }
+    let stage = Stage::open(&inputs, output, replaceable, false)?;
+    let made = on_threads(options.threads, || {
+        let total: u64 = entries.iter().map(|(_, file)| file.size()).sum();
+        let tensors = entries.iter().filter_map(|(_, file)| file.weights()).flat_map(|file| &file.tensors);
+        let verified = match options.verify {
+            VerifyAfter::None => 0,
+            _ => tensors.map(|tensor| tensor.original_bytes().unwrap_or(0)).sum(),
+        };
+        progress.start(total.saturating_add(verified));
+        let mut kinds = Vec::with_capacity(entries.len());
+        for (dir, file) in &entries {
+            if progress.cancelled() {
+                return Err(stage.interrupted());
+            }
+            progress.file(file.name());
+            kinds.push(take(&stage, dir, file, progress)?);
+        }
+        let files = entries.into_iter().map(|(_, file)| file).collect();
+        let finish = Finish {
+            stage: &stage,
+            verify: options.verify,
+            ram_bytes: options.ram_bytes,
+            sign: options.sign.as_ref(),
+            progress,
+        };
+        seal(&finish, kinds.iter().map(Option::as_ref), files, first.options.clone())
+    });
+    // Nothing is kept for another run, so an error must not suggest to resume.
+    let made = made.map_err(|error| match error {
+        BundleError::Interrupted { .. } => BundleError::Cancelled,
+        BundleError::DiskFull { path, source, .. } => BundleError::Io { action: "write the file", path, source },
+        other => other,
+    })?;
+    stage.finish()?;
+    let tensors = tensor_reports(&made.manifest.files);
+    let original_bytes = made.manifest.files.iter().map(FileEntry::size).sum();
+    Ok(CompressReport {
+        encodings: totals(&tensors),
+        coded_tensors: coded(&tensors),
+        saved_bytes: saved(original_bytes, made.stored_bytes),
+        tensors,
+        part: None,
+        files: made.manifest.files.len() as u64,
+        large_copies: Vec::new(),
+        unmarked_configs: Vec::new(),
+        resumed_files: Vec::new(),
+        resumed_tensors: 0,
+        original_bytes,
+        stored_bytes: made.stored_bytes,
+        ratio: ratio(made.stored_bytes, original_bytes),
+        verified_tensors: made.verified_tensors,
+        seconds: started.elapsed().as_secs_f64(),
+        peak_rss_bytes: peak_rss_bytes(),
+        manifest_digest: made.manifest.manifest_digest,
+    })
+}
+
+/// Takes a file of a part over. Of one that the bundle has in another form, returns what it is made of.
+fn take(stage: &Stage, dir: &Path, file: &FileEntry, progress: &dyn Progress) -> Result<Option<Kind>, BundleError> {
+    let advance = |bytes| {
+        progress.advance(bytes);
+        if progress.cancelled() { Err(stage.interrupted()) } else { Ok(()) }
+    };
+    let here = |error| BundleError::Part { path: dir.to_path_buf(), source: Box::new(error) };
+    let Some(original) = file.original() else {
+        stage.link(&dir.join(file.name()), file.name(), advance)?;
+        return Ok(None);
+    };
+    let from = Input::open(&dir.join(&original))?;
+    stage.copy(&from, &original, file.sha256().is_some(), advance, |got| {
+        check_contents(file, &original, got).map_err(here)
+    })?;
+    if file.changed().is_none() {
+        return Ok(None);
+    }
+    // It was checked to have its digest.
+    let text = files::read_small(&stage.tree().join(&original), file.size())?;
+    let fail = |reason: String| BundleError::Manifest { path: dir.join(FILE_NAME), reason };
+    Ok(match file {
+        FileEntry::Index(_) => Some(Kind::Index(index_of(&dir.join(original), &text)?)),
+        FileEntry::Config(_) => {
+            let kept = config::check(&text).map(|()| Kind::Config(text));
+            Some(kept.map_err(|reason| fail(format!("'{}' gets no keys: {reason}", file.name().escape_default())))?)
+        }
+        FileEntry::Weights(_) | FileEntry::Copied(_) => None,
+    })
+}

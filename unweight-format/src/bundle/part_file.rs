@@ -1,0 +1,182 @@
+//! `unweight.part.json`: what makes a folder a part of a bundle.
+
+use std::{collections::BTreeMap, path::Path};
+
+use serde::{Deserialize, Serialize};
+
+use super::{
+    BundleError, Part,
+    files::{self, Input},
+    manifest::{self, FileEntry, Manifest, Options, Version},
+    source::{Kind, Source, SourceFile},
+};
+use crate::Digest;
+
+/// What makes a folder a part.
+pub const FILE_NAME: &str = "unweight.part.json";
+/// Of files up to here every part has the digest.
+const DIGESTED_MAX: u64 = 16 << 20;
+
+/// A file of the source as every part sees it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Seen {
+    name: String,
+    size: u64,
+    /// Of weights, of length and header; of another file its contents, unless it is large.
+    digest: Option<Digest>,
+}
+
+/// `unweight.part.json`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct PartFile {
+    format: String,
+    version: Version,
+    creator: String,
+    part: Part,
+    /// Everything that decides the bytes of a shard beside the source.
+    fingerprint: String,
+    pub(super) options: Options,
+    /// All files of the source, by name.
+    source: Vec<Seen>,
+    /// Those of this part, by name. Of changed files the stored form is not made yet.
+    pub(crate) files: Vec<FileEntry>,
+}
+
+/// `format` of every part.
+const FORMAT: &str = "unweight-part";
+
+impl PartFile {
+    /// What the part of a model has made.
+    pub(crate) fn new(
+        part: Part,
+        fingerprint: String,
+        options: Options,
+        model: &Source,
+        files: Vec<FileEntry>,
+    ) -> Result<Self, BundleError> {
+        let seen = |file: &SourceFile| {
+            let digest = match &file.kind {
+                Kind::Weights { header_bytes, .. } => Some(Digest::of(header_bytes)),
+                _ if file.bytes <= DIGESTED_MAX => {
+                    let input = Input::open_same(&file.path, &file.stamp)?;
+                    Some(Digest::of(&input.read(0, file.bytes)?))
+                }
+                _ => None,
+            };
+            Ok(Seen { name: file.name.clone(), size: file.bytes, digest })
+        };
+        Ok(Self {
+            format: FORMAT.into(),
+            version: manifest::VERSION,
+            creator: manifest::CREATOR.into(),
+            part,
+            fingerprint,
+            options,
+            source: model.files.iter().map(seen).collect::<Result<_, BundleError>>()?,
+            files,
+        })
+    }
+
+    /// The digest of the JSON text, then that text.
+    pub(crate) fn to_bytes(&self) -> (Digest, Vec<u8>) {
+        let json = serde_json::to_vec(self).expect("a part is strings, numbers and lists");
+        let digest = Digest::of(&json);
+        (digest, [digest.to_string().as_bytes(), b"\n", &json].concat())
+    }
+
+    /// Reads and checks that of a folder; `None` if the folder has none.
+    pub(crate) fn read(dir: &Path) -> Result<Option<Self>, BundleError> {
+        let path = dir.join(FILE_NAME);
+        if path.symlink_metadata().is_err() {
+            return Ok(None);
+        }
+        let fail = |reason: String| BundleError::Manifest { path: path.clone(), reason };
+        let bytes = files::read_small(&path, manifest::BYTES_MAX)?;
+        let (digest, json) = bytes.split_at_checked(33).ok_or_else(|| fail("it is cut off".into()))?;
+        if digest != format!("{}\n", Digest::of(json)).as_bytes() {
+            return Err(fail("its digest is not that of its bytes; make the part again".into()));
+        }
+        let part: Self = serde_json::from_slice(json).map_err(|error| fail(error.to_string()))?;
+        if part.format != FORMAT {
+            return Err(fail(format!("its format is '{}', not '{FORMAT}'", part.format.escape_default())));
+        }
+        if Part::new(part.part.index, part.part.of).is_none() {
+            return Err(fail(format!("there is no part {}", part.part)));
+        }
+        Manifest::new(part.options.clone(), part.files.clone()).check().map_err(fail)?;
+        Ok(Some(part))
+    }
+
+    /// Which part it is.
+    pub(crate) fn part(&self) -> Part {
+        self.part
+    }
+
+    /// Names and bytes of the files that lie in the part's folder.
+    pub(crate) fn stored(&self) -> Vec<(String, u64)> {
+        self.files
+            .iter()
+            .flat_map(|file| match file.original() {
+                Some(original) => vec![(original, file.size())],
+                None => file.stored(),
+            })
+            .collect()
+    }
+}
+
+/// Checks that these are all the parts of one model, each once. Returns one of them.
+pub(super) fn agreeing<'a>(parts: &'a [(&Path, PartFile)]) -> Result<&'a PartFile, BundleError> {
+    let Some((first_dir, first)) = parts.first() else { return Err(BundleError::NoParts) };
+    let mut by_index: BTreeMap<u32, &Path> = BTreeMap::new();
+    for (dir, part) in parts {
+        let differ = |what: &'static str| BundleError::PartsDiffer {
+            path: dir.to_path_buf(),
+            other: first_dir.to_path_buf(),
+            what,
+        };
+        if (part.version, &part.creator) != (first.version, &first.creator) {
+            return Err(differ("another program or version"));
+        }
+        if part.part.of != first.part.of {
+            return Err(differ("another number of parts"));
+        }
+        if (&part.fingerprint, &part.options) != (&first.fingerprint, &first.options) {
+            return Err(differ("other options"));
+        }
+        if part.source != first.source {
+            return Err(differ("another source"));
+        }
+        if let Some(other) = by_index.insert(part.part.index, dir) {
+            let (path, other) = (dir.to_path_buf(), other.to_path_buf());
+            return Err(BundleError::PartTwice { part: part.part, path, other });
+        }
+    }
+    if (&first.creator, first.version) != (&manifest::CREATOR.to_owned(), manifest::VERSION) {
+        return Err(BundleError::PartCreator { path: first_dir.to_path_buf(), creator: first.creator.clone() });
+    }
+    let of = first.part.of;
+    if let Some(index) = (1..=of).find(|index| !by_index.contains_key(index)) {
+        return Err(BundleError::PartMissing { part: Part { index, of } });
+    }
+    // Every file of the source in one part, as all of them saw it.
+    let mut left: BTreeMap<&str, &Seen> = first.source.iter().map(|seen| (seen.name.as_str(), seen)).collect();
+    for (dir, part) in parts {
+        for file in &part.files {
+            let known = left.remove(file.name()).is_some_and(|seen| {
+                let digest = file.weights().map_or_else(|| file.digest(), |weights| weights.header_digest);
+                seen.size == file.size() && seen.digest.is_none_or(|seen| seen == digest)
+            });
+            if !known {
+                let reason = format!("file '{}' is not as all parts saw it", file.name().escape_default());
+                return Err(BundleError::Manifest { path: dir.join(FILE_NAME), reason });
+            }
+        }
+    }
+    match left.keys().next() {
+        None => Ok(first),
+        Some(name) => Err(BundleError::Manifest {
+            path: first_dir.join(FILE_NAME),
+            reason: format!("no part has the file '{}'", name.escape_default()),
+        }),
+    }
+}
