@@ -8,7 +8,7 @@
 //! kernels/kernel.cu.tera    the entry point of every kernel               kernels(), kernel(name)
 //! ```
 //!
-//! The contract between a template and its context stands in `README.md` beside the files.
+//! The contract between a template and its context stands in `README.md` next to the files.
 
 include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
 

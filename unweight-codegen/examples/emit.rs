@@ -1,7 +1,7 @@
 //! Writes the source of variants, and the headers they include, to a folder: `emit DIR [NAME_PART]`; those of Hopper,
 //! unless said otherwise.
 //!
-//! What lies there compiles as it is: `nvcc -arch=sm_90a -std=c++17 -I DIR/include -cubin DIR/<name>.cu`.
+//! What is there compiles as it is: `nvcc -arch=sm_90a -std=c++17 -I DIR/include -cubin DIR/<name>.cu`.
 
 use std::{error::Error, fs, path::PathBuf};
 use unweight_codegen::{

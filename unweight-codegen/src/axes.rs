@@ -71,7 +71,7 @@ pub struct Axis {
     pub only: Option<Only>,
 }
 
-/// An axis that exists only beside a certain value of an earlier one.
+/// An axis that exists only with a certain value of an earlier one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Only {
     /// Place of the earlier axis in its family's list.
@@ -125,7 +125,7 @@ impl Axis {
         Self { values: Values::Words(words), words_type, ..Self::flag(key) }
     }
 
-    /// Whether the axis exists beside these values.
+    /// Whether the axis exists with these values.
     pub(crate) const fn exists(&self, raw: &Raw) -> bool {
         match self.only {
             Some(only) => raw[only.axis] == only.value,

@@ -14,7 +14,7 @@ use crate::{
     block::SmemPlan,
 };
 
-/// A kernel whose headers lie in another crate.
+/// A kernel whose headers are in another crate.
 ///
 /// Its header offers, in `uw::<family>`: `Smem<Config>` with a constant for each section and `kBytes`,
 /// `kThreads<Config>`, and `<function><Config>(args)`. It declares the argument struct in `uw`.

@@ -6,12 +6,12 @@
 //! chunks    8 if head_dim is a multiple of 64, otherwise 4, 2 or 1: what divides the chunks of a token
 //! ```
 //!
-//! Chunk `c` of a line lies at `c ^ line * chunks / 8`, the swizzle of the copy engine and of the tensor cores.
+//! Chunk `c` of a line is at `c ^ line * chunks / 8`, the swizzle of the copy engine and of the tensor cores.
 
 /// Tokens of a page.
 pub const PAGE_TOKENS: u32 = 64;
 
-/// Tokens that lie together: a tile of whole groups is one run of memory.
+/// Tokens of a group, which is contiguous: a tile of whole groups is one run of memory.
 pub const GROUP_TOKENS: u32 = 8;
 
 /// Elements of a chunk: 16 bytes, the unit of the swizzle.
@@ -24,7 +24,7 @@ pub const fn page_elements(kv_heads: u32, head_dim: u32) -> Option<u64> {
     (kv_heads as u64 * 2 * PAGE_TOKENS as u64).checked_mul(head_dim as u64)
 }
 
-/// Element of a page's K (or V) of one KV head at which element `index` (`0..head_dim`) of a token (`0..64`) lies.
+/// Place, in a page's K (or V) of one KV head, of element `index` (`0..head_dim`) of a token (`0..64`).
 ///
 /// `head_dim` is a multiple of 8.
 ///
@@ -68,7 +68,7 @@ mod tests {
         }
     }
 
-    /// The eight lines that one 8 x 8 matrix of a fragment is read from lie in the eight groups of four banks.
+    /// The eight lines that one 8 x 8 matrix of a fragment is read from are in the eight groups of four banks.
     #[test]
     fn matrices_are_read_without_bank_conflicts() {
         for head_dim in (8..=256).step_by(8) {

@@ -14,7 +14,7 @@
 //! - [`render()`], [`lint`]: the way from a plan to text
 //! - [`abi`]: the argument structs of the kernels
 //! - [`external`]: kernels of crates above this one
-//! - [`kv`]: where an element of the KV cache lies
+//! - [`kv`]: the layout of the KV cache
 //!
 //! A variant declared as a type, by the attribute of `unweight-macros`:
 //!

@@ -30,7 +30,7 @@ struct alignas(16) TileMetadata {
 };
 
 // Preprocess family: decode_full, decode_exponent, decode_palette. Read-only input is a Huffman tensor; of decode_full
-// also one of the form `exponents` (docs/format.md A.12).
+// also one of encoding `exponents` (docs/format.md A.12).
 struct DecodeHuffmanArgs {
     const u8* sign_mantissa;          // [n, k]; used by decode_full only. Of exponents: fraction_bytes, then fraction_bits
     const u32* encoded_exp;           // [encoded_words]
@@ -91,7 +91,7 @@ struct GemmPackedArgs {
 };
 
 // The same for a mixture of experts: row `pairs[p]` of Y is the row of X that a list names times the weights of an
-// expert. Their matrices [n, k] lie one below the other in one packed tensor. n and k are multiples of 64.
+// expert. Their matrices [n, k] are one below the other in one packed tensor. n and k are multiples of 64.
 struct GemmGroupedArgs {
     const u8* packed;                 // [experts * tiles, 6144]
     const u32* escape_heads;          // [experts * tiles, 4]
@@ -174,7 +174,7 @@ struct PackArgs {
     u32 tile_cols;
 };
 
-// Conversions of the compact form (docs/format.md A.11): all stages share one struct.
+// Conversions of the compact encoding (docs/format.md A.11): all stages share one struct.
 struct DecodeCompactArgs {
     const u8* dense;                  // [tiles, 5120]
     const u32* tiles;                 // [tiles + 1, 2]: first word of the streams, head
@@ -190,7 +190,7 @@ struct DecodeCompactArgs {
     u32 stream_words;                 // a multiple of 4
     u32 record_words;
     u32 class_base;                   // lowest exponent of the window of 32, 1..223
-    u32 base;                         // lowest exponent of the packed form's window, 1..239
+    u32 base;                         // lowest exponent of the packed encoding's window, 1..239
     u32 escape_words;
     u32 n;
     u32 k;
@@ -199,7 +199,7 @@ struct DecodeCompactArgs {
     u32 reserved;
 };
 
-// BF16 to the compact form (docs/format.md A.11): all stages share one struct. n and k are multiples of 64.
+// BF16 to the compact encoding (docs/format.md A.11): all stages share one struct. n and k are multiples of 64.
 struct EncodeCompactArgs {
     u16* weights;                     // bf16 [n, k] row-major; only read
     u32* quads;                       // [4096], zeroed before quads: how often each quad of classes occurs
@@ -220,7 +220,7 @@ struct EncodeCompactArgs {
     u32 reserved;
 };
 
-// Matmul from the compact form for small batches (docs/format.md A.11).
+// Matmul from the compact encoding for small batches (docs/format.md A.11).
 struct GemmCompactArgs {
     TensorMap x;                      // bf16 [m, k], box 64 (k) x the variant's batch tile, 128-byte swizzle, zero fill
     const u8* dense;                  // [tiles, 5120]
@@ -293,7 +293,7 @@ struct SiluMulArgs {
 struct AttentionArgs {
     const u16* qkv;                   // bf16 [m, (h + 2 * kv_heads) * head_dim]: q heads, k heads, v heads
     u16* out;                         // bf16 [m, h * head_dim]
-    u16* layer;                       // the pages of one layer (form/kv_page.cuh)
+    u16* layer;                       // the pages of one layer (encoding/kv_page.cuh)
     const u32* positions;             // decode: [m] of each row's token, or 0xffffffff: a row without one
     const u32* page_table;            // decode: [m, table_pages]; prefill: [table_pages]
     const u16* cosines;               // this and the next four, decode: bf16 [max_positions, rope_dim / 2]
@@ -328,7 +328,7 @@ struct RopeArgs {
     const u16* k_norm;                // bf16 [head_dim]; null: none
     const u16* cosines;               // bf16 [positions, rope_dim / 2]
     const u16* sines;                 // bf16 [positions, rope_dim / 2]
-    u16* cache;                       // bf16, the pages of a layer (form/kv_page.cuh)
+    u16* cache;                       // bf16, the pages of a layer (encoding/kv_page.cuh)
     const u32* pages;                 // pages of the sequence, up to that of position start + m - 1
     u32* fault;                       // set to 1 + row of a token whose page the cache does not have
     u64 pitch;

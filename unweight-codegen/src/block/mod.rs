@@ -99,7 +99,7 @@ impl LaunchPlan {
     }
 }
 
-/// Device memory that a launch needs beside its operands.
+/// Device memory that a launch needs in addition to its operands.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WorkspacePlan {
     /// Bytes behind `workspace`.

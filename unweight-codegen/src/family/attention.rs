@@ -398,6 +398,6 @@ const fn variant(
         (Ok(warps), Ok(stages)) => {
             AttentionSpec { step, head_dim, warps, stages, cluster, split: false, copy: SmemCopy::Bulk, pdl }
         }
-        _ => panic!("what ships lies within the axes"),
+        _ => panic!("what ships is within the axes"),
     }
 }

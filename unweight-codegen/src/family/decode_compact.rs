@@ -1,4 +1,4 @@
-//! From the compact form (docs/format.md A.11) to BF16 and to the packed form:
+//! From the compact encoding (docs/format.md A.11) to BF16 and to the packed encoding:
 //! `templates/include/unweight/kernels/decode_compact.cuh`.
 
 use super::{Edge, Family, VariantSpec, entry::Entry};
@@ -11,7 +11,7 @@ use crate::{
 use unweight_format::{EncodingId, raw::layout::STREAM_TILE_BYTES_MAX};
 
 word_axis! {
-    /// A step of the conversions of the compact form (docs/format.md A.11).
+    /// A stage of the decoder of compact tensors (docs/format.md A.11).
     DecodeCompactStage, "stage" {
         /// To BF16.
         Full = "full",
@@ -23,7 +23,7 @@ word_axis! {
 }
 
 axes! {
-    /// One kernel of the conversions of the compact form.
+    /// One kernel of the decoder.
     pub struct DecodeCompactSpec {
         /// Which one.
         stage: DecodeCompactStage "",
@@ -31,7 +31,7 @@ axes! {
 }
 
 args! {
-    /// Arguments of the conversions of the compact form: all stages share one struct.
+    /// Arguments of family `decode_compact`: all stages share one struct.
     pub struct DecodeCompactArgs {
         /// u8 `[tiles, 5120]`.
         pub dense: u64,
@@ -62,7 +62,7 @@ args! {
         pub record_words: u32,
         /// Lowest exponent of the window of 32, 1..=223.
         pub class_base: u32,
-        /// Lowest exponent of the packed form's window of 16, 1..=239.
+        /// Lowest exponent of the packed encoding's window of 16, 1..=239.
         pub base: u32,
         /// Words in `escapes`.
         pub escape_words: u32,
@@ -80,7 +80,7 @@ args! {
 }
 
 impl VariantSpec {
-    /// A step of the conversions of the compact form.
+    /// A stage of the decoder.
     pub const fn decode_compact(arch: Arch, stage: DecodeCompactStage) -> Self {
         Self { arch, op: super::Op::DecodeCompact(DecodeCompactSpec { stage }) }
     }

@@ -1,4 +1,4 @@
-//! Huffman tensor to a form that a consumer reads (report section 7):
+//! Huffman tensor to an encoding that a consumer reads (report section 7):
 //! `templates/include/unweight/kernels/decode_huffman.cuh`.
 
 use super::{DECODED_EXPONENTS, Edge, Family, VariantSpec, entry::Entry, shared::SmemCopy};
@@ -23,7 +23,7 @@ word_axis! {
 }
 
 word_axis! {
-    /// The type of the weights: BF16 from a Huffman tensor, the others from a tensor of the form `exponents`, of which
+    /// The type of the weights: BF16 from a Huffman tensor, the others from a tensor of encoding `exponents`, of which
     /// only the weights themselves are decoded.
     DecodeElement, "element" {
         /// BF16.

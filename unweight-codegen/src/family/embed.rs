@@ -9,7 +9,7 @@ use crate::{
 };
 
 word_axis! {
-    /// How the table of an embedding lies.
+    /// The encoding of the table of an embedding.
     EmbedSource, "source" {
         /// BF16, row-major.
         Bf16 = "bf16",
@@ -21,7 +21,7 @@ word_axis! {
 axes! {
     /// A lookup of rows, a block a row.
     pub struct EmbedSpec {
-        /// How the table lies.
+        /// The encoding of the table.
         source: EmbedSource "",
         /// Programmatic dependent launch: its blocks are there before the stream's previous kernel has ended.
         pdl: flag "_pdl" = false,

@@ -1,4 +1,4 @@
-//! From BF16 to the compact form (docs/format.md A.11): `templates/include/unweight/kernels/encode_compact.cuh`.
+//! From BF16 to the compact encoding (docs/format.md A.11): `templates/include/unweight/kernels/encode_compact.cuh`.
 
 use super::{Edge, Family, VariantSpec, entry::Entry};
 use crate::{
@@ -10,7 +10,7 @@ use crate::{
 use unweight_format::{EncodingId, raw::layout::STREAM_TILE_BYTES_MAX};
 
 word_axis! {
-    /// A step from BF16 to the compact form (docs/format.md A.11).
+    /// A step from BF16 to the compact encoding (docs/format.md A.11).
     EncodeCompactStage, "stage" {
         /// Counts quads of classes.
         Quads = "quads",
@@ -22,7 +22,7 @@ word_axis! {
 }
 
 axes! {
-    /// One kernel of the encoder of the compact form.
+    /// One kernel of the encoder.
     pub struct EncodeCompactSpec {
         /// Which one.
         stage: EncodeCompactStage "",
@@ -30,7 +30,7 @@ axes! {
 }
 
 args! {
-    /// Arguments of the encoder of the compact form: all stages share one struct.
+    /// Arguments of family `encode_compact`: all stages share one struct.
     pub struct EncodeCompactArgs {
         /// bf16 `[n, k]`, only read.
         pub weights: u64,
@@ -71,7 +71,7 @@ args! {
 }
 
 impl VariantSpec {
-    /// A step of the encoder of the compact form.
+    /// A stage of the encoder.
     pub const fn encode_compact(arch: Arch, stage: EncodeCompactStage) -> Self {
         Self { arch, op: super::Op::EncodeCompact(EncodeCompactSpec { stage }) }
     }

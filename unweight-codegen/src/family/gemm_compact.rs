@@ -1,4 +1,4 @@
-//! Matmul for small batches from the compact form (docs/format.md A.11):
+//! Matmul for small batches from the compact encoding (docs/format.md A.11):
 //! `templates/include/unweight/kernels/gemm_compact.cuh`.
 //!
 //! ```text
@@ -7,7 +7,7 @@
 //! stage = batch_tile * 128 + 5120 + 1232      X of 64 k, a tile's dense part, its streams
 //! ```
 //!
-//! The fp32 sums of a warp, `batch_tile * 256`, lie over its drained ring, which is always larger.
+//! The fp32 sums of a warp, `batch_tile * 256`, overlay its drained ring, which is always larger.
 
 use super::{
     Edge, Family, Op, PRODUCT, VariantSpec, decode_compact,
@@ -40,8 +40,8 @@ set_axis! {
 }
 
 axes! {
-    /// A variant of the matmul from the compact form (`mma.m16n8k16`): every warp decodes and multiplies tiles of 64
-    /// output features by `batch_tile` batch rows, and the warps of a cluster share k.
+    /// A variant of the matmul from the compact encoding (`mma.m16n8k16`): every warp decodes and multiplies tiles of
+    /// 64 output features by `batch_tile` batch rows, and the warps of a cluster share k.
     pub struct GemmCompactSpec {
         /// Batch rows of a cluster.
         batch_tile: CompactBatchTile "b",
@@ -101,7 +101,7 @@ args! {
 }
 
 impl VariantSpec {
-    /// A matmul for small batches from the compact form.
+    /// A matmul for small batches from the compact encoding.
     pub const fn gemm_compact(arch: Arch, spec: GemmCompactSpec) -> Self {
         Self { arch, op: Op::GemmCompact(spec) }
     }
@@ -143,7 +143,7 @@ const fn shape(batch_tile: u32, warps: u32, cluster: u32, tables: u32, persisten
                 epilogue: Epilogue::Store,
             }
         }
-        _ => panic!("the shapes lie within the axes"),
+        _ => panic!("the shapes are within the axes"),
     }
 }
 

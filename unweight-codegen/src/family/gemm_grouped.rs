@@ -99,7 +99,7 @@ const fn shape(batch_tile: u32, row_blocks: u32, warps: u32, stages: u32) -> Gem
         (Ok(batch_tile), Ok(row_blocks), Ok(warps), Ok(stages)) => {
             GemmGroupedSpec { batch_tile, row_blocks, warps, stages, pdl: false, epilogue: Epilogue::Store }
         }
-        _ => panic!("the shapes lie within the axes"),
+        _ => panic!("the shapes are within the axes"),
     }
 }
 

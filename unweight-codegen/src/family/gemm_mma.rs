@@ -3,7 +3,7 @@
 //! ```text
 //! bytes = warps * (align1024(stages * stage) + bulk * 8 * stages + persistent * sums)
 //! stage = batch_tile * 128 + row_blocks * 1536        X of 64 k, packed weights of 64 k
-//! sums  = row_blocks * batch_tile * 64                fp32; without `persistent` they lie over the drained ring
+//! sums  = row_blocks * batch_tile * 64                fp32; without `persistent` they overlay the drained ring
 //! ```
 
 use super::{
@@ -207,7 +207,7 @@ const fn small(batch_tile: u32, row_blocks: u32, warps: u32, stages: u32, cluste
             epilogue: Epilogue::Store,
             dump: false,
         },
-        _ => panic!("the shapes lie within the axes"),
+        _ => panic!("the shapes are within the axes"),
     }
 }
 

@@ -7,8 +7,8 @@
 //! ```
 //!
 //! With two tiles the weights own the rows of wgmma (`weight_rows`): X has a ring of 768 rows, whatever the stages are.
-//! With 1, 3 or 4 (`batch_rows`) X has 128 rows per stage, and one slot more. What the blocks of a split exchange lies
-//! over X.
+//! With 1, 3 or 4 (`batch_rows`) X has 128 rows per stage, and one slot more. What the blocks of a split exchange
+//! overlays X.
 
 use super::{DECODED_EXPONENTS, Edge, Family, Op, PRODUCT, VariantSpec, entry::Entry, shared::Epilogue};
 use crate::{
@@ -51,7 +51,7 @@ set_axis! {
 pub enum WeightSource {
     /// Decoded exponents, u8 `[tiles, 64, 64]`.
     Exponent,
-    /// Packed palette indices, u8 `[tiles, 64, 32]`, with verbatim rows beside them.
+    /// Packed palette indices, u8 `[tiles, 64, 32]`, with verbatim rows next to them.
     Palette {
         /// Rows for which each stage has room.
         verbatim: VerbatimRows,
@@ -181,7 +181,7 @@ pub const SPLIT_RINGS: [(NTiles, Stages); 1] = [ring(1, 6)];
 const fn ring(n: u32, stages: u32) -> (NTiles, Stages) {
     match (NTiles::new(n), Stages::new(stages)) {
         (Ok(n), Ok(stages)) => (n, stages),
-        _ => panic!("Table 5 lies within the axes"),
+        _ => panic!("Table 5 is within the axes"),
     }
 }
 
@@ -243,7 +243,7 @@ const fn weights_own_rows(op: &GemmReconSpec) -> bool {
     op.n_tiles.get() == CONSUMER_WARPGROUPS
 }
 
-/// What one tile of W needs in a stage beside its sign-mantissa bytes.
+/// What one tile of W needs in a stage next to its sign-mantissa bytes.
 struct Source {
     exponent_bytes: u32,
     verbatim_bytes: u32,

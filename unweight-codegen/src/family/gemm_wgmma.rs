@@ -112,7 +112,7 @@ const fn clustered(batch_tile: u32, warpgroups: u32, stages: u32, cluster: u32) 
             epilogue: Epilogue::Store,
             dump: false,
         },
-        _ => panic!("the shapes lie within the axes"),
+        _ => panic!("the shapes are within the axes"),
     }
 }
 
@@ -121,7 +121,7 @@ const ROW_BYTES: u32 = 128;
 /// Rows and columns of a stored tile, 12 bits an element.
 const TILE: u32 = layout::TILE as u32;
 const TILE_BYTES: u32 = layout::PACKED_TILE_BYTES as u32;
-/// Records of the escapes of a tile, beside it in a stage.
+/// Records of the escapes of a tile, next to it in a stage.
 const TILE_RECORD_BYTES: u32 = 256;
 const SWIZZLE_ALIGN: u32 = 1024;
 const BULK_ALIGN: u32 = 128;

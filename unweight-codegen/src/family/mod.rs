@@ -2,15 +2,15 @@
 //!
 //! ```text
 //! family/<f>.rs                        axes! (spec, names, attribute, constants), args! (the kernel's argument struct), const fn
-//!                                      plan, and Family: forms it turns into each other, instructions, derived constants, what ships
+//!                                      plan, and Family: its edges, instructions, derived constants, what ships
 //! templates/kernels/kernel.cu.tera     the entry point of all families
 //! templates/include/.../<f>.cuh        the body
 //! ```
 //!
-//! A family turns one form of a weight into another, or into a product: an [`Edge`] of the graph of forms. What works
-//! on activations alone, or only looks rows of a table up, has no edge. Everything that is about all families (names,
-//! attributes, plans, rendering, the catalogue, argument checks) goes through the list at the end of this file, so
-//! another family is a file and a line. docs/adr/0008-families.md counts the edits.
+//! A family converts one encoding of a weight to another, or to a product: an [`Edge`] of the graph of encodings. What
+//! works on activations alone, or only looks rows of a table up, has no edge. Everything that is about all families
+//! (names, attributes, plans, rendering, the catalogue, argument checks) goes through the list at the end of this file,
+//! so another family is a file and a line. docs/adr/0008-families.md counts the edits.
 
 mod entry;
 mod name;
@@ -65,24 +65,24 @@ impl VariantSpec {
     }
 }
 
-/// Decoded exponents, u8 `[tiles, 64, 64]`, beside the sign-mantissa bytes: a form that only a device holds and no
-/// bundle stores. [`EncodingId::EXPONENTS`] is another one, which bundles store.
+/// Decoded exponents, u8 `[tiles, 64, 64]`, next to the sign-mantissa bytes: an encoding that only a device holds and
+/// no bundle stores. [`EncodingId::EXPONENTS`] is another one, which bundles store.
 pub const DECODED_EXPONENTS: EncodingId = EncodingId::new("decoded_exponents");
-/// `Y`: where the graph ends. Not a form of the weight.
+/// `Y`: where the graph ends. Not an encoding of the weight.
 pub const PRODUCT: EncodingId = EncodingId::new("product");
 
 /// What a family makes of what.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Edge {
-    /// The form that is read.
+    /// The encoding that is read.
     pub from: EncodingId,
-    /// The form that is written, or [`PRODUCT`].
+    /// The encoding that is written, or [`PRODUCT`].
     pub to: EncodingId,
 }
 
 /// A family: a spec of its axes and what follows from it.
 ///
-/// Beside this, a spec has what a const context asks for, which a trait cannot give: `plan`, `instructions` (those of
+/// A spec also has what a const context asks for, which a trait cannot give: `plan`, `instructions` (those of
 /// [`Instruction`] that its kernel has), and `values` and `of`, which `axes!` writes.
 pub trait Family: Copy {
     /// The struct that its kernels take.
@@ -105,7 +105,7 @@ pub trait Family: Copy {
         Entry::default()
     }
 
-    /// Device memory of a launch beside its operands, on a device with `sms` multiprocessors.
+    /// Device memory of a launch in addition to its operands, on a device with `sms` multiprocessors.
     fn workspace(&self, _plan: &BlockPlan, _problem: GemmShape, _sms: u32) -> WorkspacePlan {
         WorkspacePlan::default()
     }
@@ -237,7 +237,7 @@ impl Op {
 }
 
 families! {
-    /// Huffman tensor to a form that a consumer reads (report section 7).
+    /// Huffman tensor to an encoding that a consumer reads (report section 7).
     decode_huffman: DecodeHuffman(DecodeHuffmanSpec),
     /// BF16 to a Huffman or palette tensor (report section 4).
     encode_huffman: EncodeHuffman(EncodeHuffmanSpec),
@@ -308,7 +308,7 @@ mod tests {
         }
     }
 
-    /// A form that bundles store and no kernel reads would be stuck; raw weights need none.
+    /// An encoding that bundles store and no kernel reads would be stuck; raw weights need none.
     #[test]
     fn family_edges_end_at_encodings() {
         let stored = |id: EncodingId| unweight_format::ENCODINGS.iter().any(|encoding| encoding.id() == id);

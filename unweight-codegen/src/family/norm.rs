@@ -58,10 +58,10 @@ impl VariantSpec {
     }
 }
 
-/// The most columns: a row lies in the registers of its block.
+/// The most columns: a row is in the registers of its block.
 pub const COLUMNS_MAX: u32 = 16384;
 
-/// Registers for two rows of pieces, and room beside for blocks of the next kernel.
+/// Registers for two rows of pieces, and room for blocks of the next kernel.
 const fn blocks_per_sm(threads: u32) -> u32 {
     if threads > 512 { 1 } else { 2 }
 }
@@ -99,7 +99,7 @@ impl Family for NormSpec {
     }
 
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
-        // 1024 threads are for rows longer than models have; whoever asks gets them.
+        // 1024 threads are for rows longer than models have; they are compiled on demand.
         NormThreads::ALL.into_iter().filter(move |threads| threads.get() < 1024).flat_map(move |threads| {
             [false, true].map(move |pdl| VariantSpec::norm(arch, NormSpec { threads, pdl }))
         })

@@ -38,14 +38,14 @@ word_axis! {
         /// `Y = Y + X W^T`, added in fp32 and rounded once.
         StoreAdd = "store_add",
         /// `Y = silu(G) * U`, where [`Epilogue::GATE_ROWS`] columns of the product that are G's and those of U that go
-        /// with them take turns: half as many output features. Of ops `gemm_mma`, `gemm_wgmma`, `gemm_compact` and
+        /// with them alternate: half as many output features. Of ops `gemm_mma`, `gemm_wgmma`, `gemm_compact` and
         /// `gemm_grouped` only.
         SiluMul = "silu_mul",
     }
 }
 
 impl Epilogue {
-    /// Rows of a gate, and of its up, that take turns in the weights of a `silu_mul` product.
+    /// Rows of a gate, and of its up, that alternate in the weights of a `silu_mul` product.
     pub const GATE_ROWS: u32 = 8;
 
     /// What is computed, in the head of a source.
@@ -53,7 +53,7 @@ impl Epilogue {
         match self {
             Self::Store => "Y[m,n] = X[m,k] * W[n,k]^T",
             Self::StoreAdd => "Y[m,n] += X[m,k] * W[n,k]^T",
-            Self::SiluMul => "Y[m,n/2] = silu(G) * U, G and U blocks of 8 columns in turn of X[m,k] * W[n,k]^T",
+            Self::SiluMul => "Y[m,n/2] = silu(G) * U, G and U alternating blocks of 8 columns of X[m,k] * W[n,k]^T",
         }
     }
 }

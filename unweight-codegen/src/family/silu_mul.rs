@@ -41,7 +41,7 @@ args! {
         pub columns: u32,
         /// Blocks of a row.
         pub row_blocks: u32,
-        /// From 8 columns of `gate` and `up` to the next 8: 8 times this. 1, or 2 where they take turns.
+        /// From 8 columns of `gate` and `up` to the next 8: 8 times this. 1, or 2 where they alternate.
         pub spread: u32,
         /// 0.
         pub reserved: u32,

@@ -1,6 +1,6 @@
 //! The variants that ship: what each family's `catalogue` lists (docs/kernels.md).
 //!
-//! A spec outside of it is as good as one inside: it is compiled on demand, only not shipped and not held by snapshots.
+//! A spec that is not listed works the same: it is compiled on demand, but not shipped and in no snapshot.
 
 use std::collections::BTreeSet;
 
@@ -101,7 +101,7 @@ pub fn packing(arch: Arch) -> impl Iterator<Item = VariantSpec> {
     stages.chain([VariantSpec::unpack(arch), VariantSpec::encode_huffman(arch, EncodeHuffmanStage::Stats)])
 }
 
-/// What makes a compact tensor of a matrix, beside the counts of [`packing`].
+/// What makes a compact tensor of a matrix, in addition to the counts of [`packing`].
 pub fn compressing(arch: Arch) -> impl Iterator<Item = VariantSpec> {
     EncodeCompactStage::ALL.iter().map(move |stage| VariantSpec::encode_compact(arch, *stage))
 }

@@ -580,7 +580,7 @@ mod tests {
         for version in ["python3.9", "python3.12"] {
             let folder = prefix.path().join("lib").join(version).join("site-packages/nvidia/cu13/lib");
             std::fs::create_dir_all(&folder).unwrap();
-            // Not a library: the loader refuses it, and the reason must be told.
+            // Not a library: the loader refuses it, and the reason must be reported.
             std::fs::write(folder.join("libnvrtc.so.13"), "not an ELF file").unwrap();
         }
         let mut env = Env::parse(|_| None).unwrap();

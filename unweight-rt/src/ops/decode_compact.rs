@@ -1,4 +1,4 @@
-//! The compact form to BF16 and to packed tiles on the GPU (`docs/format.md` A.11): the weights, bit for bit.
+//! The compact encoding to BF16 and to packed tiles on the GPU (`docs/format.md` A.11): the weights, bit for bit.
 //!
 //! ```text
 //! DeviceCompact --full----> DeviceMatrix

@@ -1,4 +1,4 @@
-//! The preprocess family: a Huffman tensor to the form that a consumer reads (report section 7), and a tensor of
+//! The preprocess family: a Huffman tensor to the encoding that a consumer reads (report section 7), and a tensor of
 //! exponents to its weights.
 //!
 //! ```text

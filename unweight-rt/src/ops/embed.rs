@@ -73,8 +73,8 @@ impl Embed {
     /// of 8. An id that is not a row of the table gives zeros, and [`ExecContext::synchronize`] reports it.
     ///
     /// # Errors
-    /// A table of another form than the kernel takes; operands that do not agree, overlap, or are on another device, at
-    /// another address or pitch; or an error of the driver.
+    /// A table of another encoding than the kernel takes; operands that do not agree, overlap, or are on another
+    /// device, at another address or pitch; or an error of the driver.
     pub fn enqueue(
         &self,
         ctx: &mut ExecContext,

@@ -1,4 +1,4 @@
-//! The encoder of the compact form on the GPU (`docs/format.md` A.11): the bytes that the CPU makes.
+//! The encoder of compact tensors on the GPU (`docs/format.md` A.11): the bytes that the CPU makes.
 //!
 //! ```text
 //! DeviceMatrix ---stats---> 256 counts --host: window--> quads --host: book--> sizes --host: where tiles begin--> write --> DeviceCompact
@@ -32,7 +32,7 @@ use crate::{
 /// Why a matrix was not compressed to a compact tensor.
 #[derive(Debug, thiserror::Error)]
 pub enum CompressError {
-    /// The matrix stays in another form.
+    /// The matrix stays in another encoding.
     #[error(transparent)]
     Uncompact(#[from] Uncompact),
     /// The device failed.
@@ -110,11 +110,11 @@ impl Compressor {
         })
     }
 
-    /// The compact form of a matrix without gaps: the same bytes as [`compact::encode`]. Waits for the packer's stream.
-    /// Whether another form would be smaller is not looked at.
+    /// The compact tensor of a matrix without gaps: the same bytes as [`compact::encode`]. Waits for the packer's
+    /// stream. Whether another encoding would be smaller is not looked at.
     ///
     /// # Errors
-    /// [`CompressError`]; what has no compact form and why is said there.
+    /// [`CompressError`]; what has no compact encoding and why is said there.
     pub fn encode(&self, packer: &mut Packer, weights: MatrixRef<'_>) -> Result<Compressed, CompressError> {
         let (address, [n, k]) = (weights.place().address, [weights.rows(), weights.cols()]);
         let grid = TileGrid::new(n as usize, k as usize).map_err(DeviceError::from)?;

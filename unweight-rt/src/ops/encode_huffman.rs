@@ -149,8 +149,8 @@ impl Encoder for BundleEncoder {
             return Err(EncoderError::Failed(reason.into()));
         }
         let failed = |error: DeviceError| EncoderError::Failed(Box::new(error));
-        // A form without a kernel is the CPU's. Its rayon may run the encoding of another tensor on this thread, which
-        // must not wait for a packer that this one holds.
+        // An encoding without a kernel is the CPU's. Its rayon may run the encoding of another tensor on this thread,
+        // which must not wait for a packer that this one holds.
         if !matches!(encoding, EncodingId::HUFFMAN | EncodingId::PALETTE | EncodingId::PACKED | EncodingId::COMPACT) {
             return CpuEncoder.encode(matrix, encoding, limit);
         }
@@ -463,7 +463,7 @@ impl EncodeBuffers {
     }
 }
 
-/// Sections that both forms have.
+/// Sections that both encodings have.
 struct Common {
     sign_mantissa: Vec<u8>,
     tile_metadata: Vec<u8>,
@@ -478,7 +478,7 @@ impl Common {
             Section::TILE_METADATA => std::mem::take(&mut self.tile_metadata),
             Section::VERBATIM_EXPONENTS => std::mem::take(&mut self.verbatim_exponents),
             Section::PALETTE => std::mem::take(&mut self.palette),
-            // The callers answer for the sections of one form only.
+            // The callers answer for the sections of one encoding only.
             _ => Vec::new(),
         }
     }

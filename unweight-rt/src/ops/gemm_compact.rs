@@ -1,4 +1,4 @@
-//! The matmul from the compact form: `Y[m, n] = X[m, k] * W[n, k]^T` (`docs/format.md` A.11, `docs/adr/0013`).
+//! The matmul from the compact encoding: `Y[m, n] = X[m, k] * W[n, k]^T` (`docs/format.md` A.11, `docs/adr/0013`).
 //!
 //! A launch allocates nothing, on the device or the host, needs no memory of an execution context, and may be captured
 //! into a graph. Under programmatic dependent launch (variants with `_pdl`) a kernel prefetches its weights while the
@@ -23,7 +23,7 @@ use crate::{
     weight::{self, DeviceCompact},
 };
 
-/// A matmul kernel that reads the compact form.
+/// A matmul kernel that reads the compact encoding.
 #[derive(Clone, Debug)]
 pub struct CompactGemm {
     kernel: Arc<LoadedKernel>,

@@ -42,7 +42,7 @@ const SCRATCH_FIXED_WORDS: usize = 256 + 2;
 /// Why a matrix was not packed.
 #[derive(Debug, thiserror::Error)]
 pub enum PackError {
-    /// The matrix has no packed form.
+    /// The matrix cannot be packed.
     #[error(transparent)]
     Unpackable(#[from] Unpackable),
     /// The device failed.
@@ -102,7 +102,7 @@ impl Packer {
         self.ctx.stream()
     }
 
-    /// The packed form of a matrix without gaps: the same bytes as [`unweight_format::raw::packed::pack`]. Waits for
+    /// The packed tensor of a matrix without gaps: the same bytes as [`unweight_format::raw::packed::pack`]. Waits for
     /// the stream.
     ///
     /// # Errors

@@ -50,7 +50,7 @@ impl<'a> RopeTable<'a> {
         self.positions
     }
 
-    /// Elements of a head that it turns.
+    /// Elements of a head that it rotates.
     pub fn rope_dim(&self) -> u32 {
         self.rope_dim
     }

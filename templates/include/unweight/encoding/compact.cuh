@@ -1,5 +1,5 @@
-// The compact form (docs/format.md, A.11) as a stream of A operands: classes of exponents from two chains of codes a
-// lane, the rest from a dense part, both in the order of mma.m16n8k16.
+// The compact encoding (docs/format.md, A.11) as a stream of A operands: classes of exponents from two chains of codes
+// a lane, the rest from a dense part, both in the order of mma.m16n8k16.
 //
 //   streams of a tile  32 bytes of lengths, one a lane, in units of 2 bits; the lanes' bits. A lane's chain of row blocks
 //                      0 and 1 runs up from its first bit, that of row blocks 2 and 3 down from its last one.
@@ -10,7 +10,7 @@
 //
 //                      a and b are the two registers of a quad, low and high their halves. The class of a is where the
 //                      operand has it, below the exponent's constant 96 << 7; that of b three bits lower.
-//   dense              8 registers (two steps) in 5 words: P0..P4 lie in a word each, bits 14..9 of their halves carry
+//   dense              8 registers (two steps) in 5 words: P0..P4 are in a word each, bits 14..9 of their halves carry
 //                      P5..P7
 //   head               u32 of a tile: 0 none | 1 << 30 | record | 1 << 31 | index of a list: count, then the records
 //   record             operand 15..0 | lane 20..16 | 4 * step + register 24..21 | half 25 | row block 27..26
@@ -50,7 +50,7 @@ constexpr u32 kCopyWordsMax = (12 + kStreamBytesMax + 15) / 16 * 4;
 static_assert(kCopyWordsMax * 4 <= kSlotBytes, "what is copied");
 static_assert(12 + kStreamBytesMax + kPastBytes <= kSlotBytes && kSlotBytes % 16 == 0, "the longest streams, and what is read past them");
 
-// Where a tile's streams lie, in words of the section, and its escapes.
+// Where a tile's streams are, in words of the section, and its escapes.
 struct Tile {
     u32 first;  // a multiple of 4
     u32 words;  // of whole 16 bytes, from there
@@ -94,7 +94,7 @@ struct Chains {
 // i * kCopies + c, so that lanes of different copies never meet in a bank: 32 copies have no conflicts.
 template <u32 kCopies>
 struct Table {
-    static_assert(kCopies == 1 || kCopies == 8 || kCopies == 16 || kCopies == 32, "copies that lie in banks of their own");
+    static_assert(kCopies == 1 || kCopies == 8 || kCopies == 16 || kCopies == 32, "copies have banks of their own");
     static constexpr u32 kBytes = kTableBytes * kCopies;
     u32 own;  // shared address of this lane's first entry
 

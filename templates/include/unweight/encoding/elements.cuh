@@ -1,5 +1,5 @@
 // The elements of a tensor whose exponents are Huffman-coded (docs/format.md A.1 and A.12): where their signs and
-// fractions lie, and how those are joined with exponents.
+// fractions are, and how those are joined with exponents.
 //
 // A type of elements has
 //   kBytes, kFractionBits   of an element
@@ -29,7 +29,7 @@ struct Words {
     u32 word[kWords];
 };
 
-// Where signs and fractions lie.
+// Where signs and fractions are.
 struct Fractions {
     const u8* bytes;
     const u8* bits;
@@ -110,7 +110,7 @@ struct ShortPalette {
     UW_DEVICE explicit ShortPalette(U32x4 palette)
         : low{place(palette.x), place(palette.y)}, high{place(palette.z), place(palette.w)} {}
 
-    // Bytes with larger exponents, which only a palette or a row that lies has, lose their upper bits.
+    // Bytes with larger exponents, which only a palette or a damaged row has, lose their upper bits.
     static UW_DEVICE u32 place(u32 exponents) { return exponents << kShift & kMask; }
 
     // The four of the low nibbles of `indices`.

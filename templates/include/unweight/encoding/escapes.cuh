@@ -1,5 +1,5 @@
-// Elements outside the window of the packed form (docs/format.md, A.9): exact operands that replace what the container
-// decoded to.
+// Elements outside the window of the packed encoding (docs/format.md, A.9): exact operands that replace what the
+// container decoded to.
 //
 //   head    u32 of a row block: 0 none | 1 << 30 | record | 1 << 31 | index of a list in `escapes`
 //   list    count, then count records

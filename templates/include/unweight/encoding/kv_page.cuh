@@ -1,8 +1,8 @@
 // A page of the KV cache: kPageTokens tokens of one layer, bf16 [kv_head][K | V][tokens in groups of 8, below].
 //
-// The tokens of K (or V) lie in groups of 8, one after another; a group lies as head_dim / (8 * chunks) atoms, one after
-// another; an atom is 8 lines of `chunks` 16-byte chunks, line = token % 8. `chunks` is 8 if head_dim is a multiple of
-// 64, otherwise 4, 2 or 1: the largest of these that divides the chunks of a token. Chunk c of a line lies at
+// The tokens of K (or V) are in groups of 8, one after another; a group consists of head_dim / (8 * chunks) atoms, one
+// after another; an atom is 8 lines of `chunks` 16-byte chunks, line = token % 8. `chunks` is 8 if head_dim is a
+// multiple of 64, otherwise 4, 2 or 1: the largest of these that divides the chunks of a token. Chunk c of a line is at
 // c ^ (token % 8) * chunks / 8.
 //
 // So any run of whole groups is one plain bulk copy; 8 x 8 matrices of 16-bit elements are read from a tile without

@@ -1,8 +1,8 @@
-// The packed resident form (docs/format.md, A.9) as a stream of A operands: 12 bytes become 8 bf16 in 9 integer
+// The packed encoding (docs/format.md, A.9) as a stream of A operands: 12 bytes become 8 bf16 in 9 integer
 // operations.
 //
 //   tile 64x64 = 6144 B = 4 row blocks of 1536 B; a row block = 3 groups of 512 B; lane l owns 16 bytes of each group,
-//   12 words in all. Step s (16 columns) is words 3s, 3s+1, 3s+2. P0..P2 lie in a word each, P3 in the bits 14..11 that
+//   12 words in all. Step s (16 columns) is words 3s, 3s+1, 3s+2. P0..P2 are in a word each, P3 in the bits 14..11 that
 //   their halves leave free:
 //
 //     half    15    14..11       10..7    6..0

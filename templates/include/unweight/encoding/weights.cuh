@@ -1,4 +1,4 @@
-// The packed form (docs/format.md, A.9) back to the bf16 weights that it was made of, bit for bit.
+// The packed encoding (docs/format.md, A.9) back to the bf16 weights that it was made of, bit for bit.
 #pragma once
 
 #include "unweight/encoding/escapes.cuh"
@@ -49,7 +49,7 @@ UW_DEVICE u32 weight_of(u32 operand, u32 base) {
     return times_power_of_two(operand, static_cast<i32>(base) - static_cast<i32>(kOperandExponent)) & 0xffff;
 }
 
-// A record (form/escapes.cuh) with its operand made a weight: what `patch` puts in the place of a weight.
+// A record (encoding/escapes.cuh) with its operand made a weight: what `patch` puts in the place of a weight.
 UW_DEVICE u32 record_of_weight(u32 record, u32 base) { return (record & ~0xffffu) | weight_of(record & 0xffff, base); }
 
 }  // namespace uw::packed

@@ -5,7 +5,7 @@
 
 namespace uw::packed {
 
-// Rows of a gate, and of its up, that take turns in the weights of a product with silu_mul: those that one thread holds
+// Rows of a gate, and of its up, that alternate in the weights of a product with silu_mul: those that one thread holds
 // of a fragment of the tensor cores, 8 rows apart.
 constexpr u32 kGateRows = 8;
 

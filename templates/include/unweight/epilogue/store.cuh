@@ -15,7 +15,7 @@ template <u32 kColumns>
 constexpr u32 kStagingBytes = 16 * kColumns * 2;
 
 // staging: [16 rows][kColumns] bf16, 16-byte chunk c of row r at chunk c ^ r%8: neither stmatrix nor the row-wise
-// accesses conflict. Where several rows lie in 128 bytes, r counts those.
+// accesses conflict. Where several rows are in 128 bytes, r counts those.
 template <u32 kColumns>
 UW_DEVICE u32 staging_offset(u32 row, u32 chunk) {
     static_assert(kColumns % 64 == 0 || kColumns == 32 || kColumns == 16, "whole lines of 128 bytes, or whole rows in one");
@@ -55,7 +55,7 @@ UW_DEVICE void store_rows(float (&d)[kRegisters], u16* y, u64 row_stride, u32 ro
         each_chunk<kColumns>(staging, rows, [&](u32 address, u32 row, u32 chunk) {
             ptx::st_shared_x4(address, ptx::ld_global_x4(y + row * row_stride + chunk * 8));
         });
-        ptx::sync_warp();
+        ptx::sync_warp();  // orders the lanes' stores of the old Y before the ldmatrix below
 #pragma unroll
         for (u32 group = 0; group < kColumns / 16; ++group) {
             const U32x4 old = ptx::ldmatrix_x4(staging + staging_offset<kColumns>(matrix_row, group * 2 + matrix_chunk));
@@ -64,7 +64,7 @@ UW_DEVICE void store_rows(float (&d)[kRegisters], u16* y, u64 row_stride, u32 ro
             add_pair(d[group * 8 + 4], d[group * 8 + 5], old.z);
             add_pair(d[group * 8 + 6], d[group * 8 + 7], old.w);
         }
-        ptx::sync_warp();
+        ptx::sync_warp();  // orders every lane's ldmatrix before the stmatrix over the same bytes
     }
 #pragma unroll
     for (u32 group = 0; group < kColumns / 16; ++group) {
@@ -72,7 +72,7 @@ UW_DEVICE void store_rows(float (&d)[kRegisters], u16* y, u64 row_stride, u32 ro
                       ptx::pack_bf16x2(d[group * 8 + 4], d[group * 8 + 5]), ptx::pack_bf16x2(d[group * 8 + 6], d[group * 8 + 7])};
         ptx::stmatrix_x4(staging + staging_offset<kColumns>(matrix_row, group * 2 + matrix_chunk), v);
     }
-    ptx::sync_warp();
+    ptx::sync_warp();  // orders the warp's stmatrix before the loads below
     each_chunk<kColumns>(staging, rows, [&](u32 address, u32 row, u32 chunk) {
         ptx::st_global_x4(y + row * row_stride + chunk * 8, ptx::ld_shared_x4(address));
     });

@@ -15,7 +15,7 @@
 //
 // Roles    a warp takes a tile: its dense part goes to registers, its streams to the warp's slot; four row blocks are
 //          decoded, two by either chain, and stored as they come. The table is copied once per block.
-// Barriers one of the block, behind the table; warps go on alone. A slot is written and read by one warp
+// Barriers one of the block, behind the table; warps continue alone. A slot is written and read by one warp
 //          (__syncwarp). No copy engine.
 //
 // Zeroed before packed: inexact, group_words. Heads and lists as in kernels/pack.cuh.
@@ -76,11 +76,11 @@ struct Warp {
 
     // Brings a tile's streams to the slot, where the warp has read what was there before.
     UW_DEVICE void load_streams(const Tile& tile) const {
-        ptx::sync_warp();
+        ptx::sync_warp();  // orders every lane's loads of the tile before ahead of the stores below
         for (u32 at = lane * 4; at < tile.words; at += 32 * 4) {
             ptx::st_shared_x4(slot + at * 4, ptx::ld_global_nc_x4(args.streams + tile.first + at));
         }
-        ptx::sync_warp();
+        ptx::sync_warp();  // orders the lanes' stores before the loads of the chains
     }
     UW_DEVICE Chains chains(const Tile& tile) const { return Chains(slot + tile.skip * 4, lane); }
 
@@ -104,8 +104,8 @@ template <class Store>
 UW_DEVICE void for_row_blocks(const Warp& own, Store store) {
     const DecodeCompactArgs& args = own.args;
     const u32 tile = ptx::block_index() * kWarps + own.warp, tiles = args.tile_rows * args.tile_cols;
-    // Everything is asked for at once: the table, where the streams lie and then they, the dense part. A warp without a tile
-    // reads the last one, for the block's meeting.
+    // Everything is asked for at once: the table, the places of the streams, the streams, the dense part. A warp
+    // without a tile reads the last one, for the block's meeting.
     const U32x2 table = own.load_table();
     const u32 source = tile < tiles ? tile : tiles - 1;
     const Tile place(args.tiles, source, args.stream_words);

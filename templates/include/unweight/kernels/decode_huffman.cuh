@@ -3,7 +3,7 @@
 //
 // Config (the axes of unweight-codegen/src/family/decode_huffman.rs)
 //   DecodeOutput kOutput     what is written
-//   DecodeElement kElement   the type that full output writes (form/elements.cuh)
+//   DecodeElement kElement   the type that full output writes (encoding/elements.cuh)
 //   u32 kCodeLimit           6..15; a tensor may be decoded by a kernel of its own longest code or of any larger limit
 //   SmemCopy kCopy           kBulk: bits come by the copy engine; kAsync: by cp.async of all lanes, without barriers
 //   u32 kWarps               1..32; planned: 32, fewer where shared memory is short
@@ -31,8 +31,8 @@
 //   stage    2656 * kWarps         2 buffers of 1328 = 16 in front + 1312 (32 rows * 319 bits, rounded out to 16 B at
 //                                  both ends)
 //   output   palette, full: 1024 * kWarps; exponent: 2048 * kWarps
-// A row may be read up to 128 B past its bits when the stream lies; that ends inside `output` at the latest (>= 1024
-// B).
+// A row may be read up to 128 B past its bits when the stream is damaged; that ends inside `output` at the latest (>=
+// 1024 B).
 //
 // Bytes    per element, 2.75 bits a code: read 0.34 + 0.016 + 0.004 (full: + 1), write palette 0.5, exponent 1, full 2.
 //          14336x4096: palette 50 MB, exponent 80 MB, full 198 MB. Full of other types: E4M3 (read 0.36 + 0.5, write 1)
@@ -171,7 +171,7 @@ UW_DEVICE Tile prepare(const DecodeHuffmanArgs& args, const Header& h, const Wor
     return t;
 }
 
-// Bits of a half, and of what lies before it.
+// Bits of a half, and of what is before it.
 UW_DEVICE u32 half_bits(const Tile& t, u32 half) { return half ? t.bits >> 16 : t.bits & 0xffff; }
 UW_DEVICE u32 half_begin(const Tile& t, u32 half) { return half ? t.bits & 0xffff : 0; }
 
@@ -355,7 +355,7 @@ UW_DEVICE void decode_half(const DecodeHuffmanArgs& args, const Tile& t, u32 hal
         if constexpr (kAsync<Config>) {
             // Every lane its own copies of this half, then all of them; the other half's may be on their way.
             ptx::cp_async_wait_group<kStages - 1>();
-            ptx::sync_warp();
+            ptx::sync_warp();  // orders the copies of every lane before the warp's loads
         } else {
             ptx::mbarrier_wait_parity(barrier, parity >> half & 1);
             parity ^= 1u << half;
@@ -378,7 +378,7 @@ UW_DEVICE void decode_half(const DecodeHuffmanArgs& args, const Tile& t, u32 hal
 #pragma unroll
         for (u32 c = 0; c < kPieces; ++c) ptx::st_shared_x4(output + piece<kRowBytes>(lane, c), U32x4{});
     }
-    ptx::sync_warp();
+    ptx::sync_warp();  // orders the rows that lanes have stored before the loads of the whole warp
 
     if constexpr (Config::kOutput == DecodeOutput::kFull) {
         if (wide) {
@@ -397,7 +397,7 @@ UW_DEVICE void decode_half(const DecodeHuffmanArgs& args, const Tile& t, u32 hal
     if constexpr (kAsync<Config>) {
         // Loads of the staging area come before the next half's stores. Those of the stage buffer came before the meeting
         // that precedes the writing, so copies that any lane starts later follow them (ptx/async.cuh).
-        ptx::sync_warp();
+        ptx::sync_warp();  // orders the staging area's loads before its next stores
     } else {
         pipeline::release_to_copy_engine();
     }
@@ -431,7 +431,7 @@ UW_DEVICE void run(const DecodeHuffmanArgs& args) {
         ptx::fence_proxy_async_shared();
     }
     if (Config::kOutput == DecodeOutput::kFull && thread == 0) ptx::st_shared_x4(palette, ptx::ld_global_nc_x4(args.palette));
-    ptx::sync_warp();
+    ptx::sync_warp();  // orders the barriers that lane 0 has made before the waits of the others
 
     Tile tile = prepare(args, header, now, lane);
     for (u32 half = 0; half < kStages; ++half) {

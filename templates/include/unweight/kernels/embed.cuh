@@ -8,7 +8,7 @@
 // Launch: kBlockThreads threads, no shared memory, a block a row. d is a multiple of 8, of a packed table at most
 // 64 * tile_cols; rows are 16-byte aligned.
 //
-// Roles and barriers: none. bf16: a thread takes 16 bytes at a time. Packed: a row lies in four lanes of each of its
+// Roles and barriers: none. bf16: a thread takes 16 bytes at a time. Packed: a row is in four lanes of each of its
 // row blocks, 4 x 16 bytes in each of 3 places, so a quad takes a tile column: 64 columns; only its escapes are looked
 // for.
 //

@@ -13,8 +13,8 @@
 //
 // Roles    a warp takes row blocks (quads) or a tile. sizes and write look the same codes up, so nothing is kept between
 //          them but what the host makes of their sizes. A lane keeps its 32 codes until it knows where its chains begin.
-// Barriers quads: one before the counters are added to, one before they are read. Else one, behind the table; warps go on
-//          alone, and a slot is written and read by one warp (__syncwarp).
+// Barriers quads: one before the counters are added to, one before they are read. Else one, behind the table; warps
+//          continue alone, and a slot is written and read by one warp (__syncwarp).
 //
 // Zeroed before: quads, inexact. Before write a tile has where it begins, and the head of a list; the head of a lone
 // escape is kOneHead without its record, which write adds.
@@ -173,7 +173,7 @@ UW_DEVICE void sizes(const EncodeCompactArgs& args) {
     for (u32 block = 0; block < kTileBlocks; ++block) {
         const Place place(args, tile * kTileBlocks + block, lane);
         const Split split(row_block::load(args, place), args.base, args.filler);
-        // Those of quads without a code lie in the window, and so have operands.
+        // Those of quads without a code are in the window, and so have operands.
 #pragma unroll 1
         for (u32 left = split.escapes; left != 0; left &= left - 1) {
             const u64 at = place.element(args, ptx::find_first_set(left) - 1);

@@ -1,8 +1,8 @@
-// Matmul for small batches from the compact form: Y[m, n] = X[m, k] * W[n, k]^T, W entropy-coded (docs/format.md, A.11).
-// As in kernels/gemm_mma.cuh the *weight* is the A operand of mma.m16n8k16 and goes shared memory -> registers -> tensor
-// core; here its exponents' classes come from two chains of codes a lane (encoding/compact.cuh). What the tensor cores see
-// are the weights times 2^(96 - base), bit for bit, escapes replaced, and the fp32 sums are multiplied once by
-// GemmCompactArgs::scale.
+// Matmul for small batches from the compact encoding: Y[m, n] = X[m, k] * W[n, k]^T, W entropy-coded (docs/format.md,
+// A.11). As in kernels/gemm_mma.cuh the *weight* is the A operand of mma.m16n8k16 and goes shared memory -> registers
+// -> tensor core; here its exponents' classes come from two chains of codes a lane (encoding/compact.cuh). What the
+// tensor cores see are the weights times 2^(96 - base), bit for bit, escapes replaced, and the fp32 sums are multiplied
+// once by GemmCompactArgs::scale.
 //
 // Config (the axes of unweight-codegen/src/family/gemm_compact.rs)
 //   u32  kBatchTile      8,16,32  rows of X per cluster; sums take 2 * kBatchTile registers, X one more a row
@@ -27,9 +27,9 @@
 //
 // Roles: none. Every warp copies for itself: an elected lane issues, per slot, one box of X (64 of k by kBatchTile,
 // 128-byte swizzle, zero past the batch), the dense part of a tile, and its streams, from the 16 bytes they begin in to
-// those they end in. Where they lie is read for 32 tiles at a time, one a lane. Nothing crosses warps until the
+// those they end in. Where they are is read for 32 tiles at a time, one a lane. Nothing crosses warps until the
 // reduction. One step: wait | ldmatrix X | twice: a row block of either chain | patch | 8 * kBatchTile / 8 mma. At
-// batch tile 8 registers hold a tile's whole dense part: the slot is refilled as soon as it lies there, and the streams,
+// batch tile 8 registers hold a tile's whole dense part: the slot is refilled as soon as it is there, and the streams,
 // which are read until the end, have a slot more (kEarly). Else it is refilled behind the last lookups.
 //
 // Barriers: full [kWarps][kStages], 1 arrival + bytes of X, dense part and streams. A warp refills its own slots, so
@@ -42,7 +42,7 @@
 //
 // Shared memory = kWarps * (align1024(kStages * (kBatchTile * 128 + 5120 + 1232) + kEarly * 1232) + 8 * kStages)
 //   + 2048 * kTables (table) + kPersistent * kFlushes * 256 * kBatchTile.
-//   A warp's sums (fp32 [batch][row]) lie over its own drained ring.
+//   A warp's sums (fp32 [batch][row]) overlay its own drained ring.
 // Global reads per tile: 5120 + 1380 on average (32 of lengths) + 8, and 128 * min(m, kBatchTile) (X: L2 after the
 //   first); 4 * (1 + records) per list; 2048 per block (L2).
 //
@@ -95,14 +95,14 @@ struct Smem {
 
     static constexpr u32 kRings = 0;
     static constexpr u32 kTable = Config::kWarps * kRingBytes;
-    // kPersistent: sums of rows that end within the block, of warps that go on with the next.
+    // kPersistent: sums of rows that end within the block, of warps that continue with the next.
     static constexpr u32 kFlushed = kTable + compact::Table<Config::kTables>::kBytes;
     static constexpr u32 kBarriers = kFlushed + (Config::kPersistent ? kFlushes * kSumBytes : 0);
     static constexpr u32 kBytes = kBarriers + Config::kWarps * Config::kStages * 8;
 
     static_assert(kXBytes % smem::kSwizzlePeriodBytes == 0, "swizzled tiles are 1024-byte aligned");
     static_assert(compact::kSlotBytes % 16 == 0 && compact::kDenseTileBytes % 16 == 0, "bulk copies are 16-byte aligned");
-    static_assert(kSumBytes <= kRingBytes, "a warp's sums lie over its ring");
+    static_assert(kSumBytes <= kRingBytes, "a warp's sums overlay its ring");
 };
 
 template <class Config>
@@ -434,8 +434,8 @@ struct Kernel {
             }
         }
     }
-    // kPersistent: where the sums are of the warp that ends row `row` of the cluster and goes on with the next, a warp of block
-    // `by`.
+    // kPersistent: where the sums are of the warp that ends row `row` of the cluster and continues with the next, a
+    // warp of block `by`.
     UW_DEVICE u32 flushed(u32 row, u32 by) const {
         return shared + S::kFlushed + (row - first_of_block(by) / args.tile_cols) * S::kSumBytes;
     }

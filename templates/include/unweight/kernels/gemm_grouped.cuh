@@ -1,6 +1,6 @@
 // Register-sourced matmul of a mixture of experts, small batches of each: for every pair of a token and one of its
 // experts, Y[pair, n] = X[row of pair, k] * W[expert, n, k]^T from one packed tensor (docs/format.md, A.9) in which the
-// experts lie one below the other. Routing is on the device: a block reads an item, which names an expert and at most
+// experts are one below the other. Routing is on the device: a block reads an item, which names an expert and at most
 // kBatchTile entries of a list of pairs that is sorted by expert (kernels/route.cuh), and does with those rows what
 // gemm_mma does with neighbours.
 //

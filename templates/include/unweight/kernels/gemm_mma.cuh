@@ -47,7 +47,7 @@
 // Shared memory = kWarps * (align1024(kStages * (kBatchTile * 128 + kRowBlocks * 1536)) + 8 * kStages), kAsync without
 //   the last term,
 //   kPersistent: + kWarps * kRowBlocks * kBatchTile * 64.
-//   Without kPersistent a warp's sums (fp32 [batch][row]) lie over its own drained ring.
+//   Without kPersistent a warp's sums (fp32 [batch][row]) overlay its own drained ring.
 // Global reads per tile column: kRowBlocks * (1536 + 4) + 128 * min(m, kBatchTile) (X: L2 after the first), and
 //   4 * (1 + records) per list.
 //
@@ -97,7 +97,7 @@ struct Smem {
         (Config::kStages * kStageBytes + smem::kSwizzlePeriodBytes - 1) / smem::kSwizzlePeriodBytes * smem::kSwizzlePeriodBytes;
     // One warp's sums, fp32 [batch][row].
     static constexpr u32 kSumBytes = Config::kBatchTile * kRows * 4;
-    // In a stream the rings are being refilled while sums are reduced; otherwise a warp's sums lie over its drained
+    // In a stream the rings are being refilled while sums are reduced; otherwise a warp's sums overlay its drained
     // ring.
     static constexpr u32 kSumPitchBytes = Config::kPersistent ? kSumBytes : kRingBytes;
 
@@ -107,7 +107,7 @@ struct Smem {
     static constexpr u32 kBytes = kBarriers + (kAsync<Config> ? 0 : Config::kWarps * Config::kStages * 8);
 
     static_assert(kXBytes % smem::kSwizzlePeriodBytes == 0, "swizzled tiles are 1024-byte aligned");
-    static_assert(kSumBytes <= kSumPitchBytes, "a warp's sums lie over its ring");
+    static_assert(kSumBytes <= kSumPitchBytes, "a warp's sums overlay its ring");
 };
 
 template <class Config, class Args = GemmPackedArgs>
@@ -326,7 +326,7 @@ struct Kernel {
         load_column += kKWarps;
         if constexpr (Config::kPersistent) wrap_load();
     }
-    // By a converged warp, once nobody reads the slot any more.
+    // By a converged warp, once no lane reads the slot any more.
     UW_DEVICE void load_next() {
         if (load_index < tiles) {
             if (issues()) {

@@ -45,7 +45,7 @@
 //
 // kSplits > 1 (batch_rows): each block of a cluster has a contiguous share of the k steps of one task, with rings of
 // its own. When all are multiplied, the partial sums are exchanged through distributed shared memory, over the drained
-// X: a block adds up 64 / kSplits columns of the task and stores them. A cluster meets twice a task: when the sums lie
+// X: a block adds up 64 / kSplits columns of the task and stores them. A cluster meets twice a task: when the sums are
 // in shared memory, and when they have been read; the loading warpgroup meets with it, so that X is not filled sooner.
 //
 // Barriers

@@ -102,7 +102,7 @@ struct Kernel : Epilogue<Config> {
         }
         if (p.thread == 0) ptx::cp_async_bulk_wait_group<0>();
         if constexpr (Config::kCluster > 1) {
-            ptx::sync_warp();
+            ptx::sync_warp();  // converges the warp for the cluster's barrier
             sync_cluster();  // peers may still be reading this block's sums
         }
     }
@@ -112,7 +112,7 @@ struct Kernel : Epilogue<Config> {
         if constexpr (Config::kPdl) ptx::griddepcontrol_launch_dependents();
         if (warp == 0) {
             if (ptx::elect_one()) setup();
-            ptx::sync_warp();
+            ptx::sync_warp();  // converges the warp for the barrier below
         }
         ptx::sync_block();
         if (warp < kWarpgroupWarps) {
@@ -123,7 +123,7 @@ struct Kernel : Epilogue<Config> {
                 load_escapes(warp - 1);
             }
             if constexpr (Config::kCluster > 1) {
-                ptx::sync_warp();
+                ptx::sync_warp();  // converges the warp for the cluster's barrier
                 sync_cluster();  // with the one in reduce_in_cluster
                 sync_cluster();  // with the one at the end of consume
             }

@@ -177,7 +177,7 @@ UW_DEVICE void write_list(const Args& args, const Place& place, const Operands& 
         if (high && own + low < room) ptx::st_global(list + own + low, weights.p[i] >> 16 | place_of(2 * i + 1, place.lane));
         next += ptx::popcount(lows) + ptx::popcount(highs);
     }
-    ptx::sync_warp();
+    ptx::sync_warp();  // orders the weights that lanes have left in the list, in global memory, before the loads below
     for (u32 i = 1 + place.lane; i < next && i < room; i += 32) {
         const u32 record = ptx::ld_global(list + i);
         ptx::st_global(list + i, (record & ~0xffffu) | (operand_of(args, record & 0xffff) & 0xffff));

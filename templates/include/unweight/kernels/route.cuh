@@ -16,7 +16,7 @@
 // sort     One block, and no atomics: pairs of an expert stay in their order. Each warp counts a run of pairs, 32 at a
 //          time; thread e adds up expert e's counts over the warps; a scan over experts gives first entries and first
 //          items; each warp goes through its run again and places its pairs. An id that is not below `experts` (an
-//          expert that lies elsewhere) has no entry. Items are whole but the last of each expert; behind the last one
+//          expert that is elsewhere) has no entry. Items are whole but the last of each expert; behind the last one
 //          come items without entries, up to items_max.
 // combine  y = sum over places of weight * row, in fp32, places in their order, rounded once; `adds` adds what y holds
 //          after them. Pairs without an expert are left out, and their rows are not read.

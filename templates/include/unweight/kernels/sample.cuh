@@ -10,10 +10,10 @@
 // row. Rows of logits are 16-byte aligned.
 //
 // Roles: none. The chunks of 8 logits of a row are cut into kCluster runs, one a block, and go round its threads. Each
-// pass reads them anew: from memory once, then from L1.
+// pass reads them again: from memory once, then from L1.
 //   largest   the largest key and the lowest token that has it; of a greedy row this is the token
 //   top-k     two passes over a histogram of counts: of the upper half of the keys, then of the lower half of those in
-//             the bin where the k-th largest lies
+//             the bin where the k-th largest is
 //   top-p     the same with weights in place of counts
 //   choice    the largest score of what is kept
 // Keys order bf16 logits as numbers do, so a threshold is a key, and tokens of equal logits are kept or left together.
@@ -21,8 +21,8 @@
 // every order. Noise is a function of seed, position and token.
 //
 // Barriers: the block meets around each histogram; the cluster meets once a pass, between publishing sums or a best key
-// and reading those of its blocks, and once before exit. What is published has two places, used in turns, so that
-// nobody writes over what a block of the cluster still reads.
+// and reading those of its blocks, and once before exit. What is published has two places, used alternately, so that
+// no block writes over what a block of the cluster still reads.
 //
 // Shared memory = 2 * kBins * kCopies * 4     counters: low and high words of sums, one for each lane of kCopies
 //               + 2 * kBins * 8               sums of the block by bin, for the cluster
@@ -327,7 +327,7 @@ struct Kernel {
     }
 
     // The highest bin that, with those above it, has a sum of `target(total)` at least; `target` becomes what of that
-    // lies in the bin and below. ~0 if there is none.
+    // is in the bin and below. ~0 if there is none.
     template <class Target>
     UW_DEVICE u32 find(Target target_of, u64& target) {
         constexpr u32 kOwn = kBins / 32;

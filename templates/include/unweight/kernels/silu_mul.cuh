@@ -1,6 +1,6 @@
 // The activation between two linears of an MLP: y[r, c] = bf16(silu(gate[r, c]) * up[r, c]), all bf16 [m, columns]. In
-// fp32, rounded once. Gate and up lie side by side in rows of one matrix, take turns by 8 columns (`spread` 2: as the
-// product of a gate and an up whose rows take turns), or lie apart.
+// fp32, rounded once. Gate and up are side by side in rows of one matrix, alternate by 8 columns (`spread` 2: as the
+// product of a gate and an up whose rows alternate), or are apart.
 //
 // Config
 //   u32  kThreads  a multiple of 32 up to 1024

@@ -35,7 +35,7 @@ UW_DEVICE void run(const typename Kernel::Args& args) {
             kernel.setup();
             ptx::fence_mbarrier_init();
         }
-        ptx::sync_warp();
+        ptx::sync_warp();  // converges the warp for the barrier below
     }
     ptx::sync_block();
     // Everything above may overlap the kernel before; everything below may read what it wrote.

@@ -34,7 +34,7 @@ struct WarpRing {
         if constexpr (kAsync) {
             // Each lane waits for its own copies, then all meet.
             ptx::cp_async_wait_group<kSlots - 1>();
-            ptx::sync_warp();
+            ptx::sync_warp();  // orders the copies of every lane before the warp's loads
         } else {
             ptx::mbarrier_wait_parity(full(slot), parity);
         }

@@ -1,9 +1,9 @@
 // Warpgroup matrix instructions: d[64, n] += a[64, 16] * b[16, n], bf16 operands, fp32 accumulation.
 //
-// Asynchronous: fence (registers are ready) -> wgmma ... -> commit -> wait. Between issue and wait nobody may touch the
-// accumulators, the A registers or the operands in shared memory. Shared operands are K-major and named by descriptors
-// (unweight/mma/descriptor.cuh). Accumulator of thread t = 32*warp + 4g + q: d[4j + 2h + e] is row 16*warp + g + 8h,
-// column 8j + 2q + e. The register lists below cannot be a loop: an asm statement names every operand.
+// Asynchronous: fence (registers are ready) -> wgmma ... -> commit -> wait. Between issue and wait no thread may touch
+// the accumulators, the A registers or the operands in shared memory. Shared operands are K-major and named by
+// descriptors (unweight/mma/descriptor.cuh). Accumulator of thread t = 32*warp + 4g + q: d[4j + 2h + e] is row 16*warp
+// + g + 8h, column 8j + 2q + e. The register lists below cannot be a loop: an asm statement names every operand.
 #pragma once
 
 #include "unweight/ptx/core.cuh"

@@ -2,8 +2,8 @@
 // synchronisation.
 //
 //   Bf16Tile<R>   R rows of 64 bf16 = 128 bytes, in the 128-byte swizzle that TMA writes and wgmma reads:
-//                 chunk c of row r lies at r*128 + ((c ^ r%8) * 16). 1024-byte aligned.
-//   Bf16HalfTile<R>  R rows of 32 bf16 = 64 bytes, in the 64-byte swizzle that TMA reads: chunk c of row r lies at
+//                 chunk c of row r is at r*128 + ((c ^ r%8) * 16). 1024-byte aligned.
+//   Bf16HalfTile<R>  R rows of 32 bf16 = 64 bytes, in the 64-byte swizzle that TMA reads: chunk c of row r is at
 //                 r*64 + ((c ^ r/2%4) * 16), so that 8 rows of a chunk hit all banks. 512-byte aligned.
 //   ByteTile<B>   rows of B bytes, dense.
 #pragma once

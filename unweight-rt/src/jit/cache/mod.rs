@@ -359,7 +359,7 @@ impl KernelCache {
         }
         let folder = key.folder();
         let lock = lock::acquire(&store.lock_path(&folder), self.policy.lock_timeout);
-        // Whoever held the lock has stored the kernel, most likely.
+        // The holder of the lock has stored the kernel, most likely.
         let why = match store.get(&key) {
             Lookup::Hit(entry) => {
                 let waited = !matches!(lock, Lock::Held { waited: false, .. } | Lock::Unavailable);

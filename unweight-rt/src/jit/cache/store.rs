@@ -226,7 +226,7 @@ impl Store {
                     check_limit(TAG_TEXT.len())?;
                     let mut file = tempfile::Builder::new().prefix(".tag-").tempfile_in(root)?;
                     file.write_all(TAG_TEXT.as_bytes())?;
-                    // Whoever was first wrote the same.
+                    // The first writer wrote the same.
                     file.persist(&tag)?;
                     Ok(())
                 };

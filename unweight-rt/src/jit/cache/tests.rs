@@ -260,7 +260,7 @@ fn threads_with_a_cache_each_share_one_compile() {
     assert!(states.contains(&CacheState::HitAfterWait), "{states:?}");
 }
 
-/// Whoever finds the folder half made must neither refuse it nor go without it: that compiles everything again.
+/// A process that finds the folder half made must neither refuse it nor go without it: that compiles everything again.
 #[test]
 fn concurrent_creation_of_a_store() {
     let home = tempfile::tempdir().unwrap();
@@ -448,7 +448,7 @@ fn a_table_is_kept_by_the_name_of_its_device_until_the_cache_is_cleared() {
     std::fs::write(fixture.root.join("tables/notes"), "mine").unwrap();
     assert_eq!(store.clear().unwrap().leftovers, 1);
     assert_eq!(names(&fixture.root.join("tables")), ["notes"]);
-    // A link is not followed, and told.
+    // A link is not followed, and reported.
     std::os::unix::fs::symlink("/dev/null", &path).unwrap();
     assert!(store.table("NVIDIA GeForce RTX 4090").is_err());
 }
@@ -605,7 +605,7 @@ fn attached_kernels_are_found_without_a_compiler_and_stay_out_of_the_store() {
     assert_eq!((artifacts[0].resources.max_threads, artifacts[0].resources.static_smem_bytes), (96, 256));
     assert!(artifacts[0].state.is_hit());
     assert!(names(&fixture.root.join("entries")).is_empty());
-    // Nobody trusts it: as if it were not there.
+    // It is not trusted: as if it were not there.
     let error = cache(false).get(&request("k")).unwrap_err();
     assert!(matches!(&error, Error::NotCached { missing, .. } if missing[0].why == Miss::Absent), "{error}");
     // Another version of the library asks for another source.

@@ -32,7 +32,7 @@
 // last.
 //
 // The warp whose last tile has the new token puts the token's K and V over what was copied, sets the values of the
-// lines behind it to zero (whatever lies there must not meet a weight of zero), and stores K and V into the page.
+// lines behind it to zero (whatever is there must not meet a weight of zero), and stores K and V into the page.
 //
 // Barriers: full [kWarps][kStages], 1 arrival + bytes of K and V. A warp refills its own slots, so there is no empty
 // barrier: it releases a slot to the copy engine (pipeline::WarpRing::release) before it starts the next copy.
@@ -41,7 +41,7 @@
 //   writing and reading sums; clusters: once more before exit. kSplit: once when its part is in memory, and once for
 //   all to know whether it was the last.
 //
-// Shared memory = kWarps * kStages * 64 * kHeadDim     rings; a warp's O, fp32 [16][kHeadDim], lies over its own
+// Shared memory = kWarps * kStages * 64 * kHeadDim     rings; a warp's O, fp32 [16][kHeadDim], overlays its own
 //               + 32 * kHeadDim                        queries, bf16 [16][kHeadDim], laid out as a tile of a page
 //               + 4 * kHeadDim                         the new key and the new value, bf16
 //               + kWarps * 128                         maximum and sum of each of 16 rows
@@ -95,7 +95,7 @@ struct Smem {
     static constexpr u32 kBytes = kBarriers + (kAsync<Config> ? 0 : Config::kWarps * Config::kStages * 8);
 
     static_assert(kTileBytes % 512 == 0, "a warp copies 512 bytes at a time");
-    static_assert(kSumBytes <= kRingBytes, "a warp's sums lie over its ring");
+    static_assert(kSumBytes <= kRingBytes, "a warp's sums overlay its ring");
 
     // Of one block in `partials`: maximum and sum of each of 16 heads, then their O, fp32.
     static constexpr u32 kPartBytes = kStateBytes + kSumBytes;
@@ -437,7 +437,7 @@ struct Kernel {
             ptx::fence_acq_rel_gpu();  // releases the part with the ticket
             const bool last = ptx::atom_add_global(counter, 1) == live - 1;
             ptx::fence_acq_rel_gpu();  // acquires the parts whose tickets came before
-            // Nobody takes another one: the next launch begins at 0.
+            // None is taken after this: the next launch begins at 0.
             if (last) ptx::st_global(counter, 0);
             ptx::st_shared(shared + S::kStates, last);
         }
@@ -487,7 +487,7 @@ struct Kernel {
 
     // ---- the block's life ------------------------------------------------------------------------------------------
     UW_DEVICE void run() {
-        // Nobody counts on it. The grid's dependents wait for its first parts, which wait for the kernel before.
+        // Nothing relies on it. The grid's dependents wait for its first parts, which wait for the kernel before.
         if (Config::kSplit && rank >= live) return;
         slots.init();
         if (first_tile != 0) pages = load_pages(0);

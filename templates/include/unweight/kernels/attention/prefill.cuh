@@ -177,7 +177,7 @@ struct Kernel {
                 ptx::st_global(args.fault, 1 + first_row);
             }
         }
-        ptx::sync_warp();
+        ptx::sync_warp();  // converges the warp: shared memory is ordered by the slot's barriers
         load.advance();
         ++loaded;
     }
@@ -230,7 +230,7 @@ struct Kernel {
         if (first < all_first || first + kTileTokens - 1 > all_last) {
 #pragma unroll
             for (u32 r = 0; r < 2; ++r) {
-                // A row without a query sees what it likes: nobody stores it.
+                // A row without a query may see any key: it is never stored.
                 const u32 position = args.start + row[r], from = first_of(position);
 #pragma unroll
                 for (u32 i = 0; i < kColumns * 2; ++i) {
@@ -276,7 +276,7 @@ struct Kernel {
                     ring.init(1, Config::kWarps);
                     ptx::fence_mbarrier_init();
                 }
-                ptx::sync_warp();
+                ptx::sync_warp();  // converges the warp for the barrier below
             }
             ptx::sync_block();  // the barriers are there before anybody waits for one
         }
@@ -298,7 +298,7 @@ struct Kernel {
             if constexpr (kAsync<Config>) copy_next();
             if (there && (first < first_token || first + kv::kPageTokens - 1 > last_token)) clear_values(first);
             if (there && any_row) compute(first, 0, q);
-            // The slot of the page before: whoever still reads it is not far behind.
+            // The slot of the page before: a warp that still reads it is not far behind.
             if (!kAsync<Config> && warp == 0 && index != 0) load_next();
             if (there && any_row) compute(first + kTileTokens, kTileTokens, q);
             if constexpr (!kAsync<Config>) {

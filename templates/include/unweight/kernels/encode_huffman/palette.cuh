@@ -5,7 +5,7 @@
 
 namespace uw::encode_huffman {
 
-// Also sets start_word to 0 (docs/format.md A.7), so a metadata array serves one form.
+// Also sets start_word to 0 (docs/format.md A.7), so a metadata array serves one encoding.
 template <bool kWide>
 UW_DEVICE void palette_of(const EncodeHuffmanArgs& args) {
     constexpr u32 kBatch = kBatchOf<kWide>;
@@ -37,8 +37,7 @@ UW_DEVICE void palette_of(const EncodeHuffmanArgs& args) {
                 ptx::st_global(out + row * 32 + segment * 4, verbatim || row >= p.rows ? 0 : packed);
             }
         }
-        // All lanes have read the record.
-        ptx::sync_warp();
+        ptx::sync_warp();  // orders the loads of the record, in global memory, before the store below
         if (lane == 0) ptx::st_global(args.tile_metadata + tile, 0);
     }
 }

@@ -33,13 +33,13 @@ UW_DEVICE u32 package_merge(u64 leaf, u32 m, u32 limit, u32 lane, u32 scratch) {
             st_shared_u64(merged + package_place * 8, package);
             ptx::st_shared(flags + package_place * 4, 0);
         }
-        ptx::sync_warp();
+        ptx::sync_warp();  // orders the merged items and flags before the loads of other lanes
         u32 items = m + packages;  // 31 at most
         u32 is_leaf = ptx::warp_ballot(lane < items && ptx::ld_shared(flags + lane * 4) != 0);
         if (lane == 0) ptx::st_shared(rounds + round * 4, is_leaf);
         packages = items / 2;
         package = lane < packages ? ld_shared_u64(merged + lane * 16) + ld_shared_u64(merged + lane * 16 + 8) : 0;
-        ptx::sync_warp();
+        ptx::sync_warp();  // orders the loads before the next round's stores, and `rounds` before its loads
     }
     // 2m - 2 items of the last round are chosen; a chosen package stands for two items of the round before.
     u32 chosen = 2 * m - 2, length = 0;

@@ -122,7 +122,7 @@ UW_DEVICE void write_of(const EncodeHuffmanArgs& args) {
         if (!words_ok && lane == 0) ptx::red_max_global_u64(args.totals + 3, 1);
 
         for (u32 at = lane * 4; at < words; at += 128) ptx::st_shared_x4(stream + at * 4, U32x4{});
-        ptx::sync_warp();
+        ptx::sync_warp();  // orders the zeros before the bits that any lane adds
 #pragma unroll 1
         for (u32 batch = 0; batch < kSteps / kBatch; ++batch) {
             U32x4 v[kBatch];
@@ -170,7 +170,7 @@ UW_DEVICE void write_of(const EncodeHuffmanArgs& args) {
                 }
             }
         }
-        ptx::sync_warp();
+        ptx::sync_warp();  // orders the bits of every lane before the copy
         if (words_ok) {
             u32* out = args.encoded_exp + load_metadata(args, tile).start_word;
             for (u32 at = lane; at < words; at += 32) ptx::st_global(out + at, ptx::ld_shared(stream + at * 4));
@@ -180,7 +180,7 @@ UW_DEVICE void write_of(const EncodeHuffmanArgs& args) {
                 ptx::st_global(out + words + lane, 0);
             }
         }
-        ptx::sync_warp();
+        ptx::sync_warp();  // orders the copy's loads before the zeros of the next tile
     }
 }
 

@@ -46,7 +46,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
     static constexpr u32 kPieceColumns = Base::kTaskColumns / kSplits;
     static constexpr u32 kVectorBytes = kConsumerThreads * 16;  // four sums of each thread
     static_assert(kSplits == 1 || kPieceColumns % 16 == 0, "the output is stored in groups of 16 columns");
-    static_assert((kSplits - 1) * (kPieceSums / 4) * kVectorBytes <= S::kB, "what a cluster exchanges lies over X");
+    static_assert((kSplits - 1) * (kPieceSums / 4) * kVectorBytes <= S::kB, "what a cluster exchanges overlays X");
     using Base::args, Base::shared, Base::rank, Base::sources, Base::source_cursor, Base::kNTiles, Base::kTaskColumns, Base::steps, Base::rotated;
 
     const pipeline::Ring<S::kXStages> activations;
@@ -75,7 +75,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
         if (warp == 1) load_activations(first_row(task), first_column(task));
         if constexpr (kSplits > 1) {
             // As often as the warps that multiply. Behind the second meeting X is free again: its sums have been read.
-            ptx::sync_warp();
+            ptx::sync_warp();  // converges the warp for the cluster's barrier
             sync_cluster();
             sync_cluster();
         }
@@ -95,7 +95,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
                 ptx::tma_load_2d(slot, args.x, rotated(step, column) * kTile, row, barrier, policy);
                 if (both) ptx::tma_load_2d(slot + S::kXTileBytes, args.x, rotated(step, column) * kTile, row + kTile, barrier, policy);
             }
-            ptx::sync_warp();
+            ptx::sync_warp();  // converges the warp: shared memory is ordered by the slot's barriers
             x_cursor.advance();
         }
     }
@@ -189,7 +189,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
         for (u32 step = 0; step < last_steps; ++step) {
             const u32 b = b_address();
             join(staged, palette, b, p);
-            ptx::sync_warp();
+            ptx::sync_warp();  // orders the lanes' loads of the slot before the arrival that releases it
             if (p.lane == 0) sources.release(source_cursor.slot);
             source_cursor.advance();
             // Before the fence, which waits for every outstanding access of the thread: loads and stores then drain
@@ -269,7 +269,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
                 }
             }
         }
-        ptx::sync_warp();
+        ptx::sync_warp();  // converges the warp for the cluster's barrier, which orders the sums
         sync_cluster();  // all blocks have left their sums
         if (has_rows) {
             U32x4 v[kPeers][kVectors];
@@ -293,7 +293,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
         }
         // Behind the second meeting warp 1 has the copy engine fill X again, here and in the blocks that were read.
         ptx::fence_proxy_async();
-        ptx::sync_warp();
+        ptx::sync_warp();  // converges the warp for the cluster's barrier, which orders the fenced loads
         ptx::barrier_cluster_arrive();
     }
 
@@ -311,7 +311,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
             exchange(own, left > 0, p);
             epilogue::store_rows<kStoreAdd<Config>>(own, y + rank * kPieceColumns, args.n, left < 16 ? left : 16,
                                                     shared + S::kB + p.warp * epilogue::kStagingBytes<kPieceColumns>);
-            ptx::sync_warp();
+            ptx::sync_warp();  // converges the warp for the cluster's barrier
             ptx::barrier_cluster_wait();  // the second meeting: peers have read this block's sums
         }
         // The next task's weights go where the output was staged.

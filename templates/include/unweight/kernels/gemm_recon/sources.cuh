@@ -133,7 +133,7 @@ struct SourceRing : Share<kSplits> {
                                    S::kExponentTileBytes, barrier, policy);
                 }
             }
-            ptx::sync_warp();
+            ptx::sync_warp();  // converges the warp: shared memory is ordered by the slot's barriers
             if constexpr (S::kHasVerbatim) {
                 if (in_batch == kMetadataBatch) {
                     in_batch = 0;
@@ -142,7 +142,7 @@ struct SourceRing : Share<kSplits> {
                 }
                 if (lane % kMetadataBatch == in_batch && lane / kMetadataBatch < kNTiles) load_verbatim(now, lane / kMetadataBatch, slot);
                 ++in_batch;
-                ptx::sync_warp();
+                ptx::sync_warp();  // orders the lanes' stores and expected bytes before the arrival below
             }
             if (leader) ptx::mbarrier_arrive(barrier);
             source_cursor.advance();

@@ -122,7 +122,7 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
                     ptx::tma_load_2d(slot + i * S::kBoxBytes, args.x, k_step * kTile, t.row + i * kTile, barrier, policy);
                 }
             }
-            ptx::sync_warp();
+            ptx::sync_warp();  // converges the warp: shared memory is ordered by the slot's barriers
             advance_x();
         }
     }
@@ -230,7 +230,7 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
         fetch(staged, p);
         for (u32 step = 0; step < last_steps; ++step) {
             join(staged, palette, p);
-            ptx::sync_warp();
+            ptx::sync_warp();  // orders the lanes' loads of the slot before the arrival that releases it
             if (p.lane == 0) sources.release(source_cursor.slot);
             source_cursor.advance();
             if (step + 1 < last_steps) fetch(staged, p);
@@ -264,7 +264,7 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
         for (u32 group = 0; group < kBatch / kTile; ++group) store(accumulators, group, t, p);
     }
 
-    // 64 rows of Y, turned over in one of the warpgroup's buffers of B; groups take buffers by turns.
+    // 64 rows of Y, turned over in one of the warpgroup's buffers of B; groups alternate between buffers.
     template <u32 kRegisters>
     UW_DEVICE void store(float (&accumulators)[kRegisters], u32 group, const Task& t, const Place& p) const {
         const u32 staging = b_tile(group % 2, p);
@@ -303,7 +303,7 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
             const u32 row = i * 16 + p.thread / 8;
             if (row < rows) ptx::st_global_x4(y + u64(row) * args.n + chunk * 8, ptx::ld_shared_x4(staging + OutputTile::offset(row, chunk)));
         }
-        // The group after the next writes here again, and the barrier of the next one lies between; the next task's
+        // The group after the next writes here again, and the barrier of the next one comes between; the next task's
         // weights have no such barrier.
         if (group + 1 == kRegisters * 2 / kTile) sync_warpgroup(p);
     }

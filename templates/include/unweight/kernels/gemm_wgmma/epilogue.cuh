@@ -57,7 +57,7 @@ struct Epilogue : Reduce<Config> {
                 old_parity ^= 1;
             }
             if constexpr (kSiluMul<Config>) {
-                // 8 features by 32 rows of the batch: the four matrices of a store lie under each other.
+                // 8 features by 32 rows of the batch: the four matrices of a store are under each other.
 #pragma unroll
                 for (u32 g = 0; g < S::kStoreRows / 32; ++g) {
                     const float* d = sums + (i * S::kStoreRows / 32 + g) * 16;

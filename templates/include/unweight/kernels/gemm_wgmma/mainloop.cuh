@@ -18,7 +18,7 @@ struct Mainloop : Escapes<Config> {
     // What a warp has of a step before it decodes it.
     struct Fetched {
         packed::PackedBlock packed;
-        u32 records;    // where its row block's escapes lie
+        u32 records;    // where its row block's escapes are
         u32 count, first;  // how many they are, and the first
     };
 
@@ -83,7 +83,7 @@ struct Mainloop : Escapes<Config> {
     // After the wait for the wgmma that read X of the slot, and after W and records were decoded, that is, after their
     // loads returned. The warp's arrival on `empty` orders all of it before the copies that refill the slot.
     UW_DEVICE void release(Slots& slots, const Place& p) const {
-        ptx::sync_warp();
+        ptx::sync_warp();  // orders every lane's loads before the arrival
         if (p.lane == 0) ring.release(slots.release);
         Slots::next(slots.release);
     }

@@ -18,7 +18,7 @@ struct Segment {
 // With kStreamK a work unit is one block for each batch tile: its blocks read the same weights at the same time. Rows
 // of tiles are data-parallel, one row a unit at a time, except the last two rounds of rows if the last one is not full:
 // those are laid end to end and cut into runs of k steps of equal length, one run a unit. A run begins with the end of
-// a row and ends with the beginning of another, or lies inside one. Units whose runs share a tile of Y are peers. A
+// a row and ends with the beginning of another, or is inside one. Units whose runs share a tile of Y are peers. A
 // tile is reduced by those peers that do not continue into another tile, each its pieces, so that no block waits for
 // one that has more to do. The others store their partial tile in the workspace and continue.
 //
