@@ -2,11 +2,7 @@
 
 use clap::ValueEnum;
 use unweight::{
-    engine::{
-        Linears, LoadProgress, Resident,
-        options::{MlpWeights, Plan},
-        pipelines::tuned,
-    },
+    engine::{Linears, LoadProgress, MlpWeights, Plan, Resident, raw::pipelines::tuned},
     format::bundle::{ATTACHED_NAME, Bundle},
     rt::DeviceInfo,
 };

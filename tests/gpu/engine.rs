@@ -6,7 +6,7 @@ use half::bf16;
 use unweight::engine::{
     AdmissionError, Engine, EngineError, EngineOptions, Event, Finish, Linears, NO_TOKEN, Request, Resident,
     SampleParams, SeqId,
-    memory::{self, Shared},
+    raw::memory::{self, Shared},
 };
 use unweight_format::{
     bundle::{self, Bundle, CompressOptions, Profile, Silent},

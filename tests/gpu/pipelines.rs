@@ -6,12 +6,14 @@ use std::path::Path;
 use half::bf16;
 use rayon::prelude::*;
 use unweight::engine::{
-    Engine, EngineError, EngineOptions, MlpWeights, Request,
-    objective::{Rounds, StepObjective},
-    options::{BUCKETS, Lies, Measured, Pipeline, PipelineVariant, Plan, Setting},
-    pipelines::{
-        Lying,
-        tune::{Journal, Limits, descend},
+    Engine, EngineError, EngineOptions, MlpWeights, Plan, Request,
+    raw::{
+        objective::{Rounds, StepObjective},
+        options::{BUCKETS, Lies, Measured, Pipeline, PipelineVariant, Setting},
+        pipelines::{
+            Lying,
+            tune::{Journal, Limits, descend},
+        },
     },
 };
 use unweight_bench::{halves, normal_bf16};

@@ -9,9 +9,9 @@ use std::{fmt, time::Instant};
 
 use serde::Serialize;
 use unweight_engine::{
-    Engine, EngineError, EngineOptions, ExpertTraffic, Linears, LoadProgress, Memory, MlpWeights, Part, Request,
+    Engine, EngineError, EngineOptions, ExpertTraffic, Linears, LoadProgress, Memory, MlpWeights, Plan, Request,
     Resident,
-    options::{MAX_BATCH, Plan},
+    raw::{measure::Part, options::MAX_BATCH},
 };
 use unweight_format::bundle::{Bundle, Profile};
 use unweight_model::ModelConfig;

@@ -5,9 +5,11 @@
 use serde::Serialize;
 use unweight_engine::{
     Engine, EngineOptions, LoadProgress,
-    objective::{Rounds, StepObjective},
-    options::Setting,
-    pipelines::tune::{Journal, Limits, TuneError, Tuned, descend},
+    raw::{
+        objective::{Rounds, StepObjective},
+        options::Setting,
+        pipelines::tune::{Journal, Limits, TuneError, Tuned, descend},
+    },
 };
 use unweight_format::bundle::Profile;
 use unweight_model::ModelConfig;

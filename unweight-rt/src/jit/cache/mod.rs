@@ -49,6 +49,7 @@ pub fn attachable(request: &CompileRequest, artifact: &Artifact) -> AttachedKern
 
 /// A kernel that is ready to be loaded.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Artifact {
     /// The canonical name of the variant, which is its symbol.
     pub name: String,
@@ -68,6 +69,7 @@ pub struct Artifact {
 
 /// How an artifact came to be.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum CacheState {
     /// The kernel was in the store.
     Hit,
@@ -93,6 +95,7 @@ impl CacheState {
 
 /// Why a kernel was compiled.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Miss {
     /// The store did not hold it.
     Absent,
@@ -109,6 +112,7 @@ pub enum Miss {
 
 /// A report that one kernel is ready.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Progress<'a> {
     /// Ready kernels, this one included.
     pub done: usize,
