@@ -12,7 +12,7 @@ use unweight::{
     codegen::spec::Arch,
     engine::{
         budget::{self, BudgetError, BudgetPlan, BudgetRequest, Tensor},
-        memory,
+        raw::memory,
     },
     format::{
         EncodingId,
@@ -113,7 +113,9 @@ impl Budget {
                 .for_each(|tensor| tensor.encodings.retain(|(encoding, _)| *encoding != EncodingId::COMPACT));
         }
         let Self { memory, max_slowdown, batch, .. } = *self;
-        let fitted = budget::fit(&config, &tensors, &BudgetRequest { memory, max_slowdown, batch, context, arch });
+        let mut request = BudgetRequest::new(batch, context, arch);
+        (request.memory, request.max_slowdown) = (memory, max_slowdown);
+        let fitted = budget::fit(&config, &tensors, &request);
         let fitted = fitted.map_err(|error: BudgetError| Failure::other(error))?;
         if let Some(plan) = &self.plan {
             write_plan(plan, &fitted.plan)?;

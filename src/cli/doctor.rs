@@ -8,7 +8,7 @@ use std::{
 use clap::Args;
 use serde::Serialize;
 use unweight::{
-    engine::{memory, pages::PAGE_TOKENS},
+    engine::raw::{memory, pages::PAGE_TOKENS},
     format::{Placement, TileGrid},
     model::Geometry,
     rt::{

@@ -25,11 +25,9 @@ use unweight::text::TextError;
 use unweight::{
     codegen::{CodegenError, plan::Infeasible, spec::ParseNameError},
     engine::{
-        EngineError,
+        AdmissionError, EngineError, OptionError,
         budget::BudgetError,
-        options::OptionError,
-        pipelines::tune::{JournalError, TuneError},
-        schedule::AdmissionError,
+        raw::pipelines::tune::{JournalError, TuneError},
     },
     model::{BindError, ConfigError, sampling::OutOfRange},
     rt::{

@@ -449,11 +449,7 @@ impl Generate {
                     engine.cancel(event.seq);
                     shown += &sequence.finish("stop")?;
                 } else if let Some(finish) = event.finish {
-                    shown += &sequence.finish(match finish {
-                        Finish::Stop => "stop",
-                        Finish::Length => "length",
-                        Finish::NotANumber => "nan",
-                    })?;
+                    shown += &sequence.finish(finish.name())?;
                 }
                 if live {
                     if as_ids && event.finish != Some(Finish::NotANumber) {

@@ -15,7 +15,7 @@ use unweight::{
         plan::Plan,
         spec::{Arch, VariantSpec, catalog},
     },
-    engine::{Engine, EngineOptions, options},
+    engine::{Engine, EngineOptions, raw::options},
     format::{
         Placement, bundle as format,
         bundle::{ATTACHED_NAME, Attached, Bundle, BundleError},
@@ -23,12 +23,12 @@ use unweight::{
     },
     rt::{
         Device, KernelSet, LoadOptions,
-        cache::{CacheState, KernelCache, Progress},
+        cache::{CacheState, Progress},
         env::{Env, JitMode},
         raw::{
             choose::{cost::gpu_model::GpuModel, policy::PackedChooser},
             jit::{
-                cache::{Kept, attachable},
+                cache::{Kept, KernelCache, attachable},
                 compiler::{CompileRequest, Compiler, NvrtcCompiler},
                 cubin::{self, KernelResources, Opcode},
             },

@@ -2,7 +2,7 @@
 
 use clap::{ValueEnum, builder::PossibleValue};
 use unweight::{
-    engine::{LoadProgress, options::Plan, pipelines::tuned},
+    engine::{LoadProgress, Plan, raw::pipelines::tuned},
     format::{
         Placement,
         bundle::{ATTACHED_NAME, Bundle},

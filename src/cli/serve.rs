@@ -187,7 +187,7 @@ impl Serve {
             model: options.model.clone(),
             context: limits.context,
             max_batch: limits.max_batch,
-            cache_tokens: u64::from(limits.pages) * u64::from(unweight::engine::pages::PAGE_TOKENS),
+            cache_tokens: u64::from(limits.pages) * u64::from(unweight::engine::raw::pages::PAGE_TOKENS),
             load_ms: start.elapsed().as_secs_f64() * 1e3,
         };
         if !text.can_chat() {

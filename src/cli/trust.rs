@@ -5,7 +5,11 @@ use std::path::PathBuf;
 use clap::Args;
 use unweight::{
     format::bundle::{ATTACHED_NAME, Bundle},
-    rt::{Device, KernelSet, Remedy, cache::KernelCache, env::Env, raw::choose::table::MeasuredTable},
+    rt::{
+        Device, KernelSet, Remedy,
+        env::Env,
+        raw::{choose::table::MeasuredTable, jit::cache::KernelCache},
+    },
 };
 
 use super::{

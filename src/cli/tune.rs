@@ -11,13 +11,17 @@ use clap::Args;
 use serde::Serialize;
 use unweight::{
     engine::{
-        Engine, EngineError, EngineOptions,
-        objective::{Interrupted, Rounds, StepObjective},
-        options::{BUCKETS, Measured, PipelineVariant, Plan, Setting},
-        pipelines::{
-            SettingSpace,
-            tune::{Claim, How, Journal, JournalError, Limits, Point, Progress, Subject, TuneError, Tuned, descend},
-            tuned,
+        Engine, EngineError, EngineOptions, Plan,
+        raw::{
+            objective::{Interrupted, Rounds, StepObjective},
+            options::{BUCKETS, Measured, PipelineVariant, Setting},
+            pipelines::{
+                SettingSpace,
+                tune::{
+                    Claim, How, Journal, JournalError, Limits, Point, Progress, Subject, TuneError, Tuned, descend,
+                },
+                tuned,
+            },
         },
     },
     format::{

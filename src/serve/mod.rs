@@ -531,7 +531,8 @@ impl Growing {
         let mut reason = match finish {
             Finish::Stop => "stop",
             Finish::Length => "length",
-            Finish::NotANumber => "error",
+            // OpenAI's protocol has no reason for NaN, nor for one that a later engine adds.
+            _ => "error",
         };
         if let Some(stream) = self.stream.take() {
             let (more, stopped) = self.stops.push(&stream.finish()?);

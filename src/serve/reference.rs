@@ -8,10 +8,11 @@ use std::collections::{BTreeMap, HashMap};
 use half::bf16;
 use rayon::prelude::*;
 use unweight_engine::{
-    AdmissionError, Event, Request, SampleParams, SeqId,
-    options::{EngineOptions, OptionError},
-    pages::pages_for,
-    schedule::{Limits as ScheduleLimits, Next, Schedule},
+    AdmissionError, EngineOptions, Event, OptionError, Request, SampleParams, SeqId,
+    raw::{
+        pages::pages_for,
+        schedule::{Limits as ScheduleLimits, Next, Schedule},
+    },
 };
 use unweight_format::{
     Placement,

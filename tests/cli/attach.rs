@@ -11,11 +11,14 @@ use unweight::{
     },
     rt::{
         Error, LoadOptions,
-        cache::{CacheState, KernelCache, Policy},
+        cache::CacheState,
         env::{Env, JitMode},
         raw::{
             choose::{cost::gpu_model::GpuModel, policy::PackedChooser},
-            jit::compiler::{CompileRequest, NvrtcCompiler},
+            jit::{
+                cache::{KernelCache, Policy},
+                compiler::{CompileRequest, NvrtcCompiler},
+            },
             layer::loader::reachable,
         },
     },

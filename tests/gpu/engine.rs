@@ -6,7 +6,7 @@ use half::bf16;
 use unweight::engine::{
     AdmissionError, Engine, EngineError, EngineOptions, Event, Finish, NO_TOKEN, Placement, Request, SampleParams,
     SeqId,
-    memory::{self, Shared},
+    raw::memory::{self, Shared},
 };
 use unweight_format::{
     bundle::{self, Bundle, CompressOptions, Profile, Silent},

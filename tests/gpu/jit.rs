@@ -11,7 +11,7 @@ use unweight_codegen::{
 use unweight_format::bundle::Attached;
 use unweight_rt::{
     Device, KernelSet,
-    cache::{Artifact, KernelCache, Policy},
+    cache::Artifact,
     env::{Env, JitMode},
     raw::{
         choose::{
@@ -20,7 +20,7 @@ use unweight_rt::{
         },
         device::module::LoadedKernel,
         jit::{
-            cache::attachable,
+            cache::{KernelCache, Policy, attachable},
             compiler::{CompileRequest, NvrtcCompiler},
         },
     },

@@ -6,12 +6,14 @@ use std::path::Path;
 use half::bf16;
 use rayon::prelude::*;
 use unweight::engine::{
-    Engine, EngineError, EngineOptions, Placement, Request,
-    objective::{Rounds, StepObjective},
-    options::{BUCKETS, LoadedAs, Measured, Pipeline, PipelineVariant, Plan, Setting},
-    pipelines::{
-        LoadedProjection,
-        tune::{Journal, Limits, descend},
+    Engine, EngineError, EngineOptions, Placement, Plan, Request,
+    raw::{
+        objective::{Rounds, StepObjective},
+        options::{BUCKETS, LoadedAs, Measured, Pipeline, PipelineVariant, Setting},
+        pipelines::{
+            LoadedProjection,
+            tune::{Journal, Limits, descend},
+        },
     },
 };
 use unweight_bench::{halves, normal_bf16};

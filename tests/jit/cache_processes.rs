@@ -15,8 +15,8 @@ use unweight_rt::Error;
 use unweight_rt::env::JitMode;
 use unweight_rt::raw::jit::compiler::{CompileRequest, Compiled, Compiler, CompilerId, FakeCompiler};
 use unweight_rt::{
-    cache::{CacheState, KernelCache, Miss, Policy},
-    raw::jit::cache::{Kept, Store},
+    cache::{CacheState, Miss},
+    raw::jit::cache::{Kept, KernelCache, Policy, Store},
 };
 
 /// Kernels that a child asks for.
@@ -75,6 +75,7 @@ fn child() {
             CacheState::Attached => "attached".to_owned(),
             CacheState::HitAfterWait => "waited".to_owned(),
             CacheState::Compiled { why, kept } => format!("compiled why={why:?} kept={kept:?}"),
+            other => format!("{other:?}"),
         };
         println!("KERNEL {} {state}", artifact.name);
     }

@@ -17,10 +17,13 @@ use unweight_codegen::spec::{
     GemmReconSpec, GemmWgmmaSpec, NormSpec, Op, RopeSpec, SampleSpec, SiluMulSpec, VariantSpec, catalog,
 };
 use unweight_rt::Error;
-use unweight_rt::cache::{CacheState, KernelCache, Policy};
 use unweight_rt::env::{Env, JitMode};
 use unweight_rt::raw::jit::compiler::{CompileRequest, Compiler, NvrtcCompiler};
 use unweight_rt::raw::jit::cubin::{self, KernelInfo, Opcode};
+use unweight_rt::{
+    cache::CacheState,
+    raw::jit::cache::{KernelCache, Policy},
+};
 
 /// The compiler, or a failure that says how to get it: without it these tests would show nothing.
 fn compiler() -> NvrtcCompiler {

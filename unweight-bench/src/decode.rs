@@ -9,8 +9,8 @@ use std::{fmt, time::Instant};
 
 use serde::Serialize;
 use unweight_engine::{
-    Engine, EngineError, EngineOptions, ExpertTraffic, LoadProgress, Memory, Part, Placement, RandomStored, Request,
-    options::{MAX_BATCH, Plan},
+    Engine, EngineError, EngineOptions, ExpertTraffic, LoadProgress, Memory, Placement, Plan, Request,
+    raw::{RandomStored, measure::Part, options::MAX_BATCH},
 };
 use unweight_format::bundle::{Bundle, Profile};
 use unweight_model::ModelConfig;

@@ -1,7 +1,7 @@
 //! Why a measurement was not made.
 
 use unweight_codegen::plan::GemmShape;
-use unweight_engine::{EngineError, pipelines::tune::TuneError};
+use unweight_engine::{EngineError, raw::pipelines::tune::TuneError};
 use unweight_format::{
     CodecError,
     bundle::io_code,

@@ -43,11 +43,10 @@ use unweight_format::{
 };
 use unweight_rt::{
     ContextSize, DeviceBuffer, DeviceError, DeviceMatrix, ExecContext, Graph, KernelSet, Stream,
-    cache::KernelCache,
     env::Env,
     raw::{
         device::{module::LoadedKernel, raw::RawKernel},
-        jit::compiler::CompileRequest,
+        jit::{cache::KernelCache, compiler::CompileRequest},
         ops::{
             decode_compact,
             encode_compact::{CompressError, Compressor},

@@ -4,10 +4,13 @@
 
 use serde::Serialize;
 use unweight_engine::{
-    Engine, EngineOptions, LoadProgress, RandomStored,
-    objective::{Rounds, StepObjective},
-    options::Setting,
-    pipelines::tune::{Journal, Limits, TuneError, Tuned, descend},
+    Engine, EngineOptions, LoadProgress,
+    raw::{
+        RandomStored,
+        objective::{Rounds, StepObjective},
+        options::Setting,
+        pipelines::tune::{Journal, Limits, TuneError, Tuned, descend},
+    },
 };
 use unweight_model::ModelConfig;
 use unweight_rt::KernelSet;

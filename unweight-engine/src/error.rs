@@ -110,6 +110,7 @@ impl EngineError {
     "{need} bytes are needed (weights {weights}, working memory {working}, and a KV cache of {cache} for {context} tokens) and {have} \
      may be used; shorten the context, or free memory of the device"
 )]
+#[non_exhaustive]
 pub struct NoMemory {
     /// Bytes of the least that runs.
     pub need: u64,
@@ -138,6 +139,7 @@ impl NoMemory {
     "{need} bytes of host memory are needed for the experts and {have} are there; free memory of the host, or leave \
      resident_experts out where the device has room for all experts"
 )]
+#[non_exhaustive]
 pub struct NoHostMemory {
     /// Bytes of all packed experts.
     pub need: u64,

@@ -1,32 +1,40 @@
-//! Runs whole language models from compressed weights, on one GPU. It speaks token ids; text is the caller's.
+//! Runs whole language models from compressed weights, on one GPU. It takes and returns token ids; tokenizers are the
+//! caller's.
+//!
+//! | start with | for |
+//! |---|---|
+//! | [`Engine`], [`EngineOptions`] | a model on a device: load it, add sequences, step |
+//! | [`Request`], [`SampleParams`], [`Event`] | a sequence, how its tokens are sampled, and each token |
+//! | [`Memory`] | bytes of weights, KV cache and working memory |
+//! | [`budget`] | an encoding per tensor so that a model fits in the given memory |
+//! | [`raw`] | everything below, without a promise of stability |
 
 mod attention;
 pub mod budget;
 mod engine;
-pub mod error;
+mod error;
 mod forward;
 mod kernels;
-pub mod memory;
-pub mod options;
-pub mod pages;
+mod memory;
+mod options;
+mod pages;
 #[cfg(feature = "pipelines")]
-pub mod pipelines;
-pub mod schedule;
+mod pipelines;
+pub mod raw;
+mod schedule;
 mod weights;
 
 #[doc(inline)]
-pub use engine::{Engine, LoadProgress, measure};
-#[cfg(feature = "pipelines")]
+pub use engine::{Engine, LoadProgress};
 #[doc(inline)]
-pub use engine::{RandomStored, objective};
-#[doc(inline)]
-pub use error::{EngineError, NoMemory};
-#[doc(inline)]
-pub use forward::Part;
+pub use error::{EngineError, NoHostMemory, NoMemory};
 #[doc(inline)]
 pub use memory::Memory;
 #[doc(inline)]
-pub use options::{EngineOptions, Placement};
+pub use options::{EngineOptions, OptionError, Placement, Plan};
+#[cfg(feature = "pipelines")]
+#[doc(inline)]
+pub use pipelines::PlanError;
 #[doc(inline)]
 pub use schedule::{AdmissionError, Event, Finish, Request, SeqId};
 #[doc(inline)]

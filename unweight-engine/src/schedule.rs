@@ -133,8 +133,9 @@ impl AdmissionError {
     }
 }
 
-/// Why a sequence ended.
+/// The reason why a sequence ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Finish {
     /// The last token is one of [`Request::stop`].
     Stop,
@@ -142,6 +143,17 @@ pub enum Finish {
     Length,
     /// All logits were NaN. The event's token is [`NO_TOKEN`], which is none; the others go on.
     NotANumber,
+}
+
+impl Finish {
+    /// The name in reports: `stop`, `length` or `nan`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+            Self::NotANumber => "nan",
+        }
+    }
 }
 
 /// A token of a sequence.

@@ -20,9 +20,8 @@ use unweight_codegen::{
 };
 use unweight_rivals::cuda::kernels;
 use unweight_rt::{
-    cache::KernelCache,
     env::Env,
-    raw::jit::{compiler::CompileRequest, cubin},
+    raw::jit::{cache::KernelCache, compiler::CompileRequest, cubin},
 };
 
 /// A kernel to compile, with its dynamic shared memory.

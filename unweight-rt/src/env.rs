@@ -1,6 +1,6 @@
 //! Every environment variable that Unweight reads, in one table, parsed once.
 //!
-//! [`VARIABLES`] is what the documentation prints (docs/cache.md; a test holds the two equal). [`Env`] is the parsed
+//! `VARIABLES` is what the documentation prints (docs/cache.md; a test holds the two equal). [`Env`] is the parsed
 //! form that the rest of the crate is given; no other module reads the environment, so a test can hand in any [`Env`]
 //! it likes.
 
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 /// A documented environment variable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Variable {
+pub(crate) struct Variable {
     /// The variable.
     pub name: &'static str,
     /// The values that it takes.
@@ -23,7 +23,7 @@ pub struct Variable {
 }
 
 /// Unweight's own variables, sorted by name.
-pub const VARIABLES: &[Variable] = &[
+pub(crate) const VARIABLES: &[Variable] = &[
     Variable {
         name: "UNWEIGHT_CACHE_DIR",
         values: "absolute path",
@@ -70,6 +70,7 @@ pub const VARIABLES: &[Variable] = &[
 
 /// What to do with a kernel that the cache does not hold.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum JitMode {
     /// Compile it and keep it.
     #[default]
@@ -94,6 +95,7 @@ impl JitMode {
 /// A variable with a value that is not documented.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{name}={value:?}: expected {expected}; correct or unset it")]
+#[non_exhaustive]
 pub struct EnvError {
     /// The variable.
     pub name: &'static str,
@@ -112,7 +114,7 @@ impl EnvError {
 
 /// Folders that the search for libraries tries.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct SearchPaths {
+pub(crate) struct SearchPaths {
     /// Roots of Python environments, the active one first (`VIRTUAL_ENV`, `CONDA_PREFIX`, then from `PATH`).
     pub python_prefixes: Vec<PathBuf>,
     /// Folders that are themselves a Python path entry (`PYTHONPATH`).
@@ -125,6 +127,7 @@ pub struct SearchPaths {
 
 /// The parsed environment.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Env {
     /// Root of the kernel cache; `None` if the environment names no cache folder.
     pub cache_dir: Option<PathBuf>,
@@ -141,7 +144,7 @@ pub struct Env {
     /// `UNWEIGHT_CUBLAS`.
     pub cublas: Option<PathBuf>,
     /// Where to look for libraries.
-    pub search: SearchPaths,
+    pub(crate) search: SearchPaths,
 }
 
 impl Env {

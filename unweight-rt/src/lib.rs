@@ -34,8 +34,8 @@ mod weight;
 pub use choose::{candidates::RegisterError, route::Expand};
 #[doc(inline)]
 pub use device::{
-    ContextSize, Device, DeviceBuffer, DeviceError, DeviceInfo, Event, ExternalKernel, Graph, KernelSet, LaunchError,
-    MatrixMut, MatrixRef, Prepared, RowFault, Stream,
+    ContextSize, Device, DeviceBuffer, DeviceError, DeviceInfo, Event, Graph, KernelSet, LaunchError, MatrixMut,
+    MatrixRef, Prepared, RowFault, Stream,
     error::{MapRule, PitchRule},
 };
 #[doc(inline)]
@@ -61,10 +61,10 @@ pub use unweight_format::Placement;
 #[doc(inline)]
 pub use weight::{DeviceMatrix, DevicePacked};
 
-/// The cache of compiled kernels: what it holds, and what happened on a lookup.
+/// Compiled kernels, and how the cache found each: what progress callbacks receive.
 pub mod cache {
     #[doc(inline)]
-    pub use crate::jit::cache::{Artifact, CacheState, KernelCache, Miss, Policy, Progress};
+    pub use crate::jit::cache::{Artifact, CacheState, Miss, Progress};
 }
 
 /// The experts of a mixture-of-experts layer: all of them on the device, or in host memory with slots on the device.

@@ -63,19 +63,29 @@ impl Tensor {
     }
 }
 
-/// What a model is to fit.
+/// The limits of a plan, at least one of `memory` and `max_slowdown`, and the load that it is made for.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct BudgetRequest {
-    /// Bytes of device memory for everything together; `None`: as few as the slowdown allows.
+    /// Limit of the device memory for weights, KV cache and working memory, bytes; `None`: the smallest plan within
+    /// `max_slowdown`.
     pub memory: Option<u64>,
-    /// How much longer all products together may take than in the fastest plan, as a share; `None`: any.
+    /// Limit of the time of a step's products, as the share by which it may exceed the fastest plan's: 0.1 for 10 %.
+    /// `None`: no limit.
     pub max_slowdown: Option<f64>,
     /// Sequences that run at the same time.
     pub batch: u32,
-    /// Tokens of each.
+    /// Tokens of each sequence, the prompt included.
     pub context: u32,
-    /// The architecture that it is for.
+    /// The architecture of the GPU.
     pub arch: Arch,
+}
+
+impl BudgetRequest {
+    /// A request without limits: set `memory`, `max_slowdown` or both.
+    pub fn new(batch: u32, context: u32, arch: Arch) -> Self {
+        Self { memory: None, max_slowdown: None, batch, context, arch }
+    }
 }
 
 /// Why there is no plan.
@@ -167,6 +177,7 @@ impl BudgetError {
 
 /// What a kind of unit became.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Group {
     /// Its name, as in tables: `qkv`, `o`, `gate_up`, `down`, `lm_head`, `embed`.
     pub name: &'static str,
@@ -184,6 +195,7 @@ pub struct Group {
 
 /// A plan that fits.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct BudgetPlan {
     /// For `compress`.
     pub plan: PlanFile,

@@ -143,6 +143,7 @@ impl EngineOptions {
 /// An option out of range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{name} = {value} is not {range}")]
+#[non_exhaustive]
 pub struct OptionError {
     /// The option.
     pub name: &'static str,

@@ -1,7 +1,7 @@
 //! DFloat11 units on a device: `kernels/dfloat11.cuh`.
 
 use unweight_codegen::{ExternalSource, abi::ArgsInfo, args, plan::SmemPlan, spec::Arch};
-use unweight_rt::{DeviceBuffer, DeviceError, ExternalKernel, KernelSet, LaunchError, Stream};
+use unweight_rt::{DeviceBuffer, DeviceError, KernelSet, LaunchError, Stream, raw::device::ExternalKernel};
 
 use super::{Error, HEADERS};
 use crate::dfloat11::{Code, Decoder, Unit, WINDOW_BYTES};

@@ -1,7 +1,7 @@
 //! MatVANS' matrix-vector products, and one from int8 as it is: `kernels/matvans.cuh`.
 
 use unweight_codegen::{ExternalSource, abi::ArgsInfo, args, plan::SmemPlan, spec::Arch};
-use unweight_rt::{DeviceBuffer, DeviceError, ExternalKernel, KernelSet, LaunchError, Stream};
+use unweight_rt::{DeviceBuffer, DeviceError, KernelSet, LaunchError, Stream, raw::device::ExternalKernel};
 
 use super::HEADERS;
 use crate::matvans::{Encoded, Layout, Tables};

@@ -1,7 +1,7 @@
 //! Pair-coded FP8 on a device, added as it is decoded: `kernels/tans.cuh`.
 
 use unweight_codegen::{ExternalSource, abi::ArgsInfo, args, plan::SmemPlan, spec::Arch};
-use unweight_rt::{DeviceBuffer, DeviceError, ExternalKernel, KernelSet, LaunchError, Stream};
+use unweight_rt::{DeviceBuffer, DeviceError, KernelSet, LaunchError, Stream, raw::device::ExternalKernel};
 
 use super::{Error, HEADERS};
 use crate::tans::{Encoded, STATES, STEP, table};

@@ -2,7 +2,7 @@
 
 use unweight_codegen::{ExternalSource, abi::ArgsInfo, args, plan::SmemPlan, spec::Arch};
 use unweight_rt::{
-    DeviceBuffer, DeviceError, DeviceMatrix, ExecContext, ExternalKernel, KernelSet, LaunchError, Stream,
+    DeviceBuffer, DeviceError, DeviceMatrix, ExecContext, KernelSet, LaunchError, Stream, raw::device::ExternalKernel,
 };
 
 use super::{Error, HEADERS};

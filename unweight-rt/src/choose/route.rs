@@ -193,6 +193,7 @@ pub struct RoutePolicy {
 
 /// Which batches are multiplied by cuBLAS, from weights that are expanded to BF16 in a slot ahead of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Expand {
     /// On architectures without `wgmma`, above batch 64, where the model says that this is faster than several batch
     /// tiles of `gemm_mma`, each of which reads the weights again.

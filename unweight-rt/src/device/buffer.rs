@@ -129,7 +129,7 @@ impl<T: Pod> DeviceBuffer<T> {
     }
 
     /// Sets every byte of the first `len` elements, in stream order.
-    pub fn fill_front(&mut self, stream: &Stream, len: usize, byte: u8) -> Result<(), DeviceError> {
+    pub(crate) fn fill_front(&mut self, stream: &Stream, len: usize, byte: u8) -> Result<(), DeviceError> {
         self.check(0, len)?;
         self.device.bind()?;
         if len == 0 {

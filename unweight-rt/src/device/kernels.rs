@@ -38,6 +38,7 @@ pub struct KernelSet {
 
 /// What [`KernelSet::prepare`] did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Prepared {
     /// Kernels that were loaded; the others were already.
     pub loaded: usize,

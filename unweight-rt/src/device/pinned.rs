@@ -217,7 +217,7 @@ impl<T: Pod> DeviceBuffer<T> {
     ///
     /// # Errors
     /// Elements that the buffer or `pinned` does not have, or an error of the driver.
-    pub fn read_front_later(
+    pub(crate) fn read_front_later(
         &self,
         stream: &Stream,
         at: usize,
@@ -241,7 +241,7 @@ impl<T: Pod> DeviceBuffer<T> {
     ///
     /// # Errors
     /// Elements that the buffer or `pinned` does not have, or an error of the driver.
-    pub fn write_later(
+    pub(crate) fn write_later(
         &mut self,
         stream: &Stream,
         at: usize,

@@ -91,6 +91,7 @@ impl From<CompileFailure> for Error {
 
 /// A kernel that the cache does not hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct MissingKernel {
     /// The name of the kernel.
     pub name: String,

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 /// Why a kernel was compiled.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Miss {
     /// The store did not hold it.
     Absent,

@@ -19,6 +19,7 @@ use crate::env::Env;
 
 /// A library that Unweight can use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum Library {
     /// libcuda: the driver.
     Driver,

@@ -86,6 +86,7 @@ fn with_decoders(bundle: &Bundle, wanted: &RoutePolicy, mut variants: Vec<Varian
 
 /// The tensors of a mixture's experts.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub enum ExpertTensors<'a> {
     /// One gate, up and down tensor per expert.
     Each(&'a [[&'a str; 3]]),

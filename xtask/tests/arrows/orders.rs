@@ -118,6 +118,7 @@ pub const CRATES: [Crate; 11] = [
             ("forward", "one pass: what is launched, on which memory"),
             ("pipelines", "the report's runtime, feature `pipelines`"),
             ("engine", "load, steps, logits; measure and objective time them"),
+            ("raw", "the parts of an engine, for benchmarks and experts, without promises"),
         ],
     },
     Crate {

@@ -6,48 +6,54 @@
 
 use std::fmt;
 
+use sha2::{Digest as _, Sha256};
+
 use crate::jit::request::{CompileRequest, CompilerId};
 
 /// Raised whenever the meaning of an entry changes; older entries are then simply never found.
-pub const SCHEMA: u32 = 1;
+pub const SCHEMA: u32 = 2;
 
 /// What the compiler is asked to make. There is one kind today; it takes part in the digest so that a second one cannot
 /// collide.
 const OUTPUT_KIND: &str = "cubin";
 
-/// BLAKE3 over a request.
+/// What the digest is of, so that no digest of another kind of data equals it.
+const DOMAIN: &str = "unweight kernel cache: source key";
+
+/// SHA-256 over a request.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SourceKey([u8; 32]);
 
 impl SourceKey {
-    /// Digests schema, output kind, arch, name, source, headers and canonical options, in this order.
+    /// Digests domain, schema, output kind, arch, name, source, headers and canonical options, in this order.
     ///
     /// Every string is preceded by its length and every list by its count, so that no two requests give the same bytes.
     /// Headers are taken by name: their order in the request means nothing to the compiler.
     pub fn of(request: &CompileRequest) -> SourceKey {
-        let mut hasher = blake3::Hasher::new_derive_key("unweight kernel cache: source key");
-        hasher.update(&SCHEMA.to_le_bytes());
+        let mut hasher = Sha256::new();
+        add(&mut hasher, DOMAIN);
+        hasher.update(SCHEMA.to_le_bytes());
         for text in [OUTPUT_KIND, &request.arch, &request.name, &request.source] {
             add(&mut hasher, text);
         }
         let mut headers: Vec<&(String, String)> = request.headers.iter().collect();
         headers.sort();
-        hasher.update(&(headers.len() as u64).to_le_bytes());
+        hasher.update((headers.len() as u64).to_le_bytes());
         for (name, text) in headers {
             add(&mut hasher, name);
             add(&mut hasher, text);
         }
         let options = request.canonical_options();
-        hasher.update(&(options.len() as u64).to_le_bytes());
+        hasher.update((options.len() as u64).to_le_bytes());
         for option in &options {
             add(&mut hasher, option);
         }
-        SourceKey(*hasher.finalize().as_bytes())
+        SourceKey(hasher.finalize().into())
     }
 }
 
-fn add(hasher: &mut blake3::Hasher, text: &str) {
-    hasher.update(&(text.len() as u64).to_le_bytes());
+fn add(hasher: &mut Sha256, text: &str) {
+    hasher.update((text.len() as u64).to_le_bytes());
     hasher.update(text.as_bytes());
 }
 

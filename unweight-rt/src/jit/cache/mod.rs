@@ -51,6 +51,7 @@ pub fn attachable(request: &CompileRequest, artifact: &Artifact) -> AttachedKern
 
 /// A kernel that is ready to be loaded.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Artifact {
     /// The canonical name of the variant, which is its symbol.
     pub name: String,
@@ -70,6 +71,7 @@ pub struct Artifact {
 
 /// How an artifact came to be.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum CacheState {
     /// The kernel was in the store.
     Hit,
@@ -95,6 +97,7 @@ impl CacheState {
 
 /// A report that one kernel is ready.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct Progress<'a> {
     /// Ready kernels, this one included.
     pub done: usize,

@@ -26,6 +26,7 @@ use std::time::{Duration, SystemTime};
 
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
 
 use crate::jit::compiler::Compiled;
 use crate::jit::cubin::KernelResources;
@@ -63,13 +64,13 @@ pub struct Store {
 pub struct FileRecord {
     /// The length.
     pub bytes: u64,
-    /// The BLAKE3 digest in hexadecimal.
-    pub blake3: String,
+    /// The SHA-256 digest, 64 hexadecimal digits.
+    pub sha256: String,
 }
 
 impl FileRecord {
     fn of(bytes: &[u8]) -> FileRecord {
-        FileRecord { bytes: bytes.len() as u64, blake3: blake3::hash(bytes).to_hex().to_string() }
+        FileRecord { bytes: bytes.len() as u64, sha256: sha256(bytes) }
     }
 }
 
@@ -89,7 +90,7 @@ pub struct Meta {
     pub arch: String,
     /// Canonical options.
     pub options: Vec<String>,
-    /// BLAKE3 of each header.
+    /// SHA-256 of each header, by name.
     pub headers: BTreeMap<String, String>,
     /// `kernel.cubin`.
     pub cubin: FileRecord,
@@ -108,7 +109,7 @@ pub struct Meta {
 #[serde(deny_unknown_fields)]
 struct MetaFile {
     entry: Meta,
-    blake3: String,
+    sha256: String,
 }
 
 /// A complete, checked entry.
@@ -365,11 +366,7 @@ impl Store {
             compiler: key.compiler.clone(),
             arch: request.arch.clone(),
             options: request.canonical_options(),
-            headers: request
-                .headers
-                .iter()
-                .map(|(name, text)| (name.clone(), blake3::hash(text.as_bytes()).to_hex().to_string()))
-                .collect(),
+            headers: request.headers.iter().map(|(name, text)| (name.clone(), sha256(text.as_bytes()))).collect(),
             cubin: FileRecord::of(&compiled.cubin),
             source: FileRecord::of(request.source.as_bytes()),
             resources: compiled.resources.clone(),
@@ -508,10 +505,15 @@ pub(crate) fn remove(path: &Path) -> std::io::Result<()> {
     if std::fs::symlink_metadata(path)?.is_dir() { std::fs::remove_dir_all(path) } else { std::fs::remove_file(path) }
 }
 
+/// 64 hexadecimal digits.
+fn sha256(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 fn meta_bytes(meta: &Meta) -> Vec<u8> {
     // Serialising plain structs into memory has no way to fail.
     let body = serde_json::to_vec(meta).unwrap_or_default();
-    let file = MetaFile { entry: meta.clone(), blake3: blake3::hash(&body).to_hex().to_string() };
+    let file = MetaFile { entry: meta.clone(), sha256: sha256(&body) };
     let mut bytes = serde_json::to_vec_pretty(&file).unwrap_or_default();
     bytes.push(b'\n');
     bytes
@@ -521,7 +523,7 @@ fn read_meta(folder: &Path) -> Result<Meta, String> {
     let bytes = read_bounded(&folder.join("meta.json"), META_LIMIT_BYTES).map_err(|why| format!("meta.json: {why}"))?;
     let file: MetaFile = serde_json::from_slice(&bytes).map_err(|error| format!("meta.json: {error}"))?;
     let body = serde_json::to_vec(&file.entry).map_err(|error| format!("meta.json: {error}"))?;
-    if blake3::hash(&body).to_hex().as_str() != file.blake3 {
+    if sha256(&body) != file.sha256 {
         return Err("meta.json: its digest does not match its content".to_owned());
     }
     if file.entry.schema != SCHEMA {
@@ -536,8 +538,8 @@ fn read_file(folder: &Path, name: &str, record: &FileRecord) -> Result<Vec<u8>, 
     if found.bytes != record.bytes {
         return Err(format!("{name}: {} bytes, expected {}", found.bytes, record.bytes));
     }
-    if found.blake3 != record.blake3 {
-        return Err(format!("{name}: BLAKE3 {}, expected {}", found.blake3, record.blake3));
+    if found.sha256 != record.sha256 {
+        return Err(format!("{name}: SHA-256 {}, expected {}", found.sha256, record.sha256));
     }
     Ok(bytes)
 }

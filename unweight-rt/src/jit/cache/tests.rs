@@ -416,7 +416,7 @@ fn listing_verifying_pruning_clearing() {
     let verified = store.verify(false).unwrap();
     assert_eq!((verified.good, verified.evicted), (2, 0));
     assert_eq!(verified.damaged[0].0, victim.folder);
-    assert!(verified.damaged[0].1.starts_with("kernel.cu: BLAKE3"), "{verified:?}");
+    assert!(verified.damaged[0].1.starts_with("kernel.cu: SHA-256"), "{verified:?}");
     assert_eq!(store.verify(true).unwrap().evicted, 1);
     assert_eq!(store.verify(true).unwrap(), Verified { good: 2, ..Verified::default() });
 

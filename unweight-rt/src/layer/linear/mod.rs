@@ -144,7 +144,7 @@ impl Linear {
     ///
     /// # Errors
     /// [`LaunchError::Epilogue`]: the layer was not loaded for this epilogue.
-    pub fn context_size_at(&self, m: u32, epilogue: Epilogue) -> Result<ContextSize, LaunchError> {
+    pub(crate) fn context_size_at(&self, m: u32, epilogue: Epilogue) -> Result<ContextSize, LaunchError> {
         match self {
             Self::Packed(layer) => layer.context_size_at(m, epilogue),
             Self::Compact(layer) => layer.context_size_at(m, epilogue),
