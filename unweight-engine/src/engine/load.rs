@@ -33,26 +33,30 @@ use crate::{
     weights::dense,
 };
 
-/// A step of loading.
+/// Progress of loading a model.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum LoadProgress<'a> {
-    /// A kernel is ready.
+    /// A kernel was compiled or found in the cache.
     Kernel(&'a Progress<'a>),
-    /// A layer was brought to the device.
+    /// The weights of a layer were copied to the device.
     Layers {
-        /// Layers on the device.
+        /// The number of layers on the device.
         done: usize,
-        /// Layers of the model.
+        /// The number of layers of the model.
         total: usize,
     },
 }
 
 impl Engine {
-    /// Brings a bundle's model to the device of `kernels`; compiles what is not in the cache.
+    /// Loads the model of a bundle to the device of `kernels`, and compiles the kernels that the cache lacks.
+    /// `progress` receives every kernel and layer.
     ///
     /// # Errors
-    /// A model that is not supported, tensors that are not the model's, too little memory, or what fails on the way.
+    /// [`EngineError::Config`], [`EngineError::Bind`] and [`EngineError::Geometry`] for a model that the engine does
+    /// not support; [`EngineError::Memory`] and [`EngineError::HostMemory`] if it does not fit; [`EngineError::Option`]
+    /// for an option out of range; [`EngineError::Load`] and [`EngineError::Device`] for failures of tensors, kernels
+    /// and the device.
     pub fn load(
         kernels: &KernelSet,
         bundle: &Bundle,
@@ -72,7 +76,7 @@ impl Engine {
         start.finish(kernels, config, weights, ctx, &model, &compiled)
     }
 
-    /// [`Engine::load`] of a geometry with random weights, for measurements.
+    /// Loads a model of this configuration with random weights, for measurements.
     ///
     /// # Errors
     /// As for [`Engine::load`].
@@ -85,8 +89,8 @@ impl Engine {
         random(kernels, config, options, &|_, _| {}, progress)
     }
 
-    /// [`Engine::random`] with MLPs in the forms of a bundle of this profile, if
-    /// [`EngineOptions::mlp`](crate::EngineOptions::mlp) loads them as they are stored.
+    /// As [`Engine::random`], with the MLP weights in the encodings of a bundle of this profile if
+    /// [`EngineOptions::mlp`](crate::EngineOptions::mlp) keeps MLPs as they are stored.
     ///
     /// # Errors
     /// As for [`Engine::load`].
@@ -106,12 +110,12 @@ impl Engine {
         random(kernels, config, options, &imitate, progress)
     }
 
-    /// The kernels that a bundle's model runs on any of these devices, without those of its linears, each once. The
-    /// kernels of the linears are [`loader::reachable`](unweight_rt::raw::layer::loader::reachable)'s. Where
-    /// [`EngineOptions::mlp`] loads MLPs as they are stored, their tensors are read.
+    /// The kernels that the model of a bundle needs on any of these devices, each once, except those of its linear
+    /// layers: [`loader::reachable`](unweight_rt::raw::layer::loader::reachable) lists these. If [`EngineOptions::mlp`]
+    /// keeps MLPs as they are stored, their tensors are read.
     ///
     /// # Errors
-    /// A model that is not supported, or tensors that are not the model's, or cannot be read.
+    /// As for [`Engine::load`], for the configuration and the tensors.
     pub fn kernels(
         bundle: &Bundle,
         options: &EngineOptions,
