@@ -1,67 +1,69 @@
-//! What fails.
+//! Errors of loading and running a model.
 
 use unweight_model::{BindError, ConfigError};
 use unweight_rt::{DeviceError, LaunchError, LoadError, Placement, Remedy};
 
 use crate::{options::OptionError, schedule::AdmissionError};
 
-/// What an engine could not do.
+/// The errors of [`Engine`](crate::Engine).
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EngineError {
-    /// An option out of range.
+    /// An option is out of range.
     #[error(transparent)]
     Option(#[from] OptionError),
-    /// The model's configuration.
+    /// `config.json` is damaged or asks for something that is not supported.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// The model's tensors.
+    /// The tensors are not those of the configuration.
     #[error(transparent)]
     Bind(#[from] BindError),
-    /// A model that the kernels do not run.
+    /// The kernels do not support a size of the model.
     #[error("{key} = {value} in config.json: the kernels take {takes}; this model cannot run here")]
     Geometry {
-        /// The key.
+        /// The key in `config.json`.
         key: &'static str,
         /// Its value.
         value: u32,
-        /// What it may be.
+        /// The supported values.
         takes: &'static str,
     },
-    /// The weights leave no room.
+    /// The device memory does not hold the weights, the working memory and the KV cache of one sequence.
     #[error(transparent)]
     Memory(#[from] NoMemory),
-    /// The host has no room for experts.
+    /// The host memory does not hold the experts.
     #[error(transparent)]
     HostMemory(#[from] NoHostMemory),
-    /// A tensor could not be loaded.
+    /// A tensor cannot be loaded.
     #[error(transparent)]
     Load(#[from] LoadError),
-    /// A request that cannot run. The others go on.
+    /// A request cannot run. Running sequences are not affected.
     #[error(transparent)]
     AdmissionError(#[from] AdmissionError),
-    /// Pipelines were asked for, and the model was loaded without them.
+    /// The call needs pipelines, and the engine was loaded without them.
     #[error("the engine was not loaded with pipelines; load the model with Placement::Stored or Placement::Alternate")]
     NotStored,
-    /// Pipelines were asked for, and this build has none.
+    /// The options ask for pipelines, and this build lacks the feature `pipelines`.
     #[error("placement = {0} needs the cargo feature `pipelines`, which this build does not have; leave it out")]
     NoPipelines(Placement),
-    /// Experts are always packed.
+    /// The options ask for a placement that experts do not have: experts run from packed weights only.
     #[error(
         "placement = {0} was asked for, and the MLPs of this model are experts, which run from packed weights alone: nothing \
          is decoded beside them; leave it out, and the model runs"
     )]
     StoredExperts(Placement),
-    /// Experts were to be offloaded where there are none.
+    /// [`EngineOptions::resident_experts`](crate::EngineOptions::resident_experts) is set, and the model has no
+    /// experts.
     #[error("resident_experts = {0} was asked for, and the model has no experts; leave it out")]
     NoExperts(u32),
-    /// A setting of pipelines that cannot run on this device. The source is the pipelines' `GraphError`.
+    /// A pipeline setting cannot run on this device. The source is `raw::pipelines::GraphError` in
+    /// builds with the feature `pipelines`.
     #[error("{0}; tune the bundle again, or load it without its plan")]
     Setting(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// The device. What ran is lost, and the engine runs nothing more.
+    /// The device failed. All sequences are lost, and the engine cannot be used any more.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// The device failed before.
+    /// The device failed in an earlier call.
     #[error("the device failed in an earlier step; load the model again")]
     Failed,
 }
@@ -94,7 +96,7 @@ impl EngineError {
         }
     }
 
-    /// What to do about it, where it is one thing.
+    /// The remedy, if there is a single one.
     pub fn remedy(&self) -> Option<Remedy> {
         match self {
             Self::Load(error) => error.remedy(),

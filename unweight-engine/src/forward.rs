@@ -36,30 +36,30 @@ use crate::{
 /// A part of a step, for a breakdown of its time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Part {
-    /// The lookup of ids.
+    /// The lookup of token embeddings.
     Embed,
-    /// All norms.
+    /// All RMS norms.
     Norm,
-    /// Queries, keys and values.
+    /// The product of queries, keys and values.
     Qkv,
-    /// Attention, with what is done to the heads before it.
+    /// Attention, with bias, norm and RoPE of the heads.
     Attention,
-    /// The projection behind attention.
+    /// The output projection of attention.
     Output,
-    /// Gate and up, activated where the layer does it.
+    /// The product of gate and up, with the activation if the layer fuses it.
     GateUp,
-    /// The activation where it is a kernel of its own.
+    /// The activation, if it is a separate kernel.
     Activation,
-    /// Down.
+    /// The product of down.
     Down,
-    /// The head.
+    /// The product of the language-model head.
     Head,
-    /// The choice of a token.
+    /// Sampling.
     Sample,
 }
 
 impl Part {
-    /// All, in the order of a step.
+    /// All parts, in the order of a step.
     pub const ALL: [Self; 10] = [
         Self::Embed,
         Self::Norm,
@@ -73,7 +73,7 @@ impl Part {
         Self::Sample,
     ];
 
-    /// As in tables.
+    /// The name in tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::Embed => "embed",

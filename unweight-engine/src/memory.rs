@@ -1,4 +1,5 @@
-//! What device memory holds, to the byte before anything is allocated: an engine never allocates after it is loaded.
+//! The device memory of an engine, computed to the byte before anything is allocated. An engine allocates nothing after
+//! loading.
 
 use std::{fmt, path::Path};
 
@@ -27,35 +28,35 @@ use crate::{
 const BF16: u64 = 2;
 const ID: u64 = 4;
 
-/// Bytes on the device, by what they are for.
+/// The device memory of an engine by purpose, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Memory {
-    /// Weights, in the form that they are run from.
+    /// Bytes of the weights, as they are placed on the device.
     pub weights: u64,
-    /// The KV cache.
+    /// Bytes of the KV cache.
     pub cache: u64,
-    /// Activations, cos and sin, and what the kernels share, the slot among it.
+    /// Bytes of activations, rotary tables and memory that kernels share, including `slot`.
     pub working: u64,
-    /// Of the working memory, the slot that weights are expanded into ahead of their product; 0 where none are.
+    /// Bytes of the buffer that weights are expanded into before their product; 0 if no weight is. Part of `working`.
     pub slot: u64,
-    /// Pages of the cache, 64 tokens each.
+    /// Number of pages of the KV cache, 64 tokens each.
     pub pages: u32,
-    /// Bytes of the cache for one token.
+    /// Bytes of the KV cache per token.
     pub token: u64,
-    /// Tokens of one sequence.
+    /// Maximum number of tokens of one sequence, the prompt included.
     pub context: u32,
-    /// Bytes of page-locked host memory: packed experts, where the device has not all of them.
+    /// Bytes of pinned host memory for experts that the device does not hold; 0 if it holds all.
     pub host: u64,
 }
 
 impl Memory {
-    /// Everything together.
+    /// Bytes of weights, KV cache and working memory together.
     pub fn total(&self) -> u64 {
         self.weights.saturating_add(self.cache).saturating_add(self.working)
     }
 
-    /// Tokens that the cache holds.
+    /// Number of tokens that the KV cache holds, over all sequences.
     pub fn tokens(&self) -> u64 {
         u64::from(self.pages) * u64::from(PAGE_TOKENS)
     }
@@ -81,10 +82,11 @@ impl fmt::Display for Memory {
     }
 }
 
-/// Refuses what locked memory cannot hold: the system would not refuse it, but end processes for it.
+/// Checks that the host has `need` bytes of memory left for pinned buffers. The system would not fail such an
+/// allocation; it would end processes.
 ///
 /// # Errors
-/// [`NoHostMemory`].
+/// [`NoHostMemory`] if fewer bytes are available.
 pub fn check_host(need: u64) -> Result<(), NoHostMemory> {
     let read = |file| std::fs::read_to_string(file).unwrap_or_default();
     let left = group_bytes(Path::new("/sys/fs/cgroup"), &read("/proc/self/cgroup"));
@@ -152,22 +154,22 @@ fn group_bytes(root: &Path, groups: &str) -> Option<u64> {
     groups.lines().chain(["0::/"]).filter_map(of).min()
 }
 
-/// What is used of free device memory where nobody said how much: nine tenths.
+/// The default limit of an engine's device memory: nine tenths of the `free` bytes.
 pub fn usual_share(free: u64) -> u64 {
     free / 10 * 9
 }
 
-/// Free device memory of which [`usual_share`] is at least so many bytes.
+/// The free device memory, in bytes, of which [`usual_share`] is at least `bytes`.
 pub fn free_for(bytes: u64) -> u64 {
     bytes.div_ceil(9).saturating_mul(10)
 }
 
-/// Rows of the activations: of a chunk of a prompt, or of a step.
+/// The number of rows of the activations: of a chunk of a prompt or of a step, whichever is larger.
 pub fn rows(options: &EngineOptions) -> u32 {
     options.chunk.max(bucket(options.max_batch))
 }
 
-/// Rows of logits: of a step, or of a part of a prompt whose logits are asked for.
+/// The number of rows of the logits buffer: of a step, and at least 64 for [`Engine::logits`](crate::Engine::logits).
 pub fn logit_rows(options: &EngineOptions) -> u32 {
     bucket(options.max_batch).max(64)
 }
@@ -210,12 +212,12 @@ pub fn context_size(
     merged(Role::Q, config.qkv_rows(), hidden).max(merged(Role::O, hidden, attention)).max(mlp).max(head)
 }
 
-/// What its kernels share, bytes.
+/// Bytes of the memory that an engine's kernels share.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Shared {
-    /// All of it, the slot among it.
+    /// All bytes, including `slot`.
     pub bytes: u64,
-    /// The slot that weights are expanded into.
+    /// Bytes of the buffer that weights are expanded into.
     pub slot: u64,
 }
 
@@ -233,25 +235,25 @@ impl Shared {
     }
 }
 
-/// The sizes of a mixture's experts.
+/// The sizes of the experts of a mixture model; `None` for a dense model.
 pub fn experts_shape(config: &ModelConfig) -> Option<ExpertsShape> {
     let Mixture { experts, .. } = config.mixture?;
     Some(ExpertsShape { experts, hidden: config.hidden, intermediate: config.intermediate })
 }
 
-/// How an engine computes the products of gate and up.
+/// How an engine multiplies with the gate and up projections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Products {
-    /// One product in every layer, activated in its epilogue.
+    /// One product with the activation in its epilogue.
     Activated,
-    /// One product that is stored, then activated by a kernel of its own.
+    /// One product, and a separate kernel for the activation.
     Beside,
-    /// Two products, where MLPs are loaded as they are stored.
+    /// Two products, for MLPs that are kept as they are stored.
     Stored,
 }
 
 impl Products {
-    /// Bytes of activations in addition to those of every model, for `rows` rows.
+    /// Bytes of activations that this way needs in addition, for `rows` rows.
     pub fn bytes(self, intermediate: u32, rows: u32) -> u64 {
         if self == Self::Stored { u64::from(intermediate) * u64::from(rows) * BF16 } else { 0 }
     }
@@ -295,10 +297,11 @@ impl EngineOptions {
     }
 }
 
-/// What an engine will have, given the bytes of its weights and of what its kernels share, and what it may use in all.
+/// Divides `have` bytes of device memory into `weights` bytes of weights, the working memory including `shared`, and a
+/// KV cache.
 ///
 /// # Errors
-/// [`NoMemory`]: not even one sequence of the context fits; of a context that was not asked for, not one page.
+/// [`NoMemory`] if not one sequence of the requested context fits, or not one page if no context is requested.
 pub fn plan(
     config: &ModelConfig,
     options: &EngineOptions,

@@ -1,13 +1,13 @@
-//! Who has which page of the KV cache.
+//! The pages of the KV cache and their allocation.
 
 pub use unweight_codegen::kv::PAGE_TOKENS;
 
-/// Pages for this many tokens.
+/// The number of pages that `tokens` tokens need.
 pub fn pages_for(tokens: u32) -> u32 {
     tokens.div_ceil(PAGE_TOKENS)
 }
 
-/// The pages that nobody has.
+/// The free pages of the KV cache.
 #[derive(Debug)]
 pub struct PagePool {
     total: u32,
@@ -21,24 +21,24 @@ impl PagePool {
         Self { total, free: (0..total).rev().collect() }
     }
 
-    /// All pages.
+    /// The number of pages, free or taken.
     pub fn total(&self) -> u32 {
         self.total
     }
 
-    /// Pages that nobody has.
+    /// The number of free pages.
     pub fn free(&self) -> u32 {
         // No more than there are.
         self.free.len() as u32
     }
 
-    /// Takes `count` pages, or none if there are fewer.
+    /// Takes `count` pages; `None`, and no page taken, if fewer are free.
     pub fn take(&mut self, count: u32) -> Option<Vec<u32>> {
         let left = self.free.len().checked_sub(count as usize)?;
         Some(self.free.split_off(left))
     }
 
-    /// Gives pages back.
+    /// Returns pages to the pool.
     pub fn give(&mut self, pages: Vec<u32>) {
         debug_assert!(pages.iter().all(|page| *page < self.total && !self.free.contains(page)), "{pages:?}");
         self.free.extend(pages);

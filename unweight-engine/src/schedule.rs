@@ -1,12 +1,13 @@
-//! Which sequence has which row, and what the device is to do next. A pure state machine: it launches nothing.
+//! The scheduler: which sequence has which row, and what the device does next. A pure state machine that launches
+//! nothing.
 //!
 //! ```text
 //! add --> pending --(prefill: pages, a row, the first token)--> row --(a token a step)--> finished
 //! ```
-//! The host launches steps ahead of what it has read, since a step takes the tokens of the one before on the device.
-//! Rows, pages and sampling parameters change only while nothing is in flight: a sequence that joins or leaves costs
-//! one pause of the device. A sequence that turned out to be finished while a later step was in flight leaves one token
-//! behind that nobody is told of.
+//! The host launches steps before it has read the tokens of earlier steps, because a step takes these tokens on the
+//! device. Rows, pages and sampling parameters change only while no step is in flight: a sequence that joins or leaves
+//! costs one pause of the device. If a sequence ends while a later step is in flight, the token of that step is
+//! dropped.
 
 use std::collections::VecDeque;
 
@@ -14,106 +15,106 @@ use unweight_model::sampling::{NO_TOKEN, SampleParams};
 
 use crate::pages::{PAGE_TOKENS, PagePool, pages_for};
 
-/// A sequence of one engine. Never used twice.
+/// Identifies a sequence of one engine. An engine never reuses an id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SeqId(pub(crate) u64);
 
-/// What is to be continued, and how.
+/// A prompt to continue, with sampling parameters and limits.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Request {
-    /// Token ids; one at least.
+    /// The token ids of the prompt; at least one.
     pub prompt: Vec<u32>,
-    /// How tokens are chosen.
+    /// The sampling parameters.
     pub params: SampleParams,
-    /// Tokens after which the sequence ends; 0 gives none.
+    /// The maximum number of new tokens; 0 ends the sequence without events.
     pub max_new_tokens: u32,
-    /// Tokens that end the sequence. They are told like any other.
+    /// Token ids that end the sequence. The event of such a token is reported like any other.
     pub stop: Vec<u32>,
 }
 
 impl Request {
-    /// Greedy, until 256 tokens are made.
+    /// A request with greedy sampling, up to 256 new tokens and no stop tokens.
     pub fn new(prompt: Vec<u32>) -> Self {
         Self { prompt, params: SampleParams::default(), max_new_tokens: 256, stop: Vec::new() }
     }
 
-    /// How tokens are chosen.
+    /// Sets the sampling parameters.
     #[must_use]
     pub fn params(self, params: SampleParams) -> Self {
         Self { params, ..self }
     }
 
-    /// Tokens after which the sequence ends.
+    /// Sets the maximum number of new tokens.
     #[must_use]
     pub fn max_new_tokens(self, max_new_tokens: u32) -> Self {
         Self { max_new_tokens, ..self }
     }
 
-    /// Tokens that end the sequence.
+    /// Sets the token ids that end the sequence.
     #[must_use]
     pub fn stop(self, stop: Vec<u32>) -> Self {
         Self { stop, ..self }
     }
 }
 
-/// Why a request is not taken. Sequences that run go on.
+/// The reason why a request is rejected. Running sequences are not affected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AdmissionError {
-    /// Nothing to continue.
+    /// The prompt is empty.
     #[error("the prompt has no tokens; give one at least, such as the model's bos token")]
     Empty,
-    /// A token that the model does not have.
+    /// The prompt has a token id that the model does not have.
     #[error("token {id} at place {at} of the prompt: the vocabulary ends at {vocab}; is this the model's tokenizer?")]
     UnknownToken {
-        /// The token.
+        /// The token id.
         id: u32,
-        /// Where it stands, from 0.
+        /// Its index in the prompt, from 0.
         at: usize,
-        /// Tokens of the model.
+        /// The vocabulary size of the model.
         vocab: u32,
     },
-    /// More than the context that the engine was made for.
+    /// Prompt and new tokens exceed the context length of the engine.
     #[error(
         "{prompt} tokens of the prompt and {max_new_tokens} to make exceed the context of {context}; shorten one, or load with a longer \
          context"
     )]
     TooLong {
-        /// Tokens of the prompt.
+        /// The number of prompt tokens.
         prompt: usize,
-        /// Tokens to make.
+        /// The maximum number of new tokens.
         max_new_tokens: u32,
-        /// Tokens that fit.
+        /// The context length of the engine in tokens.
         context: u32,
     },
-    /// More pages than the cache has.
+    /// The request needs more pages than the KV cache has.
     #[error("{pages} pages of {tokens} tokens are needed and the cache has {total}; load with more memory for it")]
     NoRoom {
-        /// Pages that the request needs.
+        /// The number of pages that the request needs.
         pages: u32,
-        /// Tokens of a page.
+        /// The number of tokens per page.
         tokens: u32,
-        /// Pages of the cache.
+        /// The number of pages of the KV cache.
         total: u32,
     },
-    /// More pages than nobody has at present.
+    /// The KV cache has too few free pages at present.
     #[error("{pages} pages of {tokens} tokens are needed and {free} are free; try again when a sequence has ended")]
     NoPages {
-        /// Pages that are needed.
+        /// The number of pages that the call needs.
         pages: u32,
-        /// Tokens of a page.
+        /// The number of tokens per page.
         tokens: u32,
-        /// Pages that nobody has.
+        /// The number of free pages.
         free: u32,
     },
-    /// More sequences wait than the engine was made for.
+    /// The queue is full ([`EngineOptions::waiting`](crate::EngineOptions::waiting)).
     #[error("{waiting} requests wait already, which is the limit; try again later")]
     Busy {
-        /// Sequences that wait.
+        /// The number of waiting sequences.
         waiting: usize,
     },
-    /// Sampling parameters out of range.
+    /// A sampling parameter is out of range.
     #[error("{0}")]
     Params(String),
 }
@@ -139,9 +140,10 @@ impl AdmissionError {
 pub enum Finish {
     /// The last token is one of [`Request::stop`].
     Stop,
-    /// [`Request::max_new_tokens`] are made.
+    /// [`Request::max_new_tokens`] tokens were generated.
     Length,
-    /// All logits were NaN. The event's token is [`NO_TOKEN`], which is none; the others go on.
+    /// All logits of the row were NaN. The token of the event is [`NO_TOKEN`], which is not a token of the model. Other
+    /// sequences are not affected.
     NotANumber,
 }
 
@@ -156,14 +158,14 @@ impl Finish {
     }
 }
 
-/// A token of a sequence.
+/// A new token of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
     /// The sequence.
     pub seq: SeqId,
-    /// The token.
+    /// The token id.
     pub token: u32,
-    /// Whether it was the last one.
+    /// The reason why the sequence ended with this token; `None` if it continues.
     pub finish: Option<Finish>,
 }
 
@@ -179,13 +181,13 @@ struct Waiting {
 pub struct Running {
     /// The sequence.
     pub id: SeqId,
-    /// How tokens are chosen.
+    /// The sampling parameters.
     pub params: SampleParams,
-    /// Its pages, in the order of its tokens.
+    /// The pages of its keys and values, in the order of its tokens.
     pub pages: Vec<u32>,
-    /// The token that it is fed next.
+    /// The token id that the next step takes as input.
     pub last: u32,
-    /// The place of that token in the sequence, from 0.
+    /// The position of that token in the sequence, from 0.
     pub position: u32,
     max_new_tokens: u32,
     stop: Vec<u32>,
@@ -220,39 +222,39 @@ impl Running {
     }
 }
 
-/// What is to be done next.
+/// The next action of the engine.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Next {
-    /// Nothing is left.
+    /// No sequence runs or waits.
     Idle,
-    /// A sequence is to be prefilled ([`Schedule::begin`]). Nothing is in flight.
+    /// Prefill a sequence ([`Schedule::begin`]). No step is in flight.
     Prefill,
-    /// A step of all rows is to be launched. `changed`: rows are other ones than in the step before, and nothing is in
-    /// flight.
+    /// Launch a step of all rows.
     Launch {
-        /// Whether the device has to be told of the rows.
+        /// Whether the rows differ from those of the step before and must be copied to the device. No step is in flight
+        /// then.
         changed: bool,
     },
-    /// The oldest step in flight is to be read.
+    /// Read the tokens of the oldest step in flight.
     Read,
 }
 
-/// Limits of an engine.
+/// The limits of a schedule.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Rows.
+    /// The maximum number of running sequences.
     pub max_batch: u32,
-    /// Tokens of a sequence, the prompt included.
+    /// The maximum number of tokens of a sequence, the prompt included.
     pub context: u32,
-    /// Tokens of the model.
+    /// The vocabulary size of the model.
     pub vocab: u32,
-    /// Steps that are launched before the first is read.
+    /// The maximum number of steps in flight.
     pub ahead: u32,
-    /// Sequences that may wait.
+    /// The maximum number of waiting sequences.
     pub waiting: usize,
 }
 
-/// Sequences, rows and pages.
+/// The sequences of an engine with their rows and pages.
 #[derive(Debug)]
 pub struct Schedule {
     limits: Limits,
@@ -265,23 +267,23 @@ pub struct Schedule {
     changed: bool,
 }
 
-/// A sequence that is being prefilled.
+/// A sequence during its prefill.
 #[derive(Debug)]
 pub struct Prefill {
-    /// Its tokens.
+    /// The token ids of the prompt.
     pub prompt: Vec<u32>,
     running: Running,
 }
 
 impl Prefill {
-    /// The sequence as it will be when its first token is known.
+    /// The state of the sequence after its first token.
     pub fn running(&self) -> &Running {
         &self.running
     }
 }
 
 impl Schedule {
-    /// Nothing to do yet, with a cache of `pages`.
+    /// An empty schedule over a KV cache of `pages` pages.
     pub fn new(limits: Limits, pages: u32) -> Self {
         Self {
             limits,
@@ -294,10 +296,10 @@ impl Schedule {
         }
     }
 
-    /// Takes a request. A request for no tokens is over at once and has no events.
+    /// Queues a request. A request with `max_new_tokens` 0 ends at once and has no events.
     ///
     /// # Errors
-    /// [`AdmissionError`]; nothing has changed then.
+    /// [`AdmissionError`] if the request cannot run; the schedule is unchanged.
     pub fn add(&mut self, request: Request) -> Result<SeqId, AdmissionError> {
         self.check(&request)?;
         if self.waiting.len() >= self.limits.waiting {
@@ -311,7 +313,7 @@ impl Schedule {
         Ok(id)
     }
 
-    /// Whether a request can run at all.
+    /// Checks whether a request can ever run.
     ///
     /// # Errors
     /// [`AdmissionError`].
@@ -336,7 +338,7 @@ impl Schedule {
         Ok(())
     }
 
-    /// Pages for texts of these sizes, or none.
+    /// Takes pages for sequences of `counts` tokens each: all of them or none.
     ///
     /// # Errors
     /// [`AdmissionError::NoPages`].
@@ -349,12 +351,12 @@ impl Schedule {
         Ok(counts.iter().filter_map(|count| self.pool.take(*count)).collect())
     }
 
-    /// Takes pages back.
+    /// Returns pages that [`Schedule::lend`] took.
     pub fn give(&mut self, pages: Vec<Vec<u32>>) {
         pages.into_iter().for_each(|pages| self.pool.give(pages));
     }
 
-    /// Ends a sequence. Its tokens in flight are told to nobody. `false`: there is no such sequence.
+    /// Ends a sequence and drops its tokens in flight. `false` if there is no such sequence.
     pub fn cancel(&mut self, id: SeqId) -> bool {
         if let Some(at) = self.waiting.iter().position(|waiting| waiting.id == id) {
             self.waiting.remove(at);
@@ -369,7 +371,7 @@ impl Schedule {
         }
     }
 
-    /// What is to be done next. Lets go of what is finished where nothing is in flight.
+    /// Returns the next action. Releases finished sequences if no step is in flight.
     pub fn due(&mut self) -> Next {
         if self.in_flight == 0 {
             self.compact();
@@ -411,7 +413,7 @@ impl Schedule {
         }
     }
 
-    /// Takes the next sequence that waits. `None` where [`Schedule::due`] does not say [`Next::Prefill`].
+    /// Takes the next waiting sequence. `None` if [`Schedule::due`] does not return [`Next::Prefill`].
     pub fn begin(&mut self) -> Option<Prefill> {
         if self.in_flight > 0 || !self.can_prefill() {
             return None;
@@ -433,7 +435,7 @@ impl Schedule {
         Some(Prefill { prompt: request.prompt, running })
     }
 
-    /// Notes the first token of a sequence that was begun.
+    /// Records the first token of a sequence after its prefill.
     pub fn begun(&mut self, prefill: Prefill, token: u32) -> Event {
         let mut running = prefill.running;
         let event = running.note(token);
@@ -442,12 +444,12 @@ impl Schedule {
         event
     }
 
-    /// Takes back what was begun and could not be prefilled.
+    /// Releases a sequence whose prefill failed.
     pub fn failed(&mut self, prefill: Prefill) {
         self.pool.give(prefill.running.pages);
     }
 
-    /// Notes that a step of all rows was launched.
+    /// Records the launch of a step of all rows.
     pub fn launched(&mut self) {
         self.in_flight += 1;
         self.changed = false;
@@ -456,7 +458,7 @@ impl Schedule {
         }
     }
 
-    /// Notes the tokens of the oldest step in flight, one a row.
+    /// Records the tokens of the oldest step in flight, one per row, and appends their events to `events`.
     pub fn read(&mut self, tokens: &[u32], events: &mut Vec<Event>) {
         debug_assert!(self.in_flight > 0 && tokens.len() == self.rows.len());
         self.in_flight -= 1;
@@ -469,7 +471,7 @@ impl Schedule {
         }
     }
 
-    /// Ends everything: after a failure of the device nothing that was computed can be trusted.
+    /// Ends all sequences, because results of a failed device cannot be trusted.
     pub fn clear(&mut self) {
         self.in_flight = 0;
         self.waiting.clear();
@@ -479,17 +481,17 @@ impl Schedule {
         self.compact();
     }
 
-    /// The rows, in order.
+    /// The running sequences in the order of their rows.
     pub fn rows(&self) -> &[Running] {
         &self.rows
     }
 
-    /// Sequences that wait for a row.
+    /// The number of waiting sequences.
     pub fn waiting(&self) -> usize {
         self.waiting.len()
     }
 
-    /// Pages that nobody has.
+    /// The number of free pages.
     pub fn free_pages(&self) -> u32 {
         self.pool.free()
     }

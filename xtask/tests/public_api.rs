@@ -94,6 +94,15 @@ fn is_hidden(attributes: &[Attribute]) -> bool {
     })
 }
 
+/// The kind of a struct or an enum, with what its attributes say of later versions.
+fn kind_of(kind: &'static str, attributes: &[Attribute]) -> &'static str {
+    match (kind, attributes.iter().any(|attribute| attribute.path().is_ident("non_exhaustive"))) {
+        ("struct", true) => "non_exhaustive struct",
+        ("enum", true) => "non_exhaustive enum",
+        _ => kind,
+    }
+}
+
 impl Crate {
     fn read(name: &str) -> Self {
         let mut read = Self::default();
@@ -130,7 +139,7 @@ impl Crate {
             let own = |name: &syn::Ident| [place.as_slice(), &[name.to_string()]].concat();
             match item {
                 Item::Struct(item) => {
-                    define(&item.ident, "struct", &item.vis, &item.attrs);
+                    define(&item.ident, kind_of("struct", &item.attrs), &item.vis, &item.attrs);
                     let public = item
                         .fields
                         .iter()
@@ -143,7 +152,7 @@ impl Crate {
                     self.members.entry(own(&item.ident)).or_default().extend(public.map(name));
                 }
                 Item::Enum(item) => {
-                    define(&item.ident, "enum", &item.vis, &item.attrs);
+                    define(&item.ident, kind_of("enum", &item.attrs), &item.vis, &item.attrs);
                     let shown = item.variants.iter().filter(|variant| !is_hidden(&variant.attrs));
                     let names = shown.map(|variant| ("variant", variant.ident.to_string()));
                     self.members.entry(own(&item.ident)).or_default().extend(names);

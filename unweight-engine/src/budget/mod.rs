@@ -1,14 +1,15 @@
-//! Which weights to store how, so that a model fits a memory: bytes by the functions that the engine reserves memory
-//! with, times by formulas of records. Names no device.
+//! Chooses an encoding per tensor so that a model fits in the given GPU memory. Bytes come from the functions that the
+//! engine reserves memory with, times from formulas that are fitted to measurements (`docs/benchmarks.md`). No device
+//! is needed.
 //!
 //! ```text
 //! tensors with the bytes of each form --units--> choices --frontier--> least time within a memory,
 //!                                                                      or least bytes within a slowdown
 //! ```
-//! A unit is what is multiplied at once: queries, keys and values; output; gate and up; down; the head; and the
-//! embedding. Units of MLPs may stay Huffman-coded: their layers are hard, are spread evenly, and cost slots
-//! (of the step graph) for what is decoded. Or units stay compact, at the cost of one slot for the largest of
-//! them; not both, since no engine runs both. Experts of a mixture are packed: nothing else runs them.
+//! A unit is a set of tensors that one product multiplies with: queries, keys and values; output; gate and up; down;
+//! the head; the embedding. MLP units may stay Huffman-coded: their layers are spread evenly over the model and need
+//! buffers for decoded weights. Alternatively units stay compact, with one buffer for the largest of them. A plan never
+//! has both, because no engine runs both. Experts are packed, because they run from packed weights only.
 
 mod solve;
 #[cfg(test)]
@@ -33,20 +34,20 @@ use crate::{
     options::{EngineOptions, OptionError, Placement},
 };
 
-/// A tensor, and what it takes in each form that it can be stored in.
+/// A tensor with its size in every encoding that it can be stored in.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tensor {
-    /// Its name.
+    /// The name of the tensor.
     pub name: String,
-    /// What it is for.
+    /// The role of the tensor in the model.
     pub role: Role,
-    /// Its layer.
+    /// The layer of the tensor; `None` for embedding, head and final norm.
     pub layer: Option<u32>,
-    /// Output features, or elements of what is no matrix.
+    /// Output features of a matrix; the number of elements of any other tensor.
     pub rows: u64,
-    /// Input features; 1 of what is no matrix.
+    /// Input features of a matrix; 1 for any other tensor.
     pub cols: u64,
-    /// Forms and their bytes; raw is among them.
+    /// The possible encodings with their bytes; `raw` is always among them.
     pub encodings: Vec<(EncodingId, u64)>,
 }
 
@@ -88,28 +89,28 @@ impl BudgetRequest {
     }
 }
 
-/// Why there is no plan.
+/// The reason why there is no plan.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BudgetError {
-    /// An option out of range.
+    /// An option is out of range.
     #[error(transparent)]
     Option(#[from] OptionError),
-    /// More tokens than the model takes.
+    /// The context exceeds the limit of the model.
     #[error("a context of {context} tokens; the model's own limit is {most}")]
     Context {
-        /// Tokens asked for.
+        /// The requested context in tokens.
         context: u32,
-        /// Tokens that it takes.
+        /// The limit of the model in tokens.
         most: u32,
     },
-    /// Nothing asked for.
+    /// The request has no limit: neither a memory nor a slowdown.
     #[error("neither a memory nor a slowdown is given; give one, or both")]
     Nothing,
-    /// A slowdown that is none.
+    /// The slowdown is negative or not a finite number.
     #[error("a slowdown of {0}; give 0 or more")]
     Slowdown(f64),
-    /// Weights that a unit needs are not there.
+    /// The model lacks a tensor.
     #[error("layer {layer:?} has no tensor of role {role}; fetch the missing files")]
     Missing {
         /// The layer.
@@ -117,44 +118,44 @@ pub enum BudgetError {
         /// The role.
         role: Role,
     },
-    /// An expert that has no packed form.
+    /// An expert cannot be packed, and experts run from packed weights only.
     #[error("'{tensor}' and the experts beside it do not all fit the packed encoding, as which alone experts run")]
     Unpackable {
-        /// The first of the layer's.
+        /// The first tensor of the layer's experts.
         tensor: String,
     },
-    /// No plan is small enough.
+    /// No plan fits the given memory.
     #[error(
         "{least} bytes are the least that would do (weights {weights}, KV cache {cache}, working memory {working}, \
          slots {slots}) and {have} are given; give more memory, a shorter context or a smaller batch"
     )]
     TooSmall {
-        /// Bytes given.
+        /// Bytes of the given memory.
         have: u64,
-        /// Bytes needed.
+        /// Bytes of the smallest plan.
         least: u64,
-        /// Of them, weights.
+        /// Bytes of the weights in that plan.
         weights: u64,
-        /// The KV cache.
+        /// Bytes of the KV cache in that plan.
         cache: u64,
-        /// Activations and tables, and what kernels share.
+        /// Bytes of activations, tables and memory that kernels share in that plan.
         working: u64,
-        /// Slots for decoded weights.
+        /// Bytes of the buffers for decoded weights in that plan.
         slots: u64,
     },
-    /// What fits is too slow.
+    /// Every plan within the given memory is slower than the given limit.
     #[error(
         "the fastest plan within {have} bytes takes {slowdown:.3} times as long as the fastest of all, and {limit:.3} \
          is allowed; {least} bytes would do"
     )]
     TooSlow {
-        /// Bytes given.
+        /// Bytes of the given memory.
         have: u64,
-        /// What that costs.
+        /// The time of the fastest plan that fits, as a multiple of the fastest plan's.
         slowdown: f64,
-        /// What may be.
+        /// The limit of that multiple.
         limit: f64,
-        /// The least memory of a plan that is fast enough.
+        /// Bytes of the smallest plan that is fast enough.
         least: u64,
     },
 }
@@ -175,55 +176,57 @@ impl BudgetError {
     }
 }
 
-/// What a kind of unit became.
+/// The units of one kind that have the same encoding in a plan. A unit is a set of tensors that one product multiplies
+/// with.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Group {
-    /// Its name, as in tables: `qkv`, `o`, `gate_up`, `down`, `lm_head`, `embed`.
+    /// The kind in reports: `qkv`, `o`, `gate_up`, `down`, `lm_head` or `embed`.
     pub name: &'static str,
-    /// The form.
+    /// The encoding of its tensors.
     pub encoding: EncodingId,
-    /// How many units have it.
+    /// The number of units.
     pub units: u32,
-    /// The layers of these, ascending; none of what is in no layer.
+    /// The layers of the units, ascending; empty for `lm_head` and `embed`.
     pub layers: Vec<u32>,
-    /// Bytes of all.
+    /// Bytes of all tensors of the units.
     pub bytes: u64,
-    /// Microseconds of all products.
+    /// Estimated time of their products in a step, in microseconds.
     pub us: f64,
 }
 
-/// A plan that fits.
+/// A plan that meets a [`BudgetRequest`].
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct BudgetPlan {
-    /// For `compress`.
+    /// The encodings by tensor, as [`CompressOptions`](unweight_format::bundle::CompressOptions) take them.
     pub plan: PlanFile,
-    /// By kind and form.
+    /// The plan by kind of unit and encoding.
     pub groups: Vec<Group>,
-    /// Bytes of all weights.
+    /// Bytes of the weights on the device.
     pub weights: u64,
-    /// Of the KV cache.
+    /// Bytes of the KV cache.
     pub cache: u64,
-    /// Of activations and tables, and of what kernels share beside slots.
+    /// Bytes of activations, tables and memory that kernels share, without `slots`.
     pub working: u64,
-    /// Of slots for decoded or expanded weights.
+    /// Bytes of the buffers for decoded or expanded weights.
     pub slots: u64,
-    /// Microseconds of all products of a step.
+    /// Estimated time of all products of a step, in microseconds.
     pub us: f64,
-    /// The same in the fastest plan, whatever its memory.
+    /// The same time of the fastest plan without a limit of memory, in microseconds.
     pub fastest_us: f64,
-    /// Whether no plan is better by these sizes and times; else none is by more than a little.
+    /// Whether the plan is the optimum for these sizes and estimated times. If false, the search dropped states, and a
+    /// slightly better plan may exist.
     pub exact: bool,
 }
 
 impl BudgetPlan {
-    /// Bytes of everything together.
+    /// Bytes of weights, KV cache, working memory and slots together.
     pub fn total(&self) -> u64 {
         self.weights.saturating_add(self.cache).saturating_add(self.working).saturating_add(self.slots)
     }
 
-    /// How many times as long as in the fastest plan all products take.
+    /// The estimated time of the products as a multiple of the fastest plan's; 1.0 for the fastest plan.
     pub fn slowdown(&self) -> f64 {
         if self.fastest_us > 0.0 { self.us / self.fastest_us } else { 1.0 }
     }
@@ -508,10 +511,11 @@ impl<'a> Case<'a> {
     }
 }
 
-/// The plan of least time within a memory, or of least bytes within a slowdown.
+/// Chooses an encoding per tensor: the fastest plan within `wanted.memory`, or without it the smallest plan within
+/// `wanted.max_slowdown`. `tensors` are all tensors of the model.
 ///
 /// # Errors
-/// [`BudgetError`]; where no plan would do, with the least memory of one.
+/// [`BudgetError`]; if no plan meets the request, it holds the memory of the smallest plan that would.
 pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &BudgetRequest) -> Result<BudgetPlan, BudgetError> {
     let BudgetRequest { memory, max_slowdown, batch, context, arch } = *wanted;
     let options = EngineOptions::default().max_batch(batch).context(context);

@@ -33,17 +33,17 @@ use crate::{
     weights::dense,
 };
 
-/// A step of loading.
+/// Progress of loading a model.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum LoadProgress<'a> {
-    /// A kernel is ready.
+    /// A kernel was compiled or found in the cache.
     Kernel(&'a Progress<'a>),
-    /// A layer was brought to the device.
+    /// The weights of a layer were copied to the device.
     Layers {
-        /// Layers on the device.
+        /// The number of layers on the device.
         done: usize,
-        /// Layers of the model.
+        /// The number of layers of the model.
         total: usize,
     },
 }
@@ -59,10 +59,14 @@ pub struct RandomStored {
 }
 
 impl Engine {
-    /// Brings a bundle's model to the device of `kernels`; compiles what is not in the cache.
+    /// Loads the model of a bundle to the device of `kernels`, and compiles the kernels that the cache lacks.
+    /// `progress` receives every kernel and layer.
     ///
     /// # Errors
-    /// A model that is not supported, tensors that are not the model's, too little memory, or what fails on the way.
+    /// [`EngineError::Config`], [`EngineError::Bind`] and [`EngineError::Geometry`] for a model that the engine does
+    /// not support; [`EngineError::Memory`] and [`EngineError::HostMemory`] if it does not fit; [`EngineError::Option`]
+    /// for an option out of range; [`EngineError::Load`] and [`EngineError::Device`] for failures of tensors, kernels
+    /// and the device.
     pub fn load(
         kernels: &KernelSet,
         bundle: &Bundle,
@@ -82,7 +86,7 @@ impl Engine {
         start.finish(kernels, config, weights, ctx, &model, &compiled)
     }
 
-    /// [`Engine::load`] of a geometry with random weights, for measurements.
+    /// Loads a model of this configuration with random weights, for measurements.
     ///
     /// # Errors
     /// As for [`Engine::load`].
@@ -95,8 +99,8 @@ impl Engine {
         random(kernels, config, options, &|_, _| {}, progress)
     }
 
-    /// [`Engine::random`] with MLPs encoded as `stored` says, if the placement is [`Placement::Stored`] or
-    /// [`Placement::Alternate`].
+    /// As [`Engine::random`], with the MLP weights in the encodings that `stored` says if the placement is
+    /// [`Placement::Stored`] or [`Placement::Alternate`].
     ///
     /// # Errors
     /// As for [`Engine::load`].
@@ -120,12 +124,12 @@ impl Engine {
         random(kernels, config, options, &imitate, progress)
     }
 
-    /// The kernels that a bundle's model runs on any of these devices, without those of its linears, each once. The
-    /// kernels of the linears are [`loader::reachable`](unweight_rt::raw::layer::loader::reachable)'s. With
+    /// The kernels that the model of a bundle needs on any of these devices, each once, except those of its linear
+    /// layers: [`loader::reachable`](unweight_rt::raw::layer::loader::reachable) lists these. With
     /// [`Placement::Stored`] and [`Placement::Alternate`] the tensors of MLPs are read.
     ///
     /// # Errors
-    /// A model that is not supported, or tensors that are not the model's, or cannot be read.
+    /// As for [`Engine::load`], for the configuration and the tensors.
     pub fn kernels(
         bundle: &Bundle,
         options: &EngineOptions,

@@ -15,11 +15,12 @@ use crate::{
 };
 
 impl Engine {
-    /// Logits of every token of a text, bf16 `[tokens, vocab]`: of row `i` those of the token that follows the first
-    /// `i + 1`. Sequences that run go on.
+    /// The logits after every token of a text, bf16 `[tokens, vocab]`, row-major: row `i` scores the token that follows
+    /// the first `i + 1` tokens. Running sequences are not affected.
     ///
     /// # Errors
-    /// [`EngineError::AdmissionError`], or the device's.
+    /// [`EngineError::AdmissionError`] if the text is empty, has unknown tokens or does not fit the context or the free
+    /// pages; [`EngineError::Device`] if the device fails.
     pub fn logits(&mut self, tokens: &[u32]) -> Result<Vec<bf16>, EngineError> {
         self.check_alive()?;
         self.schedule.check(&Request::new(tokens.to_vec()).max_new_tokens(0))?;
@@ -32,8 +33,8 @@ impl Engine {
         Ok(bits.into_iter().map(bf16::from_bits).collect())
     }
 
-    /// [`Engine::logits`] of several texts at once, by steps of one token each. Slow; tests compare the two. No
-    /// sequence may run.
+    /// [`Engine::logits`] of several texts at once, computed by steps of one token each. Slow; tests compare the two.
+    /// No sequence may run. One matrix `[tokens, vocab]` per text.
     ///
     /// # Errors
     /// [`AdmissionError::Busy`] where a sequence runs or there are more texts than rows; else as [`Engine::logits`].

@@ -1,4 +1,4 @@
-//! Measurements of an engine's steps. A caller enqueues steps between events of its own; nothing here reads a clock.
+//! Measurements of an engine's steps. The caller enqueues steps between its own events; no function here reads a clock.
 
 use unweight_format::testing::Weights as Kind;
 use unweight_model::SampleParams;
@@ -14,23 +14,24 @@ use crate::{
 };
 
 impl Engine {
-    /// Lends the engine for measurements.
+    /// Borrows the engine to measure its steps.
     pub fn measure(&mut self) -> Measure<'_> {
         Measure { engine: self }
     }
 }
 
-/// An engine that is measured: steps of a batch whose tokens are not read.
+/// An engine that is measured: its steps run on prepared sequences, and their tokens are not read.
 pub struct Measure<'e> {
     pub(super) engine: &'e mut Engine,
 }
 
 impl Measure<'_> {
-    /// Prepares `batch` sequences with `context` tokens each, whose keys and values are random, for up to `steps` calls
-    /// of [`Measure::enqueue_step`]. The engine must be idle.
+    /// Prepares `batch` sequences of `context` tokens each with random keys and values, for at most `steps` calls of
+    /// [`Measure::enqueue_step`]. The engine must be idle.
     ///
     /// # Errors
-    /// [`EngineError::AdmissionError`]: a sequence runs, or there is no room for so many tokens; or the device's.
+    /// [`EngineError::AdmissionError`] if a sequence runs or the KV cache has too few pages; [`EngineError::Device`] if
+    /// the device fails.
     pub fn prepare(&mut self, batch: u32, context: u32, steps: u32) -> Result<(), EngineError> {
         let engine = &mut *self.engine;
         engine.check_alive()?;
@@ -49,29 +50,29 @@ impl Measure<'_> {
         engine.note(filled)
     }
 
-    /// Enqueues one step of the batch that was prepared last.
+    /// Enqueues one step of the batch that [`Measure::prepare`] prepared last.
     ///
     /// # Errors
-    /// The device's.
+    /// [`EngineError::Device`] if the device fails.
     pub fn enqueue_step(&mut self, batch: u32) -> Result<(), EngineError> {
         let launched = self.engine.launch(batch);
         self.engine.note(launched)
     }
 
-    /// Waits for the steps, and reports rows that one of them left out.
+    /// Waits for the enqueued steps.
     ///
     /// # Errors
-    /// The device's.
+    /// [`EngineError::Device`] if the device fails.
     pub fn synchronize(&mut self) -> Result<(), EngineError> {
         let settled = self.engine.forward.context().synchronize();
         let own = self.engine.stepper.synchronize();
         self.engine.note(settled.and(own))
     }
 
-    /// Records one part of a step of all layers.
+    /// Records one part of a step, over all layers, as a CUDA graph.
     ///
     /// # Errors
-    /// The device's.
+    /// [`EngineError::Device`] if the device fails.
     pub fn record_part(&mut self, batch: u32, part: Part) -> Result<Graph, EngineError> {
         let engine = &mut *self.engine;
         engine.check_alive()?;
@@ -81,11 +82,11 @@ impl Measure<'_> {
         engine.note(recorded)
     }
 
-    /// Lets cuBLAS choose its fastest algorithm for every product of steps of `batch` rows, and records these steps
-    /// again.
+    /// Measures the algorithms of cuBLAS for every product of a step of `batch` rows, keeps the fastest, and records
+    /// these steps again.
     ///
     /// # Errors
-    /// The device's or cuBLAS's.
+    /// [`EngineError::Device`] if the device or cuBLAS fails.
     pub fn tune_cublas(&mut self, batch: u32) -> Result<(), EngineError> {
         let engine = &mut *self.engine;
         engine.check_alive()?;
@@ -94,7 +95,7 @@ impl Measure<'_> {
         engine.note(tuned)
     }
 
-    /// The stream that steps run on.
+    /// The CUDA stream that steps run on.
     pub fn stream(&self) -> &Stream {
         self.engine.stream()
     }

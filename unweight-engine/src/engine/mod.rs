@@ -1,4 +1,4 @@
-//! The engine: a model on a device, and the sequences that run on it.
+//! The engine: a model on a device and the sequences that it generates.
 
 mod load;
 mod logits;
@@ -35,11 +35,12 @@ use crate::{
 /// Steps that are launched before the first is read: one runs while the host reads the one before.
 const AHEAD: u32 = 2;
 
-/// A model on a device.
+/// A model on a GPU that generates tokens for many sequences by continuous batching.
 ///
-/// What it allocates it allocates when it is loaded ([`Engine::memory`]). One step makes one token for every sequence
-/// that has a row; sequences join and leave between steps. A sequence's tokens follow from its own request: greedy ones
-/// are the same whoever runs beside it up to rounding, which differs between the sizes that steps are recorded for.
+/// Loading allocates all device memory ([`Engine::memory`]); steps allocate none. One step makes one token for every
+/// running sequence. Sequences join and leave between steps. The tokens of a sequence depend on its own request and on
+/// the batch size that its step was recorded for: batch sizes differ by rounding, other sequences in the batch change
+/// nothing.
 ///
 /// ```no_run
 /// use unweight_engine::{Engine, EngineOptions, Request};
@@ -75,21 +76,21 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// What the model is.
+    /// The configuration of the model.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// What it was made for; of [`EngineOptions::placement`] the one that was chosen.
+    /// The options that the engine was loaded with; [`EngineOptions::placement`] holds the placement that was chosen.
     pub fn options(&self) -> &EngineOptions {
         &self.options
     }
 
-    /// What fetching experts has cost since the model was loaded, where the device has not all of them
-    /// ([`EngineOptions::resident_experts`]). Waits for copies that are under way.
+    /// Hits, misses and copied bytes of experts since the model was loaded; `None` if all experts are on the device
+    /// ([`EngineOptions::resident_experts`]). Waits for copies in flight.
     ///
     /// # Errors
-    /// The device's.
+    /// [`EngineError::Device`] if the device fails, [`EngineError::Failed`] if it failed before.
     pub fn expert_traffic(&mut self) -> Result<Option<ExpertTraffic>, EngineError> {
         self.check_alive()?;
         let traffic = self.forward.expert_traffic();
@@ -108,49 +109,51 @@ impl Engine {
         self.note(poisoned)
     }
 
-    /// What it has on the device.
+    /// The device memory that the engine uses, by purpose.
     pub fn memory(&self) -> &Memory {
         &self.memory
     }
 
-    /// Takes a request. It runs from the next [`Engine::step`] that has a row and pages for it.
+    /// Queues a request. Its sequence starts in the first [`Engine::step`] that has a free row and enough free pages of
+    /// the KV cache.
     ///
     /// # Errors
-    /// [`AdmissionError`]; what runs goes on.
+    /// [`AdmissionError`] if the request cannot run; running sequences are not affected.
     pub fn add(&mut self, request: Request) -> Result<SeqId, AdmissionError> {
         self.schedule.add(request)
     }
 
-    /// Ends a sequence without further events. `false` if it is unknown or has ended.
+    /// Ends a sequence; it has no further events. `false` if the id is unknown or the sequence has ended.
     pub fn cancel(&mut self, sequence: SeqId) -> bool {
         self.schedule.cancel(sequence)
     }
 
-    /// Whether nothing is left to be done.
+    /// Whether no sequence runs or waits.
     pub fn is_idle(&self) -> bool {
         self.schedule.rows().is_empty() && self.schedule.waiting() == 0
     }
 
-    /// Sequences that have a row.
+    /// The number of sequences that have a row in each step.
     pub fn running(&self) -> usize {
         self.schedule.rows().len()
     }
 
-    /// Sequences that wait for one.
+    /// The number of sequences that wait for a row or for pages.
     pub fn waiting(&self) -> usize {
         self.schedule.waiting()
     }
 
-    /// Free pages of the KV cache.
+    /// The number of free pages of the KV cache, 64 tokens each.
     pub fn free_pages(&self) -> u32 {
         self.schedule.free_pages()
     }
 
-    /// Waits for the next tokens: the first of a sequence that joins, or one of each that has a row. Nothing if nothing
-    /// is left to be done; and of a step whose sequences were all cancelled meanwhile.
+    /// Runs the engine until tokens arrive and returns them: the first token of a sequence that joins, or one token of
+    /// each running sequence. Empty if the engine is idle, or if all sequences of the step were cancelled.
     ///
     /// # Errors
-    /// The device's. All sequences are lost, and the engine runs nothing more.
+    /// [`EngineError::Device`] if the device fails. All sequences are lost, and every later call returns
+    /// [`EngineError::Failed`].
     pub fn step(&mut self) -> Result<Vec<Event>, EngineError> {
         self.check_alive()?;
         let stepped = self.try_step();

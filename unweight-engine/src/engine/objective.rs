@@ -1,4 +1,4 @@
-//! Steps of an engine that runs the report's pipelines: settings, and their times as the objective of a search
+//! Settings of an engine that runs the report's pipelines, and the times of its steps as the objective of a search
 //! ([`tune`](crate::pipelines::tune)).
 
 use std::collections::HashMap;
@@ -21,10 +21,10 @@ use crate::{
 };
 
 impl Engine {
-    /// Lends an engine that runs pipelines, to change how they run.
+    /// Borrows an engine that runs pipelines to change their settings.
     ///
     /// # Errors
-    /// [`EngineError::NotStored`]: the engine runs the chain of all linears.
+    /// [`EngineError::NotStored`] if the engine was loaded without pipelines.
     pub fn tune_pipelines(&mut self) -> Result<PipelineTuner<'_>, EngineError> {
         match self.stepper {
             Stepper::Pipelines(_) => Ok(PipelineTuner { engine: self }),
@@ -40,44 +40,45 @@ impl Engine {
     }
 }
 
-/// An engine whose pipelines are chosen.
+/// An engine whose pipeline settings can be changed.
 pub struct PipelineTuner<'e> {
     engine: &'e mut Engine,
 }
 
 impl PipelineTuner<'_> {
-    /// The variants of every projection at a batch, best guesses first: of hard layers, then of easy ones. Empty where
-    /// there are no such layers.
+    /// The variants of every projection for steps of `batch` rows, the best guess first: those of hard layers, which
+    /// have Huffman-coded weights, then those of easy layers. Empty for a kind of layer that the model does not have.
     ///
     /// # Errors
-    /// [`EngineError::NotStored`].
+    /// [`EngineError::NotStored`] if the engine was loaded without pipelines.
     pub fn choices(&mut self, batch: u32) -> Result<Choices, EngineError> {
         let (arch, sms) = self.device();
         Ok(pipelines::choices(self.engine.pipelines()?.layers(), arch, bucket(batch), sms))
     }
 
-    /// The best guess at a batch.
+    /// The unmeasured default setting for steps of `batch` rows.
     ///
     /// # Errors
-    /// [`EngineError::NotStored`].
+    /// [`EngineError::NotStored`] if the engine was loaded without pipelines.
     pub fn guess(&mut self, batch: u32) -> Result<Setting, EngineError> {
         let (arch, sms) = self.device();
         Ok(Setting::guess(self.engine.pipelines()?.layers(), arch, bucket(batch), sms))
     }
 
-    /// Every setting that can be chosen for steps of a batch, the best guess first.
+    /// All settings for steps of `batch` rows, as a search space that begins with the default setting.
     ///
     /// # Errors
-    /// [`EngineError::NotStored`].
+    /// [`EngineError::NotStored`] if the engine was loaded without pipelines.
     pub fn space(&mut self, batch: u32) -> Result<SettingSpace, EngineError> {
         let (_, sms) = self.device();
         Ok(SettingSpace::new(&self.choices(batch)?, &self.guess(batch)?, sms))
     }
 
-    /// Runs steps of a batch by this setting from now on. Waits for what runs.
+    /// Uses this setting for all later steps of `batch` rows. Waits for steps in flight.
     ///
     /// # Errors
-    /// [`EngineError::Setting`]: the device cannot run it; nothing changes. Or the device's.
+    /// [`EngineError::Setting`] if the device cannot run the setting; the old one stays. [`EngineError::Device`] if the
+    /// device fails.
     pub fn set(&mut self, batch: u32, setting: &Setting) -> Result<(), EngineError> {
         self.engine.check_alive()?;
         let rows = bucket(batch);
@@ -149,12 +150,12 @@ impl PipelineTuner<'_> {
     }
 }
 
-/// How steps are measured.
+/// The number of rounds and steps of a comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rounds {
-    /// Rounds of a comparison.
+    /// Rounds of a comparison; both settings run once per round.
     pub rounds: u32,
-    /// Steps of each point in a round that count; one before them does not.
+    /// Measured steps of each setting in a round, after one step of warm-up.
     pub steps: u32,
 }
 
@@ -171,7 +172,7 @@ const FAR: f64 = 0.05;
 /// Recorded steps that are kept.
 const KEPT: usize = 16;
 
-/// The time of an engine's own steps, as the objective of a search.
+/// Measures an engine's steps as the objective of a search.
 pub struct StepObjective<'a> {
     tuner: PipelineTuner<'a>,
     space: &'a SettingSpace,
@@ -186,18 +187,19 @@ pub struct StepObjective<'a> {
     stop: &'a dyn Fn() -> bool,
 }
 
-/// `stop` of a [`StepObjective`] ended the search.
+/// The error of a search that the `stop` function of a [`StepObjective`] ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("interrupted")]
 pub struct Interrupted;
 
 impl<'a> StepObjective<'a> {
-    /// Measures steps of `batch` sequences, a size that steps are recorded for, with `context` tokens each. Between
-    /// measurements `stop` is asked. Every challenger is to compute what `start` does: of a search that goes on from a
-    /// journal, too, whose best so far came to it by other roundings.
+    /// Measures steps of `batch` sequences of `context` tokens each; `batch` is one of
+    /// [`BUCKETS`](crate::options::BUCKETS). `stop` is called between measurements and ends the search by returning
+    /// true. The logits of every challenger are compared with those of `start`, also in a search that resumes from a
+    /// journal.
     ///
     /// # Errors
-    /// No room for so many sequences, or a busy engine.
+    /// [`EngineError::AdmissionError`] if the engine is busy or the KV cache has too few pages.
     pub fn new(
         engine: &'a mut Engine,
         space: &'a SettingSpace,
@@ -212,10 +214,10 @@ impl<'a> StepObjective<'a> {
         Ok(Self { tuner, space, batch, context, pages, rounds, graphs, start, truth, stop })
     }
 
-    /// The median time of a step, us.
+    /// The median time of a step in microseconds.
     ///
     /// # Errors
-    /// The point cannot run, or the device failed.
+    /// [`EngineError::Setting`] if the device cannot run the point, [`EngineError::Device`] if it fails.
     pub fn step_us(&mut self, point: &Point) -> Result<f64, EngineError> {
         self.prepare(point)?;
         let mut times = Vec::new();

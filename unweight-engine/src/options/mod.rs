@@ -1,4 +1,4 @@
-//! The options of an engine.
+//! Options of an engine, and the batches that steps are recorded for.
 
 mod pipeline;
 
@@ -19,7 +19,7 @@ pub enum LoadedAs {
     Linear,
 }
 
-/// The options of an engine.
+/// The options of an [`Engine`](crate::Engine): limits, memory and placement of weights.
 ///
 /// ```
 /// # use unweight_engine::{EngineOptions, Placement};
@@ -29,27 +29,28 @@ pub enum LoadedAs {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct EngineOptions {
-    /// The most sequences of a step, 1 to 1024; 16 by default.
+    /// The maximum number of sequences in a step, 1 to 1024; 16 by default.
     pub max_batch: u32,
-    /// The most tokens of a sequence, the prompt included; `None` for the model's limit, or fewer if the KV cache holds
-    /// fewer.
+    /// The maximum number of tokens of a sequence, the prompt included; `None` for the model's limit, or less if the KV
+    /// cache does not hold as many.
     pub context: Option<u32>,
-    /// Device memory for weights, KV cache and activations together, bytes; `None` for nine tenths of what is free.
+    /// Bytes of device memory for weights, KV cache and working memory together; `None` for nine tenths of the free
+    /// memory.
     pub memory: Option<u64>,
     /// How weights are held in device memory; `None` chooses [`Placement::Packed`] where that leaves enough memory,
-    /// else [`Placement::Compact`] ([`memory::placement`](crate::memory::placement)).
+    /// else [`Placement::Compact`] ([`memory::placement`](crate::raw::memory::placement)).
     pub placement: Option<Placement>,
-    /// Tokens of a prompt that go through the model at once, a multiple of 64; 2048 by default.
+    /// The number of prompt tokens per prefill pass, a multiple of 64 from 64 to 8192; 2048 by default.
     pub chunk: u32,
-    /// The most sequences that wait until a step has a row for them; 1024 by default.
+    /// The maximum number of waiting sequences; 1024 by default.
     pub waiting: usize,
-    /// Measured settings of pipelines; a batch without one runs by the best guess.
+    /// Measured settings of pipelines; batches without one use estimated settings.
     pub plan: Plan,
-    /// Whether each step is recorded as a CUDA graph. On by default; without, steps are slower and a profiler shows
-    /// each kernel.
+    /// Whether steps are recorded as CUDA graphs; true by default. False is slower and shows each kernel to a profiler
+    /// by itself.
     pub graphs: bool,
-    /// Experts per layer of a mixture that device memory holds; `None` for all. The others stay packed in host memory
-    /// and are fetched when the router chooses them; then steps are not recorded.
+    /// The number of experts per layer that the device holds, for mixture models; `None` for all. The others stay
+    /// packed in host memory and are copied when a token chooses them. Steps are then not recorded as graphs.
     pub resident_experts: Option<u32>,
 }
 
@@ -70,19 +71,19 @@ impl Default for EngineOptions {
 }
 
 impl EngineOptions {
-    /// Sets the most sequences of a step.
+    /// Sets [`Self::max_batch`].
     #[must_use]
     pub fn max_batch(self, max_batch: u32) -> Self {
         Self { max_batch, ..self }
     }
 
-    /// Sets the most tokens of a sequence, the prompt included.
+    /// Sets [`Self::context`].
     #[must_use]
     pub fn context(self, context: u32) -> Self {
         Self { context: Some(context), ..self }
     }
 
-    /// Sets the device memory for weights, KV cache and activations together, bytes.
+    /// Sets [`Self::memory`].
     #[must_use]
     pub fn memory(self, memory: u64) -> Self {
         Self { memory: Some(memory), ..self }
@@ -94,40 +95,40 @@ impl EngineOptions {
         Self { placement: Some(placement), ..self }
     }
 
-    /// Sets how many tokens of a prompt go through the model at once.
+    /// Sets [`Self::chunk`].
     #[must_use]
     pub fn chunk(self, chunk: u32) -> Self {
         Self { chunk, ..self }
     }
 
-    /// Sets the most sequences that wait.
+    /// Sets [`Self::waiting`].
     #[must_use]
     pub fn waiting(self, waiting: usize) -> Self {
         Self { waiting, ..self }
     }
 
-    /// Sets the measured settings of pipelines.
+    /// Sets [`Self::plan`].
     #[must_use]
     pub fn plan(self, plan: Plan) -> Self {
         Self { plan, ..self }
     }
 
-    /// Sets whether each step is recorded as a CUDA graph.
+    /// Sets [`Self::graphs`].
     #[must_use]
     pub fn graphs(self, graphs: bool) -> Self {
         Self { graphs, ..self }
     }
 
-    /// Sets how many experts per layer device memory holds.
+    /// Sets [`Self::resident_experts`].
     #[must_use]
     pub fn resident_experts(self, resident_experts: u32) -> Self {
         Self { resident_experts: Some(resident_experts), ..self }
     }
 
-    /// Whether every option is in its range.
+    /// Checks that every option is in its range.
     ///
     /// # Errors
-    /// [`OptionError`], of the first that is not.
+    /// [`OptionError`] for the first option that is not.
     pub fn check(&self) -> Result<(), OptionError> {
         let check = |name, value: u64, ok, range| if ok { Ok(()) } else { Err(OptionError { name, value, range }) };
         let (max_batch, chunk) = (self.max_batch, self.chunk);
@@ -140,16 +141,16 @@ impl EngineOptions {
     }
 }
 
-/// An option out of range.
+/// An option is out of range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{name} = {value} is not {range}")]
 #[non_exhaustive]
 pub struct OptionError {
-    /// The option.
+    /// The name of the option.
     pub name: &'static str,
     /// Its value.
     pub value: u64,
-    /// What it may be.
+    /// The allowed values, as text.
     pub range: &'static str,
 }
 
@@ -160,14 +161,14 @@ impl OptionError {
     }
 }
 
-/// The largest batch of a step.
+/// The largest number of rows of a step.
 pub const MAX_BATCH: u32 = 1024;
 
-/// Batches that steps are recorded for. A batch of 1 to 8 costs the packed linears the same, so there is nothing
-/// between.
+/// The numbers of rows that steps are recorded for, ascending. There is none between 1 and 8, because packed products
+/// take the same time for all of these.
 pub const BUCKETS: [u32; 10] = [1, 8, 16, 32, 64, 128, 192, 256, 512, 1024];
 
-/// The smallest bucket that holds `rows`, which are at most [`MAX_BATCH`].
+/// The smallest of [`BUCKETS`] that is at least `rows`; `rows` is at most [`MAX_BATCH`].
 pub fn bucket(rows: u32) -> u32 {
     BUCKETS.into_iter().find(|bucket| *bucket >= rows).unwrap_or(MAX_BATCH)
 }

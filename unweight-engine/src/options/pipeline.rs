@@ -1,4 +1,4 @@
-//! How the projections of an MLP are multiplied, as options and saved plans say it: names and numbers, no device.
+//! Pipelines and settings of MLP projections by name, as options and saved plans state them. No device.
 
 use std::{fmt, str::FromStr};
 
@@ -6,7 +6,7 @@ use serde::{Serialize, Serializer};
 use unweight_codegen::spec::DecodeOutput;
 use unweight_format::EncodingId;
 
-/// A projection of an MLP.
+/// A projection of a gated MLP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Projection {
     /// Hidden to intermediate size; its product is activated.
@@ -18,7 +18,7 @@ pub enum Projection {
 }
 
 impl Projection {
-    /// All, in the order of their products.
+    /// All projections, in the order of their products.
     pub const ALL: [Self; 3] = [Self::Gate, Self::Up, Self::Down];
 
     /// The name in tensor names and reports.
@@ -31,14 +31,14 @@ impl Projection {
     }
 }
 
-/// How a projection is multiplied: the report's five pipelines (its Table 3), and packed weights.
+/// The way to multiply with a projection: one of the report's five pipelines (its Table 3), or packed weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Pipeline {
     /// BF16 by cuBLAS.
     Raw,
     /// Palette indices by the reconstructive matmul.
     Palette,
-    /// 12-bit weights by the register-sourced matmuls.
+    /// Packed weights by the matmuls that read them from registers.
     Packed,
     /// Decoded to BF16, then cuBLAS.
     FullDecode,
@@ -49,11 +49,11 @@ pub enum Pipeline {
 }
 
 impl Pipeline {
-    /// All pipelines.
+    /// All pipelines, in the order of the report, `packed` after `palette`.
     pub const ALL: [Self; 6] =
         [Self::Raw, Self::Palette, Self::Packed, Self::FullDecode, Self::Exponents, Self::Transcode];
 
-    /// The pipelines that the report gives a stored form. None for a form that no kernel of a pipeline reads.
+    /// The pipelines for weights of an encoding, by the report's Table 3. Empty for an encoding that no pipeline reads.
     pub fn of(encoding: EncodingId) -> &'static [Self] {
         match encoding {
             EncodingId::RAW => &[Self::Raw],
@@ -64,8 +64,8 @@ impl Pipeline {
         }
     }
 
-    /// What the weights are decoded to before the product; `None` where the product reads them as they are. A layer
-    /// with a projection that is decoded is hard.
+    /// The form that the weights are decoded to before the product; `None` if the product reads them as stored. A layer
+    /// with a decoded projection is called hard, any other easy.
     pub fn decodes(self) -> Option<DecodeOutput> {
         match self {
             Self::Raw | Self::Palette | Self::Packed => None,
@@ -75,12 +75,12 @@ impl Pipeline {
         }
     }
 
-    /// Whether cuBLAS multiplies. Its kernels support no programmatic dependent launch.
+    /// Whether cuBLAS computes the product. Its kernels do not support programmatic dependent launch.
     pub fn is_cublas(self) -> bool {
         matches!(self, Self::Raw | Self::FullDecode)
     }
 
-    /// Whether blocks of its matmul may wait for each other, so that all of them must be resident at once.
+    /// Whether blocks of its matmul wait for each other, so that all of them must be resident at once.
     pub fn waits_for_own_blocks(self) -> bool {
         self == Self::Packed
     }
@@ -103,31 +103,31 @@ impl Pipeline {
     }
 }
 
-/// A ring of the reconstructive matmul, as its variants are named: `n2p4`, `n1p6s2`.
+/// The tile and ring of a reconstructive matmul, as its variants are named: `n2p4`, `n1p6s2`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Ring {
-    /// Tiles of 64 output features that a block multiplies at a time.
+    /// Tiles of 64 output features per block.
     pub tiles: u32,
-    /// Stages.
+    /// Stages of the shared-memory ring.
     pub stages: u32,
-    /// Blocks that share k; 1 for none, which names leave out.
+    /// Blocks that share the k dimension of one product; 1, which names omit, for no split.
     pub splits: u32,
 }
 
-/// A pipeline with the variant of its product: the ring, where the reconstructive matmul multiplies.
+/// A pipeline with the variant of its matmul.
 ///
 /// ```
-/// use unweight_engine::options::{Pipeline, PipelineVariant};
+/// use unweight_engine::raw::options::{Pipeline, PipelineVariant};
 /// let variant: PipelineVariant = "exponents/n2p4".parse()?;
 /// assert_eq!((variant.pipeline, variant.to_string().as_str()), (Pipeline::Exponents, "exponents/n2p4"));
 /// assert!("raw/n2p4".parse::<PipelineVariant>().is_err() && "exponents".parse::<PipelineVariant>().is_err());
-/// # Ok::<(), unweight_engine::options::UnknownVariant>(())
+/// # Ok::<(), unweight_engine::raw::options::UnknownVariant>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PipelineVariant {
     /// The pipeline.
     pub pipeline: Pipeline,
-    /// The ring; `None` where another kernel multiplies.
+    /// The ring of the reconstructive matmul; `None` for pipelines that use another kernel.
     pub ring: Option<Ring>,
 }
 
@@ -150,14 +150,14 @@ impl fmt::Display for PipelineVariant {
     }
 }
 
-/// As its text.
+/// Serializes as the text form.
 impl Serialize for PipelineVariant {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
     }
 }
 
-/// A text that names no variant of a pipeline.
+/// The error of parsing a text that does not name a [`PipelineVariant`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("'{0}' is not a pipeline, such as raw, full-decode or exponents/n2p4")]
 pub struct UnknownVariant(String);
@@ -195,35 +195,35 @@ impl FromStr for PipelineVariant {
     }
 }
 
-/// How the projections of a step of one batch are multiplied.
+/// The pipelines of all MLP projections for steps of one batch size.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Setting {
-    /// In layers with something to decode: gate, up, down.
+    /// The variants of gate, up and down in hard layers, which have Huffman-coded weights.
     pub hard: [PipelineVariant; 3],
-    /// In the others.
+    /// The variants of gate, up and down in all other layers.
     pub easy: [PipelineVariant; 3],
-    /// Multiprocessors that decode while the others multiply.
+    /// The number of multiprocessors that decode while the others multiply.
     pub decode_sms: u32,
-    /// Streams that multiply in hard layers, 1 or 2.
+    /// The number of streams that multiply in hard layers, 1 or 2.
     pub consumers: u8,
 }
 
-/// A setting and its measurement.
+/// A setting with its measured step time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Measured {
-    /// Sequences of a step.
+    /// The number of sequences of the measured steps.
     pub batch: u32,
     /// Identifies the model, the device and the program that were measured, 32 hexadecimal digits.
     pub key: String,
-    /// The device that it was measured on.
+    /// The name of the GPU that it was measured on.
     pub device: String,
     /// The part of the key that concerns the model and the kernels alone, 32 hexadecimal digits.
     pub basis: String,
     /// The fastest setting that was found.
     pub setting: Setting,
-    /// Median time of a step, us.
+    /// The median time of a step in microseconds.
     pub step_us: f64,
-    /// The gain over the setting that the search began with, as a share of its time.
+    /// The gain over the first setting of the search, as a share of that setting's time.
     pub gain: f64,
 }
 
@@ -234,7 +234,7 @@ impl Measured {
     }
 }
 
-/// Measured settings by batch, ascending.
+/// A tuned plan: measured settings by batch size (`docs/format.md` B.10).
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Plan {
     settings: Vec<Measured>,
@@ -247,14 +247,14 @@ impl Plan {
         Self { settings }
     }
 
-    /// Settings, ascending in the batch, those of one batch by their keys.
+    /// The settings, ordered by batch size, then by key.
     pub fn settings(&self) -> &[Measured] {
         &self.settings
     }
 
-    /// Takes a setting, instead of an older one of its batch and key. Removes those of its device whose basis differs:
-    /// another version, other kernels or another model measured them, and nothing asks for them any more. Settings of
-    /// other devices and of other drivers stay, because another machine may read them.
+    /// Adds a setting and replaces the one with the same batch size and key. Removes settings of the same device with
+    /// another basis: they belong to another version, other kernels or another model. Settings of other devices and
+    /// drivers stay, because another machine may read them.
     pub fn insert(&mut self, measured: Measured) {
         self.settings.retain(|own| own.device != measured.device || own.basis == measured.basis);
         match self.settings.binary_search_by(|own| own.place().cmp(&measured.place())) {
@@ -263,7 +263,7 @@ impl Plan {
         }
     }
 
-    /// The setting for a batch, if it was measured for this key.
+    /// The setting for a batch size, if it was measured for this key.
     pub fn setting(&self, batch: u32, key: &str) -> Option<&Setting> {
         let found = self.settings.iter().find(|own| own.batch == batch && own.key == key);
         found.map(|measured| &measured.setting)

@@ -79,14 +79,14 @@ pub(crate) struct BoundGraph {
     variants: Vec<[PipelineVariant; 3]>,
 }
 
-/// Why a setting cannot be run.
+/// The reason why a setting cannot run.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GraphError {
-    /// No step graph.
+    /// No step graph can be built for the setting.
     #[error(transparent)]
     Build(#[from] BuildError),
-    /// A step graph that may not run.
+    /// The step graph fails its check.
     #[error(transparent)]
     Violation(#[from] Violation),
 }

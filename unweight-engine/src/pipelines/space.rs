@@ -1,4 +1,4 @@
-//! Every setting that a search can choose, as coordinates and points of [`tune`](super::tune).
+//! Settings as coordinates and points of [`tune`](super::tune).
 
 use super::{
     Choices, Setting,
@@ -9,7 +9,7 @@ use crate::options::Projection;
 /// Multiprocessors that decode, as a search tries them, after the report's sixth.
 const DECODE_SMS: [u32; 8] = [22, 3, 8, 16, 32, 48, 64, 96];
 
-/// Everything that can be chosen of a step, best guesses first.
+/// All settings that a search can choose for a step, the default choice of each axis first.
 #[derive(Clone, Debug)]
 pub struct SettingSpace {
     space: Space,
@@ -17,7 +17,7 @@ pub struct SettingSpace {
 }
 
 impl SettingSpace {
-    /// The space of these variants on a device of `sms` multiprocessors; `guess` stands for what has no choice.
+    /// The space of these variants on a device of `sms` multiprocessors. `guess` provides the values that have no axis.
     pub fn new(choices: &Choices, guess: &Setting, sms: u32) -> Self {
         let mut axes = Vec::new();
         for (profile, variants) in Profile::ALL.into_iter().zip(choices) {
@@ -41,17 +41,17 @@ impl SettingSpace {
         Self { space, guess: guess.clone() }
     }
 
-    /// The space.
+    /// The axes of the search.
     pub fn space(&self) -> &Space {
         &self.space
     }
 
-    /// Whether there is nothing to choose.
+    /// Whether every axis has a single choice.
     pub fn is_trivial(&self) -> bool {
         self.space.axes().iter().all(|axis| axis.choices.len() == 1)
     }
 
-    /// What a point says.
+    /// The setting of a point.
     pub fn setting(&self, point: &Point) -> Setting {
         let mut setting = self.guess.clone();
         for (axis, name) in self.space.axes().iter().zip(self.space.names(point)) {
@@ -68,7 +68,7 @@ impl SettingSpace {
         setting
     }
 
-    /// The point of a setting; where it says what cannot be chosen, the best guess.
+    /// The point of a setting. A value that an axis does not have becomes the first choice of that axis.
     pub fn point(&self, setting: &Setting) -> Point {
         let names = self.space.axes().iter().map(|axis| {
             let wanted = match axis.coordinate {

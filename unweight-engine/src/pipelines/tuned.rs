@@ -1,5 +1,5 @@
-//! A tuned plan: the settings of a model's steps by batch, with the key of what was measured (`docs/format.md` B.10).
-//! Names of pipelines, no code; every byte of it is checked.
+//! The text form of tuned plans (`docs/format.md` B.10): settings by batch size, each with the key of its measurement.
+//! A plan contains names and numbers only, and all of them are checked.
 
 use serde::{Deserialize, Serialize};
 
@@ -16,7 +16,7 @@ pub fn key(model: &str, placement: Placement, batch: u32, device: &DeviceInfo) -
     Subject { model: &model, batch, context: 0, ..subject(device) }.key()
 }
 
-/// Nothing yet, on this device.
+/// The subject of measurements on this device, with an empty model and batch 0.
 pub fn subject(device: &DeviceInfo) -> Subject<'_> {
     let DeviceInfo { arch, name, sms, driver, .. } = device;
     let major: String = driver.chars().take_while(char::is_ascii_digit).collect();
@@ -33,51 +33,51 @@ const DEVICE_BYTES_MAX: usize = 512;
 /// Multiprocessors of the largest device that is thought of.
 const SMS_MAX: u32 = 4096;
 
-/// What is wrong with a plan.
+/// The reason why a tuned plan cannot be read or extended.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
-    /// More bytes than a plan has.
+    /// The text exceeds the size limit.
     #[error("a tuned plan of {0} bytes; one has at most {PLAN_BYTES_MAX}: tune the bundle again")]
     TooLarge(usize),
-    /// No JSON, or not these fields.
+    /// The text is not JSON, or has other fields.
     #[error("not a tuned plan: {0}; tune the bundle again")]
     Json(String),
-    /// Of an older version.
+    /// The plan has an older version.
     #[error("a tuned plan of version {0}, this program reads {VERSION}; tune the bundle again")]
     Version(u32),
-    /// Of a newer version.
+    /// The plan has a newer version.
     #[error("a tuned plan of version {0}, this program reads {VERSION}; use the newer program that saved it")]
     Newer(u32),
-    /// No room for what is to be added.
+    /// The plan has no room for the settings to be added.
     #[error(
         "a tuned plan of {bytes} bytes, to which {more} settings are to be added; one has at most {PLAN_BYTES_MAX}"
     )]
     Full {
-        /// Bytes of its text.
+        /// Bytes of the text.
         bytes: usize,
-        /// How many are to be added.
+        /// The number of settings to be added.
         more: usize,
     },
-    /// A text that names no variant of a pipeline.
+    /// A setting does not name a variant of a pipeline.
     #[error("tuned plan, batch {batch}: {source}; tune the bundle again")]
     PipelineVariant {
-        /// The batch.
+        /// The batch size of the setting.
         batch: u32,
-        /// What was there.
+        /// The parse error.
         source: UnknownVariant,
     },
-    /// A value out of range.
+    /// A value is out of range.
     #[error("tuned plan, batch {batch}: {name} is not {range}; tune the bundle again")]
     Range {
-        /// The batch.
+        /// The batch size of the setting.
         batch: u32,
-        /// The field.
+        /// The name of the field.
         name: &'static str,
-        /// What it may be.
+        /// The allowed values.
         range: &'static str,
     },
-    /// Batches that do not ascend.
+    /// The settings are not in ascending order.
     #[error("tuned plan, batch {0}: stands behind itself or a larger one; tune the bundle again")]
     Order(u32),
 }
@@ -122,10 +122,10 @@ struct Row {
 }
 
 impl Plan {
-    /// Reads a plan.
+    /// Parses the text form.
     ///
     /// # Errors
-    /// [`PlanError`], of the first thing that is not as it must be.
+    /// [`PlanError`] for the first fault.
     pub fn parse(bytes: &[u8]) -> Result<Self, PlanError> {
         if bytes.len() > PLAN_BYTES_MAX {
             return Err(PlanError::TooLarge(bytes.len()));
@@ -150,12 +150,12 @@ impl Plan {
         Ok(Self::of(settings))
     }
 
-    /// The plan to which so many settings can be added that are to be saved in place of this text. What is damaged or
-    /// of an older program is of no use to anybody and makes room; what a newer program saved is not this one's to
-    /// replace.
+    /// The plan that replaces `text` once `more` settings are added. A damaged or older text gives an empty plan; a
+    /// newer one is an error, because this program must not replace it.
     ///
     /// # Errors
-    /// [`PlanError::Newer`], [`PlanError::Full`].
+    /// [`PlanError::Newer`] if a newer program saved the text, [`PlanError::Full`] if it has no room for `more`
+    /// settings.
     pub fn to_add_to(text: Option<&str>, more: usize) -> Result<Self, PlanError> {
         let Some(text) = text else { return Ok(Self::default()) };
         match Self::parse(text.as_bytes()) {
@@ -167,7 +167,7 @@ impl Plan {
         }
     }
 
-    /// Its text.
+    /// The text form, JSON.
     pub fn text(&self) -> String {
         let settings = self.settings().iter().map(Row::of).collect();
         // Strings and finite numbers: nothing that JSON cannot say.

@@ -8,18 +8,18 @@ use super::{
     is_hard,
 };
 
-/// What a step graph is built for.
+/// The parameters of a step graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
-    /// Slots for decoded weights, 1 to 4: hard layers that are decoded at once, less the one that is read.
+    /// The number of slots for decoded weights, 1 to 4. One slot is read while the others are filled.
     pub slots: u8,
-    /// Streams that multiply in hard layers: 1, or 2 for up beside gate.
+    /// The number of streams that multiply in hard layers: 1, or 2 to run up in parallel with gate.
     pub consumers: u8,
-    /// Multiprocessors of the device.
+    /// The number of multiprocessors of the device.
     pub sms: u32,
-    /// Those of them that decode while the others multiply, in a step graph with hard layers.
+    /// The number of multiprocessors that decode while the others multiply, in a step graph with hard layers.
     pub decode_sms: u32,
-    /// Which slot a hard layer takes.
+    /// The rule that assigns slots to hard layers.
     pub rule: SlotRule,
 }
 
@@ -30,14 +30,14 @@ impl Default for Layout {
     }
 }
 
-/// Which slot a hard layer takes.
+/// The rule that assigns slots to hard layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SlotRule {
-    /// By its rank among hard layers, modulo the slots.
+    /// The rank of the layer among hard layers, modulo the number of slots.
     Rank,
-    /// As the report has it (its section 9.3): half its number, modulo 2. Of adjacent hard layers both may take the
-    /// same slot, and the second is decoded before the first was read: [`check`](super::check()) tells. Here so that
-    /// this can be shown.
+    /// The report's rule (its section 9.3): half the layer's number, modulo 2. Two adjacent hard layers may take the
+    /// same slot, and the second is then decoded before the first was read. [`check`](super::check()) rejects such
+    /// graphs; the rule exists to demonstrate this.
     HalfOfLayer,
 }
 
@@ -50,44 +50,44 @@ impl SlotRule {
     }
 }
 
-/// Why there is no step graph.
+/// The reason why a step graph cannot be built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BuildError {
-    /// Slots out of range.
+    /// The number of slots is out of range.
     #[error("{0} slots; 1 to 4 are possible")]
     Slots(u8),
-    /// Consumers out of range.
+    /// The number of consumers is out of range.
     #[error("{0} streams that multiply; 1 or 2 are possible")]
     Consumers(u8),
-    /// The report's slots are two.
+    /// The report's slot rule needs two slots.
     #[error("{0} slots; the report's rule is for 2")]
     HalfOfLayer(u8),
-    /// Nobody would multiply, or nobody decode.
+    /// The division leaves no multiprocessors for products or for decoders.
     #[error(
         "{decode_sms} of {sms} multiprocessors decode; {least} at least must, one a projection, and one must multiply"
     )]
     Partition {
-        /// Those that decode.
+        /// Multiprocessors that decode.
         decode_sms: u32,
-        /// All.
+        /// Multiprocessors of the device.
         sms: u32,
-        /// The fewest that can decode.
+        /// The least number that can decode.
         least: u32,
     },
 }
 
-/// The step graph of one step of a model with these layers.
+/// Builds the step graph of a model with these layers.
 ///
 /// # Errors
-/// The layout is out of range.
+/// [`BuildError`] if the layout is out of range.
 ///
 /// ```
-/// use unweight_engine::pipelines::step_graph::{Layout, Pipeline, build, check};
+/// use unweight_engine::raw::pipelines::step_graph::{Layout, Pipeline, build, check};
 /// let (hard, easy) = ([Pipeline::Exponents, Pipeline::Exponents, Pipeline::Raw], [Pipeline::Palette, Pipeline::Palette, Pipeline::Raw]);
 /// let graph = build(&[[Pipeline::Raw; 3], easy, hard, easy, hard], &Layout::default())?;
 /// assert_eq!((graph.streams, check(&graph)), (8, Ok(())));
-/// # Ok::<(), unweight_engine::pipelines::step_graph::BuildError>(())
+/// # Ok::<(), unweight_engine::raw::pipelines::step_graph::BuildError>(())
 /// ```
 pub fn build(layers: &[Mlp], layout: &Layout) -> Result<StepGraph, BuildError> {
     let Layout { slots, consumers, sms, decode_sms, rule } = *layout;

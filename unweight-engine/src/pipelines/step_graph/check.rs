@@ -1,8 +1,8 @@
-//! Whether a step graph may run: proved from its steps, with vector clocks and slots as automata.
+//! The check of a step graph: proves from its entries, with vector clocks and slots as automata, that it may run.
 //!
-//! Of two steps that touch the same memory, one of them writing, one must lie before the other by the order of streams
-//! and by events. An event is recorded before anybody waits for it (CUDA ignores a wait for one that never was), so the
-//! host's order is one that the device can follow, and nothing can hang.
+//! If two entries touch the same memory and one writes, streams and events must order them. An event is recorded before
+//! a stream waits for it, because CUDA ignores a wait for an event that was never recorded; so the host's order is one
+//! that the device can follow, and nothing can hang.
 
 use std::collections::{HashMap, HashSet};
 
@@ -13,122 +13,122 @@ use super::{
     clock::{Clocks, Point},
 };
 
-/// What a slot holds: a layer's projection, decoded to this.
+/// The content of a slot's buffer: the layer, and the form that its projection was decoded to.
 pub type Held = (u32, DecodeOutput);
 
-/// What is wrong with a step graph. Steps are counted from 0 in the host's order.
+/// A fault of a step graph. Entries are counted from 0 in the host's order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Violation {
-    /// Two steps touch the same memory, one writes, and nothing orders them.
+    /// Two entries touch the same memory, one writes, and nothing orders them.
     #[error("steps {first} and {second} race for {buffer:?}: the second must wait for an event behind the first")]
     Race {
-        /// The one that is enqueued first.
+        /// The entry that is enqueued first.
         first: usize,
-        /// The other.
+        /// The other entry.
         second: usize,
-        /// What both touch.
+        /// The memory that both touch.
         buffer: Buffer,
     },
-    /// A stream, an event or a slot that the step graph does not have.
+    /// An entry names a stream, an event or a slot that the step graph does not have.
     #[error("step {step} names a stream, event or slot that the step graph does not have")]
     OutOfRange {
-        /// The step.
+        /// The index of the entry.
         step: usize,
     },
-    /// A job touches memory that its step does not name: what is proved of the step would not hold for it.
+    /// A job touches memory that its entry does not name, so that the check would not cover it.
     #[error("step {step} does not say that its job touches {buffer:?}")]
     Undeclared {
-        /// The step.
+        /// The index of the entry.
         step: usize,
-        /// What it touches.
+        /// The memory that it touches.
         buffer: Buffer,
     },
-    /// A wait for an event that no earlier step records: CUDA would ignore it.
+    /// A wait for an event that no earlier entry records; CUDA would ignore it.
     #[error("step {step} waits for event {event}, which no step before it records")]
     WaitBeforeRecord {
-        /// The step.
+        /// The index of the entry.
         step: usize,
         /// The event.
         event: u32,
     },
-    /// An event with two meanings.
+    /// An event is recorded twice.
     #[error("step {step} records event {event} a second time")]
     RecordTwice {
-        /// The step.
+        /// The index of the entry.
         step: usize,
         /// The event.
         event: u32,
     },
-    /// A stream that does not begin behind stream 0: a capture would not have it, and two steps of a model could
-    /// overlap.
+    /// A stream does not begin after stream 0. A capture would miss it, and two steps of a model could overlap.
     #[error("step {step} is the first of stream {stream} and waits for nothing of stream 0")]
     Unforked {
-        /// The step.
+        /// The index of the entry.
         step: usize,
-        /// Its stream.
+        /// The stream of the entry.
         stream: u8,
     },
-    /// A stream whose work stream 0 does not wait for in the end.
+    /// Stream 0 does not wait for the last work of a stream.
     #[error("stream {stream} is not joined: stream 0 ends without waiting for its last step")]
     Unjoined {
         /// The stream.
         stream: u8,
     },
-    /// A product reads other weights than its own.
+    /// A product reads weights of another layer or projection.
     #[error("step {step} wants {want:?} in slot {slot} ({projection:?}) and finds {found:?}")]
     Stale {
-        /// The step.
+        /// The index of the entry.
         step: usize,
         /// The slot.
         slot: u8,
-        /// Its buffer.
+        /// The projection whose buffer is read.
         projection: Projection,
-        /// What the product needs.
+        /// The content that the product needs.
         want: Held,
-        /// What lies there.
+        /// The content of the buffer; `None` if it was not written.
         found: Option<Held>,
     },
-    /// A tensor is decoded a second time.
+    /// A tensor is decoded twice.
     #[error("step {step} decodes {projection:?} of layer {layer} a second time")]
     DecodedTwice {
-        /// The step.
+        /// The index of the entry.
         step: usize,
         /// The layer.
         layer: u32,
-        /// Its projection.
+        /// The projection.
         projection: Projection,
     },
-    /// A tensor that has to be decoded is not, or not as it should be.
+    /// A tensor that must be decoded is not decoded, or to another form.
     #[error("{projection:?} of layer {layer} is never decoded as its product needs it")]
     NeverDecoded {
         /// The layer.
         layer: u32,
-        /// Its projection.
+        /// The projection.
         projection: Projection,
     },
-    /// A tensor is decoded, and no product reads what it became.
+    /// A tensor is decoded, and no product reads the result.
     #[error("{projection:?} of layer {layer} is decoded, and no product reads it")]
     Unread {
         /// The layer.
         layer: u32,
-        /// Its projection.
+        /// The projection.
         projection: Projection,
     },
-    /// A programmatic dependent whose stream has an event, or a kernel that knows no dependence, before it.
+    /// A programmatic dependent follows an event or a kernel without programmatic launch on its stream.
     #[error(
         "step {step} is a programmatic dependent, and what stands before it on its stream is no kernel that allows it"
     )]
     DependentAfterWait {
-        /// The step.
+        /// The index of the entry.
         step: usize,
     },
-    /// Two matmuls whose blocks wait for each other may share the device: half of each could be resident, for ever.
+    /// Two matmuls whose blocks wait for each other may run at the same time. With half of the blocks of each resident,
+    /// both would wait forever.
     #[error("steps {first} and {second} both need all their blocks resident and may run at once")]
     Crowded {
-        /// The one that is enqueued first.
+        /// The entry that is enqueued first.
         first: usize,
-        /// The other.
+        /// The other entry.
         second: usize,
     },
 }
@@ -144,13 +144,13 @@ impl CheckedGraph {
     /// What is wrong with it.
     ///
     /// ```
-    /// use unweight_engine::pipelines::step_graph::{CheckedGraph, Layout, Pipeline, SlotRule, build};
+    /// use unweight_engine::raw::pipelines::step_graph::{CheckedGraph, Layout, Pipeline, SlotRule, build};
     /// let layers = [[Pipeline::Raw; 3], [Pipeline::Exponents; 3], [Pipeline::Exponents; 3], [Pipeline::Exponents; 3]];
     /// assert!(CheckedGraph::new(build(&layers, &Layout::default())?).is_ok());
     /// // The report's slots, where hard layers are adjacent.
     /// let layout = Layout { rule: SlotRule::HalfOfLayer, ..Layout::default() };
     /// assert!(CheckedGraph::new(build(&layers, &layout)?).is_err());
-    /// # Ok::<(), unweight_engine::pipelines::step_graph::BuildError>(())
+    /// # Ok::<(), unweight_engine::raw::pipelines::step_graph::BuildError>(())
     /// ```
     pub fn new(graph: StepGraph) -> Result<Self, Violation> {
         check(&graph)?;

@@ -1,5 +1,5 @@
-//! A step as data: what runs on which stream, which event orders what, which slot holds which decoded weights. Pure: no
-//! device is named.
+//! A step as data: the stream of each job, the events between streams, and the slots of decoded weights. Pure; names no
+//! device.
 //!
 //! ```text
 //! layers --build--> StepGraph --check--> nothing races, nothing stale
@@ -32,15 +32,15 @@ use unweight_codegen::spec::DecodeOutput;
 
 pub use crate::options::{Pipeline, Projection};
 
-/// How the three projections of a layer are multiplied with, gate, up, down.
+/// The pipelines of a layer's projections: gate, up, down.
 pub type Mlp = [Pipeline; 3];
 
-/// Whether something of it must be decoded first.
+/// Whether a projection must be decoded before its product.
 pub fn is_hard(mlp: &Mlp) -> bool {
     mlp.iter().any(|pipeline| pipeline.decodes().is_some())
 }
 
-/// Where a layer's norm stands.
+/// The position of a norm in a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Place {
     /// Before attention.
@@ -49,29 +49,29 @@ pub enum Place {
     Mlp,
 }
 
-/// What a step of a step graph does.
+/// The work of one entry of a step graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Job {
-    /// Looks ids up.
+    /// Looks up token embeddings.
     Embed,
-    /// Norms, of a layer; `None` for the one before the head.
+    /// An RMS norm of a layer; `None` for the norm before the head.
     Norm(Option<(u32, Place)>),
-    /// Queries, keys and values.
+    /// The product of queries, keys and values.
     Qkv {
         /// The layer.
         layer: u32,
     },
-    /// Attention, with what is done to the heads before it.
+    /// Attention, with bias, norm and RoPE of the heads.
     Attention {
         /// The layer.
         layer: u32,
     },
-    /// The projection behind attention, added to the residual.
+    /// The output projection of attention, added to the residual.
     Output {
         /// The layer.
         layer: u32,
     },
-    /// Gate and up as one product that is activated on its way out.
+    /// Gate and up as one product with the activation in its epilogue.
     GateUp {
         /// The layer.
         layer: u32,
@@ -80,14 +80,14 @@ pub enum Job {
     Linear {
         /// The layer.
         layer: u32,
-        /// Which.
+        /// The projection.
         projection: Projection,
-        /// How.
+        /// The pipeline of the product.
         pipeline: Pipeline,
-        /// The slot that its decoded weights lie in.
+        /// The slot that holds its decoded weights; `None` if the product reads stored weights.
         slot: Option<u8>,
     },
-    /// The activation where it is a kernel of its own.
+    /// The activation as a separate kernel.
     Activate {
         /// The layer.
         layer: u32,
@@ -96,16 +96,16 @@ pub enum Job {
     Decode {
         /// The layer.
         layer: u32,
-        /// Which.
+        /// The projection.
         projection: Projection,
-        /// To what.
+        /// The form that the weights are decoded to.
         output: DecodeOutput,
-        /// Where it lies then.
+        /// The slot that receives the decoded weights.
         slot: u8,
     },
-    /// The head.
+    /// The product of the language-model head.
     Head,
-    /// The choice of tokens.
+    /// Sampling.
     Sample,
 }
 
@@ -163,32 +163,32 @@ impl Job {
     }
 }
 
-/// Memory that steps share.
+/// A resource that jobs share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Buffer {
-    /// The residual.
+    /// The residual stream.
     Hidden,
-    /// What was normed.
+    /// The output of a norm.
     Normed,
     /// Queries, keys and values.
     Qkv,
-    /// The heads' results.
+    /// The output of attention.
     Attended,
-    /// The product with gate, then what activation made of it.
+    /// The product with gate; after the activation, its result.
     Gate,
     /// The product with up.
     Up,
-    /// Keys and values of a layer.
+    /// The KV cache of a layer.
     Cache(u32),
     /// Logits.
     Logits,
-    /// Tokens.
+    /// The token ids.
     Ids,
-    /// Decoded weights.
+    /// Decoded weights of a projection in a slot.
     Slot(u8, Projection),
-    /// What matmuls of a stream keep sums in.
+    /// The workspace of the matmuls of a stream.
     Workspace(u8),
-    /// The multiprocessors of a projection's decoders: two of them at once would take those of the matmuls.
+    /// The multiprocessors of a projection's decoders. Two decoders at once would take those of the matmuls.
     Share(Projection),
 }
 
@@ -197,37 +197,37 @@ pub enum Buffer {
 pub enum Step {
     /// Enqueues a job.
     Run {
-        /// On this stream.
+        /// The stream.
         stream: u8,
-        /// What.
+        /// The job.
         job: Job,
-        /// What it reads.
+        /// The buffers that the job reads.
         reads: Vec<Buffer>,
-        /// What it writes; with what it also reads.
+        /// The buffers that the job writes, including those that it also reads.
         writes: Vec<Buffer>,
-        /// Multiprocessors that it may have: persistent grids are made for so many, decoders have a block on each.
+        /// The number of multiprocessors that the job may use: the size of persistent grids, and of a decoder's grid.
         sms: u32,
-        /// As a programmatic dependent of the job before it on its stream.
+        /// Whether the job is a programmatic dependent of the job before it on its stream.
         dependent: bool,
     },
-    /// Records an event behind all that is enqueued on a stream.
+    /// Records an event after all work enqueued on a stream.
     Record {
-        /// On this stream.
+        /// The stream.
         stream: u8,
-        /// Which.
+        /// The event.
         event: u32,
     },
-    /// Has all that follows on a stream wait for an event.
+    /// Makes all later work of a stream wait for an event.
     Wait {
-        /// On this stream.
+        /// The stream.
         stream: u8,
-        /// Which.
+        /// The event.
         event: u32,
     },
 }
 
 impl Step {
-    /// Its stream.
+    /// The stream of the entry.
     pub fn stream(&self) -> u8 {
         match self {
             Self::Run { stream, .. } | Self::Record { stream, .. } | Self::Wait { stream, .. } => *stream,
@@ -238,16 +238,16 @@ impl Step {
 /// A step of a model, in the order in which the host enqueues it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepGraph {
-    /// In the host's order.
+    /// The entries, in the order in which the host enqueues them.
     pub steps: Vec<Step>,
-    /// Streams.
+    /// The number of streams.
     pub streams: u8,
-    /// Events.
+    /// The number of events.
     pub events: u32,
-    /// Slots for decoded weights.
+    /// The number of slots for decoded weights.
     pub slots: u8,
-    /// Multiprocessors of the device.
+    /// The number of multiprocessors of the device.
     pub sms: u32,
-    /// For every layer, the projections that have to be decoded.
+    /// The decoded form of each projection by layer: gate, up, down; `None` for projections that are not decoded.
     pub hard: Vec<[Option<DecodeOutput>; 3]>,
 }

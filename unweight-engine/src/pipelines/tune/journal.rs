@@ -1,11 +1,10 @@
-//! What was measured, a line each, on disk before the next measurement begins.
+//! The journal of a search: one line per measurement, on disk before the next measurement begins.
 //!
 //! ```text
 //! {"tune":1,"key":"9a...","axes":["hard.gate.pipeline","easy.gate.pipeline"],"start":["transcode","..."]}
 //! {"phase":"sweep","incumbent":["exponents","..."],"challenger":["transcode","..."],"answer":{"measured":{...}}}
 //! ```
-//! A kill leaves a last line that is not whole: it is cut off. Anything else that is no such line is damage, and
-//! refused.
+//! An incomplete last line, which a killed process leaves, is cut off. Any other malformed line is an error.
 
 use std::{
     collections::HashMap,
@@ -25,14 +24,14 @@ use super::{
 
 /// Version of the lines.
 const VERSION: u32 = 1;
-/// Largest file that is read, bytes: tens of thousands of measurements, where a search has some hundreds.
+/// The largest journal that is read, in bytes: tens of thousands of measurements. A search has hundreds.
 pub const JOURNAL_BYTES_MAX: u64 = 64 << 20;
 
-/// Why a journal cannot be used.
+/// The reason why a journal cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum JournalError {
-    /// The file.
+    /// The file cannot be read or written.
     #[error("{}: {source}", .path.display())]
     Io {
         /// The file.
@@ -40,41 +39,41 @@ pub enum JournalError {
         /// Why.
         source: io::Error,
     },
-    /// A line that is none of a journal.
+    /// A line is not a line of a journal.
     #[error("{}: line {line}: {reason}; mend the line, or begin with a new file", .path.display())]
     Damaged {
         /// The file.
         path: PathBuf,
-        /// From 1.
+        /// The line number, from 1.
         line: usize,
         /// What is wrong.
         reason: String,
     },
-    /// Measurements of something else.
+    /// The journal belongs to another subject.
     #[error("{}: these measurements are of {found} and not of {want}; begin with a new file", .path.display())]
     Key {
         /// The file.
         path: PathBuf,
-        /// Its key.
+        /// The key in the journal.
         found: String,
-        /// The key asked for.
+        /// The requested key.
         want: String,
     },
-    /// No search writes so much.
+    /// The file exceeds [`JOURNAL_BYTES_MAX`].
     #[error("{}: {bytes} bytes, above the limit of {JOURNAL_BYTES_MAX}; begin with a new file", .path.display())]
     TooLarge {
         /// The file.
         path: PathBuf,
-        /// Its bytes.
+        /// The size of the file in bytes.
         bytes: u64,
     },
-    /// A folder, a pipe, or the like.
+    /// The path does not name a regular file.
     #[error("{}: exists, and is no file that a journal could be; choose another name", .path.display())]
     NoFile {
-        /// What it is not.
+        /// The path.
         path: PathBuf,
     },
-    /// Somebody else writes it.
+    /// Another process writes the file.
     #[error("{}: {by} writes this journal; let it end, or choose another file", .path.display())]
     Busy {
         /// The file.
@@ -119,7 +118,7 @@ struct Line<N> {
 /// What was measured of two points.
 type Answers = HashMap<(Phase, Point, Point), Answer>;
 
-/// The measurements of one search.
+/// The measurements of one search, in a file.
 #[derive(Debug)]
 pub struct Journal {
     path: PathBuf,
@@ -128,8 +127,8 @@ pub struct Journal {
     answers: Answers,
 }
 
-/// A file that a journal lies in, or will: locked and read, before anybody knows what will be measured. What is known
-/// sooner is checked sooner; what was claimed and not begun leaves nothing behind.
+/// A journal file that is locked and read before the search is known, so that its faults show early. A claim that is
+/// dropped without [`Claim::begin`] leaves no new file behind.
 #[derive(Debug)]
 pub struct Claim {
     /// Before the file, so that a name goes while its lock is held.
@@ -162,10 +161,11 @@ fn place_of(metadata: io::Result<Metadata>) -> Option<Place> {
 }
 
 impl Claim {
-    /// Claims a file, or a new one of this name.
+    /// Locks the file at `path` and creates it if it does not exist.
     ///
     /// # Errors
-    /// It is no file, cannot be opened, is written by somebody else, or does not begin as a journal does.
+    /// [`JournalError`] if the path is not a regular file, cannot be opened, is written by another process, or does not
+    /// begin with a journal's head.
     pub fn new(path: &Path) -> Result<Self, JournalError> {
         let io = |source| JournalError::Io { path: path.to_owned(), source };
         loop {
@@ -213,10 +213,10 @@ impl Claim {
         }
     }
 
-    /// Whether it has measurements of something else.
+    /// Checks that the file is empty or a journal of this key.
     ///
     /// # Errors
-    /// [`JournalError::Key`], or what is there is neither a journal nor the beginning of this one.
+    /// [`JournalError::Key`] for a journal of another key, [`JournalError::Damaged`] for anything else.
     pub fn check(&self, key: &str) -> Result<(), JournalError> {
         if self.whole() > 0 {
             let head = self.head()?;
@@ -233,11 +233,11 @@ impl Claim {
         self.torn(known.as_bytes(), self.bytes.len().min(known.len()))
     }
 
-    /// The journal for the measurements of `key` in `space` from `start` on. A search that goes on begins at
+    /// Begins or resumes the journal of a search for `key` in `space` from `start` on. A resumed search begins at
     /// [`Journal::start`].
     ///
     /// # Errors
-    /// [`JournalError`].
+    /// [`JournalError`] if the file belongs to another search, is damaged or cannot be written.
     pub fn begin(mut self, key: &str, space: &Space, start: &Point) -> Result<Journal, JournalError> {
         self.check(key)?;
         let whole = self.whole();
@@ -292,40 +292,40 @@ impl Claim {
 }
 
 impl Journal {
-    /// Opens a journal, or begins one: [`Claim::new`] and [`Claim::begin`].
+    /// Opens or begins a journal: [`Claim::new`] and [`Claim::begin`].
     ///
     /// # Errors
-    /// [`JournalError`].
+    /// [`JournalError`] if the file belongs to another search, is damaged or cannot be written.
     pub fn open(path: &Path, key: &str, space: &Space, start: &Point) -> Result<Self, JournalError> {
         Claim::new(path)?.begin(key, space, start)
     }
 
-    /// Where the search began whose journal this is: what was found may have been saved since, and be where another
-    /// one would begin.
+    /// The point at which the search began. It may differ from the start of a new search, which may begin at the saved
+    /// result of this one.
     pub fn start(&self) -> &Point {
         &self.start
     }
 
-    /// Measurements that it has.
+    /// The number of measurements.
     pub fn len(&self) -> usize {
         self.answers.len()
     }
 
-    /// Whether it has none.
+    /// Whether there are no measurements.
     pub fn is_empty(&self) -> bool {
         self.answers.is_empty()
     }
 
-    /// What was measured of two points.
+    /// The measurement of two points in a phase, if the journal has it.
     pub fn answer(&self, phase: Phase, incumbent: &Point, challenger: &Point) -> Option<&Answer> {
         self.answers.get(&(phase, incumbent.clone(), challenger.clone()))
     }
 
-    /// Adds a measurement: it is on disk when this returns. The answer as it will be read again, whose times may differ
-    /// in their last bit.
+    /// Appends a measurement and flushes it to disk. Returns the answer as a later read parses it; its times may differ
+    /// in the last bit.
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// [`JournalError::Io`] if the file cannot be written.
     pub fn append(
         &mut self,
         space: &Space,

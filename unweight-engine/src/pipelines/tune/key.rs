@@ -1,48 +1,48 @@
-//! For what a measurement holds.
+//! Keys of measurements.
 
 use unweight_codegen::{catalog_digest, spec::Arch};
 use unweight_format::Digest;
 
-/// What is measured, where. Whoever writes measurements and whoever reads them call [`Subject::key`]: there is no other
-/// way to a key.
+/// The model, batch and device that a measurement is valid for. [`Subject::key`] is the only source of keys, for
+/// writers and readers of measurements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Subject<'a> {
     /// The digest of the bundle's manifest with the placement, or the name of a geometry with random weights.
     pub model: &'a str,
-    /// Rows of a step.
+    /// The number of rows of a step.
     pub batch: u32,
-    /// Tokens of a sequence.
+    /// The number of tokens of a sequence.
     pub context: u32,
     /// The architecture that kernels are compiled for.
     pub arch: Arch,
-    /// The device's name, as its driver says it.
+    /// The name of the device, as its driver reports it.
     pub device: &'a str,
-    /// Its multiprocessors.
+    /// The number of its multiprocessors.
     pub sms: u32,
     /// The major version of CUDA that the driver supports, such as 13.
     pub driver: u32,
-    /// How steps are measured; `None` where that does not matter, as for a plan that was found.
+    /// The way of measuring; `None` for keys of saved plans, which do not depend on it.
     pub how: Option<How<'a>>,
 }
 
-/// What is measured with, beside the step itself.
+/// The way of measuring: everything that changes a step's time and is not part of [`Subject`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct How<'a> {
-    /// Rounds of a comparison, and steps of a round.
+    /// Rounds per comparison and steps per round.
     pub rounds: (u32, u32),
-    /// Bytes of device memory for everything, where they were said.
+    /// The limit of device memory in bytes, if one was given.
     pub memory: Option<u64>,
-    /// The table that chooses matmuls, as text.
+    /// The measured table that dispatch uses, as text.
     pub table: &'a str,
 }
 
 impl Subject<'_> {
-    /// Names the measurements of this subject: 32 hexadecimal digits. Another version of this crate, or a letter in
-    /// what a kernel is compiled from, has another.
+    /// The key of this subject's measurements, 32 hexadecimal digits. It changes with the version of this crate and
+    /// with every byte of the kernel sources.
     ///
     /// ```
     /// use unweight_codegen::spec::Arch;
-    /// use unweight_engine::pipelines::tune::Subject;
+    /// use unweight_engine::raw::pipelines::tune::Subject;
     /// let (arch, device) = (Arch::Sm90a, "NVIDIA H200");
     /// let (sms, driver, how) = (132, 13, None);
     /// let subject = Subject { model: "llama-3.1-8b", batch: 1, context: 1024, arch, device, sms, driver, how };
@@ -53,9 +53,9 @@ impl Subject<'_> {
         self.key_with(catalog_digest(self.arch))
     }
 
-    /// What of this subject no other driver, batch or way of measuring changes: 32 hexadecimal digits of this crate's
-    /// version, the model and what kernels are compiled from. What was measured on the device of another basis,
-    /// nothing asks for any more.
+    /// The part of the key that driver, batch and way of measuring do not change: a digest of this crate's version, the
+    /// model and the kernel sources, 32 hexadecimal digits. Measurements on the same device with another basis are
+    /// obsolete.
     pub fn basis(&self) -> String {
         let kernels = catalog_digest(self.arch);
         let text = format!("{} {kernels} {}", env!("CARGO_PKG_VERSION"), self.model);

@@ -1,5 +1,5 @@
-//! What of a step can be chosen, and how the best is found: coordinate descent over measurements of whole steps (report
-//! section 10). Names no device.
+//! The search for the fastest setting: coordinate descent over measurements of whole steps (report section 10). Names
+//! no device.
 //!
 //! ```text
 //! Space, start --descend--> compare(incumbent, challenger) --> Journal, a line each --> Tuned
@@ -13,7 +13,7 @@
 //! | [`journal`] | one line a measurement, on disk before the next begins; what a kill leaves |
 //! | [`key`] | for what a measurement holds |
 //!
-//! Who measures is an [`Objective`]; tests have one of invented costs.
+//! An [`Objective`] measures; tests use one with invented costs.
 
 pub mod answer;
 pub mod journal;

@@ -1,10 +1,10 @@
 //! Coordinate descent (report section 10.2, its Algorithm 8).
 //!
-//! For hard layers, then easy ones, then what belongs to the whole step: every axis is swept while the others hold
-//! still, until a round changes nothing. Then each alternative is measured once more, and taken if it gains more than 2
-//! %. A challenger is taken if the median of its paired gains exceeds both 0.5 % and three times their median
-//! deviation. A point that was left is never taken again, so the search ends; and the result is compared with the start
-//! at last, so that it is never worse.
+//! The axes of hard layers are swept first, then those of easy layers, then those of the whole step: one axis at a time
+//! while the others are fixed, until a round changes nothing. Then each alternative is measured once more and taken if
+//! it gains more than 2 %. A challenger is taken if the median of its paired gains exceeds both 0.5 % and three times
+//! their median deviation. A point that was left is never taken again, so the search ends. Finally the result is
+//! compared with the start, so that it is never worse.
 
 use std::collections::HashSet;
 
@@ -14,29 +14,29 @@ use super::{
     space::{Point, Profile, Space},
 };
 
-/// Why an objective cannot go on. What was measured is in the journal.
+/// The error that stops a search. Finished measurements are in the journal.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct ObjectiveError(pub Box<dyn std::error::Error + Send + Sync>);
 
-/// Who measures.
+/// Measures points for a search.
 pub trait Objective {
-    /// Steps of both points, in turns.
+    /// Measures steps of both points in interleaved rounds.
     ///
     /// # Errors
-    /// It cannot go on: the device is lost, or the user interrupts. A challenger that cannot run is no error
-    /// ([`Answer::AdmissionError`]).
+    /// [`ObjectiveError`] if no further point can be measured: the device failed or the user interrupts. A challenger
+    /// that cannot run is an [`Answer`], not an error.
     fn compare(&mut self, incumbent: &Point, challenger: &Point) -> Result<Answer, ObjectiveError>;
 }
 
-/// What a search may cost, and what counts as a gain.
+/// The limits of a search: rounds, and the least gain that counts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
-    /// Rounds of sweeps over the axes of one profile.
+    /// The maximum number of rounds of sweeps per profile.
     pub rounds: u32,
-    /// The least gain of a sweep, as a share.
+    /// The least gain of a sweep, as a share of the incumbent's time.
     pub gain: f64,
-    /// The least gain of a revisit.
+    /// The least gain of a revisit, as a share of the incumbent's time.
     pub revisit_gain: f64,
 }
 
@@ -46,45 +46,44 @@ impl Default for Limits {
     }
 }
 
-/// How far a search is.
+/// The progress of a search.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Progress<'a> {
-    /// Comparisons so far, those of the journal included.
+    /// The number of comparisons so far, including those of the journal.
     pub compared: u32,
-    /// How many it will have been at the end of the search, if nothing more is gained; points that were left already
-    /// may make it a few less.
+    /// The estimated number of comparisons of the whole search, if no further challenger is taken.
     pub expected: u32,
-    /// Whether the last one was measured now.
+    /// Whether the last comparison was measured now, not read from the journal.
     pub measured: bool,
-    /// The best so far.
+    /// The best point so far.
     pub incumbent: &'a Point,
 }
 
-/// What a search found.
+/// The result of a search.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tuned {
     /// The best point: the start, if nothing was better.
     pub best: Point,
-    /// What it gains over the start, as a share of the start's time.
+    /// The gain over the start, as a share of the start's time.
     pub gain: f64,
-    /// Comparisons that were measured now.
+    /// The number of comparisons that were measured now.
     pub measured: u32,
-    /// Comparisons that the journal had.
+    /// The number of comparisons that were read from the journal.
     pub replayed: u32,
-    /// Challengers that could not run.
+    /// The number of challengers that could not run.
     pub rejected: u32,
-    /// Challengers that were taken, in order.
+    /// The challengers that were taken, in order.
     pub taken: Vec<Point>,
 }
 
-/// Why a search did not end. It goes on from its journal.
+/// The reason why a search stopped early. It resumes from its journal.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TuneError {
-    /// The journal.
+    /// The journal cannot be used.
     #[error(transparent)]
     Journal(#[from] JournalError),
-    /// The objective.
+    /// The objective failed.
     #[error("the measurement failed: {0}; the journal has all before it")]
     Objective(#[from] ObjectiveError),
 }
@@ -99,10 +98,10 @@ impl TuneError {
     }
 }
 
-/// Finds the best point from `start` on. `watch` is told of every comparison.
+/// Searches for the best point from `start` on. `watch` receives the progress after every comparison.
 ///
 /// # Errors
-/// [`TuneError`]: called again with the same journal, it goes on where it stood.
+/// [`TuneError`] if the objective or the journal fails. A later call with the same journal resumes the search.
 pub fn descend(
     space: &Space,
     start: &Point,

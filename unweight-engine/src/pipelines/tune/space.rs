@@ -1,20 +1,20 @@
-//! Coordinates, their choices, points.
+//! The search space: axes, their choices, and points.
 
 use std::fmt;
 
 use crate::options::Projection;
 
-/// Layers that are tuned together: a decoder hides under easy layers, and not under hard ones.
+/// A kind of layer, tuned separately: decoders run in parallel with easy layers and not with hard ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Profile {
-    /// With something to decode.
+    /// Layers with Huffman-coded weights.
     Hard,
-    /// Without.
+    /// All other layers.
     Easy,
 }
 
 impl Profile {
-    /// Both, in the order in which they are tuned.
+    /// Both profiles, in the order in which they are tuned.
     pub const ALL: [Self; 2] = [Self::Hard, Self::Easy];
 
     fn name(self) -> &'static str {
@@ -25,19 +25,19 @@ impl Profile {
     }
 }
 
-/// Something that can be chosen.
+/// A parameter of a setting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Coordinate {
-    /// How a projection is multiplied with: a [`PipelineVariant`](crate::options::PipelineVariant).
+    /// The [`PipelineVariant`](crate::options::PipelineVariant) of a projection in the layers of a profile.
     Pipeline(Profile, Projection),
-    /// Multiprocessors that decode.
+    /// The number of multiprocessors that decode.
     DecodeSms,
-    /// Streams that multiply.
+    /// The number of streams that multiply.
     Consumers,
 }
 
 impl Coordinate {
-    /// The profile that it belongs to, if it is one's own.
+    /// The profile of the parameter; `None` if it belongs to the whole step.
     pub fn profile(self) -> Option<Profile> {
         match self {
             Self::Pipeline(profile, _) => Some(profile),
@@ -56,21 +56,21 @@ impl fmt::Display for Coordinate {
     }
 }
 
-/// A coordinate with its choices, by name.
+/// A parameter with its choices by name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Axis {
-    /// What is chosen.
+    /// The parameter.
     pub coordinate: Coordinate,
-    /// Between these; one at least, no two alike.
+    /// The names of its choices: at least one, no two alike.
     pub choices: Vec<String>,
 }
 
-/// One choice of every axis, by its place among the axis's choices.
+/// One choice per axis, by index.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Point(Vec<usize>);
 
 impl Point {
-    /// The choice of an axis.
+    /// The index of the choice of an axis.
     pub fn choice(&self, axis: usize) -> usize {
         self.0[axis]
     }
@@ -83,17 +83,17 @@ impl Point {
     }
 }
 
-/// Why there is no such space or point.
+/// The reason why a space or a point is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SpaceError {
-    /// An axis of nothing.
+    /// An axis has no choices.
     #[error("{0} has no choices; leave it out")]
     NoChoices(Coordinate),
-    /// Two axes of one coordinate.
+    /// Two axes have the same coordinate.
     #[error("{0} is there twice")]
     Twice(Coordinate),
-    /// Two choices of one name.
+    /// Two choices of an axis have the same name.
     #[error("{coordinate} has '{choice}' twice")]
     ChoiceTwice {
         /// The coordinate.
@@ -101,22 +101,22 @@ pub enum SpaceError {
         /// The choice.
         choice: String,
     },
-    /// Names that are not one for each axis.
+    /// The number of names differs from the number of axes.
     #[error("{got} choices for {axes} coordinates")]
     Count {
-        /// Choices.
+        /// The number of names.
         got: usize,
-        /// Axes.
+        /// The number of axes.
         axes: usize,
     },
-    /// A name that an axis does not have.
+    /// An axis has no choice of this name.
     #[error("{coordinate} cannot be '{choice}'; it can be {known}")]
     Unknown {
         /// The coordinate.
         coordinate: Coordinate,
-        /// What was asked for.
+        /// The requested name.
         choice: String,
-        /// What there is.
+        /// The names of its choices.
         known: String,
     },
 }
@@ -128,17 +128,17 @@ impl SpaceError {
     }
 }
 
-/// Everything that can be chosen. Axes are swept in their order: the profiles' own, then those of the whole step.
+/// The axes of a search, in the order in which they are swept: those of the profiles, then those of the whole step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Space {
     axes: Vec<Axis>,
 }
 
 impl Space {
-    /// A space of these axes, in the order in which they are swept.
+    /// A space of these axes.
     ///
     /// # Errors
-    /// [`SpaceError`].
+    /// [`SpaceError`] if an axis is empty, or if axes or choices repeat.
     pub fn new(mut axes: Vec<Axis>) -> Result<Self, SpaceError> {
         // Stable: hard, easy, the whole step; within one, as given.
         axes.sort_by_key(|axis| axis.coordinate.profile().map_or(2, |profile| profile as u8));
@@ -157,7 +157,7 @@ impl Space {
         Ok(Self { axes })
     }
 
-    /// Its axes.
+    /// The axes in the order in which they are swept.
     pub fn axes(&self) -> &[Axis] {
         &self.axes
     }
@@ -167,10 +167,11 @@ impl Space {
         Point(vec![0; self.axes.len()])
     }
 
-    /// The point of these choices, one for each axis.
+    /// The point with these choices, one name per axis.
     ///
     /// # Errors
-    /// [`SpaceError::Count`], [`SpaceError::Unknown`].
+    /// [`SpaceError::Count`] for another number of names, [`SpaceError::Unknown`] for a name that an axis does not
+    /// have.
     pub fn point(&self, choices: &[impl AsRef<str>]) -> Result<Point, SpaceError> {
         if choices.len() != self.axes.len() {
             return Err(SpaceError::Count { got: choices.len(), axes: self.axes.len() });
@@ -186,7 +187,7 @@ impl Space {
         places.collect::<Result<_, _>>().map(Point)
     }
 
-    /// The names of a point's choices, one for each axis.
+    /// The names of a point's choices, one per axis.
     pub fn names(&self, point: &Point) -> Vec<&str> {
         self.axes.iter().zip(&point.0).map(|(axis, choice)| axis.choices[*choice].as_str()).collect()
     }
