@@ -46,7 +46,7 @@ pub enum EngineError {
     /// Pipelines were asked for, and this build has none.
     #[error("mlp = {0} needs the cargo feature `pipelines`, which this build does not have; leave it out")]
     NoPipelines(&'static str),
-    /// Experts have one way to lie.
+    /// Experts run from packed weights alone.
     #[error(
         "mlp = {0} was asked for, and the MLPs of this model are experts, which run from packed weights alone: nothing \
          is decoded beside them; leave it out, and the model runs"
