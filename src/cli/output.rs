@@ -53,7 +53,7 @@ impl Output {
         Ok(())
     }
 
-    /// As [`Output::result`], for a summary nobody asked for: with `-q` the text is not printed.
+    /// As [`Output::result`], for a summary that was not asked for: with `-q` the text is not printed.
     pub fn summary<T: Serialize>(
         self,
         command: &str,

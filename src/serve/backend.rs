@@ -18,7 +18,7 @@ pub trait Backend {
     /// Takes a request.
     ///
     /// # Errors
-    /// [`AdmissionError`]; what runs goes on.
+    /// [`AdmissionError`]; sequences that run continue.
     fn add(&mut self, request: Request) -> Result<SeqId, AdmissionError>;
 
     /// Ends a sequence; nothing more is told of it. `false`: there is none such, or it has ended.
@@ -54,7 +54,7 @@ pub struct Load {
     pub running: usize,
     /// Sequences that wait for one.
     pub waiting: usize,
-    /// Pages of the KV cache that nobody has.
+    /// Free pages of the KV cache.
     pub free_pages: u32,
 }
 

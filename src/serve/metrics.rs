@@ -73,7 +73,7 @@ pub(super) struct Metrics {
     pub prompt_tokens: AtomicU64,
     /// Tokens that were made for somebody.
     pub generated_tokens: AtomicU64,
-    /// Sequences that ended because nobody wanted more of them.
+    /// Sequences that ended because their client was gone.
     pub cancelled: AtomicU64,
     /// From the arrival of a request to a sequence's first token.
     pub first_token: Histogram,
@@ -104,7 +104,7 @@ impl Metrics {
 
     /// Notes what the engine has to do.
     pub fn load(&self, load: Load) {
-        // In this order: whoever sees nobody run sees that the pages are back.
+        // In this order: a reader that sees no sequence run sees its pages free.
         self.free_pages.store(load.free_pages.into(), Release);
         self.running.store(load.running as u64, Release);
         self.waiting.store(load.waiting as u64, Release);
@@ -124,7 +124,7 @@ impl Metrics {
             ("sequences_running", "gauge", "Sequences that have a row.", self.running.load(Acquire)),
             ("sequences_waiting", "gauge", "Sequences that wait for a row.", self.waiting.load(Acquire)),
             ("kv_pages", "gauge", "Pages of the KV cache.", pages),
-            ("kv_pages_free", "gauge", "Pages of the KV cache that nobody has.", self.free_pages.load(Acquire)),
+            ("kv_pages_free", "gauge", "Free pages of the KV cache.", self.free_pages.load(Acquire)),
             ("prompt_tokens_total", "counter", "Tokens of prompts taken.", self.prompt_tokens.load(Relaxed)),
             ("generated_tokens_total", "counter", "Tokens made.", self.generated_tokens.load(Relaxed)),
             ("cancelled_total", "counter", "Sequences ended before their end.", self.cancelled.load(Relaxed)),

@@ -123,7 +123,7 @@ impl Run<'_> {
     }
 }
 
-/// Batches at and beside the edges of a variant's batch tile, and one in its third tile.
+/// Batches at and next to the edges of a variant's batch tile, and one in its third tile.
 pub(super) fn batches(spec: &VariantSpec) -> Vec<u32> {
     let tile = match spec.op {
         Op::GemmMma(op) => op.batch_tile.get(),

@@ -30,7 +30,7 @@ impl Part {
         self.of
     }
 
-    /// Whether it has the files beside the weights.
+    /// Whether it has the files that are not weights.
     pub(crate) fn has_copies(self) -> bool {
         self.index == 1
     }

@@ -33,7 +33,7 @@ pub(crate) struct PartFile {
     version: Version,
     creator: String,
     part: Part,
-    /// Everything that decides the bytes of a shard beside the source.
+    /// Everything that decides the bytes of a shard, apart from the source.
     fingerprint: String,
     pub(super) options: Options,
     /// All files of the source, by name.

@@ -50,7 +50,8 @@ fn crates(out: &mut String, owners: &[(&str, &[&str])]) {
 }
 
 fn modules(out: &mut String) {
-    *out += "\n## Modules\nA module may name those that stand higher in the list of its crate, and none of its own line.\n```\n";
+    *out += "\n## Modules\n";
+    *out += "A module may name those that stand higher in the list of its crate, and none of its own line.\n```\n";
     for own in CRATES.iter().filter(|own| !own.levels.is_empty()) {
         let mut folder = own.source();
         for (names, holds) in own.levels {

@@ -74,6 +74,6 @@ pub enum Phase {
     Sweep,
     /// Alternatives once more.
     Revisit,
-    /// The result beside the start.
+    /// The result compared with the start.
     Confirm,
 }
