@@ -8,8 +8,8 @@ use crate::config::ModelConfig;
 const BF16_BYTES: u64 = 2;
 
 impl ModelConfig {
-    /// The linear layers of one transformer layer as they run, `[outputs, inputs]`: queries, keys and values in one;
-    /// output; gate and up in one; down. Those of a mixture's experts lie one below the other.
+    /// The linear layers of one transformer layer as they run, `[outputs, inputs]`: queries, keys and values as one;
+    /// output; gate and up as one; down. The experts of a mixture are concatenated by rows.
     pub fn linears(&self) -> [[u32; 2]; 4] {
         let q = self.heads * self.head_dim;
         let experts = self.mixture.map_or(1, |mixture| mixture.experts);

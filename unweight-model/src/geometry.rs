@@ -92,7 +92,7 @@ impl Geometry {
     /// The model of a name.
     ///
     /// # Errors
-    /// Nobody knows the name; the error lists those that are known.
+    /// [`UnknownName`] for an unknown name; it lists the known names.
     pub fn named(name: &str) -> Result<Self, UnknownName> {
         Self::ALL.iter().copied().find(|geometry| geometry.name == name).ok_or_else(|| UnknownName {
             what: "geometry",

@@ -1,4 +1,4 @@
-//! Formats of other systems that store weights losslessly: read, written and judged beside Unweight's own.
+//! Formats of other systems that store weights losslessly: read, written, and compared with Unweight's own.
 //!
 //! ```text
 //! dfloat11    BF16: Huffman-coded exponents, byte-wise tables, a gap a thread   LeanModels/DFloat11, arXiv 2504.11651

@@ -17,7 +17,7 @@ use rayon::prelude::*;
 pub const STATES: u32 = 4096;
 /// Streams of a block.
 pub const BLOCK_STREAMS: usize = 128;
-/// Bytes of a stream are a multiple of it: a tile's pairs, twice.
+/// The bytes of a stream are a multiple of this: a tile's pairs, twice.
 pub const STEP: usize = 16;
 /// Pairs of a tile.
 const TILE: usize = STEP / 2;

@@ -293,7 +293,7 @@ impl Encoded {
 pub mod oracle {
     use super::Encoded;
 
-    /// An element, found by counting all that lie before it in its block.
+    /// An element, found by counting the elements before it in its block.
     pub fn element(encoded: &Encoded, row: usize, col: usize) -> Option<u16> {
         let block = row / 64 * (encoded.cols / 64) + col / 64;
         let (row, col) = (row % 64, col % 64);

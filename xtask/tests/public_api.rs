@@ -55,6 +55,9 @@ struct Defined {
 
 type Place = Vec<String>;
 
+/// Kind and name of a field, variant, method or constant.
+type Member = (&'static str, String);
+
 /// What a module says, by name.
 #[derive(Default)]
 struct Module {
@@ -69,9 +72,9 @@ struct Module {
 struct Crate {
     modules: BTreeMap<Place, Module>,
     /// Members of types and traits, by where the type is defined.
-    members: BTreeMap<Place, BTreeSet<(&'static str, String)>>,
+    members: BTreeMap<Place, BTreeSet<Member>>,
     /// Members by the path of the type as an `impl` writes it, with the module of that `impl`.
-    impls: Vec<(Place, Place, Vec<(&'static str, String)>)>,
+    impls: Vec<(Place, Place, Vec<Member>)>,
 }
 
 fn root() -> &'static Path {

@@ -1,4 +1,4 @@
-//! LSB-first bit streams, one bit at a time: for the oracle, and for whoever wants to see what a stream is.
+//! LSB-first bit streams, one bit at a time: for the oracle, and as a plain definition of a stream.
 
 /// Appends bits from bit 0 upwards.
 #[derive(Debug, Default, Clone)]

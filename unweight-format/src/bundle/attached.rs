@@ -329,8 +329,8 @@ pub(crate) fn of_bundle(dir: &Path, manifest: &Manifest) -> Result<Option<Attach
 /// of the bundle changes. An attached plan stays, even in a damaged file, as long as its index is sound.
 ///
 /// # Errors
-/// `dir` is no bundle, it has kernels already and `force` is not set, the file cannot be written, or somebody else has
-/// been writing it for half a minute.
+/// `dir` is not a bundle, it has kernels already and `force` is not set, the file cannot be written, or another process
+/// has been writing it for half a minute.
 pub fn attach(dir: &Path, kernels: &[(AttachedKernel, &[u8])], force: bool) -> Result<u64, BundleError> {
     // Before anything is locked.
     Attached::encode(kernels)?;
@@ -349,7 +349,7 @@ pub fn attach(dir: &Path, kernels: &[(AttachedKernel, &[u8])], force: bool) -> R
 /// meanwhile, so that two processes that add to a plan lose nothing. The kernels stay. Returns the bytes of the file.
 ///
 /// # Errors
-/// `change`'s own; `dir` is no bundle, what is attached to it is damaged, the file cannot be written, or another
+/// The error of `change`; `dir` is not a bundle, its attached file is damaged, the file cannot be written, or another
 /// process has been writing it for half a minute.
 pub fn attach_plan<E: From<BundleError>>(
     dir: &Path,
@@ -365,7 +365,7 @@ pub fn attach_plan<E: From<BundleError>>(
 /// Checks that [`attach`] could write now, before minutes of compiling.
 ///
 /// # Errors
-/// `dir` is no bundle, a file cannot be made there, or another process has been writing it for half a minute.
+/// `dir` is not a bundle, a file cannot be made there, or another process has been writing it for half a minute.
 pub fn may_attach(dir: &Path) -> Result<(), BundleError> {
     may_place(dir, &lock(dir)?)
 }
@@ -440,7 +440,7 @@ pub struct Detached {
 /// was nothing.
 ///
 /// # Errors
-/// `dir` is no bundle, the file cannot be removed, or another process has been writing it for half a minute.
+/// `dir` is not a bundle, the file cannot be removed, or another process has been writing it for half a minute.
 pub fn detach(dir: &Path) -> Result<Option<Detached>, BundleError> {
     let path = dir.join(ATTACHED_NAME);
     let _lock = lock(dir)?;

@@ -1,8 +1,8 @@
 //! Digests of blocks of a packed matrix, so that a part of it can be read and compared (`docs/format.md` B.4).
 //!
-//! A block is 8 x 8 tiles, 512 x 512 weights, less at the edges. Its tiles lie in up to 8 places of the section, a run
-//! for each row of tiles; its digest is that of the runs one after the other. So what a rank of several takes, rows or
-//! columns, is whole blocks but for its edges, whichever way the matrix is cut.
+//! A block is 8 x 8 tiles, 512 x 512 weights, less at the edges. Its tiles occupy up to 8 runs of the section, one for
+//! each row of tiles; its digest is that of the concatenated runs. The rows or columns of a tensor-parallel rank are
+//! whole blocks except at the edges, whichever way the matrix is split.
 
 use std::ops::Range;
 

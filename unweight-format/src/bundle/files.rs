@@ -183,7 +183,7 @@ impl Input {
     /// Fails if the file is no longer as it was when it was opened, or another one has its name.
     ///
     /// # Errors
-    /// It is not.
+    /// The file was changed or replaced.
     pub fn check_unchanged(&self) -> Result<(), BundleError> {
         let named = fs::metadata(&self.path).map_err(BundleError::io("look at the file", &self.path))?;
         let own = self.file.metadata().map_err(BundleError::io("look at the file", &self.path))?;

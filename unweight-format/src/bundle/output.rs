@@ -1,4 +1,4 @@
-//! A directory of files that is no bundle, made as bundles are: it appears under its name when it is complete.
+//! A directory of files that is not a bundle, written as bundles are: it appears under its name when it is complete.
 
 use std::{
     collections::HashSet,

@@ -1,8 +1,7 @@
 //! Exponents of other types than BF16, Huffman-coded (`docs/format.md` A.12): FP8, F16 and F32.
 //!
-//! The exponents lie exactly as those of the Huffman form do, in the same sections, so whoever decodes those decodes
-//! these. Sign and fraction, which are 3 to 24 bits, lie beside them: whole bytes of them in one section, what is left
-//! in another.
+//! The exponents have the layout of the Huffman encoding, in the same sections, so its decoders decode them. Sign and
+//! fraction, 3 to 24 bits, are in two further sections: one for whole bytes, one for the remaining bits.
 
 use std::borrow::Cow;
 

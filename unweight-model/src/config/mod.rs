@@ -110,8 +110,8 @@ pub struct GenerationDefaults {
     pub top_p: f32,
     /// Only tokens of at least this share of the likeliest one's probability, `0..=1`.
     pub min_p: f32,
-    /// What the makers ask for and this program does not do, such as `repetition_penalty 1.05`, and what is out of its
-    /// range: to be told, not an error.
+    /// Settings of `generation_config.json` that this program does not support, such as `repetition_penalty 1.05`, or
+    /// whose value is out of range: warnings, not errors.
     pub ignored: Vec<String>,
 }
 

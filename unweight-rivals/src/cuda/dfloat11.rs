@@ -20,7 +20,7 @@ const CODES: usize = 4;
 args! {
     /// Arguments of the kernel that decodes a unit.
     pub struct Dfloat11Args {
-        /// u32 `[code_words]`: `encoded_exponent` as it lies, zeros behind it.
+        /// u32 `[code_words]`: the bytes of `encoded_exponent`, followed by zeros.
         pub codes: u64,
         /// u8 `[gap_bytes]`.
         pub gaps: u64,
@@ -139,7 +139,7 @@ impl DeviceUnit {
     /// Copies a unit, after a look at its small sections.
     ///
     /// # Errors
-    /// They do not belong together, or there is no memory. Damaged codes are found by the kernel.
+    /// The sections do not belong together, or the device has too little memory. The kernel finds damaged codes.
     pub fn upload(stream: &Stream, unit: &Unit) -> Result<Self, Error> {
         Decoder::new(&unit.sections())?;
         Ok(Self::upload_any(stream, unit, &Tables::of(&Code::parse(&unit.luts)?))?)
@@ -225,7 +225,7 @@ impl UnitDecoder {
     /// Enqueues the decoding of a unit: all of its weights, end to end.
     ///
     /// # Errors
-    /// `weights` has another number of elements, or lies on another device.
+    /// `weights` has another number of elements, or is on another device.
     pub fn decode(
         &self,
         stream: &Stream,

@@ -79,7 +79,7 @@ pub fn lanes(arch: Arch) -> ExternalSource {
     }
 }
 
-/// The product from int8 as it is: not the rival's, and what its are beside.
+/// The product from uncompressed int8 weights: not a kernel of MatVANS, but the baseline of its kernels.
 pub fn dense(arch: Arch) -> ExternalSource {
     ExternalSource {
         constants: vec![("kParts", 0), ("kRing", 0)],

@@ -146,7 +146,7 @@ impl DeviceTans {
     }
 }
 
-/// Where byte `index` of a vector lies in a sum: `[tile][stream][16]`.
+/// The index of byte `index` of a vector in a sum, `[tile][stream][16]`.
 pub fn place(index: usize, per_stream: usize, streams: usize) -> usize {
     let (stream, byte) = (index / per_stream, index % per_stream);
     (byte / STEP * streams + stream) * STEP + byte % STEP
@@ -171,7 +171,7 @@ impl TansKernels {
         Ok(Self { add, plain, faults: DeviceBuffer::zeroed(stream, 1)? })
     }
 
-    /// Enqueues `out = a + b`; bytes of `out` lie at [`place`].
+    /// Enqueues `out = a + b`; the bytes of `out` are ordered by [`place`].
     ///
     /// # Errors
     /// Vectors of other lengths, streams or tables, or on other devices.

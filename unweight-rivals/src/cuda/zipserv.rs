@@ -220,7 +220,7 @@ impl ZipKernels {
     /// Enqueues the decoding of a matrix.
     ///
     /// # Errors
-    /// `weights` has another shape, or lies on another device.
+    /// `weights` has another shape, or is on another device.
     pub fn decompress(
         &self,
         stream: &Stream,

@@ -95,8 +95,8 @@ struct Planned<'a> {
 /// What the format cannot hold stays as it is, which the package loads, too.
 ///
 /// # Errors
-/// The source is no sound model or is DFloat11 already, nothing of it can be coded, the output exists or cannot be
-/// written, or `progress` asked to stop.
+/// The source is not a sound model or is DFloat11 already, none of its tensors can be coded, the output exists or
+/// cannot be written, or `progress` asked to stop.
 pub fn convert(
     source: &Path,
     output: &Path,

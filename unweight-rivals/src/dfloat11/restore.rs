@@ -53,7 +53,7 @@ pub struct RestoreReport {
     pub units: u64,
     /// Their weights.
     pub weights: u64,
-    /// Tensors that lay there as they are.
+    /// Number of tensors that the directory stores as they are.
     pub kept_tensors: u64,
     /// Bytes of all weights files of the source.
     pub source_bytes: u64,
@@ -64,7 +64,7 @@ pub struct RestoreReport {
 /// Whether a directory holds a DFloat11 model: by its `config.json`.
 ///
 /// # Errors
-/// That file does not say so or cannot be read, but weights beside it are units.
+/// `config.json` does not name DFloat11 or cannot be read, but weights in the directory are units.
 pub fn is_model(directory: &Path) -> Result<bool, ConvertError> {
     let path = directory.join(config::FILE_NAME);
     let wrong = match read_config(&path) {
@@ -148,11 +148,12 @@ impl Shard<'_> {
 
 /// Makes the BF16 model that a DFloat11 directory was made of.
 ///
-/// Weights have their bits; which tensor lay in which file the format does not tell, so files are the directory's,
-/// numbered. With `resume`, files that an interrupted run finished are taken over if their source is the same.
+/// Weights are restored bit by bit. The format does not record which tensor was in which file, so the output has the
+/// files of the directory, numbered. With `resume`, files that an interrupted run finished are kept if their source is
+/// the same.
 ///
 /// # Errors
-/// The directory is no DFloat11 model or a damaged one, a weight's shape cannot be known, the output exists or cannot
+/// The directory is not a DFloat11 model or is damaged, the shape of a weight is unknown, the output exists or cannot
 /// be written, or `progress` asked to stop.
 pub fn restore(
     source: &Path,

@@ -1,4 +1,4 @@
-//! The tensors of a model, wherever they lie: in the files of a directory, or in a bundle.
+//! The tensors of a model, in the files of a directory or in a bundle.
 
 use std::{
     collections::{HashMap, HashSet},

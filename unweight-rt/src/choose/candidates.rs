@@ -18,7 +18,7 @@ use unweight_codegen::{
 /// second tile would read and decode everything again.
 pub const COMPACT_BATCH: u32 = 32;
 
-/// What a product is wanted for, beside its shape.
+/// The use of a product: everything that selects a variant except its shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PackedUse {
     /// The tensor has elements outside its window.

@@ -1,4 +1,4 @@
-//! The graph of forms: what a weight can lie as, and the kernel families that turn one form into another or into a
+//! The graph of forms: the forms of a weight, and the kernel families that turn one form into another or into a
 //! product.
 //!
 //! ```text
@@ -17,7 +17,7 @@ use unweight_codegen::{
 };
 use unweight_format::{EncodingId, Float};
 
-/// A form that a weight can lie in, as far as kernels care.
+/// A form of a weight, as far as kernels distinguish them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Node {

@@ -45,7 +45,7 @@ impl PackedChooser {
         Self::of(GpuModel::H200, "NVIDIA H200")
     }
 
-    /// For the card of an architecture that is told of where no device is there.
+    /// The chooser for the usual GPU of an architecture, for listings without a device.
     pub fn usual(arch: Arch) -> Self {
         match arch {
             Arch::Sm90a => Self::h200(),

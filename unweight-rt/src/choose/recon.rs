@@ -34,8 +34,8 @@ pub enum Source {
 /// 256 on (N4P2, N3P2) were never best here. The rest of Table 5 follows in its order, so that every `n` that is a
 /// multiple of 64 has one, and splits that may be worth measuring.
 ///
-/// Which variants there are follows from `n`, `k` and the source alone; `m` and `sms` are for their order. Empty if no
-/// variant takes the shape: `n` or `k` is no multiple of 64.
+/// The set of variants depends on `n`, `k` and the source only; `m` and `sms` order them. Empty if no variant takes the
+/// shape: `n` or `k` is not a multiple of 64.
 ///
 /// ```
 /// use unweight_codegen::{plan::GemmShape, spec::{Arch, Epilogue}};

@@ -97,7 +97,7 @@ pub(super) const GEMM_MMA_BATCH: u32 = 64;
 /// How a batch is multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Route<K> {
-    /// By a kernel that reads the weights as they lie.
+    /// By a kernel that reads the weights in their stored form.
     Direct(K),
     /// From packed weights, which one kernel writes into the slot ahead of the other.
     ExpandToPacked {
@@ -115,11 +115,11 @@ pub enum Route<K> {
     },
 }
 
-/// What lies where in a slot that a compact tensor is expanded into, bytes: `tiles | heads | inexact | words of the
+/// The layout of a slot that a compact tensor is expanded into, in bytes: `tiles | heads | inexact | words of the
 /// groups`.
 #[derive(Clone, Copy, Debug)]
 pub struct SlotPlan {
-    /// Where heads begin that nobody reads.
+    /// The offset of the heads, which no kernel reads.
     pub heads: u64,
     /// And the place of an element without operand.
     pub inexact: u64,
@@ -191,17 +191,17 @@ pub struct RoutePolicy {
     pub expand: Expand,
 }
 
-/// Which batches are multiplied by cuBLAS, from weights that are expanded to BF16 in a slot ahead of it.
+/// The batches that cuBLAS multiplies from weights that a kernel expands to BF16 in a slot first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Expand {
-    /// On architectures without `wgmma`, above batch 64, where the model says that this is faster than several batch
-    /// tiles of `gemm_mma`, each of which reads the weights again.
+    /// Batches above 64 on architectures without `wgmma`, where the model of the GPU predicts less time than for
+    /// several batch tiles of `gemm_mma`, each of which reads the weights again.
     #[default]
     Model,
-    /// Above this batch, on every architecture: what tests run.
+    /// Batches above this one, on every architecture. For tests.
     Above(u32),
-    /// None: there is no cuBLAS.
+    /// No batch: layers run without cuBLAS.
     Never,
 }
 

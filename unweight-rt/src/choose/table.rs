@@ -15,7 +15,8 @@ use unweight_codegen::{
 
 use super::candidates::{PackedUse, Registered, is_pdl};
 
-/// Why there is no table. All are mended by measuring one ([`Remedy::MeasureTable`](crate::Remedy::MeasureTable)).
+/// The reason why a measured table cannot be used. Measuring one again resolves all of them
+/// ([`Remedy::MeasureTable`](crate::Remedy::MeasureTable)).
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TableError {
@@ -27,7 +28,7 @@ pub enum TableError {
         /// Why.
         source: std::io::Error,
     },
-    /// The file is no table.
+    /// The file is not a table.
     #[error("{}: is no table of measurements: {source}", .path.display())]
     Parse {
         /// The file.
@@ -45,7 +46,7 @@ pub enum TableError {
         /// The device at hand.
         device: String,
     },
-    /// A row names what is no matmul from packed weights of this architecture, or cannot be planned.
+    /// A row names a variant that is not a matmul from packed weights of this architecture, or that cannot be planned.
     #[error("{}: row {row}: {variant} is no matmul from packed weights that {arch} has", .path.display())]
     Variant {
         /// The file.

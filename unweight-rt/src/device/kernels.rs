@@ -141,11 +141,11 @@ impl KernelSet {
         &self.device
     }
 
-    /// Makes every variant ready, compiling what the cache lacks in parallel; `progress` hears of each that was not
-    /// loaded yet.
+    /// Loads every variant, and compiles in parallel those that the cache lacks. `progress` receives each variant that
+    /// was not loaded yet.
     ///
     /// # Errors
-    /// Every kernel that could not be made is told; those that could are in the cache.
+    /// [`DeviceError`] that names every kernel that could not be made. The others are in the cache.
     pub fn prepare(
         &self,
         specs: &[VariantSpec],

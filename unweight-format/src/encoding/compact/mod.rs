@@ -42,7 +42,7 @@ use crate::{
 pub struct Compact;
 
 impl EncodingId {
-    /// Entropy-coded classes of exponents beside a dense part.
+    /// Entropy-coded classes of exponents and a dense part with the other bits (`docs/format.md` A.11).
     pub const COMPACT: Self = Self::new("compact");
 }
 

@@ -1,7 +1,8 @@
 //! The packed form: a 12-bit container in the order of a tensor core's A operand (`docs/format.md` A.9).
 //!
 //! Sixteen consecutive exponents cover almost all weights of a trained tensor, so an exponent is a window base plus a
-//! nibble and no table is needed. What lies outside is an *escape* and keeps its exact operand beside the container.
+//! nibble and no table is needed. An element outside the window is an *escape*: its exact operand is kept in a list
+//! next to the container.
 
 mod container;
 mod pack;
@@ -112,7 +113,7 @@ pub enum Unpackable {
     /// `n` or `k` is not a multiple of 64.
     #[error("rows or columns are not a multiple of 64")]
     Shape,
-    /// Too many elements lie outside every window ([`ESCAPES_ONE_IN`]).
+    /// Too many elements are outside every window ([`ESCAPES_ONE_IN`]).
     #[error("{:.2} % of the elements lie outside the best window of 16 exponents, the limit is {:.2} %", percent(*outside, *elements), percent(1, ESCAPES_ONE_IN))]
     Escapes {
         /// Elements outside the best window.

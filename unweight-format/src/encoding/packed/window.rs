@@ -20,7 +20,7 @@ impl Window {
         (Self { base }, histogram.total() - covered(base))
     }
 
-    /// The window that a matrix with these exponents is packed with: [`Window::best`], if few enough elements lie
+    /// The window that a matrix with these exponents is packed with: [`Window::best`], if few enough elements are
     /// outside.
     ///
     /// # Errors

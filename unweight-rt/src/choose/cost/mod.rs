@@ -1,8 +1,8 @@
 //! What a product costs by path, for plans that are made before anything is measured: one H200's records
 //! (docs/benchmarks.md) as formulas.
 //!
-//! Times are of a product by itself: what a decoder hides beside other work is not taken off. Between the shapes of the
-//! records, and on other machines, they are a guess; a tuner measures.
+//! Times are those of a product by itself, without overlap of decoders with other work. Between the shapes of the
+//! records, and on other machines, they are estimates; a tuner measures.
 
 use unweight_codegen::{
     plan::GemmShape,
@@ -77,8 +77,9 @@ pub fn compact_us(problem: GemmShape) -> Option<f64> {
     Some(expand_us(&GpuModel::H200, n, k) + product)
 }
 
-/// The products of a mixture's experts from packed weights, us: `problem` is that of one expert and of all tokens, of
-/// which each chooses `top_k` of `experts`. Experts that nobody chooses are not read; choices count as even.
+/// The time of the products of a mixture's experts from packed weights, in microseconds: `problem` is that of one
+/// expert and of all tokens, each of which chooses `top_k` of `experts`. Unchosen experts are not read; choices count
+/// as uniform.
 ///
 /// ```
 /// use unweight_codegen::plan::GemmShape;

@@ -9,9 +9,9 @@
 //!            evict what is damaged, compile, store aside + rename, unlock --> the bytes just compiled
 //! ```
 //!
-//! What may go wrong with a folder (read-only, full, damaged, owned by another user, a process killed half-way) is a
-//! miss with a reason, never an error: [`CacheState`] tells it. The caller of a compile always gets the bytes of its
-//! own compile, also where another process stored the same kernel first. docs/cache.md describes the whole.
+//! A folder that cannot be used (read-only, full, damaged, owned by another user, left by a killed process) is a miss
+//! with a reason, never an error: [`CacheState`] holds the reason. The caller of a compile always gets the bytes of its
+//! own compile, also if another process stored the same kernel first. docs/cache.md describes the cache.
 //!
 //! Kernels that are attached to a bundle come before all of this, if the caller trusts them ([`KernelCache::trust`]).
 
