@@ -362,7 +362,7 @@ mod tests {
 
     #[test]
     fn the_documented_table_is_this_table() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/cache.md");
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/reference/environment.md");
         let document = std::fs::read_to_string(&path).unwrap();
         // Other tables of the document name variables too.
         let section = document.split("\n## ").find(|section| section.starts_with("Environment\n")).unwrap();
@@ -371,6 +371,6 @@ mod tests {
             .iter()
             .map(|row| format!("| `{}` | {} | {} | {} |", row.name, row.values, row.default, row.meaning))
             .collect();
-        assert_eq!(documented, coded, "docs/cache.md and env::VARIABLES differ");
+        assert_eq!(documented, coded, "docs/reference/environment.md and env::VARIABLES differ");
     }
 }
