@@ -9,8 +9,8 @@ use clap::Args;
 use serde::Serialize;
 use unweight::{
     engine::{memory, pages::PAGE_TOKENS},
-    format::TileGrid,
-    model::{Geometry, Residency},
+    format::{Placement, TileGrid},
+    model::Geometry,
     rt::{
         Device, DeviceInfo, Library,
         env::Env,
@@ -199,16 +199,16 @@ fn models(device: &DeviceReport) -> Vec<ModelReport> {
     let have = memory::usual_share(info.memory_bytes);
     let model = |geometry: &Geometry| {
         let config = geometry.config();
-        let of = |residency| {
-            let bytes = config.weight_bytes(residency);
+        let of = |placement| {
+            let bytes = config.weight_bytes(placement);
             (bytes, config.kv_tokens(have.saturating_sub(bytes), PAGE_TOKENS))
         };
-        let ((packed_bytes, packed_tokens), (bf16_bytes, bf16_tokens)) = (of(Residency::Packed), of(Residency::Bf16));
+        let ((packed_bytes, packed_tokens), (bf16_bytes, bf16_tokens)) = (of(Placement::Packed), of(Placement::Bf16));
         // Beside what stays compact, the slot that the largest of it is expanded into.
         let head = (!config.tied).then_some([config.vocab, config.hidden]);
         let slot = |[n, k]: [u32; 2]| TileGrid::new(n as usize, k as usize).map_or(0, |grid| SlotPlan::of(grid).bytes);
         let slot = config.linears().into_iter().chain(head).map(slot).max().unwrap_or(0);
-        let compact_bytes = config.weight_bytes(Residency::Compact);
+        let compact_bytes = config.weight_bytes(Placement::Compact);
         let compact_tokens = config.kv_tokens(have.saturating_sub(compact_bytes).saturating_sub(slot), PAGE_TOKENS);
         let (device, geometry) = (info.ordinal, geometry.name());
         ModelReport {

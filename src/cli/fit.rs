@@ -120,12 +120,14 @@ impl Fit {
         }
         if has(&fitted, EncodingId::HUFFMAN) {
             output.note(
-                "remark: what stays Huffman-coded is decoded in every step of `--mlp stored`; without it `generate` and \
-                 `serve` pack it, and need more memory",
+                "remark: what stays Huffman-coded is decoded in every step of `--placement stored`; without it \
+                 `generate` and `serve` pack it, and need more memory",
             );
         }
         if has(&fitted, EncodingId::COMPACT) {
-            output.note("remark: what stays compact does so with `--resident small`, or `auto` where memory is short");
+            output.note(
+                "remark: what stays compact does so with `--placement compact`, or with `auto` where memory is short",
+            );
         }
         let groups = fitted.groups.iter().map(|group| Group {
             unit: group.name,
@@ -289,8 +291,8 @@ fn write_text(fitted: &Fitted, report: &Report, out: &mut dyn Write) -> io::Resu
 /// The option of an engine that keeps what a plan with such forms leaves coded; no plan has both.
 fn kept(huffman: bool, compact: bool) -> &'static str {
     match (huffman, compact) {
-        (true, _) => "--mlp stored ",
-        (_, true) => "--resident small ",
+        (true, _) => "--placement stored ",
+        (_, true) => "--placement compact ",
         _ => "",
     }
 }
@@ -335,7 +337,7 @@ mod tests {
     fn coded_weights_need_an_engine_option() {
         assert_eq!(
             [kept(true, false), kept(false, true), kept(false, false)],
-            ["--mlp stored ", "--resident small ", ""]
+            ["--placement stored ", "--placement compact ", ""]
         );
     }
 

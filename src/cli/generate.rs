@@ -16,11 +16,8 @@ use std::{
 use clap::Args;
 use serde::Serialize;
 use unweight::{
-    engine::{
-        AdmissionError, Engine, EngineError, EngineOptions, ExpertTraffic, Finish, Request, Resident, SampleParams,
-        SeqId,
-    },
-    format::bundle::Bundle,
+    engine::{AdmissionError, Engine, EngineError, EngineOptions, ExpertTraffic, Finish, Request, SampleParams, SeqId},
+    format::{Placement, bundle::Bundle},
     model::ModelConfig,
     text::{self, Message, StopStrings, Text, TextStream},
 };
@@ -28,7 +25,7 @@ use unweight::{
 use super::{
     failure::{Failure, Result},
     output::{Output, printable},
-    pipelines::{Form, Lie, ResidentArg, note_load, note_unused, saved_plan},
+    pipelines::{PlacementArg, note_load, note_unused, saved_plan},
     progress, size,
     trust::Trust,
 };
@@ -81,15 +78,9 @@ pub struct Generate {
     /// Go on where the model would end
     #[arg(long, help_heading = "Sampling")]
     ignore_eos: bool,
-    /// What the linears run from
-    #[arg(long, value_name = "FORM", default_value = "packed", help_heading = "Engine")]
-    linears: Form,
-    /// What compact tensors lie as on the GPU
-    #[arg(long, value_name = "SIZE", default_value = "auto", help_heading = "Engine")]
-    resident: ResidentArg,
-    /// What the weights of MLPs lie as; experts of a mixture have one way
-    #[arg(long, value_name = "HOW", default_value = "linears", help_heading = "Engine")]
-    mlp: Lie,
+    /// How to hold weights in GPU memory; experts of a mixture are always packed
+    #[arg(long, value_name = "PLACEMENT", default_value = "auto", help_heading = "Engine")]
+    placement: PlacementArg,
     /// Experts of a layer that lie on the GPU; the others wait in host memory until they are chosen [default: all]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Engine")]
     resident_experts: Option<u32>,
@@ -137,7 +128,7 @@ struct Report {
     cache_tokens: u64,
     working_bytes: u64,
     slot_bytes: u64,
-    resident: Resident,
+    placement: Placement,
     host_bytes: u64,
     experts: Option<ExpertTraffic>,
 }
@@ -208,8 +199,8 @@ impl Generate {
         params.check().map_err(|error| {
             Failure::new(error.code(), error.to_string(), "`unweight generate --help` lists the ranges")
         })?;
-        let mut options = self.options(prompts.len()).mlp(self.mlp.into());
-        if self.mlp != Lie::Linears {
+        let mut options = self.options(prompts.len());
+        if self.placement.has_pipelines() {
             options = options.plan(saved_plan(&bundle, output));
         }
         options.check().map_err(|error| {
@@ -222,7 +213,7 @@ impl Generate {
 
         let start = Instant::now();
         let kernels = self.trust.kernels(self.device, Some(&bundle), output)?;
-        note_unused(&options.plan, self.mlp, &bundle, kernels.device().info(), output);
+        note_unused(&options.plan, self.placement, &bundle, kernels.device().info(), output);
         let mut engine = Engine::load(&kernels, &bundle, options, &|loaded| note_load(output, loaded))?;
         // Until here a signal ends the process, as it does by itself: loading looks at no flag.
         let cancelled = progress::cancel_flag()?;
@@ -338,9 +329,9 @@ impl Generate {
 
     fn options(&self, prompts: usize) -> EngineOptions {
         let batch = self.max_batch.unwrap_or_else(|| u32::try_from(prompts).unwrap_or(u32::MAX).clamp(1, 16));
-        let mut options = EngineOptions::default().max_batch(batch).chunk(self.chunk).linears(self.linears.into());
+        let mut options = EngineOptions::default().max_batch(batch).chunk(self.chunk);
         options.waiting = options.waiting.max(prompts);
-        options.resident = self.resident.into();
+        options.placement = self.placement.0;
         options.resident_experts = self.resident_experts;
         options.context = self.context;
         options.memory = self.memory;
@@ -497,7 +488,7 @@ impl Generate {
             cache_tokens: memory.tokens(),
             working_bytes: memory.working,
             slot_bytes: memory.slot,
-            resident: engine.options().resident.unwrap_or_default(),
+            placement: engine.options().placement.unwrap_or_default(),
             host_bytes: memory.host,
             experts: engine.expert_traffic()?,
         })

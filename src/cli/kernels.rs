@@ -20,12 +20,12 @@ use unweight::{
     },
     engine::{Engine, EngineOptions, options},
     format::{
-        bundle as format,
+        Placement, bundle as format,
         bundle::{ATTACHED_NAME, Attached, Bundle, BundleError},
         raw::glob::matches,
     },
     rt::{
-        Device, KernelSet, LoadOptions, Resident,
+        Device, KernelSet, LoadOptions,
         cache::{CacheState, KernelCache, Progress},
         env::{Env, JitMode},
         raw::{
@@ -44,7 +44,7 @@ use super::{
     completions,
     failure::{Failure, Result},
     output::{self, Output, Table},
-    pipelines::Lie,
+    pipelines::PlacementArg,
     select,
     trust::note_table,
 };
@@ -103,9 +103,9 @@ pub struct Compile {
     /// With --bundle: kernels for ordinary launches, not for programmatic dependent ones
     #[arg(long, requires = "bundle")]
     no_pdl: bool,
-    /// With --bundle: the --mlp of the starts that it is for; experts have one way [default: linears]
-    #[arg(long, value_name = "HOW", requires = "bundle")]
-    mlp: Option<Lie>,
+    /// With --bundle: the --placement that `generate` and `serve` will be given [default: auto]
+    #[arg(long, value_name = "PLACEMENT", requires = "bundle")]
+    placement: Option<PlacementArg>,
     /// Kernels compiled at the same time [default: UNWEIGHT_JIT_THREADS, else all processors]
     #[arg(long, value_name = "N", value_parser = select::threads)]
     threads: Option<usize>,
@@ -126,9 +126,9 @@ pub struct Attach {
     /// Kernels for ordinary launches, not for programmatic dependent ones
     #[arg(long)]
     no_pdl: bool,
-    /// The --mlp of the starts that it is for: what the weights of MLPs will lie as; experts have one way
-    #[arg(long, value_name = "HOW", default_value = "linears")]
-    mlp: Lie,
+    /// The --placement that `generate` and `serve` will be given
+    #[arg(long, value_name = "PLACEMENT", default_value = "auto")]
+    placement: PlacementArg,
     /// Kernels compiled at the same time [default: UNWEIGHT_JIT_THREADS, else all processors]
     #[arg(long, value_name = "N", value_parser = select::threads)]
     threads: Option<usize>,
@@ -402,16 +402,18 @@ impl Cards {
     }
 }
 
-/// Of all that may be asked: a loader that keeps compact tensors small can ask for whatever one that expands them does.
-fn load_options(max_batch: u32, no_pdl: bool) -> LoadOptions {
-    LoadOptions::default().max_batch(max_batch).pdl(!no_pdl).resident(Resident::Small)
+/// Where the placement is chosen on the device, a loader that keeps compact tensors compact: it can ask for all that one
+/// that packs them asks for.
+fn load_options(max_batch: u32, no_pdl: bool, placement: PlacementArg) -> LoadOptions {
+    let placement = placement.0.unwrap_or(Placement::Compact);
+    LoadOptions::default().max_batch(max_batch).pdl(!no_pdl).placement(placement)
 }
 
 /// What loading a bundle and running its model can ask for.
 fn of_bundle(
     bundle: &Bundle,
     options: LoadOptions,
-    mlp: Lie,
+    placement: PlacementArg,
     cards: Cards,
     output: Output,
 ) -> Result<Vec<VariantSpec>> {
@@ -424,11 +426,12 @@ fn of_bundle(
         Cards::One(chooser) => (vec![*chooser.gpu_model()], reachable(bundle, options, chooser)),
     };
     // What `generate` runs beside them, at every batch.
-    let engine = EngineOptions::default().max_batch(options::MAX_BATCH).mlp(mlp.into());
+    let mut engine = EngineOptions::default().max_batch(options::MAX_BATCH);
+    engine.placement = placement.0;
     match Engine::kernels(bundle, &engine, &machines) {
         Ok(more) => specs.extend(more),
         // Any bundle's linears may be loaded; who asks for programs has a model.
-        Err(error) if mlp == Lie::Linears => output.note(format_args!("only kernels of linears: {error}")),
+        Err(error) if !placement.has_pipelines() => output.note(format_args!("only kernels of linears: {error}")),
         Err(error) => return Err(error.into()),
     }
     Ok(specs)
@@ -466,14 +469,14 @@ fn attach(arguments: &Attach, output: Output) -> Result<()> {
         return Err(BundleError::OutputExists { path }.into());
     }
     format::may_attach(&arguments.bundle)?;
-    let options = load_options(arguments.max_batch, arguments.no_pdl);
+    let options = load_options(arguments.max_batch, arguments.no_pdl, arguments.placement);
     let cards = match arguments.arch.as_slice() {
         [] => vec![Cards::of(None, env, output)],
         archs => archs.iter().map(|arch| Cards::of(Some(*arch), env, output)).collect(),
     };
     let mut specs: Vec<VariantSpec> = Vec::new();
     for cards in cards {
-        let more = of_bundle(&bundle, options, arguments.mlp, cards, output)?;
+        let more = of_bundle(&bundle, options, arguments.placement, cards, output)?;
         specs.extend(more);
     }
     specs.sort();
@@ -541,9 +544,9 @@ fn compile(arguments: &Compile, output: Output) -> Result<()> {
     let specs = match &arguments.bundle {
         None => arguments.names.specs(output)?,
         Some(folder) => {
-            let options = load_options(arguments.max_batch, arguments.no_pdl);
-            let mlp = arguments.mlp.unwrap_or(Lie::Linears);
-            of_bundle(&Bundle::open(folder)?, options, mlp, Cards::of(arguments.names.arch, env, output), output)?
+            let placement = arguments.placement.unwrap_or(PlacementArg(None));
+            let options = load_options(arguments.max_batch, arguments.no_pdl, placement);
+            of_bundle(&Bundle::open(folder)?, options, placement, Cards::of(arguments.names.arch, env, output), output)?
         }
     };
     let requests = render(&specs)?;

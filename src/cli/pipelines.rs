@@ -1,82 +1,53 @@
-//! Options of the engine, and the plan that `tune` saved for MLPs.
+//! The placement of weights, and the plan that `tune` saved for MLPs.
 
-use clap::ValueEnum;
+use clap::{ValueEnum, builder::PossibleValue};
 use unweight::{
-    engine::{
-        Linears, LoadProgress, Resident,
-        options::{MlpWeights, Plan},
-        pipelines::tuned,
+    engine::{LoadProgress, options::Plan, pipelines::tuned},
+    format::{
+        Placement,
+        bundle::{ATTACHED_NAME, Bundle},
     },
-    format::bundle::{ATTACHED_NAME, Bundle},
     rt::DeviceInfo,
 };
 
 use super::output::Output;
 
-/// What linears run from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Form {
-    /// Packed weights, by the kernels of this project
-    Packed,
-    /// The same weights as BF16, by cuBLAS
-    Cublas,
-}
+/// `--placement`: a placement, or `None` for `auto`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlacementArg(pub Option<Placement>);
 
-impl From<Form> for Linears {
-    fn from(encoding: Form) -> Self {
-        match encoding {
-            Form::Packed => Self::Packed,
-            Form::Cublas => Self::Bf16,
+impl ValueEnum for PlacementArg {
+    fn value_variants<'a>() -> &'a [Self] {
+        const {
+            &[
+                Self(None),
+                Self(Some(Placement::Packed)),
+                Self(Some(Placement::Compact)),
+                Self(Some(Placement::Bf16)),
+                Self(Some(Placement::Stored)),
+                Self(Some(Placement::Alternate)),
+            ]
         }
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        let help = match self.0 {
+            None => "packed where that leaves memory for a sequence of 8192 tokens or of --context, else compact",
+            Some(Placement::Packed) => "12 bits a weight",
+            Some(Placement::Compact) => "compact tensors at 10.9 bits a weight, every other one packed",
+            Some(Placement::Bf16) => "BF16, multiplied by cuBLAS: the BF16 baseline",
+            Some(Placement::Stored) => "MLPs as the bundle stores them, by the plan of `tune --save` if there is one",
+            Some(Placement::Alternate) => "as stored, but every other Huffman-coded layer as a palette",
+            Some(_) => return None,
+        };
+        Some(PossibleValue::new(self.0.map_or("auto", Placement::name)).help(help))
     }
 }
 
-/// What compact tensors lie as.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum ResidentArg {
-    /// Fast where a sequence of 8192 tokens, or of --context, fits beside it; else small
-    Auto,
-    /// Expanded to 12 bits a weight when loaded
-    Fast,
-    /// As they are stored, a tenth smaller
-    Small,
-}
-
-impl From<ResidentArg> for Option<Resident> {
-    fn from(resident: ResidentArg) -> Self {
-        match resident {
-            ResidentArg::Auto => None,
-            ResidentArg::Fast => Some(Resident::Fast),
-            ResidentArg::Small => Some(Resident::Small),
-        }
-    }
-}
-
-/// What the weights of MLPs lie as.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Lie {
-    /// As all linears
-    Linears,
-    /// As they are stored, by the plan that `tune --save` made, if there is one
-    Stored,
-    /// The same, every other Huffman-coded layer as a palette
-    Alternate,
-}
-
-impl From<Lie> for MlpWeights {
-    fn from(lie: Lie) -> Self {
-        match lie {
-            Lie::Linears => Self::Linears,
-            Lie::Stored => Self::Stored,
-            Lie::Alternate => Self::Alternate,
-        }
-    }
-}
-
-impl Lie {
-    /// As options and reports name it.
-    pub fn name(self) -> &'static str {
-        MlpWeights::from(self).name()
+impl PlacementArg {
+    /// Whether pipelines multiply by the weights of MLPs.
+    pub fn has_pipelines(self) -> bool {
+        self.0.is_some_and(Placement::has_pipelines)
     }
 }
 
@@ -100,13 +71,14 @@ pub fn saved_plan(bundle: &Bundle, output: Output) -> Plan {
 }
 
 /// Says so where a plan is of no use on this device.
-pub fn note_unused(plan: &Plan, lie: Lie, bundle: &Bundle, device: &DeviceInfo, output: Output) {
+pub fn note_unused(plan: &Plan, placement: PlacementArg, bundle: &Bundle, device: &DeviceInfo, output: Output) {
+    let Some(placement) = placement.0 else { return };
     let model = bundle.manifest().manifest_digest.to_string();
-    let fits = |batch| plan.setting(batch, &tuned::key(&model, lie.into(), batch, device)).is_some();
+    let fits = |batch| plan.setting(batch, &tuned::key(&model, placement, batch, device)).is_some();
     if !plan.settings().is_empty() && !plan.settings().iter().any(|measured| fits(measured.batch)) {
         output.note(
-            "the saved plan was measured on another device, driver or program, or for another --mlp: best guesses are \
-             taken; `unweight tune --save` measures here",
+            "the saved plan was measured on another device, driver or program, or for another \
+             --placement: best guesses are taken; `unweight tune --save` measures here",
         );
     }
 }

@@ -21,7 +21,7 @@ use super::{
     failure::{Failure, Result},
     generate::text_of,
     output::Output,
-    pipelines::{Form, Lie, ResidentArg, note_load, note_unused, saved_plan},
+    pipelines::{PlacementArg, note_load, note_unused, saved_plan},
     progress, size,
     trust::Trust,
 };
@@ -52,15 +52,9 @@ pub struct Serve {
     /// Seconds that running requests may take to end after SIGINT or SIGTERM
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(0..=604_800), help_heading = "Server")]
     grace: u64,
-    /// What the linears run from
-    #[arg(long, value_name = "FORM", default_value = "packed", help_heading = "Engine")]
-    linears: Form,
-    /// What compact tensors lie as on the GPU
-    #[arg(long, value_name = "SIZE", default_value = "auto", help_heading = "Engine")]
-    resident: ResidentArg,
-    /// What the weights of MLPs lie as; experts of a mixture have one way
-    #[arg(long, value_name = "HOW", default_value = "linears", help_heading = "Engine")]
-    mlp: Lie,
+    /// How to hold weights in GPU memory; experts of a mixture are always packed
+    #[arg(long, value_name = "PLACEMENT", default_value = "auto", help_heading = "Engine")]
+    placement: PlacementArg,
     /// Experts of a layer that lie on the GPU; the others wait in host memory until they are chosen [default: all]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Engine")]
     resident_experts: Option<u32>,
@@ -117,10 +111,10 @@ impl Serve {
         }
         let kernels = self.trust.kernels(self.device, Some(&bundle), output)?;
         let mut options_of_engine = self.engine_options();
-        if self.mlp != Lie::Linears {
+        if self.placement.has_pipelines() {
             options_of_engine = options_of_engine.plan(saved_plan(&bundle, output));
         }
-        note_unused(&options_of_engine.plan, self.mlp, &bundle, kernels.device().info(), output);
+        note_unused(&options_of_engine.plan, self.placement, &bundle, kernels.device().info(), output);
         let mut engine = Engine::load(&kernels, &bundle, options_of_engine, &|loaded| note_load(output, loaded))?;
         if output.verbose > 0 {
             output.note(format_args!("loaded in {:.1} s: {}", start.elapsed().as_secs_f64(), engine.memory()));
@@ -165,11 +159,10 @@ impl Serve {
     }
 
     fn engine_options(&self) -> EngineOptions {
-        let mut options = EngineOptions::default().max_batch(self.max_batch).linears(self.linears.into());
-        options = options.mlp(self.mlp.into());
+        let mut options = EngineOptions::default().max_batch(self.max_batch);
         // The server counts those that wait; the engine has them all until it has rows for them.
         options.waiting = self.max_batch as usize + self.max_waiting as usize;
-        options.resident = self.resident.into();
+        options.placement = self.placement.0;
         options.resident_experts = self.resident_experts;
         options.context = self.context;
         options.memory = self.memory;

@@ -13,7 +13,7 @@ use unweight::{
     engine::{
         Engine, EngineError, EngineOptions,
         objective::{Interrupted, Rounds, StepObjective},
-        options::{BUCKETS, Measured, MlpWeights, PipelineVariant, Plan, Setting},
+        options::{BUCKETS, Measured, PipelineVariant, Plan, Setting},
         pipelines::{
             SettingSpace,
             tune::{Claim, How, Journal, JournalError, Limits, Point, Progress, Subject, TuneError, Tuned, descend},
@@ -21,7 +21,7 @@ use unweight::{
         },
     },
     format::{
-        EncodingId,
+        EncodingId, Placement,
         bundle::{self as format, ATTACHED_NAME, Bundle},
     },
     model::{ModelConfig, ModelWeights},
@@ -31,7 +31,7 @@ use unweight::{
 use super::{
     failure::{Failure, Result},
     output::{self, Output, Table},
-    pipelines::{Form, Lie, note_load, saved_plan},
+    pipelines::{note_load, saved_plan},
     plot::{self, Drawing, Ratios},
     progress, size,
     trust::Trust,
@@ -48,19 +48,16 @@ pub struct Tune {
     /// Tokens that each sequence has behind it
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
     context: u32,
-    /// What the weights of MLPs lie as: stored, or alternate
-    #[arg(long, value_name = "HOW", default_value = "stored", value_parser = stored)]
-    mlp: Lie,
-    /// What the other linears run from
-    #[arg(long, value_name = "FORM", default_value = "packed")]
-    linears: Form,
+    /// How to hold weights in GPU memory: stored, or alternate
+    #[arg(long, value_name = "PLACEMENT", default_value = "stored", value_parser = stored)]
+    placement: Placement,
     /// Rounds of a comparison
     #[arg(long, value_name = "N", default_value_t = 7, value_parser = clap::value_parser!(u32).range(3..=99))]
     rounds: u32,
     /// File of measurements, .N added for each batch: what is there is not measured again
     #[arg(long, value_name = "FILE")]
     journal: Option<PathBuf>,
-    /// Keep what was found beside the bundle, for `generate --mlp` and `unweight-bench decode --mlp`
+    /// Keep what was found beside the bundle, for `generate` and `unweight-bench decode` with this --placement
     #[arg(long)]
     save: bool,
     /// File for a drawing: steps of the start over those that were found, by batch
@@ -79,7 +76,7 @@ pub struct Tune {
 /// What is printed.
 #[derive(Serialize)]
 pub struct Report {
-    mlp: &'static str,
+    placement: Placement,
     context: u32,
     rows: Vec<Row>,
     skipped: Vec<u32>,
@@ -139,8 +136,7 @@ impl Tune {
             .max_batch(batches.last().copied().unwrap_or(1))
             .context(self.tokens())
             .chunk(256)
-            .linears(self.linears.into())
-            .mlp(self.mlp.into())
+            .placement(self.placement)
             .graphs(false);
         options.memory = self.memory;
         let (model, info) = (bundle.manifest().manifest_digest.to_string(), kernels.device().info());
@@ -155,7 +151,7 @@ impl Tune {
         output.note(format_args!("loaded: {}", engine.memory()));
         // Every journal has its head before the first measurement.
         let searches = subjects.into_iter().map(|(batch, claim, key)| {
-            let from = plan.setting(batch, &tuned::key(&model, self.mlp.into(), batch, info));
+            let from = plan.setting(batch, &tuned::key(&model, self.placement, batch, info));
             Ok((batch, search(&mut engine, (batch, claim, &key), from)?))
         });
         let searches = searches.collect::<Result<Vec<_>>>()?;
@@ -166,7 +162,7 @@ impl Tune {
             let Some(row) = self.tune(&mut engine, (batch, search), behind, &stop, output)? else {
                 return Ok(None);
             };
-            let (of, found) = ((model.as_str(), self.mlp.into()), (row.step_us, row.gain));
+            let (of, found) = ((model.as_str(), self.placement), (row.step_us, row.gain));
             let measured = Measured::new(of, batch, info, row.setting.clone(), found);
             Ok(Some((row, measured)))
         })?;
@@ -233,10 +229,9 @@ impl Tune {
 
     /// What a journal is of.
     fn journal_key(&self, model: &str, kernels: &KernelSet, batch: u32) -> String {
-        let model = format!("{model} {}", self.mlp.name());
+        let model = format!("{model} {}", self.placement);
         let rounds = self.rounds();
         let how = How {
-            linears: &format!("{:?}", self.linears),
             rounds: (rounds.rounds, rounds.steps),
             memory: self.memory,
             table: &kernels.chooser().table().to_json(),
@@ -402,10 +397,10 @@ fn batch(text: &str) -> std::result::Result<u32, String> {
     }
 }
 
-fn stored(text: &str) -> std::result::Result<Lie, String> {
-    use clap::ValueEnum;
-    match Lie::from_str(text, false) {
-        Ok(lie) if MlpWeights::from(lie) != MlpWeights::Linears => Ok(lie),
+/// A placement whose MLPs pipelines multiply by.
+fn stored(text: &str) -> std::result::Result<Placement, String> {
+    match text.parse() {
+        Ok(placement) if Placement::has_pipelines(placement) => Ok(placement),
         _ => Err(format!("'{text}' is neither stored nor alternate")),
     }
 }
@@ -502,7 +497,7 @@ impl Found {
         let Self { rows, skipped, failed, .. } = self;
         let plan = lost.and_then(|text| serde_json::from_str(text).ok());
         let error = failed.as_ref().map(Failure::to_json);
-        (Report { mlp: of.mlp.name(), context: of.context, rows, skipped, saved, plan, error, seconds }, failed)
+        (Report { placement: of.placement, context: of.context, rows, skipped, saved, plan, error, seconds }, failed)
     }
 }
 
@@ -531,7 +526,7 @@ impl Report {
             write!(out, "\nthe plan, which could not be saved:\n{plan}")?;
         }
         if self.saved {
-            writeln!(out, "\nsaved beside the bundle: --mlp {} takes it", self.mlp)?;
+            writeln!(out, "\nsaved next to the bundle: --placement {} uses it", self.placement)?;
         }
         Ok(())
     }

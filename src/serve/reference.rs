@@ -13,7 +13,10 @@ use unweight_engine::{
     pages::pages_for,
     schedule::{Limits as ScheduleLimits, Next, Schedule},
 };
-use unweight_format::bundle::{Bundle, BundleError};
+use unweight_format::{
+    Placement,
+    bundle::{Bundle, BundleError},
+};
 use unweight_model::{
     BindError, ConfigError, ModelConfig, ModelWeights,
     reference::{Reference, ReferenceError, bundle_values},
@@ -89,7 +92,7 @@ impl CpuReference {
         options.check()?;
         let config = ModelConfig::of_bundle(bundle)?;
         let weights = ModelWeights::of_bundle(&config, bundle)?;
-        let parameters = config.weight_bytes(unweight_model::Residency::Bf16) / 2;
+        let parameters = config.weight_bytes(Placement::Bf16) / 2;
         if parameters > MOST_PARAMETERS {
             return Err(CpuError::TooLarge { parameters });
         }

@@ -44,7 +44,7 @@ fn lists_missing_kernels_of_stored_mlps() {
     };
     let linears = missing(&[]);
     assert!(linears.contains("uw_sm90a_gemm_") && !linears.contains("_gemm_recon_"), "{linears}");
-    let stored = missing(&["--mlp", "stored"]);
+    let stored = missing(&["--placement", "stored"]);
     // Palettes of odd layers, exponents of even ones, what is decoded for them, down's sums.
     for name in [
         "_gemm_recon_palette_n1p6s2_",
@@ -55,12 +55,12 @@ fn lists_missing_kernels_of_stored_mlps() {
     ] {
         assert!(stored.contains(name), "no {name} in {stored}");
     }
-    let alternate = missing(&["--mlp", "alternate"]);
+    let alternate = missing(&["--placement", "alternate"]);
     assert!(alternate.contains("_decode_huffman_palette_"), "{alternate}");
 
     // A plan is in nobody's way.
     attach_plan(&home.path().join("bundle"), "{\"version\": 1}");
-    assert_eq!(missing(&["--mlp", "stored"]), stored);
+    assert_eq!(missing(&["--placement", "stored"]), stored);
     assert_eq!(json(&run(home.path(), &["inspect", "bundle", "--json"], 0))["attached_plan"], true);
     assert!(stdout(&run(home.path(), &["inspect", "bundle"], 0)).ends_with("a plan of `tune` is attached\n"));
     let detached = stdout(&run(home.path(), &["kernels", "detach", "bundle"], 0));

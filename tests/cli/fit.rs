@@ -94,7 +94,8 @@ fn rejects_models_that_no_engine_loads() {
     run(home.path(), &ask("mixture"), 0);
     // Its MLPs have one way to lie.
     run(home.path(), &["compress", "mixture", "-o", "experts", "--profile", "inference", "--quiet"], 0);
-    for command in [&["tune", "experts"][..], &["kernels", "attach", "experts", "--arch", "sm_90a", "--mlp", "stored"]]
+    for command in
+        [&["tune", "experts"][..], &["kernels", "attach", "experts", "--arch", "sm_90a", "--placement", "stored"]]
     {
         fails(home.path(), command, 2, "experts-run-packed-only");
     }

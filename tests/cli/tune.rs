@@ -16,7 +16,9 @@ fn rejects_bad_arguments_before_loading() {
     }
     let text = fails(home.path(), &["tune", "packed"], 2, "nothing-to-tune");
     assert!(text.contains("--profile inference"), "{text}");
-    for (wrong, allowed) in [(["--batch", "3"], "1, 8, 16"), (["--mlp", "linears"], "neither stored nor alternate")] {
+    for (wrong, allowed) in
+        [(["--batch", "3"], "1, 8, 16"), (["--placement", "packed"], "neither stored nor alternate")]
+    {
         let text = stderr(&run(home.path(), &[&["tune", "inference"], &wrong[..]].concat(), 2));
         assert!(text.contains(allowed), "{text}");
     }
@@ -26,7 +28,7 @@ fn rejects_bad_arguments_before_loading() {
     // A plan that is none is said and left alone, before anybody asks for a GPU.
     let dir = home.path().join("inference");
     attach_plan(&dir, "{\"version\": 1}");
-    let generate = ["generate", "inference", "--tokens", "1", "--mlp", "stored", "--device", "99"];
+    let generate = ["generate", "inference", "--tokens", "1", "--placement", "stored", "--device", "99"];
     let output = run(home.path(), &generate, 2);
     assert!(stderr(&output).contains("not used: a tuned plan of version 1, "), "{}", stderr(&output));
     assert!(!stderr(&output).contains("trust-attached"), "a plan is no code: {}", stderr(&output));

@@ -4,8 +4,8 @@ use std::{collections::BTreeMap, path::Path};
 
 use half::bf16;
 use unweight::engine::{
-    AdmissionError, Engine, EngineError, EngineOptions, Event, Finish, Linears, NO_TOKEN, Request, Resident,
-    SampleParams, SeqId,
+    AdmissionError, Engine, EngineError, EngineOptions, Event, Finish, NO_TOKEN, Placement, Request, SampleParams,
+    SeqId,
     memory::{self, Shared},
 };
 use unweight_format::{
@@ -14,7 +14,6 @@ use unweight_format::{
 };
 use unweight_model::{
     ModelConfig, ModelWeights,
-    capacity::Residency,
     reference::{self, Reference},
 };
 
@@ -74,14 +73,14 @@ fn logits_match_the_reference_on_every_route() {
             let config = ModelConfig::of_bundle(&bundle).unwrap();
             let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
             let reference = Reference::new(&config, &weights, reference::bundle_values(&bundle));
-            for linears in [Linears::Packed, Linears::Bf16] {
-                let mut engine = load(&bundle, options().linears(linears));
+            for placement in [Placement::Packed, Placement::Bf16] {
+                let mut engine = load(&bundle, options().placement(placement));
                 for count in [1, 2, 63, 64, 65, 130, 300] {
                     let text = tokens(count, model.vocab, count as u64);
                     let truth = reference.logits(&text).unwrap();
                     let whole = engine.logits(&text).unwrap();
                     let apart = error(&whole, &truth);
-                    assert!(apart < BOUND, "{profile:?} {linears:?}, {count} tokens: {apart}");
+                    assert!(apart < BOUND, "{profile:?} {placement}, {count} tokens: {apart}");
                     assert_eq!(engine.logits(&text).unwrap(), whole, "other bits");
                     if count > 130 {
                         continue;
@@ -89,11 +88,11 @@ fn logits_match_the_reference_on_every_route() {
                     // Alone, and in a batch with texts of other lengths: another kernel, the same bound.
                     let alone = engine.logits_by_steps(&[&text]).unwrap();
                     let apart = error(&alone[0], &truth);
-                    assert!(apart < BOUND, "{profile:?} {linears:?}, {count} tokens by steps: {apart}");
+                    assert!(apart < BOUND, "{profile:?} {placement}, {count} tokens by steps: {apart}");
                     let others = [tokens(9, model.vocab, 1), tokens(70, model.vocab, 2), tokens(1, model.vocab, 3)];
                     let batch = engine.logits_by_steps(&[&others[0], &text, &others[1], &others[2]]).unwrap();
                     let apart = error(&batch[1], &truth);
-                    assert!(apart < BOUND, "{profile:?} {linears:?}, {count} tokens in a batch: {apart}");
+                    assert!(apart < BOUND, "{profile:?} {placement}, {count} tokens in a batch: {apart}");
                     let again = engine.logits_by_steps(&[&others[2], &others[1], &text, &others[0]]).unwrap();
                     assert_eq!(again[2], batch[1], "another place in the batch gave other bits");
                 }
@@ -109,21 +108,21 @@ fn logits_match_the_reference_on_every_route() {
 fn planned_memory_equals_reserved_memory() {
     let model = &MODELS[0];
     let home = tempfile::tempdir().unwrap();
-    for (profile, resident) in [
-        (Profile::Packed, Resident::Fast),
-        (Profile::Distribution, Resident::Fast),
-        (Profile::Compact, Resident::Fast),
-        (Profile::Compact, Resident::Small),
+    for (profile, placement) in [
+        (Profile::Packed, Placement::Packed),
+        (Profile::Distribution, Placement::Packed),
+        (Profile::Compact, Placement::Packed),
+        (Profile::Compact, Placement::Compact),
     ] {
         let bundle = bundle(home.path(), model, profile);
         for max_batch in [1, 8, 256] {
-            let options = options().max_batch(max_batch).resident(resident);
+            let options = options().max_batch(max_batch).placement(placement);
             let engine = load(&bundle, options.clone());
             let (config, had) = (engine.config(), *engine.memory());
-            let ctx = memory::context_size(config, &options, gpu().chooser(), |_| resident == Resident::Small);
+            let ctx = memory::context_size(config, &options, gpu().chooser(), |_| placement == Placement::Compact);
             let shared = Shared::planned(config, &options, ctx);
             let planned = memory::plan(config, &options, (had.weights, shared), 4 << 30).unwrap();
-            let what = format!("{profile:?}, {resident:?}, {max_batch}: {had}; planned {planned}");
+            let what = format!("{profile:?}, {placement}, {max_batch}: {had}; planned {planned}");
             assert!(had.working <= planned.working && planned.working - had.working <= had.working / 10, "{what}");
             assert_eq!((had.slot, had.cache), (planned.slot, planned.cache), "{what}");
         }
@@ -142,7 +141,7 @@ fn compact_bundle_gives_the_same_tokens_packed_and_compact() {
         let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
         let reference = Reference::new(&config, &weights, reference::bundle_values(&bundle));
         // Steps of up to 64 rows: straight from the weights, and from the slot.
-        let ways = [Resident::Fast, Resident::Small].map(|way| options().max_batch(64).resident(way));
+        let ways = [Placement::Packed, Placement::Compact].map(|way| options().max_batch(64).placement(way));
         let mut engines = ways.map(|options| load(&bundle, options));
         let [fast, small] = [0, 1].map(|at: usize| *engines[at].memory());
         // The first model has whole tiles, the second none.
@@ -153,7 +152,7 @@ fn compact_bundle_gives_the_same_tokens_packed_and_compact() {
             let text = tokens(count, model.vocab, count as u64);
             let truth = reference.logits(&text).unwrap();
             for engine in &mut engines {
-                let way = engine.options().resident;
+                let way = engine.options().placement;
                 let whole = engine.logits(&text).unwrap();
                 assert!(error(&whole, &truth) < BOUND, "{way:?}, {count} tokens: {}", error(&whole, &truth));
                 assert_eq!(engine.logits(&text).unwrap(), whole, "{way:?}: other bits");
@@ -250,19 +249,19 @@ fn greedy_sampling_takes_the_most_likely_token() {
 fn the_same_seeds_give_the_same_tokens_every_time() {
     let home = tempfile::tempdir().unwrap();
     let bundle = bundle(home.path(), &MODELS[0], Profile::Packed);
-    for linears in [Linears::Packed, Linears::Bf16] {
-        let mut engine = load(&bundle, options().linears(linears));
+    for placement in [Placement::Packed, Placement::Bf16] {
+        let mut engine = load(&bundle, options().placement(placement));
         let params = SampleParams::default().temperature(0.9).top_k(50).top_p(0.95).min_p(0.01);
         let requests = requests(8, MODELS[0].vocab, params, 9);
         let first = run(&mut engine, &requests);
         for round in 0..60 {
-            assert_eq!(run(&mut engine, &requests), first, "{linears:?}, round {round}");
+            assert_eq!(run(&mut engine, &requests), first, "{placement}, round {round}");
         }
         // 61 rounds of about 60 steps and 8 prompts.
         let text = tokens(200, MODELS[0].vocab, 3);
         let logits = engine.logits(&text).unwrap();
         for round in 0..1000 {
-            assert_eq!(engine.logits(&text).unwrap(), logits, "{linears:?}, round {round}");
+            assert_eq!(engine.logits(&text).unwrap(), logits, "{placement}, round {round}");
         }
     }
 }
@@ -410,15 +409,15 @@ fn a_mixture_follows_the_reference() {
         let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
         assert_eq!(config.mixture.map(|mixture| (mixture.experts, mixture.top_k)), Some((8, 2)));
         let reference = Reference::new(&config, &weights, reference::bundle_values(&bundle));
-        for linears in [Linears::Packed, Linears::Bf16] {
-            let mut engine = load(&bundle, options().linears(linears));
+        for placement in [Placement::Packed, Placement::Bf16] {
+            let mut engine = load(&bundle, options().placement(placement));
             let held = |got: &[bf16], truth: &[f32], what: &str| {
                 let rows = got.chunks_exact(model.vocab).zip(truth.chunks_exact(model.vocab));
                 let mut errors: Vec<f64> = rows.map(|(got, truth)| error(got, truth)).collect();
                 errors.sort_by(f64::total_cmp);
                 let median = errors[errors.len() / 2];
-                println!("{profile:?} {linears:?}, {what}: median {median:.4}, most {:.4}", errors[errors.len() - 1]);
-                assert!(median < BOUND, "{profile:?} {linears:?}, {what}: {median}");
+                println!("{profile:?} {placement}, {what}: median {median:.4}, most {:.4}", errors[errors.len() - 1]);
+                assert!(median < BOUND, "{profile:?} {placement}, {what}: {median}");
             };
             for count in [1, 2, 65, 300] {
                 let text = tokens(count, model.vocab, count as u64);
@@ -505,7 +504,7 @@ fn offloaded_experts_give_the_same_tokens() {
             assert!(said.1 == expected.1, "{name}, {resident} of {experts} experts: other logits");
             let traffic = engine.expert_traffic().unwrap().expect("what was fetched");
             println!("{name}, {resident} of {experts}: {traffic}");
-            assert_eq!(traffic.bytes, traffic.misses * engine.config().expert_bytes(Residency::Packed));
+            assert_eq!(traffic.bytes, traffic.misses * engine.config().expert_bytes(Placement::Packed));
             assert!(traffic.misses > 0 && traffic.hits > 0 && traffic.stalls > 0, "{traffic}");
             // Once more with all slots filled by what came last.
             engine.poison_experts(0x5a).unwrap();

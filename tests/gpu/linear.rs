@@ -18,7 +18,7 @@ use unweight_bench::halves;
 use unweight_codegen::spec::Epilogue;
 use unweight_rt::{
     ContextSize, Device, DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, ExecContext, KernelSet, LaunchError,
-    LayerBuilder, Linear, Linears, LoadError, LoadOptions, Loader, Merge, Stream, Unsuitable, cache::Progress,
+    LayerBuilder, Linear, LoadError, LoadOptions, Loader, Merge, Placement, Stream, Unsuitable, cache::Progress,
     env::Env, raw::layer::loader::reachable,
 };
 
@@ -286,7 +286,7 @@ fn any_bundle_loads_for_cublas() {
     let inputs = rows(bytemuck::cast_slice(&x), 128);
     for profile in [Profile::Packed, Profile::Distribution, Profile::Palette, Profile::Compact] {
         let bundle = bundle_of(home.path(), profile);
-        let options = LoadOptions::default().max_batch(8).linears(Linears::Bf16);
+        let options = LoadOptions::default().max_batch(8).placement(Placement::Bf16);
         let mut loader = loader(kernels, &stream, &bundle, options);
         for (name, rows, cols, _) in TENSORS {
             let layer = loader.load(name).unwrap_or_else(|error| panic!("{error}"));
@@ -351,8 +351,8 @@ fn other_tensors_load_unchanged() {
 fn raw_bf16_weights_load_as_layers() {
     let kernels = gpu();
     let stream = stream(kernels);
-    for linears in [Linears::Packed, Linears::Bf16] {
-        let options = LoadOptions::default().max_batch(8).linears(linears);
+    for placement in [Placement::Packed, Placement::Bf16] {
+        let options = LoadOptions::default().max_batch(8).placement(placement);
         let mut builder = LayerBuilder::new(kernels, &stream, options).unwrap();
         let [gate, up] = [5, 6].map(|seed| Weights::TRAINED.bytes(160 * 192, seed));
         let parts = [&gate, &up]
@@ -365,20 +365,20 @@ fn raw_bf16_weights_load_as_layers() {
         let turn = Epilogue::GATE_ROWS as usize * 192 * 2;
         let turns: Vec<u8> =
             gate.chunks(turn).zip(up.chunks(turn)).flat_map(|(gate, up)| [gate, up].concat()).collect();
-        match linears {
-            Linears::Packed => {
+        match placement {
+            Placement::Packed => {
                 assert_packed(&stream, stacked.packed_weights().unwrap(), &rows, (320, 192), "stacked");
                 assert_packed(&stream, gated.packed_weights().unwrap(), &turns, (320, 192), "gated");
             }
-            Linears::Bf16 => {
+            _ => {
                 assert!(bytes_of(&stream, stacked.bf16_weights().unwrap()) == rows);
                 assert!(bytes_of(&stream, gated.bf16_weights().unwrap()) == rows);
             }
         }
-        assert_eq!(builder.context(&stream).unwrap().size().cublas, linears == Linears::Bf16);
+        assert_eq!(builder.context(&stream).unwrap().size().cublas, placement == Placement::Bf16);
         let odd = DeviceMatrix::zeroed(&stream, 100, 192).unwrap();
         let pair = builder.layer("odd", &[odd.view(), odd.view()], Merge::SiluMul).map(|layer| layer.n());
-        assert_eq!(pair.is_ok(), linears == Linears::Bf16);
+        assert_eq!(pair.is_ok(), placement == Placement::Bf16);
     }
 }
 

@@ -6,11 +6,11 @@ use std::path::Path;
 use half::bf16;
 use rayon::prelude::*;
 use unweight::engine::{
-    Engine, EngineError, EngineOptions, MlpWeights, Request,
+    Engine, EngineError, EngineOptions, Placement, Request,
     objective::{Rounds, StepObjective},
-    options::{BUCKETS, Lies, Measured, Pipeline, PipelineVariant, Plan, Setting},
+    options::{BUCKETS, LoadedAs, Measured, Pipeline, PipelineVariant, Plan, Setting},
     pipelines::{
-        Lying,
+        LoadedProjection,
         tune::{Journal, Limits, descend},
     },
 };
@@ -29,7 +29,6 @@ use unweight_model::{
 
 use unweight_rt::{
     DeviceBuffer, DeviceError, DeviceMatrix, ExecContext, KernelSet, LayerBuilder, Linear, LoadOptions, Merge,
-    Resident,
     env::Env,
     raw::{
         choose::graph,
@@ -62,8 +61,8 @@ fn bundle(home: &Path, profile: Profile) -> Bundle {
     Bundle::open(&target).expect("a bundle")
 }
 
-fn options(mlp: MlpWeights) -> EngineOptions {
-    EngineOptions::default().max_batch(64).context(256).chunk(128).memory(4 << 30).mlp(mlp)
+fn options(placement: Placement) -> EngineOptions {
+    EngineOptions::default().max_batch(64).context(256).chunk(128).memory(4 << 30).placement(placement)
 }
 
 fn load(bundle: &Bundle, options: EngineOptions) -> Engine {
@@ -77,14 +76,14 @@ fn pipelines_need_only_the_listed_kernels() {
     let home = tempfile::tempdir().unwrap();
     let (env, device) = (Env::process().unwrap(), gpu().device());
     let bundles = [bundle(home.path(), Profile::Inference), bundle(home.path(), Profile::Distribution)];
-    for (at, mlp) in [(0, MlpWeights::Stored), (1, MlpWeights::Stored), (1, MlpWeights::Alternate)] {
+    for (at, placement) in [(0, Placement::Stored), (1, Placement::Stored), (1, Placement::Alternate)] {
         let bundle = &bundles[at];
-        let options = options(mlp);
+        let options = options(placement);
         let chooser = gpu().chooser().clone();
         let mut specs = Engine::kernels(bundle, &options, &[*chooser.gpu_model()]).unwrap();
         // As the command attaches them.
-        specs.extend(reachable(bundle, LoadOptions::default().resident(Resident::Small), chooser));
-        let folder = home.path().join(format!("{at}{mlp:?}"));
+        specs.extend(reachable(bundle, LoadOptions::default().placement(placement), chooser));
+        let folder = home.path().join(format!("{at}{placement}"));
         let requests = specs.iter().map(CompileRequest::render).collect::<Result<Vec<_>, _>>().unwrap();
         cache(env, &folder).compile_all(&requests, env.jit_threads, &|_| {}).unwrap();
         let mut bare = env.clone();
@@ -111,19 +110,19 @@ fn logits_match_the_reference_for_every_encoding() {
         let config = ModelConfig::of_bundle(&bundle).unwrap();
         let weights = ModelWeights::of_bundle(&config, &bundle).unwrap();
         let reference = Reference::new(&config, &weights, reference::bundle_values(&bundle));
-        for mlp in [MlpWeights::Stored, MlpWeights::Alternate] {
-            let mut engine = load(&bundle, options(mlp));
+        for placement in [Placement::Stored, Placement::Alternate] {
+            let mut engine = load(&bundle, options(placement));
             for count in [1, 63, 128, 130, 200] {
                 let text = tokens(count, count as u64);
                 let truth = reference.logits(&text).unwrap();
                 let whole = engine.logits(&text).unwrap();
                 let apart = error(&whole, &truth);
-                assert!(apart < BOUND, "{profile:?} {mlp:?}, {count} tokens: {apart}");
+                assert!(apart < BOUND, "{profile:?} {placement}, {count} tokens: {apart}");
                 assert_eq!(engine.logits(&text).unwrap(), whole, "other bits");
                 if count < 130 {
                     let steps = engine.logits_by_steps(&[&text]).unwrap();
                     let apart = error(&steps[0], &truth);
-                    assert!(apart < BOUND, "{profile:?} {mlp:?}, {count} tokens by steps: {apart}");
+                    assert!(apart < BOUND, "{profile:?} {placement}, {count} tokens by steps: {apart}");
                 }
             }
         }
@@ -151,7 +150,7 @@ fn every_pipeline_matches_the_reference() {
     let reference = Reference::new(&config, &weights, reference::bundle_values(&bundle));
     let truths: Vec<Vec<f32>> = batch(64).iter().map(|text| reference.logits(text).unwrap()).collect();
     let (mut recorded, mut direct) =
-        (load(&bundle, options(MlpWeights::Alternate)), load(&bundle, options(MlpWeights::Alternate).graphs(false)));
+        (load(&bundle, options(Placement::Alternate)), load(&bundle, options(Placement::Alternate).graphs(false)));
     let mut seen = std::collections::BTreeSet::new();
     for rows in [1, 7, 8, 9, 16, 17, 32, 33, 64] {
         let bucket = BUCKETS.into_iter().find(|bucket| *bucket >= rows as u32).unwrap();
@@ -202,7 +201,7 @@ fn repeated_replays_give_the_same_bits() {
     let home = tempfile::tempdir().unwrap();
     for profile in [Profile::Inference, Profile::Distribution] {
         let bundle = bundle(home.path(), profile);
-        let mut engine = load(&bundle, options(MlpWeights::Stored));
+        let mut engine = load(&bundle, options(Placement::Stored));
         for rows in [1, 8, 64] {
             let bucket = BUCKETS.into_iter().find(|bucket| *bucket >= rows as u32).unwrap();
             for setting in every_setting(&mut engine, bucket).into_iter().step_by(4) {
@@ -235,7 +234,7 @@ fn repeated_replays_give_the_same_bits() {
 fn settings_that_cannot_run_are_refused() {
     let home = tempfile::tempdir().unwrap();
     let bundle = bundle(home.path(), Profile::Distribution);
-    let mut engine = load(&bundle, options(MlpWeights::Stored));
+    let mut engine = load(&bundle, options(Placement::Stored));
     let before = by_steps(&mut engine, 1);
     let good = every_setting(&mut engine, 1).remove(0);
     let sms = gpu().device().info().sms;
@@ -244,14 +243,14 @@ fn settings_that_cannot_run_are_refused() {
         assert!(matches!(error, EngineError::Setting(_)), "{error}");
     }
     assert_eq!(by_steps(&mut engine, 1), before, "nothing changed");
-    let mut packed = load(&bundle, options(MlpWeights::Linears));
+    let mut packed = load(&bundle, options(Placement::Packed));
     assert!(packed.tune_pipelines().is_err());
     // A plan of another key is not taken.
     let mut plan = Plan::default();
     let bad = Setting { decode_sms: sms, ..good };
     let info = gpu().device().info();
-    plan.insert(Measured::new(("another", MlpWeights::Stored), 1, info, bad, (1.0, 0.0)));
-    let mut engine = load(&bundle, options(MlpWeights::Stored).plan(plan));
+    plan.insert(Measured::new(("another", Placement::Stored), 1, info, bad, (1.0, 0.0)));
+    let mut engine = load(&bundle, options(Placement::Stored).plan(plan));
     assert_eq!(by_steps(&mut engine, 1), before);
 }
 
@@ -267,7 +266,7 @@ fn tuning_improves_a_bad_start() {
     bundle::compress(&source, &target, &options, &Silent).unwrap();
     let bundle = Bundle::open(&target).unwrap();
     let options = EngineOptions::default().max_batch(8).context(128).chunk(128).memory(8 << 30);
-    let mut engine = load(&bundle, options.mlp(MlpWeights::Stored).graphs(false));
+    let mut engine = load(&bundle, options.placement(Placement::Stored).graphs(false));
     let before = by_steps(&mut engine, 8);
     let space = engine.tune_pipelines().unwrap().space(8).unwrap();
     // One multiprocessor for each decoder.
@@ -347,9 +346,10 @@ impl Encodings {
     }
 
     /// What this is to the choice of a variant.
-    fn lying(&self, as_what: Lies) -> Lying {
+    fn loaded(&self, loaded_as: LoadedAs) -> LoadedProjection {
         let [n, k] = self.shape;
-        Lying { as_what, packed: as_what == Lies::Linear, n, k, verbatim_rows: self.verbatim_rows }
+        let packed = loaded_as == LoadedAs::Linear;
+        LoadedProjection { loaded_as, packed, n, k, verbatim_rows: self.verbatim_rows }
     }
 
     /// Decodes, if the pipeline does, and multiplies.
@@ -425,10 +425,11 @@ fn every_projection_pipeline_matches_float64() {
                     y.write(&stream, 0, &before[..count]).unwrap();
                 }
             };
-            for lying in [Lies::Raw, Lies::Palette, Lies::Huffman, Lies::Linear].map(|lies| encodings.lying(lies)) {
-                for variant in lying.variants(Arch::Sm90a, m, sms) {
+            let all = [LoadedAs::Bf16, LoadedAs::Palette, LoadedAs::Huffman, LoadedAs::Linear];
+            for loaded in all.map(|loaded_as| encodings.loaded(loaded_as)) {
+                for variant in loaded.variants(Arch::Sm90a, m, sms) {
                     let what = format!("{name}, {m} rows, {variant}");
-                    let spec = lying.kernel(Arch::Sm90a, variant, encodings.epilogue());
+                    let spec = loaded.kernel(Arch::Sm90a, variant, encodings.epilogue());
                     let matmul = spec.map(|spec| Matmul::new(gpu().get(&spec).unwrap()).unwrap());
                     // What a slot holds from before is of no use.
                     poison(&stream, &mut encodings.slot.0);

@@ -20,15 +20,15 @@ use unweight_format::{
 };
 use unweight_rt::{
     Device, DeviceMatrix, ExecContext, Expand, KernelSet, LaunchError, LayerBuilder, Linear, LoadOptions, Loader,
-    Merge, Resident, Stream, env::Env, raw::choose::candidates::COMPACT_BATCH,
+    Merge, Placement, Stream, env::Env, raw::choose::candidates::COMPACT_BATCH,
 };
 
 const MAX_BATCH: u32 = 300;
 /// At and beside each batch tile, where the expansion begins, and turns of the largest batch.
 const BATCHES: [u32; 12] = [1, 7, 8, 9, 16, 17, 32, 33, 64, 65, 300, 333];
 
-fn builder<'k>(kernels: &'k KernelSet, stream: &Stream, resident: Resident, pdl: bool) -> LayerBuilder<'k> {
-    let options = LoadOptions::default().max_batch(MAX_BATCH).resident(resident).pdl(pdl);
+fn builder<'k>(kernels: &'k KernelSet, stream: &Stream, placement: Placement, pdl: bool) -> LayerBuilder<'k> {
+    let options = LoadOptions::default().max_batch(MAX_BATCH).placement(placement).pdl(pdl);
     LayerBuilder::new(kernels, stream, options).unwrap()
 }
 
@@ -107,8 +107,8 @@ fn compact_layers_multiply_at_every_batch() {
     let kernels = gpu();
     let stream = stream(kernels);
     for pdl in [true, false] {
-        let mut small = builder(kernels, &stream, Resident::Small, pdl);
-        let mut fast = builder(kernels, &stream, Resident::Fast, pdl);
+        let mut small = builder(kernels, &stream, Placement::Compact, pdl);
+        let mut fast = builder(kernels, &stream, Placement::Packed, pdl);
         for (n, k, seed) in [(512, 1024, 1), (1088, 640, 2), (320, 4096, 3)] {
             let (weights, w) = matrix(&stream, n, k, seed);
             let layer = small.layer("small", &[weights.view()], Merge::Rows).unwrap();
@@ -146,7 +146,7 @@ fn compact_layers_multiply_at_every_batch() {
 fn a_compact_gate_and_up_activate_their_product() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let mut small = builder(kernels, &stream, Resident::Small, true);
+    let mut small = builder(kernels, &stream, Placement::Compact, true);
     let (n, k) = (512, 448);
     let ((gate, gates), (up, ups)) = (matrix(&stream, n, k, 5), matrix(&stream, n, k, 6));
     let layer = small.layer("mlp", &[gate.view(), up.view()], Merge::SiluMul).unwrap();
@@ -178,7 +178,7 @@ fn a_compact_gate_and_up_activate_their_product() {
 fn layers_share_one_slot() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let mut small = builder(kernels, &stream, Resident::Small, true);
+    let mut small = builder(kernels, &stream, Placement::Compact, true);
     const SIDE: usize = 1024;
     let weights: Vec<DeviceMatrix> = (0..4).map(|seed| matrix(&stream, SIDE, SIDE, 30 + seed).0).collect();
     let layers: Vec<Linear> =
@@ -222,7 +222,7 @@ fn layers_share_one_slot() {
 fn workspace_without_a_slot_is_rejected() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let mut small = builder(kernels, &stream, Resident::Small, true);
+    let mut small = builder(kernels, &stream, Placement::Compact, true);
     let (weights, _) = matrix(&stream, 256, 256, 9);
     let layer = small.layer("small", &[weights.view()], Merge::Rows).unwrap();
     let x = DeviceMatrix::zeroed(&stream, 64, 256).unwrap();
@@ -259,8 +259,8 @@ fn compact_tensors_of_a_bundle_stay_compact() {
     let name = |part: &str| format!("model.layers.0.{part}_proj.weight");
     let [q, k, v] = ["q", "k", "v"].map(|part| name(&format!("self_attn.{part}")));
     let [gate, up, down] = ["gate", "up", "down"].map(|part| name(&format!("mlp.{part}")));
-    for resident in [Resident::Small, Resident::Fast] {
-        let options = LoadOptions::default().max_batch(MAX_BATCH).resident(resident);
+    for placement in [Placement::Compact, Placement::Packed] {
+        let options = LoadOptions::default().max_batch(MAX_BATCH).placement(placement);
         // A set of its own, so that no test beside this one loads into it.
         let kernels = KernelSet::open(&device, Env::process().unwrap());
         let (mut loader, _) = Loader::new(&kernels, &stream, &bundle, options, &|_| {}).unwrap();
@@ -268,16 +268,16 @@ fn compact_tensors_of_a_bundle_stay_compact() {
         let down_layer = loader.load(&down).unwrap();
         let qkv = loader.merge(&[&q, &k, &v], Merge::Rows).unwrap();
         let mlp = loader.merge(&[&gate, &up], Merge::SiluMul).unwrap();
-        assert_eq!(kernels.len(), loaded, "{resident:?}: a kernel was made when a layer was loaded");
+        assert_eq!(kernels.len(), loaded, "{placement}: a kernel was made when a layer was loaded");
         // Small tensors may be stored in another form, and then they are packed: alone, or with all of their layer.
         let stored = |name: &String| bundle.tensor(name).unwrap().encoding() == EncodingId::COMPACT;
         let mut stay = 0;
         for (layer, names) in [(&down_layer, vec![&down]), (&qkv, vec![&q, &k, &v]), (&mlp, vec![&gate, &up])] {
-            let may = resident == Resident::Small && names.iter().all(|name| stored(name));
-            assert!(layer.is_packed() || may && layer.is_compact(), "{names:?}, {resident:?}");
+            let may = placement == Placement::Compact && names.iter().all(|name| stored(name));
+            assert!(layer.is_packed() || may && layer.is_compact(), "{names:?}, {placement}");
             stay += usize::from(layer.is_compact());
         }
-        assert_eq!(stay > 0, resident == Resident::Small, "{stay} layers stay compact");
+        assert_eq!(stay > 0, placement == Placement::Compact, "{stay} layers stay compact");
         let mut ctx = loader.context(&stream).unwrap();
         for (layer, names) in [(&down_layer, vec![&down]), (&qkv, vec![&q, &k, &v])] {
             let w: Vec<f64> = names
@@ -291,7 +291,7 @@ fn compact_tensors_of_a_bundle_stay_compact() {
                 close(
                     &y,
                     exact.iter().map(|(sum, size)| (*sum, size * 1e-6)),
-                    &format!("{names:?} at {m}, {resident:?}"),
+                    &format!("{names:?} at {m}, {placement}"),
                 );
             }
         }
@@ -305,8 +305,8 @@ fn compact_tensors_of_a_bundle_stay_compact() {
 fn weights_are_expanded_to_bf16_for_cublas() {
     let kernels = gpu();
     let stream = stream(kernels);
-    for resident in [Resident::Fast, Resident::Small] {
-        let options = LoadOptions::default().max_batch(700).resident(resident).expand(Expand::Above(64));
+    for placement in [Placement::Packed, Placement::Compact] {
+        let options = LoadOptions::default().max_batch(700).placement(placement).expand(Expand::Above(64));
         let mut builder = LayerBuilder::new(kernels, &stream, options).unwrap();
         let (n, k) = (512, 448);
         let ((gate, gates), (up, ups)) = (matrix(&stream, n, k, 5), matrix(&stream, n, k, 6));
@@ -315,13 +315,16 @@ fn weights_are_expanded_to_bf16_for_cublas() {
         // Packed and padded, however it is to lie.
         let (odd, odds) = matrix(&stream, 100, 72, 7);
         let padded = builder.layer("padded", &[odd.view()], Merge::Rows).unwrap();
-        assert_eq!((rows.is_compact(), mlp.is_compact()), (resident == Resident::Small, resident == Resident::Small));
+        assert_eq!(
+            (rows.is_compact(), mlp.is_compact()),
+            (placement == Placement::Compact, placement == Placement::Compact)
+        );
         assert!(padded.is_packed());
         let mut ctx = builder.context(&stream).unwrap();
         assert!(ctx.size().cublas && ctx.size().slot_bytes >= (2 * 2 * n * k) as u64);
         // Several turns of what lies beside the products, and of the largest batch.
         for m in [64, 65, 128, 513, 700, 701] {
-            let what = format!("{resident:?} at {m}");
+            let what = format!("{placement} at {m}");
             assert_eq!(rows.variant(m, Epilogue::Store).is_none(), m > 64, "{what}");
             let x = inputs(m, k as u32, 7);
             let (gates, ups) = (product(&values(&x), &gates, k), product(&values(&x), &ups, k));

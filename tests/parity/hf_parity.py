@@ -200,7 +200,7 @@ class Model:
                 if LENGTHS[index] > 1:
                     self.against_truth(f"{profile}: {one}, {way}, alone", alone, [index])
         for way, packed, flags in (("prefill", prefill, ()), ("steps", steps, ("--by-steps",))):
-            baseline, _ = self.dump(bundle, prompts, "--linears", "cublas", *flags, *batch)
+            baseline, _ = self.dump(bundle, prompts, "--placement", "bf16", *flags, *batch)
             self.against_truth(f"{profile}: cublas, {way}", baseline)
             self.equal(f"{profile}: packed = cublas, {way}", packed, baseline)
         if self.arguments.device.startswith("cuda"):
@@ -235,7 +235,7 @@ class Model:
 
     def greedy(self, profile: str) -> None:
         bundle, new = self.work / profile, ("--max-new-tokens", NEW_TOKENS)
-        kinds = [()] if profile != self.arguments.profiles[0] else [(), ("--linears", "cublas")]
+        kinds = [()] if profile != self.arguments.profiles[0] else [(), ("--placement", "bf16")]
         for flags in kinds:
             name = f"{profile}{': cublas' if flags else ''}"
             for case in self.greedy_cases:

@@ -36,22 +36,30 @@ SAMPLED = ("--temperature", "0.8", "--top-p", "0.95", "--seed", "7")
 LOGITS = {
     "prefill": BATCH,
     "steps": ("--by-steps", *BATCH),
-    "baseline, prefill": ("--linears", "cublas", *BATCH),
-    "baseline, steps": ("--linears", "cublas", "--by-steps", *BATCH),
+    "baseline, prefill": ("--placement", "bf16", *BATCH),
+    "baseline, steps": ("--placement", "bf16", "--by-steps", *BATCH),
 }
 TOKENS = {"greedy": (), "sampled": SAMPLED}
 # What only bundles of a profile have.
 MORE = {
-    "compact": {"compact, steps": ("--resident", "small", "--by-steps", *BATCH)},
-    "inference": {"stored, steps": ("--mlp", "stored", "--by-steps", *BATCH)},
+    "compact": {"compact, steps": ("--placement", "compact", "--by-steps", *BATCH)},
+    "inference": {"stored, steps": ("--placement", "stored", "--by-steps", *BATCH)},
 }
+# The words of a build whose `generate` has no --placement.
+OLD_PLACEMENTS = [
+    (["--placement", "bf16"], ["--linears", "cublas"]),
+    (["--placement", "compact"], ["--resident", "small"]),
+    (["--placement", "stored"], ["--mlp", "stored"]),
+]
 
 
 class Build:
     """One of the two programs."""
 
     def __init__(self, program: Path, renames: list[tuple[list[str], list[str]]]):
-        self.program, self.renames = program, renames
+        told = subprocess.run([str(program), "generate", "--help"], capture_output=True, text=True, check=True)
+        old = [] if "--placement" in told.stdout else OLD_PLACEMENTS
+        self.program, self.renames = program, [*renames, *old]
 
     def __call__(self, *arguments: object) -> dict:
         words = [str(argument) for argument in arguments]
@@ -117,7 +125,7 @@ def compare(spec: models.Spec, before: Build, after: Build, texts: list[str], st
             case(f"{profile}: sections", lambda build: build.sections(bundles[build]))
             more = MORE.get(profile, {})
             if spec.family in ("mixtral", "qwen3_moe"):  # their MLPs are experts, which run packed alone
-                more = {name: flags for name, flags in more.items() if "--mlp" not in flags}
+                more = {name: flags for name, flags in more.items() if "stored" not in flags}
             for name, flags in {**LOGITS, **more}.items():
                 case(f"{profile}: {name}", lambda build: build.logits(bundles[build], work, prompts, flags))
             if profile == PROFILES[0]:

@@ -1,4 +1,4 @@
-//! Whole decode steps: packed linears beside the same engine on cuBLAS, its BF16 baseline.
+//! Whole decode steps of an engine, compared with its BF16 baseline: the same engine on BF16 weights and cuBLAS.
 //!
 //! Both engines are loaded at once and take turns, a few recorded steps at a time, on caches of random keys and values.
 //! The BF16 baseline's cuBLAS has been tuned for steps: for every product the fastest of what cuBLASLt proposes; its
@@ -9,8 +9,7 @@ use std::{fmt, time::Instant};
 
 use serde::Serialize;
 use unweight_engine::{
-    Engine, EngineError, EngineOptions, ExpertTraffic, Linears, LoadProgress, Memory, MlpWeights, Part, Request,
-    Resident,
+    Engine, EngineError, EngineOptions, ExpertTraffic, LoadProgress, Memory, Part, Placement, RandomStored, Request,
     options::{MAX_BATCH, Plan},
 };
 use unweight_format::bundle::{Bundle, Profile};
@@ -46,18 +45,17 @@ options! {
         breakdown: bool = false,
         /// Whether the BF16 baseline runs, too.
         baseline: bool = true,
-        /// What compact tensors lie as, and of a geometry all weights; null: what memory allows.
-        resident: Option<Resident> = Some(Resident::Fast),
+        /// How weights are held in device memory; null: what memory allows. An engine with stored or alternate weights
+        /// is compared with a packed one, too.
+        placement: Option<Placement> = None,
         /// Experts of a layer that the device has room for; null: all.
         resident_experts: Option<u32> = None,
-        /// An engine whose MLPs lie as they are stored runs, too, unless they are to lie as all linears.
-        mlp: MlpWeights = MlpWeights::Linears,
-        /// Its settings that were measured before.
+        /// Measured settings of pipelines.
         #[serde(skip)]
         plan: Plan = Plan::default(),
-        /// What the other linears of that engine run from.
+        /// Of a geometry with pipelines: the placement of the linear layers outside of MLPs.
         #[serde(skip)]
-        mlp_linears: Linears = Linears::Packed,
+        linears: Placement = Placement::Packed,
         /// Of a geometry: settings are searched for at every batch, and its steps timed by them, too.
         tune: bool = false,
         /// Of a geometry: the profile that MLPs are stored by.
@@ -74,7 +72,7 @@ pub struct DecodeReport {
     pub rounds: usize,
     /// What was asked for.
     pub options: DecodeOptions,
-    /// Engines, packed first.
+    /// Engines, the BF16 baseline last.
     pub engines: Vec<EngineRow>,
     /// Settings that were searched for.
     pub tuned: Vec<TunedRow>,
@@ -87,10 +85,8 @@ pub struct DecodeReport {
 /// An engine.
 #[derive(Clone, Debug, Serialize)]
 pub struct EngineRow {
-    /// `packed`, `cublas`, or how MLPs lie: `stored` or `alternate`.
-    pub linears: &'static str,
-    /// What compact tensors lie as.
-    pub resident: Resident,
+    /// How weights are held.
+    pub placement: Placement,
     /// Bytes of the weights on the device.
     pub weight_bytes: u64,
     /// Bytes of the KV cache.
@@ -110,8 +106,8 @@ pub struct EngineRow {
 pub struct StepRow {
     /// Sequences.
     pub batch: u32,
-    /// `packed`, `cublas`, or how MLPs lie: `stored` or `alternate`; by settings that were searched for, `tuned`.
-    pub linears: &'static str,
+    /// The placement of the engine, or `tuned` where it runs by settings that were searched for.
+    pub placement: &'static str,
     /// Median of a step, us.
     pub median_us: f64,
     /// 10th percentile, us.
@@ -131,8 +127,8 @@ pub struct StepRow {
 pub struct PartRow {
     /// Sequences.
     pub batch: u32,
-    /// `packed`, `cublas`, or how MLPs lie: `stored` or `alternate`.
-    pub linears: &'static str,
+    /// The placement of the engine.
+    pub placement: &'static str,
     /// The part.
     pub part: &'static str,
     /// Median, us.
@@ -142,7 +138,7 @@ pub struct PartRow {
 /// Steps of one engine between two looks at the clock.
 const STEPS: u32 = 4;
 
-/// Steps by settings that were searched for.
+/// The name of steps by settings that were searched for.
 const TUNED: &str = "tuned";
 
 /// Rounds of a part, at most.
@@ -155,8 +151,21 @@ fn steps_of(timing: &Timing) -> u32 {
 }
 
 struct Contender {
-    linears: &'static str,
+    /// Of its steps.
+    name: &'static str,
     engine: Engine,
+}
+
+fn has_pipelines(options: &DecodeOptions) -> bool {
+    options.placement.is_some_and(Placement::has_pipelines)
+}
+
+/// The placements of the engines that are compared; `None` is chosen when the engine is loaded.
+fn placements(options: &DecodeOptions) -> Vec<Option<Placement>> {
+    let packed = has_pipelines(options).then_some(Some(Placement::Packed));
+    let baseline = Some(Placement::Bf16);
+    let baseline = (options.baseline && options.placement != baseline).then_some(baseline);
+    packed.into_iter().chain([options.placement]).chain(baseline).collect()
 }
 
 /// Measures steps.
@@ -174,36 +183,27 @@ pub fn bench_decode(
     let largest = options.batches.iter().copied().max().unwrap_or(1).clamp(1, MAX_BATCH);
     let reserve = steps_of(timing).max(PART_ROUNDS as u32 * 3);
     let context = options.context.saturating_add(reserve).max(options.prefill.saturating_add(64));
-    let mut encodings = vec![("packed", Linears::Packed, MlpWeights::Linears)];
-    if options.mlp != MlpWeights::Linears {
-        encodings.push((options.mlp.name(), options.mlp_linears, options.mlp));
-    }
-    if options.baseline {
-        encodings.push(("cublas", Linears::Bf16, MlpWeights::Linears));
-    }
-    let own_options = |linears: Linears, mlp: MlpWeights| {
+    let own_options = |placement: Option<Placement>| {
         let chunk = if options.prefill > 0 { 2048 } else { 256 };
-        let own = EngineOptions::default().max_batch(largest).context(context).linears(linears).chunk(chunk);
-        let own = match options.resident {
-            Some(resident) => own.resident(resident),
-            None => own,
-        };
-        let mut own = own.mlp(mlp).plan(options.plan.clone());
+        let own = EngineOptions::default().max_batch(largest).context(context).chunk(chunk);
+        let mut own = own.plan(options.plan.clone());
+        own.placement = placement;
         own.resident_experts = options.resident_experts;
         own
     };
+    let stored = RandomStored { profile: options.profile, linears: options.linears };
     // Before the engines that are timed: all memory is its own, and theirs behind it.
     let tuned = match model {
-        DecodeModel::Geometry(config) if options.tune && options.mlp != MlpWeights::Linears => {
-            let own = (own_options(options.mlp_linears, options.mlp), options.profile);
+        DecodeModel::Geometry(config) if options.tune && has_pipelines(options) => {
+            let own = (own_options(options.placement), stored);
             tuned::search(kernels, config, own, (&options.batches, options.context), progress)?
         }
         _ => Vec::new(),
     };
     let (mut engines, mut contenders) = (Vec::new(), Vec::new());
-    for (name, linears, mlp) in encodings {
+    for placement in placements(options) {
         let start = Instant::now();
-        let own = own_options(linears, mlp);
+        let own = own_options(placement);
         let told = |loaded: &LoadProgress<'_>| {
             if let LoadProgress::Kernel(kernel) = loaded {
                 progress(&format!("[{}/{}] {}", kernel.done, kernel.total, kernel.artifact.name));
@@ -211,9 +211,7 @@ pub fn bench_decode(
         };
         let mut engine = match model {
             DecodeModel::Bundle(bundle) => Engine::load(kernels, bundle, own, &told)?,
-            DecodeModel::Geometry(config) => {
-                Engine::random_stored(kernels, config.clone(), own, options.profile, &told)?
-            }
+            DecodeModel::Geometry(config) => Engine::random_stored(kernels, config.clone(), own, stored, &told)?,
         };
         let load_s = start.elapsed().as_secs_f64();
         let first_token_ms = match options.prefill {
@@ -221,12 +219,11 @@ pub fn bench_decode(
             tokens => Some(first_token(&mut engine, tokens, rounds.min(10))?),
         };
         let Memory { weights, cache, working, host: host_bytes, .. } = *engine.memory();
-        progress(&format!("{name}: loaded in {load_s:.1} s, {}", engine.memory()));
+        let placement = engine.options().placement.unwrap_or_default();
+        progress(&format!("{placement}: loaded in {load_s:.1} s, {}", engine.memory()));
         let (weight_bytes, cache_bytes, working_bytes) = (weights, cache, working);
-        let resident = engine.options().resident.unwrap_or_default();
         engines.push(EngineRow {
-            linears: name,
-            resident,
+            placement,
             weight_bytes,
             cache_bytes,
             working_bytes,
@@ -234,28 +231,29 @@ pub fn bench_decode(
             load_s,
             first_token_ms,
         });
-        contenders.push(Contender { linears: name, engine });
+        contenders.push(Contender { name: placement.name(), engine });
     }
     let (mut rows, mut parts) = (Vec::new(), Vec::new());
     for &batch in &options.batches {
         for contender in &mut contenders {
-            if contender.engine.options().linears == Linears::Bf16 {
+            if contender.name == Placement::Bf16.name() {
                 contender.engine.measure().tune_cublas(batch)?;
             }
         }
         rows.extend(steps(&mut contenders, batch, options.context, timing, progress)?);
         if let Some(found) = tuned.iter().find(|found| found.batch == batch) {
-            for contender in contenders.iter_mut().filter(|own| own.linears == options.mlp.name()) {
+            let searched = options.placement.unwrap_or_default().name();
+            for contender in contenders.iter_mut().filter(|own| own.name == searched) {
                 contender.engine.tune_pipelines()?.set(batch, &found.setting)?;
-                contender.linears = TUNED;
+                contender.name = TUNED;
             }
             let again = steps(&mut contenders, batch, options.context, timing, progress)?;
-            rows.extend(again.into_iter().filter(|row| row.linears == TUNED));
-            for contender in contenders.iter_mut().filter(|own| own.linears == TUNED) {
+            rows.extend(again.into_iter().filter(|row| row.placement == TUNED));
+            for contender in contenders.iter_mut().filter(|own| own.name == TUNED) {
                 // Another batch may be a step of as many rows, whose best guess is timed as such.
                 let guess = contender.engine.tune_pipelines()?.guess(batch)?;
                 contender.engine.tune_pipelines()?.set(batch, &guess)?;
-                contender.linears = options.mlp.name();
+                contender.name = searched;
             }
         }
         if options.breakdown {
@@ -267,7 +265,7 @@ pub fn bench_decode(
                 for part in Part::ALL.into_iter().filter(|part| !(offloaded && *part == Part::GateUp)) {
                     let graph = contender.engine.measure().record_part(batch, part)?;
                     let median_us = alone(contender.engine.stream(), &graph, rounds.min(PART_ROUNDS))?;
-                    parts.push(PartRow { batch, linears: contender.linears, part: part.name(), median_us });
+                    parts.push(PartRow { batch, placement: contender.name, part: part.name(), median_us });
                 }
             }
         }
@@ -318,10 +316,10 @@ fn steps(
     for ((contender, times), experts) in contenders.iter().zip(&mut times).zip(experts) {
         let [p10_us, median_us, p90_us] = quantiles(times);
         let tokens_per_s = f64::from(batch) / median_us * 1e6;
-        let linears = contender.linears;
-        rows.push(StepRow { batch, linears, median_us, p10_us, p90_us, tokens_per_s, over_baseline: None, experts });
+        let placement = contender.name;
+        rows.push(StepRow { batch, placement, median_us, p10_us, p90_us, tokens_per_s, over_baseline: None, experts });
     }
-    if let Some(baseline) = rows.iter().find(|row| row.linears == "cublas").map(|row| row.median_us) {
+    if let Some(baseline) = rows.iter().find(|row| row.placement == Placement::Bf16.name()).map(|row| row.median_us) {
         rows.iter_mut().for_each(|row| row.over_baseline = Some(baseline / row.median_us));
     }
     for row in &rows {
@@ -373,8 +371,11 @@ fn first_token(engine: &mut Engine, tokens: u32, rounds: usize) -> Result<f64, E
 
 impl fmt::Display for StepRow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { batch, linears, median_us, p10_us, p90_us, tokens_per_s, over_baseline, experts } = self;
-        write!(f, "batch {batch} {linears}: {median_us:.0} us ({p10_us:.0}..{p90_us:.0}), {tokens_per_s:.0} tokens/s")?;
+        let Self { batch, placement, median_us, p10_us, p90_us, tokens_per_s, over_baseline, experts } = self;
+        write!(
+            f,
+            "batch {batch} {placement}: {median_us:.0} us ({p10_us:.0}..{p90_us:.0}), {tokens_per_s:.0} tokens/s"
+        )?;
         if let Some(ratio) = over_baseline {
             write!(f, ", {ratio:.2}x the BF16 baseline")?;
         }
@@ -396,42 +397,43 @@ impl fmt::Display for DecodeReport {
         )?;
         writeln!(
             f,
-            "| linears | weights GB | KV cache GB | working GB | load s | first token ms |\n|---|---|---|---|---|---|"
+            "| placement | weights GB | KV cache GB | working GB | load s | first token ms |\n|---|---|---|---|---|---|"
         )?;
-        for EngineRow { linears, weight_bytes, cache_bytes, working_bytes, load_s, first_token_ms, .. } in &self.engines
+        for EngineRow { placement, weight_bytes, cache_bytes, working_bytes, load_s, first_token_ms, .. } in
+            &self.engines
         {
             let [weights, cache, working] = [weight_bytes, cache_bytes, working_bytes].map(|bytes| *bytes as f64 / 1e9);
             let first = first_token_ms.map_or_else(String::new, |ms| format!("{ms:.1}"));
-            writeln!(f, "| {linears} | {weights:.2} | {cache:.2} | {working:.2} | {load_s:.1} | {first} |")?;
+            writeln!(f, "| {placement} | {weights:.2} | {cache:.2} | {working:.2} | {load_s:.1} | {first} |")?;
         }
         writeln!(
             f,
-            "\n| batch | linears | step us | p10 | p90 | tokens/s | over baseline |\n|---|---|---|---|---|---|---|"
+            "\n| batch | placement | step us | p10 | p90 | tokens/s | over baseline |\n|---|---|---|---|---|---|---|"
         )?;
-        for StepRow { batch, linears, median_us, p10_us, p90_us, tokens_per_s, over_baseline, .. } in &self.rows {
+        for StepRow { batch, placement, median_us, p10_us, p90_us, tokens_per_s, over_baseline, .. } in &self.rows {
             let over = over_baseline.map_or_else(String::new, |ratio| format!("{ratio:.2}"));
             writeln!(
                 f,
-                "| {batch} | {linears} | {median_us:.0} | {p10_us:.0} | {p90_us:.0} | {tokens_per_s:.0} | {over} |"
+                "| {batch} | {placement} | {median_us:.0} | {p10_us:.0} | {p90_us:.0} | {tokens_per_s:.0} | {over} |"
             )?;
         }
         if self.rows.iter().any(|row| row.experts.is_some()) {
             writeln!(
                 f,
-                "\n| batch | linears | hits | misses | GB fetched | waits | ms waited |\n|---|---|---|---|---|---|---|"
+                "\n| batch | placement | hits | misses | GB fetched | waits | ms waited |\n|---|---|---|---|---|---|---|"
             )?;
-            for StepRow { batch, linears, experts, .. } in &self.rows {
+            for StepRow { batch, placement, experts, .. } in &self.rows {
                 let Some(ExpertTraffic { hits, misses, bytes, stalls, stalled_us, .. }) = experts else { continue };
                 let (gb, ms) = (*bytes as f64 / 1e9, stalled_us / 1e3);
-                writeln!(f, "| {batch} | {linears} | {hits} | {misses} | {gb:.2} | {stalls} | {ms:.1} |")?;
+                writeln!(f, "| {batch} | {placement} | {hits} | {misses} | {gb:.2} | {stalls} | {ms:.1} |")?;
             }
         }
         if self.parts.is_empty() {
             return Ok(());
         }
-        writeln!(f, "\n| batch | linears | part | us a step |\n|---|---|---|---|")?;
-        for PartRow { batch, linears, part, median_us } in &self.parts {
-            writeln!(f, "| {batch} | {linears} | {part} | {median_us:.1} |")?;
+        writeln!(f, "\n| batch | placement | part | us a step |\n|---|---|---|---|")?;
+        for PartRow { batch, placement, part, median_us } in &self.parts {
+            writeln!(f, "| {batch} | {placement} | {part} | {median_us:.1} |")?;
         }
         Ok(())
     }
@@ -446,5 +448,18 @@ mod tests {
         let mut times: Vec<f64> = (0..=100).rev().map(f64::from).collect();
         assert_eq!(quantiles(&mut times), [10.0, 50.0, 90.0]);
         assert_eq!(quantiles(&mut [3.0]), [3.0; 3]);
+    }
+
+    #[test]
+    fn every_placement_is_compared_with_the_baseline() {
+        let of = |placement, baseline| {
+            let all = placements(&DecodeOptions::default().placement(placement).baseline(baseline));
+            all.into_iter().map(|placement| placement.map_or("auto", Placement::name)).collect::<Vec<_>>()
+        };
+        assert_eq!(of(None, true), ["auto", "bf16"]);
+        assert_eq!(of(Some(Placement::Compact), true), ["compact", "bf16"]);
+        assert_eq!(of(Some(Placement::Bf16), true), ["bf16"]);
+        assert_eq!(of(Some(Placement::Stored), true), ["packed", "stored", "bf16"]);
+        assert_eq!(of(Some(Placement::Alternate), false), ["packed", "alternate"]);
     }
 }

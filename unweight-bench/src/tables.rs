@@ -8,7 +8,7 @@
 use std::{fmt, time::Instant};
 
 use serde::Serialize;
-use unweight_engine::{Linears, MlpWeights};
+use unweight_engine::Placement;
 use unweight_format::{CodeLimit, Matrix, bundle::Profile};
 use unweight_model::ModelConfig;
 use unweight_rt::{DeviceInfo, KernelSet, raw::ops::encode_huffman::GpuEncoder};
@@ -146,24 +146,25 @@ fn steps(
         let options = DecodeOptions::default()
             .batches(batches.to_vec())
             .context(context)
-            .mlp(MlpWeights::Stored)
-            .mlp_linears(Linears::Bf16)
+            .placement(Some(Placement::Stored))
+            // The report codes nothing but MLPs.
+            .linears(Placement::Bf16)
             // The report ships HHR-PPR, and tunes that.
             .tune(tune && profile == Profile::Inference)
             .profile(Some(profile));
         progress(&format!("whole steps, {name}"));
         let report = bench_decode(kernels, DecodeModel::Geometry(config), &options, timing, progress)?;
-        let named = |linears: &str| match linears {
-            "cublas" => "baseline",
+        let named = |placement: &str| match placement {
+            "bf16" => "baseline",
             "stored" => name,
             "tuned" => TUNED,
             _ => "packed",
         };
         for engine in &report.engines {
-            sizes.push((named(engine.linears), engine.weight_bytes as f64 / 1e9));
+            sizes.push((named(engine.placement.name()), engine.weight_bytes as f64 / 1e9));
         }
         for row in &report.rows {
-            all.push((named(row.linears), row.batch, row.tokens_per_s, row.over_baseline));
+            all.push((named(row.placement), row.batch, row.tokens_per_s, row.over_baseline));
         }
         tuned.extend(report.tuned);
     }

@@ -1,15 +1,14 @@
-//! Settings for the steps of a geometry whose MLPs lie as they are stored, found as `unweight tune` finds them: by
+//! Settings for the steps of a geometry whose MLPs stay as they are stored, found as `unweight tune` finds them: by
 //! coordinate descent over whole steps, of all layers. What was best for the first eight of 32 lost 6 % of a step of
 //! all of them.
 
 use serde::Serialize;
 use unweight_engine::{
-    Engine, EngineOptions, LoadProgress,
+    Engine, EngineOptions, LoadProgress, RandomStored,
     objective::{Rounds, StepObjective},
     options::Setting,
     pipelines::tune::{Journal, Limits, TuneError, Tuned, descend},
 };
-use unweight_format::bundle::Profile;
 use unweight_model::ModelConfig;
 use unweight_rt::KernelSet;
 
@@ -40,12 +39,12 @@ pub struct TunedRow {
 pub(crate) fn search(
     kernels: &KernelSet,
     config: &ModelConfig,
-    (own, profile): (EngineOptions, Option<Profile>),
+    (own, stored): (EngineOptions, RandomStored),
     (batches, context): (&[u32], u32),
     progress: &(dyn Fn(&str) + Sync),
 ) -> Result<Vec<TunedRow>, BenchError> {
     let told = |_: &LoadProgress<'_>| {};
-    let mut engine = Engine::random_stored(kernels, config.clone(), own.graphs(false), profile, &told)?;
+    let mut engine = Engine::random_stored(kernels, config.clone(), own.graphs(false), stored, &told)?;
     let folder = tempfile::tempdir().map_err(BenchError::Temporary)?;
     let mut rows = Vec::new();
     for &batch in batches {

@@ -22,7 +22,7 @@ fn decode_rejects_arguments_that_contradict_each_other() {
         (&["decode"], "--geometry"),
         (&["decode", "--geometry", "llama-9"], "llama-9"),
         (&["decode", "bundle", "--geometry", "llama-3.1-8b"], "cannot be used with"),
-        (&["decode", "--geometry", "llama-3.2-1b", "--tune", "--mlp", "linears"], "give --mlp stored"),
+        (&["decode", "--geometry", "llama-3.2-1b", "--tune", "--placement", "packed"], "give --placement stored"),
     ];
     for (arguments, expected) in cases {
         let text = refused(arguments);

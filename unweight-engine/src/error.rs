@@ -1,7 +1,7 @@
 //! What fails.
 
 use unweight_model::{BindError, ConfigError};
-use unweight_rt::{DeviceError, LaunchError, LoadError, Remedy};
+use unweight_rt::{DeviceError, LaunchError, LoadError, Placement, Remedy};
 
 use crate::{
     memory::{NoHostMemory, NoMemory},
@@ -45,17 +45,17 @@ pub enum EngineError {
     #[error(transparent)]
     AdmissionError(#[from] AdmissionError),
     /// Pipelines were asked for, and the model was loaded without them.
-    #[error("the engine was not loaded with pipelines; load the model with MlpWeights::Stored or Alternate")]
+    #[error("the engine was not loaded with pipelines; load the model with Placement::Stored or Placement::Alternate")]
     NotStored,
     /// Pipelines were asked for, and this build has none.
-    #[error("mlp = {0} needs the cargo feature `pipelines`, which this build does not have; leave it out")]
-    NoPipelines(&'static str),
-    /// Experts have one way to lie.
+    #[error("placement = {0} needs the cargo feature `pipelines`, which this build does not have; leave it out")]
+    NoPipelines(Placement),
+    /// Experts are always packed.
     #[error(
-        "mlp = {0} was asked for, and the MLPs of this model are experts, which run from packed weights alone: nothing \
+        "placement = {0} was asked for, and the MLPs of this model are experts, which run from packed weights alone: nothing \
          is decoded beside them; leave it out, and the model runs"
     )]
-    StoredExperts(&'static str),
+    StoredExperts(Placement),
     /// Experts were to be offloaded where there are none.
     #[error("resident_experts = {0} was asked for, and the model has no experts; leave it out")]
     NoExperts(u32),

@@ -62,7 +62,7 @@ pub struct Decode<K> {
 }
 
 impl Variants {
-    /// Of a model whose embedding lies as `source` says, for an engine of these options on such a device.
+    /// Of a model whose embedding is held as `source` says, for an engine of these options on such a device.
     ///
     /// # Errors
     /// [`EngineError::Geometry`]: sizes that no kernel takes.

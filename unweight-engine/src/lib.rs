@@ -13,11 +13,11 @@ pub mod pipelines;
 pub mod schedule;
 mod weights;
 
-#[cfg(feature = "pipelines")]
-#[doc(inline)]
-pub use engine::objective;
 #[doc(inline)]
 pub use engine::{Engine, LoadProgress, measure};
+#[cfg(feature = "pipelines")]
+#[doc(inline)]
+pub use engine::{RandomStored, objective};
 #[doc(inline)]
 pub use error::EngineError;
 #[doc(inline)]
@@ -25,7 +25,7 @@ pub use forward::Part;
 #[doc(inline)]
 pub use memory::{Memory, NoMemory};
 #[doc(inline)]
-pub use options::{EngineOptions, Linears, MlpWeights, Resident};
+pub use options::{EngineOptions, Placement};
 #[doc(inline)]
 pub use schedule::{AdmissionError, Event, Finish, Request, SeqId};
 #[doc(inline)]

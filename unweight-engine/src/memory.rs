@@ -1,4 +1,4 @@
-//! What lies on the device, to the byte before anything is allocated: an engine never allocates after it is loaded.
+//! What device memory holds, to the byte before anything is allocated: an engine never allocates after it is loaded.
 
 use std::{fmt, path::Path};
 
@@ -18,7 +18,7 @@ use unweight_rt::{
 
 use crate::{
     kernels::parts_bytes,
-    options::{EngineOptions, Linears, MlpWeights, Resident, bucket},
+    options::{EngineOptions, Placement, bucket},
     pages::{PAGE_TOKENS, pages_for},
 };
 
@@ -221,8 +221,7 @@ pub fn logit_rows(options: &EngineOptions) -> u32 {
 
 /// What linears are loaded for.
 pub(crate) fn load_options(options: &EngineOptions) -> LoadOptions {
-    let resident = options.resident.unwrap_or_default();
-    LoadOptions::default().max_batch(rows(options)).linears(options.linears).resident(resident)
+    LoadOptions::default().max_batch(rows(options)).placement(options.placement.unwrap_or_default())
 }
 
 /// What the linears of a model need of an execution context, before one of them is there; of compact weights where
@@ -251,8 +250,8 @@ pub fn context_size(
         }
     };
     // As it is loaded: by no cuBLAS, and packed where ids are looked up in it.
-    let resident = if config.tied { Resident::Fast } else { wanted.resident };
-    let own = RoutePolicy { expand: Expand::Never, resident, ..wanted.clone() };
+    let placement = if config.tied { wanted.placement.lookup() } else { wanted.placement };
+    let own = RoutePolicy { expand: Expand::Never, placement, ..wanted.clone() };
     let head =
         linear::context_size_of(&Weight::merged(config.vocab, hidden, false).all_compact(compact(Role::LmHead)), &own);
     merged(Role::Q, config.qkv_rows(), hidden).max(merged(Role::O, hidden, attention)).max(mlp).max(head)
@@ -268,11 +267,11 @@ pub struct Shared {
 }
 
 impl Shared {
-    /// What an engine's kernels share, before there is one: as much as it says of itself, or more. Of MLPs that lie as
-    /// they are stored without the slots of their step graphs.
+    /// What an engine's kernels share, before there is one: as much as it says of itself, or more. Of MLPs that
+    /// stay as they are stored without the slots of their step graphs.
     pub fn planned(config: &ModelConfig, options: &EngineOptions, ctx: ContextSize) -> Self {
         let slot = ctx.slot_bytes;
-        if options.mlp == MlpWeights::Linears {
+        if !options.placement.unwrap_or_default().has_pipelines() {
             return Self { bytes: ctx.bytes(), slot };
         }
         // The stream that multiplies beside the first has an execution context, too.
@@ -308,21 +307,23 @@ impl Products {
 /// Tokens of one sequence that must fit beside expanded weights where no context was asked for.
 const USUAL_CONTEXT: u32 = 8192;
 
-/// What compact tensors lie as where nobody said: packed, which is faster, if the packed weights (`fast` bytes), the
-/// working memory and one sequence fit what may be used. Its length is the context that was asked for, or 8192 tokens
-/// if the model takes so many.
-pub fn resident(config: &ModelConfig, options: &EngineOptions, fast: u64, have: u64) -> Resident {
+/// The placement of a model with compact tensors where the options name none: [`Placement::Packed`], which is faster, if
+/// the packed weights (`packed` bytes), the working memory and one sequence fit in `have` bytes; else
+/// [`Placement::Compact`]. The sequence is as long as the context of the options, by default 8192 tokens or the model's
+/// limit.
+pub fn placement(config: &ModelConfig, options: &EngineOptions, packed: u64, have: u64) -> Placement {
     let context = options.context.unwrap_or(config.max_positions.min(USUAL_CONTEXT));
     let asked = options.clone().context(context);
-    match plan(config, &asked, (fast, Shared::default()), have) {
-        Ok(_) => Resident::Fast,
-        Err(NoMemory { .. }) => Resident::Small,
+    match plan(config, &asked, (packed, Shared::default()), have) {
+        Ok(_) => Placement::Packed,
+        Err(NoMemory { .. }) => Placement::Compact,
     }
 }
 
 impl EngineOptions {
-    /// With what compact tensors lie as: packed where there are none or no kernel reads them, else what was asked for,
-    /// else what [`resident`] says. `packed` and `compact` are the bytes of all weights by either way.
+    /// With the placement that the engine has: the one of these options, or of [`placement`] where they name none.
+    /// [`Placement::Compact`] becomes [`Placement::Packed`] where no tensor is compact or no kernel reads compact ones.
+    /// `packed` and `compact` are the bytes of all weights by either placement.
     #[must_use]
     pub(crate) fn settled(
         self,
@@ -331,13 +332,13 @@ impl EngineOptions {
         has_kernels: bool,
         have: u64,
     ) -> Self {
-        let chosen = match (compact, self.resident) {
-            (None, _) => Resident::Fast,
-            _ if !has_kernels || self.linears == Linears::Bf16 => Resident::Fast,
-            (Some(_), Some(asked)) => asked,
-            (Some(_), None) => resident(config, &self, packed, have),
+        let may_be_compact = compact.is_some() && has_kernels;
+        let chosen = match self.placement {
+            None | Some(Placement::Compact) if !may_be_compact => Placement::Packed,
+            None => placement(config, &self, packed, have),
+            Some(asked) => asked,
         };
-        Self { resident: Some(chosen), ..self }
+        self.placement(chosen)
     }
 }
 
@@ -449,41 +450,44 @@ mod tests {
     #[test]
     fn weights_are_expanded_if_a_sequence_still_fits() {
         let (config, gb) = (llama_8b(), 1_000_000_000);
-        let of = |options: &EngineOptions, have: u64| resident(&config, options, 12 * gb, have);
+        let of = |options: &EngineOptions, have: u64| placement(&config, options, 12 * gb, have);
         let usual = EngineOptions::default();
-        assert_eq!((of(&usual, 80 * gb), of(&usual, 14 * gb)), (Resident::Fast, Resident::Fast));
-        assert_eq!((of(&usual, 13 * gb), of(&usual, 0)), (Resident::Small, Resident::Small));
+        assert_eq!((of(&usual, 80 * gb), of(&usual, 14 * gb)), (Placement::Packed, Placement::Packed));
+        assert_eq!((of(&usual, 13 * gb), of(&usual, 0)), (Placement::Compact, Placement::Compact));
         // Exactly where one sequence fits.
-        let edge = (12 * gb..14 * gb).step_by(1_000_000).find(|have| of(&usual, *have) == Resident::Fast).unwrap();
+        let edge = (12 * gb..14 * gb).step_by(1_000_000).find(|have| of(&usual, *have) == Placement::Packed).unwrap();
         let asked = usual.clone().context(8192);
         let fits = |have| plan(&config, &asked, (12 * gb, Shared::default()), have).is_ok();
         assert!(fits(edge) && !fits(edge - 1_000_000), "{edge}");
         // A longer one that was asked for needs more, a shorter one less; what the model cannot take, nobody needs.
-        assert_eq!(of(&usual.clone().context(65_536), 14 * gb), Resident::Small);
-        assert_eq!(of(&usual.clone().context(64), edge - 500_000_000), Resident::Fast);
+        assert_eq!(of(&usual.clone().context(65_536), 14 * gb), Placement::Compact);
+        assert_eq!(of(&usual.clone().context(64), edge - 500_000_000), Placement::Packed);
         let mut short = config.clone();
         short.max_positions = 64;
-        assert_eq!(resident(&short, &usual, 12 * gb, edge - 500_000_000), Resident::Fast);
+        assert_eq!(placement(&short, &usual, 12 * gb, edge - 500_000_000), Placement::Packed);
     }
 
     #[test]
     fn requested_placement_is_used_if_possible() {
         let (config, gb) = (llama_8b(), 1_000_000_000);
         let chosen = |options: EngineOptions, compact, has_kernels, have| {
-            options.settled(&config, (12 * gb, compact), has_kernels, have * gb).resident
+            options.settled(&config, (12 * gb, compact), has_kernels, have * gb).placement
         };
-        let (fast, small) = (Some(Resident::Fast), Some(Resident::Small));
-        let (asked, auto) = (EngineOptions::default().resident(Resident::Small), EngineOptions::default());
+        let (packed, small) = (Some(Placement::Packed), Some(Placement::Compact));
+        let (asked, auto) = (EngineOptions::default().placement(Placement::Compact), EngineOptions::default());
         assert_eq!(chosen(asked.clone(), Some(11 * gb), true, 80), small);
-        assert_eq!(chosen(EngineOptions::default().resident(Resident::Fast), Some(11 * gb), true, 13), fast);
+        assert_eq!(chosen(EngineOptions::default().placement(Placement::Packed), Some(11 * gb), true, 13), packed);
         assert_eq!(
             (chosen(auto.clone(), Some(11 * gb), true, 80), chosen(auto, Some(11 * gb), true, 13)),
-            (fast, small)
+            (packed, small)
         );
-        // No tensor is compact, no kernel reads them, or cuBLAS multiplies.
-        assert_eq!(chosen(asked.clone(), None, true, 80), fast);
-        assert_eq!(chosen(asked.clone(), Some(11 * gb), false, 13), fast);
-        assert_eq!(chosen(asked.linears(Linears::Bf16), Some(11 * gb), true, 13), fast);
+        // No tensor is compact, or no kernel reads them.
+        assert_eq!(chosen(asked.clone(), None, true, 80), packed);
+        assert_eq!(chosen(asked, Some(11 * gb), false, 13), packed);
+        assert_eq!(chosen(EngineOptions::default(), None, true, 0), packed);
+        for other in [Placement::Bf16, Placement::Stored, Placement::Alternate] {
+            assert_eq!(chosen(EngineOptions::default().placement(other), Some(11 * gb), true, 13), Some(other));
+        }
     }
 
     /// Makes a file in a tree of control groups.

@@ -34,6 +34,7 @@ mod encoding;
 mod error;
 mod failpoint;
 mod model;
+mod placement;
 pub mod raw;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
@@ -51,6 +52,7 @@ pub(crate) use encoding::{compact, huffman, packed, palette};
 pub use error::CodecError;
 pub(crate) use model::{glob, roles};
 pub use model::{roles::Role, safetensors};
+pub use placement::Placement;
 pub(crate) use raw::{
     Code, CompactTensor, ExponentsTensor, HuffmanTensor, PackedTensor, Palette, PaletteTensor, Section, TileMetadata,
     bitstream,

@@ -1,23 +1,11 @@
 //! How much device memory a model takes: its weights, and the keys and values of a token.
 
-use unweight_format::raw::layout;
+use unweight_format::{Placement, raw::layout};
 
 use crate::config::ModelConfig;
 
 /// Bytes of a BF16 value.
 const BF16_BYTES: u64 = 2;
-
-/// How the linear layers and the head lie in device memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Residency {
-    /// As they are: 16 bits a weight.
-    Bf16,
-    /// Packed: 12.03 bits a weight, and 4 bytes more for each of the few that are escapes, which only the weights tell.
-    Packed,
-    /// Compact, as trained weights are: 10.9 bits, and what the packed form has beside its tiles; what is looked up in,
-    /// or has no whole tiles, is packed.
-    Compact,
-}
 
 impl ModelConfig {
     /// The linear layers of one transformer layer as they run, `[outputs, inputs]`: queries, keys and values in one;
@@ -30,11 +18,11 @@ impl ModelConfig {
         [[self.qkv_rows(), self.hidden], [self.hidden, q], [gate_up, self.hidden], [down, self.intermediate]]
     }
 
-    /// Bytes of one expert of a mixture, packed or as BF16; 0 where there are none.
-    pub fn expert_bytes(&self, residency: Residency) -> u64 {
-        let linear = |[outputs, inputs]: [u32; 2]| match residency {
-            Residency::Bf16 => u64::from(outputs) * u64::from(inputs) * BF16_BYTES,
-            Residency::Packed | Residency::Compact => tiles_bytes(outputs, inputs),
+    /// Bytes of one expert of a mixture, which is packed unless the placement is BF16; 0 where there are none.
+    pub fn expert_bytes(&self, placement: Placement) -> u64 {
+        let linear = |[outputs, inputs]: [u32; 2]| match placement {
+            Placement::Bf16 => u64::from(outputs) * u64::from(inputs) * BF16_BYTES,
+            _ => tiles_bytes(outputs, inputs),
         };
         let one = [[2 * self.intermediate, self.hidden], [self.hidden, self.intermediate]];
         self.mixture.map_or(0, |_| one.map(linear).iter().sum())
@@ -58,19 +46,18 @@ impl ModelConfig {
     }
 
     /// Bytes of all weights on a device (saturating). Norms and biases stay BF16; of a tied model the head is the
-    /// embedding, too.
-    pub fn weight_bytes(&self, residency: Residency) -> u64 {
-        let linear = |[outputs, inputs]: [u32; 2]| match residency {
-            Residency::Bf16 => u64::from(outputs) * u64::from(inputs) * BF16_BYTES,
-            Residency::Packed => packed_bytes(outputs, inputs),
-            Residency::Compact => compact_bytes(outputs, inputs),
+    /// embedding, too. Packed weights are counted without the 4 bytes that each escape takes, compact ones at the size
+    /// of trained weights, and MLPs that stay as they are stored as packed: only the weights tell.
+    pub fn weight_bytes(&self, placement: Placement) -> u64 {
+        let of = |placement, [outputs, inputs]: [u32; 2]| match placement {
+            Placement::Bf16 => u64::from(outputs) * u64::from(inputs) * BF16_BYTES,
+            Placement::Compact => compact_bytes(outputs, inputs),
+            _ => packed_bytes(outputs, inputs),
         };
+        let linear = |shape| of(placement, shape);
         let layer = self.linears().map(linear).iter().sum::<u64>() + self.vectors() * BF16_BYTES;
         let head = linear([self.vocab, self.hidden]);
-        let looked_up = match residency {
-            Residency::Compact => packed_bytes(self.vocab, self.hidden),
-            _ => head,
-        };
+        let looked_up = of(placement.lookup(), [self.vocab, self.hidden]);
         let (head, embed) = if self.tied { (looked_up, 0) } else { (head, looked_up) };
         let layers = u64::from(self.layers).saturating_mul(layer);
         layers.saturating_add(head + embed + u64::from(self.hidden) * BF16_BYTES)
@@ -144,14 +131,14 @@ mod tests {
     #[test]
     fn expert_bytes_of_dense_models_and_mixtures() {
         let (mixtral, dense) = (config("mixtral-8x7b"), config("llama-3.1-8b"));
-        assert_eq!(dense.expert_bytes(Residency::Packed), 0);
+        assert_eq!(dense.expert_bytes(Placement::Packed), 0);
         // 12 bits, and 16 bytes a tile of 4096 weights.
         let weights = 3 * 14_336 * 4096u64;
-        assert_eq!(mixtral.expert_bytes(Residency::Packed), weights * 3 / 2 + weights / 256);
-        assert_eq!(mixtral.expert_bytes(Residency::Bf16), weights * 2);
-        let all = 32 * 8 * mixtral.expert_bytes(Residency::Packed);
+        assert_eq!(mixtral.expert_bytes(Placement::Packed), weights * 3 / 2 + weights / 256);
+        assert_eq!(mixtral.expert_bytes(Placement::Bf16), weights * 2);
+        let all = 32 * 8 * mixtral.expert_bytes(Placement::Packed);
         assert!(
-            all < mixtral.weight_bytes(Residency::Packed) && all > mixtral.weight_bytes(Residency::Packed) / 10 * 9
+            all < mixtral.weight_bytes(Placement::Packed) && all > mixtral.weight_bytes(Placement::Packed) / 10 * 9
         );
     }
 
@@ -159,20 +146,20 @@ mod tests {
     fn weight_bytes_of_bf16_and_packed() {
         for geometry in Geometry::ALL {
             let config = geometry.config();
-            assert_eq!(config.weight_bytes(Residency::Bf16), config.parameters() * 2, "{}", geometry.name());
+            assert_eq!(config.weight_bytes(Placement::Bf16), config.parameters() * 2, "{}", geometry.name());
         }
         let config = config("llama-3.1-8b");
         let linear = 4096 * (6144 + 4096 + 28_672) + 14_336 * 4096;
         // 12 bits, and 16 bytes a tile of 4096 weights; a window of 16 bytes for each of 4 * 32 + 2 matrices.
         let packed = |weights: u64| weights * 3 / 2 + weights / 256;
         let expected = packed(32 * linear + 2 * 128_256 * 4096) + 130 * 16 + 2 * 65 * 4096;
-        assert_eq!(config.weight_bytes(Residency::Packed), expected);
+        assert_eq!(config.weight_bytes(Placement::Packed), expected);
         // 10.9 bits and 16 bytes a tile; the embedding is packed.
         let compact = |weights: u64| weights * 1363 / 1000 + weights / 256;
         let table = 128_256 * 4096;
         let expected = 32 * [6144, 4096, 28_672, 14_336].map(|rows| compact(rows * 4096)).iter().sum::<u64>();
         let expected = expected + compact(table) + packed(table) + 16 + 2 * 65 * 4096;
-        assert_eq!(config.weight_bytes(Residency::Compact), expected);
+        assert_eq!(config.weight_bytes(Placement::Compact), expected);
     }
 
     /// The sum is that of a tensor that was packed.
@@ -194,7 +181,7 @@ mod tests {
         let config = ModelConfig::parse(json, None).unwrap();
         assert_eq!(config.parameters(), u64::MAX);
         assert_eq!(
-            (config.weight_bytes(Residency::Bf16), config.weight_bytes(Residency::Packed)),
+            (config.weight_bytes(Placement::Bf16), config.weight_bytes(Placement::Packed)),
             (u64::MAX, u64::MAX)
         );
         assert_eq!(config.kv_bytes_per_token(), 1 << 42);

@@ -22,7 +22,7 @@
 //! ```
 
 pub mod bind;
-pub mod capacity;
+mod capacity;
 pub mod config;
 pub mod geometry;
 pub mod reference;
@@ -31,8 +31,6 @@ pub mod sampling;
 
 #[doc(inline)]
 pub use bind::{BindError, ExpertWeights, GatedWeights, LayerWeights, MlpWeights, ModelWeights, TensorHeader, bind};
-#[doc(inline)]
-pub use capacity::Residency;
 #[doc(inline)]
 pub use config::{Activation, Bias, ConfigError, Family, GenerationDefaults, Mixture, ModelConfig};
 #[doc(inline)]

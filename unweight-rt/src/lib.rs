@@ -32,10 +32,7 @@ mod remedy;
 mod weight;
 
 #[doc(inline)]
-pub use choose::{
-    candidates::RegisterError,
-    route::{Expand, Linears, Resident},
-};
+pub use choose::{candidates::RegisterError, route::Expand};
 #[doc(inline)]
 pub use device::{
     ContextSize, Device, DeviceBuffer, DeviceError, DeviceInfo, Event, ExternalKernel, Graph, KernelSet, LaunchError,
@@ -61,6 +58,8 @@ pub use layer::{
 };
 #[doc(inline)]
 pub use remedy::Remedy;
+#[doc(inline)]
+pub use unweight_format::Placement;
 #[doc(inline)]
 pub use weight::{DeviceMatrix, DevicePacked};
 

@@ -6,7 +6,7 @@ use std::{
 };
 
 /// Identifiers that the glossary retired, and where they still mean something else.
-const RETIRED: [(&str, &[&str]); 24] = [
+const RETIRED: [(&str, &[&str]); 31] = [
     ("FormId", &[]),
     ("FORMS", &[]),
     ("DynForm", &[]),
@@ -32,6 +32,15 @@ const RETIRED: [(&str, &[&str]); 24] = [
     ("TranscodeSpec", &[]),
     ("load_matrix_x4", &[]),
     ("bulk_load", &[]),
+    ("Linears", &[]),
+    // Blocks that do not all fit on a device.
+    ("Residency", &["unweight-rt/src/device"]),
+    // Names of an MLP's tensors.
+    ("MlpWeights", &["unweight-model", "unweight-engine/src/weights"]),
+    ("ResidentArg", &[]),
+    ("Lies", &[]),
+    ("Lying", &[]),
+    ("LyingMlp", &[]),
 ];
 
 fn root() -> &'static Path {

@@ -9,7 +9,7 @@ use unweight::cli::{
     Everywhere, Program,
     failure::{Coded, Failure, Result},
     output::Output,
-    pipelines::{Lie, ResidentArg, note_unused, saved_plan},
+    pipelines::{PlacementArg, note_unused, saved_plan},
     plot::{may_save, save},
     profile,
     trust::{Trust, note_table},
@@ -200,23 +200,21 @@ struct DecodeBench {
     /// Time each part of a step by itself, too
     #[arg(long)]
     breakdown: bool,
-    /// What compact tensors lie as; of a geometry all weights
-    #[arg(long, value_name = "SIZE", default_value = "fast")]
-    resident: ResidentArg,
+    /// How to hold weights in GPU memory; stored and alternate are compared with packed, too
+    #[arg(long, value_name = "PLACEMENT", default_value = "auto")]
+    placement: PlacementArg,
     /// Experts of a layer that lie on the GPU; the others wait in host memory until they are chosen [default: all]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     resident_experts: Option<u32>,
     /// Without the BF16 baseline on cuBLAS
     #[arg(long)]
     no_baseline: bool,
-    /// With one more engine whose MLPs lie so, by the plan that `tune --save` made, if there is one
-    #[arg(long, value_name = "HOW", default_value = "linears")]
-    mlp: Lie,
-    /// With --geometry and --mlp: the profile that the MLPs are stored by
+    /// With --geometry and --placement stored or alternate: the profile that the MLPs are stored by
     #[arg(long, value_name = "PROFILE", default_value = "inference", requires = "geometry", value_parser = profile)]
     profile: Profile,
-    /// With --geometry and --mlp: search for settings first, as `tune` does, and time steps by them, too
-    #[arg(long, requires_all = ["geometry", "mlp"])]
+    /// With --geometry and --placement stored or alternate: search for settings first, as `tune` does, and time steps
+    /// by them, too
+    #[arg(long, requires_all = ["geometry", "placement"])]
     tune: bool,
     /// Rounds that count [default: 20]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
@@ -402,9 +400,10 @@ impl Bench {
                 output.result(self.name(), &report, |out| write!(out, "{report}"))
             }
             Self::Decode(arguments) => {
-                if arguments.tune && arguments.mlp == Lie::Linears {
-                    let message = "--tune searches for settings of MLPs as they are stored, and --mlp is linears";
-                    return Err(Failure::new("usage", message, "give --mlp stored, or leave --tune out"));
+                let has_pipelines = arguments.placement.has_pipelines();
+                if arguments.tune && !has_pipelines {
+                    let message = "--tune searches for settings of MLPs as they are stored, and --placement has none";
+                    return Err(Failure::new("usage", message, "give --placement stored, or leave --tune out"));
                 }
                 may_save(arguments.svg.as_deref())?;
                 let bundle = arguments.bundle.as_deref().map(Bundle::open).transpose()?;
@@ -423,17 +422,17 @@ impl Bench {
                     .breakdown(arguments.breakdown)
                     .baseline(!arguments.no_baseline)
                     .resident_experts(arguments.resident_experts)
-                    .resident(arguments.resident.into());
+                    .placement(arguments.placement.0);
                 if !arguments.batch.is_empty() {
                     options.batches.clone_from(&arguments.batch);
                 }
-                if arguments.mlp != Lie::Linears {
+                if has_pipelines {
                     let plan = bundle.as_ref().map_or_else(Default::default, |bundle| saved_plan(bundle, output));
                     let profile = Some(arguments.profile);
-                    options = options.mlp(arguments.mlp.into()).plan(plan).profile(profile).tune(arguments.tune);
+                    options = options.plan(plan).profile(profile).tune(arguments.tune);
                 }
                 if let Some(bundle) = &bundle {
-                    note_unused(&options.plan, arguments.mlp, bundle, kernels.device().info(), output);
+                    note_unused(&options.plan, arguments.placement, bundle, kernels.device().info(), output);
                 }
                 let timing = Timing::default().rounds(arguments.rounds.unwrap_or(20).into()).warmup_rounds(5);
                 let report = bench::bench_decode(&kernels, model, &options, &timing, &note).map_err(failed)?;

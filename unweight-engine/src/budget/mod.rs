@@ -30,7 +30,7 @@ use unweight_rt::{
 
 use crate::{
     memory::{self, Shared},
-    options::{EngineOptions, MlpWeights, OptionError, Resident},
+    options::{EngineOptions, OptionError, Placement},
 };
 
 /// A tensor, and what it takes in each form that it can be stored in.
@@ -401,15 +401,15 @@ struct Lanes<'a> {
 impl<'a> Lanes<'a> {
     fn new(config: &'a ModelConfig, options: &'a EngineOptions, arch: Arch, units: &[Unit<'_>]) -> Self {
         let chooser = PackedChooser::usual(arch);
-        let of = |resident| {
-            let options = options.clone().resident(resident);
-            memory::context_size(config, &options, &chooser, |_| resident == Resident::Small)
+        let of = |placement| {
+            let options = options.clone().placement(placement);
+            memory::context_size(config, &options, &chooser, |_| placement == Placement::Compact)
         };
         // What cannot be packed cuBLAS multiplies with; an embedding of its own is only looked up in.
         let multiplied = |unit: &&Unit<'_>| config.tied || KINDS[unit.kind].0 != "embed";
         let whole = units.iter().filter(multiplied).any(|unit| !unit.encodings.contains(&EncodingId::PACKED));
         let with = |ctx: ContextSize| if whole { ctx.with_cublas() } else { ctx };
-        Self { config, options, packed: with(of(Resident::Fast)), compact: with(of(Resident::Small)) }
+        Self { config, options, packed: with(of(Placement::Packed)), compact: with(of(Placement::Compact)) }
     }
 
     /// Any weight may be packed; with a `slot`, those that it is large enough for may be compact.
@@ -419,8 +419,8 @@ impl<'a> Lanes<'a> {
             ctx = ctx.max(self.compact);
             ctx.slot_bytes = self.packed.slot_bytes.max(slot);
         }
-        let mlp = if coded { MlpWeights::Stored } else { MlpWeights::Linears };
-        Shared::planned(self.config, &self.options.clone().mlp(mlp), ctx)
+        let placement = if coded { Placement::Stored } else { Placement::Packed };
+        Shared::planned(self.config, &self.options.clone().placement(placement), ctx)
     }
 }
 

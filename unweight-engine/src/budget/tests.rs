@@ -83,7 +83,7 @@ fn ample_memory_takes_the_fastest_plan() {
     assert!(fit.groups.iter().all(|group| group.encoding == EncodingId::PACKED), "{:?}", fit.groups);
     assert_eq!(weights(&fit.plan, &tensors), fit.weights);
     // What the engine reserves.
-    let memory = reserved(&config, &fit, Resident::Fast, MlpWeights::Linears);
+    let memory = reserved(&config, &fit, Placement::Packed);
     assert_eq!((fit.total(), fit.cache, fit.working), (memory.total(), memory.cache, memory.working));
     // cuBLAS is faster on some shapes at large batches, and an engine packs what is raw all the same. What cannot be
     // packed is raw.
@@ -102,8 +102,8 @@ fn ample_memory_takes_the_fastest_plan() {
 }
 
 /// What an engine says that it reserves for a plan, at batch 1 and 1024 tokens.
-fn reserved(config: &ModelConfig, fit: &Fit, resident: Resident, mlp: MlpWeights) -> memory::Memory {
-    let options = EngineOptions::default().max_batch(1).context(1024).resident(resident).mlp(mlp);
+fn reserved(config: &ModelConfig, fit: &Fit, placement: Placement) -> memory::Memory {
+    let options = EngineOptions::default().max_batch(1).context(1024).placement(placement);
     let chooser = PackedChooser::usual(Arch::Sm90a);
     let compact = |role: Role| {
         let own = fit.groups.iter().filter(|group| group.encoding == EncodingId::COMPACT);
@@ -113,7 +113,7 @@ fn reserved(config: &ModelConfig, fit: &Fit, resident: Resident, mlp: MlpWeights
     let [packed, compact] =
         [false, true].map(|some| memory::context_size(config, &options, &chooser, |role| some && compact(role)));
     let mut shared = Shared::planned(config, &options, packed.max(compact));
-    if mlp == MlpWeights::Stored {
+    if placement == Placement::Stored {
         // What programs decode to.
         shared.bytes += fit.slots;
     }
@@ -132,12 +132,12 @@ fn shared_kernel_memory_is_counted_like_the_engine() {
     let all = fit(&many, &layers, &wanted(80 * GB)).unwrap();
     let coded = fit(&many, &layers, &wanted(all.total() - 100_000_000)).unwrap();
     assert!(coded.groups.iter().any(|group| group.encoding == EncodingId::HUFFMAN), "{:?}", coded.groups);
-    assert_eq!(coded.total(), reserved(&many, &coded, Resident::Fast, MlpWeights::Stored).total());
+    assert_eq!(coded.total(), reserved(&many, &coded, Placement::Stored).total());
     // cuBLAS has a workspace on each of two streams.
     assert!(coded.working > plenty.working + (64 << 20));
     let compact = with_compact(&weights);
     let small = fit(&config, &compact, &BudgetRequest { max_slowdown: Some(9.0), ..wanted(None) }).unwrap();
-    let memory = reserved(&config, &small, Resident::Small, MlpWeights::Linears);
+    let memory = reserved(&config, &small, Placement::Compact);
     assert_eq!(
         (small.total(), small.working + small.slots, small.slots),
         (memory.total(), memory.working, memory.slot)
@@ -145,7 +145,7 @@ fn shared_kernel_memory_is_counted_like_the_engine() {
     // Experts leave for each other what a whole chunk of a prompt chooses.
     let config = Geometry::named("qwen3-30b-a3b").unwrap().config();
     let experts = fit(&config, &tensors(&config), &wanted(80 * GB)).unwrap();
-    let memory = reserved(&config, &experts, Resident::Fast, MlpWeights::Linears);
+    let memory = reserved(&config, &experts, Placement::Packed);
     assert_eq!((experts.total(), experts.working), (memory.total(), memory.working));
     let chosen = 2048 * 8 * 2 * u64::from(config.intermediate + config.hidden);
     assert!(experts.working > chosen, "{} {chosen}", experts.working);

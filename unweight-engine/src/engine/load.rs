@@ -6,9 +6,9 @@ use unweight_codegen::{VariantSpec, spec::EmbedSource};
 #[cfg(feature = "pipelines")]
 use unweight_format::bundle::Profile;
 use unweight_format::{EncodingId, bundle::Bundle};
-use unweight_model::{LayerWeights, ModelConfig, ModelWeights, capacity::Residency};
+use unweight_model::{LayerWeights, ModelConfig, ModelWeights};
 use unweight_rt::{
-    ContextSize, ExecContext, KernelSet, LayerBuilder, Linears, LoadOptions, Loader, Resident, Stream,
+    ContextSize, ExecContext, KernelSet, LayerBuilder, LoadOptions, Loader, Placement, Stream,
     cache::Progress,
     experts::{Fetcher, OffloadedExperts},
     raw::choose::{candidates::has_compact_gemms, cost::gpu_model::GpuModel},
@@ -20,7 +20,7 @@ use crate::{
     forward::Forward,
     kernels::{Kernels, Variants},
     memory::{self, Memory, NoMemory, Products, Shared, experts_shape},
-    options::{BUCKETS, EngineOptions, MlpWeights, OptionError, bucket},
+    options::{BUCKETS, EngineOptions, OptionError, bucket},
     schedule::{Limits, Schedule},
     weights::{ModelSource, Random, Weights, chain_mlp},
 };
@@ -46,6 +46,16 @@ pub enum LoadProgress<'a> {
         /// Layers of the model.
         total: usize,
     },
+}
+
+/// What the random weights of [`Engine::random_stored`] stand for.
+#[cfg(feature = "pipelines")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RandomStored {
+    /// The profile of a bundle with such MLPs; `None`: BF16.
+    pub profile: Option<Profile>,
+    /// The placement of the linear layers outside of MLPs, packed by default. The report's are BF16.
+    pub linears: Placement,
 }
 
 impl Engine {
@@ -85,8 +95,8 @@ impl Engine {
         random(kernels, config, options, &|_, _| {}, progress)
     }
 
-    /// [`Engine::random`] with MLPs in the forms of a bundle of this profile, if
-    /// [`EngineOptions::mlp`](crate::EngineOptions::mlp) loads them as they are stored.
+    /// [`Engine::random`] with MLPs encoded as `stored` says, if the placement is [`Placement::Stored`] or
+    /// [`Placement::Alternate`].
     ///
     /// # Errors
     /// As for [`Engine::load`].
@@ -95,20 +105,24 @@ impl Engine {
         kernels: &KernelSet,
         config: ModelConfig,
         options: EngineOptions,
-        profile: Option<Profile>,
+        stored: RandomStored,
         progress: &(dyn Fn(&LoadProgress<'_>) + Sync),
     ) -> Result<Self, EngineError> {
+        let has_pipelines = options.placement.unwrap_or_default().has_pipelines();
         let imitate = |source: &mut Random<'_>, names: &ModelWeights| {
-            if let Some(profile) = profile {
+            if let Some(profile) = stored.profile {
                 source.imitate(names, profile);
+            }
+            if has_pipelines {
+                source.builder().set_placement(stored.linears);
             }
         };
         random(kernels, config, options, &imitate, progress)
     }
 
     /// The kernels that a bundle's model runs on any of these devices, without those of its linears, each once. The
-    /// kernels of the linears are [`loader::reachable`](unweight_rt::raw::layer::loader::reachable)'s. Where
-    /// [`EngineOptions::mlp`] loads MLPs as they are stored, their tensors are read.
+    /// kernels of the linears are [`loader::reachable`](unweight_rt::raw::layer::loader::reachable)'s. With
+    /// [`Placement::Stored`] and [`Placement::Alternate`] the tensors of MLPs are read.
     ///
     /// # Errors
     /// A model that is not supported, or tensors that are not the model's, or cannot be read.
@@ -120,9 +134,10 @@ impl Engine {
         let config = ModelConfig::of_bundle(bundle)?;
         let names = ModelWeights::of_bundle(&config, bundle)?;
         // An embedding that cannot be packed stays BF16, which only its weights tell.
-        let sources: &[EmbedSource] = match options.linears {
-            Linears::Packed => &[EmbedSource::Bf16, EmbedSource::Packed],
-            _ => &[EmbedSource::Bf16],
+        let placement = options.placement.unwrap_or_default();
+        let sources: &[EmbedSource] = match placement {
+            Placement::Bf16 => &[EmbedSource::Bf16],
+            _ => &[EmbedSource::Bf16, EmbedSource::Packed],
         };
         let mut all = BTreeSet::new();
         for machine in machines {
@@ -130,8 +145,8 @@ impl Engine {
                 all.extend(Variants::of(&config, machine, *source, options)?.all());
             }
         }
-        if options.mlp != MlpWeights::Linears {
-            all.extend(pipeline_kernels(bundle, (&config, &names), options.mlp, machines)?);
+        if placement.has_pipelines() {
+            all.extend(pipeline_kernels(bundle, (&config, &names), placement, machines)?);
         }
         Ok(all.into_iter().collect())
     }
@@ -151,7 +166,7 @@ fn random(
     let builder = LayerBuilder::new(kernels, &start.stream, start.load_options())?;
     let shapes = config.linears().into_iter().chain([[config.vocab, config.hidden]]);
     let largest = shapes.map(|[n, k]| u64::from(n) * u64::from(k)).max().unwrap_or(0);
-    let mut source = Random::new(builder, start.options.linears, largest)?;
+    let mut source = Random::new(builder, largest)?;
     imitate(&mut source, &names);
     let weights = start.weights(kernels, &mut source, &config, &names, progress)?;
     let ctx = source.builder().context(&start.stream)?;
@@ -159,10 +174,10 @@ fn random(
     start.finish(kernels, config, weights, ctx, "random", &compiled)
 }
 
-/// How the embedding will lie, unless it cannot be packed. A head is padded, an embedding of its own is not.
-fn embed_source(config: &ModelConfig, linears: Linears) -> EmbedSource {
+/// How the embedding is held, unless it cannot be packed. A head is padded, an embedding of its own is not.
+fn embed_source(config: &ModelConfig, placement: Placement) -> EmbedSource {
     let whole = config.tied || config.vocab.is_multiple_of(64) && config.hidden.is_multiple_of(64);
-    if whole && linears == Linears::Packed { EmbedSource::Packed } else { EmbedSource::Bf16 }
+    if whole && placement != Placement::Bf16 { EmbedSource::Packed } else { EmbedSource::Bf16 }
 }
 
 /// What is known before the weights are there.
@@ -184,7 +199,7 @@ struct Stored {
 
 impl Stored {
     fn of(config: &ModelConfig, names: &ModelWeights, bundle: &Bundle) -> Self {
-        let packed = config.weight_bytes(Residency::Packed);
+        let packed = config.weight_bytes(Placement::Packed);
         let mut saved = 0u64;
         let tied = names.embed == names.lm_head;
         for tensor in bundle.tensors().filter(|tensor| tensor.encoding() == EncodingId::COMPACT) {
@@ -200,17 +215,17 @@ impl Stored {
         Self { packed, compact }
     }
 
-    /// Without experts that lie in host memory; they are packed by either way.
+    /// Without experts in host memory, which are packed in both cases.
     fn without(self, options: &EngineOptions, config: &ModelConfig) -> Self {
-        let offloaded = offloaded_bytes(options, config, Residency::Packed);
+        let offloaded = offloaded_bytes(options, config, Placement::Packed);
         let less = |bytes: u64| bytes.saturating_sub(offloaded);
         Self { packed: less(self.packed), compact: self.compact.map(less) }
     }
 
     /// Of random weights.
     fn random(config: &ModelConfig) -> Self {
-        let of = |residency| config.weight_bytes(residency);
-        Self { packed: of(Residency::Packed), compact: Some(of(Residency::Compact)) }
+        let of = |placement| config.weight_bytes(placement);
+        Self { packed: of(Placement::Packed), compact: Some(of(Placement::Compact)) }
     }
 }
 
@@ -223,15 +238,15 @@ fn offloading(options: EngineOptions, config: &ModelConfig) -> Result<EngineOpti
         return Ok(EngineOptions { resident_experts: None, ..options });
     }
     let all = u64::from(mixture.experts) * u64::from(config.layers);
-    memory::check_host(all.saturating_mul(config.expert_bytes(Residency::Packed)))?;
+    memory::check_host(all.saturating_mul(config.expert_bytes(Placement::Packed)))?;
     Ok(options.graphs(false))
 }
 
 /// Bytes of experts that the device has no room for.
-fn offloaded_bytes(options: &EngineOptions, config: &ModelConfig, residency: Residency) -> u64 {
+fn offloaded_bytes(options: &EngineOptions, config: &ModelConfig, placement: Placement) -> u64 {
     let (Some(resident), Some(mixture)) = (options.resident_experts, config.mixture) else { return 0 };
     let others = u64::from(mixture.experts.saturating_sub(resident)) * u64::from(config.layers);
-    others.saturating_mul(config.expert_bytes(residency))
+    others.saturating_mul(config.expert_bytes(placement))
 }
 
 impl Start {
@@ -243,8 +258,10 @@ impl Start {
         progress: &(dyn Fn(&Progress<'_>) + Sync),
     ) -> Result<Self, EngineError> {
         options.check()?;
-        if cfg!(not(feature = "pipelines")) && options.mlp != MlpWeights::Linears {
-            return Err(EngineError::NoPipelines(options.mlp.name()));
+        if let Some(placement) = options.placement.filter(|placement| placement.has_pipelines())
+            && cfg!(not(feature = "pipelines"))
+        {
+            return Err(EngineError::NoPipelines(placement));
         }
         if let Some(context) = options.context.filter(|context| *context > config.max_positions) {
             let range = "at most the model's max_position_embeddings";
@@ -256,20 +273,19 @@ impl Start {
         let arch = device.info().arch;
         let options = offloading(options, config)?;
         let stored = stored.without(&options, config);
-        // The report's pipelines read weights as they are stored.
-        let kept = has_compact_gemms(arch) && options.mlp == MlpWeights::Linears;
-        let options = options.settled(config, (stored.packed, stored.compact), kept, have);
-        let weights = match (options.linears, options.resident, stored.compact) {
-            (Linears::Bf16, ..) => {
-                config.weight_bytes(Residency::Bf16).saturating_sub(offloaded_bytes(&options, config, Residency::Bf16))
-            }
-            (Linears::Packed, Some(Resident::Small), Some(compact)) => compact,
-            (Linears::Packed, ..) => stored.packed,
-        };
+        let options = options.settled(config, (stored.packed, stored.compact), has_compact_gemms(arch), have);
+        let placement = options.placement.unwrap_or_default();
         // Before minutes are spent on weights that leave no room. What is stored may be less.
-        let least = if options.mlp == MlpWeights::Linears { weights } else { 0 };
+        let least = match (placement, stored.compact) {
+            (Placement::Stored | Placement::Alternate, _) => 0,
+            (Placement::Bf16, _) => {
+                config.weight_bytes(Placement::Bf16).saturating_sub(offloaded_bytes(&options, config, Placement::Bf16))
+            }
+            (Placement::Compact, Some(compact)) => compact,
+            _ => stored.packed,
+        };
         memory::plan(config, &options, (least, Shared::default()), have)?;
-        let source = embed_source(config, options.linears);
+        let source = embed_source(config, placement);
         let variants = Variants::of(config, &device.info().into(), source, &options)?;
         kernels.prepare(&variants.all(), progress)?;
         Ok(Self { stream: device.stream()?, options, have })
@@ -290,19 +306,19 @@ impl Start {
         let total = names.layers.len();
         let told = |done| progress(&LoadProgress::Layers { done, total });
         let experts = self.options.resident_experts;
-        match self.options.mlp {
-            MlpWeights::Linears => {
-                let mut mlp = |source: &mut S, layer: &LayerWeights| chain_mlp(source, config, experts, layer);
-                Weights::load(source, config, names, &mut mlp, &told)
-            }
+        match self.options.placement.unwrap_or_default() {
             #[cfg(feature = "pipelines")]
-            as_what => {
-                let mut stored = StoredMlps::new(kernels, &self.stream, as_what)?;
+            placement if placement.has_pipelines() => {
+                let mut stored = StoredMlps::new(kernels, &self.stream, placement)?;
                 let mut mlp = |source: &mut S, layer: &LayerWeights| stored.load(source, config, layer);
                 Weights::load(source, config, names, &mut mlp, &told)
             }
             #[cfg(not(feature = "pipelines"))]
-            as_what => Err(EngineError::NoPipelines(as_what.name())),
+            placement if placement.has_pipelines() => Err(EngineError::NoPipelines(placement)),
+            _ => {
+                let mut mlp = |source: &mut S, layer: &LayerWeights| chain_mlp(source, config, experts, layer);
+                Weights::load(source, config, names, &mut mlp, &told)
+            }
         }
     }
 
@@ -316,7 +332,7 @@ impl Start {
         progress: &(dyn Fn(&Progress<'_>) + Sync),
     ) -> Result<Engine, EngineError> {
         let Self { options, stream, have } = self;
-        let products = if options.mlp != MlpWeights::Linears {
+        let products = if options.placement.unwrap_or_default().has_pipelines() {
             Products::Stored
         } else if weights.layers.iter().all(|layer| layer.mlp.gate_up().is_some_and(|(_, gated)| gated)) {
             Products::Activated
@@ -386,11 +402,12 @@ fn stepper(
     (options, buckets, rows): (&EngineOptions, &[u32], u32),
     (model, progress): (&str, &(dyn Fn(&Progress<'_>) + Sync)),
 ) -> Result<(Stepper, u64), EngineError> {
-    if options.mlp == MlpWeights::Linears {
+    let placement = options.placement.unwrap_or_default();
+    if !placement.has_pipelines() {
         return Ok((Stepper::Chain, 0));
     }
     let device = kernels.device().info();
-    let set = |batch| options.plan.setting(batch, &tuned::key(model, options.mlp, batch, device)).cloned();
+    let set = |batch| options.plan.setting(batch, &tuned::key(model, placement, batch, device)).cloned();
     let pipelines = Pipelines::new(kernels, stream, weights, (buckets, rows), &set, progress)?;
     let bytes = pipelines.bytes();
     Ok((Stepper::Pipelines(pipelines.into()), bytes))
@@ -413,12 +430,12 @@ fn stepper(
 fn pipeline_kernels(
     bundle: &Bundle,
     (config, names): (&ModelConfig, &ModelWeights),
-    mlp: MlpWeights,
+    placement: Placement,
     machines: &[GpuModel],
 ) -> Result<Vec<VariantSpec>, EngineError> {
-    let mlps = names.layers.iter().map(|layer| dense(mlp, layer)).collect::<Result<Vec<_>, _>>()?;
+    let mlps = names.layers.iter().map(|layer| dense(placement, layer)).collect::<Result<Vec<_>, _>>()?;
     let archs: BTreeSet<_> = machines.iter().map(|machine| machine.arch).collect();
-    let each = archs.into_iter().map(|arch| stored_kernels(bundle, config, mlps.iter().copied(), mlp, arch));
+    let each = archs.into_iter().map(|arch| stored_kernels(bundle, config, mlps.iter().copied(), placement, arch));
     Ok(each.collect::<Result<Vec<_>, _>>()?.concat())
 }
 
@@ -427,8 +444,8 @@ fn pipeline_kernels(
 fn pipeline_kernels(
     _: &Bundle,
     _: (&ModelConfig, &ModelWeights),
-    mlp: MlpWeights,
+    placement: Placement,
     _: &[GpuModel],
 ) -> Result<Vec<VariantSpec>, EngineError> {
-    Err(EngineError::NoPipelines(mlp.name()))
+    Err(EngineError::NoPipelines(placement))
 }

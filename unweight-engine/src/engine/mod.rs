@@ -20,6 +20,8 @@ use unweight_rt::{
 };
 
 pub use self::load::LoadProgress;
+#[cfg(feature = "pipelines")]
+pub use self::load::RandomStored;
 use self::stepper::Stepper;
 use crate::{
     error::EngineError,
@@ -78,7 +80,7 @@ impl Engine {
         &self.config
     }
 
-    /// What it was made for; of [`EngineOptions::resident`] what was chosen.
+    /// What it was made for; of [`EngineOptions::placement`] the one that was chosen.
     pub fn options(&self) -> &EngineOptions {
         &self.options
     }

@@ -1,84 +1,55 @@
-//! What an engine is made for.
+//! The options of an engine.
 
 mod pipeline;
 
-use serde::Serialize;
-pub use unweight_rt::{Linears, Resident};
+pub use unweight_rt::Placement;
 
 pub use self::pipeline::{Measured, Pipeline, PipelineVariant, Plan, Projection, Ring, Setting, UnknownVariant};
 
-/// What the weights of MLPs lie as on the device.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum MlpWeights {
-    /// As all linears ([`Linears`]): gate and up are one product.
-    #[default]
-    Linears,
-    /// As they are stored. Layers with Huffman-coded weights are decoded in every step, while other layers multiply.
-    Stored,
-    /// As [`Self::Stored`], but every other layer with Huffman-coded weights becomes easy: its weights are transcoded
-    /// to palette indices when the model is loaded.
-    Alternate,
-}
-
-impl MlpWeights {
-    /// The name in options and reports.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Linears => "linears",
-            Self::Stored => "stored",
-            Self::Alternate => "alternate",
-        }
-    }
-}
-
-/// What a projection of an MLP lies as on the device, where it is loaded as it is stored.
+/// How a projection of an MLP is held on the device, where pipelines multiply by it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Lies {
+pub enum LoadedAs {
     /// BF16.
-    Raw,
+    Bf16,
     /// Palette indices.
     Palette,
     /// Huffman-coded.
     Huffman,
-    /// A linear of the loader's: packed, or BF16 where it cannot be packed.
+    /// A linear layer of the loader: packed, or BF16 where it cannot be packed.
     Linear,
 }
 
-/// What an engine is made for.
+/// The options of an engine.
 ///
 /// ```
-/// # use unweight_engine::{EngineOptions, Linears};
-/// let options = EngineOptions::default().max_batch(64).context(8192).linears(Linears::Packed);
+/// # use unweight_engine::{EngineOptions, Placement};
+/// let options = EngineOptions::default().max_batch(64).context(8192).placement(Placement::Packed);
 /// assert_eq!((options.max_batch, options.context), (64, Some(8192)));
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct EngineOptions {
-    /// Sequences that run at the same time, 1 to 1024; 16 by default.
+    /// The most sequences of a step, 1 to 1024; 16 by default.
     pub max_batch: u32,
-    /// Tokens of a sequence, the prompt included; `None` for the model's own limit, or less if the cache does not hold
-    /// as much.
+    /// The most tokens of a sequence, the prompt included; `None` for the model's limit, or fewer if the KV cache holds
+    /// fewer.
     pub context: Option<u32>,
-    /// Bytes of device memory for everything together; `None` for nine tenths of what is free.
+    /// Device memory for weights, KV cache and activations together, bytes; `None` for nine tenths of what is free.
     pub memory: Option<u64>,
-    /// What the linears lie as: packed, or BF16 for cuBLAS.
-    pub linears: Linears,
-    /// What compact tensors lie as; `None` for packed where that leaves room enough
-    /// ([`memory::resident`](crate::memory::resident)).
-    pub resident: Option<Resident>,
+    /// How weights are held in device memory; `None` chooses [`Placement::Packed`] where that leaves enough memory,
+    /// else [`Placement::Compact`] ([`memory::placement`](crate::memory::placement)).
+    pub placement: Option<Placement>,
     /// Tokens of a prompt that go through the model at once, a multiple of 64; 2048 by default.
     pub chunk: u32,
-    /// Sequences that may wait for a row; 1024 by default.
+    /// The most sequences that wait until a step has a row for them; 1024 by default.
     pub waiting: usize,
-    /// What the weights of MLPs lie as: as all linears, or as they are stored, multiplied by the report's pipelines.
-    pub mlp: MlpWeights,
-    /// Settings of pipelines that were measured before; for other batches, best guesses.
+    /// Measured settings of pipelines; a batch without one runs by the best guess.
     pub plan: Plan,
-    /// Record each step as a CUDA graph. On by default; off is slower and shows each kernel to a profiler by itself.
+    /// Whether each step is recorded as a CUDA graph. On by default; without, steps are slower and a profiler shows
+    /// each kernel.
     pub graphs: bool,
-    /// Of a mixture: experts of a layer that the device has room for; `None` for all. The others lie packed in host
-    /// memory and are fetched when they are chosen; steps are not recorded then.
+    /// Experts per layer of a mixture that device memory holds; `None` for all. The others stay packed in host memory
+    /// and are fetched when the router chooses them; then steps are not recorded.
     pub resident_experts: Option<u32>,
 }
 
@@ -88,11 +59,9 @@ impl Default for EngineOptions {
             max_batch: 16,
             context: None,
             memory: None,
-            linears: Linears::Packed,
-            resident: None,
+            placement: None,
             chunk: 2048,
             waiting: 1024,
-            mlp: MlpWeights::Linears,
             plan: Plan::default(),
             graphs: true,
             resident_experts: None,
@@ -101,67 +70,55 @@ impl Default for EngineOptions {
 }
 
 impl EngineOptions {
-    /// Sequences that run at the same time.
+    /// Sets the most sequences of a step.
     #[must_use]
     pub fn max_batch(self, max_batch: u32) -> Self {
         Self { max_batch, ..self }
     }
 
-    /// Tokens of a sequence, the prompt included.
+    /// Sets the most tokens of a sequence, the prompt included.
     #[must_use]
     pub fn context(self, context: u32) -> Self {
         Self { context: Some(context), ..self }
     }
 
-    /// Bytes of device memory for everything together.
+    /// Sets the device memory for weights, KV cache and activations together, bytes.
     #[must_use]
     pub fn memory(self, memory: u64) -> Self {
         Self { memory: Some(memory), ..self }
     }
 
-    /// What the linears lie as.
+    /// Sets how weights are held in device memory.
     #[must_use]
-    pub fn linears(self, linears: Linears) -> Self {
-        Self { linears, ..self }
+    pub fn placement(self, placement: Placement) -> Self {
+        Self { placement: Some(placement), ..self }
     }
 
-    /// What compact tensors lie as.
-    #[must_use]
-    pub fn resident(self, resident: Resident) -> Self {
-        Self { resident: Some(resident), ..self }
-    }
-
-    /// Tokens of a prompt that go through the model at once.
+    /// Sets how many tokens of a prompt go through the model at once.
     #[must_use]
     pub fn chunk(self, chunk: u32) -> Self {
         Self { chunk, ..self }
     }
 
-    /// Sequences that may wait for a row.
+    /// Sets the most sequences that wait.
     #[must_use]
     pub fn waiting(self, waiting: usize) -> Self {
         Self { waiting, ..self }
     }
 
-    /// What the weights of MLPs lie as.
-    #[must_use]
-    pub fn mlp(self, mlp: MlpWeights) -> Self {
-        Self { mlp, ..self }
-    }
-
-    /// Settings that were measured before.
+    /// Sets the measured settings of pipelines.
     #[must_use]
     pub fn plan(self, plan: Plan) -> Self {
         Self { plan, ..self }
     }
 
-    /// Record each step as a CUDA graph.
+    /// Sets whether each step is recorded as a CUDA graph.
     #[must_use]
     pub fn graphs(self, graphs: bool) -> Self {
         Self { graphs, ..self }
     }
 
-    /// Experts of a layer that the device has room for.
+    /// Sets how many experts per layer device memory holds.
     #[must_use]
     pub fn resident_experts(self, resident_experts: u32) -> Self {
         Self { resident_experts: Some(resident_experts), ..self }

@@ -12,7 +12,7 @@
 //! | palette | palette indices | reconstructive matmul |
 //! | huffman | as stored; easy: palette indices | decode whole for cuBLAS, or exponents or indices for the matmul |
 //! | packed | packed | register-sourced matmul |
-//! | another | as [`Linears`](crate::Linears) says | packed, or cuBLAS |
+//! | another | packed, or BF16 where it cannot be packed | packed, or cuBLAS |
 //!
 //! A weight with a side that is not a multiple of 64 is loaded as BF16, because no kernel reads it.
 //!
@@ -47,7 +47,7 @@ use unweight_rt::raw::choose::{
 
 pub(crate) use self::runner::{BoundGraph, Pipelines, Work};
 pub use self::{runner::GraphError, space::SettingSpace, tuned::PlanError};
-use crate::options::{Lies, Pipeline, PipelineVariant, Projection, Ring, Setting};
+use crate::options::{LoadedAs, Pipeline, PipelineVariant, Projection, Ring, Setting};
 
 /// The ring of a variant of the reconstructive matmul.
 fn ring_of(spec: &VariantSpec) -> Option<Ring> {
@@ -57,28 +57,28 @@ fn ring_of(spec: &VariantSpec) -> Option<Ring> {
     }
 }
 
-/// What a stored projection `[n, k]` becomes; `easy`: Huffman codes are to go.
-pub fn loads_as(encoding: EncodingId, [n, k]: [u32; 2], easy: bool, arch: Arch) -> Lies {
+/// How a stored projection `[n, k]` is held on the device; `easy`: Huffman codes become palette indices.
+pub fn loads_as(encoding: EncodingId, [n, k]: [u32; 2], easy: bool, arch: Arch) -> LoadedAs {
     let problem = GemmShape { m: 1, n, k };
     let takes = |source| !recon::candidates(arch, source, problem, 1, Epilogue::Store).is_empty();
     let palettes = || takes(Source::Palette { max_verbatim_rows: 64 });
     match encoding {
-        EncodingId::RAW => Lies::Raw,
-        EncodingId::PALETTE if palettes() => Lies::Palette,
-        EncodingId::HUFFMAN if easy && palettes() => Lies::Palette,
+        EncodingId::RAW => LoadedAs::Bf16,
+        EncodingId::PALETTE if palettes() => LoadedAs::Palette,
+        EncodingId::HUFFMAN if easy && palettes() => LoadedAs::Palette,
         // Decoders take whole tiles; what else there is, the host decodes.
-        EncodingId::HUFFMAN if n.is_multiple_of(64) && k.is_multiple_of(64) => Lies::Huffman,
-        EncodingId::PALETTE | EncodingId::HUFFMAN => Lies::Raw,
-        _ => Lies::Linear,
+        EncodingId::HUFFMAN if n.is_multiple_of(64) && k.is_multiple_of(64) => LoadedAs::Huffman,
+        EncodingId::PALETTE | EncodingId::HUFFMAN => LoadedAs::Bf16,
+        _ => LoadedAs::Linear,
     }
 }
 
 /// A projection on the device, as far as the choice of its variant cares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Lying {
-    /// What it lies as.
-    pub as_what: Lies,
-    /// Whether a linear of the loader's is packed, or half of a gate and an up that are one product.
+pub struct LoadedProjection {
+    /// How it is held.
+    pub loaded_as: LoadedAs,
+    /// Whether it is a packed linear layer of the loader, or half of a gate and an up that are one product.
     pub packed: bool,
     /// Output features.
     pub n: u32,
@@ -88,20 +88,20 @@ pub struct Lying {
     pub verbatim_rows: u32,
 }
 
-impl Lying {
+impl LoadedProjection {
     /// Whether it has to be decoded before it is multiplied with.
     pub fn is_hard(&self) -> bool {
-        self.as_what == Lies::Huffman
+        self.loaded_as == LoadedAs::Huffman
     }
 
     /// The variant of the reconstructive matmul that a variant asks for; `None` if it is not of the variants of this
     /// weight.
     pub fn kernel(&self, arch: Arch, variant: PipelineVariant, epilogue: Epilogue) -> Option<VariantSpec> {
-        let source = match (variant.pipeline, self.as_what) {
-            (Pipeline::Palette, Lies::Palette) | (Pipeline::Transcode, Lies::Huffman) => {
+        let source = match (variant.pipeline, self.loaded_as) {
+            (Pipeline::Palette, LoadedAs::Palette) | (Pipeline::Transcode, LoadedAs::Huffman) => {
                 Source::Palette { max_verbatim_rows: self.verbatim_rows }
             }
-            (Pipeline::Exponents, Lies::Huffman) => Source::Exponent,
+            (Pipeline::Exponents, LoadedAs::Huffman) => Source::Exponent,
             _ => return None,
         };
         let problem = GemmShape { m: 1, n: self.n, k: self.k };
@@ -123,12 +123,12 @@ impl Lying {
                 .collect::<Vec<_>>()
         };
         let palette = Source::Palette { max_verbatim_rows: self.verbatim_rows };
-        match self.as_what {
-            Lies::Raw => vec![PipelineVariant::plain(Pipeline::Raw)],
-            Lies::Linear if self.packed => vec![PipelineVariant::plain(Pipeline::Packed)],
-            Lies::Linear => vec![PipelineVariant::plain(Pipeline::Raw)],
-            Lies::Palette => rings(Pipeline::Palette, palette),
-            Lies::Huffman => {
+        match self.loaded_as {
+            LoadedAs::Bf16 => vec![PipelineVariant::plain(Pipeline::Raw)],
+            LoadedAs::Linear if self.packed => vec![PipelineVariant::plain(Pipeline::Packed)],
+            LoadedAs::Linear => vec![PipelineVariant::plain(Pipeline::Raw)],
+            LoadedAs::Palette => rings(Pipeline::Palette, palette),
+            LoadedAs::Huffman => {
                 let full = vec![PipelineVariant::plain(Pipeline::FullDecode)];
                 let (exponents, transcode) =
                     (rings(Pipeline::Exponents, Source::Exponent), rings(Pipeline::Transcode, palette));
@@ -147,16 +147,16 @@ impl Lying {
 const TRANSCODE_BATCH: u32 = 16;
 
 /// The projections of a layer, gate, up and down.
-pub type LyingMlp = [Lying; 3];
+pub type LoadedMlp = [LoadedProjection; 3];
 
 /// Whether one of them has to be decoded.
-pub fn is_hard(mlp: &LyingMlp) -> bool {
-    mlp.iter().any(Lying::is_hard)
+pub fn is_hard(mlp: &LoadedMlp) -> bool {
+    mlp.iter().any(LoadedProjection::is_hard)
 }
 
 impl Setting {
     /// What nobody has measured: the best guess for the layers of each kind ([`choices`]).
-    pub fn guess(layers: &[LyingMlp], arch: Arch, m: u32, sms: u32) -> Self {
+    pub fn guess(layers: &[LoadedMlp], arch: Arch, m: u32, sms: u32) -> Self {
         let [hard, easy] = choices(layers, arch, m, sms);
         let first = |variants: [Vec<PipelineVariant>; 3]| {
             variants.map(|variants| variants.first().copied().unwrap_or(PipelineVariant::plain(Pipeline::Raw)))
@@ -166,13 +166,13 @@ impl Setting {
 
     /// The variant of every projection of every layer: what is set where the weight can be multiplied so, else the best
     /// guess.
-    pub fn variants(&self, layers: &[LyingMlp], arch: Arch, m: u32, sms: u32) -> Vec<[PipelineVariant; 3]> {
+    pub fn variants(&self, layers: &[LoadedMlp], arch: Arch, m: u32, sms: u32) -> Vec<[PipelineVariant; 3]> {
         let sms = product_sms(layers, sms, self.decode_sms);
-        let of = |mlp: &LyingMlp| {
+        let of = |mlp: &LoadedMlp| {
             let set = if is_hard(mlp) { &self.hard } else { &self.easy };
             Projection::ALL.map(|projection| {
-                let (lying, variant) = (&mlp[projection as usize], set[projection as usize]);
-                let variants = lying.variants(arch, m, sms);
+                let (loaded, variant) = (&mlp[projection as usize], set[projection as usize]);
+                let variants = loaded.variants(arch, m, sms);
                 if variants.contains(&variant) {
                     variant
                 } else {
@@ -196,14 +196,14 @@ pub type Choices = [[Vec<PipelineVariant>; 3]; 2];
 
 /// What can be chosen for these layers at a batch, on a device of `sms` multiprocessors. Of the layers of a kind each
 /// projection's is that of the first with the most variants: where the first layer is raw, those behind it count.
-pub fn choices(layers: &[LyingMlp], arch: Arch, m: u32, sms: u32) -> Choices {
+pub fn choices(layers: &[LoadedMlp], arch: Arch, m: u32, sms: u32) -> Choices {
     let sms = product_sms(layers, sms, decode_sms(sms));
     [true, false].map(|hard| {
         Projection::ALL.map(|projection| {
             let own = layers.iter().filter(|mlp| is_hard(mlp) == hard);
             let mut most: Vec<PipelineVariant> = Vec::new();
-            for lying in own.map(|mlp| &mlp[projection as usize]) {
-                let variants = lying.variants(arch, m, sms);
+            for loaded in own.map(|mlp| &mlp[projection as usize]) {
+                let variants = loaded.variants(arch, m, sms);
                 if variants.len() > most.len() {
                     most = variants;
                 }
@@ -219,18 +219,18 @@ fn decode_sms(sms: u32) -> u32 {
 }
 
 /// Multiprocessors of a product: what those that decode leave, if any do.
-fn product_sms(layers: &[LyingMlp], sms: u32, decode_sms: u32) -> u32 {
+fn product_sms(layers: &[LoadedMlp], sms: u32, decode_sms: u32) -> u32 {
     if layers.iter().any(is_hard) { sms.saturating_sub(decode_sms).max(1) } else { sms }
 }
 
 /// The variants of the reconstructive matmul that variants of these layers can ask for, each once.
-pub fn reachable(layers: &[LyingMlp], arch: Arch) -> Vec<VariantSpec> {
+pub fn reachable(layers: &[LoadedMlp], arch: Arch) -> Vec<VariantSpec> {
     let mut all = Vec::new();
     for mlp in layers {
-        for (projection, lying) in Projection::ALL.into_iter().zip(mlp) {
+        for (projection, loaded) in Projection::ALL.into_iter().zip(mlp) {
             let epilogue = epilogue(projection);
             let specs =
-                lying.variants(arch, 1, 1).into_iter().filter_map(|variant| lying.kernel(arch, variant, epilogue));
+                loaded.variants(arch, 1, 1).into_iter().filter_map(|variant| loaded.kernel(arch, variant, epilogue));
             all.extend(specs);
         }
     }

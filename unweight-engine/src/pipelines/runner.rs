@@ -23,7 +23,7 @@ use unweight_rt::{
 };
 
 use super::{
-    LyingMlp, epilogue, reachable,
+    LoadedMlp, epilogue, reachable,
     step_graph::{self, BuildError, CheckedGraph, Job, Place, Step, Violation},
     weights::{decoder, outputs},
 };
@@ -34,7 +34,7 @@ use crate::{
     weights::{Stored, Weights},
 };
 
-/// Room for the decoded weights of one projection: each form lies in the same memory.
+/// Room for the decoded weights of one projection: each encoding in the same memory.
 struct Slot {
     full: DeviceBuffer<u16>,
     exponents: DeviceBuffer<u8>,
@@ -44,10 +44,10 @@ struct Slot {
 }
 
 impl Slot {
-    fn new(stream: &Stream, lying: &super::Lying) -> Result<Self, DeviceError> {
-        let grid = unweight_format::TileGrid::new(lying.n as usize, lying.k as usize);
+    fn new(stream: &Stream, loaded: &super::LoadedProjection) -> Result<Self, DeviceError> {
+        let grid = unweight_format::TileGrid::new(loaded.n as usize, loaded.k as usize);
         let grid =
-            grid.map_err(|_| LaunchError::TooLarge { what: "weights", value: lying.n.into(), limit: 1 << 31 })?;
+            grid.map_err(|_| LaunchError::TooLarge { what: "weights", value: loaded.n.into(), limit: 1 << 31 })?;
         let memory = DeviceBuffer::<u16>::zeroed(stream, grid.elements())?;
         let (device, address) = (memory.device().clone(), memory.address());
         let bytes = |output| output_bytes(grid, output);
@@ -65,10 +65,10 @@ impl Slot {
 }
 
 /// Bytes of the slots that step graphs of these layers need.
-fn slot_bytes(layers: &[LyingMlp], slots: u8) -> u64 {
+fn slot_bytes(layers: &[LoadedMlp], slots: u8) -> u64 {
     let bytes = Projection::ALL.map(|projection| {
-        let hard = layers.iter().map(|mlp| &mlp[projection as usize]).find(|lying| lying.is_hard());
-        hard.map_or(0, |lying| 2 * u64::from(lying.n) * u64::from(lying.k))
+        let hard = layers.iter().map(|mlp| &mlp[projection as usize]).find(|loaded| loaded.is_hard());
+        hard.map_or(0, |loaded| 2 * u64::from(loaded.n) * u64::from(loaded.k))
     });
     bytes.iter().sum::<u64>() * u64::from(slots)
 }
@@ -99,7 +99,7 @@ impl From<GraphError> for EngineError {
 
 impl BoundGraph {
     /// The step graph of these layers with a setting for steps of `rows` rows.
-    pub fn new(layers: &[LyingMlp], setting: &Setting, rows: u32, device: &Device) -> Result<Self, GraphError> {
+    pub fn new(layers: &[LoadedMlp], setting: &Setting, rows: u32, device: &Device) -> Result<Self, GraphError> {
         let info = device.info();
         let variants = setting.variants(layers, info.arch, rows, info.sms);
         let mlps: Vec<step_graph::Mlp> =
@@ -117,11 +117,11 @@ struct Runner {
     slots: Vec<[Option<Slot>; 3]>,
     matmuls: HashMap<VariantSpec, Matmul>,
     decoders: HashMap<DecodeOutput, Decoder>,
-    layers: Vec<LyingMlp>,
+    layers: Vec<LoadedMlp>,
 }
 
 impl Runner {
-    /// Loads the kernels and makes streams and slots. `weights` lie as they are stored.
+    /// Loads the kernels and makes streams and slots. `weights` were loaded as they are stored.
     ///
     /// # Errors
     /// A kernel cannot be made, or there is no room.
@@ -132,7 +132,7 @@ impl Runner {
         progress: &(dyn Fn(&Progress<'_>) + Sync),
     ) -> Result<Self, DeviceError> {
         let stored: Vec<_> = weights.layers.iter().filter_map(|layer| layer.mlp.stored()).collect();
-        let layers = lying(weights);
+        let layers = loaded_mlps(weights);
         let specs = reachable(&layers, kernels.device().info().arch);
         kernels.prepare(&specs, progress)?;
         let mut matmuls = HashMap::new();
@@ -154,8 +154,8 @@ impl Runner {
                     contexts.push(ExecContext::new(&device.stream()?, ContextSize::default())?);
                 }
                 let slot = |projection: Projection| {
-                    let hard = layers.iter().map(|mlp| &mlp[projection as usize]).find(|lying| lying.is_hard());
-                    hard.map(|lying| Slot::new(stream, lying)).transpose()
+                    let hard = layers.iter().map(|mlp| &mlp[projection as usize]).find(|loaded| loaded.is_hard());
+                    hard.map(|loaded| Slot::new(stream, loaded)).transpose()
                 };
                 let [gate, up, down] = Projection::ALL.map(slot);
                 slots.push([gate?, up?, down?]);
@@ -165,7 +165,7 @@ impl Runner {
     }
 
     /// The layers, as far as the choice of pipelines cares.
-    pub fn layers(&self) -> &[LyingMlp] {
+    pub fn layers(&self) -> &[LoadedMlp] {
         &self.layers
     }
 
@@ -279,10 +279,10 @@ impl Runner {
             }
             Job::Linear { layer, projection, slot, .. } => {
                 let stored = self.stored(weights, layer, projection)?;
-                let lying = &self.layers[layer as usize][projection as usize];
+                let loaded = &self.layers[layer as usize][projection as usize];
                 let variant = bound.variants[layer as usize][projection as usize];
                 let arch = forward.stream().device().info().arch;
-                let matmul = lying.kernel(arch, variant, epilogue(projection));
+                let matmul = loaded.kernel(arch, variant, epilogue(projection));
                 let matmul = matmul.and_then(|spec| self.matmuls.get(&spec));
                 let slot = slot.and_then(|slot| self.slots.get(usize::from(slot))?[projection as usize].as_ref());
                 let Mlp { ctx, normed, gate, up, active, hidden, .. } = forward.mlp(work.rows())?;
@@ -451,7 +451,7 @@ impl Pipelines {
     }
 
     /// The layers, as far as the choice of pipelines depends on them.
-    pub fn layers(&self) -> &[LyingMlp] {
+    pub fn layers(&self) -> &[LoadedMlp] {
         self.runner.layers()
     }
 
@@ -506,9 +506,9 @@ impl Pipelines {
     }
 }
 
-/// The layers of a model whose weights lie as they are stored.
-fn lying(weights: &Weights) -> Vec<LyingMlp> {
-    weights.layers.iter().filter_map(|layer| Some(layer.mlp.stored()?.lying())).collect()
+/// The MLPs of a model that were loaded as they are stored.
+fn loaded_mlps(weights: &Weights) -> Vec<LoadedMlp> {
+    weights.layers.iter().filter_map(|layer| Some(layer.mlp.stored()?.loaded())).collect()
 }
 
 fn mark(marks: &[Mark], event: u32) -> Result<&Mark, LaunchError> {

@@ -13,31 +13,31 @@ use super::{
     tune::{Answer, Axis, Journal, Limits, Objective, ObjectiveError, Paired, Point, descend},
     *,
 };
-use crate::options::{BUCKETS, Measured, MlpWeights, Plan};
+use crate::options::{BUCKETS, Measured, Placement, Plan};
 
 const ARCH: Arch = Arch::Sm90a;
 const SMS: u32 = 132;
 
-fn lying(as_what: Lies, [n, k]: [u32; 2], verbatim_rows: u32) -> Lying {
-    Lying { as_what, packed: as_what == Lies::Linear, n, k, verbatim_rows }
+fn loaded(loaded_as: LoadedAs, [n, k]: [u32; 2], verbatim_rows: u32) -> LoadedProjection {
+    LoadedProjection { loaded_as, packed: loaded_as == LoadedAs::Linear, n, k, verbatim_rows }
 }
 
-fn mlp(gate: Lies, up: Lies, down: Lies) -> LyingMlp {
-    [lying(gate, [14336, 4096], 3), lying(up, [14336, 4096], 5), lying(down, [4096, 14336], 4)]
+fn mlp(gate: LoadedAs, up: LoadedAs, down: LoadedAs) -> LoadedMlp {
+    [loaded(gate, [14336, 4096], 3), loaded(up, [14336, 4096], 5), loaded(down, [4096, 14336], 4)]
 }
 
 /// HHR-PPR of six layers, the first as it was.
-fn hhr_ppr() -> Vec<LyingMlp> {
-    let raw = mlp(Lies::Raw, Lies::Raw, Lies::Raw);
-    let hard = mlp(Lies::Huffman, Lies::Huffman, Lies::Raw);
-    let easy = mlp(Lies::Palette, Lies::Palette, Lies::Raw);
+fn hhr_ppr() -> Vec<LoadedMlp> {
+    let raw = mlp(LoadedAs::Bf16, LoadedAs::Bf16, LoadedAs::Bf16);
+    let hard = mlp(LoadedAs::Huffman, LoadedAs::Huffman, LoadedAs::Bf16);
+    let easy = mlp(LoadedAs::Palette, LoadedAs::Palette, LoadedAs::Bf16);
     vec![raw, easy, hard, easy, hard, easy]
 }
 
 #[test]
 fn mlp_paths_have_names() {
-    let of = lying(Lies::Huffman, [14336, 4096], 9);
-    let narrow = lying(Lies::Palette, [4096, 14336], 9).variants(ARCH, 64, SMS);
+    let of = loaded(LoadedAs::Huffman, [14336, 4096], 9);
+    let narrow = loaded(LoadedAs::Palette, [4096, 14336], 9).variants(ARCH, 64, SMS);
     assert!(narrow.iter().any(|variant| variant.to_string() == "palette/n1p6s2"), "{narrow:?}");
     for variant in of.variants(ARCH, 64, SMS).into_iter().chain(narrow) {
         assert_eq!(variant.to_string().parse(), Ok(variant));
@@ -71,8 +71,8 @@ fn every_mlp_path_has_its_kernel() {
     for [n, k] in [[14336, 4096], [4096, 14336], [192, 128], [64, 64]] {
         for rows in [0, 3, 8, 9, 64] {
             for m in [1, 16, 17, 64, 256, 1024] {
-                for as_what in [Lies::Raw, Lies::Palette, Lies::Huffman, Lies::Linear] {
-                    let of = lying(as_what, [n, k], rows);
+                for loaded_as in [LoadedAs::Bf16, LoadedAs::Palette, LoadedAs::Huffman, LoadedAs::Linear] {
+                    let of = loaded(loaded_as, [n, k], rows);
                     let variants = of.variants(ARCH, m, SMS);
                     assert!(!variants.is_empty(), "{of:?}");
                     for variant in variants {
@@ -98,7 +98,7 @@ fn every_mlp_path_has_its_kernel() {
 
 #[test]
 fn default_settings_follow_the_measurements() {
-    let first = |shape, m| lying(Lies::Huffman, shape, 4).variants(ARCH, m, SMS)[0].pipeline;
+    let first = |shape, m| loaded(LoadedAs::Huffman, shape, 4).variants(ARCH, m, SMS)[0].pipeline;
     assert_eq!(
         [1, 16, 17, 64, 1024].map(|m| first([14336, 4096], m)),
         [Pipeline::Transcode, Pipeline::Transcode, Pipeline::Exponents, Pipeline::Exponents, Pipeline::FullDecode]
@@ -109,34 +109,34 @@ fn default_settings_follow_the_measurements() {
 /// Tasks fewer than multiprocessors share k, unless decoders leave too few.
 #[test]
 fn default_settings_split_k_by_shape() {
-    let palettes = |up: Lies| vec![mlp(up, up, Lies::Palette)];
-    let down = |layers: &[LyingMlp], m| {
+    let palettes = |up: LoadedAs| vec![mlp(up, up, LoadedAs::Palette)];
+    let down = |layers: &[LoadedMlp], m| {
         let guess = Setting::guess(layers, ARCH, m, SMS);
         let [hard, easy] = [guess.hard[2], guess.easy[2]];
         (if is_hard(&layers[0]) { hard } else { easy }).to_string()
     };
-    assert_eq!(down(&palettes(Lies::Palette), 64), "palette/n1p6s2");
-    assert_eq!(down(&palettes(Lies::Palette), 256), "palette/n1p6");
-    assert_eq!(down(&palettes(Lies::Huffman), 64), "palette/n1p6");
+    assert_eq!(down(&palettes(LoadedAs::Palette), 64), "palette/n1p6s2");
+    assert_eq!(down(&palettes(LoadedAs::Palette), 256), "palette/n1p6");
+    assert_eq!(down(&palettes(LoadedAs::Huffman), 64), "palette/n1p6");
 }
 
 #[test]
 fn encodings_without_kernels_are_placed_as_bf16() {
     let of = |encoding, shape, easy| loads_as(encoding, shape, easy, ARCH);
-    assert_eq!(of(EncodingId::HUFFMAN, [128, 64], false), Lies::Huffman);
-    assert_eq!(of(EncodingId::HUFFMAN, [128, 64], true), Lies::Palette);
-    assert_eq!(of(EncodingId::PALETTE, [128, 64], false), Lies::Palette);
-    assert_eq!(of(EncodingId::PACKED, [128, 64], false), Lies::Linear);
-    assert_eq!(of(EncodingId::COMPACT, [128, 64], true), Lies::Linear);
+    assert_eq!(of(EncodingId::HUFFMAN, [128, 64], false), LoadedAs::Huffman);
+    assert_eq!(of(EncodingId::HUFFMAN, [128, 64], true), LoadedAs::Palette);
+    assert_eq!(of(EncodingId::PALETTE, [128, 64], false), LoadedAs::Palette);
+    assert_eq!(of(EncodingId::PACKED, [128, 64], false), LoadedAs::Linear);
+    assert_eq!(of(EncodingId::COMPACT, [128, 64], true), LoadedAs::Linear);
     for odd in [[100, 64], [128, 72]] {
-        assert_eq!(of(EncodingId::HUFFMAN, odd, false), Lies::Raw);
-        assert_eq!(of(EncodingId::HUFFMAN, odd, true), Lies::Raw);
-        assert_eq!(of(EncodingId::PALETTE, odd, false), Lies::Raw);
+        assert_eq!(of(EncodingId::HUFFMAN, odd, false), LoadedAs::Bf16);
+        assert_eq!(of(EncodingId::HUFFMAN, odd, true), LoadedAs::Bf16);
+        assert_eq!(of(EncodingId::PALETTE, odd, false), LoadedAs::Bf16);
     }
     // An architecture without the report's matmul decodes whole weights.
-    assert_eq!(loads_as(EncodingId::PALETTE, [128, 64], false, Arch::Sm80), Lies::Raw);
+    assert_eq!(loads_as(EncodingId::PALETTE, [128, 64], false, Arch::Sm80), LoadedAs::Bf16);
     assert_eq!(
-        lying(Lies::Huffman, [128, 64], 0).variants(Arch::Sm80, 1, SMS),
+        loaded(LoadedAs::Huffman, [128, 64], 0).variants(Arch::Sm80, 1, SMS),
         [PipelineVariant::plain(Pipeline::FullDecode)]
     );
 }
@@ -147,7 +147,7 @@ fn settings_apply_to_weights_that_support_them() {
     let layers = hhr_ppr();
     for m in BUCKETS {
         let guess = Setting::guess(&layers, ARCH, m, SMS);
-        let all = lying(Lies::Huffman, [14336, 4096], 5).variants(ARCH, m, SMS);
+        let all = loaded(LoadedAs::Huffman, [14336, 4096], 5).variants(ARCH, m, SMS);
         for variant in all {
             let setting = Setting { hard: [variant; 3], ..guess.clone() };
             let variants = setting.variants(&layers, ARCH, m, SMS);
@@ -215,7 +215,7 @@ fn points_are_settings() {
         let odd = Setting { decode_sms: 7, hard: ["palette/n4p2".parse().unwrap(); 3], ..guess.clone() };
         assert_eq!(space.setting(&space.point(&odd)), guess);
     }
-    let packed = vec![mlp(Lies::Linear, Lies::Linear, Lies::Linear); 3];
+    let packed = vec![mlp(LoadedAs::Linear, LoadedAs::Linear, LoadedAs::Linear); 3];
     let guess = Setting::guess(&packed, ARCH, 1, SMS);
     assert!(SettingSpace::new(&choices(&packed, ARCH, 1, SMS), &guess, SMS).is_trivial());
 }
@@ -290,7 +290,7 @@ fn plans_parse_back() {
     let plan = plan();
     assert_eq!(plan.settings().iter().map(|own| own.batch).collect::<Vec<_>>(), [1, 64, 1024]);
     assert_eq!(Plan::parse(plan.text().as_bytes()), Ok(plan.clone()));
-    // Of another device, or another --mlp: both stay.
+    // Of another device, or another placement: both stay.
     let (mut more, key) = (plan.clone(), "f".repeat(32));
     more.insert(Measured { key: key.clone(), ..plan.settings()[1].clone() });
     assert!(more.setting(64, &key).is_some() && more.setting(64, &format!("{:032x}", 64)).is_some());
@@ -315,32 +315,32 @@ fn plans_keep_every_reachable_setting() {
         memory_bytes: 140 << 30,
         driver: driver.into(),
     };
-    let of = |model: &str, batch: u32, mlp, device: &DeviceInfo| {
+    let of = |model: &str, batch: u32, placement, device: &DeviceInfo| {
         let setting = Setting::guess(&hhr_ppr(), ARCH, batch, SMS);
-        Measured::new((model, mlp), batch, device, setting, (1.0, 0.0))
+        Measured::new((model, placement), batch, device, setting, (1.0, 0.0))
     };
     let (old, new, other) = (info("one", "12.9"), info("one", "13.0"), info("two", "13.0"));
     let mut plan = Plan::default();
     for device in [&old, &new, &other] {
-        for mlp in [MlpWeights::Stored, MlpWeights::Alternate] {
-            plan.insert(of("m", 1, mlp, device));
-            plan.insert(of("m", 64, mlp, device));
+        for placement in [Placement::Stored, Placement::Alternate] {
+            plan.insert(of("m", 1, placement, device));
+            plan.insert(of("m", 64, placement, device));
         }
     }
     assert_eq!(plan.settings().len(), 12);
-    let key = |mlp, batch, device: &DeviceInfo| tuned::key("m", mlp, batch, device);
-    assert!(plan.setting(64, &key(MlpWeights::Alternate, 64, &old)).is_some());
+    let key = |placement, batch, device: &DeviceInfo| tuned::key("m", placement, batch, device);
+    assert!(plan.setting(64, &key(Placement::Alternate, 64, &old)).is_some());
     // Again: no more than there were.
-    plan.insert(of("m", 1, MlpWeights::Stored, &new));
+    plan.insert(of("m", 1, Placement::Stored, &new));
     assert_eq!(plan.settings().len(), 12);
     // Of another basis, as of another version or another manifest, all of this device goes, and nothing else.
     for _ in 0..3 {
-        plan.insert(of("n", 1, MlpWeights::Stored, &new));
+        plan.insert(of("n", 1, Placement::Stored, &new));
         assert_eq!(plan.settings().len(), 5);
     }
     let stay: Vec<_> = plan.settings().iter().map(|own| own.device.clone()).collect();
     assert_eq!(stay.iter().filter(|device| device.starts_with("two, ")).count(), 4);
-    assert!(plan.setting(1, &tuned::key("n", MlpWeights::Stored, 1, &new)).is_some());
+    assert!(plan.setting(1, &tuned::key("n", Placement::Stored, 1, &new)).is_some());
     assert_eq!(Plan::parse(plan.text().as_bytes()), Ok(plan));
 }
 

@@ -7,12 +7,12 @@ use unweight_format::bundle::PLAN_BYTES_MAX;
 use unweight_rt::DeviceInfo;
 
 use super::tune::Subject;
-use crate::options::{BUCKETS, Measured, MlpWeights, PipelineVariant, Plan, Setting, UnknownVariant};
+use crate::options::{BUCKETS, Measured, PipelineVariant, Placement, Plan, Setting, UnknownVariant};
 
-/// For what a setting holds: a model by the digest of its manifest, as it lies, at a batch on a device. Paths concern
-/// MLPs alone, which know no context.
-pub fn key(model: &str, mlp: MlpWeights, batch: u32, device: &DeviceInfo) -> String {
-    let model = format!("{model} {}", mlp.name());
+/// For what a setting holds: a model by the digest of its manifest, at a placement, at a batch on a device. Pipelines
+/// concern MLPs alone, which know no context.
+pub fn key(model: &str, placement: Placement, batch: u32, device: &DeviceInfo) -> String {
+    let model = format!("{model} {placement}");
     Subject { model: &model, batch, context: 0, ..subject(device) }.key()
 }
 
@@ -177,9 +177,9 @@ impl Plan {
 }
 
 impl Measured {
-    /// What was found for a model, by the digest of its manifest, as it lies, at a batch on a device.
+    /// What was found for a model, by the digest of its manifest, at a placement, at a batch on a device.
     pub fn new(
-        (model, mlp): (&str, MlpWeights),
+        (model, placement): (&str, Placement),
         batch: u32,
         device: &DeviceInfo,
         setting: Setting,
@@ -188,7 +188,7 @@ impl Measured {
         let basis = Subject { model, ..subject(device) }.basis();
         let DeviceInfo { name, sms, .. } = device;
         let device_name = format!("{name}, {sms} multiprocessors");
-        Self { batch, key: key(model, mlp, batch, device), device: device_name, basis, setting, step_us, gain }
+        Self { batch, key: key(model, placement, batch, device), device: device_name, basis, setting, step_us, gain }
     }
 }
 

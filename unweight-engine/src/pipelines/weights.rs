@@ -21,10 +21,10 @@ use unweight_rt::{
     },
 };
 
-use super::{Lying, LyingMlp, loads_as, reachable};
+use super::{LoadedMlp, LoadedProjection, loads_as, reachable};
 use crate::{
     error::EngineError,
-    options::{Lies, MlpWeights},
+    options::{LoadedAs, Placement},
     weights::{Mlp, Stored, StoredMlp, StoredSource, dense, gate_up, in_tensor},
 };
 
@@ -64,9 +64,9 @@ fn shapes(config: &ModelConfig) -> [[u32; 2]; 3] {
     [[intermediate, hidden], [intermediate, hidden], [hidden, intermediate]]
 }
 
-/// Whether a layer's Huffman codes are to go, behind so many layers that have some.
-fn is_easy(as_what: MlpWeights, coded: u32) -> bool {
-    as_what == MlpWeights::Alternate && coded % 2 == 1
+/// Whether a layer's Huffman codes become palette indices, behind `coded` layers that have some.
+fn is_easy(placement: Placement, coded: u32) -> bool {
+    placement == Placement::Alternate && coded % 2 == 1
 }
 
 /// The forms that decoders make for step graphs. Exponents and palettes are for reconstructive matmuls, which not every
@@ -85,7 +85,7 @@ pub fn kernels<'a>(
     bundle: &Bundle,
     config: &ModelConfig,
     names: impl IntoIterator<Item = &'a GatedWeights>,
-    as_what: MlpWeights,
+    placement: Placement,
     arch: Arch,
 ) -> Result<Vec<VariantSpec>, EngineError> {
     let (mut layers, mut decoders) = (Vec::new(), BTreeSet::new());
@@ -97,21 +97,27 @@ pub fn kernels<'a>(
             *encoding = bundle.tensor(name).map_err(LoadError::from)?.encoding();
         }
         let codes = encodings.contains(&EncodingId::HUFFMAN);
-        let easy = codes && is_easy(as_what, coded);
+        let easy = codes && is_easy(placement, coded);
         coded += u32::from(codes);
-        let mut mlp = shapes(config).map(|[n, k]| Lying { as_what: Lies::Raw, packed: false, n, k, verbatim_rows: 0 });
-        for ((lying, encoding), name) in mlp.iter_mut().zip(encodings).zip(all) {
-            lying.as_what = loads_as(encoding, [lying.n, lying.k], easy, arch);
-            if !matches!(lying.as_what, Lies::Palette | Lies::Huffman) {
+        let mut mlp = shapes(config).map(|[n, k]| LoadedProjection {
+            loaded_as: LoadedAs::Bf16,
+            packed: false,
+            n,
+            k,
+            verbatim_rows: 0,
+        });
+        for ((part, encoding), name) in mlp.iter_mut().zip(encodings).zip(all) {
+            part.loaded_as = loads_as(encoding, [part.n, part.k], easy, arch);
+            if !matches!(part.loaded_as, LoadedAs::Palette | LoadedAs::Huffman) {
                 continue;
             }
             let tensor = bundle.tensor(name).and_then(|tensor| tensor.stored()).map_err(LoadError::from)?;
             if encoding == EncodingId::PALETTE {
-                lying.verbatim_rows = PaletteTensor::of(tensor).map_or(0, |tensor| tensor.max_verbatim_rows());
+                part.verbatim_rows = PaletteTensor::of(tensor).map_or(0, |tensor| tensor.max_verbatim_rows());
             } else if let Some(tensor) = HuffmanTensor::of(tensor) {
-                lying.verbatim_rows = tensor.max_verbatim_rows();
+                part.verbatim_rows = tensor.max_verbatim_rows();
                 let bits = tensor.code().max_length();
-                if lying.as_what == Lies::Huffman {
+                if part.loaded_as == LoadedAs::Huffman {
                     longest = longest.max(Some(bits));
                 } else {
                     decoders.extend(graph::decoder(arch, DecodeOutput::Palette, bits));
@@ -132,7 +138,7 @@ pub fn kernels<'a>(
 /// The MLPs of a model, loaded as they are stored.
 pub struct StoredMlps<'k> {
     transcoding: Transcoding<'k>,
-    as_what: MlpWeights,
+    placement: Placement,
     /// Layers with Huffman-coded weights so far.
     coded: u32,
 }
@@ -142,8 +148,8 @@ impl<'k> StoredMlps<'k> {
     ///
     /// # Errors
     /// The driver's.
-    pub fn new(kernels: &'k KernelSet, stream: &Stream, as_what: MlpWeights) -> Result<Self, DeviceError> {
-        Ok(Self { transcoding: Transcoding::new(kernels, stream)?, as_what, coded: 0 })
+    pub fn new(kernels: &'k KernelSet, stream: &Stream, placement: Placement) -> Result<Self, DeviceError> {
+        Ok(Self { transcoding: Transcoding::new(kernels, stream)?, placement, coded: 0 })
     }
 
     /// Brings the next layer's MLP to the device.
@@ -156,9 +162,9 @@ impl<'k> StoredMlps<'k> {
         config: &ModelConfig,
         names: &LayerWeights,
     ) -> Result<Mlp, EngineError> {
-        let names = dense(self.as_what, names)?;
+        let names = dense(self.placement, names)?;
         let codes = has_codes(source, names)?;
-        let easy = codes && is_easy(self.as_what, self.coded);
+        let easy = codes && is_easy(self.placement, self.coded);
         self.coded += u32::from(codes);
         Ok(Mlp::Stored(StoredMlp::load(source, &mut self.transcoding, config, names, easy)?))
     }
@@ -186,27 +192,27 @@ impl StoredMlp {
         let arch = transcoding.kernels.device().info().arch;
         let shapes = shapes(config);
         let all = [names.gate.as_str(), &names.up, &names.down];
-        let mut lies = [Lies::Raw; 3];
-        for ((lies, name), shape) in lies.iter_mut().zip(all).zip(shapes) {
-            *lies = loads_as(source.encoding(name)?, shape, easy, arch);
+        let mut loaded = [LoadedAs::Bf16; 3];
+        for ((loaded, name), shape) in loaded.iter_mut().zip(all).zip(shapes) {
+            *loaded = loads_as(source.encoding(name)?, shape, easy, arch);
         }
         let mut pair = None;
-        if lies[0] == Lies::Linear && lies[1] == Lies::Linear {
+        if loaded[0] == LoadedAs::Linear && loaded[1] == LoadedAs::Linear {
             // Packed or not: what a step graph takes for packed weights is that the two are one product.
             pair = Some(gate_up(source, &[(all[0], shapes[0]), (all[1], shapes[1])])?);
         }
         let mut part = |index: usize| -> Result<Stored, LoadError> {
             let (name, shape) = (all[index], shapes[index]);
-            Ok(match lies[index] {
-                Lies::Linear if index < 2 && pair.is_some() => Stored::Paired,
-                Lies::Linear => Stored::Linear(source.linear(&[(name, shape)], Merge::Rows)?),
-                Lies::Raw => Stored::Raw(source.matrix(name, shape)?),
-                Lies::Huffman => Stored::Huffman(source.huffman(name, shape)?),
-                Lies::Palette if source.encoding(name)? == EncodingId::HUFFMAN => {
+            Ok(match loaded[index] {
+                LoadedAs::Linear if index < 2 && pair.is_some() => Stored::Paired,
+                LoadedAs::Linear => Stored::Linear(source.linear(&[(name, shape)], Merge::Rows)?),
+                LoadedAs::Bf16 => Stored::Raw(source.matrix(name, shape)?),
+                LoadedAs::Huffman => Stored::Huffman(source.huffman(name, shape)?),
+                LoadedAs::Palette if source.encoding(name)? == EncodingId::HUFFMAN => {
                     let tensor = source.huffman(name, shape)?;
                     Stored::Palette(transcoding.run(tensor).map_err(in_tensor(name))?)
                 }
-                Lies::Palette => Stored::Palette(source.palette(name, shape)?),
+                LoadedAs::Palette => Stored::Palette(source.palette(name, shape)?),
             })
         };
         let parts = [part(0)?, part(1)?, part(2)?];
@@ -214,17 +220,17 @@ impl StoredMlp {
     }
 
     /// What the choice of pipelines needs to know.
-    pub fn lying(&self) -> LyingMlp {
+    pub fn loaded(&self) -> LoadedMlp {
         [0, 1, 2].map(|index| {
             let [n, k] = self.shapes[index];
-            let (as_what, packed, verbatim_rows) = match &self.parts[index] {
-                Stored::Raw(_) => (Lies::Raw, false, 0),
-                Stored::Palette(tensor) => (Lies::Palette, false, tensor.max_verbatim_rows()),
-                Stored::Huffman(tensor) => (Lies::Huffman, false, tensor.max_verbatim_rows()),
-                Stored::Linear(linear) => (Lies::Linear, linear.is_packed(), 0),
-                Stored::Paired => (Lies::Linear, true, 0),
+            let (loaded_as, packed, verbatim_rows) = match &self.parts[index] {
+                Stored::Raw(_) => (LoadedAs::Bf16, false, 0),
+                Stored::Palette(tensor) => (LoadedAs::Palette, false, tensor.max_verbatim_rows()),
+                Stored::Huffman(tensor) => (LoadedAs::Huffman, false, tensor.max_verbatim_rows()),
+                Stored::Linear(linear) => (LoadedAs::Linear, linear.is_packed(), 0),
+                Stored::Paired => (LoadedAs::Linear, true, 0),
             };
-            Lying { as_what, packed, n, k, verbatim_rows }
+            LoadedProjection { loaded_as, packed, n, k, verbatim_rows }
         })
     }
 

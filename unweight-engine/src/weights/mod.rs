@@ -4,12 +4,10 @@ mod random;
 #[cfg(feature = "pipelines")]
 mod stored;
 
-use unweight_model::{
-    ExpertWeights, GatedWeights, LayerWeights, Mixture, MlpWeights as NamesOfMlp, ModelConfig, ModelWeights,
-};
+use unweight_model::{ExpertWeights, GatedWeights, LayerWeights, Mixture, MlpWeights, ModelConfig, ModelWeights};
 use unweight_rt::{
-    ContextSize, DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, Expand, Linear, Linears, LoadError, Loader,
-    Merge, Resident, Unsuitable,
+    ContextSize, DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, Expand, Linear, LoadError, Loader, Merge,
+    Placement, Unsuitable,
     experts::{ExpertTensors, Experts, ExpertsShape, OffloadedExperts},
     raw::ops::embed::EmbedTable,
 };
@@ -19,7 +17,7 @@ pub use self::Source as ModelSource;
 pub use self::random::Random;
 #[cfg(feature = "pipelines")]
 pub use self::stored::{Stored, StoredMlp, StoredSource, StoredSource as ModelSource};
-use crate::{error::EngineError, options::MlpWeights};
+use crate::error::EngineError;
 
 /// All of them.
 #[derive(Debug)]
@@ -57,14 +55,14 @@ pub struct Layer {
 #[expect(clippy::large_enum_variant, reason = "one a layer; all layers of a model have the same")]
 #[derive(Debug)]
 pub enum Mlp {
-    /// As all linears.
-    Linears {
+    /// Linear layers of the loader.
+    Linear {
         gate_up: Linear,
         /// Whether the product of gate and up is activated on its way out.
         gated: bool,
         down: Linear,
     },
-    /// As they are stored; the pipelines multiply.
+    /// As the bundle stores them; pipelines multiply by them.
     #[cfg(feature = "pipelines")]
     Stored(StoredMlp),
     /// Experts, of which a router chooses.
@@ -101,17 +99,17 @@ impl Mlp {
     /// Gate and up, where they are one product, and whether that is activated on its way out.
     pub fn gate_up(&self) -> Option<(&Linear, bool)> {
         match self {
-            Self::Linears { gate_up, gated, .. } => Some((gate_up, *gated)),
+            Self::Linear { gate_up, gated, .. } => Some((gate_up, *gated)),
             #[cfg(feature = "pipelines")]
             Self::Stored(stored) => stored.pair.as_ref().map(|(linear, gated)| (linear, *gated)),
             Self::Mixture { .. } => None,
         }
     }
 
-    /// Down, where it lies as all linears.
+    /// Down, where it is a linear layer of the loader.
     pub fn down(&self) -> Option<&Linear> {
         match self {
-            Self::Linears { down, .. } => Some(down),
+            Self::Linear { down, .. } => Some(down),
             _ => None,
         }
     }
@@ -135,7 +133,7 @@ impl Mlp {
 
     fn bytes(&self) -> u64 {
         match self {
-            Self::Linears { gate_up, down, .. } => gate_up.bytes() + down.bytes(),
+            Self::Linear { gate_up, down, .. } => gate_up.bytes() + down.bytes(),
             #[cfg(feature = "pipelines")]
             Self::Stored(stored) => stored.bytes(),
             Self::Mixture { router, experts } => router.bytes() + experts.bytes(),
@@ -159,16 +157,17 @@ impl Weights {
         let [vocab, hidden] = [config.vocab, config.hidden];
         let tied = names.embed == names.lm_head;
         let head = &[(names.lm_head.as_str(), [vocab, hidden])];
-        // Ids cannot be looked up in compact weights.
-        let before = if tied { Some(source.set_resident(Resident::Fast)) } else { None };
+        // Ids are looked up in a tied head.
+        let placement = source.placement();
+        if tied {
+            source.set_placement(placement.lookup());
+        }
         // It multiplies the rows that are asked for, a few; a slot of its size, the largest there is, would wait for
         // more.
         let expand = source.set_expand(Expand::Never);
         let head = source.linear(head, Merge::Rows)?;
         source.set_expand(expand);
-        if let Some(resident) = before {
-            source.set_resident(resident);
-        }
+        source.set_placement(placement);
         let embed = if tied { Embedding::Tied } else { source.embedding(&names.embed, [vocab, hidden])? };
         let final_norm = source.vector(&[(&names.final_norm, hidden)])?;
         progress(0);
@@ -276,7 +275,7 @@ pub fn chain_mlp(
     names: &LayerWeights,
 ) -> Result<Mlp, EngineError> {
     match (&names.mlp, config.mixture) {
-        (NamesOfMlp::Mixture { router, experts }, Some(mixture)) => {
+        (MlpWeights::Mixture { router, experts }, Some(mixture)) => {
             mixed(source, config, (mixture, resident), router, experts)
         }
         _ => linears(source, config, names),
@@ -287,11 +286,11 @@ pub fn chain_mlp(
 fn linears(source: &mut impl Source, config: &ModelConfig, names: &LayerWeights) -> Result<Mlp, EngineError> {
     let (hidden, intermediate) = (config.hidden, config.intermediate);
     // Experts are told apart before: what is bound has them if its configuration does.
-    let names = dense(MlpWeights::Linears, names)?;
+    let names = dense(source.placement(), names)?;
     let pair = [(names.gate.as_str(), [intermediate, hidden]), (names.up.as_str(), [intermediate, hidden])];
     let (gate_up, gated) = gate_up(source, &pair)?;
     let down = source.linear(&[(&names.down, [hidden, intermediate])], Merge::Rows)?;
-    Ok(Mlp::Linears { gate_up, gated, down })
+    Ok(Mlp::Linear { gate_up, gated, down })
 }
 
 /// Experts with their router.
@@ -309,12 +308,12 @@ fn mixed(
     })
 }
 
-/// The one MLP of a layer whose weights are to lie as `mlp` says.
+/// The one MLP of a layer, whose weights are to be held by `placement`.
 ///
 /// # Errors
 /// It has experts.
-pub(crate) fn dense(mlp: MlpWeights, names: &LayerWeights) -> Result<&GatedWeights, EngineError> {
-    names.mlp.dense().ok_or(EngineError::StoredExperts(mlp.name()))
+pub(crate) fn dense(placement: Placement, names: &LayerWeights) -> Result<&GatedWeights, EngineError> {
+    names.mlp.dense().ok_or(EngineError::StoredExperts(placement))
 }
 
 /// Gate and up as one layer that activates its product, or, where their shape or weights do not allow it, one under the
@@ -322,7 +321,7 @@ pub(crate) fn dense(mlp: MlpWeights, names: &LayerWeights) -> Result<&GatedWeigh
 pub(crate) fn gate_up(source: &mut impl Source, pair: &[(&str, [u32; 2]); 2]) -> Result<(Linear, bool), LoadError> {
     match source.linear(pair, Merge::SiluMul) {
         Ok(linear) => {
-            // As BF16 the two lie one under the other.
+            // As BF16 the rows of the two are concatenated.
             let gated = linear.bf16_weights().is_none();
             Ok((linear, gated))
         }
@@ -337,8 +336,10 @@ pub(crate) fn gate_up(source: &mut impl Source, pair: &[(&str, [u32; 2]); 2]) ->
 pub trait Source {
     /// One linear layer of matrices with the same number of columns.
     fn linear(&mut self, parts: &[(&str, [u32; 2])], merge: Merge) -> Result<Linear, LoadError>;
-    /// What compact weights of the linears from here on lie as; what that was.
-    fn set_resident(&mut self, resident: Resident) -> Resident;
+    /// How the linears from here on are held on the device.
+    fn placement(&self) -> Placement;
+    /// Sets how the linears from here on are held on the device.
+    fn set_placement(&mut self, placement: Placement);
     /// Who multiplies by linears from here on at large batches; who that was.
     fn set_expand(&mut self, expand: Expand) -> Expand;
     /// The experts of a mixture, packed; with `resident` in host memory, with room for so many on the device.
@@ -365,8 +366,12 @@ impl Source for Loader<'_> {
         }
     }
 
-    fn set_resident(&mut self, resident: Resident) -> Resident {
-        self.builder().set_resident(resident)
+    fn placement(&self) -> Placement {
+        Loader::placement(self)
+    }
+
+    fn set_placement(&mut self, placement: Placement) {
+        self.builder().set_placement(placement);
     }
 
     fn set_expand(&mut self, expand: Expand) -> Expand {
@@ -395,7 +400,7 @@ impl Source for Loader<'_> {
 
     fn embedding(&mut self, name: &str, [vocab, hidden]: [u32; 2]) -> Result<Embedding, LoadError> {
         let whole = vocab.is_multiple_of(64) && hidden.is_multiple_of(64);
-        if whole && self.linears() == Linears::Packed {
+        if whole && Loader::placement(self) != Placement::Bf16 {
             match self.packed(name) {
                 Err(LoadError::Unsuitable { why: Unsuitable::Unpackable(_), .. }) => {}
                 packed => return packed.map(Embedding::Packed),

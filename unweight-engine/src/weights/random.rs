@@ -10,8 +10,8 @@ use unweight_model::ModelWeights;
 #[cfg(feature = "pipelines")]
 use unweight_rt::raw::weight::{DeviceHuffman, DevicePalette};
 use unweight_rt::{
-    DeviceBuffer, DeviceError, DeviceMatrix, Expand, LayerBuilder, Linear, Linears, LoadError, MatrixMut, MatrixRef,
-    Merge, Resident, Stream, experts::ExpertsShape,
+    DeviceBuffer, DeviceError, DeviceMatrix, Expand, LayerBuilder, Linear, LoadError, MatrixMut, MatrixRef, Merge,
+    Placement, Stream, experts::ExpertsShape,
 };
 
 #[cfg(feature = "pipelines")]
@@ -22,7 +22,6 @@ use super::{Embedding, MixtureExperts, Source, in_tensor};
 #[derive(Debug)]
 pub struct Random<'k> {
     builder: LayerBuilder<'k>,
-    linears: Linears,
     pool: DeviceBuffer<u16>,
     #[cfg(feature = "pipelines")]
     codes: Codes,
@@ -33,7 +32,7 @@ impl<'k> Random<'k> {
     ///
     /// # Errors
     /// No room for them.
-    pub fn new(builder: LayerBuilder<'k>, linears: Linears, elements: u64) -> Result<Self, DeviceError> {
+    pub fn new(builder: LayerBuilder<'k>, elements: u64) -> Result<Self, DeviceError> {
         /// Weights that are drawn; what follows repeats them.
         const DRAWN: usize = 1 << 22;
         let stream = builder.stream().clone();
@@ -49,7 +48,6 @@ impl<'k> Random<'k> {
         stream.synchronize()?;
         Ok(Self {
             builder,
-            linears,
             pool,
             #[cfg(feature = "pipelines")]
             codes: Codes::new(host),
@@ -85,8 +83,12 @@ impl Source for Random<'_> {
         self.builder.layer(first, &views, merge)
     }
 
-    fn set_resident(&mut self, resident: Resident) -> Resident {
-        self.builder.set_resident(resident)
+    fn placement(&self) -> Placement {
+        self.builder.placement()
+    }
+
+    fn set_placement(&mut self, placement: Placement) {
+        self.builder.set_placement(placement);
     }
 
     fn set_expand(&mut self, expand: Expand) -> Expand {
@@ -114,7 +116,8 @@ impl Source for Random<'_> {
     }
 
     fn embedding(&mut self, name: &str, [rows, cols]: [u32; 2]) -> Result<Embedding, LoadError> {
-        if self.linears == Linears::Packed && rows.is_multiple_of(64) && cols.is_multiple_of(64) {
+        let whole = rows.is_multiple_of(64) && cols.is_multiple_of(64);
+        if whole && self.builder.placement() != Placement::Bf16 {
             let matrix = MatrixRef::new(&self.pool, rows, cols, cols.into());
             let matrix = matrix.map_err(|refusal| in_tensor(name)(refusal.into()))?;
             return self.builder.pack(name, matrix).map(Embedding::Packed);

@@ -30,7 +30,7 @@ pub enum Stored {
 /// The projections of a layer.
 #[derive(Debug)]
 pub struct StoredMlp {
-    /// Gate and up where they are one product, as all linears have it, and whether it is activated on its variant out.
+    /// Gate and up where they are one product of the loader, and whether its epilogue activates it.
     pub pair: Option<(Linear, bool)>,
     /// Gate, up, down.
     pub parts: [Stored; 3],

@@ -7,12 +7,12 @@ use unweight_codegen::{
     family::Instruction,
     spec::{DecodeOutput, catalog},
 };
-use unweight_format::{EncodingId, Role, bundle::Bundle, safetensors::Dtype};
+use unweight_format::{EncodingId, Placement, Role, bundle::Bundle, safetensors::Dtype};
 
 use super::{
     candidates::{COMPACT_BATCH, PackedUse},
     graph::{Step, packing},
-    route::{Expand, GEMM_MMA_BATCH, Linears, RoutePolicy, Weight, expander},
+    route::{Expand, GEMM_MMA_BATCH, RoutePolicy, Weight, expander},
 };
 
 impl RoutePolicy {
@@ -42,7 +42,7 @@ impl RoutePolicy {
                 match edge.step {
                     Step::Decode(DecodeOutput::Full) => variants.extend(self.decoder()),
                     Step::Transcode => _ = variants.insert(self.transcoder()),
-                    Step::GemmPacked if self.linears == Linears::Packed => {
+                    Step::GemmPacked if self.placement != Placement::Bf16 => {
                         variants.extend(products(weight));
                         if self.stays_compact(weight) {
                             // Parts that are one layer are encoded anew.

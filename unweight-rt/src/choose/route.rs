@@ -6,14 +6,13 @@
 //!                          +------reachable()------> the same for every weight: compiled in parallel, ahead
 //! ```
 
-use serde::Serialize;
 use unweight_codegen::{
     VariantSpec,
     family::Instruction,
     plan::GemmShape,
     spec::{Arch, DecodeCompactStage, DecodeOutput, Epilogue, Op, RepackStage, SiluMulSpec, catalog},
 };
-use unweight_format::{EncodingId, TileGrid, raw::packed};
+use unweight_format::{EncodingId, Placement, TileGrid, raw::packed};
 
 use super::{
     candidates::{COMPACT_BATCH, PackedUse, has_compact_gemms},
@@ -90,29 +89,6 @@ impl Weight {
             .find(|path| path.last().is_some_and(|edge| edge.step == Step::GemmPacked))
             .unwrap_or_default()
     }
-}
-
-/// What weights lie as on the device.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Linears {
-    /// In the packed form, where they can be packed.
-    #[default]
-    Packed,
-    /// As BF16 for cuBLAS, whatever form they are stored in: what packed layers are compared with.
-    Bf16,
-}
-
-/// What compact tensors lie as on the device.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Resident {
-    /// In the packed form: expanded when they are loaded.
-    #[default]
-    Fast,
-    /// As they are, a tenth smaller: batches up to [`COMPACT_BATCH`] are multiplied straight from them, for larger ones
-    /// they are expanded into a slot ahead of each product. What kernels do not read so (shapes in no whole tiles,
-    /// architectures without `gemm_compact`, weights that are looked up in) is packed all the same.
-    Small,
 }
 
 /// The largest batch tile of `gemm_mma`: above it, a batch reads the weights more than once.
@@ -201,10 +177,8 @@ impl<K> Route<K> {
 /// What layers are wanted for, and on what.
 #[derive(Clone, Debug)]
 pub struct RoutePolicy {
-    /// What their weights lie as.
-    pub linears: Linears,
-    /// What compact ones lie as, where linears are packed.
-    pub resident: Resident,
+    /// How their weights are held on the device: BF16, packed or compact.
+    pub placement: Placement,
     /// Chooses among the matmuls.
     pub chooser: PackedChooser,
     /// The largest batch.
@@ -268,7 +242,7 @@ impl RoutePolicy {
 
     /// Whether a layer of this weight stays compact.
     pub fn stays_compact(&self, weight: &Weight) -> bool {
-        let asked = (self.linears, self.resident) == (Linears::Packed, Resident::Small);
+        let asked = self.placement == Placement::Compact;
         asked && weight.node == Node::Compact && weight.is_tiled() && has_compact_gemms(self.chooser.arch())
     }
 

@@ -7,14 +7,14 @@ use unweight_codegen::{
     plan::{GemmShape, Plan},
     spec::{Arch, DecodeOutput, Epilogue, Op, catalog},
 };
-use unweight_format::{ENCODINGS, EncodingId, TileGrid};
+use unweight_format::{ENCODINGS, EncodingId, Placement, TileGrid};
 
 use super::{
     candidates::{COMPACT_BATCH, PackedUse, has_compact_gemms},
     cost::gpu_model::GpuModel,
     graph::{Node, Step, packing},
     policy::PackedChooser,
-    route::{Expand, KernelSource, Linears, Resident, Route, RoutePolicy, Routes, SlotPlan, Weight},
+    route::{Expand, KernelSource, Route, RoutePolicy, Routes, SlotPlan, Weight},
 };
 
 /// Notes what a loader asks for.
@@ -33,15 +33,7 @@ impl KernelSource for Recorder {
 
 fn wanted(max_batch: u32, pdl: bool, code_limit: u32) -> RoutePolicy {
     let chooser = PackedChooser::h200();
-    RoutePolicy {
-        linears: Linears::Packed,
-        resident: Resident::Fast,
-        chooser,
-        max_batch,
-        pdl,
-        code_limit,
-        expand: Expand::Model,
-    }
+    RoutePolicy { placement: Placement::Packed, chooser, max_batch, pdl, code_limit, expand: Expand::Model }
 }
 
 const SHAPES: [(u32, u32); 9] = [
@@ -104,8 +96,8 @@ fn reachable_kernels_are_exactly_those_a_loader_asks_for() {
 /// launched after it.
 #[test]
 fn compact_weights_are_expanded_above_batch_32() {
-    let wanted = RoutePolicy { resident: Resident::Small, ..wanted(700, true, 7) };
-    let fast = RoutePolicy { resident: Resident::Fast, ..wanted.clone() };
+    let wanted = RoutePolicy { placement: Placement::Compact, ..wanted(700, true, 7) };
+    let fast = RoutePolicy { placement: Placement::Packed, ..wanted.clone() };
     for weight in all_weights().into_iter().chain([Weight::merged(6144, 4096, true).all_compact(true)]) {
         let compact = weight.node == Node::Compact && weight.is_tiled();
         assert_eq!((wanted.stays_compact(&weight), fast.stays_compact(&weight)), (compact, false), "{weight:?}");
@@ -150,12 +142,12 @@ fn compact_placement_needs_compact_kernels() {
     let weight = Weight::stored(4096, 4096, EncodingId::COMPACT);
     for arch in Arch::ALL.iter().copied() {
         let chooser = PackedChooser::model(GpuModel::usual(arch));
-        let wanted = RoutePolicy { resident: Resident::Small, chooser, ..wanted(64, true, 7) };
+        let wanted = RoutePolicy { placement: Placement::Compact, chooser, ..wanted(64, true, 7) };
         let has = matches!(arch, Arch::Sm90a | Arch::Sm100a | Arch::Sm103a);
         assert_eq!((has_compact_gemms(arch), wanted.stays_compact(&weight)), (has, has), "{arch:?}");
         assert_eq!(wanted.compact_routes(&weight).iter().any(|choice| choice.last <= 32), has, "{arch:?}");
     }
-    let bf16 = RoutePolicy { resident: Resident::Small, linears: Linears::Bf16, ..wanted(64, true, 7) };
+    let bf16 = RoutePolicy { placement: Placement::Bf16, ..wanted(64, true, 7) };
     assert!(!bf16.stays_compact(&weight));
 }
 
@@ -257,7 +249,7 @@ fn batches_from_which_weights_are_expanded() {
 fn compact_weights_are_expanded_for_cublas_where_no_wgmma_is() {
     let weight = Weight::stored(14336, 4096, EncodingId::COMPACT);
     let chooser = PackedChooser::model(GpuModel::usual(Arch::Sm100a));
-    let wanted = RoutePolicy { resident: Resident::Small, chooser, ..wanted(4096, true, 7) };
+    let wanted = RoutePolicy { placement: Placement::Compact, chooser, ..wanted(4096, true, 7) };
     assert!(wanted.stays_compact(&weight));
     let routes = wanted.compact_routes(&weight);
     for &epilogue in weight.epilogues() {
@@ -323,7 +315,7 @@ fn kernels_for_any_gpu_cover_every_gpu() {
             [(8, false, EncodingId::PACKED), (256, true, EncodingId::PACKED), (256, true, EncodingId::COMPACT)]
         {
             let on = |gpu| RoutePolicy {
-                resident: Resident::Small,
+                placement: Placement::Compact,
                 chooser: PackedChooser::model(gpu),
                 ..wanted(max_batch, pdl, 7)
             };
@@ -380,7 +372,7 @@ fn slot_holds_everything_the_kernel_writes() {
 /// What cuBLAS multiplies asks for decoders and for the kernels that unpack.
 #[test]
 fn layers_for_cublas_ask_for_no_matmul() {
-    let wanted = RoutePolicy { linears: Linears::Bf16, ..wanted(4096, true, 7) };
+    let wanted = RoutePolicy { placement: Placement::Bf16, ..wanted(4096, true, 7) };
     let mut expected = packing(Arch::Sm90a);
     expected.extend(wanted.decoder());
     expected.push(wanted.transcoder());

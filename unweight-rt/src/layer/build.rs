@@ -11,10 +11,10 @@
 use std::sync::Arc;
 
 use unweight_codegen::{VariantSpec, family::Instruction, spec::Epilogue};
-use unweight_format::raw::packed::Window;
+use unweight_format::{Placement, raw::packed::Window};
 
 use crate::{
-    choose::route::{Expand, KernelSource, Linears, Resident, RoutePolicy, Weight},
+    choose::route::{Expand, KernelSource, RoutePolicy, Weight},
     device::{
         ContextSize, DeviceBuffer, DeviceError, KernelSet, MatrixMut, MatrixRef, Stream, buffer::length,
         module::LoadedKernel,
@@ -123,7 +123,7 @@ impl<'a> Parts<'a> {
     }
 
     /// The weight of the merged layer.
-    fn weight(&self, linears: Linears) -> Result<Weight, LoadError> {
+    fn weight(&self, placement: Placement) -> Result<Weight, LoadError> {
         let first = self.first();
         let Some(&(_, k)) = self.shapes.first() else {
             return Err(unsuitable(first, Unsuitable::Nothing));
@@ -142,10 +142,11 @@ impl<'a> Parts<'a> {
             (Merge::SiluMul, &[(gate, _), (up, _)]) => {
                 // The rows of both are whole tiles together.
                 let packs = gate.is_multiple_of(32) && k.is_multiple_of(64);
-                if gate != up || !packs && linears == Linears::Packed {
+                let by_cublas = placement == Placement::Bf16;
+                if gate != up || !packs && !by_cublas {
                     return Err(unsuitable(first, Unsuitable::Pair { gate, up, k }));
                 }
-                linears == Linears::Packed
+                !by_cublas
             }
             (Merge::SiluMul, shapes) => {
                 return Err(unsuitable(first, Unsuitable::NotAPair { count: shapes.len() }));
@@ -197,9 +198,14 @@ impl<'k> LayerBuilder<'k> {
         self.packer.stream()
     }
 
-    /// Sets how compact weights are held in the layers built from here on. Returns the previous setting.
-    pub fn set_resident(&mut self, resident: Resident) -> Resident {
-        std::mem::replace(&mut self.wanted.resident, resident)
+    /// How the weights of the layers built from here on are held on the device.
+    pub fn placement(&self) -> Placement {
+        self.wanted.placement
+    }
+
+    /// Sets how the weights of the layers built from here on are held on the device. Returns the previous setting.
+    pub fn set_placement(&mut self, placement: Placement) -> Placement {
+        std::mem::replace(&mut self.wanted.placement, placement.linear())
     }
 
     /// Sets which batches cuBLAS multiplies in the layers built from here on. Returns the previous setting.
@@ -207,8 +213,8 @@ impl<'k> LayerBuilder<'k> {
         std::mem::replace(&mut self.wanted.expand, expand)
     }
 
-    /// A layer of these weights `[n, k]`, which messages call `name`; they are copied. Where compact weights are to
-    /// stay so ([`Resident::Small`]), they are encoded.
+    /// A layer of these weights `[n, k]`, which messages call `name`; they are copied. With
+    /// [`Placement::Compact`] they are encoded as a compact tensor.
     ///
     /// # Errors
     /// As [`Loader::merge`](super::loader::Loader::merge).
@@ -231,11 +237,11 @@ impl<'k> LayerBuilder<'k> {
 
     /// Parts as one layer.
     pub(super) fn merge(&mut self, parts: &Parts<'_>, fill: Fill<'_>) -> Result<Linear, LoadError> {
-        let weight = parts.weight(self.wanted.linears)?;
+        let weight = parts.weight(self.wanted.placement)?;
         let device = in_tensor(parts.first());
         let (n, k) = (weight.n, weight.k);
         let stream = self.packer.stream().clone();
-        if self.wanted.linears == Linears::Bf16 {
+        if self.wanted.placement == Placement::Bf16 {
             let mut whole = DeviceMatrix::zeroed(&stream, n, k).map_err(&device)?;
             stack(&mut self.packer, parts, whole.view_mut(), fill)?;
             return self.whole(whole).map_err(&device);

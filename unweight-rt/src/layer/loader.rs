@@ -15,7 +15,7 @@ use unweight_codegen::{
     spec::{Arch, DecodeOutput},
 };
 use unweight_format::{
-    EncodingId,
+    EncodingId, Placement,
     bundle::Bundle,
     raw::{CompactTensor, HuffmanTensor, PackedTensor, PaletteTensor},
     safetensors::Dtype,
@@ -26,7 +26,7 @@ use crate::{
         graph::{Node, Step},
         policy::PackedChooser,
         reachable,
-        route::{Linears, RoutePolicy, Weight},
+        route::{RoutePolicy, Weight},
     },
     device::{DeviceBuffer, DeviceError, KernelSet, MatrixMut, Prepared, Staging, Stream},
     exec::ExecContext,
@@ -136,12 +136,13 @@ impl<'k> Loader<'k> {
     pub fn load(&mut self, name: &str) -> Result<Linear, LoadError> {
         let (n, k) = extents(self.bundle, name)?;
         let weight = Weight::stored(n, k, self.bundle.tensor(name)?.encoding());
-        match self.builder.wanted.linears {
-            Linears::Packed if is_packed(&weight) => {
+        match self.builder.wanted.placement {
+            Placement::Bf16 => self.merge(&[name], Merge::Rows),
+            _ if is_packed(&weight) => {
                 let packed = self.parts().1.packed(name)?;
                 self.builder.packed(packed, &weight).map_err(in_tensor(name))
             }
-            Linears::Packed if self.builder.wanted.stays_compact(&weight) => {
+            _ if self.builder.wanted.stays_compact(&weight) => {
                 let compact = self.parts().1.compact(name)?;
                 self.builder.compact(name, &weight, compact)
             }
@@ -314,9 +315,9 @@ impl<'k> Loader<'k> {
         }
     }
 
-    /// How linear layers are held on the device.
-    pub fn linears(&self) -> Linears {
-        self.builder.wanted.linears
+    /// How the weights of the layers loaded from here on are held on the device.
+    pub fn placement(&self) -> Placement {
+        self.builder.placement()
     }
 
     /// The elements of a tensor of one dimension: the weight of a norm, a bias.

@@ -1,8 +1,10 @@
 //! What layers are loaded for, and how several weights become one layer.
 
+use unweight_format::Placement;
+
 use crate::choose::{
     policy::PackedChooser,
-    route::{Expand, Linears, Resident, RoutePolicy},
+    route::{Expand, RoutePolicy},
 };
 
 /// The options that layers are loaded with.
@@ -21,10 +23,9 @@ pub struct LoadOptions {
     /// runs, and waits for that kernel before it accesses activations. Faster where layers follow each other closely.
     /// Any kernel may come before. On by default.
     pub pdl: bool,
-    /// How weights are held on the device; packed by default.
-    pub linears: Linears,
-    /// How compact tensors are held on the device; packed by default.
-    pub resident: Resident,
+    /// How weights are held on the device; packed by default. A layer on its own has no pipelines, so
+    /// [`Placement::Stored`] and [`Placement::Alternate`] hold it packed.
+    pub placement: Placement,
     /// Which batches are expanded to BF16 and multiplied by cuBLAS; by default those for which the model of the GPU
     /// predicts less time, on architectures without `wgmma`.
     pub expand: Expand,
@@ -32,7 +33,7 @@ pub struct LoadOptions {
 
 impl Default for LoadOptions {
     fn default() -> Self {
-        Self { max_batch: 4096, pdl: true, linears: Linears::Packed, resident: Resident::Fast, expand: Expand::Model }
+        Self { max_batch: 4096, pdl: true, placement: Placement::Packed, expand: Expand::Model }
     }
 }
 
@@ -51,14 +52,8 @@ impl LoadOptions {
 
     /// Sets how weights are held on the device.
     #[must_use]
-    pub fn linears(self, linears: Linears) -> Self {
-        Self { linears, ..self }
-    }
-
-    /// Sets how compact tensors are held on the device.
-    #[must_use]
-    pub fn resident(self, resident: Resident) -> Self {
-        Self { resident, ..self }
+    pub fn placement(self, placement: Placement) -> Self {
+        Self { placement, ..self }
     }
 
     /// Sets which batches are expanded to BF16 and multiplied by cuBLAS.
@@ -69,8 +64,8 @@ impl LoadOptions {
 
     /// The input of dispatch: these options, a chooser, and the longest Huffman code in bits.
     pub fn wanted(self, chooser: PackedChooser, code_limit: u32) -> RoutePolicy {
-        let Self { max_batch, pdl, linears, resident, expand } = self;
-        RoutePolicy { linears, resident, chooser, max_batch, pdl, code_limit, expand }
+        let Self { max_batch, pdl, placement, expand } = self;
+        RoutePolicy { placement: placement.linear(), chooser, max_batch, pdl, code_limit, expand }
     }
 }
 
@@ -81,7 +76,7 @@ pub enum Merge {
     /// Rows are concatenated: the outputs are next to each other, as for `q`, `k` and `v`.
     Rows,
     /// A gate and an up: the output is `silu(X gate^T) * (X up^T)`, computed in fp32 and rounded once. A BF16 layer
-    /// ([`Linears::Bf16`]) concatenates the rows instead and gives both outputs next to each other, because cuBLAS has
+    /// ([`Placement::Bf16`]) concatenates the rows instead and gives both outputs next to each other, because cuBLAS has
     /// no such epilogue.
     SiluMul,
 }

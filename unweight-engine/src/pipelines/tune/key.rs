@@ -7,7 +7,7 @@ use unweight_format::Digest;
 /// way to a key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Subject<'a> {
-    /// The digest of the bundle's manifest, or the name of a geometry with random weights.
+    /// The digest of the bundle's manifest with the placement, or the name of a geometry with random weights.
     pub model: &'a str,
     /// Rows of a step.
     pub batch: u32,
@@ -28,8 +28,6 @@ pub struct Subject<'a> {
 /// What is measured with, beside the step itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct How<'a> {
-    /// What the linears outside MLPs run from.
-    pub linears: &'a str,
     /// Rounds of a comparison, and steps of a round.
     pub rounds: (u32, u32),
     /// Bytes of device memory for everything, where they were said.
@@ -72,8 +70,8 @@ impl Subject<'_> {
             text += &format!("{}:{part}\n", part.len());
         }
         text += &format!("{batch} {context} {arch:?} {sms} {driver}\n");
-        if let Some(How { linears, rounds: (rounds, steps), memory, table }) = how {
-            text += &format!("{}:{linears}\n{rounds} {steps} {memory:?}\n{}:{table}\n", linears.len(), table.len());
+        if let Some(How { rounds: (rounds, steps), memory, table }) = how {
+            text += &format!("{rounds} {steps} {memory:?}\n{}:{table}\n", table.len());
         }
         text += &kernels.to_string();
         Digest::of(text.as_bytes()).to_string()
@@ -86,14 +84,13 @@ mod tests {
 
     #[test]
     fn tuning_key_covers_every_dependency() {
-        let how = How { linears: "packed", rounds: (7, 4), memory: None, table: "{}" };
+        let how = How { rounds: (7, 4), memory: None, table: "{}" };
         let (arch, driver) = (Arch::Sm90a, 4);
         let subject =
             Subject { model: "m", batch: 1, context: 2, arch, device: "d", sms: 3, driver, how: Some(how.clone()) };
         let of = |how: How<'static>| Subject { how: Some(how), ..subject.clone() };
         let others = [
             Subject { how: None, ..subject.clone() },
-            of(How { linears: "bf16", ..how.clone() }),
             of(How { rounds: (5, 4), ..how.clone() }),
             of(How { rounds: (7, 5), ..how.clone() }),
             of(How { memory: Some(0), ..how.clone() }),

@@ -11,12 +11,12 @@ mod packed;
 mod routes;
 
 use unweight_codegen::{VariantSpec, plan::GemmShape, spec::Epilogue};
-use unweight_format::TileGrid;
+use unweight_format::{Placement, TileGrid};
 
 pub use self::{bf16::Bf16Linear, compact::CompactLinear, packed::PackedLinear};
 use self::{packed::padding, routes::Routed};
 use crate::{
-    choose::route::{BatchRoute, Linears, Route, RoutePolicy, Weight},
+    choose::route::{BatchRoute, Route, RoutePolicy, Weight},
     device::{ContextSize, DeviceError, LaunchError, MatrixMut, MatrixRef},
     exec::ExecContext,
     ops::gemm_packed,
@@ -180,9 +180,8 @@ impl Linear {
 /// and those without where both are possible, and takes every weight that should be packed as one that can be.
 pub fn context_size_of(weight: &Weight, wanted: &RoutePolicy) -> ContextSize {
     let tiles = weight.padded().map(|(n, k)| TileGrid::new(n as usize, k as usize));
-    let (Some(Ok(grid)), Linears::Packed) = (tiles, wanted.linears) else {
-        return ContextSize::default().with_cublas();
-    };
+    let tiles = tiles.filter(|_| wanted.placement != Placement::Bf16);
+    let Some(Ok(grid)) = tiles else { return ContextSize::default().with_cublas() };
     let compact = wanted.stays_compact(weight);
     let routes = match compact {
         true => wanted.compact_routes(weight),
