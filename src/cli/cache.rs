@@ -18,13 +18,13 @@ use super::{
 /// Subcommands of `cache`.
 #[derive(Subcommand)]
 pub enum Cache {
-    /// Print where the cache is
+    /// Print the directory of the cache
     Dir,
-    /// List the kernels in it, the least recently used first
+    /// List the kernels in the cache, least recently used first
     Ls,
-    /// Read every kernel and compare digests: exit 1 if one is damaged
+    /// Read every kernel and compare digests; exit status 1 if one is damaged
     Verify(Verify),
-    /// Remove damaged kernels, leftovers, and the least recently used kernels above a size
+    /// Remove damaged kernels, leftovers and, above a size, the least recently used kernels
     Prune(Prune),
     /// Remove every kernel
     Clear,
@@ -33,7 +33,7 @@ pub enum Cache {
 /// Arguments of `cache verify`.
 #[derive(Args)]
 pub struct Verify {
-    /// Remove what is damaged
+    /// Remove damaged kernels
     #[arg(long)]
     evict: bool,
 }
@@ -41,7 +41,7 @@ pub struct Verify {
 /// Arguments of `cache prune`.
 #[derive(Args)]
 pub struct Prune {
-    /// Size to shrink it to, such as 200M [default: UNWEIGHT_CACHE_MAX, else 1G]
+    /// Size to shrink the cache to, such as 200M [default: UNWEIGHT_CACHE_MAX, or 1G]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     max: Option<u64>,
 }

@@ -28,7 +28,7 @@ const VARIABLE: &str = "_UNWEIGHT_COMPLETE";
 /// Arguments of `completions`.
 #[derive(Args)]
 pub struct Completions {
-    /// The shell
+    /// Shell to complete for
     shell: Shell,
 }
 

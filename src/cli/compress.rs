@@ -27,36 +27,36 @@ use super::{
 pub struct Compress {
     #[command(flatten)]
     source: Source,
-    /// Directory of the bundle; must not exist, unless --force; - for a tar archive on stdout
+    /// Directory of the bundle to write; - writes a tar archive to stdout
     #[arg(short, long, value_name = "DIR")]
     output: PathBuf,
     #[command(flatten)]
     select: Select,
-    /// Memory for tensors in work, such as 4G [default: 1G]; a larger tensor is worked on alone
+    /// Memory for tensors being processed, such as 4G [default: 1G]; a larger tensor is processed alone
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     ram: Option<u64>,
-    /// Go on after an interrupted run with the same options
+    /// Resume an interrupted run that had the same options
     #[arg(long)]
     resume: bool,
-    /// Replace an existing output, once the new one is complete
+    /// Replace an existing output when the new one is complete
     #[arg(long)]
     force: bool,
-    /// What to decode again before the bundle gets its name: none, sample or full
+    /// How much to decode and compare before the bundle is complete: none, sample or full
     #[arg(long, value_name = "HOW", default_value = "full", value_parser = verify_after)]
     verify: VerifyAfter,
     /// Also record the SHA-256 of every source file
     #[arg(long)]
     sha256: bool,
-    /// Sign the bundle with this secret key of minisign; records SHA-256, too
+    /// Sign the bundle with this minisign secret key; implies --sha256
     #[arg(long, value_name = "KEY")]
     sign: Option<PathBuf>,
-    /// File with the password of that key
+    /// File with the password of the secret key
     #[arg(long, value_name = "FILE", requires = "sign")]
     password_file: Option<PathBuf>,
-    /// Only part I of N of the model, for `merge`: on N machines, the bundle of one
+    /// Compress part I of N, for N machines; `merge` joins the parts
     #[arg(long, value_name = "I/N", conflicts_with = "sign")]
     shard: Option<Part>,
-    /// Who codes the tensors; the bundle is the same
+    /// Processor that encodes the tensors; the bundle is the same
     #[arg(long, value_enum, default_value_t = Device::Cpu)]
     device: Device,
 }

@@ -16,15 +16,15 @@ use super::{
 /// Arguments of `convert`.
 #[derive(Args)]
 pub struct Convert {
-    /// Directory of a model, or a name in the local Hugging Face cache; for dfloat11 also a bundle
+    /// Directory of a model or a name in the local Hugging Face cache; with --to dfloat11 also a bundle
     source: PathBuf,
-    /// Directory to make; must not exist
+    /// Directory to write; must not exist
     #[arg(short, long, value_name = "DIR")]
     output: PathBuf,
-    /// What to make of it
+    /// Format to convert to
     #[arg(long, value_enum)]
     to: Format,
-    /// Go on after an interrupted run
+    /// Resume an interrupted run
     #[arg(long)]
     resume: bool,
 }
@@ -33,7 +33,7 @@ pub struct Convert {
 enum Format {
     /// A directory that the dfloat11 package loads
     Dfloat11,
-    /// The model that a DFloat11 directory was made of
+    /// The BF16 model of a DFloat11 directory
     Bf16,
 }
 

@@ -16,21 +16,21 @@ use super::{
 /// Arguments of `decompress`.
 #[derive(Args)]
 pub struct Decompress {
-    /// Directory of the bundle; - for a tar archive of one on stdin
+    /// Directory of the bundle; - reads a tar archive from stdin
     bundle: PathBuf,
-    /// Directory for the original files; must not exist, unless --force; - for a tar archive of them on stdout
+    /// Directory to write the original files to; - writes a tar archive to stdout
     #[arg(short, long, value_name = "DIR")]
     output: PathBuf,
-    /// Memory for tensors in work, such as 4G [default: 1G]; a larger tensor is worked on alone
+    /// Memory for tensors being processed, such as 4G [default: 1G]; a larger tensor is processed alone
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     ram: Option<u64>,
-    /// Threads [default: all processors]
+    /// Number of threads [default: all processors]
     #[arg(long, value_name = "N", value_parser = select::threads)]
     threads: Option<usize>,
-    /// Go on after an interrupted run
+    /// Resume an interrupted run
     #[arg(long)]
     resume: bool,
-    /// Replace an existing output, once the new one is complete
+    /// Replace an existing output when the new one is complete
     #[arg(long)]
     force: bool,
 }

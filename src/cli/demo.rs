@@ -29,15 +29,15 @@ pub struct Demo {
     /// Size of the model, such as 2G
     #[arg(long, value_name = "SIZE", value_parser = size::parse, default_value = "128M")]
     size: u64,
-    /// Keep model, bundle and rebuilt files here [default: a temporary directory, removed at the end]
+    /// Keep the model, the bundle and the restored files in this directory [default: a temporary directory]
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-    /// The weights are a function of this and the size
+    /// Random seed for the weights
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
     #[command(flatten)]
     select: Select,
-    /// Memory for tensors in work, such as 4G [default: 1G]
+    /// Memory for tensors being processed, such as 4G [default: 1G]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     ram: Option<u64>,
 }

@@ -32,16 +32,16 @@ pub struct Extract {
     /// Name of the tensor
     #[arg(long, value_name = "NAME", add = ArgValueCandidates::new(completions::tensors))]
     tensor: Option<String>,
-    /// Name of a source file: all of it, or with --tensor the one whose tensor is meant, where several have it
+    /// Name of a source file: extracts the file, or with --tensor selects the file that holds the tensor
     #[arg(long, value_name = "FILE", add = ArgValueCandidates::new(completions::files))]
     file: Option<String>,
-    /// File for the original bytes (of a tensor little-endian and row-major); must not exist; - is stdout
+    /// File to write the original bytes to (tensors: little-endian, row-major); - is stdout
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
-    /// Memory for tensors in work, such as 4G [default: 1G]; a larger tensor is worked on alone
+    /// Memory for tensors being processed, such as 4G [default: 1G]; a larger tensor is processed alone
     #[arg(long, value_name = "SIZE", value_parser = size::parse, conflicts_with = "tensor")]
     ram: Option<u64>,
-    /// Threads [default: all processors]
+    /// Number of threads [default: all processors]
     #[arg(long, value_name = "N", value_parser = select::threads, conflicts_with = "tensor")]
     threads: Option<usize>,
 }

@@ -26,16 +26,16 @@ use super::{
 pub struct Inspect {
     /// Directory of the bundle
     bundle: PathBuf,
-    /// Only tensors whose name matches; * and ? are wildcards; may be repeated
+    /// Show only tensors whose names match; * and ? are wildcards; may be repeated
     #[arg(long, value_name = "GLOB", add = ArgValueCandidates::new(completions::tensors))]
     tensor: Vec<String>,
     /// Print the table as comma-separated values
     #[arg(long, conflicts_with = "json")]
     csv: bool,
-    /// Draw the distribution of exponents, or what is stored of each tensor: on the terminal, or with --svg
+    /// Plot the distribution of exponents or the stored sizes, on the terminal or with --svg
     #[arg(long, value_name = "WHAT")]
     plot: Option<Plot>,
-    /// File for the drawing
+    /// Write the plot to this SVG file
     #[arg(long, value_name = "FILE", requires = "plot")]
     svg: Option<PathBuf>,
 }

@@ -14,7 +14,7 @@ use super::{
 /// Arguments of `man`.
 #[derive(Args)]
 pub struct Man {
-    /// Directory for the pages, such as ~/.local/share/man/man1; pages that are there are replaced
+    /// Directory to write the pages to, such as ~/.local/share/man/man1; replaces existing pages
     dir: PathBuf,
 }
 

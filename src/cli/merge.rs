@@ -16,28 +16,28 @@ use super::{
 /// Arguments of `merge`.
 #[derive(Args)]
 pub struct Merge {
-    /// Folders that `compress --shard` made: all parts of one model
+    /// Directories that `compress --shard` wrote: all parts of one model
     #[arg(required = true)]
     parts: Vec<PathBuf>,
-    /// Directory of the bundle; must not exist, unless --force
+    /// Directory of the bundle to write
     #[arg(short, long, value_name = "DIR")]
     output: PathBuf,
-    /// Memory for tensors in work, such as 4G [default: 1G]; a larger tensor is worked on alone
+    /// Memory for tensors being processed, such as 4G [default: 1G]; a larger tensor is processed alone
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     ram: Option<u64>,
-    /// Threads [default: all processors]
+    /// Number of threads [default: all processors]
     #[arg(long, value_name = "N", value_parser = select::threads)]
     threads: Option<usize>,
-    /// Replace an existing output, once the new one is complete
+    /// Replace an existing output when the new one is complete
     #[arg(long)]
     force: bool,
-    /// What to decode before the bundle gets its name: none, sample or full
+    /// How much to decode and compare before the bundle is complete: none, sample or full
     #[arg(long, value_name = "HOW", default_value = "full", value_parser = verify_after)]
     verify: VerifyAfter,
-    /// Sign the bundle with this secret key of minisign; the parts must have been made with --sha256
+    /// Sign the bundle with this minisign secret key; needs parts made with --sha256
     #[arg(long, value_name = "KEY")]
     sign: Option<PathBuf>,
-    /// File with the password of that key
+    /// File with the password of the secret key
     #[arg(long, value_name = "FILE", requires = "sign")]
     password_file: Option<PathBuf>,
 }

@@ -74,49 +74,49 @@ pub struct Cli {
 enum Command {
     /// Compress a model directory to a bundle
     Compress(compress::Compress),
-    /// Join the parts that compress --shard made to one bundle
+    /// Join the parts of `compress --shard` into one bundle
     Merge(merge::Merge),
-    /// Make a DFloat11 directory of a model or a bundle, or the BF16 model that one was made of
+    /// Convert to a DFloat11 directory, or from one to the BF16 model
     #[cfg(feature = "dfloat11")]
     Convert(convert::Convert),
-    /// Predict what compress would do, from headers and samples
+    /// Predict sizes and encodings from headers and samples; writes nothing
     Plan(plan::Plan),
     /// Choose an encoding per tensor so that a model fits in the given GPU memory
     #[cfg(feature = "gpu")]
     Budget(budget::Budget),
-    /// Find the fastest way to run a bundle's MLPs as they are stored, on the GPU
+    /// Measure the fastest pipelines for MLPs that stay as the bundle stores them
     #[cfg(feature = "gpu")]
     Tune(tune::Tune),
-    /// Rebuild the original files, byte for byte
+    /// Restore the original files, byte for byte
     Decompress(decompress::Decompress),
-    /// Check every byte of a bundle: exit 0 sound, 1 damaged, 2 could not check
+    /// Check every byte of a bundle; exit status 0: sound, 1: damaged, 2: could not check
     Verify(verify::Verify),
-    /// Show a bundle tensor by tensor; draw or list its statistics
+    /// Show the tensors of a bundle; list or plot their statistics
     Inspect(inspect::Inspect),
-    /// Write the original bytes of one tensor
+    /// Write the original bytes of one tensor or file
     Extract(extract::Extract),
-    /// Continue a text with a compressed model, on the GPU
+    /// Generate text with a compressed model, on the GPU
     #[cfg(all(feature = "gpu", feature = "text"))]
     Generate(generate::Generate),
-    /// Answer OpenAI's API with a compressed model, on the GPU
+    /// Serve a compressed model over the OpenAI HTTP API, on the GPU
     #[cfg(feature = "serve")]
     Serve(serve::Serve),
-    /// Make a small model, compress it, verify, decompress and compare
+    /// Write a small model, compress, verify, decompress and compare it
     Demo(demo::Demo),
     /// List, print, compile and check the GPU kernels
     #[cfg(feature = "gpu")]
     #[command(subcommand)]
     Kernels(kernels::Kernels),
-    /// Look after the cache of compiled kernels
+    /// List, verify and prune the cache of compiled kernels
     #[cfg(feature = "gpu")]
     #[command(subcommand)]
     Cache(cache::Cache),
-    /// Show what this machine has, and what each lack disables
+    /// Check drivers and libraries, and report what is unavailable without them
     #[cfg(feature = "gpu")]
     Doctor(doctor::Doctor),
     /// Write the manual pages to a directory
     Man(man::Man),
-    /// Print a completion script for a shell: source <(unweight completions bash)
+    /// Print a shell completion script: source <(unweight completions bash)
     Completions(completions::Completions),
 }
 

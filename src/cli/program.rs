@@ -19,10 +19,10 @@ pub struct Everywhere {
     /// Print one JSON object on stdout (docs/cli.md lists the keys)
     #[arg(long, global = true, help_heading = "Everywhere")]
     json: bool,
-    /// Print only what was asked for, and errors
+    /// Print only requested output and errors
     #[arg(short, long, global = true, conflicts_with = "verbose", help_heading = "Everywhere")]
     quiet: bool,
-    /// Name each file on stderr; twice: each tensor
+    /// Print each file to stderr; twice: each tensor
     #[arg(short, long, global = true, action = ArgAction::Count, help_heading = "Everywhere")]
     verbose: u8,
 }

@@ -18,31 +18,31 @@ use super::{
 /// Options that decide the form of each tensor.
 #[derive(Args)]
 pub struct Select {
-    /// What the bundle is for: distribution (smallest), inference (hard and easy layers), palette, packed (12 bits,
-    /// fastest to run), or compact (as small as distribution, and runs as it is)
+    /// What to optimise for: distribution (smallest), packed (12 bits, fastest on a GPU), compact (small, and runs
+    /// without expansion), inference (the report's pipelines) or palette
     #[arg(long, value_name = "PROFILE", default_value = "distribution", value_parser = profile,
           add = ArgValueCandidates::new(completions::profiles))]
     profile: Profile,
-    /// Tensors to compress: mlp, linear (mlp and attention) or all [default: all; with --profile inference: mlp]
+    /// Tensors to compress: mlp, linear (MLP and attention) or all [default: all; with --profile inference: mlp]
     #[arg(long, value_name = "SCOPE", value_parser = scope,
           add = ArgValueCandidates::new(completions::scopes))]
     scope: Option<Scope>,
-    /// Longest Huffman code in bits, 6 to 15: short codes decode faster, long ones are smaller
+    /// Longest Huffman code in bits, 6 to 15: shorter codes decode faster, longer codes compress better
     #[arg(long, value_name = "BITS", value_parser = code_limit, default_value_t = CodeLimit::DEFAULT.bits())]
     code_limit: u32,
-    /// Compress only tensors whose name matches; * and ? are wildcards; may be repeated
+    /// Compress only tensors whose names match; * and ? are wildcards; may be repeated
     #[arg(long, value_name = "GLOB")]
     include: Vec<String>,
-    /// Leave tensors raw whose name matches; may be repeated
+    /// Leave tensors raw whose names match; may be repeated
     #[arg(long, value_name = "GLOB")]
     exclude: Vec<String>,
-    /// Leave out files or folders beside the weights whose name matches; may be repeated
+    /// Leave out files and directories next to the weights whose names match; may be repeated
     #[arg(long, value_name = "GLOB")]
     skip: Vec<String>,
-    /// JSON file that says the encoding of single tensors (docs/cli.md, "Plan files")
+    /// JSON file with an encoding per tensor (docs/cli.md, "Plan files")
     #[arg(long, value_name = "FILE")]
     plan: Option<PathBuf>,
-    /// Threads [default: all processors]
+    /// Number of threads [default: all processors]
     #[arg(long, value_name = "N", value_parser = threads)]
     threads: Option<usize>,
 }

@@ -20,8 +20,8 @@ use super::{
 /// What is run of a bundle beside its weights.
 #[derive(Args)]
 pub struct Trust {
-    /// Run the kernels that are attached to the bundle, where they are of this program and GPU; the others come from
-    /// the cache, or are compiled. This runs code of whoever made the bundle
+    /// Run kernels that are attached to the bundle, if they match this program and GPU. This runs code from the maker
+    /// of the bundle
     #[arg(long, help_heading = "Kernels")]
     trust_attached_kernels: bool,
     #[command(flatten)]
@@ -31,8 +31,8 @@ pub struct Trust {
 /// What was measured on a GPU.
 #[derive(Args)]
 pub struct Table {
-    /// File that `unweight-bench matmul --save-table` wrote on such a GPU: which matmul is fastest for which batch
-    /// [default: what the kernel cache keeps of this GPU, what ships, and a model of the machine]
+    /// Dispatch table that `unweight-bench matmul --save-table` wrote on the same GPU model [default: the table in the
+    /// kernel cache, the tables that ship, and a model of the GPU]
     #[arg(long, value_name = "FILE", help_heading = "Kernels")]
     table: Option<PathBuf>,
 }

@@ -18,23 +18,22 @@ use super::{
 pub struct Verify {
     /// Directory of the bundle
     bundle: PathBuf,
-    /// Also compare with the files that the bundle was made from: a directory, a file, a pattern or a name, as for
-    /// compress
+    /// Also compare with the source of the bundle: a directory, file, pattern or name, as for compress
     #[arg(long, value_name = "SOURCE")]
     against: Option<PathBuf>,
-    /// Also check that the bundle was signed with the secret key of this minisign public key: a file, or the key itself
+    /// Also check the signature with this minisign public key: a file or the key itself
     #[arg(long, value_name = "KEY")]
     key: Option<String>,
-    /// Files or folders that compress left out of the bundle, as for its --skip
+    /// Files or directories that `compress --skip` left out; may be repeated
     #[arg(long, value_name = "GLOB", requires = "against")]
     skip: Vec<String>,
-    /// Only the manifest, and names, sizes and headers of all files; no weights are read
+    /// Check only the manifest and the names, sizes and headers of all files; read no weights
     #[arg(long)]
     quick: bool,
-    /// Memory for tensors in work, such as 4G [default: 1G]; a larger tensor is worked on alone
+    /// Memory for tensors being processed, such as 4G [default: 1G]; a larger tensor is processed alone
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     ram: Option<u64>,
-    /// Threads [default: all processors]
+    /// Number of threads [default: all processors]
     #[arg(long, value_name = "N", value_parser = select::threads)]
     threads: Option<usize>,
 }

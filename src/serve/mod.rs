@@ -1,4 +1,4 @@
-//! An HTTP server over an engine, in the form of OpenAI's API (docs/serve.md).
+//! An HTTP server over an engine, in the form of OpenAI's API (docs/reference/http.md).
 //!
 //! ```text
 //! connection --read, check, encode--> requests --> worker: Backend::add, step, cancel --tokens--> decode --> answer

@@ -227,7 +227,7 @@ fn large_batches_on_mma_gpus_expand_for_cublas() {
     assert!(clear > 300, "{clear} problems have a clear answer");
 }
 
-/// From which batch on a product of 14336x4096 is expanded (docs/adr/0014-machines.md has the table).
+/// From which batch on a product of 14336x4096 is expanded (docs/adr/0014-gpu-model.md has the table).
 #[test]
 fn batches_from_which_weights_are_expanded() {
     let weight = Weight::stored(14336, 4096, EncodingId::PACKED);

@@ -14,7 +14,7 @@ use super::constants::*;
 use crate::choose::candidates::{PackedUse, Registered};
 
 /// What the model knows of a device: what its driver says, no measurement, so that every start on it chooses the same
-/// kernels and gives the same bits (docs/adr/0014-machines.md).
+/// kernels and gives the same bits (docs/adr/0014-gpu-model.md).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GpuModel {
     /// What its kernels are compiled for.
