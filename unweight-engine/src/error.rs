@@ -77,7 +77,7 @@ impl From<LaunchError> for EngineError {
 }
 
 impl EngineError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Option(error) => error.code(),

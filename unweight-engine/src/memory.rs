@@ -102,7 +102,7 @@ pub struct NoMemory {
 }
 
 impl NoMemory {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "engine-memory-insufficient"
     }
@@ -122,7 +122,7 @@ pub struct NoHostMemory {
 }
 
 impl NoHostMemory {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "host-memory-insufficient"
     }

@@ -104,7 +104,7 @@ pub struct EnvError {
 }
 
 impl EnvError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "environment-variable-invalid"
     }

@@ -150,7 +150,7 @@ pub enum FitError {
 }
 
 impl FitError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Option(error) => error.code(),
