@@ -43,7 +43,7 @@ use unweight::{
 /// Whatever ends a command.
 #[derive(Debug)]
 pub struct Failure {
-    /// Stable; docs/cli.md lists all.
+    /// Stable; docs/reference/errors.md lists all.
     code: &'static str,
     message: String,
     help: Option<String>,
@@ -181,7 +181,7 @@ fn advice(error: &io::Error) -> Option<&'static str> {
     })
 }
 
-/// An error with a stable code, which docs/cli.md lists.
+/// An error with a stable code, which docs/reference/errors.md lists.
 pub trait Coded: Error + Send + Sync + 'static {
     /// The code.
     fn code(&self) -> &'static str;

@@ -1,8 +1,8 @@
 //! The command line: arguments, and where each command lives.
 //!
 //! Data goes to stdout, everything else to stderr. Exit status: 0 done, 1 data is not what it should be, 2 the work
-//! could not be done (wrong usage included), 128 and the number of the signal that interrupted. `docs/cli.md` lists the
-//! keys of `--json`.
+//! could not be done (wrong usage included), 128 and the number of the signal that interrupted.
+//! `docs/reference/json.md` lists the keys of `--json`.
 
 mod absent;
 #[cfg(feature = "gpu")]
@@ -37,6 +37,7 @@ pub mod plot;
 mod printable;
 mod program;
 mod progress;
+mod reference;
 mod scratch;
 mod select;
 #[cfg(feature = "serve")]
@@ -58,6 +59,7 @@ use clap::{Parser, Subcommand};
 use failure::{Failure, Result};
 use output::Output;
 pub use program::{Everywhere, Program, run};
+pub use reference::markdown;
 pub use select::profile;
 
 /// Stores BF16 language model weights losslessly in about two thirds of the space.

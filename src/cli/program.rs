@@ -13,17 +13,20 @@ use super::{
     signals,
 };
 
+/// Heading of the options that every command has.
+pub const EVERYWHERE: &str = "Everywhere";
+
 /// Options of every command.
 #[derive(Args)]
 pub struct Everywhere {
-    /// Print one JSON object on stdout (docs/cli.md lists the keys)
-    #[arg(long, global = true, help_heading = "Everywhere")]
+    /// Print one JSON object on stdout (docs/reference/json.md lists the keys)
+    #[arg(long, global = true, help_heading = EVERYWHERE)]
     json: bool,
     /// Print only requested output and errors
-    #[arg(short, long, global = true, conflicts_with = "verbose", help_heading = "Everywhere")]
+    #[arg(short, long, global = true, conflicts_with = "verbose", help_heading = EVERYWHERE)]
     quiet: bool,
     /// Print each file to stderr; twice: each tensor
-    #[arg(short, long, global = true, action = ArgAction::Count, help_heading = "Everywhere")]
+    #[arg(short, long, global = true, action = ArgAction::Count, help_heading = EVERYWHERE)]
     verbose: u8,
 }
 

@@ -39,7 +39,7 @@ pub struct Select {
     /// Leave out files and directories next to the weights whose names match; may be repeated
     #[arg(long, value_name = "GLOB")]
     skip: Vec<String>,
-    /// JSON file with an encoding per tensor (docs/cli.md, "Plan files")
+    /// JSON file with an encoding per tensor (docs/reference/plan-files.md)
     #[arg(long, value_name = "FILE")]
     plan: Option<PathBuf>,
     /// Number of threads [default: all processors]

@@ -624,11 +624,11 @@ mod tests {
         both.fail(Failure::new("disk-full", "no room", "make room"), Output { json: true, quiet: true, verbose: 0 });
         assert_eq!(report(both).0["error"]["message"], "the device is lost");
         // All of it is in the tables of the documents.
-        let (_, section) = include_str!("../../docs/cli.md").split_once("\n### tune\n`tune").unwrap();
+        let (_, section) = include_str!("../../docs/reference/json.md").split_once("\n### tune\n").unwrap();
         let (section, _) = section.split_once("\n### ").unwrap();
         for key in json.as_object().unwrap().keys().chain(json["rows"][0].as_object().unwrap().keys()) {
             let known = [format!("`{key}`"), format!("`{key}[]`"), format!("`rows[].{key}`")];
-            assert!(key == "rows" || known.iter().any(|known| section.contains(known)), "{key} is not in docs/cli.md");
+            assert!(key == "rows" || known.iter().any(|known| section.contains(known)), "{key} is not in json.md");
         }
     }
 

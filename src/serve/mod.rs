@@ -159,7 +159,7 @@ pub enum ServeError<E: std::error::Error + 'static> {
 }
 
 impl<E: std::error::Error + 'static> ServeError<E> {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Backend(_) => "engine-failed",

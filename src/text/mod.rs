@@ -69,7 +69,7 @@ pub enum TextError {
 }
 
 impl TextError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::File { .. } => "tokenizer-file-invalid",

@@ -134,7 +134,8 @@ pub fn same(a: &Path, b: &Path) {
     }
 }
 
-/// Holds the keys of an output against the table of docs/cli.md, both ways; rows that begin with "(" are optional.
+/// Compares the keys of an output with its table in docs/reference/json.md, both ways; rows that begin with "(" are
+/// optional.
 pub fn documented(command: &str, output: &Value) {
     // A heading may say with which option.
     assert_eq!(output["command"], command.split(" --").next().unwrap());
@@ -147,12 +148,12 @@ pub fn documented(command: &str, output: &Value) {
         let list = format!("{key}[]");
         let known = |key: &str| expected.contains_key(key) || expected.keys().any(|known| known.starts_with(&list));
         // What a GPU looks like depends on the machine.
-        assert!(known(key) || key.starts_with("devices[]."), "docs/cli.md, {command}: `{key}` is not documented");
+        assert!(known(key) || key.starts_with("devices[]."), "json.md, {command}: `{key}` is not documented");
     }
     for (key, optional) in expected {
         assert!(
             found.contains(&key) || optional || is_deeply_empty(output, &key),
-            "docs/cli.md, {command}: `{key}` is not printed"
+            "json.md, {command}: `{key}` is not printed"
         );
     }
 }
@@ -192,10 +193,12 @@ pub fn keys(value: &Value, at: &str, found: &mut BTreeSet<String>) {
 
 /// Keys of a heading's table, with whether they are optional; references to other headings are followed.
 pub fn table(heading: &str) -> BTreeMap<String, bool> {
-    let text = include_str!("../../docs/cli.md");
+    let text = include_str!("../../docs/reference/json.md");
     let (_, rest) = text.split_once(&format!("\n### {heading}\n")).unwrap_or_else(|| panic!("no heading {heading}"));
-    let mut found = BTreeMap::new();
-    for line in rest.lines().take_while(|line| !line.starts_with('#')).filter(|line| line.starts_with("| `")) {
+    let section: Vec<&str> = rest.lines().take_while(|line| !line.starts_with('#')).collect();
+    let same = section.iter().find_map(|line| line.strip_prefix("Keys as of [")?.split_once(']'));
+    let mut found = same.map_or_else(BTreeMap::new, |(other, _)| table(other));
+    for line in section.iter().filter(|line| line.starts_with("| `")) {
         let mut cells = line.split('|').map(str::trim);
         let (key, meaning) = (cells.nth(1).unwrap().trim_matches('`'), cells.next().unwrap());
         match meaning.split_once("](#").and_then(|(_, rest)| rest.split_once(')')) {

@@ -20,6 +20,8 @@ mod man;
 mod merge;
 mod output;
 mod plan;
+#[cfg(all(feature = "dfloat11", feature = "serve"))]
+mod reference;
 mod resume;
 mod sign;
 mod source;

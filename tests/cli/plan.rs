@@ -11,8 +11,8 @@ use crate::harness::{copy, fails, fixture, json, run, stdout};
 fn follows_the_documented_plan_file() {
     let home = tempfile::tempdir().unwrap();
     copy(&fixture().join("model"), &home.path().join("model"));
-    let (_, section) = include_str!("../../docs/cli.md").split_once("\n## Plan files\n").unwrap();
-    let (_, example) = section.split_once("```json\n").unwrap();
+    let page = include_str!("../../docs/reference/plan-files.md");
+    let (_, example) = page.split_once("```json\n").unwrap();
     let (example, _) = example.split_once("```").unwrap();
     fs::write(home.path().join("rules.json"), example).unwrap();
     let report = json(&run(home.path(), &["plan", "model", "--plan", "rules.json", "--exclude", "*", "--json"], 0));

@@ -306,13 +306,13 @@ fn unsupported_requests_are_explained() {
     assert!(said.contains("API key"), "{said}");
     let mut keys: Vec<_> = server.report.as_object().unwrap().keys().map(String::as_str).collect();
     keys.retain(|key| !["command", "unweight_version"].contains(key));
-    let text = include_str!("../../docs/cli.md");
+    let text = include_str!("../../docs/reference/json.md");
     let section = text.split("\n### serve\n").nth(1).unwrap().split("\n### ").next().unwrap();
     let rows = section.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
     let mut documented: Vec<_> = rows.collect();
     documented.sort_unstable();
     keys.sort_unstable();
-    assert_eq!(keys, documented, "docs/cli.md, serve");
+    assert_eq!(keys, documented, "json.md, serve");
 }
 
 /// The model on the CPU, until it has made so many steps.

@@ -102,7 +102,7 @@ impl From<LaunchError> for BenchError {
 }
 
 impl BenchError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Device(error) => error.code(),

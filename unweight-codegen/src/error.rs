@@ -25,7 +25,7 @@ pub enum CodegenError {
 }
 
 impl CodegenError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Infeasible(error) => error.code(),

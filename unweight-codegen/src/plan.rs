@@ -37,7 +37,7 @@ pub struct Infeasible {
 }
 
 impl Infeasible {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "kernel-variant-infeasible"
     }

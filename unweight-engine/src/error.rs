@@ -75,7 +75,7 @@ impl From<LaunchError> for EngineError {
 }
 
 impl EngineError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Option(error) => error.code(),
@@ -129,7 +129,7 @@ pub struct NoMemory {
 }
 
 impl NoMemory {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "engine-memory-insufficient"
     }
@@ -150,7 +150,7 @@ pub struct NoHostMemory {
 }
 
 impl NoHostMemory {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "host-memory-insufficient"
     }

@@ -120,7 +120,7 @@ pub enum AdmissionError {
 }
 
 impl AdmissionError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Empty => "prompt-empty",

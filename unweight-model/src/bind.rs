@@ -184,7 +184,7 @@ pub enum BindError {
 }
 
 impl BindError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Missing { .. } => "model-tensor-missing",

@@ -54,7 +54,7 @@ pub enum ReferenceError {
 }
 
 impl ReferenceError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Token { .. } => "token-out-of-vocabulary",

@@ -42,7 +42,7 @@ pub struct OutOfRange {
 }
 
 impl OutOfRange {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "sampling-option-out-of-range"
     }

@@ -1,9 +1,8 @@
 //! Every environment variable that Unweight reads, in one table, parsed once.
 //!
 //! `VARIABLES` is what the documentation prints (docs/reference/environment.md; a test holds the two equal). [`Env`] is
-//! the parsed
-//! form that the rest of the crate is given; no other module reads the environment, so a test can hand in any [`Env`]
-//! it likes.
+//! the parsed form that the rest of the crate is given; no other module reads the environment, so a test can pass any
+//! [`Env`].
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -107,7 +106,7 @@ pub struct EnvError {
 }
 
 impl EnvError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "environment-variable-invalid"
     }

@@ -1,4 +1,4 @@
-//! Links between the documents: each leads to a file of the repository, and to a heading of it.
+//! Links between the documents: each leads to a file of the repository, and to a heading of it. The book has every page.
 
 use std::{
     collections::BTreeSet,
@@ -91,6 +91,22 @@ fn links_lead_to_files_and_headings() {
         }
     }
     assert_eq!(broken, [""; 0]);
+}
+
+/// Records are reached from their index.
+#[test]
+fn every_page_is_in_the_book() {
+    let docs = root().join("docs");
+    let mut pages = Vec::new();
+    documents(&docs, &mut pages);
+    let names = pages.iter().map(|page| page.strip_prefix(&docs).expect("a page").to_string_lossy().into_owned());
+    let listed = links(&fs::read_to_string(docs.join("SUMMARY.md")).expect("the summary"));
+    let unique: BTreeSet<&str> = listed.iter().map(String::as_str).collect();
+    assert_eq!(unique.len(), listed.len(), "docs/SUMMARY.md lists a page twice");
+    let missing: Vec<String> = names
+        .filter(|name| name != "SUMMARY.md" && !name.starts_with("records/20") && !unique.contains(name.as_str()))
+        .collect();
+    assert_eq!(missing, [""; 0], "docs/SUMMARY.md does not list them");
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! The arguments of `unweight-bench`, and what each command measures.
 
 mod plot;
+#[cfg(test)]
+mod reference;
 
 use std::{fs, path::PathBuf};
 

@@ -45,7 +45,7 @@ pub struct ParseNameError {
 }
 
 impl ParseNameError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "kernel-name-invalid"
     }

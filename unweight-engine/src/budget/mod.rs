@@ -161,7 +161,7 @@ pub enum BudgetError {
 }
 
 impl BudgetError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Option(error) => error.code(),

@@ -155,7 +155,7 @@ pub struct OptionError {
 }
 
 impl OptionError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "option-out-of-range"
     }

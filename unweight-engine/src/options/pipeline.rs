@@ -163,7 +163,7 @@ impl Serialize for PipelineVariant {
 pub struct UnknownVariant(String);
 
 impl UnknownVariant {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "mlp-pipeline-unknown"
     }

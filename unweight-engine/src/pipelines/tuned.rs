@@ -83,7 +83,7 @@ pub enum PlanError {
 }
 
 impl PlanError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::TooLarge(_) => "tuned-plan-too-large",

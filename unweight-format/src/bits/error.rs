@@ -128,7 +128,7 @@ pub enum CodecError {
 }
 
 impl CodecError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::MatrixBytes { .. } => "matrix-size-mismatch",

@@ -54,7 +54,7 @@ pub struct UnknownName {
 }
 
 impl UnknownName {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "unknown-name"
     }

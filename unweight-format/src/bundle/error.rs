@@ -572,7 +572,7 @@ pub enum BundleError {
 }
 
 impl BundleError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Encoder { .. } => "encoder-failed",

@@ -131,7 +131,7 @@ pub enum HeaderError {
 }
 
 impl HeaderError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::NoLength { .. } => "safetensors-too-short",

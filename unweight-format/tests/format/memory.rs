@@ -1,4 +1,4 @@
-//! Memory is bounded, as README says: most resident memory of a process that does nothing else.
+//! Memory is bounded (docs/guide/compress.md): peak resident memory of a process that does nothing else.
 
 use std::{fmt::Write, fs, path::Path, process::Command};
 
@@ -74,7 +74,7 @@ fn holes(dir: &Path, total: u64, largest: u64) {
     fs::File::options().write(true).open(path).unwrap().set_len(8 + header.len() as u64 + end).unwrap();
 }
 
-/// README: "at most 1 GiB and twice the largest tensor, whatever the model". This one is larger.
+/// At most 1 GiB plus twice the largest tensor. This model is larger.
 #[test]
 fn memory_is_bounded_for_every_model() {
     let scratch = Scratch::new();
@@ -88,7 +88,7 @@ fn memory_is_bounded_for_every_model() {
     }
 }
 
-/// README: "`--ram` and `--threads` set limits".
+/// `--ram` and `--threads` set limits.
 #[test]
 fn memory_stays_within_the_ram_option() {
     let scratch = Scratch::new();

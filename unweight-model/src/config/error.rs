@@ -73,7 +73,7 @@ pub enum ConfigError {
 }
 
 impl ConfigError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Bundle(error) => error.code(),

@@ -98,7 +98,7 @@ pub enum RegisterError {
 }
 
 impl RegisterError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "variant-not-registrable"
     }

@@ -74,7 +74,7 @@ pub enum TableError {
 }
 
 impl TableError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Read { .. } => "dispatch-table-unreadable",

@@ -134,7 +134,7 @@ impl RowFault {
 const OUT_OF_MEMORY: u32 = cudarc::driver::sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32;
 
 impl DeviceError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Toolchain(error) => error.code(),
@@ -661,7 +661,7 @@ pub enum LaunchError {
 }
 
 impl LaunchError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::ArgumentBytes { .. } | Self::Artifact { .. } => "kernel-artifact-mismatch",

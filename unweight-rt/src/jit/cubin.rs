@@ -160,7 +160,7 @@ pub enum CubinError {
 }
 
 impl CubinError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "cubin-invalid"
     }

@@ -56,7 +56,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Env(error) => error.code(),

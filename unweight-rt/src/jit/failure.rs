@@ -35,7 +35,7 @@ pub struct Excerpt {
 }
 
 impl CompileFailure {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "kernel-compile-failed"
     }

@@ -31,7 +31,7 @@ pub struct Unusable {
 }
 
 impl Unusable {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "kernel-cache-unusable"
     }

@@ -203,7 +203,7 @@ pub struct MissingLibrary {
 }
 
 impl MissingLibrary {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "library-missing"
     }
@@ -246,7 +246,7 @@ pub struct OldNvrtc {
 }
 
 impl OldNvrtc {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "nvrtc-too-old"
     }

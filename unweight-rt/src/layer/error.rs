@@ -34,7 +34,7 @@ pub enum LoadError {
 }
 
 impl LoadError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Bundle(error) => error.code(),
@@ -147,7 +147,7 @@ pub(super) fn unsuitable(name: &str, why: Unsuitable) -> LoadError {
 }
 
 impl Unsuitable {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::NotAMatrix { .. } | Self::NotAVector { .. } => "tensor-not-a-layer",

@@ -41,7 +41,7 @@ pub enum CompressError {
 }
 
 impl CompressError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Uncompact(why) => why.code(),

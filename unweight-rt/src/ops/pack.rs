@@ -51,7 +51,7 @@ pub enum PackError {
 }
 
 impl PackError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Unpackable(why) => why.code(),

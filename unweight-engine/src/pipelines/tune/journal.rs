@@ -84,7 +84,7 @@ pub enum JournalError {
 }
 
 impl JournalError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Io { source, .. } => io_code(source),

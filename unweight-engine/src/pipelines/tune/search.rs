@@ -89,7 +89,7 @@ pub enum TuneError {
 }
 
 impl TuneError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Journal(error) => error.code(),

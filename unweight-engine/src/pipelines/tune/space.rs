@@ -122,7 +122,7 @@ pub enum SpaceError {
 }
 
 impl SpaceError {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "search-space-invalid"
     }

@@ -191,7 +191,7 @@ pub enum Uncompact {
 }
 
 impl Uncompact {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "not-compactable"
     }

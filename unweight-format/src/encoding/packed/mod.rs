@@ -132,7 +132,7 @@ pub enum Unpackable {
 }
 
 impl Unpackable {
-    /// The stable code of this error; docs/cli.md lists all.
+    /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "not-packable"
     }

@@ -1,0 +1,24 @@
+//! docs/reference/bench.md: the part between its marks is from the program. `UPDATE_DOCS=1` renews it.
+
+use std::{env, fs, path::Path};
+
+use clap::CommandFactory;
+
+use super::Cli;
+
+const BEGIN: &str = "<!-- commands -->\n";
+const END: &str = "\n<!-- /commands -->";
+
+#[test]
+fn commands_are_those_of_the_program() {
+    let now = unweight::cli::markdown(Cli::command());
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/reference/bench.md");
+    let page = fs::read_to_string(&path).unwrap();
+    let (head, rest) = page.split_once(BEGIN).unwrap();
+    let (listed, tail) = rest.split_once(END).unwrap();
+    if env::var_os("UPDATE_DOCS").is_some_and(|value| !value.is_empty()) {
+        fs::write(&path, [head, BEGIN, &now, END, tail].concat()).unwrap();
+    } else {
+        assert_eq!(listed, now, "UPDATE_DOCS=1 cargo test -p unweight-bench -- reference");
+    }
+}
