@@ -59,7 +59,7 @@ extern crate self as unweight;
 
 pub use unweight_format as format;
 
-/// README's first example.
+/// The first example of docs/guide/rust.md.
 ///
 /// ```no_run
 /// use unweight::format::bundle::{self, CompressOptions, Silent};
@@ -94,11 +94,11 @@ pub mod text;
 
 #[cfg(all(test, feature = "gpu"))]
 mod tests {
-    /// What README shows of Cargo.toml has this version, and features that exist.
+    /// The dependency that docs/guide/rust.md shows has this version, and features that exist.
     #[test]
-    fn the_dependency_of_the_readme_is_this_crate() {
-        let (readme, own) = (include_str!("../README.md"), include_str!("../Cargo.toml"));
-        let line = readme.lines().find(|line| line.starts_with("unweight = ")).expect("a dependency");
+    fn the_documented_dependency_is_this_crate() {
+        let (guide, own) = (include_str!("../docs/guide/rust.md"), include_str!("../Cargo.toml"));
+        let line = guide.lines().find(|line| line.starts_with("unweight = ")).expect("a dependency");
         let version = line.split('"').nth(1).expect("a version");
         assert!(env!("CARGO_PKG_VERSION").starts_with(&format!("{version}.")), "{line}");
         let features = line.rsplit("features ").next().expect("features in the comment");
@@ -108,9 +108,9 @@ mod tests {
 
     /// And its first example is that of `FirstExample`, which is compiled.
     #[test]
-    fn the_first_example_of_the_readme_is_one_that_compiles() {
-        let (readme, own) = (include_str!("../README.md"), include_str!("lib.rs"));
-        let block = readme.split("```rust").nth(1).and_then(|block| block.split("```").next()).expect("an example");
+    fn the_first_documented_example_compiles() {
+        let (guide, own) = (include_str!("../docs/guide/rust.md"), include_str!("lib.rs"));
+        let block = guide.split("```rust").nth(1).and_then(|block| block.split("```").next()).expect("an example");
         let lines: Vec<&str> = block.lines().filter(|line| !line.is_empty()).collect();
         assert!(lines.len() >= 3, "{block}");
         for line in lines {
@@ -118,11 +118,11 @@ mod tests {
         }
     }
 
-    /// README shows a part of an example that is compiled where it stands.
+    /// The guide shows a part of the example of `Linear`, which is compiled.
     #[test]
-    fn the_example_of_the_readme_is_one_that_compiles() {
-        let (readme, compiled) = (include_str!("../README.md"), include_str!("../unweight-rt/src/layer/linear/mod.rs"));
-        let block = readme.split("```rust").find(|block| block.contains("Loader::new")).expect("an example");
+    fn the_documented_layers_are_those_of_linear() {
+        let (guide, compiled) = (include_str!("../docs/guide/rust.md"), include_str!("../unweight-rt/src/layer/linear/mod.rs"));
+        let block = guide.split("```rust").find(|block| block.contains("Loader::new")).expect("an example");
         let block = block.split("```").next().unwrap_or_default();
         let lines: Vec<&str> = block.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
         assert!(lines.len() >= 6, "{block}");

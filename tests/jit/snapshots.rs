@@ -362,11 +362,11 @@ fn documentation_lists_the_catalogue() {
         ("gemm_recon", gemm_recon_table()),
         ("gemm_mma", gemm_mma_table()),
         ("gemm_wgmma", gemm_wgmma_table()),
-        ("decode", decode_table()),
-        ("encode", encode_table()),
+        ("decode_huffman", decode_table()),
+        ("encode_huffman", encode_table()),
         ("pack", pack_table()),
-        ("compress", compress_table()),
-        ("transcode", transcode_table()),
+        ("encode_compact", compress_table()),
+        ("decode_compact", transcode_table()),
         ("activations", activations_table()),
     ] {
         put(&mut now, "docs/kernels.md", mark, &text);

@@ -224,7 +224,7 @@ pub const INNER: &[(&str, &str)] = &[
     (
         "src/cli",
         "arch printable scratch signals size < failure < absent archive output < completions pipelines plot program \
-         progress reference sign trust < source < select < budget cache compress convert decompress demo doctor extract generate \
+         progress sign trust < reference source < select < budget cache compress convert decompress demo doctor extract generate \
          inspect kernels man plan tune verify < merge serve",
     ),
 ];
