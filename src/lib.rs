@@ -121,7 +121,8 @@ mod tests {
     /// The guide shows a part of the example of `Linear`, which is compiled.
     #[test]
     fn the_documented_layers_are_those_of_linear() {
-        let (guide, compiled) = (include_str!("../docs/guide/rust.md"), include_str!("../unweight-rt/src/layer/linear/mod.rs"));
+        let (guide, compiled) =
+            (include_str!("../docs/guide/rust.md"), include_str!("../unweight-rt/src/layer/linear/mod.rs"));
         let block = guide.split("```rust").find(|block| block.contains("Loader::new")).expect("an example");
         let block = block.split("```").next().unwrap_or_default();
         let lines: Vec<&str> = block.lines().map(str::trim).filter(|line| !line.is_empty()).collect();

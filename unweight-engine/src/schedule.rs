@@ -108,10 +108,12 @@ pub enum AdmissionError {
         /// The number of free pages.
         free: u32,
     },
-    /// The queue is full ([`EngineOptions::waiting`](crate::EngineOptions::waiting)).
+    /// The queue is full ([`EngineOptions::waiting`](crate::EngineOptions::waiting)), or the call needs an idle engine
+    /// or fewer rows.
     #[error("{waiting} requests wait already, which is the limit; try again later")]
     Busy {
-        /// The number of waiting sequences.
+        /// The number of waiting sequences; from a call that needs an idle engine, of running sequences or of requested
+        /// rows.
         waiting: usize,
     },
     /// A sampling parameter is out of range.
@@ -338,7 +340,7 @@ impl Schedule {
         Ok(())
     }
 
-    /// Takes pages for sequences of `counts` tokens each: all of them or none.
+    /// Takes `counts[i]` pages for the `i`-th of several sequences: all of them or none.
     ///
     /// # Errors
     /// [`AdmissionError::NoPages`].

@@ -199,7 +199,7 @@ pub struct Group {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct BudgetPlan {
-    /// The encodings by tensor, as [`CompressOptions`](unweight_format::bundle::CompressOptions) take them.
+    /// The encoding of each tensor, as a plan file of `compress`.
     pub plan: PlanFile,
     /// The plan by kind of unit and encoding.
     pub groups: Vec<Group>,

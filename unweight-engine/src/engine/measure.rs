@@ -30,8 +30,9 @@ impl Measure<'_> {
     /// [`Measure::enqueue_step`]. The engine must be idle.
     ///
     /// # Errors
-    /// [`EngineError::AdmissionError`] if a sequence runs or the KV cache has too few pages; [`EngineError::Device`] if
-    /// the device fails.
+    /// [`EngineError::AdmissionError`] if a sequence runs or waits, `batch` exceeds
+    /// [`EngineOptions::max_batch`](crate::EngineOptions::max_batch), `context + steps` exceeds the context of the
+    /// engine, or the KV cache has too few free pages; [`EngineError::Device`] if the device fails.
     pub fn prepare(&mut self, batch: u32, context: u32, steps: u32) -> Result<(), EngineError> {
         let engine = &mut *self.engine;
         engine.check_alive()?;
@@ -59,7 +60,8 @@ impl Measure<'_> {
         self.engine.note(launched)
     }
 
-    /// Waits for the enqueued steps.
+    /// Waits for the enqueued steps. A row that a kernel skipped is an error
+    /// ([`DeviceError::Row`](unweight_rt::DeviceError::Row)).
     ///
     /// # Errors
     /// [`EngineError::Device`] if the device fails.

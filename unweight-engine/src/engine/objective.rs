@@ -74,7 +74,8 @@ impl PipelineTuner<'_> {
         Ok(SettingSpace::new(&self.choices(batch)?, &self.guess(batch)?, sms))
     }
 
-    /// Uses this setting for all later steps of `batch` rows. Waits for steps in flight.
+    /// Uses this setting for all later steps of the bucket of `batch`, the next size that steps are recorded for. Waits
+    /// for steps in flight.
     ///
     /// # Errors
     /// [`EngineError::Setting`] if the device cannot run the setting; the old one stays. [`EngineError::Device`] if the
@@ -199,7 +200,8 @@ impl<'a> StepObjective<'a> {
     /// journal.
     ///
     /// # Errors
-    /// [`EngineError::AdmissionError`] if the engine is busy or the KV cache has too few pages.
+    /// [`EngineError::NotStored`] if the engine was loaded without pipelines; else as for
+    /// [`Measure::prepare`](super::measure::Measure::prepare).
     pub fn new(
         engine: &'a mut Engine,
         space: &'a SettingSpace,

@@ -164,8 +164,8 @@ impl Claim {
     /// Locks the file at `path` and creates it if it does not exist.
     ///
     /// # Errors
-    /// [`JournalError`] if the path is not a regular file, cannot be opened, is written by another process, or does not
-    /// begin with a journal's head.
+    /// [`JournalError`] if the path is not a regular file, cannot be opened, is too large, is written by another
+    /// process, or does not begin with a journal's head.
     pub fn new(path: &Path) -> Result<Self, JournalError> {
         let io = |source| JournalError::Io { path: path.to_owned(), source };
         loop {
