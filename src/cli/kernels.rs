@@ -124,7 +124,7 @@ pub struct Attach {
     /// Kernels for ordinary launches, not for programmatic dependent ones
     #[arg(long)]
     no_pdl: bool,
-    /// The --placement that `generate` and `serve` will be given
+    /// The --placement that `generate` and `serve` will be given; auto: kernels of packed and compact
     #[arg(long, value_name = "PLACEMENT", default_value = "auto")]
     placement: PlacementArg,
     /// Kernels compiled at the same time [default: UNWEIGHT_JIT_THREADS, else all processors]
