@@ -36,26 +36,26 @@ use super::{
 pub struct Budget {
     #[command(flatten)]
     source: Source,
-    /// Device memory for everything together, as `generate --memory` takes it, such as 24G [default: as little as
+    /// GPU memory for weights, KV cache and activations, as for `generate --memory`, such as 24G [default: the least that
     /// --max-slowdown allows]
     #[arg(long, value_name = "SIZE", value_parser = size::parse, required_unless_present = "max_slowdown")]
     memory: Option<u64>,
-    /// How much longer than in the fastest plan the products of a step may take, such as 5%
+    /// Largest predicted slowdown of matrix products against the fastest plan, such as 5%
     #[arg(long, value_name = "PERCENT", value_parser = percent)]
     max_slowdown: Option<f64>,
     /// Sequences that run at the same time
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     batch: u32,
-    /// Tokens of a sequence [default: 4096, or as many as the model takes if that is fewer]
+    /// Tokens per sequence [default: 4096, or the model's limit if that is lower]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
-    /// The architecture that it is for: what stays compact has kernels on some [default: this machine's GPU, or sm_90a]
+    /// GPU architecture to plan for [default: this machine's GPU, or sm_90a]
     #[arg(long, value_name = "ARCH", value_parser = arch_parser())]
     arch: Option<Arch>,
-    /// Write the plan to this file, for compress --plan; replaces a plan file, and nothing else
+    /// Write the plan to this file, for `compress --plan`; replaces only a plan file
     #[arg(long, value_name = "FILE")]
     plan: Option<PathBuf>,
-    /// Threads [default: all processors]
+    /// Number of threads [default: all processors]
     #[arg(long, value_name = "N", value_parser = select::threads)]
     threads: Option<usize>,
 }

@@ -62,7 +62,7 @@ pub enum Class {
     Failed,
     /// A signal ended it: 128 and its number.
     Interrupted,
-    /// Whoever reads our output has gone: 0, without a word.
+    /// The reader of stdout has closed it: 0, without a message.
     Gone,
 }
 

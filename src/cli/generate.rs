@@ -36,77 +36,76 @@ use super::{
 pub struct Generate {
     /// Directory of the bundle
     bundle: PathBuf,
-    /// Text to continue; may be repeated: all run together
+    /// Prompt; may be repeated to run several prompts together
     #[arg(long, value_name = "TEXT", help_heading = "Prompt")]
     prompt: Vec<String>,
-    /// File whose text is to be continued; - is stdin
+    /// File with a prompt; - is stdin
     #[arg(long, value_name = "FILE", help_heading = "Prompt")]
     prompt_file: Option<PathBuf>,
-    /// Token ids to continue, such as 1,450,4996; may be repeated: all run together
+    /// Prompt as token ids, such as 1,450,4996; may be repeated to run several prompts together
     #[arg(long, value_name = "IDS", value_parser = parse_ids, help_heading = "Prompt", conflicts_with_all = ["prompt", "prompt_file", "chat"])]
     tokens: Vec<Ids>,
-    /// The prompts are what a user says: the model's chat template is put around them
+    /// Apply the model's chat template: each prompt is a user message
     #[arg(long, help_heading = "Prompt")]
     chat: bool,
-    /// What the system says before the user
+    /// System message in front of the user message
     #[arg(long, value_name = "TEXT", requires = "chat", help_heading = "Prompt")]
     system: Option<String>,
-    /// Tokens to make at most [default: 256, or 0 with --dump-logits]
+    /// Maximum number of new tokens [default: 256, or 0 with --dump-logits]
     #[arg(short = 'n', long, value_name = "N", help_heading = "Sampling")]
     max_new_tokens: Option<u32>,
-    /// Logits are divided by it, 0.001 to 100; 0 takes the likeliest token [default: 0, or 1 with --top-k, --top-p or
-    /// --min-p]
+    /// Sampling temperature, 0.001 to 100; 0 is greedy [default: 0, or 1 with --top-k, --top-p or --min-p]
     #[arg(long, value_name = "T", allow_negative_numbers = true, help_heading = "Sampling")]
     temperature: Option<f32>,
-    /// Only the K likeliest tokens; 0: all [default: 0]
+    /// Sample from the K likeliest tokens; 0 is all [default: 0]
     #[arg(long, value_name = "K", help_heading = "Sampling")]
     top_k: Option<u32>,
-    /// Only the likeliest tokens that together have this probability, above 0 and at most 1 [default: 1]
+    /// Sample from the likeliest tokens with this cumulative probability, above 0 and at most 1 [default: 1]
     #[arg(long, value_name = "P", allow_negative_numbers = true, help_heading = "Sampling")]
     top_p: Option<f32>,
-    /// Only tokens with this share of the likeliest one's probability, 0 to 1 [default: 0]
+    /// Sample from tokens with at least this share of the likeliest token's probability, 0 to 1 [default: 0]
     #[arg(long, value_name = "P", allow_negative_numbers = true, help_heading = "Sampling")]
     min_p: Option<f32>,
-    /// Of the random numbers: the same seed gives the same text
+    /// Random seed for sampling
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Sampling")]
     seed: u64,
-    /// Sample as the model's generation_config.json says, where no option says otherwise
+    /// Take sampling defaults from the model's generation_config.json
     #[arg(long, help_heading = "Sampling")]
     model_defaults: bool,
-    /// Text that ends the answer and is not shown; may be repeated
+    /// Stop string; ends the text and is not printed; may be repeated
     #[arg(long, value_name = "TEXT", help_heading = "Sampling")]
     stop: Vec<String>,
-    /// Go on where the model would end
+    /// Ignore the end-of-sequence token
     #[arg(long, help_heading = "Sampling")]
     ignore_eos: bool,
     /// How to hold weights in GPU memory; experts of a mixture are always packed
     #[arg(long, value_name = "PLACEMENT", default_value = "auto", help_heading = "Engine")]
     placement: PlacementArg,
-    /// Experts of a layer that lie on the GPU; the others wait in host memory until they are chosen [default: all]
+    /// Experts per layer in GPU memory; the others are fetched from host memory when chosen [default: all]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Engine")]
     resident_experts: Option<u32>,
-    /// Sequences that run at the same time [default: 16, or as many as there are prompts]
+    /// Maximum number of sequences that run at the same time [default: 16, or the number of prompts]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Engine")]
     max_batch: Option<u32>,
-    /// Tokens of a sequence, the prompt included [default: the model's limit, or what fits]
+    /// Maximum tokens per sequence, prompt included [default: the model's limit, or what fits]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Engine")]
     context: Option<u32>,
-    /// Device memory for everything together, such as 40G [default: nine tenths of what is free]
+    /// GPU memory limit for weights, KV cache and activations, such as 40G [default: nine tenths of free memory]
     #[arg(long, value_name = "SIZE", value_parser = size::parse, help_heading = "Engine")]
     memory: Option<u64>,
-    /// Tokens of a prompt that go through the model at once, a multiple of 64
+    /// Prompt tokens per prefill pass, a multiple of 64
     #[arg(long, value_name = "N", default_value_t = 2048, help_heading = "Engine")]
     chunk: u32,
-    /// Number of the GPU
+    /// Index of the GPU
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Engine")]
     device: usize,
     #[command(flatten)]
     trust: Trust,
-    /// File for the logits of every token of the prompts: safetensors, BF16 `logits.I` [tokens, vocabulary]; replaces
-    /// nothing but such a file
+    /// Write the logits of every prompt token to this safetensors file: BF16 `logits.I` [tokens, vocabulary]. Replaces
+    /// only a file of logits
     #[arg(long, value_name = "FILE", help_heading = "Logits")]
     dump_logits: Option<PathBuf>,
-    /// Make these logits by steps of one token, as generating does, not all at once
+    /// Compute the logits one token at a time, as generation does
     #[arg(long, requires = "dump_logits", help_heading = "Logits")]
     by_steps: bool,
 }

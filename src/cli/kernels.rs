@@ -50,28 +50,27 @@ use super::{
 /// Subcommands of `kernels`.
 #[derive(Subcommand)]
 pub enum Kernels {
-    /// List the kernels that ship, with what each takes of a multiprocessor
+    /// List the kernels that ship and their resources per multiprocessor
     List(Names),
     /// Print a kernel's CUDA source, or write sources, headers and plans to a directory
     Emit(Emit),
     /// Compile kernels into the cache
     Compile(Compile),
-    /// Put compiled kernels into a bundle, for machines that cannot compile
+    /// Attach compiled kernels to a bundle, for machines without a compiler
     Attach(Attach),
     /// Remove the kernels that were attached to a bundle
     Detach(Detach),
-    /// Compile kernels aside and look at the machine code: exit 1 where one spills or waits where it should not
+    /// Compile kernels and check their machine code; exit status 1 if one spills or serialises
     Check(Names),
 }
 
 /// Which kernels.
 #[derive(Args)]
 pub struct Names {
-    /// Names; * and ? are wildcards [default: all that ship]
+    /// Names of kernels; * and ? are wildcards [default: all that ship]
     #[arg(value_name = "NAME", add = ArgValueCompleter::new(completions::kernels))]
     names: Vec<String>,
-    /// The architecture whose kernels are meant by wildcards, and by no name at all [default: that of this machine's
-    /// GPU, or sm_90a]
+    /// Architecture for wildcards and the default [default: this machine's GPU, or sm_90a]
     #[arg(long, value_name = "ARCH", value_parser = arch_parser())]
     arch: Option<Arch>,
 }
@@ -81,7 +80,7 @@ pub struct Names {
 pub struct Emit {
     #[command(flatten)]
     names: Names,
-    /// Write NAME.cu, NAME.plan.txt and the headers here, instead of one source to stdout
+    /// Write NAME.cu, NAME.plan.txt and the headers to this directory instead of stdout
     #[arg(short, long, value_name = "DIR")]
     output: Option<PathBuf>,
 }
@@ -91,20 +90,20 @@ pub struct Emit {
 pub struct Compile {
     #[command(flatten)]
     names: Names,
-    /// Only what loading this bundle and running its layers can ask for, on this machine's GPU or on any card of --arch
+    /// Compile only the kernels that this bundle can need, on this machine's GPU or on any GPU of --arch
     #[arg(long, value_name = "BUNDLE", conflicts_with = "names")]
     bundle: Option<PathBuf>,
-    /// With --bundle: the largest batch that layers are loaded for
+    /// With --bundle: largest batch
     #[arg(long, value_name = "M", default_value_t = LoadOptions::default().max_batch, requires = "bundle",
           value_parser = clap::value_parser!(u32).range(1..=65536))]
     max_batch: u32,
-    /// With --bundle: kernels for ordinary launches, not for programmatic dependent ones
+    /// With --bundle: kernels for ordinary instead of programmatic dependent launches
     #[arg(long, requires = "bundle")]
     no_pdl: bool,
-    /// With --bundle: the --placement that `generate` and `serve` will be given [default: auto]
+    /// With --bundle: placement that `generate` and `serve` will use [default: auto]
     #[arg(long, value_name = "PLACEMENT", requires = "bundle")]
     placement: Option<PlacementArg>,
-    /// Kernels compiled at the same time [default: UNWEIGHT_JIT_THREADS, else all processors]
+    /// Kernels to compile at the same time [default: UNWEIGHT_JIT_THREADS, or all processors]
     #[arg(long, value_name = "N", value_parser = select::threads)]
     threads: Option<usize>,
 }
@@ -114,23 +113,23 @@ pub struct Compile {
 pub struct Attach {
     /// Directory of the bundle
     bundle: PathBuf,
-    /// An architecture to compile for, for every card of it; may be repeated [default: this machine's GPU, or an H200]
+    /// Compile for every GPU of this architecture; may be repeated [default: this machine's GPU, or an H200]
     #[arg(long, value_name = "ARCH", value_parser = arch_parser())]
     arch: Vec<Arch>,
-    /// The largest batch that layers are loaded for
+    /// Largest batch
     #[arg(long, value_name = "M", default_value_t = LoadOptions::default().max_batch,
           value_parser = clap::value_parser!(u32).range(1..=65536))]
     max_batch: u32,
-    /// Kernels for ordinary launches, not for programmatic dependent ones
+    /// Attach kernels for ordinary instead of programmatic dependent launches
     #[arg(long)]
     no_pdl: bool,
-    /// The --placement that `generate` and `serve` will be given; auto: kernels of packed and compact
+    /// Placement that `generate` and `serve` will use; auto attaches the kernels of packed and compact
     #[arg(long, value_name = "PLACEMENT", default_value = "auto")]
     placement: PlacementArg,
-    /// Kernels compiled at the same time [default: UNWEIGHT_JIT_THREADS, else all processors]
+    /// Kernels to compile at the same time [default: UNWEIGHT_JIT_THREADS, or all processors]
     #[arg(long, value_name = "N", value_parser = select::threads)]
     threads: Option<usize>,
-    /// Replace the kernels that are attached; a plan of `tune` stays, unless the file is too damaged to tell it
+    /// Replace attached kernels; a saved plan of `tune` stays unless the file is damaged
     #[arg(long)]
     force: bool,
 }

@@ -51,7 +51,7 @@ impl PlacementArg {
     }
 }
 
-/// The plan beside a bundle: names of pipelines, no code. One that is damaged is as if it were not there.
+/// The plan that is saved in a bundle: names of pipelines, no code. A damaged plan is ignored with a note.
 pub fn saved_plan(bundle: &Bundle, output: Output) -> Plan {
     let attached = match bundle.attached() {
         Ok(attached) => attached,

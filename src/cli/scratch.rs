@@ -17,7 +17,7 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    /// A new folder in `home`. Those of this prefix that nobody works in any more are removed first.
+    /// A new directory in `home`. Unused directories with this prefix are removed first.
     pub fn new(home: &Path, prefix: &str) -> io::Result<Self> {
         remove_abandoned(home, prefix);
         loop {

@@ -136,7 +136,7 @@ pub fn nothing_coded(tensors: &[TensorReport]) -> Option<String> {
     ))
 }
 
-/// What to say where copied files take room that nobody may want.
+/// The note on large copied files that may be unwanted.
 pub fn large_copies(copies: &[LargeCopy]) -> Option<String> {
     let first = copies.first()?;
     let named: Vec<String> =

@@ -31,48 +31,48 @@ use super::{
 pub struct Serve {
     /// Directory of the bundle
     bundle: PathBuf,
-    /// Address to listen on; 0.0.0.0 is every one of this machine
+    /// Address to listen on; 0.0.0.0 is every address of this machine
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1", help_heading = "Server")]
     host: IpAddr,
-    /// Port to listen on; 0 takes a free one, which is printed
+    /// Port to listen on; 0 chooses a free port and prints it
     #[arg(long, value_name = "PORT", default_value_t = 8000, help_heading = "Server")]
     port: u16,
-    /// Name that clients ask for [default: that of the bundle's directory]
+    /// Model name for clients [default: the name of the bundle's directory]
     #[arg(long, value_name = "NAME", help_heading = "Server")]
     model_name: Option<String>,
-    /// Key that clients must send; others see it in the list of processes, not so in UNWEIGHT_API_KEY
+    /// API key that clients must send; visible in the process list, unlike UNWEIGHT_API_KEY
     #[arg(long, value_name = "KEY", help_heading = "Server")]
     api_key: Option<String>,
-    /// Sequences that may wait beside those that run; a request beyond that is refused
+    /// Maximum number of waiting sequences; further requests get status 429
     #[arg(long, value_name = "N", default_value_t = 256, help_heading = "Server")]
     max_waiting: u32,
-    /// Seconds that a request may take
+    /// Time limit per request, seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=604_800), help_heading = "Server")]
     timeout: u64,
-    /// Seconds that running requests may take to end after SIGINT or SIGTERM
+    /// Time for running requests to finish after SIGINT or SIGTERM, seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(0..=604_800), help_heading = "Server")]
     grace: u64,
     /// How to hold weights in GPU memory; experts of a mixture are always packed
     #[arg(long, value_name = "PLACEMENT", default_value = "auto", help_heading = "Engine")]
     placement: PlacementArg,
-    /// Experts of a layer that lie on the GPU; the others wait in host memory until they are chosen [default: all]
+    /// Experts per layer in GPU memory; the others are fetched from host memory when chosen [default: all]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Engine")]
     resident_experts: Option<u32>,
-    /// Sequences that run at the same time
+    /// Maximum number of sequences that run at the same time
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Engine")]
     max_batch: u32,
-    /// Tokens of a sequence, the prompt included [default: the model's limit, or what fits]
+    /// Maximum tokens per sequence, prompt included [default: the model's limit, or what fits]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Engine")]
     context: Option<u32>,
-    /// Device memory for everything together, such as 40G [default: nine tenths of what is free]
+    /// GPU memory limit for weights, KV cache and activations, such as 40G [default: nine tenths of free memory]
     #[arg(long, value_name = "SIZE", value_parser = size::parse, help_heading = "Engine")]
     memory: Option<u64>,
-    /// Number of the GPU
+    /// Index of the GPU
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Engine")]
     device: usize,
     #[command(flatten)]
     trust: Trust,
-    /// Run a tiny model on the CPU, slowly: for tests
+    /// Run a tiny model on the CPU in f32, for tests
     #[arg(long, hide = true)]
     cpu_reference: bool,
 }

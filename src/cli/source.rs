@@ -52,7 +52,7 @@ impl Found {
 pub const SCRATCH_PREFIX: &str = ".unweight-scratch-";
 
 impl Source {
-    /// Finds the model. An archive is unpacked beside `output`, where there must be room, or to the temporary folder.
+    /// Finds the model. An archive is unpacked next to `output`, which needs the space, or to the temporary folder.
     pub fn find(&self, output: Option<&Path>, speak: Output) -> Result<Found> {
         let found = if !self.source.iter().any(|source| archive::is_stream(source)) {
             find(&self.source)?
@@ -86,7 +86,7 @@ fn as_bf16(found: Found, _: Option<&Path>, _: Output) -> Result<Found> {
     Ok(found)
 }
 
-/// The BF16 model that a DFloat11 directory was made of, in a folder beside `output` or in the temporary one.
+/// The BF16 model that a DFloat11 directory was made of, in a directory next to `output` or in the temporary one.
 #[cfg(feature = "dfloat11")]
 fn decoded(found: &Found, output: Option<&Path>, speak: Output) -> Result<Found> {
     let home = scratch_home(output)?;
@@ -108,7 +108,7 @@ fn decoded(found: &Found, output: Option<&Path>, speak: Output) -> Result<Found>
     Ok(Found { root, only: None, _scratch: Some(scratch) })
 }
 
-/// What the archive on stdin holds, in a folder beside `output` or in the temporary one.
+/// What the archive on stdin holds, in a directory next to `output` or in the temporary one.
 pub fn unpacked(output: Option<&Path>, speak: Output) -> Result<(Scratch, PathBuf)> {
     let home = scratch_home(output)?;
     let scratch = Scratch::new(&home, SCRATCH_PREFIX).map_err(Failure::io(home.display()))?;

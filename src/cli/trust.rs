@@ -17,7 +17,7 @@ use super::{
     output::Output,
 };
 
-/// What is run of a bundle beside its weights.
+/// What a command runs from a bundle in addition to its weights.
 #[derive(Args)]
 pub struct Trust {
     /// Run kernels that are attached to the bundle, if they match this program and GPU. This runs code from the maker

@@ -44,33 +44,33 @@ use super::{
 /// Arguments of `tune`.
 #[derive(Args)]
 pub struct Tune {
-    /// Directory of a bundle whose MLPs are Huffman-coded or palettes (profiles inference, distribution, palette)
+    /// Directory of a bundle with Huffman-coded or palette MLPs (profiles inference, distribution, palette)
     bundle: PathBuf,
-    /// Sequences of a step, such as 1,64; may be repeated
+    /// Batch sizes to tune, such as 1,64; may be repeated
     #[arg(long, value_name = "N", value_delimiter = ',', value_parser = batch, default_values_t = [1, 64, 256, 512, 1024])]
     batch: Vec<u32>,
-    /// Tokens that each sequence has behind it
+    /// Tokens in the KV cache per sequence
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
     context: u32,
-    /// How to hold weights in GPU memory: stored, or alternate
+    /// How to hold weights in GPU memory: stored or alternate
     #[arg(long, value_name = "PLACEMENT", default_value = "stored", value_parser = stored)]
     placement: Placement,
-    /// Rounds of a comparison
+    /// Rounds per comparison
     #[arg(long, value_name = "N", default_value_t = 7, value_parser = clap::value_parser!(u32).range(3..=99))]
     rounds: u32,
-    /// File of measurements, .N added for each batch: what is there is not measured again
+    /// Journal of measurements, FILE.N per batch size; a repeated run continues from it
     #[arg(long, value_name = "FILE")]
     journal: Option<PathBuf>,
-    /// Keep what was found beside the bundle, for `generate` and `unweight-bench decode` with this --placement
+    /// Save the settings in the bundle, for `generate`, `serve` and `unweight-bench decode` with this --placement
     #[arg(long)]
     save: bool,
-    /// File for a drawing: steps of the start over those that were found, by batch
+    /// Write a plot of the speedup by batch size to this SVG file
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    /// Device memory for everything together, such as 40G [default: nine tenths of what is free]
+    /// GPU memory limit for weights, KV cache and activations, such as 40G [default: nine tenths of free memory]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory: Option<u64>,
-    /// Number of the GPU
+    /// Index of the GPU
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: usize,
     #[command(flatten)]
@@ -209,7 +209,7 @@ impl Tune {
         batches.iter().map(claim).collect()
     }
 
-    /// Puts what was found beside the bundle, over what is there now: another `tune` may have saved meanwhile.
+    /// Saves the settings in the bundle, merged with what another `tune` may have saved meanwhile.
     fn attach(&self, found: &Plan) -> Result<()> {
         format::attach_plan(&self.bundle, |old| {
             let mut plan = self.to_add_to(old, found.settings().len())?;
@@ -331,7 +331,7 @@ impl Tune {
 /// A journal before the model is loaded.
 struct Claimed {
     of: Claim,
-    /// Where the journal lies that nobody asked for.
+    /// The path of the journal if `--journal` is not given.
     folder: Option<tempfile::TempDir>,
 }
 

@@ -3,7 +3,7 @@
 //! ```text
 //! connection --read, check, encode--> requests --> worker: Backend::add, step, cancel --tokens--> decode --> answer
 //! ```
-//! One thread has the engine, the one that calls [`serve`]; everything else is tasks of a small runtime beside it. The
+//! One thread has the engine, the one that calls [`serve`]; everything else is tasks of a small runtime next to it. The
 //! engine never waits for a client: what a sequence can be told fits its channel.
 
 mod api;
@@ -90,7 +90,7 @@ const FLUSH: Duration = Duration::from_secs(2);
 pub struct ServeOptions {
     /// The name that clients ask for.
     pub model: String,
-    /// Sequences that may wait beside those that run; 256 by default.
+    /// The maximum number of waiting sequences; 256 by default.
     pub max_waiting: usize,
     /// What clients must send as `Authorization: Bearer`; `None`, the default, lets everybody in.
     pub api_key: Option<String>,

@@ -28,7 +28,7 @@ const ON_THE_WAY: usize = 1024;
 pub(super) struct Shared {
     /// What the engine was made for.
     pub limits: Limits,
-    /// Sequences that may wait beside those that run.
+    /// The maximum number of waiting sequences.
     pub max_waiting: usize,
     /// What is counted.
     pub metrics: Metrics,
@@ -91,7 +91,7 @@ struct Job {
 /// Sequences that were taken, as their owner sees them. Dropping it ends them.
 #[derive(Debug)]
 pub(super) struct Sequences {
-    /// Number of the sequence in the request, and what is told of it.
+    /// The index of the sequence in the request, and its event.
     pub told: mpsc::Receiver<(usize, Told)>,
     /// Of each sequence: set it when no more of it is wanted.
     pub enough: Vec<Arc<AtomicBool>>,
@@ -163,7 +163,7 @@ impl Worker {
     /// Works until the last [`Handle`] is gone.
     ///
     /// # Errors
-    /// The backend's. It is told when the last handle is gone; until then everybody is refused.
+    /// The backend's handle. When the last handle is dropped, the backend ends; until then new requests are refused.
     pub fn run<B: Backend>(mut self, backend: &mut B) -> Result<(), B::Error> {
         loop {
             if self.members.is_empty() && backend.is_idle() {

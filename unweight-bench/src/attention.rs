@@ -1,7 +1,7 @@
 //! Problems of attention over pages, and what must come out, in double precision: for tests, and for `unweight-bench
 //! stress`.
 //!
-//! Whatever nobody may use is NaN: pages of nobody, lines behind a row's newest token and before its window.
+//! Whatever must not be read is NaN: unused pages, lines behind a row's newest token and before its window.
 
 use rayon::prelude::*;
 use unweight_codegen::kv::{self, PAGE_TOKENS};
@@ -16,7 +16,7 @@ use unweight_rt::{
 
 /// Position of a row without a token.
 pub const PAD: u32 = u32::MAX;
-/// A NaN, in every element that nobody may use.
+/// A NaN, in every element that must not be read.
 pub const POISON: u16 = 0x7fc1;
 /// Pages that no row has.
 const SPARE_PAGES: usize = 3;
@@ -181,7 +181,7 @@ impl Problem {
         }
     }
 
-    /// Where element `index` of head `head` of `[kv_heads][K | V]` of a row's token lies.
+    /// Where element `index` of head `head` of `[kv_heads][K | V]` of a row's token is.
     pub fn element(&self, row: usize, token: u32, head: usize, index: usize) -> usize {
         let page = self.table[row * self.table_pages + (token / PAGE_TOKENS) as usize] as usize;
         let (head_dim, tile) = (self.case.head_dim, page * self.case.kv_heads * 2 + head);
@@ -319,7 +319,7 @@ impl ChunkProblem {
         Self { chunk: chunk.clone(), sequence }
     }
 
-    /// What is wrong with A `[tokens, h * head_dim]`, and with the layer, which nobody may have changed.
+    /// What is wrong with A `[tokens, h * head_dim]`, and with the layer, which must be unchanged.
     pub fn mismatch(&self, out: &[u16], layer: &[u16]) -> Option<String> {
         if self.sequence.layer != layer {
             return Some("the layer was written".to_owned());

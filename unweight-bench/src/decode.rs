@@ -3,7 +3,7 @@
 //! Both engines are loaded at once and take turns, a few recorded steps at a time, on caches of random keys and values.
 //! The BF16 baseline's cuBLAS has been tuned for steps: for every product the fastest of what cuBLASLt proposes; its
 //! first token is by cuBLAS's own choice. What is timed includes the gap between two steps, and not the copy of the
-//! tokens to the host, which runs beside the next step.
+//! tokens to the host, which overlaps the next step.
 
 use std::{fmt, time::Instant};
 

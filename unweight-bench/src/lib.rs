@@ -1,11 +1,11 @@
-//! How long kernels take, beside cuBLAS in the same run.
+//! Times of kernels, next to cuBLAS in the same run.
 //!
 //! What makes a number mean something here:
 //! - **Weights come from memory.** Each launch of a graph walks through copies of the weights, at least
 //!   [`Timing::min_copies`] of them and [`Timing::rotate_bytes`] in all, so the second-level cache (50-60 MB) never
 //!   holds the next one.
 //! - **Contenders take turns.** A round launches every contender's graph once; above batch 256 the card is
-//!   power-limited, and whoever ran first and cool would look better.
+//!   power-limited, and the contender that ran first and cool would look better.
 //! - **The device never waits for the host.** All of a round is enqueued behind a launch that is not measured.
 //! - **What was measured was right.** Outputs are filled with NaN, computed, and held against cuBLAS before the clock
 //!   starts.

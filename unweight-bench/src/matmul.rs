@@ -1,4 +1,4 @@
-//! The register-sourced matmuls beside cuBLAS: shape by shape and batch by batch, and all of a layer in one graph.
+//! Products from packed weights next to cuBLAS: shape by shape and batch by batch, and all of a layer in one graph.
 
 use std::collections::HashSet;
 

@@ -1,7 +1,7 @@
 //! What kernels of activations must give, in double precision: for tests, and for `unweight-bench stress`.
 //!
 //! A kernel computes in fp32, sums in an order of its own and takes a square root of about 22 bits, so a result that
-//! lies near the middle between two bf16 may be either. [`Span`] is what it may be; no more than one rounding is
+//! is near the middle between two bf16 may be either. [`Span`] is what it may be; no more than one rounding is
 //! forgiven.
 
 /// The value of bf16 bits.

@@ -1,4 +1,4 @@
-//! Unweight's forms and other systems' (docs/rivals.md) in one round-robin: decoding, and products beside cuBLAS.
+//! Unweight's encodings and other systems' (docs/rivals.md) in one round-robin: decoding, and products next to cuBLAS.
 //!
 //! What is timed was right: decoded weights are the matrix' own bits, products are held against cuBLAS's.
 

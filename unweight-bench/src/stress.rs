@@ -2,7 +2,7 @@
 //! right.
 //!
 //! A race between a kernel and the copy engine shows in a few of a hundred launches, only while many loads are in
-//! flight, and in no sanitizer. So: every catalogued variant, on matrices of small and odd size too, at and beside each
+//! flight, and in no sanitizer. So: every catalogued variant, on matrices of small and odd size too, at and next to each
 //! edge of its batch tile, launched [`StressOptions::launches`] times while another stream keeps memory and shared
 //! memory busy. Outputs are poisoned before each launch and compared on the device with those of the first, which are
 //! held against double precision (products) or the CPU's bytes (everything else).

@@ -1,4 +1,4 @@
-//! The report's tables (its section 11), measured here: sizes, whole steps, decoders, products and encoders, beside the
+//! The report's tables (its section 11), measured here: sizes, whole steps, decoders, products and encoders, next to the
 //! figures that it gives for an H100.
 //!
 //! Whole steps are of a geometry with random weights, by the best guesses of paths, or by what a search found. As in

@@ -1,4 +1,4 @@
-//! Graphs in turns on the clock.
+//! Times graphs in interleaved rounds.
 
 use std::fmt;
 

@@ -110,7 +110,7 @@ impl ExternalSource {
     /// The source. Deterministic: equal values give equal bytes.
     ///
     /// # Errors
-    /// A header that breaks a rule of [`lint`](crate::lint) or names one that is nowhere.
+    /// A header that breaks a rule of [`lint`] or names one that is nowhere.
     pub fn render(&self) -> Result<Source, CodegenError> {
         let name = self.name();
         for (header, text) in self.headers {

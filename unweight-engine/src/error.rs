@@ -48,8 +48,8 @@ pub enum EngineError {
     NoPipelines(Placement),
     /// The options ask for a placement that experts do not have: experts run from packed weights only.
     #[error(
-        "placement = {0} was asked for, and the MLPs of this model are experts, which run from packed weights alone: nothing \
-         is decoded beside them; leave it out, and the model runs"
+        "placement = {0} is not available: the MLPs of this model are experts, which run only from packed weights; leave \
+         the placement out"
     )]
     StoredExperts(Placement),
     /// [`EngineOptions::resident_experts`](crate::EngineOptions::resident_experts) is set, and the model has no

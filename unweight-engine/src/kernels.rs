@@ -1,4 +1,4 @@
-//! Which kernels a model runs beside its linears.
+//! The kernels that a model runs in addition to its linear layers.
 
 use std::{collections::BTreeSet, sync::Arc};
 

@@ -1,4 +1,4 @@
-//! What is emitted beside errors.
+//! What is emitted next to errors.
 //!
 //! The struct stays, and so does an `impl`: without it every use of the type would be a further error and hide the one
 //! that matters.

@@ -14,7 +14,7 @@
 //! attr     tokens of the attribute -> key = value pairs, with spans
 //! valid    pairs + item -> variant, or errors on the user's own tokens
 //! expand   variant -> impl Variant, with const assertions
-//! fallback what is emitted beside errors, so that they do not multiply
+//! fallback what is emitted next to errors, so that they do not multiply
 //! ```
 //!
 //! The attribute judges syntax and knows no family. Which keys there are, what a value may be, and which combinations

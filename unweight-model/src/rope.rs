@@ -82,7 +82,7 @@ impl Rope {
     ///
     /// Every step is rounded to f32 in transformers' order, with torch's `x / t` for a number and a tensor: the
     /// reciprocal of `t` times `x`. Powers are rounded once from f64; torch's own depend on the processor, and are now
-    /// and then a unit beside that.
+    /// and then a unit next to that.
     pub fn inv_freq(&self) -> Vec<f32> {
         let pairs = (0..self.dim / 2).map(|i| {
             let exponent = (2 * i) as f32 / self.dim as f32;

@@ -11,7 +11,7 @@
 //! tables    [128] symbol, first and count of the 128ths of a symbol
 //! ```
 //! A coder's state has 64 bits. It decodes four symbols from its low 28 bits; before that, it takes a word of the
-//! stream, coder by coder, if its high half is zero. The encoder goes the other way, and goes on with its states from
+//! stream, coder by coder, if its high half is zero. The encoder goes the other way and continues with its states from
 //! stream to stream.
 //!
 //! MatVANS' WarpPerRow is

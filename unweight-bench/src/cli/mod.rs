@@ -71,17 +71,17 @@ fn failed(error: BenchError) -> Failure {
 /// What to measure.
 #[derive(Subcommand)]
 enum Bench {
-    /// Time the kernels beside cuBLAS on this machine's GPU
+    /// Time all kernel families next to cuBLAS
     Kernels(KernelsBench),
-    /// Time matmuls from packed weights beside cuBLAS on this machine's GPU
+    /// Time matrix products from packed weights next to cuBLAS
     Matmul(MatmulBench),
-    /// Time other systems' formats beside Unweight's forms and cuBLAS on this machine's GPU
+    /// Time other systems' formats next to Unweight's encodings and cuBLAS
     Rivals(RivalsBench),
-    /// Time whole decode steps beside the same engine on cuBLAS on this machine's GPU
+    /// Time decode steps of whole models next to the BF16 baseline
     Decode(DecodeBench),
-    /// Measure the tables of the report that this project implements, on this machine's GPU
+    /// Measure tables 8 to 12 of the Unweight report
     Report(ReportBench),
-    /// Launch every kernel thousands of times under load: the same bits, and the right ones
+    /// Launch every kernel thousands of times under load and check every result
     Stress(StressBench),
 }
 
@@ -97,13 +97,13 @@ struct KernelsBench {
     /// Families to measure; may be repeated [default: all]
     #[arg(long, value_name = "FAMILY")]
     only: Vec<Family>,
-    /// Every matmul variant that fits, not only the first choice
+    /// Time every product variant, not only the one that dispatch chooses
     #[arg(long)]
     all_variants: bool,
-    /// Rounds that count
+    /// Measured rounds
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     rounds: Option<u16>,
-    /// Number of the GPU
+    /// Index of the GPU
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: usize,
 }
@@ -123,7 +123,7 @@ struct MatmulBench {
     /// Only this kind of launch [default: both]
     #[arg(long, value_name = "KIND")]
     launch: Option<Launch>,
-    /// Time the N variants that the model finds fastest, beside the one that dispatch takes [default: 0; with
+    /// Also time the N variants that the GPU model predicts fastest [default: 0; with
     /// --save-table 8]
     #[arg(long, value_name = "N")]
     candidates: Option<usize>,
@@ -142,7 +142,7 @@ struct MatmulBench {
     /// File that --save-table wrote, for dispatch to follow
     #[arg(long, value_name = "FILE")]
     table: Option<PathBuf>,
-    /// Rounds that count
+    /// Measured rounds
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     rounds: Option<u16>,
     /// File for a drawing: times cuBLAS over the batch, a line per shape
@@ -152,7 +152,7 @@ struct MatmulBench {
     /// the kernel cache, where every start on such a GPU finds them
     #[arg(long, value_name = "FILE", num_args = 0..=1)]
     save_table: Option<Option<PathBuf>>,
-    /// Number of the GPU
+    /// Index of the GPU
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: usize,
 }
@@ -169,13 +169,13 @@ struct RivalsBench {
     /// What to measure; may be repeated [default: all]
     #[arg(long, value_name = "WHAT")]
     only: Vec<RivalsPart>,
-    /// Rounds that count
+    /// Measured rounds
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     rounds: Option<u16>,
-    /// File for a drawing: sums of coded FP8 vectors beside plain ones, over their size
+    /// Write a plot of coded against plain FP8 vector sums to this SVG file
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    /// Number of the GPU
+    /// Index of the GPU
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: usize,
 }
@@ -205,7 +205,7 @@ struct DecodeBench {
     /// How to hold weights in GPU memory; stored and alternate are compared with packed, too
     #[arg(long, value_name = "PLACEMENT", default_value = "auto")]
     placement: PlacementArg,
-    /// Experts of a layer that lie on the GPU; the others wait in host memory until they are chosen [default: all]
+    /// Experts per layer in GPU memory; the others are fetched from host memory when chosen [default: all]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     resident_experts: Option<u32>,
     /// Without the BF16 baseline on cuBLAS
@@ -224,7 +224,7 @@ struct DecodeBench {
     /// File for a drawing: steps of the BF16 baseline over ours, by batch
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    /// Number of the GPU
+    /// Index of the GPU
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: usize,
     #[command(flatten)]
@@ -244,13 +244,13 @@ struct ReportBench {
     /// Tokens that each sequence has behind it
     #[arg(long, value_name = "N", default_value_t = 64)]
     context: u32,
-    /// Rounds that count
+    /// Measured rounds
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u16).range(1..))]
     rounds: u16,
     /// Search for the settings of HHR-PPR first, as `tune` does, and measure it with them, too
     #[arg(long)]
     tune: bool,
-    /// Number of the GPU
+    /// Index of the GPU
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: usize,
 }
@@ -273,7 +273,7 @@ struct StressBench {
     /// Put a fault into the kernels, to see that the run finds it
     #[arg(long, value_name = "FAULT")]
     plant: Option<Fault>,
-    /// Number of the GPU
+    /// Index of the GPU
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: usize,
 }

@@ -119,7 +119,9 @@ pub enum BudgetError {
         role: Role,
     },
     /// An expert cannot be packed, and experts run from packed weights only.
-    #[error("'{tensor}' and the experts beside it do not all fit the packed encoding, as which alone experts run")]
+    #[error(
+        "'{tensor}' and the other experts of its layer do not all fit the packed encoding, and experts run only from it"
+    )]
     Unpackable {
         /// The first tensor of the layer's experts.
         tensor: String,

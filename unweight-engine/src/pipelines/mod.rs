@@ -155,7 +155,7 @@ pub fn is_hard(mlp: &LoadedMlp) -> bool {
 }
 
 impl Setting {
-    /// What nobody has measured: the best guess for the layers of each kind ([`choices`]).
+    /// The best guess without a measurement, for the layers of each kind ([`choices`]).
     pub fn guess(layers: &[LoadedMlp], arch: Arch, m: u32, sms: u32) -> Self {
         let [hard, easy] = choices(layers, arch, m, sms);
         let first = |variants: [Vec<PipelineVariant>; 3]| {

@@ -114,7 +114,7 @@ pub enum BundleError {
         path: PathBuf,
     },
     /// Source and output overlap.
-    #[error("{}: the output is the source, or one lies inside the other ({}); choose an output elsewhere", output.display(), input.display())]
+    #[error("{}: the output is the source, or one is inside the other ({}); choose an output elsewhere", output.display(), input.display())]
     OutputOverlaps {
         /// The output.
         output: PathBuf,
@@ -138,7 +138,7 @@ pub enum BundleError {
         file: String,
     },
     /// The finished output did not get its name, and the old one not its own back.
-    #[error("{}: cannot rename the finished output to its name; the old one lies in {}: move it where it is safe, or run again to replace it", output.display(), old.display())]
+    #[error("{}: cannot rename the finished output to its name; the old one is in {}: move it where it is safe, or run again to replace it", output.display(), old.display())]
     SetAside {
         /// The output; nothing is there.
         output: PathBuf,

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! <output>.partial/lock      held while a process works here
-//!                  work/     files being written; of weights, a later run goes on with them
+//!                  work/     files being written; for weights, a later run resumes them
 //!                  tree/     finished files; becomes <output> in one rename
 //!                  records/  what is known of finished shards, for a later run
 //! ```
@@ -45,8 +45,8 @@ use crate::{
 pub(crate) enum Replaceable {
     /// A bundle, or a part of one: its manifest is whole, and lists every file.
     Bundle,
-    /// A directory that holds only these files, as they were when they were compared: each is written anew in every
-    /// byte.
+    /// A directory that holds only these files, as they were when they were compared: every byte of each is written
+    /// again.
     Files(HashMap<String, Stamp>),
 }
 

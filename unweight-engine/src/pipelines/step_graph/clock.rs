@@ -12,7 +12,7 @@ pub struct Point {
 }
 
 impl Clock {
-    /// Whether a point lies before it.
+    /// Whether a point is before it.
     pub fn knows(&self, point: Point) -> bool {
         self.0.get(usize::from(point.stream)).is_some_and(|at| *at >= point.at)
     }

@@ -117,7 +117,7 @@ impl Timeline {
         self.spans.iter().filter(|span| span.decodes()).map(|span| span.end_us - span.start_us).sum()
     }
 
-    /// How long at least one decoder runs beside at least one other job, us: what the step graph hides.
+    /// How long at least one decoder overlaps at least one other job, us: what the step graph hides.
     pub fn overlap_us(&self) -> f64 {
         let mut edges: Vec<(f64, i32, bool)> = Vec::new();
         for span in &self.spans {

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Steps of two points, measured in turns.
+/// Step times of two points, measured in interleaved rounds.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Paired {
