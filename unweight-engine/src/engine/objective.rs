@@ -280,7 +280,7 @@ impl<'a> StepObjective<'a> {
         }
         self.prepare(incumbent)?;
         match self.prepare(challenger) {
-            Err(error @ EngineError::Setting(_)) => return Ok(Answer::AdmissionError(error.to_string())),
+            Err(error @ EngineError::Setting(_)) => return Ok(Answer::Unusable(error.to_string())),
             prepared => prepared?,
         }
         // `KEPT` may have thrown it away.
@@ -288,7 +288,7 @@ impl<'a> StepObjective<'a> {
         let got = self.logits(challenger)?;
         let apart = self.truth.as_ref().map_or(0.0, |truth| distance(&got, truth));
         if apart.is_nan() || apart > FAR {
-            return Ok(Answer::AdmissionError(format!("its logits are {apart:.3} from those of the start")));
+            return Ok(Answer::Unusable(format!("its logits are {apart:.3} from those of the start")));
         }
         let mut paired = Paired::default();
         for round in 0..self.rounds.rounds {

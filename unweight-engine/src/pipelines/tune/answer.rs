@@ -49,7 +49,7 @@ pub enum Answer {
     /// Times.
     Measured(Paired),
     /// The challenger cannot run, or computes something else: why.
-    AdmissionError(String),
+    Unusable(String),
 }
 
 impl Answer {
@@ -59,7 +59,7 @@ impl Answer {
             Self::Measured(paired)
                 if !paired.incumbent_us.iter().chain(&paired.challenger_us).all(|us| us.is_finite()) =>
             {
-                Self::AdmissionError("a time that is no number".to_owned())
+                Self::Unusable("a time that is no number".to_owned())
             }
             answer => answer,
         }

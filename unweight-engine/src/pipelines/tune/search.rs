@@ -176,7 +176,7 @@ impl Search<'_> {
                         self.tuned.best = challenger;
                     }
                     Answer::Measured(_) => {}
-                    Answer::AdmissionError(_) => self.tuned.rejected += 1,
+                    Answer::Unusable(_) => self.tuned.rejected += 1,
                 }
             }
         }
@@ -192,7 +192,7 @@ impl Search<'_> {
         let best = self.tuned.best.clone();
         let gain = match self.ask(Phase::Confirm, start, &best)? {
             Answer::Measured(paired) => paired.gain().0,
-            Answer::AdmissionError(_) => 0.0,
+            Answer::Unusable(_) => 0.0,
         };
         if gain > 0.0 {
             self.tuned.gain = gain;

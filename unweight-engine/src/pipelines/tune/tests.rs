@@ -66,7 +66,7 @@ impl<C: Fn(&Point) -> f64> Objective for Invented<C> {
         }
         self.asked.push((incumbent.clone(), challenger.clone()));
         if (self.rejects)(challenger) {
-            return Ok(Answer::AdmissionError("other logits".to_owned()));
+            return Ok(Answer::Unusable("other logits".to_owned()));
         }
         let mut time = |point: &Point| (self.cost)(point) * (1.0 + self.noise * self.random.normal());
         let (mut incumbent_us, mut challenger_us) = (Vec::new(), Vec::new());
