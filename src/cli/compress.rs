@@ -146,11 +146,11 @@ impl Compress {
             ));
         }
         let remarks = [
-            select::nothing_coded(&report.tensors),
+            select::nothing_coded(&report.tensors, "was"),
             select::large_copies(&report.large_copies),
             select::unmarked_configs(&report.unmarked_configs),
         ];
-        remarks.into_iter().flatten().for_each(|remark| output.note(remark));
+        remarks.into_iter().flatten().for_each(|remark| output.remark(&remark));
         if let Some(stdout) = &mut stdout {
             archive::pack_bundle(&bundle, stdout)?;
             output.note(format_args!(

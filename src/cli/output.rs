@@ -31,6 +31,14 @@ struct Envelope<'a, T> {
     report: &'a T,
 }
 
+/// A remark with a next step.
+pub struct Remark {
+    /// What there is to say.
+    pub text: String,
+    /// The next step.
+    pub help: String,
+}
+
 impl Output {
     /// Prints the result of `command`: a JSON object with the report's keys, or the text that `text` writes.
     pub fn result<T: Serialize>(
@@ -66,9 +74,15 @@ impl Output {
     /// A remark on stderr.
     pub fn note(self, text: impl Display) {
         if !self.quiet {
-            // Nobody to tell is no reason to fail.
+            // A closed stderr is no reason to fail.
             let _ = writeln!(io::stderr(), "{}", one_line(&text.to_string()));
         }
+    }
+
+    /// A remark on stderr, and the next step on a line of its own.
+    pub fn remark(self, remark: &Remark) {
+        self.note(&remark.text);
+        self.note(format_args!("  help: {}", remark.help));
     }
 }
 

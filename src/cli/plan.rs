@@ -37,11 +37,11 @@ impl Plan {
         }
         let report = bundle::plan(&model.root, &self.select.options_for(&model))?;
         let remarks = [
-            select::nothing_coded(&report.tensors),
+            select::nothing_coded(&report.tensors, "would be"),
             select::large_copies(&report.large_copies),
             select::unmarked_configs(&report.unmarked_configs),
         ];
-        remarks.into_iter().flatten().for_each(|remark| output.note(remark));
+        remarks.into_iter().flatten().for_each(|remark| output.remark(&remark));
         output.result("plan", &report, |out| {
             select::tensors(&report.tensors).write(out)?;
             writeln!(out)?;

@@ -11,7 +11,7 @@ use unweight::format::{
 
 use super::{
     completions,
-    output::{self, Table},
+    output::{self, Remark, Table},
     source::Found,
 };
 
@@ -109,8 +109,8 @@ fn code_limit(text: &str) -> Result<u32, String> {
     CodeLimit::new(bits).map(CodeLimit::bits).map_err(|error| error.to_string())
 }
 
-/// What to say where nothing was coded: why most bytes are raw, and what would help.
-pub fn nothing_coded(tensors: &[TensorReport]) -> Option<String> {
+/// The warning that nothing `was` or `would be` compressed: why most bytes are raw, and what would help.
+pub fn nothing_coded(tensors: &[TensorReport], verb: &str) -> Option<Remark> {
     if tensors.iter().any(|tensor| tensor.encoding != EncodingId::RAW) {
         return None;
     }
@@ -130,34 +130,35 @@ pub fn nothing_coded(tensors: &[TensorReport]) -> Option<String> {
         reason if reason.contains("outside scope") => "a wider --scope covers more: linear, or all",
         _ => "`unweight plan` says why, tensor by tensor",
     };
-    Some(format!(
-        "warning: nothing was compressed: {} of the bytes are raw ({reason})\n  help: {help}",
-        percent(most, all)
-    ))
+    let text = format!("warning: nothing {verb} compressed: {} of the bytes are raw ({reason})", percent(most, all));
+    Some(Remark { text, help: help.to_owned() })
 }
 
 /// The note on large copied files that may be unwanted.
-pub fn large_copies(copies: &[LargeCopy]) -> Option<String> {
+pub fn large_copies(copies: &[LargeCopy]) -> Option<Remark> {
     let first = copies.first()?;
     let named: Vec<String> =
         copies.iter().take(4).map(|copy| format!("{} ({})", copy.name, output::bytes(copy.bytes))).collect();
     let more = if copies.len() > 4 { format!(" and {} more", copies.len() - 4) } else { String::new() };
     let pattern = first.name.rsplit_once('.').filter(|(stem, _)| !stem.is_empty());
     let pattern = pattern.map_or_else(|| first.name.clone(), |(_, extension)| format!("*.{extension}"));
-    Some(format!(
-        "remark: copied as they are: {}{more}\n  help: --skip '{pattern}' leaves such files out",
-        named.join(", ")
-    ))
+    Some(Remark {
+        text: format!("remark: copied as they are: {}{more}", named.join(", ")),
+        help: format!("--skip '{pattern}' leaves such files out"),
+    })
 }
 
 /// What to say where a configuration does not say that its weights are a bundle's.
-pub fn unmarked_configs(configs: &[UnmarkedConfig]) -> Option<String> {
+pub fn unmarked_configs(configs: &[UnmarkedConfig]) -> Option<Remark> {
     let UnmarkedConfig { name, reason, .. } = configs.first()?;
     let more = if configs.len() > 1 { format!(", and {} more", configs.len() - 1) } else { String::new() };
-    Some(format!(
-        "remark: {name} is copied as it is ({reason}){more}: it does not say that the weights beside it are a bundle's\n  \
-         help: decompress the bundle for readers that do not know bundles; some would make up the weights they miss"
-    ))
+    Some(Remark {
+        text: format!(
+            "remark: {name} is copied as it is ({reason}){more}: it does not say that its weights are those of a bundle"
+        ),
+        help: "decompress the bundle for readers that do not know bundles; some initialise missing weights at random"
+            .to_owned(),
+    })
 }
 
 /// A line per encoding and one for everything.

@@ -337,12 +337,12 @@ impl Bench {
     /// As in the JSON.
     fn name(&self) -> &'static str {
         match self {
-            Self::Kernels(_) => "bench kernels",
-            Self::Matmul(_) => "bench matmul",
-            Self::Rivals(_) => "bench rivals",
-            Self::Decode(_) => "bench decode",
-            Self::Report(_) => "bench report",
-            Self::Stress(_) => "bench stress",
+            Self::Kernels(_) => "kernels",
+            Self::Matmul(_) => "matmul",
+            Self::Rivals(_) => "rivals",
+            Self::Decode(_) => "decode",
+            Self::Report(_) => "report",
+            Self::Stress(_) => "stress",
         }
     }
 
