@@ -286,11 +286,11 @@ impl From<BundleError> for Failure {
             ErrorClass::Failed => Class::Failed,
             ErrorClass::Interrupted => Class::Interrupted,
         };
-        // Whoever reads stdout has gone.
+        // The reader of stdout has closed it.
         if matches!(&error, BundleError::Output { source, .. } if source.kind() == io::ErrorKind::BrokenPipe) {
             return io::Error::from(io::ErrorKind::BrokenPipe).into();
         }
-        let help = error.remedy().and_then(worded);
+        let help = error.remedy().and_then(worded).or_else(|| next_step(error.code()));
         let failure = Self::from_error(error, class);
         let help = help.map(Into::into).or(failure.help).map(|help: String| one_line(&help).into_owned());
         // Names in it are anybody's.
@@ -317,12 +317,24 @@ impl From<ConvertError> for Failure {
     }
 }
 
+/// The next step after errors whose own text names none.
+fn next_step(code: &str) -> Option<&'static str> {
+    Some(match code {
+        "tensor-not-found" => "`unweight inspect BUNDLE` lists the tensors of a bundle",
+        "tensor-name-reserved" => "a bundle cannot be compressed again: decompress it first",
+        "bundle-file-missing" | "bundle-file-size-mismatch" | "manifest-invalid" => {
+            "download the bundle again, or compress the model again"
+        }
+        _ => return None,
+    })
+}
+
 /// A remedy in words of the command line.
 fn worded(remedy: Remedy) -> Option<&'static str> {
     Some(match remedy {
         Remedy::Overwrite => "choose another name, or replace it with --force",
-        Remedy::Resume => "run again with --resume to go on from there",
-        Remedy::ResumeMaking => "the command that was making it goes on from there with --resume",
+        Remedy::Resume => "run again with --resume to continue",
+        Remedy::ResumeMaking => "run the command that wrote it again with --resume",
         Remedy::FreeAndRepeat => "free some space, then run it again",
         Remedy::FreeAndResume => "free some space, then run again with --resume",
         Remedy::CpuEncoder => "run again with --device cpu",
