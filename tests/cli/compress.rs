@@ -91,7 +91,8 @@ fn warns_when_nothing_is_compressed() {
     for (arguments, help) in cases {
         let output = run(home.path(), arguments, 0);
         let text = stderr(&output);
-        assert!(text.contains("warning: nothing was compressed"), "{arguments:?}: {text}");
+        let verb = if arguments[0] == "plan" { "would be" } else { "was" };
+        assert!(text.contains(&format!("warning: nothing {verb} compressed: ")), "{arguments:?}: {text}");
         let next = text.lines().find_map(|line| line.strip_prefix("  help: "));
         assert!(next.is_some_and(|next| next.contains(help)), "{arguments:?}: {text}");
     }
