@@ -8,6 +8,7 @@
 
 use std::{marker::PhantomData, ops::Range};
 
+pub use unweight_codegen::kv::KvHalf;
 use unweight_codegen::kv::{self, PAGE_TOKENS};
 
 use crate::device::{DeviceBuffer, LaunchError, view::check_device};
@@ -24,15 +25,6 @@ pub struct KvShape {
     pages: u32,
     kv_heads: u32,
     head_dim: u32,
-}
-
-/// Of a token, its key or its value.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum KvHalf {
-    /// What queries are compared with.
-    Key,
-    /// What is summed up.
-    Value,
 }
 
 impl KvShape {

@@ -7,6 +7,10 @@
 //! ```
 //!
 //! Chunk `c` of a line is at `c ^ line * chunks / 8`, the swizzle of the copy engine and of the tensor cores.
+//!
+//! [`packed`] holds the 12-bit form of a full page.
+
+pub mod packed;
 
 /// Tokens of a page.
 pub const PAGE_TOKENS: u32 = 64;
@@ -16,6 +20,15 @@ pub const GROUP_TOKENS: u32 = 8;
 
 /// Elements of a chunk: 16 bytes, the unit of the swizzle.
 pub const CHUNK_ELEMENTS: u32 = 8;
+
+/// The key or the value of a token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KvHalf {
+    /// What queries are compared with.
+    Key,
+    /// What is summed up.
+    Value,
+}
 
 /// Elements of K and V of one page: `[kv_heads][K | V][64][head_dim]`, in a layer.
 ///
