@@ -318,6 +318,51 @@ struct AttentionArgs {
     float scale;                      // of scores, times log2(e)
     float eps;                        // of the norms
     u32 parts;                        // decode, split: blocks that share the tokens of a row and KV head, at least 1
+    const u8* records;                // this and the rest, decode of packed pages: of the layer (encoding/kv_packed.cuh)
+    const u8* unit_pages;             // bf16 operands of what records have no room for
+    u16* hot;                         // bf16 pages of the layer that sequences are writing
+    const u32* hot_table;             // [m] the hot page of each row
+    u32 hot_pages;                    // of the layer
+    u32 units;                        // in unit_pages
+};
+
+// Packs pages of the KV cache, or takes back the units of pages that are free again (encoding/kv_packed.cuh).
+struct KvPackArgs {
+    const u16* source;                // bf16 pages; step: hot pages [layers][source_pages]; chunk: of one layer
+    u8* packed;                       // [layers][pages]
+    u8* records;                      // [layers][pages]
+    u8* unit_pages;                   // [units]
+    u32* free_units;                  // [1 + units]: how many are free, and which
+    const u32* positions;             // step: [m] of each row's newest token, or 0xffffffff: a row without one
+    const u32* page_table;            // step: [m, table_pages]; chunk and release: [m]; 0xffffffff: a page not to be packed
+    const u32* hot_table;             // step: [m]
+    u32* lost;                        // step: [m], chunk: [1]; set to 1 if no unit was free
+    u32* fault;                       // 1 + row (step) or place in the table, of a page that is not there
+    u64 source_pitch;                 // elements from layer to layer
+    u64 packed_pitch;                 // bytes from layer to layer
+    u64 record_pitch;
+    u32 m;                            // step: rows; chunk, release: pages
+    u32 layers;
+    u32 kv_heads;
+    u32 pages;                        // of a layer
+    u32 source_pages;                 // of a layer of the source
+    u32 table_pages;                  // step: entries of a row's page table
+    u32 units;
+    u32 first;                        // chunk: page m of the table comes from source page first + m
+};
+
+// Packed pages of one layer and sequence -> bf16 pages.
+struct KvUnpackArgs {
+    const u8* packed;                 // [pages]
+    const u8* records;                // [pages]
+    const u8* unit_pages;             // [units]
+    const u32* page_table;            // [m]
+    u16* out;                         // bf16 pages [m]
+    u32* fault;                       // 1 + place in the table, of a page that is not there or cannot be read
+    u32 m;                            // pages
+    u32 kv_heads;
+    u32 pages;                        // of the layer
+    u32 units;
 };
 
 // Bias, QK-norm and rotation of the heads of a chunk of one sequence; K and V to their pages.

@@ -15,6 +15,8 @@ enum class DecodeElement : u32 { kBf16, kE4m3, kE5m2, kF16, kF32 };
 enum class DecodeOutput : u32 { kFull, kExponent, kPalette };
 enum class EmbedSource : u32 { kBf16, kPacked };
 enum class EncodeHuffmanStage : u32 { kStats, kTable, kRows, kScan, kWrite, kPalette };
+enum class KvCache : u32 { kBf16, kPacked };
+enum class KvPackStage : u32 { kStep, kChunk, kRelease };
 enum class PackStage : u32 { kTiles, kLists };
 enum class RouteStage : u32 { kTopk, kSort, kCombine };
 enum class DecodeCompactStage : u32 { kFull, kPacked, kLists };

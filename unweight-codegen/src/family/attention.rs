@@ -1,7 +1,8 @@
 //! Attention over the pages of a KV cache: `templates/include/unweight/kernels/attention`.
 //!
 //! ```text
-//! decode   bytes = warps * (stages * (64 * head_dim + 8) + 128) + 36 * head_dim
+//! decode   bytes = warps * (stages * (slot + 8) + 128) + 36 * head_dim
+//!          slot = 64 * head_dim; cache = packed: 48 * head_dim + 64 (96 if head_dim > 80), in whole 128 bytes
 //! prefill  bytes = stages * (256 * head_dim + 16)
 //! ```
 //!
@@ -39,6 +40,16 @@ word_axis! {
     }
 }
 
+word_axis! {
+    /// How the pages of the cache are stored.
+    KvCache, "cache" {
+        /// All as BF16 ([`crate::kv`]).
+        Bf16 = "bf16",
+        /// At 12 bits per element, except the page that a sequence is writing (`docs/kv-cache.md`).
+        Packed = "packed",
+    }
+}
+
 set_axis! {
     /// Elements of a head.
     HeadDim, "head_dim", [16, 32, 48, 64, 80, 96, 112, 128], "16, 32, 48, 64, 80, 96, 112 or 128 (elements of a head)"
@@ -70,6 +81,8 @@ axes! {
         /// Where there are no clusters: as many blocks as a launch asks for share the tokens of a row, and meet in
         /// memory. A unit of the launch's problem is a block: rows x KV heads x parts.
         split: flag "_split" = false,
+        /// How the pages that are read are stored.
+        cache: KvCache "_" = Bf16 unnamed,
         /// Who brings keys and values to shared memory.
         copy: SmemCopy "_" = Bulk unnamed,
         /// Programmatic dependent launch: starts while the stream's previous kernel still runs, and waits for it before
@@ -135,6 +148,18 @@ args! {
         pub eps: f32,
         /// `split`: blocks that share the tokens of a row and KV head, 1 to [`PARTS_MAX`].
         pub parts: u32,
+        /// This and the rest, `cache = packed`: the records of the layer's packed pages ([`crate::kv`]).
+        pub records: u64,
+        /// BF16 operands of the units whose records have no room for their escapes.
+        pub unit_pages: u64,
+        /// BF16 pages of the layer that sequences are writing.
+        pub hot: u64,
+        /// u32 `[m]`: the hot page of each row.
+        pub hot_table: u64,
+        /// Hot pages of the layer.
+        pub hot_pages: u32,
+        /// Units of `unit_pages`.
+        pub units: u32,
     }
 }
 
@@ -157,8 +182,12 @@ const ELEMENT_BYTES: u32 = 2;
 const STATE_BYTES: u32 = 8;
 const MBARRIER_BYTES: u32 = 8;
 
-/// K and V of one slot of a ring: of a warp, or of the block.
+/// One slot of a ring: K and V of a tile or a page; of a packed tile with the records of its page, in whole 128 bytes.
 const fn slot_bytes(op: &AttentionSpec) -> u32 {
+    if matches!(op.cache, KvCache::Packed) {
+        let head_dim = op.head_dim.get();
+        return (2 * (kv::packed::tile_bytes(head_dim) + kv::packed::record_bytes(head_dim))).next_multiple_of(128);
+    }
     let tokens = match op.step {
         AttentionStep::Decode => TILE_TOKENS,
         AttentionStep::Prefill => kv::PAGE_TOKENS,
@@ -240,6 +269,15 @@ impl AttentionSpec {
             let what = "split shares a row of step = decode through memory instead of a cluster; cluster must be 1";
             return Err(Constraint::Conflict { what });
         }
+        let packed = matches!(op.cache, KvCache::Packed);
+        if packed && prefill {
+            let what = "step = prefill reads BF16 pages, which kv_unpack writes; cache must be bf16";
+            return Err(Constraint::Conflict { what });
+        }
+        if packed && stages == 1 {
+            let what = "cache = packed keeps a warp's sums in two slots of its ring; stages must be at least 2";
+            return Err(Constraint::Conflict { what });
+        }
         if prefill && stages == 1 {
             let what = "step = prefill asks for a page while it works on another; stages must be at least 2";
             return Err(Constraint::Conflict { what });
@@ -312,6 +350,7 @@ impl Family for AttentionSpec {
             cluster => format!("cluster of {cluster}"),
         };
         let pdl = if self.pdl { ", dependent launch" } else { "" };
+        let packed = if self.cache == KvCache::Packed { "packed " } else { "" };
         if self.step == AttentionStep::Prefill {
             let rows = ROWS * self.warps.get();
             return format!(
@@ -320,7 +359,7 @@ impl Family for AttentionSpec {
             );
         }
         format!(
-            "A[m, h * {head_dim}] = attention of each row's newest token over its pages; \
+            "A[m, h * {head_dim}] = attention of each row's newest token over its {packed}pages; \
              a {group} for a row and KV head, a ring of {stages} x {TILE_TOKENS} tokens per warp{pdl}."
         )
     }
@@ -365,11 +404,21 @@ impl Family for AttentionSpec {
                 [false, true].map(move |pdl| variant(AttentionStep::Prefill, head_dim, 4, 2, ClusterSize::ALL[0], pdl))
             }))
             .chain(AttentionSpec::in_parts().filter(move |_| !arch.has(Instruction::Cluster)))
+            .flat_map(AttentionSpec::caches)
             .map(move |spec| VariantSpec::attention(arch, AttentionSpec { copy: SmemCopy::of(arch), ..spec }))
     }
 }
 
 impl AttentionSpec {
+    /// The variant itself, and of `decode` the same over packed pages, whose ring has two slots at least.
+    fn caches(self) -> impl Iterator<Item = Self> {
+        let packed = match AttentionStages::new(self.stages.get().max(2)) {
+            Ok(stages) if self.step == AttentionStep::Decode => Some(Self { cache: KvCache::Packed, stages, ..self }),
+            _ => None,
+        };
+        std::iter::once(self).chain(packed)
+    }
+
     /// What ships where a row has no cluster: parts of four warps, for every head, ordinary and dependent.
     pub(crate) fn in_parts() -> impl Iterator<Item = Self> {
         HeadDim::ALL.into_iter().flat_map(|head_dim| {
@@ -396,7 +445,8 @@ const fn variant(
 ) -> AttentionSpec {
     match (AttentionWarps::new(warps), AttentionStages::new(stages)) {
         (Ok(warps), Ok(stages)) => {
-            AttentionSpec { step, head_dim, warps, stages, cluster, split: false, copy: SmemCopy::Bulk, pdl }
+            let (split, cache, copy) = (false, KvCache::Bf16, SmemCopy::Bulk);
+            AttentionSpec { step, head_dim, warps, stages, cluster, split, cache, copy, pdl }
         }
         _ => panic!("what ships is within the axes"),
     }

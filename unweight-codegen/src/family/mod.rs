@@ -271,6 +271,10 @@ families! {
     route: Route(RouteSpec),
     /// Attention over the pages of a KV cache.
     attention: Attention(AttentionSpec),
+    /// Pages of a KV cache, from BF16 to 12 bits.
+    kv_pack: KvPack(KvPackSpec),
+    /// Packed pages of a KV cache to BF16.
+    kv_unpack: KvUnpack(KvUnpackSpec),
     /// A token of each row of logits.
     sample: Sample(SampleSpec),
 }

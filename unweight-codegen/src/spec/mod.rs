@@ -9,9 +9,10 @@ pub mod pairs;
 pub use crate::axes::{Arch, Axis, AxisError, Only, Values};
 pub use crate::family::{
     AttentionSpec, ClusterSize, DecodeCompactSpec, DecodeHuffmanSpec, EmbedSpec, EncodeCompactSpec, EncodeHuffmanSpec,
-    Epilogue, Family, GemmCompactSpec, GemmGroupedSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, NormSpec, Op,
-    PackSpec, ParseNameError, RopeSpec, RouteSpec, SampleSpec, SiluMulSpec, SmemCopy, UnpackSpec, VariantSpec,
-    attention::{AttentionStages, AttentionStep, AttentionWarps, HeadDim},
+    Epilogue, Family, GemmCompactSpec, GemmGroupedSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, KvPackSpec,
+    KvUnpackSpec, NormSpec, Op, PackSpec, ParseNameError, RopeSpec, RouteSpec, SampleSpec, SiluMulSpec, SmemCopy,
+    UnpackSpec, VariantSpec,
+    attention::{AttentionStages, AttentionStep, AttentionWarps, HeadDim, KvCache},
     decode_compact::DecodeCompactStage,
     decode_huffman::{CodeLimit, DecodeElement, DecodeOutput, DecodeWarps},
     embed::EmbedSource,
@@ -21,6 +22,7 @@ pub use crate::family::{
     gemm_mma::{RowBlocks, SmallBatchTile, SmallStages, Warps},
     gemm_recon::{NTiles, Splits, Stages, VerbatimRows, WeightSource},
     gemm_wgmma::{Warpgroups, WideBatchTile, WideStages},
+    kv_pack::KvPackStage,
     norm::NormThreads,
     pack::PackStage,
     rope::RopeHeadDim,

@@ -10,6 +10,8 @@
 //   bool kSplit          without clusters: args.parts blocks share them, and meet in memory; kCluster is 1
 //   SmemCopy kCopy       kBulk: an elected lane starts copies by the copy engine; kAsync: every lane copies 16 bytes
 //                        at a time (cp.async), without barriers
+//   KvCache kCache       kBf16: pages as encoding/kv_page.cuh lays them out; kPacked: those of encoding/kv_packed.cuh,
+//                        but for the page that a sequence is writing, its hot page, which is bf16
 //   bool kPdl            programmatic dependent launch: tables and the pages of earlier tokens are read before
 //                        griddepcontrol.wait, QKV is read and A and the cache are written after it
 //
@@ -31,6 +33,13 @@
 // resident at the same time. The order of sums follows from the row's own tokens, kWarps and parts, not from who was
 // last.
 //
+// kPacked: the page of the newest token is hot and all before it are packed, so the position alone says where a tile is.
+// A slot holds K and V of a packed tile with the two records of its page, or K or V of a hot tile, which takes two slots
+// one after the other. Packed operands go from the slot to registers as the tensor cores take them, without ldmatrix;
+// they are the bf16 values that were packed, in the order of tiles that kBf16 has, so the results are the same bits.
+// Exponents outside of a page's window come from its record; K or V with more of them than the record has slots is bf16
+// in a unit of its own, and its operands are loaded from there instead of the slot.
+//
 // The warp whose last tile has the new token puts the token's K and V over what was copied, sets the values of the
 // lines behind it to zero (whatever is there must not meet a weight of zero), and stores K and V into the page.
 //
@@ -41,22 +50,26 @@
 //   writing and reading sums; clusters: once more before exit. kSplit: once when its part is in memory, and once for
 //   all to know whether it was the last.
 //
-// Shared memory = kWarps * kStages * 64 * kHeadDim     rings; a warp's O, fp32 [16][kHeadDim], overlays its own
+// Shared memory = kWarps * kStages * slot              rings; a warp's O, fp32 [16][kHeadDim], overlays its own. slot is
+//                                                      64 * kHeadDim; kPacked: 48 * kHeadDim and two records, in whole
+//                                                      128 bytes, and at least two slots
 //               + 32 * kHeadDim                        queries, bf16 [16][kHeadDim], laid out as a tile of a page
 //               + 4 * kHeadDim                         the new key and the new value, bf16
 //               + kWarps * 128                         maximum and sum of each of 16 rows
 //               + kWarps * kStages * 8                 barriers, where there are any
-// Global reads per token and KV head: 4 * kHeadDim bytes; kSplit: and for each part of a row and KV head
+// Global reads per token and KV head: 4 * kHeadDim bytes; kPacked: 3 * kHeadDim and 6 of the records; kSplit: and for each part of a row and KV head
 // group * (4 * kHeadDim + 8) bytes that are written and read again.
 //
 // Safety   for any numbers in the tables: a position that is not below max_positions, or leads out of the page table,
 //          makes the row one without a token, and a page number that is not below `pages` makes its tiles be left out;
-//          *fault = 1 + row. A row without a token (kPadPosition) touches no page; its A is zeros.
+//          *fault = 1 + row. A row without a token (kPadPosition) touches no page; its A is zeros. kPacked: the same of
+//          hot pages, of units and of kinds of records; a slot of a record names an element of its own tile or none.
 // Bound: device memory.
 #pragma once
 
 #include "unweight/activation/element.cuh"
 #include "unweight/axes.cuh"
+#include "unweight/encoding/kv_packed.cuh"
 #include "unweight/encoding/kv_page.cuh"
 #include "unweight/kernels/attention/softmax.cuh"
 #include "unweight/pipeline/warp_ring.cuh"
@@ -70,19 +83,23 @@
 
 namespace uw::attention::decode {
 
-constexpr u32 kTileTokens = 16;
-constexpr u32 kPageTiles = kv::kPageTokens / kTileTokens;
+using kv::kPageTiles;
+using kv::kTileTokens;
 
 constexpr u32 kPartsAtOnce = 8;  // whose loads are in flight together
 
 template <class Config>
 constexpr u32 kThreads = Config::kWarps * 32;
+template <class Config>
+constexpr bool kPacked = Config::kCache == KvCache::kPacked;
 
 // Offsets of the sections in dynamic shared memory, and their sum.
 template <class Config>
 struct Smem {
     static constexpr u32 kTileBytes = kTileTokens * Config::kHeadDim * 2;  // of K, or of V
-    static constexpr u32 kSlotBytes = 2 * kTileBytes;
+    static constexpr u32 kRecordBytes = kv::Packed<Config::kHeadDim>::kRecordBytes;
+    static constexpr u32 kPackedBytes = kv::Packed<Config::kHeadDim>::kTileBytes + 2 * kRecordBytes;
+    static constexpr u32 kSlotBytes = kPacked<Config> ? (kPackedBytes + 127) / 128 * 128 : 2 * kTileBytes;
     static constexpr u32 kRingBytes = Config::kStages * kSlotBytes;
     static constexpr u32 kSumBytes = kRows * Config::kHeadDim * 4;
     static constexpr u32 kStateBytes = kRows * 8;
@@ -108,6 +125,7 @@ struct Kernel {
     static constexpr u32 kChunks = kHeadDim / 8;
     static constexpr u32 kTileWarps = Config::kWarps * Config::kCluster;  // warps that add up in shared memory
     static constexpr u32 kPairs = kHeadDim / 2;                          // words of a row of a head
+    using P = kv::Packed<kHeadDim>;
     static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128, "a lane prepares one pair of words of a head");
     static_assert(!Config::kSplit || Config::kCluster == 1, "a row is shared through memory, or by a cluster");
 
@@ -123,10 +141,12 @@ struct Kernel {
     const u32 tile_warp;  // this warp among the tile_warps()
     const u32 tiles;      // of this warp
     const u32 live;       // kSplit: parts that have a tile, the first ones; of a row without a token one
+    const u32 hot_tile;  // kPacked: the first tile of the hot page; otherwise none is packed
     const u64 policy;
 
     // The next tile to load, by its number among the warp's; the pages of 32 of them, one a lane, and of the 32 after.
     u32 load_slot = 0, load_index = 0, pages, next_pages;
+    u32 load_half = kKey;  // of a hot tile
     // Slots whose page was refused, and the page of the newest token.
     u32 refused = 0, newest_page = ~0u;
     // The next tile to compute.
@@ -154,6 +174,7 @@ struct Kernel {
           live(!Config::kSplit || !active
                    ? 1
                    : least(a.parts, (last_tile - first_tile + Config::kWarps) / Config::kWarps)),
+          hot_tile(kPacked<Config> ? position / kv::kPageTokens * kPageTiles : 0),
           policy(ptx::createpolicy_l2(L2::kEvictFirst)),
           // At the same time as the position, as if the row's tokens began at 0; read again if they do not.
           pages(load_page((tile_warp + lane * tile_warps()) / kPageTiles)) {}
@@ -168,9 +189,10 @@ struct Kernel {
     UW_DEVICE u32 query_chunk(u32 head, u32 chunk) const {
         return shared + S::kQueries + kv::chunk_offset(kHeadDim, head, chunk);
     }
-    // K or V of the KV head in a page.
+    // K or V of the KV head in a bf16 page.
     UW_DEVICE u16* head_of(u32 page, u32 half) const {
-        return args.layer + kv::head_element(kHeadDim, args.kv_heads, page, kv_head, half);
+        u16* pages_of = kPacked<Config> ? args.hot : args.layer;
+        return pages_of + kv::head_element(kHeadDim, args.kv_heads, page, kv_head, half);
     }
     UW_DEVICE void report() const {
         if (ptx::elect_one()) ptx::st_global(args.fault, 1 + row);
@@ -197,7 +219,13 @@ struct Kernel {
             pages = next_pages;
             next_pages = load_pages(load_index + 32);
         }
-        const u32 page = ptx::shuffle(pages, load_index % 32), tile = tile_of(load_index);
+        const u32 tile = tile_of(load_index);
+        if constexpr (kPacked<Config>) {
+            load_packed(tile);
+            load_slot = load_slot + 1 == Config::kStages ? 0 : load_slot + 1;
+            return;
+        }
+        const u32 page = ptx::shuffle(pages, load_index % 32);
         const bool refuse = page >= args.pages;
         refused = (refused & ~(1u << load_slot)) | u32(refuse) << load_slot;
         if (tile == last_tile) newest_page = page;
@@ -222,7 +250,57 @@ struct Kernel {
         load_slot = load_slot + 1 == Config::kStages ? 0 : load_slot + 1;
         ++load_index;
     }
-
+    // kPacked: a packed tile, or K or V of a hot one.
+    UW_DEVICE void load_packed(u32 tile) {
+        const bool hot = tile >= hot_tile;
+        const u32 page = hot ? newest_page : ptx::shuffle(pages, load_index % 32);
+        const bool refuse = page >= (hot ? args.hot_pages : args.pages);
+        refused = (refused & ~(1u << load_slot)) | u32(refuse) << load_slot;
+        const u32 slot_address = key_slot(load_slot);
+        if (refuse) {
+            report();
+            // The slot's phase completes all the same.
+            if (!kAsync<Config> && ptx::elect_one()) ptx::mbarrier_arrive(slots.full(load_slot));
+        } else if (hot) {
+            const u16* from = head_of(page, load_half) + u64(tile % kPageTiles) * (kTileTokens * kHeadDim);
+            if constexpr (kAsync<Config>) {
+                copy(slot_address, from, S::kTileBytes);
+            } else if (ptx::elect_one()) {
+                const u32 barrier = slots.full(load_slot);
+                ptx::mbarrier_arrive_expect_tx(barrier, S::kTileBytes);
+                ptx::cp_async_bulk_load(slot_address, from, S::kTileBytes, barrier, policy);
+            }
+        } else {
+            const u64 head = P::head(args.kv_heads, page, kv_head);
+            const u8* from = reinterpret_cast<const u8*>(args.layer) + head * P::kHeadBytes + tile % kPageTiles * P::kTileBytes;
+            const u8* records = args.records + head * (2 * P::kRecordBytes);
+            if constexpr (kAsync<Config>) {
+                copy(slot_address, from, P::kTileBytes);
+                copy(slot_address + P::kTileBytes, records, 2 * P::kRecordBytes);
+            } else if (ptx::elect_one()) {
+                const u32 barrier = slots.full(load_slot);
+                ptx::mbarrier_arrive_expect_tx(barrier, S::kPackedBytes);
+                ptx::cp_async_bulk_load(slot_address, from, P::kTileBytes, barrier, policy);
+                // All tiles of a page read them.
+                ptx::cp_async_bulk_load(slot_address + P::kTileBytes, records, 2 * P::kRecordBytes, barrier);
+            }
+        }
+        if (hot && load_half == kKey) {
+            load_half = kValue;
+        } else {
+            load_half = kKey;
+            ++load_index;
+        }
+    }
+    // By all lanes: their shares of a run of memory.
+    UW_DEVICE void copy(u32 to, const void* from, u32 bytes) const {
+        const u8* source = static_cast<const u8*>(from);
+        for (u32 at = lane * 16; at < bytes; at += 512) ptx::cp_async_x4(to + at, source + at);
+    }
+    UW_DEVICE void next_slot() {
+        slot = slot + 1 == Config::kStages ? 0 : slot + 1;
+        parity ^= slot == 0;
+    }
 
     // ---- the new token ---------------------------------------------------------------------------------------------
     // One head of the projection's row, by a warp: a lane has two words of it, rotated together. `gamma`: of its norm,
@@ -279,13 +357,12 @@ struct Kernel {
             }
         }
     }
-    // By the warp that has the newest tile, when its copy has landed: into the slot, and into the page.
-    UW_DEVICE void append() const {
+    // By the warp that has the newest tile, when its copy has landed: K or V into the copy, and into the page.
+    UW_DEVICE void append(u32 half, u32 copy_address) const {
         const u32 line = position % kTileTokens;
-        for (u32 unit = lane; unit < 2 * kChunks; unit += 32) {
-            const u32 half = unit / kChunks, chunk = unit % kChunks;
-            const U32x4 v = ptx::ld_shared_x4(shared + S::kFresh + unit * 16);
-            ptx::st_shared_x4(key_slot(slot) + half * S::kTileBytes + kv::chunk_offset(kHeadDim, line, chunk), v);
+        for (u32 chunk = lane; chunk < kChunks; chunk += 32) {
+            const U32x4 v = ptx::ld_shared_x4(shared + S::kFresh + (half * kChunks + chunk) * 16);
+            ptx::st_shared_x4(copy_address + kv::chunk_offset(kHeadDim, line, chunk), v);
             u16* page = head_of(newest_page, half);
             ptx::st_global_x4(page + kv::chunk_offset(kHeadDim, position % kv::kPageTokens, chunk) / 2, v);
         }
@@ -293,49 +370,178 @@ struct Kernel {
 
     // ---- compute ---------------------------------------------------------------------------------------------------
     // Values of tokens that are not the row's: a weight of zero does not make a NaN one.
-    UW_DEVICE void clear_values(u32 first) const {
+    UW_DEVICE void clear_values(u32 first, u32 copy_address) const {
         for (u32 unit = lane; unit < kTileTokens * kChunks; unit += 32) {
             const u32 line = unit / kChunks, token = first + line;
             if (token < first_token || token > position) {
                 const u32 at = kv::chunk_offset(kHeadDim, line, unit % kChunks);
-                ptx::st_shared_x4(value_slot(slot) + at, U32x4{0, 0, 0, 0});
+                ptx::st_shared_x4(copy_address + at, U32x4{0, 0, 0, 0});
             }
         }
     }
+    // Scores of tokens that are not the row's.
+    UW_DEVICE void mask_scores(float (&scores)[2][4], u32 first) const {
+#pragma unroll
+        for (u32 i = 0; i < 8; ++i) {
+            const u32 token = first + i / 4 * 8 + lane % 4 * 2 + i % 2;
+            if (token < first_token || token > position) scores[i / 4][i % 4] = left_out();
+        }
+    }
+    // A bf16 tile: K and V in one slot, or with kPacked in two, one after the other.
     UW_DEVICE void compute(u32 tile, const u32 (&q)[kHeadDim / 16][4]) {
         slots.wait(slot, parity);
         const u32 first = tile * kTileTokens;
         const bool edge = first < first_token || tile == last_tile;
         if (edge) {
-            if (tile == last_tile) append();
-            clear_values(first);
+            if (tile == last_tile) append(kKey, key_slot(slot));
+            if constexpr (!kPacked<Config>) edge_values(tile, value_slot(slot));
             ptx::sync_warp();  // every lane's stores to the slot come before the warp's ldmatrix
         }
         float scores[2][4];
         const Lines<kHeadDim> keys(lane % 8 + lane / 16 * 8, lane / 8 % 2);
         score<kHeadDim>(scores[0], scores[1], q, keys, key_slot(slot));
-        if (edge) {
-#pragma unroll
-            for (u32 i = 0; i < 8; ++i) {
-                const u32 token = first + i / 4 * 8 + lane % 4 * 2 + i % 2;
-                if (token < first_token || token > position) scores[i / 4][i % 4] = left_out();
+        if (edge) mask_scores(scores, first);
+        u32 values_address = value_slot(slot);
+        if constexpr (kPacked<Config>) {
+            slots.release();
+            load_next();
+            next_slot();
+            slots.wait(slot, parity);
+            values_address = key_slot(slot);
+            if (edge) {
+                edge_values(tile, values_address);
+                ptx::sync_warp();  // every lane's stores to the slot come before the warp's ldmatrix
             }
         }
         // V of tokens 0-7 and 8-15, by pairs of 8 elements: all loads before the refill.
         const Lines<kHeadDim> values(lane % 16, lane / 16);
         U32x4 v[kHeadDim / 16];
 #pragma unroll
-        for (u32 s = 0; s < kHeadDim / 16; ++s) v[s] = ptx::ldmatrix_x4_trans(values.at(value_slot(slot), s));
+        for (u32 s = 0; s < kHeadDim / 16; ++s) v[s] = ptx::ldmatrix_x4_trans(values.at(values_address, s));
         // Nothing has needed the values yet: the loads may still be in flight.
         slots.release();
         load_next();
         u32 p[1][4];
         rows.weigh(scores, args.scale, p);
 #pragma unroll
-        for (u32 s = 0; s < kHeadDim / 16; ++s) {
-            const u32 even[2] = {v[s].x, v[s].y}, odd[2] = {v[s].z, v[s].w};
-            ptx::mma_m16n8k16(rows.o[2 * s], p[0], even);
-            ptx::mma_m16n8k16(rows.o[2 * s + 1], p[0], odd);
+        for (u32 s = 0; s < kHeadDim / 16; ++s) add_values(s, p[0], v[s].x, v[s].y, v[s].z, v[s].w);
+    }
+    UW_DEVICE void edge_values(u32 tile, u32 copy_address) const {
+        if (tile == last_tile) append(kValue, copy_address);
+        clear_values(tile * kTileTokens, copy_address);
+    }
+    // p * V of a step: operands of elements 0-7, then of elements 8-15, each of tokens 0-7 and 8-15.
+    UW_DEVICE void add_values(u32 step, const u32 (&p)[4], u32 a, u32 b, u32 c, u32 d) {
+        const u32 even[2] = {a, b}, odd[2] = {c, d};
+        ptx::mma_m16n8k16(rows.o[2 * step], p, even);
+        ptx::mma_m16n8k16(rows.o[2 * step + 1], p, odd);
+    }
+
+    // ---- packed tiles ----------------------------------------------------------------------------------------------
+    UW_DEVICE kv::Record record_of(u32 half) const {
+        const U32x2 head = ptx::ld_shared_x2(key_slot(slot) + P::kTileBytes + half * P::kRecordBytes);
+        return {head.x, head.y};
+    }
+    // Whether the operands of a record's unit can be read; a kind that no encoder writes is reported.
+    UW_DEVICE bool readable(const kv::Record& record) const {
+        if (record.kind() == kv::kPackedUnit) return true;
+        if (record.kind() == kv::kBf16Unit && record.unit() < args.units) return true;
+        // The host takes the tokens of a row back whose unit is lost.
+        if (record.kind() != kv::kLostUnit) report();
+        return false;
+    }
+    // Whether the words of a slot are the operands, without slots of the record.
+    UW_DEVICE static bool plain(const kv::Record& record, u32 tile) {
+        return record.kind() == kv::kPackedUnit && record.begin(tile) >= record.end(tile, P::kSlots);
+    }
+    // The operands of a step where they are not plain.
+    UW_DEVICE void special_quad(u32 (&p)[4], const u32 (&words)[P::kWords], u32 step, const kv::Record& record, u32 half,
+                                u32 tile) const {
+        if (record.kind() == kv::kBf16Unit) {
+            const u8* from = args.unit_pages + u64(record.unit()) * P::kUnitBytes + tile * P::kUnitTileBytes;
+            const U32x4 v = ptx::ld_global_x4(from + step * 512 + lane * 16);
+            p[0] = v.x;
+            p[1] = v.y;
+            p[2] = v.z;
+            p[3] = v.w;
+            return;
+        }
+        P::quad(p, words, step, kv::pair_of(record.base()));
+        const u32 at = key_slot(slot) + P::kTileBytes + half * P::kRecordBytes + 8, end = record.end(tile, P::kSlots);
+#pragma unroll 1
+        for (u32 i = record.begin(tile); i < end; ++i) {
+            kv::patch(p, ptx::ld_shared_u16(at + i * 2), step, lane, record.base());
+        }
+    }
+    UW_DEVICE void compute_packed(u32 tile, const u32 (&q)[kHeadDim / 16][4]) {
+        slots.wait(slot, parity);
+        const kv::Record key = record_of(kKey), value = record_of(kValue);
+        if (!readable(key) || !readable(value)) {
+            slots.release();
+            load_next();
+            return;
+        }
+        const u32 first = tile * kTileTokens, inside = tile % kPageTiles;
+        const bool edge = first < first_token;
+        u32 words[P::kWords];
+        P::load(words, key_slot(slot), lane);
+        float scores[2][4] = {};
+        if (plain(key, inside)) {
+            const u32 base = kv::pair_of(key.base());
+#pragma unroll
+            for (u32 s = 0; s < P::kSteps; ++s) {
+                u32 k[4];
+                P::quad(k, words, s, base);
+                add_scores(scores, q[s], k);
+            }
+        } else {
+#pragma unroll
+            for (u32 s = 0; s < P::kSteps; ++s) {
+                u32 k[4];
+                special_quad(k, words, s, key, kKey, inside);
+                add_scores(scores, q[s], k);
+            }
+        }
+        if (edge) mask_scores(scores, first);
+        P::load(words, key_slot(slot) + P::kOperandBytes, lane);
+        u32 p[1][4];
+        if (plain(value, inside) && !edge) {
+            // Nothing has needed the words yet: the loads may still be in flight.
+            slots.release();
+            load_next();
+            rows.weigh(scores, args.scale, p);
+            const u32 base = kv::pair_of(value.base());
+#pragma unroll
+            for (u32 s = 0; s < P::kSteps; ++s) {
+                u32 v[4];
+                P::quad(v, words, s, base);
+                add_values(s, p[0], v[0], v[1], v[2], v[3]);
+            }
+            return;
+        }
+        rows.weigh(scores, args.scale, p);
+#pragma unroll
+        for (u32 s = 0; s < P::kSteps; ++s) {
+            u32 v[4];
+            special_quad(v, words, s, value, kValue, inside);
+            if (edge) clear_tokens(v, first);
+            add_values(s, p[0], v[0], v[1], v[2], v[3]);
+        }
+        slots.release();
+        load_next();
+    }
+    UW_DEVICE static void add_scores(float (&scores)[2][4], const u32 (&q)[4], const u32 (&k)[4]) {
+        const u32 low[2] = {k[0], k[1]}, high[2] = {k[2], k[3]};
+        ptx::mma_m16n8k16(scores[0], q, low);
+        ptx::mma_m16n8k16(scores[1], q, high);
+    }
+    // Values of tokens before the window, as in clear_values: tokens 2t and 2t + 1, and those 8 after.
+    UW_DEVICE void clear_tokens(u32 (&v)[4], u32 first) const {
+#pragma unroll
+        for (u32 r = 0; r < 4; ++r) {
+            const u32 token = first + lane % 4 * 2 + r % 2 * 8;
+            if (token < first_token) v[r] &= 0xffff0000u;
+            if (token + 1 < first_token) v[r] = 0;
         }
     }
 
@@ -490,6 +696,8 @@ struct Kernel {
         // Nothing relies on it. The grid's dependents wait for its first parts, which wait for the kernel before.
         if (Config::kSplit && rank >= live) return;
         slots.init();
+        // Read by every row, also by one without a token: the table has an entry for it.
+        if constexpr (kPacked<Config>) newest_page = ptx::ld_global(args.hot_table + row);
         if (first_tile != 0) pages = load_pages(0);
         next_pages = load_pages(32);
 #pragma unroll
@@ -523,13 +731,21 @@ struct Kernel {
             u32 q[kHeadDim / 16][4];
             load_queries<kHeadDim>(q, shared + S::kQueries, lane);
             for (u32 index = 0; index < tiles; ++index) {
+                const u32 tile = tile_of(index);
+                const bool packed = kPacked<Config> && tile < hot_tile;
                 if (refused >> slot & 1) {
                     load_next();
+                    if (kPacked<Config> && !packed) {
+                        // Its other half is refused, too.
+                        next_slot();
+                        load_next();
+                    }
+                } else if (packed) {
+                    if constexpr (kPacked<Config>) compute_packed(tile, q);
                 } else {
-                    compute(tile_of(index), q);
+                    compute(tile, q);
                 }
-                slot = slot + 1 == Config::kStages ? 0 : slot + 1;
-                parity ^= slot == 0;
+                next_slot();
             }
         }
         store_sums();

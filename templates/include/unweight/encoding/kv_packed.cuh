@@ -1,0 +1,153 @@
+// A packed page of the KV cache: 64 tokens of one layer at 12 bits an element, with a record for each KV head's K and V
+// (docs/kv-cache.md). unweight-codegen/src/kv/packed.rs has the same sizes and the slow encoder and decoder.
+//
+//   pages     [page][kv_head][tile 0..4][K | V][24 * head_dim bytes]; a tile is 16 tokens
+//   records   [page][kv_head][K | V][kRecordBytes]
+//   units     [unit][tile 0..4][step][lane][P0..P3]: the bf16 operands of what its record has no room for
+//
+// The operand of a tile is in fragment order: a lane has 3 words for each step of 16 elements, which hold the quad
+// P0..P3 of the tensor cores' B operands, P3 in the bits 14..11 of the others (encoding/packed.cuh). K: {P0, P1} is the
+// operand of tokens 0-7 and {P2, P3} that of tokens 8-15 of QK^T; V: {P0, P1} that of elements 0-7 and {P2, P3} that of
+// elements 8-15 of the step, of PV.
+//
+// Exponents are the true ones: an element is sign, base + nibble, mantissa. Those outside of the window have nibble 0
+// and a slot of the record: element and exponent. So an operand is the bf16 that was packed, bit for bit, zeros,
+// subnormals, infinities and NaN included.
+#pragma once
+
+#include "unweight/encoding/kv_page.cuh"
+#include "unweight/ptx/core.cuh"
+#include "unweight/ptx/memory.cuh"
+
+namespace uw::kv {
+
+constexpr u32 kTileTokens = 16;
+constexpr u32 kPageTiles = kPageTokens / kTileTokens;
+
+// Kinds of records.
+constexpr u32 kPackedUnit = 0, kBf16Unit = 1, kLostUnit = 2;
+
+constexpr u32 kBelow = 24;      // codes of exponents below the window
+constexpr u32 kAbove = 7;       // and above it
+constexpr u32 kZeroCode = 31;   // exponent 0
+constexpr u32 kWindow = 16;     // exponents
+constexpr u32 kCandidates = 8;  // bases that the encoder tries
+
+template <u32 kHeadDim>
+struct Packed {
+    static constexpr u32 kSteps = kHeadDim / 16;
+    static constexpr u32 kWords = 3 * kSteps;             // of a lane, in a tile's K or V
+    static constexpr u32 kOperandBytes = 24 * kHeadDim;   // of a tile's K, or V
+    static constexpr u32 kTileBytes = 2 * kOperandBytes;
+    static constexpr u32 kHeadBytes = kPageTiles * kTileBytes;  // of K and V of one KV head in a page
+    static constexpr u32 kRecordBytes = kHeadDim <= 80 ? 32 : 48;
+    static constexpr u32 kSlots = (kRecordBytes - 8) / 2;
+    static constexpr u32 kUnitTileBytes = 32 * kHeadDim;
+    static constexpr u32 kUnitBytes = kPageTiles * kUnitTileBytes;
+
+    // Words of a lane in groups of 16 bytes, and what remains in one of 8, of 4, or both.
+    static constexpr u32 kGroups = kWords / 4, kRest = kWords % 4;
+    static constexpr u32 kPair = kGroups * 512, kLast = kPair + (kRest >= 2 ? 256 : 0);
+
+    // Index of the pair of records of a KV head in a page.
+    UW_DEVICE static u64 head(u32 kv_heads, u32 page, u32 kv_head) { return u64(page) * kv_heads + kv_head; }
+
+    // A lane's words from shared memory.
+    UW_DEVICE static void load(u32 (&words)[kWords], u32 operand, u32 lane) {
+#pragma unroll
+        for (u32 j = 0; j < kGroups; ++j) {
+            const U32x4 v = ptx::ld_shared_x4(operand + j * 512 + lane * 16);
+            words[4 * j] = v.x;
+            words[4 * j + 1] = v.y;
+            words[4 * j + 2] = v.z;
+            words[4 * j + 3] = v.w;
+        }
+        if constexpr (kRest >= 2) {
+            const U32x2 v = ptx::ld_shared_x2(operand + kPair + lane * 8);
+            words[4 * kGroups] = v.x;
+            words[4 * kGroups + 1] = v.y;
+        }
+        if constexpr (kRest % 2 == 1) words[kWords - 1] = ptx::ld_shared(operand + kLast + lane * 4);
+    }
+    // The same from global memory.
+    UW_DEVICE static void load_global(u32 (&words)[kWords], const u8* operand, u32 lane) {
+#pragma unroll
+        for (u32 j = 0; j < kGroups; ++j) {
+            const U32x4 v = ptx::ld_global_x4(operand + j * 512 + lane * 16);
+            words[4 * j] = v.x;
+            words[4 * j + 1] = v.y;
+            words[4 * j + 2] = v.z;
+            words[4 * j + 3] = v.w;
+        }
+        if constexpr (kRest >= 2) {
+            const U32x2 v = ptx::ld_global_x2(operand + kPair + lane * 8);
+            words[4 * kGroups] = v.x;
+            words[4 * kGroups + 1] = v.y;
+        }
+        if constexpr (kRest % 2 == 1) words[kWords - 1] = ptx::ld_global(operand + kLast + lane * 4);
+    }
+    UW_DEVICE static void store_global(u8* operand, const u32 (&words)[kWords], u32 lane) {
+#pragma unroll
+        for (u32 j = 0; j < kGroups; ++j) {
+            const U32x4 v{words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]};
+            ptx::st_global_x4(operand + j * 512 + lane * 16, v);
+        }
+        if constexpr (kRest >= 2) {
+            ptx::st_global_x2(operand + kPair + lane * 8, U32x2{words[4 * kGroups], words[4 * kGroups + 1]});
+        }
+        if constexpr (kRest % 2 == 1) ptx::st_global(operand + kLast + lane * 4, words[kWords - 1]);
+    }
+
+    // The quad of a step; `base`: pair_of(base of the record). 13 integer operations for 8 elements.
+    template <class Words>
+    UW_DEVICE static void quad(u32 (&p)[4], const Words& words, u32 step, u32 base) {
+        constexpr u32 kOwn = 0x87FF87FFu;  // sign, nibble, mantissa
+        const u32 w0 = words[3 * step], w1 = words[3 * step + 1], w2 = words[3 * step + 2];
+        p[0] = (w0 & kOwn) + base;
+        p[1] = (w1 & kOwn) + base;
+        p[2] = (w2 & kOwn) + base;
+        u32 last = (w0 >> 4) & 0x07800780u;
+        last |= (w1 >> 8) & 0x00780078u;
+        last |= ptx::funnel_shift_left(w2, w2, 4) & 0x80078007u;
+        p[3] = last + base;
+    }
+    // The three words of a quad of halves of sign, nibble and mantissa.
+    UW_DEVICE static void words_of(u32 (&words)[kWords], u32 step, const u32 (&f)[4]) {
+        words[3 * step] = f[0] | ((f[3] << 4) & 0x78007800u);
+        words[3 * step + 1] = f[1] | ((f[3] << 8) & 0x78007800u);
+        words[3 * step + 2] = f[2] | (ptx::funnel_shift_right(f[3], f[3], 4) & 0x78007800u);
+    }
+};
+
+// An exponent in both halves of a word.
+UW_DEVICE u32 pair_of(u32 exponent) { return exponent * 0x00800080u; }
+
+// The first 8 bytes of a record.
+struct Record {
+    u32 word, ends;
+
+    UW_DEVICE u32 base() const { return word & 255; }
+    UW_DEVICE u32 kind() const { return word >> 8 & 255; }
+    UW_DEVICE u32 unit() const { return ends; }
+    // Slots of a tile: from `begin` to `end`, whatever the record says no further than `limit`.
+    UW_DEVICE u32 begin(u32 tile) const { return tile == 0 ? 0 : ends >> (8 * tile - 8) & 255; }
+    UW_DEVICE u32 end(u32 tile, u32 limit) const {
+        const u32 end = ends >> (8 * tile) & 255;
+        return end < limit ? end : limit;
+    }
+};
+
+// Puts the exponent of a slot into a quad, if its element is of this step and lane.
+UW_DEVICE void patch(u32 (&p)[4], u32 slot, u32 step, u32 lane, u32 base) {
+    const u32 element = slot & 2047, code = slot >> 11;
+    if (element >> 3 != step * 32 + lane) return;
+    const u32 exponent = code == kZeroCode ? 0 : code < kBelow ? base - kBelow + code : base + kWindow + code - kBelow;
+    const u32 shift = (element & 1) * 16, own = element >> 1 & 3;
+    const u32 keep = ~(0x7F80u << shift), bits = (exponent & 255) << (7 + shift);
+    if (own == 0) p[0] = (p[0] & keep) | bits;
+    if (own == 1) p[1] = (p[1] & keep) | bits;
+    if (own == 2) p[2] = (p[2] & keep) | bits;
+    if (own == 3) p[3] = (p[3] & keep) | bits;
+}
+
+}  // namespace uw::kv

@@ -1,0 +1,349 @@
+// Pages of the KV cache, bf16 -> packed (docs/kv-cache.md), and back to the pool the units of pages that are free.
+//
+// Config (the axes of unweight-codegen/src/family/kv_pack.rs)
+//   u32         kHeadDim  16 * 1..8  elements of a head
+//   KvPackStage kStage    kStep: of all layers the hot page of each row whose newest token is the last of a page, to the
+//                         page that its table has there; kChunk: pages of one layer, in their order, to those of a table;
+//                         kRelease: the bf16 units of the pages of a table, of all layers, are free again
+//   bool        kPdl      programmatic dependent launch: nothing is read before griddepcontrol.wait, which every block
+//                         executes (the kernels behind rely on all kernels in front)
+//
+// Launch: kThreads threads, Smem<Config>::kBytes of dynamic shared memory.
+//   kStep     any number of blocks, which share units: rows that filled a page x layers x KV heads x {K, V}
+//   kChunk    m * kv_heads * 2 blocks, a unit each
+//   kRelease  ceil(m * layers * kv_heads * 2 / kThreads) blocks, a record a thread
+//
+// Roles of kStep and kChunk: none. A warp takes a tile of 16 tokens of a unit: it copies the tile to shared memory and
+// loads it back as the operands of the tensor cores (ldmatrix), counts for each base what lies outside of its window, and
+// writes the words, its slots of the record in shared memory, or the operands of a bf16 unit. The bytes do not depend on
+// the order of events, only which unit is taken does.
+// Barriers: the block meets when the largest exponent of each tile is known, when the counts are, when a unit is, and when
+// the slots are in the record; a warp meets between copying its tile and loading it.
+//
+// Shared memory of kStep and kChunk = 128 * kHeadDim       tiles
+//                                   + 4 * 4 * 12           of each tile: counts of 8 bases, and the largest exponent
+//                                   + 48                   the record
+// Bound: device memory, 3.5 bytes per element; a step without full pages reads the positions.
+//
+// Safety   for any numbers in the tables: a page or hot page that the cache does not have is left out and reported; an
+//          entry of 0xffffffff is left out. Units come from the pool, whose numbers are held against its size.
+#pragma once
+
+#include "unweight/axes.cuh"
+#include "unweight/encoding/kv_packed.cuh"
+#include "unweight/kernels/attention/softmax.cuh"
+#include "unweight/ptx/barrier.cuh"
+#include "unweight/ptx/control.cuh"
+#include "unweight/ptx/memory.cuh"
+#include "unweight/ptx/mma.cuh"
+
+namespace uw::kv_pack {
+
+constexpr u32 kWarps = kv::kPageTiles;
+constexpr u32 kNoPage = ~0u;
+constexpr u32 kLost = ~0u;  // instead of a unit
+template <class Config>
+constexpr u32 kThreads = Config::kStage == KvPackStage::kRelease ? 256 : kWarps * 32;
+
+template <class Config>
+struct Smem {
+    static constexpr bool kUsed = Config::kStage != KvPackStage::kRelease;
+    static constexpr u32 kTileBytes = kv::kTileTokens * Config::kHeadDim * 2;
+    static constexpr u32 kCountBytes = 48;  // of a tile: 8 counts, the largest exponent, and the unit that was taken
+    static constexpr u32 kTiles = 0;
+    static constexpr u32 kCounts = kUsed ? kWarps * kTileBytes : 0;
+    static constexpr u32 kRecord = kCounts + (kUsed ? kWarps * kCountBytes : 0);
+    static constexpr u32 kBytes = kRecord + (kUsed ? 48 : 0);
+};
+
+// One unit: K or V of a KV head in a page.
+template <class Config>
+struct Unit {
+    using S = Smem<Config>;
+    using P = kv::Packed<Config::kHeadDim>;
+    static constexpr u32 kHeadDim = Config::kHeadDim;
+    static constexpr u32 kInfeasible = 1u << 31;  // of a count
+
+    const KvPackArgs& args;
+    const u32 shared, warp, lane;
+    u32 quads[P::kSteps][4];
+
+    UW_DEVICE Unit(const KvPackArgs& a, u32 shared_address)
+        : args(a), shared(shared_address), warp(ptx::uniform_warp_index()), lane(ptx::lane_index()) {}
+
+    UW_DEVICE u32 counts(u32 tile, u32 place) const { return shared + S::kCounts + tile * S::kCountBytes + place * 4; }
+    UW_DEVICE static u32 low(u32 pair) { return pair >> 7 & 255; }
+    UW_DEVICE static u32 high(u32 pair) { return pair >> 23 & 255; }
+
+    // The warp's tile as operands.
+    UW_DEVICE void load(const u16* page, u32 half) {
+        const u32 tile = shared + S::kTiles + warp * S::kTileBytes;
+        const u16* from = page + warp * (kv::kTileTokens * kHeadDim);
+        for (u32 at = lane * 16; at < S::kTileBytes; at += 512) ptx::st_shared_x4(tile + at, ptx::ld_global_x4(from + at / 2));
+        ptx::sync_warp();  // every lane's stores come before the warp's ldmatrix
+        const bool value = half == attention::kValue;
+        const attention::Lines<kHeadDim> lines(value ? lane % 16 : lane % 8 + lane / 16 * 8, value ? lane / 16 : lane / 8 % 2);
+#pragma unroll
+        for (u32 s = 0; s < P::kSteps; ++s) {
+            const U32x4 v = value ? ptx::ldmatrix_x4_trans(lines.at(tile, s)) : ptx::ldmatrix_x4(lines.at(tile, s));
+            quads[s][0] = v.x;
+            quads[s][1] = v.y;
+            quads[s][2] = v.z;
+            quads[s][3] = v.w;
+        }
+    }
+    // By the block: the largest exponent of the unit. The record is zero behind it.
+    UW_DEVICE u32 largest() const {
+        u32 top = 0;
+#pragma unroll
+        for (u32 s = 0; s < P::kSteps; ++s) {
+#pragma unroll
+            for (u32 r = 0; r < 4; ++r) {
+                const u32 a = low(quads[s][r]), b = high(quads[s][r]), larger = a > b ? a : b;
+                top = larger > top ? larger : top;
+            }
+        }
+#pragma unroll
+        for (u32 step = 16; step != 0; step /= 2) {
+            const u32 other = ptx::shuffle_xor(top, step);
+            top = other > top ? other : top;
+        }
+        ptx::sync_block();  // the loads of the unit before come before these stores
+        if (lane == 0) ptx::st_shared(counts(warp, kv::kCandidates), top);
+        if (warp == 0 && lane < P::kRecordBytes / 4) ptx::st_shared(shared + S::kRecord + lane * 4, 0);
+        ptx::sync_block();  // all tiles' come before the loads
+#pragma unroll
+        for (u32 tile = 0; tile < kWarps; ++tile) {
+            const u32 other = ptx::ld_shared(counts(tile, kv::kCandidates));
+            top = other > top ? other : top;
+        }
+        return top;
+    }
+    // By the block: for each base below `top` how many elements of each tile are outside of its window.
+    UW_DEVICE void count(u32 top) const {
+#pragma unroll 1
+        for (u32 c = 0; c < kv::kCandidates && c <= top; ++c) {
+            const u32 base = top - c;
+            u32 outside = 0;
+            bool infeasible = false;
+#pragma unroll
+            for (u32 s = 0; s < P::kSteps; ++s) {
+#pragma unroll
+                for (u32 r = 0; r < 4; ++r) {
+                    u32 pair = quads[s][r];
+                    ptx::pin(pair);  // or the exponents of all elements are kept in registers from base to base
+                    const u32 a = low(pair), b = high(pair);
+                    outside += (a - base >= kv::kWindow) + (b - base >= kv::kWindow);
+                    infeasible |= (a != 0 && a + kv::kBelow < base) || (b != 0 && b + kv::kBelow < base);
+                }
+            }
+#pragma unroll
+            for (u32 step = 16; step != 0; step /= 2) outside += ptx::shuffle_xor(outside, step);
+            const u32 flag = ptx::warp_ballot(infeasible) != 0 ? kInfeasible : 0;
+            if (lane == 0) ptx::st_shared(counts(warp, c), outside | flag);
+        }
+        ptx::sync_block();  // all tiles' counts come before the loads
+    }
+    // The base of the fewest slots, of several the largest; their number, or more than a record has.
+    UW_DEVICE u32 choose(u32 top, u32& base) const {
+        u32 best = ~0u;
+#pragma unroll 1
+        for (u32 c = 0; c < kv::kCandidates && c <= top; ++c) {
+            u32 all = 0, flags = 0;
+#pragma unroll
+            for (u32 tile = 0; tile < kWarps; ++tile) {
+                const u32 own = ptx::ld_shared(counts(tile, c));
+                all += own & ~kInfeasible;
+                flags |= own;
+            }
+            if ((flags & kInfeasible) == 0 && all < best) {
+                best = all;
+                base = top - c;
+            }
+        }
+        return best;
+    }
+    UW_DEVICE static u32 code_of(u32 exponent, u32 base) {
+        if (exponent == 0) return kv::kZeroCode;
+        return exponent < base ? exponent + kv::kBelow - base : exponent - base - kv::kWindow + kv::kBelow;
+    }
+    // The warp's words, and its slots of the record from `place` on.
+    UW_DEVICE void write(u8* operand, u32 base, u32 place) const {
+        u32 words[P::kWords];
+#pragma unroll
+        for (u32 s = 0; s < P::kSteps; ++s) {
+            u32 own[4], outside = 0;
+#pragma unroll
+            for (u32 r = 0; r < 4; ++r) {
+                const u32 x = quads[s][r], a = low(x) - base, b = high(x) - base;
+                const bool first = a < kv::kWindow, second = b < kv::kWindow;
+                own[r] = (x & 0x807f807fu) | (first ? a << 7 : 0) | (second ? b << 23 : 0);
+                outside |= u32(!first) << (2 * r) | u32(!second) << (2 * r + 1);
+            }
+            P::words_of(words, s, own);
+            if (ptx::warp_ballot(outside != 0) == 0) continue;
+            const u32 listed = ptx::popcount(outside);
+            u32 before = listed;
+#pragma unroll
+            for (u32 distance = 1; distance < 32; distance *= 2) {
+                const u32 below = ptx::shuffle_up(before, distance);
+                before += lane >= distance ? below : 0;
+            }
+            const u32 all = ptx::shuffle(before, 31);
+            u32 at = place + before - listed;
+#pragma unroll 1
+            for (; outside != 0; outside &= outside - 1) {
+                const u32 i = ptx::find_first_set(outside) - 1;
+                const u32 pair = i < 2 ? quads[s][0] : i < 4 ? quads[s][1] : i < 6 ? quads[s][2] : quads[s][3];
+                const u32 slot = (s * 32 + lane) * 8 + i | code_of(i % 2 == 0 ? low(pair) : high(pair), base) << 11;
+                ptx::st_shared_u16(shared + S::kRecord + 8 + at * 2, slot);
+                ++at;
+            }
+            place += all;
+        }
+        P::store_global(operand, words, lane);
+    }
+    // By one thread: takes a unit.
+    UW_DEVICE u32 take() const {
+        const u32 free = ptx::atom_add_global(args.free_units, ~0u);
+        // Below zero where others have taken the last ones.
+        if (free == 0 || free > args.units) {
+            ptx::red_add_global(args.free_units, 1);
+            return kLost;
+        }
+        const u32 unit = ptx::ld_global(args.free_units + free);
+        return unit < args.units ? unit : kLost;
+    }
+    UW_DEVICE void run(const u16* page, u32 half, u8* operands, u8* record, u32* lost) {
+        load(page, half);
+        const u32 largest_exponent = largest(), top = (largest_exponent > 15 ? largest_exponent : 15) - 15;
+        count(top);
+        u32 base = 0;
+        const u32 slots = choose(top, base);
+        u32 word = base, ends = 0;
+        if (slots <= P::kSlots) {
+            u32 place = 0, all = 0;
+#pragma unroll
+            for (u32 tile = 0; tile < kWarps; ++tile) {
+                if (tile == warp) place = all;
+                all += ptx::ld_shared(counts(tile, top - base));
+                ends |= all << (8 * tile);
+            }
+            write(operands + warp * P::kTileBytes + half * P::kOperandBytes, base, place);
+        } else {
+            const u32 taken = counts(0, kv::kCandidates + 1);
+            if (warp == 0 && lane == 0) ptx::st_shared(taken, take());
+            ptx::sync_block();  // the unit is known before the loads
+            const u32 unit = ptx::ld_shared(taken);
+            word = (unit == kLost ? kv::kLostUnit : kv::kBf16Unit) << 8;
+            if (unit == kLost) {
+                if (warp == 0 && lane == 0) ptx::st_global(lost, 1);
+            } else {
+                ends = unit;
+                u8* to = args.unit_pages + u64(unit) * P::kUnitBytes + warp * P::kUnitTileBytes;
+#pragma unroll
+                for (u32 s = 0; s < P::kSteps; ++s) {
+                    const U32x4 v{quads[s][0], quads[s][1], quads[s][2], quads[s][3]};
+                    ptx::st_global_x4(to + s * 512 + lane * 16, v);
+                }
+            }
+        }
+        if (warp == 0 && lane == 0) ptx::st_shared_x2(shared + S::kRecord, U32x2{word, ends});
+        ptx::sync_block();  // every warp's slots come before the loads
+        if (warp == 0 && lane < P::kRecordBytes / 4) {
+            ptx::st_global(record + lane * 4, ptx::ld_shared(shared + S::kRecord + lane * 4));
+        }
+    }
+    // K or V of a KV head: from a bf16 page to a packed one.
+    UW_DEVICE void run(u32 layer, u32 from, u32 page, u32 kv_head, u32 half, u32* lost) {
+        const u16* source = args.source + layer * args.source_pitch;
+        const u64 head = P::head(args.kv_heads, page, kv_head);
+        run(source + kv::head_element(kHeadDim, args.kv_heads, from, kv_head, half), half,
+            args.packed + layer * args.packed_pitch + head * P::kHeadBytes,
+            args.records + layer * args.record_pitch + (2 * head + half) * P::kRecordBytes, lost);
+    }
+};
+
+UW_DEVICE void report(const KvPackArgs& args, u32 row) { ptx::st_global(args.fault, 1 + row); }
+
+template <class Config>
+UW_DEVICE void run_step(const KvPackArgs& args) {
+    const u32 each = args.layers * args.kv_heads * 2, blocks = ptx::grid_size(), lane = ptx::lane_index();
+    // The first unit of the row that is this block's.
+    u32 next = ptx::block_index();
+    for (u32 first = 0; first < args.m; first += 32) {
+        const u32 own = first + lane;
+        const u32 position = own < args.m ? ptx::ld_global(args.positions + own) : attention::kPadPosition;
+        u32 full = ptx::warp_ballot(position % kv::kPageTokens == kv::kPageTokens - 1 && position / kv::kPageTokens < args.table_pages);
+        while (full != 0) {
+            const u32 of = ptx::find_first_set(full) - 1, row = first + of;
+            full &= full - 1;
+            const u32 entry = ptx::shuffle(position, of) / kv::kPageTokens;
+            const u32 page = ptx::ld_global(args.page_table + u64(row) * args.table_pages + entry);
+            const u32 hot = ptx::ld_global(args.hot_table + row);
+            if (page != kNoPage && (page >= args.pages || hot >= args.source_pages)) report(args, row);
+            const bool there = page < args.pages && hot < args.source_pages;
+#pragma unroll 1
+            for (; next < each; next += blocks) {
+                if (!there) continue;
+                const u32 pair = next / 2;
+                Unit<Config> unit(args, ptx::smem_address(ptx::dynamic_smem()));
+                unit.run(pair / args.kv_heads, hot, page, pair % args.kv_heads, next % 2, args.lost + row);
+            }
+            next -= each;
+        }
+    }
+}
+
+template <class Config>
+UW_DEVICE void run_chunk(const KvPackArgs& args) {
+    const u32 pair = ptx::block_index() / 2, half = ptx::block_index() % 2;
+    const u32 place = pair / args.kv_heads, kv_head = pair % args.kv_heads;
+    const u32 page = ptx::ld_global(args.page_table + place);
+    if (page >= args.pages || args.first + place >= args.source_pages) {
+        if (page != kNoPage) report(args, place);
+        return;
+    }
+    Unit<Config> unit(args, ptx::smem_address(ptx::dynamic_smem()));
+    unit.run(0, args.first + place, page, kv_head, half, args.lost);
+}
+
+template <class Config>
+UW_DEVICE void run_release(const KvPackArgs& args) {
+    using P = kv::Packed<Config::kHeadDim>;
+    const u64 own = u64(ptx::block_index()) * kThreads<Config> + ptx::thread_index();
+    const u64 each = u64(args.kv_heads) * 2 * args.layers;
+    const u64 place = own / each;
+    if (place >= args.m) return;
+    const u32 inside = own % each, layer = inside / (args.kv_heads * 2), head = inside % (args.kv_heads * 2);
+    const u32 page = ptx::ld_global(args.page_table + place);
+    if (page >= args.pages) {
+        if (page != kNoPage) report(args, place);
+        return;
+    }
+    u8* record = args.records + layer * args.record_pitch + (u64(page) * args.kv_heads * 2 + head) * P::kRecordBytes;
+    const U32x2 words = ptx::ld_global_x2(record);
+    const kv::Record old{words.x, words.y};
+    if (old.kind() != kv::kBf16Unit) return;
+    ptx::st_global_x2(record, U32x2{kv::kLostUnit << 8, 0});
+    if (old.unit() >= args.units) return report(args, place);
+    const u32 free = ptx::atom_add_global(args.free_units, 1);
+    if (free < args.units) ptx::st_global(args.free_units + 1 + free, old.unit());
+}
+
+template <class Config>
+UW_DEVICE void run(const KvPackArgs& args) {
+    if constexpr (Config::kPdl) {
+        ptx::griddepcontrol_launch_dependents();
+        ptx::griddepcontrol_wait();
+    }
+    if constexpr (Config::kStage == KvPackStage::kStep) {
+        run_step<Config>(args);
+    } else if constexpr (Config::kStage == KvPackStage::kChunk) {
+        run_chunk<Config>(args);
+    } else {
+        run_release<Config>(args);
+    }
+}
+
+}  // namespace uw::kv_pack
