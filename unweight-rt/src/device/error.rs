@@ -348,6 +348,14 @@ pub enum LaunchError {
         /// Elements per head of the KV cache.
         cache: u32,
     },
+    /// Two KV caches that do not have the same heads.
+    #[error("the packed KV cache has [{}, {}] KV heads and elements, the BF16 pages have [{}, {}]; make both for one model", packed[0], packed[1], bf16[0], bf16[1])]
+    KvHeads {
+        /// KV heads and elements per head of the packed cache.
+        packed: [u32; 2],
+        /// The same of the BF16 pages.
+        bf16: [u32; 2],
+    },
     /// A kernel for another kind of step.
     #[error("is for step = {takes}, not {asked}; use a variant for step = {asked}")]
     Step {

@@ -17,7 +17,7 @@ use unweight_codegen::{
     abi::AttentionArgs,
     kv::PAGE_TOKENS,
     plan::GemmShape,
-    spec::{AttentionSpec, AttentionStep, Op},
+    spec::{AttentionSpec, AttentionStep, KvCache, Op},
 };
 
 use crate::{
@@ -27,7 +27,7 @@ use crate::{
         view::{Place, check_apart, check_device},
     },
     exec::{ExecContext, context::ContextParts},
-    ops::kv::KvLayer,
+    ops::{kv::KvLayer, kv_packed::DecodeCache},
 };
 
 /// Query heads of one KV head, at most: they share the rows of a fragment of the tensor cores.
@@ -299,8 +299,8 @@ impl Attention {
     /// Enqueues the attention of the newest token of each row.
     ///
     /// `qkv` is `[m, (h + 2g) * head_dim]` as the projection leaves it: query heads, key heads, value heads. `out` is
-    /// `[m, h * head_dim]`. The key and the value of each row's token are stored into its page, those of the tokens
-    /// before it must be there. A row without a token ([`PAD_POSITION`](crate::ops::kv::PAD_POSITION)) becomes zeros
+    /// `[m, h * head_dim]`. The key and the value of each row's token are stored into its page, or its hot page if the
+    /// cache is packed; those of the tokens before it must be there. A row without a token ([`PAD_POSITION`](crate::ops::kv::PAD_POSITION)) becomes zeros
     /// and touches no page. A page that the layer does not have is left out, and a position behind the page table or
     /// the angles makes its row zeros; [`ExecContext::synchronize`] reports either.
     ///
@@ -308,16 +308,16 @@ impl Attention {
     /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
     /// kernel takes; parts that the kernel does not take, or an execution context without room for them; or an error of
     /// the driver.
-    pub fn decode(
+    pub fn decode<'c>(
         &self,
         ctx: &mut ExecContext,
         qkv: MatrixRef<'_>,
-        layer: KvLayer<'_>,
+        cache: impl Into<DecodeCache<'c>>,
         rows: TokenRows<'_>,
         options: AttentionOptions<'_>,
         out: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
-        let (qkv, out) = (qkv.place(), out.place());
+        let (qkv, out, cache) = (qkv.place(), out.place(), cache.into());
         let (cosines, sines) = (options.rotary.cosines.place(), options.rotary.sines.place());
         let own = self.kernel.device().ordinal();
         let (head_dim, parts) = (self.spec.head_dim.get(), options.parts);
@@ -325,10 +325,8 @@ impl Attention {
         let check = || {
             self.check_step(AttentionStep::Decode)?;
             self.check_parts(parts)?;
-            if layer.shape().head_dim() != head_dim {
-                return Err(LaunchError::HeadDimOf { takes: head_dim, cache: layer.shape().head_dim() });
-            }
-            let heads = Heads::of(qkv, out, layer.shape().kv_heads(), head_dim)?;
+            let written = self.check_cache(&cache, qkv.rows)?;
+            let heads = Heads::of(qkv, out, written.shape().kv_heads(), head_dim)?;
             check_rotary(cosines, sines, head_dim)?;
             let tables = [
                 ("the positions", rows.positions, u64::from(qkv.rows)),
@@ -354,9 +352,12 @@ impl Attention {
             for (what, place) in [("QKV", qkv), ("A", out), ("the cosines", cosines), ("the sines", sines)] {
                 place.check_device(what, own)?;
             }
-            layer.check_device(own)?;
-            check_apart(("the KV cache", layer.span()), read.iter().cloned())?;
-            check_apart(("A", out.span()), read.into_iter().chain([("the KV cache", layer.span())]))?;
+            if let DecodeCache::Packed { pages, hot_table, .. } = &cache {
+                read.extend(pages.spans());
+                read.push(("the table of hot pages", hot_table.span()));
+            }
+            check_apart(("the KV cache", written.span()), read.iter().cloned())?;
+            check_apart(("A", out.span()), read.into_iter().chain([("the KV cache", written.span())]))?;
             let problem = heads.problem(parts)?;
             self.kernel.check_grid(problem)?;
             have.check(self.shared(problem, parts)?)?;
@@ -370,7 +371,6 @@ impl Attention {
         let args = AttentionArgs {
             qkv: qkv.address,
             out: out.address,
-            layer: layer.address(),
             positions: rows.positions.address(),
             page_table: rows.page_table.address(),
             cosines: cosines.address,
@@ -386,7 +386,6 @@ impl Attention {
             m: heads.rows,
             kv_heads: heads.kv_heads,
             group: heads.group,
-            pages: layer.shape().pages(),
             table_pages: rows.table_pages,
             max_positions: cosines.rows,
             window: options.window,
@@ -395,12 +394,67 @@ impl Attention {
             scale: scale * std::f32::consts::LOG2_E,
             eps: options.eps,
             parts,
+            ..cache_args(&cache)
         };
         // SAFETY: shapes, pitches, places and lengths were held against each other above, the views against their
         // memory when they were made; the kernel bounds positions and pages. The fault word and the workspace, which
         // is large enough and whose counters every launch leaves zero, live as long as the context, on whose stream
         // this runs. Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(ctx.stream(), problem, &args) }
+    }
+
+    /// Whether the kernel takes this cache for `m` rows; the BF16 pages that new tokens are stored into.
+    fn check_cache<'a, 'c>(&self, cache: &'a DecodeCache<'c>, m: u32) -> Result<&'a KvLayer<'c>, LaunchError> {
+        let (own, head_dim) = (self.kernel.device().ordinal(), self.spec.head_dim.get());
+        let (got, written) = match cache {
+            DecodeCache::Bf16(layer) => (KvCache::Bf16, layer),
+            DecodeCache::Packed { hot, .. } => (KvCache::Packed, hot),
+        };
+        if got != self.spec.cache {
+            return Err(LaunchError::Source { takes: cache_name(self.spec.cache), got: cache_name(got) });
+        }
+        let cache_dim = written.shape().head_dim();
+        if cache_dim != head_dim {
+            return Err(LaunchError::HeadDimOf { takes: head_dim, cache: cache_dim });
+        }
+        written.check_device(own)?;
+        if let DecodeCache::Packed { pages, hot, hot_table } = cache {
+            pages.check(own, head_dim)?;
+            pages.check_heads(&hot.shape())?;
+            let (what, got) = ("the table of hot pages", hot_table.len() as u64);
+            if got < u64::from(m) {
+                return Err(LaunchError::Elements { buffer: what, got, expected: m.into() });
+            }
+            check_device(what, hot_table.device().ordinal(), own)?;
+        }
+        Ok(written)
+    }
+}
+
+fn cache_name(cache: KvCache) -> &'static str {
+    match cache {
+        KvCache::Bf16 => "a BF16 KV cache",
+        KvCache::Packed => "a packed KV cache",
+    }
+}
+
+/// Addresses and sizes of a cache.
+fn cache_args(cache: &DecodeCache<'_>) -> AttentionArgs {
+    match cache {
+        DecodeCache::Bf16(layer) => {
+            AttentionArgs { layer: layer.address(), pages: layer.shape().pages(), ..AttentionArgs::default() }
+        }
+        DecodeCache::Packed { pages, hot, hot_table } => AttentionArgs {
+            layer: pages.packed(),
+            pages: pages.shape().kv.pages(),
+            records: pages.records(),
+            unit_pages: pages.units(),
+            hot: hot.address(),
+            hot_table: hot_table.address(),
+            hot_pages: hot.shape().pages(),
+            units: pages.shape().units,
+            ..AttentionArgs::default()
+        },
     }
 }
 

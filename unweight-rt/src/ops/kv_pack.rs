@@ -1,0 +1,216 @@
+//! BF16 pages of a KV cache to packed pages, and the units of free pages back to their pool.
+//!
+//! ```text
+//! step      hot pages of all layers --> packed pages, of each row whose newest token is the last of a page
+//! chunk     pages of one layer      --> packed pages, those of a list
+//! release   the units of the pages of a list are free again
+//! ```
+//! A unit is K or V of one KV head in a page. One whose exponents do not fit its window and record takes a BF16 unit of
+//! the pool. If none is free its values are lost, and the caller is told by a flag: it must compute them again.
+
+use std::sync::Arc;
+
+use unweight_codegen::{
+    abi::KvPackArgs,
+    plan::GemmShape,
+    spec::{KvPackSpec, KvPackStage, Op},
+};
+
+use crate::{
+    device::{
+        DeviceBuffer, DeviceError, LaunchError, RowFault,
+        module::LoadedKernel,
+        view::{check_apart, check_device},
+    },
+    exec::ExecContext,
+    ops::{attention::TokenRows, kv::KvLayer, kv_packed::PackedLayers},
+};
+
+/// A kernel of `kv_pack`.
+#[derive(Clone, Debug)]
+pub struct KvPack {
+    kernel: Arc<LoadedKernel>,
+    spec: KvPackSpec,
+}
+
+/// Buffers of a launch, with their least lengths.
+type Lists<'a> = [(&'static str, &'a DeviceBuffer<u32>, u64)];
+
+impl KvPack {
+    /// Launches a kernel of family `kv_pack`.
+    ///
+    /// # Errors
+    /// A kernel of another family.
+    pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
+        match kernel.spec().op {
+            Op::KvPack(spec) => Ok(Self { kernel, spec }),
+            _ => kernel.refuse(LaunchError::Family { wanted: "the packing of a KV cache" }),
+        }
+    }
+
+    /// The kernel.
+    pub fn kernel(&self) -> &LoadedKernel {
+        &self.kernel
+    }
+
+    /// Enqueues the packing of the hot page of each of the first `m` rows whose newest token is the last of a page:
+    /// of all layers, to the page that the row's table has there ([`NO_PAGE`](super::kv_packed::NO_PAGE): to none).
+    /// `hot` are the hot pages of layer 0; those of the other layers follow at the distance of a layer. Sets
+    /// `lost[row]` to 1 if a unit of the row is lost. A page that a cache does not have is left out, and
+    /// [`ExecContext::synchronize`] reports it.
+    ///
+    /// # Errors
+    /// Operands that do not agree, overlap or are on another device; or an error of the driver.
+    pub fn step(
+        &self,
+        ctx: &mut ExecContext,
+        (hot, hot_table): (KvLayer<'_>, &DeviceBuffer<u32>),
+        cache: PackedLayers<'_>,
+        rows: TokenRows<'_>,
+        m: u32,
+        lost: &mut DeviceBuffer<u32>,
+    ) -> Result<(), DeviceError> {
+        let table = u64::from(m) * u64::from(rows.table_pages);
+        let lists = [
+            ("the positions", rows.positions, u64::from(m)),
+            ("the page table", rows.page_table, table),
+            ("the table of hot pages", hot_table, u64::from(m)),
+        ];
+        let check = || {
+            self.check(KvPackStage::Step, &cache, &lists, Some((&*lost, m)))?;
+            cache.check_heads(&hot.shape())?;
+            hot.check_device(self.kernel.device().ordinal())
+        };
+        check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        let shape = cache.shape();
+        let args = KvPackArgs {
+            source: hot.address(),
+            positions: rows.positions.address(),
+            page_table: rows.page_table.address(),
+            hot_table: hot_table.address(),
+            lost: lost.address(),
+            source_pitch: hot.shape().layer_elements(),
+            m,
+            source_pages: hot.shape().pages(),
+            table_pages: rows.table_pages,
+            ..self.args(ctx, &cache)
+        };
+        let units = u64::from(m) * u64::from(shape.layers) * u64::from(shape.kv.kv_heads()) * 2;
+        // A grid that loops takes any number of units.
+        self.launch(ctx, u32::try_from(units).unwrap_or(u32::MAX), &args)
+    }
+
+    /// Enqueues the packing of the first `count` pages of `table` `[count]`, of one layer: page `i` comes from page
+    /// `first + i` of `source`. Sets `lost[0]` to 1 if a unit is lost.
+    ///
+    /// # Errors
+    /// As for [`KvPack::step`].
+    pub fn chunk(
+        &self,
+        ctx: &mut ExecContext,
+        (source, first): (KvLayer<'_>, u32),
+        layer: PackedLayers<'_>,
+        (table, at, count): (&DeviceBuffer<u32>, u32, u32),
+        lost: &mut DeviceBuffer<u32>,
+    ) -> Result<(), DeviceError> {
+        let lists = [("the page table", table, u64::from(at) + u64::from(count))];
+        let check = || {
+            self.check(KvPackStage::Chunk, &layer, &lists, Some((&*lost, 1)))?;
+            layer.check_heads(&source.shape())?;
+            source.check_device(self.kernel.device().ordinal())
+        };
+        check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        let kv_heads = layer.shape().kv.kv_heads();
+        let args = KvPackArgs {
+            source: source.address(),
+            page_table: table.address() + u64::from(at) * size_of::<u32>() as u64,
+            lost: lost.address(),
+            m: count,
+            source_pages: source.shape().pages(),
+            first,
+            layers: 1,
+            ..self.args(ctx, &layer)
+        };
+        let units = u64::from(count) * u64::from(kv_heads) * 2;
+        self.launch(ctx, u32::try_from(units).unwrap_or(u32::MAX), &args)
+    }
+
+    /// Enqueues the release of the units of the first `count` pages of `table`, in all layers of `cache`. The pages are
+    /// to be packed again before they are read.
+    ///
+    /// # Errors
+    /// As for [`KvPack::step`].
+    pub fn release(
+        &self,
+        ctx: &mut ExecContext,
+        cache: PackedLayers<'_>,
+        table: &DeviceBuffer<u32>,
+        count: u32,
+    ) -> Result<(), DeviceError> {
+        let check = || self.check(KvPackStage::Release, &cache, &[("the page table", table, count.into())], None);
+        check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        let shape = cache.shape();
+        let args = KvPackArgs { page_table: table.address(), m: count, ..self.args(ctx, &cache) };
+        let units = u64::from(count) * u64::from(shape.layers) * u64::from(shape.kv.kv_heads()) * 2;
+        let Ok(units) = u32::try_from(units) else {
+            let limit = u32::MAX.into();
+            return self.kernel.refuse(LaunchError::TooLarge { what: "units of the pages", value: units, limit });
+        };
+        self.launch(ctx, units, &args)
+    }
+
+    fn check(
+        &self,
+        asked: KvPackStage,
+        cache: &PackedLayers<'_>,
+        lists: &Lists<'_>,
+        lost: Option<(&DeviceBuffer<u32>, u32)>,
+    ) -> Result<(), LaunchError> {
+        let (takes, own) = (self.spec.stage, self.kernel.device().ordinal());
+        if takes != asked {
+            return Err(LaunchError::Step { takes: takes.tag(), asked: asked.tag() });
+        }
+        cache.check(own, self.spec.head_dim.get())?;
+        for &(buffer, list, expected) in lists {
+            let got = list.len() as u64;
+            if got < expected {
+                return Err(LaunchError::Elements { buffer, got, expected });
+            }
+            check_device(buffer, list.device().ordinal(), own)?;
+        }
+        let Some((lost, rows)) = lost else { return Ok(()) };
+        if (lost.len() as u64) < u64::from(rows) {
+            let (got, expected) = (lost.len() as u64, rows.into());
+            return Err(LaunchError::Elements { buffer: "the list of lost rows", got, expected });
+        }
+        check_device("the list of lost rows", lost.device().ordinal(), own)?;
+        check_apart(("the list of lost rows", lost.span()), lists.iter().map(|(what, list, _)| (*what, list.span())))
+    }
+
+    /// What all stages take.
+    fn args(&self, ctx: &ExecContext, cache: &PackedLayers<'_>) -> KvPackArgs {
+        let shape = cache.shape();
+        let (packed_pitch, record_pitch) = cache.pitches();
+        KvPackArgs {
+            packed: cache.packed(),
+            records: cache.records(),
+            unit_pages: cache.units(),
+            free_units: cache.free(),
+            fault: ctx.row_fault_address(RowFault::Page),
+            packed_pitch,
+            record_pitch,
+            layers: shape.layers,
+            kv_heads: shape.kv.kv_heads(),
+            pages: shape.kv.pages(),
+            units: shape.units,
+            ..KvPackArgs::default()
+        }
+    }
+
+    fn launch(&self, ctx: &ExecContext, units: u32, args: &KvPackArgs) -> Result<(), DeviceError> {
+        // SAFETY: lists were held against their lengths above, the caches against their memory when they were made; the
+        // kernel bounds pages, hot pages and units. The fault word lives as long as the context, on whose stream this
+        // runs. Dropping a buffer waits for the kernel.
+        unsafe { self.kernel.launch(ctx.stream(), GemmShape::rows(units), args) }
+    }
+}
