@@ -16,7 +16,10 @@ use std::{
 use clap::Args;
 use serde::Serialize;
 use unweight::{
-    engine::{AdmissionError, Engine, EngineError, EngineOptions, ExpertTraffic, Finish, Request, SampleParams, SeqId},
+    engine::{
+        AdmissionError, Engine, EngineError, EngineOptions, ExpertTraffic, Finish, NO_TOKEN, Request, SampleParams,
+        SeqId,
+    },
     format::{Placement, bundle::Bundle},
     model::ModelConfig,
     text::{self, Message, StopStrings, Text, TextStream},
@@ -442,6 +445,10 @@ impl Generate {
                         output.note(format_args!("behind {tokens} tokens all logits are NaN: the text ends there"));
                         String::new()
                     }
+                    Some(Finish::CacheFull) if event.token == NO_TOKEN => {
+                        output.note(format_args!("the prompt does not fit the packed KV cache: use --kv-cache bf16"));
+                        String::new()
+                    }
                     _ => sequence.push(event.token)?,
                 };
                 if sequence.stopped {
@@ -451,7 +458,7 @@ impl Generate {
                     shown += &sequence.finish(finish.name())?;
                 }
                 if live {
-                    if as_ids && event.finish != Some(Finish::NotANumber) {
+                    if as_ids && event.token != NO_TOKEN {
                         shown = format!("{}{}", if is_first { "" } else { "," }, event.token);
                     }
                     show(&shown)?;

@@ -47,7 +47,7 @@ use tokio::{
     task::JoinSet,
     time::{sleep, timeout, timeout_at},
 };
-use unweight_engine::{Finish, Request};
+use unweight_engine::{Finish, NO_TOKEN, Request};
 use unweight_format::bundle::io_code;
 
 use crate::text::{StopStrings, Text, TextError, TextStream};
@@ -520,7 +520,8 @@ impl Growing {
         let Some(stream) = &mut self.stream else { return Ok((String::new(), None)) };
         // The token that ends a text is no part of it.
         let (mut shown, stopped) = match finish {
-            Some(Finish::Stop | Finish::NotANumber) => (String::new(), false),
+            Some(Finish::Stop) => (String::new(), false),
+            _ if token == NO_TOKEN => (String::new(), false),
             _ => self.stops.push(&stream.push(token)?),
         };
         if stopped {
@@ -531,7 +532,7 @@ impl Growing {
         let mut reason = match finish {
             Finish::Stop => "stop",
             Finish::Length => "length",
-            // OpenAI's protocol has no reason for NaN, nor for one that a later engine adds.
+            // OpenAI's protocol has no reason for NaN or a full cache, nor for one that a later engine adds.
             _ => "error",
         };
         if let Some(stream) = self.stream.take() {

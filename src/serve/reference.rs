@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap};
 use half::bf16;
 use rayon::prelude::*;
 use unweight_engine::{
-    AdmissionError, EngineOptions, Event, OptionError, Request, SampleParams, SeqId,
+    AdmissionError, EngineOptions, Event, KvCache, OptionError, Request, SampleParams, SeqId,
     raw::{
         pages::pages_for,
         schedule::{Limits as ScheduleLimits, Next, Schedule},
@@ -103,7 +103,8 @@ impl CpuReference {
         let context = options.context.unwrap_or(CONTEXT).min(config.max_positions);
         let max_batch = options.max_batch;
         let pages = pages_for(context).saturating_mul(max_batch);
-        let limits = ScheduleLimits { max_batch, context, vocab: config.vocab, ahead: 1, waiting: options.waiting };
+        let (vocab, waiting, kv_cache) = (config.vocab, options.waiting, KvCache::Bf16);
+        let limits = ScheduleLimits { max_batch, context, vocab, ahead: 1, waiting, kv_cache };
         let schedule = Schedule::new(limits, pages);
         let limits = Limits { max_batch, context, pages, eos: config.eos.clone() };
         Ok(Self { config, weights, values, schedule, limits, texts: BTreeMap::new() })
@@ -141,7 +142,7 @@ impl CpuReference {
                     }
                 }
                 self.schedule.launched();
-                self.schedule.read(&tokens, &mut events);
+                self.schedule.read(&tokens, &[], &mut events);
             }
             Next::Idle | Next::Read => {}
         }

@@ -254,6 +254,8 @@ impl Run<'_> {
                         add(self.subject(subject, compare)?);
                     }
                 }
+                // With attention over packed pages.
+                Op::KvPack(_) | Op::KvUnpack(_) => {}
                 Op::GemmGrouped(op) => {
                     for tokens in batches(spec) {
                         let subject = self.grouped(kernel, op, &weights, tokens)?;

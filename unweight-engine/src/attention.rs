@@ -4,7 +4,7 @@ use unweight_codegen::{
     VariantSpec,
     family::Instruction,
     plan::{GemmShape, Plan},
-    spec::{Arch, AttentionSpec, AttentionStep, Op, catalog},
+    spec::{Arch, AttentionSpec, AttentionStep, KvCache, Op, catalog},
 };
 use unweight_model::ModelConfig;
 use unweight_rt::{
@@ -61,19 +61,24 @@ impl Shape {
 /// Bytes of what parts leave for each other, on any device.
 pub fn parts_bytes(config: &ModelConfig) -> u64 {
     let shape = Shape { warps: 4, split: true, ..Shape::BLOCK };
-    let kernel = variant(Arch::Sm80, AttentionStep::Decode, config.head_dim, shape);
+    let kernel = variant(Arch::Sm80, (AttentionStep::Decode, KvCache::Bf16), config.head_dim, shape);
     let plan = kernel.and_then(|spec| Plan::new(&spec).ok());
     // Several parts of a pair are no more than the multiprocessors.
     plan.map_or(0, |plan| ContextSize::from(plan.workspace(GemmShape::rows(SMS_MAX), SMS_MAX)).bytes())
 }
 
 /// The shipped attention for heads of this size that is nearest to so many warps and blocks: those of sizes that few
-/// models have come with clusters of one.
-pub fn variant(arch: Arch, step: AttentionStep, head_dim: u32, shape: Shape) -> Option<VariantSpec> {
+/// models have come with clusters of one. Either cache has the same warps and clusters, so its results are the same bits.
+pub fn variant(
+    arch: Arch,
+    (step, cache): (AttentionStep, KvCache),
+    head_dim: u32,
+    shape: Shape,
+) -> Option<VariantSpec> {
     let Shape { warps, cluster, split, .. } = shape;
     let pdl = arch.has(Instruction::DependentLaunch);
     let of = |spec: &VariantSpec| match spec.op {
-        Op::Attention(op) if op.step == step && op.head_dim.get() == head_dim => {
+        Op::Attention(op) if (op.step, op.cache) == (step, cache) && op.head_dim.get() == head_dim => {
             (op.pdl == pdl && op.split == split).then_some(op)
         }
         _ => None,

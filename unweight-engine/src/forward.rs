@@ -19,7 +19,7 @@ use unweight_rt::{
     experts::{Choice, ExpertTraffic, Fetcher, Routed},
     raw::ops::{
         attention::{AttentionOptions, ChunkRows, RotaryTable, TokenRows},
-        kv::{KvLayer, KvShape, PAD_POSITION},
+        kv::PAD_POSITION,
         rope::{HeadOptions, RopeTable},
         sample::SampleRow,
     },
@@ -27,6 +27,7 @@ use unweight_rt::{
 
 use crate::{
     kernels::Kernels,
+    kv_cache::{KvStore, PackedCache},
     memory::{self, Memory, Products, experts_shape},
     options::{EngineOptions, bucket},
     pages::pages_for,
@@ -105,7 +106,7 @@ struct Shape {
     rows: u32,
     rope_dim: u32,
     eps: f32,
-    kv: KvShape,
+    layers: u32,
     /// Pages of the longest sequence.
     table_pages: u32,
     windows: Vec<Option<u32>>,
@@ -121,6 +122,8 @@ pub struct RowState<'a> {
     pub position: u32,
     /// The pages of its sequence.
     pub pages: &'a [u32],
+    /// The hot page of its sequence in a packed cache.
+    pub hot: u32,
     /// How the next token is chosen.
     pub sample: SampleRow,
 }
@@ -151,7 +154,7 @@ pub struct Forward {
     live: u32,
     passing: u32,
     logits: DeviceBuffer<u16>,
-    cache: DeviceBuffer<u16>,
+    cache: KvStore,
     cosines: DeviceMatrix,
     sines: DeviceMatrix,
     /// Of a step: one entry a row.
@@ -191,7 +194,6 @@ impl Forward {
         products: Products,
     ) -> Result<Self, DeviceError> {
         let stream = ctx.stream().clone();
-        let kv = KvShape::new(memory.pages, config.kv_heads, config.head_dim)?;
         let (rows, batch) = (memory::rows(options), bucket(options.max_batch));
         let shape = Shape {
             hidden: config.hidden,
@@ -205,7 +207,7 @@ impl Forward {
             rows,
             rope_dim: config.rope.dim,
             eps: config.eps,
-            kv,
+            layers: config.layers,
             table_pages: pages_for(memory.context),
             windows: config.window.clone(),
             mixture: config.mixture,
@@ -217,7 +219,6 @@ impl Forward {
         let angles = config.rope.table(memory.context);
         let bits = |values: &[half::bf16]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
         let table = |values| DeviceMatrix::from_host(&stream, memory.context, shape.rope_dim / 2, &bits(values));
-        let cache = kv.layer_elements() as usize * config.layers as usize;
         Ok(Self {
             hidden: zeroed(rows, shape.hidden)?,
             normed: zeroed(rows, shape.hidden)?,
@@ -237,7 +238,7 @@ impl Forward {
             live: 0,
             passing: 0,
             logits: zeroed(shape.logit_rows, shape.logit_pitch)?,
-            cache: DeviceBuffer::zeroed(&stream, cache)?,
+            cache: KvStore::new(&stream, config, memory, batch)?,
             cosines: table(&angles.cos)?,
             sines: table(&angles.sin)?,
             ids: words(batch as usize)?,
@@ -268,8 +269,24 @@ impl Forward {
     }
 
     /// The cache of all layers.
-    pub fn cache(&mut self) -> (&mut DeviceBuffer<u16>, KvShape) {
-        (&mut self.cache, self.shape.kv)
+    pub fn cache(&mut self) -> &mut KvStore {
+        &mut self.cache
+    }
+
+    /// The cache, if it is packed.
+    pub fn packed_cache(&mut self) -> Option<&mut PackedCache> {
+        self.cache.packed()
+    }
+
+    /// Enqueues the release of the BF16 units of pages that no sequence has any more.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn release(&mut self, pages: &[u32]) -> Result<(), DeviceError> {
+        match (self.cache.packed(), &self.kernels.packed) {
+            (Some(cache), Some(kernels)) => cache.release(&mut self.ctx, kernels, pages),
+            _ => Ok(()),
+        }
     }
 
     /// Logits of the first `rows` rows of the last step or chunk, `[rows, vocab]`. Waits.
@@ -301,16 +318,20 @@ impl Forward {
         let (bucket, table_pages) = (bucket as usize, self.shape.table_pages as usize);
         let mut ids = vec![0; bucket];
         let mut positions = vec![PAD_POSITION; bucket];
-        let mut tables = vec![0; bucket * table_pages];
+        let mut tables = vec![self.cache.padding(); bucket * table_pages];
+        let mut hot = vec![0; bucket];
         let mut samples = vec![bytemuck::Zeroable::zeroed(); bucket];
         for (at, row) in rows.iter().enumerate() {
-            (ids[at], positions[at], samples[at]) = (row.id, row.position, row.sample);
+            (ids[at], positions[at], samples[at], hot[at]) = (row.id, row.position, row.sample, row.hot);
             let table = &mut tables[at * table_pages..(at + 1) * table_pages];
             table[..row.pages.len()].copy_from_slice(row.pages);
         }
         // At most the bucket's.
         self.live = rows.len() as u32;
         let stream = self.ctx.stream();
+        if let Some(cache) = self.cache.packed() {
+            cache.set_rows(stream, &hot)?;
+        }
         self.ids.write(stream, 0, &ids)?;
         self.positions.write(stream, 0, &positions)?;
         self.tables.write(stream, 0, &tables)?;
@@ -343,12 +364,30 @@ impl Forward {
         if runs(Part::Sample) { self.sample(rows) } else { Ok(()) }
     }
 
-    /// Sets the pages of a sequence whose prompt is to be run. Waits.
+    /// Sets the pages of a sequence whose prompt is to be run, and its hot page in a packed cache if steps follow. Waits.
     ///
     /// # Errors
     /// The driver's.
-    pub fn set_pages(&mut self, pages: &[u32]) -> Result<(), DeviceError> {
-        self.prompt_pages.write(self.ctx.stream(), 0, pages)
+    pub fn set_pages(&mut self, pages: &[u32], hot: Option<u32>) -> Result<(), DeviceError> {
+        let mut table = vec![self.cache.padding(); self.shape.table_pages as usize];
+        table[..pages.len()].copy_from_slice(pages);
+        if let Some(cache) = self.cache.packed() {
+            cache.set_prompt(self.ctx.stream(), hot)?;
+        }
+        self.prompt_pages.write(self.ctx.stream(), 0, &table)
+    }
+
+    /// Enqueues the packing of `context` tokens of staging into the pages of a sequence, of every layer.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub(crate) fn pack_staging(&mut self, pages: &[u32], hot: u32, context: u32) -> Result<(), DeviceError> {
+        self.set_pages(pages, Some(hot))?;
+        let (Some(cache), Some(kernels)) = (self.cache.packed(), &self.kernels.packed) else { return Ok(()) };
+        for layer in 0..self.shape.layers {
+            cache.pack_chunk(&mut self.ctx, kernels, layer, &self.prompt_pages, (0, context))?;
+        }
+        Ok(())
     }
 
     /// Sets the tokens of a chunk; how many they are. Waits.
@@ -424,7 +463,7 @@ impl Forward {
     }
 
     pub(crate) fn attend(&mut self, layer: &Layer, index: usize, rows: u32) -> Result<(), DeviceError> {
-        let Shape { qkv, attended, table_pages, eps, kv, ref windows, .. } = self.shape;
+        let Shape { qkv, attended, table_pages, eps, layers, ref windows, .. } = self.shape;
         let decode =
             self.kernels.decode(rows).ok_or(LaunchError::Batch { m: rows, max_batch: self.ids.len() as u32 })?;
         let rotary = RotaryTable { cosines: self.cosines.view(), sines: self.sines.view() };
@@ -435,32 +474,47 @@ impl Forward {
             .parts(decode.parts);
         let tokens = TokenRows { positions: &self.positions, page_table: &self.tables, table_pages };
         let x = view(&self.qkv, rows, qkv)?;
-        let cache = KvLayer::new(&mut self.cache, kv, index as u32)?;
+        let cache = self.cache.decode(index as u32)?;
         let out = view_mut(&mut self.attended, rows, attended)?;
-        decode.kernel.decode(&mut self.ctx, x, cache, tokens, options, out)
+        decode.kernel.decode(&mut self.ctx, x, cache, tokens, options, out)?;
+        match (self.cache.packed(), &self.kernels.packed) {
+            (Some(cache), Some(kernels)) if index + 1 == layers as usize => {
+                cache.pack_step(&mut self.ctx, kernels, tokens, rows)
+            }
+            _ => Ok(()),
+        }
     }
 
     pub(crate) fn turn(&mut self, layer: &Layer, index: usize, start: u32, rows: u32) -> Result<(), DeviceError> {
-        let Shape { qkv, heads, rope_dim, eps, kv, .. } = self.shape;
+        let Shape { qkv, heads, rope_dim, eps, .. } = self.shape;
         let table = RopeTable::new(self.cosines.data(), self.sines.data(), rope_dim)?;
         let options = HeadOptions::new(heads, table).bias(layer.qkv_bias.as_ref()).norms(
             layer.q_norm.as_ref(),
             layer.k_norm.as_ref(),
             eps,
         );
-        let cache = KvLayer::new(&mut self.cache, kv, index as u32)?;
+        let (cache, pages) = self.cache.chunk(index as u32, &self.prompt_pages)?;
         let x = view_mut(&mut self.qkv, rows, qkv)?;
-        self.kernels.rope.enqueue(&mut self.ctx, x, &options, cache, &self.prompt_pages, start)
+        self.kernels.rope.enqueue(&mut self.ctx, x, &options, cache, pages, start)
     }
 
     pub(crate) fn attend_chunk(&mut self, index: usize, start: u32, rows: u32) -> Result<(), DeviceError> {
-        let Shape { qkv, attended, table_pages, kv, ref windows, .. } = self.shape;
-        let window = windows.get(index).copied().flatten();
-        let tokens = ChunkRows::new(start, &self.prompt_pages, table_pages).window(window);
+        let Shape { qkv, attended, table_pages, ref windows, .. } = self.shape;
+        let (window, layer) = (windows.get(index).copied().flatten(), index as u32);
+        if let (Some(cache), Some(kernels)) = (self.cache.packed(), &self.kernels.packed) {
+            cache.unpack(&mut self.ctx, kernels, layer, (&self.prompt_pages, start))?;
+        }
         let x = view(&self.qkv, rows, qkv)?;
-        let cache = KvLayer::new(&mut self.cache, kv, index as u32)?;
+        let (cache, pages) = self.cache.chunk(layer, &self.prompt_pages)?;
+        let tokens = ChunkRows::new(start, pages, table_pages).window(window);
         let out = view_mut(&mut self.attended, rows, attended)?;
-        self.kernels.prefill.prefill(&mut self.ctx, x, cache, tokens, out)
+        self.kernels.prefill.prefill(&mut self.ctx, x, cache, tokens, out)?;
+        match (self.cache.packed(), &self.kernels.packed) {
+            (Some(cache), Some(kernels)) => {
+                cache.pack_chunk(&mut self.ctx, kernels, layer, &self.prompt_pages, (start, start + rows))
+            }
+            _ => Ok(()),
+        }
     }
 
     pub(crate) fn behind_attention(

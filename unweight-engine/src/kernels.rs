@@ -6,8 +6,8 @@ use unweight_codegen::{
     VariantSpec,
     family::{Instruction, norm::COLUMNS_MAX, sample::VOCABULARY_MAX},
     spec::{
-        AttentionStep, EmbedSource, EmbedSpec, NormSpec, Op, RopeHeadDim, RopeSpec, RouteSpec, SampleSpec, SiluMulSpec,
-        catalog,
+        Arch, AttentionStep, EmbedSource, EmbedSpec, HeadDim, KvCache, KvPackSpec, KvPackStage, KvUnpackSpec, NormSpec,
+        Op, RopeHeadDim, RopeSpec, RouteSpec, SampleSpec, SiluMulSpec, catalog,
     },
 };
 use unweight_model::{Mixture, ModelConfig};
@@ -20,6 +20,8 @@ use unweight_rt::{
         ops::{
             attention::{Attention, GROUP_MAX},
             embed::Embed,
+            kv_pack::KvPack,
+            kv_unpack::KvUnpack,
             norm::Norm,
             rope::Rope,
             sample::Sample,
@@ -31,6 +33,7 @@ use unweight_rt::{
 use crate::{
     attention::{self, Shape},
     error::EngineError,
+    kv_cache::PackedKernels,
     options::{BUCKETS, EngineOptions, bucket},
 };
 
@@ -48,6 +51,8 @@ pub struct Variants {
     sample: VariantSpec,
     /// Of a mixture.
     experts: Vec<VariantSpec>,
+    /// Of a packed KV cache: of a step, of a chunk, the release of units, and unpacking.
+    packed: Option<[VariantSpec; 4]>,
 }
 
 /// Attention of the newest tokens of a bucket's rows.
@@ -97,14 +102,15 @@ impl Variants {
                 Op::Sample(op) => op.cluster.get(),
                 _ => 0,
             });
-        let prefill =
-            attention::variant(arch, AttentionStep::Prefill, config.head_dim, Shape { warps: 4, ..Shape::BLOCK });
+        let shape = Shape { warps: 4, ..Shape::BLOCK };
+        let prefill = attention::variant(arch, (AttentionStep::Prefill, KvCache::Bf16), config.head_dim, shape);
+        let cache = options.kv_cache.unwrap_or(KvCache::Bf16);
         let tokens = options.context.unwrap_or(config.max_positions).min(config.max_positions);
         let buckets = BUCKETS.into_iter().filter(|bucket| *bucket <= largest);
         let decode = buckets.map(|bucket| {
             // A pair of a row and a KV head is a block's work, or a cluster's, or that of several blocks.
             let shape = Shape::of(gpu, bucket * config.kv_heads, tokens);
-            let kernel = attention::variant(arch, AttentionStep::Decode, config.head_dim, shape)?;
+            let kernel = attention::variant(arch, (AttentionStep::Decode, cache), config.head_dim, shape)?;
             Some(Decode { rows: bucket, kernel, parts: shape.parts })
         });
         let decode: Option<Vec<_>> = decode.collect();
@@ -114,16 +120,30 @@ impl Variants {
             return Err(head_dim(config));
         };
         let experts = config.mixture.map_or_else(Vec::new, |_| mixtures::variants(arch));
-        Ok(Self { embed, norm, silu_mul, rope, prefill, decode, sample, experts })
+        let packed = (cache == KvCache::Packed).then(|| packed_variants(arch, config.head_dim)).flatten();
+        Ok(Self { embed, norm, silu_mul, rope, prefill, decode, sample, experts, packed })
     }
 
     /// All of them, each once.
     pub fn all(&self) -> Vec<VariantSpec> {
-        let Self { embed, norm, silu_mul, rope, prefill, decode, sample, experts } = self;
+        let Self { embed, norm, silu_mul, rope, prefill, decode, sample, experts, packed } = self;
         let decode = decode.iter().map(|decode| decode.kernel).chain(experts.iter().copied());
+        let decode = decode.chain(packed.iter().flatten().copied());
         let all = [*embed, *norm, *silu_mul, *rope, *prefill, *sample].into_iter().chain(decode);
         all.collect::<BTreeSet<_>>().into_iter().collect()
     }
+}
+
+/// The kernels of a packed KV cache with heads of this size.
+fn packed_variants(arch: Arch, head_dim: u32) -> Option<[VariantSpec; 4]> {
+    let (head_dim, pdl) = (HeadDim::new(head_dim).ok()?, arch.has(Instruction::DependentLaunch));
+    let pack = |stage| VariantSpec::kv_pack(arch, KvPackSpec { stage, head_dim, pdl });
+    Some([
+        pack(KvPackStage::Step),
+        pack(KvPackStage::Chunk),
+        pack(KvPackStage::Release),
+        VariantSpec::kv_unpack(arch, KvUnpackSpec { head_dim, pdl }),
+    ])
 }
 
 fn head_dim(config: &ModelConfig) -> EngineError {
@@ -159,6 +179,8 @@ pub struct Kernels {
     pub rope: Rope,
     pub prefill: Attention,
     pub sample: Sample,
+    /// Of a packed KV cache.
+    pub packed: Option<PackedKernels>,
     decode: Vec<Decode<Attention>>,
 }
 
@@ -180,6 +202,15 @@ impl Kernels {
             rope: Rope::new(get(&variants.rope)?)?,
             prefill: Attention::new(get(&variants.prefill)?)?,
             sample: Sample::new(get(&variants.sample)?)?,
+            packed: match &variants.packed {
+                Some([step, chunk, release, unpack]) => Some(PackedKernels {
+                    step: KvPack::new(get(step)?)?,
+                    chunk: KvPack::new(get(chunk)?)?,
+                    release: KvPack::new(get(release)?)?,
+                    unpack: KvUnpack::new(get(unpack)?)?,
+                }),
+                None => None,
+            },
             decode: decode.collect::<Result<_, DeviceError>>()?,
         })
     }
@@ -201,10 +232,7 @@ impl Kernels {
 
 #[cfg(test)]
 mod tests {
-    use unweight_codegen::{
-        plan::{GemmShape, Plan},
-        spec::Arch,
-    };
+    use unweight_codegen::plan::{GemmShape, Plan};
     use unweight_model::Geometry;
     use unweight_rt::raw::ops::attention::PARTS_MAX;
 

@@ -15,6 +15,7 @@ mod engine;
 mod error;
 mod forward;
 mod kernels;
+mod kv_cache;
 mod memory;
 mod options;
 mod pages;
@@ -31,7 +32,7 @@ pub use error::{EngineError, NoHostMemory, NoMemory};
 #[doc(inline)]
 pub use memory::Memory;
 #[doc(inline)]
-pub use options::{EngineOptions, OptionError, Placement, Plan};
+pub use options::{EngineOptions, KvCache, OptionError, Placement, Plan};
 #[cfg(feature = "pipelines")]
 #[doc(inline)]
 pub use pipelines::PlanError;

@@ -14,14 +14,15 @@ use unweight_rt::{
             route::{RoutePolicy, Weight},
         },
         layer::linear,
+        ops::kv_packed::PackedShape,
     },
 };
 
 use crate::{
     attention,
     error::{NoHostMemory, NoMemory},
-    options::{EngineOptions, Placement, bucket},
-    pages::{PAGE_TOKENS, pages_for},
+    options::{EngineOptions, KvCache, Placement, bucket},
+    pages::{PAGE_TOKENS, pages_for, sequence_pages},
 };
 
 /// Bytes of a bf16, and of an id.
@@ -40,9 +41,15 @@ pub struct Memory {
     pub working: u64,
     /// Bytes of the buffer that weights are expanded into before their product; 0 if no weight is. Part of `working`.
     pub slot: u64,
-    /// Number of pages of the KV cache, 64 tokens each.
+    /// How the pages of the KV cache are stored.
+    pub kv_cache: KvCache,
+    /// Number of pages of the KV cache, 64 tokens each. In a packed cache each row has a hot page in addition.
     pub pages: u32,
-    /// Bytes of the KV cache per token.
+    /// Number of hot pages of a packed KV cache, BF16, one per row of a step; 0 otherwise.
+    pub hot_pages: u32,
+    /// Number of BF16 units of a packed KV cache, for keys or values of a head in a page that cannot be packed.
+    pub units: u32,
+    /// Bytes of the KV cache per token of its pages.
     pub token: u64,
     /// Maximum number of tokens of one sequence, the prompt included.
     pub context: u32,
@@ -56,9 +63,9 @@ impl Memory {
         self.weights.saturating_add(self.cache).saturating_add(self.working)
     }
 
-    /// Number of tokens that the KV cache holds, over all sequences.
+    /// Number of tokens that the KV cache holds, over all sequences, hot pages included.
     pub fn tokens(&self) -> u64 {
-        u64::from(self.pages) * u64::from(PAGE_TOKENS)
+        (u64::from(self.pages) + u64::from(self.hot_pages)) * u64::from(PAGE_TOKENS)
     }
 }
 
@@ -68,7 +75,8 @@ impl fmt::Display for Memory {
         let (weights, cache, working) = (gb(self.weights), gb(self.cache), gb(self.working));
         write!(
             f,
-            "weights {weights:.2} GB, KV cache {cache:.2} GB ({} tokens of {} B), working memory {working:.2} GB",
+            "weights {weights:.2} GB, {} KV cache {cache:.2} GB ({} tokens of {} B), working memory {working:.2} GB",
+            if self.kv_cache == KvCache::Packed { "packed" } else { "BF16" },
             self.tokens(),
             self.token
         )?;
@@ -293,7 +301,62 @@ impl EngineOptions {
             None => placement(config, &self, packed, have),
             Some(asked) => asked,
         };
-        self.placement(chosen)
+        let kv_cache = self.kv_cache.unwrap_or_else(|| kv_cache(config, &self));
+        self.placement(chosen).kv_cache(kv_cache)
+    }
+}
+
+/// The KV cache of an engine where the options name none.
+pub fn kv_cache(config: &ModelConfig, options: &EngineOptions) -> KvCache {
+    let _ = (config, options);
+    KvCache::Bf16
+}
+
+/// Sizes of a KV cache, in bytes.
+struct CacheBytes {
+    /// A page, and its share of the pool of BF16 units.
+    page: u64,
+    /// What does not depend on the number of pages.
+    fixed: u64,
+    kv_cache: KvCache,
+    /// Units of a page of all layers.
+    page_units: u64,
+    hot_pages: u32,
+}
+
+impl CacheBytes {
+    /// A page in so many has a BF16 unit in the pool, one page's units aside.
+    const PAGES_PER_UNIT: u64 = 1024;
+
+    fn of(config: &ModelConfig, options: &EngineOptions) -> Self {
+        let bf16_page = config.kv_bytes_per_token() * u64::from(PAGE_TOKENS);
+        let kv_cache = options.kv_cache.unwrap_or(KvCache::Bf16);
+        if kv_cache == KvCache::Bf16 {
+            return Self { page: bf16_page, fixed: 0, kv_cache, page_units: 0, hot_pages: 0 };
+        }
+        let layers = u64::from(config.layers);
+        let page_units = 2 * layers * u64::from(config.kv_heads);
+        let (unit, hot_pages) = (PackedShape::unit_bytes(config.head_dim), options.max_batch);
+        let page = layers * PackedShape::page_bytes(config.kv_heads, config.head_dim);
+        let share = (page_units * unit).div_ceil(Self::PAGES_PER_UNIT);
+        let fixed = (page_units + 1) * unit + bf16_page * u64::from(hot_pages);
+        Self { page: page + share, fixed, kv_cache, page_units, hot_pages }
+    }
+
+    /// BF16 units of a cache of so many pages.
+    fn units(&self, pages: u32) -> u32 {
+        let units = self.page_units + self.page_units * u64::from(pages) / Self::PAGES_PER_UNIT;
+        u32::try_from(units).unwrap_or(u32::MAX)
+    }
+
+    /// All bytes of a cache of so many pages.
+    fn total(&self, pages: u32) -> u64 {
+        self.page * u64::from(pages) + self.fixed
+    }
+
+    /// Bytes per token of a page.
+    fn token(&self) -> u64 {
+        self.page.div_ceil(PAGE_TOKENS.into())
     }
 }
 
@@ -309,40 +372,52 @@ pub fn plan(
     have: u64,
 ) -> Result<Memory, NoMemory> {
     let asked = options.context.unwrap_or(config.max_positions).min(config.max_positions).max(1);
-    let page = config.kv_bytes_per_token() * u64::from(PAGE_TOKENS);
+    let cache = CacheBytes::of(config, options);
+    let pages_of = |tokens| sequence_pages(cache.kv_cache, tokens);
     let of = |context: u32| {
         let working = working(config, options, context).saturating_add(shared.bytes);
-        (working, have.saturating_sub(weights).saturating_sub(working) / page.max(1))
+        let left = have.saturating_sub(weights).saturating_sub(working);
+        // Not one page where what is fixed does not fit.
+        (working, left.checked_sub(cache.fixed).map(|left| left / cache.page.max(1)))
     };
     let least = if options.context.is_some() { asked } else { PAGE_TOKENS.min(asked) };
     let (working_least, fit) = of(least);
-    if fit < u64::from(pages_for(least)) {
-        let cache = page * u64::from(pages_for(least));
+    if fit.is_none_or(|fit| fit < u64::from(pages_of(least))) {
+        let cache = cache.total(pages_of(least));
         let need = weights.saturating_add(working_least).saturating_add(cache);
         return Err(NoMemory { need, have, weights, working: working_least, cache, context: least });
     }
     // A shorter context needs a smaller table of angles, so what fits the longer one fits it, too.
+    let count = |fit: Option<u64>| u32::try_from(fit.unwrap_or(0)).unwrap_or(u32::MAX);
+    // Tokens of the longest sequence that has so many pages.
+    let tokens = |pages: u32| pages.saturating_add(pages_for(1) - pages_of(1)).saturating_mul(PAGE_TOKENS);
     let (working_asked, fit) = of(asked);
-    let fit = u32::try_from(fit).unwrap_or(u32::MAX);
-    let (context, working, pages) = if fit >= pages_for(asked) {
-        (asked, working_asked, fit)
+    let (context, working, pages) = if fit.is_some() && count(fit) >= pages_of(asked) {
+        (asked, working_asked, count(fit))
     } else {
         let (_, fit) = of(least);
-        let context = u32::try_from(fit).unwrap_or(u32::MAX).saturating_mul(PAGE_TOKENS).min(asked);
-        let (working, fit) = of(context);
+        let mut context = tokens(count(fit)).min(asked);
+        let (mut working, mut fit) = of(context);
+        if fit.is_none() {
+            // With the memory of this context nothing is left for what is fixed.
+            (context, (working, fit)) = (least, of(least));
+        }
         // With the table of this context a few pages less may fit.
-        let pages = u32::try_from(fit).unwrap_or(u32::MAX).max(pages_for(least));
-        (context.min(pages.saturating_mul(PAGE_TOKENS)), working, pages)
+        let pages = count(fit).max(pages_of(least));
+        (context.min(tokens(pages)), working, pages)
     };
     // More than all rows can have is of no use.
-    let pages = u64::from(pages).min(u64::from(pages_for(context)) * u64::from(options.max_batch)) as u32;
+    let pages = u64::from(pages).min(u64::from(pages_of(context)) * u64::from(options.max_batch)) as u32;
     Ok(Memory {
         weights,
-        cache: page * u64::from(pages),
+        cache: cache.total(pages),
         working,
         slot: shared.slot,
+        kv_cache: cache.kv_cache,
         pages,
-        token: config.kv_bytes_per_token(),
+        hot_pages: cache.hot_pages,
+        units: if cache.kv_cache == KvCache::Packed { cache.units(pages) } else { 0 },
+        token: cache.token(),
         context,
         host: 0,
     })
@@ -357,8 +432,16 @@ fn working(config: &ModelConfig, options: &EngineOptions, context: u32) -> u64 {
     let row = 2 * u64::from(config.hidden) + u64::from(config.qkv_rows()) + attention + mlp;
     let logits = u64::from(logit_rows(options)) * u64::from(config.vocab);
     let angles = u64::from(context) * u64::from(config.rope.dim);
-    let state = (rows + batch * (16 + u64::from(pages_for(context)))) * ID;
-    (rows * row + logits + angles) * BF16 + state + attention::parts_bytes(config)
+    let state = (rows + batch * (18 + u64::from(pages_for(context)))) * ID;
+    // Packed pages of one layer and sequence are unpacked for later chunks of its prompt.
+    let staging = match options.kv_cache {
+        Some(KvCache::Packed) => {
+            u64::from(pages_for(context))
+                * (config.kv_bytes_per_token() / u64::from(config.layers.max(1)) * u64::from(PAGE_TOKENS) + 2 * ID)
+        }
+        _ => 0,
+    };
+    (rows * row + logits + angles) * BF16 + state + staging + attention::parts_bytes(config)
 }
 
 #[cfg(test)]

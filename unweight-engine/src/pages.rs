@@ -2,9 +2,20 @@
 
 pub use unweight_codegen::kv::PAGE_TOKENS;
 
+use crate::options::KvCache;
+
 /// The number of pages that `tokens` tokens need.
 pub fn pages_for(tokens: u32) -> u32 {
     tokens.div_ceil(PAGE_TOKENS)
+}
+
+/// The number of pages of a cache that a sequence of `tokens` tokens takes from the pool. The last page of a sequence
+/// is never packed: it stays the hot page of its row.
+pub fn sequence_pages(cache: KvCache, tokens: u32) -> u32 {
+    match cache {
+        KvCache::Bf16 => pages_for(tokens),
+        KvCache::Packed => pages_for(tokens).saturating_sub(1),
+    }
 }
 
 /// The free pages of the KV cache.
@@ -62,5 +73,6 @@ mod tests {
         pool.give(one);
         assert_eq!((pool.free(), pool.total()), (5, 5));
         assert_eq!([0, 1, 64, 65].map(pages_for), [0, 1, 1, 2]);
+        assert_eq!([0, 1, 64, 65, 129].map(|tokens| sequence_pages(KvCache::Packed, tokens)), [0, 0, 0, 1, 2]);
     }
 }

@@ -8,12 +8,18 @@
 //! device. Rows, pages and sampling parameters change only while no step is in flight: a sequence that joins or leaves
 //! costs one pause of the device. If a sequence ends while a later step is in flight, the token of that step is
 //! dropped.
+//!
+//! A sequence takes its pages before it starts. If a page of a packed KV cache can be kept neither packed nor in BF16,
+//! its sequence is preempted: it gives its pages back, waits, and computes them again from its tokens.
 
 use std::collections::VecDeque;
 
 use unweight_model::sampling::{NO_TOKEN, SampleParams};
 
-use crate::pages::{PAGE_TOKENS, PagePool, pages_for};
+use crate::{
+    options::KvCache,
+    pages::{PAGE_TOKENS, PagePool, sequence_pages},
+};
 
 /// Identifies a sequence of one engine. An engine never reuses an id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -108,6 +114,14 @@ pub enum AdmissionError {
         /// The number of free pages.
         free: u32,
     },
+    /// A page of the text cannot be packed, and all BF16 units of the packed KV cache are taken.
+    #[error(
+        "a page of the text fits neither 12 bits nor the {units} BF16 units of the KV cache; load with a BF16 cache"
+    )]
+    NoUnits {
+        /// The number of BF16 units of the KV cache.
+        units: u32,
+    },
     /// The queue is full ([`EngineOptions::waiting`](crate::EngineOptions::waiting)), or the call needs an idle engine
     /// or fewer rows.
     #[error("{waiting} requests wait already, which is the limit; try again later")]
@@ -130,6 +144,7 @@ impl AdmissionError {
             Self::TooLong { .. } => "context-exceeded",
             Self::NoRoom { .. } => "kv-cache-too-small",
             Self::NoPages { .. } => "kv-cache-full",
+            Self::NoUnits { .. } => "kv-cache-units-full",
             Self::Busy { .. } => "queue-full",
             Self::Params(_) => "sampling-option-out-of-range",
         }
@@ -147,15 +162,19 @@ pub enum Finish {
     /// All logits of the row were NaN. The token of the event is [`NO_TOKEN`], which is not a token of the model. Other
     /// sequences are not affected.
     NotANumber,
+    /// A page of the sequence cannot be packed, and the pool of BF16 units is too small for the sequence alone. The
+    /// token of the event is right, or [`NO_TOKEN`] if the prompt itself does not fit.
+    CacheFull,
 }
 
 impl Finish {
-    /// The name in reports: `stop`, `length` or `nan`.
+    /// The name in reports: `stop`, `length`, `nan` or `kv-cache-full`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Stop => "stop",
             Self::Length => "length",
             Self::NotANumber => "nan",
+            Self::CacheFull => "kv-cache-full",
         }
     }
 }
@@ -176,6 +195,10 @@ pub struct Event {
 struct Waiting {
     id: SeqId,
     request: Request,
+    /// Tokens that were told before it was preempted; they are the end of the prompt.
+    produced: u32,
+    /// Sequences that must have ended before it is tried again, unless nothing runs.
+    after: u64,
 }
 
 /// A sequence that has a row.
@@ -185,31 +208,38 @@ pub struct Running {
     pub id: SeqId,
     /// The sampling parameters.
     pub params: SampleParams,
-    /// The pages of its keys and values, in the order of its tokens.
+    /// The pages of its keys and values, in the order of its tokens; in a packed cache without the last one.
     pub pages: Vec<u32>,
+    /// The hot page of a packed cache: the page that the sequence is writing.
+    pub hot: u32,
     /// The token id that the next step takes as input.
     pub last: u32,
     /// The position of that token in the sequence, from 0.
     pub position: u32,
     max_new_tokens: u32,
     stop: Vec<u32>,
+    /// The prompt and the tokens that were told.
+    tokens: Vec<u32>,
     /// Tokens that were told.
     produced: u32,
     /// Tokens that were told or are being made.
     launched: u32,
     done: bool,
+    /// A page of it is lost: what is in flight is wrong.
+    lost: bool,
 }
 
 impl Running {
     /// Whether another step may be launched before something of it is read.
     fn may_run(&self) -> bool {
-        !self.done && self.launched < self.max_new_tokens
+        !self.done && !self.lost && self.launched < self.max_new_tokens
     }
 
     /// Notes a token.
     fn note(&mut self, token: u32) -> Event {
         self.produced += 1;
         self.last = token;
+        self.tokens.push(token);
         let finish = if token == NO_TOKEN {
             Some(Finish::NotANumber)
         } else if self.stop.contains(&token) {
@@ -254,6 +284,8 @@ pub struct Limits {
     pub ahead: u32,
     /// The maximum number of waiting sequences.
     pub waiting: usize,
+    /// How the pages of the cache are stored.
+    pub kv_cache: KvCache,
 }
 
 /// The sequences of an engine with their rows and pages.
@@ -261,7 +293,14 @@ pub struct Limits {
 pub struct Schedule {
     limits: Limits,
     pool: PagePool,
+    /// Hot pages of a packed cache, one per row.
+    hot: PagePool,
+    /// Packed pages that were given back since [`Schedule::take_freed`].
+    freed: Vec<u32>,
     next_id: u64,
+    /// Sequences that have ended or were preempted.
+    ended: u64,
+    preempted: u64,
     waiting: VecDeque<Waiting>,
     rows: Vec<Running>,
     in_flight: u32,
@@ -290,7 +329,11 @@ impl Schedule {
         Self {
             limits,
             pool: PagePool::new(pages),
+            hot: PagePool::new(limits.max_batch),
+            freed: Vec::new(),
             next_id: 0,
+            ended: 0,
+            preempted: 0,
             waiting: VecDeque::new(),
             rows: Vec::new(),
             in_flight: 0,
@@ -310,7 +353,7 @@ impl Schedule {
         let id = SeqId(self.next_id);
         self.next_id += 1;
         if request.max_new_tokens > 0 {
-            self.waiting.push_back(Waiting { id, request });
+            self.waiting.push_back(Waiting { id, request, produced: 0, after: 0 });
         }
         Ok(id)
     }
@@ -333,7 +376,7 @@ impl Schedule {
         let Some(tokens) = tokens.filter(|tokens| *tokens <= context) else {
             return Err(AdmissionError::TooLong { prompt, max_new_tokens, context });
         };
-        let (pages, total) = (pages_for(tokens), self.pool.total());
+        let (pages, total) = (self.pages_of(tokens), self.pool.total());
         if pages > total {
             return Err(AdmissionError::NoRoom { pages, tokens: PAGE_TOKENS, total });
         }
@@ -355,7 +398,30 @@ impl Schedule {
 
     /// Returns pages that [`Schedule::lend`] took.
     pub fn give(&mut self, pages: Vec<Vec<u32>>) {
-        pages.into_iter().for_each(|pages| self.pool.give(pages));
+        pages.into_iter().for_each(|pages| self.give_pages(pages));
+    }
+
+    /// The number of pages that a sequence of so many tokens takes.
+    pub fn pages_of(&self, tokens: u32) -> u32 {
+        sequence_pages(self.limits.kv_cache, tokens)
+    }
+
+    fn give_pages(&mut self, pages: Vec<u32>) {
+        if self.limits.kv_cache == KvCache::Packed {
+            self.freed.extend(&pages);
+        }
+        self.pool.give(pages);
+    }
+
+    /// The packed pages that were given back since the last call. Their BF16 units are to be released before any of
+    /// them is packed again.
+    pub fn take_freed(&mut self) -> Vec<u32> {
+        std::mem::take(&mut self.freed)
+    }
+
+    /// How often a sequence was preempted.
+    pub fn preempted(&self) -> u64 {
+        self.preempted
     }
 
     /// Ends a sequence and drops its tokens in flight. `false` if there is no such sequence.
@@ -366,7 +432,7 @@ impl Schedule {
         }
         match self.rows.iter_mut().find(|running| running.id == id && !running.done) {
             Some(running) => {
-                running.done = true;
+                (running.done, running.lost) = (true, false);
                 true
             }
             None => false,
@@ -392,26 +458,41 @@ impl Schedule {
     /// Whether the next sequence that waits has a row and pages.
     fn can_prefill(&self) -> bool {
         (self.rows.len() as u64) < u64::from(self.limits.max_batch)
-            && self.waiting.front().is_some_and(|waiting| Self::need(&waiting.request) <= self.pool.free())
+            && self.waiting.front().is_some_and(|waiting| {
+                self.need(waiting) <= self.pool.free() && (self.rows.is_empty() || self.ended >= waiting.after)
+            })
     }
 
-    /// Pages of a whole request: nobody is turned out later.
-    fn need(request: &Request) -> u32 {
+    /// Pages of a whole request.
+    fn need(&self, waiting: &Waiting) -> u32 {
         // Checked when it was added: both together fit the context.
-        pages_for(request.prompt.len() as u32 + request.max_new_tokens)
+        self.pages_of(waiting.request.prompt.len() as u32 + waiting.request.max_new_tokens - waiting.produced)
     }
 
     /// Lets go of rows that are finished. The last row takes the place of one that goes.
     fn compact(&mut self) {
         let mut at = 0;
         while at < self.rows.len() {
-            if self.rows[at].done {
+            if self.rows[at].done || self.rows[at].lost {
                 let gone = self.rows.swap_remove(at);
-                self.pool.give(gone.pages);
+                self.ended += 1;
                 self.changed = true;
+                self.leave(gone);
             } else {
                 at += 1;
             }
+        }
+    }
+
+    /// Takes the pages of a sequence back. If one of them is lost, the sequence waits to be computed again.
+    fn leave(&mut self, gone: Running) {
+        self.give_pages(gone.pages);
+        self.hot.give(vec![gone.hot]);
+        if gone.lost {
+            let Running { id, params, tokens, max_new_tokens, stop, produced, .. } = gone;
+            let request = Request { prompt: tokens, params, max_new_tokens, stop };
+            self.preempted += 1;
+            self.waiting.push_front(Waiting { id, request, produced, after: self.ended + 1 });
         }
     }
 
@@ -420,19 +501,28 @@ impl Schedule {
         if self.in_flight > 0 || !self.can_prefill() {
             return None;
         }
-        let Waiting { id, request } = self.waiting.pop_front()?;
-        let pages = self.pool.take(Self::need(&request))?;
+        let need = self.waiting.front().map(|waiting| self.need(waiting))?;
+        // As many as there are rows, of which one is free.
+        let hot = self.hot.take(1)?.pop()?;
+        let Some(pages) = self.pool.take(need) else {
+            self.hot.give(vec![hot]);
+            return None;
+        };
+        let Waiting { id, request, produced, .. } = self.waiting.pop_front()?;
         let running = Running {
             id,
             params: request.params,
             pages,
+            hot,
             last: 0,
             position: request.prompt.len() as u32,
             max_new_tokens: request.max_new_tokens,
             stop: request.stop,
-            produced: 0,
-            launched: 1,
+            tokens: request.prompt.clone(),
+            produced,
+            launched: produced + 1,
             done: false,
+            lost: false,
         };
         Some(Prefill { prompt: request.prompt, running })
     }
@@ -448,7 +538,17 @@ impl Schedule {
 
     /// Releases a sequence whose prefill failed.
     pub fn failed(&mut self, prefill: Prefill) {
-        self.pool.give(prefill.running.pages);
+        self.leave(prefill.running);
+    }
+
+    /// Preempts a sequence a page of whose prompt is lost. If nothing else holds units, it ends instead.
+    pub fn lost(&mut self, prefill: Prefill) -> Option<Event> {
+        let mut running = prefill.running;
+        let (id, alone) = (running.id, self.rows.is_empty());
+        running.lost = !alone;
+        self.ended += 1;
+        self.leave(running);
+        alone.then_some(Event { seq: id, token: NO_TOKEN, finish: Some(Finish::CacheFull) })
     }
 
     /// Records the launch of a step of all rows.
@@ -460,16 +560,30 @@ impl Schedule {
         }
     }
 
-    /// Records the tokens of the oldest step in flight, one per row, and appends their events to `events`.
-    pub fn read(&mut self, tokens: &[u32], events: &mut Vec<Event>) {
+    /// Records the tokens of the oldest step in flight, one per row, and appends their events to `events`. `lost` has a
+    /// word per row that is not 0 if a page that the step filled is lost; empty: none is. The token of that step is
+    /// right, those of later steps in flight are not.
+    pub fn read(&mut self, tokens: &[u32], lost: &[u32], events: &mut Vec<Event>) {
         debug_assert!(self.in_flight > 0 && tokens.len() == self.rows.len());
         self.in_flight -= 1;
-        for (running, &token) in self.rows.iter_mut().zip(tokens) {
+        let alone = self.rows.len() == 1;
+        for (at, (running, &token)) in self.rows.iter_mut().zip(tokens).enumerate() {
             // A sequence that had ended already ran along.
-            if !running.done {
-                running.position += 1;
-                events.push(running.note(token));
+            if running.done || running.lost {
+                continue;
             }
+            running.position += 1;
+            let mut event = running.note(token);
+            if !running.done && lost.get(at).is_some_and(|flag| *flag != 0) {
+                if alone {
+                    // Nothing else holds units: computing it again would end here again.
+                    running.done = true;
+                    event.finish = Some(Finish::CacheFull);
+                } else {
+                    running.lost = true;
+                }
+            }
+            events.push(event);
         }
     }
 
@@ -478,7 +592,7 @@ impl Schedule {
         self.in_flight = 0;
         self.waiting.clear();
         for running in &mut self.rows {
-            running.done = true;
+            (running.done, running.lost) = (true, false);
         }
         self.compact();
     }
@@ -505,7 +619,8 @@ mod tests {
     use std::collections::BTreeMap;
     use unweight_format::testing::Random;
 
-    const LIMITS: Limits = Limits { max_batch: 3, context: 1000, vocab: 100, ahead: 2, waiting: 100 };
+    const LIMITS: Limits =
+        Limits { max_batch: 3, context: 1000, vocab: 100, ahead: 2, waiting: 100, kv_cache: KvCache::Bf16 };
 
     fn request(prompt: usize, max_new_tokens: u32) -> Request {
         Request::new(vec![7; prompt]).max_new_tokens(max_new_tokens)
@@ -544,13 +659,13 @@ mod tests {
         schedule.launched();
         assert_eq!(schedule.due(), Next::Read, "two ahead");
         let mut events = Vec::new();
-        schedule.read(&[10], &mut events);
+        schedule.read(&[10], &[], &mut events);
         assert_eq!((schedule.rows()[0].position, schedule.rows()[0].last), (6, 10));
         assert_eq!(schedule.due(), Next::Launch { changed: false });
         schedule.launched();
-        schedule.read(&[11], &mut events);
+        schedule.read(&[11], &[], &mut events);
         assert_eq!(schedule.due(), Next::Read, "the fourth token is being made");
-        schedule.read(&[12], &mut events);
+        schedule.read(&[12], &[], &mut events);
         let last = Event { seq: id, token: 12, finish: Some(Finish::Length) };
         assert_eq!((events.len(), events[2]), (3, last));
         assert_eq!((schedule.due(), schedule.free_pages()), (Next::Idle, 100));
@@ -566,10 +681,10 @@ mod tests {
         let mut events = Vec::new();
         schedule.launched();
         schedule.launched();
-        schedule.read(&[3], &mut events);
+        schedule.read(&[3], &[], &mut events);
         assert_eq!(events.last().and_then(|event| event.finish), Some(Finish::Stop));
         assert_eq!((schedule.due(), schedule.free_pages()), (Next::Read, 99), "its page is still written");
-        schedule.read(&[4], &mut events);
+        schedule.read(&[4], &[], &mut events);
         assert_eq!((events.len(), schedule.due(), schedule.free_pages()), (1, Next::Idle, 100));
     }
 
@@ -637,7 +752,7 @@ mod tests {
                     Next::Read => {
                         let step = device.pop_front().unwrap();
                         let tokens: Vec<_> = step.iter().map(|(id, nth)| token(*id, *nth)).collect();
-                        schedule.read(&tokens, &mut events);
+                        schedule.read(&tokens, &[], &mut events);
                     }
                 }
                 for event in events {

@@ -389,6 +389,7 @@ impl Start {
             vocab: config.vocab,
             ahead: AHEAD,
             waiting: options.waiting,
+            kv_cache: memory.kv_cache,
         };
         let schedule = Schedule::new(limits, memory.pages);
         let (in_flight, spare) = (VecDeque::new(), Vec::new());

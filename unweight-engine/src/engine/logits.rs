@@ -9,7 +9,6 @@ use crate::{
     error::EngineError,
     forward::{Forward, RowState},
     options::bucket,
-    pages::pages_for,
     schedule::{AdmissionError, Request},
     weights::Weights,
 };
@@ -25,12 +24,13 @@ impl Engine {
         self.check_alive()?;
         self.schedule.check(&Request::new(tokens.to_vec()).max_new_tokens(0))?;
         // A text that was checked fits 32 bits.
-        let pages = self.schedule.lend(&[pages_for(tokens.len() as u32)])?;
+        let pages = self.schedule.lend(&[self.schedule.pages_of(tokens.len() as u32)])?;
         let pages_of = pages.first().map_or(&[][..], Vec::as_slice);
         let read = text_logits(&mut self.forward, &self.weights, &mut self.stepper, tokens, pages_of);
         let bits = self.note(read)?;
-        self.schedule.give(pages);
-        Ok(bits.into_iter().map(bf16::from_bits).collect())
+        self.give_back(pages)?;
+        let units = self.memory.units;
+        Ok(bits.ok_or(AdmissionError::NoUnits { units })?.into_iter().map(bf16::from_bits).collect())
     }
 
     /// [`Engine::logits`] of several texts at once, computed by steps of one token each. Slow; tests compare the two.
@@ -46,47 +46,64 @@ impl Engine {
         for text in texts {
             self.schedule.check(&Request::new(text.to_vec()).max_new_tokens(0))?;
         }
-        let counts: Vec<u32> = texts.iter().map(|text| pages_for(text.len() as u32)).collect();
+        let counts: Vec<u32> = texts.iter().map(|text| self.schedule.pages_of(text.len() as u32)).collect();
         let pages = self.schedule.lend(&counts)?;
         let read = self.steps_of(texts, &pages);
         let read = self.note(read)?;
-        self.schedule.give(pages);
-        Ok(read)
+        self.give_back(pages)?;
+        Ok(read.ok_or(AdmissionError::NoUnits { units: self.memory.units })?)
     }
 
-    fn steps_of(&mut self, texts: &[&[u32]], pages: &[Vec<u32>]) -> Result<Vec<Vec<bf16>>, DeviceError> {
+    /// Returns pages that were lent, and their BF16 units.
+    fn give_back(&mut self, pages: Vec<Vec<u32>>) -> Result<(), EngineError> {
+        self.schedule.give(pages);
+        let freed = self.schedule.take_freed();
+        let released = self.forward.release(&freed);
+        self.note(released)
+    }
+
+    /// `None` if a page is lost.
+    fn steps_of(&mut self, texts: &[&[u32]], pages: &[Vec<u32>]) -> Result<Option<Vec<Vec<bf16>>>, DeviceError> {
+        let stream = self.forward.stream().clone();
         let (count, vocab) = (texts.len() as u32, self.config.vocab as usize);
         let mut logits = vec![Vec::new(); texts.len()];
         let longest = texts.iter().map(|text| text.len()).max().unwrap_or(0);
         for at in 0..longest {
-            let states = texts.iter().zip(pages).map(|(text, pages)| match text.get(at) {
-                Some(&id) => RowState { id, position: at as u32, pages, sample: sample_row(&SampleParams::default()) },
-                None => RowState { id: 0, position: PAD_POSITION, pages, sample: sample_row(&SampleParams::default()) },
+            // Nothing else runs, so every row may have the hot page of its number.
+            let states = texts.iter().zip(pages).zip(0..).map(|((text, pages), hot)| {
+                let sample = sample_row(&SampleParams::default());
+                let (id, position) = text.get(at).map_or((0, PAD_POSITION), |id| (*id, at as u32));
+                RowState { id, position, pages, hot, sample }
             });
             self.forward.set_rows(&states.collect::<Vec<_>>(), bucket(count))?;
             self.launch(count)?;
             let bits = self.forward.logits(count)?;
             settle(&mut self.forward, &mut self.stepper)?;
+            if let Some(cache) = self.forward.packed_cache()
+                && cache.lost().to_host(&stream)?.iter().any(|flag| *flag != 0)
+            {
+                return Ok(None);
+            }
             for ((row, text), logits) in bits.chunks_exact(vocab).zip(texts).zip(&mut logits) {
                 if at < text.len() {
                     logits.extend(row.iter().map(|bits| bf16::from_bits(*bits)));
                 }
             }
         }
-        Ok(logits)
+        Ok(Some(logits))
     }
 }
 
-/// Logits of every token of a text, bf16 bits `[tokens, vocab]`. Waits.
+/// Logits of every token of a text, bf16 bits `[tokens, vocab]`; `None` if a page is lost. Waits.
 fn text_logits(
     forward: &mut Forward,
     weights: &Weights,
     stepper: &mut Stepper,
     tokens: &[u32],
     pages: &[u32],
-) -> Result<Vec<u16>, DeviceError> {
+) -> Result<Option<Vec<u16>>, DeviceError> {
     let (mut start, mut all) = (0, Vec::new());
-    forward.set_pages(pages)?;
+    forward.set_pages(pages, None)?;
     for chunk in tokens.chunks(forward.chunk_rows() as usize) {
         stepper.chunk(forward, weights, chunk, start)?;
         let rows = chunk.len() as u32;
@@ -100,5 +117,7 @@ fn text_logits(
         start += rows;
     }
     settle(forward, stepper)?;
-    Ok(all)
+    let stream = forward.stream().clone();
+    let lost = forward.packed_cache().map(|cache| cache.prompt_is_lost(&stream)).transpose()?;
+    Ok((lost != Some(true)).then_some(all))
 }

@@ -8,8 +8,8 @@ use super::{Engine, sample_row};
 use crate::{
     error::EngineError,
     forward::{Forward, Part, RowState},
+    kv_cache::KvStore,
     options::bucket,
-    pages::pages_for,
     schedule::AdmissionError,
 };
 
@@ -44,7 +44,7 @@ impl Measure<'_> {
             let (prompt, context) = (context as usize, engine.memory.context);
             return Err(AdmissionError::TooLong { prompt, max_new_tokens: steps, context }.into());
         }
-        let each = pages_for(tokens);
+        let each = engine.schedule.pages_of(tokens);
         let pages = engine.schedule.lend(&vec![each; batch as usize])?;
         let filled = fill(&mut engine.forward, batch, context, &pages);
         engine.schedule.give(pages);
@@ -118,7 +118,8 @@ pub(super) fn record_step(engine: &mut Engine, rows: u32) -> Result<(), DeviceEr
 /// Sets the rows of a step to sequences of `context` tokens.
 pub(super) fn set_rows(forward: &mut Forward, batch: u32, context: u32, pages: &[Vec<u32>]) -> Result<(), DeviceError> {
     let sample = sample_row(&SampleParams::default());
-    let states = pages.iter().zip(1..).map(|(pages, id)| RowState { id, position: context, pages, sample });
+    let states =
+        pages.iter().zip(1..).map(|(pages, id)| RowState { id, position: context, pages, hot: id - 1, sample });
     forward.set_rows(&states.collect::<Vec<_>>(), bucket(batch))
 }
 
@@ -128,12 +129,22 @@ fn fill(forward: &mut Forward, batch: u32, context: u32, pages: &[Vec<u32>]) -> 
     let stream = forward.stream().clone();
     let drawn: Vec<u16> = Kind::Gaussian { sigma: 1.0 }.iter(2).take(DRAWN as usize).collect();
     let drawn = DeviceMatrix::from_host(&stream, 1, DRAWN, &drawn)?;
-    let (cache, _) = forward.cache();
+    let cache = match forward.cache() {
+        KvStore::Bf16 { pages, .. } => pages,
+        KvStore::Packed(cache) => cache.staging(),
+    };
     // What remains behind the last whole row is less than one page of one layer of any model worth measuring.
-    let rows = u32::try_from(cache.len() / DRAWN as usize).unwrap_or(u32::MAX);
-    let mut all = MatrixMut::new(cache, rows, DRAWN, DRAWN.into())?;
+    let len = u32::try_from(cache.len()).unwrap_or(u32::MAX).min(DRAWN);
+    let rows = u32::try_from(cache.len() / len.max(1) as usize).unwrap_or(u32::MAX);
+    let mut all = MatrixMut::new(cache, rows, len, len.into())?;
     for row in 0..rows {
-        all.part(row..row + 1, 0..DRAWN)?.copy_from(&stream, drawn.view())?;
+        let from = drawn.view().part(0..1, 0..len)?;
+        all.part(row..row + 1, 0..len)?.copy_from(&stream, from)?;
+    }
+    if forward.packed_cache().is_some() {
+        for (pages, hot) in pages.iter().zip(0..) {
+            forward.pack_staging(pages, hot, context)?;
+        }
     }
     stream.synchronize()?;
     set_rows(forward, batch, context, pages)

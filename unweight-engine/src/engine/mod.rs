@@ -65,7 +65,7 @@ pub struct Engine {
     memory: Memory,
     schedule: Schedule,
     /// Tokens of steps that were launched, the oldest first.
-    in_flight: VecDeque<Transfer<u32>>,
+    in_flight: VecDeque<Sampled>,
     spare: Vec<Pinned<u32>>,
     /// By bucket. Before what they name, so that they go first.
     graphs: Vec<(u32, Graph)>,
@@ -73,6 +73,14 @@ pub struct Engine {
     stepper: Stepper,
     weights: Weights,
     failed: bool,
+}
+
+/// What a step leaves for the host.
+struct Sampled {
+    /// The token of each row.
+    ids: Transfer<u32>,
+    /// Of a packed KV cache: which rows lost a page.
+    lost: Option<Transfer<u32>>,
 }
 
 impl Engine {
@@ -148,6 +156,22 @@ impl Engine {
         self.schedule.free_pages()
     }
 
+    /// How often a sequence was preempted because a page of a packed KV cache could be kept neither packed nor in BF16.
+    pub fn preempted(&self) -> u64 {
+        self.schedule.preempted()
+    }
+
+    /// The number of free BF16 units of a packed KV cache; `None` if the cache is BF16. Waits for the steps in flight.
+    ///
+    /// # Errors
+    /// [`EngineError::Device`] if the device fails, [`EngineError::Failed`] if it failed before.
+    pub fn free_units(&mut self) -> Result<Option<u32>, EngineError> {
+        self.check_alive()?;
+        let stream = self.forward.stream().clone();
+        let free = self.forward.packed_cache().map(|cache| cache.free_units(&stream)).transpose();
+        self.note(free)
+    }
+
     /// Runs the engine until tokens arrive and returns them: the first token of a sequence that joins, or one token of
     /// each running sequence. Empty if the engine is idle, or if all sequences of the step were cancelled.
     ///
@@ -176,15 +200,25 @@ impl Engine {
 
     fn try_step(&mut self) -> Result<Vec<Event>, DeviceError> {
         loop {
-            match self.schedule.due() {
+            let next = self.schedule.due();
+            let freed = self.schedule.take_freed();
+            if !freed.is_empty() {
+                self.forward.release(&freed)?;
+            }
+            match next {
                 Next::Idle => return Ok(Vec::new()),
                 Next::Prefill => {
                     let Some(prefill) = self.schedule.begin() else { return Ok(Vec::new()) };
                     let running = prefill.running();
                     let (prompt, params) = (&prefill.prompt, &running.params);
                     let Self { forward, weights, stepper, .. } = self;
-                    return match run_prompt(forward, weights, stepper, (prompt, &running.pages), params) {
-                        Ok(token) => Ok(vec![self.schedule.begun(prefill, token)]),
+                    let pages = (&running.pages[..], running.hot);
+                    return match run_prompt(forward, weights, stepper, (prompt, pages), params) {
+                        Ok(Some(token)) => Ok(vec![self.schedule.begun(prefill, token)]),
+                        Ok(None) => match self.schedule.lost(prefill) {
+                            Some(event) => Ok(vec![event]),
+                            None => continue,
+                        },
                         Err(error) => {
                             self.schedule.failed(prefill);
                             Err(error)
@@ -204,33 +238,45 @@ impl Engine {
                                 id: row.last,
                                 position: row.position,
                                 pages: &row.pages,
+                                hot: row.hot,
                                 sample: sample_row(&row.params),
                             })
                             .collect();
                         self.forward.set_rows(&states, bucket(count))?;
                     }
                     self.launch(count)?;
-                    let pinned = match self.spare.pop() {
-                        Some(pinned) => pinned,
-                        None => Pinned::zeroed(self.forward.stream().device(), self.forward.ids().len())?,
-                    };
-                    let ids = self.forward.ids().read_later(self.forward.stream(), 0, pinned)?;
-                    self.in_flight.push_back(ids);
+                    let sampled = self.read_later()?;
+                    self.in_flight.push_back(sampled);
                     self.schedule.launched();
                 }
                 Next::Read => {
-                    let Some(ids) = self.in_flight.pop_front() else { return Ok(Vec::new()) };
-                    let ids = ids.wait()?;
+                    let Some(Sampled { ids, lost }) = self.in_flight.pop_front() else { return Ok(Vec::new()) };
+                    let (ids, lost) = (ids.wait()?, lost.map(Transfer::wait).transpose()?);
                     let mut events = Vec::new();
                     let rows = self.schedule.rows().len();
-                    self.schedule.read(&ids[..rows], &mut events);
-                    self.spare.push(ids);
+                    let flags = lost.as_ref().map_or(&[][..], |lost| &lost[..rows]);
+                    self.schedule.read(&ids[..rows], flags, &mut events);
+                    self.spare.extend(lost.into_iter().chain([ids]));
                     if !events.is_empty() {
                         return Ok(events);
                     }
                 }
             }
         }
+    }
+
+    /// Enqueues the copy of what the step that was launched last leaves.
+    fn read_later(&mut self) -> Result<Sampled, DeviceError> {
+        let stream = self.forward.stream().clone();
+        let len = self.forward.ids().len();
+        let Self { spare, forward, .. } = self;
+        let mut pinned = || spare.pop().map_or_else(|| Pinned::zeroed(stream.device(), len), Ok);
+        let ids = forward.ids().read_later(&stream, 0, pinned()?)?;
+        let lost = match forward.packed_cache() {
+            Some(cache) => Some(cache.lost().read_later(&stream, 0, pinned()?)?),
+            None => None,
+        };
+        Ok(Sampled { ids, lost })
     }
 
     /// Launches a step of the first `rows` rows.
@@ -286,16 +332,16 @@ fn settle(forward: &mut Forward, stepper: &mut Stepper) -> Result<(), DeviceErro
     }
 }
 
-/// Runs a prompt on these pages and chooses the token behind it. Waits.
+/// Runs a prompt on these pages and chooses the token behind it; `None` if a page of it is lost. Waits.
 fn run_prompt(
     forward: &mut Forward,
     weights: &Weights,
     stepper: &mut Stepper,
-    (prompt, pages): (&[u32], &[u32]),
+    (prompt, (pages, hot)): (&[u32], (&[u32], u32)),
     params: &SampleParams,
-) -> Result<u32, DeviceError> {
+) -> Result<Option<u32>, DeviceError> {
     let (mut start, mut rows) = (0, 0);
-    forward.set_pages(pages)?;
+    forward.set_pages(pages, Some(hot))?;
     for chunk in prompt.chunks(forward.chunk_rows() as usize) {
         stepper.chunk(forward, weights, chunk, start)?;
         rows = chunk.len() as u32;
@@ -304,6 +350,12 @@ fn run_prompt(
     forward.chunk_logits(weights, rows.saturating_sub(1), rows.min(1))?;
     forward.choose(start.saturating_sub(1), sample_row(params))?;
     settle(forward, stepper)?;
-    let token = forward.ids().read(forward.stream(), 0, 1)?;
-    token.first().copied().ok_or_else(|| LaunchError::Range { at: 0, len: 1, have: 0 }.into())
+    let stream = forward.stream().clone();
+    if let Some(cache) = forward.packed_cache()
+        && cache.prompt_is_lost(&stream)?
+    {
+        return Ok(None);
+    }
+    let token = forward.ids().read(&stream, 0, 1)?;
+    token.first().copied().map(Some).ok_or_else(|| LaunchError::Range { at: 0, len: 1, have: 0 }.into())
 }

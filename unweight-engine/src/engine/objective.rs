@@ -13,7 +13,6 @@ use super::{
 use crate::{
     error::EngineError,
     options::{Setting, bucket},
-    pages::pages_for,
     pipelines::{
         self, BoundGraph, Choices, Pipelines, SettingSpace, Work,
         tune::{Answer, Objective, ObjectiveError, Paired, Point},
@@ -134,7 +133,7 @@ impl PipelineTuner<'_> {
     /// ([`PipelineTuner::rewind`]); the pages are lent.
     fn begin(&mut self, batch: u32, context: u32, steps: u32) -> Result<Vec<Vec<u32>>, EngineError> {
         self.engine.measure().prepare(batch, context, steps)?;
-        let each = pages_for(context.saturating_add(steps));
+        let each = self.engine.schedule.pages_of(context.saturating_add(steps));
         Ok(self.engine.schedule.lend(&vec![each; batch as usize])?)
     }
 

@@ -2,6 +2,7 @@
 
 mod pipeline;
 
+pub use unweight_codegen::spec::KvCache;
 pub use unweight_rt::Placement;
 
 pub use self::pipeline::{Measured, Pipeline, PipelineVariant, Plan, Projection, Ring, Setting, UnknownVariant};
@@ -40,6 +41,10 @@ pub struct EngineOptions {
     /// How weights are held in device memory; `None` chooses [`Placement::Packed`] where that leaves enough memory,
     /// else [`Placement::Compact`] ([`memory::placement`](crate::raw::memory::placement)).
     pub placement: Option<Placement>,
+    /// How keys and values of earlier tokens are held in device memory: in BF16, or losslessly at 12 bits per element.
+    /// The results are equal bit for bit. `None` chooses what is faster
+    /// ([`memory::kv_cache`](crate::raw::memory::kv_cache)).
+    pub kv_cache: Option<KvCache>,
     /// The number of prompt tokens per prefill pass, a multiple of 64 from 64 to 8192; 2048 by default.
     pub chunk: u32,
     /// The maximum number of waiting sequences; 1024 by default.
@@ -61,6 +66,7 @@ impl Default for EngineOptions {
             context: None,
             memory: None,
             placement: None,
+            kv_cache: None,
             chunk: 2048,
             waiting: 1024,
             plan: Plan::default(),
@@ -93,6 +99,12 @@ impl EngineOptions {
     #[must_use]
     pub fn placement(self, placement: Placement) -> Self {
         Self { placement: Some(placement), ..self }
+    }
+
+    /// Sets [`Self::kv_cache`].
+    #[must_use]
+    pub fn kv_cache(self, kv_cache: KvCache) -> Self {
+        Self { kv_cache: Some(kv_cache), ..self }
     }
 
     /// Sets [`Self::chunk`].

@@ -1,0 +1,298 @@
+//! The KV cache on the device: BF16 pages, or packed ones.
+//!
+//! ```text
+//! BF16     a prompt's chunk --rope--> pages <--attention of chunks and steps
+//! packed   a prompt's chunk --rope--> staging <--attention of the chunk;  staging --pack--> pages, hot page
+//!          a later chunk:             pages --unpack--> staging, first
+//!          a step: attention reads pages and the hot page, and writes the hot page; behind the last layer the hot pages
+//!          that are full are packed
+//! ```
+//! Staging are BF16 pages of one layer for one sequence of the whole context, in the order of its tokens. A step's
+//! kernels read pages of earlier tokens before the kernel in front has ended: what packs pages runs behind all of them,
+//! in the same step, and two steps are never in one graph.
+
+use unweight_codegen::kv::PAGE_TOKENS;
+use unweight_model::ModelConfig;
+use unweight_rt::{
+    DeviceBuffer, DeviceError, ExecContext, LaunchError, MatrixMut, MatrixRef, Stream,
+    raw::ops::{
+        attention::TokenRows,
+        kv::{KvLayer, KvShape},
+        kv_pack::KvPack,
+        kv_packed::{DecodeCache, NO_PAGE, PackedKv, PackedShape},
+        kv_unpack::KvUnpack,
+    },
+};
+
+use crate::{memory::Memory, options::KvCache, pages::pages_for};
+
+/// Kernels of a packed cache.
+#[derive(Debug)]
+pub struct PackedKernels {
+    /// Packs what a step has filled.
+    pub step: KvPack,
+    /// Packs pages of a chunk.
+    pub chunk: KvPack,
+    /// Releases units.
+    pub release: KvPack,
+    /// Unpacks pages of earlier chunks.
+    pub unpack: KvUnpack,
+}
+
+/// The memory of a packed cache.
+#[derive(Debug)]
+pub struct PackedCache {
+    pages: PackedKv,
+    /// Hot pages of all layers.
+    hot: DeviceBuffer<u16>,
+    hot_shape: KvShape,
+    /// The hot page of each row.
+    hot_table: DeviceBuffer<u32>,
+    staging: DeviceBuffer<u16>,
+    staging_shape: KvShape,
+    /// 0, 1, 2, ...: the table of staging.
+    staging_table: DeviceBuffer<u32>,
+    /// By row of a step: whether a page of it is lost.
+    lost: DeviceBuffer<u32>,
+    /// Of a chunk.
+    lost_chunk: DeviceBuffer<u32>,
+    /// Pages whose units are to be released.
+    freed: DeviceBuffer<u32>,
+    /// The hot page of the sequence whose prompt runs; `None` if it is not continued.
+    hot_of_prompt: Option<u32>,
+    layers: u32,
+}
+
+/// The KV cache of all layers.
+#[derive(Debug)]
+pub enum KvStore {
+    /// BF16 pages.
+    Bf16 {
+        /// Pages of all layers.
+        pages: DeviceBuffer<u16>,
+        /// Of one layer.
+        shape: KvShape,
+    },
+    /// Packed pages.
+    Packed(Box<PackedCache>),
+}
+
+impl KvStore {
+    /// Allocates the cache that was planned.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn new(stream: &Stream, config: &ModelConfig, memory: &Memory, batch: u32) -> Result<Self, DeviceError> {
+        let shape = KvShape::new(memory.pages, config.kv_heads, config.head_dim)?;
+        let bf16 = |shape: KvShape, layers: u32| {
+            DeviceBuffer::<u16>::zeroed(stream, shape.layer_elements() as usize * layers as usize)
+        };
+        if memory.kv_cache == KvCache::Bf16 {
+            return Ok(Self::Bf16 { pages: bf16(shape, config.layers)?, shape });
+        }
+        let table_pages = pages_for(memory.context);
+        let words = |len: u32| DeviceBuffer::<u32>::zeroed(stream, len as usize);
+        let hot_shape = KvShape::new(memory.hot_pages, config.kv_heads, config.head_dim)?;
+        let staging_shape = KvShape::new(table_pages, config.kv_heads, config.head_dim)?;
+        Ok(Self::Packed(Box::new(PackedCache {
+            pages: PackedKv::new(stream, PackedShape::new(shape, config.layers, memory.units)?)?,
+            hot: bf16(hot_shape, config.layers)?,
+            hot_shape,
+            hot_table: words(batch)?,
+            staging: bf16(staging_shape, 1)?,
+            staging_shape,
+            staging_table: DeviceBuffer::from_host(stream, &(0..table_pages).collect::<Vec<_>>())?,
+            lost: words(batch)?,
+            lost_chunk: words(1)?,
+            freed: words(memory.pages)?,
+            hot_of_prompt: None,
+            layers: config.layers,
+        })))
+    }
+
+    /// The packed cache, if it is one.
+    pub fn packed(&mut self) -> Option<&mut PackedCache> {
+        match self {
+            Self::Bf16 { .. } => None,
+            Self::Packed(cache) => Some(cache),
+        }
+    }
+
+    /// What a table has behind the pages of a sequence.
+    pub fn padding(&self) -> u32 {
+        match self {
+            Self::Bf16 { .. } => 0,
+            Self::Packed(_) => NO_PAGE,
+        }
+    }
+
+    /// Layer `index` for the attention of single tokens.
+    ///
+    /// # Errors
+    /// [`LaunchError::Range`]: there is no such layer.
+    pub fn decode(&mut self, index: u32) -> Result<DecodeCache<'_>, LaunchError> {
+        match self {
+            Self::Bf16 { pages, shape } => Ok(KvLayer::new(pages, *shape, index)?.into()),
+            Self::Packed(cache) => {
+                let PackedCache { pages, hot, hot_shape, hot_table, .. } = &mut **cache;
+                Ok(DecodeCache::Packed {
+                    pages: pages.layer(index)?,
+                    hot: KvLayer::new(hot, *hot_shape, index)?,
+                    hot_table,
+                })
+            }
+        }
+    }
+
+    /// Where the keys and values of a chunk of a prompt go, and the table of its sequence there; `pages` is the table of
+    /// the sequence in the cache.
+    ///
+    /// # Errors
+    /// [`LaunchError::Range`]: there is no such layer.
+    pub fn chunk<'a>(
+        &'a mut self,
+        index: u32,
+        pages: &'a DeviceBuffer<u32>,
+    ) -> Result<(KvLayer<'a>, &'a DeviceBuffer<u32>), LaunchError> {
+        match self {
+            Self::Bf16 { pages: all, shape } => Ok((KvLayer::new(all, *shape, index)?, pages)),
+            Self::Packed(cache) => {
+                let PackedCache { staging, staging_shape, staging_table, .. } = &mut **cache;
+                Ok((KvLayer::new(staging, *staging_shape, 0)?, staging_table))
+            }
+        }
+    }
+}
+
+impl PackedCache {
+    /// Sets the hot pages of the rows of the steps that follow, and forgets which rows had lost a page. Waits.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn set_rows(&mut self, stream: &Stream, hot: &[u32]) -> Result<(), DeviceError> {
+        self.hot_table.write(stream, 0, hot)?;
+        self.lost.fill_bytes(stream, 0)
+    }
+
+    /// By row of the last steps: whether a page of it is lost.
+    pub fn lost(&self) -> &DeviceBuffer<u32> {
+        &self.lost
+    }
+
+    /// The sequence whose prompt is run next keeps its last page in this hot page.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn set_prompt(&mut self, stream: &Stream, hot: Option<u32>) -> Result<(), DeviceError> {
+        self.hot_of_prompt = hot;
+        self.lost_chunk.fill_bytes(stream, 0)
+    }
+
+    /// Whether a page of the prompt that was run last is lost. Waits.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn prompt_is_lost(&self, stream: &Stream) -> Result<bool, DeviceError> {
+        Ok(self.lost_chunk.read(stream, 0, 1)?.iter().any(|flag| *flag != 0))
+    }
+
+    /// BF16 units that are free. Waits.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn free_units(&self, stream: &Stream) -> Result<u32, DeviceError> {
+        self.pages.free_units(stream)
+    }
+
+    /// Enqueues the packing of the hot pages that the step of `rows` rows has filled.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn pack_step(
+        &mut self,
+        ctx: &mut ExecContext,
+        kernels: &PackedKernels,
+        tokens: TokenRows<'_>,
+        rows: u32,
+    ) -> Result<(), DeviceError> {
+        let hot = KvLayer::new(&mut self.hot, self.hot_shape, 0)?;
+        kernels.step.step(ctx, (hot, &self.hot_table), self.pages.layers(), tokens, rows, &mut self.lost)
+    }
+
+    /// Enqueues the unpacking of the pages of tokens before `start`, of layer `index`, to staging.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn unpack(
+        &mut self,
+        ctx: &mut ExecContext,
+        kernels: &PackedKernels,
+        index: u32,
+        (pages, start): (&DeviceBuffer<u32>, u32),
+    ) -> Result<(), DeviceError> {
+        let count = start / PAGE_TOKENS;
+        if count == 0 {
+            return Ok(());
+        }
+        let staging = KvLayer::new(&mut self.staging, self.staging_shape, 0)?;
+        kernels.unpack.enqueue(ctx, self.pages.layer(index)?, (pages, count), staging)
+    }
+
+    /// Enqueues the packing of the pages that tokens `start..end` of the prompt fill, of layer `index`, and the copy of
+    /// the page behind them to the hot page.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn pack_chunk(
+        &mut self,
+        ctx: &mut ExecContext,
+        kernels: &PackedKernels,
+        index: u32,
+        pages: &DeviceBuffer<u32>,
+        (start, end): (u32, u32),
+    ) -> Result<(), DeviceError> {
+        let (first, full) = (start / PAGE_TOKENS, end / PAGE_TOKENS);
+        if full > first {
+            let staging = KvLayer::new(&mut self.staging, self.staging_shape, 0)?;
+            let layer = self.pages.layer(index)?;
+            kernels.chunk.chunk(ctx, (staging, first), layer, (pages, first, full - first), &mut self.lost_chunk)?;
+        }
+        let Some(hot) = self.hot_of_prompt.filter(|_| !end.is_multiple_of(PAGE_TOKENS)) else { return Ok(()) };
+        self.copy_to_hot(ctx.stream(), full, index, hot)
+    }
+
+    /// Enqueues the copy of a page of staging to a hot page of layer `index`.
+    fn copy_to_hot(&mut self, stream: &Stream, page: u32, index: u32, hot: u32) -> Result<(), DeviceError> {
+        // A page has the same size in both: a row of a matrix.
+        let columns = self.staging_shape.page_elements() as u32;
+        let pitch = columns.into();
+        let (rows, hot_rows) = (self.staging_shape.pages(), self.hot_shape.pages() * self.layers);
+        let from = MatrixRef::new(&self.staging, rows, columns, pitch)?.part(page..page + 1, 0..columns)?;
+        let at = index * self.hot_shape.pages() + hot;
+        let mut all = MatrixMut::new(&mut self.hot, hot_rows, columns, pitch)?;
+        all.part(at..at + 1, 0..columns)?.copy_from(stream, from)
+    }
+
+    /// Staging: BF16 pages of one layer.
+    pub fn staging(&mut self) -> &mut DeviceBuffer<u16> {
+        &mut self.staging
+    }
+
+    /// Enqueues the release of the units of these pages, which no sequence has any more. Waits for the copy of the list.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn release(
+        &mut self,
+        ctx: &mut ExecContext,
+        kernels: &PackedKernels,
+        pages: &[u32],
+    ) -> Result<(), DeviceError> {
+        for some in pages.chunks(self.freed.len().max(1)) {
+            self.freed.write(ctx.stream(), 0, some)?;
+            // No more than the buffer has.
+            kernels.release.release(ctx, self.pages.layers(), &self.freed, some.len() as u32)?;
+        }
+        Ok(())
+    }
+}
