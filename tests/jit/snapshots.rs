@@ -233,14 +233,32 @@ fn decode_table() -> String {
         _ = write!(table, " {} |", output.tag());
     }
     table += "\n|---:|---:|---:|---:|";
-    for limit in CodeLimit::all() {
-        _ = write!(table, "\n| {} |", limit.get());
-        for output in DecodeOutput::ALL {
-            let bytes = plan(&VariantSpec::decode_huffman(Arch::Sm90a, *output, limit)).smem.bytes();
-            _ = write!(table, " {bytes} |");
-        }
+    let rows = CodeLimit::all().map(|limit| {
+        let bytes = DecodeOutput::ALL.iter().map(|output| {
+            format!(" {} |", plan(&VariantSpec::decode_huffman(Arch::Sm90a, *output, limit)).smem.bytes())
+        });
+        (limit.get().to_string(), bytes.collect::<String>())
+    });
+    for (limits, bytes) in grouped(rows) {
+        let limits = match &limits[..] {
+            [first, .., last] => format!("{first} to {last}"),
+            limits => limits.concat(),
+        };
+        _ = write!(table, "\n| {limits} |{bytes}");
     }
     table
+}
+
+/// Neighbours with equal values share a row.
+fn grouped(rows: impl Iterator<Item = (String, String)>) -> Vec<(Vec<String>, String)> {
+    let mut groups: Vec<(Vec<String>, String)> = Vec::new();
+    for (name, values) in rows {
+        match groups.last_mut() {
+            Some((names, same)) if *same == values => names.push(name),
+            _ => groups.push((vec![name], values)),
+        }
+    }
+    groups
 }
 
 /// A family of stages: one row each.
@@ -278,21 +296,23 @@ fn compress_table() -> String {
     )
 }
 
-/// The families of activations: one row for each variant.
+/// The families of activations; variants whose figures are equal share a row.
 fn activations_table() -> String {
-    let mut table =
-        "| variant | threads | blocks per SM | grid | shared memory, B |\n|---|---:|---:|---|---:|".to_owned();
+    let mut rows = Vec::new();
     for family in FAMILIES.iter().filter(|family| family.edges.is_empty()) {
         for spec in (family.catalogue)(Arch::Sm90a) {
             let plan = plan(&spec);
             // Dependent launch changes nothing here.
             if !plan.launch.pdl {
-                let (launch, bytes) = (plan.launch, plan.smem.bytes());
                 let name = spec.to_string().replace("uw_sm90a_", "");
-                let (threads, blocks, grid) = (launch.threads, launch.blocks_per_sm, launch.grid);
-                _ = write!(table, "\n| `{name}` | {threads} | {blocks} | {grid} | {bytes} |");
+                let (threads, blocks) = (plan.launch.threads, plan.launch.blocks_per_sm);
+                rows.push((format!("`{name}`"), format!(" {threads} | {blocks} | {} |", plan.smem.bytes())));
             }
         }
+    }
+    let mut table = "| variants | threads | blocks per SM | shared memory, B |\n|---|---:|---:|---:|".to_owned();
+    for (names, values) in grouped(rows.into_iter()) {
+        _ = write!(table, "\n| {} |{values}", names.join(", "));
     }
     table
 }
@@ -343,6 +363,22 @@ fn gemm_wgmma_table() -> String {
     table
 }
 
+/// Lines of at most 120 columns.
+fn wrapped(text: &str) -> String {
+    let mut lines = String::new();
+    let mut width = 0;
+    for word in text.split(' ') {
+        let separator = match width {
+            0 => "",
+            _ if width + 1 + word.len() > 120 => "\n",
+            _ => " ",
+        };
+        width = if separator == " " { width + 1 + word.len() } else { word.len() };
+        lines.extend([separator, word]);
+    }
+    lines
+}
+
 /// Puts text between the marks of a document.
 fn put(document: &mut String, name: &str, mark: &str, text: &str) {
     let (begin, end) = (format!("<!-- {mark}: generated -->\n"), format!("<!-- {mark}: end -->"));
@@ -356,7 +392,7 @@ fn documentation_lists_the_catalogue() {
     let path = root().join("docs/kernels.md");
     let mut now = fs::read_to_string(&path).expect("docs/kernels.md is there");
     let counts: Vec<_> = families().map(|(family, specs)| format!("{} {family}", specs.len())).collect();
-    let counts = format!("{} variants ship: {}.", catalog::all(Arch::Sm90a).len(), counts.join(", "));
+    let counts = wrapped(&format!("{} variants ship: {}.", catalog::all(Arch::Sm90a).len(), counts.join(", ")));
     for (mark, text) in [
         ("counts", counts),
         ("gemm_recon", gemm_recon_table()),
@@ -377,6 +413,7 @@ fn documentation_lists_the_catalogue() {
 /// The keys of the attribute: one row for each axis of each family.
 fn key_table() -> String {
     let mut table = "| op | key | values | default |\n|---|---|---|---|".to_owned();
+    let mut explained = BTreeSet::new();
     for family in FAMILIES {
         if family.axes.is_empty() {
             _ = write!(table, "\n| {} | none |  |  |", family.name);
@@ -387,6 +424,10 @@ fn key_table() -> String {
             let mut values = match axis.values {
                 Values::Words(all) => words(all),
                 Values::Flag => words(&["true", "false"]),
+                // What the values mean is said once.
+                Values::Range(..) | Values::Set(_) if !explained.insert(axis.allowed) => {
+                    axis.allowed.split(" (").next().unwrap_or_default().to_owned()
+                }
                 Values::Range(..) | Values::Set(_) => axis.allowed.to_owned(),
             };
             if let Some(only) = axis.only {
