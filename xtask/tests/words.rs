@@ -66,14 +66,43 @@ fn found(path: &Path, lines: impl Iterator<Item = (usize, String)>) -> Vec<Strin
         .collect()
 }
 
-#[test]
-fn documents_use_plain_words() {
+/// Every document outside of the records.
+fn documents() -> Vec<PathBuf> {
     let mut all: Vec<PathBuf> = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"].map(|name| root().join(name)).into();
-    for folder in ["docs", "templates", "tests", "bindings", "unweight-format/fuzz"] {
+    for folder in ["docs", "templates", "tests", "bindings", "unweight-format/fuzz", "unweight-format/tests"] {
         files(&root().join(folder), "md", &mut all);
     }
     assert!(all.len() > 30, "{} documents", all.len());
+    all
+}
+
+/// Line numbers, from 1, of lines outside of tables that are wider than 120 columns.
+fn wide(text: &str) -> Vec<usize> {
+    let lines = text.lines().enumerate().filter(|(_, line)| !line.starts_with('|') && line.chars().count() > 120);
+    lines.map(|(at, _)| at + 1).collect()
+}
+
+#[test]
+fn documents_are_120_columns_wide() {
+    let mut all = documents();
+    for entry in fs::read_dir(root().join("docs/records")).expect("the records") {
+        let path = entry.expect("an entry").path();
+        if path.is_dir() {
+            files(&path, "md", &mut all);
+        }
+    }
     let hits: Vec<String> = all
+        .iter()
+        .flat_map(|path| wide(&read(path)).into_iter().map(move |at| format!("{}:{at}", path.display())))
+        .collect();
+    assert!(hits.is_empty(), "wrap at 120 columns:\n{}", hits.join("\n"));
+    let planted = format!("{}\n| {} |\n{}\n", "a".repeat(120), "b".repeat(120), "c".repeat(121));
+    assert_eq!(wide(&planted), [3]);
+}
+
+#[test]
+fn documents_use_plain_words() {
+    let hits: Vec<String> = documents()
         .iter()
         .flat_map(|path| {
             found(path, read(path).lines().map(str::to_owned).enumerate().map(|(at, line)| (at + 1, line)))
