@@ -424,16 +424,16 @@ fn key_table() -> String {
             let mut values = match axis.values {
                 Values::Words(all) => words(all),
                 Values::Flag => words(&["true", "false"]),
-                // What the values mean is said once.
-                Values::Range(..) | Values::Set(_) if !explained.insert(axis.allowed) => {
-                    axis.allowed.split(" (").next().unwrap_or_default().to_owned()
-                }
                 Values::Range(..) | Values::Set(_) => axis.allowed.to_owned(),
             };
             if let Some(only) = axis.only {
                 let of = family.axes[only.axis];
                 let Values::Words(words) = of.values else { panic!("{}: depends on a number", axis.key) };
                 _ = write!(values, "; with `{} = {}`", of.key, words[only.value as usize]);
+            }
+            // What the values mean is said once.
+            if !explained.insert(values.clone()) {
+                values = values.split(" (").next().unwrap_or_default().to_owned();
             }
             let default = axis.default.map(|value| match axis.values {
                 Values::Words(words) => format!("`{}`", words[value as usize]),
