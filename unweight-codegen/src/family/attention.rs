@@ -213,9 +213,14 @@ const fn barrier_bytes(op: &AttentionSpec) -> u32 {
 }
 
 /// Registers below which the compiler spills: O, queries, scores, and what one warp works with.
-const fn registers(op: &AttentionSpec) -> u32 {
+const fn registers(arch: Arch, op: &AttentionSpec) -> u32 {
     let head_dim = op.head_dim.get();
+    let packed = matches!(op.cache, KvCache::Packed);
     match op.step {
+        // Queries stay in shared memory, so that a multiprocessor holds twice as many warps.
+        AttentionStep::Decode if packed && matches!(arch, Arch::Sm90a) && !op.split && head_dim > 112 => head_dim,
+        // Slots of records cost more with the assemblers of other generations than with Hopper's.
+        AttentionStep::Decode if packed && !matches!(arch, Arch::Sm90a) => head_dim + 56,
         // Adding up parts of the largest heads takes more than what three blocks of four warps have.
         AttentionStep::Decode if op.split && head_dim > 112 => head_dim + 48,
         AttentionStep::Decode => head_dim + 40,
@@ -295,7 +300,7 @@ impl AttentionSpec {
         }
         let threads = warps * limits.warp_threads;
         let mut blocks_per_sm = limits.blocks_by_smem_and_threads(threads, smem.bytes());
-        while blocks_per_sm > 1 && limits.registers_for(threads, blocks_per_sm) < registers(op) {
+        while blocks_per_sm > 1 && limits.registers_for(threads, blocks_per_sm) < registers(arch, op) {
             blocks_per_sm -= 1;
         }
         let work = Work::Rows;
@@ -410,13 +415,18 @@ impl Family for AttentionSpec {
 }
 
 impl AttentionSpec {
-    /// The variant itself, and of `decode` the same over packed pages, whose ring has two slots at least.
+    /// The variant itself, and of `decode` the same over packed pages: with one more slot in a ring, since they are
+    /// smaller, and of eight warps a block also with as many, so that a multiprocessor holds two.
     fn caches(self) -> impl Iterator<Item = Self> {
-        let packed = match AttentionStages::new(self.stages.get().max(2)) {
-            Ok(stages) if self.step == AttentionStep::Decode => Some(Self { cache: KvCache::Packed, stages, ..self }),
+        let stages = self.stages.get();
+        let of = move |stages| match AttentionStages::new(stages) {
+            Ok(stages) if self.step == AttentionStep::Decode && stages.get() > 1 => {
+                Some(Self { cache: KvCache::Packed, stages, ..self })
+            }
             _ => None,
         };
-        std::iter::once(self).chain(packed)
+        let (more, same) = (of(stages + 1), if self.warps.get() == 8 { of(stages) } else { None });
+        std::iter::once(self).chain(more).chain(same)
     }
 
     /// What ships where a row has no cluster: parts of four warps, for every head, ordinary and dependent.

@@ -135,15 +135,22 @@ struct Record {
         const u32 end = ends >> (8 * tile) & 255;
         return end < limit ? end : limit;
     }
+    // A byte of each tile that is 0 if it has no slots.
+    UW_DEVICE u32 changes() const { return ends ^ ends << 8; }
 };
+
+// The exponent of a code.
+UW_DEVICE u32 exponent_of(u32 code, u32 base) {
+    const u32 exponent = code < kBelow ? base - kBelow + code : base + kWindow + code - kBelow;
+    return code == kZeroCode ? 0 : exponent & 255;
+}
 
 // Puts the exponent of a slot into a quad, if its element is of this step and lane.
 UW_DEVICE void patch(u32 (&p)[4], u32 slot, u32 step, u32 lane, u32 base) {
-    const u32 element = slot & 2047, code = slot >> 11;
+    const u32 element = slot & 2047;
     if (element >> 3 != step * 32 + lane) return;
-    const u32 exponent = code == kZeroCode ? 0 : code < kBelow ? base - kBelow + code : base + kWindow + code - kBelow;
     const u32 shift = (element & 1) * 16, own = element >> 1 & 3;
-    const u32 keep = ~(0x7F80u << shift), bits = (exponent & 255) << (7 + shift);
+    const u32 keep = ~(0x7F80u << shift), bits = exponent_of(slot >> 11, base) << (7 + shift);
     if (own == 0) p[0] = (p[0] & keep) | bits;
     if (own == 1) p[1] = (p[1] & keep) | bits;
     if (own == 2) p[2] = (p[2] & keep) | bits;

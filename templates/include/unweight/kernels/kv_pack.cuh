@@ -17,8 +17,8 @@
 // loads it back as the operands of the tensor cores (ldmatrix), counts for each base what lies outside of its window, and
 // writes the words, its slots of the record in shared memory, or the operands of a bf16 unit. The bytes do not depend on
 // the order of events, only which unit is taken does.
-// Barriers: the block meets when the largest exponent of each tile is known, when the counts are, when a unit is, and when
-// the slots are in the record; a warp meets between copying its tile and loading it.
+// Barriers: the block meets when the largest exponent of each tile is known, when the counts of a base are, when a unit is,
+// and when the slots are in the record; a warp meets between copying its tile and loading it.
 //
 // Shared memory of kStep and kChunk = 128 * kHeadDim       tiles
 //                                   + 4 * 4 * 12           of each tile: counts of 8 bases, and the largest exponent
@@ -62,7 +62,8 @@ struct Unit {
     using S = Smem<Config>;
     using P = kv::Packed<Config::kHeadDim>;
     static constexpr u32 kHeadDim = Config::kHeadDim;
-    static constexpr u32 kInfeasible = 1u << 31;  // of a count
+    // A count of a tile: elements outside of a window, and those above it, 12 bits each, and whether one has no code.
+    static constexpr u32 kOutside = 0xfff, kAboveShift = 12, kInfeasible = 1u << 31;
 
     const KvPackArgs& args;
     const u32 shared, warp, lane;
@@ -119,49 +120,51 @@ struct Unit {
         }
         return top;
     }
-    // By the block: for each base below `top` how many elements of each tile are outside of its window.
-    UW_DEVICE void count(u32 top) const {
-#pragma unroll 1
-        for (u32 c = 0; c < kv::kCandidates && c <= top; ++c) {
-            const u32 base = top - c;
-            u32 outside = 0;
-            bool infeasible = false;
-#pragma unroll
-            for (u32 s = 0; s < P::kSteps; ++s) {
-#pragma unroll
-                for (u32 r = 0; r < 4; ++r) {
-                    u32 pair = quads[s][r];
-                    ptx::pin(pair);  // or the exponents of all elements are kept in registers from base to base
-                    const u32 a = low(pair), b = high(pair);
-                    outside += (a - base >= kv::kWindow) + (b - base >= kv::kWindow);
-                    infeasible |= (a != 0 && a + kv::kBelow < base) || (b != 0 && b + kv::kBelow < base);
-                }
-            }
-#pragma unroll
-            for (u32 step = 16; step != 0; step /= 2) outside += ptx::shuffle_xor(outside, step);
-            const u32 flag = ptx::warp_ballot(infeasible) != 0 ? kInfeasible : 0;
-            if (lane == 0) ptx::st_shared(counts(warp, c), outside | flag);
-        }
-        ptx::sync_block();  // all tiles' counts come before the loads
-    }
-    // The base of the fewest slots, of several the largest; their number, or more than a record has.
+    // By the block: the base of the fewest slots, of several the largest; their number, or more than a record has. As
+    // many elements as are above the window of a base are above those of all smaller ones: once these are no fewer than
+    // the best base has outside, no smaller base can be better.
     UW_DEVICE u32 choose(u32 top, u32& base) const {
         u32 best = ~0u;
 #pragma unroll 1
         for (u32 c = 0; c < kv::kCandidates && c <= top; ++c) {
-            u32 all = 0, flags = 0;
+            count(c, top - c);
+            ptx::sync_block();  // all tiles' counts come before the loads
+            u32 all = 0, above = 0, flags = 0;
 #pragma unroll
             for (u32 tile = 0; tile < kWarps; ++tile) {
                 const u32 own = ptx::ld_shared(counts(tile, c));
-                all += own & ~kInfeasible;
+                all += own & kOutside;
+                above += own >> kAboveShift & kOutside;
                 flags |= own;
             }
             if ((flags & kInfeasible) == 0 && all < best) {
                 best = all;
                 base = top - c;
             }
+            if (above >= best) break;
         }
         return best;
+    }
+    // How many elements of the warp's tile are outside of the window of a base, and how many of these above.
+    UW_DEVICE void count(u32 place, u32 base) const {
+        u32 outside = 0;
+        bool infeasible = false;
+#pragma unroll
+        for (u32 s = 0; s < P::kSteps; ++s) {
+#pragma unroll
+            for (u32 r = 0; r < 4; ++r) {
+                u32 pair = quads[s][r];
+                ptx::pin(pair);  // or the exponents of all elements are kept in registers from base to base
+                const u32 a = low(pair), b = high(pair);
+                outside += u32(a - base >= kv::kWindow) + u32(b - base >= kv::kWindow);
+                outside += u32(a >= base + kv::kWindow) + u32(b >= base + kv::kWindow) << kAboveShift;
+                infeasible |= (a != 0 && a + kv::kBelow < base) || (b != 0 && b + kv::kBelow < base);
+            }
+        }
+#pragma unroll
+        for (u32 step = 16; step != 0; step /= 2) outside += ptx::shuffle_xor(outside, step);
+        const u32 flag = ptx::warp_ballot(infeasible) != 0 ? kInfeasible : 0;
+        if (lane == 0) ptx::st_shared(counts(warp, place), outside | flag);
     }
     UW_DEVICE static u32 code_of(u32 exponent, u32 base) {
         if (exponent == 0) return kv::kZeroCode;
@@ -217,7 +220,6 @@ struct Unit {
     UW_DEVICE void run(const u16* page, u32 half, u8* operands, u8* record, u32* lost) {
         load(page, half);
         const u32 largest_exponent = largest(), top = (largest_exponent > 15 ? largest_exponent : 15) - 15;
-        count(top);
         u32 base = 0;
         const u32 slots = choose(top, base);
         u32 word = base, ends = 0;
@@ -226,7 +228,7 @@ struct Unit {
 #pragma unroll
             for (u32 tile = 0; tile < kWarps; ++tile) {
                 if (tile == warp) place = all;
-                all += ptx::ld_shared(counts(tile, top - base));
+                all += ptx::ld_shared(counts(tile, top - base)) & kOutside;
                 ends |= all << (8 * tile);
             }
             write(operands + warp * P::kTileBytes + half * P::kOperandBytes, base, place);

@@ -397,9 +397,18 @@ struct Kernel {
             if constexpr (!kPacked<Config>) edge_values(tile, value_slot(slot));
             ptx::sync_warp();  // every lane's stores to the slot come before the warp's ldmatrix
         }
-        float scores[2][4];
+        float scores[2][4] = {};
         const Lines<kHeadDim> keys(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-        score<kHeadDim>(scores[0], scores[1], q, keys, key_slot(slot));
+        if constexpr (kPacked<Config>) {
+#pragma unroll
+            for (u32 s = 0; s < kHeadDim / 16; ++s) {
+                const U32x4 k = ptx::ldmatrix_x4(keys.at(key_slot(slot), s));
+                const u32 operands[4] = {k.x, k.y, k.z, k.w};
+                add_scores(scores, s, operands);
+            }
+        } else {
+            score<kHeadDim>(scores[0], scores[1], q, keys, key_slot(slot));
+        }
         if (edge) mask_scores(scores, first);
         u32 values_address = value_slot(slot);
         if constexpr (kPacked<Config>) {
@@ -450,11 +459,7 @@ struct Kernel {
         if (record.kind() != kv::kLostUnit) report();
         return false;
     }
-    // Whether the words of a slot are the operands, without slots of the record.
-    UW_DEVICE static bool plain(const kv::Record& record, u32 tile) {
-        return record.kind() == kv::kPackedUnit && record.begin(tile) >= record.end(tile, P::kSlots);
-    }
-    // The operands of a step where they are not plain.
+    // The operands of a step, whatever the record says.
     UW_DEVICE void special_quad(u32 (&p)[4], const u32 (&words)[P::kWords], u32 step, const kv::Record& record, u32 half,
                                 u32 tile) const {
         if (record.kind() == kv::kBf16Unit) {
@@ -473,52 +478,104 @@ struct Kernel {
             kv::patch(p, ptx::ld_shared_u16(at + i * 2), step, lane, record.base());
         }
     }
-    UW_DEVICE void compute_packed(u32 tile, const u32 (&q)[kHeadDim / 16][4]) {
+    UW_DEVICE void compute_packed(u32 tile) {
         slots.wait(slot, parity);
         const kv::Record key = record_of(kKey), value = record_of(kValue);
+        const u32 first = tile * kTileTokens, inside = tile % kPageTiles;
+        if (first < first_token || ((key.word | value.word) & 0xff00) != 0) {
+            return compute_special(first, inside, key, value);
+        }
+        if (((key.changes() | value.changes()) >> (8 * inside) & 255) == 0) {
+            return attend_packed<false>(key, value, {}, {});
+        }
+        bool clash = false;
+        const Escapes keys = escapes_of(key, kKey, inside, clash), values = escapes_of(value, kValue, inside, clash);
+        if (ptx::warp_ballot(clash) != 0) return compute_special(first, inside, key, value);
+        attend_packed<true>(key, value, keys, values);
+    }
+    // Of a tile's K, or V: the steps that have an escape, the same in all lanes; and this lane's: its slot and what is to be
+    // added to its register.
+    struct Escapes {
+        u32 steps = 0, slot = ~0u, delta = 0;
+
+        // Into the quad of a step, which has the base of the record where an exponent escapes.
+        UW_DEVICE void apply(u32 (&p)[4], u32 step) const {
+            if ((steps >> step & 1) == 0) return;
+            const u32 own = (slot >> 8 & 255) == step ? slot >> 1 & 3 : 4;
+#pragma unroll
+            for (u32 r = 0; r < 4; ++r) p[r] += own == r ? delta : 0;
+        }
+    };
+    // `clash`: the lane has more than one, which Escapes has no room for.
+    UW_DEVICE Escapes escapes_of(const kv::Record& record, u32 half, u32 tile, bool& clash) const {
+        const u32 begin = record.begin(tile), end = record.end(tile, P::kSlots);
+        const u32 at = key_slot(slot) + P::kTileBytes + half * P::kRecordBytes + 8;
+        // One slot a lane, all at the same time.
+        const u32 listed = ptx::ld_shared_u16(at + (lane < P::kSlots ? lane : 0) * 2);
+        Escapes escapes;
+        u32 own = 0;
+#pragma unroll 1
+        for (u32 i = begin; i < end; ++i) {
+            const u32 each = ptx::shuffle(listed, i), element = each & 2047;
+            escapes.steps |= 1u << (element >> 8);
+            if ((element >> 3 & 31) != lane) continue;
+            clash |= escapes.slot != ~0u;
+            escapes.slot = element;
+            own = each;
+        }
+        if (escapes.slot != ~0u) {
+            escapes.delta = kv::exponent_of(own >> 11, record.base()) - record.base() << (7 + (own & 1) * 16);
+        }
+        return escapes;
+    }
+    // A tile of which a lane has at most one escape in K, and one in V.
+    template <bool kEscapes>
+    UW_DEVICE void attend_packed(const kv::Record& key, const kv::Record& value, const Escapes& key_escapes,
+                                 const Escapes& value_escapes) {
+        u32 keys[P::kWords], values[P::kWords];
+        P::load(keys, key_slot(slot), lane);
+        P::load(values, key_slot(slot) + P::kOperandBytes, lane);
+        float scores[2][4] = {};
+        const u32 key_base = kv::pair_of(key.base()), value_base = kv::pair_of(value.base());
+#pragma unroll
+        for (u32 s = 0; s < P::kSteps; ++s) {
+            u32 k[4];
+            P::quad(k, keys, s, key_base);
+            if constexpr (kEscapes) key_escapes.apply(k, s);
+            add_scores(scores, s, k);
+        }
+        // All words have been asked for, and those of K have arrived: the loads of V may still be in flight.
+        slots.release();
+        load_next();
+        u32 p[1][4];
+        rows.weigh(scores, args.scale, p);
+#pragma unroll
+        for (u32 s = 0; s < P::kSteps; ++s) {
+            u32 v[4];
+            P::quad(v, values, s, value_base);
+            if constexpr (kEscapes) value_escapes.apply(v, s);
+            add_values(s, p[0], v[0], v[1], v[2], v[3]);
+        }
+    }
+    // A tile with a bf16 unit, tokens before the window, or several escapes in a lane: few of them.
+    UW_DEVICE void compute_special(u32 first, u32 inside, const kv::Record& key, const kv::Record& value) {
         if (!readable(key) || !readable(value)) {
             slots.release();
             load_next();
             return;
         }
-        const u32 first = tile * kTileTokens, inside = tile % kPageTiles;
         const bool edge = first < first_token;
-        u32 words[P::kWords];
+        u32 words[P::kWords], p[1][4];
         P::load(words, key_slot(slot), lane);
         float scores[2][4] = {};
-        if (plain(key, inside)) {
-            const u32 base = kv::pair_of(key.base());
 #pragma unroll
-            for (u32 s = 0; s < P::kSteps; ++s) {
-                u32 k[4];
-                P::quad(k, words, s, base);
-                add_scores(scores, q[s], k);
-            }
-        } else {
-#pragma unroll
-            for (u32 s = 0; s < P::kSteps; ++s) {
-                u32 k[4];
-                special_quad(k, words, s, key, kKey, inside);
-                add_scores(scores, q[s], k);
-            }
+        for (u32 s = 0; s < P::kSteps; ++s) {
+            u32 k[4];
+            special_quad(k, words, s, key, kKey, inside);
+            add_scores(scores, s, k);
         }
         if (edge) mask_scores(scores, first);
         P::load(words, key_slot(slot) + P::kOperandBytes, lane);
-        u32 p[1][4];
-        if (plain(value, inside) && !edge) {
-            // Nothing has needed the words yet: the loads may still be in flight.
-            slots.release();
-            load_next();
-            rows.weigh(scores, args.scale, p);
-            const u32 base = kv::pair_of(value.base());
-#pragma unroll
-            for (u32 s = 0; s < P::kSteps; ++s) {
-                u32 v[4];
-                P::quad(v, words, s, base);
-                add_values(s, p[0], v[0], v[1], v[2], v[3]);
-            }
-            return;
-        }
         rows.weigh(scores, args.scale, p);
 #pragma unroll
         for (u32 s = 0; s < P::kSteps; ++s) {
@@ -530,8 +587,10 @@ struct Kernel {
         slots.release();
         load_next();
     }
-    UW_DEVICE static void add_scores(float (&scores)[2][4], const u32 (&q)[4], const u32 (&k)[4]) {
-        const u32 low[2] = {k[0], k[1]}, high[2] = {k[2], k[3]};
+    // queries * K of a step. The queries are loaded each time: in registers they would take those of half the warps.
+    UW_DEVICE void add_scores(float (&scores)[2][4], u32 step, const u32 (&k)[4]) const {
+        const U32x4 v = ptx::ldmatrix_x4(Lines<kHeadDim>(lane % 16, lane / 16).at(shared + S::kQueries, step));
+        const u32 q[4] = {v.x, v.y, v.z, v.w}, low[2] = {k[0], k[1]}, high[2] = {k[2], k[3]};
         ptx::mma_m16n8k16(scores[0], q, low);
         ptx::mma_m16n8k16(scores[1], q, high);
     }
@@ -729,7 +788,7 @@ struct Kernel {
         rows.clear();
         if (tiles != 0) {
             u32 q[kHeadDim / 16][4];
-            load_queries<kHeadDim>(q, shared + S::kQueries, lane);
+            if constexpr (!kPacked<Config>) load_queries<kHeadDim>(q, shared + S::kQueries, lane);
             for (u32 index = 0; index < tiles; ++index) {
                 const u32 tile = tile_of(index);
                 const bool packed = kPacked<Config> && tile < hot_tile;
@@ -741,7 +800,7 @@ struct Kernel {
                         load_next();
                     }
                 } else if (packed) {
-                    if constexpr (kPacked<Config>) compute_packed(tile, q);
+                    if constexpr (kPacked<Config>) compute_packed(tile);
                 } else {
                     compute(tile, q);
                 }
