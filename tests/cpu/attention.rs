@@ -2,117 +2,12 @@
 //! tables, and planted bugs that must be caught.
 
 use unweight_bench::attention::{Chunk, ChunkProblem, Decode, PAD, Problem};
-use unweight_codegen::{
-    VariantSpec,
-    abi::AttentionArgs,
-    kv::PAGE_TOKENS,
-    plan::{GemmShape, Plan},
-    spec::Op,
+use unweight_codegen::{VariantSpec, abi::AttentionArgs, kv::PAGE_TOKENS, plan::GemmShape, spec::Op};
+
+use crate::{
+    attention_launch::{GAP, Outcome, launch, launch_on, rows_of},
+    harness::{Buffer, CpuKernel, Edit, Run, bf16, spec},
 };
-
-use crate::harness::{Buffer, CpuKernel, Edit, Run, bf16, spec};
-
-/// Elements behind each row of QKV and of A.
-const GAP: usize = 8;
-
-struct Outcome {
-    out: Vec<u16>,
-    layer: Vec<u16>,
-    fault: u32,
-}
-
-/// In 3 parts, where the kernel has them.
-fn launch(problem: &Problem, kernel: &mut CpuKernel, spec: &VariantSpec, seed: u64) -> Result<Outcome, String> {
-    let Op::Attention(op) = spec.op else { panic!("{spec}") };
-    launch_in(problem, kernel, spec, seed, if op.split { 3 } else { 1 })
-}
-
-/// Several parts: twice, with what the first launch leaves.
-fn launch_in(
-    problem: &Problem,
-    kernel: &mut CpuKernel,
-    spec: &VariantSpec,
-    seed: u64,
-    parts: u32,
-) -> Result<Outcome, String> {
-    let case = &problem.case;
-    let (m, columns, out_columns) = (case.positions.len(), case.columns(), case.out_columns());
-    let of = |values: &[u16]| Buffer::of(bytemuck::cast_slice(values));
-    let apart: Vec<u16> =
-        problem.qkv.chunks(columns).flat_map(|row| row.iter().copied().chain([0x7fc1; GAP])).collect();
-    let (qkv, layer, bias) = (of(&apart), of(&problem.layer), of(&problem.bias));
-    let (cosines, sines) = (of(&problem.cosines), of(&problem.sines));
-    let norms = problem.norms.each_ref().map(|norm| of(norm));
-    let positions = Buffer::of(bytemuck::cast_slice(&case.positions));
-    let table = Buffer::of(bytemuck::cast_slice(&problem.table));
-    let out = Buffer::new(m * (out_columns + GAP) * 2);
-    let fault = Buffer::zeroed(4);
-    let optional = |buffer: &Buffer| if buffer.slice().is_empty() { 0 } else { buffer.address() };
-    let shape = GemmShape::rows((m * case.kv_heads) as u32 * parts);
-    let needs = Plan::new(spec).unwrap().workspace(shape, 132);
-    let (partials, counters) = match parts {
-        1 => (Buffer::new(0), Buffer::new(0)),
-        _ => (Buffer::new(needs.bytes as usize), Buffer::zeroed(needs.counters as usize * 4)),
-    };
-    let args = AttentionArgs {
-        qkv: qkv.address(),
-        out: out.address(),
-        layer: layer.address(),
-        positions: positions.address(),
-        page_table: table.address(),
-        cosines: cosines.address(),
-        sines: sines.address(),
-        bias: optional(&bias),
-        q_norm: optional(&norms[0]),
-        k_norm: optional(&norms[1]),
-        fault: fault.address(),
-        partials: optional(&partials),
-        counters: optional(&counters),
-        qkv_pitch: (columns + GAP) as u64,
-        out_pitch: (out_columns + GAP) as u64,
-        m: m as u32,
-        kv_heads: case.kv_heads as u32,
-        group: case.group as u32,
-        pages: problem.pages,
-        table_pages: problem.table_pages as u32,
-        max_positions: problem.max_positions,
-        window: case.window,
-        rope_dim: case.rope_dim as u32,
-        start: 0,
-        scale: problem.scale(),
-        eps: case.eps,
-        parts,
-    };
-    let buffers = [
-        ("qkv", qkv.slice()),
-        ("layer", layer.slice()),
-        ("positions", positions.slice()),
-        ("page_table", table.slice()),
-        ("cosines", cosines.slice()),
-        ("sines", sines.slice()),
-        ("bias", bias.slice()),
-        ("q_norm", norms[0].slice()),
-        ("k_norm", norms[1].slice()),
-        ("out", out.slice()),
-        ("fault", fault.slice()),
-        ("partials", partials.slice()),
-        ("counters", counters.slice()),
-    ];
-    for seed in [seed, seed + 1000].into_iter().take(if parts > 1 { 2 } else { 1 }) {
-        // SAFETY: every buffer above outlives the launch, and the kernel reaches them through checked wrappers only.
-        unsafe { kernel.run(spec, Run { problem: shape, sms: 132, seed }, &args, &buffers)? };
-        if counters.slice().iter().any(|&byte| byte != 0) {
-            return Err("counters were left set".to_owned());
-        }
-    }
-    let untouched = u16::from_ne_bytes([Buffer::POISON; 2]);
-    let rows = out.u16s();
-    let out = rows.chunks(out_columns + GAP).flat_map(|row| {
-        assert!(row[out_columns..].iter().all(|&v| v == untouched), "written behind a row");
-        row[..out_columns].to_vec()
-    });
-    Ok(Outcome { out: out.collect(), layer: layer.u16s(), fault: fault.u32s()[0] })
-}
 
 fn check(kernel: &mut CpuKernel, spec: &VariantSpec, case: &Decode) {
     let problem = Problem::new(case);
@@ -161,7 +56,7 @@ fn parts_share_the_tokens_of_a_row() {
             let positions: Vec<u32> = last.into_iter().flat_map(|last| [last - 1, last]).chain([PAD, 0]).collect();
             let case = Decode { kv_heads: 1, ..Decode::new(op.head_dim.get() as usize, 3, &positions) };
             let problem = Problem::new(&case);
-            let outcome = launch_in(&problem, &mut kernel, &spec, u64::from(parts), parts);
+            let outcome = launch_on(&problem, None, &mut kernel, &spec, u64::from(parts), parts);
             let outcome = outcome.unwrap_or_else(|error| panic!("{spec} x{parts}: {error}"));
             assert_eq!(problem.mismatch(&outcome.out, &outcome.layer), None, "{spec} x{parts} {case:?}");
             assert_eq!(outcome.fault, 0, "{spec} x{parts}");
@@ -323,13 +218,7 @@ fn launch_chunk(
     let shape = GemmShape::rows(chunk.tokens.div_ceil(tokens) * chunk.kv_heads as u32);
     // SAFETY: as in `launch`.
     unsafe { kernel.run(spec, Run { problem: shape, sms: 132, seed }, &args, &buffers)? };
-    let untouched = u16::from_ne_bytes([Buffer::POISON; 2]);
-    let rows = out.u16s();
-    let out = rows.chunks(out_columns + GAP).flat_map(|row| {
-        assert!(row[out_columns..].iter().all(|&v| v == untouched), "written behind a row");
-        row[..out_columns].to_vec()
-    });
-    Ok(Outcome { out: out.collect(), layer: layer.u16s(), fault: fault.u32s()[0] })
+    Ok(Outcome { out: rows_of(&out, out_columns), layer: layer.u16s(), fault: fault.u32s()[0] })
 }
 
 fn chunk(head_dim: usize, group: usize, (start, tokens, window): (u32, u32, u32)) -> Chunk {
@@ -524,7 +413,7 @@ fn planted_bugs_of_parts_are_caught() {
         let mut kernel = CpuKernel::of(&spec, edits);
         problems.iter().find_map(|problem| {
             let mut first = None;
-            (1..=8).find_map(|seed| match launch_in(problem, &mut kernel, &spec, seed, 10) {
+            (1..=8).find_map(|seed| match launch_on(problem, None, &mut kernel, &spec, seed, 10) {
                 Err(error) => Some(error),
                 Ok(outcome) => {
                     let other = *first.get_or_insert_with(|| outcome.out.clone()) != outcome.out;

@@ -3,6 +3,8 @@
 
 mod activations;
 mod attention;
+mod attention_launch;
+mod attention_packed;
 mod compact_sections;
 mod decode_compact;
 mod encode_compact;
@@ -12,6 +14,9 @@ mod gemm_mma;
 mod gemm_recon;
 mod gemm_wgmma;
 mod harness;
+mod kv_cache;
+mod kv_problem;
+mod kv_unpack;
 mod moe;
 mod pack;
 mod packed_problem;

@@ -1,0 +1,408 @@
+//! Attention over packed pages, run on the CPU prelude: the same bits as over the bf16 pages that were packed, hostile
+//! tables and records, and planted bugs that must be caught.
+
+use unweight_bench::attention::{Decode, PAD, Problem};
+use unweight_codegen::{
+    VariantSpec,
+    kv::{
+        PAGE_TOKENS,
+        packed::{KIND_BF16, KIND_LOST, KIND_PACKED},
+    },
+    spec::Op,
+};
+use unweight_format::testing::Random;
+
+use crate::{
+    attention_launch::{Outcome, launch, launch_on, parts_of},
+    harness::{CpuKernel, Edit, bf16, spec},
+    kv_problem::{PackedPages, full_pages, salt, with_exponent},
+};
+
+/// A variant over packed pages, and the one over bf16 pages whose sums have the same order.
+struct Pair {
+    bf16: VariantSpec,
+    packed: VariantSpec,
+    kernels: CpuKernel,
+}
+
+impl Pair {
+    /// The other one may have as many stages as it likes.
+    fn new(packed: &str, bf16: &str) -> Self {
+        let [packed, bf16] = [packed, bf16].map(|name| spec(&format!("attention_decode_{name}")));
+        let order = |spec: &VariantSpec| match spec.op {
+            Op::Attention(op) => (op.head_dim, op.warps, op.cluster, op.split),
+            _ => panic!("{spec}"),
+        };
+        assert_eq!(order(&packed), order(&bf16));
+        Self { packed, bf16, kernels: CpuKernel::all(&[packed, bf16], &[]) }
+    }
+
+    fn head_dim(&self) -> usize {
+        let Op::Attention(op) = self.packed.op else { panic!("{}", self.packed) };
+        op.head_dim.get() as usize
+    }
+
+    fn over_bf16(&mut self, problem: &Problem, seed: u64) -> Outcome {
+        let outcome = launch(problem, &mut self.kernels, &self.bf16, seed);
+        outcome.unwrap_or_else(|error| panic!("{} {:?}: {error}", self.bf16, problem.case))
+    }
+
+    fn over_packed(&mut self, problem: &Problem, pages: &PackedPages, seed: u64) -> Outcome {
+        let parts = parts_of(&self.packed);
+        let outcome = launch_on(problem, Some(pages), &mut self.kernels, &self.packed, seed, parts);
+        outcome.unwrap_or_else(|error| panic!("{} {:?}: {error}", self.packed, problem.case))
+    }
+
+    /// Runs both. Returns the kinds of units that were read.
+    fn check(&mut self, problem: &Problem, seed: u64) -> [usize; 3] {
+        let pages = PackedPages::of(problem);
+        let expected = self.over_bf16(problem, seed);
+        let outcome = self.over_packed(problem, &pages, seed + 50);
+        let what = format!("{} {:?}", self.packed, problem.case);
+        assert!(same(problem, &pages, &outcome, &expected), "{what}");
+        assert!(outcome.out.iter().all(|&v| !bf16(v).is_nan()), "{what}");
+        assert_eq!((outcome.fault, expected.fault), (0, 0), "{what}");
+        pages.kinds()
+    }
+
+    /// On units with values outside of their windows, and without.
+    fn check_salted(&mut self, case: &Decode) {
+        let mut problem = Problem::new(case);
+        self.check(&problem, case.seed);
+        salt(&mut problem, case.seed);
+        self.check(&problem, case.seed + 1);
+    }
+}
+
+/// Whether A and the hot pages are as those of bf16 pages.
+fn same(problem: &Problem, pages: &PackedPages, outcome: &Outcome, expected: &Outcome) -> bool {
+    outcome.out == expected.out && outcome.layer == pages.hot_from(problem, &expected.layer)
+}
+
+#[test]
+fn the_bits_at_the_edges_of_tiles_and_pages() {
+    for (packed, other) in [
+        ("d128_w4p2c1_packed_pdl", "d128_w4p2c1_pdl"),
+        ("d128_w4p2c1_packed_async_pdl", "d128_w4p2c1_async_pdl"),
+        ("d64_w4p3c1_split_packed_async_pdl", "d64_w4p2c1_split_async_pdl"),
+    ] {
+        let mut pair = Pair::new(packed, other);
+        let positions = [0, 14, 15, 16, PAD, 62, 63, 64, 79, 80, 126, 127, 128, 199];
+        pair.check_salted(&Decode { kv_heads: 1, ..Decode::new(pair.head_dim(), 4, &positions) });
+    }
+}
+
+#[test]
+fn the_bits_of_every_head_size() {
+    for (head_dim, axes) in [
+        (16, "w4p2c1"),
+        (32, "w4p3c1"),
+        (48, "w2p2c1"),
+        (64, "w4p2c1"),
+        (80, "w4p2c1"),
+        (96, "w2p2c1"),
+        (112, "w4p2c1"),
+    ] {
+        let copy = if head_dim % 32 == 0 { "_async" } else { "" };
+        let mut pair = Pair::new(&format!("d{head_dim}_{axes}_packed{copy}"), &format!("d{head_dim}_{axes}{copy}"));
+        let case = Decode { bias: true, norm: true, ..Decode::new(head_dim, 2, &[0, 19, 80, 150, 270]) };
+        let mut kinds = [0; 3];
+        for seed in 1..=3 {
+            let mut problem = Problem::new(&Decode { seed, ..case.clone() });
+            salt(&mut problem, seed);
+            pair.check(&problem, seed).iter().zip(&mut kinds).for_each(|(own, all)| *all += own);
+        }
+        assert!(kinds.iter().all(|kind| *kind > 0), "d{head_dim}: {kinds:?} plain, with slots, bf16");
+    }
+}
+
+#[test]
+fn the_bits_of_groups_and_clusters() {
+    for (packed, other) in [
+        ("d64_w4p2c2_packed_pdl", "d64_w4p2c2_pdl"),
+        ("d64_w2p2c4_packed_async", "d64_w2p3c4_async"),
+        ("d32_w1p5c8_packed_pdl", "d32_w1p1c8_pdl"),
+    ] {
+        let mut pair = Pair::new(packed, other);
+        for group in [1, 3, 16] {
+            let positions = [0, 17, PAD, 500, 127, 128, 640];
+            let case = Decode { kv_heads: 1, seed: group as u64, ..Decode::new(pair.head_dim(), group, &positions) };
+            pair.check_salted(&case);
+        }
+    }
+}
+
+/// More tiles than a warp asks for pages of at a time, and rings that hot tiles go round at each of their slots.
+#[test]
+fn the_bits_of_long_rows() {
+    for (packed, other) in [
+        ("d16_w1p2c1_packed", "d16_w1p1c1"),
+        ("d16_w1p3c1_packed", "d16_w1p1c1"),
+        ("d16_w1p3c1_packed_async", "d16_w1p2c1_async"),
+        ("d16_w1p8c1_packed", "d16_w1p1c1"),
+    ] {
+        let mut pair = Pair::new(packed, other);
+        for (window, position) in [(0, 16 * 32 - 1), (0, 16 * 32), (0, 16 * 64), (0, 1500), (900, 2000), (0, 560)] {
+            pair.check_salted(&Decode { kv_heads: 1, window, ..Decode::new(16, 1, &[position]) });
+        }
+    }
+}
+
+/// What is before a window are NaN, whose page is bf16 units.
+#[test]
+fn the_bits_of_windows() {
+    for (packed, other) in
+        [("d32_w2p2c2_packed", "d32_w2p2c2"), ("d32_w2p3c1_split_packed_async", "d32_w2p2c1_split_async")]
+    {
+        let mut pair = Pair::new(packed, other);
+        for window in [1, 7, 16, 17, 64, 100, 1000] {
+            let positions = [0, 6, 15, 16, 63, 64, 65, 99, 100, 230];
+            pair.check_salted(&Decode { window, seed: window.into(), ..Decode::new(32, 4, &positions) });
+        }
+    }
+}
+
+/// Values so large that infinities and NaN are in the window of exponents.
+#[test]
+fn infinities_before_a_window_do_not_count() {
+    let mut pair = Pair::new("d32_w2p2c1_packed", "d32_w2p2c1");
+    let mut async_pair = Pair::new("d32_w2p2c1_packed_async", "d32_w2p2c1_async");
+    for (window, seed) in [(100, 1), (69, 2), (90, 3), (77, 4), (8, 5), (64, 6)] {
+        let case = Decode { kv_heads: 1, window, seed, ..Decode::new(32, 5, &[150, 187, 130, 135]) };
+        let mut problem = Problem::new(&case);
+        let random = &mut Random::new(seed);
+        for (row, page) in full_pages(&problem) {
+            let first = case.first_token(case.positions[row]);
+            for token in page as u32 * PAGE_TOKENS..(page as u32 + 1) * PAGE_TOKENS {
+                for (head, i) in (0..2).flat_map(|head| (0..32).map(move |i| (head, i))) {
+                    // Products of keys have to stay finite.
+                    let exponent = if token < first { 240 + random.below(16) } else { 240 + random.below(4) };
+                    let at = problem.element(row, token, head, i);
+                    problem.layer[at] = with_exponent(random, exponent as u32);
+                }
+            }
+        }
+        let kinds = pair.check(&problem, seed);
+        assert!(window == 8 || kinds[0] > 0 && kinds[2] == 0, "{kinds:?}");
+        async_pair.check(&problem, seed);
+    }
+}
+
+/// The tiles of a page whose K or V was lost are left out, as if its number led nowhere; nothing is reported.
+#[test]
+fn lost_units_are_left_out() {
+    for (packed, other) in
+        [("d32_w2p2c2_packed", "d32_w2p2c2"), ("d32_w2p2c1_split_packed_async", "d32_w2p2c1_split_async")]
+    {
+        let mut pair = Pair::new(packed, other);
+        let mut problem = Problem::new(&Decode { kv_heads: 1, ..Decode::new(32, 4, &[90, 200, 150, 63]) });
+        salt(&mut problem, 3);
+        for (row, page) in [(0, 0), (1, 0), (1, 2), (2, 1)] {
+            for lost in [&[0][..], &[1], &[0, 1]] {
+                let mut pages = PackedPages::of(&problem);
+                let number = &mut problem.clone().table[row * problem.table_pages + page];
+                for half in lost {
+                    let record = pages.heads.lost_record();
+                    pages.record(*number as usize * 2 + half).copy_from_slice(&record);
+                }
+                let mut without = problem.clone();
+                without.table[row * problem.table_pages + page] = u32::MAX;
+                let expected = pair.over_bf16(&without, 1);
+                let outcome = pair.over_packed(&problem, &pages, 2);
+                assert!(same(&problem, &pages, &outcome, &expected), "row {row}, page {page}, {lost:?}");
+                assert_eq!((outcome.fault, expected.fault), (0, 1 + row as u32));
+            }
+        }
+    }
+}
+
+/// Nothing that tables and records say leads out of the cache, and other rows are as they would be.
+#[test]
+fn hostile_caches_are_reported() {
+    for (packed, other) in [
+        ("d32_w2p2c2_packed", "d32_w2p2c2"),
+        ("d32_w2p3c1_packed_async", "d32_w2p3c1_async"),
+        ("d32_w1p2c1_split_packed_async", "d32_w1p2c1_split_async"),
+    ] {
+        let mut pair = Pair::new(packed, other);
+        let mut problem = Problem::new(&Decode::new(32, 2, &[90, 200, 150]));
+        salt(&mut problem, 4);
+        let right = PackedPages::of(&problem);
+        let whole = pair.over_packed(&problem, &right, 1);
+        hostile_tables(&mut pair, &problem, &right, &whole);
+        hostile_records(&mut pair, &problem, &right, &whole);
+    }
+}
+
+/// Runs a cache whose second row is hostile. Returns what the row has.
+fn second_row(pair: &mut Pair, problem: &Problem, pages: &PackedPages, whole: &Outcome) -> (Vec<u16>, u32) {
+    let outcome = pair.over_packed(problem, pages, 2);
+    let columns = problem.case.out_columns();
+    for other in [0, 2] {
+        assert_eq!(
+            outcome.out[other * columns..][..columns],
+            whole.out[other * columns..][..columns],
+            "{}",
+            pair.packed
+        );
+    }
+    (outcome.out[columns..][..columns].to_vec(), outcome.fault)
+}
+
+fn hostile_tables(pair: &mut Pair, problem: &Problem, right: &PackedPages, whole: &Outcome) {
+    for (entry, page) in [(0, problem.pages), (1, u32::MAX), (2, 1 << 31)] {
+        let mut pages = right.clone();
+        pages.table[problem.table_pages + entry] = page;
+        let (row, fault) = second_row(pair, problem, &pages, whole);
+        let mut without = problem.clone();
+        without.table[problem.table_pages + entry] = u32::MAX;
+        let columns = problem.case.out_columns();
+        assert_eq!(row, pair.over_bf16(&without, 3).out[columns..][..columns], "entry {entry}");
+        assert_eq!(fault, 2, "entry {entry}");
+    }
+    // The hot page, and the newest token with it.
+    for page in [right.hot_pages, 1 << 31, u32::MAX] {
+        let mut pages = right.clone();
+        pages.hot_table[1] = page;
+        let (row, fault) = second_row(pair, problem, &pages, whole);
+        let mut without = problem.clone();
+        without.table[problem.table_pages + 3] = u32::MAX;
+        let columns = problem.case.out_columns();
+        assert_eq!(row, pair.over_bf16(&without, 3).out[columns..][..columns], "hot page {page}");
+        assert_eq!(fault, 2, "hot page {page}");
+    }
+    // All of them.
+    let mut pages = right.clone();
+    pages.table[problem.table_pages..][..problem.table_pages].fill(u32::MAX);
+    pages.hot_table[1] = u32::MAX;
+    let (row, fault) = second_row(pair, problem, &pages, whole);
+    assert!(fault == 2 && row.iter().all(|v| *v == 0), "{row:?}");
+}
+
+fn hostile_records(pair: &mut Pair, problem: &Problem, right: &PackedPages, whole: &Outcome) {
+    let unit = problem.table[problem.table_pages + 1] as usize * right.heads.page_units();
+    for half in [0, 1] {
+        let mut lost = right.clone();
+        let record = lost.heads.lost_record();
+        lost.record(unit + half).copy_from_slice(&record);
+        let (without, fault) = second_row(pair, problem, &lost, whole);
+        assert_eq!(fault, 0);
+        let numbers = [right.units, 1 << 31, u32::MAX].map(|number| (KIND_BF16, number));
+        for (kind, number) in [KIND_LOST + 1, 4, 128, 255].map(|kind| (kind, 7)).into_iter().chain(numbers) {
+            let mut pages = right.clone();
+            let record = pages.record(unit + half);
+            record[1] = kind;
+            record[4..8].copy_from_slice(&number.to_le_bytes());
+            let (row, fault) = second_row(pair, problem, &pages, whole);
+            assert!(row == without && fault == 2, "kind {kind}, unit {number}: fault {fault}");
+        }
+        for seed in 0..20 {
+            let mut pages = right.clone();
+            let record = pages.record(unit + half);
+            let bytes = Random::new(seed).bytes(record.len());
+            record.copy_from_slice(&bytes);
+            record[1] = KIND_PACKED;
+            if seed % 2 == 0 {
+                record[4..8].copy_from_slice(&[seed as u8, 255, 3, 255]);
+            }
+            let (_, fault) = second_row(pair, problem, &pages, whole);
+            assert_eq!(fault, 0, "seed {seed}");
+        }
+    }
+}
+
+#[test]
+fn planted_bugs_of_packed_attention_are_caught() {
+    let (decode, pages) = ("unweight/kernels/attention/decode.cuh", "unweight/encoding/kv_packed.cuh");
+    let both = [
+        (decode, "const u32 base = kv::pair_of(value.base());", "const u32 base = kv::pair_of(key.base());"),
+        (decode, "next_slot();\n            slots.wait(slot, parity);", "next_slot();"),
+        (decode, "P::load(words, key_slot(slot) + P::kOperandBytes, lane);", "P::load(words, key_slot(slot), lane);"),
+        (
+            decode,
+            "special_quad(v, words, s, value, kValue, inside);",
+            "special_quad(v, words, s, value, kKey, inside);",
+        ),
+        (decode, "if (edge) clear_tokens(v, first);", ""),
+        (decode, "if (token < first_token) v[r] &= 0xffff0000u;", "if (token < first_token) v[r] &= 0x0000ffffu;"),
+        (decode, "record.begin(tile) >= record.end(tile, P::kSlots)", "record.end(3, P::kSlots) == 0 || tile == 1"),
+        (decode, "if (kPacked<Config> && !packed) {", "if (false) {"),
+        (decode, "record.kind() == kv::kBf16Unit && record.unit() < args.units", "record.kind() == kv::kBf16Unit"),
+        (decode, "position / kv::kPageTokens * kPageTiles : 0", "(position + 1) / kv::kPageTokens * kPageTiles : 0"),
+        (decode, "tile * P::kUnitTileBytes", "tile / 2 * P::kUnitTileBytes"),
+        (pages, "ends >> (8 * tile - 8) & 255", "ends >> (8 * tile) & 255"),
+        (pages, "return end < limit ? end : limit;", "return end;"),
+    ];
+    let bulk = [
+        // A slot is refilled while its loads are in flight: of a packed tile, of a hot tile's keys.
+        (
+            decode,
+            "slots.release();\n            load_next();\n            rows.weigh",
+            "ptx::sync_warp();\n            load_next();\n            rows.weigh",
+        ),
+        (
+            decode,
+            "slots.release();\n            load_next();\n            next_slot();\n            slots.wait",
+            "ptx::sync_warp();\n            load_next();\n            next_slot();\n            slots.wait",
+        ),
+        (
+            decode,
+            "mbarrier_arrive_expect_tx(barrier, S::kPackedBytes)",
+            "mbarrier_arrive_expect_tx(barrier, S::kSlotBytes)",
+        ),
+        (
+            decode,
+            "mbarrier_arrive_expect_tx(barrier, S::kTileBytes)",
+            "mbarrier_arrive_expect_tx(barrier, 2 * S::kTileBytes)",
+        ),
+    ];
+    let copied = [(decode, "copy(slot_address + P::kTileBytes, records, 2 * P::kRecordBytes);", "")];
+    let all = both.iter().chain(&bulk).map(|edit| ("", edit)).chain(copied.iter().map(|edit| ("_async", edit)));
+    let missed: Vec<_> = all
+        .filter(|(copy, (header, from, to))| {
+            let spec = spec(&format!("attention_decode_d32_w2p3c1_packed{copy}"));
+            noticed(&spec, &[Edit { header, from, to }]).is_none()
+        })
+        .collect();
+    assert!(missed.is_empty(), "went unnoticed: {missed:#?}");
+    for copy in ["", "_async"] {
+        assert_eq!(noticed(&spec(&format!("attention_decode_d32_w2p3c1_packed{copy}")), &[]), None);
+    }
+}
+
+/// What is wrong with a kernel over packed pages: right ones, and hostile ones.
+fn noticed(spec: &VariantSpec, edits: &[Edit]) -> Option<String> {
+    let mut kernel = CpuKernel::of(spec, edits);
+    let cases = [(0, 1), (150, 2), (100, 3)].map(|(window, seed)| {
+        let case = Decode { window, seed, ..Decode::new(32, 4, &[0, 40, 63, 100, 177, 333]) };
+        let mut problem = Problem::new(&case);
+        salt(&mut problem, seed);
+        problem
+    });
+    let right = cases.iter().find_map(|problem| {
+        let pages = PackedPages::of(problem);
+        (1..=4).find_map(|seed| match launch_on(problem, Some(&pages), &mut kernel, spec, seed, 1) {
+            Err(error) => Some(error),
+            Ok(outcome) => {
+                let mut layer = problem.layer.clone();
+                pages.hot_to(problem, &outcome.layer, &mut layer);
+                problem.mismatch(&outcome.out, &layer)
+            }
+        })
+    });
+    right.or_else(|| {
+        // A count behind the slots, and a unit behind the pool; a hot page that is not there.
+        let problem = &cases[0];
+        let mut pages = PackedPages::of(problem);
+        let bytes = pages.heads.record_bytes();
+        for (i, record) in pages.records.chunks_mut(bytes).enumerate() {
+            match record[1] {
+                KIND_PACKED => record[4..8].fill(255),
+                KIND_BF16 if i % 2 == 0 => record[4..8].fill(255),
+                _ => (),
+            }
+        }
+        pages.hot_table[3] = u32::MAX;
+        launch_on(problem, Some(&pages), &mut kernel, spec, 5, 1).err()
+    })
+}

@@ -1,0 +1,630 @@
+//! Packing and releasing pages of a KV cache, run on the CPU prelude: byte for byte what the oracle has,
+//! hostile tables, and planted bugs that must be caught.
+
+use std::collections::BTreeSet;
+
+use unweight_codegen::{
+    VariantSpec,
+    abi::KvPackArgs,
+    kv::{
+        PAGE_TOKENS,
+        packed::{KIND_BF16, KIND_LOST, KIND_PACKED},
+    },
+    plan::GemmShape,
+    spec::{KvPackStage, Op},
+};
+use unweight_format::testing::Random;
+
+use crate::{
+    harness::{Buffer, CpuKernel, Edit, Run, spec},
+    kv_problem::{HEAD_DIMS, Heads, page},
+};
+
+/// An entry of a table without a page, and the position of a row without a token.
+const NONE: u32 = u32::MAX;
+/// Bytes behind each layer's packed pages and records, and elements behind its bf16 pages.
+pub const GAP: usize = 128;
+/// In bf16 pages that must not be read.
+const POISON: u16 = 0x7fc1;
+
+/// Packed pages of some layers, with the pool of bf16 units.
+#[derive(Clone)]
+pub struct Cache {
+    pub heads: Heads,
+    pub layers: u32,
+    pub pages: u32,
+    pub units: u32,
+    pub packed: Vec<u8>,
+    pub records: Vec<u8>,
+    pub unit_pages: Vec<u8>,
+    /// How many units are free, then their indices.
+    pub free: Vec<u32>,
+}
+
+impl Cache {
+    /// Not written yet, with `free` of its units.
+    pub fn new(heads: Heads, (layers, pages): (u32, u32), (units, free): (u32, u32)) -> Self {
+        let unwritten = |bytes: usize| vec![Buffer::POISON; bytes];
+        let mut own = Self {
+            heads,
+            layers,
+            pages,
+            units,
+            packed: Vec::new(),
+            records: Vec::new(),
+            unit_pages: unwritten(units as usize * heads.bf16_bytes()),
+            // 5 and the number of units have no common factor.
+            free: std::iter::once(free).chain((0..units).map(|i| (i * 5 + 2) % units)).collect(),
+        };
+        assert!(!units.is_multiple_of(5) || units == 0);
+        own.packed = unwritten(layers as usize * own.packed_pitch());
+        own.records = unwritten(layers as usize * own.record_pitch());
+        own
+    }
+
+    fn packed_pitch(&self) -> usize {
+        self.pages as usize * self.heads.page_bytes() + GAP
+    }
+
+    fn record_pitch(&self) -> usize {
+        self.pages as usize * self.heads.page_record_bytes() + GAP
+    }
+
+    fn record(&self, layer: u32, unit: usize) -> &[u8] {
+        let at = layer as usize * self.record_pitch() + self.heads.record_at(unit);
+        &self.records[at..][..self.heads.record_bytes()]
+    }
+
+    /// The indices that are free.
+    fn free_units(&self) -> BTreeSet<u32> {
+        self.free[1..=self.free[0] as usize].iter().copied().collect()
+    }
+}
+
+/// A page that must be packed.
+struct Job<'a> {
+    layer: u32,
+    page: u32,
+    /// Its units.
+    bf16: &'a [u16],
+}
+
+/// How many units became what.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Counts {
+    plain: usize,
+    with_slots: usize,
+    bf16: usize,
+    lost: usize,
+}
+
+impl std::ops::AddAssign for Counts {
+    fn add_assign(&mut self, other: Self) {
+        self.plain += other.plain;
+        self.with_slots += other.with_slots;
+        self.bf16 += other.bf16;
+        self.lost += other.lost;
+    }
+}
+
+/// Holds a cache against what was there before and the oracle's form of pages that were packed since.
+fn check_packed(before: &Cache, after: &Cache, jobs: &[Job]) -> Result<Counts, String> {
+    let heads = before.heads;
+    let (mut expected, mut counts, mut taken) = (before.clone(), Counts::default(), BTreeSet::new());
+    for Job { layer, page, bf16 } in jobs {
+        for (of, place) in (0..heads.page_units()).zip(*page as usize * heads.page_units()..) {
+            let encoded = heads.encode(bf16, of);
+            let record = after.record(*layer, place);
+            let index = u32::from_le_bytes(record[4..8].try_into().unwrap());
+            let packed_at = *layer as usize * before.packed_pitch();
+            let record_at = *layer as usize * before.record_pitch();
+            let (pages, records) = (&mut expected.packed[packed_at..], &mut expected.records[record_at..]);
+            match (&encoded.bf16, record[1]) {
+                (Some(_), KIND_LOST) => {
+                    records[heads.record_at(place)..][..record.len()].copy_from_slice(&heads.lost_record());
+                    counts.lost += 1;
+                    continue;
+                }
+                (Some(values), _) => {
+                    if index >= before.units || !taken.insert(index) {
+                        return Err(format!("layer {layer}, page {page}, unit {of}: took {index} of the pool"));
+                    }
+                    let at = index as usize * heads.bf16_bytes();
+                    expected.unit_pages[at..][..values.len()].copy_from_slice(values);
+                    counts.bf16 += 1;
+                }
+                (None, _) if encoded.record[7] != 0 => counts.with_slots += 1,
+                (None, _) => counts.plain += 1,
+            }
+            heads.put(pages, records, place, &encoded, index);
+            let tile = heads.tile_at(place, 0);
+            if record != expected.record(*layer, place) {
+                return Err(format!(
+                    "layer {layer}, page {page}, unit {of}: record {record:?}, not {:?}",
+                    encoded.record
+                ));
+            }
+            let own = &after.packed[packed_at + tile..];
+            if encoded.bf16.is_none() && own[..heads.tile_bytes()] != encoded.tiles[0] {
+                return Err(format!("layer {layer}, page {page}, unit {of}: bytes of the first tile"));
+            }
+        }
+    }
+    expected.free[0] -= taken.len() as u32;
+    let came_from = &before.free[expected.free[0] as usize + 1..=before.free[0] as usize];
+    let whole = [
+        (expected.packed == after.packed, "packed pages"),
+        (expected.records == after.records, "records"),
+        (expected.unit_pages == after.unit_pages, "bf16 units"),
+        (expected.free == after.free, "free units"),
+        (came_from.iter().copied().collect::<BTreeSet<_>>() == taken, "units that were taken"),
+    ];
+    match whole.iter().find(|(same, _)| !same) {
+        Some((_, what)) => Err(format!("{what} differ")),
+        None => Ok(counts),
+    }
+}
+
+/// A launch of `kv_pack`.
+#[derive(Clone, Default)]
+struct Call {
+    /// bf16 pages `[layers][source_pages]`, each layer with [`GAP`] elements behind it.
+    source: Vec<u16>,
+    source_pages: u32,
+    positions: Vec<u32>,
+    table: Vec<u32>,
+    table_pages: u32,
+    hot_table: Vec<u32>,
+    m: u32,
+    first: u32,
+    /// `step`: how many at most.
+    blocks: u32,
+}
+
+struct Done {
+    cache: Cache,
+    lost: Vec<u32>,
+    fault: u32,
+}
+
+impl Call {
+    /// A page of a layer.
+    fn page(&self, heads: Heads, layer: u32, page: u32) -> &[u16] {
+        let pitch = self.source_pages as usize * heads.page_elements() + GAP;
+        &self.source[layer as usize * pitch + page as usize * heads.page_elements()..][..heads.page_elements()]
+    }
+
+    fn run(&self, kernel: &mut CpuKernel, spec: &VariantSpec, cache: &Cache, seed: u64) -> Result<Done, String> {
+        let Op::KvPack(op) = spec.op else { panic!("{spec}") };
+        let heads = cache.heads;
+        let of = |numbers: &[u32]| Buffer::of(bytemuck::cast_slice(numbers));
+        let source = Buffer::of(bytemuck::cast_slice(&self.source));
+        let (packed, records) = (Buffer::of(&cache.packed), Buffer::of(&cache.records));
+        let (unit_pages, free) = (Buffer::of(&cache.unit_pages), of(&cache.free));
+        let (positions, table, hot_table) = (of(&self.positions), of(&self.table), of(&self.hot_table));
+        let (lost, fault) = (Buffer::zeroed(self.m as usize * 4), Buffer::zeroed(4));
+        let args = KvPackArgs {
+            source: source.address(),
+            packed: packed.address(),
+            records: records.address(),
+            unit_pages: unit_pages.address(),
+            free_units: free.address(),
+            positions: positions.address(),
+            page_table: table.address(),
+            hot_table: hot_table.address(),
+            lost: lost.address(),
+            fault: fault.address(),
+            source_pitch: (self.source_pages as usize * heads.page_elements() + GAP) as u64,
+            packed_pitch: cache.packed_pitch() as u64,
+            record_pitch: cache.record_pitch() as u64,
+            m: self.m,
+            layers: cache.layers,
+            kv_heads: heads.kv_heads,
+            pages: cache.pages,
+            source_pages: self.source_pages,
+            table_pages: self.table_pages,
+            units: cache.units,
+            first: self.first,
+        };
+        let rows = match op.stage {
+            KvPackStage::Step => self.blocks,
+            KvPackStage::Chunk => self.m * heads.kv_heads * 2,
+            KvPackStage::Release => self.m * cache.layers * heads.kv_heads * 2,
+        };
+        let inputs = [&source, &packed, &records, &unit_pages, &free, &positions, &table, &hot_table, &lost, &fault];
+        let buffers = inputs.map(|buffer| ("a buffer", buffer.slice()));
+        let run = Run { problem: GemmShape::rows(rows), sms: 132, seed };
+        // SAFETY: every buffer above outlives the launch, and the kernel reaches them through checked wrappers only.
+        unsafe { kernel.run(spec, run, &args, &buffers)? };
+        let cache = Cache {
+            packed: packed.slice().to_vec(),
+            records: records.slice().to_vec(),
+            unit_pages: unit_pages.slice().to_vec(),
+            free: free.u32s(),
+            ..cache.clone()
+        };
+        Ok(Done { cache, lost: lost.u32s(), fault: fault.u32s()[0] })
+    }
+}
+
+/// Pages of layers, each layer with a gap behind it.
+fn pages(random: &mut Random, heads: Heads, layers: u32, count: u32) -> Vec<u16> {
+    (0..layers)
+        .flat_map(|_| {
+            let mut layer: Vec<u16> = (0..count).flat_map(|_| page(random, heads)).collect();
+            layer.extend([POISON; GAP]);
+            layer
+        })
+        .collect()
+}
+
+fn chunk(random: &mut Random, heads: Heads) -> Call {
+    let source_pages = 8;
+    Call {
+        source: pages(random, heads, 1, source_pages),
+        source_pages,
+        table: vec![5, 0, NONE, 6, 2, 1],
+        m: 6,
+        first: 2,
+        ..Call::default()
+    }
+}
+
+/// Pages of a chunk that are packed.
+fn chunk_jobs<'a>(call: &'a Call, cache: &Cache) -> Vec<Job<'a>> {
+    let wanted = (0..).zip(&call.table).filter(|(i, page)| **page < cache.pages && call.first + i < call.source_pages);
+    wanted.map(|(i, &page)| Job { layer: 0, page, bf16: call.page(cache.heads, 0, call.first + i) }).collect()
+}
+
+fn chunk_spec(head_dim: u32) -> VariantSpec {
+    spec(&format!("kv_pack_chunk_d{head_dim}{}", if head_dim.is_multiple_of(32) { "_pdl" } else { "" }))
+}
+
+#[test]
+fn chunks_are_packed_as_by_the_oracle() {
+    for head_dim in HEAD_DIMS {
+        let spec = chunk_spec(head_dim);
+        let (mut kernel, mut all) = (CpuKernel::of(&spec, &[]), Counts::default());
+        for seed in 1..=4 {
+            let heads = Heads { head_dim, kv_heads: 1 + seed as u32 % 3 };
+            let call = chunk(&mut Random::new(seed * 131 + u64::from(head_dim)), heads);
+            let cache = Cache::new(heads, (1, 7), (37, 35));
+            let done = call.run(&mut kernel, &spec, &cache, seed).unwrap_or_else(|e| panic!("{spec} {seed}: {e}"));
+            let counts = check_packed(&cache, &done.cache, &chunk_jobs(&call, &cache));
+            all += counts.unwrap_or_else(|e| panic!("{spec} {seed}: {e}"));
+            assert_eq!((done.fault, done.lost[0]), (0, 0), "{spec} {seed}");
+        }
+        assert!(all.plain > 5 && all.with_slots > 5 && all.bf16 > 5 && all.lost == 0, "{spec}: {all:?}");
+    }
+}
+
+/// Also where the list of free units holds numbers that no pool has.
+#[test]
+fn units_are_lost_when_none_is_free() {
+    let spec = spec("kv_pack_chunk_d32");
+    let mut kernel = CpuKernel::of(&spec, &[]);
+    let heads = Heads { head_dim: 32, kv_heads: 2 };
+    let call = chunk(&mut Random::new(5), heads);
+    for (units, free, seed) in [(0, 0, 1), (8, 0, 2), (8, 1, 3), (8, 3, 4), (8, 3, 5)] {
+        let cache = Cache::new(heads, (1, 7), (units, free));
+        let done = call.run(&mut kernel, &spec, &cache, seed).unwrap();
+        let counts = check_packed(&cache, &done.cache, &chunk_jobs(&call, &cache)).unwrap();
+        assert!(counts.bf16 == free as usize && counts.lost > 0, "{counts:?}");
+        assert_eq!((done.lost[0], done.fault), (1, 0), "{units} units, {free} free");
+    }
+    for (count, entry) in [(9, 0), (u32::MAX, 0), (1 << 31, 0), (8, 8), (8, u32::MAX)] {
+        let mut cache = Cache::new(heads, (1, 7), (8, 8));
+        if count == 8 {
+            cache.free[1..].fill(entry);
+        }
+        cache.free[0] = count;
+        let done = call.run(&mut kernel, &spec, &cache, 6).unwrap();
+        assert!(done.lost[0] == 1 && done.cache.unit_pages == cache.unit_pages, "{count}, {entry}");
+        assert_eq!(done.cache.free[1..], cache.free[1..]);
+    }
+}
+
+#[test]
+fn hostile_pages_of_a_chunk_are_reported() {
+    let spec = spec("kv_pack_chunk_d32");
+    let mut kernel = CpuKernel::of(&spec, &[]);
+    let heads = Heads { head_dim: 32, kv_heads: 2 };
+    for (place, page) in [(0, 7), (1, 1 << 31), (3, u32::MAX - 1)] {
+        let mut call = chunk(&mut Random::new(6), heads);
+        call.table[place] = page;
+        let cache = Cache::new(heads, (1, 7), (37, 37));
+        let done = call.run(&mut kernel, &spec, &cache, 1).unwrap();
+        assert_eq!(done.fault, 1 + place as u32);
+        check_packed(&cache, &done.cache, &chunk_jobs(&call, &cache)).unwrap();
+    }
+    // The last one would come from behind the source.
+    let mut call = chunk(&mut Random::new(7), heads);
+    call.first = 3;
+    let cache = Cache::new(heads, (1, 7), (37, 37));
+    let done = call.run(&mut kernel, &spec, &cache, 1).unwrap();
+    assert_eq!(done.fault, 6);
+    check_packed(&cache, &done.cache, &chunk_jobs(&call, &cache)).unwrap();
+}
+
+/// A batch: row by row a position, and pages in any order.
+fn step(random: &mut Random, heads: Heads, layers: u32, positions: &[u32]) -> Call {
+    let m = positions.len() as u32;
+    Call {
+        source: pages(random, heads, layers, m + 1),
+        source_pages: m + 1,
+        positions: positions.to_vec(),
+        table: (0..3 * m).rev().collect(),
+        table_pages: 3,
+        hot_table: (0..m).map(|row| (row + 2) % (m + 1)).collect(),
+        m,
+        ..Call::default()
+    }
+}
+
+fn step_jobs<'a>(call: &'a Call, cache: &Cache) -> Vec<Job<'a>> {
+    let mut jobs = Vec::new();
+    for (row, &position) in call.positions.iter().enumerate() {
+        if position % PAGE_TOKENS != PAGE_TOKENS - 1 || position / PAGE_TOKENS >= call.table_pages {
+            continue;
+        }
+        let page = call.table[row * call.table_pages as usize + (position / PAGE_TOKENS) as usize];
+        let hot = call.hot_table[row];
+        if page < cache.pages && hot < call.source_pages {
+            jobs.extend((0..cache.layers).map(|layer| Job { layer, page, bf16: call.page(cache.heads, layer, hot) }));
+        }
+    }
+    jobs
+}
+
+#[test]
+fn steps_pack_the_pages_that_rows_have_filled() {
+    let many: Vec<u32> = (0..70).map(|row| [63, 5, 127, NONE, 62, 191, 64][row % 7]).collect();
+    let few = [63, NONE, 62, 127, 64, 191, 63];
+    for (name, layers, positions) in
+        [("d32_pdl", 3, &few[..]), ("d128", 2, &few[..4]), ("d16", 1, &many), ("d32_pdl", 2, &[1, NONE, 62])]
+    {
+        let spec = spec(&format!("kv_pack_step_{name}"));
+        let Op::KvPack(op) = spec.op else { panic!("{spec}") };
+        let mut kernel = CpuKernel::of(&spec, &[]);
+        let heads = Heads { head_dim: op.head_dim.get(), kv_heads: 2 };
+        let mut call = step(&mut Random::new(u64::from(layers)), heads, layers, positions);
+        let cache = Cache::new(heads, (layers, 3 * call.m), (101, 101));
+        for (blocks, seed) in [(1, 1), (3, 2), (3, 3), (500, 4)] {
+            call.blocks = blocks;
+            let done = call.run(&mut kernel, &spec, &cache, seed).unwrap_or_else(|e| panic!("{spec} {blocks}: {e}"));
+            let counts = check_packed(&cache, &done.cache, &step_jobs(&call, &cache));
+            let counts = counts.unwrap_or_else(|e| panic!("{spec} {blocks}: {e}"));
+            assert_eq!((done.fault, done.lost.iter().max()), (0, Some(&0)), "{spec}");
+            assert!(positions.len() == 3 || counts.bf16 > 0, "{counts:?}");
+        }
+    }
+}
+
+#[test]
+fn hostile_tables_of_a_step_are_reported() {
+    let spec = spec("kv_pack_step_d32_pdl");
+    let mut kernel = CpuKernel::of(&spec, &[]);
+    let heads = Heads { head_dim: 32, kv_heads: 1 };
+    let cache = Cache::new(heads, (2, 12), (37, 37));
+    let right = Call { blocks: 3, ..step(&mut Random::new(3), heads, 2, &[63, 127, 63, 191]) };
+    let mut run = |change: &dyn Fn(&mut Call), fault: u32| {
+        let mut call = right.clone();
+        change(&mut call);
+        let done = call.run(&mut kernel, &spec, &cache, 1).unwrap();
+        check_packed(&cache, &done.cache, &step_jobs(&call, &cache)).unwrap();
+        assert_eq!(done.fault, fault);
+    };
+    run(&|_| (), 0);
+    run(&|call| call.table[4] = 12, 2);
+    run(&|call| call.table[4] = u32::MAX - 1, 2);
+    run(&|call| call.table[4] = NONE, 0);
+    run(&|call| call.hot_table[2] = call.source_pages, 3);
+    run(&|call| call.hot_table[2] = u32::MAX, 3);
+    // Behind the table, also of the last row.
+    run(&|call| call.positions = vec![63, 255, 127, u32::MAX - 64], 0);
+    // Rows of which each unit is lost say so themselves.
+    let none = Cache::new(heads, (2, 12), (3, 0));
+    let done = right.run(&mut kernel, &spec, &none, 2).unwrap();
+    let counts = check_packed(&none, &done.cache, &step_jobs(&right, &none)).unwrap();
+    let lost = |row: u32| {
+        let page = right.table[(row * 3 + right.positions[row as usize] / PAGE_TOKENS) as usize] as usize;
+        let of = |layer| (0..2).any(|unit| done.cache.record(layer, page * 2 + unit)[1] == KIND_LOST);
+        u32::from((0..2).any(of))
+    };
+    assert_eq!(done.lost, (0..4).map(lost).collect::<Vec<_>>());
+    assert!(counts.lost > 0);
+}
+
+/// Records of all kinds: units of the pool, each once, that are not free.
+fn released(heads: Heads) -> Cache {
+    let mut cache = Cache::new(heads, (3, 5), (61, 20));
+    let random = &mut Random::new(9);
+    let mut used = cache.free[21..].to_vec();
+    let (pitch, bytes) = (cache.record_pitch(), heads.record_bytes());
+    for layer in 0..3 {
+        for unit in 0..5 * heads.page_units() {
+            let record = &mut cache.records[layer * pitch + heads.record_at(unit)..][..bytes];
+            record.fill(0);
+            record[1] = random.below(3) as u8;
+            match record[1] {
+                KIND_BF16 => record[4..8].copy_from_slice(&used.pop().unwrap_or(0).to_le_bytes()),
+                KIND_PACKED => record.iter_mut().skip(8).for_each(|byte| *byte = 7),
+                _ => (),
+            }
+        }
+    }
+    assert!(!used.is_empty(), "more units than the pool has");
+    cache
+}
+
+/// What releasing these pages leaves: the units that became free.
+fn release(cache: &mut Cache, table: &[u32]) -> BTreeSet<u32> {
+    let (pitch, bytes, heads) = (cache.record_pitch(), cache.heads.record_bytes(), cache.heads);
+    let mut units = BTreeSet::new();
+    for page in table.iter().filter(|page| **page < cache.pages) {
+        for at in (0..cache.layers as usize).flat_map(|layer| {
+            (0..heads.page_units()).map(move |of| layer * pitch + (*page as usize * heads.page_units() + of) * bytes)
+        }) {
+            let record = &mut cache.records[at..][..8];
+            if record[1] == KIND_BF16 {
+                let unit = u32::from_le_bytes(record[4..8].try_into().unwrap());
+                units.extend((unit < cache.units).then_some(unit));
+                record.copy_from_slice(&[0, KIND_LOST, 0, 0, 0, 0, 0, 0]);
+            }
+        }
+    }
+    units
+}
+
+fn check_release(kernel: &mut CpuKernel, spec: &VariantSpec, cache: &Cache, table: &[u32], fault: bool) -> Cache {
+    try_release(kernel, spec, cache, table, fault).unwrap_or_else(|error| panic!("{table:?}: {error}"))
+}
+
+fn try_release(
+    kernel: &mut CpuKernel,
+    spec: &VariantSpec,
+    cache: &Cache,
+    table: &[u32],
+    fault: bool,
+) -> Result<Cache, String> {
+    let call = Call { table: table.to_vec(), m: table.len() as u32, ..Call::default() };
+    let done = call.run(kernel, spec, cache, 1)?;
+    let mut expected = cache.clone();
+    let units = release(&mut expected, table);
+    let free: BTreeSet<u32> = cache.free_units().union(&units).copied().collect();
+    let now = &done.cache;
+    let count = cache.free[0] as usize + units.len();
+    let whole = [
+        (now.packed == cache.packed && now.unit_pages == cache.unit_pages, "pages were written"),
+        (now.records == expected.records, "records differ"),
+        (now.free[0] as usize == count, "the number of free units differs"),
+        (now.free[0] as usize == count && now.free_units() == free, "free units differ"),
+        (now.free[1 + count..] == cache.free[1 + count.min(cache.free.len() - 1)..], "the list was written behind it"),
+        ((done.fault != 0) == fault, "fault"),
+    ];
+    match whole.iter().find(|(right, _)| !right) {
+        Some((_, what)) => Err((*what).to_owned()),
+        None => Ok(done.cache),
+    }
+}
+
+#[test]
+fn units_of_released_pages_are_free_once() {
+    let spec = spec("kv_pack_release_d32");
+    let mut kernel = CpuKernel::of(&spec, &[]);
+    for kv_heads in [1, 3] {
+        let cache = released(Heads { head_dim: 32, kv_heads });
+        let once = check_release(&mut kernel, &spec, &cache, &[3, NONE, 1], false);
+        assert!(once.free[0] > cache.free[0]);
+        // Again, and with one more.
+        let twice = check_release(&mut kernel, &spec, &once, &[1, 3], false);
+        assert!(twice.free == once.free && twice.records == once.records);
+        check_release(&mut kernel, &spec, &twice, &[0, 1, 2, 3, 4], false);
+    }
+}
+
+#[test]
+fn hostile_releases_are_reported() {
+    let spec = spec("kv_pack_release_d32");
+    let mut kernel = CpuKernel::of(&spec, &[]);
+    let heads = Heads { head_dim: 32, kv_heads: 2 };
+    for page in [5, 6, 1 << 31, u32::MAX - 1] {
+        check_release(&mut kernel, &spec, &released(heads), &[3, page, 1], true);
+    }
+    // Numbers that the pool does not have.
+    for number in [61, 1 << 31, u32::MAX] {
+        let mut cache = released(heads);
+        let record = &mut cache.records[heads.record_at(3 * heads.page_units())..][..8];
+        record[1] = KIND_BF16;
+        record[4..8].copy_from_slice(&number.to_le_bytes());
+        check_release(&mut kernel, &spec, &cache, &[3, 1], true);
+    }
+    // A list that is full, or says that it has more: nothing is written behind it.
+    for count in [61, 62, u32::MAX - 30] {
+        let mut cache = released(heads);
+        cache.free[0] = count;
+        let call = Call { table: vec![0, 1, 2, 3, 4], m: 5, ..Call::default() };
+        let done = call.run(&mut kernel, &spec, &cache, 1).unwrap();
+        assert_eq!(done.cache.free[1..], cache.free[1..]);
+    }
+}
+
+const PACK: &str = "unweight/kernels/kv_pack.cuh";
+const PAGES: &str = "unweight/encoding/kv_packed.cuh";
+
+#[test]
+fn planted_bugs_of_packing_are_caught() {
+    let plants = [
+        // Each meeting of the block, and of a warp.
+        (PACK, "ptx::sync_block();  // the loads of the unit before", "// the loads of the unit before"),
+        (PACK, "ptx::sync_block();  // all tiles' come", "// all tiles' come"),
+        (PACK, "ptx::sync_block();  // all tiles' counts", "// all tiles' counts"),
+        (PACK, "ptx::sync_block();  // the unit is known", "// the unit is known"),
+        (PACK, "ptx::sync_block();  // every warp's slots", "// every warp's slots"),
+        // The choice of a base.
+        (PACK, "all < best", "all <= best"),
+        (
+            PACK,
+            "(largest_exponent > 15 ? largest_exponent : 15) - 15",
+            "largest_exponent > 14 ? largest_exponent - 14 : 0",
+        ),
+        (PACK, "a + kv::kBelow < base", "a + kv::kBelow <= base"),
+        (PACK, "slots <= P::kSlots", "slots < P::kSlots"),
+        // Places and codes of slots.
+        (PACK, "if (tile == warp) place = all;", "if (tile + 1 == warp) place = all;"),
+        (PACK, "ends |= all << (8 * tile);", "ends |= place << (8 * tile);"),
+        (PACK, "exponent - base - kv::kWindow + kv::kBelow", "exponent - base - kv::kWindow"),
+        (PACK, "if (exponent == 0) return kv::kZeroCode;", ""),
+        (PACK, "place += all;", ""),
+        (PACK, "warp * P::kTileBytes + half * P::kOperandBytes", "(2 * warp + half) * P::kOperandBytes + half"),
+        (PACK, "value ? lane / 16 : lane / 8 % 2", "lane / 16"),
+        // Units.
+        (PACK, "if (free == 0 || free > args.units)", "if (free > args.units)"),
+        (PACK, "ptx::red_add_global(args.free_units, 1);", ""),
+        (PACK, "args.free_units + free)", "args.free_units + free - 1)"),
+        (PACK, "next -= each;", ""),
+        (PAGES, "kLast = kPair + (kRest >= 2 ? 256 : 0)", "kLast = kPair"),
+        (PAGES, "funnel_shift_right(f[3], f[3], 4)", "funnel_shift_right(f[3], f[3], 3)"),
+    ];
+    let specs = [spec("kv_pack_step_d16"), spec("kv_pack_chunk_d16")];
+    let heads = Heads { head_dim: 16, kv_heads: 2 };
+    let step = Call { blocks: 3, ..step(&mut Random::new(4), heads, 3, &[63, NONE, 62, 127, 64, 191, 63]) };
+    let few = chunk(&mut Random::new(5), heads);
+    let run = |edits: &[Edit]| {
+        let mut kernel = CpuKernel::all(&specs, edits);
+        (1..=6).find_map(|seed| {
+            let cache = Cache::new(heads, (3, 21), (101, 101));
+            let done = step.run(&mut kernel, &specs[0], &cache, seed);
+            let check = done.and_then(|done| check_packed(&cache, &done.cache, &step_jobs(&step, &cache)));
+            let scarce = Cache::new(heads, (1, 7), (8, 2));
+            let done = few.run(&mut kernel, &specs[1], &scarce, seed);
+            let lost = done.and_then(|done| check_packed(&scarce, &done.cache, &chunk_jobs(&few, &scarce)));
+            check.and(lost).err()
+        })
+    };
+    assert_eq!(run(&[]), None);
+    let missed: Vec<_> =
+        plants.iter().filter(|(header, from, to)| run(&[Edit { header, from, to }]).is_none()).collect();
+    assert!(missed.is_empty(), "went unnoticed: {missed:#?}");
+}
+
+#[test]
+fn planted_bugs_of_releasing_are_caught() {
+    let plants = [
+        ("ptx::st_global_x2(record, U32x2{kv::kLostUnit << 8, 0});", ""),
+        ("if (old.kind() != kv::kBf16Unit) return;", "if (old.kind() == kv::kLostUnit) return;"),
+        ("args.free_units + 1 + free", "args.free_units + free"),
+        ("layer = inside / (args.kv_heads * 2)", "layer = 0"),
+    ];
+    let spec = spec("kv_pack_release_d32");
+    let run = |edits: &[Edit]| {
+        let mut kernel = CpuKernel::of(&spec, edits);
+        let cache = released(Heads { head_dim: 32, kv_heads: 2 });
+        let once = try_release(&mut kernel, &spec, &cache, &[3, 1], false);
+        once.and_then(|once| try_release(&mut kernel, &spec, &once, &[1, 2], false)).err()
+    };
+    assert_eq!(run(&[]), None);
+    for (from, to) in plants {
+        assert!(run(&[Edit { header: PACK, from, to }]).is_some(), "planting `{to}` for `{from}` went unnoticed");
+    }
+}

@@ -1,0 +1,326 @@
+//! What the CPU tests of packed KV pages share: units in both forms, and the packed form of a problem of attention.
+
+use std::collections::BTreeSet;
+
+use unweight_bench::attention::{PAD, POISON, Problem};
+use unweight_codegen::kv::{
+    self, KvHalf, PAGE_TOKENS,
+    packed::{self, EncodedUnit, KIND_BF16, KIND_LOST, PAGE_TILES},
+};
+use unweight_format::testing::Random;
+
+/// All that can be packed.
+pub const HEAD_DIMS: [u32; 8] = [16, 32, 48, 64, 80, 96, 112, 128];
+
+/// Heads of a layer. Units are numbered `[page][kv_head][K | V]`.
+#[derive(Clone, Copy, Debug)]
+pub struct Heads {
+    pub head_dim: u32,
+    pub kv_heads: u32,
+}
+
+impl Heads {
+    /// Values of a unit.
+    pub fn unit_values(self) -> usize {
+        (PAGE_TOKENS * self.head_dim) as usize
+    }
+
+    /// Units of a page.
+    pub fn page_units(self) -> usize {
+        2 * self.kv_heads as usize
+    }
+
+    /// Values of a page.
+    pub fn page_elements(self) -> usize {
+        self.page_units() * self.unit_values()
+    }
+
+    /// Bytes of a packed page.
+    pub fn page_bytes(self) -> usize {
+        (self.kv_heads * packed::page_head_bytes(self.head_dim)) as usize
+    }
+
+    /// Bytes of a record.
+    pub fn record_bytes(self) -> usize {
+        packed::record_bytes(self.head_dim) as usize
+    }
+
+    /// Bytes of the records of a page.
+    pub fn page_record_bytes(self) -> usize {
+        self.page_units() * self.record_bytes()
+    }
+
+    /// Bytes of a bf16 unit.
+    pub fn bf16_bytes(self) -> usize {
+        packed::unit_bytes(self.head_dim) as usize
+    }
+
+    /// Where the record of a unit starts.
+    pub fn record_at(self, unit: usize) -> usize {
+        unit * self.record_bytes()
+    }
+
+    /// Where a tile of a unit starts in packed pages.
+    pub fn tile_at(self, unit: usize, tile: usize) -> usize {
+        let (head, half) = (unit / 2, unit % 2);
+        (head * PAGE_TILES as usize * 2 + tile * 2 + half) * self.tile_bytes()
+    }
+
+    pub fn tile_bytes(self) -> usize {
+        packed::tile_bytes(self.head_dim) as usize
+    }
+
+    /// A unit of bf16 pages as `[64 tokens][head_dim]`.
+    pub fn values(self, pages: &[u16], unit: usize) -> Vec<u16> {
+        let own = &pages[unit * self.unit_values()..][..self.unit_values()];
+        self.places().map(|place| own[place]).collect()
+    }
+
+    fn places(self) -> impl Iterator<Item = usize> {
+        let head_dim = self.head_dim;
+        (0..PAGE_TOKENS).flat_map(move |t| (0..head_dim).map(move |i| kv::element(head_dim, t, i) as usize))
+    }
+
+    /// The oracle's form of a unit of bf16 pages.
+    pub fn encode(self, pages: &[u16], unit: usize) -> EncodedUnit {
+        packed::encode_unit(self.head_dim, half_of(unit), &self.values(pages, unit))
+    }
+
+    /// Stores a unit, with the index of its bf16 unit if it has one.
+    pub fn put(self, pages: &mut [u8], records: &mut [u8], unit: usize, encoded: &EncodedUnit, index: u32) {
+        let record = &mut records[self.record_at(unit)..][..self.record_bytes()];
+        record.copy_from_slice(&encoded.record);
+        if encoded.bf16.is_some() {
+            record[4..8].copy_from_slice(&index.to_le_bytes());
+            return;
+        }
+        for (tile, bytes) in encoded.tiles.iter().enumerate() {
+            pages[self.tile_at(unit, tile)..][..bytes.len()].copy_from_slice(bytes);
+        }
+    }
+
+    /// The record of a unit whose values were not stored.
+    pub fn lost_record(self) -> Vec<u8> {
+        let mut record = vec![0; self.record_bytes()];
+        record[1] = KIND_LOST;
+        record
+    }
+}
+
+/// K or V.
+pub fn half_of(unit: usize) -> KvHalf {
+    if unit.is_multiple_of(2) { KvHalf::Key } else { KvHalf::Value }
+}
+
+/// Kinds of values of a unit.
+const KINDS: u64 = 10;
+
+/// A unit of one of [`KINDS`], in any order of elements.
+fn unit(random: &mut Random, heads: Heads, kind: u64) -> Vec<u16> {
+    let slots = u64::from(packed::slots(heads.head_dim));
+    let exponents = |random: &mut Random, first: u64, last: u64| first + random.below(last + 1 - first);
+    // What most elements have; how many others, and what those have.
+    let (first, last, others, out) = match kind {
+        // Around one, ever fewer.
+        0 => (0, 0, 0, vec![]),
+        // As many outside of the window as there are slots, and one more.
+        1 | 2 => (112, 127, slots + kind - 1, vec![0, 88, 89, 100, 111]),
+        // Zeros; subnormals among the smallest exponents.
+        3 => (0, 0, 0, vec![]),
+        4 => (0, 17, 0, vec![]),
+        // Infinities and NaN among the largest, and among others.
+        5 => (240, 255, slots, vec![0, 216, 239]),
+        6 => (112, 127, 3, vec![255]),
+        // Any bits.
+        7 => (0, 255, 0, vec![]),
+        // Above the window, and a step too far.
+        8 => (112, 127, slots - 1, vec![128, 130, 134]),
+        _ => (112, 127, 2, vec![random.below(2) as u32 * 48 + 87]),
+    };
+    let mut values: Vec<u16> = (0..heads.unit_values())
+        .map(|_| match kind {
+            0 => {
+                let below = random.bits().trailing_zeros().min(30);
+                with_exponent(random, 127 - below)
+            }
+            3 => random.bits() as u16 & 0x8000,
+            _ => {
+                let exponent = exponents(random, first, last);
+                with_exponent(random, exponent as u32)
+            }
+        })
+        .collect();
+    let mut places = BTreeSet::new();
+    while (places.len() as u64) < others {
+        places.insert(random.below(values.len() as u64) as usize);
+    }
+    for place in places {
+        let exponent = out[random.below(out.len() as u64) as usize];
+        values[place] = with_exponent(random, exponent);
+    }
+    values
+}
+
+/// A page with units of several kinds.
+pub fn page(random: &mut Random, heads: Heads) -> Vec<u16> {
+    (0..heads.page_units())
+        .flat_map(|_| {
+            let kind = random.below(KINDS);
+            unit(random, heads, kind)
+        })
+        .collect()
+}
+
+/// A value with this exponent.
+pub fn with_exponent(random: &mut Random, exponent: u32) -> u16 {
+    random.bits() as u16 & 0x807f | (exponent as u16) << 7
+}
+
+/// The pages of a problem as attention over packed pages finds them: the page of each row's newest token is hot, and
+/// those before it are packed.
+#[derive(Clone)]
+pub struct PackedPages {
+    pub heads: Heads,
+    pub packed: Vec<u8>,
+    pub records: Vec<u8>,
+    pub unit_pages: Vec<u8>,
+    pub units: u32,
+    pub hot: Vec<u16>,
+    pub hot_pages: u32,
+    pub hot_table: Vec<u32>,
+    /// As the problem's, without the pages of newest tokens and those behind them.
+    pub table: Vec<u32>,
+}
+
+impl PackedPages {
+    /// Byte of pages and records that no row has: no encoder writes such a record.
+    const UNUSED: u8 = 0xee;
+    const SPARE: u32 = 2;
+
+    pub fn of(problem: &Problem) -> Self {
+        let heads = Heads { head_dim: problem.case.head_dim as u32, kv_heads: problem.case.kv_heads as u32 };
+        let pages = problem.pages as usize;
+        let hot_pages = problem.case.positions.len() as u32 + Self::SPARE;
+        // A row without a token has no hot page.
+        let hot_of = |(row, &position): (usize, &u32)| if position == PAD { PAD } else { hot_pages - 1 - row as u32 };
+        let hot_table = problem.case.positions.iter().enumerate().map(hot_of).collect();
+        let mut own = Self {
+            heads,
+            packed: vec![Self::UNUSED; pages * heads.page_bytes()],
+            records: vec![Self::UNUSED; pages * heads.page_record_bytes()],
+            unit_pages: Vec::new(),
+            units: 0,
+            hot: Vec::new(),
+            hot_pages,
+            hot_table,
+            table: vec![u32::MAX; problem.table.len()],
+        };
+        own.hot = own.hot_from(problem, &problem.layer);
+        for (row, page) in full_pages(problem) {
+            own.table[row * problem.table_pages + page] = problem.table[row * problem.table_pages + page];
+            let page = problem.table[row * problem.table_pages + page] as usize;
+            for unit in page * heads.page_units()..(page + 1) * heads.page_units() {
+                let encoded = heads.encode(&problem.layer, unit);
+                heads.put(&mut own.packed, &mut own.records, unit, &encoded, own.units);
+                if let Some(bytes) = encoded.bf16 {
+                    own.unit_pages.extend(bytes);
+                    own.units += 1;
+                }
+            }
+        }
+        own.turn_units();
+        own
+    }
+
+    /// The hot pages of a layer's rows. All others are NaN.
+    pub fn hot_from(&self, problem: &Problem, layer: &[u16]) -> Vec<u16> {
+        let elements = self.heads.page_elements();
+        let mut hot = vec![POISON; self.hot_pages as usize * elements];
+        for (to, from) in self.hot_places(problem) {
+            hot[to..][..elements].copy_from_slice(&layer[from..][..elements]);
+        }
+        hot
+    }
+
+    /// The opposite of [`PackedPages::hot_from`].
+    pub fn hot_to(&self, problem: &Problem, hot: &[u16], layer: &mut [u16]) {
+        let elements = self.heads.page_elements();
+        for (from, to) in self.hot_places(problem) {
+            layer[to..][..elements].copy_from_slice(&hot[from..][..elements]);
+        }
+    }
+
+    /// Where each row's hot page is among the hot ones, and in the layer.
+    fn hot_places(&self, problem: &Problem) -> Vec<(usize, usize)> {
+        let elements = self.heads.page_elements();
+        let rows = problem.case.positions.iter().enumerate().filter(|(_, position)| **position != PAD);
+        let places = rows.map(|(row, position)| {
+            let page = problem.table[row * problem.table_pages + (position / PAGE_TOKENS) as usize];
+            (self.hot_table[row] as usize * elements, page as usize * elements)
+        });
+        places.collect()
+    }
+
+    /// Bf16 units in the opposite order, with one of NaN in front.
+    fn turn_units(&mut self) {
+        let bytes = self.heads.bf16_bytes();
+        let poison = POISON.to_le_bytes().repeat(bytes / 2);
+        let turned = std::iter::once(&poison[..]).chain(self.unit_pages.chunks(bytes).rev());
+        let turned = turned.flatten().copied().collect();
+        for record in self.records.chunks_mut(self.heads.record_bytes()).filter(|record| record[1] == KIND_BF16) {
+            let index = self.units - u32::from_le_bytes(record[4..8].try_into().unwrap());
+            record[4..8].copy_from_slice(&index.to_le_bytes());
+        }
+        (self.unit_pages, self.units) = (turned, self.units + 1);
+    }
+
+    /// The record of a unit.
+    pub fn record(&mut self, unit: usize) -> &mut [u8] {
+        let (at, bytes) = (self.heads.record_at(unit), self.heads.record_bytes());
+        &mut self.records[at..][..bytes]
+    }
+
+    /// Units of used pages: packed without slots, packed with some, bf16.
+    pub fn kinds(&self) -> [usize; 3] {
+        let mut kinds = [0; 3];
+        for record in self.records.chunks(self.heads.record_bytes()).filter(|record| record[1] != Self::UNUSED) {
+            kinds[if record[1] == KIND_BF16 { 2 } else { usize::from(record[7] != 0) }] += 1;
+        }
+        kinds
+    }
+}
+
+/// Row and place in its table of each page that is packed and has a token that the row sees.
+pub fn full_pages(problem: &Problem) -> Vec<(usize, usize)> {
+    let rows = problem.case.positions.iter().enumerate().filter(|(_, position)| **position != PAD);
+    let of_row = |(row, position): (usize, &u32)| {
+        let first = problem.case.first_token(*position) / PAGE_TOKENS;
+        (first..position / PAGE_TOKENS).map(move |page| (row, page as usize))
+    };
+    rows.flat_map(of_row).collect()
+}
+
+/// Puts values outside of the window into pages that are full: into some units a few, into some more than a record has
+/// slots for. Only into tokens that the row sees.
+pub fn salt(problem: &mut Problem, seed: u64) {
+    let random = &mut Random::new(seed ^ 0x5a17);
+    let slots = u64::from(packed::slots(problem.case.head_dim as u32));
+    for (row, page) in full_pages(problem) {
+        let position = problem.case.positions[row];
+        let first = u64::from(problem.case.first_token(position)).max(page as u64 * u64::from(PAGE_TOKENS));
+        let tokens = (page as u64 + 1) * u64::from(PAGE_TOKENS) - first;
+        for head in 0..2 * problem.case.kv_heads {
+            let count = match random.below(3) {
+                0 => 0,
+                1 => 1 + random.below(slots - 4),
+                _ => 3 * slots,
+            };
+            for _ in 0..count {
+                let token = first + random.below(tokens);
+                let at = problem.element(row, token as u32, head, random.below(problem.case.head_dim as u64) as usize);
+                let exponent = [0, 92, 99, 107, 108, 130, 131][random.below(7) as usize];
+                problem.layer[at] = with_exponent(random, exponent);
+            }
+        }
+    }
+}

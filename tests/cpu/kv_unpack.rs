@@ -1,0 +1,193 @@
+//! Unpacking pages of a KV cache, run on the CPU prelude: the values that were packed, hostile tables and records, and
+//! planted bugs that must be caught.
+
+use unweight_codegen::{
+    VariantSpec,
+    abi::KvUnpackArgs,
+    kv::packed::{KIND_BF16, KIND_LOST, KIND_PACKED},
+    plan::GemmShape,
+};
+use unweight_format::testing::Random;
+
+use crate::{
+    harness::{Buffer, CpuKernel, Edit, Run, spec},
+    kv_cache::{Cache, GAP},
+    kv_problem::{HEAD_DIMS, Heads, page},
+};
+
+const PAGES: &str = "unweight/encoding/kv_packed.cuh";
+
+/// Pages of one layer as the oracle packs them, all units that need one in the pool.
+fn packed_pages(heads: Heads, count: u32, seed: u64) -> (Cache, Vec<u16>) {
+    let random = &mut Random::new(seed);
+    let bf16: Vec<u16> = (0..count).flat_map(|_| page(random, heads)).collect();
+    let mut cache = Cache::new(heads, (1, count), (101, 0));
+    let mut used = 100;
+    for unit in 0..count as usize * heads.page_units() {
+        let encoded = heads.encode(&bf16, unit);
+        heads.put(&mut cache.packed, &mut cache.records, unit, &encoded, used);
+        if let Some(values) = encoded.bf16 {
+            cache.unit_pages[used as usize * values.len()..][..values.len()].copy_from_slice(&values);
+            used -= 1;
+        }
+    }
+    (cache, bf16)
+}
+
+fn unpack(
+    kernel: &mut CpuKernel,
+    spec: &VariantSpec,
+    cache: &Cache,
+    table: &[u32],
+    seed: u64,
+) -> Result<(Vec<u16>, u32), String> {
+    let (packed, records, units) =
+        (Buffer::of(&cache.packed), Buffer::of(&cache.records), Buffer::of(&cache.unit_pages));
+    let pages = Buffer::of(bytemuck::cast_slice(table));
+    let (out, fault) = (Buffer::new(table.len() * cache.heads.page_elements() * 2), Buffer::zeroed(4));
+    let args = KvUnpackArgs {
+        packed: packed.address(),
+        records: records.address(),
+        unit_pages: units.address(),
+        page_table: pages.address(),
+        out: out.address(),
+        fault: fault.address(),
+        m: table.len() as u32,
+        kv_heads: cache.heads.kv_heads,
+        pages: cache.pages,
+        units: cache.units,
+    };
+    // The gaps behind pages and records are not theirs.
+    let own = |buffer: &'_ Buffer| buffer.slice().len() - GAP;
+    let buffers = [
+        ("packed", &packed.slice()[..own(&packed)]),
+        ("records", &records.slice()[..own(&records)]),
+        ("units", units.slice()),
+        ("page_table", pages.slice()),
+        ("out", out.slice()),
+        ("fault", fault.slice()),
+    ];
+    let run = Run { problem: GemmShape::rows(table.len() as u32 * cache.heads.kv_heads * 2), sms: 132, seed };
+    // SAFETY: every buffer above outlives the launch, and the kernel reaches them through checked wrappers only.
+    unsafe { kernel.run(spec, run, &args, &buffers)? };
+    Ok((out.u16s(), fault.u32s()[0]))
+}
+
+/// The pages of a table, one after the other.
+fn pages_of(bf16: &[u16], heads: Heads, table: &[u32]) -> Vec<u16> {
+    table
+        .iter()
+        .flat_map(|page| bf16[*page as usize * heads.page_elements()..][..heads.page_elements()].to_vec())
+        .collect()
+}
+
+#[test]
+fn unpacked_pages_are_those_that_were_packed() {
+    for head_dim in HEAD_DIMS {
+        let spec = spec(&format!("kv_unpack_d{head_dim}{}", if head_dim.is_multiple_of(32) { "" } else { "_pdl" }));
+        let mut kernel = CpuKernel::of(&spec, &[]);
+        for seed in 1..=3 {
+            let heads = Heads { head_dim, kv_heads: 1 + seed as u32 % 2 };
+            let (cache, bf16) = packed_pages(heads, 6, seed + u64::from(head_dim));
+            let table = [4, 0, 5, 5, 2];
+            let (out, fault) = unpack(&mut kernel, &spec, &cache, &table, seed).unwrap();
+            assert!(out == pages_of(&bf16, heads, &table), "{spec} {seed}");
+            assert_eq!(fault, 0);
+        }
+    }
+}
+
+#[test]
+fn hostile_packed_pages_lead_nowhere() {
+    let spec = spec("kv_unpack_d48_pdl");
+    let mut kernel = CpuKernel::of(&spec, &[]);
+    let heads = Heads { head_dim: 48, kv_heads: 2 };
+    let (right, bf16) = packed_pages(heads, 4, 8);
+    let whole = pages_of(&bf16, heads, &[1, 2]);
+    let untouched = u16::from_ne_bytes([Buffer::POISON; 2]);
+    let unit = 4 + 3;
+    let mut run = |change: &dyn Fn(&mut [u8]), table: &[u32]| {
+        let mut cache = right.clone();
+        change(&mut cache.records[heads.record_at(unit)..][..heads.record_bytes()]);
+        let (mut out, fault) = unpack(&mut kernel, &spec, &cache, table, 1).unwrap();
+        // The unit that was changed, and the others.
+        let own = out[3 * heads.unit_values()..][..heads.unit_values()].to_vec();
+        out[3 * heads.unit_values()..][..heads.unit_values()]
+            .copy_from_slice(&whole[3 * heads.unit_values()..][..own.len()]);
+        (out, own, fault)
+    };
+    let left_out = |(out, own, fault): (Vec<u16>, Vec<u16>, u32), reported: u32| {
+        assert!(out == whole && own.iter().all(|v| *v == untouched), "{reported}");
+        assert_eq!(fault, reported);
+    };
+    for kind in 3..=255 {
+        left_out(run(&|record| record[1] = kind, &[1, 2]), 1);
+    }
+    for number in [101, 1 << 31, u32::MAX] {
+        let change = |record: &mut [u8]| {
+            record[1] = KIND_BF16;
+            record[4..8].copy_from_slice(&number.to_le_bytes());
+        };
+        left_out(run(&change, &[1, 2]), 1);
+    }
+    left_out(run(&|record| record[1] = KIND_LOST, &[1, 2]), 0);
+    // Any base, counts and slots of a packed unit: something in its place, and nothing elsewhere.
+    for seed in 0..40 {
+        let bytes = Random::new(seed).bytes(heads.record_bytes());
+        let change = |record: &mut [u8]| {
+            record.copy_from_slice(&bytes);
+            record[1] = KIND_PACKED;
+            if seed % 2 == 0 {
+                record[4..8].copy_from_slice(&[seed as u8, 255, 3, 255]);
+            }
+        };
+        let (out, _, fault) = run(&change, &[1, 2]);
+        assert!(out == whole && fault == 0, "{seed}");
+    }
+    for page in [4, 1 << 31, u32::MAX] {
+        let (out, fault) = unpack(&mut kernel, &spec, &right, &[1, page, 2], 1).unwrap();
+        let elements = heads.page_elements();
+        assert!(out[..elements] == whole[..elements] && out[2 * elements..] == whole[elements..]);
+        assert!(out[elements..2 * elements].iter().all(|v| *v == untouched));
+        assert_eq!(fault, 2);
+    }
+}
+
+#[test]
+fn planted_bugs_of_unpacking_are_caught() {
+    let kernel_header = "unweight/kernels/kv_unpack.cuh";
+    let plants = [
+        (kernel_header, "ptx::sync_warp();  // every lane's stores", "// every lane's stores"),
+        (kernel_header, "token = lane / 4 + r / 2 * 8", "token = lane / 4 + r % 2 * 8"),
+        (kernel_header, "chunk = 2 * step + r / 2, inside", "chunk = 2 * step + r % 2, inside"),
+        (PAGES, "ends >> (8 * tile - 8) & 255", "ends >> (8 * tile) & 255"),
+        (PAGES, "return end < limit ? end : limit;", "return end;"),
+        (PAGES, "ptx::funnel_shift_left(w2, w2, 4)", "(w2 << 4)"),
+        (PAGES, "code == kZeroCode ? 0 : ", ""),
+        (PAGES, "base + kWindow + code - kBelow", "base + kWindow + code"),
+        (PAGES, "if (element >> 3 != step * 32 + lane) return;", "if (element >> 3 != lane) return;"),
+    ];
+    let spec = spec("kv_unpack_d48_pdl");
+    let heads = Heads { head_dim: 48, kv_heads: 2 };
+    let (cache, bf16) = packed_pages(heads, 6, 3);
+    let mut hostile = cache.clone();
+    hostile
+        .records
+        .chunks_mut(heads.record_bytes())
+        .filter(|record| record[1] == KIND_PACKED)
+        .for_each(|record| record[7] = 255);
+    let table = [5, 0, 3, 1];
+    let run = |edits: &[Edit]| {
+        let mut kernel = CpuKernel::of(&spec, edits);
+        (1..=4).any(|seed| {
+            let out = unpack(&mut kernel, &spec, &cache, &table, seed);
+            // All slots of the last page, and what is behind them.
+            let last = unpack(&mut kernel, &spec, &hostile, &table, seed);
+            out.is_err() || last.is_err() || out.is_ok_and(|(out, _)| out != pages_of(&bf16, heads, &table))
+        })
+    };
+    assert!(!run(&[]));
+    for (header, from, to) in plants {
+        assert!(run(&[Edit { header, from, to }]), "planting `{to}` for `{from}` went unnoticed");
+    }
+}
