@@ -556,7 +556,6 @@ const PAGES: &str = "unweight/encoding/kv_packed.cuh";
 fn planted_bugs_of_packing_are_caught() {
     let plants = [
         // Each meeting of the block, and of a warp.
-        (PACK, "ptx::sync_block();  // the loads of the unit before", "// the loads of the unit before"),
         (PACK, "ptx::sync_block();  // all tiles' come", "// all tiles' come"),
         (PACK, "ptx::sync_block();  // all tiles' counts", "// all tiles' counts"),
         (PACK, "ptx::sync_block();  // the unit is known", "// the unit is known"),
@@ -586,17 +585,18 @@ fn planted_bugs_of_packing_are_caught() {
         (PAGES, "kLast = kPair + (kRest >= 2 ? 256 : 0)", "kLast = kPair"),
         (PAGES, "funnel_shift_right(f[3], f[3], 4)", "funnel_shift_right(f[3], f[3], 3)"),
     ];
-    let specs = [spec("kv_pack_step_d16"), spec("kv_pack_chunk_d16")];
-    let heads = Heads { head_dim: 16, kv_heads: 2 };
+    // A step of 3 words, and 3 steps of 9.
+    let specs = [spec("kv_pack_step_d16"), spec("kv_pack_chunk_d48_pdl")];
+    let (heads, large) = (Heads { head_dim: 16, kv_heads: 2 }, Heads { head_dim: 48, kv_heads: 2 });
     let step = Call { blocks: 3, ..step(&mut Random::new(4), heads, 3, &[63, NONE, 62, 127, 64, 191, 63]) };
-    let few = chunk(&mut Random::new(5), heads);
+    let few = chunk(&mut Random::new(5), large);
     let run = |edits: &[Edit]| {
         let mut kernel = CpuKernel::all(&specs, edits);
         (1..=6).find_map(|seed| {
             let cache = Cache::new(heads, (3, 21), (101, 101));
             let done = step.run(&mut kernel, &specs[0], &cache, seed);
             let check = done.and_then(|done| check_packed(&cache, &done.cache, &step_jobs(&step, &cache)));
-            let scarce = Cache::new(heads, (1, 7), (8, 2));
+            let scarce = Cache::new(large, (1, 7), (8, 2));
             let done = few.run(&mut kernel, &specs[1], &scarce, seed);
             let lost = done.and_then(|done| check_packed(&scarce, &done.cache, &chunk_jobs(&few, &scarce)));
             check.and(lost).err()

@@ -113,7 +113,7 @@ pub fn half_of(unit: usize) -> KvHalf {
 }
 
 /// Kinds of values of a unit.
-const KINDS: u64 = 10;
+const KINDS: u64 = 11;
 
 /// A unit of one of [`KINDS`], in any order of elements.
 fn unit(random: &mut Random, heads: Heads, kind: u64) -> Vec<u16> {
@@ -133,9 +133,11 @@ fn unit(random: &mut Random, heads: Heads, kind: u64) -> Vec<u16> {
         6 => (112, 127, 3, vec![255]),
         // Any bits.
         7 => (0, 255, 0, vec![]),
-        // Above the window, and a step too far.
+        // Above the window; and an exponent further away than codes lead, below or above.
         8 => (112, 127, slots - 1, vec![128, 130, 134]),
-        _ => (112, 127, 2, vec![random.below(2) as u32 * 48 + 87]),
+        9 => (112, 127, 2, vec![random.below(2) as u32 * 48 + 87]),
+        // Two bases with a slot each.
+        _ => (112, 126, 2, vec![111, 127]),
     };
     let mut values: Vec<u16> = (0..heads.unit_values())
         .map(|_| match kind {
@@ -154,8 +156,7 @@ fn unit(random: &mut Random, heads: Heads, kind: u64) -> Vec<u16> {
     while (places.len() as u64) < others {
         places.insert(random.below(values.len() as u64) as usize);
     }
-    for place in places {
-        let exponent = out[random.below(out.len() as u64) as usize];
+    for (place, exponent) in places.into_iter().zip(out.into_iter().cycle()) {
         values[place] = with_exponent(random, exponent);
     }
     values
@@ -240,14 +241,6 @@ impl PackedPages {
             hot[to..][..elements].copy_from_slice(&layer[from..][..elements]);
         }
         hot
-    }
-
-    /// The opposite of [`PackedPages::hot_from`].
-    pub fn hot_to(&self, problem: &Problem, hot: &[u16], layer: &mut [u16]) {
-        let elements = self.heads.page_elements();
-        for (from, to) in self.hot_places(problem) {
-            layer[to..][..elements].copy_from_slice(&hot[from..][..elements]);
-        }
     }
 
     /// Where each row's hot page is among the hot ones, and in the layer.
