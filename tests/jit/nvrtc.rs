@@ -14,7 +14,8 @@ use unweight_codegen::family::{FAMILIES, Instruction};
 use unweight_codegen::plan::Plan;
 use unweight_codegen::spec::{
     Arch, AttentionSpec, CodeLimit, DecodeHuffmanSpec, DecodeWarps, EmbedSpec, Epilogue, GemmCompactSpec, GemmMmaSpec,
-    GemmReconSpec, GemmWgmmaSpec, NormSpec, Op, RopeSpec, SampleSpec, SiluMulSpec, VariantSpec, catalog,
+    GemmReconSpec, GemmWgmmaSpec, KvPackSpec, KvUnpackSpec, NormSpec, Op, RopeSpec, SampleSpec, SiluMulSpec,
+    VariantSpec, catalog,
 };
 use unweight_rt::Error;
 use unweight_rt::env::{Env, JitMode};
@@ -402,6 +403,8 @@ fn block(spec: &VariantSpec) -> VariantSpec {
         Op::Norm(op) => Op::Norm(NormSpec { pdl: false, ..op }),
         Op::Rope(op) => Op::Rope(RopeSpec { pdl: false, ..op }),
         Op::SiluMul(op) => Op::SiluMul(SiluMulSpec { pdl: false, ..op }),
+        Op::KvPack(op) => Op::KvPack(KvPackSpec { pdl: false, ..op }),
+        Op::KvUnpack(op) => Op::KvUnpack(KvUnpackSpec { pdl: false, ..op }),
         Op::Sample(op) => Op::Sample(SampleSpec { pdl: false, ..op }),
         op => op,
     };

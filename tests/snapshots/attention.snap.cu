@@ -17,6 +17,7 @@ struct Config {
     static constexpr uw::u32 kStages = 4;
     static constexpr uw::u32 kCluster = 1;
     static constexpr bool kSplit = false;
+    static constexpr uw::KvCache kCache = uw::KvCache::kBf16;
     static constexpr uw::SmemCopy kCopy = uw::SmemCopy::kBulk;
     static constexpr bool kPdl = false;
 };
@@ -25,7 +26,7 @@ using Smem = uw::attention::decode::Smem<Config>;
 
 }  // namespace
 
-static_assert(sizeof(uw::AttentionArgs) == 168, "AttentionArgs: host and kernel disagree");
+static_assert(sizeof(uw::AttentionArgs) == 208, "AttentionArgs: host and kernel disagree");
 static_assert(Smem::kRings == 0, "shared memory: plan and kernel disagree");
 static_assert(Smem::kQueries == 16384, "shared memory: plan and kernel disagree");
 static_assert(Smem::kFresh == 16896, "shared memory: plan and kernel disagree");
