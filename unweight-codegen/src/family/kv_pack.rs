@@ -104,7 +104,8 @@ const RECORD_BYTES: u32 = 48;
 
 impl KvPackSpec {
     pub(crate) const fn instructions(&self) -> Instructions {
-        Instructions::NONE.with(Instruction::Mma).when(self.pdl, Instruction::DependentLaunch)
+        // It loads operands of the tensor cores (`ldmatrix`), which every architecture here can, and multiplies none.
+        Instructions::NONE.when(self.pdl, Instruction::DependentLaunch)
     }
 
     pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
