@@ -346,10 +346,11 @@ fn planted_bugs_are_caught() {
         // Masks.
         (decode, "token > position) scores", "token >= position) scores"),
         (decode, "if (token < first_token || token > position) scores", "if (token > position) scores"),
-        (decode, "clear_values(first);", ""),
+        (decode, "clear_values(tile * kTileTokens, copy_address);", ""),
         (decode, "position - a.window + 1 : 0", "position - a.window : 0"),
         // The new token.
-        (decode, "if (tile == last_tile) append();", ""),
+        (decode, "if (tile == last_tile) append(kKey, key_slot(slot));", ""),
+        (decode, "if (tile == last_tile) append(kValue, copy_address);", ""),
         (decode, "half == kKey, cosines", "half == kValue, cosines"),
         (decode, "const u32 line = position % kTileTokens;", "const u32 line = position % kTileTokens / 2;"),
         // Sums.
