@@ -277,6 +277,13 @@ fn hostile_tables(pair: &mut Pair, problem: &Problem, right: &PackedPages, whole
     pages.hot_table[1] = u32::MAX;
     let (row, fault) = second_row(pair, problem, &pages, whole);
     assert!(fault == 2 && row.iter().all(|v| *v == 0), "{row:?}");
+    // Positions behind the table and the angles.
+    for position in [problem.table_pages as u32 * PAGE_TOKENS, PAD - 1, PAD - PAGE_TOKENS] {
+        let mut behind = problem.clone();
+        (behind.max_positions, behind.case.positions[1]) = (u32::MAX, position);
+        let (row, fault) = second_row(pair, &behind, right, whole);
+        assert!(fault == 2 && row.iter().all(|v| *v == 0), "{position}: {row:?}");
+    }
 }
 
 fn hostile_records(pair: &mut Pair, problem: &Problem, right: &PackedPages, whole: &Outcome) {

@@ -26,7 +26,8 @@
 // Bound: device memory, 3.5 bytes per element; a step without full pages reads the positions.
 //
 // Safety   for any numbers in the tables: a page or hot page that the cache does not have is left out and reported; an
-//          entry of 0xffffffff is left out. Units come from the pool, whose numbers are held against its size.
+//          entry of 0xffffffff is left out. Units come from the pool, whose numbers are held against its size. A table
+//          names a page once: kRelease may return the units of a page twice that two of its entries name.
 #pragma once
 
 #include "unweight/axes.cuh"
