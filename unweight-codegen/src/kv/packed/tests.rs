@@ -128,10 +128,8 @@ fn quads_are_the_fragments_of_the_attention_kernels() {
 /// The source of what the test above repeats.
 #[test]
 fn the_attention_kernels_address_rows_as_assumed() {
-    for source in [
-        include_str!("../../../../templates/include/unweight/kernels/attention/decode.cuh"),
-        include_str!("../../../../templates/include/unweight/kernels/attention/prefill.cuh"),
-    ] {
+    for name in ["decode", "prefill"] {
+        let source = unweight_templates::header(&format!("unweight/kernels/attention/{name}.cuh")).unwrap();
         assert!(source.contains("(lane % 8 + lane / 16 * 8, lane / 8 % 2)"), "K");
         assert!(source.contains("(lane % 16, lane / 16)") && source.contains("ldmatrix_x4_trans("), "V");
     }
@@ -474,5 +472,65 @@ proptest! {
             prop_assert!(at < 2 || differ <= 2 * slots(head_dim) as usize, "byte {at}: {differ} values differ");
             prop_assert!(decoded.iter().zip(&values).all(|(a, b)| a & 0x807f == b & 0x807f) || at == 1);
         }
+    }
+}
+
+fn xorshift(mut state: u32) -> u32 {
+    state ^= state << 13;
+    state ^= state >> 17;
+    state ^ state << 5
+}
+
+/// A name, the slots of a record, exponents and how many values have each.
+type Case = (&'static str, u32, Vec<(u32, u32)>);
+
+/// `tests/parity/kv_golden.json`, which `kv_coverage.py` holds its own choice of bases against.
+///
+/// `UPDATE_DOCS=1` writes it.
+#[test]
+fn golden_choices_are_those_of_this_encoder() {
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/kv_golden.json");
+    let mut state = 28;
+    let mut draw = |below: u32| {
+        state = xorshift(state);
+        state % below
+    };
+    let mut cases: Vec<Case> = vec![
+        ("zeros", 12, vec![(0, 1024)]),
+        ("subnormals and the smallest numbers", 12, vec![(0, 500), (1, 500), (15, 24)]),
+        ("the largest exponent", 20, vec![(255, 100), (240, 100), (0, 20)]),
+        ("one zero too many", 20, vec![(255, 100), (240, 100), (0, 21)]),
+        ("a tie", 12, vec![(100, 1), (85, 64), (84, 1)]),
+        ("a lower base", 12, vec![(100, 1), (85, 64), (84, 2)]),
+        ("the lowest candidate", 12, vec![(100, 1), (78, 64)]),
+        ("below the lowest candidate", 12, vec![(101, 1), (78, 64)]),
+        ("the lowest code", 12, vec![(100, 1), (90, 64), (61, 1)]),
+        ("no code at the highest base", 12, vec![(100, 1), (90, 64), (60, 1)]),
+        ("no code", 12, vec![(100, 1), (90, 64), (53, 1)]),
+        ("bases from 0", 12, vec![(18, 3), (15, 40), (2, 8), (1, 4), (0, 1)]),
+    ];
+    for _ in 0..200 {
+        let (first, width) = (draw(240), 1 + draw(18));
+        let usual = (0..1 + draw(6)).map(|_| ((first + draw(width)).min(255), 1 + draw(300)));
+        let mut runs: Vec<(u32, u32)> = usual.collect();
+        runs.extend((0..draw(4)).map(|_| ((first + 30).saturating_sub(draw(60)).min(255), 1 + draw(8))));
+        cases.push(("drawn", if draw(2) == 0 { 12 } else { 20 }, runs));
+    }
+    let lines = cases.iter().map(|(name, slots, runs)| {
+        let values: Vec<u16> = runs.iter().flat_map(|(e, count)| (0..*count).map(|i| bf16(*e, i))).collect();
+        let choice = choose_base(&values, *slots).map(|base| {
+            let inside = u32::from(base)..=u32::from(base) + 15;
+            [usize::from(base), values.iter().filter(|value| !inside.contains(&exponent(**value))).count()]
+        });
+        let runs: Vec<[u32; 2]> = runs.iter().map(|(e, count)| [e << 7, *count]).collect();
+        serde_json::json!({"name": name, "slots": slots, "runs": runs, "choice": choice}).to_string()
+    });
+    let text = format!("{{\"cases\": [\n{}\n]}}\n", lines.collect::<Vec<_>>().join(",\n"));
+    let packed = text.matches("\"choice\":[").count();
+    assert!((60..180).contains(&packed), "{packed} cases of {} pack", cases.len());
+    if std::env::var_os("UPDATE_DOCS").is_some() {
+        std::fs::write(&path, text).unwrap();
+    } else {
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), text, "UPDATE_DOCS=1 writes {}", path.display());
     }
 }

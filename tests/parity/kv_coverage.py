@@ -1,0 +1,304 @@
+"""How well packed KV pages hold keys and values: escapes and BF16 units per layer and head.
+
+    python3 kv_coverage.py --texts ../../docs --out kv-coverage.json [--models DIR] [--device cpu]
+
+Runs the trained models of `models.py` in transformers, in BF16, and takes K after RoPE and V of every layer and head. A
+unit is K or V of one KV head in 64 tokens; its base is chosen as docs/kv-cache.md says. Recorded are the entropy of the
+exponents, the share of values outside the window, escapes per unit, and the share of units that need BF16. The same is
+recorded for stress cases and for synthetic keys of heads of 128, from a fixed seed.
+
+`--models DIR` has a folder per model; a model that is missing there is trained and saved. `--golden FILE` is what the
+Rust oracle chose (`kv_golden.json`): the choice here is checked against it first. `--no-models` runs without torch.
+"""
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+TOKENS = 64
+WINDOW = 16
+BASES_BELOW = 7
+CODES_BELOW = 24
+CODES_ABOVE = 7
+ROWS, ROW_TOKENS = 24, 512
+SYNTHETIC_UNITS = 2000
+NONE = -1
+MODELS = ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe"]
+# With heads of 64 and of 128.
+STRESSED = ["llama", "qwen3"]
+
+
+def slots(head_dim: int) -> int:
+    return (record_bytes(head_dim) - 8) // 2
+
+
+def record_bytes(head_dim: int) -> int:
+    return 32 if head_dim <= 80 else 48
+
+
+def exponents(values: np.ndarray) -> np.ndarray:
+    """Of bf16 as uint16."""
+    return (values >> 7) & 0xFF
+
+
+def choose(unit_exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Exponents [units, values] to the base with the fewest escapes, of equal ones the largest, and its escapes.
+
+    Both are [units], NONE where no base has a code for every value. Slots are not considered here: more escapes than
+    slots mean BF16.
+    """
+    units, values = unit_exponents.shape
+    histogram = np.zeros((units, 256), dtype=np.int64)
+    np.add.at(histogram, (np.arange(units)[:, None], unit_exponents), 1)
+    # below[:, e]: values with an exponent below e.
+    below = np.concatenate([np.zeros((units, 1), dtype=np.int64), histogram.cumsum(1)], axis=1)
+    rows = np.arange(units)
+
+    def count(first: np.ndarray, end: np.ndarray) -> np.ndarray:
+        first, end = np.clip(first, 0, 256), np.clip(end, 0, 256)
+        return below[rows, np.maximum(first, end)] - below[rows, first]
+
+    top = np.maximum(unit_exponents.max(1), WINDOW - 1) - (WINDOW - 1)
+    best = np.full(units, NONE, dtype=np.int64)
+    fewest = np.full(units, NONE, dtype=np.int64)
+    for step in range(BASES_BELOW + 1):
+        base = top - step
+        escapes = values - count(base, base + WINDOW)
+        # Zeros and subnormals always have a code.
+        too_small = count(np.ones_like(base), base - CODES_BELOW)
+        too_large = count(base + WINDOW + CODES_ABOVE, np.full_like(base, 256))
+        better = (base >= 0) & (too_small + too_large == 0) & ((best == NONE) | (escapes < fewest))
+        best, fewest = np.where(better, base, best), np.where(better, escapes, fewest)
+    return best, fewest
+
+
+def check_golden(path: Path) -> int:
+    """Exits unless every choice of the Rust oracle is the choice here."""
+    cases = json.loads(path.read_text())["cases"]
+    for case in cases:
+        values = np.repeat(np.array([run[0] for run in case["runs"]]), [run[1] for run in case["runs"]])
+        base, escapes = (int(part[0]) for part in choose(exponents(values)[None, :]))
+        found = [base, escapes] if base != NONE and escapes <= case["slots"] else None
+        if found != case["choice"]:
+            sys.exit(f"{path}: {case['name']}: {found} here, {case['choice']} by the oracle; mend `choose`")
+    return len(cases)
+
+
+def coverage(values: np.ndarray) -> dict:
+    """Statistics of units [units, TOKENS, head_dim], bf16 as uint16."""
+    units, _, head_dim = values.shape
+    own = exponents(values.reshape(units, -1))
+    histogram = np.bincount(own.ravel(), minlength=256) / own.size
+    present = histogram[histogram > 0]
+    base, escapes = choose(own)
+    coded = base != NONE
+    packs = coded & (escapes <= slots(head_dim))
+    told = {
+        "units": units,
+        "entropy_bits": float(-(present * np.log2(present)).sum()) + 0.0,
+        "bf16_units": float(1 - packs.mean()),
+        "no_base": float(1 - coded.mean()),
+        # With the packed form, its record, and what units in BF16 cost on top.
+        "bits_per_value": 12 + 8 * record_bytes(head_dim) / (TOKENS * head_dim) + 16 * float(1 - packs.mean()),
+    }
+    if coded.any():
+        of = escapes[coded]
+        told |= {
+            "outside": float(of.sum() / (of.size * own.shape[1])),
+            "escapes_mean": float(of.mean()),
+            "escapes_p99": float(np.percentile(of, 99)),
+            "escapes_max": int(of.max()),
+        }
+    return told
+
+
+def to_bf16(values: np.ndarray) -> np.ndarray:
+    """Rounds f32 to nearest even, as uint16. No NaN."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def synthetic() -> list[dict]:
+    """Values of N(0, 1) with some channels many times larger, and the cases that must stay exact."""
+    random = np.random.default_rng(28)
+    rows = []
+
+    def case(name: str, head_dim: int, values: np.ndarray) -> None:
+        rows.append({"case": name, "head_dim": head_dim, "slots": slots(head_dim), **coverage(values)})
+
+    for head_dim in (64, 128):
+        normal = random.standard_normal((SYNTHETIC_UNITS, TOKENS, head_dim), dtype=np.float32)
+        case("N(0, 1)", head_dim, to_bf16(normal))
+        for factor in (10, 30, 100):
+            for channels in (1, 4):
+                values = normal.copy()
+                values[:, :, :channels] *= factor
+                case(f"N(0, 1), x{factor} in {channels} of {head_dim} channels", head_dim, to_bf16(values))
+        # A channel with a constant part, as biases of K make.
+        values = normal.copy()
+        values[:, :, 0] += 30
+        case(f"N(0, 1), + 30 in 1 of {head_dim} channels", head_dim, to_bf16(values))
+        few = to_bf16(normal[:64])
+        case("zeros", head_dim, np.zeros_like(few))
+        case("constants", head_dim, np.full_like(few, 0x3F80))
+        case("subnormals", head_dim, few & 0x807F)
+        for name, pattern in (("zero", 0x0000), ("subnormal", 0x8001), ("Inf", 0x7F80), ("NaN", 0xFFC1)):
+            for count in (1, slots(head_dim) + 1):
+                values = few.copy()
+                values.reshape(64, -1)[:, 7 : 7 + 3 * count : 3] = pattern
+                case(f"N(0, 1), {count} x {name}", head_dim, values)
+    return rows
+
+
+def captured(folder: Path, texts: list[str], device: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of each layer K after RoPE and V, bf16 as uint16 [units, kv_heads, TOKENS, head_dim]."""
+    import torch
+    import transformers
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    layers: dict[int, list[list[np.ndarray]]] = {}
+
+    def units(tensor) -> np.ndarray:
+        rows, heads, tokens, head_dim = tensor.shape
+        bits = tensor.contiguous().view(torch.int16).cpu().numpy().view(np.uint16)
+        pages = bits.reshape(rows, heads, tokens // TOKENS, TOKENS, head_dim)
+        return pages.transpose(0, 2, 1, 3, 4).reshape(-1, heads, TOKENS, head_dim)
+
+    def attention(module, query, key, value, *arguments, **options):
+        own = layers.setdefault(module.layer_idx, [[], []])
+        own[0].append(units(key))
+        own[1].append(units(value))
+        return sdpa_attention_forward(module, query, key, value, *arguments, **options)
+
+    transformers.AttentionInterface.register("coverage", attention)
+    transformers.AttentionMaskInterface.register("coverage", sdpa_mask)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(folder, dtype=torch.bfloat16, attn_implementation="coverage").to(device).eval()
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    ids = tokenizer.encode("\n\n".join(texts), add_special_tokens=False)
+    stride = (len(ids) - ROW_TOKENS) // ROWS
+    batch = torch.tensor([ids[row * stride : row * stride + ROW_TOKENS] for row in range(ROWS)], device=device)
+    with torch.no_grad():
+        for part in batch.split(4):
+            model(input_ids=part, use_cache=False)
+    return [tuple(np.concatenate(parts) for parts in layers[layer]) for layer in sorted(layers)]
+
+
+def of_models(arguments) -> list[dict]:
+    """A row per model, layer, head, and K or V."""
+    import models
+
+    models.ROWS = arguments.rows
+    texts = models.read_texts(arguments.texts)
+    rows = []
+    for spec in (spec for spec in models.TRAINED if spec.name in arguments.only):
+        folder = arguments.models / spec.name
+        if not (folder / "config.json").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            told = {"steps": arguments.steps, "rows": arguments.rows}
+            told |= spec.save(folder, texts, arguments.device, arguments.steps)
+            (folder / "training.json").write_text(json.dumps(told))
+        layers = captured(folder, texts, arguments.device)
+        for layer, halves in enumerate(layers):
+            for half, values in zip("KV", halves):
+                for head in range(values.shape[1]):
+                    own = {"model": spec.name, "layer": layer, "head": head, "half": half}
+                    rows.append({**own, "head_dim": values.shape[3], **coverage(values[:, head])})
+    return rows
+
+
+def stress_of_models(arguments) -> list[dict]:
+    """K and V of two trained models with one channel many times larger, over all layers and heads."""
+    import models
+
+    rows, texts = [], models.read_texts(arguments.texts)
+    for name in (name for name in STRESSED if name in arguments.only):
+        halves = zip("KV", zip(*captured(arguments.models / name, texts, arguments.device)))
+        for half, layers in halves:
+            values = np.concatenate([layer.reshape(-1, *layer.shape[2:]) for layer in layers])
+            wide = (values.astype(np.uint32) << 16).view(np.float32)
+            for factor in (1, 30, 100):
+                scaled = wide.copy()
+                scaled[:, :, 0] *= factor
+                case = {"model": name, "half": half, "case": f"x{factor} in 1 channel", "head_dim": values.shape[2]}
+                rows.append({**case, **coverage(to_bf16(scaled))})
+    return rows
+
+
+def summary(rows: list[dict]) -> list[dict]:
+    """Per model and half: all layers and heads together, the worst for maxima."""
+    found = []
+    for key in sorted({(row["model"], row["half"]) for row in rows}):
+        own = [row for row in rows if (row["model"], row["half"]) == key]
+        averaged = ("outside", "escapes_mean", "bf16_units", "bits_per_value")
+        mean = {name: float(np.mean([row[name] for row in own])) for name in averaged}
+        found.append(
+            {
+                "model": key[0],
+                "half": key[1],
+                "units": sum(row["units"] for row in own),
+                "entropy_bits": [min(row["entropy_bits"] for row in own), max(row["entropy_bits"] for row in own)],
+                **mean,
+                "escapes_p99_worst_head": max(row["escapes_p99"] for row in own),
+                "escapes_max": max(row["escapes_max"] for row in own),
+                "bf16_units_worst_head": max(row["bf16_units"] for row in own),
+            }
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    golden = Path(__file__).with_name("kv_golden.json")
+    parser.add_argument("--golden", type=Path, default=golden, help="choices of the Rust oracle")
+    parser.add_argument("--texts", type=Path, help="folder of *.md files to learn and to run")
+    parser.add_argument("--models", type=Path, help="folder of trained models; what is missing is trained there")
+    parser.add_argument("--only", nargs="+", default=MODELS, choices=MODELS, metavar="NAME", help="these models")
+    parser.add_argument("--no-models", action="store_true", help="synthetic values alone; needs no torch")
+    parser.add_argument("--out", type=Path, default=Path("kv-coverage.json"), help="the record")
+    parser.add_argument("--device", default="cpu", help="where transformers runs: cuda or cpu")
+    parser.add_argument("--steps", type=int, default=600, help="training steps of a model that is missing")
+    parser.add_argument("--rows", type=int, default=12, help="rows of 768 tokens in a training step")
+    arguments = parser.parse_args()
+    record = {"numpy": np.__version__, "python": platform.python_version()}
+    record["golden_cases"] = check_golden(arguments.golden)
+    record |= {"window": WINDOW, "tokens_per_unit": TOKENS, "synthetic": synthetic()}
+    if not arguments.no_models:
+        if not arguments.texts:
+            parser.error("--texts is needed to run models; see also --no-models")
+        import torch
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        record |= {"torch": torch.__version__, "transformers": transformers.__version__, "device": arguments.device}
+        with tempfile.TemporaryDirectory() as temporary:
+            arguments.models = arguments.models or Path(temporary)
+            record["heads"] = of_models(arguments)
+            trained = sorted(arguments.models.glob("*/training.json"))
+            record["training"] = [{"model": file.parent.name, **json.loads(file.read_text())} for file in trained]
+            record["stress"] = stress_of_models(arguments)
+        record["models"] = summary(record["heads"])
+    arguments.out.write_text(to_text(record))
+
+
+def to_text(record: dict) -> str:
+    """JSON with a row of a table in a line."""
+    rounded = json.loads(json.dumps(record), parse_float=lambda text: float(f"{float(text):.5g}"))
+    parts = []
+    for key, value in rounded.items():
+        if isinstance(value, list):
+            lines = ",\n  ".join(json.dumps(row) for row in value)
+            parts.append(f" {json.dumps(key)}: [\n  {lines}\n ]")
+        else:
+            parts.append(f" {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+if __name__ == "__main__":
+    main()
