@@ -74,6 +74,39 @@ fn every_word_of_a_tile_has_one_place() {
     }
 }
 
+/// The remainders of words per lane: 3, 2, 1 and 0.
+#[test]
+fn words_of_a_lane_are_where_the_format_says() {
+    let offsets =
+        |head_dim, first| -> Vec<u32> { (first..3 * head_dim / 16).map(|q| word_offset(head_dim, q, 3)).collect() };
+    assert_eq!(offsets(16, 0), [24, 28, 256 + 12]);
+    assert_eq!(offsets(32, 2), [48 + 8, 48 + 12, 512 + 24, 512 + 28]);
+    assert_eq!(offsets(48, 7), [512 + 48 + 12, 1024 + 12]);
+    assert_eq!(offsets(64, 10), [1024 + 48 + 8, 1024 + 48 + 12]);
+    assert_eq!(offsets(80, 12), [1536 + 24, 1536 + 28, 1536 + 256 + 12]);
+}
+
+/// Token 9 of tile 2 is row 1 of P2 and P3, element 27 is pair 1 of P3 in step 1: lane 5, register 3, the high half. Of
+/// V, token 11 of tile 2 is pair 1 of P1 and P3, element 25 is row 1 of P3.
+#[test]
+fn slots_and_bf16_units_number_values_as_the_format_says() {
+    for (half, token, element) in [(KvHalf::Key, 41, 27), (KvHalf::Value, 43, 25)] {
+        let mut values = page(32, &[100, 115]);
+        values[token * 32 + element] = bf16(117, 0xd5);
+        let unit = restored(32, half, &values);
+        assert_eq!(unit.record[..8], [100, 0, 0, 0, 0, 0, 1, 1]);
+        let number = (32 + 5) * 8 + 3 * 2 + 1;
+        assert_eq!(unit.record[8..10], (25u16 << 11 | number).to_le_bytes());
+        assert_eq!(unit.record[10..], [0; 22]);
+
+        let mut values = page(32, &[1, 240]);
+        values[token * 32 + element] = 0xabcd;
+        let unit = restored(32, half, &values).bf16.unwrap();
+        let word = ((2 * 2 + 1) * 32 + 5) * 4 + 3;
+        assert_eq!(unit[4 * word + 2..][..2], [0xcd, 0xab], "{half:?}");
+    }
+}
+
 #[test]
 fn every_value_of_a_tile_has_one_place() {
     for (head_dim, half) in head_dims().flat_map(|head_dim| HALVES.map(|half| (head_dim, half))) {
@@ -532,5 +565,50 @@ fn golden_choices_are_those_of_this_encoder() {
         std::fs::write(&path, text).unwrap();
     } else {
         assert_eq!(std::fs::read_to_string(&path).unwrap(), text, "UPDATE_DOCS=1 writes {}", path.display());
+    }
+}
+
+/// The worked example of docs/kv-cache.md. `UPDATE_DOCS=1` writes it.
+#[test]
+fn the_document_shows_this_encoder() {
+    const BEGIN: &str = "<!-- Written by `UPDATE_DOCS=1 cargo test -p unweight-codegen --lib -- kv::packed`. -->\n";
+    const END: &str = "<!-- End of what is written. -->\n";
+    let mut values = vec![0x3f80; 64 * 16];
+    for (token, element, value) in [(0, 0, 0x0000), (8, 9, 0x3f40), (9, 1, 0xc040)] {
+        values[token * 16 + element] = value;
+    }
+    let unit = restored(16, KvHalf::Key, &values);
+    let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(" ");
+    let slot = u16::from_le_bytes([unit.record[8], unit.record[9]]);
+    let mut text = format!(
+        "```text\nrecord   {} and 22 zeros: base {}, 1 escape, slot {slot:04x}: element {}, code {}\n",
+        hex(&unit.record[..10]),
+        unit.record[0],
+        slot & 0x7ff,
+        slot >> 11
+    );
+    assert!(unit.record[10..].iter().all(|byte| *byte == 0));
+    for lane in [0, 4] {
+        let offsets = [0, 1, 2].map(|q| word_offset(16, q, lane));
+        let words = offsets.map(|offset| get(&unit.tiles[0], offset));
+        let base = u32::from(unit.record[0]);
+        let registers = unweave(words).map(|f| format!("{:08x}", f + (base << 7 | base << 23)));
+        let words = words.map(|word| format!("{word:08x}"));
+        text += &format!("lane {lane}   bytes {offsets:?}: w0..w2 = {}, ", words.join(" "));
+        text += &format!("P0..P3 = {}\n", registers.join(" "));
+    }
+    assert_eq!(unit.record[0], 113);
+    text += "```\n\nThe low half of P0 in lane 0 is `3880`: exponent 113, since an escape has nibble 0. ";
+    text += "The slot makes the exponent 0.\n";
+    let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/kv-cache.md");
+    let own = std::fs::read_to_string(&path).unwrap();
+    let (before, rest) = own.split_once(BEGIN).expect("the first comment");
+    let (_, after) = rest.split_once(END).expect("the second comment");
+    assert!(text.lines().all(|line| line.len() <= 120), "{text}");
+    let renewed = [before, BEGIN, &text, END, after].concat();
+    if std::env::var_os("UPDATE_DOCS").is_some() {
+        std::fs::write(&path, renewed).unwrap();
+    } else {
+        assert_eq!(own, renewed, "UPDATE_DOCS=1 writes docs/kv-cache.md");
     }
 }
