@@ -1,0 +1,476 @@
+//! The public items of a crate, from its sources.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::{Path, PathBuf},
+};
+
+use proc_macro2::TokenStream;
+use quote::ToTokens;
+use syn::{Attribute, Fields, ImplItem, Item, TraitItem, Type, UseTree, Visibility, visit_mut::VisitMut};
+
+use super::{
+    declaration::{function, generics, text},
+    root,
+    rules::Rules,
+};
+
+pub type Place = Vec<String>;
+
+/// A field, variant, method or constant.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Member {
+    pub name: String,
+    pub kind: MemberKind,
+    /// Its declaration without its name.
+    pub text: String,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum MemberKind {
+    Field,
+    Variant,
+    Other,
+}
+
+/// What a module says, by name.
+#[derive(Default)]
+pub struct Module {
+    /// The declaration of everything that it defines, without its name, and whether that is `pub`.
+    items: BTreeMap<String, (String, bool)>,
+    /// Names that `use` brings in: the path, as it is written, and whether it is `pub`.
+    uses: Vec<(String, Place, bool)>,
+    globs: Vec<(Place, bool)>,
+}
+
+#[derive(Default)]
+pub struct Crate {
+    pub modules: BTreeMap<Place, Module>,
+    /// Members of types and traits, by where the type is defined.
+    pub members: BTreeMap<Place, BTreeSet<Member>>,
+    /// Members by the path of the type as an `impl` writes it, with the module of that `impl`.
+    impls: Vec<(Place, Place, Vec<Member>)>,
+    /// `macro_rules!` by name: of the crate, and those that other crates export.
+    rules: BTreeMap<String, Rules>,
+    /// Macros that the crate exports, from its root wherever they are written.
+    macros: Vec<String>,
+}
+
+fn is_pub(visibility: &Visibility) -> bool {
+    matches!(visibility, Visibility::Public(_))
+}
+
+fn has(attributes: &[Attribute], name: &str) -> bool {
+    attributes.iter().any(|attribute| attribute.path().is_ident(name))
+}
+
+/// Whether documents leave it out, or only tests see it.
+fn is_hidden(attributes: &[Attribute]) -> bool {
+    of_tests(attributes) || lists(attributes, "doc").any(|list| list == "hidden")
+}
+
+/// Whether it needs a feature for tests.
+fn of_tests(attributes: &[Attribute]) -> bool {
+    lists(attributes, "cfg").any(|list| ["test", "failpoints", "fake"].iter().any(|word| list.contains(word)))
+}
+
+/// What stands in the parentheses of attributes with a name.
+fn lists<'a>(attributes: &'a [Attribute], name: &'a str) -> impl Iterator<Item = String> + 'a {
+    attributes.iter().filter(move |attribute| attribute.path().is_ident(name)).filter_map(|own| match &own.meta {
+        syn::Meta::List(list) => Some(list.tokens.to_string()),
+        _ => None,
+    })
+}
+
+/// The kind of a struct or an enum, with what its attributes say of later versions.
+fn kind_of(kind: &str, attributes: &[Attribute], parameters: &syn::Generics) -> String {
+    let open = if has(attributes, "non_exhaustive") { "non_exhaustive " } else { "" };
+    format!("{open}{kind}{}", generics(parameters))
+}
+
+/// ` = VALUE` or `: BOUNDS`; empty if there are none.
+fn after(sign: &str, tokens: impl ToTokens) -> String {
+    let text = text(tokens);
+    if text.is_empty() { text } else { format!("{sign}{text}") }
+}
+
+/// A variant without its name, with what it holds.
+fn variant(variant: &syn::Variant) -> String {
+    let named = |field: &syn::Field| match &field.ident {
+        Some(name) => format!("{name}: {}", text(&field.ty)),
+        None => text(&field.ty),
+    };
+    let held: Vec<String> = variant.fields.iter().map(named).collect();
+    let held = held.join(", ");
+    let value = variant.discriminant.as_ref().map(|(_, value)| after(" = ", value)).unwrap_or_default();
+    let open = if has(&variant.attrs, "non_exhaustive") { "non_exhaustive " } else { "" };
+    let held = match &variant.fields {
+        Fields::Named(_) => format!(" {{ {held} }}"),
+        Fields::Unnamed(_) => format!("({held})"),
+        Fields::Unit => String::new(),
+    };
+    format!("{open}variant{held}{value}")
+}
+
+impl Crate {
+    /// Of a crate whose sources are in `folder`.
+    pub fn read(folder: &str) -> Self {
+        let source = root().join(folder).join("src");
+        let mut read = Self { rules: exported(), ..Self::default() };
+        let mut own = BTreeMap::new();
+        collect_rules(&source, false, &mut own);
+        read.rules.extend(own);
+        read.file(&source.join("lib.rs"), &source, Vec::new());
+        read.assign();
+        read
+    }
+
+    /// Of one text, as if it were the root of a crate.
+    pub fn of_text(written: &str) -> Self {
+        let mut read = Self::default();
+        read.items(&syn::parse_file(written).expect("Rust").items, Path::new(""), Vec::new());
+        read.assign();
+        read
+    }
+
+    /// Gives what `impl` blocks define to their types, which may be defined in modules that are read later, and what is
+    /// exported from the root to the root.
+    fn assign(&mut self) {
+        let root = self.modules.entry(Vec::new()).or_default();
+        root.items.extend(self.macros.drain(..).map(|name| (name, ("macro".to_owned(), true))));
+        for (module, path, members) in std::mem::take(&mut self.impls) {
+            if let Some(definition) = self.resolve(&module, &path, &mut BTreeSet::new()) {
+                self.members.entry(definition).or_default().extend(members);
+            }
+        }
+    }
+
+    /// `folder` is where the modules of the file are.
+    fn file(&mut self, path: &Path, folder: &Path, place: Place) {
+        self.items(&parsed(path).items, folder, place);
+    }
+
+    fn items(&mut self, items: &[Item], folder: &Path, place: Place) {
+        // A macro of the module itself hides one of the same name elsewhere.
+        let mut own = BTreeMap::new();
+        note_rules(items, false, &mut own);
+        let hidden: Vec<_> =
+            own.into_iter().map(|(name, rules)| (name.clone(), self.rules.insert(name, rules))).collect();
+        let mut module = Module::default();
+        for item in items {
+            self.item(item, folder, &place, &mut module);
+        }
+        self.modules.insert(place, module);
+        self.rules.extend(hidden.into_iter().filter_map(|(name, rules)| Some((name, rules?))));
+    }
+
+    fn item(&mut self, item: &Item, folder: &Path, place: &Place, module: &mut Module) {
+        let mut define = |name: &syn::Ident, text: String, visibility: &Visibility, attributes: &[Attribute]| {
+            if !is_hidden(attributes) {
+                module.items.insert(name.to_string(), (text, is_pub(visibility)));
+            }
+        };
+        let own = |name: &syn::Ident| [place.as_slice(), &[name.to_string()]].concat();
+        match item {
+            Item::Struct(item) => {
+                define(&item.ident, kind_of("struct", &item.attrs, &item.generics), &item.vis, &item.attrs);
+                let members = self.fields(&item.fields);
+                self.members.entry(own(&item.ident)).or_default().extend(members);
+            }
+            Item::Enum(item) => {
+                define(&item.ident, kind_of("enum", &item.attrs, &item.generics), &item.vis, &item.attrs);
+                let shown = item.variants.iter().filter(|variant| !is_hidden(&variant.attrs));
+                let members = shown.map(|shown| Member {
+                    name: shown.ident.to_string(),
+                    kind: MemberKind::Variant,
+                    text: variant(shown),
+                });
+                self.members.entry(own(&item.ident)).or_default().extend(members);
+            }
+            Item::Union(item) => define(&item.ident, "union".to_owned(), &item.vis, &item.attrs),
+            Item::Type(item) => {
+                let declared = format!("type{}{}", generics(&item.generics), after(" = ", &item.ty));
+                define(&item.ident, declared, &item.vis, &item.attrs);
+            }
+            Item::Fn(item) => define(&item.sig.ident, function(&item.sig), &item.vis, &item.attrs),
+            Item::Const(item) => define(&item.ident, format!("const {}", text(&item.ty)), &item.vis, &item.attrs),
+            Item::Static(item) => define(&item.ident, format!("static {}", text(&item.ty)), &item.vis, &item.attrs),
+            Item::Trait(item) => {
+                let safety = if item.unsafety.is_some() { "unsafe " } else { "" };
+                let above = after(": ", &item.supertraits);
+                let declared = format!("{safety}trait{}{above}", generics(&item.generics));
+                define(&item.ident, declared, &item.vis, &item.attrs);
+                let members = item.items.iter().filter_map(trait_member);
+                self.members.entry(own(&item.ident)).or_default().extend(members);
+            }
+            Item::Mod(item) if !of_tests(&item.attrs) => {
+                let name = item.ident.to_string();
+                // What a module holds that documents leave out may have another path.
+                let public = is_pub(&item.vis) && !is_hidden(&item.attrs);
+                module.items.insert(name.clone(), ("mod".to_owned(), public));
+                let inner = [place.as_slice(), std::slice::from_ref(&name)].concat();
+                match &item.content {
+                    Some((_, items)) => self.items(items, &folder.join(&name), inner),
+                    None => {
+                        let flat = folder.join(format!("{name}.rs"));
+                        let path: PathBuf = if flat.is_file() { flat } else { folder.join(&name).join("mod.rs") };
+                        self.file(&path, &folder.join(&name), inner);
+                    }
+                }
+            }
+            Item::Use(item) if !is_hidden(&item.attrs) => {
+                imports(&item.tree, Vec::new(), is_pub(&item.vis), module);
+            }
+            Item::Impl(item) if item.trait_.is_none() && !is_hidden(&item.attrs) => self.inherent(item, place),
+            Item::Macro(item) if item.ident.is_some() => {
+                let exported = has(&item.attrs, "macro_export") && !is_hidden(&item.attrs);
+                self.macros.extend(item.ident.as_ref().filter(|_| exported).map(ToString::to_string));
+            }
+            Item::Macro(item) if !is_hidden(&item.attrs) => {
+                let Some(written) = self.expanded(&item.mac) else { return };
+                let file: syn::File = syn::parse2(written).expect("items that a macro writes");
+                file.items.iter().for_each(|item| self.item(item, folder, place, module));
+            }
+            _ => {}
+        }
+    }
+
+    /// What a macro of this workspace writes; `None` for one of another crate.
+    fn expanded(&self, called: &syn::Macro) -> Option<TokenStream> {
+        let name = called.path.segments.last()?.ident.to_string();
+        let written = self.rules.get(&name)?.expand(&called.tokens);
+        Some(written.unwrap_or_else(|| panic!("no rule of {name}! takes {}", called.tokens)))
+    }
+
+    fn fields(&self, fields: &Fields) -> Vec<Member> {
+        let public = fields.iter().zip(0u32..).filter(|(field, _)| is_pub(&field.vis) && !is_hidden(&field.attrs));
+        let member = |(field, at): (&syn::Field, u32)| {
+            let mut of = field.ty.clone();
+            Expander(self).visit_type_mut(&mut of);
+            let name = field.ident.as_ref().map_or_else(|| at.to_string(), ToString::to_string);
+            Member { name, kind: MemberKind::Field, text: format!("field {}", text(of)) }
+        };
+        public.map(member).collect()
+    }
+
+    fn inherent(&mut self, item: &syn::ItemImpl, place: &Place) {
+        let Type::Path(path) = &*item.self_ty else { return };
+        // Bounds of the block are part of what its methods ask for, and so is the type if it is one of many.
+        let bounded = item.generics.where_clause.is_some()
+            || item.generics.type_params().next().is_some()
+            || item.generics.const_params().next().is_some();
+        let given = path.path.segments.iter().any(|segment| !segment.arguments.is_none());
+        let of = if bounded || given && item.generics.params.is_empty() {
+            format!(", of {}{}", text(&item.self_ty), generics_of_impl(&item.generics))
+        } else {
+            String::new()
+        };
+        let path: Place = path.path.segments.iter().map(|segment| segment.ident.to_string()).collect();
+        let members = item.items.iter().filter_map(|member| {
+            let (name, text) = match member {
+                ImplItem::Fn(member) if is_pub(&member.vis) && !is_hidden(&member.attrs) => {
+                    (&member.sig.ident, function(&member.sig))
+                }
+                ImplItem::Const(member) if is_pub(&member.vis) && !is_hidden(&member.attrs) => {
+                    (&member.ident, format!("const {}", text(&member.ty)))
+                }
+                _ => return None,
+            };
+            Some(Member { name: name.to_string(), kind: MemberKind::Other, text: text + &of })
+        });
+        self.impls.push((place.clone(), path, members.collect()));
+    }
+
+    /// Where a path of a module leads: the module that defines the last name, or that is the last name.
+    fn resolve(&self, from: &Place, path: &[String], seen: &mut BTreeSet<(Place, Place)>) -> Option<Place> {
+        if !seen.insert((from.clone(), path.to_vec())) {
+            return None;
+        }
+        let (first, rest) = path.split_first()?;
+        match first.as_str() {
+            "crate" if rest.is_empty() => return Some(Vec::new()),
+            "crate" => return self.resolve(&Vec::new(), rest, seen),
+            "self" if rest.is_empty() => return Some(from.clone()),
+            "self" => return self.resolve(from, rest, seen),
+            "super" => return self.resolve(&from[..from.len().checked_sub(1)?].to_vec(), rest, seen),
+            _ => {}
+        }
+        let module = self.modules.get(from)?;
+        let own = [from.as_slice(), std::slice::from_ref(first)].concat();
+        let mut targets = Vec::new();
+        if module.items.contains_key(first) {
+            targets.push(own);
+        }
+        for (name, path, _) in &module.uses {
+            if name == first {
+                targets.extend(self.resolve(from, path, seen));
+            }
+        }
+        for (path, _) in &module.globs {
+            if let Some(of) = self.resolve(from, path, seen) {
+                targets.extend(self.resolve(&of, std::slice::from_ref(first), seen));
+            }
+        }
+        if rest.is_empty() {
+            return targets.into_iter().next();
+        }
+        targets
+            .into_iter()
+            .filter(|target| self.modules.contains_key(target))
+            .find_map(|of| self.resolve(&of, rest, seen))
+    }
+
+    /// Every public path and the definition that it leads to.
+    pub fn paths(&self) -> Vec<(Place, Place)> {
+        let mut found = Vec::new();
+        self.paths_of(&Vec::new(), &Vec::new(), &mut Vec::new(), &mut found);
+        found
+    }
+
+    fn paths_of(&self, public: &Place, module: &Place, open: &mut Vec<Place>, found: &mut Vec<(Place, Place)>) {
+        if open.contains(module) {
+            return;
+        }
+        open.push(module.clone());
+        let own = &self.modules[module];
+        let mut reached: Vec<(String, Place)> = Vec::new();
+        for (name, (_, public)) in &own.items {
+            if *public {
+                reached.push((name.clone(), [module.as_slice(), std::slice::from_ref(name)].concat()));
+            }
+        }
+        for (name, path, _) in own.uses.iter().filter(|(.., public)| *public) {
+            if let Some(target) = self.resolve(module, path, &mut BTreeSet::new()) {
+                reached.push((name.clone(), target));
+            } else if path[0].starts_with("unweight") {
+                reached.push((name.clone(), path.clone()));
+            }
+        }
+        for (path, _) in own.globs.iter().filter(|(_, public)| *public) {
+            let Some(of) = self.resolve(module, path, &mut BTreeSet::new()) else { continue };
+            self.paths_of(public, &of, open, found);
+        }
+        for (name, target) in reached {
+            let path = [public.as_slice(), &[name]].concat();
+            found.push((path.clone(), target.clone()));
+            if self.modules.contains_key(&target) {
+                self.paths_of(&path, &target, open, found);
+            }
+        }
+        open.pop();
+    }
+
+    /// The declaration of a definition, without its name; `None` for one of another crate.
+    pub fn declaration(&self, definition: &Place) -> Option<&str> {
+        let Some((name, module)) = definition.split_last() else { return Some("mod") };
+        self.modules.get(module)?.items.get(name).map(|(text, _)| text.as_str())
+    }
+}
+
+/// Writes out macros in types.
+struct Expander<'a>(&'a Crate);
+
+impl VisitMut for Expander<'_> {
+    fn visit_type_mut(&mut self, of: &mut Type) {
+        if let Type::Macro(called) = of
+            && let Some(written) = self.0.expanded(&called.mac)
+        {
+            *of = syn::parse2(written).expect("a type that a macro writes");
+        }
+        syn::visit_mut::visit_type_mut(self, of);
+    }
+}
+
+/// Bounds of an `impl` block, behind its type.
+fn generics_of_impl(own: &syn::Generics) -> String {
+    let bounds: Vec<String> = own
+        .params
+        .iter()
+        .filter(|parameter| match parameter {
+            syn::GenericParam::Type(parameter) => !parameter.bounds.is_empty(),
+            syn::GenericParam::Lifetime(parameter) => !parameter.bounds.is_empty(),
+            syn::GenericParam::Const(_) => false,
+        })
+        .map(text)
+        .chain(own.where_clause.iter().flat_map(|clause| clause.predicates.iter().map(text)))
+        .collect();
+    if bounds.is_empty() { String::new() } else { format!(" where {}", bounds.join(", ")) }
+}
+
+/// Methods with a body of their own are `provided`: an implementation may leave them out.
+fn trait_member(member: &TraitItem) -> Option<Member> {
+    let (name, attributes, text) = match member {
+        TraitItem::Fn(member) => {
+            let provided = if member.default.is_some() { "provided " } else { "" };
+            (&member.sig.ident, &member.attrs, format!("{provided}{}", function(&member.sig)))
+        }
+        TraitItem::Const(member) => {
+            let provided = if member.default.is_some() { "provided " } else { "" };
+            (&member.ident, &member.attrs, format!("{provided}const {}", text(&member.ty)))
+        }
+        TraitItem::Type(member) => (&member.ident, &member.attrs, format!("type{}", after(": ", &member.bounds))),
+        _ => return None,
+    };
+    (!is_hidden(attributes)).then(|| Member { name: name.to_string(), kind: MemberKind::Other, text })
+}
+
+fn read(path: &Path) -> String {
+    fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+fn parsed(path: &Path) -> syn::File {
+    syn::parse_file(&read(path)).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// Macros that crates of the workspace export.
+fn exported() -> BTreeMap<String, Rules> {
+    let mut found = BTreeMap::new();
+    for entry in fs::read_dir(root()).expect("the workspace") {
+        let source = entry.expect("an entry").path().join("src");
+        if source.join("lib.rs").is_file() {
+            collect_rules(&source, true, &mut found);
+        }
+    }
+    found
+}
+
+/// The `macro_rules!` of all files in a folder.
+fn collect_rules(folder: &Path, exported: bool, found: &mut BTreeMap<String, Rules>) {
+    for entry in fs::read_dir(folder).expect("a folder of sources") {
+        let path = entry.expect("an entry").path();
+        if path.is_dir() {
+            collect_rules(&path, exported, found);
+        } else if path.extension().is_some_and(|extension| extension == "rs")
+            && read(&path).contains(if exported { "#[macro_export]" } else { "macro_rules!" })
+        {
+            note_rules(&parsed(&path).items, exported, found);
+        }
+    }
+}
+
+fn note_rules(items: &[Item], exported: bool, found: &mut BTreeMap<String, Rules>) {
+    for item in items {
+        if let Item::Macro(item) = item
+            && let Some(name) = &item.ident
+            && (!exported || has(&item.attrs, "macro_export"))
+        {
+            found.insert(name.to_string(), Rules::new(item.mac.tokens.clone()));
+        }
+    }
+}
+
+fn imports(tree: &UseTree, prefix: Place, public: bool, module: &mut Module) {
+    let with = |name: &syn::Ident| [prefix.as_slice(), &[name.to_string()]].concat();
+    match tree {
+        UseTree::Path(path) => imports(&path.tree, with(&path.ident), public, module),
+        UseTree::Name(name) if name.ident == "self" => {
+            let last = prefix.last().expect("a path before self").clone();
+            module.uses.push((last, prefix.clone(), public));
+        }
+        UseTree::Name(name) => module.uses.push((name.ident.to_string(), with(&name.ident), public)),
+        UseTree::Rename(name) => module.uses.push((name.rename.to_string(), with(&name.ident), public)),
+        UseTree::Glob(_) => module.globs.push((prefix.clone(), public)),
+        UseTree::Group(group) => group.items.iter().for_each(|tree| imports(tree, prefix.clone(), public, module)),
+    }
+}
