@@ -143,11 +143,19 @@ fn planted_cycles_are_found() {
         "fn f() { println!(\"{}\", crate::high::X); }",
         "mod inner { fn f() { use super::super::high::X; } }",
         "struct S; impl S { fn f() -> Option<crate::high::X> { None } }",
+        "use crate as root; fn f(_: root::high::X) {}",
+        "use crate as root; use root::high::X;",
+        "use crate::{self as root}; fn f() { root::high::X; }",
+        "use super::{self as above}; use above as root; fn f() { println!(\"{}\", root::high::X); }",
+        "fn f() { use crate as root; root::high::X; }",
+        "mod inner { use super::super as root; fn f(_: root::high::X) {} }",
     ] {
         let found = with(low, "use crate::low;");
         assert!(!found.is_empty(), "{low}");
         assert!(found.iter().all(|fault| fault.starts_with("planted.rs:1: low -> high (high")), "{low}: {found:?}");
     }
+    let own_name = "extern crate self as own; mod low { fn f(_: own::high::X) {} } mod high { pub struct X; }";
+    assert_eq!(arrows(own_name), ["planted.rs:1: low -> high (high::X)"], "the crate under its own name");
     let hidden = "pub use high::X; mod low { use crate::X; } mod high { pub struct X; }";
     assert_eq!(arrows(hidden), ["planted.rs:1: low -> high (high::X)"], "a re-export hides no arrow");
     let restricted = "pub(super) struct Y; pub(in crate::high) struct Z;";

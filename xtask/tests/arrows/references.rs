@@ -40,13 +40,15 @@ impl Tree {
     pub fn new(modules: &[Module]) -> Self {
         let mut names: BTreeMap<Place, Names> = BTreeMap::new();
         let mut written = Vec::new();
+        let of_crate = aliases_of_crate(modules);
         for module in modules {
             // A library and a program have two roots, and both paths are empty.
             let own = names.entry(module.path.clone()).or_default();
             for item in &module.items {
                 own.note(item);
             }
-            let mut visitor = Visitor { found: Vec::new() };
+            let mut visitor = Visitor { found: Vec::new(), aliases: of_crate.clone() };
+            visitor.collect_aliases(&module.items);
             module.items.iter().for_each(|item| visit::Visit::visit_item(&mut visitor, item));
             let of = |(to, line)| Reference { from: module.path.clone(), to, file: module.file.clone(), line };
             written.extend(visitor.found.into_iter().map(of));
@@ -162,12 +164,63 @@ fn leaves(tree: &UseTree, before: &[String]) -> Vec<(Place, Option<String>)> {
     }
 }
 
-/// Collects paths that can lead into the own crate, as they are written, with their lines.
+/// Names of `extern crate self as NAME`, which every module of the crate may use.
+fn aliases_of_crate(modules: &[Module]) -> BTreeMap<String, Place> {
+    let of = |item: &Item| match item {
+        Item::ExternCrate(item) if item.ident == "self" => {
+            item.rename.as_ref().map(|(_, name)| (name.to_string(), vec!["crate".to_owned()]))
+        }
+        _ => None,
+    };
+    modules.iter().flat_map(|module| &module.items).filter_map(of).collect()
+}
+
+/// Collects paths that can lead into the own crate, with their lines: as they are written, but for aliases.
 struct Visitor {
     found: Vec<(Place, usize)>,
+    /// Names that `use` gives the crate or a module around, as `use crate as x` and `use super::{self as x}` do, with
+    /// what they stand for.
+    aliases: BTreeMap<String, Place>,
+}
+
+/// Collects aliases, also those in functions, until there are no more.
+struct Aliases<'a>(&'a mut BTreeMap<String, Place>);
+
+impl<'ast> visit::Visit<'ast> for Aliases<'_> {
+    fn visit_item_use(&mut self, item: &'ast ItemUse) {
+        for (path, name) in leaves(&item.tree, &[]) {
+            let path = written_out(path, self.0);
+            if let Some(name) = name.filter(|name| path.last() != Some(name))
+                && path.iter().all(|name| matches!(name.as_str(), "crate" | "super" | "self"))
+            {
+                self.0.insert(name, path);
+            }
+        }
+    }
+}
+
+/// A path with what its first name stands for.
+fn written_out(path: Place, aliases: &BTreeMap<String, Place>) -> Place {
+    match path.split_first() {
+        Some((first, rest)) if aliases.contains_key(first) => [&aliases[first], rest].concat(),
+        _ => path,
+    }
 }
 
 impl Visitor {
+    fn collect_aliases(&mut self, items: &[Item]) {
+        let mut known = usize::MAX;
+        while known != self.aliases.len() {
+            known = self.aliases.len();
+            items.iter().for_each(|item| visit::Visit::visit_item(&mut Aliases(&mut self.aliases), item));
+        }
+    }
+
+    /// Whether a path that begins so stays in the crate.
+    fn is_start(&self, ident: &Ident) -> bool {
+        ident == "crate" || ident == "super" || ident == "self" || self.aliases.contains_key(&ident.to_string())
+    }
+
     /// Paths in the arguments of a macro, which are not parsed.
     fn tokens(&mut self, tokens: TokenStream) {
         let tokens: Vec<TokenTree> = tokens.into_iter().collect();
@@ -179,7 +232,7 @@ impl Visitor {
         for (at, token) in tokens.iter().enumerate() {
             match token {
                 TokenTree::Group(group) => self.tokens(group.stream()),
-                TokenTree::Ident(first) if is_start(first) && !(at > 0 && is_colon(at - 1)) => {
+                TokenTree::Ident(first) if self.is_start(first) && !(at > 0 && is_colon(at - 1)) => {
                     let (mut path, mut at) = (vec![first.to_string()], at + 1);
                     while let (true, true, Some(next)) = (is_colon(at), is_colon(at + 1), ident(at + 2)) {
                         path.push(next.to_string());
@@ -194,14 +247,9 @@ impl Visitor {
 
     fn note(&mut self, path: Place, line: usize) {
         if path.len() > 1 {
-            self.found.push((path, line));
+            self.found.push((written_out(path, &self.aliases), line));
         }
     }
-}
-
-/// Whether a path that begins so stays in the crate.
-fn is_start(ident: &Ident) -> bool {
-    ident == "crate" || ident == "super" || ident == "self"
 }
 
 impl<'ast> visit::Visit<'ast> for Visitor {
@@ -231,7 +279,7 @@ impl<'ast> visit::Visit<'ast> for Visitor {
     }
 
     fn visit_path(&mut self, path: &'ast Path) {
-        if path.segments.first().is_some_and(|first| is_start(&first.ident)) {
+        if path.segments.first().is_some_and(|first| self.is_start(&first.ident)) {
             let names = path.segments.iter().map(|segment| segment.ident.to_string()).collect();
             self.note(names, path.span().start().line);
         }
