@@ -47,12 +47,11 @@ pub use bits::{
     named::UnknownName,
     tile::{FloatMatrix, Matrix, TileGrid},
 };
-pub use encoding::{ENCODINGS, Encoding, EncodingId, NotEncodable, Sample, StoredTensor, Survey, huffman::CodeLimit};
+pub use encoding::{ENCODINGS, Encoding, EncodingId, NotEncodable, Sample, StoredTensor, Survey, code::CodeLimit};
 pub(crate) use encoding::{compact, huffman, packed, palette};
 pub(crate) use model::{glob, roles};
 pub use model::{roles::Role, safetensors};
 pub use placement::Placement;
 pub(crate) use raw::{
-    Code, CompactTensor, ExponentsTensor, HuffmanTensor, PackedTensor, Palette, PaletteTensor, Section, TileMetadata,
-    bitstream,
+    Code, CompactTensor, ExponentsTensor, HuffmanTensor, PackedTensor, PaletteTensor, Section, TileMetadata, bitstream,
 };

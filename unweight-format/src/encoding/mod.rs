@@ -7,6 +7,8 @@
 //! line in that list. Code that needs the fields of one encoding takes its typed view
 //! ([`HuffmanTensor`](crate::HuffmanTensor), ...), which the encoding's module defines.
 
+mod bands;
+pub(crate) mod code;
 pub mod compact;
 pub mod exponents;
 pub mod huffman;

@@ -191,6 +191,12 @@ pub const CRATES: [Crate; 11] = [
 pub const INNER: &[(&str, &str)] = &[
     ("unweight-format/src/bits", "bf16 bitstream buffer digest layout named < dtype < float < error histogram < tile"),
     (
+        "unweight-format/src/encoding",
+        "code id section survey < bands sample tiles < raw < stored < packed palette < huffman < compact exponents \
+         < oracle",
+    ),
+    ("unweight-format/src/bundle/compress", "journal predict seal < tensor < shard_writer < resume < encode"),
+    (
         "unweight-format/src/bundle",
         "blocks encoder holder names part progress version < error < pipeline signer < options < manifest < config \
          files report < plan shard sign source < handle part_file < stage < compress manifest_file output < attached \

@@ -19,14 +19,14 @@ use sha2::{Digest as _, Sha256};
 
 use super::{
     Job,
-    predict::is_worth_it,
-    resume::{Kept, Record, stored_parts},
+    journal::{Kept, Record, stored_parts},
     shard_writer::{ALIGN, Deferred, Layout, Part, ShardWriter, Written},
+    tensor::{Encoded, Stored, encode_tensor},
 };
 use crate::{
-    Digest, Float, FloatMatrix, Section, StoredTensor,
+    Digest, Section,
     bundle::{
-        BundleError, CompressOptions, Encoder, EncoderError,
+        BundleError,
         blocks::Blocks,
         files::{self, Input},
         manifest::{SOURCE_HEADER, SectionEntry, TensorEntry, WeightsFile},
@@ -382,43 +382,4 @@ fn entry(
         digest,
         sections,
     }
-}
-
-/// A tensor as it will be stored.
-pub(super) enum Stored {
-    Raw(Vec<u8>),
-    /// Raw, and too large to be held: it is read again when it is written, and compared with its digest.
-    Later,
-    Coded(StoredTensor<Vec<u8>>),
-}
-
-/// A tensor on its way to the writer.
-pub(super) struct Encoded<'a> {
-    pub(super) info: &'a TensorInfo,
-    pub(super) entry: TensorEntry,
-    pub(super) stored: Stored,
-    pub(super) held_bytes: u64,
-}
-
-/// Digest and stored form of a tensor: the form chosen, what takes its place if it does not fit, or raw if it would not
-/// shrink.
-pub(super) fn encode_tensor(
-    bytes: &[u8],
-    dtype: Dtype,
-    mut choice: Choice,
-    options: &CompressOptions,
-    encoder: &dyn Encoder,
-) -> Result<(Digest, Choice, Stored), EncoderError> {
-    while let Some((float, grid)) = Float::of(dtype).zip(choice.grid()) {
-        let matrix = FloatMatrix::new(float, bytes, grid.rows(), grid.cols())?;
-        match encoder.encode(matrix, choice.encoding(), options.code_limit) {
-            Ok((digest, tensor)) if is_worth_it(choice.encoding(), tensor.stored_bytes(), bytes.len() as u64) => {
-                return Ok((digest, choice, Stored::Coded(tensor)));
-            }
-            Ok((digest, _)) => return Ok((digest, choice.not_smaller(), Stored::Raw(bytes.to_vec()))),
-            Err(EncoderError::NotEncodable(why)) => choice = choice.unfit(why),
-            Err(error) => return Err(error),
-        }
-    }
-    Ok((Digest::of(bytes), choice, Stored::Raw(bytes.to_vec())))
 }

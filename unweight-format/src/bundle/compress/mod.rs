@@ -4,16 +4,20 @@
 //! predict       headers and samples --> sizes, for `plan` and `compare`
 //! mod           the job: files in order, one shard settling on the disk while the next is encoded
 //! encode        source, read --batches--> survey + encode (rayon) --tensors, bounded--> writer
+//! tensor        one tensor, encoded
 //! shard_writer  order and alignment of a shard's bytes: work/shard --fsync, rename--> tree/
+//! journal       records and journals: what a run leaves for a later one
 //! resume        what an interrupted run left that may be taken over
 //! seal          indexes, config.json, manifest, signature, verification
 //! ```
 
 mod encode;
+pub(crate) mod journal;
 mod predict;
-pub(crate) mod resume;
+mod resume;
 mod seal;
 mod shard_writer;
+mod tensor;
 
 use std::{
     collections::{BTreeSet, HashSet},

@@ -8,8 +8,8 @@ use std::{borrow::Cow, collections::BTreeMap, fs::File, path::PathBuf};
 
 use super::{
     Job,
-    encode::{Encoded, Stored},
-    resume::{Record, journal_line},
+    journal::{Record, journal_line},
+    tensor::{Encoded, Stored},
 };
 use crate::{
     Digest, EncodingId, Section, bf16,

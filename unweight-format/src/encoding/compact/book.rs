@@ -3,7 +3,7 @@
 use super::Uncompact;
 use crate::{
     CodecError, Histogram,
-    encoding::{huffman::code::package_merge, packed::times_power_of_two},
+    encoding::{code::package_merge, packed::times_power_of_two},
     layout::{
         CLASS_BASE_MAX, CLASS_BASE_MIN, CLASS_CODE_MAX, CLASS_OPERAND_EXPONENT, CLASS_WINDOW, CLASS_WINDOW_BYTES,
         SECTION_ALIGN,

@@ -1,21 +1,19 @@
 //! Huffman-coded exponents (`docs/format.md` A.4 - A.6): the smallest form, decoded or transcoded before a kernel
 //! multiplies.
 
-pub(crate) mod code;
 mod coded;
 pub(crate) mod decode;
-pub(crate) mod encode;
 
 use std::borrow::Cow;
 
 pub use self::{
-    code::{Code, CodeLimit, DecodeEntry},
     coded::CodedExponents,
     decode::{decode, decode_into, transcode},
 };
+pub use super::code::{Code, CodeLimit, DecodeEntry};
 use super::{
-    Encoding, EncodingId, Extent, NotEncodable, Sample, Section, Sections, StoredTensor, Survey, sample::fixed_bytes,
-    tiles::debug_sizes,
+    Encoding, EncodingId, Extent, NotEncodable, Sample, Section, Sections, StoredTensor, Survey, bands::bands,
+    sample::fixed_bytes, tiles::debug_sizes,
 };
 use crate::{
     CodecError, FloatMatrix, Matrix, TileGrid, TileMetadata,
@@ -107,7 +105,7 @@ pub(crate) fn encode_exponents(
     matrix: FloatMatrix<'_>,
     code: &Code,
 ) -> Result<(CodedExponents<Vec<u8>>, Vec<u8>), CodecError> {
-    let [sign_mantissa, row_lengths, metadata, mut words, verbatim] = encode::bands::<true>(matrix, code, TILE)?;
+    let [sign_mantissa, row_lengths, metadata, mut words, verbatim] = bands::<true>(matrix, code, TILE)?;
     words.resize(words.len().next_multiple_of(SECTION_ALIGN), 0);
     let sections = [words, row_lengths, metadata, verbatim];
     Ok((CodedExponents::from_encoder(matrix.grid(), *code, sections), sign_mantissa))
