@@ -11,7 +11,7 @@ use unweight_codegen::spec::Epilogue;
 use unweight_format::{Histogram, Matrix, raw::packed::pack};
 use unweight_rt::{
     DeviceBuffer, DeviceMatrix, DevicePacked, ExecContext, KernelSet, LaunchError, Stream,
-    experts::{Choice, ExpertTraffic, Experts, ExpertsShape, Fetcher, OffloadedExperts, Routed},
+    experts::{ExpertTraffic, Experts, ExpertsShape, Fetcher, OffloadedExperts, Routed, RouterConfig},
 };
 
 /// Weights of all experts, and rows of tokens.
@@ -440,7 +440,7 @@ fn a_router_chooses_the_largest_logits() {
                 (DeviceBuffer::zeroed(&stream, pairs).unwrap(), DeviceBuffer::zeroed(&stream, pairs).unwrap());
             poison(&stream, &mut ids);
             poison(&stream, &mut weights);
-            let choice = Choice { top_k, normalized, rounded };
+            let choice = RouterConfig { top_k, normalized, rounded };
             layer.choose(&stream, x.view(), choice, &mut ids, &mut weights).unwrap();
             let (got, shares) = (ids.to_host(&stream).unwrap(), weights.to_host(&stream).unwrap());
             guard_is_whole(&stream, &ids, "topk");

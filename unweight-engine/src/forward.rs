@@ -16,7 +16,7 @@ use unweight_codegen::spec::Epilogue;
 use unweight_model::{Mixture, ModelConfig};
 use unweight_rt::{
     DeviceBuffer, DeviceError, DeviceMatrix, ExecContext, LaunchError, Linear, MatrixMut, MatrixRef, Stream,
-    experts::{Choice, ExpertTraffic, Fetcher, Routed},
+    experts::{ExpertTraffic, Fetcher, Routed, RouterConfig},
     raw::ops::{
         attention::{AttentionOptions, ChunkRows, RotaryTable, TokenRows},
         kv::PAD_POSITION,
@@ -580,11 +580,11 @@ impl Forward {
         }
         let x = view(&self.normed, rows, hidden)?;
         let logits = MatrixRef::new(&self.router, rows, mixture.experts, pitch)?;
-        let choice = Choice { top_k, normalized, rounded };
+        let choice = RouterConfig { top_k, normalized, rounded };
         let (ids, shares, ctx) = (&mut self.experts, &mut self.shares, &mut self.ctx);
         let y = view_mut(&mut self.hidden, rows, hidden)?;
         match (experts, &mut self.fetcher) {
-            (MixtureExperts::Resident(experts), _) => {
+            (MixtureExperts::OnDevice(experts), _) => {
                 experts.choose(ctx.stream(), logits, choice, ids, shares)?;
                 experts.enqueue(ctx, x, Routed { ids, weights: shares, top_k }, y, true)
             }

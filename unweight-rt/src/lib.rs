@@ -73,7 +73,7 @@ pub mod experts {
     pub use crate::layer::{
         build::{ExpertPart, FillExperts},
         experts::{
-            Choice, Experts, ExpertsShape, Routed, RoutedAt,
+            Experts, ExpertsShape, Routed, RoutedAt, RouterConfig,
             offload::{ExpertTraffic, Fetcher, OffloadedExperts},
         },
         loader::ExpertTensors,

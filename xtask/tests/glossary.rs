@@ -6,7 +6,7 @@ use std::{
 };
 
 /// Identifiers that the glossary retired, and where they still mean something else.
-const RETIRED: [(&str, &[&str]); 38] = [
+const RETIRED: [(&str, &[&str]); 40] = [
     ("FormId", &[]),
     ("FORMS", &[]),
     ("DynForm", &[]),
@@ -37,8 +37,9 @@ const RETIRED: [(&str, &[&str]); 38] = [
     ("load_matrix_x4", &[]),
     ("bulk_load", &[]),
     ("Linears", &[]),
-    // Blocks that do not all fit on a device.
-    ("Residency", &["unweight-rt/src/device"]),
+    ("Residency", &[]),
+    ("Resident", &[]),
+    ("Choice", &[]),
     // Names of an MLP's tensors.
     ("MlpWeights", &["unweight-model", "unweight-engine/src/weights"]),
     ("ResidentArg", &[]),

@@ -13,7 +13,7 @@ use crate::{pool::processors, progress::watched, report::to_python};
 /// What `compress` and `plan` share, as a dict.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
-pub struct Choice {
+pub struct SharedOptions {
     profile: String,
     scope: Option<String>,
     code_limit: Option<u32>,
@@ -77,7 +77,7 @@ fn threads(threads: Option<usize>) -> PyResult<Option<usize>> {
     }
 }
 
-impl Choice {
+impl SharedOptions {
     fn options(self) -> PyResult<CompressOptions> {
         let mut options = CompressOptions::new(named::<Profile>(&self.profile)?);
         if let Some(scope) = &self.scope {
@@ -102,11 +102,11 @@ pub fn compress<'py>(
     py: Python<'py>,
     source: PathBuf,
     output: PathBuf,
-    choice: Choice,
+    shared: SharedOptions,
     more: Compress,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let options = choice
+    let options = shared
         .options()?
         .ram_bytes(more.ram_bytes)
         .resume(more.resume)
@@ -119,8 +119,8 @@ pub fn compress<'py>(
 
 /// See `unweight.plan`.
 #[pyfunction]
-pub fn plan<'py>(py: Python<'py>, source: PathBuf, choice: Choice) -> PyResult<Bound<'py, PyAny>> {
-    let options = choice.options()?;
+pub fn plan<'py>(py: Python<'py>, source: PathBuf, shared: SharedOptions) -> PyResult<Bound<'py, PyAny>> {
+    let options = shared.options()?;
     let report = watched(py, None, |_| bundle::plan(&source, &options))?;
     to_python(py, &report)
 }

@@ -17,7 +17,7 @@ mod tests;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use solve::{Choice, Frontier, spread};
+use solve::{Candidate, Frontier, spread};
 use unweight_codegen::{plan::GemmShape, spec::Arch};
 use unweight_format::{
     EncodingId, Role, TileGrid,
@@ -257,7 +257,7 @@ struct Unit<'a> {
     tensors: Vec<&'a Tensor>,
     /// The forms of its choices.
     encodings: Vec<EncodingId>,
-    choices: Vec<Choice>,
+    choices: Vec<Candidate>,
 }
 
 impl<'a> Unit<'a> {
@@ -277,7 +277,7 @@ impl<'a> Unit<'a> {
             let bytes: Option<u64> = tensors.iter().map(|tensor| tensor.resident_bytes(encoding)).sum();
             if let (Some(bytes), Some(us)) = (bytes, product_us(&tensors, encoding)) {
                 encodings.push(encoding);
-                choices.push(Choice { bytes, us });
+                choices.push(Candidate { bytes, us });
             }
         }
         Self { kind, layer, tensors, encodings, choices }
@@ -448,7 +448,7 @@ struct Case<'a> {
     shared: u64,
     /// By unit, its choices among those of all.
     allowed: Vec<Vec<usize>>,
-    choices: Vec<Vec<Choice>>,
+    choices: Vec<Vec<Candidate>>,
     units: &'a [Unit<'a>],
 }
 

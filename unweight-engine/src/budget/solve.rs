@@ -7,7 +7,7 @@
 
 /// One way to store a unit.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Choice {
+pub struct Candidate {
     /// Bytes.
     pub bytes: u64,
     /// Microseconds of its product.
@@ -39,7 +39,7 @@ struct State {
 
 /// All states that are of use, by bytes.
 pub struct Frontier<'a> {
-    units: &'a [Vec<Choice>],
+    units: &'a [Vec<Candidate>],
     /// After each unit.
     levels: Vec<Vec<State>>,
     exact: bool,
@@ -47,7 +47,7 @@ pub struct Frontier<'a> {
 
 impl<'a> Frontier<'a> {
     /// Of units with at least one choice each.
-    pub fn new(units: &'a [Vec<Choice>]) -> Self {
+    pub fn new(units: &'a [Vec<Candidate>]) -> Self {
         let mut levels: Vec<Vec<State>> = Vec::with_capacity(units.len());
         let mut exact = true;
         let start = [State { bytes: 0, us: 0.0, from: 0, choice: 0 }];
@@ -166,22 +166,22 @@ mod tests {
     use super::*;
 
     /// All choices there are.
-    fn brute(units: &[Vec<Choice>]) -> Vec<(u64, f64)> {
+    fn brute(units: &[Vec<Candidate>]) -> Vec<(u64, f64)> {
         units.iter().fold(vec![(0, 0.0)], |sums, choices| {
             sums.iter().flat_map(|(bytes, us)| choices.iter().map(move |of| (bytes + of.bytes, us + of.us))).collect()
         })
     }
 
-    fn sum(units: &[Vec<Choice>], picked: &Picked) -> (u64, f64) {
-        let chosen: Vec<Choice> = units.iter().zip(&picked.choices).map(|(unit, at)| unit[*at]).collect();
+    fn sum(units: &[Vec<Candidate>], picked: &Picked) -> (u64, f64) {
+        let chosen: Vec<Candidate> = units.iter().zip(&picked.choices).map(|(unit, at)| unit[*at]).collect();
         (chosen.iter().map(|of| of.bytes).sum(), chosen.iter().map(|of| of.us).sum())
     }
 
     prop_compose! {
         fn units()(
             units in prop::collection::vec(prop::collection::vec((0..60u64, 0..40u32), 1..4), 0..7),
-        ) -> Vec<Vec<Choice>> {
-            let choice = |(bytes, us): &(u64, u32)| Choice { bytes: *bytes, us: f64::from(*us) };
+        ) -> Vec<Vec<Candidate>> {
+            let choice = |(bytes, us): &(u64, u32)| Candidate { bytes: *bytes, us: f64::from(*us) };
             units.iter().map(|unit| unit.iter().map(choice).collect()).collect()
         }
     }
@@ -224,9 +224,9 @@ mod tests {
     #[test]
     fn large_cases_are_close_to_the_bound() {
         // Sizes that have nothing in common, and times that differ by little.
-        let units: Vec<Vec<Choice>> = (0..160u64)
+        let units: Vec<Vec<Candidate>> = (0..160u64)
             .map(|at| {
-                let choice = |mega: u64, us: f64| Choice {
+                let choice = |mega: u64, us: f64| Candidate {
                     bytes: mega * 1_000_003 + at * mega * 7919 % 400_009,
                     us: us + (at * mega % 97) as f64 * 1e-4,
                 };

@@ -73,7 +73,7 @@ pub enum Mlp {
 #[derive(Debug)]
 pub enum MixtureExperts {
     /// On the device.
-    Resident(Box<Experts>),
+    OnDevice(Box<Experts>),
     /// In host memory; some on the device, too.
     Offloaded(Box<OffloadedExperts>),
 }
@@ -82,14 +82,14 @@ impl MixtureExperts {
     /// What they need of an execution context.
     pub fn context_size(&self, tokens: u32, top_k: u32) -> ContextSize {
         match self {
-            Self::Resident(experts) => experts.context_size(tokens, top_k),
+            Self::OnDevice(experts) => experts.context_size(tokens, top_k),
             Self::Offloaded(experts) => experts.context_size(tokens, top_k),
         }
     }
 
     fn bytes(&self) -> u64 {
         match self {
-            Self::Resident(experts) => experts.bytes(),
+            Self::OnDevice(experts) => experts.bytes(),
             Self::Offloaded(experts) => experts.bytes(),
         }
     }
@@ -200,7 +200,7 @@ impl Weights {
     pub fn offloaded(&self) -> impl Iterator<Item = &OffloadedExperts> {
         self.layers.iter().filter_map(|layer| match layer.mlp.mixture()? {
             (_, MixtureExperts::Offloaded(experts)) => Some(&**experts),
-            (_, MixtureExperts::Resident(_)) => None,
+            (_, MixtureExperts::OnDevice(_)) => None,
         })
     }
 
@@ -393,7 +393,7 @@ impl Source for Loader<'_> {
             ExpertWeights::Stacked { gate_up, down } => ExpertTensors::Stacked { gate_up, down },
         };
         Ok(match resident {
-            None => MixtureExperts::Resident(Loader::experts(self, names, shape)?.into()),
+            None => MixtureExperts::OnDevice(Loader::experts(self, names, shape)?.into()),
             Some(slots) => MixtureExperts::Offloaded(self.offloaded_experts(names, shape, slots)?.into()),
         })
     }

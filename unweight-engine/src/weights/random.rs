@@ -108,7 +108,7 @@ impl Source for Random<'_> {
             output.copy_from(stream, from).map_err(in_tensor(name))
         };
         Ok(match resident {
-            None => MixtureExperts::Resident(self.builder.experts(name, shape, &mut fill)?.into()),
+            None => MixtureExperts::OnDevice(self.builder.experts(name, shape, &mut fill)?.into()),
             Some(slots) => {
                 MixtureExperts::Offloaded(self.builder.offloaded_experts(name, shape, slots, &mut fill)?.into())
             }

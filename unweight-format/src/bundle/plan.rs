@@ -80,12 +80,12 @@ pub struct Decision {
     /// By its name.
     pub layer: Option<u32>,
     /// The form, and the matrix it is coded as.
-    pub choice: Choice,
+    pub choice: EncodingChoice,
 }
 
 /// A form with what it needs, and why it is not the form that was asked for.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Choice {
+pub struct EncodingChoice {
     encoding: EncodingId,
     grid: Option<TileGrid>,
     /// The forms that did not fit, in the order in which they were tried.
@@ -93,7 +93,7 @@ pub struct Choice {
     raw: Option<Reason>,
 }
 
-impl Choice {
+impl EncodingChoice {
     /// Raw, and why.
     pub fn raw(reason: Reason) -> Self {
         Self { encoding: EncodingId::RAW, grid: None, misfits: Vec::new(), raw: Some(reason) }
@@ -239,9 +239,9 @@ impl Planner {
         let (role, layer) = roles::of(name);
         let wanted = eligible(dtype, shape).and_then(|of| Ok((self.wanted(name, role, layer)?, of)));
         let choice = match wanted {
-            Err(reason) => Choice::raw(reason),
-            Ok((EncodingId::RAW, _)) => Choice::raw(Reason::PlanFile),
-            Ok((encoding, (float, grid))) => Choice::of(encoding.for_float(float), grid),
+            Err(reason) => EncodingChoice::raw(reason),
+            Ok((EncodingId::RAW, _)) => EncodingChoice::raw(Reason::PlanFile),
+            Ok((encoding, (float, grid))) => EncodingChoice::of(encoding.for_float(float), grid),
         };
         Decision { role, layer, choice }
     }
@@ -307,7 +307,7 @@ fn eligible(dtype: Dtype, shape: &[usize]) -> Result<(Float, TileGrid), Reason> 
 }
 
 /// What a choice becomes if all of the tensor is like the sample, and the bytes of its sections; `None` if it is raw.
-pub fn predict(mut choice: Choice, sample: &Sample) -> (Choice, Option<u64>) {
+pub fn predict(mut choice: EncodingChoice, sample: &Sample) -> (EncodingChoice, Option<u64>) {
     while let Some(grid) = choice.grid() {
         match choice.encoding().encoding().predict(grid, sample) {
             Ok(bytes) => return (choice, Some(bytes)),
@@ -331,14 +331,17 @@ mod tests {
     fn type_and_shape_come_first() {
         let all = planner(Profile::Distribution, Scope::All, &[("*", EncodingId::HUFFMAN)]);
         let encoding = |dtype, shape: &[usize]| all.decide("x", dtype, shape).choice;
-        assert_eq!(encoding(Dtype::I8, &[64, 64]), Choice::raw(Reason::Dtype(Dtype::I8)));
-        assert_eq!(encoding(Dtype::F64, &[64, 64]), Choice::raw(Reason::Dtype(Dtype::F64)));
-        assert_eq!(encoding(Dtype::F16, &[64]), Choice::raw(Reason::Rank(1)));
-        assert_eq!(encoding(Dtype::Bf16, &[64]), Choice::raw(Reason::Rank(1)));
-        assert_eq!(encoding(Dtype::Bf16, &[]), Choice::raw(Reason::Rank(0)));
-        assert_eq!(encoding(Dtype::Bf16, &[0, 64]), Choice::raw(Reason::Empty));
-        assert_eq!(encoding(Dtype::Bf16, &[1 << 40, 1]), Choice::raw(Reason::TooLarge));
-        assert_eq!(encoding(Dtype::Bf16, &[8, 4, 64]), Choice::of(EncodingId::HUFFMAN, TileGrid::new(32, 64).unwrap()));
+        assert_eq!(encoding(Dtype::I8, &[64, 64]), EncodingChoice::raw(Reason::Dtype(Dtype::I8)));
+        assert_eq!(encoding(Dtype::F64, &[64, 64]), EncodingChoice::raw(Reason::Dtype(Dtype::F64)));
+        assert_eq!(encoding(Dtype::F16, &[64]), EncodingChoice::raw(Reason::Rank(1)));
+        assert_eq!(encoding(Dtype::Bf16, &[64]), EncodingChoice::raw(Reason::Rank(1)));
+        assert_eq!(encoding(Dtype::Bf16, &[]), EncodingChoice::raw(Reason::Rank(0)));
+        assert_eq!(encoding(Dtype::Bf16, &[0, 64]), EncodingChoice::raw(Reason::Empty));
+        assert_eq!(encoding(Dtype::Bf16, &[1 << 40, 1]), EncodingChoice::raw(Reason::TooLarge));
+        assert_eq!(
+            encoding(Dtype::Bf16, &[8, 4, 64]),
+            EncodingChoice::of(EncodingId::HUFFMAN, TileGrid::new(32, 64).unwrap())
+        );
     }
 
     #[test]
@@ -347,7 +350,10 @@ mod tests {
         for profile in [Profile::Distribution, Profile::Palette, Profile::Packed, Profile::Compact] {
             let planner = planner(profile, Scope::All, &[]);
             for dtype in [Dtype::F8E4M3, Dtype::F8E5M2, Dtype::F8E4M3Fnuz, Dtype::F8E5M2Fnuz, Dtype::F16, Dtype::F32] {
-                assert_eq!(planner.decide("x", dtype, &[64, 64]).choice, Choice::of(EncodingId::EXPONENTS, grid));
+                assert_eq!(
+                    planner.decide("x", dtype, &[64, 64]).choice,
+                    EncodingChoice::of(EncodingId::EXPONENTS, grid)
+                );
             }
         }
         let inference = planner(Profile::Inference, Scope::Mlp, &[("*.9.*", EncodingId::EXPONENTS)]);
@@ -366,12 +372,16 @@ mod tests {
         planner.include = vec!["*_proj*".into()];
         let encoding = |name: &str| planner.decide(name, Dtype::Bf16, &[64, 64]).choice;
         let grid = TileGrid::new(64, 64).unwrap();
-        assert_eq!(encoding("layers.0.mlp.up_proj"), Choice::of(EncodingId::HUFFMAN, grid), "the later rule wins");
-        assert_eq!(encoding("layers.0.x"), Choice::raw(Reason::PlanFile));
-        assert_eq!(encoding("layers.1.mlp.up_proj"), Choice::raw(Reason::Excluded));
-        assert_eq!(encoding("layers.1.mlp.gate_proj"), Choice::of(EncodingId::PALETTE, grid));
-        assert_eq!(encoding("layers.1.self_attn.q_proj"), Choice::raw(Reason::Scope(Scope::Mlp, Role::Q)));
-        assert_eq!(encoding("lm_head"), Choice::raw(Reason::NotIncluded));
+        assert_eq!(
+            encoding("layers.0.mlp.up_proj"),
+            EncodingChoice::of(EncodingId::HUFFMAN, grid),
+            "the later rule wins"
+        );
+        assert_eq!(encoding("layers.0.x"), EncodingChoice::raw(Reason::PlanFile));
+        assert_eq!(encoding("layers.1.mlp.up_proj"), EncodingChoice::raw(Reason::Excluded));
+        assert_eq!(encoding("layers.1.mlp.gate_proj"), EncodingChoice::of(EncodingId::PALETTE, grid));
+        assert_eq!(encoding("layers.1.self_attn.q_proj"), EncodingChoice::raw(Reason::Scope(Scope::Mlp, Role::Q)));
+        assert_eq!(encoding("lm_head"), EncodingChoice::raw(Reason::NotIncluded));
         assert!(planner.check_rules(["layers.0.mlp.x"].into_iter()).is_ok());
         let error = planner.check_rules(["layers.0.x"].into_iter()).unwrap_err().to_string();
         assert!(error.contains("no tensor matches '*.0.mlp.*'"), "{error}");

@@ -565,7 +565,7 @@ pub enum LaunchError {
     #[error(
         "{blocks} blocks wait for each other, and the device runs {resident} at once; use a variant without stream-K"
     )]
-    Residency {
+    CooperativeGrid {
         /// Blocks of the grid.
         blocks: u32,
         /// Blocks that the device runs at once.

@@ -20,12 +20,12 @@ use crate::device::{Call, DeviceError, LaunchError, LaunchMode, Stream, module::
 /// Whether a launch must be cooperative: its blocks wait for each other. `resident` blocks fit the device at once.
 ///
 /// # Errors
-/// [`LaunchError::Residency`]: they do not all fit, and the first ones would wait for ever.
+/// [`LaunchError::CooperativeGrid`]: they do not all fit, and the first ones would wait for ever.
 pub(crate) fn cooperative(plan: &Plan, problem: GemmShape, blocks: u32, resident: u32) -> Result<bool, LaunchError> {
     if !plan.launch.blocks_wait(problem, blocks) {
         return Ok(false);
     }
-    if blocks > resident { Err(LaunchError::Residency { blocks, resident }) } else { Ok(true) }
+    if blocks > resident { Err(LaunchError::CooperativeGrid { blocks, resident }) } else { Ok(true) }
 }
 
 /// Blocks of a launch for this problem on a device of `sms` multiprocessors.
@@ -48,7 +48,7 @@ impl LoadedKernel {
     /// Whether this problem can be launched: grid and residency, before anything is enqueued.
     ///
     /// # Errors
-    /// [`LaunchError::Grid`], [`LaunchError::Residency`].
+    /// [`LaunchError::Grid`], [`LaunchError::CooperativeGrid`].
     pub(crate) fn check_grid(&self, problem: GemmShape) -> Result<(), LaunchError> {
         let blocks = blocks(self.plan(), problem, self.device().info().sms)?;
         cooperative(self.plan(), problem, blocks, self.resident_blocks()).map(drop)
@@ -159,7 +159,11 @@ mod tests {
                             waiting += 1;
                             assert!(plan.launch.co_resident && blocks <= 132, "{spec} {problem:?}");
                             let few = cooperative(&plan, problem, blocks, blocks - 1);
-                            assert_eq!(few, Err(LaunchError::Residency { blocks, resident: blocks - 1 }), "{spec}");
+                            assert_eq!(
+                                few,
+                                Err(LaunchError::CooperativeGrid { blocks, resident: blocks - 1 }),
+                                "{spec}"
+                            );
                         }
                         Ok(false) => assert!(!plan.launch.blocks_wait(problem, blocks), "{spec} {problem:?}"),
                         Err(refusal) => panic!("{spec} {problem:?}: {refusal}"),

@@ -18,7 +18,7 @@ use crate::{
 
 /// How a router's logits become experts and weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Choice {
+pub struct RouterConfig {
     /// Experts per token.
     pub top_k: u32,
     /// A token's weights add up to 1; otherwise they are shares of the softmax over all experts.
@@ -76,7 +76,7 @@ impl Router {
         stream: &Stream,
         logits: MatrixRef<'_>,
         experts: u32,
-        choice: Choice,
+        choice: RouterConfig,
         (ids, weights): (&mut DeviceBuffer<u32>, &mut DeviceBuffer<f32>),
     ) -> Result<(), DeviceError> {
         let place = logits.place();

@@ -31,7 +31,7 @@ use crate::{
         files::{self, Input},
         manifest::{SOURCE_HEADER, SectionEntry, TensorEntry, WeightsFile},
         pipeline::{Gate, Work, batches_from, join, spawn},
-        plan::{Choice, Decision},
+        plan::{Decision, EncodingChoice},
         source::SourceFile,
     },
     failpoint::failpoint,
@@ -365,7 +365,7 @@ fn fill(buffer: &mut Vec<u8>, input: &Input, first: &TensorInfo, bytes: u64, pat
 fn entry(
     info: &TensorInfo,
     decision: &Decision,
-    choice: &Choice,
+    choice: &EncodingChoice,
     digest: Digest,
     sections: Vec<SectionEntry>,
 ) -> TensorEntry {

@@ -38,7 +38,7 @@ use super::{
     part::Part,
     part_file::{self, PartFile},
     pipeline::{join, on_threads, spawn},
-    plan::{Choice, Decision, Planner},
+    plan::{Decision, EncodingChoice, Planner},
     report::{bits_per_element, coded, peak_rss_bytes, ratio, saved, totals},
     source::{Kind, Source, SourceFile},
     stage::{Replaceable, Stage},
@@ -125,7 +125,7 @@ pub(super) fn report(
     file: &str,
     info: &TensorInfo,
     decision: &Decision,
-    choice: &Choice,
+    choice: &EncodingChoice,
     stored_bytes: u64,
 ) -> TensorReport {
     let elements = info.elements();

@@ -3,7 +3,7 @@
 use super::predict::is_worth_it;
 use crate::{
     Digest, Float, FloatMatrix, StoredTensor,
-    bundle::{CompressOptions, Encoder, EncoderError, manifest::TensorEntry, plan::Choice},
+    bundle::{CompressOptions, Encoder, EncoderError, manifest::TensorEntry, plan::EncodingChoice},
     safetensors::{Dtype, TensorInfo},
 };
 
@@ -28,10 +28,10 @@ pub(super) struct Encoded<'a> {
 pub(super) fn encode_tensor(
     bytes: &[u8],
     dtype: Dtype,
-    mut choice: Choice,
+    mut choice: EncodingChoice,
     options: &CompressOptions,
     encoder: &dyn Encoder,
-) -> Result<(Digest, Choice, Stored), EncoderError> {
+) -> Result<(Digest, EncodingChoice, Stored), EncoderError> {
     while let Some((float, grid)) = Float::of(dtype).zip(choice.grid()) {
         let matrix = FloatMatrix::new(float, bytes, grid.rows(), grid.cols())?;
         match encoder.encode(matrix, choice.encoding(), options.code_limit) {

@@ -20,7 +20,7 @@ use unweight_codegen::{
     spec::{Arch, Epilogue, GemmGroupedSpec, RouteSpec, RouteStage},
 };
 
-pub use crate::ops::route::Choice;
+pub use crate::ops::route::RouterConfig;
 use crate::{
     device::{
         ContextSize, Device, DeviceBuffer, DeviceError, KernelSet, LaunchError, MatrixMut, MatrixRef, Stream,
@@ -246,7 +246,7 @@ impl Experts {
         &self,
         stream: &Stream,
         logits: MatrixRef<'_>,
-        choice: Choice,
+        choice: RouterConfig,
         ids: &mut DeviceBuffer<u32>,
         weights: &mut DeviceBuffer<f32>,
     ) -> Result<(), DeviceError> {

@@ -32,7 +32,7 @@ use crate::{
         Pinned, Stream, Transfer, pinned::Source,
     },
     exec::{ExecContext, context::ContextParts},
-    layer::experts::{CHUNK_TOKENS, Choice, Experts, ExpertsShape, Routed, Run},
+    layer::experts::{CHUNK_TOKENS, Experts, ExpertsShape, Routed, RouterConfig, Run},
     ops::gemm_grouped::Lists,
     weight::DevicePacked,
 };
@@ -203,7 +203,7 @@ impl OffloadedExperts {
         &self,
         stream: &Stream,
         logits: MatrixRef<'_>,
-        choice: Choice,
+        choice: RouterConfig,
         ids: &mut DeviceBuffer<u32>,
         weights: &mut DeviceBuffer<f32>,
     ) -> Result<(), DeviceError> {
