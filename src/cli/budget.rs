@@ -33,12 +33,13 @@ use super::{
 
 /// Arguments of `budget`.
 #[derive(Args)]
+#[command(group = clap::ArgGroup::new("limit").required(true).multiple(true).args(["memory", "max_slowdown"]))]
 pub struct Budget {
     #[command(flatten)]
     source: Source,
     /// GPU memory for weights, KV cache and activations, as for `generate --memory`, such as 24G [default: the least that
     /// --max-slowdown allows]
-    #[arg(long, value_name = "SIZE", value_parser = size::parse, required_unless_present = "max_slowdown")]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     memory: Option<u64>,
     /// Largest predicted slowdown of matrix products against the fastest plan, such as 5%
     #[arg(long, value_name = "PERCENT", value_parser = percent)]
@@ -224,7 +225,7 @@ fn may_write(path: &Path) -> Result<()> {
     if path.symlink_metadata().is_ok() && PlanFile::read(path).is_err() {
         return Err(Failure::new(
             "output-not-replaceable",
-            format!("{}: exists and is no plan file", path.display()),
+            format!("{}: exists and is not a plan file", path.display()),
             "choose another name",
         ));
     }

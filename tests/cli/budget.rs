@@ -61,8 +61,10 @@ fn plan_file_gives_the_predicted_sizes() {
         let text = stderr(&run(home.path(), &["budget", "model", "--max-slowdown", "5%", option, "0"], 2));
         assert!(text.contains(&format!("'{option} <")) && text.contains("'0'"), "{text}");
     }
-    let output = run(home.path(), &["budget", "model"], 2);
-    assert!(stderr(&output).contains("--memory"), "{}", stderr(&output));
+    // One of two is required, and both may be given.
+    let text = stderr(&run(home.path(), &["budget", "model"], 2));
+    assert!(text.contains("<--memory <SIZE>|--max-slowdown <PERCENT>>"), "{text}");
+    fails(home.path(), &["budget", "model", "--memory", "1G", "--plan", "/dev/null"], 2, "output-not-replaceable");
     // What no kernel reads as it is would be packed when it is loaded: no plan has it.
     run(home.path(), &["demo", "--dir", "demo", "--size", "16M", "--profile", "packed", "-q"], 0);
     for (arch, compact) in [("sm_90a", true), ("sm_89", false)] {

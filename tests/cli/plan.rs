@@ -32,6 +32,10 @@ fn follows_the_documented_plan_file() {
         let message = fails(home.path(), &["plan", "model", "--plan", "rules.json"], 2, "plan-file-invalid");
         assert!(message.contains(why), "{message}");
     }
+    for other in ["/dev/null", "model"] {
+        let message = fails(home.path(), &["plan", "model", "--plan", other], 2, "plan-file-invalid");
+        assert!(message.contains("not a regular file") && message.contains("help: a plan file is {"), "{message}");
+    }
 }
 
 #[test]

@@ -58,7 +58,9 @@ fn class(error: &BundleError) -> &'static str {
         BundleError::NotABundle { .. } | BundleError::Unfinished { .. } => "NotABundleError",
         BundleError::NewerVersion { .. } => "NewerVersionError",
         BundleError::OldVersion { .. } => "OldVersionError",
-        BundleError::OutputExists { .. } | BundleError::NotReplaceable { .. } => "OutputExistsError",
+        BundleError::OutputExists { .. } | BundleError::NotReplaceable { .. } | BundleError::OtherOutput { .. } => {
+            "OutputExistsError"
+        }
         BundleError::UnknownTensor { .. } | BundleError::AmbiguousTensor { .. } | BundleError::UnknownFile { .. } => {
             "UnknownNameError"
         }
@@ -84,7 +86,7 @@ fn class(error: &BundleError) -> &'static str {
         other => match other.class() {
             ErrorClass::Mismatch => "DamagedError",
             ErrorClass::Interrupted => "CancelledError",
-            ErrorClass::Failed => "UnweightError",
+            _ => "UnweightError",
         },
     }
 }
@@ -110,6 +112,7 @@ fn place(error: &BundleError) -> Place {
         | BundleError::OutputExists { path }
         | BundleError::ForeignPartial { path, .. }
         | BundleError::NotReplaceable { path, .. }
+        | BundleError::OtherOutput { path, .. }
         | BundleError::Locked { path, .. }
         | BundleError::NameTaken { path }
         | BundleError::Unstorable { path, .. }

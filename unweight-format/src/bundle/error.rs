@@ -129,6 +129,16 @@ pub enum BundleError {
         /// What tells.
         reason: &'static str,
     },
+    /// The output may be replaced, and holds a bundle whose files this program does not know.
+    #[error("{}: holds a bundle of format version {version} of {age} version of the program, which is not replaced; move it away, or choose another output", path.display())]
+    OtherOutput {
+        /// The output.
+        path: PathBuf,
+        /// Version found.
+        version: Version,
+        /// Of which kind: `a development` or `a newer`.
+        age: &'static str,
+    },
     /// The output may be replaced, and holds a file that would be lost.
     #[error("{}: holds '{}', which would be lost; move it away, or choose another output", path.display(), file.escape_debug())]
     NotReplaceable {
@@ -584,7 +594,7 @@ impl BundleError {
             Self::OutputExists { .. } => "output-exists",
             Self::OutputOverlaps { .. } => "output-overlaps-source",
             Self::ForeignPartial { .. } => "partial-output-foreign",
-            Self::NotReplaceable { .. } => "output-not-replaceable",
+            Self::OtherOutput { .. } | Self::NotReplaceable { .. } => "output-not-replaceable",
             Self::SetAside { .. } => "output-not-renamed",
             Self::Locked { .. } => "output-locked",
             Self::Interrupted { .. } | Self::Cancelled => "interrupted",

@@ -184,7 +184,11 @@ impl PlanFile {
     /// # Errors
     /// It cannot be read, or is not such JSON.
     pub fn read(path: &Path) -> Result<Self, BundleError> {
-        Self::parse(&files::read_small(path, PLAN_FILE_MAX)?, path)
+        match files::read_small(path, PLAN_FILE_MAX) {
+            Ok(text) => Self::parse(&text, path),
+            Err(BundleError::Unstorable { .. }) => Err(unfollowable(path, "not a regular file")),
+            Err(error) => Err(error),
+        }
     }
 
     /// Parses the text of a plan file; `path` is named in errors.
@@ -192,13 +196,13 @@ impl PlanFile {
     /// # Errors
     /// It is not such JSON.
     pub fn parse(text: &[u8], path: &Path) -> Result<Self, BundleError> {
-        serde_json::from_slice(text).map_err(|error| BundleError::PlanFile {
-            path: path.into(),
-            reason: format!(
-                "{error}; a plan file is {{\"rules\": [{{\"match\": \"model.layers.0.*\", \"encoding\": \"raw\"}}]}}"
-            ),
-        })
+        serde_json::from_slice(text).map_err(|error| unfollowable(path, error))
     }
+}
+
+fn unfollowable(path: &Path, why: impl fmt::Display) -> BundleError {
+    let example = r#"{"rules": [{"match": "model.layers.0.*", "encoding": "raw"}]}"#;
+    BundleError::PlanFile { path: path.into(), reason: format!("{why}; a plan file is {example}") }
 }
 
 /// Everything that decides about a tensor.

@@ -362,7 +362,7 @@ fn check_output(output: &Path, replaceable: Option<&Replaceable>) -> Result<(), 
     if !metadata.is_dir() {
         return Err(BundleError::NotADirectory { path: output.into() });
     }
-    let foreign = |file: String| BundleError::NotReplaceable { path: output.into(), file };
+    let mut other_version = None;
     let own: HashMap<String, Option<Stamp>> = match replaceable {
         Replaceable::Files(files) => files.iter().map(|(name, stamp)| (name.clone(), Some(*stamp))).collect(),
         Replaceable::Bundle => {
@@ -370,6 +370,11 @@ fn check_output(output: &Path, replaceable: Option<&Replaceable>) -> Result<(), 
             let manifest = files::read_small(&path, manifest::BYTES_MAX)
                 .and_then(|bytes| manifest::Manifest::parse(&bytes, &path))
                 .map(|manifest| manifest.files);
+            other_version = match &manifest {
+                Err(BundleError::OldVersion { version, .. }) => Some((*version, "a development")),
+                Err(BundleError::NewerVersion { version, .. }) => Some((*version, "a newer")),
+                _ => None,
+            };
             let part = PartFile::read(output).ok().flatten();
             // Without a whole manifest nothing is known, and nothing but an empty directory is replaced.
             let mut stored: Vec<String> = match (manifest, part) {
@@ -394,9 +399,10 @@ fn check_output(output: &Path, replaceable: Option<&Replaceable>) -> Result<(), 
         Some(stamp) => stamp.is_none_or(|stamp| stamp == Stamp::of(metadata)),
         None => false,
     };
-    match entries(output, "")?.into_iter().find(|(name, metadata)| !is_own(name, metadata)) {
-        None => Ok(()),
-        Some((name, _)) => Err(foreign(name)),
+    match (entries(output, "")?.into_iter().find(|(name, metadata)| !is_own(name, metadata)), other_version) {
+        (None, _) => Ok(()),
+        (_, Some((version, age))) => Err(BundleError::OtherOutput { path: output.into(), version, age }),
+        (Some((file, _)), None) => Err(BundleError::NotReplaceable { path: output.into(), file }),
     }
 }
 

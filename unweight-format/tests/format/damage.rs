@@ -233,6 +233,9 @@ fn hostile_manifests_are_rejected() {
     let error = Bundle::open(&bundle).unwrap_err();
     assert!(matches!(&error, BundleError::NewerVersion { version, .. } if version.major == 2), "{error}");
     assert_eq!(error.class(), ErrorClass::Failed);
+    let forced = CompressOptions::default().force(true);
+    let error = compress(&scratch.path("model"), &bundle, &forced, &Silent).unwrap_err();
+    assert!(matches!(&error, BundleError::OtherOutput { age: "a newer", .. }), "{error}");
     fs::write(bundle.join("unweight.json"), &sound).unwrap();
     reseal(&bundle, |m| {
         m["version"]["minor"] = 7.into();

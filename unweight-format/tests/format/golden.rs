@@ -19,7 +19,7 @@ use unweight_format::{
     testing::{Random, float_weights},
 };
 
-use crate::common::{Scratch, chain, header, read_tree, safetensors_file, tensor, weights};
+use crate::common::{Scratch, chain, header, read_tree, safetensors_file, small_model, tensor, weights};
 
 fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
@@ -96,6 +96,22 @@ fn bundles_of_development_versions_are_refused_with_their_message() {
         assert!(found && error.to_string().contains(&message), "{version}: {error}");
         assert!(error.to_string().contains("compress the model again"), "{error}");
     }
+}
+
+/// The files of a bundle that this program cannot read are not known to be the bundle's: force does not replace them,
+/// and the error says why.
+#[test]
+fn bundles_of_development_versions_are_not_replaced_by_force() {
+    let scratch = Scratch::new();
+    let (source, out) = (scratch.path("model"), scratch.path("out"));
+    small_model(&source);
+    fs::create_dir(&out).unwrap();
+    let manifest = fs::read(golden().join("development/1.4/unweight.json")).unwrap();
+    fs::write(out.join("unweight.json"), &manifest).unwrap();
+    let error = compress(&source, &out, &CompressOptions::default().force(true), &Silent).unwrap_err();
+    assert_eq!(error.code(), "output-not-replaceable");
+    assert!(error.to_string().contains("format version 1.4 of a development version"), "{error}");
+    assert_eq!(fs::read(out.join("unweight.json")).unwrap(), manifest);
 }
 
 #[test]
