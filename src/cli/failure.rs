@@ -283,8 +283,8 @@ impl From<BundleError> for Failure {
     fn from(error: BundleError) -> Self {
         let class = match error.class() {
             ErrorClass::Mismatch => Class::Mismatch,
-            ErrorClass::Failed => Class::Failed,
             ErrorClass::Interrupted => Class::Interrupted,
+            _ => Class::Failed,
         };
         // The reader of stdout has closed it.
         if matches!(&error, BundleError::Output { source, .. } if source.kind() == io::ErrorKind::BrokenPipe) {

@@ -170,6 +170,7 @@ impl<E: std::error::Error + 'static> ServeError<E> {
 
 /// How a server ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Ended {
     /// All requests were answered.
     Done,

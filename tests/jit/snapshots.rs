@@ -424,7 +424,7 @@ fn key_table() -> String {
             let mut values = match axis.values {
                 Values::Words(all) => words(all),
                 Values::Flag => words(&["true", "false"]),
-                Values::Range(..) | Values::Set(_) => axis.allowed.to_owned(),
+                _ => axis.allowed.to_owned(),
             };
             if let Some(only) = axis.only {
                 let of = family.axes[only.axis];
@@ -438,7 +438,7 @@ fn key_table() -> String {
             let default = axis.default.map(|value| match axis.values {
                 Values::Words(words) => format!("`{}`", words[value as usize]),
                 Values::Flag => format!("`{}`", value != 0),
-                Values::Range(..) | Values::Set(_) => value.to_string(),
+                _ => value.to_string(),
             });
             _ = write!(table, "\n| {op} | `{}` | {values} | {} |", axis.key, default.unwrap_or_default());
         }

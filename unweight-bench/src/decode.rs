@@ -25,6 +25,7 @@ use crate::{
 
 /// What is measured.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub enum DecodeModel<'a> {
     /// A model, with its weights.
     Bundle(&'a Bundle),

@@ -37,6 +37,7 @@ impl std::error::Error for AxisError {}
 
 /// The values of an axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Values {
     /// Every number from the first to the second.
     Range(u32, u32),

@@ -8,6 +8,7 @@ use crate::axes::Arch;
 /// An instruction, or a handful that belong together, that not every architecture has, or that a kernel is built
 /// around: compiled code without it is not that kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Instruction {
     /// `wgmma.mma_async`.
     Wgmma,

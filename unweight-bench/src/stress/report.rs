@@ -15,6 +15,7 @@ use crate::options::options;
 /// A fault put into the kernels on purpose, to see that the run finds what it is there to find.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum Plant {
     /// A warp refills its slot without a fence, while its own loads may be in flight.
     UnfencedRefill,

@@ -22,6 +22,7 @@ impl GemmShape {
 
 /// What the blocks of a grid share out among them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Work {
     /// `m`: rows of activations, or whatever else an activation family has one unit of (docs/adr/0008).
     Rows,
@@ -49,6 +50,7 @@ const STEPS_MAX: u32 = 128;
 
 /// How many blocks a launch has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum LaunchGrid {
     /// This many, whatever the problem.
     Fixed(u32),

@@ -10,6 +10,7 @@ use crate::{
 
 /// What an error means for the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum ErrorClass {
     /// The bundle is damaged or does not match: its bytes are not those that were written.
     Mismatch,
