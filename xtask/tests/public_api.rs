@@ -23,6 +23,7 @@ use std::{
     fmt::Write,
     fs,
     path::Path,
+    sync::OnceLock,
 };
 
 #[path = "public_api/declaration.rs"]
@@ -67,6 +68,12 @@ const fn limits(name: &'static str, folder: &'static str, [items, items_and_fiel
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace")
+}
+
+/// The listing of each of [`CRATES`], read once for all tests.
+fn listings() -> &'static [(String, Counts)] {
+    static LISTINGS: OnceLock<Vec<(String, Counts)>> = OnceLock::new();
+    LISTINGS.get_or_init(|| CRATES.iter().map(|own| listing(own.name, &Crate::read(own.folder))).collect())
 }
 
 /// What a crate has, outside `raw` and below it.
@@ -121,16 +128,15 @@ fn listing(name: &str, read: &Crate) -> (String, Counts) {
 #[test]
 fn listings_are_those_of_the_sources() {
     let mut wrong = Vec::new();
-    for Limits { name, folder, items, items_and_fields, raw } in CRATES {
-        let (text, counts) = listing(name, &Crate::read(folder));
+    for (Limits { name, items, items_and_fields, raw, .. }, (text, counts)) in CRATES.iter().zip(listings()) {
         let path = root().join(format!("docs/api/{name}.txt"));
         if std::env::var_os("UPDATE_DOCS").is_some() {
             fs::create_dir_all(path.parent().expect("a folder")).expect("a folder for listings");
-            fs::write(&path, &text).expect("a listing");
+            fs::write(&path, text).expect("a listing");
         }
         let (own, all) = (counts.items[0], counts.items[0] + counts.fields[0]);
         let below = counts.items[1] + counts.fields[1];
-        if own > items || all > items_and_fields || below > raw {
+        if own > *items || all > *items_and_fields || below > *raw {
             wrong.push(format!(
                 "{name} has {own} public items (limit {items}), {all} with fields (limit {items_and_fields}), {below} \
                  below raw (limit {raw}): make some private"
@@ -139,7 +145,7 @@ fn listings_are_those_of_the_sources() {
         let listed = fs::read_to_string(&path).unwrap_or_default();
         let (old, new): (BTreeSet<&str>, BTreeSet<&str>) = (listed.lines().collect(), text.lines().collect());
         let (gone, added): (Vec<_>, Vec<_>) = (old.difference(&new).collect(), new.difference(&old).collect());
-        if listed != text {
+        if listed != *text {
             let path = path.display();
             wrong.push(format!("{path} differs; UPDATE_DOCS=1 writes it\ngone: {gone:#?}\nnew: {added:#?}"));
         }
@@ -183,8 +189,7 @@ const EXHAUSTIVE: [&str; 21] = [
 fn enums_and_options_may_grow() {
     let mut exhaustive = BTreeSet::from(EXHAUSTIVE);
     let mut closed = Vec::new();
-    for own in CRATES {
-        let (text, _) = listing(own.name, &Crate::read(own.folder));
+    for (text, _) in listings() {
         for (path, declaration) in text.lines().filter_map(|line| line.split_once(": ")) {
             let name = path.rsplit("::").next().unwrap_or_default();
             let is_options = ["Options", "Request", "Params"].iter().any(|end| name.ends_with(end));
