@@ -42,6 +42,14 @@ const EXTENSION_MAX: u64 = 1 << 20;
 /// Bytes of a header.
 const HEADER_BYTES: usize = 512;
 
+/// How compressed data begins, what it is called, and the program that decompresses it.
+const COMPRESSED: [(&[u8], &str, &str); 4] = [
+    (b"\x1f\x8b", "gzip", "gzip -dc"),
+    (b"\x28\xb5\x2f\xfd", "zstd", "zstd -dc"),
+    (b"\xfd7zXZ\0", "xz", "xz -dc"),
+    (b"BZh", "bzip2", "bzip2 -dc"),
+];
+
 /// Remembers whether the end was met, and lets no long name pass that the library would have to hold in memory.
 struct Source<R> {
     inner: R,
@@ -93,11 +101,20 @@ pub fn unpack_stdin(into: &Path, progress: &dyn Progress) -> Result<PathBuf> {
     unpack(stdin.lock(), into, progress)
 }
 
-fn unpack(input: impl Read, into: &Path, progress: &dyn Progress) -> Result<PathBuf> {
+fn unpack(mut input: impl Read, into: &Path, progress: &dyn Progress) -> Result<PathBuf> {
     fs::create_dir(into).map_err(Failure::io(into.display()))?;
     let broken = || "fetch or make the archive again; it must be an uncompressed tar archive";
-    let mut archive = Archive::new(Source { inner: input, ended: false });
     let not_read = |error: io::Error| Failure::new("archive-invalid", format!("archive on stdin: {error}"), broken());
+    let mut first = Vec::new();
+    input.by_ref().take(HEADER_BYTES as u64).read_to_end(&mut first).map_err(not_read)?;
+    if let Some((_, kind, decoder)) = COMPRESSED.iter().find(|(magic, ..)| first.starts_with(magic)) {
+        return Err(Failure::new(
+            "archive-invalid",
+            format!("archive on stdin: {kind} data, not a tar archive"),
+            format!("decompress it on the way: {decoder} FILE | unweight ..."),
+        ));
+    }
+    let mut archive = Archive::new(Source { inner: first.as_slice().chain(input), ended: false });
     let mut files = 0u64;
     for entry in archive.entries().map_err(not_read)? {
         files += unpack_entry(&mut entry.map_err(not_read)?, into, progress)?;
@@ -121,13 +138,11 @@ fn unpack(input: impl Read, into: &Path, progress: &dyn Progress) -> Result<Path
 fn unpack_entry(entry: &mut Entry<'_, impl Read>, into: &Path, progress: &dyn Progress) -> Result<u64> {
     let bytes = entry.path_bytes().into_owned();
     let name = String::from_utf8_lossy(&bytes).into_owned();
-    let refused = |why: &str| {
-        Err(Failure::new(
-            "archive-invalid",
-            format!("archive on stdin: '{name}': {why}"),
-            "archive plain files, with relative names",
-        ))
+    let refusal = |why: &str| {
+        let message = format!("archive on stdin: '{name}': {why}");
+        Failure::new("archive-invalid", message, "archive plain files, with relative names")
     };
+    let refused = |why: &str| Err(refusal(why));
     let kind = entry.header().entry_type();
     if kind == EntryType::XGlobalHeader {
         return Ok(0);
@@ -143,9 +158,19 @@ fn unpack_entry(entry: &mut Entry<'_, impl Read>, into: &Path, progress: &dyn Pr
             _ => return refused("leads out of the archive"),
         }
     }
+    if !has_sound_size(entry) {
+        return refused("its size or another extended attribute cannot be read");
+    }
+    let not_written = |error: io::Error| match error.kind() {
+        io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory => {
+            refusal("another entry has this name or is in it")
+        }
+        io::ErrorKind::InvalidFilename => refusal("its name is too long for the file system"),
+        _ => Failure::io(format_args!("archive on stdin: '{name}': cannot unpack it to {}", into.display()))(error),
+    };
     match kind {
         EntryType::Directory => {
-            fs::create_dir_all(&path).map_err(Failure::io(path.display()))?;
+            fs::create_dir_all(&path).map_err(not_written)?;
             return Ok(0);
         }
         EntryType::Regular | EntryType::Continuous => {}
@@ -153,11 +178,11 @@ fn unpack_entry(entry: &mut Entry<'_, impl Read>, into: &Path, progress: &dyn Pr
         _ => return refused("neither a file nor a directory"),
     }
     if let Some(folder) = path.parent() {
-        fs::create_dir_all(folder).map_err(Failure::io(folder.display()))?;
+        fs::create_dir_all(folder).map_err(not_written)?;
     }
     let mut file = match File::create_new(&path) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return refused("listed twice"),
-        other => other.map_err(Failure::io(path.display()))?,
+        other => other.map_err(not_written)?,
     };
     let (mut piece, mut done) = (vec![0; 1 << 20], 0);
     loop {
@@ -174,7 +199,7 @@ fn unpack_entry(entry: &mut Entry<'_, impl Read>, into: &Path, progress: &dyn Pr
         if read == 0 {
             break;
         }
-        file.write_all(&piece[..read]).map_err(Failure::io(path.display()))?;
+        file.write_all(&piece[..read]).map_err(not_written)?;
         done += read as u64;
     }
     if done != entry.size() {
@@ -188,6 +213,18 @@ fn unpack_entry(entry: &mut Entry<'_, impl Read>, into: &Path, progress: &dyn Pr
     let mode = entry.header().mode().unwrap_or(0o644) & 0o777 | 0o600;
     let _ = file.set_permissions(Permissions::from_mode(mode));
     Ok(1)
+}
+
+/// False if an extended header cannot be read, or states a size of 2^64 or more: the library would ignore it.
+fn has_sound_size(entry: &mut Entry<'_, impl Read>) -> bool {
+    let Ok(Some(extensions)) = entry.pax_extensions() else { return true };
+    extensions.into_iter().all(|extension| match extension {
+        Ok(extension) if extension.key_bytes() == b"size" => {
+            extension.value().is_ok_and(|value| value.parse::<u64>().is_ok())
+        }
+        // A record that is not one could state anything.
+        other => other.is_ok(),
+    })
 }
 
 /// Writes a bundle, its manifest first.

@@ -125,10 +125,16 @@ impl Compress {
         let encoder = self.device.encoder(&options)?;
         let bar = Bar::new(output, "compressing")?;
         let compressed = bundle::compress_with(&model.root, &bundle, &options, encoder.as_ref(), &bar);
-        let report = compressed.map_err(|error| match error {
-            // What is finished goes with the folder.
-            BundleError::Interrupted { .. } if to_stdout => BundleError::Cancelled,
-            other => other,
+        let report = compressed.map_err(|error: BundleError| -> Failure {
+            match error {
+                // What is finished goes with the folder.
+                BundleError::Interrupted { .. } if to_stdout => BundleError::Cancelled.into(),
+                error @ (BundleError::NoRoom { .. } | BundleError::DiskFull { .. }) if to_stdout => {
+                    let help = "the bundle is made in the temporary directory first: free some space, or set TMPDIR";
+                    Failure::from(error).with_help(help)
+                }
+                other => other.into(),
+            }
         })?;
         bar.finish();
         if !report.resumed_files.is_empty() {
@@ -152,7 +158,7 @@ impl Compress {
         ];
         remarks.into_iter().flatten().for_each(|remark| output.remark(&remark));
         if let Some(stdout) = &mut stdout {
-            archive::pack_bundle(&bundle, stdout)?;
+            archive::pack_bundle(&bundle, stdout).map_err(Failure::of_stream)?;
             output.note(format_args!(
                 "{} files, {} of {}",
                 report.files,

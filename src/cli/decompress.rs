@@ -3,7 +3,10 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use unweight::format::bundle::{self, BundleError, DecompressOptions};
+use unweight::format::{
+    bundle::{self, BundleError, DecompressOptions, ErrorClass},
+    raw::discard_partial,
+};
 
 use super::{
     archive,
@@ -62,12 +65,17 @@ impl Decompress {
             .force(self.force);
         let bar = Bar::new(output, "decompressing")?;
         if let Some(stdout) = &mut stdout {
-            let (files, bytes) = archive::pack_originals(bundle, stdout, &options, &bar)?;
+            let (files, bytes) = archive::pack_originals(bundle, stdout, &options, &bar).map_err(Failure::of_stream)?;
             bar.finish();
             output.note(format_args!("{files} files, {}, every digest right", output::bytes(bytes)));
             return Ok(());
         }
-        let report = bundle::decompress(bundle, &self.output, &options, &bar)?;
+        let report = bundle::decompress(bundle, &self.output, &options, &bar).inspect_err(|error| {
+            // Another archive is needed, so nothing can be resumed. If it cannot be removed, the next run replaces it.
+            if unpacked.is_some() && !self.resume && error.class() == ErrorClass::Mismatch {
+                let _ = discard_partial(&self.output);
+            }
+        })?;
         bar.finish();
         output.summary("decompress", &report, |out| {
             let mut table = Table::new(&["file", ">bytes", "digest"]);

@@ -96,7 +96,10 @@ impl Extract {
                 if bar.cancelled() {
                     return Err(BundleError::Cancelled.into());
                 }
-                out.write_all(piece).map_err(Failure::io(self.output.display()))?;
+                out.write_all(piece).map_err(|error| match archive::is_stream(&self.output) {
+                    true => error.into(),
+                    false => Failure::io(self.output.display())(error),
+                })?;
                 bar.advance(piece.len() as u64);
             }
             Ok(())
@@ -131,7 +134,7 @@ impl Extract {
     /// To stdout, of which nothing is reported, or to a file that gets its name when it is complete.
     fn write<T>(&self, bytes: impl FnOnce(&mut (dyn Write + Send)) -> Result<T>) -> Result<Option<T>> {
         if archive::is_stream(&self.output) {
-            bytes(&mut archive::stdout()?)?;
+            bytes(&mut archive::stdout()?).map_err(Failure::of_stream)?;
             return Ok(None);
         }
         let failed = || Failure::io(self.output.display());
@@ -140,10 +143,14 @@ impl Extract {
             return Err(Failure::new("output-exists", message, "choose another name"));
         }
         let folder = self.output.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        if !folder.is_dir() {
+            let message = format!("{}: no such directory", folder.display());
+            return Err(Failure::new("path-not-found", message, "create it, or choose another directory"));
+        }
         let mut builder = tempfile::Builder::new();
         // As any file that a program makes: what the user's mask allows.
         builder.prefix(".unweight-").permissions(Permissions::from_mode(0o666));
-        let mut file = builder.tempfile_in(folder).map_err(failed())?;
+        let mut file = builder.tempfile_in(folder).map_err(|error| failed()(error.kind().into()))?;
         let done = bytes(file.as_file_mut())?;
         file.as_file().sync_all().map_err(failed())?;
         file.persist_noclobber(&self.output).map_err(|error| failed()(error.error))?;

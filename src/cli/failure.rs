@@ -123,6 +123,23 @@ impl Failure {
         Self { class: Class::Interrupted, help: None, ..Self::new("interrupted", message, "") }
     }
 
+    /// For a command that writes an archive or a file to stdout: what a reader that closed it early has is incomplete.
+    pub fn of_stream(self) -> Self {
+        match self.class {
+            Class::Gone => {
+                let message = "stdout was closed before all bytes were written";
+                let help = "what the reader got is incomplete; let it read to the end";
+                Self { cause: self.cause, ..Failure::new("output-closed", message, help) }
+            }
+            _ => self,
+        }
+    }
+
+    /// The same failure with another next step.
+    pub fn with_help(self, help: impl Into<String>) -> Self {
+        Self { help: Some(help.into()), ..self }
+    }
+
     /// For a command whose own report, already on stdout, says what is wrong: `--json` adds nothing to it.
     pub fn reported(self) -> Self {
         Self { reported: true, ..self }
@@ -177,6 +194,7 @@ fn advice(error: &io::Error) -> Option<&'static str> {
         io::ErrorKind::IsADirectory => "give a file",
         io::ErrorKind::NotADirectory => "give a directory",
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "free some space, then run it again",
+        io::ErrorKind::FileTooLarge => "raise the limit on file sizes (ulimit -f), or choose another file system",
         _ => return None,
     })
 }
@@ -286,7 +304,6 @@ impl From<BundleError> for Failure {
             ErrorClass::Interrupted => Class::Interrupted,
             _ => Class::Failed,
         };
-        // The reader of stdout has closed it.
         if matches!(&error, BundleError::Output { source, .. } if source.kind() == io::ErrorKind::BrokenPipe) {
             return io::Error::from(io::ErrorKind::BrokenPipe).into();
         }
@@ -324,6 +341,10 @@ fn next_step(code: &str) -> Option<&'static str> {
         "tensor-name-reserved" => "a bundle cannot be compressed again: decompress it first",
         "bundle-file-missing" | "bundle-file-size-mismatch" | "manifest-invalid" => {
             "download the bundle again, or compress the model again"
+        }
+        "file-size-limit" => {
+            "raise the limit on file sizes (ulimit -f) or choose another file system; \
+             --resume continues an interrupted run"
         }
         _ => return None,
     })

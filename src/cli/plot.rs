@@ -98,7 +98,7 @@ pub fn beside(path: &Path) -> Result<tempfile::NamedTempFile> {
     let mut builder = tempfile::Builder::new();
     // As any file that a program makes: what the user's mask allows.
     builder.prefix(".unweight-").permissions(Permissions::from_mode(0o666));
-    builder.tempfile_in(folder).map_err(Failure::io(folder.display()))
+    builder.tempfile_in(folder).map_err(|error| Failure::io(folder.display())(error.kind().into()))
 }
 
 #[cfg(not(feature = "plots"))]

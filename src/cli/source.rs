@@ -10,7 +10,7 @@ use std::{
 };
 
 use clap::Args;
-use unweight::format::bundle::{BundleError, Selection};
+use unweight::format::bundle::{Bundle, BundleError, Selection};
 #[cfg(feature = "dfloat11")]
 use unweight::rivals::dfloat11::{self, ConvertError};
 
@@ -62,6 +62,14 @@ impl Source {
             let (scratch, root) = unpacked(output, speak)?;
             Found { root, only: None, _scratch: Some(scratch) }
         };
+        if let Ok(bundle) = Bundle::open(&found.root) {
+            drop(bundle);
+            return Err(Failure::new(
+                "source-is-bundle",
+                format!("{}: a bundle, not a model", found.root.display()),
+                "restore the model first: unweight decompress BUNDLE -o DIR",
+            ));
+        }
         if found.only.is_some() { Ok(found) } else { as_bf16(found, output, speak) }
     }
 }

@@ -6,7 +6,7 @@ use std::{
     process::{Command, Output, Stdio},
 };
 
-use crate::harness::{error_code, fixture, json, same, stderr, unweight};
+use crate::harness::{damaged, error_code, fixture, json, same, stderr, unweight};
 
 /// Runs with `input` on stdin.
 fn piped(folder: &Path, arguments: &[&str], input: &[u8], status: i32) -> Output {
@@ -80,7 +80,83 @@ fn models_and_bundles_go_through_pipes() {
     }
     // What is there is known before anything is read.
     piped(home.path(), &["compress", "-", "-o", "restored"], b"no archive", 2);
-    assert_eq!(fs::read_dir(home.path()).unwrap().count(), before + 1, "only what is left of the one that was damaged");
-    assert!(home.path().join("out.partial").is_dir());
+    assert_eq!(fs::read_dir(home.path()).unwrap().count(), before, "nothing is left of the damaged archives");
     assert_eq!(fs::read_dir(home.path().join("tmp")).unwrap().count(), 0);
+}
+
+/// A reader that closes the pipe early has an incomplete archive or file: a script must see that.
+#[test]
+fn closed_pipe_fails() {
+    use std::io::Read;
+    let shard = crate::harness::shards(&fixture().join("model"))[0].clone();
+    let shard = shard.file_name().unwrap().to_str().unwrap();
+    let cases: [&[&str]; 4] = [
+        &["compress", "model", "-o", "-"],
+        &["decompress", "bundle", "-o", "-"],
+        &["extract", "bundle", "-o", "-", "--file", shard],
+        &["extract", "bundle", "-o", "-", "--tensor", "lm_head.weight"],
+    ];
+    for arguments in cases {
+        let mut command = unweight(arguments);
+        let mut child = command.current_dir(fixture()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut head = [0; 1000];
+        let mut stdout = child.stdout.take().unwrap();
+        stdout.read_exact(&mut head).unwrap();
+        drop(stdout);
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}");
+        assert_eq!(error_code(&output), "output-closed", "{arguments:?}");
+    }
+}
+
+/// A run from an archive cannot be resumed with another archive, so it leaves nothing.
+#[test]
+fn damaged_archive_leaves_no_partial_output() {
+    let home = tempfile::tempdir().unwrap();
+    fs::create_dir(home.path().join("tmp")).unwrap();
+    damaged(home.path());
+    let archive = tar(home.path(), &["-c", "bundle"]);
+    let output = piped(home.path(), &["decompress", "-", "-o", "out"], &archive, 1);
+    assert_eq!(error_code(&output), "bundle-content-mismatch");
+    assert!(!home.path().join("out.partial").exists() && !home.path().join("out").exists());
+    // From a directory the finished files stay for --resume.
+    assert_eq!(unweight(&["decompress", "bundle", "-o", "out"]).current_dir(&home).status().unwrap().code(), Some(1));
+    assert!(home.path().join("out.partial").is_dir());
+}
+
+/// Errors name the archive and its entry, never the scratch directory.
+#[test]
+fn refused_archives_are_named() {
+    let home = tempfile::tempdir().unwrap();
+    fs::create_dir(home.path().join("tmp")).unwrap();
+    let header = |name: &str, kind: u8, contents: &[u8]| {
+        let mut header = tar::Header::new_ustar();
+        header.set_path(name).unwrap();
+        header.set_entry_type(tar::EntryType::new(kind));
+        header.set_size(contents.len() as u64);
+        header.set_mode(0o644);
+        header.set_cksum();
+        let mut entry = [header.as_bytes().as_slice(), contents].concat();
+        entry.resize(entry.len().next_multiple_of(512), 0);
+        entry
+    };
+    let end = [0; 1024];
+    let nested = [header("a", b'0', b"abc"), header("a/b", b'0', b"abc")].concat();
+    let huge = [header("attributes", b'x', b"31 size=1180591620717411303424\n"), header("big", b'0', b"abc")].concat();
+    let long =
+        [header("attributes", b'x', format!("312 path={}\n", "n".repeat(302)).as_bytes()), header("a", b'0', b"")];
+    let cases = [
+        (b"\x1f\x8b\x08\0\0\0\0\0".to_vec(), "gzip data", "gzip -dc"),
+        (b"\x28\xb5\x2f\xfd\0\0\0\0".to_vec(), "zstd data", "zstd -dc"),
+        ([&nested[..], &end].concat(), "'a/b': another entry", "plain files"),
+        ([&huge[..], &end].concat(), "'big': its size or another", "plain files"),
+        ([&long.concat()[..], &end].concat(), "its name is too long", "plain files"),
+    ];
+    for (archive, why, help) in cases {
+        let output = piped(home.path(), &["compress", "-", "-o", "out"], &archive, 2);
+        assert_eq!(error_code(&output), "archive-invalid", "{why}");
+        let text = stderr(&output);
+        assert!(text.contains("archive on stdin") && text.contains(why) && text.contains(help), "{why}: {text}");
+        assert!(!text.contains("scratch"), "{text}");
+    }
 }

@@ -166,3 +166,24 @@ fn reports_configs_that_it_does_not_mark() {
     documented("plan", &report);
     assert!(fs::read(&config).unwrap() == fs::read(home.path().join("bundle/config.json")).unwrap());
 }
+
+#[test]
+fn says_that_a_source_is_a_bundle() {
+    for command in [&["compress", "bundle", "-o", "out"][..], &["plan", "bundle"]] {
+        let text = fails(fixture(), command, 2, "source-is-bundle");
+        assert!(text.contains("unweight decompress"), "{text}");
+    }
+}
+
+#[test]
+fn force_does_not_replace_links_or_files() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    fs::create_dir(home.path().join("empty")).unwrap();
+    std::os::unix::fs::symlink("empty", home.path().join("link")).unwrap();
+    fs::write(home.path().join("file"), "").unwrap();
+    for (output, why) in [("link", "link: a symbolic link"), ("file", "file: a file")] {
+        let text = fails(home.path(), &["compress", "model", "-o", output, "--force"], 2, "file-not-storable");
+        assert!(text.contains(why), "{text}");
+    }
+}

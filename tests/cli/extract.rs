@@ -45,6 +45,10 @@ fn writes_the_original_bytes_of_a_file() {
     let text = fails(home.path(), &["extract", "bundle", "--file", "nothing.json", "-o", "x"], 2, "file-not-found");
     assert!(text.contains("'nothing.json'"), "{text}");
     assert!(stderr(&run(home.path(), &["extract", "bundle", "-o", "x"], 2)).contains("--tensor"));
+    let text = fails(home.path(), &["extract", "bundle", "--file", "config.json", "-o", "no/F"], 2, "path-not-found");
+    assert!(text.contains("no: no such directory") && !text.contains(".unweight-"), "{text}");
+    let text = fails(home.path(), &["extract", "bundle", "--tensor", "no", "-o", "x"], 2, "tensor-not-found");
+    assert!(text.contains("unweight inspect"), "{text}");
     // Of a damaged shard nothing appears under the name.
     let home = tempfile::tempdir().unwrap();
     let shard = damaged(home.path());

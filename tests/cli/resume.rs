@@ -67,7 +67,7 @@ fn continues_an_interrupted_run() {
 }
 
 #[test]
-fn file_size_limit_is_a_full_disk() {
+fn file_size_limit_is_named() {
     let home = tempfile::tempdir().unwrap();
     copy(&fixture().join("model"), &home.path().join("model"));
     // In KiB; the shards of the model have more.
@@ -78,8 +78,8 @@ fn file_size_limit_is_a_full_disk() {
         .output()
         .unwrap();
     assert_eq!(output.status.code(), Some(2), "{:?} {}", output.status, stderr(&output));
-    assert_eq!(error_code(&output), "disk-full");
-    assert!(stderr(&output).contains("--resume"), "{}", stderr(&output));
+    assert_eq!(error_code(&output), "file-size-limit");
+    assert!(stderr(&output).contains("ulimit -f") && stderr(&output).contains("--resume"), "{}", stderr(&output));
     run(home.path(), &["compress", "model", "-o", "bundle", "--resume"], 0);
 }
 

@@ -7,7 +7,7 @@
 //!   them.
 //! - [`layout`]: sizes of `docs/format.md`, A.2, as constants.
 //! - [`Input`], [`OutputDir`]: reading a source that must not change, and writing a folder that appears when it is
-//!   complete.
+//!   complete. [`discard_partial`] removes what a failed run left.
 
 #[cfg(feature = "failpoints")]
 pub use crate::failpoint::{FAILPOINTS, FAULTS};
@@ -21,6 +21,7 @@ pub use crate::{
     bundle::{
         files::Input,
         output::{OutputDir, OutputFile, walk},
+        stage::discard_partial,
     },
     encoding::{
         Section, Sections,

@@ -414,7 +414,7 @@ fn place(dir: &Path, bytes: &[u8], _lock: &File) -> Result<u64, BundleError> {
     if let Err(source) = written {
         let _ = fs::remove_file(&partial);
         return Err(match source.kind() {
-            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
                 let stat = rustix::fs::statvfs(dir).ok();
                 let free_bytes = stat.map_or(0, |stat| stat.f_bavail.saturating_mul(stat.f_frsize));
                 BundleError::DiskFull { path, needed_bytes: bytes.len() as u64, free_bytes, source }

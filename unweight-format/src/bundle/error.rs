@@ -76,8 +76,8 @@ pub enum BundleError {
         /// Bytes free.
         free_bytes: u64,
     },
-    /// The disk became full, or a file too large for it.
-    #[error("{}: no room to write, about {needed_bytes} more bytes are needed and {free_bytes} are free", path.display())]
+    /// The disk became full.
+    #[error("{}: no room to write{}", path.display(), room(*needed_bytes, *free_bytes))]
     DiskFull {
         /// The file that was written.
         path: PathBuf,
@@ -348,7 +348,7 @@ pub enum BundleError {
         part: Part,
     },
     /// Not a part of a bundle.
-    #[error("{}: no unweight.part.json inside; give the folders of all parts that were made of the model", path.display())]
+    #[error("{}: no unweight.part inside; give the folders of all parts that were made of the model", path.display())]
     NotAPart {
         /// The directory.
         path: PathBuf,
@@ -697,9 +697,18 @@ pub fn io_code(error: &io::Error) -> &'static str {
         io::ErrorKind::NotFound => "path-not-found",
         io::ErrorKind::AlreadyExists => "output-exists",
         io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => "permission-denied",
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => "disk-full",
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "disk-full",
+        io::ErrorKind::FileTooLarge => "file-size-limit",
         io::ErrorKind::NotADirectory => "not-a-directory",
         _ => "io-failed",
+    }
+}
+
+/// How much is needed and free, as far as both are known.
+fn room(needed_bytes: u64, free_bytes: u64) -> String {
+    match needed_bytes {
+        0 => format!(", {free_bytes} bytes are free"),
+        _ => format!(", about {needed_bytes} more bytes are needed and {free_bytes} are free"),
     }
 }
 

@@ -41,7 +41,7 @@ mod shard;
 mod sign;
 mod signer;
 mod source;
-mod stage;
+pub(crate) mod stage;
 mod stream;
 mod verify;
 mod version;

@@ -1,4 +1,4 @@
-//! `unweight.part.json`: what makes a folder a part of a bundle.
+//! `unweight.part`: what makes a folder a part of a bundle.
 
 use std::{collections::BTreeMap, path::Path};
 
@@ -13,7 +13,7 @@ use super::{
 use crate::Digest;
 
 /// What makes a folder a part.
-pub const FILE_NAME: &str = "unweight.part.json";
+pub const FILE_NAME: &str = "unweight.part";
 /// Of files up to here every part has the digest.
 const DIGESTED_MAX: u64 = 16 << 20;
 
@@ -26,7 +26,7 @@ struct Seen {
     digest: Option<Digest>,
 }
 
-/// `unweight.part.json`.
+/// `unweight.part`: a line with the digest of the rest, then a JSON object.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct PartFile {
     format: String,

@@ -76,6 +76,25 @@ pub(crate) fn output_of(partial: &Path) -> Option<PathBuf> {
 
 const PARTIAL: &str = ".partial";
 
+/// Removes what a failed run left of `output`, which nothing can resume.
+///
+/// # Errors
+/// Another process works there, the directory is not of an interrupted run, or the system refuses.
+pub fn discard_partial(output: &Path) -> Result<(), BundleError> {
+    let output = std::path::absolute(output).map_err(BundleError::io("resolve the path", output))?;
+    let Some(partial) = partial_of(&output).filter(|partial| partial.symlink_metadata().is_ok()) else {
+        return Ok(());
+    };
+    let _lock = lock(&partial)?;
+    check_own(&partial)?;
+    for name in ["records", "tree", "work"] {
+        remove(&partial.join(name))?;
+    }
+    let lock = partial.join("lock");
+    fs::remove_file(&lock).map_err(BundleError::io("remove the file", &lock))?;
+    fs::remove_dir(&partial).map_err(BundleError::io("remove the directory", &partial))
+}
+
 /// Whether a run works there, or ended before its output had its name: what a run that is done leaves has no `work`.
 pub(crate) fn is_begun(partial: &Path) -> bool {
     partial.join("lock").is_file() && partial.join("work").is_dir()
@@ -184,9 +203,18 @@ impl Stage {
         self.left_bytes.store(bytes, Ordering::Relaxed);
         match self.free_bytes() {
             Some(free_bytes) if free_bytes < bytes => {
+                self.remove_if_empty();
                 Err(BundleError::NoRoom { path: self.partial.clone(), needed_bytes: bytes, free_bytes })
             }
             _ => Ok(()),
+        }
+    }
+
+    /// Removes the partial directory if nothing was written to it; a failure leaves it for the next run.
+    fn remove_if_empty(&self) {
+        let empty = [self.records(), self.tree(), self.work()].iter().all(|dir| fs::remove_dir(dir).is_ok());
+        if empty && fs::remove_file(self.partial.join("lock")).is_ok() {
+            let _ = fs::remove_dir(&self.partial);
         }
     }
 
@@ -201,7 +229,7 @@ impl Stage {
         let (path, needed_bytes, free_bytes) =
             (path.to_path_buf(), self.left_bytes.load(Ordering::Relaxed), self.free_bytes().unwrap_or(0));
         move |source| match source.kind() {
-            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
                 BundleError::DiskFull { path, needed_bytes, free_bytes, source }
             }
             _ => BundleError::Io { action: "write the file", path, source },
@@ -359,8 +387,13 @@ fn check_output(output: &Path, replaceable: Option<&Replaceable>) -> Result<(), 
         other => other.map_err(BundleError::io("look at the output", output))?,
     };
     let Some(replaceable) = replaceable else { return Err(BundleError::OutputExists { path: output.into() }) };
+    if metadata.is_symlink() {
+        let reason = "a symbolic link, which is not replaced; give the directory that it leads to";
+        return Err(BundleError::Unstorable { path: output.into(), reason });
+    }
     if !metadata.is_dir() {
-        return Err(BundleError::NotADirectory { path: output.into() });
+        let reason = "a file, and only a directory is replaced; choose another name";
+        return Err(BundleError::Unstorable { path: output.into(), reason });
     }
     let mut other_version = None;
     let own: HashMap<String, Option<Stamp>> = match replaceable {

@@ -201,9 +201,9 @@ fn mismatched_parts_are_rejected_by_name() {
     refused(&[a, c], &["part 2/3 is missing"]);
     let error = refused(&[a, b, b, c], &["2-of-3", "part 2/3", "once"]);
     assert_eq!(error.class(), ErrorClass::Failed);
-    refused(&[a, b, c, &source], &["model", "no unweight.part.json"]);
+    refused(&[a, b, c, &source], &["model", "no unweight.part"]);
     compress(&source, &scratch.path("whole"), &options, &Silent).unwrap();
-    refused(&[a, &scratch.path("whole"), c], &["whole", "no unweight.part.json"]);
+    refused(&[a, &scratch.path("whole"), c], &["whole", "no unweight.part"]);
     refused(&[a, b, &scratch.path("nothing")], &["nothing", "open the part"]);
 
     let other = Scratch::new();
