@@ -1,4 +1,4 @@
-//! Keys of minisign: who publishes a bundle signs its manifest, who fetches it checks that.
+//! Keys of minisign: the publisher of a bundle signs its manifest, and readers check the signature.
 
 use std::{fs, path::Path};
 
@@ -11,13 +11,24 @@ use super::failure::{Failure, Result};
 /// Largest key file, bytes.
 const KEY_MAX: u64 = 16 << 10;
 
+/// Characters of a public key in base64.
+const PUBLIC_KEY_CHARACTERS: usize = 56;
+
 /// A signer with the secret key of a file; its password, if it has one, is the first line of another.
 #[cfg(feature = "sign")]
 pub fn signer(key: &Path, password: Option<&Path>) -> Result<Signer> {
-    let key_box = SecretKeyBox::from_string(&read(key)?);
+    let text = read(key)?;
+    if text.lines().any(|line| line.trim().len() == PUBLIC_KEY_CHARACTERS && !line.contains(' ')) {
+        return Err(Failure::new(
+            "signing-key-invalid",
+            format!("{}: a public key", key.display()),
+            "give the secret key that belongs to it, often minisign.key",
+        ));
+    }
+    let key_box = SecretKeyBox::from_string(&text);
     let refused = |key_box: std::result::Result<_, Box<minisign::PError>>| -> Result<SecretKey> {
         key_box.map_err(|error| {
-            let message = format!("{}: {error}", key.display());
+            let message = format!("{}: not a usable minisign secret key ({error})", key.display());
             Failure::new(
                 "signing-key-invalid",
                 message,
@@ -48,7 +59,17 @@ pub fn signer(_: &Path, _: Option<&Path>) -> Result<Signer> {
 /// The text of a public key: that of a file, or the key itself.
 pub fn public_key(given: &str) -> Result<String> {
     let path = Path::new(given);
-    if path.is_file() { read(path) } else { Ok(given.to_owned()) }
+    // A key is 56 characters of base64, which may contain slashes.
+    let is_key = given.contains('\n') || given.trim().len() == PUBLIC_KEY_CHARACTERS;
+    match path.is_file() {
+        true => read(path),
+        false if is_key => Ok(given.to_owned()),
+        false => Err(Failure::new(
+            "path-not-found",
+            format!("{given}: no such file, and not a minisign public key"),
+            "give the file of a public key, or its second line",
+        )),
+    }
 }
 
 fn read(path: &Path) -> Result<String> {

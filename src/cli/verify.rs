@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use unweight::format::bundle::{self, ATTACHED_NAME, Selection, VerifyOptions};
+use unweight::format::bundle::{self, ATTACHED_NAME, Problem, Selection, VerifyOptions, manifest::SIGNATURE_NAME};
 
 use super::{
     failure::{Failure, Result},
@@ -53,6 +53,7 @@ impl Verify {
             .threads(self.threads);
         let report = bundle::verify_with(&self.bundle, &options, &bar)?;
         bar.finish();
+        let only_source = report.problems.iter().all(|problem| problem.in_source);
         output.summary("verify", &report, |out| {
             for problem in &report.problems {
                 writeln!(out, "{}", one_line(&problem.message))?;
@@ -70,24 +71,41 @@ impl Verify {
                     0 if report.signature.is_some() && !report.quick => "sound, and signed with this key".to_owned(),
                     0 if report.quick => "sound as far as names, sizes and headers tell".to_owned(),
                     0 => "sound".to_owned(),
+                    problems if only_source => format!("sound; the source differs: {}", count(problems)),
                     problems => count(problems),
                 },
             )
         })?;
         match report.problems.len() {
             0 => Ok(()),
+            problems if only_source => Err(Failure::mismatch(
+                "source-differs",
+                format!("{}: sound, but its source differs: {}", self.bundle.display(), count(problems)),
+                "give --against the model that the bundle was made from; --skip leaves out other files",
+            )
+            .reported()),
             problems => Err(Failure::mismatch(
-                "bundle-damaged", format!("{}: {}", self.bundle.display(), count(problems)),
-                if report.problems.iter().all(|problem| problem.is_extra) {
-                    "nothing that the bundle lists is damaged: run again what was interrupted, or move away the files named above"
-                } else if report.problems.iter().all(|problem| problem.is_extra || problem.file == ATTACHED_NAME) {
-                    "nothing that the bundle lists is damaged: `unweight kernels detach` removes what is attached"
-                } else {
-                    "fetch the files named above again, or make the bundle again from its source"
-                },
+                "bundle-damaged",
+                format!("{}: {}", self.bundle.display(), count(problems)),
+                next_step(&report.problems),
             )
             .reported()),
         }
+    }
+}
+
+/// What to do about problems of a bundle.
+fn next_step(problems: &[Problem]) -> &'static str {
+    let all = |of: fn(&Problem) -> bool| problems.iter().filter(|problem| !problem.in_source).all(of);
+    if all(|problem| problem.is_extra) {
+        "nothing that the bundle lists is damaged: move away the files named above, or finish the run that left them"
+    } else if all(|problem| problem.is_extra || problem.file == ATTACHED_NAME) {
+        "nothing that the bundle lists is damaged: `unweight kernels detach` removes what is attached"
+    } else if all(|problem| problem.is_extra || problem.file == SIGNATURE_NAME) {
+        "the bytes are sound, but their publisher is not proven: check --key, or fetch unweight.json and \
+         unweight.json.minisig again"
+    } else {
+        "fetch the files named above again, or make the bundle again from its source"
     }
 }
 

@@ -72,6 +72,11 @@ fn verify_proves_the_signer() {
         assert!(problem["message"].as_str().unwrap().contains(why), "{why}: {problem}");
     };
     wrong("bundle", "theirs.pub", "signature-invalid", "another key");
+    let text_of = |output| stderr(&output);
+    assert!(text_of(verify("bundle", "theirs.pub", 1)).contains("check --key"));
+    let message =
+        fails(home.path(), &["compress", "model", "-o", "out", "--sign", "mine.pub"], 2, "signing-key-invalid");
+    assert!(message.contains("mine.pub: a public key"), "{message}");
     wrong("plain", "mine.pub", "signature-invalid", "missing");
     // Another bundle with this signature, and this one with another.
     fs::write(home.path().join("plain/unweight.json.minisig"), &text).unwrap();
@@ -98,14 +103,15 @@ fn verify_proves_the_signer() {
     fs::write(home.path().join("weak/unweight.json.minisig"), by_hand).unwrap();
     wrong("weak", "mine.pub", "signature-without-sha256", "no SHA-256");
 
-    let mistakes: [(&[&str], &str); 4] = [
+    let mistakes: [(&[&str], &str); 5] = [
         (&["compress", "model", "-o", "out", "--sign", "nothing.key"], "path-not-found"),
         (&["compress", "model", "-o", "out", "--sign", "mine.pub"], "signing-key-invalid"),
         (
             &["compress", "model", "-o", "out", "--sign", "mine.key", "--password-file", "mine.pub"],
             "signing-key-invalid",
         ),
-        (&["verify", "bundle", "--key", "nonsense"], "public-key-invalid"),
+        (&["verify", "bundle", "--key", "/nowhere.pub"], "path-not-found"),
+        (&["verify", "bundle", "--key", &"?".repeat(56)], "public-key-invalid"),
     ];
     for (arguments, code) in mistakes {
         fails(home.path(), arguments, 2, code);

@@ -4,7 +4,7 @@ use std::fs;
 
 use unweight::format::testing::demo_model::{self, DemoOptions};
 
-use crate::harness::{copy, damaged, fails, fixture, json, run, stderr, stdout, tiny};
+use crate::harness::{copy, damaged, error_code, fails, fixture, json, run, stderr, stdout, tiny};
 
 #[test]
 fn names_the_damaged_file() {
@@ -24,7 +24,15 @@ fn names_the_damaged_file() {
     let other = tempfile::tempdir().unwrap();
     demo_model::write(&other.path().join("model"), &DemoOptions { seed: 9, ..tiny() }).unwrap();
     let bundle = fixture().join("bundle");
-    fails(other.path(), &["verify", bundle.to_str().unwrap(), "--against", "model"], 1, "bundle-damaged");
+    let against = ["verify", bundle.to_str().unwrap(), "--against", "model"];
+    let output = run(other.path(), &against, 1);
+    assert_eq!(error_code(&output), "source-differs");
+    assert!(stdout(&output).contains(": sound; the source differs: "), "{}", stdout(&output));
+    for word in ["damaged", "truncated", "fetch"] {
+        assert!(!stdout(&output).contains(word) && !stderr(&output).contains(word), "{word}: {}", stdout(&output));
+    }
+    let report = json(&run(other.path(), &[&against[..], &["--json"]].concat(), 1));
+    assert!(report["problems"].as_array().unwrap().iter().all(|problem| problem["in_source"] == true), "{report}");
 }
 
 /// A bundle is what its headers say, as far as these go.

@@ -271,12 +271,32 @@ pub struct Problem {
     /// It is about a file that the bundle does not list: nothing is wrong with what it does list.
     #[serde(skip)]
     pub is_extra: bool,
+    /// The source of [`VerifyOptions::against`](super::VerifyOptions::against) differs; the bundle itself may be sound.
+    pub in_source: bool,
 }
 
 impl Problem {
     pub(crate) fn new(error: &BundleError, file: &str, tensor: Option<&str>) -> Self {
-        let message = super::error::chain(error);
-        Self { file: file.into(), tensor: tensor.map(Into::into), code: error.code(), message, is_extra: false }
+        Self {
+            file: file.into(),
+            tensor: tensor.map(Into::into),
+            code: error.code(),
+            message: super::error::chain(error),
+            is_extra: false,
+            in_source: false,
+        }
+    }
+
+    /// A file of the source that is not what the bundle was made from.
+    pub(crate) fn of_source(file: &str, difference: &str) -> Self {
+        Self {
+            file: file.into(),
+            tensor: None,
+            code: "source-differs",
+            message: format!("{file}: the source differs from the bundle: {difference}"),
+            is_extra: false,
+            in_source: true,
+        }
     }
 }
 
@@ -286,7 +306,7 @@ impl Problem {
 pub struct VerifyReport {
     /// Everything found wrong; empty for a sound bundle.
     pub problems: Vec<Problem>,
-    /// Files checked.
+    /// Source files whose stored bytes were checked.
     pub files: u64,
     /// Tensors decoded and compared with their digests.
     pub tensors: u64,

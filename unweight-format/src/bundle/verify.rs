@@ -104,8 +104,8 @@ fn check(bundle: &Path, options: &VerifyOptions, progress: &dyn Progress) -> Res
         });
         note(&mut report, file.name(), None, checked)?;
         if let Some(source) = against {
-            let compared = compare(source, file, options.quick, progress);
-            note(&mut report, file.name(), None, compared)?;
+            let difference = compare(source, file, options.quick, progress)?;
+            report.problems.extend(difference.map(|text| Problem::of_source(file.name(), &text)));
         }
     }
     if let Some(source) = against {
@@ -114,9 +114,9 @@ fn check(bundle: &Path, options: &VerifyOptions, progress: &dyn Progress) -> Res
             .into_iter()
             .filter(|(name, _)| !known.contains(name.as_str()))
         {
-            let message = format!("{name}: in the source, but not in the bundle");
             let code = "source-file-not-in-bundle";
-            report.problems.push(Problem { file: name, tensor: None, code, message, is_extra: false });
+            let message = format!("{name}: in the source, but not in the bundle");
+            report.problems.push(Problem { code, message, ..Problem::of_source(&name, "") });
         }
     }
     report.seconds = started.elapsed().as_secs_f64();
@@ -159,7 +159,6 @@ fn extra_files(bundle: &Path, manifest: &Manifest, report: &mut VerifyReport) ->
     let known: HashSet<String> = manifest.files.iter().flat_map(FileEntry::stored).map(|(name, _)| name).collect();
     for (file, path) in files::walk(bundle)? {
         if [manifest::FILE_NAME, manifest::SIGNATURE_NAME].contains(&file.as_str()) {
-            report.files += 1;
             report.stored_bytes += path.metadata().map_err(BundleError::io("look at the file", &path))?.len();
         } else if !known.contains(&file) && file != ATTACHED_NAME {
             let error = match file.as_str() {
@@ -182,7 +181,6 @@ fn check_attached(
 ) -> Result<(), BundleError> {
     let Some(attached) = attached::of_bundle(bundle, manifest)? else { return Ok(()) };
     progress.file(ATTACHED_NAME);
-    report.files += 1;
     report.stored_bytes += attached.bytes();
     for kernel in attached.kernels() {
         check_cancelled(progress)?;
@@ -260,27 +258,33 @@ fn check_shard(
     }
 }
 
-fn compare(source: &Path, file: &FileEntry, quick: bool, progress: &dyn Progress) -> Result<(), BundleError> {
+/// How the source's copy of a file differs from what the bundle was made from; `None` if it does not.
+fn compare(
+    source: &Path,
+    file: &FileEntry,
+    quick: bool,
+    progress: &dyn Progress,
+) -> Result<Option<String>, BundleError> {
     let path = source.join(file.name());
+    let size = |got: u64| format!("the bundle was made from {} bytes, the source has {got}", file.size());
     if !path.exists() {
-        return Err(BundleError::Mismatch {
-            file: file.name().into(),
-            what: "the source file".into(),
-            offset: 0,
-            expected: format!("{} bytes", file.size()),
-            got: "no such file in the source".into(),
-        });
+        return Ok(Some("it has no such file".into()));
     }
     check_cancelled(progress)?;
     if quick {
         let got = path.metadata().map_err(BundleError::io("look at the file", &path))?.len();
         progress.advance(file.size());
-        let (name, expected) = (file.name().to_owned(), file.size());
-        return if got == expected { Ok(()) } else { Err(BundleError::FileSize { file: name, expected, got }) };
+        return Ok((got != file.size()).then(|| size(got)));
     }
     let problem = compare_original(&Input::open(&path)?, file, |bytes| {
         progress.advance(bytes);
         check_cancelled(progress)
     })?;
-    problem.map_or(Ok(()), Err)
+    Ok(problem.map(|problem| match problem {
+        BundleError::FileSize { got, .. } => size(got),
+        BundleError::Mismatch { what, offset, expected, got, .. } => {
+            format!("{what} at byte {offset}: digest {expected} in the bundle, {got} in the source")
+        }
+        other => other.to_string(),
+    }))
 }
