@@ -14,6 +14,7 @@ mod worker;
 
 use std::{
     convert::Infallible,
+    error::Error as _,
     fmt,
     net::TcpListener,
     pin::{Pin, pin},
@@ -28,12 +29,13 @@ use std::{
 use axum::{
     Router,
     body::{Body, Bytes, to_bytes},
-    extract::{Path, Request as HttpRequest, State},
+    extract::{Path, Request as HttpRequest, State, rejection::PathRejection},
     http::{HeaderMap, HeaderValue, header},
     middleware::{self, Next},
     response::{IntoResponse, Response},
     routing::{get, post},
 };
+use http_body_util::LengthLimitError;
 use hyper::{StatusCode, body::Frame as BodyFrame, server::conn::http1};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
@@ -363,7 +365,11 @@ async fn gate(State(server): State<Server>, request: HttpRequest, next: Next) ->
 /// Whether the key is there; how long that takes says nothing of where it differs.
 fn has_key(headers: &HeaderMap, key: &str) -> bool {
     let given = headers.get(header::AUTHORIZATION).map_or(&b""[..], HeaderValue::as_bytes);
-    let given = given.strip_prefix(b"Bearer ").unwrap_or_default();
+    // The name of a scheme has no case (RFC 9110, 11.1).
+    let given = match given.split_at_checked(b"Bearer ".len()) {
+        Some((scheme, key)) if scheme.eq_ignore_ascii_case(b"Bearer ") => key,
+        _ => b"",
+    };
     given.ct_eq(key.as_bytes()).into()
 }
 
@@ -393,7 +399,11 @@ async fn models(State(server): State<Server>) -> Response {
     json_response(StatusCode::OK, &json!({ "object": "list", "data": [served(&server)] }))
 }
 
-async fn model(State(server): State<Server>, Path(name): Path<String>) -> Response {
+async fn model(State(server): State<Server>, name: Result<Path<String>, PathRejection>) -> Response {
+    let Ok(Path(name)) = name else {
+        return ApiError::not_found("the name of the model is not UTF-8; GET /v1/models lists the models")
+            .into_response();
+    };
     if name == server.options.model {
         return json_response(StatusCode::OK, &served(&server));
     }
@@ -455,12 +465,12 @@ async fn body(request: HttpRequest) -> Result<Bytes, ApiError> {
     if declared.is_some_and(|length: u64| length > BODY_LIMIT as u64) {
         return Err(ApiError::body(BODY_LIMIT));
     }
-    // A declared length is checked above and held by the connection, so what fails is one that was not.
-    let chunked = declared.is_none();
     match timeout(SEND_TIME, to_bytes(request.into_body(), BODY_LIMIT)).await {
         Err(_) => Err(ApiError::timeout("sending the body", SEND_TIME.as_secs())),
         Ok(Ok(bytes)) => Ok(bytes),
-        Ok(Err(_)) if chunked => Err(ApiError::body(BODY_LIMIT)),
+        Ok(Err(error)) if error.source().is_some_and(|source| source.is::<LengthLimitError>()) => {
+            Err(ApiError::body(BODY_LIMIT))
+        }
         Ok(Err(error)) => Err(ApiError::bad(format!("the body cannot be read: {error}"))),
     }
 }

@@ -216,6 +216,14 @@ fn requests_without_the_api_key_are_rejected() {
     let server = Server::start(command(&[]).env("UNWEIGHT_API_KEY", "sesame"));
     server.client(&["keys"]);
     assert_eq!(server.ask("/health", "").0, 200, "who watches needs no key");
+    for (scheme, status) in [("Bearer", 200), ("bearer", 200), ("BEARER", 200), ("Basic", 401)] {
+        let mut stream = TcpStream::connect(server.address()).unwrap();
+        let head = "GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n";
+        write!(stream, "{head}authorization: {scheme} sesame\r\n\r\n").unwrap();
+        let mut answer = [0; 12];
+        stream.read_exact(&mut answer).unwrap();
+        assert_eq!(String::from_utf8_lossy(&answer), format!("HTTP/1.1 {status}"), "{scheme}");
+    }
 }
 
 #[test]
@@ -257,6 +265,18 @@ fn body_size_is_limited() {
     assert_eq!(&answer, b"HTTP/1.1 413");
     let (status, body) = server.ask("/v1/completions", &"[".repeat(100_000));
     assert_eq!((status, body.contains("no JSON")), (400, true), "{body}");
+    // A body without a length, too large; and one that breaks the framing.
+    for (chunk, status) in [(format!("{:x}\r\n{}", 9 << 20, "[".repeat(9 << 20)), 413), ("zz\r\n".to_owned(), 400)] {
+        let mut stream = TcpStream::connect(server.address()).unwrap();
+        let head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n";
+        // The server may answer and close before it has read everything.
+        let _ = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(chunk.as_bytes()));
+        let mut answer = [0; 12];
+        stream.read_exact(&mut answer).unwrap();
+        assert_eq!(String::from_utf8_lossy(&answer), format!("HTTP/1.1 {status}"));
+    }
+    let (status, body) = server.ask("/v1/models/%ff", "");
+    assert_eq!((status, body.starts_with('{')), (404, true), "{body}");
     assert_eq!(server.ask("/v1/embeddings", "{}").0, 404);
     assert_eq!(server.ask("/v1/completions", "").0, 405);
 }
