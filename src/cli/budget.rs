@@ -39,7 +39,7 @@ pub struct Budget {
     source: Source,
     /// GPU memory for weights, KV cache and activations, as for `generate --memory`, such as 24G [default: the least that
     /// --max-slowdown allows]
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    #[arg(long, value_name = "SIZE", value_parser = size::memory)]
     memory: Option<u64>,
     /// Largest predicted slowdown of matrix products against the fastest plan, such as 5%
     #[arg(long, value_name = "PERCENT", value_parser = percent)]
@@ -117,7 +117,7 @@ impl Budget {
         let mut request = BudgetRequest::new(batch, context, arch);
         (request.memory, request.max_slowdown) = (memory, max_slowdown);
         let fitted = budget::fit(&config, &tensors, &request);
-        let fitted = fitted.map_err(|error: BudgetError| Failure::other(error))?;
+        let fitted = fitted.map_err(readable)?;
         if let Some(plan) = &self.plan {
             write_plan(plan, &fitted.plan)?;
         }
@@ -198,6 +198,27 @@ impl Budget {
         });
         Ok(tensors.collect())
     }
+}
+
+/// The error with sizes in units.
+fn readable(error: BudgetError) -> Failure {
+    let BudgetError::TooSmall { have, least, weights, cache, working, slots } = error else {
+        return Failure::other(error);
+    };
+    Failure::new(
+        "budget-too-small",
+        format!(
+            "the smallest plan needs {} ({least} bytes; weights {}, KV cache {}, working memory {}, slots {}), and \
+             --memory gives {}",
+            output::bytes(least),
+            output::bytes(weights),
+            output::bytes(cache),
+            output::bytes(working),
+            output::bytes(slots),
+            output::bytes(have)
+        ),
+        "give more memory, a shorter --context or a smaller --batch",
+    )
 }
 
 /// Tokens of a sequence where nobody says.

@@ -116,9 +116,14 @@ impl Cache {
             return output.result(self.name(), &report, |out| writeln!(out, "{}", dir.display()));
         }
         // Looking must not create.
-        let store = match dir.is_dir() {
-            true => Some(Store::open(dir).map_err(Failure::other)?),
-            false => None,
+        let store = match dir.metadata() {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
+            Ok(metadata) if !metadata.is_dir() => {
+                let message = format!("{}: not a directory", dir.display());
+                return Err(Failure::new("not-a-directory", message, "set UNWEIGHT_CACHE_DIR to a directory"));
+            }
+            Err(error) => return Err(Failure::io(dir.display())(error)),
+            Ok(_) => Some(Store::open(dir).map_err(Failure::other)?),
         };
         let failed = || Failure::io(format!("{}: cannot be read", dir.display()));
         match self {

@@ -94,7 +94,7 @@ pub struct Generate {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Engine")]
     context: Option<u32>,
     /// GPU memory limit for weights, KV cache and activations, such as 40G [default: nine tenths of free memory]
-    #[arg(long, value_name = "SIZE", value_parser = size::parse, help_heading = "Engine")]
+    #[arg(long, value_name = "SIZE", value_parser = size::memory, help_heading = "Engine")]
     memory: Option<u64>,
     /// Prompt tokens per prefill pass, a multiple of 64
     #[arg(long, value_name = "N", default_value_t = 2048, help_heading = "Engine")]

@@ -43,8 +43,12 @@ impl Man {
         let mut open = vec![root];
         while let Some(command) = open.pop() {
             open.extend(command.get_subcommands().filter(|command| !command.is_hide_set()).cloned());
+            let usage = synopsis(&command);
             let page = clap_mangen::Man::new(command);
-            page.generate_to(&self.dir)?;
+            let mut text = Vec::new();
+            page.render(&mut text)?;
+            let text = with_synopsis(&String::from_utf8_lossy(&text), &usage);
+            fs::write(self.dir.join(page.get_filename()), text)?;
             pages.push(page.get_filename());
         }
         pages.sort();
@@ -56,4 +60,19 @@ impl Man {
         fs::write(self.dir.join(name), markdown(Cli::command()))?;
         Ok(vec![name.to_owned()])
     }
+}
+
+/// The usage of a command as roff, options with their values.
+fn synopsis(command: &clap::Command) -> String {
+    let usage = command.clone().render_usage().to_string();
+    let usage = usage.strip_prefix("Usage: ").unwrap_or(&usage).trim_end().replace('\\', "\\e").replace('-', "\\-");
+    usage.lines().map(str::trim_start).collect::<Vec<_>>().join("\n.br\n")
+}
+
+/// The page with this synopsis in place of the generated one, which leaves out the values of options.
+fn with_synopsis(page: &str, usage: &str) -> String {
+    const HEADING: &str = ".SH SYNOPSIS\n";
+    let Some((before, rest)) = page.split_once(HEADING) else { return page.to_owned() };
+    let after = rest.find(".SH ").map_or("", |at| &rest[at..]);
+    format!("{before}{HEADING}{usage}\n{after}")
 }

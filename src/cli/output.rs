@@ -130,6 +130,9 @@ pub fn shape(shape: &[usize]) -> String {
     format!("[{}]", shape.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "))
 }
 
+/// Widest cell that other rows are aligned to, characters.
+const WIDTH_MAX: usize = 80;
+
 /// Rows of aligned columns. A column is right-aligned if its heading starts with `>`.
 pub struct Table {
     headings: Vec<String>,
@@ -155,9 +158,10 @@ impl Table {
 
     /// Writes it with two spaces between columns and none at the end of a line.
     pub fn write(&self, out: &mut dyn Write) -> io::Result<()> {
+        // A longer cell sticks out of its own row, and leaves the other rows as they are.
         let width = |column: usize| {
             let cells = self.rows.iter().chain([&self.headings]).map(|row| row[column].chars().count());
-            cells.max().unwrap_or(0)
+            cells.filter(|&width| width <= WIDTH_MAX).max().unwrap_or(0)
         };
         let widths: Vec<usize> = (0..self.headings.len()).map(width).collect();
         for row in [&self.headings].into_iter().chain(&self.rows) {
@@ -200,5 +204,17 @@ mod tests {
         let mut out = Vec::new();
         table.write(&mut out).unwrap();
         assert_eq!(String::from_utf8(out).unwrap(), "name    bytes\na          12\nlonger      1\n");
+    }
+
+    #[test]
+    fn one_long_cell_widens_only_its_own_row() {
+        let long = "x".repeat(300);
+        let mut table = Table::new(&["name", ">bytes"]);
+        table.row(["a".into(), "12".into()]);
+        table.row([long.clone(), "1".into()]);
+        let mut out = Vec::new();
+        table.write(&mut out).unwrap();
+        let expected = format!("name  bytes\na        12\n{long}      1\n");
+        assert_eq!(String::from_utf8(out).unwrap(), expected);
     }
 }

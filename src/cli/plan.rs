@@ -51,7 +51,7 @@ impl Plan {
     }
 }
 
-/// A line per set of options; what is stored of each kind of weights.
+/// A line per profile and range of code limits: the stored bytes of each kind of weights.
 fn write_comparison(report: &CompareReport, out: &mut dyn Write) -> io::Result<()> {
     let is_embedding = |role| matches!(role, Role::Embedding | Role::LmHead);
     let groups: [&dyn Fn(Role) -> bool; 4] = [&is_embedding, &Role::is_attention, &Role::is_mlp, &|role| {
@@ -68,19 +68,21 @@ fn write_comparison(report: &CompareReport, out: &mut dyn Write) -> io::Result<(
         let (all, none) = (output::bytes(report.original_bytes), String::new);
         table.row(["(source)".to_owned(), none(), none(), a, b, c, d, all, none()]);
     }
-    for row in &report.rows {
+    let shown = |row: &bundle::CompareRow| {
         let [a, b, c, d] = sums(row, |total| total.stored_bytes);
-        table.row([
-            row.profile.to_string(),
-            row.scope.to_string(),
-            row.code_limit.map_or_else(|| "-".to_owned(), |bits| bits.to_string()),
-            a,
-            b,
-            c,
-            d,
-            output::bytes(row.stored_bytes),
-            select::percent(row.stored_bytes, report.original_bytes),
-        ]);
+        let ratio = select::percent(row.stored_bytes, report.original_bytes);
+        (row.profile.to_string(), row.scope.to_string(), [a, b, c, d, output::bytes(row.stored_bytes), ratio])
+    };
+    // Limits that give the same sizes share a row.
+    for rows in report.rows.chunk_by(|one, next| shown(one) == shown(next)) {
+        let bits = |row: &bundle::CompareRow| row.code_limit.map_or_else(|| "-".to_owned(), |bits| bits.to_string());
+        let limits = match rows {
+            [first, .., last] => format!("{}-{}", bits(first), bits(last)),
+            _ => rows.first().map(bits).unwrap_or_default(),
+        };
+        if let Some((profile, scope, [a, b, c, d, all, ratio])) = rows.first().map(shown) {
+            table.row([profile, scope, limits, a, b, c, d, all, ratio]);
+        }
     }
     table.write(out)?;
     writeln!(out, "sizes are predicted from samples")

@@ -22,9 +22,20 @@ pub fn parse(text: &str) -> Result<u64, String> {
     if bytes >= 1.0 && bytes <= (1u64 << 53) as f64 { Ok(bytes as u64) } else { Err(expected()) }
 }
 
+/// Smallest GPU memory that is taken at its word, bytes.
+const MEMORY_MIN: u64 = 1 << 20;
+
+/// Parses a size of GPU memory; a number below 1 MiB lacks its unit.
+pub fn memory(text: &str) -> Result<u64, String> {
+    match parse(text)? {
+        bytes if bytes < MEMORY_MIN => Err(format!("'{text}' is {bytes} bytes; write the unit, such as 24G")),
+        bytes => Ok(bytes),
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::parse;
+    use super::{memory, parse};
 
     #[test]
     fn sizes() {
@@ -36,5 +47,8 @@ mod tests {
         for text in ["", "G", "-1G", "0", "4X", "1e3", "4GG", "99999999T", "1.2.3", "NaN"] {
             assert!(parse(text).is_err(), "{text}");
         }
+        assert_eq!(memory("24G"), Ok(24 << 30));
+        assert_eq!(memory("1048576"), Ok(1 << 20));
+        assert!(memory("24").unwrap_err().contains("unit"));
     }
 }

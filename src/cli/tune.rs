@@ -68,7 +68,7 @@ pub struct Tune {
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
     /// GPU memory limit for weights, KV cache and activations, such as 40G [default: nine tenths of free memory]
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    #[arg(long, value_name = "SIZE", value_parser = size::memory)]
     memory: Option<u64>,
     /// Index of the GPU
     #[arg(long, value_name = "N", default_value_t = 0)]

@@ -36,7 +36,7 @@ fn plan_file_gives_the_predicted_sizes() {
     // The least that would do is said, and does.
     let few = ["budget", "model", "--batch", "2", "--context", "5", "--memory", "1M"];
     let said = fails(home.path(), &few, 2, "budget-too-small");
-    let (least, _) = said.split_once(" bytes are the least that would do").unwrap_or_else(|| panic!("{said}"));
+    let (least, _) = said.split_once(" bytes; weights").unwrap_or_else(|| panic!("{said}"));
     let least = least.rsplit(|c: char| !c.is_ascii_digit()).next().unwrap();
     run(home.path(), &["budget", "model", "--batch", "2", "--context", "5", "--memory", least], 0);
     let less = (least.parse::<u64>().unwrap() - 1).to_string();
@@ -79,6 +79,17 @@ fn plan_file_gives_the_predicted_sizes() {
 }
 
 /// What an engine would not load has no plan; what it would, counts once. Experts are packed.
+/// Sizes have units in the error, and an option without a unit is asked about.
+#[test]
+fn memory_needs_a_unit() {
+    let text = fails(fixture(), &["budget", "model", "--memory", "1M"], 2, "budget-too-small");
+    assert!(text.contains("--memory gives 1.00 MiB") && text.contains("KV cache"), "{text}");
+    let text = stderr(&run(fixture(), &["budget", "model", "--memory", "24"], 2));
+    assert!(text.contains("24 bytes; write the unit"), "{text}");
+    let text = stderr(&run(fixture(), &["budget", "model"], 2));
+    assert!(text.contains("<--memory <SIZE>|--max-slowdown <PERCENT>>"), "{text}");
+}
+
 #[test]
 fn rejects_models_that_no_engine_loads() {
     let home = tempfile::tempdir().unwrap();

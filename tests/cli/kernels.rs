@@ -95,6 +95,20 @@ fn compile_fills_the_cache_once() {
 }
 
 #[test]
+fn cache_must_be_a_directory() {
+    let home = tempfile::tempdir().unwrap();
+    fs::write(home.path().join("file"), "").unwrap();
+    for (cache, status) in [("file", 2), ("missing", 0)] {
+        for command in [["cache", "ls"], ["cache", "prune"], ["cache", "verify"]] {
+            let output = unweight(&command).env("UNWEIGHT_CACHE_DIR", home.path().join(cache)).output().unwrap();
+            assert_eq!(output.status.code(), Some(status), "{command:?} {cache}");
+            assert_eq!(stderr(&output).contains("not a directory"), status == 2, "{}", stderr(&output));
+        }
+    }
+    assert!(!home.path().join("missing").exists(), "looking creates nothing");
+}
+
+#[test]
 fn compile_fails_if_the_cache_cannot_keep_them() {
     let home = tempfile::tempdir().unwrap();
     let compile = |limit: &str, nvrtc: Option<&Path>| {

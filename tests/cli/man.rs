@@ -19,6 +19,9 @@ fn writes_a_page_for_every_command() {
     }
     let text = fs::read_to_string(home.path().join("deep/man1/unweight-compress.1")).unwrap();
     assert!(text.contains("\\-\\-code\\-limit") && text.contains("Replace an existing output"), "{text}");
+    let (_, synopsis) = text.split_once(".SH SYNOPSIS\n").unwrap();
+    let synopsis = synopsis.lines().next().unwrap();
+    assert_eq!(synopsis, r"unweight compress [OPTIONS] \-\-output <DIR> <SOURCE>...");
     // Again, over what is there.
     run(home.path(), &["man", "deep/man1"], 0);
     fs::write(home.path().join("file"), "").unwrap();
