@@ -38,6 +38,20 @@ fn follows_the_documented_plan_file() {
     }
 }
 
+/// A small model is mostly metadata: manifest, headers and index are predicted as well.
+#[test]
+fn predicts_the_size_of_small_bundles() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    for profile in ["distribution", "palette", "packed", "compact"] {
+        let plan = json(&run(home.path(), &["plan", "model", "--json", "--profile", profile], 0));
+        let made = ["compress", "model", "-o", profile, "--json", "--profile", profile];
+        let made = json(&run(home.path(), &made, 0));
+        let [plan, made] = [plan, made].map(|report| report["stored_bytes"].as_f64().unwrap());
+        assert!((plan / made - 1.0).abs() < 0.02, "{profile}: {plan} bytes predicted, {made} made");
+    }
+}
+
 #[test]
 fn compare_agrees_with_each_plan() {
     let home = tempfile::tempdir().unwrap();

@@ -102,10 +102,14 @@ pub(super) fn predict_one(
 /// For each way to encode files of a model.
 fn predict(files: &[&SourceFile], ways: &[(&Planner, CodeLimit)]) -> Result<Vec<Predicted>, BundleError> {
     let mut predicted = vec![Predicted::default(); ways.len()];
+    let mut index_bytes = 0;
     for file in files {
         let Kind::Weights { header, .. } = &file.kind else {
             let bytes = match &file.kind {
-                Kind::Index(_) => 4 * file.bytes,
+                Kind::Index(_) => {
+                    index_bytes += file.bytes;
+                    2 * file.bytes
+                }
                 Kind::Config(text) => file.bytes + config::with_keys(text, Digest::leaf(&[])).len() as u64,
                 _ => file.bytes,
             };
@@ -116,14 +120,35 @@ fn predict(files: &[&SourceFile], ways: &[(&Planner, CodeLimit)]) -> Result<Vec<
         let tensors = header.tensors.par_iter().map(|info| predict_tensor(&file.name, info, &input, ways));
         for reports in tensors.collect::<Result<Vec<_>, BundleError>>()? {
             for ((tensors, stored_bytes), report) in predicted.iter_mut().zip(reports) {
-                // Shard header and manifest name every section once each, about 1.5 KB a tensor with its digests.
-                *stored_bytes += report.stored_bytes + if report.encoding == EncodingId::RAW { 0 } else { 1500 };
+                *stored_bytes += report.stored_bytes;
                 tensors.push(report);
             }
         }
-        predicted.iter_mut().for_each(|(_, stored_bytes)| *stored_bytes += 2 * header.data_offset);
+        // The header of the source, and the names of its tensors in the shard's own.
+        predicted.iter_mut().for_each(|(_, stored_bytes)| *stored_bytes += header.data_offset * 5 / 2);
+    }
+    for (tensors, stored_bytes) in &mut predicted {
+        *stored_bytes += metadata_bytes(tensors, index_bytes);
     }
     Ok(predicted)
+}
+
+/// Bytes of a tensor in the manifest, and of a section in the manifest and in a shard's header; fitted to bundles of
+/// the demo model in all profiles, 2026-11-25.
+const TENSOR_METADATA_BYTES: u64 = 275;
+const SECTION_METADATA_BYTES: u64 = 152;
+
+/// Bytes that describe the tensors in the manifest, in the headers of shards and, with its entry per section, in the
+/// index, of which the source has so many bytes.
+fn metadata_bytes(tensors: &[TensorReport], index_bytes: u64) -> u64 {
+    let count = tensors.len() as u64;
+    let sections = |tensor: &TensorReport| match tensor.encoding {
+        EncodingId::RAW => 0,
+        coded => coded.encoding().sections().len() as u64,
+    };
+    let sections: u64 = tensors.iter().map(sections).sum();
+    let entry_bytes = index_bytes / count.max(1);
+    count * TENSOR_METADATA_BYTES + sections * (SECTION_METADATA_BYTES + entry_bytes)
 }
 
 fn predict_tensor(
