@@ -34,6 +34,16 @@ class Numpy(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "bf16='half'"):
             self.bundle.numpy("model.norm.weight", bf16="half")
 
+    def test_rows_and_columns_are_a_part(self):
+        name = next(name for name, (dtype, shape, _) in self.tensors.items() if dtype == "BF16" and len(shape) == 2)
+        whole = self.bundle.numpy(name)
+        numpy.testing.assert_array_equal(self.bundle.numpy(name, rows=(1, 5), cols=(2, 9)), whole[1:5, 2:9])
+        numpy.testing.assert_array_equal(self.bundle.numpy(name, cols=(0, 1)), whole[:, :1])
+        with self.assertRaisesRegex(ValueError, "no part 0..0"):
+            self.bundle.numpy(name, rows=(0, 0))
+        with self.assertRaisesRegex(ValueError, "not a matrix"):
+            self.bundle.numpy("model.norm.weight", rows=(0, 1))
+
     def test_others_come_as_safetensors_reads_them(self):
         with safe_open(self.model / "model.safetensors", "numpy") as stock:
             for name in ("scale", "flags"):

@@ -132,8 +132,10 @@ class Work(Case):
             ({"code_limit": 99}, "6..=15"),
             ({"threads": 0}, "give 1 or more"),
             ({"threads": 10**9}, "threads is 1000000000; give 1024 or fewer"),
-            ({"threads": -1}, "threads=-1; give a number that is not below 0"),
-            ({"ram_bytes": -1}, "ram_bytes=-1; give a number that is not below 0"),
+            ({"threads": -1}, "threads=-1; give a number from 0"),
+            ({"threads": 10**30}, "threads=1000000000000000000000000000000; give a number from 0"),
+            ({"ram_bytes": -1}, "ram_bytes=-1; give a number from 0"),
+            ({"ram_bytes": 0}, "ram_bytes=0; give 1 or more"),
         ):
             with self.subTest(wrong), self.assertRaisesRegex(ValueError, says):
                 unweight.compress(self.home / "model", self.home / "bundle", **wrong)
@@ -148,7 +150,7 @@ class Work(Case):
         with self.assertRaisesRegex(TypeError, "progress=3; give a function"):
             unweight.compress(self.home / "model", self.home / "bundle", progress=3)
         self.assertFalse((self.home / "bundle").exists())
-        with self.assertRaisesRegex(ValueError, "code_limit=-1; give a number that is not below 0"):
+        with self.assertRaisesRegex(ValueError, "code_limit=-1; give a number from 0"):
             unweight.compress(self.home / "model", self.home / "bundle", code_limit=-1)
 
     def test_progress_is_told_on_this_thread_and_ends_full(self):
@@ -254,6 +256,30 @@ class Read(Case):
             bundle.decode_into("scale", 1, 23)
         with self.assertRaisesRegex(ValueError, "address is 0"):
             bundle.decode_into("scale", 0, 24)
+        for address in (-1, 2**64):
+            with self.subTest(address), self.assertRaisesRegex(ValueError, f"address={address}; give a number from 0"):
+                bundle.decode_into("scale", address, 24)
+        with self.assertRaisesRegex(TypeError, "give a whole number"):
+            bundle.decode_into("scale", 1.5, 24)
+
+    def test_paths_may_be_bytes(self):
+        self.bundle()
+        path = os.fsencode(self.home / "bundle")
+        self.assertEqual(unweight.Bundle(path).path, self.home / "bundle")
+        self.assertEqual(unweight.verify(path)["problems"], [])
+        unweight.decompress(path, os.fsencode(self.home / "restored"))
+        self.assertTrue((self.home / "restored" / "model.safetensors").is_file())
+        self.assertEqual(unweight.inspect(path)["options"]["profile"], "distribution")
+
+    def test_a_missing_package_names_the_extra(self):
+        bundle = self.bundle()
+        with self.assertRaisesRegex(ModuleNotFoundError, r"torch is not installed; pip install 'unweight\[torch\]'"):
+            bundle.torch("scale")
+        with self.assertRaisesRegex(ModuleNotFoundError, r"numpy is not installed; pip install 'unweight\[numpy\]'"):
+            bundle.numpy("scale")
+        for module, extra in (("transformers", "transformers"), ("ops", "torch")):
+            with self.assertRaisesRegex(ModuleNotFoundError, rf"pip install 'unweight\[{extra}\]'"):
+                importlib.import_module(f"unweight.{module}")
 
     def test_files_beside_the_weights_may_be_missing_or_edited(self):
         self.bundle()

@@ -30,6 +30,7 @@ impl fmt::Display for Holder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.known {
             None => f.write_str("another process"),
+            Some((process, _)) if *process == std::process::id() => f.write_str("another run of this process"),
             Some((process, name)) if name.is_empty() => write!(f, "process {process}"),
             Some((process, name)) => write!(f, "process {process} ({name})"),
         }
@@ -70,6 +71,7 @@ mod tests {
             [said(Some((9, "cat"))), said(Some((9, ""))), said(None)],
             ["process 9 (cat)", "process 9", "another process"]
         );
+        assert_eq!(said(Some((std::process::id(), "cat"))), "another run of this process");
     }
 
     #[test]

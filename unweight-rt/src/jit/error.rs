@@ -127,15 +127,8 @@ fn absent(missing: &[MissingKernel], dir: Option<&Path>) -> String {
     format!("{} {kernels} not in the cache ({place}) and not compiled", missing.len())
 }
 
-/// Missing kernels that a message names; it counts the others.
-const NAMED_MAX: usize = 4;
-
 fn lines(missing: &[MissingKernel]) -> String {
-    let mut lines: Vec<String> = missing.iter().take(NAMED_MAX).map(ToString::to_string).collect();
-    if missing.len() > NAMED_MAX {
-        lines.push(format!("and {} more", missing.len() - NAMED_MAX));
-    }
-    lines.join("\n  ")
+    missing.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n  ")
 }
 
 fn list(errors: &[Error]) -> String {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
+import os
 from contextlib import nullcontext
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Iterator, NamedTuple, Optional, Union
 
 from . import _native
+from ._extras import require
 from .errors import DamagedError
 
 if TYPE_CHECKING:
@@ -66,6 +68,9 @@ class Bundle(_native.Bundle):
     this one was opened, and is opened again.
     """
 
+    def __new__(cls, path: Union[str, bytes, os.PathLike[str]]) -> Bundle:
+        return super().__new__(cls, os.fsdecode(path))  # type: ignore[call-arg]
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._folder,)
 
@@ -123,23 +128,34 @@ class Bundle(_native.Bundle):
     def __repr__(self) -> str:
         return f"Bundle({str(self.path)!r}, profile={self.profile!r}, tensors={len(self)})"
 
-    def numpy(self, name: str, *, bf16: str = "float32", file: Optional[str] = None) -> numpy.ndarray[Any, Any]:
-        """A tensor as an array of its own.
+    def decode_into(self, name: str, address: int, nbytes: int, *, file: Optional[str] = None) -> None:
+        """Decodes a tensor into `nbytes` writable bytes of CPU memory at `address` that nothing else uses."""
+        super().decode_into(name, _unsigned("address", address), _unsigned("nbytes", nbytes), file=file)
+
+    def numpy(
+        self,
+        name: str,
+        *,
+        bf16: str = "float32",
+        file: Optional[str] = None,
+        rows: Optional[tuple[int, int]] = None,
+        cols: Optional[tuple[int, int]] = None,
+    ) -> numpy.ndarray[Any, Any]:
+        """A tensor as a new array.
+
+        `rows` and `cols` select a part of a matrix: the first index, and the one after the last.
 
         numpy has no BF16. `bf16` says what comes instead: `"float32"` has the same values, `"uint16"` the same bits,
         and `"ml_dtypes"` is `ml_dtypes.bfloat16`, for which that package must be installed.
         """
-        import numpy as np
+        np = require("numpy", "numpy")
 
         info = self.info(name, file=file)
         if info.dtype != "BF16":
-            array = np.empty(info.shape, dtype=_dtype(info, _NUMPY, "numpy"))
-            self.decode_into(name, array.ctypes.data, array.nbytes, file=file)
-            return array
+            return self._numpy_part(info, _dtype(info, _NUMPY, "numpy"), rows, cols)
         if bf16 not in ("float32", "uint16", "ml_dtypes"):
             raise ValueError(f"bf16={bf16!r}; give 'float32', 'uint16' or 'ml_dtypes'")
-        bits = np.empty(info.shape, dtype=np.uint16)
-        self.decode_into(name, bits.ctypes.data, bits.nbytes, file=file)
+        bits = self._numpy_part(info, "uint16", rows, cols)
         if bf16 == "uint16":
             return bits
         if bf16 == "float32":
@@ -147,6 +163,20 @@ class Bundle(_native.Bundle):
         import ml_dtypes
 
         return bits.view(ml_dtypes.bfloat16)
+
+    def _numpy_part(
+        self, info: TensorInfo, dtype: str, rows: Optional[tuple[int, int]], cols: Optional[tuple[int, int]]
+    ) -> numpy.ndarray[Any, Any]:
+        """A tensor, or these rows and columns of it, as an array of `dtype`."""
+        np = require("numpy", "numpy")
+        if rows is None and cols is None:
+            array = np.empty(info.shape, dtype=dtype)
+            self.decode_into(info.name, array.ctypes.data, array.nbytes, file=info.file)
+            return array
+        rows, cols = _part(info, rows, cols)
+        array = np.empty((rows[1] - rows[0], cols[1] - cols[0]), dtype=dtype)
+        self.decode_part_into(info.name, rows, cols, array.ctypes.data, array.nbytes, file=info.file)
+        return array
 
     def torch(
         self,
@@ -162,7 +192,7 @@ class Bundle(_native.Bundle):
         `rows` and `cols`: these of a matrix, the first and the one after the last. The rest is not read, where
         `reads_parts` says so.
         """
-        import torch
+        torch = require("torch", "torch")
 
         info = self.info(name, file=file)
         if rows is not None or cols is not None:
@@ -177,7 +207,7 @@ class Bundle(_native.Bundle):
 
     def _torch_whole(self, info: TensorInfo, *, pin: bool = False) -> torch.Tensor:
         """A tensor on the CPU; with `pin` in page-locked memory, which a GPU reads without a copy, if there is some."""
-        import torch
+        torch = require("torch", "torch")
 
         empty = partial(torch.empty, info.shape, dtype=getattr(torch, _dtype(info, _TORCH, "torch")), device="cpu")
         try:
@@ -194,16 +224,31 @@ class Bundle(_native.Bundle):
         self, info: TensorInfo, rows: Optional[tuple[int, int]], cols: Optional[tuple[int, int]]
     ) -> tuple[torch.Tensor, int]:
         """These rows and columns on the CPU, and the stored bytes that were read for them."""
-        import torch
+        torch = require("torch", "torch")
 
-        if len(info.shape) != 2:
-            raise ValueError(f"tensor '{info.name}' of shape {list(info.shape)} is no matrix; read all of it")
         # Before there is memory for them.
-        rows, cols = _range("rows", rows, info, 0), _range("cols", cols, info, 1)
+        rows, cols = _part(info, rows, cols)
         shape = tuple(end - start for start, end in (rows, cols))
         tensor = torch.empty(shape, dtype=getattr(torch, _dtype(info, _TORCH, "torch")), device="cpu")
         read = self.decode_part_into(info.name, rows, cols, tensor.data_ptr(), tensor.nbytes, file=info.file)
         return tensor, read
+
+
+def _unsigned(name: str, given: int) -> int:
+    if isinstance(given, bool) or not hasattr(given, "__index__"):
+        raise TypeError(f"{name}={given!r}; give a whole number")
+    if not 0 <= operator.index(given) < 2**64:
+        raise ValueError(f"{name}={given!r}; give a number from 0 to 2**64 - 1")
+    return operator.index(given)
+
+
+def _part(
+    info: TensorInfo, rows: Optional[tuple[int, int]], cols: Optional[tuple[int, int]]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The rows and columns of a matrix that are asked for, checked."""
+    if len(info.shape) != 2:
+        raise ValueError(f"tensor '{info.name}' of shape {list(info.shape)} is not a matrix; read all of it")
+    return _range("rows", rows, info, 0), _range("cols", cols, info, 1)
 
 
 def _range(name: str, given: Optional[tuple[int, int]], info: TensorInfo, dim: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Any, Callable, NamedTuple, Optional, Sequence, Union
 
 from . import _native
 
-Path = Union[str, "os.PathLike[str]"]
+Path = Union[str, bytes, "os.PathLike[str]"]
 
 
 class Progress(NamedTuple):
@@ -42,7 +42,7 @@ def _choice(
         "include": _several("include", include),
         "exclude": _several("exclude", exclude),
         "skip": _several("skip", skip),
-        "plan_file": None if plan_file is None else os.fspath(plan_file),
+        "plan_file": None if plan_file is None else os.fsdecode(plan_file),
         "threads": _count("threads", threads),
     }
 
@@ -52,9 +52,15 @@ def _count(name: str, count: Optional[int]) -> Optional[int]:
         return None
     if isinstance(count, bool) or not hasattr(count, "__index__"):
         raise TypeError(f"{name}={count!r}; give a whole number")
-    if operator.index(count) < 0:
-        raise ValueError(f"{name}={count!r}; give a number that is not below 0")
+    if not 0 <= operator.index(count) < 2**64:
+        raise ValueError(f"{name}={count!r}; give a number from 0 to 2**64 - 1")
     return operator.index(count)
+
+
+def _ram(count: Optional[int]) -> Optional[int]:
+    if _count("ram_bytes", count) == 0:
+        raise ValueError("ram_bytes=0; give 1 or more, or None for 1 GiB")
+    return _count("ram_bytes", count)
 
 
 def _callback(progress: Optional[Callback]) -> Optional[Callback]:
@@ -103,8 +109,8 @@ def compress(
     """
     choice = _choice(profile, scope, code_limit, include, exclude, skip, plan_file, threads)
     more = {"resume": resume, "force": force, "verify": verify, "sha256": sha256}
-    more["ram_bytes"] = _count("ram_bytes", ram_bytes)
-    report = _native.compress(source, output, choice, more, _callback(progress))
+    more["ram_bytes"] = _ram(ram_bytes)
+    report = _native.compress(os.fsdecode(source), os.fsdecode(output), choice, more, _callback(progress))
     for config in report["unmarked_configs"]:
         warnings.warn(
             f"{config['name']} is copied as it is ({config['reason']}): it does not say that the weights beside it are "
@@ -127,7 +133,8 @@ def plan(
     threads: Optional[int] = None,
 ) -> dict[str, Any]:
     """Predicts what `compress` would do, from headers and samples; the keys of `unweight plan --json`."""
-    return _native.plan(source, _choice(profile, scope, code_limit, include, exclude, skip, plan_file, threads))
+    choice = _choice(profile, scope, code_limit, include, exclude, skip, plan_file, threads)
+    return _native.plan(os.fsdecode(source), choice)
 
 
 def decompress(
@@ -144,9 +151,9 @@ def decompress(
 
     `progress` and Ctrl-C are as for `compress`.
     """
-    counts = {"threads": _count("threads", threads), "ram_bytes": _count("ram_bytes", ram_bytes)}
+    counts = {"threads": _count("threads", threads), "ram_bytes": _ram(ram_bytes)}
     more = {**counts, "resume": resume, "force": force}
-    return _native.decompress(bundle, output, more, _callback(progress))
+    return _native.decompress(os.fsdecode(bundle), os.fsdecode(output), more, _callback(progress))
 
 
 def verify(
@@ -166,16 +173,16 @@ def verify(
     `against` is the directory that the bundle was made from, `key` the text of a minisign public key.
     """
     more = {
-        "against": against,
+        "against": None if against is None else os.fsdecode(against),
         "skip": _several("skip", skip),
         "quick": quick,
         "threads": _count("threads", threads),
-        "ram_bytes": _count("ram_bytes", ram_bytes),
+        "ram_bytes": _ram(ram_bytes),
         "key": key,
     }
-    return _native.verify(bundle, more, _callback(progress))
+    return _native.verify(os.fsdecode(bundle), more, _callback(progress))
 
 
 def inspect(bundle: Path) -> dict[str, Any]:
     """What is in a bundle, tensor by tensor; the keys of `unweight inspect --json`."""
-    return _native.Bundle(bundle)._inspect()
+    return _native.Bundle(os.fsdecode(bundle))._inspect()

@@ -18,7 +18,11 @@ import warnings
 import weakref
 from typing import Any, Callable, NamedTuple, Optional, Union
 
-import torch
+from ._extras import require
+
+require("torch", "torch")
+
+import torch  # noqa: E402
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._functorch import eager_transforms

@@ -16,8 +16,12 @@ import weakref
 from types import TracebackType
 from typing import Any, Iterator, Optional, Union
 
-import torch
-import transformers
+from ._extras import require
+
+require("transformers", "torch", "transformers")
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import modeling_utils
