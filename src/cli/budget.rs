@@ -63,31 +63,53 @@ pub struct Budget {
 
 #[derive(Serialize)]
 struct Report {
+    /// GPU architecture of the plan.
     arch: &'static str,
+    /// `--memory`, or null.
     memory_bytes: Option<u64>,
+    /// Sequences that run at the same time.
     batch: u32,
+    /// Tokens per sequence.
     context: u32,
+    /// GPU memory: sum of the four keys after `free_bytes`.
     total_bytes: u64,
+    /// Free GPU memory that `generate` and `serve` need without `--memory`: 10/9 of `total_bytes`.
     free_bytes: u64,
+    /// Weights.
     weight_bytes: u64,
+    /// KV cache.
     cache_bytes: u64,
+    /// Activations, logits, tables and shared workspaces.
     working_bytes: u64,
+    /// Buffers for decoded or expanded weights; 0 if none are needed.
     slot_bytes: u64,
+    /// Modelled time of all matrix products of a step, us.
     linear_us: f64,
+    /// The same for the fastest plan without a memory limit, us.
     fastest_us: f64,
+    /// `linear_us / fastest_us`.
     slowdown: f64,
+    /// Whether the plan is optimal for these sizes and times; false: close to optimal.
     exact: bool,
+    /// Weights with the same encoding.
     groups: Vec<Group>,
+    /// File that was written, or null.
     plan: Option<PathBuf>,
 }
 
 #[derive(Serialize)]
 struct Group {
+    /// Weights that one product reads: `qkv`, `o`, `gate_up`, `down`, `lm_head`; or `embed`.
     unit: &'static str,
+    /// Their encoding.
     encoding: EncodingId,
+    /// Number of such products.
     units: u32,
+    /// Their layers.
     layers: Vec<u32>,
+    /// Their bytes.
     bytes: u64,
+    /// Their modelled time, us.
     us: f64,
 }
 

@@ -48,44 +48,63 @@ pub struct Prune {
 
 #[derive(Serialize)]
 struct Dir<'a> {
+    /// Directory of the cache.
     dir: &'a PathBuf,
+    /// Whether it exists.
     exists: bool,
 }
 
 #[derive(Serialize)]
 struct Ls {
+    /// The kernels in the cache.
     entries: Vec<Entry>,
+    /// All entries.
     bytes: u64,
 }
 
 #[derive(Serialize)]
 struct Entry {
+    /// Directory of the entry.
     folder: String,
+    /// Its size.
     bytes: u64,
+    /// Time since its last use.
     idle_seconds: u64,
+    /// Kernel, or null if damaged.
     name: Option<String>,
+    /// Compiler, or null if damaged.
     compiler: Option<String>,
+    /// What is damaged, or null.
     damage: Option<String>,
 }
 
 #[derive(Serialize)]
 struct Verified {
+    /// Undamaged kernels.
     good: usize,
+    /// The damaged kernels.
     damaged: Vec<Damaged>,
+    /// Damaged kernels removed.
     evicted: usize,
 }
 
 #[derive(Serialize)]
 struct Damaged {
+    /// Directory of a damaged kernel.
     folder: String,
+    /// What is damaged.
     reason: String,
 }
 
 #[derive(Serialize)]
 struct RemovedReport {
+    /// Kernels removed.
     entries: usize,
+    /// Their bytes.
     bytes: u64,
+    /// Leftovers of dead processes removed; `cache clear` removes dispatch tables as well.
     leftovers: usize,
+    /// Kernels that could not be removed.
     failed: usize,
 }
 

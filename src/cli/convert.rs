@@ -40,9 +40,11 @@ enum Format {
 /// A report, with what all of them have.
 #[derive(Serialize)]
 struct Converted<T> {
+    /// `dfloat11` or `bf16`.
     to: &'static str,
     #[serde(flatten)]
     report: T,
+    /// Duration.
     seconds: f64,
 }
 

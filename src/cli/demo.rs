@@ -44,14 +44,23 @@ pub struct Demo {
 
 #[derive(Serialize)]
 struct Report {
+    /// The model that was written.
     model: DemoReport,
+    /// Time to write the model.
     write_seconds: f64,
+    /// Report of `compress`.
     compress: CompressReport,
+    /// Report of `verify`.
     verify: VerifyReport,
+    /// Report of `decompress`.
     decompress: DecompressReport,
+    /// Files compared.
     compared_files: u64,
+    /// Bytes compared.
     compared_bytes: u64,
+    /// Time to compare.
     compare_seconds: f64,
+    /// True; otherwise the command fails.
     identical: bool,
 }
 

@@ -39,20 +39,31 @@ pub struct Doctor {}
 
 #[derive(Serialize)]
 struct Report {
+    /// The processor.
     cpu: Cpu,
+    /// The libraries that GPU commands load.
     libraries: Vec<LibraryReport>,
+    /// The GPUs; empty without a driver.
     devices: Vec<DeviceReport>,
+    /// Memory of published models on each GPU; empty without a GPU.
     models: Vec<ModelReport>,
+    /// The kernel cache.
     cache: CacheReport,
+    /// Value of `UNWEIGHT_JIT` in effect.
     jit: &'static str,
+    /// Contradicting settings, a compiler older than a GPU, misspelt variables.
     warnings: Vec<String>,
 }
 
 #[derive(Serialize)]
 struct Cpu {
+    /// Processor architecture.
     arch: &'static str,
+    /// Threads.
     threads: usize,
+    /// Memory, or null.
     memory_bytes: Option<u64>,
+    /// Whether the fast encoder can run.
     avx512: bool,
 }
 
@@ -60,47 +71,70 @@ struct Cpu {
 #[derive(Serialize)]
 #[serde(rename_all = "snake_case")]
 enum DeviceReport {
+    /// A GPU that kernels run on.
     Usable(DeviceInfo),
+    /// Why a GPU cannot be used.
     Unusable(String),
 }
 
 /// What a well-known model leaves of a GPU for its KV cache, packed and as BF16.
 #[derive(Serialize)]
 struct ModelReport {
+    /// Ordinal of the GPU.
     device: usize,
+    /// Name of the published model.
     geometry: &'static str,
+    /// Its packed weights.
     packed_bytes: u64,
+    /// Tokens of KV cache next to packed weights in nine tenths of the memory.
     packed_tokens: u64,
+    /// Its weights with `--placement compact`.
     compact_bytes: u64,
+    /// Tokens of KV cache next to these and their slot.
     compact_tokens: u64,
+    /// Its BF16 weights.
     bf16_bytes: u64,
+    /// Tokens of KV cache next to these.
     bf16_tokens: u64,
 }
 
 #[derive(Serialize)]
 struct LibraryReport {
+    /// `libcuda`, `libnvrtc`, ...
     name: &'static str,
+    /// Whether a usable one was found.
     found: bool,
+    /// Its version, or null.
     version: Option<String>,
+    /// Its file, or null.
     path: Option<String>,
+    /// Search rule that found it, or null.
     origin: Option<String>,
+    /// What is unavailable without it, or null.
     disables: Option<&'static str>,
+    /// How to get it, or null.
     remedy: Option<&'static str>,
+    /// Files and names that were tried, if it was not found.
     tried: Vec<Tried>,
 }
 
 #[derive(Serialize)]
 struct Tried {
+    /// File or name that was tried.
     what: String,
+    /// Why it was not used.
     why: String,
 }
 
 #[derive(Serialize)]
 struct CacheReport {
+    /// Directory of the kernel cache, or null.
     dir: Option<String>,
+    /// Kernels in it.
     kernels: usize,
+    /// Their bytes.
     bytes: u64,
-    /// Why it cannot be used, if it cannot.
+    /// Why it cannot be used, or null.
     unusable: Option<String>,
 }
 

@@ -48,18 +48,27 @@ pub struct Extract {
 
 #[derive(Serialize)]
 struct TensorJson<'a> {
+    /// Its name.
     tensor: &'a str,
+    /// As in safetensors.
     dtype: String,
+    /// Its shape.
     shape: &'a [usize],
+    /// Bytes written.
     bytes: u64,
+    /// Their digest.
     digest: Digest,
 }
 
 #[derive(Serialize)]
 struct FileJson<'a> {
+    /// Its name.
     file: &'a str,
+    /// Bytes written.
     bytes: u64,
+    /// Its XXH3-128 digest, checked.
     digest: Digest,
+    /// Its SHA-256, checked; null if the bundle has none.
     sha256: Option<String>,
 }
 

@@ -78,6 +78,21 @@ impl Class {
     }
 }
 
+/// A failure as `--json` prints it.
+#[derive(Debug, Serialize)]
+pub struct ErrorReport {
+    /// `mismatch`, `failed` or `interrupted`.
+    pub class: Class,
+    /// [Error code](errors.md).
+    pub code: &'static str,
+    /// What failed and where.
+    pub message: String,
+    /// Causes, outermost first.
+    pub causes: Vec<String>,
+    /// The next step, or null.
+    pub help: Option<String>,
+}
+
 /// What a command returns.
 pub type Result<T> = std::result::Result<T, Failure>;
 
@@ -173,15 +188,15 @@ impl Failure {
         }
     }
 
-    /// Code, message, causes and help for `--json`.
-    pub fn to_json(&self) -> serde_json::Value {
-        serde_json::json!({
-            "class": self.class,
-            "code": self.code,
-            "message": self.message,
-            "causes": causes(self),
-            "help": self.help,
-        })
+    /// The error for `--json`.
+    pub fn report(&self) -> ErrorReport {
+        ErrorReport {
+            class: self.class,
+            code: self.code,
+            message: self.message.clone(),
+            causes: causes(self),
+            help: self.help.clone(),
+        }
     }
 }
 
@@ -423,6 +438,19 @@ impl Error for Failure {
     }
 }
 
+/// Lines of a message that are printed.
+const LINES_MAX: usize = 10;
+
+/// A message without the lines beyond those that a terminal should show; `--json` has all.
+fn shortened(message: &str) -> String {
+    let lines: Vec<&str> = message.lines().collect();
+    match lines.len().checked_sub(LINES_MAX) {
+        // One line more is as short as the note.
+        Some(more @ 2..) => format!("{}\n  and {more} more lines; --json has all", lines[..LINES_MAX].join("\n")),
+        _ => message.to_owned(),
+    }
+}
+
 impl Failure {
     /// Prints `error[code]:`, `cause:` and `help:` lines on stderr.
     pub fn print(&self) {
@@ -434,7 +462,7 @@ impl Failure {
     /// What [`Failure::print`] prints.
     pub(super) fn text(&self, colour: bool) -> String {
         let (on, off) = if colour { ("\x1b[1;31m", "\x1b[0m") } else { ("", "") };
-        let mut text = format!("{on}error[{}]:{off} {}\n", self.code, printable(&self.message));
+        let mut text = format!("{on}error[{}]:{off} {}\n", self.code, printable(&shortened(&self.message)));
         let lines = causes(self).into_iter().map(|cause| ("cause", cause));
         for (what, line) in lines.chain(self.help.clone().map(|help| ("help", help))) {
             text += &format!("  {what}: {}\n", printable(&line));
@@ -446,6 +474,15 @@ impl Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_long_list_is_shortened_before_the_help() {
+        let message = |lines: usize| (0..lines).map(|line| line.to_string()).collect::<Vec<_>>().join("\n");
+        let text = Failure::new("usage", message(50), "do this").text(false);
+        assert!(text.ends_with("\n9\n  and 40 more lines; --json has all\n  help: do this\n"), "{text}");
+        assert!(Failure::new("usage", message(11), "do this").text(false).contains("\n10\n  help"));
+        assert_eq!(Failure::new("usage", message(50), "").report().message, message(50));
+    }
 
     #[test]
     fn a_failure_is_printed_with_its_cause_and_its_help() {

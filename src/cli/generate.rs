@@ -122,25 +122,41 @@ fn parse_ids(text: &str) -> std::result::Result<Ids, String> {
 
 #[derive(Serialize)]
 struct Report {
+    /// One entry per prompt.
     sequences: Vec<Sequence>,
+    /// Time to load model and kernels, ms.
     load_ms: f64,
+    /// Time to the first token of the first prompt, ms.
     prefill_ms: f64,
+    /// Later tokens per second, all sequences; null if there are none.
     tokens_per_s: Option<f64>,
+    /// Weights in GPU memory.
     weight_bytes: u64,
+    /// KV cache.
     cache_bytes: u64,
+    /// Tokens that the KV cache holds.
     cache_tokens: u64,
+    /// Activations, tables, workspaces and the slot.
     working_bytes: u64,
+    /// Buffer that weights are expanded into before their product; 0 if none is needed.
     slot_bytes: u64,
+    /// `packed`, `compact`, `bf16`, `stored` or `alternate`.
     placement: Placement,
+    /// Experts in host memory (`--resident-experts`).
     host_bytes: u64,
+    /// Traffic of experts between host and GPU; null if the GPU holds all experts, or there are none.
     experts: Option<ExpertTraffic>,
 }
 
 #[derive(Serialize)]
 struct Sequence {
+    /// Tokens of the prompt.
     prompt_tokens: usize,
+    /// Generated token ids, end token included.
     tokens: Vec<u32>,
+    /// Their text, without special tokens and the `--stop` text; null without a tokenizer.
     text: Option<String>,
+    /// `stop`: end token or `--stop` text; `length`: `--max-new-tokens`; `nan`: all logits were NaN.
     finish: Option<&'static str>,
 }
 

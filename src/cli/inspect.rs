@@ -48,18 +48,28 @@ enum Plot {
 
 #[derive(Serialize)]
 struct Report<'a> {
+    /// Program that wrote the bundle.
     creator: &'a str,
+    /// Format version of the bundle.
     format_version: String,
+    /// Options of `compress`.
     options: &'a Options,
+    /// Identifies the bundle.
     manifest_digest: String,
+    /// Tensors, all or those of `--tensor`.
     tensors: Vec<TensorReport>,
+    /// Their bytes in the source.
     original_bytes: u64,
+    /// Their bytes in the bundle.
     stored_bytes: u64,
+    /// Kernels that `kernels attach` added.
     attached_kernels: Vec<AttachedKernel>,
+    /// Whether a plan of `tune` is attached.
     attached_plan: bool,
     /// BF16 exponents of the tensors by value, if they were drawn.
     #[serde(skip_serializing_if = "Option::is_none")]
     exponent_counts: Option<Vec<u64>>,
+    /// Entropy of an exponent, bits.
     #[serde(skip_serializing_if = "Option::is_none")]
     exponent_entropy_bits: Option<f64>,
 }

@@ -143,69 +143,98 @@ pub struct Detach {
 
 #[derive(Serialize)]
 struct Listed {
+    /// Canonical name: symbol and cache directory.
     name: String,
+    /// Kernel family.
     family: &'static str,
+    /// Dynamic shared memory per block.
     smem_bytes: u32,
+    /// Threads per block.
     threads: u32,
+    /// Pipeline stages, or null.
     stages: Option<u32>,
 }
 
 #[derive(Serialize)]
 struct Emitted {
+    /// Canonical name.
     name: String,
+    /// CUDA source.
     text: String,
+    /// Compiler options.
     options: Vec<String>,
+    /// Names of included headers.
     headers: Vec<&'static str>,
 }
 
 #[derive(Serialize)]
 struct Compiled {
+    /// Canonical name.
     name: String,
     /// `hit` or `compiled`.
     state: &'static str,
+    /// Why it could not be cached (exit status 2), or null.
     not_kept: Option<String>,
+    /// Time until it was ready, ms.
     compile_ms: f64,
+    /// Size of the binary.
     cubin_bytes: usize,
+    /// Compiler and version.
     compiler: String,
+    /// Resources of the kernel.
     resources: KernelResources,
 }
 
 #[derive(Serialize)]
 struct WasAttached {
+    /// The attached kernels.
     kernels: Vec<OneAttached>,
-    /// Bytes of the file.
+    /// Size of `unweight.kernels`.
     bytes: u64,
 }
 
 #[derive(Serialize)]
 struct OneAttached {
+    /// Canonical name.
     name: String,
+    /// Its architecture.
     arch: String,
-    /// As of `kernels compile`.
+    /// `hit` or `compiled`.
     state: &'static str,
+    /// Size of the binary.
     cubin_bytes: usize,
+    /// Compiler and version.
     compiler: String,
 }
 
 #[derive(Serialize)]
 struct Detached {
+    /// Whether kernels or a plan of `tune` were attached.
     detached: bool,
+    /// Whether a plan was removed.
     plan: bool,
+    /// Size of the file removed, or 0.
     bytes: u64,
 }
 
 #[derive(Serialize)]
 struct Checked {
+    /// Canonical name.
     name: String,
+    /// Resources of the kernel.
     resources: KernelResources,
+    /// Wgmma instructions.
     wgmma_instructions: u64,
+    /// Tensor-map loads.
     tma_loads: u64,
+    /// Spills, and performance warnings of the compiler.
     problems: Vec<String>,
 }
 
 /// The reports are lists; JSON wants an object.
 #[derive(Serialize)]
 struct Of<T> {
+    /// One entry per kernel.
     kernels: Vec<T>,
 }
 

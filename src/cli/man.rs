@@ -24,6 +24,7 @@ pub struct Man {
 
 #[derive(Serialize)]
 struct Report {
+    /// Names of the files written.
     pages: Vec<String>,
 }
 

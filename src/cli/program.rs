@@ -8,7 +8,7 @@ use clap::{
 };
 
 use super::{
-    failure::{self, Class, Failure},
+    failure::{self, Class, ErrorReport, Failure},
     output::Output,
     signals,
 };
@@ -87,7 +87,7 @@ fn failed(failure: &Failure, command: &str, json: bool) -> ExitCode {
     if class != Class::Gone {
         failure.print();
         if json && !failure.is_reported() {
-            print(Some(command), failure.to_json());
+            print(Some(command), &failure.report());
         }
     }
     ExitCode::from(class.exit_code())
@@ -100,14 +100,10 @@ fn usage(error: &clap::Error) -> ExitCode {
     if error.use_stderr() && asks_for_json() {
         let text = error.render().to_string();
         let (message, help) = text.split_once("\n\n").unwrap_or((&text, ""));
-        let error = serde_json::json!({
-            "class": Class::Failed,
-            "code": "usage",
-            "message": message.trim_start_matches("error: ").trim_end(),
-            "causes": [],
-            "help": Some(help.trim_end()).filter(|help| !help.is_empty()),
-        });
-        print(std::env::args().skip(1).find(|argument| !argument.starts_with('-')).as_deref(), error);
+        let message = message.trim_start_matches("error: ").trim_end();
+        let help = Some(help.trim_end().to_owned()).filter(|help| !help.is_empty());
+        let report = ErrorReport { help, ..Failure::new("usage", message, "").report() };
+        print(std::env::args().skip(1).find(|argument| !argument.starts_with('-')).as_deref(), &report);
     }
     ExitCode::from(if error.use_stderr() { Class::Failed.exit_code() } else { 0 })
 }
@@ -117,7 +113,7 @@ fn asks_for_json() -> bool {
     std::env::args_os().any(|argument| argument == "--json")
 }
 
-fn print(command: Option<&str>, error: serde_json::Value) {
+fn print(command: Option<&str>, error: &ErrorReport) {
     let document =
         serde_json::json!({ "command": command, "unweight_version": env!("CARGO_PKG_VERSION"), "error": error });
     let _ = writeln!(std::io::stdout(), "{document:#}");

@@ -85,11 +85,17 @@ impl From<CpuError> for Failure {
 
 #[derive(Serialize)]
 struct Report {
+    /// Address and port.
     url: String,
+    /// Name that clients use.
     model: String,
+    /// Tokens per sequence.
     context: u32,
+    /// Sequences that run at the same time.
     max_batch: u32,
+    /// Tokens that the KV cache holds.
     cache_tokens: u64,
+    /// Time to load model and kernels, ms.
     load_ms: f64,
 }
 

@@ -33,7 +33,7 @@ use unweight::{
 };
 
 use super::{
-    failure::{Failure, Result},
+    failure::{ErrorReport, Failure, Result},
     output::{self, Output, Table},
     pipelines::{note_load, saved_plan},
     plot::{self, Drawing, Ratios},
@@ -80,15 +80,21 @@ pub struct Tune {
 /// What is printed.
 #[derive(Serialize)]
 pub struct Report {
+    /// `stored` or `alternate`.
     placement: Placement,
+    /// Tokens that each sequence has already.
     context: u32,
+    /// One row per batch.
     rows: Vec<Row>,
+    /// Batches whose KV cache does not fit.
     skipped: Vec<u32>,
+    /// Whether the bundle now holds the plan.
     saved: bool,
-    /// What `--save` could not save.
+    /// Plan that `--save` could not save; else null.
     plan: Option<serde_json::Value>,
-    /// Why not all was done.
-    error: Option<serde_json::Value>,
+    /// Error that ended the search early, or null.
+    error: Option<ErrorReport>,
+    /// Duration.
     seconds: f64,
 }
 
@@ -105,16 +111,21 @@ struct Found {
 /// A batch.
 #[derive(Serialize)]
 pub struct Row {
-    /// Sequences.
+    /// Sequences per step.
     pub batch: u32,
-    /// A step where the search began, us.
+    /// Median step time before the search, us.
     pub start_us: f64,
-    /// A step as it was found, us.
+    /// Median step time of the result, us.
     pub step_us: f64,
+    /// Gain of the result over the start, as a share, from interleaved rounds.
     gain: f64,
+    /// Tokens per second of all sequences.
     tokens_per_s: f64,
+    /// Comparisons measured.
     measured: u32,
+    /// Comparisons taken from the journal.
     replayed: u32,
+    /// Settings that cannot run or gave wrong logits.
     rejected: u32,
     #[serde(flatten)]
     setting: Setting,
@@ -500,7 +511,7 @@ impl Found {
     fn report(self, of: &Tune, saved: bool, lost: Option<&str>, seconds: f64) -> (Report, Option<Failure>) {
         let Self { rows, skipped, failed, .. } = self;
         let plan = lost.and_then(|text| serde_json::from_str(text).ok());
-        let error = failed.as_ref().map(Failure::to_json);
+        let error = failed.as_ref().map(Failure::report);
         (Report { placement: of.placement, context: of.context, rows, skipped, saved, plan, error, seconds }, failed)
     }
 }
@@ -578,7 +589,7 @@ mod tests {
     fn journal_on_a_full_disk_names_the_next_step() {
         let source = io::ErrorKind::StorageFull.into();
         let error = JournalError::Io { path: "some/journal.1".into(), source };
-        let text = ended(error.into(), None).to_json().to_string();
+        let text = serde_json::to_string(&ended(error.into(), None).report()).unwrap();
         assert!(text.contains(r#""message":"some/journal.1""#) && text.contains("free some space"), "{text}");
     }
 

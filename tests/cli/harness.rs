@@ -134,8 +134,7 @@ pub fn same(a: &Path, b: &Path) {
     }
 }
 
-/// Compares the keys of an output with its table in docs/reference/json.md, both ways; rows that begin with "(" are
-/// optional.
+/// Compares the keys of an output with its table in docs/reference/json.md, both ways.
 pub fn documented(command: &str, output: &Value) {
     // A heading may say with which option.
     assert_eq!(output["command"], command.split(" --").next().unwrap());
@@ -199,15 +198,21 @@ pub fn table(heading: &str) -> BTreeMap<String, bool> {
     let same = section.iter().find_map(|line| line.strip_prefix("Keys as of [")?.split_once(']'));
     let mut found = same.map_or_else(BTreeMap::new, |(other, _)| table(other));
     for line in section.iter().filter(|line| line.starts_with("| `")) {
-        let mut cells = line.split('|').map(str::trim);
-        let (key, meaning) = (cells.nth(1).unwrap().trim_matches('`'), cells.next().unwrap());
-        match meaning.split_once("](#").and_then(|(_, rest)| rest.split_once(')')) {
-            Some((other, _)) => {
-                found.extend(table(other).into_iter().map(|(inner, optional)| (format!("{key}.{inner}"), optional)));
-            }
-            None => {
-                found.insert(key.to_owned(), meaning.starts_with('('));
-            }
+        let mut cells = line.split(" | ").map(|cell| cell.trim_matches(['|', ' ']));
+        let (key, kind) = (cells.next().unwrap().trim_matches('`'), cells.next().unwrap());
+        let optional = kind.contains("optional") || kind.contains("null");
+        if kind.contains("null") {
+            found.insert(key.to_owned(), true);
+        }
+        match kind.split_once("](#").and_then(|(_, rest)| rest.split_once(')')) {
+            Some((other, _)) => found.extend(table(other).into_iter().map(|(inner, own)| {
+                let key = format!("{key}.{inner}");
+                (key, own || optional)
+            })),
+            // Its own keys follow.
+            None if kind.starts_with("object") || kind.starts_with("array of objects") => {}
+            // A scalar is printed as null where it is null.
+            None => _ = found.insert(key.to_owned(), kind.contains("optional")),
         }
     }
     found

@@ -52,18 +52,18 @@ pub struct AttachedKernel {
     pub arch: String,
     /// Digest of all that went into the compiler, 64 hexadecimal digits: a kernel is found by this and its name.
     pub source: String,
-    /// The compiler that made it.
+    /// The compiler.
     pub compiler: AttachedBy,
-    /// Bytes of the binary.
+    /// Size of the binary.
     pub bytes: u64,
-    /// Their digest.
+    /// Its digest.
     pub digest: Digest,
 }
 
 /// The compiler of an attached kernel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AttachedBy {
-    /// Its name.
+    /// Compiler.
     pub name: String,
     /// Its version.
     pub version: String,

@@ -71,7 +71,7 @@ pub struct Options {
     pub profile: Profile,
     /// Scope.
     pub scope: Scope,
-    /// Longest Huffman code, bits.
+    /// Longest Huffman code in bits.
     pub code_limit: u32,
 }
 

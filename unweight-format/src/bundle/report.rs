@@ -8,28 +8,28 @@ use crate::{Digest, EncodingId, encoding::ENCODINGS, roles::Role, safetensors};
 /// One tensor of a plan or a bundle.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TensorReport {
-    /// Source file, relative.
+    /// Source file.
     pub file: String,
-    /// Tensor name.
+    /// Name.
     pub name: String,
-    /// What the tensor is for, by its name.
+    /// Role in the model, by name.
     pub role: Role,
-    /// Layer, by its name.
+    /// Layer number, by name, or null.
     pub layer: Option<u32>,
-    /// safetensors dtype.
+    /// As in safetensors.
     pub dtype: String,
-    /// Shape.
+    /// Its shape.
     pub shape: Vec<usize>,
-    /// The form it is stored in.
+    /// `raw`, `huffman`, `palette`, `packed`, `compact` or `exponents`.
     #[serde(rename = "encoding")]
     pub encoding: EncodingId,
-    /// Why it is stored raw, or in another form than was asked for.
+    /// Why it is raw, or not in the encoding that the profile or plan asks for; or null.
     pub reason: Option<String>,
     /// Elements.
     pub elements: u64,
     /// Bytes in the source.
     pub original_bytes: u64,
-    /// Bytes in the bundle (predicted in a plan).
+    /// Bytes in the bundle.
     pub stored_bytes: u64,
     /// Stored bits per element; 0 for a tensor without elements.
     pub bits_per_element: f64,
@@ -62,20 +62,20 @@ pub(crate) fn bits_per_element(bytes: u64, elements: u64) -> f64 {
     if elements == 0 { 0.0 } else { bytes as f64 * 8.0 / elements as f64 }
 }
 
-/// Sums over the tensors of one form.
+/// Sums over the tensors of one encoding.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct EncodingTotal {
-    /// The form.
+    /// `raw`, `huffman`, `palette`, `packed`, `compact` or `exponents`.
     #[serde(rename = "encoding")]
     pub encoding: EncodingId,
     /// Tensors.
     pub tensors: u64,
-    /// Elements.
+    /// Their elements.
     pub elements: u64,
-    /// Bytes in the source.
+    /// Their bytes in the source.
     pub original_bytes: u64,
-    /// Bytes in the bundle.
+    /// Their bytes in the bundle.
     pub stored_bytes: u64,
 }
 
@@ -83,9 +83,9 @@ pub struct EncodingTotal {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct LargeCopy {
-    /// Name, relative.
+    /// Large file that is copied unchanged, or the directory of a version control system.
     pub name: String,
-    /// Bytes.
+    /// Its size.
     pub bytes: u64,
 }
 
@@ -94,9 +94,9 @@ pub struct LargeCopy {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct UnmarkedConfig {
-    /// Name, relative.
+    /// A `config.json` that `compress` cannot mark as a bundle's (format, B.9).
     pub name: String,
-    /// Why it has no keys.
+    /// Why it cannot be marked.
     pub reason: &'static str,
 }
 
@@ -104,15 +104,15 @@ pub struct UnmarkedConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct RoleTotal {
-    /// The role.
+    /// Role of these tensors in the model, by name.
     pub role: Role,
-    /// Tensors.
+    /// Number of tensors.
     pub tensors: u64,
-    /// Elements.
+    /// Their elements.
     pub elements: u64,
-    /// Bytes in the source.
+    /// Their bytes in the source.
     pub original_bytes: u64,
-    /// Bytes in the bundle (predicted).
+    /// Their bytes in the bundle, predicted.
     pub stored_bytes: u64,
 }
 
@@ -120,15 +120,15 @@ pub struct RoleTotal {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct CompareRow {
-    /// Profile.
+    /// The profile.
     pub profile: Profile,
-    /// Scope.
+    /// `--scope`, or the profile's default.
     pub scope: Scope,
-    /// Longest Huffman code, bits; `None` where nothing is Huffman-coded.
+    /// Longest Huffman code in bits; null without Huffman codes.
     pub code_limit: Option<u32>,
     /// Sums by role.
     pub roles: Vec<RoleTotal>,
-    /// Bytes of all files of the bundle (predicted).
+    /// All files of the bundle, predicted.
     pub stored_bytes: u64,
     /// `original_bytes - stored_bytes`.
     pub saved_bytes: i64,
@@ -140,13 +140,13 @@ pub struct CompareRow {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct CompareReport {
-    /// In the order of the options given.
+    /// One row per profile and code limit.
     pub rows: Vec<CompareRow>,
     /// Source files: weights, indexes and others.
     pub files: u64,
-    /// Bytes of all source files.
+    /// All source files.
     pub original_bytes: u64,
-    /// Wall-clock seconds.
+    /// Duration.
     pub seconds: f64,
 }
 
@@ -154,20 +154,20 @@ pub struct CompareReport {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct PlanReport {
-    /// Every tensor.
+    /// Every tensor, with predicted sizes.
     pub tensors: Vec<TensorReport>,
-    /// Totals by form.
+    /// Sums by encoding.
     #[serde(rename = "encodings")]
     pub encodings: Vec<EncodingTotal>,
     /// Source files: weights, indexes and others.
     pub files: u64,
-    /// Copied files that are large for what they are, largest first.
+    /// Large files that are copied unchanged, largest first.
     pub large_copies: Vec<LargeCopy>,
-    /// Files `config.json` that are copied as they are.
+    /// Files named `config.json` that are copied unchanged and do not say that their weights are a bundle's.
     pub unmarked_configs: Vec<UnmarkedConfig>,
-    /// Bytes of all source files.
+    /// All source files.
     pub original_bytes: u64,
-    /// Bytes of all files of the bundle (predicted).
+    /// All files of the bundle, predicted.
     pub stored_bytes: u64,
     /// Tensors that are not raw.
     pub coded_tensors: u64,
@@ -175,7 +175,7 @@ pub struct PlanReport {
     pub saved_bytes: i64,
     /// `stored_bytes / original_bytes`.
     pub ratio: f64,
-    /// Wall-clock seconds.
+    /// Duration.
     pub seconds: f64,
 }
 
@@ -183,26 +183,26 @@ pub struct PlanReport {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct CompressReport {
-    /// Which part of a model was made (`2/5`), if it was not all of it; the other fields are about this part.
+    /// The part of `--shard` (`2/5`), if the run made a part; the other fields describe this part.
     pub part: Option<String>,
     /// Every tensor.
     pub tensors: Vec<TensorReport>,
-    /// Totals by form.
+    /// Sums by encoding.
     #[serde(rename = "encodings")]
     pub encodings: Vec<EncodingTotal>,
     /// Source files: weights, indexes and others.
     pub files: u64,
-    /// Copied files that are large for what they are, largest first.
+    /// Large files that are copied unchanged, largest first.
     pub large_copies: Vec<LargeCopy>,
-    /// Files `config.json` that are copied as they are.
+    /// Files named `config.json` that are copied unchanged and do not say that their weights are a bundle's.
     pub unmarked_configs: Vec<UnmarkedConfig>,
-    /// Files taken over from an interrupted run.
+    /// Names of files taken over from an interrupted run.
     pub resumed_files: Vec<String>,
-    /// Tensors taken over of files that it did not finish.
+    /// Tensors taken over from its unfinished files.
     pub resumed_tensors: u64,
-    /// Bytes of all source files.
+    /// All source files.
     pub original_bytes: u64,
-    /// Bytes of all files of the bundle.
+    /// All files of the bundle.
     pub stored_bytes: u64,
     /// Tensors that are not raw.
     pub coded_tensors: u64,
@@ -210,13 +210,13 @@ pub struct CompressReport {
     pub saved_bytes: i64,
     /// `stored_bytes / original_bytes`.
     pub ratio: f64,
-    /// Tensors decoded again and compared ([`VerifyAfter`](super::VerifyAfter)).
+    /// Tensors decoded again and compared, as `--verify` asks ([`VerifyAfter`](super::VerifyAfter)).
     pub verified_tensors: u64,
-    /// Wall-clock seconds.
+    /// Duration in seconds.
     pub seconds: f64,
-    /// Most resident memory of the process so far, bytes; `None` where the system does not tell.
+    /// Peak resident memory of the process in bytes, if the system reports it.
     pub peak_rss_bytes: Option<u64>,
-    /// Digest of the manifest: it names the bundle. Of a part, of what it says about itself.
+    /// Digest of the manifest, which identifies the bundle; of a part, the digest of its `unweight.part`.
     pub manifest_digest: Digest,
 }
 
@@ -224,17 +224,17 @@ pub struct CompressReport {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct FileReport {
-    /// Name, relative.
+    /// Relative path.
     pub name: String,
-    /// Bytes.
+    /// Its size.
     pub bytes: u64,
-    /// Digest of its contents (`docs/format.md` B.4), as checked.
+    /// Its XXH3-128 digest (`docs/format.md` B.4), checked.
     pub digest: Digest,
-    /// SHA-256, checked, if the bundle holds one.
+    /// Its SHA-256, checked; null if the bundle has none.
     pub sha256: Option<String>,
-    /// Taken over from an interrupted run.
+    /// Whether an interrupted run had finished the file.
     pub resumed: bool,
-    /// Bytes taken over from it, of a finished or an unfinished file.
+    /// Bytes taken over from an interrupted run.
     pub resumed_bytes: u64,
 }
 
@@ -242,17 +242,17 @@ pub struct FileReport {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct DecompressReport {
-    /// Every file of the source, rebuilt.
+    /// Every file of the source.
     pub files: Vec<FileReport>,
     /// Tensors decoded or copied.
     pub tensors: u64,
-    /// Bytes of all files.
+    /// All files written.
     pub bytes: u64,
-    /// Bytes of the bundle that were read.
+    /// Bytes of the bundle read.
     pub stored_bytes: u64,
-    /// Wall-clock seconds.
+    /// Duration.
     pub seconds: f64,
-    /// Most resident memory of the process so far, bytes; `None` where the system does not tell.
+    /// Peak resident memory of the process in bytes, if the system reports it.
     pub peak_rss_bytes: Option<u64>,
 }
 
@@ -260,18 +260,19 @@ pub struct DecompressReport {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Problem {
-    /// File, relative.
+    /// Damaged file.
     pub file: String,
-    /// Tensor, if it is about one.
+    /// Damaged tensor, or null.
     pub tensor: Option<String>,
-    /// The stable code of the error ([`BundleError::code`]).
+    /// The stable error code ([`BundleError::code`]), as in `docs/reference/errors.md`.
     pub code: &'static str,
-    /// The whole message.
+    /// What differs, where, expected and actual value.
     pub message: String,
     /// It is about a file that the bundle does not list: nothing is wrong with what it does list.
     #[serde(skip)]
     pub is_extra: bool,
-    /// The source of [`VerifyOptions::against`](super::VerifyOptions::against) differs; the bundle itself may be sound.
+    /// Whether only the source of `--against` differs ([`VerifyOptions::against`](super::VerifyOptions::against)): the
+    /// bundle itself may be sound.
     pub in_source: bool,
 }
 
@@ -314,17 +315,17 @@ pub struct VerifyReport {
     pub stored_bytes: u64,
     /// Bytes decoded.
     pub original_bytes: u64,
-    /// Kernels attached to the bundle that were checked.
+    /// Attached kernels checked.
     pub attached_kernels: u64,
-    /// The source directory was compared as well.
+    /// Whether the source was compared.
     pub against_source: bool,
-    /// Trusted comment of the signature, if a key was given and it is right.
+    /// Trusted comment of a valid signature (`--key`), or null.
     pub signature: Option<String>,
-    /// Only the manifest, names, sizes and headers were looked at.
+    /// Whether only manifest, names, sizes and headers were checked.
     pub quick: bool,
-    /// Wall-clock seconds.
+    /// Duration.
     pub seconds: f64,
-    /// Most resident memory of the process so far, bytes; `None` where the system does not tell.
+    /// Peak resident memory of the process in bytes, if the system reports it.
     pub peak_rss_bytes: Option<u64>,
 }
 

@@ -66,7 +66,7 @@ pub struct DemoReport {
     pub tensors: u64,
     /// Files.
     pub files: u64,
-    /// Bytes of all files.
+    /// All files.
     pub bytes: u64,
 }
 

@@ -47,7 +47,7 @@ impl ConvertOptions {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Kept {
-    /// Name of the module.
+    /// Group that stays BF16.
     pub unit: String,
     /// Why.
     pub reason: String,
@@ -57,19 +57,19 @@ pub struct Kept {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct ConvertReport {
-    /// Units made.
+    /// Groups of weights that are coded together.
     pub units: u64,
-    /// Their weights.
+    /// Weights in them.
     pub weights: u64,
     /// Modules whose weights the format cannot hold, and why.
     pub kept: Vec<Kept>,
-    /// Bytes of all tensors of the source.
+    /// All tensors of the source.
     pub source_bytes: u64,
-    /// Bytes of all weights files made.
+    /// All weight files written.
     pub bytes: u64,
-    /// Bytes of the units' weights in the source, and of their sections.
+    /// Weights of the groups in the source.
     pub unit_source_bytes: u64,
-    /// Bytes of the units' sections.
+    /// The groups, coded.
     pub unit_bytes: u64,
 }
 

@@ -49,15 +49,15 @@ fn sections() -> impl Iterator<Item = &'static str> {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct RestoreReport {
-    /// Units decoded.
+    /// Groups decoded.
     pub units: u64,
-    /// Their weights.
+    /// Weights in them.
     pub weights: u64,
     /// Number of tensors that the directory stores as they are.
     pub kept_tensors: u64,
-    /// Bytes of all weights files of the source.
+    /// All weight files of the source.
     pub source_bytes: u64,
-    /// Bytes of all weights files made.
+    /// All weight files written.
     pub bytes: u64,
 }
 

@@ -66,11 +66,11 @@ impl Opcode {
 /// What a kernel takes of a multiprocessor.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KernelResources {
-    /// Registers per thread at launch.
+    /// Per thread.
     pub registers: u32,
-    /// Bytes of local frame per thread.
+    /// Local frame per thread.
     pub frame_bytes: u32,
-    /// Bytes of stack per thread. Greater than 0 where the compiler spilled.
+    /// Stack per thread; above 0 if registers were spilled.
     pub stack_bytes: u32,
     /// Threads per block that the kernel was compiled for (`__launch_bounds__`); 0 if it does not say.
     pub max_threads: u32,

@@ -44,13 +44,13 @@ const ITEM_WORDS: usize = 4;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ExpertTraffic {
-    /// Experts that a step chose and that were on the device, counted once a step and layer.
+    /// Chosen experts that were on the GPU, each counted once per step and layer.
     pub hits: u64,
-    /// Experts that a step chose and that were not on the device.
+    /// Chosen experts that were fetched from host memory.
     pub misses: u64,
-    /// Bytes that were copied to the device.
+    /// Bytes fetched.
     pub bytes: u64,
-    /// How often products had to wait for copies.
+    /// How often products waited for experts.
     pub stalls: u64,
     /// The waiting time, us: for the first products of a layer from when the choice is known, for later ones from the
     /// end of the products before.
