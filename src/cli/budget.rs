@@ -37,7 +37,8 @@ use super::{
 pub struct Budget {
     #[command(flatten)]
     source: Source,
-    /// GPU memory for weights, KV cache and activations, as for `generate --memory`, such as 24G [default: the least that
+    /// GPU memory for weights, KV cache and activations, as for `generate --memory`, such as 24G [default: the least
+    /// that
     /// --max-slowdown allows]
     #[arg(long, value_name = "SIZE", value_parser = size::memory)]
     memory: Option<u64>,

@@ -1,4 +1,4 @@
-//! `unweight completions`, and what a shell asks when somebody presses the tab key.
+//! `unweight completions`, and the answers to a shell that completes a command line.
 
 #[cfg(feature = "gpu")]
 use std::ffi::OsStr;

@@ -139,7 +139,7 @@ struct CacheReport {
 }
 
 impl Doctor {
-    /// Runs it. A lack is no failure: it is what was asked about.
+    /// Runs it. A missing library is not a failure: the report is about it.
     pub fn run(&self, output: Output) -> Result<()> {
         let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
         let probed = toolchain::report(env);

@@ -150,7 +150,7 @@ impl Failure {
         }
     }
 
-    /// The same failure with another next step.
+    /// Replaces the next step.
     pub fn with_help(self, help: impl Into<String>) -> Self {
         Self { help: Some(help.into()), ..self }
     }

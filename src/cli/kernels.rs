@@ -64,7 +64,7 @@ pub enum Kernels {
     Check(Names),
 }
 
-/// Which kernels.
+/// The kernels to work on.
 #[derive(Args)]
 pub struct Names {
     /// Names of kernels; * and ? are wildcards [default: all that ship]
@@ -412,8 +412,8 @@ impl Cards {
     }
 }
 
-/// Where the placement is chosen on the device, a loader that keeps compact tensors compact: it can ask for all that one
-/// that packs them asks for.
+/// Where the placement is chosen on the device, a loader that keeps compact tensors compact: it can ask for all that
+/// one that packs them asks for.
 fn load_options(max_batch: u32, no_pdl: bool, placement: PlacementArg) -> LoadOptions {
     let placement = placement.0.unwrap_or(Placement::Compact);
     LoadOptions::default().max_batch(max_batch).pdl(!no_pdl).placement(placement)

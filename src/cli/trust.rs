@@ -1,4 +1,4 @@
-//! Whether kernels that lie in a bundle are run.
+//! Whether kernels that are attached to a bundle are run.
 
 use std::path::PathBuf;
 

@@ -84,7 +84,7 @@ impl ApiError {
         Self { code: Some(code), ..self }
     }
 
-    /// There is no such thing.
+    /// The answer for an unknown route or model, status 404.
     pub fn not_found(message: impl fmt::Display) -> Self {
         Self { status: StatusCode::NOT_FOUND, ..Self::bad(message) }
     }
@@ -106,7 +106,7 @@ impl ApiError {
         Self { status: StatusCode::PAYLOAD_TOO_LARGE, ..Self::bad(message) }
     }
 
-    /// It took too long.
+    /// The answer for a request that took too long, status 408.
     pub fn timeout(what: &str, seconds: u64) -> Self {
         let message = format!("{what} took more than the {seconds} s that it may; ask for less at a time");
         Self::new(StatusCode::REQUEST_TIMEOUT, "timeout_error", message).code("timeout")

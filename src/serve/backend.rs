@@ -4,7 +4,7 @@ use std::error::Error;
 
 use unweight_engine::{AdmissionError, Engine, EngineError, Event, Request, SeqId};
 
-/// What makes tokens: [`Engine`], or something slower that keeps its rules.
+/// A generator of tokens: [`Engine`], or a slower implementation of the same rules.
 pub trait Backend {
     /// What ends it.
     type Error: Error;
@@ -34,7 +34,7 @@ pub trait Backend {
     fn is_idle(&self) -> bool;
 }
 
-/// What a [`Backend`] was made for.
+/// The limits of a [`Backend`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Sequences that run at the same time.
@@ -47,7 +47,7 @@ pub struct Limits {
     pub eos: Vec<u32>,
 }
 
-/// What a [`Backend`] has to do.
+/// The current load of a [`Backend`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Load {
     /// Sequences that have a row.

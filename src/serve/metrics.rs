@@ -71,7 +71,7 @@ pub(super) struct Metrics {
     free_pages: AtomicU64,
     /// Tokens of prompts that were taken.
     pub prompt_tokens: AtomicU64,
-    /// Tokens that were made for somebody.
+    /// Tokens that requests got.
     pub generated_tokens: AtomicU64,
     /// Sequences that ended because their client was gone.
     pub cancelled: AtomicU64,
@@ -110,7 +110,7 @@ impl Metrics {
         self.waiting.store(load.waiting as u64, Release);
     }
 
-    /// All of it as text.
+    /// All metrics as text.
     pub fn text(&self, limits: &Limits) -> String {
         let mut out = String::new();
         let name = "unweight_requests_total";

@@ -4,7 +4,7 @@
 //! connection --read, check, encode--> requests --> worker: Backend::add, step, cancel --tokens--> decode --> answer
 //! ```
 //! One thread has the engine, the one that calls [`serve`]; everything else is tasks of a small runtime next to it. The
-//! engine never waits for a client: what a sequence can be told fits its channel.
+//! engine never waits for a client: the channel of a sequence holds all messages that it can get.
 
 mod api;
 mod backend;
@@ -94,11 +94,11 @@ pub struct ServeOptions {
     pub model: String,
     /// The maximum number of waiting sequences; 256 by default.
     pub max_waiting: usize,
-    /// What clients must send as `Authorization: Bearer`; `None`, the default, lets everybody in.
+    /// Key that clients must send as `Authorization: Bearer`; `None`, the default, accepts every client.
     pub api_key: Option<String>,
-    /// How long running requests may take to end when the server is stopped; 30 s by default.
+    /// Time that running requests get to end when the server stops; 30 s by default.
     pub grace: Duration,
-    /// How long a request may take; 600 s by default.
+    /// Time limit of a request; 600 s by default.
     pub timeout: Duration,
 }
 
@@ -120,19 +120,19 @@ impl ServeOptions {
         Self { max_waiting, ..self }
     }
 
-    /// What clients must send.
+    /// Sets the key that clients must send.
     #[must_use]
     pub fn api_key(self, api_key: Option<String>) -> Self {
         Self { api_key, ..self }
     }
 
-    /// How long running requests may take to end.
+    /// Sets the time that running requests get to end.
     #[must_use]
     pub fn grace(self, grace: Duration) -> Self {
         Self { grace, ..self }
     }
 
-    /// How long a request may take.
+    /// Sets the time limit of a request.
     #[must_use]
     pub fn timeout(self, timeout: Duration) -> Self {
         Self { timeout, ..self }
@@ -152,7 +152,7 @@ impl fmt::Debug for ServeOptions {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ServeError<E: std::error::Error + 'static> {
-    /// The engine failed. Until it was stopped the server told everybody so.
+    /// The engine failed; until the server stopped it answered requests with an error.
     #[error("the engine failed while it served")]
     Backend(#[source] E),
     /// The system refused threads or the socket.
@@ -180,7 +180,7 @@ pub enum Ended {
     Cut,
 }
 
-/// Serves a model until `stop` is set and whatever runs then has ended. The calling thread runs the engine.
+/// Serves a model until `stop` is set and the running requests have ended. The calling thread runs the engine.
 ///
 /// # Errors
 /// [`ServeError`].

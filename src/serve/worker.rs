@@ -93,7 +93,7 @@ struct Job {
 pub(super) struct Sequences {
     /// The index of the sequence in the request, and its event.
     pub told: mpsc::Receiver<(usize, Told)>,
-    /// Of each sequence: set it when no more of it is wanted.
+    /// One flag per sequence: set it to end the sequence.
     pub enough: Vec<Arc<AtomicBool>>,
 }
 

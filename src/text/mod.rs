@@ -40,7 +40,7 @@ pub const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 /// The file of the chat template, in newer models.
 pub const CHAT_TEMPLATE: &str = "chat_template.jinja";
 
-/// What failed.
+/// An error of a tokenizer or chat template.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TextError {
@@ -63,7 +63,7 @@ pub enum TextError {
     /// Text that cannot be encoded, or tokens that cannot be decoded.
     #[error("{TOKENIZER}: the tokenizer failed: {0}")]
     Tokenizer(String),
-    /// Tokens that are no list of numbers.
+    /// A text that is not a list of token ids.
     #[error("{0}; write ids as 1,450,4996")]
     Ids(String),
 }
@@ -93,7 +93,7 @@ impl Text {
     /// [`Text::encode_chat`] first needs it.
     ///
     /// The files are not trusted: a panic of their reader is an error here. So that it prints nothing, a panic hook is
-    /// put before the one in force; all other panics go on to that.
+    /// put before the one in force, which gets all other panics.
     ///
     /// # Errors
     /// [`TextError::File`].
@@ -212,7 +212,7 @@ impl TextStream {
         Ok(new)
     }
 
-    /// What is left: a character that no token completed, as U+FFFD.
+    /// Ends the text and returns its rest: U+FFFD for a character that no token completed.
     ///
     /// # Errors
     /// [`TextError::Tokenizer`].
@@ -231,7 +231,7 @@ impl TextStream {
     }
 }
 
-/// Ends a text at the first of some strings, wherever the pieces of it are cut.
+/// Ends a text at the first of several stop strings, wherever the text is split into pieces.
 #[derive(Clone, Debug, Default)]
 pub struct StopStrings {
     stops: Vec<String>,
@@ -245,8 +245,8 @@ impl StopStrings {
         Self { stops: stops.into_iter().filter(|stop| !stop.is_empty()).collect(), held: String::new() }
     }
 
-    /// What may be shown after another piece of the text, and whether the text ends with that. It ends at the stop that
-    /// begins first, which is the same however the text is cut.
+    /// Takes the next piece of the text. Returns the text that may be shown, and whether a stop string ended it. It
+    /// ends at the stop that begins first, which is the same however the text is cut.
     pub fn push(&mut self, piece: &str) -> (String, bool) {
         self.held += piece;
         let found = self.found();
@@ -264,7 +264,7 @@ impl StopStrings {
         (std::mem::replace(&mut self.held, rest), false)
     }
 
-    /// What was held back, and whether the text ends with that.
+    /// Returns the text that was held back, and whether a stop string ended it.
     pub fn finish(mut self) -> (String, bool) {
         let found = self.found();
         self.held.truncate(found.unwrap_or(self.held.len()));
@@ -277,7 +277,7 @@ impl StopStrings {
     }
 }
 
-/// The tokens of a prompt, written as numbers with commas, white space or brackets between them.
+/// Parses the token ids of a prompt: numbers separated by commas, white space or brackets.
 ///
 /// # Errors
 /// [`TextError::Ids`] for anything else, and where there is none.

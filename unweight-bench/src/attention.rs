@@ -96,7 +96,7 @@ pub struct Problem {
     pub table_pages: usize,
     /// bf16 `[max_positions, rope_dim / 2]`.
     pub cosines: Vec<u16>,
-    /// The same.
+    /// bf16, shaped as `cosines`.
     pub sines: Vec<u16>,
     /// Rows of these.
     pub max_positions: u32,

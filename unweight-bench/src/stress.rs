@@ -2,8 +2,8 @@
 //! right.
 //!
 //! A race between a kernel and the copy engine shows in a few of a hundred launches, only while many loads are in
-//! flight, and in no sanitizer. So: every catalogued variant, on matrices of small and odd size too, at and next to each
-//! edge of its batch tile, launched [`StressOptions::launches`] times while another stream keeps memory and shared
+//! flight, and in no sanitizer. So: every catalogued variant, on matrices of small and odd size too, at and next to
+//! each edge of its batch tile, launched [`StressOptions::launches`] times while another stream keeps memory and shared
 //! memory busy. Outputs are poisoned before each launch and compared on the device with those of the first, which are
 //! held against double precision (products) or the CPU's bytes (everything else).
 //!
@@ -67,7 +67,7 @@ use weights::{CodedOnDevice, Weights, exponents_by_tile, with_any_bits};
 /// Runs everything that `options` ask for. `progress` hears a line for each family and shape.
 ///
 /// # Errors
-/// A kernel cannot be made or launched. A wrong output is no error: the report says it.
+/// A kernel cannot be made or launched. A wrong output is not an error: the report states it.
 pub fn stress(
     kernels: &KernelSet,
     env: &Env,
@@ -401,7 +401,8 @@ impl Run<'_> {
         let tensor = &weights.with_escapes;
         let tiles = tensor.host.packed().len() / packed::TILE_BYTES;
         let whole = DeviceBuffer::from_host(stream, &weights.bytes)?;
-        // What tiles leaves for lists: of a row block with a list the number of its records. Made once, by tiles itself.
+        // What tiles leaves for lists: of a row block with a list the number of its records. Made once, by tiles
+        // itself.
         let heads = DeviceBuffer::<u32>::zeroed(stream, tiles * 4)?;
         let group_words = DeviceBuffer::<u32>::zeroed(stream, tiles.div_ceil(16))?;
         let inexact = DeviceBuffer::<u64>::zeroed(stream, 1)?;

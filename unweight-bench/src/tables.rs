@@ -1,5 +1,5 @@
-//! The report's tables (its section 11), measured here: sizes, whole steps, decoders, products and encoders, next to the
-//! figures that it gives for an H100.
+//! The report's tables (its section 11), measured here: sizes, whole steps, decoders, products and encoders, next to
+//! the figures that it gives for an H100.
 //!
 //! Whole steps are of a geometry with random weights, by the best guesses of paths, or by what a search found. As in
 //! the report, nothing but MLPs is coded in `HHR-PPR` and `all Huffman`, and their baseline is the same engine with

@@ -18,11 +18,11 @@ pub trait KernelArgs: Pod {
 /// A field of an argument struct.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Field {
-    /// Its name on both sides.
+    /// Name of the field in Rust and in CUDA.
     pub name: &'static str,
     /// Bytes from the start of the struct.
     pub offset: usize,
-    /// Its size.
+    /// Size of the field in bytes.
     pub bytes: usize,
 }
 
@@ -31,14 +31,14 @@ pub struct Field {
 pub struct ArgsInfo {
     /// See [`KernelArgs::NAME`].
     pub name: &'static str,
-    /// Its size.
+    /// Size of the struct in bytes.
     pub bytes: usize,
     /// See [`KernelArgs::FIELDS`].
     pub fields: &'static [Field],
 }
 
 impl ArgsInfo {
-    /// Of a struct.
+    /// Name, size and fields of a struct.
     pub const fn of<A: KernelArgs>() -> Self {
         Self { name: A::NAME, bytes: size_of::<A>(), fields: A::FIELDS }
     }

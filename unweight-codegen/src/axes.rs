@@ -52,17 +52,17 @@ pub enum Values {
 /// One axis of a family: how attributes and names spell it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Axis {
-    /// Its key in attributes.
+    /// Key of the axis in attributes.
     pub key: &'static str,
-    /// Its field in the spec of the family. The kernel's `Config` holds its value as `kField`.
+    /// Field of the axis in the spec of its family. The kernel's `Config` holds its value as `kField`.
     pub field: &'static str,
     /// The type of its values in `unweight/axes.cuh`; empty for numbers and flags.
     pub words_type: &'static str,
-    /// What stands before the value in a name; all of it for a flag.
+    /// Text before the value in a kernel's name; the whole text for a flag.
     pub mark: &'static str,
     /// What it can be.
     pub values: Values,
-    /// The same in words; empty for words and flags, which say it themselves.
+    /// Allowed values in words; empty for words and flags.
     pub allowed: &'static str,
     /// What an attribute that does not mention it means; `None` if it must.
     pub default: Option<u32>,
@@ -77,7 +77,7 @@ pub struct Axis {
 pub struct Only {
     /// Place of the earlier axis in its family's list.
     pub axis: usize,
-    /// Its value.
+    /// Value of the axis.
     pub value: u32,
     /// Why there is nothing to say elsewhere.
     pub why: &'static str,
@@ -246,7 +246,8 @@ macro_rules! word_axis {
         pub enum $name { $($(#[$value_doc])* $value),+ }
 
         impl $name {
-            pub(crate) const AXIS: $crate::axes::Axis = $crate::axes::Axis::words($axis, stringify!($name), &[$($tag),+]);
+            pub(crate) const AXIS: $crate::axes::Axis =
+                $crate::axes::Axis::words($axis, stringify!($name), &[$($tag),+]);
             /// All values, in the order of their declaration.
             pub const ALL: &'static [Self] = &[$(Self::$value),+];
 

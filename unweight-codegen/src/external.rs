@@ -3,7 +3,7 @@
 //! ```text
 //! ExternalSource {names, constants, shared memory, headers} --tera, lint--> Source
 //! ```
-//! A family in this crate is a spec with a plan. One outside of it is a value of [`ExternalSource`] and its own
+//! A family in this crate is a spec with a plan. A family of another crate is a value of [`ExternalSource`] and its own
 //! headers: its entry point comes from the same template. Nothing here knows which crates have such kernels.
 
 use std::fmt;

@@ -28,7 +28,7 @@
 //! #[unweight_variant(op = decode_huffman, output = full, code_limit = 7)]
 //! struct FullDecode;
 //!
-//! /// Batches of up to 8 from packed weights, launched before the kernel in front of it is done.
+//! /// Batches of up to 8 from packed weights, launched before the previous kernel is done.
 //! #[unweight_variant(op = gemm_mma, batch_tile = 8, row_blocks = 4, warps = 8, stages = 2, pdl = true)]
 //! struct TokenProjection;
 //!

@@ -94,7 +94,7 @@ impl Instructions {
 /// The hardware limits that a plan is held against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ArchLimits {
-    /// Of those that not every architecture has.
+    /// Instructions that not every architecture has.
     pub instructions: Instructions,
     /// Shared memory that one block may use, dynamic and static together.
     pub smem_bytes_per_block: u32,

@@ -20,7 +20,7 @@ pub struct Plan {
     pub smem: SmemPlan,
     /// The ring between loads and work, if the kernel has one.
     pub pipeline: Option<PipelinePlan>,
-    /// Who does what in a block.
+    /// Roles of the warps of a block.
     pub roles: RolePlan,
     /// Block and grid.
     pub launch: LaunchPlan,

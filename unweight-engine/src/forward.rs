@@ -6,9 +6,9 @@
 //!                         +--norm--> normed --gate, up--> active --down---------------+--> hidden
 //! hidden --norm--> normed --head--> logits --sample--> ids, positions + 1
 //! ```
-//! All of it is one chain on one stream, but for copies of experts that are fetched
+//! A step is one chain on one stream, but for copies of experts that are fetched
 //! ([`offload`](unweight_rt::raw::layer::experts::offload)), for whose choice the host waits. A kernel of a step may
-//! read positions, page tables and the keys and values of earlier tokens before the kernel in front of it has ended:
+//! read positions, page tables and the keys and values of earlier tokens before the previous kernel has ended:
 //! nothing of the same step writes them. What the sampler writes belongs to the next step, and two steps are never in
 //! one graph.
 
@@ -338,7 +338,7 @@ impl Forward {
         self.samples.write(stream, 0, &samples)
     }
 
-    /// Enqueues a step of `rows` rows, or one part of it, of all layers.
+    /// Enqueues a step of `rows` rows through all layers, or one part of the step.
     ///
     /// # Errors
     /// The driver's.

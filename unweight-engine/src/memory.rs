@@ -188,8 +188,9 @@ pub(crate) fn load_options(options: &EngineOptions) -> LoadOptions {
 }
 
 /// What the linears of a model need of an execution context, before one of them is there; of compact weights where
-/// their role (of queries, keys and values that of queries, of a gate and an up that of the gate) is `compact`. As much as [`ExecContext::size`](unweight_rt::ExecContext::size) says behind loading, if weights can be what is asked for and have
-/// escapes.
+/// their role (of queries, keys and values that of queries, of a gate and an up that of the gate) is `compact`. As much
+/// as [`ExecContext::size`](unweight_rt::ExecContext::size) says behind loading, if weights can be what is asked for
+/// and have escapes.
 pub fn context_size(
     config: &ModelConfig,
     options: &EngineOptions,
@@ -270,8 +271,8 @@ impl Products {
 /// Tokens of one sequence that must fit beside expanded weights where no context was asked for.
 const USUAL_CONTEXT: u32 = 8192;
 
-/// The placement of a model with compact tensors where the options name none: [`Placement::Packed`], which is faster, if
-/// the packed weights (`packed` bytes), the working memory and one sequence fit in `have` bytes; else
+/// The placement of a model with compact tensors where the options name none: [`Placement::Packed`], which is faster,
+/// if the packed weights (`packed` bytes), the working memory and one sequence fit in `have` bytes; else
 /// [`Placement::Compact`]. The sequence is as long as the context of the options, by default 8192 tokens or the model's
 /// limit.
 pub fn placement(config: &ModelConfig, options: &EngineOptions, packed: u64, have: u64) -> Placement {

@@ -27,7 +27,7 @@ named! {
         /// The weights of MLPs stay as the bundle stores them, and the report's pipelines multiply by them. Every other
         /// weight is held as by [`Self::Packed`].
         Stored = "stored",
-        /// As [`Self::Stored`], but every other layer with Huffman-coded weights is held as palette indices.
+        /// Like [`Self::Stored`], but every other layer with Huffman-coded weights is held as palette indices.
         Alternate = "alternate",
     }
 }

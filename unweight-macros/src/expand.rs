@@ -45,7 +45,8 @@ pub(crate) fn expand(item: &TokenStream, variant: &Variant) -> TokenStream {
 
             #[automatically_derived]
             impl #codegen::Variant for #name {
-                type Family = <#codegen::family::FamilyAt<{ #module::place(PAIRS) }> as #codegen::family::ListedFamily>::Family;
+                type Family =
+                    <#codegen::family::FamilyAt<{ #module::place(PAIRS) }> as #codegen::family::ListedFamily>::Family;
                 const SPEC: #codegen::spec::VariantSpec = #module::spec(PAIRS);
             }
         };

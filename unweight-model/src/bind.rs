@@ -12,7 +12,7 @@ use unweight_format::{
 
 use crate::config::{Family, Mixture, ModelConfig};
 
-/// What is known of a tensor without reading it.
+/// Name, dtype and shape of a tensor, as the header of its file states them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorHeader<'a> {
     /// Name.
@@ -121,7 +121,7 @@ pub enum ExpertWeights {
 }
 
 impl MlpWeights {
-    /// The one MLP, if there are no experts.
+    /// The MLP of a layer without experts.
     pub fn dense(&self) -> Option<&GatedWeights> {
         match self {
             Self::Dense(weights) => Some(weights),

@@ -101,12 +101,12 @@ impl Geometry {
         })
     }
 
-    /// Its name.
+    /// Name of the model.
     pub fn name(self) -> &'static str {
         self.name
     }
 
-    /// Its configuration.
+    /// Configuration of the model.
     pub fn config(self) -> ModelConfig {
         ModelConfig::parse(self.json, None).expect("a test parses every one")
     }

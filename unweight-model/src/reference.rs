@@ -17,7 +17,7 @@ use crate::{
 /// Why a tensor could not be had.
 type Cause = Box<dyn Error + Send + Sync>;
 
-/// Why there are no logits.
+/// Why the reference cannot compute logits.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReferenceError {
@@ -106,7 +106,8 @@ where
     F: Fn(&str) -> Result<Vec<f32>, E>,
     E: Into<Cause>,
 {
-    /// Of weights that were bound to this configuration, each as `values` of its name gives it, row-major.
+    /// A reference on weights that were bound to this configuration; `values` gives the row-major values of a tensor by
+    /// its name.
     pub fn new(config: &'a ModelConfig, weights: &'a ModelWeights, values: F) -> Self {
         Self { config, weights, values }
     }

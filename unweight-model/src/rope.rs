@@ -15,11 +15,11 @@ pub struct Rope {
     pub theta: f64,
     /// Elements of a head that are rotated: all of them. Even.
     pub dim: u32,
-    /// How the frequencies are stretched for longer contexts.
+    /// Scaling of the frequencies for contexts longer than those of training.
     pub kind: RopeKind,
 }
 
-/// How frequencies are stretched for contexts longer than those of training.
+/// Scaling of frequencies for contexts longer than those of training.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub enum RopeKind {
@@ -70,7 +70,7 @@ pub struct RopeTable {
 }
 
 impl Rope {
-    /// What cos and sin are multiplied by: 1 unless YaRN says otherwise.
+    /// Factor of cos and sin: 1 unless YaRN sets another.
     pub fn attention_factor(&self) -> f32 {
         match self.kind {
             RopeKind::Yarn { attention_factor, .. } => attention_factor as f32,

@@ -6,7 +6,7 @@
 
 use half::bf16;
 
-/// How a token is chosen. Filters apply in this order, as in transformers: temperature, top-k, top-p, min-p.
+/// Parameters of sampling. Filters apply in this order, as in transformers: temperature, top-k, top-p, min-p.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct SampleParams {
@@ -18,7 +18,7 @@ pub struct SampleParams {
     pub top_p: f32,
     /// Only tokens with at least this share of the probability of the most likely one; 0 keeps all.
     pub min_p: f32,
-    /// Of the random numbers. The same seed at the same position of a sequence gives the same number.
+    /// Seed of the random numbers. The same seed at the same position of a sequence gives the same number.
     pub seed: u64,
 }
 
@@ -35,9 +35,9 @@ impl Default for SampleParams {
 pub struct OutOfRange {
     /// The parameter.
     pub name: &'static str,
-    /// Its value.
+    /// Value of the parameter.
     pub value: f32,
-    /// What it may be.
+    /// Range of valid values.
     pub range: &'static str,
 }
 
@@ -73,7 +73,7 @@ impl SampleParams {
         Self { min_p, ..self }
     }
 
-    /// Of the random numbers.
+    /// Sets the seed of the random numbers.
     #[must_use]
     pub fn seed(self, seed: u64) -> Self {
         Self { seed, ..self }
@@ -95,7 +95,7 @@ impl SampleParams {
     }
 }
 
-/// What is chosen where all logits are NaN: no token of any vocabulary.
+/// The token of a row whose logits are all NaN; no vocabulary contains it.
 pub const NO_TOKEN: u32 = u32::MAX;
 
 /// The token of a row of logits whose newest token is at `position`.

@@ -56,7 +56,7 @@ pub enum Error {
         /// Bytes.
         bytes: u64,
     },
-    /// Shares that are no distribution.
+    /// Shares that are not a distribution.
     #[error("the share of exponent {exponent} is {share}; shares are 0 or more, finite, and not all 0")]
     Share {
         /// Exponent.
@@ -221,7 +221,7 @@ pub fn table(frequencies: &[u16]) -> Result<Vec<u32>, Error> {
 /// Encodes FP8 bytes, in streams of `per_stream` of them, with shares of exponents.
 ///
 /// # Errors
-/// The bytes are no whole streams, or hold an exponent whose share is 0.
+/// The bytes are not whole streams, or hold an exponent whose share is 0.
 pub fn encode(bytes: &[u8], per_stream: usize, shares: &[f32; 16]) -> Result<Encoded, Error> {
     if per_stream == 0 || !per_stream.is_multiple_of(STEP) {
         return Err(Error::Stream { got: per_stream });
@@ -370,7 +370,7 @@ impl Encoded {
     }
 }
 
-/// The same, bit by bit: the judge of the above.
+/// Decodes bit by bit: the slow reference of the function above.
 pub mod oracle {
     use super::{BLOCK_STREAMS, Encoded, STATES, spread};
 

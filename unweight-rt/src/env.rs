@@ -18,7 +18,7 @@ pub(crate) struct Variable {
     pub values: &'static str,
     /// The value when it is unset or empty.
     pub default: &'static str,
-    /// Its effect.
+    /// Effect of the variable.
     pub meaning: &'static str,
 }
 

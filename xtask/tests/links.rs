@@ -1,4 +1,5 @@
-//! Links between the documents: each leads to a file of the repository, and to a heading of it. The book has every page.
+//! Links between the documents: each leads to a file of the repository, and to a heading of it. The book has every
+//! page.
 
 use std::{
     collections::BTreeSet,

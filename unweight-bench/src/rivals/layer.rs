@@ -1,5 +1,6 @@
 //! The linears of one Llama-3.1-8B layer: what DFloat11 decodes in one launch before it multiplies, next to the
-//! formats that do not need it, by batch. How long a step takes is the sum of decoding, which no batch changes, and products.
+//! formats that do not need it, by batch. How long a step takes is the sum of decoding, which no batch changes, and
+//! products.
 
 use unweight_codegen::{plan::GemmShape, spec::Epilogue};
 use unweight_format::{Histogram, Matrix, raw::packed};

@@ -52,7 +52,7 @@ const STEPS_MAX: u32 = 128;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LaunchGrid {
-    /// This many, whatever the problem.
+    /// A constant number of blocks.
     Fixed(u32),
     /// One block for every `per_block` units.
     Covering {

@@ -128,7 +128,10 @@ impl Family for DecodeCompactSpec {
     type Args = DecodeCompactArgs;
     const AXES: &'static [crate::axes::Axis] = Self::AXES;
     const EDGES: &'static [Edge] =
-        &[Edge { from: EncodingId::COMPACT, to: EncodingId::RAW }, Edge { from: EncodingId::COMPACT, to: EncodingId::PACKED }];
+        &[
+            Edge { from: EncodingId::COMPACT, to: EncodingId::RAW },
+            Edge { from: EncodingId::COMPACT, to: EncodingId::PACKED },
+        ];
 
     fn edges(&self) -> &'static [Edge] {
         match self.stage {

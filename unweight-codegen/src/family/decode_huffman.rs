@@ -40,7 +40,7 @@ word_axis! {
 }
 
 impl DecodeElement {
-    /// That of a type whose exponents can be coded.
+    /// The element of a type whose exponents can be coded.
     pub const fn of(float: Float) -> Self {
         match float {
             Float::Bf16 => Self::Bf16,
@@ -291,7 +291,9 @@ impl Family for DecodeHuffmanSpec {
         DecodeOutput::ALL
             .iter()
             .filter(read)
-            .flat_map(move |output| CodeLimit::all().map(move |limit| VariantSpec::decode_huffman(arch, *output, limit)))
+            .flat_map(move |output| {
+                CodeLimit::all().map(move |limit| VariantSpec::decode_huffman(arch, *output, limit))
+            })
             .chain(others)
     }
 }

@@ -43,7 +43,7 @@ args! {
         pub escapes: u64,
         /// bf16 `[m, d]`.
         pub y: u64,
-        /// u32, set to 1 and the row of `y` where an id is no row of the table.
+        /// u32, set to 1 and the row of `y` where an id is not a row of the table.
         pub fault: u64,
         /// Elements from one row of `table` to the next.
         pub table_pitch: u64,

@@ -110,7 +110,11 @@ impl EncodeHuffmanSpec {
     pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
         let op = self;
         let tiles =
-            LaunchGrid::Persistent { work: Work::WeightTiles, per_block: TILE_WARPS, blocks_per_sm: TILE_BLOCKS_PER_SM };
+            LaunchGrid::Persistent {
+                work: Work::WeightTiles,
+                per_block: TILE_WARPS,
+                blocks_per_sm: TILE_BLOCKS_PER_SM,
+            };
         let none = SmemPlan::new();
         let (smem, warps, blocks_per_sm, grid) = match op.stage {
             EncodeHuffmanStage::Stats => (
@@ -155,7 +159,10 @@ impl Family for EncodeHuffmanSpec {
     type Args = EncodeHuffmanArgs;
     const AXES: &'static [crate::axes::Axis] = Self::AXES;
     const EDGES: &'static [Edge] =
-        &[Edge { from: EncodingId::RAW, to: EncodingId::HUFFMAN }, Edge { from: EncodingId::RAW, to: EncodingId::PALETTE }];
+        &[
+            Edge { from: EncodingId::RAW, to: EncodingId::HUFFMAN },
+            Edge { from: EncodingId::RAW, to: EncodingId::PALETTE },
+        ];
 
     fn edges(&self) -> &'static [Edge] {
         match self.stage {

@@ -81,11 +81,11 @@ impl VariantSpec {
 pub const SHAPES: [GemmGroupedSpec; 4] =
     [shape(8, 4, 8, 2), shape(16, 4, 8, 1), shape(32, 2, 8, 2), shape(64, 2, 8, 2)];
 
-/// The same as far as 163 KB of shared memory hold them.
+/// The shapes that fit in 163 KB of shared memory.
 pub const SHAPES_163_KB: [GemmGroupedSpec; 4] =
     [shape(8, 4, 8, 2), shape(16, 4, 8, 1), shape(32, 2, 8, 2), shape(64, 2, 8, 1)];
 
-/// The same with the shorter rings that 99 KB of shared memory hold.
+/// The shapes with shorter rings, which fit in 99 KB of shared memory.
 pub const SHAPES_99_KB: [GemmGroupedSpec; 4] =
     [shape(8, 4, 8, 1), shape(16, 4, 8, 1), shape(32, 2, 8, 1), shape(64, 2, 8, 1)];
 

@@ -160,7 +160,7 @@ pub const SHAPES_99_KB: [GemmMmaSpec; 6] = [
     small(64, 2, 4, 1, 1),
 ];
 
-/// The same for 163 KB without clusters: few output features, where clusters would share k.
+/// Shapes for 163 KB of shared memory without clusters, for few output features, where clusters would share k.
 pub const SHAPES_163_KB: [GemmMmaSpec; 4] =
     [small(8, 1, 16, 4, 1), small(16, 1, 12, 3, 1), small(32, 1, 8, 3, 1), small(64, 1, 8, 2, 1)];
 

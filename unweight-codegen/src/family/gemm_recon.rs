@@ -296,7 +296,12 @@ const fn fits(arch: Arch, op: &GemmReconSpec) -> bool {
 
 impl GemmReconSpec {
     pub(crate) const fn instructions(&self) -> Instructions {
-        Instructions::NONE.with(Instruction::Wgmma).with(Instruction::BulkCopy).with(Instruction::TensorCopy).with(Instruction::SetMaxRegisters).when(self.splits.get() > 1, Instruction::Cluster)
+        Instructions::NONE
+            .with(Instruction::Wgmma)
+            .with(Instruction::BulkCopy)
+            .with(Instruction::TensorCopy)
+            .with(Instruction::SetMaxRegisters)
+            .when(self.splits.get() > 1, Instruction::Cluster)
     }
 
     pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
@@ -400,7 +405,8 @@ impl Family for GemmReconSpec {
             .chain(VerbatimRows::ALL.into_iter().map(|verbatim| WeightSource::Palette { verbatim }));
         let all = sources.flat_map(move |source| {
             let whole = TABLE_5.into_iter().map(|ring| (ring, Splits::ALL[0]));
-            let split = SPLIT_RINGS.into_iter().flat_map(|ring| Splits::ALL[1..].iter().map(move |splits| (ring, *splits)));
+            let splits = |ring| Splits::ALL[1..].iter().map(move |splits| (ring, *splits));
+            let split = SPLIT_RINGS.into_iter().flat_map(splits);
             whole.chain(split).flat_map(move |((n_tiles, stages), splits)| {
                 [Epilogue::Store, Epilogue::StoreAdd].map(move |epilogue| {
                     let op = GemmReconSpec { source, n_tiles, stages, splits, epilogue };

@@ -190,7 +190,12 @@ impl GemmWgmmaSpec {
     pub const X_BOX_ROWS: u32 = 32;
 
     pub(crate) const fn instructions(&self) -> Instructions {
-        Instructions::NONE.with(Instruction::Wgmma).with(Instruction::BulkCopy).with(Instruction::TensorCopy).when(self.cluster.get() > 1, Instruction::Cluster).when(self.pdl, Instruction::DependentLaunch)
+        Instructions::NONE
+            .with(Instruction::Wgmma)
+            .with(Instruction::BulkCopy)
+            .with(Instruction::TensorCopy)
+            .when(self.cluster.get() > 1, Instruction::Cluster)
+            .when(self.pdl, Instruction::DependentLaunch)
     }
 
     pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {

@@ -38,7 +38,8 @@ args! {
         pub escape_heads: u64,
         /// u32 `[escape_words]`; unused by stage `tiles`.
         pub escapes: u64,
-        /// u32 `[ceil(tiles / 16)]`, zeroed before `tiles`: words of the lists of 64 row blocks each; unused by `unpack`.
+        /// u32 `[ceil(tiles / 16)]`, zeroed before `tiles`: words of the lists of 64 row blocks each; unused by
+        /// `unpack`.
         pub group_words: u64,
         /// u64, zeroed before `tiles`: `!(row * k + column)` of the first element that no operand can stand for, 0 if
         /// there is none; unused by `unpack`.

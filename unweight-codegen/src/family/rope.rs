@@ -107,7 +107,8 @@ impl Family for RopeSpec {
 
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
         // The heads of models that are served; the others are compiled on demand.
-        RopeHeadDim::ALL.into_iter().filter(move |head_dim| matches!(head_dim.get(), 64 | 96 | 128)).flat_map(move |head_dim| {
+        let common = RopeHeadDim::ALL.into_iter().filter(|head_dim| matches!(head_dim.get(), 64 | 96 | 128));
+        common.flat_map(move |head_dim| {
             [false, true].map(move |pdl| VariantSpec::rope(arch, RopeSpec { head_dim, pdl }))
         })
     }

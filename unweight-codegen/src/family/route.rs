@@ -36,7 +36,7 @@ args! {
     pub struct RouteArgs {
         /// bf16 `[tokens, experts]`; `topk`.
         pub logits: u64,
-        /// u32 `[tokens, top_k]`: written by `topk`, otherwise read. An id that is no expert is no work.
+        /// u32 `[tokens, top_k]`: written by `topk`, otherwise read. An id that is not an expert is skipped.
         pub ids: u64,
         /// f32 `[tokens, top_k]`: written by `topk`, read by `combine`.
         pub weights: u64,

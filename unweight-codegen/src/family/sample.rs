@@ -45,7 +45,7 @@ args! {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
 #[repr(C)]
 pub struct SampleRow {
-    /// Of the random numbers.
+    /// Seed of the random numbers.
     pub seed: u64,
     /// Logits are divided by it; 0 takes the token of the largest logit, of equal ones the lowest.
     pub temperature: f32,
@@ -77,7 +77,9 @@ const SUM_BYTES: u32 = 8;
 
 impl SampleSpec {
     pub(crate) const fn instructions(&self) -> Instructions {
-        Instructions::NONE.when(self.cluster.get() > 1, Instruction::Cluster).when(self.pdl, Instruction::DependentLaunch)
+        Instructions::NONE
+            .when(self.cluster.get() > 1, Instruction::Cluster)
+            .when(self.pdl, Instruction::DependentLaunch)
     }
 
     pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {

@@ -66,7 +66,7 @@ pub fn asynchronous(arch: Arch) -> impl Iterator<Item = VariantSpec> {
     all.chain(others.filter_map(move |spec| brought_to(spec, arch))).filter(move |spec| seen.insert(*spec))
 }
 
-/// The same variant with copies by its threads; `None` of a family without the axis `copy`, or without a plan.
+/// The variant with copies by its threads; `None` for a family without the axis `copy`, or if it has no plan.
 pub fn copied_by_threads(spec: VariantSpec) -> Option<VariantSpec> {
     let copy = SmemCopy::Async;
     let op = match spec.op {

@@ -32,7 +32,7 @@ pub enum PairValue {
     Switch(bool),
 }
 
-/// Which token of a pair is wrong, and how.
+/// The token of a pair that is wrong, and how.
 #[derive(Clone, Copy, Debug)]
 pub enum Blame {
     /// The key.

@@ -46,7 +46,7 @@ pub struct Frontier<'a> {
 }
 
 impl<'a> Frontier<'a> {
-    /// Of units with at least one choice each.
+    /// A problem of these units, each with at least one choice.
     pub fn new(units: &'a [Vec<Candidate>]) -> Self {
         let mut levels: Vec<Vec<State>> = Vec::with_capacity(units.len());
         let mut exact = true;

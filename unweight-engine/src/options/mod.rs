@@ -160,7 +160,7 @@ impl EngineOptions {
 pub struct OptionError {
     /// The name of the option.
     pub name: &'static str,
-    /// Its value.
+    /// Value of the option.
     pub value: u64,
     /// The allowed values, as text.
     pub range: &'static str,

@@ -431,7 +431,11 @@ proptest! {
         if let Ok(plan) = Plan::parse(&bytes) {
             for Measured { batch, setting, .. } in plan.settings() {
                 let mlps: Vec<_> =
-                    setting.variants(&hhr_ppr(), ARCH, *batch, SMS).iter().map(|variants| variants.map(|variant| variant.pipeline)).collect();
+                    setting
+                        .variants(&hhr_ppr(), ARCH, *batch, SMS)
+                        .iter()
+                        .map(|variants| variants.map(|variant| variant.pipeline))
+                        .collect();
                 if let Ok(graph) = build(&mlps, &setting.layout(SMS)) {
                     prop_assert_eq!(CheckedGraph::new(graph).err(), None);
                 }

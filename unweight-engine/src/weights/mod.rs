@@ -204,7 +204,7 @@ impl Weights {
         })
     }
 
-    /// The same, to be overwritten.
+    /// The offloaded experts, mutable.
     pub fn offloaded_mut(&mut self) -> impl Iterator<Item = &mut OffloadedExperts> {
         self.layers.iter_mut().filter_map(|layer| match &mut layer.mlp {
             Mlp::Mixture { experts: MixtureExperts::Offloaded(experts), .. } => Some(&mut **experts),

@@ -62,7 +62,16 @@ fn read_tree(dir: &Path) -> Tree {
 
 static STATE: LazyLock<State> = LazyLock::new(|| {
     let dir = tempfile::tempdir().expect("a directory").keep();
-    let model = DemoOptions { layers: 2, hidden: 64, intermediate: 64, heads: 2, kv_heads: 1, vocab: 64, shards: 2, ..DemoOptions::default() };
+    let model = DemoOptions {
+        layers: 2,
+        hidden: 64,
+        intermediate: 64,
+        heads: 2,
+        kv_heads: 1,
+        vocab: 64,
+        shards: 2,
+        ..DemoOptions::default()
+    };
     demo_model::write(&dir.join("model"), &model).expect("written");
     let options = CompressOptions::default().ram_bytes(Some(1)).sha256(true).verify(VerifyAfter::None).resume(true);
     let run = |out: &str, progress: &dyn Progress| compress(&dir.join("model"), &dir.join(out), &options, progress);
@@ -72,7 +81,9 @@ static STATE: LazyLock<State> = LazyLock::new(|| {
     let total: u64 = fs::read_dir(dir.join("model")).expect("readable").map(|f| f.expect("there").metadata().expect("there").len()).sum();
     run("out", &CancelAfter(total * 3 / 4, AtomicU64::new(0))).expect_err("it was cancelled");
     let left = read_tree(&dir.join("out.partial"));
-    let has = |prefix: &str| left.keys().any(|name| name.starts_with(prefix) || name.to_string_lossy().contains(prefix));
+    let has = |prefix: &str| {
+        left.keys().any(|name| name.starts_with(prefix) || name.to_string_lossy().contains(prefix))
+    };
     assert!(has("records") && has("journal-") && has("shard-"), "{:?}", left.keys());
     State { dir, options, left, whole }
 });

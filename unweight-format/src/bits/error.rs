@@ -50,7 +50,7 @@ pub enum CodecError {
         /// Columns.
         cols: usize,
     },
-    /// A part of a packed matrix that is no matrix of whole tiles.
+    /// A part of a packed matrix that is not a matrix of whole tiles.
     #[error(
         "{axis} {start}..{end} cannot be cut out of {of}: a packed matrix is cut in multiples of 64, at least one; unpack it to cut elsewhere"
     )]

@@ -2,7 +2,7 @@
 
 use crate::{Float, bf16};
 
-/// How often each value of the exponent field occurs in a tensor.
+/// The number of elements of a tensor per value of the exponent field.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Histogram {
     counts: Box<[u64; 256]>,
@@ -47,7 +47,7 @@ impl Histogram {
         &self.counts
     }
 
-    /// How many elements were counted.
+    /// The number of elements that were counted.
     pub fn total(&self) -> u64 {
         self.counts.iter().sum()
     }

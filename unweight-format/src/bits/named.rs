@@ -41,7 +41,7 @@ macro_rules! named {
 }
 pub(crate) use named;
 
-/// A name that is none of the known ones.
+/// A name that is not one of the known names.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("unknown {what} '{got}'; known: {known}")]
 pub struct UnknownName {

@@ -193,7 +193,7 @@ impl TileGrid {
     }
 }
 
-/// Where a tile's coded bits and verbatim rows are (report section 3.5), 16 bytes as stored.
+/// Offsets of a tile's coded bits and verbatim rows (report, section 3.5); 16 bytes as stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Pod, Zeroable)]
 #[repr(C)]
 pub struct TileMetadata {

@@ -31,7 +31,7 @@ use crate::Digest;
 pub const ATTACHED_VERSION: Version = Version { major: 1, minor: 0 };
 /// Largest file that is read, bytes.
 pub const ATTACHED_BYTES_MAX: u64 = 1 << 30;
-/// Largest index that is read, bytes: some 40,000 kernels.
+/// Largest index that is read, bytes: about 40,000 kernels.
 pub const INDEX_BYTES_MAX: u64 = 16 << 20;
 /// Largest kernel that is read, bytes.
 pub const KERNEL_BYTES_MAX: u64 = 64 << 20;
@@ -46,7 +46,7 @@ const HEAD_BYTES: usize = 56;
 /// An entry of the index of attached kernels: keys, and size and digest of a binary.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AttachedKernel {
-    /// Its symbol: 1 to 160 of A-Z, a-z, 0-9 and _.
+    /// Symbol of the kernel: 1 to 160 characters of `A-Z`, `a-z`, `0-9` and `_`.
     pub name: String,
     /// The architecture that it was compiled for, such as `sm_90a`.
     pub arch: String,
@@ -56,7 +56,7 @@ pub struct AttachedKernel {
     pub compiler: AttachedBy,
     /// Size of the binary.
     pub bytes: u64,
-    /// Its digest.
+    /// Digest of the binary.
     pub digest: Digest,
 }
 
@@ -65,9 +65,9 @@ pub struct AttachedKernel {
 pub struct AttachedBy {
     /// Compiler.
     pub name: String,
-    /// Its version.
+    /// Version of the compiler.
     pub version: String,
-    /// What tells builds of one version apart; may be empty.
+    /// Identifies builds of one version; may be empty.
     pub build: String,
 }
 
@@ -426,7 +426,7 @@ fn place(dir: &Path, bytes: &[u8], _lock: &File) -> Result<u64, BundleError> {
     Ok(bytes.len() as u64)
 }
 
-/// What [`detach`] removed.
+/// The file of attached kernels that [`detach`] removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Detached {

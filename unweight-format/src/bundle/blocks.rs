@@ -1,4 +1,4 @@
-//! Digests of blocks of a packed matrix, so that a part of it can be read and compared (`docs/format.md` B.4).
+//! Digests of blocks of a packed matrix, so that a part can be read and compared (`docs/format.md` B.4).
 //!
 //! A block is 8 x 8 tiles, 512 x 512 weights, less at the edges. Its tiles occupy up to 8 runs of the section, one for
 //! each row of tiles; its digest is that of the concatenated runs. The rows or columns of a tensor-parallel rank are

@@ -8,7 +8,7 @@ use crate::{
     safetensors::HeaderError,
 };
 
-/// What an error means for the caller.
+/// The class of an error; it decides the exit status of the command line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorClass {
@@ -20,7 +20,7 @@ pub enum ErrorClass {
     Interrupted,
 }
 
-/// What a caller can ask for next, where that is a choice of this library's options. The command line words it.
+/// A next step that is an option of this library. The command line words it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Remedy {
@@ -33,7 +33,7 @@ pub enum Remedy {
     ResumeMaking,
     /// Free some space, then resume.
     FreeAndResume,
-    /// Free some space, then do the same again: nothing is left of it.
+    /// Free some space, then run again from the start: no finished work is kept.
     FreeAndRepeat,
     /// Use [`CpuEncoder`](super::CpuEncoder): every encoder gives the same bytes.
     CpuEncoder,
@@ -450,7 +450,9 @@ pub enum BundleError {
         reason: &'static str,
     },
     /// A signature covers digests of a file that could be forged.
-    #[error("{file}: the signed manifest has no SHA-256 of it, and other digests can be forged; sign when compressing")]
+    #[error(
+        "{file}: the signed manifest has no SHA-256 of this file, and other digests can be forged; sign when compressing"
+    )]
     Unproven {
         /// The file.
         file: String,
@@ -508,14 +510,14 @@ pub enum BundleError {
         file: String,
     },
     /// A file that the manifest does not list.
-    #[error("{file}: not listed in unweight.json; it is no part of the bundle: move it away")]
+    #[error("{file}: not listed in unweight.json; it does not belong to the bundle: move it away")]
     ExtraFile {
         /// The file.
         file: String,
     },
     /// What a run that ended too early left of what it was about to attach.
     #[error(
-        "{file}: an interrupted run was about to attach this; it is no part of the bundle, and the next run that \
+        "{file}: an interrupted run was about to attach this; it does not belong to the bundle, and the next run that \
              attaches or detaches removes it"
     )]
     HalfAttached {
@@ -554,8 +556,8 @@ pub enum BundleError {
         /// The files.
         files: Vec<String>,
     },
-    /// A part was asked for of a tensor that is not two-dimensional, or has elements that are no whole bytes.
-    #[error("{file}: tensor '{tensor}' of shape {shape:?} is no matrix of whole bytes; read all of it")]
+    /// A part of a tensor was requested that is not a matrix or whose elements are not whole bytes.
+    #[error("{file}: tensor '{tensor}' of shape {shape:?} is not a matrix of whole bytes; read the whole tensor")]
     PartOfNoMatrix {
         /// Relative path.
         file: String,
@@ -650,7 +652,7 @@ impl BundleError {
         }
     }
 
-    /// What can be asked for next.
+    /// The next step, if it is an option of this library.
     pub fn remedy(&self) -> Option<Remedy> {
         match self {
             Self::OutputExists { .. } => Some(Remedy::Overwrite),

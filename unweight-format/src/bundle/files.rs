@@ -52,7 +52,7 @@ impl Stamp {
 
 /// A file open for reading.
 ///
-/// Bytes are copied out of it, never mapped: a file that is truncated, or on a disk that fails, is an error with an
+/// Bytes are copied, never mapped: a file that is truncated, or on a disk that fails, is an error with an
 /// offset, not a signal.
 #[derive(Debug)]
 pub struct Input {
@@ -121,7 +121,7 @@ impl Input {
         Ok(())
     }
 
-    /// `bytes` bytes from `offset` on.
+    /// Reads `bytes` bytes from `offset`.
     ///
     /// # Errors
     /// As [`Input::read_at`], or there is no memory for them.
@@ -180,7 +180,7 @@ impl Input {
         BundleError::SourceChanged { path: self.path.clone(), change: "it was written to" }
     }
 
-    /// Fails if the file is no longer as it was when it was opened, or another one has its name.
+    /// Fails if the file was changed or replaced since it was opened.
     ///
     /// # Errors
     /// The file was changed or replaced.

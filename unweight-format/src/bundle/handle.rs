@@ -33,7 +33,7 @@ impl<'a> TensorHandle<'a> {
         &self.shard.file.name
     }
 
-    /// What the manifest says about the tensor.
+    /// The entry of the tensor in the manifest.
     pub fn entry(&self) -> &'a TensorEntry {
         &self.shard.file.tensors[self.index]
     }
@@ -53,12 +53,12 @@ impl<'a> TensorHandle<'a> {
         &self.entry().shape
     }
 
-    /// How the bundle stores it.
+    /// The encoding of the tensor.
     pub fn encoding(&self) -> EncodingId {
         self.entry().encoding
     }
 
-    /// The same as one row of `inspect`, with sizes.
+    /// The row of `inspect` for this tensor, with sizes.
     pub fn report(&self) -> TensorReport {
         TensorReport::of(self.file(), self.entry())
     }
@@ -87,8 +87,8 @@ impl<'a> TensorHandle<'a> {
         Ok(out)
     }
 
-    /// As [`TensorHandle::decode`], into memory of [`TensorHandle::original_bytes`] bytes. After an error its contents
-    /// are unspecified.
+    /// Decodes into `out`, which has [`TensorHandle::original_bytes`] bytes. After an error its contents are
+    /// unspecified.
     ///
     /// # Errors
     /// As [`TensorHandle::decode`], or `out` has another size.

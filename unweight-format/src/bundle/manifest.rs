@@ -22,7 +22,7 @@ pub use super::version::{VERSION, Version};
 
 /// File name of the manifest.
 pub const FILE_NAME: &str = "unweight.json";
-/// File name of its signature, if there is one.
+/// File name of the manifest's signature.
 pub const SIGNATURE_NAME: &str = "unweight.json.minisig";
 /// `format` of every manifest.
 pub(crate) const MANIFEST_FORMAT: &str = "unweight-bundle";
@@ -55,7 +55,7 @@ pub struct Manifest {
     pub version: Version,
     /// Program and version that wrote the bundle.
     pub creator: String,
-    /// How it was encoded.
+    /// Options that the bundle was compressed with.
     pub options: Options,
     /// Every file of the source, by name.
     pub files: Vec<FileEntry>,
@@ -242,7 +242,7 @@ pub struct TensorEntry {
     /// Shape in the source.
     #[serde(deserialize_with = "shape_of")]
     pub shape: Vec<usize>,
-    /// What it is for, by its name.
+    /// Role of the tensor, by its name.
     pub role: Role,
     /// Layer, by its name.
     pub layer: Option<u32>,

@@ -34,7 +34,7 @@ use super::{
 /// Weights are not copied where the file system can give a file a second name; the parts stay as they are.
 ///
 /// # Errors
-/// A folder is no part, or is damaged; parts are of different sources, options or programs; one is missing or given
+/// A folder is not a part, or is damaged; parts are of different sources, options or programs; one is missing or given
 /// twice; the output exists or cannot be written; or `progress` asked to stop.
 pub fn merge(
     parts: &[PathBuf],

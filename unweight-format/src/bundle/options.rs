@@ -6,7 +6,7 @@ use super::{Part, Signer, names};
 use crate::{CodeLimit, bits::named::named, glob::matches};
 
 named! {
-    /// What a bundle is for: which encoding each tensor gets.
+    /// The purpose of a bundle; it decides the encoding of each tensor.
     Profile, "profile" {
         /// Smallest: every eligible tensor in scope is Huffman-coded; may be transcoded when loaded.
         Distribution = "distribution",
@@ -33,7 +33,7 @@ impl Profile {
 }
 
 named! {
-    /// Which roles may be compressed.
+    /// The roles of tensors that may be compressed.
     Scope, "scope" {
         /// MLP projections: gate, up and down in all their spellings.
         Mlp = "mlp",
@@ -45,7 +45,7 @@ named! {
 }
 
 named! {
-    /// What to decode again before a new bundle gets its final name.
+    /// How much of a new bundle is decoded again before it gets its final name.
     VerifyAfter, "verification" {
         /// Nothing: what was written is trusted.
         None = "none",
@@ -79,7 +79,7 @@ macro_rules! options {
 }
 
 options! {
-    /// Which files below a directory are the model's; all of them, unless said otherwise.
+    /// The files below a directory that belong to the model; all files by default.
     #[derive(Default)]
     Selection {
         /// Names, relative to the directory: these files and no others.
@@ -170,7 +170,7 @@ impl Default for CompressOptions {
 }
 
 options! {
-    /// How to join the parts of a model.
+    /// Options of [`merge`](super::merge).
     MergeOptions {
         /// Threads to decode with; `None` is all.
         threads: Option<usize>,
@@ -192,7 +192,7 @@ impl Default for MergeOptions {
 }
 
 options! {
-    /// How to decompress a bundle.
+    /// Options of [`decompress`](super::decompress).
     #[derive(Default)]
     DecompressOptions {
         /// Threads to decode with; `None` is all.
@@ -208,7 +208,7 @@ options! {
 }
 
 options! {
-    /// How to verify a bundle.
+    /// Options of [`verify_with`](super::verify_with).
     #[derive(Default)]
     VerifyOptions {
         /// A source directory to compare every file with.

@@ -15,7 +15,7 @@ pub struct Part {
 }
 
 impl Part {
-    /// The `index`-th of `of`, from 1 on; `None` if there is no such part.
+    /// Part `index` of `of`, counted from 1; `None` if there is no such part.
     pub fn new(index: u32, of: u32) -> Option<Self> {
         (1..=PARTS_MAX).contains(&of).then_some(Self { index, of }).filter(|part| (1..=part.of).contains(&part.index))
     }

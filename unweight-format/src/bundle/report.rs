@@ -18,7 +18,7 @@ pub struct TensorReport {
     pub layer: Option<u32>,
     /// As in safetensors.
     pub dtype: String,
-    /// Its shape.
+    /// Shape of the tensor.
     pub shape: Vec<usize>,
     /// `raw`, `huffman`, `palette`, `packed`, `compact` or `exponents`.
     #[serde(rename = "encoding")]
@@ -85,7 +85,7 @@ pub struct EncodingTotal {
 pub struct LargeCopy {
     /// Large file that is copied unchanged, or the directory of a version control system.
     pub name: String,
-    /// Its size.
+    /// Size of the file or directory.
     pub bytes: u64,
 }
 
@@ -136,7 +136,7 @@ pub struct CompareRow {
     pub ratio: f64,
 }
 
-/// What [`compare`](super::compare) predicts.
+/// The report of [`compare`](super::compare).
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct CompareReport {
@@ -150,7 +150,7 @@ pub struct CompareReport {
     pub seconds: f64,
 }
 
-/// What [`plan`](super::plan) predicts.
+/// The report of [`plan`](super::plan).
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct PlanReport {
@@ -179,7 +179,7 @@ pub struct PlanReport {
     pub seconds: f64,
 }
 
-/// What [`compress`](super::compress) or [`merge`](super::merge) did.
+/// The report of [`compress`](super::compress) and [`merge`](super::merge).
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct CompressReport {
@@ -226,7 +226,7 @@ pub struct CompressReport {
 pub struct FileReport {
     /// Relative path.
     pub name: String,
-    /// Its size.
+    /// Size of the file.
     pub bytes: u64,
     /// Its XXH3-128 digest (`docs/format.md` B.4), checked.
     pub digest: Digest,
@@ -238,7 +238,7 @@ pub struct FileReport {
     pub resumed_bytes: u64,
 }
 
-/// What [`decompress`](super::decompress) did.
+/// The report of [`decompress`](super::decompress).
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct DecompressReport {
@@ -256,7 +256,7 @@ pub struct DecompressReport {
     pub peak_rss_bytes: Option<u64>,
 }
 
-/// Something in a bundle that is damaged, missing or not part of it.
+/// A part of a bundle that is damaged or missing, or a file that does not belong to the bundle.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Problem {
@@ -268,7 +268,7 @@ pub struct Problem {
     pub code: &'static str,
     /// What differs, where, expected and actual value.
     pub message: String,
-    /// It is about a file that the bundle does not list: nothing is wrong with what it does list.
+    /// Whether the problem is about a file that the bundle does not list, so that every listed file may be sound.
     #[serde(skip)]
     pub is_extra: bool,
     /// Whether only the source of `--against` differs ([`VerifyOptions::against`](super::VerifyOptions::against)): the
@@ -301,7 +301,7 @@ impl Problem {
     }
 }
 
-/// What [`verify`](super::verify) found.
+/// The report of [`verify`](super::verify).
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct VerifyReport {

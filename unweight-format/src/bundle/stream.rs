@@ -16,7 +16,7 @@ use crate::bundle::manifest::{FileEntry, WeightsFile};
 impl Bundle {
     /// Writes the original bytes of a file of the source to `out`, in order.
     ///
-    /// Of weights, every stored section is compared with its digest before anything that comes of it is written. What
+    /// Of weights, every stored section is compared with its digest before its decoded bytes are written. What
     /// is known only at the end (the digest of a copied file or of a large raw tensor, the SHA-256) is compared at the
     /// end: only with `Ok` are the bytes right.
     ///

@@ -296,7 +296,10 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
-        fn package_merge_is_optimal_and_complete(mut weights in prop::collection::vec(1u64..100_000, 2..=9), limit in 6u8..=9) {
+        fn package_merge_is_optimal_and_complete(
+            mut weights in prop::collection::vec(1u64..100_000, 2..=9),
+            limit in 6u8..=9,
+        ) {
             weights.sort_by(|a, b| b.cmp(a));
             let lengths = package_merge(&weights, limit.into());
             prop_assert_eq!(kraft(&lengths), 1.0);

@@ -347,7 +347,7 @@ impl<B: AsRef<[u8]>> ExponentsTensor<B> {
         self.float
     }
 
-    /// Its exponents.
+    /// The coded exponents of the tensor.
     pub fn exponents(&self) -> &CodedExponents<B> {
         &self.exponents
     }

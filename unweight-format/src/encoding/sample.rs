@@ -1,4 +1,4 @@
-//! Predicting: what a sample of a tensor tells about all of it.
+//! Predicting the size of an encoded tensor from a sample.
 
 use super::Section;
 use crate::{

@@ -9,7 +9,7 @@ pub(crate) enum Extent {
     Rows,
     /// Columns of the matrix.
     Cols,
-    /// Its tiles.
+    /// Tiles of the matrix.
     Tiles,
     /// Always the same.
     Fixed(usize),

@@ -53,7 +53,7 @@ impl<B: AsRef<[u8]>> StoredTensor<B> {
         Self { encoding: &raw::Raw, grid: None, sections: vec![bytes] }
     }
 
-    /// Its encoding.
+    /// Encoding of the tensor.
     pub fn encoding(&self) -> EncodingId {
         self.encoding.id()
     }
@@ -63,7 +63,7 @@ impl<B: AsRef<[u8]>> StoredTensor<B> {
         self.grid
     }
 
-    /// Its sections, in stored order.
+    /// Sections of the tensor, in stored order.
     pub fn sections(&self) -> impl Iterator<Item = (Section, &[u8])> {
         self.encoding.sections().iter().copied().zip(self.sections.iter().map(AsRef::as_ref))
     }
@@ -89,7 +89,7 @@ impl<B: AsRef<[u8]>> StoredTensor<B> {
         }
     }
 
-    /// The same tensor, its bytes borrowed.
+    /// The same tensor with borrowed bytes.
     pub fn borrowed(&self) -> StoredTensor<&[u8]> {
         let sections = self.sections.iter().map(AsRef::as_ref).collect();
         StoredTensor { encoding: self.encoding, grid: self.grid, sections }

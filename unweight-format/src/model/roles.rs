@@ -6,7 +6,7 @@
 use crate::bits::named::named;
 
 named! {
-    /// What a tensor is for.
+    /// The role of a tensor in a model, by its name.
     Role, "role" {
         /// Token, position or type embedding.
         Embedding = "embedding",

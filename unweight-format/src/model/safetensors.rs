@@ -40,7 +40,7 @@ pub enum HeaderError {
     },
     /// The length says too much.
     #[error(
-        "at byte 0: a header of {got} bytes is above the limit of {limit}; this is no safetensors file, or a damaged one"
+        "at byte 0: a header of {got} bytes is above the limit of {limit}; this is not a safetensors file, or it is damaged"
     )]
     TooLarge {
         /// Bytes announced.

@@ -57,7 +57,7 @@ impl Default for DemoOptions {
     }
 }
 
-/// What was written.
+/// The report of [`write`].
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct DemoReport {
     /// Elements of all tensors.
@@ -183,7 +183,7 @@ impl DemoOptions {
 /// Writes the model into a directory that does not exist, or is empty.
 ///
 /// # Errors
-/// The options are no shape of a model, the directory holds something, or the system refuses to write.
+/// The options do not describe a model, the directory holds something, or the system refuses to write.
 pub fn write(dir: &Path, options: &DemoOptions) -> Result<DemoReport, BundleError> {
     options.check()?;
     // Not on rayon's own pool, which panics where threads cannot be made.

@@ -82,7 +82,8 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
     fn the_fast_packer_equals_the_oracle(
-        kind in kind(), tile_rows in 1usize..=3, tile_cols in 1usize..=3, one_in in 60u64..2000, mask in prop_oneof![Just(0xffffu16), Just(0xbfff), Just(0x807f)], seed: u64,
+        kind in kind(), tile_rows in 1usize..=3, tile_cols in 1usize..=3, one_in in 60u64..2000,
+        mask in prop_oneof![Just(0xffffu16), Just(0xbfff), Just(0x807f)], seed: u64,
     ) {
         let (rows, cols) = (64 * tile_rows, 64 * tile_cols);
         _ = check_packed(&kind.bytes(rows * cols, seed), rows, cols);
@@ -596,7 +597,8 @@ proptest! {
         let bytes: Vec<u8> = (0..4096 * tiles).flat_map(|_| {
             let bits = random.bits();
             let deep = (bits >> 20).trailing_zeros().min(43) * halvings / 4;
-            let exponent = if bits.is_multiple_of(one_in) { bits >> 50 & 255 } else { u64::from(base) + u64::from(deep.min(31)) };
+            let inside = u64::from(base) + u64::from(deep.min(31));
+            let exponent = if bits.is_multiple_of(one_in) { bits >> 50 & 255 } else { inside };
             (bits as u16 & 0x807f | (exponent as u16) << 7).to_le_bytes()
         }).collect();
         _ = check_compact(&bytes, 64, 64 * tiles);

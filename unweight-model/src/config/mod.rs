@@ -63,7 +63,7 @@ impl fmt::Display for Family {
     }
 }
 
-/// Which linear layers add a bias.
+/// The linear layers that add a bias.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Bias {
     /// Queries, keys and values.
@@ -85,10 +85,9 @@ pub enum Activation {
 /// The experts of a mixture, the same in every layer: each is a gated MLP of width [`ModelConfig::intermediate`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mixture {
-    /// How many there are.
+    /// Number of experts.
     pub experts: u32,
-    /// How many of them a token goes through: those with the largest logits of the router, of equal ones the lower
-    /// numbers.
+    /// Number of experts per token: those with the largest router logits; of equal logits, the lower numbers.
     pub top_k: u32,
     /// A token's weights add up to 1; otherwise they are shares of the softmax over all experts.
     pub normalized: bool,
@@ -96,13 +95,14 @@ pub struct Mixture {
     pub rounded: bool,
 }
 
-/// How the makers of a model sample from it; what `generation_config.json` leaves out is as transformers has it.
+/// Sampling defaults that the model's publisher recommends; `generation_config.json` may leave out values, which are
+/// then those of transformers.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct GenerationDefaults {
     /// Whether tokens are drawn; the likeliest is taken otherwise.
     pub do_sample: bool,
-    /// What logits are divided by; at 0 the likeliest token is taken.
+    /// Divisor of the logits; 0 takes the likeliest token.
     pub temperature: f32,
     /// Only the likeliest so many tokens; `None`: all.
     pub top_k: Option<u32>,
@@ -121,7 +121,7 @@ impl Default for GenerationDefaults {
     }
 }
 
-/// What a decoder-only transformer is: RMS norm, grouped-query attention with rotary embedding, gated MLP.
+/// The configuration of a decoder-only transformer: RMS norm, grouped-query attention with rotary embedding, gated MLP.
 ///
 /// Sizes are at least 1 and at most 2^24; `heads` is a multiple of `kv_heads`, `head_dim` even.
 #[derive(Debug, Clone, PartialEq)]
@@ -153,19 +153,20 @@ pub struct ModelConfig {
     pub max_positions: u32,
     /// Whether the head is the embedding.
     pub tied: bool,
-    /// Which linear layers add a bias.
+    /// The linear layers that add a bias.
     pub bias: Bias,
     /// Whether queries and keys are normed, each head for itself, before they are rotated.
     pub qk_norm: bool,
-    /// Of every layer: a query at position `p` sees keys at `p - window + 1..=p`. `None`: all up to `p`.
+    /// Attention window of each layer: a query at position `p` sees keys at `p - window + 1..=p`. `None`: all up to
+    /// `p`.
     pub window: Vec<Option<u32>>,
     /// The function of the MLP's gate.
     pub act: Activation,
     /// Tokens after which a text ends; none if neither file says so.
     pub eos: Vec<u32>,
-    /// The token before a text, if there is one.
+    /// Token before every text, if the model has one.
     pub bos: Option<u32>,
-    /// How the makers sample.
+    /// Sampling defaults.
     pub generation: GenerationDefaults,
 }
 
@@ -182,7 +183,7 @@ impl ModelConfig {
         Self::from_json(&json(CONFIG_FILE, config)?, generation_config.as_ref())
     }
 
-    /// As [`ModelConfig::parse`], of JSON that was read already.
+    /// Like [`ModelConfig::parse`], from JSON that is already parsed.
     ///
     /// # Errors
     /// As [`ModelConfig::parse`].
@@ -193,7 +194,7 @@ impl ModelConfig {
         parse::model(config, generation_config)
     }
 
-    /// As [`ModelConfig::parse`], of the files that a bundle keeps.
+    /// Like [`ModelConfig::parse`], from the files of a bundle.
     ///
     /// # Errors
     /// The bundle has no `config.json`, the files are damaged, or as [`ModelConfig::parse`].

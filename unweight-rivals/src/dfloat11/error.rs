@@ -1,4 +1,4 @@
-//! What DFloat11 cannot hold, and what cannot be trusted of it.
+//! Errors of converting to DFloat11 and of reading DFloat11 directories.
 
 use std::path::PathBuf;
 
@@ -91,7 +91,7 @@ pub enum UnitError {
         /// Bytes found.
         got: u64,
     },
-    /// Tables that are no prefix code.
+    /// Tables that are not a prefix code.
     #[error("luts, row {row}, entry {entry}: {reason}")]
     Luts {
         /// Row.

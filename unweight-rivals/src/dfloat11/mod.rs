@@ -12,7 +12,7 @@
 //! split_positions   I64 [weights - 1]      where each weight but the first begins
 //! ```
 //! A window is what one thread of the kernel decodes, a block what `threads` of them do. An entry of a row is the
-//! exponent whose code the bits begin with, or 256 - i: go on in row i with the next byte. So exponents from 240 on
+//! exponent whose code the bits begin with, or 256 - i: continue in row i with the next byte. So exponents from 240 on
 //! have no place.
 //!
 //! ```text

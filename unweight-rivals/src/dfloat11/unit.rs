@@ -317,7 +317,7 @@ impl Decoder {
     /// Checks the small sections, and sizes against each other.
     ///
     /// # Errors
-    /// They do not belong together, or are no sections of DFloat11.
+    /// They do not belong together, or are not sections of DFloat11.
     pub fn new(sections: &Sections<'_>) -> Result<Self, UnitError> {
         let &Sections { encoded_bytes, elements, .. } = sections;
         let threads = usize::try_from(sections.threads).ok().filter(|threads| (1..=THREADS_MAX).contains(threads));

@@ -56,7 +56,7 @@ impl PackedUse {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RegisterError {
-    /// It is declared for another architecture.
+    /// The variant is declared for another architecture.
     #[error("{variant} is a kernel for {declared} and this device is {device}; declare it with `arch = {tag}`")]
     Arch {
         /// Its name.
@@ -89,7 +89,7 @@ pub enum RegisterError {
         /// The compiler's name of the device's architecture.
         device: &'static str,
     },
-    /// It writes the weights that it decodes instead of a product.
+    /// The variant writes the decoded weights instead of a product.
     #[error("{variant} writes decoded weights instead of a product; declare it without `dump = true`")]
     Dump {
         /// Its name.
@@ -169,10 +169,13 @@ impl Registered {
         shapes(arch).iter().chain(own).filter_map(move |shape| wanted.of(*shape))
     }
 
-    /// The same from compact weights.
+    /// Like [`Self::packed`], for compact weights.
     pub fn compact(&self, arch: Arch, wanted: PackedUse) -> impl Iterator<Item = VariantSpec> {
         let PackedUse { pdl, epilogue, .. } = wanted.on(arch);
-        let used = move |spec: &VariantSpec| matches!(spec.op, Op::GemmCompact(op) if (op.pdl, op.epilogue) == (pdl, epilogue));
+        let used = move |spec: &VariantSpec| match spec.op {
+            Op::GemmCompact(op) => (op.pdl, op.epilogue) == (pdl, epilogue),
+            _ => false,
+        };
         let own = self.shapes.iter().filter(move |shape| shape.arch == arch).filter_map(move |shape| match shape.op {
             Op::GemmCompact(op) => {
                 Some(VariantSpec { op: Op::GemmCompact(GemmCompactSpec { pdl, epilogue, ..op }), ..*shape })

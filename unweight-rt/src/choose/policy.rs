@@ -40,7 +40,7 @@ impl PackedChooser {
         Self::model(gpu).with_table(name, MeasuredTable::builtin().clone())
     }
 
-    /// For an H200 (SXM): what is chosen where there is no device to ask.
+    /// The policy of an H200 (SXM), for use without a device.
     pub fn h200() -> Self {
         Self::of(GpuModel::H200, "NVIDIA H200")
     }
@@ -77,7 +77,7 @@ impl PackedChooser {
         self
     }
 
-    /// The same without what was measured.
+    /// The policy without measured times.
     #[must_use]
     pub fn without_table(self) -> Self {
         Self { table: MeasuredTable::default(), ..self }
@@ -108,7 +108,7 @@ impl PackedChooser {
         gpu_model::candidates(&self.gpu, &self.registered, problem, wanted)
     }
 
-    /// The same straight from compact weights.
+    /// Like [`Self::candidates`], for compact weights.
     pub fn compact_candidates(&self, problem: GemmShape, wanted: PackedUse) -> Vec<(VariantSpec, f64)> {
         gpu_model::compact_candidates(&self.gpu, &self.registered, problem, wanted)
     }
@@ -120,7 +120,7 @@ impl PackedChooser {
         self.registered.packed(self.arch(), wanted).filter(considered).filter(|spec| Plan::new(spec).is_ok())
     }
 
-    /// The same straight from compact weights.
+    /// Like [`Self::every_candidate`], for compact weights.
     pub fn every_compact_candidate(&self, wanted: PackedUse) -> impl Iterator<Item = VariantSpec> {
         self.registered.compact(self.arch(), wanted)
     }

@@ -40,12 +40,12 @@ impl Weight {
         Self { n, k, node: Node::of(encoding), gated: false }
     }
 
-    /// Several weights under each other: put together as BF16, whatever their forms.
+    /// Several weights merged along their rows: BF16, whatever their encodings are.
     pub fn merged(n: u32, k: u32, gated: bool) -> Self {
         Self { n, k, node: Node::Bf16, gated }
     }
 
-    /// The same where all of the weights are compact: what they become together may be, too.
+    /// States whether all of the weights are compact, so that the merged weights may be compact as well.
     #[must_use]
     pub fn all_compact(self, compact: bool) -> Self {
         if compact { Self { node: Node::Compact, ..self } } else { self }
@@ -106,7 +106,7 @@ pub enum Route<K> {
         /// The product; an ordinary launch, since it reads what the kernel before it writes.
         product: K,
     },
-    /// By cuBLAS, from BF16 that a kernel writes into the slot ahead of it.
+    /// cuBLAS multiplies BF16 that a kernel first writes to the slot.
     ExpandToBf16 {
         /// Packed or compact to BF16.
         expand: K,
@@ -125,12 +125,12 @@ pub struct SlotPlan {
     pub inexact: u64,
     /// And the sums of the lists.
     pub group_words: u64,
-    /// All of it.
+    /// Size of the slot.
     pub bytes: u64,
 }
 
 impl SlotPlan {
-    /// Of a tensor.
+    /// The layout for a tensor with this grid.
     pub fn of(grid: TileGrid) -> Self {
         /// Tiles whose lists are summed together: 64 row blocks.
         const GROUP_TILES: u64 = 16;
@@ -147,7 +147,7 @@ impl SlotPlan {
 pub type Routes<K> = Vec<BatchRoute<Route<K>>>;
 
 impl<K> Route<K> {
-    /// Its kernels, in the order of their launches.
+    /// The kernels of the route, in launch order.
     pub fn kernels(&self) -> impl Iterator<Item = &K> {
         let (first, second) = match self {
             Self::Direct(kernel) => (kernel, None),
@@ -187,7 +187,7 @@ pub struct RoutePolicy {
     pub pdl: bool,
     /// The longest code of Huffman tensors, bits.
     pub code_limit: u32,
-    /// Which batches are multiplied by cuBLAS, from weights that are expanded ahead of it.
+    /// Batches that cuBLAS multiplies from weights expanded to BF16.
     pub expand: Expand,
 }
 

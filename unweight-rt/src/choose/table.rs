@@ -29,14 +29,14 @@ pub enum TableError {
         source: std::io::Error,
     },
     /// The file is not a table.
-    #[error("{}: is no table of measurements: {source}", .path.display())]
+    #[error("{}: not a table of measurements: {source}", .path.display())]
     Parse {
         /// The file.
         path: PathBuf,
         /// Where and why.
         source: serde_json::Error,
     },
-    /// It is of another device.
+    /// The table belongs to another device.
     #[error("{}: was measured on {of}, and this device is {device}", .path.display())]
     Foreign {
         /// The file.
@@ -47,7 +47,7 @@ pub enum TableError {
         device: String,
     },
     /// A row names a variant that is not a matmul from packed weights of this architecture, or that cannot be planned.
-    #[error("{}: row {row}: {variant} is no matmul from packed weights that {arch} has", .path.display())]
+    #[error("{}: row {row}: {variant} is not a matmul from packed weights of {arch}", .path.display())]
     Variant {
         /// The file.
         path: PathBuf,
@@ -156,7 +156,7 @@ impl MeasuredTable {
         Ok(table)
     }
 
-    /// As a file of it is written.
+    /// The table as the JSON of its file.
     pub fn to_json(&self) -> String {
         // Strings and numbers: nothing that could fail.
         serde_json::to_string_pretty(self).unwrap_or_default() + "\n"
@@ -172,7 +172,7 @@ impl MeasuredTable {
     }
 
     /// The variant that was fastest for the smallest measured batch that is not below `m`. One above twice `m`, in
-    /// whole tiles of the smallest batch tile, says nothing of it.
+    /// whole tiles of the smallest batch tile, has no time here.
     pub fn choose(&self, problem: GemmShape, wanted: PackedUse) -> Option<VariantSpec> {
         let is_near = |m: u32| m >= problem.m && m / (2 * SMALLEST_TILE) * SMALLEST_TILE < problem.m;
         self.rows
@@ -233,7 +233,7 @@ mod tests {
         let other = table.to_json().replace("gemm_mma_b8_r2w8p3c1_async_esc_store", "unpack");
         says(&other, "NVIDIA L4", Arch::Sm89, "row 0: uw_sm89_unpack is no");
         for text in ["", "[]", "{\"device\": \"NVIDIA L4\"}", &table.to_json().replace("uw_sm89", "uw_sm1")] {
-            says(text, "NVIDIA L4", Arch::Sm89, "is no table of measurements");
+            says(text, "NVIDIA L4", Arch::Sm89, "not a table of measurements");
         }
         let none = Registered::default();
         let nowhere = MeasuredTable::read(&home.path().join("absent"), "NVIDIA L4", Arch::Sm89, &none);

@@ -62,9 +62,9 @@ impl<T: Pod> DeviceBuffer<T> {
     ///
     /// # Safety
     /// `address` is the device address of `len` elements on `device`, with [`DeviceBuffer::PAD_BYTES`] more bytes
-    /// behind them that may be read (and, by [`DeviceBuffer::fill_padding`], written). All of it stays allocated, and
-    /// nothing else writes it, until the buffer is gone and the work that was given it is done; in a capture, as often
-    /// as the graph runs.
+    /// behind them that may be read (and, by [`DeviceBuffer::fill_padding`], written). The whole range stays allocated,
+    /// and nothing else writes it, until the buffer is gone and the work that was given it is done; in a capture, as
+    /// often as the graph runs.
     ///
     /// # Errors
     /// [`LaunchError::Alignment`]: the address is not a multiple of [`DeviceBuffer::PAD_BYTES`].

@@ -49,7 +49,7 @@ impl ContextSize {
         shared.saturating_add(elements.saturating_mul(2)).saturating_add(self.slot_bytes).saturating_add(cublas)
     }
 
-    /// The same with cuBLAS.
+    /// The size with the workspace of cuBLAS.
     #[must_use]
     pub fn with_cublas(self) -> Self {
         Self { cublas: true, ..self }

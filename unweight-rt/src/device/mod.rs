@@ -4,7 +4,7 @@
 //! device   the CUDA context; the only place that decides which architecture a device has
 //! stream   work in order, events, recording    graph   work that was recorded
 //! buffer   [T] on the device                   view    matrices inside buffers, or in borrowed memory
-//! module   a cubin that the driver has taken   launch  one launch of it        kernels   all of a device, by variant
+//! module   a cubin that the driver has taken   launch  one launch              kernels   all of a device, by variant
 //! tma      what the copy engine sees           context_size   how much memory launches of one stream share
 //! pinned   host memory for copies that run while the host continues          staging   uploads through it
 //! ```

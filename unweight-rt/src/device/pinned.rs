@@ -162,7 +162,7 @@ pub struct Source<T> {
 }
 
 impl<T: Pod> Source<T> {
-    /// Of what is in `pinned`; `stream` makes all copies. A graph of them must be dropped before it.
+    /// A source that copies `pinned` on `stream`. A graph of the copies must be dropped before the source.
     pub fn new(stream: &Stream, pinned: Pinned<T>) -> Self {
         Self { pinned: Some(pinned), stream: stream.clone() }
     }

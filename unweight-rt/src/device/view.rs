@@ -289,7 +289,7 @@ impl<'a> MatrixMut<'a> {
         MatrixRef { place: self.place, memory: PhantomData }
     }
 
-    /// The same view for a shorter borrow.
+    /// The view with a shorter borrow.
     pub fn reborrow(&mut self) -> MatrixMut<'_> {
         MatrixMut { place: self.place, memory: PhantomData }
     }

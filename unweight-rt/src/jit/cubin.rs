@@ -127,7 +127,7 @@ impl CubinInfo {
 /// Bytes that are not a cubin, or a damaged one.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CubinError {
-    /// Not an ELF file, or its tables point outside of it.
+    /// Not an ELF file, or its tables point outside the file.
     #[error("not a readable cubin: {0}; delete it and compile again")]
     Elf(String),
     /// An ELF file for something else.
@@ -177,7 +177,7 @@ impl From<object::read::Error> for CubinError {
 pub struct ProgramPart {
     /// A section without the kernel's name (`.text`, `.nv.constant0`, ...), or `object` for a table in memory.
     pub name: String,
-    /// Its content; empty for a section that takes no bytes in the file.
+    /// Content of the section; empty for a section that takes no bytes in the file.
     pub bytes: Vec<u8>,
 }
 

@@ -78,12 +78,12 @@ impl CompileRequest {
     }
 }
 
-/// Which compiler made an artifact. Two compilers with equal identities give equal bytes for equal requests.
+/// The identity of a compiler. Two compilers with equal identities give equal bytes for equal requests.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct CompilerId {
     /// `nvrtc`.
     pub name: String,
-    /// Its version, `major.minor`.
+    /// Version of the compiler, `major.minor`.
     pub version: String,
     /// What tells builds of one version apart; may be empty.
     pub build: String,

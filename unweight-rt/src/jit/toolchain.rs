@@ -3,8 +3,8 @@
 //! Nothing is loaded before it is asked for: [`find`] looks for one library and keeps it loaded for the life of the
 //! process. cudarc opens libraries by name and panics where one is missing, so code that calls into cudarc calls
 //! [`process::require`](super::process::require) first. A library outside of the loader's path (a Python wheel, mostly)
-//! is loaded here by its absolute path; a later `dlopen` by SONAME, cudarc's or NVRTC's for its builtins, then finds the
-//! one that is loaded.
+//! is loaded here by its absolute path; a later `dlopen` by SONAME, cudarc's or NVRTC's for its builtins, then finds
+//! the one that is loaded.
 //!
 //! Order of search, first usable wins: the variable (`UNWEIGHT_NVRTC`, ...; nothing else is tried when it is set),
 //! Python wheels of the active environment, CUDA toolkits, `LD_LIBRARY_PATH`, the loader by name. Python itself is

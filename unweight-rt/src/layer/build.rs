@@ -5,8 +5,8 @@
 //!                                                  |--what cannot be packed--> BF16 --> cuBLAS
 //!                                                  +--encode, if compact is wanted----> compact weights
 //! ```
-//! All of it runs on the GPU and gives the bytes that the host codec gives. The scratch is as large as the largest
-//! layer, and is freed with the builder.
+//! The whole build runs on the GPU and gives the bytes that the host codec gives. The scratch is as large as the
+//! largest layer, and is freed with the builder.
 
 use std::sync::Arc;
 

@@ -26,7 +26,7 @@ pub struct LoadOptions {
     /// How weights are held on the device; packed by default. A layer on its own has no pipelines, so
     /// [`Placement::Stored`] and [`Placement::Alternate`] hold it packed.
     pub placement: Placement,
-    /// Which batches are expanded to BF16 and multiplied by cuBLAS; by default those for which the model of the GPU
+    /// Batches that cuBLAS multiplies from weights expanded to BF16; by default those for which the model of the GPU
     /// predicts less time, on architectures without `wgmma`.
     pub expand: Expand,
 }
@@ -76,7 +76,7 @@ pub enum Merge {
     /// Rows are concatenated: the outputs are next to each other, as for `q`, `k` and `v`.
     Rows,
     /// A gate and an up: the output is `silu(X gate^T) * (X up^T)`, computed in fp32 and rounded once. A BF16 layer
-    /// ([`Placement::Bf16`]) concatenates the rows instead and gives both outputs next to each other, because cuBLAS has
-    /// no such epilogue.
+    /// ([`Placement::Bf16`]) concatenates the rows instead and gives both outputs next to each other, because cuBLAS
+    /// has no such epilogue.
     SiluMul,
 }

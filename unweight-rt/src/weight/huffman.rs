@@ -97,7 +97,7 @@ impl DeviceHuffman {
         }
     }
 
-    /// The same weights as palette indices, which a transcoder wrote: the codes go.
+    /// The same weights as palette indices, which a transcoder wrote; frees the codes.
     ///
     /// # Errors
     /// Indices of another number of tiles.

@@ -116,7 +116,7 @@ pub enum Violation {
     },
     /// A programmatic dependent follows an event or a kernel without programmatic launch on its stream.
     #[error(
-        "step {step} is a programmatic dependent, and what stands before it on its stream is no kernel that allows it"
+        "step {step} is a programmatic dependent, and what stands before it on its stream is not a kernel that allows it"
     )]
     DependentAfterWait {
         /// The index of the entry.

@@ -24,7 +24,7 @@ fn median(mut of: Vec<f64>) -> f64 {
 
 impl Paired {
     /// The median of what the challenger gains in a round, as a share of the incumbent's time, and the median deviation
-    /// from it. A round whose times are no positive numbers does not count.
+    /// from it. A round whose times are not positive numbers does not count.
     pub fn gain(&self) -> (f64, f64) {
         let rounds = self.incumbent_us.iter().zip(&self.challenger_us);
         let sound = rounds.filter(|(incumbent, challenger)| {

@@ -68,7 +68,7 @@ pub enum JournalError {
         bytes: u64,
     },
     /// The path does not name a regular file.
-    #[error("{}: exists, and is no file that a journal could be; choose another name", .path.display())]
+    #[error("{}: exists and is not a journal; choose another name", .path.display())]
     NoFile {
         /// The path.
         path: PathBuf,

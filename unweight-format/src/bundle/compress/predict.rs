@@ -50,8 +50,8 @@ pub fn plan(source: &Path, options: &CompressOptions) -> Result<PlanReport, Bund
     })
 }
 
-/// What [`plan()`] predicts, summed by role, for several options at once: the samples are read once. The files selected
-/// and the threads are those of the first.
+/// Predicts sizes as [`plan()`] does, summed by role, for several options at once: the samples are read once. The files
+/// selected and the threads are those of the first.
 ///
 /// # Errors
 /// As [`plan()`].

@@ -83,7 +83,7 @@ impl ClassWindow {
         f32::from_bits(((127 + self.shift()) as u32) << 23)
     }
 
-    /// Exponent above the base, if it is in the window: the class is the upper three bits, the lower two lie in the
+    /// Exponent above the base, if it is in the window: the class is the upper three bits, the lower two are in the
     /// dense part.
     pub fn above(self, exponent: u8) -> Option<u8> {
         exponent.checked_sub(self.base).filter(|&above| usize::from(above) < CLASS_WINDOW)
@@ -150,9 +150,9 @@ fn log2(number: u64) -> u64 {
 /// The code of a quad.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Code {
-    /// Its bits as a lane's forward chain has them, the first one lowest.
+    /// The code in the bit order of a lane's forward chain, first bit lowest.
     pub forward: u16,
-    /// The same in the other order, as the backward chain has them.
+    /// The code in the bit order of the backward chain.
     pub backward: u16,
     /// Bits; 0: the quad has no code.
     pub bits: u8,

@@ -85,7 +85,7 @@ pub struct Classes {
 }
 
 impl Classes {
-    /// Of a matrix with this histogram.
+    /// Window and codes for a matrix with this histogram.
     ///
     /// # Errors
     /// [`Uncompact::Shape`], [`Uncompact::Escapes`].

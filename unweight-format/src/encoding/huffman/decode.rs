@@ -304,8 +304,8 @@ fn decode_streams<const ENTRIES: usize, const LOOKUPS: usize>(
         for _ in 0..steps {
             let mut bits = bit.map(refill);
             let mut used = [0u64; STREAMS];
-            // Written out: a loop over LOOKUPS is not unrolled without link-time optimisation, and then keeps `bits`, `used`
-            // and `done` in memory, which costs half of the speed.
+            // Written out: a loop over LOOKUPS is not unrolled without link-time optimisation, and then keeps `bits`,
+            // `used` and `done` in memory, which costs half of the speed.
             macro_rules! look_up_all {
                 () => {
                     for s in 0..STREAMS {

@@ -137,7 +137,7 @@ impl<B: AsRef<[u8]>> HuffmanTensor<B> {
         Self { exponents: CodedExponents::from_encoder(grid, code, exponents), sign_mantissa }
     }
 
-    /// Its exponents.
+    /// The coded exponents of the tensor.
     pub fn exponents(&self) -> &CodedExponents<B> {
         &self.exponents
     }

@@ -1,4 +1,4 @@
-//! The 12-bit container of a tile: the order of its words, and moving weights into and out of it.
+//! The 12-bit container of a tile: the order of its words, and moving weights between words and a row-major tile.
 //!
 //! ```text
 //! two rows, g and g + 8, of a row block: 2 x 64 bf16 = 4 registers x 4 steps x 4 lanes x 2 halves
@@ -7,8 +7,8 @@
 //!   P3 into the free bits  -> 3 words a step and lane
 //!   12 words a lane        -> 3 runs of 64 bytes, 512 bytes apart
 //! ```
-//! Every step is a `for` loop over arrays of fixed size, which the compiler turns into permutations of the processor that
-//! it compiles for. Not `array::from_fn` or `map`: without link-time optimisation these stay calls of code that is
+//! Every step is a `for` loop over arrays of fixed size, which the compiler turns into permutations of the processor
+//! that it compiles for. Not `array::from_fn` or `map`: without link-time optimisation these stay calls of code that is
 //! compiled for every processor.
 
 use super::Window;
@@ -50,7 +50,13 @@ compile_for!(
     pack_tile,
     pack_tile_any,
     pack_tile_avx512,
-    (matrix: Matrix<'_>, window: Window, tile: usize, bytes: &mut [u8; TILE_BYTES], records: &mut [Vec<u32>; ROW_BLOCKS]) -> bool
+    (
+        matrix: Matrix<'_>,
+        window: Window,
+        tile: usize,
+        bytes: &mut [u8; TILE_BYTES],
+        records: &mut [Vec<u32>; ROW_BLOCKS]
+    ) -> bool
 );
 compile_for!(
     unpack_block,

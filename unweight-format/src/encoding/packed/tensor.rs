@@ -239,8 +239,8 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
         one.into_iter().chain(list.map(|at| self.escape_word(at)))
     }
 
-    /// The matrix of these rows and columns, packed with the same window: what a rank of several takes of it. The tiles
-    /// and their lists of escapes are copied; nothing is decoded.
+    /// These rows and columns as a matrix packed with the same window, such as the share of one rank. The tiles and
+    /// their lists of escapes are copied; nothing is decoded.
     ///
     /// The window is the tensor's, not the one that [`pack`](super::pack()) would choose for the part, and more than
     /// one element of the part in [`ESCAPES_ONE_IN`](super::ESCAPES_ONE_IN) may be an escape.

@@ -109,7 +109,7 @@ pub fn candidates(
     ranked(gpu, problem, registered.packed(gpu.arch, wanted))
 }
 
-/// The same straight from compact weights. Empty as for [`candidates`], and where none ship.
+/// Like [`candidates`], for compact weights; also empty for architectures without such variants.
 pub fn compact_candidates(
     gpu: &GpuModel,
     registered: &Registered,

@@ -42,7 +42,7 @@ pub fn cublas_us(problem: GemmShape) -> f64 {
     LAUNCH_US + (2.0 * weights / CUBLAS_MEMORY).max(2.0 * weights * f64::from(m) / CUBLAS_FLOP)
 }
 
-/// The register-sourced matmul that the model finds fastest, as a programmatic dependent, us. Sides that are no
+/// The register-sourced matmul that the model finds fastest, as a programmatic dependent, us. Sides that are not
 /// multiples of 64 count as padded. `None` where there is nothing to compute.
 pub fn packed_us(problem: GemmShape) -> Option<f64> {
     let padded = |extent: u32| extent.checked_next_multiple_of(64);
@@ -52,7 +52,7 @@ pub fn packed_us(problem: GemmShape) -> Option<f64> {
 }
 
 /// A product from weights that stay compact, us: up to batch 32 straight from them, above that behind their expansion.
-/// `None` for sides that are no multiples of 64, which nothing reads so, and where there is nothing to compute.
+/// `None` for sides that are not multiples of 64, and where there is nothing to compute.
 ///
 /// ```
 /// use unweight_codegen::plan::GemmShape;

@@ -21,7 +21,7 @@ pub enum Lock {
         /// Whether it was held by another at first.
         waited: bool,
     },
-    /// Somebody else held it all the time.
+    /// Another process held the lock for the whole time.
     TimedOut(Duration),
     /// There can be no lock: a read-only folder, a file system without locks. Why will show when the kernel is stored.
     Unavailable,

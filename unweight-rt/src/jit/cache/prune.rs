@@ -14,7 +14,7 @@ pub struct Listed {
     pub bytes: u64,
     /// When it was last used, to a minute.
     pub last_used: SystemTime,
-    /// Its description, or what is wrong with it.
+    /// Description of the entry, or what is wrong with it.
     pub meta: Result<Meta, String>,
 }
 

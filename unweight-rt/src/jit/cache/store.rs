@@ -135,11 +135,11 @@ pub enum Lookup {
 /// Whether a new kernel was stored.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Kept {
-    /// It is in the store.
+    /// The kernel is in the store.
     Stored,
     /// Another process stored the same kernel first.
     LostRace,
-    /// It is not in the store; the kernel itself is as good as any.
+    /// The kernel is not in the store, for this reason; the kernel itself is sound.
     NotStored(String),
 }
 
@@ -249,7 +249,7 @@ impl Store {
         self.root.join("tables").join(format!("uw_{}.json", device.chars().map(letter).collect::<String>()))
     }
 
-    /// That table as it is kept; `None` if there is none.
+    /// The stored dispatch table of a device; `None` if there is none.
     pub fn table(&self, device: &str) -> std::io::Result<Option<Vec<u8>>> {
         let path = self.table_path(device);
         match read_bounded(&path, TABLE_LIMIT_BYTES) {

@@ -210,8 +210,8 @@ impl OffloadedExperts {
         self.resident.router().choose(stream, logits, self.shape.experts, choice, (ids, weights))
     }
 
-    /// Forgets what is on the device, and overwrites it: whatever is asked for next is fetched, and a product that
-    /// would not wait for it shows. Waits.
+    /// Overwrites and forgets all experts on the device, so that a product that does not wait for its fetch gives a
+    /// wrong result. Waits.
     ///
     /// # Errors
     /// An error of the driver.

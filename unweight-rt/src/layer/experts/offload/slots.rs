@@ -10,7 +10,7 @@
 pub struct Wave {
     /// Experts and their slots.
     pub experts: Vec<(u32, u32)>,
-    /// Those of them that are not there yet.
+    /// Those experts that must be copied first.
     pub copies: Vec<(u32, u32)>,
     /// The last wave of this step that reads a slot which the copies overwrite.
     pub behind: Option<usize>,
