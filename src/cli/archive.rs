@@ -19,7 +19,7 @@ use unweight::format::bundle::{
 
 use super::failure::{Failure, Result};
 
-/// True for the name that means stdin or stdout.
+/// Whether the name means stdin or stdout.
 pub fn is_stream(path: &Path) -> bool {
     path.as_os_str() == "-"
 }
@@ -120,7 +120,7 @@ fn unpack(mut input: impl Read, into: &Path, progress: &dyn Progress) -> Result<
         files += unpack_entry(&mut entry.map_err(not_read)?, into, progress)?;
     }
     let mut source = archive.into_inner();
-    // An archive ends with a mark of its own: without it, whoever wrote it did not come to the end.
+    // An archive ends with a mark: without the mark, its writer did not finish.
     if source.ended || files == 0 {
         let message = if files == 0 { "no files in it, or no tar archive" } else { "it is cut off" };
         return Err(Failure::new("archive-invalid", format!("archive on stdin: {message}"), broken()));
@@ -205,7 +205,7 @@ fn unpack_entry(entry: &mut Entry<'_, impl Read>, into: &Path, progress: &dyn Pr
     if done != entry.size() {
         return refused("the archive is cut off in it");
     }
-    // What cannot be kept of it is not worth failing for.
+    // Times and modes are kept where the file system can; a failure is ignored.
     let modified = entry.header().mtime().ok().map(Duration::from_secs);
     if let Some(modified) = modified.and_then(|since| SystemTime::UNIX_EPOCH.checked_add(since)) {
         let _ = file.set_times(FileTimes::new().set_modified(modified));
@@ -255,9 +255,9 @@ pub fn pack_originals(
     progress.start(total);
     let mut builder = Builder::new(out);
     for file in files {
-        // What is rewritten lies as it was beside.
+        // A rewritten file has its original next to it.
         let stored = file.original().map_or_else(|| dir.join(file.name()), |original| dir.join(original));
-        // The contents follow the header piece by piece, which is no reader that could be appended.
+        // The contents follow piece by piece: there is no reader that `append_data` could take.
         builder.append_data(&mut header(&stored, file.size())?, file.name(), io::empty())?;
         bundle.write_file(file.name(), builder.get_mut(), options, progress)?;
         let rest = file.size().next_multiple_of(512) - file.size();
@@ -267,7 +267,7 @@ pub fn pack_originals(
     Ok((files.len(), total))
 }
 
-/// As the file is, but for its size; nobody's in particular.
+/// A header with the mode and time of a file and this size; the owner is root.
 fn header(file: &Path, bytes: u64) -> Result<Header> {
     let metadata = file.metadata().map_err(Failure::io(file.display()))?;
     let mut header = Header::new_gnu();

@@ -106,7 +106,7 @@ impl Compress {
         if !self.force && self.output.symlink_metadata().is_ok() {
             return Err(BundleError::OutputExists { path: self.output.clone() }.into());
         }
-        // Before anything is worked out that nobody takes.
+        // Fails before any work if stdout cannot take the result.
         let mut stdout = to_stdout.then(archive::stdout).transpose()?;
         let model = self.source.find((!to_stdout).then_some(&self.output), output)?;
         let scratch = to_stdout.then(|| Scratch::new(&env::temp_dir(), source::SCRATCH_PREFIX)).transpose();
@@ -127,7 +127,7 @@ impl Compress {
         let compressed = bundle::compress_with(&model.root, &bundle, &options, encoder.as_ref(), &bar);
         let report = compressed.map_err(|error: BundleError| -> Failure {
             match error {
-                // What is finished goes with the folder.
+                // Finished files are removed with the scratch folder.
                 BundleError::Interrupted { .. } if to_stdout => BundleError::Cancelled.into(),
                 error @ (BundleError::NoRoom { .. } | BundleError::DiskFull { .. }) if to_stdout => {
                     let help = "the bundle is made in the temporary directory first: free some space, or set TMPDIR";

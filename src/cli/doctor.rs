@@ -144,7 +144,7 @@ impl Doctor {
         let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
         let probed = toolchain::report(env);
         let mut warnings = probed.warnings;
-        // The key of `serve` is no variable of the runtime.
+        // The key of `serve` is not a variable of the runtime.
         let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
         let names = names.filter(|name| name != API_KEY);
         warnings.extend(Env::unknown(names).into_iter().map(|name| format!("{name}: no such variable; misspelt?")));
@@ -239,7 +239,7 @@ fn models(device: &DeviceReport) -> Vec<ModelReport> {
             (bytes, config.kv_tokens(have.saturating_sub(bytes), PAGE_TOKENS))
         };
         let ((packed_bytes, packed_tokens), (bf16_bytes, bf16_tokens)) = (of(Placement::Packed), of(Placement::Bf16));
-        // Beside what stays compact, the slot that the largest of it is expanded into.
+        // Compact weights, and the slot that the largest compact layer is expanded into.
         let head = (!config.tied).then_some([config.vocab, config.hidden]);
         let slot = |[n, k]: [u32; 2]| TileGrid::new(n as usize, k as usize).map_or(0, |grid| SlotPlan::of(grid).bytes);
         let slot = config.linears().into_iter().chain(head).map(slot).max().unwrap_or(0);

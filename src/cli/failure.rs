@@ -124,7 +124,7 @@ impl Failure {
     #[cfg(feature = "gpu")]
     pub fn remedied(error: impl Coded, remedy: rt::Remedy) -> Self {
         let Some(help) = words(remedy) else { return Self::other(error) };
-        // The whole of its message: what to do is said here.
+        // The message is kept whole, because the help comes from the remedy.
         Self { message: error.to_string(), help: Some(help.to_owned()), ..Self::other(error) }
     }
 
@@ -325,7 +325,7 @@ impl From<BundleError> for Failure {
         let help = error.remedy().and_then(worded).or_else(|| next_step(error.code()));
         let failure = Self::from_error(error, class);
         let help = help.map(Into::into).or(failure.help).map(|help: String| one_line(&help).into_owned());
-        // Names in it are anybody's.
+        // Names in the message come from files that are not trusted.
         Self { message: one_line(&failure.message).into_owned(), help, ..failure }
     }
 }
@@ -343,7 +343,7 @@ impl From<ConvertError> for Failure {
             _ => Class::Failed,
         };
         let failure = Self::from_error(error, class);
-        // Names in it are anybody's.
+        // Names in the message come from files that are not trusted.
         let help = failure.help.as_deref().map(|help| one_line(help).into_owned());
         Self { message: one_line(&failure.message).into_owned(), help, ..failure }
     }

@@ -451,7 +451,7 @@ impl Generate {
                 }
                 let is_first = sequence.told.tokens.is_empty();
                 let mut shown = match event.finish {
-                    // The token that ends a text is no part of it.
+                    // The token that ends a text does not belong to the text.
                     Some(Finish::Stop) => {
                         sequence.told.tokens.push(event.token);
                         String::new()

@@ -435,12 +435,12 @@ fn of_bundle(
         }
         Cards::One(chooser) => (vec![*chooser.gpu_model()], reachable(bundle, options, chooser)),
     };
-    // What `generate` runs beside them, at every batch.
+    // The other kernels of `generate`, for every batch.
     let mut engine = EngineOptions::default().max_batch(options::MAX_BATCH);
     engine.placement = placement.0;
     match Engine::kernels(bundle, &engine, &machines) {
         Ok(more) => specs.extend(more),
-        // Any bundle's linears may be loaded; who asks for programs has a model.
+        // Linears of any bundle can be loaded; pipelines need a model.
         Err(error) if !placement.has_pipelines() => output.note(format_args!("only kernels of linears: {error}")),
         Err(error) => return Err(error.into()),
     }
@@ -587,7 +587,7 @@ fn compile(arguments: &Compile, output: Output) -> Result<()> {
         let (total, bytes) = (report.kernels.len(), output::bytes(bytes as u64));
         writeln!(out, "{} kernels kept, {} compiled, {hits} from the cache, {bytes}", total - lost.len(), total - hits)
     })?;
-    // What was asked for is kernels in the cache.
+    // The command promises kernels in the cache.
     match lost.first() {
         None => Ok(()),
         Some(why) => Err(Failure::new(

@@ -79,7 +79,7 @@ fn partial(path: &Path) -> Result<tempfile::NamedTempFile> {
             let read = File::open(path).and_then(|file| file.take(5).read_to_end(&mut start));
             read.map_err(Failure::io(path.display()))?;
         }
-        // From its first byte: elsewhere, a name in somebody's header would do.
+        // Compared at the first byte: a name in a header could contain the same text.
         if !start.starts_with(b"<svg") && !start.starts_with(b"<?xml") {
             let message = format!("{}: exists, and is no drawing", path.display());
             return Err(Failure::new(

@@ -54,7 +54,7 @@ fn remove_abandoned(home: &Path, prefix: &str) {
         let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
         let mut options = File::options();
         let lock = options.read(true).custom_flags(flags.bits() as i32).open(entry.path().join("lock"));
-        // Held until all is gone: whoever waits for it in `new` then finds that its folder is not there any more.
+        // Held until the folder is removed: a run that waits for the lock in `new` then sees that its folder is gone.
         if let Ok(lock) = lock
             && lock.try_lock().is_ok()
         {
@@ -89,7 +89,7 @@ mod tests {
                 });
             }
         });
-        // One that nobody holds any more goes with the next run.
+        // The next run removes a folder whose lock no process holds.
         fs::create_dir(home.path().join("run-killed")).unwrap();
         fs::write(home.path().join("run-killed/lock"), "").unwrap();
         drop(Scratch::new(home.path(), "run-").unwrap());

@@ -105,7 +105,7 @@ impl Serve {
         let bundle = Bundle::open(&self.bundle)?;
         let text = text_of(&bundle, &self.bundle)?;
         let options = self.serve_options()?;
-        // A port that somebody has is known before the model is loaded.
+        // A port that is in use fails before the model is loaded.
         let listener = TcpListener::bind((self.host, self.port)).map_err(|error| {
             let message = format!("{}:{} cannot be listened on: {error}", self.host, self.port);
             Failure::new("address-unavailable", message, "choose another --port, or 0 for a free one")
@@ -126,7 +126,7 @@ impl Serve {
             output.note(format_args!("loaded in {:.1} s: {}", start.elapsed().as_secs_f64(), engine.memory()));
         }
         let served = self.serve(&mut engine, text, listener, options, start, output);
-        // An engine that failed has told why.
+        // A failed engine has printed its error.
         if output.verbose > 0
             && let Ok(Some(traffic)) = engine.expert_traffic()
         {

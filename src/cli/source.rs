@@ -102,7 +102,7 @@ fn decoded(found: &Found, output: Option<&Path>, speak: Output) -> Result<Found>
     let root = scratch.path().join("bf16");
     let bar = Bar::new(speak, "decoding DFloat11")?;
     let report = dfloat11::restore(&found.root, &root, false, &bar).map_err(|error| match error {
-        // What is finished goes with the folder.
+        // Finished files are removed with the scratch folder.
         ConvertError::Bundle(BundleError::Interrupted { .. }) => BundleError::Cancelled.into(),
         other => Failure::from(other),
     })?;

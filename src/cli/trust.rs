@@ -77,7 +77,7 @@ impl Trust {
             }
             (Err(error), true) => output.note(format_args!("not used: {error}")),
             (Ok(None), false) => {}
-            // A plan is no code.
+            // A plan contains no code.
             (Ok(Some(attached)), false) if attached.kernels().is_empty() => {}
             // Sound or not.
             (Ok(Some(_)) | Err(_), false) => output

@@ -634,7 +634,7 @@ mod tests {
         let mut both = found(256).unwrap();
         both.fail(Failure::new("disk-full", "no room", "make room"), Output { json: true, quiet: true, verbose: 0 });
         assert_eq!(report(both).0["error"]["message"], "the device is lost");
-        // All of it is in the tables of the documents.
+        // Every key is in the tables of the documents.
         let (_, section) = include_str!("../../docs/reference/json.md").split_once("\n### tune\n").unwrap();
         let (section, _) = section.split_once("\n### ").unwrap();
         for key in json.as_object().unwrap().keys().chain(json["rows"][0].as_object().unwrap().keys()) {

@@ -529,7 +529,7 @@ impl Growing {
     /// What a token adds, and why the text ends there, if so.
     fn push(&mut self, token: u32, finish: Option<Finish>) -> Result<(String, Option<&'static str>), TextError> {
         let Some(stream) = &mut self.stream else { return Ok((String::new(), None)) };
-        // The token that ends a text is no part of it.
+        // The token that ends a text does not belong to the text.
         let (mut shown, stopped) = match finish {
             Some(Finish::Stop) => (String::new(), false),
             _ if token == NO_TOKEN => (String::new(), false),

@@ -112,7 +112,7 @@ impl Handle {
         if asked > capacity {
             return Err(SubmitError::TooMany { asked, capacity });
         }
-        // Room for everything that can be told, so that nobody ever waits to tell it; it takes memory when it is told.
+        // Room for every message of the sequence, so that the engine never waits; messages take memory only when sent.
         let room: usize = requests.iter().map(|request| request.max_new_tokens as usize + 1).sum();
         let (told, receiver) = mpsc::channel(room.clamp(1, tokio::sync::Semaphore::MAX_PERMITS));
         let (taken, answer) = oneshot::channel();

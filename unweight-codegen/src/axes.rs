@@ -14,7 +14,7 @@ use std::fmt;
 pub struct AxisError {
     /// The axis as the attribute and the messages call it.
     pub axis: &'static str,
-    /// What was asked for.
+    /// The requested value.
     pub value: u32,
     /// The values that exist, in words.
     pub allowed: &'static str,
@@ -60,11 +60,11 @@ pub struct Axis {
     pub words_type: &'static str,
     /// Text before the value in a kernel's name; the whole text for a flag.
     pub mark: &'static str,
-    /// What it can be.
+    /// Valid values of the axis.
     pub values: Values,
     /// Allowed values in words; empty for words and flags.
     pub allowed: &'static str,
-    /// What an attribute that does not mention it means; `None` if it must.
+    /// Value of an attribute that does not name the axis; `None` if every attribute must name it.
     pub default: Option<u32>,
     /// The value that names leave out.
     pub unnamed: Option<u32>,

@@ -24,7 +24,7 @@ pub struct ExternalSource {
     pub family: &'static str,
     /// What tells its kernels apart in names: ASCII letters, digits and `_`.
     pub variant: String,
-    /// What it is compiled for.
+    /// Architecture that the kernel is compiled for.
     pub arch: Arch,
     /// What the kernel does, one line.
     pub summary: &'static str,

@@ -32,7 +32,7 @@ pub struct Plan {
 pub struct Infeasible {
     /// The variant.
     pub spec: VariantSpec,
-    /// What it violates.
+    /// The constraint that is violated.
     pub constraint: Constraint,
 }
 

@@ -185,7 +185,7 @@ impl<'a> Row<'a> {
     /// Tokens that the filters keep; the largest logit's are always among them.
     fn kept(&self, params: &SampleParams) -> Vec<usize> {
         let floor = self.floor(params);
-        // What is no number keeps all.
+        // NaN keeps all tokens.
         let share = if params.min_p.is_nan() { 0.0 } else { params.min_p.min(1.0) };
         let keeps = |token: &usize| {
             let scaled = self.scaled(*token);

@@ -68,7 +68,7 @@ pub(crate) const VARIABLES: &[Variable] = &[
     },
 ];
 
-/// What to do with a kernel that the cache does not hold.
+/// The use of the kernel cache and the compiler when kernels are needed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum JitMode {

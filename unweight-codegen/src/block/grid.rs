@@ -20,7 +20,7 @@ impl GemmShape {
     }
 }
 
-/// What the blocks of a grid share out among them.
+/// The units of work that the blocks of a grid share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Work {
@@ -48,7 +48,7 @@ pub enum Work {
 /// Peers that can share one tile of Y: each thread of a warpgroup waits for the partial tile of one.
 const STEPS_MAX: u32 = 128;
 
-/// How many blocks a launch has.
+/// The number of blocks of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LaunchGrid {

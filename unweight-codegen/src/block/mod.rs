@@ -39,7 +39,7 @@ pub(crate) const fn named(axis: &'static str, value: Option<u32>) -> Option<(&'s
     }
 }
 
-/// What a family plans for a variant.
+/// The plan of a family for one variant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockPlan {
     /// Dynamic shared memory of a block.
@@ -75,7 +75,7 @@ pub struct LaunchPlan {
     pub threads: u32,
     /// Blocks that must fit one SM: the second number of `__launch_bounds__`.
     pub blocks_per_sm: u32,
-    /// How many blocks.
+    /// Number of blocks.
     pub grid: LaunchGrid,
     /// Blocks of a cluster, along x; 1 for none.
     pub cluster: u32,

@@ -8,7 +8,7 @@ const MAX_SECTIONS: usize = 16;
 /// A named run of shared memory: `count` pieces of `bytes_each` from `offset` on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SmemSection {
-    /// What it holds.
+    /// Name of the contents.
     pub name: &'static str,
     /// First byte, from the (aligned) start of dynamic shared memory.
     pub offset: u32,

@@ -14,7 +14,7 @@ word_axis! {
     EncodeCompactStage, "stage" {
         /// Counts quads of classes.
         Quads = "quads",
-        /// What the streams and escapes of each tile take.
+        /// Sizes of the streams and escapes of each tile.
         Sizes = "sizes",
         /// Writes dense parts, streams, heads and lists.
         Write = "write",

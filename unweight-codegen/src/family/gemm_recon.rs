@@ -46,7 +46,7 @@ set_axis! {
     Splits, "splits", [1, 2, 4], "1, 2 or 4 (blocks that share k)"
 }
 
-/// Where a matmul takes the exponents from (report section 8.3).
+/// The source of the exponents of a matmul (report section 8.3).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum WeightSource {
     /// Decoded exponents, u8 `[tiles, 64, 64]`.
@@ -61,7 +61,7 @@ pub enum WeightSource {
 /// A variant of the report's matmul family: 128 batch rows by `64 * n_tiles` output features per CTA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct GemmReconSpec {
-    /// Where the exponents come from.
+    /// Source of the exponents.
     pub source: WeightSource,
     /// Tiles of `W` side by side.
     pub n_tiles: NTiles,

@@ -41,7 +41,7 @@ args! {
     }
 }
 
-/// How the token of one row is chosen. Filters apply in the order temperature, top-k, top-p, min-p.
+/// Sampling parameters of one row. Filters apply in the order temperature, top-k, top-p, min-p.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
 #[repr(C)]
 pub struct SampleRow {

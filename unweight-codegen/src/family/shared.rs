@@ -6,7 +6,7 @@ use crate::{
 };
 
 word_axis! {
-    /// How a kernel brings operands to shared memory.
+    /// The way in which a kernel copies operands to shared memory.
     SmemCopy, "copy" {
         /// Bulk and tensor copies of the copy engine, an elected lane for its warp.
         Bulk = "bulk",
@@ -21,7 +21,7 @@ impl SmemCopy {
         if arch.has(Instruction::BulkCopy) { Self::Bulk } else { Self::Async }
     }
 
-    /// What it needs.
+    /// The instruction that the copy needs.
     pub const fn instruction(self) -> Instruction {
         match self {
             Self::Bulk => Instruction::BulkCopy,
@@ -31,7 +31,7 @@ impl SmemCopy {
 }
 
 word_axis! {
-    /// What happens to the product (report section 8.2, finish stage).
+    /// The use of the product (report section 8.2, finish stage).
     Epilogue, "epilogue" {
         /// `Y = X W^T`.
         Store = "store",

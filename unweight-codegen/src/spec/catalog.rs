@@ -94,14 +94,13 @@ fn brought_to(spec: VariantSpec, arch: Arch) -> Option<VariantSpec> {
     }
 }
 
-/// What packing a matrix and unpacking it runs: the counts of the encoder, and families `pack` and
-/// `unpack`.
+/// The kernels that pack and unpack a matrix: the counts of the encoder, and families `pack` and `unpack`.
 pub fn packing(arch: Arch) -> impl Iterator<Item = VariantSpec> {
     let stages = PackStage::ALL.iter().map(move |stage| VariantSpec::pack(arch, *stage));
     stages.chain([VariantSpec::unpack(arch), VariantSpec::encode_huffman(arch, EncodeHuffmanStage::Stats)])
 }
 
-/// What makes a compact tensor of a matrix, in addition to the counts of [`packing`].
+/// The kernels that encode a matrix as compact, in addition to the counts of [`packing`].
 pub fn compressing(arch: Arch) -> impl Iterator<Item = VariantSpec> {
     EncodeCompactStage::ALL.iter().map(move |stage| VariantSpec::encode_compact(arch, *stage))
 }

@@ -17,11 +17,11 @@ use crate::{
 pub struct Pair {
     /// The word before `=`.
     pub key: &'static str,
-    /// What stands behind it.
+    /// Value after `=`.
     pub value: PairValue,
 }
 
-/// What can stand behind `=`.
+/// A value that may follow `=`.
 #[derive(Clone, Copy, Debug)]
 pub enum PairValue {
     /// An integer.
@@ -44,7 +44,7 @@ pub enum Blame {
 /// The family of an attribute that does not say `op`: the report's matmul.
 const DEFAULT_FAMILY: &str = "gemm_recon";
 
-/// What is wrong with a pair, given the others.
+/// Checks one pair against the others.
 pub const fn check(pairs: &[Pair], index: usize) -> Result<(), Blame> {
     let Pair { key, value } = pairs[index];
     if same(key, "op") {

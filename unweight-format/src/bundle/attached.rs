@@ -408,7 +408,7 @@ fn all_attached(dir: &Path) -> Result<(Vec<(AttachedKernel, Vec<u8>)>, Option<St
 fn place(dir: &Path, bytes: &[u8], _lock: &File) -> Result<u64, BundleError> {
     let path = dir.join(ATTACHED_NAME);
     let partial = dir.join(PARTIAL_NAME);
-    // Of a run that was killed: whoever works here has the lock.
+    // Left by a killed run: a live one would hold the lock.
     remove(&partial)?;
     let written = files::write_durably(&partial, bytes).and_then(|()| fs::rename(&partial, &path));
     if let Err(source) = written {

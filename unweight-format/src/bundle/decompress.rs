@@ -110,7 +110,7 @@ impl Job<'_> {
     fn run(&self, manifest: &Manifest) -> Result<Vec<FileReport>, BundleError> {
         let resumed = if self.options.resume { self.finished(manifest)? } else { HashSet::new() };
         let unfinished = || manifest.files.iter().filter(|f| !resumed.contains(f.name()));
-        // How much of it is sound is seen when it is gone on with.
+        // How many of these bytes are sound is checked when the file is continued.
         let begun = |file: &FileEntry| match file {
             FileEntry::Weights(file) if self.options.resume => {
                 self.stage.growing(&file.name).metadata().map_or(0, |metadata| metadata.len().min(file.size))

@@ -79,7 +79,7 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         file.lock().unwrap();
         let own = Holder::of(&file);
-        // Some file systems have other numbers there than a file has: then nobody is named.
+        // On some file systems /proc/locks has other device numbers than the file: then the holder is unknown.
         assert!(own.known.as_ref().is_none_or(|(process, _)| *process == std::process::id()), "{own}");
     }
 }

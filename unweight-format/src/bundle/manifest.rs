@@ -493,7 +493,7 @@ impl Manifest {
         let fail = |reason: String| BundleError::Manifest { path: path.into(), reason };
         let at = digest_digits(bytes).ok_or_else(|| fail("it has no manifest_digest; it is damaged".into()))?;
         let stored = String::from_utf8_lossy(&bytes[at.clone()]).into_owned();
-        // As if the digits were zeros, without a copy of it all.
+        // Hashes the digits as zeros, without a copy of the manifest.
         let mut digester = Digester::default();
         [&bytes[..at.start], &[b'0'; DIGEST_DIGITS], &bytes[at.end..]].iter().for_each(|part| digester.update(part));
         let digest = digester.finish();

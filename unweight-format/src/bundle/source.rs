@@ -220,7 +220,7 @@ impl Source {
                 return fail(format!("tensor '{tensor}' is in '{shard}', but not listed there"));
             }
         }
-        // A stray shard of the same family: `x-00003-of-00002` beside an index of `x-0000?-of-00002`.
+        // A stray shard of the same family: `x-00003-of-00002` next to an index of `x-0000?-of-00002`.
         let families: HashSet<(&str, &str)> = names.keys().filter_map(|shard| family(shard)).collect();
         let mut stray: Vec<_> = shards
             .keys()

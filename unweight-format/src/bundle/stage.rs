@@ -131,7 +131,7 @@ impl Stage {
         let lock = lock(&partial)?;
         failpoint("locked");
         check_own(&partial)?;
-        // Whoever held the lock may have finished this very output.
+        // The process that held the lock may have finished this output.
         check_output(&output, replaceable.as_ref())?;
         let stage = Self { output, partial, replaceable, left_bytes: AtomicU64::new(0), _lock: lock };
         if !resume {
@@ -500,7 +500,7 @@ fn lock(partial: &Path) -> Result<File, BundleError> {
     loop {
         match DirBuilder::new().mode(0o700).create(partial) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                // Ours if it is empty (a crash between the two steps) or has a lock, somebody else's otherwise.
+                // Ours if it is empty (a crash between the two steps) or has a lock; otherwise another program's.
                 let mut names = match fs::read_dir(partial) {
                     Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                     Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
@@ -532,7 +532,7 @@ fn lock(partial: &Path) -> Result<File, BundleError> {
         let file = match File::options().create(true).append(true).custom_flags(flags).open(&path) {
             // The holder has just finished and removed the directory.
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-            // A link, or a FIFO that nobody reads.
+            // A link, or a FIFO without a reader.
             Err(error) if matches!(error.raw_os_error(), Some(libc::ELOOP | libc::ENXIO)) => {
                 return Err(BundleError::ForeignPartial { path, reason: "not a regular file" });
             }

@@ -90,7 +90,7 @@ pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result
         return Err(fields.out_of_range("num_hidden_layers", format!("at most {LAYERS_MAX}")));
     }
     let heads = fields.extent("num_attention_heads", HEADS)?;
-    // A null is no absent key: it stands for as many as query heads in every family.
+    // A null differs from an absent key: in every family it means as many as query heads.
     let kv_heads = match fields.get("num_key_value_heads") {
         None => defaults.kv_heads.unwrap_or(heads),
         Some(_) => fields.optional_extent("num_key_value_heads")?.unwrap_or(heads),
@@ -365,7 +365,7 @@ fn yarn(fields: Fields, original: u32, max_positions: u32) -> Result<RopeKind, C
         None if fields.get("factor").is_some() => f64::from(max_positions) / f64::from(original),
         None => return Err(fields.missing("factor", "a number above 0")),
     };
-    // Zero is no number for Python's `or`.
+    // Python's `or` treats zero as absent.
     let number = |key| if fields.number(key)? == Some(0.0) { Ok(None) } else { fields.ratio(key) };
     let mscale = |scale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 };
     let attention_factor = match (fields.ratio("attention_factor")?, number("mscale")?, number("mscale_all_dim")?) {
@@ -393,7 +393,7 @@ fn sampling(fields: Fields, vocab: u32) -> Result<GenerationDefaults, ConfigErro
             ignore(key);
         }
     }
-    // Out of range it is ignored: whoever does not sample as the makers do runs the model all the same.
+    // Out of range it is ignored: it is only a default, and the model runs without it.
     let mut number = |key, default, holds: fn(f64) -> bool| match fields.number_that(key, "in its range", holds) {
         Err(ConfigError::Range { .. }) => {
             ignore(key);

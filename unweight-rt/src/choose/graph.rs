@@ -40,7 +40,7 @@ pub enum Node {
 }
 
 impl Node {
-    /// Where a stored form enters the graph.
+    /// The node at which weights of an encoding enter the graph.
     pub fn of(encoding: EncodingId) -> Self {
         match encoding {
             EncodingId::RAW => Self::Bf16,
@@ -53,7 +53,7 @@ impl Node {
     }
 }
 
-/// What leads from one node to another.
+/// An edge of the graph: the kernel or copy that leads from one node to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Step {

@@ -58,7 +58,7 @@ impl PackedChooser {
         &self.gpu
     }
 
-    /// What was measured, which stands above the model.
+    /// The measured times; they take precedence over the model.
     pub fn table(&self) -> &MeasuredTable {
         &self.table
     }

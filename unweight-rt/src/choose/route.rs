@@ -28,7 +28,7 @@ pub struct Weight {
     pub n: u32,
     /// Input features.
     pub k: u32,
-    /// Where it enters the graph.
+    /// Node at which the weight enters the graph.
     pub node: Node,
     /// Whether it is a gate and an up in one.
     pub gated: bool,
@@ -94,7 +94,7 @@ impl Weight {
 /// The largest batch tile of `gemm_mma`: above it, a batch reads the weights more than once.
 pub(super) const GEMM_MMA_BATCH: u32 = 64;
 
-/// How a batch is multiplied.
+/// The way in which a batch is multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Route<K> {
     /// By a kernel that reads the weights in their stored form.
@@ -143,7 +143,7 @@ impl SlotPlan {
     }
 }
 
-/// How a layer is multiplied, by epilogue and ascending in the largest batch.
+/// The routes of a layer, by epilogue and ascending in the largest batch.
 pub type Routes<K> = Vec<BatchRoute<Route<K>>>;
 
 impl<K> Route<K> {
@@ -174,10 +174,10 @@ impl<K> Route<K> {
     }
 }
 
-/// What layers are wanted for, and on what.
+/// The use and the device for which routes are chosen.
 #[derive(Clone, Debug)]
 pub struct RoutePolicy {
-    /// How their weights are held on the device: BF16, packed or compact.
+    /// Placement of the weights: BF16, packed or compact.
     pub placement: Placement,
     /// Chooses among the matmuls.
     pub chooser: PackedChooser,
@@ -208,7 +208,7 @@ pub enum Expand {
 /// A kernel for batches up to `last`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BatchRoute<K> {
-    /// What becomes of the product.
+    /// Use of the product.
     pub epilogue: Epilogue,
     /// The largest batch that it is for.
     pub last: u32,
@@ -216,7 +216,7 @@ pub struct BatchRoute<K> {
     pub kernel: K,
 }
 
-/// Where a loader gets its kernels: the device's, or a list of what was asked for.
+/// A source of kernels for a loader: the kernels of a device, or a list of the requested variants.
 pub trait KernelSource {
     /// A kernel.
     type Kernel;
@@ -236,7 +236,7 @@ impl RoutePolicy {
         decoder(self.chooser.arch(), DecodeOutput::Full, self.code_limit)
     }
 
-    /// What makes BF16 of compact tensors.
+    /// The kernel that expands compact tensors to BF16.
     pub fn transcoder(&self) -> VariantSpec {
         transcoder(self.chooser.arch())
     }

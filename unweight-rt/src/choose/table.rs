@@ -88,7 +88,7 @@ impl TableError {
 /// Batch rows of the smallest tile of a product. All tiles are multiples of it.
 const SMALLEST_TILE: u32 = 8;
 
-/// What was fastest where it was measured.
+/// The fastest variant of each measured problem.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MeasuredTable {
     /// The device's name, as its driver says it. The table holds for such devices only.

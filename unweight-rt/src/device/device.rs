@@ -69,7 +69,7 @@ struct Shared {
 }
 
 impl Device {
-    /// How many CUDA devices the machine has.
+    /// The number of CUDA devices of the machine.
     ///
     /// # Errors
     /// No usable driver.

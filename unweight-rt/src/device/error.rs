@@ -107,7 +107,7 @@ pub enum DeviceError {
     },
 }
 
-/// What a kernel found wrong in a row of its batch, in values that only the device can read.
+/// A fault that a kernel found in a row of its batch, in values that only the device can read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RowFault {
@@ -169,7 +169,7 @@ impl DeviceError {
         }
     }
 
-    /// What the user can do about the error, if one action resolves it.
+    /// The next step, if one action resolves the error.
     pub fn remedy(&self) -> Option<Remedy> {
         match self {
             Self::Toolchain(error) => error.remedy(),

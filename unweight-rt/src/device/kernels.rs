@@ -36,7 +36,7 @@ pub struct KernelSet {
     loaded: Mutex<BTreeMap<VariantSpec, Arc<LoadedKernel>>>,
 }
 
-/// What [`KernelSet::prepare`] did.
+/// The result of [`KernelSet::prepare`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Prepared {
@@ -44,7 +44,7 @@ pub struct Prepared {
     pub loaded: usize,
     /// Kernels among them that were compiled; the others were in the cache.
     pub compiled: usize,
-    /// How long it all took.
+    /// Duration of the whole call.
     pub elapsed: Duration,
 }
 

@@ -67,7 +67,7 @@ impl Staging {
     }
 }
 
-/// Where the sections of a tensor are brought to the device.
+/// A way to copy the sections of a tensor to the device.
 pub trait Upload {
     /// A copy of the values whose little-endian bytes these are, in stream order.
     ///

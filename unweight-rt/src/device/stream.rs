@@ -14,7 +14,7 @@ pub struct Stream {
     mode: LaunchMode,
 }
 
-/// How kernels are launched by one handle of a stream; its other handles keep their mode.
+/// The launch mode of one handle of a stream; other handles keep their own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LaunchMode {
     /// Multiprocessors that grids are made for, where a grid depends on them; `None` for all of the device.
@@ -51,7 +51,7 @@ impl Stream {
         &self.device
     }
 
-    /// How this handle launches kernels.
+    /// The launch mode of this handle.
     pub fn mode(&self) -> LaunchMode {
         self.mode
     }

@@ -29,7 +29,7 @@ impl Element {
     }
 }
 
-/// How a box is arranged in shared memory.
+/// The arrangement of a box in shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Swizzle {
     /// Row after row.
@@ -58,7 +58,7 @@ pub struct TensorMapParams {
     pub box_rows: u32,
     /// Columns of a box.
     pub box_cols: u32,
-    /// How a box is arranged in shared memory.
+    /// Arrangement of a box in shared memory.
     pub swizzle: Swizzle,
 }
 

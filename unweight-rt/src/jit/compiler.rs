@@ -16,14 +16,14 @@ use crate::jit::toolchain::{MissingLibrary, OldNvrtc};
 pub use crate::jit::failure::{CompileFailure, Excerpt};
 pub use crate::jit::request::{CompileRequest, CompilerId};
 
-/// What a compiler returns.
+/// The output of a compiler.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Compiled {
     /// The binary for one architecture.
     pub cubin: Vec<u8>,
-    /// What the compiler said, warnings included. Often empty.
+    /// Log of the compiler, warnings included; often empty.
     pub log: String,
-    /// What the kernel needs of a multiprocessor.
+    /// Resources of the kernel.
     pub resources: KernelResources,
 }
 
@@ -114,7 +114,7 @@ mod fake {
             FakeCompiler { version: version.to_owned(), delay, calls: AtomicUsize::new(0) }
         }
 
-        /// How many times it was asked to compile.
+        /// Number of calls of the compiler.
         pub fn calls(&self) -> usize {
             self.calls.load(Ordering::SeqCst)
         }

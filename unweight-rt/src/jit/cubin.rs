@@ -63,7 +63,7 @@ impl Opcode {
     }
 }
 
-/// What a kernel takes of a multiprocessor.
+/// Registers, memory and instructions of a kernel.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KernelResources {
     /// Per thread.
@@ -89,14 +89,14 @@ pub struct KernelResources {
 pub struct KernelInfo {
     /// The symbol.
     pub name: String,
-    /// What it takes.
+    /// Resources of the kernel.
     pub resources: KernelResources,
-    /// How often each opcode stands in its code.
+    /// Number of instructions per opcode.
     pub opcodes: BTreeMap<Opcode, u64>,
 }
 
 impl KernelInfo {
-    /// How many instructions have any of these opcodes.
+    /// Number of instructions with any of these opcodes.
     pub fn count(&self, opcodes: &[Opcode]) -> u64 {
         opcodes.iter().filter_map(|opcode| self.opcodes.get(opcode)).sum()
     }

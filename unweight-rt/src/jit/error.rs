@@ -71,7 +71,7 @@ impl Error {
         }
     }
 
-    /// What the user can do about the error, if one action resolves it.
+    /// The next step, if one action resolves the error.
     pub fn remedy(&self) -> Option<Remedy> {
         match self {
             Self::Library(missing) => Some(Remedy::Install(missing.library)),

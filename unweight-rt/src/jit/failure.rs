@@ -13,7 +13,7 @@ pub struct CompileFailure {
     pub name: String,
     /// The compiler, if known.
     pub compiler: Option<CompilerId>,
-    /// What failed.
+    /// The error of NVRTC.
     pub error: NvrtcError,
     /// The source around each failing line, at most [`CompileFailure::EXCERPTS`] of them.
     pub excerpts: Vec<Excerpt>,
@@ -40,7 +40,7 @@ impl CompileFailure {
         "kernel-compile-failed"
     }
 
-    /// How many failing places are shown. The first is nearly always the cause of the others.
+    /// Number of failing places that are shown. The first is nearly always the cause of the others.
     pub const EXCERPTS: usize = 3;
 
     pub(crate) fn new(request: &CompileRequest, compiler: Option<CompilerId>, error: NvrtcError) -> CompileFailure {

@@ -26,7 +26,7 @@ pub enum Miss {
 pub struct Unusable {
     /// The folder.
     pub root: PathBuf,
-    /// What is wrong with it.
+    /// What is wrong with the entry.
     pub why: String,
 }
 

@@ -85,7 +85,7 @@ pub struct CompilerId {
     pub name: String,
     /// Version of the compiler, `major.minor`.
     pub version: String,
-    /// What tells builds of one version apart; may be empty.
+    /// Identifies builds of one version; may be empty.
     pub build: String,
 }
 

@@ -46,7 +46,7 @@ impl Library {
         }
     }
 
-    /// What does not work without it.
+    /// Features that are unavailable without the library.
     pub const fn disables(self) -> &'static str {
         match self {
             Library::Driver => "everything on the GPU; compressing and decompressing on the CPU work",
@@ -167,9 +167,9 @@ pub struct Found {
     pub library: Library,
     /// The file, as far as known.
     pub path: PathBuf,
-    /// How it was found.
+    /// The search rule that found the library.
     pub origin: Origin,
-    /// What it says it is. For the driver, the newest CUDA version it supports.
+    /// Version of the library. For the driver, the newest CUDA version it supports.
     pub version: Version,
     handle: &'static Handle,
 }
@@ -190,7 +190,7 @@ impl Found {
 pub struct Tried {
     /// The file or SONAME.
     pub what: String,
-    /// What was wrong with it.
+    /// Why the file was not used.
     pub why: String,
 }
 

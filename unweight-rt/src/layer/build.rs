@@ -198,7 +198,7 @@ impl<'k> LayerBuilder<'k> {
         self.packer.stream()
     }
 
-    /// How the weights of the layers built from here on are held on the device.
+    /// The placement of layers that are built from here on.
     pub fn placement(&self) -> Placement {
         self.wanted.placement
     }

@@ -43,7 +43,7 @@ impl LoadError {
         }
     }
 
-    /// What the user can do about the error, if one action resolves it.
+    /// The next step, if one action resolves the error.
     pub fn remedy(&self) -> Option<Remedy> {
         match self {
             Self::Device { source, .. } => source.remedy(),

@@ -316,7 +316,7 @@ impl<'k> Loader<'k> {
         }
     }
 
-    /// How the weights of the layers loaded from here on are held on the device.
+    /// The placement of layers that are loaded from here on.
     pub fn placement(&self) -> Placement {
         self.builder.placement()
     }

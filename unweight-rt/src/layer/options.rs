@@ -69,7 +69,7 @@ impl LoadOptions {
     }
 }
 
-/// How several weights become one layer.
+/// The way in which several weights become one layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Merge {

@@ -22,7 +22,7 @@ pub struct ExponentsSections<'a> {
     pub fraction_bytes: &'a [u8],
     /// u8 `[bytes]`.
     pub fraction_bits: &'a [u8],
-    /// What a decoder finds the exponents by.
+    /// The sections that a decoder reads the exponents from.
     pub exponents: CodedSections<'a>,
 }
 

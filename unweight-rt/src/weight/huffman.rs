@@ -16,7 +16,7 @@ use crate::device::{Device, DeviceBuffer, DeviceError, LaunchError, Upload};
 pub struct HuffmanSections<'a> {
     /// u8 `[n, k]`.
     pub sign_mantissa: &'a [u8],
-    /// What a decoder finds the exponents by.
+    /// The sections that a decoder reads the exponents from.
     pub exponents: CodedSections<'a>,
 }
 

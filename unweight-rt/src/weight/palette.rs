@@ -77,7 +77,7 @@ impl DevicePalette {
         (self.view().bytes() + self.palette.bytes()) as u64
     }
 
-    /// What a matmul reads.
+    /// The buffers that a matmul reads.
     pub fn view(&self) -> PaletteView<'_> {
         PaletteView {
             grid: self.grid,

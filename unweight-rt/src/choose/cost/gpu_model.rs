@@ -17,11 +17,11 @@ use crate::choose::candidates::{PackedUse, Registered};
 /// kernels and gives the same bits (docs/adr/0014-gpu-model.md).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GpuModel {
-    /// What its kernels are compiled for.
+    /// Architecture that kernels are compiled for.
     pub arch: Arch,
     /// Multiprocessors.
     pub sms: u32,
-    /// What its memory could give, bytes per us: the width of its bus by its clock.
+    /// Theoretical memory bandwidth, bytes per us: the width of the bus times its clock.
     pub memory: f64,
     /// The highest clock of its multiprocessors, MHz.
     pub clock_mhz: f64,

@@ -74,7 +74,7 @@ impl fmt::Debug for SourceKey {
 pub struct Key {
     /// The variant's canonical name, checked to be fit for a folder.
     pub name: String,
-    /// What was compiled.
+    /// Key of the compiled source.
     pub source: SourceKey,
     /// By whom.
     pub compiler: CompilerId,

@@ -63,13 +63,13 @@ pub struct Artifact {
     pub log: String,
     /// The compiler that made it.
     pub compiler: CompilerId,
-    /// Where it came from.
+    /// Origin of the artifact.
     pub state: CacheState,
     /// How long the lookup, and a compile if needed, took.
     pub elapsed: Duration,
 }
 
-/// How an artifact came to be.
+/// The origin of an artifact: cache or compiler.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CacheState {

@@ -18,18 +18,18 @@ pub struct Listed {
     pub meta: Result<Meta, String>,
 }
 
-/// What [`Store::verify`] found.
+/// The result of [`Store::verify`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Verified {
     /// Undamaged entries.
     pub good: usize,
     /// Folder of each damaged one, and what is wrong with it.
     pub damaged: Vec<(String, String)>,
-    /// How many of the damaged ones were removed.
+    /// Number of damaged entries that were removed.
     pub evicted: usize,
 }
 
-/// What [`Store::prune`] or [`Store::clear`] removed.
+/// The result of [`Store::prune`] and [`Store::clear`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Removed {
     /// Kernels.

@@ -74,7 +74,7 @@ impl FileRecord {
     }
 }
 
-/// What `meta.json` says about an entry.
+/// The contents of an entry's `meta.json`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Meta {
@@ -96,11 +96,11 @@ pub struct Meta {
     pub cubin: FileRecord,
     /// `kernel.cu`.
     pub source: FileRecord,
-    /// What the kernel takes of a multiprocessor.
+    /// Resources of the kernel.
     pub resources: KernelResources,
-    /// What the compiler said.
+    /// Log of the compiler.
     pub log: String,
-    /// How long the compile took, in microseconds.
+    /// Duration of the compilation, us.
     pub compile_us: u64,
 }
 
@@ -121,7 +121,7 @@ pub struct Entry {
     pub cubin: Vec<u8>,
 }
 
-/// What a look into the store found.
+/// The result of a lookup in the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Lookup {
     /// A complete, checked entry.
@@ -243,7 +243,7 @@ impl Store {
         &self.root
     }
 
-    /// Where what was measured on a device of this name is kept.
+    /// Path of the dispatch table of a device with this name.
     pub fn table_path(&self, device: &str) -> PathBuf {
         let letter = |letter: char| if letter.is_ascii_alphanumeric() { letter.to_ascii_lowercase() } else { '-' };
         self.root.join("tables").join(format!("uw_{}.json", device.chars().map(letter).collect::<String>()))

@@ -52,7 +52,7 @@ pub struct ExpertsShape {
     pub intermediate: u32,
 }
 
-/// What a router has chosen, on the device: `[tokens, top_k]` of each.
+/// The output of a router on the device: expert ids and weights, `[tokens, top_k]` each.
 #[derive(Clone, Copy, Debug)]
 pub struct Routed<'a> {
     /// Experts. Ids outside `0..experts` are skipped: their experts are on another device.
@@ -63,7 +63,7 @@ pub struct Routed<'a> {
     pub top_k: u32,
 }
 
-/// What a router has chosen, by device addresses, multiples of 4.
+/// The output of a router as device addresses, which are multiples of 4.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RoutedAt {
     /// Device address of u32 ids; i32 works too, negative ids are skipped.
@@ -147,7 +147,7 @@ impl ExpertsShape {
         Parts::of(self, tokens.min(CHUNK_TOKENS), top_k).end
     }
 
-    /// What an execution context must provide for a batch of `tokens`.
+    /// Memory that an execution context must provide for a batch of `tokens`.
     pub fn context_size(self, tokens: u32, top_k: u32) -> ContextSize {
         ContextSize { workspace_bytes: self.scratch_bytes(tokens, top_k), ..ContextSize::default() }
     }
@@ -233,7 +233,7 @@ impl Experts {
         self.gate_up.bytes() + self.down.bytes()
     }
 
-    /// What [`Experts::enqueue`] needs from an execution context.
+    /// Memory that [`Experts::enqueue`] needs from an execution context.
     pub fn context_size(&self, tokens: u32, top_k: u32) -> ContextSize {
         self.shape.context_size(tokens, top_k)
     }

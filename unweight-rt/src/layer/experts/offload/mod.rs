@@ -50,7 +50,7 @@ pub struct ExpertTraffic {
     pub misses: u64,
     /// Bytes fetched.
     pub bytes: u64,
-    /// How often products waited for experts.
+    /// Number of times that products waited for experts.
     pub stalls: u64,
     /// The waiting time, us: for the first products of a layer from when the choice is known, for later ones from the
     /// end of the products before.
@@ -190,7 +190,7 @@ impl OffloadedExperts {
         self.host.iter().map(HostPacked::bytes).sum()
     }
 
-    /// What [`OffloadedExperts::enqueue`] needs from an execution context.
+    /// Memory that [`OffloadedExperts::enqueue`] needs from an execution context.
     pub fn context_size(&self, tokens: u32, top_k: u32) -> ContextSize {
         self.shape.context_size(tokens, top_k)
     }
