@@ -56,8 +56,8 @@ pub fn reachable(bundle: &Bundle, options: LoadOptions, chooser: PackedChooser) 
     all_reachable(bundle, &wanted(bundle, options, chooser))
 }
 
-/// Like [`reachable`], for every GPU of an architecture. The kernels of one GPU follow from its multiprocessors and its
-/// memory; these include the kernels of each.
+/// Like [`reachable()`], for every GPU of an architecture. The kernels of one GPU follow from its multiprocessors and
+/// its memory; these include the kernels of each.
 pub fn reachable_on_any(bundle: &Bundle, options: LoadOptions, arch: Arch) -> Vec<VariantSpec> {
     let wanted = wanted(bundle, options, PackedChooser::usual(arch));
     with_decoders(bundle, &wanted, wanted.reachable_on_any_card(reachable::weights(bundle)))
