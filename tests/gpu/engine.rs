@@ -20,7 +20,7 @@ use unweight_model::{
 use crate::harness::{Random, WHOLE_TILES, error, gpu, rms};
 
 /// Whole tiles, and nothing whole at all: columns that are padded, a gate and an up that cannot be merged.
-const MODELS: [DemoOptions; 2] = [
+pub(crate) const MODELS: [DemoOptions; 2] = [
     WHOLE_TILES,
     DemoOptions {
         layers: 2,
@@ -35,7 +35,7 @@ const MODELS: [DemoOptions; 2] = [
     },
 ];
 
-fn bundle(home: &Path, model: &DemoOptions, profile: Profile) -> Bundle {
+pub(crate) fn bundle(home: &Path, model: &DemoOptions, profile: Profile) -> Bundle {
     let (source, target) = (home.join("model"), home.join(format!("{profile:?}")));
     if !source.exists() {
         demo_model::write(&source, model).expect("a model");
@@ -47,15 +47,15 @@ fn bundle(home: &Path, model: &DemoOptions, profile: Profile) -> Bundle {
     Bundle::open(&target).expect("a bundle")
 }
 
-fn options() -> EngineOptions {
+pub(crate) fn options() -> EngineOptions {
     EngineOptions::default().max_batch(8).context(512).chunk(128).memory(4 << 30)
 }
 
-fn load(bundle: &Bundle, options: EngineOptions) -> Engine {
+pub(crate) fn load(bundle: &Bundle, options: EngineOptions) -> Engine {
     Engine::load(gpu(), bundle, options, &|_| {}).expect("an engine")
 }
 
-fn tokens(count: usize, vocab: usize, seed: u64) -> Vec<u32> {
+pub(crate) fn tokens(count: usize, vocab: usize, seed: u64) -> Vec<u32> {
     let mut random = Random::new(seed);
     (0..count).map(|_| random.below(vocab as u64) as u32).collect()
 }
@@ -192,7 +192,7 @@ fn compact_bundle_gives_the_same_tokens_packed_and_compact() {
 }
 
 /// Runs all requests to their ends.
-fn run(engine: &mut Engine, requests: &[Request]) -> Vec<Vec<u32>> {
+pub(crate) fn run(engine: &mut Engine, requests: &[Request]) -> Vec<Vec<u32>> {
     let ids: Vec<SeqId> = requests.iter().map(|request| engine.add(request.clone()).unwrap()).collect();
     let mut told = BTreeMap::<SeqId, Vec<u32>>::new();
     while !engine.is_idle() {
@@ -205,7 +205,7 @@ fn run(engine: &mut Engine, requests: &[Request]) -> Vec<Vec<u32>> {
     ids.iter().map(|id| told.remove(id).unwrap_or_default()).collect()
 }
 
-fn requests(count: usize, vocab: usize, params: SampleParams, seed: u64) -> Vec<Request> {
+pub(crate) fn requests(count: usize, vocab: usize, params: SampleParams, seed: u64) -> Vec<Request> {
     let mut random = Random::new(seed);
     let one = |index: u64| {
         let prompt = tokens(1 + random.below(150) as usize, vocab, seed * 1000 + index);

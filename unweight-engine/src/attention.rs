@@ -4,7 +4,7 @@ use unweight_codegen::{
     VariantSpec,
     family::Instruction,
     plan::{GemmShape, Plan},
-    spec::{Arch, AttentionSpec, AttentionStep, KvCache, Op, catalog},
+    spec::{Arch, AttentionSpec, AttentionStages, AttentionStep, KvCache, Op, catalog},
 };
 use unweight_model::ModelConfig;
 use unweight_rt::{
@@ -23,6 +23,8 @@ pub struct Shape {
     pub split: bool,
     /// Such blocks.
     pub parts: u32,
+    /// Whether a multiprocessor has work for two blocks of a packed cache: then shorter rings, of which it holds two.
+    pub crowded: bool,
 }
 
 /// Multiprocessors that parts are dealt to, at most: more than any device has, so that their memory can be counted
@@ -33,7 +35,7 @@ const TILE_TOKENS: u32 = 16;
 
 impl Shape {
     /// A block, and nothing else.
-    pub const BLOCK: Self = Self { warps: 8, cluster: 1, split: false, parts: 1 };
+    pub const BLOCK: Self = Self { warps: 8, cluster: 1, split: false, parts: 1, crowded: false };
 
     /// For so many pairs on a device, in sequences of up to so many tokens.
     ///
@@ -53,7 +55,7 @@ impl Shape {
         match u64::from(pairs) * u64::from(GpuModel::H200.sms) / u64::from(sms) {
             0..24 => Self { warps: 4, cluster: 8, ..Self::BLOCK },
             24..96 => Self { cluster: 2, ..Self::BLOCK },
-            _ => Self::BLOCK,
+            pairs => Self { crowded: pairs >= u64::from(2 * GpuModel::H200.sms), ..Self::BLOCK },
         }
     }
 }
@@ -75,7 +77,7 @@ pub fn variant(
     head_dim: u32,
     shape: Shape,
 ) -> Option<VariantSpec> {
-    let Shape { warps, cluster, split, .. } = shape;
+    let Shape { warps, cluster, split, crowded, .. } = shape;
     let pdl = arch.has(Instruction::DependentLaunch);
     let of = |spec: &VariantSpec| match spec.op {
         Op::Attention(op) if (op.step, op.cache) == (step, cache) && op.head_dim.get() == head_dim => {
@@ -84,6 +86,8 @@ pub fn variant(
         _ => None,
     };
     let rank = |op: AttentionSpec| (op.warps.get() * op.cluster.get()).abs_diff(warps * cluster);
-    let far = |op: AttentionSpec| (rank(op), op.warps.get().abs_diff(warps));
+    // Where variants differ in their rings alone, the shorter one is for a crowded device.
+    let ring = |op: AttentionSpec| if crowded { op.stages.get() } else { AttentionStages::MAX.get() - op.stages.get() };
+    let far = |op: AttentionSpec| (rank(op), op.warps.get().abs_diff(warps), ring(op));
     catalog::on::<AttentionSpec>(arch).filter(|spec| of(spec).is_some()).min_by_key(|spec| of(spec).map(far))
 }
