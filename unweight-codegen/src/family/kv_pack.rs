@@ -97,7 +97,7 @@ impl VariantSpec {
 const WARPS: u32 = kv::packed::PAGE_TILES;
 /// Warps of a block that releases.
 const RELEASE_WARPS: u32 = 8;
-const BLOCKS_PER_SM: u32 = 4;
+const BLOCKS_PER_SM: u32 = 3;
 /// Of a tile: counts of eight bases, the largest exponent, and the unit that was taken, in whole 16 bytes.
 const COUNT_BYTES: u32 = 48;
 const RECORD_BYTES: u32 = 48;

@@ -10,9 +10,9 @@
 // operand of tokens 0-7 and {P2, P3} that of tokens 8-15 of QK^T; V: {P0, P1} that of elements 0-7 and {P2, P3} that of
 // elements 8-15 of the step, of PV.
 //
-// Exponents are the true ones: an element is sign, base + nibble, mantissa. Those outside of the window have nibble 0
-// and a slot of the record: element and exponent. So an operand is the bf16 that was packed, bit for bit, zeros,
-// subnormals, infinities and NaN included.
+// Exponents are the true ones: an element is sign, base + nibble, mantissa, with a base for each 16 channels of the unit,
+// a step. Those below the window have nibble 0 and a slot of the record: element and exponent. So an operand is the bf16
+// that was packed, bit for bit, zeros, subnormals, infinities and NaN included.
 #pragma once
 
 #include "unweight/encoding/kv_page.cuh"
@@ -27,11 +27,10 @@ constexpr u32 kPageTiles = kPageTokens / kTileTokens;
 // Kinds of records.
 constexpr u32 kPackedUnit = 0, kBf16Unit = 1, kLostUnit = 2;
 
-constexpr u32 kBelow = 24;      // codes of exponents below the window
-constexpr u32 kAbove = 7;       // and above it
-constexpr u32 kZeroCode = 31;   // exponent 0
-constexpr u32 kWindow = 16;     // exponents
-constexpr u32 kCandidates = 8;  // bases that the encoder tries
+constexpr u32 kBelow = 31;     // codes of exponents below the window
+constexpr u32 kZeroCode = 31;  // exponent 0
+constexpr u32 kWindow = 16;    // exponents
+constexpr u32 kRecordHead = 16;  // bytes in front of the slots
 
 template <u32 kHeadDim>
 struct Packed {
@@ -41,7 +40,7 @@ struct Packed {
     static constexpr u32 kTileBytes = 2 * kOperandBytes;
     static constexpr u32 kHeadBytes = kPageTiles * kTileBytes;  // of K and V of one KV head in a page
     static constexpr u32 kRecordBytes = kHeadDim <= 80 ? 32 : 48;
-    static constexpr u32 kSlots = (kRecordBytes - 8) / 2;
+    static constexpr u32 kSlots = (kRecordBytes - kRecordHead) / 2;
     static constexpr u32 kUnitTileBytes = 32 * kHeadDim;
     static constexpr u32 kUnitBytes = kPageTiles * kUnitTileBytes;
 
@@ -98,7 +97,7 @@ struct Packed {
         if constexpr (kRest % 2 == 1) ptx::st_global(operand + kLast + lane * 4, words[kWords - 1]);
     }
 
-    // The quad of a step; `base`: pair_of(base of the record). 13 integer operations for 8 elements.
+    // The quad of a step; `base`: Record::pair of the step. 13 integer operations for 8 elements, and one for the base.
     template <class Words>
     UW_DEVICE static void quad(u32 (&p)[4], const Words& words, u32 step, u32 base) {
         constexpr u32 kOwn = 0x87FF87FFu;  // sign, nibble, mantissa
@@ -119,15 +118,19 @@ struct Packed {
     }
 };
 
-// An exponent in both halves of a word.
-UW_DEVICE u32 pair_of(u32 exponent) { return exponent * 0x00800080u; }
-
-// The first 8 bytes of a record.
+// The first 16 bytes of a record.
 struct Record {
+    u32 bases[2];  // of steps 0-3 and 4-7, a byte each
     u32 word, ends;
 
-    UW_DEVICE u32 base() const { return word & 255; }
-    UW_DEVICE u32 kind() const { return word >> 8 & 255; }
+    UW_DEVICE static Record of(U32x4 v) { return {{v.x, v.y}, v.z, v.w}; }
+    UW_DEVICE static Record shared(u32 address) { return of(ptx::ld_shared_x4(address)); }
+    UW_DEVICE static Record global(const u8* p) { return of(ptx::ld_global_x4(p)); }
+
+    UW_DEVICE u32 base(u32 step) const { return bases[step / 4] >> (step % 4 * 8) & 255; }
+    // In both halves of a word.
+    UW_DEVICE u32 pair(u32 step) const { return base(step) * 0x00800080u; }
+    UW_DEVICE u32 kind() const { return word & 255; }
     UW_DEVICE u32 unit() const { return ends; }
     // Slots of a tile: from `begin` to `end`, whatever the record says no further than `limit`.
     UW_DEVICE u32 begin(u32 tile) const { return tile == 0 ? 0 : ends >> (8 * tile - 8) & 255; }
@@ -137,20 +140,22 @@ struct Record {
     }
     // A byte of each tile that is 0 if it has no slots.
     UW_DEVICE u32 changes() const { return ends ^ ends << 8; }
+    // Of the step of a slot, which may be one that the head does not have.
+    UW_DEVICE u32 base_of(u32 slot) const {
+        return ((slot & 1024) == 0 ? bases[0] : bases[1]) >> (slot >> 5 & 24) & 255;
+    }
+    UW_DEVICE u32 exponent(u32 slot) const {
+        const u32 code = slot >> 11;
+        return code == kZeroCode ? 0 : (base_of(slot) - kBelow + code) & 255;
+    }
 };
 
-// The exponent of a code.
-UW_DEVICE u32 exponent_of(u32 code, u32 base) {
-    const u32 exponent = code < kBelow ? base - kBelow + code : base + kWindow + code - kBelow;
-    return code == kZeroCode ? 0 : exponent & 255;
-}
-
 // Puts the exponent of a slot into a quad, if its element is of this step and lane.
-UW_DEVICE void patch(u32 (&p)[4], u32 slot, u32 step, u32 lane, u32 base) {
+UW_DEVICE void patch(u32 (&p)[4], u32 slot, u32 step, u32 lane, const Record& record) {
     const u32 element = slot & 2047;
     if (element >> 3 != step * 32 + lane) return;
     const u32 shift = (element & 1) * 16, own = element >> 1 & 3;
-    const u32 keep = ~(0x7F80u << shift), bits = exponent_of(slot >> 11, base) << (7 + shift);
+    const u32 keep = ~(0x7F80u << shift), bits = record.exponent(slot) << (7 + shift);
     if (own == 0) p[0] = (p[0] & keep) | bits;
     if (own == 1) p[1] = (p[1] & keep) | bits;
     if (own == 2) p[2] = (p[2] & keep) | bits;

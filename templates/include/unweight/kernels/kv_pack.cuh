@@ -14,14 +14,14 @@
 //   kRelease  ceil(m * layers * kv_heads * 2 / kThreads) blocks, a record a thread
 //
 // Roles of kStep and kChunk: none. A warp takes a tile of 16 tokens of a unit: it copies the tile to shared memory and
-// loads it back as the operands of the tensor cores (ldmatrix), counts for each base what lies outside of its window, and
+// loads it back as the operands of the tensor cores (ldmatrix), counts what lies below the windows, and
 // writes the words, its slots of the record in shared memory, or the operands of a bf16 unit. The bytes do not depend on
 // the order of events, only which unit is taken does.
-// Barriers: the block meets when the largest exponent of each tile is known, when the counts of a base are, when a unit is,
-// and when the slots are in the record; a warp meets between copying its tile and loading it.
+// Barriers: the block meets when the largest exponents of each tile are known, when the counts are, when a unit is, and
+// when the slots are in the record; a warp meets between copying its tile and loading it.
 //
 // Shared memory of kStep and kChunk = 128 * kHeadDim       tiles
-//                                   + 4 * 4 * 12           of each tile: counts of 8 bases, and the largest exponent
+//                                   + 4 * 48               of each tile: the largest exponents of 8 steps, and a count
 //                                   + 48                   the record
 // Bound: device memory, 3.5 bytes per element; a step without full pages reads the positions.
 //
@@ -50,7 +50,8 @@ template <class Config>
 struct Smem {
     static constexpr bool kUsed = Config::kStage != KvPackStage::kRelease;
     static constexpr u32 kTileBytes = kv::kTileTokens * Config::kHeadDim * 2;
-    static constexpr u32 kCountBytes = 48;  // of a tile: 8 counts, the largest exponent, and the unit that was taken
+    // Of a tile: the largest exponent of each step, the number of escapes, and the unit that was taken.
+    static constexpr u32 kCountBytes = 48;
     static constexpr u32 kTiles = 0;
     static constexpr u32 kCounts = kUsed ? kWarps * kTileBytes : 0;
     static constexpr u32 kRecord = kCounts + (kUsed ? kWarps * kCountBytes : 0);
@@ -63,8 +64,9 @@ struct Unit {
     using S = Smem<Config>;
     using P = kv::Packed<Config::kHeadDim>;
     static constexpr u32 kHeadDim = Config::kHeadDim;
-    // A count of a tile: elements outside of a window, and those above it, 12 bits each, and whether one has no code.
-    static constexpr u32 kOutside = 0xfff, kAboveShift = 12, kInfeasible = 1u << 31;
+    // Places of a tile's words behind the largest exponents of its steps.
+    static constexpr u32 kCount = 8, kTaken = 9;
+    static constexpr u32 kNoCode = 1u << 31;  // of a count: an element has no code
 
     const KvPackArgs& args;
     const u32 shared, warp, lane;
@@ -94,88 +96,66 @@ struct Unit {
             quads[s][3] = v.w;
         }
     }
-    // By the block: the largest exponent of the unit. The record is zero behind it.
-    UW_DEVICE u32 largest() const {
-        u32 top = 0;
+    // By the block: the bases of the steps, as a record has them. The record is zero behind it.
+    UW_DEVICE kv::Record choose_bases() const {
+        u32 top[P::kSteps];
 #pragma unroll
         for (u32 s = 0; s < P::kSteps; ++s) {
+            top[s] = 0;
 #pragma unroll
-            for (u32 r = 0; r < 4; ++r) {
-                const u32 a = low(quads[s][r]), b = high(quads[s][r]), larger = a > b ? a : b;
-                top = larger > top ? larger : top;
-            }
-        }
+            for (u32 r = 0; r < 4; ++r) top[s] = larger(top[s], larger(low(quads[s][r]), high(quads[s][r])));
 #pragma unroll
-        for (u32 step = 16; step != 0; step /= 2) {
-            const u32 other = ptx::shuffle_xor(top, step);
-            top = other > top ? other : top;
+            for (u32 step = 16; step != 0; step /= 2) top[s] = larger(top[s], ptx::shuffle_xor(top[s], step));
         }
         ptx::sync_block();  // the loads of the unit before come before these stores
-        if (lane == 0) ptx::st_shared(counts(warp, kv::kCandidates), top);
-        if (warp == 0 && lane < P::kRecordBytes / 4) ptx::st_shared(shared + S::kRecord + lane * 4, 0);
-        ptx::sync_block();  // all tiles' come before the loads
-#pragma unroll
-        for (u32 tile = 0; tile < kWarps; ++tile) {
-            const u32 other = ptx::ld_shared(counts(tile, kv::kCandidates));
-            top = other > top ? other : top;
-        }
-        return top;
-    }
-    // By the block: the base of the fewest slots, of several the largest; their number, or more than a record has. As
-    // many elements as are above the window of a base are above those of all smaller ones: once these are no fewer than
-    // the best base has outside, no smaller base can be better.
-    UW_DEVICE u32 choose(u32 top, u32& base) const {
-        u32 best = ~0u;
-#pragma unroll 1
-        for (u32 c = 0; c < kv::kCandidates && c <= top; ++c) {
-            count(c, top - c);
-            ptx::sync_block();  // all tiles' counts come before the loads
-            u32 all = 0, above = 0, flags = 0;
-#pragma unroll
-            for (u32 tile = 0; tile < kWarps; ++tile) {
-                const u32 own = ptx::ld_shared(counts(tile, c));
-                all += own & kOutside;
-                above += own >> kAboveShift & kOutside;
-                flags |= own;
-            }
-            if ((flags & kInfeasible) == 0 && all < best) {
-                best = all;
-                base = top - c;
-            }
-            if (above >= best) break;
-        }
-        return best;
-    }
-    // How many elements of the warp's tile are outside of the window of a base, and how many of these above.
-    UW_DEVICE void count(u32 place, u32 base) const {
-        u32 outside = 0;
-        bool infeasible = false;
 #pragma unroll
         for (u32 s = 0; s < P::kSteps; ++s) {
+            if (lane == 0) ptx::st_shared(counts(warp, s), top[s]);
+        }
+        if (warp == 0 && lane < P::kRecordBytes / 4) ptx::st_shared(shared + S::kRecord + lane * 4, 0);
+        ptx::sync_block();  // all tiles' come before the loads
+        kv::Record record{{0, 0}, kv::kPackedUnit, 0};
+#pragma unroll
+        for (u32 s = 0; s < P::kSteps; ++s) {
+            u32 all = kv::kWindow - 1;
+#pragma unroll
+            for (u32 tile = 0; tile < kWarps; ++tile) all = larger(all, ptx::ld_shared(counts(tile, s)));
+            record.bases[s / 4] |= all - (kv::kWindow - 1) << (s % 4 * 8);
+        }
+        return record;
+    }
+    UW_DEVICE static u32 larger(u32 a, u32 b) { return a > b ? a : b; }
+    // By the block: how many elements of each tile are below their windows.
+    UW_DEVICE void count(const kv::Record& record) const {
+        u32 below = 0;
+        bool none = false;
+#pragma unroll
+        for (u32 s = 0; s < P::kSteps; ++s) {
+            const u32 base = record.base(s);
 #pragma unroll
             for (u32 r = 0; r < 4; ++r) {
                 u32 pair = quads[s][r];
-                ptx::pin(pair);  // or the exponents of all elements are kept in registers from base to base
+                ptx::pin(pair);  // or the exponents of all elements are kept in registers since the bases were chosen
                 const u32 a = low(pair), b = high(pair);
-                outside += u32(a - base >= kv::kWindow) + u32(b - base >= kv::kWindow);
-                outside += u32(a >= base + kv::kWindow) + u32(b >= base + kv::kWindow) << kAboveShift;
-                infeasible |= (a != 0 && a + kv::kBelow < base) || (b != 0 && b + kv::kBelow < base);
+                below += u32(a < base) + u32(b < base);
+                none |= (a != 0 && a + kv::kBelow < base) || (b != 0 && b + kv::kBelow < base);
             }
         }
 #pragma unroll
-        for (u32 step = 16; step != 0; step /= 2) outside += ptx::shuffle_xor(outside, step);
-        const u32 flag = ptx::warp_ballot(infeasible) != 0 ? kInfeasible : 0;
-        if (lane == 0) ptx::st_shared(counts(warp, place), outside | flag);
+        for (u32 step = 16; step != 0; step /= 2) below += ptx::shuffle_xor(below, step);
+        const u32 flag = ptx::warp_ballot(none) != 0 ? kNoCode : 0;
+        if (lane == 0) ptx::st_shared(counts(warp, kCount), below | flag);
+        ptx::sync_block();  // all tiles' counts come before the loads
     }
     UW_DEVICE static u32 code_of(u32 exponent, u32 base) {
-        if (exponent == 0) return kv::kZeroCode;
-        return exponent < base ? exponent + kv::kBelow - base : exponent - base - kv::kWindow + kv::kBelow;
+        return exponent == 0 ? kv::kZeroCode : exponent + kv::kBelow - base;
     }
     // The warp's words, and its slots of the record from `place` on.
-    UW_DEVICE void write(u8* operand, u32 base, u32 place) const {
+    UW_DEVICE void write(u8* operand, const kv::Record& record, u32 place) const {
         u32 words[P::kWords];
 #pragma unroll
         for (u32 s = 0; s < P::kSteps; ++s) {
+            const u32 base = record.base(s);
             u32 own[4], outside = 0;
 #pragma unroll
             for (u32 r = 0; r < 4; ++r) {
@@ -200,7 +180,7 @@ struct Unit {
                 const u32 i = ptx::find_first_set(outside) - 1;
                 const u32 pair = i < 2 ? quads[s][0] : i < 4 ? quads[s][1] : i < 6 ? quads[s][2] : quads[s][3];
                 const u32 slot = (s * 32 + lane) * 8 + i | code_of(i % 2 == 0 ? low(pair) : high(pair), base) << 11;
-                ptx::st_shared_u16(shared + S::kRecord + 8 + at * 2, slot);
+                ptx::st_shared_u16(shared + S::kRecord + kv::kRecordHead + at * 2, slot);
                 ++at;
             }
             place += all;
@@ -220,29 +200,28 @@ struct Unit {
     }
     UW_DEVICE void run(const u16* page, u32 half, u8* operands, u8* record, u32* lost) {
         load(page, half);
-        const u32 largest_exponent = largest(), top = (largest_exponent > 15 ? largest_exponent : 15) - 15;
-        u32 base = 0;
-        const u32 slots = choose(top, base);
-        u32 word = base, ends = 0;
-        if (slots <= P::kSlots) {
-            u32 place = 0, all = 0;
+        kv::Record chosen = choose_bases();
+        count(chosen);
+        u32 all = 0, flags = 0, place = 0;
 #pragma unroll
-            for (u32 tile = 0; tile < kWarps; ++tile) {
-                if (tile == warp) place = all;
-                all += ptx::ld_shared(counts(tile, top - base)) & kOutside;
-                ends |= all << (8 * tile);
-            }
-            write(operands + warp * P::kTileBytes + half * P::kOperandBytes, base, place);
+        for (u32 tile = 0; tile < kWarps; ++tile) {
+            const u32 own = ptx::ld_shared(counts(tile, kCount));
+            flags |= own;
+            if (tile == warp) place = all;
+            all += own & ~kNoCode;
+            chosen.ends |= (all & 255) << (8 * tile);
+        }
+        if ((flags & kNoCode) == 0 && all <= P::kSlots) {
+            write(operands + warp * P::kTileBytes + half * P::kOperandBytes, chosen, place);
         } else {
-            const u32 taken = counts(0, kv::kCandidates + 1);
+            const u32 taken = counts(0, kTaken);
             if (warp == 0 && lane == 0) ptx::st_shared(taken, take());
             ptx::sync_block();  // the unit is known before the loads
             const u32 unit = ptx::ld_shared(taken);
-            word = (unit == kLost ? kv::kLostUnit : kv::kBf16Unit) << 8;
+            chosen = {{0, 0}, unit == kLost ? kv::kLostUnit : kv::kBf16Unit, unit == kLost ? 0 : unit};
             if (unit == kLost) {
                 if (warp == 0 && lane == 0) ptx::st_global(lost, 1);
             } else {
-                ends = unit;
                 u8* to = args.unit_pages + u64(unit) * P::kUnitBytes + warp * P::kUnitTileBytes;
 #pragma unroll
                 for (u32 s = 0; s < P::kSteps; ++s) {
@@ -251,7 +230,9 @@ struct Unit {
                 }
             }
         }
-        if (warp == 0 && lane == 0) ptx::st_shared_x2(shared + S::kRecord, U32x2{word, ends});
+        if (warp == 0 && lane == 0) {
+            ptx::st_shared_x4(shared + S::kRecord, U32x4{chosen.bases[0], chosen.bases[1], chosen.word, chosen.ends});
+        }
         ptx::sync_block();  // every warp's slots come before the loads
         if (warp == 0 && lane < P::kRecordBytes / 4) {
             ptx::st_global(record + lane * 4, ptx::ld_shared(shared + S::kRecord + lane * 4));
@@ -325,10 +306,9 @@ UW_DEVICE void run_release(const KvPackArgs& args) {
         return;
     }
     u8* record = args.records + layer * args.record_pitch + (u64(page) * args.kv_heads * 2 + head) * P::kRecordBytes;
-    const U32x2 words = ptx::ld_global_x2(record);
-    const kv::Record old{words.x, words.y};
+    const kv::Record old = kv::Record::global(record);
     if (old.kind() != kv::kBf16Unit) return;
-    ptx::st_global_x2(record, U32x2{kv::kLostUnit << 8, 0});
+    ptx::st_global_x2(record + 8, U32x2{kv::kLostUnit, 0});
     if (old.unit() >= args.units) return report(args, place);
     const u32 free = ptx::atom_add_global(args.free_units, 1);
     if (free < args.units) ptx::st_global(args.free_units + 1 + free, old.unit());

@@ -73,8 +73,7 @@ UW_DEVICE void run(const KvUnpackArgs& args) {
     }
     const u64 head = P::head(args.kv_heads, page, kv_head);
     const u8* at = args.records + (2 * head + half) * P::kRecordBytes;
-    const U32x2 words_of = ptx::ld_global_x2(at);
-    const kv::Record record{words_of.x, words_of.y};
+    const kv::Record record = kv::Record::global(at);
     const bool plain = record.kind() == kv::kPackedUnit;
     if (!plain && (record.kind() != kv::kBf16Unit || record.unit() >= args.units)) {
         if (record.kind() != kv::kLostUnit && inside == 0 && lane == 0) ptx::st_global(args.fault, 1 + place);
@@ -90,10 +89,10 @@ UW_DEVICE void run(const KvUnpackArgs& args) {
     for (u32 s = 0; s < P::kSteps; ++s) {
         u32 p[4];
         if (plain) {
-            P::quad(p, words, s, kv::pair_of(record.base()));
+            P::quad(p, words, s, record.pair(s));
 #pragma unroll 1
             for (u32 i = record.begin(inside); i < end; ++i) {
-                kv::patch(p, ptx::ld_global_u16(at + 8 + i * 2), s, lane, record.base());
+                kv::patch(p, ptx::ld_global_u16(at + kv::kRecordHead + i * 2), s, lane, record);
             }
         } else {
             const u8* from = args.unit_pages + u64(record.unit()) * P::kUnitBytes + inside * P::kUnitTileBytes;

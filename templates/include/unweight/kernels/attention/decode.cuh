@@ -448,8 +448,11 @@ struct Kernel {
 
     // ---- packed tiles ----------------------------------------------------------------------------------------------
     UW_DEVICE kv::Record record_of(u32 half) const {
-        const U32x2 head = ptx::ld_shared_x2(key_slot(slot) + P::kTileBytes + half * P::kRecordBytes);
-        return {head.x, head.y};
+        return kv::Record::shared(key_slot(slot) + P::kTileBytes + half * P::kRecordBytes);
+    }
+    // The slots of a record.
+    UW_DEVICE u32 slots_of(u32 half) const {
+        return key_slot(slot) + P::kTileBytes + half * P::kRecordBytes + kv::kRecordHead;
     }
     // Whether the operands of a record's unit can be read; a kind that no encoder writes is reported.
     UW_DEVICE bool readable(const kv::Record& record) const {
@@ -471,18 +474,18 @@ struct Kernel {
             p[3] = v.w;
             return;
         }
-        P::quad(p, words, step, kv::pair_of(record.base()));
-        const u32 at = key_slot(slot) + P::kTileBytes + half * P::kRecordBytes + 8, end = record.end(tile, P::kSlots);
+        P::quad(p, words, step, record.pair(step));
+        const u32 at = slots_of(half), end = record.end(tile, P::kSlots);
 #pragma unroll 1
         for (u32 i = record.begin(tile); i < end; ++i) {
-            kv::patch(p, ptx::ld_shared_u16(at + i * 2), step, lane, record.base());
+            kv::patch(p, ptx::ld_shared_u16(at + i * 2), step, lane, record);
         }
     }
     UW_DEVICE void compute_packed(u32 tile) {
         slots.wait(slot, parity);
         const kv::Record key = record_of(kKey), value = record_of(kValue);
         const u32 first = tile * kTileTokens, inside = tile % kPageTiles;
-        if (first < first_token || ((key.word | value.word) & 0xff00) != 0) {
+        if (first < first_token || ((key.word | value.word) & 255) != kv::kPackedUnit) {
             return compute_special(first, inside, key, value);
         }
         if (((key.changes() | value.changes()) >> (8 * inside) & 255) == 0) {
@@ -509,7 +512,7 @@ struct Kernel {
     // `clash`: the lane has more than one, which Escapes has no room for.
     UW_DEVICE Escapes escapes_of(const kv::Record& record, u32 half, u32 tile, bool& clash) const {
         const u32 begin = record.begin(tile), end = record.end(tile, P::kSlots);
-        const u32 at = key_slot(slot) + P::kTileBytes + half * P::kRecordBytes + 8;
+        const u32 at = slots_of(half);
         // One slot a lane, all at the same time.
         const u32 listed = ptx::ld_shared_u16(at + (lane < P::kSlots ? lane : 0) * 2);
         Escapes escapes;
@@ -524,7 +527,7 @@ struct Kernel {
             own = each;
         }
         if (escapes.slot != ~0u) {
-            escapes.delta = kv::exponent_of(own >> 11, record.base()) - record.base() << (7 + (own & 1) * 16);
+            escapes.delta = record.exponent(own) - record.base_of(own) << (7 + (own & 1) * 16);
         }
         return escapes;
     }
@@ -536,11 +539,10 @@ struct Kernel {
         P::load(keys, key_slot(slot), lane);
         P::load(values, key_slot(slot) + P::kOperandBytes, lane);
         float scores[2][4] = {};
-        const u32 key_base = kv::pair_of(key.base()), value_base = kv::pair_of(value.base());
 #pragma unroll
         for (u32 s = 0; s < P::kSteps; ++s) {
             u32 k[4];
-            P::quad(k, keys, s, key_base);
+            P::quad(k, keys, s, key.pair(s));
             if constexpr (kEscapes) key_escapes.apply(k, s);
             add_scores(scores, s, k);
         }
@@ -552,7 +554,7 @@ struct Kernel {
 #pragma unroll
         for (u32 s = 0; s < P::kSteps; ++s) {
             u32 v[4];
-            P::quad(v, values, s, value_base);
+            P::quad(v, values, s, value.pair(s));
             if constexpr (kEscapes) value_escapes.apply(v, s);
             add_values(s, p[0], v[0], v[1], v[2], v[3]);
         }
