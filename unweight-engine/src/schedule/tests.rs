@@ -1,0 +1,446 @@
+use std::collections::{BTreeMap, BTreeSet};
+
+use unweight_format::testing::Random;
+
+use super::*;
+
+const LIMITS: Limits =
+    Limits { max_batch: 3, context: 1000, vocab: 100, ahead: 2, waiting: 100, kv_cache: KvCache::Bf16 };
+const PACKED: Limits = Limits { kv_cache: KvCache::Packed, ..LIMITS };
+
+fn request(prompt: usize, max_new_tokens: u32) -> Request {
+    Request::new(vec![7; prompt]).max_new_tokens(max_new_tokens)
+}
+
+#[test]
+fn rejected_requests_change_nothing() {
+    let mut schedule = Schedule::new(LIMITS, 4);
+    assert_eq!(schedule.add(request(0, 1)), Err(AdmissionError::Empty));
+    let mut unknown = request(3, 1);
+    unknown.prompt[2] = 100;
+    assert_eq!(schedule.add(unknown), Err(AdmissionError::UnknownToken { id: 100, at: 2, vocab: 100 }));
+    let long = AdmissionError::TooLong { prompt: 999, max_new_tokens: 2, context: 1000 };
+    assert_eq!(schedule.add(request(999, 2)), Err(long));
+    assert!(matches!(schedule.add(request(1, u32::MAX)), Err(AdmissionError::TooLong { .. })));
+    assert_eq!(schedule.add(request(200, 57)), Err(AdmissionError::NoRoom { pages: 5, tokens: 64, total: 4 }));
+    assert_eq!(schedule.due(), Next::Idle);
+    schedule.add(request(200, 0)).unwrap();
+    assert_eq!((schedule.due(), schedule.free_pages()), (Next::Idle, 4));
+    let mut few = Schedule::new(Limits { waiting: 1, ..LIMITS }, 4);
+    few.add(request(1, 1)).unwrap();
+    assert_eq!(few.add(request(1, 1)), Err(AdmissionError::Busy { waiting: 1 }));
+}
+
+#[test]
+fn steps_run_ahead_until_a_row_ends() {
+    let mut schedule = Schedule::new(LIMITS, 100);
+    let id = schedule.add(request(5, 4)).unwrap();
+    assert_eq!(schedule.due(), Next::Prefill);
+    let prefill = schedule.begin().unwrap();
+    assert_eq!((prefill.running().position, prefill.prompt.len()), (5, 5));
+    assert_eq!(schedule.begun(prefill, 9), Event { seq: id, token: 9, finish: None });
+    assert_eq!(schedule.due(), Next::Launch { changed: true });
+    schedule.launched();
+    assert_eq!(schedule.due(), Next::Launch { changed: false });
+    schedule.launched();
+    assert_eq!(schedule.due(), Next::Read, "two ahead");
+    let mut events = Vec::new();
+    schedule.read(&[10], &[], &mut events);
+    assert_eq!((schedule.rows()[0].position, schedule.rows()[0].last), (6, 10));
+    assert_eq!(schedule.due(), Next::Launch { changed: false });
+    schedule.launched();
+    schedule.read(&[11], &[], &mut events);
+    assert_eq!(schedule.due(), Next::Read, "the fourth token is being made");
+    schedule.read(&[12], &[], &mut events);
+    let last = Event { seq: id, token: 12, finish: Some(Finish::Length) };
+    assert_eq!((events.len(), events[2]), (3, last));
+    assert_eq!((schedule.due(), schedule.free_pages()), (Next::Idle, 100));
+}
+
+#[test]
+fn tokens_after_a_stop_are_not_reported() {
+    let mut schedule = Schedule::new(LIMITS, 100);
+    schedule.add(request(5, 50).stop(vec![3])).unwrap();
+    let _ = schedule.due();
+    let prefill = schedule.begin().unwrap();
+    schedule.begun(prefill, 9);
+    let mut events = Vec::new();
+    schedule.launched();
+    schedule.launched();
+    schedule.read(&[3], &[], &mut events);
+    assert_eq!(events.last().and_then(|event| event.finish), Some(Finish::Stop));
+    assert_eq!((schedule.due(), schedule.free_pages()), (Next::Read, 99), "its page is still written");
+    schedule.read(&[4], &[], &mut events);
+    assert_eq!((events.len(), schedule.due(), schedule.free_pages()), (1, Next::Idle, 100));
+}
+
+/// Prefills the next sequence, whose first token is `token`.
+fn join(schedule: &mut Schedule, token: u32) -> SeqId {
+    assert_eq!(schedule.due(), Next::Prefill);
+    let prefill = schedule.begin().unwrap();
+    schedule.begun(prefill, token).seq
+}
+
+/// Launches a step and reads it.
+fn step(schedule: &mut Schedule, tokens: &[u32], lost: &[u32]) -> Vec<Event> {
+    assert!(matches!(schedule.due(), Next::Launch { .. }));
+    schedule.launched();
+    let mut events = Vec::new();
+    schedule.read(tokens, lost, &mut events);
+    events
+}
+
+#[test]
+fn preempted_sequences_are_computed_again_when_another_has_ended() {
+    let mut schedule = Schedule::new(PACKED, 20);
+    schedule.add(request(60, 100)).unwrap();
+    schedule.add(request(70, 4)).unwrap();
+    let (first, second) = (join(&mut schedule, 10), join(&mut schedule, 20));
+    assert_eq!((schedule.rows()[0].pages.len(), schedule.rows()[1].pages.len()), (2, 1));
+    let events = step(&mut schedule, &[11, 21], &[1, 0]);
+    assert_eq!(events[0], Event { seq: first, token: 11, finish: None }, "the token of that step is right");
+    assert!(schedule.take_freed().is_empty(), "it keeps its pages while a step may write them");
+    assert_eq!((schedule.due(), schedule.preempted()), (Next::Launch { changed: true }, 1));
+    assert_eq!((schedule.take_freed().len(), schedule.rows().len(), schedule.waiting()), (2, 1, 1));
+    step(&mut schedule, &[22], &[0]);
+    assert_eq!(schedule.due(), Next::Launch { changed: false }, "the second still holds its units");
+    let last = step(&mut schedule, &[23], &[0]);
+    assert_eq!(last, [Event { seq: second, token: 23, finish: Some(Finish::Length) }]);
+    assert_eq!(schedule.due(), Next::Prefill);
+    let prefill = schedule.begin().unwrap();
+    assert_eq!(prefill.prompt, [vec![7; 60], vec![10, 11]].concat());
+    assert_eq!((prefill.running().position, prefill.running().pages.len()), (62, 2));
+    assert_eq!(schedule.begun(prefill, 12), Event { seq: first, token: 12, finish: None });
+    // 97 more are 100 in all.
+    let ended = (0..97).map(|_| step(&mut schedule, &[13], &[0])[0].finish).collect::<Vec<_>>();
+    assert_eq!(ended.iter().position(Option::is_some), Some(96));
+    assert_eq!((schedule.due(), schedule.free_pages()), (Next::Idle, 20));
+}
+
+#[test]
+fn a_lone_sequence_that_loses_a_page_ends() {
+    let mut schedule = Schedule::new(PACKED, 20);
+    let id = schedule.add(request(60, 100)).unwrap();
+    join(&mut schedule, 10);
+    let full = Event { seq: id, token: 11, finish: Some(Finish::CacheFull) };
+    assert_eq!(step(&mut schedule, &[11], &[1]), [full]);
+    assert_eq!((schedule.due(), schedule.preempted(), schedule.free_pages()), (Next::Idle, 0, 20));
+    // In its prompt.
+    let id = schedule.add(request(130, 100)).unwrap();
+    assert_eq!(schedule.due(), Next::Prefill);
+    let prefill = schedule.begin().unwrap();
+    let full = Event { seq: id, token: NO_TOKEN, finish: Some(Finish::CacheFull) };
+    assert_eq!(schedule.lost(prefill), Some(full));
+    assert_eq!((schedule.due(), schedule.waiting(), schedule.free_pages()), (Next::Idle, 0, 20));
+    // One that ends with that token is complete.
+    schedule.add(request(60, 2)).unwrap();
+    join(&mut schedule, 10);
+    assert_eq!(step(&mut schedule, &[11], &[1])[0].finish, Some(Finish::Length));
+}
+
+#[test]
+fn preempted_sequences_can_be_cancelled() {
+    let mut schedule = Schedule::new(PACKED, 20);
+    for _ in 0..3 {
+        schedule.add(request(60, 100)).unwrap();
+    }
+    let ids = [join(&mut schedule, 10), join(&mut schedule, 20), join(&mut schedule, 30)];
+    let events = step(&mut schedule, &[11, 21, 31], &[1, 1, 0]);
+    assert_eq!(events.len(), 3);
+    // One before its pages are taken back, one while it waits.
+    assert!(schedule.cancel(ids[0]) && !schedule.cancel(ids[0]));
+    assert_eq!(schedule.due(), Next::Launch { changed: true });
+    assert_eq!((schedule.preempted(), schedule.waiting(), schedule.rows().len()), (1, 1, 1));
+    assert!(schedule.cancel(ids[1]) && !schedule.cancel(ids[1]));
+    assert!(schedule.cancel(ids[2]));
+    assert_eq!((schedule.due(), schedule.free_pages(), schedule.waiting()), (Next::Idle, 20, 0));
+}
+
+/// Two sequences that each fit alone and never together: one after the other ends, each with all its tokens.
+#[test]
+fn sequences_that_fit_one_at_a_time_all_end() {
+    let mut simulation = Simulation::new(PACKED, Random::new(1), Loss::Units(2));
+    simulation.units = |_, _| 1;
+    for _ in 0..3 {
+        simulation.add(60, 100, false);
+    }
+    simulation.run(3, 2000);
+    assert!(simulation.schedule.preempted() > 0 && simulation.prefills <= 3 + simulation.losses);
+    assert!(simulation.told.values().all(|told| told.len() == 100));
+    simulation.check("");
+}
+
+/// Any mixture of requests, cancellations, stops and lost pages: every sequence gets its own tokens, in order, and exactly
+/// as many as it should; pages of running sequences never overlap, and all come back.
+#[test]
+fn sequences_do_not_affect_each_other() {
+    let (mut preempted, mut full, mut cancelled) = (0, 0, 0);
+    for seed in 0..300 {
+        let mut random = Random::new(seed);
+        let (limits, loss) = match seed % 3 {
+            0 => (LIMITS, Loss::None),
+            1 => (PACKED, Loss::Units(random.below(6) as u32)),
+            _ => (PACKED, Loss::OneIn(2 + random.below(20))),
+        };
+        let mut simulation = Simulation::new(limits, random, loss);
+        simulation.run(12, 20_000);
+        simulation.check(&format!("seed {seed}"));
+        preempted += simulation.schedule.preempted();
+        full += simulation.ended.values().filter(|finish| **finish == Finish::CacheFull).count();
+        cancelled += simulation.cancelled.iter().filter(|id| simulation.lost_once.contains(id)).count();
+    }
+    assert!(
+        preempted > 500 && full > 100 && cancelled > 20,
+        "{preempted} {full} {cancelled}: too few to show anything"
+    );
+}
+
+/// How a device loses pages.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Loss {
+    None,
+    /// A page takes as many units as its content says; one that finds too few is lost.
+    Units(u32),
+    /// One page in so many, whatever it holds.
+    OneIn(u64),
+}
+
+/// What was asked for with a sequence.
+struct Asked {
+    prompt: usize,
+    new: u32,
+    stops: bool,
+}
+
+impl Asked {
+    /// Tokens of the whole sequence, unless it is cancelled or the cache is full.
+    fn end(&self) -> u32 {
+        if self.stops && self.new > 0 { self.new / 2 + 1 } else { self.new }
+    }
+}
+
+/// A row as the device has it.
+struct Row {
+    id: SeqId,
+    position: u32,
+    pages: Vec<u32>,
+    /// A page of it is lost: its tokens are wrong until it is computed again.
+    is_lost: bool,
+}
+
+/// The token that a sequence gets as its `nth`. None is the wrong one of a device that has lost a page.
+fn token_of(id: SeqId, nth: u32) -> u32 {
+    4 + (id.0 as u32 * 31 + nth) % 90
+}
+
+const WRONG: u32 = 95;
+
+/// A schedule with the device that it thinks it has, and clients.
+struct Simulation {
+    schedule: Schedule,
+    random: Random,
+    loss: Loss,
+    /// BF16 units that a page of a sequence takes.
+    units: fn(SeqId, u32) -> u32,
+    asked: BTreeMap<SeqId, Asked>,
+    told: BTreeMap<SeqId, Vec<u32>>,
+    ended: BTreeMap<SeqId, Finish>,
+    cancelled: BTreeSet<SeqId>,
+    rows: Vec<Row>,
+    /// By step in flight: tokens and flags.
+    in_flight: VecDeque<(Vec<u32>, Vec<u32>)>,
+    /// Units that pages hold.
+    held: BTreeMap<u32, u32>,
+    prefills: u64,
+    losses: u64,
+    /// Sequences that have lost a page.
+    lost_once: BTreeSet<SeqId>,
+}
+
+impl Simulation {
+    const PAGES: u32 = 20;
+
+    fn new(limits: Limits, random: Random, loss: Loss) -> Self {
+        Self {
+            schedule: Schedule::new(limits, Self::PAGES),
+            random,
+            loss,
+            // One page in three does not fit 12 bits.
+            units: |id, page| [0, 2, 0, 0, 1, 0][(id.0 as usize * 5 + page as usize) % 6],
+            asked: BTreeMap::new(),
+            told: BTreeMap::new(),
+            ended: BTreeMap::new(),
+            cancelled: BTreeSet::new(),
+            rows: Vec::new(),
+            in_flight: VecDeque::new(),
+            held: BTreeMap::new(),
+            prefills: 0,
+            losses: 0,
+            lost_once: BTreeSet::new(),
+        }
+    }
+
+    fn add(&mut self, prompt: usize, new: u32, stops: bool) {
+        let id = SeqId(self.asked.len() as u64);
+        // No earlier token equals it: tokens repeat after 90.
+        let stop = if stops { vec![token_of(id, new / 2)] } else { Vec::new() };
+        assert_eq!(self.schedule.add(request(prompt, new).stop(stop)), Ok(id));
+        self.asked.insert(id, Asked { prompt, new, stops });
+    }
+
+    /// Until `count` sequences have been added and nothing is left to do, which takes fewer than `most` actions.
+    fn run(&mut self, count: usize, most: usize) {
+        for _ in 0..most {
+            if self.asked.len() < count && self.random.below(4) == 0 {
+                let (prompt, new) = (1 + self.random.below(300) as usize, self.random.below(180) as u32);
+                let stops = self.random.below(3) == 0;
+                self.add(prompt, new, stops);
+            }
+            if self.asked.len() > 3 && self.random.below(200) == 0 {
+                let id = SeqId(self.random.below(count as u64));
+                if self.schedule.cancel(id) {
+                    self.cancelled.insert(id);
+                }
+            }
+            let next = self.schedule.due();
+            self.release();
+            let events = match next {
+                Next::Idle if self.asked.len() >= count => return,
+                Next::Idle => Vec::new(),
+                Next::Prefill => self.prefill(),
+                Next::Launch { changed } => {
+                    self.launch(changed);
+                    Vec::new()
+                }
+                Next::Read => {
+                    let (tokens, lost) = self.in_flight.pop_front().unwrap();
+                    let mut events = Vec::new();
+                    self.schedule.read(&tokens, &lost, &mut events);
+                    events
+                }
+            };
+            events.into_iter().for_each(|event| self.tell(event));
+        }
+        panic!("{:?}: still busy after {most} actions", self.loss);
+    }
+
+    /// Takes back units of pages that no sequence has.
+    fn release(&mut self) {
+        let freed = self.schedule.take_freed();
+        let running: BTreeSet<u32> = self.schedule.rows().iter().flat_map(|row| row.pages.iter().copied()).collect();
+        let given: BTreeSet<u32> = freed.iter().copied().collect();
+        assert!(given.len() == freed.len() && given.is_disjoint(&running), "{freed:?} of {running:?}");
+        self.held.retain(|page, _| !given.contains(page));
+        assert!(self.held.keys().all(|page| running.contains(page)), "units of pages that no sequence has");
+        let pages = self.schedule.rows().iter().map(|row| row.pages.len() as u32).sum::<u32>();
+        assert_eq!((running.len() as u32, pages + self.schedule.free_pages()), (pages, Self::PAGES));
+        let hot: BTreeSet<u32> = self.schedule.rows().iter().map(|row| row.hot).collect();
+        let rows = self.schedule.rows().len();
+        assert!(hot.len() == rows && hot.iter().all(|hot| *hot < LIMITS.max_batch), "{hot:?}");
+    }
+
+    /// Packs page `index` of a sequence to `page`. Whether it is kept.
+    fn pack(&mut self, id: SeqId, index: u32, page: u32) -> bool {
+        let is_kept = match self.loss {
+            Loss::None => true,
+            Loss::OneIn(pages) => self.random.below(pages) > 0,
+            Loss::Units(all) => {
+                assert!(!self.held.contains_key(&page), "units of an earlier sequence");
+                let (need, free) = ((self.units)(id, index), all - self.held.values().sum::<u32>());
+                self.held.insert(page, need.min(free));
+                need <= free
+            }
+        };
+        if !is_kept {
+            self.losses += 1;
+            self.lost_once.insert(id);
+        }
+        is_kept
+    }
+
+    fn prefill(&mut self) -> Vec<Event> {
+        assert!(self.in_flight.is_empty());
+        self.prefills += 1;
+        let prefill = self.schedule.begin().unwrap();
+        let Running { id, ref pages, .. } = *prefill.running();
+        let told = self.told.get(&id).map_or(&[][..], Vec::as_slice);
+        assert_eq!(prefill.prompt, [&vec![7; self.asked[&id].prompt][..], told].concat());
+        let nth = told.len() as u32;
+        let packs = self.schedule.limits.kv_cache == KvCache::Packed;
+        let full = if packs { prefill.prompt.len() as u32 / PAGE_TOKENS } else { 0 };
+        let pages = pages.clone();
+        let kept: Vec<bool> = (0..full).map(|index| self.pack(id, index, pages[index as usize])).collect();
+        if kept.contains(&false) {
+            return self.schedule.lost(prefill).into_iter().collect();
+        }
+        vec![self.schedule.begun(prefill, token_of(id, nth))]
+    }
+
+    fn launch(&mut self, changed: bool) {
+        if changed {
+            assert!(self.in_flight.is_empty());
+            let rows = self.schedule.rows().iter();
+            let row = |row: &Running| {
+                let nth = row.position - self.asked[&row.id].prompt as u32;
+                assert_eq!(row.last, token_of(row.id, nth), "the device's input");
+                Row { id: row.id, position: row.position, pages: row.pages.clone(), is_lost: false }
+            };
+            self.rows = rows.map(row).collect();
+        }
+        let mut rows = std::mem::take(&mut self.rows);
+        assert!(rows.iter().map(|row| row.id).eq(self.schedule.rows().iter().map(|row| row.id)));
+        let mut tokens = Vec::new();
+        for row in &mut rows {
+            let nth = row.position + 1 - self.asked[&row.id].prompt as u32;
+            tokens.push(if row.is_lost { WRONG } else { token_of(row.id, nth) });
+            row.position += 1;
+            if row.position.is_multiple_of(PAGE_TOKENS) && self.schedule.limits.kv_cache == KvCache::Packed {
+                let index = row.position / PAGE_TOKENS - 1;
+                row.is_lost |= !self.pack(row.id, index, row.pages[index as usize]);
+            }
+        }
+        let flags = rows.iter().map(|row| u32::from(row.is_lost)).collect();
+        self.rows = rows;
+        self.in_flight.push_back((tokens, flags));
+        self.schedule.launched();
+    }
+
+    fn tell(&mut self, event: Event) {
+        let Event { seq, token, finish } = event;
+        assert!(!self.cancelled.contains(&seq) && !self.ended.contains_key(&seq), "{event:?}");
+        let told = self.told.entry(seq).or_default();
+        if token != NO_TOKEN {
+            assert_eq!(token, token_of(seq, told.len() as u32), "{event:?}");
+            told.push(token);
+        }
+        let Some(finish) = finish else { return };
+        if let (Finish::CacheFull, Loss::Units(all)) = (finish, self.loss) {
+            // Only what would not fit by itself. The token of a step has no keys and values yet.
+            let tokens = self.asked[&seq].prompt + told.len() - usize::from(token != NO_TOKEN);
+            let pages = tokens as u32 / PAGE_TOKENS;
+            let need: u32 = (0..pages).map(|page| (self.units)(seq, page)).sum();
+            assert!(need > all, "{event:?}: {need} units of {all}");
+        }
+        assert!(token != NO_TOKEN || finish == Finish::CacheFull);
+        self.ended.insert(seq, finish);
+    }
+
+    /// After all: what every sequence has got.
+    fn check(&self, what: &str) {
+        assert_eq!((self.schedule.free_pages(), self.schedule.waiting()), (Self::PAGES, 0), "{what}");
+        assert_eq!(self.schedule.hot.free(), LIMITS.max_batch, "{what}");
+        // A prefill is a sequence's first, or follows a page that was lost.
+        assert!(self.prefills <= self.asked.len() as u64 + self.losses, "{what}");
+        for (id, asked) in &self.asked {
+            let told = self.told.get(id).map_or(0, Vec::len) as u32;
+            let right = match self.ended.get(id) {
+                Some(Finish::CacheFull) => self.loss != Loss::None && told <= asked.end(),
+                Some(Finish::Stop) => asked.stops && told == asked.end(),
+                Some(Finish::Length) => !asked.stops && told == asked.end(),
+                Some(Finish::NotANumber) => false,
+                None => self.cancelled.contains(id) && told <= asked.end() || asked.new == 0 && told == 0,
+            };
+            assert!(right, "{what} {id:?}: {told} tokens of {}, {:?}", asked.end(), self.ended.get(id));
+        }
+    }
+}
