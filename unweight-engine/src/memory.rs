@@ -375,38 +375,30 @@ pub fn plan(
     let asked = options.context.unwrap_or(config.max_positions).min(config.max_positions).max(1);
     let cache = CacheBytes::of(config, options);
     let pages_of = |tokens| sequence_pages(cache.kv_cache, tokens);
+    // Working memory for this context and the pages that fit next to it; `None` where not one sequence does.
     let of = |context: u32| {
         let working = working(config, options, context).saturating_add(shared.bytes);
-        let left = have.saturating_sub(weights).saturating_sub(working);
-        // Not one page where what is fixed does not fit.
-        (working, left.checked_sub(cache.fixed).map(|left| left / cache.page.max(1)))
+        let left = have.checked_sub(weights)?.checked_sub(working)?.checked_sub(cache.fixed)?;
+        let pages = u32::try_from(left / cache.page.max(1)).unwrap_or(u32::MAX);
+        (pages >= pages_of(context)).then_some((context, working, pages))
     };
     let least = if options.context.is_some() { asked } else { PAGE_TOKENS.min(asked) };
-    let (working_least, fit) = of(least);
-    if fit.is_none_or(|fit| fit < u64::from(pages_of(least))) {
+    let Some(mut best) = of(asked).or_else(|| of(least)) else {
+        let working = working(config, options, least).saturating_add(shared.bytes);
         let cache = cache.total(pages_of(least));
-        let need = weights.saturating_add(working_least).saturating_add(cache);
-        return Err(NoMemory { need, have, weights, working: working_least, cache, context: least });
-    }
-    // A shorter context needs a smaller table of angles, so what fits the longer one fits it, too.
-    let count = |fit: Option<u64>| u32::try_from(fit.unwrap_or(0)).unwrap_or(u32::MAX);
-    // Tokens of the longest sequence that has so many pages.
-    let tokens = |pages: u32| pages.saturating_add(pages_for(1) - pages_of(1)).saturating_mul(PAGE_TOKENS);
-    let (working_asked, fit) = of(asked);
-    let (context, working, pages) = if fit.is_some() && count(fit) >= pages_of(asked) {
-        (asked, working_asked, count(fit))
-    } else {
-        let (_, fit) = of(least);
-        let mut context = tokens(count(fit)).min(asked);
-        let (mut working, mut fit) = of(context);
-        if fit.is_none() {
-            // With the memory of this context nothing is left for what is fixed.
-            (context, (working, fit)) = (least, of(least));
-        }
-        // With the table of this context a few pages less may fit.
-        let pages = count(fit).max(pages_of(least));
-        (context.min(tokens(pages)), working, pages)
+        let need = weights.saturating_add(working).saturating_add(cache);
+        return Err(NoMemory { need, have, weights, working, cache, context: least });
     };
+    // A longer context needs more pages and leaves memory for fewer, so the longest that fits is found by halving.
+    let (mut fits, mut too_long) = (pages_for(best.0), pages_for(asked));
+    while too_long - fits > 1 {
+        let middle = fits + (too_long - fits) / 2;
+        match of(middle * PAGE_TOKENS) {
+            Some(longer) => (best, fits) = (longer, middle),
+            None => too_long = middle,
+        }
+    }
+    let (context, working, pages) = best;
     // More than all rows can have is of no use.
     let pages = u64::from(pages).min(u64::from(pages_of(context)) * u64::from(options.max_batch)) as u32;
     Ok(Memory {
