@@ -338,7 +338,8 @@ impl CacheBytes {
         let layers = u64::from(config.layers);
         let page_units = 2 * layers * u64::from(config.kv_heads);
         let (unit, hot_pages) = (PackedShape::unit_bytes(config.head_dim), options.max_batch);
-        let page = layers * PackedShape::page_bytes(config.kv_heads, config.head_dim);
+        // With its entry in the list of freed pages.
+        let page = layers * PackedShape::page_bytes(config.kv_heads, config.head_dim) + ID;
         let share = (page_units * unit).div_ceil(Self::PAGES_PER_UNIT);
         let fixed = (page_units + 1) * unit + bf16_page * u64::from(hot_pages);
         Self { page: page + share, fixed, kv_cache, page_units, hot_pages }
@@ -476,6 +477,105 @@ mod tests {
         }
         assert!(plan(&config, &EngineOptions::default(), (12 * gb, Shared::default()), 12 * gb).is_err());
         assert!(plan(&config, &EngineOptions::default(), (u64::MAX, Shared::default()), 12 * gb).is_err());
+    }
+
+    /// The bytes that a packed cache allocates (`kv_cache.rs`), by another way than the plan's.
+    fn packed_bytes(config: &ModelConfig, memory: &Memory) -> u64 {
+        let pages = u64::from(memory.pages) * u64::from(config.layers);
+        let units = u64::from(memory.units) * PackedShape::unit_bytes(config.head_dim) + ID;
+        let hot = u64::from(memory.hot_pages) * config.kv_bytes_per_token() * u64::from(PAGE_TOKENS);
+        let freed = u64::from(memory.pages) * ID;
+        pages * PackedShape::page_bytes(config.kv_heads, config.head_dim) + units + hot + freed
+    }
+
+    #[test]
+    fn packed_cache_holds_a_quarter_more_tokens() {
+        let (config, gb) = (llama_8b(), 1_000_000_000);
+        // As many rows as may run: each reserves a hot page, whether it is used or not.
+        for (context, rows, bits) in [(1024, 192, 12.31), (8192, 24, 12.1)] {
+            let of = |cache| {
+                let options = EngineOptions::default().max_batch(rows).context(context).kv_cache(cache);
+                plan(&config, &options, (6 * gb, Shared::default()), 24 * gb).unwrap()
+            };
+            let (packed, bf16) = (of(KvCache::Packed), of(KvCache::Bf16));
+            assert_eq!((bf16.token, bf16.hot_pages, bf16.units), (131_072, 0, 0));
+            assert_eq!((packed.token, packed.hot_pages, packed.kv_cache), (98_817, rows, KvCache::Packed));
+            // Whole sequences, as admission counts them.
+            let sequences = |memory: &Memory| memory.pages / sequence_pages(memory.kv_cache, context);
+            let gain = f64::from(sequences(&packed)) / f64::from(sequences(&bf16));
+            assert!(gain > 1.23, "{context}: {} and {} sequences", sequences(&packed), sequences(&bf16));
+            let share = packed.tokens() as f64 / bf16.tokens() as f64;
+            assert!((1.28..4.0 / 3.0).contains(&share), "{context}: {share}");
+            // Of one sequence, its hot page included.
+            let pages = u64::from(sequence_pages(KvCache::Packed, context));
+            let bytes = pages * CacheBytes::of(&config, &EngineOptions::default().kv_cache(KvCache::Packed)).page
+                + u64::from(PAGE_TOKENS) * 131_072;
+            let own = bytes as f64 * 8.0 / (f64::from(context) * 65_536.0);
+            assert!(own < bits && own > 12.0, "{context}: {own} bits");
+        }
+    }
+
+    /// Plans of any memory: what is allocated is what was planned, the limit holds, and no longer context fits.
+    #[test]
+    fn packed_plans_fit_their_memory() {
+        let mut random = unweight_format::testing::Random::new(7);
+        let (mut planned, mut hot_only) = (0, 0);
+        for case in 0..3000 {
+            let mut config = Geometry::ALL[random.below(Geometry::ALL.len() as u64) as usize].config();
+            // With few layers, staging is a large part.
+            config.layers = [1, 2, config.layers][random.below(3) as usize];
+            let mut options = EngineOptions::default().chunk(256).kv_cache(KvCache::Packed);
+            options.max_batch = [1, 3, 16, 256][random.below(4) as usize];
+            options.context =
+                [None, Some(1 + random.below(200) as u32), Some(1024), Some(8192)][random.below(4) as usize];
+            let bits = 27 + random.below(10);
+            let have = random.below(1 << bits);
+            let weights = (random.below(1 << 30), Shared::default());
+            let Ok(memory) = plan(&config, &options, weights, have) else { continue };
+            planned += 1;
+            assert!(memory.total() <= have, "{case}: {memory:?}");
+            assert!(packed_bytes(&config, &memory) <= memory.cache, "{case}: {memory:?}");
+            assert!(memory.pages >= sequence_pages(KvCache::Packed, memory.context), "{case}: {memory:?}");
+            assert!(memory.tokens() >= memory.context.into() && memory.hot_pages == options.max_batch);
+            // The units of one page of all layers, so that one page of any text can be kept.
+            assert!(memory.units >= 2 * config.layers * config.kv_heads, "{case}: {memory:?}");
+            hot_only += u32::from(memory.pages == 0);
+            if options.context.is_none() && memory.context < config.max_positions {
+                let longer = options.context(memory.context + PAGE_TOKENS);
+                assert!(plan(&config, &longer, weights, have).is_err(), "{case}: {memory:?}");
+            }
+        }
+        assert!(planned > 500 && hot_only > 20, "{planned} {hot_only}");
+    }
+
+    #[test]
+    fn packed_cache_of_one_page_has_hot_pages_only() {
+        let (config, gb) = (llama_8b(), 1_000_000_000);
+        let of = |context: u32, have: u64| {
+            let options = EngineOptions::default().max_batch(4).context(context).kv_cache(KvCache::Packed);
+            plan(&config, &options, (0, Shared::default()), have)
+        };
+        let one = of(64, gb).unwrap();
+        assert_eq!((one.pages, one.hot_pages, one.tokens(), one.context), (0, 4, 256, 64));
+        assert_eq!(one.cache, packed_bytes(&config, &one) + PackedShape::unit_bytes(128) - ID);
+        let two = of(65, gb).unwrap();
+        assert_eq!((two.pages, two.hot_pages), (4, 4));
+        // Not what is fixed fits, or all but that.
+        let need = of(64, 0).unwrap_err();
+        assert_eq!((need.cache, need.need), (one.cache, one.total()));
+        assert!(of(64, one.total()).is_ok() && of(64, one.total() - 1).is_err());
+        let text = of(65, 100).unwrap_err().to_string();
+        assert!(text.contains("shorten the context"), "{text}");
+    }
+
+    #[test]
+    fn requested_kv_cache_is_used() {
+        let (config, gb) = (llama_8b(), 1_000_000_000);
+        let settled = |options: EngineOptions| options.settled(&config, (12 * gb, None), true, 80 * gb).kv_cache;
+        assert_eq!(settled(EngineOptions::default()), Some(KvCache::Bf16));
+        for cache in KvCache::ALL.iter().copied() {
+            assert_eq!(settled(EngineOptions::default().kv_cache(cache)), Some(cache));
+        }
     }
 
     /// 8192 tokens of this model are 1.07 GB, and the working memory of 16 rows half a GB.
