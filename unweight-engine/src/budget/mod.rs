@@ -18,7 +18,7 @@ mod tests;
 use std::collections::{BTreeMap, BTreeSet};
 
 use solve::{Candidate, Frontier, spread};
-use unweight_codegen::{plan::GemmShape, spec::Arch};
+use unweight_codegen::{kv::packed, plan::GemmShape, spec::Arch};
 use unweight_format::{
     EncodingId, Role, TileGrid,
     bundle::{PlanFile, Rule},
@@ -30,8 +30,8 @@ use unweight_rt::{
 };
 
 use crate::{
-    memory::{self, Shared},
-    options::{EngineOptions, OptionError, Placement},
+    memory::{self, Memory, Shared},
+    options::{EngineOptions, KvCache, OptionError, Placement},
 };
 
 /// A tensor with its size in every encoding that it can be stored in.
@@ -80,12 +80,14 @@ pub struct BudgetRequest {
     pub context: u32,
     /// The architecture of the GPU.
     pub arch: Arch,
+    /// How the KV cache is held; `None`: packed if that gives a better plan, else BF16.
+    pub kv_cache: Option<KvCache>,
 }
 
 impl BudgetRequest {
     /// A request without limits: set `memory`, `max_slowdown` or both.
     pub fn new(batch: u32, context: u32, arch: Arch) -> Self {
-        Self { memory: None, max_slowdown: None, batch, context, arch }
+        Self { memory: None, max_slowdown: None, batch, context, arch, kv_cache: None }
     }
 }
 
@@ -163,6 +165,14 @@ pub enum BudgetError {
 }
 
 impl BudgetError {
+    /// Bytes of the smallest plan that would do, if the error names them.
+    fn least(&self) -> u64 {
+        match self {
+            Self::TooSmall { least, .. } | Self::TooSlow { least, .. } => *least,
+            _ => u64::MAX,
+        }
+    }
+
     /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
@@ -209,6 +219,12 @@ pub struct BudgetPlan {
     pub weights: u64,
     /// Bytes of the KV cache.
     pub cache: u64,
+    /// How the KV cache is held.
+    pub kv_cache: KvCache,
+    /// The number of tokens that the KV cache holds.
+    pub cache_tokens: u64,
+    /// Bytes of the KV cache per token.
+    pub cache_token_bytes: u64,
     /// Bytes of activations, tables and memory that kernels share, without `slots`.
     pub working: u64,
     /// Bytes of the buffers for decoded or expanded weights.
@@ -519,7 +535,7 @@ impl<'a> Case<'a> {
 /// # Errors
 /// [`BudgetError`]; if no plan meets the request, it holds the memory of the smallest plan that would.
 pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &BudgetRequest) -> Result<BudgetPlan, BudgetError> {
-    let BudgetRequest { memory, max_slowdown, batch, context, arch } = *wanted;
+    let BudgetRequest { memory, max_slowdown, batch, context, arch, .. } = *wanted;
     let options = EngineOptions::default().max_batch(batch).context(context);
     options.check()?;
     if context > config.max_positions {
@@ -532,10 +548,6 @@ pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &BudgetRequest) -> 
         return Err(BudgetError::Slowdown(slowdown));
     }
     let (units, rest) = units(config, tensors, batch)?;
-    // What the engine reserves beside weights, with all the memory in the world.
-    let sums = memory::plan(config, &options, (0, Shared::default()), u64::MAX);
-    let (cache, working) = sums.map_or((u64::MAX, u64::MAX), |memory| (memory.cache, memory.working));
-    let fixed = rest.saturating_add(cache).saturating_add(working);
     let contexts = Lanes::new(config, &options, arch, &units);
     let kinds: Vec<usize> = (0..KINDS.len()).filter(|kind| is_mlp(*kind)).collect();
     let hard = (0..1 << kinds.len()).map(|set: usize| {
@@ -547,55 +559,115 @@ pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &BudgetRequest) -> 
     let compact = slots.into_iter().map(|slot| Case::new(&units, &[], slot, &contexts));
     let cases: Vec<Case<'_>> = hard.chain(compact).collect();
     let frontiers: Vec<Frontier<'_>> = cases.iter().map(|case| Frontier::new(&case.choices)).collect();
-    let exact = frontiers.iter().all(Frontier::is_exact);
-    // Of plans that are equal the first is taken, whose case comes first and has the fewest bytes beside the weights.
-    let within = |have: u64| {
-        let picked = cases.iter().zip(&frontiers).filter_map(|(case, frontier)| {
-            let left = have.checked_sub(fixed)?.checked_sub(case.bytes())?;
-            Some((case, frontier.fastest(left)?))
+    let solved = Solved { rest, cases: &cases, frontiers: &frontiers, units: &units };
+    let mut best: Option<Result<BudgetPlan, BudgetError>> = None;
+    for kv_cache in kv_caches(config, wanted) {
+        // What the engine reserves beside weights, with all the memory in the world.
+        let own = options.clone().kv_cache(kv_cache);
+        let beside = memory::plan(config, &own, (0, Shared::default()), u64::MAX).ok();
+        let plan = solved.plan(beside.as_ref(), kv_cache, (memory, max_slowdown));
+        best = Some(match best.take() {
+            Some(before) if !is_better(&plan, &before, memory) => before,
+            _ => plan,
         });
-        picked.min_by(|a, b| a.1.us.total_cmp(&b.1.us))
-    };
-    let fastest_us = frontiers.iter().filter_map(|frontier| Some(frontier.fastest(u64::MAX)?.us));
-    let fastest_us = fastest_us.fold(f64::INFINITY, f64::min);
-    let limit_us = max_slowdown.map_or(f64::INFINITY, |slowdown| fastest_us * (1.0 + slowdown) * (1.0 + 1e-9));
-    // The fewest bytes that are fast enough, which some plan is.
-    let small = cases.iter().zip(&frontiers).filter_map(|(case, frontier)| Some((case, frontier.smallest(limit_us)?)));
-    let small = small.min_by_key(|(case, picked)| picked.bytes.saturating_add(case.bytes()));
-    let (small_case, small) = small.ok_or(BudgetError::Nothing)?;
-    let least = fixed.saturating_add(small_case.bytes()).saturating_add(small.bytes);
-    let (case, picked) = match memory {
-        None => (small_case, small),
-        Some(have) => match within(have) {
-            Some((case, picked)) if picked.us <= limit_us => (case, picked),
-            Some((_, picked)) => {
-                let (slowdown, limit) = (picked.us / fastest_us, 1.0 + max_slowdown.unwrap_or(0.0));
-                return Err(BudgetError::TooSlow { have, slowdown, limit, least });
-            }
-            None => {
-                let (slots, weights) = (small_case.slots, small.bytes.saturating_add(rest));
-                let working = working.saturating_add(small_case.shared);
-                return Err(BudgetError::TooSmall { have, least, weights, cache, working, slots });
-            }
-        },
-    };
-    let room = memory.map_or(picked.bytes, |have| have.saturating_sub(fixed).saturating_sub(case.bytes()));
-    let encodings = case.encodings(&picked.choices, room.max(picked.bytes));
-    let working = working.saturating_add(case.shared);
-    Ok(tell(&units, &encodings, Sums { rest, cache, working, slots: case.slots, fastest_us, exact }))
+    }
+    best.unwrap_or(Err(BudgetError::Nothing))
+}
+
+/// The KV caches that are compared: BF16 first, which is taken where both are as good.
+fn kv_caches(config: &ModelConfig, wanted: &BudgetRequest) -> Vec<KvCache> {
+    match wanted.kv_cache {
+        Some(kv_cache) => vec![kv_cache],
+        None if packed::takes(config.head_dim) => vec![KvCache::Bf16, KvCache::Packed],
+        None => vec![KvCache::Bf16],
+    }
+}
+
+/// Whether a plan is faster than another, or smaller where no memory is given; of two failures, whether it needs less.
+fn is_better(
+    plan: &Result<BudgetPlan, BudgetError>,
+    than: &Result<BudgetPlan, BudgetError>,
+    memory: Option<u64>,
+) -> bool {
+    match (plan, than) {
+        (Ok(plan), Ok(than)) if memory.is_some() => plan.us < than.us,
+        (Ok(plan), Ok(than)) => plan.total() < than.total(),
+        (Ok(_), Err(_)) => true,
+        (Err(_), Ok(_)) => false,
+        (Err(plan), Err(than)) => plan.least() < than.least(),
+    }
+}
+
+/// Frontiers of all cases, whatever the KV cache.
+struct Solved<'a> {
+    rest: u64,
+    cases: &'a [Case<'a>],
+    frontiers: &'a [Frontier<'a>],
+    units: &'a [Unit<'a>],
+}
+
+impl Solved<'_> {
+    /// The plan next to this KV cache and the working memory of `beside`; `None`: not even these have room.
+    fn plan(
+        &self,
+        beside: Option<&Memory>,
+        kv_cache: KvCache,
+        (memory, max_slowdown): (Option<u64>, Option<f64>),
+    ) -> Result<BudgetPlan, BudgetError> {
+        let Self { rest, cases, frontiers, units } = *self;
+        let (cache, working) = beside.map_or((u64::MAX, u64::MAX), |beside| (beside.cache, beside.working));
+        let fixed = rest.saturating_add(cache).saturating_add(working);
+        let exact = frontiers.iter().all(Frontier::is_exact);
+        // Of plans that are equal the first is taken, whose case comes first and has the fewest bytes beside the weights.
+        let within = |have: u64| {
+            let picked = cases.iter().zip(frontiers).filter_map(|(case, frontier)| {
+                let left = have.checked_sub(fixed)?.checked_sub(case.bytes())?;
+                Some((case, frontier.fastest(left)?))
+            });
+            picked.min_by(|a, b| a.1.us.total_cmp(&b.1.us))
+        };
+        let fastest_us = frontiers.iter().filter_map(|frontier| Some(frontier.fastest(u64::MAX)?.us));
+        let fastest_us = fastest_us.fold(f64::INFINITY, f64::min);
+        let limit_us = max_slowdown.map_or(f64::INFINITY, |slowdown| fastest_us * (1.0 + slowdown) * (1.0 + 1e-9));
+        // The fewest bytes that are fast enough, which some plan is.
+        let small =
+            cases.iter().zip(frontiers).filter_map(|(case, frontier)| Some((case, frontier.smallest(limit_us)?)));
+        let small = small.min_by_key(|(case, picked)| picked.bytes.saturating_add(case.bytes()));
+        let (small_case, small) = small.ok_or(BudgetError::Nothing)?;
+        let least = fixed.saturating_add(small_case.bytes()).saturating_add(small.bytes);
+        let (case, picked) = match memory {
+            None => (small_case, small),
+            Some(have) => match within(have) {
+                Some((case, picked)) if picked.us <= limit_us => (case, picked),
+                Some((_, picked)) => {
+                    let (slowdown, limit) = (picked.us / fastest_us, 1.0 + max_slowdown.unwrap_or(0.0));
+                    return Err(BudgetError::TooSlow { have, slowdown, limit, least });
+                }
+                None => {
+                    let (slots, weights) = (small_case.slots, small.bytes.saturating_add(rest));
+                    let working = working.saturating_add(small_case.shared);
+                    return Err(BudgetError::TooSmall { have, least, weights, cache, working, slots });
+                }
+            },
+        };
+        let room = memory.map_or(picked.bytes, |have| have.saturating_sub(fixed).saturating_sub(case.bytes()));
+        let encodings = case.encodings(&picked.choices, room.max(picked.bytes));
+        let working = working.saturating_add(case.shared);
+        let (cache_tokens, cache_token_bytes) = beside.map_or((0, 0), |beside| (beside.tokens(), beside.token));
+        let told = tell(units, &encodings, Sums { rest, slots: case.slots, fastest_us, exact });
+        Ok(BudgetPlan { cache, kv_cache, cache_tokens, cache_token_bytes, working, ..told })
+    }
 }
 
 /// What is the same for all plans.
 struct Sums {
     rest: u64,
-    cache: u64,
-    working: u64,
     slots: u64,
     fastest_us: f64,
     exact: bool,
 }
 
-/// A solution as groups and rules.
+/// A solution as groups and rules, without the bytes beside the weights.
 fn tell(units: &[Unit<'_>], encodings: &[usize], sums: Sums) -> BudgetPlan {
     let mut groups: BTreeMap<(usize, EncodingId), Group> = BTreeMap::new();
     let mut rules = vec![Rule { pattern: "*".to_owned(), encoding: EncodingId::RAW }];
@@ -624,8 +696,11 @@ fn tell(units: &[Unit<'_>], encodings: &[usize], sums: Sums) -> BudgetPlan {
         plan: PlanFile { rules },
         groups: groups.into_values().collect(),
         weights,
-        cache: sums.cache,
-        working: sums.working,
+        cache: 0,
+        kv_cache: KvCache::Bf16,
+        cache_tokens: 0,
+        cache_token_bytes: 0,
+        working: 0,
         slots: sums.slots,
         us,
         fastest_us: sums.fastest_us,
