@@ -248,7 +248,15 @@ mod tests {
         for geometry in Geometry::ALL {
             for max_batch in [1, 16, 256] {
                 let config = geometry.config();
-                let variants = Variants::of(&config, &GpuModel::H200, EmbedSource::Bf16, &options(max_batch)).unwrap();
+                let of = |options: &EngineOptions| {
+                    Variants::of(&config, &GpuModel::H200, EmbedSource::Bf16, options).unwrap()
+                };
+                let packed = of(&options(max_batch).kv_cache(KvCache::Packed)).all();
+                let own = packed.iter().map(|spec| spec.name());
+                let own = own.filter(|name| name.contains("_packed") || name.contains("_kv_")).count();
+                // Attention of steps, three kernels that pack and one that unpacks.
+                assert!(own > 4, "{packed:?}");
+                let variants = of(&options(max_batch));
                 let decode: Vec<u32> = variants.decode.iter().map(|decode| decode.rows).collect();
                 let expected: Vec<u32> = BUCKETS.into_iter().filter(|rows| *rows <= bucket(max_batch)).collect();
                 assert_eq!(decode, expected);

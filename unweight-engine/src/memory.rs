@@ -313,6 +313,14 @@ pub fn kv_cache(config: &ModelConfig, options: &EngineOptions) -> KvCache {
     KvCache::Bf16
 }
 
+/// The number of tokens that `bytes` bytes of a KV cache hold, and the bytes of the cache per token. A packed cache has
+/// the hot pages of 16 sequences, the default of [`EngineOptions::max_batch`].
+pub fn tokens_of(config: &ModelConfig, kv_cache: KvCache, bytes: u64) -> (u64, u64) {
+    let cache = CacheBytes::of(config, &EngineOptions::default().kv_cache(kv_cache));
+    let pages = bytes.checked_sub(cache.fixed).map(|left| left / cache.page.max(1) + u64::from(cache.hot_pages));
+    (pages.unwrap_or(0) * u64::from(PAGE_TOKENS), cache.token())
+}
+
 /// Sizes of a KV cache, in bytes.
 struct CacheBytes {
     /// A page, and its share of the pool of BF16 units.
@@ -566,6 +574,18 @@ mod tests {
         assert!(of(64, one.total()).is_ok() && of(64, one.total() - 1).is_err());
         let text = of(65, 100).unwrap_err().to_string();
         assert!(text.contains("shorten the context"), "{text}");
+    }
+
+    #[test]
+    fn tokens_of_a_number_of_bytes() {
+        let config = llama_8b();
+        for bytes in [0, 100_000_000, 1_000_000_000, 8_000_000_000] {
+            let bf16 = tokens_of(&config, KvCache::Bf16, bytes);
+            assert_eq!(bf16, (config.kv_tokens(bytes, PAGE_TOKENS), 131_072));
+            let (tokens, each) = tokens_of(&config, KvCache::Packed, bytes);
+            assert_eq!((each, tokens == 0), (98_817, bytes <= 100_000_000), "{bytes}: {tokens}");
+            assert!(tokens == 0 || tokens * 131_072 > bytes * 115 / 100, "{bytes}: {tokens}");
+        }
     }
 
     #[test]

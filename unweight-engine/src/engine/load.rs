@@ -20,7 +20,7 @@ use crate::{
     forward::Forward,
     kernels::{Kernels, Variants},
     memory::{self, Memory, Products, Shared, experts_shape},
-    options::{BUCKETS, EngineOptions, OptionError, bucket},
+    options::{BUCKETS, EngineOptions, KvCache, OptionError, bucket},
     schedule::{Limits, Schedule},
     weights::{ModelSource, Random, Weights, chain_mlp},
 };
@@ -126,7 +126,8 @@ impl Engine {
 
     /// The kernels that the model of a bundle needs on any of these devices, each once, except those of its linear
     /// layers: [`loader::reachable`](unweight_rt::raw::layer::loader::reachable) lists these. With
-    /// [`Placement::Stored`] and [`Placement::Alternate`] the tensors of MLPs are read.
+    /// [`Placement::Stored`] and [`Placement::Alternate`] the tensors of MLPs are read. Where the options name no KV
+    /// cache, the kernels of both.
     ///
     /// # Errors
     /// As for [`Engine::load`], for the configuration and the tensors.
@@ -144,9 +145,16 @@ impl Engine {
             _ => &[EmbedSource::Bf16, EmbedSource::Packed],
         };
         let mut all = BTreeSet::new();
-        for machine in machines {
-            for source in sources {
-                all.extend(Variants::of(&config, machine, *source, options)?.all());
+        let caches = match &options.kv_cache {
+            Some(kv_cache) => std::slice::from_ref(kv_cache),
+            None => KvCache::ALL,
+        };
+        for kv_cache in caches {
+            let options = options.clone().kv_cache(*kv_cache);
+            for machine in machines {
+                for source in sources {
+                    all.extend(Variants::of(&config, machine, *source, &options)?.all());
+                }
             }
         }
         if placement.has_pipelines() {
@@ -392,9 +400,21 @@ impl Start {
             kv_cache: memory.kv_cache,
         };
         let schedule = Schedule::new(limits, memory.pages);
-        let (in_flight, spare) = (VecDeque::new(), Vec::new());
-        let failed = false;
-        Ok(Engine { config, options, memory, schedule, in_flight, spare, graphs, forward, stepper, weights, failed })
+        Ok(Engine {
+            // All of them are free.
+            last_free_units: (memory.kv_cache == KvCache::Packed).then_some(memory.units),
+            config,
+            options,
+            memory,
+            schedule,
+            in_flight: VecDeque::new(),
+            spare: Vec::new(),
+            graphs,
+            forward,
+            stepper,
+            weights,
+            failed: false,
+        })
     }
 }
 

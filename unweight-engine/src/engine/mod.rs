@@ -72,6 +72,8 @@ pub struct Engine {
     forward: Forward,
     stepper: Stepper,
     weights: Weights,
+    /// [`Engine::last_free_units`].
+    last_free_units: Option<u32>,
     failed: bool,
 }
 
@@ -172,6 +174,21 @@ impl Engine {
         self.note(free)
     }
 
+    /// The number of free BF16 units of a packed KV cache when rows changed last, or when the engine became idle; `None`
+    /// if the cache is BF16. Waits for nothing.
+    pub fn last_free_units(&self) -> Option<u32> {
+        self.last_free_units
+    }
+
+    /// Reads how many BF16 units are free. No step may be in flight, so that nothing is waited for.
+    fn note_free_units(&mut self) -> Result<(), DeviceError> {
+        let stream = self.forward.stream().clone();
+        if let Some(cache) = self.forward.packed_cache() {
+            self.last_free_units = Some(cache.free_units(&stream)?);
+        }
+        Ok(())
+    }
+
     /// Runs the engine until tokens arrive and returns them: the first token of a sequence that joins, or one token of
     /// each running sequence. Empty if the engine is idle, or if all sequences of the step were cancelled.
     ///
@@ -206,7 +223,10 @@ impl Engine {
                 self.forward.release(&freed)?;
             }
             match next {
-                Next::Idle => return Ok(Vec::new()),
+                Next::Idle => {
+                    self.note_free_units()?;
+                    return Ok(Vec::new());
+                }
                 Next::Prefill => {
                     let Some(prefill) = self.schedule.begin() else { return Ok(Vec::new()) };
                     let running = prefill.running();
@@ -226,6 +246,9 @@ impl Engine {
                     };
                 }
                 Next::Launch { changed } => {
+                    if changed {
+                        self.note_free_units()?;
+                    }
                     let rows = self.schedule.rows();
                     // At most `max_batch`.
                     let count = rows.len() as u32;
