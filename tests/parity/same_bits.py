@@ -10,6 +10,9 @@ Compared are, for every profile,
   BF16 baseline on cuBLAS,
 - 64 greedy and 64 sampled tokens of a batch of prompts.
 
+`--packed-kv` runs BEFORE with `--kv-cache bf16` and AFTER with `--kv-cache packed`; give the same program twice to
+compare the two caches. Prompts in chunks of 64 tokens are compared, too.
+
 Where BEFORE spells an option in another way, FILE says so: a JSON list of `[words of AFTER, words of BEFORE]`, each a
 list of arguments. A table goes to stdout, everything to OUT/same_bits.json; exit status 1 if anything differs.
 """
@@ -45,6 +48,8 @@ MORE = {
     "compact": {"compact, steps": ("--placement", "compact", "--by-steps", *BATCH)},
     "inference": {"stored, steps": ("--placement", "stored", "--by-steps", *BATCH)},
 }
+# What is compared in addition with --packed-kv: later chunks read packed pages.
+CHUNKS = {"chunks of 64": ("--chunk", "64", *BATCH)}
 # The words of a build whose `generate` has no --placement.
 OLD_PLACEMENTS = [
     (["--placement", "bf16"], ["--linears", "cublas"]),
@@ -56,10 +61,11 @@ OLD_PLACEMENTS = [
 class Build:
     """One of the two programs."""
 
-    def __init__(self, program: Path, renames: list[tuple[list[str], list[str]]]):
+    def __init__(self, program: Path, renames: list[tuple[list[str], list[str]]], kv_cache: str | None = None):
         told = subprocess.run([str(program), "generate", "--help"], capture_output=True, text=True, check=True)
         old = [] if "--placement" in told.stdout else OLD_PLACEMENTS
         self.program, self.renames = program, [*renames, *old]
+        self.kv_cache = ["--kv-cache", kv_cache] if kv_cache else []
 
     def __call__(self, *arguments: object) -> dict:
         words = [str(argument) for argument in arguments]
@@ -67,7 +73,8 @@ class Build:
             for at in range(len(words) - len(new), -1, -1):
                 if words[at : at + len(new)] == new:
                     words[at : at + len(new)] = old
-        command = [str(self.program), *words, "--json"]
+        own = self.kv_cache if words[0] == "generate" else []
+        command = [str(self.program), *words, *own, "--json"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)[:200]}: exit status {done.returncode}: {done.stderr[-400:]}")
@@ -126,6 +133,7 @@ def compare(spec: models.Spec, before: Build, after: Build, texts: list[str], st
             more = MORE.get(profile, {})
             if spec.family in ("mixtral", "qwen3_moe"):  # their MLPs are experts, which run packed alone
                 more = {name: flags for name, flags in more.items() if "stored" not in flags}
+            more = {**more, **(CHUNKS if after.kv_cache else {})}
             for name, flags in {**LOGITS, **more}.items():
                 case(f"{profile}: {name}", lambda build: build.logits(bundles[build], work, prompts, flags))
             if profile == PROFILES[0]:
@@ -155,10 +163,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for same_bits.json")
     parser.add_argument("--only", default="", help="models whose name contains this")
     parser.add_argument("--steps", type=int, default=20, help="training steps")
+    parser.add_argument("--packed-kv", action="store_true", help="compare a packed KV cache (AFTER) with a BF16 one")
     parser.add_argument("--renames", type=Path, help="JSON: [[words of AFTER, words of BEFORE], ...]")
     arguments = parser.parse_args()
     renames = json.loads(arguments.renames.read_text()) if arguments.renames else []
-    before, after = Build(arguments.before, renames), Build(arguments.after, [])
+    caches = ("bf16", "packed") if arguments.packed_kv else (None, None)
+    before, after = Build(arguments.before, renames, caches[0]), Build(arguments.after, [], caches[1])
     texts, record = models.read_texts(arguments.texts), []
     arguments.out.mkdir(parents=True, exist_ok=True)
     for spec in models.ALL:
