@@ -2,7 +2,7 @@
 
 use std::error::Error;
 
-use unweight_engine::{AdmissionError, Engine, EngineError, Event, Request, SeqId};
+use unweight_engine::{AdmissionError, Engine, EngineError, Event, KvCache, Request, SeqId};
 
 /// A generator of tokens: [`Engine`], or a slower implementation of the same rules.
 pub trait Backend {
@@ -41,8 +41,16 @@ pub struct Limits {
     pub max_batch: u32,
     /// Tokens of a sequence, the prompt included.
     pub context: u32,
-    /// Pages of the KV cache.
+    /// Pages of the KV cache, hot pages of a packed cache not counted.
     pub pages: u32,
+    /// How the KV cache is stored.
+    pub kv_cache: KvCache,
+    /// Tokens that the KV cache holds, over all sequences.
+    pub cache_tokens: u64,
+    /// Bytes of the KV cache per token.
+    pub cache_token_bytes: u64,
+    /// BF16 units of a packed KV cache; 0 otherwise.
+    pub units: u32,
     /// Tokens that end a text.
     pub eos: Vec<u32>,
 }
@@ -56,6 +64,10 @@ pub struct Load {
     pub waiting: usize,
     /// Free pages of the KV cache.
     pub free_pages: u32,
+    /// Free BF16 units of a packed KV cache when its rows changed last; 0 for a BF16 cache.
+    pub free_units: u32,
+    /// How often a sequence was preempted because a page could be kept neither packed nor in BF16.
+    pub preempted: u64,
 }
 
 impl Backend for Engine {
@@ -67,12 +79,22 @@ impl Backend for Engine {
             max_batch: self.options().max_batch,
             context: memory.context,
             pages: memory.pages,
+            kv_cache: memory.kv_cache,
+            cache_tokens: memory.tokens(),
+            cache_token_bytes: memory.token,
+            units: memory.units,
             eos: self.config().eos.clone(),
         }
     }
 
     fn load(&self) -> Load {
-        Load { running: self.running(), waiting: self.waiting(), free_pages: self.free_pages() }
+        Load {
+            running: self.running(),
+            waiting: self.waiting(),
+            free_pages: self.free_pages(),
+            free_units: self.last_free_units().unwrap_or(0),
+            preempted: self.preempted(),
+        }
     }
 
     fn add(&mut self, request: Request) -> Result<SeqId, AdmissionError> {

@@ -69,6 +69,8 @@ pub(super) struct Metrics {
     running: AtomicU64,
     waiting: AtomicU64,
     free_pages: AtomicU64,
+    free_units: AtomicU64,
+    preempted: AtomicU64,
     /// Tokens of prompts that were taken.
     pub prompt_tokens: AtomicU64,
     /// Tokens that requests got.
@@ -88,6 +90,8 @@ impl Metrics {
             running: AtomicU64::new(0),
             waiting: AtomicU64::new(0),
             free_pages: AtomicU64::new(0),
+            free_units: AtomicU64::new(0),
+            preempted: AtomicU64::new(0),
             prompt_tokens: AtomicU64::new(0),
             generated_tokens: AtomicU64::new(0),
             cancelled: AtomicU64::new(0),
@@ -106,6 +110,8 @@ impl Metrics {
     pub fn load(&self, load: Load) {
         // In this order: a reader that sees no sequence run sees its pages free.
         self.free_pages.store(load.free_pages.into(), Release);
+        self.free_units.store(load.free_units.into(), Release);
+        self.preempted.store(load.preempted, Release);
         self.running.store(load.running as u64, Release);
         self.waiting.store(load.waiting as u64, Release);
     }
@@ -119,12 +125,18 @@ impl Metrics {
         for ((route, status), count) in requests {
             line(&mut out, format_args!("{name}{{route=\"{route}\",status=\"{status}\"}} {count}"));
         }
-        let pages = u64::from(limits.pages);
+        let name = "unweight_kv_cache_info";
+        head(&mut out, name, "How the KV cache is stored.", "gauge");
+        line(&mut out, format_args!("{name}{{kv_cache=\"{}\"}} 1", limits.kv_cache.tag()));
+        let (pages, units) = (u64::from(limits.pages), u64::from(limits.units));
         for (name, kind, help, value) in [
             ("sequences_running", "gauge", "Sequences that have a row.", self.running.load(Acquire)),
             ("sequences_waiting", "gauge", "Sequences that wait for a row.", self.waiting.load(Acquire)),
             ("kv_pages", "gauge", "Pages of the KV cache.", pages),
             ("kv_pages_free", "gauge", "Free pages of the KV cache.", self.free_pages.load(Acquire)),
+            ("kv_units", "gauge", "BF16 units of a packed KV cache.", units),
+            ("kv_units_free", "gauge", "Free BF16 units when rows changed last.", self.free_units.load(Acquire)),
+            ("preempted_total", "counter", "Sequences computed again: KV cache full.", self.preempted.load(Acquire)),
             ("prompt_tokens_total", "counter", "Tokens of prompts taken.", self.prompt_tokens.load(Relaxed)),
             ("generated_tokens_total", "counter", "Tokens made.", self.generated_tokens.load(Relaxed)),
             ("cancelled_total", "counter", "Sequences ended before their end.", self.cancelled.load(Relaxed)),
@@ -151,7 +163,32 @@ fn line(out: &mut String, text: std::fmt::Arguments<'_>) {
 
 #[cfg(test)]
 mod tests {
+    use unweight_engine::KvCache;
+
     use super::*;
+
+    #[test]
+    fn kv_cache_is_described() {
+        let metrics = Metrics::new();
+        metrics.load(Load { running: 2, waiting: 1, free_pages: 30, free_units: 400, preempted: 5 });
+        let text = |kv_cache, units| {
+            let (cache_tokens, cache_token_bytes, eos) = (6400, 98_817, Vec::new());
+            let (max_batch, context, pages) = (4, 4096, 100);
+            metrics.text(&Limits { max_batch, context, pages, kv_cache, cache_tokens, cache_token_bytes, units, eos })
+        };
+        let packed = text(KvCache::Packed, 512);
+        for line in [
+            "unweight_kv_cache_info{kv_cache=\"packed\"} 1",
+            "unweight_kv_pages 100",
+            "unweight_kv_pages_free 30",
+            "unweight_kv_units 512",
+            "unweight_kv_units_free 400",
+            "unweight_preempted_total 5",
+        ] {
+            assert!(packed.lines().any(|own| own == line), "no {line} in {packed}");
+        }
+        assert!(text(KvCache::Bf16, 0).contains("\nunweight_kv_cache_info{kv_cache=\"bf16\"} 1\n"));
+    }
 
     #[test]
     fn buckets_add_up() {

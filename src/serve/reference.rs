@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use unweight_engine::{
     AdmissionError, EngineOptions, Event, KvCache, OptionError, Request, SampleParams, SeqId,
     raw::{
-        pages::pages_for,
+        pages::{PAGE_TOKENS, pages_for},
         schedule::{Limits as ScheduleLimits, Next, Schedule},
     },
 };
@@ -106,7 +106,17 @@ impl CpuReference {
         let (vocab, waiting, kv_cache) = (config.vocab, options.waiting, KvCache::Bf16);
         let limits = ScheduleLimits { max_batch, context, vocab, ahead: 1, waiting, kv_cache };
         let schedule = Schedule::new(limits, pages);
-        let limits = Limits { max_batch, context, pages, eos: config.eos.clone() };
+        let limits = Limits {
+            max_batch,
+            context,
+            pages,
+            kv_cache,
+            cache_tokens: u64::from(pages) * u64::from(PAGE_TOKENS),
+            // Of a GPU: there is no cache here.
+            cache_token_bytes: config.kv_bytes_per_token(),
+            units: 0,
+            eos: config.eos.clone(),
+        };
         Ok(Self { config, weights, values, schedule, limits, texts: BTreeMap::new() })
     }
 
@@ -161,7 +171,13 @@ impl Backend for CpuReference {
 
     fn load(&self) -> Load {
         let Self { schedule, .. } = self;
-        Load { running: schedule.rows().len(), waiting: schedule.waiting(), free_pages: schedule.free_pages() }
+        Load {
+            running: schedule.rows().len(),
+            waiting: schedule.waiting(),
+            free_pages: schedule.free_pages(),
+            free_units: 0,
+            preempted: schedule.preempted(),
+        }
     }
 
     fn add(&mut self, request: Request) -> Result<SeqId, AdmissionError> {

@@ -257,6 +257,8 @@ def health_and_metrics():
     assert metric("unweight_step_seconds_count") >= steps + 5
     assert metric('unweight_requests_total{route="/v1/completions",status="200"}') > 10
     assert metric('unweight_requests_total{route="/v1/completions",status="400"}') > 5
+    assert metric('unweight_kv_cache_info{kv_cache="bf16"}') == 1
+    assert metric("unweight_preempted_total") == metric("unweight_kv_units") == metric("unweight_kv_units_free") == 0
     text = get("/metrics")
     for line in text.splitlines():
         assert re.fullmatch(r'# (HELP|TYPE) \w+ .+|\w+(\{[^}]*\})? [0-9.e+-]+', line), line
