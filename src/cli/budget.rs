@@ -11,6 +11,7 @@ use serde::Serialize;
 use unweight::{
     codegen::spec::Arch,
     engine::{
+        KvCache,
         budget::{self, BudgetError, BudgetPlan, BudgetRequest, Tensor},
         raw::memory,
     },
@@ -27,6 +28,7 @@ use super::{
     arch::{arch_parser, own_arch},
     failure::{Failure, Result},
     output::{self, Output, Table},
+    pipelines::KvCacheArg,
     plot, select, size,
     source::{Found, Source},
 };
@@ -51,6 +53,9 @@ pub struct Budget {
     /// Tokens per sequence [default: 4096, or the model's limit if that is lower]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
+    /// How to hold the KV cache; auto is packed where that gives a better plan, else bf16
+    #[arg(long, value_name = "CACHE", default_value = "auto")]
+    kv_cache: KvCacheArg,
     /// GPU architecture to plan for [default: this machine's GPU, or sm_90a]
     #[arg(long, value_name = "ARCH", value_parser = arch_parser())]
     arch: Option<Arch>,
@@ -80,6 +85,12 @@ struct Report {
     weight_bytes: u64,
     /// KV cache.
     cache_bytes: u64,
+    /// `bf16` or `packed`.
+    kv_cache: &'static str,
+    /// Tokens that the KV cache holds.
+    cache_tokens: u64,
+    /// Bytes of the KV cache per token.
+    cache_token_bytes: u64,
     /// Activations, logits, tables and shared workspaces.
     working_bytes: u64,
     /// Buffers for decoded or expanded weights; 0 if none are needed.
@@ -136,9 +147,9 @@ impl Budget {
                 .iter_mut()
                 .for_each(|tensor| tensor.encodings.retain(|(encoding, _)| *encoding != EncodingId::COMPACT));
         }
-        let Self { memory, max_slowdown, batch, .. } = *self;
+        let Self { memory, max_slowdown, batch, kv_cache, .. } = *self;
         let mut request = BudgetRequest::new(batch, context, arch);
-        (request.memory, request.max_slowdown) = (memory, max_slowdown);
+        (request.memory, request.max_slowdown, request.kv_cache) = (memory, max_slowdown, kv_cache.0);
         let fitted = budget::fit(&config, &tensors, &request);
         let fitted = fitted.map_err(readable)?;
         if let Some(plan) = &self.plan {
@@ -172,6 +183,9 @@ impl Budget {
             free_bytes: memory::free_for(fitted.total()),
             weight_bytes: fitted.weights,
             cache_bytes: fitted.cache,
+            kv_cache: fitted.kv_cache.tag(),
+            cache_tokens: fitted.cache_tokens,
+            cache_token_bytes: fitted.cache_token_bytes,
             working_bytes: fitted.working,
             slot_bytes: fitted.slots,
             linear_us: fitted.us,
@@ -305,10 +319,13 @@ fn write_text(fitted: &BudgetPlan, report: &Report, out: &mut dyn Write) -> io::
     writeln!(out)?;
     writeln!(
         out,
-        "{}: weights {}, KV cache {}, working memory {}, slots {}",
+        "{}: weights {}, {} KV cache {} ({} tokens of {} bytes), working memory {}, slots {}",
         output::bytes(report.total_bytes),
         output::bytes(report.weight_bytes),
+        if fitted.kv_cache == KvCache::Packed { "packed" } else { "BF16" },
         output::bytes(report.cache_bytes),
+        report.cache_tokens,
+        report.cache_token_bytes,
         output::bytes(report.working_bytes),
         output::bytes(report.slot_bytes)
     )?;
@@ -318,7 +335,10 @@ fn write_text(fitted: &BudgetPlan, report: &Report, out: &mut dyn Write) -> io::
          formulas of an H200's records, sizes predicted from samples",
         report.batch, report.linear_us, report.slowdown, report.arch
     )?;
-    let kept = kept(has(fitted, EncodingId::HUFFMAN), has(fitted, EncodingId::COMPACT));
+    let mut kept = kept(has(fitted, EncodingId::HUFFMAN), has(fitted, EncodingId::COMPACT)).to_owned();
+    if fitted.kv_cache == KvCache::Packed {
+        kept.push_str("--kv-cache packed ");
+    }
     writeln!(
         out,
         "`generate` and `serve` fill so much with {kept}--memory {}, or {}where {} of the device are free",

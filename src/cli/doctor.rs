@@ -8,7 +8,10 @@ use std::{
 use clap::Args;
 use serde::Serialize;
 use unweight::{
-    engine::raw::{memory, pages::PAGE_TOKENS},
+    engine::{
+        KvCache,
+        raw::{memory, pages::PAGE_TOKENS},
+    },
     format::{Placement, TileGrid},
     model::Geometry,
     rt::{
@@ -77,7 +80,8 @@ enum DeviceReport {
     Unusable(String),
 }
 
-/// What a well-known model leaves of a GPU for its KV cache, packed and as BF16.
+/// What a well-known model leaves of a GPU for its KV cache, by the placement of its weights. Tokens of a BF16 cache,
+/// but for `packed_cache_tokens`: of a packed one, with packed weights.
 #[derive(Serialize)]
 struct ModelReport {
     /// Ordinal of the GPU.
@@ -88,6 +92,12 @@ struct ModelReport {
     packed_bytes: u64,
     /// Tokens of KV cache next to packed weights in nine tenths of the memory.
     packed_tokens: u64,
+    /// Tokens of a packed KV cache next to packed weights.
+    packed_cache_tokens: u64,
+    /// Bytes of the KV cache per token.
+    cache_token_bytes: u64,
+    /// Bytes of a packed KV cache per token.
+    packed_cache_token_bytes: u64,
     /// Its weights with `--placement compact`.
     compact_bytes: u64,
     /// Tokens of KV cache next to these and their slot.
@@ -219,11 +229,11 @@ impl Report {
 impl ModelReport {
     fn write(&self, out: &mut dyn Write) -> io::Result<()> {
         let Self { geometry, packed_bytes, compact_bytes, bf16_bytes, .. } = self;
-        let Self { packed_tokens, compact_tokens, bf16_tokens, .. } = self;
+        let Self { packed_tokens, packed_cache_tokens, compact_tokens, bf16_tokens, .. } = self;
         let [packed, compact, bf16] = [packed_bytes, compact_bytes, bf16_bytes].map(|bytes| *bytes as f64 / 1e9);
-        let tokens = format!("{packed_tokens} tokens of KV cache");
+        let tokens = format!("{packed_tokens} tokens of KV cache, {packed_cache_tokens} with --kv-cache packed");
         let others =
-            format!("small {compact:.1} GB, {compact_tokens} tokens; as BF16 {bf16:.1} GB, {bf16_tokens} tokens");
+            format!("compact {compact:.1} GB, {compact_tokens} tokens; as BF16 {bf16:.1} GB, {bf16_tokens} tokens");
         writeln!(out, "     {geometry}: {packed:.1} GB, {tokens} ({others})")
     }
 }
@@ -245,12 +255,18 @@ fn models(device: &DeviceReport) -> Vec<ModelReport> {
         let slot = config.linears().into_iter().chain(head).map(slot).max().unwrap_or(0);
         let compact_bytes = config.weight_bytes(Placement::Compact);
         let compact_tokens = config.kv_tokens(have.saturating_sub(compact_bytes).saturating_sub(slot), PAGE_TOKENS);
+        let left = have.saturating_sub(packed_bytes);
+        let (packed_cache_tokens, packed_cache_token_bytes) = memory::tokens_of(&config, KvCache::Packed, left);
+        let (_, cache_token_bytes) = memory::tokens_of(&config, KvCache::Bf16, left);
         let (device, geometry) = (info.ordinal, geometry.name());
         ModelReport {
             device,
             geometry,
             packed_bytes,
             packed_tokens,
+            packed_cache_tokens,
+            cache_token_bytes,
+            packed_cache_token_bytes,
             compact_bytes,
             compact_tokens,
             bf16_bytes,

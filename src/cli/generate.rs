@@ -28,7 +28,7 @@ use unweight::{
 use super::{
     failure::{Failure, Result},
     output::Output,
-    pipelines::{PlacementArg, note_load, note_unused, saved_plan},
+    pipelines::{KvCacheArg, PlacementArg, note_load, note_unused, saved_plan},
     printable::printable,
     progress, size,
     trust::Trust,
@@ -84,6 +84,9 @@ pub struct Generate {
     /// How to hold weights in GPU memory; experts of a mixture are always packed
     #[arg(long, value_name = "PLACEMENT", default_value = "auto", help_heading = "Engine")]
     placement: PlacementArg,
+    /// How to hold the KV cache in GPU memory; auto is bf16. Logits are equal bit for bit
+    #[arg(long, value_name = "CACHE", default_value = "auto", help_heading = "Engine")]
+    kv_cache: KvCacheArg,
     /// Experts per layer in GPU memory; the others are fetched from host memory when chosen [default: all]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Engine")]
     resident_experts: Option<u32>,
@@ -136,12 +139,16 @@ struct Report {
     cache_bytes: u64,
     /// Tokens that the KV cache holds.
     cache_tokens: u64,
+    /// Bytes of the KV cache per token.
+    cache_token_bytes: u64,
     /// Activations, tables, workspaces and the slot.
     working_bytes: u64,
     /// Buffer that weights are expanded into before their product; 0 if none is needed.
     slot_bytes: u64,
     /// `packed`, `compact`, `bf16`, `stored` or `alternate`.
     placement: Placement,
+    /// `bf16` or `packed`.
+    kv_cache: &'static str,
     /// Experts in host memory (`--resident-experts`).
     host_bytes: u64,
     /// Traffic of experts between host and GPU; null if the GPU holds all experts, or there are none.
@@ -351,6 +358,7 @@ impl Generate {
         let mut options = EngineOptions::default().max_batch(batch).chunk(self.chunk);
         options.waiting = options.waiting.max(prompts);
         options.placement = self.placement.0;
+        options.kv_cache = self.kv_cache.0;
         options.resident_experts = self.resident_experts;
         options.context = self.context;
         options.memory = self.memory;
@@ -456,21 +464,14 @@ impl Generate {
                         sequence.told.tokens.push(event.token);
                         String::new()
                     }
-                    Some(Finish::NotANumber) => {
-                        let tokens = sequence.told.prompt_tokens + sequence.told.tokens.len();
-                        output.note(format_args!("behind {tokens} tokens all logits are NaN: the text ends there"));
-                        String::new()
-                    }
-                    Some(Finish::CacheFull) if event.token == NO_TOKEN => {
-                        output.note(format_args!("the prompt does not fit the packed KV cache: use --kv-cache bf16"));
-                        String::new()
-                    }
+                    _ if event.token == NO_TOKEN => String::new(),
                     _ => sequence.push(event.token)?,
                 };
                 if sequence.stopped {
                     engine.cancel(event.seq);
                     shown += &sequence.finish("stop")?;
                 } else if let Some(finish) = event.finish {
+                    note_end(finish, &sequence.told, output);
                     shown += &sequence.finish(finish.name())?;
                 }
                 if live {
@@ -505,12 +506,31 @@ impl Generate {
             weight_bytes: memory.weights,
             cache_bytes: memory.cache,
             cache_tokens: memory.tokens(),
+            cache_token_bytes: memory.token,
             working_bytes: memory.working,
             slot_bytes: memory.slot,
             placement: engine.options().placement.unwrap_or_default(),
+            kv_cache: memory.kv_cache.tag(),
             host_bytes: memory.host,
             experts: engine.expert_traffic()?,
         })
+    }
+}
+
+/// Says why a text ends where the model would not end it.
+fn note_end(finish: Finish, told: &Sequence, output: Output) {
+    let tokens = told.prompt_tokens + told.tokens.len();
+    match finish {
+        Finish::NotANumber => {
+            output.note(format_args!("behind {tokens} tokens all logits are NaN: the text ends there"));
+        }
+        Finish::CacheFull => {
+            output.note(format_args!(
+                "behind {tokens} tokens the packed KV cache has no BF16 unit for what cannot be packed: the text ends \
+                 there; use --kv-cache bf16"
+            ));
+        }
+        _ => {}
     }
 }
 

@@ -42,7 +42,7 @@ use super::{
     completions,
     failure::{Failure, Result},
     output::{self, Output, Table},
-    pipelines::PlacementArg,
+    pipelines::{KvCacheArg, PlacementArg},
     select,
     trust::note_table,
 };
@@ -103,6 +103,9 @@ pub struct Compile {
     /// With --bundle: placement that `generate` and `serve` will use [default: auto]
     #[arg(long, value_name = "PLACEMENT", requires = "bundle")]
     placement: Option<PlacementArg>,
+    /// With --bundle: KV cache that `generate` and `serve` will use [default: the kernels of both]
+    #[arg(long, value_name = "CACHE", requires = "bundle")]
+    kv_cache: Option<KvCacheArg>,
     /// Kernels to compile at the same time [default: UNWEIGHT_JIT_THREADS, or all processors]
     #[arg(long, value_name = "N", value_parser = select::threads)]
     threads: Option<usize>,
@@ -126,6 +129,9 @@ pub struct Attach {
     /// Placement that `generate` and `serve` will use; auto attaches the kernels of packed and compact
     #[arg(long, value_name = "PLACEMENT", default_value = "auto")]
     placement: PlacementArg,
+    /// KV cache that `generate` and `serve` will use; auto attaches the kernels of both
+    #[arg(long, value_name = "CACHE", default_value = "auto")]
+    kv_cache: KvCacheArg,
     /// Kernels to compile at the same time [default: UNWEIGHT_JIT_THREADS, or all processors]
     #[arg(long, value_name = "N", value_parser = select::threads)]
     threads: Option<usize>,
@@ -423,7 +429,7 @@ fn load_options(max_batch: u32, no_pdl: bool, placement: PlacementArg) -> LoadOp
 fn of_bundle(
     bundle: &Bundle,
     options: LoadOptions,
-    placement: PlacementArg,
+    (placement, kv_cache): (PlacementArg, KvCacheArg),
     cards: Cards,
     output: Output,
 ) -> Result<Vec<VariantSpec>> {
@@ -438,6 +444,7 @@ fn of_bundle(
     // The other kernels of `generate`, for every batch.
     let mut engine = EngineOptions::default().max_batch(options::MAX_BATCH);
     engine.placement = placement.0;
+    engine.kv_cache = kv_cache.0;
     match Engine::kernels(bundle, &engine, &machines) {
         Ok(more) => specs.extend(more),
         // Linears of any bundle can be loaded; pipelines need a model.
@@ -486,7 +493,7 @@ fn attach(arguments: &Attach, output: Output) -> Result<()> {
     };
     let mut specs: Vec<VariantSpec> = Vec::new();
     for cards in cards {
-        let more = of_bundle(&bundle, options, arguments.placement, cards, output)?;
+        let more = of_bundle(&bundle, options, (arguments.placement, arguments.kv_cache), cards, output)?;
         specs.extend(more);
     }
     specs.sort();
@@ -556,7 +563,8 @@ fn compile(arguments: &Compile, output: Output) -> Result<()> {
         Some(folder) => {
             let placement = arguments.placement.unwrap_or(PlacementArg(None));
             let options = load_options(arguments.max_batch, arguments.no_pdl, placement);
-            of_bundle(&Bundle::open(folder)?, options, placement, Cards::of(arguments.names.arch, env, output), output)?
+            let kept = (placement, arguments.kv_cache.unwrap_or(KvCacheArg(None)));
+            of_bundle(&Bundle::open(folder)?, options, kept, Cards::of(arguments.names.arch, env, output), output)?
         }
     };
     let requests = render(&specs)?;

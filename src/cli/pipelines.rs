@@ -1,8 +1,8 @@
-//! The placement of weights, and the plan that `tune` saved for MLPs.
+//! Options of an engine: the placement of weights, the KV cache, and the plan that `tune` saved for MLPs.
 
 use clap::{ValueEnum, builder::PossibleValue};
 use unweight::{
-    engine::{LoadProgress, Plan, raw::pipelines::tuned},
+    engine::{KvCache, LoadProgress, Plan, raw::pipelines::tuned},
     format::{
         Placement,
         bundle::{ATTACHED_NAME, Bundle},
@@ -48,6 +48,26 @@ impl PlacementArg {
     /// Whether pipelines multiply by the weights of MLPs.
     pub fn has_pipelines(self) -> bool {
         self.0.is_some_and(Placement::has_pipelines)
+    }
+}
+
+/// `--kv-cache`: how keys and values are held, or `None` for `auto`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvCacheArg(pub Option<KvCache>);
+
+impl ValueEnum for KvCacheArg {
+    fn value_variants<'a>() -> &'a [Self] {
+        const { &[Self(None), Self(Some(KvCache::Packed)), Self(Some(KvCache::Bf16))] }
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        // What `auto` means depends on the command, whose help says it.
+        let Some(kv_cache) = self.0 else { return Some(PossibleValue::new("auto")) };
+        let help = match kv_cache {
+            KvCache::Packed => "12 bits per element without loss: up to a third more tokens",
+            KvCache::Bf16 => "16 bits per element",
+        };
+        Some(PossibleValue::new(kv_cache.tag()).help(help))
     }
 }
 

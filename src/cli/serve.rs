@@ -21,7 +21,7 @@ use super::{
     failure::{Failure, Result},
     generate::text_of,
     output::Output,
-    pipelines::{PlacementArg, note_load, note_unused, saved_plan},
+    pipelines::{KvCacheArg, PlacementArg, note_load, note_unused, saved_plan},
     progress, size,
     trust::Trust,
 };
@@ -55,6 +55,9 @@ pub struct Serve {
     /// How to hold weights in GPU memory; experts of a mixture are always packed
     #[arg(long, value_name = "PLACEMENT", default_value = "auto", help_heading = "Engine")]
     placement: PlacementArg,
+    /// How to hold the KV cache in GPU memory; auto is bf16. Logits are equal bit for bit
+    #[arg(long, value_name = "CACHE", default_value = "auto", help_heading = "Engine")]
+    kv_cache: KvCacheArg,
     /// Experts per layer in GPU memory; the others are fetched from host memory when chosen [default: all]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Engine")]
     resident_experts: Option<u32>,
@@ -93,8 +96,12 @@ struct Report {
     context: u32,
     /// Sequences that run at the same time.
     max_batch: u32,
+    /// `bf16` or `packed`.
+    kv_cache: &'static str,
     /// Tokens that the KV cache holds.
     cache_tokens: u64,
+    /// Bytes of the KV cache per token.
+    cache_token_bytes: u64,
     /// Time to load model and kernels, ms.
     load_ms: f64,
 }
@@ -169,6 +176,7 @@ impl Serve {
         // The server counts those that wait; the engine has them all until it has rows for them.
         options.waiting = self.max_batch as usize + self.max_waiting as usize;
         options.placement = self.placement.0;
+        options.kv_cache = self.kv_cache.0;
         options.resident_experts = self.resident_experts;
         options.context = self.context;
         options.memory = self.memory;
@@ -193,7 +201,9 @@ impl Serve {
             model: options.model.clone(),
             context: limits.context,
             max_batch: limits.max_batch,
-            cache_tokens: u64::from(limits.pages) * u64::from(unweight::engine::raw::pages::PAGE_TOKENS),
+            kv_cache: limits.kv_cache.tag(),
+            cache_tokens: limits.cache_tokens,
+            cache_token_bytes: limits.cache_token_bytes,
             load_ms: start.elapsed().as_secs_f64() * 1e3,
         };
         if !text.can_chat() {

@@ -59,6 +59,12 @@ fn lists_missing_kernels_of_stored_mlps() {
     ] {
         assert!(stored.contains(name), "no {name} in {stored}");
     }
+    // The kernels of both KV caches, or of one.
+    let (packed, bf16) = (missing(&["--kv-cache", "packed"]), missing(&["--kv-cache", "bf16"]));
+    for name in ["_kv_pack_step_", "_kv_pack_chunk_", "_kv_pack_release_", "_kv_unpack_", "c1_packed_pdl"] {
+        assert!(packed.contains(name) && linears.contains(name) && !bf16.contains(name), "{name} in {bf16}");
+    }
+    assert!(bf16.lines().count() < linears.lines().count() && bf16.contains("_attention_decode_"), "{bf16}");
     let alternate = missing(&["--placement", "alternate"]);
     assert!(alternate.contains("_decode_huffman_palette_"), "{alternate}");
 

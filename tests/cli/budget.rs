@@ -91,6 +91,28 @@ fn memory_needs_a_unit() {
 }
 
 #[test]
+fn kv_cache_is_planned() {
+    let model = fixture().join("model");
+    let ask = |more: &[&str]| {
+        let memory = ["budget", model.to_str().unwrap(), "--memory", "1G", "--batch", "2", "--context", "512"];
+        run(std::path::Path::new("."), &[&memory[..], more].concat(), 0)
+    };
+    let report = |more: &[&str]| json(&ask(&[more, &["--json"]].concat()));
+    let (auto, bf16, packed) = (report(&[]), report(&["--kv-cache", "bf16"]), report(&["--kv-cache", "packed"]));
+    assert_eq!((&auto, &bf16["kv_cache"]), (&bf16, &"bf16".into()), "memory for the fastest plan by either");
+    documented("budget", &packed);
+    assert_eq!((&packed["kv_cache"], &packed["cache_tokens"]), (&"packed".into(), &bf16["cache_tokens"]));
+    let bytes = |report: &Value| report["cache_token_bytes"].as_u64().unwrap();
+    assert!(bytes(&packed) < bytes(&bf16) && bytes(&bf16) * 512 * 2 == bf16["cache_bytes"].as_u64().unwrap());
+    // What to run it with.
+    let (bf16, packed) = (stdout(&ask(&["--kv-cache", "bf16"])), stdout(&ask(&["--kv-cache", "packed"])));
+    assert!(bf16.contains("BF16 KV cache ") && !bf16.contains("--kv-cache"), "{bf16}");
+    assert!(packed.contains("packed KV cache ") && packed.contains("--kv-cache packed --memory "), "{packed}");
+    let wrong = ["budget", "model", "--memory", "1G", "--kv-cache", "int8"];
+    assert!(stderr(&run(std::path::Path::new("."), &wrong, 2)).contains("auto, packed, bf16"));
+}
+
+#[test]
 fn rejects_models_that_no_engine_loads() {
     let home = tempfile::tempdir().unwrap();
     let small = DemoOptions {

@@ -14,7 +14,7 @@ fn rejects_bad_arguments_before_loading() {
     let notes = notes.to_str().unwrap();
     let shard = shards(Path::new(bundle))[0].to_str().unwrap().to_owned();
     let before = fs::read(&shard).unwrap();
-    let cases: [(&[&str], &str, &[&str]); 18] = [
+    let cases: [(&[&str], &str, &[&str]); 20] = [
         (&["--tokens", "-5"], "usage", &["'-5'"]),
         (&["--tokens", "1.5"], "usage", &["'1.5'", "1,450,4996"]),
         (&["--tokens", ""], "usage", &["1,450,4996"]),
@@ -33,6 +33,8 @@ fn rejects_bad_arguments_before_loading() {
         (&["--tokens", "1", "--resident-experts", "2"], "model-without-experts", &["resident_experts = 2"]),
         (&["--tokens", "1", "--resident-experts", "0"], "usage", &["--resident-experts", "0"]),
         (&["--tokens", "1", "--prompt", "hello"], "usage", &[]),
+        (&["--tokens", "1", "--kv-cache", "fp8"], "usage", &["'fp8'", "auto, packed, bf16"]),
+        (&["--tokens", "1", "--kv-cache"], "usage", &["--kv-cache", "auto, packed, bf16"]),
     ];
     for (arguments, code, expected) in cases {
         let output = run(Path::new("."), &[&["generate", bundle, "--json"], arguments].concat(), 2);
@@ -50,7 +52,14 @@ fn rejects_bad_arguments_before_loading() {
         fs::write(&logits, [&(header.len() as u64).to_le_bytes()[..], header].concat()).unwrap();
         let (context, file) = (["--context", "2"], logits.to_str().unwrap());
         // Logits may be replaced, and make no tokens that the context would have to hold.
-        for more in [&[][..], &[&context[..], &["--dump-logits", file]].concat()] {
+        let cache = ["--kv-cache", "packed"];
+        for more in [
+            &[][..],
+            &cache[..],
+            &["--kv-cache=bf16"],
+            &["--kv-cache=auto"],
+            &[&context[..], &["--dump-logits", file]].concat(),
+        ] {
             fails(Path::new("."), &[&["generate", bundle, "--tokens", "1,2"], more].concat(), 2, "library-missing");
         }
     }
