@@ -113,6 +113,7 @@ pub const CRATES: [Crate; 11] = [
             ("schedule", "which sequence has which row, what is next: pure"),
             ("error", "what fails"),
             ("memory", "bytes on the device before anything is allocated"),
+            ("kv_cache", "the KV cache on the device: BF16 pages, or packed and hot ones"),
             ("budget kernels", "an encoding for each tensor within a memory: pure; kernels next to the linears"),
             ("weights", "of a bundle, or random ones, to the device"),
             ("forward", "one pass: what is launched, on which memory"),
@@ -214,7 +215,7 @@ pub const INNER: &[(&str, &str)] = &[
     (
         "unweight-rt/src/ops",
         "decode_compact decode_huffman embed gemm_compact gemm_grouped gemm_packed gemm_recon kv norm route sample \
-         silu_mul < attention rope unpack < pack < encode_compact < encode_huffman",
+         silu_mul < kv_packed rope unpack < attention kv_unpack pack < encode_compact kv_pack < encode_huffman",
     ),
     ("unweight-rt/src/weight", "coded compact matrix packed palette < exponents huffman"),
     ("unweight-rt/src/layer", "error experts linear options < build < interop loader"),
