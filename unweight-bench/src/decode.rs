@@ -9,7 +9,7 @@ use std::{fmt, time::Instant};
 
 use serde::Serialize;
 use unweight_engine::{
-    Engine, EngineError, EngineOptions, ExpertTraffic, LoadProgress, Memory, Placement, Plan, Request,
+    Engine, EngineError, EngineOptions, ExpertTraffic, KvCache, LoadProgress, Memory, Placement, Plan, Request,
     raw::{RandomStored, measure::Part, options::MAX_BATCH},
 };
 use unweight_format::bundle::{Bundle, Profile};
@@ -49,6 +49,9 @@ options! {
         /// How weights are held in device memory; null: what memory allows. An engine with stored or alternate weights
         /// is compared with a packed one, too.
         placement: Option<Placement> = None,
+        /// How the KV cache is held; null: what the engine chooses. The BF16 baseline has a BF16 cache.
+        #[serde(serialize_with = "cache_name")]
+        kv_cache: Option<KvCache> = None,
         /// Experts of a layer that the device has room for; null: all.
         resident_experts: Option<u32> = None,
         /// Measured settings of pipelines.
@@ -88,6 +91,10 @@ pub struct DecodeReport {
 pub struct EngineRow {
     /// How weights are held.
     pub placement: Placement,
+    /// How the KV cache is held: `packed` or `bf16`.
+    pub kv_cache: &'static str,
+    /// Bytes of the KV cache per token.
+    pub cache_token_bytes: u64,
     /// Bytes of the weights on the device.
     pub weight_bytes: u64,
     /// Bytes of the KV cache.
@@ -109,6 +116,8 @@ pub struct StepRow {
     pub batch: u32,
     /// The placement of the engine, or `tuned` where it runs by settings that were searched for.
     pub placement: &'static str,
+    /// The KV cache of the engine.
+    pub kv_cache: &'static str,
     /// Median of a step, us.
     pub median_us: f64,
     /// 10th percentile, us.
@@ -130,6 +139,8 @@ pub struct PartRow {
     pub batch: u32,
     /// The placement of the engine.
     pub placement: &'static str,
+    /// The KV cache of the engine.
+    pub kv_cache: &'static str,
     /// The part.
     pub part: &'static str,
     /// Median, us.
@@ -151,22 +162,35 @@ fn steps_of(timing: &Timing) -> u32 {
     u32::try_from(rounds).unwrap_or(u32::MAX).saturating_mul(STEPS)
 }
 
+/// As options have it in JSON.
+fn cache_name<S: serde::Serializer>(kv_cache: &Option<KvCache>, serializer: S) -> Result<S::Ok, S::Error> {
+    kv_cache.map(KvCache::tag).serialize(serializer)
+}
+
 struct Contender {
     /// Of its steps.
     name: &'static str,
     engine: Engine,
 }
 
+impl Contender {
+    fn kv_cache(&self) -> &'static str {
+        self.engine.memory().kv_cache.tag()
+    }
+}
+
 fn has_pipelines(options: &DecodeOptions) -> bool {
     options.placement.is_some_and(Placement::has_pipelines)
 }
 
-/// The placements of the engines that are compared; `None` is chosen when the engine is loaded.
-fn placements(options: &DecodeOptions) -> Vec<Option<Placement>> {
-    let packed = has_pipelines(options).then_some(Some(Placement::Packed));
-    let baseline = Some(Placement::Bf16);
-    let baseline = (options.baseline && options.placement != baseline).then_some(baseline);
-    packed.into_iter().chain([options.placement]).chain(baseline).collect()
+/// Placement and KV cache of the engines that are compared; `None` is chosen when the engine is loaded.
+fn engines_of(options: &DecodeOptions) -> Vec<(Option<Placement>, Option<KvCache>)> {
+    let kv_cache = options.kv_cache;
+    let packed = has_pipelines(options).then_some((Some(Placement::Packed), kv_cache));
+    let bf16 = Some(Placement::Bf16);
+    let is_baseline = options.placement == bf16 && kv_cache != Some(KvCache::Packed);
+    let baseline = (options.baseline && !is_baseline).then_some((bf16, Some(KvCache::Bf16)));
+    packed.into_iter().chain([(options.placement, kv_cache)]).chain(baseline).collect()
 }
 
 /// Measures steps.
@@ -184,11 +208,12 @@ pub fn bench_decode(
     let largest = options.batches.iter().copied().max().unwrap_or(1).clamp(1, MAX_BATCH);
     let reserve = steps_of(timing).max(PART_ROUNDS as u32 * 3);
     let context = options.context.saturating_add(reserve).max(options.prefill.saturating_add(64));
-    let own_options = |placement: Option<Placement>| {
+    let own_options = |(placement, kv_cache): (Option<Placement>, Option<KvCache>)| {
         let chunk = if options.prefill > 0 { 2048 } else { 256 };
         let own = EngineOptions::default().max_batch(largest).context(context).chunk(chunk);
         let mut own = own.plan(options.plan.clone());
         own.placement = placement;
+        own.kv_cache = kv_cache;
         own.resident_experts = options.resident_experts;
         own
     };
@@ -196,15 +221,15 @@ pub fn bench_decode(
     // Before the engines that are timed: all memory is its own, and theirs behind it.
     let tuned = match model {
         DecodeModel::Geometry(config) if options.tune && has_pipelines(options) => {
-            let own = (own_options(options.placement), stored);
+            let own = (own_options((options.placement, options.kv_cache)), stored);
             tuned::search(kernels, config, own, (&options.batches, options.context), progress)?
         }
         _ => Vec::new(),
     };
     let (mut engines, mut contenders) = (Vec::new(), Vec::new());
-    for placement in placements(options) {
+    for asked in engines_of(options) {
         let start = Instant::now();
-        let own = own_options(placement);
+        let own = own_options(asked);
         let told = |loaded: &LoadProgress<'_>| {
             if let LoadProgress::Kernel(kernel) = loaded {
                 progress(&format!("[{}/{}] {}", kernel.done, kernel.total, kernel.artifact.name));
@@ -219,12 +244,14 @@ pub fn bench_decode(
             0 => None,
             tokens => Some(first_token(&mut engine, tokens, rounds.min(10))?),
         };
-        let Memory { weights, cache, working, host: host_bytes, .. } = *engine.memory();
+        let Memory { weights, cache, working, host: host_bytes, kv_cache, token, .. } = *engine.memory();
         let placement = engine.options().placement.unwrap_or_default();
         progress(&format!("{placement}: loaded in {load_s:.1} s, {}", engine.memory()));
         let (weight_bytes, cache_bytes, working_bytes) = (weights, cache, working);
         engines.push(EngineRow {
             placement,
+            kv_cache: kv_cache.tag(),
+            cache_token_bytes: token,
             weight_bytes,
             cache_bytes,
             working_bytes,
@@ -271,13 +298,14 @@ pub fn bench_decode(
 fn breakdown(contender: &mut Contender, batch: u32, context: u32, rounds: usize) -> Result<Vec<PartRow>, BenchError> {
     // A part that samples goes on to the next position each time.
     contender.engine.measure().prepare(batch, context, PART_ROUNDS as u32 * 3)?;
+    let kv_cache = contender.kv_cache();
     // Experts that are fetched cannot be recorded.
     let offloaded = contender.engine.options().resident_experts.is_some();
     let parts = Part::ALL.into_iter().filter(|part| !(offloaded && *part == Part::GateUp));
     let row = |part: Part| {
         let graph = contender.engine.measure().record_part(batch, part)?;
         let median_us = alone(contender.engine.stream(), &graph, rounds.min(PART_ROUNDS))?;
-        Ok(PartRow { batch, placement: contender.name, part: part.name(), median_us })
+        Ok(PartRow { batch, placement: contender.name, kv_cache, part: part.name(), median_us })
     };
     parts.map(row).collect()
 }
@@ -324,10 +352,21 @@ fn steps(
     for ((contender, times), experts) in contenders.iter().zip(&mut times).zip(experts) {
         let [p10_us, median_us, p90_us] = quantiles(times);
         let tokens_per_s = f64::from(batch) / median_us * 1e6;
-        let placement = contender.name;
-        rows.push(StepRow { batch, placement, median_us, p10_us, p90_us, tokens_per_s, over_baseline: None, experts });
+        let (placement, kv_cache, over_baseline) = (contender.name, contender.kv_cache(), None);
+        rows.push(StepRow {
+            batch,
+            placement,
+            kv_cache,
+            median_us,
+            p10_us,
+            p90_us,
+            tokens_per_s,
+            over_baseline,
+            experts,
+        });
     }
-    if let Some(baseline) = rows.iter().find(|row| row.placement == Placement::Bf16.name()).map(|row| row.median_us) {
+    let is_baseline = |row: &&StepRow| row.placement == Placement::Bf16.name() && row.kv_cache == KvCache::Bf16.tag();
+    if let Some(baseline) = rows.iter().find(is_baseline).map(|row| row.median_us) {
         rows.iter_mut().for_each(|row| row.over_baseline = Some(baseline / row.median_us));
     }
     for row in &rows {
@@ -379,10 +418,10 @@ fn first_token(engine: &mut Engine, tokens: u32, rounds: usize) -> Result<f64, E
 
 impl fmt::Display for StepRow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { batch, placement, median_us, p10_us, p90_us, tokens_per_s, over_baseline, experts } = self;
+        let Self { batch, placement, kv_cache, median_us, p10_us, p90_us, tokens_per_s, over_baseline, experts } = self;
         write!(
             f,
-            "batch {batch} {placement}: {median_us:.0} us ({p10_us:.0}..{p90_us:.0}), {tokens_per_s:.0} tokens/s"
+            "batch {batch} {placement}, {kv_cache} KV cache: {median_us:.0} us ({p10_us:.0}..{p90_us:.0}), {tokens_per_s:.0} tokens/s"
         )?;
         if let Some(ratio) = over_baseline {
             write!(f, ", {ratio:.2}x the BF16 baseline")?;
@@ -405,24 +444,30 @@ impl fmt::Display for DecodeReport {
         )?;
         writeln!(
             f,
-            "| placement | weights GB | KV cache GB | working GB | load s | first token ms |\n|---|---|---|---|---|---|"
+            "| placement | KV cache | weights GB | KV cache GB | working GB | load s | first token ms |\n|---|---|---|---|---|---|---|"
         )?;
-        for EngineRow { placement, weight_bytes, cache_bytes, working_bytes, load_s, first_token_ms, .. } in
-            &self.engines
+        for EngineRow {
+            placement, kv_cache, weight_bytes, cache_bytes, working_bytes, load_s, first_token_ms, ..
+        } in &self.engines
         {
             let [weights, cache, working] = [weight_bytes, cache_bytes, working_bytes].map(|bytes| *bytes as f64 / 1e9);
             let first = first_token_ms.map_or_else(String::new, |ms| format!("{ms:.1}"));
-            writeln!(f, "| {placement} | {weights:.2} | {cache:.2} | {working:.2} | {load_s:.1} | {first} |")?;
+            writeln!(
+                f,
+                "| {placement} | {kv_cache} | {weights:.2} | {cache:.2} | {working:.2} | {load_s:.1} | {first} |"
+            )?;
         }
         writeln!(
             f,
-            "\n| batch | placement | step us | p10 | p90 | tokens/s | over baseline |\n|---|---|---|---|---|---|---|"
+            "\n| batch | placement | KV cache | step us | p10 | p90 | tokens/s | over baseline |\n|---|---|---|---|---|---|---|---|"
         )?;
-        for StepRow { batch, placement, median_us, p10_us, p90_us, tokens_per_s, over_baseline, .. } in &self.rows {
+        for row in &self.rows {
+            let StepRow { batch, placement, kv_cache, median_us, p10_us, p90_us, tokens_per_s, over_baseline, .. } =
+                row;
             let over = over_baseline.map_or_else(String::new, |ratio| format!("{ratio:.2}"));
             writeln!(
                 f,
-                "| {batch} | {placement} | {median_us:.0} | {p10_us:.0} | {p90_us:.0} | {tokens_per_s:.0} | {over} |"
+                "| {batch} | {placement} | {kv_cache} | {median_us:.0} | {p10_us:.0} | {p90_us:.0} | {tokens_per_s:.0} | {over} |"
             )?;
         }
         if self.rows.iter().any(|row| row.experts.is_some()) {
@@ -439,9 +484,9 @@ impl fmt::Display for DecodeReport {
         if self.parts.is_empty() {
             return Ok(());
         }
-        writeln!(f, "\n| batch | placement | part | us a step |\n|---|---|---|---|")?;
-        for PartRow { batch, placement, part, median_us } in &self.parts {
-            writeln!(f, "| {batch} | {placement} | {part} | {median_us:.1} |")?;
+        writeln!(f, "\n| batch | placement | KV cache | part | us a step |\n|---|---|---|---|---|")?;
+        for PartRow { batch, placement, kv_cache, part, median_us } in &self.parts {
+            writeln!(f, "| {batch} | {placement} | {kv_cache} | {part} | {median_us:.1} |")?;
         }
         Ok(())
     }
@@ -461,13 +506,25 @@ mod tests {
     #[test]
     fn every_placement_is_compared_with_the_baseline() {
         let of = |placement, baseline| {
-            let all = placements(&DecodeOptions::default().placement(placement).baseline(baseline));
-            all.into_iter().map(|placement| placement.map_or("auto", Placement::name)).collect::<Vec<_>>()
+            let all = engines_of(&DecodeOptions::default().placement(placement).baseline(baseline));
+            assert!(all.iter().all(|(placement, cache)| match placement {
+                Some(Placement::Bf16) if baseline => cache.is_none_or(|cache| cache == KvCache::Bf16),
+                _ => cache.is_none(),
+            }));
+            all.into_iter().map(|(placement, _)| placement.map_or("auto", Placement::name)).collect::<Vec<_>>()
         };
         assert_eq!(of(None, true), ["auto", "bf16"]);
         assert_eq!(of(Some(Placement::Compact), true), ["compact", "bf16"]);
         assert_eq!(of(Some(Placement::Bf16), true), ["bf16"]);
         assert_eq!(of(Some(Placement::Stored), true), ["packed", "stored", "bf16"]);
         assert_eq!(of(Some(Placement::Alternate), false), ["packed", "alternate"]);
+        // The baseline has a BF16 cache, next to BF16 weights with a packed one, too.
+        let (bf16, packed) = (Some(Placement::Bf16), Some(KvCache::Packed));
+        for placement in [None, bf16, Some(Placement::Packed)] {
+            let all = engines_of(&DecodeOptions::default().placement(placement).kv_cache(packed));
+            assert_eq!(all, [(placement, packed), (bf16, Some(KvCache::Bf16))]);
+        }
+        let all = engines_of(&DecodeOptions::default().placement(bf16).kv_cache(Some(KvCache::Bf16)));
+        assert_eq!(all, [(bf16, Some(KvCache::Bf16))]);
     }
 }

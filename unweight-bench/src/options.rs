@@ -3,13 +3,13 @@
 /// A struct of options.
 macro_rules! options {
     ($(#[$doc:meta])* $name:ident {
-        $($(#[doc = $field_doc:literal])+ $(#[serde($how:ident)])? $field:ident: $type:ty = $default:expr,)+
+        $($(#[doc = $field_doc:literal])+ $(#[serde($($how:tt)+)])? $field:ident: $type:ty = $default:expr,)+
     }) => {
         $(#[$doc])*
         #[derive(Clone, Debug, serde::Serialize)]
         #[non_exhaustive]
         pub struct $name {
-            $($(#[doc = $field_doc])+ $(#[serde($how)])? pub $field: $type,)+
+            $($(#[doc = $field_doc])+ $(#[serde($($how)+)])? pub $field: $type,)+
         }
 
         impl Default for $name {

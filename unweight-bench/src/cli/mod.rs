@@ -11,7 +11,7 @@ use unweight::cli::{
     Everywhere, Program,
     failure::{Coded, Failure, Result},
     output::Output,
-    pipelines::{PlacementArg, note_unused, saved_plan},
+    pipelines::{KvCacheArg, PlacementArg, note_unused, saved_plan},
     plot::{may_save, save},
     profile,
     trust::{Trust, note_table},
@@ -205,6 +205,9 @@ struct DecodeBench {
     /// How to hold weights in GPU memory; stored and alternate are compared with packed, too
     #[arg(long, value_name = "PLACEMENT", default_value = "auto")]
     placement: PlacementArg,
+    /// How to hold the KV cache in GPU memory; auto is bf16. The BF16 baseline has a BF16 cache
+    #[arg(long, value_name = "CACHE", default_value = "auto")]
+    kv_cache: KvCacheArg,
     /// Experts per layer in GPU memory; the others are fetched from host memory when chosen [default: all]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     resident_experts: Option<u32>,
@@ -390,7 +393,8 @@ impl Bench {
                     .breakdown(arguments.breakdown)
                     .baseline(!arguments.no_baseline)
                     .resident_experts(arguments.resident_experts)
-                    .placement(arguments.placement.0);
+                    .placement(arguments.placement.0)
+                    .kv_cache(arguments.kv_cache.0);
                 if !arguments.batch.is_empty() {
                     options.batches.clone_from(&arguments.batch);
                 }

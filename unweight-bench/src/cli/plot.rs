@@ -36,8 +36,8 @@ fn dispatched(rows: &[Row]) -> Lines {
 /// Steps of the BF16 baseline over ours, by batch.
 pub fn decode_steps(report: &DecodeReport) -> Drawing<'static> {
     // An engine with pipelines comes after the packed one.
-    let placement = report.engines.first().map(|engine| engine.placement.name());
-    let steps = report.rows.iter().filter(|row| Some(row.placement) == placement);
+    let own = report.engines.first().map(|engine| (engine.placement.name(), engine.kv_cache));
+    let steps = report.rows.iter().filter(|row| Some((row.placement, row.kv_cache)) == own);
     let line = steps.filter_map(|row| Some((row.batch, row.over_baseline?))).collect();
     let name = format!("context {}", report.options.context);
     let caption = "A decode step: times the same engine on cuBLAS, in the same rounds";
