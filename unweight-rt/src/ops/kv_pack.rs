@@ -6,7 +6,7 @@
 //! release   the units of the pages of a list are free again
 //! ```
 //! A unit is K or V of one KV head in a page. One whose exponents do not fit its window and record takes a BF16 unit of
-//! the pool. If none is free its values are lost, and the caller is told by a flag: it must compute them again.
+//! the pool. If none is free its values are lost and a flag says so: the caller must compute them again.
 
 use std::sync::Arc;
 
