@@ -335,7 +335,7 @@ struct CacheBytes {
 
 impl CacheBytes {
     /// A page in so many has a BF16 unit in the pool, one page's units aside.
-    const PAGES_PER_UNIT: u64 = 1024;
+    const PAGES_PER_UNIT: u64 = 4096;
 
     fn of(config: &ModelConfig, options: &EngineOptions) -> Self {
         let bf16_page = config.kv_bytes_per_token() * u64::from(PAGE_TOKENS);

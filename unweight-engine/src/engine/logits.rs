@@ -24,6 +24,7 @@ impl Engine {
         self.check_alive()?;
         self.schedule.check(&Request::new(tokens.to_vec()).max_new_tokens(0))?;
         // A text that was checked fits 32 bits.
+        self.release_freed()?;
         let pages = self.schedule.lend(&[self.schedule.pages_of(tokens.len() as u32)])?;
         let pages_of = pages.first().map_or(&[][..], Vec::as_slice);
         let read = text_logits(&mut self.forward, &self.weights, &mut self.stepper, tokens, pages_of);
@@ -47,6 +48,7 @@ impl Engine {
             self.schedule.check(&Request::new(text.to_vec()).max_new_tokens(0))?;
         }
         let counts: Vec<u32> = texts.iter().map(|text| self.schedule.pages_of(text.len() as u32)).collect();
+        self.release_freed()?;
         let pages = self.schedule.lend(&counts)?;
         let read = self.steps_of(texts, &pages);
         let read = self.note(read)?;
@@ -57,9 +59,7 @@ impl Engine {
     /// Returns pages that were lent, and their BF16 units.
     fn give_back(&mut self, pages: Vec<Vec<u32>>) -> Result<(), EngineError> {
         self.schedule.give(pages);
-        let freed = self.schedule.take_freed();
-        let released = self.forward.release(&freed);
-        self.note(released)
+        self.release_freed()
     }
 
     /// `None` if a page is lost.

@@ -201,6 +201,13 @@ impl Engine {
         self.note(stepped)
     }
 
+    /// Enqueues the release of the BF16 units of pages that were given back: before any of them is packed again.
+    fn release_freed(&mut self) -> Result<(), EngineError> {
+        let freed = self.schedule.take_freed();
+        let released = self.forward.release(&freed);
+        self.note(released)
+    }
+
     fn check_alive(&self) -> Result<(), EngineError> {
         if self.failed { Err(EngineError::Failed) } else { Ok(()) }
     }
