@@ -7,7 +7,7 @@
 //
 // So any run of whole groups is one plain bulk copy; 8 x 8 matrices of 16-bit elements are read from a tile without
 // bank conflicts; and an atom is what wgmma takes as an operand in the 128-, 64- or 32-byte swizzle, as it is for K and
-// transposed for V, if the tile is aligned to it. unweight-codegen/src/kv.rs computes the same.
+// transposed for V, if the tile is aligned to it. unweight-codegen/src/kv/mod.rs computes the same.
 #pragma once
 
 #include "unweight/ptx/types.cuh"
