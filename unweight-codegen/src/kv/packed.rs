@@ -13,7 +13,7 @@
 //! ```
 //!
 //! A quad is the four registers that a lane of `mma.m16n8k16` needs ([`place`]), so a decoder needs no `ldmatrix`. Each
-//! bf16 becomes sign, nibble and mantissa. The nibble is the exponent minus the unit's base, 0 for an escape:
+//! bf16 becomes sign, nibble and mantissa. The nibble is the exponent minus the base of the step, 0 for an escape:
 //!
 //! ```text
 //! half    15    14..11       10..7    6..0
@@ -21,16 +21,17 @@
 //! w0: P3 bits 10..7 (nibble)         w1: P3 bits 6..3         w2: P3 bits 15 and 2..0, rotated
 //! ```
 //!
-//! An escape is a value whose exponent is outside `base..=base + 15`. The record holds its place and its exponent. A
-//! unit with more escapes than its record has slots is not packed: its values go to a bf16 unit.
+//! Step `s` is channels `16 * s..16 * (s + 1)` of K or V. Its base is its largest exponent, or 15 if that is less, minus
+//! 15. A value with an exponent below the base is an escape: the record holds its place and its exponent. A unit goes to
+//! a bf16 unit if an escape has no code, or if the unit has more escapes than its record has slots.
 //!
 //! ```text
-//! record    base, kind, 0, 0, then by kind 4 bytes, then slots of 2 bytes up to the end; unused bytes are zero
+//! record    8 bases, kind, 0, 0, 0, then by kind 4 bytes, then slots of 2 bytes up to the end; unused bytes are zero
 //! kind      0: packed; the 4 bytes are the number of escapes in tiles 0..=i
-//!           1: bf16; the 4 bytes are the index of the bf16 unit, little-endian; base is 0
-//!           2: lost: no bf16 unit was free; the 4 bytes and base are 0
+//!           1: bf16; the 4 bytes are the index of the bf16 unit, little-endian; the bases are 0
+//!           2: lost: no bf16 unit was free; the 4 bytes and the bases are 0
 //! slot      little-endian; bits 0..11: (step * 32 + lane) * 8 + register * 2 + (1 for the high half); bits 11..16: code
-//! code      0..=23: exponent base - 24 + code;  24..=30: exponent base + 16 + (code - 24);  31: exponent 0
+//! code      0..=30: exponent base - 31 + code;  31: exponent 0
 //! ```
 //!
 //! Slots are ordered by tile and then by element.
@@ -52,6 +53,12 @@ pub const HEAD_DIM_MAX: u32 = 128;
 /// The largest base: `base + 15` is the largest exponent, 255.
 pub const BASE_MAX: u8 = 240;
 
+/// Steps of the largest head, and bases of a record.
+pub const STEPS_MAX: usize = (HEAD_DIM_MAX / STEP) as usize;
+
+/// The base of each step of a unit; those of steps that a head does not have are 0.
+pub type Bases = [u8; STEPS_MAX];
+
 /// [`Record`] of a unit whose tiles hold its values.
 pub const KIND_PACKED: u8 = 0;
 /// [`Record`] of a unit whose values are in a bf16 unit.
@@ -59,19 +66,20 @@ pub const KIND_BF16: u8 = 1;
 /// [`Record`] of a unit whose values were not stored, because no bf16 unit was free.
 pub const KIND_LOST: u8 = 2;
 
-const LANES: u32 = 32;
-/// Elements of a step: the k dimension of K, the n dimension of V.
-const STEP: u32 = 16;
+/// Byte of a record that holds its kind.
+pub const RECORD_KIND: usize = STEPS_MAX;
+/// First of the four bytes of a record that hold the number of escapes up to each tile, or the index of a bf16 unit.
+pub const RECORD_ENDS: usize = 12;
 /// Bytes of a record before its slots.
-const RECORD_HEAD: usize = 8;
+pub const RECORD_HEAD: usize = 16;
+
+const LANES: u32 = 32;
+/// Channels of a step: the k dimension of K, the n dimension of V.
+const STEP: u32 = 16;
 /// Exponents of a window after the first.
 const WINDOW_LAST: u32 = 15;
-/// How far below the highest useful base a candidate may be.
-const BASES_BELOW: u32 = 7;
 /// Codes for exponents below the window, which end at `base - 1`.
-const CODES_BELOW: u32 = 24;
-/// Codes for exponents above the window, which start at `base + 16`.
-const CODES_ABOVE: u32 = 7;
+const CODES_BELOW: u32 = 31;
 /// Code of exponent 0: zeros and subnormals.
 const CODE_ZERO: u32 = 31;
 const ELEMENT_BITS: u32 = 11;
@@ -236,56 +244,51 @@ enum Coded {
 
 fn code(exponent: u32, base: u32) -> Coded {
     if (base..=base + WINDOW_LAST).contains(&exponent) {
-        return Coded::Nibble(exponent - base);
+        Coded::Nibble(exponent - base)
+    } else if exponent == 0 {
+        Coded::Escape(CODE_ZERO)
+    } else if exponent < base && exponent + CODES_BELOW >= base {
+        Coded::Escape(exponent + CODES_BELOW - base)
+    } else {
+        Coded::No
     }
-    if exponent == 0 {
-        return Coded::Escape(CODE_ZERO);
-    }
-    if exponent < base {
-        return if exponent + CODES_BELOW >= base { Coded::Escape(exponent + CODES_BELOW - base) } else { Coded::No };
-    }
-    let above = exponent - (base + WINDOW_LAST + 1);
-    if above < CODES_ABOVE { Coded::Escape(CODES_BELOW + above) } else { Coded::No }
 }
 
 /// The opposite of [`code`].
 fn exponent_of(code: u32, base: u32) -> Result<u8, KvPageError> {
-    let exponent = if code == CODE_ZERO {
-        0
-    } else if code < CODES_BELOW {
-        let below = CODES_BELOW - code;
-        check("distance of an escape below the base", below, base.saturating_sub(1))?;
-        base - below
-    } else {
-        base + WINDOW_LAST + 1 + (code - CODES_BELOW)
-    };
-    check("exponent of an escape", exponent, 255)?;
-    Ok(exponent as u8)
+    if code == CODE_ZERO {
+        return Ok(0);
+    }
+    let below = CODES_BELOW - code;
+    check("distance of an escape below the base", below, base.saturating_sub(1))?;
+    // Less than a base.
+    Ok((base - below) as u8)
 }
 
-/// The base of a unit with these values: fewest escapes, then the largest. `None` if no base codes all values with at
-/// most `slots` escapes.
-pub fn choose_base(values: &[u16], slots: u32) -> Option<u8> {
-    let largest = values.iter().map(|value| exponent(*value)).max().unwrap_or(0);
-    let top = largest.max(WINDOW_LAST) - WINDOW_LAST;
-    let mut best: Option<(u32, u32)> = None;
-    for base in (top.saturating_sub(BASES_BELOW)..=top).rev() {
-        let mut escapes = 0;
-        let feasible = values.iter().all(|value| match code(exponent(*value), base) {
-            Coded::Nibble(_) => true,
-            Coded::Escape(_) => {
-                escapes += 1;
-                true
-            }
-            Coded::No => false,
-        });
-        if feasible && best.is_none_or(|(fewest, _)| escapes < fewest) {
-            best = Some((escapes, base));
+/// The bases of a unit with these values, bf16 `[64 tokens][head_dim]`. `None` if the unit does not pack.
+///
+/// # Panics
+/// If `head_dim` is not one that [`takes`] accepts, or `values` has another length.
+pub fn choose_bases(head_dim: u32, values: &[u16]) -> Option<Bases> {
+    assert!(takes(head_dim), "head_dim = {head_dim}");
+    assert_eq!(values.len(), (PAGE_TOKENS * head_dim) as usize, "[64][head_dim] values");
+    let step_of = |at: usize| at % head_dim as usize / STEP as usize;
+    let mut largest = [WINDOW_LAST; STEPS_MAX];
+    for (at, value) in values.iter().enumerate() {
+        let step = &mut largest[step_of(at)];
+        *step = exponent(*value).max(*step);
+    }
+    let bases = largest.map(|largest| largest - WINDOW_LAST);
+    let mut escapes = 0;
+    for (at, value) in values.iter().enumerate() {
+        match code(exponent(*value), bases[step_of(at)]) {
+            Coded::Nibble(_) => {}
+            Coded::Escape(_) => escapes += 1,
+            Coded::No => return None,
         }
     }
-    let (escapes, base) = best?;
-    // At most 255 - 15.
-    (escapes <= slots).then_some(base as u8)
+    // A base is at most 255 - 15.
+    (escapes <= slots(head_dim)).then(|| bases.map(|base| base as u8))
 }
 
 /// Halves `F` of P0..P3 to words, two bf16 at a time.
@@ -307,17 +310,15 @@ fn unweave(w: [u32; 3]) -> [u32; 4] {
 /// # Panics
 /// If `head_dim` is not one that [`takes`] accepts, or `values` has another length.
 pub fn encode_unit(head_dim: u32, half: KvHalf, values: &[u16]) -> EncodedUnit {
-    assert!(takes(head_dim), "head_dim = {head_dim}");
-    assert_eq!(values.len(), (PAGE_TOKENS * head_dim) as usize, "[64][head_dim] values");
-    match choose_base(values, slots(head_dim)) {
-        Some(base) => encode_packed(head_dim, half, values, base),
+    match choose_bases(head_dim, values) {
+        Some(bases) => encode_packed(head_dim, half, values, bases),
         None => encode_bf16(head_dim, half, values),
     }
 }
 
-fn encode_packed(head_dim: u32, half: KvHalf, values: &[u16], base: u8) -> EncodedUnit {
+fn encode_packed(head_dim: u32, half: KvHalf, values: &[u16], bases: Bases) -> EncodedUnit {
     let steps = head_dim / STEP;
-    let mut record = vec![base, KIND_PACKED, 0, 0, 0, 0, 0, 0];
+    let mut record = [bases.as_slice(), &[KIND_PACKED, 0, 0, 0], &[0; 4]].concat();
     let tiles = std::array::from_fn(|tile| {
         let mut bytes = vec![0; tile_bytes(head_dim) as usize];
         for step in 0..steps {
@@ -325,7 +326,7 @@ fn encode_packed(head_dim: u32, half: KvHalf, values: &[u16], base: u8) -> Encod
                 let quad = std::array::from_fn(|register| {
                     [false, true].into_iter().fold(0, |word, high| {
                         let value = at(head_dim, half, values, tile as u32, (step, lane, register as u32, high));
-                        let nibble = match code(exponent(value), base.into()) {
+                        let nibble = match code(exponent(value), bases[step as usize].into()) {
                             Coded::Nibble(nibble) => nibble,
                             Coded::Escape(code) => {
                                 let element = (step * LANES + lane) * 8 + register as u32 * 2 + u32::from(high);
@@ -333,7 +334,7 @@ fn encode_packed(head_dim: u32, half: KvHalf, values: &[u16], base: u8) -> Encod
                                 record.extend(((code << ELEMENT_BITS | element) as u16).to_le_bytes());
                                 0
                             }
-                            Coded::No => unreachable!("the base was chosen so that every value has a code"),
+                            Coded::No => unreachable!("every value has a code with the chosen bases"),
                         };
                         let f = u32::from(value & 0x807f) | nibble << 7;
                         word | f << (16 * u32::from(high))
@@ -344,8 +345,8 @@ fn encode_packed(head_dim: u32, half: KvHalf, values: &[u16], base: u8) -> Encod
                 }
             }
         }
-        // At most 20.
-        record[4 + tile] = ((record.len() - RECORD_HEAD) / 2) as u8;
+        // At most 16.
+        record[RECORD_ENDS + tile] = ((record.len() - RECORD_HEAD) / 2) as u8;
         bytes
     });
     record.resize(record_bytes(head_dim) as usize, 0);
@@ -354,7 +355,7 @@ fn encode_packed(head_dim: u32, half: KvHalf, values: &[u16], base: u8) -> Encod
 
 fn encode_bf16(head_dim: u32, half: KvHalf, values: &[u16]) -> EncodedUnit {
     let mut record = vec![0; record_bytes(head_dim) as usize];
-    record[1] = KIND_BF16;
+    record[RECORD_KIND] = KIND_BF16;
     let mut unit = Vec::with_capacity(unit_bytes(head_dim) as usize);
     for (tile, position) in positions(head_dim) {
         unit.extend(at(head_dim, half, values, tile, position).to_le_bytes());
@@ -408,8 +409,8 @@ fn check(what: &'static str, value: u32, limit: u32) -> Result<(), KvPageError> 
 pub enum Record {
     /// The tiles hold the values.
     Packed {
-        /// The exponent of nibble 0.
-        base: u8,
+        /// The exponent of nibble 0 in each step.
+        bases: Bases,
         /// The escapes of each tile, in the order of the slots.
         escapes: [Vec<Escape>; PAGE_TILES as usize],
     },
@@ -422,7 +423,7 @@ pub enum Record {
     Lost,
 }
 
-/// A value outside the window.
+/// A value below the window of its step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Escape {
     /// `(step * 32 + lane) * 8 + register * 2 + (1 for the high half)`, in its tile.
@@ -441,15 +442,21 @@ impl Record {
             return Err(KvPageError::HeadDim { head_dim });
         }
         check_size("record", bytes, record_bytes(head_dim))?;
-        let (base, kind) = (bytes[0], bytes[1]);
-        check("base", base.into(), if kind == KIND_PACKED { BASE_MAX.into() } else { 0 })?;
+        let kind = bytes[RECORD_KIND];
         check("kind", kind.into(), KIND_LOST.into())?;
-        check("byte 2", bytes[2].into(), 0)?;
-        check("byte 3", bytes[3].into(), 0)?;
-        if kind == KIND_PACKED {
-            return Ok(Self::Packed { base, escapes: escapes(head_dim, bytes)? });
+        let mut bases = [0; STEPS_MAX];
+        bases.copy_from_slice(&bytes[..STEPS_MAX]);
+        for (step, base) in (0..).zip(bases) {
+            let used = kind == KIND_PACKED && step < head_dim / STEP;
+            check("base of a step", base.into(), if used { BASE_MAX.into() } else { 0 })?;
         }
-        let index = get(bytes, 4);
+        for byte in &bytes[RECORD_KIND + 1..RECORD_ENDS] {
+            check("a byte after the kind", (*byte).into(), 0)?;
+        }
+        if kind == KIND_PACKED {
+            return Ok(Self::Packed { bases, escapes: escapes(head_dim, &bases, bytes)? });
+        }
+        let index = get(bytes, RECORD_ENDS as u32);
         for byte in &bytes[RECORD_HEAD..] {
             check("a byte of an unused slot", (*byte).into(), 0)?;
         }
@@ -462,14 +469,13 @@ impl Record {
 }
 
 /// The escapes of each tile of a packed unit.
-fn escapes(head_dim: u32, record: &[u8]) -> Result<[Vec<Escape>; PAGE_TILES as usize], KvPageError> {
-    let base = u32::from(record[0]);
+fn escapes(head_dim: u32, bases: &Bases, record: &[u8]) -> Result<[Vec<Escape>; PAGE_TILES as usize], KvPageError> {
     let slots = record[RECORD_HEAD..].chunks_exact(2).map(|slot| u32::from(u16::from_le_bytes([slot[0], slot[1]])));
     let slots: Vec<u32> = slots.collect();
     let mut found: [Vec<Escape>; PAGE_TILES as usize] = Default::default();
     let mut first = 0;
     for (tile, own) in found.iter_mut().enumerate() {
-        let end = record[4 + tile];
+        let end = record[RECORD_ENDS + tile];
         check("escapes up to a tile", end.into(), slots.len() as u32)?;
         check("escapes up to the tile before", first as u32, end.into())?;
         for slot in &slots[first..end.into()] {
@@ -480,7 +486,8 @@ fn escapes(head_dim: u32, record: &[u8]) -> Result<[Vec<Escape>; PAGE_TILES as u
             {
                 return Err(KvPageError::Order { before, element });
             }
-            own.push(Escape { element, exponent: exponent_of(code, base)? });
+            let base = bases[(element / (STEP * TILE_TOKENS)) as usize];
+            own.push(Escape { element, exponent: exponent_of(code, base.into())? });
         }
         first = end.into();
     }
@@ -510,9 +517,9 @@ pub fn decode_unit(
     }
     let mut values = vec![0; (PAGE_TOKENS * head_dim) as usize];
     match record {
-        Record::Packed { base, escapes } => {
+        Record::Packed { bases, escapes } => {
             for (tile, (bytes, escapes)) in (0..).zip(tiles.iter().zip(&escapes)) {
-                let decoded = decode_tile(head_dim, bytes, base, escapes);
+                let decoded = decode_tile(head_dim, bytes, &bases, escapes);
                 for (at, position) in positions(head_dim).filter(|(of, _)| *of == 0).enumerate() {
                     values[index(head_dim, half, tile, position.1)] = decoded[at];
                 }
@@ -531,10 +538,10 @@ pub fn decode_unit(
 }
 
 /// The halves of a tile in the order of elements in slots.
-fn decode_tile(head_dim: u32, bytes: &[u8], base: u8, escapes: &[Escape]) -> Vec<u16> {
-    let shift = u32::from(base) << 7 | u32::from(base) << 23;
+fn decode_tile(head_dim: u32, bytes: &[u8], bases: &Bases, escapes: &[Escape]) -> Vec<u16> {
     let mut values = Vec::with_capacity((TILE_TOKENS * head_dim) as usize);
-    for step in 0..head_dim / STEP {
+    for (step, base) in (0..head_dim / STEP).zip(bases) {
+        let shift = u32::from(*base) * 0x0080_0080;
         for lane in 0..LANES {
             let words = [0, 1, 2].map(|i| get(bytes, word_offset(head_dim, 3 * step + i, lane)));
             // A nibble and a base up to 240 do not carry into the sign.

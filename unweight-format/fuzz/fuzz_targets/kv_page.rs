@@ -35,8 +35,10 @@ fn round_trip(head_dim: u32, half: KvHalf, values: &[u16]) {
     let decoded = decode_unit(head_dim, half, &unit.tiles, &unit.record, unit.bf16.as_deref()).expect("just encoded");
     assert!(decoded == values, "other values");
     match Record::parse(head_dim, &unit.record).expect("just encoded") {
-        Record::Packed { base, escapes } => {
-            let outside = values.iter().filter(|value| (**value >> 7 & 0xff).wrapping_sub(base.into()) > 15).count();
+        Record::Packed { bases, escapes } => {
+            let of = |at: usize| u16::from(bases[at % head_dim as usize / 16]);
+            let outside =
+                values.iter().enumerate().filter(|(at, value)| (**value >> 7 & 0xff).wrapping_sub(of(*at)) > 15).count();
             assert!(unit.bf16.is_none() && outside == escapes.iter().map(Vec::len).sum::<usize>());
             assert!(outside <= slots(head_dim) as usize);
         }

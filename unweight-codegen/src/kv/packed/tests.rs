@@ -22,17 +22,20 @@ fn restored(head_dim: u32, half: KvHalf, values: &[u16]) -> EncodedUnit {
     let wrong = decoded.iter().zip(values).position(|(got, want)| got != want);
     assert_eq!(wrong, None, "head_dim {head_dim}, {half:?}, record {:?}", unit.record);
     match Record::parse(head_dim, &unit.record).unwrap() {
-        Record::Packed { base, escapes } => {
+        Record::Packed { bases, escapes } => {
             assert_eq!(unit.bf16, None);
-            assert_eq!(choose_base(values, slots(head_dim)), Some(base));
-            let outside =
-                values.iter().filter(|value| !(u32::from(base)..=u32::from(base) + 15).contains(&exponent(**value)));
-            assert_eq!(escapes.iter().map(Vec::len).sum::<usize>(), outside.count());
+            assert_eq!(choose_bases(head_dim, values), Some(bases));
+            let below = (0..).zip(values).filter(|(at, value)| {
+                let base = bases[(at % head_dim / 16) as usize];
+                assert!(exponent(**value) <= u32::from(base) + 15, "no value is above the window");
+                exponent(**value) < base.into()
+            });
+            assert_eq!(escapes.iter().map(Vec::len).sum::<usize>(), below.count());
         }
         record => {
             assert_eq!(record, Record::Bf16 { index: 0 });
             assert_eq!(unit.bf16.as_ref().unwrap().len(), unit_bytes(head_dim) as usize);
-            assert_eq!(choose_base(values, slots(head_dim)), None);
+            assert_eq!(choose_bases(head_dim, values), None);
         }
     }
     unit
@@ -43,8 +46,17 @@ fn page(head_dim: u32, exponents: &[u32]) -> Vec<u16> {
     (0..PAGE_TOKENS * head_dim).map(|i| bf16(exponents[i as usize % exponents.len()], i * 37)).collect()
 }
 
-fn base_of(unit: &EncodedUnit) -> Option<(u8, u8)> {
-    (unit.record[1] == KIND_PACKED).then_some((unit.record[0], unit.record[7]))
+/// The bases of the steps of a packed unit, and its escapes.
+fn bases_of(head_dim: u32, unit: &EncodedUnit) -> Option<(Vec<u8>, u8)> {
+    let bases = unit.record[..(head_dim / 16) as usize].to_vec();
+    (unit.record[RECORD_KIND] == KIND_PACKED).then_some((bases, unit.record[RECORD_ENDS + 3]))
+}
+
+/// As [`bases_of`], of a unit whose steps have the same base.
+fn base_of(head_dim: u32, unit: &EncodedUnit) -> Option<(u8, u8)> {
+    let (bases, escapes) = bases_of(head_dim, unit)?;
+    assert!(bases.iter().all(|base| *base == bases[0]), "{bases:?}");
+    Some((bases[0], escapes))
 }
 
 #[test]
@@ -54,7 +66,7 @@ fn sizes_are_those_of_the_format() {
         assert_eq!(4 * tile_bytes(head_dim), 12 * 64 * head_dim / 8, "12 bits per value");
         assert_eq!(page_head_bytes(head_dim), 192 * head_dim);
         assert_eq!(unit_bytes(head_dim), 128 * head_dim);
-        assert_eq!((record_bytes(head_dim), slots(head_dim)), if head_dim <= 80 { (32, 12) } else { (48, 20) });
+        assert_eq!((record_bytes(head_dim), slots(head_dim)), if head_dim <= 80 { (32, 8) } else { (48, 16) });
     }
     assert!([0, 8, 24, 129, 144, u32::MAX].iter().all(|head_dim| !takes(*head_dim)));
 }
@@ -92,12 +104,15 @@ fn words_of_a_lane_are_where_the_format_says() {
 fn slots_and_bf16_units_number_values_as_the_format_says() {
     for (half, token, element) in [(KvHalf::Key, 41, 27), (KvHalf::Value, 43, 25)] {
         let mut values = page(32, &[100, 115]);
-        values[token * 32 + element] = bf16(117, 0xd5);
+        // Step 1 has a base of its own.
+        (0..64 * 32).filter(|at| at % 32 >= 16).for_each(|at| values[at] += 3 << 7);
+        values[token * 32 + element] = bf16(97, 0xd5);
         let unit = restored(32, half, &values);
-        assert_eq!(unit.record[..8], [100, 0, 0, 0, 0, 0, 1, 1]);
+        assert_eq!(unit.record[..8], [100, 103, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(unit.record[8..16], [0, 0, 0, 0, 0, 0, 1, 1]);
         let number = (32 + 5) * 8 + 3 * 2 + 1;
-        assert_eq!(unit.record[8..10], (25u16 << 11 | number).to_le_bytes());
-        assert_eq!(unit.record[10..], [0; 22]);
+        assert_eq!(unit.record[16..18], (25u16 << 11 | number).to_le_bytes());
+        assert_eq!(unit.record[18..], [0; 14]);
 
         let mut values = page(32, &[1, 240]);
         values[token * 32 + element] = 0xabcd;
@@ -193,7 +208,7 @@ fn every_pattern_is_restored_inside_the_window() {
         for half in HALVES {
             let unit = restored(16, half, &page(16, &[exponent]));
             let base = exponent.max(15) - 15;
-            assert_eq!(base_of(&unit), Some((base as u8, 0)), "{exponent}");
+            assert_eq!(base_of(16, &unit), Some((base as u8, 0)), "{exponent}");
         }
     }
 }
@@ -201,22 +216,18 @@ fn every_pattern_is_restored_inside_the_window() {
 /// All 256 signs and mantissas of every exponent as escapes, as many as a record holds.
 #[test]
 fn every_pattern_is_restored_as_an_escape() {
-    for exponent in 0..256u32 {
-        // The ends of the codes of a base. Half of the page is at each end of its window, so no other base will do.
-        let below = [1, 24].map(|below| exponent + below).into_iter().filter(|base| exponent > 0 && *base <= 240);
-        let above = [16, 22].into_iter().filter_map(|above| exponent.checked_sub(above));
-        let zero = [1, 100, 240].into_iter().filter(|_| exponent == 0);
-        let bases: Vec<u32> = below.chain(above).chain(zero).collect();
-        for (chunk, first) in (0..256).step_by(12).enumerate() {
+    for exponent in 0..240u32 {
+        // The first and the last code. No base is less than 1 above an exponent, or more than 240.
+        let bases = if exponent == 0 { vec![1, 32, 240] } else { vec![exponent + 1, (exponent + 31).min(240)] };
+        for (chunk, first) in (0..256).step_by(8).enumerate() {
             let base = bases[chunk % bases.len()];
             let mut values = page(16, &[base, base + 15]);
-            let escapes = 12.min(256 - first);
-            for i in 0..escapes {
+            for i in 0..8 {
                 // `bf16` takes the sign from bit 7 and the mantissa from the bits below.
-                values[(i * 85 + 3) as usize] = bf16(exponent, first + i);
+                values[(i * 125 + 3) as usize] = bf16(exponent, first + i);
             }
             let unit = restored(16, HALVES[chunk / bases.len() % 2], &values);
-            assert_eq!(base_of(&unit), Some((base as u8, escapes as u8)), "{exponent}");
+            assert_eq!(base_of(16, &unit), Some((base as u8, 8)), "{exponent}");
         }
     }
 }
@@ -228,7 +239,7 @@ fn every_pattern_is_restored_in_a_bf16_unit() {
         let whole = (PAGE_TOKENS * head_dim) as usize;
         for start in (0..values.len()).step_by(whole) {
             let page: Vec<u16> = values.iter().copied().cycle().skip(start).take(whole).collect();
-            assert_eq!(base_of(&restored(head_dim, half, &page)), None);
+            assert_eq!(base_of(head_dim, &restored(head_dim, half, &page)), None);
         }
     }
 }
@@ -239,7 +250,7 @@ fn special_values_are_exact_for_all_head_sizes() {
         let count = (PAGE_TOKENS * head_dim) as usize;
         let packs = |values: &[u16], expected: Option<(u8, u8)>| {
             assert_eq!(
-                base_of(&restored(head_dim, half, values)),
+                base_of(head_dim, &restored(head_dim, half, values)),
                 expected,
                 "{head_dim}, {half:?}, {:04x?}",
                 &values[..8]
@@ -253,7 +264,7 @@ fn special_values_are_exact_for_all_head_sizes() {
         // Subnormals and zeros, with and without the smallest normal numbers.
         packs(&page(head_dim, &[0]), Some((0, 0)));
         packs(&page(head_dim, &[0, 1, 15]), Some((0, 0)));
-        // Inf and NaN next to usual numbers: as many as there are slots.
+        // A zero next to usual numbers has a slot. Inf or NaN leaves its step without codes.
         for (special, fits) in [(0x7f80, false), (0xffc1, false), (0x0000, true), (0x8001, true)] {
             let mut values = page(head_dim, &[112, 127]);
             values[5] = special;
@@ -261,7 +272,9 @@ fn special_values_are_exact_for_all_head_sizes() {
         }
         let mut values = page(head_dim, &[240, 248]);
         values[7] = 0xff81;
-        packs(&values, Some((240, 0)));
+        let mut bases = vec![233; head_dim as usize / 16];
+        bases[0] = 240;
+        assert_eq!(bases_of(head_dim, &restored(head_dim, half, &values)), Some((bases, 0)));
         // Alternating extremes.
         packs(&page(head_dim, &[0, 255]), None);
         packs(&page(head_dim, &[1, 254]), None);
@@ -294,7 +307,11 @@ fn channels_with_outliers_are_exact() {
                 let value = normal(&mut state);
                 round(if at % head_dim < channels { value * scale } else { value })
             });
-            restored(head_dim, half, &values.collect::<Vec<_>>());
+            let unit = restored(head_dim, half, &values.collect::<Vec<_>>());
+            if let Some((bases, _)) = bases_of(head_dim, &unit) {
+                // The window of a step does not follow the channels of another.
+                assert!(bases[1..].iter().all(|base| (110..=115).contains(base)), "{scale}: {bases:?}");
+            }
         }
     }
 }
@@ -302,14 +319,15 @@ fn channels_with_outliers_are_exact() {
 #[test]
 fn a_unit_packs_up_to_the_number_of_slots() {
     for (head_dim, half) in head_dims().flat_map(|head_dim| HALVES.map(|half| (head_dim, half))) {
-        for exponent in [0, 76, 99, 116, 122] {
+        for exponent in [0, 69, 80, 99] {
             let slots = slots(head_dim);
             for escapes in [1, slots, slots + 1] {
                 let mut values = page(head_dim, &[100, 115]);
                 let stride = PAGE_TOKENS * head_dim / escapes;
                 (0..escapes).for_each(|i| values[(i * stride) as usize] = bf16(exponent, i));
                 let fits = (escapes <= slots).then_some((100, escapes as u8));
-                assert_eq!(base_of(&restored(head_dim, half, &values)), fits, "{head_dim}: {escapes} of {exponent}");
+                let found = base_of(head_dim, &restored(head_dim, half, &values));
+                assert_eq!(found, fits, "{head_dim}: {escapes} of {exponent}");
             }
         }
     }
@@ -320,45 +338,61 @@ fn escapes_are_in_order_wherever_they_stand() {
     for (head_dim, half) in head_dims().flat_map(|head_dim| HALVES.map(|half| (head_dim, half))) {
         // All in the first tile, all in the last, the first and last element of each.
         let corners = (0..4).flat_map(|tile| [tile * 16 * head_dim, (tile + 1) * 16 * head_dim - 1]);
-        let last = (0..12).map(|i| 64 * head_dim - 1 - 3 * i);
-        for places in [(0..12).collect::<Vec<u32>>(), last.collect(), corners.collect()] {
+        let last = (0..8).map(|i| 64 * head_dim - 1 - 3 * i);
+        for places in [(0..8).collect::<Vec<u32>>(), last.collect(), corners.collect()] {
             let mut values = page(head_dim, &[100, 115]);
             for (i, at) in (0..).zip(&places) {
-                values[*at as usize] = bf16(if i % 2 == 0 { 0 } else { 117 }, i);
+                values[*at as usize] = bf16(if i % 2 == 0 { 0 } else { 97 }, i);
             }
             let unit = restored(head_dim, half, &values);
-            assert_eq!(base_of(&unit), Some((100, places.len() as u8)));
+            assert_eq!(base_of(head_dim, &unit), Some((100, places.len() as u8)));
             let ends = (1..=4).map(|tile| places.iter().filter(|at| **at < tile * 16 * head_dim).count() as u8);
-            assert!(ends.eq(unit.record[4..8].iter().copied()), "{:?}", unit.record);
+            assert!(ends.eq(unit.record[12..16].iter().copied()), "{:?}", unit.record);
         }
     }
 }
 
-#[test]
-fn the_base_with_the_fewest_escapes_is_taken_and_of_equal_ones_the_largest() {
-    let base = |exponents: &[(u32, usize)]| {
-        let values: Vec<u16> = exponents.iter().flat_map(|(e, count)| vec![bf16(*e, 1); *count]).collect();
-        choose_base(&values, 12)
+/// A unit whose step `s` has `count` values of each exponent, in the order of tokens. A step has 1024 values.
+fn of_steps(steps: &[Vec<(u32, u32)>]) -> Vec<u16> {
+    let of = |runs: &Vec<(u32, u32)>| -> Vec<u16> {
+        let values: Vec<u16> = runs.iter().flat_map(|(e, count)| (0..*count).map(|i| bf16(*e, i))).collect();
+        assert_eq!(values.len(), 1024, "{runs:?}");
+        values
     };
-    assert_eq!(base(&[(100, 64)]), Some(85));
-    // 85 and 84 leave one value out each; a second value below decides.
-    assert_eq!(base(&[(100, 1), (85, 64), (84, 1)]), Some(85));
-    assert_eq!(base(&[(100, 1), (85, 64), (84, 2)]), Some(84));
-    assert_eq!(base(&[(100, 1), (85, 64), (84, 1), (83, 1)]), Some(83));
-    // The lowest candidate, and one below.
-    assert_eq!(base(&[(100, 1), (78, 64)]), Some(78));
-    assert_eq!(base(&[(101, 1), (78, 64)]), None);
-    // Codes end 24 below a base: where 85 has none for a value, a lower base has, and leaves the largest out.
-    assert_eq!(base(&[(100, 1), (90, 64), (61, 1)]), Some(85));
-    assert_eq!(base(&[(100, 1), (90, 64), (60, 1)]), Some(84));
-    assert_eq!(base(&[(100, 1), (90, 64), (54, 1)]), Some(78));
-    assert_eq!(base(&[(100, 1), (90, 64), (53, 1)]), None);
-    assert_eq!(base(&[(100, 12), (90, 64), (60, 1)]), None);
-    assert_eq!(base(&[(100, 11), (90, 64), (60, 1)]), Some(84));
-    // Zeros always have a code.
-    assert_eq!(base(&[(255, 64), (0, 12)]), Some(240));
-    assert_eq!(base(&[(255, 64), (0, 13)]), None);
-    assert_eq!(base(&[]), Some(0));
+    let steps: Vec<Vec<u16>> = steps.iter().map(of).collect();
+    (0..64).flat_map(|token| steps.iter().flat_map(move |step| step[token * 16..][..16].to_vec())).collect()
+}
+
+#[test]
+fn the_window_of_each_step_ends_with_its_largest_exponent() {
+    let choose = |steps: &[Vec<(u32, u32)>]| choose_bases(16 * steps.len() as u32, &of_steps(steps));
+    let one = |runs: &[(u32, u32)]| choose(&[runs.to_vec()]).map(|bases| bases[0]);
+    assert_eq!(one(&[(100, 1024)]), Some(85));
+    // No base is below 0 or above 240.
+    assert_eq!([0, 3, 15, 16].map(|e| one(&[(e, 1024)])), [Some(0), Some(0), Some(0), Some(1)]);
+    assert_eq!(one(&[(255, 1016), (0, 8)]), Some(240));
+    // As many escapes as slots, and one more.
+    assert_eq!(one(&[(100, 1016), (84, 8)]), Some(85));
+    assert_eq!(one(&[(100, 1015), (84, 9)]), None);
+    // Codes end 31 below a base. Exponent 0 always has a code.
+    assert_eq!(one(&[(100, 1023), (54, 1)]), Some(85));
+    assert_eq!(one(&[(100, 1023), (53, 1)]), None);
+    assert_eq!(one(&[(100, 1023), (0, 1)]), Some(85));
+    // One large value moves the window of its step, and of no other.
+    assert_eq!(one(&[(90, 1023), (106, 1)]), None);
+    let usual = vec![(100, 1020), (90, 4)];
+    let bases = choose(&[usual.clone(), vec![(200, 1024)], usual.clone(), vec![(3, 1024)], vec![(16, 1024)]]);
+    assert_eq!(bases, Some([85, 185, 85, 0, 1, 0, 0, 0]));
+    // All steps share the slots of the record.
+    let few = vec![(100, 1020), (80, 4)];
+    assert_eq!(choose(&[few.clone(), few.clone()]), Some([85, 85, 0, 0, 0, 0, 0, 0]));
+    assert_eq!(choose(&[few.clone(), few.clone(), vec![(100, 1023), (80, 1)]]), None);
+    // A record of 48 bytes has 16 slots.
+    let most = |last: u32| {
+        choose(&[vec![few.clone(); 4], vec![usual.clone(); 3], vec![vec![(100, 1024 - last), (80, last)]]].concat())
+    };
+    assert_eq!(most(0), Some([85; 8]));
+    assert_eq!(most(1), None);
 }
 
 fn parts(unit: EncodedUnit) -> ([Vec<u8>; 4], Vec<u8>) {
@@ -379,30 +413,33 @@ fn records_that_no_encoder_writes_are_rejected() {
         KvPageError::Record { what, value, limit } => (what, value, limit),
         error => panic!("{error}"),
     };
-    assert_eq!(record[..8], [100, 0, 0, 0, 1, 2, 3, 3]);
-    assert_eq!(field(&|r| r[0] = 241), ("base", 241, 240));
-    assert_eq!(field(&|r| r[1] = 1), ("base", 100, 0));
-    assert_eq!(field(&|r| r[..2].copy_from_slice(&[0, 3])), ("kind", 3, 2));
-    assert_eq!(field(&|r| r[2] = 1), ("byte 2", 1, 0));
-    assert_eq!(field(&|r| r[3] = 9), ("byte 3", 9, 0));
-    assert_eq!(field(&|r| r[7] = 13), ("escapes up to a tile", 13, 12));
-    assert_eq!(field(&|r| r[5] = 0), ("escapes up to the tile before", 1, 0));
-    assert_eq!(field(&|r| r[7] = 255).0, "escapes up to a tile");
-    assert_eq!(field(&|r| r[9] |= 1), ("element of an escape", 256 + u32::from(record[8]), 255));
+    assert_eq!(record[..16], [100, 0, 0, 0, 0, 0, 0, 0, KIND_PACKED, 0, 0, 0, 1, 2, 3, 3]);
+    assert_eq!(field(&|r| r[0] = 241), ("base of a step", 241, 240));
+    // A head of 16 has one step.
+    assert_eq!(field(&|r| r[1] = 1), ("base of a step", 1, 0));
+    assert_eq!(field(&|r| r[7] = 9), ("base of a step", 9, 0));
+    assert_eq!(field(&|r| r[8] = KIND_BF16), ("base of a step", 100, 0));
+    assert_eq!(field(&|r| r[8] = 3), ("kind", 3, 2));
+    assert_eq!(field(&|r| r[9] = 1), ("a byte after the kind", 1, 0));
+    assert_eq!(field(&|r| r[11] = 9), ("a byte after the kind", 9, 0));
+    assert_eq!(field(&|r| r[15] = 9), ("escapes up to a tile", 9, 8));
+    assert_eq!(field(&|r| r[13] = 0), ("escapes up to the tile before", 1, 0));
+    assert_eq!(field(&|r| r[15] = 255).0, "escapes up to a tile");
+    assert_eq!(field(&|r| r[17] |= 1), ("element of an escape", 256 + u32::from(record[16]), 255));
     assert_eq!(field(&|r| r[31] = 1), ("an unused slot", 256, 0));
-    // Codes: 99 below a base of 99, 256 above one of 240.
-    assert_eq!(field(&|r| (r[0], r[9]) = (20, 0)), ("distance of an escape below the base", 24, 19));
-    assert_eq!(field(&|r| (r[0], r[9]) = (240, 24 << 3)), ("exponent of an escape", 256, 255));
+    // Code 0 is 31 below a base.
+    assert_eq!(field(&|r| (r[0], r[17]) = (31, 0)), ("distance of an escape below the base", 31, 30));
     // Two escapes of one tile must ascend.
-    let before = u32::from(record[8]);
+    let before = u32::from(record[16]);
     let error = decode(&|r| {
-        r[4] = 2;
-        r.copy_within(8..10, 10);
+        r[12] = 2;
+        r.copy_within(16..18, 18);
     });
     assert_eq!((&error, error.code()), (&KvPageError::Order { before, element: before }, "kv-page-invalid"));
     // Units without tiles.
-    assert_eq!(field(&|r| r[..2].copy_from_slice(&[0, 1])).0, "a byte of an unused slot");
-    assert_eq!(field(&|r| (r[0], r[1]) = (0, 2)).0, "a byte of an unused slot");
+    for kind in [KIND_BF16, KIND_LOST] {
+        assert_eq!(field(&|r| (r[0], r[8]) = (0, kind)).0, "a byte of an unused slot");
+    }
 }
 
 #[test]
@@ -412,7 +449,7 @@ fn units_elsewhere_and_buffers_of_other_sizes_are_errors() {
         decode_unit(32, KvHalf::Value, tiles, record, bf16).unwrap_err()
     };
     let mut named = record.clone();
-    named[4..8].copy_from_slice(&7u32.to_le_bytes());
+    named[12..16].copy_from_slice(&7u32.to_le_bytes());
     assert_eq!(decode(&tiles, &named, None), KvPageError::UnitMissing { index: 7 });
     let size = |what, bytes, expected| KvPageError::Size { what, bytes, expected };
     assert_eq!(decode(&tiles, &record, Some(&[0; 8])), size("BF16 unit", 8, 4096));
@@ -421,9 +458,9 @@ fn units_elsewhere_and_buffers_of_other_sizes_are_errors() {
     short[2].pop();
     assert_eq!(decode(&short, &record, None), size("tile", 767, 768));
     let mut lost = vec![0; 32];
-    lost[1] = KIND_LOST;
+    lost[8] = KIND_LOST;
     assert_eq!(decode(&tiles, &lost, None), KvPageError::Lost);
-    lost[4] = 1;
+    lost[12] = 1;
     assert!(matches!(decode(&tiles, &lost, None), KvPageError::Record { what: "index of a lost unit", .. }));
     for head_dim in [0, 8, 144, u32::MAX] {
         let error = decode_unit(head_dim, KvHalf::Key, &tiles, &record, None).unwrap_err();
@@ -431,23 +468,26 @@ fn units_elsewhere_and_buffers_of_other_sizes_are_errors() {
     }
 }
 
-/// Values of a unit: most exponents in a range, some anywhere.
+/// Values of a unit: most exponents of a step in a range of its own, some anywhere.
 fn units() -> impl Strategy<Value = (u32, KvHalf, Vec<u16>)> {
-    let shape = (1..=8u32, prop::bool::ANY, 0..=255u32, 1..=24u32, 0..=24usize);
-    shape.prop_flat_map(|(steps, value, first, width, others)| {
+    let firsts = prop::collection::vec(0..=255u32, 8);
+    let shape = (1..=8u32, prop::bool::ANY, firsts, 1..=18u32, 0..=18usize);
+    shape.prop_flat_map(|(steps, value, firsts, width, others)| {
         let count = (PAGE_TOKENS * 16 * steps) as usize;
         let usual = prop::collection::vec((0..width, prop::num::u16::ANY), count);
         let others =
-            prop::collection::vec((prop::sample::select(vec![0, 1, 5, 24, 40]), 0..count, prop::num::u16::ANY), others);
+            prop::collection::vec((prop::sample::select(vec![0, 1, 5, 31, 40]), 0..count, prop::num::u16::ANY), others);
         (usual, others).prop_map(move |(usual, others)| {
+            let first = |at: usize| firsts[at / 16 % steps as usize];
+            let usual = usual.into_iter().enumerate();
             let mut values: Vec<u16> =
-                usual.into_iter().map(|(e, rest)| bf16((first + e).min(255), rest.into())).collect();
+                usual.map(|(at, (e, rest))| bf16((first(at) + e).min(255), rest.into())).collect();
             for (below, at, rest) in others {
                 // Zeros, values near the window, and any pattern.
                 values[at] = match below {
                     0 => rest & 0x807f,
                     40 => rest,
-                    _ => bf16(first.saturating_sub(below), rest.into()),
+                    _ => bf16(first(at).saturating_sub(below), rest.into()),
                 };
             }
             (16 * steps, HALVES[usize::from(value)], values)
@@ -481,7 +521,8 @@ proptest! {
         let mut tiles = [(); 4].map(|()| bytes.clone());
         if usual && takes(head_dim) {
             record.resize(record_bytes(head_dim) as usize, 0);
-            record[1..4].copy_from_slice(&[kind, 0, 0]);
+            record[RECORD_KIND..RECORD_ENDS].copy_from_slice(&[kind, 0, 0, 0]);
+            record[(head_dim / 16) as usize..RECORD_KIND].fill(0);
             tiles.iter_mut().for_each(|tile| tile.truncate(tile_bytes(head_dim) as usize));
         }
         let unit: Vec<u8> = bytes.iter().copied().cycle().take(head_dim.min(1024) as usize * 128).collect();
@@ -501,9 +542,15 @@ proptest! {
         record[at] = to;
         if let Ok(decoded) = decode_unit(head_dim, half, &unit.tiles, &record, unit.bf16.as_deref()) {
             let differ = decoded.iter().zip(&values).filter(|(a, b)| a != b).count();
-            // The base and the kind are of all values.
-            prop_assert!(at < 2 || differ <= 2 * slots(head_dim) as usize, "byte {at}: {differ} values differ");
-            prop_assert!(decoded.iter().zip(&values).all(|(a, b)| a & 0x807f == b & 0x807f) || at == 1);
+            // A base is of all values of its step, the kind of all values.
+            let most = match at {
+                0..RECORD_KIND => 1024,
+                RECORD_KIND => values.len(),
+                _ => 2 * slots(head_dim) as usize,
+            };
+            prop_assert!(differ <= most, "byte {at}: {differ} values differ");
+            let same = |(a, b): (&u16, &u16)| a & 0x807f == b & 0x807f;
+            prop_assert!(at == RECORD_KIND || decoded.iter().zip(&values).all(same));
         }
     }
 }
@@ -514,8 +561,46 @@ fn xorshift(mut state: u32) -> u32 {
     state ^ state << 5
 }
 
-/// A name, the slots of a record, exponents and how many values have each.
-type Case = (&'static str, u32, Vec<(u32, u32)>);
+/// A name, and of each step exponents and how many values have each.
+type Case = (&'static str, Vec<Vec<(u32, u32)>>);
+
+fn golden_cases() -> Vec<Case> {
+    let mut state = 28;
+    let mut draw = |below: u32| {
+        state = xorshift(state);
+        state % below
+    };
+    let usual = || vec![(120, 700), (115, 320), (100, 4)];
+    let mut cases: Vec<Case> = vec![
+        ("zeros", vec![vec![(0, 1024)]; 4]),
+        ("subnormals and the smallest numbers", vec![vec![(0, 500), (1, 500), (15, 24)]]),
+        ("the largest exponent", vec![vec![(255, 900), (240, 116), (0, 8)]]),
+        ("one zero too many", vec![vec![(255, 900), (240, 115), (0, 9)]]),
+        ("the lowest code", vec![vec![(100, 1023), (54, 1)]]),
+        ("no code", vec![vec![(100, 1023), (53, 1)]]),
+        ("a base of 0", vec![vec![(15, 1000), (2, 8), (1, 4), (0, 12)]]),
+        ("a base of 1", vec![vec![(16, 1000), (2, 8), (1, 8), (0, 8)]]),
+        ("a step of large channels", vec![usual(), vec![(140, 512), (130, 512)]]),
+        ("a large value among usual ones", vec![usual(), vec![(140, 1), (120, 1023)]]),
+        ("as many escapes as 8 steps share", vec![usual(), usual(), usual(), usual(), vec![(100, 1024)]]),
+    ];
+    for _ in 0..200 {
+        let steps = 1 + draw(8);
+        let outliers = draw(3) * 2;
+        let mut step = || {
+            let (first, width) = (draw(240), 1 + draw(16));
+            let mut runs: Vec<(u32, u32)> =
+                (0..1 + draw(6)).map(|_| ((first + draw(width)).min(255), 1 + draw(150))).collect();
+            let others = (0..outliers).map(|_| ((first + 16).saturating_sub(draw(50)).min(255), 1 + draw(2)));
+            runs.extend(others);
+            let rest = 1024 - runs.iter().map(|(_, count)| count).sum::<u32>();
+            runs.push((first.min(255), rest));
+            runs
+        };
+        cases.push(("drawn", (0..steps).map(|_| step()).collect()));
+    }
+    cases
+}
 
 /// `tests/parity/kv_golden.json`, which `kv_coverage.py` holds its own choice of bases against.
 ///
@@ -523,43 +608,20 @@ type Case = (&'static str, u32, Vec<(u32, u32)>);
 #[test]
 fn golden_choices_are_those_of_this_encoder() {
     let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/kv_golden.json");
-    let mut state = 28;
-    let mut draw = |below: u32| {
-        state = xorshift(state);
-        state % below
-    };
-    let mut cases: Vec<Case> = vec![
-        ("zeros", 12, vec![(0, 1024)]),
-        ("subnormals and the smallest numbers", 12, vec![(0, 500), (1, 500), (15, 24)]),
-        ("the largest exponent", 20, vec![(255, 100), (240, 100), (0, 20)]),
-        ("one zero too many", 20, vec![(255, 100), (240, 100), (0, 21)]),
-        ("a tie", 12, vec![(100, 1), (85, 64), (84, 1)]),
-        ("a lower base", 12, vec![(100, 1), (85, 64), (84, 2)]),
-        ("the lowest candidate", 12, vec![(100, 1), (78, 64)]),
-        ("below the lowest candidate", 12, vec![(101, 1), (78, 64)]),
-        ("the lowest code", 12, vec![(100, 1), (90, 64), (61, 1)]),
-        ("no code at the highest base", 12, vec![(100, 1), (90, 64), (60, 1)]),
-        ("no code", 12, vec![(100, 1), (90, 64), (53, 1)]),
-        ("bases from 0", 12, vec![(18, 3), (15, 40), (2, 8), (1, 4), (0, 1)]),
-    ];
-    for _ in 0..200 {
-        let (first, width) = (draw(240), 1 + draw(18));
-        let usual = (0..1 + draw(6)).map(|_| ((first + draw(width)).min(255), 1 + draw(300)));
-        let mut runs: Vec<(u32, u32)> = usual.collect();
-        runs.extend((0..draw(4)).map(|_| ((first + 30).saturating_sub(draw(60)).min(255), 1 + draw(8))));
-        cases.push(("drawn", if draw(2) == 0 { 12 } else { 20 }, runs));
-    }
-    let lines = cases.iter().map(|(name, slots, runs)| {
-        let values: Vec<u16> = runs.iter().flat_map(|(e, count)| (0..*count).map(|i| bf16(*e, i))).collect();
-        let choice = choose_base(&values, *slots).map(|base| {
-            let inside = u32::from(base)..=u32::from(base) + 15;
-            [usize::from(base), values.iter().filter(|value| !inside.contains(&exponent(**value))).count()]
+    let cases = golden_cases();
+    let lines = cases.iter().map(|(name, steps)| {
+        let (head_dim, values) = (16 * steps.len() as u32, of_steps(steps));
+        let choice = choose_bases(head_dim, &values).map(|bases| {
+            let base = |at: u32| u32::from(bases[(at % head_dim / 16) as usize]);
+            let escapes = (0..).zip(&values).filter(|(at, value)| exponent(**value) < base(*at)).count();
+            serde_json::json!({"bases": bases[..steps.len()], "escapes": escapes})
         });
-        let runs: Vec<[u32; 2]> = runs.iter().map(|(e, count)| [e << 7, *count]).collect();
-        serde_json::json!({"name": name, "slots": slots, "runs": runs, "choice": choice}).to_string()
+        let runs = |step: &Vec<(u32, u32)>| -> Vec<[u32; 2]> { step.iter().map(|(e, n)| [e << 7, *n]).collect() };
+        let steps: Vec<_> = steps.iter().map(runs).collect();
+        serde_json::json!({"name": name, "slots": slots(head_dim), "steps": steps, "choice": choice}).to_string()
     });
     let text = format!("{{\"cases\": [\n{}\n]}}\n", lines.collect::<Vec<_>>().join(",\n"));
-    let packed = text.matches("\"choice\":[").count();
+    let packed = text.matches("\"choice\":{").count();
     assert!((60..180).contains(&packed), "{packed} cases of {} pack", cases.len());
     if std::env::var_os("UPDATE_DOCS").is_some() {
         std::fs::write(&path, text).unwrap();
@@ -579,15 +641,15 @@ fn the_document_shows_this_encoder() {
     }
     let unit = restored(16, KvHalf::Key, &values);
     let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(" ");
-    let slot = u16::from_le_bytes([unit.record[8], unit.record[9]]);
+    let slot = u16::from_le_bytes([unit.record[16], unit.record[17]]);
     let mut text = format!(
-        "```text\nrecord   {} and 22 zeros: base {}, 1 escape, slot {slot:04x}: element {}, code {}\n",
-        hex(&unit.record[..10]),
+        "```text\nrecord   {} and 14 zeros\n         base {}, 1 escape, slot {slot:04x}: element {}, code {}\n",
+        hex(&unit.record[..18]),
         unit.record[0],
         slot & 0x7ff,
         slot >> 11
     );
-    assert!(unit.record[10..].iter().all(|byte| *byte == 0));
+    assert!(unit.record[18..].iter().all(|byte| *byte == 0));
     for lane in [0, 4] {
         let offsets = [0, 1, 2].map(|q| word_offset(16, q, lane));
         let words = offsets.map(|offset| get(&unit.tiles[0], offset));
