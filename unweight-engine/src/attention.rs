@@ -70,7 +70,8 @@ pub fn parts_bytes(config: &ModelConfig) -> u64 {
 }
 
 /// The shipped attention for heads of this size that is nearest to so many warps and blocks: those of sizes that few
-/// models have come with clusters of one. Either cache has the same warps and clusters, so its results are the same bits.
+/// models have come with clusters of one. Either cache has the same warps and clusters, so its results are the same
+/// bits.
 pub fn variant(
     arch: Arch,
     (step, cache): (AttentionStep, KvCache),

@@ -364,7 +364,8 @@ impl Forward {
         if runs(Part::Sample) { self.sample(rows) } else { Ok(()) }
     }
 
-    /// Sets the pages of a sequence whose prompt is to be run, and its hot page in a packed cache if steps follow. Waits.
+    /// Sets the pages of a sequence whose prompt is to be run, and its hot page in a packed cache if steps follow.
+    /// Waits.
     ///
     /// # Errors
     /// The driver's.

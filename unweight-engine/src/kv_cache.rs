@@ -144,8 +144,8 @@ impl KvStore {
         }
     }
 
-    /// Where the keys and values of a chunk of a prompt go, and the table of its sequence there; `pages` is the table of
-    /// the sequence in the cache.
+    /// Where the keys and values of a chunk of a prompt go, and the table of its sequence there; `pages` is the table
+    /// of the sequence in the cache.
     ///
     /// # Errors
     /// [`LaunchError::Range`]: there is no such layer.
@@ -174,7 +174,7 @@ impl PackedCache {
         self.lost.fill_bytes(stream, 0)
     }
 
-    /// By row of the last steps: whether a page of it is lost.
+    /// Per row of the last steps: whether the row lost a page.
     pub fn lost(&self) -> &DeviceBuffer<u32> {
         &self.lost
     }
@@ -278,7 +278,8 @@ impl PackedCache {
         &mut self.staging
     }
 
-    /// Enqueues the release of the units of these pages, which no sequence has any more. Waits for the copy of the list.
+    /// Enqueues the release of the units of these pages, which no sequence has any more. Waits for the copy of the
+    /// list.
     ///
     /// # Errors
     /// The driver's.

@@ -14,9 +14,9 @@
 //! of functions, bounds. Types are written as the source writes them. What macros of the workspace define is listed as
 //! if it were written out.
 //!
-//! **`raw`.** The module `raw` of a crate is public for benchmarks, tests and experts, and promises nothing: any release
-//! may change it. Items below it are listed and counted by themselves, with a limit of their own. An item with a path
-//! outside `raw` counts outside.
+//! **`raw`.** The module `raw` of a crate is public for benchmarks, tests and experts, and promises nothing: any
+//! release may change it. Items below it are listed and counted by themselves, with a limit of their own. An item with
+//! a path outside `raw` counts outside.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -50,16 +50,16 @@ struct Limits {
 
 /// Those of format, rt and engine were chosen. The others are the present counts, rounded up: they show growth.
 const CRATES: [Limits; 10] = [
-    limits("unweight", ".", [55, 65, 0]),
+    limits("unweight", ".", [55, 75, 0]),
     limits("unweight-format", "unweight-format", [300, 500, 310]),
-    limits("unweight-rt", "unweight-rt", [300, 350, 700]),
-    limits("unweight-engine", "unweight-engine", [150, 150, 270]),
+    limits("unweight-rt", "unweight-rt", [300, 350, 730]),
+    limits("unweight-engine", "unweight-engine", [150, 150, 280]),
     limits("unweight-model", "unweight-model", [75, 145, 0]),
-    limits("unweight-codegen", "unweight-codegen", [415, 840, 0]),
+    limits("unweight-codegen", "unweight-codegen", [460, 935, 0]),
     limits("unweight-macros", "unweight-macros", [2, 2, 0]),
     limits("unweight-templates", "templates", [4, 4, 0]),
     limits("unweight-rivals", "unweight-rivals", [160, 285, 0]),
-    limits("unweight-bench", "unweight-bench", [125, 280, 0]),
+    limits("unweight-bench", "unweight-bench", [150, 330, 0]),
 ];
 
 const fn limits(name: &'static str, folder: &'static str, [items, items_and_fields, raw]: [usize; 3]) -> Limits {
@@ -154,7 +154,10 @@ fn listings_are_those_of_the_sources() {
 }
 
 /// Enums that callers may match without a wildcard, and why.
-const EXHAUSTIVE: [&str; 21] = [
+const EXHAUSTIVE: [&str; 25] = [
+    // K or V, and the three kinds of records of a packed KV page: the format has no others.
+    "unweight_codegen::kv::KvHalf",
+    "unweight_codegen::kv::packed::Record",
     // The runtime and the tests handle every value of an axis, and every kernel family.
     "unweight_codegen::family::Epilogue",
     "unweight_codegen::family::Op",
@@ -167,6 +170,8 @@ const EXHAUSTIVE: [&str; 21] = [
     "unweight_codegen::spec::EmbedSource",
     "unweight_codegen::spec::EncodeCompactStage",
     "unweight_codegen::spec::EncodeHuffmanStage",
+    "unweight_codegen::spec::KvCache",
+    "unweight_codegen::spec::KvPackStage",
     "unweight_codegen::spec::PackStage",
     "unweight_codegen::spec::RouteStage",
     "unweight_codegen::spec::WeightSource",

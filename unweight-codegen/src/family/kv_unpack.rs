@@ -91,8 +91,7 @@ impl Family for KvUnpackSpec {
 
     /// What attention over packed pages of the same heads needs.
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
-        HeadDim::ALL
-            .into_iter()
-            .flat_map(move |head_dim| [false, true].map(move |pdl| VariantSpec::kv_unpack(arch, KvUnpackSpec { head_dim, pdl })))
+        let of = move |head_dim| [false, true].map(|pdl| VariantSpec::kv_unpack(arch, KvUnpackSpec { head_dim, pdl }));
+        HeadDim::ALL.into_iter().flat_map(of)
     }
 }

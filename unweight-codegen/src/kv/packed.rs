@@ -1,7 +1,7 @@
 //! A packed page of the KV cache: 12 bits per value, exact. The slow encoder and decoder here define the format.
 //!
-//! A unit is K or V of one KV head in one page of one layer: 64 tokens of `head_dim` values. `head_dim` is a multiple of
-//! 16 in 16..=128, and `steps` is `head_dim / 16`.
+//! A unit is K or V of one KV head in one page of one layer: 64 tokens of `head_dim` values. `head_dim` is a multiple
+//! of 16 in 16..=128, and `steps` is `head_dim / 16`.
 //!
 //! ```text
 //! page      [kv_head][tile 0..4][K | V][24 * head_dim bytes]; a tile is 16 tokens
@@ -21,9 +21,9 @@
 //! w0: P3 bits 10..7 (nibble)         w1: P3 bits 6..3         w2: P3 bits 15 and 2..0, rotated
 //! ```
 //!
-//! Step `s` is channels `16 * s..16 * (s + 1)` of K or V. Its base is its largest exponent, or 15 if that is less, minus
-//! 15. A value with an exponent below the base is an escape: the record holds its place and its exponent. A unit goes to
-//! a bf16 unit if an escape has no code, or if the unit has more escapes than its record has slots.
+//! Step `s` is channels `16 * s..16 * (s + 1)` of K or V. Its base is its largest exponent, or 15 if that is less,
+//! minus 15. A value with an exponent below the base is an escape: the record holds its place and its exponent. A unit
+//! goes to a bf16 unit if an escape has no code, or if the unit has more escapes than its record has slots.
 //!
 //! ```text
 //! record    8 bases, kind, 0, 0, 0, then by kind 4 bytes, then slots of 2 bytes up to the end; unused bytes are zero

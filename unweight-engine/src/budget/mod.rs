@@ -618,7 +618,8 @@ impl Solved<'_> {
         let (cache, working) = beside.map_or((u64::MAX, u64::MAX), |beside| (beside.cache, beside.working));
         let fixed = rest.saturating_add(cache).saturating_add(working);
         let exact = frontiers.iter().all(Frontier::is_exact);
-        // Of plans that are equal the first is taken, whose case comes first and has the fewest bytes beside the weights.
+        // Of plans that are equal the first is taken, whose case comes first and has the fewest bytes beside the
+        // weights.
         let within = |have: u64| {
             let picked = cases.iter().zip(frontiers).filter_map(|(case, frontier)| {
                 let left = have.checked_sub(fixed)?.checked_sub(case.bytes())?;

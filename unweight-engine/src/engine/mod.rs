@@ -174,8 +174,8 @@ impl Engine {
         self.note(free)
     }
 
-    /// The number of free BF16 units of a packed KV cache when rows changed last, or when the engine became idle; `None`
-    /// if the cache is BF16. Waits for nothing.
+    /// The number of free BF16 units of a packed KV cache when rows changed last, or when the engine became idle;
+    /// `None` if the cache is BF16. Waits for nothing.
     pub fn last_free_units(&self) -> Option<u32> {
         self.last_free_units
     }

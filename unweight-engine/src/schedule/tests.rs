@@ -170,8 +170,8 @@ fn sequences_that_fit_one_at_a_time_all_end() {
     simulation.check("");
 }
 
-/// Any mixture of requests, cancellations, stops and lost pages: every sequence gets its own tokens, in order, and exactly
-/// as many as it should; pages of running sequences never overlap, and all come back.
+/// Any mixture of requests, cancellations, stops and lost pages: every sequence gets its own tokens, in order, and
+/// exactly as many as it should; pages of running sequences never overlap, and all come back.
 #[test]
 fn sequences_do_not_affect_each_other() {
     let (mut preempted, mut full, mut cancelled) = (0, 0, 0);

@@ -37,8 +37,8 @@ fn round_trip(head_dim: u32, half: KvHalf, values: &[u16]) {
     match Record::parse(head_dim, &unit.record).expect("just encoded") {
         Record::Packed { bases, escapes } => {
             let of = |at: usize| u16::from(bases[at % head_dim as usize / 16]);
-            let outside =
-                values.iter().enumerate().filter(|(at, value)| (**value >> 7 & 0xff).wrapping_sub(of(*at)) > 15).count();
+            let outside = |(at, value): &(usize, &u16)| (**value >> 7 & 0xff).wrapping_sub(of(*at)) > 15;
+            let outside = values.iter().enumerate().filter(outside).count();
             assert!(unit.bf16.is_none() && outside == escapes.iter().map(Vec::len).sum::<usize>());
             assert!(outside <= slots(head_dim) as usize);
         }

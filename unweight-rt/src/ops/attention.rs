@@ -300,9 +300,10 @@ impl Attention {
     ///
     /// `qkv` is `[m, (h + 2g) * head_dim]` as the projection leaves it: query heads, key heads, value heads. `out` is
     /// `[m, h * head_dim]`. The key and the value of each row's token are stored into its page, or its hot page if the
-    /// cache is packed; those of the tokens before it must be there. A row without a token ([`PAD_POSITION`](crate::ops::kv::PAD_POSITION)) becomes zeros
-    /// and touches no page. A page that the layer does not have is left out, and a position behind the page table or
-    /// the angles makes its row zeros; [`ExecContext::synchronize`] reports either.
+    /// cache is packed; those of the tokens before it must be there. A row without a token
+    /// ([`PAD_POSITION`](crate::ops::kv::PAD_POSITION)) becomes zeros and touches no page. A page that the layer does
+    /// not have is left out, and a position behind the page table or the angles makes its row zeros;
+    /// [`ExecContext::synchronize`] reports either.
     ///
     /// # Errors
     /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the

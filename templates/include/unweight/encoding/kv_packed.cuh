@@ -10,9 +10,9 @@
 // operand of tokens 0-7 and {P2, P3} that of tokens 8-15 of QK^T; V: {P0, P1} that of elements 0-7 and {P2, P3} that of
 // elements 8-15 of the step, of PV.
 //
-// Exponents are the true ones: an element is sign, base + nibble, mantissa, with a base for each 16 channels of the unit,
-// a step. Those below the window have nibble 0 and a slot of the record: element and exponent. So an operand is the bf16
-// that was packed, bit for bit, zeros, subnormals, infinities and NaN included.
+// Exponents are the true ones: an element is sign, base + nibble, mantissa, with a base for each 16 channels of the
+// unit, a step. Those below the window have nibble 0 and a slot of the record: element and exponent. So an operand is
+// the bf16 that was packed, bit for bit, zeros, subnormals, infinities and NaN included.
 #pragma once
 
 #include "unweight/encoding/kv_page.cuh"
@@ -161,5 +161,51 @@ UW_DEVICE void patch(u32 (&p)[4], u32 slot, u32 step, u32 lane, const Record& re
     if (own == 2) p[2] = (p[2] & keep) | bits;
     if (own == 3) p[3] = (p[3] & keep) | bits;
 }
+
+// Sets the values of a tile's tokens before `token` to zero in a quad: tokens 2t and 2t + 1, and those 8 after.
+UW_DEVICE void clear_values_before(u32 (&v)[4], u32 token, u32 lane) {
+#pragma unroll
+    for (u32 r = 0; r < 4; ++r) {
+        const u32 own = lane % 4 * 2 + r % 2 * 8;
+        if (own < token) v[r] &= 0xffff0000u;
+        if (own + 1 < token) v[r] = 0;
+    }
+}
+
+// Of a tile's K, or V: the steps that have an escape, the same in all lanes; and this lane's own: its element and what
+// is to be added to its register.
+struct Escapes {
+    u32 steps = 0, element = ~0u, delta = 0;
+
+    // By a warp. `slots`: shared address of the record's. `clash`: the lane has more than one, which finds no room.
+    template <u32 kSlots>
+    UW_DEVICE static Escapes of(const Record& record, u32 slots, u32 tile, u32 lane, bool& clash) {
+        const u32 begin = record.begin(tile), end = record.end(tile, kSlots);
+        // One slot a lane, all at the same time.
+        const u32 listed = ptx::ld_shared_u16(slots + (lane < kSlots ? lane : 0) * 2);
+        Escapes escapes;
+        u32 own = 0;
+#pragma unroll 1
+        for (u32 i = begin; i < end; ++i) {
+            const u32 slot = ptx::shuffle(listed, i), element = slot & 2047;
+            escapes.steps |= 1u << (element >> 8);
+            if ((element >> 3 & 31) != lane) continue;
+            clash |= escapes.element != ~0u;
+            escapes.element = element;
+            own = slot;
+        }
+        if (escapes.element != ~0u) {
+            escapes.delta = record.exponent(own) - record.base_of(own) << (7 + (own & 1) * 16);
+        }
+        return escapes;
+    }
+    // Into the quad of a step, which has the base of the step where an exponent escapes.
+    UW_DEVICE void apply(u32 (&p)[4], u32 step) const {
+        if ((steps >> step & 1) == 0) return;
+        const u32 own = (element >> 8 & 255) == step ? element >> 1 & 3 : 4;
+#pragma unroll
+        for (u32 r = 0; r < 4; ++r) p[r] += own == r ? delta : 0;
+    }
+};
 
 }  // namespace uw::kv

@@ -2,9 +2,9 @@
 //
 // Config (the axes of unweight-codegen/src/family/kv_pack.rs)
 //   u32         kHeadDim  16 * 1..8  elements of a head
-//   KvPackStage kStage    kStep: of all layers the hot page of each row whose newest token is the last of a page, to the
-//                         page that its table has there; kChunk: pages of one layer, in their order, to those of a table;
-//                         kRelease: the bf16 units of the pages of a table, of all layers, are free again
+//   KvPackStage kStage    kStep: of all layers the hot page of each row whose newest token is the last of a page, to
+//                         the page that its table has there; kChunk: pages of one layer, in their order, to those of a
+//                         table; kRelease: the bf16 units of the pages of a table, of all layers, are free again
 //   bool        kPdl      programmatic dependent launch: nothing is read before griddepcontrol.wait, which every block
 //                         executes (the kernels behind rely on all kernels in front)
 //
@@ -15,8 +15,8 @@
 //
 // Roles of kStep and kChunk: none. A warp takes a tile of 16 tokens of a unit: it copies the tile to shared memory and
 // loads it back as the operands of the tensor cores (ldmatrix), counts what lies below the windows, and
-// writes the words, its slots of the record in shared memory, or the operands of a bf16 unit. The bytes do not depend on
-// the order of events, only which unit is taken does.
+// writes the words, its slots of the record in shared memory, or the operands of a bf16 unit. The bytes do not depend
+// on the order of events, only which unit is taken does.
 // Barriers: the block meets when the largest exponents of each tile are known, when the counts are, when a unit is, and
 // when the slots are in the record; a warp meets between copying its tile and loading it.
 //
@@ -83,10 +83,13 @@ struct Unit {
     UW_DEVICE void load(const u16* page, u32 half) {
         const u32 tile = shared + S::kTiles + warp * S::kTileBytes;
         const u16* from = page + warp * (kv::kTileTokens * kHeadDim);
-        for (u32 at = lane * 16; at < S::kTileBytes; at += 512) ptx::st_shared_x4(tile + at, ptx::ld_global_x4(from + at / 2));
+        for (u32 at = lane * 16; at < S::kTileBytes; at += 512) {
+            ptx::st_shared_x4(tile + at, ptx::ld_global_x4(from + at / 2));
+        }
         ptx::sync_warp();  // every lane's stores come before the warp's ldmatrix
         const bool value = half == attention::kValue;
-        const attention::Lines<kHeadDim> lines(value ? lane % 16 : lane % 8 + lane / 16 * 8, value ? lane / 16 : lane / 8 % 2);
+        const u32 row = value ? lane % 16 : lane % 8 + lane / 16 * 8;
+        const attention::Lines<kHeadDim> lines(row, value ? lane / 16 : lane / 8 % 2);
 #pragma unroll
         for (u32 s = 0; s < P::kSteps; ++s) {
             const U32x4 v = value ? ptx::ldmatrix_x4_trans(lines.at(tile, s)) : ptx::ldmatrix_x4(lines.at(tile, s));
@@ -258,7 +261,8 @@ UW_DEVICE void run_step(const KvPackArgs& args) {
     for (u32 first = 0; first < args.m; first += 32) {
         const u32 own = first + lane;
         const u32 position = own < args.m ? ptx::ld_global(args.positions + own) : attention::kPadPosition;
-        u32 full = ptx::warp_ballot(position % kv::kPageTokens == kv::kPageTokens - 1 && position / kv::kPageTokens < args.table_pages);
+        const bool is_last = position % kv::kPageTokens == kv::kPageTokens - 1;
+        u32 full = ptx::warp_ballot(is_last && position / kv::kPageTokens < args.table_pages);
         while (full != 0) {
             const u32 of = ptx::find_first_set(full) - 1, row = first + of;
             full &= full - 1;

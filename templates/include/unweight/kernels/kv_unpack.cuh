@@ -1,5 +1,5 @@
-// Packed pages of the KV cache -> bf16 pages (docs/kv-cache.md): those of one layer and sequence that a later chunk of its
-// prompt attends to.
+// Packed pages of the KV cache -> bf16 pages (docs/kv-cache.md): those of one layer and sequence that a later chunk of
+// its prompt attends to.
 //
 // Config
 //   u32  kHeadDim  16 * 1..8  elements of a head
@@ -82,7 +82,8 @@ UW_DEVICE void run(const KvUnpackArgs& args) {
     const u32 tile = ptx::smem_address(ptx::dynamic_smem()) + S::kTiles + inside * S::kTileBytes;
     u32 words[P::kWords];
     if (plain) {
-        P::load_global(words, args.packed + head * P::kHeadBytes + inside * P::kTileBytes + half * P::kOperandBytes, lane);
+        const u8* tile_of = args.packed + head * P::kHeadBytes + inside * P::kTileBytes;
+        P::load_global(words, tile_of + half * P::kOperandBytes, lane);
     }
     const u32 end = record.end(inside, P::kSlots);
 #pragma unroll

@@ -535,7 +535,11 @@ proptest! {
 
     /// A damaged record of a real unit never reads out of bounds, and changes values of no more than it names.
     #[test]
-    fn damaged_records_decode_or_are_refused((head_dim, half, values) in units(), at in 0..48usize, to in prop::num::u8::ANY) {
+    fn damaged_records_decode_or_are_refused(
+        (head_dim, half, values) in units(),
+        at in 0..48usize,
+        to in prop::num::u8::ANY,
+    ) {
         let unit = encode_unit(head_dim, half, &values);
         let mut record = unit.record.clone();
         let at = at % record.len();

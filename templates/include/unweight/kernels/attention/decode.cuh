@@ -33,9 +33,9 @@
 // resident at the same time. The order of sums follows from the row's own tokens, kWarps and parts, not from who was
 // last.
 //
-// kPacked: the page of the newest token is hot and all before it are packed, so the position alone says where a tile is.
-// A slot holds K and V of a packed tile with the two records of its page, or K or V of a hot tile, which takes two slots
-// one after the other. Packed operands go from the slot to registers as the tensor cores take them, without ldmatrix;
+// kPacked: the page of the newest token is hot and all before it are packed, so the position alone says where a tile
+// is. A slot holds K and V of a packed tile with the two records of its page, or K or V of a hot tile, which takes two
+// slots one after the other. Packed operands go from the slot to registers as the tensor cores take them, without ldmatrix;
 // they are the bf16 values that were packed, in the order of tiles that kBf16 has, so the results are the same bits.
 // Exponents outside of a page's window come from its record; K or V with more of them than the record has slots is bf16
 // in a unit of its own, and its operands are loaded from there instead of the slot.
@@ -50,14 +50,15 @@
 //   writing and reading sums; clusters: once more before exit. kSplit: once when its part is in memory, and once for
 //   all to know whether it was the last.
 //
-// Shared memory = kWarps * kStages * slot              rings; a warp's O, fp32 [16][kHeadDim], overlays its own. slot is
+// Shared memory = kWarps * kStages * slot              rings; a warp's O, fp32 [16][kHeadDim], overlays its own. slot:
 //                                                      64 * kHeadDim; kPacked: 48 * kHeadDim and two records, in whole
 //                                                      128 bytes, and at least two slots
 //               + 32 * kHeadDim                        queries, bf16 [16][kHeadDim], laid out as a tile of a page
 //               + 4 * kHeadDim                         the new key and the new value, bf16
 //               + kWarps * 128                         maximum and sum of each of 16 rows
 //               + kWarps * kStages * 8                 barriers, where there are any
-// Global reads per token and KV head: 4 * kHeadDim bytes; kPacked: 3 * kHeadDim and 6 of the records; kSplit: and for each part of a row and KV head
+// Global reads per token and KV head: 4 * kHeadDim bytes; kPacked: 3 * kHeadDim and 6 of the records; kSplit: and for
+// each part of a row and KV head
 // group * (4 * kHeadDim + 8) bytes that are written and read again.
 //
 // Safety   for any numbers in the tables: a position that is not below max_positions, or leads out of the page table,
@@ -272,7 +273,8 @@ struct Kernel {
             }
         } else {
             const u64 head = P::head(args.kv_heads, page, kv_head);
-            const u8* from = reinterpret_cast<const u8*>(args.layer) + head * P::kHeadBytes + tile % kPageTiles * P::kTileBytes;
+            const u8* layer = reinterpret_cast<const u8*>(args.layer);
+            const u8* from = layer + head * P::kHeadBytes + tile % kPageTiles * P::kTileBytes;
             const u8* records = args.records + head * (2 * P::kRecordBytes);
             if constexpr (kAsync<Config>) {
                 copy(slot_address, from, P::kTileBytes);
@@ -463,8 +465,8 @@ struct Kernel {
         return false;
     }
     // The operands of a step, whatever the record says.
-    UW_DEVICE void special_quad(u32 (&p)[4], const u32 (&words)[P::kWords], u32 step, const kv::Record& record, u32 half,
-                                u32 tile) const {
+    UW_DEVICE void special_quad(u32 (&p)[4], const u32 (&words)[P::kWords], u32 step, const kv::Record& record,
+                                u32 half, u32 tile) const {
         if (record.kind() == kv::kBf16Unit) {
             const u8* from = args.unit_pages + u64(record.unit()) * P::kUnitBytes + tile * P::kUnitTileBytes;
             const U32x4 v = ptx::ld_global_x4(from + step * 512 + lane * 16);
@@ -492,50 +494,16 @@ struct Kernel {
             return attend_packed<false>(key, value, {}, {});
         }
         bool clash = false;
-        const Escapes keys = escapes_of(key, kKey, inside, clash), values = escapes_of(value, kValue, inside, clash);
+        const auto keys = kv::Escapes::of<P::kSlots>(key, slots_of(kKey), inside, lane, clash);
+        const auto values = kv::Escapes::of<P::kSlots>(value, slots_of(kValue), inside, lane, clash);
         if (ptx::warp_ballot(clash) != 0) return compute_special(first, inside, key, value);
         attend_packed<true>(key, value, keys, values);
     }
-    // Of a tile's K, or V: the steps that have an escape, the same in all lanes; and this lane's: its slot and what is to be
-    // added to its register.
-    struct Escapes {
-        u32 steps = 0, slot = ~0u, delta = 0;
-
-        // Into the quad of a step, which has the base of the record where an exponent escapes.
-        UW_DEVICE void apply(u32 (&p)[4], u32 step) const {
-            if ((steps >> step & 1) == 0) return;
-            const u32 own = (slot >> 8 & 255) == step ? slot >> 1 & 3 : 4;
-#pragma unroll
-            for (u32 r = 0; r < 4; ++r) p[r] += own == r ? delta : 0;
-        }
-    };
-    // `clash`: the lane has more than one, which Escapes has no room for.
-    UW_DEVICE Escapes escapes_of(const kv::Record& record, u32 half, u32 tile, bool& clash) const {
-        const u32 begin = record.begin(tile), end = record.end(tile, P::kSlots);
-        const u32 at = slots_of(half);
-        // One slot a lane, all at the same time.
-        const u32 listed = ptx::ld_shared_u16(at + (lane < P::kSlots ? lane : 0) * 2);
-        Escapes escapes;
-        u32 own = 0;
-#pragma unroll 1
-        for (u32 i = begin; i < end; ++i) {
-            const u32 each = ptx::shuffle(listed, i), element = each & 2047;
-            escapes.steps |= 1u << (element >> 8);
-            if ((element >> 3 & 31) != lane) continue;
-            clash |= escapes.slot != ~0u;
-            escapes.slot = element;
-            own = each;
-        }
-        if (escapes.slot != ~0u) {
-            escapes.delta = record.exponent(own) - record.base_of(own) << (7 + (own & 1) * 16);
-        }
-        return escapes;
-    }
     // A tile of which a lane has at most one escape in K, and one in V.
     template <bool kEscapes>
-    UW_DEVICE void attend_packed(const kv::Record& key, const kv::Record& value, const Escapes& key_escapes,
-                                 const Escapes& value_escapes) {
-        u32 keys[P::kWords], values[P::kWords];
+    UW_DEVICE void attend_packed(const kv::Record& key, const kv::Record& value, const kv::Escapes& key_escapes,
+                                 const kv::Escapes& value_escapes) {
+        u32 keys[P::kWords], values[P::kWords], p[1][4];
         P::load(keys, key_slot(slot), lane);
         P::load(values, key_slot(slot) + P::kOperandBytes, lane);
         float scores[2][4] = {};
@@ -549,7 +517,6 @@ struct Kernel {
         // All words have been asked for, and those of K have arrived: the loads of V may still be in flight.
         slots.release();
         load_next();
-        u32 p[1][4];
         rows.weigh(scores, args.scale, p);
 #pragma unroll
         for (u32 s = 0; s < P::kSteps; ++s) {
@@ -583,7 +550,7 @@ struct Kernel {
         for (u32 s = 0; s < P::kSteps; ++s) {
             u32 v[4];
             special_quad(v, words, s, value, kValue, inside);
-            if (edge) clear_tokens(v, first);
+            if (edge) kv::clear_values_before(v, first_token - first, lane);
             add_values(s, p[0], v[0], v[1], v[2], v[3]);
         }
         slots.release();
@@ -596,16 +563,6 @@ struct Kernel {
         ptx::mma_m16n8k16(scores[0], q, low);
         ptx::mma_m16n8k16(scores[1], q, high);
     }
-    // Values of tokens before the window, as in clear_values: tokens 2t and 2t + 1, and those 8 after.
-    UW_DEVICE void clear_tokens(u32 (&v)[4], u32 first) const {
-#pragma unroll
-        for (u32 r = 0; r < 4; ++r) {
-            const u32 token = first + lane % 4 * 2 + r % 2 * 8;
-            if (token < first_token) v[r] &= 0xffff0000u;
-            if (token + 1 < first_token) v[r] = 0;
-        }
-    }
-
     // ---- sums ------------------------------------------------------------------------------------------------------
     // Bytes of words 2 * pair and 2 * pair + 1 of a row in a warp's O. Rows are turned against each other, so that a
     // fragment's stores hit all banks.
