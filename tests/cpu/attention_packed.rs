@@ -330,7 +330,7 @@ fn planted_bugs_of_packed_attention_are_caught() {
             "special_quad(v, words, s, value, kValue, inside);",
             "special_quad(v, words, s, value, kKey, inside);",
         ),
-        (decode, "if (edge) clear_tokens(v, first);", ""),
+        (decode, "if (edge) kv::clear_values_before(v, first_token - first, lane);", ""),
         (decode, "if (token < first_token) v[r] &= 0xffff0000u;", "if (token < first_token) v[r] &= 0x0000ffffu;"),
         (decode, "record.begin(tile) >= record.end(tile, P::kSlots)", "record.end(3, P::kSlots) == 0 || tile == 1"),
         (decode, "record.kind() == kv::kBf16Unit && record.unit() < args.units", "record.kind() == kv::kBf16Unit"),
