@@ -6,7 +6,7 @@ use unweight_codegen::{
     VariantSpec,
     kv::{
         PAGE_TOKENS,
-        packed::{KIND_BF16, KIND_LOST, KIND_PACKED},
+        packed::{KIND_BF16, KIND_LOST, KIND_PACKED, RECORD_ENDS, RECORD_HEAD, RECORD_KIND},
     },
     spec::Op,
 };
@@ -298,8 +298,8 @@ fn hostile_records(pair: &mut Pair, problem: &Problem, right: &PackedPages, whol
         for (kind, number) in [KIND_LOST + 1, 4, 128, 255].map(|kind| (kind, 7)).into_iter().chain(numbers) {
             let mut pages = right.clone();
             let record = pages.record(unit + half);
-            record[1] = kind;
-            record[4..8].copy_from_slice(&number.to_le_bytes());
+            record[RECORD_KIND] = kind;
+            record[RECORD_ENDS..RECORD_HEAD].copy_from_slice(&number.to_le_bytes());
             let (row, fault) = second_row(pair, problem, &pages, whole);
             assert!(row == without && fault == 2, "kind {kind}, unit {number}: fault {fault}");
         }
@@ -308,9 +308,9 @@ fn hostile_records(pair: &mut Pair, problem: &Problem, right: &PackedPages, whol
             let record = pages.record(unit + half);
             let bytes = Random::new(seed).bytes(record.len());
             record.copy_from_slice(&bytes);
-            record[1] = KIND_PACKED;
+            record[RECORD_KIND] = KIND_PACKED;
             if seed % 2 == 0 {
-                record[4..8].copy_from_slice(&[seed as u8, 255, 3, 255]);
+                record[RECORD_ENDS..RECORD_HEAD].copy_from_slice(&[seed as u8, 255, 3, 255]);
             }
             let (_, fault) = second_row(pair, problem, &pages, whole);
             assert_eq!(fault, 0, "seed {seed}");
@@ -322,7 +322,11 @@ fn hostile_records(pair: &mut Pair, problem: &Problem, right: &PackedPages, whol
 fn planted_bugs_of_packed_attention_are_caught() {
     let (decode, pages) = ("unweight/kernels/attention/decode.cuh", "unweight/encoding/kv_packed.cuh");
     let both = [
-        (decode, "const u32 base = kv::pair_of(value.base());", "const u32 base = kv::pair_of(key.base());"),
+        (decode, "P::quad(k, keys, s, key.pair(s));", "P::quad(k, keys, s, key.pair(0));"),
+        (decode, "P::quad(v, values, s, value.pair(s));", "P::quad(v, values, s, key.pair(s));"),
+        (decode, "P::quad(p, words, step, record.pair(step));", "P::quad(p, words, step, record.pair(0));"),
+        (decode, "record.exponent(own) - record.base_of(own)", "record.exponent(own) - record.base(0)"),
+        (pages, "(base_of(slot) - kBelow + code) & 255", "(base(0) - kBelow + code) & 255"),
         (decode, "next_slot();\n            slots.wait(slot, parity);", "next_slot();"),
         (decode, "P::load(words, key_slot(slot) + P::kOperandBytes, lane);", "P::load(words, key_slot(slot), lane);"),
         (
@@ -332,7 +336,13 @@ fn planted_bugs_of_packed_attention_are_caught() {
         ),
         (decode, "if (edge) kv::clear_values_before(v, first_token - first, lane);", ""),
         (decode, "if (token < first_token) v[r] &= 0xffff0000u;", "if (token < first_token) v[r] &= 0x0000ffffu;"),
-        (decode, "record.begin(tile) >= record.end(tile, P::kSlots)", "record.end(3, P::kSlots) == 0 || tile == 1"),
+        // Escapes: which tiles have some, of which step and half they are, and several of a lane.
+        (decode, "(key.changes() | value.changes()) >> (8 * inside)", "key.changes() >> (8 * inside)"),
+        (decode, "(key.changes() | value.changes()) >> (8 * inside)", "(key.changes() | value.changes()) >> 8"),
+        (decode, "escapes.steps |= 1u << (element >> 8);", "escapes.steps |= 1u;"),
+        (decode, "(slot >> 8 & 255) == step ? slot >> 1 & 3 : 4", "slot >> 1 & 3"),
+        (decode, "record.base_of(own) << (7 + (own & 1) * 16)", "record.base_of(own) << 7"),
+        (decode, "clash |= escapes.slot != ~0u;", ""),
         (decode, "record.kind() == kv::kBf16Unit && record.unit() < args.units", "record.kind() == kv::kBf16Unit"),
         (decode, "position / kv::kPageTokens * kPageTiles : 0", "(position + 1) / kv::kPageTokens * kPageTiles : 0"),
         (decode, "tile * P::kUnitTileBytes", "tile / 2 * P::kUnitTileBytes"),
@@ -344,13 +354,13 @@ fn planted_bugs_of_packed_attention_are_caught() {
         // A slot is refilled while its loads are in flight: of a packed tile, of one with slots, of a hot tile's keys.
         (
             decode,
-            "slots.release();\n            load_next();\n            rows.weigh",
-            "ptx::sync_warp();\n            load_next();\n            rows.weigh",
+            "the loads of V may still be in flight.\n        slots.release();",
+            "the loads of V may still be in flight.\n        ptx::sync_warp();",
         ),
         (
             decode,
-            "        slots.release();\n        load_next();\n    }\n    UW_DEVICE static void add_scores",
-            "        ptx::sync_warp();\n        load_next();\n    }\n    UW_DEVICE static void add_scores",
+            "        slots.release();\n        load_next();\n    }\n    // queries * K of a step.",
+            "        ptx::sync_warp();\n        load_next();\n    }\n    // queries * K of a step.",
         ),
         (
             decode,
@@ -385,7 +395,7 @@ fn wanted() -> Vec<(Problem, Outcome)> {
     let spec = spec("attention_decode_d32_w2p2c1");
     let mut kernel = CpuKernel::of(&spec, &[]);
     let cases = [(0, 1), (150, 2), (100, 3)].map(|(window, seed)| {
-        let case = Decode { window, seed, ..Decode::new(32, 4, &[0, 40, 63, 100, 177, 333]) };
+        let case = Decode { window, seed, ..Decode::new(32, 4, &[0, 40, 63, 100, 177, 250, 290, 333]) };
         let mut problem = Problem::new(&case);
         salt(&mut problem, seed);
         let outcome = launch(&problem, &mut kernel, &spec, seed).unwrap();
@@ -411,9 +421,9 @@ fn noticed(copy: &str, expected: &[(Problem, Outcome)], edits: &[Edit]) -> Optio
         let mut pages = PackedPages::of(problem);
         let bytes = pages.heads.record_bytes();
         for (i, record) in pages.records.chunks_mut(bytes).enumerate() {
-            match record[1] {
-                KIND_PACKED => record[4..8].fill(255),
-                KIND_BF16 if i.is_multiple_of(2) => record[4..8].fill(255),
+            match record[RECORD_KIND] {
+                KIND_PACKED => record[RECORD_ENDS..RECORD_HEAD].fill(255),
+                KIND_BF16 if i.is_multiple_of(2) => record[RECORD_ENDS..RECORD_HEAD].fill(255),
                 _ => (),
             }
         }

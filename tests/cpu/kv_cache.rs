@@ -8,7 +8,7 @@ use unweight_codegen::{
     abi::KvPackArgs,
     kv::{
         PAGE_TOKENS,
-        packed::{KIND_BF16, KIND_LOST, KIND_PACKED},
+        packed::{KIND_BF16, KIND_LOST, KIND_PACKED, RECORD_ENDS, RECORD_HEAD, RECORD_KIND},
     },
     plan::GemmShape,
     spec::{KvPackStage, Op},
@@ -115,11 +115,11 @@ fn check_packed(before: &Cache, after: &Cache, jobs: &[Job]) -> Result<Counts, S
         for (of, place) in (0..heads.page_units()).zip(*page as usize * heads.page_units()..) {
             let encoded = heads.encode(bf16, of);
             let record = after.record(*layer, place);
-            let index = u32::from_le_bytes(record[4..8].try_into().unwrap());
+            let index = u32::from_le_bytes(record[RECORD_ENDS..RECORD_HEAD].try_into().unwrap());
             let packed_at = *layer as usize * before.packed_pitch();
             let record_at = *layer as usize * before.record_pitch();
             let (pages, records) = (&mut expected.packed[packed_at..], &mut expected.records[record_at..]);
-            match (&encoded.bf16, record[1]) {
+            match (&encoded.bf16, record[RECORD_KIND]) {
                 (Some(_), KIND_LOST) => {
                     records[heads.record_at(place)..][..record.len()].copy_from_slice(&heads.lost_record());
                     counts.lost += 1;
@@ -133,7 +133,7 @@ fn check_packed(before: &Cache, after: &Cache, jobs: &[Job]) -> Result<Counts, S
                     expected.unit_pages[at..][..values.len()].copy_from_slice(values);
                     counts.bf16 += 1;
                 }
-                (None, _) if encoded.record[7] != 0 => counts.with_slots += 1,
+                (None, _) if encoded.record[RECORD_ENDS + 3] != 0 => counts.with_slots += 1,
                 (None, _) => counts.plain += 1,
             }
             heads.put(pages, records, place, &encoded, index);
@@ -428,7 +428,7 @@ fn hostile_tables_of_a_step_are_reported() {
     let counts = check_packed(&none, &done.cache, &step_jobs(&right, &none)).unwrap();
     let lost = |row: u32| {
         let page = right.table[(row * 3 + right.positions[row as usize] / PAGE_TOKENS) as usize] as usize;
-        let of = |layer| (0..2).any(|unit| done.cache.record(layer, page * 2 + unit)[1] == KIND_LOST);
+        let of = |layer| (0..2).any(|unit| done.cache.record(layer, page * 2 + unit)[RECORD_KIND] == KIND_LOST);
         u32::from((0..2).any(of))
     };
     assert_eq!(done.lost, (0..4).map(lost).collect::<Vec<_>>());
@@ -445,10 +445,10 @@ fn released(heads: Heads) -> Cache {
         for unit in 0..5 * heads.page_units() {
             let record = &mut cache.records[layer * pitch + heads.record_at(unit)..][..bytes];
             record.fill(0);
-            record[1] = random.below(3) as u8;
-            match record[1] {
-                KIND_BF16 => record[4..8].copy_from_slice(&used.pop().unwrap_or(0).to_le_bytes()),
-                KIND_PACKED => record.iter_mut().skip(8).for_each(|byte| *byte = 7),
+            record[RECORD_KIND] = random.below(3) as u8;
+            match record[RECORD_KIND] {
+                KIND_BF16 => record[RECORD_ENDS..RECORD_HEAD].copy_from_slice(&used.pop().unwrap_or(0).to_le_bytes()),
+                KIND_PACKED => record.iter_mut().skip(RECORD_HEAD).for_each(|byte| *byte = 7),
                 _ => (),
             }
         }
@@ -465,11 +465,12 @@ fn release(cache: &mut Cache, table: &[u32]) -> BTreeSet<u32> {
         for at in (0..cache.layers as usize).flat_map(|layer| {
             (0..heads.page_units()).map(move |of| layer * pitch + (*page as usize * heads.page_units() + of) * bytes)
         }) {
-            let record = &mut cache.records[at..][..8];
-            if record[1] == KIND_BF16 {
-                let unit = u32::from_le_bytes(record[4..8].try_into().unwrap());
+            let record = &mut cache.records[at..][..RECORD_HEAD];
+            if record[RECORD_KIND] == KIND_BF16 {
+                let unit = u32::from_le_bytes(record[RECORD_ENDS..RECORD_HEAD].try_into().unwrap());
                 units.extend((unit < cache.units).then_some(unit));
-                record.copy_from_slice(&[0, KIND_LOST, 0, 0, 0, 0, 0, 0]);
+                record.fill(0);
+                record[RECORD_KIND] = KIND_LOST;
             }
         }
     }
@@ -534,9 +535,9 @@ fn hostile_releases_are_reported() {
     // Numbers that the pool does not have.
     for number in [61, 1 << 31, u32::MAX] {
         let mut cache = released(heads);
-        let record = &mut cache.records[heads.record_at(3 * heads.page_units())..][..8];
-        record[1] = KIND_BF16;
-        record[4..8].copy_from_slice(&number.to_le_bytes());
+        let record = &mut cache.records[heads.record_at(3 * heads.page_units())..][..RECORD_HEAD];
+        record[RECORD_KIND] = KIND_BF16;
+        record[RECORD_ENDS..RECORD_HEAD].copy_from_slice(&number.to_le_bytes());
         check_release(&mut kernel, &spec, &cache, &[3, 1], true);
     }
     // A list that is full, or says that it has more: nothing is written behind it.
@@ -560,20 +561,32 @@ fn planted_bugs_of_packing_are_caught() {
         (PACK, "ptx::sync_block();  // all tiles' counts", "// all tiles' counts"),
         (PACK, "ptx::sync_block();  // the unit is known", "// the unit is known"),
         (PACK, "ptx::sync_block();  // every warp's slots", "// every warp's slots"),
-        // The choice of a base.
-        (PACK, "all < best", "all <= best"),
+        // The choice of bases.
+        (PACK, "u32 all = kv::kWindow - 1;", "u32 all = 0;"),
+        (PACK, "record.bases[s / 4] |=", "record.bases[0] |="),
+        (PACK, "larger(low(quads[s][r]), high(quads[s][r]))", "low(quads[s][r])"),
+        (PACK, "larger(top[s], ptx::shuffle_xor(top[s], step))", "top[s]"),
         (
             PACK,
-            "(largest_exponent > 15 ? largest_exponent : 15) - 15",
-            "largest_exponent > 14 ? largest_exponent - 14 : 0",
+            "all = larger(all, ptx::ld_shared(counts(tile, s)))",
+            "all = larger(all, ptx::ld_shared(counts(warp, s)))",
         ),
+        (
+            PACK,
+            "const u32 base = record.base(s);\n            u32 own[4]",
+            "const u32 base = record.base(0);\n            u32 own[4]",
+        ),
+        // What packs.
+        (PACK, "below += u32(a < base) + u32(b < base);", "below += u32(a < base);"),
         (PACK, "a + kv::kBelow < base", "a + kv::kBelow <= base"),
-        (PACK, "slots <= P::kSlots", "slots < P::kSlots"),
+        (PACK, "a != 0 && a + kv::kBelow", "a + kv::kBelow"),
+        (PACK, "ptx::warp_ballot(none) != 0 ? kNoCode : 0", "0"),
+        (PACK, "all <= P::kSlots", "all < P::kSlots"),
         // Places and codes of slots.
         (PACK, "if (tile == warp) place = all;", "if (tile + 1 == warp) place = all;"),
-        (PACK, "ends |= all << (8 * tile);", "ends |= place << (8 * tile);"),
-        (PACK, "exponent - base - kv::kWindow + kv::kBelow", "exponent - base - kv::kWindow"),
-        (PACK, "if (exponent == 0) return kv::kZeroCode;", ""),
+        (PACK, "chosen.ends |= (all & 255) << (8 * tile);", "chosen.ends |= (place & 255) << (8 * tile);"),
+        (PACK, "exponent == 0 ? kv::kZeroCode : exponent", "exponent"),
+        (PACK, "shared + S::kRecord + kv::kRecordHead", "shared + S::kRecord + kv::kRecordHead - 8"),
         (PACK, "place += all;", ""),
         (PACK, "warp * P::kTileBytes + half * P::kOperandBytes", "(2 * warp + half) * P::kOperandBytes + half"),
         (PACK, "value ? lane / 16 : lane / 8 % 2", "lane / 16"),
@@ -585,9 +598,9 @@ fn planted_bugs_of_packing_are_caught() {
         (PAGES, "kLast = kPair + (kRest >= 2 ? 256 : 0)", "kLast = kPair"),
         (PAGES, "funnel_shift_right(f[3], f[3], 4)", "funnel_shift_right(f[3], f[3], 3)"),
     ];
-    // A step of 3 words, and 3 steps of 9.
-    let specs = [spec("kv_pack_step_d16"), spec("kv_pack_chunk_d48_pdl")];
-    let (heads, large) = (Heads { head_dim: 16, kv_heads: 2 }, Heads { head_dim: 48, kv_heads: 2 });
+    // One step of 3 words, and 7 of 21.
+    let specs = [spec("kv_pack_step_d16"), spec("kv_pack_chunk_d112_pdl")];
+    let (heads, large) = (Heads { head_dim: 16, kv_heads: 2 }, Heads { head_dim: 112, kv_heads: 2 });
     let step = Call { blocks: 3, ..step(&mut Random::new(4), heads, 3, &[63, NONE, 62, 127, 64, 191, 63]) };
     let few = chunk(&mut Random::new(5), large);
     let run = |edits: &[Edit]| {
@@ -611,7 +624,7 @@ fn planted_bugs_of_packing_are_caught() {
 #[test]
 fn planted_bugs_of_releasing_are_caught() {
     let plants = [
-        ("ptx::st_global_x2(record, U32x2{kv::kLostUnit << 8, 0});", ""),
+        ("ptx::st_global_x2(record + 8, U32x2{kv::kLostUnit, 0});", ""),
         ("if (old.kind() != kv::kBf16Unit) return;", "if (old.kind() == kv::kLostUnit) return;"),
         ("args.free_units + 1 + free", "args.free_units + free"),
         ("layer = inside / (args.kv_heads * 2)", "layer = 0"),

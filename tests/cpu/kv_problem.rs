@@ -1,11 +1,11 @@
 //! What the CPU tests of packed KV pages share: units in both forms, and the packed form of a problem of attention.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, ops::Range};
 
 use unweight_bench::attention::{PAD, POISON, Problem};
 use unweight_codegen::kv::{
     self, KvHalf, PAGE_TOKENS,
-    packed::{self, EncodedUnit, KIND_BF16, KIND_LOST, PAGE_TILES},
+    packed::{self, EncodedUnit, KIND_BF16, KIND_LOST, PAGE_TILES, RECORD_ENDS, RECORD_HEAD, RECORD_KIND},
 };
 use unweight_format::testing::Random;
 
@@ -91,7 +91,7 @@ impl Heads {
         let record = &mut records[self.record_at(unit)..][..self.record_bytes()];
         record.copy_from_slice(&encoded.record);
         if encoded.bf16.is_some() {
-            record[4..8].copy_from_slice(&index.to_le_bytes());
+            record[RECORD_ENDS..RECORD_HEAD].copy_from_slice(&index.to_le_bytes());
             return;
         }
         for (tile, bytes) in encoded.tiles.iter().enumerate() {
@@ -102,7 +102,7 @@ impl Heads {
     /// The record of a unit whose values were not stored.
     pub fn lost_record(self) -> Vec<u8> {
         let mut record = vec![0; self.record_bytes()];
-        record[1] = KIND_LOST;
+        record[RECORD_KIND] = KIND_LOST;
         record
     }
 }
@@ -115,40 +115,60 @@ pub fn half_of(unit: usize) -> KvHalf {
 /// Kinds of values of a unit.
 const KINDS: u64 = 11;
 
-/// A unit of one of [`KINDS`], in any order of elements.
+/// An exponent below or above the base of its step, or one of its own.
+#[derive(Clone, Copy)]
+enum Other {
+    From(i32),
+    Exponent(u32),
+}
+
+/// A unit of one of [`KINDS`], as a bf16 page has it.
 fn unit(random: &mut Random, heads: Heads, kind: u64) -> Vec<u16> {
+    use Other::{Exponent, From};
     let slots = u64::from(packed::slots(heads.head_dim));
-    let exponents = |random: &mut Random, first: u64, last: u64| first + random.below(last + 1 - first);
-    // What most elements have; how many others, and what those have.
-    let (first, last, others, out) = match kind {
-        // Around one, ever fewer.
-        0 => (0, 0, 0, vec![]),
-        // As many outside of the window as there are slots, and one more.
-        1 | 2 => (112, 127, slots + kind - 1, vec![0, 88, 89, 100, 111]),
-        // Zeros; subnormals among the smallest exponents.
-        3 => (0, 0, 0, vec![]),
-        4 => (0, 17, 0, vec![]),
+    // The base of each step.
+    let bases: Vec<u32> = (0..heads.head_dim / 16)
+        .map(|step| match kind {
+            0 => 112,
+            3 | 7 => 0,
+            // Subnormals are in the window of even steps, and escapes of odd ones.
+            4 => step % 2,
+            5 => 240,
+            _ => 100 + random.below(25) as u32,
+        })
+        .collect();
+    // The exponents that most elements have, from the base on; how many others, and what those have.
+    let (range, others, out) = match kind {
+        0 | 3 => (1, 0, vec![]),
+        // As many below the window as there are slots, and one more.
+        1 | 2 => (16, slots + kind - 1, vec![Exponent(0), From(-31), From(-30), From(-12), From(-1)]),
+        4 => (16, slots, vec![Exponent(0)]),
         // Infinities and NaN among the largest, and among others.
-        5 => (240, 255, slots, vec![0, 216, 239]),
-        6 => (112, 127, 3, vec![255]),
+        5 => (16, slots, vec![Exponent(0), From(-31), From(-1)]),
+        6 => (16, 3, vec![Exponent(255)]),
         // Any bits.
-        7 => (0, 255, 0, vec![]),
-        // Above the window; and an exponent further away than codes lead, below or above.
-        8 => (112, 127, slots - 1, vec![128, 130, 134]),
-        9 => (112, 127, 2, vec![random.below(2) as u32 * 48 + 87]),
-        // Two bases with a slot each.
-        _ => (112, 126, 2, vec![111, 127]),
+        7 => (256, 0, vec![]),
+        // Channels far above the others.
+        8 => (8, slots - 1, vec![From(-1), From(-5)]),
+        // The last exponent that has a code, or one further away.
+        9 => (16, 2, vec![From(-31 - random.below(2) as i32)]),
+        // A step that has its largest exponent once, or not at all.
+        _ => (15, 2, vec![From(-1), From(15)]),
     };
+    let large = random.below(16) as usize;
+    let head_dim = heads.head_dim as usize;
     let mut values: Vec<u16> = (0..heads.unit_values())
-        .map(|_| match kind {
+        .map(|at| match kind {
+            // Around one, ever fewer.
             0 => {
                 let below = random.bits().trailing_zeros().min(30);
                 with_exponent(random, 127 - below)
             }
             3 => random.bits() as u16 & 0x8000,
             _ => {
-                let exponent = exponents(random, first, last);
-                with_exponent(random, exponent as u32)
+                let above = if kind == 8 && at % 16 == large { 8 } else { 0 };
+                let exponent = bases[at % head_dim / 16] + above + random.below(range) as u32;
+                with_exponent(random, exponent)
             }
         })
         .collect();
@@ -156,10 +176,16 @@ fn unit(random: &mut Random, heads: Heads, kind: u64) -> Vec<u16> {
     while (places.len() as u64) < others {
         places.insert(random.below(values.len() as u64) as usize);
     }
-    for (place, exponent) in places.into_iter().zip(out.into_iter().cycle()) {
+    for (place, other) in places.into_iter().zip(out.into_iter().cycle()) {
+        let exponent = match other {
+            From(distance) => bases[place % head_dim / 16].strict_add_signed(distance),
+            Exponent(exponent) => exponent,
+        };
         values[place] = with_exponent(random, exponent);
     }
-    values
+    let mut unit = vec![0; values.len()];
+    heads.places().zip(values).for_each(|(place, value)| unit[place] = value);
+    unit
 }
 
 /// A page with units of several kinds.
@@ -260,9 +286,11 @@ impl PackedPages {
         let poison = POISON.to_le_bytes().repeat(bytes / 2);
         let turned = std::iter::once(&poison[..]).chain(self.unit_pages.chunks(bytes).rev());
         let turned = turned.flatten().copied().collect();
-        for record in self.records.chunks_mut(self.heads.record_bytes()).filter(|record| record[1] == KIND_BF16) {
-            let index = self.units - u32::from_le_bytes(record[4..8].try_into().unwrap());
-            record[4..8].copy_from_slice(&index.to_le_bytes());
+        for record in
+            self.records.chunks_mut(self.heads.record_bytes()).filter(|record| record[RECORD_KIND] == KIND_BF16)
+        {
+            let index = self.units - u32::from_le_bytes(record[RECORD_ENDS..RECORD_HEAD].try_into().unwrap());
+            record[RECORD_ENDS..RECORD_HEAD].copy_from_slice(&index.to_le_bytes());
         }
         (self.unit_pages, self.units) = (turned, self.units + 1);
     }
@@ -276,8 +304,10 @@ impl PackedPages {
     /// Units of used pages: packed without slots, packed with some, bf16.
     pub fn kinds(&self) -> [usize; 3] {
         let mut kinds = [0; 3];
-        for record in self.records.chunks(self.heads.record_bytes()).filter(|record| record[1] != Self::UNUSED) {
-            kinds[if record[1] == KIND_BF16 { 2 } else { usize::from(record[7] != 0) }] += 1;
+        for record in
+            self.records.chunks(self.heads.record_bytes()).filter(|record| record[RECORD_KIND] != Self::UNUSED)
+        {
+            kinds[if record[RECORD_KIND] == KIND_BF16 { 2 } else { usize::from(record[RECORD_ENDS + 3] != 0) }] += 1;
         }
         kinds
     }
@@ -293,27 +323,66 @@ pub fn full_pages(problem: &Problem) -> Vec<(usize, usize)> {
     rows.flat_map(of_row).collect()
 }
 
-/// Puts values outside of the window into pages that are full: into some units a few, into some more than a record has
-/// slots for. Only into tokens that the row sees.
+/// Puts values outside of the windows into pages that are full: into some units a few, into some more than a record has
+/// slots for. Only changes tokens that the row sees, and queries.
 pub fn salt(problem: &mut Problem, seed: u64) {
     let random = &mut Random::new(seed ^ 0x5a17);
-    let slots = u64::from(packed::slots(problem.case.head_dim as u32));
+    let (head_dim, slots) = (problem.case.head_dim, u64::from(packed::slots(problem.case.head_dim as u32)));
+    clear_queries(problem);
     for (row, page) in full_pages(problem) {
         let position = problem.case.positions[row];
-        let first = u64::from(problem.case.first_token(position)).max(page as u64 * u64::from(PAGE_TOKENS));
-        let tokens = (page as u64 + 1) * u64::from(PAGE_TOKENS) - first;
+        let first = problem.case.first_token(position).max(page as u32 * PAGE_TOKENS);
+        let tokens = first..(page as u32 + 1) * PAGE_TOKENS;
         for head in 0..2 * problem.case.kv_heads {
-            let count = match random.below(3) {
+            let bases: Option<Vec<u32>> =
+                (random.below(2) == 0).then(|| (0..head_dim / 16).map(|_| 118 + random.below(8) as u32).collect());
+            if let Some(bases) = &bases {
+                spread(problem, random, (row, head), tokens.clone(), bases);
+            }
+            let count = match random.below(5) {
                 0 => 0,
-                1 => 1 + random.below(slots - 4),
-                _ => 3 * slots,
+                1 => 3 * slots,
+                _ => 1 + random.below(slots - 4),
             };
+            let mut last = (tokens.end, 0);
             for _ in 0..count {
-                let token = first + random.below(tokens);
-                let at = problem.element(row, token as u32, head, random.below(problem.case.head_dim as u64) as usize);
-                let exponent = [0, 92, 99, 107, 108, 130, 131][random.below(7) as usize];
+                let any = first + random.below(u64::from(tokens.end - first)) as u32;
+                // A lane has two escapes if they are of the same channel, in tokens of one tile that are 8 apart.
+                let pair = tokens.contains(&(last.0 ^ 8)) && random.below(4) == 0;
+                last = if pair { (last.0 ^ 8, last.1) } else { (any, random.below(head_dim as u64) as usize) };
+                let (token, index) = last;
+                let exponents = match &bases {
+                    Some(bases) => [0, 1, 1, 2, 31].map(|below| below_base(bases[index / 16], below)),
+                    None => [0, 92, 99, 107, 130],
+                };
+                let exponent = exponents[random.below(5) as usize];
+                let at = problem.element(row, token, head, index);
                 problem.layer[at] = with_exponent(random, exponent);
             }
         }
+    }
+}
+
+/// `below` 0 is exponent 0.
+fn below_base(base: u32, below: u32) -> u32 {
+    if below == 0 { 0 } else { base - below }
+}
+
+/// Gives each step a base, by its first channel. Its other channels have the smallest exponents of the window, so that an
+/// escape among them is about as large as they are and counts in sums.
+fn spread(problem: &mut Problem, random: &mut Random, (row, head): (usize, usize), tokens: Range<u32>, bases: &[u32]) {
+    for (token, index) in tokens.flat_map(|token| (0..16 * bases.len()).map(move |index| (token, index))) {
+        let above = if index % 16 == 0 { 15 } else { random.below(2) as u32 };
+        let at = problem.element(row, token, head, index);
+        problem.layer[at] = with_exponent(random, bases[index / 16] + above);
+    }
+}
+
+/// Queries are 0 where [`spread`] makes keys large, also after rotation, so that scores show the other channels.
+fn clear_queries(problem: &mut Problem) {
+    let (columns, queries, head_dim) = (problem.case.columns(), problem.case.out_columns(), problem.case.head_dim);
+    let rows = problem.qkv.chunks_mut(columns).chain(problem.bias.chunks_mut(columns));
+    for query in rows.flat_map(|row| row[..queries].chunks_mut(head_dim)) {
+        query.iter_mut().step_by(8).for_each(|value| *value = 0);
     }
 }

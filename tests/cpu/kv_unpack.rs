@@ -4,7 +4,7 @@
 use unweight_codegen::{
     VariantSpec,
     abi::KvUnpackArgs,
-    kv::packed::{KIND_BF16, KIND_LOST, KIND_PACKED},
+    kv::packed::{KIND_BF16, KIND_LOST, KIND_PACKED, RECORD_ENDS, RECORD_HEAD, RECORD_KIND},
     plan::GemmShape,
 };
 use unweight_format::testing::Random;
@@ -121,24 +121,24 @@ fn hostile_packed_pages_lead_nowhere() {
         assert_eq!(fault, reported);
     };
     for kind in 3..=255 {
-        left_out(run(&|record| record[1] = kind, &[1, 2]), 1);
+        left_out(run(&|record| record[RECORD_KIND] = kind, &[1, 2]), 1);
     }
     for number in [101, 1 << 31, u32::MAX] {
         let change = |record: &mut [u8]| {
-            record[1] = KIND_BF16;
-            record[4..8].copy_from_slice(&number.to_le_bytes());
+            record[RECORD_KIND] = KIND_BF16;
+            record[RECORD_ENDS..RECORD_HEAD].copy_from_slice(&number.to_le_bytes());
         };
         left_out(run(&change, &[1, 2]), 1);
     }
-    left_out(run(&|record| record[1] = KIND_LOST, &[1, 2]), 0);
-    // Any base, counts and slots of a packed unit: something in its place, and nothing elsewhere.
+    left_out(run(&|record| record[RECORD_KIND] = KIND_LOST, &[1, 2]), 0);
+    // Any bases, counts and slots of a packed unit: something in its place, and nothing elsewhere.
     for seed in 0..40 {
         let bytes = Random::new(seed).bytes(heads.record_bytes());
         let change = |record: &mut [u8]| {
             record.copy_from_slice(&bytes);
-            record[1] = KIND_PACKED;
+            record[RECORD_KIND] = KIND_PACKED;
             if seed % 2 == 0 {
-                record[4..8].copy_from_slice(&[seed as u8, 255, 3, 255]);
+                record[RECORD_ENDS..RECORD_HEAD].copy_from_slice(&[seed as u8, 255, 3, 255]);
             }
         };
         let (out, _, fault) = run(&change, &[1, 2]);
@@ -164,18 +164,24 @@ fn planted_bugs_of_unpacking_are_caught() {
         (PAGES, "return end < limit ? end : limit;", "return end;"),
         (PAGES, "ptx::funnel_shift_left(w2, w2, 4)", "(w2 << 4)"),
         (PAGES, "code == kZeroCode ? 0 : ", ""),
-        (PAGES, "base + kWindow + code - kBelow", "base + kWindow + code"),
+        (PAGES, "(base_of(slot) - kBelow + code) & 255", "(base_of(slot) - kWindow + code) & 255"),
+        // Bases: of another step, of step 0 alone, of steps 0-3 alone.
+        (kernel_header, "record.pair(s)", "record.pair(0)"),
+        (PAGES, "bases[step / 4] >>", "bases[0] >>"),
+        (PAGES, "(slot & 1024) == 0 ? bases[0] : bases[1]", "bases[0]"),
+        (PAGES, "slot >> 5 & 24", "slot >> 5 & 8"),
         (PAGES, "if (element >> 3 != step * 32 + lane) return;", "if (element >> 3 != lane) return;"),
     ];
-    let spec = spec("kv_unpack_d48_pdl");
-    let heads = Heads { head_dim: 48, kv_heads: 2 };
+    // Five steps: the bases of two words of a record.
+    let spec = spec("kv_unpack_d80_pdl");
+    let heads = Heads { head_dim: 80, kv_heads: 2 };
     let (cache, bf16) = packed_pages(heads, 6, 3);
     let mut hostile = cache.clone();
     hostile
         .records
         .chunks_mut(heads.record_bytes())
-        .filter(|record| record[1] == KIND_PACKED)
-        .for_each(|record| record[7] = 255);
+        .filter(|record| record[RECORD_KIND] == KIND_PACKED)
+        .for_each(|record| record[RECORD_ENDS + 3] = 255);
     let table = [5, 0, 3, 1];
     let run = |edits: &[Edit]| {
         let mut kernel = CpuKernel::of(&spec, edits);
