@@ -3,9 +3,9 @@
     python3 kv_coverage.py --texts ../../docs --out kv-coverage.json [--models DIR] [--device cpu]
 
 Runs the trained models of `models.py` in transformers, in BF16, and takes K after RoPE and V of every layer and head. A
-unit is K or V of one KV head in 64 tokens; its base is chosen as docs/kv-cache.md says. Recorded are the entropy of the
-exponents, the share of values outside the window, escapes per unit, and the share of units that need BF16. The same is
-recorded for stress cases and for synthetic keys of heads of 128, from a fixed seed.
+unit is K or V of one KV head in 64 tokens; its bases are chosen as docs/kv-cache.md says. Recorded are the entropy of
+the exponents, the share of values outside the windows, escapes per unit, and the share of units that need BF16. So are
+stress cases and synthetic keys, from a fixed seed. `single` is what one window per unit would give.
 
 `--models DIR` has a folder per model; a model that is missing there is trained and saved. `--golden FILE` is what the
 Rust oracle chose (`kv_golden.json`): the choice here is checked against it first. `--no-models` runs without torch.
@@ -21,10 +21,13 @@ from pathlib import Path
 import numpy as np
 
 TOKENS = 64
+STEP = 16
 WINDOW = 16
-BASES_BELOW = 7
-CODES_BELOW = 24
-CODES_ABOVE = 7
+CODES_BELOW = 31
+# Of one window per unit: bases below the highest, and codes below and above the window.
+SINGLE_BASES_BELOW, SINGLE_CODES_BELOW, SINGLE_CODES_ABOVE = 7, 24, 7
+# Factors of large channels.
+FACTORS = (10, 30, 100, 300, 1000)
 ROWS, ROW_TOKENS = 24, 512
 SYNTHETIC_UNITS = 2000
 NONE = -1
@@ -34,7 +37,12 @@ STRESSED = ["llama", "qwen3"]
 
 
 def slots(head_dim: int) -> int:
-    return (record_bytes(head_dim) - 8) // 2
+    return (record_bytes(head_dim) - 16) // 2
+
+
+def single_slots(head_dim: int) -> int:
+    """With one base, a record has room for four more."""
+    return slots(head_dim) + 4
 
 
 def record_bytes(head_dim: int) -> int:
@@ -46,11 +54,25 @@ def exponents(values: np.ndarray) -> np.ndarray:
     return (values >> 7) & 0xFF
 
 
-def choose(unit_exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Exponents [units, values] to the base with the fewest escapes, of equal ones the largest, and its escapes.
+def choose(unit_exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Exponents [units, TOKENS, head_dim] to the bases of their steps [units, steps].
 
-    Both are [units], NONE where no base has a code for every value. Slots are not considered here: more escapes than
-    slots mean BF16.
+    Also the number of escapes, and whether every escape has a code, both [units]. Slots are not considered here: more
+    escapes than slots mean BF16.
+    """
+    units, tokens, head_dim = unit_exponents.shape
+    of_steps = unit_exponents.reshape(units, tokens, head_dim // STEP, STEP)
+    bases = np.maximum(of_steps.max((1, 3)).astype(np.int64), WINDOW - 1) - (WINDOW - 1)
+    base = bases[:, None, :, None]
+    # Zeros and subnormals always have a code.
+    no_code = (of_steps != 0) & (of_steps < base - CODES_BELOW)
+    return bases, (of_steps < base).sum((1, 2, 3)), ~no_code.any((1, 2, 3))
+
+
+def choose_single(unit_exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Exponents [units, values] to the one base with the fewest escapes, of equal ones the largest, and its escapes.
+
+    Both are [units], NONE where no base has a code for every value.
     """
     units, values = unit_exponents.shape
     histogram = np.zeros((units, 256), dtype=np.int64)
@@ -66,12 +88,12 @@ def choose(unit_exponents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     top = np.maximum(unit_exponents.max(1), WINDOW - 1) - (WINDOW - 1)
     best = np.full(units, NONE, dtype=np.int64)
     fewest = np.full(units, NONE, dtype=np.int64)
-    for step in range(BASES_BELOW + 1):
+    for step in range(SINGLE_BASES_BELOW + 1):
         base = top - step
         escapes = values - count(base, base + WINDOW)
         # Zeros and subnormals always have a code.
-        too_small = count(np.ones_like(base), base - CODES_BELOW)
-        too_large = count(base + WINDOW + CODES_ABOVE, np.full_like(base, 256))
+        too_small = count(np.ones_like(base), base - SINGLE_CODES_BELOW)
+        too_large = count(base + WINDOW + SINGLE_CODES_ABOVE, np.full_like(base, 256))
         better = (base >= 0) & (too_small + too_large == 0) & ((best == NONE) | (escapes < fewest))
         best, fewest = np.where(better, base, best), np.where(better, escapes, fewest)
     return best, fewest
@@ -81,9 +103,11 @@ def check_golden(path: Path) -> int:
     """Exits unless every choice of the Rust oracle is the choice here."""
     cases = json.loads(path.read_text())["cases"]
     for case in cases:
-        values = np.repeat(np.array([run[0] for run in case["runs"]]), [run[1] for run in case["runs"]])
-        base, escapes = (int(part[0]) for part in choose(exponents(values)[None, :]))
-        found = [base, escapes] if base != NONE and escapes <= case["slots"] else None
+        steps = [np.repeat([run[0] for run in step], [run[1] for run in step]) for step in case["steps"]]
+        values = np.stack([step.reshape(TOKENS, STEP) for step in steps], 1).reshape(1, TOKENS, -1)
+        bases, escapes, coded = (part[0] for part in choose(exponents(values)))
+        packs = coded and escapes <= slots(values.shape[2])
+        found = {"bases": bases.tolist(), "escapes": int(escapes)} if packs else None
         if found != case["choice"]:
             sys.exit(f"{path}: {case['name']}: {found} here, {case['choice']} by the oracle; mend `choose`")
     return len(cases)
@@ -95,26 +119,32 @@ def coverage(values: np.ndarray) -> dict:
     own = exponents(values.reshape(units, -1))
     histogram = np.bincount(own.ravel(), minlength=256) / own.size
     present = histogram[histogram > 0]
-    base, escapes = choose(own)
-    coded = base != NONE
+    _, escapes, coded = choose(exponents(values))
     packs = coded & (escapes <= slots(head_dim))
-    told = {
+    base, single = choose_single(own)
+    # With the packed form, its record, and what units in BF16 cost on top.
+    bits = lambda packs: 12 + 8 * record_bytes(head_dim) / (TOKENS * head_dim) + 16 * float(1 - packs.mean())
+    single_packs = (base != NONE) & (single <= single_slots(head_dim))
+    return {
         "units": units,
         "entropy_bits": float(-(present * np.log2(present)).sum()) + 0.0,
         "bf16_units": float(1 - packs.mean()),
-        "no_base": float(1 - coded.mean()),
-        # With the packed form, its record, and what units in BF16 cost on top.
-        "bits_per_value": 12 + 8 * record_bytes(head_dim) / (TOKENS * head_dim) + 16 * float(1 - packs.mean()),
+        "no_code": float(1 - coded.mean()),
+        "bits_per_value": bits(packs),
+        "outside": float(escapes.mean() / own.shape[1]),
+        "escapes_mean": float(escapes.mean()),
+        "escapes_p99": float(np.percentile(escapes, 99)),
+        "escapes_max": int(escapes.max()),
+        "single": {"bf16_units": float(1 - single_packs.mean()), "bits_per_value": bits(single_packs)},
     }
-    if coded.any():
-        of = escapes[coded]
-        told |= {
-            "outside": float(of.sum() / (of.size * own.shape[1])),
-            "escapes_mean": float(of.mean()),
-            "escapes_p99": float(np.percentile(of, 99)),
-            "escapes_max": int(of.max()),
-        }
-    return told
+
+
+def large_channels(head_dim: int) -> list[tuple[str, list[int]]]:
+    """Where large channels are: one, the two that RoPE rotates together, four of one step, and four of four steps."""
+    spread = list(range(0, head_dim, head_dim // 4))
+    pair = [0, head_dim // 2]
+    four = [("4 channels of a step", [0, 1, 2, 3]), ("4 channels of 4 steps", spread)]
+    return [("1 channel", [0]), ("a pair of RoPE", pair), *four]
 
 
 def to_bf16(values: np.ndarray) -> np.ndarray:
@@ -134,11 +164,11 @@ def synthetic() -> list[dict]:
     for head_dim in (64, 128):
         normal = random.standard_normal((SYNTHETIC_UNITS, TOKENS, head_dim), dtype=np.float32)
         case("N(0, 1)", head_dim, to_bf16(normal))
-        for factor in (10, 30, 100):
-            for channels in (1, 4):
+        for factor in FACTORS:
+            for place, channels in large_channels(head_dim):
                 values = normal.copy()
-                values[:, :, :channels] *= factor
-                case(f"N(0, 1), x{factor} in {channels} of {head_dim} channels", head_dim, to_bf16(values))
+                values[:, :, channels] *= factor
+                case(f"N(0, 1), x{factor} in {place}", head_dim, to_bf16(values))
         # A channel with a constant part, as biases of K make.
         values = normal.copy()
         values[:, :, 0] += 30
@@ -214,7 +244,7 @@ def of_models(arguments) -> list[dict]:
 
 
 def stress_of_models(arguments) -> list[dict]:
-    """K and V of two trained models with one channel many times larger, over all layers and heads."""
+    """K and V of two trained models with some channels many times larger, over all layers and heads."""
     import models
 
     rows, texts = [], models.read_texts(arguments.texts)
@@ -223,11 +253,13 @@ def stress_of_models(arguments) -> list[dict]:
         for half, layers in halves:
             values = np.concatenate([layer.reshape(-1, *layer.shape[2:]) for layer in layers])
             wide = (values.astype(np.uint32) << 16).view(np.float32)
-            for factor in (1, 30, 100):
-                scaled = wide.copy()
-                scaled[:, :, 0] *= factor
-                case = {"model": name, "half": half, "case": f"x{factor} in 1 channel", "head_dim": values.shape[2]}
-                rows.append({**case, **coverage(to_bf16(scaled))})
+            told = {"model": name, "half": half, "head_dim": values.shape[2]}
+            rows.append({**told, "case": "as they are", **coverage(values)})
+            for factor in FACTORS:
+                for place, channels in large_channels(values.shape[2]):
+                    scaled = wide.copy()
+                    scaled[:, :, channels] *= factor
+                    rows.append({**told, "case": f"x{factor} in {place}", **coverage(to_bf16(scaled))})
     return rows
 
 
@@ -245,6 +277,10 @@ def summary(rows: list[dict]) -> list[dict]:
                 "units": sum(row["units"] for row in own),
                 "entropy_bits": [min(row["entropy_bits"] for row in own), max(row["entropy_bits"] for row in own)],
                 **mean,
+                "single": {
+                    name: float(np.mean([row["single"][name] for row in own]))
+                    for name in ("bf16_units", "bits_per_value")
+                },
                 "escapes_p99_worst_head": max(row["escapes_p99"] for row in own),
                 "escapes_max": max(row["escapes_max"] for row in own),
                 "bf16_units_worst_head": max(row["bf16_units"] for row in own),
