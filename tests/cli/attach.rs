@@ -101,7 +101,7 @@ fn bundle_carries_its_kernels() {
     assert_eq!(again["bytes"], attached["bytes"]);
     // Of an architecture by its name every shape that ships, since which of them a card asks for is the card's; what is
     // missing is told without a compiler.
-    let every = unweight(&["kernels", "attach", "bundle", "--arch", "sm_89", "--max-batch", "8", "--force"])
+    let every = unweight(&["kernels", "attach", "bundle", "--arch", "sm_89", "--max-batch", "8", "--force", "--json"])
         .current_dir(&home)
         .env("UNWEIGHT_CACHE_DIR", home.path().join("empty"))
         .env("UNWEIGHT_NVRTC", home.path().join("nowhere.so"))
@@ -110,7 +110,9 @@ fn bundle_carries_its_kernels() {
     assert_eq!(every.status.code(), Some(2), "{}", stderr(&every));
     let asked = |spec: &VariantSpec| matches!(spec.op, Op::GemmMma(op) if op.escapes && !op.dump);
     for spec in catalog::on::<GemmMmaSpec>(Arch::Sm89).filter(asked) {
-        assert!(stderr(&every).contains(&spec.to_string()), "no {spec} in {}", stderr(&every));
+        // JSON has all lines of the error, text the first ten.
+        let told = stdout(&every) + &stderr(&every);
+        assert!(told.contains(&spec.to_string()), "no {spec} in {told}");
     }
 
     let verified = json(&in_home(&["verify", "bundle", "--against", "model", "--json"], 0));

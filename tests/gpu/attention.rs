@@ -6,7 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use unweight_bench::attention::{Chunk, ChunkProblem, Decode, DeviceProblem, PAD, Problem};
 use unweight_codegen::{
     VariantSpec,
-    spec::{Arch, AttentionSpec, AttentionStep, Op, catalog},
+    spec::{Arch, AttentionSpec, AttentionStep, KvCache, Op, catalog},
 };
 use unweight_rt::{
     DeviceBuffer, DeviceError, LaunchError, MatrixMut, RowFault,
@@ -24,10 +24,10 @@ fn attention(spec: &VariantSpec) -> Attention {
     Attention::new(gpu().get(spec).unwrap_or_else(|error| panic!("{spec}: {error}"))).unwrap()
 }
 
-/// What ships, and what ships for cards without a copy engine.
+/// What ships for a BF16 cache, and what ships for cards without a copy engine. `kv_engine` holds packed caches to it.
 fn shipped(step: AttentionStep) -> Vec<(VariantSpec, AttentionSpec)> {
     let of = |spec: VariantSpec| match spec.op {
-        Op::Attention(op) if op.step == step => Some((spec, op)),
+        Op::Attention(op) if op.step == step && op.cache == KvCache::Bf16 => Some((spec, op)),
         _ => None,
     };
     catalog::of::<AttentionSpec>().chain(catalog::asynchronous(Arch::Sm90a)).filter_map(of).collect()
