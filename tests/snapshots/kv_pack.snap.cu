@@ -1,8 +1,8 @@
 // uw_sm90a_kv_pack_step_d16
 // Pages that rows have filled, of all layers, heads of 16: BF16 to 12 bits.
 //
-// Blocks of 128 threads, at least 4 per SM, with 2288 B of dynamic shared memory.
-// Grid: persistent, min(rows, SMs x 4).
+// Blocks of 128 threads, at least 3 per SM, with 2288 B of dynamic shared memory.
+// Grid: persistent, min(rows, SMs x 3).
 // Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
@@ -31,7 +31,7 @@ static_assert(Smem::kRecord == 2240, "shared memory: plan and kernel disagree");
 static_assert(Smem::kBytes == 2288, "shared memory: plan and kernel disagree");
 static_assert(uw::kv_pack::kThreads<Config> == 128, "threads: plan and kernel disagree");
 
-extern "C" __global__ void __launch_bounds__(128, 4)
+extern "C" __global__ void __launch_bounds__(128, 3)
 uw_sm90a_kv_pack_step_d16(const __grid_constant__ uw::KvPackArgs args) {
     uw::kv_pack::run<Config>(args);
 }
