@@ -178,7 +178,9 @@ fn unit(random: &mut Random, heads: Heads, kind: u64) -> Vec<u16> {
     }
     for (place, other) in places.into_iter().zip(out.into_iter().cycle()) {
         let exponent = match other {
-            From(distance) => bases[place % head_dim / 16].strict_add_signed(distance),
+            From(distance) => {
+                bases[place % head_dim / 16].checked_add_signed(distance).expect("a base is at least as large")
+            }
             Exponent(exponent) => exponent,
         };
         values[place] = with_exponent(random, exponent);
@@ -368,8 +370,8 @@ fn below_base(base: u32, below: u32) -> u32 {
     if below == 0 { 0 } else { base - below }
 }
 
-/// Gives each step a base, by its first channel. Its other channels have the smallest exponents of the window, so that an
-/// escape among them is about as large as they are and counts in sums.
+/// Gives each step a base, by its first channel. Its other channels have the smallest exponents of the window, so that
+/// an escape among them is about as large as they are and counts in sums.
 fn spread(problem: &mut Problem, random: &mut Random, (row, head): (usize, usize), tokens: Range<u32>, bases: &[u32]) {
     for (token, index) in tokens.flat_map(|token| (0..16 * bases.len()).map(move |index| (token, index))) {
         let above = if index % 16 == 0 { 15 } else { random.below(2) as u32 };

@@ -122,8 +122,11 @@ def coverage(values: np.ndarray) -> dict:
     _, escapes, coded = choose(exponents(values))
     packs = coded & (escapes <= slots(head_dim))
     base, single = choose_single(own)
-    # With the packed form, its record, and what units in BF16 cost on top.
-    bits = lambda packs: 12 + 8 * record_bytes(head_dim) / (TOKENS * head_dim) + 16 * float(1 - packs.mean())
+
+    def bits(packs: np.ndarray) -> float:
+        """With the packed form, its record, and what units in BF16 cost on top."""
+        return 12 + 8 * record_bytes(head_dim) / (TOKENS * head_dim) + 16 * float(1 - packs.mean())
+
     single_packs = (base != NONE) & (single <= single_slots(head_dim))
     return {
         "units": units,
