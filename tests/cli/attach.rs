@@ -178,7 +178,7 @@ fn bundle_carries_its_kernels() {
     let left = home.path().join("bundle/unweight.kernels.partial");
     fs::write(&left, "half").unwrap();
     let text = stderr(&in_home(&["verify", "bundle"], 1));
-    assert!(text.contains("nothing that the bundle lists is damaged: run again what was interrupted"), "{text}");
+    assert!(text.contains("nothing that the bundle lists is damaged: move away the files named above"), "{text}");
     fs::remove_file(&left).unwrap();
     for (kept, plan) in [(bytes.len() - 1, "its plan of `tune` was sound, and stays"), (100, "is gone")] {
         fs::write(&path, &bytes[..kept]).unwrap();
