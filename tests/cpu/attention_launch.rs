@@ -1,6 +1,6 @@
 //! Launches of attention of single tokens on the simulator, over bf16 pages and over packed ones.
 
-use unweight_bench::attention::Problem;
+use unweight_bench::{attention::Problem, kv::PackedPages};
 use unweight_codegen::{
     VariantSpec,
     abi::AttentionArgs,
@@ -8,10 +8,7 @@ use unweight_codegen::{
     spec::Op,
 };
 
-use crate::{
-    harness::{Buffer, CpuKernel, Run},
-    kv_problem::PackedPages,
-};
+use crate::harness::{Buffer, CpuKernel, Run};
 
 /// Elements behind each row of QKV and of A.
 pub const GAP: usize = 8;

@@ -1,7 +1,10 @@
 //! Attention over packed pages, run on the CPU prelude: the same bits as over the bf16 pages that were packed, hostile
 //! tables and records, and planted bugs that must be caught.
 
-use unweight_bench::attention::{Decode, PAD, Problem};
+use unweight_bench::{
+    attention::{Decode, PAD, Problem},
+    kv::{PackedPages, full_pages, salt, with_exponent},
+};
 use unweight_codegen::{
     VariantSpec,
     kv::{
@@ -15,7 +18,6 @@ use unweight_format::testing::Random;
 use crate::{
     attention_launch::{Outcome, launch, launch_on, parts_of},
     harness::{CpuKernel, Edit, bf16, spec},
-    kv_problem::{PackedPages, full_pages, salt, with_exponent},
 };
 
 /// A variant over packed pages, and the one over bf16 pages whose sums have the same order.

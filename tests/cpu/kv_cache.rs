@@ -1,24 +1,20 @@
 //! Packing and releasing pages of a KV cache, run on the CPU prelude: byte for byte what the oracle has,
 //! hostile tables, and planted bugs that must be caught.
 
-use std::collections::BTreeSet;
-
+use unweight_bench::kv::{Cache, Counts, HEAD_DIMS, Heads, Job, page};
 use unweight_codegen::{
     VariantSpec,
     abi::KvPackArgs,
     kv::{
         PAGE_TOKENS,
-        packed::{KIND_BF16, KIND_LOST, KIND_PACKED, RECORD_ENDS, RECORD_HEAD, RECORD_KIND},
+        packed::{KIND_BF16, KIND_LOST, RECORD_ENDS, RECORD_HEAD, RECORD_KIND},
     },
     plan::GemmShape,
     spec::{KvPackStage, Op},
 };
 use unweight_format::testing::Random;
 
-use crate::{
-    harness::{Buffer, CpuKernel, Edit, Run, spec},
-    kv_problem::{HEAD_DIMS, Heads, page},
-};
+use crate::harness::{Buffer, CpuKernel, Edit, Run, spec};
 
 /// An entry of a table without a page, and the position of a row without a token.
 const NONE: u32 = u32::MAX;
@@ -27,142 +23,9 @@ pub const GAP: usize = 128;
 /// In bf16 pages that must not be read.
 const POISON: u16 = 0x7fc1;
 
-/// Packed pages of some layers, with the pool of bf16 units.
-#[derive(Clone)]
-pub struct Cache {
-    pub heads: Heads,
-    pub layers: u32,
-    pub pages: u32,
-    pub units: u32,
-    pub packed: Vec<u8>,
-    pub records: Vec<u8>,
-    pub unit_pages: Vec<u8>,
-    /// How many units are free, then their indices.
-    pub free: Vec<u32>,
-}
-
-impl Cache {
-    /// Not written yet, with `free` of its units.
-    pub fn new(heads: Heads, (layers, pages): (u32, u32), (units, free): (u32, u32)) -> Self {
-        let unwritten = |bytes: usize| vec![Buffer::POISON; bytes];
-        let mut own = Self {
-            heads,
-            layers,
-            pages,
-            units,
-            packed: Vec::new(),
-            records: Vec::new(),
-            unit_pages: unwritten(units as usize * heads.bf16_bytes()),
-            // 5 and the number of units have no common factor.
-            free: std::iter::once(free).chain((0..units).map(|i| (i * 5 + 2) % units)).collect(),
-        };
-        assert!(!units.is_multiple_of(5) || units == 0);
-        own.packed = unwritten(layers as usize * own.packed_pitch());
-        own.records = unwritten(layers as usize * own.record_pitch());
-        own
-    }
-
-    fn packed_pitch(&self) -> usize {
-        self.pages as usize * self.heads.page_bytes() + GAP
-    }
-
-    fn record_pitch(&self) -> usize {
-        self.pages as usize * self.heads.page_record_bytes() + GAP
-    }
-
-    fn record(&self, layer: u32, unit: usize) -> &[u8] {
-        let at = layer as usize * self.record_pitch() + self.heads.record_at(unit);
-        &self.records[at..][..self.heads.record_bytes()]
-    }
-
-    /// The indices that are free.
-    fn free_units(&self) -> BTreeSet<u32> {
-        self.free[1..=self.free[0] as usize].iter().copied().collect()
-    }
-}
-
-/// A page that must be packed.
-struct Job<'a> {
-    layer: u32,
-    page: u32,
-    /// Its units.
-    bf16: &'a [u16],
-}
-
-/// How many units became what.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Counts {
-    plain: usize,
-    with_slots: usize,
-    bf16: usize,
-    lost: usize,
-}
-
-impl std::ops::AddAssign for Counts {
-    fn add_assign(&mut self, other: Self) {
-        self.plain += other.plain;
-        self.with_slots += other.with_slots;
-        self.bf16 += other.bf16;
-        self.lost += other.lost;
-    }
-}
-
-/// Holds a cache against what was there before and the oracle's form of pages that were packed since.
-fn check_packed(before: &Cache, after: &Cache, jobs: &[Job]) -> Result<Counts, String> {
-    let heads = before.heads;
-    let (mut expected, mut counts, mut taken) = (before.clone(), Counts::default(), BTreeSet::new());
-    for Job { layer, page, bf16 } in jobs {
-        for (of, place) in (0..heads.page_units()).zip(*page as usize * heads.page_units()..) {
-            let encoded = heads.encode(bf16, of);
-            let record = after.record(*layer, place);
-            let index = u32::from_le_bytes(record[RECORD_ENDS..RECORD_HEAD].try_into().unwrap());
-            let packed_at = *layer as usize * before.packed_pitch();
-            let record_at = *layer as usize * before.record_pitch();
-            let (pages, records) = (&mut expected.packed[packed_at..], &mut expected.records[record_at..]);
-            match (&encoded.bf16, record[RECORD_KIND]) {
-                (Some(_), KIND_LOST) => {
-                    records[heads.record_at(place)..][..record.len()].copy_from_slice(&heads.lost_record());
-                    counts.lost += 1;
-                    continue;
-                }
-                (Some(values), _) => {
-                    if index >= before.units || !taken.insert(index) {
-                        return Err(format!("layer {layer}, page {page}, unit {of}: took {index} of the pool"));
-                    }
-                    let at = index as usize * heads.bf16_bytes();
-                    expected.unit_pages[at..][..values.len()].copy_from_slice(values);
-                    counts.bf16 += 1;
-                }
-                (None, _) if encoded.record[RECORD_ENDS + 3] != 0 => counts.with_slots += 1,
-                (None, _) => counts.plain += 1,
-            }
-            heads.put(pages, records, place, &encoded, index);
-            let tile = heads.tile_at(place, 0);
-            if record != expected.record(*layer, place) {
-                return Err(format!(
-                    "layer {layer}, page {page}, unit {of}: record {record:?}, not {:?}",
-                    encoded.record
-                ));
-            }
-            let own = &after.packed[packed_at + tile..];
-            if encoded.bf16.is_none() && own[..heads.tile_bytes()] != encoded.tiles[0] {
-                return Err(format!("layer {layer}, page {page}, unit {of}: bytes of the first tile"));
-            }
-        }
-    }
-    expected.free[0] -= taken.len() as u32;
-    let came_from = &before.free[expected.free[0] as usize + 1..=before.free[0] as usize];
-    let whole = [
-        (expected.packed == after.packed, "packed pages"),
-        (expected.records == after.records, "records"),
-        (expected.unit_pages == after.unit_pages, "bf16 units"),
-        (expected.free == after.free, "free units"),
-        (came_from.iter().copied().collect::<BTreeSet<_>>() == taken, "units that were taken"),
-    ];
-    match whole.iter().find(|(same, _)| !same) {
-        Some((_, what)) => Err(format!("{what} differ")),
-        None => Ok(counts),
-    }
+/// A cache with gaps behind the pages and records of each layer.
+pub fn new_cache(heads: Heads, layers_and_pages: (u32, u32), units_and_free: (u32, u32)) -> Cache {
+    Cache::new(heads, layers_and_pages, units_and_free, GAP)
 }
 
 /// A launch of `kv_pack`.
@@ -271,9 +134,10 @@ fn chunk(random: &mut Random, heads: Heads) -> Call {
 }
 
 /// Pages of a chunk that are packed.
-fn chunk_jobs<'a>(call: &'a Call, cache: &Cache) -> Vec<Job<'a>> {
+fn chunk_jobs(call: &Call, cache: &Cache) -> Vec<Job> {
     let wanted = (0..).zip(&call.table).filter(|(i, page)| **page < cache.pages && call.first + i < call.source_pages);
-    wanted.map(|(i, &page)| Job { layer: 0, page, bf16: call.page(cache.heads, 0, call.first + i) }).collect()
+    let job = |(i, &page): (u32, &u32)| Job::new(cache.heads, (0, page), call.page(cache.heads, 0, call.first + i));
+    wanted.map(job).collect()
 }
 
 fn chunk_spec(head_dim: u32) -> VariantSpec {
@@ -288,9 +152,9 @@ fn chunks_are_packed_as_by_the_oracle() {
         for seed in 1..=4 {
             let heads = Heads { head_dim, kv_heads: 1 + seed as u32 % 3 };
             let call = chunk(&mut Random::new(seed * 131 + u64::from(head_dim)), heads);
-            let cache = Cache::new(heads, (1, 7), (37, 35));
+            let cache = new_cache(heads, (1, 7), (37, 35));
             let done = call.run(&mut kernel, &spec, &cache, seed).unwrap_or_else(|e| panic!("{spec} {seed}: {e}"));
-            let counts = check_packed(&cache, &done.cache, &chunk_jobs(&call, &cache));
+            let counts = cache.check_packed(&done.cache, &chunk_jobs(&call, &cache));
             all += counts.unwrap_or_else(|e| panic!("{spec} {seed}: {e}"));
             assert_eq!((done.fault, done.lost[0]), (0, 0), "{spec} {seed}");
         }
@@ -306,14 +170,14 @@ fn units_are_lost_when_none_is_free() {
     let heads = Heads { head_dim: 32, kv_heads: 2 };
     let call = chunk(&mut Random::new(5), heads);
     for (units, free, seed) in [(0, 0, 1), (8, 0, 2), (8, 1, 3), (8, 3, 4), (8, 3, 5)] {
-        let cache = Cache::new(heads, (1, 7), (units, free));
+        let cache = new_cache(heads, (1, 7), (units, free));
         let done = call.run(&mut kernel, &spec, &cache, seed).unwrap();
-        let counts = check_packed(&cache, &done.cache, &chunk_jobs(&call, &cache)).unwrap();
+        let counts = cache.check_packed(&done.cache, &chunk_jobs(&call, &cache)).unwrap();
         assert!(counts.bf16 == free as usize && counts.lost > 0, "{counts:?}");
         assert_eq!((done.lost[0], done.fault), (1, 0), "{units} units, {free} free");
     }
     for (count, entry) in [(9, 0), (u32::MAX, 0), (1 << 31, 0), (8, 8), (8, u32::MAX)] {
-        let mut cache = Cache::new(heads, (1, 7), (8, 8));
+        let mut cache = new_cache(heads, (1, 7), (8, 8));
         if count == 8 {
             cache.free[1..].fill(entry);
         }
@@ -332,18 +196,18 @@ fn hostile_pages_of_a_chunk_are_reported() {
     for (place, page) in [(0, 7), (1, 1 << 31), (3, u32::MAX - 1)] {
         let mut call = chunk(&mut Random::new(6), heads);
         call.table[place] = page;
-        let cache = Cache::new(heads, (1, 7), (37, 37));
+        let cache = new_cache(heads, (1, 7), (37, 37));
         let done = call.run(&mut kernel, &spec, &cache, 1).unwrap();
         assert_eq!(done.fault, 1 + place as u32);
-        check_packed(&cache, &done.cache, &chunk_jobs(&call, &cache)).unwrap();
+        cache.check_packed(&done.cache, &chunk_jobs(&call, &cache)).unwrap();
     }
     // The last one would come from behind the source.
     let mut call = chunk(&mut Random::new(7), heads);
     call.first = 3;
-    let cache = Cache::new(heads, (1, 7), (37, 37));
+    let cache = new_cache(heads, (1, 7), (37, 37));
     let done = call.run(&mut kernel, &spec, &cache, 1).unwrap();
     assert_eq!(done.fault, 6);
-    check_packed(&cache, &done.cache, &chunk_jobs(&call, &cache)).unwrap();
+    cache.check_packed(&done.cache, &chunk_jobs(&call, &cache)).unwrap();
 }
 
 /// A batch: row by row a position, and pages in any order.
@@ -361,7 +225,7 @@ fn step(random: &mut Random, heads: Heads, layers: u32, positions: &[u32]) -> Ca
     }
 }
 
-fn step_jobs<'a>(call: &'a Call, cache: &Cache) -> Vec<Job<'a>> {
+fn step_jobs(call: &Call, cache: &Cache) -> Vec<Job> {
     let mut jobs = Vec::new();
     for (row, &position) in call.positions.iter().enumerate() {
         if position % PAGE_TOKENS != PAGE_TOKENS - 1 || position / PAGE_TOKENS >= call.table_pages {
@@ -370,7 +234,8 @@ fn step_jobs<'a>(call: &'a Call, cache: &Cache) -> Vec<Job<'a>> {
         let page = call.table[row * call.table_pages as usize + (position / PAGE_TOKENS) as usize];
         let hot = call.hot_table[row];
         if page < cache.pages && hot < call.source_pages {
-            jobs.extend((0..cache.layers).map(|layer| Job { layer, page, bf16: call.page(cache.heads, layer, hot) }));
+            let job = |layer| Job::new(cache.heads, (layer, page), call.page(cache.heads, layer, hot));
+            jobs.extend((0..cache.layers).map(job));
         }
     }
     jobs
@@ -388,11 +253,11 @@ fn steps_pack_the_pages_that_rows_have_filled() {
         let mut kernel = CpuKernel::of(&spec, &[]);
         let heads = Heads { head_dim: op.head_dim.get(), kv_heads: 2 };
         let mut call = step(&mut Random::new(u64::from(layers)), heads, layers, positions);
-        let cache = Cache::new(heads, (layers, 3 * call.m), (101, 101));
+        let cache = new_cache(heads, (layers, 3 * call.m), (101, 101));
         for (blocks, seed) in [(1, 1), (3, 2), (3, 3), (500, 4)] {
             call.blocks = blocks;
             let done = call.run(&mut kernel, &spec, &cache, seed).unwrap_or_else(|e| panic!("{spec} {blocks}: {e}"));
-            let counts = check_packed(&cache, &done.cache, &step_jobs(&call, &cache));
+            let counts = cache.check_packed(&done.cache, &step_jobs(&call, &cache));
             let counts = counts.unwrap_or_else(|e| panic!("{spec} {blocks}: {e}"));
             assert_eq!((done.fault, done.lost.iter().max()), (0, Some(&0)), "{spec}");
             assert!(positions.len() == 3 || counts.bf16 > 0, "{counts:?}");
@@ -405,13 +270,13 @@ fn hostile_tables_of_a_step_are_reported() {
     let spec = spec("kv_pack_step_d32_pdl");
     let mut kernel = CpuKernel::of(&spec, &[]);
     let heads = Heads { head_dim: 32, kv_heads: 1 };
-    let cache = Cache::new(heads, (2, 12), (37, 37));
+    let cache = new_cache(heads, (2, 12), (37, 37));
     let right = Call { blocks: 3, ..step(&mut Random::new(3), heads, 2, &[63, 127, 63, 191]) };
     let mut run = |change: &dyn Fn(&mut Call), fault: u32| {
         let mut call = right.clone();
         change(&mut call);
         let done = call.run(&mut kernel, &spec, &cache, 1).unwrap();
-        check_packed(&cache, &done.cache, &step_jobs(&call, &cache)).unwrap();
+        cache.check_packed(&done.cache, &step_jobs(&call, &cache)).unwrap();
         assert_eq!(done.fault, fault);
     };
     run(&|_| (), 0);
@@ -423,9 +288,9 @@ fn hostile_tables_of_a_step_are_reported() {
     // Behind the table, also of the last row.
     run(&|call| call.positions = vec![63, 255, 127, u32::MAX - 64], 0);
     // Rows of which each unit is lost say so themselves.
-    let none = Cache::new(heads, (2, 12), (3, 0));
+    let none = new_cache(heads, (2, 12), (3, 0));
     let done = right.run(&mut kernel, &spec, &none, 2).unwrap();
-    let counts = check_packed(&none, &done.cache, &step_jobs(&right, &none)).unwrap();
+    let counts = none.check_packed(&done.cache, &step_jobs(&right, &none)).unwrap();
     let lost = |row: u32| {
         let page = right.table[(row * 3 + right.positions[row as usize] / PAGE_TOKENS) as usize] as usize;
         let of = |layer| (0..2).any(|unit| done.cache.record(layer, page * 2 + unit)[RECORD_KIND] == KIND_LOST);
@@ -437,44 +302,9 @@ fn hostile_tables_of_a_step_are_reported() {
 
 /// Records of all kinds: units of the pool, each once, that are not free.
 fn released(heads: Heads) -> Cache {
-    let mut cache = Cache::new(heads, (3, 5), (61, 20));
-    let random = &mut Random::new(9);
-    let mut used = cache.free[21..].to_vec();
-    let (pitch, bytes) = (cache.record_pitch(), heads.record_bytes());
-    for layer in 0..3 {
-        for unit in 0..5 * heads.page_units() {
-            let record = &mut cache.records[layer * pitch + heads.record_at(unit)..][..bytes];
-            record.fill(0);
-            record[RECORD_KIND] = random.below(3) as u8;
-            match record[RECORD_KIND] {
-                KIND_BF16 => record[RECORD_ENDS..RECORD_HEAD].copy_from_slice(&used.pop().unwrap_or(0).to_le_bytes()),
-                KIND_PACKED => record.iter_mut().skip(RECORD_HEAD).for_each(|byte| *byte = 7),
-                _ => (),
-            }
-        }
-    }
-    assert!(!used.is_empty(), "more units than the pool has");
+    let mut cache = new_cache(heads, (3, 5), (61, 20));
+    cache.put_random_records(&mut Random::new(9));
     cache
-}
-
-/// What releasing these pages leaves: the units that became free.
-fn release(cache: &mut Cache, table: &[u32]) -> BTreeSet<u32> {
-    let (pitch, bytes, heads) = (cache.record_pitch(), cache.heads.record_bytes(), cache.heads);
-    let mut units = BTreeSet::new();
-    for page in table.iter().filter(|page| **page < cache.pages) {
-        for at in (0..cache.layers as usize).flat_map(|layer| {
-            (0..heads.page_units()).map(move |of| layer * pitch + (*page as usize * heads.page_units() + of) * bytes)
-        }) {
-            let record = &mut cache.records[at..][..RECORD_HEAD];
-            if record[RECORD_KIND] == KIND_BF16 {
-                let unit = u32::from_le_bytes(record[RECORD_ENDS..RECORD_HEAD].try_into().unwrap());
-                units.extend((unit < cache.units).then_some(unit));
-                record.fill(0);
-                record[RECORD_KIND] = KIND_LOST;
-            }
-        }
-    }
-    units
 }
 
 fn check_release(kernel: &mut CpuKernel, spec: &VariantSpec, cache: &Cache, table: &[u32], fault: bool) -> Cache {
@@ -490,23 +320,8 @@ fn try_release(
 ) -> Result<Cache, String> {
     let call = Call { table: table.to_vec(), m: table.len() as u32, ..Call::default() };
     let done = call.run(kernel, spec, cache, 1)?;
-    let mut expected = cache.clone();
-    let units = release(&mut expected, table);
-    let free: BTreeSet<u32> = cache.free_units().union(&units).copied().collect();
-    let now = &done.cache;
-    let count = cache.free[0] as usize + units.len();
-    let whole = [
-        (now.packed == cache.packed && now.unit_pages == cache.unit_pages, "pages were written"),
-        (now.records == expected.records, "records differ"),
-        (now.free[0] as usize == count, "the number of free units differs"),
-        (now.free[0] as usize == count && now.free_units() == free, "free units differ"),
-        (now.free[1 + count..] == cache.free[1 + count.min(cache.free.len() - 1)..], "the list was written behind it"),
-        ((done.fault != 0) == fault, "fault"),
-    ];
-    match whole.iter().find(|(right, _)| !right) {
-        Some((_, what)) => Err((*what).to_owned()),
-        None => Ok(done.cache),
-    }
+    cache.check_released(&done.cache, table)?;
+    if (done.fault != 0) == fault { Ok(done.cache) } else { Err(format!("fault {}", done.fault)) }
 }
 
 #[test]
@@ -606,12 +421,12 @@ fn planted_bugs_of_packing_are_caught() {
     let run = |edits: &[Edit]| {
         let mut kernel = CpuKernel::all(&specs, edits);
         (1..=6).find_map(|seed| {
-            let cache = Cache::new(heads, (3, 21), (101, 101));
+            let cache = new_cache(heads, (3, 21), (101, 101));
             let done = step.run(&mut kernel, &specs[0], &cache, seed);
-            let check = done.and_then(|done| check_packed(&cache, &done.cache, &step_jobs(&step, &cache)));
-            let scarce = Cache::new(large, (1, 7), (8, 2));
+            let check = done.and_then(|done| cache.check_packed(&done.cache, &step_jobs(&step, &cache)));
+            let scarce = new_cache(large, (1, 7), (8, 2));
             let done = few.run(&mut kernel, &specs[1], &scarce, seed);
-            let lost = done.and_then(|done| check_packed(&scarce, &done.cache, &chunk_jobs(&few, &scarce)));
+            let lost = done.and_then(|done| scarce.check_packed(&done.cache, &chunk_jobs(&few, &scarce)));
             check.and(lost).err()
         })
     };

@@ -1,6 +1,7 @@
 //! Unpacking pages of a KV cache, run on the CPU prelude: the values that were packed, hostile tables and records, and
 //! planted bugs that must be caught.
 
+use unweight_bench::kv::{Cache, HEAD_DIMS, Heads, page};
 use unweight_codegen::{
     VariantSpec,
     abi::KvUnpackArgs,
@@ -11,8 +12,7 @@ use unweight_format::testing::Random;
 
 use crate::{
     harness::{Buffer, CpuKernel, Edit, Run, spec},
-    kv_cache::{Cache, GAP},
-    kv_problem::{HEAD_DIMS, Heads, page},
+    kv_cache::GAP,
 };
 
 const PAGES: &str = "unweight/encoding/kv_packed.cuh";
@@ -21,16 +21,7 @@ const PAGES: &str = "unweight/encoding/kv_packed.cuh";
 fn packed_pages(heads: Heads, count: u32, seed: u64) -> (Cache, Vec<u16>) {
     let random = &mut Random::new(seed);
     let bf16: Vec<u16> = (0..count).flat_map(|_| page(random, heads)).collect();
-    let mut cache = Cache::new(heads, (1, count), (101, 0));
-    let mut used = 100;
-    for unit in 0..count as usize * heads.page_units() {
-        let encoded = heads.encode(&bf16, unit);
-        heads.put(&mut cache.packed, &mut cache.records, unit, &encoded, used);
-        if let Some(values) = encoded.bf16 {
-            cache.unit_pages[used as usize * values.len()..][..values.len()].copy_from_slice(&values);
-            used -= 1;
-        }
-    }
+    let cache = Cache::of_pages(heads, &bf16, GAP);
     (cache, bf16)
 }
 

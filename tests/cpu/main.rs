@@ -15,7 +15,6 @@ mod gemm_recon;
 mod gemm_wgmma;
 mod harness;
 mod kv_cache;
-mod kv_problem;
 mod kv_unpack;
 mod moe;
 mod pack;

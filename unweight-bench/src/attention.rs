@@ -11,6 +11,7 @@ use unweight_rt::{
     raw::ops::{
         attention::{Attention, AttentionOptions, ChunkRows, RotaryTable, TokenRows},
         kv::{KvLayer, KvShape},
+        kv_packed::DecodeCache,
     },
 };
 
@@ -366,15 +367,12 @@ fn attend(q: &[f64], tokens: &[(Vec<f64>, Vec<f64>)], out: &[u16]) -> Option<Str
     })
 }
 
-/// A problem on a device.
+/// Rows of a problem on a device.
 #[derive(Debug)]
-pub struct DeviceProblem {
+struct Rows {
     case: Decode,
     qkv: DeviceBuffer<u16>,
-    layer: DeviceBuffer<u16>,
-    shape: KvShape,
     positions: DeviceBuffer<u32>,
-    table: DeviceBuffer<u32>,
     table_pages: u32,
     cosines: DeviceBuffer<u16>,
     sines: DeviceBuffer<u16>,
@@ -382,6 +380,43 @@ pub struct DeviceProblem {
     bias: Option<DeviceBuffer<u16>>,
     norms: [Option<DeviceBuffer<u16>>; 2],
     parts: u32,
+}
+
+impl Rows {
+    fn decode(
+        &self,
+        attention: &Attention,
+        ctx: &mut ExecContext,
+        cache: (DecodeCache<'_>, &DeviceBuffer<u32>),
+        out: MatrixMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let m = self.case.positions.len() as u32;
+        let columns = self.case.columns() as u32;
+        let half = self.case.rope_dim as u32 / 2;
+        let qkv = MatrixRef::new(&self.qkv, m, columns, columns.into())?;
+        let rotary = RotaryTable {
+            cosines: MatrixRef::new(&self.cosines, self.max_positions, half, half.into())?,
+            sines: MatrixRef::new(&self.sines, self.max_positions, half, half.into())?,
+        };
+        let [q_norm, k_norm] = &self.norms;
+        let options = AttentionOptions::new(rotary)
+            .window(Some(self.case.window))
+            .bias(self.bias.as_ref())
+            .norms(q_norm.as_ref(), k_norm.as_ref(), self.case.eps)
+            .parts(self.parts);
+        let (cache, page_table) = cache;
+        let rows = TokenRows { positions: &self.positions, page_table, table_pages: self.table_pages };
+        attention.decode(ctx, qkv, cache, rows, options, out)
+    }
+}
+
+/// A problem on a device.
+#[derive(Debug)]
+pub struct DeviceProblem {
+    rows: Rows,
+    layer: DeviceBuffer<u16>,
+    shape: KvShape,
+    table: DeviceBuffer<u32>,
 }
 
 impl DeviceProblem {
@@ -394,12 +429,9 @@ impl DeviceProblem {
         let optional = |values: &[u16]| if values.is_empty() { Ok(None) } else { of(values).map(Some) };
         let Decode { head_dim, kv_heads, .. } = problem.case;
         let [q_norm, k_norm] = &problem.norms;
-        Ok(Self {
+        let rows = Rows {
             qkv: of(&problem.qkv)?,
-            layer: of(&problem.layer)?,
-            shape: KvShape::new(problem.pages, kv_heads as u32, head_dim as u32)?,
             positions: DeviceBuffer::from_host(stream, &problem.case.positions)?,
-            table: DeviceBuffer::from_host(stream, &problem.table)?,
             table_pages: problem.table_pages as u32,
             cosines: of(&problem.cosines)?,
             sines: of(&problem.sines)?,
@@ -408,6 +440,12 @@ impl DeviceProblem {
             norms: [optional(q_norm)?, optional(k_norm)?],
             parts: 1,
             case: problem.case.clone(),
+        };
+        Ok(Self {
+            rows,
+            layer: of(&problem.layer)?,
+            shape: KvShape::new(problem.pages, kv_heads as u32, head_dim as u32)?,
+            table: DeviceBuffer::from_host(stream, &problem.table)?,
         })
     }
 
@@ -417,8 +455,8 @@ impl DeviceProblem {
     /// # Errors
     /// The driver's.
     pub fn set(&mut self, stream: &Stream, problem: &Problem) -> Result<(), DeviceError> {
-        self.qkv.write(stream, 0, &problem.qkv)?;
-        self.positions.write(stream, 0, &problem.case.positions)?;
+        self.rows.qkv.write(stream, 0, &problem.qkv)?;
+        self.rows.positions.write(stream, 0, &problem.case.positions)?;
         self.table.write(stream, 0, &problem.table)
     }
 
@@ -427,9 +465,9 @@ impl DeviceProblem {
     /// # Errors
     /// As for [`Attention::context_size`] and [`ExecContext::reserve`].
     pub fn in_parts(mut self, attention: &Attention, ctx: &mut ExecContext, parts: u32) -> Result<Self, DeviceError> {
-        let m = self.case.positions.len() as u32;
-        ctx.reserve(attention.context_size(m, self.case.kv_heads as u32, parts)?)?;
-        self.parts = parts;
+        let m = self.rows.case.positions.len() as u32;
+        ctx.reserve(attention.context_size(m, self.rows.case.kv_heads as u32, parts)?)?;
+        self.rows.parts = parts;
         Ok(self)
     }
 
@@ -443,23 +481,22 @@ impl DeviceProblem {
         ctx: &mut ExecContext,
         out: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
-        let m = self.case.positions.len() as u32;
-        let columns = self.case.columns() as u32;
-        let half = self.case.rope_dim as u32 / 2;
-        let qkv = MatrixRef::new(&self.qkv, m, columns, columns.into())?;
-        let rotary = RotaryTable {
-            cosines: MatrixRef::new(&self.cosines, self.max_positions, half, half.into())?,
-            sines: MatrixRef::new(&self.sines, self.max_positions, half, half.into())?,
-        };
-        let rows = TokenRows { positions: &self.positions, page_table: &self.table, table_pages: self.table_pages };
-        let [q_norm, k_norm] = &self.norms;
-        let options = AttentionOptions::new(rotary)
-            .window(Some(self.case.window))
-            .bias(self.bias.as_ref())
-            .norms(q_norm.as_ref(), k_norm.as_ref(), self.case.eps)
-            .parts(self.parts);
         let layer = KvLayer::new(&mut self.layer, self.shape, 0)?;
-        attention.decode(ctx, qkv, layer, rows, options, out)
+        self.rows.decode(attention, ctx, (layer.into(), &self.table), out)
+    }
+
+    /// As [`DeviceProblem::decode`], with the keys and values of another cache, and its page table of as many pages.
+    ///
+    /// # Errors
+    /// As for [`Attention::decode`].
+    pub fn decode_from(
+        &self,
+        attention: &Attention,
+        ctx: &mut ExecContext,
+        cache: (DecodeCache<'_>, &DeviceBuffer<u32>),
+        out: MatrixMut<'_>,
+    ) -> Result<(), DeviceError> {
+        self.rows.decode(attention, ctx, cache, out)
     }
 
     /// Enqueues the attention of the tokens of a chunk, if that is what was uploaded, into `out`
@@ -474,9 +511,9 @@ impl DeviceProblem {
         chunk: &Chunk,
         out: MatrixMut<'_>,
     ) -> Result<(), DeviceError> {
-        let columns = self.case.columns() as u32;
-        let qkv = MatrixRef::new(&self.qkv, chunk.tokens, columns, columns.into())?;
-        let rows = ChunkRows::new(chunk.start, &self.table, self.table_pages).window(Some(chunk.window));
+        let columns = self.rows.case.columns() as u32;
+        let qkv = MatrixRef::new(&self.rows.qkv, chunk.tokens, columns, columns.into())?;
+        let rows = ChunkRows::new(chunk.start, &self.table, self.rows.table_pages).window(Some(chunk.window));
         attention.prefill(ctx, qkv, KvLayer::new(&mut self.layer, self.shape, 0)?, rows, out)
     }
 

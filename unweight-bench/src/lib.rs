@@ -17,6 +17,7 @@ mod data;
 mod decode;
 mod error;
 mod kernels;
+pub mod kv;
 mod matmul;
 mod options;
 pub mod oracle;

@@ -11,7 +11,7 @@ use std::{marker::PhantomData, ops::Range};
 pub use unweight_codegen::kv::KvHalf;
 use unweight_codegen::kv::{self, PAGE_TOKENS};
 
-use crate::device::{DeviceBuffer, LaunchError, view::check_device};
+use crate::device::{Device, DeviceBuffer, LaunchError, view::check_device};
 
 /// The position of a padding row of a batch.
 pub const PAD_POSITION: u32 = u32::MAX;
@@ -119,6 +119,16 @@ impl<'a> KvLayer<'a> {
         }
         let address = cache.address() + at * ELEMENT;
         Ok(Self { device: cache.device().ordinal(), address, shape, memory: PhantomData })
+    }
+
+    /// One layer in memory that something else owns.
+    ///
+    /// # Safety
+    /// `address` is the device address of a layer of this shape on `device`, a multiple of 16. The memory stays
+    /// allocated, and nothing else reads or writes it, until the work that is given this layer is done; in a capture, as
+    /// often as the graph runs.
+    pub unsafe fn from_raw(device: &'a Device, address: u64, shape: KvShape) -> Self {
+        Self { device: device.ordinal(), address, shape, memory: PhantomData }
     }
 
     /// The same for a shorter time.

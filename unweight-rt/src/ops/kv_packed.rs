@@ -124,6 +124,16 @@ impl PackedKv {
         &mut self.records
     }
 
+    /// All bytes of BF16 units, for tests.
+    pub fn units_mut(&mut self) -> &mut DeviceBuffer<u8> {
+        &mut self.units
+    }
+
+    /// How many units are free, then their indices, for tests.
+    pub fn free_mut(&mut self) -> &mut DeviceBuffer<u32> {
+        &mut self.free
+    }
+
     /// All layers.
     pub fn layers(&mut self) -> PackedLayers<'_> {
         PackedLayers {

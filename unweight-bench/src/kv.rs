@@ -1,21 +1,30 @@
-//! What the CPU tests of packed KV pages share: units in both forms, and the packed form of a problem of attention.
+//! Packed KV pages for tests, benchmarks and `unweight-bench stress`: units in both forms, and the packed form of a
+//! problem of attention.
+
+mod cache;
+mod device;
 
 use std::{collections::BTreeSet, ops::Range};
 
-use unweight_bench::attention::{PAD, POISON, Problem};
 use unweight_codegen::kv::{
     self, KvHalf, PAGE_TOKENS,
     packed::{self, EncodedUnit, KIND_BF16, KIND_LOST, PAGE_TILES, RECORD_ENDS, RECORD_HEAD, RECORD_KIND},
 };
 use unweight_format::testing::Random;
 
-/// All that can be packed.
+use crate::attention::{PAD, POISON, Problem};
+pub use cache::{Cache, Counts, Job, UNWRITTEN};
+pub use device::DevicePages;
+
+/// All sizes of heads that can be packed.
 pub const HEAD_DIMS: [u32; 8] = [16, 32, 48, 64, 80, 96, 112, 128];
 
 /// Heads of a layer. Units are numbered `[page][kv_head][K | V]`.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Heads {
+    /// Elements of a head.
     pub head_dim: u32,
+    /// Heads of keys and values.
     pub kv_heads: u32,
 }
 
@@ -66,6 +75,7 @@ impl Heads {
         (head * PAGE_TILES as usize * 2 + tile * 2 + half) * self.tile_bytes()
     }
 
+    /// Bytes of a tile of K or of V.
     pub fn tile_bytes(self) -> usize {
         packed::tile_bytes(self.head_dim) as usize
     }
@@ -207,15 +217,23 @@ pub fn with_exponent(random: &mut Random, exponent: u32) -> u16 {
 
 /// The pages of a problem as attention over packed pages finds them: the page of each row's newest token is hot, and
 /// those before it are packed.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct PackedPages {
+    /// The heads of the layer.
     pub heads: Heads,
+    /// Packed pages.
     pub packed: Vec<u8>,
+    /// Records.
     pub records: Vec<u8>,
+    /// BF16 units.
     pub unit_pages: Vec<u8>,
+    /// How many BF16 units there are.
     pub units: u32,
+    /// Hot pages.
     pub hot: Vec<u16>,
+    /// How many hot pages there are.
     pub hot_pages: u32,
+    /// u32 `[m]`: the hot page of each row.
     pub hot_table: Vec<u32>,
     /// As the problem's, without the pages of newest tokens and those behind them.
     pub table: Vec<u32>,
@@ -226,6 +244,7 @@ impl PackedPages {
     const UNUSED: u8 = 0xee;
     const SPARE: u32 = 2;
 
+    /// Packs the full pages of a problem by the oracle.
     pub fn of(problem: &Problem) -> Self {
         let heads = Heads { head_dim: problem.case.head_dim as u32, kv_heads: problem.case.kv_heads as u32 };
         let pages = problem.pages as usize;
@@ -291,7 +310,8 @@ impl PackedPages {
         for record in
             self.records.chunks_mut(self.heads.record_bytes()).filter(|record| record[RECORD_KIND] == KIND_BF16)
         {
-            let index = self.units - u32::from_le_bytes(record[RECORD_ENDS..RECORD_HEAD].try_into().unwrap());
+            let index =
+                self.units - u32::from_le_bytes(record[RECORD_ENDS..RECORD_HEAD].try_into().expect("four bytes"));
             record[RECORD_ENDS..RECORD_HEAD].copy_from_slice(&index.to_le_bytes());
         }
         (self.unit_pages, self.units) = (turned, self.units + 1);
@@ -386,5 +406,95 @@ fn clear_queries(problem: &mut Problem) {
     let rows = problem.qkv.chunks_mut(columns).chain(problem.bias.chunks_mut(columns));
     for query in rows.flat_map(|row| row[..queries].chunks_mut(head_dim)) {
         query.iter_mut().step_by(8).for_each(|value| *value = 0);
+    }
+}
+
+/// Puts what is hard to store into pages that are full, as [`salt`] does, and then by turns: several escapes in one
+/// lane, zeros and subnormals, and, if asked for, infinities. Only into tokens that the row sees.
+pub fn harden(problem: &mut Problem, seed: u64, infinities: bool) {
+    salt(problem, seed);
+    let random = &mut Random::new(seed ^ 0x4a2d);
+    for (turn, (row, page)) in full_pages(problem).into_iter().enumerate().filter(|(turn, _)| turn % 4 != 0) {
+        let first = problem.case.first_token(problem.case.positions[row]);
+        let tokens = page as u32 * PAGE_TOKENS..(page as u32 + 1) * PAGE_TOKENS;
+        let head_dim = problem.case.head_dim;
+        for head in 0..2 * problem.case.kv_heads {
+            for (token, i) in
+                tokens.clone().filter(|token| *token >= first).flat_map(|t| (0..head_dim).map(move |i| (t, i)))
+            {
+                let exponent = match turn % 4 {
+                    2 => u32::from(head % 2 == 1) * random.below(15) as u32,
+                    _ => 116 + random.below(11) as u32,
+                };
+                let value = with_exponent(random, exponent);
+                let at = problem.element(row, token, head, i);
+                problem.layer[at] = if turn % 4 == 2 && head % 4 == 0 { value & 0x8000 } else { value };
+            }
+            let mut put = |token: u32, i: u32, value: u16| {
+                if token >= first {
+                    let at = problem.element(row, token, head, i as usize);
+                    problem.layer[at] = value;
+                }
+            };
+            match turn % 4 {
+                // The eight values of a lane in one step of one tile.
+                1 => {
+                    let (tile, lane) = (random.below(u64::from(PAGE_TILES)) as u32, random.below(32) as u32);
+                    let step = random.below(head_dim as u64 / 16) as u32;
+                    for (register, high) in (0..4).flat_map(|register| [(register, false), (register, true)]) {
+                        let (token, i) = packed::place(half_of(head), step, lane, register, high);
+                        let exponent = [0, 100, 108, 109][random.below(4) as usize];
+                        put(tokens.start + tile * packed::TILE_TOKENS + token, i, with_exponent(random, exponent));
+                    }
+                }
+                3 if infinities => {
+                    let (token, i) =
+                        (random.below(u64::from(PAGE_TOKENS)) as u32, random.below(head_dim as u64) as u32);
+                    put(tokens.start + token, i, 0x7f80);
+                }
+                _ => (),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::attention::Decode;
+
+    #[test]
+    fn hard_problems_have_all_kinds_of_units() {
+        for head_dim in HEAD_DIMS {
+            let case = Decode { kv_heads: 4, ..Decode::new(head_dim as usize, 4, &[1000, 700, PAD, 15]) };
+            let mut problem = Problem::new(&case);
+            harden(&mut problem, 3, false);
+            let pages = PackedPages::of(&problem);
+            assert!(pages.kinds().iter().all(|kind| *kind > 5), "{head_dim}: {:?}", pages.kinds());
+            let infinite = |problem: &Problem| problem.layer.iter().filter(|bits| **bits & 0x7fff == 0x7f80).count();
+            assert_eq!(infinite(&problem), 0);
+            harden(&mut problem, 3, true);
+            assert!(infinite(&problem) > 5, "{head_dim}");
+        }
+    }
+
+    #[test]
+    fn eight_escapes_of_a_lane_are_in_a_record() {
+        let mut problem = Problem::new(&Decode::new(64, 4, &[300]));
+        harden(&mut problem, 5, false);
+        let pages = PackedPages::of(&problem);
+        let (_, page) = full_pages(&problem)[1];
+        let unit = problem.table[page] as usize * pages.heads.page_units();
+        let record = &pages.records[pages.heads.record_at(unit)..];
+        assert_eq!(
+            (record[RECORD_KIND], record[RECORD_ENDS + 3]),
+            (packed::KIND_PACKED, 8),
+            "kind and number of escapes"
+        );
+        let lanes: BTreeSet<u16> = record[RECORD_HEAD..][..16]
+            .chunks(2)
+            .map(|slot| (u16::from_le_bytes([slot[0], slot[1]]) & 0x7ff) / 8)
+            .collect();
+        assert_eq!(lanes.len(), 1, "step and lane of the escapes");
     }
 }

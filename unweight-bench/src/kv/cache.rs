@@ -1,0 +1,281 @@
+//! A packed KV cache on the host, and what packing and releasing pages must leave of it.
+
+use std::{borrow::Borrow, collections::BTreeSet};
+
+use unweight_codegen::kv::packed::{
+    EncodedUnit, KIND_BF16, KIND_LOST, KIND_PACKED, RECORD_ENDS, RECORD_HEAD, RECORD_KIND,
+};
+use unweight_format::testing::Random;
+
+use super::Heads;
+
+/// Bytes that were not written yet.
+pub const UNWRITTEN: u8 = 0xa5;
+
+/// The index of a bf16 unit in a record.
+fn index_of(record: &[u8]) -> u32 {
+    u32::from_le_bytes(record[RECORD_ENDS..RECORD_HEAD].try_into().expect("four bytes"))
+}
+
+/// Packed pages of some layers on the host, with the pool of bf16 units.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cache {
+    /// The heads of a layer.
+    pub heads: Heads,
+    /// Layers.
+    pub layers: u32,
+    /// Pages of a layer.
+    pub pages: u32,
+    /// BF16 units of all layers together.
+    pub units: u32,
+    /// Bytes behind each layer's packed pages and records.
+    pub gap: usize,
+    /// Packed pages of all layers.
+    pub packed: Vec<u8>,
+    /// Records of all layers.
+    pub records: Vec<u8>,
+    /// BF16 units.
+    pub unit_pages: Vec<u8>,
+    /// How many units are free, then their indices.
+    pub free: Vec<u32>,
+}
+
+impl Cache {
+    /// A cache that was not written yet, with `free` of its units.
+    ///
+    /// # Panics
+    /// If the number of units is a multiple of 5.
+    pub fn new(heads: Heads, (layers, pages): (u32, u32), (units, free): (u32, u32), gap: usize) -> Self {
+        let unwritten = |bytes: usize| vec![UNWRITTEN; bytes];
+        let mut own = Self {
+            heads,
+            layers,
+            pages,
+            units,
+            gap,
+            packed: Vec::new(),
+            records: Vec::new(),
+            unit_pages: unwritten(units as usize * heads.bf16_bytes()),
+            // 5 and the number of units have no common factor.
+            free: std::iter::once(free).chain((0..units).map(|i| (i * 5 + 2) % units)).collect(),
+        };
+        assert!(!units.is_multiple_of(5) || units == 0);
+        own.packed = unwritten(layers as usize * own.packed_pitch());
+        own.records = unwritten(layers as usize * own.record_pitch());
+        own
+    }
+
+    /// One layer of BF16 pages as the oracle packs them. The pool has the units that they need, and none is free.
+    pub fn of_pages(heads: Heads, bf16: &[u16], gap: usize) -> Self {
+        let count = bf16.len() / heads.page_elements();
+        let encoded: Vec<_> = (0..count * heads.page_units()).map(|unit| heads.encode(bf16, unit)).collect();
+        let needed = encoded.iter().filter(|unit| unit.bf16.is_some()).count() as u32;
+        // One that no record names is first.
+        let units = if (needed + 1).is_multiple_of(5) { needed + 2 } else { needed + 1 };
+        let mut own = Self::new(heads, (1, count as u32), (units, 0), gap);
+        let mut index = units;
+        for (unit, encoded) in encoded.iter().enumerate() {
+            index -= u32::from(encoded.bf16.is_some());
+            heads.put(&mut own.packed, &mut own.records, unit, encoded, index);
+            if let Some(values) = &encoded.bf16 {
+                own.unit_pages[index as usize * values.len()..][..values.len()].copy_from_slice(values);
+            }
+        }
+        own
+    }
+
+    /// Replaces all records by ones of any kind. Those of BF16 units have units that are not free, each once.
+    ///
+    /// # Panics
+    /// If too few units are not free.
+    pub fn put_random_records(&mut self, random: &mut Random) {
+        let heads = self.heads;
+        let mut used = self.free[1 + self.free[0] as usize..].to_vec();
+        let (pitch, bytes) = (self.record_pitch(), heads.record_bytes());
+        for layer in 0..self.layers as usize {
+            for unit in 0..self.pages as usize * heads.page_units() {
+                let record = &mut self.records[layer * pitch + heads.record_at(unit)..][..bytes];
+                record.fill(0);
+                record[RECORD_KIND] = random.below(3) as u8;
+                match record[RECORD_KIND] {
+                    KIND_BF16 => {
+                        record[RECORD_ENDS..RECORD_HEAD].copy_from_slice(&used.pop().expect("a unit").to_le_bytes())
+                    }
+                    KIND_PACKED => record.iter_mut().skip(RECORD_HEAD).for_each(|byte| *byte = 7),
+                    _ => (),
+                }
+            }
+        }
+    }
+
+    /// Bytes from layer to layer of packed pages.
+    pub fn packed_pitch(&self) -> usize {
+        self.pages as usize * self.heads.page_bytes() + self.gap
+    }
+
+    /// Bytes from layer to layer of records.
+    pub fn record_pitch(&self) -> usize {
+        self.pages as usize * self.heads.page_record_bytes() + self.gap
+    }
+
+    /// The record of a unit of a layer.
+    pub fn record(&self, layer: u32, unit: usize) -> &[u8] {
+        let at = layer as usize * self.record_pitch() + self.heads.record_at(unit);
+        &self.records[at..][..self.heads.record_bytes()]
+    }
+
+    /// The indices of the units that are free.
+    pub fn free_units(&self) -> BTreeSet<u32> {
+        self.free[1..=self.free[0] as usize].iter().copied().collect()
+    }
+
+    /// Holds what packing left against what was there before, and the oracle's form of the pages.
+    ///
+    /// # Errors
+    /// What is wrong.
+    pub fn check_packed<J: Borrow<Job>>(&self, after: &Self, jobs: &[J]) -> Result<Counts, String> {
+        let before = self;
+        let heads = before.heads;
+        let (mut expected, mut counts, mut taken) = (before.clone(), Counts::default(), BTreeSet::new());
+        for Job { layer, page, units } in jobs.iter().map(J::borrow) {
+            for ((of, encoded), place) in units.iter().enumerate().zip(*page as usize * heads.page_units()..) {
+                let record = after.record(*layer, place);
+                let index = index_of(record);
+                let packed_at = *layer as usize * before.packed_pitch();
+                let record_at = *layer as usize * before.record_pitch();
+                let (pages, records) = (&mut expected.packed[packed_at..], &mut expected.records[record_at..]);
+                match (&encoded.bf16, record[RECORD_KIND]) {
+                    (Some(_), KIND_LOST) => {
+                        records[heads.record_at(place)..][..record.len()].copy_from_slice(&heads.lost_record());
+                        counts.lost += 1;
+                        continue;
+                    }
+                    (Some(values), _) => {
+                        if index >= before.units || !taken.insert(index) {
+                            return Err(format!("layer {layer}, page {page}, unit {of}: took {index} of the pool"));
+                        }
+                        let at = index as usize * heads.bf16_bytes();
+                        expected.unit_pages[at..][..values.len()].copy_from_slice(values);
+                        counts.bf16 += 1;
+                    }
+                    (None, _) if encoded.record[RECORD_ENDS + 3] != 0 => counts.with_slots += 1,
+                    (None, _) => counts.plain += 1,
+                }
+                heads.put(pages, records, place, encoded, index);
+                let tile = heads.tile_at(place, 0);
+                if record != expected.record(*layer, place) {
+                    return Err(format!(
+                        "layer {layer}, page {page}, unit {of}: record {record:?}, not {:?}",
+                        encoded.record
+                    ));
+                }
+                let own = &after.packed[packed_at + tile..];
+                if encoded.bf16.is_none() && own[..heads.tile_bytes()] != encoded.tiles[0] {
+                    return Err(format!("layer {layer}, page {page}, unit {of}: bytes of the first tile"));
+                }
+            }
+        }
+        expected.free[0] -= taken.len() as u32;
+        let came_from = &before.free[expected.free[0] as usize + 1..=before.free[0] as usize];
+        let whole = [
+            (expected.packed == after.packed, "packed pages"),
+            (expected.records == after.records, "records"),
+            (expected.unit_pages == after.unit_pages, "bf16 units"),
+            (expected.free == after.free, "free units"),
+            (came_from.iter().copied().collect::<BTreeSet<_>>() == taken, "units that were taken"),
+        ];
+        match whole.iter().find(|(same, _)| !same) {
+            Some((_, what)) => Err(format!("{what} differ")),
+            None => Ok(counts),
+        }
+    }
+
+    /// Releases the units of the pages of a table, as the kernel does. Returns the units that became free.
+    pub fn release(&mut self, table: &[u32]) -> BTreeSet<u32> {
+        let (pitch, bytes, heads) = (self.record_pitch(), self.heads.record_bytes(), self.heads);
+        let mut units = BTreeSet::new();
+        for page in table.iter().filter(|page| **page < self.pages) {
+            for at in (0..self.layers as usize).flat_map(|layer| {
+                (0..heads.page_units())
+                    .map(move |of| layer * pitch + (*page as usize * heads.page_units() + of) * bytes)
+            }) {
+                let record = &mut self.records[at..][..RECORD_HEAD];
+                if record[RECORD_KIND] == KIND_BF16 {
+                    let unit = index_of(record);
+                    units.extend((unit < self.units).then_some(unit));
+                    record.fill(0);
+                    record[RECORD_KIND] = KIND_LOST;
+                }
+            }
+        }
+        units
+    }
+
+    /// Holds what a release left against what was there before.
+    ///
+    /// # Errors
+    /// What is wrong.
+    pub fn check_released(&self, after: &Self, table: &[u32]) -> Result<(), String> {
+        let mut expected = self.clone();
+        let units = expected.release(table);
+        let count = self.free[0] as usize + units.len();
+        if after.free[0] as usize != count {
+            return Err(format!("{} units are free, not {count}", after.free[0]));
+        }
+        let free: BTreeSet<u32> = self.free_units().union(&units).copied().collect();
+        let whole = [
+            (after.packed == self.packed && after.unit_pages == self.unit_pages, "pages were written"),
+            (after.records == expected.records, "records differ"),
+            (after.free_units() == free, "free units differ"),
+            (after.free[1 + count..] == self.free[1 + count..], "the list was written behind it"),
+        ];
+        match whole.iter().find(|(right, _)| !right) {
+            Some((_, what)) => Err((*what).to_owned()),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A page that must be packed.
+#[derive(Clone, Debug)]
+pub struct Job {
+    layer: u32,
+    page: u32,
+    /// The oracle's form of its units.
+    units: Vec<EncodedUnit>,
+}
+
+impl Job {
+    /// A BF16 page that goes to this page of this layer.
+    pub fn new(heads: Heads, (layer, page): (u32, u32), bf16: &[u16]) -> Self {
+        Self { layer, page, units: (0..heads.page_units()).map(|unit| heads.encode(bf16, unit)).collect() }
+    }
+
+    /// Whether a unit of the page is lost in a cache.
+    pub fn is_lost(&self, cache: &Cache) -> bool {
+        let first = self.page as usize * cache.heads.page_units();
+        (first..first + self.units.len()).any(|unit| cache.record(self.layer, unit)[RECORD_KIND] == KIND_LOST)
+    }
+}
+
+/// How many units became what.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Packed, without an escape.
+    pub plain: usize,
+    /// Packed, with escapes.
+    pub with_slots: usize,
+    /// BF16 units.
+    pub bf16: usize,
+    /// Lost, because no BF16 unit was free.
+    pub lost: usize,
+}
+
+impl std::ops::AddAssign for Counts {
+    fn add_assign(&mut self, other: Self) {
+        self.plain += other.plain;
+        self.with_slots += other.with_slots;
+        self.bf16 += other.bf16;
+        self.lost += other.lost;
+    }
+}
