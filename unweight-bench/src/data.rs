@@ -7,6 +7,11 @@ pub fn halves(bytes: &[u8]) -> Vec<u16> {
     bytes.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]])).collect()
 }
 
+/// 16-bit values as little-endian bytes.
+pub(crate) fn bytes_of(values: &[u16]) -> Vec<u8> {
+    values.iter().flat_map(|value| value.to_le_bytes()).collect()
+}
+
 /// `|a - b| / |b|` over bf16 bit patterns, in double precision; NaN where `a` has a NaN.
 pub fn relative_error(a: &[u16], b: &[u16]) -> f64 {
     let value = |bits: &u16| f64::from(f32::from_bits(u32::from(*bits) << 16));

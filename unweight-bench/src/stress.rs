@@ -15,6 +15,7 @@
 mod activations;
 mod attention;
 mod experts;
+mod kv;
 mod load;
 mod products;
 mod report;
@@ -35,7 +36,7 @@ use unweight_codegen::{
     abi::{DecodeCompactArgs, DecodeHuffmanArgs, PackArgs},
     family::Instruction,
     plan::GemmShape,
-    spec::{DecodeCompactStage, DecodeElement, DecodeOutput, Op, PackStage},
+    spec::{DecodeCompactStage, DecodeElement, DecodeOutput, KvCache, Op, PackStage},
 };
 use unweight_format::{
     CodeLimit, FloatMatrix, Histogram, Matrix, TileGrid,
@@ -254,8 +255,23 @@ impl Run<'_> {
                         add(self.subject(subject, compare)?);
                     }
                 }
-                // With attention over packed pages.
-                Op::KvPack(_) | Op::KvUnpack(_) => {}
+                // Heads say the shapes of these, not weights: once.
+                Op::KvPack(_) | Op::KvUnpack(_) | Op::Attention(_) if shape != SHAPES[0] => {}
+                Op::KvPack(op) => self.kv_pack(kernel, op)?.into_iter().for_each(&mut add),
+                Op::KvUnpack(op) => {
+                    for subject in self.kv_unpack(kernel, op)? {
+                        add(self.subject(subject, compare)?);
+                    }
+                }
+                Op::Attention(op) => {
+                    let subjects = match op.cache {
+                        KvCache::Bf16 => self.attention(kernel)?,
+                        KvCache::Packed => self.packed_attention(kernel, op)?,
+                    };
+                    for subject in subjects {
+                        add(self.subject(subject, compare)?);
+                    }
+                }
                 Op::GemmGrouped(op) => {
                     for tokens in batches(spec) {
                         let subject = self.grouped(kernel, op, &weights, tokens)?;
@@ -269,13 +285,6 @@ impl Run<'_> {
                 }
                 // One depends on the other: run together, below.
                 Op::EncodeHuffman(_) | Op::EncodeCompact(_) => {}
-                // Heads say its shapes, not weights: once.
-                Op::Attention(_) if shape == SHAPES[0] => {
-                    for subject in self.attention(kernel)? {
-                        add(self.subject(subject, compare)?);
-                    }
-                }
-                Op::Attention(_) => {}
             }
         }
         if let Some(rivals) = rivals {

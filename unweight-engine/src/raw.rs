@@ -3,6 +3,12 @@
 //!
 //! For benchmarks, tests and experts. Nothing here is stable: names and behaviour change in any release.
 
+/// Chooses the variant of attention for a number of rows and KV heads.
+pub mod attention {
+    #[doc(inline)]
+    pub use crate::attention::*;
+}
+
 /// Measures steps of an engine: [`Engine::measure`](crate::Engine::measure).
 pub mod measure {
     #[doc(inline)]
