@@ -17,6 +17,7 @@ mod harness;
 mod hostile;
 mod interop;
 mod jit;
+mod kv_cache;
 mod kv_engine;
 mod linear;
 mod moe;

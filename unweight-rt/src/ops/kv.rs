@@ -101,6 +101,8 @@ pub struct KvLayer<'a> {
     device: usize,
     address: u64,
     shape: KvShape,
+    /// Elements from the address to the end of the cache.
+    elements: u64,
     memory: PhantomData<&'a mut [u16]>,
 }
 
@@ -118,7 +120,8 @@ impl<'a> KvLayer<'a> {
             return Err(LaunchError::Range { at, len, have });
         }
         let address = cache.address() + at * ELEMENT;
-        Ok(Self { device: cache.device().ordinal(), address, shape, memory: PhantomData })
+        let elements = have.saturating_sub(at);
+        Ok(Self { device: cache.device().ordinal(), address, shape, elements, memory: PhantomData })
     }
 
     /// One layer in memory that something else owns.
@@ -128,7 +131,8 @@ impl<'a> KvLayer<'a> {
     /// allocated, and nothing else reads or writes it, until the work that is given this layer is done; in a capture, as
     /// often as the graph runs.
     pub unsafe fn from_raw(device: &'a Device, address: u64, shape: KvShape) -> Self {
-        Self { device: device.ordinal(), address, shape, memory: PhantomData }
+        let elements = shape.layer_elements();
+        Self { device: device.ordinal(), address, shape, elements, memory: PhantomData }
     }
 
     /// The same for a shorter time.
@@ -149,6 +153,12 @@ impl<'a> KvLayer<'a> {
     /// The addresses of its elements.
     pub fn span(&self) -> Range<u64> {
         self.address..self.address + self.shape.layer_elements() * ELEMENT
+    }
+
+    /// Checks that the cache has this many layers from this one on.
+    pub(crate) fn check_layers(&self, layers: u32) -> Result<(), LaunchError> {
+        let (len, have) = (self.shape.layer_elements().saturating_mul(layers.into()), self.elements);
+        if len <= have { Ok(()) } else { Err(LaunchError::Range { at: 0, len, have }) }
     }
 
     /// Checks that it is on device `own`.

@@ -79,6 +79,7 @@ impl KvPack {
         let check = || {
             self.check(KvPackStage::Step, &cache, &lists, Some((&*lost, m)))?;
             cache.check_heads(&hot.shape())?;
+            hot.check_layers(cache.shape().layers)?;
             hot.check_device(self.kernel.device().ordinal())
         };
         check().or_else(|refusal| self.kernel.refuse(refusal))?;
