@@ -114,3 +114,14 @@ fn rivals_against_cublas() {
     let host = report.rows.iter().find(|row| row.contender == "copy from the host").map(|row| row.bytes);
     assert_eq!(host, Some(2 * 1024 * 512));
 }
+
+#[test]
+#[ignore = "needs a GPU"]
+fn packed_kv_cache_is_measured() {
+    let options = BenchOptions::nothing().kv_cache(true);
+    let report = bench_kernels(gpu(), &options, &quick_timing(), &|line| println!("{line}")).unwrap();
+    // Nine problems by two caches; a chunk, its way back, and steps with three numbers of full pages.
+    check(&report, 23);
+    let attention = report.rows.iter().filter(|row| row.family == "attention");
+    assert!(attention.clone().count() == 18 && attention.clone().all(|row| row.speedup_over_bf16.is_some()));
+}

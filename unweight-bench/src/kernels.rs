@@ -1,4 +1,7 @@
-//! The report's families: decoders, encoder, reconstructive matmuls; and the conversions of the packed form.
+//! The report's families: decoders, encoder, reconstructive matmuls; the conversions of the packed form; and the packed
+//! KV cache.
+
+mod kv_cache;
 
 use unweight_codegen::{
     VariantSpec,
@@ -51,6 +54,8 @@ options! {
         packed: bool = true,
         /// Measure the matmuls.
         matmul: bool = true,
+        /// Measure attention over packed KV pages, and the packing of pages.
+        kv_cache: bool = true,
         /// Every variant of Table 5 that fits the shape, rather than the heuristic's first choice.
         all_variants: bool = false,
         /// Code limit of the weights.
@@ -62,7 +67,7 @@ impl BenchOptions {
     /// No family: those to be measured are added.
     #[must_use]
     pub fn nothing() -> Self {
-        Self { decode: false, encode: false, packed: false, matmul: false, ..Self::default() }
+        Self { decode: false, encode: false, packed: false, matmul: false, kv_cache: false, ..Self::default() }
     }
 }
 
@@ -80,10 +85,22 @@ pub fn bench_kernels(
     let stream = kernels.device().stream()?;
     let timer = Timer { stream: &stream, timing };
     let bench = Bench { kernels, timer, options, limit, arch: kernels.device().info().arch };
+    let mut rows = Vec::new();
+    if options.kv_cache {
+        rows.extend(kv_cache::KvBench { kernels, timer: &bench.timer }.measure(progress)?);
+    }
+    let report = |rows| Report {
+        device: kernels.device().info().clone(),
+        timing: timing.clone(),
+        options: options.clone(),
+        rows,
+    };
+    if !(options.decode || options.encode || options.packed || options.matmul) {
+        return Ok(report(rows));
+    }
     let elements = options.shapes.iter().map(|&(n, k)| n as usize * k as usize).max().unwrap_or(0);
     progress(&format!("{elements} weights from N(0, 0.02^2)"));
     let weights = normal_bf16(elements, 0.02, 1);
-    let mut rows = Vec::new();
     for &(n, k) in &options.shapes {
         let bytes = &weights[..n as usize * k as usize * 2];
         let matrix = Matrix::new(bytes, n as usize, k as usize)?;
@@ -106,7 +123,7 @@ pub fn bench_kernels(
             rows.extend(bench.matmul(&tensor, progress)?);
         }
     }
-    Ok(Report { device: kernels.device().info().clone(), timing: timing.clone(), options: options.clone(), rows })
+    Ok(report(rows))
 }
 
 struct Bench<'a> {

@@ -42,15 +42,16 @@ pub struct Report<Options> {
 /// One contender on one problem.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
-    /// `decode`, `encode`, `packed`, `compact` or `matmul`.
+    /// `decode`, `encode`, `packed`, `compact`, `matmul`, `attention`, `kv_pack` or `kv_unpack`.
     pub family: &'static str,
     /// Name of the variant, `cublas`, or the stages of the encoder.
     pub contender: String,
-    /// Batch rows; 0 without a batch.
+    /// Batch rows; 0 without a batch. `attention`: sequences; `kv_pack`: rows of a step, or pages; `kv_unpack`: pages.
     pub m: u32,
-    /// Output features.
+    /// Output features. `kv_pack`: layers of a step, or KV heads; `kv_unpack`: KV heads.
     pub n: u32,
-    /// Input features.
+    /// Input features. `attention`: tokens of each sequence; `kv_pack`: full rows of a step, or elements of a head;
+    /// `kv_unpack`: elements of a head.
     pub k: u32,
     /// Copies of the weights.
     pub copies: usize,
@@ -70,6 +71,8 @@ pub struct Row {
     pub floor_fraction: f64,
     /// cuBLAS's median over this one, in the same rounds: above 1 is faster than cuBLAS.
     pub speedup_over_cublas: Option<f64>,
+    /// `attention`: the median of BF16 attention over this one, in the same rounds: above 1 is faster.
+    pub speedup_over_bf16: Option<f64>,
     /// `|y - y_cublas| / |y_cublas|` of the outputs.
     pub error_to_cublas: Option<f64>,
     /// Whether dispatch takes this variant for this problem.
@@ -184,6 +187,7 @@ impl Timer<'_> {
                     floor_us,
                     floor_fraction: floor_us / median_us,
                     speedup_over_cublas: None,
+                    speedup_over_bf16: None,
                     error_to_cublas: contender.error,
                     dispatched: contender.dispatched,
                 }
@@ -274,6 +278,7 @@ mod tests {
             floor_us: 0.01,
             floor_fraction: 0.001,
             speedup_over_cublas: Some(1.0),
+            speedup_over_bf16: None,
             error_to_cublas: None,
             dispatched: false,
         };

@@ -71,7 +71,7 @@ fn failed(error: BenchError) -> Failure {
 /// What to measure.
 #[derive(Subcommand)]
 enum Bench {
-    /// Time all kernel families next to cuBLAS
+    /// Time all kernel families next to cuBLAS, and attention over packed KV pages next to BF16 attention
     Kernels(KernelsBench),
     /// Time matrix products from packed weights next to cuBLAS
     Matmul(MatmulBench),
@@ -334,6 +334,7 @@ enum Family {
     Encode,
     Packed,
     Matmul,
+    KvCache,
 }
 
 impl Bench {
@@ -563,6 +564,7 @@ impl KernelsBench {
             options.encode = self.only.contains(&Family::Encode);
             options.packed = self.only.contains(&Family::Packed);
             options.matmul = self.only.contains(&Family::Matmul);
+            options.kv_cache = self.only.contains(&Family::KvCache);
         }
         options
     }

@@ -85,6 +85,7 @@ mod tests {
             floor_us: 0.0,
             floor_fraction: 0.0,
             speedup_over_cublas: None,
+            speedup_over_bf16: None,
             error_to_cublas: None,
             dispatched: false,
         }
@@ -122,6 +123,7 @@ mod tests {
             floor_us: 1.0,
             floor_fraction: 1.0,
             speedup_over_cublas: Some(speedup),
+            speedup_over_bf16: None,
             error_to_cublas: None,
             dispatched: contender != "cublas",
         };
