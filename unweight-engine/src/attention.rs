@@ -69,6 +69,21 @@ pub fn parts_bytes(config: &ModelConfig) -> u64 {
     plan.map_or(0, |plan| ContextSize::from(plan.workspace(GemmShape::rows(SMS_MAX), SMS_MAX)).bytes())
 }
 
+/// The variant that a step of a bucket of `rows` rows takes for sequences of up to `tokens` tokens, and its parts. `heads`
+/// are KV heads and their elements.
+pub fn decode_variant(
+    gpu: &GpuModel,
+    cache: KvCache,
+    heads: (u32, u32),
+    rows: u32,
+    tokens: u32,
+) -> Option<(VariantSpec, u32)> {
+    let (kv_heads, head_dim) = heads;
+    // A pair of a row and a KV head is a block's work, or a cluster's, or that of several blocks.
+    let shape = Shape::of(gpu, rows * kv_heads, tokens);
+    Some((variant(gpu.arch, (AttentionStep::Decode, cache), head_dim, shape)?, shape.parts))
+}
+
 /// The shipped attention for heads of this size that is nearest to so many warps and blocks: those of sizes that few
 /// models have come with clusters of one. Either cache has the same warps and clusters, so its results are the same
 /// bits.

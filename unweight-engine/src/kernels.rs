@@ -108,10 +108,9 @@ impl Variants {
         let tokens = options.context.unwrap_or(config.max_positions).min(config.max_positions);
         let buckets = BUCKETS.into_iter().filter(|bucket| *bucket <= largest);
         let decode = buckets.map(|bucket| {
-            // A pair of a row and a KV head is a block's work, or a cluster's, or that of several blocks.
-            let shape = Shape::of(gpu, bucket * config.kv_heads, tokens);
-            let kernel = attention::variant(arch, (AttentionStep::Decode, cache), config.head_dim, shape)?;
-            Some(Decode { rows: bucket, kernel, parts: shape.parts })
+            let heads = (config.kv_heads, config.head_dim);
+            let (kernel, parts) = attention::decode_variant(gpu, cache, heads, bucket, tokens)?;
+            Some(Decode { rows: bucket, kernel, parts })
         });
         let decode: Option<Vec<_>> = decode.collect();
         let all = (embed, norm, silu_mul, rope, prefill, decode, sample);

@@ -3,11 +3,8 @@
 //!
 //! For benchmarks, tests and experts. Nothing here is stable: names and behaviour change in any release.
 
-/// Chooses the variant of attention for a number of rows and KV heads.
-pub mod attention {
-    #[doc(inline)]
-    pub use crate::attention::*;
-}
+#[doc(inline)]
+pub use crate::attention::decode_variant;
 
 /// Measures steps of an engine: [`Engine::measure`](crate::Engine::measure).
 pub mod measure {

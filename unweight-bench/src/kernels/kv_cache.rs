@@ -12,12 +12,9 @@ use unweight_codegen::{
     family::Instruction,
     kv::{PAGE_TOKENS, packed},
     plan::GemmShape,
-    spec::{AttentionStep, HeadDim, KvCache, KvPackSpec, KvPackStage, KvUnpackSpec},
+    spec::{HeadDim, KvCache, KvPackSpec, KvPackStage, KvUnpackSpec},
 };
-use unweight_engine::raw::{
-    attention::{Shape, variant},
-    options::bucket,
-};
+use unweight_engine::raw::{decode_variant, options::bucket};
 use unweight_rt::{
     ContextSize, DeviceBuffer, DeviceError, ExecContext, KernelSet, MatrixMut, MatrixRef, Stream,
     raw::{
@@ -285,10 +282,10 @@ impl KvBench<'_> {
     /// The variant that an engine takes for a batch, and its parts.
     fn kernel(&self, cache: KvCache, Case { m, context, .. }: Case) -> Result<(Attention, u32), BenchError> {
         let info = self.kernels.device().info();
-        let shape = Shape::of(&GpuModel::from(info), bucket(m) * HEADS.kv_heads, context);
-        let spec = variant(info.arch, (AttentionStep::Decode, cache), HEADS.head_dim, shape);
-        let none = BenchError::NoVariant(GemmShape { m, n: OUT_COLUMNS, k: context });
-        Ok((Attention::new(self.kernels.get(&spec.ok_or(none)?)?)?, shape.parts))
+        let heads = (HEADS.kv_heads, HEADS.head_dim);
+        let variant = decode_variant(&GpuModel::from(info), cache, heads, bucket(m), context);
+        let (spec, parts) = variant.ok_or(BenchError::NoVariant(GemmShape { m, n: OUT_COLUMNS, k: context }))?;
+        Ok((Attention::new(self.kernels.get(&spec)?)?, parts))
     }
 
     /// The pages of a chunk, of one layer.

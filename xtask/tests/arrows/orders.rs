@@ -166,7 +166,7 @@ pub const CRATES: [Crate; 11] = [
         ],
         levels: &[
             ("attention data error options oracle", "problems, expected results, options"),
-            ("timing tuned", "graphs on the clock; settings of step graphs"),
+            ("kv timing tuned", "packed KV pages; graphs on the clock; settings of step graphs"),
             ("decode kernels matmul rivals", "a measurement each"),
             ("stress tables", "every kernel under load; the report's tables"),
             ("cli", "the command line of the binary"),
@@ -225,7 +225,7 @@ pub const INNER: &[(&str, &str)] = &[
     ("unweight-engine/src/pipelines/tune", "answer key space < journal < search"),
     ("unweight-engine/src/engine", "measure stepper < load logits objective"),
     ("unweight-rivals/src/dfloat11", "error < code config tensors < unit < oracle restore < model"),
-    ("unweight-bench/src/stress", "load report weights < results < activations attention experts products rivals"),
+    ("unweight-bench/src/stress", "load report weights < results < activations attention experts kv products rivals"),
     ("src/text", "clock < chat"),
     ("src/serve", "backend < metrics reference < worker < api"),
     (
