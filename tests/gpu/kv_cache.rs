@@ -1,5 +1,5 @@
-//! Packing, unpacking and releasing pages of a KV cache, held against the oracle: every head size, pages that are hard to
-//! store, hostile tables, refusals.
+//! Packing, unpacking and releasing pages of a KV cache, held against the oracle: every head size, pages that are hard
+//! to store, hostile tables, refusals.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 

@@ -69,8 +69,8 @@ pub fn parts_bytes(config: &ModelConfig) -> u64 {
     plan.map_or(0, |plan| ContextSize::from(plan.workspace(GemmShape::rows(SMS_MAX), SMS_MAX)).bytes())
 }
 
-/// The variant that a step of a bucket of `rows` rows takes for sequences of up to `tokens` tokens, and its parts. `heads`
-/// are KV heads and their elements.
+/// The variant that a step of a bucket of `rows` rows takes for sequences of up to `tokens` tokens, and its parts.
+/// `heads` are KV heads and their elements.
 pub fn decode_variant(
     gpu: &GpuModel,
     cache: KvCache,

@@ -1,4 +1,4 @@
-//! A packed KV cache on the host, and what packing and releasing pages must leave of it.
+//! A packed KV cache on the host, and what packing and releasing pages must leave in one.
 
 use std::{borrow::Borrow, collections::BTreeSet};
 

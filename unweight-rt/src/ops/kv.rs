@@ -128,8 +128,8 @@ impl<'a> KvLayer<'a> {
     ///
     /// # Safety
     /// `address` is the device address of a layer of this shape on `device`, a multiple of 16. The memory stays
-    /// allocated, and nothing else reads or writes it, until the work that is given this layer is done; in a capture, as
-    /// often as the graph runs.
+    /// allocated, and nothing else reads or writes it, until the work that is given this layer is done; in a capture,
+    /// as often as the graph runs.
     pub unsafe fn from_raw(device: &'a Device, address: u64, shape: KvShape) -> Self {
         let elements = shape.layer_elements();
         Self { device: device.ordinal(), address, shape, elements, memory: PhantomData }
