@@ -23,9 +23,11 @@ pub fn parse(text: &str) -> Result<u64, String> {
 }
 
 /// Smallest GPU memory that is taken at its word, bytes.
+#[cfg(feature = "gpu")]
 const MEMORY_MIN: u64 = 1 << 20;
 
 /// Parses a size of GPU memory; a number below 1 MiB lacks its unit.
+#[cfg(feature = "gpu")]
 pub fn memory(text: &str) -> Result<u64, String> {
     match parse(text)? {
         bytes if bytes < MEMORY_MIN => Err(format!("'{text}' is {bytes} bytes; write the unit, such as 24G")),

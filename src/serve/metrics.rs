@@ -172,7 +172,7 @@ mod tests {
         let metrics = Metrics::new();
         metrics.load(Load { running: 2, waiting: 1, free_pages: 30, free_units: 400, preempted: 5 });
         let text = |kv_cache, units| {
-            let (cache_tokens, cache_token_bytes, eos) = (6400, 98_817, Vec::new());
+            let (cache_tokens, cache_token_bytes, eos) = (6400, 98_721, Vec::new());
             let (max_batch, context, pages) = (4, 4096, 100);
             metrics.text(&Limits { max_batch, context, pages, kv_cache, cache_tokens, cache_token_bytes, units, eos })
         };

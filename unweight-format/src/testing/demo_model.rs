@@ -57,7 +57,7 @@ impl Default for DemoOptions {
     }
 }
 
-/// The report of [`write`].
+/// The report of [`write()`].
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct DemoReport {
     /// Elements of all tensors.
