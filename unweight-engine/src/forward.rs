@@ -181,13 +181,13 @@ fn router_pitch(mixture: Mixture) -> u32 {
 }
 
 impl Forward {
-    /// Allocates everything.
+    /// Allocates everything but the cache.
     ///
     /// # Errors
     /// No room.
     pub fn new(
         ctx: ExecContext,
-        kernels: Kernels,
+        (kernels, cache): (Kernels, KvStore),
         config: &ModelConfig,
         options: &EngineOptions,
         memory: &Memory,
@@ -238,7 +238,7 @@ impl Forward {
             live: 0,
             passing: 0,
             logits: zeroed(shape.logit_rows, shape.logit_pitch)?,
-            cache: KvStore::new(&stream, config, memory, batch)?,
+            cache,
             cosines: table(&angles.cos)?,
             sines: table(&angles.sin)?,
             ids: words(batch as usize)?,
@@ -283,10 +283,26 @@ impl Forward {
     /// # Errors
     /// The driver's.
     pub fn release(&mut self, pages: &[u32]) -> Result<(), DeviceError> {
-        match (self.cache.packed(), &self.kernels.packed) {
-            (Some(cache), Some(kernels)) => cache.release(&mut self.ctx, kernels, pages),
-            _ => Ok(()),
+        match self.cache.packed() {
+            Some(cache) => cache.release(&mut self.ctx, pages),
+            None => Ok(()),
         }
+    }
+
+    /// BF16 units of a packed cache that are free; `None` if the cache is BF16. Waits.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn free_units(&mut self) -> Result<Option<u32>, DeviceError> {
+        self.cache.packed().map(|cache| cache.free_units(self.ctx.stream())).transpose()
+    }
+
+    /// Whether a page of the prompt that was run last is lost. Waits if the cache is packed.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn prompt_is_lost(&mut self) -> Result<bool, DeviceError> {
+        self.cache.packed().map_or(Ok(false), |cache| cache.prompt_is_lost(self.ctx.stream()))
     }
 
     /// Logits of the first `rows` rows of the last step or chunk, `[rows, vocab]`. Waits.
@@ -384,11 +400,9 @@ impl Forward {
     /// The driver's.
     pub(crate) fn pack_staging(&mut self, pages: &[u32], hot: u32, context: u32) -> Result<(), DeviceError> {
         self.set_pages(pages, Some(hot))?;
-        let (Some(cache), Some(kernels)) = (self.cache.packed(), &self.kernels.packed) else { return Ok(()) };
-        for layer in 0..self.shape.layers {
-            cache.pack_chunk(&mut self.ctx, kernels, layer, &self.prompt_pages, (0, context))?;
-        }
-        Ok(())
+        let Some(cache) = self.cache.packed() else { return Ok(()) };
+        (0..self.shape.layers)
+            .try_for_each(|layer| cache.pack_chunk(&mut self.ctx, layer, &self.prompt_pages, (0, context)))
     }
 
     /// Sets the tokens of a chunk; how many they are. Waits.
@@ -478,10 +492,8 @@ impl Forward {
         let cache = self.cache.decode(index as u32)?;
         let out = view_mut(&mut self.attended, rows, attended)?;
         decode.kernel.decode(&mut self.ctx, x, cache, tokens, options, out)?;
-        match (self.cache.packed(), &self.kernels.packed) {
-            (Some(cache), Some(kernels)) if index + 1 == layers as usize => {
-                cache.pack_step(&mut self.ctx, kernels, tokens, rows)
-            }
+        match self.cache.packed() {
+            Some(cache) if index + 1 == layers as usize => cache.pack_step(&mut self.ctx, tokens, rows),
             _ => Ok(()),
         }
     }
@@ -502,19 +514,17 @@ impl Forward {
     pub(crate) fn attend_chunk(&mut self, index: usize, start: u32, rows: u32) -> Result<(), DeviceError> {
         let Shape { qkv, attended, table_pages, ref windows, .. } = self.shape;
         let (window, layer) = (windows.get(index).copied().flatten(), index as u32);
-        if let (Some(cache), Some(kernels)) = (self.cache.packed(), &self.kernels.packed) {
-            cache.unpack(&mut self.ctx, kernels, layer, (&self.prompt_pages, start))?;
+        if let Some(cache) = self.cache.packed() {
+            cache.unpack(&mut self.ctx, layer, (&self.prompt_pages, start))?;
         }
         let x = view(&self.qkv, rows, qkv)?;
         let (cache, pages) = self.cache.chunk(layer, &self.prompt_pages)?;
         let tokens = ChunkRows::new(start, pages, table_pages).window(window);
         let out = view_mut(&mut self.attended, rows, attended)?;
         self.kernels.prefill.prefill(&mut self.ctx, x, cache, tokens, out)?;
-        match (self.cache.packed(), &self.kernels.packed) {
-            (Some(cache), Some(kernels)) => {
-                cache.pack_chunk(&mut self.ctx, kernels, layer, &self.prompt_pages, (start, start + rows))
-            }
-            _ => Ok(()),
+        match self.cache.packed() {
+            Some(cache) => cache.pack_chunk(&mut self.ctx, layer, &self.prompt_pages, (start, start + rows)),
+            None => Ok(()),
         }
     }
 

@@ -104,7 +104,7 @@ impl Variants {
             });
         let shape = Shape { warps: 4, ..Shape::BLOCK };
         let prefill = attention::variant(arch, (AttentionStep::Prefill, KvCache::Bf16), config.head_dim, shape);
-        let cache = options.kv_cache.unwrap_or(KvCache::Bf16);
+        let cache = options.chosen_kv_cache();
         let tokens = options.context.unwrap_or(config.max_positions).min(config.max_positions);
         let buckets = BUCKETS.into_iter().filter(|bucket| *bucket <= largest);
         let decode = buckets.map(|bucket| {
@@ -130,6 +130,20 @@ impl Variants {
         let decode = decode.chain(packed.iter().flatten().copied());
         let all = [*embed, *norm, *silu_mul, *rope, *prefill, *sample].into_iter().chain(decode);
         all.collect::<BTreeSet<_>>().into_iter().collect()
+    }
+
+    /// The kernels of a packed KV cache; `None` if the cache is BF16.
+    ///
+    /// # Errors
+    /// As for [`KernelSet::get`].
+    pub fn load_packed(&self, kernels: &KernelSet) -> Result<Option<PackedKernels>, DeviceError> {
+        let Some([step, chunk, release, unpack]) = &self.packed else { return Ok(None) };
+        Ok(Some(PackedKernels {
+            step: KvPack::new(kernels.get(step)?)?,
+            chunk: KvPack::new(kernels.get(chunk)?)?,
+            release: KvPack::new(kernels.get(release)?)?,
+            unpack: KvUnpack::new(kernels.get(unpack)?)?,
+        }))
     }
 }
 
@@ -178,8 +192,6 @@ pub struct Kernels {
     pub rope: Rope,
     pub prefill: Attention,
     pub sample: Sample,
-    /// Of a packed KV cache.
-    pub packed: Option<PackedKernels>,
     decode: Vec<Decode<Attention>>,
 }
 
@@ -201,15 +213,6 @@ impl Kernels {
             rope: Rope::new(get(&variants.rope)?)?,
             prefill: Attention::new(get(&variants.prefill)?)?,
             sample: Sample::new(get(&variants.sample)?)?,
-            packed: match &variants.packed {
-                Some([step, chunk, release, unpack]) => Some(PackedKernels {
-                    step: KvPack::new(get(step)?)?,
-                    chunk: KvPack::new(get(chunk)?)?,
-                    release: KvPack::new(get(release)?)?,
-                    unpack: KvUnpack::new(get(unpack)?)?,
-                }),
-                None => None,
-            },
             decode: decode.collect::<Result<_, DeviceError>>()?,
         })
     }

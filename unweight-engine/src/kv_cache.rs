@@ -4,10 +4,10 @@
 //! BF16     a prompt's chunk --rope--> pages <--attention of chunks and steps
 //! packed   a prompt's chunk --rope--> staging <--attention of the chunk;  staging --pack--> pages, hot page
 //!          a later chunk:             pages --unpack--> staging, first
-//!          a step: attention reads pages and the hot page, and writes the hot page; behind the last layer the hot pages
-//!          that are full are packed
+//!          a step: attention reads pages and the hot page, and writes the hot page; behind the last layer the hot
+//!          pages that are full are packed
 //! ```
-//! Staging are BF16 pages of one layer for one sequence of the whole context, in the order of its tokens. A step's
+//! Staging is BF16 pages of one layer for one sequence of the whole context, in the order of its tokens. A step's
 //! kernels read pages of earlier tokens before the kernel in front has ended: what packs pages runs behind all of them,
 //! in the same step, and two steps are never in one graph.
 
@@ -24,7 +24,7 @@ use unweight_rt::{
     },
 };
 
-use crate::{memory::Memory, options::KvCache, pages::pages_for};
+use crate::{memory::Memory, pages::pages_for};
 
 /// Kernels of a packed cache.
 #[derive(Debug)]
@@ -39,17 +39,35 @@ pub struct PackedKernels {
     pub unpack: KvUnpack,
 }
 
-/// The memory of a packed cache.
+/// BF16 pages, of one layer or several.
+#[derive(Debug)]
+pub struct Bf16Pages {
+    data: DeviceBuffer<u16>,
+    /// Of one layer.
+    shape: KvShape,
+}
+
+impl Bf16Pages {
+    fn new(stream: &Stream, shape: KvShape, layers: u32) -> Result<Self, DeviceError> {
+        let elements = shape.layer_elements() as usize * layers as usize;
+        Ok(Self { data: DeviceBuffer::zeroed(stream, elements)?, shape })
+    }
+
+    fn layer(&mut self, index: u32) -> Result<KvLayer<'_>, LaunchError> {
+        KvLayer::new(&mut self.data, self.shape, index)
+    }
+}
+
+/// A packed cache: its memory, and the kernels that pack and unpack pages.
 #[derive(Debug)]
 pub struct PackedCache {
+    kernels: PackedKernels,
     pages: PackedKv,
-    /// Hot pages of all layers.
-    hot: DeviceBuffer<u16>,
-    hot_shape: KvShape,
+    /// Of all layers.
+    hot: Bf16Pages,
     /// The hot page of each row.
     hot_table: DeviceBuffer<u32>,
-    staging: DeviceBuffer<u16>,
-    staging_shape: KvShape,
+    staging: Bf16Pages,
     /// 0, 1, 2, ...: the table of staging.
     staging_table: DeviceBuffer<u32>,
     /// By row of a step: whether a page of it is lost.
@@ -60,60 +78,52 @@ pub struct PackedCache {
     freed: DeviceBuffer<u32>,
     /// The hot page of the sequence whose prompt runs; `None` if it is not continued.
     hot_of_prompt: Option<u32>,
-    layers: u32,
 }
 
 /// The KV cache of all layers.
 #[derive(Debug)]
 pub enum KvStore {
-    /// BF16 pages.
-    Bf16 {
-        /// Pages of all layers.
-        pages: DeviceBuffer<u16>,
-        /// Of one layer.
-        shape: KvShape,
-    },
+    /// BF16 pages of all layers.
+    Bf16(Bf16Pages),
     /// Packed pages.
     Packed(Box<PackedCache>),
 }
 
 impl KvStore {
-    /// Allocates the cache that was planned.
+    /// Allocates the cache that was planned, for steps of up to `batch` rows: packed if there are kernels that pack.
     ///
     /// # Errors
     /// The driver's.
-    pub fn new(stream: &Stream, config: &ModelConfig, memory: &Memory, batch: u32) -> Result<Self, DeviceError> {
-        let shape = KvShape::new(memory.pages, config.kv_heads, config.head_dim)?;
-        let bf16 = |shape: KvShape, layers: u32| {
-            DeviceBuffer::<u16>::zeroed(stream, shape.layer_elements() as usize * layers as usize)
-        };
-        if memory.kv_cache == KvCache::Bf16 {
-            return Ok(Self::Bf16 { pages: bf16(shape, config.layers)?, shape });
-        }
+    pub fn new(
+        stream: &Stream,
+        config: &ModelConfig,
+        memory: &Memory,
+        batch: u32,
+        kernels: Option<PackedKernels>,
+    ) -> Result<Self, DeviceError> {
+        let shape = |pages: u32| KvShape::new(pages, config.kv_heads, config.head_dim);
+        let pages = shape(memory.pages)?;
+        let Some(kernels) = kernels else { return Ok(Self::Bf16(Bf16Pages::new(stream, pages, config.layers)?)) };
         let table_pages = pages_for(memory.context);
         let words = |len: u32| DeviceBuffer::<u32>::zeroed(stream, len as usize);
-        let hot_shape = KvShape::new(memory.hot_pages, config.kv_heads, config.head_dim)?;
-        let staging_shape = KvShape::new(table_pages, config.kv_heads, config.head_dim)?;
         Ok(Self::Packed(Box::new(PackedCache {
-            pages: PackedKv::new(stream, PackedShape::new(shape, config.layers, memory.units)?)?,
-            hot: bf16(hot_shape, config.layers)?,
-            hot_shape,
+            kernels,
+            pages: PackedKv::new(stream, PackedShape::new(pages, config.layers, memory.units)?)?,
+            hot: Bf16Pages::new(stream, shape(memory.hot_pages)?, config.layers)?,
             hot_table: words(batch)?,
-            staging: bf16(staging_shape, 1)?,
-            staging_shape,
+            staging: Bf16Pages::new(stream, shape(table_pages)?, 1)?,
             staging_table: DeviceBuffer::from_host(stream, &(0..table_pages).collect::<Vec<_>>())?,
             lost: words(batch)?,
             lost_chunk: words(1)?,
             freed: words(memory.pages)?,
             hot_of_prompt: None,
-            layers: config.layers,
         })))
     }
 
     /// The packed cache, if it is one.
     pub fn packed(&mut self) -> Option<&mut PackedCache> {
         match self {
-            Self::Bf16 { .. } => None,
+            Self::Bf16(_) => None,
             Self::Packed(cache) => Some(cache),
         }
     }
@@ -121,7 +131,7 @@ impl KvStore {
     /// What a table has behind the pages of a sequence.
     pub fn padding(&self) -> u32 {
         match self {
-            Self::Bf16 { .. } => 0,
+            Self::Bf16(_) => 0,
             Self::Packed(_) => NO_PAGE,
         }
     }
@@ -132,14 +142,10 @@ impl KvStore {
     /// [`LaunchError::Range`]: there is no such layer.
     pub fn decode(&mut self, index: u32) -> Result<DecodeCache<'_>, LaunchError> {
         match self {
-            Self::Bf16 { pages, shape } => Ok(KvLayer::new(pages, *shape, index)?.into()),
+            Self::Bf16(pages) => Ok(pages.layer(index)?.into()),
             Self::Packed(cache) => {
-                let PackedCache { pages, hot, hot_shape, hot_table, .. } = &mut **cache;
-                Ok(DecodeCache::Packed {
-                    pages: pages.layer(index)?,
-                    hot: KvLayer::new(hot, *hot_shape, index)?,
-                    hot_table,
-                })
+                let PackedCache { pages, hot, hot_table, .. } = &mut **cache;
+                Ok(DecodeCache::Packed { pages: pages.layer(index)?, hot: hot.layer(index)?, hot_table })
             }
         }
     }
@@ -155,11 +161,16 @@ impl KvStore {
         pages: &'a DeviceBuffer<u32>,
     ) -> Result<(KvLayer<'a>, &'a DeviceBuffer<u32>), LaunchError> {
         match self {
-            Self::Bf16 { pages: all, shape } => Ok((KvLayer::new(all, *shape, index)?, pages)),
-            Self::Packed(cache) => {
-                let PackedCache { staging, staging_shape, staging_table, .. } = &mut **cache;
-                Ok((KvLayer::new(staging, *staging_shape, 0)?, staging_table))
-            }
+            Self::Bf16(all) => Ok((all.layer(index)?, pages)),
+            Self::Packed(cache) => Ok((cache.staging.layer(0)?, &cache.staging_table)),
+        }
+    }
+
+    /// The elements of all pages that [`KvStore::chunk`] gives.
+    pub fn chunk_elements(&mut self) -> &mut DeviceBuffer<u16> {
+        match self {
+            Self::Bf16(pages) => &mut pages.data,
+            Self::Packed(cache) => &mut cache.staging.data,
         }
     }
 }
@@ -208,15 +219,9 @@ impl PackedCache {
     ///
     /// # Errors
     /// The driver's.
-    pub fn pack_step(
-        &mut self,
-        ctx: &mut ExecContext,
-        kernels: &PackedKernels,
-        tokens: TokenRows<'_>,
-        rows: u32,
-    ) -> Result<(), DeviceError> {
-        let hot = KvLayer::new(&mut self.hot, self.hot_shape, 0)?;
-        kernels.step.step(ctx, (hot, &self.hot_table), self.pages.layers(), tokens, rows, &mut self.lost)
+    pub fn pack_step(&mut self, ctx: &mut ExecContext, tokens: TokenRows<'_>, rows: u32) -> Result<(), DeviceError> {
+        let hot = (self.hot.layer(0)?, &self.hot_table);
+        self.kernels.step.step(ctx, hot, self.pages.layers(), tokens, rows, &mut self.lost)
     }
 
     /// Enqueues the unpacking of the pages of tokens before `start`, of layer `index`, to staging.
@@ -226,7 +231,6 @@ impl PackedCache {
     pub fn unpack(
         &mut self,
         ctx: &mut ExecContext,
-        kernels: &PackedKernels,
         index: u32,
         (pages, start): (&DeviceBuffer<u32>, u32),
     ) -> Result<(), DeviceError> {
@@ -234,8 +238,7 @@ impl PackedCache {
         if count == 0 {
             return Ok(());
         }
-        let staging = KvLayer::new(&mut self.staging, self.staging_shape, 0)?;
-        kernels.unpack.enqueue(ctx, self.pages.layer(index)?, (pages, count), staging)
+        self.kernels.unpack.enqueue(ctx, self.pages.layer(index)?, (pages, count), self.staging.layer(0)?)
     }
 
     /// Enqueues the packing of the pages that tokens `start..end` of the prompt fill, of layer `index`, and the copy of
@@ -246,16 +249,14 @@ impl PackedCache {
     pub fn pack_chunk(
         &mut self,
         ctx: &mut ExecContext,
-        kernels: &PackedKernels,
         index: u32,
         pages: &DeviceBuffer<u32>,
         (start, end): (u32, u32),
     ) -> Result<(), DeviceError> {
         let (first, full) = (start / PAGE_TOKENS, end / PAGE_TOKENS);
         if full > first {
-            let staging = KvLayer::new(&mut self.staging, self.staging_shape, 0)?;
-            let layer = self.pages.layer(index)?;
-            kernels.chunk.chunk(ctx, (staging, first), layer, (pages, first, full - first), &mut self.lost_chunk)?;
+            let (source, layer) = ((self.staging.layer(0)?, first), self.pages.layer(index)?);
+            self.kernels.chunk.chunk(ctx, source, layer, (pages, first, full - first), &mut self.lost_chunk)?;
         }
         let Some(hot) = self.hot_of_prompt.filter(|_| !end.is_multiple_of(PAGE_TOKENS)) else { return Ok(()) };
         self.copy_to_hot(ctx.stream(), full, index, hot)
@@ -264,18 +265,13 @@ impl PackedCache {
     /// Enqueues the copy of a page of staging to a hot page of layer `index`.
     fn copy_to_hot(&mut self, stream: &Stream, page: u32, index: u32, hot: u32) -> Result<(), DeviceError> {
         // A page has the same size in both: a row of a matrix.
-        let columns = self.staging_shape.page_elements() as u32;
+        let Self { staging, hot: Bf16Pages { data, shape }, pages, .. } = self;
+        let columns = shape.page_elements() as u32;
         let pitch = columns.into();
-        let (rows, hot_rows) = (self.staging_shape.pages(), self.hot_shape.pages() * self.layers);
-        let from = MatrixRef::new(&self.staging, rows, columns, pitch)?.part(page..page + 1, 0..columns)?;
-        let at = index * self.hot_shape.pages() + hot;
-        let mut all = MatrixMut::new(&mut self.hot, hot_rows, columns, pitch)?;
-        all.part(at..at + 1, 0..columns)?.copy_from(stream, from)
-    }
-
-    /// Staging: BF16 pages of one layer.
-    pub fn staging(&mut self) -> &mut DeviceBuffer<u16> {
-        &mut self.staging
+        let from = MatrixRef::new(&staging.data, staging.shape.pages(), columns, pitch)?;
+        let at = index * shape.pages() + hot;
+        let mut all = MatrixMut::new(data, shape.pages() * pages.shape().layers, columns, pitch)?;
+        all.part(at..at + 1, 0..columns)?.copy_from(stream, from.part(page..page + 1, 0..columns)?)
     }
 
     /// Enqueues the release of the units of these pages, which no sequence has any more. Waits for the copy of the
@@ -283,16 +279,11 @@ impl PackedCache {
     ///
     /// # Errors
     /// The driver's.
-    pub fn release(
-        &mut self,
-        ctx: &mut ExecContext,
-        kernels: &PackedKernels,
-        pages: &[u32],
-    ) -> Result<(), DeviceError> {
+    pub fn release(&mut self, ctx: &mut ExecContext, pages: &[u32]) -> Result<(), DeviceError> {
         for some in pages.chunks(self.freed.len().max(1)) {
             self.freed.write(ctx.stream(), 0, some)?;
             // No more than the buffer has.
-            kernels.release.release(ctx, self.pages.layers(), &self.freed, some.len() as u32)?;
+            self.kernels.release.release(ctx, self.pages.layers(), &self.freed, some.len() as u32)?;
         }
         Ok(())
     }

@@ -19,6 +19,7 @@ use crate::{
     error::{EngineError, NoMemory},
     forward::Forward,
     kernels::{Kernels, Variants},
+    kv_cache::KvStore,
     memory::{self, Memory, Products, Shared, experts_shape},
     options::{BUCKETS, EngineOptions, KvCache, OptionError, bucket},
     schedule::{Limits, Schedule},
@@ -379,7 +380,9 @@ impl Start {
         let own = Kernels::load(kernels, &variants)?;
         // Counted with the activations.
         ctx.reserve(own.context_size(config.kv_heads)?)?;
-        let mut forward = Forward::new(ctx, own, &config, &options, &memory, products)?;
+        let packed = variants.load_packed(kernels)?;
+        let cache = KvStore::new(&stream, &config, &memory, bucket(options.max_batch), packed)?;
+        let mut forward = Forward::new(ctx, (own, cache), &config, &options, &memory, products)?;
         let mut graphs = Vec::new();
         if options.graphs {
             for rows in buckets {

@@ -117,7 +117,5 @@ fn text_logits(
         start += rows;
     }
     settle(forward, stepper)?;
-    let stream = forward.stream().clone();
-    let lost = forward.packed_cache().map(|cache| cache.prompt_is_lost(&stream)).transpose()?;
-    Ok((lost != Some(true)).then_some(all))
+    Ok((!forward.prompt_is_lost()?).then_some(all))
 }

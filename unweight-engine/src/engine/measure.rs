@@ -8,7 +8,6 @@ use super::{Engine, sample_row};
 use crate::{
     error::EngineError,
     forward::{Forward, Part, RowState},
-    kv_cache::KvStore,
     options::bucket,
     schedule::AdmissionError,
 };
@@ -130,10 +129,7 @@ fn fill(forward: &mut Forward, batch: u32, context: u32, pages: &[Vec<u32>]) -> 
     let stream = forward.stream().clone();
     let drawn: Vec<u16> = Kind::Gaussian { sigma: 1.0 }.iter(2).take(DRAWN as usize).collect();
     let drawn = DeviceMatrix::from_host(&stream, 1, DRAWN, &drawn)?;
-    let cache = match forward.cache() {
-        KvStore::Bf16 { pages, .. } => pages,
-        KvStore::Packed(cache) => cache.staging(),
-    };
+    let cache = forward.cache().chunk_elements();
     // What remains behind the last whole row is less than one page of one layer of any model worth measuring.
     let len = u32::try_from(cache.len()).unwrap_or(u32::MAX).min(DRAWN);
     let rows = u32::try_from(cache.len() / len.max(1) as usize).unwrap_or(u32::MAX);

@@ -169,8 +169,7 @@ impl Engine {
     /// [`EngineError::Device`] if the device fails, [`EngineError::Failed`] if it failed before.
     pub fn free_units(&mut self) -> Result<Option<u32>, EngineError> {
         self.check_alive()?;
-        let stream = self.forward.stream().clone();
-        let free = self.forward.packed_cache().map(|cache| cache.free_units(&stream)).transpose();
+        let free = self.forward.free_units();
         self.note(free)
     }
 
@@ -178,15 +177,6 @@ impl Engine {
     /// `None` if the cache is BF16. Waits for nothing.
     pub fn last_free_units(&self) -> Option<u32> {
         self.last_free_units
-    }
-
-    /// Reads how many BF16 units are free. No step may be in flight, so that nothing is waited for.
-    fn note_free_units(&mut self) -> Result<(), DeviceError> {
-        let stream = self.forward.stream().clone();
-        if let Some(cache) = self.forward.packed_cache() {
-            self.last_free_units = Some(cache.free_units(&stream)?);
-        }
-        Ok(())
     }
 
     /// Runs the engine until tokens arrive and returns them: the first token of a sequence that joins, or one token of
@@ -203,8 +193,7 @@ impl Engine {
 
     /// Enqueues the release of the BF16 units of pages that were given back: before any of them is packed again.
     fn release_freed(&mut self) -> Result<(), EngineError> {
-        let freed = self.schedule.take_freed();
-        let released = self.forward.release(&freed);
+        let released = self.forward.release(&self.schedule.take_freed());
         self.note(released)
     }
 
@@ -225,13 +214,10 @@ impl Engine {
     fn try_step(&mut self) -> Result<Vec<Event>, DeviceError> {
         loop {
             let next = self.schedule.due();
-            let freed = self.schedule.take_freed();
-            if !freed.is_empty() {
-                self.forward.release(&freed)?;
-            }
+            self.forward.release(&self.schedule.take_freed())?;
             match next {
                 Next::Idle => {
-                    self.note_free_units()?;
+                    self.last_free_units = self.forward.free_units()?;
                     return Ok(Vec::new());
                 }
                 Next::Prefill => {
@@ -254,7 +240,8 @@ impl Engine {
                 }
                 Next::Launch { changed } => {
                     if changed {
-                        self.note_free_units()?;
+                        // No step is in flight, so nothing is waited for.
+                        self.last_free_units = self.forward.free_units()?;
                     }
                     let rows = self.schedule.rows();
                     // At most `max_batch`.
@@ -380,12 +367,9 @@ fn run_prompt(
     forward.chunk_logits(weights, rows.saturating_sub(1), rows.min(1))?;
     forward.choose(start.saturating_sub(1), sample_row(params))?;
     settle(forward, stepper)?;
-    let stream = forward.stream().clone();
-    if let Some(cache) = forward.packed_cache()
-        && cache.prompt_is_lost(&stream)?
-    {
+    if forward.prompt_is_lost()? {
         return Ok(None);
     }
-    let token = forward.ids().read(&stream, 0, 1)?;
+    let token = forward.ids().read(forward.stream(), 0, 1)?;
     token.first().copied().map(Some).ok_or_else(|| LaunchError::Range { at: 0, len: 1, have: 0 }.into())
 }
