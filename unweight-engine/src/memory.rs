@@ -302,15 +302,9 @@ impl EngineOptions {
             None => placement(config, &self, packed, have),
             Some(asked) => asked,
         };
-        let kv_cache = self.kv_cache.unwrap_or_else(|| kv_cache(config, &self));
+        let kv_cache = self.chosen_kv_cache();
         self.placement(chosen).kv_cache(kv_cache)
     }
-}
-
-/// The KV cache of an engine where the options name none.
-pub fn kv_cache(config: &ModelConfig, options: &EngineOptions) -> KvCache {
-    let _ = (config, options);
-    KvCache::Bf16
 }
 
 /// The number of tokens that `bytes` bytes of a KV cache hold, and the bytes of the cache per token. A packed cache has
@@ -339,7 +333,7 @@ impl CacheBytes {
 
     fn of(config: &ModelConfig, options: &EngineOptions) -> Self {
         let bf16_page = config.kv_bytes_per_token() * u64::from(PAGE_TOKENS);
-        let kv_cache = options.kv_cache.unwrap_or(KvCache::Bf16);
+        let kv_cache = options.chosen_kv_cache();
         if kv_cache == KvCache::Bf16 {
             return Self { page: bf16_page, fixed: 0, kv_cache, page_units: 0, hot_pages: 0 };
         }
@@ -418,7 +412,7 @@ pub fn plan(
         kv_cache: cache.kv_cache,
         pages,
         hot_pages: cache.hot_pages,
-        units: if cache.kv_cache == KvCache::Packed { cache.units(pages) } else { 0 },
+        units: cache.units(pages),
         token: cache.token(),
         context,
         host: 0,
@@ -436,12 +430,12 @@ fn working(config: &ModelConfig, options: &EngineOptions, context: u32) -> u64 {
     let angles = u64::from(context) * u64::from(config.rope.dim);
     let state = (rows + batch * (18 + u64::from(pages_for(context)))) * ID;
     // Packed pages of one layer and sequence are unpacked for later chunks of its prompt.
-    let staging = match options.kv_cache {
-        Some(KvCache::Packed) => {
+    let staging = match options.chosen_kv_cache() {
+        KvCache::Packed => {
             u64::from(pages_for(context))
                 * (config.kv_bytes_per_token() / u64::from(config.layers.max(1)) * u64::from(PAGE_TOKENS) + 2 * ID)
         }
-        _ => 0,
+        KvCache::Bf16 => 0,
     };
     (rows * row + logits + angles) * BF16 + state + staging + attention::parts_bytes(config)
 }

@@ -475,7 +475,6 @@ impl Schedule {
         while at < self.rows.len() {
             if self.rows[at].done || self.rows[at].lost {
                 let gone = self.rows.swap_remove(at);
-                self.ended += 1;
                 self.changed = true;
                 self.leave(gone);
             } else {
@@ -486,6 +485,7 @@ impl Schedule {
 
     /// Takes the pages of a sequence back. If one of them is lost, the sequence waits to be computed again.
     fn leave(&mut self, gone: Running) {
+        self.ended += 1;
         self.give_pages(gone.pages);
         self.hot.give(vec![gone.hot]);
         if gone.lost {
@@ -546,7 +546,6 @@ impl Schedule {
         let mut running = prefill.running;
         let (id, alone) = (running.id, self.rows.is_empty());
         running.lost = !alone;
-        self.ended += 1;
         self.leave(running);
         alone.then_some(Event { seq: id, token: NO_TOKEN, finish: Some(Finish::CacheFull) })
     }

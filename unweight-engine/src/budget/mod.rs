@@ -560,17 +560,13 @@ pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &BudgetRequest) -> 
     let cases: Vec<Case<'_>> = hard.chain(compact).collect();
     let frontiers: Vec<Frontier<'_>> = cases.iter().map(|case| Frontier::new(&case.choices)).collect();
     let solved = Solved { rest, cases: &cases, frontiers: &frontiers, units: &units };
-    let mut best: Option<Result<BudgetPlan, BudgetError>> = None;
-    for kv_cache in kv_caches(config, wanted) {
-        // What the engine reserves beside weights, with all the memory in the world.
+    let plans = kv_caches(config, wanted).into_iter().map(|kv_cache| {
+        // What the engine reserves in addition to weights, with all the memory in the world.
         let own = options.clone().kv_cache(kv_cache);
-        let beside = memory::plan(config, &own, (0, Shared::default()), u64::MAX).ok();
-        let plan = solved.plan(beside.as_ref(), kv_cache, (memory, max_slowdown));
-        best = Some(match best.take() {
-            Some(before) if !is_better(&plan, &before, memory) => before,
-            _ => plan,
-        });
-    }
+        let reserved = memory::plan(config, &own, (0, Shared::default()), u64::MAX).ok();
+        solved.plan(reserved.as_ref(), kv_cache, (memory, max_slowdown))
+    });
+    let best = plans.reduce(|best, plan| if is_better(&plan, &best, memory) { plan } else { best });
     best.unwrap_or(Err(BudgetError::Nothing))
 }
 
@@ -607,19 +603,19 @@ struct Solved<'a> {
 }
 
 impl Solved<'_> {
-    /// The plan next to this KV cache and the working memory of `beside`; `None`: not even these have room.
+    /// The plan next to this KV cache and the working memory of `reserved`; `None`: not even these have room.
     fn plan(
         &self,
-        beside: Option<&Memory>,
+        reserved: Option<&Memory>,
         kv_cache: KvCache,
         (memory, max_slowdown): (Option<u64>, Option<f64>),
     ) -> Result<BudgetPlan, BudgetError> {
         let Self { rest, cases, frontiers, units } = *self;
-        let (cache, working) = beside.map_or((u64::MAX, u64::MAX), |beside| (beside.cache, beside.working));
+        let (cache, working) = reserved.map_or((u64::MAX, u64::MAX), |own| (own.cache, own.working));
         let fixed = rest.saturating_add(cache).saturating_add(working);
         let exact = frontiers.iter().all(Frontier::is_exact);
-        // Of plans that are equal the first is taken, whose case comes first and has the fewest bytes beside the
-        // weights.
+        // Of plans that are equal the first is taken, whose case comes first and has the fewest bytes in addition to
+        // the weights.
         let within = |have: u64| {
             let picked = cases.iter().zip(frontiers).filter_map(|(case, frontier)| {
                 let left = have.checked_sub(fixed)?.checked_sub(case.bytes())?;
@@ -653,58 +649,58 @@ impl Solved<'_> {
         };
         let room = memory.map_or(picked.bytes, |have| have.saturating_sub(fixed).saturating_sub(case.bytes()));
         let encodings = case.encodings(&picked.choices, room.max(picked.bytes));
-        let working = working.saturating_add(case.shared);
-        let (cache_tokens, cache_token_bytes) = beside.map_or((0, 0), |beside| (beside.tokens(), beside.token));
-        let told = tell(units, &encodings, Sums { rest, slots: case.slots, fastest_us, exact });
-        Ok(BudgetPlan { cache, kv_cache, cache_tokens, cache_token_bytes, working, ..told })
+        let (cache_tokens, cache_token_bytes) = reserved.map_or((0, 0), |own| (own.tokens(), own.token));
+        let Assigned { rules, groups, bytes, us } = Assigned::of(units, &encodings);
+        Ok(BudgetPlan {
+            plan: PlanFile { rules },
+            groups,
+            weights: rest + bytes,
+            cache,
+            kv_cache,
+            cache_tokens,
+            cache_token_bytes,
+            working: working.saturating_add(case.shared),
+            slots: case.slots,
+            us,
+            fastest_us,
+            exact,
+        })
     }
 }
 
-/// What is the same for all plans.
-struct Sums {
-    rest: u64,
-    slots: u64,
-    fastest_us: f64,
-    exact: bool,
+/// What a solution says of the units: rules and groups, and the bytes and the time of all units.
+struct Assigned {
+    rules: Vec<Rule>,
+    groups: Vec<Group>,
+    bytes: u64,
+    us: f64,
 }
 
-/// A solution as groups and rules, without the bytes beside the weights.
-fn tell(units: &[Unit<'_>], encodings: &[usize], sums: Sums) -> BudgetPlan {
-    let mut groups: BTreeMap<(usize, EncodingId), Group> = BTreeMap::new();
-    let mut rules = vec![Rule { pattern: "*".to_owned(), encoding: EncodingId::RAW }];
-    let (mut weights, mut us) = (sums.rest, 0.0);
-    for (unit, at) in units.iter().zip(encodings) {
-        let (encoding, choice) = (unit.encodings[*at], unit.choices[*at]);
-        let group = groups.entry((unit.kind, encoding)).or_insert_with(|| Group {
-            name: KINDS[unit.kind].0,
-            encoding,
-            units: 0,
-            layers: Vec::new(),
-            bytes: 0,
-            us: 0.0,
-        });
-        group.units += 1;
-        group.layers.extend(unit.layer);
-        group.bytes += choice.bytes;
-        group.us += choice.us;
-        weights += choice.bytes;
-        us += choice.us;
-        if encoding != EncodingId::RAW {
-            rules.extend(unit.tensors.iter().map(|tensor| Rule { pattern: tensor.name.clone(), encoding }));
+impl Assigned {
+    fn of(units: &[Unit<'_>], encodings: &[usize]) -> Self {
+        let mut groups: BTreeMap<(usize, EncodingId), Group> = BTreeMap::new();
+        let mut rules = vec![Rule { pattern: "*".to_owned(), encoding: EncodingId::RAW }];
+        let (mut bytes, mut us) = (0, 0.0);
+        for (unit, at) in units.iter().zip(encodings) {
+            let (encoding, choice) = (unit.encodings[*at], unit.choices[*at]);
+            let group = groups.entry((unit.kind, encoding)).or_insert_with(|| Group {
+                name: KINDS[unit.kind].0,
+                encoding,
+                units: 0,
+                layers: Vec::new(),
+                bytes: 0,
+                us: 0.0,
+            });
+            group.units += 1;
+            group.layers.extend(unit.layer);
+            group.bytes += choice.bytes;
+            group.us += choice.us;
+            bytes += choice.bytes;
+            us += choice.us;
+            if encoding != EncodingId::RAW {
+                rules.extend(unit.tensors.iter().map(|tensor| Rule { pattern: tensor.name.clone(), encoding }));
+            }
         }
-    }
-    BudgetPlan {
-        plan: PlanFile { rules },
-        groups: groups.into_values().collect(),
-        weights,
-        cache: 0,
-        kv_cache: KvCache::Bf16,
-        cache_tokens: 0,
-        cache_token_bytes: 0,
-        working: 0,
-        slots: sums.slots,
-        us,
-        fastest_us: sums.fastest_us,
-        exact: sums.exact,
+        Self { rules, groups: groups.into_values().collect(), bytes, us }
     }
 }

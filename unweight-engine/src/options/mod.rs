@@ -42,8 +42,7 @@ pub struct EngineOptions {
     /// else [`Placement::Compact`] ([`memory::placement`](crate::raw::memory::placement)).
     pub placement: Option<Placement>,
     /// How keys and values of earlier tokens are held in device memory: in BF16, or losslessly at 12 bits per element.
-    /// The results are equal bit for bit. `None` chooses what is faster
-    /// ([`memory::kv_cache`](crate::raw::memory::kv_cache)).
+    /// The results are equal bit for bit. `None` is BF16.
     pub kv_cache: Option<KvCache>,
     /// The number of prompt tokens per prefill pass, a multiple of 64 from 64 to 8192; 2048 by default.
     pub chunk: u32,
@@ -105,6 +104,11 @@ impl EngineOptions {
     #[must_use]
     pub fn kv_cache(self, kv_cache: KvCache) -> Self {
         Self { kv_cache: Some(kv_cache), ..self }
+    }
+
+    /// The KV cache of an engine with these options.
+    pub(crate) fn chosen_kv_cache(&self) -> KvCache {
+        self.kv_cache.unwrap_or(KvCache::Bf16)
     }
 
     /// Sets [`Self::chunk`].
