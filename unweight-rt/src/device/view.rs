@@ -152,6 +152,20 @@ pub(crate) fn check_device(operand: &'static str, other: usize, own: usize) -> R
     if other == own { Ok(()) } else { Err(LaunchError::OtherDevice { operand, own, other }) }
 }
 
+/// Checks that a buffer is on device `own` and has at least so many elements.
+pub(crate) fn check_buffer<T>(
+    what: &'static str,
+    buffer: &DeviceBuffer<T>,
+    expected: u64,
+    own: usize,
+) -> Result<(), LaunchError> {
+    let got = buffer.len() as u64;
+    if got < expected {
+        return Err(LaunchError::Elements { buffer: what, got, expected });
+    }
+    check_device(what, buffer.device().ordinal(), own)
+}
+
 /// Checks that `written` overlaps nothing that is read. Conservative: the gaps between the rows of a view count as
 /// read.
 pub(crate) fn check_apart(

@@ -24,7 +24,7 @@ use crate::{
     device::{
         ContextSize, DeviceBuffer, DeviceError, LaunchError, MatrixMut, MatrixRef, RowFault,
         module::LoadedKernel,
-        view::{Place, check_apart, check_device},
+        view::{Place, check_apart, check_buffer, check_device},
     },
     exec::{ExecContext, context::ContextParts},
     ops::{kv::KvLayer, kv_packed::DecodeCache},
@@ -422,11 +422,7 @@ impl Attention {
         if let DecodeCache::Packed { pages, hot, hot_table } = cache {
             pages.check(own, head_dim)?;
             pages.check_heads(&hot.shape())?;
-            let (what, got) = ("the table of hot pages", hot_table.len() as u64);
-            if got < u64::from(m) {
-                return Err(LaunchError::Elements { buffer: what, got, expected: m.into() });
-            }
-            check_device(what, hot_table.device().ordinal(), own)?;
+            check_buffer("the table of hot pages", hot_table, m.into(), own)?;
         }
         Ok(written)
     }

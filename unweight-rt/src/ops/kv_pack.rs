@@ -20,7 +20,7 @@ use crate::{
     device::{
         DeviceBuffer, DeviceError, LaunchError, RowFault,
         module::LoadedKernel,
-        view::{check_apart, check_device},
+        view::{check_apart, check_buffer},
     },
     exec::ExecContext,
     ops::{attention::TokenRows, kv::KvLayer, kv_packed::PackedLayers},
@@ -83,7 +83,6 @@ impl KvPack {
             hot.check_device(self.kernel.device().ordinal())
         };
         check().or_else(|refusal| self.kernel.refuse(refusal))?;
-        let shape = cache.shape();
         let args = KvPackArgs {
             source: hot.address(),
             positions: rows.positions.address(),
@@ -96,9 +95,7 @@ impl KvPack {
             table_pages: rows.table_pages,
             ..self.args(ctx, &cache)
         };
-        let units = u64::from(m) * u64::from(shape.layers) * u64::from(shape.kv.kv_heads()) * 2;
-        // A grid that loops takes any number of units.
-        self.launch(ctx, u32::try_from(units).unwrap_or(u32::MAX), &args)
+        self.launch(ctx, &args)
     }
 
     /// Enqueues the packing of the first `count` pages of `table` `[count]`, of one layer: page `i` comes from page
@@ -121,7 +118,6 @@ impl KvPack {
             source.check_device(self.kernel.device().ordinal())
         };
         check().or_else(|refusal| self.kernel.refuse(refusal))?;
-        let kv_heads = layer.shape().kv.kv_heads();
         let args = KvPackArgs {
             source: source.address(),
             page_table: table.address() + u64::from(at) * size_of::<u32>() as u64,
@@ -132,8 +128,7 @@ impl KvPack {
             layers: 1,
             ..self.args(ctx, &layer)
         };
-        let units = u64::from(count) * u64::from(kv_heads) * 2;
-        self.launch(ctx, u32::try_from(units).unwrap_or(u32::MAX), &args)
+        self.launch(ctx, &args)
     }
 
     /// Enqueues the release of the units of the first `count` pages of `table`, in all layers of `cache`. The pages are
@@ -150,14 +145,8 @@ impl KvPack {
     ) -> Result<(), DeviceError> {
         let check = || self.check(KvPackStage::Release, &cache, &[("the page table", table, count.into())], None);
         check().or_else(|refusal| self.kernel.refuse(refusal))?;
-        let shape = cache.shape();
         let args = KvPackArgs { page_table: table.address(), m: count, ..self.args(ctx, &cache) };
-        let units = u64::from(count) * u64::from(shape.layers) * u64::from(shape.kv.kv_heads()) * 2;
-        let Ok(units) = u32::try_from(units) else {
-            let limit = u32::MAX.into();
-            return self.kernel.refuse(LaunchError::TooLarge { what: "units of the pages", value: units, limit });
-        };
-        self.launch(ctx, units, &args)
+        self.launch(ctx, &args)
     }
 
     fn check(
@@ -172,19 +161,9 @@ impl KvPack {
             return Err(LaunchError::Step { takes: takes.tag(), asked: asked.tag() });
         }
         cache.check(own, self.spec.head_dim.get())?;
-        for &(buffer, list, expected) in lists {
-            let got = list.len() as u64;
-            if got < expected {
-                return Err(LaunchError::Elements { buffer, got, expected });
-            }
-            check_device(buffer, list.device().ordinal(), own)?;
-        }
+        lists.iter().try_for_each(|&(what, list, expected)| check_buffer(what, list, expected, own))?;
         let Some((lost, rows)) = lost else { return Ok(()) };
-        if (lost.len() as u64) < u64::from(rows) {
-            let (got, expected) = (lost.len() as u64, rows.into());
-            return Err(LaunchError::Elements { buffer: "the list of lost rows", got, expected });
-        }
-        check_device("the list of lost rows", lost.device().ordinal(), own)?;
+        check_buffer("the list of lost rows", lost, rows.into(), own)?;
         check_apart(("the list of lost rows", lost.span()), lists.iter().map(|(what, list, _)| (*what, list.span())))
     }
 
@@ -208,7 +187,13 @@ impl KvPack {
         }
     }
 
-    fn launch(&self, ctx: &ExecContext, units: u32, args: &KvPackArgs) -> Result<(), DeviceError> {
+    fn launch(&self, ctx: &ExecContext, args: &KvPackArgs) -> Result<(), DeviceError> {
+        // K and V of each KV head.
+        let value = [args.m, args.layers, args.kv_heads, 2].map(u64::from).into_iter().fold(1, u64::saturating_mul);
+        let Ok(units) = u32::try_from(value) else {
+            let limit = u32::MAX.into();
+            return self.kernel.refuse(LaunchError::TooLarge { what: "units of the pages", value, limit });
+        };
         // SAFETY: lists were held against their lengths above, the caches against their memory when they were made; the
         // kernel bounds pages, hot pages and units. The fault word lives as long as the context, on whose stream this
         // runs. Dropping a buffer waits for the kernel.

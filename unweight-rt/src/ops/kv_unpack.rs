@@ -12,7 +12,7 @@ use crate::{
     device::{
         DeviceBuffer, DeviceError, LaunchError, RowFault,
         module::LoadedKernel,
-        view::{check_apart, check_device},
+        view::{check_apart, check_buffer},
     },
     exec::ExecContext,
     ops::{kv::KvLayer, kv_packed::PackedLayers},
@@ -61,13 +61,10 @@ impl KvUnpack {
             layer.check(own, self.spec.head_dim.get())?;
             layer.check_heads(&out.shape())?;
             out.check_device(own)?;
-            check_device("the page table", table.device().ordinal(), own)?;
-            for (buffer, got) in
-                [("the page table", table.len() as u64), ("the BF16 pages", out.shape().pages().into())]
-            {
-                if got < u64::from(count) {
-                    return Err(LaunchError::Elements { buffer, got, expected: count.into() });
-                }
+            check_buffer("the page table", table, count.into(), own)?;
+            let (got, expected) = (out.shape().pages().into(), count.into());
+            if got < expected {
+                return Err(LaunchError::Elements { buffer: "the BF16 pages", got, expected });
             }
             let read = layer.spans().into_iter().chain([("the page table", table.span())]);
             check_apart(("the BF16 pages", out.span()), read)
