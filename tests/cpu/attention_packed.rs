@@ -347,7 +347,7 @@ fn planted_bugs_of_packed_attention_are_caught() {
         (pages, "clash |= escapes.element != ~0u;", ""),
         (decode, "record.kind() == kv::kBf16Unit && record.unit() < args.units", "record.kind() == kv::kBf16Unit"),
         (decode, "position / kv::kPageTokens * kPageTiles : 0", "(position + 1) / kv::kPageTokens * kPageTiles : 0"),
-        (decode, "tile * P::kUnitTileBytes", "tile / 2 * P::kUnitTileBytes"),
+        (pages, "tile * kUnitTileBytes", "tile / 2 * kUnitTileBytes"),
         (pages, "ends >> (8 * tile - 8) & 255", "ends >> (8 * tile) & 255"),
         (pages, "code == kZeroCode ? 0 : ", ""),
         (pages, "(w1 >> 8) & 0x00780078u", "(w1 >> 8) & 0x00700078u"),

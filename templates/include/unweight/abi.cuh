@@ -318,7 +318,7 @@ struct AttentionArgs {
     float scale;                      // of scores, times log2(e)
     float eps;                        // of the norms
     u32 parts;                        // decode, split: blocks that share the tokens of a row and KV head, at least 1
-    const u8* records;                // this and the rest, decode of packed pages: of the layer (encoding/kv_packed.cuh)
+    const u8* records;                // this and the rest, decode of packed pages (encoding/kv_packed.cuh): of a layer
     const u8* unit_pages;             // bf16 operands of what records have no room for
     u16* hot;                         // bf16 pages of the layer that sequences are writing
     const u32* hot_table;             // [m] the hot page of each row
@@ -334,7 +334,7 @@ struct KvPackArgs {
     u8* unit_pages;                   // [units]
     u32* free_units;                  // [1 + units]: how many are free, and which
     const u32* positions;             // step: [m] of each row's newest token, or 0xffffffff: a row without one
-    const u32* page_table;            // step: [m, table_pages]; chunk and release: [m]; 0xffffffff: a page not to be packed
+    const u32* page_table;            // step: [m, table_pages]; chunk, release: [m]; 0xffffffff: not to be packed
     const u32* hot_table;             // step: [m]
     u32* lost;                        // step: [m], chunk: [1]; set to 1 if no unit was free
     u32* fault;                       // 1 + row (step) or place in the table, of a page that is not there

@@ -32,6 +32,14 @@ constexpr u32 kZeroCode = 31;  // exponent 0
 constexpr u32 kWindow = 16;    // exponents
 constexpr u32 kRecordHead = 16;  // bytes in front of the slots
 
+// Loads from shared memory, by its address, and from global memory.
+UW_DEVICE U32x4 load_x4(u32 shared) { return ptx::ld_shared_x4(shared); }
+UW_DEVICE U32x4 load_x4(const u8* global) { return ptx::ld_global_x4(global); }
+UW_DEVICE U32x2 load_x2(u32 shared) { return ptx::ld_shared_x2(shared); }
+UW_DEVICE U32x2 load_x2(const u8* global) { return ptx::ld_global_x2(global); }
+UW_DEVICE u32 load_x1(u32 shared) { return ptx::ld_shared(shared); }
+UW_DEVICE u32 load_x1(const u8* global) { return ptx::ld_global(global); }
+
 template <u32 kHeadDim>
 struct Packed {
     static constexpr u32 kSteps = kHeadDim / 16;
@@ -51,39 +59,37 @@ struct Packed {
     // Index of the pair of records of a KV head in a page.
     UW_DEVICE static u64 head(u32 kv_heads, u32 page, u32 kv_head) { return u64(page) * kv_heads + kv_head; }
 
-    // A lane's words from shared memory.
-    UW_DEVICE static void load(u32 (&words)[kWords], u32 operand, u32 lane) {
-#pragma unroll
-        for (u32 j = 0; j < kGroups; ++j) {
-            const U32x4 v = ptx::ld_shared_x4(operand + j * 512 + lane * 16);
-            words[4 * j] = v.x;
-            words[4 * j + 1] = v.y;
-            words[4 * j + 2] = v.z;
-            words[4 * j + 3] = v.w;
-        }
-        if constexpr (kRest >= 2) {
-            const U32x2 v = ptx::ld_shared_x2(operand + kPair + lane * 8);
-            words[4 * kGroups] = v.x;
-            words[4 * kGroups + 1] = v.y;
-        }
-        if constexpr (kRest % 2 == 1) words[kWords - 1] = ptx::ld_shared(operand + kLast + lane * 4);
+    // Where the operands of a tile of a bf16 unit are.
+    template <class Byte>
+    UW_DEVICE static Byte* unit_tile(Byte* unit_pages, u32 unit, u32 tile) {
+        return unit_pages + u64(unit) * kUnitBytes + tile * kUnitTileBytes;
     }
-    // The same from global memory.
-    UW_DEVICE static void load_global(u32 (&words)[kWords], const u8* operand, u32 lane) {
+    // The quad of a step from there.
+    UW_DEVICE static void unit_quad(u32 (&p)[4], const u8* tile, u32 step, u32 lane) {
+        const U32x4 v = ptx::ld_global_x4(tile + step * 512 + lane * 16);
+        p[0] = v.x;
+        p[1] = v.y;
+        p[2] = v.z;
+        p[3] = v.w;
+    }
+
+    // A lane's words, from shared or global memory.
+    template <class Address>
+    UW_DEVICE static void load(u32 (&words)[kWords], Address operand, u32 lane) {
 #pragma unroll
         for (u32 j = 0; j < kGroups; ++j) {
-            const U32x4 v = ptx::ld_global_x4(operand + j * 512 + lane * 16);
+            const U32x4 v = load_x4(operand + j * 512 + lane * 16);
             words[4 * j] = v.x;
             words[4 * j + 1] = v.y;
             words[4 * j + 2] = v.z;
             words[4 * j + 3] = v.w;
         }
         if constexpr (kRest >= 2) {
-            const U32x2 v = ptx::ld_global_x2(operand + kPair + lane * 8);
+            const U32x2 v = load_x2(operand + kPair + lane * 8);
             words[4 * kGroups] = v.x;
             words[4 * kGroups + 1] = v.y;
         }
-        if constexpr (kRest % 2 == 1) words[kWords - 1] = ptx::ld_global(operand + kLast + lane * 4);
+        if constexpr (kRest % 2 == 1) words[kWords - 1] = load_x1(operand + kLast + lane * 4);
     }
     UW_DEVICE static void store_global(u8* operand, const u32 (&words)[kWords], u32 lane) {
 #pragma unroll

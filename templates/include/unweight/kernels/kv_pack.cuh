@@ -225,7 +225,7 @@ struct Unit {
             if (unit == kLost) {
                 if (warp == 0 && lane == 0) ptx::st_global(lost, 1);
             } else {
-                u8* to = args.unit_pages + u64(unit) * P::kUnitBytes + warp * P::kUnitTileBytes;
+                u8* to = P::unit_tile(args.unit_pages, unit, warp);
 #pragma unroll
                 for (u32 s = 0; s < P::kSteps; ++s) {
                     const U32x4 v{quads[s][0], quads[s][1], quads[s][2], quads[s][3]};

@@ -83,7 +83,7 @@ UW_DEVICE void run(const KvUnpackArgs& args) {
     u32 words[P::kWords];
     if (plain) {
         const u8* tile_of = args.packed + head * P::kHeadBytes + inside * P::kTileBytes;
-        P::load_global(words, tile_of + half * P::kOperandBytes, lane);
+        P::load(words, tile_of + half * P::kOperandBytes, lane);
     }
     const u32 end = record.end(inside, P::kSlots);
 #pragma unroll
@@ -96,12 +96,7 @@ UW_DEVICE void run(const KvUnpackArgs& args) {
                 kv::patch(p, ptx::ld_global_u16(at + kv::kRecordHead + i * 2), s, lane, record);
             }
         } else {
-            const u8* from = args.unit_pages + u64(record.unit()) * P::kUnitBytes + inside * P::kUnitTileBytes;
-            const U32x4 v = ptx::ld_global_x4(from + s * 512 + lane * 16);
-            p[0] = v.x;
-            p[1] = v.y;
-            p[2] = v.z;
-            p[3] = v.w;
+            P::unit_quad(p, P::unit_tile(args.unit_pages, record.unit(), inside), s, lane);
         }
         if (half == 0) {
             store_keys<Config::kHeadDim>(tile, p, s, lane);

@@ -35,10 +35,10 @@
 //
 // kPacked: the page of the newest token is hot and all before it are packed, so the position alone says where a tile
 // is. A slot holds K and V of a packed tile with the two records of its page, or K or V of a hot tile, which takes two
-// slots one after the other. Packed operands go from the slot to registers as the tensor cores take them, without ldmatrix;
-// they are the bf16 values that were packed, in the order of tiles that kBf16 has, so the results are the same bits.
-// Exponents outside of a page's window come from its record; K or V with more of them than the record has slots is bf16
-// in a unit of its own, and its operands are loaded from there instead of the slot.
+// slots one after the other. Packed operands go from the slot to registers as the tensor cores take them, without
+// ldmatrix; they are the bf16 values that were packed, in the order of tiles that kBf16 has, so the results are the
+// same bits. Exponents outside of a page's window come from its record; K or V with more of them than the record has
+// slots is bf16 in a unit of its own, and its operands are loaded from there instead of the slot.
 //
 // The warp whose last tile has the new token puts the token's K and V over what was copied, sets the values of the
 // lines behind it to zero (whatever is there must not meet a weight of zero), and stores K and V into the page.
@@ -468,13 +468,7 @@ struct Kernel {
     UW_DEVICE void special_quad(u32 (&p)[4], const u32 (&words)[P::kWords], u32 step, const kv::Record& record,
                                 u32 half, u32 tile) const {
         if (record.kind() == kv::kBf16Unit) {
-            const u8* from = args.unit_pages + u64(record.unit()) * P::kUnitBytes + tile * P::kUnitTileBytes;
-            const U32x4 v = ptx::ld_global_x4(from + step * 512 + lane * 16);
-            p[0] = v.x;
-            p[1] = v.y;
-            p[2] = v.z;
-            p[3] = v.w;
-            return;
+            return P::unit_quad(p, P::unit_tile(args.unit_pages, record.unit(), tile), step, lane);
         }
         P::quad(p, words, step, record.pair(step));
         const u32 at = slots_of(half), end = record.end(tile, P::kSlots);
