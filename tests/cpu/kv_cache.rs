@@ -1,16 +1,16 @@
 //! Packing and releasing pages of a KV cache, run on the CPU prelude: byte for byte what the oracle has,
 //! hostile tables, and planted bugs that must be caught.
 
-use unweight_bench::kv::{Cache, Counts, HEAD_DIMS, Heads, Job, page};
+use unweight_bench::kv::{Cache, Counts, Heads, Job, page, set_index};
 use unweight_codegen::{
     VariantSpec,
     abi::KvPackArgs,
     kv::{
         PAGE_TOKENS,
-        packed::{KIND_BF16, KIND_LOST, RECORD_ENDS, RECORD_HEAD, RECORD_KIND},
+        packed::{KIND_BF16, KIND_LOST, RECORD_HEAD, RECORD_KIND},
     },
     plan::GemmShape,
-    spec::{KvPackStage, Op},
+    spec::{HeadDim, KvPackStage, Op},
 };
 use unweight_format::testing::Random;
 
@@ -54,7 +54,7 @@ impl Call {
     /// A page of a layer.
     fn page(&self, heads: Heads, layer: u32, page: u32) -> &[u16] {
         let pitch = self.source_pages as usize * heads.page_elements() + GAP;
-        &self.source[layer as usize * pitch + page as usize * heads.page_elements()..][..heads.page_elements()]
+        heads.page_of(&self.source[layer as usize * pitch..], page as usize)
     }
 
     fn run(&self, kernel: &mut CpuKernel, spec: &VariantSpec, cache: &Cache, seed: u64) -> Result<Done, String> {
@@ -146,7 +146,7 @@ fn chunk_spec(head_dim: u32) -> VariantSpec {
 
 #[test]
 fn chunks_are_packed_as_by_the_oracle() {
-    for head_dim in HEAD_DIMS {
+    for head_dim in HeadDim::ALL.map(HeadDim::get) {
         let spec = chunk_spec(head_dim);
         let (mut kernel, mut all) = (CpuKernel::of(&spec, &[]), Counts::default());
         for seed in 1..=4 {
@@ -352,7 +352,7 @@ fn hostile_releases_are_reported() {
         let mut cache = released(heads);
         let record = &mut cache.records[heads.record_at(3 * heads.page_units())..][..RECORD_HEAD];
         record[RECORD_KIND] = KIND_BF16;
-        record[RECORD_ENDS..RECORD_HEAD].copy_from_slice(&number.to_le_bytes());
+        set_index(record, number);
         check_release(&mut kernel, &spec, &cache, &[3, 1], true);
     }
     // A list that is full, or says that it has more: nothing is written behind it.

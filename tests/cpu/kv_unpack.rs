@@ -1,12 +1,13 @@
 //! Unpacking pages of a KV cache, run on the CPU prelude: the values that were packed, hostile tables and records, and
 //! planted bugs that must be caught.
 
-use unweight_bench::kv::{Cache, HEAD_DIMS, Heads, page};
+use unweight_bench::kv::{Cache, Heads, page, set_index};
 use unweight_codegen::{
     VariantSpec,
     abi::KvUnpackArgs,
     kv::packed::{KIND_BF16, KIND_LOST, KIND_PACKED, RECORD_ENDS, RECORD_HEAD, RECORD_KIND},
     plan::GemmShape,
+    spec::HeadDim,
 };
 use unweight_format::testing::Random;
 
@@ -66,15 +67,12 @@ fn unpack(
 
 /// The pages of a table, one after the other.
 fn pages_of(bf16: &[u16], heads: Heads, table: &[u32]) -> Vec<u16> {
-    table
-        .iter()
-        .flat_map(|page| bf16[*page as usize * heads.page_elements()..][..heads.page_elements()].to_vec())
-        .collect()
+    table.iter().flat_map(|page| heads.page_of(bf16, *page as usize)).copied().collect()
 }
 
 #[test]
 fn unpacked_pages_are_those_that_were_packed() {
-    for head_dim in HEAD_DIMS {
+    for head_dim in HeadDim::ALL.map(HeadDim::get) {
         let spec = spec(&format!("kv_unpack_d{head_dim}{}", if head_dim.is_multiple_of(32) { "" } else { "_pdl" }));
         let mut kernel = CpuKernel::of(&spec, &[]);
         for seed in 1..=3 {
@@ -117,7 +115,7 @@ fn hostile_packed_pages_lead_nowhere() {
     for number in [101, 1 << 31, u32::MAX] {
         let change = |record: &mut [u8]| {
             record[RECORD_KIND] = KIND_BF16;
-            record[RECORD_ENDS..RECORD_HEAD].copy_from_slice(&number.to_le_bytes());
+            set_index(record, number);
         };
         left_out(run(&change, &[1, 2]), 1);
     }

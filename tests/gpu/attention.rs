@@ -1,8 +1,6 @@
 //! Attention over pages, against float64: every variant that ships, fresh random rows each run, NaN where nobody may
 //! read, thousands of launches with the same bits, hostile tables, refusals.
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use unweight_bench::attention::{Chunk, ChunkProblem, Decode, DeviceProblem, PAD, Problem};
 use unweight_codegen::{
     VariantSpec,
@@ -13,12 +11,7 @@ use unweight_rt::{
     raw::ops::attention::{Attention, PARTS_MAX},
 };
 
-use crate::harness::{Random, context, gpu, guard_is_whole, poison, refused, stream};
-
-/// Other rows in every run; a failure prints it.
-fn fresh() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64
-}
+use crate::harness::{Random, context, fresh, gpu, guard_is_whole, poison, refused, stream};
 
 fn attention(spec: &VariantSpec) -> Attention {
     Attention::new(gpu().get(spec).unwrap_or_else(|error| panic!("{spec}: {error}"))).unwrap()

@@ -1,6 +1,9 @@
 //! What the GPU tests share: the device, contexts, guards around outputs.
 
-use std::sync::OnceLock;
+use std::{
+    sync::OnceLock,
+    time::{SystemTime, UNIX_EPOCH},
+};
 
 pub use unweight_format::testing::{Random, Weights};
 use unweight_format::{
@@ -111,6 +114,11 @@ pub fn poison(stream: &Stream, output: &mut impl Output) {
 pub fn guard_is_whole(stream: &Stream, output: &impl Output, what: &str) {
     let written = output.padding(stream).iter().position(|byte| *byte != GUARD);
     assert_eq!(written, None, "{what} wrote past the end of its output");
+}
+
+/// A seed that differs in every run; a failure prints it.
+pub fn fresh() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64
 }
 
 /// Why a result that must be a refusal is one.

@@ -1,16 +1,11 @@
 //! Packing, unpacking and releasing pages of a KV cache, held against the oracle: every head size, pages that are hard
 //! to store, hostile tables, refusals.
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use unweight_bench::{
     attention::{Decode, DeviceProblem, PAD, Problem},
-    kv::{Cache, DevicePages, HEAD_DIMS, Heads, Job, PackedPages, page, salt},
+    kv::{Cache, DevicePages, Heads, Job, PackedPages, page, salt, set_index},
 };
-use unweight_codegen::{
-    VariantSpec,
-    kv::packed::{RECORD_ENDS, RECORD_HEAD, RECORD_KIND},
-};
+use unweight_codegen::{VariantSpec, kv::packed::RECORD_KIND, spec::HeadDim};
 use unweight_rt::{
     DeviceBuffer, DeviceError, LaunchError, MatrixMut, RowFault, Stream,
     raw::ops::{
@@ -22,12 +17,7 @@ use unweight_rt::{
     },
 };
 
-use crate::harness::{Random, context, gpu, guard_is_whole, poison, refused, stream};
-
-/// Other pages in every run; a failure prints it.
-fn fresh() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64
-}
+use crate::harness::{Random, context, fresh, gpu, guard_is_whole, poison, refused, stream};
 
 fn named(name: &str) -> VariantSpec {
     format!("uw_sm90a_{name}").parse().unwrap()
@@ -53,11 +43,6 @@ fn numbers(stream: &Stream, values: &[u32]) -> DeviceBuffer<u32> {
     DeviceBuffer::from_host(stream, values).unwrap()
 }
 
-/// A number of units that a cache takes.
-fn units(wanted: u32) -> u32 {
-    if wanted.is_multiple_of(5) { wanted + 1 } else { wanted }
-}
-
 /// BF16 pages of a layer on the device.
 struct Source {
     bf16: Vec<u16>,
@@ -77,8 +62,7 @@ impl Source {
     }
 
     fn job(&self, heads: Heads, (layer, page): (u32, u32), from: u32) -> Job {
-        let at = (layer * self.shape.pages() + from) as usize * heads.page_elements();
-        Job::new(heads, (layer, page), &self.bf16[at..][..heads.page_elements()])
+        Job::new(heads, (layer, page), heads.page_of(&self.bf16, (layer * self.shape.pages() + from) as usize))
     }
 }
 
@@ -96,7 +80,7 @@ fn page_fault(result: Result<(), DeviceError>) -> Option<u32> {
 fn chunks_are_packed_as_by_the_oracle_and_restored() {
     const COUNT: u32 = 9;
     let stream = stream(gpu());
-    for head_dim in HEAD_DIMS {
+    for head_dim in HeadDim::ALL.map(HeadDim::get) {
         for pdl in ["", "_pdl"] {
             let seed = fresh();
             let what = format!("d{head_dim}{pdl}, seed {seed}");
@@ -180,7 +164,7 @@ impl Step {
 fn steps_pack_full_pages_of_all_layers() {
     const LAYERS: u32 = 4;
     let stream = stream(gpu());
-    for head_dim in HEAD_DIMS {
+    for head_dim in HeadDim::ALL.map(HeadDim::get) {
         for (pdl, free) in [("", 101), ("_pdl", 101), ("_pdl", 2), ("", 0)] {
             let seed = fresh();
             let what = format!("d{head_dim}{pdl}, {free} units, seed {seed}");
@@ -299,9 +283,9 @@ fn hostile_caches_of_unpacking_are_reported() {
     // A kind that no encoder writes, and a unit that the pool does not have.
     for (kind, index) in [(3, 0), (255, 0), (1, right.units), (1, u32::MAX)] {
         let mut records = right.records.clone();
-        let at = heads.record_at(heads.page_units() + 1);
-        records[at + RECORD_KIND] = kind;
-        records[at + RECORD_ENDS..at + RECORD_HEAD].copy_from_slice(&index.to_le_bytes());
+        let record = &mut records[heads.record_at(heads.page_units() + 1)..];
+        record[RECORD_KIND] = kind;
+        set_index(record, index);
         assert_eq!(run(&[0, 1], &records).0, Some(1), "kind {kind}, unit {index}");
     }
     // What was lost is left out, and is not an error.
@@ -471,7 +455,7 @@ fn unpacking_refuses_operands_that_do_not_agree() {
     let stream = stream(gpu());
     let mut ctx = context(&stream);
     let heads = Heads { head_dim: 32, kv_heads: 2 };
-    let mut cache = Cache::new(heads, (1, 4), (units(7), 0), 0).upload(&stream).unwrap();
+    let mut cache = Cache::new(heads, (1, 4), (7, 0), 0).upload(&stream).unwrap();
     let table = numbers(&stream, &[0, 1, 2]);
     let mut run = |kernel: &KvUnpack, heads: Heads, count| {
         let mut out = DeviceBuffer::<u16>::zeroed(&stream, 2 * heads.page_elements()).unwrap();

@@ -16,9 +16,6 @@ use crate::attention::{PAD, POISON, Problem};
 pub use cache::{Cache, Counts, Job, UNWRITTEN};
 pub use device::DevicePages;
 
-/// All sizes of heads that can be packed.
-pub const HEAD_DIMS: [u32; 8] = [16, 32, 48, 64, 80, 96, 112, 128];
-
 /// Heads of a layer. Units are numbered `[page][kv_head][K | V]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Heads {
@@ -42,6 +39,11 @@ impl Heads {
     /// Values of a page.
     pub fn page_elements(self) -> usize {
         self.page_units() * self.unit_values()
+    }
+
+    /// A page of BF16 pages.
+    pub fn page_of(self, pages: &[u16], index: usize) -> &[u16] {
+        &pages[index * self.page_elements()..][..self.page_elements()]
     }
 
     /// Bytes of a packed page.
@@ -101,7 +103,7 @@ impl Heads {
         let record = &mut records[self.record_at(unit)..][..self.record_bytes()];
         record.copy_from_slice(&encoded.record);
         if encoded.bf16.is_some() {
-            record[RECORD_ENDS..RECORD_HEAD].copy_from_slice(&index.to_le_bytes());
+            set_index(record, index);
             return;
         }
         for (tile, bytes) in encoded.tiles.iter().enumerate() {
@@ -115,6 +117,16 @@ impl Heads {
         record[RECORD_KIND] = KIND_LOST;
         record
     }
+}
+
+/// The index of the BF16 unit that a record names.
+fn index_of(record: &[u8]) -> u32 {
+    u32::from_le_bytes(record[RECORD_ENDS..RECORD_HEAD].try_into().expect("four bytes"))
+}
+
+/// Names a BF16 unit in a record.
+pub fn set_index(record: &mut [u8], index: u32) {
+    record[RECORD_ENDS..RECORD_HEAD].copy_from_slice(&index.to_le_bytes());
 }
 
 /// K or V.
@@ -310,9 +322,7 @@ impl PackedPages {
         for record in
             self.records.chunks_mut(self.heads.record_bytes()).filter(|record| record[RECORD_KIND] == KIND_BF16)
         {
-            let index =
-                self.units - u32::from_le_bytes(record[RECORD_ENDS..RECORD_HEAD].try_into().expect("four bytes"));
-            record[RECORD_ENDS..RECORD_HEAD].copy_from_slice(&index.to_le_bytes());
+            set_index(record, self.units - index_of(record));
         }
         (self.unit_pages, self.units) = (turned, self.units + 1);
     }
@@ -460,12 +470,14 @@ pub fn harden(problem: &mut Problem, seed: u64, infinities: bool) {
 
 #[cfg(test)]
 mod tests {
+    use unweight_codegen::spec::HeadDim;
+
     use super::*;
     use crate::attention::Decode;
 
     #[test]
     fn hard_problems_have_all_kinds_of_units() {
-        for head_dim in HEAD_DIMS {
+        for head_dim in HeadDim::ALL.map(HeadDim::get) {
             let case = Decode { kv_heads: 4, ..Decode::new(head_dim as usize, 4, &[1000, 700, PAD, 15]) };
             let mut problem = Problem::new(&case);
             harden(&mut problem, 3, false);

@@ -10,7 +10,7 @@
 use unweight_codegen::{
     VariantSpec,
     family::Instruction,
-    kv::{PAGE_TOKENS, packed},
+    kv::PAGE_TOKENS,
     plan::GemmShape,
     spec::{HeadDim, KvCache, KvPackSpec, KvPackStage, KvUnpackSpec},
 };
@@ -36,7 +36,11 @@ use crate::{
     timing::{Contender, Row, Timer, Timing},
 };
 
-const HEADS: Heads = Heads { head_dim: 128, kv_heads: 8 };
+const HEAD_DIM: HeadDim = match HeadDim::new(128) {
+    Ok(head_dim) => head_dim,
+    Err(_) => panic!("pages of these heads can be packed"),
+};
+const HEADS: Heads = Heads { head_dim: HEAD_DIM.get(), kv_heads: 8 };
 /// Query heads of a KV head.
 const GROUP: u32 = 4;
 const COLUMNS: u32 = HEADS.kv_heads * (GROUP + 2) * HEADS.head_dim;
@@ -141,6 +145,11 @@ fn pages_of(stream: &Stream, count: u32, layers: u32) -> Result<(DeviceBuffer<u1
     Ok((DeviceBuffer::zeroed(stream, count as usize * layers as usize * HEADS.page_elements())?, shape))
 }
 
+/// Bytes that are read and written to pack or unpack a page.
+fn page_traffic() -> usize {
+    HEADS.page_elements() * 2 + HEADS.page_bytes() + HEADS.page_record_bytes()
+}
+
 /// The oracle's form of a page, and of its records.
 fn oracle(page: &[u16]) -> (Vec<u8>, Vec<u8>) {
     let (mut bytes, mut records) = (vec![0; HEADS.page_bytes()], vec![0; HEADS.page_record_bytes()]);
@@ -182,7 +191,7 @@ impl KvBench<'_> {
 
     fn pack(&self, stage: KvPackStage) -> Result<KvPack, BenchError> {
         let arch = self.kernels.device().info().arch;
-        let spec = KvPackSpec { stage, head_dim: head_dim()?, pdl: arch.has(Instruction::DependentLaunch) };
+        let spec = KvPackSpec { stage, head_dim: HEAD_DIM, pdl: arch.has(Instruction::DependentLaunch) };
         Ok(KvPack::new(self.kernels.get(&VariantSpec::kv_pack(arch, spec))?)?)
     }
 
@@ -204,7 +213,7 @@ impl KvBench<'_> {
         let source = KvLayer::new(&mut bf16, bf16_shape, 0)?;
         self.pack(KvPackStage::Chunk)?.chunk(&mut ctx, (source, 0), packed.layers(), (&table, 0, body), &mut lost)?;
         ctx.synchronize()?;
-        let last = &unique[(body as usize - 1) % UNIQUE * HEADS.page_elements()..][..HEADS.page_elements()];
+        let last = HEADS.page_of(&unique, (body as usize - 1) % UNIQUE);
         let right = is_packed(stream, &mut packed, body as usize - 1, &oracle(last))?;
         if !right || lost.read(stream, 0, 1)? != [0] || packed.free_units(stream)? != UNITS {
             return Err(BenchError::WrongBits { kernel: "kv_pack_chunk" });
@@ -308,7 +317,7 @@ impl KvBench<'_> {
         let (graph, launches) = self.timer.record(problem, copies, run)?;
         ctx.synchronize()?;
         let last = copies * CHUNK as usize - 1;
-        let page = &pool.unique[last % UNIQUE * HEADS.page_elements()..][..HEADS.page_elements()];
+        let page = HEADS.page_of(&pool.unique, last % UNIQUE);
         if !is_packed(stream, &mut pool.packed, last, &oracle(page))? {
             return Err(BenchError::WrongBits { kernel: "kv_pack_chunk" });
         }
@@ -322,8 +331,7 @@ impl KvBench<'_> {
 
     /// Copies of a chunk, and the bytes of one that are read and written.
     fn chunks(&self, body: u32) -> (usize, u64) {
-        let page = HEADS.page_elements() * 2 + HEADS.page_bytes() + HEADS.page_record_bytes();
-        let bytes = CHUNK as usize * page;
+        let bytes = CHUNK as usize * page_traffic();
         (self.timer.copies(bytes).min((body / CHUNK) as usize), bytes as u64)
     }
 
@@ -332,7 +340,7 @@ impl KvBench<'_> {
         let stream = self.timer.stream;
         let (copies, bytes) = self.chunks(pool.body);
         let arch = self.kernels.device().info().arch;
-        let spec = KvUnpackSpec { head_dim: head_dim()?, pdl: arch.has(Instruction::DependentLaunch) };
+        let spec = KvUnpackSpec { head_dim: HEAD_DIM, pdl: arch.has(Instruction::DependentLaunch) };
         let unpack = KvUnpack::new(self.kernels.get(&VariantSpec::kv_unpack(arch, spec))?)?;
         let problem = GemmShape { m: CHUNK, n: HEADS.kv_heads, k: HEADS.head_dim };
         let tables = self.timer.each(copies, |copy| {
@@ -393,14 +401,13 @@ impl KvBench<'_> {
             let row = STEP_ROWS as usize / 2;
             let expected = match full {
                 0 => (vec![0xff; HEADS.page_bytes()], vec![0xff; HEADS.page_record_bytes()]),
-                _ => oracle(&unique[row % UNIQUE * HEADS.page_elements()..][..HEADS.page_elements()]),
+                _ => oracle(HEADS.page_of(unique, row % UNIQUE)),
             };
             let page = (STEP_ROWS * (STEP_LAYERS - 1)) as usize + row;
             if !is_packed(stream, &mut cache, page, &expected)? || cache.free_units(stream)? != UNITS {
                 return Err(BenchError::WrongBits { kernel: "kv_pack_step" });
             }
-            let page = HEADS.page_elements() * 2 + HEADS.page_bytes() + HEADS.page_record_bytes();
-            let bytes = u64::from(STEP_ROWS) * 4 + u64::from(full * STEP_LAYERS) * page as u64;
+            let bytes = u64::from(STEP_ROWS) * 4 + u64::from(full * STEP_LAYERS) * page_traffic() as u64;
             let name = format!("{}, {full} full rows", pack.kernel().spec());
             let contenders = vec![Contender { name, graph, launches, bytes, error: None, dispatched: true }];
             rows.extend(self.timer.measure("kv_pack", contenders, copies, problem, progress)?);
@@ -454,13 +461,6 @@ impl Inputs {
         })
     }
 }
-
-fn head_dim() -> Result<HeadDim, DeviceError> {
-    let head_dim = HEADS.head_dim;
-    HeadDim::new(head_dim).map_err(|_| unweight_rt::LaunchError::HeadDim { head_dim }.into())
-}
-
-const _: () = assert!(packed::takes(HEADS.head_dim));
 
 #[cfg(test)]
 mod tests {

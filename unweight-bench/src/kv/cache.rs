@@ -7,15 +7,10 @@ use unweight_codegen::kv::packed::{
 };
 use unweight_format::testing::Random;
 
-use super::Heads;
+use super::{Heads, index_of, set_index};
 
 /// Bytes that were not written yet.
 pub const UNWRITTEN: u8 = 0xa5;
-
-/// The index of a bf16 unit in a record.
-fn index_of(record: &[u8]) -> u32 {
-    u32::from_le_bytes(record[RECORD_ENDS..RECORD_HEAD].try_into().expect("four bytes"))
-}
 
 /// Packed pages of some layers on the host, with the pool of bf16 units.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -65,13 +60,18 @@ impl Cache {
         own
     }
 
+    /// The number of units of a cache that needs so many: [`Cache::new`] takes no multiple of 5.
+    pub fn units_for(needed: u32) -> u32 {
+        needed + u32::from(needed.is_multiple_of(5))
+    }
+
     /// One layer of BF16 pages as the oracle packs them. The pool has the units that they need, and none is free.
     pub fn of_pages(heads: Heads, bf16: &[u16], gap: usize) -> Self {
         let count = bf16.len() / heads.page_elements();
         let encoded: Vec<_> = (0..count * heads.page_units()).map(|unit| heads.encode(bf16, unit)).collect();
         let needed = encoded.iter().filter(|unit| unit.bf16.is_some()).count() as u32;
         // One that no record names is first.
-        let units = if (needed + 1).is_multiple_of(5) { needed + 2 } else { needed + 1 };
+        let units = Self::units_for(needed + 1);
         let mut own = Self::new(heads, (1, count as u32), (units, 0), gap);
         let mut index = units;
         for (unit, encoded) in encoded.iter().enumerate() {
@@ -98,9 +98,7 @@ impl Cache {
                 record.fill(0);
                 record[RECORD_KIND] = random.below(3) as u8;
                 match record[RECORD_KIND] {
-                    KIND_BF16 => {
-                        record[RECORD_ENDS..RECORD_HEAD].copy_from_slice(&used.pop().expect("a unit").to_le_bytes())
-                    }
+                    KIND_BF16 => set_index(record, used.pop().expect("a unit")),
                     KIND_PACKED => record.iter_mut().skip(RECORD_HEAD).for_each(|byte| *byte = 7),
                     _ => (),
                 }

@@ -199,8 +199,7 @@ impl Run<'_> {
         let random = &mut Random::new(seed);
         let bf16: Vec<u16> = (0..pages).flat_map(|_| page(random, heads)).collect();
         let table: Vec<u32> = (0..pages).rev().chain([pages / 2]).collect();
-        let of = |page: &u32| &bf16[*page as usize * heads.page_elements()..][..heads.page_elements()];
-        let expected: Vec<u8> = table.iter().flat_map(|page| bytes_of(of(page))).collect();
+        let expected: Vec<u8> = table.iter().flat_map(|page| bytes_of(heads.page_of(&bf16, *page as usize))).collect();
         let count = table.len() as u32;
         let shape = heads.shape(count)?;
         let cache = RefCell::new(Cache::of_pages(heads, &bf16, 0).upload(stream)?);
@@ -312,12 +311,11 @@ impl Packing {
         let source_pages = m + FIRST;
         let pages = m * table_pages;
         let all_units = layers * pages * heads.page_units() as u32;
-        let units = if all_units.is_multiple_of(5) { all_units + 1 } else { all_units };
-        let free = if scarce { 2 } else { units };
+        let enough = Cache::units_for(all_units);
+        let free = if scarce { 2 } else { enough };
+        let units = if stage == KvPackStage::Release { Cache::units_for(2 * enough) } else { enough };
         let mut before = Cache::new(heads, (layers, pages), (units, free), 0);
         if stage == KvPackStage::Release {
-            before =
-                Cache::new(heads, (layers, pages), (2 * units + u32::from((2 * units).is_multiple_of(5)), free), 0);
             before.put_random_records(random);
         }
         let source = match stage {
@@ -351,8 +349,8 @@ impl Packing {
 
     fn jobs(&self) -> Vec<(usize, Job)> {
         let job = |layer: u32, page: u32, from: u32| {
-            let at = (layer * self.source_pages + from) as usize * self.heads.page_elements();
-            Job::new(self.heads, (layer, page), &self.source[at..][..self.heads.page_elements()])
+            let own = self.heads.page_of(&self.source, (layer * self.source_pages + from) as usize);
+            Job::new(self.heads, (layer, page), own)
         };
         let entries = 0..self.m as usize;
         match self.stage {
@@ -440,10 +438,9 @@ impl OnDevice {
 
 #[cfg(test)]
 mod tests {
-    use unweight_codegen::spec::Arch;
+    use unweight_codegen::spec::{Arch, HeadDim};
 
     use super::*;
-    use crate::kv::HEAD_DIMS;
 
     #[test]
     fn every_packed_variant_is_held_against_one_over_bf16_pages() {
@@ -461,7 +458,7 @@ mod tests {
                 assert!(!packed(&other), "{spec}: {other}");
                 count += 1;
             }
-            assert!(count >= HEAD_DIMS.len(), "{arch:?}");
+            assert!(count >= HeadDim::ALL.len(), "{arch:?}");
         }
     }
 

@@ -174,7 +174,7 @@ impl VariantSpec {
 pub const PARTS_MAX: u32 = 32;
 
 /// Tokens of a slot of a ring.
-const TILE_TOKENS: u32 = 16;
+const TILE_TOKENS: u32 = kv::packed::TILE_TOKENS;
 /// Rows of a fragment of the tensor cores: the heads of a group.
 const ROWS: u32 = 16;
 const ELEMENT_BYTES: u32 = 2;
