@@ -29,7 +29,7 @@ use super::{
     failure::{Failure, Result},
     output::{self, Output, Table},
     pipelines::KvCacheArg,
-    plot, select, size,
+    scratch, select, size,
     source::{Found, Source},
 };
 
@@ -40,8 +40,7 @@ pub struct Budget {
     #[command(flatten)]
     source: Source,
     /// GPU memory for weights, KV cache and activations, as for `generate --memory`, such as 24G [default: the least
-    /// that
-    /// --max-slowdown allows]
+    /// that --max-slowdown allows]
     #[arg(long, value_name = "SIZE", value_parser = size::memory)]
     memory: Option<u64>,
     /// Largest predicted slowdown of matrix products against the fastest plan, such as 5%
@@ -287,11 +286,15 @@ fn may_write(path: &Path) -> Result<()> {
             "choose another name",
         ));
     }
-    plot::beside(path).map(drop)
+    unfinished(path).map(drop)
+}
+
+fn unfinished(path: &Path) -> Result<tempfile::NamedTempFile> {
+    scratch::unfinished(path).map_err(Failure::io(scratch::folder_of(path).display()))
 }
 
 fn write_plan(path: &Path, plan: &PlanFile) -> Result<()> {
-    let mut file = plot::beside(path)?;
+    let mut file = unfinished(path)?;
     let mut text = serde_json::to_vec_pretty(plan).map_err(io::Error::from)?;
     text.push(b'\n');
     file.write_all(&text).map_err(Failure::io(path.display()))?;

@@ -1,11 +1,6 @@
 //! `unweight extract`.
 
-use std::{
-    fs::Permissions,
-    io::Write,
-    os::unix::fs::PermissionsExt,
-    path::{Path, PathBuf},
-};
+use std::{io::Write, path::PathBuf};
 
 use clap::Args;
 use clap_complete::engine::ArgValueCandidates;
@@ -20,7 +15,7 @@ use super::{
     failure::{Failure, Result},
     output::{self, Output},
     progress::Bar,
-    select, size,
+    scratch, select, size,
 };
 
 /// Arguments of `extract`.
@@ -151,15 +146,12 @@ impl Extract {
             let message = format!("{}: exists", self.output.display());
             return Err(Failure::new("output-exists", message, "choose another name"));
         }
-        let folder = self.output.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let folder = scratch::folder_of(&self.output);
         if !folder.is_dir() {
             let message = format!("{}: no such directory", folder.display());
             return Err(Failure::new("path-not-found", message, "create it, or choose another directory"));
         }
-        let mut builder = tempfile::Builder::new();
-        // As any file that a program makes: what the user's mask allows.
-        builder.prefix(".unweight-").permissions(Permissions::from_mode(0o666));
-        let mut file = builder.tempfile_in(folder).map_err(|error| failed()(error.kind().into()))?;
+        let mut file = scratch::unfinished(&self.output).map_err(failed())?;
         let done = bytes(file.as_file_mut())?;
         file.as_file().sync_all().map_err(failed())?;
         file.persist_noclobber(&self.output).map_err(|error| failed()(error.error))?;

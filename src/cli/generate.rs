@@ -4,7 +4,6 @@ use std::{
     collections::BTreeMap,
     fs,
     io::{self, Read, Write},
-    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     sync::{
         Arc,
@@ -30,7 +29,7 @@ use super::{
     output::Output,
     pipelines::{KvCacheArg, PlacementArg, note_load, note_unused, saved_plan},
     printable::printable,
-    progress, size,
+    progress, scratch, size,
     trust::Trust,
 };
 
@@ -163,7 +162,8 @@ struct Sequence {
     tokens: Vec<u32>,
     /// Their text, without special tokens and the `--stop` text; null without a tokenizer.
     text: Option<String>,
-    /// `stop`: end token or `--stop` text; `length`: `--max-new-tokens`; `nan`: all logits were NaN.
+    /// `stop`: end token or `--stop` text; `length`: `--max-new-tokens`; `nan`: all logits were NaN; `kv-cache-full`:
+    /// a packed KV cache had no BF16 unit for the sequence.
     finish: Option<&'static str>,
 }
 
@@ -391,11 +391,7 @@ impl Generate {
         }
         let header = serde_json::to_vec(&header).map_err(io::Error::from).map_err(Failure::io(file.display()))?;
         let write = || -> io::Result<()> {
-            let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-            let mut builder = tempfile::Builder::new();
-            // As any file that a program makes: what the user's mask allows.
-            builder.prefix(".unweight-").permissions(fs::Permissions::from_mode(0o666));
-            let mut whole = builder.tempfile_in(folder)?;
+            let mut whole = scratch::unfinished(file)?;
             let mut out = io::BufWriter::new(whole.as_file_mut());
             out.write_all(&(header.len() as u64).to_le_bytes())?;
             out.write_all(&header)?;

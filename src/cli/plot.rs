@@ -5,10 +5,9 @@ mod svg;
 
 use std::{
     collections::BTreeMap,
-    fs::{File, Permissions},
+    fs::File,
     io::{Read, Write},
     ops::Range,
-    os::unix::fs::PermissionsExt,
     path::Path,
 };
 
@@ -16,7 +15,7 @@ use unweight::format::{EncodingId, Histogram, Role, bundle::TensorReport};
 
 use super::{
     failure::{Failure, Result},
-    output,
+    output, scratch,
 };
 #[cfg(feature = "plots")]
 use svg::render;
@@ -71,7 +70,7 @@ pub fn may_save(path: Option<&Path>) -> Result<()> {
     partial(path).map(drop)
 }
 
-/// A file beside `path` that can take its name: what stands there is nothing or a drawing.
+/// A file next to `path` that can take its name: what is there is nothing or a drawing.
 fn partial(path: &Path) -> Result<tempfile::NamedTempFile> {
     if let Ok(metadata) = path.symlink_metadata() {
         let mut start = Vec::new();
@@ -89,16 +88,7 @@ fn partial(path: &Path) -> Result<tempfile::NamedTempFile> {
             ));
         }
     }
-    beside(path)
-}
-
-/// A file in the folder of `path` that can take its name.
-pub fn beside(path: &Path) -> Result<tempfile::NamedTempFile> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let mut builder = tempfile::Builder::new();
-    // As any file that a program makes: what the user's mask allows.
-    builder.prefix(".unweight-").permissions(Permissions::from_mode(0o666));
-    builder.tempfile_in(folder).map_err(|error| Failure::io(folder.display())(error.kind().into()))
+    scratch::unfinished(path).map_err(Failure::io(scratch::folder_of(path).display()))
 }
 
 #[cfg(not(feature = "plots"))]

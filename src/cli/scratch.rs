@@ -1,13 +1,26 @@
-//! Folders for what is only needed while a command runs.
+//! Folders for what is only needed while a command runs, and files without their final names.
 
 use std::{
-    fs::{self, File, Metadata},
+    fs::{self, File, Metadata, Permissions},
     io,
-    os::unix::fs::{MetadataExt, OpenOptionsExt},
+    os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt},
     path::Path,
 };
 
-use tempfile::TempDir;
+use tempfile::{NamedTempFile, TempDir};
+
+/// The folder of a file.
+pub fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// A file in the folder of `path` that can take its name. Errors do not name the temporary file.
+pub fn unfinished(path: &Path) -> io::Result<NamedTempFile> {
+    let mut builder = tempfile::Builder::new();
+    // As any file that a program makes: what the user's mask allows.
+    builder.prefix(".unweight-").permissions(Permissions::from_mode(0o666));
+    builder.tempfile_in(folder_of(path)).map_err(|error| error.kind().into())
+}
 
 /// A temporary folder that the next run removes if this one is killed.
 pub struct Scratch {
