@@ -13,10 +13,12 @@ mod orders;
 #[path = "arrows/references.rs"]
 mod references;
 mod sources;
+mod workspace;
 
 use orders::{CRATES, INNER};
 use references::Tree;
-use sources::{modules, modules_of, read, root};
+use sources::{modules, modules_of};
+use workspace::{files, read, root};
 
 /// Who alone may name a dependency.
 const OWNERS: [(&str, &[&str]); 8] = [
@@ -169,20 +171,12 @@ fn planted_cycles_are_found() {
 /// (file, line number, line) of all Rust below a folder, without comments and without test modules, which stand at the
 /// end.
 fn code(folder: &str) -> Vec<(PathBuf, usize, String)> {
-    let (mut folders, mut lines) = (vec![root().join(folder)], Vec::new());
-    assert!(folders[0].is_dir(), "{folder} is gone: renew this test");
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(&folder).expect("a folder of sources") {
-            let path = entry.expect("an entry").path();
-            if path.is_dir() {
-                folders.push(path);
-            } else if path.extension().is_some_and(|extension| extension == "rs") {
-                let text = read(&path);
-                let own = text.lines().take_while(|line| *line != "#[cfg(test)]").enumerate();
-                let own = own.filter(|(_, line)| !line.trim_start().starts_with("//"));
-                lines.extend(own.map(|(index, line)| (path.clone(), index + 1, line.to_owned())));
-            }
-        }
+    let mut lines = Vec::new();
+    for path in files(&[folder], &["rs"], &[]) {
+        let text = read(&path);
+        let own = text.lines().take_while(|line| *line != "#[cfg(test)]").enumerate();
+        let own = own.filter(|(_, line)| !line.trim_start().starts_with("//"));
+        lines.extend(own.map(|(index, line)| (path.clone(), index + 1, line.to_owned())));
     }
     lines
 }

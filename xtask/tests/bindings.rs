@@ -1,10 +1,11 @@
 //! The bindings lie outside of the workspace: what they cannot inherit is held here.
 
-use std::{fs, path::Path};
+mod workspace;
+
+use workspace::{read, root};
 
 fn manifest(folder: &str) -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace").join(folder).join("Cargo.toml");
-    fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+    read(&root().join(folder).join("Cargo.toml"))
 }
 
 /// The first line `key = ...` after the line `section`.

@@ -1,9 +1,10 @@
 //! Retired words of the glossary (CONTRIBUTING.md) are names of nothing.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::{fs, path::PathBuf};
+
+mod workspace;
+
+use workspace::{files, shown};
 
 /// Identifiers that the glossary retired, and where they still mean something else.
 const RETIRED: [(&str, &[&str]); 40] = [
@@ -54,30 +55,10 @@ const RETIRED: [(&str, &[&str]); 40] = [
 /// Parts of retired names of kernels, and retired options, also in documents.
 const RETIRED_PARTS: [&str; 5] = ["repack_", "--linears", "--resident ", "--mlp", "--profile resident"];
 
-fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace")
-}
-
 /// Every source file of the repository.
 fn sources() -> Vec<PathBuf> {
-    let (mut folders, mut files) = (vec![root().to_owned()], Vec::new());
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(&folder).expect("a folder of the repository") {
-            let path = entry.expect("an entry").path();
-            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            if path.is_dir() {
-                if !name.starts_with('.') && !matches!(&*name, "target" | "records" | "snapshots" | "fixtures") {
-                    folders.push(path);
-                }
-            } else if ["rs", "cuh", "tera", "cpp", "hpp", "py", "pyi", "md", "json", "toml", "svg"]
-                .iter()
-                .any(|end| name.ends_with(&format!(".{end}")))
-            {
-                files.push(path);
-            }
-        }
-    }
-    files
+    let extensions = ["rs", "cuh", "tera", "cpp", "hpp", "py", "pyi", "md", "json", "toml", "svg"];
+    files(&["."], &extensions, &["records", "snapshots", "fixtures"])
 }
 
 /// The words of a line: runs of letters, digits and `_`.
@@ -89,7 +70,7 @@ fn words(line: &str) -> impl Iterator<Item = &str> {
 fn retired_identifiers_are_gone() {
     let mut found = Vec::new();
     for path in sources() {
-        let shown = path.strip_prefix(root()).expect("below the root").display().to_string();
+        let shown = shown(&path);
         // A comparison with builds from before the glossary names their options.
         if ["xtask/tests/glossary.rs", "tests/parity/same_bits.py"].contains(&&*shown) {
             continue;

@@ -14,6 +14,10 @@ use std::{
 
 use syn::{Attribute, Fields, GenericArgument, Generics, Item, PathArguments, Type};
 
+mod workspace;
+
+use workspace::{files, read, root, shown};
+
 /// Rust types and their names in JSON.
 const SCALARS: [(&str, &str); 23] = [
     ("bool", "boolean"),
@@ -41,10 +45,6 @@ const SCALARS: [(&str, &str); 23] = [
     ("Scope", "string"),
     ("Value", "object"),
 ];
-
-fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace")
-}
 
 /// A field, or a variant with one value, as JSON has it.
 struct Key {
@@ -172,30 +172,15 @@ fn definition(item: &Item) -> Option<(String, Definition)> {
     }
 }
 
-fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
-    for entry in fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display())) {
-        let path = entry.expect("an entry").path();
-        if path.is_dir() {
-            sources(&path, found);
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
-            found.push(path);
-        }
-    }
+fn types() -> Types {
+    let folders = ["src", "unweight-format/src", "unweight-rt/src", "unweight-engine/src", "unweight-rivals/src"];
+    files(&folders, &["rs"], &[]).iter().flat_map(|file| types_of(&shown(file), &read(file))).collect()
 }
 
-fn types() -> Types {
-    let mut files = Vec::new();
-    for folder in ["src", "unweight-format/src", "unweight-rt/src", "unweight-engine/src", "unweight-rivals/src"] {
-        sources(&root().join(folder), &mut files);
-    }
-    let mut types = Types::new();
-    for file in files {
-        let text = fs::read_to_string(&file).expect("a source");
-        let parsed = syn::parse_file(&text).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
-        let own = file.strip_prefix(root()).expect("below the root").to_path_buf();
-        types.extend(parsed.items.iter().filter_map(definition).map(|(name, found)| ((own.clone(), name), found)));
-    }
-    types
+/// The types of a text, as if it were the file `name`.
+fn types_of(name: &str, text: &str) -> Types {
+    let parsed = syn::parse_file(text).unwrap_or_else(|error| panic!("{name}: {error}"));
+    parsed.items.iter().filter_map(definition).map(|(own, found)| ((name.into(), own), found)).collect()
 }
 
 /// What the page knows: types, and the headings of those that have one.
@@ -323,7 +308,7 @@ fn marker(line: &str) -> Option<(PathBuf, Type, Option<Type>)> {
     Some((file.into(), parsed(kind), without.map(parsed)))
 }
 
-/// The page with its tables written anew.
+/// The page with the tables of these types.
 fn generated(text: &str, types: Types) -> String {
     let mut headings = HashMap::new();
     let mut heading = "";
@@ -358,7 +343,7 @@ fn generated(text: &str, types: Types) -> String {
 #[test]
 fn tables_are_those_of_the_types() {
     let path = root().join("docs/reference/json.md");
-    let text = fs::read_to_string(&path).expect("docs/reference/json.md");
+    let text = read(&path);
     let generated = generated(&text, types());
     if std::env::var_os("UPDATE_DOCS").is_some() {
         fs::write(&path, generated).expect("docs/reference/json.md");
@@ -401,9 +386,6 @@ fn a_table_follows_serde() {
         }
         struct NotWritten { a: u8 }
     ";
-    let parsed = syn::parse_file(source).unwrap();
-    let types: Types =
-        parsed.items.iter().filter_map(definition).map(|(name, found)| (("a.rs".into(), name), found)).collect();
     let page = "### report\n<!-- keys a.rs Report<More> -->\nold\n<!-- end -->\nafter\n";
     let expected = "### report\n<!-- keys a.rs Report<More> -->\n
 | key | type | meaning |
@@ -419,11 +401,8 @@ fn a_table_follows_serde() {
 <!-- end -->
 after
 ";
-    assert_eq!(generated(page, types), expected);
-    let parsed = syn::parse_file(source).unwrap();
-    let types: Types =
-        parsed.items.iter().filter_map(definition).map(|(name, found)| (("a.rs".into(), name), found)).collect();
+    assert_eq!(generated(page, types_of("a.rs", source)), expected);
     let page = "<!-- keys a.rs Report<More> without More -->\n<!-- end -->\n";
-    let without = generated(page, types);
+    let without = generated(page, types_of("a.rs", source));
     assert!(without.contains("| `rows[]` |") && !without.contains("`second`"), "{without}");
 }

@@ -1,30 +1,11 @@
 //! Links between the documents: each leads to a file of the repository, and to a heading of it. The book has every
 //! page.
 
-use std::{
-    collections::BTreeSet,
-    fs,
-    path::{Path, PathBuf},
-};
+use std::{collections::BTreeSet, fs};
 
-fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace")
-}
+mod workspace;
 
-/// Markdown files below a folder.
-fn documents(folder: &Path, found: &mut Vec<PathBuf>) {
-    for entry in fs::read_dir(folder).expect("a folder") {
-        let path = entry.expect("an entry").path();
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        if path.is_dir() {
-            if !name.starts_with('.') && name != "target" {
-                documents(&path, found);
-            }
-        } else if name.ends_with(".md") {
-            found.push(path);
-        }
-    }
-}
+use workspace::{files, root};
 
 /// The anchor that a heading gets: lower case, spaces as hyphens, no other punctuation.
 fn anchor(heading: &str) -> String {
@@ -67,8 +48,7 @@ fn records(text: &str) -> Vec<String> {
 
 #[test]
 fn links_lead_to_files_and_headings() {
-    let mut files = Vec::new();
-    documents(root(), &mut files);
+    let files = files(&["."], &["md"], &[]);
     assert!(files.len() > 20, "{files:?}");
     let mut broken = Vec::new();
     for file in &files {
@@ -98,8 +78,7 @@ fn links_lead_to_files_and_headings() {
 #[test]
 fn every_page_is_in_the_book() {
     let docs = root().join("docs");
-    let mut pages = Vec::new();
-    documents(&docs, &mut pages);
+    let pages = files(&["docs"], &["md"], &[]);
     let names = pages.iter().map(|page| page.strip_prefix(&docs).expect("a page").to_string_lossy().into_owned());
     let listed = links(&fs::read_to_string(docs.join("SUMMARY.md")).expect("the summary"));
     let unique: BTreeSet<&str> = listed.iter().map(String::as_str).collect();

@@ -1,20 +1,8 @@
 //! What the registry and docs.rs show of a published crate is in its manifest.
 
-use std::{collections::BTreeMap, fs, path::Path};
+mod workspace;
 
-/// Packages of the workspace that are published, by folder, with their manifests.
-fn published() -> BTreeMap<String, String> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace");
-    let read = |folder: &str| {
-        let path = root.join(folder).join("Cargo.toml");
-        fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
-    };
-    let workspace = read(".");
-    let members = workspace.split("\nmembers = [").nth(1).and_then(|rest| rest.split(']').next()).expect("members");
-    let folders = members.split('"').skip(1).step_by(2).chain(["."]);
-    let manifests = folders.map(|folder| (folder.to_owned(), read(folder)));
-    manifests.filter(|(_, manifest)| !manifest.contains("\npublish = false")).collect()
-}
+use workspace::published;
 
 /// What stands behind `key = ` in `[package]`.
 fn value<'a>(manifest: &'a str, key: &str) -> Option<&'a str> {

@@ -1,30 +1,10 @@
 //! docs/promises.md: every test that it names exists.
 
-use std::{
-    collections::BTreeSet,
-    fs,
-    path::{Path, PathBuf},
-};
+use std::{collections::BTreeSet, path::Path};
 
-fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace")
-}
+mod workspace;
 
-fn read(path: &Path) -> String {
-    fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
-}
-
-/// Every Rust source below a folder.
-fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
-    for entry in fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
-        if path.is_dir() && !path.ends_with("target") {
-            sources(&path, found);
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
-            found.push(path);
-        }
-    }
-}
+use workspace::{files, read, root};
 
 /// The module of a file: its name, or for `mod.rs`, `main.rs` and `tests.rs` that of its folder.
 fn module(file: &Path) -> &str {
@@ -39,12 +19,8 @@ fn module(file: &Path) -> &str {
 
 /// `module::name` of functions with `#[test]` a few lines above them.
 fn tests() -> BTreeSet<String> {
-    let mut files = Vec::new();
-    for folder in ["src", "tests", "unweight-format", "unweight-rt"] {
-        sources(&root().join(folder), &mut files);
-    }
     let mut names = BTreeSet::new();
-    for file in files {
+    for file in files(&["src", "tests", "unweight-format", "unweight-rt"], &["rs"], &[]) {
         let text = read(&file);
         for part in text.split("#[test]").skip(1) {
             let head = part.lines().take(5).find_map(|line| line.trim().strip_prefix("fn "));

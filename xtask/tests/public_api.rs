@@ -22,7 +22,6 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fmt::Write,
     fs,
-    path::Path,
     sync::OnceLock,
 };
 
@@ -32,8 +31,10 @@ mod declaration;
 mod reader;
 #[path = "public_api/rules.rs"]
 mod rules;
+mod workspace;
 
-use reader::{Crate, MemberKind, Place};
+use reader::{Crate, MemberKind, Place, exported};
+use workspace::{published, root};
 
 /// A published crate and its limits.
 struct Limits {
@@ -66,14 +67,13 @@ const fn limits(name: &'static str, folder: &'static str, [items, items_and_fiel
     Limits { name, folder, items, items_and_fields, raw }
 }
 
-fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace")
-}
-
 /// The listing of each of [`CRATES`], read once for all tests.
 fn listings() -> &'static [(String, Counts)] {
     static LISTINGS: OnceLock<Vec<(String, Counts)>> = OnceLock::new();
-    LISTINGS.get_or_init(|| CRATES.iter().map(|own| listing(own.name, &Crate::read(own.folder))).collect())
+    LISTINGS.get_or_init(|| {
+        let exported = exported();
+        CRATES.iter().map(|own| listing(own.name, &Crate::read(own.folder, &exported))).collect()
+    })
 }
 
 /// What a crate has, outside `raw` and below it.
@@ -211,12 +211,8 @@ fn enums_and_options_may_grow() {
 /// Every package that is published has a listing.
 #[test]
 fn every_published_crate_is_listed() {
-    let manifest = |folder: &Path| fs::read_to_string(folder.join("Cargo.toml")).unwrap_or_default();
-    let root_manifest = manifest(root());
-    let members = root_manifest.split("\nmembers = [").nth(1).and_then(|rest| rest.split(']').next()).expect("members");
-    let members = members.split('"').skip(1).step_by(2).chain(["."]);
-    let published: BTreeSet<&str> =
-        members.filter(|folder| !manifest(&root().join(folder)).contains("\npublish = false")).collect();
+    let published = published();
+    let published: BTreeSet<&str> = published.keys().map(String::as_str).collect();
     assert_eq!(CRATES.iter().map(|own| own.folder).collect::<BTreeSet<_>>(), published);
 }
 

@@ -1,13 +1,13 @@
 //! Files, functions and parameter lists have a size that a reader can take in.
 
-use std::{fs, path::Path};
-
 use syn::{Block, ImplItem, Item, Signature, TraitItem, spanned::Spanned, visit};
 
 #[allow(dead_code, reason = "only the files of the modules are looked at")]
 mod sources;
+mod workspace;
 
-use sources::{impl_attributes, item_attributes, modules, of_tests, read, root, trait_attributes};
+use sources::{impl_attributes, item_attributes, modules, of_tests, trait_attributes};
+use workspace::{files, read, shown};
 
 /// Lines of product code in a file, and lines of a header of kernels.
 const FILE_LINES: usize = 800;
@@ -113,7 +113,7 @@ fn files_functions_and_parameter_lists_are_short() {
         files.sort();
         files.dedup();
         for file in files {
-            let shown = file.strip_prefix(root()).expect("below the root").display();
+            let shown = shown(&file);
             let faults = faults(&read(&file)).unwrap_or_else(|error| panic!("{shown}: {error}"));
             found.extend(faults.into_iter().map(|fault| format!("{shown}:{fault}")));
         }
@@ -123,24 +123,14 @@ fn files_functions_and_parameter_lists_are_short() {
 
 #[test]
 fn kernel_headers_are_short() {
-    let mut found = Vec::new();
-    headers(&root().join("templates"), &mut found);
-    headers(&root().join("unweight-rivals/kernels"), &mut found);
+    let lines = files(&["templates", "unweight-rivals/kernels"], &["cuh"], &[]).into_iter().map(|path| {
+        let lines = read(&path).lines().count();
+        (path, lines)
+    });
+    let long = lines.filter(|(_, lines)| *lines > FILE_LINES);
+    let found: Vec<String> =
+        long.map(|(path, lines)| format!("{}: {lines} lines, more than {FILE_LINES}", shown(&path))).collect();
     assert!(found.is_empty(), "split by concern:\n{}", found.join("\n"));
-}
-
-fn headers(folder: &Path, found: &mut Vec<String>) {
-    for entry in fs::read_dir(folder).expect("a folder of headers") {
-        let path = entry.expect("an entry").path();
-        if path.is_dir() {
-            headers(&path, found);
-        } else if path.extension().is_some_and(|extension| extension == "cuh") {
-            let lines = read(&path).lines().count();
-            if lines > FILE_LINES {
-                found.push(format!("{}: {lines} lines, more than {FILE_LINES}", path.display()));
-            }
-        }
-    }
 }
 
 #[test]

@@ -6,19 +6,14 @@
 
 use std::{
     collections::BTreeSet,
-    fs,
     path::{Path, PathBuf},
 };
 
 use proc_macro2::{TokenStream, TokenTree};
 
-fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace")
-}
+mod workspace;
 
-fn read(path: &Path) -> String {
-    fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
-}
+use workspace::{files, read, root, shown};
 
 /// Each is searched as whole words, whatever the case.
 const PHRASES: [&str; 25] = [
@@ -74,18 +69,6 @@ const SOURCES: [&str; 9] = [
     "unweight-bench/src",
 ];
 
-/// Files with this extension below a folder.
-fn files(folder: &Path, extension: &str, found: &mut Vec<PathBuf>) {
-    for entry in fs::read_dir(folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display())) {
-        let path = entry.expect("an entry").path();
-        if path.is_dir() && !path.ends_with("records") && !path.ends_with("target") {
-            files(&path, extension, found);
-        } else if path.extension().is_some_and(|own| own == extension) {
-            found.push(path);
-        }
-    }
-}
-
 /// The phrases in a line.
 fn phrases(line: &str) -> Vec<&'static str> {
     let words: Vec<String> = line
@@ -112,7 +95,7 @@ fn phrases(line: &str) -> Vec<&'static str> {
 
 /// Lines of the text with a phrase.
 fn found(path: &Path, lines: impl Iterator<Item = (usize, String)>) -> Vec<String> {
-    let own = path.strip_prefix(root()).unwrap_or(path).display().to_string();
+    let own = shown(path);
     lines
         .flat_map(|(at, line)| phrases(&line).into_iter().map(move |phrase| (at, phrase)).collect::<Vec<_>>())
         .map(|(at, phrase)| format!("{own}:{at}: {phrase}"))
@@ -122,9 +105,8 @@ fn found(path: &Path, lines: impl Iterator<Item = (usize, String)>) -> Vec<Strin
 /// Every document but records.
 fn documents() -> Vec<PathBuf> {
     let mut all: Vec<PathBuf> = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"].map(|name| root().join(name)).into();
-    for folder in ["docs", "templates", "tests", "bindings", "unweight-format/fuzz", "unweight-format/tests"] {
-        files(&root().join(folder), "md", &mut all);
-    }
+    let folders = ["docs", "templates", "tests", "bindings", "unweight-format/fuzz", "unweight-format/tests"];
+    all.extend(files(&folders, &["md"], &["records"]));
     assert!(all.len() > 30, "{} documents", all.len());
     all
 }
@@ -143,10 +125,7 @@ fn documents_use_plain_words() {
 /// Doc comments of modules and of public items, and the texts of errors, outside of test modules.
 #[test]
 fn public_docs_and_errors_use_plain_words() {
-    let mut all = Vec::new();
-    for folder in SOURCES {
-        files(&root().join(folder), "rs", &mut all);
-    }
+    let all = files(&SOURCES, &["rs"], &[]);
     assert!(all.len() > 200, "{} sources", all.len());
     let hits: Vec<String> = all.iter().flat_map(|path| found(path, public_text(&read(path)).into_iter())).collect();
     assert!(hits.is_empty(), "{}", hits.join("\n"));
@@ -202,16 +181,15 @@ fn fragments(text: &[(usize, String)]) -> Vec<usize> {
 
 #[test]
 fn public_docs_are_sentences() {
-    let mut all = Vec::new();
-    for folder in SOURCES {
-        files(&root().join(folder), "rs", &mut all);
-    }
-    let own = |path: &Path| path.strip_prefix(root()).unwrap_or(path).display().to_string();
+    let all = files(&SOURCES, &["rs"], &[]);
     let hits: Vec<String> = all
         .iter()
-        .filter(|path| !FRAGMENTED.contains(&own(path).as_str()))
+        .filter(|path| !FRAGMENTED.contains(&shown(path).as_str()))
         .flat_map(|path| {
-            fragments(&public_text(&read(path))).into_iter().map(|at| format!("{}:{at}", own(path))).collect::<Vec<_>>()
+            fragments(&public_text(&read(path)))
+                .into_iter()
+                .map(|at| format!("{}:{at}", shown(path)))
+                .collect::<Vec<_>>()
         })
         .collect();
     assert!(hits.is_empty(), "a doc comment defines its item in a sentence: {}", hits.join("\n"));
@@ -241,7 +219,7 @@ fn documents_have_120_columns() {
     let hits: Vec<String> = documents()
         .iter()
         .flat_map(|path| {
-            let own = path.strip_prefix(root()).unwrap_or(path).display().to_string();
+            let own = shown(path);
             long_lines(&read(path)).into_iter().map(move |at| format!("{own}:{at}")).collect::<Vec<_>>()
         })
         .collect();
@@ -293,16 +271,13 @@ const LONG: [&str; 1] = ["unweight-codegen/src/family/attention.rs"];
 
 #[test]
 fn code_has_120_columns() {
-    let mut all = Vec::new();
-    for folder in
-        SOURCES.into_iter().chain(["tests", "examples", "xtask", "unweight-format/tests", "unweight-format/fuzz"])
-    {
-        files(&root().join(folder), "rs", &mut all);
-    }
+    let mut all = files(&SOURCES, &["rs"], &[]);
+    let others = ["tests", "examples", "xtask", "unweight-format/tests", "unweight-format/fuzz"];
+    all.extend(files(&others, &["rs"], &[]));
     assert!(all.len() > 300, "{} sources", all.len());
     let hits: Vec<String> = all
         .iter()
-        .map(|path| (path, path.strip_prefix(root()).unwrap_or(path).display().to_string()))
+        .map(|path| (path, shown(path)))
         .filter(|(_, own)| !LONG.contains(&own.as_str()))
         .flat_map(|(path, own)| {
             long_code(&read(path)).into_iter().map(move |at| format!("{own}:{at}")).collect::<Vec<_>>()

@@ -2,7 +2,6 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs,
     path::{Path, PathBuf},
 };
 
@@ -12,8 +11,8 @@ use syn::{Attribute, Fields, ImplItem, Item, TraitItem, Type, UseTree, Visibilit
 
 use super::{
     declaration::{function, generics, text},
-    root,
     rules::Rules,
+    workspace::{files, published, read, root},
 };
 
 pub type Place = Vec<String>;
@@ -115,12 +114,12 @@ fn variant(variant: &syn::Variant) -> String {
 
 impl Crate {
     /// Of a crate whose sources are in `folder`.
-    pub fn read(folder: &str) -> Self {
+    ///
+    /// `exported` is [`exported`].
+    pub fn read(folder: &str, exported: &BTreeMap<String, Rules>) -> Self {
         let source = root().join(folder).join("src");
-        let mut read = Self { rules: exported(), ..Self::default() };
-        let mut own = BTreeMap::new();
-        collect_rules(&source, false, &mut own);
-        read.rules.extend(own);
+        let mut read = Self { rules: exported.clone(), ..Self::default() };
+        read.rules.extend(rules_of(&format!("{folder}/src"), false));
         read.file(&source.join("lib.rs"), &source, Vec::new());
         read.assign();
         read
@@ -415,38 +414,24 @@ fn trait_member(member: &TraitItem) -> Option<Member> {
     (!is_hidden(attributes)).then(|| Member { name: name.to_string(), kind: MemberKind::Other, text })
 }
 
-fn read(path: &Path) -> String {
-    fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
-}
-
 fn parsed(path: &Path) -> syn::File {
     syn::parse_file(&read(path)).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-/// Macros that crates of the workspace export.
-fn exported() -> BTreeMap<String, Rules> {
-    let mut found = BTreeMap::new();
-    for entry in fs::read_dir(root()).expect("the workspace") {
-        let source = entry.expect("an entry").path().join("src");
-        if source.join("lib.rs").is_file() {
-            collect_rules(&source, true, &mut found);
-        }
-    }
-    found
+/// Macros that published crates export.
+pub fn exported() -> BTreeMap<String, Rules> {
+    published().keys().flat_map(|folder| rules_of(&format!("{folder}/src"), true)).collect()
 }
 
 /// The `macro_rules!` of all files in a folder.
-fn collect_rules(folder: &Path, exported: bool, found: &mut BTreeMap<String, Rules>) {
-    for entry in fs::read_dir(folder).expect("a folder of sources") {
-        let path = entry.expect("an entry").path();
-        if path.is_dir() {
-            collect_rules(&path, exported, found);
-        } else if path.extension().is_some_and(|extension| extension == "rs")
-            && read(&path).contains(if exported { "#[macro_export]" } else { "macro_rules!" })
-        {
-            note_rules(&parsed(&path).items, exported, found);
+fn rules_of(folder: &str, exported: bool) -> BTreeMap<String, Rules> {
+    let mut found = BTreeMap::new();
+    for path in files(&[folder], &["rs"], &[]) {
+        if read(&path).contains(if exported { "#[macro_export]" } else { "macro_rules!" }) {
+            note_rules(&parsed(&path).items, exported, &mut found);
         }
     }
+    found
 }
 
 fn note_rules(items: &[Item], exported: bool, found: &mut BTreeMap<String, Rules>) {

@@ -1,20 +1,10 @@
 //! Product code of a crate as syntax: the modules that its root files declare, without what tests alone see.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 use syn::{Attribute, ImplItem, Item, Meta, TraitItem};
 
-/// The workspace.
-pub fn root() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace")
-}
-
-pub fn read(path: &Path) -> String {
-    fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
-}
+use super::workspace::{read, root};
 
 /// A module: of a file, or of braces in one.
 pub struct Module {
