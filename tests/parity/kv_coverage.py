@@ -223,46 +223,48 @@ def captured(folder: Path, texts: list[str], device: str) -> list[tuple[np.ndarr
     return [tuple(np.concatenate(parts) for parts in layers[layer]) for layer in sorted(layers)]
 
 
-def of_models(arguments) -> list[dict]:
-    """A row per model, layer, head, and K or V."""
+def caches(arguments) -> dict[str, list[tuple[np.ndarray, np.ndarray]]]:
+    """K and V of every layer, by model; models that are missing are trained."""
     import models
 
     models.ROWS = arguments.rows
     texts = models.read_texts(arguments.texts)
-    rows = []
+    found = {}
     for spec in (spec for spec in models.TRAINED if spec.name in arguments.only):
         folder = arguments.models / spec.name
         if not (folder / "config.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
-            told = {"steps": arguments.steps, "rows": arguments.rows}
-            told |= spec.save(folder, texts, arguments.device, arguments.steps)
-            (folder / "training.json").write_text(json.dumps(told))
-        layers = captured(folder, texts, arguments.device)
-        for layer, halves in enumerate(layers):
-            for half, values in zip("KV", halves):
-                for head in range(values.shape[1]):
-                    own = {"model": spec.name, "layer": layer, "head": head, "half": half}
-                    rows.append({**own, "head_dim": values.shape[3], **coverage(values[:, head])})
+            training = {"steps": arguments.steps, "rows": arguments.rows}
+            training |= spec.save(folder, texts, arguments.device, arguments.steps)
+            (folder / "training.json").write_text(json.dumps(training))
+        found[spec.name] = captured(folder, texts, arguments.device)
+    return found
+
+
+def of_heads(name: str, layers: list[tuple[np.ndarray, np.ndarray]]) -> list[dict]:
+    """A row per layer, head, and K or V of a model."""
+    rows = []
+    for layer, halves in enumerate(layers):
+        for half, values in zip("KV", halves):
+            for head in range(values.shape[1]):
+                own = {"model": name, "layer": layer, "head": head, "half": half}
+                rows.append({**own, "head_dim": values.shape[3], **coverage(values[:, head])})
     return rows
 
 
-def stress_of_models(arguments) -> list[dict]:
-    """K and V of two trained models with some channels many times larger, over all layers and heads."""
-    import models
-
-    rows, texts = [], models.read_texts(arguments.texts)
-    for name in (name for name in STRESSED if name in arguments.only):
-        halves = zip("KV", zip(*captured(arguments.models / name, texts, arguments.device)))
-        for half, layers in halves:
-            values = np.concatenate([layer.reshape(-1, *layer.shape[2:]) for layer in layers])
-            wide = (values.astype(np.uint32) << 16).view(np.float32)
-            told = {"model": name, "half": half, "head_dim": values.shape[2]}
-            rows.append({**told, "case": "as they are", **coverage(values)})
-            for factor in FACTORS:
-                for place, channels in large_channels(values.shape[2]):
-                    scaled = wide.copy()
-                    scaled[:, :, channels] *= factor
-                    rows.append({**told, "case": f"x{factor} in {place}", **coverage(to_bf16(scaled))})
+def stress(name: str, layers: list[tuple[np.ndarray, np.ndarray]]) -> list[dict]:
+    """K and V of a model with some channels many times larger, over all layers and heads."""
+    rows = []
+    for half, parts in zip("KV", zip(*layers)):
+        values = np.concatenate([layer.reshape(-1, *layer.shape[2:]) for layer in parts])
+        wide = (values.astype(np.uint32) << 16).view(np.float32)
+        own = {"model": name, "half": half, "head_dim": values.shape[2]}
+        rows.append({**own, "case": "as they are", **coverage(values)})
+        for factor in FACTORS:
+            for place, channels in large_channels(values.shape[2]):
+                scaled = wide.copy()
+                scaled[:, :, channels] *= factor
+                rows.append({**own, "case": f"x{factor} in {place}", **coverage(to_bf16(scaled))})
     return rows
 
 
@@ -318,10 +320,12 @@ def main() -> None:
         record |= {"torch": torch.__version__, "transformers": transformers.__version__, "device": arguments.device}
         with tempfile.TemporaryDirectory() as temporary:
             arguments.models = arguments.models or Path(temporary)
-            record["heads"] = of_models(arguments)
+            by_model = caches(arguments)
+            record["heads"] = [row for name, layers in by_model.items() for row in of_heads(name, layers)]
             trained = sorted(arguments.models.glob("*/training.json"))
             record["training"] = [{"model": file.parent.name, **json.loads(file.read_text())} for file in trained]
-            record["stress"] = stress_of_models(arguments)
+            stressed = [name for name in STRESSED if name in by_model]
+            record["stress"] = [row for name in stressed for row in stress(name, by_model[name])]
         record["models"] = summary(record["heads"])
     arguments.out.write_text(to_text(record))
 
