@@ -195,7 +195,7 @@ pub struct Event {
 struct Waiting {
     id: SeqId,
     request: Request,
-    /// Tokens that were told before it was preempted; they are the end of the prompt.
+    /// Tokens that were reported before it was preempted; they are the end of the prompt.
     produced: u32,
     /// Sequences that must have ended before it is tried again, unless nothing runs.
     after: u64,
@@ -218,11 +218,11 @@ pub struct Running {
     pub position: u32,
     max_new_tokens: u32,
     stop: Vec<u32>,
-    /// The prompt and the tokens that were told.
+    /// The prompt and the tokens that were reported.
     tokens: Vec<u32>,
-    /// Tokens that were told.
+    /// Tokens that were reported.
     produced: u32,
-    /// Tokens that were told or are being made.
+    /// Tokens that were reported or are being made.
     launched: u32,
     done: bool,
     /// A page of it is lost: what is in flight is wrong.

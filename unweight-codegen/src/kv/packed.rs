@@ -30,7 +30,7 @@
 //! kind      0: packed; the 4 bytes are the number of escapes in tiles 0..=i
 //!           1: bf16; the 4 bytes are the index of the bf16 unit, little-endian; the bases are 0
 //!           2: lost: no bf16 unit was free; the 4 bytes and the bases are 0
-//! slot      little-endian; bits 0..11: (step * 32 + lane) * 8 + register * 2 + (1 for the high half); bits 11..16: code
+//! slot      little-endian; bits 0..11: (step * 32 + lane) * 8 + register * 2 + (1: the high half); bits 11..16: code
 //! code      0..=30: exponent base - 31 + code;  31: exponent 0
 //! ```
 //!

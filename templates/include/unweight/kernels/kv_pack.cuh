@@ -14,9 +14,9 @@
 //   kRelease  ceil(m * layers * kv_heads * 2 / kThreads) blocks, a record a thread
 //
 // Roles of kStep and kChunk: none. A warp takes a tile of 16 tokens of a unit: it copies the tile to shared memory and
-// loads it back as the operands of the tensor cores (ldmatrix), counts what lies below the windows, and
-// writes the words, its slots of the record in shared memory, or the operands of a bf16 unit. The bytes do not depend
-// on the order of events, only which unit is taken does.
+// loads it back as the operands of the tensor cores (ldmatrix), counts the elements below the windows, and writes the
+// words, its slots of the record in shared memory, or the operands of a bf16 unit. The bytes do not depend on the order
+// of events, only which unit is taken does.
 // Barriers: the block meets when the largest exponents of each tile are known, when the counts are, when a unit is, and
 // when the slots are in the record; a warp meets between copying its tile and loading it.
 //
