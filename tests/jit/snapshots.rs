@@ -308,10 +308,11 @@ fn compress_table() -> String {
     )
 }
 
-/// The families of activations; variants whose figures are equal share a row.
+/// The families of activations, less those with a row per head size; variants whose figures are equal share a row.
 fn activations_table() -> String {
     let mut rows = Vec::new();
-    for family in FAMILIES.iter().filter(|family| family.edges.is_empty()) {
+    let by_head = ["attention", "kv_pack", "kv_unpack"];
+    for family in FAMILIES.iter().filter(|family| family.edges.is_empty() && !by_head.contains(&family.name)) {
         for spec in (family.catalogue)(Arch::Sm90a) {
             let plan = plan(&spec);
             // Dependent launch changes nothing here.

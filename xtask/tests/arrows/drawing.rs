@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::orders::{CRATES, INNER};
+use crate::orders::CRATES;
 
 /// Columns of a line.
 const WIDTH: usize = 120;
@@ -58,10 +58,6 @@ fn modules(out: &mut String) {
             line(out, &[0, 21, 59], &[&folder, names, holds]);
             folder.clear();
         }
-    }
-    *out += "```\nModules in a module that have an order of their own, the lowest first:\n```\n";
-    for (folder, levels) in INNER {
-        line(out, &[0, 41], &[folder, levels]);
     }
     *out += "```\n";
 }
