@@ -314,7 +314,7 @@ fn planted_bugs_of_chunks_are_caught() {
     ];
     let copied = [
         ("ptx::cp_async_wait_group<Config::kStages - 2>();", ""),
-        ("ptx::sync_block();                             // all", "// all"),
+        ("ptx::sync_block();                                // all", "// all"),
         ("ptx::cp_async_commit_group();", ";"),
         ("at += kThreads<Config> * 16", "at += kThreads<Config> * 32"),
         (

@@ -468,13 +468,13 @@ fn planted_bugs_are_caught_where_blocks_share_k() {
         (Edit { header: sources, from: "return this->first(args.tile_cols) + (s", to: "return (s" }, Wrong),
         // Sums that are read before they are left, and X that is filled before they are read.
         (
-            Edit { header, from: "        sync_cluster();  // all blocks have left their sums\n", to: "" },
+            Edit { header, from: "        sync_cluster();    // all blocks have left their sums\n", to: "" },
             Error("deadlock"),
         ),
         (
             Edit {
                 header,
-                from: "        sync_cluster();  // all blocks have left their sums\n",
+                from: "        sync_cluster();    // all blocks have left their sums\n",
                 to: "        ptx::barrier_cluster_arrive();\n",
             },
             Wrong,

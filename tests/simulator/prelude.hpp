@@ -58,8 +58,12 @@ inline int __ffs(int v) { return __builtin_ffs(v); }
 inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz(static_cast<unsigned>(v)); }
 inline unsigned __brev(unsigned v) { return uw::ptx::bit_reverse(v); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) { return uw::ptx::prmt(a, b, s & 0x7777u); }
-inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned s) { return uw::ptx::funnel_shift_right(low, high, s); }
-inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned s) { return uw::ptx::funnel_shift_left(low, high, s); }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned s) {
+    return uw::ptx::funnel_shift_right(low, high, s);
+}
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned s) {
+    return uw::ptx::funnel_shift_left(low, high, s);
+}
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 inline unsigned atomicAdd(unsigned* p, unsigned v) {
@@ -101,14 +105,16 @@ UW_CPU_API void uw_cpu_register(const void* begin, unsigned long long bytes, con
 UW_CPU_API void uw_cpu_clear_registered();
 // Fills a tensor map: row-major [rows, columns], `row_bytes` from row to row, box [box_rows, box_columns], swizzle 0,
 // 64 or 128 bytes.
-UW_CPU_API void uw_cpu_tensor_map_2d(void* map, void* base, unsigned element_bytes, unsigned long long columns, unsigned long long rows,
-                                     unsigned long long row_bytes, unsigned box_columns, unsigned box_rows, unsigned swizzle_bytes);
+UW_CPU_API void uw_cpu_tensor_map_2d(void* map, void* base, unsigned element_bytes, unsigned long long columns,
+                                     unsigned long long rows, unsigned long long row_bytes, unsigned box_columns,
+                                     unsigned box_rows, unsigned swizzle_bytes);
 }
 
 // Exports `int SYMBOL(grid, block, smem_bytes, cluster, seed, args*)` for kernel KERNEL(ARGS). 0 = success.
-#define UW_CPU_EXPORT(SYMBOL, KERNEL, ARGS)                                                                                               \
-    extern "C" UW_CPU_API int SYMBOL(unsigned grid, unsigned block, unsigned smem_bytes, unsigned cluster, \
-                                                                       unsigned long long seed, const void* arguments) {                 \
-        return uw::cpu::run_grid(                                                                                                         \
-            grid, block, smem_bytes, cluster, seed, [](const void* a) { KERNEL(*static_cast<const ARGS*>(a)); }, arguments);              \
+#define UW_CPU_EXPORT(SYMBOL, KERNEL, ARGS)                                                                      \
+    extern "C" UW_CPU_API int SYMBOL(unsigned grid, unsigned block, unsigned smem_bytes, unsigned cluster,       \
+                                     unsigned long long seed, const void* arguments) {                           \
+        return uw::cpu::run_grid(                                                                                \
+            grid, block, smem_bytes, cluster, seed, [](const void* a) { KERNEL(*static_cast<const ARGS*>(a)); }, \
+            arguments);                                                                                          \
     }

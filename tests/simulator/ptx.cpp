@@ -34,16 +34,20 @@ void sync_warp() {
     cpu::merge(cpu::self().clock, all);
 }
 u32 shuffle(u32 value, u32 source_lane) {
-    return detail::exchange("shuffle", value, source_lane, [](void** l) { detail::pick(l, [](u32, u32 a) { return a; }); });
+    return detail::exchange("shuffle", value, source_lane,
+                            [](void** l) { detail::pick(l, [](u32, u32 a) { return a; }); });
 }
 u32 shuffle_xor(u32 value, u32 lane_mask) {
-    return detail::exchange("shuffle_xor", value, lane_mask, [](void** l) { detail::pick(l, [](u32 i, u32 a) { return i ^ a; }); });
+    return detail::exchange("shuffle_xor", value, lane_mask,
+                            [](void** l) { detail::pick(l, [](u32 i, u32 a) { return i ^ a; }); });
 }
 u32 shuffle_up(u32 value, u32 delta) {
-    return detail::exchange("shuffle_up", value, delta, [](void** l) { detail::pick(l, [](u32 i, u32 a) { return i < a ? i : i - a; }); });
+    return detail::exchange("shuffle_up", value, delta,
+                            [](void** l) { detail::pick(l, [](u32 i, u32 a) { return i < a ? i : i - a; }); });
 }
 u32 shuffle_down(u32 value, u32 delta) {
-    return detail::exchange("shuffle_down", value, delta, [](void** l) { detail::pick(l, [](u32 i, u32 a) { return i + a > 31 ? i : i + a; }); });
+    return detail::exchange("shuffle_down", value, delta,
+                            [](void** l) { detail::pick(l, [](u32 i, u32 a) { return i + a > 31 ? i : i + a; }); });
 }
 u32 warp_ballot(bool predicate) {
     return detail::exchange("warp_ballot", predicate, 0, [](void** lanes) {
@@ -160,8 +164,8 @@ void each_piece(const Map& map, u32 column, u32 row, u32 shared, Visit visit) {
             if (map.swizzle_bytes != 0) address ^= (address >> 7 & (map.swizzle_bytes / 16 - 1)) << 4;
             u64 c = int64_t(i32(column)) + b / map.element_bytes, y = int64_t(i32(row)) + r;
             bool inside = c < map.columns && y < map.rows;
-            visit(cpu::shared_at(address, map.element_bytes, map.element_bytes), inside ? map.base + y * map.row_bytes + c * map.element_bytes : nullptr,
-                  map.element_bytes);
+            visit(cpu::shared_at(address, map.element_bytes, map.element_bytes),
+                  inside ? map.base + y * map.row_bytes + c * map.element_bytes : nullptr, map.element_bytes);
         }
     }
 }
@@ -170,10 +174,10 @@ static void start_store(u32 source, u32 bytes, std::function<void()> apply) {
     u32 group = static_cast<u32>(f->bulk_groups.size()) - 1;
     ++f->bulk_groups[group];
     cpu::simulator().pending.push_back({[f, group, apply] {
-                                          apply();
-                                          --f->bulk_groups[group];
-                                      },
-                                      false, source, bytes});
+                                            apply();
+                                            --f->bulk_groups[group];
+                                        },
+                                        false, source, bytes});
 }
 static u32 map_box_bytes(const Map& m) { return m.box_columns * m.box_rows * m.element_bytes; }
 static void check_map_address(const Map& m, u32 shared, const char* what) {
@@ -196,19 +200,21 @@ static void wait_for_groups(const std::vector<u32>& groups, u32 pending, const c
 }  // namespace detail
 
 void cp_async_bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier, u64) {
-    if (bytes == 0 || bytes % 16 != 0) cpu::fail("cp_async_bulk_load: %u bytes is not a positive multiple of 16", bytes);
+    if (bytes == 0 || bytes % 16 != 0)
+        cpu::fail("cp_async_bulk_load: %u bytes is not a positive multiple of 16", bytes);
     cpu::check_global(source, bytes, 16, "cp_async_bulk_load");
     u8* to = cpu::shared_at(destination, bytes, 16);
     cpu::check_refill(destination, bytes, "cp_async_bulk_load");
     cpu::mbarrier_at(barrier);
     cpu::simulator().pending.push_back({[to, source, bytes, barrier] {
-                                          memcpy(to, source, bytes);
-                                          cpu::mbarrier_bytes_landed(barrier, bytes);
-                                      },
-                                      true});
+                                            memcpy(to, source, bytes);
+                                            cpu::mbarrier_bytes_landed(barrier, bytes);
+                                        },
+                                        true});
 }
 void cp_async_bulk_store(void* destination, u32 source, u32 bytes) {
-    if (bytes == 0 || bytes % 16 != 0) cpu::fail("cp_async_bulk_store: %u bytes is not a positive multiple of 16", bytes);
+    if (bytes == 0 || bytes % 16 != 0)
+        cpu::fail("cp_async_bulk_store: %u bytes is not a positive multiple of 16", bytes);
     cpu::check_global(destination, bytes, 16, "cp_async_bulk_store");
     const u8* from = cpu::shared_at(source, bytes, 16);
     u32 first = cpu::offset_of(source, bytes, 16);
@@ -221,13 +227,14 @@ void tma_load_2d(u32 destination, const TensorMap& opaque, u32 column, u32 row, 
     cpu::check_refill(destination, detail::map_box_bytes(map), "tma_load_2d");
     cpu::mbarrier_at(barrier);
     cpu::simulator().pending.push_back({[=] {
-                                          detail::each_piece(map, column, row, destination, [](u8* s, u8* g, u32 bytes) {
-                                              if (g) memcpy(s, g, bytes);
-                                              else memset(s, 0, bytes);
-                                          });
-                                          cpu::mbarrier_bytes_landed(barrier, detail::map_box_bytes(map));
-                                      },
-                                      true});
+                                            detail::each_piece(map, column, row, destination,
+                                                               [](u8* s, u8* g, u32 bytes) {
+                                                                   if (g) memcpy(s, g, bytes);
+                                                                   else memset(s, 0, bytes);
+                                                               });
+                                            cpu::mbarrier_bytes_landed(barrier, detail::map_box_bytes(map));
+                                        },
+                                        true});
 }
 void tma_store_2d(const TensorMap& opaque, u32 column, u32 row, u32 source) {
     detail::Map map = detail::map_of(opaque);
@@ -274,11 +281,11 @@ void cp_async_x4(u32 destination, const void* source, bool used) {
     u32 group = static_cast<u32>(f->async_groups.size()) - 1;
     ++f->async_groups[group];
     cpu::simulator().pending.push_back({[=] {
-                                          if (used) memcpy(to, source, 16);
-                                          else memset(to, 0, 16);
-                                          --f->async_groups[group];
-                                      },
-                                      true});
+                                            if (used) memcpy(to, source, 16);
+                                            else memset(to, 0, 16);
+                                            --f->async_groups[group];
+                                        },
+                                        true});
 }
 void cp_async_commit_group() { cpu::self().async_groups.push_back(0); }
 void cp_async_wait_group(u32 pending) {
@@ -363,10 +370,18 @@ void stmatrix_x4_trans(u32 a, U32x4 v) { detail::store_matrices<true>(a, v); }
 
 }  // namespace uw::ptx
 
-void uw_cpu_tensor_map_2d(void* map, void* base, unsigned element_bytes, unsigned long long columns, unsigned long long rows,
-                          unsigned long long row_bytes, unsigned box_columns, unsigned box_rows, unsigned swizzle_bytes) {
-    uw::ptx::detail::Map m{uw::ptx::detail::Map::kMagic, static_cast<uw::u8*>(base), columns, rows, row_bytes,
-                           box_columns, box_rows, element_bytes, swizzle_bytes};
+void uw_cpu_tensor_map_2d(void* map, void* base, unsigned element_bytes, unsigned long long columns,
+                          unsigned long long rows, unsigned long long row_bytes, unsigned box_columns,
+                          unsigned box_rows, unsigned swizzle_bytes) {
+    uw::ptx::detail::Map m{uw::ptx::detail::Map::kMagic,
+                           static_cast<uw::u8*>(base),
+                           columns,
+                           rows,
+                           row_bytes,
+                           box_columns,
+                           box_rows,
+                           element_bytes,
+                           swizzle_bytes};
     memset(map, 0, sizeof(uw::TensorMap));
     memcpy(map, &m, sizeof m);
 }

@@ -48,8 +48,12 @@ inline u32 lop3(u32 a, u32 b, u32 c) {
         if (kTable >> row & 1) d |= (row & 4 ? a : ~a) & (row & 2 ? b : ~b) & (row & 1 ? c : ~c);
     return d;
 }
-inline u32 funnel_shift_right(u32 low, u32 high, u32 shift) { return static_cast<u32>((u64(high) << 32 | low) >> (shift & 31)); }
-inline u32 funnel_shift_left(u32 low, u32 high, u32 shift) { return static_cast<u32>((u64(high) << 32 | low) << (shift & 31) >> 32); }
+inline u32 funnel_shift_right(u32 low, u32 high, u32 shift) {
+    return static_cast<u32>((u64(high) << 32 | low) >> (shift & 31));
+}
+inline u32 funnel_shift_left(u32 low, u32 high, u32 shift) {
+    return static_cast<u32>((u64(high) << 32 | low) << (shift & 31) >> 32);
+}
 inline u32 bits_from_float(float v) {
     u32 b;
     memcpy(&b, &v, 4);
@@ -152,9 +156,7 @@ inline u32 cluster_ctarank() { return cpu::self().block->rank; }
 inline u32 cluster_nctarank() { return cpu::simulator().cluster; }
 void barrier_cluster_arrive();
 void barrier_cluster_wait();
-inline u32 mapa(u32 address, u32 rank) {
-    return (address & ((1u << cpu::kRankShift) - 1)) | rank << cpu::kRankShift;
-}
+inline u32 mapa(u32 address, u32 rank) { return (address & ((1u << cpu::kRankShift) - 1)) | rank << cpu::kRankShift; }
 inline U32x2 ld_shared_cluster_x2(u32 a) { return cpu::read_shared<U32x2>(a); }
 inline U32x4 ld_shared_cluster_x4(u32 a) { return cpu::read_shared<U32x4>(a); }
 inline void st_shared_cluster_x4(u32 a, U32x4 v) { cpu::write_shared(a, v); }
@@ -168,7 +170,9 @@ inline void mbarrier_arrive_cluster(u32 barrier) { mbarrier_arrive(barrier); }
 inline void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) { cpu::mbarrier_arrive_at(barrier, bytes); }
 inline void mbarrier_expect_tx(u32 barrier, u32 bytes) { cpu::mbarrier_at(barrier).bytes += static_cast<i32>(bytes); }
 bool mbarrier_try_wait_parity(u32 barrier, u32 parity);
-inline bool mbarrier_try_wait_parity_cluster(u32 barrier, u32 parity) { return mbarrier_try_wait_parity(barrier, parity); }
+inline bool mbarrier_try_wait_parity_cluster(u32 barrier, u32 parity) {
+    return mbarrier_try_wait_parity(barrier, parity);
+}
 void mbarrier_wait_parity(u32 barrier, u32 parity);
 inline void mbarrier_wait_parity_cluster(u32 barrier, u32 parity) { mbarrier_wait_parity(barrier, parity); }
 

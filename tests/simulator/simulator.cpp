@@ -43,7 +43,8 @@ void poll() {
 Block& block_of(u32 address) {
     u32 rank = address >> kRankShift;
     Simulator& m = simulator();
-    if (rank >= m.blocks.size()) fail("shared address 0x%x names block %u of a cluster of %zu", address, rank, m.blocks.size());
+    if (rank >= m.blocks.size())
+        fail("shared address 0x%x names block %u of a cluster of %zu", address, rank, m.blocks.size());
     return *m.blocks[rank];
 }
 
@@ -51,12 +52,16 @@ u32 offset_of(u32 address, u32 bytes, u32 alignment) {
     u32 local = address & ((1u << kRankShift) - 1);
     u32 limit = simulator().shared_bytes;
     if (local < kSharedBase || local - kSharedBase + u64(bytes) > limit)
-        fail("shared access of %u bytes at offset %d is outside the block's %u bytes", bytes, int(local) - int(kSharedBase), limit);
-    if (local % alignment != 0) fail("shared access of %u bytes at offset %u is not %u-byte aligned", bytes, local - kSharedBase, alignment);
+        fail("shared access of %u bytes at offset %d is outside the block's %u bytes", bytes,
+             int(local) - int(kSharedBase), limit);
+    if (local % alignment != 0)
+        fail("shared access of %u bytes at offset %u is not %u-byte aligned", bytes, local - kSharedBase, alignment);
     return local - kSharedBase;
 }
 
-u8* shared_at(u32 address, u32 bytes, u32 alignment) { return block_of(address).shared + offset_of(address, bytes, alignment); }
+u8* shared_at(u32 address, u32 bytes, u32 alignment) {
+    return block_of(address).shared + offset_of(address, bytes, alignment);
+}
 
 void mark_unfenced(u32 address, u32 bytes) {
     Block& b = block_of(address);
@@ -75,7 +80,8 @@ void fence_own_writes() {
 }
 
 void check_fenced(Block& b, u32 offset, const char* reader) {
-    if (b.unfenced[offset / 16]) fail("%s reads shared offset %u, written by an ordinary store without fence.proxy.async", reader, offset);
+    if (b.unfenced[offset / 16])
+        fail("%s reads shared offset %u, written by an ordinary store without fence.proxy.async", reader, offset);
 }
 
 void mark_read(u32 address, u32 bytes) {
@@ -96,7 +102,8 @@ void speak_for_reads(Mbarrier& barrier) {
         if (other->block != own.block || other->released == other->loads) continue;
         u64 last = other == &own ? own.loads : other->warp == own.warp ? other->met_warp : 0;
         for (u32 id = 0; id < 16; ++id)
-            if (other->met_barrier[id] > last && other->met_generation[id] <= own.met_generation[id]) last = other->met_barrier[id];
+            if (other->met_barrier[id] > last && other->met_generation[id] <= own.met_generation[id])
+                last = other->met_barrier[id];
         if (last > other->released) spoken.push_back({other, last});
     }
 }
@@ -114,15 +121,18 @@ void check_refill(u32 address, u32 bytes, const char* writer) {
         if (f->block != &b || f->released == f->loads) continue;
         for (u32 g = first / 16; g <= (first + bytes - 1) / 16; ++g)
             if (f->read_at.of(g) > f->released)
-                fail("%s refills shared offset %u, which thread %u has read with ordinary loads that nobody has released (fence.proxy.async by every reader, or an "
-                     "arrival on an mbarrier and a wait for it)",
-                     writer, g * 16, f->thread);
+                fail(
+                    "%s refills shared offset %u, which thread %u has read with ordinary loads that nobody has "
+                    "released (fence.proxy.async by every reader, or an arrival on an mbarrier and a wait for it)",
+                    writer, g * 16, f->thread);
     }
     for (u32 g = first / 16; g <= (first + bytes - 1) / 16; ++g)
-        if (b.unfenced[g]) fail("%s refills shared offset %u, written by an ordinary store without fence.proxy.async", writer, g * 16);
+        if (b.unfenced[g])
+            fail("%s refills shared offset %u, written by an ordinary store without fence.proxy.async", writer, g * 16);
     for (const Pending& p : simulator().pending)
         if (p.bytes != 0 && p.source < address + bytes && address < p.source + p.bytes)
-            fail("%s refills shared offset %u, which a bulk store is still reading (cp_async_bulk_wait_group_read)", writer, first);
+            fail("%s refills shared offset %u, which a bulk store is still reading (cp_async_bulk_wait_group_read)",
+                 writer, first);
 }
 
 void check_overwrite(u32 address, u32 bytes, const char* writer) {
@@ -133,7 +143,8 @@ void check_overwrite(u32 address, u32 bytes, const char* writer) {
         if (other->block != &b || other == &own) continue;
         u64 last = other->warp == own.warp ? other->met_warp : 0;
         for (u32 id = 0; id < 16; ++id)
-            if (other->met_barrier[id] > last && other->met_generation[id] <= own.met_generation[id]) last = other->met_barrier[id];
+            if (other->met_barrier[id] > last && other->met_generation[id] <= own.met_generation[id])
+                last = other->met_barrier[id];
         for (u32 g = first / 16; g <= (first + bytes - 1) / 16; ++g)
             if (other->read_at.of(g) > last)
                 fail("%s overwrites shared offset %u, which thread %u has read and not met since", writer, g * 16,
@@ -143,7 +154,8 @@ void check_overwrite(u32 address, u32 bytes, const char* writer) {
 
 // ---- global memory -------------------------------------------------------------------------------------------------
 void check_global(const void* pointer, u64 bytes, u32 alignment, const char* what) {
-    if (reinterpret_cast<uintptr_t>(pointer) % alignment != 0) fail("%s: global address %p is not %u-byte aligned", what, pointer, alignment);
+    if (reinterpret_cast<uintptr_t>(pointer) % alignment != 0)
+        fail("%s: global address %p is not %u-byte aligned", what, pointer, alignment);
     Simulator& m = simulator();
     if (m.allocations.empty() || bytes == 0) return;
     const char* p = static_cast<const char*>(pointer);
@@ -152,11 +164,11 @@ void check_global(const void* pointer, u64 bytes, u32 alignment, const char* wha
     --it;
     const Allocation& a = it->second;
     if (p + bytes > a.begin + a.bytes)
-        fail("%s: %llu bytes at offset %lld of `%s` end outside its %llu bytes", what, bytes, static_cast<long long>(p - a.begin), a.name.c_str(),
-             a.bytes);
+        fail("%s: %llu bytes at offset %lld of `%s` end outside its %llu bytes", what, bytes,
+             static_cast<long long>(p - a.begin), a.name.c_str(), a.bytes);
 }
 
-// ---- what blocks hand over to each other in global memory -----------------------------------------------------------------------------------------------
+// ---- what blocks hand over to each other in global memory -----------------------------------------------------------
 void merge(Clock& into, const Clock& from) {
     if (into.size() < from.size()) into.resize(from.size());
     for (size_t i = 0; i < from.size(); ++i)
@@ -181,9 +193,11 @@ void check_handed_over(const void* p, u64 bytes, const char* what) {
         }
         auto [thread, store] = it->second;
         if (thread >= own.size() || own[thread] < store)
-            fail("%s of `partials` at %p, which thread %u of block %u has written and nobody has handed over (a meeting of its block, fence.acq_rel.gpu and "
-                 "an atomic; an atomic, fence.acq_rel.gpu and a meeting of this one)",
-                 what, word, thread % m.block_threads, thread / m.block_threads);
+            fail(
+                "%s of `partials` at %p, which thread %u of block %u has written and nobody has handed over (a meeting "
+                "of its block, fence.acq_rel.gpu and an atomic; an atomic, fence.acq_rel.gpu and a meeting of this "
+                "one)",
+                what, word, thread % m.block_threads, thread / m.block_threads);
     }
 }
 
@@ -193,7 +207,8 @@ void mark_partial(const void* p, u64 bytes) {
     const u32 thread = f.block->index * m.block_threads + f.thread;
     if (f.clock.empty()) f.clock.resize(u64(m.grid) * m.block_threads);
     const u32 store = ++f.clock[thread];
-    for (const char* word = static_cast<const char*>(p); word < static_cast<const char*>(p) + bytes; word += 4) m.written[word] = {thread, store};
+    for (const char* word = static_cast<const char*>(p); word < static_cast<const char*>(p) + bytes; word += 4)
+        m.written[word] = {thread, store};
 }
 
 void fence_device() {
@@ -214,7 +229,8 @@ void named_barrier(u32 id, u32 threads, bool wait) {
     if (id >= 16) fail("named barrier %u: there are 16", id);
     if (threads % 32 != 0 || threads == 0) fail("named barrier %u: %u threads is not a multiple of 32", id, threads);
     NamedBarrier& b = self().block->named[id];
-    if (b.arrived != 0 && b.expected != threads) fail("named barrier %u: %u threads expected here, %u by an earlier arrival", id, threads, b.expected);
+    if (b.arrived != 0 && b.expected != threads)
+        fail("named barrier %u: %u threads expected here, %u by an earlier arrival", id, threads, b.expected);
     b.expected = threads;
     u64 generation = b.generation;
     merge(b.coming, self().clock);
@@ -226,7 +242,9 @@ void named_barrier(u32 id, u32 threads, bool wait) {
     }
     self().met_barrier[id] = self().loads;
     self().met_generation[id] = generation + 1;
-    if (wait) wait_until([&b, generation] { return b.generation != generation; }, "named barrier %u (%u threads)", id, threads);
+    if (wait)
+        wait_until([&b, generation] { return b.generation != generation; }, "named barrier %u (%u threads)", id,
+                   threads);
     // Of this generation, or of a later one, which this thread has not met: whoever waits here has arrived there, too.
     if (wait) merge(self().clock, b.handed);
 }
@@ -235,7 +253,8 @@ Mbarrier& mbarrier_at(u32 address) {
     shared_at(address, 8, 8);
     Block& b = block_of(address);
     auto it = b.mbarriers.find(address & ((1u << kRankShift) - 1));
-    if (it == b.mbarriers.end()) fail("mbarrier at shared offset %u was never initialised", (address & ((1u << kRankShift) - 1)) - kSharedBase);
+    if (it == b.mbarriers.end())
+        fail("mbarrier at shared offset %u was never initialised", (address & ((1u << kRankShift) - 1)) - kSharedBase);
     return it->second;
 }
 
@@ -249,7 +268,8 @@ static void mbarrier_settle(Mbarrier& b) {
 
 void mbarrier_arrive_at(u32 address, u32 bytes) {
     Mbarrier& b = mbarrier_at(address);
-    if (b.pending == 0) fail("mbarrier at shared offset %u: more than %u arrivals in one phase", address - kSharedBase, b.count);
+    if (b.pending == 0)
+        fail("mbarrier at shared offset %u: more than %u arrivals in one phase", address - kSharedBase, b.count);
     b.bytes += static_cast<i32>(bytes);
     --b.pending;
     mbarrier_settle(b);
@@ -265,7 +285,8 @@ void warp_collective(const char* operation, void* lane_data, void (*finish)(void
     Fiber& f = self();
     Warp& w = *f.warp;
     if (w.arrived != 0 && w.operation != operation && strcmp(w.operation, operation) != 0)
-        fail("warp %u is not converged: lane %u executes %s while others wait in %s", f.thread / 32, f.thread % 32, operation, w.operation);
+        fail("warp %u is not converged: lane %u executes %s while others wait in %s", f.thread / 32, f.thread % 32,
+             operation, w.operation);
     w.operation = operation;
     w.lanes[f.thread % 32] = lane_data;
     u64 generation = w.generation;
@@ -293,9 +314,11 @@ static u32 operand_offset(const Block& block, u64 descriptor, u32 row, u32 colum
 
 static void wgmma_check_fenced(Block& b, const WgmmaOperation& op) {
     for (u32 half = 0; half < 2; ++half) {
-        for (u32 row = 0; row < op.n; ++row) check_fenced(b, operand_offset(b, op.b_descriptor, row, half * 8), "wgmma (B)");
+        for (u32 row = 0; row < op.n; ++row)
+            check_fenced(b, operand_offset(b, op.b_descriptor, row, half * 8), "wgmma (B)");
         if (!op.registers)
-            for (u32 row = 0; row < 64; ++row) check_fenced(b, operand_offset(b, op.a_descriptor, row, half * 8), "wgmma (A)");
+            for (u32 row = 0; row < 64; ++row)
+                check_fenced(b, operand_offset(b, op.a_descriptor, row, half * 8), "wgmma (A)");
     }
 }
 
@@ -345,7 +368,8 @@ void wgmma_issue(u32 n, float* d, const u32* a_registers, u64 a_descriptor, u64 
         fresh.b_descriptor = b_descriptor;
     }
     WgmmaOperation& op = g.queue[slot];
-    if (op.n != n || op.b_descriptor != b_descriptor || op.a_descriptor != a_descriptor || op.registers != (a_registers != nullptr))
+    if (op.n != n || op.b_descriptor != b_descriptor || op.a_descriptor != a_descriptor ||
+        op.registers != (a_registers != nullptr))
         fail("wgmma: the threads of a warpgroup disagree about operands");
     op.d[f.thread % 128] = d;
     if (a_registers) memcpy(op.a[f.thread % 128], a_registers, 16);
@@ -401,14 +425,15 @@ static void fiber_main() {
         if (!f->done) waits[f->wait ? f->wait->told() : "polls"].push_back(f->thread);
     std::string text = kind;
     for (auto& [what, threads] : waits) {
-        text += "\n  " + std::to_string(threads.size()) + " threads (" + std::to_string(threads.front()) + ".." + std::to_string(threads.back()) +
-                ") wait for " + what;
+        text += "\n  " + std::to_string(threads.size()) + " threads (" + std::to_string(threads.front()) + ".." +
+                std::to_string(threads.back()) + ") wait for " + what;
     }
     for (Block* b : m.blocks)
         for (auto& [address, bar] : b->mbarriers)
             if (bar.pending != bar.count || bar.bytes != 0)
-                text += "\n  mbarrier at offset " + std::to_string(address - kSharedBase) + ": " + std::to_string(bar.pending) + " of " +
-                        std::to_string(bar.count) + " arrivals and " + std::to_string(bar.bytes) + " bytes outstanding";
+                text += "\n  mbarrier at offset " + std::to_string(address - kSharedBase) + ": " +
+                        std::to_string(bar.pending) + " of " + std::to_string(bar.count) + " arrivals and " +
+                        std::to_string(bar.bytes) + " bytes outstanding";
     m.current = nullptr;
     fail("%s", text.c_str());
 }
@@ -505,7 +530,8 @@ static void drop_blocks() {
     m.blocks.clear();
 }
 
-int run_grid(u32 grid, u32 threads, u32 shared_bytes, u32 cluster, u64 seed, void (*entry)(const void*), const void* arguments) {
+int run_grid(u32 grid, u32 threads, u32 shared_bytes, u32 cluster, u64 seed, void (*entry)(const void*),
+             const void* arguments) {
     Simulator& m = simulator();
     m.grid = grid;
     m.block_threads = threads;
@@ -580,7 +606,7 @@ int run_grid(u32 grid, u32 threads, u32 shared_bytes, u32 cluster, u64 seed, voi
 
 }  // namespace uw::cpu
 
-// ---- C ABI of a library ----------------------------------------------------------------------------------------------
+// ---- C ABI of a library ---------------------------------------------------------------------------------------------
 const char* uw_cpu_last_error() { return uw::cpu::simulator().error.c_str(); }
 void uw_cpu_register(const void* begin, unsigned long long bytes, const char* name) {
     const char* p = static_cast<const char*>(begin);

@@ -38,14 +38,15 @@
 namespace uw::cpu {
 
 constexpr u32 kStackBytes = 256 * 1024;
-constexpr u32 kSharedBase = 1024;    // address of the first byte of dynamic shared memory; 0 stays invalid
-constexpr u32 kRankShift = 24;       // block rank in the cluster, above the 16 MiB window of one block
-constexpr u32 kSpinLimit = 10000;    // passes in which fibers only polled
+constexpr u32 kSharedBase = 1024;  // address of the first byte of dynamic shared memory; 0 stays invalid
+constexpr u32 kRankShift = 24;     // block rank in the cluster, above the 16 MiB window of one block
+constexpr u32 kSpinLimit = 10000;  // passes in which fibers only polled
 
 struct Block;
 struct Warp;
 
-// Of each thread of the grid (block x threads of a block + thread), how many of its stores to `partials` come before; nothing: none of anybody.
+// Of each thread of the grid (block x threads of a block + thread), how many of its stores to `partials` come before;
+// nothing: none of anybody.
 using Clock = std::vector<u32>;
 
 // What a fiber waits for. It lies on the fiber's own stack, and says so in words only when it is asked.
@@ -57,7 +58,7 @@ struct Wait {
 // Of each 16-byte granule of shared memory the number of a thread's last load of it; 0: none. Pages come with the first
 // load: most threads read little of what a block has.
 class LastReads {
-  public:
+public:
     u64 of(u32 granule) const {
         const u32 page = granule / kPage;
         return page < pages.size() && pages[page] ? pages[page][granule % kPage] : 0;
@@ -69,7 +70,7 @@ class LastReads {
         pages[page][granule % kPage] = load;
     }
 
-  private:
+private:
     static constexpr u32 kPage = 64;
     std::vector<std::unique_ptr<u64[]>> pages;
 };
@@ -96,13 +97,14 @@ struct Fiber {
     u64 cluster_generation = 0;  // when this thread last arrived at the cluster barrier
     // Shared 16-byte granules written by ordinary stores since the thread's last proxy fence.
     std::vector<u32> unfenced;
-    // Its ordinary loads from its own block, counted from the first: the number of its last load of each granule, and up to which of them are released to the
-    // copy engine, were made when it last met its warp, and when it last met each named barrier (with the barrier's generation then).
+    // Its ordinary loads from its own block, counted from the first: the number of its last load of each granule, and
+    // up to which of them are released to the copy engine, were made when it last met its warp, and when it last met
+    // each named barrier (with the barrier's generation then).
     u64 loads = 0, released = 0, met_warp = 0;
     u64 met_barrier[16] = {}, met_generation[16] = {};
     LastReads read_at;
-    // Of what is handed over between blocks ("partials"): what comes before its next access, what came before its last fence, and what the words of its
-    // atomics spoke for, which its next fence takes over.
+    // Of what is handed over between blocks ("partials"): what comes before its next access, what came before its last
+    // fence, and what the words of its atomics spoke for, which its next fence takes over.
     Clock clock, fenced, seen;
 };
 
@@ -125,7 +127,8 @@ struct Mbarrier {
     u32 pending = 0;  // arrivals still to come
     i32 bytes = 0;    // bytes still to land
     u32 phase = 0;    // parity of the running phase
-    // By parity: whose loads, and up to which, the arrivals of that phase speak for. They are released to whoever waits for it.
+    // By parity: whose loads, and up to which, the arrivals of that phase speak for. They are released to whoever waits
+    // for it.
     std::vector<std::pair<Fiber*, u64>> spoken_for[2];
 };
 
@@ -182,7 +185,8 @@ struct Simulator {
     u64 cluster_generation = 0;
     std::map<const char*, Allocation> allocations;
     bool partials = false;  // one of them is called so
-    // Of words of `partials`: who has written each in this launch, and which of that thread's stores it was. Of words of atomics: what they speak for.
+    // Of words of `partials`: who has written each in this launch, and which of that thread's stores it was. Of words
+    // of atomics: what they speak for.
     std::unordered_map<const char*, std::pair<u32, u32>> written;
     std::unordered_map<const void*, Clock> spoken;
     std::string error;
@@ -245,18 +249,21 @@ void mark_unfenced(u32 address, u32 bytes);
 void fence_own_writes();
 void check_fenced(Block& b, u32 offset, const char* reader);
 
-// Ordinary loads. What a thread has loaded may still be in flight until it is released: by a proxy fence of the thread's own, or by an arrival on an mbarrier,
-// its own or of a thread that it has met since, for whose phase somebody has waited. A copy into bytes with such loads is a race that a GPU shows a few
-// times in a hundred launches. Loads from other blocks of the cluster are not followed.
+// Ordinary loads. What a thread has loaded may still be in flight until it is released: by a proxy fence of the
+// thread's own, or by an arrival on an mbarrier, its own or of a thread that it has met since, for whose phase somebody
+// has waited. A copy into bytes with such loads is a race that a GPU shows a few times in a hundred launches. Loads
+// from other blocks of the cluster are not followed.
 void mark_read(u32 address, u32 bytes);
 void release_own_reads();
-// An arrival speaks for the thread's own loads, and for those that others had made when they met it: their warp, or a named barrier that it has passed as well.
+// An arrival speaks for the thread's own loads, and for those that others had made when they met it: their warp, or a
+// named barrier that it has passed as well.
 void speak_for_reads(Mbarrier& barrier);
 // By whoever has waited for the phase of this parity.
 void release_spoken_for(Mbarrier& barrier, u32 parity);
 void check_refill(u32 address, u32 bytes, const char* writer);
 
-// A thread's own copy (cp.async) into bytes that others have read: it must have met them since, its warp or at a barrier.
+// A thread's own copy (cp.async) into bytes that others have read: it must have met them since, its warp or at a
+// barrier.
 void check_overwrite(u32 address, u32 bytes, const char* writer);
 
 template <class T>
@@ -275,10 +282,10 @@ void write_shared(u32 address, T value) {
 // ---- global memory -------------------------------------------------------------------------------------------------
 void check_global(const void* pointer, u64 bytes, u32 alignment, const char* what);
 
-// ---- what blocks hand over to each other in global memory -----------------------------------------------------------------------------------------------
-// Of a buffer that is registered as `partials`: whoever reads or overwrites a word must come behind who wrote it, by meetings of threads of one block, and
-// between blocks by fence.acq_rel.gpu and an atomic on one side, an atomic on the same word and a fence on the other (or st.release and ld.acquire). A fiber
-// sees every store at once; a GPU does not.
+// ---- what blocks hand over to each other in global memory -----------------------------------------------------------
+// Of a buffer that is registered as `partials`: whoever reads or overwrites a word must come behind who wrote it, by
+// meetings of threads of one block, and between blocks by fence.acq_rel.gpu and an atomic on one side, an atomic on the
+// same word and a fence on the other (or st.release and ld.acquire). A fiber sees every store at once; a GPU does not.
 void merge(Clock& into, const Clock& from);
 bool is_partial(const void* p);
 void check_handed_over(const void* p, u64 bytes, const char* what);
@@ -322,9 +329,6 @@ inline float bf16_to_float(u16 bits) {
     return value;
 }
 
-
-
-
 void wgmma_issue(u32 n, float* d, const u32* a_registers, u64 a_descriptor, u64 b_descriptor);
 void wgmma_commit();
 void wgmma_wait(u32 pending_groups);
@@ -333,9 +337,8 @@ void wgmma_wait(u32 pending_groups);
 
 // ---- scheduler -----------------------------------------------------------------------------------------------------
 
-
-
 // 0 = success; otherwise simulator().error says what happened.
-int run_grid(u32 grid, u32 threads, u32 shared_bytes, u32 cluster, u64 seed, void (*entry)(const void*), const void* arguments);
+int run_grid(u32 grid, u32 threads, u32 shared_bytes, u32 cluster, u64 seed, void (*entry)(const void*),
+             const void* arguments);
 
 }  // namespace uw::cpu

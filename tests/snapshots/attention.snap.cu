@@ -1,9 +1,8 @@
 // uw_sm90a_attention_decode_d16_w4p4c1
 // A[m, h * 16] = attention of each row's newest token over its pages; a block for a row and KV head, a ring of 4 x 16 tokens per warp.
 //
-// Blocks of 128 threads, at least 9 per SM, with 17600 B of dynamic shared memory.
-// Grid: one block for each of the rows.
-// Rendered by unweight-codegen; edit templates/, not this text.
+// Blocks of 128 threads, at least 9 per SM, with 17600 B of dynamic shared
+// memory. Grid: one block for each of the rows. Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
 #include "unweight/kernels/attention/decode.cuh"

@@ -1,9 +1,8 @@
 // uw_sm90a_decode_compact_full
 // Compact tensor -> bf16 [n, k], row-major.
 //
-// Blocks of 256 threads, at least 3 per SM, with 11904 B of dynamic shared memory.
-// Grid: one block for every 8 tiles of W.
-// Rendered by unweight-codegen; edit templates/, not this text.
+// Blocks of 256 threads, at least 3 per SM, with 11904 B of dynamic shared
+// memory. Grid: one block for every 8 tiles of W. Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
 #include "unweight/kernels/decode_compact.cuh"

@@ -1,9 +1,8 @@
 // uw_sm90a_decode_huffman_full_l6
 // Huffman tensor with codes of at most 6 bits -> bf16 [n, k], row-major.
 //
-// Blocks of 1024 threads, at least 1 per SM, with 127488 B of dynamic shared memory.
-// Grid: persistent, min(tiles of W, SMs x 1).
-// Rendered by unweight-codegen; edit templates/, not this text.
+// Blocks of 1024 threads, at least 1 per SM, with 127488 B of dynamic shared
+// memory. Grid: persistent, min(tiles of W, SMs x 1). Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
 #include "unweight/kernels/decode_huffman.cuh"

@@ -1,9 +1,8 @@
 // uw_sm90a_dfloat11_t512
 // DFloat11 unit -> bf16.
 //
-// Blocks of 512 threads, at least 4 per SM, with 57344 B of dynamic shared memory.
-// Grid: what fits the machine.
-// Rendered by unweight-codegen; edit templates/, not this text.
+// Blocks of 512 threads, at least 4 per SM, with 57344 B of dynamic shared
+// memory. Grid: what fits the machine. Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
 #include "rivals/dfloat11.cuh"

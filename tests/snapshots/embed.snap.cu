@@ -1,9 +1,8 @@
 // uw_sm90a_embed_bf16
 // Y[m,d] = rows ids[m] of a table, bf16.
 //
-// Blocks of 256 threads, at least 2 per SM, with 0 B of dynamic shared memory.
-// Grid: one block for each of the rows.
-// Rendered by unweight-codegen; edit templates/, not this text.
+// Blocks of 256 threads, at least 2 per SM, with 0 B of dynamic shared
+// memory. Grid: one block for each of the rows. Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
 #include "unweight/kernels/embed.cuh"

@@ -1,9 +1,8 @@
 // uw_sm90a_encode_compact_quads
 // bf16 [n, k] -> how often each quad of classes occurs.
 //
-// Blocks of 256 threads, at least 4 per SM, with 16384 B of dynamic shared memory.
-// Grid: one block for every 16 tiles of W.
-// Rendered by unweight-codegen; edit templates/, not this text.
+// Blocks of 256 threads, at least 4 per SM, with 16384 B of dynamic shared
+// memory. Grid: one block for every 16 tiles of W. Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
 #include "unweight/kernels/encode_compact.cuh"

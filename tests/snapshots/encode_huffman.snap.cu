@@ -1,9 +1,8 @@
 // uw_sm90a_encode_huffman_stats
 // Elements -> sign_mantissa and the histogram of exponents.
 //
-// Blocks of 512 threads, at least 4 per SM, with 32768 B of dynamic shared memory.
-// Grid: persistent, min(tiles of W, SMs x 4).
-// Rendered by unweight-codegen; edit templates/, not this text.
+// Blocks of 512 threads, at least 4 per SM, with 32768 B of dynamic shared
+// memory. Grid: persistent, min(tiles of W, SMs x 4). Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
 #include "unweight/kernels/encode_huffman.cuh"

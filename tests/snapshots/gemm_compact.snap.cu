@@ -1,9 +1,8 @@
 // uw_sm90a_gemm_compact_b8_w8p1c1_t16_store
 // Y[m,n] = X[m,k] * W[n,k]^T, W compact; 8 batch rows x 64 of n per block, a ring of 1 per warp.
 //
-// Blocks of 256 threads, at least 2 per SM, with 106560 B of dynamic shared memory.
-// Grid: blocks of 64 rows of W distributed over blocks, at most 1 each, SMs x 1..=2 if that will do; for each 8 batch rows.
-// Rendered by unweight-codegen; edit templates/, not this text.
+// Blocks of 256 threads, at least 2 per SM, with 106560 B of dynamic shared
+// memory. Grid: blocks of 64 rows of W distributed over blocks, at most 1 each, SMs x 1..=2 if that will do; for each 8 batch rows. Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
 #include "unweight/kernels/gemm_compact.cuh"

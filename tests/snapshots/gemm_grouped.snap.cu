@@ -1,9 +1,8 @@
 // uw_sm90a_gemm_grouped_b8_r4w8p2_store
 // Y[pair,n] = X[row of pair,k] * W[expert of pair,n,k]^T, W packed to 12 bits, exact escapes; 8 pairs x 64 of n per block, a ring of 2 per warp.
 //
-// Blocks of 256 threads, at least 2 per SM, with 114688 B of dynamic shared memory.
-// Grid: one block for each of the 1 x 64 tiles of Y.
-// Rendered by unweight-codegen; edit templates/, not this text.
+// Blocks of 256 threads, at least 2 per SM, with 114688 B of dynamic shared
+// memory. Grid: one block for each of the 1 x 64 tiles of Y. Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
 #include "unweight/kernels/gemm_grouped.cuh"

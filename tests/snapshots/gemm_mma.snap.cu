@@ -1,9 +1,8 @@
 // uw_sm90a_gemm_mma_b8_r1w16p2c2_esc_store
 // Y[m,n] = X[m,k] * W[n,k]^T, W packed to 12 bits, exact escapes; 8 batch rows x 16 of n per cluster of 2, one task, a ring of 2 per warp.
 //
-// Blocks of 512 threads, at least 1 per SM, with 82176 B of dynamic shared memory.
-// Grid: blocks of 16 rows of W distributed over clusters of 2, at most 1 each, SMs x 1..=1 if that will do; for each 8 batch rows.
-// Rendered by unweight-codegen; edit templates/, not this text.
+// Blocks of 512 threads, at least 1 per SM, with 82176 B of dynamic shared
+// memory. Grid: blocks of 16 rows of W distributed over clusters of 2, at most 1 each, SMs x 1..=1 if that will do; for each 8 batch rows. Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
 #include "unweight/kernels/gemm_mma.cuh"

@@ -1,9 +1,8 @@
 // uw_sm90a_gemm_recon_exponent_n1p6_store
 // Y[m,n] = X[m,k] * W[n,k]^T, W from decoded exponents; up to 128 x 64 of Y per block, 6 stages.
 //
-// Blocks of 384 threads, at least 1 per SM, with 188624 B of dynamic shared memory.
-// Grid: persistent, min(128 x 64 tiles of Y, SMs x 1).
-// Rendered by unweight-codegen; edit templates/, not this text.
+// Blocks of 384 threads, at least 1 per SM, with 188624 B of dynamic shared
+// memory. Grid: persistent, min(128 x 64 tiles of Y, SMs x 1). Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
 #include "unweight/kernels/gemm_recon.cuh"

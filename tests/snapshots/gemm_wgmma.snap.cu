@@ -1,9 +1,8 @@
 // uw_sm90a_gemm_wgmma_b64_g2p10_esc_store
 // Y[m,n] = X[m,k] * W[n,k]^T, W packed to 12 bits, exact escapes; 64 x 128 of Y at a time, whole output tiles, a ring of 10.
 //
-// Blocks of 384 threads, at least 1 per SM, with 226480 B of dynamic shared memory.
-// Grid: persistent, min(64 x 128 tiles of Y, SMs x 1).
-// Rendered by unweight-codegen; edit templates/, not this text.
+// Blocks of 384 threads, at least 1 per SM, with 226480 B of dynamic shared
+// memory. Grid: persistent, min(64 x 128 tiles of Y, SMs x 1). Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
 #include "unweight/kernels/gemm_wgmma.cuh"

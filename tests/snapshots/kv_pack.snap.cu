@@ -1,9 +1,8 @@
 // uw_sm90a_kv_pack_step_d16
 // Pages that rows have filled, of all layers, heads of 16: BF16 to 12 bits.
 //
-// Blocks of 128 threads, at least 3 per SM, with 2288 B of dynamic shared memory.
-// Grid: persistent, min(rows, SMs x 3).
-// Rendered by unweight-codegen; edit templates/, not this text.
+// Blocks of 128 threads, at least 3 per SM, with 2288 B of dynamic shared
+// memory. Grid: persistent, min(rows, SMs x 3). Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
 #include "unweight/kernels/kv_pack.cuh"

@@ -1,9 +1,8 @@
 // uw_sm90a_kv_unpack_d16
 // Packed pages of heads of 16 to BF16 pages.
 //
-// Blocks of 128 threads, at least 4 per SM, with 2048 B of dynamic shared memory.
-// Grid: one block for each of the rows.
-// Rendered by unweight-codegen; edit templates/, not this text.
+// Blocks of 128 threads, at least 4 per SM, with 2048 B of dynamic shared
+// memory. Grid: one block for each of the rows. Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
 #include "unweight/kernels/kv_unpack.cuh"

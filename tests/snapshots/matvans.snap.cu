@@ -1,9 +1,8 @@
 // uw_sm90a_matvans_rows
 // int8 [cols] x rANS rows -> int8 [rows].
 //
-// Blocks of 128 threads, at least 8 per SM, with 4608 B of dynamic shared memory.
-// Grid: a warp a stream.
-// Rendered by unweight-codegen; edit templates/, not this text.
+// Blocks of 128 threads, at least 8 per SM, with 4608 B of dynamic shared
+// memory. Grid: a warp a stream. Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
 #include "rivals/matvans.cuh"

@@ -1,9 +1,8 @@
 // uw_sm90a_norm_t256
 // Y[m,d] = gamma * X * rsqrt(mean(X^2) + eps), a block a row.
 //
-// Blocks of 256 threads, at least 2 per SM, with 32 B of dynamic shared memory.
-// Grid: one block for each of the rows.
-// Rendered by unweight-codegen; edit templates/, not this text.
+// Blocks of 256 threads, at least 2 per SM, with 32 B of dynamic shared
+// memory. Grid: one block for each of the rows. Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
 #include "unweight/kernels/norm.cuh"

@@ -1,9 +1,8 @@
 // uw_sm90a_pack_tiles
 // bf16 [n, k] -> packed tiles, escape heads and sizes of the lists.
 //
-// Blocks of 256 threads, at least 4 per SM, with 0 B of dynamic shared memory.
-// Grid: one block for every 2 tiles of W.
-// Rendered by unweight-codegen; edit templates/, not this text.
+// Blocks of 256 threads, at least 4 per SM, with 0 B of dynamic shared
+// memory. Grid: one block for every 2 tiles of W. Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
 #include "unweight/kernels/pack.cuh"

@@ -1,9 +1,8 @@
 // uw_sm90a_rope_d64
 // Heads of 64: bias, norm and rotation; K and V to their pages.
 //
-// Blocks of 256 threads, at least 4 per SM, with 0 B of dynamic shared memory.
-// Grid: one block for each of the rows.
-// Rendered by unweight-codegen; edit templates/, not this text.
+// Blocks of 256 threads, at least 4 per SM, with 0 B of dynamic shared
+// memory. Grid: one block for each of the rows. Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
 #include "unweight/kernels/rope.cuh"

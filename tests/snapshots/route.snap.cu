@@ -1,9 +1,8 @@
 // uw_sm90a_route_topk
 // logits[m,experts] -> ids and weights of each token's experts.
 //
-// Blocks of 256 threads, at least 4 per SM, with 0 B of dynamic shared memory.
-// Grid: one block for every 8 rows.
-// Rendered by unweight-codegen; edit templates/, not this text.
+// Blocks of 256 threads, at least 4 per SM, with 0 B of dynamic shared
+// memory. Grid: one block for every 8 rows. Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
 #include "unweight/kernels/route.cuh"

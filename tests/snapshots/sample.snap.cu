@@ -1,9 +1,8 @@
 // uw_sm90a_sample_t1024_c1
 // A token of each row of logits: temperature, top-k, top-p, min-p; a block a row.
 //
-// Blocks of 1024 threads, at least 1 per SM, with 39200 B of dynamic shared memory.
-// Grid: one block for each of the rows.
-// Rendered by unweight-codegen; edit templates/, not this text.
+// Blocks of 1024 threads, at least 1 per SM, with 39200 B of dynamic shared
+// memory. Grid: one block for each of the rows. Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
 #include "unweight/kernels/sample.cuh"

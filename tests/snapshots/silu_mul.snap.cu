@@ -1,9 +1,8 @@
 // uw_sm90a_silu_mul_t128
 // Y[m,n] = silu(gate[m,n]) * up[m,n].
 //
-// Blocks of 128 threads, at least 4 per SM, with 0 B of dynamic shared memory.
-// Grid: one block for each of the 1 x 1024 tiles of Y.
-// Rendered by unweight-codegen; edit templates/, not this text.
+// Blocks of 128 threads, at least 4 per SM, with 0 B of dynamic shared
+// memory. Grid: one block for each of the 1 x 1024 tiles of Y. Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
 #include "unweight/kernels/silu_mul.cuh"

@@ -1,9 +1,8 @@
 // uw_sm90a_tans_add
 // Coded e4m3 + coded e4m3 -> e4m3.
 //
-// Blocks of 256 threads, at least 4 per SM, with 16384 B of dynamic shared memory.
-// Grid: ceil(streams / threads).
-// Rendered by unweight-codegen; edit templates/, not this text.
+// Blocks of 256 threads, at least 4 per SM, with 16384 B of dynamic shared
+// memory. Grid: ceil(streams / threads). Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
 #include "rivals/tans.cuh"

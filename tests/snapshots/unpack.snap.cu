@@ -1,9 +1,8 @@
 // uw_sm90a_unpack
 // Packed tiles and escapes -> bf16 [n, k], row-major.
 //
-// Blocks of 256 threads, at least 4 per SM, with 0 B of dynamic shared memory.
-// Grid: one block for every 2 tiles of W.
-// Rendered by unweight-codegen; edit templates/, not this text.
+// Blocks of 256 threads, at least 4 per SM, with 0 B of dynamic shared
+// memory. Grid: one block for every 2 tiles of W. Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
 #include "unweight/kernels/unpack.cuh"

@@ -1,9 +1,8 @@
 // uw_sm90a_zipserv_decompress
 // TCA-TBE -> bf16 [n, k], row-major.
 //
-// Blocks of 128 threads, at least 8 per SM, with 16512 B of dynamic shared memory.
-// Grid: what fits the machine.
-// Rendered by unweight-codegen; edit templates/, not this text.
+// Blocks of 128 threads, at least 8 per SM, with 16512 B of dynamic shared
+// memory. Grid: what fits the machine. Rendered by unweight-codegen; edit templates/, not this text.
 #include "unweight/abi.cuh"
 #include "unweight/axes.cuh"
 #include "rivals/zipserv.cuh"

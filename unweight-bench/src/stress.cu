@@ -5,7 +5,8 @@ typedef unsigned long long u64;
 
 #ifdef UW_COMPARE
 // A block for each run: counts the runs whose output differs from `expected` anywhere, in 16-byte pieces.
-extern "C" __global__ void __launch_bounds__(1024, 1) uw_stress_compare(const uint4* runs, const uint4* expected, u64 pieces, u32* differing) {
+extern "C" __global__ void __launch_bounds__(1024, 1)
+    uw_stress_compare(const uint4* runs, const uint4* expected, u64 pieces, u32* differing) {
     const uint4* run = runs + blockIdx.x * pieces;
     int differs = 0;
     for (u64 i = threadIdx.x; i < pieces; i += blockDim.x) {
@@ -20,7 +21,8 @@ extern "C" __global__ void __launch_bounds__(1024, 1) uw_stress_compare(const ui
 // Without shared words: streams memory, so that the copy engine and the second-level cache have other things to do.
 // With them: keeps the multiprocessor's shared memory busy with loads of 32 words from one bank, so that the loads of
 // the block beside it stay in flight for long: what makes a race with the copy engine show.
-extern "C" __global__ void __launch_bounds__(256, 1) uw_stress_load(uint4* memory, u64 pieces, u32 rounds, u32 shared_words) {
+extern "C" __global__ void __launch_bounds__(256, 1)
+    uw_stress_load(uint4* memory, u64 pieces, u32 rounds, u32 shared_words) {
     extern __shared__ volatile u32 shared[];
     if (shared_words != 0) {
         for (u32 i = threadIdx.x; i < shared_words; i += blockDim.x) shared[i] = i * 2654435761u;

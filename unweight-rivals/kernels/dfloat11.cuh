@@ -3,23 +3,23 @@
 // Config
 //   u32 kThreads   threads of a block, a multiple of 32 up to 1024; the format's own number may be another
 //
-// A thread decodes the codes that begin in its window of 8 bytes, up to four of them for each look at 12 bits, and parks
-// the exponents. A sum over the block says where each window's exponents belong; there they go, one after the other. The
-// block then stores 8 elements a thread, 16 bytes each. The package's kernel decodes twice instead: once to count. So
-// does this one where parked exponents have no room: where a window has more than 32, which takes codes of one bit, or
-// the block's windows more than some 31.8 on average. Each thread then stores its own, one by one.
+// A thread decodes the codes that begin in its window of 8 bytes, up to four of them for each look at 12 bits, and
+// parks the exponents. A sum over the block says where each window's exponents belong; there they go, one after the
+// other. The block then stores 8 elements a thread, 16 bytes each. The package's kernel decodes twice instead: once to
+// count. So does this one where parked exponents have no room: where a window has more than 32, which takes codes of
+// one bit, or the block's windows more than some 31.8 on average. Each thread then stores its own, one by one.
 //
 // Grid      what fits the machine: a block takes every so many format blocks, so tables are read once.
-// Smem      8192 + 16384 + 4 * warps + 64 * kThreads - 64: codes that begin in 12 bits, their exponents, sums, exponents,
-//           those parked. Of 512 threads four blocks fit a multiprocessor, with not a byte to spare.
+// Smem      8192 + 16384 + 4 * warps + 64 * kThreads - 64: codes that begin in 12 bits, their exponents, sums,
+//           exponents, those parked. Of 512 threads four blocks fit a multiprocessor, with not a byte to spare.
 // Barriers  all of the block (sync_block): behind the tables, behind the sums of warps, and between the exponents and
 //           their reading. Parked words are their thread's alone. No copy engine.
 // Bound     device memory: 10.8 bits in and 16 out an element; the arithmetic takes as long.
 //
-// Safety    any bytes in codes, gaps, positions, luts. A block whose positions are not within the elements, one after the
-//           other, is left out; of a block whose codes are not as many as its positions say, only elements between its
-//           positions are written. Both count in `faults`. A window has at most 64 codes: each takes a bit at least.
-//           `starts` and `symbols` are the host's (unweight-rivals/src/cuda/dfloat11.rs).
+// Safety    any bytes in codes, gaps, positions, luts. A block whose positions are not within the elements, one after
+//           the other, is left out; of a block whose codes are not as many as its positions say, only elements between
+//           its positions are written. Both count in `faults`. A window has at most 64 codes: each takes a bit at
+//           least. `starts` and `symbols` are the host's (unweight-rivals/src/cuda/dfloat11.rs).
 #pragma once
 
 #include "unweight/ptx/barrier.cuh"
@@ -51,7 +51,7 @@ namespace uw::dfloat11 {
 
 constexpr u32 kLookupBits = 12, kLookups = 1 << kLookupBits;
 constexpr u32 kWindowBits = 64, kParkedWords = 8;  // words of exponents that a window may park
-constexpr u32 kUnparked = 1 << 20;  // in sums: a window has more. Blocks have fewer exponents.
+constexpr u32 kUnparked = 1 << 20;                 // in sums: a window has more. Blocks have fewer exponents.
 constexpr u32 kFirstJump = 240;
 
 template <class Config>
@@ -109,7 +109,9 @@ struct Window {
     UW_DEVICE static Window load(const Dfloat11Args& args, u32 block, u32 within) {
         const u32 window = block * args.windows + within, word = 2 * window;
         if (within >= args.windows || word >= args.code_words) return {{0, 0, 0}, kWindowBits};
-        auto load = [&](u32 w) { return w < args.code_words ? ptx::prmt(ptx::ld_global_nc(args.codes + w), 0, 0x0123) : 0; };
+        auto load = [&](u32 w) {
+            return w < args.code_words ? ptx::prmt(ptx::ld_global_nc(args.codes + w), 0, 0x0123) : 0;
+        };
         const u32 bit = 5 * window, byte = bit / 8;
         const u32 high = byte < args.gap_bytes ? ptx::ld_global_nc_u8(args.gaps + byte) : 0;
         const u32 low = byte + 1 < args.gap_bytes ? ptx::ld_global_nc_u8(args.gaps + byte + 1) : 0;
@@ -197,8 +199,12 @@ UW_DEVICE void store_bytes(u32 to, u32 value, u32 count) {
 }
 
 // Elements 0, 1 or 2, 3 of four bytes each.
-UW_DEVICE u32 join_low(u32 rest, u32 exponents) { return join(ptx::prmt(rest, 0, 0x4140), ptx::prmt(exponents, 0, 0x4140)); }
-UW_DEVICE u32 join_high(u32 rest, u32 exponents) { return join(ptx::prmt(rest, 0, 0x4342), ptx::prmt(exponents, 0, 0x4342)); }
+UW_DEVICE u32 join_low(u32 rest, u32 exponents) {
+    return join(ptx::prmt(rest, 0, 0x4140), ptx::prmt(exponents, 0, 0x4140));
+}
+UW_DEVICE u32 join_high(u32 rest, u32 exponents) {
+    return join(ptx::prmt(rest, 0, 0x4342), ptx::prmt(exponents, 0, 0x4342));
+}
 
 // The exponents that a window parked to where they belong, at any byte: whole words, and what is left of them at both
 // ends.
@@ -227,7 +233,8 @@ UW_DEVICE void store(const Dfloat11Args& args, u32 thread, u32 begin, u32 end, u
         const u32 from = exponents + (first - front);
         if (first >= begin && first + 8 <= end) {
             const U32x2 rest = ptx::ld_global_nc_x2(args.sign_mantissa + first), own = ptx::ld_shared_x2(from);
-            const U32x4 weights{join_low(rest.x, own.x), join_high(rest.x, own.x), join_low(rest.y, own.y), join_high(rest.y, own.y)};
+            const U32x4 weights{join_low(rest.x, own.x), join_high(rest.x, own.x), join_low(rest.y, own.y),
+                                join_high(rest.y, own.y)};
             ptx::st_global_cs_x4(args.weights + first, weights);
         } else {
 #pragma unroll 1
@@ -258,7 +265,8 @@ UW_DEVICE void run(const Dfloat11Args& args) {
     ptx::sync_block();  // orders the tables before the lookups
     const u32 park = smem + S::kParked + 4 * thread;
     for (u32 block = ptx::block_index(); block < args.blocks; block += ptx::grid_size()) {
-        const u32 begin = ptx::ld_global_nc(args.positions + block), end = ptx::ld_global_nc(args.positions + block + 1);
+        const u32 begin = ptx::ld_global_nc(args.positions + block),
+                  end = ptx::ld_global_nc(args.positions + block + 1);
         if (begin > end || end > args.elements) {
             if (thread == 0) ptx::red_add_global(args.faults, 1);
             continue;
@@ -301,7 +309,7 @@ UW_DEVICE void run(const Dfloat11Args& args) {
                 ptx::sync_block();  // orders the reading of the sums before the next ones
             } else {
                 place(smem + S::kExponents + (at & 7) + before, park, 4 * kThreads, parked);
-                ptx::sync_block();  // orders the exponents before their reading by others, and the sums' before the next
+                ptx::sync_block();  // orders the exponents before they are read, and the sums before the next ones
                 store<kThreads>(args, thread, at, at + taken, smem + S::kExponents);
                 // The barrier behind the next sums orders this reading before the next windows' exponents.
             }

@@ -1,5 +1,5 @@
-// MatVANS (docs/rivals.md): y = clamp(round(scale * W x)), int8, from the rANS streams of W; and the same from W as it is.
-// Sums of 32 bits, rounded once to fp32, times `scale` in fp32, to the nearest even.
+// MatVANS (docs/rivals.md): y = clamp(round(scale * W x)), int8, from the rANS streams of W; and the same from W as it
+// is. Sums of 32 bits, rounded once to fp32, times `scale` in fp32, to the nearest even.
 //
 //   rows      a warp takes a row: step t has columns 128 t .. 128 t + 128, lane c four of them from 4 c on
 //   stripes   a warp takes 32 rows: step t has columns 4 t .. 4 t + 4, lane c row c
@@ -16,9 +16,9 @@
 // Barriers  all of the block (sync_block) behind the parts; __syncwarp between a warp's words and their reading
 // Bound     the chain from state to state: a step takes a look at the words, four at the parts, a product of 64 bits.
 //
-// Safety    any bytes: words are read from the stream's own stretch, zeros behind it; parts are looked up by 7 or 8 bits; a
-//           stretch that leaves the words, or has no whole groups, has none. Streams that ran out of words, or have such a
-//           stretch, count in `faults`; their sums are of whatever was decoded.
+// Safety    any bytes: words are read from the stream's own stretch, zeros behind it; parts are looked up by 7 or 8
+//           bits; a stretch that leaves the words, or has no whole groups, has none. Streams that ran out of words, or
+//           have such a stretch, count in `faults`; their sums are of whatever was decoded.
 #pragma once
 
 #include "unweight/ptx/barrier.cuh"
@@ -75,11 +75,11 @@ UW_DEVICE u32 rounded(i32 sum, float scale) {
 
 // The words of a stream, in order, through a warp's ring.
 struct Queue {
-    const u32* next;     // the next group of words
-    u32 groups;          // groups from there on
-    u32 ring;            // shared address
-    u32 filled, taken;   // words that went into the ring, and out of it
-    U32x4 ahead;         // the next group, if there is one
+    const u32* next;    // the next group of words
+    u32 groups;         // groups from there on
+    u32 ring;           // shared address
+    u32 filled, taken;  // words that went into the ring, and out of it
+    U32x4 ahead;        // the next group, if there is one
     u32 lane;
 
     UW_DEVICE void load() {
@@ -87,7 +87,9 @@ struct Queue {
         next += kGroup;
         groups -= groups > 0;
     }
-    UW_DEVICE void put(u32 word, u32 place) const { ptx::st_shared(ring + ((filled + place * 32 + lane) % kRing) * 4, word); }
+    UW_DEVICE void put(u32 word, u32 place) const {
+        ptx::st_shared(ring + ((filled + place * 32 + lane) % kRing) * 4, word);
+    }
 
     // The stream's first group: 64 words, and the coders' states, which it returns.
     UW_DEVICE u64 begin() {
@@ -145,9 +147,16 @@ UW_DEVICE u32 decode_quad(u64& state, u32 table) {
 // A stream's queue; one whose stretch is not sane is empty.
 UW_DEVICE Queue open(const MatvansArgs& args, u32 stream, u32 ring, u32 lane, bool& sane) {
     const u64 begin = static_cast<u64>(ptx::ld_global_nc(args.offsets + stream)) * 4;
-    const u64 next = stream + 1 < args.streams ? static_cast<u64>(ptx::ld_global_nc(args.offsets + stream + 1)) * 4 : args.word_count;
+    const u64 next = stream + 1 < args.streams ? static_cast<u64>(ptx::ld_global_nc(args.offsets + stream + 1)) * 4
+                                               : args.word_count;
     sane = begin < next && next <= args.word_count && (next - begin) % kGroup == 0 && (begin & 3) == 0;
-    return {args.words + (sane ? begin : 0), sane ? static_cast<u32>((next - begin) / kGroup) : 0, ring, 0, 0, {0, 0, 0, 0}, lane};
+    return {args.words + (sane ? begin : 0),
+            sane ? static_cast<u32>((next - begin) / kGroup) : 0,
+            ring,
+            0,
+            0,
+            {0, 0, 0, 0},
+            lane};
 }
 
 // Stream of this warp, or `streams` if it has none; the block's parts are in shared memory.
@@ -218,9 +227,9 @@ UW_DEVICE void stripes(const MatvansArgs& args) {
 
 // A lane's own words, in order: 8 in registers, and its next 8.
 struct LaneQueue {
-    const u32* next;    // this lane's next 4 words of 32 bits, a group of all lanes apart
-    u32 groups;         // groups from there on
-    u32 left, taken;    // words of 16 bits in `low` and `high`, and out of them
+    const u32* next;  // this lane's next 4 words of 32 bits, a group of all lanes apart
+    u32 groups;       // groups from there on
+    u32 left, taken;  // words of 16 bits in `low` and `high`, and out of them
     u64 low, high;
     U32x4 ahead;
 

@@ -1,6 +1,6 @@
-// Pair-coded FP8 (docs/rivals.md): out = a + b of two vectors that lie coded, E4M3; and the same of two that lie as they
-// are. Sums are exact in fp32 and rounded once, to the nearest even; what is too large becomes the largest number, and of
-// a NaN a NaN remains.
+// Pair-coded FP8 (docs/rivals.md): out = a + b of two vectors that lie coded, E4M3; and the same of two that lie as
+// they are. Sums are exact in fp32 and rounded once, to the nearest even; what is too large becomes the largest number,
+// and of a NaN a NaN remains.
 //
 //   add    out[tile][stream][16] from two coded vectors with the same table
 //   plain  out[count] from two plain ones
@@ -16,8 +16,8 @@
 // Bound     device memory, if the streams' chains (a look at the table for two bytes) overlap well
 //
 // Safety    any bytes: slabs are read between their block's offsets, if those are in order and within the slabs; zeros
-//           elsewhere. States are held to the table's 4096. A stream that has run out of bits counts in `faults`; what is
-//           written of it is of zeros.
+//           elsewhere. States are held to the table's 4096. A stream that has run out of bits counts in `faults`; what
+//           is written of it is of zeros.
 #pragma once
 
 #include "unweight/ptx/barrier.cuh"
@@ -64,7 +64,8 @@ struct Smem {
 inline float value_of(u32 byte) {
     const u32 exponent = byte >> 3 & 15, mantissa = byte & 7;
     if (exponent == 15 && mantissa == 7) return ptx::float_from_bits(0x7fc00000u);
-    const float size = exponent == 0 ? mantissa * 0x1p-9f : ptx::float_from_bits((exponent + 120) << 23 | mantissa << 20);
+    const float size =
+        exponent == 0 ? mantissa * 0x1p-9f : ptx::float_from_bits((exponent + 120) << 23 | mantissa << 20);
     return byte & 0x80 ? -size : size;
 }
 inline u32 byte_of(float value) {
@@ -82,7 +83,8 @@ inline u32 byte_of(float value) {
 }
 // The sums of two bytes each, low and high.
 inline u32 add_two(u32 a, u32 b) {
-    return byte_of(value_of(a & 0xff) + value_of(b & 0xff)) | byte_of(value_of(a >> 8 & 0xff) + value_of(b >> 8 & 0xff)) << 8;
+    return byte_of(value_of(a & 0xff) + value_of(b & 0xff)) | byte_of(value_of(a >> 8 & 0xff) + value_of(b >> 8 & 0xff))
+                                                                  << 8;
 }
 #else
 // The sums of two bytes each, low and high. From compute capability 8.9 on.
@@ -113,18 +115,16 @@ UW_DEVICE u32 add_two(u32 a, u32 b) {
 }
 #endif
 
-UW_DEVICE u32 add_four(u32 a, u32 b) {
-    return add_two(a & 0xffff, b & 0xffff) | add_two(a >> 16, b >> 16) << 16;
-}
+UW_DEVICE u32 add_four(u32 a, u32 b) { return add_two(a & 0xffff, b & 0xffff) | add_two(a >> 16, b >> 16) << 16; }
 
 // A stream, read from its last bit on.
 struct Reader {
-    const u32* slab;    // of this stream, the next one to be asked for
-    u32 left;           // slabs from there down
-    u32 high, low;      // the bits that are next, at the top from `used` on
+    const u32* slab;  // of this stream, the next one to be asked for
+    u32 left;         // slabs from there down
+    u32 high, low;    // the bits that are next, at the top from `used` on
     u32 used;
     u32 state;
-    u32 bits;           // bits that the stream has left; below 0 of what it never had
+    u32 bits;  // bits that the stream has left; below 0 of what it never had
     bool ran_out;
 
     UW_DEVICE u32 fetch() {
@@ -134,7 +134,8 @@ struct Reader {
         slab -= kBlockStreams;
         return word;
     }
-    UW_DEVICE void open(const u32* slabs, u32 words, const u16* states, const u8* partial, const u32* offsets, u32 stream) {
+    UW_DEVICE void open(const u32* slabs, u32 words, const u16* states, const u8* partial, const u32* offsets,
+                        u32 stream) {
         const u32 block = stream / kBlockStreams, begin = ptx::ld_global_nc(offsets + block) / 4;
         const u32 end = ptx::ld_global_nc(offsets + block + 1) / 4;
         const bool sane = begin <= end && end <= words;
@@ -191,12 +192,14 @@ UW_DEVICE void add(const TansArgs& args) {
     b.open(args.slabs_b, args.words_b, args.states_b, args.partial_b, args.offsets_b, stream);
     for (u32 tile = 0; tile < args.tiles; ++tile) {
         const u64 at = static_cast<u64>(tile) * args.streams + stream;
-        const U32x2 rest_a = ptx::ld_global_nc_x2(args.rest_a + 8 * at), rest_b = ptx::ld_global_nc_x2(args.rest_b + 8 * at);
+        const U32x2 rest_a = ptx::ld_global_nc_x2(args.rest_a + 8 * at),
+                    rest_b = ptx::ld_global_nc_x2(args.rest_b + 8 * at);
         u32 sums[4];
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) {
             const u32 a0 = a.next(smem), b0 = b.next(smem), a1 = a.next(smem), b1 = b.next(smem);
-            const u32 own_a = (i < 2 ? rest_a.x : rest_a.y) >> (i % 2 * 16), own_b = (i < 2 ? rest_b.x : rest_b.y) >> (i % 2 * 16);
+            const u32 own_a = (i < 2 ? rest_a.x : rest_a.y) >> (i % 2 * 16),
+                      own_b = (i < 2 ? rest_b.x : rest_b.y) >> (i % 2 * 16);
             sums[i] = add_four(compose(a0, a1, own_a), compose(b0, b1, own_b));
         }
         ptx::st_global_x4(args.out + 16 * at, {sums[0], sums[1], sums[2], sums[3]});
@@ -210,7 +213,8 @@ UW_DEVICE void plain(const TansArgs& args) {
     const u64 tile = static_cast<u64>(ptx::block_index()) * kThreads<Config> + ptx::thread_index();
     if (tile >= args.tiles) return;
     const U32x4 a = ptx::ld_global_nc_x4(args.rest_a + 16 * tile), b = ptx::ld_global_nc_x4(args.rest_b + 16 * tile);
-    ptx::st_global_x4(args.out + 16 * tile, {add_four(a.x, b.x), add_four(a.y, b.y), add_four(a.z, b.z), add_four(a.w, b.w)});
+    ptx::st_global_x4(args.out + 16 * tile,
+                      {add_four(a.x, b.x), add_four(a.y, b.y), add_four(a.z, b.z), add_four(a.w, b.w)});
 }
 
 }  // namespace uw::tans

@@ -14,13 +14,13 @@
 // Roles     four warps, one a strip of 16 rows. A lane decodes a row of a tile of 8 x 8 at a time, 16 bytes.
 // Smem      a stage: 8256 for what is coded of a block (signs and mantissas, then what is not of the window), and
 //           128 * kBatchTile of x
-// Barriers  cp.async groups of every thread, then all of the block, before a stage is read; all of the block (barrier 1)
-//           before it is filled again
+// Barriers  cp.async groups of every thread, then all of the block, before a stage is read; all of the block (barrier
+//           1) before it is filled again
 // Bound     instructions, not bytes (docs/rivals.md).
 //
 // Safety    any bytes: a block is left out if its offsets leave the buffers, are not aligned, or span more than a block
-//           can have; a strip, if its starts are not where the bitmaps lead. Both count in `faults`; in a product what is
-//           left out is zero. First exponents of up to 249.
+//           can have; a strip, if its starts are not where the bitmaps lead. Both count in `faults`; in a product what
+//           is left out is zero. First exponents of up to 249.
 #pragma once
 
 #include "unweight/mma/reconstruct.cuh"
@@ -88,7 +88,8 @@ struct Extent {
 };
 
 UW_DEVICE Extent load_extent(const ZipservArgs& args, u32 block) {
-    const U32x2 begin = ptx::ld_global_nc_x2(args.blocks + 2 * block), end = ptx::ld_global_nc_x2(args.blocks + 2 * block + 2);
+    const U32x2 begin = ptx::ld_global_nc_x2(args.blocks + 2 * block),
+                end = ptx::ld_global_nc_x2(args.blocks + 2 * block + 2);
     return {begin.x, begin.y, end.x, end.y};
 }
 
@@ -104,7 +105,8 @@ UW_DEVICE void copy_coded(const ZipservArgs& args, const Extent& extent, u32 sta
     }
 }
 
-// A strip as it comes from memory: of lane l the words of its l-th half tile, and where the strip and the next one begin.
+// A strip as it comes from memory: of lane l the words of its l-th half tile, and where the strip and the next one
+// begin.
 struct Words {
     u32 map0, map1, map2;
     U32x2 begin, end;
@@ -114,19 +116,20 @@ UW_DEVICE Words load_words(const ZipservArgs& args, u32 block, u32 strip, u32 la
     const u64 at = (static_cast<u64>(block) * kTiles + strip * kStripTiles) * 2 + lane;
     const u32* begin = args.strips + (static_cast<u64>(block) * kWarps + strip) * 2;
     const U32x2 own = ptx::ld_global_nc_x2(begin);
-    return {ptx::ld_global_nc(args.map0 + at), ptx::ld_global_nc(args.map1 + at), ptx::ld_global_nc(args.map2 + at), own,
-            strip + 1 < kWarps ? ptx::ld_global_nc_x2(begin + 2) : U32x2{0, 0}};
+    return {ptx::ld_global_nc(args.map0 + at), ptx::ld_global_nc(args.map1 + at), ptx::ld_global_nc(args.map2 + at),
+            own, strip + 1 < kWarps ? ptx::ld_global_nc_x2(begin + 2) : U32x2{0, 0}};
 }
 
 // A strip that can be decoded.
 struct Strip {
     u32 map0, map1, map2;
-    u32 before;        // elements of the window before this lane's half tile
-    u32 high, full;    // shared addresses of its first ones
-    bool is_sane;      // the same in the whole warp
+    u32 before;      // elements of the window before this lane's half tile
+    u32 high, full;  // shared addresses of its first ones
+    bool is_sane;    // the same in the whole warp
 };
 
-UW_DEVICE Strip make_strip(const ZipservArgs& args, const Words& words, const Extent& extent, u32 strip, u32 stage, u32 lane) {
+UW_DEVICE Strip make_strip(const ZipservArgs& args, const Words& words, const Extent& extent, u32 strip, u32 stage,
+                           u32 lane) {
     const u32 own = ptx::popcount(words.map0 | words.map1 | words.map2);
     u32 sum = own;
 #pragma unroll
@@ -140,14 +143,20 @@ UW_DEVICE Strip make_strip(const ZipservArgs& args, const Words& words, const Ex
     bool sane = extent.is_sane(args) && words.begin.x <= extent.high_bytes() && words.begin.y <= extent.full_elements();
     u32 high_end = words.begin.x + total, full_end = words.begin.y + (kStripElements - total);
     if (strip + 1 == kWarps) {
-        sane = sane && (high_end + 15) / 16 * 16 == extent.high_bytes() && (full_end + 7) / 8 * 8 == extent.full_elements();
+        sane = sane && (high_end + 15) / 16 * 16 == extent.high_bytes() &&
+               (full_end + 7) / 8 * 8 == extent.full_elements();
     } else {
         sane = sane && high_end == words.end.x && full_end == words.end.y;
         sane = sane && high_end <= extent.high_bytes() && full_end <= extent.full_elements();
     }
     if (strip == 0) sane = sane && (words.begin.x | words.begin.y) == 0;
-    return {words.map0, words.map1, words.map2, sum - own, stage + words.begin.x,
-            stage + extent.high_bytes() + 2 * words.begin.y, sane};
+    return {words.map0,
+            words.map1,
+            words.map2,
+            sum - own,
+            stage + words.begin.x,
+            stage + extent.high_bytes() + 2 * words.begin.y,
+            sane};
 }
 
 // Bit i of four to byte i. The copies of a bit that the product makes meet no other.
@@ -161,7 +170,8 @@ UW_DEVICE u32 four_exponents(u32 m0, u32 m1, u32 m2, u32 any, u32 first) {
 // This lane's eight elements: a row of a tile of 8 x 8.
 UW_DEVICE U32x4 decode_row(const Strip& strip, u32 first, u32 tile, u32 row) {
     const u32 half = 2 * tile + row / 4, shift = 8 * (row % 4);
-    const u32 m0 = ptx::shuffle(strip.map0, half), m1 = ptx::shuffle(strip.map1, half), m2 = ptx::shuffle(strip.map2, half);
+    const u32 m0 = ptx::shuffle(strip.map0, half), m1 = ptx::shuffle(strip.map1, half),
+              m2 = ptx::shuffle(strip.map2, half);
     const u32 any = m0 | m1 | m2, index = ptx::shuffle(strip.before, half) + ptx::popcount(any & ((1u << shift) - 1));
     const u32 c0 = m0 >> shift, c1 = m1 >> shift, c2 = m2 >> shift, own = any >> shift;
     u64 exponents = static_cast<u64>(four_exponents(c0 >> 4, c1 >> 4, c2 >> 4, own >> 4, first)) << 32 |
@@ -176,7 +186,8 @@ UW_DEVICE U32x4 decode_row(const Strip& strip, u32 first, u32 tile, u32 row) {
     for (u32 missing = ~own & 0xff; missing != 0; missing &= missing - 1) {
         const u32 at = 8 * ptx::popcount((missing & -missing) - 1), element = ptx::ld_shared_u16(others);
         const u64 before = (1ull << at) - 1;
-        rest = (rest & before) | (rest & ~before) << 8 | static_cast<u64>((element >> 8 & 0x80) | (element & 0x7f)) << at;
+        rest =
+            (rest & before) | (rest & ~before) << 8 | static_cast<u64>((element >> 8 & 0x80) | (element & 0x7f)) << at;
         exponents ^= static_cast<u64>((element >> 7 & 0xff) ^ first) << at;
         others += 2;
     }
@@ -208,7 +219,8 @@ UW_DEVICE void release_stage() {
 template <class Config>
 UW_DEVICE void decompress(const ZipservArgs& args) {
     using S = Smem<Config>;
-    const u32 smem = ptx::smem_address(ptx::dynamic_smem()), lane = ptx::thread_index() % 32, warp = ptx::uniform_warp_index();
+    const u32 smem = ptx::smem_address(ptx::dynamic_smem()), lane = ptx::thread_index() % 32,
+              warp = ptx::uniform_warp_index();
     const u32 across = args.cols / kBlock, blocks = args.rows / kBlock * across, step = ptx::grid_size();
     const u32 last = blocks - 1;
     u32 block = ptx::block_index(), stage = smem;
@@ -229,13 +241,15 @@ UW_DEVICE void decompress(const ZipservArgs& args) {
         const Strip strip = make_strip(args, words, extent, warp, stage, lane);
         if (strip.is_sane) {
             // A lane has 8 neighbours in a row, eight lanes the 128 bytes of a row of the block.
-            const u32 top = block / across * kBlock + warp * 16 + lane / 8, left = block % across * kBlock + lane % 8 * 8;
+            const u32 top = block / across * kBlock + warp * 16 + lane / 8,
+                      left = block % across * kBlock + lane % 8 * 8;
             u16* to = args.weights + static_cast<u64>(top) * args.cols + left;
 #pragma unroll 2
             for (u32 i = 0; i < 4; ++i) {
                 // Rows of the strip's tiles: two tiles one above the other, eight of these pairs side by side.
                 const u32 tile = lane % 8 * 2 + i / 2, row = i % 2 * 4 + lane / 8;
-                ptx::st_global_cs_x4(to + static_cast<u64>(4 * i) * args.cols, decode_row(strip, args.first, tile, row));
+                ptx::st_global_cs_x4(to + static_cast<u64>(4 * i) * args.cols,
+                                     decode_row(strip, args.first, tile, row));
             }
         } else {
             count_fault(args, lane);
@@ -248,7 +262,8 @@ UW_DEVICE void decompress(const ZipservArgs& args) {
     }
 }
 
-// Where 16 bytes of a row of x lie. Eight lanes read four neighbours of two rows, which so lie in eight groups of banks.
+// Where 16 bytes of a row of x lie. Eight lanes read four neighbours of two rows, which so lie in eight groups of
+// banks.
 UW_DEVICE u32 x_place(u32 row, u32 chunk) { return row * 128 + (chunk ^ (row & 1) << 2) * 16; }
 
 // Starts the copy of x[0..kBatchTile, 64 columns from `column` on], zeros behind the batch.
@@ -266,8 +281,10 @@ template <class Config>
 UW_DEVICE void gemm(const ZipservArgs& args) {
     using S = Smem<Config>;
     constexpr u32 kColumns = Config::kBatchTile / 8;
-    const u32 smem = ptx::smem_address(ptx::dynamic_smem()), lane = ptx::thread_index() % 32, warp = ptx::uniform_warp_index();
-    const u32 across = args.cols / kBlock, row_block = ptx::block_index() / args.splits, split = ptx::block_index() % args.splits;
+    const u32 smem = ptx::smem_address(ptx::dynamic_smem()), lane = ptx::thread_index() % 32,
+              warp = ptx::uniform_warp_index();
+    const u32 across = args.cols / kBlock, row_block = ptx::block_index() / args.splits,
+              split = ptx::block_index() % args.splits;
     // Shares of k differ by a block at most; `across` is below 2^25, splits below 2^7.
     const u32 first = across * split / args.splits, end = across * (split + 1) / args.splits, base = row_block * across;
     float sums[kColumns][4] = {};
@@ -293,8 +310,8 @@ UW_DEVICE void gemm(const ZipservArgs& args) {
             if (strip.is_sane) {
 #pragma unroll
                 for (u32 side = 0; side < 2; ++side) {
-                    // Lane 4 g + t has columns 8 t .. 8 t + 8 of 32, of rows g and g + 8. mma wants two and two of 16 of
-                    // it: which ones does not matter, as long as x has the same.
+                    // Lane 4 g + t has columns 8 t .. 8 t + 8 of 32, of rows g and g + 8. mma wants two and two of 16
+                    // of it: which ones does not matter, as long as x has the same.
                     const u32 chunk = side * 4 + lane % 4;
                     const U32x4 top = decode_row(strip, args.first, 2 * chunk, lane / 4);
                     const U32x4 bottom = decode_row(strip, args.first, 2 * chunk + 1, lane / 4);

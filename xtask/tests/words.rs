@@ -287,6 +287,26 @@ fn code_has_120_columns() {
 }
 
 #[test]
+fn kernels_have_120_columns() {
+    let all = files(
+        &["templates", "tests/simulator", "unweight-rivals", "unweight-bench"],
+        &["cu", "cuh", "hpp", "cpp", "tera"],
+        &[],
+    );
+    assert!(all.len() > 60, "{} sources", all.len());
+    let hits: Vec<String> = all
+        .iter()
+        .flat_map(|path| {
+            let own = shown(path);
+            let long =
+                |(at, line): (usize, &str)| (line.chars().count() > COLUMNS).then(|| format!("{own}:{}", at + 1));
+            read(path).lines().enumerate().filter_map(long).collect::<Vec<_>>()
+        })
+        .collect();
+    assert!(hits.is_empty(), "above {COLUMNS} columns (clang-format -i): {}", hits.join("\n"));
+}
+
+#[test]
 fn planted_long_lines_are_found() {
     let long = "word ".repeat(30);
     assert_eq!(long_lines(&format!("{long}\n| {long} |\n```\n{long}\n```\n[a](b) {long}\n{long}")), [1, 7]);

@@ -6,6 +6,8 @@
 // sources).
 #pragma once
 
+// clang-format off: the comments of a struct are in one column
+
 namespace uw {
 
 using u8 = unsigned char;
@@ -32,14 +34,14 @@ struct alignas(16) TileMetadata {
 // Preprocess family: decode_full, decode_exponent, decode_palette. Read-only input is a Huffman tensor; of decode_full
 // also one of encoding `exponents` (docs/format.md A.12).
 struct DecodeHuffmanArgs {
-    const u8* sign_mantissa;          // [n, k]; used by decode_full only. Of exponents: fraction_bytes, then fraction_bits
+    const u8* sign_mantissa;          // [n, k], full only; of other dtypes: fraction_bytes, then fraction_bits
     const u32* encoded_exp;           // [encoded_words]
     const u8* row_lengths;            // [tiles, 64], bits - 64
     const TileMetadata* tile_metadata;// [tiles]
     const u8* verbatim_exponents;     // [verbatim_rows, 64]
     const u8* palette;                // [16]
     const u8* code_lengths;           // [16]
-    void* output;                     // full: [n, k] row-major; exponent: u8 [tiles, 64, 64]; palette: u8 [tiles, 64, 32]
+    void* output;                     // full: [n, k] row-major; exponent: u8 [tiles, 64, 64]; palette: [tiles, 64, 32]
     u32* fault;                       // set to 1 + tile where a tile's metadata is out of bounds (the tile is skipped)
     u64 encoded_words;
     u32 verbatim_rows;
@@ -100,7 +102,7 @@ struct GemmGroupedArgs {
     const u8* x_data;                 // bf16 [pairs / pairs_per_row, k]
     u64 x_row_bytes;
     const u32* pairs;                 // [pairs], sorted by expert: rows of Y, and pairs_per_row times rows of X
-    const u32* items;                 // [items, 4]: expert, first entry of `pairs`, entries (0: none; such items are last), 0
+    const u32* items;                 // [items, 4]: expert, first entry of `pairs`, entries (0: none, at the end), 0
     float scale;                      // 2^(base - 112): the factor between the operands and the weights
     u32 escape_words;
     u32 n;                            // of an expert
@@ -113,7 +115,7 @@ struct GemmGroupedArgs {
 // pair = token * top_k + place.
 struct RouteArgs {
     const u16* logits;                // bf16 [tokens, experts]; topk
-    u32* ids;                         // [tokens, top_k]: written by topk, otherwise read; an id that is no expert is no work
+    u32* ids;                         // [tokens, top_k]: written by topk, otherwise read; other ids are skipped
     float* weights;                   // [tokens, top_k]: written by topk, read by combine
     u32* pairs;                       // [tokens * top_k]: written by sort
     u32* items;                       // [items_max, 4]: written by sort, as GemmGroupedArgs has them
@@ -140,14 +142,14 @@ struct EncodeHuffmanArgs {
     u32* histogram;                   // [256], zeroed before `stats`
     u8* palette;                      // [16]
     u8* code_lengths;                 // [16]
-    u32* encode_table;                // [256]: code (LSB-first) | length << 16 | palette index << 24; length 0: not in the palette
+    u32* encode_table;                // [256]: code (LSB-first) | length << 16 | palette index << 24; length 0: none
     u64 reserved;                     // 0
     u8* row_lengths;                  // [tiles, 64]
-    TileMetadata* tile_metadata;      // [tiles]; `rows` writes word counts and row counts, `scan` turns them into offsets
+    TileMetadata* tile_metadata;      // [tiles]; `rows` writes counts of words and rows, `scan` makes offsets
     u32* encoded_exp;                 // [capacity_words]
     u8* verbatim_exponents;           // [capacity_rows, 64]
     u8* palette_index;                // [tiles, 64, 32], stage `palette` only
-    u64* totals;                      // [4]: words (before padding to 4), verbatim rows, max verbatim rows in a tile, fault
+    u64* totals;                      // [4]: words (before padding to 4), verbatim rows, their maximum in a tile, fault
     u64* scan_state;                  // scratch of `scan`, zeroed; [scan blocks * 4]
     u64 capacity_words;
     u32 capacity_rows;
@@ -159,13 +161,14 @@ struct EncodeHuffmanArgs {
 };
 
 // Families pack and unpack (docs/format.md A.9): all kernels share one struct. n and k are multiples of 64.
+// unpack uses neither group_words nor inexact.
 struct PackArgs {
     u16* weights;                     // bf16 [n, k] row-major: read by pack, written by unpack
     u8* packed;                       // [tiles, 6144]
     u32* escape_heads;                // [tiles, 4]
     u32* escapes;                     // [escape_words]; unused by stage tiles of pack
-    u32* group_words;                 // [tiles / 16, rounded up], zeroed before tiles: words of the lists of 64 row blocks each; unused by unpack
-    u64* inexact;                     // zeroed before tiles: ~(row * k + column) of the first element that no operand can stand for; 0: none; unused by unpack
+    u32* group_words;                 // [ceil(tiles / 16)], zeroed before tiles: words of the lists of 64 row blocks
+    u64* inexact;                     // zeroed before tiles: ~(row * k + column) of the first element without operand
     u32 escape_words;
     u32 base;                         // lowest exponent of the window, 1..239
     u32 n;
@@ -185,8 +188,8 @@ struct DecodeCompactArgs {
     u8* packed;                       // [tiles, 6144]: written by packed
     u32* escape_heads;                // [tiles, 4]: written by packed and lists
     u32* escapes;                     // [escape_words]: written by lists
-    u32* group_words;                 // [tiles / 16, rounded up], zeroed before packed: words of the lists of 64 row blocks each
-    u64* inexact;                     // zeroed before packed: ~(row * k + column) of the first element that no operand can stand for; 0: none
+    u32* group_words;                 // [ceil(tiles / 16)], zeroed before packed: words of the lists of 64 row blocks
+    u64* inexact;                     // zeroed before packed: ~(row * k + column) of the first element without operand
     u32 stream_words;                 // a multiple of 4
     u32 record_words;
     u32 class_base;                   // lowest exponent of the window of 32, 1..223
@@ -205,7 +208,7 @@ struct EncodeCompactArgs {
     u32* quads;                       // [4096], zeroed before quads: how often each quad of classes occurs
     const u32* table;                 // [4096]: the code of each quad, kernels/encode_compact.cuh; not read by quads
     u32* sizes;                       // [tiles, 2]: words of a tile's streams, and its escapes; written by sizes
-    u64* inexact;                     // zeroed before sizes: ~(row * k + column) of the first element that no operand can stand for; 0: none
+    u64* inexact;                     // zeroed before sizes: ~(row * k + column) of the first element without operand
     u32* tiles;                       // [tiles + 1, 2]: first word of the streams, head; write completes the heads
     u8* dense;                        // [tiles, 5120]; written by write
     u32* streams;                     // as many words as `tiles` ends with; written by write

@@ -273,10 +273,7 @@ fn planted_bugs_are_caught() {
         ("(rest << 8 & 0x80008000u)", "(rest << 8 & 0x00008000u)"),
         (">> (11 - bit % 8) & 31", ">> (11 - bit % 8) & 3"),
         ("ptx::sync_block();  // orders the sums before their reading\n", "\n"),
-        (
-            "ptx::sync_block();  // orders the exponents before their reading by others, and the sums' before the next",
-            "",
-        ),
+        ("ptx::sync_block();  // orders the exponents before they are read, and the sums before the next ones", ""),
     ] {
         let mut kernel = build(&[Edit { header, from, to }]);
         let caught = cases.iter().any(|case| case.check(&mut kernel).is_err());

@@ -1,8 +1,8 @@
 // The compact encoding (docs/format.md, A.11) as a stream of A operands: classes of exponents from two chains of codes
 // a lane, the rest from a dense part, both in the order of mma.m16n8k16.
 //
-//   streams of a tile  32 bytes of lengths, one a lane, in units of 2 bits; the lanes' bits. A lane's chain of row blocks
-//                      0 and 1 runs up from its first bit, that of row blocks 2 and 3 down from its last one.
+//   streams of a tile  32 bytes of lengths, one a lane, in units of 2 bits; the lanes' bits. A lane's chain of row
+//                      blocks 0 and 1 runs up from its first bit, that of row blocks 2 and 3 down from its last one.
 //   table              what the next 9 bits of a chain stand for, u32:
 //
 //     31..28  27..25    24..22    21..14  13..9          8..6     5..4  3..0
@@ -30,9 +30,9 @@ namespace uw::compact {
 using packed::kBlockRows, packed::kTile, packed::kTileBlocks, packed::Operands;
 
 constexpr u32 kDenseTileBytes = 5120;
-constexpr u32 kDenseWords = 40;     // of a lane
-constexpr u32 kBlockWords = 10;     // of these, of a row block
-constexpr u32 kBlockQuads = 8;      // quads of a lane in a row block
+constexpr u32 kDenseWords = 40;  // of a lane
+constexpr u32 kBlockWords = 10;  // of these, of a row block
+constexpr u32 kBlockQuads = 8;   // quads of a lane in a row block
 constexpr u32 kLengthBytes = 32;
 constexpr u32 kCodeBitsMax = 9;
 constexpr u32 kTileBitsMax = 1024 * kCodeBitsMax;
@@ -48,7 +48,8 @@ constexpr u32 kPastBytes = kBlockQuads * kCodeBitsMax / 8 + 16;
 constexpr u32 kSlotBytes = 1232;
 constexpr u32 kCopyWordsMax = (12 + kStreamBytesMax + 15) / 16 * 4;
 static_assert(kCopyWordsMax * 4 <= kSlotBytes, "what is copied");
-static_assert(12 + kStreamBytesMax + kPastBytes <= kSlotBytes && kSlotBytes % 16 == 0, "the longest streams, and what is read past them");
+static_assert(12 + kStreamBytesMax + kPastBytes <= kSlotBytes && kSlotBytes % 16 == 0,
+              "the longest streams, and what is read past them");
 
 // Where a tile's streams are, in words of the section, and its escapes.
 struct Tile {
@@ -61,7 +62,8 @@ struct Tile {
     UW_DEVICE Tile(const u32* tiles, u64 tile, u32 stream_words) {
         const U32x2 own = ptx::ld_global_nc_x2(tiles + 2 * tile);
         const u32 next = ptx::ld_global_nc(tiles + 2 * tile + 2);
-        const u32 begin = own.x < stream_words ? own.x : stream_words, limit = next < stream_words ? next : stream_words;
+        const u32 begin = own.x < stream_words ? own.x : stream_words,
+                  limit = next < stream_words ? next : stream_words;
         first = begin & ~3u;
         skip = begin & 3;
         words = limit > first ? (limit - first + 3) & ~3u : 0;
@@ -100,7 +102,9 @@ struct Table {
 
     UW_DEVICE Table(u32 shared, u32 lane) : own(shared + lane % kCopies * 4) {}
     // By the low bits of a window.
-    UW_DEVICE u32 look(u32 window) const { return ptx::ld_shared(own + (window & (kTableEntries - 1)) * (4 * kCopies)); }
+    UW_DEVICE u32 look(u32 window) const {
+        return ptx::ld_shared(own + (window & (kTableEntries - 1)) * (4 * kCopies));
+    }
 
     // From device memory, by all `threads` threads of a block, which meets behind it.
     UW_DEVICE static void copy(u32 shared, const u32* table, u32 thread, u32 threads) {
@@ -119,7 +123,8 @@ struct Table {
 // bits, 32 bits of offset.
 template <bool kUp, class Table>
 UW_DEVICE void next_block(u32& at, const Table& table, u32 (&entries)[kBlockQuads]) {
-    static_assert(kBlockQuads == 8 && kBlockQuads * kCodeBitsMax <= 96 && 3 * kCodeBitsMax < 32, "three windows of three codes in 96 bits");
+    static_assert(kBlockQuads == 8 && kBlockQuads * kCodeBitsMax <= 96 && 3 * kCodeBitsMax < 32,
+                  "three windows of three codes in 96 bits");
     const u32 from = kUp ? at : at - 96;
     const u32 word = from >> 3 & ~3u;
     u32 w[4], bits[3];

@@ -8,7 +8,7 @@
 //                           first. Of BF16 this is `sign_mantissa`, of the others `fraction_bytes` and `fraction_bits`,
 //                           one behind the other.
 //   kWidth                  neighbours in a row that a lane joins at once, the first a multiple of kWidth
-//   kBatch                  of these, how many a lane loads ahead of their use: what 64 registers a thread have room for
+//   kBatch                  of these, how many a lane loads ahead of their use: as many as 64 registers hold
 //   Rest, load              their signs and fractions as they come from memory; `first` is the first of them
 //   Table, join             weights from palette indices, four bits each, or from exponent bytes. Index 8 and above
 //                           needs no mux: see mma/reconstruct.cuh.

@@ -27,9 +27,9 @@ constexpr u32 kPageTiles = kPageTokens / kTileTokens;
 // Kinds of records.
 constexpr u32 kPackedUnit = 0, kBf16Unit = 1, kLostUnit = 2;
 
-constexpr u32 kBelow = 31;     // codes of exponents below the window
-constexpr u32 kZeroCode = 31;  // exponent 0
-constexpr u32 kWindow = 16;    // exponents
+constexpr u32 kBelow = 31;       // codes of exponents below the window
+constexpr u32 kZeroCode = 31;    // exponent 0
+constexpr u32 kWindow = 16;      // exponents
 constexpr u32 kRecordHead = 16;  // bytes in front of the slots
 
 // Loads from shared memory, by its address, and from global memory.
@@ -43,8 +43,8 @@ UW_DEVICE u32 load_x1(const u8* global) { return ptx::ld_global(global); }
 template <u32 kHeadDim>
 struct Packed {
     static constexpr u32 kSteps = kHeadDim / 16;
-    static constexpr u32 kWords = 3 * kSteps;             // of a lane, in a tile's K or V
-    static constexpr u32 kOperandBytes = 24 * kHeadDim;   // of a tile's K, or V
+    static constexpr u32 kWords = 3 * kSteps;            // of a lane, in a tile's K or V
+    static constexpr u32 kOperandBytes = 24 * kHeadDim;  // of a tile's K, or V
     static constexpr u32 kTileBytes = 2 * kOperandBytes;
     static constexpr u32 kHeadBytes = kPageTiles * kTileBytes;  // of K and V of one KV head in a page
     static constexpr u32 kRecordBytes = kHeadDim <= 80 ? 32 : 48;

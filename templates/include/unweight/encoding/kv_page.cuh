@@ -20,7 +20,9 @@ constexpr u32 kChunkBytes = 16;
 constexpr u32 kChunkElements = 8;
 
 // log2 of the chunks of a line.
-constexpr UW_DEVICE u32 line_shift(u32 head_dim) { return head_dim % 64 == 0 ? 3 : head_dim % 32 == 0 ? 2 : head_dim % 16 == 0 ? 1 : 0; }
+constexpr UW_DEVICE u32 line_shift(u32 head_dim) {
+    return head_dim % 64 == 0 ? 3 : head_dim % 32 == 0 ? 2 : head_dim % 16 == 0 ? 1 : 0;
+}
 
 // Bytes of K, or of V, of one KV head in one page.
 constexpr UW_DEVICE u32 head_bytes(u32 head_dim) { return kPageTokens * head_dim * 2; }
@@ -30,7 +32,8 @@ constexpr UW_DEVICE u32 head_bytes(u32 head_dim) { return kPageTokens * head_dim
 constexpr UW_DEVICE u32 chunk_offset(u32 head_dim, u32 token, u32 chunk) {
     const u32 shift = line_shift(head_dim), line = token % kGroupTokens;
     const u32 atom = chunk >> shift, place = (chunk & ((1u << shift) - 1)) ^ (line >> (3 - shift));
-    return token / kGroupTokens * (kGroupTokens * head_dim * 2) + ((atom * kGroupTokens + line) << shift | place) * kChunkBytes;
+    return token / kGroupTokens * (kGroupTokens * head_dim * 2) +
+           ((atom * kGroupTokens + line) << shift | place) * kChunkBytes;
 }
 
 // Elements from the start of a layer's cache to K (value = 0) or V (value = 1) of one KV head in one page.

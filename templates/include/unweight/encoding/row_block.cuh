@@ -13,7 +13,9 @@ using packed::Operands;
 
 // Row blocks of the matrix; `Args` has tile_rows, too.
 template <class Args>
-UW_DEVICE u32 count(const Args& args) { return args.tile_rows * args.tile_cols * packed::kTileBlocks; }
+UW_DEVICE u32 count(const Args& args) {
+    return args.tile_rows * args.tile_cols * packed::kTileBlocks;
+}
 
 // Where a row block begins in the matrix, lane 4g + t taking rows `row` = g and g + 8.
 struct Place {
@@ -35,7 +37,8 @@ struct Place {
     // Element 2 * register + half of a lane, as the operand has them.
     template <class Args>
     UW_DEVICE u64 element(const Args& args, u32 e) const {
-        return static_cast<u64>(row + e / 2 % 2 * 8) * args.k + column + e / 8 * 16 + e / 4 % 2 * 8 + lane % 4 * 2 + e % 2;
+        return static_cast<u64>(row + e / 2 % 2 * 8) * args.k + column + e / 8 * 16 + e / 4 % 2 * 8 + lane % 4 * 2 +
+               e % 2;
     }
 };
 

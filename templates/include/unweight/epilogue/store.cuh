@@ -18,7 +18,8 @@ constexpr u32 kStagingBytes = 16 * kColumns * 2;
 // accesses conflict. Where several rows are in 128 bytes, r counts those.
 template <u32 kColumns>
 UW_DEVICE u32 staging_offset(u32 row, u32 chunk) {
-    static_assert(kColumns % 64 == 0 || kColumns == 32 || kColumns == 16, "whole lines of 128 bytes, or whole rows in one");
+    static_assert(kColumns % 64 == 0 || kColumns == 32 || kColumns == 16,
+                  "whole lines of 128 bytes, or whole rows in one");
     constexpr u32 kLineRows = kColumns < 64 ? 64 / kColumns : 1;
     return row * (kColumns * 2) + ((chunk ^ (row / kLineRows % (8 / kLineRows))) * 16);
 }
@@ -58,7 +59,8 @@ UW_DEVICE void store_rows(float (&d)[kRegisters], u16* y, u64 row_stride, u32 ro
         ptx::sync_warp();  // orders the lanes' stores of the old Y before the ldmatrix below
 #pragma unroll
         for (u32 group = 0; group < kColumns / 16; ++group) {
-            const U32x4 old = ptx::ldmatrix_x4(staging + staging_offset<kColumns>(matrix_row, group * 2 + matrix_chunk));
+            const U32x4 old =
+                ptx::ldmatrix_x4(staging + staging_offset<kColumns>(matrix_row, group * 2 + matrix_chunk));
             add_pair(d[group * 8 + 0], d[group * 8 + 1], old.x);
             add_pair(d[group * 8 + 2], d[group * 8 + 3], old.y);
             add_pair(d[group * 8 + 4], d[group * 8 + 5], old.z);
@@ -68,8 +70,9 @@ UW_DEVICE void store_rows(float (&d)[kRegisters], u16* y, u64 row_stride, u32 ro
     }
 #pragma unroll
     for (u32 group = 0; group < kColumns / 16; ++group) {
-        const U32x4 v{ptx::pack_bf16x2(d[group * 8 + 0], d[group * 8 + 1]), ptx::pack_bf16x2(d[group * 8 + 2], d[group * 8 + 3]),
-                      ptx::pack_bf16x2(d[group * 8 + 4], d[group * 8 + 5]), ptx::pack_bf16x2(d[group * 8 + 6], d[group * 8 + 7])};
+        const U32x4 v{
+            ptx::pack_bf16x2(d[group * 8 + 0], d[group * 8 + 1]), ptx::pack_bf16x2(d[group * 8 + 2], d[group * 8 + 3]),
+            ptx::pack_bf16x2(d[group * 8 + 4], d[group * 8 + 5]), ptx::pack_bf16x2(d[group * 8 + 6], d[group * 8 + 7])};
         ptx::stmatrix_x4(staging + staging_offset<kColumns>(matrix_row, group * 2 + matrix_chunk), v);
     }
     ptx::sync_warp();  // orders the warp's stmatrix before the loads below

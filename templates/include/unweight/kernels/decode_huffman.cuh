@@ -13,13 +13,14 @@
 //
 // Roles    every warp is alone: it takes every so many-th tile and shares nothing but the table with others; a last
 //          round too short for
-//          all warps is distributed in half tiles. A tile's header (16 B metadata, 64 B lengths) was loaded a tile ahead;
-//          one warp scan of the lengths gives all 64 rows' first bits. Then, for each half (32 rows): (1) a bulk copy
-//          brings the bits, started while the half before was being decoded; (2) each lane decodes a row from shared
-//          memory (decode/reader.cuh) into 16-byte pieces of a staging area; (3) the warp writes the staging area out,
-//          16 bytes a lane, whole sectors side by side. Full output decodes to palette indices; signs and fractions
-//          (of BF16 the sign-mantissa bytes) are loaded before (2) and joined with the exponents in (3): of all of a
-//          lane's elements, but of half of them in F16 and a quarter in F32, whose others follow batch by batch.
+//          all warps is distributed in half tiles. A tile's header (16 B metadata, 64 B lengths) was loaded a tile
+//          ahead; one warp scan of the lengths gives all 64 rows' first bits. Then, for each half (32 rows): (1) a bulk
+//          copy brings the bits, started while the half before was being decoded; (2) each lane decodes a row from
+//          shared memory (decode/reader.cuh) into 16-byte pieces of a staging area; (3) the warp writes the staging
+//          area out, 16 bytes a lane, whole sectors side by side. Full output decodes to palette indices; signs and
+//          fractions (of BF16 the sign-mantissa bytes) are loaded before (2) and joined with the exponents in (3): of
+//          all of a lane's elements, but of half of them in F16 and a quarter in F32, whose others follow batch by
+//          batch.
 // kAsync   a group of copies a fetch, also of none: when a half is needed, its group is the last but one.
 // Barriers 2 mbarriers per warp, one per half: 1 arrival (the copying lane, with the bytes expected); a phase per copy.
 //
@@ -62,12 +63,13 @@
 namespace uw::decode_huffman {
 
 constexpr u32 kTile = 64;
-constexpr u32 kRows = 32;            // of a half tile, one a lane
-constexpr u32 kRowBitsMin = 64;      // bias of row_lengths
-constexpr u32 kStageFront = 16;      // the window starts up to 7 bits before the first code
-constexpr u32 kStageBits = 1312;     // 32 * 319 bits = 319 words; + 1 (begins inside a word) + 3 + 3 (16-byte ends), to 16 B
+constexpr u32 kRows = 32;        // of a half tile, one a lane
+constexpr u32 kRowBitsMin = 64;  // bias of row_lengths
+constexpr u32 kStageFront = 16;  // the window starts up to 7 bits before the first code
+constexpr u32 kStageBits =
+    1312;  // 32 * 319 bits = 319 words; + 1 (begins inside a word) + 3 + 3 (16-byte ends), to 16 B
 constexpr u32 kStageBytes = kStageFront + kStageBits;
-constexpr u32 kStages = 2;           // one a half
+constexpr u32 kStages = 2;             // one a half
 constexpr u32 kScratchPalette = 1008;  // place in `scratch` of full's 16 palette entries
 
 template <class Config>
@@ -214,16 +216,18 @@ UW_DEVICE u32 piece(u32 row, u32 c) {
 // Full output: a lane's part of a half tile is kCount cells of kWidth elements, in rows lane / kLanes + kStep i.
 template <u32 kWidth>
 struct Cells {
-    static constexpr u32 kLanes = kTile / kWidth;   // that share a row
-    static constexpr u32 kStep = 32 / kLanes;       // rows that a warp has at once
+    static constexpr u32 kLanes = kTile / kWidth;  // that share a row
+    static constexpr u32 kStep = 32 / kLanes;      // rows that a warp has at once
     static constexpr u32 kCount = kRows / kStep;
 
-    u64 first;    // element of cell 0
-    u32 rows;     // cells 0.. that are inside: i with row + kStep * i below this
-    u32 row;      // lane / kLanes
+    u64 first;  // element of cell 0
+    u32 rows;   // cells 0.. that are inside: i with row + kStep * i below this
+    u32 row;    // lane / kLanes
     UW_DEVICE bool inside(u32 i) const { return row + kStep * i < rows; }
     // The first of cell i.
-    UW_DEVICE u64 element(const DecodeHuffmanArgs& args, u32 i) const { return first + static_cast<u64>(kStep * i) * args.k; }
+    UW_DEVICE u64 element(const DecodeHuffmanArgs& args, u32 i) const {
+        return first + static_cast<u64>(kStep * i) * args.k;
+    }
 };
 
 template <u32 kWidth>
@@ -255,7 +259,8 @@ UW_DEVICE const u8* verbatim_row(const DecodeHuffmanArgs& args, const Tile& t, u
 
 // Writes a half tile whose rows start at any element: one a lane.
 template <class Element, u32 kRowBytes>
-UW_DEVICE void write_narrow(const DecodeHuffmanArgs& args, const Tile& t, u32 half, u32 tile_row, u32 output, u32 lane) {
+UW_DEVICE void write_narrow(const DecodeHuffmanArgs& args, const Tile& t, u32 half, u32 tile_row, u32 output,
+                            u32 lane) {
     u32 tile_col = t.index - tile_row * args.tile_cols;
     u32 mask = half ? t.metadata.verbatim_high : t.metadata.verbatim_low;
 #pragma unroll 1
@@ -296,7 +301,8 @@ UW_DEVICE void write_wide(const DecodeHuffmanArgs& args, const Tile& t, u32 half
     Part part = cells<Element::kWidth>(args, t, half, tile_row, lane);
     u32 mask = half ? t.metadata.verbatim_high : t.metadata.verbatim_low;
     typename Element::Table table(ptx::ld_shared_x4(palette));
-    // A piece has 32 columns, two a byte. The swizzle repeats every 8 rows and changes every 4: kStep divides 4, or is 8.
+    // A piece has 32 columns, two a byte. The swizzle repeats every 8 rows and changes every 4: kStep divides 4, or is
+    // 8.
     constexpr u32 kLanes = 32 / Element::kWidth;  // that share a piece
     u32 column = lane % Part::kLanes / kLanes, place = lane % kLanes * (Element::kWidth / 2);
     u32 from[2] = {output + piece<kRowBytes>(part.row, column) + place,
@@ -334,8 +340,8 @@ UW_DEVICE void write_wide(const DecodeHuffmanArgs& args, const Tile& t, u32 half
 
 // Decodes a half tile whose bits are (or are about to be) in `stage` and writes it out.
 template <class Config, class Element>
-UW_DEVICE void decode_half(const DecodeHuffmanArgs& args, const Tile& t, u32 half, u32 lane, u32 table, u32 palette, u32 stage,
-                           u32 output, u32 barrier, u32& parity) {
+UW_DEVICE void decode_half(const DecodeHuffmanArgs& args, const Tile& t, u32 half, u32 lane, u32 table, u32 palette,
+                           u32 stage, u32 output, u32 barrier, u32& parity) {
     using Layout = Smem<Config>;
     using Table = typename Layout::Table;
     constexpr u32 kRowBytes = Layout::kRowBytes;
@@ -373,7 +379,8 @@ UW_DEVICE void decode_half(const DecodeHuffmanArgs& args, const Tile& t, u32 hal
     if (verbatim && !Table::kPalette) {
         const u8* source = verbatim_row(args, t, half, lane);
 #pragma unroll
-        for (u32 c = 0; c < kPieces; ++c) ptx::st_shared_x4(output + piece<kRowBytes>(lane, c), ptx::ld_global_nc_x4(source + 16 * c));
+        for (u32 c = 0; c < kPieces; ++c)
+            ptx::st_shared_x4(output + piece<kRowBytes>(lane, c), ptx::ld_global_nc_x4(source + 16 * c));
     } else if (verbatim || pad) {
 #pragma unroll
         for (u32 c = 0; c < kPieces; ++c) ptx::st_shared_x4(output + piece<kRowBytes>(lane, c), U32x4{});
@@ -388,15 +395,16 @@ UW_DEVICE void decode_half(const DecodeHuffmanArgs& args, const Tile& t, u32 hal
         }
     } else {
         // 32 pieces further on, the swizzle is the same: one address each, and constant steps.
-        u8* out = static_cast<u8*>(args.output) + (static_cast<u64>(t.index) * kTile + half * kRows) * kRowBytes + lane * 16;
+        u8* out =
+            static_cast<u8*>(args.output) + (static_cast<u64>(t.index) * kTile + half * kRows) * kRowBytes + lane * 16;
         u32 from = output + piece<kRowBytes>(lane / kPieces, lane % kPieces);
 #pragma unroll
         for (u32 i = 0; i < kPieces; ++i) ptx::st_global_x4(out + 512 * i, ptx::ld_shared_x4(from + 512 * i));
     }
     // The staging area is about to be written again by the warp, and the stage buffer by the copy engine.
     if constexpr (kAsync<Config>) {
-        // Loads of the staging area come before the next half's stores. Those of the stage buffer came before the meeting
-        // that precedes the writing, so copies that any lane starts later follow them (ptx/async.cuh).
+        // Loads of the staging area come before the next half's stores. Those of the stage buffer came before the
+        // meeting that precedes the writing, so copies that any lane starts later follow them (ptx/async.cuh).
         ptx::sync_warp();  // orders the staging area's loads before its next stores
     } else {
         pipeline::release_to_copy_engine();
@@ -430,7 +438,8 @@ UW_DEVICE void run(const DecodeHuffmanArgs& args) {
         // The copy engine updates a barrier that ordinary stores made.
         ptx::fence_proxy_async_shared();
     }
-    if (Config::kOutput == DecodeOutput::kFull && thread == 0) ptx::st_shared_x4(palette, ptx::ld_global_nc_x4(args.palette));
+    if (Config::kOutput == DecodeOutput::kFull && thread == 0)
+        ptx::st_shared_x4(palette, ptx::ld_global_nc_x4(args.palette));
     ptx::sync_warp();  // orders the barriers that lane 0 has made before the waits of the others
 
     Tile tile = prepare(args, header, now, lane);

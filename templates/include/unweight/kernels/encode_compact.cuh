@@ -1,8 +1,8 @@
 // BF16 matrix -> compact tensor (docs/format.md A.11), byte for byte that of the CPU. n and k are multiples of 64.
 //
 // One function per stage, all of EncodeCompactArgs; Config has EncodeCompactStage kStage:
-//   encode_huffman::stats without sign_mantissa -> the host chooses the window -> quads -> the host chooses the book -> sizes
-//   -> the host adds up where tiles begin, and reads `inexact` -> write
+//   encode_huffman::stats without sign_mantissa -> the host chooses the window -> quads -> the host chooses the book
+//   -> sizes -> the host adds up where tiles begin, and reads `inexact` -> write
 //
 // stage   threads  blocks/SM  grid               dynamic smem         reads + writes, bytes per element
 // quads   256      4          ceil(tiles / 16)   4 * 4096             2
@@ -11,8 +11,9 @@
 //
 // Bound    quads: additions to one counter of shared memory, one after the other; else instructions.
 //
-// Roles    a warp takes row blocks (quads) or a tile. sizes and write look the same codes up, so nothing is kept between
-//          them but what the host makes of their sizes. A lane keeps its 32 codes until it knows where its chains begin.
+// Roles    a warp takes row blocks (quads) or a tile. sizes and write look the same codes up, so nothing is kept
+//          between them but what the host makes of their sizes. A lane keeps its 32 codes until it knows where its
+//          chains begin.
 // Barriers quads: one before the counters are added to, one before they are read. Else one, behind the table; warps
 //          continue alone, and a slot is written and read by one warp (__syncwarp).
 //
@@ -116,7 +117,8 @@ UW_DEVICE u32 tile_count(const EncodeCompactArgs& args) { return args.tile_rows 
 UW_DEVICE void quads(const EncodeCompactArgs& args) {
     const u32 counts = ptx::smem_address(ptx::dynamic_smem()), thread = ptx::thread_index(), lane = thread % 32;
 #pragma unroll
-    for (u32 i = 0; i < kQuads / 4 / kBlockThreads; ++i) ptx::st_shared_x4(counts + (i * kBlockThreads + thread) * 16, U32x4{0, 0, 0, 0});
+    for (u32 i = 0; i < kQuads / 4 / kBlockThreads; ++i)
+        ptx::st_shared_x4(counts + (i * kBlockThreads + thread) * 16, U32x4{0, 0, 0, 0});
     ptx::sync_block();  // orders the zeros before the additions of every warp
     const u32 first = (ptx::block_index() * kWarps + ptx::uniform_warp_index()) * kCountBlocks;
 #pragma unroll 1
@@ -160,7 +162,8 @@ UW_DEVICE u32 sums(u32 v, u32 lane) {
 UW_DEVICE u32 whole_units(u32 bits) { return (bits + 1) & ~1u; }
 
 UW_DEVICE u32 operand_of(const EncodeCompactArgs& args, u32 weight) {
-    return packed::times_power_of_two(weight, static_cast<i32>(compact::kOperandExponent) - static_cast<i32>(args.base));
+    return packed::times_power_of_two(weight,
+                                      static_cast<i32>(compact::kOperandExponent) - static_cast<i32>(args.base));
 }
 
 UW_DEVICE void sizes(const EncodeCompactArgs& args) {
@@ -177,7 +180,8 @@ UW_DEVICE void sizes(const EncodeCompactArgs& args) {
 #pragma unroll 1
         for (u32 left = split.escapes; left != 0; left &= left - 1) {
             const u64 at = place.element(args, ptx::find_first_set(left) - 1);
-            if (operand_of(args, ptx::ld_global_nc_u16(args.weights + at)) & packed::kInexact) ptx::red_max_global_u64(args.inexact, ~at);
+            if (operand_of(args, ptx::ld_global_nc_u16(args.weights + at)) & packed::kInexact)
+                ptx::red_max_global_u64(args.inexact, ~at);
         }
         u32 mask = split.escapes;
 #pragma unroll
@@ -271,7 +275,8 @@ UW_DEVICE void put_bits(u32 slot, u32 at, u32 code, u32 bits) {
 }
 
 UW_DEVICE void write(const EncodeCompactArgs& args) {
-    const u32 table = ptx::smem_address(ptx::dynamic_smem()), lane = ptx::thread_index() % 32, warp = ptx::uniform_warp_index();
+    const u32 table = ptx::smem_address(ptx::dynamic_smem()), lane = ptx::thread_index() % 32,
+              warp = ptx::uniform_warp_index();
     const u32 slot = table + kQuadBytes + warp * kSlotBytes;
     load_table(args, table);
     const u32 tile = ptx::block_index() * kWarps + warp;
@@ -312,7 +317,8 @@ UW_DEVICE void write(const EncodeCompactArgs& args) {
     ptx::sync_warp();  // orders the bits of every lane before the copy
     const u32 first = ptx::ld_global(args.tiles + 2 * tile), last = ptx::ld_global(args.tiles + 2 * tile + 2);
     const u32 words = (ptx::shuffle(end, 31) + 31) / 32;
-    for (u32 at = lane; at < words && first + at < last; at += 32) ptx::st_global(args.streams + first + at, ptx::ld_shared(slot + at * 4));
+    for (u32 at = lane; at < words && first + at < last; at += 32)
+        ptx::st_global(args.streams + first + at, ptx::ld_shared(slot + at * 4));
 }
 
 // ---- the stage that Config names

@@ -1,8 +1,8 @@
 // Encoding family (report section 4): BF16 matrix -> the sections of docs/format.md A.6, byte for byte those of the CPU
 // encoder.
 //
-// One function per stage (Config has EncodeHuffmanStage kStage; encode/<stage>.cuh), all of EncodeHuffmanArgs, run in this
-// order on one stream:
+// One function per stage (Config has EncodeHuffmanStage kStage; encode/<stage>.cuh), all of EncodeHuffmanArgs, run in
+// this order on one stream:
 //   Huffman tensor   stats, table, rows, scan, write
 //   palette tensor   stats, table, rows, scan, palette
 //

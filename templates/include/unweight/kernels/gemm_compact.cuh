@@ -19,11 +19,11 @@
 // Launch: kThreads<Config> = 32 * kWarps threads, Smem<Config>::kBytes of dynamic shared memory, clusters of kCluster
 // blocks along x, m >= 1, and
 //   grid = groups * ceil(m / kBatchTile) * kCluster, groups = n / 64, or with kPersistent any number from
-//   n / 64 / (kFlushes * kCluster), rounded up, to n / 64. A task is a row of tiles: a chain spans two row blocks, so less
-//   cannot be decoded alone. kPersistent: the rows are distributed over the groups in order, evenly up to one, and their tiles, row by
-//   row, to a cluster's blocks and a block's warps, the first getting one more: all of a multiprocessor's warps are busy to the end,
-//   however many rows there are. A warp that goes from one row to the next leaves the sums of the first one in a place of
-//   the block's, of which each row that ends within the block has one.
+//   n / 64 / (kFlushes * kCluster), rounded up, to n / 64. A task is a row of tiles: a chain spans two row blocks, so
+//   less cannot be decoded alone. kPersistent: the rows are distributed over the groups in order, evenly up to one, and
+//   their tiles, row by row, to a cluster's blocks and a block's warps, the first getting one more: all of a
+//   multiprocessor's warps are busy to the end, however many rows there are. A warp that goes from one row to the next
+//   leaves the sums of the first one in a place of the block's, of which each row that ends within the block has one.
 //
 // Roles: none. Every warp copies for itself: an elected lane issues, per slot, one box of X (64 of k by kBatchTile,
 // 128-byte swizzle, zero past the batch), the dense part of a tile, and its streams, from the 16 bytes they begin in to
@@ -46,8 +46,8 @@
 // Global reads per tile: 5120 + 1380 on average (32 of lengths) + 8, and 128 * min(m, kBatchTile) (X: L2 after the
 //   first); 4 * (1 + records) per list; 2048 per block (L2).
 //
-// Safety: any bytes: what leads out of `streams` is cut off, a slot holds the longest streams and what is read past them
-//   (encoding/compact.cuh), a list never reads past `record_words`, and a record changes a register of its lane.
+// Safety: any bytes: what leads out of `streams` is cut off, a slot holds the longest streams and what is read past
+//   them (encoding/compact.cuh), a list never reads past `record_words`, and a record changes a register of its lane.
 //
 // Bound: device memory, n * k * 1.35 bytes, and close to it shared memory and the decoding's instructions.
 #pragma once
@@ -69,7 +69,7 @@ namespace uw::gemm_compact {
 using compact::Chains, compact::Tile;
 using packed::kSteps, packed::kTile, packed::kTileBlocks, packed::Operands;
 
-constexpr u32 kBatchFragment = 8;  // the n dimension of m16n8k16
+constexpr u32 kBatchFragment = 8;        // the n dimension of m16n8k16
 constexpr u32 kPairs = kTileBlocks / 2;  // a row block of either chain at a time
 constexpr u32 kFlushes = 4;              // rows of tiles of each block of a cluster with kPersistent, at most
 
@@ -88,8 +88,10 @@ struct Smem {
     // Slots of streams: one more than stages where a slot is refilled while its tile's streams are still read.
     static constexpr u32 kStreamSlots = Config::kStages + (kEarly<Config> ? 1 : 0);
     // One warp's ring: X of all stages, then their dense parts, then streams.
-    static constexpr u32 kUsedBytes = Config::kStages * (kXBytes + compact::kDenseTileBytes) + kStreamSlots * compact::kSlotBytes;
-    static constexpr u32 kRingBytes = (kUsedBytes + smem::kSwizzlePeriodBytes - 1) / smem::kSwizzlePeriodBytes * smem::kSwizzlePeriodBytes;
+    static constexpr u32 kUsedBytes =
+        Config::kStages * (kXBytes + compact::kDenseTileBytes) + kStreamSlots * compact::kSlotBytes;
+    static constexpr u32 kRingBytes =
+        (kUsedBytes + smem::kSwizzlePeriodBytes - 1) / smem::kSwizzlePeriodBytes * smem::kSwizzlePeriodBytes;
     // One warp's sums, fp32 [batch][row].
     static constexpr u32 kSumBytes = Config::kBatchTile * kTile * 4;
 
@@ -101,7 +103,8 @@ struct Smem {
     static constexpr u32 kBytes = kBarriers + Config::kWarps * Config::kStages * 8;
 
     static_assert(kXBytes % smem::kSwizzlePeriodBytes == 0, "swizzled tiles are 1024-byte aligned");
-    static_assert(compact::kSlotBytes % 16 == 0 && compact::kDenseTileBytes % 16 == 0, "bulk copies are 16-byte aligned");
+    static_assert(compact::kSlotBytes % 16 == 0 && compact::kDenseTileBytes % 16 == 0,
+                  "bulk copies are 16-byte aligned");
     static_assert(kSumBytes <= kRingBytes, "a warp's sums overlay its ring");
 };
 
@@ -110,13 +113,15 @@ struct Kernel {
     using S = Smem<Config>;
     static constexpr u32 kFragments = Config::kBatchTile / kBatchFragment;
     static constexpr u32 kKWarps = Config::kWarps * Config::kCluster;  // warps that share a task's k
-    static constexpr u32 kStep = Config::kPersistent ? 1 : kKWarps;  // from a tile of a warp to its next
+    static constexpr u32 kStep = Config::kPersistent ? 1 : kKWarps;    // from a tile of a warp to its next
     static constexpr u32 kNoColumn = ~0u;
     static constexpr u32 kPlaces = 32;  // tiles whose places one load of a warp brings: one a lane
-    static constexpr u32 kBlockOut = kSiluMul<Config> ? packed::kGateRows : packed::kBlockRows;  // rows of Y^T of a row block
-    static constexpr u32 kOutRows = kTileBlocks * kBlockOut;                                     // and of a task
+    static constexpr u32 kBlockOut =
+        kSiluMul<Config> ? packed::kGateRows : packed::kBlockRows;  // rows of Y^T of a row block
+    static constexpr u32 kOutRows = kTileBlocks * kBlockOut;        // and of a task
     static_assert(Config::kBatchTile % kBatchFragment == 0, "a batch tile is made of fragments of 8");
-    static_assert(Config::kStages <= kPlaces, "places of one load reach from the slot that is worked on to the one that is filled");
+    static_assert(Config::kStages <= kPlaces,
+                  "places of one load reach from the slot that is worked on to the one that is filled");
     static_assert(kOutRows % (2 * Config::kCluster) == 0, "blocks of a cluster store as many pairs of rows");
     static_assert(packed::kBlockRows == 2 * packed::kGateRows, "a row block is rows of a gate and of its up");
     static_assert(!(kSiluMul<Config> && kStoreAdd<Config>), "a gate and its up overwrite");
@@ -129,14 +134,15 @@ struct Kernel {
     const u32 rank;    // of the block in its cluster
     const u32 k_warp;  // this warp among the kKWarps
     const u32 batch_tiles, group;
-    const u32 batch, tile_row;  // this cluster's first batch row, and row of tiles. Clusters that share weights are neighbours
-    const u32 tiles;            // of the cluster: whole rows
+    const u32 batch,
+        tile_row;     // this cluster's first batch row, and row of tiles. Clusters that share weights are neighbours
+    const u32 tiles;  // of the cluster: whole rows
     const u64 first_tile;
     const u64 x_policy, w_policy;
     const u32 end;  // behind this warp's last tile; tiles of the cluster are numbered row by row
 
-    // The next tile to load. Lane `turn` has the place of the warp's tile `turn` of 32: of those that are loaded, and of
-    // those that are computed, which are the same or the 32 before.
+    // The next tile to load. Lane `turn` has the place of the warp's tile `turn` of 32: of those that are loaded, and
+    // of those that are computed, which are the same or the 32 before.
     u32 load_slot = 0, load_stream = 0, load_turn = 0, load_at, load_column;
     // The next tile to compute.
     u32 slot = 0, stream = 0, parity = 0, turn = 0, at;
@@ -175,8 +181,8 @@ struct Kernel {
         const u32 rows = args.n / kTile, groups = ptx::grid_size() / Config::kCluster / batch_tiles;
         return rows / groups * g + (g < rows % groups ? g : rows % groups);
     }
-    // `count` things shared out to `parts` in order, the first parts getting one more: the first one of a part, and the part
-    // of a thing.
+    // `count` things shared out to `parts` in order, the first parts getting one more: the first one of a part, and the
+    // part of a thing.
     UW_DEVICE static u32 first_of_part(u32 count, u32 parts, u32 part) {
         return count / parts * part + (part < count % parts ? part : count % parts);
     }
@@ -184,8 +190,9 @@ struct Kernel {
         const u32 each = count / parts, more = count % parts, ahead_of = more * (each + 1);
         return thing < ahead_of ? thing / (each + 1) : more + (thing - ahead_of) / each;
     }
-    // kPersistent: the first tile of a block, of a warp, and the warp of a tile. Tiles are shared out to blocks first: of at most
-    // kFlushes * kCluster rows a block has no more tiles than kFlushes rows have, so that no more end within it.
+    // kPersistent: the first tile of a block, of a warp, and the warp of a tile. Tiles are shared out to blocks first:
+    // of at most kFlushes * kCluster rows a block has no more tiles than kFlushes rows have, so that no more end within
+    // it.
     UW_DEVICE u32 first_of_block(u32 by) const { return first_of_part(tiles, Config::kCluster, by); }
     UW_DEVICE u32 first_of(u32 w) const {
         const u32 by = w / Config::kWarps, first = first_of_block(by);
@@ -213,12 +220,16 @@ struct Kernel {
     }
 
     // By one lane.
-    UW_DEVICE void load_x(u32 s, u32 from) const { ptx::tma_load_2d(x_slot(s), args.x, from * kTile, batch, slots.full(s), x_policy); }
+    UW_DEVICE void load_x(u32 s, u32 from) const {
+        ptx::tma_load_2d(x_slot(s), args.x, from * kTile, batch, slots.full(s), x_policy);
+    }
     UW_DEVICE void load_dense(u32 s, u32 tile) const {
-        ptx::cp_async_bulk_load(dense_slot(s), args.dense + (first_tile + tile) * compact::kDenseTileBytes, compact::kDenseTileBytes, slots.full(s), w_policy);
+        ptx::cp_async_bulk_load(dense_slot(s), args.dense + (first_tile + tile) * compact::kDenseTileBytes,
+                                compact::kDenseTileBytes, slots.full(s), w_policy);
     }
     UW_DEVICE void load_streams(u32 s, u32 to, u32 first, u32 words) const {
-        if (words != 0) ptx::cp_async_bulk_load(stream_slot(to), args.streams + first, words * 4, slots.full(s), w_policy);
+        if (words != 0)
+            ptx::cp_async_bulk_load(stream_slot(to), args.streams + first, words * 4, slots.full(s), w_policy);
     }
 
     UW_DEVICE void advance_load() {
@@ -303,8 +314,8 @@ struct Kernel {
         }
     }
 
-    // Dense words of row blocks `pair` and `pair + 2`, or all at once. Groups of four words meet where a row block ends in
-    // the middle of one: those are loaded with the first pair.
+    // Dense words of row blocks `pair` and `pair + 2`, or all at once. Groups of four words meet where a row block ends
+    // in the middle of one: those are loaded with the first pair.
     template <u32 kPair, bool kAll>
     UW_DEVICE void load_dense_words(u32 (&words)[compact::kDenseWords]) const {
         constexpr u32 kGroups = compact::kDenseWords / 4, kHalf = kGroups / 2, kFirst = kHalf / 2 + 1;
@@ -338,18 +349,21 @@ struct Kernel {
         // Past the warp's 31 records the list is read again, one by one.
         const u32 index = head & ~packed::kListHead;
 #pragma unroll 1
-        for (u32 i = 32; i <= count && i < args.record_words - index; ++i) replace(ptx::ld_global_nc(args.records + index + i));
+        for (u32 i = 32; i <= count && i < args.record_words - index; ++i)
+            replace(ptx::ld_global_nc(args.records + index + i));
     }
 
-    // The slot is refilled behind the warp's last loads from it (X, dense words; streams of this tile, or, with kEarly, of
-    // the tile before): every lane fences its own, and the meeting orders them before the lane that asks for the copies.
+    // The slot is refilled behind the warp's last loads from it (X, dense words; streams of this tile, or, with kEarly,
+    // of the tile before): every lane fences its own, and the meeting orders them before the lane that asks for the
+    // copies.
     UW_DEVICE void refill() {
         slots.release();
         load_next();
     }
 
     template <u32 kPair>
-    UW_DEVICE void compute_pair(const u32 (&x)[kFragments][kSteps][2], u32 (&words)[compact::kDenseWords], Chains& chains, u32 head, u32 records) {
+    UW_DEVICE void compute_pair(const u32 (&x)[kFragments][kSteps][2], u32 (&words)[compact::kDenseWords],
+                                Chains& chains, u32 head, u32 records) {
         Operands operands[2];
         if constexpr (!kEarly<Config>) load_dense_words<kPair, false>(words);
         compact::decode_block<true>(operands[0], words + kPair * compact::kBlockWords, chains.up, table);
@@ -419,7 +433,8 @@ struct Kernel {
 #pragma unroll
                 for (u32 i = 0; i < 4; ++i) {
                     const u32 row = b * packed::kBlockRows + g + i / 2 * 8;
-                    ptx::st_shared(to + sum_offset(f * kBatchFragment + 2 * t + i % 2, row), ptx::bits_from_float(sums[b][f][i]));
+                    ptx::st_shared(to + sum_offset(f * kBatchFragment + 2 * t + i % 2, row),
+                                   ptx::bits_from_float(sums[b][f][i]));
                 }
             }
         }
@@ -447,7 +462,8 @@ struct Kernel {
         if constexpr (Config::kPersistent) {
             constexpr u32 kUnits = kOutRows / 2;
             const u32 rows = tiles / args.tile_cols;
-            for (u32 unit = rank * kThreads<Config> + ptx::thread_index(); unit < rows * valid * kUnits; unit += Config::kCluster * kThreads<Config>) {
+            for (u32 unit = rank * kThreads<Config> + ptx::thread_index(); unit < rows * valid * kUnits;
+                 unit += Config::kCluster * kThreads<Config>) {
                 const u32 line = unit / kUnits;
                 store(line / valid, line % valid, unit % kUnits * 2);
             }
@@ -472,7 +488,8 @@ struct Kernel {
         } else {
             total(row, b, r, low, high);
         }
-        u16* y = args.y + static_cast<u64>(batch + b) * (args.n / packed::kBlockRows * kBlockOut) + static_cast<u64>(tile_row + row) * kOutRows + r;
+        u16* y = args.y + static_cast<u64>(batch + b) * (args.n / packed::kBlockRows * kBlockOut) +
+                 static_cast<u64>(tile_row + row) * kOutRows + r;
         if constexpr (kStoreAdd<Config>) {
             const u32 old = ptx::ld_global(y);
             low += ptx::float_from_bits(old << 16);
@@ -485,11 +502,16 @@ struct Kernel {
         low += ptx::float_from_bits(v.x);
         high += ptx::float_from_bits(v.y);
     }
-    // kPersistent: the sums of the warps that had tiles of the row. The last of them may have gone on with the next row.
+    // kPersistent: the sums of the warps that had tiles of the row. The last of them may have gone on with the next
+    // row.
     UW_DEVICE void total_of_persistent(u32 row, u32 b, u32 r, float& low, float& high) const {
         const u32 behind = (row + 1) * args.tile_cols, last = warp_of(behind - 1), offset = sum_offset(b, r);
-        const auto of_block = [](u32 address, u32 by) { return Config::kCluster > 1 ? ptx::mapa(address, by) : address; };
-        const auto own = [&](u32 w) { return of_block(shared + S::kRings + w % Config::kWarps * S::kRingBytes + offset, w / Config::kWarps); };
+        const auto of_block = [](u32 address, u32 by) {
+            return Config::kCluster > 1 ? ptx::mapa(address, by) : address;
+        };
+        const auto own = [&](u32 w) {
+            return of_block(shared + S::kRings + w % Config::kWarps * S::kRingBytes + offset, w / Config::kWarps);
+        };
         low = high = 0.0f;
 #pragma unroll 4
         for (u32 w = warp_of(row * args.tile_cols); w < last; ++w) add(own(w), low, high);
@@ -509,9 +531,7 @@ struct Kernel {
         for (u32 c = 0; c < Config::kCluster; ++c) {
             const u32 address = Config::kCluster > 1 ? ptx::mapa(offset, c) : offset;
 #pragma unroll
-            for (u32 w = 0; w < Config::kWarps; ++w) {
-                add(address + w * S::kRingBytes, low, high);
-            }
+            for (u32 w = 0; w < Config::kWarps; ++w) { add(address + w * S::kRingBytes, low, high); }
         }
         low *= args.scale;
         high *= args.scale;

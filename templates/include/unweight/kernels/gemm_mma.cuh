@@ -15,8 +15,8 @@
 //   SmemCopy kCopy       kBulk: an elected lane starts copies by the copy engine; kAsync: every lane copies 16 bytes
 //                        at a time (cp.async), for architectures without a copy engine
 //   Epilogue kEpilogue   kStore; kStoreAdd: y +=, added in fp32 and rounded once; kSiluMul: y[m, n / 2] =
-//                        silu(gate) * up, in fp32 and rounded once: a row block of W is 8 rows of the gate's weights and
-//                        the 8 of the up's that belong to them
+//                        silu(gate) * up, in fp32 and rounded once: a row block of W is 8 rows of the gate's weights
+//                        and the 8 of the up's that belong to them
 //   bool kPdl            programmatic dependent launch: weights are loaded before griddepcontrol.wait, X and Y are
 //                        touched after it
 //   bool kPersistent     a cluster works off several tasks, and its rings continue across them
@@ -93,8 +93,8 @@ struct Smem {
     static constexpr u32 kWBytes = Config::kRowBlocks * packed::kBlockBytes;
     static constexpr u32 kStageBytes = kXBytes + kWBytes;
     // One warp's ring: X of all stages, then W of all stages.
-    static constexpr u32 kRingBytes =
-        (Config::kStages * kStageBytes + smem::kSwizzlePeriodBytes - 1) / smem::kSwizzlePeriodBytes * smem::kSwizzlePeriodBytes;
+    static constexpr u32 kRingBytes = (Config::kStages * kStageBytes + smem::kSwizzlePeriodBytes - 1) /
+                                      smem::kSwizzlePeriodBytes * smem::kSwizzlePeriodBytes;
     // One warp's sums, fp32 [batch][row].
     static constexpr u32 kSumBytes = Config::kBatchTile * kRows * 4;
     // In a stream the rings are being refilled while sums are reduced; otherwise a warp's sums overlay its drained
@@ -123,8 +123,9 @@ struct Kernel {
     static constexpr u32 kHeadBatch = 32;  // tiles whose heads one load of a warp brings: one a lane
     static_assert(Config::kBatchTile % kBatchFragment == 0, "a batch tile is made of fragments of 8");
     static_assert(Config::kRowBlocks >= 1 && Config::kRowBlocks <= 8, "a warp keeps the sums of up to 8 row blocks");
-    static constexpr u32 kBlockOut = kSiluMul<Config> ? packed::kGateRows : packed::kBlockRows;  // rows of Y^T of a row block
-    static constexpr u32 kOutRows = Config::kRowBlocks * kBlockOut;                              // and of a task
+    static constexpr u32 kBlockOut =
+        kSiluMul<Config> ? packed::kGateRows : packed::kBlockRows;   // rows of Y^T of a row block
+    static constexpr u32 kOutRows = Config::kRowBlocks * kBlockOut;  // and of a task
     static_assert(packed::kBlockRows == 2 * packed::kGateRows, "a row block is rows of a gate and of its up");
     static_assert(!(kSiluMul<Config> && kStoreAdd<Config>), "a gate and its up overwrite");
     static_assert(!kItems || (kAsync<Config> && Config::kCluster == 1 && !Config::kPersistent && !kStoreAdd<Config>),
@@ -259,8 +260,9 @@ struct Kernel {
         for (u32 i = 0; i < kPieces; ++i) {
             const u32 inside = block % packed::kTileBlocks, whole = packed::kTileBlocks - inside;
             const u32 here = left < whole ? left : whole;
-            load_pieces.source[i] =
-                args.packed + u64(block / packed::kTileBlocks) * args.tile_cols * packed::kTileBytes + inside * packed::kBlockBytes;
+            load_pieces.source[i] = args.packed +
+                                    u64(block / packed::kTileBlocks) * args.tile_cols * packed::kTileBytes +
+                                    inside * packed::kBlockBytes;
             load_pieces.bytes[i] = here * packed::kBlockBytes;
             block += here;
             left -= here;
@@ -285,7 +287,8 @@ struct Kernel {
                 to += load_pieces.bytes[i];
                 continue;
             }
-            ptx::cp_async_bulk_load(to, load_pieces.source[i] + u64(load_column) * packed::kTileBytes, load_pieces.bytes[i], slots.full(load_slot), w_policy);
+            ptx::cp_async_bulk_load(to, load_pieces.source[i] + u64(load_column) * packed::kTileBytes,
+                                    load_pieces.bytes[i], slots.full(load_slot), w_policy);
             to += load_pieces.bytes[i];
         }
     }
@@ -306,7 +309,8 @@ struct Kernel {
             for (u32 row = 0; row < Config::kBatchTile; row += 4) {
                 const u32 r = row + lane / 8;
                 const bool inside = is_inside(r);
-                const u8* from = args.x_data + x_row(row, r, inside) * args.x_row_bytes + column * (kTile * 2) + chunk * 16;
+                const u8* from =
+                    args.x_data + x_row(row, r, inside) * args.x_row_bytes + column * (kTile * 2) + chunk * 16;
                 ptx::cp_async_x4(x_slot(s) + smem::Bf16Tile<Config::kBatchTile>::offset(r, chunk), from, inside);
             }
         } else {
@@ -330,7 +334,8 @@ struct Kernel {
     UW_DEVICE void load_next() {
         if (load_index < tiles) {
             if (issues()) {
-                if constexpr (!kAsync<Config>) ptx::mbarrier_arrive_expect_tx(slots.full(load_slot), load_pieces.slot_bytes);
+                if constexpr (!kAsync<Config>)
+                    ptx::mbarrier_arrive_expect_tx(slots.full(load_slot), load_pieces.slot_bytes);
                 load_x(load_slot, load_column);
                 load_w();
             }
@@ -352,7 +357,8 @@ struct Kernel {
             if (load_index < tiles) {
                 columns[s] = load_column;
                 if (issues()) {
-                    if constexpr (!kAsync<Config>) ptx::mbarrier_arrive_expect_tx(slots.full(s), load_pieces.slot_bytes);
+                    if constexpr (!kAsync<Config>)
+                        ptx::mbarrier_arrive_expect_tx(slots.full(s), load_pieces.slot_bytes);
                     load_w();
                 }
                 advance_load();
@@ -382,7 +388,10 @@ struct Kernel {
         for (u32 b = 0; b < Config::kRowBlocks; ++b) {
             const u32 block = first + b;
             const u64 tile = u64(block / packed::kTileBlocks) * args.tile_cols + column;
-            heads.words[b] = b < count ? ptx::ld_global_nc(args.escape_heads + tile * packed::kTileBlocks + block % packed::kTileBlocks) : 0;
+            heads.words[b] =
+                b < count
+                    ? ptx::ld_global_nc(args.escape_heads + tile * packed::kTileBlocks + block % packed::kTileBlocks)
+                    : 0;
         }
     }
     // Apart from the load, so that the words travel while the warp does other things. Lists are rare and far away: have
@@ -424,7 +433,8 @@ struct Kernel {
 #pragma unroll
             for (u32 b = 0; b < Config::kRowBlocks; ++b) {
                 if (heads.blocks[b] >> turn & 1) {
-                    records[b] = packed::read_records(ptx::shuffle(heads.words[b], turn), args.escapes, args.escape_words, lane);
+                    records[b] =
+                        packed::read_records(ptx::shuffle(heads.words[b], turn), args.escapes, args.escape_words, lane);
                 }
             }
         }
@@ -437,7 +447,8 @@ struct Kernel {
 #pragma unroll
             for (u32 c = 0; c < kChains; ++c) {
                 if (first + c >= Config::kRowBlocks) break;
-                operands[c] = packed::Operands(packed::PackedBlock(w_slot(slot) + (first + c) * packed::kBlockBytes, lane));
+                operands[c] =
+                    packed::Operands(packed::PackedBlock(w_slot(slot) + (first + c) * packed::kBlockBytes, lane));
             }
             if (first + kChains >= Config::kRowBlocks) {
                 // The slot's loads have been issued, but nothing has needed their values yet: they may still be in
@@ -486,7 +497,8 @@ struct Kernel {
     // Debugging: what enters the tensor cores, u32 [tile][row block][step][register][lane] in the workspace.
     UW_DEVICE void dump(const packed::Operands& operands, u32 block) const {
         const u64 tile = u64(block / packed::kTileBlocks) * args.tile_cols + index % args.tile_cols;
-        u32* out = reinterpret_cast<u32*>(args.workspace) + (tile * packed::kTileBlocks + block % packed::kTileBlocks) * (kSteps * 4 * 32) + lane;
+        u32* out = reinterpret_cast<u32*>(args.workspace) +
+                   (tile * packed::kTileBlocks + block % packed::kTileBlocks) * (kSteps * 4 * 32) + lane;
 #pragma unroll
         for (u32 r = 0; r < kSteps * 4; ++r) ptx::st_global(out + r * 32, operands.p[r]);
     }
@@ -525,8 +537,9 @@ struct Kernel {
             for (u32 b = 0; b < Config::kRowBlocks; ++b) {
 #pragma unroll
                 for (u32 i = 0; i < 4; ++i) {
-                    ptx::st_shared(own + sum_offset(f * kBatchFragment + 2 * t + i % 2, b * packed::kBlockRows + g + i / 2 * 8),
-                                      ptx::bits_from_float(sums[b][f][i]));
+                    ptx::st_shared(
+                        own + sum_offset(f * kBatchFragment + 2 * t + i % 2, b * packed::kBlockRows + g + i / 2 * 8),
+                        ptx::bits_from_float(sums[b][f][i]));
                 }
             }
         }

@@ -70,8 +70,8 @@
 // Bound: shared memory at 128 B per cycle, and the latency of a join. Per 128 x 256 x 64 of product batch_rows n4 moves
 // 80 KB for wgmma and 64 KB for joining (exponents), weight_rows 80 and 32. A wgmma is issued only when the one before
 // it has left the queue, so a warpgroup that joins does not multiply: that, not bytes, is what is left. With n = 4096
-// there are 32 tasks (n2) or 64 (n1) where m <= 128: such shapes are what kSplits is for. Figures: docs/records; what was
-// tried: docs/records/2026-11-20/matmul-reconstructive-log.md.
+// there are 32 tasks (n2) or 64 (n1) where m <= 128: such shapes are what kSplits is for. Figures: docs/records; what
+// was tried: docs/records/2026-11-20/matmul-reconstructive-log.md.
 //
 // Sources: report section 8 (roles, sources, variants); ThunderKittens (load-compute-finish). Changed: weights are
 // joined while earlier wgmma run, X has its own ring, the palette lookup has no mux (mma/reconstruct.cuh), tiles are

@@ -68,8 +68,10 @@ template <class Config>
 struct Kernel : Epilogue<Config> {
     using Base = Epilogue<Config>;
     using S = typename Base::S;
-    using Base::args, Base::shared, Base::ring, Base::schedule, Base::kAccumulators, Base::kBudgets, Base::kProducerRegisters, Base::kConsumerRegisters;
-    using Base::load, Base::load_escapes, Base::multiply, Base::store_partial_tile, Base::fixup, Base::reduce_in_cluster, Base::sync_cluster, Base::store;
+    using Base::args, Base::shared, Base::ring, Base::schedule, Base::kAccumulators, Base::kBudgets,
+        Base::kProducerRegisters, Base::kConsumerRegisters;
+    using Base::load, Base::load_escapes, Base::multiply, Base::store_partial_tile, Base::fixup,
+        Base::reduce_in_cluster, Base::sync_cluster, Base::store;
     using Base::Base;
 
     UW_DEVICE void setup() const {
@@ -103,7 +105,7 @@ struct Kernel : Epilogue<Config> {
         if (p.thread == 0) ptx::cp_async_bulk_wait_group<0>();
         if constexpr (Config::kCluster > 1) {
             ptx::sync_warp();  // converges the warp for the cluster's barrier
-            sync_cluster();  // peers may still be reading this block's sums
+            sync_cluster();    // peers may still be reading this block's sums
         }
     }
 
@@ -124,8 +126,8 @@ struct Kernel : Epilogue<Config> {
             }
             if constexpr (Config::kCluster > 1) {
                 ptx::sync_warp();  // converges the warp for the cluster's barrier
-                sync_cluster();  // with the one in reduce_in_cluster
-                sync_cluster();  // with the one at the end of consume
+                sync_cluster();    // with the one in reduce_in_cluster
+                sync_cluster();    // with the one at the end of consume
             }
         } else {
             if constexpr (kBudgets) ptx::setmaxnreg_inc<kConsumerRegisters>();

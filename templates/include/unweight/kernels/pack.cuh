@@ -143,7 +143,8 @@ UW_DEVICE void store_container(const Args& args, const Place& place, u32 block, 
     u8* to = args.packed + static_cast<u64>(block) * packed::kBlockBytes + place.lane * 16;
 #pragma unroll
     for (u32 j = 0; j < 3; ++j) {
-        ptx::st_global_x4(to + j * packed::kGroupBytes, U32x4{words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]});
+        ptx::st_global_x4(to + j * packed::kGroupBytes,
+                          U32x4{words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]});
     }
 }
 
@@ -153,7 +154,8 @@ UW_DEVICE void tiles(const PackArgs& args) {
     const Place place(args, block, lane);
     Operands container = contain(row_block::load(args, place), pair_of_exponents(args.base));
     // Weights of escapes are read again: an index would push the registers to memory.
-    store_head(args, place, block, container, [&](u32 element) { return ptx::ld_global_nc_u16(args.weights + place.element(args, element)); });
+    store_head(args, place, block, container,
+               [&](u32 element) { return ptx::ld_global_nc_u16(args.weights + place.element(args, element)); });
     store_container(args, place, block, container);
 }
 
@@ -174,7 +176,8 @@ UW_DEVICE void write_list(const Args& args, const Place& place, const Operands& 
         const u32 lows = ptx::warp_ballot(low), highs = ptx::warp_ballot(high);
         const u32 own = next + ptx::popcount(lows & below) + ptx::popcount(highs & below);
         if (low && own < room) ptx::st_global(list + own, (weights.p[i] & 0xffff) | place_of(2 * i, place.lane));
-        if (high && own + low < room) ptx::st_global(list + own + low, weights.p[i] >> 16 | place_of(2 * i + 1, place.lane));
+        if (high && own + low < room)
+            ptx::st_global(list + own + low, weights.p[i] >> 16 | place_of(2 * i + 1, place.lane));
         next += ptx::popcount(lows) + ptx::popcount(highs);
     }
     ptx::sync_warp();  // orders the weights that lanes have left in the list, in global memory, before the loads below
@@ -189,14 +192,16 @@ UW_DEVICE void write_list(const Args& args, const Place& place, const Operands& 
 // row block once more.
 template <class Args, class WeightsOf>
 UW_DEVICE void lists(const Args& args, u32 smem, WeightsOf weights_of) {
-    const u32 thread = ptx::thread_index(), lane = thread % 32, warp = ptx::uniform_warp_index(), group = ptx::block_index();
+    const u32 thread = ptx::thread_index(), lane = thread % 32, warp = ptx::uniform_warp_index(),
+              group = ptx::block_index();
     const u32 first = group * kGroupBlocks + warp * kListBlocks, block = first + lane;  // of the first lanes
     if (ptx::ld_global(args.group_words + group) == 0) return;
 
     u32 before = 0;
 #pragma unroll 1
     for (u32 other = thread; other < group; other += kBlockThreads) before += ptx::ld_global(args.group_words + other);
-    const u32 head = lane < kListBlocks && block < row_block::count(args) ? ptx::ld_global(args.escape_heads + block) : 0;
+    const u32 head =
+        lane < kListBlocks && block < row_block::count(args) ? ptx::ld_global(args.escape_heads + block) : 0;
     const u32 words = head & packed::kListHead ? (head & ~packed::kListHead) + 1 : 0;
     u32 sum = words;
 #pragma unroll
@@ -221,7 +226,8 @@ UW_DEVICE void lists(const Args& args, u32 smem, WeightsOf weights_of) {
 }
 
 UW_DEVICE void lists(const PackArgs& args) {
-    lists(args, ptx::smem_address(ptx::dynamic_smem()), [&](const Place& place, u32) { return row_block::load(args, place); });
+    lists(args, ptx::smem_address(ptx::dynamic_smem()),
+          [&](const Place& place, u32) { return row_block::load(args, place); });
 }
 
 // ---- the stage that Config names

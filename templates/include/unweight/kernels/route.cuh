@@ -49,7 +49,9 @@ constexpr u32 kFirsts = kSortWarps * kCountPitch;
 constexpr u32 kWarpSums = kFirsts + kExpertsMax * 4;
 
 template <class Config>
-constexpr u32 kThreads = Config::kStage == RouteStage::kTopk ? kTopkThreads : Config::kStage == RouteStage::kSort ? kSortThreads : kCombineThreads;
+constexpr u32 kThreads = Config::kStage == RouteStage::kTopk   ? kTopkThreads
+                         : Config::kStage == RouteStage::kSort ? kSortThreads
+                                                               : kCombineThreads;
 
 // Offsets of the sections in dynamic shared memory, and their sum.
 template <class Config>
@@ -269,7 +271,7 @@ UW_DEVICE void combine(const RouteArgs& args) {
     u16* const y = args.y + token * args.y_pitch + column;
     if (args.adds != 0) add_product(sums, 1.0f, ptx::ld_global_x4(y));
     ptx::st_global_x4(y, U32x4{ptx::pack_bf16x2(sums[0], sums[1]), ptx::pack_bf16x2(sums[2], sums[3]),
-                                  ptx::pack_bf16x2(sums[4], sums[5]), ptx::pack_bf16x2(sums[6], sums[7])});
+                               ptx::pack_bf16x2(sums[4], sums[5]), ptx::pack_bf16x2(sums[6], sums[7])});
 }
 
 // ---- the stage that Config names

@@ -6,8 +6,8 @@
 //   bool kPdl      programmatic dependent launch: a row's parameters are read before griddepcontrol.wait, all else
 //                  after it
 //
-// Launch: kBlockThreads threads, Sections::kBytes of dynamic shared memory, clusters of kCluster blocks along x, a cluster a
-// row. Rows of logits are 16-byte aligned.
+// Launch: kBlockThreads threads, Sections::kBytes of dynamic shared memory, clusters of kCluster blocks along x, a
+// cluster a row. Rows of logits are 16-byte aligned.
 //
 // Roles: none. The chunks of 8 logits of a row are cut into kCluster runs, one a block, and go round its threads. Each
 // pass reads them again: from memory once, then from L1.
@@ -212,7 +212,8 @@ struct Kernel {
         top_p = ptx::float_from_bits(tail.x);
         min_p = ptx::float_from_bits(tail.y);
         logits = a.logits + row * a.pitch;
-        const u32 chunks = (a.vocabulary + kChunk - 1) / kChunk, share = (chunks + Config::kCluster - 1) / Config::kCluster;
+        const u32 chunks = (a.vocabulary + kChunk - 1) / kChunk,
+                  share = (chunks + Config::kCluster - 1) / Config::kCluster;
         first_chunk = rank * share;
         last_chunk = min_of(first_chunk + share, chunks);
     }

@@ -1,4 +1,5 @@
-// Packed tensor (docs/format.md A.9) -> BF16 matrix. n and k are multiples of 64. One kernel of PackArgs; Config is empty.
+// Packed tensor (docs/format.md A.9) -> BF16 matrix. n and k are multiples of 64. One kernel of PackArgs; Config is
+// empty.
 //
 // threads  blocks/SM  grid                  dynamic smem  reads + writes, bytes per element
 // 256      4          ceil(row blocks / 8)  0             1.5 + 2

@@ -1,7 +1,7 @@
 // A ring of shared-memory slots that one warp fills and reads itself.
 //
-// A slot that the copy engine fills has an mbarrier with one arrival and the bytes. With kAsync there are none: a slot is
-// one cp.async group of every lane, so each load commits a group, also without copies. There is no `empty` barrier:
+// A slot that the copy engine fills has an mbarrier with one arrival and the bytes. With kAsync there are none: a slot
+// is one cp.async group of every lane, so each load commits a group, also without copies. There is no `empty` barrier:
 // the warp releases a slot before it starts the copies that refill it. The kernel keeps the slot that is filled next,
 // and the slot that is read next with the parity of its lap.
 #pragma once

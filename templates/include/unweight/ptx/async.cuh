@@ -12,10 +12,12 @@
 
 namespace uw::ptx {
 
-// 16 bytes global -> shared; with `used` false zeros, and `source` is not read. Without a cache policy: of 13.0 and 13.1 ptxas
-// may drop the createpolicy and keep what reads it, and a descriptor that was never written is an illegal instruction.
+// 16 bytes global -> shared; with `used` false zeros, and `source` is not read. Without a cache policy: of 13.0 and
+// 13.1 ptxas may drop the createpolicy and keep what reads it, and a descriptor that was never written is an illegal
+// instruction.
 UW_DEVICE void cp_async_x4(u32 destination, const void* source, bool used = true) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(used ? 16u : 0u) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(used ? 16u : 0u)
+                 : "memory");
 }
 UW_DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // All but the newest kPending groups of this thread have landed.

@@ -53,7 +53,8 @@ UW_DEVICE U32x2 ld_shared_cluster_x2(u32 address) {
     return v;
 }
 UW_DEVICE void st_shared_cluster_x4(u32 address, U32x4 v) {
-    asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+    asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w)
                  : "memory");
 }
 

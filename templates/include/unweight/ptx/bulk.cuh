@@ -25,13 +25,15 @@ UW_DEVICE u64 createpolicy_l2(L2 wanted) {
 
 // global -> shared.
 UW_DEVICE void cp_async_bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination), "l"(source),
-                 "r"(bytes), "r"(barrier)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+        "l"(source), "r"(bytes), "r"(barrier)
+        : "memory");
 }
 UW_DEVICE void cp_async_bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier, u64 policy) {
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(destination),
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(destination),
         "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
         : "memory");
 }
@@ -43,35 +45,40 @@ UW_DEVICE void cp_async_bulk_load(u32 destination, const void* source, u32 bytes
 
 // shared -> global; part of the current bulk group.
 UW_DEVICE void cp_async_bulk_store(void* destination, u32 source, u32 bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination), "r"(source),
+                 "r"(bytes)
+                 : "memory");
 }
 
 // Box at (column, row) of a 2-D map -> shared, in the map's swizzle; outside the tensor it reads zero and counts all
 // bytes of the box.
 UW_DEVICE void tma_load_2d(u32 destination, const TensorMap& map, u32 column, u32 row, u32 barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(destination),
-                 "l"(&map), "r"(column), "r"(row), "r"(barrier)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3}], [%4];" ::"r"(destination),
+        "l"(&map), "r"(column), "r"(row), "r"(barrier)
+        : "memory");
 }
 UW_DEVICE void tma_load_2d(u32 destination, const TensorMap& map, u32 column, u32 row, u32 barrier, u64 policy) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(
-            destination),
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(destination),
         "l"(&map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
         : "memory");
 }
 
 // Shared -> box of a 2-D map; outside the tensor nothing is written.
 UW_DEVICE void tma_store_2d(const TensorMap& map, u32 column, u32 row, u32 source) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(column), "r"(row),
-                 "r"(source)
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
+                 "r"(column), "r"(row), "r"(source)
                  : "memory");
 }
 // The same, adding in the map's element type.
 UW_DEVICE void tma_reduce_add_2d(const TensorMap& map, u32 column, u32 row, u32 source) {
-    asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(column),
-                 "r"(row), "r"(source)
-                 : "memory");
+    asm volatile(
+        "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
+        "r"(column), "r"(row), "r"(source)
+        : "memory");
 }
 
 UW_DEVICE void cp_async_bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -85,7 +92,9 @@ UW_DEVICE void cp_async_bulk_wait_group_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-UW_DEVICE void prefetch_tensormap(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
+UW_DEVICE void prefetch_tensormap(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
 
 }  // namespace uw::ptx
 

@@ -7,16 +7,18 @@
 
 namespace uw::ptx {
 
-// By all four warps of a warpgroup. The sum over roles must not exceed what the launch allocated, or `setmaxnreg_inc` waits for
-// ever.
+// By all four warps of a warpgroup. The sum over roles must not exceed what the launch allocated, or `setmaxnreg_inc`
+// waits for ever.
 template <u32 kRegisters>
 UW_DEVICE void setmaxnreg_inc() {
-    static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256, "setmaxnreg takes multiples of 8 in 24..256");
+    static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256,
+                  "setmaxnreg takes multiples of 8 in 24..256");
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <u32 kRegisters>
 UW_DEVICE void setmaxnreg_dec() {
-    static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256, "setmaxnreg takes multiples of 8 in 24..256");
+    static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256,
+                  "setmaxnreg takes multiples of 8 in 24..256");
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 

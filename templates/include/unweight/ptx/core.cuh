@@ -26,9 +26,7 @@ UW_DEVICE bool elect_one() {
     return threadIdx.x % 32 == 0;  // blocks have one dimension
 #else
     u32 chosen;
-    asm volatile(
-        "{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n"
-        : "=r"(chosen));
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}\n" : "=r"(chosen));
     return chosen != 0;
 #endif
 }

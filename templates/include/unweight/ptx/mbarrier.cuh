@@ -14,7 +14,9 @@ namespace uw::ptx {
 UW_DEVICE void mbarrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-UW_DEVICE void mbarrier_invalidate(u32 barrier) { asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory"); }
+UW_DEVICE void mbarrier_invalidate(u32 barrier) {
+    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 UW_DEVICE void mbarrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -33,30 +35,29 @@ UW_DEVICE void mbarrier_expect_tx(u32 barrier, u32 bytes) {
 // May suspend the thread for a while; true once the phase of that parity has completed.
 UW_DEVICE bool mbarrier_try_wait_parity(u32 barrier, u32 parity) {
     u32 done;
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
     return done != 0;
 }
 // try_wait with acquire at cluster scope, for barriers that other blocks arrive on.
 UW_DEVICE bool mbarrier_try_wait_parity_cluster(u32 barrier, u32 parity) {
     u32 done;
     asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}\n"
         : "=r"(done)
         : "r"(barrier), "r"(parity)
         : "memory");
     return done != 0;
 }
 UW_DEVICE void mbarrier_wait_parity(u32 barrier, u32 parity) {
-    while (!mbarrier_try_wait_parity(barrier, parity)) {
-    }
+    while (!mbarrier_try_wait_parity(barrier, parity)) {}
 }
 UW_DEVICE void mbarrier_wait_parity_cluster(u32 barrier, u32 parity) {
-    while (!mbarrier_try_wait_parity_cluster(barrier, parity)) {
-    }
+    while (!mbarrier_try_wait_parity_cluster(barrier, parity)) {}
 }
 
 }  // namespace uw::ptx

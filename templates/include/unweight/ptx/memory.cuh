@@ -18,7 +18,9 @@ UW_DEVICE u32 smem_address(const void* pointer) { return static_cast<u32>(__cvta
 // ---- shared memory -------------------------------------------------------------------------------------------------
 UW_DEVICE U32x4 ld_shared_x4(u32 address) {
     U32x4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address));
     return v;
 }
 UW_DEVICE U32x2 ld_shared_x2(u32 address) {
@@ -42,16 +44,21 @@ UW_DEVICE u32 ld_shared_u8(u32 address) {
     return v;
 }
 UW_DEVICE void st_shared_x4(u32 address, U32x4 v) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
 }
 UW_DEVICE void st_shared_x2(u32 address, U32x2 v) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
 }
-UW_DEVICE void st_shared(u32 address, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory"); }
+UW_DEVICE void st_shared(u32 address, u32 v) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
 UW_DEVICE void st_shared_u16(u32 address, u32 v) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<u16>(v)) : "memory");
 }
-UW_DEVICE void st_shared_u8(u32 address, u32 v) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(v) : "memory"); }
+UW_DEVICE void st_shared_u8(u32 address, u32 v) {
+    asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
 UW_DEVICE u32 atom_add_shared(u32 address, u32 v) {
     u32 old;
     asm volatile("atom.shared.add.u32 %0, [%1], %2;" : "=r"(old) : "r"(address), "r"(v) : "memory");
@@ -67,7 +74,10 @@ UW_DEVICE void red_or_shared(u32 address, u32 v) {
 // ---- global memory -------------------------------------------------------------------------------------------------
 UW_DEVICE U32x4 ld_global_x4(const void* p) {
     U32x4 v;
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
     return v;
 }
 UW_DEVICE U32x2 ld_global_x2(const void* p) {
@@ -116,7 +126,8 @@ UW_DEVICE u32 ld_global_nc_u8(const void* p) {
 // Brings the line of `p` to L2.
 UW_DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 UW_DEVICE void st_global_x4(void* p, U32x4 v) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
 }
 UW_DEVICE void st_global_x2(void* p, U32x2 v) {
     asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
@@ -128,10 +139,12 @@ UW_DEVICE void st_global_u16(void* p, u32 v) {
 UW_DEVICE void st_global_u8(void* p, u32 v) { asm volatile("st.global.u8 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 // .cs: streaming, evicted first. .cg: cached in L2 only.
 UW_DEVICE void st_global_cs_x4(void* p, U32x4 v) {
-    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
 }
 UW_DEVICE void st_global_cg_x4(void* p, U32x4 v) {
-    asm volatile("st.global.cg.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+    asm volatile("st.global.cg.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
 }
 UW_DEVICE u32 atom_add_global(u32* p, u32 v) {
     u32 old;
@@ -143,19 +156,27 @@ UW_DEVICE u64 atom_add_global_u64(u64* p, u64 v) {
     asm volatile("atom.global.add.u64 %0, [%1], %2;" : "=l"(old) : "l"(p), "l"(v) : "memory");
     return old;
 }
-UW_DEVICE void red_add_global(u32* p, u32 v) { asm volatile("red.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
-UW_DEVICE void red_max_global_u64(u64* p, u64 v) { asm volatile("red.global.max.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+UW_DEVICE void red_add_global(u32* p, u32 v) {
+    asm volatile("red.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+UW_DEVICE void red_max_global_u64(u64* p, u64 v) {
+    asm volatile("red.global.max.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
 UW_DEVICE void red_add_global_f32(float* p, float v) {
     asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory");
 }
 // A flag that publishes what was written before it, and its reader.
-UW_DEVICE void st_release_global_u64(u64* p, u64 v) { asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+UW_DEVICE void st_release_global_u64(u64* p, u64 v) {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
 UW_DEVICE u64 ld_acquire_global_u64(const u64* p) {
     u64 v;
     asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
     return v;
 }
-UW_DEVICE void st_release_global(u32* p, u32 v) { asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+UW_DEVICE void st_release_global(u32* p, u32 v) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
 UW_DEVICE u32 ld_acquire_global(const u32* p) {
     u32 v;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");

@@ -21,7 +21,9 @@ struct Bf16Tile {
     static constexpr u32 kBytes = kRows * kSwizzleBytes;
     u32 address;
 
-    UW_DEVICE static u32 offset(u32 row, u32 chunk) { return row * kSwizzleBytes + ((chunk ^ (row % 8)) * kChunkBytes); }
+    UW_DEVICE static u32 offset(u32 row, u32 chunk) {
+        return row * kSwizzleBytes + ((chunk ^ (row % 8)) * kChunkBytes);
+    }
     UW_DEVICE u32 chunk(u32 row, u32 chunk) const { return address + offset(row, chunk); }
 };
 
@@ -29,7 +31,9 @@ template <u32 kRows>
 struct Bf16HalfTile {
     static constexpr u32 kRowBytes = kSwizzleBytes / 2;
 
-    UW_DEVICE static u32 offset(u32 row, u32 chunk) { return row * kRowBytes + ((chunk ^ (row / 2 % 4)) * kChunkBytes); }
+    UW_DEVICE static u32 offset(u32 row, u32 chunk) {
+        return row * kRowBytes + ((chunk ^ (row / 2 % 4)) * kChunkBytes);
+    }
 };
 
 template <u32 kRowBytes>

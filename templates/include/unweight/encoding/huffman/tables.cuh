@@ -81,7 +81,8 @@ struct Table {
         if (thread < 32) {
             u32 word = canonical_code(code.length, thread);
             bool usable = code.length >= 1 && code.length <= kCodeLimit;
-            if (thread < 16) ptx::st_shared(scratch + 4 * thread, usable ? code.length | code.value << 8 | word << 16 : 0);
+            if (thread < 16)
+                ptx::st_shared(scratch + 4 * thread, usable ? code.length | code.value << 8 | word << 16 : 0);
         }
         ptx::sync_block();
         // 2. Single-symbol entries. Slots that no code reaches (a palette of one entry leaves half of them) give entry

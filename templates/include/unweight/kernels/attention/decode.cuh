@@ -125,7 +125,7 @@ struct Kernel {
     static constexpr u32 kHeadDim = Config::kHeadDim;
     static constexpr u32 kChunks = kHeadDim / 8;
     static constexpr u32 kTileWarps = Config::kWarps * Config::kCluster;  // warps that add up in shared memory
-    static constexpr u32 kPairs = kHeadDim / 2;                          // words of a row of a head
+    static constexpr u32 kPairs = kHeadDim / 2;                           // words of a row of a head
     using P = kv::Packed<kHeadDim>;
     static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128, "a lane prepares one pair of words of a head");
     static_assert(!Config::kSplit || Config::kCluster == 1, "a row is shared through memory, or by a cluster");
@@ -142,7 +142,7 @@ struct Kernel {
     const u32 tile_warp;  // this warp among the tile_warps()
     const u32 tiles;      // of this warp
     const u32 live;       // kSplit: parts that have a tile, the first ones; of a row without a token one
-    const u32 hot_tile;  // kPacked: the first tile of the hot page; otherwise none is packed
+    const u32 hot_tile;   // kPacked: the first tile of the hot page; otherwise none is packed
     const u64 policy;
 
     // The next tile to load, by its number among the warp's; the pages of 32 of them, one a lane, and of the 32 after.
@@ -160,7 +160,9 @@ struct Kernel {
           shared(shared_address),
           warp(ptx::uniform_warp_index()),
           lane(ptx::lane_index()),
-          rank(Config::kSplit ? ptx::block_index() % a.parts : Config::kCluster > 1 ? ptx::cluster_ctarank() : 0),
+          rank(Config::kSplit         ? ptx::block_index() % a.parts
+               : Config::kCluster > 1 ? ptx::cluster_ctarank()
+                                      : 0),
           ring(shared_address + S::kRings + warp * S::kRingBytes),
           slots{shared_address + S::kBarriers + warp * Config::kStages * 8},
           row(ptx::block_index() / sharers(a) / a.kv_heads),
@@ -172,9 +174,8 @@ struct Kernel {
           last_tile(position / kTileTokens),
           tile_warp(rank * Config::kWarps + warp),
           tiles(active ? (last_tile - first_tile + tile_warps() - tile_warp) / tile_warps() : 0),
-          live(!Config::kSplit || !active
-                   ? 1
-                   : least(a.parts, (last_tile - first_tile + Config::kWarps) / Config::kWarps)),
+          live(!Config::kSplit || !active ? 1
+                                          : least(a.parts, (last_tile - first_tile + Config::kWarps) / Config::kWarps)),
           hot_tile(kPacked<Config> ? position / kv::kPageTokens * kPageTiles : 0),
           policy(ptx::createpolicy_l2(L2::kEvictFirst)),
           // At the same time as the position, as if the row's tokens began at 0; read again if they do not.
@@ -246,7 +247,8 @@ struct Kernel {
             const u32 barrier = slots.full(load_slot);
             ptx::mbarrier_arrive_expect_tx(barrier, S::kSlotBytes);
             ptx::cp_async_bulk_load(key_slot(load_slot), head_of(page, kKey) + inside, S::kTileBytes, barrier, policy);
-            ptx::cp_async_bulk_load(value_slot(load_slot), head_of(page, kValue) + inside, S::kTileBytes, barrier, policy);
+            ptx::cp_async_bulk_load(value_slot(load_slot), head_of(page, kValue) + inside, S::kTileBytes, barrier,
+                                    policy);
         }
         load_slot = load_slot + 1 == Config::kStages ? 0 : load_slot + 1;
         ++load_index;

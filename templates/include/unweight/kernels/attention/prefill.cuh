@@ -83,13 +83,13 @@ struct Kernel {
     const pipeline::Ring<Config::kStages> ring;
     const u64 policy;
     const u32 kv_head;
-    const u32 first_row, rows;           // of the chunk: the block's tokens
-    const u32 first_token, last_token;   // that any of them sees
+    const u32 first_row, rows;          // of the chunk: the block's tokens
+    const u32 first_token, last_token;  // that any of them sees
     const u32 first_page, pages;
-    const bool any_row;                  // of this warp's
-    const u32 all_first, warp_last;      // tokens: the first that all of the warp's rows see, the last that any sees
-    const u32 warp_first, all_last;      // the first that any sees, the last that all see
-    u32 row[2];  // of the chunk: the tokens of this lane's two rows
+    const bool any_row;              // of this warp's
+    const u32 all_first, warp_last;  // tokens: the first that all of the warp's rows see, the last that any sees
+    const u32 warp_first, all_last;  // the first that any sees, the last that all see
+    u32 row[2];                      // of the chunk: the tokens of this lane's two rows
     Cursor load, use;
     u32 loaded = 0;
     Rows<kHeadDim> state;
@@ -154,7 +154,7 @@ struct Kernel {
     UW_DEVICE void wait_full() const {
         if constexpr (kAsync<Config>) {
             ptx::cp_async_wait_group<Config::kStages - 2>();  // this thread's copies
-            ptx::sync_block();                             // all threads', and their loads of the page before
+            ptx::sync_block();                                // all threads', and their loads of the page before
         } else {
             ring.wait_full(use);
         }
@@ -199,9 +199,7 @@ struct Kernel {
         }
     }
     // The query head of one of the lane's rows.
-    UW_DEVICE u64 head(u32 r) const {
-        return kv_head * args.group + (warp * kRows + lane / 4 + 8 * r) % args.group;
-    }
+    UW_DEVICE u64 head(u32 r) const { return kv_head * args.group + (warp * kRows + lane / 4 + 8 * r) % args.group; }
 
     // ---- compute ---------------------------------------------------------------------------------------------------
     // By all warps: values of tokens that no row of the block sees.
@@ -213,8 +211,9 @@ struct Kernel {
                 ptx::st_shared_x4(value_slot(use.slot) + at, U32x4{0, 0, 0, 0});
             }
         }
-        if constexpr (!kAsync<Config>) ptx::fence_proxy_async_shared();  // stores come before the copy that refills the slot
-        ptx::sync_block();                // and before the loads of other warps
+        if constexpr (!kAsync<Config>)
+            ptx::fence_proxy_async_shared();  // stores come before the copy that refills the slot
+        ptx::sync_block();                    // and before the loads of other warps
     }
     // Half a page, from token `first` of the sequence on, `inside` of the page.
     UW_DEVICE void compute(u32 first, u32 inside, const u32 (&q)[kSteps][4]) {

@@ -15,12 +15,15 @@ constexpr u32 kRowBitsMax = 319;
 constexpr u32 kStatsThreads = 512, kStatsSmemBytes = 256 * 32 * 4;
 constexpr u32 kTableThreads = 256;
 constexpr u32 kTileThreads = 256, kTileWarps = kTileThreads / 32;  // rows, write, palette
-constexpr u32 kTileBufferWords = 640;  // 64 * 319 bits = 638 words, to 16 bytes
+constexpr u32 kTileBufferWords = 640;                              // 64 * 319 bits = 638 words, to 16 bytes
 constexpr u32 kScanThreads = 256, kScanTilesPerThread = 4;
 constexpr u32 kScanTiles = kScanThreads * kScanTilesPerThread;
 
 template <class Config>
-constexpr u32 kThreads = Config::kStage == EncodeHuffmanStage::kStats ? kStatsThreads : Config::kStage == EncodeHuffmanStage::kTable ? kTableThreads : Config::kStage == EncodeHuffmanStage::kScan ? kScanThreads : kTileThreads;
+constexpr u32 kThreads = Config::kStage == EncodeHuffmanStage::kStats   ? kStatsThreads
+                         : Config::kStage == EncodeHuffmanStage::kTable ? kTableThreads
+                         : Config::kStage == EncodeHuffmanStage::kScan  ? kScanThreads
+                                                                        : kTileThreads;
 
 // Offsets of the sections in dynamic shared memory, and their sum.
 template <class Config>
@@ -31,12 +34,14 @@ struct Smem {
     static constexpr u32 kTile = 1024;        // write: the words of each warp's tile
     static constexpr u32 kBytes = Config::kStage == EncodeHuffmanStage::kStats   ? kStatsSmemBytes
                                   : Config::kStage == EncodeHuffmanStage::kTable ? 4096
-                                  : Config::kStage == EncodeHuffmanStage::kWrite ? kTile + kTileWarps * kTileBufferWords * 4
-                                                                          : 1024;
+                                  : Config::kStage == EncodeHuffmanStage::kWrite
+                                      ? kTile + kTileWarps * kTileBufferWords * 4
+                                      : 1024;
 };
 
 UW_DEVICE u64 shuffle_u64(u64 v, u32 lane) {
-    return static_cast<u64>(ptx::shuffle(static_cast<u32>(v >> 32), lane)) << 32 | ptx::shuffle(static_cast<u32>(v), lane);
+    return static_cast<u64>(ptx::shuffle(static_cast<u32>(v >> 32), lane)) << 32 |
+           ptx::shuffle(static_cast<u32>(v), lane);
 }
 UW_DEVICE u64 ld_shared_u64(u32 address) {
     U32x2 v = ptx::ld_shared_x2(address);

@@ -30,8 +30,9 @@ UW_DEVICE void palette_of(const EncodeHuffmanArgs& args) {
             for (u32 i = 0; i < kBatch; ++i) {
                 u32 row = (batch * kBatch + i) * 4 + group;
                 u32 packed = entry_low(table, v[i].x) | entry_high(table, v[i].x) << 4 | entry_low(table, v[i].y) << 8 |
-                             entry_high(table, v[i].y) << 12 | entry_low(table, v[i].z) << 16 | entry_high(table, v[i].z) << 20 |
-                             entry_low(table, v[i].w) << 24 | entry_high(table, v[i].w) << 28;
+                             entry_high(table, v[i].y) << 12 | entry_low(table, v[i].z) << 16 |
+                             entry_high(table, v[i].z) << 20 | entry_low(table, v[i].w) << 24 |
+                             entry_high(table, v[i].w) << 28;
                 bool verbatim = is_verbatim(m, row);
                 if (verbatim && rows_ok) store_verbatim(args, p, m, row, segment, v[i]);
                 ptx::st_global(out + row * 32 + segment * 4, verbatim || row >= p.rows ? 0 : packed);

@@ -30,8 +30,9 @@ UW_DEVICE void rows_of(const EncodeHuffmanArgs& args) {
 #pragma unroll
             for (u32 i = 0; i < kBatch; ++i) {
                 u32 step = batch * kBatch + i;
-                u32 bits = entry_low(table, v[i].x) + entry_high(table, v[i].x) + entry_low(table, v[i].y) + entry_high(table, v[i].y) +
-                           entry_low(table, v[i].z) + entry_high(table, v[i].z) + entry_low(table, v[i].w) + entry_high(table, v[i].w);
+                u32 bits = entry_low(table, v[i].x) + entry_high(table, v[i].x) + entry_low(table, v[i].y) +
+                           entry_high(table, v[i].y) + entry_low(table, v[i].z) + entry_high(table, v[i].z) +
+                           entry_low(table, v[i].w) + entry_high(table, v[i].w);
                 bits += ptx::shuffle_xor(bits, 1);
                 bits += ptx::shuffle_xor(bits, 2);
                 bits += ptx::shuffle_xor(bits, 4);
@@ -46,7 +47,8 @@ UW_DEVICE void rows_of(const EncodeHuffmanArgs& args) {
         for (u32 half = 0; half < 2; ++half) {
             bool inside = half * 32 + lane < p.rows, coded = inside && bits[half] <= kRowBitsMax;
             mask[half] = ptx::warp_ballot(inside && !coded);
-            ptx::st_global_u8(args.row_lengths + static_cast<u64>(tile) * kTile + half * 32 + lane, coded ? bits[half] - kRowBitsMin : 0);
+            ptx::st_global_u8(args.row_lengths + static_cast<u64>(tile) * kTile + half * 32 + lane,
+                              coded ? bits[half] - kRowBitsMin : 0);
             words += coded ? bits[half] : 0;
         }
 #pragma unroll

@@ -37,14 +37,16 @@ UW_DEVICE void scan(const EncodeHuffmanArgs& args) {
     u32 words_sum = words, rows_sum = rows;
 #pragma unroll
     for (u32 delta = 1; delta < 32; delta *= 2) {
-        u32 w = ptx::shuffle_up(words_sum, delta), r = ptx::shuffle_up(rows_sum, delta), x = ptx::shuffle_xor(most, delta);
+        u32 w = ptx::shuffle_up(words_sum, delta), r = ptx::shuffle_up(rows_sum, delta),
+            x = ptx::shuffle_xor(most, delta);
         words_sum += lane >= delta ? w : 0;
         rows_sum += lane >= delta ? r : 0;
         most = x > most ? x : most;
     }
     if (lane == 31) ptx::st_shared_x4(smem + warp * 16, U32x4{words_sum, rows_sum, most, 0});
     ptx::sync_block();  // orders the warps' sums before every thread's loads
-    u32 words_before = words_sum - words, rows_before = rows_sum - rows, block_words = 0, block_rows = 0, block_most = 0;
+    u32 words_before = words_sum - words, rows_before = rows_sum - rows, block_words = 0, block_rows = 0,
+        block_most = 0;
     for (u32 i = 0; i < kScanThreads / 32; ++i) {
         U32x4 t = ptx::ld_shared_x4(smem + i * 16);
         words_before += i < warp ? t.x : 0;
@@ -54,17 +56,16 @@ UW_DEVICE void scan(const EncodeHuffmanArgs& args) {
         block_most = t.z > block_most ? t.z : block_most;
     }
     if (thread == 0) {
-        ptx::st_release_global_u64(args.scan_state + static_cast<u64>(block) * 4,
-                                      block_words | static_cast<u64>(block_rows) << 24 | static_cast<u64>(block_most) << 44 | 1ull << 63);
+        ptx::st_release_global_u64(
+            args.scan_state + static_cast<u64>(block) * 4,
+            block_words | static_cast<u64>(block_rows) << 24 | static_cast<u64>(block_most) << 44 | 1ull << 63);
     }
     u64 words_total = 0, rows_total = 0;
     u32 most_total = 0;
 #pragma unroll 1
     for (u32 other = thread; other < block; other += kScanThreads) {
         u64 own = 0;
-        do {
-            own = ptx::ld_acquire_global_u64(args.scan_state + static_cast<u64>(other) * 4);
-        } while (own == 0);
+        do { own = ptx::ld_acquire_global_u64(args.scan_state + static_cast<u64>(other) * 4); } while (own == 0);
         words_total += own & 0xffffff;
         rows_total += own >> 24 & 0xfffff;
         u32 other_most = static_cast<u32>(own >> 44) & 0x7f;

@@ -14,7 +14,9 @@ UW_DEVICE void count_pair(u32 column, u32 pair) {
 }
 
 // Four sign-mantissa bytes of two words.
-UW_DEVICE u32 sign_mantissa_of(u32 a, u32 b) { return ptx::bit_select(0x80808080, ptx::prmt(a, b, 0x7531), ptx::prmt(a, b, 0x6420)); }
+UW_DEVICE u32 sign_mantissa_of(u32 a, u32 b) {
+    return ptx::bit_select(0x80808080, ptx::prmt(a, b, 0x7531), ptx::prmt(a, b, 0x6420));
+}
 
 UW_DEVICE void stats(const EncodeHuffmanArgs& args) {
     u32 smem = ptx::smem_address(ptx::dynamic_smem());

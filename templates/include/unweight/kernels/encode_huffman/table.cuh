@@ -33,7 +33,7 @@ UW_DEVICE u32 package_merge(u64 leaf, u32 m, u32 limit, u32 lane, u32 scratch) {
             st_shared_u64(merged + package_place * 8, package);
             ptx::st_shared(flags + package_place * 4, 0);
         }
-        ptx::sync_warp();  // orders the merged items and flags before the loads of other lanes
+        ptx::sync_warp();          // orders the merged items and flags before the loads of other lanes
         u32 items = m + packages;  // 31 at most
         u32 is_leaf = ptx::warp_ballot(lane < items && ptx::ld_shared(flags + lane * 4) != 0);
         if (lane == 0) ptx::st_shared(rounds + round * 4, is_leaf);

@@ -22,7 +22,8 @@ UW_DEVICE TilePlace place(const EncodeHuffmanArgs& args, u32 tile, u32 lane) {
     u32 tile_row = tile / args.tile_cols, row = tile_row * kTile, left = args.n - row;
     u32 column = (tile - tile_row * args.tile_cols) * kTile + lane % 8 * 8;
     u32 inside = column < args.k ? args.k - column : 0;
-    return {left < kTile ? left : kTile, inside < 8 ? inside : 8, args.weights + static_cast<u64>(row + lane / 8) * args.k + column};
+    return {left < kTile ? left : kTile, inside < 8 ? inside : 8,
+            args.weights + static_cast<u64>(row + lane / 8) * args.k + column};
 }
 
 // Eight elements of one row, two a word; pad columns hold the exponent of palette entry 0, as A.5 codes them.
@@ -70,7 +71,9 @@ UW_DEVICE u32 rows_before(const TileMetadata& m, u32 row) {
     u32 low = row >= 32 ? ~0u : (1u << row) - 1, high = row >= 32 ? (1u << (row - 32)) - 1 : 0;
     return ptx::popcount(m.verbatim_low & low) + ptx::popcount(m.verbatim_high & high);
 }
-UW_DEVICE bool is_verbatim(const TileMetadata& m, u32 row) { return (row >= 32 ? m.verbatim_high : m.verbatim_low) >> row % 32 & 1; }
+UW_DEVICE bool is_verbatim(const TileMetadata& m, u32 row) {
+    return (row >= 32 ? m.verbatim_high : m.verbatim_low) >> row % 32 & 1;
+}
 
 UW_DEVICE TileMetadata load_metadata(const EncodeHuffmanArgs& args, u32 tile) {
     U32x4 v = ptx::ld_global_x4(args.tile_metadata + tile);
@@ -85,7 +88,8 @@ UW_DEVICE bool rows_fit(const EncodeHuffmanArgs& args, const TileMetadata& m, u3
     return fits;
 }
 
-UW_DEVICE void store_verbatim(const EncodeHuffmanArgs& args, const TilePlace& p, const TileMetadata& m, u32 row, u32 segment, const U32x4& v) {
+UW_DEVICE void store_verbatim(const EncodeHuffmanArgs& args, const TilePlace& p, const TileMetadata& m, u32 row,
+                              u32 segment, const U32x4& v) {
     u64 at = static_cast<u64>(m.verbatim_row_offset) + rows_before(m, row);
     ptx::st_global_x2(args.verbatim_exponents + at * kTile + segment * 8, exponent_bytes(p, v));
 }

@@ -32,11 +32,11 @@ struct Codes {
 
 UW_DEVICE Codes codes_of(u32 table, const U32x4& v) {
     u32 length[4];
-    u32 pairs[4] = {join_pair(table, v.x, length[0]), join_pair(table, v.y, length[1]), join_pair(table, v.z, length[2]),
-                    join_pair(table, v.w, length[3])};
+    u32 pairs[4] = {join_pair(table, v.x, length[0]), join_pair(table, v.y, length[1]),
+                    join_pair(table, v.z, length[2]), join_pair(table, v.w, length[3])};
     u32 left = length[0] + length[1];
-    return {pairs[0] | static_cast<u64>(pairs[1]) << length[0], pairs[2] | static_cast<u64>(pairs[3]) << length[2], left,
-            left + length[2] + length[3]};
+    return {pairs[0] | static_cast<u64>(pairs[1]) << length[0], pairs[2] | static_cast<u64>(pairs[3]) << length[2],
+            left, left + length[2] + length[3]};
 }
 
 // The same for codes of at most 7 bits: four fit a word. Words fill from the top, so that a funnel shift both makes
@@ -82,7 +82,8 @@ struct CodesOf<true> {
 // ORs the codes into a zeroed bitstream, before bit `end`.
 UW_DEVICE void put_before(u32 stream, u32 end, const ShortCodes& c) {
     u32 address = stream + end / 32 * 4;
-    u32 last = ptx::funnel_shift_left(c.high, 0, end), middle = ptx::funnel_shift_left(c.low, c.high, end), first = c.low << end % 32;
+    u32 last = ptx::funnel_shift_left(c.high, 0, end), middle = ptx::funnel_shift_left(c.low, c.high, end),
+        first = c.low << end % 32;
     if (last != 0) ptx::red_or_shared(address, last);
     if (middle != 0) ptx::red_or_shared(address - 4, middle);
     if (first != 0) ptx::red_or_shared(address - 8, first);
@@ -109,7 +110,8 @@ UW_DEVICE void write_of(const EncodeHuffmanArgs& args) {
         const u8* lengths = args.row_lengths + static_cast<u64>(tile) * kTile + lane;
         // Rows `lane` and `lane + 32` in one scan, as the decoder does.
         u32 low = lane < p.rows && !is_verbatim(m, lane) ? ptx::ld_global_nc_u8(lengths) + kRowBitsMin : 0;
-        u32 high = lane + 32 < p.rows && !is_verbatim(m, lane + 32) ? ptx::ld_global_nc_u8(lengths + 32) + kRowBitsMin : 0;
+        u32 high =
+            lane + 32 < p.rows && !is_verbatim(m, lane + 32) ? ptx::ld_global_nc_u8(lengths + 32) + kRowBitsMin : 0;
         u32 own = low | high << 16, sum = own;
 #pragma unroll
         for (u32 delta = 1; delta < 32; delta *= 2) {
@@ -162,7 +164,8 @@ UW_DEVICE void write_of(const EncodeHuffmanArgs& args) {
                     } else if constexpr (kShort) {
                         put_before(stream, end, codes[j]);
                     } else if (codes[j].length <= 64) {
-                        put(stream, end - codes[j].length, codes[j].left | (codes[j].left_length < 64 ? codes[j].right << codes[j].left_length : 0));
+                        put(stream, end - codes[j].length,
+                            codes[j].left | (codes[j].left_length < 64 ? codes[j].right << codes[j].left_length : 0));
                     } else {
                         put(stream, end - codes[j].length, codes[j].left);
                         put(stream, end - codes[j].length + codes[j].left_length, codes[j].right);
@@ -176,7 +179,8 @@ UW_DEVICE void write_of(const EncodeHuffmanArgs& args) {
             for (u32 at = lane; at < words; at += 32) ptx::st_global(out + at, ptx::ld_shared(stream + at * 4));
             // The section ends on 16 bytes (docs/format.md A.6).
             u32 pads = 0 - (m.start_word + words) & 3;
-            if (tile == tiles - 1 && lane < pads && m.start_word + static_cast<u64>(words) + lane < args.capacity_words) {
+            if (tile == tiles - 1 && lane < pads &&
+                m.start_word + static_cast<u64>(words) + lane < args.capacity_words) {
                 ptx::st_global(out + words + lane, 0);
             }
         }

@@ -30,8 +30,10 @@ struct Smem : SourceSizes<Config> {
     static constexpr u32 kXBarriers = kSourceBarriers + pipeline::Ring<Config::kStages>::kBarrierBytes;
     static constexpr u32 kBytes = kXBarriers + pipeline::Ring<kXStages>::kBarrierBytes;
 
-    static_assert(kB % smem::kSwizzlePeriodBytes == 0 && kXSlotBytes % smem::kSwizzlePeriodBytes == 0, "swizzled tiles are 1024-byte aligned");
-    static_assert(kConsumerWarps * epilogue::kStagingBytes<Config::kNTiles * kTile> <= kBBuffers * Sizes::kBBytes, "the output is staged in B");
+    static_assert(kB % smem::kSwizzlePeriodBytes == 0 && kXSlotBytes % smem::kSwizzlePeriodBytes == 0,
+                  "swizzled tiles are 1024-byte aligned");
+    static_assert(kConsumerWarps * epilogue::kStagingBytes<Config::kNTiles * kTile> <= kBBuffers * Sizes::kBBytes,
+                  "the output is staged in B");
 };
 
 template <class Config, u32 kSplits = 1>
@@ -47,7 +49,8 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
     static constexpr u32 kVectorBytes = kConsumerThreads * 16;  // four sums of each thread
     static_assert(kSplits == 1 || kPieceColumns % 16 == 0, "the output is stored in groups of 16 columns");
     static_assert((kSplits - 1) * (kPieceSums / 4) * kVectorBytes <= S::kB, "what a cluster exchanges overlays X");
-    using Base::args, Base::shared, Base::rank, Base::sources, Base::source_cursor, Base::kNTiles, Base::kTaskColumns, Base::steps, Base::rotated;
+    using Base::args, Base::shared, Base::rank, Base::sources, Base::source_cursor, Base::kNTiles, Base::kTaskColumns,
+        Base::steps, Base::rotated;
 
     const pipeline::Ring<S::kXStages> activations;
     pipeline::Cursor<S::kXStages> x_cursor;
@@ -93,7 +96,9 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
                 const u32 slot = shared + S::kX + x_cursor.slot * S::kXSlotBytes;
                 ptx::mbarrier_arrive_expect_tx(barrier, bytes);
                 ptx::tma_load_2d(slot, args.x, rotated(step, column) * kTile, row, barrier, policy);
-                if (both) ptx::tma_load_2d(slot + S::kXTileBytes, args.x, rotated(step, column) * kTile, row + kTile, barrier, policy);
+                if (both)
+                    ptx::tma_load_2d(slot + S::kXTileBytes, args.x, rotated(step, column) * kTile, row + kTile, barrier,
+                                     policy);
             }
             ptx::sync_warp();  // converges the warp: shared memory is ordered by the slot's barriers
             x_cursor.advance();
@@ -130,7 +135,8 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
         sources.wait_full(source_cursor);
         const u32 slot = source_cursor.slot;
         const u32 sign = shared + S::kSign + slot * S::kSignSlotBytes + p.thread * 16;
-        const u32 exponent = shared + S::kExponent + slot * S::kExponentSlotBytes + p.thread * (S::kExponentTileBytes / kConsumerThreads);
+        const u32 exponent = shared + S::kExponent + slot * S::kExponentSlotBytes +
+                             p.thread * (S::kExponentTileBytes / kConsumerThreads);
 #pragma unroll
         for (u32 j = 0; j < kNTiles; ++j) {
             s.sign_mantissa[j] = ptx::ld_shared_x4(sign + j * S::kSignTileBytes);
@@ -139,7 +145,8 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
             } else {
                 s.exponents[j] = ptx::ld_shared_x4(exponent + j * S::kExponentTileBytes);
             }
-            if constexpr (S::kHasVerbatim) s.verbatim[j] = ptx::ld_shared_u8(shared + S::kMask + slot * S::kMaskSlotBytes + j * 8 + p.warp);
+            if constexpr (S::kHasVerbatim)
+                s.verbatim[j] = ptx::ld_shared_u8(shared + S::kMask + slot * S::kMaskSlotBytes + j * 8 + p.warp);
         }
     }
 
@@ -156,7 +163,8 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
         const u32 row = p.warp * 8 + p.lane / 4;
         const u32 index = Base::verbatim_index(mask, row);
         if (index >= Config::kVerbatimRows) return;
-        const u32 exponents = shared + S::kVerbatim + slot * S::kVerbatimSlotBytes + j * S::kVerbatimTileBytes + index * kTile + p.lane % 4 * 16;
+        const u32 exponents = shared + S::kVerbatim + slot * S::kVerbatimSlotBytes + j * S::kVerbatimTileBytes +
+                              index * kTile + p.lane % 4 * 16;
         put(tile, p, mma::join_exponents(s.sign_mantissa[j], ptx::ld_shared_x4(exponents)));
     }
 
@@ -181,7 +189,8 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
     // would cost a serialised pipeline.
     template <bool kActive>
     UW_DEVICE void compute_steps(const Place& p) {
-        const mma::PaletteTable palette(kPaletteSource<Config> ? ptx::ld_global_nc_x4(args.palette) : U32x4{0, 0, 0, 0});
+        const mma::PaletteTable palette(kPaletteSource<Config> ? ptx::ld_global_nc_x4(args.palette)
+                                                               : U32x4{0, 0, 0, 0});
         const u32 last_steps = steps();
         u32 released = x_cursor.slot;
         Staged staged;
@@ -197,7 +206,8 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
             if (step + 1 < last_steps) fetch(staged, p);
             ptx::fence_proxy_async_shared();
             if constexpr (kActive) ptx::wgmma_wait_group<1>();
-            ptx::bar_sync(NamedBarrier::kConsumers, kConsumerThreads);  // orders the fenced stores to B before the wgmma that reads them
+            // Orders the fenced stores to B before the wgmma that reads them.
+            ptx::bar_sync(NamedBarrier::kConsumers, kConsumerThreads);
             if (step >= 2) {
                 if (p.thread == 0) activations.release(released);
                 released = released + 1 == S::kXStages ? 0 : released + 1;
@@ -209,7 +219,8 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
                 ptx::wgmma_fence();
 #pragma unroll
                 for (u32 k16 = 0; k16 < kTile / 16; ++k16) {
-                    ptx::wgmma(accumulators, a_descriptor + k16 * mma::kDescriptorStepK16, b_descriptor + k16 * mma::kDescriptorStepK16);
+                    ptx::wgmma(accumulators, a_descriptor + k16 * mma::kDescriptorStepK16,
+                               b_descriptor + k16 * mma::kDescriptorStepK16);
                 }
                 ptx::wgmma_commit_group();
             }
@@ -217,7 +228,8 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
             b_buffer = b_buffer + 1 == kBBuffers ? 0 : b_buffer + 1;
         }
         if constexpr (kActive) ptx::wgmma_wait_group<0>();
-        ptx::bar_sync(NamedBarrier::kConsumers, kConsumerThreads);  // orders every warpgroup's wgmma before the release of X
+        // Orders every warpgroup's wgmma before the release of X.
+        ptx::bar_sync(NamedBarrier::kConsumers, kConsumerThreads);
         if (p.thread == 0) {
             for (u32 left = last_steps < 2 ? last_steps : 2; left > 0; --left) {
                 activations.release(released);
@@ -264,13 +276,13 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
 #pragma unroll
                 for (u32 i = 0; i < kVectors; ++i) {
                     ptx::st_shared_x4(sums + ((piece - (piece > rank)) * kVectors + i) * kVectorBytes,
-                                         {ptx::bits_from_float(d[4 * i]), ptx::bits_from_float(d[4 * i + 1]), ptx::bits_from_float(d[4 * i + 2]),
-                                          ptx::bits_from_float(d[4 * i + 3])});
+                                      {ptx::bits_from_float(d[4 * i]), ptx::bits_from_float(d[4 * i + 1]),
+                                       ptx::bits_from_float(d[4 * i + 2]), ptx::bits_from_float(d[4 * i + 3])});
                 }
             }
         }
         ptx::sync_warp();  // converges the warp for the cluster's barrier, which orders the sums
-        sync_cluster();  // all blocks have left their sums
+        sync_cluster();    // all blocks have left their sums
         if (has_rows) {
             U32x4 v[kPeers][kVectors];
 #pragma unroll
@@ -311,7 +323,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
             exchange(own, left > 0, p);
             epilogue::store_rows<kStoreAdd<Config>>(own, y + rank * kPieceColumns, args.n, left < 16 ? left : 16,
                                                     shared + S::kB + p.warp * epilogue::kStagingBytes<kPieceColumns>);
-            ptx::sync_warp();  // converges the warp for the cluster's barrier
+            ptx::sync_warp();             // converges the warp for the cluster's barrier
             ptx::barrier_cluster_wait();  // the second meeting: peers have read this block's sums
         }
         // The next task's weights go where the output was staged.

@@ -20,7 +20,7 @@ constexpr u32 kThreads = 384;
 template <class Config>
 constexpr bool kPaletteSource = Config::kSource == WeightSource::kPalette;
 constexpr u32 kMinBlocksPerSm = 1;
-constexpr u32 kTile = 64;             // rows and columns of a stored tile; the k step
+constexpr u32 kTile = 64;  // rows and columns of a stored tile; the k step
 constexpr u32 kConsumerWarpgroups = 2;
 constexpr u32 kConsumerThreads = kConsumerWarpgroups * 128;
 constexpr u32 kConsumerWarps = kConsumerThreads / 32;
@@ -72,7 +72,8 @@ struct SourceRing : Share<kSplits> {
     const pipeline::Ring<Config::kStages> sources;
     pipeline::Cursor<Config::kStages> source_cursor;
 
-    UW_DEVICE SourceRing(const GemmReconArgs& a, u32 shared_address) : args(a), shared(shared_address), sources{shared_address + S::kSourceBarriers} {}
+    UW_DEVICE SourceRing(const GemmReconArgs& a, u32 shared_address)
+        : args(a), shared(shared_address), sources{shared_address + S::kSourceBarriers} {}
 
     UW_DEVICE void setup_sources() const {
         sources.init(1, kConsumerWarps);
@@ -101,7 +102,8 @@ struct SourceRing : Share<kSplits> {
         Verbatim v{0, 0, 0};
         const u32 j = lane / kMetadataBatch, i = lane % kMetadataBatch;
         if (j < kNTiles && step + i < steps()) {
-            const U32x4 word = ptx::ld_global_nc_x4(args.tile_metadata + (u64(tile_row + j) * args.tile_cols + rotated(step + i, tile_row * kTile)));
+            const U32x4 word = ptx::ld_global_nc_x4(
+                args.tile_metadata + (u64(tile_row + j) * args.tile_cols + rotated(step + i, tile_row * kTile)));
             v = {word.y, word.z, word.w};
         }
         return v;
@@ -127,10 +129,12 @@ struct SourceRing : Share<kSplits> {
                 const u32 exponent = shared + S::kExponent + slot * S::kExponentSlotBytes;
 #pragma unroll
                 for (u32 j = 0; j < kNTiles; ++j) {
-                    ptx::tma_load_2d(sign + j * S::kSignTileBytes, args.sign_mantissa, k_step * kTile, column + j * kTile, barrier, policy);
+                    ptx::tma_load_2d(sign + j * S::kSignTileBytes, args.sign_mantissa, k_step * kTile,
+                                     column + j * kTile, barrier, policy);
                     const u64 tile = u64(tile_row + j) * args.tile_cols + k_step;
-                    ptx::cp_async_bulk_load(exponent + j * S::kExponentTileBytes, args.exponents + tile * S::kExponentTileBytes,
-                                   S::kExponentTileBytes, barrier, policy);
+                    ptx::cp_async_bulk_load(exponent + j * S::kExponentTileBytes,
+                                            args.exponents + tile * S::kExponentTileBytes, S::kExponentTileBytes,
+                                            barrier, policy);
                 }
             }
             ptx::sync_warp();  // converges the warp: shared memory is ordered by the slot's barriers
@@ -140,7 +144,8 @@ struct SourceRing : Share<kSplits> {
                     now = next;
                     next = load_metadata(tile_row, step + kMetadataBatch, lane);
                 }
-                if (lane % kMetadataBatch == in_batch && lane / kMetadataBatch < kNTiles) load_verbatim(now, lane / kMetadataBatch, slot);
+                if (lane % kMetadataBatch == in_batch && lane / kMetadataBatch < kNTiles)
+                    load_verbatim(now, lane / kMetadataBatch, slot);
                 ++in_batch;
                 ptx::sync_warp();  // orders the lanes' stores and expected bytes before the arrival below
             }
@@ -162,7 +167,7 @@ struct SourceRing : Share<kSplits> {
         const u32 barrier = sources.full(slot);
         ptx::mbarrier_expect_tx(barrier, rows * kTile);
         ptx::cp_async_bulk_load(shared + S::kVerbatim + slot * S::kVerbatimSlotBytes + j * S::kVerbatimTileBytes,
-                       args.verbatim_exponents + u64(v.offset) * kTile, rows * kTile, barrier);
+                                args.verbatim_exponents + u64(v.offset) * kTile, rows * kTile, barrier);
     }
 
     // Which of a tile's verbatim rows is `row`, whose bit is set.

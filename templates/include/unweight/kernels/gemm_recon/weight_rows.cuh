@@ -53,7 +53,8 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
     // Consumers only.
     u32 b_buffer = 0;
 
-    UW_DEVICE Kernel(const Args& a, u32 shared_address) : Base(a, shared_address), activations{shared_address + S::kXBarriers} {}
+    UW_DEVICE Kernel(const Args& a, u32 shared_address)
+        : Base(a, shared_address), activations{shared_address + S::kXBarriers} {}
 
     UW_DEVICE void setup() const {
         Base::setup_sources();
@@ -114,12 +115,15 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
         const u64 policy = ptx::createpolicy_l2(L2::kEvictLast);
         const u32 boxes = (t.rows + kTile - 1) / kTile;
         for (u32 step = 0; step < steps(); ++step) {
-            ptx::mbarrier_wait_parity(activations.empty(x_slot), x_parity ^ 1);  // the wgmma that read the slot are done, in both warpgroups
+            // The wgmma that read the slot are done, in both warpgroups.
+            ptx::mbarrier_wait_parity(activations.empty(x_slot), x_parity ^ 1);
             if (leader) {
-                const u32 barrier = activations.full(x_slot), slot = slot_address(x_slot), k_step = rotated(step, t.column);
+                const u32 barrier = activations.full(x_slot), slot = slot_address(x_slot),
+                          k_step = rotated(step, t.column);
                 ptx::mbarrier_arrive_expect_tx(barrier, boxes * S::kBoxBytes);
                 for (u32 i = 0; i < boxes; ++i) {
-                    ptx::tma_load_2d(slot + i * S::kBoxBytes, args.x, k_step * kTile, t.row + i * kTile, barrier, policy);
+                    ptx::tma_load_2d(slot + i * S::kBoxBytes, args.x, k_step * kTile, t.row + i * kTile, barrier,
+                                     policy);
                 }
             }
             ptx::sync_warp();  // converges the warp: shared memory is ordered by the slot's barriers
@@ -183,7 +187,9 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
         }
     }
 
-    UW_DEVICE u32 mask_address(const Place& p) const { return shared + S::kMask + source_cursor.slot * S::kMaskSlotBytes + p.tile * 8; }
+    UW_DEVICE u32 mask_address(const Place& p) const {
+        return shared + S::kMask + source_cursor.slot * S::kMaskSlotBytes + p.tile * 8;
+    }
 
     UW_DEVICE void put(u32 block, const Place& p, const mma::Bf16x16& w) const {
         ptx::st_shared_x4(block + p.b_first, w.low);
@@ -195,11 +201,15 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
         if ((s.verbatim[u] >> (p.lane / 4) & 1) == 0) return;
         const u32 index = Base::verbatim_index(ptx::ld_shared_x2(mask_address(p)), p.block(u) * 8 + p.lane / 4);
         if (index >= Config::kVerbatimRows) return;
-        const u32 rows = shared + S::kVerbatim + source_cursor.slot * S::kVerbatimSlotBytes + p.tile * S::kVerbatimTileBytes;
-        put(block, p, mma::join_exponents(s.sign_mantissa[u], ptx::ld_shared_x4(rows + index * kTile + p.lane % 4 * 16)));
+        const u32 rows =
+            shared + S::kVerbatim + source_cursor.slot * S::kVerbatimSlotBytes + p.tile * S::kVerbatimTileBytes;
+        put(block, p,
+            mma::join_exponents(s.sign_mantissa[u], ptx::ld_shared_x4(rows + index * kTile + p.lane % 4 * 16)));
     }
 
-    UW_DEVICE u32 b_tile(u32 buffer, const Place& p) const { return shared + S::kB + buffer * S::kBBytes + p.tile * S::kBoxBytes; }
+    UW_DEVICE u32 b_tile(u32 buffer, const Place& p) const {
+        return shared + S::kB + buffer * S::kBBytes + p.tile * S::kBoxBytes;
+    }
 
     UW_DEVICE void join(const Staged& s, const mma::PaletteTable& palette, const Place& p) const {
 #pragma unroll
@@ -223,7 +233,8 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
         float accumulators[kBatch / 2];
 #pragma unroll
         for (u32 i = 0; i < kBatch / 2; ++i) accumulators[i] = 0.0f;
-        const mma::PaletteTable palette(kPaletteSource<Config> ? ptx::ld_global_nc_x4(args.palette) : U32x4{0, 0, 0, 0});
+        const mma::PaletteTable palette(kPaletteSource<Config> ? ptx::ld_global_nc_x4(args.palette)
+                                                               : U32x4{0, 0, 0, 0});
         const u32 last_steps = steps();
         u32 released = x_slot;
         Staged staged;
@@ -242,11 +253,13 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
                 released = next_slot(released);
             }
             ptx::mbarrier_wait_parity(activations.full(x_slot), x_parity);
-            const u64 w_descriptor = mma::k_major_descriptor(b_tile(b_buffer, p)), x_descriptor = mma::k_major_descriptor(slot_address(x_slot));
+            const u64 w_descriptor = mma::k_major_descriptor(b_tile(b_buffer, p)),
+                      x_descriptor = mma::k_major_descriptor(slot_address(x_slot));
             ptx::wgmma_fence();
 #pragma unroll
             for (u32 k16 = 0; k16 < kTile / 16; ++k16) {
-                ptx::wgmma(accumulators, w_descriptor + k16 * mma::kDescriptorStepK16, x_descriptor + k16 * mma::kDescriptorStepK16);
+                ptx::wgmma(accumulators, w_descriptor + k16 * mma::kDescriptorStepK16,
+                           x_descriptor + k16 * mma::kDescriptorStepK16);
             }
             ptx::wgmma_commit_group();
             advance_x();
@@ -276,7 +289,9 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
 #pragma unroll
             for (u32 i = 0; i < kChunks; ++i) {
                 const u32 row = i * 16 + p.thread / 8;
-                if (row < rows) ptx::st_shared_x4(staging + OutputTile::offset(row, chunk), ptx::ld_global_x4(y + u64(row) * args.n + chunk * 8));
+                if (row < rows)
+                    ptx::st_shared_x4(staging + OutputTile::offset(row, chunk),
+                                      ptx::ld_global_x4(y + u64(row) * args.n + chunk * 8));
             }
             sync_warpgroup(p);
         }
@@ -294,14 +309,16 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
                 epilogue::add_pair(d[4], d[5], old.z);
                 epilogue::add_pair(d[6], d[7], old.w);
             }
-            ptx::stmatrix_x4_trans(address, {ptx::pack_bf16x2(d[0], d[1]), ptx::pack_bf16x2(d[2], d[3]), ptx::pack_bf16x2(d[4], d[5]),
-                                                      ptx::pack_bf16x2(d[6], d[7])});
+            ptx::stmatrix_x4_trans(address, {ptx::pack_bf16x2(d[0], d[1]), ptx::pack_bf16x2(d[2], d[3]),
+                                             ptx::pack_bf16x2(d[4], d[5]), ptx::pack_bf16x2(d[6], d[7])});
         }
         sync_warpgroup(p);
 #pragma unroll
         for (u32 i = 0; i < kChunks; ++i) {
             const u32 row = i * 16 + p.thread / 8;
-            if (row < rows) ptx::st_global_x4(y + u64(row) * args.n + chunk * 8, ptx::ld_shared_x4(staging + OutputTile::offset(row, chunk)));
+            if (row < rows)
+                ptx::st_global_x4(y + u64(row) * args.n + chunk * 8,
+                                  ptx::ld_shared_x4(staging + OutputTile::offset(row, chunk)));
         }
         // The group after the next writes here again, and the barrier of the next one comes between; the next task's
         // weights have no such barrier.

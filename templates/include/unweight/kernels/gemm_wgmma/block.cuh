@@ -44,7 +44,8 @@ struct Smem {
     static constexpr u32 kXBytes = kXBoxes * kXBoxBytes;
     static constexpr u32 kWBytes = Config::kWarpgroups * packed::kTileBytes;
     // A warpgroup turns its part of Y over in pieces of kStoreRows batch rows by 64 features.
-    static constexpr u32 kStoreRows = Config::kBatchTile % 64 == 0 && Config::kBatchTile > 64 && Config::kCluster == 1 ? 64 : 32;
+    static constexpr u32 kStoreRows =
+        Config::kBatchTile % 64 == 0 && Config::kBatchTile > 64 && Config::kCluster == 1 ? 64 : 32;
     static constexpr u32 kPieces = Config::kBatchTile / kStoreRows;
     static constexpr u32 kStoreBuffers = kPieces < 2 ? 2 : kPieces > 3 ? 3 : kPieces;
     static constexpr u32 kPieceBytes = kStoreRows * smem::kSwizzleBytes;
@@ -57,12 +58,16 @@ struct Smem {
     static constexpr u32 kW = kX + Config::kStages * kXBytes;
     static constexpr u32 kStaging = kW + Config::kStages * kWBytes;
     static constexpr u32 kRecords = kStaging + Config::kWarpgroups * kStoreBuffers * kPieceBytes;
-    static constexpr u32 kBarriers = kRecords + (Config::kEscapes ? Config::kStages * Config::kWarpgroups * kTileRecordBytes : 0);
-    static constexpr u32 kOldBarriers = kBarriers + pipeline::Ring<Config::kStages>::kBarrierBytes;  // one a warpgroup: the old Y has landed
+    static constexpr u32 kBarriers =
+        kRecords + (Config::kEscapes ? Config::kStages * Config::kWarpgroups * kTileRecordBytes : 0);
+    static constexpr u32 kOldBarriers =
+        kBarriers + pipeline::Ring<Config::kStages>::kBarrierBytes;  // one a warpgroup: the old Y has landed
     static constexpr u32 kBytes = kOldBarriers + Config::kWarpgroups * 8;
 
-    static_assert(kXBytes % smem::kSwizzlePeriodBytes == 0 && kStaging % smem::kSwizzlePeriodBytes == 0, "swizzled tiles are 1024-byte aligned");
-    static_assert(Config::kCluster == 1 || kSums + Config::kWarpgroups * kSumBytes <= kStaging, "a cluster's sums fit over the ring");
+    static_assert(kXBytes % smem::kSwizzlePeriodBytes == 0 && kStaging % smem::kSwizzlePeriodBytes == 0,
+                  "swizzled tiles are 1024-byte aligned");
+    static_assert(Config::kCluster == 1 || kSums + Config::kWarpgroups * kSumBytes <= kStaging,
+                  "a cluster's sums fit over the ring");
 };
 
 // A thread of the warpgroups that multiply.
@@ -95,7 +100,8 @@ struct Block {
     static constexpr bool kBudgets = Config::kWarpgroups > 1;
     static constexpr u32 kProducerRegisters = 56;
     static constexpr u32 kConsumerRegisters = Config::kWarpgroups == 2 ? 224 : 152;
-    static_assert(Config::kBatchTile % 32 == 0 && Config::kBatchTile >= 32 && Config::kBatchTile <= 256, "the n of wgmma in whole store boxes");
+    static_assert(Config::kBatchTile % 32 == 0 && Config::kBatchTile >= 32 && Config::kBatchTile <= 256,
+                  "the n of wgmma in whole store boxes");
     static_assert(Config::kWarpgroups >= 1 && Config::kWarpgroups <= 3, "registers for up to three warpgroups");
     static_assert(Config::kStages >= 3, "a step multiplies, one is decoded and one is read");
     static_assert(!(Config::kDump && Config::kStreamK), "both would use the workspace");
@@ -121,14 +127,18 @@ struct Block {
     UW_DEVICE u32 batch_row(const Segment& s) const { return s.tile % batch_tiles * Config::kBatchTile; }
     // The row of tiles of W that a warpgroup multiplies. Past the end it repeats the last one, and its sums are
     // dropped.
-    UW_DEVICE u32 wanted_tile_row(const Segment& s, u32 warpgroup) const { return s.tile / batch_tiles * Config::kWarpgroups + warpgroup; }
+    UW_DEVICE u32 wanted_tile_row(const Segment& s, u32 warpgroup) const {
+        return s.tile / batch_tiles * Config::kWarpgroups + warpgroup;
+    }
     UW_DEVICE u32 tile_row(const Segment& s, u32 warpgroup) const {
         const u32 wanted = wanted_tile_row(s, warpgroup), last = args.n / kTile - 1;
         return wanted < last ? wanted : last;
     }
     UW_DEVICE u32 x_slot(u32 slot) const { return shared + S::kX + slot * S::kXBytes; }
     UW_DEVICE u32 w_slot(u32 slot) const { return shared + S::kW + slot * S::kWBytes; }
-    UW_DEVICE u32 record_slot(u32 slot, u32 warpgroup) const { return shared + S::kRecords + (slot * Config::kWarpgroups + warpgroup) * kTileRecordBytes; }
+    UW_DEVICE u32 record_slot(u32 slot, u32 warpgroup) const {
+        return shared + S::kRecords + (slot * Config::kWarpgroups + warpgroup) * kTileRecordBytes;
+    }
 
     // One barrier per warpgroup, each named in its own branch: a barrier chosen at run time makes the compiler
     // serialise wgmma.

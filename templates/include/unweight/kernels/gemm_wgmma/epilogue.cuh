@@ -14,7 +14,8 @@ struct Epilogue : Reduce<Config> {
     using S = typename Base::S;
     using OutputTile = typename Base::OutputTile;
     using GatedTile = typename Base::GatedTile;
-    using Base::args, Base::shared, Base::kAccumulators, Base::kOutputRowBytes, Base::kTileOutputs, Base::wanted_tile_row, Base::batch_row, Base::sync_warpgroup, Base::reduces;
+    using Base::args, Base::shared, Base::kAccumulators, Base::kOutputRowBytes, Base::kTileOutputs,
+        Base::wanted_tile_row, Base::batch_row, Base::sync_warpgroup, Base::reduces;
     using Base::Base;
 
     UW_DEVICE u32 old_barrier(const Place& p) const { return shared + S::kOldBarriers + p.warpgroup * 8; }
@@ -27,10 +28,11 @@ struct Epilogue : Reduce<Config> {
     // Of rows g and g + 8 of a fragment, a gate and its up.
     UW_DEVICE float gated(float gate, float up) const { return packed::silu(gate * args.scale) * (up * args.scale); }
 
-    // Pieces of kStoreRows batch rows by 64 features (kSiluMul: 32): transposed into shared memory and stored by the copy
-    // engine, which drops rows past m. Thread 0 starts every store. A buffer is written again after kStoreBuffers pieces, and
-    // thread 0 passes the barrier of the piece before only when its store has read it.
-    UW_DEVICE void store(float (&sums)[kAccumulators], const Segment& s, const typename Schedule<Config>::Peers& peers, u32& buffer, u32& old_parity, const Place& p) const {
+    // Pieces of kStoreRows batch rows by 64 features (kSiluMul: 32): transposed into shared memory and stored by the
+    // copy engine, which drops rows past m. Thread 0 starts every store. A buffer is written again after kStoreBuffers
+    // pieces, and thread 0 passes the barrier of the piece before only when its store has read it.
+    UW_DEVICE void store(float (&sums)[kAccumulators], const Segment& s, const typename Schedule<Config>::Peers& peers,
+                         u32& buffer, u32& old_parity, const Place& p) const {
         const u32 wanted = wanted_tile_row(s, p.warpgroup), column = wanted * kTileOutputs, row = batch_row(s);
         if (wanted * kTile >= args.n) return;
         // A fragment is 16 features by 8 rows of the batch. Transposed matrices: features 0..7 and 8..15 of one
@@ -50,7 +52,8 @@ struct Epilogue : Reduce<Config> {
                     ptx::mbarrier_arrive_expect_tx(old_barrier(p), S::kPieceBytes);
 #pragma unroll
                     for (u32 r = 0; r < S::kStoreRows; r += kBoxRows) {
-                        ptx::tma_load_2d(staging + r * smem::kSwizzleBytes, args.y_map, column, first + r, old_barrier(p));
+                        ptx::tma_load_2d(staging + r * smem::kSwizzleBytes, args.y_map, column, first + r,
+                                         old_barrier(p));
                     }
                 }
                 ptx::mbarrier_wait_parity(old_barrier(p), old_parity);
@@ -63,8 +66,10 @@ struct Epilogue : Reduce<Config> {
                     const float* d = sums + (i * S::kStoreRows / 32 + g) * 16;
                     u32 pairs[4];
 #pragma unroll
-                    for (u32 j = 0; j < 4; ++j) pairs[j] = ptx::pack_bf16x2(gated(d[4 * j], d[4 * j + 2]), gated(d[4 * j + 1], d[4 * j + 3]));
-                    ptx::stmatrix_x4_trans(staging + GatedTile::offset(g * 32 + p.lane, p.warp), {pairs[0], pairs[1], pairs[2], pairs[3]});
+                    for (u32 j = 0; j < 4; ++j)
+                        pairs[j] = ptx::pack_bf16x2(gated(d[4 * j], d[4 * j + 2]), gated(d[4 * j + 1], d[4 * j + 3]));
+                    ptx::stmatrix_x4_trans(staging + GatedTile::offset(g * 32 + p.lane, p.warp),
+                                           {pairs[0], pairs[1], pairs[2], pairs[3]});
                 }
             } else {
 #pragma unroll
@@ -80,8 +85,8 @@ struct Epilogue : Reduce<Config> {
                         add_pair(d[4], d[5], old.z);
                         add_pair(d[6], d[7], old.w);
                     }
-                    ptx::stmatrix_x4_trans(address, {ptx::pack_bf16x2(d[0], d[1]), ptx::pack_bf16x2(d[2], d[3]), ptx::pack_bf16x2(d[4], d[5]),
-                                                              ptx::pack_bf16x2(d[6], d[7])});
+                    ptx::stmatrix_x4_trans(address, {ptx::pack_bf16x2(d[0], d[1]), ptx::pack_bf16x2(d[2], d[3]),
+                                                     ptx::pack_bf16x2(d[4], d[5]), ptx::pack_bf16x2(d[6], d[7])});
                 }
             }
             ptx::fence_proxy_async_shared();  // with the barrier below: orders the tile before the store that reads it
@@ -90,7 +95,8 @@ struct Epilogue : Reduce<Config> {
             if (p.thread == 0) {
 #pragma unroll
                 for (u32 r = 0; r < S::kStoreRows; r += kBoxRows) {
-                    if (first + r < args.m) ptx::tma_store_2d(args.y_map, column, first + r, staging + r * kOutputRowBytes);
+                    if (first + r < args.m)
+                        ptx::tma_store_2d(args.y_map, column, first + r, staging + r * kOutputRowBytes);
                 }
                 ptx::cp_async_bulk_commit_group();
             }

@@ -36,11 +36,14 @@ struct Escapes : Load<Config> {
                 ring.wait_empty(cursor);  // the records of this slot have been read
                 const u32 to = record_slot(cursor.slot, warpgroup);
                 if (any >> holder & 1) {
-                    const u32 mine[packed::kTileBlocks] = {ptx::shuffle(heads.x, holder), ptx::shuffle(heads.y, holder), ptx::shuffle(heads.z, holder),
-                                                          ptx::shuffle(heads.w, holder)};
+                    const u32 mine[packed::kTileBlocks] = {ptx::shuffle(heads.x, holder), ptx::shuffle(heads.y, holder),
+                                                           ptx::shuffle(heads.z, holder),
+                                                           ptx::shuffle(heads.w, holder)};
                     u32 records[packed::kTileBlocks];
 #pragma unroll
-                    for (u32 b = 0; b < packed::kTileBlocks; ++b) records[b] = mine[b] == 0 ? 0 : packed::read_records(mine[b], args.escapes, args.escape_words, lane);
+                    for (u32 b = 0; b < packed::kTileBlocks; ++b)
+                        records[b] =
+                            mine[b] == 0 ? 0 : packed::read_records(mine[b], args.escapes, args.escape_words, lane);
 #pragma unroll
                     for (u32 b = 0; b < packed::kTileBlocks; ++b) {
                         const u32 word = lane == kSlotRecords + 1 ? mine[b] & ~packed::kListHead : records[b];

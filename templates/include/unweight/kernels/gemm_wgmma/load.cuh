@@ -11,7 +11,8 @@ template <class Config>
 struct Load : Block<Config> {
     using Base = Block<Config>;
     using S = typename Base::S;
-    using Base::args, Base::ring, Base::batch_tiles, Base::cursor, Base::schedule, Base::tile_row, Base::batch_row, Base::x_slot, Base::w_slot;
+    using Base::args, Base::ring, Base::batch_tiles, Base::cursor, Base::schedule, Base::tile_row, Base::batch_row,
+        Base::x_slot, Base::w_slot;
     using Base::Base;
 
     // Where a segment's weights and activations come from.
@@ -22,7 +23,8 @@ struct Load : Block<Config> {
     UW_DEVICE Sources sources(const Segment& s) const {
         Sources from;
 #pragma unroll
-        for (u32 g = 0; g < Config::kWarpgroups; ++g) from.w[g] = args.packed + u64(tile_row(s, g)) * args.tile_cols * packed::kTileBytes;
+        for (u32 g = 0; g < Config::kWarpgroups; ++g)
+            from.w[g] = args.packed + u64(tile_row(s, g)) * args.tile_cols * packed::kTileBytes;
         from.row = batch_row(s);
         const u32 boxes = (args.m - from.row + S::kXBoxRows - 1) / S::kXBoxRows;
         from.boxes = boxes < S::kXBoxes ? boxes : S::kXBoxes;
@@ -32,13 +34,16 @@ struct Load : Block<Config> {
         ptx::mbarrier_arrive_expect_tx(ring.full(slot), from.boxes * S::kXBoxBytes + S::kWBytes);
 #pragma unroll
         for (u32 g = 0; g < Config::kWarpgroups; ++g) {
-            ptx::cp_async_bulk_load(w_slot(slot) + g * packed::kTileBytes, from.w[g] + u64(step) * packed::kTileBytes, packed::kTileBytes, ring.full(slot), policy);
+            ptx::cp_async_bulk_load(w_slot(slot) + g * packed::kTileBytes, from.w[g] + u64(step) * packed::kTileBytes,
+                                    packed::kTileBytes, ring.full(slot), policy);
         }
     }
     UW_DEVICE void load_x(const Sources& from, u32 step, u32 slot, u64 policy) const {
 #pragma unroll
         for (u32 i = 0; i < S::kXBoxes; ++i) {
-            if (i < from.boxes) ptx::tma_load_2d(x_slot(slot) + i * S::kXBoxBytes, args.x, step * kTile, from.row + i * S::kXBoxRows, ring.full(slot), policy);
+            if (i < from.boxes)
+                ptx::tma_load_2d(x_slot(slot) + i * S::kXBoxBytes, args.x, step * kTile, from.row + i * S::kXBoxRows,
+                                 ring.full(slot), policy);
         }
     }
 
@@ -64,7 +69,8 @@ struct Load : Block<Config> {
         for (;;) {
             const Sources from = sources(s);
             for (; s.first < s.last; ++s.first) {
-                ring.wait_empty(cursor);  // every warp that multiplies has released the slot: its loads of W and its wgmma on X are done
+                // Every warp that multiplies has released the slot: its loads of W and its wgmma on X are done.
+                ring.wait_empty(cursor);
                 load_w(from, s.first, cursor.slot, w_policy);
                 load_x(from, s.first, cursor.slot, x_policy);
                 cursor.advance();

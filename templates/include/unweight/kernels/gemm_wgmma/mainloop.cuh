@@ -12,13 +12,14 @@ namespace uw::gemm_wgmma {
 template <class Config>
 struct Mainloop : Escapes<Config> {
     using Base = Escapes<Config>;
-    using Base::args, Base::ring, Base::cursor, Base::kAccumulators, Base::tile_row, Base::x_slot, Base::w_slot, Base::record_slot;
+    using Base::args, Base::ring, Base::cursor, Base::kAccumulators, Base::tile_row, Base::x_slot, Base::w_slot,
+        Base::record_slot;
     using Base::Base;
 
     // What a warp has of a step before it decodes it.
     struct Fetched {
         packed::PackedBlock packed;
-        u32 records;    // where its row block's escapes are
+        u32 records;       // where its row block's escapes are
         u32 count, first;  // how many they are, and the first
     };
 
@@ -41,12 +42,14 @@ struct Mainloop : Escapes<Config> {
         operands.template set<kStep>(f.packed);
     }
 
-    UW_DEVICE void patch(packed::Operands& operands, const Fetched& f, const Segment& s, u32 step, const Place& p) const {
+    UW_DEVICE void patch(packed::Operands& operands, const Fetched& f, const Segment& s, u32 step,
+                         const Place& p) const {
         if (Config::kEscapes && f.count != 0) {
             packed::patch(operands, f.first, p.lane);
             const u32 count = f.count < packed::kBlockElements ? f.count : packed::kBlockElements;
 #pragma unroll 1
-            for (u32 i = 2; i <= count && i <= kSlotRecords; ++i) packed::patch(operands, ptx::ld_shared(f.records + i * 4), p.lane);
+            for (u32 i = 2; i <= count && i <= kSlotRecords; ++i)
+                packed::patch(operands, ptx::ld_shared(f.records + i * 4), p.lane);
             if (count > kSlotRecords) {
                 const u32 index = ptx::ld_shared(f.records + (kSlotRecords + 1) * 4);
 #pragma unroll 1
@@ -61,7 +64,8 @@ struct Mainloop : Escapes<Config> {
     // Debugging: what enters the tensor cores.
     UW_DEVICE void dump(const packed::Operands& operands, const Segment& s, u32 step, const Place& p) const {
         const u64 tile = u64(tile_row(s, p.warpgroup)) * args.tile_cols + step;
-        u32* out = reinterpret_cast<u32*>(args.workspace) + (tile * packed::kTileBlocks + p.warp) * (kSteps * 4 * 32) + p.lane;
+        u32* out =
+            reinterpret_cast<u32*>(args.workspace) + (tile * packed::kTileBlocks + p.warp) * (kSteps * 4 * 32) + p.lane;
 #pragma unroll
         for (u32 r = 0; r < kSteps * 4; ++r) ptx::st_global(out + r * 32, operands.p[r]);
     }
@@ -69,7 +73,8 @@ struct Mainloop : Escapes<Config> {
     // A quarter of a step, in flight when it returns.
     template <u32 kStep>
     UW_DEVICE static void issue(float (&sums)[kAccumulators], const packed::Operands& operands, u64 x) {
-        const u32 a[4] = {operands.p[4 * kStep], operands.p[4 * kStep + 1], operands.p[4 * kStep + 2], operands.p[4 * kStep + 3]};
+        const u32 a[4] = {operands.p[4 * kStep], operands.p[4 * kStep + 1], operands.p[4 * kStep + 2],
+                          operands.p[4 * kStep + 3]};
         ptx::wgmma_fence();
         ptx::wgmma(sums, a, x + kStep * mma::kDescriptorStepK16);
         ptx::wgmma_commit_group();
@@ -91,8 +96,8 @@ struct Mainloop : Escapes<Config> {
     // Multiplies a step, decodes the next and reads the one after, quarter by quarter, so that the tensor cores always
     // have work queued. Quarters of a warpgroup multiply in order: when the wait after quarter i leaves four in flight,
     // quarter i of the step before has read its operands, whose registers take the next step's.
-    UW_DEVICE void overlap(float (&sums)[kAccumulators], const packed::Operands& operands, packed::Operands& following, Fetched& f, Slots& slots, const Segment& s, u32 step,
-                           const Place& p) {
+    UW_DEVICE void overlap(float (&sums)[kAccumulators], const packed::Operands& operands, packed::Operands& following,
+                           Fetched& f, Slots& slots, const Segment& s, u32 step, const Place& p) {
         const u64 x = mma::k_major_descriptor(x_slot(slots.multiply));
         Slots::next(slots.multiply);
         issue<0>(sums, operands, x);
@@ -110,7 +115,8 @@ struct Mainloop : Escapes<Config> {
         if (step + 2 < s.last) f = fetch(p);
     }
 
-    UW_DEVICE void multiply_last(float (&sums)[kAccumulators], const packed::Operands& operands, Slots& slots, const Segment& s, const Place& p) {
+    UW_DEVICE void multiply_last(float (&sums)[kAccumulators], const packed::Operands& operands, Slots& slots,
+                                 const Segment& s, const Place& p) {
         const u64 x = mma::k_major_descriptor(x_slot(slots.multiply));
         issue<0>(sums, operands, x);
         issue<1>(sums, operands, x);

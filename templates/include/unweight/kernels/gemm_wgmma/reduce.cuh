@@ -20,15 +20,19 @@ struct Reduce : Mainloop<Config> {
         const u32 which = unit - peers.first < peers.reducing;
         return ((unit * batch_tiles + schedule.batch_tile) * 2 + which) * Config::kWarpgroups + p.warpgroup;
     }
-    UW_DEVICE float* partial_tile(u32 partial_index, const Place& p) const { return args.workspace + u64(partial_index) * (kTile * Config::kBatchTile) + p.thread * 4; }
+    UW_DEVICE float* partial_tile(u32 partial_index, const Place& p) const {
+        return args.workspace + u64(partial_index) * (kTile * Config::kBatchTile) + p.thread * 4;
+    }
 
-    UW_DEVICE void store_partial_tile(const float (&sums)[kAccumulators], const typename Schedule<Config>::Peers& peers, u32 readers, const Place& p) const {
+    UW_DEVICE void store_partial_tile(const float (&sums)[kAccumulators], const typename Schedule<Config>::Peers& peers,
+                                      u32 readers, const Place& p) const {
         const u32 own = partial_index(peers, schedule.unit, p);
         float* to = partial_tile(own, p);
 #pragma unroll
         for (u32 i = 0; i < kAccumulators / 4; ++i) {
-            ptx::st_global_x4(to + i * (kWarpgroupThreads * 4), {ptx::bits_from_float(sums[4 * i]), ptx::bits_from_float(sums[4 * i + 1]),
-                                                                    ptx::bits_from_float(sums[4 * i + 2]), ptx::bits_from_float(sums[4 * i + 3])});
+            ptx::st_global_x4(to + i * (kWarpgroupThreads * 4),
+                              {ptx::bits_from_float(sums[4 * i]), ptx::bits_from_float(sums[4 * i + 1]),
+                               ptx::bits_from_float(sums[4 * i + 2]), ptx::bits_from_float(sums[4 * i + 3])});
         }
         sync_warpgroup(p);  // orders every thread's stores before the release
         if (p.thread == 0) ptx::st_release_global(args.counters + own, readers);
@@ -43,10 +47,12 @@ struct Reduce : Mainloop<Config> {
 
     // In a cluster: stores the pieces that peers reduce in shared memory, [warpgroup][4 sums][thread] fp32, and adds
     // the peers' partial sums to this block's pieces in the order of their ranks: the same bits in every run.
-    UW_DEVICE void reduce_in_cluster(float (&sums)[kAccumulators], const typename Schedule<Config>::Peers& peers, const Place& p) const {
+    UW_DEVICE void reduce_in_cluster(float (&sums)[kAccumulators], const typename Schedule<Config>::Peers& peers,
+                                     const Place& p) const {
         constexpr u32 kPieceSums = S::kStoreRows / 2, kPeers = Config::kCluster - 1;
         const u32 own = shared + S::kSums + p.warpgroup * S::kSumBytes + p.thread * 16;
-        ptx::bar_sync(NamedBarrier::kConsumers, Config::kWarpgroups * kWarpgroupThreads);  // orders every warp's reads of X before the sums over it
+        // Orders every warp's reads of X before the sums over it.
+        ptx::bar_sync(NamedBarrier::kConsumers, Config::kWarpgroups * kWarpgroupThreads);
 #pragma unroll
         for (u32 piece = 0; piece < S::kPieces; ++piece) {
             if (reduces(peers, piece, p)) continue;
@@ -54,7 +60,8 @@ struct Reduce : Mainloop<Config> {
             for (u32 i = 0; i < kPieceSums / 4; ++i) {
                 const float* d = sums + piece * kPieceSums + 4 * i;
                 ptx::st_shared_x4(own + (piece * kPieceSums / 4 + i) * (kWarpgroupThreads * 16),
-                                     {ptx::bits_from_float(d[0]), ptx::bits_from_float(d[1]), ptx::bits_from_float(d[2]), ptx::bits_from_float(d[3])});
+                                  {ptx::bits_from_float(d[0]), ptx::bits_from_float(d[1]), ptx::bits_from_float(d[2]),
+                                   ptx::bits_from_float(d[3])});
             }
         }
         sync_cluster();  // orders every block's stores before its peers' loads
@@ -68,7 +75,8 @@ struct Reduce : Mainloop<Config> {
             for (u32 i = 0; i < kPieceSums / 4; ++i) {
                 U32x4 v[kPeers];
 #pragma unroll
-                for (u32 j = 0; j < kPeers; ++j) v[j] = ptx::ld_shared_cluster_x4(from[j] + (piece * kPieceSums / 4 + i) * (kWarpgroupThreads * 16));
+                for (u32 j = 0; j < kPeers; ++j)
+                    v[j] = ptx::ld_shared_cluster_x4(from[j] + (piece * kPieceSums / 4 + i) * (kWarpgroupThreads * 16));
                 float* d = sums + piece * kPieceSums + 4 * i;
 #pragma unroll
                 for (u32 j = 0; j < kPeers; ++j) {
@@ -87,16 +95,18 @@ struct Reduce : Mainloop<Config> {
 
     // Stream-K: adds the peers' partial tiles to this block's pieces, in the order of units: the same bits in every
     // run.
-    UW_DEVICE void fixup(float (&sums)[kAccumulators], const typename Schedule<Config>::Peers& peers, const Place& p) const {
+    UW_DEVICE void fixup(float (&sums)[kAccumulators], const typename Schedule<Config>::Peers& peers,
+                         const Place& p) const {
         // A thread per peer: their latencies overlap.
         const u32 mine = peers.first + p.thread;
         const bool waits = mine <= peers.last && mine != schedule.unit;
         u32* flag = args.counters + partial_index(peers, waits ? mine : schedule.unit, p);
         // By vote, so that warps stay whole in the eyes of the compiler, here and in the loop around.
-        while (ptx::warp_ballot(waits && ptx::ld_acquire_global(flag) == 0) != 0) {
-        }
+        while (ptx::warp_ballot(waits && ptx::ld_acquire_global(flag) == 0) != 0) {}
         sync_warpgroup(p);  // orders every thread's acquire before the loads
-        constexpr u32 kPieceSums = S::kStoreRows / 2, kFlight = Config::kBatchTile > 192 ? 1 : Config::kBatchTile > 128 ? 2 : 4;
+        constexpr u32 kPieceSums = S::kStoreRows / 2, kFlight = Config::kBatchTile > 192   ? 1
+                                                                : Config::kBatchTile > 128 ? 2
+                                                                                           : 4;
         const u32 other = peers.first == schedule.unit ? peers.last : peers.first;
 #pragma unroll
         for (u32 piece = 0; piece < S::kPieces; ++piece) {
@@ -109,7 +119,8 @@ struct Reduce : Mainloop<Config> {
 #pragma unroll
                 for (u32 j = 0; j < kFlight; ++j) {
                     counts[j] = first + j <= peers.last && first + j != schedule.unit;
-                    from[j] = partial_tile(partial_index(peers, counts[j] ? first + j : other, p), p) + piece * (kPieceSums * kWarpgroupThreads);
+                    from[j] = partial_tile(partial_index(peers, counts[j] ? first + j : other, p), p) +
+                              piece * (kPieceSums * kWarpgroupThreads);
                 }
 #pragma unroll
                 for (u32 i = 0; i < kPieceSums / 4; ++i) {

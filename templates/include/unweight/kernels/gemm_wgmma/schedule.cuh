@@ -27,15 +27,24 @@ struct Segment {
 template <class Config>
 struct Schedule {
     u32 batch_tiles;
-    u32 steps;               // of one tile
-    u32 data_parallel;       // rows that units take whole; without kStreamK tiles
-    u32 stream_k_steps;      // steps of all other rows
-    u32 units;               // of the grid; without kStreamK blocks
-    u32 unit, batch_tile;    // of the block; in a cluster its rank, and 0
+    u32 steps;                        // of one tile
+    u32 data_parallel;                // rows that units take whole; without kStreamK tiles
+    u32 stream_k_steps;               // steps of all other rows
+    u32 units;                        // of the grid; without kStreamK blocks
+    u32 unit, batch_tile;             // of the block; in a cluster its rank, and 0
     u32 next_data_parallel, at, end;  // the next whole row; what is left of the run of k steps
 
     UW_DEVICE Schedule(const GemmPackedArgs& a, u32 rows, u32 batches)
-        : batch_tiles(batches), steps(a.tile_cols), data_parallel(rows * batches), stream_k_steps(0), units(ptx::grid_size()), unit(0), batch_tile(0), next_data_parallel(ptx::block_index()), at(0), end(0) {
+        : batch_tiles(batches),
+          steps(a.tile_cols),
+          data_parallel(rows * batches),
+          stream_k_steps(0),
+          units(ptx::grid_size()),
+          unit(0),
+          batch_tile(0),
+          next_data_parallel(ptx::block_index()),
+          at(0),
+          end(0) {
         if constexpr (Config::kStreamK) {
             data_parallel = rows;
             units = ptx::grid_size() / batches;
@@ -67,7 +76,8 @@ struct Schedule {
             return s;
         }
         if (next_data_parallel < data_parallel) {
-            const Segment s{Config::kStreamK ? next_data_parallel * batch_tiles + batch_tile : next_data_parallel, 0, steps};
+            const Segment s{Config::kStreamK ? next_data_parallel * batch_tiles + batch_tile : next_data_parallel, 0,
+                            steps};
             next_data_parallel += units;
             return s;
         }
