@@ -70,6 +70,9 @@ pub struct Serve {
     /// GPU memory limit for weights, KV cache and activations, such as 40G [default: nine tenths of free memory]
     #[arg(long, value_name = "SIZE", value_parser = size::memory, help_heading = "Engine")]
     memory: Option<u64>,
+    /// Prompt tokens per prefill pass, a multiple of 64; running sequences wait for one pass at most
+    #[arg(long, value_name = "N", default_value_t = 1024, help_heading = "Engine")]
+    chunk: u32,
     /// Index of the GPU
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Engine")]
     device: usize,
@@ -172,7 +175,7 @@ impl Serve {
     }
 
     fn engine_options(&self) -> EngineOptions {
-        let mut options = EngineOptions::default().max_batch(self.max_batch);
+        let mut options = EngineOptions::default().max_batch(self.max_batch).chunk(self.chunk);
         // The server counts those that wait; the engine has them all until it has rows for them.
         options.waiting = self.max_batch as usize + self.max_waiting as usize;
         options.placement = self.placement.0;

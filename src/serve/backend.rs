@@ -66,8 +66,10 @@ pub struct Load {
     pub free_pages: u32,
     /// Free BF16 units of a packed KV cache when its rows changed last; 0 for a BF16 cache.
     pub free_units: u32,
-    /// How often a sequence was preempted because a page could be kept neither packed nor in BF16.
+    /// How often a sequence was preempted because the KV cache was full.
     pub preempted: u64,
+    /// Prompt tokens whose keys and values an earlier sequence had computed.
+    pub shared_prompt_tokens: u64,
 }
 
 impl Backend for Engine {
@@ -94,6 +96,7 @@ impl Backend for Engine {
             free_pages: self.free_pages(),
             free_units: self.last_free_units().unwrap_or(0),
             preempted: self.preempted(),
+            shared_prompt_tokens: self.shared_prompt_tokens(),
         }
     }
 

@@ -71,6 +71,7 @@ pub(super) struct Metrics {
     free_pages: AtomicU64,
     free_units: AtomicU64,
     preempted: AtomicU64,
+    shared_prompt_tokens: AtomicU64,
     /// Tokens of prompts that were taken.
     pub prompt_tokens: AtomicU64,
     /// Tokens that requests got.
@@ -92,6 +93,7 @@ impl Metrics {
             free_pages: AtomicU64::new(0),
             free_units: AtomicU64::new(0),
             preempted: AtomicU64::new(0),
+            shared_prompt_tokens: AtomicU64::new(0),
             prompt_tokens: AtomicU64::new(0),
             generated_tokens: AtomicU64::new(0),
             cancelled: AtomicU64::new(0),
@@ -112,6 +114,7 @@ impl Metrics {
         self.free_pages.store(load.free_pages.into(), Release);
         self.free_units.store(load.free_units.into(), Release);
         self.preempted.store(load.preempted, Release);
+        self.shared_prompt_tokens.store(load.shared_prompt_tokens, Release);
         self.running.store(load.running as u64, Release);
         self.waiting.store(load.waiting as u64, Release);
     }
@@ -138,6 +141,12 @@ impl Metrics {
             ("kv_units_free", "gauge", "Free BF16 units when rows changed last.", self.free_units.load(Acquire)),
             ("preempted_total", "counter", "Sequences computed again: KV cache full.", self.preempted.load(Acquire)),
             ("prompt_tokens_total", "counter", "Tokens of prompts taken.", self.prompt_tokens.load(Relaxed)),
+            (
+                "prompt_tokens_shared_total",
+                "counter",
+                "Prompt tokens whose keys and values were in the prefix cache.",
+                self.shared_prompt_tokens.load(Acquire),
+            ),
             ("generated_tokens_total", "counter", "Tokens made.", self.generated_tokens.load(Relaxed)),
             ("cancelled_total", "counter", "Sequences ended before their end.", self.cancelled.load(Relaxed)),
         ] {
@@ -170,7 +179,14 @@ mod tests {
     #[test]
     fn kv_cache_is_described() {
         let metrics = Metrics::new();
-        metrics.load(Load { running: 2, waiting: 1, free_pages: 30, free_units: 400, preempted: 5 });
+        metrics.load(Load {
+            running: 2,
+            waiting: 1,
+            free_pages: 30,
+            free_units: 400,
+            preempted: 5,
+            shared_prompt_tokens: 128,
+        });
         let text = |kv_cache, units| {
             let (cache_tokens, cache_token_bytes, eos) = (6400, 98_721, Vec::new());
             let (max_batch, context, pages) = (4, 4096, 100);
@@ -184,6 +200,7 @@ mod tests {
             "unweight_kv_units 512",
             "unweight_kv_units_free 400",
             "unweight_preempted_total 5",
+            "unweight_prompt_tokens_shared_total 128",
         ] {
             assert!(packed.lines().any(|own| own == line), "no {line} in {packed}");
         }

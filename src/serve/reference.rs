@@ -104,7 +104,10 @@ impl CpuReference {
         let max_batch = options.max_batch;
         let pages = pages_for(context).saturating_mul(max_batch);
         let (vocab, waiting, kv_cache) = (config.vocab, options.waiting, KvCache::Bf16);
-        let limits = ScheduleLimits { max_batch, context, vocab, ahead: 1, waiting, kv_cache };
+        // A prompt is one chunk.
+        let chunk = context.next_multiple_of(PAGE_TOKENS);
+        let limits =
+            ScheduleLimits { max_batch, context, vocab, ahead: 1, waiting, kv_cache, chunk, shares_prefixes: false };
         let schedule = Schedule::new(limits, pages);
         let limits = Limits {
             max_batch,
@@ -134,13 +137,14 @@ impl CpuReference {
         let mut events = Vec::new();
         match self.schedule.due() {
             Next::Prefill => {
-                let Some(prefill) = self.schedule.begin() else { return Ok(events) };
-                let (id, params) = (prefill.running().id, prefill.running().params);
-                let mut text = prefill.prompt.clone();
+                self.schedule.begin_prefill();
+                let Some(chunk) = self.schedule.next_chunk() else { return Ok(events) };
+                let (id, params, mut text) = (chunk.running.id, chunk.running.params, chunk.tokens.to_vec());
+                self.schedule.chunk_launched();
                 let token = self.next(&text, &params)?;
                 text.push(token);
                 self.texts.insert(id, (text, params));
-                events.push(self.schedule.begun(prefill, token));
+                events.extend(self.schedule.begun(token));
             }
             Next::Launch { .. } => {
                 let rows: Vec<SeqId> = self.schedule.rows().iter().map(|row| row.id).collect();
@@ -177,6 +181,7 @@ impl Backend for CpuReference {
             free_pages: schedule.free_pages(),
             free_units: 0,
             preempted: schedule.preempted(),
+            shared_prompt_tokens: schedule.shared_prompt_tokens(),
         }
     }
 

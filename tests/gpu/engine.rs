@@ -4,8 +4,8 @@ use std::{collections::BTreeMap, path::Path};
 
 use half::bf16;
 use unweight::engine::{
-    AdmissionError, Engine, EngineError, EngineOptions, Event, Finish, NO_TOKEN, Placement, Request, SampleParams,
-    SeqId,
+    AdmissionError, Engine, EngineError, EngineOptions, Event, Finish, KvCache, NO_TOKEN, Placement, Request,
+    SampleParams, SeqId,
     raw::memory::{self, Shared},
 };
 use unweight_format::{
@@ -228,17 +228,110 @@ fn greedy_sampling_takes_the_most_likely_token() {
         let told = run(&mut engine, &requests);
         assert_eq!(engine.free_pages(), free, "all pages came back");
         for (request, told) in requests.iter().zip(&told) {
-            assert_eq!(told.len(), request.max_new_tokens as usize);
-            let text: Vec<u32> = request.prompt.iter().chain(told).copied().collect();
-            let logits = engine.logits(&text).unwrap();
-            let rows: Vec<&[bf16]> = logits.chunks_exact(MODELS[0].vocab).collect();
-            for (index, &token) in told.iter().enumerate() {
-                let row = rows[request.prompt.len() - 1 + index];
-                let best = row.iter().map(|logit| logit.to_f32()).fold(f32::MIN, f32::max);
-                let slack = best - row[token as usize].to_f32();
-                let scale = rms(row.iter().map(|logit| logit.to_f32()));
-                assert!(f64::from(slack) < 4.0 * BOUND * scale, "token {index} is {slack} below the best of {best}");
+            assert_most_likely(&mut engine, MODELS[0].vocab, request, told);
+        }
+    }
+}
+
+/// Each token of a sequence has the largest logit behind those before it, but for rounding.
+pub(crate) fn assert_most_likely(engine: &mut Engine, vocab: usize, request: &Request, told: &[u32]) {
+    assert_eq!(told.len(), request.max_new_tokens as usize);
+    let text: Vec<u32> = request.prompt.iter().chain(told).copied().collect();
+    let logits = engine.logits(&text).unwrap();
+    let rows: Vec<&[bf16]> = logits.chunks_exact(vocab).collect();
+    for (index, &token) in told.iter().enumerate() {
+        let row = rows[request.prompt.len() - 1 + index];
+        let best = row.iter().map(|logit| logit.to_f32()).fold(f32::MIN, f32::max);
+        let slack = best - row[token as usize].to_f32();
+        let scale = rms(row.iter().map(|logit| logit.to_f32()));
+        assert!(f64::from(slack) < 4.0 * BOUND * scale, "token {index} is {slack} below the best of {best}");
+    }
+}
+
+/// A sequence gets tokens while the prompt of another runs, and both get the right ones.
+#[test]
+#[ignore = "needs a GPU"]
+fn long_prompts_run_between_steps() {
+    let home = tempfile::tempdir().unwrap();
+    let (model, vocab) = (&MODELS[0], MODELS[0].vocab);
+    let bundle = bundle(home.path(), model, Profile::Packed);
+    for (cache, graphs) in [(KvCache::Bf16, true), (KvCache::Packed, true), (KvCache::Packed, false)] {
+        let options = options().chunk(64).kv_cache(cache).graphs(graphs).prefix_cache(false);
+        let mut engine = load(&bundle, options);
+        for round in 0..20 {
+            let short = Request::new(tokens(20, vocab, round)).max_new_tokens(120);
+            let long = Request::new(tokens(450, vocab, 50 + round)).max_new_tokens(40);
+            let alone = run(&mut engine, std::slice::from_ref(&long));
+            let first = engine.add(short.clone()).unwrap();
+            let (mut told, mut second, mut between) = (BTreeMap::<SeqId, Vec<u32>>::new(), None, 0);
+            while !engine.is_idle() {
+                for event in engine.step().unwrap() {
+                    told.entry(event.seq).or_default().push(event.token);
+                    between += usize::from(second.is_some_and(|second| !told.contains_key(&second)));
+                }
+                if second.is_none() && told[&first].len() == 5 {
+                    second = Some(engine.add(long.clone()).unwrap());
+                }
             }
+            // Eight chunks, and a step between any two.
+            assert!(between >= 7, "{cache:?}, round {round}: {between} tokens while the prompt ran");
+            let second = &told[&second.unwrap()];
+            assert_eq!(second[0], alone[0][0], "{cache:?}, round {round}: the prompt has the same bits");
+            assert_most_likely(&mut engine, vocab, &short, &told[&first]);
+            assert_most_likely(&mut engine, vocab, &long, second);
+        }
+    }
+}
+
+/// Sequences that share the beginnings of their prompts get the bits that they get without.
+#[test]
+#[ignore = "needs a GPU"]
+fn equal_beginnings_give_the_same_bits() {
+    let home = tempfile::tempdir().unwrap();
+    let (model, vocab) = (&MODELS[0], MODELS[0].vocab);
+    let bundle = bundle(home.path(), model, Profile::Packed);
+    for cache in [KvCache::Bf16, KvCache::Packed] {
+        let [mut without, mut with] =
+            [false, true].map(|shares| load(&bundle, options().chunk(64).kv_cache(cache).prefix_cache(shares)));
+        let free = with.free_pages();
+        for round in 0..30 {
+            // 64 tokens to 384 of the beginning; the last page of it is never whole.
+            let beginning = tokens(64 * (1 + round as usize % 6) + 7, vocab, 100 + round % 3);
+            let prompt = [beginning, tokens(1 + round as usize, vocab, round)].concat();
+            let params = SampleParams::default().temperature(0.9).seed(round);
+            let request = Request::new(prompt).max_new_tokens(70).params(params);
+            let request = std::slice::from_ref(&request);
+            let (expected, before) = (run(&mut without, request), with.shared_prompt_tokens());
+            assert_eq!(run(&mut with, request), expected, "{cache:?}, round {round}");
+            assert_eq!(run(&mut with, request), expected, "{cache:?}, round {round}, again");
+            assert!(with.shared_prompt_tokens() > before, "{cache:?}, round {round}");
+            assert_eq!(with.free_pages(), free);
+        }
+        assert_eq!(without.shared_prompt_tokens(), 0);
+    }
+}
+
+/// A cache that holds the prompts of all sequences, but not their ends.
+#[test]
+#[ignore = "needs a GPU"]
+fn sequences_without_pages_are_computed_again() {
+    let home = tempfile::tempdir().unwrap();
+    let (model, vocab) = (&MODELS[0], MODELS[0].vocab);
+    let bundle = bundle(home.path(), model, Profile::Packed);
+    for cache in [KvCache::Bf16, KvCache::Packed] {
+        let options = options().kv_cache(cache);
+        let whole = *load(&bundle, options.clone()).memory();
+        let fixed = whole.total() - u64::from(whole.pages) * whole.token * 64;
+        let mut engine = load(&bundle, options.memory(fixed + 9 * whole.token * 64));
+        assert!((8..=10).contains(&engine.free_pages()), "{}", engine.memory());
+        let free = engine.free_pages();
+        let requests: Vec<Request> =
+            (0..8).map(|index| Request::new(tokens(40, vocab, index)).max_new_tokens(200)).collect();
+        let told = run(&mut engine, &requests);
+        assert!(engine.preempted() > 0, "{cache:?}: all fitted");
+        assert_eq!(engine.free_pages(), free, "{cache:?}: all pages came back");
+        for (request, told) in requests.iter().zip(&told) {
+            assert_most_likely(&mut engine, vocab, request, told);
         }
     }
 }
@@ -250,7 +343,8 @@ fn the_same_seeds_give_the_same_tokens_every_time() {
     let home = tempfile::tempdir().unwrap();
     let bundle = bundle(home.path(), &MODELS[0], Profile::Packed);
     for placement in [Placement::Packed, Placement::Bf16] {
-        let mut engine = load(&bundle, options().placement(placement));
+        // What a round finds in the prefix cache would change which sequences run together.
+        let mut engine = load(&bundle, options().placement(placement).prefix_cache(false));
         let params = SampleParams::default().temperature(0.9).top_k(50).top_p(0.95).min_p(0.01);
         let requests = requests(8, MODELS[0].vocab, params, 9);
         let first = run(&mut engine, &requests);

@@ -3,7 +3,7 @@
 use unweight_model::{BindError, ConfigError};
 use unweight_rt::{DeviceError, LaunchError, LoadError, Placement, Remedy};
 
-use crate::{options::OptionError, schedule::AdmissionError};
+use crate::{options::OptionError, request::AdmissionError};
 
 /// The errors of [`Engine`](crate::Engine).
 #[derive(Debug, thiserror::Error)]

@@ -21,7 +21,9 @@ mod options;
 mod pages;
 #[cfg(feature = "pipelines")]
 mod pipelines;
+mod prefix;
 pub mod raw;
+mod request;
 mod schedule;
 mod weights;
 
@@ -37,7 +39,7 @@ pub use options::{EngineOptions, KvCache, OptionError, Placement, Plan};
 #[doc(inline)]
 pub use pipelines::PlanError;
 #[doc(inline)]
-pub use schedule::{AdmissionError, Event, Finish, Request, SeqId};
+pub use request::{AdmissionError, Event, Finish, Request, SeqId};
 #[doc(inline)]
 pub use unweight_model::{SampleParams, sampling::NO_TOKEN};
 #[doc(inline)]

@@ -18,6 +18,15 @@ pub fn sequence_pages(cache: KvCache, tokens: u32) -> u32 {
     }
 }
 
+/// The number of pages of a cache that a sequence must have before a step reads its token at `position`. In a packed
+/// cache, a page is taken when the step fills the hot page.
+pub fn step_pages(cache: KvCache, position: u32) -> u32 {
+    match cache {
+        KvCache::Bf16 => position / PAGE_TOKENS + 1,
+        KvCache::Packed => (position + 1) / PAGE_TOKENS,
+    }
+}
+
 /// The free pages of the KV cache.
 #[derive(Debug)]
 pub struct PagePool {
@@ -74,5 +83,7 @@ mod tests {
         assert_eq!((pool.free(), pool.total()), (5, 5));
         assert_eq!([0, 1, 64, 65].map(pages_for), [0, 1, 1, 2]);
         assert_eq!([0, 1, 64, 65, 129].map(|tokens| sequence_pages(KvCache::Packed, tokens)), [0, 0, 0, 1, 2]);
+        assert_eq!([0, 63, 64, 127].map(|position| step_pages(KvCache::Bf16, position)), [1, 1, 2, 2]);
+        assert_eq!([0, 62, 63, 127].map(|position| step_pages(KvCache::Packed, position)), [0, 0, 1, 2]);
     }
 }

@@ -39,7 +39,7 @@ pub mod options {
 /// Pages of the KV cache.
 pub mod pages {
     #[doc(inline)]
-    pub use crate::pages::*;
+    pub use crate::pages::{PAGE_TOKENS, pages_for};
 }
 
 /// The report's runtime for MLPs whose weights stay on the device as they are stored.
@@ -52,5 +52,5 @@ pub mod pipelines {
 /// The scheduler: rows, pages and the next action, without a device.
 pub mod schedule {
     #[doc(inline)]
-    pub use crate::schedule::*;
+    pub use crate::schedule::{Chunk, Limits, Next, Running, Schedule};
 }

@@ -2,193 +2,30 @@
 //! nothing.
 //!
 //! ```text
-//! add --> pending --(prefill: pages, a row, the first token)--> row --(a token a step)--> finished
+//! add --> waiting --(prefill by chunks: pages of the prompt, the first token)--> row --(a token a step)--> finished
 //! ```
 //! The host launches steps before it has read the tokens of earlier steps, because a step takes these tokens on the
 //! device. Rows, pages and sampling parameters change only while no step is in flight: a sequence that joins or leaves
 //! costs one pause of the device. If a sequence ends while a later step is in flight, the token of that step is
 //! dropped.
 //!
-//! A sequence takes its pages before it starts. If a page of a packed KV cache can be kept neither packed nor in BF16,
-//! its sequence is preempted: it gives its pages back, waits, and computes them again from its tokens.
+//! One prompt runs at a time. Between two steps at most [`Limits::chunk`] prompt tokens run, so that no sequence waits
+//! for a long prompt. Prompts are cut at multiples of the chunk, whatever else runs.
+//!
+//! A sequence takes pages as it grows. If none is free, the youngest sequence is preempted: it gives its pages back,
+//! waits, and computes them again from its tokens. The same happens to a sequence of a packed KV cache of which a page
+//! can be kept neither packed nor in BF16.
 
-use std::collections::VecDeque;
+use std::{collections::VecDeque, ops::Range};
 
 use unweight_model::sampling::{NO_TOKEN, SampleParams};
 
 use crate::{
     options::KvCache,
-    pages::{PAGE_TOKENS, PagePool, sequence_pages},
+    pages::{PAGE_TOKENS, PagePool, sequence_pages, step_pages},
+    prefix::{NodeId, PrefixCache},
+    request::{AdmissionError, Event, Finish, Request, SeqId},
 };
-
-/// Identifies a sequence of one engine. An engine never reuses an id.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct SeqId(pub(crate) u64);
-
-/// A prompt to continue, with sampling parameters and limits.
-#[derive(Clone, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct Request {
-    /// The token ids of the prompt; at least one.
-    pub prompt: Vec<u32>,
-    /// The sampling parameters.
-    pub params: SampleParams,
-    /// The maximum number of new tokens; 0 ends the sequence without events.
-    pub max_new_tokens: u32,
-    /// Token ids that end the sequence. The event of such a token is reported like any other.
-    pub stop: Vec<u32>,
-}
-
-impl Request {
-    /// A request with greedy sampling, up to 256 new tokens and no stop tokens.
-    pub fn new(prompt: Vec<u32>) -> Self {
-        Self { prompt, params: SampleParams::default(), max_new_tokens: 256, stop: Vec::new() }
-    }
-
-    /// Sets the sampling parameters.
-    #[must_use]
-    pub fn params(self, params: SampleParams) -> Self {
-        Self { params, ..self }
-    }
-
-    /// Sets the maximum number of new tokens.
-    #[must_use]
-    pub fn max_new_tokens(self, max_new_tokens: u32) -> Self {
-        Self { max_new_tokens, ..self }
-    }
-
-    /// Sets the token ids that end the sequence.
-    #[must_use]
-    pub fn stop(self, stop: Vec<u32>) -> Self {
-        Self { stop, ..self }
-    }
-}
-
-/// The reason why a request is rejected. Running sequences are not affected.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum AdmissionError {
-    /// The prompt is empty.
-    #[error("the prompt has no tokens; give one at least, such as the model's bos token")]
-    Empty,
-    /// The prompt has a token id that the model does not have.
-    #[error("token {id} at place {at} of the prompt: the vocabulary ends at {vocab}; is this the model's tokenizer?")]
-    UnknownToken {
-        /// The token id.
-        id: u32,
-        /// Its index in the prompt, from 0.
-        at: usize,
-        /// The vocabulary size of the model.
-        vocab: u32,
-    },
-    /// Prompt and new tokens exceed the context length of the engine.
-    #[error(
-        "{prompt} tokens of the prompt and {max_new_tokens} to make exceed the context of {context}; shorten one, or load with a longer \
-         context"
-    )]
-    TooLong {
-        /// The number of prompt tokens.
-        prompt: usize,
-        /// The maximum number of new tokens.
-        max_new_tokens: u32,
-        /// The context length of the engine in tokens.
-        context: u32,
-    },
-    /// The request needs more pages than the KV cache has.
-    #[error("{pages} pages of {tokens} tokens are needed and the cache has {total}; load with more memory for it")]
-    NoRoom {
-        /// The number of pages that the request needs.
-        pages: u32,
-        /// The number of tokens per page.
-        tokens: u32,
-        /// The number of pages of the KV cache.
-        total: u32,
-    },
-    /// The KV cache has too few free pages at present.
-    #[error("{pages} pages of {tokens} tokens are needed and {free} are free; try again when a sequence has ended")]
-    NoPages {
-        /// The number of pages that the call needs.
-        pages: u32,
-        /// The number of tokens per page.
-        tokens: u32,
-        /// The number of free pages.
-        free: u32,
-    },
-    /// A page of the text cannot be packed, and all BF16 units of the packed KV cache are taken.
-    #[error(
-        "a page of the text fits neither 12 bits nor the {units} BF16 units of the KV cache; load with a BF16 cache"
-    )]
-    NoUnits {
-        /// The number of BF16 units of the KV cache.
-        units: u32,
-    },
-    /// The queue is full ([`EngineOptions::waiting`](crate::EngineOptions::waiting)), or the call needs an idle engine
-    /// or fewer rows.
-    #[error("{waiting} requests wait already, which is the limit; try again later")]
-    Busy {
-        /// The number of waiting sequences; from a call that needs an idle engine, of running sequences or of requested
-        /// rows.
-        waiting: usize,
-    },
-    /// A sampling parameter is out of range.
-    #[error("{0}")]
-    Params(String),
-}
-
-impl AdmissionError {
-    /// The stable code of this error; docs/reference/errors.md lists all.
-    pub fn code(&self) -> &'static str {
-        match self {
-            Self::Empty => "prompt-empty",
-            Self::UnknownToken { .. } => "token-out-of-vocabulary",
-            Self::TooLong { .. } => "context-exceeded",
-            Self::NoRoom { .. } => "kv-cache-too-small",
-            Self::NoPages { .. } => "kv-cache-full",
-            Self::NoUnits { .. } => "kv-cache-units-full",
-            Self::Busy { .. } => "queue-full",
-            Self::Params(_) => "sampling-option-out-of-range",
-        }
-    }
-}
-
-/// The reason why a sequence ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Finish {
-    /// The last token is one of [`Request::stop`].
-    Stop,
-    /// [`Request::max_new_tokens`] tokens were generated.
-    Length,
-    /// All logits of the row were NaN. The token of the event is [`NO_TOKEN`], which is not a token of the model. Other
-    /// sequences are not affected.
-    NotANumber,
-    /// A page of the sequence cannot be packed, and the pool of BF16 units is too small for the sequence alone. The
-    /// token of the event is right, or [`NO_TOKEN`] if the prompt itself does not fit.
-    CacheFull,
-}
-
-impl Finish {
-    /// The name in reports: `stop`, `length`, `nan` or `kv-cache-full`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Stop => "stop",
-            Self::Length => "length",
-            Self::NotANumber => "nan",
-            Self::CacheFull => "kv-cache-full",
-        }
-    }
-}
-
-/// A new token of a sequence.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Event {
-    /// The sequence.
-    pub seq: SeqId,
-    /// The token id.
-    pub token: u32,
-    /// The reason why the sequence ended with this token; `None` if it continues.
-    pub finish: Option<Finish>,
-}
 
 /// A sequence that waits for a row.
 #[derive(Debug)]
@@ -210,6 +47,8 @@ pub struct Running {
     pub params: SampleParams,
     /// The pages of its keys and values, in the order of its tokens; in a packed cache without the last one.
     pub pages: Vec<u32>,
+    /// Chunks of its prompt that other sequences may read; their pages are the first of its pages.
+    shared: Vec<NodeId>,
     /// The hot page of a packed cache: the page that the sequence is writing.
     pub hot: u32,
     /// The token id that the next step takes as input.
@@ -233,6 +72,13 @@ impl Running {
     /// Whether another step may be launched before something of it is read.
     fn may_run(&self) -> bool {
         !self.done && !self.lost && self.launched < self.max_new_tokens
+    }
+
+    /// The number of pages that it needs before another step is launched, and `ahead` tokens more.
+    fn need(&self, cache: KvCache, ahead: u32) -> u32 {
+        let in_flight = self.launched - self.produced;
+        let last = self.max_new_tokens - self.produced;
+        step_pages(cache, self.position + in_flight.max(ahead).min(last))
     }
 
     /// Notes a token.
@@ -259,7 +105,8 @@ impl Running {
 pub enum Next {
     /// No sequence runs or waits.
     Idle,
-    /// Prefill a sequence ([`Schedule::begin`]). No step is in flight.
+    /// Run a chunk of a prompt ([`Schedule::begin_prefill`], [`Schedule::next_chunk`]). If it is the last one of the
+    /// prompt, no step is in flight.
     Prefill,
     /// Launch a step of all rows.
     Launch {
@@ -269,6 +116,15 @@ pub enum Next {
     },
     /// Read the tokens of the oldest step in flight.
     Read,
+}
+
+/// Where a chunk may run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    /// Behind steps in flight.
+    Behind,
+    /// While no step is in flight: the sequence joins the rows after it.
+    Alone,
 }
 
 /// The limits of a schedule.
@@ -286,7 +142,15 @@ pub struct Limits {
     pub waiting: usize,
     /// How the pages of the cache are stored.
     pub kv_cache: KvCache,
+    /// The number of prompt tokens of a chunk, a multiple of [`PAGE_TOKENS`].
+    pub chunk: u32,
+    /// Whether sequences share the pages of equal beginnings of prompts.
+    pub shares_prefixes: bool,
 }
+
+/// Tokens that rows get pages for, if as many are free, when one of them needs a page: taking pages costs a pause of
+/// the device.
+const TOKENS_AHEAD: u32 = PAGE_TOKENS;
 
 /// The sequences of an engine with their rows and pages.
 #[derive(Debug)]
@@ -302,25 +166,58 @@ pub struct Schedule {
     ended: u64,
     preempted: u64,
     waiting: VecDeque<Waiting>,
+    /// The sequence whose prompt runs.
+    prefill: Option<Prefill>,
+    prefixes: PrefixCache,
+    /// [`Schedule::shared_prompt_tokens`].
+    shared_prompt_tokens: u64,
     rows: Vec<Running>,
     in_flight: u32,
+    /// Prompt tokens that were run since the last step was launched.
+    spent: u32,
     /// Rows are others than the device knows of.
     changed: bool,
 }
 
 /// A sequence during its prefill.
 #[derive(Debug)]
-pub struct Prefill {
-    /// The token ids of the prompt.
-    pub prompt: Vec<u32>,
+struct Prefill {
+    prompt: Vec<u32>,
+    /// Tokens before the next chunk.
+    start: u32,
+    /// Whether a chunk was run.
+    begun: bool,
+    /// Whether other sequences held pages, and so BF16 units, when a chunk was run.
+    shared_units: bool,
+    /// The state of the sequence after its first token.
     running: Running,
 }
 
 impl Prefill {
-    /// The state of the sequence after its first token.
-    pub fn running(&self) -> &Running {
-        &self.running
+    /// The tokens of the next chunk.
+    fn chunk(&self, tokens: u32) -> Range<u32> {
+        let len = self.prompt.len() as u32;
+        self.start..(self.start + tokens).min(len)
     }
+
+    fn is_last(&self, tokens: u32) -> bool {
+        self.chunk(tokens).end as usize == self.prompt.len()
+    }
+}
+
+/// The next chunk of a prompt.
+#[derive(Debug)]
+pub struct Chunk<'a> {
+    /// The sequence.
+    pub running: &'a Running,
+    /// The token ids of the chunk.
+    pub tokens: &'a [u32],
+    /// The position of the first of them.
+    pub start: u32,
+    /// Whether no chunk of the prompt was run before.
+    pub is_first: bool,
+    /// Whether the sequence's first token follows.
+    pub is_last: bool,
 }
 
 impl Schedule {
@@ -335,8 +232,12 @@ impl Schedule {
             ended: 0,
             preempted: 0,
             waiting: VecDeque::new(),
+            prefill: None,
+            prefixes: PrefixCache::new(limits.chunk),
+            shared_prompt_tokens: 0,
             rows: Vec::new(),
             in_flight: 0,
+            spent: 0,
             changed: false,
         }
     }
@@ -389,11 +290,11 @@ impl Schedule {
     /// [`AdmissionError::NoPages`].
     pub fn lend(&mut self, counts: &[u32]) -> Result<Vec<Vec<u32>>, AdmissionError> {
         let all = counts.iter().fold(0u32, |sum, count| sum.saturating_add(*count));
-        let free = self.pool.free();
+        let free = self.free_pages();
         if all > free {
             return Err(AdmissionError::NoPages { pages: all, tokens: PAGE_TOKENS, free });
         }
-        Ok(counts.iter().filter_map(|count| self.pool.take(*count)).collect())
+        Ok(counts.iter().filter_map(|count| self.take_pages(*count)).collect())
     }
 
     /// Returns pages that [`Schedule::lend`] took.
@@ -404,6 +305,16 @@ impl Schedule {
     /// The number of pages that a sequence of so many tokens takes.
     pub fn pages_of(&self, tokens: u32) -> u32 {
         sequence_pages(self.limits.kv_cache, tokens)
+    }
+
+    /// Takes pages, from the prefix cache if too few are free; `None`, and no page taken, if that has too few.
+    fn take_pages(&mut self, count: u32) -> Option<Vec<u32>> {
+        if count > self.free_pages() {
+            return None;
+        }
+        let evicted = self.prefixes.evict(count.saturating_sub(self.pool.free()));
+        self.give_pages(evicted);
+        self.pool.take(count)
     }
 
     fn give_pages(&mut self, pages: Vec<u32>) {
@@ -430,6 +341,10 @@ impl Schedule {
             self.waiting.remove(at);
             return true;
         }
+        if let Some(prefill) = self.prefill.take_if(|prefill| prefill.running.id == id) {
+            self.leave(prefill.running);
+            return true;
+        }
         match self.rows.iter_mut().find(|running| running.id == id && !running.done) {
             Some(running) => {
                 (running.done, running.lost) = (true, false);
@@ -439,34 +354,113 @@ impl Schedule {
         }
     }
 
-    /// Returns the next action. Releases finished sequences if no step is in flight.
+    /// Returns the next action. Releases finished sequences and hands out pages if no step is in flight.
     pub fn due(&mut self) -> Next {
         if self.in_flight == 0 {
             self.compact();
-            if self.can_prefill() {
-                return Next::Prefill;
-            }
-            if self.rows.is_empty() {
-                return Next::Idle;
-            }
-            return Next::Launch { changed: self.changed };
+            self.grow();
         }
-        let ready = !self.changed && self.rows.iter().all(Running::may_run) && !self.can_prefill();
+        let chunk = self.chunk_is_due();
+        if chunk == Some(Place::Behind) || chunk.is_some() && self.in_flight == 0 {
+            return Next::Prefill;
+        }
+        if self.in_flight == 0 {
+            return if self.rows.is_empty() { Next::Idle } else { Next::Launch { changed: self.changed } };
+        }
+        let cache = self.limits.kv_cache;
+        let can_run = |row: &Running| row.may_run() && row.need(cache, 0) <= row.pages.len() as u32;
+        let ready = !self.changed && chunk.is_none() && self.rows.iter().all(can_run);
         if ready && self.in_flight < self.limits.ahead { Next::Launch { changed: false } } else { Next::Read }
     }
 
-    /// Whether the next sequence that waits has a row and pages.
-    fn can_prefill(&self) -> bool {
-        (self.rows.len() as u64) < u64::from(self.limits.max_batch)
-            && self.waiting.front().is_some_and(|waiting| {
-                self.need(waiting) <= self.pool.free() && (self.rows.is_empty() || self.ended >= waiting.after)
-            })
+    /// Where the next chunk of a prompt may run; `None` if none waits, or if a step is due before it.
+    fn chunk_is_due(&self) -> Option<Place> {
+        let chunk = self.limits.chunk;
+        let (tokens, is_last) = match (&self.prefill, self.waiting.front()) {
+            (Some(prefill), _) => (prefill.chunk(chunk).len() as u32, prefill.is_last(chunk)),
+            (None, Some(waiting)) if self.can_begin(waiting) => {
+                let tokens = waiting.request.prompt.len() as u32 - self.shared_tokens(&waiting.request.prompt);
+                (tokens.min(chunk), tokens <= chunk)
+            }
+            _ => return None,
+        };
+        let fits = self.rows.is_empty() || self.spent == 0 || self.spent + tokens <= chunk;
+        fits.then_some(if is_last { Place::Alone } else { Place::Behind })
     }
 
-    /// Pages of a whole request.
+    /// Nodes of the prefix cache that a prompt begins with.
+    fn find_shared(&self, prompt: &[u32]) -> Vec<NodeId> {
+        if self.limits.shares_prefixes { self.prefixes.find(prompt) } else { Vec::new() }
+    }
+
+    fn shared_tokens(&self, prompt: &[u32]) -> u32 {
+        self.find_shared(prompt).len() as u32 * self.limits.chunk
+    }
+
+    /// Whether a sequence that waits has a row and pages. Every running sequence keeps a page to grow.
+    fn can_begin(&self, waiting: &Waiting) -> bool {
+        let rows = self.rows.len() as u32;
+        if rows >= self.limits.max_batch || rows > 0 && self.ended < waiting.after {
+            return false;
+        }
+        let shared = self.find_shared(&waiting.request.prompt);
+        let need = self.need(waiting) - shared.len() as u32 * self.chunk_pages();
+        need + rows <= self.free_pages() - self.prefixes.idle_of(&shared)
+    }
+
+    /// Pages of a chunk.
+    fn chunk_pages(&self) -> u32 {
+        self.limits.chunk / PAGE_TOKENS
+    }
+
+    /// Pages of a prompt and the first step behind it.
     fn need(&self, waiting: &Waiting) -> u32 {
         // Checked when it was added: both together fit the context.
-        self.pages_of(waiting.request.prompt.len() as u32 + waiting.request.max_new_tokens - waiting.produced)
+        let prompt = waiting.request.prompt.len() as u32;
+        let whole = self.pages_of(prompt + waiting.request.max_new_tokens - waiting.produced);
+        step_pages(self.limits.kv_cache, prompt).min(whole)
+    }
+
+    /// Gives rows the pages of their next step, and of some more while the device pauses anyway. While too few are
+    /// free, the youngest sequence is preempted.
+    fn grow(&mut self) {
+        let cache = self.limits.kv_cache;
+        let lacks = |row: &Running, ahead: u32| row.need(cache, ahead).saturating_sub(row.pages.len() as u32);
+        if !self.changed && self.rows.iter().all(|row| lacks(row, 0) == 0) {
+            return;
+        }
+        while self.rows.iter().map(|row| lacks(row, 0)).sum::<u32>() > self.free_pages() {
+            self.preempt_youngest();
+        }
+        for ahead in [0, TOKENS_AHEAD] {
+            for at in 0..self.rows.len() {
+                let count = lacks(&self.rows[at], ahead);
+                // Pages of others stay shared for what is not needed yet.
+                let count = if ahead == 0 { count } else { count.min(self.pool.free()) };
+                if let Some(pages) = self.take_pages(count).filter(|pages| !pages.is_empty()) {
+                    self.rows[at].pages.extend(pages);
+                    self.changed = true;
+                }
+            }
+        }
+    }
+
+    /// Preempts the youngest sequence, which is in a row or in its prefill.
+    fn preempt_youngest(&mut self) {
+        let row = (0..self.rows.len()).max_by_key(|at| self.rows[*at].id);
+        let gone = match (self.prefill.take(), row) {
+            (Some(prefill), row) if row.is_none_or(|at| self.rows[at].id < prefill.running.id) => prefill.running,
+            (prefill, Some(at)) => {
+                self.prefill = prefill;
+                self.changed = true;
+                self.rows.swap_remove(at)
+            }
+            (prefill, None) => {
+                self.prefill = prefill;
+                return;
+            }
+        };
+        self.leave(Running { lost: true, ..gone });
     }
 
     /// Lets go of rows that are finished. The last row takes the place of one that goes.
@@ -483,10 +477,12 @@ impl Schedule {
         }
     }
 
-    /// Takes the pages of a sequence back. If one of them is lost, the sequence waits to be computed again.
-    fn leave(&mut self, gone: Running) {
+    /// Takes the pages of a sequence back. A sequence that is lost waits to be computed again.
+    fn leave(&mut self, mut gone: Running) {
         self.ended += 1;
-        self.give_pages(gone.pages);
+        let own = gone.pages.split_off(gone.shared.len() * self.chunk_pages() as usize);
+        self.give_pages(own);
+        self.prefixes.release(&gone.shared);
         self.hot.give(vec![gone.hot]);
         if gone.lost {
             let Running { id, params, tokens, max_new_tokens, stop, produced, .. } = gone;
@@ -496,55 +492,118 @@ impl Schedule {
         }
     }
 
-    /// Takes the next waiting sequence. `None` if [`Schedule::due`] does not return [`Next::Prefill`].
-    pub fn begin(&mut self) -> Option<Prefill> {
-        if self.in_flight > 0 || !self.can_prefill() {
-            return None;
+    /// Evicts what no sequence reads, with its BF16 units; whether there was something.
+    fn drop_idle(&mut self) -> bool {
+        let evicted = self.prefixes.evict(self.prefixes.idle_pages());
+        let any = !evicted.is_empty();
+        self.give_pages(evicted);
+        any
+    }
+
+    /// Takes the next sequence that waits, if [`Schedule::due`] returned [`Next::Prefill`] and no prompt runs. It may
+    /// free pages ([`Schedule::take_freed`]).
+    pub fn begin_prefill(&mut self) {
+        if self.prefill.is_none() {
+            self.begin();
         }
-        let need = self.waiting.front().map(|waiting| self.need(waiting))?;
+    }
+
+    /// The next chunk of the prompt that runs.
+    pub fn next_chunk(&self) -> Option<Chunk<'_>> {
+        let prefill = self.prefill.as_ref()?;
+        let chunk = prefill.chunk(self.limits.chunk);
+        Some(Chunk {
+            running: &prefill.running,
+            tokens: &prefill.prompt[chunk.start as usize..chunk.end as usize],
+            start: chunk.start,
+            is_first: !prefill.begun,
+            is_last: prefill.is_last(self.limits.chunk),
+        })
+    }
+
+    fn begin(&mut self) -> Option<()> {
+        let waiting = self.waiting.pop_front()?;
+        let shared = self.find_shared(&waiting.request.prompt);
+        let need = self.need(&waiting) - shared.len() as u32 * self.chunk_pages();
+        self.prefixes.hold(&shared);
         // As many as there are rows, of which one is free.
-        let hot = self.hot.take(1)?.pop()?;
-        let Some(pages) = self.pool.take(need) else {
-            self.hot.give(vec![hot]);
+        let hot = self.hot.take(1).and_then(|mut hot| hot.pop());
+        let own = hot.and_then(|_| self.take_pages(need));
+        let (Some(hot), Some(own)) = (hot, own) else {
+            self.prefixes.release(&shared);
+            self.hot.give(hot.into_iter().collect());
+            self.waiting.push_front(waiting);
             return None;
         };
-        let Waiting { id, request, produced, .. } = self.waiting.pop_front()?;
+        let Waiting { id, request, produced, .. } = waiting;
+        let (prompt, start) = (request.prompt, shared.len() as u32 * self.limits.chunk);
+        self.shared_prompt_tokens += u64::from(start);
         let running = Running {
             id,
             params: request.params,
-            pages,
+            pages: [self.prefixes.pages(&shared), own].concat(),
+            shared,
             hot,
             last: 0,
-            position: request.prompt.len() as u32,
+            position: prompt.len() as u32,
             max_new_tokens: request.max_new_tokens,
             stop: request.stop,
-            tokens: request.prompt.clone(),
+            tokens: prompt.clone(),
             produced,
             launched: produced + 1,
             done: false,
             lost: false,
         };
-        Some(Prefill { prompt: request.prompt, running })
+        self.prefill = Some(Prefill { prompt, start, begun: false, shared_units: false, running });
+        Some(())
     }
 
-    /// Records the first token of a sequence after its prefill.
-    pub fn begun(&mut self, prefill: Prefill, token: u32) -> Event {
-        let mut running = prefill.running;
+    /// Records that the chunk of [`Schedule::next_chunk`] was enqueued.
+    pub fn chunk_launched(&mut self) {
+        let tokens = self.limits.chunk;
+        if let Some(prefill) = &mut self.prefill {
+            prefill.shared_units |= !self.rows.is_empty();
+            let chunk = prefill.chunk(tokens);
+            self.spent += chunk.len() as u32;
+            (prefill.start, prefill.begun) = (chunk.end, true);
+        }
+    }
+
+    /// Whether the prompt of a sequence runs.
+    pub fn is_prefilling(&self) -> bool {
+        self.prefill.is_some()
+    }
+
+    /// Records the first token of the sequence whose prompt has run.
+    pub fn begun(&mut self, token: u32) -> Option<Event> {
+        let Prefill { prompt, mut running, .. } = self.prefill.take()?;
+        if self.limits.shares_prefixes {
+            self.share(&prompt, &mut running);
+        }
         let event = running.note(token);
         self.rows.push(running);
         self.changed = true;
-        event
+        Some(event)
     }
 
-    /// Releases a sequence whose prefill failed.
-    pub fn failed(&mut self, prefill: Prefill) {
-        self.leave(prefill.running);
+    /// Lets other sequences read the whole chunks of a prompt.
+    fn share(&mut self, prompt: &[u32], running: &mut Running) {
+        let (tokens, pages) = (self.limits.chunk as usize, self.chunk_pages() as usize);
+        for at in running.shared.len()..prompt.len() / tokens {
+            let (chunk, of) = (&prompt[at * tokens..(at + 1) * tokens], &running.pages[at * pages..(at + 1) * pages]);
+            let Some(node) = self.prefixes.insert(running.shared.last().copied(), chunk, of) else { break };
+            running.shared.push(node);
+        }
     }
 
-    /// Preempts a sequence a page of whose prompt is lost. If nothing else holds units, it ends instead.
-    pub fn lost(&mut self, prefill: Prefill) -> Option<Event> {
-        let mut running = prefill.running;
-        let (id, alone) = (running.id, self.rows.is_empty());
+    /// Preempts the sequence whose prompt has run, because a page was lost. If nothing else holds units, it ends
+    /// instead.
+    pub fn lost(&mut self) -> Option<Event> {
+        let Prefill { mut running, shared_units, .. } = self.prefill.take()?;
+        // The choice of its token has overwritten the first row.
+        self.changed = true;
+        let dropped = self.drop_idle();
+        let (id, alone) = (running.id, !shared_units && !dropped);
         running.lost = !alone;
         self.leave(running);
         alone.then_some(Event { seq: id, token: NO_TOKEN, finish: Some(Finish::CacheFull) })
@@ -554,6 +613,7 @@ impl Schedule {
     pub fn launched(&mut self) {
         self.in_flight += 1;
         self.changed = false;
+        self.spent = 0;
         for running in &mut self.rows {
             running.launched += 1;
         }
@@ -565,7 +625,8 @@ impl Schedule {
     pub fn read(&mut self, tokens: &[u32], lost: &[u32], events: &mut Vec<Event>) {
         debug_assert!(self.in_flight > 0 && tokens.len() == self.rows.len());
         self.in_flight -= 1;
-        let alone = self.rows.len() == 1;
+        let any_lost = lost.iter().any(|flag| *flag != 0);
+        let alone = any_lost && !self.drop_idle() && self.rows.len() == 1 && self.prefill.is_none();
         for (at, (running, &token)) in self.rows.iter_mut().zip(tokens).enumerate() {
             // A sequence that had ended already ran along.
             if running.done || running.lost {
@@ -590,6 +651,9 @@ impl Schedule {
     pub fn clear(&mut self) {
         self.in_flight = 0;
         self.waiting.clear();
+        if let Some(prefill) = self.prefill.take() {
+            self.leave(prefill.running);
+        }
         for running in &mut self.rows {
             (running.done, running.lost) = (true, false);
         }
@@ -601,14 +665,19 @@ impl Schedule {
         &self.rows
     }
 
-    /// The number of waiting sequences.
+    /// The number of sequences that have no row yet.
     pub fn waiting(&self) -> usize {
-        self.waiting.len()
+        self.waiting.len() + usize::from(self.prefill.is_some())
     }
 
-    /// The number of free pages.
+    /// The number of pages that no sequence reads; the prefix cache may hold some of them.
     pub fn free_pages(&self) -> u32 {
-        self.pool.free()
+        self.pool.free() + self.prefixes.idle_pages()
+    }
+
+    /// Prompt tokens so far whose keys and values another sequence had computed.
+    pub fn shared_prompt_tokens(&self) -> u64 {
+        self.shared_prompt_tokens
     }
 }
 

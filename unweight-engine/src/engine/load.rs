@@ -401,6 +401,8 @@ impl Start {
             ahead: AHEAD,
             waiting: options.waiting,
             kv_cache: memory.kv_cache,
+            chunk: forward.chunk_rows(),
+            shares_prefixes: options.prefix_cache,
         };
         let schedule = Schedule::new(limits, memory.pages);
         Ok(Engine {
@@ -411,6 +413,7 @@ impl Start {
             memory,
             schedule,
             in_flight: VecDeque::new(),
+            held: Vec::new(),
             spare: Vec::new(),
             graphs,
             forward,

@@ -9,7 +9,7 @@ use crate::{
     error::EngineError,
     forward::{Forward, RowState},
     options::bucket,
-    schedule::{AdmissionError, Request},
+    request::{AdmissionError, Request},
     weights::Weights,
 };
 
@@ -23,6 +23,7 @@ impl Engine {
     pub fn logits(&mut self, tokens: &[u32]) -> Result<Vec<bf16>, EngineError> {
         self.check_alive()?;
         self.schedule.check(&Request::new(tokens.to_vec()).max_new_tokens(0))?;
+        self.end_prefill()?;
         // A text that was checked fits 32 bits.
         self.release_freed()?;
         let pages = self.schedule.lend(&[self.schedule.pages_of(tokens.len() as u32)])?;

@@ -9,7 +9,7 @@ use crate::{
     error::EngineError,
     forward::{Forward, Part, RowState},
     options::bucket,
-    schedule::AdmissionError,
+    request::AdmissionError,
 };
 
 impl Engine {

@@ -7,7 +7,7 @@ pub mod measure;
 pub mod objective;
 mod stepper;
 
-use std::{collections::VecDeque, fmt};
+use std::{collections::VecDeque, fmt, mem};
 
 use unweight_model::{ModelConfig, SampleParams};
 use unweight_rt::{
@@ -28,7 +28,8 @@ use crate::{
     forward::{Forward, RowState},
     memory::Memory,
     options::{EngineOptions, bucket},
-    schedule::{AdmissionError, Event, Next, Request, Schedule, SeqId},
+    request::{AdmissionError, Event, Request, SeqId},
+    schedule::{Chunk, Next, Schedule},
     weights::Weights,
 };
 
@@ -38,9 +39,9 @@ const AHEAD: u32 = 2;
 /// A model on a GPU that generates tokens for many sequences by continuous batching.
 ///
 /// Loading allocates all device memory ([`Engine::memory`]); steps allocate none. One step makes one token for every
-/// running sequence. Sequences join and leave between steps. The tokens of a sequence depend on its own request and on
-/// the batch size that its step was recorded for: batch sizes differ by rounding, other sequences in the batch change
-/// nothing.
+/// running sequence. Sequences join and leave between steps, and long prompts run in chunks between steps. The tokens
+/// of a sequence depend on its own request and on the batch size that its step was recorded for: batch sizes differ by
+/// rounding, other sequences in the batch change nothing.
 ///
 /// ```no_run
 /// use unweight_engine::{Engine, EngineOptions, Request};
@@ -66,6 +67,8 @@ pub struct Engine {
     schedule: Schedule,
     /// Tokens of steps that were launched, the oldest first.
     in_flight: VecDeque<Sampled>,
+    /// Events that a call other than [`Engine::step`] had to wait for.
+    held: Vec<Event>,
     spare: Vec<Pinned<u32>>,
     /// By bucket. Before what they name, so that they go first.
     graphs: Vec<(u32, Graph)>,
@@ -125,7 +128,7 @@ impl Engine {
     }
 
     /// Queues a request. Its sequence starts in the first [`Engine::step`] that has a free row and enough free pages of
-    /// the KV cache.
+    /// the KV cache for its prompt.
     ///
     /// # Errors
     /// [`AdmissionError`] if the request cannot run; running sequences are not affected.
@@ -140,7 +143,7 @@ impl Engine {
 
     /// Whether no sequence runs or waits.
     pub fn is_idle(&self) -> bool {
-        self.schedule.rows().is_empty() && self.schedule.waiting() == 0
+        self.schedule.rows().is_empty() && self.schedule.waiting() == 0 && self.held.is_empty()
     }
 
     /// The number of sequences that have a row in each step.
@@ -148,25 +151,33 @@ impl Engine {
         self.schedule.rows().len()
     }
 
-    /// The number of sequences that wait for a row or for pages.
+    /// The number of sequences that have no row yet: they wait for one or for pages, or their prompt runs.
     pub fn waiting(&self) -> usize {
         self.schedule.waiting()
     }
 
-    /// The number of free pages of the KV cache, 64 tokens each.
+    /// The number of pages of the KV cache that no sequence reads, 64 tokens each. Some of them hold beginnings of
+    /// earlier prompts until they are needed.
     pub fn free_pages(&self) -> u32 {
         self.schedule.free_pages()
     }
 
-    /// How often a sequence was preempted because a page of a packed KV cache could be kept neither packed nor in BF16.
+    /// How often a sequence was preempted: because no page was free, or because a page of a packed KV cache could be
+    /// kept neither packed nor in BF16.
     pub fn preempted(&self) -> u64 {
         self.schedule.preempted()
+    }
+
+    /// Prompt tokens so far whose keys and values an earlier sequence had computed ([`EngineOptions::prefix_cache`]).
+    pub fn shared_prompt_tokens(&self) -> u64 {
+        self.schedule.shared_prompt_tokens()
     }
 
     /// The number of free BF16 units of a packed KV cache; `None` if the cache is BF16. Waits for the steps in flight.
     ///
     /// # Errors
     /// [`EngineError::Device`] if the device fails, [`EngineError::Failed`] if it failed before.
+    #[doc(hidden)]
     pub fn free_units(&mut self) -> Result<Option<u32>, EngineError> {
         self.check_alive()?;
         let free = self.forward.free_units();
@@ -187,8 +198,21 @@ impl Engine {
     /// [`EngineError::Failed`].
     pub fn step(&mut self) -> Result<Vec<Event>, EngineError> {
         self.check_alive()?;
+        if !self.held.is_empty() {
+            return Ok(mem::take(&mut self.held));
+        }
         let stepped = self.try_step();
         self.note(stepped)
+    }
+
+    /// Ends the prefill that runs, if any: another text may use its memory then. Its events are held.
+    fn end_prefill(&mut self) -> Result<(), EngineError> {
+        while self.schedule.is_prefilling() {
+            let stepped = self.try_step();
+            let events = self.note(stepped)?;
+            self.held.extend(events);
+        }
+        Ok(())
     }
 
     /// Enqueues the release of the BF16 units of pages that were given back: before any of them is packed again.
@@ -206,6 +230,7 @@ impl Engine {
         result.map_err(|error| {
             self.failed = true;
             self.in_flight.clear();
+            self.held.clear();
             self.schedule.clear();
             error.into()
         })
@@ -221,22 +246,9 @@ impl Engine {
                     return Ok(Vec::new());
                 }
                 Next::Prefill => {
-                    let Some(prefill) = self.schedule.begin() else { return Ok(Vec::new()) };
-                    let running = prefill.running();
-                    let (prompt, params) = (&prefill.prompt, &running.params);
-                    let Self { forward, weights, stepper, .. } = self;
-                    let pages = (&running.pages[..], running.hot);
-                    return match run_prompt(forward, weights, stepper, (prompt, pages), params) {
-                        Ok(Some(token)) => Ok(vec![self.schedule.begun(prefill, token)]),
-                        Ok(None) => match self.schedule.lost(prefill) {
-                            Some(event) => Ok(vec![event]),
-                            None => continue,
-                        },
-                        Err(error) => {
-                            self.schedule.failed(prefill);
-                            Err(error)
-                        }
-                    };
+                    if let Some(event) = self.run_chunk()? {
+                        return Ok(vec![event]);
+                    }
                 }
                 Next::Launch { changed } => {
                     if changed {
@@ -280,6 +292,33 @@ impl Engine {
                 }
             }
         }
+    }
+
+    /// Enqueues the next chunk of a prompt. Behind its last one, chooses the first token of the sequence, and waits.
+    fn run_chunk(&mut self) -> Result<Option<Event>, DeviceError> {
+        let Self { schedule, forward, weights, stepper, .. } = self;
+        schedule.begin_prefill();
+        forward.release(&schedule.take_freed())?;
+        let Some(Chunk { running, tokens, start, is_first, is_last }) = schedule.next_chunk() else { return Ok(None) };
+        if is_first {
+            forward.set_pages(&running.pages, Some(running.hot))?;
+        }
+        stepper.chunk(forward, weights, tokens, start)?;
+        // At most a chunk.
+        let (rows, params) = (tokens.len() as u32, running.params);
+        schedule.chunk_launched();
+        if !is_last {
+            return Ok(None);
+        }
+        forward.chunk_logits(weights, rows.saturating_sub(1), rows.min(1))?;
+        forward.choose((start + rows).saturating_sub(1), sample_row(&params))?;
+        settle(forward, stepper)?;
+        if forward.prompt_is_lost()? {
+            return Ok(schedule.lost());
+        }
+        let token = forward.ids().read(forward.stream(), 0, 1)?;
+        let token = token.first().copied().ok_or(LaunchError::Range { at: 0, len: 1, have: 0 })?;
+        Ok(schedule.begun(token))
     }
 
     /// Enqueues the copy of what the step that was launched last leaves.
@@ -347,29 +386,4 @@ fn settle(forward: &mut Forward, stepper: &mut Stepper) -> Result<(), DeviceErro
         Err(DeviceError::Row { what: RowFault::Logits | RowFault::Token, .. }) => Ok(()),
         settled => settled,
     }
-}
-
-/// Runs a prompt on these pages and chooses the token behind it; `None` if a page of it is lost. Waits.
-fn run_prompt(
-    forward: &mut Forward,
-    weights: &Weights,
-    stepper: &mut Stepper,
-    (prompt, (pages, hot)): (&[u32], (&[u32], u32)),
-    params: &SampleParams,
-) -> Result<Option<u32>, DeviceError> {
-    let (mut start, mut rows) = (0, 0);
-    forward.set_pages(pages, Some(hot))?;
-    for chunk in prompt.chunks(forward.chunk_rows() as usize) {
-        stepper.chunk(forward, weights, chunk, start)?;
-        rows = chunk.len() as u32;
-        start += rows;
-    }
-    forward.chunk_logits(weights, rows.saturating_sub(1), rows.min(1))?;
-    forward.choose(start.saturating_sub(1), sample_row(params))?;
-    settle(forward, stepper)?;
-    if forward.prompt_is_lost()? {
-        return Ok(None);
-    }
-    let token = forward.ids().read(forward.stream(), 0, 1)?;
-    token.first().copied().map(Some).ok_or_else(|| LaunchError::Range { at: 0, len: 1, have: 0 }.into())
 }

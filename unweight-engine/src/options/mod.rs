@@ -48,6 +48,9 @@ pub struct EngineOptions {
     pub chunk: u32,
     /// The maximum number of waiting sequences; 1024 by default.
     pub waiting: usize,
+    /// Whether sequences share the pages of equal beginnings of prompts, in whole chunks; true by default. The results
+    /// are equal bit for bit.
+    pub prefix_cache: bool,
     /// Measured settings of pipelines; batches without one use estimated settings.
     pub plan: Plan,
     /// Whether steps are recorded as CUDA graphs; true by default. False is slower and shows each kernel to a profiler
@@ -68,6 +71,7 @@ impl Default for EngineOptions {
             kv_cache: None,
             chunk: 2048,
             waiting: 1024,
+            prefix_cache: true,
             plan: Plan::default(),
             graphs: true,
             resident_experts: None,
@@ -121,6 +125,12 @@ impl EngineOptions {
     #[must_use]
     pub fn waiting(self, waiting: usize) -> Self {
         Self { waiting, ..self }
+    }
+
+    /// Sets [`Self::prefix_cache`].
+    #[must_use]
+    pub fn prefix_cache(self, prefix_cache: bool) -> Self {
+        Self { prefix_cache, ..self }
     }
 
     /// Sets [`Self::plan`].

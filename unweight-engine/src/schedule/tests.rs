@@ -4,8 +4,18 @@ use unweight_format::testing::Random;
 
 use super::*;
 
-const LIMITS: Limits =
-    Limits { max_batch: 3, context: 1000, vocab: 100, ahead: 2, waiting: 100, kv_cache: KvCache::Bf16 };
+/// Tokens of a chunk.
+const CHUNK: u32 = 192;
+const LIMITS: Limits = Limits {
+    max_batch: 3,
+    context: 1000,
+    vocab: 100,
+    ahead: 2,
+    waiting: 100,
+    kv_cache: KvCache::Bf16,
+    chunk: CHUNK,
+    shares_prefixes: false,
+};
 const PACKED: Limits = Limits { kv_cache: KvCache::Packed, ..LIMITS };
 
 fn request(prompt: usize, max_new_tokens: u32) -> Request {
@@ -36,9 +46,11 @@ fn steps_run_ahead_until_a_row_ends() {
     let mut schedule = Schedule::new(LIMITS, 100);
     let id = schedule.add(request(5, 4)).unwrap();
     assert_eq!(schedule.due(), Next::Prefill);
-    let prefill = schedule.begin().unwrap();
-    assert_eq!((prefill.running().position, prefill.prompt.len()), (5, 5));
-    assert_eq!(schedule.begun(prefill, 9), Event { seq: id, token: 9, finish: None });
+    schedule.begin_prefill();
+    let chunk = schedule.next_chunk().unwrap();
+    assert_eq!((chunk.running.position, chunk.tokens, chunk.start, chunk.is_last), (5, &[7; 5][..], 0, true));
+    schedule.chunk_launched();
+    assert_eq!(schedule.begun(9), Some(Event { seq: id, token: 9, finish: None }));
     assert_eq!(schedule.due(), Next::Launch { changed: true });
     schedule.launched();
     assert_eq!(schedule.due(), Next::Launch { changed: false });
@@ -61,10 +73,9 @@ fn steps_run_ahead_until_a_row_ends() {
 fn tokens_after_a_stop_are_not_reported() {
     let mut schedule = Schedule::new(LIMITS, 100);
     schedule.add(request(5, 50).stop(vec![3])).unwrap();
-    let _ = schedule.due();
-    let prefill = schedule.begin().unwrap();
-    schedule.begun(prefill, 9);
+    join(&mut schedule, 9);
     let mut events = Vec::new();
+    assert_eq!(schedule.due(), Next::Launch { changed: true });
     schedule.launched();
     schedule.launched();
     schedule.read(&[3], &[], &mut events);
@@ -74,11 +85,19 @@ fn tokens_after_a_stop_are_not_reported() {
     assert_eq!((events.len(), schedule.due(), schedule.free_pages()), (1, Next::Idle, 100));
 }
 
+/// Runs a chunk; whether it was the last one of its prompt.
+fn chunk(schedule: &mut Schedule) -> bool {
+    assert_eq!(schedule.due(), Next::Prefill);
+    schedule.begin_prefill();
+    let is_last = schedule.next_chunk().unwrap().is_last;
+    schedule.chunk_launched();
+    is_last
+}
+
 /// Prefills the next sequence, whose first token is `token`.
 fn join(schedule: &mut Schedule, token: u32) -> SeqId {
-    assert_eq!(schedule.due(), Next::Prefill);
-    let prefill = schedule.begin().unwrap();
-    schedule.begun(prefill, token).seq
+    while !chunk(schedule) {}
+    schedule.begun(token).unwrap().seq
 }
 
 /// Launches a step and reads it.
@@ -96,25 +115,110 @@ fn preempted_sequences_are_computed_again_when_another_has_ended() {
     schedule.add(request(60, 100)).unwrap();
     schedule.add(request(70, 4)).unwrap();
     let (first, second) = (join(&mut schedule, 10), join(&mut schedule, 20));
-    assert_eq!((schedule.rows()[0].pages.len(), schedule.rows()[1].pages.len()), (2, 1));
     let events = step(&mut schedule, &[11, 21], &[1, 0]);
+    assert_eq!((schedule.rows()[0].pages.len(), schedule.rows()[1].pages.len()), (1, 1));
     assert_eq!(events[0], Event { seq: first, token: 11, finish: None }, "the token of that step is right");
     assert!(schedule.take_freed().is_empty(), "it keeps its pages while a step may write them");
     assert_eq!((schedule.due(), schedule.preempted()), (Next::Launch { changed: true }, 1));
-    assert_eq!((schedule.take_freed().len(), schedule.rows().len(), schedule.waiting()), (2, 1, 1));
+    assert_eq!((schedule.take_freed().len(), schedule.rows().len(), schedule.waiting()), (1, 1, 1));
     step(&mut schedule, &[22], &[0]);
     assert_eq!(schedule.due(), Next::Launch { changed: false }, "the second still holds its units");
     let last = step(&mut schedule, &[23], &[0]);
     assert_eq!(last, [Event { seq: second, token: 23, finish: Some(Finish::Length) }]);
     assert_eq!(schedule.due(), Next::Prefill);
-    let prefill = schedule.begin().unwrap();
-    assert_eq!(prefill.prompt, [vec![7; 60], vec![10, 11]].concat());
-    assert_eq!((prefill.running().position, prefill.running().pages.len()), (62, 2));
-    assert_eq!(schedule.begun(prefill, 12), Event { seq: first, token: 12, finish: None });
+    schedule.begin_prefill();
+    let again = schedule.next_chunk().unwrap();
+    assert_eq!(again.tokens, [vec![7; 60], vec![10, 11]].concat());
+    assert_eq!((again.running.position, again.running.pages.len()), (62, 0));
+    schedule.chunk_launched();
+    assert_eq!(schedule.begun(12), Some(Event { seq: first, token: 12, finish: None }));
     // 97 more are 100 in all.
     let ended = (0..97).map(|_| step(&mut schedule, &[13], &[0])[0].finish).collect::<Vec<_>>();
     assert_eq!(ended.iter().position(Option::is_some), Some(96));
     assert_eq!((schedule.due(), schedule.free_pages()), (Next::Idle, 20));
+}
+
+/// A step runs between two chunks of a prompt of four, and short prompts share a chunk.
+#[test]
+fn a_long_prompt_runs_between_steps() {
+    let mut schedule = Schedule::new(LIMITS, 40);
+    schedule.add(request(10, 50)).unwrap();
+    let first = join(&mut schedule, 10);
+    schedule.add(request(600, 5)).unwrap();
+    schedule.add(request(100, 5)).unwrap();
+    let mut events = Vec::new();
+    let mut order = String::new();
+    while schedule.rows().len() < 3 {
+        match schedule.due() {
+            Next::Prefill => {
+                schedule.begin_prefill();
+                let chunk = schedule.next_chunk().unwrap();
+                order.push(if chunk.is_last { 'C' } else { 'c' });
+                let is_last = chunk.is_last;
+                schedule.chunk_launched();
+                if is_last {
+                    assert_eq!(schedule.in_flight, 0);
+                    schedule.begun(20);
+                }
+            }
+            Next::Launch { .. } => {
+                order.push('s');
+                schedule.launched();
+            }
+            Next::Read => {
+                let tokens = vec![30; schedule.rows().len()];
+                schedule.read(&tokens, &[], &mut events);
+            }
+            Next::Idle => panic!("{order}"),
+        }
+    }
+    // The last chunk has 24 tokens, so that 100 more fit before the next step.
+    assert_eq!(order, "scscscsCC");
+    assert!(events.iter().all(|event| [first, SeqId(1)].contains(&event.seq)), "{events:?}");
+}
+
+#[test]
+fn the_youngest_sequence_gives_its_pages() {
+    let mut schedule = Schedule::new(LIMITS, 8);
+    for _ in 0..3 {
+        schedule.add(request(60, 300)).unwrap();
+    }
+    let ids = [join(&mut schedule, 10), join(&mut schedule, 20), join(&mut schedule, 30)];
+    let mut most = 0;
+    while schedule.preempted() == 0 {
+        match schedule.due() {
+            Next::Launch { .. } => schedule.launched(),
+            Next::Read => schedule.read(&[40; 3], &[], &mut Vec::new()),
+            next => panic!("{next:?}"),
+        }
+        most = most.max(schedule.rows().iter().map(|row| row.pages.len()).sum());
+    }
+    let left: Vec<SeqId> = schedule.rows().iter().map(|row| row.id).collect();
+    assert_eq!((left, most), (ids[..2].to_vec(), 8), "all pages were used");
+    assert_eq!(schedule.waiting(), 1);
+}
+
+#[test]
+fn equal_beginnings_are_computed_once() {
+    let mut schedule = Schedule::new(Limits { shares_prefixes: true, ..LIMITS }, 17);
+    for last in [1, 2] {
+        schedule.add(Request::new([vec![7; 300], vec![last; 20]].concat()).max_new_tokens(3)).unwrap();
+    }
+    let first = join(&mut schedule, 10);
+    step(&mut schedule, &[11], &[]);
+    assert_eq!(schedule.due(), Next::Prefill);
+    schedule.begin_prefill();
+    let chunk = schedule.next_chunk().unwrap();
+    assert_eq!((chunk.start, chunk.tokens.len(), chunk.is_last), (192, 128, true));
+    assert_eq!(chunk.running.pages[..3], schedule.rows()[0].pages[..3]);
+    assert_ne!(chunk.running.pages[3], schedule.rows()[0].pages[3]);
+    assert_eq!(schedule.shared_prompt_tokens(), 192);
+    assert!(schedule.cancel(first) && schedule.cancel(SeqId(1)));
+    // The beginning stays until its pages are needed.
+    assert_eq!((schedule.due(), schedule.free_pages(), schedule.pool.free()), (Next::Idle, 17, 14));
+    schedule.add(Request::new(vec![9; 940]).max_new_tokens(50)).unwrap();
+    join(&mut schedule, 10);
+    assert_eq!((schedule.pool.free(), schedule.free_pages()), (2, 2));
 }
 
 #[test]
@@ -127,10 +231,9 @@ fn a_lone_sequence_that_loses_a_page_ends() {
     assert_eq!((schedule.due(), schedule.preempted(), schedule.free_pages()), (Next::Idle, 0, 20));
     // In its prompt.
     let id = schedule.add(request(130, 100)).unwrap();
-    assert_eq!(schedule.due(), Next::Prefill);
-    let prefill = schedule.begin().unwrap();
+    while !chunk(&mut schedule) {}
     let full = Event { seq: id, token: NO_TOKEN, finish: Some(Finish::CacheFull) };
-    assert_eq!(schedule.lost(prefill), Some(full));
+    assert_eq!(schedule.lost(), Some(full));
     assert_eq!((schedule.due(), schedule.waiting(), schedule.free_pages()), (Next::Idle, 0, 20));
     // One that ends with that token is complete.
     schedule.add(request(60, 2)).unwrap();
@@ -174,7 +277,7 @@ fn sequences_that_fit_one_at_a_time_all_end() {
 /// exactly as many as it should; pages of running sequences never overlap, and all come back.
 #[test]
 fn sequences_do_not_affect_each_other() {
-    let (mut preempted, mut full, mut cancelled) = (0, 0, 0);
+    let (mut preempted, mut full, mut cancelled, mut shared) = (0, 0, 0, 0);
     for seed in 0..300 {
         let mut random = Random::new(seed);
         let (limits, loss) = match seed % 3 {
@@ -182,16 +285,18 @@ fn sequences_do_not_affect_each_other() {
             1 => (PACKED, Loss::Units(random.below(6) as u32)),
             _ => (PACKED, Loss::OneIn(2 + random.below(20))),
         };
+        let limits = Limits { shares_prefixes: random.below(2) == 0, ..limits };
         let mut simulation = Simulation::new(limits, random, loss);
-        simulation.run(12, 20_000);
+        simulation.run(12, 40_000);
         simulation.check(&format!("seed {seed}"));
         preempted += simulation.schedule.preempted();
+        shared += simulation.schedule.shared_prompt_tokens();
         full += simulation.ended.values().filter(|finish| **finish == Finish::CacheFull).count();
         cancelled += simulation.cancelled.iter().filter(|id| simulation.lost_once.contains(id)).count();
     }
     assert!(
-        preempted > 500 && full > 100 && cancelled > 20,
-        "{preempted} {full} {cancelled}: too few to show anything"
+        preempted > 500 && full > 50 && cancelled > 20 && shared > 10_000,
+        "{preempted} {full} {cancelled} {shared}: too few to show anything"
     );
 }
 
@@ -224,6 +329,7 @@ struct Row {
     id: SeqId,
     position: u32,
     pages: Vec<u32>,
+    hot: u32,
     /// A page of it is lost: its tokens are wrong until it is computed again.
     is_lost: bool,
 }
@@ -235,18 +341,38 @@ fn token_of(id: SeqId, nth: u32) -> u32 {
 
 const WRONG: u32 = 95;
 
+/// Prompts of two kinds, which begin alike.
+fn prompt_of(id: SeqId, len: usize) -> Vec<u32> {
+    (0..len).map(|at| if at < 100 { 7 } else { 1 + id.0 as u32 % 2 }).collect()
+}
+
+/// The keys of a token depend on all tokens before it.
+fn keys(tokens: &[u32]) -> Vec<u64> {
+    let mut state = 0;
+    let mut next = |token: &u32| {
+        state = (state ^ u64::from(*token + 1)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
+        state
+    };
+    tokens.iter().map(&mut next).collect()
+}
+
 /// A schedule with the device that it thinks it has, and clients.
 struct Simulation {
     schedule: Schedule,
     random: Random,
     loss: Loss,
-    /// BF16 units that a page of a sequence takes.
-    units: fn(SeqId, u32) -> u32,
+    /// BF16 units that a page takes, by its content and its place.
+    units: fn(u64, u32) -> u32,
     asked: BTreeMap<SeqId, Asked>,
     told: BTreeMap<SeqId, Vec<u32>>,
     ended: BTreeMap<SeqId, Finish>,
     cancelled: BTreeSet<SeqId>,
     rows: Vec<Row>,
+    /// Keys by page and token; hot pages are behind the others.
+    memory: Vec<u64>,
+    /// The choice of a first token has overwritten the first row.
+    is_overwritten: bool,
+    prompt_is_lost: bool,
     /// By step in flight: tokens and flags.
     in_flight: VecDeque<(Vec<u32>, Vec<u32>)>,
     /// Units that pages hold.
@@ -266,12 +392,15 @@ impl Simulation {
             random,
             loss,
             // One page in three does not fit 12 bits.
-            units: |id, page| [0, 2, 0, 0, 1, 0][(id.0 as usize * 5 + page as usize) % 6],
+            units: |content, page| [0, 2, 0, 0, 1, 0][(content as usize * 5 + page as usize) % 6],
             asked: BTreeMap::new(),
             told: BTreeMap::new(),
             ended: BTreeMap::new(),
             cancelled: BTreeSet::new(),
             rows: Vec::new(),
+            memory: vec![0; ((Self::PAGES + LIMITS.max_batch) * PAGE_TOKENS) as usize],
+            is_overwritten: false,
+            prompt_is_lost: false,
             in_flight: VecDeque::new(),
             held: BTreeMap::new(),
             prefills: 0,
@@ -284,7 +413,8 @@ impl Simulation {
         let id = SeqId(self.asked.len() as u64);
         // No earlier token equals it: tokens repeat after 90.
         let stop = if stops { vec![token_of(id, new / 2)] } else { Vec::new() };
-        assert_eq!(self.schedule.add(request(prompt, new).stop(stop)), Ok(id));
+        let request = Request::new(prompt_of(id, prompt)).max_new_tokens(new).stop(stop);
+        assert_eq!(self.schedule.add(request), Ok(id));
         self.asked.insert(id, Asked { prompt, new, stops });
     }
 
@@ -324,19 +454,58 @@ impl Simulation {
         panic!("{:?}: still busy after {most} actions", self.loss);
     }
 
-    /// Takes back units of pages that no sequence has.
+    /// Takes back units of pages that no sequence and no prefix has, and checks who has which page.
     fn release(&mut self) {
         let freed = self.schedule.take_freed();
-        let running: BTreeSet<u32> = self.schedule.rows().iter().flat_map(|row| row.pages.iter().copied()).collect();
-        let given: BTreeSet<u32> = freed.iter().copied().collect();
-        assert!(given.len() == freed.len() && given.is_disjoint(&running), "{freed:?} of {running:?}");
+        let all = self.schedule.rows().iter().chain(self.schedule.prefill.as_ref().map(|prefill| &prefill.running));
+        let shared_pages = |row: &Running| row.shared.len() * (CHUNK / PAGE_TOKENS) as usize;
+        let own = all.clone().flat_map(|row| row.pages[shared_pages(row)..].to_vec());
+        let shared: BTreeSet<u32> = self.schedule.prefixes.all_pages().into_iter().collect();
+        let own: Vec<u32> = own.collect();
+        let (given, used): (BTreeSet<u32>, BTreeSet<u32>) =
+            (freed.iter().copied().collect(), own.iter().chain(&shared).copied().collect());
+        // A page may have been handed out again: its new sequence has packed nothing yet.
+        assert_eq!(given.len(), freed.len(), "{freed:?}");
+        assert!(all.clone().all(|row| row.pages[..shared_pages(row)].iter().all(|page| shared.contains(page))));
         self.held.retain(|page, _| !given.contains(page));
-        assert!(self.held.keys().all(|page| running.contains(page)), "units of pages that no sequence has");
-        let pages = self.schedule.rows().iter().map(|row| row.pages.len() as u32).sum::<u32>();
-        assert_eq!((running.len() as u32, pages + self.schedule.free_pages()), (pages, Self::PAGES));
-        let hot: BTreeSet<u32> = self.schedule.rows().iter().map(|row| row.hot).collect();
-        let rows = self.schedule.rows().len();
-        assert!(hot.len() == rows && hot.iter().all(|hot| *hot < LIMITS.max_batch), "{hot:?}");
+        assert!(self.held.keys().all(|page| used.contains(page)), "units of pages that no sequence has");
+        let free = self.schedule.pool.free();
+        assert_eq!((used.len(), used.len() as u32 + free), (own.len() + shared.len(), Self::PAGES));
+        let hot: BTreeSet<u32> = all.clone().map(|row| row.hot).collect();
+        assert!(hot.len() == all.count() && hot.iter().all(|hot| *hot < LIMITS.max_batch), "{hot:?}");
+    }
+
+    /// The place of a token of a sequence in memory.
+    fn place(&self, pages: &[u32], hot: u32, position: u32, open: u32) -> usize {
+        let (index, inside) = (position / PAGE_TOKENS, position % PAGE_TOKENS);
+        let is_hot = self.schedule.limits.kv_cache == KvCache::Packed && index == open / PAGE_TOKENS;
+        let page = if is_hot { Self::PAGES + hot } else { pages[index as usize] };
+        (page * PAGE_TOKENS + inside) as usize
+    }
+
+    /// Checks the keys of tokens before `start`, and writes those of `start..end`; the token at `open` is in the hot
+    /// page then.
+    fn attend(&mut self, tokens: &[u32], (pages, hot): (&[u32], u32), (start, end): (u32, u32), open: u32) {
+        for (position, key) in (0..end).zip(keys(tokens)) {
+            if position < start {
+                let place = self.place(pages, hot, position, start);
+                assert_eq!(self.memory[place], key, "token {position} of {pages:?}");
+            } else {
+                let place = self.place(pages, hot, position, open);
+                self.memory[place] = key;
+            }
+        }
+    }
+
+    /// BF16 units of a page of a sequence: equal prompts take as many.
+    fn units_of(&self, id: SeqId, index: u32) -> u32 {
+        let end = ((index + 1) * PAGE_TOKENS) as usize;
+        let content = match end {
+            ..100 => 0,
+            _ if end <= self.asked[&id].prompt => id.0 % 2,
+            _ => id.0,
+        };
+        (self.units)(content, index)
     }
 
     /// Packs page `index` of a sequence to `page`. Whether it is kept.
@@ -346,7 +515,7 @@ impl Simulation {
             Loss::OneIn(pages) => self.random.below(pages) > 0,
             Loss::Units(all) => {
                 assert!(!self.held.contains_key(&page), "units of an earlier sequence");
-                let (need, free) = ((self.units)(id, index), all - self.held.values().sum::<u32>());
+                let (need, free) = (self.units_of(id, index), all - self.held.values().sum::<u32>());
                 self.held.insert(page, need.min(free));
                 need <= free
             }
@@ -359,21 +528,37 @@ impl Simulation {
     }
 
     fn prefill(&mut self) -> Vec<Event> {
-        assert!(self.in_flight.is_empty());
-        self.prefills += 1;
-        let prefill = self.schedule.begin().unwrap();
-        let Running { id, ref pages, .. } = *prefill.running();
+        self.schedule.begin_prefill();
+        self.release();
+        let Chunk { running, tokens, start, is_first, is_last } = self.schedule.next_chunk().unwrap();
+        assert!(!is_last || self.in_flight.is_empty());
+        let (id, hot, pages) = (running.id, running.hot, running.pages.clone());
         let told = self.told.get(&id).map_or(&[][..], Vec::as_slice);
-        assert_eq!(prefill.prompt, [&vec![7; self.asked[&id].prompt][..], told].concat());
+        let all = [prompt_of(id, self.asked[&id].prompt), told.to_vec()].concat();
+        let end = start + tokens.len() as u32;
+        assert_eq!(tokens, &all[start as usize..end as usize]);
+        assert!(
+            start.is_multiple_of(CHUNK) && tokens.len() <= CHUNK as usize && (end as usize == all.len()) == is_last
+        );
         let nth = told.len() as u32;
-        let packs = self.schedule.limits.kv_cache == KvCache::Packed;
-        let full = if packs { prefill.prompt.len() as u32 / PAGE_TOKENS } else { 0 };
-        let pages = pages.clone();
-        let kept: Vec<bool> = (0..full).map(|index| self.pack(id, index, pages[index as usize])).collect();
-        if kept.contains(&false) {
-            return self.schedule.lost(prefill).into_iter().collect();
+        if is_first {
+            (self.prefills, self.prompt_is_lost) = (self.prefills + 1, false);
         }
-        vec![self.schedule.begun(prefill, token_of(id, nth))]
+        self.attend(&all, (&pages, hot), (start, end), end);
+        if self.schedule.limits.kv_cache == KvCache::Packed {
+            for index in start / PAGE_TOKENS..end / PAGE_TOKENS {
+                self.prompt_is_lost |= !self.pack(id, index, pages[index as usize]);
+            }
+        }
+        self.schedule.chunk_launched();
+        if !is_last {
+            return Vec::new();
+        }
+        self.is_overwritten = true;
+        if std::mem::take(&mut self.prompt_is_lost) {
+            return self.schedule.lost().into_iter().collect();
+        }
+        self.schedule.begun(token_of(id, nth)).into_iter().collect()
     }
 
     fn launch(&mut self, changed: bool) {
@@ -383,20 +568,31 @@ impl Simulation {
             let row = |row: &Running| {
                 let nth = row.position - self.asked[&row.id].prompt as u32;
                 assert_eq!(row.last, token_of(row.id, nth), "the device's input");
-                Row { id: row.id, position: row.position, pages: row.pages.clone(), is_lost: false }
+                Row { id: row.id, position: row.position, pages: row.pages.clone(), hot: row.hot, is_lost: false }
             };
             self.rows = rows.map(row).collect();
+            self.is_overwritten = false;
         }
+        assert!(!self.is_overwritten, "the first row is not what it was");
         let mut rows = std::mem::take(&mut self.rows);
         assert!(rows.iter().map(|row| row.id).eq(self.schedule.rows().iter().map(|row| row.id)));
         let mut tokens = Vec::new();
         for row in &mut rows {
-            let nth = row.position + 1 - self.asked[&row.id].prompt as u32;
+            let prompt = self.asked[&row.id].prompt;
+            let nth = row.position + 1 - prompt as u32;
+            if !row.is_lost {
+                let told = (0..nth).map(|nth| token_of(row.id, nth));
+                let all: Vec<u32> = prompt_of(row.id, prompt).into_iter().chain(told).collect();
+                self.attend(&all, (&row.pages, row.hot), (row.position, row.position + 1), row.position);
+            }
             tokens.push(if row.is_lost { WRONG } else { token_of(row.id, nth) });
             row.position += 1;
             if row.position.is_multiple_of(PAGE_TOKENS) && self.schedule.limits.kv_cache == KvCache::Packed {
                 let index = row.position / PAGE_TOKENS - 1;
-                row.is_lost |= !self.pack(row.id, index, row.pages[index as usize]);
+                let page = row.pages[index as usize];
+                row.is_lost |= !self.pack(row.id, index, page);
+                let (from, to) = ((Self::PAGES + row.hot) * PAGE_TOKENS, page * PAGE_TOKENS);
+                self.memory.copy_within(from as usize..(from + PAGE_TOKENS) as usize, to as usize);
             }
         }
         let flags = rows.iter().map(|row| u32::from(row.is_lost)).collect();
@@ -418,7 +614,7 @@ impl Simulation {
             // Only what would not fit by itself. The token of a step has no keys and values yet.
             let tokens = self.asked[&seq].prompt + told.len() - usize::from(token != NO_TOKEN);
             let pages = tokens as u32 / PAGE_TOKENS;
-            let need: u32 = (0..pages).map(|page| (self.units)(seq, page)).sum();
+            let need: u32 = (0..pages).map(|page| self.units_of(seq, page)).sum();
             assert!(need > all, "{event:?}: {need} units of {all}");
         }
         assert!(token != NO_TOKEN || finish == Finish::CacheFull);

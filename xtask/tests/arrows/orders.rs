@@ -110,6 +110,7 @@ pub const CRATES: [Crate; 11] = [
         above: &["unweight-format", "unweight-model", "unweight-codegen", "unweight-rt"],
         levels: &[
             ("attention options pages", "splits of attention; what an engine is made for; pages of the KV cache"),
+            ("prefix request", "beginnings of prompts that sequences share; what is asked for, and events"),
             ("schedule", "which sequence has which row, what is next: pure"),
             ("error", "what fails"),
             ("memory", "bytes on the device before anything is allocated"),
