@@ -120,7 +120,8 @@ fn unpackable(home: &Path, model: &DemoOptions) -> Bundle {
 fn sequences_without_units_are_computed_again() {
     let home = tempfile::tempdir().unwrap();
     let bundle = unpackable(home.path(), &WHOLE_TILES);
-    let mut packed = with(&bundle, KvCache::Packed, options());
+    // Beginnings of prompts that stay for later ones would hold units.
+    let mut packed = with(&bundle, KvCache::Packed, options().prefix_cache(false));
     let units = packed.free_units().unwrap().unwrap();
     // Two full pages of a sequence take all units: values of three layers and two heads.
     assert_eq!((units, packed.memory().units), (12, 12));
@@ -134,6 +135,11 @@ fn sequences_without_units_are_computed_again() {
         assert!(!told.contains(&NO_TOKEN));
         // A page that was lost would change the logits by their own size.
         assert_most_likely(&mut bf16, WHOLE_TILES.vocab, request, told);
+    }
+    // Units that beginnings of prompts hold go to the sequence that needs them: every sequence ends.
+    let mut shares = with(&bundle, KvCache::Packed, options());
+    for (request, told) in requests.iter().zip(run(&mut shares, &requests)) {
+        assert_most_likely(&mut bf16, WHOLE_TILES.vocab, request, &told);
     }
     // Alone nothing is lost, and the bits are those of a BF16 cache, through BF16 units.
     for request in &requests {
