@@ -70,15 +70,15 @@ pub struct Budget {
 struct Report {
     /// GPU architecture of the plan.
     arch: &'static str,
-    /// `--memory`, or null.
+    /// `--memory`.
     memory_bytes: Option<u64>,
-    /// Sequences that run at the same time.
+    /// Concurrent sequences.
     batch: u32,
     /// Tokens per sequence.
     context: u32,
-    /// GPU memory: sum of the four keys after `free_bytes`.
+    /// GPU memory: `weight_bytes`, `cache_bytes`, `working_bytes` and `slot_bytes`.
     total_bytes: u64,
-    /// Free GPU memory that `generate` and `serve` need without `--memory`: 10/9 of `total_bytes`.
+    /// Free GPU memory needed without `--memory`: 10/9 of `total_bytes`.
     free_bytes: u64,
     /// Weights.
     weight_bytes: u64,
@@ -86,35 +86,35 @@ struct Report {
     cache_bytes: u64,
     /// `bf16` or `packed`.
     kv_cache: &'static str,
-    /// Tokens that the KV cache holds.
+    /// KV cache capacity, tokens.
     cache_tokens: u64,
-    /// Bytes of the KV cache per token.
+    /// KV cache per token.
     cache_token_bytes: u64,
-    /// Activations, logits, tables and shared workspaces.
+    /// Activations, logits, tables, workspaces.
     working_bytes: u64,
-    /// Buffers for decoded or expanded weights; 0 if none are needed.
+    /// Buffers for decoded or expanded weights.
     slot_bytes: u64,
-    /// Modelled time of all matrix products of a step, us.
+    /// Modelled time of a step's products, us.
     linear_us: f64,
-    /// The same for the fastest plan without a memory limit, us.
+    /// The same without a memory limit, us.
     fastest_us: f64,
     /// `linear_us / fastest_us`.
     slowdown: f64,
-    /// Whether the plan is optimal for these sizes and times; false: close to optimal.
+    /// Whether the plan is exactly optimal.
     exact: bool,
     /// Weights with the same encoding.
     groups: Vec<Group>,
-    /// File that was written, or null.
+    /// File written.
     plan: Option<PathBuf>,
 }
 
 #[derive(Serialize)]
 struct Group {
-    /// Weights that one product reads: `qkv`, `o`, `gate_up`, `down`, `lm_head`; or `embed`.
+    /// `qkv`, `o`, `gate_up`, `down`, `lm_head` or `embed`.
     unit: &'static str,
     /// Their encoding.
     encoding: EncodingId,
-    /// Number of such products.
+    /// Number of units.
     units: u32,
     /// Their layers.
     layers: Vec<u32>,

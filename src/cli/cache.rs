@@ -70,11 +70,11 @@ struct Entry {
     bytes: u64,
     /// Time since its last use.
     idle_seconds: u64,
-    /// Kernel, or null if damaged.
+    /// Kernel, unless damaged.
     name: Option<String>,
-    /// Compiler, or null if damaged.
+    /// Compiler, unless damaged.
     compiler: Option<String>,
-    /// What is damaged, or null.
+    /// What is damaged.
     damage: Option<String>,
 }
 
@@ -102,7 +102,7 @@ struct RemovedReport {
     entries: usize,
     /// Their bytes.
     bytes: u64,
-    /// Leftovers of dead processes removed; `cache clear` removes dispatch tables as well.
+    /// Leftovers of dead processes removed.
     leftovers: usize,
     /// Kernels that could not be removed.
     failed: usize,

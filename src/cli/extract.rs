@@ -63,7 +63,7 @@ struct FileJson<'a> {
     bytes: u64,
     /// Its XXH3-128 digest, checked.
     digest: Digest,
-    /// Its SHA-256, checked; null if the bundle has none.
+    /// Its SHA-256, checked.
     sha256: Option<String>,
 }
 

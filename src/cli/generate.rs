@@ -126,23 +126,23 @@ fn parse_ids(text: &str) -> std::result::Result<Ids, String> {
 struct Report {
     /// One entry per prompt.
     sequences: Vec<Sequence>,
-    /// Time to load model and kernels, ms.
+    /// Load time, ms.
     load_ms: f64,
-    /// Time to the first token of the first prompt, ms.
+    /// Time to the first token, ms.
     prefill_ms: f64,
-    /// Later tokens per second, all sequences; null if there are none.
+    /// Later tokens per second, all sequences.
     tokens_per_s: Option<f64>,
     /// Weights in GPU memory.
     weight_bytes: u64,
     /// KV cache.
     cache_bytes: u64,
-    /// Tokens that the KV cache holds.
+    /// KV cache capacity, tokens.
     cache_tokens: u64,
-    /// Bytes of the KV cache per token.
+    /// KV cache per token.
     cache_token_bytes: u64,
-    /// Activations, tables, workspaces and the slot.
+    /// Activations, tables, workspaces, slot.
     working_bytes: u64,
-    /// Buffer that weights are expanded into before their product; 0 if none is needed.
+    /// Buffer for expanded weights.
     slot_bytes: u64,
     /// `packed`, `compact`, `bf16`, `stored` or `alternate`.
     placement: Placement,
@@ -150,7 +150,7 @@ struct Report {
     kv_cache: &'static str,
     /// Experts in host memory (`--resident-experts`).
     host_bytes: u64,
-    /// Traffic of experts between host and GPU; null if the GPU holds all experts, or there are none.
+    /// Experts fetched from host memory.
     experts: Option<ExpertTraffic>,
 }
 
@@ -160,10 +160,10 @@ struct Sequence {
     prompt_tokens: usize,
     /// Generated token ids, end token included.
     tokens: Vec<u32>,
-    /// Their text, without special tokens and the `--stop` text; null without a tokenizer.
+    /// Text without special tokens and `--stop` text; null without a tokenizer.
     text: Option<String>,
-    /// `stop`: end token or `--stop` text; `length`: `--max-new-tokens`; `nan`: all logits were NaN; `kv-cache-full`:
-    /// a packed KV cache had no BF16 unit for the sequence.
+    /// `stop` (end token or `--stop`), `length`, `nan` (all logits NaN) or `kv-cache-full` (no BF16 unit in a packed KV
+    /// cache).
     finish: Option<&'static str>,
 }
 

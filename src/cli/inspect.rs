@@ -66,7 +66,7 @@ struct Report<'a> {
     attached_kernels: Vec<AttachedKernel>,
     /// Whether a plan of `tune` is attached.
     attached_plan: bool,
-    /// BF16 exponents of the tensors by value, if they were drawn.
+    /// Number of weights by BF16 exponent, with `--plot exponents`.
     #[serde(skip_serializing_if = "Option::is_none")]
     exponent_counts: Option<Vec<u64>>,
     /// Entropy of an exponent, bits.

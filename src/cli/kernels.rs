@@ -149,7 +149,7 @@ pub struct Detach {
 
 #[derive(Serialize)]
 struct Listed {
-    /// Canonical name: symbol and cache directory.
+    /// Canonical name.
     name: String,
     /// Kernel family.
     family: &'static str,
@@ -157,7 +157,7 @@ struct Listed {
     smem_bytes: u32,
     /// Threads per block.
     threads: u32,
-    /// Pipeline stages, or null.
+    /// Pipeline stages.
     stages: Option<u32>,
 }
 
@@ -179,9 +179,9 @@ struct Compiled {
     name: String,
     /// `hit` or `compiled`.
     state: &'static str,
-    /// Why it could not be cached (exit status 2), or null.
+    /// Why not cached (exit status 2).
     not_kept: Option<String>,
-    /// Time until it was ready, ms.
+    /// Time until ready, ms.
     compile_ms: f64,
     /// Size of the binary.
     cubin_bytes: usize,
@@ -215,11 +215,11 @@ struct OneAttached {
 
 #[derive(Serialize)]
 struct Detached {
-    /// Whether kernels or a plan of `tune` were attached.
+    /// Whether kernels or a plan were attached.
     detached: bool,
     /// Whether a plan was removed.
     plan: bool,
-    /// Size of the file removed, or 0.
+    /// Bytes removed.
     bytes: u64,
 }
 

@@ -94,15 +94,15 @@ struct Report {
     model: String,
     /// Tokens per sequence.
     context: u32,
-    /// Sequences that run at the same time.
+    /// Concurrent sequences.
     max_batch: u32,
     /// `bf16` or `packed`.
     kv_cache: &'static str,
-    /// Tokens that the KV cache holds.
+    /// KV cache capacity, tokens.
     cache_tokens: u64,
-    /// Bytes of the KV cache per token.
+    /// KV cache per token.
     cache_token_bytes: u64,
-    /// Time to load model and kernels, ms.
+    /// Load time, ms.
     load_ms: f64,
 }
 

@@ -82,7 +82,7 @@ pub struct Tune {
 pub struct Report {
     /// `stored` or `alternate`.
     placement: Placement,
-    /// Tokens that each sequence has already.
+    /// Tokens in the KV cache per sequence.
     context: u32,
     /// One row per batch.
     rows: Vec<Row>,
@@ -90,9 +90,9 @@ pub struct Report {
     skipped: Vec<u32>,
     /// Whether the bundle now holds the plan.
     saved: bool,
-    /// Plan that `--save` could not save; else null.
+    /// Plan that `--save` could not save.
     plan: Option<serde_json::Value>,
-    /// Error that ended the search early, or null.
+    /// Error that ended the search.
     error: Option<ErrorReport>,
     /// Duration.
     seconds: f64,
@@ -113,19 +113,19 @@ struct Found {
 pub struct Row {
     /// Sequences per step.
     pub batch: u32,
-    /// Median step time before the search, us.
+    /// Median step before the search, us.
     pub start_us: f64,
-    /// Median step time of the result, us.
+    /// Median step after, us.
     pub step_us: f64,
-    /// Gain of the result over the start, as a share, from interleaved rounds.
+    /// Time saved, as a share, from interleaved rounds.
     gain: f64,
-    /// Tokens per second of all sequences.
+    /// Tokens per second, all sequences.
     tokens_per_s: f64,
     /// Comparisons measured.
     measured: u32,
     /// Comparisons taken from the journal.
     replayed: u32,
-    /// Settings that cannot run or gave wrong logits.
+    /// Settings that failed or gave wrong logits.
     rejected: u32,
     #[serde(flatten)]
     setting: Setting,
