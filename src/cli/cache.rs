@@ -41,7 +41,7 @@ pub struct Verify {
 /// Arguments of `cache prune`.
 #[derive(Args)]
 pub struct Prune {
-    /// Size to shrink the cache to, such as 200M [default: UNWEIGHT_CACHE_MAX, or 1G]
+    /// Size to shrink the cache to [default: UNWEIGHT_CACHE_MAX, or 1G]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     max: Option<u64>,
 }

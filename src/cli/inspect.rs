@@ -24,15 +24,15 @@ use super::{
 /// Arguments of `inspect`.
 #[derive(Args)]
 pub struct Inspect {
-    /// Directory of the bundle
+    /// Bundle directory
     bundle: PathBuf,
-    /// Show only tensors whose names match; * and ? are wildcards; may be repeated
+    /// Show only matching tensors; * and ? are wildcards; repeatable
     #[arg(long, value_name = "GLOB", add = ArgValueCandidates::new(completions::tensors))]
     tensor: Vec<String>,
-    /// Print the table as comma-separated values
+    /// Print comma-separated values
     #[arg(long, conflicts_with = "json")]
     csv: bool,
-    /// Plot the distribution of exponents or the stored sizes, on the terminal or with --svg
+    /// Plot exponents or stored sizes, on the terminal or with --svg
     #[arg(long, value_name = "WHAT")]
     plot: Option<Plot>,
     /// Write the plot to this SVG file
