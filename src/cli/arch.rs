@@ -1,7 +1,18 @@
 //! Architectures of GPUs on the command line.
 
-use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{
+    Args,
+    builder::{PossibleValuesParser, TypedValueParser},
+};
 use unweight::{codegen::spec::Arch, rt::Device};
+
+/// The architecture of a command.
+#[derive(Args)]
+pub struct ArchArg {
+    /// GPU architecture [default: this machine's GPU, or sm_90a]
+    #[arg(long, value_name = "ARCH", value_parser = arch_parser())]
+    pub arch: Option<Arch>,
+}
 
 /// The architectures, as the compiler calls them.
 pub fn arch_parser() -> impl TypedValueParser<Value = Arch> {

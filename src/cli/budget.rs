@@ -25,11 +25,12 @@ use unweight::{
 };
 
 use super::{
-    arch::{arch_parser, own_arch},
+    arch::{ArchArg, own_arch},
+    common::Threads,
     failure::{Failure, Result},
     output::{self, Output, Table},
     pipelines::KvCacheArg,
-    scratch, select, size,
+    scratch, size,
     source::{Found, Source},
 };
 
@@ -39,46 +40,43 @@ use super::{
 pub struct Budget {
     #[command(flatten)]
     source: Source,
-    /// GPU memory for weights, KV cache and activations, as for `generate --memory`, such as 24G [default: the least
-    /// that --max-slowdown allows]
+    /// GPU memory, as for `generate --memory`, such as 24G [default: the least that --max-slowdown allows]
     #[arg(long, value_name = "SIZE", value_parser = size::memory)]
     memory: Option<u64>,
-    /// Largest predicted slowdown of matrix products against the fastest plan, such as 5%
+    /// Largest predicted slowdown of products against the fastest plan, such as 5%
     #[arg(long, value_name = "PERCENT", value_parser = percent)]
     max_slowdown: Option<f64>,
-    /// Sequences that run at the same time
+    /// Concurrent sequences
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     batch: u32,
-    /// Tokens per sequence [default: 4096, or the model's limit if that is lower]
+    /// Tokens per sequence [default: 4096, at most the model's limit]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
-    /// How to hold the KV cache; auto is packed where that gives a better plan, else bf16
+    /// Encoding of the KV cache; auto is packed where that gives a better plan, else bf16
     #[arg(long, value_name = "CACHE", default_value = "auto")]
     kv_cache: KvCacheArg,
-    /// GPU architecture to plan for [default: this machine's GPU, or sm_90a]
-    #[arg(long, value_name = "ARCH", value_parser = arch_parser())]
-    arch: Option<Arch>,
-    /// Write the plan to this file, for `compress --plan`; replaces only a plan file
+    #[command(flatten)]
+    arch: ArchArg,
+    /// Write the plan to this file for `compress --plan`; replaces only a plan file
     #[arg(long, value_name = "FILE")]
     plan: Option<PathBuf>,
-    /// Number of threads [default: all processors]
-    #[arg(long, value_name = "N", value_parser = select::threads)]
-    threads: Option<usize>,
+    #[command(flatten)]
+    threads: Threads,
 }
 
 #[derive(Serialize)]
 struct Report {
     /// GPU architecture of the plan.
     arch: &'static str,
-    /// `--memory`, or null.
+    /// `--memory`.
     memory_bytes: Option<u64>,
-    /// Sequences that run at the same time.
+    /// Concurrent sequences.
     batch: u32,
     /// Tokens per sequence.
     context: u32,
-    /// GPU memory: sum of the four keys after `free_bytes`.
+    /// GPU memory: `weight_bytes`, `cache_bytes`, `working_bytes` and `slot_bytes`.
     total_bytes: u64,
-    /// Free GPU memory that `generate` and `serve` need without `--memory`: 10/9 of `total_bytes`.
+    /// Free GPU memory needed without `--memory`: 10/9 of `total_bytes`.
     free_bytes: u64,
     /// Weights.
     weight_bytes: u64,
@@ -86,35 +84,35 @@ struct Report {
     cache_bytes: u64,
     /// `bf16` or `packed`.
     kv_cache: &'static str,
-    /// Tokens that the KV cache holds.
+    /// KV cache capacity, tokens.
     cache_tokens: u64,
-    /// Bytes of the KV cache per token.
+    /// KV cache per token.
     cache_token_bytes: u64,
-    /// Activations, logits, tables and shared workspaces.
+    /// Activations, logits, tables, workspaces.
     working_bytes: u64,
-    /// Buffers for decoded or expanded weights; 0 if none are needed.
+    /// Buffers for decoded or expanded weights.
     slot_bytes: u64,
-    /// Modelled time of all matrix products of a step, us.
+    /// Modelled time of a step's products, us.
     linear_us: f64,
-    /// The same for the fastest plan without a memory limit, us.
+    /// The same without a memory limit, us.
     fastest_us: f64,
     /// `linear_us / fastest_us`.
     slowdown: f64,
-    /// Whether the plan is optimal for these sizes and times; false: close to optimal.
+    /// Whether the plan is exactly optimal.
     exact: bool,
     /// Weights with the same encoding.
     groups: Vec<Group>,
-    /// File that was written, or null.
+    /// File written.
     plan: Option<PathBuf>,
 }
 
 #[derive(Serialize)]
 struct Group {
-    /// Weights that one product reads: `qkv`, `o`, `gate_up`, `down`, `lm_head`; or `embed`.
+    /// `qkv`, `o`, `gate_up`, `down`, `lm_head` or `embed`.
     unit: &'static str,
     /// Their encoding.
     encoding: EncodingId,
-    /// Number of such products.
+    /// Number of units.
     units: u32,
     /// Their layers.
     layers: Vec<u32>,
@@ -139,7 +137,7 @@ impl Budget {
             }
             CONTEXT.min(config.max_positions)
         });
-        let arch = self.arch.or_else(own_arch).unwrap_or(Arch::Sm90a);
+        let arch = self.arch.arch.or_else(own_arch).unwrap_or(Arch::Sm90a);
         if !has_compact_gemms(arch) {
             // It would be packed when it is loaded, and larger.
             tensors
@@ -202,7 +200,8 @@ impl Budget {
     fn tensors(&self, model: &Found, config: &ModelConfig) -> Result<Vec<Tensor>> {
         let of = |profile: Profile| {
             let selection = model.select(Selection::default());
-            let options = CompressOptions::new(profile).scope(Scope::All).selection(selection).threads(self.threads);
+            let options =
+                CompressOptions::new(profile).scope(Scope::All).selection(selection).threads(self.threads.threads);
             bundle::plan(&model.root, &options)
         };
         let (packed, coded, compact) = (of(Profile::Packed)?, of(Profile::Distribution)?, of(Profile::Compact)?);

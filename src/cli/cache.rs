@@ -41,7 +41,7 @@ pub struct Verify {
 /// Arguments of `cache prune`.
 #[derive(Args)]
 pub struct Prune {
-    /// Size to shrink the cache to, such as 200M [default: UNWEIGHT_CACHE_MAX, or 1G]
+    /// Size to shrink the cache to [default: UNWEIGHT_CACHE_MAX, or 1G]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     max: Option<u64>,
 }
@@ -70,11 +70,11 @@ struct Entry {
     bytes: u64,
     /// Time since its last use.
     idle_seconds: u64,
-    /// Kernel, or null if damaged.
+    /// Kernel, unless damaged.
     name: Option<String>,
-    /// Compiler, or null if damaged.
+    /// Compiler, unless damaged.
     compiler: Option<String>,
-    /// What is damaged, or null.
+    /// What is damaged.
     damage: Option<String>,
 }
 
@@ -102,7 +102,7 @@ struct RemovedReport {
     entries: usize,
     /// Their bytes.
     bytes: u64,
-    /// Leftovers of dead processes removed; `cache clear` removes dispatch tables as well.
+    /// Leftovers of dead processes removed.
     leftovers: usize,
     /// Kernels that could not be removed.
     failed: usize,

@@ -13,12 +13,13 @@ use unweight::rt::{
 
 use super::{
     archive,
+    common::{Force, Ram, Resume},
     failure::{Failure, Result},
     output::{self, Output},
     progress::Bar,
     scratch::Scratch,
     select::{self, Select},
-    sign, size,
+    sign,
     source::{self, Source},
 };
 
@@ -27,36 +28,33 @@ use super::{
 pub struct Compress {
     #[command(flatten)]
     source: Source,
-    /// Directory of the bundle to write; - writes a tar archive to stdout
+    /// Bundle directory to write; - writes a tar archive to stdout
     #[arg(short, long, value_name = "DIR")]
     output: PathBuf,
     #[command(flatten)]
     select: Select,
-    /// Memory for tensors being processed, such as 4G [default: 1G]; a larger tensor is processed alone
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
-    ram: Option<u64>,
-    /// Resume an interrupted run that had the same options
-    #[arg(long)]
-    resume: bool,
-    /// Replace an existing output when the new one is complete
-    #[arg(long)]
-    force: bool,
-    /// How much to decode and compare before the bundle is complete: none, sample or full
+    #[command(flatten)]
+    ram: Ram,
+    #[command(flatten)]
+    resume: Resume,
+    #[command(flatten)]
+    force: Force,
+    /// Tensors to decode and compare before the bundle is complete: none, sample or full
     #[arg(long, value_name = "HOW", default_value = "full", value_parser = verify_after)]
     verify: VerifyAfter,
-    /// Also record the SHA-256 of every source file
+    /// Record the SHA-256 of every source file
     #[arg(long)]
     sha256: bool,
-    /// Sign the bundle with this minisign secret key; implies --sha256
+    /// Sign with this minisign secret key; implies --sha256
     #[arg(long, value_name = "KEY")]
     sign: Option<PathBuf>,
-    /// File with the password of the secret key
+    /// File with the password of the key
     #[arg(long, value_name = "FILE", requires = "sign")]
     password_file: Option<PathBuf>,
-    /// Compress part I of N, for N machines; `merge` joins the parts
+    /// Compress part I of N; `merge` joins the parts
     #[arg(long, value_name = "I/N", conflicts_with = "sign")]
     shard: Option<Part>,
-    /// Processor that encodes the tensors; the bundle is the same
+    /// Processor that encodes; the bundle is the same
     #[arg(long, value_enum, default_value_t = Device::Cpu)]
     device: Device,
 }
@@ -94,7 +92,7 @@ impl Compress {
     /// Runs it.
     pub fn run(&self, output: Output) -> Result<()> {
         let to_stdout = archive::is_stream(&self.output);
-        if to_stdout && (output.json || self.resume || self.force || self.shard.is_some()) {
+        if to_stdout && (output.json || self.resume.resume || self.force.force || self.shard.is_some()) {
             return Err(Failure::new(
                 "usage",
                 "-o - with --json, --resume, --force or --shard",
@@ -103,7 +101,7 @@ impl Compress {
         }
         let signer = self.sign.as_deref().map(|key| sign::signer(key, self.password_file.as_deref())).transpose()?;
         // Before an archive of gigabytes is read.
-        if !self.force && self.output.symlink_metadata().is_ok() {
+        if !self.force.force && self.output.symlink_metadata().is_ok() {
             return Err(BundleError::OutputExists { path: self.output.clone() }.into());
         }
         // Fails before any work if stdout cannot take the result.
@@ -115,9 +113,9 @@ impl Compress {
         let options = self
             .select
             .options_for(&model)
-            .ram_bytes(self.ram)
-            .resume(self.resume)
-            .force(self.force)
+            .ram_bytes(self.ram.ram)
+            .resume(self.resume.resume)
+            .force(self.force.force)
             .verify(self.verify)
             .sha256(self.sha256)
             .sign(signer)

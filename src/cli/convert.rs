@@ -7,6 +7,7 @@ use serde::Serialize;
 use unweight::rivals::dfloat11::{self, ConvertOptions};
 
 use super::{
+    common::Resume,
     failure::Result,
     output::{self, Output},
     progress::Bar,
@@ -16,24 +17,23 @@ use super::{
 /// Arguments of `convert`.
 #[derive(Args)]
 pub struct Convert {
-    /// Directory of a model or a name in the local Hugging Face cache; with --to dfloat11 also a bundle
+    /// Model directory or cached Hugging Face model; with --to dfloat11 also a bundle
     source: PathBuf,
     /// Directory to write; must not exist
     #[arg(short, long, value_name = "DIR")]
     output: PathBuf,
-    /// Format to convert to
+    /// Target format
     #[arg(long, value_enum)]
     to: Format,
-    /// Resume an interrupted run
-    #[arg(long)]
-    resume: bool,
+    #[command(flatten)]
+    resume: Resume,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Format {
-    /// A directory that the dfloat11 package loads
+    /// Directory that the dfloat11 package loads
     Dfloat11,
-    /// The BF16 model of a DFloat11 directory
+    /// BF16 model of a DFloat11 directory
     Bf16,
 }
 
@@ -57,7 +57,7 @@ impl Convert {
         let seconds = || started.elapsed().as_secs_f64();
         match self.to {
             Format::Dfloat11 => {
-                let options = ConvertOptions::default().resume(self.resume);
+                let options = ConvertOptions::default().resume(self.resume.resume);
                 let report = dfloat11::convert(&root, &self.output, options, &bar)?;
                 bar.finish();
                 for kept in &report.kept {
@@ -80,7 +80,7 @@ impl Convert {
                 })
             }
             Format::Bf16 => {
-                let report = dfloat11::restore(&root, &self.output, self.resume, &bar)?;
+                let report = dfloat11::restore(&root, &self.output, self.resume.resume, &bar)?;
                 bar.finish();
                 let converted = Converted { to: "bf16", report, seconds: seconds() };
                 output.summary("convert", &converted, |out| {

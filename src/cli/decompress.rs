@@ -10,39 +10,36 @@ use unweight::format::{
 
 use super::{
     archive,
+    common::{Force, Ram, Resume, Threads},
     failure::{Failure, Result},
     output::{self, Output, Table},
     progress::Bar,
-    select, size, source,
+    source,
 };
 
 /// Arguments of `decompress`.
 #[derive(Args)]
 pub struct Decompress {
-    /// Directory of the bundle; - reads a tar archive from stdin
+    /// Bundle directory; - reads a tar archive from stdin
     bundle: PathBuf,
-    /// Directory to write the original files to; - writes a tar archive to stdout
+    /// Directory for the original files; - writes a tar archive to stdout
     #[arg(short, long, value_name = "DIR")]
     output: PathBuf,
-    /// Memory for tensors being processed, such as 4G [default: 1G]; a larger tensor is processed alone
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
-    ram: Option<u64>,
-    /// Number of threads [default: all processors]
-    #[arg(long, value_name = "N", value_parser = select::threads)]
-    threads: Option<usize>,
-    /// Resume an interrupted run
-    #[arg(long)]
-    resume: bool,
-    /// Replace an existing output when the new one is complete
-    #[arg(long)]
-    force: bool,
+    #[command(flatten)]
+    ram: Ram,
+    #[command(flatten)]
+    threads: Threads,
+    #[command(flatten)]
+    resume: Resume,
+    #[command(flatten)]
+    force: Force,
 }
 
 impl Decompress {
     /// Runs it.
     pub fn run(&self, output: Output) -> Result<()> {
         let to_stdout = archive::is_stream(&self.output);
-        if to_stdout && (output.json || self.resume || self.force) {
+        if to_stdout && (output.json || self.resume.resume || self.force.force) {
             return Err(Failure::new(
                 "usage",
                 "-o - with --json, --resume or --force",
@@ -50,7 +47,7 @@ impl Decompress {
             ));
         }
         // Before an archive of gigabytes is read.
-        if !self.force && self.output.symlink_metadata().is_ok() {
+        if !self.force.force && self.output.symlink_metadata().is_ok() {
             return Err(BundleError::OutputExists { path: self.output.clone() }.into());
         }
         let mut stdout = to_stdout.then(archive::stdout).transpose()?;
@@ -59,10 +56,10 @@ impl Decompress {
             .transpose()?;
         let bundle = unpacked.as_ref().map_or(&self.bundle, |(_, root)| root);
         let options = DecompressOptions::default()
-            .threads(self.threads)
-            .ram_bytes(self.ram)
-            .resume(self.resume)
-            .force(self.force);
+            .threads(self.threads.threads)
+            .ram_bytes(self.ram.ram)
+            .resume(self.resume.resume)
+            .force(self.force.force);
         let bar = Bar::new(output, "decompressing")?;
         if let Some(stdout) = &mut stdout {
             let (files, bytes) = archive::pack_originals(bundle, stdout, &options, &bar).map_err(Failure::of_stream)?;
@@ -72,7 +69,7 @@ impl Decompress {
         }
         let report = bundle::decompress(bundle, &self.output, &options, &bar).inspect_err(|error| {
             // Another archive is needed, so nothing can be resumed. If it cannot be removed, the next run replaces it.
-            if unpacked.is_some() && !self.resume && error.class() == ErrorClass::Mismatch {
+            if unpacked.is_some() && !self.resume.resume && error.class() == ErrorClass::Mismatch {
                 let _ = discard_partial(&self.output);
             }
         })?;

@@ -15,6 +15,7 @@ use unweight::format::{
 };
 
 use super::{
+    common::Ram,
     failure::{Failure, Result},
     output::{self, Output, Table},
     progress::Bar,
@@ -26,10 +27,10 @@ use super::{
 /// Arguments of `demo`.
 #[derive(Args)]
 pub struct Demo {
-    /// Size of the model, such as 2G
+    /// Size of the model
     #[arg(long, value_name = "SIZE", value_parser = size::parse, default_value = "128M")]
     size: u64,
-    /// Keep the model, the bundle and the restored files in this directory [default: a temporary directory]
+    /// Keep model, bundle and restored files in this directory [default: a temporary directory]
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
     /// Random seed for the weights
@@ -37,9 +38,8 @@ pub struct Demo {
     seed: u64,
     #[command(flatten)]
     select: Select,
-    /// Memory for tensors being processed, such as 4G [default: 1G]
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
-    ram: Option<u64>,
+    #[command(flatten)]
+    ram: Ram,
 }
 
 #[derive(Serialize)]
@@ -131,7 +131,7 @@ impl Demo {
         let model = demo_model::write(&model_dir, &shape(self.size, self.seed))?;
         let write_seconds = start.elapsed().as_secs_f64();
 
-        let options = self.select.options().ram_bytes(self.ram).verify(VerifyAfter::None);
+        let options = self.select.options().ram_bytes(self.ram.ram).verify(VerifyAfter::None);
         let bar = Bar::new(output, "compressing")?;
         let compress = bundle::compress(&model_dir, &bundle_dir, &options, &bar)?;
         bar.finish();
@@ -148,7 +148,7 @@ impl Demo {
         }
 
         let bar = Bar::new(output, "decompressing")?;
-        let options = DecompressOptions::default().threads(options.threads).ram_bytes(self.ram);
+        let options = DecompressOptions::default().threads(options.threads).ram_bytes(self.ram.ram);
         let decompress = bundle::decompress(&bundle_dir, &restored_dir, &options, &bar)?;
         bar.finish();
 

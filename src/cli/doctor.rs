@@ -42,19 +42,19 @@ pub struct Doctor {}
 
 #[derive(Serialize)]
 struct Report {
-    /// The processor.
+    /// Processor.
     cpu: Cpu,
-    /// The libraries that GPU commands load.
+    /// Libraries of GPU commands.
     libraries: Vec<LibraryReport>,
     /// The GPUs; empty without a driver.
     devices: Vec<DeviceReport>,
-    /// Memory of published models on each GPU; empty without a GPU.
+    /// Memory of published models per GPU.
     models: Vec<ModelReport>,
     /// The kernel cache.
     cache: CacheReport,
     /// Value of `UNWEIGHT_JIT` in effect.
     jit: &'static str,
-    /// Contradicting settings, a compiler older than a GPU, misspelt variables.
+    /// Contradicting settings, old compilers, misspelt variables.
     warnings: Vec<String>,
 }
 
@@ -64,7 +64,7 @@ struct Cpu {
     arch: &'static str,
     /// Threads.
     threads: usize,
-    /// Memory, or null.
+    /// Memory.
     memory_bytes: Option<u64>,
     /// Whether the fast encoder can run.
     avx512: bool,
@@ -74,7 +74,7 @@ struct Cpu {
 #[derive(Serialize)]
 #[serde(rename_all = "snake_case")]
 enum DeviceReport {
-    /// A GPU that kernels run on.
+    /// Usable GPU.
     Usable(DeviceInfo),
     /// Why a GPU cannot be used.
     Unusable(String),
@@ -88,23 +88,23 @@ struct ModelReport {
     device: usize,
     /// Name of the published model.
     geometry: &'static str,
-    /// Its packed weights.
+    /// Packed weights.
     packed_bytes: u64,
-    /// Tokens of KV cache next to packed weights in nine tenths of the memory.
+    /// KV tokens next to packed weights in nine tenths of the memory.
     packed_tokens: u64,
-    /// Tokens of a packed KV cache next to packed weights.
+    /// The same with a packed KV cache.
     packed_cache_tokens: u64,
-    /// Bytes of the KV cache per token.
+    /// KV cache per token.
     cache_token_bytes: u64,
-    /// Bytes of a packed KV cache per token.
+    /// Packed KV cache per token.
     packed_cache_token_bytes: u64,
-    /// Its weights with `--placement compact`.
+    /// Compact weights.
     compact_bytes: u64,
-    /// Tokens of KV cache next to these and their slot.
+    /// KV tokens next to these and their slot.
     compact_tokens: u64,
-    /// Its BF16 weights.
+    /// BF16 weights.
     bf16_bytes: u64,
-    /// Tokens of KV cache next to these.
+    /// KV tokens next to these.
     bf16_tokens: u64,
 }
 
@@ -112,39 +112,39 @@ struct ModelReport {
 struct LibraryReport {
     /// `libcuda`, `libnvrtc`, ...
     name: &'static str,
-    /// Whether a usable one was found.
+    /// Whether usable.
     found: bool,
-    /// Its version, or null.
+    /// Version.
     version: Option<String>,
-    /// Its file, or null.
+    /// File.
     path: Option<String>,
-    /// Search rule that found it, or null.
+    /// Search rule that found it.
     origin: Option<String>,
-    /// What is unavailable without it, or null.
+    /// What is unavailable without it.
     disables: Option<&'static str>,
-    /// How to get it, or null.
+    /// How to get it.
     remedy: Option<&'static str>,
-    /// Files and names that were tried, if it was not found.
+    /// What was tried, if not found.
     tried: Vec<Tried>,
 }
 
 #[derive(Serialize)]
 struct Tried {
-    /// File or name that was tried.
+    /// File or name.
     what: String,
-    /// Why it was not used.
+    /// Why not used.
     why: String,
 }
 
 #[derive(Serialize)]
 struct CacheReport {
-    /// Directory of the kernel cache, or null.
+    /// Directory.
     dir: Option<String>,
     /// Kernels in it.
     kernels: usize,
     /// Their bytes.
     bytes: u64,
-    /// Why it cannot be used, or null.
+    /// Why it cannot be used.
     unusable: Option<String>,
 }
 

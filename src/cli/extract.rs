@@ -11,34 +11,35 @@ use unweight::format::{
 };
 
 use super::{
-    archive, completions,
+    archive,
+    common::{Ram, Threads},
+    completions,
     failure::{Failure, Result},
     output::{self, Output},
     progress::Bar,
-    scratch, select, size,
+    scratch,
 };
 
 /// Arguments of `extract`.
 #[derive(Args)]
 #[command(group = clap::ArgGroup::new("what").required(true).multiple(true).args(["tensor", "file"]))]
 pub struct Extract {
-    /// Directory of the bundle
+    /// Bundle directory
     bundle: PathBuf,
-    /// Name of the tensor
-    #[arg(long, value_name = "NAME", add = ArgValueCandidates::new(completions::tensors))]
+    /// Tensor to extract
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["ram", "threads"],
+          add = ArgValueCandidates::new(completions::tensors))]
     tensor: Option<String>,
-    /// Name of a source file: extracts the file, or with --tensor selects the file that holds the tensor
+    /// Source file to extract, or with --tensor the file that holds the tensor
     #[arg(long, value_name = "FILE", add = ArgValueCandidates::new(completions::files))]
     file: Option<String>,
-    /// File to write the original bytes to (tensors: little-endian, row-major); - is stdout
+    /// File to write; - is stdout. Tensors are little-endian, row-major
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
-    /// Memory for tensors being processed, such as 4G [default: 1G]; a larger tensor is processed alone
-    #[arg(long, value_name = "SIZE", value_parser = size::parse, conflicts_with = "tensor")]
-    ram: Option<u64>,
-    /// Number of threads [default: all processors]
-    #[arg(long, value_name = "N", value_parser = select::threads, conflicts_with = "tensor")]
-    threads: Option<usize>,
+    #[command(flatten)]
+    ram: Ram,
+    #[command(flatten)]
+    threads: Threads,
 }
 
 #[derive(Serialize)]
@@ -63,7 +64,7 @@ struct FileJson<'a> {
     bytes: u64,
     /// Its XXH3-128 digest, checked.
     digest: Digest,
-    /// Its SHA-256, checked; null if the bundle has none.
+    /// Its SHA-256, checked.
     sha256: Option<String>,
 }
 
@@ -126,7 +127,7 @@ impl Extract {
     fn file(&self, bundle: &Bundle, name: &str, output: Output) -> Result<()> {
         let bar = Bar::new(output, "extracting")?;
         bar.start(bundle.manifest().files.iter().find(|file| file.name() == name).map_or(0, |file| file.size()));
-        let options = DecompressOptions::default().ram_bytes(self.ram).threads(self.threads);
+        let options = DecompressOptions::default().ram_bytes(self.ram.ram).threads(self.threads.threads);
         let Some(file) = self.write(|out| Ok(bundle.write_file(name, out, &options, &bar)?))? else { return Ok(()) };
         bar.finish();
         let report = FileJson { file: name, bytes: file.bytes, digest: file.digest, sha256: file.sha256 };

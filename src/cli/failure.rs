@@ -85,11 +85,11 @@ pub struct ErrorReport {
     pub class: Class,
     /// [Error code](errors.md).
     pub code: &'static str,
-    /// What failed and where.
+    /// What failed, where.
     pub message: String,
     /// Causes, outermost first.
     pub causes: Vec<String>,
-    /// The next step, or null.
+    /// Next step.
     pub help: Option<String>,
 }
 

@@ -27,90 +27,74 @@ use unweight::{
 use super::{
     failure::{Failure, Result},
     output::Output,
-    pipelines::{KvCacheArg, PlacementArg, note_load, note_unused, saved_plan},
+    pipelines::{EngineArgs, note_load, note_unused, saved_plan},
     printable::printable,
-    progress, scratch, size,
+    progress, scratch,
     trust::Trust,
 };
 
 /// Arguments of `generate`.
 #[derive(Args)]
 pub struct Generate {
-    /// Directory of the bundle
+    /// Bundle directory
     bundle: PathBuf,
-    /// Prompt; may be repeated to run several prompts together
+    /// Prompt; repeatable, to run several prompts together
     #[arg(long, value_name = "TEXT", help_heading = "Prompt")]
     prompt: Vec<String>,
     /// File with a prompt; - is stdin
     #[arg(long, value_name = "FILE", help_heading = "Prompt")]
     prompt_file: Option<PathBuf>,
-    /// Prompt as token ids, such as 1,450,4996; may be repeated to run several prompts together
+    /// Prompt as token ids, such as 1,450,4996; repeatable
     #[arg(long, value_name = "IDS", value_parser = parse_ids, help_heading = "Prompt", conflicts_with_all = ["prompt", "prompt_file", "chat"])]
     tokens: Vec<Ids>,
-    /// Apply the model's chat template: each prompt is a user message
+    /// Apply the model's chat template; each prompt is a user message
     #[arg(long, help_heading = "Prompt")]
     chat: bool,
-    /// System message in front of the user message
+    /// System message
     #[arg(long, value_name = "TEXT", requires = "chat", help_heading = "Prompt")]
     system: Option<String>,
-    /// Maximum number of new tokens [default: 256, or 0 with --dump-logits]
+    /// Maximum new tokens [default: 256, or 0 with --dump-logits]
     #[arg(short = 'n', long, value_name = "N", help_heading = "Sampling")]
     max_new_tokens: Option<u32>,
-    /// Sampling temperature, 0.001 to 100; 0 is greedy [default: 0, or 1 with --top-k, --top-p or --min-p]
+    /// Sampling temperature, 0.001 to 100, or 0 for greedy [default: 0, or 1 with --top-k, --top-p or --min-p]
     #[arg(long, value_name = "T", allow_negative_numbers = true, help_heading = "Sampling")]
     temperature: Option<f32>,
     /// Sample from the K likeliest tokens; 0 is all [default: 0]
     #[arg(long, value_name = "K", help_heading = "Sampling")]
     top_k: Option<u32>,
-    /// Sample from the likeliest tokens with this cumulative probability, above 0 and at most 1 [default: 1]
+    /// Sample from the likeliest tokens with this cumulative probability, above 0, at most 1 [default: 1]
     #[arg(long, value_name = "P", allow_negative_numbers = true, help_heading = "Sampling")]
     top_p: Option<f32>,
-    /// Sample from tokens with at least this share of the likeliest token's probability, 0 to 1 [default: 0]
+    /// Sample from tokens with at least this share of the highest probability, 0 to 1 [default: 0]
     #[arg(long, value_name = "P", allow_negative_numbers = true, help_heading = "Sampling")]
     min_p: Option<f32>,
     /// Random seed for sampling
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Sampling")]
     seed: u64,
-    /// Take sampling defaults from the model's generation_config.json
+    /// Take sampling defaults from generation_config.json
     #[arg(long, help_heading = "Sampling")]
     model_defaults: bool,
-    /// Stop string; ends the text and is not printed; may be repeated
+    /// String that ends the text and is not printed; repeatable
     #[arg(long, value_name = "TEXT", help_heading = "Sampling")]
     stop: Vec<String>,
     /// Ignore the end-of-sequence token
     #[arg(long, help_heading = "Sampling")]
     ignore_eos: bool,
-    /// How to hold weights in GPU memory; experts of a mixture are always packed
-    #[arg(long, value_name = "PLACEMENT", default_value = "auto", help_heading = "Engine")]
-    placement: PlacementArg,
-    /// How to hold the KV cache in GPU memory; auto is bf16. Logits are equal bit for bit
-    #[arg(long, value_name = "CACHE", default_value = "auto", help_heading = "Engine")]
-    kv_cache: KvCacheArg,
-    /// Experts per layer in GPU memory; the others are fetched from host memory when chosen [default: all]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Engine")]
-    resident_experts: Option<u32>,
-    /// Maximum number of sequences that run at the same time [default: 16, or the number of prompts]
+    /// Maximum concurrent sequences [default: the number of prompts, at most 16]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Engine")]
     max_batch: Option<u32>,
-    /// Maximum tokens per sequence, prompt included [default: the model's limit, or what fits]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Engine")]
-    context: Option<u32>,
-    /// GPU memory limit for weights, KV cache and activations, such as 40G [default: nine tenths of free memory]
-    #[arg(long, value_name = "SIZE", value_parser = size::memory, help_heading = "Engine")]
-    memory: Option<u64>,
     /// Prompt tokens per prefill pass, a multiple of 64
     #[arg(long, value_name = "N", default_value_t = 2048, help_heading = "Engine")]
     chunk: u32,
-    /// Index of the GPU
-    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Engine")]
-    device: usize,
+    #[command(flatten, next_help_heading = "Engine")]
+    engine: EngineArgs,
     #[command(flatten)]
     trust: Trust,
-    /// Write the logits of every prompt token to this safetensors file: BF16 `logits.I` [tokens, vocabulary]. Replaces
-    /// only a file of logits
+    /// Write logits of all prompt tokens to this safetensors file: BF16 `logits.I` [tokens, vocabulary]; replaces only
+    /// a file of logits
     #[arg(long, value_name = "FILE", help_heading = "Logits")]
     dump_logits: Option<PathBuf>,
-    /// Compute the logits one token at a time, as generation does
+    /// Compute logits one token at a time, as generation does
     #[arg(long, requires = "dump_logits", help_heading = "Logits")]
     by_steps: bool,
 }
@@ -126,23 +110,23 @@ fn parse_ids(text: &str) -> std::result::Result<Ids, String> {
 struct Report {
     /// One entry per prompt.
     sequences: Vec<Sequence>,
-    /// Time to load model and kernels, ms.
+    /// Load time, ms.
     load_ms: f64,
-    /// Time to the first token of the first prompt, ms.
+    /// Time to the first token, ms.
     prefill_ms: f64,
-    /// Later tokens per second, all sequences; null if there are none.
+    /// Later tokens per second, all sequences.
     tokens_per_s: Option<f64>,
     /// Weights in GPU memory.
     weight_bytes: u64,
     /// KV cache.
     cache_bytes: u64,
-    /// Tokens that the KV cache holds.
+    /// KV cache capacity, tokens.
     cache_tokens: u64,
-    /// Bytes of the KV cache per token.
+    /// KV cache per token.
     cache_token_bytes: u64,
-    /// Activations, tables, workspaces and the slot.
+    /// Activations, tables, workspaces, slot.
     working_bytes: u64,
-    /// Buffer that weights are expanded into before their product; 0 if none is needed.
+    /// Buffer for expanded weights.
     slot_bytes: u64,
     /// `packed`, `compact`, `bf16`, `stored` or `alternate`.
     placement: Placement,
@@ -150,7 +134,7 @@ struct Report {
     kv_cache: &'static str,
     /// Experts in host memory (`--resident-experts`).
     host_bytes: u64,
-    /// Traffic of experts between host and GPU; null if the GPU holds all experts, or there are none.
+    /// Experts fetched from host memory.
     experts: Option<ExpertTraffic>,
 }
 
@@ -160,10 +144,10 @@ struct Sequence {
     prompt_tokens: usize,
     /// Generated token ids, end token included.
     tokens: Vec<u32>,
-    /// Their text, without special tokens and the `--stop` text; null without a tokenizer.
+    /// Text without special tokens and `--stop` text; null without a tokenizer.
     text: Option<String>,
-    /// `stop`: end token or `--stop` text; `length`: `--max-new-tokens`; `nan`: all logits were NaN; `kv-cache-full`:
-    /// a packed KV cache had no BF16 unit for the sequence.
+    /// `stop` (end token or `--stop`), `length`, `nan` (all logits NaN) or `kv-cache-full` (no BF16 unit in a packed KV
+    /// cache).
     finish: Option<&'static str>,
 }
 
@@ -226,7 +210,7 @@ impl Generate {
             Failure::new(error.code(), error.to_string(), "`unweight generate --help` lists the ranges")
         })?;
         let mut options = self.options(prompts.len());
-        if self.placement.has_pipelines() {
+        if self.engine.held.placement.has_pipelines() {
             options = options.plan(saved_plan(&bundle, output));
         }
         options.check().map_err(|error| {
@@ -238,8 +222,8 @@ impl Generate {
         }
 
         let start = Instant::now();
-        let kernels = self.trust.kernels(self.device, Some(&bundle), output)?;
-        note_unused(&options.plan, self.placement, &bundle, kernels.device().info(), output);
+        let kernels = self.trust.kernels(self.engine.gpu.device, Some(&bundle), output)?;
+        note_unused(&options.plan, self.engine.held.placement, &bundle, kernels.device().info(), output);
         let mut engine = Engine::load(&kernels, &bundle, options, &|loaded| note_load(output, loaded))?;
         // Until here a signal ends the process, as it does by itself: loading looks at no flag.
         let cancelled = progress::cancel_flag()?;
@@ -334,8 +318,8 @@ impl Generate {
     /// What the engine would refuse once the model is loaded, as far as that is known without it.
     fn check(&self, config: &ModelConfig, prompts: &[Vec<u32>]) -> Result<()> {
         let (vocab, max_new_tokens) = (config.vocab, self.max_new_tokens());
-        let context = self.context.unwrap_or(config.max_positions).min(config.max_positions);
-        if let (Some(resident), None) = (self.resident_experts, config.mixture) {
+        let context = self.engine.context.unwrap_or(config.max_positions).min(config.max_positions);
+        if let (Some(resident), None) = (self.engine.held.resident_experts, config.mixture) {
             return Err(Failure::other(EngineError::NoExperts(resident)));
         }
         for prompt in prompts {
@@ -357,11 +341,7 @@ impl Generate {
         let batch = self.max_batch.unwrap_or_else(|| u32::try_from(prompts).unwrap_or(u32::MAX).clamp(1, 16));
         let mut options = EngineOptions::default().max_batch(batch).chunk(self.chunk);
         options.waiting = options.waiting.max(prompts);
-        options.placement = self.placement.0;
-        options.kv_cache = self.kv_cache.0;
-        options.resident_experts = self.resident_experts;
-        options.context = self.context;
-        options.memory = self.memory;
+        self.engine.set(&mut options);
         options
     }
 

@@ -24,15 +24,15 @@ use super::{
 /// Arguments of `inspect`.
 #[derive(Args)]
 pub struct Inspect {
-    /// Directory of the bundle
+    /// Bundle directory
     bundle: PathBuf,
-    /// Show only tensors whose names match; * and ? are wildcards; may be repeated
+    /// Show only matching tensors; * and ? are wildcards; repeatable
     #[arg(long, value_name = "GLOB", add = ArgValueCandidates::new(completions::tensors))]
     tensor: Vec<String>,
-    /// Print the table as comma-separated values
+    /// Print comma-separated values
     #[arg(long, conflicts_with = "json")]
     csv: bool,
-    /// Plot the distribution of exponents or the stored sizes, on the terminal or with --svg
+    /// Plot exponents or stored sizes, on the terminal or with --svg
     #[arg(long, value_name = "WHAT")]
     plot: Option<Plot>,
     /// Write the plot to this SVG file
@@ -66,7 +66,7 @@ struct Report<'a> {
     attached_kernels: Vec<AttachedKernel>,
     /// Whether a plan of `tune` is attached.
     attached_plan: bool,
-    /// BF16 exponents of the tensors by value, if they were drawn.
+    /// Number of weights by BF16 exponent, with `--plot exponents`.
     #[serde(skip_serializing_if = "Option::is_none")]
     exponent_counts: Option<Vec<u64>>,
     /// Entropy of an exponent, bits.

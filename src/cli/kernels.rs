@@ -38,12 +38,11 @@ use unweight::{
 };
 
 use super::{
-    arch::{arch_in, arch_parser, own_arch},
-    completions,
+    arch::{ArchArg, arch_in, arch_parser, own_arch},
+    common, completions,
     failure::{Failure, Result},
     output::{self, Output, Table},
     pipelines::{KvCacheArg, PlacementArg},
-    select,
     trust::note_table,
 };
 
@@ -67,12 +66,11 @@ pub enum Kernels {
 /// The kernels to work on.
 #[derive(Args)]
 pub struct Names {
-    /// Names of kernels; * and ? are wildcards [default: all that ship]
+    /// Kernel names; * and ? are wildcards [default: all that ship]
     #[arg(value_name = "NAME", add = ArgValueCompleter::new(completions::kernels))]
     names: Vec<String>,
-    /// Architecture for wildcards and the default [default: this machine's GPU, or sm_90a]
-    #[arg(long, value_name = "ARCH", value_parser = arch_parser())]
-    arch: Option<Arch>,
+    #[command(flatten)]
+    arch: ArchArg,
 }
 
 /// Arguments of `kernels emit`.
@@ -80,9 +78,35 @@ pub struct Names {
 pub struct Emit {
     #[command(flatten)]
     names: Names,
-    /// Write NAME.cu, NAME.plan.txt and the headers to this directory instead of stdout
+    /// Directory for NAME.cu, NAME.plan.txt and headers, instead of stdout
     #[arg(short, long, value_name = "DIR")]
     output: Option<PathBuf>,
+}
+
+/// How the kernels of a bundle will be used.
+#[derive(Args)]
+struct Usage {
+    /// Largest batch to run the bundle with
+    #[arg(long, value_name = "M", default_value_t = LoadOptions::default().max_batch, requires = "bundle",
+          value_parser = clap::value_parser!(u32).range(1..=65536))]
+    max_batch: u32,
+    /// Ordinary instead of programmatic dependent launches of the bundle's kernels
+    #[arg(long, requires = "bundle")]
+    no_pdl: bool,
+    /// Placement that `generate` and `serve` will use for the bundle; auto includes packed and compact
+    #[arg(long, value_name = "PLACEMENT", default_value = "auto", requires = "bundle")]
+    placement: PlacementArg,
+    /// KV cache that `generate` and `serve` will use for the bundle; auto includes both
+    #[arg(long, value_name = "CACHE", default_value = "auto", requires = "bundle")]
+    kv_cache: KvCacheArg,
+}
+
+/// How many kernels are compiled at once.
+#[derive(Args)]
+struct Jobs {
+    /// Kernels to compile at the same time [default: UNWEIGHT_JIT_THREADS, or all processors]
+    #[arg(long, value_name = "N", value_parser = common::threads)]
+    threads: Option<usize>,
 }
 
 /// Arguments of `kernels compile`.
@@ -90,51 +114,27 @@ pub struct Emit {
 pub struct Compile {
     #[command(flatten)]
     names: Names,
-    /// Compile only the kernels that this bundle can need, on this machine's GPU or on any GPU of --arch
+    /// Compile only kernels that this bundle can use, on this machine's GPU or any GPU of --arch
     #[arg(long, value_name = "BUNDLE", conflicts_with = "names")]
     bundle: Option<PathBuf>,
-    /// With --bundle: largest batch
-    #[arg(long, value_name = "M", default_value_t = LoadOptions::default().max_batch, requires = "bundle",
-          value_parser = clap::value_parser!(u32).range(1..=65536))]
-    max_batch: u32,
-    /// With --bundle: kernels for ordinary instead of programmatic dependent launches
-    #[arg(long, requires = "bundle")]
-    no_pdl: bool,
-    /// With --bundle: placement that `generate` and `serve` will use [default: auto]
-    #[arg(long, value_name = "PLACEMENT", requires = "bundle")]
-    placement: Option<PlacementArg>,
-    /// With --bundle: KV cache that `generate` and `serve` will use [default: the kernels of both]
-    #[arg(long, value_name = "CACHE", requires = "bundle")]
-    kv_cache: Option<KvCacheArg>,
-    /// Kernels to compile at the same time [default: UNWEIGHT_JIT_THREADS, or all processors]
-    #[arg(long, value_name = "N", value_parser = select::threads)]
-    threads: Option<usize>,
+    #[command(flatten)]
+    usage: Usage,
+    #[command(flatten)]
+    jobs: Jobs,
 }
 
 /// Arguments of `kernels attach`.
 #[derive(Args)]
 pub struct Attach {
-    /// Directory of the bundle
+    /// Bundle directory
     bundle: PathBuf,
-    /// Compile for every GPU of this architecture; may be repeated [default: this machine's GPU, or an H200]
+    /// Compile for every GPU of this architecture; repeatable [default: this machine's GPU, or an H200]
     #[arg(long, value_name = "ARCH", value_parser = arch_parser())]
     arch: Vec<Arch>,
-    /// Largest batch
-    #[arg(long, value_name = "M", default_value_t = LoadOptions::default().max_batch,
-          value_parser = clap::value_parser!(u32).range(1..=65536))]
-    max_batch: u32,
-    /// Attach kernels for ordinary instead of programmatic dependent launches
-    #[arg(long)]
-    no_pdl: bool,
-    /// Placement that `generate` and `serve` will use; auto attaches the kernels of packed and compact
-    #[arg(long, value_name = "PLACEMENT", default_value = "auto")]
-    placement: PlacementArg,
-    /// KV cache that `generate` and `serve` will use; auto attaches the kernels of both
-    #[arg(long, value_name = "CACHE", default_value = "auto")]
-    kv_cache: KvCacheArg,
-    /// Kernels to compile at the same time [default: UNWEIGHT_JIT_THREADS, or all processors]
-    #[arg(long, value_name = "N", value_parser = select::threads)]
-    threads: Option<usize>,
+    #[command(flatten)]
+    usage: Usage,
+    #[command(flatten)]
+    jobs: Jobs,
     /// Replace attached kernels; a saved plan of `tune` stays unless the file is damaged
     #[arg(long)]
     force: bool,
@@ -143,13 +143,13 @@ pub struct Attach {
 /// Arguments of `kernels detach`.
 #[derive(Args)]
 pub struct Detach {
-    /// Directory of the bundle
+    /// Bundle directory
     bundle: PathBuf,
 }
 
 #[derive(Serialize)]
 struct Listed {
-    /// Canonical name: symbol and cache directory.
+    /// Canonical name.
     name: String,
     /// Kernel family.
     family: &'static str,
@@ -157,7 +157,7 @@ struct Listed {
     smem_bytes: u32,
     /// Threads per block.
     threads: u32,
-    /// Pipeline stages, or null.
+    /// Pipeline stages.
     stages: Option<u32>,
 }
 
@@ -179,9 +179,9 @@ struct Compiled {
     name: String,
     /// `hit` or `compiled`.
     state: &'static str,
-    /// Why it could not be cached (exit status 2), or null.
+    /// Why not cached (exit status 2).
     not_kept: Option<String>,
-    /// Time until it was ready, ms.
+    /// Time until ready, ms.
     compile_ms: f64,
     /// Size of the binary.
     cubin_bytes: usize,
@@ -215,11 +215,11 @@ struct OneAttached {
 
 #[derive(Serialize)]
 struct Detached {
-    /// Whether kernels or a plan of `tune` were attached.
+    /// Whether kernels or a plan were attached.
     detached: bool,
     /// Whether a plan was removed.
     plan: bool,
-    /// Size of the file removed, or 0.
+    /// Bytes removed.
     bytes: u64,
 }
 
@@ -275,7 +275,7 @@ impl Names {
         let is_pattern = |name: &str| name.contains(['*', '?']);
         let by_arch = self.names.is_empty() || self.names.iter().any(|name| is_pattern(name));
         // A machine is asked for its GPU only where that matters.
-        let arch = self.arch.or_else(|| if by_arch { own_arch() } else { None });
+        let arch = self.arch.arch.or_else(|| if by_arch { own_arch() } else { None });
         // What a pattern says itself needs no word.
         let said = !self.names.is_empty() && self.names.iter().all(|name| !is_pattern(name) || arch_in(name).is_some());
         if by_arch && arch.is_none() && !said {
@@ -418,21 +418,18 @@ impl Cards {
     }
 }
 
-/// Where the placement is chosen on the device, a loader that keeps compact tensors compact: it can ask for all that
-/// one that packs them asks for.
-fn load_options(max_batch: u32, no_pdl: bool, placement: PlacementArg) -> LoadOptions {
-    let placement = placement.0.unwrap_or(Placement::Compact);
-    LoadOptions::default().max_batch(max_batch).pdl(!no_pdl).placement(placement)
+impl Usage {
+    /// Where the placement is chosen on the device, a loader that keeps compact tensors compact: it can ask for all
+    /// that one that packs them asks for.
+    fn load_options(&self) -> LoadOptions {
+        let placement = self.placement.0.unwrap_or(Placement::Compact);
+        LoadOptions::default().max_batch(self.max_batch).pdl(!self.no_pdl).placement(placement)
+    }
 }
 
 /// What loading a bundle and running its model can ask for.
-fn of_bundle(
-    bundle: &Bundle,
-    options: LoadOptions,
-    (placement, kv_cache): (PlacementArg, KvCacheArg),
-    cards: Cards,
-    output: Output,
-) -> Result<Vec<VariantSpec>> {
+fn of_bundle(bundle: &Bundle, usage: &Usage, cards: Cards, output: Output) -> Result<Vec<VariantSpec>> {
+    let options = usage.load_options();
     let (machines, mut specs) = match cards {
         Cards::All(arch) => {
             // Multiprocessors come in pairs. Attention's shapes follow from their number.
@@ -443,12 +440,12 @@ fn of_bundle(
     };
     // The other kernels of `generate`, for every batch.
     let mut engine = EngineOptions::default().max_batch(options::MAX_BATCH);
-    engine.placement = placement.0;
-    engine.kv_cache = kv_cache.0;
+    engine.placement = usage.placement.0;
+    engine.kv_cache = usage.kv_cache.0;
     match Engine::kernels(bundle, &engine, &machines) {
         Ok(more) => specs.extend(more),
         // Linears of any bundle can be loaded; pipelines need a model.
-        Err(error) if !placement.has_pipelines() => output.note(format_args!("only kernels of linears: {error}")),
+        Err(error) if !usage.placement.has_pipelines() => output.note(format_args!("only kernels of linears: {error}")),
         Err(error) => return Err(error.into()),
     }
     Ok(specs)
@@ -486,21 +483,20 @@ fn attach(arguments: &Attach, output: Output) -> Result<()> {
         return Err(BundleError::OutputExists { path }.into());
     }
     format::may_attach(&arguments.bundle)?;
-    let options = load_options(arguments.max_batch, arguments.no_pdl, arguments.placement);
     let cards = match arguments.arch.as_slice() {
         [] => vec![Cards::of(None, env, output)],
         archs => archs.iter().map(|arch| Cards::of(Some(*arch), env, output)).collect(),
     };
     let mut specs: Vec<VariantSpec> = Vec::new();
     for cards in cards {
-        let more = of_bundle(&bundle, options, (arguments.placement, arguments.kv_cache), cards, output)?;
+        let more = of_bundle(&bundle, &arguments.usage, cards, output)?;
         specs.extend(more);
     }
     specs.sort();
     specs.dedup();
     let requests = render(&specs)?;
     let cache = KernelCache::open(env);
-    let threads = arguments.threads.unwrap_or(env.jit_threads);
+    let threads = arguments.jobs.threads.unwrap_or(env.jit_threads);
     let artifacts = cache.compile_all(&requests, threads, &|progress| note_ready(output, progress))?;
     let entries: Vec<_> = requests
         .iter()
@@ -561,16 +557,14 @@ fn compile(arguments: &Compile, output: Output) -> Result<()> {
     let specs = match &arguments.bundle {
         None => arguments.names.specs(output)?,
         Some(folder) => {
-            let placement = arguments.placement.unwrap_or(PlacementArg(None));
-            let options = load_options(arguments.max_batch, arguments.no_pdl, placement);
-            let kept = (placement, arguments.kv_cache.unwrap_or(KvCacheArg(None)));
-            of_bundle(&Bundle::open(folder)?, options, kept, Cards::of(arguments.names.arch, env, output), output)?
+            let cards = Cards::of(arguments.names.arch.arch, env, output);
+            of_bundle(&Bundle::open(folder)?, &arguments.usage, cards, output)?
         }
     };
     let requests = render(&specs)?;
     let cache = KernelCache::open(env);
     cache.store().map_err(|unusable| Failure::other(unusable.clone()))?;
-    let threads = arguments.threads.unwrap_or(env.jit_threads);
+    let threads = arguments.jobs.threads.unwrap_or(env.jit_threads);
     let artifacts = cache.compile_all(&requests, threads, &|progress| note_ready(output, progress))?;
     let kernels: Vec<_> = artifacts
         .into_iter()

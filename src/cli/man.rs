@@ -15,7 +15,7 @@ use super::{
 /// Arguments of `man`.
 #[derive(Args)]
 pub struct Man {
-    /// Directory to write the pages to, such as ~/.local/share/man/man1; replaces existing pages
+    /// Directory for the pages, such as ~/.local/share/man/man1; replaces existing pages
     dir: PathBuf,
     /// Write one page about all commands, as Markdown
     #[arg(long, hide = true)]
@@ -58,7 +58,7 @@ impl Man {
 
     fn write_markdown(&self) -> io::Result<Vec<String>> {
         let name = "unweight.md";
-        fs::write(self.dir.join(name), markdown(Cli::command()))?;
+        fs::write(self.dir.join(name), markdown(Cli::command(), ""))?;
         Ok(vec![name.to_owned()])
     }
 }

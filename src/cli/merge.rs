@@ -6,38 +6,36 @@ use clap::Args;
 use unweight::format::bundle::{self, MergeOptions, VerifyAfter};
 
 use super::{
+    common::{Force, Ram, Threads},
     compress::verify_after,
     failure::Result,
     output::{self, Output},
     progress::Bar,
-    select, sign, size,
+    select, sign,
 };
 
 /// Arguments of `merge`.
 #[derive(Args)]
 pub struct Merge {
-    /// Directories that `compress --shard` wrote: all parts of one model
+    /// Directories of all parts that `compress --shard` wrote
     #[arg(required = true)]
     parts: Vec<PathBuf>,
-    /// Directory of the bundle to write
+    /// Bundle directory to write
     #[arg(short, long, value_name = "DIR")]
     output: PathBuf,
-    /// Memory for tensors being processed, such as 4G [default: 1G]; a larger tensor is processed alone
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
-    ram: Option<u64>,
-    /// Number of threads [default: all processors]
-    #[arg(long, value_name = "N", value_parser = select::threads)]
-    threads: Option<usize>,
-    /// Replace an existing output when the new one is complete
-    #[arg(long)]
-    force: bool,
-    /// How much to decode and compare before the bundle is complete: none, sample or full
+    #[command(flatten)]
+    ram: Ram,
+    #[command(flatten)]
+    threads: Threads,
+    #[command(flatten)]
+    force: Force,
+    /// Tensors to decode and compare before the bundle is complete: none, sample or full
     #[arg(long, value_name = "HOW", default_value = "full", value_parser = verify_after)]
     verify: VerifyAfter,
-    /// Sign the bundle with this minisign secret key; needs parts made with --sha256
+    /// Sign with this minisign secret key; needs parts made with --sha256
     #[arg(long, value_name = "KEY")]
     sign: Option<PathBuf>,
-    /// File with the password of the secret key
+    /// File with the password of the key
     #[arg(long, value_name = "FILE", requires = "sign")]
     password_file: Option<PathBuf>,
 }
@@ -47,9 +45,9 @@ impl Merge {
     pub fn run(&self, output: Output) -> Result<()> {
         let signer = self.sign.as_deref().map(|key| sign::signer(key, self.password_file.as_deref())).transpose()?;
         let options = MergeOptions::default()
-            .threads(self.threads)
-            .ram_bytes(self.ram)
-            .force(self.force)
+            .threads(self.threads.threads)
+            .ram_bytes(self.ram.ram)
+            .force(self.force.force)
             .verify(self.verify)
             .sign(signer);
         let bar = Bar::new(output, "merging")?;

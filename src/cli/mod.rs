@@ -12,6 +12,7 @@ mod archive;
 mod budget;
 #[cfg(feature = "gpu")]
 mod cache;
+pub mod common;
 mod completions;
 mod compress;
 #[cfg(feature = "dfloat11")]

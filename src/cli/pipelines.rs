@@ -1,8 +1,8 @@
 //! Options of an engine: the placement of weights, the KV cache, and the plan that `tune` saved for MLPs.
 
-use clap::{ValueEnum, builder::PossibleValue};
+use clap::{Args, ValueEnum, builder::PossibleValue};
 use unweight::{
-    engine::{KvCache, LoadProgress, Plan, raw::pipelines::tuned},
+    engine::{EngineOptions, KvCache, LoadProgress, Plan, raw::pipelines::tuned},
     format::{
         Placement,
         bundle::{ATTACHED_NAME, Bundle},
@@ -10,7 +10,49 @@ use unweight::{
     rt::DeviceInfo,
 };
 
-use super::output::Output;
+use super::{
+    common::{Gpu, Memory},
+    output::Output,
+};
+
+/// How an engine holds weights and the KV cache.
+#[derive(Args)]
+pub struct PlacementArgs {
+    /// Placement of weights in GPU memory; experts of a mixture are always packed
+    #[arg(long, value_name = "PLACEMENT", default_value = "auto")]
+    pub placement: PlacementArg,
+    /// Encoding of the KV cache, with identical logits; auto is bf16
+    #[arg(long, value_name = "CACHE", default_value = "auto")]
+    pub kv_cache: KvCacheArg,
+    /// Experts per layer in GPU memory; the others are fetched from host memory when chosen [default: all]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub resident_experts: Option<u32>,
+}
+
+/// What `generate` and `serve` set of an engine in the same way.
+#[derive(Args)]
+pub struct EngineArgs {
+    #[command(flatten)]
+    pub held: PlacementArgs,
+    /// Maximum tokens per sequence, prompt included [default: the model's limit, or what fits]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub context: Option<u32>,
+    #[command(flatten)]
+    memory: Memory,
+    #[command(flatten)]
+    pub gpu: Gpu,
+}
+
+impl EngineArgs {
+    /// These options of an engine.
+    pub fn set(&self, options: &mut EngineOptions) {
+        options.placement = self.held.placement.0;
+        options.kv_cache = self.held.kv_cache.0;
+        options.resident_experts = self.held.resident_experts;
+        options.context = self.context;
+        options.memory = self.memory.memory;
+    }
+}
 
 /// `--placement`: a placement, or `None` for `auto`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,11 +74,11 @@ impl ValueEnum for PlacementArg {
 
     fn to_possible_value(&self) -> Option<PossibleValue> {
         let help = match self.0 {
-            None => "packed where that leaves memory for a sequence of 8192 tokens or of --context, else compact",
-            Some(Placement::Packed) => "12 bits a weight",
-            Some(Placement::Compact) => "compact tensors at 10.9 bits a weight, every other one packed",
-            Some(Placement::Bf16) => "BF16, multiplied by cuBLAS: the BF16 baseline",
-            Some(Placement::Stored) => "MLPs as the bundle stores them, by the plan of `tune --save` if there is one",
+            None => "packed if a sequence of 8192 or --context tokens still fits, else compact",
+            Some(Placement::Packed) => "12 bits per weight",
+            Some(Placement::Compact) => "compact tensors at 10.9 bits per weight, others packed",
+            Some(Placement::Bf16) => "the BF16 baseline, on cuBLAS",
+            Some(Placement::Stored) => "MLPs as stored, with the plan of `tune --save` if there is one",
             Some(Placement::Alternate) => "as stored, but every other Huffman-coded layer as a palette",
             Some(_) => return None,
         };
@@ -64,7 +106,7 @@ impl ValueEnum for KvCacheArg {
         // What `auto` means depends on the command, whose help says it.
         let Some(kv_cache) = self.0 else { return Some(PossibleValue::new("auto")) };
         let help = match kv_cache {
-            KvCache::Packed => "12 bits per element without loss: up to a third more tokens",
+            KvCache::Packed => "12 bits per element, up to a third more tokens",
             KvCache::Bf16 => "16 bits per element",
         };
         Some(PossibleValue::new(kv_cache.tag()).help(help))

@@ -22,7 +22,7 @@ pub struct Plan {
     source: Source,
     #[command(flatten)]
     select: Select,
-    /// Compare all profiles and code limits in one table, with sums by role
+    /// Compare all profiles and code limits, with sums by role
     #[arg(long, conflicts_with_all = ["profile", "code_limit"])]
     compare: bool,
 }

@@ -6,37 +6,149 @@ use clap::{Arg, Command};
 
 use super::program::EVERYWHERE;
 
-/// A heading with usage and options for every command, in the order of `--help`. The options of all commands are left
-/// out.
-pub fn markdown(mut program: Command) -> String {
+/// A table of the options that several commands have; then for every command, in the order of `--help`, a heading with
+/// its usage and its own options. The options of all commands are left out. `cli` is the page of `unweight`: options in
+/// its table of common options are linked there.
+pub fn markdown(mut program: Command, cli: &str) -> String {
     program = program.disable_help_subcommand(true);
     program.build();
-    let mut page = String::new();
-    program.get_subcommands_mut().for_each(|command| describe(command, &mut page));
+    let mut commands = Vec::new();
+    leaves(&mut program, &mut commands);
+    let common = Common::of(&commands, cli);
+    let mut page = "\n## Common options\n\n| option | |\n|---|---|\n".to_owned();
+    common.rows.iter().for_each(|row| page += &row.line(true));
+    page += "\n## Commands\n";
+    commands.iter().for_each(|command| command.describe(&common, &mut page));
     page
 }
 
-fn describe(command: &mut Command, page: &mut String) {
-    if command.is_hide_set() {
-        return;
-    }
-    let usage = command.render_usage().to_string();
-    let name = command.get_bin_name().and_then(|name| name.split_once(' ')).map_or("", |(_, name)| name);
-    let about = command.get_about().map(|about| escaped(&about.to_string())).unwrap_or_default();
-    let _ = write!(page, "\n### {name}\n\n{about}.\n");
-    if command.has_subcommands() {
-        command.get_subcommands_mut().for_each(|command| describe(command, page));
-        return;
-    }
-    let _ = write!(page, "\n```text\n{}\n```\n", usage.trim_start_matches("Usage: ").trim_end());
-    let arguments = arguments(command);
-    let mut headings: Vec<_> = arguments.iter().map(|argument| argument.get_help_heading()).collect();
-    headings.dedup();
-    for heading in headings {
-        let _ = write!(page, "\n| {} | |\n|---|---|\n", heading.unwrap_or("Arguments and options"));
-        for argument in arguments.iter().filter(|argument| argument.get_help_heading() == heading) {
-            let _ = writeln!(page, "| {} | {} |", names(argument), meaning(argument));
+/// The commands that run something, in order.
+fn leaves(program: &mut Command, found: &mut Vec<Leaf>) {
+    for command in program.get_subcommands_mut().filter(|command| !command.is_hide_set()) {
+        if command.has_subcommands() {
+            leaves(command, found);
+            continue;
         }
+        let usage = command.render_usage().to_string();
+        let name = command.get_bin_name().and_then(|name| name.split_once(' ')).map_or("", |(_, name)| name);
+        found.push(Leaf {
+            name: name.to_owned(),
+            about: command.get_about().map(|about| escaped(&about.to_string())).unwrap_or_default(),
+            usage: usage.trim_start_matches("Usage: ").trim_end().to_owned(),
+            rows: arguments(command).into_iter().map(Row::of).collect(),
+        });
+    }
+}
+
+/// A command without subcommands.
+struct Leaf {
+    name: String,
+    about: String,
+    usage: String,
+    rows: Vec<Row>,
+}
+
+impl Leaf {
+    fn describe(&self, common: &Common<'_>, page: &mut String) {
+        let Self { name, about, usage, rows } = self;
+        let _ = write!(page, "\n### {name}\n\n{about}.\n\n```text\n{usage}\n```\n");
+        let (linked, rest): (Vec<&Row>, Vec<&Row>) = rows.iter().partition(|row| common.is_elsewhere(row));
+        let (shared, own): (Vec<&Row>, Vec<&Row>) = rest.iter().partition(|row| common.has(row));
+        let mut headings: Vec<_> = own.iter().map(|row| row.heading.as_deref()).collect();
+        headings.dedup();
+        for heading in headings {
+            let _ = write!(page, "\n| {} | |\n|---|---|\n", heading.unwrap_or("option"));
+            for row in own.iter().filter(|row| row.heading.as_deref() == heading) {
+                *page += &row.line(!common.has_values(row));
+            }
+        }
+        for (rows, what) in
+            [(shared, "[Common options](#common-options)"), (linked, "[As for `unweight`](cli.md#common-options)")]
+        {
+            let names: Vec<_> = rows.iter().map(|row| format!("`{}`", row.name)).collect();
+            if !names.is_empty() {
+                let _ = writeln!(page, "\n{what}: {}", names.join(", "));
+            }
+        }
+    }
+}
+
+/// An argument.
+#[derive(Clone)]
+struct Row {
+    heading: Option<String>,
+    /// `--output` or `<SOURCE>...`.
+    name: String,
+    /// `-o`, `--output <DIR>`.
+    names: String,
+    help: String,
+    /// The possible values.
+    values: String,
+    default: String,
+}
+
+impl Row {
+    fn of(argument: &Arg) -> Self {
+        let name = argument.get_long().map_or_else(|| argument.to_string(), |long| format!("--{long}"));
+        Self {
+            heading: argument.get_help_heading().map(str::to_owned),
+            name,
+            names: names(argument),
+            help: argument.get_help().map(|help| escaped(&help.to_string())).unwrap_or_default(),
+            values: values(argument),
+            default: default(argument),
+        }
+    }
+
+    /// Whether both are the same option. It may be below another heading.
+    fn is_same(&self, other: &Self) -> bool {
+        (&self.names, &self.help, &self.values, &self.default)
+            == (&other.names, &other.help, &other.values, &other.default)
+    }
+
+    fn line(&self, with_values: bool) -> String {
+        let Self { names, help, default, .. } = self;
+        let values = if with_values { self.values.as_str() } else { "" };
+        format!("| {names} | {help}{values}{default} |\n")
+    }
+}
+
+/// The options that several commands have with the same help.
+struct Common<'a> {
+    rows: Vec<Row>,
+    /// The table of the common options of `unweight`.
+    cli: &'a str,
+}
+
+impl<'a> Common<'a> {
+    /// Of several options of one name, the one that most commands have.
+    fn of(commands: &[Leaf], cli: &'a str) -> Self {
+        let all: Vec<&Row> = commands.iter().flat_map(|command| &command.rows).collect();
+        let cli = cli.split("\n## ").find(|section| section.starts_with("Common options")).unwrap_or_default();
+        let count = |row: &Row| all.iter().filter(|other| other.is_same(row)).count();
+        let mut rows: Vec<Row> = Vec::new();
+        for row in all.iter().filter(|row| count(row) > 1 && !cli.contains(&row.line(true))) {
+            match rows.iter_mut().find(|known| known.name == row.name) {
+                None => rows.push((*row).clone()),
+                Some(known) if count(row) > count(known) => *known = (*row).clone(),
+                Some(_) => {}
+            }
+        }
+        Self { rows, cli }
+    }
+
+    /// Whether the page of `unweight` has the option.
+    fn is_elsewhere(&self, row: &Row) -> bool {
+        self.cli.contains(&row.line(true))
+    }
+
+    fn has(&self, row: &Row) -> bool {
+        self.rows.iter().any(|known| known.is_same(row))
+    }
+
+    /// Whether the table lists the values of this option.
+    fn has_values(&self, row: &Row) -> bool {
+        self.rows.iter().any(|known| known.name == row.name && known.values == row.values)
     }
 }
 
@@ -66,23 +178,25 @@ fn names(argument: &Arg) -> String {
     format!("{short}`--{}{values}`", argument.get_long().unwrap_or_default())
 }
 
-/// The help, possible values and the default.
-fn meaning(argument: &Arg) -> String {
-    let mut text = argument.get_help().map(|help| escaped(&help.to_string())).unwrap_or_default();
-    let takes_values = argument.get_action().takes_values();
+/// Possible values with their help.
+fn values(argument: &Arg) -> String {
     let values: Vec<_> = argument.get_possible_values().into_iter().filter(|value| !value.is_hide_set()).collect();
-    if takes_values && !values.is_empty() {
-        let value = |value: &clap::builder::PossibleValue| {
-            let help = value.get_help().map(|help| format!(" ({})", escaped(&help.to_string()))).unwrap_or_default();
-            format!("`{}`{help}", value.get_name())
-        };
-        let _ = write!(text, ". Values: {}", values.iter().map(value).collect::<Vec<_>>().join(", "));
+    if !argument.get_action().takes_values() || values.is_empty() {
+        return String::new();
     }
-    let defaults: Vec<_> = argument.get_default_values().iter().map(|value| value.to_string_lossy()).collect();
-    if takes_values && !defaults.is_empty() && !argument.is_hide_default_value_set() {
-        let _ = write!(text, " [default: {}]", escaped(&defaults.join(",")));
+    let value = |value: &clap::builder::PossibleValue| {
+        let help = value.get_help().map(|help| format!(" ({})", escaped(&help.to_string()))).unwrap_or_default();
+        format!("`{}`{help}", value.get_name())
+    };
+    format!(". Values: {}", values.iter().map(value).collect::<Vec<_>>().join(", "))
+}
+
+fn default(argument: &Arg) -> String {
+    let values: Vec<_> = argument.get_default_values().iter().map(|value| value.to_string_lossy()).collect();
+    if !argument.get_action().takes_values() || values.is_empty() || argument.is_hide_default_value_set() {
+        return String::new();
     }
-    text
+    format!(" [default: {}]", escaped(&values.join(",")))
 }
 
 /// Help texts are plain; outside of backticks, Markdown would take some characters for its own.

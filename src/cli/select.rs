@@ -10,6 +10,7 @@ use unweight::format::{
 };
 
 use super::{
+    common::Threads,
     completions,
     output::{self, Remark, Table},
     source::Found,
@@ -18,33 +19,32 @@ use super::{
 /// Options that decide the form of each tensor.
 #[derive(Args)]
 pub struct Select {
-    /// What to optimise for: distribution (smallest), packed (12 bits, fastest on a GPU), compact (small, and runs
-    /// without expansion), inference (the report's pipelines) or palette
+    /// What to optimise for: distribution (smallest), packed (12 bits, fastest on a GPU), compact (small, runs without
+    /// expansion), inference (the report's pipelines) or palette
     #[arg(long, value_name = "PROFILE", default_value = "distribution", value_parser = profile,
           add = ArgValueCandidates::new(completions::profiles))]
     profile: Profile,
-    /// Tensors to compress: mlp, linear (MLP and attention) or all [default: all; with --profile inference: mlp]
+    /// Tensors to compress: mlp, linear (MLP and attention) or all [default: all, or mlp with --profile inference]
     #[arg(long, value_name = "SCOPE", value_parser = scope,
           add = ArgValueCandidates::new(completions::scopes))]
     scope: Option<Scope>,
-    /// Longest Huffman code in bits, 6 to 15: shorter codes decode faster, longer codes compress better
+    /// Longest Huffman code, 6 to 15 bits; shorter decodes faster, longer compresses better
     #[arg(long, value_name = "BITS", value_parser = code_limit, default_value_t = CodeLimit::DEFAULT.bits())]
     code_limit: u32,
-    /// Compress only tensors whose names match; * and ? are wildcards; may be repeated
+    /// Compress only matching tensors; * and ? are wildcards; repeatable
     #[arg(long, value_name = "GLOB")]
     include: Vec<String>,
-    /// Leave tensors raw whose names match; may be repeated
+    /// Leave matching tensors raw; repeatable
     #[arg(long, value_name = "GLOB")]
     exclude: Vec<String>,
-    /// Leave out files and directories next to the weights whose names match; may be repeated
+    /// Leave out matching files and directories next to the weights; repeatable
     #[arg(long, value_name = "GLOB")]
     skip: Vec<String>,
     /// JSON file with an encoding per tensor (docs/reference/plan-files.md)
     #[arg(long, value_name = "FILE")]
     plan: Option<PathBuf>,
-    /// Number of threads [default: all processors]
-    #[arg(long, value_name = "N", value_parser = threads)]
-    threads: Option<usize>,
+    #[command(flatten)]
+    threads: Threads,
 }
 
 impl Select {
@@ -84,7 +84,7 @@ impl Select {
             .exclude(self.exclude.clone())
             .selection(Selection::default().skip(self.skip.clone()))
             .plan_file(self.plan.clone())
-            .threads(self.threads)
+            .threads(self.threads.threads)
     }
 }
 
@@ -94,14 +94,6 @@ pub fn profile(text: &str) -> Result<Profile, String> {
 
 fn scope(text: &str) -> Result<Scope, String> {
     text.parse().map_err(|error: unweight::format::UnknownName| error.to_string())
-}
-
-/// Parses a thread count.
-pub fn threads(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(count @ 1..=1024) => Ok(count),
-        _ => Err("write a number from 1 to 1024".to_owned()),
-    }
 }
 
 fn code_limit(text: &str) -> Result<u32, String> {

@@ -21,61 +21,45 @@ use super::{
     failure::{Failure, Result},
     generate::text_of,
     output::Output,
-    pipelines::{KvCacheArg, PlacementArg, note_load, note_unused, saved_plan},
-    progress, size,
+    pipelines::{EngineArgs, note_load, note_unused, saved_plan},
+    progress,
     trust::Trust,
 };
 
 /// Arguments of `serve`.
 #[derive(Args)]
 pub struct Serve {
-    /// Directory of the bundle
+    /// Bundle directory
     bundle: PathBuf,
-    /// Address to listen on; 0.0.0.0 is every address of this machine
+    /// Address to listen on; 0.0.0.0 is every address
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1", help_heading = "Server")]
     host: IpAddr,
-    /// Port to listen on; 0 chooses a free port and prints it
+    /// Port to listen on; 0 is a free port, which is printed
     #[arg(long, value_name = "PORT", default_value_t = 8000, help_heading = "Server")]
     port: u16,
-    /// Model name for clients [default: the name of the bundle's directory]
+    /// Model name for clients [default: name of the bundle directory]
     #[arg(long, value_name = "NAME", help_heading = "Server")]
     model_name: Option<String>,
     /// API key that clients must send; visible in the process list, unlike UNWEIGHT_API_KEY
     #[arg(long, value_name = "KEY", help_heading = "Server")]
     api_key: Option<String>,
-    /// Maximum number of waiting sequences; further requests get status 429
+    /// Maximum waiting sequences; further requests get status 429
     #[arg(long, value_name = "N", default_value_t = 256, help_heading = "Server")]
     max_waiting: u32,
-    /// Time limit per request, seconds
+    /// Time limit per request in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=604_800), help_heading = "Server")]
     timeout: u64,
-    /// Time for running requests to finish after SIGINT or SIGTERM, seconds
+    /// Seconds for running requests to finish after SIGINT or SIGTERM
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(0..=604_800), help_heading = "Server")]
     grace: u64,
-    /// How to hold weights in GPU memory; experts of a mixture are always packed
-    #[arg(long, value_name = "PLACEMENT", default_value = "auto", help_heading = "Engine")]
-    placement: PlacementArg,
-    /// How to hold the KV cache in GPU memory; auto is bf16. Logits are equal bit for bit
-    #[arg(long, value_name = "CACHE", default_value = "auto", help_heading = "Engine")]
-    kv_cache: KvCacheArg,
-    /// Experts per layer in GPU memory; the others are fetched from host memory when chosen [default: all]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Engine")]
-    resident_experts: Option<u32>,
-    /// Maximum number of sequences that run at the same time
+    /// Maximum concurrent sequences
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Engine")]
     max_batch: u32,
-    /// Maximum tokens per sequence, prompt included [default: the model's limit, or what fits]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Engine")]
-    context: Option<u32>,
-    /// GPU memory limit for weights, KV cache and activations, such as 40G [default: nine tenths of free memory]
-    #[arg(long, value_name = "SIZE", value_parser = size::memory, help_heading = "Engine")]
-    memory: Option<u64>,
     /// Prompt tokens per prefill pass, a multiple of 64; running sequences wait for one pass at most
     #[arg(long, value_name = "N", default_value_t = 1024, help_heading = "Engine")]
     chunk: u32,
-    /// Index of the GPU
-    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Engine")]
-    device: usize,
+    #[command(flatten, next_help_heading = "Engine")]
+    engine: EngineArgs,
     #[command(flatten)]
     trust: Trust,
     /// Run a tiny model on the CPU in f32, for tests
@@ -97,15 +81,15 @@ struct Report {
     model: String,
     /// Tokens per sequence.
     context: u32,
-    /// Sequences that run at the same time.
+    /// Concurrent sequences.
     max_batch: u32,
     /// `bf16` or `packed`.
     kv_cache: &'static str,
-    /// Tokens that the KV cache holds.
+    /// KV cache capacity, tokens.
     cache_tokens: u64,
-    /// Bytes of the KV cache per token.
+    /// KV cache per token.
     cache_token_bytes: u64,
-    /// Time to load model and kernels, ms.
+    /// Load time, ms.
     load_ms: f64,
 }
 
@@ -125,12 +109,12 @@ impl Serve {
             let mut model = CpuReference::load(&bundle, &self.engine_options()).map_err(Failure::other)?;
             return self.serve(&mut model, text, listener, options, start, output);
         }
-        let kernels = self.trust.kernels(self.device, Some(&bundle), output)?;
+        let kernels = self.trust.kernels(self.engine.gpu.device, Some(&bundle), output)?;
         let mut options_of_engine = self.engine_options();
-        if self.placement.has_pipelines() {
+        if self.engine.held.placement.has_pipelines() {
             options_of_engine = options_of_engine.plan(saved_plan(&bundle, output));
         }
-        note_unused(&options_of_engine.plan, self.placement, &bundle, kernels.device().info(), output);
+        note_unused(&options_of_engine.plan, self.engine.held.placement, &bundle, kernels.device().info(), output);
         let mut engine = Engine::load(&kernels, &bundle, options_of_engine, &|loaded| note_load(output, loaded))?;
         if output.verbose > 0 {
             output.note(format_args!("loaded in {:.1} s: {}", start.elapsed().as_secs_f64(), engine.memory()));
@@ -178,11 +162,7 @@ impl Serve {
         let mut options = EngineOptions::default().max_batch(self.max_batch).chunk(self.chunk);
         // The server counts those that wait; the engine has them all until it has rows for them.
         options.waiting = self.max_batch as usize + self.max_waiting as usize;
-        options.placement = self.placement.0;
-        options.kv_cache = self.kv_cache.0;
-        options.resident_experts = self.resident_experts;
-        options.context = self.context;
-        options.memory = self.memory;
+        self.engine.set(&mut options);
         options
     }
 

@@ -25,8 +25,8 @@ use super::{
 /// The model of a command.
 #[derive(Args)]
 pub struct Source {
-    /// Directory of the model; or .safetensors files; or a quoted pattern; or a name in the local Hugging Face cache,
-    /// such as org/name or org/name@revision; or - for a tar archive on stdin
+    /// Model directory, .safetensors files, quoted glob, cached Hugging Face model (org/name or org/name@revision),
+    /// or - for a tar archive on stdin
     #[arg(required = true, value_name = "SOURCE")]
     source: Vec<PathBuf>,
 }

@@ -20,8 +20,7 @@ use super::{
 /// What a command runs from a bundle in addition to its weights.
 #[derive(Args)]
 pub struct Trust {
-    /// Run kernels that are attached to the bundle, if they match this program and GPU. This runs code from the maker
-    /// of the bundle
+    /// Run attached kernels that match this program and GPU; this runs code from the bundle's maker
     #[arg(long, help_heading = "Kernels")]
     trust_attached_kernels: bool,
     #[command(flatten)]
@@ -31,8 +30,8 @@ pub struct Trust {
 /// What was measured on a GPU.
 #[derive(Args)]
 pub struct Table {
-    /// Dispatch table that `unweight-bench matmul --save-table` wrote on the same GPU model [default: the table in the
-    /// kernel cache, the tables that ship, and a model of the GPU]
+    /// Dispatch table of `unweight-bench matmul --save-table` for this GPU model [default: the tables in the kernel
+    /// cache and this program, and a cost model]
     #[arg(long, value_name = "FILE", help_heading = "Kernels")]
     table: Option<PathBuf>,
 }

@@ -33,26 +33,27 @@ use unweight::{
 };
 
 use super::{
+    common::{Gpu, Memory},
     failure::{ErrorReport, Failure, Result},
     output::{self, Output, Table},
     pipelines::{note_load, saved_plan},
     plot::{self, Drawing, Ratios},
-    progress, size,
+    progress,
     trust::Trust,
 };
 
 /// Arguments of `tune`.
 #[derive(Args)]
 pub struct Tune {
-    /// Directory of a bundle with Huffman-coded or palette MLPs (profiles inference, distribution, palette)
+    /// Bundle with Huffman-coded or palette MLPs (profiles inference, distribution, palette)
     bundle: PathBuf,
-    /// Batch sizes to tune, such as 1,64; may be repeated
+    /// Batch sizes, such as 1,64; repeatable
     #[arg(long, value_name = "N", value_delimiter = ',', value_parser = batch, default_values_t = [1, 64, 256, 512, 1024])]
     batch: Vec<u32>,
     /// Tokens in the KV cache per sequence
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
     context: u32,
-    /// How to hold weights in GPU memory: stored or alternate
+    /// Placement of weights: stored or alternate
     #[arg(long, value_name = "PLACEMENT", default_value = "stored", value_parser = stored)]
     placement: Placement,
     /// Rounds per comparison
@@ -64,15 +65,13 @@ pub struct Tune {
     /// Save the settings in the bundle, for `generate`, `serve` and `unweight-bench decode` with this --placement
     #[arg(long)]
     save: bool,
-    /// Write a plot of the speedup by batch size to this SVG file
+    /// Plot the speedup by batch size to this SVG file
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    /// GPU memory limit for weights, KV cache and activations, such as 40G [default: nine tenths of free memory]
-    #[arg(long, value_name = "SIZE", value_parser = size::memory)]
-    memory: Option<u64>,
-    /// Index of the GPU
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    device: usize,
+    #[command(flatten)]
+    memory: Memory,
+    #[command(flatten)]
+    gpu: Gpu,
     #[command(flatten)]
     trust: Trust,
 }
@@ -82,7 +81,7 @@ pub struct Tune {
 pub struct Report {
     /// `stored` or `alternate`.
     placement: Placement,
-    /// Tokens that each sequence has already.
+    /// Tokens in the KV cache per sequence.
     context: u32,
     /// One row per batch.
     rows: Vec<Row>,
@@ -90,9 +89,9 @@ pub struct Report {
     skipped: Vec<u32>,
     /// Whether the bundle now holds the plan.
     saved: bool,
-    /// Plan that `--save` could not save; else null.
+    /// Plan that `--save` could not save.
     plan: Option<serde_json::Value>,
-    /// Error that ended the search early, or null.
+    /// Error that ended the search.
     error: Option<ErrorReport>,
     /// Duration.
     seconds: f64,
@@ -113,19 +112,19 @@ struct Found {
 pub struct Row {
     /// Sequences per step.
     pub batch: u32,
-    /// Median step time before the search, us.
+    /// Median step before the search, us.
     pub start_us: f64,
-    /// Median step time of the result, us.
+    /// Median step after, us.
     pub step_us: f64,
-    /// Gain of the result over the start, as a share, from interleaved rounds.
+    /// Time saved, as a share, from interleaved rounds.
     gain: f64,
-    /// Tokens per second of all sequences.
+    /// Tokens per second, all sequences.
     tokens_per_s: f64,
     /// Comparisons measured.
     measured: u32,
     /// Comparisons taken from the journal.
     replayed: u32,
-    /// Settings that cannot run or gave wrong logits.
+    /// Settings that failed or gave wrong logits.
     rejected: u32,
     #[serde(flatten)]
     setting: Setting,
@@ -144,7 +143,7 @@ impl Tune {
         batches.sort_unstable();
         batches.dedup();
         let claims = self.claim(&batches)?;
-        let kernels = self.trust.kernels(self.device, Some(&bundle), output)?;
+        let kernels = self.trust.kernels(self.gpu.device, Some(&bundle), output)?;
         let cancelled = progress::cancel_flag()?;
         let plan = saved_plan(&bundle, output);
         let mut options = EngineOptions::default()
@@ -153,7 +152,7 @@ impl Tune {
             .chunk(256)
             .placement(self.placement)
             .graphs(false);
-        options.memory = self.memory;
+        options.memory = self.memory.memory;
         let (model, info) = (bundle.manifest().manifest_digest.to_string(), kernels.device().info());
         // What a journal is of is known before minutes of loading.
         let subjects = claims.into_iter().map(|(batch, claim)| {
@@ -248,7 +247,7 @@ impl Tune {
         let rounds = self.rounds();
         let how = How {
             rounds: (rounds.rounds, rounds.steps),
-            memory: self.memory,
+            memory: self.memory.memory,
             table: &kernels.chooser().table().to_json(),
         };
         let subject = tuned::subject(kernels.device().info());

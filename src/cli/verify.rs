@@ -6,36 +6,35 @@ use clap::Args;
 use unweight::format::bundle::{self, ATTACHED_NAME, Problem, Selection, VerifyOptions, manifest::SIGNATURE_NAME};
 
 use super::{
+    common::{Ram, Threads},
     failure::{Failure, Result},
     output::{self, Output},
     printable::one_line,
     progress::Bar,
-    select, sign, size, source,
+    sign, source,
 };
 
 /// Arguments of `verify`.
 #[derive(Args)]
 pub struct Verify {
-    /// Directory of the bundle
+    /// Bundle directory
     bundle: PathBuf,
-    /// Also compare with the source of the bundle: a directory, file, pattern or name, as for compress
+    /// Also compare with the source: a directory, file, quoted glob or cached model
     #[arg(long, value_name = "SOURCE")]
     against: Option<PathBuf>,
-    /// Also check the signature with this minisign public key: a file or the key itself
+    /// Also check the signature with this minisign public key or key file
     #[arg(long, value_name = "KEY")]
     key: Option<String>,
-    /// Files or directories that `compress --skip` left out; may be repeated
+    /// Names that `compress --skip` left out; repeatable
     #[arg(long, value_name = "GLOB", requires = "against")]
     skip: Vec<String>,
-    /// Check only the manifest and the names, sizes and headers of all files; read no weights
+    /// Check only the manifest and names, sizes and headers of files, not the weights
     #[arg(long)]
     quick: bool,
-    /// Memory for tensors being processed, such as 4G [default: 1G]; a larger tensor is processed alone
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
-    ram: Option<u64>,
-    /// Number of threads [default: all processors]
-    #[arg(long, value_name = "N", value_parser = select::threads)]
-    threads: Option<usize>,
+    #[command(flatten)]
+    ram: Ram,
+    #[command(flatten)]
+    threads: Threads,
 }
 
 impl Verify {
@@ -49,8 +48,8 @@ impl Verify {
             .against(against.as_ref().map(|found| found.root.clone()))
             .quick(self.quick)
             .key(self.key.as_deref().map(sign::public_key).transpose()?)
-            .ram_bytes(self.ram)
-            .threads(self.threads);
+            .ram_bytes(self.ram.ram)
+            .threads(self.threads.threads);
         let report = bundle::verify_with(&self.bundle, &options, &bar)?;
         bar.finish();
         let only_source = report.problems.iter().all(|problem| problem.in_source);

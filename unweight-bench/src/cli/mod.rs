@@ -9,9 +9,10 @@ use std::{fs, path::PathBuf};
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use unweight::cli::{
     Everywhere, Program,
+    common::Gpu,
     failure::{Coded, Failure, Result},
     output::Output,
-    pipelines::{KvCacheArg, PlacementArg, note_unused, saved_plan},
+    pipelines::{PlacementArgs, note_unused, saved_plan},
     plot::{may_save, save},
     profile,
     trust::{Trust, note_table},
@@ -85,151 +86,143 @@ enum Bench {
     Stress(StressBench),
 }
 
+/// The measured rounds of a command that times kernels.
+#[derive(Args)]
+struct Rounds {
+    /// Measured rounds [default: 60]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    rounds: Option<u16>,
+}
+
 /// Arguments of `kernels`. What is left out is as in docs/benchmarks.md.
 #[derive(Args)]
 struct KernelsBench {
-    /// Shape of the weights; may be repeated
+    /// Shape of the weights; repeatable [default: 14336,4096; 4096,14336; 4096,4096]
     #[arg(long, value_name = "N,K", value_parser = shape)]
     shape: Vec<(u32, u32)>,
-    /// Batch of the matmuls; may be repeated
+    /// Batch of the products; repeatable [default: powers of 2 up to 1024]
     #[arg(long, value_name = "M", value_parser = clap::value_parser!(u32).range(1..=65536))]
     batch: Vec<u32>,
-    /// Families to measure; may be repeated [default: all]
+    /// Families to measure; repeatable [default: all]
     #[arg(long, value_name = "FAMILY")]
     only: Vec<Family>,
-    /// Time every product variant, not only the one that dispatch chooses
+    /// Time every product variant instead of the one that dispatch selects
     #[arg(long)]
     all_variants: bool,
-    /// Measured rounds
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
-    rounds: Option<u16>,
-    /// Index of the GPU
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    device: usize,
+    #[command(flatten)]
+    timing: Rounds,
+    #[command(flatten)]
+    gpu: Gpu,
 }
 
 /// Arguments of `matmul`. What is left out is as in docs/benchmarks.md.
 #[derive(Args)]
 struct MatmulBench {
-    /// Shape of the weights, multiples of 64; may be repeated
+    /// Shape of the weights, multiples of 64; repeatable [default: 11 shapes of published models]
     #[arg(long, value_name = "N,K", value_parser = shape)]
     shape: Vec<(u32, u32)>,
-    /// Batch; may be repeated
+    /// Batch; repeatable [default: powers of 2 up to 4096]
     #[arg(long, value_name = "M", value_parser = clap::value_parser!(u32).range(1..=65536))]
     batch: Vec<u32>,
-    /// Share of 64-element row segments with an element outside the window of exponents, at least 0.005
+    /// Share of 64-element row segments with an escape, 0.005 to 0.2
     #[arg(long, value_name = "SHARE", default_value_t = 0.005, value_parser = share)]
     escapes: f64,
-    /// Only this kind of launch [default: both]
+    /// Kind of launch [default: both]
     #[arg(long, value_name = "KIND")]
     launch: Option<Launch>,
-    /// Also time the N variants that the GPU model predicts fastest [default: 0; with
-    /// --save-table 8]
+    /// Also time the N variants that the cost model predicts fastest [default: 0, or 8 with --save-table]
     #[arg(long, value_name = "N")]
     candidates: Option<usize>,
-    /// Who fills shared memory: `async` adds the variants that need no copy engine, as other cards run them
-    #[arg(long, value_name = "WHO", default_value = "bulk")]
+    /// Copies to shared memory; async adds the variants without a copy engine, as on Ampere and Ada
+    #[arg(long, value_name = "HOW", default_value = "bulk")]
     copy: CopyBy,
-    /// The matmuls from the compact form too, at batches of 1 to 32
+    /// Also time products from compact weights, at batches of 1 to 32
     #[arg(long)]
     compact: bool,
-    /// Time this variant too, catalogued or not; may be repeated. --save-table keeps only those that ship
+    /// Also time this variant; repeatable. --save-table keeps only variants that ship
     #[arg(long, value_name = "NAME")]
     variant: Vec<VariantSpec>,
     /// What to measure
     #[arg(long, value_name = "WHAT", default_value = "all")]
     measure: Measure,
-    /// File that --save-table wrote, for dispatch to follow
+    /// Dispatch table that --save-table wrote
     #[arg(long, value_name = "FILE")]
     table: Option<PathBuf>,
-    /// Measured rounds
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
-    rounds: Option<u16>,
-    /// File for a drawing: times cuBLAS over the batch, a line per shape
+    #[command(flatten)]
+    timing: Rounds,
+    /// Plot the speedup over cuBLAS by batch to this SVG file
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    /// File for the fastest variant of each problem, which `generate --table` follows; without FILE they are kept in
-    /// the kernel cache, where every start on such a GPU finds them
+    /// Save the fastest variant of each problem to FILE, or without FILE to the kernel cache for every start on this
+    /// GPU model
     #[arg(long, value_name = "FILE", num_args = 0..=1)]
     save_table: Option<Option<PathBuf>>,
-    /// Index of the GPU
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    device: usize,
+    #[command(flatten)]
+    gpu: Gpu,
 }
 
 /// Arguments of `rivals`. What is left out is as in docs/rivals.md.
 #[derive(Args)]
 struct RivalsBench {
-    /// Shape of the weights, multiples of 64; may be repeated [default: 14336,4096]
+    /// Shape of the weights, multiples of 64; repeatable [default: 14336,4096]
     #[arg(long, value_name = "N,K", value_parser = shape)]
     shape: Vec<(u32, u32)>,
-    /// Batch of the products; may be repeated [default: 1, 8, 32 and 128]
+    /// Batch of the products; repeatable [default: 1, 8, 32 and 128]
     #[arg(long, value_name = "M", value_parser = clap::value_parser!(u32).range(1..=65536))]
     batch: Vec<u32>,
-    /// What to measure; may be repeated [default: all]
+    /// What to measure; repeatable [default: all]
     #[arg(long, value_name = "WHAT")]
     only: Vec<RivalsPart>,
-    /// Measured rounds
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
-    rounds: Option<u16>,
-    /// Write a plot of coded against plain FP8 vector sums to this SVG file
+    #[command(flatten)]
+    timing: Rounds,
+    /// Plot sums of coded against plain FP8 vectors to this SVG file
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    /// Index of the GPU
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    device: usize,
+    #[command(flatten)]
+    gpu: Gpu,
 }
 
 /// Arguments of `decode`. Random weights do for a geometry.
 #[derive(Args)]
 #[command(group(ArgGroup::new("model").required(true)))]
 struct DecodeBench {
-    /// Directory of a bundle
+    /// Bundle directory
     #[arg(group = "model")]
     bundle: Option<PathBuf>,
-    /// A published model's shapes, such as llama-3.1-8b
+    /// Shapes of a published model, such as llama-3.1-8b
     #[arg(long, value_name = "NAME", group = "model", value_parser = geometry)]
     geometry: Option<Geometry>,
-    /// Sequences that run together, such as 1,8; may be repeated [default: 1,8,16,32,64,128,256]
+    /// Concurrent sequences, such as 1,8; repeatable [default: 1,8,16,32,64,128,256]
     #[arg(long, value_name = "N", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1024))]
     batch: Vec<u32>,
-    /// Tokens that each sequence has behind it
+    /// Tokens in the KV cache per sequence
     #[arg(long, value_name = "N", default_value_t = 1024)]
     context: u32,
-    /// Time the first token of a prompt of N tokens, too
+    /// Also time the first token of a prompt of N tokens
     #[arg(long, value_name = "N", default_value_t = 0)]
     prefill: u32,
-    /// Time each part of a step by itself, too
+    /// Also time each part of a step alone
     #[arg(long)]
     breakdown: bool,
-    /// How to hold weights in GPU memory; stored and alternate are compared with packed, too
-    #[arg(long, value_name = "PLACEMENT", default_value = "auto")]
-    placement: PlacementArg,
-    /// How to hold the KV cache in GPU memory; auto is bf16. The BF16 baseline has a BF16 cache
-    #[arg(long, value_name = "CACHE", default_value = "auto")]
-    kv_cache: KvCacheArg,
-    /// Experts per layer in GPU memory; the others are fetched from host memory when chosen [default: all]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    resident_experts: Option<u32>,
-    /// Without the BF16 baseline on cuBLAS
+    #[command(flatten)]
+    held: PlacementArgs,
+    /// Leave out the BF16 baseline on cuBLAS
     #[arg(long)]
     no_baseline: bool,
-    /// With --geometry and --placement stored or alternate: the profile that the MLPs are stored by
+    /// Profile of the MLPs of --geometry, with --placement stored or alternate
     #[arg(long, value_name = "PROFILE", default_value = "inference", requires = "geometry", value_parser = profile)]
     profile: Profile,
-    /// With --geometry and --placement stored or alternate: search for settings first, as `tune` does, and time steps
-    /// by them, too
+    /// Also time steps with settings searched as by `tune`; needs --geometry and --placement stored or alternate
     #[arg(long, requires_all = ["geometry", "placement"])]
     tune: bool,
-    /// Rounds that count [default: 20]
+    /// Measured rounds [default: 20]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     rounds: Option<u16>,
-    /// File for a drawing: steps of the BF16 baseline over ours, by batch
+    /// Plot the speedup over the BF16 baseline by batch to this SVG file
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    /// Index of the GPU
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    device: usize,
+    #[command(flatten)]
+    gpu: Gpu,
     #[command(flatten)]
     trust: Trust,
 }
@@ -237,53 +230,51 @@ struct DecodeBench {
 /// Arguments of `report`.
 #[derive(Args)]
 struct ReportBench {
-    /// A published model's shapes
+    /// Shapes of a published model
     #[arg(long, value_name = "NAME", default_value = "llama-3.1-8b", value_parser = geometry)]
     geometry: Geometry,
-    /// Sequences that run together, or rows of a product; may be repeated
+    /// Concurrent sequences, or rows of a product; repeatable
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = bench::BATCHES,
           value_parser = clap::value_parser!(u32).range(1..=1024))]
     batch: Vec<u32>,
-    /// Tokens that each sequence has behind it
+    /// Tokens in the KV cache per sequence
     #[arg(long, value_name = "N", default_value_t = 64)]
     context: u32,
     /// Measured rounds
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u16).range(1..))]
     rounds: u16,
-    /// Search for the settings of HHR-PPR first, as `tune` does, and measure it with them, too
+    /// Also measure HHR-PPR with settings searched as by `tune`
     #[arg(long)]
     tune: bool,
-    /// Index of the GPU
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    device: usize,
+    #[command(flatten)]
+    gpu: Gpu,
 }
 
 /// Arguments of `stress`.
 #[derive(Args)]
 struct StressBench {
-    /// Launches of each variant on each problem
+    /// Launches per variant and problem
     #[arg(long, value_name = "N", default_value_t = 2000, value_parser = clap::value_parser!(u32).range(1..))]
     launches: u32,
-    /// Only variants whose name contains this; may be repeated
+    /// Only variants whose names contain this; repeatable
     #[arg(long, value_name = "TEXT")]
     only: Vec<String>,
-    /// Without load from another stream
+    /// Leave out the load from another stream
     #[arg(long)]
     no_load: bool,
-    /// Who fills shared memory: `async` runs the variants that need no copy engine, and nothing else
-    #[arg(long, value_name = "WHO", default_value = "bulk")]
+    /// Copies to shared memory; async runs only the variants without a copy engine
+    #[arg(long, value_name = "HOW", default_value = "bulk")]
     copy: CopyBy,
-    /// Put a fault into the kernels, to see that the run finds it
+    /// Plant a fault in the kernels that the run must find
     #[arg(long, value_name = "FAULT")]
     plant: Option<Fault>,
-    /// Index of the GPU
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    device: usize,
+    #[command(flatten)]
+    gpu: Gpu,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum CopyBy {
-    /// The copy engine
+    /// Copy engine
     Bulk,
     /// Threads
     Async,
@@ -291,15 +282,15 @@ enum CopyBy {
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Fault {
-    /// A slot is refilled without a fence, while its loads may be in flight
+    /// Slots are refilled without a fence, while loads may be in flight
     UnfencedRefill,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Measure {
-    /// Each shape by itself, and a layer
+    /// Each shape, and a layer
     All,
-    /// Each shape by itself
+    /// Each shape
     Shapes,
     /// The linears of one Llama-3.1-8B layer in one graph
     Layer,
@@ -354,15 +345,15 @@ impl Bench {
         let note = |line: &str| output.note(line);
         match self {
             Self::Kernels(arguments) => {
-                let kernels = open(arguments.device)?;
-                let report = bench::bench_kernels(&kernels, &arguments.options(), &timing(arguments.rounds), &note)
+                let kernels = open(arguments.gpu.device)?;
+                let report = bench::bench_kernels(&kernels, &arguments.options(), &arguments.timing.timing(), &note)
                     .map_err(failed)?;
                 output.result(self.name(), &report, |out| write!(out, "{report}"))
             }
             Self::Rivals(arguments) => {
                 may_save(arguments.svg.as_deref())?;
-                let kernels = open(arguments.device)?;
-                let report = bench::bench_rivals(&kernels, &arguments.options(), &timing(arguments.rounds), &note)
+                let kernels = open(arguments.gpu.device)?;
+                let report = bench::bench_rivals(&kernels, &arguments.options(), &arguments.timing.timing(), &note)
                     .map_err(failed)?;
                 if let Some(file) = &arguments.svg {
                     save(file, &plot::amplification(&report.rows))?;
@@ -372,7 +363,7 @@ impl Bench {
             }
             Self::Matmul(arguments) => arguments.run(self.name(), output, &note),
             Self::Decode(arguments) => {
-                let has_pipelines = arguments.placement.has_pipelines();
+                let has_pipelines = arguments.held.placement.has_pipelines();
                 if arguments.tune && !has_pipelines {
                     let message = "--tune searches for settings of MLPs as they are stored, and --placement has none";
                     return Err(Failure::new("usage", message, "give --placement stored, or leave --tune out"));
@@ -387,15 +378,15 @@ impl Bench {
                         return Err(Failure::new("usage", "no model was given", "name a bundle, or a --geometry"));
                     }
                 };
-                let kernels = arguments.trust.kernels(arguments.device, bundle.as_ref(), output)?;
+                let kernels = arguments.trust.kernels(arguments.gpu.device, bundle.as_ref(), output)?;
                 let mut options = DecodeOptions::default()
                     .context(arguments.context)
                     .prefill(arguments.prefill)
                     .breakdown(arguments.breakdown)
                     .baseline(!arguments.no_baseline)
-                    .resident_experts(arguments.resident_experts)
-                    .placement(arguments.placement.0)
-                    .kv_cache(arguments.kv_cache.0);
+                    .resident_experts(arguments.held.resident_experts)
+                    .placement(arguments.held.placement.0)
+                    .kv_cache(arguments.held.kv_cache.0);
                 if !arguments.batch.is_empty() {
                     options.batches.clone_from(&arguments.batch);
                 }
@@ -405,7 +396,7 @@ impl Bench {
                     options = options.plan(plan).profile(profile).tune(arguments.tune);
                 }
                 if let Some(bundle) = &bundle {
-                    note_unused(&options.plan, arguments.placement, bundle, kernels.device().info(), output);
+                    note_unused(&options.plan, arguments.held.placement, bundle, kernels.device().info(), output);
                 }
                 let timing = Timing::default().rounds(arguments.rounds.unwrap_or(20).into()).warmup_rounds(5);
                 let report = bench::bench_decode(&kernels, model, &options, &timing, &note).map_err(failed)?;
@@ -416,7 +407,7 @@ impl Bench {
                 output.result(self.name(), &report, |out| write!(out, "{report}"))
             }
             Self::Report(arguments) => {
-                let kernels = open(arguments.device)?;
+                let kernels = open(arguments.gpu.device)?;
                 let timing = Timing::default().rounds(arguments.rounds.into()).warmup_rounds(5);
                 let config = arguments.geometry.config();
                 let asked = (arguments.batch.as_slice(), arguments.context, arguments.tune);
@@ -425,7 +416,7 @@ impl Bench {
             }
             Self::Stress(arguments) => {
                 let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
-                let kernels = open(arguments.device)?;
+                let kernels = open(arguments.gpu.device)?;
                 let plant = arguments.plant.map(|Fault::UnfencedRefill| Plant::UnfencedRefill);
                 let options = StressOptions::default()
                     .launches(arguments.launches)
@@ -456,18 +447,20 @@ fn open(device: usize) -> Result<KernelSet> {
     Ok(KernelSet::open(&device, env))
 }
 
-fn timing(rounds: Option<u16>) -> Timing {
-    let timing = Timing::default();
-    match rounds {
-        Some(rounds) => timing.rounds(rounds.into()),
-        None => timing,
+impl Rounds {
+    fn timing(&self) -> Timing {
+        let timing = Timing::default();
+        match self.rounds {
+            Some(rounds) => timing.rounds(rounds.into()),
+            None => timing,
+        }
     }
 }
 
 impl MatmulBench {
     fn run(&self, command: &str, output: Output, note: &dyn Fn(&str)) -> Result<()> {
         may_save(self.svg.as_deref())?;
-        let kernels = open(self.device)?;
+        let kernels = open(self.gpu.device)?;
         note_table(&kernels, output);
         let options = self.options(&kernels)?;
         // Known before minutes of measuring.
@@ -478,7 +471,7 @@ impl MatmulBench {
             (Some(None), Ok(store)) => Some(store),
             _ => None,
         };
-        let report = bench::bench_matmul(&kernels, &options, &timing(self.rounds), note).map_err(failed)?;
+        let report = bench::bench_matmul(&kernels, &options, &self.timing.timing(), note).map_err(failed)?;
         if let Some(file) = &self.svg {
             save(file, &plot::speedups(&report.rows))?;
             output.note(format_args!("{}: drawn", file.display()));

@@ -198,13 +198,13 @@ impl FromStr for PipelineVariant {
 /// The pipelines of all MLP projections for steps of one batch size.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Setting {
-    /// The variants of gate, up and down in hard layers, which have Huffman-coded weights.
+    /// Variants of gate, up and down in hard layers (Huffman-coded).
     pub hard: [PipelineVariant; 3],
-    /// The variants of gate, up and down in all other layers.
+    /// Variants in all other layers.
     pub easy: [PipelineVariant; 3],
-    /// The number of multiprocessors that decode while the others multiply.
+    /// Multiprocessors that decode while the others multiply.
     pub decode_sms: u32,
-    /// The number of streams that multiply in hard layers, 1 or 2.
+    /// Streams that multiply in hard layers, 1 or 2.
     pub consumers: u8,
 }
 

@@ -46,11 +46,11 @@ const HEAD_BYTES: usize = 56;
 /// An entry of the index of attached kernels: keys, and size and digest of a binary.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AttachedKernel {
-    /// Symbol of the kernel: 1 to 160 characters of `A-Z`, `a-z`, `0-9` and `_`.
+    /// Symbol: 1 to 160 characters of `A-Z`, `a-z`, `0-9`, `_`.
     pub name: String,
-    /// The architecture that it was compiled for, such as `sm_90a`.
+    /// Architecture, such as `sm_90a`.
     pub arch: String,
-    /// Digest of all that went into the compiler, 64 hexadecimal digits: a kernel is found by this and its name.
+    /// Digest of the compiler's input, 64 hexadecimal digits.
     pub source: String,
     /// The compiler.
     pub compiler: AttachedBy,
@@ -67,7 +67,7 @@ pub struct AttachedBy {
     pub name: String,
     /// Version of the compiler.
     pub version: String,
-    /// Identifies builds of one version; may be empty.
+    /// Build of the version; may be empty.
     pub build: String,
 }
 

@@ -14,7 +14,7 @@ pub struct TensorReport {
     pub name: String,
     /// Role in the model, by name.
     pub role: Role,
-    /// Layer number, by name, or null.
+    /// Layer, by name.
     pub layer: Option<u32>,
     /// As in safetensors.
     pub dtype: String,
@@ -23,7 +23,7 @@ pub struct TensorReport {
     /// `raw`, `huffman`, `palette`, `packed`, `compact` or `exponents`.
     #[serde(rename = "encoding")]
     pub encoding: EncodingId,
-    /// Why it is raw, or not in the encoding that the profile or plan asks for; or null.
+    /// Why it is raw or not as asked for.
     pub reason: Option<String>,
     /// Elements.
     pub elements: u64,
@@ -31,7 +31,7 @@ pub struct TensorReport {
     pub original_bytes: u64,
     /// Bytes in the bundle.
     pub stored_bytes: u64,
-    /// Stored bits per element; 0 for a tensor without elements.
+    /// Stored bits per element.
     pub bits_per_element: f64,
 }
 
@@ -83,9 +83,9 @@ pub struct EncodingTotal {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct LargeCopy {
-    /// Large file that is copied unchanged, or the directory of a version control system.
+    /// File, or directory of a version control system.
     pub name: String,
-    /// Size of the file or directory.
+    /// Size.
     pub bytes: u64,
 }
 
@@ -94,9 +94,9 @@ pub struct LargeCopy {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct UnmarkedConfig {
-    /// A `config.json` that `compress` cannot mark as a bundle's (format, B.9).
+    /// Path of the `config.json` (format, B.9).
     pub name: String,
-    /// Why it cannot be marked.
+    /// Reason.
     pub reason: &'static str,
 }
 
@@ -104,7 +104,7 @@ pub struct UnmarkedConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct RoleTotal {
-    /// Role of these tensors in the model, by name.
+    /// Role in the model, by name.
     pub role: Role,
     /// Number of tensors.
     pub tensors: u64,
@@ -112,7 +112,7 @@ pub struct RoleTotal {
     pub elements: u64,
     /// Their bytes in the source.
     pub original_bytes: u64,
-    /// Their bytes in the bundle, predicted.
+    /// Their predicted bytes in the bundle.
     pub stored_bytes: u64,
 }
 
@@ -124,11 +124,11 @@ pub struct CompareRow {
     pub profile: Profile,
     /// `--scope`, or the profile's default.
     pub scope: Scope,
-    /// Longest Huffman code in bits; null without Huffman codes.
+    /// Longest Huffman code, bits.
     pub code_limit: Option<u32>,
     /// Sums by role.
     pub roles: Vec<RoleTotal>,
-    /// All files of the bundle, predicted.
+    /// Bundle, predicted.
     pub stored_bytes: u64,
     /// `original_bytes - stored_bytes`.
     pub saved_bytes: i64,
@@ -140,9 +140,9 @@ pub struct CompareRow {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct CompareReport {
-    /// One row per profile and code limit.
+    /// Profiles and code limits.
     pub rows: Vec<CompareRow>,
-    /// Source files: weights, indexes and others.
+    /// Source files.
     pub files: u64,
     /// All source files.
     pub original_bytes: u64,
@@ -159,19 +159,19 @@ pub struct PlanReport {
     /// Sums by encoding.
     #[serde(rename = "encodings")]
     pub encodings: Vec<EncodingTotal>,
-    /// Source files: weights, indexes and others.
+    /// Source files.
     pub files: u64,
-    /// Large files that are copied unchanged, largest first.
+    /// Large files copied unchanged, largest first.
     pub large_copies: Vec<LargeCopy>,
-    /// Files named `config.json` that are copied unchanged and do not say that their weights are a bundle's.
+    /// Files `config.json` that cannot be marked as a bundle's.
     pub unmarked_configs: Vec<UnmarkedConfig>,
     /// All source files.
     pub original_bytes: u64,
-    /// All files of the bundle, predicted.
+    /// Bundle, predicted.
     pub stored_bytes: u64,
     /// Tensors that are not raw.
     pub coded_tensors: u64,
-    /// `original_bytes - stored_bytes`; below 0 where headers and manifest cost more than coding saves.
+    /// `original_bytes - stored_bytes`; may be negative.
     pub saved_bytes: i64,
     /// `stored_bytes / original_bytes`.
     pub ratio: f64,
@@ -183,22 +183,22 @@ pub struct PlanReport {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct CompressReport {
-    /// The part of `--shard` (`2/5`), if the run made a part; the other fields describe this part.
+    /// Part of `--shard`, such as `2/5`, that all fields describe.
     pub part: Option<String>,
     /// Every tensor.
     pub tensors: Vec<TensorReport>,
     /// Sums by encoding.
     #[serde(rename = "encodings")]
     pub encodings: Vec<EncodingTotal>,
-    /// Source files: weights, indexes and others.
+    /// Source files.
     pub files: u64,
-    /// Large files that are copied unchanged, largest first.
+    /// Large files copied unchanged, largest first.
     pub large_copies: Vec<LargeCopy>,
-    /// Files named `config.json` that are copied unchanged and do not say that their weights are a bundle's.
+    /// Files `config.json` that cannot be marked as a bundle's.
     pub unmarked_configs: Vec<UnmarkedConfig>,
-    /// Names of files taken over from an interrupted run.
+    /// Files taken over from an interrupted run.
     pub resumed_files: Vec<String>,
-    /// Tensors taken over from its unfinished files.
+    /// Tensors taken over from unfinished files.
     pub resumed_tensors: u64,
     /// All source files.
     pub original_bytes: u64,
@@ -206,17 +206,17 @@ pub struct CompressReport {
     pub stored_bytes: u64,
     /// Tensors that are not raw.
     pub coded_tensors: u64,
-    /// `original_bytes - stored_bytes`; below 0 where headers and manifest cost more than coding saves.
+    /// `original_bytes - stored_bytes`; may be negative.
     pub saved_bytes: i64,
     /// `stored_bytes / original_bytes`.
     pub ratio: f64,
-    /// Tensors decoded again and compared, as `--verify` asks ([`VerifyAfter`](super::VerifyAfter)).
+    /// Tensors decoded and compared after writing.
     pub verified_tensors: u64,
     /// Duration in seconds.
     pub seconds: f64,
-    /// Peak resident memory of the process in bytes, if the system reports it.
+    /// Peak resident memory, if known.
     pub peak_rss_bytes: Option<u64>,
-    /// Digest of the manifest, which identifies the bundle; of a part, the digest of its `unweight.part`.
+    /// Digest of the manifest, or of a part's `unweight.part`.
     pub manifest_digest: Digest,
 }
 
@@ -228,13 +228,13 @@ pub struct FileReport {
     pub name: String,
     /// Size of the file.
     pub bytes: u64,
-    /// Its XXH3-128 digest (`docs/format.md` B.4), checked.
+    /// Its XXH3-128 digest, checked.
     pub digest: Digest,
-    /// Its SHA-256, checked; null if the bundle has none.
+    /// Its SHA-256, checked.
     pub sha256: Option<String>,
-    /// Whether an interrupted run had finished the file.
+    /// Whether an interrupted run had finished it.
     pub resumed: bool,
-    /// Bytes taken over from an interrupted run.
+    /// Bytes taken over.
     pub resumed_bytes: u64,
 }
 
@@ -252,7 +252,7 @@ pub struct DecompressReport {
     pub stored_bytes: u64,
     /// Duration.
     pub seconds: f64,
-    /// Peak resident memory of the process in bytes, if the system reports it.
+    /// Peak resident memory, if known.
     pub peak_rss_bytes: Option<u64>,
 }
 
@@ -262,17 +262,16 @@ pub struct DecompressReport {
 pub struct Problem {
     /// Damaged file.
     pub file: String,
-    /// Damaged tensor, or null.
+    /// Damaged tensor.
     pub tensor: Option<String>,
-    /// The stable error code ([`BundleError::code`]), as in `docs/reference/errors.md`.
+    /// Error code.
     pub code: &'static str,
-    /// What differs, where, expected and actual value.
+    /// What differs, expected and found.
     pub message: String,
     /// Whether the problem is about a file that the bundle does not list, so that every listed file may be sound.
     #[serde(skip)]
     pub is_extra: bool,
-    /// Whether only the source of `--against` differs ([`VerifyOptions::against`](super::VerifyOptions::against)): the
-    /// bundle itself may be sound.
+    /// Whether only the source of `--against` differs.
     pub in_source: bool,
 }
 
@@ -305,11 +304,11 @@ impl Problem {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct VerifyReport {
-    /// Everything found wrong; empty for a sound bundle.
+    /// What is wrong; empty for a sound bundle.
     pub problems: Vec<Problem>,
-    /// Source files whose stored bytes were checked.
+    /// Source files checked.
     pub files: u64,
-    /// Tensors decoded and compared with their digests.
+    /// Tensors decoded and compared.
     pub tensors: u64,
     /// Bytes of the bundle read.
     pub stored_bytes: u64,
@@ -319,13 +318,13 @@ pub struct VerifyReport {
     pub attached_kernels: u64,
     /// Whether the source was compared.
     pub against_source: bool,
-    /// Trusted comment of a valid signature (`--key`), or null.
+    /// Trusted comment of a valid signature.
     pub signature: Option<String>,
-    /// Whether only manifest, names, sizes and headers were checked.
+    /// Whether no weights were read.
     pub quick: bool,
     /// Duration.
     pub seconds: f64,
-    /// Peak resident memory of the process in bytes, if the system reports it.
+    /// Peak resident memory, if known.
     pub peak_rss_bytes: Option<u64>,
 }
 

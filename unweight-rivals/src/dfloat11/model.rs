@@ -57,17 +57,17 @@ pub struct Kept {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct ConvertReport {
-    /// Groups of weights that are coded together.
+    /// Groups of weights coded together.
     pub units: u64,
     /// Weights in them.
     pub weights: u64,
-    /// Modules whose weights the format cannot hold, and why.
+    /// Modules that the format cannot hold.
     pub kept: Vec<Kept>,
     /// All tensors of the source.
     pub source_bytes: u64,
     /// All weight files written.
     pub bytes: u64,
-    /// Weights of the groups in the source.
+    /// Groups in the source.
     pub unit_source_bytes: u64,
     /// The groups, coded.
     pub unit_bytes: u64,

@@ -53,7 +53,7 @@ pub struct RestoreReport {
     pub units: u64,
     /// Weights in them.
     pub weights: u64,
-    /// Number of tensors that the directory stores as they are.
+    /// Tensors stored as they are.
     pub kept_tensors: u64,
     /// All weight files of the source.
     pub source_bytes: u64,

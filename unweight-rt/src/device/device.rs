@@ -18,26 +18,26 @@ use crate::{
 /// Properties of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DeviceInfo {
-    /// The device number of CUDA, from 0.
+    /// CUDA device number, from 0.
     pub ordinal: usize,
-    /// The name by NVIDIA, such as `NVIDIA H200`.
+    /// Name, such as `NVIDIA H200`.
     pub name: String,
-    /// The architecture that kernels are compiled for.
+    /// Architecture of its kernels.
     #[serde(serialize_with = "arch_name")]
     pub arch: Arch,
-    /// Number of multiprocessors.
+    /// Multiprocessors.
     pub sms: u32,
-    /// The highest clock of the multiprocessors, MHz.
+    /// Highest SM clock, MHz.
     pub clock_mhz: u32,
-    /// Theoretical memory bandwidth, MB/s (10^6): bus width times clock, twice.
+    /// Theoretical memory bandwidth, MB/s (10^6).
     pub memory_mb_per_s: u64,
-    /// Bytes of the L2 cache.
+    /// L2 cache.
     pub l2_bytes: u64,
-    /// Bytes of shared memory that one block may opt in to.
+    /// Largest shared memory of a block.
     pub smem_bytes_per_block: u32,
-    /// Bytes of device memory.
+    /// Device memory.
     pub memory_bytes: u64,
-    /// The CUDA version that the driver supports.
+    /// CUDA version of the driver.
     pub driver: String,
 }
 

@@ -70,17 +70,17 @@ pub struct KernelResources {
     pub registers: u32,
     /// Local frame per thread.
     pub frame_bytes: u32,
-    /// Stack per thread; above 0 if registers were spilled.
+    /// Stack per thread; above 0 after spills.
     pub stack_bytes: u32,
-    /// Threads per block that the kernel was compiled for (`__launch_bounds__`); 0 if it does not say.
+    /// Threads per block by `__launch_bounds__`, or 0.
     pub max_threads: u32,
-    /// Static shared memory, without the 1024 bytes that the system reserves. What is asked for at launch comes on top.
+    /// Static shared memory, without the 1024 bytes that the system reserves.
     pub static_smem_bytes: u64,
-    /// Bytes of all parameters, without what aligns them.
+    /// Parameters, without padding.
     pub param_bytes: u32,
     /// Instructions.
     pub instructions: u64,
-    /// Loads from and stores to local memory among them.
+    /// Loads and stores of local memory among them.
     pub local_accesses: u64,
 }
 

@@ -231,7 +231,7 @@ pub const INNER: &[(&str, &str)] = &[
     ("src/serve", "backend < metrics reference < worker < api"),
     (
         "src/cli",
-        "arch printable scratch signals size < failure < absent archive output < completions pipelines plot program \
+        "arch printable scratch signals size < common failure < absent archive output < completions pipelines plot program \
          progress sign trust < reference source < select < budget cache compress convert decompress demo doctor extract generate \
          inspect kernels man plan tune verify < merge serve",
     ),

@@ -44,16 +44,15 @@ const ITEM_WORDS: usize = 4;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ExpertTraffic {
-    /// Chosen experts that were on the GPU, each counted once per step and layer.
+    /// Chosen experts on the GPU, per step and layer.
     pub hits: u64,
-    /// Chosen experts that were fetched from host memory.
+    /// Chosen experts fetched.
     pub misses: u64,
     /// Bytes fetched.
     pub bytes: u64,
-    /// Number of times that products waited for experts.
+    /// Waits of products for experts.
     pub stalls: u64,
-    /// The waiting time, us: for the first products of a layer from when the choice is known, for later ones from the
-    /// end of the products before.
+    /// Their time, us, from the choice of experts or the end of earlier products.
     pub stalled_us: f64,
 }
 
