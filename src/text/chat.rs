@@ -125,7 +125,7 @@ impl Template {
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.set_fuel(Some(Self::FUEL));
         environment.add_function("raise_exception", |message: Value| -> Result<Value, Error> {
-            let refusal = LaunchError(message.to_string());
+            let refusal = Raised(message.to_string());
             Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(refusal))
         });
         environment.add_function("strftime_now", |format: &str| clock::now().format(format));
@@ -150,21 +150,21 @@ fn usual(named: &[Json]) -> Result<&str, String> {
 
 /// What a template says through `raise_exception`.
 #[derive(Debug)]
-struct LaunchError(String);
+struct Raised(String);
 
-impl fmt::Display for LaunchError {
+impl fmt::Display for Raised {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl error::Error for LaunchError {}
+impl error::Error for Raised {}
 
 /// The template's own words, or those of the interpreter.
 fn told(error: &Error) -> String {
     let mut cause: Option<&(dyn error::Error + 'static)> = Some(error);
     while let Some(error) = cause {
-        if let Some(LaunchError(message)) = error.downcast_ref() {
+        if let Some(Raised(message)) = error.downcast_ref() {
             return message.clone();
         }
         cause = error.source();
