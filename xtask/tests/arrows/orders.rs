@@ -227,7 +227,7 @@ pub const INNER: &[(&str, &str)] = &[
     ("unweight-rivals/src/dfloat11", "error < code config tensors < unit < oracle restore < model"),
     ("unweight-bench/src/stress", "load report weights < results < activations attention experts kv products rivals"),
     ("src/text", "clock error prompt < chat frame < vocabulary < local < child < process"),
-    ("src/serve", "backend < metrics reference < worker < api"),
+    ("src/serve", "backend < metrics reference < worker < error < bodies fields < api < prepare"),
     (
         "src/cli",
         "arch printable scratch signals size < failure < absent archive output < completions pipelines plot program \
