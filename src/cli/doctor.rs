@@ -29,12 +29,10 @@ use unweight::{
 };
 
 use super::{
+    API_KEY,
     failure::{Failure, Result},
     output::{self, Output},
 };
-
-/// The environment variable of `serve` that holds its API key.
-pub const API_KEY: &str = "UNWEIGHT_API_KEY";
 
 /// Arguments of `doctor`.
 #[derive(Args)]

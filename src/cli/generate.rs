@@ -29,7 +29,7 @@ use super::{
     output::Output,
     pipelines::{EngineArgs, note_load, note_unused, saved_plan},
     printable::printable,
-    progress, scratch,
+    progress, scratch, text_process,
     trust::Trust,
 };
 
@@ -538,9 +538,10 @@ fn check_replaceable(file: &Path) -> Result<()> {
     Err(Failure::new("output-not-replaceable", message, "choose another name for --dump-logits, or remove the file"))
 }
 
-/// The tokenizer of a bundle.
+/// The tokenizer of a bundle. Its files are not trusted: text processes read them.
 pub fn text_of(bundle: &Bundle, dir: &Path) -> Result<Text> {
-    const LIMIT: u64 = 256 << 20;
+    /// The tokenizers of published models have up to 34 MB.
+    const LIMIT: u64 = 128 << 20;
     let tokenizer = bundle.copied(text::TOKENIZER, LIMIT)?.ok_or_else(|| {
         Failure::new(
             "tokenizer-missing",
@@ -550,5 +551,6 @@ pub fn text_of(bundle: &Bundle, dir: &Path) -> Result<Text> {
     })?;
     let (config, template) =
         (bundle.copied(text::TOKENIZER_CONFIG, LIMIT)?, bundle.copied(text::CHAT_TEMPLATE, LIMIT)?);
-    Text::new(&tokenizer, config.as_deref(), template.as_deref()).map_err(Failure::other)
+    let command = text_process::command().map_err(Failure::io("the path of this program"))?;
+    Text::isolated(command, &tokenizer, config.as_deref(), template.as_deref()).map_err(Failure::other)
 }

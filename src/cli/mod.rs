@@ -47,6 +47,8 @@ mod sign;
 mod signals;
 mod size;
 mod source;
+#[cfg(all(feature = "gpu", feature = "text"))]
+mod text_process;
 #[cfg(feature = "gpu")]
 pub mod trust;
 #[cfg(feature = "gpu")]
@@ -62,6 +64,10 @@ use output::Output;
 pub use program::{Everywhere, Program, run};
 pub use reference::markdown;
 pub use select::profile;
+
+/// The environment variable of `serve` that holds its API key.
+#[cfg(feature = "gpu")]
+const API_KEY: &str = "UNWEIGHT_API_KEY";
 
 /// Stores BF16 language model weights losslessly in about two thirds of the space.
 #[derive(Parser)]
@@ -208,5 +214,9 @@ impl Program for Cli {
 
 /// The `unweight` command.
 pub fn main() -> ExitCode {
+    #[cfg(all(feature = "gpu", feature = "text"))]
+    if let Some(code) = text_process::answer() {
+        return code;
+    }
     run::<Cli>(completions::answer)
 }

@@ -11,13 +11,13 @@ use clap::Args;
 use serde::Serialize;
 use unweight::{
     engine::{Engine, EngineOptions},
-    format::bundle::Bundle,
+    format::{bundle::Bundle, raw::return_freed_memory},
     serve::{Backend, CpuError, CpuReference, Ended, ServeError, ServeOptions, serve},
     text::Text,
 };
 
 use super::{
-    doctor::API_KEY,
+    API_KEY,
     failure::{Failure, Result},
     generate::text_of,
     output::Output,
@@ -193,6 +193,8 @@ impl Serve {
             output.note("the model has no chat template: /v1/chat/completions is refused");
         }
         let stop = progress::cancel_flag()?;
+        // Loading is over: what a request takes is given back with it.
+        return_freed_memory();
         output.result("serve", &report, |out| writeln!(out, "{} at {}", report.model, report.url))?;
         match serve(backend, text, listener, options, stop.clone()) {
             Ok(Ended::Done) => {

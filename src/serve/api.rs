@@ -1,20 +1,61 @@
 //! Requests and answers in the form of OpenAI's API. Nothing here knows of connections or threads.
 
-use std::fmt;
+use serde_json::{Map, Value, json, value::RawValue};
+use unweight_engine::SampleParams;
 
-use hyper::StatusCode;
-use serde_json::{Map, Value, json};
-use unweight_engine::{AdmissionError, SampleParams};
-
-use super::worker::{Lost, SubmitError};
-use crate::text::{Message, TextError};
+use super::{
+    error::ApiError,
+    fields::{Fields, each, ids, text},
+};
+use crate::text::{self, Message};
 
 /// Texts of a request for one prompt.
 const MOST_CHOICES: u64 = 8;
 /// Stop strings of a request.
 const MOST_STOPS: usize = 4;
+/// Bytes of a stop string: a text is searched for it with each token.
+const STOP_BYTES: usize = 1024;
 /// Tokens that `/v1/completions` makes where nobody says otherwise, as OpenAI's does.
 const COMPLETION_TOKENS: u32 = 16;
+
+/// Fields that are read.
+const FIELDS: &[&str] = &[
+    "model",
+    "prompt",
+    "messages",
+    "n",
+    "best_of",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "max_completion_tokens",
+    "seed",
+    "stop",
+    "stream",
+    "stream_options",
+    "logit_bias",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logprobs",
+    "top_logprobs",
+    "tools",
+    "tool_choice",
+    "functions",
+    "function_call",
+    "response_format",
+    "modalities",
+    "audio",
+    "echo",
+    "suffix",
+    "ignore_eos",
+    "min_tokens",
+    "stop_token_ids",
+];
+/// Fields of a message that are read.
+const MESSAGE_FIELDS: &[&str] = &["role", "content", "name", "tool_calls", "function_call"];
 
 /// Whether a value of a field asks for nothing.
 type Neutral = fn(&Value) -> bool;
@@ -54,119 +95,6 @@ fn never(_: &Value) -> bool {
     false
 }
 
-/// An error as OpenAI's API writes it.
-#[derive(Debug)]
-pub(super) struct ApiError {
-    pub status: StatusCode,
-    /// Seconds after which it is worth trying again.
-    pub retry_after: Option<u32>,
-    kind: &'static str,
-    code: Option<&'static str>,
-    param: Option<String>,
-    message: String,
-}
-
-impl ApiError {
-    fn new(status: StatusCode, kind: &'static str, message: impl fmt::Display) -> Self {
-        Self { status, kind, message: message.to_string(), code: None, param: None, retry_after: None }
-    }
-
-    /// A request that is not what it should be.
-    pub fn bad(message: impl fmt::Display) -> Self {
-        Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", message)
-    }
-
-    fn of(param: &str, message: impl fmt::Display) -> Self {
-        Self { param: Some(param.to_owned()), ..Self::bad(message) }
-    }
-
-    fn code(self, code: &'static str) -> Self {
-        Self { code: Some(code), ..self }
-    }
-
-    /// The answer for an unknown route or model, status 404.
-    pub fn not_found(message: impl fmt::Display) -> Self {
-        Self { status: StatusCode::NOT_FOUND, ..Self::bad(message) }
-    }
-
-    /// A route does not take this method.
-    pub fn method() -> Self {
-        Self { status: StatusCode::METHOD_NOT_ALLOWED, ..Self::bad("this route does not take this method") }
-    }
-
-    /// The key is missing, or another one.
-    pub fn key() -> Self {
-        let message = "the API key is missing or wrong; send the server's as `Authorization: Bearer KEY`";
-        Self { status: StatusCode::UNAUTHORIZED, ..Self::bad(message) }.code("invalid_api_key")
-    }
-
-    /// A body beyond the limit.
-    pub fn body(limit: usize) -> Self {
-        let message = format!("the body exceeds {limit} bytes; send less at a time");
-        Self { status: StatusCode::PAYLOAD_TOO_LARGE, ..Self::bad(message) }
-    }
-
-    /// The answer for a request that took too long, status 408.
-    pub fn timeout(what: &str, seconds: u64) -> Self {
-        let message = format!("{what} took more than the {seconds} s that it may; ask for less at a time");
-        Self::new(StatusCode::REQUEST_TIMEOUT, "timeout_error", message).code("timeout")
-    }
-
-    /// The fault is this server's.
-    pub fn server(message: impl fmt::Display) -> Self {
-        Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", message)
-    }
-
-    /// The error as JSON.
-    pub fn json(&self) -> Value {
-        let Self { message, kind, param, code, .. } = self;
-        json!({ "error": { "message": message, "type": kind, "param": param, "code": code } })
-    }
-}
-
-impl From<Lost> for ApiError {
-    fn from(lost: Lost) -> Self {
-        let (code, message) = match lost {
-            Lost::Failed => ("engine_failed", "the engine has failed; the server must be started again"),
-            Lost::Stopping => ("shutting_down", "the server is shutting down"),
-        };
-        Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", message).code(code)
-    }
-}
-
-impl From<SubmitError> for ApiError {
-    fn from(refused: SubmitError) -> Self {
-        match refused {
-            SubmitError::Admission(rejected @ (AdmissionError::TooLong { .. } | AdmissionError::NoRoom { .. })) => {
-                Self::bad(rejected).code("context_length_exceeded")
-            }
-            SubmitError::Admission(rejected @ (AdmissionError::Empty | AdmissionError::UnknownToken { .. })) => {
-                Self::of("prompt", rejected)
-            }
-            SubmitError::Admission(rejected) => Self::bad(rejected),
-            SubmitError::Full => {
-                let message = "as many requests wait as may; try again later";
-                let error = Self::new(StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", message);
-                Self { retry_after: Some(1), ..error.code("queue_full") }
-            }
-            SubmitError::TooMany { asked, capacity } => Self::bad(format!(
-                "the request is for {asked} texts, and at most {capacity} may run and wait here; split it"
-            )),
-            SubmitError::Lost(lost) => lost.into(),
-        }
-    }
-}
-
-impl From<TextError> for ApiError {
-    fn from(error: TextError) -> Self {
-        match error {
-            TextError::NoTemplate => Self::of("messages", error).code("no_chat_template"),
-            TextError::Template(_) => Self::of("messages", error),
-            _ => Self::server(error),
-        }
-    }
-}
-
 /// Which of the two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Endpoint {
@@ -177,9 +105,8 @@ pub(super) enum Endpoint {
 /// What is to be continued.
 #[derive(Debug)]
 pub(super) enum Prompt {
-    Text(String),
+    Text(text::Prompt),
     Ids(Vec<u32>),
-    Chat(Vec<Message>),
 }
 
 /// A request, read.
@@ -199,24 +126,21 @@ pub(super) struct Call {
 }
 
 impl Call {
-    /// Reads a body. `model` is the one that is served.
-    pub fn read(endpoint: Endpoint, body: &[u8], model: &str) -> Result<Self, ApiError> {
-        let body: Value = serde_json::from_slice(body)
-            .map_err(|error| ApiError::bad(format!("the body is no JSON: {error}; send an object")))?;
-        let Value::Object(fields) = body else { return Err(ApiError::bad("the body is JSON, but no object")) };
-        let mut fields = Fields(fields);
-        match fields.take("model") {
+    /// Reads a body. `model` is the one that is served, and `most` the number of prompts that can run and wait.
+    pub fn read(endpoint: Endpoint, body: &[u8], model: &str, most: usize) -> Result<Self, ApiError> {
+        let fields = Fields::read(body, FIELDS);
+        let mut fields = fields.map_err(|error| ApiError::bad(format!("the body is no JSON object: {error}")))?;
+        match fields.value("model")? {
             None => {}
             Some(Value::String(name)) if name == model => {}
             Some(other) => {
                 let message = format!("the model {other} is not served here; ask for \"{model}\"");
-                let error = ApiError { param: Some("model".to_owned()), ..ApiError::not_found(message) };
-                return Err(error.code("model_not_found"));
+                return Err(ApiError::model(message));
             }
         }
         let prompts = match endpoint {
-            Endpoint::Completions => prompts(fields.take("prompt"))?,
-            Endpoint::Chat => vec![Prompt::Chat(messages(fields.take("messages"))?)],
+            Endpoint::Completions => prompts(fields.take("prompt"), most)?,
+            Endpoint::Chat => vec![Prompt::Text(text::Prompt::Chat(messages(fields.take("messages"))?))],
         };
         let n = fields.whole("n", 1, MOST_CHOICES)?.unwrap_or(1) as u32;
         if let Some(best_of) = fields.whole("best_of", 1, u64::MAX)?
@@ -240,18 +164,19 @@ impl Call {
             params,
             seed: seed(&mut fields)?,
             max_tokens: newer.or(older).map(|tokens| tokens as u32).or(default),
-            stop: stop(fields.take("stop"))?,
+            stop: stop(fields.value("stop")?)?,
             stream: fields.flag("stream")?,
             include_usage: match fields.take("stream_options") {
                 None => false,
-                Some(Value::Object(options)) => Fields(options).flag("include_usage")?,
-                Some(_) => return Err(ApiError::of("stream_options", "stream_options is no object")),
+                Some(options) => match Fields::read(options.get().as_bytes(), &["include_usage"]) {
+                    Ok(mut options) => options.flag("include_usage")?,
+                    Err(_) => return Err(ApiError::of("stream_options", "stream_options is no object")),
+                },
             },
         };
         for (name, neutral) in NOT_DONE {
-            if let Some(value) = fields.take(name)
-                && !neutral(&value)
-            {
+            // What cannot be read is not neutral either.
+            if !fields.value(name).is_ok_and(|value| value.is_none_or(|value| neutral(&value))) {
                 let message = format!("{name} is not supported here; leave it out");
                 return Err(ApiError::of(name, message).code("unsupported_parameter"));
             }
@@ -260,104 +185,89 @@ impl Call {
     }
 }
 
-/// The fields of an object. `null` is as good as nothing.
-struct Fields(Map<String, Value>);
-
-impl Fields {
-    fn take(&mut self, name: &str) -> Option<Value> {
-        self.0.remove(name).filter(|value| !value.is_null())
-    }
-
-    fn number(&mut self, name: &str) -> Result<Option<f32>, ApiError> {
-        let Some(value) = self.take(name) else { return Ok(None) };
-        let number = value.as_f64().ok_or_else(|| ApiError::of(name, format!("{name} is no number")))?;
-        Ok(Some(number as f32))
-    }
-
-    fn whole(&mut self, name: &str, least: u64, most: u64) -> Result<Option<u64>, ApiError> {
-        let Some(value) = self.take(name) else { return Ok(None) };
-        let number = value.as_u64().filter(|number| (least..=most).contains(number));
-        let upper = if most == u64::MAX { String::new() } else { format!(" to {most}") };
-        number.map(Some).ok_or_else(|| ApiError::of(name, format!("{name} is no whole number from {least}{upper}")))
-    }
-
-    fn flag(&mut self, name: &str) -> Result<bool, ApiError> {
-        match self.take(name) {
-            None => Ok(false),
-            Some(Value::Bool(flag)) => Ok(flag),
-            Some(_) => Err(ApiError::of(name, format!("{name} is neither true nor false"))),
-        }
-    }
-}
-
 /// Others write -1 for all tokens.
 fn top_k(fields: &mut Fields) -> Result<u32, ApiError> {
-    if fields.0.get("top_k").is_some_and(|value| value.as_i64() == Some(-1)) {
+    let value = fields.value("top_k")?;
+    if value.as_ref().is_some_and(|value| value.as_i64() == Some(-1)) {
         return Ok(0);
     }
-    Ok(fields.whole("top_k", 0, u32::MAX.into())?.unwrap_or(0) as u32)
+    let most = u64::from(u32::MAX);
+    let number = value.map(|value| value.as_u64().filter(|number| *number <= most));
+    let number = number.map(|number| {
+        number.ok_or_else(|| ApiError::of("top_k", format!("top_k is no whole number from 0 to {most}, nor -1")))
+    });
+    Ok(number.transpose()?.unwrap_or(0) as u32)
 }
 
 /// Any whole number of 64 bits, of either sign.
 fn seed(fields: &mut Fields) -> Result<Option<u64>, ApiError> {
-    let Some(value) = fields.take("seed") else { return Ok(None) };
+    let Some(value) = fields.value("seed")? else { return Ok(None) };
     let bits = value.as_u64().or_else(|| value.as_i64().map(i64::cast_unsigned));
     bits.map(Some).ok_or_else(|| ApiError::of("seed", "seed is no whole number of 64 bits"))
 }
 
 fn stop(value: Option<Value>) -> Result<Vec<String>, ApiError> {
     let wrong = || ApiError::of("stop", format!("stop is neither text nor a list of up to {MOST_STOPS} texts"));
-    match value {
-        None => Ok(Vec::new()),
-        Some(Value::String(text)) => Ok(vec![text]),
+    let stops = match value {
+        None => Vec::new(),
+        Some(Value::String(text)) => vec![text],
         Some(Value::Array(texts)) if texts.len() <= MOST_STOPS => {
-            texts.iter().map(|text| text.as_str().map(str::to_owned).ok_or_else(wrong)).collect()
+            let text = |text: &Value| text.as_str().map(str::to_owned).ok_or_else(wrong);
+            texts.iter().map(text).collect::<Result<Vec<_>, _>>()?
         }
-        Some(_) => Err(wrong()),
+        Some(_) => return Err(wrong()),
+    };
+    match stops.iter().map(String::len).find(|length| *length > STOP_BYTES) {
+        None => Ok(stops),
+        Some(length) => {
+            Err(ApiError::of("stop", format!("a text of stop has {length} bytes; the limit is {STOP_BYTES}")))
+        }
     }
 }
 
 /// A text, texts, ids, or lists of ids.
-fn prompts(value: Option<Value>) -> Result<Vec<Prompt>, ApiError> {
+fn prompts(raw: Option<&RawValue>, most: usize) -> Result<Vec<Prompt>, ApiError> {
     let wrong = || ApiError::of("prompt", "prompt is neither text, texts, token ids nor lists of them; give one");
-    let ids = |values: &[Value]| {
-        let id = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok()).ok_or_else(wrong);
-        values.iter().map(id).collect::<Result<Vec<u32>, _>>()
+    let raw = raw.ok_or_else(wrong)?;
+    let one = |raw: &RawValue| {
+        let of_text = || text(raw).map(|text| Prompt::Text(text::Prompt::Text(text)));
+        of_text().or_else(|| ids(raw).map(Prompt::Ids)).ok_or_else(wrong)
     };
-    match value {
-        Some(Value::String(text)) => Ok(vec![Prompt::Text(text)]),
-        Some(Value::Array(values)) if values.is_empty() => Err(wrong()),
-        Some(Value::Array(values)) if values[0].is_number() => Ok(vec![Prompt::Ids(ids(&values)?)]),
-        Some(Value::Array(values)) => {
-            let one = |value| match value {
-                Value::String(text) => Ok(Prompt::Text(text)),
-                Value::Array(values) => Ok(Prompt::Ids(ids(&values)?)),
-                _ => Err(wrong()),
-            };
-            values.into_iter().map(one).collect()
+    // A list of numbers is one prompt.
+    let first = raw.get().strip_prefix('[').map(str::trim_start);
+    if first.is_none_or(|rest| rest.starts_with(|c: char| c.is_ascii_digit() || c == '-')) {
+        return Ok(vec![one(raw)?]);
+    }
+    let mut prompts = Vec::new();
+    let listed = each(raw, |at, raw| {
+        if at >= most {
+            let message = format!("the request has more than {most} prompts, which is all that may run and wait here");
+            return Err(ApiError::of("prompt", format!("{message}; split it")));
         }
-        _ => Err(wrong()),
-    }
+        prompts.push(one(raw)?);
+        Ok(())
+    });
+    listed.unwrap_or_else(|| Err(wrong()))?;
+    if prompts.is_empty() { Err(wrong()) } else { Ok(prompts) }
 }
 
-fn messages(value: Option<Value>) -> Result<Vec<Message>, ApiError> {
-    let Some(Value::Array(values)) = value else {
-        return Err(ApiError::of("messages", "messages is no list; give one message at least"));
-    };
-    if values.is_empty() {
-        return Err(ApiError::of("messages", "messages is empty; give one message at least"));
-    }
-    values.into_iter().enumerate().map(|(index, value)| message(index, value)).collect()
+fn messages(raw: Option<&RawValue>) -> Result<Vec<Message>, ApiError> {
+    let wrong = |what: &str| ApiError::of("messages", format!("messages {what}; give one message at least"));
+    let mut messages = Vec::new();
+    let listed = raw.and_then(|raw| {
+        each(raw, |index, raw| {
+            messages.push(message(index, raw)?);
+            Ok(())
+        })
+    });
+    listed.ok_or_else(|| wrong("is no list"))??;
+    if messages.is_empty() { Err(wrong("is empty")) } else { Ok(messages) }
 }
 
-fn message(index: usize, value: Value) -> Result<Message, ApiError> {
+fn message(index: usize, raw: &RawValue) -> Result<Message, ApiError> {
     let wrong = |what: &str| ApiError::of(&format!("messages[{index}]"), format!("messages[{index}]: {what}"));
-    let Value::Object(fields) = value else { return Err(wrong("no object")) };
-    let mut fields = Fields(fields);
-    let role = match fields.take("role") {
-        Some(Value::String(role)) => role,
-        _ => return Err(wrong("it has no role")),
-    };
+    let mut fields = Fields::read(raw.get().as_bytes(), MESSAGE_FIELDS).map_err(|_| wrong("no object"))?;
+    let role = fields.take("role").and_then(text).ok_or_else(|| wrong("it has no role"))?;
     let role = match role.as_str() {
         // The newer name; templates know the older one.
         "developer" => "system",
@@ -365,27 +275,39 @@ fn message(index: usize, value: Value) -> Result<Message, ApiError> {
         other => return Err(wrong(&format!("the role '{other}' is not supported; take system, user or assistant"))),
     };
     for calls in ["tool_calls", "function_call"] {
-        if fields.take(calls).is_some_and(|value| !empty(&value)) {
+        if !fields.value(calls).is_ok_and(|value| value.is_none_or(|value| empty(&value))) {
             return Err(wrong(&format!("{calls} is not supported")));
         }
     }
-    let content = match fields.take("content") {
-        Some(Value::String(text)) => text,
-        Some(Value::Array(parts)) => {
-            let text = |part: &Value| {
-                let is_text = part.get("type").and_then(Value::as_str) == Some("text");
-                part.get("text").and_then(Value::as_str).filter(|_| is_text).map(str::to_owned)
-            };
-            let texts = parts.iter().map(|part| text(part).ok_or_else(|| wrong("a part of the content is no text")));
-            texts.collect::<Result<Vec<_>, _>>()?.join("\n")
-        }
-        _ => return Err(wrong("the content is neither text nor parts of text")),
-    };
+    let content = fields.take("content").and_then(|raw| match text(raw) {
+        Some(text) => Some(Ok(text)),
+        None => parts(raw, &wrong),
+    });
+    let content = content.unwrap_or_else(|| Err(wrong("the content is neither text nor parts of text")))?;
     let message = Message::new(role, content);
-    Ok(match fields.take("name") {
-        Some(Value::String(name)) => message.name(name),
-        _ => message,
+    Ok(match fields.take("name").and_then(text) {
+        Some(name) => message.name(name),
+        None => message,
     })
+}
+
+/// The texts of parts, a line each; `None` where they are not a list.
+fn parts(raw: &RawValue, wrong: &dyn Fn(&str) -> ApiError) -> Option<Result<String, ApiError>> {
+    let mut content = String::new();
+    let listed = each(raw, |at, raw| {
+        let part = || -> Option<String> {
+            let mut part = Fields::read(raw.get().as_bytes(), &["type", "text"]).ok()?;
+            let is_text = part.take("type").and_then(text)? == "text";
+            part.take("text").and_then(text).filter(|_| is_text)
+        };
+        let part = part().ok_or_else(|| wrong("a part of the content is no text"))?;
+        if at > 0 {
+            content.push('\n');
+        }
+        content += &part;
+        Ok(())
+    });
+    listed.map(|listed| listed.map(|()| content))
 }
 
 /// What all answers to a request have in common.
@@ -488,10 +410,14 @@ impl Frame {
 
 #[cfg(test)]
 mod tests {
+    use hyper::StatusCode;
+    use unweight_engine::AdmissionError;
+
     use super::*;
+    use crate::serve::worker::SubmitError;
 
     fn read(endpoint: Endpoint, body: &Value) -> Result<Call, ApiError> {
-        Call::read(endpoint, body.to_string().as_bytes(), "m")
+        Call::read(endpoint, body.to_string().as_bytes(), "m", 8)
     }
 
     fn with(fields: Value) -> Value {
@@ -516,13 +442,20 @@ mod tests {
             let call = read(Endpoint::Completions, &with(json!({ "prompt": prompt })))?;
             Ok::<_, ApiError>(call.prompts.iter().map(|prompt| format!("{prompt:?}")).collect::<Vec<_>>())
         };
-        assert_eq!(of(json!("a")).unwrap(), ["Text(\"a\")"]);
-        assert_eq!(of(json!(["a", "b"])).unwrap(), ["Text(\"a\")", "Text(\"b\")"]);
+        assert_eq!(of(json!("a")).unwrap(), ["Text(Text(\"a\"))"]);
+        assert_eq!(of(json!(["a", "b"])).unwrap(), ["Text(Text(\"a\"))", "Text(Text(\"b\"))"]);
         assert_eq!(of(json!([1, 2])).unwrap(), ["Ids([1, 2])"]);
         assert_eq!(of(json!([[1, 2], [3]])).unwrap(), ["Ids([1, 2])", "Ids([3])"]);
-        for wrong in
-            [json!([]), json!(7), json!({}), json!([1, "a"]), json!([-1]), json!([[1.5]]), json!([4294967296u64])]
-        {
+        for wrong in [
+            json!([]),
+            json!(7),
+            json!({}),
+            json!([1, "a"]),
+            json!([-1]),
+            json!([[1.5]]),
+            json!([4294967296u64]),
+            json!(vec!["a"; 9]),
+        ] {
             assert_eq!(of(wrong.clone()).unwrap_err().param.as_deref(), Some("prompt"), "{wrong}");
         }
     }
@@ -554,6 +487,8 @@ mod tests {
             ("seed", json!(1.5)),
             ("stop", json!(["a", "b", "c", "d", "e"])),
             ("stop", json!([1])),
+            ("stop", json!("x".repeat(1025))),
+            ("logit_bias", json!({ "x": "y".repeat(100_000) })),
             ("stream", json!("yes")),
             ("stream_options", json!(true)),
         ] {
@@ -580,7 +515,7 @@ mod tests {
     fn messages_are_text() {
         let of = |message: Value| {
             let call = read(Endpoint::Chat, &json!({ "messages": [message] }))?;
-            let Prompt::Chat(messages) = &call.prompts[0] else { panic!("no conversation") };
+            let Prompt::Text(text::Prompt::Chat(messages)) = &call.prompts[0] else { panic!("no conversation") };
             Ok::<_, ApiError>(serde_json::to_value(&messages[0]).unwrap())
         };
         let parts = json!([{ "type": "text", "text": "a" }, { "type": "text", "text": "b" }]);
@@ -604,12 +539,12 @@ mod tests {
 
     #[test]
     fn errors_have_the_form_of_openai() {
-        let error = Call::read(Endpoint::Chat, br#"{"model": "other"}"#, "m").unwrap_err();
+        let error = Call::read(Endpoint::Chat, br#"{"model": "other"}"#, "m", 8).unwrap_err();
         assert_eq!(error.status, StatusCode::NOT_FOUND);
         let json = error.json();
         assert_eq!((&json["error"]["code"], &json["error"]["param"]), (&json!("model_not_found"), &json!("model")));
         assert_eq!(json["error"]["type"], "invalid_request_error");
-        assert!(Call::read(Endpoint::Chat, b"{", "m").unwrap_err().message.contains("no JSON"));
+        assert!(Call::read(Endpoint::Chat, b"{", "m", 8).unwrap_err().message.contains("no JSON"));
         assert_eq!(ApiError::from(SubmitError::Full).retry_after, Some(1));
         let long = AdmissionError::TooLong { prompt: 9, max_new_tokens: 9, context: 10 };
         assert_eq!(ApiError::from(SubmitError::Admission(long)).json()["error"]["code"], "context_length_exceeded");

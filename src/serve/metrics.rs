@@ -119,8 +119,8 @@ impl Metrics {
         self.waiting.store(load.waiting as u64, Release);
     }
 
-    /// All metrics as text.
-    pub fn text(&self, limits: &Limits) -> String {
+    /// All metrics as text. `body_bytes` are those that bodies of requests hold.
+    pub fn text(&self, limits: &Limits, body_bytes: u64) -> String {
         let mut out = String::new();
         let name = "unweight_requests_total";
         head(&mut out, name, "Requests answered, by route and status.", "counter");
@@ -135,6 +135,7 @@ impl Metrics {
         for (name, kind, help, value) in [
             ("sequences_running", "gauge", "Sequences that have a row.", self.running.load(Acquire)),
             ("sequences_waiting", "gauge", "Sequences that wait for a row.", self.waiting.load(Acquire)),
+            ("body_bytes", "gauge", "Bytes that bodies of requests hold.", body_bytes),
             ("kv_pages", "gauge", "Pages of the KV cache.", pages),
             ("kv_pages_free", "gauge", "Free pages of the KV cache.", self.free_pages.load(Acquire)),
             ("kv_units", "gauge", "BF16 units of a packed KV cache.", units),
@@ -190,11 +191,13 @@ mod tests {
         let text = |kv_cache, units| {
             let (cache_tokens, cache_token_bytes, eos) = (6400, 98_721, Vec::new());
             let (max_batch, context, pages) = (4, 4096, 100);
-            metrics.text(&Limits { max_batch, context, pages, kv_cache, cache_tokens, cache_token_bytes, units, eos })
+            let limits = Limits { max_batch, context, pages, kv_cache, cache_tokens, cache_token_bytes, units, eos };
+            metrics.text(&limits, 3072)
         };
         let packed = text(KvCache::Packed, 512);
         for line in [
             "unweight_kv_cache_info{kv_cache=\"packed\"} 1",
+            "unweight_body_bytes 3072",
             "unweight_kv_pages 100",
             "unweight_kv_pages_free 30",
             "unweight_kv_units 512",

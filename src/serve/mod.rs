@@ -1,20 +1,23 @@
 //! An HTTP server over an engine, in the form of OpenAI's API (docs/reference/http.md).
 //!
 //! ```text
-//! connection --read, check, encode--> requests --> worker: Backend::add, step, cancel --tokens--> decode --> answer
+//! connection --read, encode--> requests --> worker: Backend::add, step, cancel --tokens--> decode --> answer
 //! ```
 //! One thread has the engine, the one that calls [`serve`]; everything else is tasks of a small runtime next to it. The
 //! engine never waits for a client: the channel of a sequence holds all messages that it can get.
 
 mod api;
 mod backend;
+mod bodies;
+mod error;
+mod fields;
 mod metrics;
+mod prepare;
 mod reference;
 mod worker;
 
 use std::{
     convert::Infallible,
-    error::Error as _,
     fmt,
     net::TcpListener,
     pin::{Pin, pin},
@@ -28,14 +31,13 @@ use std::{
 
 use axum::{
     Router,
-    body::{Body, Bytes, to_bytes},
+    body::{Body, Bytes},
     extract::{Path, Request as HttpRequest, State, rejection::PathRejection},
     http::{HeaderMap, HeaderValue, header},
     middleware::{self, Next},
     response::{IntoResponse, Response},
     routing::{get, post},
 };
-use http_body_util::LengthLimitError;
 use hyper::{StatusCode, body::Frame as BodyFrame, server::conn::http1};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
@@ -49,31 +51,35 @@ use tokio::{
     task::JoinSet,
     time::{sleep, timeout, timeout_at},
 };
-use unweight_engine::{Finish, NO_TOKEN, Request};
+use unweight_engine::{Finish, NO_TOKEN};
 use unweight_format::bundle::io_code;
 
 use crate::text::{StopStrings, Text, TextError, TextStream};
-use api::{ApiError, Call, Endpoint, Frame, Prompt, Usage};
+use api::{Call, Endpoint, Frame, Usage};
+use error::ApiError;
 use metrics::Metrics;
-use worker::{Handle, Lost, Sequences, Shared, SubmitError, Told, Worker};
+use prepare::{Accepted, Preparer, SEND_TIME};
+use worker::{Handle, Lost, Sequences, Shared, Told, Worker};
 
 pub use backend::{Backend, Limits, Load};
+pub use bodies::BODY_LIMIT;
 pub use reference::{CpuError, CpuReference};
 
-/// The largest body of a request, bytes: a million token ids and more.
-pub const BODY_LIMIT: usize = 8 << 20;
 /// Connections at the same time; further ones wait to be accepted.
 const CONNECTIONS: usize = 2048;
-/// How long a client may take to send the head of a request, or its body.
-const SEND_TIME: Duration = Duration::from_secs(60);
 /// How long a client may leave unread what was sent to it.
 const READ_TIME: Duration = Duration::from_secs(60);
 /// A stream says at least this often that it is alive: proxies close what is silent.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 /// Pieces of a stream that wait for the connection.
 const PIECES: usize = 32;
-/// Threads that encode prompts. They take what the engine's thread and the connections leave.
-const ENCODERS: usize = 4;
+/// Threads that parse large bodies and wait for text processes. They take what the engine's thread and the connections
+/// leave.
+const BLOCKING_THREADS: usize = 4;
+/// What a connection buffers of what it receives, bytes. A head has at most as many.
+const CONNECTION_BUFFER: usize = 64 << 10;
+/// Bytes of the texts of an answer that is sent as a whole.
+const ANSWER_LIMIT: usize = 64 << 20;
 /// How often it is looked whether to stop.
 const LOOK: Duration = Duration::from_millis(50);
 /// How long connections have to send what they have when all sequences have ended.
@@ -182,6 +188,9 @@ pub enum Ended {
 
 /// Serves a model until `stop` is set and the running requests have ended. The calling thread runs the engine.
 ///
+/// With [`Text::isolated`] no prompt, tokenizer or template can end or fill this process. With [`Text::new`] those of
+/// the model are trusted: work on a prompt that never ends is never ended.
+///
 /// # Errors
 /// [`ServeError`].
 pub fn serve<B: Backend>(
@@ -205,7 +214,7 @@ where
     });
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
-        .max_blocking_threads(ENCODERS)
+        .max_blocking_threads(BLOCKING_THREADS)
         .thread_name("unweight-serve")
         .enable_all()
         .build()?;
@@ -221,15 +230,16 @@ where
 /// What all handlers see.
 #[derive(Clone)]
 struct Server {
-    handle: Handle,
-    text: Text,
+    preparer: Preparer,
     options: Arc<ServeOptions>,
     started: u64,
+    /// Set when requests that are not answered yet are cut off.
+    cut: watch::Receiver<bool>,
 }
 
 impl Server {
     fn shared(&self) -> &Shared {
-        &self.handle.shared
+        &self.preparer.handle.shared
     }
 
     /// Why nothing is served, if so.
@@ -254,7 +264,9 @@ async fn listen(
     let listener = tokio::net::TcpListener::from_std(listener)?;
     let shared = Arc::clone(&handle.shared);
     let grace = options.grace;
-    let app = router(Server { handle, text, options: Arc::new(options), started: now() });
+    let (cutting, cut) = watch::channel(false);
+    let preparer = Preparer::new(text.clone(), handle, &options.model);
+    let app = router(Server { preparer, options: Arc::new(options), started: now(), cut });
     let (closing, closed) = watch::channel(false);
     let room = Arc::new(Semaphore::new(CONNECTIONS));
     let mut connections = JoinSet::new();
@@ -295,10 +307,14 @@ async fn listen(
     if timeout(grace.max(LOOK), all(&mut connections)).await.is_err() {
         ended = Ended::Cut;
         shared.cut.store(true, Relaxed);
+        // Those that are being prepared get their answer now, and no text process works on.
+        let _ = cutting.send(true);
+        text.stop();
         let _ = timeout(FLUSH, all(&mut connections)).await;
     }
     // Whoever still does not read is dropped here, and its handle with it.
     connections.shutdown().await;
+    text.stop();
     Ok(ended)
 }
 
@@ -312,7 +328,7 @@ async fn connection(stream: TcpStream, app: Router, mut closed: watch::Receiver<
     #[cfg(target_os = "linux")]
     let _ = rustix::net::sockopt::set_tcp_user_timeout(&stream, READ_TIME.as_millis() as u32);
     let mut http = http1::Builder::new();
-    http.timer(TokioTimer::new()).header_read_timeout(SEND_TIME);
+    http.timer(TokioTimer::new()).header_read_timeout(SEND_TIME).max_buf_size(CONNECTION_BUFFER);
     let mut connection = pin!(http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(app)));
     let closing = async {
         // Its sender is there as long as connections are.
@@ -381,7 +397,8 @@ async fn health(State(server): State<Server>) -> Response {
 }
 
 async fn metrics_text(State(server): State<Server>) -> Response {
-    let text = server.shared().metrics.text(&server.shared().limits);
+    let Shared { metrics, limits, .. } = server.shared();
+    let text = metrics.text(limits, server.preparer.bodies.held());
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
 }
 
@@ -439,15 +456,16 @@ async fn answer(endpoint: Endpoint, State(server): State<Server>, request: HttpR
     if let Some(lost) = server.lost() {
         return Err(lost.into());
     }
-    let body = body(request).await?;
-    let for_encoder = server.clone();
-    let prepared = tokio::task::spawn_blocking(move || for_encoder.prepare(endpoint, &body)).await;
-    let Prepared { call, requests, prompt_tokens } = prepared.map_err(ApiError::server)??;
     let deadline = arrived + server.options.timeout;
-    let sequences = match timeout_at(deadline.into(), server.handle.submit(requests, arrived)).await {
-        Ok(submitted) => submitted?,
-        Err(_) => return Err(server.late()),
+    let mut cut = server.cut.clone();
+    let accepted = tokio::select! {
+        accepted = timeout_at(deadline.into(), server.preparer.accept(endpoint, request, arrived)) => accepted,
+        // Its sender is there as long as connections are.
+        _ = cut.wait_for(|cut| *cut) => return Err(Lost::Stopping.into()),
     };
+    let late = server.options.timeout.as_secs();
+    let Accepted { call, sequences, prompt_tokens } =
+        accepted.map_err(|_| ApiError::timeout("the request", late))??;
     let frame = Frame::new(endpoint, random()?, now(), &server.options.model);
     let texts = Texts::new(&server, &call, sequences, prompt_tokens, deadline);
     if call.stream {
@@ -458,65 +476,6 @@ async fn answer(endpoint: Endpoint, State(server): State<Server>, request: HttpR
     }
     let whole = texts.whole(&frame).await?;
     Ok(json_response(StatusCode::OK, &whole))
-}
-
-async fn body(request: HttpRequest) -> Result<Bytes, ApiError> {
-    let declared = request.headers().get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
-    if declared.is_some_and(|length: u64| length > BODY_LIMIT as u64) {
-        return Err(ApiError::body(BODY_LIMIT));
-    }
-    match timeout(SEND_TIME, to_bytes(request.into_body(), BODY_LIMIT)).await {
-        Err(_) => Err(ApiError::timeout("sending the body", SEND_TIME.as_secs())),
-        Ok(Ok(bytes)) => Ok(bytes),
-        Ok(Err(error)) if error.source().is_some_and(|source| source.is::<LengthLimitError>()) => {
-            Err(ApiError::body(BODY_LIMIT))
-        }
-        Ok(Err(error)) => Err(ApiError::bad(format!("the body cannot be read: {error}"))),
-    }
-}
-
-/// A request that was read, and what it asks of the engine.
-struct Prepared {
-    call: Call,
-    requests: Vec<Request>,
-    prompt_tokens: u64,
-}
-
-impl Server {
-    fn late(&self) -> ApiError {
-        ApiError::timeout("the request", self.options.timeout.as_secs())
-    }
-
-    /// Reads a body and encodes its prompts. Takes as long as the text is.
-    fn prepare(&self, endpoint: Endpoint, body: &[u8]) -> Result<Prepared, ApiError> {
-        let call = Call::read(endpoint, body, &self.options.model)?;
-        let (asked, capacity) = (call.prompts.len().saturating_mul(call.n as usize), self.shared().capacity());
-        if asked > capacity {
-            return Err(SubmitError::TooMany { asked, capacity }.into());
-        }
-        let seed = match call.seed {
-            Some(seed) => seed,
-            None => random()?,
-        };
-        let limits = &self.shared().limits;
-        let (mut requests, mut prompt_tokens) = (Vec::with_capacity(asked), 0);
-        for prompt in &call.prompts {
-            let ids = match prompt {
-                Prompt::Text(text) => self.text.encode(text)?,
-                Prompt::Ids(ids) => ids.clone(),
-                Prompt::Chat(messages) => self.text.encode_chat(messages)?,
-            };
-            prompt_tokens += ids.len() as u64;
-            // Where nobody says how many, as many as there is room for; one, so that the engine says there is none.
-            let left = u64::from(limits.context).saturating_sub(ids.len() as u64).max(1);
-            let max_new_tokens = call.max_tokens.unwrap_or(u32::try_from(left).unwrap_or(u32::MAX));
-            let request = Request::new(ids).max_new_tokens(max_new_tokens).stop(limits.eos.clone());
-            // Each text for a prompt has random numbers of its own; the first those that it has alone.
-            let seeds = (0..u64::from(call.n)).map(|choice| seed.wrapping_add(choice));
-            requests.extend(seeds.map(|seed| request.clone().params(call.params.seed(seed))));
-        }
-        Ok(Prepared { call, requests, prompt_tokens })
-    }
 }
 
 /// A text of an answer as it grows.
@@ -580,7 +539,8 @@ struct Texts {
 
 impl Texts {
     fn new(server: &Server, call: &Call, sequences: Sequences, prompt_tokens: u64, deadline: Instant) -> Self {
-        let grow = |_| Growing { stream: Some(server.text.stream()), stops: StopStrings::new(call.stop.clone()) };
+        let grow =
+            |_| Growing { stream: Some(server.preparer.text.stream()), stops: StopStrings::new(call.stop.clone()) };
         let growing = sequences.enough.iter().map(grow).collect();
         Self {
             open: sequences.enough.len(),
@@ -627,7 +587,13 @@ impl Texts {
     /// The whole answer.
     async fn whole(mut self, frame: &Frame) -> Result<Value, ApiError> {
         let mut choices = vec![(String::new(), ""); self.growing.len()];
+        let mut bytes = 0;
         while let Some(Piece { index, text, finish }) = self.next().await? {
+            bytes += text.len();
+            if bytes > ANSWER_LIMIT {
+                let message = format!("the answer has more than {ANSWER_LIMIT} bytes; ask for a stream, or for less");
+                return Err(ApiError::limit(message));
+            }
             if let Some((whole, reason)) = choices.get_mut(index) {
                 whole.push_str(&text);
                 *reason = finish.unwrap_or(reason);

@@ -1,6 +1,6 @@
 //! Chat templates as Hugging Face models have them: Jinja with a few functions of `transformers`.
 
-use std::{error, fmt, io, sync::OnceLock, thread};
+use std::{error, fmt, io, sync::OnceLock};
 
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, UndefinedBehavior, Value, value::Kwargs};
 use serde::Serialize;
@@ -9,39 +9,7 @@ use serde_json::{
     ser::{Formatter, PrettyFormatter},
 };
 
-use super::{CHAT_TEMPLATE, TOKENIZER_CONFIG, TextError, caught, clock, said};
-
-/// One turn of a conversation.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Message {
-    // In the order that `tojson` shows.
-    role: String,
-    content: String,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    name: Option<String>,
-}
-
-impl Message {
-    /// A turn of any role.
-    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
-        Self { role: role.into(), content: content.into(), name: None }
-    }
-
-    /// A turn of the role `system`.
-    pub fn system(content: impl Into<String>) -> Self {
-        Self::new("system", content)
-    }
-
-    /// A turn of the role `user`.
-    pub fn user(content: impl Into<String>) -> Self {
-        Self::new("user", content)
-    }
-
-    /// With the name of its author, which some templates show.
-    pub fn name(self, name: impl Into<String>) -> Self {
-        Self { name: Some(name.into()), ..self }
-    }
-}
+use super::{CHAT_TEMPLATE, TOKENIZER_CONFIG, caught, clock, error::TextError, prompt::Message};
 
 /// A chat template, compiled when it is first needed: text without conversations needs none that compiles.
 pub(super) struct Template {
@@ -56,8 +24,6 @@ pub(super) struct Template {
 impl Template {
     /// Bytes of a template; published ones have some ten thousand.
     pub(super) const LIMIT: usize = 256 << 10;
-    /// The parser and the interpreter recurse at each level of an expression, and a level can be a byte.
-    const STACK: usize = 1 << 30;
     /// Instructions of a rendering. A published template takes about 100 for each message.
     const FUEL: u64 = 20_000_000;
     /// The name of the template in its environment.
@@ -92,23 +58,17 @@ impl Template {
         Ok(Some(Self { file, source, tokens, compiled: OnceLock::new() }))
     }
 
-    /// The prompt of a conversation whose next turn is the assistant's.
+    /// The prompt of a conversation whose next turn is the assistant's. The parser and the interpreter recurse at each
+    /// level of an expression, and a level can be a byte: the caller sees to it that the stack is large enough.
     pub(super) fn render(&self, messages: &[Message]) -> Result<String, TextError> {
-        let work = || {
-            let compiled = self.compiled.get_or_init(|| caught(|| self.compile()).unwrap_or_else(Err));
-            let environment = compiled.as_ref().map_err(|why| TextError::File { file: self.file, why: why.clone() })?;
-            let tokens = self.tokens.iter().map(|(name, text)| (*name, Value::from(text.as_str())));
-            let messages = Value::from_serialize(messages);
-            let context = [("messages", messages), ("add_generation_prompt", Value::from(true))];
-            let context: Value = tokens.chain(context).collect();
-            let rendered = caught(|| environment.get_template(Self::NAME)?.render(context));
-            rendered.map_err(TextError::Template)?.map_err(|error| TextError::Template(told(&error)))
-        };
-        thread::scope(|scope| {
-            let thread = thread::Builder::new().stack_size(Self::STACK).spawn_scoped(scope, work);
-            let thread = thread.map_err(|error| TextError::Template(format!("no thread for it: {error}")))?;
-            thread.join().unwrap_or_else(|why| Err(TextError::Template(said(&*why))))
-        })
+        let compiled = self.compiled.get_or_init(|| caught(|| self.compile()).unwrap_or_else(Err));
+        let environment = compiled.as_ref().map_err(|why| TextError::File { file: self.file, why: why.clone() })?;
+        let tokens = self.tokens.iter().map(|(name, text)| (*name, Value::from(text.as_str())));
+        let messages = Value::from_serialize(messages);
+        let context = [("messages", messages), ("add_generation_prompt", Value::from(true))];
+        let context: Value = tokens.chain(context).collect();
+        let rendered = caught(|| environment.get_template(Self::NAME)?.render(context));
+        rendered.map_err(TextError::Template)?.map_err(|error| TextError::Template(told(&error)))
     }
 
     /// The settings of `transformers`, and its functions.
@@ -125,7 +85,7 @@ impl Template {
         environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.set_fuel(Some(Self::FUEL));
         environment.add_function("raise_exception", |message: Value| -> Result<Value, Error> {
-            let refusal = LaunchError(message.to_string());
+            let refusal = Raised(message.to_string());
             Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(refusal))
         });
         environment.add_function("strftime_now", |format: &str| clock::now().format(format));
@@ -150,21 +110,21 @@ fn usual(named: &[Json]) -> Result<&str, String> {
 
 /// What a template says through `raise_exception`.
 #[derive(Debug)]
-struct LaunchError(String);
+struct Raised(String);
 
-impl fmt::Display for LaunchError {
+impl fmt::Display for Raised {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl error::Error for LaunchError {}
+impl error::Error for Raised {}
 
 /// The template's own words, or those of the interpreter.
 fn told(error: &Error) -> String {
     let mut cause: Option<&(dyn error::Error + 'static)> = Some(error);
     while let Some(error) = cause {
-        if let Some(LaunchError(message)) = error.downcast_ref() {
+        if let Some(Raised(message)) = error.downcast_ref() {
             return message.clone();
         }
         cause = error.source();

@@ -19,19 +19,37 @@
 //! ```
 
 mod chat;
+#[cfg(unix)]
+mod child;
 mod clock;
+mod error;
+mod frame;
+mod local;
+#[cfg(unix)]
+mod process;
+mod prompt;
+mod vocabulary;
 
+#[cfg(unix)]
+use std::process::Command;
 use std::{
     any::Any,
     cell::Cell,
+    fmt,
     panic::{self, AssertUnwindSafe},
     sync::{Arc, Once},
 };
 
-use chat::Template;
-use tokenizers::Tokenizer;
+use local::Local;
+#[cfg(unix)]
+use process::Pool;
+use vocabulary::Vocabulary;
 
-pub use chat::Message;
+#[cfg(unix)]
+pub use child::run_text_process;
+pub use error::TextError;
+pub use prompt::Message;
+pub(crate) use prompt::{EncodeLimits, Encoded, Prompt};
 
 /// The file of the tokenizer.
 pub const TOKENIZER: &str = "tokenizer.json";
@@ -40,118 +58,136 @@ pub const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 /// The file of the chat template, in newer models.
 pub const CHAT_TEMPLATE: &str = "chat_template.jinja";
 
-/// An error of a tokenizer or chat template.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum TextError {
-    /// A file that is not what it should be.
-    #[error("{file}: {why}")]
-    File {
-        /// The file.
-        file: &'static str,
-        /// What its reader says.
-        why: String,
-    },
-    /// The model has no chat template.
-    #[error(
-        "the model has no chat template ({CHAT_TEMPLATE}, or chat_template in {TOKENIZER_CONFIG}); is it a base model?"
-    )]
-    NoTemplate,
-    /// The template refused the messages.
-    #[error("the chat template refuses these messages: {0}")]
-    Template(String),
-    /// Text that cannot be encoded, or tokens that cannot be decoded.
-    #[error("{TOKENIZER}: the tokenizer failed: {0}")]
-    Tokenizer(String),
-    /// A text that is not a list of token ids.
-    #[error("{0}; write ids as 1,450,4996")]
-    Ids(String),
-}
-
-impl TextError {
-    /// The stable code of this error; docs/reference/errors.md lists all.
-    pub fn code(&self) -> &'static str {
-        match self {
-            Self::File { .. } => "tokenizer-file-invalid",
-            Self::NoTemplate => "no-chat-template",
-            Self::Template(_) => "chat-template-failed",
-            Self::Tokenizer(_) => "tokenizer-failed",
-            Self::Ids(_) => "token-ids-invalid",
-        }
-    }
-}
+/// The work that [`TextError::Limit`] is mostly about.
+const PREPARING: &str = "preparing the prompt";
+/// Text processes of a [`Text`] at the same time.
+pub(crate) const PROCESSES: usize = 2;
+/// Tokens that a stream holds back at most, while they complete no character.
+const HELD_TOKENS: usize = 64;
 
 /// A model's tokenizer and chat template. Cheap to clone.
 #[derive(Clone)]
 pub struct Text {
-    tokenizer: Arc<Tokenizer>,
-    template: Option<Arc<Template>>,
+    vocabulary: Arc<Vocabulary>,
+    encoder: Encoder,
+    can_chat: bool,
+}
+
+/// Where prompts are encoded.
+#[derive(Clone)]
+enum Encoder {
+    /// In this process.
+    Local(Arc<Local>),
+    /// In text processes.
+    #[cfg(unix)]
+    Pool(Arc<Pool>),
 }
 
 impl Text {
     /// From the contents of [`TOKENIZER`], [`TOKENIZER_CONFIG`] and [`CHAT_TEMPLATE`]. The template is read when
     /// [`Text::encode_chat`] first needs it.
     ///
-    /// The files are not trusted: a panic of their reader is an error here. So that it prints nothing, a panic hook is
-    /// put before the one in force, which gets all other panics.
+    /// Prompts are encoded in this process, which trusts the files: a hostile template or tokenizer can run without end
+    /// or fill the memory, and then the process aborts. [`Text::isolated`] is for files that are not trusted. A panic
+    /// of their reader is an error here. So that it prints nothing, a panic hook is put before the one in force, which
+    /// gets all other panics.
     ///
     /// # Errors
     /// [`TextError::File`].
     pub fn new(tokenizer: &[u8], config: Option<&[u8]>, template: Option<&[u8]>) -> Result<Self, TextError> {
-        let file = |file, why: &dyn ToString| TextError::File { file, why: why.to_string() };
-        let tokenizer = caught(|| Tokenizer::from_bytes(tokenizer));
-        let tokenizer = tokenizer.map_err(|why| file(TOKENIZER, &why))?.map_err(|error| file(TOKENIZER, &error))?;
-        let template = Template::of(config, template)?;
-        Ok(Self { tokenizer: Arc::new(tokenizer), template: template.map(Arc::new) })
+        let (local, vocabulary) = Local::load(tokenizer, config, template)?;
+        let can_chat = local.can_chat();
+        Ok(Self { vocabulary: Arc::new(vocabulary), encoder: Encoder::Local(Arc::new(local)), can_chat })
     }
 
-    /// The tokens of a text, with the special tokens that the model begins with.
+    /// As [`Text::new`], for files that are not trusted: at most two child processes read them and encode prompts.
+    ///
+    /// `command` starts a program that calls [`run_text_process`]; stdin, stdout and stderr are set here. Loading takes
+    /// at most 10 s, and 64 MiB plus 128 times the size of the files, at most 2 GiB. A call takes at most 2 s and
+    /// 256 MiB. A process that takes more is ended, the call returns [`TextError::Limit`], and the next call starts a
+    /// process. Memory is limited on Linux. The processes end with the last clone of this value, and with this program.
     ///
     /// # Errors
-    /// [`TextError::Tokenizer`].
+    /// [`TextError::File`], [`TextError::Limit`], [`TextError::Process`].
+    #[cfg(unix)]
+    pub fn isolated(
+        command: Command,
+        tokenizer: &[u8],
+        config: Option<&[u8]>,
+        template: Option<&[u8]>,
+    ) -> Result<Self, TextError> {
+        let (pool, vocabulary, can_chat) = Pool::start(command, tokenizer, config, template)?;
+        Ok(Self { vocabulary: Arc::new(vocabulary), encoder: Encoder::Pool(Arc::new(pool)), can_chat })
+    }
+
+    /// The tokens of a text, with the special tokens that the model begins with. Padding and truncation of
+    /// [`TOKENIZER`] are ignored, as by default in `transformers`.
+    ///
+    /// # Errors
+    /// [`TextError::Tokenizer`], [`TextError::Limit`], [`TextError::Process`].
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, TextError> {
-        self.ids(text, true)
+        self.encode_one(Prompt::Text(text.to_owned()))
     }
 
     /// The tokens of a conversation whose next turn is the assistant's.
     ///
     /// # Errors
-    /// [`TextError::NoTemplate`], [`TextError::File`], [`TextError::Template`], [`TextError::Tokenizer`].
+    /// [`TextError::NoTemplate`], [`TextError::File`], [`TextError::Template`], and as [`Text::encode`].
     pub fn encode_chat(&self, messages: &[Message]) -> Result<Vec<u32>, TextError> {
-        let template = self.template.as_deref().ok_or(TextError::NoTemplate)?;
-        // The template has written the special tokens already.
-        self.ids(&template.render(messages)?, false)
+        self.encode_one(Prompt::Chat(messages.to_vec()))
     }
 
     /// Whether conversations can be encoded.
     pub fn can_chat(&self) -> bool {
-        self.template.is_some()
+        self.can_chat
     }
 
     /// Text of tokens as they come.
     pub fn stream(&self) -> TextStream {
-        TextStream { text: self.clone(), ids: Vec::new(), prefix: String::new(), prefix_ids: 0 }
+        TextStream { vocabulary: Arc::clone(&self.vocabulary), ids: Vec::new(), prefix: String::new(), prefix_ids: 0 }
     }
 
-    fn ids(&self, text: &str, special: bool) -> Result<Vec<u32>, TextError> {
-        let encoding = caught(|| self.tokenizer.encode(text, special)).map_err(TextError::Tokenizer)?;
-        Ok(encoding.map_err(failed)?.get_ids().to_vec())
+    /// Encodes prompts in one call, which has the limits of a call. Blocks until one of the processes is free.
+    ///
+    /// # Errors
+    /// [`TextError`].
+    pub(crate) fn encode_all(&self, prompts: &[Prompt], limits: EncodeLimits) -> Result<Vec<Encoded>, TextError> {
+        match &self.encoder {
+            Encoder::Local(local) => local.encode_on_large_stack(prompts, limits),
+            #[cfg(unix)]
+            Encoder::Pool(pool) => pool.encode(prompts, limits),
+        }
     }
 
-    /// The text of tokens, without special ones.
-    fn decode(&self, ids: &[u32]) -> Result<String, TextError> {
-        caught(|| self.tokenizer.decode(ids, true)).map_err(TextError::Tokenizer)?.map_err(failed)
+    /// Bytes of the vocabulary's longest token.
+    #[cfg(feature = "serve")]
+    pub(crate) fn longest_token(&self) -> usize {
+        self.vocabulary.longest()
+    }
+
+    /// Ends the text processes, and with them the calls that run.
+    #[cfg(feature = "serve")]
+    pub(crate) fn stop(&self) {
+        #[cfg(unix)]
+        if let Encoder::Pool(pool) = &self.encoder {
+            pool.stop();
+        }
+    }
+
+    fn encode_one(&self, prompt: Prompt) -> Result<Vec<u32>, TextError> {
+        let limits = EncodeLimits::none();
+        let mut encoded = self.encode_all(&[prompt], limits)?;
+        match encoded.pop() {
+            Some(Encoded::Ids(ids)) => Ok(ids),
+            _ => Err(TextError::Limit { work: PREPARING, limit: format!("{} tokens", limits.all_tokens) }),
+        }
     }
 }
 
-impl std::fmt::Debug for Text {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Text({} tokens, chat: {})", self.tokenizer.get_vocab_size(true), self.can_chat())
+impl fmt::Debug for Text {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Text({} tokens, chat: {})", self.vocabulary.len(), self.can_chat())
     }
-}
-
-fn failed(error: tokenizers::Error) -> TextError {
-    TextError::Tokenizer(error.to_string())
 }
 
 thread_local! {
@@ -184,9 +220,8 @@ fn said(why: &(dyn Any + Send)) -> String {
 }
 
 /// Text of tokens as they come: a character of several tokens comes with its last one. Special tokens are left out.
-#[derive(Debug)]
 pub struct TextStream {
-    text: Text,
+    vocabulary: Arc<Vocabulary>,
     /// Tokens that still matter: how a token is written may depend on those before it.
     ids: Vec<u32>,
     /// Text of the first of them, shown already.
@@ -200,14 +235,19 @@ impl TextStream {
     /// # Errors
     /// [`TextError::Tokenizer`].
     pub fn push(&mut self, id: u32) -> Result<String, TextError> {
+        if !self.vocabulary.is_shown(id) {
+            return Ok(String::new());
+        }
         self.ids.push(id);
-        let whole = self.text.decode(&self.ids)?;
-        if whole.len() <= self.prefix.len() || whole.ends_with('\u{fffd}') {
+        let whole = self.vocabulary.decode(&self.ids)?;
+        // No character has so many tokens: what follows must not cost more with each of them.
+        let holds = self.ids.len() - self.prefix_ids < HELD_TOKENS;
+        if holds && (whole.len() <= self.prefix.len() || whole.ends_with('\u{fffd}')) {
             return Ok(String::new());
         }
         let new = self.behind_prefix(&whole)?;
         self.ids.drain(..self.prefix_ids);
-        self.prefix = self.text.decode(&self.ids)?;
+        self.prefix = self.vocabulary.decode(&self.ids)?;
         self.prefix_ids = self.ids.len();
         Ok(new)
     }
@@ -217,7 +257,7 @@ impl TextStream {
     /// # Errors
     /// [`TextError::Tokenizer`].
     pub fn finish(self) -> Result<String, TextError> {
-        let whole = self.text.decode(&self.ids)?;
+        let whole = self.vocabulary.decode(&self.ids)?;
         self.behind_prefix(&whole)
     }
 
@@ -226,8 +266,14 @@ impl TextStream {
     fn behind_prefix(&self, whole: &str) -> Result<String, TextError> {
         match whole.strip_prefix(self.prefix.as_str()) {
             Some(new) => Ok(new.to_owned()),
-            None => self.text.decode(&self.ids[self.prefix_ids..]),
+            None => self.vocabulary.decode(&self.ids[self.prefix_ids..]),
         }
+    }
+}
+
+impl fmt::Debug for TextStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "TextStream({} tokens held)", self.ids.len() - self.prefix_ids)
     }
 }
 
@@ -295,7 +341,7 @@ pub fn parse_ids(text: &str) -> Result<Vec<u32>, TextError> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{chat::Template, *};
 
     /// Bytes as tokens: a character of three bytes is three tokens.
     fn bytes() -> String {
@@ -331,6 +377,21 @@ mod tests {
         let crab = &ids[ids.len() - 5..ids.len() - 2];
         let shown: String = crab.iter().map(|id| cut.push(*id).unwrap()).collect();
         assert_eq!((shown.as_str(), cut.finish().unwrap().contains('\u{fffd}')), ("", true));
+    }
+
+    #[test]
+    fn a_stream_holds_few_tokens() {
+        let text = Text::new(bytes().as_bytes(), None, None).unwrap();
+        let crab = text.encode("\u{1f980}").unwrap();
+        let (special, half) = (crab[0], crab[1]);
+        let (mut stream, mut shown) = (text.stream(), String::new());
+        for _ in 0..1000 {
+            shown += &stream.push(half).unwrap();
+            shown += &stream.push(special).unwrap();
+            assert!(stream.ids.len() < 2 * HELD_TOKENS, "{stream:?}");
+        }
+        shown += &stream.finish().unwrap();
+        assert_eq!(shown, "\u{fffd}".repeat(1000));
     }
 
     #[test]

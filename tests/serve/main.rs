@@ -27,30 +27,38 @@ use unweight::{
     text::Text,
 };
 
+mod hostile;
+mod memory;
+
 /// A bundle with the tokenizer and the template of this folder, made once.
 fn bundle() -> PathBuf {
     static HOME: OnceLock<TempDir> = OnceLock::new();
-    let home = HOME.get_or_init(|| {
-        let home = tempfile::tempdir().unwrap();
-        let model = home.path().join("model");
-        let tiny = DemoOptions {
-            layers: 1,
-            hidden: 64,
-            intermediate: 128,
-            heads: 4,
-            kv_heads: 2,
-            vocab: 264,
-            ..DemoOptions::default()
-        };
-        demo_model::write(&model, &tiny).unwrap();
-        let here = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/serve");
-        for file in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
-            fs::copy(here.join(file), model.join(file)).unwrap();
-        }
-        bundle::compress(&model, &home.path().join("tiny"), &CompressOptions::default(), &Silent).unwrap();
-        home
-    });
-    home.path().join("tiny")
+    HOME.get_or_init(|| bundle_with(&[])).path().join("tiny")
+}
+
+/// A folder with such a bundle, `tiny`, some of whose files are others.
+fn bundle_with(others: &[(&str, &str)]) -> TempDir {
+    let home = tempfile::tempdir().unwrap();
+    let model = home.path().join("model");
+    let tiny = DemoOptions {
+        layers: 1,
+        hidden: 64,
+        intermediate: 128,
+        heads: 4,
+        kv_heads: 2,
+        vocab: 264,
+        ..DemoOptions::default()
+    };
+    demo_model::write(&model, &tiny).unwrap();
+    let here = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/serve");
+    for file in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
+        fs::copy(here.join(file), model.join(file)).unwrap();
+    }
+    for (file, text) in others {
+        fs::write(model.join(file), text).unwrap();
+    }
+    bundle::compress(&model, &home.path().join("tiny"), &CompressOptions::default(), &Silent).unwrap();
+    home
 }
 
 /// A running server, ended with this.
@@ -60,8 +68,12 @@ struct Server {
 }
 
 fn command(arguments: &[&str]) -> Command {
+    command_of(&bundle(), arguments)
+}
+
+fn command_of(bundle: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new(assert_cmd::cargo::cargo_bin!("unweight"));
-    command.arg("serve").arg(bundle()).args(["--cpu-reference", "--json"]).args(arguments);
+    command.arg("serve").arg(bundle).args(["--cpu-reference", "--json"]).args(arguments);
     if !arguments.contains(&"--port") {
         command.args(["--port", "0"]);
     }
@@ -110,9 +122,14 @@ impl Server {
     }
 
     fn wait_for(&self, name: &str, value: f64) {
+        self.wait_for_some(name, |now| now == value);
+    }
+
+    /// Waits for a value that is as it should be.
+    fn wait_for_some(&self, name: &str, is_right: impl Fn(f64) -> bool) {
         let start = Instant::now();
-        while self.metric(name) != value {
-            assert!(start.elapsed() < Duration::from_secs(30), "{name} is {}, not {value}", self.metric(name));
+        while !is_right(self.metric(name)) {
+            assert!(start.elapsed() < Duration::from_secs(30), "{name} is {}", self.metric(name));
             thread::sleep(Duration::from_millis(20));
         }
     }

@@ -15,7 +15,7 @@ pub use crate::{
     bits::{
         bf16, bitstream,
         digest::{Digester, LEAF_BYTES},
-        keep_freed_memory, layout,
+        keep_freed_memory, layout, return_freed_memory,
         tile::TileMetadata,
     },
     bundle::{

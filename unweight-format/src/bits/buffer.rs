@@ -73,3 +73,19 @@ pub fn keep_freed_memory() {
         }
     }
 }
+
+/// Makes the allocator give back what is freed, and gives back what it holds: for a program that keeps running after it
+/// needed much. Blocks of 1 MiB and more are always given back. It is a choice for the whole process, so a library does
+/// not make it. Does nothing where the allocator is not glibc's.
+pub fn return_freed_memory() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    {
+        // SAFETY: mallopt changes two thresholds of the allocator, and malloc_trim returns free pages to the kernel;
+        // both take the allocator's own locks.
+        unsafe {
+            libc::mallopt(libc::M_MMAP_THRESHOLD, 1 << 20);
+            libc::mallopt(libc::M_TRIM_THRESHOLD, 4 << 20);
+            libc::malloc_trim(0);
+        }
+    }
+}

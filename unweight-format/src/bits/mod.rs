@@ -12,5 +12,5 @@ pub mod layout;
 pub mod named;
 pub mod tile;
 
-pub use buffer::keep_freed_memory;
+pub use buffer::{keep_freed_memory, return_freed_memory};
 pub(crate) use buffer::{memory_bytes, try_zeroed, zeroed};

@@ -227,12 +227,12 @@ pub const INNER: &[(&str, &str)] = &[
     ("unweight-engine/src/engine", "measure stepper < load logits objective"),
     ("unweight-rivals/src/dfloat11", "error < code config tensors < unit < oracle restore < model"),
     ("unweight-bench/src/stress", "load report weights < results < activations attention experts kv products rivals"),
-    ("src/text", "clock < chat"),
-    ("src/serve", "backend < metrics reference < worker < api"),
+    ("src/text", "clock error prompt < chat frame < vocabulary < local < child < process"),
+    ("src/serve", "backend < metrics reference < worker < error < bodies fields < api < prepare"),
     (
         "src/cli",
         "arch printable scratch signals size < common failure < absent archive output < completions pipelines plot program \
-         progress sign trust < reference source < select < budget cache compress convert decompress demo doctor extract generate \
+         progress sign text_process trust < reference source < select < budget cache compress convert decompress demo doctor extract generate \
          inspect kernels man plan tune verify < merge serve",
     ),
 ];

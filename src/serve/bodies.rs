@@ -1,0 +1,164 @@
+//! Bodies of requests, which all together have a limit.
+
+use std::{error::Error as _, sync::Arc};
+
+use axum::{
+    body::{Body, HttpBody},
+    extract::Request,
+    http::header,
+};
+use http_body_util::BodyExt;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use super::error::ApiError;
+
+/// The largest body of a request, bytes: a million token ids and more.
+pub const BODY_LIMIT: usize = 8 << 20;
+/// Bytes of all bodies together.
+const BODIES_LIMIT: usize = 64 << 20;
+/// The part of [`BODIES_LIMIT`] that only the beginnings of bodies take: large bodies leave room for small ones.
+const SMALL_LIMIT: usize = 16 << 20;
+/// The beginning of a body, bytes.
+pub(super) const SMALL: usize = 64 << 10;
+/// What a permit counts, bytes.
+const UNIT: usize = 1 << 10;
+
+/// The room for bodies.
+#[derive(Clone)]
+pub(super) struct Bodies {
+    small: Arc<Semaphore>,
+    large: Arc<Semaphore>,
+}
+
+/// The room that a body takes, given back with this.
+pub(super) struct Room {
+    bodies: Bodies,
+    small: Option<OwnedSemaphorePermit>,
+    large: Option<OwnedSemaphorePermit>,
+    bytes: usize,
+}
+
+impl Bodies {
+    pub fn new() -> Self {
+        Self {
+            small: Arc::new(Semaphore::new(SMALL_LIMIT / UNIT)),
+            large: Arc::new(Semaphore::new((BODIES_LIMIT - SMALL_LIMIT) / UNIT)),
+        }
+    }
+
+    /// Bytes that bodies hold.
+    pub fn held(&self) -> u64 {
+        let free = self.small.available_permits() + self.large.available_permits();
+        (BODIES_LIMIT / UNIT).saturating_sub(free) as u64 * UNIT as u64
+    }
+
+    fn no_room(&self) -> Room {
+        Room { bodies: self.clone(), small: None, large: None, bytes: 0 }
+    }
+
+    /// Reads a body. It takes room as it arrives, not as it announces. Where there is no room the rest is thrown away,
+    /// so that the client reads the answer.
+    pub async fn read(&self, request: Request) -> Result<(Vec<u8>, Room), ApiError> {
+        let declared = request.headers().get(header::CONTENT_LENGTH);
+        let declared = declared.and_then(|length| length.to_str().ok()?.parse::<u64>().ok());
+        if declared.is_some_and(|length| length > BODY_LIMIT as u64) {
+            return Err(ApiError::body(BODY_LIMIT));
+        }
+        let mut room = self.no_room();
+        let (mut body, mut bytes, mut length) = (request.into_body(), Vec::new(), 0);
+        let mut full = None;
+        while let Some(data) = next(&mut body).await? {
+            length += data.len();
+            if length > BODY_LIMIT {
+                return Err(ApiError::body(BODY_LIMIT));
+            }
+            if full.is_some() {
+                continue;
+            }
+            if length > bytes.capacity() {
+                let hint = usize::try_from(body.size_hint().upper().unwrap_or(u64::MAX)).unwrap_or(usize::MAX);
+                // A quarter more, so that a body of many pieces is not copied often; but no more than will come.
+                let capacity = (length + length / 4 + UNIT).min(length.saturating_add(hint)).min(BODY_LIMIT);
+                if let Err(error) = room.grow(capacity) {
+                    full = Some(error);
+                    (bytes, room) = (Vec::new(), self.no_room());
+                    continue;
+                }
+                bytes.reserve_exact(capacity - bytes.len());
+            }
+            bytes.extend_from_slice(&data);
+        }
+        full.map_or(Ok((bytes, room)), Err)
+    }
+}
+
+/// The next piece of a body.
+async fn next(body: &mut Body) -> Result<Option<axum::body::Bytes>, ApiError> {
+    loop {
+        match body.frame().await {
+            None => return Ok(None),
+            // Trailers are of no use here.
+            Some(Ok(frame)) => match frame.into_data() {
+                Ok(data) => return Ok(Some(data)),
+                Err(_) => continue,
+            },
+            Some(Err(error)) => {
+                let why = error.source().map_or_else(|| error.to_string(), ToString::to_string);
+                return Err(ApiError::bad(format!("the body cannot be read: {why}")));
+            }
+        }
+    }
+}
+
+impl Room {
+    /// Takes room for a body of so many bytes.
+    fn grow(&mut self, bytes: usize) -> Result<(), ApiError> {
+        let units = |bytes: usize| bytes.div_ceil(UNIT);
+        let (had, has) = (self.bytes, bytes);
+        let taken = |semaphore: &Arc<Semaphore>, own: &mut Option<OwnedSemaphorePermit>, more: usize| {
+            let permit = Arc::clone(semaphore).try_acquire_many_owned(more as u32).ok()?;
+            match own {
+                Some(own) => own.merge(permit),
+                None => *own = Some(permit),
+            }
+            Some(())
+        };
+        let small = units(has.min(SMALL)) - units(had.min(SMALL));
+        let large = units(has.saturating_sub(SMALL)) - units(had.saturating_sub(SMALL));
+        let both = taken(&self.bodies.small, &mut self.small, small)
+            .and_then(|()| taken(&self.bodies.large, &mut self.large, large));
+        both.ok_or_else(|| ApiError::bodies(BODIES_LIMIT))?;
+        self.bytes = bytes;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn room(bodies: &Bodies, bytes: usize) -> Result<Room, ApiError> {
+        let mut room = bodies.no_room();
+        // As it arrives.
+        for part in 1..=4 {
+            room.grow(bytes * part / 4)?;
+        }
+        Ok(room)
+    }
+
+    #[test]
+    fn all_bodies_together_have_a_limit() {
+        let bodies = Bodies::new();
+        let large: Vec<Room> = std::iter::from_fn(|| room(&bodies, BODY_LIMIT).ok()).collect();
+        assert_eq!(large.len(), 6, "48 MiB and what the beginnings take");
+        assert!(bodies.held() <= BODIES_LIMIT as u64);
+        let full = room(&bodies, BODY_LIMIT).err().unwrap();
+        assert_eq!((full.status.as_u16(), full.retry_after), (503, Some(1)));
+        let small: Vec<Room> = std::iter::from_fn(|| room(&bodies, SMALL).ok()).collect();
+        assert_eq!(small.len(), (SMALL_LIMIT / SMALL) - 6, "large bodies leave room for small ones");
+        assert!(room(&bodies, 1).is_err() && bodies.held() > 60 << 20);
+        drop((large, small));
+        assert_eq!(bodies.held(), 0);
+        assert_eq!(room(&bodies, 1).unwrap().bodies.held(), UNIT as u64);
+    }
+}

@@ -1,0 +1,188 @@
+//! From a body to sequences that the engine has taken, within limits of memory and time.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use axum::extract::Request as HttpRequest;
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore},
+    time::timeout,
+};
+use unweight_engine::Request;
+
+use super::{
+    api::{Call, Endpoint, Prompt},
+    bodies::{Bodies, SMALL},
+    error::ApiError,
+    worker::{Handle, Sequences, SubmitError},
+};
+use crate::text::{self, EncodeLimits, Encoded, PROCESSES, Text, TextError};
+
+/// How long a client may take to send the head of a request, or its body.
+pub(super) const SEND_TIME: Duration = Duration::from_secs(60);
+/// Prompts of this many bytes take a lane of their own, so that they never take all text processes.
+const LARGE: usize = SMALL;
+/// Prompt tokens of a request, over all its texts.
+const TOKENS: u64 = 8 << 20;
+/// Prompt tokens of all requests that are on their way to the engine.
+const TOKENS_ON_THE_WAY: u64 = 16 << 20;
+/// Tokens that a permit counts.
+const TOKEN_UNIT: u64 = 256;
+
+/// Prepares requests: reads and encodes them, and hands them to the engine.
+#[derive(Clone)]
+pub(super) struct Preparer {
+    pub bodies: Bodies,
+    pub text: Text,
+    pub handle: Handle,
+    pub model: Arc<str>,
+    /// Bytes of a prompt's text.
+    text_bytes: u64,
+    calls: Arc<Semaphore>,
+    large_calls: Arc<Semaphore>,
+    tokens: Arc<Semaphore>,
+}
+
+/// A request that the engine has taken.
+pub(super) struct Accepted {
+    pub call: Call,
+    pub sequences: Sequences,
+    pub prompt_tokens: u64,
+}
+
+impl Preparer {
+    pub fn new(text: Text, handle: Handle, model: &str) -> Self {
+        let text_bytes = u64::from(handle.shared.limits.context).saturating_mul(text.longest_token().max(1) as u64);
+        Self {
+            bodies: Bodies::new(),
+            text_bytes,
+            text,
+            handle,
+            model: model.into(),
+            calls: Arc::new(Semaphore::new(PROCESSES)),
+            large_calls: Arc::new(Semaphore::new(PROCESSES - 1)),
+            tokens: Arc::new(Semaphore::new((TOKENS_ON_THE_WAY / TOKEN_UNIT) as usize)),
+        }
+    }
+
+    /// Reads, encodes and hands in a request. Dropping it leaves at most one call of a text process running, which
+    /// ends by its own limit.
+    pub async fn accept(
+        &self,
+        endpoint: Endpoint,
+        request: HttpRequest,
+        arrived: Instant,
+    ) -> Result<Accepted, ApiError> {
+        // What the body takes is what its prompts take: the room is free when the engine has them.
+        let read = timeout(SEND_TIME, self.bodies.read(request)).await;
+        let (body, _room) = read.map_err(|_| ApiError::timeout("sending the body", SEND_TIME.as_secs()))??;
+        let mut call = self.read(endpoint, body).await?;
+        let capacity = self.handle.shared.capacity();
+        let asked = call.prompts.len().saturating_mul(call.n as usize);
+        if asked > capacity {
+            return Err(SubmitError::TooMany { asked, capacity }.into());
+        }
+        let seed = match call.seed {
+            Some(seed) => seed,
+            None => super::random()?,
+        };
+        let (prompts, tokens, _on_the_way) = self.encode(&mut call).await?;
+        let limits = &self.handle.shared.limits;
+        let mut requests = Vec::with_capacity(asked);
+        for ids in prompts {
+            // Where nobody says how many, as many as there is room for; one, so that the engine says there is none.
+            let left = u64::from(limits.context).saturating_sub(ids.len() as u64).max(1);
+            let max_new_tokens = call.max_tokens.unwrap_or(u32::try_from(left).unwrap_or(u32::MAX));
+            let request = Request::new(ids).max_new_tokens(max_new_tokens).stop(limits.eos.clone());
+            // Each text for a prompt has random numbers of its own; the first those that it has alone.
+            let seeds = (0..u64::from(call.n)).map(|choice| seed.wrapping_add(choice));
+            requests.extend(seeds.map(|seed| request.clone().params(call.params.seed(seed))));
+        }
+        let sequences = self.handle.submit(requests, arrived).await?;
+        Ok(Accepted { call, sequences, prompt_tokens: tokens })
+    }
+
+    /// Parses a body: here if it is small, else where it keeps no other task waiting.
+    async fn read(&self, endpoint: Endpoint, body: Vec<u8>) -> Result<Call, ApiError> {
+        let (model, most) = (Arc::clone(&self.model), self.handle.shared.capacity());
+        if body.len() <= SMALL {
+            return Call::read(endpoint, &body, &model, most);
+        }
+        let read = tokio::task::spawn_blocking(move || Call::read(endpoint, &body, &model, most));
+        read.await.map_err(ApiError::server)?
+    }
+
+    /// The tokens of a call's prompts, how many they are, and the permit for what they take.
+    async fn encode(&self, call: &mut Call) -> Result<(Vec<Vec<u32>>, u64, OwnedSemaphorePermit), ApiError> {
+        let limits = &self.handle.shared.limits;
+        let context = u64::from(limits.context);
+        let limits_of_call =
+            EncodeLimits { bytes: self.text_bytes, tokens: context, all_tokens: TOKENS / u64::from(call.n.max(1)) };
+        let (mut prompts, mut texts) = (Vec::with_capacity(call.prompts.len()), Vec::new());
+        for prompt in std::mem::take(&mut call.prompts) {
+            prompts.push(match prompt {
+                Prompt::Ids(ids) => Some(ids),
+                // That of a conversation is known when its template has run.
+                Prompt::Text(text::Prompt::Text(text)) if text.len() as u64 > self.text_bytes => {
+                    return Err(TextError::TooLong { bytes: text.len() as u64, limit: self.text_bytes }.into());
+                }
+                Prompt::Text(text) => {
+                    texts.push(text);
+                    None
+                }
+            });
+        }
+        // Until the tokens are counted, at most as many as calls run at once hold them.
+        let (encoded, _call_permit) = self.encode_texts(texts, limits_of_call).await?;
+        let mut encoded = encoded.into_iter();
+        let mut all = Vec::with_capacity(prompts.len());
+        for prompt in prompts {
+            all.push(match prompt {
+                Some(ids) => ids,
+                None => match encoded.next() {
+                    Some(Encoded::Ids(ids)) => ids,
+                    Some(Encoded::TooMany(tokens)) => return Err(self.too_long(tokens, call)),
+                    None => return Err(ApiError::server("the text process returned too few prompts")),
+                },
+            });
+        }
+        let tokens: u64 = all.iter().map(|ids| ids.len() as u64).sum();
+        let of_texts = tokens.saturating_mul(call.n.into());
+        if of_texts > TOKENS {
+            let message =
+                format!("the prompts of the request have {of_texts} tokens, n counted; the limit is {TOKENS}");
+            return Err(ApiError::limit(format!("{message}; split it")));
+        }
+        let units = of_texts.div_ceil(TOKEN_UNIT) as u32;
+        let permit = Arc::clone(&self.tokens).acquire_many_owned(units).await.map_err(ApiError::server)?;
+        Ok((all, tokens, permit))
+    }
+
+    /// Encodes texts in a text process. The permit is that of the call.
+    async fn encode_texts(
+        &self,
+        texts: Vec<text::Prompt>,
+        limits: EncodeLimits,
+    ) -> Result<(Vec<Encoded>, Option<OwnedSemaphorePermit>), ApiError> {
+        if texts.is_empty() {
+            return Ok((Vec::new(), None));
+        }
+        let bytes: usize = texts.iter().map(text::Prompt::bytes).sum();
+        let permit = |of: &Arc<Semaphore>| Arc::clone(of).acquire_owned();
+        let large = if bytes > LARGE { Some(permit(&self.large_calls).await.map_err(ApiError::server)?) } else { None };
+        let call = permit(&self.calls).await.map_err(ApiError::server)?;
+        let text = self.text.clone();
+        // A task of its own: a client that leaves does not wait for it, and its permits are free when it ends.
+        let encode = move || (text.encode_all(&texts, limits), call, large);
+        let (encoded, call, _large) = tokio::task::spawn_blocking(encode).await.map_err(ApiError::server)?;
+        Ok((encoded?, Some(call)))
+    }
+
+    fn too_long(&self, tokens: u64, call: &Call) -> ApiError {
+        let prompt = usize::try_from(tokens).unwrap_or(usize::MAX);
+        let (max_new_tokens, context) = (call.max_tokens.unwrap_or(1), self.handle.shared.limits.context);
+        SubmitError::Admission(unweight_engine::AdmissionError::TooLong { prompt, max_new_tokens, context }).into()
+    }
+}

@@ -1,0 +1,148 @@
+//! The text process: it encodes text for a program, within limits of its own memory.
+
+use std::{
+    fs::{self, File},
+    io::{self, Read, Write},
+    os::fd::AsFd,
+    process::{self, ExitCode},
+    sync::mpsc::{self, Receiver},
+    thread,
+};
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use unweight_format::raw::return_freed_memory;
+
+use super::{
+    frame::{self, Reader, Writer},
+    local::Local,
+};
+
+/// What a call may take, beyond what the loaded tokenizer takes: stack and heap together.
+pub(super) const CALL_BYTES: u64 = 256 << 20;
+/// The stack, of which a template with deep expressions uses much.
+const STACK_BYTES: u64 = 64 << 20;
+/// What loading may take for each byte of the files, in any case, and at most. A BPE of 260,000 tokens takes about 11
+/// times its file, a unigram model of as many about 94 times.
+const LOAD_FACTOR: u64 = 128;
+const LOAD_BYTES: u64 = 64 << 20;
+const LOAD_MOST: u64 = 2 << 30;
+/// The largest request: prompts of a body, and their lengths.
+pub(super) const REQUEST_MOST: u32 = 256 << 20;
+
+/// Encodes text for [`Text::isolated`](super::Text::isolated) until stdin ends: what its command must run.
+///
+/// The process serves one program over stdin and stdout. Its memory is limited (`RLIMIT_AS`) on Linux, and it writes no
+/// core file, in which prompts would be.
+pub fn run_text_process() -> ExitCode {
+    match serve() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(_) => ExitCode::FAILURE,
+    }
+}
+
+/// What loading these files may take, bytes.
+pub(super) fn load_most(files: u64) -> u64 {
+    LOAD_FACTOR.saturating_mul(files).saturating_add(LOAD_BYTES).min(LOAD_MOST)
+}
+
+fn serve() -> io::Result<()> {
+    return_freed_memory();
+    let _ = setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) });
+    let mut input = File::from(io::stdin().as_fd().try_clone_to_owned()?);
+    let output = File::from(io::stdout().as_fd().try_clone_to_owned()?);
+    let (sender, payloads) = mpsc::channel();
+    // Before memory is limited: the stack is part of what the process has.
+    thread::Builder::new().stack_size(STACK_BYTES as usize).spawn(move || {
+        // What cannot be answered ends the process.
+        let code = i32::from(work(&payloads, output).is_err());
+        process::exit(code)
+    })?;
+    let length = length(&mut input)?;
+    limit(load_most(length.into()));
+    let mut payload = received(&mut input, length)?;
+    while sender.send(payload).is_ok() {
+        // This thread waits while the other works, so that the end of stdin ends the process in the middle of work.
+        let next = self::length(&mut input)?;
+        if next > REQUEST_MOST {
+            break;
+        }
+        payload = received(&mut input, next)?;
+    }
+    Ok(())
+}
+
+/// Answers payloads: the first one has the files, the others have prompts.
+fn work(payloads: &Receiver<Vec<u8>>, mut output: File) -> io::Result<()> {
+    let invalid = || io::Error::from(io::ErrorKind::InvalidData);
+    let mut reply = |payload: &[u8]| {
+        output.write_all(&(payload.len() as u32).to_le_bytes())?;
+        output.write_all(payload)
+    };
+    let Ok(files) = payloads.recv() else { return Ok(()) };
+    let [tokenizer, config, template] = read_files(&files).ok_or_else(invalid)?;
+    let (local, vocabulary) = match Local::load(tokenizer.unwrap_or_default(), config, template) {
+        Ok(loaded) => loaded,
+        Err(error) => return reply(&frame::failure(&error)),
+    };
+    drop(files);
+    let mut loaded = frame::done();
+    loaded.byte(local.can_chat().into());
+    vocabulary.write(&mut loaded);
+    drop(vocabulary);
+    reply(&loaded.0)?;
+    drop(loaded);
+    return_freed_memory();
+    limit(CALL_BYTES - STACK_BYTES);
+    while let Ok(payload) = payloads.recv() {
+        let (prompts, limits) = frame::read_request(&payload).ok_or_else(invalid)?;
+        let large = payload.len() > 1 << 20;
+        drop(payload);
+        reply(&frame::reply(local.encode(&prompts, limits)))?;
+        if large {
+            drop(prompts);
+            return_freed_memory();
+        }
+    }
+    Ok(())
+}
+
+/// The payload with the files of a tokenizer.
+pub(super) fn files(tokenizer: &[u8], config: Option<&[u8]>, template: Option<&[u8]>) -> Vec<u8> {
+    let mut out = Writer::default();
+    for file in [Some(tokenizer), config, template] {
+        out.option(file);
+    }
+    out.0
+}
+
+fn read_files(payload: &[u8]) -> Option<[Option<&[u8]>; 3]> {
+    let mut reader = Reader(payload);
+    let files = [reader.option()?, reader.option()?, reader.option()?];
+    reader.end(files)
+}
+
+fn length(input: &mut File) -> io::Result<u32> {
+    let mut length = [0; 4];
+    input.read_exact(&mut length)?;
+    Ok(u32::from_le_bytes(length))
+}
+
+fn received(input: &mut File, length: u32) -> io::Result<Vec<u8>> {
+    let mut payload = vec![0; length as usize];
+    input.read_exact(&mut payload)?;
+    Ok(payload)
+}
+
+/// Lets the process take so many bytes more than it has. A lower limit of the system stays.
+fn limit(more: u64) {
+    let size = || -> Option<u64> {
+        // Size and other numbers, in pages.
+        let pages: u64 = fs::read_to_string("/proc/self/statm").ok()?.split(' ').next()?.parse().ok()?;
+        Some(pages * rustix::param::page_size() as u64)
+    };
+    let Some(size) = size() else { return };
+    let maximum = getrlimit(Resource::As).maximum;
+    let current = Some((size + more).min(maximum.unwrap_or(u64::MAX)));
+    // A kernel without the limit leaves the others: time, and the parent's end.
+    let _ = setrlimit(Resource::As, Rlimit { current, maximum });
+}

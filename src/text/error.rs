@@ -1,0 +1,66 @@
+//! Why text cannot be encoded or decoded.
+
+use super::{CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG};
+
+/// An error of a tokenizer or chat template.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TextError {
+    /// A file that is not what it should be.
+    #[error("{file}: {why}")]
+    File {
+        /// The file.
+        file: &'static str,
+        /// What its reader says.
+        why: String,
+    },
+    /// The model has no chat template.
+    #[error(
+        "the model has no chat template ({CHAT_TEMPLATE}, or chat_template in {TOKENIZER_CONFIG}); is it a base model?"
+    )]
+    NoTemplate,
+    /// The template refused the messages.
+    #[error("the chat template refuses these messages: {0}")]
+    Template(String),
+    /// Text that cannot be encoded, or tokens that cannot be decoded.
+    #[error("{TOKENIZER}: the tokenizer failed: {0}")]
+    Tokenizer(String),
+    /// A text that is not a list of token ids.
+    #[error("{0}; write ids as 1,450,4996")]
+    Ids(String),
+    /// Preparing text reached a limit of time, memory or tokens.
+    #[error("{work} takes more than {limit}; send less text, or check the bundle's tokenizer and chat template")]
+    Limit {
+        /// What was done.
+        work: &'static str,
+        /// The limit, such as `2 s`.
+        limit: String,
+    },
+    /// A text that is longer than any text that fits in the context.
+    #[error("the prompt has {bytes} bytes of text, and the context holds at most {limit}; send less text")]
+    TooLong {
+        /// Bytes of the text.
+        bytes: u64,
+        /// Tokens of the context, times the bytes of the vocabulary's longest token.
+        limit: u64,
+    },
+    /// The text process cannot be started, or has ended.
+    #[error("the text process failed: {0}")]
+    Process(String),
+}
+
+impl TextError {
+    /// The stable code of this error; docs/reference/errors.md lists all.
+    pub fn code(&self) -> &'static str {
+        match self {
+            Self::File { .. } => "tokenizer-file-invalid",
+            Self::NoTemplate => "no-chat-template",
+            Self::Template(_) => "chat-template-failed",
+            Self::Tokenizer(_) => "tokenizer-failed",
+            Self::Ids(_) => "token-ids-invalid",
+            Self::Limit { .. } => "text-limit-exceeded",
+            Self::TooLong { .. } => "text-too-long",
+            Self::Process(_) => "text-process-failed",
+        }
+    }
+}

@@ -1,0 +1,284 @@
+//! Bytes between a program and its text process. A frame is a length of four bytes, little-endian, and a payload.
+
+use super::{
+    CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG,
+    error::TextError,
+    prompt::{EncodeLimits, Encoded, Message, Prompt},
+};
+
+/// Files of a tokenizer, in the order of a frame.
+const FILES: [&str; 3] = [TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE];
+/// Bytes of an error's text.
+const ERROR_MOST: usize = 4 << 10;
+/// First byte of a reply that holds what was asked for.
+const DONE: u8 = 0;
+
+/// Writes values into a payload.
+#[derive(Default)]
+pub(super) struct Writer(pub Vec<u8>);
+
+impl Writer {
+    pub fn byte(&mut self, value: u8) {
+        self.0.push(value);
+    }
+
+    pub fn word(&mut self, value: u32) {
+        self.0.extend(value.to_le_bytes());
+    }
+
+    pub fn long(&mut self, value: u64) {
+        self.0.extend(value.to_le_bytes());
+    }
+
+    /// Bytes with their number in front. No payload holds 4 GiB.
+    pub fn bytes(&mut self, value: &[u8]) {
+        self.word(value.len() as u32);
+        self.0.extend(value);
+    }
+
+    /// Bytes, or nothing.
+    pub fn option(&mut self, value: Option<&[u8]>) {
+        self.byte(value.is_some().into());
+        self.bytes(value.unwrap_or_default());
+    }
+}
+
+/// Reads values from a payload; `None` where it ends too early or holds something else.
+pub(super) struct Reader<'a>(pub &'a [u8]);
+
+impl<'a> Reader<'a> {
+    pub fn byte(&mut self) -> Option<u8> {
+        self.take(1).map(|bytes| bytes[0])
+    }
+
+    pub fn word(&mut self) -> Option<u32> {
+        self.take(4)?.try_into().ok().map(u32::from_le_bytes)
+    }
+
+    pub fn long(&mut self) -> Option<u64> {
+        self.take(8)?.try_into().ok().map(u64::from_le_bytes)
+    }
+
+    pub fn take(&mut self, length: usize) -> Option<&'a [u8]> {
+        let (taken, rest) = self.0.split_at_checked(length)?;
+        self.0 = rest;
+        Some(taken)
+    }
+
+    pub fn bytes(&mut self) -> Option<&'a [u8]> {
+        let length = self.word()? as usize;
+        self.take(length)
+    }
+
+    pub fn text(&mut self) -> Option<&'a str> {
+        std::str::from_utf8(self.bytes()?).ok()
+    }
+
+    pub fn option(&mut self) -> Option<Option<&'a [u8]>> {
+        let is_there = self.byte()? == 1;
+        self.bytes().map(|bytes| is_there.then_some(bytes))
+    }
+
+    /// The value, if nothing follows.
+    pub fn end<T>(self, value: T) -> Option<T> {
+        self.0.is_empty().then_some(value)
+    }
+}
+
+/// The payload that asks for an encoding.
+pub(super) fn request(prompts: &[Prompt], limits: EncodeLimits) -> Vec<u8> {
+    let bytes: usize = prompts.iter().map(Prompt::bytes).sum();
+    let mut out = Writer(Vec::with_capacity(bytes + 32 * (prompts.len() + 1)));
+    out.long(limits.bytes);
+    out.long(limits.tokens);
+    out.long(limits.all_tokens);
+    out.word(prompts.len() as u32);
+    for prompt in prompts {
+        match prompt {
+            Prompt::Text(text) => {
+                out.byte(0);
+                out.bytes(text.as_bytes());
+            }
+            Prompt::Chat(messages) => {
+                out.byte(1);
+                out.word(messages.len() as u32);
+                for Message { role, content, name } in messages {
+                    out.bytes(role.as_bytes());
+                    out.bytes(content.as_bytes());
+                    out.option(name.as_deref().map(str::as_bytes));
+                }
+            }
+        }
+    }
+    out.0
+}
+
+/// Reads what [`request`] has written.
+pub(super) fn read_request(payload: &[u8]) -> Option<(Vec<Prompt>, EncodeLimits)> {
+    let mut reader = Reader(payload);
+    let limits = EncodeLimits { bytes: reader.long()?, tokens: reader.long()?, all_tokens: reader.long()? };
+    let mut prompts = Vec::new();
+    for _ in 0..reader.word()? {
+        prompts.push(match reader.byte()? {
+            0 => Prompt::Text(reader.text()?.to_owned()),
+            _ => {
+                let mut messages = Vec::new();
+                for _ in 0..reader.word()? {
+                    let message = Message::new(reader.text()?, reader.text()?);
+                    messages.push(match reader.option()? {
+                        Some(name) => message.name(std::str::from_utf8(name).ok()?),
+                        None => message,
+                    });
+                }
+                Prompt::Chat(messages)
+            }
+        });
+    }
+    reader.end((prompts, limits))
+}
+
+/// The payload of a reply.
+pub(super) fn reply(result: Result<Vec<Encoded>, TextError>) -> Vec<u8> {
+    let encoded = match result {
+        Ok(encoded) => encoded,
+        Err(error) => return failure(&error),
+    };
+    let mut out = Writer::default();
+    out.byte(DONE);
+    for prompt in encoded {
+        match prompt {
+            Encoded::Ids(ids) => {
+                out.byte(0);
+                out.word(ids.len() as u32);
+                out.0.extend(ids.iter().flat_map(|id| id.to_le_bytes()));
+            }
+            Encoded::TooMany(tokens) => {
+                out.byte(1);
+                out.long(tokens);
+            }
+        }
+    }
+    out.0
+}
+
+/// The largest reply to this number of prompts, bytes.
+pub(super) fn reply_most(prompts: usize, limits: EncodeLimits) -> u64 {
+    16 + 16 * prompts as u64 + limits.all_tokens.saturating_mul(4) + ERROR_MOST as u64
+}
+
+/// Reads a reply to this number of prompts; `None` where it is not one.
+pub(super) fn read_reply(payload: &[u8], prompts: usize) -> Option<Result<Vec<Encoded>, TextError>> {
+    let mut reader = match opened(payload)? {
+        Ok(reader) => reader,
+        Err(error) => return Some(Err(error)),
+    };
+    let mut encoded = Vec::with_capacity(prompts);
+    for _ in 0..prompts {
+        encoded.push(match reader.byte()? {
+            0 => {
+                let length = reader.word()? as usize;
+                let (ids, _) = reader.take(length.checked_mul(4)?)?.as_chunks::<4>();
+                Encoded::Ids(ids.iter().map(|id| u32::from_le_bytes(*id)).collect())
+            }
+            _ => Encoded::TooMany(reader.long()?),
+        });
+    }
+    reader.end(Ok(encoded))
+}
+
+/// The payload of a reply that begins with what was asked for.
+pub(super) fn done() -> Writer {
+    Writer(vec![DONE])
+}
+
+/// What follows the first byte of a reply, or its error; `None` where it is neither.
+pub(super) fn opened(payload: &[u8]) -> Option<Result<Reader<'_>, TextError>> {
+    let mut reader = Reader(payload);
+    let error = match reader.byte()? {
+        DONE => return Some(Ok(reader)),
+        1 => {
+            let file = FILES.get(usize::from(reader.byte()?)).copied()?;
+            TextError::File { file, why: reader.text()?.to_owned() }
+        }
+        2 => TextError::NoTemplate,
+        3 => TextError::Template(reader.text()?.to_owned()),
+        4 => TextError::Tokenizer(reader.text()?.to_owned()),
+        5 => TextError::TooLong { bytes: reader.long()?, limit: reader.long()? },
+        6 => TextError::Limit { work: super::PREPARING, limit: reader.text()?.to_owned() },
+        _ => return None,
+    };
+    reader.end(Err(error))
+}
+
+/// The payload of an error.
+pub(super) fn failure(error: &TextError) -> Vec<u8> {
+    let mut out = Writer::default();
+    let mut text = |kind: u8, file: Option<usize>, text: &str| {
+        out.byte(kind);
+        file.into_iter().for_each(|file| out.byte(file as u8));
+        out.bytes(shortened(text).as_bytes());
+    };
+    match error {
+        TextError::File { file, why } => text(1, Some(FILES.iter().position(|own| own == file).unwrap_or(0)), why),
+        TextError::Template(why) => text(3, None, why),
+        TextError::Limit { limit, .. } => text(6, None, limit),
+        TextError::NoTemplate => out.byte(2),
+        TextError::TooLong { bytes, limit } => {
+            out.byte(5);
+            out.long(*bytes);
+            out.long(*limit);
+        }
+        TextError::Tokenizer(why) | TextError::Ids(why) | TextError::Process(why) => text(4, None, why),
+    }
+    out.0
+}
+
+/// The beginning of an error's text: what a template says may be of any length.
+pub(super) fn shortened(text: &str) -> &str {
+    let end = (0..=text.len().min(ERROR_MOST)).rev().find(|&end| text.is_char_boundary(end));
+    &text[..end.unwrap_or(0)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_are_read_as_they_were_written() {
+        let chat = Prompt::Chat(vec![Message::system("a\n"), Message::user("\u{e9}").name("b")]);
+        let prompts = [Prompt::Text("text".into()), chat, Prompt::Text(String::new())];
+        let limits = EncodeLimits { bytes: 1, tokens: 2, all_tokens: u64::MAX };
+        let payload = request(&prompts, limits);
+        assert_eq!(read_request(&payload).unwrap(), (prompts.into(), limits));
+        let replies = || vec![Encoded::Ids(vec![1, u32::MAX]), Encoded::TooMany(1 << 40), Encoded::Ids(Vec::new())];
+        let payload_of_reply = reply(Ok(replies()));
+        assert_eq!(read_reply(&payload_of_reply, 3).unwrap().unwrap(), replies());
+        // Neither a cut payload nor one with something behind it is a frame.
+        for cut in 0..payload.len() {
+            assert!(read_request(&payload[..cut]).is_none(), "{cut}");
+        }
+        for cut in 0..payload_of_reply.len() {
+            assert!(read_reply(&payload_of_reply[..cut], 3).is_none(), "{cut}");
+        }
+        assert!(read_request(&[&payload[..], &[0]].concat()).is_none());
+        assert!(read_reply(&[&payload_of_reply[..], &[0]].concat(), 3).is_none());
+        assert!(read_reply(&[9], 0).is_none() && read_reply(&[], 0).is_none());
+    }
+
+    #[test]
+    fn errors_keep_code_and_text() {
+        for error in [
+            TextError::File { file: CHAT_TEMPLATE, why: "no".into() },
+            TextError::NoTemplate,
+            TextError::Template("t".into()),
+            TextError::Tokenizer("t".into()),
+            TextError::TooLong { bytes: 9, limit: 8 },
+            TextError::Limit { work: super::super::PREPARING, limit: "8 tokens".into() },
+        ] {
+            let read = read_reply(&failure(&error), 1).unwrap().unwrap_err();
+            assert_eq!((read.code(), read.to_string()), (error.code(), error.to_string()));
+        }
+        let long = TextError::Template("\u{e9}".repeat(ERROR_MOST));
+        assert!(read_reply(&failure(&long), 1).unwrap().unwrap_err().to_string().len() < ERROR_MOST + 100);
+    }
+}

@@ -1,0 +1,103 @@
+//! Text to tokens in this process, with the tokenizer and the chat template of a model.
+
+use std::thread;
+
+use tokenizers::Tokenizer;
+
+use super::{
+    PREPARING, TOKENIZER, caught,
+    chat::Template,
+    error::TextError,
+    prompt::{EncodeLimits, Encoded, Message, Prompt},
+    said,
+    vocabulary::Vocabulary,
+};
+
+/// A tokenizer and a chat template.
+pub(super) struct Local {
+    tokenizer: Tokenizer,
+    template: Option<Template>,
+}
+
+impl Local {
+    /// Reads the files of a model, and which tokens they know.
+    ///
+    /// Padding and truncation are turned off, as by default in `transformers`: a prompt has the tokens of its text.
+    ///
+    /// # Errors
+    /// [`TextError::File`].
+    pub fn load(
+        tokenizer: &[u8],
+        config: Option<&[u8]>,
+        template: Option<&[u8]>,
+    ) -> Result<(Self, Vocabulary), TextError> {
+        let file = |why: &dyn ToString| TextError::File { file: TOKENIZER, why: why.to_string() };
+        let load = || -> tokenizers::Result<_> {
+            let mut tokenizer = Tokenizer::from_bytes(tokenizer)?;
+            tokenizer.with_padding(None).with_truncation(None)?;
+            let vocabulary = Vocabulary::of(&tokenizer);
+            Ok((tokenizer, vocabulary))
+        };
+        let (tokenizer, vocabulary) = caught(load).map_err(|why| file(&why))?.map_err(|error| file(&error))?;
+        Ok((Self { tokenizer, template: Template::of(config, template)? }, vocabulary?))
+    }
+
+    /// Whether conversations can be encoded.
+    pub fn can_chat(&self) -> bool {
+        self.template.is_some()
+    }
+
+    /// The tokens of prompts. The caller's stack bounds how deep expressions of a template may be.
+    ///
+    /// # Errors
+    /// [`TextError`], for the first prompt that has one.
+    pub fn encode(&self, prompts: &[Prompt], limits: EncodeLimits) -> Result<Vec<Encoded>, TextError> {
+        let mut left = limits.all_tokens;
+        let one = |prompt: &Prompt| {
+            let ids = match prompt {
+                Prompt::Text(text) => self.ids(text, true, limits)?,
+                // The template has written the special tokens already.
+                Prompt::Chat(messages) => self.ids(&self.render(messages)?, false, limits)?,
+            };
+            let tokens = ids.len() as u64;
+            if tokens > limits.tokens {
+                return Ok(Encoded::TooMany(tokens));
+            }
+            let all = format!("{} tokens", limits.all_tokens);
+            left = left.checked_sub(tokens).ok_or(TextError::Limit { work: PREPARING, limit: all })?;
+            Ok(Encoded::Ids(ids))
+        };
+        prompts.iter().map(one).collect()
+    }
+
+    /// As [`Local::encode`], on a stack that is large enough for any template.
+    ///
+    /// # Errors
+    /// [`TextError`].
+    pub fn encode_on_large_stack(&self, prompts: &[Prompt], limits: EncodeLimits) -> Result<Vec<Encoded>, TextError> {
+        /// A level of an expression takes a few KiB, and a template has at most 256 Ki levels.
+        const STACK: usize = 1 << 30;
+        if prompts.iter().all(|prompt| matches!(prompt, Prompt::Text(_))) {
+            return self.encode(prompts, limits);
+        }
+        thread::scope(|scope| {
+            let thread = thread::Builder::new().stack_size(STACK).spawn_scoped(scope, || self.encode(prompts, limits));
+            let thread = thread.map_err(|error| TextError::Template(format!("no thread for it: {error}")))?;
+            thread.join().unwrap_or_else(|why| Err(TextError::Template(said(&*why))))
+        })
+    }
+
+    fn render(&self, messages: &[Message]) -> Result<String, TextError> {
+        self.template.as_ref().ok_or(TextError::NoTemplate)?.render(messages)
+    }
+
+    fn ids(&self, text: &str, special: bool, limits: EncodeLimits) -> Result<Vec<u32>, TextError> {
+        let bytes = text.len() as u64;
+        if bytes > limits.bytes {
+            return Err(TextError::TooLong { bytes, limit: limits.bytes });
+        }
+        let encoding = caught(|| self.tokenizer.encode(text, special)).map_err(TextError::Tokenizer)?;
+        let encoding = encoding.map_err(|error| TextError::Tokenizer(error.to_string()))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+}

@@ -1,0 +1,304 @@
+//! Text processes of a program: started, asked, and ended where they take too long.
+
+use std::{
+    io::{self, Read, Write},
+    os::{
+        fd::OwnedFd,
+        unix::{
+            net::UnixStream,
+            process::{CommandExt, ExitStatusExt},
+        },
+    },
+    process::{Child, Command, Stdio},
+    sync::{Condvar, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use super::{
+    PREPARING, PROCESSES, child,
+    error::TextError,
+    frame,
+    prompt::{EncodeLimits, Encoded, Prompt},
+    vocabulary::Vocabulary,
+};
+
+/// How long a call may take.
+const CALL_TIME: Duration = Duration::from_secs(2);
+/// How long a tokenizer may take to load.
+const LOAD_TIME: Duration = Duration::from_secs(10);
+/// The largest answer to the files of a tokenizer: its vocabulary.
+const VOCABULARY_MOST: u64 = 128 << 20;
+/// The work that is limited first.
+const LOADING: &str = "loading the tokenizer";
+
+/// Text processes of one tokenizer.
+pub(super) struct Pool {
+    /// The payload that a process gets first.
+    files: Vec<u8>,
+    command: Mutex<Command>,
+    state: Mutex<State>,
+    freed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    idle: Vec<Process>,
+    /// Ends of the sockets of all processes, by number.
+    streams: Vec<(u64, UnixStream)>,
+    /// Processes that work, or are being started.
+    busy: usize,
+    /// The number of the next one.
+    next: u64,
+    closed: bool,
+}
+
+/// A text process, ended with this.
+struct Process {
+    number: u64,
+    child: Child,
+    stream: UnixStream,
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Why there is no answer.
+enum Lost {
+    /// There was no answer in time.
+    Late,
+    /// The process has ended, or answers something else.
+    Gone,
+}
+
+impl From<io::Error> for Lost {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Self::Late,
+            _ => Self::Gone,
+        }
+    }
+}
+
+impl Pool {
+    /// Starts the first process, and returns the vocabulary and whether conversations can be encoded.
+    ///
+    /// # Errors
+    /// [`TextError`] of the files, or of the process.
+    pub fn start(
+        command: Command,
+        tokenizer: &[u8],
+        config: Option<&[u8]>,
+        template: Option<&[u8]>,
+    ) -> Result<(Self, Vocabulary, bool), TextError> {
+        let pool = Self {
+            files: child::files(tokenizer, config, template),
+            command: Mutex::new(command),
+            state: Mutex::default(),
+            freed: Condvar::new(),
+        };
+        let slot = pool.slot()?;
+        let (process, answer) = pool.load()?;
+        let read = || {
+            let mut reader = match frame::opened(&answer)? {
+                Ok(reader) => reader,
+                Err(error) => return Some(Err(error)),
+            };
+            let can_chat = reader.byte()? == 1;
+            let vocabulary = Vocabulary::read(&mut reader)?;
+            reader.end(vocabulary.map(|vocabulary| (vocabulary, can_chat)))
+        };
+        let (vocabulary, can_chat) =
+            read().unwrap_or_else(|| Err(TextError::Process("its answer is not a vocabulary".into())))?;
+        slot.give_back(process);
+        Ok((pool, vocabulary, can_chat))
+    }
+
+    /// Encodes prompts in a process that is free, or waits for one.
+    ///
+    /// # Errors
+    /// [`TextError`]. A process that takes too long or too much memory is ended; the next call starts another.
+    pub fn encode(&self, prompts: &[Prompt], limits: EncodeLimits) -> Result<Vec<Encoded>, TextError> {
+        let slot = self.slot()?;
+        let idle = self.state().idle.pop();
+        let mut process = match idle {
+            Some(process) => process,
+            None => {
+                let (process, answer) = self.load()?;
+                // The files were sound when the first process read them.
+                if !matches!(frame::opened(&answer), Some(Ok(_))) {
+                    return Err(self.lost(process, &Lost::Gone, LOADING, LOAD_TIME, child::CALL_BYTES));
+                }
+                process
+            }
+        };
+        let payload = frame::request(prompts, limits);
+        if payload.len() > child::REQUEST_MOST as usize {
+            slot.give_back(process);
+            return Err(TextError::Limit { work: PREPARING, limit: format!("{} bytes of text", child::REQUEST_MOST) });
+        }
+        let most = frame::reply_most(prompts.len(), limits);
+        let answer = process.exchange(&payload, most, CALL_TIME);
+        drop(payload);
+        match answer.and_then(|answer| frame::read_reply(&answer, prompts.len()).ok_or(Lost::Gone)) {
+            Ok(encoded) => {
+                slot.give_back(process);
+                encoded
+            }
+            Err(lost) => Err(self.lost(process, &lost, PREPARING, CALL_TIME, child::CALL_BYTES)),
+        }
+    }
+
+    /// Ends all processes, those that work as well. A call that waits for one gets an error.
+    #[cfg(feature = "serve")]
+    pub fn stop(&self) {
+        let mut state = self.state();
+        state.closed = true;
+        for (_, stream) in &state.streams {
+            // A process that has ended has closed it.
+            let _ = stream.shutdown(std::net::Shutdown::Both);
+        }
+        state.idle.clear();
+        self.freed.notify_all();
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The right to use a process.
+    fn slot(&self) -> Result<Slot<'_>, TextError> {
+        let mut state = self.state();
+        while state.busy >= PROCESSES && !state.closed {
+            state = self.freed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        if state.closed {
+            return Err(stopped());
+        }
+        state.busy += 1;
+        Ok(Slot(self))
+    }
+
+    /// Starts a process and sends it the files: the process, and its answer.
+    fn load(&self) -> Result<(Process, Vec<u8>), TextError> {
+        let mut process = self.spawn()?;
+        match process.exchange(&self.files, VOCABULARY_MOST, LOAD_TIME) {
+            Ok(answer) => Ok((process, answer)),
+            Err(lost) => {
+                let most = child::load_most(self.files.len() as u64);
+                Err(self.lost(process, &lost, LOADING, LOAD_TIME, most))
+            }
+        }
+    }
+
+    fn spawn(&self) -> Result<Process, TextError> {
+        let failed = |error: io::Error| TextError::Process(format!("it cannot be started: {error}"));
+        let (stream, theirs) = UnixStream::pair().map_err(failed)?;
+        let known = stream.try_clone().map_err(failed)?;
+        let child = {
+            let mut command = self.command.lock().unwrap_or_else(PoisonError::into_inner);
+            let input = OwnedFd::from(theirs.try_clone().map_err(failed)?);
+            command.stdin(input).stdout(OwnedFd::from(theirs)).stderr(Stdio::null());
+            // Ctrl-C on a terminal is for the program, which ends its processes.
+            command.process_group(0);
+            command.env("TOKENIZERS_PARALLELISM", "false").env("RAYON_NUM_THREADS", "1").env("MALLOC_ARENA_MAX", "1");
+            let child = command.spawn();
+            // The command keeps the process's end of the socket, and with it no end would be seen.
+            command.stdin(Stdio::null()).stdout(Stdio::null());
+            child.map_err(failed)?
+        };
+        let mut state = self.state();
+        let number = state.next;
+        state.next += 1;
+        state.streams.push((number, known));
+        let process = Process { number, child, stream };
+        if state.closed { Err(stopped()) } else { Ok(process) }
+    }
+
+    /// Ends a process that has not answered; the error says why.
+    fn lost(&self, mut process: Process, lost: &Lost, work: &'static str, time: Duration, memory: u64) -> TextError {
+        // What has ended by itself keeps its status.
+        let _ = process.child.kill();
+        let status = process.child.wait();
+        let mut state = self.state();
+        state.streams.retain(|(number, _)| *number != process.number);
+        if state.closed {
+            return stopped();
+        }
+        match (lost, status) {
+            (Lost::Late, _) => TextError::Limit { work, limit: format!("{} s", time.as_secs()) },
+            // An allocation beyond the limit aborts, and so does a stack without room.
+            (Lost::Gone, Ok(status)) if status.signal().is_some() => {
+                TextError::Limit { work, limit: format!("{} MiB of memory", memory >> 20) }
+            }
+            (Lost::Gone, Ok(status)) => TextError::Process(format!("it ended: {status}")),
+            (Lost::Gone, Err(error)) => TextError::Process(format!("it ended: {error}")),
+        }
+    }
+}
+
+fn stopped() -> TextError {
+    TextError::Process("the program is stopping".into())
+}
+
+/// The right to use one of the processes, given back with this.
+struct Slot<'a>(&'a Pool);
+
+impl Slot<'_> {
+    /// Keeps the process for later calls.
+    fn give_back(self, process: Process) {
+        let mut state = self.0.state();
+        if !state.closed {
+            state.idle.push(process);
+        }
+    }
+}
+
+impl Drop for Slot<'_> {
+    fn drop(&mut self) {
+        self.0.state().busy -= 1;
+        self.0.freed.notify_one();
+    }
+}
+
+impl Process {
+    /// Sends a payload and receives one of at most so many bytes.
+    fn exchange(&mut self, payload: &[u8], most: u64, time: Duration) -> Result<Vec<u8>, Lost> {
+        let deadline = Instant::now() + time;
+        let left = || deadline.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()).ok_or(Lost::Late);
+        let length = u32::try_from(payload.len()).map_err(|_| Lost::Gone)?;
+        for mut rest in [&length.to_le_bytes()[..], payload] {
+            while !rest.is_empty() {
+                self.stream.set_write_timeout(Some(left()?))?;
+                match self.stream.write(rest)? {
+                    0 => return Err(Lost::Gone),
+                    written => rest = &rest[written..],
+                }
+            }
+        }
+        let mut receive = |buffer: &mut [u8]| {
+            let mut filled = 0;
+            while filled < buffer.len() {
+                self.stream.set_read_timeout(Some(left()?))?;
+                match self.stream.read(&mut buffer[filled..])? {
+                    0 => return Err(Lost::Gone),
+                    read => filled += read,
+                }
+            }
+            Ok(())
+        };
+        let mut length = [0; 4];
+        receive(&mut length)?;
+        let length = u32::from_le_bytes(length);
+        if u64::from(length) > most {
+            return Err(Lost::Gone);
+        }
+        let mut answer = vec![0; length as usize];
+        receive(&mut answer)?;
+        Ok(answer)
+    }
+}

@@ -1,0 +1,277 @@
+//! Token ids to text: the vocabulary and the decoder of a tokenizer, which are all that an answer needs.
+//!
+//! Decoding runs for each token in the process that serves. So what a token adds to a text is bounded here, when a
+//! tokenizer is loaded: tokens have at most [`TOKEN_BYTES`], and no decoder makes a text [`GROWTH`] times as long.
+
+use serde_json::Value;
+use tokenizers::{Decoder, DecoderWrapper, Tokenizer};
+
+use super::{
+    TOKENIZER, caught,
+    error::TextError,
+    frame::{Reader, Writer},
+};
+
+/// The longest token of a vocabulary, bytes.
+const TOKEN_BYTES: usize = 1024;
+/// How many times as long as its tokens a decoded text may be.
+const GROWTH: usize = 4;
+/// Decoders of a tokenizer, those inside sequences included.
+const DECODERS: usize = 16;
+/// The longest decoder, bytes of JSON; those of published models have a few hundred.
+const DECODER_BYTES: usize = 16 << 10;
+
+/// A token of a vocabulary.
+#[derive(Debug)]
+struct Token {
+    id: u32,
+    /// Where its text ends in [`Vocabulary::text`]; it begins where the one before ends.
+    end: u32,
+    /// Whether texts are shown without it.
+    special: bool,
+}
+
+/// The tokens of a model and how they become text.
+pub(super) struct Vocabulary {
+    /// Texts of all tokens, one behind the other.
+    text: String,
+    /// By ascending id.
+    tokens: Vec<Token>,
+    decoder: Option<DecoderWrapper>,
+    /// The decoder as JSON.
+    source: Value,
+}
+
+impl Vocabulary {
+    /// The vocabulary of a tokenizer.
+    ///
+    /// # Errors
+    /// [`TextError::File`] for a decoder or token that could lengthen a text beyond bounds.
+    pub fn of(tokenizer: &Tokenizer) -> Result<Self, TextError> {
+        let source = serde_json::to_value(tokenizer.get_decoder()).map_err(|error| wrong(&error))?;
+        let mut ids: Vec<u32> = tokenizer.get_vocab(true).into_values().collect();
+        ids.sort_unstable();
+        ids.dedup();
+        let added = tokenizer.get_added_vocabulary();
+        let tokens = ids.into_iter().filter_map(|id| {
+            let text = tokenizer.id_to_token(id)?;
+            let special = added.is_special_token(&text);
+            Some((id, text, special))
+        });
+        Self::new(tokens, source)
+    }
+
+    /// From tokens by ascending id, each with its text and whether it is special, and from a decoder as JSON.
+    fn new(given: impl Iterator<Item = (u32, impl AsRef<str>, bool)>, source: Value) -> Result<Self, TextError> {
+        let (mut text, mut tokens) = (String::new(), Vec::new());
+        for (id, token, special) in given {
+            let bytes = token.as_ref().len();
+            if bytes > TOKEN_BYTES {
+                return Err(wrong(&format!(
+                    "model.vocab or added_tokens: token {id} has {bytes} bytes; the limit is {TOKEN_BYTES}"
+                )));
+            }
+            text += token.as_ref();
+            let end = u32::try_from(text.len()).map_err(|_| wrong(&"model.vocab: its tokens have 4 GiB or more"))?;
+            tokens.push(Token { id, end, special });
+        }
+        let bytes = source.to_string().len();
+        if bytes > DECODER_BYTES {
+            return Err(wrong(&format!("decoder: it has {bytes} bytes; the limit is {DECODER_BYTES}")));
+        }
+        let mut decoders = 0;
+        let growth = growth(&source, "decoder", &mut decoders).map_err(|why| wrong(&why))?;
+        if growth > GROWTH {
+            return Err(wrong(&format!("decoder: it may make text {growth} times as long; the limit is {GROWTH}")));
+        }
+        let decoder = caught(|| serde_json::from_value(source.clone()));
+        let decoder = decoder.map_err(|why| wrong(&why))?.map_err(|error| wrong(&error))?;
+        Ok(Self { text, tokens, decoder, source })
+    }
+
+    /// Writes it into a frame.
+    pub fn write(&self, out: &mut Writer) {
+        out.bytes(self.source.to_string().as_bytes());
+        out.word(self.tokens.len() as u32);
+        for (at, token) in self.tokens.iter().enumerate() {
+            out.word(token.id);
+            out.byte(token.special.into());
+            out.bytes(self.text_at(at).as_bytes());
+        }
+    }
+
+    /// Reads what [`Vocabulary::write`] has written; `None` where it is something else. Its limits are checked again.
+    pub fn read(reader: &mut Reader<'_>) -> Option<Result<Self, TextError>> {
+        let source = serde_json::from_slice(reader.bytes()?).ok()?;
+        let count = reader.word()?;
+        // What is not a vocabulary ends the list early.
+        let mut whole = true;
+        let tokens = (0..count).map_while(|_| {
+            let token = (|| Some((reader.word()?, reader.byte()? == 1, reader.text()?)))();
+            whole &= token.is_some();
+            token.map(|(id, special, text)| (id, text, special))
+        });
+        let vocabulary = Self::new(tokens, source);
+        let ascends = |own: &Self| own.tokens.is_sorted_by(|one, next| one.id < next.id);
+        (whole && vocabulary.as_ref().map_or(true, ascends)).then_some(vocabulary)
+    }
+
+    /// How many tokens there are.
+    pub fn len(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Bytes of the longest token.
+    #[cfg(any(feature = "serve", test))]
+    pub fn longest(&self) -> usize {
+        (0..self.tokens.len()).map(|at| self.text_at(at).len()).max().unwrap_or(0)
+    }
+
+    /// Whether a token is part of shown text: it is in the vocabulary and not special.
+    pub fn is_shown(&self, id: u32) -> bool {
+        self.shown(id).is_some()
+    }
+
+    /// The text of tokens, without special ones.
+    pub fn decode(&self, ids: &[u32]) -> Result<String, TextError> {
+        let tokens: Vec<String> = ids.iter().filter_map(|id| self.shown(*id)).map(str::to_owned).collect();
+        match &self.decoder {
+            None => Ok(tokens.join(" ")),
+            // Some decoders want a token.
+            Some(_) if tokens.is_empty() => Ok(String::new()),
+            Some(decoder) => caught(|| decoder.decode(tokens))
+                .map_err(TextError::Tokenizer)?
+                .map_err(|error| TextError::Tokenizer(error.to_string())),
+        }
+    }
+
+    fn shown(&self, id: u32) -> Option<&str> {
+        let at = self.tokens.binary_search_by_key(&id, |token| token.id).ok()?;
+        (!self.tokens[at].special).then(|| self.text_at(at))
+    }
+
+    fn text_at(&self, at: usize) -> &str {
+        let start = at.checked_sub(1).map_or(0, |before| self.tokens[before].end);
+        &self.text[start as usize..self.tokens[at].end as usize]
+    }
+}
+
+fn wrong(why: &dyn ToString) -> TextError {
+    TextError::File { file: TOKENIZER, why: why.to_string() }
+}
+
+/// How many times as long as its tokens a decoder may make a text. `field` is where it is in the file.
+fn growth(decoder: &Value, field: &str, decoders: &mut usize) -> Result<usize, String> {
+    *decoders += 1;
+    if *decoders > DECODERS {
+        return Err(format!("decoder has more than {DECODERS} parts"));
+    }
+    Ok(match decoder["type"].as_str() {
+        None => 1,
+        Some("ByteFallback" | "Fuse" | "Metaspace" | "Strip") => 1,
+        // A space for each token.
+        Some("WordPiece") => 2,
+        // Of one byte that is not UTF-8 they make U+FFFD; of an empty pattern a space for each character.
+        Some("ByteLevel" | "BPEDecoder" | "CTC") => 3,
+        Some("Replace") => {
+            let content = decoder["content"].as_str().map_or(usize::MAX, str::len);
+            match decoder["pattern"]["String"].as_str() {
+                None => {
+                    return Err(format!(
+                        "{field}.pattern is a regular expression, which may lengthen text without bound; use a String"
+                    ));
+                }
+                Some("") => return Err(format!("{field}.pattern is empty; a text has no bound with it")),
+                Some(pattern) if content.div_ceil(pattern.len()) > GROWTH => {
+                    return Err(format!(
+                        "{field}.content has {content} bytes for {} of the pattern; the limit is {GROWTH} times as long",
+                        pattern.len()
+                    ));
+                }
+                Some(pattern) => content.div_ceil(pattern.len()).max(1),
+            }
+        }
+        Some("Sequence") => {
+            let parts = decoder["decoders"].as_array().map_or(&[][..], Vec::as_slice);
+            let mut product: usize = 1;
+            for (at, part) in parts.iter().enumerate() {
+                product = product.saturating_mul(growth(part, &format!("{field}.decoders[{at}]"), decoders)?);
+            }
+            product
+        }
+        Some(other) => return Err(format!("{field} has the unknown type {other}")),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn with(decoder: Value) -> Result<Vocabulary, TextError> {
+        Vocabulary::new([(0, "a", false), (2, "\u{2581}b", false), (7, "</s>", true)].into_iter(), decoder)
+    }
+
+    /// Decoders as published models have them.
+    #[test]
+    fn decoders_of_well_known_models_are_accepted() {
+        let space = json!({"type": "Replace", "pattern": {"String": "\u{2581}"}, "content": " "});
+        let strip = json!({"type": "Strip", "content": " ", "start": 1, "stop": 0});
+        let (bytes, fuse) = (json!({"type": "ByteFallback"}), json!({"type": "Fuse"}));
+        for (model, decoder, expected) in [
+            ("Llama 2, Mistral 7B, Phi 3", json!({"type": "Sequence", "decoders": [space, bytes, fuse, strip]}), "a b"),
+            ("Gemma", json!({"type": "Sequence", "decoders": [space, bytes, fuse]}), "a b"),
+            (
+                "Llama 3, Qwen, Mistral NeMo, Phi 4",
+                json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true}),
+                "a\u{2581}b",
+            ),
+            (
+                "T5",
+                json!({"type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": "always", "split": true}),
+                "a b",
+            ),
+            ("BERT", json!({"type": "WordPiece", "prefix": "##", "cleanup": true}), "a \u{2581}b"),
+            ("GPT", json!({"type": "BPEDecoder", "suffix": "\u{2581}"}), "ab"),
+            ("none", Value::Null, "a \u{2581}b"),
+        ] {
+            let vocabulary = with(decoder).unwrap_or_else(|error| panic!("{model}: {error}"));
+            assert_eq!(vocabulary.decode(&[0, 7, 1, 2]).unwrap(), expected, "{model}");
+            assert_eq!(vocabulary.decode(&[7]).unwrap(), "", "{model}");
+            let mut out = Writer::default();
+            vocabulary.write(&mut out);
+            let read = Vocabulary::read(&mut Reader(&out.0)).unwrap().unwrap();
+            assert_eq!(read.decode(&[0, 2]).unwrap(), expected, "{model}");
+            assert_eq!((read.len(), read.longest()), (3, 4));
+            assert!((0..out.0.len()).all(|cut| Vocabulary::read(&mut Reader(&out.0[..cut])).is_none()), "{model}");
+        }
+    }
+
+    #[test]
+    fn decoders_that_lengthen_text_are_rejected_by_field() {
+        let replace =
+            |pattern: Value, content: &str| json!({"type": "Replace", "pattern": pattern, "content": content});
+        let sequence = |parts: &[Value]| json!({"type": "Sequence", "decoders": parts});
+        let double = replace(json!({"String": "a"}), "aa");
+        let bytes = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true});
+        for (decoder, says) in [
+            (replace(json!({"Regex": "a*"}), "b"), "decoder.pattern is a regular expression"),
+            (replace(json!({"String": ""}), "b"), "decoder.pattern is empty"),
+            (replace(json!({"String": "a"}), &"b".repeat(5)), "decoder.content has 5 bytes for 1"),
+            (sequence(&[bytes.clone(), replace(json!({"Regex": "a"}), "")]), "decoder.decoders[1].pattern"),
+            (sequence(&[double.clone(), double.clone(), double.clone()]), "8 times"),
+            (sequence(&[bytes, double.clone()]), "6 times"),
+            (sequence(&vec![json!({"type": "Fuse"}); 16]), "more than 16 parts"),
+            (sequence(&[sequence(&[sequence(&[replace(json!({"String": ""}), "")])])]), "decoders[0].decoders[0]"),
+        ] {
+            let error = with(decoder.clone()).map(|_| ()).unwrap_err().to_string();
+            assert!(error.starts_with(TOKENIZER) && error.contains(says), "{decoder}: {error}");
+        }
+        assert_eq!(with(sequence(&[double.clone(), double])).unwrap().decode(&[0]).unwrap(), "aaaa");
+        let long = Vocabulary::new([(3, "x".repeat(1025), false)].into_iter(), Value::Null);
+        let error = long.map(|_| ()).unwrap_err().to_string();
+        assert!(error.contains("token 3 has 1025 bytes; the limit is 1024"), "{error}");
+        assert!(Vocabulary::new([(3, "x".repeat(1024), false)].into_iter(), Value::Null).is_ok());
+    }
+}

@@ -1,0 +1,331 @@
+//! Bundles whose tokenizer or chat template is made to end, fill or hang the server.
+
+use std::{
+    io::{Read, Write},
+    net::TcpStream,
+    process::Command,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::{Server, ask, bundle_with, command_of, memory, send};
+
+/// What a request must have been answered in.
+const ANSWER_TIME: Duration = Duration::from_secs(3);
+/// What the server and its text process may take, bytes: a call of 256 MiB, and what both hold without it.
+const MEMORY: u64 = 448 << 20;
+
+/// Templates, each used for the conversation of its name.
+const TEMPLATES: [(&str, &str); 12] = [
+    ("batch", "{{ range(10)|batch(10**12)|list }}"),
+    ("slice", "{{ range(10)|slice(10**12)|list }}"),
+    (
+        "sum",
+        "{% set ns = namespace(x=[1, 2]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}",
+    ),
+    (
+        "join",
+        "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    ),
+    ("tojson", "{{ messages|tojson(indent=1000000000) }}"),
+    ("indent", "{{ 'a\\nb'|indent(10**10) }}"),
+    ("format", "{{ '%1000000000d'|format(1) }}"),
+    ("replace", "{{ ('a'*100000)|replace('a', 'b'*100000) }}"),
+    (
+        "nested",
+        "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}",
+    ),
+    ("deep", "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}"),
+    ("long", "{{ 'a'*30000000 }}"),
+    ("raise", "{{ raise_exception('a'*30000000) }}"),
+];
+
+fn template() -> String {
+    let cases = TEMPLATES.iter().map(|(name, template)| format!("{{% if what == '{name}' %}}{template}{{% endif %}}"));
+    format!("{{% set what = messages[0].content %}}{}{{{{ what }}}}", cases.collect::<String>())
+}
+
+/// The tokenizer of this folder with another value.
+fn tokenizer(key: &str, value: Value) -> String {
+    let mut tokenizer: Value = serde_json::from_str(include_str!("tokenizer.json")).unwrap();
+    tokenizer[key] = value;
+    tokenizer.to_string()
+}
+
+/// A normalizer that makes 10^12 bytes of each "a".
+fn growing() -> String {
+    let replace = json!({"type": "Replace", "pattern": {"String": "a"}, "content": "aaaaaaaaaa"});
+    tokenizer("normalizer", json!({"type": "Sequence", "normalizers": vec![replace; 12]}))
+}
+
+/// A post-processor that puts 20,000 times 1,000 tokens in front of each text.
+fn many_pieces() -> String {
+    let mut pieces = vec![json!({"SpecialToken": {"id": "<s>", "type_id": 0}}); 20_000];
+    pieces.push(json!({"Sequence": {"id": "A", "type_id": 0}}));
+    let pair = [json!({"Sequence": {"id": "A", "type_id": 0}}), json!({"Sequence": {"id": "B", "type_id": 1}})];
+    let special = json!({"<s>": {"id": "<s>", "ids": vec![0; 1000], "tokens": vec!["<s>"; 1000]}});
+    tokenizer(
+        "post_processor",
+        json!({"type": "TemplateProcessing", "single": pieces, "pair": pair, "special_tokens": special}),
+    )
+}
+
+fn started(files: &[(&str, &str)], arguments: &[&str]) -> (TempDir, Server) {
+    let home = bundle_with(files);
+    let server = Server::start(&mut command_of(&home.path().join("tiny"), arguments));
+    (home, server)
+}
+
+fn chat(what: &str) -> String {
+    json!({"messages": [{"role": "user", "content": what}], "max_tokens": 2, "temperature": 0}).to_string()
+}
+
+/// The most that a server and its text processes hold while this is there, bytes.
+struct Watched {
+    most: Arc<AtomicU64>,
+    stop: Arc<AtomicBool>,
+    thread: Option<thread::JoinHandle<()>>,
+}
+
+impl Watched {
+    fn new(server: &Server) -> Self {
+        let (most, stop) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
+        let (seen, end, pid) = (Arc::clone(&most), Arc::clone(&stop), server.child.id());
+        let thread = thread::spawn(move || {
+            while !end.load(Ordering::Relaxed) {
+                seen.fetch_max(memory::resident(pid), Ordering::Relaxed);
+                thread::sleep(Duration::from_millis(10));
+            }
+        });
+        Self { most, stop, thread: Some(thread) }
+    }
+
+    fn most(mut self) -> u64 {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.take().unwrap().join().unwrap();
+        let most = self.most.load(Ordering::Relaxed);
+        assert!(most > 8 << 20, "nothing was measured");
+        most
+    }
+}
+
+#[test]
+fn hostile_templates_are_errors_within_limits() {
+    let (_home, server) = started(&[("chat_template.jinja", &template())], &["--context", "512"]);
+    for (name, _) in TEMPLATES {
+        let (watched, start) = (Watched::new(&server), Instant::now());
+        let (status, body) = server.ask("/v1/chat/completions", &chat(name));
+        let (time, most) = (start.elapsed(), watched.most());
+        assert!((400..500).contains(&status), "{name}: {status} {body}");
+        assert!(body.len() < 10_000, "{name}: an error of {} bytes", body.len());
+        assert!(time < ANSWER_TIME, "{name}: {time:?}");
+        assert!(most < MEMORY, "{name}: {} MiB", most >> 20);
+        println!("{name}: {status} after {time:?}, {} MiB: {body}", most >> 20);
+        assert_eq!(server.ask("/health", "").0, 200, "{name}");
+    }
+    let (status, body) = server.ask("/v1/chat/completions", &chat("hello"));
+    assert_eq!(status, 200, "{body}");
+}
+
+#[test]
+fn hostile_tokenizers_are_errors_within_limits() {
+    for (name, file) in [("growing", growing()), ("pieces", many_pieces())] {
+        let (_home, server) = started(&[("tokenizer.json", &file)], &["--context", "512"]);
+        let (watched, start) = (Watched::new(&server), Instant::now());
+        let body = json!({"prompt": "a".repeat(50), "max_tokens": 2}).to_string();
+        let (status, body) = server.ask("/v1/completions", &body);
+        let (time, most) = (start.elapsed(), watched.most());
+        println!("{name}: {status} after {time:?}, {} MiB: {body}", most >> 20);
+        assert!((status, body.contains("text_limit_exceeded")) == (400, true), "{name}: {status} {body}");
+        assert!(time < ANSWER_TIME, "{name}: {time:?}");
+        assert!(most < MEMORY, "{name}: {} MiB", most >> 20);
+        // Token ids need no tokenizer.
+        assert_eq!(server.ask("/v1/completions", r#"{"prompt": [5, 6], "max_tokens": 2}"#).0, 200, "{name}");
+    }
+}
+
+/// As transformers ignores them by default.
+#[test]
+fn padding_and_truncation_of_a_tokenizer_are_ignored() {
+    let padding = json!({"strategy": {"Fixed": 1u64 << 40}, "direction": "Right", "pad_to_multiple_of": null,
+        "pad_id": 0, "pad_type_id": 0, "pad_token": "<s>"});
+    let truncation = json!({"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0});
+    let mut file: Value = serde_json::from_str(&tokenizer("padding", padding)).unwrap();
+    file["truncation"] = truncation;
+    let (_home, server) = started(&[("tokenizer.json", &file.to_string())], &[]);
+    let (status, body) = server.ask("/v1/completions", r#"{"prompt": "0123456789", "max_tokens": 2}"#);
+    let answer: Value = serde_json::from_str(&body).unwrap();
+    assert_eq!((status, &answer["usage"]["prompt_tokens"]), (200, &json!(11)), "{body}");
+}
+
+/// A template that runs until it is ended, if the first message says so.
+fn endless() -> String {
+    // The limit of instructions is reached only after a call's time: each instruction does much.
+    let work = "{% for i in range(100000) %}{% set x = ('a'*400000)|upper|lower|upper|lower|length %}{% endfor %}";
+    format!("{{% if messages[0].content == 'hang' %}}{work}{{% endif %}}{{{{ messages[0].content }}}}")
+}
+
+fn hang(server: &Server) -> TcpStream {
+    let mut stream = TcpStream::connect(server.address()).unwrap();
+    send(&mut stream, "/v1/chat/completions", &chat("hang"));
+    stream
+}
+
+#[test]
+fn slow_templates_leave_the_others_alone() {
+    let (_home, server) = started(&[("chat_template.jinja", &endless())], &["--timeout", "1"]);
+    // `--timeout` holds while a template runs, and while a request waits for a process.
+    let start = Instant::now();
+    let waiting: Vec<TcpStream> = (0..4).map(|_| hang(&server)).collect();
+    for mut stream in waiting {
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        assert!(answer.starts_with("HTTP/1.1 408") && answer.contains("1 s that it may"), "{answer}");
+    }
+    assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
+    // Prompts of ids need no process, and those of text one of them in the end.
+    assert_eq!(server.ask("/v1/completions", r#"{"prompt": [5, 6], "max_tokens": 2}"#).0, 200);
+    let start = Instant::now();
+    while server.ask("/v1/completions", r#"{"prompt": "a", "max_tokens": 2}"#).0 != 200 {
+        assert!(start.elapsed() < Duration::from_secs(10), "the processes are lost");
+    }
+}
+
+#[test]
+fn a_disconnect_frees_the_place() {
+    let (_home, server) = started(&[("chat_template.jinja", &endless())], &[]);
+    // Those that wait leave with their clients; two are being worked on, for two seconds at most.
+    let clients: Vec<TcpStream> = (0..30).map(|_| hang(&server)).collect();
+    thread::sleep(Duration::from_millis(300));
+    drop(clients);
+    let start = Instant::now();
+    let (status, body) = server.ask("/v1/chat/completions", &chat("hello"));
+    assert_eq!(status, 200, "{body}");
+    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+}
+
+#[test]
+fn a_signal_ends_the_server_while_templates_hang() {
+    let (_home, server) = started(&[("chat_template.jinja", &endless())], &["--grace", "1"]);
+    let clients: Vec<TcpStream> = (0..4).map(|_| hang(&server)).collect();
+    thread::sleep(Duration::from_millis(300));
+    let processes = memory::children(server.child.id());
+    assert_eq!(processes.len(), 2, "text processes");
+    server.signal(rustix::process::Signal::TERM);
+    let start = Instant::now();
+    let (status, said) = server.end();
+    assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
+    assert_eq!(status.code(), Some(143), "{said}");
+    for mut stream in clients {
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        // All are cut off when the grace period is over, before a call's time is.
+        assert!(answer.starts_with("HTTP/1.1 503") && answer.contains("shutting_down"), "{answer}");
+    }
+    assert!(processes.iter().all(|pid| memory::is_gone(*pid)), "text processes remain");
+}
+
+/// Without its parent a text process ends, whatever it does.
+#[test]
+fn text_processes_end_with_a_killed_server() {
+    let (_home, mut server) = started(&[("chat_template.jinja", &endless())], &[]);
+    let _client = hang(&server);
+    thread::sleep(Duration::from_millis(300));
+    let processes = memory::children(server.child.id());
+    assert!(!processes.is_empty());
+    server.child.kill().unwrap();
+    server.child.wait().unwrap();
+    let start = Instant::now();
+    while !processes.iter().all(|pid| memory::is_gone(*pid)) {
+        assert!(start.elapsed() < Duration::from_secs(1), "a text process runs without its server");
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn files_that_cannot_be_bounded_are_refused_at_start() {
+    let regex = json!({"type": "Replace", "pattern": {"Regex": "a*"}, "content": "b"});
+    let long: String = "x".repeat(2000);
+    let token = json!([{"id": 261, "content": long, "single_word": false, "lstrip": false, "rstrip": false,
+        "normalized": false, "special": false}]);
+    for (file, says) in [
+        (tokenizer("decoder", regex), "tokenizer.json: decoder.pattern is a regular expression"),
+        (tokenizer("added_tokens", token), "tokenizer.json: model.vocab or added_tokens: token"),
+    ] {
+        let home = bundle_with(&[("tokenizer.json", &file)]);
+        let output = command_of(&home.path().join("tiny"), &[]).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(2) && said.contains(says), "{said}");
+        assert!(said.contains("tokenizer-file-invalid"), "{said}");
+    }
+}
+
+/// Loading is limited as well: this normalizer makes 10^11 bytes of an added token.
+#[test]
+fn a_tokenizer_that_fills_memory_ends_the_start() {
+    let replace = json!({"type": "Replace", "pattern": {"String": "a"}, "content": "a".repeat(300_000)});
+    let normalizer = json!({"type": "Sequence", "normalizers": [replace, replace]});
+    let mut file: Value = serde_json::from_str(&tokenizer("normalizer", normalizer)).unwrap();
+    file["added_tokens"] = json!([{"id": 66, "content": "a", "single_word": false, "lstrip": false, "rstrip": false,
+        "normalized": true, "special": false}]);
+    let home = bundle_with(&[("tokenizer.json", &file.to_string())]);
+    let start = Instant::now();
+    let mut child = command_of(&home.path().join("tiny"), &[]).spawn().unwrap();
+    let mut most = 0;
+    while child.try_wait().unwrap().is_none() {
+        most = most.max(memory::resident(child.id()));
+        thread::sleep(Duration::from_millis(10));
+    }
+    let output = child.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(2) && said.contains("text-limit-exceeded"), "{said}");
+    assert!(said.contains("loading the tokenizer takes more than"), "{said}");
+    assert!(start.elapsed() < Duration::from_secs(13), "{:?}", start.elapsed());
+    assert!(most < MEMORY, "{} MiB", most >> 20);
+}
+
+#[test]
+fn generate_has_the_same_limits() {
+    let home = bundle_with(&[("chat_template.jinja", &template())]);
+    let mut command = Command::new(assert_cmd::cargo::cargo_bin!("unweight"));
+    let output = command.arg("generate").arg(home.path().join("tiny")).args(["--chat", "--prompt", "batch"]).output();
+    let output = output.unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(2) && said.contains("text-limit-exceeded"), "{said}");
+    assert!(said.contains("256 MiB of memory"), "{said}");
+}
+
+/// Text that no context holds is refused before it is encoded.
+#[test]
+fn text_beyond_the_context_is_refused_early() {
+    let (_home, server) = started(&[], &["--context", "512"]);
+    for (path, body) in [
+        ("/v1/completions", json!({"prompt": "a".repeat(4_000_000)})),
+        ("/v1/chat/completions", json!({"messages": [{"role": "user", "content": "a".repeat(4_000_000)}]})),
+    ] {
+        let start = Instant::now();
+        let (status, body) = ask(server.address(), path, &body.to_string());
+        assert_eq!((status, body.contains("context_length_exceeded")), (400, true), "{body}");
+        assert!(body.contains(&format!("{}", 512 * "<|assistant|>".len())), "{body}");
+        assert!(start.elapsed() < ANSWER_TIME, "{:?}", start.elapsed());
+    }
+    // Fewer bytes, and still too many tokens: their number is that of the text.
+    let (status, body) = server.ask("/v1/completions", &json!({"prompt": "a".repeat(600)}).to_string());
+    assert_eq!((status, body.contains("601")), (400, true), "{body}");
+}
+
+/// A client that has sent half of its body.
+pub fn half_sent(server: &Server, sent: usize, announced: usize) -> TcpStream {
+    let mut stream = TcpStream::connect(server.address()).unwrap();
+    let head = format!("POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {announced}\r\n\r\n");
+    // A server that refuses closes before everything is sent.
+    let _ = stream.write_all(head.as_bytes()).and_then(|()| stream.write_all(&vec![b' '; sent]));
+    stream
+}
