@@ -156,15 +156,18 @@ class Model:
             bounds = rms_by_length([self.truth.rounded[i] for i in which], truth, lengths, masks)
         ratios = {n: error / bounds[n] for n, error in rms_by_length(logits, truth, lengths, masks).items()}
         passed = all(ratio <= BOUND for ratio in ratios.values())
-        wrong, checked = 0, 0
+        wrong, checked = [], 0
         for ours, true, length, mask in zip(logits, truth, lengths, masks):
             if length not in bounds:
                 continue
-            clear = mask & (top_margin(true) > CLEAR * bounds[length])
-            wrong += int((ours.argmax(-1) != true.argmax(-1))[clear].sum())
+            margins = top_margin(true) / bounds[length]
+            clear = mask & (margins > CLEAR)
+            missed = (ours.argmax(-1) != true.argmax(-1)) & clear
+            places = missed.nonzero()[:, 0].tolist()
+            wrong += [{"prompt": length, "at": at, "margin_in_errors": float(margins[at])} for at in places]
             checked += int(clear.sum())
-        more = {"ratio": worst(ratios), "argmax_wrong": wrong, "argmax_checked": checked, "ratios": ratios}
-        self.case(f"{name} = truth", passed and wrong == 0, **more)
+        more = {"ratio": worst(ratios), "argmax_wrong": len(wrong), "argmax_checked": checked, "ratios": ratios}
+        self.case(f"{name} = truth", passed and not wrong, **more, **({"wrong": wrong} if wrong else {}))
 
     def equal(self, name: str, left: list[torch.Tensor], right: list[torch.Tensor], which=ALL_PROMPTS) -> None:
         masks = [self.truth.clear[i] for i in which]
