@@ -427,13 +427,11 @@ fn documentation_lists_the_catalogue() {
 fn key_table() -> String {
     let mut table = "| op | key | values | default |\n|---|---|---|---|".to_owned();
     let mut explained = BTreeSet::new();
+    let words = |words: &[&str]| words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(", ");
     for family in FAMILIES {
-        if family.axes.is_empty() {
-            _ = write!(table, "\n| {} | none |  |  |", family.name);
-        }
-        for (index, axis) in family.axes.iter().enumerate() {
-            let op = if index == 0 { family.name } else { "" };
-            let words = |words: &[&str]| words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(", ");
+        // By key, values and default; flags with equal defaults share a row.
+        let mut rows: Vec<(String, String, String)> = Vec::new();
+        for axis in family.axes {
             let mut values = match axis.values {
                 Values::Words(all) => words(all),
                 Values::Flag => words(&["true", "false"]),
@@ -453,7 +451,19 @@ fn key_table() -> String {
                 Values::Flag => format!("`{}`", value != 0),
                 _ => value.to_string(),
             });
-            _ = write!(table, "\n| {op} | `{}` | {values} | {} |", axis.key, default.unwrap_or_default());
+            let (key, default) = (format!("`{}`", axis.key), default.unwrap_or_default());
+            let is_flag = matches!(axis.values, Values::Flag);
+            match rows.iter_mut().find(|(_, of, own)| is_flag && *of == values && *own == default) {
+                Some((keys, ..)) => *keys += &format!(", {key}"),
+                None => rows.push((key, values, default)),
+            }
+        }
+        if rows.is_empty() {
+            rows.push(("none".to_owned(), String::new(), String::new()));
+        }
+        for (index, (keys, values, default)) in rows.iter().enumerate() {
+            let op = if index == 0 { family.name } else { "" };
+            _ = write!(table, "\n| {op} | {keys} | {values} | {default} |");
         }
     }
     table
