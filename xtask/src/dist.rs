@@ -1,0 +1,358 @@
+//! `cargo xtask dist`: the files of a release, the same bytes in whatever folder they are built.
+//!
+//! ```text
+//! unweight-VERSION-TARGET.tar.zst, .tar.gz   the command, licences, manual pages, completions
+//! unweight-VERSION-*.whl                     the Python package (targets with glibc)
+//! *.cdx.json                                 CycloneDX SBOMs of both
+//! unweight-VERSION-TARGET.build.txt          commit and tools
+//! SHA256SUMS, SHA256SUMS.minisig             digests of all these, and their signature
+//! ```
+
+use std::{
+    env,
+    ffi::OsString,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use minisign::{SecretKey, SecretKeyBox};
+
+use crate::{
+    gpu_pack,
+    run::{self, cargo, prepared, root, run, succeeds},
+    rustc, setup, wheel,
+};
+
+/// Version of the release.
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+/// The writer of SBOMs.
+const CYCLONEDX: &str = "0.5.9";
+/// A static program cannot open the driver: what a CPU can do.
+const FEATURES_OF_MUSL: &str = "cli,dfloat11,plots,sign";
+
+/// Digests of the other files.
+pub const SUMS: &str = "SHA256SUMS";
+/// Where the files go, if no folder is given, under `target`.
+pub const OUT: &str = "artifacts";
+
+/// What is asked for.
+#[derive(Debug, PartialEq)]
+struct Options {
+    target: String,
+    out: PathBuf,
+    key: Option<PathBuf>,
+    password_file: Option<PathBuf>,
+    allows_dirty: bool,
+}
+
+impl Options {
+    fn parse(arguments: &[String]) -> Result<Self, String> {
+        let mut options = Self {
+            target: format!("{}-unknown-linux-gnu", env::consts::ARCH),
+            out: prepared(OUT),
+            key: None,
+            password_file: None,
+            allows_dirty: false,
+        };
+        let mut rest = arguments.iter();
+        while let Some(argument) = rest.next() {
+            let mut value = || rest.next().ok_or_else(|| format!("'{argument}' needs a value"));
+            match argument.as_str() {
+                "--target" => options.target.clone_from(value()?),
+                "--out" => options.out = value()?.into(),
+                "--sign" => options.key = Some(value()?.into()),
+                "--password-file" => options.password_file = Some(value()?.into()),
+                "--allow-dirty" => options.allows_dirty = true,
+                other => return Err(format!("unexpected argument '{other}'; see `cargo xtask help`")),
+            }
+        }
+        if options.password_file.is_some() && options.key.is_none() {
+            return Err("--password-file needs --sign KEY".to_owned());
+        }
+        let supported = ["gnu", "musl"].map(|libc| format!("{}-unknown-linux-{libc}", env::consts::ARCH));
+        if !supported.contains(&options.target) {
+            // The command writes its manual pages.
+            let [gnu, musl] = supported;
+            return Err(format!(
+                "cannot build for '{}' on this machine; --target takes {gnu} or {musl}",
+                options.target
+            ));
+        }
+        Ok(options)
+    }
+
+    fn name(&self) -> String {
+        format!("unweight-{VERSION}-{}", self.target)
+    }
+}
+
+/// Builds all files of a release.
+pub fn run_task(arguments: &[String]) -> Result<(), String> {
+    let options = Options::parse(arguments)?;
+    // Before a build of many minutes.
+    let secret = options.key.as_deref().map(|key| secret_key(key, options.password_file.as_deref())).transpose()?;
+    let changed = git(&["status", "--porcelain"])?;
+    if !changed.is_empty() && !options.allows_dirty {
+        return Err(format!("files differ from the commit; commit them or pass --allow-dirty:\n{changed}"));
+    }
+    let epoch = env::var("SOURCE_DATE_EPOCH").or_else(|_| git(&["log", "-1", "--format=%ct"]))?;
+    let cyclonedx = cyclonedx()?;
+
+    setup::remove(&options.out)?;
+    fs::create_dir_all(&options.out).map_err(|error| format!("{}: {error}", options.out.display()))?;
+    // Commands below run in other folders.
+    let out = fs::canonicalize(&options.out).map_err(|error| format!("{}: {error}", options.out.display()))?;
+    let (command, wheel) = built(&options, &epoch)?;
+    archive(&command, &options.name(), &epoch, &out)?;
+    let sbom = |manifest: &str, made: &str, features: &[&str], name: &str| {
+        bill(&cyclonedx, &root().join(manifest), made, features, &options.target, &epoch)
+            .and_then(|text| write(&out.join(name), text))
+    };
+    let features: &[&str] = match wheel {
+        Some(_) => &["--features", "full"],
+        None => &["--no-default-features", "--features", FEATURES_OF_MUSL],
+    };
+    sbom("Cargo.toml", "unweight_bin", features, &format!("{}.cdx.json", options.name()))?;
+    if let Some(wheel) = &wheel {
+        let name = wheel.file_name().ok_or("the wheel has no name")?;
+        fs::copy(wheel, out.join(name)).map_err(|error| format!("{}: {error}", wheel.display()))?;
+        let stem = wheel.file_stem().unwrap_or_default().to_string_lossy();
+        sbom("bindings/python/Cargo.toml", "_native_cdylib", &[], &format!("{stem}.cdx.json"))?;
+    }
+    write(&out.join(format!("{}.build.txt", options.name())), record(&epoch, wheel.is_some())?)?;
+    sums(&out)?;
+    if let Some(secret) = secret {
+        sign(&out, &secret)?;
+    }
+    println!("{}", out.display());
+    Ok(())
+}
+
+/// The command, and the wheel, if this target has one.
+fn built(options: &Options, epoch: &str) -> Result<(PathBuf, Option<PathBuf>), String> {
+    let wrapper = env::current_exe().map_err(|error| format!("xtask: {error}"))?;
+    let variables = [
+        ("RUSTC_WRAPPER", wrapper.into_os_string()),
+        (rustc::ROOT, root().into()),
+        ("SOURCE_DATE_EPOCH", epoch.into()),
+        ("CARGO_INCREMENTAL", "0".into()),
+        ("CARGO_PROFILE_DIST_DEBUG", "0".into()),
+        ("CARGO_PROFILE_DIST_STRIP", "symbols".into()),
+    ];
+    if options.target.ends_with("gnu") {
+        let (wheel, command) = wheel::dist(&variables)?;
+        return Ok((command, Some(wheel)));
+    }
+    let library = run::output(Command::new("rustc").args(["--print", "target-libdir", "--target", &options.target]))?;
+    if !Path::new(&library).is_dir() {
+        return Err(format!("no standard library for {0}; run `rustup target add {0}`", options.target));
+    }
+    let arguments = [
+        &["build", "--profile", "dist", "--locked", "--target", &options.target][..],
+        &["--package", "unweight", "--bin", "unweight", "--no-default-features", "--features", FEATURES_OF_MUSL],
+    ];
+    Ok((gpu_pack::command(cargo().envs(variables), &arguments.concat())?, None))
+}
+
+/// Packs the command and what belongs to it, twice: tar and gzip are everywhere, zstd is smaller.
+fn archive(command: &Path, name: &str, epoch: &str, out: &Path) -> Result<(), String> {
+    let stage = prepared("dist-stage");
+    setup::remove(&stage)?;
+    let folder = stage.join(name);
+    let io = |error: std::io::Error| format!("{}: {error}", folder.display());
+    fs::create_dir_all(folder.join("completions")).map_err(io)?;
+    fs::copy(command, folder.join("unweight")).map_err(io)?;
+    for file in ["LICENSE-APACHE", "LICENSE-MIT", "README.md"] {
+        fs::copy(root().join(file), folder.join(file)).map_err(io)?;
+    }
+    let unweight = folder.join("unweight");
+    // Texts may depend on the language and the width of the terminal.
+    let own = || {
+        let mut command = Command::new(&unweight);
+        command.env_clear().env("LC_ALL", "C");
+        command
+    };
+    run(own().args(["man", "--quiet"]).arg(folder.join("man/man1")))?;
+    for (shell, file) in [("bash", "unweight.bash"), ("fish", "unweight.fish"), ("zsh", "_unweight")] {
+        let script = run::output(own().args(["completions", shell]))?;
+        write(&folder.join("completions").join(file), script + "\n")?;
+    }
+    let tar = out.join(format!("{name}.tar"));
+    run(Command::new("tar")
+        .args(["--create", "--format=ustar", "--sort=name", "--owner=0", "--group=0", "--numeric-owner"])
+        .args(["--mode=u=rwX,go=rX", &format!("--mtime=@{epoch}"), "--file"])
+        .arg(&tar)
+        .arg("--directory")
+        .arg(&stage)
+        .arg(name)
+        .env("LC_ALL", "C"))?;
+    run(Command::new("zstd").args(["-19", "--quiet", "--force"]).arg(&tar))?;
+    run(Command::new("gzip").args(["-9", "--no-name", "--force"]).arg(&tar))
+}
+
+/// The program that writes SBOMs, in `target/tools` unless this machine has that version.
+fn cyclonedx() -> Result<PathBuf, String> {
+    let has_version = |program: &Path| {
+        let output = Command::new(program).args(["cyclonedx", "--version"]).output();
+        output.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).trim().ends_with(CYCLONEDX))
+    };
+    let (host, own) = (PathBuf::from("cargo-cyclonedx"), prepared("tools/bin/cargo-cyclonedx"));
+    if let Some(program) = [host, own.clone()].into_iter().find(|program| has_version(program)) {
+        return Ok(program);
+    }
+    let arguments = ["install", "--locked", "--quiet", "cargo-cyclonedx", "--version", CYCLONEDX, "--root"];
+    run(cargo().args(arguments).arg(prepared("tools")))?;
+    Ok(own)
+}
+
+/// The SBOM of what a manifest makes, without the folder of this workspace.
+fn bill(
+    cyclonedx: &Path,
+    manifest: &Path,
+    made: &str,
+    features: &[&str],
+    target: &str,
+    epoch: &str,
+) -> Result<String, String> {
+    let mut command = Command::new(cyclonedx);
+    command.current_dir(root()).arg("cyclonedx").arg("--manifest-path").arg(manifest).args(features);
+    command.args(["--format", "json", "--describe", "binaries", "--spec-version", "1.5", "--target", target, "-qq"]);
+    run(command.env("SOURCE_DATE_EPOCH", epoch))?;
+    // It writes one next to the manifest of each package.
+    let mut found = None;
+    let written = ["--exclude=*_bin.cdx.json", "--exclude=*_cdylib.cdx.json"];
+    let files = [&["ls-files", "--others", "--ignored"][..], &written, &["--", ":!target"]].concat();
+    let files = git(&files)?;
+    for file in files.lines().map(|file| root().join(file)) {
+        if file.file_name().is_some_and(|name| *name == *format!("{made}.cdx.json")) {
+            found = Some(fs::read_to_string(&file).map_err(|error| format!("{}: {error}", file.display()))?);
+        }
+        fs::remove_file(&file).map_err(|error| format!("{}: {error}", file.display()))?;
+    }
+    let text = found.ok_or_else(|| format!("cargo-cyclonedx wrote no {made}.cdx.json"))?;
+    Ok(text.replace(&format!("path+file://{}", root().display()), &format!("path+file://{}", rustc::NAME_OF_ROOT)))
+}
+
+/// From what and by what the files were made.
+fn record(epoch: &str, has_wheel: bool) -> Result<String, String> {
+    let first = |program: &str| -> Result<String, String> {
+        let text = run::output(Command::new(program).arg("--version"))?;
+        Ok(text.lines().next().unwrap_or_default().to_owned())
+    };
+    let mut lines = vec![format!("commit {}", git(&["rev-parse", "HEAD"])?), format!("SOURCE_DATE_EPOCH {epoch}")];
+    for program in ["rustc", "cargo", "tar", "gzip", "zstd"] {
+        lines.push(first(program)?);
+    }
+    lines.push(format!("cargo-cyclonedx {CYCLONEDX}"));
+    if has_wheel {
+        lines.push(wheel::dist_tools()?);
+    }
+    Ok(lines.join("\n") + "\n")
+}
+
+/// Writes the digests of all files.
+fn sums(out: &Path) -> Result<(), String> {
+    let entries = fs::read_dir(out).map_err(|error| format!("{}: {error}", out.display()))?;
+    let mut names: Vec<OsString> = entries.filter_map(|entry| Some(entry.ok()?.file_name())).collect();
+    names.sort();
+    let text = run::output(Command::new("sha256sum").current_dir(out).arg("--").args(&names))?;
+    write(&out.join(SUMS), text + "\n")
+}
+
+/// The secret key of a file, as `compress --sign` reads it; its password is the first line of another file.
+fn secret_key(key: &Path, password: Option<&Path>) -> Result<SecretKey, String> {
+    let read = |path: &Path| fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()));
+    let key_box = SecretKeyBox::from_string(&read(key)?);
+    let secret = match password {
+        None => key_box.and_then(SecretKeyBox::into_unencrypted_secret_key),
+        Some(file) => {
+            let password = read(file)?.lines().next().unwrap_or_default().to_owned();
+            key_box.and_then(|key| key.into_secret_key(Some(password)))
+        }
+    };
+    secret.map_err(|error| {
+        let help = "give a secret key of minisign; one with a password needs --password-file FILE";
+        format!("{}: not a usable minisign secret key ({error}); {help}", key.display())
+    })
+}
+
+/// Signs the digests; the signature says of which version they are.
+fn sign(out: &Path, secret: &SecretKey) -> Result<(), String> {
+    let path = out.join(SUMS);
+    let bytes = fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+    let (trusted, comment) = (format!("unweight {VERSION} {SUMS}"), "signature of a release");
+    let signature = minisign::sign(None, secret, bytes.as_slice(), Some(&trusted), Some(comment));
+    write(&out.join(format!("{SUMS}.minisig")), signature.map_err(|error| error.to_string())?.to_string())
+}
+
+fn write(path: &Path, text: String) -> Result<(), String> {
+    fs::write(path, text).map_err(|error| format!("{}: {error}", path.display()))
+}
+
+fn git(arguments: &[&str]) -> Result<String, String> {
+    if !succeeds(Command::new("git").current_dir(root()).args(["rev-parse", "HEAD"])) {
+        return Err("a release is made from a commit; this is not a git repository".to_owned());
+    }
+    run::output(Command::new("git").current_dir(root()).args(arguments))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parsed(arguments: &[&str]) -> Result<Options, String> {
+        Options::parse(&arguments.iter().map(|&argument| argument.to_owned()).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn options_are_parsed() {
+        let musl = format!("{}-unknown-linux-musl", env::consts::ARCH);
+        let options = parsed(&["--target", &musl, "--sign", "k", "--password-file", "p"]).unwrap();
+        assert_eq!(options.name(), format!("unweight-{VERSION}-{musl}"));
+        assert_eq!((options.key, options.password_file), (Some("k".into()), Some("p".into())));
+        for (wrong, why) in [
+            (&["--target", "riscv64gc-unknown-linux-gnu"][..], "cannot build for 'riscv64gc"),
+            (&["--password-file", "p"], "needs --sign"),
+            (&["--sign"], "needs a value"),
+            (&["out"], "unexpected argument 'out'"),
+        ] {
+            assert!(parsed(wrong).unwrap_err().contains(why), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn sums_are_those_of_all_files_and_the_signature_covers_them() {
+        let out = env::temp_dir().join(format!("unweight-sums-{}", std::process::id()));
+        setup::remove(&out).unwrap();
+        fs::create_dir(&out).unwrap();
+        write(&out.join("b"), "b".into()).unwrap();
+        write(&out.join("a"), String::new()).unwrap();
+        sums(&out).unwrap();
+        let text = fs::read_to_string(out.join(SUMS)).unwrap();
+        let empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855  a\n";
+        assert!(text.starts_with(empty) && text.ends_with("  b\n") && text.lines().count() == 2, "{text}");
+
+        for password in [None, Some("two words")] {
+            let keys = match password {
+                None => minisign::KeyPair::generate_unencrypted_keypair(),
+                Some(password) => minisign::KeyPair::generate_encrypted_keypair(Some(password.into())),
+            };
+            let keys = keys.unwrap();
+            write(&out.join("key"), keys.sk.to_box(None).unwrap().to_string()).unwrap();
+            write(&out.join("password"), format!("{}\nnothing", password.unwrap_or_default())).unwrap();
+            let password = password.map(|_| out.join("password"));
+            let secret = secret_key(&out.join("key"), password.as_deref()).unwrap();
+            sign(&out, &secret).unwrap();
+            let signature = fs::read_to_string(out.join(format!("{SUMS}.minisig"))).unwrap();
+            let signature = minisign::SignatureBox::from_string(&signature).unwrap();
+            let verified =
+                |text: &str| minisign::verify(&keys.pk, &signature, std::io::Cursor::new(text), true, false, false);
+            assert!(verified(&text).is_ok());
+            assert!(verified(&text.replacen('e', "f", 1)).is_err());
+            assert_eq!(signature.trusted_comment().unwrap(), format!("unweight {VERSION} {SUMS}"));
+        }
+        assert!(secret_key(&out.join("key"), None).unwrap_err().contains("--password-file"));
+        fs::remove_dir_all(&out).unwrap();
+    }
+}
