@@ -12,6 +12,7 @@ use std::{
     env,
     ffi::OsString,
     fs,
+    io::{self, Write as _},
     path::{Path, PathBuf},
     process::Command,
 };
@@ -120,7 +121,7 @@ pub fn run_task(arguments: &[String]) -> Result<(), String> {
         let stem = wheel.file_stem().unwrap_or_default().to_string_lossy();
         sbom("bindings/python/Cargo.toml", "_native_cdylib", &[], &format!("{stem}.cdx.json"))?;
     }
-    write(&out.join(format!("{}.build.txt", options.name())), record(&epoch, wheel.is_some())?)?;
+    write(&out.join(format!("{}.build.txt", options.name())), record(&epoch)?)?;
     sums(&out)?;
     if let Some(secret) = secret {
         sign(&out, &secret)?;
@@ -135,6 +136,7 @@ fn built(options: &Options, epoch: &str) -> Result<(PathBuf, Option<PathBuf>), S
     let variables = [
         ("RUSTC_WRAPPER", wrapper.into_os_string()),
         (rustc::ROOT, root().into()),
+        (rustc::LIBRARY, rustc::library()?.into()),
         ("SOURCE_DATE_EPOCH", epoch.into()),
         ("CARGO_INCREMENTAL", "0".into()),
         ("CARGO_PROFILE_DIST_DEBUG", "0".into()),
@@ -155,12 +157,12 @@ fn built(options: &Options, epoch: &str) -> Result<(PathBuf, Option<PathBuf>), S
     Ok((gpu_pack::command(cargo().envs(variables), &arguments.concat())?, None))
 }
 
-/// Packs the command and what belongs to it, twice: tar and gzip are everywhere, zstd is smaller.
+/// Packs the command and what belongs to it, twice: gzip is everywhere, zstd is smaller.
 fn archive(command: &Path, name: &str, epoch: &str, out: &Path) -> Result<(), String> {
     let stage = prepared("dist-stage");
     setup::remove(&stage)?;
     let folder = stage.join(name);
-    let io = |error: std::io::Error| format!("{}: {error}", folder.display());
+    let io = |error: io::Error| format!("{}: {error}", folder.display());
     fs::create_dir_all(folder.join("completions")).map_err(io)?;
     fs::copy(command, folder.join("unweight")).map_err(io)?;
     for file in ["LICENSE-APACHE", "LICENSE-MIT", "README.md"] {
@@ -178,17 +180,51 @@ fn archive(command: &Path, name: &str, epoch: &str, out: &Path) -> Result<(), St
         let script = run::output(own().args(["completions", shell]))?;
         write(&folder.join("completions").join(file), script + "\n")?;
     }
+    let time = epoch.parse().map_err(|error| format!("SOURCE_DATE_EPOCH is {epoch}: {error}"))?;
     let tar = out.join(format!("{name}.tar"));
-    run(Command::new("tar")
-        .args(["--create", "--format=ustar", "--sort=name", "--owner=0", "--group=0", "--numeric-owner"])
-        .args(["--mode=u=rwX,go=rX", &format!("--mtime=@{epoch}"), "--file"])
-        .arg(&tar)
-        .arg("--directory")
-        .arg(&stage)
-        .arg(name)
-        .env("LC_ALL", "C"))?;
-    run(Command::new("zstd").args(["-19", "--quiet", "--force"]).arg(&tar))?;
-    run(Command::new("gzip").args(["-9", "--no-name", "--force"]).arg(&tar))
+    let packed = packed(&stage, name, time).map_err(io)?;
+    write(&tar, &packed)?;
+    let gz = out.join(format!("{name}.tar.gz"));
+    let encode = || {
+        let mut encoder = flate2::GzBuilder::new().write(Vec::new(), flate2::Compression::best());
+        encoder.write_all(&packed)?;
+        encoder.finish()
+    };
+    write(&gz, encode().map_err(io)?)?;
+    let python = wheel::dist_tools()?;
+    let script = "import sys, zstandard as z
+text = open(sys.argv[1], 'rb').read()
+open(sys.argv[1] + '.zst', 'wb').write(z.ZstdCompressor(level=19).compress(text))";
+    run(Command::new(python).args(["-c", script]).arg(&tar))?;
+    fs::remove_file(&tar).map_err(io)
+}
+
+/// A tar archive of a folder in `stage`: names in order, one owner, one time, two modes.
+fn packed(stage: &Path, name: &str, time: u64) -> io::Result<Vec<u8>> {
+    let mut builder = tar::Builder::new(Vec::new());
+    let mut open = vec![PathBuf::from(name)];
+    while let Some(path) = open.pop() {
+        let from = stage.join(&path);
+        let mut header = tar::Header::new_ustar();
+        header.set_mtime(time);
+        header.set_uid(0);
+        header.set_gid(0);
+        if from.is_dir() {
+            header.set_entry_type(tar::EntryType::Directory);
+            header.set_mode(0o755);
+            header.set_size(0);
+            builder.append_data(&mut header, path.join(""), io::empty())?;
+            let mut names = fs::read_dir(&from)?.map(|entry| Ok(entry?.file_name())).collect::<io::Result<Vec<_>>>()?;
+            names.sort();
+            open.extend(names.iter().rev().map(|name| path.join(name)));
+        } else {
+            let text = fs::read(&from)?;
+            header.set_mode(if path.ends_with("unweight") { 0o755 } else { 0o644 });
+            header.set_size(text.len() as u64);
+            builder.append_data(&mut header, &path, text.as_slice())?;
+        }
+    }
+    builder.into_inner()
 }
 
 /// The program that writes SBOMs, in `target/tools` unless this machine has that version.
@@ -235,19 +271,17 @@ fn bill(
 }
 
 /// From what and by what the files were made.
-fn record(epoch: &str, has_wheel: bool) -> Result<String, String> {
+fn record(epoch: &str) -> Result<String, String> {
     let first = |program: &str| -> Result<String, String> {
         let text = run::output(Command::new(program).arg("--version"))?;
         Ok(text.lines().next().unwrap_or_default().to_owned())
     };
     let mut lines = vec![format!("commit {}", git(&["rev-parse", "HEAD"])?), format!("SOURCE_DATE_EPOCH {epoch}")];
-    for program in ["rustc", "cargo", "tar", "gzip", "zstd"] {
+    for program in ["rustc", "cargo"] {
         lines.push(first(program)?);
     }
     lines.push(format!("cargo-cyclonedx {CYCLONEDX}"));
-    if has_wheel {
-        lines.push(wheel::dist_tools()?);
-    }
+    lines.extend(wheel::DIST_TOOLS.map(|tool| tool.replace("==", " ")));
     Ok(lines.join("\n") + "\n")
 }
 
@@ -286,7 +320,7 @@ fn sign(out: &Path, secret: &SecretKey) -> Result<(), String> {
     write(&out.join(format!("{SUMS}.minisig")), signature.map_err(|error| error.to_string())?.to_string())
 }
 
-fn write(path: &Path, text: String) -> Result<(), String> {
+fn write(path: &Path, text: impl AsRef<[u8]>) -> Result<(), String> {
     fs::write(path, text).map_err(|error| format!("{}: {error}", path.display()))
 }
 
@@ -299,6 +333,8 @@ fn git(arguments: &[&str]) -> Result<String, String> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     fn parsed(arguments: &[&str]) -> Result<Options, String> {
@@ -326,33 +362,73 @@ mod tests {
         let out = env::temp_dir().join(format!("unweight-sums-{}", std::process::id()));
         setup::remove(&out).unwrap();
         fs::create_dir(&out).unwrap();
-        write(&out.join("b"), "b".into()).unwrap();
-        write(&out.join("a"), String::new()).unwrap();
+        write(&out.join("b"), "b").unwrap();
+        write(&out.join("a"), "").unwrap();
         sums(&out).unwrap();
         let text = fs::read_to_string(out.join(SUMS)).unwrap();
         let empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855  a\n";
         assert!(text.starts_with(empty) && text.ends_with("  b\n") && text.lines().count() == 2, "{text}");
 
-        for password in [None, Some("two words")] {
-            let keys = match password {
-                None => minisign::KeyPair::generate_unencrypted_keypair(),
-                Some(password) => minisign::KeyPair::generate_encrypted_keypair(Some(password.into())),
-            };
-            let keys = keys.unwrap();
-            write(&out.join("key"), keys.sk.to_box(None).unwrap().to_string()).unwrap();
-            write(&out.join("password"), format!("{}\nnothing", password.unwrap_or_default())).unwrap();
-            let password = password.map(|_| out.join("password"));
-            let secret = secret_key(&out.join("key"), password.as_deref()).unwrap();
-            sign(&out, &secret).unwrap();
-            let signature = fs::read_to_string(out.join(format!("{SUMS}.minisig"))).unwrap();
-            let signature = minisign::SignatureBox::from_string(&signature).unwrap();
-            let verified =
-                |text: &str| minisign::verify(&keys.pk, &signature, std::io::Cursor::new(text), true, false, false);
-            assert!(verified(&text).is_ok());
-            assert!(verified(&text.replacen('e', "f", 1)).is_err());
-            assert_eq!(signature.trusted_comment().unwrap(), format!("unweight {VERSION} {SUMS}"));
-        }
-        assert!(secret_key(&out.join("key"), None).unwrap_err().contains("--password-file"));
+        let keys = minisign::KeyPair::generate_unencrypted_keypair().unwrap();
+        write(&out.join("key"), keys.sk.to_box(None).unwrap().to_string()).unwrap();
+        sign(&out, &secret_key(&out.join("key"), None).unwrap()).unwrap();
+        let signature = fs::read_to_string(out.join(format!("{SUMS}.minisig"))).unwrap();
+        let signature = minisign::SignatureBox::from_string(&signature).unwrap();
+        let verify = |text: String| minisign::verify(&keys.pk, &signature, io::Cursor::new(text), true, false, false);
+        assert!(verify(text.replacen('e', "f", 1)).is_err());
+        assert!(verify(text).is_ok());
+        assert_eq!(signature.trusted_comment().unwrap(), format!("unweight {VERSION} {SUMS}"));
         fs::remove_dir_all(&out).unwrap();
+    }
+
+    /// Made by `minisign -G`. Its password takes minutes to try without optimisation.
+    const KEY: &str = concat!(
+        "untrusted comment: minisign encrypted secret key\n",
+        "RWRTY0IyQormrMq8yorsBwNam6YVKL0NlxexG7bPN0PYhFK+3ZYAAAACAAAAAAAAAEAAAAAA1RMrSzsAq/Yu+nAW1sGlVNC39z1ntMQHRb",
+        "PcBr2j+6g8qfOBAalEaQSL1TZrLzQBVJb5W4vfll9pcoAoo55hi6xMGYVRDxQ5T+2k8lrNdJRQ8yG9VEk9rdZbJf/s1/E4KvipkA858Ok=\n"
+    );
+
+    #[test]
+    fn keys_with_a_password_need_it() {
+        let folder = env::temp_dir().join(format!("unweight-key-{}", std::process::id()));
+        setup::remove(&folder).unwrap();
+        fs::create_dir(&folder).unwrap();
+        let (key, password) = (folder.join("key"), folder.join("password"));
+        write(&key, KEY).unwrap();
+        let message = secret_key(&key, None).unwrap_err();
+        assert!(message.contains("--password-file") && message.contains("key: not a usable"), "{message}");
+        assert!(secret_key(&key, Some(&password)).unwrap_err().contains("password: No such file"));
+        fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn archives_do_not_depend_on_times_owners_and_order() {
+        let folder = env::temp_dir().join(format!("unweight-packed-{}", std::process::id()));
+        setup::remove(&folder).unwrap();
+        let files = ["a/unweight", "a/man/man1/unweight.1", "a/README.md", "a/b"];
+        let staged = |name: &str, order: &[&str], mode: u32| {
+            for file in order {
+                let path = folder.join(name).join(file);
+                fs::create_dir_all(path.parent().unwrap()).unwrap();
+                write(&path, file).unwrap();
+                fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+            }
+            packed(&folder.join(name), "a", 1_700_000_000).unwrap()
+        };
+        let one = staged("one", &files, 0o600);
+        let mut backwards = files;
+        backwards.reverse();
+        assert!(one == staged("other", &backwards, 0o755));
+        let mut archive = tar::Archive::new(one.as_slice());
+        let found = archive.entries().unwrap().map(|entry| {
+            let entry = entry.unwrap();
+            let header = entry.header();
+            assert_eq!((header.uid().unwrap(), header.mtime().unwrap()), (0, 1_700_000_000));
+            (entry.path().unwrap().display().to_string(), header.mode().unwrap())
+        });
+        let names = ["a/", "a/README.md", "a/b", "a/man/", "a/man/man1/", "a/man/man1/unweight.1", "a/unweight"];
+        let modes = [0o755, 0o644, 0o644, 0o755, 0o755, 0o644, 0o755];
+        assert_eq!(found.collect::<Vec<_>>(), names.map(str::to_owned).into_iter().zip(modes).collect::<Vec<_>>());
+        fs::remove_dir_all(&folder).unwrap();
     }
 }

@@ -9,10 +9,22 @@ use std::{
     process::Command,
 };
 
+use crate::run;
+
 /// The root of the workspace that is compiled.
 pub const ROOT: &str = "UNWEIGHT_DIST_ROOT";
-/// What stands for it in messages of panics.
+/// `FROM=TO`: where the sources of the standard library are, if they are installed, and where its panics say that it is.
+pub const LIBRARY: &str = "UNWEIGHT_DIST_LIBRARY";
+/// What stands for [`ROOT`] in messages of panics.
 pub const NAME_OF_ROOT: &str = "/unweight";
+
+/// The value of [`LIBRARY`].
+pub fn library() -> Result<String, String> {
+    let sysroot = run::output(Command::new("rustc").args(["--print", "sysroot"]))?;
+    let version = run::output(Command::new("rustc").arg("-vV"))?;
+    let commit = version.lines().find_map(|line| line.strip_prefix("commit-hash: ")).unwrap_or("unknown");
+    Ok(format!("{sysroot}/lib/rustlib/src/rust=/rustc/{commit}"))
+}
 
 /// Runs the compiler; its exit status.
 pub fn run(root: &OsStr, arguments: &[OsString]) -> Result<i32, String> {
@@ -20,7 +32,10 @@ pub fn run(root: &OsStr, arguments: &[OsString]) -> Result<i32, String> {
     let own = env::var_os("CARGO_MANIFEST_DIR").is_some_and(|folder| Path::new(&folder).starts_with(root));
     let variable = |name| env::var(name).unwrap_or_default();
     let package = own.then(|| format!("{}-{}", variable("CARGO_PKG_NAME"), variable("CARGO_PKG_VERSION")));
+    let library = variable(LIBRARY);
+    let (sources, name) = library.split_once('=').unwrap_or_default();
     let folders = [
+        (sources.into(), name),
         (home_of_cargo(), "/cargo"),
         (env::var_os("CARGO_TARGET_DIR").unwrap_or_default(), "/target"),
         (root.to_owned(), NAME_OF_ROOT),

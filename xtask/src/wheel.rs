@@ -17,6 +17,9 @@ use crate::{
 const MATURIN: &str = "maturin>=1.9.4,<2";
 /// A linker that knows the symbols of older glibcs, and cargo's way to it.
 const ZIG: [&str; 2] = ["ziglang>=0.14,<0.18", "cargo-zigbuild>=0.20,<1"];
+/// What links and packs a release, of one version each: others make other bytes.
+pub const DIST_TOOLS: [&str; 4] = ["cargo-zigbuild==0.24.1", "maturin==1.16.0", "ziglang==0.17.1", "zstandard==0.25.0"];
+const DIST_VENV: &str = "dist-tools";
 /// The glibc of manylinux2014.
 const GLIBC: &str = "2.17";
 /// What the tests of the operator and of transformers were written against.
@@ -109,12 +112,12 @@ pub fn dist(variables: &[(&str, OsString)]) -> Result<(PathBuf, PathBuf), String
     Ok((build(Build::Dist, variables)?, package().join("data/scripts/unweight")))
 }
 
-/// Versions of the tools that link a release, for its record.
-pub fn dist_tools() -> Result<String, String> {
-    let python = prepared("maturin-zig").join("bin/python3");
-    let ask = "from importlib.metadata import version as of
-print(*(f'{name} {of(name)}' for name in ('cargo-zigbuild', 'maturin', 'ziglang')), sep='\\n')";
-    run::output(Command::new(python).args(["-c", ask]))
+/// The Python of [`DIST_TOOLS`].
+pub fn dist_tools() -> Result<PathBuf, String> {
+    let pairs = DIST_TOOLS.map(|tool| format!("{:?}", tool.split("==").collect::<Vec<_>>()));
+    let check =
+        format!("from importlib.metadata import version\nfor n, v in [{}]: assert version(n) == v", pairs.join(","));
+    setup::python(&prepared(DIST_VENV), &[&DIST_TOOLS], &check)
 }
 
 /// Installs the wheel where nothing else is, and tests it there; then what needs numpy.
@@ -217,11 +220,17 @@ fn package() -> PathBuf {
 
 /// The wheel, with the command in it.
 fn build(how: Build, variables: &[(&str, OsString)]) -> Result<PathBuf, String> {
-    let (tools, installs) = match how {
-        Build::Manylinux | Build::Dist => ("maturin-zig", [&[MATURIN][..], &ZIG].concat()),
-        Build::Release | Build::Tests | Build::Command => ("maturin", vec![MATURIN]),
+    let tools = match how {
+        Build::Manylinux => "maturin-zig",
+        Build::Dist => DIST_VENV,
+        Build::Release | Build::Tests | Build::Command => "maturin",
     };
-    let maturin = setup::python(&prepared(tools), &[&installs], "import maturin")?;
+    let python = |installs: &[&str]| setup::python(&prepared(tools), &[installs], "import maturin");
+    let maturin = match how {
+        Build::Manylinux => python(&[&[MATURIN][..], &ZIG].concat())?,
+        Build::Dist => dist_tools()?,
+        Build::Release | Build::Tests | Build::Command => python(&[MATURIN])?,
+    };
     // The launcher that stands for a virtual environment has its programs elsewhere.
     let mut path = OsString::from(maturin.with_file_name("").as_os_str());
     path.push(":");
