@@ -4,7 +4,7 @@
 //! unweight-VERSION-TARGET.tar.zst, .tar.gz   the command, licences, manual pages, completions
 //! unweight-VERSION-*.whl                     the Python package (targets with glibc)
 //! *.cdx.json                                 CycloneDX SBOMs of both
-//! unweight-VERSION-TARGET.build.txt          commit and tools
+//! unweight-VERSION.build.txt                 commit and tools
 //! SHA256SUMS, SHA256SUMS.minisig             digests of all these, and their signature
 //! ```
 
@@ -26,7 +26,7 @@ use crate::{
 };
 
 /// Version of the release.
-const VERSION: &str = env!("CARGO_PKG_VERSION");
+pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// The writer of SBOMs.
 const CYCLONEDX: &str = "0.5.9";
 /// A static program cannot open the driver: what a CPU can do.
@@ -40,7 +40,7 @@ pub const OUT: &str = "artifacts";
 /// What is asked for.
 #[derive(Debug, PartialEq)]
 struct Options {
-    target: String,
+    targets: Vec<String>,
     out: PathBuf,
     key: Option<PathBuf>,
     password_file: Option<PathBuf>,
@@ -49,18 +49,13 @@ struct Options {
 
 impl Options {
     fn parse(arguments: &[String]) -> Result<Self, String> {
-        let mut options = Self {
-            target: format!("{}-unknown-linux-gnu", env::consts::ARCH),
-            out: prepared(OUT),
-            key: None,
-            password_file: None,
-            allows_dirty: false,
-        };
+        let mut options =
+            Self { targets: Vec::new(), out: prepared(OUT), key: None, password_file: None, allows_dirty: false };
         let mut rest = arguments.iter();
         while let Some(argument) = rest.next() {
             let mut value = || rest.next().ok_or_else(|| format!("'{argument}' needs a value"));
             match argument.as_str() {
-                "--target" => options.target.clone_from(value()?),
+                "--target" => options.targets.push(value()?.clone()),
                 "--out" => options.out = value()?.into(),
                 "--sign" => options.key = Some(value()?.into()),
                 "--password-file" => options.password_file = Some(value()?.into()),
@@ -71,21 +66,21 @@ impl Options {
         if options.password_file.is_some() && options.key.is_none() {
             return Err("--password-file needs --sign KEY".to_owned());
         }
-        let supported = ["gnu", "musl"].map(|libc| format!("{}-unknown-linux-{libc}", env::consts::ARCH));
-        if !supported.contains(&options.target) {
-            // The command writes its manual pages.
-            let [gnu, musl] = supported;
-            return Err(format!(
-                "cannot build for '{}' on this machine; --target takes {gnu} or {musl}",
-                options.target
-            ));
+        let [gnu, musl] = ["gnu", "musl"].map(|libc| format!("{}-unknown-linux-{libc}", env::consts::ARCH));
+        // The command writes its manual pages, so it must run here.
+        if let Some(other) = options.targets.iter().find(|&target| ![&gnu, &musl].contains(&target)) {
+            return Err(format!("cannot build for '{other}' on this machine; --target takes {gnu} or {musl}"));
+        }
+        if options.targets.is_empty() {
+            options.targets.push(gnu);
         }
         Ok(options)
     }
+}
 
-    fn name(&self) -> String {
-        format!("unweight-{VERSION}-{}", self.target)
-    }
+/// How the files for a target begin.
+fn name(target: &str) -> String {
+    format!("unweight-{VERSION}-{target}")
 }
 
 /// Builds all files of a release.
@@ -97,31 +92,15 @@ pub fn run_task(arguments: &[String]) -> Result<(), String> {
     if !changed.is_empty() && !options.allows_dirty {
         return Err(format!("files differ from the commit; commit them or pass --allow-dirty:\n{changed}"));
     }
+    check_tags(&git(&["tag", "--points-at", "HEAD", "v*"])?, &read(&root().join("CHANGELOG.md"))?)?;
     let epoch = env::var("SOURCE_DATE_EPOCH").or_else(|_| git(&["log", "-1", "--format=%ct"]))?;
     let cyclonedx = cyclonedx()?;
 
-    setup::remove(&options.out)?;
-    fs::create_dir_all(&options.out).map_err(|error| format!("{}: {error}", options.out.display()))?;
-    // Commands below run in other folders.
-    let out = fs::canonicalize(&options.out).map_err(|error| format!("{}: {error}", options.out.display()))?;
-    let (command, wheel) = built(&options, &epoch)?;
-    archive(&command, &options.name(), &epoch, &out)?;
-    let sbom = |manifest: &str, made: &str, features: &[&str], name: &str| {
-        bill(&cyclonedx, &root().join(manifest), made, features, &options.target, &epoch)
-            .and_then(|text| write(&out.join(name), text))
-    };
-    let features: &[&str] = match wheel {
-        Some(_) => &["--features", "full"],
-        None => &["--no-default-features", "--features", FEATURES_OF_MUSL],
-    };
-    sbom("Cargo.toml", "unweight_bin", features, &format!("{}.cdx.json", options.name()))?;
-    if let Some(wheel) = &wheel {
-        let name = wheel.file_name().ok_or("the wheel has no name")?;
-        fs::copy(wheel, out.join(name)).map_err(|error| format!("{}: {error}", wheel.display()))?;
-        let stem = wheel.file_stem().unwrap_or_default().to_string_lossy();
-        sbom("bindings/python/Cargo.toml", "_native_cdylib", &[], &format!("{stem}.cdx.json"))?;
+    let out = emptied(&options.out)?;
+    for target in &options.targets {
+        files_for(target, &epoch, &cyclonedx, &out)?;
     }
-    write(&out.join(format!("{}.build.txt", options.name())), record(&epoch)?)?;
+    write(&out.join(format!("unweight-{VERSION}.build.txt")), record(&epoch)?)?;
     sums(&out)?;
     if let Some(secret) = secret {
         sign(&out, &secret)?;
@@ -130,8 +109,61 @@ pub fn run_task(arguments: &[String]) -> Result<(), String> {
     Ok(())
 }
 
+/// Makes an empty folder, in place of files of an earlier release only; its path from the root of the file system.
+fn emptied(out: &Path) -> Result<PathBuf, String> {
+    let io = |error: io::Error| format!("{}: {error}", out.display());
+    if out.exists() {
+        if !out.join(SUMS).is_file() && fs::read_dir(out).map_err(io)?.next().is_some() {
+            return Err(format!(
+                "{}: not empty, and without {SUMS}; remove it or choose another folder",
+                out.display()
+            ));
+        }
+        setup::remove(out)?;
+    }
+    fs::create_dir_all(out).and_then(|()| fs::canonicalize(out)).map_err(io)
+}
+
+/// A commit with the tag of a version is of that version, and the changelog has its date.
+fn check_tags(tags: &str, changelog: &str) -> Result<(), String> {
+    if tags.is_empty() {
+        return Ok(());
+    }
+    if !tags.lines().any(|tag| tag == format!("v{VERSION}")) {
+        return Err(format!("the commit has the tag {tags}, and Cargo.toml version {VERSION}"));
+    }
+    let heading = format!("## [{VERSION}] - ");
+    let date = changelog.lines().find_map(|line| line.strip_prefix(&heading)).unwrap_or_default();
+    if date.len() == "2000-01-01".len() && date.starts_with(|c: char| c.is_ascii_digit()) {
+        return Ok(());
+    }
+    Err(format!("CHANGELOG.md has no date for {VERSION}; write '{heading}YYYY-MM-DD', commit and tag again"))
+}
+
+/// Archives, wheel and SBOMs for a target.
+fn files_for(target: &str, epoch: &str, cyclonedx: &Path, out: &Path) -> Result<(), String> {
+    let (command, wheel) = built(target, epoch)?;
+    archive(&command, &name(target), epoch, out)?;
+    let sbom = |manifest: &str, made: &str, features: &[&str], name: &str| {
+        bill(cyclonedx, &root().join(manifest), made, &[features, &["--target", target]].concat(), epoch)
+            .and_then(|text| write(&out.join(name), text))
+    };
+    let features: &[&str] = match wheel {
+        Some(_) => &["--features", "full"],
+        None => &["--no-default-features", "--features", FEATURES_OF_MUSL],
+    };
+    sbom("Cargo.toml", "unweight_bin", features, &format!("{}.cdx.json", name(target)))?;
+    if let Some(wheel) = &wheel {
+        let name = wheel.file_name().ok_or("the wheel has no name")?;
+        fs::copy(wheel, out.join(name)).map_err(|error| format!("{}: {error}", wheel.display()))?;
+        let stem = wheel.file_stem().unwrap_or_default().to_string_lossy();
+        sbom("bindings/python/Cargo.toml", "_native_cdylib", &[], &format!("{stem}.cdx.json"))?;
+    }
+    Ok(())
+}
+
 /// The command, and the wheel, if this target has one.
-fn built(options: &Options, epoch: &str) -> Result<(PathBuf, Option<PathBuf>), String> {
+fn built(target: &str, epoch: &str) -> Result<(PathBuf, Option<PathBuf>), String> {
     let wrapper = env::current_exe().map_err(|error| format!("xtask: {error}"))?;
     let variables = [
         ("RUSTC_WRAPPER", wrapper.into_os_string()),
@@ -142,16 +174,16 @@ fn built(options: &Options, epoch: &str) -> Result<(PathBuf, Option<PathBuf>), S
         ("CARGO_PROFILE_DIST_DEBUG", "0".into()),
         ("CARGO_PROFILE_DIST_STRIP", "symbols".into()),
     ];
-    if options.target.ends_with("gnu") {
+    if target.ends_with("gnu") {
         let (wheel, command) = wheel::dist(&variables)?;
         return Ok((command, Some(wheel)));
     }
-    let library = run::output(Command::new("rustc").args(["--print", "target-libdir", "--target", &options.target]))?;
+    let library = run::output(Command::new("rustc").args(["--print", "target-libdir", "--target", target]))?;
     if !Path::new(&library).is_dir() {
-        return Err(format!("no standard library for {0}; run `rustup target add {0}`", options.target));
+        return Err(format!("no standard library for {0}; run `rustup target add {0}`", target));
     }
     let arguments = [
-        &["build", "--profile", "dist", "--locked", "--target", &options.target][..],
+        &["build", "--profile", "dist", "--locked", "--target", target][..],
         &["--package", "unweight", "--bin", "unweight", "--no-default-features", "--features", FEATURES_OF_MUSL],
     ];
     Ok((gpu_pack::command(cargo().envs(variables), &arguments.concat())?, None))
@@ -243,17 +275,10 @@ fn cyclonedx() -> Result<PathBuf, String> {
 }
 
 /// The SBOM of what a manifest makes, without the folder of this workspace.
-fn bill(
-    cyclonedx: &Path,
-    manifest: &Path,
-    made: &str,
-    features: &[&str],
-    target: &str,
-    epoch: &str,
-) -> Result<String, String> {
+fn bill(cyclonedx: &Path, manifest: &Path, made: &str, options: &[&str], epoch: &str) -> Result<String, String> {
     let mut command = Command::new(cyclonedx);
-    command.current_dir(root()).arg("cyclonedx").arg("--manifest-path").arg(manifest).args(features);
-    command.args(["--format", "json", "--describe", "binaries", "--spec-version", "1.5", "--target", target, "-qq"]);
+    command.current_dir(root()).arg("cyclonedx").arg("--manifest-path").arg(manifest).args(options);
+    command.args(["--format", "json", "--describe", "binaries", "--spec-version", "1.5", "-qq"]);
     run(command.env("SOURCE_DATE_EPOCH", epoch))?;
     // It writes one next to the manifest of each package.
     let mut found = None;
@@ -262,7 +287,7 @@ fn bill(
     let files = git(&files)?;
     for file in files.lines().map(|file| root().join(file)) {
         if file.file_name().is_some_and(|name| *name == *format!("{made}.cdx.json")) {
-            found = Some(fs::read_to_string(&file).map_err(|error| format!("{}: {error}", file.display()))?);
+            found = Some(read(&file)?);
         }
         fs::remove_file(&file).map_err(|error| format!("{}: {error}", file.display()))?;
     }
@@ -296,7 +321,6 @@ fn sums(out: &Path) -> Result<(), String> {
 
 /// The secret key of a file, as `compress --sign` reads it; its password is the first line of another file.
 fn secret_key(key: &Path, password: Option<&Path>) -> Result<SecretKey, String> {
-    let read = |path: &Path| fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()));
     let key_box = SecretKeyBox::from_string(&read(key)?);
     let secret = match password {
         None => key_box.and_then(SecretKeyBox::into_unencrypted_secret_key),
@@ -312,12 +336,16 @@ fn secret_key(key: &Path, password: Option<&Path>) -> Result<SecretKey, String> 
 }
 
 /// Signs the digests; the signature says of which version they are.
-fn sign(out: &Path, secret: &SecretKey) -> Result<(), String> {
+pub fn sign(out: &Path, secret: &SecretKey) -> Result<(), String> {
     let path = out.join(SUMS);
     let bytes = fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
     let (trusted, comment) = (format!("unweight {VERSION} {SUMS}"), "signature of a release");
     let signature = minisign::sign(None, secret, bytes.as_slice(), Some(&trusted), Some(comment));
     write(&out.join(format!("{SUMS}.minisig")), signature.map_err(|error| error.to_string())?.to_string())
+}
+
+fn read(path: &Path) -> Result<String, String> {
+    fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))
 }
 
 fn write(path: &Path, text: impl AsRef<[u8]>) -> Result<(), String> {
@@ -343,9 +371,11 @@ mod tests {
 
     #[test]
     fn options_are_parsed() {
-        let musl = format!("{}-unknown-linux-musl", env::consts::ARCH);
-        let options = parsed(&["--target", &musl, "--sign", "k", "--password-file", "p"]).unwrap();
-        assert_eq!(options.name(), format!("unweight-{VERSION}-{musl}"));
+        let [gnu, musl] = ["gnu", "musl"].map(|libc| format!("{}-unknown-linux-{libc}", env::consts::ARCH));
+        assert_eq!(parsed(&[]).unwrap().targets, [gnu.as_str()]);
+        let both = ["--target", &gnu, "--target", &musl, "--sign", "k", "--password-file", "p"];
+        let options = parsed(&both).unwrap();
+        assert_eq!(options.targets, [gnu, musl]);
         assert_eq!((options.key, options.password_file), (Some("k".into()), Some("p".into())));
         for (wrong, why) in [
             (&["--target", "riscv64gc-unknown-linux-gnu"][..], "cannot build for 'riscv64gc"),
@@ -355,6 +385,30 @@ mod tests {
         ] {
             assert!(parsed(wrong).unwrap_err().contains(why), "{wrong:?}");
         }
+    }
+
+    #[test]
+    fn tags_are_those_of_the_version_and_its_date() {
+        let changelog = |date: &str| format!("# Changelog\n\n## [{VERSION}] - {date}\n\nFirst.\n");
+        let (own, released) = (format!("v{VERSION}"), changelog("2027-01-31"));
+        assert_eq!(check_tags("", &changelog("unreleased")), Ok(()));
+        assert_eq!(check_tags(&own, &released), Ok(()));
+        assert!(check_tags("v9.9.9", &released).unwrap_err().contains("the tag v9.9.9"));
+        assert!(check_tags(&own, &changelog("unreleased")).unwrap_err().contains("has no date"));
+        assert!(check_tags(&own, "").unwrap_err().contains("has no date"));
+    }
+
+    #[test]
+    fn only_folders_of_releases_are_replaced() {
+        let out = env::temp_dir().join(format!("unweight-emptied-{}", std::process::id()));
+        setup::remove(&out).unwrap();
+        emptied(&out).unwrap();
+        write(&out.join("mine"), "").unwrap();
+        assert!(emptied(&out).unwrap_err().contains("not empty"));
+        write(&out.join(SUMS), "").unwrap();
+        emptied(&out).unwrap();
+        assert_eq!(fs::read_dir(&out).unwrap().count(), 0);
+        fs::remove_dir(&out).unwrap();
     }
 
     #[test]

@@ -3,7 +3,9 @@
 mod dist;
 mod gpu_pack;
 mod kernel_digests;
+mod lint;
 mod peers;
+mod release;
 mod run;
 mod rustc;
 mod setup;
@@ -26,11 +28,15 @@ usage: cargo xtask <task>
                         --if-prepared (of these three)  fetch nothing, and leave out what is not there and what is slow
   wheel               build the Python package with the command in it: target/wheels
                         --manylinux2014  for any Linux since glibc 2.17, linked by zig (from PyPI)
+  lint                shellcheck, hadolint, yamllint and zizmor (from PyPI) on scripts, Containerfile and workflows
   dist                build the files of a release, the same bytes in any folder: target/artifacts
-                        --target T     x86_64-unknown-linux-gnu (default) or -musl (CPU commands only)
-                        --out DIR      write them to this folder, which is replaced
+                        --target T     x86_64-unknown-linux-gnu (default) or -musl (CPU commands only); may be repeated
+                        --out DIR      write them to this folder
                         --sign KEY     sign SHA256SUMS with a minisign key; --password-file FILE has its password
                         --allow-dirty  also if files differ from the commit
+  test-release        install.sh in clean Debians (debootstrap, root) and the wheel in each Python: minutes
+                        --files DIR    files of `dist` (default: target/artifacts)
+                        --suite NAME   also in this system of debootstrap, such as noble
   gpu-pack            gather stripped binaries and run.sh in .gpu/ for a GPU machine without Rust
                         --with-nvrtc  put libnvrtc beside them
   bench-peers [MODEL] measure the codec beside ZipNN and zstd on a Gaussian tensor and on MODEL's BF16 matrices
@@ -71,7 +77,9 @@ fn main() -> ExitCode {
         "test-vllm" => wheel::test_vllm(rest),
         "test-candle" => test::candle(rest),
         "wheel" => wheel::run_task(rest),
+        "lint" => lint::run_task(rest),
         "dist" => dist::run_task(rest),
+        "test-release" => release::run_task(rest),
         "gpu-pack" => gpu_pack::run(rest),
         "bench-peers" => peers::run(rest),
         "kernel-digests" => kernel_digests::run(rest),

@@ -13,7 +13,7 @@ use crate::run;
 
 /// The root of the workspace that is compiled.
 pub const ROOT: &str = "UNWEIGHT_DIST_ROOT";
-/// `FROM=TO`: where the sources of the standard library are, if they are installed, and where its panics say that it is.
+/// `FROM=TO`: where the sources of the standard library are, if installed, and where its panics say that they are.
 pub const LIBRARY: &str = "UNWEIGHT_DIST_LIBRARY";
 /// What stands for [`ROOT`] in messages of panics.
 pub const NAME_OF_ROOT: &str = "/unweight";

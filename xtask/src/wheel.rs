@@ -243,7 +243,7 @@ fn build(how: Build, variables: &[(&str, OsString)]) -> Result<PathBuf, String> 
     let arguments = match how {
         Build::Release => [&["build", "--profile", "dist"], &of_command[..]].concat(),
         Build::Manylinux | Build::Dist => {
-            [&["zigbuild", "--profile", "dist", "--target", &target_of_command], &of_command[..]].concat()
+            [&["zigbuild", "--locked", "--profile", "dist", "--target", &target_of_command], &of_command[..]].concat()
         }
         // The very build of `cargo xtask test`: it is there already.
         Build::Tests => vec!["test", "--no-run", "--workspace", "--all-targets"],
@@ -272,7 +272,7 @@ fn build(how: Build, variables: &[(&str, OsString)]) -> Result<PathBuf, String> 
     command.arg(&wheels).env("PATH", path);
     if let Build::Manylinux | Build::Dist = how {
         // It fails where a symbol is younger than the tag says.
-        command.args(["--zig", "--compatibility", "manylinux2014", "--target", &target]);
+        command.args(["--locked", "--zig", "--compatibility", "manylinux2014", "--target", &target]);
     }
     // Its dependencies have been built for the workspace.
     let shared = env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| prepared("").into());

@@ -185,9 +185,9 @@ fn tool(name: &str) -> Option<PathBuf> {
 }
 
 /// A machine with `home`, and `tools` as all that is on PATH.
-struct Machine(Folder);
+struct System(Folder);
 
-impl Machine {
+impl System {
     /// With a client of HTTP.
     fn new() -> Self {
         let machine = Self::without_client();
@@ -269,7 +269,7 @@ fn only(text: &str) -> BTreeMap<String, Vec<u8>> {
 fn every_client_installs_the_latest_release() {
     for client in ["curl", "wget"] {
         let site = Site::with_release(&command(VERSION));
-        let machine = Machine::without_client();
+        let machine = System::without_client();
         machine.refuses(&site, &[], "neither curl nor wget is installed");
         if !machine.add(client) {
             continue;
@@ -286,7 +286,7 @@ fn every_client_installs_the_latest_release() {
 
 #[test]
 fn zstd_takes_the_smaller_archive() {
-    let (site, machine) = (Site::with_release(&command(VERSION)), Machine::new());
+    let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
     if machine.add("zstd") {
         machine.installs(&site, &[]);
         assert!(site.asked()[1].ends_with(".tar.zst"), "{:?}", site.asked());
@@ -296,7 +296,7 @@ fn zstd_takes_the_smaller_archive() {
 
 #[test]
 fn versions_are_chosen_replaced_and_removed() {
-    let (site, machine) = (Site::with_release(&command(VERSION)), Machine::new());
+    let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
     site.publish("0.2.0-rc.1", &command("0.2.0-rc.1"));
     let version = |version: &str| machine.installs(&site, &["--version", version]);
     version("v0.1.0");
@@ -316,7 +316,7 @@ fn versions_are_chosen_replaced_and_removed() {
 
 #[test]
 fn another_directory_is_used_and_named_only_if_it_is_not_on_path() {
-    let (site, machine) = (Site::with_release(&command(VERSION)), Machine::new());
+    let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
     let to = machine.0.path("tools");
     let text = machine.installs(&site, &["--to", to.to_str().unwrap()]);
     assert!(!text.contains("PATH"), "{text}");
@@ -346,7 +346,7 @@ fn damaged_files_are_refused_and_the_installed_command_stays() {
     ];
     for older in [None, Some("0.0.9")] {
         for (message, change) in changes {
-            let (site, machine) = (Site::new(), Machine::new());
+            let (site, machine) = (Site::new(), System::new());
             if let Some(older) = older {
                 site.publish(older, &command(older));
                 machine.installs(&site, &[]);
@@ -361,7 +361,7 @@ fn damaged_files_are_refused_and_the_installed_command_stays() {
 
 #[test]
 fn releases_that_do_not_fit_are_refused() {
-    let machine = Machine::new();
+    let machine = System::new();
     machine.refuses(&Site::with_release("#!/bin/sh\nexit 127\n"), &[], "does not run on this system");
     machine.refuses(&Site::with_release(&command("0.0.9")), &[], "says 'unweight 0.0.9', not 'unweight 0.1.0'");
     let sums = |text: &str| {
@@ -380,7 +380,7 @@ fn releases_that_do_not_fit_are_refused() {
 
 #[test]
 fn without_a_network_nothing_changes() {
-    let machine = Machine::new();
+    let machine = System::new();
     let mut site = Site::new();
     machine.refuses(&site, &[], "cannot fetch");
     // A port that nothing listens at.
@@ -391,7 +391,7 @@ fn without_a_network_nothing_changes() {
 
 #[test]
 fn signatures_are_checked_where_that_is_possible() {
-    let (site, machine) = (Site::with_release(&command(VERSION)), Machine::new());
+    let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
     let run = |arguments: &[&str]| {
         let output = machine.script(&site.address, arguments).env("UNWEIGHT_PUBLIC_KEY", "RWkey").output().unwrap();
         (output.status.success(), [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap()).concat())
@@ -432,18 +432,18 @@ fn systems_without_a_build_are_refused_by_name() {
         ("ldd", "#!/bin/sh\necho 'ldd (GNU libc) 2.12'\n".into(), "glibc '2.12' is too old"),
         ("ldd", "#!/bin/sh\necho 'ldd (GNU libc) 1.99'\n".into(), "glibc '1.99' is too old"),
     ] {
-        let machine = Machine::new();
+        let machine = System::new();
         machine.fake(program, &text);
         machine.refuses(&site, &[], message);
     }
     for said in
         ["ldd (Debian GLIBC 2.36-9+deb12u4) 2.36", "ldd (Ubuntu GLIBC 2.39-0ubuntu8) 2.39", "ldd (GNU libc) 3.1"]
     {
-        let machine = Machine::new();
+        let machine = System::new();
         machine.fake("ldd", &format!("#!/bin/sh\necho '{said}'\n"));
         machine.installs(&site, &[]);
     }
-    let machine = Machine::new();
+    let machine = System::new();
     machine.remove("sha256sum");
     machine.refuses(&site, &[], "neither sha256sum nor shasum is installed");
     machine.remove("tar");
@@ -452,7 +452,7 @@ fn systems_without_a_build_are_refused_by_name() {
 
 #[test]
 fn a_signal_leaves_nothing() {
-    let (site, machine) = (Site::with_release(&command(VERSION)), Machine::new());
+    let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
     site.change_archive(|_| Answer::Stalls);
     for (signal, status) in [("TERM", 143), ("INT", 130), ("HUP", 129)] {
         let before = site.asked().len();
@@ -472,7 +472,7 @@ fn a_signal_leaves_nothing() {
 /// As `curl | sh` runs it if the connection breaks.
 #[test]
 fn a_script_that_is_cut_off_does_nothing() {
-    let (site, machine) = (Site::with_release(&command(VERSION)), Machine::new());
+    let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
     let script = fs::read(root().join("install.sh")).unwrap();
     let end = script.trim_ascii_end().len();
     let (part, mut lengths) =
