@@ -292,7 +292,7 @@ fn bill(cyclonedx: &Path, manifest: &Path, made: &str, options: &[&str], epoch: 
         fs::remove_file(&file).map_err(|error| format!("{}: {error}", file.display()))?;
     }
     let text = found.ok_or_else(|| format!("cargo-cyclonedx wrote no {made}.cdx.json"))?;
-    Ok(text.replace(&format!("path+file://{}", root().display()), &format!("path+file://{}", rustc::NAME_OF_ROOT)))
+    Ok(text.replace(&format!("file://{}", root().display()), &format!("file://{}", rustc::NAME_OF_ROOT)))
 }
 
 /// From what and by what the files were made.
