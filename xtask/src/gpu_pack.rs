@@ -10,7 +10,6 @@
 //! ```
 
 use std::{
-    ffi::OsStr,
     fs,
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
@@ -178,16 +177,15 @@ fn executables(arguments: &[&str]) -> Result<Vec<(String, PathBuf)>, String> {
         .collect())
 }
 
-/// Runs cargo, with programs looked for in `path`, and returns the `unweight` command that it made, or that was there
-/// already.
-pub fn command(arguments: &[&str], path: &OsStr) -> Result<PathBuf, String> {
+/// Runs this cargo and returns the `unweight` command that it made, or that was there already.
+pub fn command(cargo: &mut Command, arguments: &[&str]) -> Result<PathBuf, String> {
     let is_command = |message: &Value| {
         let target = &message["target"];
         target["name"] == "unweight"
             && target["kind"] == serde_json::json!(["bin"])
             && message["profile"]["test"] == false
     };
-    let mut found = made(cargo().env("PATH", path), arguments)?.into_iter().filter(|(message, _)| is_command(message));
+    let mut found = made(cargo, arguments)?.into_iter().filter(|(message, _)| is_command(message));
     let (_, file) = found.next().ok_or_else(|| format!("`cargo {}` made no unweight", arguments.join(" ")))?;
     Ok(file)
 }

@@ -1,9 +1,13 @@
 //! Project tasks, run as `cargo xtask <task>`.
 
+mod dist;
 mod gpu_pack;
 mod kernel_digests;
+mod lint;
 mod peers;
+mod release;
 mod run;
+mod rustc;
 mod setup;
 mod test;
 mod wheel;
@@ -24,6 +28,15 @@ usage: cargo xtask <task>
                         --if-prepared (of these three)  fetch nothing, and leave out what is not there and what is slow
   wheel               build the Python package with the command in it: target/wheels
                         --manylinux2014  for any Linux since glibc 2.17, linked by zig (from PyPI)
+  lint                shellcheck, hadolint, yamllint and zizmor (from PyPI) on scripts, Containerfile and workflows
+  dist                build the files of a release, the same bytes in any folder: target/artifacts
+                        --target T     x86_64-unknown-linux-gnu (default) or -musl (CPU commands only); may be repeated
+                        --out DIR      write them to this folder
+                        --sign KEY     sign SHA256SUMS with a minisign key; --password-file FILE has its password
+                        --allow-dirty  also if files differ from the commit
+  test-release        install.sh in clean Debians (debootstrap, root) and the wheel in each Python: minutes
+                        --files DIR    files of `dist` (default: target/artifacts)
+                        --suite NAME   also in this system of debootstrap, such as noble
   gpu-pack            gather stripped binaries and run.sh in .gpu/ for a GPU machine without Rust
                         --with-nvrtc  put libnvrtc beside them
   bench-peers [MODEL] measure the codec beside ZipNN and zstd on a Gaussian tensor and on MODEL's BF16 matrices
@@ -37,6 +50,16 @@ usage: cargo xtask <task>
 ";
 
 fn main() -> ExitCode {
+    if let Some(root) = std::env::var_os(rustc::ROOT) {
+        let arguments: Vec<_> = std::env::args_os().skip(1).collect();
+        return match rustc::run(&root, &arguments) {
+            Ok(status) => ExitCode::from(u8::try_from(status).unwrap_or(1)),
+            Err(message) => {
+                eprintln!("xtask: {message}");
+                ExitCode::FAILURE
+            }
+        };
+    }
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let (task, rest) = match arguments.split_first() {
         Some((task, rest)) => (task.as_str(), rest),
@@ -54,6 +77,9 @@ fn main() -> ExitCode {
         "test-vllm" => wheel::test_vllm(rest),
         "test-candle" => test::candle(rest),
         "wheel" => wheel::run_task(rest),
+        "lint" => lint::run_task(rest),
+        "dist" => dist::run_task(rest),
+        "test-release" => release::run_task(rest),
         "gpu-pack" => gpu_pack::run(rest),
         "bench-peers" => peers::run(rest),
         "kernel-digests" => kernel_digests::run(rest),

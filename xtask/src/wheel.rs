@@ -10,13 +10,16 @@ use std::{
 
 use crate::{
     gpu_pack,
-    run::{self, prepared, root, run, shared, succeeds},
+    run::{self, cargo, prepared, root, run, shared, succeeds},
     setup::{self, Environment},
 };
 
 const MATURIN: &str = "maturin>=1.9.4,<2";
 /// A linker that knows the symbols of older glibcs, and cargo's way to it.
 const ZIG: [&str; 2] = ["ziglang>=0.14,<0.18", "cargo-zigbuild>=0.20,<1"];
+/// What links and packs a release, of one version each: others make other bytes.
+pub const DIST_TOOLS: [&str; 4] = ["cargo-zigbuild==0.24.1", "maturin==1.16.0", "ziglang==0.17.1", "zstandard==0.25.0"];
+const DIST_VENV: &str = "dist-tools";
 /// The glibc of manylinux2014.
 const GLIBC: &str = "2.17";
 /// What the tests of the operator and of transformers were written against.
@@ -80,8 +83,10 @@ const QUICKEST_OF_VLLM: &str = "test_vllm.Engine.test_a_bundle_of_the_hub";
 enum Build {
     /// For this system.
     Release,
-    /// To be published: for every Linux of the last ten years.
+    /// For every Linux of the last ten years.
     Manylinux,
+    /// To be published: as [`Build::Manylinux`], stripped by the linker.
+    Dist,
     /// With what the tests of the workspace have built.
     Tests,
     /// As the tests, but of the workspace only the command.
@@ -97,9 +102,22 @@ pub fn run_task(arguments: &[String]) -> Result<(), String> {
             Build::Release
         }
     };
-    let wheel = build(how)?;
+    let wheel = build(how, &[])?;
     println!("{}", wheel.display());
     Ok(())
+}
+
+/// Builds the wheel of a release with these environment variables. Returns it, and the command that it carries.
+pub fn dist(variables: &[(&str, OsString)]) -> Result<(PathBuf, PathBuf), String> {
+    Ok((build(Build::Dist, variables)?, package().join("data/scripts/unweight")))
+}
+
+/// The Python of [`DIST_TOOLS`].
+pub fn dist_tools() -> Result<PathBuf, String> {
+    let pairs = DIST_TOOLS.map(|tool| format!("{:?}", tool.split("==").collect::<Vec<_>>()));
+    let check =
+        format!("from importlib.metadata import version\nfor n, v in [{}]: assert version(n) == v", pairs.join(","));
+    setup::python(&prepared(DIST_VENV), &[&DIST_TOOLS], &check)
 }
 
 /// Installs the wheel where nothing else is, and tests it there; then what needs numpy.
@@ -161,7 +179,7 @@ pub fn test_vllm(arguments: &[String]) -> Result<(), String> {
 
 /// Makes `target/wheel-venv`, in which there is nothing but the wheel. Returns its Python, and where its packages are.
 fn installed(how: Build) -> Result<(PathBuf, PathBuf), String> {
-    let wheel = build(how)?;
+    let wheel = build(how, &[])?;
     let home = prepared("wheel-venv");
     setup::remove(&home)?;
     let host = setup::host_python()?;
@@ -201,12 +219,18 @@ fn package() -> PathBuf {
 }
 
 /// The wheel, with the command in it.
-fn build(how: Build) -> Result<PathBuf, String> {
-    let (tools, installs) = match how {
-        Build::Manylinux => ("maturin-zig", [&[MATURIN][..], &ZIG].concat()),
-        Build::Release | Build::Tests | Build::Command => ("maturin", vec![MATURIN]),
+fn build(how: Build, variables: &[(&str, OsString)]) -> Result<PathBuf, String> {
+    let tools = match how {
+        Build::Manylinux => "maturin-zig",
+        Build::Dist => DIST_VENV,
+        Build::Release | Build::Tests | Build::Command => "maturin",
     };
-    let maturin = setup::python(&prepared(tools), &[&installs], "import maturin")?;
+    let python = |installs: &[&str]| setup::python(&prepared(tools), &[installs], "import maturin");
+    let maturin = match how {
+        Build::Manylinux => python(&[&[MATURIN][..], &ZIG].concat())?,
+        Build::Dist => dist_tools()?,
+        Build::Release | Build::Tests | Build::Command => python(&[MATURIN])?,
+    };
     // The launcher that stands for a virtual environment has its programs elsewhere.
     let mut path = OsString::from(maturin.with_file_name("").as_os_str());
     path.push(":");
@@ -218,14 +242,14 @@ fn build(how: Build) -> Result<PathBuf, String> {
     let of_command = ["--package", "unweight", "--bin", "unweight", "--features", "full"];
     let arguments = match how {
         Build::Release => [&["build", "--profile", "dist"], &of_command[..]].concat(),
-        Build::Manylinux => {
-            [&["zigbuild", "--profile", "dist", "--target", &target_of_command], &of_command[..]].concat()
+        Build::Manylinux | Build::Dist => {
+            [&["zigbuild", "--locked", "--profile", "dist", "--target", &target_of_command], &of_command[..]].concat()
         }
         // The very build of `cargo xtask test`: it is there already.
         Build::Tests => vec!["test", "--no-run", "--workspace", "--all-targets"],
         Build::Command => [&["build"], &of_command[..]].concat(),
     };
-    let command = gpu_pack::command(&arguments, &path)?;
+    let command = gpu_pack::command(cargo().env("PATH", &path).envs(variables.iter().cloned()), &arguments)?;
     let io = |path: &Path| {
         let path = path.to_owned();
         move |error: std::io::Error| format!("{}: {error}", path.display())
@@ -234,23 +258,25 @@ fn build(how: Build) -> Result<PathBuf, String> {
     fs::create_dir_all(&scripts).map_err(io(&scripts))?;
     let script = scripts.join("unweight");
     fs::copy(&command, &script).map_err(io(&command))?;
-    gpu_pack::strip(&script);
+    if !matches!(how, Build::Dist) {
+        gpu_pack::strip(&script);
+    }
     let wheels = prepared("wheels");
     setup::remove(&wheels)?;
     let profile = match how {
-        Build::Release | Build::Manylinux => "dist",
+        Build::Release | Build::Manylinux | Build::Dist => "dist",
         Build::Tests | Build::Command => "dev",
     };
     let mut command = Command::new(&maturin);
     command.current_dir(package()).args(["-m", "maturin", "build", "--quiet", "--profile", profile, "--out"]);
     command.arg(&wheels).env("PATH", path);
-    if let Build::Manylinux = how {
+    if let Build::Manylinux | Build::Dist = how {
         // It fails where a symbol is younger than the tag says.
-        command.args(["--zig", "--compatibility", "manylinux2014", "--target", &target]);
+        command.args(["--locked", "--zig", "--compatibility", "manylinux2014", "--target", &target]);
     }
     // Its dependencies have been built for the workspace.
     let shared = env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| prepared("").into());
-    run(command.env("CARGO_TARGET_DIR", shared))?;
+    run(command.env("CARGO_TARGET_DIR", shared).envs(variables.iter().cloned()))?;
     let mut made = fs::read_dir(&wheels).map_err(io(&wheels))?.filter_map(|entry| Some(entry.ok()?.path()));
     made.find(|path| path.extension().is_some_and(|extension| extension == "whl"))
         .ok_or_else(|| format!("{}: maturin left no wheel", wheels.display()))

@@ -104,7 +104,8 @@ fn found(path: &Path, lines: impl Iterator<Item = (usize, String)>) -> Vec<Strin
 
 /// Every document but records.
 fn documents() -> Vec<PathBuf> {
-    let mut all: Vec<PathBuf> = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"].map(|name| root().join(name)).into();
+    let mut all: Vec<PathBuf> =
+        ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"].map(|name| root().join(name)).into();
     let folders = ["docs", "templates", "tests", "bindings", "unweight-format/fuzz", "unweight-format/tests"];
     all.extend(files(&folders, &["md"], &["records"]));
     assert!(all.len() > 30, "{} documents", all.len());

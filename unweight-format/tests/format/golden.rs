@@ -114,6 +114,52 @@ fn bundles_of_development_versions_are_not_replaced_by_force() {
     assert_eq!(fs::read(out.join("unweight.json")).unwrap(), manifest);
 }
 
+/// Digest of all names and bytes of `released/1.0`: what has been released does not change.
+const RELEASED_1_0: &str = "5dcc0c38b3c4567ac1b4dd73e85ae27d";
+
+#[test]
+fn bundles_of_released_versions_open_for_ever() {
+    let dir = golden().join("released/1.0");
+    let mut all = Vec::new();
+    for (name, bytes) in read_tree(&dir) {
+        all.extend_from_slice(format!("{name} {} ", bytes.len()).as_bytes());
+        all.extend_from_slice(&bytes);
+    }
+    assert_eq!(Digest::of(&all).to_string(), RELEASED_1_0, "tests/golden/released is never rewritten");
+    for entry in fs::read_dir(dir).unwrap() {
+        let (bundle, scratch) = (entry.unwrap().path(), Scratch::new());
+        assert!(verify(&bundle, None, &Silent).unwrap().is_ok(), "{}", bundle.display());
+        // Every digest of the source is compared.
+        decompress(&bundle, &scratch.path("back"), &DecompressOptions::default(), &Silent).unwrap();
+        for tensor in Bundle::open(&bundle).unwrap().tensors() {
+            tensor.stored().unwrap();
+        }
+    }
+}
+
+#[test]
+fn bundles_of_newer_versions_are_read_or_refused_by_name() {
+    let dir = golden().join("newer");
+    let rows = rows("Newer versions");
+    assert_eq!(rows.len(), fs::read_dir(&dir).unwrap().count(), "every bundle is explained");
+    for (name, message) in rows {
+        let (bundle, version) = (dir.join(&name), name.split('-').next().unwrap());
+        if message == "opens" {
+            let open = Bundle::open(&bundle).unwrap();
+            assert_eq!(open.manifest().version.to_string(), version);
+            let scratch = Scratch::new();
+            assert!(verify(&bundle, None, &Silent).unwrap().is_ok(), "{name}");
+            decompress(&bundle, &scratch.path("back"), &DecompressOptions::default(), &Silent).unwrap();
+            continue;
+        }
+        let error = Bundle::open(&bundle).unwrap_err();
+        assert_eq!(error.code(), "unsupported-format-version", "{name}: {error}");
+        let text = error.to_string();
+        assert!(text.contains(&message) && text.contains("update the program"), "{name}: {text}");
+        assert!(message.contains(version), "{name}");
+    }
+}
+
 #[test]
 fn invalid_headers_are_rejected_with_their_message() {
     let rows = rows("Invalid headers");

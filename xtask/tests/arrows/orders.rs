@@ -180,10 +180,11 @@ pub const CRATES: [Crate; 11] = [
         above: &[],
         levels: &[
             ("run", "programs and their output"),
-            ("kernel_digests setup", "digests of machine code; Python, NVRTC and g++ below target/"),
-            ("gpu_pack peers", "a test for a GPU machine; other systems"),
+            ("kernel_digests rustc setup", "digests of machine code; a compiler without places; what `target/` holds"),
+            ("gpu_pack lint peers", "a test for a GPU machine; linters; other systems"),
             ("wheel", "the Python package"),
-            ("test", "all tests"),
+            ("dist test", "the files of a release; all tests"),
+            ("release", "tests of those files"),
         ],
     },
 ];

@@ -1,0 +1,488 @@
+//! `cargo xtask dist`: the files of a release, the same bytes in whatever folder they are built.
+//!
+//! ```text
+//! unweight-VERSION-TARGET.tar.zst, .tar.gz   the command, licences, manual pages, completions
+//! unweight-VERSION-*.whl                     the Python package (targets with glibc)
+//! *.cdx.json                                 CycloneDX SBOMs of both
+//! unweight-VERSION.build.txt                 commit and tools
+//! SHA256SUMS, SHA256SUMS.minisig             digests of all these, and their signature
+//! ```
+
+use std::{
+    env,
+    ffi::OsString,
+    fs,
+    io::{self, Write as _},
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use minisign::{SecretKey, SecretKeyBox};
+
+use crate::{
+    gpu_pack,
+    run::{self, cargo, prepared, root, run, succeeds},
+    rustc, setup, wheel,
+};
+
+/// Version of the release.
+pub const VERSION: &str = env!("CARGO_PKG_VERSION");
+/// The writer of SBOMs.
+const CYCLONEDX: &str = "0.5.9";
+/// A static program cannot open the driver: what a CPU can do.
+const FEATURES_OF_MUSL: &str = "cli,dfloat11,plots,sign";
+
+/// Digests of the other files.
+pub const SUMS: &str = "SHA256SUMS";
+/// Where the files go, if no folder is given, under `target`.
+pub const OUT: &str = "artifacts";
+
+/// What is asked for.
+#[derive(Debug, PartialEq)]
+struct Options {
+    targets: Vec<String>,
+    out: PathBuf,
+    key: Option<PathBuf>,
+    password_file: Option<PathBuf>,
+    allows_dirty: bool,
+}
+
+impl Options {
+    fn parse(arguments: &[String]) -> Result<Self, String> {
+        let mut options =
+            Self { targets: Vec::new(), out: prepared(OUT), key: None, password_file: None, allows_dirty: false };
+        let mut rest = arguments.iter();
+        while let Some(argument) = rest.next() {
+            let mut value = || rest.next().ok_or_else(|| format!("'{argument}' needs a value"));
+            match argument.as_str() {
+                "--target" => options.targets.push(value()?.clone()),
+                "--out" => options.out = value()?.into(),
+                "--sign" => options.key = Some(value()?.into()),
+                "--password-file" => options.password_file = Some(value()?.into()),
+                "--allow-dirty" => options.allows_dirty = true,
+                other => return Err(format!("unexpected argument '{other}'; see `cargo xtask help`")),
+            }
+        }
+        if options.password_file.is_some() && options.key.is_none() {
+            return Err("--password-file needs --sign KEY".to_owned());
+        }
+        let [gnu, musl] = ["gnu", "musl"].map(|libc| format!("{}-unknown-linux-{libc}", env::consts::ARCH));
+        // The command writes its manual pages, so it must run here.
+        if let Some(other) = options.targets.iter().find(|&target| ![&gnu, &musl].contains(&target)) {
+            return Err(format!("cannot build for '{other}' on this machine; --target takes {gnu} or {musl}"));
+        }
+        if options.targets.is_empty() {
+            options.targets.push(gnu);
+        }
+        Ok(options)
+    }
+}
+
+/// How the files for a target begin.
+fn name(target: &str) -> String {
+    format!("unweight-{VERSION}-{target}")
+}
+
+/// Builds all files of a release.
+pub fn run_task(arguments: &[String]) -> Result<(), String> {
+    let options = Options::parse(arguments)?;
+    // Before a build of many minutes.
+    let secret = options.key.as_deref().map(|key| secret_key(key, options.password_file.as_deref())).transpose()?;
+    let changed = git(&["status", "--porcelain"])?;
+    if !changed.is_empty() && !options.allows_dirty {
+        return Err(format!("files differ from the commit; commit them or pass --allow-dirty:\n{changed}"));
+    }
+    check_tags(&git(&["tag", "--points-at", "HEAD", "v*"])?, &read(&root().join("CHANGELOG.md"))?)?;
+    let epoch = env::var("SOURCE_DATE_EPOCH").or_else(|_| git(&["log", "-1", "--format=%ct"]))?;
+    let cyclonedx = cyclonedx()?;
+
+    let out = emptied(&options.out)?;
+    for target in &options.targets {
+        files_for(target, &epoch, &cyclonedx, &out)?;
+    }
+    write(&out.join(format!("unweight-{VERSION}.build.txt")), record(&epoch)?)?;
+    sums(&out)?;
+    if let Some(secret) = secret {
+        sign(&out, &secret)?;
+    }
+    println!("{}", out.display());
+    Ok(())
+}
+
+/// Makes an empty folder, in place of files of an earlier release only; its path from the root of the file system.
+fn emptied(out: &Path) -> Result<PathBuf, String> {
+    let io = |error: io::Error| format!("{}: {error}", out.display());
+    if out.exists() {
+        if !out.join(SUMS).is_file() && fs::read_dir(out).map_err(io)?.next().is_some() {
+            return Err(format!(
+                "{}: not empty, and without {SUMS}; remove it or choose another folder",
+                out.display()
+            ));
+        }
+        setup::remove(out)?;
+    }
+    fs::create_dir_all(out).and_then(|()| fs::canonicalize(out)).map_err(io)
+}
+
+/// A commit with the tag of a version is of that version, and the changelog has its date.
+fn check_tags(tags: &str, changelog: &str) -> Result<(), String> {
+    if tags.is_empty() {
+        return Ok(());
+    }
+    if !tags.lines().any(|tag| tag == format!("v{VERSION}")) {
+        return Err(format!("the commit has the tag {tags}, and Cargo.toml version {VERSION}"));
+    }
+    let heading = format!("## [{VERSION}] - ");
+    let date = changelog.lines().find_map(|line| line.strip_prefix(&heading)).unwrap_or_default();
+    if date.len() == "2000-01-01".len() && date.starts_with(|c: char| c.is_ascii_digit()) {
+        return Ok(());
+    }
+    Err(format!("CHANGELOG.md has no date for {VERSION}; write '{heading}YYYY-MM-DD', commit and tag again"))
+}
+
+/// Archives, wheel and SBOMs for a target.
+fn files_for(target: &str, epoch: &str, cyclonedx: &Path, out: &Path) -> Result<(), String> {
+    let (command, wheel) = built(target, epoch)?;
+    archive(&command, &name(target), epoch, out)?;
+    let sbom = |manifest: &str, made: &str, features: &[&str], name: &str| {
+        bill(cyclonedx, &root().join(manifest), made, &[features, &["--target", target]].concat(), epoch)
+            .and_then(|text| write(&out.join(name), text))
+    };
+    let features: &[&str] = match wheel {
+        Some(_) => &["--features", "full"],
+        None => &["--no-default-features", "--features", FEATURES_OF_MUSL],
+    };
+    sbom("Cargo.toml", "unweight_bin", features, &format!("{}.cdx.json", name(target)))?;
+    if let Some(wheel) = &wheel {
+        let name = wheel.file_name().ok_or("the wheel has no name")?;
+        fs::copy(wheel, out.join(name)).map_err(|error| format!("{}: {error}", wheel.display()))?;
+        let stem = wheel.file_stem().unwrap_or_default().to_string_lossy();
+        sbom("bindings/python/Cargo.toml", "_native_cdylib", &[], &format!("{stem}.cdx.json"))?;
+    }
+    Ok(())
+}
+
+/// The command, and the wheel, if this target has one.
+fn built(target: &str, epoch: &str) -> Result<(PathBuf, Option<PathBuf>), String> {
+    let wrapper = env::current_exe().map_err(|error| format!("xtask: {error}"))?;
+    let variables = [
+        ("RUSTC_WRAPPER", wrapper.into_os_string()),
+        (rustc::ROOT, root().into()),
+        (rustc::LIBRARY, rustc::library()?.into()),
+        ("SOURCE_DATE_EPOCH", epoch.into()),
+        ("CARGO_INCREMENTAL", "0".into()),
+        ("CARGO_PROFILE_DIST_DEBUG", "0".into()),
+        ("CARGO_PROFILE_DIST_STRIP", "symbols".into()),
+    ];
+    if target.ends_with("gnu") {
+        let (wheel, command) = wheel::dist(&variables)?;
+        return Ok((command, Some(wheel)));
+    }
+    let library = run::output(Command::new("rustc").args(["--print", "target-libdir", "--target", target]))?;
+    if !Path::new(&library).is_dir() {
+        return Err(format!("no standard library for {0}; run `rustup target add {0}`", target));
+    }
+    let arguments = [
+        &["build", "--profile", "dist", "--locked", "--target", target][..],
+        &["--package", "unweight", "--bin", "unweight", "--no-default-features", "--features", FEATURES_OF_MUSL],
+    ];
+    Ok((gpu_pack::command(cargo().envs(variables), &arguments.concat())?, None))
+}
+
+/// Packs the command and what belongs to it, twice: gzip is everywhere, zstd is smaller.
+fn archive(command: &Path, name: &str, epoch: &str, out: &Path) -> Result<(), String> {
+    let stage = prepared("dist-stage");
+    setup::remove(&stage)?;
+    let folder = stage.join(name);
+    let io = |error: io::Error| format!("{}: {error}", folder.display());
+    fs::create_dir_all(folder.join("completions")).map_err(io)?;
+    fs::copy(command, folder.join("unweight")).map_err(io)?;
+    for file in ["LICENSE-APACHE", "LICENSE-MIT", "README.md"] {
+        fs::copy(root().join(file), folder.join(file)).map_err(io)?;
+    }
+    let unweight = folder.join("unweight");
+    // Texts may depend on the language and the width of the terminal.
+    let own = || {
+        let mut command = Command::new(&unweight);
+        command.env_clear().env("LC_ALL", "C");
+        command
+    };
+    run(own().args(["man", "--quiet"]).arg(folder.join("man/man1")))?;
+    for (shell, file) in [("bash", "unweight.bash"), ("fish", "unweight.fish"), ("zsh", "_unweight")] {
+        let script = run::output(own().args(["completions", shell]))?;
+        write(&folder.join("completions").join(file), script + "\n")?;
+    }
+    let time = epoch.parse().map_err(|error| format!("SOURCE_DATE_EPOCH is {epoch}: {error}"))?;
+    let tar = out.join(format!("{name}.tar"));
+    let packed = packed(&stage, name, time).map_err(io)?;
+    write(&tar, &packed)?;
+    let gz = out.join(format!("{name}.tar.gz"));
+    let encode = || {
+        let mut encoder = flate2::GzBuilder::new().write(Vec::new(), flate2::Compression::best());
+        encoder.write_all(&packed)?;
+        encoder.finish()
+    };
+    write(&gz, encode().map_err(io)?)?;
+    let python = wheel::dist_tools()?;
+    let script = "import sys, zstandard as z
+text = open(sys.argv[1], 'rb').read()
+open(sys.argv[1] + '.zst', 'wb').write(z.ZstdCompressor(level=19).compress(text))";
+    run(Command::new(python).args(["-c", script]).arg(&tar))?;
+    fs::remove_file(&tar).map_err(io)
+}
+
+/// A tar archive of a folder in `stage`: names in order, one owner, one time, two modes.
+fn packed(stage: &Path, name: &str, time: u64) -> io::Result<Vec<u8>> {
+    let mut builder = tar::Builder::new(Vec::new());
+    let mut open = vec![PathBuf::from(name)];
+    while let Some(path) = open.pop() {
+        let from = stage.join(&path);
+        let mut header = tar::Header::new_ustar();
+        header.set_mtime(time);
+        header.set_uid(0);
+        header.set_gid(0);
+        if from.is_dir() {
+            header.set_entry_type(tar::EntryType::Directory);
+            header.set_mode(0o755);
+            header.set_size(0);
+            builder.append_data(&mut header, path.join(""), io::empty())?;
+            let mut names = fs::read_dir(&from)?.map(|entry| Ok(entry?.file_name())).collect::<io::Result<Vec<_>>>()?;
+            names.sort();
+            open.extend(names.iter().rev().map(|name| path.join(name)));
+        } else {
+            let text = fs::read(&from)?;
+            header.set_mode(if path.ends_with("unweight") { 0o755 } else { 0o644 });
+            header.set_size(text.len() as u64);
+            builder.append_data(&mut header, &path, text.as_slice())?;
+        }
+    }
+    builder.into_inner()
+}
+
+/// The program that writes SBOMs, in `target/tools` unless this machine has that version.
+fn cyclonedx() -> Result<PathBuf, String> {
+    let has_version = |program: &Path| {
+        let output = Command::new(program).args(["cyclonedx", "--version"]).output();
+        output.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).trim().ends_with(CYCLONEDX))
+    };
+    let (host, own) = (PathBuf::from("cargo-cyclonedx"), prepared("tools/bin/cargo-cyclonedx"));
+    if let Some(program) = [host, own.clone()].into_iter().find(|program| has_version(program)) {
+        return Ok(program);
+    }
+    let arguments = ["install", "--locked", "--quiet", "cargo-cyclonedx", "--version", CYCLONEDX, "--root"];
+    run(cargo().args(arguments).arg(prepared("tools")))?;
+    Ok(own)
+}
+
+/// The SBOM of what a manifest makes, without the folder of this workspace.
+fn bill(cyclonedx: &Path, manifest: &Path, made: &str, options: &[&str], epoch: &str) -> Result<String, String> {
+    let mut command = Command::new(cyclonedx);
+    command.current_dir(root()).arg("cyclonedx").arg("--manifest-path").arg(manifest).args(options);
+    command.args(["--format", "json", "--describe", "binaries", "--spec-version", "1.5", "-qq"]);
+    run(command.env("SOURCE_DATE_EPOCH", epoch))?;
+    // It writes one next to the manifest of each package.
+    let mut found = None;
+    let written = ["--exclude=*_bin.cdx.json", "--exclude=*_cdylib.cdx.json"];
+    let files = [&["ls-files", "--others", "--ignored"][..], &written, &["--", ":!target"]].concat();
+    let files = git(&files)?;
+    for file in files.lines().map(|file| root().join(file)) {
+        if file.file_name().is_some_and(|name| *name == *format!("{made}.cdx.json")) {
+            found = Some(read(&file)?);
+        }
+        fs::remove_file(&file).map_err(|error| format!("{}: {error}", file.display()))?;
+    }
+    let text = found.ok_or_else(|| format!("cargo-cyclonedx wrote no {made}.cdx.json"))?;
+    Ok(text.replace(&format!("file://{}", root().display()), &format!("file://{}", rustc::NAME_OF_ROOT)))
+}
+
+/// From what and by what the files were made.
+fn record(epoch: &str) -> Result<String, String> {
+    let first = |program: &str| -> Result<String, String> {
+        let text = run::output(Command::new(program).arg("--version"))?;
+        Ok(text.lines().next().unwrap_or_default().to_owned())
+    };
+    let mut lines = vec![format!("commit {}", git(&["rev-parse", "HEAD"])?), format!("SOURCE_DATE_EPOCH {epoch}")];
+    for program in ["rustc", "cargo"] {
+        lines.push(first(program)?);
+    }
+    lines.push(format!("cargo-cyclonedx {CYCLONEDX}"));
+    lines.extend(wheel::DIST_TOOLS.map(|tool| tool.replace("==", " ")));
+    Ok(lines.join("\n") + "\n")
+}
+
+/// Writes the digests of all files.
+fn sums(out: &Path) -> Result<(), String> {
+    let entries = fs::read_dir(out).map_err(|error| format!("{}: {error}", out.display()))?;
+    let mut names: Vec<OsString> = entries.filter_map(|entry| Some(entry.ok()?.file_name())).collect();
+    names.sort();
+    let text = run::output(Command::new("sha256sum").current_dir(out).arg("--").args(&names))?;
+    write(&out.join(SUMS), text + "\n")
+}
+
+/// The secret key of a file, as `compress --sign` reads it; its password is the first line of another file.
+fn secret_key(key: &Path, password: Option<&Path>) -> Result<SecretKey, String> {
+    let key_box = SecretKeyBox::from_string(&read(key)?);
+    let secret = match password {
+        None => key_box.and_then(SecretKeyBox::into_unencrypted_secret_key),
+        Some(file) => {
+            let password = read(file)?.lines().next().unwrap_or_default().to_owned();
+            key_box.and_then(|key| key.into_secret_key(Some(password)))
+        }
+    };
+    secret.map_err(|error| {
+        let help = "give a secret key of minisign; one with a password needs --password-file FILE";
+        format!("{}: not a usable minisign secret key ({error}); {help}", key.display())
+    })
+}
+
+/// Signs the digests; the signature says of which version they are.
+pub fn sign(out: &Path, secret: &SecretKey) -> Result<(), String> {
+    let path = out.join(SUMS);
+    let bytes = fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+    let (trusted, comment) = (format!("unweight {VERSION} {SUMS}"), "signature of a release");
+    let signature = minisign::sign(None, secret, bytes.as_slice(), Some(&trusted), Some(comment));
+    write(&out.join(format!("{SUMS}.minisig")), signature.map_err(|error| error.to_string())?.to_string())
+}
+
+fn read(path: &Path) -> Result<String, String> {
+    fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))
+}
+
+fn write(path: &Path, text: impl AsRef<[u8]>) -> Result<(), String> {
+    fs::write(path, text).map_err(|error| format!("{}: {error}", path.display()))
+}
+
+fn git(arguments: &[&str]) -> Result<String, String> {
+    if !succeeds(Command::new("git").current_dir(root()).args(["rev-parse", "HEAD"])) {
+        return Err("a release is made from a commit; this is not a git repository".to_owned());
+    }
+    run::output(Command::new("git").current_dir(root()).args(arguments))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    fn parsed(arguments: &[&str]) -> Result<Options, String> {
+        Options::parse(&arguments.iter().map(|&argument| argument.to_owned()).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn options_are_parsed() {
+        let [gnu, musl] = ["gnu", "musl"].map(|libc| format!("{}-unknown-linux-{libc}", env::consts::ARCH));
+        assert_eq!(parsed(&[]).unwrap().targets, [gnu.as_str()]);
+        let both = ["--target", &gnu, "--target", &musl, "--sign", "k", "--password-file", "p"];
+        let options = parsed(&both).unwrap();
+        assert_eq!(options.targets, [gnu, musl]);
+        assert_eq!((options.key, options.password_file), (Some("k".into()), Some("p".into())));
+        for (wrong, why) in [
+            (&["--target", "riscv64gc-unknown-linux-gnu"][..], "cannot build for 'riscv64gc"),
+            (&["--password-file", "p"], "needs --sign"),
+            (&["--sign"], "needs a value"),
+            (&["out"], "unexpected argument 'out'"),
+        ] {
+            assert!(parsed(wrong).unwrap_err().contains(why), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn tags_are_those_of_the_version_and_its_date() {
+        let changelog = |date: &str| format!("# Changelog\n\n## [{VERSION}] - {date}\n\nFirst.\n");
+        let (own, released) = (format!("v{VERSION}"), changelog("2027-01-31"));
+        assert_eq!(check_tags("", &changelog("unreleased")), Ok(()));
+        assert_eq!(check_tags(&own, &released), Ok(()));
+        assert!(check_tags("v9.9.9", &released).unwrap_err().contains("the tag v9.9.9"));
+        assert!(check_tags(&own, &changelog("unreleased")).unwrap_err().contains("has no date"));
+        assert!(check_tags(&own, "").unwrap_err().contains("has no date"));
+    }
+
+    #[test]
+    fn only_folders_of_releases_are_replaced() {
+        let out = env::temp_dir().join(format!("unweight-emptied-{}", std::process::id()));
+        setup::remove(&out).unwrap();
+        emptied(&out).unwrap();
+        write(&out.join("mine"), "").unwrap();
+        assert!(emptied(&out).unwrap_err().contains("not empty"));
+        write(&out.join(SUMS), "").unwrap();
+        emptied(&out).unwrap();
+        assert_eq!(fs::read_dir(&out).unwrap().count(), 0);
+        fs::remove_dir(&out).unwrap();
+    }
+
+    #[test]
+    fn sums_are_those_of_all_files_and_the_signature_covers_them() {
+        let out = env::temp_dir().join(format!("unweight-sums-{}", std::process::id()));
+        setup::remove(&out).unwrap();
+        fs::create_dir(&out).unwrap();
+        write(&out.join("b"), "b").unwrap();
+        write(&out.join("a"), "").unwrap();
+        sums(&out).unwrap();
+        let text = fs::read_to_string(out.join(SUMS)).unwrap();
+        let empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855  a\n";
+        assert!(text.starts_with(empty) && text.ends_with("  b\n") && text.lines().count() == 2, "{text}");
+
+        let keys = minisign::KeyPair::generate_unencrypted_keypair().unwrap();
+        write(&out.join("key"), keys.sk.to_box(None).unwrap().to_string()).unwrap();
+        sign(&out, &secret_key(&out.join("key"), None).unwrap()).unwrap();
+        let signature = fs::read_to_string(out.join(format!("{SUMS}.minisig"))).unwrap();
+        let signature = minisign::SignatureBox::from_string(&signature).unwrap();
+        let verify = |text: String| minisign::verify(&keys.pk, &signature, io::Cursor::new(text), true, false, false);
+        assert!(verify(text.replacen('e', "f", 1)).is_err());
+        assert!(verify(text).is_ok());
+        assert_eq!(signature.trusted_comment().unwrap(), format!("unweight {VERSION} {SUMS}"));
+        fs::remove_dir_all(&out).unwrap();
+    }
+
+    /// Made by `minisign -G`. Its password takes minutes to try without optimisation.
+    const KEY: &str = concat!(
+        "untrusted comment: minisign encrypted secret key\n",
+        "RWRTY0IyQormrMq8yorsBwNam6YVKL0NlxexG7bPN0PYhFK+3ZYAAAACAAAAAAAAAEAAAAAA1RMrSzsAq/Yu+nAW1sGlVNC39z1ntMQHRb",
+        "PcBr2j+6g8qfOBAalEaQSL1TZrLzQBVJb5W4vfll9pcoAoo55hi6xMGYVRDxQ5T+2k8lrNdJRQ8yG9VEk9rdZbJf/s1/E4KvipkA858Ok=\n"
+    );
+
+    #[test]
+    fn keys_with_a_password_need_it() {
+        let folder = env::temp_dir().join(format!("unweight-key-{}", std::process::id()));
+        setup::remove(&folder).unwrap();
+        fs::create_dir(&folder).unwrap();
+        let (key, password) = (folder.join("key"), folder.join("password"));
+        write(&key, KEY).unwrap();
+        let message = secret_key(&key, None).unwrap_err();
+        assert!(message.contains("--password-file") && message.contains("key: not a usable"), "{message}");
+        assert!(secret_key(&key, Some(&password)).unwrap_err().contains("password: No such file"));
+        fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn archives_do_not_depend_on_times_owners_and_order() {
+        let folder = env::temp_dir().join(format!("unweight-packed-{}", std::process::id()));
+        setup::remove(&folder).unwrap();
+        let files = ["a/unweight", "a/man/man1/unweight.1", "a/README.md", "a/b"];
+        let staged = |name: &str, order: &[&str], mode: u32| {
+            for file in order {
+                let path = folder.join(name).join(file);
+                fs::create_dir_all(path.parent().unwrap()).unwrap();
+                write(&path, file).unwrap();
+                fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+            }
+            packed(&folder.join(name), "a", 1_700_000_000).unwrap()
+        };
+        let one = staged("one", &files, 0o600);
+        let mut backwards = files;
+        backwards.reverse();
+        assert!(one == staged("other", &backwards, 0o755));
+        let mut archive = tar::Archive::new(one.as_slice());
+        let found = archive.entries().unwrap().map(|entry| {
+            let entry = entry.unwrap();
+            let header = entry.header();
+            assert_eq!((header.uid().unwrap(), header.mtime().unwrap()), (0, 1_700_000_000));
+            (entry.path().unwrap().display().to_string(), header.mode().unwrap())
+        });
+        let names = ["a/", "a/README.md", "a/b", "a/man/", "a/man/man1/", "a/man/man1/unweight.1", "a/unweight"];
+        let modes = [0o755, 0o644, 0o644, 0o755, 0o755, 0o644, 0o755];
+        assert_eq!(found.collect::<Vec<_>>(), names.map(str::to_owned).into_iter().zip(modes).collect::<Vec<_>>());
+        fs::remove_dir_all(&folder).unwrap();
+    }
+}

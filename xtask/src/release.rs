@@ -1,0 +1,311 @@
+//! `cargo xtask test-release`: the files of a release where nothing else is. `install.sh` in clean systems, from a file
+//! server on loopback; the wheel in each supported Python.
+
+use std::{
+    env, fs,
+    net::{TcpListener, TcpStream},
+    path::{Path, PathBuf},
+    process::{Child, Command, Output, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use crate::{
+    dist::{self, SUMS, VERSION},
+    run::{self, prepared, root, run, shared, succeeds},
+    setup,
+};
+
+/// Debian's clean systems: packages besides the essential ones.
+const SYSTEMS: [(&str, &str); 2] = [("bookworm", "curl,minisign"), ("trixie", "wget,zstd")];
+/// A Debian with a newer Python than this machine may have.
+const NEWEST_PYTHON: (&str, &str) = ("sid", "python3-venv");
+/// Minor versions of Python 3.
+const PYTHONS: std::ops::RangeInclusive<u32> = 10..=14;
+/// Longest time of an installation.
+const INSTALL_SECONDS: u64 = 10;
+/// What a wheel does wherever it is installed.
+const USE_OF_WHEEL: &str = "import sys, unweight
+unweight.compress(sys.argv[1], sys.argv[2], profile='packed')
+unweight.decompress(sys.argv[2], sys.argv[3])
+print(sys.version.split()[0])";
+
+/// Tests the files of `cargo xtask dist`.
+pub fn run_task(arguments: &[String]) -> Result<(), String> {
+    let (mut files, mut suites) = (prepared(dist::OUT), Vec::new());
+    let mut rest = arguments.iter();
+    while let Some(argument) = rest.next() {
+        let mut value = || rest.next().ok_or_else(|| format!("'{argument}' needs a value"));
+        match argument.as_str() {
+            "--files" => files = value()?.into(),
+            "--suite" => suites.push(value()?.clone()),
+            other => return Err(format!("unexpected argument '{other}'; see `cargo xtask help`")),
+        }
+    }
+    run(Command::new("sha256sum").current_dir(&files).args(["--check", "--quiet", "--strict", SUMS]))?;
+    let site = Site::new(&files)?;
+    let mut systems: Vec<(&str, &str)> = SYSTEMS.into();
+    // Those of other distributions that debootstrap knows: Ubuntu's, such as noble.
+    systems.extend(suites.iter().map(|suite| (suite.as_str(), "curl")));
+    for (suite, packages) in systems {
+        let home = debian(suite, packages)?;
+        in_clean_system(suite, &home, &site)?;
+        if succeeds(chroot(&home).args(["sh", "-c", "command -v minisign"])) {
+            signature(suite, &home, &site)?;
+        }
+    }
+    with_musl(&files, &site)?;
+    wheels(&files)
+}
+
+/// A file server with the release, one whose archive has another bit, and one whose archive was cut off.
+struct Site {
+    server: Child,
+    address: String,
+    public_key: String,
+}
+
+impl Drop for Site {
+    fn drop(&mut self) {
+        let _ = self.server.kill();
+        let _ = self.server.wait();
+    }
+}
+
+impl Site {
+    fn new(files: &Path) -> Result<Self, String> {
+        let home = prepared("release-site");
+        setup::remove(&home)?;
+        let io = |error: std::io::Error| format!("{}: {error}", home.display());
+        for (name, is_sound) in [("sound", true), ("changed", false), ("cut", false)] {
+            for folder in ["latest/download".to_owned(), format!("download/v{VERSION}")] {
+                let to = home.join(name).join(folder);
+                fs::create_dir_all(&to).map_err(io)?;
+                for entry in fs::read_dir(files).map_err(io)?.flatten() {
+                    let mut bytes = fs::read(entry.path()).map_err(io)?;
+                    if !is_sound && entry.file_name().to_string_lossy().contains(".tar.") {
+                        let middle = bytes.len() / 2;
+                        bytes[middle] ^= 1;
+                        bytes.truncate(if name == "cut" { middle } else { bytes.len() });
+                    }
+                    fs::write(to.join(entry.file_name()), bytes).map_err(io)?;
+                }
+            }
+        }
+        let keys = minisign::KeyPair::generate_unencrypted_keypair().map_err(|error| error.to_string())?;
+        dist::sign(&home.join("sound/latest/download"), &keys.sk)?;
+        let port = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).map_err(io)?.port();
+        let mut server = Command::new(setup::host_python()?);
+        server.args(["-m", "http.server", "--bind", "127.0.0.1", "--directory"]).arg(&home).arg(port.to_string());
+        let server = server.stdout(Stdio::null()).stderr(Stdio::null()).spawn().map_err(io)?;
+        let site = Self { server, address: format!("http://127.0.0.1:{port}"), public_key: keys.pk.to_base64() };
+        let began = Instant::now();
+        while TcpStream::connect(("127.0.0.1", port)).is_err() {
+            if began.elapsed() > Duration::from_secs(20) {
+                return Err(format!("the file server does not listen at {}", site.address));
+            }
+            thread::sleep(Duration::from_millis(50));
+        }
+        Ok(site)
+    }
+}
+
+/// The root of a clean Debian, in the user's cache.
+fn debian(suite: &str, packages: &str) -> Result<PathBuf, String> {
+    let home = shared(&format!("root-{suite}"));
+    if !home.join("done").exists() {
+        setup::remove(&home)?;
+        let arguments = ["--variant=minbase", &format!("--include={packages}"), suite];
+        run(Command::new("debootstrap").args(arguments).arg(&home).stdout(Stdio::null()))
+            .map_err(|error| format!("{error}; this needs root and debootstrap: `apt-get install debootstrap`"))?;
+        fs::write(home.join("done"), "").map_err(|error| format!("{}: {error}", home.display()))?;
+    }
+    Ok(home)
+}
+
+/// A command in a root, with nothing of this process's environment.
+fn chroot(home: &Path) -> Command {
+    let mut command = Command::new("chroot");
+    command.arg(home).env_clear().env("HOME", "/root").env("PATH", "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin");
+    command
+}
+
+/// `install.sh` in a root.
+fn install(home: &Path, releases: &str, variables: &[(&str, &str)], arguments: &[&str]) -> Result<Output, String> {
+    let script = home.join("root/install.sh");
+    fs::copy(root().join("install.sh"), &script).map_err(|error| format!("{}: {error}", script.display()))?;
+    let mut command = chroot(home);
+    command.args(["sh", "/root/install.sh"]).args(arguments).env("UNWEIGHT_RELEASES", releases);
+    command.envs(variables.iter().copied()).output().map_err(|error| format!("chroot: {error}"))
+}
+
+/// What is in `~/.local/bin` of a root.
+fn installed(home: &Path) -> Vec<String> {
+    let entries = fs::read_dir(home.join("root/.local/bin")).into_iter().flatten().flatten();
+    entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+}
+
+/// Fails unless the installation failed with this message, and `left` is what is installed.
+fn refuses(system: &str, home: &Path, output: &Output, message: &str, left: &[&str]) -> Result<(), String> {
+    let text = String::from_utf8_lossy(&output.stderr);
+    if output.status.success() || !text.contains(message) {
+        return Err(format!("{system}: install.sh was to fail with '{message}', but: {} {text}", output.status));
+    }
+    let found = installed(home);
+    if found == left { Ok(()) } else { Err(format!("{system}: after '{message}' there is {found:?}, not {left:?}")) }
+}
+
+/// Installs, uses and removes the command, and tries releases that are to be refused.
+fn in_clean_system(system: &str, home: &Path, site: &Site) -> Result<(), String> {
+    setup::remove(&home.join("root/.local"))?;
+    let closed = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
+    let closed = format!("http://{}", closed.map_err(|error| error.to_string())?);
+    let release = |name: &str| format!("{}/{name}", site.address);
+    let refused = |left: &[&str]| -> Result<(), String> {
+        for (from, message) in
+            [(&release("changed"), "has SHA-256"), (&release("cut"), "has SHA-256"), (&closed, "cannot fetch")]
+        {
+            refuses(system, home, &install(home, from, &[], &[])?, message, left)?;
+        }
+        Ok(())
+    };
+    refused(&[])?;
+    let began = Instant::now();
+    let output = install(home, &release("sound"), &[], &[])?;
+    let seconds = began.elapsed().as_secs_f64();
+    if !output.status.success() {
+        return Err(format!("{system}: {}", String::from_utf8_lossy(&output.stderr)));
+    }
+    if seconds > INSTALL_SECONDS as f64 {
+        return Err(format!("{system}: install.sh took {seconds:.1} s; the limit is {INSTALL_SECONDS} s"));
+    }
+    let own = |arguments: &[&str]| run::output(chroot(home).arg("/root/.local/bin/unweight").args(arguments));
+    let version = own(&["--version"])?;
+    if version != format!("unweight {VERSION}") {
+        return Err(format!("{system}: the command says '{version}'"));
+    }
+    own(&["demo"])?;
+    refused(&["unweight"])?;
+    let output = install(home, &release("sound"), &[], &["--uninstall"])?;
+    if !output.status.success() || !installed(home).is_empty() {
+        return Err(format!("{system}: not removed: {}", String::from_utf8_lossy(&output.stderr)));
+    }
+    println!("{system}: installed in {seconds:.1} s");
+    Ok(())
+}
+
+/// The signature is checked by the real minisign.
+fn signature(system: &str, home: &Path, site: &Site) -> Result<(), String> {
+    let from = format!("{}/sound", site.address);
+    let by = |key: &str| install(home, &from, &[("UNWEIGHT_PUBLIC_KEY", key)], &["--require-signature"]);
+    let other = minisign::KeyPair::generate_unencrypted_keypair().map_err(|error| error.to_string())?;
+    refuses(system, home, &by(&other.pk.to_base64())?, "is not by", &[])?;
+    let output = by(&site.public_key)?;
+    if !output.status.success() || installed(home) != ["unweight"] {
+        return Err(format!("{system}: {}", String::from_utf8_lossy(&output.stderr)));
+    }
+    println!("{system}: signature checked by minisign");
+    Ok(())
+}
+
+/// A system with busybox and musl, as Alpine has them. Without a build for musl it is refused by name.
+fn with_musl(files: &Path, site: &Site) -> Result<(), String> {
+    let home = prepared("root-musl");
+    setup::remove(&home)?;
+    for folder in ["bin", "dev", "root", "tmp", "packages"] {
+        fs::create_dir_all(home.join(folder)).map_err(|error| format!("{}: {error}", home.display()))?;
+    }
+    let packages = home.join("packages");
+    // As root, apt would fetch as another user, who cannot write here.
+    let fetch = ["-qq", "-o", "APT::Sandbox::User=root", "download", "busybox-static", "musl"];
+    run(Command::new("apt-get").current_dir(&packages).args(fetch))?;
+    for entry in fs::read_dir(&packages).into_iter().flatten().flatten() {
+        run(Command::new("dpkg-deb").arg("-x").arg(entry.path()).arg(&home))?;
+    }
+    run(Command::new("mknod").arg(home.join("dev/null")).args(["c", "1", "3"]))?;
+    run(chroot(&home).args(["/bin/busybox", "--install", "-s", "/bin"]))?;
+    if files.join(format!("unweight-{VERSION}-{}-unknown-linux-musl.tar.gz", env::consts::ARCH)).exists() {
+        return in_clean_system("musl", &home, site);
+    }
+    let output = install(&home, &format!("{}/sound", site.address), &[], &[])?;
+    refuses("musl", &home, &output, "no build for musl libc", &[])?;
+    println!("musl: refused by name");
+    Ok(())
+}
+
+/// Installs the wheel into each Python, where nothing else is, and compresses and restores a model.
+fn wheels(files: &Path) -> Result<(), String> {
+    let entries = fs::read_dir(files).map_err(|error| format!("{}: {error}", files.display()))?;
+    let mut paths = entries.flatten().map(|entry| entry.path());
+    let Some(wheel) = paths.find(|path| path.extension().is_some_and(|extension| extension == "whl")) else {
+        println!("left out: the wheel; {} has none", files.display());
+        return Ok(());
+    };
+    let work = prepared("release-python");
+    setup::remove(&work)?;
+    fs::create_dir_all(&work).map_err(|error| format!("{}: {error}", work.display()))?;
+    let mut missing = Vec::new();
+    for minor in PYTHONS {
+        match python(minor) {
+            Some(python) => {
+                use_wheel(&python, &wheel, &work.join(minor.to_string()), &mut |program| Command::new(program))?;
+            }
+            None => missing.push(minor),
+        }
+    }
+    if !missing.is_empty() {
+        let (suite, packages) = NEWEST_PYTHON;
+        let home = debian(suite, packages)?;
+        let ask = ["python3", "-c", "import sys; print(sys.version_info.minor)"];
+        let minor: u32 = run::output(chroot(&home).args(ask))?.parse().map_err(|_| "Python has no version")?;
+        if missing.contains(&minor) {
+            let inside = Path::new("/root").join(wheel.file_name().unwrap_or_default());
+            fs::copy(&wheel, home.join(inside.strip_prefix("/").unwrap_or(&inside)))
+                .map_err(|error| format!("{}: {error}", home.display()))?;
+            setup::remove(&home.join("root/work"))?;
+            let mut inside_root = |program: &Path| {
+                let mut command = chroot(&home);
+                command.arg(program);
+                command
+            };
+            use_wheel(Path::new("python3"), &inside, Path::new("/root/work"), &mut inside_root)?;
+            setup::remove(&home.join("root/work"))?;
+            missing.retain(|&other| other != minor);
+        }
+    }
+    for minor in missing {
+        println!("left out: Python 3.{minor}, which is neither on PATH nor in ~/.pyenv");
+    }
+    setup::remove(&work)
+}
+
+/// A Python of this minor version.
+fn python(minor: u32) -> Option<PathBuf> {
+    let name = format!("python3.{minor}");
+    let versions = PathBuf::from(env::var_os("HOME")?).join(".pyenv/versions");
+    let of_pyenv =
+        fs::read_dir(versions).into_iter().flatten().flatten().map(|entry| entry.path().join("bin").join(&name));
+    // Debian's has no ensurepip without python3-venv.
+    of_pyenv
+        .chain([PathBuf::from(&name)])
+        .find(|python| succeeds(Command::new(python).args(["-m", "ensurepip", "--version"])))
+}
+
+fn use_wheel(
+    python: &Path,
+    wheel: &Path,
+    work: &Path,
+    command: &mut dyn FnMut(&Path) -> Command,
+) -> Result<(), String> {
+    let venv = work.join("venv");
+    run(command(python).args(["-m", "venv"]).arg(&venv))?;
+    let own = venv.join("bin/python");
+    let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"];
+    run(command(&own).args(pip).arg(wheel))?;
+    run::output(command(&venv.join("bin/unweight")).args(["demo", "--dir"]).arg(work.join("demo")))?;
+    let folders = ["demo/model", "bundle", "restored"].map(|name| work.join(name));
+    let version = run::output(command(&own).args(["-c", USE_OF_WHEEL]).args(&folders))?;
+    run(command(Path::new("diff")).arg("-r").args([&folders[0], &folders[2]]))?;
+    println!("Python {version}: the wheel works");
+    Ok(())
+}

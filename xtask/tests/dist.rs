@@ -1,0 +1,47 @@
+//! `cargo xtask dist` makes the same bytes in two folders.
+
+use std::{collections::BTreeMap, fs, path::Path, process::Command};
+
+mod workspace;
+
+use workspace::root;
+
+fn run(command: &mut Command) {
+    let status = command.status().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    assert!(status.success(), "{command:?}: {status}");
+}
+
+/// Builds the files in a clone of the repository; `.ci/release` and others find them in `artifacts`.
+fn dist(clone: &Path, artifacts: &Path) -> BTreeMap<String, Vec<u8>> {
+    let mut command = Command::new("cargo");
+    command.current_dir(clone).args(["xtask", "dist", "--out"]).arg(artifacts);
+    // Each has a build of its own, also of what cargo would share.
+    run(command.env_remove("CARGO_TARGET_DIR").env_remove("CARGO_MANIFEST_DIR"));
+    let entries = fs::read_dir(artifacts).expect("the files");
+    let files = entries.map(|entry| entry.expect("a file").path());
+    files.map(|path| (path.file_name().unwrap().to_string_lossy().into_owned(), fs::read(path).unwrap())).collect()
+}
+
+#[test]
+#[ignore = "two release builds, half an hour: .ci/nightly"]
+fn two_folders_give_equal_bytes() {
+    let target = root().join("target");
+    let [one, other] = ["dist-clone", "second/folder/of-another-length"].map(|name| {
+        let clone = target.join(name);
+        // Its own target is kept: what did not change is not built again.
+        if !clone.join(".git").exists() {
+            run(Command::new("git").args(["clone", "--quiet"]).arg(root()).arg(&clone));
+        }
+        run(Command::new("git").current_dir(&clone).args(["fetch", "--quiet", "--tags", "origin", "HEAD"]));
+        run(Command::new("git").current_dir(&clone).args(["checkout", "--quiet", "--detach", "FETCH_HEAD"]));
+        dist(&clone, &target.join("artifacts").with_extension(if name == "dist-clone" { "" } else { "other" }))
+    });
+    let names = |files: &BTreeMap<String, Vec<u8>>| files.keys().cloned().collect::<Vec<_>>();
+    assert_eq!(names(&one), names(&other));
+    assert!(one.len() >= 7 && one.contains_key("SHA256SUMS"), "{:?}", names(&one));
+    let place = root().to_str().expect("a path").as_bytes();
+    for (name, bytes) in &one {
+        assert!(*bytes == other[name], "{name} differs");
+        assert!(!bytes.windows(place.len()).any(|window| window == place), "{name} names a folder");
+    }
+}

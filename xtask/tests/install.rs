@@ -1,0 +1,489 @@
+//! `install.sh`, against a file server on loopback. `cargo xtask test-install` tries the files of a release in clean
+//! systems.
+
+use std::{
+    collections::BTreeMap,
+    env, fs,
+    io::{BufRead, BufReader, Read, Write},
+    net::{TcpListener, TcpStream},
+    os::unix::{
+        fs::{PermissionsExt, symlink},
+        process::CommandExt,
+    },
+    path::{Path, PathBuf},
+    process::{Command, Output, Stdio},
+    sync::{Arc, Mutex},
+    thread,
+    time::{Duration, Instant},
+};
+
+mod workspace;
+
+use workspace::root;
+
+const VERSION: &str = "0.1.0";
+/// What the script needs in every case; it gets nothing else, unless a case adds it.
+const TOOLS: [&str; 12] =
+    ["sh", "cat", "gzip", "ldd", "mkdir", "mktemp", "mv", "rm", "sed", "sha256sum", "tar", "uname"];
+
+/// What the server gives for a path.
+#[derive(Clone)]
+enum Answer {
+    Whole(Vec<u8>),
+    /// States the length of all, and closes the connection after half of it.
+    Cut(Vec<u8>),
+    /// States a length, and never sends it.
+    Stalls,
+}
+
+/// A server with the files of a release.
+struct Site {
+    address: String,
+    answers: Arc<Mutex<BTreeMap<String, Answer>>>,
+    asked: Arc<Mutex<Vec<String>>>,
+}
+
+impl Site {
+    fn new() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = format!("http://{}", listener.local_addr().unwrap());
+        let site = Self { address, answers: Arc::default(), asked: Arc::default() };
+        let (answers, asked) = (site.answers.clone(), site.asked.clone());
+        thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let (answers, asked) = (answers.clone(), asked.clone());
+                thread::spawn(move || answer(stream, &answers, &asked));
+            }
+        });
+        site
+    }
+
+    /// With a release whose command is this script.
+    fn with_release(command: &str) -> Self {
+        let site = Self::new();
+        site.publish(VERSION, command);
+        site
+    }
+
+    fn publish(&self, version: &str, command: &str) {
+        let name = format!("unweight-{version}-{}-unknown-linux-gnu", env::consts::ARCH);
+        let folder = Folder::new();
+        fs::create_dir(folder.path(&name)).unwrap();
+        write_program(&folder.path(&name).join("unweight"), command);
+        succeeds(Command::new("tar").arg("-C").arg(&folder.0).args(["-cf"]).arg(folder.path("tar")).arg(&name));
+        let mut sums = String::new();
+        for (extension, arguments) in [("gz", &["gzip", "-n"][..]), ("zst", &["zstd", "-q"])] {
+            let tar = fs::File::open(folder.path("tar")).unwrap();
+            let output = Command::new(arguments[0]).args(&arguments[1..]).arg("-c").stdin(tar).output();
+            // Without zstd the release has one archive.
+            let Ok(output) = output else { continue };
+            let file = format!("{name}.tar.{extension}");
+            sums += &format!("{}  {file}\n", sha256(&output.stdout));
+            self.put(&format!("/download/v{version}/{file}"), Answer::Whole(output.stdout));
+        }
+        for folder in [format!("/download/v{version}"), "/latest/download".into()] {
+            self.put(&format!("{folder}/SHA256SUMS"), Answer::Whole(sums.clone().into()));
+        }
+    }
+
+    fn put(&self, path: &str, answer: Answer) {
+        self.answers.lock().unwrap().insert(path.into(), answer);
+    }
+
+    /// Changes what is answered for the archive, and for nothing else.
+    fn change_archive(&self, change: impl Fn(Vec<u8>) -> Answer) {
+        let mut answers = self.answers.lock().unwrap();
+        for (path, answer) in answers.iter_mut().filter(|(path, _)| path.contains(".tar.")) {
+            let Answer::Whole(bytes) = answer.clone() else { panic!("{path} is changed") };
+            *answer = change(bytes);
+        }
+    }
+
+    fn asked(&self) -> Vec<String> {
+        self.asked.lock().unwrap().clone()
+    }
+}
+
+fn answer(stream: TcpStream, answers: &Mutex<BTreeMap<String, Answer>>, asked: &Mutex<Vec<String>>) -> Option<()> {
+    let mut reader = BufReader::new(stream.try_clone().ok()?);
+    let mut line = String::new();
+    reader.read_line(&mut line).ok()?;
+    let path = line.split(' ').nth(1)?.to_owned();
+    while reader.read_line(&mut line).ok()? > 2 {}
+    asked.lock().unwrap().push(path.clone());
+    let found = answers.lock().unwrap().get(&path).cloned();
+    let mut stream = stream;
+    let head = |bytes: usize| format!("HTTP/1.1 200 OK\r\nContent-Length: {bytes}\r\nConnection: close\r\n\r\n");
+    match found {
+        None => stream.write_all(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n").ok(),
+        Some(Answer::Whole(bytes)) => stream.write_all(&[head(bytes.len()).as_bytes(), &bytes].concat()).ok(),
+        Some(Answer::Cut(bytes)) => {
+            stream.write_all(&[head(bytes.len()).as_bytes(), &bytes[..bytes.len() / 2]].concat()).ok()
+        }
+        Some(Answer::Stalls) => {
+            stream.write_all(head(1 << 20).as_bytes()).ok()?;
+            // Until the client ends.
+            stream.read(&mut [0]).map(|_| ()).ok()
+        }
+    }
+}
+
+/// A folder that is removed at the end.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Self {
+        static MADE: Mutex<u32> = Mutex::new(0);
+        let mut made = MADE.lock().unwrap();
+        *made += 1;
+        let path = env::temp_dir().join(format!("unweight-install-{}-{made}", std::process::id()));
+        fs::create_dir(&path).unwrap();
+        Self(path)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    fn names(&self, name: &str) -> Vec<String> {
+        let entries = fs::read_dir(self.path(name)).unwrap();
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn succeeds(command: &mut Command) {
+    assert!(command.status().unwrap().success(), "{command:?}");
+}
+
+fn sha256(bytes: &[u8]) -> String {
+    let mut child = Command::new("sha256sum").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    child.stdin.take().unwrap().write_all(bytes).unwrap();
+    let output = child.wait_with_output().unwrap();
+    String::from_utf8(output.stdout).unwrap().split(' ').next().unwrap().to_owned()
+}
+
+fn write_program(path: &Path, text: &str) {
+    let _ = fs::remove_file(path);
+    fs::write(path, text).unwrap();
+    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+}
+
+/// A command that says this version.
+fn command(version: &str) -> String {
+    format!("#!/bin/sh\necho unweight {version}\n")
+}
+
+/// The file of a program on PATH.
+fn tool(name: &str) -> Option<PathBuf> {
+    env::split_paths(&env::var_os("PATH")?).map(|folder| folder.join(name)).find(|path| path.is_file())
+}
+
+/// A machine with `home`, and `tools` as all that is on PATH.
+struct System(Folder);
+
+impl System {
+    /// With a client of HTTP.
+    fn new() -> Self {
+        let machine = Self::without_client();
+        let client = ["curl", "wget"].into_iter().find(|client| machine.add(client));
+        assert!(client.is_some(), "install curl or wget for this test");
+        machine
+    }
+
+    fn without_client() -> Self {
+        let machine = Self(Folder::new());
+        fs::create_dir(machine.0.path("home")).unwrap();
+        fs::create_dir(machine.0.path("tools")).unwrap();
+        for name in TOOLS {
+            assert!(machine.add(name), "this test needs {name}");
+        }
+        machine
+    }
+
+    /// Adds a program of this machine. False if it has none of this name.
+    fn add(&self, name: &str) -> bool {
+        tool(name).is_some_and(|path| symlink(path, self.0.path("tools").join(name)).is_ok())
+    }
+
+    fn remove(&self, name: &str) {
+        fs::remove_file(self.0.path("tools").join(name)).unwrap();
+    }
+
+    /// Replaces a program.
+    fn fake(&self, name: &str, text: &str) {
+        write_program(&self.0.path("tools").join(name), text);
+    }
+
+    fn script(&self, site: &str, arguments: &[&str]) -> Command {
+        let mut command = Command::new(tool("sh").unwrap());
+        command.args(["-s", "--"]).args(arguments).env_clear().env("HOME", self.0.path("home"));
+        command.env("PATH", self.0.path("tools")).env("UNWEIGHT_RELEASES", site).current_dir(&self.0.0);
+        command.stdin(fs::File::open(root().join("install.sh")).unwrap());
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    }
+
+    fn run(&self, site: &Site, arguments: &[&str]) -> Output {
+        self.script(&site.address, arguments).output().unwrap()
+    }
+
+    /// Runs it; what it prints.
+    fn installs(&self, site: &Site, arguments: &[&str]) -> String {
+        let output = self.run(site, arguments);
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// Runs it: it fails with this message, and changes nothing.
+    fn refuses(&self, site: &Site, arguments: &[&str], message: &str) {
+        let before = self.installed();
+        let output = self.run(site, arguments);
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && text.contains(message), "{message:?}: {text}");
+        assert!(text.contains("error: ") && text.contains("help: "), "{text}");
+        assert_eq!(self.installed(), before, "{message}");
+    }
+
+    /// Everything in `~/.local/bin`.
+    fn installed(&self) -> BTreeMap<String, Vec<u8>> {
+        let bin = self.0.path("home/.local/bin");
+        if !bin.exists() {
+            return BTreeMap::new();
+        }
+        let read = |name: &String| fs::read(bin.join(name)).unwrap_or_else(|_| b"a folder".into());
+        self.0.names("home/.local/bin").into_iter().map(|name| (name.clone(), read(&name))).collect()
+    }
+}
+
+fn only(text: &str) -> BTreeMap<String, Vec<u8>> {
+    BTreeMap::from([("unweight".to_owned(), text.as_bytes().to_vec())])
+}
+
+#[test]
+fn every_client_installs_the_latest_release() {
+    for client in ["curl", "wget"] {
+        let site = Site::with_release(&command(VERSION));
+        let machine = System::without_client();
+        machine.refuses(&site, &[], "neither curl nor wget is installed");
+        if !machine.add(client) {
+            continue;
+        }
+        let text = machine.installs(&site, &[]);
+        assert!(text.contains("installed unweight 0.1.0 to ") && text.contains("is not on PATH"), "{text}");
+        assert!(text.contains("signature: not checked, no public key"), "{text}");
+        assert_eq!(machine.installed(), only(&command(VERSION)));
+        let asked = site.asked();
+        assert!(asked[0] == "/latest/download/SHA256SUMS" && asked[1].ends_with(".tar.gz"), "{asked:?}");
+    }
+    assert!(tool("curl").or(tool("wget")).is_some(), "install curl or wget for this test");
+}
+
+#[test]
+fn zstd_takes_the_smaller_archive() {
+    let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
+    if machine.add("zstd") {
+        machine.installs(&site, &[]);
+        assert!(site.asked()[1].ends_with(".tar.zst"), "{:?}", site.asked());
+        assert_eq!(machine.installed(), only(&command(VERSION)));
+    }
+}
+
+#[test]
+fn versions_are_chosen_replaced_and_removed() {
+    let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
+    site.publish("0.2.0-rc.1", &command("0.2.0-rc.1"));
+    let version = |version: &str| machine.installs(&site, &["--version", version]);
+    version("v0.1.0");
+    assert_eq!(machine.installed(), only(&command(VERSION)));
+    machine.installs(&site, &[]);
+    assert_eq!(machine.installed(), only(&command("0.2.0-rc.1")));
+    version("0.1.0");
+    assert_eq!(machine.installed(), only(&command(VERSION)));
+    machine.refuses(&site, &["--version", "0.3.0"], "cannot fetch");
+    machine.refuses(&site, &["--version", "../0.1.0"], "is not a version");
+    machine.refuses(&site, &["--version"], "needs a value");
+    machine.refuses(&site, &["--verison", "1"], "unexpected argument");
+    let text = machine.installs(&site, &["--uninstall"]);
+    assert!(text.contains("removed ") && machine.installed().is_empty(), "{text}");
+    machine.refuses(&site, &["--uninstall"], "does not exist");
+}
+
+#[test]
+fn another_directory_is_used_and_named_only_if_it_is_not_on_path() {
+    let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
+    let to = machine.0.path("tools");
+    let text = machine.installs(&site, &["--to", to.to_str().unwrap()]);
+    assert!(!text.contains("PATH"), "{text}");
+    assert_eq!(fs::read_to_string(to.join("unweight")).unwrap(), command(VERSION));
+    assert!(!machine.0.path("home/.local").exists());
+    let text = machine.installs(&site, &["--uninstall", "--to", to.to_str().unwrap()]);
+    assert!(text.contains("removed ") && !to.join("unweight").exists(), "{text}");
+}
+
+#[test]
+fn damaged_files_are_refused_and_the_installed_command_stays() {
+    type Change = fn(Vec<u8>) -> Answer;
+    let flipped = |mut bytes: Vec<u8>| {
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        Answer::Whole(bytes)
+    };
+    let changes: [(&str, Change); 5] = [
+        ("has SHA-256", flipped),
+        ("has SHA-256", |bytes| Answer::Whole(bytes[..bytes.len() - 1].into())),
+        ("has SHA-256", |_| Answer::Whole(Vec::new())),
+        ("cannot fetch", |bytes| Answer::Cut(bytes)),
+        ("has SHA-256", |mut bytes| {
+            bytes.push(0);
+            Answer::Whole(bytes)
+        }),
+    ];
+    for older in [None, Some("0.0.9")] {
+        for (message, change) in changes {
+            let (site, machine) = (Site::new(), System::new());
+            if let Some(older) = older {
+                site.publish(older, &command(older));
+                machine.installs(&site, &[]);
+            }
+            site.publish(VERSION, &command(VERSION));
+            site.change_archive(change);
+            machine.refuses(&site, &["--version", VERSION], message);
+            assert_eq!(machine.installed(), older.map_or_else(BTreeMap::new, |older| only(&command(older))));
+        }
+    }
+}
+
+#[test]
+fn releases_that_do_not_fit_are_refused() {
+    let machine = System::new();
+    machine.refuses(&Site::with_release("#!/bin/sh\nexit 127\n"), &[], "does not run on this system");
+    machine.refuses(&Site::with_release(&command("0.0.9")), &[], "says 'unweight 0.0.9', not 'unweight 0.1.0'");
+    let sums = |text: &str| {
+        let site = Site::with_release(&command(VERSION));
+        for folder in ["/latest/download", "/download/v0.1.0"] {
+            site.put(&format!("{folder}/SHA256SUMS"), Answer::Whole(text.into()));
+        }
+        site
+    };
+    let zeros = "0".repeat(64);
+    machine.refuses(&sums(""), &[], "lists no archive");
+    machine.refuses(&sums(&format!("{zeros}  unweight-0.1.0-riscv64-unknown-linux-gnu.tar.gz\n")), &[], "no build for");
+    let newer = format!("{zeros}  unweight-0.2.0-{}-unknown-linux-gnu.tar.gz\n", env::consts::ARCH);
+    machine.refuses(&sums(&newer), &["--version", "0.1.0"], "is of version 0.2.0, not 0.1.0");
+}
+
+#[test]
+fn without_a_network_nothing_changes() {
+    let machine = System::new();
+    let mut site = Site::new();
+    machine.refuses(&site, &[], "cannot fetch");
+    // A port that nothing listens at.
+    let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    site.address = format!("http://{closed}");
+    machine.refuses(&site, &[], "check the network");
+}
+
+#[test]
+fn signatures_are_checked_where_that_is_possible() {
+    let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
+    let run = |arguments: &[&str]| {
+        let output = machine.script(&site.address, arguments).env("UNWEIGHT_PUBLIC_KEY", "RWkey").output().unwrap();
+        (output.status.success(), [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap()).concat())
+    };
+    machine.refuses(&site, &["--require-signature"], "no public key is known");
+    let (done, text) = run(&["--require-signature"]);
+    assert!(!done && text.contains("cannot check the signature: minisign is not installed"), "{text}");
+    let (done, text) = run(&[]);
+    assert!(done && text.contains("signature: not checked, minisign is not installed"), "{text}");
+    machine.installs(&site, &["--uninstall"]);
+
+    // Of the real program `cargo xtask test-install` takes care.
+    let checks = r#"[ "$*" = "-V -q -P RWkey -m $6 -x $6.minisig" ] && grep -q good "$8""#;
+    machine.fake("minisign", &format!("#!/bin/sh\nPATH={}\n{checks}\n", env::var("PATH").unwrap()));
+    for (signature, good) in [(None, false), (Some("forged"), false), (Some("good"), true)] {
+        if let Some(signature) = signature {
+            site.put("/latest/download/SHA256SUMS.minisig", Answer::Whole(signature.into()));
+        }
+        let (done, text) = run(&["--require-signature"]);
+        assert_eq!((done, !machine.installed().is_empty()), (good, good), "{signature:?}: {text}");
+        let said = match signature {
+            None => "cannot fetch",
+            Some("forged") => "is not by RWkey",
+            Some(_) => "signature: by RWkey",
+        };
+        assert!(text.contains(said), "{text}");
+    }
+}
+
+#[test]
+fn systems_without_a_build_are_refused_by_name() {
+    let site = Site::with_release(&command(VERSION));
+    let uname = |system: &str, machine: &str| format!("#!/bin/sh\n[ $1 = -s ] && echo {system} || echo {machine}\n");
+    for (program, text, message) in [
+        ("uname", uname("Darwin", "arm64"), "Darwin is not supported"),
+        ("uname", uname("Linux", "riscv64"), "no build for riscv64"),
+        ("ldd", "#!/bin/sh\necho 'musl libc (x86_64)' >&2; exit 1\n".into(), "no build for musl libc"),
+        ("ldd", "#!/bin/sh\necho 'ldd (GNU libc) 2.12'\n".into(), "glibc '2.12' is too old"),
+        ("ldd", "#!/bin/sh\necho 'ldd (GNU libc) 1.99'\n".into(), "glibc '1.99' is too old"),
+    ] {
+        let machine = System::new();
+        machine.fake(program, &text);
+        machine.refuses(&site, &[], message);
+    }
+    for said in
+        ["ldd (Debian GLIBC 2.36-9+deb12u4) 2.36", "ldd (Ubuntu GLIBC 2.39-0ubuntu8) 2.39", "ldd (GNU libc) 3.1"]
+    {
+        let machine = System::new();
+        machine.fake("ldd", &format!("#!/bin/sh\necho '{said}'\n"));
+        machine.installs(&site, &[]);
+    }
+    let machine = System::new();
+    machine.remove("sha256sum");
+    machine.refuses(&site, &[], "neither sha256sum nor shasum is installed");
+    machine.remove("tar");
+    machine.refuses(&site, &[], "tar is not installed");
+}
+
+#[test]
+fn a_signal_leaves_nothing() {
+    let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
+    site.change_archive(|_| Answer::Stalls);
+    for (signal, status) in [("TERM", 143), ("INT", 130), ("HUP", 129)] {
+        let before = site.asked().len();
+        let mut child = machine.script(&site.address, &[]).process_group(0).spawn().unwrap();
+        let began = Instant::now();
+        while site.asked().len() < before + 2 {
+            assert!(began.elapsed() < Duration::from_secs(30), "the archive is not asked for");
+            thread::sleep(Duration::from_millis(10));
+        }
+        assert_eq!(machine.installed().len(), 1, "the folder that it works in");
+        succeeds(Command::new("kill").args([&format!("-{signal}"), "--", &format!("-{}", child.id())]));
+        assert_eq!(child.wait().unwrap().code(), Some(status), "{signal}");
+        assert!(machine.installed().is_empty(), "{signal}: {:?}", machine.installed().keys());
+    }
+}
+
+/// As `curl | sh` runs it if the connection breaks.
+#[test]
+fn a_script_that_is_cut_off_does_nothing() {
+    let (site, machine) = (Site::with_release(&command(VERSION)), System::new());
+    let script = fs::read(root().join("install.sh")).unwrap();
+    let end = script.trim_ascii_end().len();
+    let (part, mut lengths) =
+        (machine.0.path("part.sh"), (0..end - "main \"$@\"".len()).step_by(97).collect::<Vec<_>>());
+    lengths.push(end - "main \"$@\"".len());
+    for length in lengths {
+        fs::write(&part, &script[..length]).unwrap();
+        machine.script(&site.address, &[]).stdin(fs::File::open(&part).unwrap()).output().unwrap();
+        assert!(site.asked().is_empty() && machine.installed().is_empty(), "{length} bytes");
+    }
+    // The last line is what does everything.
+    machine.installs(&site, &[]);
+    assert!(!site.asked().is_empty());
+}
