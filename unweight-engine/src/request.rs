@@ -140,11 +140,11 @@ pub enum Finish {
     Stop,
     /// [`Request::max_new_tokens`] tokens were generated.
     Length,
-    /// All logits of the row were NaN. The token of the event is [`NO_TOKEN`], which is not a token of the model. Other
-    /// sequences are not affected.
+    /// All logits of the row were NaN. The token of the event is [`NO_TOKEN`](crate::NO_TOKEN), which is not a token of
+    /// the model. Other sequences are not affected.
     NotANumber,
     /// A page of the sequence cannot be packed, and the pool of BF16 units is too small for the sequence alone. The
-    /// token of the event is right, or [`NO_TOKEN`] if the prompt itself does not fit.
+    /// token of the event is right, or [`NO_TOKEN`](crate::NO_TOKEN) if the prompt itself does not fit.
     CacheFull,
 }
 
