@@ -343,9 +343,8 @@ fn write_text(fitted: &BudgetPlan, report: &Report, out: &mut dyn Write) -> io::
     }
     writeln!(
         out,
-        "`generate` and `serve` fill so much with {kept}--memory {}, or {}where {} of the device are free",
+        "run it with `generate` or `serve` {kept}--memory {}; --memory is not needed if {} of GPU memory are free",
         report.total_bytes,
-        if kept.is_empty() { "by themselves ".to_owned() } else { format!("with {kept}") },
         output::bytes(report.free_bytes)
     )?;
     if !report.exact {

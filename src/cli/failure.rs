@@ -203,7 +203,7 @@ impl Failure {
 /// What to do about an error of the system, where there is something.
 fn advice(error: &io::Error) -> Option<&'static str> {
     Some(match error.kind() {
-        io::ErrorKind::NotFound => "look at how the path is spelt; nothing of this name is there",
+        io::ErrorKind::NotFound => "check the path",
         io::ErrorKind::PermissionDenied => "ask its owner for access, or choose another place",
         io::ErrorKind::ReadOnlyFilesystem => "choose a place that can be written to",
         io::ErrorKind::IsADirectory => "give a file",
@@ -418,7 +418,7 @@ fn words(remedy: rt::Remedy) -> Option<&'static str> {
     Some(match remedy {
         rt::Remedy::ClearKernelCache => "`unweight cache clear` removes the kernels of another version",
         rt::Remedy::CompileKernels => {
-            "`unweight kernels compile` makes them where there is a compiler and UNWEIGHT_JIT is auto"
+            "run `unweight kernels compile` on a machine with NVRTC, and copy the cache or attach the kernels"
         }
         rt::Remedy::VerifyBundle => "`unweight verify` finds the damaged tensor",
         rt::Remedy::MeasureTable => "`unweight-bench matmul --save-table FILE` measures a table",
@@ -487,8 +487,7 @@ mod tests {
     #[test]
     fn a_failure_is_printed_with_its_cause_and_its_help() {
         let failure = Failure::io("some/file")(io::ErrorKind::NotFound.into());
-        let expected = "error[path-not-found]: some/file\n  cause: entity not found\n  help: look at how the path is spelt; nothing of this \
-                        name is there\n";
+        let expected = "error[path-not-found]: some/file\n  cause: entity not found\n  help: check the path\n";
         assert_eq!(failure.text(false), expected);
         assert!(failure.text(true).starts_with("\x1b[1;31merror[path-not-found]:\x1b[0m some/file\n"));
         assert_eq!(Failure::interrupted("\x1b[2J").text(false), "error[interrupted]: \\u{1b}[2J\n");

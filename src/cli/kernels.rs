@@ -411,7 +411,7 @@ impl Cards {
                 Self::One(kernels.chooser().clone())
             }
             (None, Err(_)) => {
-                output.note("no GPU here: kernels as an H200 chooses them; --arch takes those of every card of one");
+                output.note("no GPU found: kernels for an H200; --arch selects those for every GPU of an architecture");
                 Self::One(PackedChooser::h200())
             }
         }

@@ -68,7 +68,7 @@ impl Verify {
                 output::rate(report.original_bytes, report.seconds),
                 match report.problems.len() {
                     0 if report.signature.is_some() && !report.quick => "sound, and signed with this key".to_owned(),
-                    0 if report.quick => "sound as far as names, sizes and headers tell".to_owned(),
+                    0 if report.quick => "names, sizes and headers match; weights were not read".to_owned(),
                     0 => "sound".to_owned(),
                     problems if only_source => format!("sound; the source differs: {}", count(problems)),
                     problems => count(problems),

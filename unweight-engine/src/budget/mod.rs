@@ -130,8 +130,8 @@ pub enum BudgetError {
     },
     /// No plan fits the given memory.
     #[error(
-        "{least} bytes are the least that would do (weights {weights}, KV cache {cache}, working memory {working}, \
-         slots {slots}) and {have} are given; give more memory, a shorter context or a smaller batch"
+        "the smallest plan takes {least} bytes (weights {weights}, KV cache {cache}, working memory {working}, slots \
+         {slots}) and {have} are given; give more memory, a shorter context or a smaller batch"
     )]
     TooSmall {
         /// Bytes of the given memory.
@@ -150,7 +150,7 @@ pub enum BudgetError {
     /// Every plan within the given memory is slower than the given limit.
     #[error(
         "the fastest plan within {have} bytes takes {slowdown:.3} times as long as the fastest of all, and {limit:.3} \
-         is allowed; {least} bytes would do"
+         is allowed; {least} bytes are enough"
     )]
     TooSlow {
         /// Bytes of the given memory.

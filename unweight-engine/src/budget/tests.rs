@@ -438,7 +438,7 @@ fn impossible_budgets_are_explained() {
     assert!(error(BudgetRequest { context: 0, ..wanted(GB) }).contains("context = 0"));
     assert!(error(BudgetRequest { context: 200_000, ..wanted(GB) }).contains("131072"));
     assert!(error(BudgetRequest { max_slowdown: Some(f64::NAN), ..wanted(GB) }).contains("NaN"));
-    assert!(error(wanted(GB)).contains("are the least that would do"));
+    assert!(error(wanted(GB)).contains("the smallest plan takes"));
     let without: Vec<Tensor> = tensors.iter().filter(|tensor| tensor.name != "7.up").cloned().collect();
     let error = fit(&config, &without, &wanted(80 * GB)).unwrap_err();
     assert_eq!(error, BudgetError::Missing { layer: Some(7), role: Role::Up });

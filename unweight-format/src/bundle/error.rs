@@ -348,13 +348,13 @@ pub enum BundleError {
         part: Part,
     },
     /// Not a part of a bundle.
-    #[error("{}: no unweight.part inside; give the folders of all parts that were made of the model", path.display())]
+    #[error("{}: no unweight.part inside; pass the directories of all parts that `compress --shard` wrote", path.display())]
     NotAPart {
         /// The directory.
         path: PathBuf,
     },
     /// Nothing to merge.
-    #[error("no parts to merge; give the folders of all parts")]
+    #[error("no parts to merge; pass the directories of all parts")]
     NoParts,
     /// A file of a part is not what the part says.
     #[error("{}: not a whole part", path.display())]
