@@ -32,21 +32,21 @@ pub(crate) const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "UNWEIGHT_CACHE_MAX",
-        values: "bytes, with `K`, `M`, `G` for powers of 1024",
+        values: "bytes; `K`, `M`, `G` are powers of 1024",
         default: "`1G`",
-        meaning: "size down to which `cache prune` removes the least recently used kernels",
+        meaning: "size to which `cache prune` shrinks the cache",
     },
     Variable {
         name: "UNWEIGHT_CUBLAS",
-        values: "path of libcublas or of a folder that holds it",
+        values: "libcublas or its directory",
         default: "searched for",
-        meaning: "the cuBLAS for raw and expanded weights, and to compare with; nothing else is tried when it is set",
+        meaning: "cuBLAS, for raw and expanded weights and the baseline",
     },
     Variable {
         name: "UNWEIGHT_JIT",
         values: "`auto`, `cache-only`, `off`",
         default: "`auto`",
-        meaning: "compile what the cache lacks; never compile; compile always and touch no cache",
+        meaning: "compile what the cache lacks; never compile; no cache: compile everything",
     },
     Variable {
         name: "UNWEIGHT_JIT_THREADS",
@@ -58,13 +58,13 @@ pub(crate) const VARIABLES: &[Variable] = &[
         name: "UNWEIGHT_LOCK_SECONDS",
         values: "0 to 3600",
         default: "`60`",
-        meaning: "how long to wait for another process that compiles the same kernel",
+        meaning: "wait for another process that compiles the same kernel",
     },
     Variable {
         name: "UNWEIGHT_NVRTC",
-        values: "path of libnvrtc or of a folder that holds it",
+        values: "libnvrtc or its directory",
         default: "searched for",
-        meaning: "the compiler to use; nothing else is tried when it is set",
+        meaning: "NVRTC, the compiler",
     },
 ];
 
