@@ -182,11 +182,8 @@ pub struct Schedule {
 /// A sequence during its prefill.
 #[derive(Debug)]
 struct Prefill {
-    prompt: Vec<u32>,
     /// Tokens before the next chunk.
     start: u32,
-    /// Whether a chunk was run.
-    begun: bool,
     /// Whether other sequences held pages, and so BF16 units, when a chunk was run.
     shared_units: bool,
     /// The state of the sequence after its first token.
@@ -196,12 +193,12 @@ struct Prefill {
 impl Prefill {
     /// The tokens of the next chunk.
     fn chunk(&self, tokens: u32) -> Range<u32> {
-        let len = self.prompt.len() as u32;
+        let len = self.running.tokens.len() as u32;
         self.start..(self.start + tokens).min(len)
     }
 
     fn is_last(&self, tokens: u32) -> bool {
-        self.chunk(tokens).end as usize == self.prompt.len()
+        self.chunk(tokens).end as usize == self.running.tokens.len()
     }
 }
 
@@ -379,7 +376,8 @@ impl Schedule {
         let (tokens, is_last) = match (&self.prefill, self.waiting.front()) {
             (Some(prefill), _) => (prefill.chunk(chunk).len() as u32, prefill.is_last(chunk)),
             (None, Some(waiting)) if self.can_begin(waiting) => {
-                let tokens = waiting.request.prompt.len() as u32 - self.shared_tokens(&waiting.request.prompt);
+                let tokens =
+                    waiting.request.prompt.len() as u32 - self.tokens_of(&self.find_shared(&waiting.request.prompt));
                 (tokens.min(chunk), tokens <= chunk)
             }
             _ => return None,
@@ -393,8 +391,9 @@ impl Schedule {
         if self.limits.shares_prefixes { self.prefixes.find(prompt) } else { Vec::new() }
     }
 
-    fn shared_tokens(&self, prompt: &[u32]) -> u32 {
-        self.find_shared(prompt).len() as u32 * self.limits.chunk
+    /// The number of tokens of these nodes.
+    fn tokens_of(&self, nodes: &[NodeId]) -> u32 {
+        nodes.len() as u32 * self.limits.chunk
     }
 
     /// Whether a sequence that waits has a row and pages. Every running sequence keeps a page to grow.
@@ -514,9 +513,9 @@ impl Schedule {
         let chunk = prefill.chunk(self.limits.chunk);
         Some(Chunk {
             running: &prefill.running,
-            tokens: &prefill.prompt[chunk.start as usize..chunk.end as usize],
+            tokens: &prefill.running.tokens[chunk.start as usize..chunk.end as usize],
             start: chunk.start,
-            is_first: !prefill.begun,
+            is_first: chunk.start == self.tokens_of(&prefill.running.shared),
             is_last: prefill.is_last(self.limits.chunk),
         })
     }
@@ -536,7 +535,7 @@ impl Schedule {
             return None;
         };
         let Waiting { id, request, produced, .. } = waiting;
-        let (prompt, start) = (request.prompt, shared.len() as u32 * self.limits.chunk);
+        let start = self.tokens_of(&shared);
         self.shared_prompt_tokens += u64::from(start);
         let running = Running {
             id,
@@ -545,16 +544,16 @@ impl Schedule {
             shared,
             hot,
             last: 0,
-            position: prompt.len() as u32,
+            position: request.prompt.len() as u32,
             max_new_tokens: request.max_new_tokens,
             stop: request.stop,
-            tokens: prompt.clone(),
+            tokens: request.prompt,
             produced,
             launched: produced + 1,
             done: false,
             lost: false,
         };
-        self.prefill = Some(Prefill { prompt, start, begun: false, shared_units: false, running });
+        self.prefill = Some(Prefill { start, shared_units: false, running });
         Some(())
     }
 
@@ -565,7 +564,7 @@ impl Schedule {
             prefill.shared_units |= !self.rows.is_empty();
             let chunk = prefill.chunk(tokens);
             self.spent += chunk.len() as u32;
-            (prefill.start, prefill.begun) = (chunk.end, true);
+            prefill.start = chunk.end;
         }
     }
 
@@ -576,9 +575,9 @@ impl Schedule {
 
     /// Records the first token of the sequence whose prompt has run.
     pub fn begun(&mut self, token: u32) -> Option<Event> {
-        let Prefill { prompt, mut running, .. } = self.prefill.take()?;
+        let Prefill { mut running, .. } = self.prefill.take()?;
         if self.limits.shares_prefixes {
-            self.share(&prompt, &mut running);
+            self.share(&mut running);
         }
         let event = running.note(token);
         self.rows.push(running);
@@ -586,11 +585,12 @@ impl Schedule {
         Some(event)
     }
 
-    /// Lets other sequences read the whole chunks of a prompt.
-    fn share(&mut self, prompt: &[u32], running: &mut Running) {
+    /// Lets other sequences read the whole chunks of a prompt, before its first token is noted.
+    fn share(&mut self, running: &mut Running) {
         let (tokens, pages) = (self.limits.chunk as usize, self.chunk_pages() as usize);
-        for at in running.shared.len()..prompt.len() / tokens {
-            let (chunk, of) = (&prompt[at * tokens..(at + 1) * tokens], &running.pages[at * pages..(at + 1) * pages]);
+        for at in running.shared.len()..running.tokens.len() / tokens {
+            let chunk = &running.tokens[at * tokens..(at + 1) * tokens];
+            let of = &running.pages[at * pages..(at + 1) * pages];
             let Some(node) = self.prefixes.insert(running.shared.last().copied(), chunk, of) else { break };
             running.shared.push(node);
         }
