@@ -373,22 +373,17 @@ impl Schedule {
     /// Where the next chunk of a prompt may run; `None` if none waits, or if a step is due before it.
     fn chunk_is_due(&self) -> Option<Place> {
         let chunk = self.limits.chunk;
-        let (tokens, is_last) = match (&self.prefill, self.waiting.front()) {
-            (Some(prefill), _) => (prefill.chunk(chunk).len() as u32, prefill.is_last(chunk)),
-            (None, Some(waiting)) if self.can_begin(waiting) => {
-                let tokens =
-                    waiting.request.prompt.len() as u32 - self.tokens_of(&self.find_shared(&waiting.request.prompt));
+        let (tokens, is_last) = match &self.prefill {
+            Some(prefill) => (prefill.chunk(chunk).len() as u32, prefill.is_last(chunk)),
+            None => {
+                let waiting = self.waiting.front()?;
+                let (shared, _) = self.room_for(waiting)?;
+                let tokens = waiting.request.prompt.len() as u32 - self.tokens_of(&shared);
                 (tokens.min(chunk), tokens <= chunk)
             }
-            _ => return None,
         };
         let fits = self.rows.is_empty() || self.spent == 0 || self.spent + tokens <= chunk;
         fits.then_some(if is_last { Place::Alone } else { Place::Behind })
-    }
-
-    /// Nodes of the prefix cache that a prompt begins with.
-    fn find_shared(&self, prompt: &[u32]) -> Vec<NodeId> {
-        if self.limits.shares_prefixes { self.prefixes.find(prompt) } else { Vec::new() }
     }
 
     /// The number of tokens of these nodes.
@@ -396,15 +391,17 @@ impl Schedule {
         nodes.len() as u32 * self.limits.chunk
     }
 
-    /// Whether a sequence that waits has a row and pages. Every running sequence keeps a page to grow.
-    fn can_begin(&self, waiting: &Waiting) -> bool {
+    /// The nodes of the prefix cache that the prompt of a sequence begins with, and the number of pages that it takes
+    /// in addition; `None` if there is no row for it, or too few pages. Every running sequence keeps a page to grow.
+    fn room_for(&self, waiting: &Waiting) -> Option<(Vec<NodeId>, u32)> {
         let rows = self.rows.len() as u32;
         if rows >= self.limits.max_batch || rows > 0 && self.ended < waiting.after {
-            return false;
+            return None;
         }
-        let shared = self.find_shared(&waiting.request.prompt);
+        let shares = self.limits.shares_prefixes;
+        let shared = if shares { self.prefixes.find(&waiting.request.prompt) } else { Vec::new() };
         let need = self.need(waiting) - shared.len() as u32 * self.chunk_pages();
-        need + rows <= self.free_pages() - self.prefixes.idle_of(&shared)
+        (need + rows <= self.free_pages() - self.prefixes.idle_of(&shared)).then_some((shared, need))
     }
 
     /// Pages of a chunk.
@@ -447,17 +444,14 @@ impl Schedule {
     /// Preempts the youngest sequence, which is in a row or in its prefill.
     fn preempt_youngest(&mut self) {
         let row = (0..self.rows.len()).max_by_key(|at| self.rows[*at].id);
-        let gone = match (self.prefill.take(), row) {
-            (Some(prefill), row) if row.is_none_or(|at| self.rows[at].id < prefill.running.id) => prefill.running,
-            (prefill, Some(at)) => {
-                self.prefill = prefill;
+        let is_youngest = |prefill: &mut Prefill| row.is_none_or(|at| self.rows[at].id < prefill.running.id);
+        let gone = match (self.prefill.take_if(is_youngest), row) {
+            (Some(prefill), _) => prefill.running,
+            (None, Some(at)) => {
                 self.changed = true;
                 self.rows.swap_remove(at)
             }
-            (prefill, None) => {
-                self.prefill = prefill;
-                return;
-            }
+            (None, None) => return,
         };
         self.leave(Running { lost: true, ..gone });
     }
@@ -521,20 +515,13 @@ impl Schedule {
     }
 
     fn begin(&mut self) -> Option<()> {
-        let waiting = self.waiting.pop_front()?;
-        let shared = self.find_shared(&waiting.request.prompt);
-        let need = self.need(&waiting) - shared.len() as u32 * self.chunk_pages();
+        let (shared, need) = self.room_for(self.waiting.front()?)?;
+        // Held before pages are taken, which may evict what no sequence reads.
         self.prefixes.hold(&shared);
+        let own = self.take_pages(need)?;
         // As many as there are rows, of which one is free.
-        let hot = self.hot.take(1).and_then(|mut hot| hot.pop());
-        let own = hot.and_then(|_| self.take_pages(need));
-        let (Some(hot), Some(own)) = (hot, own) else {
-            self.prefixes.release(&shared);
-            self.hot.give(hot.into_iter().collect());
-            self.waiting.push_front(waiting);
-            return None;
-        };
-        let Waiting { id, request, produced, .. } = waiting;
+        let hot = self.hot.take(1)?.pop()?;
+        let Waiting { id, request, produced, .. } = self.waiting.pop_front()?;
         let start = self.tokens_of(&shared);
         self.shared_prompt_tokens += u64::from(start);
         let running = Running {
