@@ -285,15 +285,11 @@ fn may_write(path: &Path) -> Result<()> {
             "choose another name",
         ));
     }
-    unfinished(path).map(drop)
-}
-
-fn unfinished(path: &Path) -> Result<tempfile::NamedTempFile> {
-    scratch::unfinished(path).map_err(Failure::io(scratch::folder_of(path).display()))
+    scratch::unfinished_or_failure(path).map(drop)
 }
 
 fn write_plan(path: &Path, plan: &PlanFile) -> Result<()> {
-    let mut file = unfinished(path)?;
+    let mut file = scratch::unfinished_or_failure(path)?;
     let mut text = serde_json::to_vec_pretty(plan).map_err(io::Error::from)?;
     text.push(b'\n');
     file.write_all(&text).map_err(Failure::io(path.display()))?;

@@ -88,7 +88,7 @@ fn partial(path: &Path) -> Result<tempfile::NamedTempFile> {
             ));
         }
     }
-    scratch::unfinished(path).map_err(Failure::io(scratch::folder_of(path).display()))
+    scratch::unfinished_or_failure(path)
 }
 
 #[cfg(not(feature = "plots"))]

@@ -9,6 +9,8 @@ use std::{
 
 use tempfile::{NamedTempFile, TempDir};
 
+use super::failure::Failure;
+
 /// The folder of a file.
 pub fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
@@ -20,6 +22,11 @@ pub fn unfinished(path: &Path) -> io::Result<NamedTempFile> {
     // As any file that a program makes: what the user's mask allows.
     builder.prefix(".unweight-").permissions(Permissions::from_mode(0o666));
     builder.tempfile_in(folder_of(path)).map_err(|error| error.kind().into())
+}
+
+/// As [`unfinished`]; the failure names the folder.
+pub fn unfinished_or_failure(path: &Path) -> Result<NamedTempFile, Failure> {
+    unfinished(path).map_err(Failure::io(folder_of(path).display()))
 }
 
 /// A temporary folder that the next run removes if this one is killed.

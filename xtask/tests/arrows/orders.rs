@@ -232,8 +232,8 @@ pub const INNER: &[(&str, &str)] = &[
     ("src/serve", "backend < metrics reference < worker < error < bodies fields < api < prepare"),
     (
         "src/cli",
-        "arch printable scratch signals size < common failure < absent archive output < completions pipelines plot program \
-         progress sign text_process trust < reference source < select < budget cache compress convert decompress demo doctor extract generate \
-         inspect kernels man plan tune verify < merge serve",
+        "arch printable signals size < common failure < absent archive output scratch < completions pipelines plot \
+         program progress sign text_process trust < reference source < select < budget cache compress convert \
+         decompress demo doctor extract generate inspect kernels man plan tune verify < merge serve",
     ),
 ];
