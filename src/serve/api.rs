@@ -1,5 +1,7 @@
 //! Requests and answers in the form of OpenAI's API. Nothing here knows of connections or threads.
 
+use std::sync::LazyLock;
+
 use serde_json::{Map, Value, json, value::RawValue};
 use unweight_engine::SampleParams;
 
@@ -18,8 +20,8 @@ const STOP_BYTES: usize = 1024;
 /// Tokens that `/v1/completions` makes where nobody says otherwise, as OpenAI's does.
 const COMPLETION_TOKENS: u32 = 16;
 
-/// Fields that are read.
-const FIELDS: &[&str] = &[
+/// Fields that the answer depends on.
+const DONE: &[&str] = &[
     "model",
     "prompt",
     "messages",
@@ -35,25 +37,10 @@ const FIELDS: &[&str] = &[
     "stop",
     "stream",
     "stream_options",
-    "logit_bias",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logprobs",
-    "top_logprobs",
-    "tools",
-    "tool_choice",
-    "functions",
-    "function_call",
-    "response_format",
-    "modalities",
-    "audio",
-    "echo",
-    "suffix",
-    "ignore_eos",
-    "min_tokens",
-    "stop_token_ids",
 ];
+/// Fields that are read; others are skipped.
+static FIELDS: LazyLock<Vec<&str>> =
+    LazyLock::new(|| DONE.iter().copied().chain(NOT_DONE.iter().map(|(name, _)| *name)).collect());
 /// Fields of a message that are read.
 const MESSAGE_FIELDS: &[&str] = &["role", "content", "name", "tool_calls", "function_call"];
 
@@ -128,7 +115,7 @@ pub(super) struct Call {
 impl Call {
     /// Reads a body. `model` is the one that is served, and `most` the number of prompts that can run and wait.
     pub fn read(endpoint: Endpoint, body: &[u8], model: &str, most: usize) -> Result<Self, ApiError> {
-        let fields = Fields::read(body, FIELDS);
+        let fields = Fields::read(body, &FIELDS);
         let mut fields = fields.map_err(|error| ApiError::bad(format!("the body is no JSON object: {error}")))?;
         match fields.value("model")? {
             None => {}
@@ -175,8 +162,7 @@ impl Call {
             },
         };
         for (name, neutral) in NOT_DONE {
-            // What cannot be read is not neutral either.
-            if !fields.value(name).is_ok_and(|value| value.is_none_or(|value| neutral(&value))) {
+            if !fields.asks_nothing(name, neutral) {
                 let message = format!("{name} is not supported here; leave it out");
                 return Err(ApiError::of(name, message).code("unsupported_parameter"));
             }
@@ -275,7 +261,7 @@ fn message(index: usize, raw: &RawValue) -> Result<Message, ApiError> {
         other => return Err(wrong(&format!("the role '{other}' is not supported; take system, user or assistant"))),
     };
     for calls in ["tool_calls", "function_call"] {
-        if !fields.value(calls).is_ok_and(|value| value.is_none_or(|value| empty(&value))) {
+        if !fields.asks_nothing(calls, empty) {
             return Err(wrong(&format!("{calls} is not supported")));
         }
     }

@@ -38,6 +38,11 @@ impl<'a> Fields<'a> {
         value.map(Some).map_err(|error| ApiError::of(name, format!("{name} cannot be read: {error}")))
     }
 
+    /// Whether a field is unset or has a value that asks for nothing. What cannot be read asks for something.
+    pub fn asks_nothing(&mut self, name: &str, neutral: impl FnOnce(&Value) -> bool) -> bool {
+        self.value(name).is_ok_and(|value| value.is_none_or(|value| neutral(&value)))
+    }
+
     /// A number.
     pub fn number(&mut self, name: &str) -> Result<Option<f32>, ApiError> {
         let Some(value) = self.value(name)? else { return Ok(None) };
