@@ -143,8 +143,7 @@ pub(super) fn reply(result: Result<Vec<Encoded>, TextError>) -> Vec<u8> {
         Ok(encoded) => encoded,
         Err(error) => return failure(&error),
     };
-    let mut out = Writer::default();
-    out.byte(DONE);
+    let mut out = done();
     for prompt in encoded {
         match prompt {
             Encoded::Ids(ids) => {
