@@ -17,7 +17,7 @@ const MOST_CHOICES: u64 = 8;
 const MOST_STOPS: usize = 4;
 /// Bytes of a stop string: a text is searched for it with each token.
 const STOP_BYTES: usize = 1024;
-/// Tokens that `/v1/completions` makes where nobody says otherwise, as OpenAI's does.
+/// The default of `max_tokens` for `/v1/completions`, as in OpenAI's API.
 const COMPLETION_TOKENS: u32 = 16;
 
 /// Fields that the answer depends on.

@@ -300,7 +300,7 @@ async fn listen(
     }
     drop((listener, app));
     shared.stopping.store(true, Relaxed);
-    // Nobody listens if there are no connections.
+    // There is no receiver if there are no connections.
     let _ = closing.send(true);
     let mut ended = Ended::Done;
     // Connections without a request need a moment, too.

@@ -92,7 +92,7 @@ impl Preparer {
         let limits = &self.handle.shared.limits;
         let mut requests = Vec::with_capacity(asked);
         for ids in prompts {
-            // Where nobody says how many, as many as there is room for; one, so that the engine says there is none.
+            // Without `max_tokens`, what the context has room for; at least one, so that the engine reports a full one.
             let left = u64::from(limits.context).saturating_sub(ids.len() as u64).max(1);
             let max_new_tokens = call.max_tokens.unwrap_or(u32::try_from(left).unwrap_or(u32::MAX));
             let request = Request::new(ids).max_new_tokens(max_new_tokens).stop(limits.eos.clone());

@@ -28,7 +28,7 @@ use super::backend::{Backend, Limits, Load};
 
 /// The largest model that is taken, in parameters. Larger ones would take minutes for a token.
 const MOST_PARAMETERS: u64 = 64 << 20;
-/// Tokens of a sequence where nobody says otherwise.
+/// The default context, in tokens.
 const CONTEXT: u32 = 2048;
 
 /// Why a model cannot run on the CPU.

@@ -81,7 +81,7 @@ pub(super) enum Told {
 /// A request of one or more sequences, which are taken together or not at all.
 struct Job {
     requests: Vec<Request>,
-    /// Of each sequence, set when nobody wants more of it.
+    /// Of each sequence, set when no more tokens of it are needed.
     enough: Vec<Arc<AtomicBool>>,
     told: mpsc::Sender<(usize, Told)>,
     taken: oneshot::Sender<Result<(), SubmitError>>,
@@ -236,7 +236,7 @@ impl Worker {
         let _ = taken.send(Ok(()));
     }
 
-    /// Ends the sequences that nobody wants more of.
+    /// Ends the sequences of which no more tokens are needed.
     fn let_go<B: Backend>(&mut self, backend: &mut B) {
         self.members.retain(|id, member| {
             let go = member.told.is_closed() || member.enough.load(Relaxed);

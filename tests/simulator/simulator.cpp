@@ -245,7 +245,7 @@ void named_barrier(u32 id, u32 threads, bool wait) {
     if (wait)
         wait_until([&b, generation] { return b.generation != generation; }, "named barrier %u (%u threads)", id,
                    threads);
-    // Of this generation, or of a later one, which this thread has not met: whoever waits here has arrived there, too.
+    // Of this generation, or of a later one that this thread has not met: threads that wait here arrived there, too.
     if (wait) merge(self().clock, b.handed);
 }
 
@@ -262,7 +262,7 @@ static void mbarrier_settle(Mbarrier& b) {
     if (b.pending == 0 && b.bytes == 0) {
         b.phase ^= 1;
         b.pending = b.count;
-        b.spoken_for[b.phase].clear();  // of two phases ago: nobody waited for it
+        b.spoken_for[b.phase].clear();  // of two phases ago: no thread waited for it
     }
 }
 

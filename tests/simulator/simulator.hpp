@@ -11,8 +11,8 @@
 // What it finds: deadlocks (with who waits for what), reads of data that has not arrived, wrong byte and arrival
 // counts, buffers overwritten while an asynchronous reader still needs them, misaligned or out-of-bounds shared
 // accesses, out-of-bounds global accesses through wrappers (when allocations are registered), generic writes that wgmma
-// or a bulk store reads without fence.proxy.async, copies into shared memory that ordinary loads have read and nobody
-// has released, partial sums that another block reads before they were handed over.
+// or a bulk store reads without fence.proxy.async, copies into shared memory that ordinary loads have read and no
+// thread has released, partial sums that another block reads before they were handed over.
 // What it cannot find: wgmma.fence left out, other weak memory ordering, register budgets, speed.
 #pragma once
 
@@ -127,8 +127,8 @@ struct Mbarrier {
     u32 pending = 0;  // arrivals still to come
     i32 bytes = 0;    // bytes still to land
     u32 phase = 0;    // parity of the running phase
-    // By parity: whose loads, and up to which, the arrivals of that phase speak for. They are released to whoever waits
-    // for it.
+    // By parity: whose loads, and up to which, the arrivals of that phase speak for. They are released to the threads
+    // that wait for it.
     std::vector<std::pair<Fiber*, u64>> spoken_for[2];
 };
 
@@ -258,7 +258,7 @@ void release_own_reads();
 // An arrival speaks for the thread's own loads, and for those that others had made when they met it: their warp, or a
 // named barrier that it has passed as well.
 void speak_for_reads(Mbarrier& barrier);
-// By whoever has waited for the phase of this parity.
+// By a thread that has waited for the phase of this parity.
 void release_spoken_for(Mbarrier& barrier, u32 parity);
 void check_refill(u32 address, u32 bytes, const char* writer);
 
@@ -283,9 +283,10 @@ void write_shared(u32 address, T value) {
 void check_global(const void* pointer, u64 bytes, u32 alignment, const char* what);
 
 // ---- what blocks hand over to each other in global memory -----------------------------------------------------------
-// Of a buffer that is registered as `partials`: whoever reads or overwrites a word must come behind who wrote it, by
-// meetings of threads of one block, and between blocks by fence.acq_rel.gpu and an atomic on one side, an atomic on the
-// same word and a fence on the other (or st.release and ld.acquire). A fiber sees every store at once; a GPU does not.
+// Of a buffer that is registered as `partials`: a thread that reads or overwrites a word must follow the thread that
+// wrote it, by meetings of threads of one block, and between blocks by fence.acq_rel.gpu and an atomic on one side, an
+// atomic on the same word and a fence on the other (or st.release and ld.acquire). A fiber sees every store at once; a
+// GPU does not.
 void merge(Clock& into, const Clock& from);
 bool is_partial(const void* p);
 void check_handed_over(const void* p, u64 bytes, const char* what);
