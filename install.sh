@@ -232,9 +232,9 @@ fetch() {
     if has curl; then
         # What begins encrypted stays so.
         case $1 in https:*) only='=https' ;; *) only='=http,https' ;; esac
-        curl -fsSL --proto "$only" --retry 2 --connect-timeout 10 -o "$2" "$1" || status=$?
+        curl -fsSL --proto "$only" --retry 2 --connect-timeout 10 --speed-time 60 -o "$2" "$1" || status=$?
     elif has wget; then
-        wget -q -O "$2" "$1" || status=$?
+        wget -q -T 60 -O "$2" "$1" || status=$?
     else
         fail "neither curl nor wget is installed" "install one of them and run this again"
     fi

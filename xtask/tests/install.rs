@@ -221,7 +221,17 @@ impl System {
     }
 
     fn script(&self, site: &str, arguments: &[&str]) -> Command {
-        let mut command = Command::new(tool("sh").unwrap());
+        self.script_in(Command::new(tool("sh").unwrap()), site, arguments)
+    }
+
+    /// With the default action of every signal: a shell cannot trap one that it was started to ignore, as `nohup` does.
+    fn script_with_signals(&self, site: &str) -> Command {
+        let mut command = Command::new(tool("env").unwrap());
+        command.arg("--default-signal").arg(tool("sh").unwrap());
+        self.script_in(command, site, &[])
+    }
+
+    fn script_in(&self, mut command: Command, site: &str, arguments: &[&str]) -> Command {
         command.args(["-s", "--"]).args(arguments).env_clear().env("HOME", self.0.path("home"));
         command.env("PATH", self.0.path("tools")).env("UNWEIGHT_RELEASES", site).current_dir(&self.0.0);
         command.stdin(fs::File::open(root().join("install.sh")).unwrap());
@@ -456,7 +466,7 @@ fn a_signal_leaves_nothing() {
     site.change_archive(|_| Answer::Stalls);
     for (signal, status) in [("TERM", 143), ("INT", 130), ("HUP", 129)] {
         let before = site.asked().len();
-        let mut child = machine.script(&site.address, &[]).process_group(0).spawn().unwrap();
+        let mut child = machine.script_with_signals(&site.address).process_group(0).spawn().unwrap();
         let began = Instant::now();
         while site.asked().len() < before + 2 {
             assert!(began.elapsed() < Duration::from_secs(30), "the archive is not asked for");
