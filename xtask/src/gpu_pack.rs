@@ -6,6 +6,7 @@
 //! .gpu/nvrtc/            libnvrtc and its builtins, with --with-nvrtc
 //! .gpu/parity/           whole models beside transformers, and the texts that they learn; `unweight tune`, killed
 //! .gpu/torch_decode.py   PyTorch's decode step, which ours is compared with
+//! .gpu/serve_load.py     latency of the server under load
 //! .gpu/run.sh            correctness, then timing; results as JSON in $OUT
 //! ```
 
@@ -35,8 +36,9 @@ const RUN_SH: &str = r#"#!/bin/sh
 #   matmul.json, .svg
 #   decode.json        steps of whole models, and PyTorch's:
 #   torch_decode.json
-# tune_kills needs Python, parity and torch_decode need it with torch (CUDA) and transformers ($PYTHON, default:
-# python3). Where it has none they are left out, and the last line says so.
+#   serve_load.json    latency of the server under load
+# tune_kills needs Python; parity, torch_decode and serve_load need it with torch (CUDA) and transformers, serve_load
+# also with aiohttp ($PYTHON, default: python3). Where it has none they are left out, and the last line says so.
 set -u
 here=$(cd "$(dirname "$0")" && pwd)
 out=${OUT:-$here/out}
@@ -78,10 +80,11 @@ fi
 "$here/bin/unweight-bench" decode --geometry llama-3.1-8b --batch 1,8,16,32,64,128,256 --context 1024 --breakdown \
     --json >"$out/decode.json" || exit 1
 if [ -z "$torch" ]; then
-    echo "left out: parity and torch_decode; $python has no torch with CUDA or no transformers ($out/python.log)"
+    echo "left out: parity, torch_decode, serve_load; $python has no torch with CUDA or no transformers ($out/python.log)"
     exit 0
 fi
-exec "$python" "$here/torch_decode.py" --prefill 2048 --transformers >"$out/torch_decode.json"
+"$python" "$here/torch_decode.py" --prefill 2048 --transformers >"$out/torch_decode.json" || exit 1
+exec "$python" "$here/serve_load.py" --unweight "$here/bin/unweight" --out "$out/serve_load.json"
 "#;
 
 /// Builds and gathers.
@@ -133,8 +136,11 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
     let parity = pack.join("parity");
     copy_all(&sources.join("tests/parity"), "py", &parity)?;
     copy_all(&sources.join("docs"), "md", &parity.join("texts"))?;
-    for (file, target) in [("README.md", parity.join("texts")), ("unweight-bench/peers/torch_decode.py", pack.clone())]
-    {
+    for (file, target) in [
+        ("README.md", parity.join("texts")),
+        ("unweight-bench/peers/torch_decode.py", pack.clone()),
+        ("unweight-bench/peers/serve_load.py", pack.clone()),
+    ] {
         let from = sources.join(file);
         let name = from.file_name().ok_or("a source has no name")?;
         fs::copy(&from, target.join(name)).map_err(io(&from))?;

@@ -1,0 +1,400 @@
+"""Latency of an OpenAI-compatible server under load: `unweight serve`, two builds of it, or any server by its URL.
+
+    python3 serve_load.py --unweight unweight --out serve_load.json              # a random model of Llama-3.1-8B's shapes
+    python3 serve_load.py --unweight unweight --before old/unweight --out serve_load.json
+    python3 serve_load.py --url http://127.0.0.1:8000 --model llama --out other.json
+
+Prompts are random token ids, greedy decoding, streamed. Arrivals are a Poisson process; every server gets the same
+prompts at the same times. Loads:
+
+- `long`: 3 requests/s, 6,000 prompt tokens, 64 new tokens.
+- `short`: 16 requests/s, 512 prompt tokens, 128 new tokens.
+- `closed`: 1, 8, 32 and 128 clients, each of which sends its next request when the last one ends: 512 + 128 tokens.
+- `prefix`: pairs of requests that share 4,000 tokens; the text of the second must equal that of a fresh server.
+- `no_limit` (own servers only): 256 chats without `max_tokens` in 24 GB of GPU memory and a context of 1,024 tokens,
+  next to `unweight generate` with the same prompts.
+
+Each load reports seconds to the first token, gaps between tokens of one stream, and tokens per second. `--only LOAD`
+selects loads, `--seconds` sets the length of `long` and `short`. Times are in ms. Exit status 1 if a request failed or
+texts differ.
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import aiohttp
+
+HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4096, 14336, 32, 32, 8, 128, 128256
+LOADS = ("long", "short", "closed", "prefix", "no_limit")
+# Requests per second, prompt tokens, new tokens.
+OPEN = {"long": (3.0, 6000, 64), "short": (16.0, 512, 128)}
+CLOSED = ((1, 6), (8, 24), (32, 96), (128, 256))
+PREFIX_TOKENS, PREFIX_PAIRS = 4000, 8
+CHATS, CHAT_CONTEXT, CHAT_MEMORY = 256, 1024, "24000000000"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+def make_model(home: Path) -> None:
+    """Random weights, and a tokenizer of one word per token, so that every token adds text to a stream."""
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(0)
+
+    def matrix(n: int, k: int):
+        return (torch.randn(n, k, generator=generator, device=device) * 0.02).to(torch.bfloat16).cpu()
+
+    def norm():
+        return torch.ones(HIDDEN, dtype=torch.bfloat16)
+
+    home.mkdir(parents=True)
+    files = {}
+
+    def save(name: str, tensors: dict) -> None:
+        save_file(tensors, home / name, {"format": "pt"})
+        files.update(dict.fromkeys(tensors, name))
+
+    shapes = {
+        "self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN),
+        "self_attn.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
+        "self_attn.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
+        "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
+        "mlp.up_proj": (INTERMEDIATE, HIDDEN),
+        "mlp.down_proj": (HIDDEN, INTERMEDIATE),
+    }
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        tensors = {f"{prefix}.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
+        tensors |= {f"{prefix}.{name}.weight": norm() for name in ("input_layernorm", "post_attention_layernorm")}
+        save(f"model-{layer:05}.safetensors", tensors)
+    ends = {"model.embed_tokens.weight": matrix(VOCAB, HIDDEN), "lm_head.weight": matrix(VOCAB, HIDDEN)}
+    save(f"model-{LAYERS:05}.safetensors", {**ends, "model.norm.weight": norm()})
+    (home / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    (home / "config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer(models.WordLevel({f"t{token}": token for token in range(VOCAB)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(home / "tokenizer.json"))
+    (home / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+class Server:
+    """A server of ours as a process; its log is next to the bundle."""
+
+    def __init__(self, binary: str, bundle: Path, log: Path, *options: str):
+        self.log = log.open("w")
+        command = [binary, "serve", str(bundle), "--port", "0", *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log, text=True)
+        line = self.process.stdout.readline()
+        if "http://" not in line:
+            raise SystemExit(f"{' '.join(command)}: {line}{log.read_text()[-2000:]}")
+        self.url = "http://" + line.split("http://")[1].split()[0].removesuffix("/v1")
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        self.log.close()
+
+
+class Client:
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str | None):
+        self.session, self.url, self.model = session, url, model
+        self.failures: list[str] = []
+
+    async def complete(self, prompt: list[int], new_tokens: int) -> dict:
+        """One streamed completion: when its parts came, in seconds from its start, and its text."""
+        body = {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "stream": True}
+        if self.model:
+            body["model"] = self.model
+        began, times, text = time.perf_counter(), [], []
+        try:
+            async with self.session.post(f"{self.url}/v1/completions", json=body) as answer:
+                if answer.status != 200:
+                    raise RuntimeError(f"status {answer.status}: {(await answer.text())[:300]}")
+                async for line in answer.content:
+                    if not line.startswith(b"data: {"):
+                        continue
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        raise RuntimeError(str(event["error"]))
+                    part = event["choices"][0]["text"] if event["choices"] else ""
+                    if part:
+                        times.append(time.perf_counter() - began)
+                        text.append(part)
+        except (RuntimeError, aiohttp.ClientError, asyncio.TimeoutError) as error:
+            self.failures.append(f"{type(error).__name__}: {error}")
+        return {"times": times, "text": "".join(text)}
+
+    async def chat(self, content: str) -> int:
+        """A chat without `max_tokens`; tokens of the answer."""
+        try:
+            body = {"messages": [{"role": "user", "content": content}], "temperature": 0}
+            async with self.session.post(f"{self.url}/v1/chat/completions", json=body) as answer:
+                whole = await answer.json()
+                if answer.status != 200:
+                    raise RuntimeError(f"status {answer.status}: {str(whole)[:300]}")
+                return whole["usage"]["completion_tokens"]
+        except (RuntimeError, aiohttp.ClientError, asyncio.TimeoutError) as error:
+            self.failures.append(f"{type(error).__name__}: {error}")
+            return 0
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+
+
+def figures(answers: list[dict], seconds: float) -> dict:
+    first = [1e3 * answer["times"][0] for answer in answers if answer["times"]]
+    pairs = (itertools.pairwise(answer["times"]) for answer in answers)
+    gaps = [1e3 * (after - before) for before, after in itertools.chain.from_iterable(pairs)]
+    tokens = sum(len(answer["times"]) for answer in answers)
+    shares = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
+    return {
+        "requests": len(answers),
+        "tokens": tokens,
+        "seconds": round(seconds, 2),
+        "tokens_per_s": round(tokens / seconds, 1),
+        "first_token_ms": {name: round(percentile(first, share), 2) for name, share in shares},
+        "gap_ms": {name: round(percentile(gaps, share), 2) for name, share in shares},
+    }
+
+
+def prompt(source: random.Random, tokens: int) -> list[int]:
+    return [source.randrange(VOCAB) for _ in range(tokens)]
+
+
+async def open_load(client: Client, name: str, seconds: float) -> dict:
+    rate, prompt_tokens, new_tokens = OPEN[name]
+    source, at, requests = random.Random(f"{name} 1"), 0.0, []
+    while (at := at + source.expovariate(rate)) < seconds:
+        requests.append((at, prompt(source, prompt_tokens)))
+    began = time.perf_counter()
+
+    async def send(at: float, ids: list[int]) -> dict:
+        await asyncio.sleep(max(0.0, at - (time.perf_counter() - began)))
+        return await client.complete(ids, new_tokens)
+
+    answers = await asyncio.gather(*(send(*request) for request in requests))
+    return figures(answers, time.perf_counter() - began)
+
+
+async def closed_load(client: Client, clients: int, requests: int) -> dict:
+    source = random.Random(f"closed {clients}")
+    prompts = iter([prompt(source, 512) for _ in range(requests)])
+    answers = []
+
+    async def run() -> None:
+        for ids in prompts:
+            answers.append(await client.complete(ids, 128))
+
+    began = time.perf_counter()
+    await asyncio.gather(*(run() for _ in range(clients)))
+    return {"clients": clients, **figures(answers, time.perf_counter() - began)}
+
+
+def prefix_prompts() -> list[tuple[list[int], list[int]]]:
+    source = random.Random("prefix")
+    shared = [prompt(source, PREFIX_TOKENS) for _ in range(PREFIX_PAIRS)]
+    return [(ids + prompt(source, 40), ids + prompt(source, 40)) for ids in shared]
+
+
+async def prefix_load(client: Client) -> dict:
+    firsts, seconds = [], []
+    for one, two in prefix_prompts():
+        firsts.append(await client.complete(one, 32))
+        seconds.append(await client.complete(two, 32))
+    times = [[1e3 * answer["times"][0] for answer in answers if answer["times"]] for answers in (firsts, seconds)]
+    return {
+        "pairs": PREFIX_PAIRS,
+        "first_request_ms": [round(value, 2) for value in times[0]],
+        "second_request_ms": [round(value, 2) for value in times[1]],
+        "second_request_median_ms": round(statistics.median(times[1]), 2) if times[1] else None,
+        "texts": [answer["text"] for answer in seconds],
+    }
+
+
+async def metrics(client: Client) -> dict:
+    async with client.session.get(f"{client.url}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    wanted = ("unweight_prompt_tokens_shared_total", "unweight_prompt_tokens_total", "unweight_preempted_total")
+    split = (line.rsplit(" ", 1) for line in lines if line.startswith(wanted))
+    return {name: float(value) for name, value in split}
+
+
+def client_session() -> aiohttp.ClientSession:
+    limits = aiohttp.ClientTimeout(total=300)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=limits, read_bufsize=1 << 22)
+
+
+async def measure(url: str, model: str | None, loads: list[str], seconds: float, ours: bool) -> dict:
+    result = {}
+    async with client_session() as session:
+        client = Client(session, url, model)
+        # Kernels and graphs of every batch are made before the first figure.
+        warm = random.Random("warm")
+        await asyncio.gather(*(client.complete(prompt(warm, 700), 24) for _ in range(64)))
+        for name in loads:
+            if name in OPEN:
+                result[name] = await open_load(client, name, seconds)
+            elif name == "closed":
+                result[name] = [await closed_load(client, *of) for of in CLOSED]
+            elif name == "prefix":
+                result[name] = await prefix_load(client)
+            print(name, json.dumps({**result[name], "texts": None} if name == "prefix" else result[name]), flush=True)
+        if ours:
+            result["metrics"] = await metrics(client)
+        result["failures"] = client.failures
+    return result
+
+
+async def texts_alone(url: str) -> list[str]:
+    """The texts of `prefix` from a server that saw none of the first requests."""
+    async with client_session() as session:
+        client = Client(session, url, None)
+        return [(await client.complete(two, 32))["text"] for _, two in prefix_prompts()]
+
+
+def chats() -> list[str]:
+    source = random.Random("chats")
+    return [" ".join(f"t{token}" for token in prompt(source, 64)) for _ in range(CHATS)]
+
+
+async def no_limit(url: str) -> dict:
+    async with client_session() as session:
+        client = Client(session, url, None)
+        began = time.perf_counter()
+        tokens = await asyncio.gather(*(client.chat(text) for text in chats()))
+        seconds = time.perf_counter() - began
+        served = {"requests": CHATS, "tokens": sum(tokens), "tokens_per_s": round(sum(tokens) / seconds, 1)}
+        return {**served, "seconds": round(seconds, 2), "metrics": await metrics(client), "failures": client.failures}
+
+
+def offline(binary: str, bundle: Path, memory: str) -> dict:
+    """`generate` with the prompts of `no_limit`."""
+    prompts = [part for text in chats() for part in ("--tokens", ",".join(word[1:] for word in text.split()))]
+    options = ["--max-batch", str(CHATS), "--context", str(CHAT_CONTEXT), "--memory", memory, "--json", "-n"]
+    new_tokens = CHAT_CONTEXT - 64
+    command = [binary, "generate", str(bundle), *prompts, *options, str(new_tokens)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return {"failed": done.stderr[-600:]}
+    whole = json.loads(done.stdout)
+    return {key: value for key, value in whole.items() if not isinstance(value, (list, dict))}
+
+
+def run(binary: str, bundle: Path, arguments, name: str) -> dict:
+    work = bundle.parent
+    result = {}
+    loads = [load for load in arguments.only if load != "no_limit"]
+    if loads:
+        began = time.perf_counter()
+        server = Server(binary, bundle, work / f"{name}.log", "--max-batch", "128", *arguments.option)
+        result["start_s"] = round(time.perf_counter() - began, 2)
+        try:
+            result |= asyncio.run(measure(server.url, None, loads, arguments.seconds, True))
+        finally:
+            server.stop()
+    if "prefix" in loads:
+        server = Server(binary, bundle, work / f"{name}-alone.log", "--max-batch", "128", *arguments.option)
+        try:
+            alone = asyncio.run(texts_alone(server.url))
+        finally:
+            server.stop()
+        result["prefix"]["texts_equal"] = alone == result["prefix"].pop("texts")
+    if "no_limit" in arguments.only:
+        sizes = ["--max-batch", str(CHATS), "--context", str(CHAT_CONTEXT), "--memory", CHAT_MEMORY]
+        server = Server(binary, bundle, work / f"{name}-24.log", *sizes, *arguments.option)
+        try:
+            result["no_limit"] = asyncio.run(no_limit(server.url))
+        finally:
+            server.stop()
+        result["no_limit"]["generate"] = offline(binary, bundle, CHAT_MEMORY)
+        print("no_limit", json.dumps(result["no_limit"]), flush=True)
+    return result
+
+
+def failed(result: dict) -> bool:
+    unequal = not result.get("prefix", {}).get("texts_equal", True)
+    return bool(result.get("failures")) or bool(result.get("no_limit", {}).get("failures")) or unequal
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--unweight", help="the command")
+    which.add_argument("--url", help="a running server")
+    parser.add_argument("--before", help="another build, measured before and after this one")
+    parser.add_argument("--model", help="name of the model at --url")
+    parser.add_argument("--bundle", type=Path, help="a bundle made by an earlier run with --keep")
+    parser.add_argument("--work", type=Path, help="folder for the model, 30 GB")
+    parser.add_argument("--keep", action="store_true", help="keep the bundle in --work")
+    parser.add_argument("--only", nargs="+", choices=LOADS, default=list(LOADS))
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--option", action="append", default=[], help="option of `unweight serve`; repeatable")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    results = {}
+    if arguments.url:
+        loads = [load for load in arguments.only if load != "no_limit"]
+        results["server"] = asyncio.run(measure(arguments.url, arguments.model, loads, arguments.seconds, False))
+    else:
+        work = arguments.work or Path(tempfile.mkdtemp())
+        bundle = arguments.bundle or work / "bundle"
+        if not bundle.exists():
+            make_model(work / "model")
+            command = [arguments.unweight, "compress", work / "model", "-o", bundle, "--profile", "packed"]
+            subprocess.run([*map(str, command), "--verify", "none"], check=True)
+            shutil.rmtree(work / "model")
+        builds = [("now", arguments.unweight)]
+        if arguments.before:
+            builds.insert(0, ("before", arguments.before))
+        for name, binary in builds:
+            print(f"-- {name}", flush=True)
+            results[name] = run(binary, bundle, arguments, name)
+            arguments.out.write_text(json.dumps(results, indent=1))
+        if not arguments.keep:
+            shutil.rmtree(bundle)
+    arguments.out.write_text(json.dumps(results, indent=1))
+    return int(any(failed(result) for result in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
