@@ -358,7 +358,9 @@ impl Schedule {
             self.grow();
         }
         let chunk = self.chunk_is_due();
-        if chunk == Some(Place::Behind) || chunk.is_some() && self.in_flight == 0 {
+        // Enqueueing a chunk may wait for the device: tokens that are ready by then are read first.
+        let behind = chunk == Some(Place::Behind) && self.in_flight < self.limits.ahead;
+        if behind || chunk.is_some() && self.in_flight == 0 {
             return Next::Prefill;
         }
         if self.in_flight == 0 {

@@ -166,14 +166,16 @@ fn a_long_prompt_runs_between_steps() {
                 schedule.launched();
             }
             Next::Read => {
+                order.push('r');
                 let tokens = vec![30; schedule.rows().len()];
                 schedule.read(&tokens, &[], &mut events);
             }
             Next::Idle => panic!("{order}"),
         }
     }
-    // The last chunk has 24 tokens, so that 100 more fit before the next step.
-    assert_eq!(order, "scscscsCC");
+    // A step is read before the next chunk is enqueued. The last chunk has 24 tokens, so that 100 more fit before
+    // the next step.
+    assert_eq!(order, "scsrcsrcsrrCC");
     assert!(events.iter().all(|event| [first, SeqId(1)].contains(&event.seq)), "{events:?}");
 }
 
