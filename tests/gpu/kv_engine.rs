@@ -14,7 +14,7 @@ use unweight_model::ModelConfig;
 
 use crate::{
     engine::{MODELS, assert_most_likely, bundle, load, options, requests, run, tokens},
-    harness::WHOLE_TILES,
+    harness::{Random, WHOLE_TILES},
 };
 
 /// Heads of 128, as most models have them.
@@ -61,6 +61,34 @@ fn packed_cache_gives_the_bits_of_a_bf16_cache() {
             }
         }
     }
+}
+
+/// Contexts up to 8,192 tokens in chunks of several sizes, and 256 sequences at a time.
+#[test]
+#[ignore = "needs a GPU"]
+fn long_contexts_and_large_batches_give_the_same_bits() {
+    let home = tempfile::tempdir().unwrap();
+    let bundle = bundle(home.path(), &LARGE_HEADS, Profile::Packed);
+    let vocab = LARGE_HEADS.vocab;
+    let both =
+        |options: EngineOptions| [KvCache::Bf16, KvCache::Packed].map(|cache| with(&bundle, cache, options.clone()));
+    for chunk in [64, 1024, 4096] {
+        let [mut one, mut other] = both(options().context(8192).chunk(chunk));
+        for count in [1023, 1025, 4097, 8192] {
+            let text = tokens(count, vocab, count as u64);
+            assert_eq!(one.logits(&text).unwrap(), other.logits(&text).unwrap(), "{count} tokens, chunks of {chunk}");
+        }
+    }
+    let [mut one, mut other] = both(options().max_batch(256).context(1024).chunk(1024).memory(8 << 30));
+    let params = SampleParams::default().temperature(0.9);
+    let mut random = Random::new(17);
+    let requests: Vec<_> = (0..320)
+        .map(|index| {
+            let prompt = tokens(1 + random.below(700) as usize, vocab, index);
+            Request::new(prompt).max_new_tokens(1 + random.below(300) as u32).params(params.seed(index))
+        })
+        .collect();
+    assert_eq!(run(&mut one, &requests), run(&mut other, &requests), "256 sequences");
 }
 
 /// A model whose tokens see no more than `window` tokens.
