@@ -387,7 +387,10 @@ fn planted_bugs_of_packed_attention_are_caught() {
         assert_eq!(noticed(copy, &expected, &[]), None);
     }
     let missed: Vec<_> = all
-        .filter(|(copy, (header, from, to))| noticed(copy, &expected, &[Edit { header, from, to }]).is_none())
+        .filter(|(copy, (header, from, to))| {
+            let edit = Edit { header, from, to };
+            !edit.is_left_out() && noticed(copy, &expected, &[edit]).is_none()
+        })
         .collect();
     assert!(missed.is_empty(), "went unnoticed: {missed:#?}");
 }

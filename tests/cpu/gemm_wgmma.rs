@@ -130,7 +130,11 @@ fn planted_bugs_are_caught() {
     ] {
         let header = format!("unweight/kernels/gemm_wgmma/{file}.cuh").leak();
         let spec = spec(name);
-        let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
+        let edit = Edit { header, from, to };
+        if edit.is_left_out() {
+            continue;
+        }
+        let mut kernel = CpuKernel::of(&spec, &[edit]);
         let problem = Problem::random(&spec, (128, 128, 320), 3);
         let caught = (1..=4).any(|seed| {
             // In turn: all tiles in one block, whose ring and buffers go round, and tiles shared by several blocks.

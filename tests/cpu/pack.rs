@@ -338,7 +338,11 @@ fn planted_bugs_are_caught() {
         (back, "if (i >= 32) {", "if (false) {"),
         (own, "ptx::red_max_global_u64(args.inexact, ~at)", "ptx::red_max_global_u64(args.inexact, at)"),
     ] {
-        let mut kernel = build(&[Edit { header, from, to }]);
+        let edit = Edit { header, from, to };
+        if edit.is_left_out() {
+            continue;
+        }
+        let mut kernel = build(&[edit]);
         let caught = cases().iter().any(|case| case.check(&mut kernel).is_err()) || {
             // Odd subnormals and halves of them: what is lost is one bit.
             let case = Case::new(64, 64, |i| if i == 70 || i == 700 { 3 } else { (113 + i as u16 % 16) << 7 });

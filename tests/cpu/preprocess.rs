@@ -486,7 +486,11 @@ fn planted_bugs_in_the_decoder_are_caught() {
     for (copy, (name, bug)) in bulk.chain(copied.into_iter().map(|bug| (SmemCopy::Async, bug))) {
         let output = DecodeOutput::Exponent;
         let arch = Arch::Sm90a;
-        let kernels = Mutex::new(CpuKernel::of(&Decoders::spec(arch, copy, output, 7), &[edit(bug)]));
+        let edit = edit(bug);
+        if edit.is_left_out() {
+            continue;
+        }
+        let kernels = Mutex::new(CpuKernel::of(&Decoders::spec(arch, copy, output, 7), &[edit]));
         let kernels = Decoders { arch, copy, outputs: DecodeOutput::ALL, limits: &[7], kernels };
         // Late copies complete at random points: one of a few seeds shows a race.
         let caught = (0..4).any(|seed| match Sections::of(&tensor).decode(&kernels, output, 7, 1, seed) {
@@ -765,7 +769,11 @@ fn planted_bugs_in_the_encoder_are_caught() {
     // Counts in which a leaf meets a package of the same weight.
     all.push(Case::new("equal weights", 7, 64, |i| ((i % 7) as u16) << 7));
     for (name, bug) in bugs {
-        let kernels = encoders(&[edit(bug)]);
+        let edit = edit(bug);
+        if edit.is_left_out() {
+            continue;
+        }
+        let kernels = encoders(&[edit]);
         // Codes of up to 7 bits take a path of their own.
         let caught = [15, 7].iter().any(|&limit| {
             all.iter().any(|case| match encode(&kernels, case, limit, &HUFFMAN, None) {
