@@ -395,8 +395,8 @@ fn small_models_equal_brute_force() {
         let sums = every_plan(&units, rest, &contexts);
         let (least, most) = (sums.iter().map(|sum| sum.0).min().unwrap(), sums.iter().map(|sum| sum.0).max().unwrap());
         let fastest = sums.iter().map(|sum| sum.1).fold(f64::INFINITY, f64::min);
-        for step in 0..=20 {
-            let memory = fixed + least + (most - least) * step / 20;
+        for step in 0..=10 {
+            let memory = fixed + least + (most - least) * step / 10;
             let best = sums.iter().filter(|sum| fixed + sum.0 <= memory).map(|sum| sum.1).fold(f64::INFINITY, f64::min);
             let fit = fit(&config, &tensors, &wanted(memory)).unwrap();
             assert!((fit.us - best).abs() < 1e-9 && fit.exact, "{memory}: {} for {best}", fit.us);
@@ -410,14 +410,14 @@ fn small_models_equal_brute_force() {
             one_sided += u32::from(of(EncodingId::HUFFMAN).any(|group| group.layers == [0]));
         }
         assert!(fit(&config, &tensors, &wanted(fixed + least - 1)).is_err());
-        for slowdown in [0.0, 0.01, 0.1, 0.5, 1.0, 10.0, 1000.0] {
+        for slowdown in [0.0, 0.1, 1.0, 1000.0] {
             let fast = |sum: &&(u64, f64)| sum.1 <= fastest * (1.0 + slowdown) * (1.0 + 1e-9);
             let smallest = sums.iter().filter(fast).map(|sum| sum.0).min().unwrap();
             let fit = fit(&config, &tensors, &BudgetRequest { max_slowdown: Some(slowdown), ..wanted(None) }).unwrap();
             assert_eq!(fit.total(), fixed + smallest, "{slowdown}");
         }
     }
-    assert!(by_codes > 10 && by_compact > 10 && one_sided > 3, "{by_codes} {by_compact} {one_sided}");
+    assert!(by_codes > 5 && by_compact > 5 && one_sided > 1, "{by_codes} {by_compact} {one_sided}");
 }
 
 #[test]

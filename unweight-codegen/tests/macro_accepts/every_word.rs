@@ -10,7 +10,8 @@ macro_rules! declare {
     })+};
 }
 
-fn main() {
+#[test]
+fn every_word_is_that_of_the_spec() {
     declare! {
         "uw_sm90a_gemm_recon_palette_n2p4_v8_store": (n = 2, stages = 4),
         "uw_sm90a_gemm_recon_palette_n1p2_v0_store_add": (n = 1, stages = 2, verbatim = 0, epilogue = store_add),

@@ -1,7 +1,7 @@
 //! The struct keeps its visibility, documentation and further attributes, and can be used as a type parameter.
 #![deny(missing_docs)]
-use unweight_codegen::{Variant, plan::Plan};
 use unweight_codegen::unweight_variant;
+use unweight_codegen::{Variant, plan::Plan};
 
 /// The gate projection.
 #[unweight_variant(n = 4, stages = 2)]
@@ -13,7 +13,8 @@ fn smem_bytes<V: Variant>() -> u32 {
     Plan::new(&V::SPEC).map_or(0, |plan| plan.smem.bytes())
 }
 
-fn main() {
+#[test]
+fn structs_may_be_public_and_documented() {
     assert_eq!(GateProjection, GateProjection::default());
     assert!(smem_bytes::<GateProjection>() > 0);
 }

@@ -24,7 +24,8 @@ macro_rules! families {
     })+};
 }
 
-fn main() {
+#[test]
+fn the_family_is_a_type() {
     is::<GateUp, GemmMmaSpec>();
     is::<Default, GemmReconSpec>();
     is::<Wide, GemmWgmmaSpec>();
