@@ -197,11 +197,18 @@ pub fn table(heading: &str) -> BTreeMap<String, bool> {
     let section: Vec<&str> = rest.lines().take_while(|line| !line.starts_with('#')).collect();
     let same = section.iter().find_map(|line| line.strip_prefix("Keys as of [")?.split_once(']'));
     let mut found = same.map_or_else(BTreeMap::new, |(other, _)| table(other));
+    // What is below a key that may be missing or null may be missing, too.
+    let mut absent: Vec<String> = Vec::new();
     for line in section.iter().filter(|line| line.starts_with("| `")) {
         let mut cells = line.split(" | ").map(|cell| cell.trim_matches(['|', ' ']));
         let (key, kind) = (cells.next().unwrap().trim_matches('`'), cells.next().unwrap());
-        let optional = kind.contains("optional") || kind.contains("null");
-        if kind.contains("null") {
+        let null = kind.contains('?');
+        let missing = kind.contains("optional") || absent.iter().any(|above| key.starts_with(above));
+        let optional = missing || null;
+        if optional {
+            absent.push(format!("{key}."));
+        }
+        if null {
             found.insert(key.to_owned(), true);
         }
         match kind.split_once("](#").and_then(|(_, rest)| rest.split_once(')')) {
@@ -210,9 +217,9 @@ pub fn table(heading: &str) -> BTreeMap<String, bool> {
                 (key, own || optional)
             })),
             // Its own keys follow.
-            None if kind.starts_with("object") || kind.starts_with("array of objects") => {}
+            None if kind.starts_with("object") => {}
             // A scalar is printed as null where it is null.
-            None => _ = found.insert(key.to_owned(), kind.contains("optional")),
+            None => _ = found.insert(key.to_owned(), missing),
         }
     }
     found

@@ -1,9 +1,9 @@
 //! The tables of JSON keys in `docs/reference/json.md` are those of the types that the command line prints.
 //!
-//! `UPDATE_DOCS=1 cargo test -p xtask --test json_keys` writes them. A table is between `<!-- keys FILE TYPE -->` and
-//! `<!-- end -->`: FILE and TYPE name a type that derives `Serialize`. A row has the key, its type in JSON and the doc
-//! comment of the field. `TYPE without OTHER` leaves out the keys that OTHER has as well. A type that has a heading of
-//! its own is linked there; the keys of other types are listed below the field's.
+//! `UPDATE_DOCS=1 cargo test -p xtask --test json_keys` writes them. A table follows `<!-- keys FILE::TYPE -->`, which
+//! names a type that derives `Serialize`. A row has the key, its type in JSON (`T[]` is an array, `T?` may be `null`)
+//! and the doc comment of the field. `TYPE without OTHER` leaves out the keys that OTHER has as well. A type that has
+//! a heading of its own is linked there; the keys of other types are listed below the field's.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -203,7 +203,7 @@ impl Page {
     }
 
     /// Rows of a type's keys below `prefix`.
-    fn rows(&self, file: &Path, kind: &Type, prefix: &str, optional: bool, rows: &mut Vec<[String; 3]>) {
+    fn rows(&self, file: &Path, kind: &Type, prefix: &str, rows: &mut Vec<[String; 3]>) {
         let (name, arguments) = named(kind);
         let ((file, _), found) =
             self.find(file, &name).unwrap_or_else(|| panic!("{}: no keys of {name}", file.display()));
@@ -212,14 +212,14 @@ impl Page {
             let kind = given.get(named(&key.kind).0.as_str()).map_or_else(|| key.kind.clone(), |kind| (*kind).clone());
             let kind = with_arguments(kind, &given);
             if key.flat {
-                self.rows(&file, &kind, prefix, optional, rows);
+                self.rows(&file, &kind, prefix, rows);
             } else {
-                self.row(&file, key, &kind, prefix, optional, rows);
+                self.row(&file, key, &kind, prefix, rows);
             }
         }
     }
 
-    fn row(&self, file: &Path, key: &Key, kind: &Type, prefix: &str, optional: bool, rows: &mut Vec<[String; 3]>) {
+    fn row(&self, file: &Path, key: &Key, kind: &Type, prefix: &str, rows: &mut Vec<[String; 3]>) {
         assert!(!key.doc.is_empty(), "{}: `{}` has no doc comment", file.display(), key.name);
         let Shape { inner, list, null } = shape(kind);
         let (name, _) = named(&inner);
@@ -233,17 +233,17 @@ impl Page {
             (None, Some(heading)) => format!("[{heading}](#{})", heading.replace(' ', "-").replace("--", "")),
             (None, None) => "object".to_owned(),
         };
-        let plural = if what.starts_with('[') { "" } else { "s" };
-        let mut json = if list { format!("array of {what}{plural}") } else { what };
-        json += if null { " or null" } else { "" };
-        json += if key.optional || optional { ", optional" } else { "" };
+        let mut json = what;
+        json += if list { "[]" } else { "" };
+        json += if null { "?" } else { "" };
+        json += if key.optional { ", optional" } else { "" };
         let path = if list && scalar.is_none() { format!("{path}[]") } else { path };
         if doc.starts_with(char::is_lowercase) {
             doc = doc[..1].to_uppercase() + &doc[1..];
         }
         rows.push([format!("`{path}`"), json, doc]);
         if scalar.is_none() && heading.is_none() {
-            self.rows(file, &inner, &format!("{path}."), optional || null || key.optional, rows);
+            self.rows(file, &inner, &format!("{path}."), rows);
         }
     }
 }
@@ -302,7 +302,7 @@ fn with_arguments(mut kind: Type, given: &HashMap<&str, &Type>) -> Type {
 
 /// The file and the type that a marker names, and the type of the same file whose keys are left out.
 fn marker(line: &str) -> Option<(PathBuf, Type, Option<Type>)> {
-    let (file, kinds) = line.strip_prefix("<!-- keys ")?.strip_suffix(" -->")?.split_once(' ')?;
+    let (file, kinds) = line.strip_prefix("<!-- keys ")?.strip_suffix(" -->")?.split_once("::")?;
     let parsed = |kind| syn::parse_str(kind).unwrap_or_else(|error| panic!("{line}: {error}"));
     let (kind, without) = kinds.split_once(" without ").map_or((kinds, None), |(kind, other)| (kind, Some(other)));
     Some((file.into(), parsed(kind), without.map(parsed)))
@@ -319,23 +319,23 @@ fn generated(text: &str, types: Types) -> String {
         }
     }
     let page = Page { types, headings };
-    let (mut out, mut lines) = (String::new(), text.lines());
+    let (mut out, mut lines) = (String::new(), text.lines().peekable());
     while let Some(line) = lines.next() {
         writeln!(out, "{line}").expect("a string takes all");
         let Some((file, kind, without)) = marker(line) else { continue };
-        lines.find(|line| *line == "<!-- end -->").unwrap_or_else(|| panic!("{line}: no <!-- end -->"));
+        while lines.next_if(|line| line.is_empty() || line.starts_with('|')).is_some() {}
         let mut rows = Vec::new();
-        page.rows(&file, &kind, "", false, &mut rows);
+        page.rows(&file, &kind, "", &mut rows);
         if let Some(without) = without {
             let mut others = Vec::new();
-            page.rows(&file, &without, "", false, &mut others);
+            page.rows(&file, &without, "", &mut others);
             rows.retain(|[key, ..]| !others.iter().any(|[other, ..]| other == key));
         }
-        out += "\n| key | type | meaning |\n|---|---|---|\n";
+        out += "\n| key | type | |\n|---|---|---|\n";
         for [key, json, doc] in rows {
             writeln!(out, "| {key} | {json} | {doc} |").expect("a string takes all");
         }
-        out += "\n<!-- end -->\n";
+        out += if lines.peek().is_some() { "\n" } else { "" };
     }
     out
 }
@@ -386,23 +386,22 @@ fn a_table_follows_serde() {
         }
         struct NotWritten { a: u8 }
     ";
-    let page = "### report\n<!-- keys a.rs Report<More> -->\nold\n<!-- end -->\nafter\n";
-    let expected = "### report\n<!-- keys a.rs Report<More> -->\n
-| key | type | meaning |
+    let page = "### report\n<!-- keys a.rs::Report<More> -->\n\n| old |\n\nafter\n";
+    let expected = "### report\n<!-- keys a.rs::Report<More> -->\n
+| key | type | |
 |---|---|---|
-| `rows[]` | array of objects | The `Vec` of rows |
+| `rows[]` | object[] | The `Vec` of rows |
 | `rows[].is` | boolean | Is it |
-| `other` | string or null | A \\| b |
+| `other` | string? | A \\| b |
 | `first_one` | object, optional | One |
-| `first_one.is` | boolean, optional | Is it |
+| `first_one.is` | boolean | Is it |
 | `second` | string, optional | Two |
-| `counts` | array of integers or null, optional | Left out |
+| `counts` | integer[]?, optional | Left out |
 
-<!-- end -->
 after
 ";
     assert_eq!(generated(page, types_of("a.rs", source)), expected);
-    let page = "<!-- keys a.rs Report<More> without More -->\n<!-- end -->\n";
+    let page = "<!-- keys a.rs::Report<More> without More -->\n";
     let without = generated(page, types_of("a.rs", source));
     assert!(without.contains("| `rows[]` |") && !without.contains("`second`"), "{without}");
 }
