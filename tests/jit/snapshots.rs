@@ -6,8 +6,8 @@
 //! ```
 //!
 //! A change of the template is read in one text per family; a change of a header shows in the digest of every variant
-//! that includes it. The tables of `docs/kernels.md` are generated from the same plans and held the same way. The
-//! compiler sees what was reviewed: `nvrtc.rs` renders the same catalogue.
+//! that includes it. The counts of `docs/kernels.md` and the keys of `docs/adding-a-variant.md` are generated from the
+//! same catalogue and held the same way. The compiler sees what was reviewed: `nvrtc.rs` renders the same catalogue.
 //!
 //! `INSTA_UPDATE=always cargo test --test jit snapshots` accepts all of them; read the diff before you commit it.
 
@@ -23,10 +23,7 @@ use unweight_codegen::{
     family::FAMILIES,
     plan::Plan,
     render,
-    spec::{
-        Arch, CodeLimit, DecodeCompactStage, DecodeOutput, EncodeCompactStage, EncodeHuffmanStage, Epilogue, PackStage,
-        Values, VariantSpec, VerbatimRows, WeightSource, catalog,
-    },
+    spec::{Arch, Values, VariantSpec, catalog},
 };
 use unweight_rivals::cuda::kernels as external_kernels;
 
@@ -214,168 +211,6 @@ fn plan_text_matches_the_snapshot() {
     ");
 }
 
-/// Shared memory of the reconstructive matmul: one row per ring of Table 5, one column per source and verbatim budget.
-fn gemm_recon_table() -> String {
-    let sources: Vec<_> = std::iter::once(WeightSource::Exponent)
-        .chain(VerbatimRows::ALL.into_iter().map(|verbatim| WeightSource::Palette { verbatim }))
-        .collect();
-    let mut table = "| ring | exponent |".to_owned();
-    for budget in VerbatimRows::ALL {
-        _ = write!(table, " palette v{} |", budget.get());
-    }
-    table += "\n|---|";
-    table += &"---:|".repeat(sources.len());
-    for (n, stages) in catalog::TABLE_5 {
-        _ = write!(table, "\n| n{}p{} |", n.get(), stages.get());
-        for source in &sources {
-            let spec = VariantSpec::gemm_recon(Arch::Sm90a, *source, n, stages, Epilogue::Store);
-            match Plan::new(&spec) {
-                Ok(plan) => _ = write!(table, " {} |", plan.smem.bytes()),
-                Err(_) => table += " does not fit |",
-            }
-        }
-    }
-    table
-}
-
-/// Shared memory of the decoders: one row per code limit.
-fn decode_table() -> String {
-    let mut table = "| code limit |".to_owned();
-    for output in DecodeOutput::ALL {
-        _ = write!(table, " {} |", output.tag());
-    }
-    table += "\n|---:|---:|---:|---:|";
-    let rows = CodeLimit::all().map(|limit| {
-        let bytes = DecodeOutput::ALL.iter().map(|output| {
-            format!(" {} |", plan(&VariantSpec::decode_huffman(Arch::Sm90a, *output, limit)).smem.bytes())
-        });
-        (limit.get().to_string(), bytes.collect::<String>())
-    });
-    for (limits, bytes) in grouped(rows) {
-        let limits = match &limits[..] {
-            [first, .., last] => format!("{first} to {last}"),
-            limits => limits.concat(),
-        };
-        _ = write!(table, "\n| {limits} |{bytes}");
-    }
-    table
-}
-
-/// Neighbours with equal values share a row.
-fn grouped(rows: impl Iterator<Item = (String, String)>) -> Vec<(Vec<String>, String)> {
-    let mut groups: Vec<(Vec<String>, String)> = Vec::new();
-    for (name, values) in rows {
-        match groups.last_mut() {
-            Some((names, same)) if *same == values => names.push(name),
-            _ => groups.push((vec![name], values)),
-        }
-    }
-    groups
-}
-
-/// A family of stages: one row each.
-fn stage_table(stages: impl Iterator<Item = (&'static str, VariantSpec)>) -> String {
-    let mut table = "| stage | threads | grid | shared memory, B |\n|---|---:|---|---:|".to_owned();
-    for (tag, spec) in stages {
-        let plan = plan(&spec);
-        let (launch, bytes) = (plan.launch, plan.smem.bytes());
-        _ = write!(table, "\n| `{tag}` | {} | {} | {bytes} |", launch.threads, launch.grid);
-    }
-    table
-}
-
-fn encode_table() -> String {
-    stage_table(
-        EncodeHuffmanStage::ALL.iter().map(|stage| (stage.tag(), VariantSpec::encode_huffman(Arch::Sm90a, *stage))),
-    )
-}
-
-/// Both stages of `pack`, and `unpack`.
-fn pack_table() -> String {
-    let stages = PackStage::ALL.iter().map(|stage| (stage.tag(), VariantSpec::pack(Arch::Sm90a, *stage)));
-    stage_table(stages.chain([("unpack", VariantSpec::unpack(Arch::Sm90a))]))
-}
-
-fn transcode_table() -> String {
-    stage_table(
-        DecodeCompactStage::ALL.iter().map(|stage| (stage.tag(), VariantSpec::decode_compact(Arch::Sm90a, *stage))),
-    )
-}
-
-fn compress_table() -> String {
-    stage_table(
-        EncodeCompactStage::ALL.iter().map(|stage| (stage.tag(), VariantSpec::encode_compact(Arch::Sm90a, *stage))),
-    )
-}
-
-/// The families of activations, less those with a row per head size; variants whose figures are equal share a row.
-fn activations_table() -> String {
-    let mut rows = Vec::new();
-    let by_head = ["attention", "kv_pack", "kv_unpack"];
-    for family in FAMILIES.iter().filter(|family| family.edges.is_empty() && !by_head.contains(&family.name)) {
-        for spec in (family.catalogue)(Arch::Sm90a) {
-            let plan = plan(&spec);
-            // Dependent launch changes nothing here.
-            if !plan.launch.pdl {
-                let name = spec.to_string().replace("uw_sm90a_", "");
-                let (threads, blocks) = (plan.launch.threads, plan.launch.blocks_per_sm);
-                rows.push((format!("`{name}`"), format!(" {threads} | {blocks} | {} |", plan.smem.bytes())));
-            }
-        }
-    }
-    let mut table = "| variants | threads | blocks per SM | shared memory, B |\n|---|---:|---:|---:|".to_owned();
-    for (names, values) in grouped(rows.into_iter()) {
-        _ = write!(table, "\n| {} |{values}", names.join(", "));
-    }
-    table
-}
-
-/// The shapes of the small-batch family.
-fn gemm_mma_table() -> String {
-    let mut table = "| batch tile | shape | output features per task | threads | blocks per SM | shared memory, B |\n\
-                     |---:|---|---:|---:|---:|---:|"
-        .to_owned();
-    for shape in catalog::GEMM_MMA {
-        let plan = plan(&VariantSpec::gemm_mma(Arch::Sm90a, shape));
-        let (batch_tile, row_blocks, warps) = (shape.batch_tile.get(), shape.row_blocks.get(), shape.warps.get());
-        let (stages, cluster) = (shape.stages.get(), shape.cluster.get());
-        let stream = if shape.persistent { "_persistent" } else { "" };
-        let (launch, bytes) = (plan.launch, plan.smem.bytes());
-        _ = write!(
-            table,
-            "\n| {batch_tile} | r{row_blocks}w{warps}p{stages}c{cluster}{stream} | {} | {} | {} | {bytes} |",
-            16 * row_blocks,
-            launch.threads,
-            launch.blocks_per_sm
-        );
-    }
-    table
-}
-
-/// The shapes of the large-batch family.
-fn gemm_wgmma_table() -> String {
-    let mut table =
-        "| batch tile | shape | output features | threads | shared memory, B |\n|---:|---|---:|---:|---:|".to_owned();
-    for shape in catalog::GEMM_WGMMA {
-        let plan = plan(&VariantSpec::gemm_wgmma(Arch::Sm90a, shape));
-        let (warpgroups, stages) = (shape.warpgroups.get(), shape.stages.get());
-        let cluster = match shape.cluster.get() {
-            1 => String::new(),
-            cluster => format!("c{cluster}"),
-        };
-        let stream_k = if shape.stream_k { "_streamk" } else { "" };
-        _ = write!(
-            table,
-            "\n| {} | g{warpgroups}p{stages}{cluster}{stream_k} | {} | {} | {} |",
-            shape.batch_tile.get(),
-            64 * warpgroups,
-            plan.launch.threads,
-            plan.smem.bytes()
-        );
-    }
-    table
-}
-
 /// Lines of at most 120 columns.
 fn wrapped(text: &str) -> String {
     let mut lines = String::new();
@@ -406,20 +241,7 @@ fn documentation_lists_the_catalogue() {
     let mut now = fs::read_to_string(&path).expect("docs/kernels.md is there");
     let counts: Vec<_> = families().map(|(family, specs)| format!("{} {family}", specs.len())).collect();
     let counts = wrapped(&format!("{} variants ship: {}.", catalog::all(Arch::Sm90a).len(), counts.join(", ")));
-    for (mark, text) in [
-        ("counts", counts),
-        ("gemm_recon", gemm_recon_table()),
-        ("gemm_mma", gemm_mma_table()),
-        ("gemm_wgmma", gemm_wgmma_table()),
-        ("decode_huffman", decode_table()),
-        ("encode_huffman", encode_table()),
-        ("pack", pack_table()),
-        ("encode_compact", compress_table()),
-        ("decode_compact", transcode_table()),
-        ("activations", activations_table()),
-    ] {
-        put(&mut now, "docs/kernels.md", mark, &text);
-    }
+    put(&mut now, "docs/kernels.md", "counts", &counts);
     assert_document(&path, &now);
 }
 
@@ -434,7 +256,7 @@ fn key_table() -> String {
         for axis in family.axes {
             let mut values = match axis.values {
                 Values::Words(all) => words(all),
-                Values::Flag => words(&["true", "false"]),
+                Values::Flag => "flag".to_owned(),
                 _ => axis.allowed.to_owned(),
             };
             if let Some(only) = axis.only {
