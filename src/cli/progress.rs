@@ -68,6 +68,10 @@ impl Progress for Bar {
         }
     }
 
+    fn starts_over(&self, reason: &str) {
+        self.bar.suspend(|| self.output.note(format_args!("starting over: {reason}")));
+    }
+
     fn file(&self, name: &str) {
         if self.output.verbose > 0 {
             self.bar.suspend(|| self.output.note(name));

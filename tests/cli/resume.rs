@@ -84,6 +84,24 @@ fn file_size_limit_is_named() {
 }
 
 #[test]
+fn other_options_start_over_with_a_note() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("model"));
+    for (name, options, starts_over) in [("same", &[][..], false), ("other", &["--sha256"][..], true)] {
+        let output = Command::new("bash")
+            .args(["-c", "ulimit -f 64; exec \"$0\" compress model -o \"$1\""])
+            .args([assert_cmd::cargo::cargo_bin!("unweight").as_os_str(), name.as_ref()])
+            .current_dir(&home)
+            .output()
+            .unwrap();
+        assert_eq!(error_code(&output), "file-size-limit");
+        let resumed = run(home.path(), &[&["compress", "model", "-o", name, "--resume"], options].concat(), 0);
+        let said = stderr(&resumed).contains("starting over: the interrupted run had other options");
+        assert_eq!(said, starts_over, "{}", stderr(&resumed));
+    }
+}
+
+#[test]
 fn each_signal_has_its_exit_status() {
     use rustix::process::Signal;
     let home = tempfile::tempdir().unwrap();

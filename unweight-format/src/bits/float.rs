@@ -78,12 +78,13 @@ impl Float {
 
     /// Sign and fraction in the bits of an element, moved together: `1 + fraction_bits` bits, the sign highest.
     #[inline(always)]
-    pub const fn sign_fraction(self, bits: u32) -> u32 {
+    pub(crate) const fn sign_fraction(self, bits: u32) -> u32 {
         let fraction = self.fraction_bits();
         bits >> (fraction + self.exponent_bits()) << fraction | bits & ((1 << fraction) - 1)
     }
 
-    /// The bits of an element: the inverse of [`Float::exponent`] and [`Float::sign_fraction`].
+    /// The bits of an element from its exponent and from its sign and fraction, moved together: `1 + fraction_bits`
+    /// bits, the sign highest.
     #[inline(always)]
     pub const fn join(self, sign_fraction: u32, exponent: u8) -> u32 {
         let fraction = self.fraction_bits();

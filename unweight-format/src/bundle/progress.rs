@@ -6,6 +6,10 @@ pub trait Progress: Sync {
     fn start(&self, total_bytes: u64) {
         let _ = total_bytes;
     }
+    /// Nothing of the interrupted run can be resumed, for this reason: its work is done again.
+    fn starts_over(&self, reason: &str) {
+        let _ = reason;
+    }
     /// Work on a file begins.
     fn file(&self, name: &str) {
         let _ = name;

@@ -4,7 +4,10 @@ use std::{
     collections::BTreeMap,
     fs, io,
     path::Path,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use unweight_format::{
@@ -831,6 +834,43 @@ fn write_tree(root: &Path, tree: &BTreeMap<String, Vec<u8>>) {
     for (name, bytes) in tree {
         fs::create_dir_all(root.join(name).parent().unwrap()).unwrap();
         fs::write(root.join(name), bytes).unwrap();
+    }
+}
+
+/// Keeps the reasons for starting over.
+#[derive(Default)]
+struct StartsOver(Mutex<Vec<String>>);
+
+impl Progress for StartsOver {
+    fn starts_over(&self, reason: &str) {
+        self.0.lock().unwrap().push(reason.to_owned());
+    }
+}
+
+/// Shards and beginnings of shards: a run that resumes with other options says so, once.
+#[test]
+fn resume_with_other_options_says_that_it_starts_over() {
+    let scratch = Scratch::new();
+    let (source, out, partial) = (scratch.path("model"), scratch.path("out"), scratch.path("out.partial"));
+    let model = DemoOptions { layers: 4, vocab: 512, shards: 3, ..DemoOptions::default() };
+    demo_model::write(&source, &model).unwrap();
+    let total: u64 = read_tree(&source).values().map(|bytes| bytes.len() as u64).sum();
+    let options = CompressOptions::default().ram_bytes(Some(1 << 20));
+    for share in [8, 2] {
+        let part = CancelAfter { bytes: total / share, done: AtomicU64::new(0), then: || () };
+        compress(&source, &out, &options, &part).unwrap_err();
+        let left = read_tree(&partial);
+        let finished = left.keys().any(|name| name.starts_with("records/"));
+        assert!(finished == (share == 2) && left.keys().any(|name| name.starts_with("work/journal-")), "{share}");
+        for (options, count) in [(options.clone(), 0), (options.clone().sha256(true), 1)] {
+            let said = StartsOver::default();
+            write_tree(&partial, &left);
+            let report = compress(&source, &out, &options.resume(true), &said).unwrap();
+            let said = said.0.into_inner().unwrap();
+            assert_eq!((said.len(), report.resumed_tensors == 0), (count, count == 1), "{share}: {said:?}");
+            assert!(said.iter().all(|reason| reason.contains("other options")), "{said:?}");
+            fs::remove_dir_all(&out).unwrap();
+        }
     }
 }
 

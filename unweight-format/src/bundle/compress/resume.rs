@@ -53,7 +53,23 @@ impl Job<'_> {
                 earlier.begun.insert(file.name.clone(), kept);
             }
         }
+        let none = earlier.finished.is_empty() && earlier.begun.is_empty();
+        if none && chosen.iter().any(|file| self.has_other_options(file)) {
+            self.progress.starts_over("the interrupted run had other options or another version of the program");
+        }
         Ok(earlier)
+    }
+
+    /// Whether a run of other options, or of another version of the program, left something of this file.
+    fn has_other_options(&self, file: &SourceFile) -> bool {
+        let record = files::read_small(&self.stage.record(&file.name), manifest::BYTES_MAX).ok();
+        let record = record.and_then(|bytes| Record::parse(&bytes)).map(|record| record.options);
+        let journal = || {
+            let bytes = files::read_small(&self.stage.journal(&file.name), manifest::BYTES_MAX).ok()?;
+            let head: JournalHead = serde_json::from_slice(journal_lines(&bytes).next()?).ok()?;
+            Some(head.options)
+        };
+        record.or_else(journal).is_some_and(|options| options != self.fingerprint())
     }
 
     /// The options that a shard depends on, as text.
