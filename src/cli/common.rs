@@ -23,7 +23,7 @@ pub struct Threads {
 /// Whether unfinished output is taken over.
 #[derive(Args)]
 pub struct Resume {
-    /// Resume an interrupted run that had the same options
+    /// Resume an interrupted run; starts over if that had other options
     #[arg(long)]
     pub resume: bool,
 }
@@ -49,7 +49,7 @@ pub struct Gpu {
 #[cfg(feature = "gpu")]
 #[derive(Args)]
 pub struct Memory {
-    /// GPU memory for weights, KV cache and activations, such as 40G [default: nine tenths of free memory]
+    /// GPU memory for weights, KV cache and activations, such as 40G (GiB) [default: nine tenths of free memory]
     #[arg(long, value_name = "SIZE", value_parser = size::memory)]
     pub memory: Option<u64>,
 }

@@ -51,7 +51,7 @@ struct Leaf {
 impl Leaf {
     fn describe(&self, common: &Common<'_>, page: &mut String) {
         let Self { name, about, usage, rows } = self;
-        let _ = write!(page, "\n### {name}\n\n{about}.\n\n```text\n{usage}\n```\n");
+        let _ = write!(page, "\n### {name}\n\n{about}.\n\n`{usage}`\n");
         let (linked, rest): (Vec<&Row>, Vec<&Row>) = rows.iter().partition(|row| common.is_elsewhere(row));
         let (shared, own): (Vec<&Row>, Vec<&Row>) = rest.iter().partition(|row| common.has(row));
         let mut headings: Vec<_> = own.iter().map(|row| row.heading.as_deref()).collect();
@@ -62,9 +62,7 @@ impl Leaf {
                 *page += &row.line(!common.has_values(row));
             }
         }
-        for (rows, what) in
-            [(shared, "[Common options](#common-options)"), (linked, "[As for `unweight`](cli.md#common-options)")]
-        {
+        for (rows, what) in [(shared, "[Common](#common-options)"), (linked, "[`unweight`](cli.md#common-options)")] {
             let names: Vec<_> = rows.iter().map(|row| format!("`{}`", row.name)).collect();
             if !names.is_empty() {
                 let _ = writeln!(page, "\n{what}: {}", names.join(", "));
