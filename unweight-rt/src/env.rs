@@ -46,7 +46,7 @@ pub(crate) const VARIABLES: &[Variable] = &[
         name: "UNWEIGHT_JIT",
         values: "`auto`, `cache-only`, `off`",
         default: "`auto`",
-        meaning: "compile what the cache lacks; never compile; no cache: compile everything",
+        meaning: "`auto` compiles what the cache lacks; `cache-only` never compiles; `off` uses no cache: every start compiles every kernel",
     },
     Variable {
         name: "UNWEIGHT_JIT_THREADS",
