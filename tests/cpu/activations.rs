@@ -8,7 +8,7 @@ use unweight_codegen::{
     abi::{EmbedArgs, KernelArgs, NormArgs, RopeArgs, SiluMulArgs},
     kv,
     plan::GemmShape,
-    spec::{EmbedSpec, NormSpec, SiluMulSpec, catalog},
+    spec::{EmbedSpec, NormSpec, Op, SiluMulSpec, catalog},
 };
 use unweight_format::{
     Histogram, Matrix,
@@ -17,9 +17,9 @@ use unweight_format::{
 };
 
 /// What an output holds before, and around its rows after.
-const POISON: u16 = 0xa5a5;
+pub const POISON: u16 = 0xa5a5;
 
-fn bytes(halves: &[u16]) -> Vec<u8> {
+pub fn bytes(halves: &[u16]) -> Vec<u8> {
     halves.iter().flat_map(|half| half.to_le_bytes()).collect()
 }
 
@@ -28,12 +28,12 @@ fn words(words: &[u32]) -> Buffer {
 }
 
 /// bf16 around 1, both signs.
-fn random(count: usize, seed: u64) -> Vec<u16> {
+pub fn random(count: usize, seed: u64) -> Vec<u16> {
     let mut random = Random::new(seed);
     (0..count).map(|_| oracle::rounded(random.normal())).collect()
 }
 
-fn launch<A: KernelArgs>(
+pub fn launch<A: KernelArgs>(
     kernel: &mut CpuKernel,
     spec: &VariantSpec,
     problem: GemmShape,
@@ -46,7 +46,7 @@ fn launch<A: KernelArgs>(
 }
 
 /// The rows of a matrix with gaps, in which nothing may have been written.
-fn rows(y: &Buffer, m: usize, columns: usize, pitch: usize) -> Result<Vec<u16>, String> {
+pub fn rows(y: &Buffer, m: usize, columns: usize, pitch: usize) -> Result<Vec<u16>, String> {
     let y = y.u16s();
     let mut rows = Vec::new();
     for row in 0..m {
@@ -68,10 +68,12 @@ struct Norm {
     list: Option<Vec<u32>>,
     x: Vec<u16>,
     gamma: Vec<u16>,
+    /// What is added to; its gaps are poisoned.
+    before: Vec<u16>,
 }
 
 /// Rows lie this much further apart than they are long.
-const GAP: usize = 16;
+pub const GAP: usize = 16;
 const EPS: f32 = 1e-5;
 
 impl Norm {
@@ -83,7 +85,16 @@ impl Norm {
             x[..d].fill(0);
             x[d + GAP..][..d].iter_mut().for_each(|x| *x = *x & 0x807f | 117 << 7);
         }
-        Self { m, d, list: list.map(<[u32]>::to_vec), x, gamma: random(d, seed + 1) }
+        let mut before = random(m.max(list.map_or(0, <[u32]>::len)) * (d + GAP), seed + 2);
+        before.chunks_exact_mut(d + GAP).for_each(|row| row[d..].fill(POISON));
+        Self { m, d, list: list.map(<[u32]>::to_vec), x, gamma: random(d, seed + 1), before }
+    }
+
+    /// Rows far from zero: their squares are no help to find their variance.
+    fn far(m: usize, d: usize) -> Self {
+        let mut norm = Self::new(m, d, None);
+        norm.x.iter_mut().for_each(|x| *x = oracle::rounded(60.0 + oracle::value(*x)));
+        norm
     }
 
     fn check(&self, kernel: &mut CpuKernel, spec: &VariantSpec) -> Result<(), String> {
@@ -91,7 +102,9 @@ impl Norm {
         let m = self.list.as_ref().map_or(self.m, Vec::len);
         let (x, gamma) = (Buffer::of(&bytes(&self.x)), Buffer::of(&bytes(&self.gamma)));
         let list = self.list.as_deref().map(words);
-        let (y, fault) = (Buffer::new(m * pitch * 2), Buffer::zeroed(4));
+        let Op::Norm(op) = spec.op else { unreachable!("a norm") };
+        let y = if op.add { Buffer::of(&bytes(&self.before[..m * pitch])) } else { Buffer::new(m * pitch * 2) };
+        let fault = Buffer::zeroed(4);
         let args = NormArgs {
             x: x.address(),
             gamma: gamma.address(),
@@ -113,12 +126,14 @@ impl Norm {
             let source = self.list.as_ref().map_or(row, |list| list[row] as usize);
             if source >= self.m {
                 reported = row as u32 + 1;
-                if y.iter().any(|y| *y != 0) {
-                    return Err(format!("row {row} is not zeros"));
+                let left = if op.add { &self.before[row * pitch..][..d] } else { &vec![0; d] };
+                if y != left {
+                    return Err(format!("row {row} is not zeros, or as it was"));
                 }
                 continue;
             }
-            let spans = oracle::norm(&self.x[source * pitch..][..d], &self.gamma, EPS);
+            let before = op.add.then(|| &self.before[row * pitch..][..d]);
+            let spans = oracle::norm_of(op.kind, &self.x[source * pitch..][..d], &self.gamma, EPS, before);
             if let Some(wrong) = oracle::outside(y, &spans) {
                 return Err(format!("row {row} of [{m}, {d}], {wrong}"));
             }
@@ -134,6 +149,7 @@ fn norms() -> Vec<Norm> {
     vec![
         Norm::new(4, 72, None),
         Norm::new(1, 8, None),
+        Norm::far(3, 264),
         Norm::new(3, 4096, None),
         Norm::new(2, 16384, None),
         Norm::new(5, 2056, Some(&[4, 0, 4])),
@@ -145,12 +161,71 @@ fn norms() -> Vec<Norm> {
 #[test]
 fn norms_match_double_precision() {
     let mut specs: Vec<_> = catalog::of::<NormSpec>().collect();
-    specs.push(spec("norm_t1024_pdl"));
+    specs.extend(["norm_t1024_pdl", "norm_t1024_layer_add_pdl"].map(spec));
     let mut kernel = CpuKernel::all(&specs, &[]);
     for spec in specs {
         for case in norms() {
             case.check(&mut kernel, &spec).unwrap_or_else(|wrong| panic!("{spec}: {wrong}"));
         }
+    }
+}
+
+/// A norm whose output is its input, as norms of all heads together have it.
+#[test]
+fn norms_in_place_match_those_apart() {
+    let (m, d, pitch) = (3usize, 2056usize, 2056 + GAP);
+    let mut x = random(m * pitch, 5);
+    x.chunks_exact_mut(pitch).for_each(|row| row[d..].fill(POISON));
+    let gamma = random(d, 6);
+    for name in ["norm_t256_pdl", "norm_t256_rms_once_pdl", "norm_t512_layer"] {
+        let spec = spec(name);
+        let Op::Norm(op) = spec.op else { unreachable!("a norm") };
+        let (y, gamma_at, fault) = (Buffer::of(&bytes(&x)), Buffer::of(&bytes(&gamma)), Buffer::zeroed(4));
+        let args = NormArgs {
+            x: y.address(),
+            gamma: gamma_at.address(),
+            rows: 0,
+            y: y.address(),
+            fault: fault.address(),
+            x_pitch: pitch as u64,
+            y_pitch: pitch as u64,
+            eps: EPS,
+            source_rows: m as u32,
+            d: d as u32,
+            reserved: 0,
+        };
+        let buffers = [("y", &y), ("gamma", &gamma_at), ("fault", &fault)];
+        launch(&mut CpuKernel::of(&spec, &[]), &spec, GemmShape::rows(m as u32), &args, &buffers).unwrap();
+        let of = |row: &[u16]| oracle::norm_of(op.kind, &row[..d], &gamma, EPS, None);
+        let spans: Vec<_> = x.chunks_exact(pitch).flat_map(of).collect();
+        assert_eq!(oracle::outside(&rows(&y, m, d, pitch).unwrap(), &spans), None, "{name}");
+    }
+}
+
+#[test]
+fn planted_bugs_of_other_norms_are_caught() {
+    let header = "unweight/kernels/norm.cuh";
+    for (name, from, to) in [
+        ("norm_t256_layer_pdl", "add_elements(middle, x[i].w);", ""),
+        ("norm_t256_layer_pdl", "add_centred(sum, x[i].z, middle);", "add_centred(sum, x[i].z, 0);"),
+        ("norm_t256_layer_pdl", "block_sum<Config>(sum, Smem<Config>::kSquares)", "block_sum<Config>(sum, 0)"),
+        ("norm_t256_layer_pdl", "high = ptx::add(high, -middle);", ""),
+        ("norm_t256_layer_pdl", "static_cast<float>(args.d)", "static_cast<float>(chunks)"),
+        ("norm_t256_rms_once_pdl", "Config::kKind == NormKind::kRms)", "true)"),
+        ("norm_t256_rms_once_pdl", "high = ptx::mul(high, high_of(gamma));", "high = ptx::mul(high, low_of(gamma));"),
+        ("norm_t256_add_pdl", "low = ptx::add(low_of(y), low);", "low = ptx::add(low_of(x), low);"),
+        ("norm_t256_add_pdl", "before = ptx::ld_global_x4(y + chunk * kChunk);", ";"),
+        ("norm_t256_add_pdl", "if constexpr (!Config::kAdd) {", "{"),
+        (
+            "norm_t256_rms_once_add_pdl",
+            "normed<Config>(x[i].y, gamma[i].y, before.y,",
+            "normed<Config>(x[i].y, gamma[i].y, 0,",
+        ),
+    ] {
+        let spec = spec(name);
+        let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
+        let caught = norms().iter().any(|case| case.check(&mut kernel, &spec).is_err());
+        assert!(caught, "{name}: planting `{to}` for `{from}` went unnoticed");
     }
 }
 
@@ -232,7 +307,7 @@ fn check_silu_mul(
         Pair::Turns => (x_pitch, 8, 2),
     };
     let row_blocks = match spec.op {
-        unweight_codegen::spec::Op::SiluMul(op) => (n as u32).div_ceil(op.block_columns()),
+        Op::SiluMul(op) => (n as u32).div_ceil(op.block_columns()),
         _ => unreachable!("a silu_mul"),
     };
     let args = SiluMulArgs {
@@ -540,11 +615,14 @@ impl Rope {
             |at: usize, of: fn(f64) -> f64| oracle::rounded(of((at / half) as f64 * 0.8f64.powi((at % half) as i32)));
         let table = |of| (0..(start + m) * half).map(|at| angle(at, of)).collect::<Vec<u16>>();
         let (cosines, sines) = (table(f64::cos), table(f64::sin));
+        let Op::Rope(op) = spec.op else { unreachable!("a rotation") };
+        let laid = |table: &Vec<u16>| if op.adjacent { oracle::adjacent_table(table, half) } else { table.clone() };
         let layer = PAGES * kv_heads * 2 * 64 * head_dim;
         let on_host = |halves: &[u16]| Buffer::of(&bytes(halves));
         let (qkv, cache, fault) = (on_host(&x), Buffer::new(layer * 2), Buffer::zeroed(4));
         let (bias_at, q_at, k_at) = (on_host(&bias), on_host(&q_norm), on_host(&k_norm));
-        let (cosines_at, sines_at, pages) = (on_host(&cosines), on_host(&sines), words(&self.pages));
+        let (cosines_at, sines_at) = (on_host(&laid(&cosines)), on_host(&laid(&sines)));
+        let pages = words(&self.pages);
         let address = |wanted: bool, buffer: &Buffer| if wanted { buffer.address() } else { 0 };
         let args = RopeArgs {
             qkv: qkv.address(),
@@ -594,6 +672,7 @@ impl Rope {
                     self.bias.then(|| &bias[head * head_dim..][..head_dim]),
                     (self.norms && !is_value).then_some((gamma.as_slice(), EPS)),
                     (!is_value).then_some(angles),
+                    op.adjacent,
                 );
                 let in_place = &got[row * columns + head * head_dim..][..head_dim];
                 let found = if is_query {
@@ -649,16 +728,22 @@ fn ropes(head_dim: usize) -> Vec<Rope> {
         // The second page is none.
         case(4, 2, 1, head_dim, 62, (false, true), &[0, 4]),
         case(1, 2, 2, head_dim, 63, (true, true), &[u32::MAX]),
+        // Nothing is turned.
+        case(2, 3, 1, 0, 5, (false, true), &[1]),
     ]
 }
 
 #[test]
 fn rotations_match_double_precision() {
-    let names = ["rope_d64", "rope_d128_pdl", "rope_d16", "rope_d48_pdl", "rope_d96", "rope_d256"];
-    let specs: Vec<_> = names.iter().map(|name| spec(name)).collect();
+    let names = ["rope_d64", "rope_d128_pdl", "rope_d16", "rope_d48_pdl", "rope_d96", "rope_d256"].into_iter().chain([
+        "rope_d64_adjacent_pdl",
+        "rope_d128_adjacent",
+        "rope_d48_adjacent_pdl",
+    ]);
+    let specs: Vec<_> = names.map(spec).collect();
     let mut kernel = CpuKernel::all(&specs, &[]);
     for spec in specs {
-        let unweight_codegen::spec::Op::Rope(op) = spec.op else { unreachable!("a rotation") };
+        let Op::Rope(op) = spec.op else { unreachable!("a rotation") };
         for case in ropes(op.head_dim.get() as usize) {
             case.check(&mut kernel, &spec).unwrap_or_else(|wrong| panic!("{spec}: {wrong}"));
         }
@@ -671,7 +756,7 @@ fn planted_bugs_of_rotations_are_caught() {
     for (header, from, to) in [
         (own, "pair(piece) + turned : pair(piece) + kPairs;", "pair(piece) + kPairs : pair(piece) + kPairs;"),
         (own, "pair(piece) : pair(piece) + turned; }", "pair(piece) : pair(piece); }"),
-        (own, "if (pair(i) < turned) activation::rotate", "activation::rotate"),
+        (own, "if (pair(i) >= turned) continue;", ""),
         (own, "position = args.start + row", "position = row"),
         (own, "args.pages + position / kv::kPageTokens", "args.pages + row / kv::kPageTokens"),
         (own, "token = position % kv::kPageTokens", "token = row % kv::kPageTokens"),
@@ -696,6 +781,22 @@ fn planted_bugs_of_rotations_are_caught() {
             continue;
         }
         let mut kernel = CpuKernel::of(&spec, &[edit]);
+        let caught = ropes(48).iter().any(|case| case.check(&mut kernel, &spec).is_err());
+        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+    }
+}
+
+#[test]
+fn planted_bugs_of_adjacent_rotations_are_caught() {
+    let header = "unweight/activation/element.cuh";
+    for (from, to) in [
+        ("ptx::fma(a0, c0, -ptx::mul(a1, s0))", "ptx::fma(a0, c0, ptx::mul(a1, s0))"),
+        ("ptx::fma(a1, c0, ptx::mul(a0, s0))", "ptx::fma(a1, c1, ptx::mul(a0, s0))"),
+        ("ptx::fma(b0, c1, -ptx::mul(b1, s1))", "ptx::fma(b0, c1, -ptx::mul(a1, s1))"),
+        ("ptx::fma(b1, c1, ptx::mul(b0, s1))", "ptx::fma(b1, c0, ptx::mul(b0, s0))"),
+    ] {
+        let spec = spec("rope_d48_adjacent_pdl");
+        let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
         let caught = ropes(48).iter().any(|case| case.check(&mut kernel, &spec).is_err());
         assert!(caught, "planting `{to}` for `{from}` went unnoticed");
     }

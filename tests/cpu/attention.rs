@@ -85,6 +85,19 @@ fn heads_get_bias_norm_and_rotation() {
     }
 }
 
+/// Pairs of adjacent elements, of all of a head or of a part, for both ways of copying and both caches' kernels.
+#[test]
+fn adjacent_elements_are_rotated_together() {
+    for name in ["d64_w4p2c1_adjacent_pdl", "d64_w4p2c1_split_async_adjacent_pdl"] {
+        let spec = spec(&format!("attention_decode_{name}"));
+        let mut kernel = CpuKernel::of(&spec, &[]);
+        for (bias, norm, rope_dim) in [(false, false, 64), (true, false, 32), (true, true, 12), (false, false, 0)] {
+            let case = Decode { bias, norm, rope_dim, adjacent: true, ..Decode::new(64, 5, &[0, 40, 81]) };
+            check(&mut kernel, &spec, &case);
+        }
+    }
+}
+
 #[test]
 fn small_and_odd_head_sizes() {
     for head_dim in [16, 32, 48, 80, 96, 112] {

@@ -110,7 +110,7 @@ pub fn launch_on(
     let apart: Vec<u16> =
         problem.qkv.chunks(columns).flat_map(|row| row.iter().copied().chain([0x7fc1; GAP])).collect();
     let (qkv, bias, cache) = (of(&apart), of(&problem.bias), Cache::new(problem, packed));
-    let (cosines, sines) = (of(&problem.cosines), of(&problem.sines));
+    let [cosines, sines] = problem.tables().each_ref().map(|table| of(table));
     let norms = problem.norms.each_ref().map(|norm| of(norm));
     let positions = Buffer::of(bytemuck::cast_slice(&case.positions));
     let out = Buffer::new(m * (out_columns + GAP) * 2);

@@ -23,3 +23,4 @@ mod prelude;
 mod preprocess;
 mod rivals;
 mod sample;
+mod scale;

@@ -3,7 +3,7 @@
 
 use unweight_bench::{halves, normal_bf16, oracle};
 use unweight_codegen::spec::{
-    Arch, EmbedSource, EmbedSpec, NormSpec, NormThreads, SiluMulSpec, SiluMulThreads, VariantSpec,
+    Arch, EmbedSource, EmbedSpec, NormKind, NormSpec, NormThreads, SiluMulSpec, SiluMulThreads, VariantSpec,
 };
 use unweight_format::{Histogram, Matrix, raw::packed};
 use unweight_rt::{
@@ -47,8 +47,12 @@ fn rows(stream: &Stream, y: &DeviceBuffer<u16>, columns: usize, pitch: usize, wh
     rows
 }
 
+fn rms(threads: NormThreads, pdl: bool) -> NormSpec {
+    NormSpec { threads, kind: NormKind::Rms, add: false, pdl }
+}
+
 fn norms(kernels: &KernelSet) -> Vec<Norm> {
-    let variants = NormThreads::ALL.into_iter().flat_map(|threads| [false, true].map(|pdl| NormSpec { threads, pdl }));
+    let variants = NormThreads::ALL.into_iter().flat_map(|threads| [false, true].map(|pdl| rms(threads, pdl)));
     variants.map(|spec| Norm::new(kernels.get(&VariantSpec::norm(Arch::Sm90a, spec)).unwrap()).unwrap()).collect()
 }
 
@@ -226,7 +230,7 @@ fn dependent_launches_give_the_same_bits_again_and_again() {
     let ids = DeviceBuffer::from_host(&stream, &(0..m).map(|row| row * 13 % 500).collect::<Vec<_>>()).unwrap();
     let get = |spec| kernels.get(&spec).unwrap();
     let threads = NormThreads::new(256).unwrap();
-    let norm = Norm::new(get(VariantSpec::norm(Arch::Sm90a, NormSpec { threads, pdl: true }))).unwrap();
+    let norm = Norm::new(get(VariantSpec::norm(Arch::Sm90a, rms(threads, true)))).unwrap();
     let threads = SiluMulThreads::new(128).unwrap();
     let silu_mul = SiluMul::new(get(VariantSpec::silu_mul(Arch::Sm90a, SiluMulSpec { threads, pdl: true }))).unwrap();
     let embed = EmbedSpec { source: EmbedSource::Bf16, pdl: true };

@@ -80,6 +80,18 @@ fn every_variant_attends_as_float64() {
 
 #[test]
 #[ignore = "needs a GPU"]
+fn adjacent_elements_are_rotated_together() {
+    for (name, head_dim) in [("d128_w8p2c1", 128), ("d128_w4p2c8", 128), ("d64_w4p4c2", 64), ("d96_w4p2c1", 96)] {
+        let attention = attention(&format!("uw_sm90a_attention_decode_{name}_adjacent_pdl").parse().unwrap());
+        for (rope_dim, bias) in [(head_dim, false), (head_dim / 2, true), (0, false)] {
+            let positions = [0, 17, PAD, 500, 127, 128, 640];
+            check(&attention, &Decode { rope_dim, bias, adjacent: true, ..Decode::new(head_dim, 4, &positions) }, 1);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
 fn long_rows_and_large_batches() {
     let mut random = Random::new(fresh());
     for (spec, op) in shipped(AttentionStep::Decode).into_iter().filter(|(_, op)| op.head_dim.get() >= 64) {

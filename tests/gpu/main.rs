@@ -10,6 +10,7 @@ mod encode_compact;
 mod encode_huffman;
 mod engine;
 mod exponents;
+mod families;
 mod gemm_compact;
 mod gemm_packed;
 mod gemm_recon;

@@ -14,7 +14,7 @@ use unweight_codegen::family::{FAMILIES, Instruction};
 use unweight_codegen::plan::Plan;
 use unweight_codegen::spec::{
     Arch, AttentionSpec, CodeLimit, DecodeHuffmanSpec, DecodeWarps, EmbedSpec, Epilogue, GemmCompactSpec, GemmMmaSpec,
-    GemmReconSpec, GemmWgmmaSpec, KvPackSpec, KvUnpackSpec, NormSpec, Op, RopeSpec, SampleSpec, SiluMulSpec,
+    GemmReconSpec, GemmWgmmaSpec, KvPackSpec, KvUnpackSpec, NormSpec, Op, RopeSpec, SampleSpec, ScaleSpec, SiluMulSpec,
     VariantSpec, catalog,
 };
 use unweight_rt::Error;
@@ -401,6 +401,7 @@ fn block(spec: &VariantSpec) -> VariantSpec {
         Op::Embed(op) => Op::Embed(EmbedSpec { pdl: false, ..op }),
         Op::Norm(op) => Op::Norm(NormSpec { pdl: false, ..op }),
         Op::Rope(op) => Op::Rope(RopeSpec { pdl: false, ..op }),
+        Op::Scale(op) => Op::Scale(ScaleSpec { pdl: false, ..op }),
         Op::SiluMul(op) => Op::SiluMul(SiluMulSpec { pdl: false, ..op }),
         Op::KvPack(op) => Op::KvPack(KvPackSpec { pdl: false, ..op }),
         Op::KvUnpack(op) => Op::KvUnpack(KvUnpackSpec { pdl: false, ..op }),
@@ -500,6 +501,12 @@ fn extreme_axis_values_compile_to_their_plans() {
         "uw_sm90a_gemm_wgmma_b256_g2p4c8_esc_store_add",
         "uw_sm90a_gemm_wgmma_b32_g1p3c2_pdl_store",
         "uw_sm90a_gemm_wgmma_b32_g3p4_streamk_esc_silu_mul",
+        "uw_sm90a_norm_t1024_layer_add_pdl",
+        "uw_sm90a_rope_d96_adjacent_pdl",
+        "uw_sm90a_attention_decode_d64_w4p4c8_adjacent_pdl",
+        "uw_sm90a_attention_decode_d128_w8p2c1_adjacent_pdl",
+        "uw_sm90a_attention_decode_d128_w4p3c8_packed_adjacent_pdl",
+        "uw_sm80_attention_decode_d128_w4p2c1_split_async_adjacent_pdl",
     ];
     let specs: Vec<VariantSpec> = names.iter().map(|name| name.parse().unwrap()).collect();
     let requests: Vec<_> = specs.iter().map(|spec| CompileRequest::render(spec).unwrap()).collect();

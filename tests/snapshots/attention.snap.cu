@@ -18,6 +18,7 @@ struct Config {
     static constexpr bool kSplit = false;
     static constexpr uw::KvCache kCache = uw::KvCache::kBf16;
     static constexpr uw::SmemCopy kCopy = uw::SmemCopy::kBulk;
+    static constexpr bool kAdjacent = false;
     static constexpr bool kPdl = false;
 };
 

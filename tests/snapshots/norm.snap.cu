@@ -11,6 +11,8 @@ namespace {
 
 struct Config {
     static constexpr uw::u32 kThreads = 256;
+    static constexpr uw::NormKind kKind = uw::NormKind::kRms;
+    static constexpr bool kAdd = false;
     static constexpr bool kPdl = false;
 };
 

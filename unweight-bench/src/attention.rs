@@ -15,6 +15,8 @@ use unweight_rt::{
     },
 };
 
+use crate::oracle;
+
 /// Position of a row without a token.
 pub const PAD: u32 = u32::MAX;
 /// A NaN, in every element that must not be read.
@@ -41,6 +43,8 @@ pub struct Decode {
     pub norm: bool,
     /// Elements of a head that are rotated.
     pub rope_dim: usize,
+    /// Whether adjacent elements are rotated together.
+    pub adjacent: bool,
     /// Added to mean squares.
     pub eps: f32,
     /// Of all values.
@@ -59,6 +63,7 @@ impl Decode {
             bias: false,
             norm: false,
             rope_dim: head_dim,
+            adjacent: false,
             eps: 1e-5,
             seed: 1,
         }
@@ -195,9 +200,16 @@ impl Problem {
         (std::f64::consts::LOG2_E / (self.case.head_dim as f64).sqrt()) as f32
     }
 
+    /// Cosines and sines as the kernel reads them.
+    pub fn tables(&self) -> [Vec<u16>; 2] {
+        let half = self.case.rope_dim / 2;
+        let of = |table: &[u16]| if self.case.adjacent { oracle::adjacent_table(table, half) } else { table.to_vec() };
+        [of(&self.cosines), of(&self.sines)]
+    }
+
     /// A head of a row as it takes part: bias, norm and rotation, each rounded.
     fn head(&self, row: usize, head: usize, gamma: &[u16], rotated: bool) -> Vec<f64> {
-        let Decode { head_dim, rope_dim, eps, .. } = self.case;
+        let Decode { head_dim, rope_dim, adjacent, eps, .. } = self.case;
         let at = head * head_dim;
         let mut x: Vec<f64> =
             self.qkv[row * self.case.columns() + at..][..head_dim].iter().map(|&b| value(b)).collect();
@@ -213,9 +225,10 @@ impl Problem {
         for i in 0..half {
             let angle = self.case.positions[row] as usize * half + i;
             let (cos, sin) = (value(self.cosines[angle]), value(self.sines[angle]));
-            let (a, b) = (x[i], x[i + half]);
-            x[i] = round(a * cos - b * sin);
-            x[i + half] = round(b * cos + a * sin);
+            let (first, second) = oracle::pair_of(adjacent, half, i);
+            let (a, b) = (x[first], x[second]);
+            x[first] = round(a * cos - b * sin);
+            x[second] = round(b * cos + a * sin);
         }
         x
     }
@@ -428,13 +441,13 @@ impl DeviceProblem {
         let of = |values: &[u16]| DeviceBuffer::from_host(stream, values);
         let optional = |values: &[u16]| if values.is_empty() { Ok(None) } else { of(values).map(Some) };
         let Decode { head_dim, kv_heads, .. } = problem.case;
-        let [q_norm, k_norm] = &problem.norms;
+        let ([q_norm, k_norm], [cosines, sines]) = (&problem.norms, problem.tables());
         let rows = Rows {
             qkv: of(&problem.qkv)?,
             positions: DeviceBuffer::from_host(stream, &problem.case.positions)?,
             table_pages: problem.table_pages as u32,
-            cosines: of(&problem.cosines)?,
-            sines: of(&problem.sines)?,
+            cosines: of(&cosines)?,
+            sines: of(&sines)?,
             max_positions: problem.max_positions,
             bias: optional(&problem.bias)?,
             norms: [optional(q_norm)?, optional(k_norm)?],

@@ -4,6 +4,8 @@
 //! is near the middle between two bf16 may be either. [`Span`] is what it may be; no more than one rounding is
 //! forgiven.
 
+use unweight_codegen::spec::NormKind;
+
 /// The value of bf16 bits.
 pub fn value(bits: u16) -> f64 {
     f64::from(f32::from_bits(u32::from(bits) << 16))
@@ -74,6 +76,35 @@ pub fn norm(x: &[u16], gamma: &[u16], eps: f32) -> Vec<Span> {
     x.iter().zip(gamma).map(apply).collect()
 }
 
+/// The norm of a row, of any kind, added to `before` if there is such a row.
+pub fn norm_of(kind: NormKind, x: &[u16], gamma: &[u16], eps: f32, before: Option<&[u16]>) -> Vec<Span> {
+    let count = x.len() as f64;
+    let middle = match kind {
+        NormKind::Layer => x.iter().map(|x| value(*x)).sum::<f64>() / count,
+        NormKind::Rms | NormKind::RmsOnce => 0.0,
+    };
+    let square = x.iter().map(|x| (value(*x) - middle).powi(2)).sum::<f64>() / count;
+    let scale = (square + f64::from(eps)).sqrt().recip();
+    let apply = |(i, (x, gamma)): (usize, (&u16, &u16))| {
+        // The difference is only known to what fp32 knows of both.
+        let lost = NORM_ERROR * scale * middle.abs();
+        let inner = (value(*x) - middle) * scale;
+        let (low, high) = match kind {
+            NormKind::Rms => {
+                let inner = Span::about(inner, NORM_ERROR);
+                (inner.low, inner.high)
+            }
+            NormKind::RmsOnce | NormKind::Layer => {
+                let error = inner.abs() * NORM_ERROR + lost;
+                (inner - error, inner + error)
+            }
+        };
+        let before = before.map_or(0.0, |before| value(before[i]));
+        Span::sum(Span { low, high }, value(*gamma), Span { low: before, high: before }, 1.0)
+    };
+    x.iter().zip(gamma).enumerate().map(apply).collect()
+}
+
 /// `silu(gate) * up`.
 pub fn silu_mul(gate: u16, up: u16) -> Span {
     let (gate, up) = (value(gate), value(up));
@@ -82,11 +113,30 @@ pub fn silu_mul(gate: u16, up: u16) -> Span {
     if gate < -87.0 { Span { low: span.low.min(0.0), high: span.high.max(0.0) } } else { span }
 }
 
-/// Of a head, its rotation: cosines and sines of half as many elements as are turned.
+/// Of a head, its rotation: cosines and sines of half as many elements as are turned, by pair.
 pub type Angles<'a> = (&'a [u16], &'a [u16]);
 
-/// A head before attention: bias, norm and rotation, as far as it has them, each rounded.
-pub fn head(x: &[u16], bias: Option<&[u16]>, gamma: Option<(&[u16], f32)>, angles: Option<Angles<'_>>) -> Vec<Span> {
+/// The elements of pair `i` of those that are turned: `half` apart, or adjacent.
+pub fn pair_of(adjacent: bool, half: usize, i: usize) -> (usize, usize) {
+    if adjacent { (2 * i, 2 * i + 1) } else { (i, i + half) }
+}
+
+/// A table of angles as a kernel for adjacent pairs reads it: those of the lower and of the upper half of each row of
+/// `half` in turns.
+pub fn adjacent_table(table: &[u16], half: usize) -> Vec<u16> {
+    let of = |at: usize| table[at / half * half + at % half / 2 + at % 2 * (half / 2)];
+    (0..table.len()).map(of).collect()
+}
+
+/// A head before attention: bias, norm and rotation, as far as it has them, each rounded; pairs are halves of what is
+/// rotated, or adjacent.
+pub fn head(
+    x: &[u16],
+    bias: Option<&[u16]>,
+    gamma: Option<(&[u16], f32)>,
+    angles: Option<Angles<'_>>,
+    adjacent: bool,
+) -> Vec<Span> {
     let mut x = x.to_vec();
     if let Some(bias) = bias {
         // One addition in fp32, as the kernel has it.
@@ -99,9 +149,10 @@ pub fn head(x: &[u16], bias: Option<&[u16]>, gamma: Option<(&[u16], f32)>, angle
     if let Some((cosines, sines)) = angles {
         let half = cosines.len();
         for i in 0..half {
-            let (a, b, cosine, sine) = (spans[i], spans[half + i], value(cosines[i]), value(sines[i]));
-            spans[i] = Span::sum(a, cosine, b, -sine);
-            spans[half + i] = Span::sum(b, cosine, a, sine);
+            let (first, second) = pair_of(adjacent, half, i);
+            let (a, b, cosine, sine) = (spans[first], spans[second], value(cosines[i]), value(sines[i]));
+            spans[first] = Span::sum(a, cosine, b, -sine);
+            spans[second] = Span::sum(b, cosine, a, sine);
         }
     }
     spans
@@ -140,8 +191,15 @@ mod tests {
         assert_eq!(outside(&[0x3f80; 8], &norm(&x, &gamma, 1e-6)), None);
         assert_eq!(outside(&[0; 8], &norm(&[0; 8], &gamma, 1e-6)), None);
         // A quarter turn takes the first half to the second.
-        let turned = head(&[0x3f80, 0x4000], None, None, Some((&[0], &[0x3f80])));
+        let turned = head(&[0x3f80, 0x4000], None, None, Some((&[0], &[0x3f80])), false);
         assert_eq!(outside(&[0xc000, 0x3f80], &turned), None);
+        // 1, 2, 3, 4: the first pair stays, the second makes a quarter turn.
+        let x = [0x3f80, 0x4000, 0x4040, 0x4080];
+        let turned = head(&x, None, None, Some((&[0x3f80, 0], &[0, 0x3f80])), true);
+        assert_eq!(outside(&[0x3f80, 0x4000, 0xc080, 0x4040], &turned), None);
+        // 3 and 1 are 1 and -1 around their mean; added to 2.
+        let layer = norm_of(NormKind::Layer, &[0x4040, 0x3f80], &[0x3f80; 2], 1e-9, Some(&[0x4000; 2]));
+        assert_eq!(outside(&[0x4040, 0x3f80], &layer), None);
         assert!(silu_mul(0, 0x3f80).has(0) && silu_mul(0x4120, 0x4000).has(rounded(19.999)));
     }
 }

@@ -250,7 +250,7 @@ impl Run<'_> {
                     let subject = self.transcode(kernel, &weights)?;
                     add(self.subject(subject, compare)?);
                 }
-                Op::Embed(_) | Op::Norm(_) | Op::Rope(_) | Op::SiluMul(_) | Op::Sample(_) => {
+                Op::Embed(_) | Op::Norm(_) | Op::Rope(_) | Op::Scale(_) | Op::SiluMul(_) | Op::Sample(_) => {
                     for subject in self.activations(kernel, &weights)? {
                         add(self.subject(subject, compare)?);
                     }

@@ -11,6 +11,7 @@ pub use crate::{
         embed::EmbedArgs, encode_compact::EncodeCompactArgs, encode_huffman::EncodeHuffmanArgs,
         gemm_compact::GemmCompactArgs, gemm_grouped::GemmGroupedArgs, gemm_mma::GemmPackedArgs,
         gemm_recon::GemmReconArgs, kv_pack::KvPackArgs, kv_unpack::KvUnpackArgs, norm::NormArgs, pack::PackArgs,
-        rope::RopeArgs, route::RouteArgs, sample::SampleArgs, sample::SampleRow, silu_mul::SiluMulArgs,
+        rope::RopeArgs, route::RouteArgs, sample::SampleArgs, sample::SampleRow, scale::ScaleArgs,
+        silu_mul::SiluMulArgs,
     },
 };

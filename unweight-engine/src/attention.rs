@@ -84,6 +84,14 @@ pub fn decode_variant(
     Some((variant(gpu.arch, (AttentionStep::Decode, cache), head_dim, shape)?, shape.parts))
 }
 
+/// The same attention for heads whose adjacent elements are rotated together, or not.
+pub fn rotating(spec: VariantSpec, adjacent: bool) -> VariantSpec {
+    match spec.op {
+        Op::Attention(op) => VariantSpec::attention(spec.arch, AttentionSpec { adjacent, ..op }),
+        _ => spec,
+    }
+}
+
 /// The shipped attention for heads of this size that is nearest to so many warps and blocks: those of sizes that few
 /// models have come with clusters of one. Either cache has the same warps and clusters, so its results are the same
 /// bits.
@@ -97,7 +105,7 @@ pub fn variant(
     let pdl = arch.has(Instruction::DependentLaunch);
     let of = |spec: &VariantSpec| match spec.op {
         Op::Attention(op) if (op.step, op.cache) == (step, cache) && op.head_dim.get() == head_dim => {
-            (op.pdl == pdl && op.split == split).then_some(op)
+            (op.pdl == pdl && op.split == split && !op.adjacent).then_some(op)
         }
         _ => None,
     };

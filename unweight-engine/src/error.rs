@@ -1,6 +1,6 @@
 //! Errors of loading and running a model.
 
-use unweight_model::{BindError, ConfigError};
+use unweight_model::{BindError, ConfigError, Family};
 use unweight_rt::{DeviceError, LaunchError, LoadError, Placement, Remedy};
 
 use crate::{options::OptionError, request::AdmissionError};
@@ -52,6 +52,18 @@ pub enum EngineError {
          the placement out"
     )]
     StoredExperts(Placement),
+    /// The options ask for a placement that the models of a family do not have: pipelines run three projections, whose
+    /// product is added to the residual stream as it is.
+    #[error(
+        "placement = {placement} is not available for models of family {family}, whose MLPs pipelines do not run; leave \
+         the placement out"
+    )]
+    StoredFamily {
+        /// The placement.
+        placement: Placement,
+        /// The family.
+        family: Family,
+    },
     /// [`EngineOptions::resident_experts`](crate::EngineOptions::resident_experts) is set, and the model has no
     /// experts.
     #[error("resident_experts = {0} was asked for, and the model has no experts; leave it out")]
@@ -88,6 +100,7 @@ impl EngineError {
             Self::AdmissionError(error) => error.code(),
             Self::NotStored => "mlp-not-stored",
             Self::StoredExperts(_) => "experts-run-packed-only",
+            Self::StoredFamily { .. } => "family-without-pipelines",
             Self::NoExperts(_) => "model-without-experts",
             Self::NoPipelines(_) => "built-without-pipelines",
             Self::Setting(_) => "pipeline-invalid",

@@ -6,13 +6,13 @@ use unweight_codegen::{
     VariantSpec,
     family::{Instruction, norm::COLUMNS_MAX, sample::VOCABULARY_MAX},
     spec::{
-        Arch, AttentionStep, EmbedSource, EmbedSpec, HeadDim, KvCache, KvPackSpec, KvPackStage, KvUnpackSpec, NormSpec,
-        Op, RopeHeadDim, RopeSpec, RouteSpec, SampleSpec, SiluMulSpec, catalog,
+        Arch, AttentionStep, EmbedSource, EmbedSpec, HeadDim, KvCache, KvPackSpec, KvPackStage, KvUnpackSpec, NormKind,
+        NormSpec, Op, RopeHeadDim, RopeSpec, RouteSpec, SampleSpec, ScaleForm, ScaleSpec, SiluMulSpec, catalog,
     },
 };
-use unweight_model::{Mixture, ModelConfig};
+use unweight_model::{Mixture, ModelConfig, NormKind as ModelNorm, QkNorm, RopePairs};
 use unweight_rt::{
-    ContextSize, DeviceError, KernelSet,
+    ContextSize, DeviceError, ExecContext, KernelSet, LaunchError, MatrixMut,
     raw::{
         choose::cost::gpu_model::GpuModel,
         device::module::LoadedKernel,
@@ -25,6 +25,7 @@ use unweight_rt::{
             norm::Norm,
             rope::Rope,
             sample::Sample,
+            scale::Scale,
             silu_mul::SiluMul,
         },
     },
@@ -43,6 +44,12 @@ use crate::{
 pub struct Variants {
     embed: VariantSpec,
     norm: VariantSpec,
+    /// Of what is added to the residual stream, if that is normed.
+    norm_add: Option<VariantSpec>,
+    /// Of embeddings and logits, if they are scaled.
+    scale: Option<VariantSpec>,
+    /// Of what is added to the residual stream, if that is scaled.
+    scale_add: Option<VariantSpec>,
     silu_mul: VariantSpec,
     rope: VariantSpec,
     prefill: VariantSpec,
@@ -80,22 +87,22 @@ impl Variants {
         check(config)?;
         let arch = gpu.arch;
         let (largest, pdl) = (bucket(options.max_batch), arch.has(Instruction::DependentLaunch));
-        let norm = catalog::on::<NormSpec>(arch)
-            .filter(|spec| matches!(spec.op, Op::Norm(op) if op.pdl == pdl))
-            .min_by_key(|spec| {
-                match spec.op {
-                    // Sixteen bytes a thread, or else as many threads as there are.
-                    Op::Norm(op) if op.threads.get() * 8 >= config.hidden => (0, op.threads.get()),
-                    Op::Norm(op) => (1, u32::MAX - op.threads.get()),
-                    _ => (2, 0),
-                }
-            });
+        let norm = norm_variant(arch, config, false);
+        let norm_add = config.norms_what_is_added().then(|| norm_variant(arch, config, true)).flatten();
+        let factors = config.factors;
+        let scale = |form, factors: &[f32]| {
+            let is_needed = factors.iter().any(|factor| *factor != 1.0);
+            is_needed.then(|| VariantSpec::scale(arch, ScaleSpec { form, pdl }))
+        };
+        let scale_add = scale(ScaleForm::Add, &[factors.residual]);
+        let scale = scale(ScaleForm::Mul, &[factors.embedding, factors.logits]);
         let silu_mul =
             catalog::on::<SiluMulSpec>(arch).find(|spec| matches!(spec.op, Op::SiluMul(op) if op.pdl == pdl));
         let embed = catalog::on::<EmbedSpec>(arch)
             .find(|spec| matches!(spec.op, Op::Embed(op) if op.pdl == pdl && op.source == source));
         let rope = RopeHeadDim::new(config.head_dim).ok();
-        let rope = rope.map(|head_dim| VariantSpec::rope(arch, RopeSpec { head_dim, pdl }));
+        let adjacent = config.rope.pairs == RopePairs::Adjacent;
+        let rope = rope.map(|head_dim| VariantSpec::rope(arch, RopeSpec { head_dim, adjacent, pdl }));
         let sample = catalog::on::<SampleSpec>(arch)
             .filter(|spec| matches!(spec.op, Op::Sample(op) if op.pdl == pdl))
             .max_by_key(|spec| match spec.op {
@@ -110,7 +117,7 @@ impl Variants {
         let decode = buckets.map(|bucket| {
             let heads = (config.kv_heads, config.head_dim);
             let (kernel, parts) = attention::decode_variant(gpu, cache, heads, bucket, tokens)?;
-            Some(Decode { rows: bucket, kernel, parts })
+            Some(Decode { rows: bucket, kernel: attention::rotating(kernel, adjacent), parts })
         });
         let decode: Option<Vec<_>> = decode.collect();
         let all = (embed, norm, silu_mul, rope, prefill, decode, sample);
@@ -120,15 +127,16 @@ impl Variants {
         };
         let experts = config.mixture.map_or_else(Vec::new, |_| mixtures::variants(arch));
         let packed = (cache == KvCache::Packed).then(|| packed_variants(arch, config.head_dim)).flatten();
-        Ok(Self { embed, norm, silu_mul, rope, prefill, decode, sample, experts, packed })
+        Ok(Self { embed, norm, norm_add, scale, scale_add, silu_mul, rope, prefill, decode, sample, experts, packed })
     }
 
     /// All of them, each once.
     pub fn all(&self) -> Vec<VariantSpec> {
-        let Self { embed, norm, silu_mul, rope, prefill, decode, sample, experts, packed } = self;
+        let Self { embed, norm, silu_mul, rope, prefill, decode, sample, experts, packed, .. } = self;
+        let some = [self.norm_add, self.scale, self.scale_add].into_iter().flatten();
         let decode = decode.iter().map(|decode| decode.kernel).chain(experts.iter().copied());
         let decode = decode.chain(packed.iter().flatten().copied());
-        let all = [*embed, *norm, *silu_mul, *rope, *prefill, *sample].into_iter().chain(decode);
+        let all = [*embed, *norm, *silu_mul, *rope, *prefill, *sample].into_iter().chain(some).chain(decode);
         all.collect::<BTreeSet<_>>().into_iter().collect()
     }
 
@@ -145,6 +153,24 @@ impl Variants {
             unpack: KvUnpack::new(kernels.get(unpack)?)?,
         }))
     }
+}
+
+/// The norm of a model's rows, which may be added to its output.
+fn norm_variant(arch: Arch, config: &ModelConfig, add: bool) -> Option<VariantSpec> {
+    let pdl = arch.has(Instruction::DependentLaunch);
+    let kind = match config.norm {
+        ModelNorm::Rms => NormKind::Rms,
+        ModelNorm::RmsOnce => NormKind::RmsOnce,
+        ModelNorm::Layer => NormKind::Layer,
+        _ => return None,
+    };
+    let of = |spec: &VariantSpec| match spec.op {
+        Op::Norm(op) if (op.kind, op.add, op.pdl) == (kind, add, pdl) => Some(op.threads.get()),
+        _ => None,
+    };
+    // Sixteen bytes a thread, or else as many threads as there are.
+    let far = |threads: u32| if threads * 8 >= config.hidden { (0, threads) } else { (1, u32::MAX - threads) };
+    catalog::on::<NormSpec>(arch).filter(|spec| of(spec).is_some()).min_by_key(|spec| of(spec).map(far))
 }
 
 /// The kernels of a packed KV cache with heads of this size.
@@ -172,6 +198,10 @@ fn check(config: &ModelConfig) -> Result<(), EngineError> {
     check("vocab_size", config.vocab, config.vocab <= VOCABULARY_MAX, "up to 1048576")?;
     check("intermediate_size", intermediate, intermediate.is_multiple_of(8), "multiples of 8")?;
     check("num_attention_heads", heads, heads / kv_heads.max(1) <= GROUP_MAX, "16 for each KV head at most")?;
+    if config.qk_norm == QkNorm::Whole {
+        let width = heads * config.head_dim;
+        check("num_attention_heads", heads, width <= COLUMNS_MAX, "16384 elements of all heads at most")?;
+    }
     if let Some(Mixture { experts, top_k, .. }) = config.mixture {
         check("num_experts", experts, experts <= RouteSpec::EXPERTS_MAX, "up to 512")?;
         check("num_experts_per_tok", top_k, top_k <= RouteSpec::TOP_K_MAX, "up to 32")?;
@@ -188,6 +218,9 @@ fn check(config: &ModelConfig) -> Result<(), EngineError> {
 pub struct Kernels {
     pub embed: Embed,
     pub norm: Norm,
+    pub norm_add: Option<Norm>,
+    pub scale: Option<Scale>,
+    pub scale_add: Option<Scale>,
     pub silu_mul: SiluMul,
     pub rope: Rope,
     pub prefill: Attention,
@@ -209,6 +242,9 @@ impl Kernels {
         Ok(Self {
             embed: Embed::new(get(&variants.embed)?)?,
             norm: Norm::new(get(&variants.norm)?)?,
+            norm_add: variants.norm_add.map(|spec| Norm::new(get(&spec)?)).transpose()?,
+            scale: variants.scale.map(|spec| Scale::new(get(&spec)?)).transpose()?,
+            scale_add: variants.scale_add.map(|spec| Scale::new(get(&spec)?)).transpose()?,
             silu_mul: SiluMul::new(get(&variants.silu_mul)?)?,
             rope: Rope::new(get(&variants.rope)?)?,
             prefill: Attention::new(get(&variants.prefill)?)?,
@@ -220,6 +256,18 @@ impl Kernels {
     /// Attention of the newest tokens of so many rows; `None` above the largest bucket.
     pub fn decode(&self, rows: u32) -> Option<&Decode<Attention>> {
         self.decode.iter().find(|decode| decode.rows >= rows)
+    }
+
+    /// Scales activations in place, unless the factor is 1.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn scale(&self, ctx: &mut ExecContext, y: MatrixMut<'_>, factor: f32) -> Result<(), DeviceError> {
+        match &self.scale {
+            _ if factor == 1.0 => Ok(()),
+            Some(scale) => scale.enqueue_in_place(ctx, y, factor),
+            None => Err(LaunchError::Family { wanted: "a factor of activations" }.into()),
+        }
     }
 
     /// What they need of an execution context, at most [`attention::parts_bytes`].

@@ -10,7 +10,7 @@ use unweight_format::{
     safetensors::{Dtype, TensorInfo},
 };
 
-use crate::config::{Family, Mixture, ModelConfig};
+use crate::config::{Family, ModelConfig, QkNorm};
 
 /// Name, dtype and shape of a tensor, as the header of its file states them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,9 +55,10 @@ pub struct ModelWeights {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LayerWeights {
-    /// Norm before the attention `[hidden]`.
-    pub input_norm: String,
-    /// Queries `[heads * head_dim, hidden]`.
+    /// Norm of what the attention reads `[hidden]`.
+    pub input_norm: Option<String>,
+    /// Queries `[heads * head_dim, hidden]`. If queries, keys and values are one tensor, one below the other, all three
+    /// have its name.
     pub q: String,
     /// Keys `[kv_heads * head_dim, hidden]`.
     pub k: String,
@@ -65,8 +66,12 @@ pub struct LayerWeights {
     pub v: String,
     /// Output of the attention `[hidden, heads * head_dim]`.
     pub o: String,
-    /// Norm before the MLP `[hidden]`.
-    pub post_norm: String,
+    /// Norm of what the attention adds to the residual stream `[hidden]`.
+    pub attention_norm: Option<String>,
+    /// Norm of what the MLP reads `[hidden]`.
+    pub post_norm: Option<String>,
+    /// Norm of what the MLP adds to the residual stream `[hidden]`.
+    pub mlp_norm: Option<String>,
     /// The MLP, or experts in its place.
     pub mlp: MlpWeights,
     /// Bias of the queries `[heads * head_dim]`.
@@ -75,9 +80,9 @@ pub struct LayerWeights {
     pub k_bias: Option<String>,
     /// Bias of the values `[kv_heads * head_dim]`.
     pub v_bias: Option<String>,
-    /// Norm of each head of the queries `[head_dim]`.
+    /// Norm of the queries: of each head `[head_dim]`, or of all together `[heads * head_dim]`.
     pub q_norm: Option<String>,
-    /// Norm of each head of the keys `[head_dim]`.
+    /// Norm of the keys, the same.
     pub k_norm: Option<String>,
 }
 
@@ -98,7 +103,7 @@ pub enum MlpWeights {
 /// Names of a gated MLP's weights.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GatedWeights {
-    /// Gate `[intermediate, hidden]`.
+    /// Gate `[intermediate, hidden]`. If gate and up are one tensor, one below the other, both have its name.
     pub gate: String,
     /// Up `[intermediate, hidden]`.
     pub up: String,
@@ -242,34 +247,7 @@ pub fn bind<'a>(
 impl ModelWeights {
     /// The names that [`bind`] would look for, where no tensors are at hand.
     pub fn named(config: &ModelConfig) -> Self {
-        let layer = |layer: u32| {
-            let name = |name: &str| format!("model.layers.{layer}.{name}");
-            let some = |has: bool, of: &str| has.then(|| name(of));
-            LayerWeights {
-                input_norm: name("input_layernorm.weight"),
-                q: name("self_attn.q_proj.weight"),
-                k: name("self_attn.k_proj.weight"),
-                v: name("self_attn.v_proj.weight"),
-                o: name("self_attn.o_proj.weight"),
-                post_norm: name("post_attention_layernorm.weight"),
-                mlp: match config.mixture {
-                    None => MlpWeights::Dense(gated(config.family, name("mlp."))),
-                    Some(mixture) => {
-                        let block = name(block_of(config.family));
-                        let one = |expert| gated(config.family, format!("{block}experts.{expert}."));
-                        MlpWeights::Mixture {
-                            router: format!("{block}gate.weight"),
-                            experts: ExpertWeights::Each((0..mixture.experts).map(one).collect()),
-                        }
-                    }
-                },
-                q_bias: some(config.bias.qkv, "self_attn.q_proj.bias"),
-                k_bias: some(config.bias.qkv, "self_attn.k_proj.bias"),
-                v_bias: some(config.bias.qkv, "self_attn.v_proj.bias"),
-                q_norm: some(config.qk_norm, "self_attn.q_norm.weight"),
-                k_norm: some(config.qk_norm, "self_attn.k_norm.weight"),
-            }
-        };
+        let layer = |layer: u32| layer_names(config, &format!("model.layers.{layer}."), Stacks::Apart);
         let embed = "model.embed_tokens.weight".to_owned();
         let lm_head = if config.tied { embed.clone() } else { "lm_head.weight".to_owned() };
         let layers = (0..config.layers).map(layer).collect();
@@ -288,15 +266,68 @@ impl ModelWeights {
     }
 }
 
-/// Where a family's checkpoints have router and experts of a layer.
-fn block_of(family: Family) -> &'static str {
-    if family == Family::Mixtral { "block_sparse_moe." } else { "mlp." }
+/// How a checkpoint holds experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stacks {
+    /// Tensors of each.
+    Apart,
+    /// Tensors of all, as transformers 5 holds them in memory.
+    Stacked,
+}
+
+/// The names of a layer's weights, which begin so.
+fn layer_names(config: &ModelConfig, prefix: &str, stacks: Stacks) -> LayerWeights {
+    let features = config.family.features();
+    let name = |name: &str| format!("{prefix}{name}");
+    let some = |has: bool, of: &str| has.then(|| name(of));
+    let norm = |of: Option<&str>| of.map(|of| format!("{prefix}{of}.weight"));
+    let [q, k, v] = match features.merged_qkv {
+        true => ["qkv_proj"; 3],
+        false => ["q_proj", "k_proj", "v_proj"],
+    }
+    .map(|of| format!("{prefix}self_attn.{of}"));
+    let bias = |of: &str| config.bias.qkv.then(|| format!("{of}.bias"));
+    let has_qk_norm = config.qk_norm != QkNorm::None;
+    LayerWeights {
+        input_norm: norm(features.norms.attention),
+        q_bias: bias(&q),
+        k_bias: bias(&k),
+        v_bias: bias(&v),
+        q: q + ".weight",
+        k: k + ".weight",
+        v: v + ".weight",
+        o: name("self_attn.o_proj.weight"),
+        attention_norm: norm(features.norms.after_attention),
+        post_norm: norm(features.norms.mlp),
+        mlp_norm: norm(features.norms.after_mlp),
+        mlp: mlp_names(config, prefix, stacks),
+        q_norm: some(has_qk_norm, "self_attn.q_norm.weight"),
+        k_norm: some(has_qk_norm, "self_attn.k_norm.weight"),
+    }
+}
+
+fn mlp_names(config: &ModelConfig, prefix: &str, stacks: Stacks) -> MlpWeights {
+    let features = config.family.features();
+    let (Some(mixture), Some(keys)) = (config.mixture, &features.experts) else {
+        let gate_up = if features.merged_gate_up { ["gate_up_proj"; 2] } else { ["gate_proj", "up_proj"] };
+        return MlpWeights::Dense(gated(format!("{prefix}mlp."), [gate_up[0], gate_up[1], "down_proj"]));
+    };
+    let block = if stacks == Stacks::Stacked { "mlp." } else { keys.block };
+    let experts = match stacks {
+        Stacks::Stacked => ExpertWeights::Stacked {
+            gate_up: format!("{prefix}mlp.experts.gate_up_proj"),
+            down: format!("{prefix}mlp.experts.down_proj"),
+        },
+        Stacks::Apart => {
+            let one = |expert| gated(format!("{prefix}{block}experts.{expert}."), keys.names);
+            ExpertWeights::Each((0..mixture.experts).map(one).collect())
+        }
+    };
+    MlpWeights::Mixture { router: format!("{prefix}{block}gate.weight"), experts }
 }
 
 /// The names of a gated MLP that begin so.
-fn gated(family: Family, prefix: String) -> GatedWeights {
-    let [gate, up, down] =
-        if family == Family::Mixtral { ["w1", "w3", "w2"] } else { ["gate_proj", "up_proj", "down_proj"] };
+fn gated(prefix: String, [gate, up, down]: [&str; 3]) -> GatedWeights {
     let name = |name: &str| format!("{prefix}{name}.weight");
     GatedWeights { gate: name(gate), up: name(up), down: name(down) }
 }
@@ -313,80 +344,84 @@ impl Binder<'_> {
     }
 
     fn take(&mut self, name: String, shape: &[u32]) -> Result<String, BindError> {
-        let expected: Vec<usize> = shape.iter().map(|&extent| extent as usize).collect();
-        let Some(tensor) = self.left.remove(name.as_str()) else {
-            return Err(BindError::Missing { name, shape: expected, family: self.family });
-        };
-        if tensor.shape != expected {
-            return Err(BindError::Shape { name, got: tensor.shape.into(), expected });
-        }
-        if tensor.dtype != Dtype::Bf16 {
-            return Err(BindError::Dtype { name, got: tensor.dtype });
-        }
+        self.check(&name, shape)?;
         Ok(name)
     }
 
-    fn gated(&mut self, config: &ModelConfig, names: GatedWeights) -> Result<GatedWeights, BindError> {
-        let (wide, narrow) = ([config.intermediate, config.hidden], [config.hidden, config.intermediate]);
-        Ok(GatedWeights {
-            gate: self.take(names.gate, &wide)?,
-            up: self.take(names.up, &wide)?,
-            down: self.take(names.down, &narrow)?,
-        })
+    fn check(&mut self, name: &str, shape: &[u32]) -> Result<(), BindError> {
+        let expected: Vec<usize> = shape.iter().map(|&extent| extent as usize).collect();
+        let Some(tensor) = self.left.remove(name) else {
+            return Err(BindError::Missing { name: name.into(), shape: expected, family: self.family });
+        };
+        if tensor.shape != expected {
+            return Err(BindError::Shape { name: name.into(), got: tensor.shape.into(), expected });
+        }
+        if tensor.dtype != Dtype::Bf16 {
+            return Err(BindError::Dtype { name: name.into(), got: tensor.dtype });
+        }
+        Ok(())
     }
 
-    /// Router and experts: stacks, as transformers 5 holds them in memory, or tensors of each, as checkpoints do.
-    fn mixture(&mut self, config: &ModelConfig, mixture: Mixture, prefix: &str) -> Result<MlpWeights, BindError> {
-        let (hidden, intermediate, experts) = (config.hidden, config.intermediate, mixture.experts);
-        let stack = format!("{prefix}mlp.experts.gate_up_proj");
-        let block = if self.has(&stack) { "mlp." } else { block_of(config.family) };
-        let router = self.take(format!("{prefix}{block}gate.weight"), &[experts, hidden])?;
-        let experts = if self.has(&stack) {
-            let down = format!("{prefix}mlp.experts.down_proj");
-            ExpertWeights::Stacked {
-                gate_up: self.take(stack, &[experts, 2 * intermediate, hidden])?,
-                down: self.take(down, &[experts, hidden, intermediate])?,
+    /// Weights of these rows, each a tensor of its own, or all one tensor if they have one name.
+    fn check_rows<const N: usize>(
+        &mut self,
+        names: [&str; N],
+        rows: [u32; N],
+        columns: &[u32],
+    ) -> Result<(), BindError> {
+        let shape = |rows| [&[rows], columns].concat();
+        if names.iter().all(|name| *name == names[0]) {
+            return self.check(names[0], &shape(rows.iter().sum()));
+        }
+        names.into_iter().zip(rows).try_for_each(|(name, rows)| self.check(name, &shape(rows)))
+    }
+
+    fn gated(&mut self, config: &ModelConfig, names: &GatedWeights) -> Result<(), BindError> {
+        let ModelConfig { hidden, intermediate, .. } = *config;
+        self.check_rows([&names.gate, &names.up], [intermediate; 2], &[hidden])?;
+        self.check(&names.down, &[hidden, intermediate])
+    }
+
+    /// A gated MLP, or router and experts: stacks, or tensors of each, as checkpoints do.
+    fn mlp(&mut self, config: &ModelConfig, names: &MlpWeights) -> Result<(), BindError> {
+        let (hidden, intermediate) = (config.hidden, config.intermediate);
+        let experts = config.mixture.map_or(0, |mixture| mixture.experts);
+        match names {
+            MlpWeights::Dense(names) => self.gated(config, names),
+            MlpWeights::Mixture { router, experts: names } => {
+                self.check(router, &[experts, hidden])?;
+                match names {
+                    ExpertWeights::Each(each) => each.iter().try_for_each(|names| self.gated(config, names)),
+                    ExpertWeights::Stacked { gate_up, down } => {
+                        self.check(gate_up, &[experts, 2 * intermediate, hidden])?;
+                        self.check(down, &[experts, hidden, intermediate])
+                    }
+                }
             }
-        } else {
-            let one = |expert| gated(config.family, format!("{prefix}{block}experts.{expert}."));
-            ExpertWeights::Each((0..experts).map(|expert| self.gated(config, one(expert))).collect::<Result<_, _>>()?)
-        };
-        Ok(MlpWeights::Mixture { router, experts })
+        }
     }
 
     fn layer(&mut self, config: &ModelConfig, prefix: &str) -> Result<LayerWeights, BindError> {
         let (hidden, head_dim) = (config.hidden, config.head_dim);
         // Both products are at most 2^24: the configuration was checked.
         let (q, kv) = (config.heads * head_dim, config.kv_heads * head_dim);
-        let mlp = match config.mixture {
-            None => MlpWeights::Dense(self.gated(config, gated(config.family, format!("{prefix}mlp.")))?),
-            Some(mixture) => self.mixture(config, mixture, prefix)?,
-        };
-        let mut take = |name: &str, shape: &[u32]| self.take(format!("{prefix}{name}"), shape);
-        let mut layer = LayerWeights {
-            input_norm: take("input_layernorm.weight", &[hidden])?,
-            q: take("self_attn.q_proj.weight", &[q, hidden])?,
-            k: take("self_attn.k_proj.weight", &[kv, hidden])?,
-            v: take("self_attn.v_proj.weight", &[kv, hidden])?,
-            o: take("self_attn.o_proj.weight", &[hidden, q])?,
-            post_norm: take("post_attention_layernorm.weight", &[hidden])?,
-            mlp,
-            q_bias: None,
-            k_bias: None,
-            v_bias: None,
-            q_norm: None,
-            k_norm: None,
-        };
-        if config.bias.qkv {
-            layer.q_bias = Some(take("self_attn.q_proj.bias", &[q])?);
-            layer.k_bias = Some(take("self_attn.k_proj.bias", &[kv])?);
-            layer.v_bias = Some(take("self_attn.v_proj.bias", &[kv])?);
+        let stacked = self.has(&format!("{prefix}mlp.experts.gate_up_proj"));
+        let names = layer_names(config, prefix, if stacked { Stacks::Stacked } else { Stacks::Apart });
+        self.mlp(config, &names.mlp)?;
+        for norm in [&names.input_norm, &names.attention_norm, &names.post_norm, &names.mlp_norm] {
+            norm.as_ref().map_or(Ok(()), |name| self.check(name, &[hidden]))?;
         }
-        if config.qk_norm {
-            layer.q_norm = Some(take("self_attn.q_norm.weight", &[head_dim])?);
-            layer.k_norm = Some(take("self_attn.k_norm.weight", &[head_dim])?);
+        self.check_rows([&names.q, &names.k, &names.v], [q, kv, kv], &[hidden])?;
+        self.check(&names.o, &[hidden, q])?;
+        if let (Some(of_q), Some(of_k), Some(of_v)) = (&names.q_bias, &names.k_bias, &names.v_bias) {
+            self.check_rows([of_q, of_k, of_v], [q, kv, kv], &[])?;
         }
-        Ok(layer)
+        let whole = config.qk_norm == QkNorm::Whole;
+        for (norm, rows) in [(&names.q_norm, q), (&names.k_norm, kv)] {
+            let rows = if whole { rows } else { head_dim };
+            norm.as_ref().map_or(Ok(()), |name| self.check(name, &[rows]))?;
+        }
+        Ok(names)
     }
 }
 
@@ -419,7 +454,7 @@ mod tests {
                 if config.bias.qkv {
                     push(&format!("self_attn.{name}_proj.bias"), &[rows]);
                 }
-                if config.qk_norm && name != "v" {
+                if config.qk_norm == QkNorm::Head && name != "v" {
                     push(&format!("self_attn.{name}_norm.weight"), &[16]);
                 }
             }
@@ -447,8 +482,8 @@ mod tests {
             assert_eq!(weights.lm_head == weights.embed, config.tied);
             assert_eq!(weights.final_norm, "model.norm.weight");
             let last = &weights.layers[1];
-            assert_eq!(last.input_norm, "model.layers.1.input_layernorm.weight");
-            assert_eq!(last.post_norm, "model.layers.1.post_attention_layernorm.weight");
+            assert_eq!(last.input_norm.as_deref(), Some("model.layers.1.input_layernorm.weight"));
+            assert_eq!(last.post_norm.as_deref(), Some("model.layers.1.post_attention_layernorm.weight"));
             assert_eq!(
                 (last.q.as_str(), last.o.as_str()),
                 ("model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.o_proj.weight")
@@ -466,6 +501,87 @@ mod tests {
             assert_eq!(biases, [family == "qwen2"; 3]);
             assert_eq!([&last.q_norm, &last.k_norm].map(Option::is_some), [family == "qwen3"; 2]);
         }
+    }
+
+    /// The names of a checkpoint's tensors, of layer 1 those that differ from Llama's.
+    #[test]
+    fn tensors_of_each_family() {
+        let of = |family: &str, more: &str| {
+            let config = config(family, more);
+            let names = ModelWeights::named(&config);
+            let rows = |shape: &[usize]| shape.to_vec();
+            let mut all: Vec<(String, Vec<usize>)> = vec![
+                (names.embed.clone(), rows(&[96, 32])),
+                (names.lm_head.clone(), rows(&[96, 32])),
+                (names.final_norm.clone(), rows(&[32])),
+            ];
+            for layer in &names.layers {
+                let norms = [&layer.input_norm, &layer.attention_norm, &layer.post_norm, &layer.mlp_norm];
+                all.extend(norms.into_iter().flatten().map(|name| (name.clone(), rows(&[32]))));
+                all.push((layer.o.clone(), rows(&[32, 64])));
+                let whole = config.qk_norm == QkNorm::Whole;
+                let norm = |width| rows(&[if whole { width } else { 16 }]);
+                all.extend(layer.q_norm.iter().map(|name| (name.clone(), norm(64))));
+                all.extend(layer.k_norm.iter().map(|name| (name.clone(), norm(32))));
+                let mlp = layer.mlp.dense().unwrap();
+                all.push((mlp.down.clone(), rows(&[32, 48])));
+                if mlp.gate == mlp.up {
+                    all.push((mlp.gate.clone(), rows(&[96, 32])));
+                } else {
+                    all.extend([&mlp.gate, &mlp.up].map(|name| (name.clone(), rows(&[48, 32]))));
+                }
+                if layer.q == layer.k {
+                    all.push((layer.q.clone(), rows(&[128, 32])));
+                } else {
+                    all.extend([(&layer.q, 64), (&layer.k, 32), (&layer.v, 32)].map(|(n, m)| (n.clone(), vec![m, 32])));
+                }
+                let biases = [(&layer.q_bias, 64), (&layer.k_bias, 32), (&layer.v_bias, 32)];
+                all.extend(biases.into_iter().filter_map(|(name, width)| Some((name.clone()?, rows(&[width])))));
+            }
+            all.sort();
+            all.dedup();
+            let listing: Listing = all.into_iter().map(|(name, shape)| (name, Dtype::Bf16, shape)).collect();
+            assert_eq!(bound(&config, &listing).unwrap(), names, "{family}");
+            for i in 0..listing.len() {
+                let mut wrong = listing.clone();
+                wrong[i].2[0] += 1;
+                let error = bound(&config, &wrong).unwrap_err();
+                assert!(matches!(&error, BindError::Shape { name, .. } if *name == listing[i].0), "{error}");
+            }
+            let layer = listing.iter().filter_map(|(name, ..)| name.strip_prefix("model.layers.1."));
+            layer.map(|name| name.trim_end_matches(".weight").to_owned()).collect::<Vec<_>>()
+        };
+        let llama = of("llama", "");
+        let differ = |family: &str, more: &str| {
+            let own = of(family, more);
+            let added: Vec<_> = own.iter().filter(|name| !llama.contains(name)).cloned().collect();
+            let lacks: Vec<_> = llama.iter().filter(|name| !own.contains(name)).cloned().collect();
+            (added.join(" "), lacks.join(" "))
+        };
+        let pair = |added: &str, lacks: &str| (added.to_owned(), lacks.to_owned());
+        assert_eq!(differ("granite", ""), pair("", ""));
+        assert_eq!(differ("smollm3", ""), pair("", ""));
+        assert_eq!(
+            differ("phi3", ""),
+            pair(
+                "mlp.gate_up_proj self_attn.qkv_proj",
+                "mlp.gate_proj mlp.up_proj self_attn.k_proj self_attn.q_proj self_attn.v_proj"
+            )
+        );
+        assert_eq!(
+            differ("olmo2", ""),
+            pair("post_feedforward_layernorm self_attn.k_norm self_attn.q_norm", "input_layernorm")
+        );
+        assert_eq!(
+            differ("glm4", ""),
+            pair(
+                "mlp.gate_up_proj post_mlp_layernorm post_self_attn_layernorm self_attn.k_proj.bias \
+                 self_attn.q_proj.bias self_attn.v_proj.bias",
+                "mlp.gate_proj mlp.up_proj"
+            )
+        );
+        assert!(!differ("glm4", r#", "attention_bias": false"#).0.contains("bias"));
+        assert_eq!(differ("cohere", ""), pair("", "post_attention_layernorm"));
     }
 
     /// Whatever single tensor is taken away, renamed, or of another shape or type: it is named.

@@ -2,7 +2,7 @@
 
 use unweight_format::{Placement, raw::layout};
 
-use crate::config::ModelConfig;
+use crate::config::{ModelConfig, QkNorm, families::NormNames};
 
 /// Bytes of a BF16 value.
 const BF16_BYTES: u64 = 2;
@@ -41,8 +41,14 @@ impl ModelConfig {
     fn vectors(&self) -> u64 {
         let router = self.mixture.map_or(0, |mixture| u64::from(mixture.experts) * u64::from(self.hidden));
         let bias = if self.bias.qkv { self.qkv_rows() } else { 0 };
-        let qk_norm = if self.qk_norm { 2 * self.head_dim } else { 0 };
-        2 * u64::from(self.hidden) + u64::from(bias) + u64::from(qk_norm) + router
+        let qk_norm = match self.qk_norm {
+            QkNorm::None => 0,
+            QkNorm::Head => 2 * self.head_dim,
+            QkNorm::Whole => (self.heads + self.kv_heads) * self.head_dim,
+        };
+        let NormNames { attention, after_attention, mlp, after_mlp } = self.family.features().norms;
+        let norms = [attention, after_attention, mlp, after_mlp].into_iter().flatten().count() as u64;
+        norms * u64::from(self.hidden) + u64::from(bias) + u64::from(qk_norm) + router
     }
 
     /// Bytes of all weights on a device (saturating). Norms and biases stay BF16; of a tied model the head is the

@@ -5,8 +5,8 @@
 //! names, dtypes, shapes of all tensors ----------- bind -------+--> ModelWeights   a tensor's name for every role
 //!                                                              +--> Reference      logits in f32, slow and obvious
 //! ```
-//! This crate knows no device and links nothing. It supports Llama 2, 3 and 3.1, Mistral, Qwen2, Qwen2.5 and Qwen3,
-//! with the defaults that transformers has; what else a configuration asks for is an error that names file and key.
+//! This crate knows no device and links nothing. It supports the families of [`Family`], with the defaults that
+//! transformers has; what else a configuration asks for is an error that names file and key.
 //!
 //! ```
 //! use unweight_model::{Family, ModelConfig};
@@ -32,10 +32,12 @@ pub mod sampling;
 #[doc(inline)]
 pub use bind::{BindError, ExpertWeights, GatedWeights, LayerWeights, MlpWeights, ModelWeights, TensorHeader, bind};
 #[doc(inline)]
-pub use config::{Activation, Bias, ConfigError, Family, GenerationDefaults, Mixture, ModelConfig};
+pub use config::{
+    Activation, Bias, ConfigError, Factors, Family, GenerationDefaults, Mixture, ModelConfig, NormKind, QkNorm,
+};
 #[doc(inline)]
 pub use geometry::Geometry;
 #[doc(inline)]
-pub use rope::{Rope, RopeKind, RopeTable};
+pub use rope::{Rope, RopeKind, RopePairs, RopeTable};
 #[doc(inline)]
 pub use sampling::SampleParams;

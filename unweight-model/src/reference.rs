@@ -11,7 +11,8 @@ use unweight_format::bundle::{Bundle, BundleError};
 
 use crate::{
     bind::{ExpertWeights, GatedWeights, LayerWeights, MlpWeights, ModelWeights},
-    config::{Activation, Mixture, ModelConfig},
+    config::{Activation, Mixture, ModelConfig, NormKind, QkNorm},
+    rope::RopePairs,
 };
 
 /// Why a tensor could not be had.
@@ -119,7 +120,9 @@ where
     pub fn logits(&self, tokens: &[u32]) -> Result<Vec<f32>, ReferenceError> {
         let stream = self.residual_stream(tokens, |_, _| ())?;
         let normed = self.norm(&stream, &self.weights.final_norm, self.config.hidden)?;
-        self.linear(&normed, &self.weights.lm_head, None, [self.config.vocab, self.config.hidden])
+        let mut logits = self.linear(&normed, &self.weights.lm_head, None, [self.config.vocab, self.config.hidden])?;
+        scale(&mut logits, self.config.factors.logits);
+        Ok(logits)
     }
 
     /// The residual stream behind the last layer, `[tokens, hidden]`; `each` sees it behind every layer, with the
@@ -139,39 +142,61 @@ where
             let row = embed.chunks(hidden as usize).nth(token as usize);
             stream.extend(row.ok_or(ReferenceError::Token { position, token, vocab })?);
         }
-        for (number, (layer, window)) in self.weights.layers.iter().zip(&self.config.window).enumerate() {
-            let normed = self.norm(&stream, &layer.input_norm, hidden)?;
-            add(&mut stream, &self.attention(layer, &normed, *window)?);
-            let normed = self.norm(&stream, &layer.post_norm, hidden)?;
+        scale(&mut stream, self.config.factors.embedding);
+        for (number, layer) in self.weights.layers.iter().enumerate() {
+            let x = self.normed(&stream, layer.input_norm.as_deref())?;
+            let attended = self.attention(layer, &x, number)?;
+            self.add(&mut stream, attended, layer.attention_norm.as_deref())?;
+            let x = if self.config.parallel { x } else { self.normed(&stream, layer.post_norm.as_deref())? };
             let mlp = match (&layer.mlp, self.config.mixture) {
-                (MlpWeights::Dense(weights), _) => self.mlp(weights, &normed)?,
+                (MlpWeights::Dense(weights), _) => self.mlp(weights, &x)?,
                 (MlpWeights::Mixture { router, experts }, mixture) => {
-                    self.mixture(router, experts, mixture.unwrap_or(NO_EXPERTS), &normed)?
+                    self.mixture(router, experts, mixture.unwrap_or(NO_EXPERTS), &x)?
                 }
             };
-            add(&mut stream, &mlp);
+            self.add(&mut stream, mlp, layer.mlp_norm.as_deref())?;
             each(number, &stream);
         }
         Ok(stream)
     }
 
+    /// Rows of the residual stream, normed if there is a norm.
+    fn normed(&self, x: &[f32], weight: Option<&str>) -> Result<Vec<f32>, ReferenceError> {
+        weight.map_or_else(|| Ok(x.to_vec()), |weight| self.norm(x, weight, self.config.hidden))
+    }
+
+    /// Adds to the residual stream, normed first if there is a norm.
+    fn add(&self, stream: &mut [f32], mut what: Vec<f32>, weight: Option<&str>) -> Result<(), ReferenceError> {
+        what = self.normed(&what, weight)?;
+        scale(&mut what, self.config.factors.residual);
+        add(stream, &what);
+        Ok(())
+    }
+
     /// Causal attention of one layer with its output projection, `[tokens, hidden]`.
-    fn attention(&self, layer: &LayerWeights, x: &[f32], window: Option<u32>) -> Result<Vec<f32>, ReferenceError> {
+    fn attention(&self, layer: &LayerWeights, x: &[f32], number: usize) -> Result<Vec<f32>, ReferenceError> {
         let ModelConfig { hidden, head_dim, .. } = *self.config;
         let (q_rows, kv_rows) = (self.config.heads * head_dim, self.config.kv_heads * head_dim);
-        let mut q = self.linear(x, &layer.q, layer.q_bias.as_deref(), [q_rows, hidden])?;
-        let mut k = self.linear(x, &layer.k, layer.k_bias.as_deref(), [kv_rows, hidden])?;
-        let v = self.linear(x, &layer.v, layer.v_bias.as_deref(), [kv_rows, hidden])?;
-        if let (true, Some(q_norm), Some(k_norm)) = (self.config.qk_norm, &layer.q_norm, &layer.k_norm) {
-            q = self.norm(&q, q_norm, head_dim)?;
-            k = self.norm(&k, k_norm, head_dim)?;
+        let [mut q, mut k, v] = self.heads(layer, x, [q_rows, kv_rows, kv_rows])?;
+        if let (Some(q_norm), Some(k_norm)) = (&layer.q_norm, &layer.k_norm) {
+            (q, k) = match self.config.qk_norm {
+                QkNorm::None => (q, k),
+                QkNorm::Head => (self.norm(&q, q_norm, head_dim)?, self.norm(&k, k_norm, head_dim)?),
+                QkNorm::Whole => (self.norm(&q, q_norm, q_rows)?, self.norm(&k, k_norm, kv_rows)?),
+            };
         }
-        for (heads, width) in [(&mut q, q_rows), (&mut k, kv_rows)] {
-            for (position, row) in heads.chunks_mut(width as usize).enumerate() {
-                let (cos, sin) = self.config.rope.cos_sin(position as u32);
-                row.chunks_mut(head_dim as usize).for_each(|head| rotate(head, &cos, &sin));
+        let context = (x.len() / hidden as usize) as u32;
+        if self.config.rotated.get(number).is_none_or(|rotated| *rotated) {
+            for (heads, width) in [(&mut q, q_rows), (&mut k, kv_rows)] {
+                for (position, row) in heads.chunks_mut(width as usize).enumerate() {
+                    let (cos, sin) = self.config.rope.cos_sin(position as u32, context);
+                    let pairs = self.config.rope.pairs;
+                    row.chunks_mut(head_dim as usize).for_each(|head| rotate(head, pairs, &cos, &sin));
+                }
             }
         }
+        let window = self.config.window.get(number).copied().flatten();
+        let factor = self.config.factors.attention.unwrap_or_else(|| (head_dim as f32).sqrt().recip());
         let (heads, kv_heads) = (self.config.heads as usize, self.config.kv_heads as usize);
         let (group, head_dim) = (heads / kv_heads, head_dim as usize);
         // Head `head` of the queries of a position sees head `head / group` of the keys and values of those before.
@@ -180,7 +205,7 @@ where
             let at = |seen: usize| (seen * kv_heads + head / group) * head_dim;
             let first = window.map_or(0, |window| (position + 1).saturating_sub(window as usize));
             let scores = (first..=position).map(|seen| dot(query, &k[at(seen)..][..head_dim]));
-            let scores: Vec<f32> = scores.map(|score| score * (head_dim as f32).sqrt().recip()).collect();
+            let scores: Vec<f32> = scores.map(|score| score * factor).collect();
             let most = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             let shares: Vec<f32> = scores.iter().map(|score| (score - most).exp()).collect();
             let sum: f64 = shares.iter().copied().map(f64::from).sum();
@@ -194,10 +219,44 @@ where
         self.linear(&attended.concat(), &layer.o, None, [hidden, q_rows])
     }
 
+    /// Queries, keys and values of this many rows, with their biases.
+    fn heads(&self, layer: &LayerWeights, x: &[f32], rows: [u32; 3]) -> Result<[Vec<f32>; 3], ReferenceError> {
+        let hidden = self.config.hidden;
+        let weights = self.stacked([&layer.q, &layer.k, &layer.v], rows, hidden)?;
+        let mut heads = weights.map(|weight| multiply(x, &weight, hidden as usize));
+        if let (Some(q), Some(k), Some(v)) = (&layer.q_bias, &layer.k_bias, &layer.v_bias) {
+            for (heads, bias) in heads.iter_mut().zip(self.stacked([q, k, v], rows, 1)?) {
+                heads.chunks_mut(bias.len()).for_each(|row| add(row, &bias));
+            }
+        }
+        Ok(heads)
+    }
+
+    /// Matrices of these rows, one below the other in one tensor if they have one name.
+    fn stacked<const N: usize>(
+        &self,
+        names: [&String; N],
+        rows: [u32; N],
+        columns: u32,
+    ) -> Result<[Vec<f32>; N], ReferenceError> {
+        let mut parts = [const { Vec::new() }; N];
+        if names.iter().all(|name| *name == names[0]) {
+            let mut rest = self.values(names[0], &[rows.iter().sum(), columns])?;
+            for (part, rows) in parts.iter_mut().zip(rows) {
+                let behind = rest.split_off(rows as usize * columns as usize);
+                *part = std::mem::replace(&mut rest, behind);
+            }
+            return Ok(parts);
+        }
+        for ((part, name), rows) in parts.iter_mut().zip(names).zip(rows) {
+            *part = self.values(name, &[rows, columns])?;
+        }
+        Ok(parts)
+    }
+
     fn mlp(&self, names: &GatedWeights, x: &[f32]) -> Result<Vec<f32>, ReferenceError> {
         let ModelConfig { hidden, intermediate, .. } = *self.config;
-        let gate = self.values(&names.gate, &[intermediate, hidden])?;
-        let up = self.values(&names.up, &[intermediate, hidden])?;
+        let [gate, up] = self.stacked([&names.gate, &names.up], [intermediate; 2], hidden)?;
         let down = self.values(&names.down, &[hidden, intermediate])?;
         Ok(self.gated(x, [&gate, &up, &down]))
     }
@@ -265,9 +324,14 @@ where
     fn norm(&self, x: &[f32], weight: &str, width: u32) -> Result<Vec<f32>, ReferenceError> {
         let weight = self.values(weight, &[width])?;
         let rows = x.chunks(weight.len()).flat_map(|row| {
-            let mean = row.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>() / row.len() as f64;
-            let scale = (mean as f32 + self.config.eps).sqrt().recip();
-            row.iter().zip(&weight).map(move |(x, weight)| weight * (x * scale))
+            let mean = |values: &mut dyn Iterator<Item = f64>| values.sum::<f64>() / row.len() as f64;
+            let middle = match self.config.norm {
+                NormKind::Layer => mean(&mut row.iter().map(|&x| f64::from(x))) as f32,
+                NormKind::Rms | NormKind::RmsOnce => 0.0,
+            };
+            let square = mean(&mut row.iter().map(|&x| f64::from(x - middle) * f64::from(x - middle)));
+            let scale = (square as f32 + self.config.eps).sqrt().recip();
+            row.iter().zip(&weight).map(move |(x, weight)| weight * ((x - middle) * scale))
         });
         Ok(rows.collect())
     }
@@ -335,10 +399,19 @@ fn add(to: &mut [f32], what: &[f32]) {
     to.iter_mut().zip(what).for_each(|(to, what)| *to += what);
 }
 
-/// Turns the pairs `(i, i + n / 2)` of a head of `n` elements.
-fn rotate(head: &mut [f32], cos: &[f32], sin: &[f32]) {
-    let (first, second) = head.split_at_mut(cos.len());
-    for (((a, b), cos), sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
-        (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+fn scale(values: &mut [f32], factor: f32) {
+    values.iter_mut().for_each(|value| *value *= factor);
+}
+
+/// Turns the pairs of the first elements of a head.
+fn rotate(head: &mut [f32], pairs: RopePairs, cos: &[f32], sin: &[f32]) {
+    let half = cos.len();
+    for (i, (cos, sin)) in cos.iter().zip(sin).enumerate() {
+        let (first, second) = match pairs {
+            RopePairs::Halves => (i, i + half),
+            RopePairs::Adjacent => (2 * i, 2 * i + 1),
+        };
+        let (a, b) = (head[first], head[second]);
+        (head[first], head[second]) = (a * cos - b * sin, b * cos + a * sin);
     }
 }

@@ -1,26 +1,36 @@
 //! Rotary position embedding: frequencies and tables, computed as transformers computes them.
 
-use std::f64::consts::TAU;
+use std::{f64::consts::TAU, sync::Arc};
 
 use half::bf16;
 use rayon::prelude::*;
 
 /// Rotary position embedding of queries and keys.
 ///
-/// Element `i` of a head is rotated with element `i + dim / 2` (transformers' `rotate_half`), by the angle
-/// `position * inv_freq[i]`.
+/// Pair `i` of a head's elements is rotated by the angle `position * inv_freq[i]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rope {
     /// Base of the frequencies.
     pub theta: f64,
-    /// Elements of a head that are rotated: all of them. Even.
+    /// Elements of a head that are rotated, the first ones; even, at most all.
     pub dim: u32,
+    /// Which elements are a pair.
+    pub pairs: RopePairs,
     /// Scaling of the frequencies for contexts longer than those of training.
     pub kind: RopeKind,
 }
 
+/// The elements of a head that are rotated together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum RopePairs {
+    /// `i` and `i + dim / 2`.
+    Halves,
+    /// `2 * i` and `2 * i + 1`.
+    Adjacent,
+}
+
 /// Scaling of frequencies for contexts longer than those of training.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum RopeKind {
     /// As they are.
@@ -56,6 +66,17 @@ pub enum RopeKind {
         /// Whether the ends of the ramp are whole dimensions.
         truncate: bool,
     },
+    /// LongRoPE: each frequency divided by a factor of its own, and cos and sin multiplied by one.
+    Long {
+        /// Factors in contexts of up to `original` tokens, `dim / 2` of them.
+        short: Arc<[f32]>,
+        /// Factors in longer contexts.
+        long: Arc<[f32]>,
+        /// What cos and sin are multiplied by.
+        attention_factor: f64,
+        /// Context length of training, tokens.
+        original: u32,
+    },
 }
 
 /// Cosines and sines of every position, `[positions, dim / 2]` each, row-major.
@@ -70,28 +91,35 @@ pub struct RopeTable {
 }
 
 impl Rope {
-    /// Factor of cos and sin: 1 unless YaRN sets another.
+    /// Factor of cos and sin: 1 unless YaRN or LongRoPE set another.
     pub fn attention_factor(&self) -> f32 {
         match self.kind {
-            RopeKind::Yarn { attention_factor, .. } => attention_factor as f32,
+            RopeKind::Yarn { attention_factor, .. } | RopeKind::Long { attention_factor, .. } => {
+                attention_factor as f32
+            }
             _ => 1.0,
         }
     }
 
-    /// Radians per position of every pair, `dim / 2` of them.
+    /// Radians per position of every pair, `dim / 2` of them, in a context of so many tokens, on which LongRoPE
+    /// depends.
     ///
     /// Every step is rounded to f32 in transformers' order, with torch's `x / t` for a number and a tensor: the
     /// reciprocal of `t` times `x`. Powers are rounded once from f64; torch's own depend on the processor, and are now
     /// and then a unit next to that.
-    pub fn inv_freq(&self) -> Vec<f32> {
+    pub fn inv_freq(&self, context: u32) -> Vec<f32> {
         let pairs = (0..self.dim / 2).map(|i| {
             let exponent = (2 * i) as f32 / self.dim as f32;
             f64::from(self.theta as f32).powf(f64::from(exponent)) as f32
         });
-        match self.kind {
+        match &self.kind {
+            RopeKind::Long { short, long, original, .. } => {
+                let factors = if context > *original { long } else { short };
+                factors.iter().zip(pairs).map(|(factor, power)| (factor * power).recip()).collect()
+            }
             RopeKind::Default => pairs.map(f32::recip).collect(),
-            RopeKind::Linear { factor } => pairs.map(|power| power.recip() / factor as f32).collect(),
-            RopeKind::Llama3 { factor, low, high, original } => {
+            RopeKind::Linear { factor } => pairs.map(|power| power.recip() / *factor as f32).collect(),
+            &RopeKind::Llama3 { factor, low, high, original } => {
                 let (original, span) = (f64::from(original), (high - low) as f32);
                 let (longest, shortest) = ((original / low) as f32, (original / high) as f32);
                 let stretch = |power: f32| {
@@ -106,7 +134,7 @@ impl Rope {
                 };
                 pairs.map(stretch).collect()
             }
-            RopeKind::Yarn { factor, beta_fast, beta_slow, original, truncate, .. } => {
+            &RopeKind::Yarn { factor, beta_fast, beta_slow, original, truncate, .. } => {
                 let dim = f64::from(self.dim);
                 // The dimension whose frequency turns so many times within the original context.
                 let turning = |turns: f64| dim * (f64::from(original) / (turns * TAU)).ln() / (2.0 * self.theta.ln());
@@ -128,11 +156,11 @@ impl Rope {
         }
     }
 
-    /// Cosines and sines of one position, times the attention factor: `dim / 2` each.
+    /// Cosines and sines of one position in a context of so many tokens, times the attention factor: `dim / 2` each.
     ///
     /// The angle is an f32 product, as in transformers: at position 131,071 an exact one would differ by 0.008 radians.
-    pub fn cos_sin(&self, position: u32) -> (Vec<f32>, Vec<f32>) {
-        let frequencies = self.inv_freq();
+    pub fn cos_sin(&self, position: u32, context: u32) -> (Vec<f32>, Vec<f32>) {
+        let frequencies = self.inv_freq(context);
         frequencies.iter().map(|&frequency| self.turn(frequency, position)).unzip()
     }
 
@@ -141,10 +169,10 @@ impl Rope {
         (cos as f32 * self.attention_factor(), sin as f32 * self.attention_factor())
     }
 
-    /// The tables of positions `0..positions`, rounded to bf16: what a model in bf16 multiplies queries and keys with.
+    /// The tables of positions `0..positions` in a context of so many tokens, rounded to bf16: what a model in bf16 multiplies queries and keys with.
     /// `2 * positions * dim` bytes.
     pub fn table(&self, positions: u32) -> RopeTable {
-        let frequencies = self.inv_freq();
+        let frequencies = self.inv_freq(positions);
         let rows = (0..positions).into_par_iter();
         let pairs = rows.flat_map_iter(|position| frequencies.iter().map(move |&f| self.turn(f, position)));
         let (cos, sin) = pairs.map(|(cos, sin)| (bf16::from_f32(cos), bf16::from_f32(sin))).unzip();
@@ -158,11 +186,11 @@ mod tests {
 
     #[test]
     fn rope_table_equals_its_rows() {
-        let rope = Rope { theta: 10_000.0, dim: 6, kind: RopeKind::Default };
+        let rope = Rope { theta: 10_000.0, dim: 6, pairs: RopePairs::Halves, kind: RopeKind::Default };
         let table = rope.table(5);
         assert_eq!((table.cos.len(), table.sin.len()), (15, 15));
         for position in 0..5 {
-            let (cos, sin) = rope.cos_sin(position);
+            let (cos, sin) = rope.cos_sin(position, 5);
             for i in 0..3 {
                 let at = position as usize * 3 + i;
                 assert_eq!((table.cos[at], table.sin[at]), (bf16::from_f32(cos[i]), bf16::from_f32(sin[i])));
@@ -173,7 +201,8 @@ mod tests {
 
     #[test]
     fn rope_scalings_agree_at_their_limits() {
-        let rope = |kind| Rope { theta: 500_000.0, dim: 128, kind }.inv_freq();
+        let of = |kind| Rope { theta: 500_000.0, dim: 128, pairs: RopePairs::Halves, kind };
+        let rope = |kind| of(kind).inv_freq(8192);
         let plain = rope(RopeKind::Default);
         assert_eq!(plain[0], 1.0);
         let linear = rope(RopeKind::Linear { factor: 4.0 });
@@ -184,8 +213,13 @@ mod tests {
         assert!(llama3.windows(2).all(|pair| pair[0] > pair[1]), "and the ramp is monotonic");
         let (factor, beta_fast, beta_slow, original) = (8.0, 32.0, 1.0, 8192);
         let yarn = RopeKind::Yarn { factor, beta_fast, beta_slow, attention_factor: 1.2, original, truncate: true };
-        let stretched = rope(yarn);
+        let stretched = rope(yarn.clone());
         assert_eq!((stretched[0], stretched[63]), (1.0, (8.0 * plain[63].recip()).recip()));
-        assert_eq!(Rope { theta: 500_000.0, dim: 128, kind: yarn }.cos_sin(0).0[0], 1.2);
+        assert_eq!(of(yarn).cos_sin(0, 1).0[0], 1.2);
+        let factors = |factor: f32| std::iter::repeat_n(factor, 64).collect::<Arc<[f32]>>();
+        let long = RopeKind::Long { short: factors(1.0), long: factors(4.0), attention_factor: 1.5, original: 8192 };
+        assert_eq!(rope(long.clone()), plain, "a context of training");
+        assert!(of(long.clone()).inv_freq(8193).iter().zip(&plain).all(|(a, b)| *a == b / 4.0));
+        assert_eq!(of(long).cos_sin(0, 8193).0[0], 1.5);
     }
 }

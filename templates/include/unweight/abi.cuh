@@ -291,6 +291,18 @@ struct SiluMulArgs {
     u32 reserved;                     // 0
 };
 
+// Factors of activations.
+struct ScaleArgs {
+    const u16* x;                     // bf16 [m, columns]
+    u16* y;                           // bf16 [m, columns], may be x
+    u64 x_pitch;
+    u64 y_pitch;
+    u32 columns;                      // a multiple of 8
+    u32 row_blocks;                   // blocks of a row
+    float factor;
+    u32 reserved;                     // 0
+};
+
 // Attention over the pages of a KV cache; h = kv_heads * group. `decode`: row r is the newest token of a sequence of
 // its own. `prefill`: the rows are the tokens from `start` on of one sequence, and their K and V are in its pages.
 struct AttentionArgs {

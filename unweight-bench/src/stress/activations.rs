@@ -6,7 +6,7 @@ use unweight_codegen::{
     abi::{SampleArgs, SampleRow},
     kv::PAGE_TOKENS,
     plan::GemmShape,
-    spec::{EmbedSource, Op},
+    spec::{EmbedSource, NormSpec, Op, RopeSpec, ScaleForm, ScaleSpec},
 };
 use unweight_format::testing::Random;
 use unweight_model::sampling::{SampleParams, sample};
@@ -19,6 +19,7 @@ use unweight_rt::{
             kv::{KvLayer, KvShape},
             norm::Norm,
             rope::{HeadOptions, Rope, RopeTable},
+            scale::Scale,
             silu_mul::SiluMul,
         },
     },
@@ -36,6 +37,11 @@ pub(super) const ROWS: [u32; 3] = [1, 7, 300];
 
 const EPS: f32 = 1e-5;
 
+/// What outputs hold that kernels add to.
+fn sums_before(count: usize) -> Vec<u16> {
+    halves(&normal_bf16(count, 1.0, 23))
+}
+
 impl Run<'_> {
     /// The subjects of a kernel of activations; none of another family.
     pub(super) fn activations<'a>(
@@ -45,20 +51,32 @@ impl Run<'_> {
     ) -> Result<Vec<Subject<'a>>, BenchError> {
         ROWS.into_iter()
             .map(|m| match kernel.spec().op {
-                Op::Norm(_) => self.norm(kernel, weights, m),
+                Op::Norm(spec) => self.norm(kernel, weights, m, spec),
+                Op::Scale(spec) => self.scale(kernel, weights, m, spec),
                 Op::Embed(spec) => self.embed(kernel, weights, m, spec.source),
-                Op::Rope(spec) => self.rope(kernel, weights, m, spec.head_dim.get()),
+                Op::Rope(spec) => self.rope(kernel, weights, m, spec),
                 Op::Sample(_) => self.sample(kernel, weights, m),
                 _ => self.silu_mul(kernel, weights, m),
             })
             .collect()
     }
 
-    fn norm<'a>(&'a self, kernel: &Arc<LoadedKernel>, weights: &'a Weights, m: u32) -> Result<Subject<'a>, BenchError> {
+    fn norm<'a>(
+        &'a self,
+        kernel: &Arc<LoadedKernel>,
+        weights: &'a Weights,
+        m: u32,
+        spec: NormSpec,
+    ) -> Result<Subject<'a>, BenchError> {
         let (stream, d) = (self.stream, weights.shape.1);
         let gamma: Vec<u16> = halves(&weights.old)[..d as usize].to_vec();
         let x = weights.x.read(stream, 0, (m * d) as usize)?;
-        let spans: Vec<_> = x.chunks_exact(d as usize).flat_map(|row| oracle::norm(row, &gamma, EPS)).collect();
+        let added = if spec.add { sums_before((m * d) as usize) } else { Vec::new() };
+        let of = |(row, x): (usize, &[u16])| {
+            let before = spec.add.then(|| &added[row * d as usize..][..d as usize]);
+            oracle::norm_of(spec.kind, x, &gamma, EPS, before)
+        };
+        let spans: Vec<_> = x.chunks_exact(d as usize).enumerate().flat_map(of).collect();
         let (norm, gamma) = (Norm::new(kernel.clone())?, DeviceBuffer::from_host(stream, &gamma)?);
         let launch = move |y: u64| {
             let x = MatrixRef::new(&weights.x, m, d, d.into())?;
@@ -66,7 +84,47 @@ impl Run<'_> {
             let y = unsafe { MatrixMut::from_raw(self.kernels.device(), y, m, d, d.into()) }?;
             norm.enqueue(&mut self.ctx.borrow_mut(), x, &gamma, EPS, None, y)
         };
-        self.rows(kernel, (m, d), Box::new(launch), move |y| oracle::outside(&halves(y), &spans))
+        let subject = self.rows(kernel, (m, d), Box::new(launch), move |y| oracle::outside(&halves(y), &spans))?;
+        self.starting_from(subject, &added)
+    }
+
+    fn scale<'a>(
+        &'a self,
+        kernel: &Arc<LoadedKernel>,
+        weights: &'a Weights,
+        m: u32,
+        spec: ScaleSpec,
+    ) -> Result<Subject<'a>, BenchError> {
+        const FACTOR: f32 = 0.22;
+        let (stream, d) = (self.stream, weights.shape.1);
+        let x = weights.x.read(stream, 0, (m * d) as usize)?;
+        let adds = spec.form == ScaleForm::Add;
+        let added = if adds { sums_before((m * d) as usize) } else { Vec::new() };
+        let of = |(at, x): (usize, &u16)| {
+            let before = if adds { oracle::value(added[at]) } else { 0.0 };
+            // Rounded to fp32 first, as the kernel does.
+            oracle::rounded(f64::from((f64::from(FACTOR) * oracle::value(*x) + before) as f32))
+        };
+        let expected: Vec<u8> = x.iter().enumerate().map(of).flat_map(u16::to_le_bytes).collect();
+        let scale = Scale::new(kernel.clone())?;
+        let launch = move |y: u64| {
+            let x = MatrixRef::new(&weights.x, m, d, d.into())?;
+            // SAFETY: as above.
+            let y = unsafe { MatrixMut::from_raw(self.kernels.device(), y, m, d, d.into()) }?;
+            scale.enqueue(&mut self.ctx.borrow_mut(), x, FACTOR, y)
+        };
+        let subject = self.rows(kernel, (m, d), Box::new(launch), move |y| differs(y, &expected))?;
+        self.starting_from(subject, &added)
+    }
+
+    /// The subject, each of whose outputs has these elements before a launch; none: whatever it has.
+    fn starting_from<'a>(&self, subject: Subject<'a>, elements: &[u16]) -> Result<Subject<'a>, BenchError> {
+        if elements.is_empty() {
+            return Ok(subject);
+        }
+        let before: Vec<u8> = elements.iter().flat_map(|element| element.to_le_bytes()).collect();
+        let before = DeviceBuffer::from_host(self.stream, &before.repeat(RUNS as usize))?;
+        Ok(Subject { before: Some(before), ..subject })
     }
 
     fn silu_mul<'a>(
@@ -182,9 +240,10 @@ impl Run<'_> {
         kernel: &Arc<LoadedKernel>,
         weights: &'a Weights,
         m: u32,
-        head_dim: u32,
+        spec: RopeSpec,
     ) -> Result<Subject<'a>, BenchError> {
         const START: u32 = 61;
+        let (head_dim, adjacent) = (spec.head_dim.get(), spec.adjacent);
         let (stream, heads, kv_heads) = (self.stream, 3u32, 1u32);
         let columns = (heads + 2 * kv_heads) * head_dim;
         let normal = |count: u32, seed: u64| halves(&normal_bf16(count as usize, 1.0, seed));
@@ -201,9 +260,8 @@ impl Run<'_> {
             let angles = (&cosines[at..][..half], &sines[at..][..half]);
             for (head, x) in x.chunks_exact(head_dim as usize).enumerate() {
                 let bias = &bias[head * head_dim as usize..][..head_dim as usize];
-                spans.push(
-                    (head < heads as usize).then(|| oracle::head(x, Some(bias), Some((&gamma, EPS)), Some(angles))),
-                );
+                let spans_of = || oracle::head(x, Some(bias), Some((&gamma, EPS)), Some(angles), adjacent);
+                spans.push((head < heads as usize).then(spans_of));
             }
         }
         let pages = positions.div_ceil(PAGE_TOKENS);
@@ -212,7 +270,8 @@ impl Run<'_> {
         let pages = DeviceBuffer::from_host(stream, &(0..pages).rev().collect::<Vec<_>>())?;
         let on_device = |elements: &[u16]| DeviceBuffer::from_host(stream, elements);
         let (bias, gamma) = (on_device(&bias)?, on_device(&gamma)?);
-        let (cosines, sines) = (on_device(&cosines)?, on_device(&sines)?);
+        let laid = |table: &Vec<u16>| if adjacent { oracle::adjacent_table(table, half) } else { table.clone() };
+        let (cosines, sines) = (on_device(&laid(&cosines))?, on_device(&laid(&sines))?);
         let rope = Rope::new(kernel.clone())?;
         let launch = move |output: u64| {
             let table = RopeTable::new(&cosines, &sines, head_dim)?;
@@ -223,7 +282,7 @@ impl Run<'_> {
             let qkv = unsafe { MatrixMut::from_raw(self.kernels.device(), output, m, columns, columns.into()) }?;
             rope.enqueue(&mut self.ctx.borrow_mut(), qkv, &options, kv, &pages, START)
         };
-        let before = qkv.iter().flat_map(|element| element.to_le_bytes()).collect::<Vec<_>>().repeat(RUNS as usize);
+        let elements = qkv.clone();
         let check = move |got: &[u8]| {
             let got = halves(got);
             let heads = got.chunks_exact(head_dim as usize).zip(qkv.chunks_exact(head_dim as usize)).zip(&spans);
@@ -233,7 +292,7 @@ impl Run<'_> {
             })
         };
         let subject = self.rows(kernel, (m, columns), Box::new(launch), check)?;
-        Ok(Subject { before: Some(DeviceBuffer::from_host(stream, &before)?), ..subject })
+        self.starting_from(subject, &elements)
     }
 
     /// A subject with `[m, columns]` bf16 as its output.

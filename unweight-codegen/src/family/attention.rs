@@ -85,6 +85,9 @@ axes! {
         cache: KvCache "_" = Bf16 unnamed,
         /// Who brings keys and values to shared memory.
         copy: SmemCopy "_" = Bulk unnamed,
+        /// `decode`: elements `2 * i` and `2 * i + 1` of a head are rotated together instead of `i` and
+        /// `i + rope_dim / 2`.
+        adjacent: flag "_adjacent" = false,
         /// Programmatic dependent launch: starts while the stream's previous kernel still runs, and waits for it before
         /// it reads QKV.
         pdl: flag "_pdl" = false,
@@ -104,7 +107,8 @@ args! {
         pub positions: u64,
         /// u32 `[m, table_pages]`; `prefill`: `[table_pages]`.
         pub page_table: u64,
-        /// This and the next four, `decode`: bf16 `[max_positions, rope_dim / 2]`.
+        /// This and the next four, `decode`: bf16 `[max_positions, rope_dim / 2]`; `adjacent`: angles `i` and
+        /// `i + rope_dim / 4` are next to each other.
         pub cosines: u64,
         /// The same.
         pub sines: u64,
@@ -138,7 +142,7 @@ args! {
         pub max_positions: u32,
         /// Tokens that a token sees, itself included; 0: all before it.
         pub window: u32,
-        /// Elements of a head that are rotated: a multiple of 4, at most `head_dim`.
+        /// Elements of a head that are rotated: a multiple of 4, at most `head_dim`, or 0.
         pub rope_dim: u32,
         /// `prefill`: position of the first row's token.
         pub start: u32,
@@ -283,6 +287,10 @@ impl AttentionSpec {
             let what = "cache = packed keeps a warp's sums in two slots of its ring; stages must be at least 2";
             return Err(Constraint::Conflict { what });
         }
+        if prefill && op.adjacent {
+            let what = "step = prefill finds its queries rotated; adjacent must be false";
+            return Err(Constraint::Conflict { what });
+        }
         if prefill && stages == 1 {
             let what = "step = prefill asks for a page while it works on another; stages must be at least 2";
             return Err(Constraint::Conflict { what });
@@ -363,8 +371,9 @@ impl Family for AttentionSpec {
                  {rows} rows of tokens x heads of a group per block, a ring of {stages} pages{pdl}."
             );
         }
+        let adjacent = if self.adjacent { ", rotated by adjacent elements" } else { "" };
         format!(
-            "A[m, h * {head_dim}] = attention of each row's newest token over its {packed}pages; \
+            "A[m, h * {head_dim}] = attention of each row's newest token{adjacent} over its {packed}pages; \
              a {group} for a row and KV head, a ring of {stages} x {TILE_TOKENS} tokens per warp{pdl}."
         )
     }
@@ -455,8 +464,8 @@ const fn variant(
 ) -> AttentionSpec {
     match (AttentionWarps::new(warps), AttentionStages::new(stages)) {
         (Ok(warps), Ok(stages)) => {
-            let (split, cache, copy) = (false, KvCache::Bf16, SmemCopy::Bulk);
-            AttentionSpec { step, head_dim, warps, stages, cluster, split, cache, copy, pdl }
+            let (split, cache, copy, adjacent) = (false, KvCache::Bf16, SmemCopy::Bulk, false);
+            AttentionSpec { step, head_dim, warps, stages, cluster, split, cache, copy, adjacent, pdl }
         }
         _ => panic!("what ships is within the axes"),
     }

@@ -261,12 +261,14 @@ families! {
     gemm_grouped: GemmGrouped(GemmGroupedSpec),
     /// Rows of an embedding, from BF16 or a packed tensor.
     embed: Embed(EmbedSpec),
-    /// RMSNorm of activations.
+    /// Norms of activations.
     norm: Norm(NormSpec),
     /// Bias, QK-norm and rotation of heads, and their place in the KV cache.
     rope: Rope(RopeSpec),
     /// The activation of a gated MLP.
     silu_mul: SiluMul(SiluMulSpec),
+    /// Factors of activations.
+    scale: Scale(ScaleSpec),
     /// Routing of a mixture of experts.
     route: Route(RouteSpec),
     /// Attention over the pages of a KV cache.

@@ -1,9 +1,9 @@
-//! RMSNorm of rows of activations: `templates/include/unweight/kernels/norm.cuh`.
+//! Norms of rows of activations: `templates/include/unweight/kernels/norm.cuh`.
 
 use super::{Edge, Family, Op, VariantSpec, entry::Entry};
 use crate::{
     args::args,
-    axes::{Arch, axes, set_axis},
+    axes::{Arch, axes, set_axis, word_axis},
     block::{BlockPlan, Constraint, LaunchGrid, LaunchPlan, RolePlan, SmemPlan, Work},
     limits::{Instruction, Instructions},
 };
@@ -13,18 +13,34 @@ set_axis! {
     NormThreads, "threads", [256, 512, 1024], "256, 512 or 1024 (they share the columns of a row)"
 }
 
+word_axis! {
+    /// How `norm` norms a row, `r = rsqrt(mean(square) + eps)`.
+    NormKind, "kind" {
+        /// `gamma * bf16(x * r)`.
+        Rms = "rms",
+        /// `gamma * (x * r)`, rounded once.
+        RmsOnce = "rms_once",
+        /// `gamma * ((x - mean(x)) * r)`, rounded once; the squares are those of `x - mean(x)`.
+        Layer = "layer",
+    }
+}
+
 axes! {
-    /// RMSNorm, a block a row.
+    /// A norm, a block a row.
     pub struct NormSpec {
         /// Threads of a block.
         threads: NormThreads "t" = 256,
+        /// How a row is normed.
+        kind: NormKind "_" = Rms unnamed,
+        /// The normed row is added to the output.
+        add: flag "_add" = false,
         /// Programmatic dependent launch: reads its weights while the stream's previous kernel still runs.
         pdl: flag "_pdl" = false,
     }
 }
 
 args! {
-    /// Arguments of RMSNorm.
+    /// Arguments of a norm.
     pub struct NormArgs {
         /// bf16 `[source_rows, d]`.
         pub x: u64,
@@ -52,7 +68,7 @@ args! {
 }
 
 impl VariantSpec {
-    /// RMSNorm.
+    /// A norm.
     pub const fn norm(arch: Arch, spec: NormSpec) -> Self {
         Self { arch, op: Op::Norm(spec) }
     }
@@ -71,12 +87,17 @@ impl NormSpec {
         Instructions::NONE.when(self.pdl, Instruction::DependentLaunch)
     }
 
+    const fn smem(&self, warps: u32) -> SmemPlan {
+        let sums = SmemPlan::new().section("sums", warps, 4, 4);
+        if matches!(self.kind, NormKind::Layer) { sums.section("squares", warps, 4, 4) } else { sums }
+    }
+
     pub(crate) const fn plan(&self, arch: Arch) -> Result<BlockPlan, Constraint> {
         let threads = self.threads.get();
         let warps = threads / arch.limits().warp_threads;
         let grid = LaunchGrid::Covering { work: Work::Rows, per_block: 1 };
         Ok(BlockPlan {
-            smem: SmemPlan::new().section("sums", warps, 4, 4),
+            smem: self.smem(warps),
             pipeline: None,
             roles: RolePlan::one("norm", warps),
             launch: LaunchPlan { pdl: self.pdl, ..LaunchPlan::ordinary(threads, blocks_per_sm(threads), grid) },
@@ -91,7 +112,13 @@ impl Family for NormSpec {
 
     fn summary(&self, _: &BlockPlan) -> String {
         let pdl = if self.pdl { ", dependent launch" } else { "" };
-        format!("Y[m,d] = gamma * X * rsqrt(mean(X^2) + eps), a block a row{pdl}.")
+        let sign = if self.add { "+=" } else { "=" };
+        let (x, once) = match self.kind {
+            NormKind::Rms => ("X", ""),
+            NormKind::RmsOnce => ("X", ", rounded once"),
+            NormKind::Layer => ("(X - mean(X))", ", rounded once"),
+        };
+        format!("Y[m,d] {sign} gamma * {x} * rsqrt(mean({x}^2) + eps){once}, a block a row{pdl}.")
     }
 
     fn entry(&self, _: &BlockPlan) -> Entry {
@@ -101,7 +128,10 @@ impl Family for NormSpec {
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
         // 1024 threads are for rows longer than models have; they are compiled on demand.
         NormThreads::ALL.into_iter().filter(move |threads| threads.get() < 1024).flat_map(move |threads| {
-            [false, true].map(move |pdl| VariantSpec::norm(arch, NormSpec { threads, pdl }))
+            let kinds = NormKind::ALL.iter().flat_map(|&kind| [(kind, false), (kind, true)]);
+            kinds.flat_map(move |(kind, add)| {
+                [false, true].map(move |pdl| VariantSpec::norm(arch, NormSpec { threads, kind, add, pdl }))
+            })
         })
     }
 }

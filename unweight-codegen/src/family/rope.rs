@@ -21,6 +21,8 @@ axes! {
     pub struct RopeSpec {
         /// Elements of a head.
         head_dim: RopeHeadDim "d",
+        /// Elements `2 * i` and `2 * i + 1` are rotated together instead of `i` and `i + rope_dim / 2`.
+        adjacent: flag "_adjacent" = false,
         /// Programmatic dependent launch: reads its tables while the stream's previous kernel still runs.
         pdl: flag "_pdl" = false,
     }
@@ -37,9 +39,9 @@ args! {
         pub q_norm: u64,
         /// bf16 `[head_dim]`; null: none.
         pub k_norm: u64,
-        /// bf16 `[positions, rope_dim / 2]`.
+        /// bf16 `[positions, rope_dim / 2]`; `adjacent`: angles `i` and `i + rope_dim / 4` are next to each other.
         pub cosines: u64,
-        /// bf16 `[positions, rope_dim / 2]`.
+        /// The same.
         pub sines: u64,
         /// bf16, the pages of a layer ([`crate::kv`]).
         pub cache: u64,
@@ -57,7 +59,7 @@ args! {
         pub heads: u32,
         /// K heads, and V heads.
         pub kv_heads: u32,
-        /// Elements of a head that are rotated, from its first on; a multiple of 4.
+        /// Elements of a head that are rotated, from its first on; a multiple of 4, or 0.
         pub rope_dim: u32,
         /// Pages of the layer.
         pub cache_pages: u32,
@@ -98,7 +100,9 @@ impl Family for RopeSpec {
 
     fn summary(&self, _: &BlockPlan) -> String {
         let pdl = if self.pdl { ", dependent launch" } else { "" };
-        format!("Heads of {}: bias, norm and rotation; K and V to their pages{pdl}.", self.head_dim.get())
+        let adjacent = if self.adjacent { " of adjacent elements" } else { "" };
+        let head_dim = self.head_dim.get();
+        format!("Heads of {head_dim}: bias, norm and rotation{adjacent}; K and V to their pages{pdl}.")
     }
 
     fn entry(&self, _: &BlockPlan) -> Entry {
@@ -108,8 +112,11 @@ impl Family for RopeSpec {
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
         // The heads of models that are served; the others are compiled on demand.
         let common = RopeHeadDim::ALL.into_iter().filter(|head_dim| matches!(head_dim.get(), 64 | 96 | 128));
-        common.flat_map(move |head_dim| {
-            [false, true].map(move |pdl| VariantSpec::rope(arch, RopeSpec { head_dim, pdl }))
-        })
+        let adjacent = |head_dim: RopeHeadDim| if head_dim.get() == 128 { &[false, true][..] } else { &[false] };
+        common.flat_map(move |head_dim| adjacent(head_dim).iter().map(move |adjacent| (head_dim, *adjacent))).flat_map(
+            move |(head_dim, adjacent)| {
+                [false, true].map(move |pdl| VariantSpec::rope(arch, RopeSpec { head_dim, adjacent, pdl }))
+            },
+        )
     }
 }

@@ -159,6 +159,7 @@ impl Engine {
             }
         }
         if placement.has_pipelines() {
+            check_pipelines(&config, placement)?;
             all.extend(pipeline_kernels(bundle, (&config, &names), placement, machines)?);
         }
         Ok(all.into_iter().collect())
@@ -191,6 +192,16 @@ fn random(
 fn embed_source(config: &ModelConfig, placement: Placement) -> EmbedSource {
     let whole = config.tied || config.vocab.is_multiple_of(64) && config.hidden.is_multiple_of(64);
     if whole && placement != Placement::Bf16 { EmbedSource::Packed } else { EmbedSource::Bf16 }
+}
+
+/// Refuses pipelines for MLPs that are not three tensors, or whose product is not added as it is to the stream that they
+/// read.
+fn check_pipelines(config: &ModelConfig, placement: Placement) -> Result<(), EngineError> {
+    let is_plain = !config.merges_gate_up() && !config.norms_what_is_added() && !config.parallel;
+    if !placement.has_pipelines() || is_plain && config.factors.residual == 1.0 {
+        return Ok(());
+    }
+    Err(EngineError::StoredFamily { placement, family: config.family })
 }
 
 /// What is known before the weights are there.
@@ -280,6 +291,7 @@ impl Start {
             let range = "at most the model's max_position_embeddings";
             return Err(OptionError { name: "context", value: context.into(), range }.into());
         }
+        options.placement.map_or(Ok(()), |placement| check_pipelines(config, placement))?;
         let device = kernels.device();
         let (free, _) = device.memory()?;
         let have = options.memory.unwrap_or(memory::usual_share(free as u64)).min(free as u64);

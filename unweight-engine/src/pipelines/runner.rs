@@ -341,8 +341,8 @@ fn chain_job(forward: &mut Forward, weights: &Weights, job: &Job, work: Work) ->
     match (*job, work) {
         (Job::Embed, Work::Step { .. }) => forward.embed(weights, rows, Ids::Step),
         (Job::Embed, Work::Chunk { .. }) => forward.embed(weights, rows, Ids::Prompt),
-        (Job::Norm(Some((layer, Place::Attention))), _) => forward.norm(&of(layer)?.input_norm, 0, rows),
-        (Job::Norm(Some((layer, Place::Mlp))), _) => forward.norm(&of(layer)?.post_norm, 0, rows),
+        (Job::Norm(Some((layer, Place::Attention))), _) => forward.norm_of(&of(layer)?.input_norm, rows),
+        (Job::Norm(Some((layer, Place::Mlp))), _) => forward.norm_of(&of(layer)?.post_norm, rows),
         (Job::Qkv { layer }, _) => forward.qkv(of(layer)?, rows),
         (Job::Attention { layer }, Work::Step { .. }) => forward.attend(of(layer)?, layer as usize, rows),
         (Job::Attention { layer }, Work::Chunk { start, .. }) => {

@@ -4,7 +4,9 @@ mod random;
 #[cfg(feature = "pipelines")]
 mod stored;
 
-use unweight_model::{ExpertWeights, GatedWeights, LayerWeights, Mixture, MlpWeights, ModelConfig, ModelWeights};
+use unweight_model::{
+    ExpertWeights, GatedWeights, LayerWeights, Mixture, MlpWeights, ModelConfig, ModelWeights, QkNorm,
+};
 use unweight_rt::{
     ContextSize, DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, Expand, Linear, LoadError, Loader, Merge,
     Placement, Unsuitable,
@@ -41,13 +43,17 @@ pub enum Embedding {
 /// Those of a layer.
 #[derive(Debug)]
 pub struct Layer {
-    pub input_norm: DeviceBuffer<u16>,
+    pub input_norm: Option<DeviceBuffer<u16>>,
     pub qkv: Linear,
     pub qkv_bias: Option<DeviceBuffer<u16>>,
     pub q_norm: Option<DeviceBuffer<u16>>,
     pub k_norm: Option<DeviceBuffer<u16>>,
     pub o: Linear,
-    pub post_norm: DeviceBuffer<u16>,
+    /// Of what attention adds to the residual stream.
+    pub attention_norm: Option<DeviceBuffer<u16>>,
+    pub post_norm: Option<DeviceBuffer<u16>>,
+    /// Of what the MLP adds to the residual stream.
+    pub mlp_norm: Option<DeviceBuffer<u16>>,
     pub mlp: Mlp,
 }
 
@@ -217,8 +223,9 @@ impl Weights {
         let vector = |vector: &DeviceBuffer<u16>| vector.bytes() as u64;
         let optional = |buffer: &Option<DeviceBuffer<u16>>| buffer.as_ref().map_or(0, vector);
         let vectors = self.layers.iter().map(|layer| {
-            let norms = vector(&layer.input_norm) + vector(&layer.post_norm);
-            norms + [&layer.qkv_bias, &layer.q_norm, &layer.k_norm].map(optional).iter().sum::<u64>()
+            let norms = [&layer.input_norm, &layer.attention_norm, &layer.post_norm, &layer.mlp_norm];
+            let heads = [&layer.qkv_bias, &layer.q_norm, &layer.k_norm];
+            norms.into_iter().chain(heads).map(optional).sum::<u64>()
         });
         let embed = match &self.embed {
             Embedding::Tied => 0,
@@ -241,23 +248,29 @@ impl Layer {
         let (hidden, head_dim) = (config.hidden, config.head_dim);
         // Both products are at most 2^24: the configuration was checked.
         let (q, kv) = (config.heads * head_dim, config.kv_heads * head_dim);
+        let rows = config.qkv_rows();
         let qkv = [(names.q.as_str(), [q, hidden]), (&names.k, [kv, hidden]), (&names.v, [kv, hidden])];
+        let whole = [(names.q.as_str(), [rows, hidden])];
+        let qkv = if names.q == names.k { &whole[..] } else { &qkv };
         let bias = match (&names.q_bias, &names.k_bias, &names.v_bias) {
+            (Some(of_all), Some(of_k), _) if of_all == of_k => Some(source.vector(&[(of_all, rows)])?),
             (Some(of_q), Some(of_k), Some(of_v)) => Some(source.vector(&[(of_q, q), (of_k, kv), (of_v, kv)])?),
             _ => None,
         };
-        let mut norm = |name: &Option<String>| -> Result<_, LoadError> {
-            name.as_ref().map(|name| source.vector(&[(name, head_dim)])).transpose()
+        let [q_width, k_width] = if config.qk_norm == QkNorm::Whole { [q, kv] } else { [head_dim; 2] };
+        let mut norm = |name: &Option<String>, width| -> Result<_, LoadError> {
+            name.as_ref().map(|name| source.vector(&[(name, width)])).transpose()
         };
-        let (q_norm, k_norm) = (norm(&names.q_norm)?, norm(&names.k_norm)?);
         Ok(Self {
-            input_norm: source.vector(&[(&names.input_norm, hidden)])?,
-            qkv: source.linear(&qkv, Merge::Rows)?,
+            input_norm: norm(&names.input_norm, hidden)?,
+            attention_norm: norm(&names.attention_norm, hidden)?,
+            post_norm: norm(&names.post_norm, hidden)?,
+            mlp_norm: norm(&names.mlp_norm, hidden)?,
+            q_norm: norm(&names.q_norm, q_width)?,
+            k_norm: norm(&names.k_norm, k_width)?,
+            qkv: source.linear(qkv, Merge::Rows)?,
             qkv_bias: bias,
-            q_norm,
-            k_norm,
             o: source.linear(&[(&names.o, [hidden, q])], Merge::Rows)?,
-            post_norm: source.vector(&[(&names.post_norm, hidden)])?,
             mlp,
         })
     }
@@ -288,7 +301,8 @@ fn linears(source: &mut impl Source, config: &ModelConfig, names: &LayerWeights)
     // Experts are told apart before: what is bound has them if its configuration does.
     let names = dense(source.placement(), names)?;
     let pair = [(names.gate.as_str(), [intermediate, hidden]), (names.up.as_str(), [intermediate, hidden])];
-    let (gate_up, gated) = gate_up(source, &pair)?;
+    let (gate_up, gated) =
+        if names.gate == names.up { merged_gate_up(source, config, &names.gate)? } else { gate_up(source, &pair)? };
     let down = source.linear(&[(&names.down, [hidden, intermediate])], Merge::Rows)?;
     Ok(Mlp::Linear { gate_up, gated, down })
 }
@@ -319,15 +333,30 @@ pub(crate) fn dense(placement: Placement, names: &LayerWeights) -> Result<&Gated
 /// Gate and up as one layer that activates its product, or, where their shape or weights do not allow it, one under the
 /// other.
 pub(crate) fn gate_up(source: &mut impl Source, pair: &[(&str, [u32; 2]); 2]) -> Result<(Linear, bool), LoadError> {
-    match source.linear(pair, Merge::SiluMul) {
+    match activated(source.linear(pair, Merge::SiluMul))? {
+        Some(layer) => Ok(layer),
+        None => Ok((source.linear(pair, Merge::Rows)?, false)),
+    }
+}
+
+/// As [`gate_up`], of one tensor.
+fn merged_gate_up(source: &mut impl Source, config: &ModelConfig, name: &str) -> Result<(Linear, bool), LoadError> {
+    let shape = [2 * config.intermediate, config.hidden];
+    match activated(source.gate_up(name, shape))? {
+        Some(layer) => Ok(layer),
+        None => Ok((source.linear(&[(name, shape)], Merge::Rows)?, false)),
+    }
+}
+
+/// A layer of gate and up, and whether it activates its product; `None` if their shape or weights do not allow it.
+fn activated(layer: Result<Linear, LoadError>) -> Result<Option<(Linear, bool)>, LoadError> {
+    match layer {
         Ok(linear) => {
             // As BF16 the rows of the two are concatenated.
             let gated = linear.bf16_weights().is_none();
-            Ok((linear, gated))
+            Ok(Some((linear, gated)))
         }
-        Err(LoadError::Unsuitable { why: Unsuitable::Pair { .. } | Unsuitable::GateAndUp(_), .. }) => {
-            Ok((source.linear(pair, Merge::Rows)?, false))
-        }
+        Err(LoadError::Unsuitable { why: Unsuitable::Pair { .. } | Unsuitable::GateAndUp(_), .. }) => Ok(None),
         Err(error) => Err(error),
     }
 }
@@ -336,6 +365,8 @@ pub(crate) fn gate_up(source: &mut impl Source, pair: &[(&str, [u32; 2]); 2]) ->
 pub trait Source {
     /// One linear layer of matrices with the same number of columns.
     fn linear(&mut self, parts: &[(&str, [u32; 2])], merge: Merge) -> Result<Linear, LoadError>;
+    /// A gate with its up below, one tensor, as a layer that activates its product.
+    fn gate_up(&mut self, name: &str, shape: [u32; 2]) -> Result<Linear, LoadError>;
     /// How the linears from here on are held on the device.
     fn placement(&self) -> Placement;
     /// Sets how the linears from here on are held on the device.
@@ -364,6 +395,10 @@ impl Source for Loader<'_> {
             [(name, _)] if merge == Merge::Rows => self.load(name),
             parts => self.merge(&parts.iter().map(|(name, _)| *name).collect::<Vec<_>>(), merge),
         }
+    }
+
+    fn gate_up(&mut self, name: &str, _: [u32; 2]) -> Result<Linear, LoadError> {
+        Loader::gate_up(self, name)
     }
 
     fn placement(&self) -> Placement {

@@ -83,6 +83,10 @@ impl Source for Random<'_> {
         self.builder.layer(first, &views, merge)
     }
 
+    fn gate_up(&mut self, name: &str, [rows, cols]: [u32; 2]) -> Result<Linear, LoadError> {
+        self.linear(&[(name, [rows / 2, cols]); 2], Merge::SiluMul)
+    }
+
     fn placement(&self) -> Placement {
         self.builder.placement()
     }

@@ -4,6 +4,7 @@
 //! (`rope_theta` and `rope_scaling` for `rope_parameters`, `type` for `rope_type`).
 
 mod error;
+pub(crate) mod families;
 mod fields;
 mod parse;
 
@@ -26,7 +27,7 @@ pub const CONFIG_BYTES_MAX: u64 = 16 << 20;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Family {
-    /// Llama 2, 3, 3.1 and later dense ones.
+    /// Llama 2, 3, 3.1 and later dense ones, and models that use its architecture.
     Llama,
     /// Mistral.
     Mistral,
@@ -38,22 +39,40 @@ pub enum Family {
     Mixtral,
     /// Qwen3-MoE: a mixture of experts.
     Qwen3Moe,
+    /// Phi-3 and Phi-4.
+    Phi3,
+    /// SmolLM3.
+    SmolLm3,
+    /// Granite 3 and later dense ones.
+    Granite,
+    /// OLMo 2.
+    Olmo2,
+    /// GLM-4-0414.
+    Glm4,
+    /// Cohere Command R.
+    Cohere,
 }
 
 impl Family {
     /// Every family.
-    pub const ALL: &[Self] = &[Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3, Self::Mixtral, Self::Qwen3Moe];
+    pub const ALL: &[Self] = &[
+        Self::Llama,
+        Self::Mistral,
+        Self::Qwen2,
+        Self::Qwen3,
+        Self::Mixtral,
+        Self::Qwen3Moe,
+        Self::Phi3,
+        Self::SmolLm3,
+        Self::Granite,
+        Self::Olmo2,
+        Self::Glm4,
+        Self::Cohere,
+    ];
 
     /// `model_type` in the configuration.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Llama => "llama",
-            Self::Mistral => "mistral",
-            Self::Qwen2 => "qwen2",
-            Self::Qwen3 => "qwen3",
-            Self::Mixtral => "mixtral",
-            Self::Qwen3Moe => "qwen3_moe",
-        }
+    pub fn name(self) -> &'static str {
+        self.features().name
     }
 }
 
@@ -72,6 +91,48 @@ pub struct Bias {
     pub o: bool,
     /// The MLP's three. Not supported yet: always false.
     pub mlp: bool,
+}
+
+/// How rows are normed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum NormKind {
+    /// `x / sqrt(mean(x^2) + eps)`, rounded, times the weight.
+    Rms,
+    /// The same, rounded once, after the product with the weight.
+    RmsOnce,
+    /// `(x - mean(x)) / sqrt(variance(x) + eps)` times the weight, rounded once.
+    Layer,
+}
+
+/// How queries and keys are normed before they are rotated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum QkNorm {
+    /// Not.
+    None,
+    /// Each head for itself.
+    Head,
+    /// All query heads of a token together, and all key heads.
+    Whole,
+}
+
+/// Factors of a model's activations; 1 in most families.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Factors {
+    /// Of token embeddings.
+    pub embedding: f32,
+    /// Of attention scores; `None`: `1 / sqrt(head_dim)`.
+    pub attention: Option<f32>,
+    /// Of what attention and MLP add to the residual stream.
+    pub residual: f32,
+    /// Of logits.
+    pub logits: f32,
+}
+
+impl Factors {
+    /// No factors.
+    pub const NONE: Self = Self { embedding: 1.0, attention: None, residual: 1.0, logits: 1.0 };
 }
 
 /// The function of an MLP's gate.
@@ -121,7 +182,7 @@ impl Default for GenerationDefaults {
     }
 }
 
-/// The configuration of a decoder-only transformer: RMS norm, grouped-query attention with rotary embedding, gated MLP.
+/// The configuration of a decoder-only transformer: norms, grouped-query attention with rotary embedding, gated MLP.
 ///
 /// Sizes are at least 1 and at most 2^24; `heads` is a multiple of `kv_heads`, `head_dim` even.
 #[derive(Debug, Clone, PartialEq)]
@@ -145,18 +206,26 @@ pub struct ModelConfig {
     pub intermediate: u32,
     /// The experts in the place of the MLP, if the model is a mixture.
     pub mixture: Option<Mixture>,
+    /// How rows are normed.
+    pub norm: NormKind,
     /// Added to the mean square in a norm.
     pub eps: f32,
+    /// Attention and MLP read the same normed rows, and both are added to the residual stream.
+    pub parallel: bool,
+    /// Factors of activations.
+    pub factors: Factors,
     /// Rotary position embedding.
     pub rope: Rope,
+    /// Whether each layer has it.
+    pub rotated: Vec<bool>,
     /// Positions that the model was made for.
     pub max_positions: u32,
     /// Whether the head is the embedding.
     pub tied: bool,
     /// The linear layers that add a bias.
     pub bias: Bias,
-    /// Whether queries and keys are normed, each head for itself, before they are rotated.
-    pub qk_norm: bool,
+    /// How queries and keys are normed before they are rotated.
+    pub qk_norm: QkNorm,
     /// Attention window of each layer: a query at position `p` sees keys at `p - window + 1..=p`. `None`: all up to
     /// `p`.
     pub window: Vec<Option<u32>>,
@@ -206,6 +275,17 @@ impl ModelConfig {
         };
         let config = text(CONFIG_FILE)?.ok_or(ConfigError::NoFile { file: CONFIG_FILE })?;
         Self::parse(&config, text(GENERATION_FILE)?.as_deref())
+    }
+
+    /// Whether what attention and MLP add to the residual stream is normed.
+    pub fn norms_what_is_added(&self) -> bool {
+        let norms = &self.family.features().norms;
+        norms.after_attention.is_some() || norms.after_mlp.is_some()
+    }
+
+    /// Whether gate and up of an MLP are one tensor.
+    pub fn merges_gate_up(&self) -> bool {
+        self.family.features().merged_gate_up
     }
 
     /// Rows of the merged weight of queries, keys and values: `(heads + 2 * kv_heads) * head_dim`.

@@ -1,77 +1,20 @@
 //! Keys to fields, with transformers' defaults.
 
+use std::sync::Arc;
+
 use serde_json::Value;
 
 use super::{
-    Activation, Bias, CONFIG_FILE, ConfigError, Family, GENERATION_FILE, GenerationDefaults, Mixture, ModelConfig,
+    Activation, Bias, CONFIG_FILE, ConfigError, Factors, Family, GENERATION_FILE, GenerationDefaults, Mixture,
+    ModelConfig,
+    families::{BiasKeys, FAMILIES, FactorKeys, Features, RopeKeys, Windows},
     fields::{EXTENT_MAX, Fields, excerpt},
 };
 use crate::rope::{Rope, RopeKind};
 
-/// What a family has where the configuration says nothing (transformers 5.17).
-struct Defaults {
-    vocab: u32,
-    hidden: u32,
-    layers: u32,
-    intermediate: u32,
-    /// `None`: as many as query heads.
-    kv_heads: Option<u32>,
-    /// `None`: `hidden / heads`.
-    head_dim: Option<u32>,
-    max_positions: u32,
-    eps: f64,
-    theta: f64,
-    bos: Option<u32>,
-    eos: &'static [u32],
-}
-
-impl Family {
-    const fn defaults(self) -> Defaults {
-        let qwen = Defaults {
-            vocab: 151_936,
-            hidden: HIDDEN,
-            layers: LAYERS,
-            intermediate: 22_016,
-            kv_heads: Some(32),
-            head_dim: None,
-            max_positions: 32_768,
-            eps: EPS,
-            theta: THETA,
-            bos: None,
-            eos: &[],
-        };
-        let mistral = Defaults {
-            vocab: 32_000,
-            hidden: HIDDEN,
-            layers: LAYERS,
-            intermediate: 14_336,
-            kv_heads: Some(8),
-            head_dim: None,
-            max_positions: 131_072,
-            eps: EPS,
-            theta: THETA,
-            bos: Some(1),
-            eos: &[2],
-        };
-        match self {
-            Self::Llama => Defaults { intermediate: 11_008, kv_heads: None, max_positions: 2048, ..mistral },
-            Self::Mistral => mistral,
-            Self::Mixtral => Defaults { eps: 1e-5, theta: 1e6, ..mistral },
-            Self::Qwen2 => qwen,
-            Self::Qwen3 => Defaults { head_dim: Some(128), ..qwen },
-            Self::Qwen3Moe => Defaults { hidden: 2048, layers: 24, intermediate: 768, kv_heads: Some(4), ..qwen },
-        }
-    }
-}
-
-/// Most families' defaults of `hidden_size` and `num_hidden_layers`; that of `num_attention_heads` is 32 in all.
-const HIDDEN: u32 = 4096;
-const LAYERS: u32 = 32;
-const HEADS: u32 = 32;
 /// Most layers: a list of windows has an entry for each.
 const LAYERS_MAX: u32 = 65_536;
-const EPS: f64 = 1e-6;
-const THETA: f64 = 10_000.0;
+/// Qwen: `sliding_window` where it is not said.
 const WINDOW: u32 = 4096;
 /// Qwen: layers from this one on have the window.
 const WINDOW_FROM: u32 = 28;
@@ -82,14 +25,15 @@ pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result
     let fields = Fields::new(CONFIG_FILE, config)?;
     let family = family(fields)?;
     refuse(fields, family)?;
-    let defaults = family.defaults();
+    let features = family.features();
+    let defaults = &features.defaults;
     let vocab = fields.extent("vocab_size", defaults.vocab)?;
     let hidden = fields.extent("hidden_size", defaults.hidden)?;
     let layers = fields.extent("num_hidden_layers", defaults.layers)?;
     if layers > LAYERS_MAX {
         return Err(fields.out_of_range("num_hidden_layers", format!("at most {LAYERS_MAX}")));
     }
-    let heads = fields.extent("num_attention_heads", HEADS)?;
+    let heads = fields.extent("num_attention_heads", defaults.heads)?;
     // A null differs from an absent key: in every family it means as many as query heads.
     let kv_heads = match fields.get("num_key_value_heads") {
         None => defaults.kv_heads.unwrap_or(heads),
@@ -101,7 +45,7 @@ pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result
     }
     let head_dim = head_dim(fields, hidden, heads, defaults.head_dim)?;
     let max_positions = fields.extent("max_position_embeddings", defaults.max_positions)?;
-    let eps = fields.positive("rms_norm_eps")?.unwrap_or(defaults.eps) as f32;
+    let eps = fields.positive(defaults.eps_key)?.unwrap_or(defaults.eps) as f32;
     let generation = generation_config.map(|value| Fields::new(GENERATION_FILE, value)).transpose()?;
     let end = |fields: Fields| fields.tokens("eos_token_id", vocab);
     let said = |key| generation.map(|fields| fields.known_tokens(key, vocab)).transpose().map(Option::flatten);
@@ -121,12 +65,9 @@ pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result
         None if fields.get("bos_token_id").is_some() => start(fields)?,
         None => defaults.bos.filter(|&token| token < vocab),
     };
-    let intermediate = match family {
-        // `intermediate_size` is of layers without experts, which are refused.
-        Family::Qwen3Moe => "moe_intermediate_size",
-        _ => "intermediate_size",
-    };
+    let intermediate = features.experts.map_or("intermediate_size", |experts| experts.intermediate);
     let intermediate = fields.extent(intermediate, defaults.intermediate)?;
+    let rotated = rotated(fields, features, layers)?;
     Ok(ModelConfig {
         family,
         vocab,
@@ -137,13 +78,17 @@ pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result
         head_dim,
         intermediate,
         mixture: mixture(fields, family, hidden, intermediate)?,
+        norm: features.norm,
         eps,
-        rope: rope(fields, head_dim, max_positions, defaults.theta)?,
+        parallel: features.parallel,
+        factors: factors(fields, features.factors)?,
+        rope: rope(fields, features, head_dim, max_positions)?,
+        window: windows(fields, features, &rotated)?,
+        rotated,
         max_positions,
-        tied: fields.flag("tie_word_embeddings", false)?,
-        bias: bias(fields, family)?,
-        qk_norm: matches!(family, Family::Qwen3 | Family::Qwen3Moe),
-        window: windows(fields, family, layers)?,
+        tied: fields.flag("tie_word_embeddings", defaults.tied)?,
+        bias: bias(fields, features.bias)?,
+        qk_norm: features.qk_norm,
         act: act(fields)?,
         eos,
         bos,
@@ -152,10 +97,12 @@ pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result
 }
 
 fn family(fields: Fields) -> Result<Family, ConfigError> {
-    let known = || Family::ALL.iter().map(|family| family.name()).collect::<Vec<_>>().join(", ");
+    let known = || FAMILIES.iter().map(|features| features.name).collect::<Vec<_>>().join(", ");
     let name = fields.text("model_type")?.ok_or_else(|| fields.missing("model_type", format!("one of {}", known())))?;
-    let family = Family::ALL.iter().copied().find(|family| family.name() == name);
-    family.ok_or_else(|| fields.unsupported("model_type", format!("supported are {}", known())))
+    let features = FAMILIES.iter().find(|features| features.name == name);
+    features
+        .map(|features| features.family)
+        .ok_or_else(|| fields.unsupported("model_type", format!("supported are {}", known())))
 }
 
 /// What would be another model than the one that is computed.
@@ -172,7 +119,7 @@ fn refuse(fields: Fields, family: Family) -> Result<(), ConfigError> {
         }
     }
     // Mixtures of experts by the keys that tell how many there are.
-    let is_mixture = matches!(family, Family::Mixtral | Family::Qwen3Moe);
+    let is_mixture = family.features().experts.is_some();
     for key in ["num_local_experts", "num_experts", "n_routed_experts"] {
         if !is_mixture && fields.some(key).is_some_and(|value| value.as_u64() != Some(0)) {
             return Err(fields.unsupported(key, "of mixtures of experts, mixtral and qwen3_moe are known"));
@@ -186,14 +133,10 @@ fn refuse(fields: Fields, family: Family) -> Result<(), ConfigError> {
 
 /// The experts of the families that have some.
 fn mixture(fields: Fields, family: Family, hidden: u32, intermediate: u32) -> Result<Option<Mixture>, ConfigError> {
-    let (experts, top_k) = match family {
-        Family::Mixtral => (8, 2),
-        Family::Qwen3Moe => (128, 8),
-        Family::Llama | Family::Mistral | Family::Qwen2 | Family::Qwen3 => return Ok(None),
-    };
+    let Some(keys) = &family.features().experts else { return Ok(None) };
     // transformers takes either key for either family.
     let key = if fields.get("num_local_experts").is_some() { "num_local_experts" } else { "num_experts" };
-    let experts = fields.extent(key, experts)?;
+    let experts = fields.extent(key, keys.experts)?;
     // Their matrices lie one below the other.
     let widest = hidden.max(intermediate.saturating_mul(2));
     if experts > EXPERTS_MAX || experts.checked_mul(widest).is_none_or(|rows| rows > EXTENT_MAX) {
@@ -201,7 +144,7 @@ fn mixture(fields: Fields, family: Family, hidden: u32, intermediate: u32) -> Re
             format!("at most {EXPERTS_MAX}, and {EXTENT_MAX} when multiplied by the rows of an expert ({widest})");
         return Err(fields.out_of_range(key, limit));
     }
-    let top_k = fields.extent("num_experts_per_tok", top_k)?;
+    let top_k = fields.extent("num_experts_per_tok", keys.top_k)?;
     if top_k > experts {
         return Err(fields.out_of_range("num_experts_per_tok", format!("at most {key} ({experts})")));
     }
@@ -209,15 +152,11 @@ fn mixture(fields: Fields, family: Family, hidden: u32, intermediate: u32) -> Re
     if fields.some("mlp_only_layers").is_some_and(|list| list.as_array().is_none_or(|list| !list.is_empty())) {
         return Err(fields.unsupported("mlp_only_layers", dense));
     }
-    if family == Family::Qwen3Moe && fields.extent("decoder_sparse_step", 1)? != 1 {
+    if fields.extent("decoder_sparse_step", 1)? != 1 {
         return Err(fields.unsupported("decoder_sparse_step", dense));
     }
-    Ok(Some(match family {
-        Family::Qwen3Moe => {
-            Mixture { experts, top_k, normalized: fields.flag("norm_topk_prob", false)?, rounded: true }
-        }
-        _ => Mixture { experts, top_k, normalized: true, rounded: false },
-    }))
+    let normalized = !keys.normalized_key || fields.flag("norm_topk_prob", false)?;
+    Ok(Some(Mixture { experts, top_k, normalized, rounded: keys.rounded }))
 }
 
 fn head_dim(fields: Fields, hidden: u32, heads: u32, default: Option<u32>) -> Result<u32, ConfigError> {
@@ -245,15 +184,39 @@ fn head_dim(fields: Fields, hidden: u32, heads: u32, default: Option<u32>) -> Re
     Ok(head_dim)
 }
 
-fn bias(fields: Fields, family: Family) -> Result<Bias, ConfigError> {
+fn bias(fields: Fields, keys: BiasKeys) -> Result<Bias, ConfigError> {
     let unsupported = |key, what| fields.unsupported(key, format!("{what} cannot have a bias yet"));
-    match family {
-        Family::Llama | Family::Qwen3 | Family::Qwen3Moe if fields.flag("attention_bias", false)? => {
-            Err(unsupported("attention_bias", "the output projection of the attention, which it also means,"))
+    if matches!(keys, BiasKeys::WithOutput | BiasKeys::WithOutputAndMlp) && fields.flag("attention_bias", false)? {
+        return Err(unsupported("attention_bias", "the output projection of the attention, which it also means,"));
+    }
+    if keys == BiasKeys::WithOutputAndMlp && fields.flag("mlp_bias", false)? {
+        return Err(unsupported("mlp_bias", "the MLP"));
+    }
+    let qkv = match keys {
+        BiasKeys::Always => true,
+        BiasKeys::Qkv(default) => fields.flag("attention_bias", default)?,
+        BiasKeys::None | BiasKeys::WithOutput | BiasKeys::WithOutputAndMlp => false,
+    };
+    Ok(Bias { qkv, ..Bias::default() })
+}
+
+fn factors(fields: Fields, keys: FactorKeys) -> Result<Factors, ConfigError> {
+    // transformers also takes factors of 0, with which a model says the same of every text.
+    let factor = |key| fields.ratio(key).map(|factor| factor.unwrap_or(1.0));
+    match keys {
+        FactorKeys::None => Ok(Factors::NONE),
+        FactorKeys::Multipliers => Ok(Factors {
+            embedding: factor("embedding_multiplier")? as f32,
+            attention: Some(factor("attention_multiplier")? as f32),
+            residual: factor("residual_multiplier")? as f32,
+            logits: factor("logits_scaling")?.recip() as f32,
+        }),
+        FactorKeys::LogitScale(default) => {
+            if fields.flag("use_qk_norm", false)? {
+                return Err(fields.unsupported("use_qk_norm", "queries and keys must not be normed"));
+            }
+            Ok(Factors { logits: fields.ratio("logit_scale")?.unwrap_or(default) as f32, ..Factors::NONE })
         }
-        Family::Llama if fields.flag("mlp_bias", false)? => Err(unsupported("mlp_bias", "the MLP")),
-        // The other two families have no such keys: Qwen2 always has these three biases.
-        family => Ok(Bias { qkv: family == Family::Qwen2, ..Bias::default() }),
     }
 }
 
@@ -264,47 +227,72 @@ fn act(fields: Fields) -> Result<Activation, ConfigError> {
     }
 }
 
-fn windows(fields: Fields, family: Family, layers: u32) -> Result<Vec<Option<u32>>, ConfigError> {
+/// Which layers have rotary embedding.
+fn rotated(fields: Fields, features: &Features, layers: u32) -> Result<Vec<bool>, ConfigError> {
+    const KEY: &str = "no_rope_layers";
+    if !features.rope.some_layers {
+        return Ok(vec![true; layers as usize]);
+    }
+    let Some(list) = fields.some(KEY) else {
+        let interval = fields.extent("no_rope_layer_interval", 4)?;
+        return Ok((1..=layers).map(|layer| !layer.is_multiple_of(interval)).collect());
+    };
+    let list = list.as_array().filter(|list| list.iter().all(|value| matches!(value.as_u64(), Some(0 | 1))));
+    let list = list.ok_or_else(|| fields.wrong_type(KEY, "a list of 0 (without) and 1 (with rotary embedding)"))?;
+    if (list.len() as u64) < u64::from(layers) {
+        return Err(fields.out_of_range(KEY, format!("a list of num_hidden_layers ({layers}) entries")));
+    }
+    Ok(list.iter().take(layers as usize).map(|value| value.as_u64() == Some(1)).collect())
+}
+
+/// The attention window of each layer.
+fn windows(fields: Fields, features: &Features, rotated: &[bool]) -> Result<Vec<Option<u32>>, ConfigError> {
+    let layers = rotated.len();
+    let (default, used) = match features.windows {
+        Windows::Never => (None, false),
+        Windows::Every(default) => (default, true),
+        Windows::Switched { .. } => (Some(WINDOW), fields.flag("use_sliding_window", false)?),
+        Windows::WithoutRope => (None, fields.flag("use_sliding_window", false)?),
+    };
     let window = match fields.get("sliding_window") {
-        None => Some(WINDOW).filter(|_| family != Family::Mixtral),
+        None => default,
         Some(_) => fields.optional_extent("sliding_window")?,
     };
-    let used = match family {
-        Family::Llama => false,
-        Family::Mistral | Family::Mixtral => true,
-        Family::Qwen2 | Family::Qwen3 | Family::Qwen3Moe => fields.flag("use_sliding_window", false)?,
-    };
     let window = window.filter(|_| used);
+    // Layers from this one on. Unlike other sizes it may be 0: every layer.
+    let from = match fields.get("max_window_layers") {
+        _ if features.windows != (Windows::Switched { from_key: true }) => 0,
+        None => u64::from(WINDOW_FROM),
+        Some(value) => {
+            value.as_u64().ok_or_else(|| fields.wrong_type("max_window_layers", "an integer, 0 at least"))?
+        }
+    };
     let Some(types) = fields.some("layer_types") else {
-        let from = match family {
-            Family::Llama | Family::Mistral | Family::Mixtral | Family::Qwen3Moe => 0,
-            // Unlike other sizes this may be 0: every layer.
-            Family::Qwen2 | Family::Qwen3 => match fields.get("max_window_layers") {
-                None => u64::from(WINDOW_FROM),
-                Some(value) => {
-                    value.as_u64().ok_or_else(|| fields.wrong_type("max_window_layers", "an integer, 0 at least"))?
-                }
-            },
+        let has = |(layer, rotated): (u64, &bool)| match features.windows {
+            Windows::WithoutRope => !rotated,
+            _ => layer >= from,
         };
-        return Ok((0..layers).map(|layer| window.filter(|_| u64::from(layer) >= from)).collect());
+        return Ok((0..).zip(rotated).map(|layer| window.filter(|_| has(layer))).collect());
     };
     let types = types.as_array().ok_or_else(|| fields.wrong_type("layer_types", "a list of strings"))?;
-    if types.len() as u64 != u64::from(layers) {
+    if types.len() != layers {
         return Err(fields.out_of_range("layer_types", format!("a list of num_hidden_layers ({layers}) entries")));
     }
-    let of = |value: &Value| match (value.as_str(), family) {
-        (Some("full_attention"), Family::Mistral | Family::Mixtral | Family::Qwen3Moe) if window.is_some() => {
+    let every = matches!(features.windows, Windows::Every(_) | Windows::Switched { from_key: false });
+    let name = features.name;
+    let of = |value: &Value| match value.as_str() {
+        Some("full_attention") if every && window.is_some() => {
             Err(fields
-                .unsupported("layer_types", format!("with sliding_window, every layer of a {family} has the window")))
+                .unsupported("layer_types", format!("with sliding_window, every layer of a {name} has the window")))
         }
-        (Some("full_attention"), _) => Ok(None),
-        (Some("sliding_attention"), Family::Llama) => {
-            Err(fields.unsupported("layer_types", "a llama has full_attention alone"))
+        Some("full_attention") => Ok(None),
+        Some("sliding_attention") if features.windows == Windows::Never => {
+            Err(fields.unsupported("layer_types", format!("a {name} has full_attention alone")))
         }
-        (Some("sliding_attention"), _) if window.is_none() => {
+        Some("sliding_attention") if window.is_none() => {
             Err(fields.unsupported("layer_types", "sliding_attention needs sliding_window, and use_sliding_window"))
         }
-        (Some("sliding_attention"), _) => Ok(window),
+        Some("sliding_attention") => Ok(window),
         _ => {
             let which = excerpt(value);
             Err(fields.unsupported("layer_types", format!("{which} is neither full_attention nor sliding_attention")))
@@ -313,49 +301,83 @@ fn windows(fields: Fields, family: Family, layers: u32) -> Result<Vec<Option<u32
     types.iter().map(of).collect()
 }
 
-/// `rope_scaling` wins over `rope_parameters`, as in transformers; `rope_theta` may stand in either or beside them.
-fn rope(top: Fields, dim: u32, max_positions: u32, usual: f64) -> Result<Rope, ConfigError> {
-    let partial = |fields: Fields| match fields.number("partial_rotary_factor")? {
-        Some(factor) if factor != 1.0 => {
-            Err(fields.unsupported("partial_rotary_factor", "every element of a head must be rotated (1.0)"))
-        }
-        _ => Ok(()),
-    };
-    partial(top)?;
-    let base = |fields: Fields| fields.number_that("rope_theta", "above 1, and no more than f32 holds", |t| t > 1.0);
+/// `rope_scaling` wins over `rope_parameters`, as in transformers; `rope_theta` and `partial_rotary_factor` may stand in
+/// either or beside them.
+fn rope(top: Fields, features: &Features, head_dim: u32, max_positions: u32) -> Result<Rope, ConfigError> {
+    let RopeKeys { pairs, partial, longrope, .. } = features.rope;
     let object = match top.object("rope_scaling", "rope_scaling.")? {
         Some(object) => Some(object),
         None => top.object("rope_parameters", "rope_parameters.")?,
     };
-    let Some(fields) = object else {
-        return Ok(Rope { theta: base(top)?.unwrap_or(usual), dim, kind: RopeKind::Default });
-    };
+    let [mut theta, mut share] = [features.defaults.theta, partial.unwrap_or(1.0)];
+    // What is inside wins.
+    for fields in [Some(top), object].into_iter().flatten() {
+        let base = fields.number_that("rope_theta", "above 1, and no more than f32 holds", |t| t > 1.0)?;
+        theta = base.unwrap_or(theta);
+        let own =
+            fields.number_that("partial_rotary_factor", "above 0, at most 1", |share| share > 0.0 && share <= 1.0);
+        share = own?.unwrap_or(share);
+        if partial.is_none() && share != 1.0 {
+            return Err(fields.unsupported("partial_rotary_factor", "every element of a head must be rotated (1.0)"));
+        }
+    }
+    // As transformers rounds it.
+    let dim = (f64::from(head_dim) * share) as u32;
+    if dim == 0 || dim % 2 != 0 {
+        let limit = format!("an even part of head_dim ({head_dim}), not {dim} elements");
+        let inside = object.filter(|fields| fields.some("partial_rotary_factor").is_some());
+        return Err(inside.unwrap_or(top).out_of_range("partial_rotary_factor", limit));
+    }
+    let Some(fields) = object else { return Ok(Rope { theta, dim, pairs, kind: RopeKind::Default }) };
     if let Some(key) = fields.keys().find(|key| key.ends_with("_attention")) {
         return Err(fields.unsupported(key, "every layer must have the same rotary embedding"));
     }
-    partial(fields)?;
-    let theta = base(fields)?.map_or_else(|| base(top), |theta| Ok(Some(theta)))?.unwrap_or(usual);
     let key = if fields.some("rope_type").is_some() { "rope_type" } else { "type" };
     let need = |key| fields.ratio(key)?.ok_or_else(|| fields.missing(key, "a number above 0"));
-    // The model's own key wins over the one inside (Phi's spelling, which transformers honours for all).
-    let original = || match top.optional_extent("original_max_position_embeddings")? {
-        Some(original) => Ok(original),
-        None => fields.extent("original_max_position_embeddings", max_positions),
+    // The model's own key wins over the one inside (Phi's spelling, which transformers honours for all); Phi has it
+    // without saying so.
+    let original = || match (top.optional_extent("original_max_position_embeddings")?, longrope) {
+        (Some(original), _) | (None, Some(original)) => Ok(original),
+        (None, None) => fields.extent("original_max_position_embeddings", max_positions),
     };
-    let kind = match fields.text(key)?.unwrap_or("default") {
-        "default" => RopeKind::Default,
-        "linear" => RopeKind::Linear { factor: need("factor")? },
-        "llama3" => {
+    let kind = match (fields.text(key)?.unwrap_or("default"), longrope) {
+        ("default", _) => RopeKind::Default,
+        // Names that the first Phi-3 files have.
+        ("longrope" | "su" | "yarn", Some(_)) => long_rope(fields, dim, original()?, max_positions)?,
+        (_, Some(_)) => return Err(fields.unsupported(key, "supported are default, longrope")),
+        ("linear", _) => RopeKind::Linear { factor: need("factor")? },
+        ("llama3", _) => {
             let (low, high) = (need("low_freq_factor")?, need("high_freq_factor")?);
             if high as f32 <= low as f32 {
                 return Err(fields.out_of_range("high_freq_factor", format!("above low_freq_factor ({low})")));
             }
             RopeKind::Llama3 { factor: need("factor")?, low, high, original: original()? }
         }
-        "yarn" => yarn(fields, original()?, max_positions)?,
+        ("yarn", _) => yarn(fields, original()?, max_positions)?,
         _ => return Err(fields.unsupported(key, "supported are default, linear, llama3, yarn")),
     };
-    Ok(Rope { theta, dim, kind })
+    Ok(Rope { theta, dim, pairs, kind })
+}
+
+/// A factor for each pair of elements, of short contexts and of long ones.
+fn long_rope(fields: Fields, dim: u32, original: u32, max_positions: u32) -> Result<RopeKind, ConfigError> {
+    let factors = |key| {
+        let limit = format!("a list of {} numbers from 0.000001 to 1000000", dim / 2);
+        let list = fields.some(key).ok_or_else(|| fields.missing(key, limit.clone()))?;
+        let list = list.as_array().ok_or_else(|| fields.wrong_type(key, "a list of numbers"))?;
+        let number =
+            |value: &Value| value.as_f64().filter(|number| (1e-6..=1e6).contains(number)).map(|number| number as f32);
+        let numbers = list.iter().map(number).collect::<Option<Arc<[f32]>>>();
+        numbers.filter(|list| list.len() == dim as usize / 2).ok_or_else(|| fields.out_of_range(key, limit))
+    };
+    if original < 2 {
+        let limit = "at least 2".into();
+        return Err(fields.out_of_range("original_max_position_embeddings", limit));
+    }
+    let factor = fields.ratio("factor")?.unwrap_or(f64::from(max_positions) / f64::from(original));
+    let usual = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / f64::from(original).ln()).sqrt() };
+    let attention_factor = fields.ratio("attention_factor")?.unwrap_or(usual);
+    Ok(RopeKind::Long { short: factors("short_factor")?, long: factors("long_factor")?, attention_factor, original })
 }
 
 fn yarn(fields: Fields, original: u32, max_positions: u32) -> Result<RopeKind, ConfigError> {

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use unweight_model::{ConfigError, Family, Mixture, ModelConfig, RopeKind};
+use unweight_model::{ConfigError, Factors, Family, Mixture, ModelConfig, QkNorm, RopeKind, RopePairs};
 
 /// A configuration with one change.
 fn parse(family: &str, change: Value) -> Result<ModelConfig, ConfigError> {
@@ -28,7 +28,7 @@ fn defaults_match_transformers() {
         let intermediate = if family == "qwen3_moe" { "moe_intermediate_size" } else { "intermediate_size" };
         for key in ["vocab_size", intermediate, "max_position_embeddings", "num_key_value_heads"] {
             let mut other = spelled_out.clone();
-            other[key] = json!(16);
+            other[key] = json!(if key == "vocab_size" { 300_000 } else { 16 });
             assert_ne!(config, ModelConfig::from_json(&other, None).unwrap(), "{family} {key}");
         }
     }
@@ -180,6 +180,15 @@ fn unsupported_values_are_rejected_by_file_and_key() {
             "config.json: layer_types is",
         ),
         ("llama", json!({"per_layer_config": {"0": {}}}), "config.json: per_layer_config is"),
+        ("granite", json!({"attention_bias": true}), "config.json: attention_bias is true"),
+        ("olmo2", json!({"attention_bias": true}), "config.json: attention_bias is true"),
+        ("cohere", json!({"use_qk_norm": true}), "config.json: use_qk_norm is true"),
+        ("glm4", json!({"hidden_act": "gelu"}), "config.json: hidden_act is \"gelu\""),
+        (
+            "phi3",
+            json!({"rope_scaling": {"type": "linear", "factor": 2}}),
+            "config.json: rope_scaling.type is \"linear\", which is not supported; supported are default, longrope",
+        ),
         ("llama", json!({"is_encoder_decoder": true}), "config.json: is_encoder_decoder is true"),
     ];
     for (family, change, expected) in cases {
@@ -202,7 +211,7 @@ fn keys_without_effect_are_accepted() {
         json!({"layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "sliding_attention"]}),
     );
     assert!(accepted("qwen2", json!({})).bias.qkv);
-    assert!(!accepted("qwen3", json!({})).bias.qkv && accepted("qwen3", json!({})).qk_norm);
+    assert!(!accepted("qwen3", json!({})).bias.qkv && accepted("qwen3", json!({})).qk_norm == QkNorm::Head);
 }
 
 #[test]
@@ -268,6 +277,10 @@ fn out_of_range_values_are_rejected_with_their_limit() {
             json!({"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}}),
             "config.json: rope_scaling.high_freq_factor is 4, it must be above low_freq_factor (4)",
         ),
+        (
+            json!({"partial_rotary_factor": 1.5}),
+            "config.json: partial_rotary_factor is 1.5, it must be above 0, at most",
+        ),
         (json!({"tie_word_embeddings": 1}), "config.json: tie_word_embeddings is 1, it should be true or false"),
         (json!({"eos_token_id": 1000}), "config.json: eos_token_id is 1000, it must be below vocab_size (1000)"),
         (
@@ -280,7 +293,7 @@ fn out_of_range_values_are_rejected_with_their_limit() {
         ),
         (
             json!({"model_type": null}),
-            "config.json: no model_type; add it (one of llama, mistral, qwen2, qwen3, mixtral, qwen3_moe)",
+            "config.json: no model_type; add it (one of llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, phi3,",
         ),
     ];
     for (change, expected) in cases {
@@ -295,6 +308,144 @@ fn out_of_range_values_are_rejected_with_their_limit() {
     assert_eq!(error, "config.json: not a JSON object: it is [1,2]; fetch the file again");
     let error = ModelConfig::parse(r#"{"model_type": "llama"}"#, Some("7")).unwrap_err().to_string();
     assert_eq!(error, "generation_config.json: not a JSON object: it is 7; fetch the file again");
+}
+
+#[test]
+fn values_of_single_families_are_checked() {
+    let long = |change: Value| {
+        let mut rope = json!({"type": "longrope", "short_factor": [1, 1, 1, 1], "long_factor": [2, 2, 2, 2]});
+        rope.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
+        json!({"rope_scaling": rope, "partial_rotary_factor": 0.5})
+    };
+    assert_eq!(accepted("phi3", long(json!({}))).rope.dim, 8);
+    for (family, change, expected) in [
+        (
+            "phi3",
+            long(json!({"short_factor": [1, 1]})),
+            "config.json: rope_scaling.short_factor is [1,1], it must be a list of 4 numbers from 0.000001 to 1000000",
+        ),
+        ("phi3", long(json!({"long_factor": [1, 0, 1, 1]})), "config.json: rope_scaling.long_factor is [1,0,1,1], it"),
+        ("phi3", long(json!({"long_factor": 3})), "config.json: rope_scaling.long_factor is 3, it should be a list"),
+        ("phi3", long(json!({"long_factor": null})), "config.json: no rope_scaling.long_factor; add it (a list of 4"),
+        (
+            "phi3",
+            json!({"partial_rotary_factor": 0.2}),
+            "config.json: partial_rotary_factor is 0.2, it must be an even",
+        ),
+        ("smollm3", json!({"no_rope_layers": [1, 0]}), "config.json: no_rope_layers is [1,0], it must be a list of"),
+        ("smollm3", json!({"no_rope_layers": [1, 0, 2, 1]}), "config.json: no_rope_layers is [1,0,2,1], it should be"),
+        ("smollm3", json!({"no_rope_layer_interval": 0}), "config.json: no_rope_layer_interval is 0, it must be 1 to"),
+        ("granite", json!({"residual_multiplier": 0}), "config.json: residual_multiplier is 0, it must be 0.000001 to"),
+        ("granite", json!({"logits_scaling": "x"}), "config.json: logits_scaling is \"x\", it should be a number"),
+        ("cohere", json!({"logit_scale": -1}), "config.json: logit_scale is -1, it must be 0.000001 to"),
+        ("cohere", json!({"layer_norm_eps": 0}), "config.json: layer_norm_eps is 0, it must be above 0"),
+    ] {
+        let error = parse(family, change.clone()).unwrap_err().to_string();
+        assert!(error.starts_with(expected), "{change}: {error}");
+    }
+}
+
+/// Keys of published configurations, and what they mean; the numbers of parameters are those of the weights.
+#[test]
+fn published_configurations_of_families() {
+    let read = |text: &str| ModelConfig::parse(text, None).unwrap_or_else(|error| panic!("{text}: {error}"));
+    let phi4 = read(
+        r#"{"architectures": ["Phi3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+        "bos_token_id": 100257, "embd_pdrop": 0.0, "eos_token_id": 100265, "hidden_act": "silu", "hidden_size": 5120,
+        "initializer_range": 0.02, "intermediate_size": 17920, "max_position_embeddings": 16384, "model_type": "phi3",
+        "num_attention_heads": 40, "num_hidden_layers": 40, "num_key_value_heads": 10,
+        "original_max_position_embeddings": 16384, "pad_token_id": 100349, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+        "rope_scaling": null, "rope_theta": 250000, "sliding_window": null, "tie_word_embeddings": false,
+        "torch_dtype": "bfloat16", "use_cache": true, "vocab_size": 100352}"#,
+    );
+    assert_eq!((phi4.parameters(), phi4.rope.dim), (14_659_507_200, 128));
+    let phi3 = read(
+        r#"{"model_type": "phi3", "bos_token_id": 1, "eos_token_id": 32000, "hidden_size": 3072,
+        "intermediate_size": 8192, "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 32, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-05,
+        "rope_scaling": null, "rope_theta": 10000.0, "sliding_window": 2047, "vocab_size": 32064}"#,
+    );
+    assert_eq!((phi3.parameters(), phi3.head_dim, phi3.window[31]), (3_821_079_552, 96, Some(2047)));
+    let factors = vec!["1.25"; 48].join(", ");
+    let mini = read(&format!(
+        r#"{{"model_type": "phi3", "bos_token_id": 199999, "eos_token_id": 199999, "full_attn_mod": 1,
+        "hidden_size": 3072, "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": false,
+        "max_position_embeddings": 131072, "mlp_bias": false, "num_attention_heads": 24, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75,
+        "rms_norm_eps": 1e-05, "rope_scaling": {{"long_factor": [{factors}], "short_factor": [{factors}],
+        "type": "longrope"}}, "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": true,
+        "vocab_size": 200064}}"#
+    ));
+    assert_eq!((mini.parameters(), mini.rope.dim), (3_836_021_760, 96));
+    let RopeKind::Long { attention_factor, original, .. } = mini.rope.kind else { panic!("{:?}", mini.rope) };
+    assert_eq!((attention_factor, original), ((1.0 + 32f64.ln() / 4096f64.ln()).sqrt(), 4096));
+    let smollm3 = read(
+        r#"{"model_type": "smollm3", "attention_bias": false, "bos_token_id": null, "eos_token_id": 128012,
+        "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 11008, "max_position_embeddings": 65536,
+        "max_window_layers": 28, "mlp_bias": false, "num_attention_heads": 16, "num_hidden_layers": 36,
+        "num_key_value_heads": 4, "no_rope_layer_interval": 4, "pretraining_tp": 2, "rms_norm_eps": 1e-06,
+        "rope_scaling": null, "rope_theta": 5000000.0, "sliding_window": null, "use_sliding_window": false,
+        "vocab_size": 128256}"#,
+    );
+    assert_eq!((smollm3.parameters(), smollm3.tied), (3_075_098_624, true));
+    assert_eq!(smollm3.rotated[..5], [true, true, true, false, true]);
+    let granite = read(
+        r#"{"model_type": "granite", "attention_bias": false, "attention_multiplier": 0.0078125, "bos_token_id": 0,
+        "embedding_multiplier": 12.0, "eos_token_id": 0, "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 12800, "logits_scaling": 16.0, "max_position_embeddings": 131072, "mlp_bias": false,
+        "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "residual_multiplier": 0.22,
+        "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000000.0, "tie_word_embeddings": true,
+        "vocab_size": 49155}"#,
+    );
+    assert_eq!(granite.parameters(), 8_170_848_256);
+    let factors = Factors { embedding: 12.0, attention: Some(0.007_812_5), residual: 0.22, logits: 0.0625 };
+    assert_eq!(granite.factors, factors);
+    let olmo2 = read(
+        r#"{"model_type": "olmo2", "attention_bias": false, "eos_token_id": 100257, "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 4096, "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06,
+        "rope_scaling": null, "rope_theta": 500000, "tie_word_embeddings": false, "vocab_size": 100352}"#,
+    );
+    assert_eq!((olmo2.parameters(), olmo2.qk_norm), (7_298_617_344, QkNorm::Whole));
+    let glm4 = read(
+        r#"{"model_type": "glm4", "attention_bias": true, "eos_token_id": [151329, 151336, 151338], "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 13696, "max_position_embeddings": 32768,
+        "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 2, "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": false, "vocab_size": 151552}"#,
+    );
+    assert_eq!((glm4.parameters(), glm4.rope.dim, glm4.rope.pairs), (9_400_279_040, 64, RopePairs::Adjacent));
+    let command_r = read(
+        r#"{"model_type": "cohere", "attention_bias": false, "bos_token_id": 5, "eos_token_id": 255001,
+        "hidden_act": "silu", "hidden_size": 8192, "intermediate_size": 22528, "layer_norm_eps": 1e-05,
+        "logit_scale": 0.0625, "max_position_embeddings": 8192, "model_max_length": 131072, "num_attention_heads": 64,
+        "num_hidden_layers": 40, "num_key_value_heads": 64, "pad_token_id": 0, "rope_theta": 8000000.0,
+        "use_qk_norm": false, "vocab_size": 256000}"#,
+    );
+    assert_eq!((command_r.parameters(), command_r.parallel), (34_980_831_232, true));
+    // Of the architecture of Llama or Qwen2 by their own word.
+    let falcon3 = read(
+        r#"{"model_type": "llama", "attention_bias": false, "eos_token_id": 11, "head_dim": 256, "hidden_act": "silu",
+        "hidden_size": 3072, "intermediate_size": 23040, "max_position_embeddings": 32768, "mlp_bias": false,
+        "num_attention_heads": 12, "num_hidden_layers": 28, "num_key_value_heads": 4, "pretraining_tp": 1,
+        "rms_norm_eps": 1e-06, "rope_scaling": null, "rope_theta": 1000042, "tie_word_embeddings": false,
+        "vocab_size": 131072}"#,
+    );
+    assert_eq!((falcon3.parameters(), falcon3.rope.theta, falcon3.head_dim), (7_455_550_464, 1_000_042.0, 256));
+    let yi = read(
+        r#"{"model_type": "llama", "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 11008, "max_position_embeddings": 4096, "num_attention_heads": 32,
+        "num_hidden_layers": 48, "num_key_value_heads": 4, "pad_token_id": 0, "rms_norm_eps": 1e-06,
+        "rope_scaling": null, "rope_theta": 5000000.0, "tie_word_embeddings": false, "vocab_size": 64000}"#,
+    );
+    assert_eq!(yi.parameters(), 8_829_407_232);
+    let distilled = read(
+        r#"{"model_type": "qwen2", "bos_token_id": 151643, "eos_token_id": 151643, "hidden_act": "silu",
+        "hidden_size": 1536, "intermediate_size": 8960, "max_position_embeddings": 131072, "max_window_layers": 21,
+        "num_attention_heads": 12, "num_hidden_layers": 28, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+        "rope_theta": 10000, "sliding_window": 4096, "tie_word_embeddings": false, "use_mrope": false,
+        "use_sliding_window": false, "vocab_size": 151936}"#,
+    );
+    assert_eq!((distilled.parameters(), distilled.window[27]), (1_777_088_000, None));
 }
 
 #[test]
@@ -402,6 +553,17 @@ fn any_key() -> impl Strategy<Value = String> {
         "hidden_act",
         "attention_bias",
         "partial_rotary_factor",
+        "short_factor",
+        "long_factor",
+        "no_rope_layers",
+        "no_rope_layer_interval",
+        "embedding_multiplier",
+        "attention_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+        "logit_scale",
+        "layer_norm_eps",
+        "use_qk_norm",
         "temperature",
         "top_k",
         "top_p",
@@ -419,11 +581,11 @@ proptest! {
     /// Whatever is in the files: an error, or a model that can be computed with.
     #[test]
     fn any_json_never_panics(
-        family in prop::sample::select(vec!["llama", "mistral", "qwen2", "qwen3"]),
+        family in prop::sample::select(Family::ALL),
         changes in prop::collection::vec((any_key(), any_value()), 0..4),
         generation in prop::option::of(any_value()),
     ) {
-        let mut config = json!({"model_type": family, "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 3,
+        let mut config = json!({"model_type": family.name(), "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 3,
             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "eos_token_id": 2, "bos_token_id": 1});
         config.as_object_mut().unwrap().extend(changes);
         if let Ok(model) = ModelConfig::from_json(&config, generation.as_ref()) {
@@ -432,10 +594,11 @@ proptest! {
             prop_assert!(model.head_dim >= 2 && model.head_dim % 2 == 0 && model.eps > 0.0);
             prop_assert!(model.window.iter().all(|window| *window != Some(0)));
             prop_assert!(model.eos.iter().chain(&model.bos).all(|&token| token < model.vocab));
-            prop_assert_eq!(model.rope.dim, model.head_dim);
+            prop_assert!(model.rope.dim >= 2 && model.rope.dim % 2 == 0 && model.rope.dim <= model.head_dim);
+            prop_assert_eq!(model.rotated.len(), model.layers as usize);
             if model.head_dim <= 1024 {
-                let (cos, sin) = model.rope.cos_sin(model.max_positions - 1);
-                prop_assert_eq!(cos.len() * 2, model.head_dim as usize);
+                let (cos, sin) = model.rope.cos_sin(model.max_positions - 1, model.max_positions);
+                prop_assert_eq!(cos.len() * 2, model.rope.dim as usize);
                 prop_assert!(cos.iter().chain(&sin).all(|value| value.is_finite()), "{:?}", model.rope);
             }
         }
@@ -444,7 +607,7 @@ proptest! {
     /// As above, of rotary embeddings, which have the most keys.
     #[test]
     fn any_rotary_embedding_never_panics(
-        kind in prop::sample::select(vec!["linear", "llama3", "yarn"]),
+        kind in prop::sample::select(vec!["linear", "llama3", "yarn", "longrope"]),
         keys in prop::collection::vec((any_key(), any_value()), 0..3),
         numbers in prop::collection::vec((any_key(), -0.5..5.0f64), 0..6),
         heads in 1u32..64,
@@ -452,8 +615,12 @@ proptest! {
         let mut rope = json!({"rope_type": kind, "factor": 4, "low_freq_factor": 1, "high_freq_factor": 4});
         rope.as_object_mut().unwrap().extend(keys);
         rope.as_object_mut().unwrap().extend(numbers.into_iter().map(|(key, number)| (key, number.into())));
-        if let Ok(model) = parse("llama", json!({"rope_scaling": rope, "head_dim": heads * 2})) {
-            let (cos, sin) = model.rope.cos_sin(131_071);
+        let family = if kind == "longrope" { "phi3" } else { "llama" };
+        for key in ["short_factor", "long_factor"].into_iter().filter(|_| kind == "longrope") {
+            rope[key] = json!(vec![1.5; heads as usize]);
+        }
+        if let Ok(model) = parse(family, json!({"rope_scaling": rope, "head_dim": heads * 2})) {
+            let (cos, sin) = model.rope.cos_sin(131_071, 131_072);
             prop_assert!(cos.iter().chain(&sin).all(|value| value.is_finite()), "{:?}", model.rope);
         }
     }

@@ -7,11 +7,28 @@ use unweight_format::{
     safetensors::{Header, SOURCE_HEADER_MAX},
 };
 use unweight_model::{
-    ExpertWeights, Family, MlpWeights, ModelConfig, ModelWeights, RopeKind, bind,
+    ExpertWeights, Family, MlpWeights, ModelConfig, ModelWeights, NormKind, QkNorm, RopeKind, RopePairs, bind,
     reference::{Reference, ReferenceError, bundle_values, widen_bf16},
 };
 
-const MODELS: [&str; 9] = ["llama", "mistral", "qwen2", "qwen3", "yarn", "linear", "odd", "mixtral", "qwen3_moe"];
+const MODELS: [&str; 16] = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "yarn",
+    "linear",
+    "odd",
+    "mixtral",
+    "qwen3_moe",
+    "phi3",
+    "phi3-short",
+    "smollm3",
+    "granite",
+    "olmo2",
+    "glm4",
+    "cohere",
+];
 
 fn folder(model: &str) -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(model)
@@ -96,6 +113,12 @@ fn logits_from_a_bundle_are_equal() {
         ("odd", Profile::Palette),
         ("mixtral", Profile::Packed),
         ("qwen3_moe", Profile::Distribution),
+        ("phi3", Profile::Packed),
+        ("smollm3", Profile::Compact),
+        ("granite", Profile::Distribution),
+        ("olmo2", Profile::Inference),
+        ("glm4", Profile::Palette),
+        ("cohere", Profile::Distribution),
     ] {
         let (fixture, home) = (Fixture::load(model), tempfile::tempdir().unwrap());
         let (source, out) = (home.path().join("model"), home.path().join("bundle"));
@@ -144,7 +167,7 @@ fn stacked_experts_equal_separate_experts() {
 #[test]
 fn another_model_has_other_logits() {
     type Plant = fn(&mut ModelConfig, &mut ModelWeights);
-    let plants: [(&str, &str, Plant); 16] = [
+    let plants: [(&str, &str, Plant); 31] = [
         ("llama", "no llama3 scaling", |config, _| config.rope.kind = RopeKind::Default),
         ("llama", "another theta", |config, _| config.rope.theta = 9000.0),
         ("llama", "a ramp of another context", |config, _| {
@@ -160,7 +183,7 @@ fn another_model_has_other_logits() {
         ("mistral", "a window of one more", |config, _| config.window.fill(Some(9))),
         ("qwen2", "a window on every layer", |config, _| config.window.fill(Some(8))),
         ("qwen2", "no bias of the keys", |_, weights| weights.layers.iter_mut().for_each(|layer| layer.k_bias = None)),
-        ("qwen3", "no norm of queries and keys", |config, _| config.qk_norm = false),
+        ("qwen3", "no norm of queries and keys", |config, _| config.qk_norm = QkNorm::None),
         ("odd", "another epsilon", |config, _| config.eps = 0.1),
         ("mixtral", "one expert a token", |config, _| config.mixture.as_mut().unwrap().top_k = 1),
         ("mixtral", "weights of all experts", |config, _| config.mixture.as_mut().unwrap().normalized = false),
@@ -171,6 +194,30 @@ fn another_model_has_other_logits() {
             });
         }),
         ("qwen3_moe", "weights that add up to 1", |config, _| config.mixture.as_mut().unwrap().normalized = true),
+        ("phi3", "factors of short contexts", |config, _| {
+            let RopeKind::Long { original, .. } = &mut config.rope.kind else { panic!("a longrope") };
+            *original = 32;
+        }),
+        ("phi3-short", "factors of long contexts", |config, _| {
+            let RopeKind::Long { original, .. } = &mut config.rope.kind else { panic!("a longrope") };
+            *original = 16;
+        }),
+        ("phi3-short", "no window", |config, _| config.window.fill(None)),
+        ("smollm3", "rotation in every layer", |config, _| config.rotated.fill(true)),
+        ("smollm3", "no window", |config, _| config.window.fill(None)),
+        ("granite", "no factor of embeddings", |config, _| config.factors.embedding = 1.0),
+        ("granite", "no factor of scores", |config, _| config.factors.attention = None),
+        ("granite", "no factor of the residual stream", |config, _| config.factors.residual = 1.0),
+        ("granite", "no factor of logits", |config, _| config.factors.logits = 1.0),
+        ("olmo2", "norms of heads", |config, _| config.qk_norm = QkNorm::None),
+        ("olmo2", "no norm behind the MLP", |_, weights| weights.layers[1].mlp_norm = None),
+        ("glm4", "pairs of halves", |config, _| config.rope.pairs = RopePairs::Halves),
+        ("glm4", "no norm behind attention", |_, weights| weights.layers[0].attention_norm = None),
+        ("cohere", "a root mean square", |config, _| config.norm = NormKind::Rms),
+        ("cohere", "one after the other", |config, weights| {
+            config.parallel = false;
+            weights.layers.iter_mut().for_each(|layer| layer.post_norm = layer.input_norm.clone());
+        }),
     ];
     for (model, what, plant) in plants {
         let fixture = Fixture::load(model);

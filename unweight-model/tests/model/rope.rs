@@ -12,11 +12,11 @@ fn rope_tables_match_transformers() {
     let cases: Value = serde_json::from_str(include_str!("../fixtures/rope.json")).unwrap();
     for (name, case) in cases.as_object().unwrap() {
         let rope = ModelConfig::from_json(&case["config"], None).unwrap().rope;
-        let (expected, got) = (bits(&case["inv_freq_bits"]), rope.inv_freq());
+        let (expected, got) = (bits(&case["inv_freq_bits"]), rope.inv_freq(131_072));
         assert_eq!(expected.len(), got.len(), "{name}");
         for (i, (&expected, got)) in expected.iter().zip(&got).enumerate() {
-            // Of all these frequencies torch rounds one the other way: that of 1e6^(74/128).
-            let unit = u32::from(rope.theta == 1e6 && i == 37);
+            // Of all these frequencies torch rounds two the other way: those of 1e6^(74/128) and 1e4^(40/96).
+            let unit = u32::from(rope.theta == 1e6 && i == 37 || rope.dim == 96 && i == 20);
             assert_eq!(expected.abs_diff(got.to_bits()), unit, "{name}, frequency {i}");
         }
         // All bits are equal here; in the whole table of Llama 3.1, 5 of 16.8 million differ by a unit: f32 ties that

@@ -104,7 +104,7 @@ impl RoutePolicy {
 type Shapes = BTreeMap<Role, (u32, u32, bool)>;
 
 /// The weights of linear layers in a bundle, as its manifest has them: each alone, and merged as servers do it (q, k
-/// and v; a gate and an up). Embeddings are none, unless there is no head: then they are that, too.
+/// and v; a gate and an up, also of one tensor). Embeddings are none, unless there is no head: then they are that, too.
 pub fn weights(bundle: &Bundle) -> Vec<Weight> {
     let mut found = BTreeSet::new();
     let tied = bundle.tensors().all(|tensor| tensor.entry().role != Role::LmHead);
@@ -118,6 +118,9 @@ pub fn weights(bundle: &Bundle) -> Vec<Weight> {
             continue;
         }
         found.insert(Weight::stored(n, k, entry.encoding));
+        if entry.role == Role::GateUp && n.is_multiple_of(64) && k.is_multiple_of(64) {
+            found.insert(Weight::merged(n, k, true).all_compact(entry.encoding == EncodingId::COMPACT));
+        }
         let parent = entry.name.rsplitn(3, '.').nth(2).unwrap_or_default();
         siblings
             .entry((entry.layer, parent))

@@ -165,6 +165,34 @@ impl<'k> Loader<'k> {
         })
     }
 
+    /// Loads a tensor `[2 * n, k]`, a gate with its up below, as one layer that activates its product
+    /// ([`Merge::SiluMul`]).
+    ///
+    /// # Errors
+    /// As for [`Loader::merge`].
+    pub fn gate_up(&mut self, name: &str) -> Result<Linear, LoadError> {
+        if self.builder.wanted.placement == Placement::Bf16 {
+            // As BF16 their rows are concatenated.
+            return self.load(name);
+        }
+        let both = self.matrix(name)?;
+        let compact = self.bundle.tensor(name)?.encoding() == EncodingId::COMPACT;
+        let (gate, k) = (both.view().rows() / 2, both.view().cols());
+        let up = both.view().rows() - gate;
+        let names = [name];
+        let parts = Parts::new(&names, vec![(gate, k), (up, k)], Merge::SiluMul, compact);
+        let layer = self.builder.merge(&parts, &mut |part, packer, mut output| {
+            let rows = if part == 0 { 0..gate } else { gate..gate + up };
+            let mut copy = || -> Result<(), DeviceError> {
+                output.copy_from(packer.stream(), both.view().part(rows.clone(), 0..k)?)
+            };
+            copy().map_err(in_tensor(name))
+        })?;
+        // Before the matrix goes.
+        self.builder.stream().synchronize().map_err(in_tensor(name))?;
+        Ok(layer)
+    }
+
     /// Decodes a tensor `[n, k]` to BF16 on the device: an embedding, for instance.
     ///
     /// # Errors

@@ -46,7 +46,8 @@ pub struct TokenRows<'a> {
 }
 
 /// Cosines and sines of rotary angles, bf16 `[positions, rope_dim / 2]` each, without gaps. Elements `i` and
-/// `i + rope_dim / 2` of a head are turned together; those from `rope_dim` on are not.
+/// `i + rope_dim / 2` of a head are turned together; those from `rope_dim` on are not. A kernel with `adjacent` turns
+/// elements `2 * i` and `2 * i + 1` together, and has angles `i` and `i + rope_dim / 4` next to each other.
 #[derive(Clone, Copy, Debug)]
 pub struct RotaryTable<'a> {
     /// Cosines.
@@ -115,6 +116,7 @@ impl<'a> ChunkRows<'a> {
 #[non_exhaustive]
 pub struct AttentionOptions<'a> {
     rotary: RotaryTable<'a>,
+    rotated: bool,
     window: u32,
     scale: Option<f32>,
     bias: Option<&'a DeviceBuffer<u16>>,
@@ -127,7 +129,15 @@ pub struct AttentionOptions<'a> {
 impl<'a> AttentionOptions<'a> {
     /// Queries and keys are turned by these angles, tokens see all before them, and that is all.
     pub fn new(rotary: RotaryTable<'a>) -> Self {
-        Self { rotary, window: 0, scale: None, bias: None, q_norm: None, k_norm: None, eps: 0.0, parts: 1 }
+        let (bias, q_norm, k_norm) = (None, None, None);
+        Self { rotary, rotated: true, window: 0, scale: None, bias, q_norm, k_norm, eps: 0.0, parts: 1 }
+    }
+
+    /// Whether queries and keys are turned; otherwise the angles only say how many positions there are.
+    #[must_use]
+    pub fn rotated(mut self, rotated: bool) -> Self {
+        self.rotated = rotated;
+        self
     }
 
     /// Blocks that share the tokens of a row and KV head, 1 to [`PARTS_MAX`], where the kernel has `split`; those for
@@ -390,7 +400,7 @@ impl Attention {
             table_pages: rows.table_pages,
             max_positions: cosines.rows,
             window: options.window,
-            rope_dim: cosines.cols * 2,
+            rope_dim: if options.rotated { cosines.cols * 2 } else { 0 },
             start: 0,
             scale: scale * std::f32::consts::LOG2_E,
             eps: options.eps,

@@ -22,5 +22,6 @@ pub mod pack;
 pub mod rope;
 pub mod route;
 pub mod sample;
+pub mod scale;
 pub mod silu_mul;
 pub mod unpack;

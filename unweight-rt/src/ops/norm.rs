@@ -1,4 +1,4 @@
-//! RMSNorm of rows of activations: `y[r] = bf16(gamma * bf16(x[r] * rsqrt(mean(x[r]^2) + eps)))`.
+//! Norms of rows of activations: `y[r] = norm(x[r])`, or `y[r] += norm(x[r])` if the kernel adds.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use crate::{
     },
 };
 
-/// An RMSNorm kernel.
+/// A kernel of family `norm`.
 #[derive(Clone, Debug)]
 pub struct Norm {
     kernel: Arc<LoadedKernel>,
@@ -30,7 +30,7 @@ impl Norm {
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::Norm(_) => Ok(Self { kernel }),
-            _ => kernel.refuse(LaunchError::Family { wanted: "an RMSNorm" }),
+            _ => kernel.refuse(LaunchError::Family { wanted: "a norm" }),
         }
     }
 
@@ -41,7 +41,7 @@ impl Norm {
 
     /// Enqueues the norm of the rows of `x` `[m, d]`, or of those that `rows` names: `y` has as many rows as are asked
     /// for, and `rows` that many entries at least. `gamma` is `[d]`; `d` is a multiple of 8, at most 16384. An entry of
-    /// `rows` that is not a row of `x` gives zeros, and [`ExecContext::synchronize`] reports it.
+    /// `rows` that is not a row of `x` gives zeros, or nothing is added; [`ExecContext::synchronize`] reports it.
     ///
     /// # Errors
     /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
@@ -57,16 +57,46 @@ impl Norm {
     ) -> Result<(), DeviceError> {
         let (x, y, own) = (x.place(), y.place(), self.kernel.device().ordinal());
         let check = || {
+            check_apart(("y", y.span()), [("x", x.span())])?;
+            rows.map_or(Ok(()), |rows| {
+                check_device("the list of rows", rows.device().ordinal(), own)?;
+                check_apart(("y", y.span()), [("the list of rows", rows.span())])
+            })
+        };
+        check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        self.launch(ctx, x, (gamma, eps), rows, y)
+    }
+
+    /// Enqueues `y[r] = norm(y[r])`, of all rows.
+    ///
+    /// # Errors
+    /// As for [`Norm::enqueue`].
+    pub fn enqueue_in_place(
+        &self,
+        ctx: &mut ExecContext,
+        y: MatrixMut<'_>,
+        gamma: &DeviceBuffer<u16>,
+        eps: f32,
+    ) -> Result<(), DeviceError> {
+        self.launch(ctx, y.place(), (gamma, eps), None, y.place())
+    }
+
+    fn launch(
+        &self,
+        ctx: &mut ExecContext,
+        x: &Place,
+        (gamma, eps): (&DeviceBuffer<u16>, f32),
+        rows: Option<&DeviceBuffer<u32>>,
+        y: &Place,
+    ) -> Result<(), DeviceError> {
+        let own = self.kernel.device().ordinal();
+        let check = || {
             check_shapes(x, rows.map(DeviceBuffer::len), y)?;
             check_len("gamma", gamma.len(), x.cols)?;
             check_device("gamma", gamma.device().ordinal(), own)?;
             x.check_device("x", own)?;
             y.check_device("y", own)?;
-            check_apart(("y", y.span()), [("x", x.span()), ("gamma", gamma.span())])?;
-            rows.map_or(Ok(()), |rows| {
-                check_device("the list of rows", rows.device().ordinal(), own)?;
-                check_apart(("y", y.span()), [("the list of rows", rows.span())])
-            })
+            check_apart(("y", y.span()), [("gamma", gamma.span())])
         };
         check().or_else(|refusal| self.kernel.refuse(refusal))?;
         let args = NormArgs {
@@ -83,8 +113,9 @@ impl Norm {
             reserved: 0,
         };
         // SAFETY: shapes, pitches, places and the list's length were held against each other above, the views against
-        // their memory when they were made; the kernel bounds the entries of the list. The fault word lives as long as
-        // the context, on whose stream this runs. Dropping a buffer waits for the kernel.
+        // their memory when they were made; the kernel bounds the entries of the list, and a thread writes what it
+        // alone has read. The fault word lives as long as the context, on whose stream this runs. Dropping a buffer
+        // waits for the kernel.
         unsafe { self.kernel.launch(ctx.stream(), GemmShape::rows(y.rows), &args) }
     }
 }

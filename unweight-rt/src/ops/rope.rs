@@ -31,7 +31,8 @@ pub struct RopeTable<'a> {
 
 impl<'a> RopeTable<'a> {
     /// A table for the first `rope_dim` elements of a head, a multiple of 4: elements `i` and `i + rope_dim / 2` are
-    /// turned together.
+    /// turned together. A kernel with `adjacent` turns elements `2 * i` and `2 * i + 1` together, and has angles `i` and
+    /// `i + rope_dim / 4` next to each other.
     ///
     /// # Errors
     /// [`LaunchError::RopeDim`]; [`LaunchError::Elements`]: the two differ in length, or hold no whole number of
@@ -81,6 +82,8 @@ pub struct HeadOptions<'a> {
     pub heads: u32,
     /// Cosines and sines.
     pub table: RopeTable<'a>,
+    /// Whether heads are rotated; otherwise the table only says how many positions there are.
+    pub rotated: bool,
     /// bf16 `[(heads + 2 * kv_heads) * head_dim]`, added to all of them.
     pub bias: Option<&'a DeviceBuffer<u16>>,
     /// bf16 `[head_dim]`, the weights of an RMSNorm of each q head.
@@ -94,7 +97,14 @@ pub struct HeadOptions<'a> {
 impl<'a> HeadOptions<'a> {
     /// Rotation alone.
     pub fn new(heads: u32, table: RopeTable<'a>) -> Self {
-        Self { heads, table, bias: None, q_norm: None, k_norm: None, eps: 1e-6 }
+        Self { heads, table, rotated: true, bias: None, q_norm: None, k_norm: None, eps: 1e-6 }
+    }
+
+    /// Whether heads are rotated.
+    #[must_use]
+    pub fn rotated(mut self, rotated: bool) -> Self {
+        self.rotated = rotated;
+        self
     }
 
     /// With a bias of all heads.
@@ -205,7 +215,7 @@ impl Rope {
             start,
             heads: options.heads,
             kv_heads: shape.kv_heads(),
-            rope_dim: options.table.rope_dim,
+            rope_dim: if options.rotated { options.table.rope_dim } else { 0 },
             cache_pages: shape.pages(),
         };
         // SAFETY: shapes, pitches, places and positions were held against each other above, the views against their

@@ -1,23 +1,29 @@
-// RMSNorm: y[r] = bf16(gamma * bf16(x[s] * rsqrt(mean(x[s]^2) + eps))), s = r, or rows[r] where there is a list.
+// Norms: y[r] = norm(x[s]), s = r, or rows[r] where there is a list.
 //
 // Config
-//   u32  kThreads  a multiple of 32 up to 1024; d is at most kColumnsMax
-//   bool kPdl      programmatic dependent launch: gamma is read before griddepcontrol.wait, all else after it
+//   u32  kThreads   a multiple of 32 up to 1024; d is at most kColumnsMax
+//   NormKind kKind  kRms      bf16(gamma * bf16(x * rsqrt(mean(x^2) + eps)))
+//                   kRmsOnce  bf16(gamma * (x * rsqrt(mean(x^2) + eps)))
+//                   kLayer    bf16(gamma * (c * rsqrt(mean(c^2) + eps))), c = x - mean(x)
+//   bool kAdd       y[r] += norm(x[s]), added before the last rounding
+//   bool kPdl       programmatic dependent launch: gamma is read before griddepcontrol.wait, all else after it
 //
 // Launch: kThreads threads, Smem<Config>::kBytes of dynamic shared memory, a block a row. d is a multiple of 8; rows
 // and gamma are 16-byte aligned.
 //
 // Roles: none. Thread t holds chunks of 8 columns t, t + kThreads, ... of x and gamma in registers, so x is read once.
-// Barriers: the block meets once, between writing the sums of its warps and adding them up.
-// Shared memory = kThreads / 32 * 4: fp32 sums of the warps.
+// y may be x: a thread writes what it alone has read.
+// Barriers: the block meets once, between writing the sums of its warps and adding them up; kLayer: twice.
+// Shared memory = kThreads / 32 * 4: fp32 sums of the warps; kLayer: twice that, of x and of the squares.
 //
 // Sums     a thread's squares in the order of columns, a warp's by a butterfly, the warps' in their order: a row's bits
 //          depend on nothing but the row.
-// Safety   an entry of the list that names no row gives zeros and a report; nothing is read for it.
-// Bound    device memory, 4 * m * d bytes; of few rows the latency of two loads that follow each other.
+// Safety   an entry of the list that names no row gives zeros (kAdd: y as it is) and a report; nothing is read for it.
+// Bound    device memory, 4 * m * d bytes, kAdd: 6 * m * d; of few rows the latency of two loads that follow each other.
 #pragma once
 
 #include "unweight/activation/element.cuh"
+#include "unweight/axes.cuh"
 #include "unweight/ptx/barrier.cuh"
 #include "unweight/ptx/control.cuh"
 #include "unweight/ptx/memory.cuh"
@@ -31,9 +37,13 @@ template <class Config>
 constexpr u32 kThreads = Config::kThreads;
 
 template <class Config>
+constexpr bool kCentred = Config::kKind == NormKind::kLayer;
+
+template <class Config>
 struct Smem {
     static constexpr u32 kSums = 0;
-    static constexpr u32 kBytes = kSums + Config::kThreads / 32 * 4;
+    static constexpr u32 kSquares = kSums + (kCentred<Config> ? Config::kThreads / 32 * 4 : 0);
+    static constexpr u32 kBytes = kSquares + Config::kThreads / 32 * 4;
 };
 
 UW_DEVICE void add_squares(float& sum, U32x4 x) {
@@ -48,10 +58,10 @@ UW_DEVICE U32x4 scale(U32x4 x, U32x4 gamma, float factor) {
             activation::scale_norm(x.z, gamma.z, factor), activation::scale_norm(x.w, gamma.w, factor)};
 }
 
-// The sum over the block, the same bits in every thread.
+// The sum over the block, the same bits in every thread; `section` of shared memory is the sum's own.
 template <class Config>
-UW_DEVICE float block_sum(float sum) {
-    const u32 sums = ptx::smem_address(ptx::dynamic_smem()) + Smem<Config>::kSums;
+UW_DEVICE float block_sum(float sum, u32 section) {
+    const u32 sums = ptx::smem_address(ptx::dynamic_smem()) + section;
 #pragma unroll
     for (u32 distance = 16; distance != 0; distance /= 2) {
         sum = ptx::add(sum, ptx::float_from_bits(ptx::shuffle_xor(ptx::bits_from_float(sum), distance)));
@@ -65,6 +75,41 @@ UW_DEVICE float block_sum(float sum) {
         sum = ptx::add(sum, ptx::float_from_bits(ptx::ld_shared(sums + warp * 4)));
     }
     return sum;
+}
+
+UW_DEVICE void add_elements(float& sum, u32 x) {
+    sum = ptx::add(sum, activation::low_of(x));
+    sum = ptx::add(sum, activation::high_of(x));
+}
+UW_DEVICE void add_centred(float& sum, u32 x, float middle) {
+    const float low = ptx::add(activation::low_of(x), -middle);
+    const float high = ptx::add(activation::high_of(x), -middle);
+    sum = ptx::fma(high, high, ptx::fma(low, low, sum));
+}
+
+// One word of y, from those of x and gamma, and that y has before (kAdd).
+template <class Config>
+UW_DEVICE u32 normed(u32 x, u32 gamma, u32 y, float middle, float factor) {
+    using namespace activation;
+    float low = low_of(x), high = high_of(x);
+    if constexpr (kCentred<Config>) {
+        low = ptx::add(low, -middle);
+        high = ptx::add(high, -middle);
+    }
+    low = ptx::mul(low, factor);
+    high = ptx::mul(high, factor);
+    if constexpr (Config::kKind == NormKind::kRms) {
+        const u32 rounded = ptx::pack_bf16x2(low, high);
+        low = low_of(rounded);
+        high = high_of(rounded);
+    }
+    low = ptx::mul(low, low_of(gamma));
+    high = ptx::mul(high, high_of(gamma));
+    if constexpr (Config::kAdd) {
+        low = ptx::add(low_of(y), low);
+        high = ptx::add(high_of(y), high);
+    }
+    return ptx::pack_bf16x2(low, high);
 }
 
 template <class Config>
@@ -87,8 +132,10 @@ UW_DEVICE void run(const NormArgs& args) {
     if (args.rows != nullptr) {
         source = ptx::ld_global(args.rows + row);
         if (source >= args.source_rows) {
-            for (u32 chunk = thread; chunk < chunks; chunk += Config::kThreads) {
-                ptx::st_global_x4(y + chunk * kChunk, {0, 0, 0, 0});
+            if constexpr (!Config::kAdd) {
+                for (u32 chunk = thread; chunk < chunks; chunk += Config::kThreads) {
+                    ptx::st_global_x4(y + chunk * kChunk, {0, 0, 0, 0});
+                }
             }
             if (thread == 0) ptx::st_global(args.fault, row + 1);
             return;
@@ -101,15 +148,47 @@ UW_DEVICE void run(const NormArgs& args) {
         const u32 chunk = thread + i * Config::kThreads;
         if (chunk < chunks) x[i] = ptx::ld_global_x4(from + chunk * kChunk);
     }
+    float middle = 0;
+    if constexpr (kCentred<Config>) {
 #pragma unroll
-    for (u32 i = 0; i < kPieces; ++i) {
-        if (thread + i * Config::kThreads < chunks) add_squares(sum, x[i]);
+        for (u32 i = 0; i < kPieces; ++i) {
+            if (thread + i * Config::kThreads >= chunks) continue;
+            add_elements(middle, x[i].x);
+            add_elements(middle, x[i].y);
+            add_elements(middle, x[i].z);
+            add_elements(middle, x[i].w);
+        }
+        middle = ptx::div(block_sum<Config>(middle, Smem<Config>::kSums), static_cast<float>(args.d));
+#pragma unroll
+        for (u32 i = 0; i < kPieces; ++i) {
+            if (thread + i * Config::kThreads >= chunks) continue;
+            add_centred(sum, x[i].x, middle);
+            add_centred(sum, x[i].y, middle);
+            add_centred(sum, x[i].z, middle);
+            add_centred(sum, x[i].w, middle);
+        }
+    } else {
+#pragma unroll
+        for (u32 i = 0; i < kPieces; ++i) {
+            if (thread + i * Config::kThreads < chunks) add_squares(sum, x[i]);
+        }
     }
-    const float factor = activation::norm_scale(block_sum<Config>(sum), args.d, args.eps);
+    const float factor = activation::norm_scale(block_sum<Config>(sum, Smem<Config>::kSquares), args.d, args.eps);
 #pragma unroll
     for (u32 i = 0; i < kPieces; ++i) {
         const u32 chunk = thread + i * Config::kThreads;
-        if (chunk < chunks) ptx::st_global_x4(y + chunk * kChunk, scale(x[i], gamma[i], factor));
+        if (chunk >= chunks) continue;
+        if constexpr (Config::kKind == NormKind::kRms && !Config::kAdd) {
+            ptx::st_global_x4(y + chunk * kChunk, scale(x[i], gamma[i], factor));
+        } else {
+            U32x4 before{0, 0, 0, 0};
+            if constexpr (Config::kAdd) before = ptx::ld_global_x4(y + chunk * kChunk);
+            const U32x4 after{normed<Config>(x[i].x, gamma[i].x, before.x, middle, factor),
+                              normed<Config>(x[i].y, gamma[i].y, before.y, middle, factor),
+                              normed<Config>(x[i].z, gamma[i].z, before.z, middle, factor),
+                              normed<Config>(x[i].w, gamma[i].w, before.w, middle, factor)};
+            ptx::st_global_x4(y + chunk * kChunk, after);
+        }
     }
 }
 

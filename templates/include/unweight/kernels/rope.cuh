@@ -4,12 +4,14 @@
 //
 // Config
 //   u32  kHeadDim  a multiple of 16 up to 256
+//   bool kAdjacent elements 2i and 2i + 1 are turned together, instead of i and i + rope_dim / 2
 //   bool kPdl      programmatic dependent launch: tables, norms and the page are read before griddepcontrol.wait, QKV
 //                  after it
 //
 // Launch: kThreads threads, no shared memory, a block a token. Rows of QKV are 16-byte aligned.
 //   rope_dim is a multiple of 4 up to kHeadDim: elements i and i + rope_dim / 2 are turned together, those from
-//   rope_dim on stay as they are. cosines and sines: [positions, rope_dim / 2].
+//   rope_dim on stay as they are; 0: all. cosines and sines: [positions, rope_dim / 2]; kAdjacent: angles i and
+//   i + rope_dim / 4 are next to each other.
 //
 // Roles: none. Warp w takes heads w, w + kWarps, ... of its token; what all heads share (angles, norms) is read once.
 // Lane l has pairs l, l + 32, ... of words: of those that are turned the two that belong together.
@@ -106,7 +108,12 @@ struct Head {
     UW_DEVICE void rotate(Words& x, const Words& angles) const {
 #pragma unroll
         for (u32 i = 0; i < kPieces; ++i) {
-            if (pair(i) < turned) activation::rotate(x.first[i], x.second[i], angles.first[i], angles.second[i]);
+            if (pair(i) >= turned) continue;
+            if constexpr (Config::kAdjacent) {
+                activation::rotate_adjacent(x.first[i], x.second[i], angles.first[i], angles.second[i]);
+            } else {
+                activation::rotate(x.first[i], x.second[i], angles.first[i], angles.second[i]);
+            }
         }
     }
 

@@ -12,6 +12,8 @@
 //                        at a time (cp.async), without barriers
 //   KvCache kCache       kBf16: pages as encoding/kv_page.cuh lays them out; kPacked: those of encoding/kv_packed.cuh,
 //                        but for the page that a sequence is writing, its hot page, which is bf16
+//   bool kAdjacent       elements 2i and 2i + 1 of a head are turned together, instead of i and i + rope_dim / 2; in
+//                        the tables, angles i and i + rope_dim / 4 are next to each other
 //   bool kPdl            programmatic dependent launch: tables and the pages of earlier tokens are read before
 //                        griddepcontrol.wait, QKV is read and A and the cache are written after it
 //
@@ -335,7 +337,13 @@ struct Kernel {
                 y = activation::scale_norm(y, ptx::ld_global(gamma + 2 * second), scale);
             }
         }
-        if (rotate && turned) activation::rotate(x, y, cosines, sines);
+        if (rotate && turned) {
+            if constexpr (Config::kAdjacent) {
+                activation::rotate_adjacent(x, y, cosines, sines);
+            } else {
+                activation::rotate(x, y, cosines, sines);
+            }
+        }
         if (mine) {
             store(first, x);
             store(second, y);

@@ -6,14 +6,19 @@
 //!                         +--norm--> normed --gate, up--> active --down---------------+--> hidden
 //! hidden --norm--> normed --head--> logits --sample--> ids, positions + 1
 //! ```
+//! Families differ: norms of what is added instead of what is read, or of both; one norm for attention and MLP; factors of
+//! embeddings, of what is added and of logits.
+//!
 //! A step is one chain on one stream, but for copies of experts that are fetched
 //! ([`offload`](unweight_rt::raw::layer::experts::offload)), for whose choice the host waits. A kernel of a step may
 //! read positions, page tables and the keys and values of earlier tokens before the previous kernel has ended:
 //! nothing of the same step writes them. What the sampler writes belongs to the next step, and two steps are never in
 //! one graph.
 
+mod part;
+
 use unweight_codegen::spec::Epilogue;
-use unweight_model::{Mixture, ModelConfig};
+use unweight_model::{Factors, Mixture, ModelConfig, QkNorm, RopePairs};
 use unweight_rt::{
     DeviceBuffer, DeviceError, DeviceMatrix, ExecContext, LaunchError, Linear, MatrixMut, MatrixRef, Stream,
     experts::{ExpertTraffic, Fetcher, Routed, RouterConfig},
@@ -25,6 +30,8 @@ use unweight_rt::{
     },
 };
 
+pub use part::Part;
+
 use crate::{
     kernels::Kernels,
     kv_cache::{KvStore, PackedCache},
@@ -33,63 +40,6 @@ use crate::{
     pages::pages_for,
     weights::{Layer, MixtureExperts, Weights},
 };
-
-/// A part of a step, for a breakdown of its time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Part {
-    /// The lookup of token embeddings.
-    Embed,
-    /// All RMS norms.
-    Norm,
-    /// The product of queries, keys and values.
-    Qkv,
-    /// Attention, with bias, norm and RoPE of the heads.
-    Attention,
-    /// The output projection of attention.
-    Output,
-    /// The product of gate and up, with the activation if the layer fuses it.
-    GateUp,
-    /// The activation, if it is a separate kernel.
-    Activation,
-    /// The product of down.
-    Down,
-    /// The product of the language-model head.
-    Head,
-    /// Sampling.
-    Sample,
-}
-
-impl Part {
-    /// All parts, in the order of a step.
-    pub const ALL: [Self; 10] = [
-        Self::Embed,
-        Self::Norm,
-        Self::Qkv,
-        Self::Attention,
-        Self::Output,
-        Self::GateUp,
-        Self::Activation,
-        Self::Down,
-        Self::Head,
-        Self::Sample,
-    ];
-
-    /// The name in tables.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Embed => "embed",
-            Self::Norm => "norms",
-            Self::Qkv => "qkv",
-            Self::Attention => "attention",
-            Self::Output => "o",
-            Self::GateUp => "gate_up",
-            Self::Activation => "silu_mul",
-            Self::Down => "down",
-            Self::Head => "lm_head",
-            Self::Sample => "sample",
-        }
-    }
-}
 
 /// Sizes.
 #[derive(Clone, Debug)]
@@ -110,7 +60,13 @@ struct Shape {
     /// Pages of the longest sequence.
     table_pages: u32,
     windows: Vec<Option<u32>>,
+    /// Layers with rotary embedding.
+    rotated: Vec<bool>,
     mixture: Option<Mixture>,
+    qk_norm: QkNorm,
+    kv: u32,
+    parallel: bool,
+    factors: Factors,
 }
 
 /// What a row of a step is.
@@ -210,7 +166,12 @@ impl Forward {
             layers: config.layers,
             table_pages: pages_for(memory.context),
             windows: config.window.clone(),
+            rotated: config.rotated.clone(),
             mixture: config.mixture,
+            qk_norm: config.qk_norm,
+            kv: config.kv_heads * config.head_dim,
+            parallel: config.parallel,
+            factors: config.factors,
         };
         let (experts, top_k) = shape.mixture.map_or((0, 0), |mixture| (router_pitch(mixture), mixture.top_k));
         let elements = |rows: u32, cols: u32| rows as usize * cols as usize;
@@ -218,7 +179,15 @@ impl Forward {
         let words = |len: usize| DeviceBuffer::<u32>::zeroed(&stream, len);
         let angles = config.rope.table(memory.context);
         let bits = |values: &[half::bf16]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
-        let table = |values| DeviceMatrix::from_host(&stream, memory.context, shape.rope_dim / 2, &bits(values));
+        let table = |values: &[half::bf16]| {
+            let angles = shape.rope_dim / 2;
+            let values = if config.rope.pairs == RopePairs::Adjacent {
+                interleaved(&bits(values), angles as usize)
+            } else {
+                bits(values)
+            };
+            DeviceMatrix::from_host(&stream, memory.context, angles, &values)
+        };
         Ok(Self {
             hidden: zeroed(rows, shape.hidden)?,
             normed: zeroed(rows, shape.hidden)?,
@@ -366,7 +335,7 @@ impl Forward {
         }
         for (index, layer) in weights.layers.iter().enumerate() {
             if runs(Part::Norm) {
-                self.norm(&layer.input_norm, 0, rows)?;
+                self.norm_of(&layer.input_norm, rows)?;
             }
             if runs(Part::Qkv) {
                 self.qkv(layer, rows)?;
@@ -425,7 +394,7 @@ impl Forward {
         self.passing = rows;
         self.embed(weights, rows, Ids::Prompt)?;
         for (index, layer) in weights.layers.iter().enumerate() {
-            self.norm(&layer.input_norm, 0, rows)?;
+            self.norm_of(&layer.input_norm, rows)?;
             self.qkv(layer, rows)?;
             self.turn(layer, index, start, rows)?;
             self.attend_chunk(index, start, rows)?;
@@ -459,8 +428,14 @@ impl Forward {
             Ids::Step => &self.ids,
             Ids::Prompt => &self.prompt,
         };
-        let hidden = view_mut(&mut self.hidden, rows, self.shape.hidden)?;
-        self.kernels.embed.enqueue(&mut self.ctx, ids, table, hidden)
+        let mut hidden = view_mut(&mut self.hidden, rows, self.shape.hidden)?;
+        self.kernels.embed.enqueue(&mut self.ctx, ids, table, hidden.reborrow())?;
+        self.kernels.scale(&mut self.ctx, hidden, self.shape.factors.embedding)
+    }
+
+    /// Of what a layer reads, if it is normed.
+    pub(crate) fn norm_of(&mut self, gamma: &Option<DeviceBuffer<u16>>, rows: u32) -> Result<(), DeviceError> {
+        gamma.as_ref().map_or(Ok(()), |gamma| self.norm(gamma, 0, rows))
     }
 
     /// Of `rows` rows from `first` on, to the front.
@@ -472,21 +447,40 @@ impl Forward {
     }
 
     pub(crate) fn qkv(&mut self, layer: &Layer, rows: u32) -> Result<(), DeviceError> {
-        let x = view(&self.normed, rows, self.shape.hidden)?;
-        let y = view_mut(&mut self.qkv, rows, self.shape.qkv)?;
-        layer.qkv.enqueue(&mut self.ctx, x, y, Epilogue::Store)
+        let Shape { hidden, qkv, attended, kv, eps, qk_norm, .. } = self.shape;
+        let x = view(if layer.input_norm.is_some() { &self.normed } else { &self.hidden }, rows, hidden)?;
+        let mut y = view_mut(&mut self.qkv, rows, qkv)?;
+        layer.qkv.enqueue(&mut self.ctx, x, y.reborrow(), Epilogue::Store)?;
+        if qk_norm != QkNorm::Whole {
+            return Ok(());
+        }
+        for (gamma, columns) in [(&layer.q_norm, 0..attended), (&layer.k_norm, attended..attended + kv)] {
+            let Some(gamma) = gamma else { continue };
+            self.kernels.norm.enqueue_in_place(&mut self.ctx, y.part(0..rows, columns)?, gamma, eps)?;
+        }
+        Ok(())
+    }
+
+    /// Weights of the norms of heads, each for itself.
+    fn head_norms(layer: &Layer, qk_norm: QkNorm) -> [Option<&DeviceBuffer<u16>>; 2] {
+        if qk_norm == QkNorm::Head { [layer.q_norm.as_ref(), layer.k_norm.as_ref()] } else { [None; 2] }
     }
 
     pub(crate) fn attend(&mut self, layer: &Layer, index: usize, rows: u32) -> Result<(), DeviceError> {
-        let Shape { qkv, attended, table_pages, eps, layers, ref windows, .. } = self.shape;
+        let Shape { qkv, attended, table_pages, eps, layers, qk_norm, ref windows, ref rotated, .. } = self.shape;
         let decode =
             self.kernels.decode(rows).ok_or(LaunchError::Batch { m: rows, max_batch: self.ids.len() as u32 })?;
         let rotary = RotaryTable { cosines: self.cosines.view(), sines: self.sines.view() };
-        let options = AttentionOptions::new(rotary)
+        let [q_norm, k_norm] = Self::head_norms(layer, qk_norm);
+        let mut options = AttentionOptions::new(rotary)
+            .rotated(rotated.get(index).is_none_or(|rotated| *rotated))
             .window(windows.get(index).copied().flatten())
             .bias(layer.qkv_bias.as_ref())
-            .norms(layer.q_norm.as_ref(), layer.k_norm.as_ref(), eps)
+            .norms(q_norm, k_norm, eps)
             .parts(decode.parts);
+        if let Some(factor) = self.shape.factors.attention {
+            options = options.scale(factor);
+        }
         let tokens = TokenRows { positions: &self.positions, page_table: &self.tables, table_pages };
         let x = view(&self.qkv, rows, qkv)?;
         let cache = self.cache.decode(index as u32)?;
@@ -499,13 +493,13 @@ impl Forward {
     }
 
     pub(crate) fn turn(&mut self, layer: &Layer, index: usize, start: u32, rows: u32) -> Result<(), DeviceError> {
-        let Shape { qkv, heads, rope_dim, eps, .. } = self.shape;
+        let Shape { qkv, heads, rope_dim, eps, qk_norm, ref rotated, .. } = self.shape;
         let table = RopeTable::new(self.cosines.data(), self.sines.data(), rope_dim)?;
-        let options = HeadOptions::new(heads, table).bias(layer.qkv_bias.as_ref()).norms(
-            layer.q_norm.as_ref(),
-            layer.k_norm.as_ref(),
-            eps,
-        );
+        let [q_norm, k_norm] = Self::head_norms(layer, qk_norm);
+        let options = HeadOptions::new(heads, table)
+            .rotated(rotated.get(index).is_none_or(|rotated| *rotated))
+            .bias(layer.qkv_bias.as_ref())
+            .norms(q_norm, k_norm, eps);
         let (cache, pages) = self.cache.chunk(index as u32, &self.prompt_pages)?;
         let x = view_mut(&mut self.qkv, rows, qkv)?;
         self.kernels.rope.enqueue(&mut self.ctx, x, &options, cache, pages, start)
@@ -519,7 +513,10 @@ impl Forward {
         }
         let x = view(&self.qkv, rows, qkv)?;
         let (cache, pages) = self.cache.chunk(layer, &self.prompt_pages)?;
-        let tokens = ChunkRows::new(start, pages, table_pages).window(window);
+        let mut tokens = ChunkRows::new(start, pages, table_pages).window(window);
+        if let Some(factor) = self.shape.factors.attention {
+            tokens = tokens.scale(factor);
+        }
         let out = view_mut(&mut self.attended, rows, attended)?;
         self.kernels.prefill.prefill(&mut self.ctx, x, cache, tokens, out)?;
         match self.cache.packed() {
@@ -534,18 +531,18 @@ impl Forward {
         rows: u32,
         runs: impl Fn(Part) -> bool,
     ) -> Result<(), DeviceError> {
-        let Shape { hidden, intermediate, attended, .. } = self.shape;
+        let Shape { hidden, intermediate, .. } = self.shape;
         if runs(Part::Output) {
-            let (x, y) = (view(&self.attended, rows, attended)?, view_mut(&mut self.hidden, rows, hidden)?);
-            layer.o.enqueue(&mut self.ctx, x, y, Epilogue::StoreAdd)?;
+            self.add(&layer.o, Added::Attention, layer.attention_norm.as_ref(), rows)?;
         }
         if runs(Part::Norm) {
-            self.norm(&layer.post_norm, 0, rows)?;
+            self.norm_of(&layer.post_norm, rows)?;
         }
         if let (Some((router, experts)), Some(mixture)) = (layer.mlp.mixture(), self.shape.mixture) {
             return if runs(Part::GateUp) { self.mixture(router, experts, mixture, rows) } else { Ok(()) };
         }
-        let x = view(&self.normed, rows, hidden)?;
+        let normed = self.shape.parallel || layer.post_norm.is_some();
+        let x = view(if normed { &self.normed } else { &self.hidden }, rows, hidden)?;
         // Weights that are loaded as they are stored are multiplied by the pipelines.
         let Some((gate_up, gated)) = layer.mlp.gate_up() else { return Ok(()) };
         if gated {
@@ -564,11 +561,38 @@ impl Forward {
                 self.kernels.silu_mul.enqueue(&mut self.ctx, x, y)?;
             }
         }
-        if let Some(down) = layer.mlp.down().filter(|_| runs(Part::Down)) {
-            let (x, y) = (view(&self.active, rows, intermediate)?, view_mut(&mut self.hidden, rows, hidden)?);
-            down.enqueue(&mut self.ctx, x, y, Epilogue::StoreAdd)?;
+        match layer.mlp.down().filter(|_| runs(Part::Down)) {
+            Some(down) => self.add(down, Added::Mlp, layer.mlp_norm.as_ref(), rows),
+            None => Ok(()),
         }
-        Ok(())
+    }
+
+    /// Adds a product to the residual stream, normed or scaled if the model does so.
+    fn add(
+        &mut self,
+        linear: &Linear,
+        of: Added,
+        norm: Option<&DeviceBuffer<u16>>,
+        rows: u32,
+    ) -> Result<(), DeviceError> {
+        let Shape { hidden, intermediate, attended, eps, factors, .. } = self.shape;
+        let x = match of {
+            Added::Attention => view(&self.attended, rows, attended)?,
+            Added::Mlp => view(&self.active, rows, intermediate)?,
+        };
+        let is_plain = norm.is_none() && factors.residual == 1.0;
+        let (y, epilogue) =
+            if is_plain { (&mut self.hidden, Epilogue::StoreAdd) } else { (&mut self.normed, Epilogue::Store) };
+        linear.enqueue(&mut self.ctx, x, view_mut(y, rows, hidden)?, epilogue)?;
+        if is_plain {
+            return Ok(());
+        }
+        let (x, y) = (view(&self.normed, rows, hidden)?, view_mut(&mut self.hidden, rows, hidden)?);
+        match (norm, &self.kernels.norm_add, &self.kernels.scale_add) {
+            (Some(gamma), Some(kernel), _) => kernel.enqueue(&mut self.ctx, x, gamma, eps, None, y),
+            (None, _, Some(kernel)) => kernel.enqueue(&mut self.ctx, x, factors.residual, y),
+            _ => Err(LaunchError::Family { wanted: "a sum with the residual stream" }.into()),
+        }
     }
 
     /// The experts that a router chooses, added to the residual stream.
@@ -632,6 +656,8 @@ impl Forward {
             let x = view(&self.normed, rows, hidden)?;
             let y = MatrixMut::new(&mut self.logits, rows, vocab, logit_pitch.into())?;
             weights.head.enqueue(&mut self.ctx, x, y, Epilogue::Store)?;
+            let whole = view_mut(&mut self.logits, rows, logit_pitch)?;
+            self.kernels.scale(&mut self.ctx, whole, self.shape.factors.logits)?;
         }
         Ok(())
     }
@@ -716,6 +742,22 @@ pub(crate) struct Mlp<'a> {
     pub up: MatrixMut<'a>,
     pub active: MatrixMut<'a>,
     pub hidden: MatrixMut<'a>,
+}
+
+/// What is added to the residual stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Added {
+    Attention,
+    Mlp,
+}
+
+/// Rows of so many angles, those of the lower and of the upper half in turns: as kernels with `adjacent` read them.
+fn interleaved(values: &[u16], angles: usize) -> Vec<u16> {
+    let turns = |row: &[u16]| {
+        let (low, high) = row.split_at(angles / 2);
+        low.iter().zip(high).flat_map(|(low, high)| [*low, *high]).collect::<Vec<_>>()
+    };
+    values.chunks_exact(angles.max(1)).flat_map(turns).collect()
 }
 
 /// Whose ids are looked up.

@@ -1,0 +1,61 @@
+// Factors of activations, bf16 [m, columns], in fp32 and rounded once: y[r, c] = factor * x[r, c].
+//
+// Config
+//   ScaleForm kForm  kMul: as above; y may be x. kAdd: y[r, c] += factor * x[r, c]
+//   bool kPdl        programmatic dependent launch: everything is touched after griddepcontrol.wait
+//
+// Launch: kBlockThreads threads, no shared memory; a block for each kBlockColumns columns of each row, those of a row one
+// after the other. `columns` is a multiple of 8; rows are 16-byte aligned.
+//
+// Roles and barriers: none. A thread takes 8 columns.
+// Bound    device memory, 4 * m * columns bytes, kAdd: 6.
+#pragma once
+
+#include "unweight/activation/element.cuh"
+#include "unweight/axes.cuh"
+#include "unweight/ptx/control.cuh"
+#include "unweight/ptx/memory.cuh"
+
+namespace uw::scale {
+
+constexpr u32 kBlockThreads = 128;
+constexpr u32 kChunk = 8;
+constexpr u32 kBlockColumns = kBlockThreads * kChunk;
+
+template <class Config>
+constexpr u32 kThreads = kBlockThreads;
+
+template <class Config>
+struct Smem {
+    static constexpr u32 kBytes = 0;
+};
+
+// One word of y, from that of x and the one that y has before (kAdd).
+template <class Config>
+UW_DEVICE u32 scaled(u32 x, u32 y, float factor) {
+    using namespace activation;
+    if constexpr (Config::kForm == ScaleForm::kAdd) {
+        return ptx::pack_bf16x2(ptx::fma(low_of(x), factor, low_of(y)), ptx::fma(high_of(x), factor, high_of(y)));
+    } else {
+        return ptx::pack_bf16x2(ptx::mul(low_of(x), factor), ptx::mul(high_of(x), factor));
+    }
+}
+
+template <class Config>
+UW_DEVICE void run(const ScaleArgs& args) {
+    if constexpr (Config::kPdl) {
+        ptx::griddepcontrol_launch_dependents();
+        ptx::griddepcontrol_wait();
+    }
+    const u32 row = ptx::block_index() / args.row_blocks, block = ptx::block_index() - row * args.row_blocks;
+    const u32 column = block * kBlockColumns + ptx::thread_index() * kChunk;
+    if (column >= args.columns) return;
+    u16* const to = args.y + row * args.y_pitch + column;
+    const U32x4 x = ptx::ld_global_x4(args.x + row * args.x_pitch + column);
+    U32x4 y{0, 0, 0, 0};
+    if constexpr (Config::kForm == ScaleForm::kAdd) y = ptx::ld_global_x4(to);
+    ptx::st_global_x4(to, {scaled<Config>(x.x, y.x, args.factor), scaled<Config>(x.y, y.y, args.factor),
+                           scaled<Config>(x.z, y.z, args.factor), scaled<Config>(x.w, y.w, args.factor)});
+}
+
+}  // namespace uw::scale

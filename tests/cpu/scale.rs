@@ -1,0 +1,96 @@
+//! Factors of activations, run on the CPU prelude: the nearest bf16 of every element, and planted bugs that must be
+//! caught.
+
+use unweight_bench::oracle;
+use unweight_codegen::{
+    VariantSpec,
+    abi::ScaleArgs,
+    plan::GemmShape,
+    spec::{Op, ScaleForm, ScaleSpec, catalog},
+};
+
+use crate::{
+    activations::{GAP, POISON, bytes, launch, random, rows},
+    harness::{Buffer, CpuKernel, Edit, spec},
+};
+
+const FACTOR: f32 = 0.22;
+
+fn check_scale(
+    kernel: &mut CpuKernel,
+    spec: &VariantSpec,
+    (m, n): (usize, usize),
+    in_place: bool,
+) -> Result<(), String> {
+    let (x_pitch, y_pitch) = if in_place { (n + GAP, n + GAP) } else { (n + 2 * GAP, n + GAP) };
+    let (mut x, mut before) = (random(m * x_pitch, (m + n) as u64), random(m * y_pitch, (m * n) as u64));
+    x.chunks_exact_mut(x_pitch).for_each(|row| row[n..].fill(POISON));
+    before.chunks_exact_mut(y_pitch).for_each(|row| row[n..].fill(POISON));
+    let Op::Scale(op) = spec.op else { unreachable!("a factor") };
+    let source = Buffer::of(&bytes(&x));
+    let apart = Buffer::of(&bytes(&before));
+    let y = if in_place { &source } else { &apart };
+    let args = ScaleArgs {
+        x: source.address(),
+        y: y.address(),
+        x_pitch: x_pitch as u64,
+        y_pitch: y_pitch as u64,
+        columns: n as u32,
+        row_blocks: (n as u32).div_ceil(ScaleSpec::BLOCK_COLUMNS),
+        factor: FACTOR,
+        reserved: 0,
+    };
+    let problem = GemmShape { m: m as u32, n: n as u32, k: 0 };
+    launch(kernel, spec, problem, &args, &[("x", &source), ("y", &apart)])?;
+    let got = rows(y, m, n, y_pitch)?;
+    let of = |(row, column): (usize, usize)| {
+        let product = f64::from(FACTOR) * oracle::value(x[row * x_pitch + column]);
+        match op.form {
+            ScaleForm::Mul => product,
+            ScaleForm::Add => product + oracle::value(before[row * y_pitch + column]),
+        }
+    };
+    let all = (0..m).flat_map(|row| (0..n).map(move |column| (row, column)));
+    // One rounding to fp32, exactly, and one to bf16.
+    let expected: Vec<u16> = all.map(|at| oracle::rounded(f64::from(of(at) as f32))).collect();
+    match got.iter().zip(&expected).position(|(got, expected)| got != expected) {
+        None => Ok(()),
+        Some(at) => Err(format!("[{m}, {n}], element {at}: {} instead of {}", got[at], expected[at])),
+    }
+}
+
+const SCALES: [(usize, usize); 4] = [(1, 8), (3, 72), (2, 1024), (5, 2056)];
+
+#[test]
+fn factors_match_double_precision() {
+    let specs: Vec<_> = catalog::of::<ScaleSpec>().collect();
+    let mut kernel = CpuKernel::all(&specs, &[]);
+    for spec in specs {
+        let Op::Scale(op) = spec.op else { unreachable!("a factor") };
+        for shape in SCALES {
+            for in_place in [false, true].into_iter().filter(|in_place| !in_place || op.form == ScaleForm::Mul) {
+                let result = check_scale(&mut kernel, &spec, shape, in_place);
+                result.unwrap_or_else(|wrong| panic!("{spec}: {wrong}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn planted_bugs_of_factors_are_caught() {
+    let header = "unweight/kernels/scale.cuh";
+    for (name, from, to) in [
+        ("scale_mul", "ptx::mul(high_of(x), factor)", "high_of(x)"),
+        ("scale_mul", "if (column >= args.columns) return;", ""),
+        ("scale_mul", "ptx::block_index() / args.row_blocks", "ptx::block_index() % args.row_blocks"),
+        ("scale_mul", "args.x + row * args.x_pitch", "args.x + row * args.y_pitch"),
+        ("scale_add_pdl", "y = ptx::ld_global_x4(to);", ""),
+        ("scale_add_pdl", "scaled<Config>(x.w, y.w, args.factor)", "scaled<Config>(x.w, y.z, args.factor)"),
+        ("scale_add_pdl", "ptx::fma(low_of(x), factor, low_of(y))", "ptx::fma(low_of(y), factor, low_of(x))"),
+    ] {
+        let spec = spec(name);
+        let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
+        let caught = SCALES.iter().any(|shape| check_scale(&mut kernel, &spec, *shape, false).is_err());
+        assert!(caught, "{name}: planting `{to}` for `{from}` went unnoticed");
+    }
+}

@@ -1,0 +1,395 @@
+//! The table of families: what each computes, and what its configuration means where it says nothing.
+
+use super::{Family, NormKind, QkNorm};
+use crate::rope::RopePairs;
+
+/// What a family computes. A row of [`FAMILIES`].
+#[derive(Debug)]
+pub(crate) struct Features {
+    pub family: Family,
+    /// `model_type`.
+    pub name: &'static str,
+    /// How rows are normed.
+    pub norm: NormKind,
+    /// Where they are.
+    pub norms: NormNames,
+    /// Attention and MLP read the same normed rows, and both are added to the residual stream.
+    pub parallel: bool,
+    pub qk_norm: QkNorm,
+    pub bias: BiasKeys,
+    pub windows: Windows,
+    pub rope: RopeKeys,
+    /// One tensor `qkv_proj` in the place of three.
+    pub merged_qkv: bool,
+    /// One tensor `gate_up_proj` in the place of two.
+    pub merged_gate_up: bool,
+    pub factors: FactorKeys,
+    pub experts: Option<ExpertKeys>,
+    pub defaults: Defaults,
+}
+
+/// Names of the norms of a layer, without `.weight`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct NormNames {
+    /// Of what attention reads.
+    pub attention: Option<&'static str>,
+    /// Of what attention adds to the residual stream.
+    pub after_attention: Option<&'static str>,
+    /// Of what the MLP reads.
+    pub mlp: Option<&'static str>,
+    /// Of what the MLP adds to the residual stream.
+    pub after_mlp: Option<&'static str>,
+}
+
+/// What the keys of biases mean.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum BiasKeys {
+    /// There are no such keys, and no biases.
+    None,
+    /// There are no such keys: queries, keys and values have a bias.
+    Always,
+    /// `attention_bias`: queries, keys and values have a bias; the value is the default.
+    Qkv(bool),
+    /// `attention_bias`: also the output projection has a bias. Not supported.
+    WithOutput,
+    /// As `WithOutput`, and `mlp_bias`: those of the MLP have one. Not supported.
+    WithOutputAndMlp,
+}
+
+/// Which layers have an attention window.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Windows {
+    /// None, whatever the configuration says.
+    Never,
+    /// All if `sliding_window` is set; its default.
+    Every(Option<u32>),
+    /// If `use_sliding_window` is set, those from `max_window_layers` on (`from_key`), or all.
+    Switched { from_key: bool },
+    /// If `use_sliding_window` is set, those without rotary embedding.
+    WithoutRope,
+}
+
+/// Rotary embedding.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RopeKeys {
+    pub pairs: RopePairs,
+    /// `partial_rotary_factor` where it is not said; `None`: all elements are rotated, and the key is refused.
+    pub partial: Option<f64>,
+    /// `longrope`, and `original_max_position_embeddings` where it is not said.
+    pub longrope: Option<u32>,
+    /// `no_rope_layers`: layers without.
+    pub some_layers: bool,
+}
+
+/// Keys of factors.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum FactorKeys {
+    /// There are none.
+    None,
+    /// `embedding_multiplier`, `attention_multiplier`, `residual_multiplier`, `logits_scaling`, 1 by default.
+    Multipliers,
+    /// `logit_scale`, by default this.
+    LogitScale(f64),
+}
+
+/// Experts.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ExpertKeys {
+    /// Their number by default.
+    pub experts: u32,
+    /// How many a token has by default.
+    pub top_k: u32,
+    /// `norm_topk_prob` says whether the weights of a token add up to 1; otherwise they do.
+    pub normalized_key: bool,
+    /// Weights are rounded to the type of the activations.
+    pub rounded: bool,
+    /// The key of their width.
+    pub intermediate: &'static str,
+    /// What the names of the block begin with.
+    pub block: &'static str,
+    /// Gate, up and down.
+    pub names: [&'static str; 3],
+}
+
+/// What a family has where the configuration says nothing (transformers 5.17). That of `num_attention_heads` and
+/// `num_hidden_layers` is 32 unless it says otherwise.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Defaults {
+    pub vocab: u32,
+    pub hidden: u32,
+    pub layers: u32,
+    pub intermediate: u32,
+    pub heads: u32,
+    /// `None`: as many as query heads.
+    pub kv_heads: Option<u32>,
+    /// `None`: `hidden / heads`.
+    pub head_dim: Option<u32>,
+    pub max_positions: u32,
+    /// The key of the number that is added to the mean square.
+    pub eps_key: &'static str,
+    pub eps: f64,
+    pub theta: f64,
+    pub tied: bool,
+    pub bos: Option<u32>,
+    pub eos: &'static [u32],
+}
+
+impl Family {
+    /// What it computes.
+    pub(crate) fn features(self) -> &'static Features {
+        // A test compares the order with that of the families.
+        &FAMILIES[self as usize]
+    }
+}
+
+const PRE_NORMS: NormNames = NormNames {
+    attention: Some("input_layernorm"),
+    after_attention: None,
+    mlp: Some("post_attention_layernorm"),
+    after_mlp: None,
+};
+const ROPE: RopeKeys = RopeKeys { pairs: RopePairs::Halves, partial: None, longrope: None, some_layers: false };
+const LLAMA: Features = Features {
+    family: Family::Llama,
+    name: "llama",
+    norm: NormKind::Rms,
+    norms: PRE_NORMS,
+    parallel: false,
+    qk_norm: QkNorm::None,
+    bias: BiasKeys::WithOutputAndMlp,
+    windows: Windows::Never,
+    rope: ROPE,
+    merged_qkv: false,
+    merged_gate_up: false,
+    factors: FactorKeys::None,
+    experts: None,
+    defaults: Defaults {
+        vocab: 32_000,
+        hidden: 4096,
+        layers: 32,
+        intermediate: 11_008,
+        heads: 32,
+        kv_heads: None,
+        head_dim: None,
+        max_positions: 2048,
+        eps_key: "rms_norm_eps",
+        eps: 1e-6,
+        theta: 10_000.0,
+        tied: false,
+        bos: Some(1),
+        eos: &[2],
+    },
+};
+const MISTRAL: Features = Features {
+    family: Family::Mistral,
+    name: "mistral",
+    bias: BiasKeys::None,
+    windows: Windows::Every(Some(4096)),
+    defaults: Defaults { intermediate: 14_336, kv_heads: Some(8), max_positions: 131_072, ..LLAMA.defaults },
+    ..LLAMA
+};
+const QWEN2: Features = Features {
+    family: Family::Qwen2,
+    name: "qwen2",
+    bias: BiasKeys::Always,
+    windows: Windows::Switched { from_key: true },
+    defaults: Defaults {
+        vocab: 151_936,
+        intermediate: 22_016,
+        kv_heads: Some(32),
+        max_positions: 32_768,
+        bos: None,
+        eos: &[],
+        ..LLAMA.defaults
+    },
+    ..LLAMA
+};
+const QWEN3: Features = Features {
+    family: Family::Qwen3,
+    name: "qwen3",
+    qk_norm: QkNorm::Head,
+    bias: BiasKeys::WithOutput,
+    defaults: Defaults { head_dim: Some(128), ..QWEN2.defaults },
+    ..QWEN2
+};
+
+/// All families, in the order of [`Family::ALL`].
+pub(crate) const FAMILIES: [Features; 12] = [
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    Features {
+        family: Family::Mixtral,
+        name: "mixtral",
+        windows: Windows::Every(None),
+        experts: Some(ExpertKeys {
+            experts: 8,
+            top_k: 2,
+            normalized_key: false,
+            rounded: false,
+            intermediate: "intermediate_size",
+            block: "block_sparse_moe.",
+            names: ["w1", "w3", "w2"],
+        }),
+        defaults: Defaults { eps: 1e-5, theta: 1e6, ..MISTRAL.defaults },
+        ..MISTRAL
+    },
+    Features {
+        family: Family::Qwen3Moe,
+        name: "qwen3_moe",
+        windows: Windows::Switched { from_key: false },
+        experts: Some(ExpertKeys {
+            experts: 128,
+            top_k: 8,
+            normalized_key: true,
+            rounded: true,
+            // `intermediate_size` is of layers without experts, which are refused.
+            intermediate: "moe_intermediate_size",
+            block: "mlp.",
+            names: ["gate_proj", "up_proj", "down_proj"],
+        }),
+        defaults: Defaults {
+            hidden: 2048,
+            layers: 24,
+            intermediate: 768,
+            kv_heads: Some(4),
+            head_dim: None,
+            ..QWEN3.defaults
+        },
+        ..QWEN3
+    },
+    Features {
+        family: Family::Phi3,
+        name: "phi3",
+        bias: BiasKeys::None,
+        windows: Windows::Every(None),
+        rope: RopeKeys { partial: Some(1.0), longrope: Some(4096), ..ROPE },
+        merged_qkv: true,
+        merged_gate_up: true,
+        defaults: Defaults {
+            vocab: 32_064,
+            hidden: 3072,
+            intermediate: 8192,
+            max_positions: 4096,
+            eps: 1e-5,
+            eos: &[32_000],
+            ..LLAMA.defaults
+        },
+        ..LLAMA
+    },
+    Features {
+        family: Family::SmolLm3,
+        name: "smollm3",
+        windows: Windows::WithoutRope,
+        rope: RopeKeys { some_layers: true, ..ROPE },
+        defaults: Defaults {
+            vocab: 128_256,
+            hidden: 2048,
+            layers: 36,
+            heads: 16,
+            kv_heads: Some(4),
+            max_positions: 32_768,
+            theta: 2e6,
+            tied: true,
+            bos: Some(128_000),
+            eos: &[128_001],
+            ..LLAMA.defaults
+        },
+        ..LLAMA
+    },
+    Features { family: Family::Granite, name: "granite", factors: FactorKeys::Multipliers, ..LLAMA },
+    Features {
+        family: Family::Olmo2,
+        name: "olmo2",
+        norm: NormKind::RmsOnce,
+        norms: NormNames {
+            attention: None,
+            after_attention: Some("post_attention_layernorm"),
+            mlp: None,
+            after_mlp: Some("post_feedforward_layernorm"),
+        },
+        qk_norm: QkNorm::Whole,
+        bias: BiasKeys::WithOutput,
+        defaults: Defaults { vocab: 50_304, eps: 1e-5, bos: None, eos: &[50_279], ..LLAMA.defaults },
+        ..LLAMA
+    },
+    Features {
+        family: Family::Glm4,
+        name: "glm4",
+        norms: NormNames {
+            attention: Some("input_layernorm"),
+            after_attention: Some("post_self_attn_layernorm"),
+            mlp: Some("post_attention_layernorm"),
+            after_mlp: Some("post_mlp_layernorm"),
+        },
+        bias: BiasKeys::Qkv(true),
+        rope: RopeKeys { pairs: RopePairs::Adjacent, partial: Some(0.5), ..ROPE },
+        merged_gate_up: true,
+        defaults: Defaults {
+            vocab: 151_552,
+            layers: 40,
+            intermediate: 13_696,
+            kv_heads: Some(2),
+            head_dim: Some(128),
+            max_positions: 131_072,
+            eps: 1.5625e-7,
+            bos: None,
+            eos: &[151_329, 151_336, 151_338],
+            ..LLAMA.defaults
+        },
+        ..LLAMA
+    },
+    Features {
+        family: Family::Cohere,
+        name: "cohere",
+        norm: NormKind::Layer,
+        norms: NormNames { attention: Some("input_layernorm"), after_attention: None, mlp: None, after_mlp: None },
+        parallel: true,
+        bias: BiasKeys::WithOutput,
+        rope: RopeKeys { pairs: RopePairs::Adjacent, ..ROPE },
+        factors: FactorKeys::LogitScale(0.0625),
+        defaults: Defaults {
+            vocab: 256_000,
+            hidden: 8192,
+            layers: 40,
+            intermediate: 22_528,
+            heads: 64,
+            max_positions: 8192,
+            eps_key: "layer_norm_eps",
+            eps: 1e-5,
+            theta: 500_000.0,
+            tied: true,
+            bos: Some(5),
+            eos: &[255_001],
+            ..LLAMA.defaults
+        },
+        ..LLAMA
+    },
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn table_rows_are_in_the_order_of_families() {
+        assert_eq!(FAMILIES.map(|features| features.family).as_slice(), Family::ALL);
+        assert!(Family::ALL.iter().all(|family| family.features().family == *family));
+    }
+
+    /// What the engine relies on (`forward.rs` of unweight-engine).
+    #[test]
+    fn features_that_exclude_each_other() {
+        for features in &FAMILIES {
+            let NormNames { attention, after_attention, mlp, after_mlp } = features.norms;
+            let adds_normed = after_attention.is_some() || after_mlp.is_some();
+            let adds_scaled = features.factors == FactorKeys::Multipliers;
+            assert!(!(adds_normed && adds_scaled), "{}: normed and scaled", features.name);
+            let apart = !adds_normed && !adds_scaled && attention.is_some() && mlp.is_none();
+            assert!(!features.parallel || apart, "{}: the normed rows are overwritten", features.name);
+            let has_bias = matches!(features.bias, BiasKeys::Always | BiasKeys::Qkv(_));
+            assert!(features.qk_norm != QkNorm::Whole || !has_bias, "{}: a bias comes before norms", features.name);
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! Factors of activations: `y = factor * x`, `y += factor * x`.
+
+use std::sync::Arc;
+
+use unweight_codegen::{
+    abi::ScaleArgs,
+    plan::GemmShape,
+    spec::{Op, ScaleForm, ScaleSpec},
+};
+
+use crate::{
+    device::{
+        DeviceError, LaunchError, MatrixMut, MatrixRef,
+        module::LoadedKernel,
+        view::{Place, check_apart},
+    },
+    exec::{ExecContext, operands::check_activations},
+};
+
+/// A kernel of family `scale`.
+#[derive(Clone, Debug)]
+pub struct Scale {
+    kernel: Arc<LoadedKernel>,
+    spec: ScaleSpec,
+}
+
+impl Scale {
+    /// Launches a kernel of family `scale`.
+    ///
+    /// # Errors
+    /// A kernel of another family.
+    pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
+        let Op::Scale(spec) = kernel.spec().op else {
+            return kernel.refuse(LaunchError::Family { wanted: "a factor of activations" });
+        };
+        Ok(Self { kernel, spec })
+    }
+
+    /// The kernel.
+    pub fn kernel(&self) -> &LoadedKernel {
+        &self.kernel
+    }
+
+    /// Enqueues `y[m, n] = factor * x[m, n]`, or `y += factor * x` if the kernel adds. `n` is a multiple of 8.
+    ///
+    /// # Errors
+    /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
+    /// kernel takes; or an error of the driver.
+    pub fn enqueue(
+        &self,
+        ctx: &mut ExecContext,
+        x: MatrixRef<'_>,
+        factor: f32,
+        y: MatrixMut<'_>,
+    ) -> Result<(), DeviceError> {
+        let (x, y) = (x.place(), y.place());
+        let apart = check_apart(("y", y.span()), [("x", x.span())]);
+        apart.or_else(|refusal| self.kernel.refuse(refusal))?;
+        self.launch(ctx, x, factor, y)
+    }
+
+    /// Enqueues `y[m, n] *= factor`.
+    ///
+    /// # Errors
+    /// As for [`Scale::enqueue`]; a kernel that adds.
+    pub fn enqueue_in_place(&self, ctx: &mut ExecContext, y: MatrixMut<'_>, factor: f32) -> Result<(), DeviceError> {
+        if self.spec.form != ScaleForm::Mul {
+            return self.kernel.refuse(LaunchError::Family { wanted: "a factor in place" });
+        }
+        self.launch(ctx, y.place(), factor, y.place())
+    }
+
+    fn launch(&self, ctx: &mut ExecContext, x: &Place, factor: f32, y: &Place) -> Result<(), DeviceError> {
+        let own = self.kernel.device().ordinal();
+        let check = || {
+            check_shapes(x, y)?;
+            x.check_device("x", own)?;
+            y.check_device("y", own)
+        };
+        check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        let args = ScaleArgs {
+            x: x.address,
+            y: y.address,
+            x_pitch: x.pitch,
+            y_pitch: y.pitch,
+            columns: y.cols,
+            row_blocks: y.cols.div_ceil(ScaleSpec::BLOCK_COLUMNS),
+            factor,
+            reserved: 0,
+        };
+        let problem = GemmShape { m: y.rows, n: y.cols, k: 0 };
+        // SAFETY: shapes, pitches and places were held against each other above, the views against their memory when
+        // they were made; a thread writes what it alone has read. Dropping a buffer waits for the kernel.
+        unsafe { self.kernel.launch(ctx.stream(), problem, &args) }
+    }
+}
+
+/// Whether these can be input and output.
+fn check_shapes(x: &Place, y: &Place) -> Result<(), LaunchError> {
+    check_activations("x", x, u32::MAX)?;
+    y.check_rows_aligned("y")?;
+    if y.shape() == x.shape() { Ok(()) } else { Err(LaunchError::Output { output: y.shape(), tensor: x.shape() }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn input_and_output_have_one_shape() {
+        let place = |rows, cols| Place::new(0, 0x1000, rows, cols, cols.into(), u64::MAX).unwrap();
+        assert_eq!(check_shapes(&place(5, 72), &place(5, 72)), Ok(()));
+        for y in [place(4, 72), place(5, 64)] {
+            assert!(matches!(check_shapes(&place(5, 72), &y), Err(LaunchError::Output { .. })), "{y:?}");
+        }
+        assert!(matches!(check_shapes(&place(5, 70), &place(5, 70)), Err(LaunchError::Columns { .. })));
+    }
+}
