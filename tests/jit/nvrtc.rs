@@ -506,7 +506,7 @@ fn extreme_axis_values_compile_to_their_plans() {
         "uw_sm90a_attention_decode_d64_w4p4c8_adjacent_pdl",
         "uw_sm90a_attention_decode_d128_w8p2c1_adjacent_pdl",
         "uw_sm90a_attention_decode_d128_w4p3c8_packed_adjacent_pdl",
-        "uw_sm80_attention_decode_d128_w4p2c1_split_async_adjacent_pdl",
+        "uw_sm80_attention_decode_d128_w4p2c1_split_async_adjacent",
     ];
     let specs: Vec<VariantSpec> = names.iter().map(|name| name.parse().unwrap()).collect();
     let requests: Vec<_> = specs.iter().map(|spec| CompileRequest::render(spec).unwrap()).collect();

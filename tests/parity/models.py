@@ -35,6 +35,12 @@ FAMILIES = {
     "qwen3": "Qwen3",
     "mixtral": "Mixtral",
     "qwen3_moe": "Qwen3Moe",
+    "phi3": "Phi3",
+    "smollm3": "SmolLM3",
+    "granite": "Granite",
+    "olmo2": "Olmo2",
+    "glm4": "Glm4",
+    "cohere": "Cohere",
 }
 
 
@@ -60,6 +66,7 @@ class Spec:
             "max_position_embeddings": POSITIONS,
             "bos_token_id": BOS,
             "eos_token_id": EOS,
+            "pad_token_id": None,
             "tie_word_embeddings": False,
             **self.config,
         }
@@ -113,6 +120,29 @@ QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 100, "max_window_la
 # Eight experts a layer, two of them for each token.
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
 
+MULTIPLIERS = {
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
+
+
+def longrope(pairs: int, **more) -> dict:
+    """Factors for so many pairs of three quarters of a head, and for both kinds of contexts."""
+    return {
+        "rope_type": "longrope",
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0 + i / pairs for i in range(pairs)],
+        "long_factor": [1.5 + 8.0 * i / pairs for i in range(pairs)],
+        **more,
+    }
+
+
+# transformers takes the long factors for texts of more than one token, the engine for contexts of more than one: at
+# position 0, all that a text of one token has, they are the same.
+LONG = {"original_max_position_embeddings": 1}
+
 TRAINED = [
     Spec("llama", "llama", sizes(384, 1024, 6, 2), trained=True, rope={"rope_theta": 500000.0}),
     Spec("mistral", "mistral", sizes(256, 768, 8, 2, head_dim=64, sliding_window=64), trained=True),
@@ -120,6 +150,12 @@ TRAINED = [
     Spec("qwen3", "qwen3", sizes(256, 768, 4, 2, head_dim=128), trained=True, shard="2MB"),
     Spec("mixtral", "mixtral", sizes(256, 512, 4, 2, num_local_experts=4, num_experts_per_tok=2), trained=True),
     Spec("qwen3-moe", "qwen3_moe", sizes(256, 512, 4, 2, head_dim=64, **EXPERTS), trained=True),
+    Spec("phi3", "phi3", sizes(256, 768, 4, 2, **LONG), trained=True, rope=longrope(24, attention_factor=1.1)),
+    Spec("smollm3", "smollm3", sizes(256, 768, 4, 2, no_rope_layer_interval=2), trained=True),
+    Spec("granite", "granite", sizes(256, 768, 4, 2, tie_word_embeddings=True, **MULTIPLIERS), trained=True),
+    Spec("olmo2", "olmo2", sizes(256, 768, 4, 2), trained=True),
+    Spec("glm4", "glm4", sizes(256, 768, 4, 2, head_dim=64), trained=True, rope={"partial_rotary_factor": 0.5}),
+    Spec("cohere", "cohere", sizes(256, 768, 4, 2, tie_word_embeddings=True, logit_scale=0.5), trained=True),
 ]
 # No multiples: of 64 `hidden_size` 280, 264, 136, 328; of 32 every `intermediate_size` here; 1003 is odd.
 RANDOM = [
@@ -132,6 +168,13 @@ RANDOM = [
     Spec("qwen2-window", "qwen2", sizes(256, 520, 4, 1, vocab_size=1003, **QWEN_WINDOW), rope=YARN),
     Spec("qwen3-group7", "qwen3", sizes(136, 200, 7, 1, head_dim=128, vocab_size=1003, tie_word_embeddings=True)),
     Spec("qwen3-window", "qwen3", sizes(328, 200, 2, 2, head_dim=80, vocab_size=1003, **QWEN_WINDOW), rope=LLAMA3),
+    # Short contexts, a window, and a merged gate and up whose activation is a kernel of its own.
+    Spec("phi3-short", "phi3", sizes(384, 328, 4, 4, sliding_window=48, vocab_size=1003), rope=longrope(36)),
+    Spec("smollm3-window", "smollm3", sizes(264, 520, 4, 1, head_dim=80, vocab_size=1003, **QWEN_WINDOW)),
+    Spec("granite-odd", "granite", sizes(280, 328, 7, 1, head_dim=64, vocab_size=1003, **MULTIPLIERS)),
+    Spec("olmo2-odd", "olmo2", sizes(320, 456, 4, 1, vocab_size=1003), rope=LINEAR),
+    Spec("glm4-group16", "glm4", sizes(264, 200, 16, 1, head_dim=48, vocab_size=1003), rope={"partial_rotary_factor": 0.5}),
+    Spec("cohere-odd", "cohere", sizes(328, 520, 4, 1, head_dim=128, vocab_size=1003, logit_scale=0.25)),
     # Few enough to be packed with escapes, and too many for it.
     Spec("llama-escapes", "llama", sizes(256, 512, 4, 2, vocab_size=1024), escapes=0.002),
     Spec("qwen3-escapes", "qwen3", sizes(256, 512, 4, 2, head_dim=64, vocab_size=1024), escapes=0.03),

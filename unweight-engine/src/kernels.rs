@@ -330,6 +330,41 @@ mod tests {
         }
     }
 
+    /// The kernels that only some families have, and none that others have.
+    #[test]
+    fn families_have_kernels_of_their_features() {
+        let names = |family: &str, arch: Arch| {
+            let json = format!(
+                r#"{{"model_type": "{family}", "vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024,
+                "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128,
+                "embedding_multiplier": 12, "residual_multiplier": 0.22, "eos_token_id": 2, "bos_token_id": 1}}"#
+            );
+            let config = ModelConfig::parse(&json, None).unwrap();
+            let variants = Variants::of(&config, &GpuModel::usual(arch), EmbedSource::Packed, &options(8)).unwrap();
+            let all = variants.all();
+            assert!(all.iter().all(|spec| spec.arch == arch && Plan::new(spec).is_ok()), "{family}: {all:?}");
+            all.iter().map(|spec| spec.to_string()).collect::<Vec<_>>().join(" ")
+        };
+        for arch in Arch::ALL.iter().copied() {
+            let llama = names("llama", arch);
+            for family in ["phi3", "smollm3"] {
+                assert_eq!(names(family, arch), llama, "{family}");
+            }
+            let has = |family: &str, parts: &[&str]| {
+                let names = names(family, arch);
+                let all = ["rms_once", "layer", "norm_t256_add", "once_add", "adjacent", "scale_mul", "scale_add"];
+                for part in all {
+                    assert_eq!(names.contains(part), parts.contains(&part), "{family} {part}: {names}");
+                }
+            };
+            has("llama", &[]);
+            has("granite", &["scale_mul", "scale_add"]);
+            has("olmo2", &["rms_once", "once_add"]);
+            has("glm4", &["norm_t256_add", "adjacent"]);
+            has("cohere", &["layer", "adjacent", "scale_mul"]);
+        }
+    }
+
     #[test]
     fn small_batches_split_a_sequence_over_blocks() {
         let config = Geometry::named("llama-3.1-8b").unwrap().config();

@@ -370,13 +370,16 @@ fn long_rope(fields: Fields, dim: u32, original: u32, max_positions: u32) -> Res
         let numbers = list.iter().map(number).collect::<Option<Arc<[f32]>>>();
         numbers.filter(|list| list.len() == dim as usize / 2).ok_or_else(|| fields.out_of_range(key, limit))
     };
-    if original < 2 {
-        let limit = "at least 2".into();
-        return Err(fields.out_of_range("original_max_position_embeddings", limit));
-    }
     let factor = fields.ratio("factor")?.unwrap_or(f64::from(max_positions) / f64::from(original));
-    let usual = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / f64::from(original).ln()).sqrt() };
-    let attention_factor = fields.ratio("attention_factor")?.unwrap_or(usual);
+    let attention_factor = match fields.ratio("attention_factor")? {
+        Some(factor) => factor,
+        None if factor <= 1.0 => 1.0,
+        None if original < 2 => {
+            let limit = "at least 2, or attention_factor must be set".into();
+            return Err(fields.out_of_range("original_max_position_embeddings", limit));
+        }
+        None => (1.0 + factor.ln() / f64::from(original).ln()).sqrt(),
+    };
     Ok(RopeKind::Long { short: factors("short_factor")?, long: factors("long_factor")?, attention_factor, original })
 }
 
