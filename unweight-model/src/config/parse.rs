@@ -323,7 +323,7 @@ fn rope(top: Fields, features: &Features, head_dim: u32, max_positions: u32) -> 
     }
     // As transformers rounds it.
     let dim = (f64::from(head_dim) * share) as u32;
-    if dim == 0 || dim % 2 != 0 {
+    if dim == 0 || !dim.is_multiple_of(2) {
         let limit = format!("an even part of head_dim ({head_dim}), not {dim} elements");
         let inside = object.filter(|fields| fields.some("partial_rotary_factor").is_some());
         return Err(inside.unwrap_or(top).out_of_range("partial_rotary_factor", limit));
