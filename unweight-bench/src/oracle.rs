@@ -122,7 +122,7 @@ pub fn pair_of(adjacent: bool, half: usize, i: usize) -> (usize, usize) {
 }
 
 /// A table of angles as a kernel for adjacent pairs reads it: those of the lower and of the upper half of each row of
-/// `half` in turns.
+/// `half` interleaved.
 pub fn adjacent_table(table: &[u16], half: usize) -> Vec<u16> {
     let of = |at: usize| table[at / half * half + at % half / 2 + at % 2 * (half / 2)];
     (0..table.len()).map(of).collect()

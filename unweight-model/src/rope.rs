@@ -22,6 +22,7 @@ pub struct Rope {
 
 /// The elements of a head that are rotated together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum RopePairs {
     /// `i` and `i + dim / 2`.
     Halves,
@@ -169,7 +170,8 @@ impl Rope {
         (cos as f32 * self.attention_factor(), sin as f32 * self.attention_factor())
     }
 
-    /// The tables of positions `0..positions` in a context of so many tokens, rounded to bf16: what a model in bf16 multiplies queries and keys with.
+    /// The tables of positions `0..positions` in a context of so many tokens, rounded to bf16: what a model in bf16
+    /// multiplies queries and keys with.
     /// `2 * positions * dim` bytes.
     pub fn table(&self, positions: u32) -> RopeTable {
         let frequencies = self.inv_freq(positions);

@@ -53,14 +53,14 @@ struct Limits {
 const CRATES: [Limits; 10] = [
     limits("unweight", ".", [60, 80, 0]),
     limits("unweight-format", "unweight-format", [300, 500, 310]),
-    limits("unweight-rt", "unweight-rt", [300, 350, 730]),
+    limits("unweight-rt", "unweight-rt", [300, 350, 745]),
     limits("unweight-engine", "unweight-engine", [150, 150, 280]),
-    limits("unweight-model", "unweight-model", [75, 145, 0]),
-    limits("unweight-codegen", "unweight-codegen", [460, 935, 0]),
+    limits("unweight-model", "unweight-model", [85, 165, 0]),
+    limits("unweight-codegen", "unweight-codegen", [475, 965, 0]),
     limits("unweight-macros", "unweight-macros", [2, 2, 0]),
     limits("unweight-templates", "templates", [4, 4, 0]),
     limits("unweight-rivals", "unweight-rivals", [160, 285, 0]),
-    limits("unweight-bench", "unweight-bench", [185, 375, 0]),
+    limits("unweight-bench", "unweight-bench", [190, 380, 0]),
 ];
 
 const fn limits(name: &'static str, folder: &'static str, [items, items_and_fields, raw]: [usize; 3]) -> Limits {
@@ -154,7 +154,7 @@ fn listings_are_those_of_the_sources() {
 }
 
 /// Enums that callers may match without a wildcard, and why.
-const EXHAUSTIVE: [&str; 25] = [
+const EXHAUSTIVE: [&str; 27] = [
     // K or V, and the three kinds of records of a packed KV page: the format has no others.
     "unweight_codegen::kv::KvHalf",
     "unweight_codegen::kv::packed::Record",
@@ -172,8 +172,10 @@ const EXHAUSTIVE: [&str; 25] = [
     "unweight_codegen::spec::EncodeHuffmanStage",
     "unweight_codegen::spec::KvCache",
     "unweight_codegen::spec::KvPackStage",
+    "unweight_codegen::spec::NormKind",
     "unweight_codegen::spec::PackStage",
     "unweight_codegen::spec::RouteStage",
+    "unweight_codegen::spec::ScaleForm",
     "unweight_codegen::spec::WeightSource",
     // What the attribute's expansion matches.
     "unweight_codegen::spec::pairs::Blame",

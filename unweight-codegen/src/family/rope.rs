@@ -41,7 +41,7 @@ args! {
         pub k_norm: u64,
         /// bf16 `[positions, rope_dim / 2]`; `adjacent`: angles `i` and `i + rope_dim / 4` are next to each other.
         pub cosines: u64,
-        /// The same.
+        /// The sines, in the order of the cosines.
         pub sines: u64,
         /// bf16, the pages of a layer ([`crate::kv`]).
         pub cache: u64,

@@ -194,8 +194,7 @@ fn embed_source(config: &ModelConfig, placement: Placement) -> EmbedSource {
     if whole && placement != Placement::Bf16 { EmbedSource::Packed } else { EmbedSource::Bf16 }
 }
 
-/// Refuses pipelines for MLPs that are not three tensors, or whose product is not added as it is to the stream that they
-/// read.
+/// Refuses pipelines for MLPs that are not three tensors, or whose product is normed or scaled before it is added.
 fn check_pipelines(config: &ModelConfig, placement: Placement) -> Result<(), EngineError> {
     let is_plain = !config.merges_gate_up() && !config.norms_what_is_added() && !config.parallel;
     if !placement.has_pipelines() || is_plain && config.factors.residual == 1.0 {

@@ -6,8 +6,8 @@
 //!                         +--norm--> normed --gate, up--> active --down---------------+--> hidden
 //! hidden --norm--> normed --head--> logits --sample--> ids, positions + 1
 //! ```
-//! Families differ: norms of what is added instead of what is read, or of both; one norm for attention and MLP; factors of
-//! embeddings, of what is added and of logits.
+//! Families differ: norms of what is added instead of what is read, or of both; one norm for attention and MLP; factors
+//! of embeddings, of what is added and of logits.
 //!
 //! A step is one chain on one stream, but for copies of experts that are fetched
 //! ([`offload`](unweight_rt::raw::layer::experts::offload)), for whose choice the host waits. A kernel of a step may
@@ -751,7 +751,7 @@ enum Added {
     Mlp,
 }
 
-/// Rows of so many angles, those of the lower and of the upper half in turns: as kernels with `adjacent` read them.
+/// Rows of so many angles, those of the lower and of the upper half interleaved, as kernels with `adjacent` read them.
 fn interleaved(values: &[u16], angles: usize) -> Vec<u16> {
     let turns = |row: &[u16]| {
         let (low, high) = row.split_at(angles / 2);

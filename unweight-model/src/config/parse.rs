@@ -301,8 +301,8 @@ fn windows(fields: Fields, features: &Features, rotated: &[bool]) -> Result<Vec<
     types.iter().map(of).collect()
 }
 
-/// `rope_scaling` wins over `rope_parameters`, as in transformers; `rope_theta` and `partial_rotary_factor` may stand in
-/// either or beside them.
+/// `rope_scaling` wins over `rope_parameters`, as in transformers; `rope_theta` and `partial_rotary_factor` may stand
+/// in either or next to them.
 fn rope(top: Fields, features: &Features, head_dim: u32, max_positions: u32) -> Result<Rope, ConfigError> {
     let RopeKeys { pairs, partial, longrope, .. } = features.rope;
     let object = match top.object("rope_scaling", "rope_scaling.")? {

@@ -31,8 +31,8 @@ pub struct RopeTable<'a> {
 
 impl<'a> RopeTable<'a> {
     /// A table for the first `rope_dim` elements of a head, a multiple of 4: elements `i` and `i + rope_dim / 2` are
-    /// turned together. A kernel with `adjacent` turns elements `2 * i` and `2 * i + 1` together, and has angles `i` and
-    /// `i + rope_dim / 4` next to each other.
+    /// turned together. A kernel with `adjacent` turns elements `2 * i` and `2 * i + 1` together, and has angles `i`
+    /// and `i + rope_dim / 4` next to each other.
     ///
     /// # Errors
     /// [`LaunchError::RopeDim`]; [`LaunchError::Elements`]: the two differ in length, or hold no whole number of

@@ -166,7 +166,8 @@ pub const CRATES: [Crate; 11] = [
             "unweight-rivals",
         ],
         levels: &[
-            ("attention data error options oracle", "problems, expected results, options"),
+            ("data error options oracle", "problems, expected results, options"),
+            ("attention", "problems of attention in double precision"),
             ("kv timing tuned", "packed KV pages; graphs on the clock; settings of step graphs"),
             ("decode kernels matmul rivals", "a measurement each"),
             ("stress tables", "every kernel under load; the report's tables"),
@@ -205,7 +206,7 @@ pub const INNER: &[(&str, &str)] = &[
          files report < plan shard sign source < handle part_file < stage < compress manifest_file output < attached \
          decompress < merge read verify < stream",
     ),
-    ("unweight-model/src/config", "error < fields < parse"),
+    ("unweight-model/src/config", "error families < fields < parse"),
     ("unweight-rt/src/choose", "candidates graph recon < cost table < policy < route < reachable"),
     (
         "unweight-rt/src/device",
@@ -216,7 +217,7 @@ pub const INNER: &[(&str, &str)] = &[
     ("unweight-rt/src/exec", "operands workspace < cublas < context"),
     (
         "unweight-rt/src/ops",
-        "decode_compact decode_huffman embed gemm_compact gemm_grouped gemm_packed gemm_recon kv norm route sample \
+        "decode_compact decode_huffman embed gemm_compact gemm_grouped gemm_packed gemm_recon kv norm route sample scale \
          silu_mul < kv_packed rope unpack < attention kv_unpack pack < encode_compact kv_pack < encode_huffman",
     ),
     ("unweight-rt/src/weight", "coded compact matrix packed palette < exponents huffman"),

@@ -40,8 +40,8 @@ UW_DEVICE void rotate(u32& first, u32& second, u32 cosines, u32 sines) {
     second = ptx::pack_bf16x2(ptx::fma(b0, c0, ptx::mul(a0, s0)), ptx::fma(b1, c1, ptx::mul(a1, s1)));
 }
 
-// Elements 2i and 2i + 1 of a head, a pair in a word, turned by their angle and rounded once: `first` by the lower angle,
-// `second` by the upper one.
+// Elements 2i and 2i + 1 of a head, a pair in a word, turned by their angle and rounded once: `first` by the lower
+// angle, `second` by the upper one.
 UW_DEVICE void rotate_adjacent(u32& first, u32& second, u32 cosines, u32 sines) {
     const float a0 = low_of(first), a1 = high_of(first), b0 = low_of(second), b1 = high_of(second);
     const float c0 = low_of(cosines), c1 = high_of(cosines), s0 = low_of(sines), s1 = high_of(sines);

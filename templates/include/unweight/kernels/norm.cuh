@@ -19,7 +19,8 @@
 // Sums     a thread's squares in the order of columns, a warp's by a butterfly, the warps' in their order: a row's bits
 //          depend on nothing but the row.
 // Safety   an entry of the list that names no row gives zeros (kAdd: y as it is) and a report; nothing is read for it.
-// Bound    device memory, 4 * m * d bytes, kAdd: 6 * m * d; of few rows the latency of two loads that follow each other.
+// Bound    device memory, 4 * m * d bytes, kAdd: 6 * m * d; of few rows the latency of two loads that follow each
+//          other.
 #pragma once
 
 #include "unweight/activation/element.cuh"

@@ -4,8 +4,8 @@
 //   ScaleForm kForm  kMul: as above; y may be x. kAdd: y[r, c] += factor * x[r, c]
 //   bool kPdl        programmatic dependent launch: everything is touched after griddepcontrol.wait
 //
-// Launch: kBlockThreads threads, no shared memory; a block for each kBlockColumns columns of each row, those of a row one
-// after the other. `columns` is a multiple of 8; rows are 16-byte aligned.
+// Launch: kBlockThreads threads, no shared memory; a block for each kBlockColumns columns of each row, those of a row
+// one after the other. `columns` is a multiple of 8; rows are 16-byte aligned.
 //
 // Roles and barriers: none. A thread takes 8 columns.
 // Bound    device memory, 4 * m * columns bytes, kAdd: 6.
