@@ -199,7 +199,15 @@ mod tests {
                 "uw::Epilogue kEpilogue = uw::Epilogue::kStoreAdd",
             ]
         );
-        assert_eq!(declared("uw_sm90a_norm_t256_pdl"), ["uw::u32 kThreads = 256", "bool kPdl = true"]);
+        assert_eq!(
+            declared("uw_sm90a_norm_t256_layer_add"),
+            [
+                "uw::u32 kThreads = 256",
+                "uw::NormKind kKind = uw::NormKind::kLayer",
+                "bool kAdd = true",
+                "bool kPdl = false"
+            ]
+        );
     }
 
     #[test]

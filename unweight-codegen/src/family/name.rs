@@ -16,9 +16,10 @@
 //! uw_<arch>_gemm_compact_b<batch tile>_w<warps>p<stages>c<cluster>[_pdl]_<store|store_add|silu_mul>
 //! uw_<arch>_gemm_grouped_b<batch tile>_r<row blocks>w<warps>p<stages>[_pdl]_<store|silu_mul>
 //! uw_<arch>_embed_<bf16|packed>[_pdl]
-//! uw_<arch>_norm_t<threads>[_pdl]
-//! uw_<arch>_rope_d<head dim>[_pdl]
+//! uw_<arch>_norm_t<threads>[_rms_once|_layer][_add][_pdl]
+//! uw_<arch>_rope_d<head dim>[_adjacent][_pdl]
 //! uw_<arch>_silu_mul_t<threads>[_pdl]
+//! uw_<arch>_scale_<mul|add>[_pdl]
 //! uw_<arch>_route_<topk|sort|combine>[_pdl]
 //! uw_<arch>_sample_t1024_c<cluster>[_pdl]
 //! ```
