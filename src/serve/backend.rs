@@ -51,6 +51,8 @@ pub struct Limits {
     pub cache_token_bytes: u64,
     /// BF16 units of a packed KV cache; 0 otherwise.
     pub units: u32,
+    /// The vocabulary size of the model.
+    pub vocab: u32,
     /// Tokens that end a text.
     pub eos: Vec<u32>,
 }
@@ -85,6 +87,7 @@ impl Backend for Engine {
             cache_tokens: memory.tokens(),
             cache_token_bytes: memory.token,
             units: memory.units,
+            vocab: self.config().vocab,
             eos: self.config().eos.clone(),
         }
     }

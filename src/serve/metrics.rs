@@ -191,7 +191,8 @@ mod tests {
         let text = |kv_cache, units| {
             let (cache_tokens, cache_token_bytes, eos) = (6400, 98_721, Vec::new());
             let (max_batch, context, pages) = (4, 4096, 100);
-            let limits = Limits { max_batch, context, pages, kv_cache, cache_tokens, cache_token_bytes, units, eos };
+            let limits =
+                Limits { max_batch, context, pages, kv_cache, cache_tokens, cache_token_bytes, units, vocab: 9, eos };
             metrics.text(&limits, 3072)
         };
         let packed = text(KvCache::Packed, 512);

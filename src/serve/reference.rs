@@ -3,15 +3,15 @@
 //! Requests, rows and pages are those of the engine, and so is the choice of a token; only the forward pass is another.
 //! It serves tests of tiny models.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 
 use half::bf16;
 use rayon::prelude::*;
 use unweight_engine::{
-    AdmissionError, EngineOptions, Event, KvCache, OptionError, Request, SampleParams, SeqId,
+    AdmissionError, EngineOptions, Event, KvCache, Logprobs, OptionError, Request, SeqId,
     raw::{
         pages::{PAGE_TOKENS, pages_for},
-        schedule::{Limits as ScheduleLimits, Next, Schedule},
+        schedule::{Limits as ScheduleLimits, Next, Running, Schedule},
     },
 };
 use unweight_format::{
@@ -21,7 +21,7 @@ use unweight_format::{
 use unweight_model::{
     BindError, ConfigError, ModelConfig, ModelWeights,
     reference::{Reference, ReferenceError, bundle_values},
-    sampling::sample,
+    sampling::{adjust, choose, logprobs},
 };
 
 use super::backend::{Backend, Limits, Load};
@@ -80,8 +80,6 @@ pub struct CpuReference {
     values: HashMap<String, Vec<f32>>,
     schedule: Schedule,
     limits: Limits,
-    /// The text of every row, and how its tokens are chosen.
-    texts: BTreeMap<SeqId, (Vec<u32>, SampleParams)>,
 }
 
 impl CpuReference {
@@ -106,8 +104,17 @@ impl CpuReference {
         let (vocab, waiting, kv_cache) = (config.vocab, options.waiting, KvCache::Bf16);
         // A prompt is one chunk.
         let chunk = context.next_multiple_of(PAGE_TOKENS);
-        let limits =
-            ScheduleLimits { max_batch, context, vocab, ahead: 1, waiting, kv_cache, chunk, shares_prefixes: false };
+        let limits = ScheduleLimits {
+            max_batch,
+            context,
+            vocab,
+            ahead: 1,
+            waiting,
+            kv_cache,
+            chunk,
+            shares_prefixes: false,
+            adjusted: max_batch,
+        };
         let schedule = Schedule::new(limits, pages);
         let limits = Limits {
             max_batch,
@@ -118,19 +125,24 @@ impl CpuReference {
             // Of a GPU: there is no cache here.
             cache_token_bytes: config.kv_bytes_per_token(),
             units: 0,
+            vocab,
             eos: config.eos.clone(),
         };
-        Ok(Self { config, weights, values, schedule, limits, texts: BTreeMap::new() })
+        Ok(Self { config, weights, values, schedule, limits })
     }
 
-    /// The token behind a text.
-    fn next(&self, text: &[u32], params: &SampleParams) -> Result<u32, ReferenceError> {
+    /// The next token of a sequence, and its log probabilities.
+    fn next(&self, running: &Running) -> Result<(u32, Option<Box<Logprobs>>), ReferenceError> {
         let value = |name: &str| self.values.get(name).cloned().ok_or_else(|| format!("no tensor {name}"));
-        let logits = Reference::new(&self.config, &self.weights, value).logits(text)?;
+        let history = running.history();
+        let text = [history.prompt, history.answer].concat();
+        let logits = Reference::new(&self.config, &self.weights, value).logits(&text)?;
         let last = &logits[logits.len().saturating_sub(self.config.vocab as usize)..];
         let last: Vec<bf16> = last.iter().copied().map(bf16::from_f32).collect();
         // No text is longer than the context.
-        Ok(sample(&last, params, text.len().saturating_sub(1) as u32))
+        let position = text.len().saturating_sub(1) as u32;
+        let token = choose(&adjust(&last, &running.adjustments, history), &running.params, position);
+        Ok((token, running.logprobs.map(|top| Box::new(logprobs(&last, token, top)))))
     }
 
     fn advance(&mut self) -> Result<Vec<Event>, ReferenceError> {
@@ -139,29 +151,25 @@ impl CpuReference {
             Next::Prefill => {
                 self.schedule.begin_prefill();
                 let Some(chunk) = self.schedule.next_chunk() else { return Ok(events) };
-                let (id, params, mut text) = (chunk.running.id, chunk.running.params, chunk.tokens.to_vec());
+                let (token, logprobs) = self.next(chunk.running)?;
                 self.schedule.chunk_launched();
-                let token = self.next(&text, &params)?;
-                text.push(token);
-                self.texts.insert(id, (text, params));
-                events.extend(self.schedule.begun(token));
+                events.extend(self.schedule.begun(token).map(|event| Event { logprobs, ..event }));
             }
             Next::Launch { .. } => {
-                let rows: Vec<SeqId> = self.schedule.rows().iter().map(|row| row.id).collect();
-                let next = |id: &SeqId| self.texts.get(id).map_or(Ok(0), |(text, params)| self.next(text, params));
-                let tokens = rows.par_iter().map(next).collect::<Result<Vec<u32>, _>>()?;
-                for (id, token) in rows.iter().zip(&tokens) {
-                    if let Some((text, _)) = self.texts.get_mut(id) {
-                        text.push(*token);
-                    }
-                }
+                let rows = self.schedule.rows();
+                let sampled = rows.par_iter().map(|row| self.next(row)).collect::<Result<Vec<_>, _>>()?;
+                let ids: Vec<SeqId> = rows.iter().map(|row| row.id).collect();
+                let tokens: Vec<u32> = sampled.iter().map(|(token, _)| *token).collect();
                 self.schedule.launched();
                 self.schedule.read(&tokens, &[], &mut events);
+                let mut logprobs: HashMap<SeqId, Option<Box<Logprobs>>> =
+                    ids.into_iter().zip(sampled.into_iter().map(|(_, logprobs)| logprobs)).collect();
+                for event in &mut events {
+                    event.logprobs = logprobs.remove(&event.seq).flatten();
+                }
             }
             Next::Idle | Next::Read => {}
         }
-        let rows = self.schedule.rows();
-        self.texts.retain(|id, _| rows.iter().any(|row| row.id == *id));
         Ok(events)
     }
 }

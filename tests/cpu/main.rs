@@ -16,6 +16,7 @@ mod gemm_wgmma;
 mod harness;
 mod kv_cache;
 mod kv_unpack;
+mod logprobs;
 mod moe;
 mod pack;
 mod packed_problem;

@@ -4,12 +4,12 @@
 use crate::harness::{Buffer, CpuKernel, Edit, Run, spec};
 use unweight_codegen::{
     VariantSpec,
-    abi::{SampleArgs, SampleRow},
+    abi::{AdjustRow, SampleArgs, SampleRow, TokenState},
     plan::GemmShape,
-    spec::{SampleSpec, catalog},
+    spec::{Op, SampleSpec, catalog},
 };
 use unweight_format::testing::Random;
-use unweight_model::sampling::{SampleParams, sample};
+use unweight_model::sampling::{Adjustments, History, NO_TOKEN, SampleParams, adjust, choose, sample};
 
 /// Of a row without a token.
 const PAD: u32 = u32::MAX;
@@ -69,9 +69,11 @@ fn check(kernel: &mut CpuKernel, spec: &VariantSpec, rows: &[Row]) -> Result<(),
         positions: positions.address(),
         ids: ids.address(),
         fault: fault.address(),
+        adjusts: 0,
+        tokens: 0,
         pitch: pitch as u64,
         vocabulary: vocabulary as u32,
-        reserved: 0,
+        token_pitch: 0,
     };
     let buffers = [("logits", &logits), ("rows", &params), ("positions", &positions), ("ids", &ids), ("fault", &fault)];
     let slices = buffers.map(|(name, buffer)| (name, buffer.slice()));
@@ -167,9 +169,13 @@ fn edges(vocabulary: usize) -> Vec<Row> {
     ]
 }
 
+fn specs(adjusted: bool) -> Vec<VariantSpec> {
+    catalog::of::<SampleSpec>().filter(|spec| matches!(spec.op, Op::Sample(op) if op.adjusted == adjusted)).collect()
+}
+
 #[test]
 fn tokens_match_the_reference() {
-    let specs: Vec<_> = catalog::of::<SampleSpec>().collect();
+    let specs = specs(false);
     assert_eq!(specs.len(), 8);
     let mut kernel = CpuKernel::all(&specs, &[]);
     for (i, spec) in specs.iter().enumerate() {
@@ -220,6 +226,221 @@ fn planted_bugs_are_caught() {
         let caught = [1000, 63].into_iter().any(|vocabulary| {
             [batch, edges].into_iter().any(|rows| check(&mut kernel, &spec, &rows(vocabulary)).is_err())
         });
+        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+    }
+}
+
+/// A row with adjustments, or without: then it stays as it is.
+#[derive(Clone, Debug)]
+struct AdjustedRow {
+    row: Row,
+    adjustments: Adjustments,
+    prompt: Vec<u32>,
+    answer: Vec<u32>,
+    ends: Vec<u32>,
+}
+
+impl AdjustedRow {
+    fn has_slot(&self) -> bool {
+        !self.adjustments.is_none()
+    }
+
+    fn history(&self) -> History<'_> {
+        History { prompt: &self.prompt, answer: &self.answer, ends: &self.ends }
+    }
+
+    /// Its next token; none if the row stays as it is.
+    fn next(&self) -> Option<u32> {
+        let logits = adjust(bytemuck::cast_slice(&self.row.logits), &self.adjustments, self.history());
+        let is_live = self.row.position != PAD && self.has_slot();
+        is_live.then(|| choose(&logits, &self.row.params, self.row.position))
+    }
+
+    fn states(&self) -> Vec<TokenState> {
+        let mut states = vec![TokenState::default(); self.row.logits.len()];
+        self.adjustments.bias.iter().for_each(|(token, bias)| states[*token as usize].bias = *bias);
+        self.prompt.iter().for_each(|token| states[*token as usize].marks |= TokenState::IN_PROMPT);
+        self.ends.iter().for_each(|token| states[*token as usize].marks |= TokenState::ENDS);
+        self.answer.iter().for_each(|token| states[*token as usize].marks += 1);
+        states
+    }
+
+    /// As the device has it, with slot `slot`. Positions are those behind an ordinary sampler.
+    fn device(&self, slot: u32) -> AdjustRow {
+        let Adjustments { repetition_penalty, frequency_penalty, presence_penalty, min_new_tokens, .. } =
+            self.adjustments;
+        if !self.has_slot() {
+            return AdjustRow::NONE;
+        }
+        AdjustRow {
+            slot,
+            repetition: repetition_penalty,
+            frequency: frequency_penalty,
+            presence: presence_penalty,
+            // A position may be smaller than the answer is long: then nothing is left to wait for.
+            end_from: (self.row.position.wrapping_add(1) + min_new_tokens).saturating_sub(self.answer.len() as u32),
+            reserved: 0,
+        }
+    }
+}
+
+/// Runs several steps of a batch whose logits stay the same, and compares: only what the device counts changes them.
+fn check_adjusted(kernel: &mut CpuKernel, spec: &VariantSpec, mut rows: Vec<AdjustedRow>) -> Result<(), String> {
+    let vocabulary = rows[0].row.logits.len();
+    let (pitch, token_pitch) = (vocabulary.next_multiple_of(8) + 8, vocabulary.next_multiple_of(2) + 2);
+    let mut logits = vec![INFINITY; rows.len() * pitch - (pitch - vocabulary)];
+    let count = rows.len();
+    let mut states = vec![TokenState { bias: 1e9, marks: 7 }; count * token_pitch];
+    for (at, row) in rows.iter().enumerate() {
+        logits[at * pitch..][..vocabulary].copy_from_slice(&row.row.logits);
+        // Slots are not in the order of rows.
+        states[(count - 1 - at) * token_pitch..][..vocabulary].copy_from_slice(&row.states());
+    }
+    let params: Vec<_> = rows.iter().map(|row| device_row(&row.row.params)).collect();
+    let adjusts: Vec<_> = rows.iter().zip((0..count as u32).rev()).map(|(row, slot)| row.device(slot)).collect();
+    let logits = Buffer::of(bytemuck::cast_slice(&logits));
+    let (params, adjusts) = (Buffer::of(bytemuck::cast_slice(&params)), Buffer::of(bytemuck::cast_slice(&adjusts)));
+    let states = Buffer::of(bytemuck::cast_slice(&states));
+    for step in 0..4 {
+        let position = |row: &AdjustedRow| if row.row.position == PAD { PAD } else { row.row.position + 1 };
+        let positions: Vec<_> = rows.iter().map(position).collect();
+        let positions = Buffer::of(bytemuck::cast_slice(&positions));
+        let (ids, fault) = (Buffer::new(count * 4), Buffer::zeroed(4));
+        let args = SampleArgs {
+            logits: logits.address(),
+            rows: params.address(),
+            positions: positions.address(),
+            ids: ids.address(),
+            fault: fault.address(),
+            adjusts: adjusts.address(),
+            tokens: states.address(),
+            pitch: pitch as u64,
+            vocabulary: vocabulary as u32,
+            token_pitch: token_pitch as u32,
+        };
+        let buffers = [
+            ("logits", &logits),
+            ("rows", &params),
+            ("positions", &positions),
+            ("ids", &ids),
+            ("fault", &fault),
+            ("adjusts", &adjusts),
+            ("tokens", &states),
+        ];
+        let slices = buffers.map(|(name, buffer)| (name, buffer.slice()));
+        let run = Run { problem: GemmShape::rows(count as u32), sms: 2, seed: 11 + step };
+        // SAFETY: the buffers outlive the launch, and the kernel reaches them through checked wrappers only.
+        unsafe { kernel.run(spec, run, &args, &slices) }?;
+        let ids = ids.u32s();
+        for (at, row) in rows.iter_mut().enumerate() {
+            let next = row.next();
+            if ids[at] != next.unwrap_or(UNTOUCHED) {
+                let what = (&row.adjustments, &row.row.params, &row.answer);
+                return Err(format!("step {step}, row {at} of {vocabulary}: {} for {next:?}: {what:?}", ids[at]));
+            }
+            row.answer.extend(next.filter(|token| *token != NO_TOKEN));
+            // A sequence without a token ends in an engine; here it tries again.
+            if row.row.position != PAD && next != Some(NO_TOKEN) {
+                row.row.position += 1;
+            }
+        }
+        // What is counted, and nothing between or behind the slots.
+        let words = states.u32s();
+        for (at, row) in rows.iter().enumerate() {
+            let slot = &words[(count - 1 - at) * token_pitch * 2..][..token_pitch * 2];
+            let mut expected: Vec<u32> = row.states().iter().flat_map(|own| [own.bias.to_bits(), own.marks]).collect();
+            expected.resize(token_pitch * 2, 0);
+            for pair in expected[vocabulary * 2..].chunks_exact_mut(2) {
+                pair.copy_from_slice(&[1e9f32.to_bits(), 7]);
+            }
+            if slot != expected {
+                return Err(format!("step {step}, row {at} of {vocabulary}: the counts are wrong"));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn adjusted_batch(vocabulary: usize) -> Vec<AdjustedRow> {
+    let mut random = Random::new(77 + vocabulary as u64);
+    let none = Adjustments::default;
+    let all = none().repetition_penalty(1.3).frequency_penalty(0.7).presence_penalty(-0.4).min_new_tokens(3);
+    let row = |(i, row): (usize, Row)| {
+        let mut token = || random.below(vocabulary as u64) as u32;
+        let prompt: Vec<u32> = (0..i % 4 * 5).map(|_| token()).collect();
+        let answer = if i % 3 == 0 { Vec::new() } else { vec![token(), token(), prompt.first().copied().unwrap_or(0)] };
+        let ends = vec![token(), token()];
+        let bias: std::collections::BTreeMap<u32, f32> =
+            (0..8).map(|nth| (token(), [100.0, -100.0, 3.7, -0.013][nth % 4])).collect();
+        let bias: Vec<(u32, f32)> = bias.into_iter().collect();
+        let adjustments = match i % 6 {
+            0 => none().bias(bias),
+            1 => none().repetition_penalty(0.01),
+            2 => none().frequency_penalty(2.0).presence_penalty(0.3),
+            3 => all.clone().bias(bias),
+            4 => none().min_new_tokens(answer.len() as u32 + 2),
+            _ => none(),
+        };
+        AdjustedRow { row, adjustments, prompt, answer, ends }
+    };
+    batch(vocabulary).into_iter().chain(edges(vocabulary)).enumerate().map(row).collect()
+}
+
+/// The penalties hold for the token of the step before, which only the device knows.
+#[test]
+fn adjusted_tokens_match_the_reference() {
+    let specs = specs(true);
+    assert_eq!(specs.len(), 8);
+    let mut kernel = CpuKernel::all(&specs, &[]);
+    for (i, spec) in specs.iter().enumerate() {
+        let single = spec.name().as_str().contains("_c1");
+        for vocabulary in [1, 2, 63, 257, 1000, 5003] {
+            if spec.name().as_str().ends_with("_pdl") && vocabulary != 63 {
+                continue;
+            }
+            let rows = adjusted_batch(vocabulary);
+            let some = rows.into_iter().skip(i / 2 % 4).step_by(if single { 1 } else { 5 });
+            let wrong = check_adjusted(&mut kernel, spec, some.collect());
+            wrong.unwrap_or_else(|wrong| panic!("{spec}: {wrong}"));
+        }
+    }
+}
+
+/// With neutral adjustments the tokens are those of the ordinary sampler.
+#[test]
+fn neutral_adjustments_change_nothing() {
+    let spec = spec("sample_t1024_c2_adjusted");
+    let mut kernel = CpuKernel::of(&spec, &[]);
+    let rows = batch(1000).into_iter().map(|row| AdjustedRow {
+        row,
+        // Of a token without an effect.
+        adjustments: Adjustments::default().bias(vec![(5, 0.0)]),
+        prompt: vec![1, 2],
+        answer: vec![3],
+        ends: vec![4],
+    });
+    let rows: Vec<_> = rows.collect();
+    assert!(rows.iter().all(|own| own.next() == own.row.expected()));
+    check_adjusted(&mut kernel, &spec, rows).unwrap();
+}
+
+#[test]
+fn planted_bugs_of_adjustments_are_caught() {
+    let header = "unweight/kernels/sample.cuh";
+    for (from, to) in [
+        ("value > 0.0f ? ptx::div(value, repetition)", "value > 0.0f ? ptx::mul(value, repetition)"),
+        ("ptx::ld_global(&states[id].marks) + 1", "ptx::ld_global(&states[id].marks)"),
+        ("if (marks & kEnds && ends_early) return 0x7fc00000;", ""),
+        ("return bits & 0x80000000 ? ~bits : bits | 0x80000000;", "return bits | 0x80000000;"),
+        ("key < floor || key >> shift != found", "key < floor"),
+        ("if (slot == kNoSlot) return;", ""),
+        ("const u32 id = choose(position - 1);", "const u32 id = choose(position);"),
+    ] {
+        let spec = spec("sample_t1024_c1_adjusted");
+        let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
+        let rows = |vocabulary| adjusted_batch(vocabulary);
+        let caught =
+            [63, 1000].into_iter().any(|vocabulary| check_adjusted(&mut kernel, &spec, rows(vocabulary)).is_err());
         assert!(caught, "planting `{to}` for `{from}` went unnoticed");
     }
 }

@@ -196,7 +196,7 @@ pub(crate) fn run(engine: &mut Engine, requests: &[Request]) -> Vec<Vec<u32>> {
     let ids: Vec<SeqId> = requests.iter().map(|request| engine.add(request.clone()).unwrap()).collect();
     let mut told = BTreeMap::<SeqId, Vec<u32>>::new();
     while !engine.is_idle() {
-        for Event { seq, token, finish } in engine.step().unwrap() {
+        for Event { seq, token, finish, .. } in engine.step().unwrap() {
             let tokens = told.entry(seq).or_default();
             tokens.push(token);
             assert!(finish != Some(Finish::Stop));

@@ -1,6 +1,7 @@
 //! The kernels on a GPU. Ignored unless asked for: `cargo test --test gpu -- --include-ignored --test-threads=1`.
 
 mod activations;
+mod adjusted;
 mod attention;
 mod bench;
 mod cublas;

@@ -1,12 +1,16 @@
 //! The choice of tokens on a GPU: the tokens of the reference, whatever the logits, the batch and the cluster.
 
-use unweight_codegen::spec::{SampleSpec, VariantSpec, catalog};
-use unweight_model::{SampleParams, sampling};
+use unweight_codegen::spec::{LogprobsSpec, Op, SampleSpec, VariantSpec, catalog};
+use unweight_model::{
+    SampleParams,
+    sampling::{self, Adjustments, History, TOP_LOGPROBS_MAX},
+};
 use unweight_rt::{
     DeviceBuffer, ExecContext, MatrixRef, Stream,
     raw::ops::{
         kv::PAD_POSITION,
-        sample::{Sample, SampleRow},
+        logprobs::{Logprobs, ROW_WORDS},
+        sample::{AdjustRow, AdjustedSample, RowAdjustments, Sample, SampleRow, TokenState},
     },
 };
 
@@ -86,6 +90,11 @@ impl Operands {
     }
 }
 
+/// Variants that sample from logits as they are, or from adjusted ones.
+fn specs(adjusted: bool) -> impl Iterator<Item = VariantSpec> {
+    catalog::of::<SampleSpec>().filter(move |spec| matches!(spec.op, Op::Sample(op) if op.adjusted == adjusted))
+}
+
 fn sampler(spec: &VariantSpec) -> Sample {
     Sample::new(gpu().get(spec).unwrap()).unwrap()
 }
@@ -96,7 +105,7 @@ fn every_variant_chooses_as_the_reference() {
     let kernels = gpu();
     let stream = stream(kernels);
     let kinds = [Weights::Gaussian { sigma: 2.0 }, Weights::Noise, Weights::FewExponents, Weights::Zeros];
-    for (number, spec) in catalog::of::<SampleSpec>().enumerate() {
+    for (number, spec) in specs(false).enumerate() {
         let sample = sampler(&spec);
         let mut ctx = context(&stream);
         for vocab in [1, 2, 63, 64, 65, 257, 1003, 8191, 32_000, 128_256] {
@@ -125,7 +134,7 @@ fn repeated_sampling_gives_the_same_tokens() {
     let (stream, other) = (stream(kernels), stream(kernels));
     let noise = DeviceBuffer::<u16>::zeroed(&other, 64 << 20).unwrap();
     let mut target = DeviceBuffer::<u16>::zeroed(&other, 64 << 20).unwrap();
-    for spec in catalog::of::<SampleSpec>() {
+    for spec in specs(false) {
         let sample = sampler(&spec);
         let mut ctx = context(&stream);
         for (rows, vocab) in [(1, 128_256), (16, 32_000), (64, 1003)] {
@@ -143,5 +152,155 @@ fn repeated_sampling_gives_the_same_tokens() {
             }
         }
         other.synchronize().unwrap();
+    }
+}
+
+/// The adjustments of a row, and its tokens so far.
+struct Adjusted {
+    adjustments: Adjustments,
+    prompt: Vec<u32>,
+    answer: Vec<u32>,
+    ends: Vec<u32>,
+}
+
+impl Adjusted {
+    fn new(random: &mut Random, vocab: u32) -> Self {
+        let mut some = |count: u64| -> Vec<u32> { (0..count).map(|_| random.below(vocab.into()) as u32).collect() };
+        let (prompt, answer, ends, biased) = (some(40), some(9), some(3), some(30));
+        let bias: std::collections::BTreeMap<u32, f32> =
+            biased.into_iter().zip([100.0, -100.0, 0.37, -2.0].into_iter().cycle()).collect();
+        let adjustments = Adjustments::default()
+            .repetition_penalty(1.0 + random.below(100) as f32 / 50.0)
+            .frequency_penalty(random.below(5) as f32 - 2.0)
+            .presence_penalty(random.below(40) as f32 / 10.0 - 2.0)
+            .min_new_tokens(8 + random.below(5) as u32);
+        let adjustments = if random.below(2) == 0 { adjustments.bias(bias.into_iter().collect()) } else { adjustments };
+        Self { adjustments, prompt, answer, ends }
+    }
+
+    fn states(&self, pitch: u32) -> Vec<TokenState> {
+        let mut states = vec![TokenState::default(); pitch as usize];
+        self.adjustments.bias.iter().for_each(|(token, bias)| states[*token as usize].bias = *bias);
+        self.prompt.iter().for_each(|token| states[*token as usize].marks |= TokenState::IN_PROMPT);
+        self.ends.iter().for_each(|token| states[*token as usize].marks |= TokenState::ENDS);
+        self.answer.iter().for_each(|token| states[*token as usize].marks += 1);
+        states
+    }
+
+    fn row(&self, slot: u32, position: u32) -> AdjustRow {
+        AdjustRow {
+            slot,
+            repetition: self.adjustments.repetition_penalty,
+            frequency: self.adjustments.frequency_penalty,
+            presence: self.adjustments.presence_penalty,
+            end_from: (position.wrapping_add(1) + self.adjustments.min_new_tokens)
+                .saturating_sub(self.answer.len() as u32),
+            reserved: 0,
+        }
+    }
+}
+
+/// Behind an ordinary sampler, over several steps of the same logits: only what the device counts changes them.
+#[test]
+#[ignore = "needs a GPU"]
+fn adjusted_rows_choose_as_the_reference_and_others_stay() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    for (number, (spec, plain)) in specs(true).zip(specs(false)).enumerate() {
+        let (adjusted, sample) = (AdjustedSample::new(kernels.get(&spec).unwrap()).unwrap(), sampler(&plain));
+        let mut ctx = context(&stream);
+        for vocab in [1, 65, 1003, 32_000, 128_256] {
+            let mut batch = Batch::new(9, vocab, Weights::Gaussian { sigma: 2.0 }, u64::from(vocab) + number as u64);
+            let mut random = Random::new(number as u64 + 5);
+            let mut own: Vec<Adjusted> = (0..9).map(|_| Adjusted::new(&mut random, vocab)).collect();
+            // Every third row has no adjustments; slots are not in the order of rows.
+            let has = |row: usize| row % 3 != 2;
+            let pitch = vocab.next_multiple_of(2) + 6;
+            let states: Vec<TokenState> = own.iter().rev().flat_map(|row| row.states(pitch)).collect();
+            let rows: Vec<AdjustRow> = own
+                .iter()
+                .enumerate()
+                .map(
+                    |(row, own)| {
+                        if has(row) { own.row(8 - row as u32, batch.positions[row]) } else { AdjustRow::NONE }
+                    },
+                )
+                .collect();
+            let rows = DeviceBuffer::from_host(&stream, &rows).unwrap();
+            let mut tokens = DeviceBuffer::from_host(&stream, &states).unwrap();
+            let mut operands = Operands::new(&stream, &batch);
+            for step in 0..4 {
+                let ordinary = batch.expected(u32::MAX);
+                operands.launch(&sample, &mut ctx, &batch);
+                let logits = MatrixRef::new(&operands.logits, 9, vocab, batch.pitch.into()).unwrap();
+                let adjustments = RowAdjustments { rows: &rows, tokens: &mut tokens, token_pitch: pitch };
+                adjusted
+                    .enqueue(&mut ctx, logits, &operands.rows, adjustments, &operands.positions, &mut operands.ids)
+                    .unwrap();
+                let ids = operands.ids.to_host(&stream).unwrap();
+                for (row, own) in own.iter_mut().enumerate() {
+                    let what = format!("{}, step {step}, row {row} of {vocab}", spec.name());
+                    if !has(row) || batch.positions[row] == PAD_POSITION {
+                        assert_eq!(ids[row], ordinary[row], "{what}");
+                        continue;
+                    }
+                    let logits = &batch.logits[row * batch.pitch as usize..][..vocab as usize];
+                    let history = History { prompt: &own.prompt, answer: &own.answer, ends: &own.ends };
+                    let logits = sampling::adjust(bytemuck::cast_slice(logits), &own.adjustments, history);
+                    let expected = sampling::choose(&logits, &batch.params[row], batch.positions[row]);
+                    assert_eq!(ids[row], expected, "{what}: {:?}", own.adjustments);
+                    own.answer.push(expected);
+                }
+                batch.positions.iter_mut().filter(|at| **at != PAD_POSITION).for_each(|at| *at += 1);
+                if own.iter().any(|own| own.answer.last() == Some(&sampling::NO_TOKEN)) {
+                    // Of a row without a token nothing is counted; an engine ends it.
+                    break;
+                }
+            }
+            assert!(ctx.synchronize().is_ok() || vocab == 1);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn logprobs_equal_the_reference() {
+    let kernels = gpu();
+    let stream = stream(kernels);
+    for spec in catalog::of::<LogprobsSpec>() {
+        let logprobs = Logprobs::new(kernels.get(&spec).unwrap()).unwrap();
+        let mut ctx = context(&stream);
+        for vocab in [1, 20, 65, 1003, 32_000, 128_256] {
+            for kind in [Weights::Gaussian { sigma: 2.0 }, Weights::Noise, Weights::Zeros] {
+                let batch = Batch::new(7, vocab, kind, u64::from(vocab));
+                let wanted: Vec<u32> = (0..7).map(|row| [21, 0, 1, 6, 21, 2, 21][row]).collect();
+                let ids: Vec<u32> = (0..7).map(|row| row * 31 % vocab).collect();
+                let logits = DeviceBuffer::from_host(&stream, &batch.logits).unwrap();
+                let view = MatrixRef::new(&logits, 7, vocab, batch.pitch.into()).unwrap();
+                let [wanted_there, ids_there] =
+                    [&wanted, &ids].map(|own| DeviceBuffer::from_host(&stream, own).unwrap());
+                let mut out = DeviceBuffer::<u32>::zeroed(&stream, 7 * ROW_WORDS).unwrap();
+                poison(&stream, &mut out);
+                logprobs.enqueue(&mut ctx, view, &wanted_there, &ids_there, &mut out).unwrap();
+                let words = out.to_host(&stream).unwrap();
+                for (row, words) in words.chunks_exact(ROW_WORDS).enumerate() {
+                    let what = format!("{}, row {row} of {vocab}, {kind:?}", spec.name());
+                    let Some(top) = wanted[row].checked_sub(1) else {
+                        assert!(words.iter().all(|word| *word == words[0]), "{what}");
+                        continue;
+                    };
+                    let logits = &batch.logits[row * batch.pitch as usize..][..vocab as usize];
+                    let own = sampling::logprobs(bytemuck::cast_slice(logits), ids[row], top.min(TOP_LOGPROBS_MAX));
+                    let got = words[1];
+                    assert!(
+                        got == own.sampled.to_bits() || own.sampled.is_nan() && f32::from_bits(got).is_nan(),
+                        "{what}"
+                    );
+                    let top: Vec<u32> = own.top.iter().flat_map(|(token, value)| [*token, value.to_bits()]).collect();
+                    assert_eq!(&words[2..2 + top.len()], top, "{what}");
+                }
+                guard_is_whole(&stream, &out, "log probabilities");
+            }
+        }
     }
 }

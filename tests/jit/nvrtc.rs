@@ -14,8 +14,8 @@ use unweight_codegen::family::{FAMILIES, Instruction};
 use unweight_codegen::plan::Plan;
 use unweight_codegen::spec::{
     Arch, AttentionSpec, CodeLimit, DecodeHuffmanSpec, DecodeWarps, EmbedSpec, Epilogue, GemmCompactSpec, GemmMmaSpec,
-    GemmReconSpec, GemmWgmmaSpec, KvPackSpec, KvUnpackSpec, NormSpec, Op, RopeSpec, SampleSpec, ScaleSpec, SiluMulSpec,
-    VariantSpec, catalog,
+    GemmReconSpec, GemmWgmmaSpec, KvPackSpec, KvUnpackSpec, LogprobsSpec, NormSpec, Op, RopeSpec, SampleSpec, ScaleSpec,
+    SiluMulSpec, VariantSpec, catalog,
 };
 use unweight_rt::Error;
 use unweight_rt::env::{Env, JitMode};
@@ -406,6 +406,7 @@ fn block(spec: &VariantSpec) -> VariantSpec {
         Op::KvPack(op) => Op::KvPack(KvPackSpec { pdl: false, ..op }),
         Op::KvUnpack(op) => Op::KvUnpack(KvUnpackSpec { pdl: false, ..op }),
         Op::Sample(op) => Op::Sample(SampleSpec { pdl: false, ..op }),
+        Op::Logprobs(op) => Op::Logprobs(LogprobsSpec { pdl: false, ..op }),
         op => op,
     };
     VariantSpec { op, ..*spec }

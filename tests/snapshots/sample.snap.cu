@@ -11,6 +11,7 @@ namespace {
 
 struct Config {
     static constexpr uw::u32 kCluster = 1;
+    static constexpr bool kAdjusted = false;
     static constexpr bool kPdl = false;
 };
 
@@ -18,8 +19,12 @@ using Smem = uw::sample::Smem<Config>;
 
 }  // namespace
 
-static_assert(sizeof(uw::SampleArgs) == 56, "SampleArgs: host and kernel disagree");
+static_assert(sizeof(uw::SampleArgs) == 72, "SampleArgs: host and kernel disagree");
 static_assert(sizeof(uw::SampleRow) == 24, "SampleRow: host and kernel disagree");
+static_assert(sizeof(uw::AdjustRow) == 24, "AdjustRow: host and kernel disagree");
+static_assert(sizeof(uw::TokenState) == 8, "TokenState: host and kernel disagree");
+static_assert(uw::sample::kInPrompt == 2147483648, "tokens of the prompt: host and kernel disagree");
+static_assert(uw::sample::kEnds == 1073741824, "end tokens: host and kernel disagree");
 static_assert(uw::sample::kVocabularyMax == 1048576, "vocabulary: host and kernel disagree");
 static_assert(Smem::kLow == 0, "shared memory: plan and kernel disagree");
 static_assert(Smem::kHigh == 16384, "shared memory: plan and kernel disagree");

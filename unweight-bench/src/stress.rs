@@ -250,7 +250,13 @@ impl Run<'_> {
                     let subject = self.transcode(kernel, &weights)?;
                     add(self.subject(subject, compare)?);
                 }
-                Op::Embed(_) | Op::Norm(_) | Op::Rope(_) | Op::Scale(_) | Op::SiluMul(_) | Op::Sample(_) => {
+                Op::Embed(_)
+                | Op::Norm(_)
+                | Op::Rope(_)
+                | Op::Scale(_)
+                | Op::SiluMul(_)
+                | Op::Sample(_)
+                | Op::Logprobs(_) => {
                     for subject in self.activations(kernel, &weights)? {
                         add(self.subject(subject, compare)?);
                     }

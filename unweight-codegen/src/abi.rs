@@ -10,8 +10,8 @@ pub use crate::{
         attention::AttentionArgs, decode_compact::DecodeCompactArgs, decode_huffman::DecodeHuffmanArgs,
         embed::EmbedArgs, encode_compact::EncodeCompactArgs, encode_huffman::EncodeHuffmanArgs,
         gemm_compact::GemmCompactArgs, gemm_grouped::GemmGroupedArgs, gemm_mma::GemmPackedArgs,
-        gemm_recon::GemmReconArgs, kv_pack::KvPackArgs, kv_unpack::KvUnpackArgs, norm::NormArgs, pack::PackArgs,
-        rope::RopeArgs, route::RouteArgs, sample::SampleArgs, sample::SampleRow, scale::ScaleArgs,
-        silu_mul::SiluMulArgs,
+        gemm_recon::GemmReconArgs, kv_pack::KvPackArgs, kv_unpack::KvUnpackArgs, logprobs::LogprobsArgs,
+        norm::NormArgs, pack::PackArgs, rope::RopeArgs, route::RouteArgs, sample::AdjustRow, sample::SampleArgs,
+        sample::SampleRow, sample::TokenState, scale::ScaleArgs, silu_mul::SiluMulArgs,
     },
 };

@@ -6,8 +6,9 @@ use unweight_codegen::{
     VariantSpec,
     family::{Instruction, norm::COLUMNS_MAX, sample::VOCABULARY_MAX},
     spec::{
-        Arch, AttentionStep, EmbedSource, EmbedSpec, HeadDim, KvCache, KvPackSpec, KvPackStage, KvUnpackSpec, NormKind,
-        NormSpec, Op, RopeHeadDim, RopeSpec, RouteSpec, SampleSpec, ScaleForm, ScaleSpec, SiluMulSpec, catalog,
+        Arch, AttentionStep, EmbedSource, EmbedSpec, HeadDim, KvCache, KvPackSpec, KvPackStage, KvUnpackSpec,
+        LogprobsSpec, NormKind, NormSpec, Op, RopeHeadDim, RopeSpec, RouteSpec, SampleSpec, ScaleForm, ScaleSpec,
+        SiluMulSpec, catalog,
     },
 };
 use unweight_model::{Mixture, ModelConfig, NormKind as ModelNorm, QkNorm, RopePairs};
@@ -22,9 +23,10 @@ use unweight_rt::{
             embed::Embed,
             kv_pack::KvPack,
             kv_unpack::KvUnpack,
+            logprobs::Logprobs,
             norm::Norm,
             rope::Rope,
-            sample::Sample,
+            sample::{AdjustedSample, Sample},
             scale::Scale,
             silu_mul::SiluMul,
         },
@@ -56,6 +58,9 @@ pub struct Variants {
     /// By bucket, in the order of [`BUCKETS`].
     decode: Vec<Decode<VariantSpec>>,
     sample: VariantSpec,
+    /// Behind steps: of rows with adjusted logits, and log probabilities.
+    adjusted: VariantSpec,
+    logprobs: VariantSpec,
     /// Of a mixture.
     experts: Vec<VariantSpec>,
     /// Of a packed KV cache: of a step, of a chunk, the release of units, and unpacking.
@@ -103,12 +108,17 @@ impl Variants {
         let rope = RopeHeadDim::new(config.head_dim).ok();
         let adjacent = config.rope.pairs == RopePairs::Adjacent;
         let rope = rope.map(|head_dim| VariantSpec::rope(arch, RopeSpec { head_dim, adjacent, pdl }));
-        let sample = catalog::on::<SampleSpec>(arch)
-            .filter(|spec| matches!(spec.op, Op::Sample(op) if op.pdl == pdl))
-            .max_by_key(|spec| match spec.op {
+        let sampler = |adjusted: bool| {
+            let own = catalog::on::<SampleSpec>(arch)
+                .filter(move |spec| matches!(spec.op, Op::Sample(op) if op.pdl == pdl && op.adjusted == adjusted));
+            own.max_by_key(|spec| match spec.op {
                 Op::Sample(op) => op.cluster.get(),
                 _ => 0,
-            });
+            })
+        };
+        let logprobs =
+            catalog::on::<LogprobsSpec>(arch).find(|spec| matches!(spec.op, Op::Logprobs(op) if op.pdl == pdl));
+        let sample = sampler(false).zip(sampler(true)).zip(logprobs);
         let shape = Shape { warps: 4, ..Shape::BLOCK };
         let prefill = attention::variant(arch, (AttentionStep::Prefill, KvCache::Bf16), config.head_dim, shape);
         let cache = options.chosen_kv_cache();
@@ -121,22 +131,46 @@ impl Variants {
         });
         let decode: Option<Vec<_>> = decode.collect();
         let all = (embed, norm, silu_mul, rope, prefill, decode, sample);
-        let (Some(embed), Some(norm), Some(silu_mul), Some(rope), Some(prefill), Some(decode), Some(sample)) = all
+        let (
+            Some(embed),
+            Some(norm),
+            Some(silu_mul),
+            Some(rope),
+            Some(prefill),
+            Some(decode),
+            Some(((sample, adjusted), logprobs)),
+        ) = all
         else {
             return Err(head_dim(config));
         };
         let experts = config.mixture.map_or_else(Vec::new, |_| mixtures::variants(arch));
         let packed = (cache == KvCache::Packed).then(|| packed_variants(arch, config.head_dim)).flatten();
-        Ok(Self { embed, norm, norm_add, scale, scale_add, silu_mul, rope, prefill, decode, sample, experts, packed })
+        Ok(Self {
+            embed,
+            norm,
+            norm_add,
+            scale,
+            scale_add,
+            silu_mul,
+            rope,
+            prefill,
+            decode,
+            sample,
+            adjusted,
+            logprobs,
+            experts,
+            packed,
+        })
     }
 
     /// All of them, each once.
     pub fn all(&self) -> Vec<VariantSpec> {
-        let Self { embed, norm, silu_mul, rope, prefill, decode, sample, experts, packed, .. } = self;
+        let Self { embed, norm, silu_mul, rope, prefill, decode, sample, adjusted, logprobs, experts, packed, .. } = self;
         let some = [self.norm_add, self.scale, self.scale_add].into_iter().flatten();
         let decode = decode.iter().map(|decode| decode.kernel).chain(experts.iter().copied());
         let decode = decode.chain(packed.iter().flatten().copied());
-        let all = [*embed, *norm, *silu_mul, *rope, *prefill, *sample].into_iter().chain(some).chain(decode);
+        let always = [*embed, *norm, *silu_mul, *rope, *prefill, *sample, *adjusted, *logprobs];
+        let all = always.into_iter().chain(some).chain(decode);
         all.collect::<BTreeSet<_>>().into_iter().collect()
     }
 
@@ -225,6 +259,8 @@ pub struct Kernels {
     pub rope: Rope,
     pub prefill: Attention,
     pub sample: Sample,
+    pub adjusted: AdjustedSample,
+    pub logprobs: Logprobs,
     decode: Vec<Decode<Attention>>,
 }
 
@@ -249,6 +285,8 @@ impl Kernels {
             rope: Rope::new(get(&variants.rope)?)?,
             prefill: Attention::new(get(&variants.prefill)?)?,
             sample: Sample::new(get(&variants.sample)?)?,
+            adjusted: AdjustedSample::new(get(&variants.adjusted)?)?,
+            logprobs: Logprobs::new(get(&variants.logprobs)?)?,
             decode: decode.collect::<Result<_, DeviceError>>()?,
         })
     }

@@ -24,6 +24,7 @@ mod pipelines;
 mod prefix;
 pub mod raw;
 mod request;
+mod sampling;
 mod schedule;
 mod weights;
 
@@ -41,6 +42,9 @@ pub use pipelines::PlanError;
 #[doc(inline)]
 pub use request::{AdmissionError, Event, Finish, Request, SeqId};
 #[doc(inline)]
-pub use unweight_model::{SampleParams, sampling::NO_TOKEN};
+pub use unweight_model::{
+    SampleParams,
+    sampling::{Adjustments, Logprobs, NO_TOKEN},
+};
 #[doc(inline)]
 pub use unweight_rt::experts::ExpertTraffic;

@@ -14,7 +14,11 @@ use unweight_rt::{
             route::{RoutePolicy, Weight},
         },
         layer::linear,
-        ops::kv_packed::PackedShape,
+        ops::{
+            kv_packed::PackedShape,
+            logprobs::ROW_WORDS,
+            sample::{AdjustRow, SampleRow, TokenState},
+        },
     },
 };
 
@@ -28,6 +32,10 @@ use crate::{
 /// Bytes of a bf16, and of an id.
 const BF16: u64 = 2;
 const ID: u64 = 4;
+/// Bytes of the state of a token for adjusted logits.
+const TOKEN_STATE: u64 = size_of::<TokenState>() as u64;
+/// Words of a row that sampling needs: parameters, adjustments and log probabilities.
+const SAMPLING_WORDS: u64 = (size_of::<SampleRow>() + size_of::<AdjustRow>()) as u64 / ID + 1 + ROW_WORDS as u64;
 
 /// The device memory of an engine by purpose, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -180,6 +188,11 @@ pub fn rows(options: &EngineOptions) -> u32 {
 /// The number of rows of the logits buffer: of a step, and at least 64 for [`Engine::logits`](crate::Engine::logits).
 pub fn logit_rows(options: &EngineOptions) -> u32 {
     bucket(options.max_batch).max(64)
+}
+
+/// The maximum number of running sequences with adjusted logits: each needs a state for every token of the vocabulary.
+pub(crate) fn adjusted_rows(options: &EngineOptions) -> u32 {
+    options.max_batch.min(64)
 }
 
 /// What linears are loaded for.
@@ -428,7 +441,10 @@ fn working(config: &ModelConfig, options: &EngineOptions, context: u32) -> u64 {
     let row = 2 * u64::from(config.hidden) + u64::from(config.qkv_rows()) + attention + mlp;
     let logits = u64::from(logit_rows(options)) * u64::from(config.vocab);
     let angles = u64::from(context) * u64::from(config.rope.dim);
-    let state = (rows + batch * (18 + u64::from(pages_for(context)))) * ID;
+    // Ids, positions and what a packed KV cache needs of a row; what sampling needs of it.
+    let row_words = 12 + SAMPLING_WORDS + u64::from(pages_for(context));
+    let state = (rows + batch * row_words) * ID;
+    let slots = u64::from(adjusted_rows(options)) * u64::from(config.vocab.next_multiple_of(2)) * TOKEN_STATE;
     // Packed pages of one layer and sequence are unpacked for later chunks of its prompt.
     let staging = match options.chosen_kv_cache() {
         KvCache::Packed => {
@@ -437,7 +453,7 @@ fn working(config: &ModelConfig, options: &EngineOptions, context: u32) -> u64 {
         }
         KvCache::Bf16 => 0,
     };
-    (rows * row + logits + angles) * BF16 + state + staging + attention::parts_bytes(config)
+    (rows * row + logits + angles) * BF16 + state + slots + staging + attention::parts_bytes(config)
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! A request, the reasons to reject it, and the events of its sequence.
 
-use unweight_model::sampling::SampleParams;
+use unweight_model::sampling::{Adjustments, Logprobs, SampleParams, TOP_LOGPROBS_MAX};
 
 /// Identifies a sequence of one engine. An engine never reuses an id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -18,12 +18,24 @@ pub struct Request {
     pub max_new_tokens: u32,
     /// Token ids that end the sequence. The event of such a token is reported like any other.
     pub stop: Vec<u32>,
+    /// Adjustments of logits before a token is sampled.
+    pub adjustments: Adjustments,
+    /// Log probabilities of each token and of this number of the most likely ones, up to
+    /// [`TOP_LOGPROBS_MAX`](unweight_model::sampling::TOP_LOGPROBS_MAX); `None` reports none.
+    pub logprobs: Option<u32>,
 }
 
 impl Request {
     /// A request with greedy sampling, up to 256 new tokens and no stop tokens.
     pub fn new(prompt: Vec<u32>) -> Self {
-        Self { prompt, params: SampleParams::default(), max_new_tokens: 256, stop: Vec::new() }
+        Self {
+            prompt,
+            params: SampleParams::default(),
+            max_new_tokens: 256,
+            stop: Vec::new(),
+            adjustments: Adjustments::default(),
+            logprobs: None,
+        }
     }
 
     /// Sets the sampling parameters.
@@ -42,6 +54,32 @@ impl Request {
     #[must_use]
     pub fn stop(self, stop: Vec<u32>) -> Self {
         Self { stop, ..self }
+    }
+
+    /// Sets the adjustments of logits.
+    #[must_use]
+    pub fn adjustments(self, adjustments: Adjustments) -> Self {
+        Self { adjustments, ..self }
+    }
+
+    /// Sets the number of most likely tokens that are reported with the log probability of each token.
+    #[must_use]
+    pub fn logprobs(self, logprobs: Option<u32>) -> Self {
+        Self { logprobs, ..self }
+    }
+
+    /// Checks sampling parameters and adjustments for a model with this vocabulary size.
+    pub(crate) fn check_sampling(&self, vocab: u32) -> Result<(), AdmissionError> {
+        let params = |error: String| AdmissionError::Params(error);
+        self.params.check().map_err(|error| params(error.to_string()))?;
+        self.adjustments.check().map_err(|error| params(error.to_string()))?;
+        self.adjustments.check_bias(vocab).map_err(|error| params(error.to_string()))?;
+        match self.logprobs {
+            Some(top) if top > TOP_LOGPROBS_MAX => {
+                Err(params(format!("logprobs = {top} is not a whole number from 0 to {TOP_LOGPROBS_MAX}")))
+            }
+            _ => Ok(()),
+        }
     }
 }
 
@@ -161,7 +199,7 @@ impl Finish {
 }
 
 /// A new token of a sequence.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Event {
     /// The sequence.
     pub seq: SeqId,
@@ -169,4 +207,6 @@ pub struct Event {
     pub token: u32,
     /// The reason why the sequence ended with this token; `None` if it continues.
     pub finish: Option<Finish>,
+    /// Log probabilities, if [`Request::logprobs`] asks for them.
+    pub logprobs: Option<Box<Logprobs>>,
 }

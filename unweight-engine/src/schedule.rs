@@ -18,7 +18,7 @@
 
 use std::{collections::VecDeque, ops::Range};
 
-use unweight_model::sampling::{NO_TOKEN, SampleParams};
+use unweight_model::sampling::{Adjustments, History, NO_TOKEN, SampleParams};
 
 use crate::{
     options::KvCache,
@@ -45,6 +45,12 @@ pub struct Running {
     pub id: SeqId,
     /// The sampling parameters.
     pub params: SampleParams,
+    /// The adjustments of logits.
+    pub adjustments: Adjustments,
+    /// [`Request::logprobs`].
+    pub logprobs: Option<u32>,
+    /// The slot of the states of its tokens, if logits are adjusted.
+    pub slot: Option<u32>,
     /// The pages of its keys and values, in the order of its tokens; in a packed cache without the last one.
     pub pages: Vec<u32>,
     /// Chunks of its prompt that other sequences may read; their pages are the first of its pages.
@@ -69,6 +75,12 @@ pub struct Running {
 }
 
 impl Running {
+    /// Its tokens so far.
+    pub fn history(&self) -> History<'_> {
+        let (prompt, answer) = self.tokens.split_at(self.tokens.len() - self.produced as usize);
+        History { prompt, answer, ends: &self.stop }
+    }
+
     /// Whether another step may be launched before something of it is read.
     fn may_run(&self) -> bool {
         !self.done && !self.lost && self.launched < self.max_new_tokens
@@ -96,7 +108,7 @@ impl Running {
             None
         };
         self.done = finish.is_some();
-        Event { seq: self.id, token, finish }
+        Event { seq: self.id, token, finish, logprobs: None }
     }
 }
 
@@ -146,6 +158,8 @@ pub struct Limits {
     pub chunk: u32,
     /// Whether sequences share the pages of equal beginnings of prompts.
     pub shares_prefixes: bool,
+    /// The maximum number of running sequences with adjusted logits.
+    pub adjusted: u32,
 }
 
 /// Tokens that rows get pages for, if as many are free, when one of them needs a page: taking pages costs a pause of
@@ -159,6 +173,8 @@ pub struct Schedule {
     pool: PagePool,
     /// Hot pages of a packed cache, one per row.
     hot: PagePool,
+    /// Slots of sequences with adjusted logits.
+    slots: PagePool,
     /// Packed pages that were given back since [`Schedule::take_freed`].
     freed: Vec<u32>,
     next_id: u64,
@@ -224,6 +240,7 @@ impl Schedule {
             limits,
             pool: PagePool::new(pages),
             hot: PagePool::new(limits.max_batch),
+            slots: PagePool::new(limits.adjusted),
             freed: Vec::new(),
             next_id: 0,
             ended: 0,
@@ -268,7 +285,7 @@ impl Schedule {
         if let Some((at, &id)) = request.prompt.iter().enumerate().find(|(_, id)| **id >= vocab) {
             return Err(AdmissionError::UnknownToken { id, at, vocab });
         }
-        request.params.check().map_err(|error| AdmissionError::Params(error.to_string()))?;
+        request.check_sampling(vocab)?;
         let (prompt, max_new_tokens) = (request.prompt.len(), request.max_new_tokens);
         let tokens = u32::try_from(prompt).ok().and_then(|prompt| prompt.checked_add(max_new_tokens));
         let Some(tokens) = tokens.filter(|tokens| *tokens <= context) else {
@@ -394,10 +411,14 @@ impl Schedule {
     }
 
     /// The nodes of the prefix cache that the prompt of a sequence begins with, and the number of pages that it takes
-    /// in addition; `None` if there is no row for it, or too few pages. Every running sequence keeps a page to grow.
+    /// in addition; `None` if there is no row or slot for it, or too few pages. Every running sequence keeps a page to
+    /// grow.
     fn room_for(&self, waiting: &Waiting) -> Option<(Vec<NodeId>, u32)> {
         let rows = self.rows.len() as u32;
         if rows >= self.limits.max_batch || rows > 0 && self.ended < waiting.after {
+            return None;
+        }
+        if self.slots.free() == 0 && !waiting.request.adjustments.is_none() {
             return None;
         }
         let shares = self.limits.shares_prefixes;
@@ -479,9 +500,10 @@ impl Schedule {
         self.give_pages(own);
         self.prefixes.release(&gone.shared);
         self.hot.give(vec![gone.hot]);
+        self.slots.give(gone.slot.into_iter().collect());
         if gone.lost {
-            let Running { id, params, tokens, max_new_tokens, stop, produced, .. } = gone;
-            let request = Request { prompt: tokens, params, max_new_tokens, stop };
+            let Running { id, params, adjustments, logprobs, tokens, max_new_tokens, stop, produced, .. } = gone;
+            let request = Request { prompt: tokens, params, max_new_tokens, stop, adjustments, logprobs };
             self.preempted += 1;
             self.waiting.push_front(Waiting { id, request, produced, after: self.ended + 1 });
         }
@@ -523,12 +545,17 @@ impl Schedule {
         let own = self.take_pages(need)?;
         // As many as there are rows, of which one is free.
         let hot = self.hot.take(1)?.pop()?;
+        let is_adjusted = self.waiting.front().is_some_and(|waiting| !waiting.request.adjustments.is_none());
+        let slot = if is_adjusted { self.slots.take(1)?.pop() } else { None };
         let Waiting { id, request, produced, .. } = self.waiting.pop_front()?;
         let start = self.tokens_of(&shared);
         self.shared_prompt_tokens += u64::from(start);
         let running = Running {
             id,
             params: request.params,
+            adjustments: request.adjustments,
+            logprobs: request.logprobs,
+            slot,
             pages: [self.prefixes.pages(&shared), own].concat(),
             shared,
             hot,
@@ -595,7 +622,7 @@ impl Schedule {
         let (id, alone) = (running.id, !shared_units && !dropped);
         running.lost = !alone;
         self.leave(running);
-        alone.then_some(Event { seq: id, token: NO_TOKEN, finish: Some(Finish::CacheFull) })
+        alone.then_some(Event { seq: id, token: NO_TOKEN, finish: Some(Finish::CacheFull), logprobs: None })
     }
 
     /// Records the launch of a step of all rows.

@@ -4,7 +4,11 @@
 //! So that they can agree, nothing here asks a library for a logarithm or an exponential: both are polynomials of
 //! fused multiply-adds, and sums are of whole numbers.
 
+mod adjust;
+
 use half::bf16;
+
+pub use adjust::{Adjustments, BIASES_MAX, BiasError, History, Logprobs, TOP_LOGPROBS_MAX, adjust, logprobs};
 
 /// Parameters of sampling. Filters apply in this order, as in transformers: temperature, top-k, top-p, min-p.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -120,6 +124,12 @@ pub const NO_TOKEN: u32 = u32::MAX;
 /// assert!(drawn == 1 || drawn == 2);
 /// ```
 pub fn sample(logits: &[bf16], params: &SampleParams, position: u32) -> u32 {
+    let logits: Vec<f32> = logits.iter().map(|logit| logit.to_f32()).collect();
+    choose(&logits, params, position)
+}
+
+/// As [`sample`], from logits in f32, such as those of [`adjust`].
+pub fn choose(logits: &[f32], params: &SampleParams, position: u32) -> u32 {
     let row = Row::new(logits, params.temperature);
     if row.largest_key == NAN_KEY {
         return NO_TOKEN;
@@ -137,24 +147,24 @@ pub fn sample(logits: &[bf16], params: &SampleParams, position: u32) -> u32 {
 }
 
 /// The key of NaN, below all others.
-const NAN_KEY: u16 = 0;
+const NAN_KEY: u32 = 0;
 
 /// A number that orders logits: of equal logits (both zeros) the same.
-fn key(logit: bf16) -> u16 {
+fn key(logit: f32) -> u32 {
     let bits = logit.to_bits();
     match bits {
         _ if logit.is_nan() => NAN_KEY,
-        0x8000 => 0x8000,
-        _ if bits >> 15 == 1 => !bits,
-        _ => bits | 0x8000,
+        0x8000_0000 => 0x8000_0000,
+        _ if bits >> 31 == 1 => !bits,
+        _ => bits | 0x8000_0000,
     }
 }
 
 /// A row of logits at a temperature.
 struct Row<'a> {
-    logits: &'a [bf16],
-    keys: Vec<u16>,
-    largest_key: u16,
+    logits: &'a [f32],
+    keys: Vec<u32>,
+    largest_key: u32,
     /// The largest logit.
     largest: f32,
     /// 1 / temperature.
@@ -162,10 +172,10 @@ struct Row<'a> {
 }
 
 impl<'a> Row<'a> {
-    fn new(logits: &'a [bf16], temperature: f32) -> Self {
+    fn new(logits: &'a [f32], temperature: f32) -> Self {
         let keys: Vec<_> = logits.iter().map(|logit| key(*logit)).collect();
         let largest_key = keys.iter().copied().max().unwrap_or(NAN_KEY);
-        let largest = keys.iter().position(|key| *key == largest_key).map_or(0.0, |token| logits[token].to_f32());
+        let largest = keys.iter().position(|key| *key == largest_key).map_or(0.0, |token| logits[token]);
         Self { logits, keys, largest_key, largest, inverse: 1.0 / temperature }
     }
 
@@ -174,7 +184,7 @@ impl<'a> Row<'a> {
         if self.keys[token] == self.largest_key {
             return 0.0;
         }
-        (self.logits[token].to_f32() - self.largest) * self.inverse
+        (self.logits[token] - self.largest) * self.inverse
     }
 
     /// In units of 2^-31, cut off.
@@ -195,7 +205,7 @@ impl<'a> Row<'a> {
     }
 
     /// The lowest key that top-k and top-p keep.
-    fn floor(&self, params: &SampleParams) -> u16 {
+    fn floor(&self, params: &SampleParams) -> u32 {
         let mut sorted: Vec<_> = (0..self.keys.len()).filter(|token| self.keys[*token] != NAN_KEY).collect();
         sorted.sort_by_key(|token| std::cmp::Reverse(self.keys[*token]));
         let mut floor = NAN_KEY + 1;
@@ -370,7 +380,8 @@ mod tests {
                 min_p: if uniform() < 0.5 { 0.0 } else { uniform() * uniform() },
                 seed: 0,
             };
-            let kept = Row::new(&logits, params.temperature).kept(&params);
+            let values: Vec<f32> = logits.iter().map(|logit| logit.to_f32()).collect();
+            let kept = Row::new(&values, params.temperature).kept(&params);
             let (expected, near) = kept_in_f64(&logits, &params);
             // Nearer than this, rounding decides; it must not happen often.
             if near > 1e-5 {

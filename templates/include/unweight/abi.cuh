@@ -409,13 +409,42 @@ struct SampleRow {
     float min_p;                      // 0: all
 };
 
-// A token of each row of logits.
+// Adjustments of the logits of one row.
+struct AdjustRow {
+    u32 slot;                         // row of the token states, or 0xffffffff: no adjustments
+    float repetition;                 // divides positive logits of tokens in prompt or answer, multiplies others
+    float frequency;                  // subtracted for each time that a token is in the answer
+    float presence;                   // subtracted for a token that is in the answer
+    u32 end_from;                     // first position at which an end token may be sampled
+    u32 reserved;
+};
+
+// What adjustments depend on for one token of the vocabulary.
+struct TokenState {
+    float bias;                       // added to the logit
+    u32 marks;                        // bit 31: in the prompt, bit 30: ends the sequence; count in the answer
+};
+
+// A token of each row of logits. Adjusted variants read positions to which 1 was added.
 struct SampleArgs {
     const u16* logits;                // bf16 [m, vocabulary]
     const SampleRow* rows;            // [m]
     u32* positions;                   // [m] of the tokens whose logits these are, or 0xffffffff; 1 is added
     u32* ids;                         // [m]
     u32* fault;                       // set to 1 + row of a row whose logits are all NaN
+    const AdjustRow* adjusts;         // [m]; adjusted variants
+    TokenState* tokens;               // [slots, token_pitch]; adjusted variants count the sampled token
+    u64 pitch;                        // elements from row to row, a multiple of 8
+    u32 vocabulary;                   // 1..2^20
+    u32 token_pitch;                  // entries of `tokens` from slot to slot, a multiple of 2
+};
+
+// Log probabilities of the sampled token and of the likeliest ones of each row.
+struct LogprobsArgs {
+    const u16* logits;                // bf16 [m, vocabulary]
+    const u32* wanted;                // [m]: 0 for a row without, else 1 + the number of likeliest tokens
+    const u32* ids;                   // [m]: sampled tokens
+    u32* out;                         // [m, 21, 2]: token and f32; the sampled token, then the likeliest
     u64 pitch;                        // elements from row to row, a multiple of 8
     u32 vocabulary;                   // 1..2^20
     u32 reserved;

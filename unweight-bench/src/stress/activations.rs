@@ -3,13 +3,13 @@
 use std::{cell::RefCell, sync::Arc};
 
 use unweight_codegen::{
-    abi::{SampleArgs, SampleRow},
+    abi::{AdjustRow, LogprobsArgs, SampleArgs, SampleRow, TokenState},
     kv::PAGE_TOKENS,
     plan::GemmShape,
     spec::{EmbedSource, NormSpec, Op, RopeSpec, ScaleForm, ScaleSpec},
 };
 use unweight_format::testing::Random;
-use unweight_model::sampling::{SampleParams, sample};
+use unweight_model::sampling::{Adjustments, History, SampleParams, TOP_LOGPROBS_MAX, adjust, choose, logprobs};
 use unweight_rt::{
     DeviceBuffer, DeviceError, MatrixMut, MatrixRef, RowFault,
     raw::{
@@ -55,7 +55,8 @@ impl Run<'_> {
                 Op::Scale(spec) => self.scale(kernel, weights, m, spec),
                 Op::Embed(spec) => self.embed(kernel, weights, m, spec.source),
                 Op::Rope(spec) => self.rope(kernel, weights, m, spec),
-                Op::Sample(_) => self.sample(kernel, weights, m),
+                Op::Sample(spec) => self.sample(kernel, weights, m, spec.adjusted),
+                Op::Logprobs(_) => self.logprobs(kernel, weights, m),
                 _ => self.silu_mul(kernel, weights, m),
             })
             .collect()
@@ -186,6 +187,7 @@ impl Run<'_> {
         kernel: &Arc<LoadedKernel>,
         weights: &'a Weights,
         m: u32,
+        adjusted: bool,
     ) -> Result<Subject<'a>, BenchError> {
         let (stream, vocabulary) = (self.stream, weights.shape.1);
         // Outputs are compared in pieces of 16 bytes.
@@ -201,30 +203,56 @@ impl Run<'_> {
                     .seed(u64::from(row) << 30)
             })
             .collect();
-        let choose = |(row, logits): (usize, &[u16])| sample(bytemuck::cast_slice(logits), &params[row], row as u32);
-        let expected: Vec<u32> = logits.chunks_exact(vocabulary as usize).enumerate().map(choose).collect();
+        // Every row has the same adjustments, in a slot of its own.
+        let penalties = Adjustments::default().repetition_penalty(1.25).frequency_penalty(0.5).presence_penalty(-0.25);
+        let penalties = if adjusted { penalties.bias(vec![(1, 2.5)]) } else { Adjustments::default() };
+        let history = History { prompt: &[0, 3], answer: &[3, 5, 5], ends: &[] };
+        let expect = |(row, logits): (usize, &[u16])| {
+            choose(&adjust(bytemuck::cast_slice(logits), &penalties, history), &params[row], row as u32)
+        };
+        let expected: Vec<u32> = logits.chunks_exact(vocabulary as usize).enumerate().map(expect).collect();
+        let mut states = vec![TokenState::default(); vocabulary as usize];
+        states[1].bias = 2.5;
+        for (token, marks) in [(0, TokenState::IN_PROMPT), (3, TokenState::IN_PROMPT | 1), (5, 2)] {
+            states[token].marks = marks;
+        }
+        let states = DeviceBuffer::from_host(stream, &states.repeat(m as usize))?;
+        let counted = RefCell::new(states.duplicate(stream)?);
+        let adjusts = (0..m).map(|slot| AdjustRow {
+            slot,
+            repetition: penalties.repetition_penalty,
+            frequency: penalties.frequency_penalty,
+            presence: penalties.presence_penalty,
+            ..AdjustRow::NONE
+        });
+        let adjusts = DeviceBuffer::from_host(stream, &adjusts.collect::<Vec<_>>())?;
         let expected: Vec<u8> = expected.into_iter().flat_map(u32::to_le_bytes).collect();
         let device_row = |params: &SampleParams| {
             let SampleParams { temperature, top_k, top_p, min_p, seed, .. } = *params;
             SampleRow { seed, temperature, top_k, top_p, min_p }
         };
         let rows = DeviceBuffer::from_host(stream, &params.iter().map(device_row).collect::<Vec<_>>())?;
-        let first = DeviceBuffer::from_host(stream, &(0..m).collect::<Vec<u32>>())?;
+        let first: Vec<u32> = (0..m).map(|row| row + u32::from(adjusted)).collect();
+        let first = DeviceBuffer::from_host(stream, &first)?;
         let positions = RefCell::new(first.duplicate(stream)?);
         let kernel_of_launch = kernel.clone();
         let launch = move |ids: u64| {
             let mut positions = positions.borrow_mut();
             // A launch counts them up.
             positions.copy_from(stream, &first)?;
+            let mut counted = counted.borrow_mut();
+            counted.copy_from(stream, &states)?;
             let args = SampleArgs {
                 logits: weights.x.address(),
                 rows: rows.address(),
                 positions: positions.address(),
                 ids,
                 fault: self.ctx.borrow().row_fault_address(RowFault::Logits),
+                adjusts: adjusts.address(),
+                tokens: counted.address(),
                 pitch: vocabulary.into(),
                 vocabulary,
-                reserved: 0,
+                token_pitch: vocabulary,
             };
             // SAFETY: as above; `ids` has room for m u32, X and the other buffers for m rows, and they live as long as
             // the subject.
@@ -232,6 +260,46 @@ impl Run<'_> {
         };
         // An id is as long as two columns of bf16.
         self.rows(kernel, (m, 2), Box::new(launch), move |y| differs(y, &expected))
+    }
+
+    /// Log probabilities of the first token and the likeliest ones of rows of X.
+    fn logprobs<'a>(
+        &'a self,
+        kernel: &Arc<LoadedKernel>,
+        weights: &'a Weights,
+        m: u32,
+    ) -> Result<Subject<'a>, BenchError> {
+        let (stream, vocabulary) = (self.stream, weights.shape.1);
+        // Outputs are compared in pieces of 16 bytes.
+        let m = m.next_multiple_of(2);
+        let logits = weights.x.read(stream, 0, (m * vocabulary) as usize)?;
+        let row = |logits: &[u16]| {
+            let own = logprobs(bytemuck::cast_slice(logits), 0, TOP_LOGPROBS_MAX);
+            let mut pairs = vec![(0, own.sampled)];
+            pairs.extend(own.top);
+            pairs.resize(1 + TOP_LOGPROBS_MAX as usize, (u32::MAX, f32::NAN));
+            pairs.into_iter().flat_map(|(token, value)| [token, value.to_bits()]).flat_map(u32::to_le_bytes)
+        };
+        let expected: Vec<u8> = logits.chunks_exact(vocabulary as usize).flat_map(row).collect();
+        let wanted = DeviceBuffer::from_host(stream, &vec![1 + TOP_LOGPROBS_MAX; m as usize])?;
+        let ids = DeviceBuffer::<u32>::zeroed(stream, m as usize)?;
+        let kernel_of_launch = kernel.clone();
+        let launch = move |out: u64| {
+            let args = LogprobsArgs {
+                logits: weights.x.address(),
+                wanted: wanted.address(),
+                ids: ids.address(),
+                out,
+                pitch: vocabulary.into(),
+                vocabulary,
+                reserved: 0,
+            };
+            // SAFETY: as above; `out` has room for m rows of results, X and the other buffers for m rows, and they live
+            // as long as the subject.
+            unsafe { kernel_of_launch.launch(stream, GemmShape::rows(m), &args) }
+        };
+        // A pair is as long as four columns of bf16.
+        self.rows(kernel, (m, 4 * (1 + TOP_LOGPROBS_MAX)), Box::new(launch), move |y| differs(y, &expected))
     }
 
     /// Q heads are the output; K and V go to pages that all launches write alike.

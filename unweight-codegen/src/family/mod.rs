@@ -279,6 +279,8 @@ families! {
     kv_unpack: KvUnpack(KvUnpackSpec),
     /// A token of each row of logits.
     sample: Sample(SampleSpec),
+    /// Log probabilities of sampled tokens.
+    logprobs: Logprobs(LogprobsSpec),
 }
 
 #[cfg(test)]

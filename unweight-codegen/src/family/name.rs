@@ -21,7 +21,8 @@
 //! uw_<arch>_silu_mul_t<threads>[_pdl]
 //! uw_<arch>_scale_<mul|add>[_pdl]
 //! uw_<arch>_route_<topk|sort|combine>[_pdl]
-//! uw_<arch>_sample_t1024_c<cluster>[_pdl]
+//! uw_<arch>_sample_t1024_c<cluster>[_adjusted][_pdl]
+//! uw_<arch>_logprobs_t1024[_pdl]
 //! ```
 //!
 //! Behind the family's name stand its axes in their order, each with its mark. `parse(name(x)) == x` for every spec,

@@ -14,6 +14,8 @@ axes! {
     pub struct SampleSpec {
         /// Blocks that share the logits of a row.
         cluster: ClusterSize "t1024_c" = 8,
+        /// Samples again from adjusted logits, for rows with adjustments.
+        adjusted: flag "_adjusted" = false,
         /// Programmatic dependent launch: reads its parameters while the stream's previous kernel still runs.
         pdl: flag "_pdl" = false,
     }
@@ -27,17 +29,22 @@ args! {
         /// [`SampleRow`] `[m]`.
         pub rows: u64,
         /// u32 `[m]`: the position of the token whose logits these are, or `u32::MAX` of a row without one; 1 is added.
+        /// An adjusted variant reads the position behind it and writes nothing.
         pub positions: u64,
         /// u32 `[m]`: the token that was chosen.
         pub ids: u64,
         /// u32, set to 1 and a row whose logits are all NaN.
         pub fault: u64,
+        /// [`AdjustRow`] `[m]`; only of an adjusted variant.
+        pub adjusts: u64,
+        /// [`TokenState`] `[slots, token_pitch]`; only of an adjusted variant.
+        pub tokens: u64,
         /// Elements from one row of logits to the next, a multiple of 8.
         pub pitch: u64,
         /// Logits of a row, 1 to [`VOCABULARY_MAX`].
         pub vocabulary: u32,
-        /// 0.
-        pub reserved: u32,
+        /// Entries of `tokens` from one slot to the next, a multiple of 2.
+        pub token_pitch: u32,
     }
 }
 
@@ -55,6 +62,49 @@ pub struct SampleRow {
     pub top_p: f32,
     /// Tokens with at least this share of the probability of the most likely one; 0 keeps all.
     pub min_p: f32,
+}
+
+/// Adjustments of the logits of one row.
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct AdjustRow {
+    /// The row of the token states, or [`AdjustRow::NO_SLOT`] of a row without adjustments.
+    pub slot: u32,
+    /// Divides positive logits of tokens in prompt or answer and multiplies others.
+    pub repetition: f32,
+    /// Subtracted for each time that a token is in the answer.
+    pub frequency: f32,
+    /// Subtracted for a token that is in the answer.
+    pub presence: f32,
+    /// The first position at which an end token may be sampled.
+    pub end_from: u32,
+    /// 0.
+    pub reserved: u32,
+}
+
+impl AdjustRow {
+    /// [`AdjustRow::slot`] of a row without adjustments.
+    pub const NO_SLOT: u32 = u32::MAX;
+    /// Of a row without adjustments.
+    pub const NONE: Self =
+        Self { slot: Self::NO_SLOT, repetition: 1.0, frequency: 0.0, presence: 0.0, end_from: 0, reserved: 0 };
+}
+
+/// What adjustments depend on for one token of the vocabulary.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct TokenState {
+    /// Added to the logit.
+    pub bias: f32,
+    /// [`TokenState::IN_PROMPT`], [`TokenState::ENDS`], and how often the token is in the answer.
+    pub marks: u32,
+}
+
+impl TokenState {
+    /// The token is in the prompt.
+    pub const IN_PROMPT: u32 = 1 << 31;
+    /// The token ends the sequence.
+    pub const ENDS: u32 = 1 << 30;
 }
 
 impl VariantSpec {
@@ -116,19 +166,25 @@ impl Family for SampleSpec {
             1 => "block".to_owned(),
             cluster => format!("cluster of {cluster}"),
         };
+        let logits = if self.adjusted { "adjusted logits" } else { "logits" };
         let pdl = if self.pdl { ", dependent launch" } else { "" };
-        format!("A token of each row of logits: temperature, top-k, top-p, min-p; a {group} a row{pdl}.")
+        format!("A token of each row of {logits}: temperature, top-k, top-p, min-p; a {group} a row{pdl}.")
     }
 
     fn entry(&self, _: &BlockPlan) -> Entry {
         Entry::new()
             .check("SampleRow", "sizeof(uw::SampleRow)", size_of::<SampleRow>() as u32)
+            .check("AdjustRow", "sizeof(uw::AdjustRow)", size_of::<AdjustRow>() as u32)
+            .check("TokenState", "sizeof(uw::TokenState)", size_of::<TokenState>() as u32)
+            .check("tokens of the prompt", "uw::sample::kInPrompt", TokenState::IN_PROMPT)
+            .check("end tokens", "uw::sample::kEnds", TokenState::ENDS)
             .check("vocabulary", "uw::sample::kVocabularyMax", VOCABULARY_MAX)
     }
 
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
+        let flags = [(false, false), (false, true), (true, false), (true, true)];
         ClusterSize::ALL.into_iter().flat_map(move |cluster| {
-            [false, true].map(move |pdl| VariantSpec::sample(arch, SampleSpec { cluster, pdl }))
+            flags.map(move |(adjusted, pdl)| VariantSpec::sample(arch, SampleSpec { cluster, adjusted, pdl }))
         })
     }
 }

@@ -10,7 +10,8 @@ pub use crate::axes::{Arch, Axis, AxisError, Only, Values};
 pub use crate::family::{
     AttentionSpec, ClusterSize, DecodeCompactSpec, DecodeHuffmanSpec, EmbedSpec, EncodeCompactSpec, EncodeHuffmanSpec,
     Epilogue, Family, GemmCompactSpec, GemmGroupedSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, KvPackSpec,
-    KvUnpackSpec, NormSpec, Op, PackSpec, ParseNameError, RopeSpec, RouteSpec, SampleSpec, ScaleSpec, SiluMulSpec,
+    KvUnpackSpec, LogprobsSpec, NormSpec, Op, PackSpec, ParseNameError, RopeSpec, RouteSpec, SampleSpec, ScaleSpec,
+    SiluMulSpec,
     SmemCopy, UnpackSpec, VariantSpec,
     attention::{AttentionStages, AttentionStep, AttentionWarps, HeadDim, KvCache},
     decode_compact::DecodeCompactStage,
@@ -23,6 +24,7 @@ pub use crate::family::{
     gemm_recon::{NTiles, Splits, Stages, VerbatimRows, WeightSource},
     gemm_wgmma::{Warpgroups, WideBatchTile, WideStages},
     kv_pack::KvPackStage,
+    logprobs::LogprobsThreads,
     norm::{NormKind, NormThreads},
     pack::PackStage,
     rope::RopeHeadDim,

@@ -70,6 +70,8 @@ fn every_word_is_that_of_the_spec() {
         "uw_sm90a_norm_t512_pdl": (op = norm, threads = 512, pdl = true),
         "uw_sm90a_sample_t1024_c8": (op = sample),
         "uw_sm90a_sample_t1024_c2_pdl": (op = sample, cluster = 2, pdl = true),
+        "uw_sm90a_sample_t1024_c8_adjusted": (op = sample, adjusted = true),
+        "uw_sm90a_logprobs_t1024_pdl": (op = logprobs, pdl = true),
         "uw_sm90a_rope_d128_pdl": (op = rope, head_dim = 128, pdl = true),
         "uw_sm90a_silu_mul_t128": (op = silu_mul),
         "uw_sm90a_silu_mul_t256_pdl": (op = silu_mul, threads = 256, pdl = true),

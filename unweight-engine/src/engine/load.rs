@@ -414,6 +414,7 @@ impl Start {
             kv_cache: memory.kv_cache,
             chunk: forward.chunk_rows(),
             shares_prefixes: options.prefix_cache,
+            adjusted: memory::adjusted_rows(&options),
         };
         let schedule = Schedule::new(limits, memory.pages);
         Ok(Engine {
@@ -426,6 +427,7 @@ impl Start {
             in_flight: VecDeque::new(),
             held: Vec::new(),
             spare: Vec::new(),
+            spare_logprobs: Vec::new(),
             graphs,
             forward,
             stepper,

@@ -4,12 +4,13 @@ use half::bf16;
 use unweight_model::SampleParams;
 use unweight_rt::{DeviceError, raw::ops::kv::PAD_POSITION};
 
-use super::{Engine, Stepper, sample_row, settle};
+use super::{Engine, Stepper, settle};
 use crate::{
     error::EngineError,
     forward::{Forward, RowState},
     options::bucket,
     request::{AdmissionError, Request},
+    sampling::RowSampling,
     weights::Weights,
 };
 
@@ -72,9 +73,9 @@ impl Engine {
         for at in 0..longest {
             // Nothing else runs, so every row may have the hot page of its number.
             let states = texts.iter().zip(pages).zip(0..).map(|((text, pages), hot)| {
-                let sample = sample_row(&SampleParams::default());
+                let sampling = RowSampling::new(&SampleParams::default());
                 let (id, position) = text.get(at).map_or((0, PAD_POSITION), |id| (*id, at as u32));
-                RowState { id, position, pages, hot, sample }
+                RowState { id, position, pages, hot, sampling }
             });
             self.forward.set_rows(&states.collect::<Vec<_>>(), bucket(count))?;
             self.launch(count)?;

@@ -4,12 +4,13 @@ use unweight_format::testing::Weights as Kind;
 use unweight_model::SampleParams;
 use unweight_rt::{DeviceError, DeviceMatrix, Graph, MatrixMut, Stream};
 
-use super::{Engine, sample_row};
+use super::Engine;
 use crate::{
     error::EngineError,
     forward::{Forward, Part, RowState},
     options::bucket,
     request::AdmissionError,
+    sampling::RowSampling,
 };
 
 impl Engine {
@@ -117,9 +118,9 @@ pub(super) fn record_step(engine: &mut Engine, rows: u32) -> Result<(), DeviceEr
 
 /// Sets the rows of a step to sequences of `context` tokens.
 pub(super) fn set_rows(forward: &mut Forward, batch: u32, context: u32, pages: &[Vec<u32>]) -> Result<(), DeviceError> {
-    let sample = sample_row(&SampleParams::default());
+    let sampling = RowSampling::new(&SampleParams::default());
     let states =
-        pages.iter().zip(1..).map(|(pages, id)| RowState { id, position: context, pages, hot: id - 1, sample });
+        pages.iter().zip(1..).map(|(pages, id)| RowState { id, position: context, pages, hot: id - 1, sampling });
     forward.set_rows(&states.collect::<Vec<_>>(), bucket(batch))
 }
 

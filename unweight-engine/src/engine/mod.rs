@@ -9,13 +9,13 @@ mod stepper;
 
 use std::{collections::VecDeque, fmt, mem};
 
-use unweight_model::{ModelConfig, SampleParams};
+use unweight_model::ModelConfig;
 use unweight_rt::{
     DeviceError, Graph, LaunchError, RowFault, Stream,
     experts::ExpertTraffic,
     raw::{
         device::{Pinned, Transfer},
-        ops::sample::SampleRow,
+        ops::logprobs::ROW_WORDS,
     },
 };
 
@@ -29,6 +29,7 @@ use crate::{
     memory::Memory,
     options::{EngineOptions, bucket},
     request::{AdmissionError, Event, Request, SeqId},
+    sampling::{RowSampling, read_logprobs, token_states},
     schedule::{Chunk, Next, Schedule},
     weights::Weights,
 };
@@ -70,6 +71,7 @@ pub struct Engine {
     /// Events that a call other than [`Engine::step`] had to wait for.
     held: Vec<Event>,
     spare: Vec<Pinned<u32>>,
+    spare_logprobs: Vec<Pinned<u32>>,
     /// By bucket. Before what they name, so that they go first.
     graphs: Vec<(u32, Graph)>,
     forward: Forward,
@@ -86,6 +88,8 @@ struct Sampled {
     ids: Transfer<u32>,
     /// Of a packed KV cache: which rows lost a page.
     lost: Option<Transfer<u32>>,
+    /// Log probabilities of each row, if a row asks for some.
+    logprobs: Option<Transfer<u32>>,
 }
 
 impl Engine {
@@ -268,24 +272,32 @@ impl Engine {
                                 position: row.position,
                                 pages: &row.pages,
                                 hot: row.hot,
-                                sample: sample_row(&row.params),
+                                sampling: RowSampling::of(row),
                             })
                             .collect();
                         self.forward.set_rows(&states, bucket(count))?;
                     }
                     self.launch(count)?;
+                    self.forward.sample_extras()?;
                     let sampled = self.read_later()?;
                     self.in_flight.push_back(sampled);
                     self.schedule.launched();
                 }
                 Next::Read => {
-                    let Some(Sampled { ids, lost }) = self.in_flight.pop_front() else { return Ok(Vec::new()) };
+                    let Some(Sampled { ids, lost, logprobs }) = self.in_flight.pop_front() else {
+                        return Ok(Vec::new());
+                    };
                     let (ids, lost) = (ids.wait()?, lost.map(Transfer::wait).transpose()?);
+                    let logprobs = logprobs.map(Transfer::wait).transpose()?;
                     let mut events = Vec::new();
                     let rows = self.schedule.rows().len();
                     let flags = lost.as_ref().map_or(&[][..], |lost| &lost[..rows]);
                     self.schedule.read(&ids[..rows], flags, &mut events);
                     self.spare.extend(lost.into_iter().chain([ids]));
+                    if let Some(words) = logprobs {
+                        note_logprobs(&self.schedule, &words, &mut events);
+                        self.spare_logprobs.push(words);
+                    }
                     if !events.is_empty() {
                         return Ok(events);
                     }
@@ -296,7 +308,7 @@ impl Engine {
 
     /// Enqueues the next chunk of a prompt. Behind its last one, chooses the first token of the sequence, and waits.
     fn run_chunk(&mut self) -> Result<Option<Event>, DeviceError> {
-        let Self { schedule, forward, weights, stepper, .. } = self;
+        let Self { config, schedule, forward, weights, stepper, .. } = self;
         schedule.begin_prefill();
         forward.release(&schedule.take_freed())?;
         let Some(Chunk { running, tokens, start, is_first, is_last }) = schedule.next_chunk() else { return Ok(None) };
@@ -305,34 +317,57 @@ impl Engine {
         }
         stepper.chunk(forward, weights, tokens, start)?;
         // At most a chunk.
-        let (rows, params) = (tokens.len() as u32, running.params);
+        let (rows, row) = (tokens.len() as u32, RowSampling::of(running));
+        if let (true, Some(slot)) = (is_last, running.slot) {
+            // No step is in flight, and the slot is of no other sequence.
+            let states = token_states(running, config.vocab);
+            let (stream, sampling) = forward.sampling();
+            sampling.set_slot(stream, slot, &states)?;
+        }
         schedule.chunk_launched();
         if !is_last {
             return Ok(None);
         }
         forward.chunk_logits(weights, rows.saturating_sub(1), rows.min(1))?;
-        forward.choose((start + rows).saturating_sub(1), sample_row(&params))?;
+        forward.choose((start + rows).saturating_sub(1), row)?;
         settle(forward, stepper)?;
         if forward.prompt_is_lost()? {
             return Ok(schedule.lost());
         }
         let token = forward.ids().read(forward.stream(), 0, 1)?;
         let token = token.first().copied().ok_or(LaunchError::Range { at: 0, len: 1, have: 0 })?;
-        Ok(schedule.begun(token))
+        let logprobs = match forward.sampling() {
+            (stream, sampling) if row.logprobs > 0 => {
+                sampling.logprobs().map(|words| words.read(stream, 0, ROW_WORDS)).transpose()?
+            }
+            _ => None,
+        };
+        let event = schedule.begun(token);
+        Ok(event.map(|event| {
+            let logprobs = logprobs.map(|words| Box::new(read_logprobs(&words, row.logprobs - 1)));
+            Event { logprobs, ..event }
+        }))
     }
 
     /// Enqueues the copy of what the step that was launched last leaves.
     fn read_later(&mut self) -> Result<Sampled, DeviceError> {
         let stream = self.forward.stream().clone();
         let len = self.forward.ids().len();
-        let Self { spare, forward, .. } = self;
+        let Self { spare, spare_logprobs, forward, .. } = self;
         let mut pinned = || spare.pop().map_or_else(|| Pinned::zeroed(stream.device(), len), Ok);
         let ids = forward.ids().read_later(&stream, 0, pinned()?)?;
         let lost = match forward.packed_cache() {
             Some(cache) => Some(cache.lost().read_later(&stream, 0, pinned()?)?),
             None => None,
         };
-        Ok(Sampled { ids, lost })
+        let logprobs = match forward.sampling().1.logprobs() {
+            Some(words) => {
+                let pinned = spare_logprobs.pop().map_or_else(|| Pinned::zeroed(stream.device(), words.len()), Ok);
+                Some(words.read_later(&stream, 0, pinned?)?)
+            }
+            None => None,
+        };
+        Ok(Sampled { ids, lost, logprobs })
     }
 
     /// Launches a step of the first `rows` rows.
@@ -372,10 +407,14 @@ impl Drop for Engine {
     }
 }
 
-/// The sampling parameters of a row, as the device reads them.
-fn sample_row(params: &SampleParams) -> SampleRow {
-    let SampleParams { temperature, top_k, top_p, min_p, seed, .. } = *params;
-    SampleRow { seed, temperature, top_k, top_p, min_p }
+/// Adds log probabilities to the events of the rows that ask for them.
+fn note_logprobs(schedule: &Schedule, words: &[u32], events: &mut [Event]) {
+    for (row, words) in schedule.rows().iter().zip(words.chunks_exact(ROW_WORDS)) {
+        let Some(top) = row.logprobs else { continue };
+        if let Some(event) = events.iter_mut().find(|event| event.seq == row.id) {
+            event.logprobs = Some(Box::new(read_logprobs(words, top)));
+        }
+    }
 }
 
 /// Waits. A row of NaN is not a failure of the device: its token is [`NO_TOKEN`](crate::NO_TOKEN), whose embedding is

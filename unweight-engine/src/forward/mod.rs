@@ -26,7 +26,6 @@ use unweight_rt::{
         attention::{AttentionOptions, ChunkRows, RotaryTable, TokenRows},
         kv::PAD_POSITION,
         rope::{HeadOptions, RopeTable},
-        sample::SampleRow,
     },
 };
 
@@ -38,6 +37,7 @@ use crate::{
     memory::{self, Memory, Products, experts_shape},
     options::{EngineOptions, bucket},
     pages::pages_for,
+    sampling::{RowSampling, Sampling},
     weights::{Layer, MixtureExperts, Weights},
 };
 
@@ -81,7 +81,7 @@ pub struct RowState<'a> {
     /// The hot page of its sequence in a packed cache.
     pub hot: u32,
     /// How the next token is chosen.
-    pub sample: SampleRow,
+    pub sampling: RowSampling,
 }
 
 /// Kernels and memory. Nothing is allocated after it was made.
@@ -117,7 +117,7 @@ pub struct Forward {
     ids: DeviceBuffer<u32>,
     positions: DeviceBuffer<u32>,
     tables: DeviceBuffer<u32>,
-    samples: DeviceBuffer<SampleRow>,
+    sampling: Sampling,
     /// Of a prompt.
     prompt: DeviceBuffer<u32>,
     prompt_pages: DeviceBuffer<u32>,
@@ -213,7 +213,7 @@ impl Forward {
             ids: words(batch as usize)?,
             positions: words(batch as usize)?,
             tables: words(elements(batch, shape.table_pages))?,
-            samples: DeviceBuffer::zeroed(&stream, batch as usize)?,
+            sampling: Sampling::new(&stream, batch, memory::adjusted_rows(options), shape.vocab)?,
             prompt: words(rows as usize)?,
             prompt_pages: words(shape.table_pages as usize)?,
             ctx,
@@ -305,9 +305,8 @@ impl Forward {
         let mut positions = vec![PAD_POSITION; bucket];
         let mut tables = vec![self.cache.padding(); bucket * table_pages];
         let mut hot = vec![0; bucket];
-        let mut samples = vec![bytemuck::Zeroable::zeroed(); bucket];
         for (at, row) in rows.iter().enumerate() {
-            (ids[at], positions[at], samples[at], hot[at]) = (row.id, row.position, row.sample, row.hot);
+            (ids[at], positions[at], hot[at]) = (row.id, row.position, row.hot);
             let table = &mut tables[at * table_pages..(at + 1) * table_pages];
             table[..row.pages.len()].copy_from_slice(row.pages);
         }
@@ -320,7 +319,8 @@ impl Forward {
         self.ids.write(stream, 0, &ids)?;
         self.positions.write(stream, 0, &positions)?;
         self.tables.write(stream, 0, &tables)?;
-        self.samples.write(stream, 0, &samples)
+        let sampling: Vec<RowSampling> = rows.iter().map(|row| row.sampling).collect();
+        self.sampling.set_rows(stream, &sampling)
     }
 
     /// Enqueues a step of `rows` rows through all layers, or one part of the step.
@@ -415,11 +415,31 @@ impl Forward {
     ///
     /// # Errors
     /// The driver's.
-    pub fn choose(&mut self, position: u32, sample: SampleRow) -> Result<(), DeviceError> {
+    pub fn choose(&mut self, position: u32, row: RowSampling) -> Result<(), DeviceError> {
         let stream = self.ctx.stream().clone();
         self.positions.write(&stream, 0, &[position])?;
-        self.samples.write(&stream, 0, &[sample])?;
-        self.sample(1)
+        self.sampling.set_rows(&stream, &[row])?;
+        self.sample(1)?;
+        self.sample_extras()
+    }
+
+    /// How rows are sampled.
+    pub fn sampling(&mut self) -> (&Stream, &mut Sampling) {
+        (self.ctx.stream(), &mut self.sampling)
+    }
+
+    /// Enqueues, behind a step, what some of its rows ask for in addition to a token.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn sample_extras(&mut self) -> Result<(), DeviceError> {
+        let rows = self.sampling.extra_rows();
+        if rows == 0 {
+            return Ok(());
+        }
+        let Self { sampling, ctx, kernels, logits, shape, positions, ids, .. } = self;
+        let logits = MatrixRef::new(logits, rows, shape.vocab, shape.logit_pitch.into())?;
+        sampling.enqueue_extras(ctx, kernels, logits, positions, ids)
     }
 
     pub(crate) fn embed(&mut self, weights: &Weights, rows: u32, ids: Ids) -> Result<(), DeviceError> {
@@ -665,7 +685,7 @@ impl Forward {
     pub(crate) fn sample(&mut self, rows: u32) -> Result<(), DeviceError> {
         let logits = MatrixRef::new(&self.logits, rows, self.shape.vocab, self.shape.logit_pitch.into())?;
         let (positions, ids) = (&mut self.positions, &mut self.ids);
-        self.kernels.sample.enqueue(&mut self.ctx, logits, &self.samples, positions, ids)
+        self.kernels.sample.enqueue(&mut self.ctx, logits, self.sampling.samples(), positions, ids)
     }
 
     /// What the products of an MLP of `rows` rows read and write.

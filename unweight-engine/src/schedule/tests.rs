@@ -15,8 +15,13 @@ const LIMITS: Limits = Limits {
     kv_cache: KvCache::Bf16,
     chunk: CHUNK,
     shares_prefixes: false,
+    adjusted: 2,
 };
 const PACKED: Limits = Limits { kv_cache: KvCache::Packed, ..LIMITS };
+
+fn event(seq: SeqId, token: u32, finish: Option<Finish>) -> Event {
+    Event { seq, token, finish, logprobs: None }
+}
 
 fn request(prompt: usize, max_new_tokens: u32) -> Request {
     Request::new(vec![7; prompt]).max_new_tokens(max_new_tokens)
@@ -50,7 +55,7 @@ fn steps_run_ahead_until_a_row_ends() {
     let chunk = schedule.next_chunk().unwrap();
     assert_eq!((chunk.running.position, chunk.tokens, chunk.start, chunk.is_last), (5, &[7; 5][..], 0, true));
     schedule.chunk_launched();
-    assert_eq!(schedule.begun(9), Some(Event { seq: id, token: 9, finish: None }));
+    assert_eq!(schedule.begun(9), Some(event(id, 9, None)));
     assert_eq!(schedule.due(), Next::Launch { changed: true });
     schedule.launched();
     assert_eq!(schedule.due(), Next::Launch { changed: false });
@@ -64,8 +69,8 @@ fn steps_run_ahead_until_a_row_ends() {
     schedule.read(&[11], &[], &mut events);
     assert_eq!(schedule.due(), Next::Read, "the fourth token is being made");
     schedule.read(&[12], &[], &mut events);
-    let last = Event { seq: id, token: 12, finish: Some(Finish::Length) };
-    assert_eq!((events.len(), events[2]), (3, last));
+    let last = event(id, 12, Some(Finish::Length));
+    assert_eq!((events.len(), &events[2]), (3, &last));
     assert_eq!((schedule.due(), schedule.free_pages()), (Next::Idle, 100));
 }
 
@@ -117,21 +122,21 @@ fn preempted_sequences_are_computed_again_when_another_has_ended() {
     let (first, second) = (join(&mut schedule, 10), join(&mut schedule, 20));
     let events = step(&mut schedule, &[11, 21], &[1, 0]);
     assert_eq!((schedule.rows()[0].pages.len(), schedule.rows()[1].pages.len()), (1, 1));
-    assert_eq!(events[0], Event { seq: first, token: 11, finish: None }, "the token of that step is right");
+    assert_eq!(events[0], event(first, 11, None), "the token of that step is right");
     assert!(schedule.take_freed().is_empty(), "it keeps its pages while a step may write them");
     assert_eq!((schedule.due(), schedule.preempted()), (Next::Launch { changed: true }, 1));
     assert_eq!((schedule.take_freed().len(), schedule.rows().len(), schedule.waiting()), (1, 1, 1));
     step(&mut schedule, &[22], &[0]);
     assert_eq!(schedule.due(), Next::Launch { changed: false }, "the second still holds its units");
     let last = step(&mut schedule, &[23], &[0]);
-    assert_eq!(last, [Event { seq: second, token: 23, finish: Some(Finish::Length) }]);
+    assert_eq!(last, [event(second, 23, Some(Finish::Length))]);
     assert_eq!(schedule.due(), Next::Prefill);
     schedule.begin_prefill();
     let again = schedule.next_chunk().unwrap();
     assert_eq!(again.tokens, [vec![7; 60], vec![10, 11]].concat());
     assert_eq!((again.running.position, again.running.pages.len()), (62, 0));
     schedule.chunk_launched();
-    assert_eq!(schedule.begun(12), Some(Event { seq: first, token: 12, finish: None }));
+    assert_eq!(schedule.begun(12), Some(event(first, 12, None)));
     // 97 more are 100 in all.
     let ended = (0..97).map(|_| step(&mut schedule, &[13], &[0])[0].finish).collect::<Vec<_>>();
     assert_eq!(ended.iter().position(Option::is_some), Some(96));
@@ -228,19 +233,35 @@ fn a_lone_sequence_that_loses_a_page_ends() {
     let mut schedule = Schedule::new(PACKED, 20);
     let id = schedule.add(request(60, 100)).unwrap();
     join(&mut schedule, 10);
-    let full = Event { seq: id, token: 11, finish: Some(Finish::CacheFull) };
+    let full = event(id, 11, Some(Finish::CacheFull));
     assert_eq!(step(&mut schedule, &[11], &[1]), [full]);
     assert_eq!((schedule.due(), schedule.preempted(), schedule.free_pages()), (Next::Idle, 0, 20));
     // In its prompt.
     let id = schedule.add(request(130, 100)).unwrap();
     while !chunk(&mut schedule) {}
-    let full = Event { seq: id, token: NO_TOKEN, finish: Some(Finish::CacheFull) };
+    let full = event(id, NO_TOKEN, Some(Finish::CacheFull));
     assert_eq!(schedule.lost(), Some(full));
     assert_eq!((schedule.due(), schedule.waiting(), schedule.free_pages()), (Next::Idle, 0, 20));
     // One that ends with that token is complete.
     schedule.add(request(60, 2)).unwrap();
     join(&mut schedule, 10);
     assert_eq!(step(&mut schedule, &[11], &[1])[0].finish, Some(Finish::Length));
+}
+
+#[test]
+fn adjusted_sequences_wait_for_a_slot() {
+    let mut schedule = Schedule::new(Limits { adjusted: 1, ..LIMITS }, 100);
+    let adjusted = || request(5, 2).adjustments(Adjustments::default().min_new_tokens(1));
+    let first = schedule.add(adjusted()).unwrap();
+    assert_eq!(join(&mut schedule, 9), first);
+    let second = schedule.add(adjusted()).unwrap();
+    assert_eq!((schedule.due(), schedule.waiting()), (Next::Launch { changed: true }, 1));
+    step(&mut schedule, &[10], &[]);
+    assert_eq!(join(&mut schedule, 9), second, "the first has ended");
+    let wrong = request(5, 2).adjustments(Adjustments::default().bias(vec![(100, 1.0)]));
+    assert!(matches!(schedule.add(wrong), Err(AdmissionError::Params(why)) if why.contains("token 100")));
+    let many = schedule.add(request(5, 2).logprobs(Some(21)));
+    assert!(matches!(many, Err(AdmissionError::Params(why)) if why.contains("21")));
 }
 
 #[test]
@@ -332,6 +353,7 @@ struct Row {
     position: u32,
     pages: Vec<u32>,
     hot: u32,
+    slot: Option<u32>,
     /// A page of it is lost: its tokens are wrong until it is computed again.
     is_lost: bool,
 }
@@ -344,6 +366,11 @@ fn token_of(id: SeqId, nth: u32) -> u32 {
 const WRONG: u32 = 95;
 
 /// Prompts of two kinds, which begin alike.
+/// Two sequences of three have adjusted logits.
+fn adjustments_of(id: SeqId) -> Adjustments {
+    Adjustments::default().presence_penalty(if id.0.is_multiple_of(3) { 0.0 } else { 0.5 })
+}
+
 fn prompt_of(id: SeqId, len: usize) -> Vec<u32> {
     (0..len).map(|at| if at < 100 { 7 } else { 1 + id.0 as u32 % 2 }).collect()
 }
@@ -372,6 +399,8 @@ struct Simulation {
     rows: Vec<Row>,
     /// Keys by page and token; hot pages are behind the others.
     memory: Vec<u64>,
+    /// The tokens of an answer that the device has counted, by slot.
+    counted: BTreeMap<u32, Vec<u32>>,
     /// The choice of a first token has overwritten the first row.
     is_overwritten: bool,
     prompt_is_lost: bool,
@@ -401,6 +430,7 @@ impl Simulation {
             cancelled: BTreeSet::new(),
             rows: Vec::new(),
             memory: vec![0; ((Self::PAGES + LIMITS.max_batch) * PAGE_TOKENS) as usize],
+            counted: BTreeMap::new(),
             is_overwritten: false,
             prompt_is_lost: false,
             in_flight: VecDeque::new(),
@@ -416,6 +446,7 @@ impl Simulation {
         // No earlier token equals it: tokens repeat after 90.
         let stop = if stops { vec![token_of(id, new / 2)] } else { Vec::new() };
         let request = Request::new(prompt_of(id, prompt)).max_new_tokens(new).stop(stop);
+        let request = request.adjustments(adjustments_of(id));
         assert_eq!(self.schedule.add(request), Ok(id));
         self.asked.insert(id, Asked { prompt, new, stops });
     }
@@ -557,6 +588,17 @@ impl Simulation {
             return Vec::new();
         }
         self.is_overwritten = true;
+        let slot = self.schedule.next_chunk().unwrap().running.slot;
+        assert_eq!(slot.is_none(), adjustments_of(id).is_none());
+        if let Some(slot) = slot {
+            assert!(self.schedule.rows().iter().all(|row| row.slot != Some(slot)), "a slot of two sequences");
+            let history = self.schedule.next_chunk().unwrap().running.history();
+            assert_eq!(
+                (history.prompt.len(), history.answer),
+                (self.asked[&id].prompt, &all[self.asked[&id].prompt..])
+            );
+            self.counted.insert(slot, [history.answer, &[token_of(id, nth)]].concat());
+        }
         if std::mem::take(&mut self.prompt_is_lost) {
             return self.schedule.lost().into_iter().collect();
         }
@@ -570,7 +612,14 @@ impl Simulation {
             let row = |row: &Running| {
                 let nth = row.position - self.asked[&row.id].prompt as u32;
                 assert_eq!(row.last, token_of(row.id, nth), "the device's input");
-                Row { id: row.id, position: row.position, pages: row.pages.clone(), hot: row.hot, is_lost: false }
+                Row {
+                    id: row.id,
+                    position: row.position,
+                    pages: row.pages.clone(),
+                    hot: row.hot,
+                    slot: row.slot,
+                    is_lost: false,
+                }
             };
             self.rows = rows.map(row).collect();
             self.is_overwritten = false;
@@ -586,6 +635,11 @@ impl Simulation {
                 let told = (0..nth).map(|nth| token_of(row.id, nth));
                 let all: Vec<u32> = prompt_of(row.id, prompt).into_iter().chain(told).collect();
                 self.attend(&all, (&row.pages, row.hot), (row.position, row.position + 1), row.position);
+                if let Some(slot) = row.slot {
+                    let counted = self.counted.get_mut(&slot).unwrap();
+                    assert_eq!(counted, &all[prompt..], "penalties of the tokens so far");
+                    counted.push(token_of(row.id, nth));
+                }
             }
             tokens.push(if row.is_lost { WRONG } else { token_of(row.id, nth) });
             row.position += 1;
@@ -604,7 +658,7 @@ impl Simulation {
     }
 
     fn tell(&mut self, event: Event) {
-        let Event { seq, token, finish } = event;
+        let Event { seq, token, finish, .. } = event;
         assert!(!self.cancelled.contains(&seq) && !self.ended.contains_key(&seq), "{event:?}");
         let told = self.told.entry(seq).or_default();
         if token != NO_TOKEN {
@@ -627,6 +681,7 @@ impl Simulation {
     fn check(&self, what: &str) {
         assert_eq!((self.schedule.free_pages(), self.schedule.waiting()), (Self::PAGES, 0), "{what}");
         assert_eq!(self.schedule.hot.free(), LIMITS.max_batch, "{what}");
+        assert_eq!(self.schedule.slots.free(), LIMITS.adjusted, "{what}");
         // A prefill is a sequence's first, or follows a page that was lost.
         assert!(self.prefills <= self.asked.len() as u64 + self.losses, "{what}");
         for (id, asked) in &self.asked {

@@ -17,6 +17,7 @@ pub mod kv;
 pub mod kv_pack;
 pub mod kv_packed;
 pub mod kv_unpack;
+pub mod logprobs;
 pub mod norm;
 pub mod pack;
 pub mod rope;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-pub use unweight_codegen::abi::SampleRow;
+pub use unweight_codegen::abi::{AdjustRow, SampleRow, TokenState};
 use unweight_codegen::{abi::SampleArgs, family::sample::VOCABULARY_MAX, plan::GemmShape, spec::Op};
 
 use crate::{
@@ -20,14 +20,95 @@ pub struct Sample {
     kernel: Arc<LoadedKernel>,
 }
 
+/// A kernel of `sample` for adjusted logits.
+#[derive(Clone, Debug)]
+pub struct AdjustedSample {
+    kernel: Arc<LoadedKernel>,
+}
+
+/// Adjustments of rows, and the states of tokens that they depend on.
+#[derive(Debug)]
+pub struct RowAdjustments<'a> {
+    /// An entry per row.
+    pub rows: &'a DeviceBuffer<AdjustRow>,
+    /// An entry per slot and token. The caller guarantees that every slot that `rows` names is in it.
+    pub tokens: &'a mut DeviceBuffer<TokenState>,
+    /// Entries from one slot to the next, at least the vocabulary and a multiple of 2.
+    pub token_pitch: u32,
+}
+
+impl AdjustedSample {
+    /// Launches an adjusted kernel of family `sample`.
+    ///
+    /// # Errors
+    /// Another kernel.
+    pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
+        match kernel.spec().op {
+            Op::Sample(spec) if spec.adjusted => Ok(Self { kernel }),
+            _ => kernel.refuse(LaunchError::Family { wanted: "an adjusted sampler" }),
+        }
+    }
+
+    /// Enqueues the choice of a token for each row of `logits` that has adjustments: behind [`Sample::enqueue`] of the
+    /// same rows, whose token in `ids` it overwrites. `positions` holds what that has advanced it to. The token is
+    /// counted in its slot. Other rows stay as they are. A row of which no token may be sampled gets `u32::MAX`, and
+    /// [`ExecContext::synchronize`] reports it.
+    ///
+    /// # Errors
+    /// As for [`Sample::enqueue`].
+    pub fn enqueue(
+        &self,
+        ctx: &mut ExecContext,
+        logits: MatrixRef<'_>,
+        rows: &DeviceBuffer<SampleRow>,
+        adjustments: RowAdjustments<'_>,
+        positions: &DeviceBuffer<u32>,
+        ids: &mut DeviceBuffer<u32>,
+    ) -> Result<(), DeviceError> {
+        let (place, own) = (logits.place(), self.kernel.device().ordinal());
+        let RowAdjustments { rows: adjusts, tokens, token_pitch } = adjustments;
+        let check = || {
+            check_shapes(place, [rows.len(), positions.len(), ids.len()])?;
+            check_states(place, adjusts.len(), tokens.len(), token_pitch)?;
+            place.check_device("logits", own)?;
+            check_device("rows", rows.device().ordinal(), own)?;
+            check_device("adjustments", adjusts.device().ordinal(), own)?;
+            check_device("tokens", tokens.device().ordinal(), own)?;
+            check_device("positions", positions.device().ordinal(), own)?;
+            check_device("ids", ids.device().ordinal(), own)?;
+            let read = || {
+                let params = [("rows", rows.span()), ("adjustments", adjusts.span())];
+                [("logits", place.span()), ("positions", positions.span())].into_iter().chain(params)
+            };
+            check_apart(("tokens", tokens.span()), read())?;
+            check_apart(("ids", ids.span()), read().chain([("tokens", tokens.span())]))
+        };
+        check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        let args = SampleArgs {
+            logits: place.address,
+            rows: rows.address(),
+            positions: positions.address(),
+            ids: ids.address(),
+            fault: ctx.row_fault_address(RowFault::Logits),
+            adjusts: adjusts.address(),
+            tokens: tokens.address(),
+            pitch: place.pitch,
+            vocabulary: place.cols,
+            token_pitch,
+        };
+        // SAFETY: as for `Sample`; token states have a row for every slot, by the contract of `RowAdjustments`.
+        unsafe { self.kernel.launch(ctx.stream(), GemmShape::rows(place.rows), &args) }
+    }
+}
+
 impl Sample {
     /// Launches a kernel of family `sample`.
     ///
     /// # Errors
-    /// A kernel of another family.
+    /// A kernel of another family, or one for adjusted logits.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
-            Op::Sample(_) => Ok(Self { kernel }),
+            Op::Sample(spec) if !spec.adjusted => Ok(Self { kernel }),
             _ => kernel.refuse(LaunchError::Family { wanted: "a sampler" }),
         }
     }
@@ -73,9 +154,11 @@ impl Sample {
             positions: positions.address(),
             ids: ids.address(),
             fault: ctx.row_fault_address(RowFault::Logits),
+            adjusts: 0,
+            tokens: 0,
             pitch: place.pitch,
             vocabulary: place.cols,
-            reserved: 0,
+            token_pitch: 0,
         };
         // SAFETY: shapes, pitch and places were held against each other above, the view against its memory when it was
         // made, and each buffer has an entry for every row. The fault word lives as long as the context, on whose
@@ -101,6 +184,20 @@ fn check_shapes(logits: &Place, lengths: [usize; 3]) -> Result<(), LaunchError> 
     Ok(())
 }
 
+/// Whether these can be the lengths of adjustments and token states, and the pitch of the states.
+fn check_states(logits: &Place, adjusts: usize, tokens: usize, token_pitch: u32) -> Result<(), LaunchError> {
+    if (adjusts as u64) < u64::from(logits.rows) {
+        let (got, expected) = (adjusts as u64, logits.rows.into());
+        return Err(LaunchError::Elements { buffer: "adjustments", got, expected });
+    }
+    let expected = u64::from(logits.cols.next_multiple_of(2));
+    if !token_pitch.is_multiple_of(2) || u64::from(token_pitch) < expected {
+        return Err(LaunchError::Elements { buffer: "a row of tokens", got: token_pitch.into(), expected });
+    }
+    let (got, expected) = (tokens as u64, token_pitch.into());
+    if got < expected { Err(LaunchError::Elements { buffer: "tokens", got, expected }) } else { Ok(()) }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -124,6 +221,11 @@ mod tests {
             assert_eq!(check_shapes(&place(3, cols, 2 << 20), [3; 3]), Err(none));
         }
         assert!(matches!(check_shapes(&place(2, 997, 997), [2; 3]), Err(LaunchError::Pitch { operand: "logits", .. })));
+        assert_eq!(check_states(&place(3, 997, 1000), 3, 998, 998), Ok(()));
+        for (adjusts, tokens, pitch) in [(2, 998, 998), (3, 998, 997), (3, 997, 998), (3, 998, 996)] {
+            let short = check_states(&place(3, 997, 1000), adjusts, tokens, pitch);
+            assert!(matches!(short, Err(LaunchError::Elements { .. })), "{adjusts} {tokens} {pitch}");
+        }
         let odd = Place { address: 0x1002, ..place(1, 8, 8) };
         assert!(matches!(check_shapes(&odd, [1; 3]), Err(LaunchError::Alignment { operand: "logits", .. })));
     }

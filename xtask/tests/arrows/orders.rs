@@ -116,7 +116,7 @@ pub const CRATES: [Crate; 11] = [
             ("memory", "bytes, before anything is allocated"),
             ("kv_cache", "the KV cache on the device"),
             ("budget kernels", "an encoding per tensor within a memory: pure; other kernels"),
-            ("weights", "of a bundle, or random ones, to the device"),
+            ("sampling weights", "how rows are sampled; weights of a bundle, or random ones, to the device"),
             ("forward", "launches of one pass"),
             ("pipelines", "the report's runtime, feature `pipelines`"),
             ("engine", "load, steps, logits; measure and objective time them"),
@@ -217,8 +217,9 @@ pub const INNER: &[(&str, &str)] = &[
     ("unweight-rt/src/exec", "operands workspace < cublas < context"),
     (
         "unweight-rt/src/ops",
-        "decode_compact decode_huffman embed gemm_compact gemm_grouped gemm_packed gemm_recon kv norm route sample scale \
-         silu_mul < kv_packed rope unpack < attention kv_unpack pack < encode_compact kv_pack < encode_huffman",
+        "decode_compact decode_huffman embed gemm_compact gemm_grouped gemm_packed gemm_recon kv logprobs norm route \
+         sample scale silu_mul < kv_packed rope unpack < attention kv_unpack pack < encode_compact kv_pack < \
+         encode_huffman",
     ),
     ("unweight-rt/src/weight", "coded compact matrix packed palette < exponents huffman"),
     ("unweight-rt/src/layer", "error experts linear options < build < interop loader"),
@@ -230,7 +231,10 @@ pub const INNER: &[(&str, &str)] = &[
     ("unweight-rivals/src/dfloat11", "error < code config tensors < unit < oracle restore < model"),
     ("unweight-bench/src/stress", "load report weights < results < activations attention experts kv products rivals"),
     ("src/text", "clock error prompt < chat frame < vocabulary < local < child < process"),
-    ("src/serve", "backend < metrics reference < worker < error < bodies fields < api < prepare"),
+    (
+        "src/serve",
+        "backend < metrics reference < worker < error < bodies fields < frame < sampling < api < prepare tokenize < answer",
+    ),
     (
         "src/cli",
         "arch printable signals size < common failure < absent archive output scratch < completions pipelines plot \

@@ -3,6 +3,7 @@
 //
 // Config
 //   u32  kCluster  1,2,4,8  blocks that share the logits of a row
+//   bool kAdjusted          samples from adjusted logits in f32, for the rows with adjustments
 //   bool kPdl      programmatic dependent launch: a row's parameters are read before griddepcontrol.wait, all else
 //                  after it
 //
@@ -13,7 +14,7 @@
 // pass reads them again: from memory once, then from L1.
 //   largest   the largest key and the lowest token that has it; of a greedy row this is the token
 //   top-k     two passes over a histogram of counts: of the upper half of the keys, then of the lower half of those in
-//             the bin where the k-th largest is
+//             the bin where the k-th largest is. Keys of adjusted logits have 32 bits and take four passes
 //   top-p     the same with weights in place of counts
 //   choice    the largest score of what is kept
 // Keys order bf16 logits as numbers do, so a threshold is a key, and tokens of equal logits are kept or left together.
@@ -23,6 +24,9 @@
 // Barriers: the block meets around each histogram; the cluster meets once a pass, between publishing sums or a best key
 // and reading those of its blocks, and once before exit. What is published has two places, used alternately, so that
 // no block writes over what a block of the cluster still reads.
+//
+// Adjusted variants run behind an ordinary one, which has advanced the positions, and overwrite its token. Each pass
+// computes adjusted logits from logits and token states. Block 0 of the row counts the sampled token.
 //
 // Shared memory = 2 * kBins * kCopies * 4     counters: low and high words of sums, one for each lane of kCopies
 //               + 2 * kBins * 8               sums of the block by bin, for the cluster
@@ -50,8 +54,11 @@ constexpr u32 kBins = 256;
 constexpr u32 kCopies = 16;
 constexpr u32 kChunk = 8;
 constexpr u32 kPadPosition = ~0u;
+constexpr u32 kNoSlot = ~0u;
+// Marks of a token state; the bits below count.
+constexpr u32 kInPrompt = 0x80000000, kEnds = 0x40000000, kCount = kEnds - 1;
 // Keys: of NaN, below all others; of both zeros.
-constexpr u32 kNanKey = 0, kZeroKey = 0x8000;
+constexpr u32 kNanKey = 0, kZeroKey = 0x8000, kZeroKeyF32 = 0x80000000;
 // No noise is outside of these.
 constexpr float kNoiseMin = -3.125f, kNoiseMax = 22.25f;
 
@@ -71,11 +78,19 @@ using Smem = Sections;
 
 // ---- numbers: the same bits as on the host -------------------------------------------------------------------------
 // An integer that orders bf16 as numbers.
-UW_DEVICE u32 key_of(u32 bits) {
+UW_DEVICE u32 key_of_bf16(u32 bits) {
     const u32 magnitude = bits & 0x7fff;
     if (magnitude > 0x7f80) return kNanKey;
     if (magnitude == 0) return kZeroKey;
     return bits & 0x8000 ? bits ^ 0xffff : bits | 0x8000;
+}
+
+// The same of f32.
+UW_DEVICE u32 key_of_f32(u32 bits) {
+    const u32 magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return kNanKey;
+    if (magnitude == 0) return kZeroKeyF32;
+    return bits & 0x80000000 ? ~bits : bits | 0x80000000;
 }
 
 // ln(1 + z) of z in [sqrt(1/2) - 1, sqrt(2) - 1].
@@ -182,6 +197,11 @@ UW_DEVICE u64 warp_largest(u64 v) {
 
 template <class Config>
 struct Kernel {
+    // Words of a chunk: two bf16 logits in each, or an adjusted one.
+    static constexpr u32 kWords = Config::kAdjusted ? kChunk : kChunk / 2;
+    static constexpr u32 kKeyBits = Config::kAdjusted ? 32 : 16;
+    using Chunk = u32[kWords];
+
     const SampleArgs& args;
     const u32 shared, thread, lane, warp, row, rank;
     u32 top_k;
@@ -194,6 +214,12 @@ struct Kernel {
     u32 largest_key;
     float largest, inverse;  // of the temperature
     u32 turn = 0;            // which of two places is published next
+
+    // Of adjusted variants.
+    TokenState* states = nullptr;
+    float repetition = 1, frequency = 0, presence = 0;
+    u32 slot = 0, end_from = 0;
+    bool ends_early = false;
 
     UW_DEVICE Kernel(const SampleArgs& a, u32 shared_address)
         : args(a),
@@ -212,6 +238,16 @@ struct Kernel {
         top_p = ptx::float_from_bits(tail.x);
         min_p = ptx::float_from_bits(tail.y);
         logits = a.logits + row * a.pitch;
+        if constexpr (Config::kAdjusted) {
+            const U32x2 first = ptx::ld_global_nc_x2(&a.adjusts[row].slot);
+            const U32x2 second = ptx::ld_global_nc_x2(&a.adjusts[row].frequency);
+            slot = first.x;
+            repetition = ptx::float_from_bits(first.y);
+            frequency = ptx::float_from_bits(second.x);
+            presence = ptx::float_from_bits(second.y);
+            end_from = ptx::ld_global_nc(&a.adjusts[row].end_from);
+            states = a.tokens + u64(slot) * a.token_pitch;
+        }
         const u32 chunks = (a.vocabulary + kChunk - 1) / kChunk,
                   share = (chunks + Config::kCluster - 1) / Config::kCluster;
         first_chunk = rank * share;
@@ -221,30 +257,90 @@ struct Kernel {
     UW_DEVICE static u32 min_of(u32 a, u32 b) { return a < b ? a : b; }
 
     // ---- logits ----------------------------------------------------------------------------------------------------
-    // Calls visit(first token, words of two logits each) for each of the thread's chunks; NaN stands behind the last.
+    // The adjusted logit of a token.
+    UW_DEVICE u32 adjusted(u32 bits, u32 bias, u32 marks) const {
+        float value = ptx::add(ptx::float_from_bits(bits << 16), ptx::float_from_bits(bias));
+        if (marks != 0) {
+            const u32 count = marks & kCount;
+            if (marks & kInPrompt || count != 0) {
+                value = value > 0.0f ? ptx::div(value, repetition) : ptx::mul(value, repetition);
+            }
+            if (count != 0) {
+                value = ptx::add(value, -ptx::mul(frequency, static_cast<float>(count)));
+                value = ptx::add(value, -presence);
+            }
+            // NaN is never sampled.
+            if (marks & kEnds && ends_early) return 0x7fc00000;
+        }
+        return ptx::bits_from_float(value);
+    }
+
+    // Calls visit(first token, words) for each of the thread's chunks; NaN stands behind the last.
     template <class Visit>
     UW_DEVICE void each_chunk(Visit visit) const {
         for (u32 chunk = first_chunk + thread; chunk < last_chunk; chunk += kBlockThreads) {
             const u32 first = chunk * kChunk;
-            u32 words[kChunk / 2];
-            if (first + kChunk <= args.vocabulary) {
-                const U32x4 v = ptx::ld_global_x4(logits + first);
-                words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+            Chunk words;
+            if constexpr (Config::kAdjusted) {
+                load_adjusted(first, words);
             } else {
-#pragma unroll
-                for (u32 i = 0; i < kChunk; ++i) {
-                    const u32 bits = first + i < args.vocabulary ? ptx::ld_global_u16(logits + first + i) : 0x7fff;
-                    words[i / 2] = i % 2 ? words[i / 2] | bits << 16 : bits;
-                }
+                load(first, words);
             }
             visit(first, words);
         }
     }
-    UW_DEVICE static u32 bits_of(const u32 (&words)[kChunk / 2], u32 i) { return words[i / 2] >> i % 2 * 16 & 0xffff; }
+    UW_DEVICE void load(u32 first, Chunk& words) const {
+        if (first + kChunk <= args.vocabulary) {
+            const U32x4 v = ptx::ld_global_x4(logits + first);
+            words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+        } else {
+#pragma unroll
+            for (u32 i = 0; i < kChunk; ++i) {
+                const u32 bits = first + i < args.vocabulary ? ptx::ld_global_u16(logits + first + i) : 0x7fff;
+                words[i / 2] = i % 2 ? words[i / 2] | bits << 16 : bits;
+            }
+        }
+    }
+    UW_DEVICE void load_adjusted(u32 first, Chunk& words) const {
+        if (first + kChunk <= args.vocabulary) {
+            const U32x4 v = ptx::ld_global_x4(logits + first);
+            const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (u32 i = 0; i < kChunk; i += 2) {
+                const U32x4 state = ptx::ld_global_x4(states + first + i);
+                words[i] = adjusted(pairs[i / 2] & 0xffff, state.x, state.y);
+                words[i + 1] = adjusted(pairs[i / 2] >> 16, state.z, state.w);
+            }
+        } else {
+#pragma unroll
+            for (u32 i = 0; i < kChunk; ++i) {
+                words[i] = 0x7fc00000;
+                if (first + i >= args.vocabulary) continue;
+                const U32x2 state = ptx::ld_global_x2(states + first + i);
+                words[i] = adjusted(ptx::ld_global_u16(logits + first + i), state.x, state.y);
+            }
+        }
+    }
+    UW_DEVICE static u32 bits_of(const Chunk& words, u32 i) {
+        if constexpr (Config::kAdjusted) {
+            return words[i];
+        } else {
+            return words[i / 2] >> i % 2 * 16 & 0xffff;
+        }
+    }
+    UW_DEVICE static u32 key_of(u32 bits) {
+        return Config::kAdjusted ? key_of_f32(bits) : key_of_bf16(bits);
+    }
+    // The logit with this key, which is not NaN's.
+    UW_DEVICE static float logit_of(u32 key) {
+        const u32 wide = key & 0x80000000 ? key ^ 0x80000000 : ~key;
+        const u32 narrow = key & 0x8000 ? key ^ 0x8000 : key ^ 0xffff;
+        return ptx::float_from_bits(Config::kAdjusted ? wide : narrow << 16);
+    }
 
     // (logit - largest) / temperature, at most 0; 0 of equal logits, also of infinite ones.
     UW_DEVICE float scaled(u32 key, u32 bits) const {
-        const float logit = ptx::float_from_bits(bits << 16);
+        const float logit = ptx::float_from_bits(Config::kAdjusted ? bits : bits << 16);
         return key == largest_key ? 0.0f : ptx::mul(ptx::add(logit, -largest), inverse);
     }
     // In units of 2^-31.
@@ -295,7 +391,7 @@ struct Kernel {
         }
         ptx::sync_block();  // zeros come before sums
         const u32 copy = lane % kCopies * 4;
-        each_chunk([&](u32, const u32(&words)[kChunk / 2]) {
+        each_chunk([&](u32, const Chunk& words) {
 #pragma unroll
             for (u32 i = 0; i < kChunk; ++i) {
                 const u32 bits = bits_of(words, i);
@@ -372,19 +468,24 @@ struct Kernel {
     // if there is none. amount(key, bits) is a token's.
     template <class Amount, class Target>
     UW_DEVICE u32 threshold(u32 floor, Amount amount, Target target_of) {
+        constexpr u32 kTop = kKeyBits - 8;
         histogram([&](u32 key, u32 bits, u32& bin) {
-            bin = key / kBins;
+            bin = key >> kTop;
             return key < floor ? 0 : amount(key, bits);
         });
         u64 target;
-        const u32 upper = find(target_of, target);
-        if (upper == ~0u) return floor;
-        histogram([&](u32 key, u32 bits, u32& bin) {
-            bin = key % kBins;
-            return key < floor || key / kBins != upper ? 0 : amount(key, bits);
-        });
-        const u64 rest = target;
-        return upper * kBins + find([&](u64) { return rest; }, target);
+        u32 found = find(target_of, target);
+        if (found == ~0u) return floor;
+#pragma unroll
+        for (u32 shift = kTop; shift != 0; shift -= 8) {
+            histogram([&](u32 key, u32 bits, u32& bin) {
+                bin = (key >> (shift - 8)) % kBins;
+                return key < floor || key >> shift != found ? 0 : amount(key, bits);
+            });
+            const u64 rest = target;
+            found = found * kBins + find([&](u64) { return rest; }, target);
+        }
+        return found;
     }
     // The part `top_p` of a sum below 2^52, rounded up, at least 1.
     UW_DEVICE u64 part(u64 total) const {
@@ -397,7 +498,7 @@ struct Kernel {
     // ---- the block's life ------------------------------------------------------------------------------------------
     UW_DEVICE u32 choose(u32 position) {
         u64 best = 0;
-        each_chunk([&](u32 first, const u32(&words)[kChunk / 2]) {
+        each_chunk([&](u32 first, const Chunk& words) {
 #pragma unroll
             for (u32 i = 0; i < kChunk; ++i) best = larger(best, candidate(key_of(bits_of(words, i)), first + i));
         });
@@ -407,7 +508,7 @@ struct Kernel {
         if (largest_key == kNanKey) return ~0u;
         if (!(temperature > 0.0f)) return ~static_cast<u32>(best);
 
-        largest = ptx::float_from_bits((largest_key & 0x8000 ? largest_key ^ 0x8000 : largest_key ^ 0xffff) << 16);
+        largest = logit_of(largest_key);
         inverse = ptx::div(1.0f, temperature);
         u32 floor = kNanKey + 1;
         if (top_k != 0) {
@@ -424,7 +525,7 @@ struct Kernel {
         // thread's best, needs no noise.
         u64 chosen = 0;
         float bar = kNoiseMin;
-        each_chunk([&](u32 first, const u32(&words)[kChunk / 2]) {
+        each_chunk([&](u32 first, const Chunk& words) {
 #pragma unroll
             for (u32 half = 0; half < 2; ++half) {
                 float x[4];
@@ -456,11 +557,22 @@ struct Kernel {
         const u32 position = ptx::ld_global(args.positions + row);
         // The same for all blocks of a cluster: they have one row.
         if (position == kPadPosition) return;
-        const u32 id = choose(position);
-        // The cluster has met since all of it read the position.
-        if (thread == 0 && rank == 0) {
-            ptx::st_global(args.ids + row, id);
-            ptx::st_global(args.positions + row, position + 1);
+        if constexpr (Config::kAdjusted) {
+            if (slot == kNoSlot) return;
+            ends_early = position < end_from;
+            const u32 id = choose(position - 1);
+            // The cluster has met since all of it read the token states.
+            if (thread == 0 && rank == 0) {
+                ptx::st_global(args.ids + row, id);
+                if (id != ~0u) ptx::st_global(&states[id].marks, ptx::ld_global(&states[id].marks) + 1);
+            }
+        } else {
+            const u32 id = choose(position);
+            // The cluster has met since all of it read the position.
+            if (thread == 0 && rank == 0) {
+                ptx::st_global(args.ids + row, id);
+                ptx::st_global(args.positions + row, position + 1);
+            }
         }
         // Peers may still be reading this block's best.
         if constexpr (Config::kCluster > 1) sync_cluster();

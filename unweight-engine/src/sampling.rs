@@ -1,0 +1,216 @@
+//! How the rows of a step are sampled: parameters, adjustments and log probabilities on the device.
+//!
+//! A step samples every row from its logits. Behind the step, and outside of its graph, run a kernel that samples
+//! adjusted rows again and a kernel of log probabilities, each only if a row asks for it: other rows keep their tokens,
+//! and steps without such rows launch nothing more. The device counts sampled tokens, so that penalties hold for the
+//! token of the step before, which the host has not read.
+
+use unweight_model::{
+    SampleParams,
+    sampling::{Logprobs, TOP_LOGPROBS_MAX},
+};
+use unweight_rt::{
+    DeviceBuffer, DeviceError, ExecContext, MatrixRef, Stream,
+    raw::ops::{
+        logprobs::ROW_WORDS,
+        sample::{AdjustRow, RowAdjustments, SampleRow, TokenState},
+    },
+};
+
+use crate::{kernels::Kernels, schedule::Running};
+
+/// How the next token of a row is sampled, and what its event reports.
+#[derive(Clone, Copy, Debug)]
+pub struct RowSampling {
+    /// The sampling parameters.
+    pub sample: SampleRow,
+    /// The adjustments of logits.
+    pub adjust: AdjustRow,
+    /// 0 without log probabilities, else 1 and the number of most likely tokens.
+    pub logprobs: u32,
+}
+
+impl RowSampling {
+    /// With these parameters and nothing else.
+    pub fn new(params: &SampleParams) -> Self {
+        let SampleParams { temperature, top_k, top_p, min_p, seed, .. } = *params;
+        let sample = SampleRow { seed, temperature, top_k, top_p, min_p };
+        Self { sample, adjust: AdjustRow::NONE, logprobs: 0 }
+    }
+
+    /// That of a sequence.
+    pub fn of(running: &Running) -> Self {
+        let own = Self::new(&running.params);
+        let adjustments = &running.adjustments;
+        let adjust = running.slot.map_or(AdjustRow::NONE, |slot| AdjustRow {
+            slot,
+            repetition: adjustments.repetition_penalty,
+            frequency: adjustments.frequency_penalty,
+            presence: adjustments.presence_penalty,
+            // A context fits 32 bits.
+            end_from: (running.history().prompt.len() as u32).saturating_add(adjustments.min_new_tokens),
+            reserved: 0,
+        });
+        Self { adjust, logprobs: running.logprobs.map_or(0, |top| 1 + top), ..own }
+    }
+
+    /// What single rows ask for in addition.
+    fn extras(rows: &[Self]) -> Extras {
+        let adjusted = rows.iter().any(|row| row.adjust.slot != AdjustRow::NO_SLOT);
+        Extras { rows: rows.len() as u32, adjusted, logprobs: rows.iter().any(|row| row.logprobs != 0) }
+    }
+}
+
+/// What is launched behind a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Extras {
+    /// Rows that may ask for it.
+    rows: u32,
+    adjusted: bool,
+    logprobs: bool,
+}
+
+/// The states of the tokens of a sequence that is about to sample.
+pub fn token_states(running: &Running, vocab: u32) -> Vec<TokenState> {
+    let mut states = vec![TokenState::default(); vocab as usize];
+    let mut state = |token: u32, change: &dyn Fn(&mut TokenState)| {
+        // Tokens that the model does not have may be among those that end a sequence.
+        states.get_mut(token as usize).into_iter().for_each(change);
+    };
+    let history = running.history();
+    running.adjustments.bias.iter().for_each(|(token, bias)| state(*token, &|state| state.bias = *bias));
+    history.prompt.iter().for_each(|token| state(*token, &|state| state.marks |= TokenState::IN_PROMPT));
+    history.ends.iter().for_each(|token| state(*token, &|state| state.marks |= TokenState::ENDS));
+    history.answer.iter().for_each(|token| state(*token, &|state| state.marks += 1));
+    states
+}
+
+/// Operands of sampling on the device.
+#[derive(Debug)]
+pub struct Sampling {
+    samples: DeviceBuffer<SampleRow>,
+    adjusts: DeviceBuffer<AdjustRow>,
+    tokens: DeviceBuffer<TokenState>,
+    token_pitch: u32,
+    wanted: DeviceBuffer<u32>,
+    logprobs: DeviceBuffer<u32>,
+    extras: Extras,
+}
+
+impl Sampling {
+    /// For `rows` rows, of which `slots` have adjustments.
+    ///
+    /// # Errors
+    /// No room.
+    pub fn new(stream: &Stream, rows: u32, slots: u32, vocab: u32) -> Result<Self, DeviceError> {
+        let (rows, token_pitch) = (rows as usize, vocab.next_multiple_of(2));
+        Ok(Self {
+            samples: DeviceBuffer::zeroed(stream, rows)?,
+            adjusts: DeviceBuffer::zeroed(stream, rows)?,
+            tokens: DeviceBuffer::zeroed(stream, slots as usize * token_pitch as usize)?,
+            token_pitch,
+            wanted: DeviceBuffer::zeroed(stream, rows)?,
+            logprobs: DeviceBuffer::zeroed(stream, rows * ROW_WORDS)?,
+            extras: Extras::default(),
+        })
+    }
+
+    /// The sampling parameters of the rows.
+    pub fn samples(&self) -> &DeviceBuffer<SampleRow> {
+        &self.samples
+    }
+
+    /// Sets the first rows of the steps that follow. Waits.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn set_rows(&mut self, stream: &Stream, rows: &[RowSampling]) -> Result<(), DeviceError> {
+        self.extras = RowSampling::extras(rows);
+        if rows.is_empty() {
+            return Ok(());
+        }
+        let samples: Vec<SampleRow> = rows.iter().map(|row| row.sample).collect();
+        self.samples.write(stream, 0, &samples)?;
+        if self.extras.adjusted {
+            let adjusts: Vec<AdjustRow> = rows.iter().map(|row| row.adjust).collect();
+            self.adjusts.write(stream, 0, &adjusts)?;
+        }
+        if self.extras.logprobs {
+            let wanted: Vec<u32> = rows.iter().map(|row| row.logprobs).collect();
+            self.wanted.write(stream, 0, &wanted)?;
+        }
+        Ok(())
+    }
+
+    /// Sets the token states of a slot. Waits.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn set_slot(&mut self, stream: &Stream, slot: u32, states: &[TokenState]) -> Result<(), DeviceError> {
+        self.tokens.write(stream, slot as usize * self.token_pitch as usize, states)
+    }
+
+    /// Enqueues, behind the sampling of rows, what some of them ask for in addition.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn enqueue_extras(
+        &mut self,
+        ctx: &mut ExecContext,
+        kernels: &Kernels,
+        logits: MatrixRef<'_>,
+        positions: &DeviceBuffer<u32>,
+        ids: &mut DeviceBuffer<u32>,
+    ) -> Result<(), DeviceError> {
+        if self.extras.adjusted {
+            let adjustments =
+                RowAdjustments { rows: &self.adjusts, tokens: &mut self.tokens, token_pitch: self.token_pitch };
+            kernels.adjusted.enqueue(ctx, logits, &self.samples, adjustments, positions, ids)?;
+        }
+        if self.extras.logprobs {
+            kernels.logprobs.enqueue(ctx, logits, &self.wanted, ids, &mut self.logprobs)?;
+        }
+        Ok(())
+    }
+
+    /// Rows that may ask for something in addition.
+    pub fn extra_rows(&self) -> u32 {
+        if self.extras.adjusted || self.extras.logprobs { self.extras.rows } else { 0 }
+    }
+
+    /// Log probabilities of the rows on the device, if a row asks for some.
+    pub fn logprobs(&self) -> Option<&DeviceBuffer<u32>> {
+        self.extras.logprobs.then_some(&self.logprobs)
+    }
+}
+
+/// The log probabilities of a row, from its words on the device.
+pub fn read_logprobs(words: &[u32], top: u32) -> Logprobs {
+    let pairs = words.as_chunks::<2>().0.iter().map(|[token, bits]| (*token, f32::from_bits(*bits)));
+    let mut pairs = pairs.take(1 + top.min(TOP_LOGPROBS_MAX) as usize);
+    let sampled = pairs.next().map_or(f32::NAN, |(_, value)| value);
+    Logprobs::new(sampled, pairs.filter(|(token, _)| *token != u32::MAX).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn extras_run_only_where_a_row_asks() {
+        let plain = RowSampling::new(&SampleParams::default());
+        let adjusted = RowSampling { adjust: AdjustRow { slot: 3, ..AdjustRow::NONE }, ..plain };
+        let likely = RowSampling { logprobs: 1, ..plain };
+        assert_eq!(RowSampling::extras(&[plain, plain]), Extras { rows: 2, adjusted: false, logprobs: false });
+        assert_eq!(RowSampling::extras(&[plain, adjusted]), Extras { rows: 2, adjusted: true, logprobs: false });
+        assert_eq!(RowSampling::extras(&[likely]), Extras { rows: 1, adjusted: false, logprobs: true });
+    }
+
+    #[test]
+    fn missing_tokens_are_left_out() {
+        let mut words = vec![5, (-1.5f32).to_bits(), 7, (-0.5f32).to_bits(), u32::MAX, f32::NAN.to_bits()];
+        words.resize(ROW_WORDS, 0);
+        assert_eq!(read_logprobs(&words, 2), Logprobs::new(-1.5, vec![(7, -0.5)]));
+        assert_eq!(read_logprobs(&words, 0), Logprobs::new(-1.5, Vec::new()));
+    }
+}

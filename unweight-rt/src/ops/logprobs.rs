@@ -1,0 +1,113 @@
+//! Log probabilities of sampled tokens and of the likeliest ones, on the device.
+
+use std::sync::Arc;
+
+use unweight_codegen::{
+    abi::LogprobsArgs, family::logprobs::TOP_MAX, family::sample::VOCABULARY_MAX, plan::GemmShape, spec::Op,
+};
+
+use crate::{
+    device::{
+        DeviceBuffer, DeviceError, LaunchError, MatrixRef,
+        module::LoadedKernel,
+        view::{Place, check_apart, check_device},
+    },
+    exec::ExecContext,
+};
+
+/// Words of a row of results: token and f32 of the sampled token and of the likeliest ones.
+pub const ROW_WORDS: usize = 2 * (1 + TOP_MAX as usize);
+
+/// A kernel of `logprobs`.
+#[derive(Clone, Debug)]
+pub struct Logprobs {
+    kernel: Arc<LoadedKernel>,
+}
+
+impl Logprobs {
+    /// Launches a kernel of family `logprobs`.
+    ///
+    /// # Errors
+    /// A kernel of another family.
+    pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
+        match kernel.spec().op {
+            Op::Logprobs(_) => Ok(Self { kernel }),
+            _ => kernel.refuse(LaunchError::Family { wanted: "log probabilities" }),
+        }
+    }
+
+    /// Enqueues the log probabilities of rows of `logits` `[m, V]`, V up to 2^20: of the token in `ids`, and of the
+    /// likeliest ones. `wanted` holds 0 for a row without, else 1 and the number of likeliest tokens, up to 20. `out`
+    /// has [`ROW_WORDS`] words per row: pairs of a token and the bits of an f32, those of the sampled token first;
+    /// `u32::MAX` and NaN where there is no token. Rows without are left alone.
+    ///
+    /// # Errors
+    /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
+    /// kernel takes; or an error of the driver.
+    pub fn enqueue(
+        &self,
+        ctx: &mut ExecContext,
+        logits: MatrixRef<'_>,
+        wanted: &DeviceBuffer<u32>,
+        ids: &DeviceBuffer<u32>,
+        out: &mut DeviceBuffer<u32>,
+    ) -> Result<(), DeviceError> {
+        let (place, own) = (logits.place(), self.kernel.device().ordinal());
+        let check = || {
+            check_shapes(place, [wanted.len(), ids.len(), out.len() / ROW_WORDS])?;
+            place.check_device("logits", own)?;
+            check_device("wanted", wanted.device().ordinal(), own)?;
+            check_device("ids", ids.device().ordinal(), own)?;
+            check_device("log probabilities", out.device().ordinal(), own)?;
+            let read = [("logits", place.span()), ("wanted", wanted.span()), ("ids", ids.span())];
+            check_apart(("log probabilities", out.span()), read)
+        };
+        check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        let args = LogprobsArgs {
+            logits: place.address,
+            wanted: wanted.address(),
+            ids: ids.address(),
+            out: out.address(),
+            pitch: place.pitch,
+            vocabulary: place.cols,
+            reserved: 0,
+        };
+        // SAFETY: shapes, pitch and places were checked above, the view against its memory when it was made, and each
+        // buffer has an entry for every row. Dropping a buffer waits for the kernel.
+        unsafe { self.kernel.launch(ctx.stream(), GemmShape::rows(place.rows), &args) }
+    }
+}
+
+/// Whether these can be the logits, and the rows of wanted, ids and results.
+fn check_shapes(logits: &Place, rows: [usize; 3]) -> Result<(), LaunchError> {
+    if !(1..=VOCABULARY_MAX).contains(&logits.cols) {
+        return Err(LaunchError::Logits { cols: logits.cols, max: VOCABULARY_MAX });
+    }
+    if logits.rows > 1 {
+        logits.check_rows_aligned("logits")?;
+    }
+    logits.check_aligned("logits")?;
+    for (buffer, len) in ["wanted", "ids", "log probabilities"].into_iter().zip(rows) {
+        if (len as u64) < u64::from(logits.rows) {
+            return Err(LaunchError::Elements { buffer, got: len as u64, expected: logits.rows.into() });
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_have_all_that_they_need() {
+        let place = |rows, cols, pitch| Place::new(0, 0x1000, rows, cols, pitch, u64::MAX).unwrap();
+        assert_eq!(check_shapes(&place(3, 1000, 1000), [3; 3]), Ok(()));
+        for (buffer, rows) in [("wanted", [2, 3, 3]), ("ids", [3, 2, 3]), ("log probabilities", [3, 3, 2])] {
+            let short = LaunchError::Elements { buffer, got: 2, expected: 3 };
+            assert_eq!(check_shapes(&place(3, 8, 8), rows), Err(short));
+        }
+        assert!(check_shapes(&place(3, VOCABULARY_MAX + 1, 2 << 20), [3; 3]).is_err());
+        assert!(matches!(check_shapes(&place(2, 997, 997), [2; 3]), Err(LaunchError::Pitch { .. })));
+    }
+}
