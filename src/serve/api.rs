@@ -1,13 +1,14 @@
-//! Requests and answers in the form of OpenAI's API. Nothing here knows of connections or threads.
+//! Requests in the form of OpenAI's API. Nothing here knows of connections or threads.
 
 use std::sync::LazyLock;
 
 use serde_json::{Map, Value, json, value::RawValue};
-use unweight_engine::SampleParams;
 
 use super::{
     error::ApiError,
     fields::{Fields, each, ids, text},
+    frame::Endpoint,
+    sampling::{self, Sampling},
 };
 use crate::text::{self, Message};
 
@@ -27,20 +28,18 @@ const DONE: &[&str] = &[
     "messages",
     "n",
     "best_of",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
     "max_tokens",
     "max_completion_tokens",
-    "seed",
     "stop",
+    "echo",
     "stream",
     "stream_options",
 ];
 /// Fields that are read; others are skipped.
-static FIELDS: LazyLock<Vec<&str>> =
-    LazyLock::new(|| DONE.iter().copied().chain(NOT_DONE.iter().map(|(name, _)| *name)).collect());
+static FIELDS: LazyLock<Vec<&str>> = LazyLock::new(|| {
+    let done = DONE.iter().chain(sampling::FIELDS).copied();
+    done.chain(NOT_DONE.iter().map(|(name, _)| *name)).collect()
+});
 /// Fields of a message that are read.
 const MESSAGE_FIELDS: &[&str] = &["role", "content", "name", "tool_calls", "function_call"];
 
@@ -50,12 +49,6 @@ type Neutral = fn(&Value) -> bool;
 /// Fields that would change the answer and are not done here, with what may stand there all the same. `null` always
 /// may.
 const NOT_DONE: &[(&str, Neutral)] = &[
-    ("logit_bias", empty),
-    ("frequency_penalty", zero),
-    ("presence_penalty", zero),
-    ("repetition_penalty", |value| value.as_f64() == Some(1.0)),
-    ("logprobs", |value| *value == Value::Bool(false)),
-    ("top_logprobs", never),
     ("tools", empty),
     ("tool_choice", |value| matches!(value.as_str(), Some("none" | "auto"))),
     ("functions", empty),
@@ -63,16 +56,8 @@ const NOT_DONE: &[(&str, Neutral)] = &[
     ("response_format", |value| value.get("type").and_then(Value::as_str) == Some("text")),
     ("modalities", |value| *value == json!(["text"])),
     ("audio", never),
-    ("echo", |value| *value == Value::Bool(false)),
     ("suffix", |value| value.as_str() == Some("")),
-    ("ignore_eos", |value| *value == Value::Bool(false)),
-    ("min_tokens", zero),
-    ("stop_token_ids", empty),
 ];
-
-fn zero(value: &Value) -> bool {
-    value.as_f64() == Some(0.0)
-}
 
 fn empty(value: &Value) -> bool {
     value.as_array().is_some_and(Vec::is_empty) || value.as_object().is_some_and(Map::is_empty)
@@ -80,13 +65,6 @@ fn empty(value: &Value) -> bool {
 
 fn never(_: &Value) -> bool {
     false
-}
-
-/// Which of the two.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Endpoint {
-    Completions,
-    Chat,
 }
 
 /// What is to be continued.
@@ -102,12 +80,12 @@ pub(super) struct Call {
     pub prompts: Vec<Prompt>,
     /// Texts for each prompt.
     pub n: u32,
-    /// Without a seed.
-    pub params: SampleParams,
-    pub seed: Option<u64>,
+    pub sampling: Sampling,
     /// `None`: as many as the context holds.
     pub max_tokens: Option<u32>,
     pub stop: Vec<String>,
+    /// Whether a text begins with its prompt.
+    pub echo: bool,
     pub stream: bool,
     pub include_usage: bool,
 }
@@ -117,14 +95,7 @@ impl Call {
     pub fn read(endpoint: Endpoint, body: &[u8], model: &str, most: usize) -> Result<Self, ApiError> {
         let fields = Fields::read(body, &FIELDS);
         let mut fields = fields.map_err(|error| ApiError::bad(format!("the body is no JSON object: {error}")))?;
-        match fields.value("model")? {
-            None => {}
-            Some(Value::String(name)) if name == model => {}
-            Some(other) => {
-                let message = format!("the model {other} is not served here; ask for \"{model}\"");
-                return Err(ApiError::model(message));
-            }
-        }
+        check_model(&mut fields, model)?;
         let prompts = match endpoint {
             Endpoint::Completions => prompts(fields.take("prompt"), most)?,
             Endpoint::Chat => vec![Prompt::Text(text::Prompt::Chat(messages(fields.take("messages"))?))],
@@ -135,22 +106,22 @@ impl Call {
         {
             return Err(ApiError::of("best_of", "best_of other than n is not supported; leave it out"));
         }
-        let defaults = SampleParams::default().temperature(1.0);
-        let params = defaults
-            .temperature(fields.number("temperature")?.unwrap_or(defaults.temperature))
-            .top_p(fields.number("top_p")?.unwrap_or(defaults.top_p))
-            .top_k(top_k(&mut fields)?)
-            .min_p(fields.number("min_p")?.unwrap_or(defaults.min_p));
-        params.check().map_err(|error| ApiError::of(error.name, error))?;
+        let sampling = Sampling::read(&mut fields, endpoint)?;
         let most = u64::from(u32::MAX);
         let (older, newer) = (fields.whole("max_tokens", 1, most)?, fields.whole("max_completion_tokens", 1, most)?);
         let default = (endpoint == Endpoint::Completions).then_some(COMPLETION_TOKENS);
+        let max_tokens = newer.or(older).map(|tokens| tokens as u32).or(default);
+        let min_tokens = sampling.adjustments.min_new_tokens;
+        if let Some(max_tokens) = max_tokens.filter(|max_tokens| min_tokens > *max_tokens) {
+            let message = format!("min_tokens = {min_tokens} exceeds max_tokens = {max_tokens}");
+            return Err(ApiError::of("min_tokens", message));
+        }
         let call = Self {
             prompts,
             n,
-            params,
-            seed: seed(&mut fields)?,
-            max_tokens: newer.or(older).map(|tokens| tokens as u32).or(default),
+            echo: echo(&mut fields, endpoint, &sampling)?,
+            sampling,
+            max_tokens,
             stop: stop(fields.value("stop")?)?,
             stream: fields.flag("stream")?,
             include_usage: match fields.take("stream_options") {
@@ -171,25 +142,24 @@ impl Call {
     }
 }
 
-/// Others write -1 for all tokens.
-fn top_k(fields: &mut Fields) -> Result<u32, ApiError> {
-    let value = fields.value("top_k")?;
-    if value.as_ref().is_some_and(|value| value.as_i64() == Some(-1)) {
-        return Ok(0);
+/// Rejects another model than the one that is served.
+pub(super) fn check_model(fields: &mut Fields, model: &str) -> Result<(), ApiError> {
+    match fields.value("model")? {
+        None => Ok(()),
+        Some(Value::String(name)) if name == model => Ok(()),
+        Some(other) => Err(ApiError::model(format!("the model {other} is not served here; ask for \"{model}\""))),
     }
-    let most = u64::from(u32::MAX);
-    let number = value.map(|value| value.as_u64().filter(|number| *number <= most));
-    let number = number.map(|number| {
-        number.ok_or_else(|| ApiError::of("top_k", format!("top_k is no whole number from 0 to {most}, nor -1")))
-    });
-    Ok(number.transpose()?.unwrap_or(0) as u32)
 }
 
-/// Any whole number of 64 bits, of either sign.
-fn seed(fields: &mut Fields) -> Result<Option<u64>, ApiError> {
-    let Some(value) = fields.value("seed")? else { return Ok(None) };
-    let bits = value.as_u64().or_else(|| value.as_i64().map(i64::cast_unsigned));
-    bits.map(Some).ok_or_else(|| ApiError::of("seed", "seed is no whole number of 64 bits"))
+fn echo(fields: &mut Fields, endpoint: Endpoint, sampling: &Sampling) -> Result<bool, ApiError> {
+    let refused = |message: &str| Err(ApiError::of("echo", message).code("unsupported_parameter"));
+    match fields.flag("echo")? {
+        true if endpoint == Endpoint::Chat => refused("echo is not supported for conversations; leave it out"),
+        true if sampling.logprobs.is_some() => {
+            refused("echo with logprobs is not supported: prompts have no log probabilities here; leave one out")
+        }
+        echo => Ok(echo),
+    }
 }
 
 fn stop(value: Option<Value>) -> Result<Vec<String>, ApiError> {
@@ -237,7 +207,7 @@ fn prompts(raw: Option<&RawValue>, most: usize) -> Result<Vec<Prompt>, ApiError>
     if prompts.is_empty() { Err(wrong()) } else { Ok(prompts) }
 }
 
-fn messages(raw: Option<&RawValue>) -> Result<Vec<Message>, ApiError> {
+pub(super) fn messages(raw: Option<&RawValue>) -> Result<Vec<Message>, ApiError> {
     let wrong = |what: &str| ApiError::of("messages", format!("messages {what}; give one message at least"));
     let mut messages = Vec::new();
     let listed = raw.and_then(|raw| {
@@ -296,108 +266,10 @@ fn parts(raw: &RawValue, wrong: &dyn Fn(&str) -> ApiError) -> Option<Result<Stri
     listed.map(|listed| listed.map(|()| content))
 }
 
-/// What all answers to a request have in common.
-#[derive(Clone, Debug)]
-pub(super) struct Frame {
-    pub endpoint: Endpoint,
-    pub id: String,
-    /// Seconds since 1970.
-    pub created: u64,
-    pub model: String,
-}
-
-/// Tokens of a request.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Usage {
-    pub prompt: u64,
-    pub completion: u64,
-}
-
-impl Usage {
-    fn json(self) -> Value {
-        let Self { prompt, completion } = self;
-        json!({ "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion })
-    }
-}
-
-impl Frame {
-    pub fn new(endpoint: Endpoint, number: u64, created: u64, model: &str) -> Self {
-        let prefix = match endpoint {
-            Endpoint::Completions => "cmpl",
-            Endpoint::Chat => "chatcmpl",
-        };
-        Self { endpoint, id: format!("{prefix}-{number:016x}"), created, model: model.to_owned() }
-    }
-
-    fn json(&self, object: &str, choices: Value) -> Value {
-        let Self { id, created, model, .. } = self;
-        json!({ "id": id, "object": object, "created": created, "model": model, "choices": choices })
-    }
-
-    /// The whole answer; of each choice its text and why it ended.
-    pub fn whole(&self, choices: &[(String, &str)], usage: Usage) -> Value {
-        let choice = |(index, (text, finish)): (usize, &(String, &str))| match self.endpoint {
-            Endpoint::Completions => {
-                json!({ "index": index, "text": text, "logprobs": null, "finish_reason": finish })
-            }
-            Endpoint::Chat => json!({
-                "index": index,
-                "message": { "role": "assistant", "content": text, "refusal": null },
-                "logprobs": null,
-                "finish_reason": finish,
-            }),
-        };
-        let object = match self.endpoint {
-            Endpoint::Completions => "text_completion",
-            Endpoint::Chat => "chat.completion",
-        };
-        let choices = choices.iter().enumerate().map(choice).collect();
-        let mut answer = self.json(object, choices);
-        answer["usage"] = usage.json();
-        answer
-    }
-
-    /// What comes before the first token of a choice of a conversation.
-    pub fn role(&self, index: usize) -> Option<Value> {
-        let delta = json!({ "role": "assistant", "content": "", "refusal": null });
-        (self.endpoint == Endpoint::Chat).then(|| self.delta(index, delta, None))
-    }
-
-    /// A piece of a choice.
-    pub fn piece(&self, index: usize, text: &str, finish: Option<&str>) -> Value {
-        match self.endpoint {
-            Endpoint::Completions => {
-                let choice = json!({ "index": index, "text": text, "logprobs": null, "finish_reason": finish });
-                self.json("text_completion", json!([choice]))
-            }
-            Endpoint::Chat => {
-                let delta = if text.is_empty() { json!({}) } else { json!({ "content": text }) };
-                self.delta(index, delta, finish)
-            }
-        }
-    }
-
-    fn delta(&self, index: usize, delta: Value, finish: Option<&str>) -> Value {
-        let choice = json!({ "index": index, "delta": delta, "logprobs": null, "finish_reason": finish });
-        self.json("chat.completion.chunk", json!([choice]))
-    }
-
-    /// The last piece of a stream whose usage is asked for.
-    pub fn usage(&self, usage: Usage) -> Value {
-        let object = match self.endpoint {
-            Endpoint::Completions => "text_completion",
-            Endpoint::Chat => "chat.completion.chunk",
-        };
-        let mut last = self.json(object, json!([]));
-        last["usage"] = usage.json();
-        last
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use hyper::StatusCode;
-    use unweight_engine::AdmissionError;
+    use unweight_engine::{AdmissionError, SampleParams};
 
     use super::*;
     use crate::serve::worker::SubmitError;
@@ -415,11 +287,11 @@ mod tests {
     #[test]
     fn defaults_match_openai() {
         let call = read(Endpoint::Completions, &with(json!({}))).unwrap();
-        assert_eq!((call.n, call.max_tokens, call.seed, call.stream), (1, Some(16), None, false));
-        assert_eq!(call.params, SampleParams::default().temperature(1.0));
+        assert_eq!((call.n, call.max_tokens, call.sampling.seed, call.stream), (1, Some(16), None, false));
+        assert_eq!(call.sampling.params, SampleParams::default().temperature(1.0));
         let chat = json!({ "messages": [{ "role": "user", "content": "hi" }], "temperature": null });
         let call = read(Endpoint::Chat, &chat).unwrap();
-        assert_eq!((call.max_tokens, call.params.temperature), (None, 1.0));
+        assert_eq!((call.max_tokens, call.sampling.params.temperature), (None, 1.0));
     }
 
     #[test]
@@ -449,16 +321,11 @@ mod tests {
     #[test]
     fn unsupported_parameters_are_rejected_by_name() {
         for (name, value) in [
-            ("logit_bias", json!({ "5": 1 })),
-            ("frequency_penalty", json!(0.5)),
-            ("presence_penalty", json!(-1)),
-            ("logprobs", json!(1)),
-            ("logprobs", json!(0)),
-            ("logprobs", json!(true)),
+            ("min_tokens", json!(17)),
             ("tools", json!([{ "type": "function" }])),
             ("tool_choice", json!("required")),
             ("response_format", json!({ "type": "json_object" })),
-            ("echo", json!(true)),
+            ("echo", json!(1)),
             ("suffix", json!("x")),
             ("best_of", json!(2)),
             ("n", json!(9)),
@@ -485,16 +352,22 @@ mod tests {
             "logit_bias": {}, "frequency_penalty": 0, "presence_penalty": 0.0, "logprobs": null, "tools": [], "echo": false,
             "response_format": { "type": "text" }, "best_of": 1, "user": "me", "unheard_of": [1], "stop": null, "top_k": -1,
         });
-        assert_eq!(read(Endpoint::Completions, &with(neutral)).unwrap().params.top_k, 0);
+        assert_eq!(read(Endpoint::Completions, &with(neutral)).unwrap().sampling.params.top_k, 0);
+        let echo = with(json!({ "echo": true, "max_tokens": 17, "min_tokens": 17 }));
+        assert!(read(Endpoint::Completions, &echo).unwrap().echo);
+        let both = read(Endpoint::Completions, &with(json!({ "echo": true, "logprobs": 0 }))).unwrap_err();
+        assert!(both.param.as_deref() == Some("echo") && both.message.contains("leave one out"), "{both:?}");
+        let chat = json!({ "messages": [{ "role": "user", "content": "hi" }], "echo": true });
+        assert_eq!(read(Endpoint::Chat, &chat).unwrap_err().param.as_deref(), Some("echo"));
     }
 
     #[test]
     fn floats_keep_their_bits() {
         let call = |fields: Value| read(Endpoint::Completions, &with(fields)).unwrap();
-        assert_eq!(call(json!({ "seed": -1 })).seed, Some(u64::MAX));
-        assert_eq!(call(json!({ "seed": u64::MAX })).seed, Some(u64::MAX));
+        assert_eq!(call(json!({ "seed": -1 })).sampling.seed, Some(u64::MAX));
+        assert_eq!(call(json!({ "seed": u64::MAX })).sampling.seed, Some(u64::MAX));
         assert_eq!(call(json!({ "max_tokens": 3, "max_completion_tokens": 4 })).max_tokens, Some(4));
-        assert_eq!(call(json!({ "temperature": 0 })).params.temperature, 0.0);
+        assert_eq!(call(json!({ "temperature": 0 })).sampling.params.temperature, 0.0);
     }
 
     #[test]

@@ -58,6 +58,11 @@ impl<'a> Fields<'a> {
         number.map(Some).ok_or_else(|| ApiError::of(name, format!("{name} is no whole number from {least}{upper}")))
     }
 
+    /// Whether a field that stays is `false`.
+    pub fn is_false(&self, name: &str) -> bool {
+        self.0.get(name).is_some_and(|raw| raw.get() == "false")
+    }
+
     /// True or false; false where it is unset.
     pub fn flag(&mut self, name: &str) -> Result<bool, ApiError> {
         match self.value(name)? {

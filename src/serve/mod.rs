@@ -6,39 +6,41 @@
 //! One thread has the engine, the one that calls [`serve`]; everything else is tasks of a small runtime next to it. The
 //! engine never waits for a client: the channel of a sequence holds all messages that it can get.
 
+mod answer;
 mod api;
 mod backend;
 mod bodies;
 mod error;
 mod fields;
+mod frame;
 mod metrics;
 mod prepare;
 mod reference;
+mod sampling;
+mod tokenize;
 mod worker;
 
 use std::{
-    convert::Infallible,
     fmt,
     net::TcpListener,
-    pin::{Pin, pin},
+    pin::pin,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering::Relaxed},
     },
-    task::{Context, Poll},
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use axum::{
     Router,
-    body::{Body, Bytes},
+    body::Body,
     extract::{Path, Request as HttpRequest, State, rejection::PathRejection},
     http::{HeaderMap, HeaderValue, header},
     middleware::{self, Next},
     response::{IntoResponse, Response},
     routing::{get, post},
 };
-use hyper::{StatusCode, body::Frame as BodyFrame, server::conn::http1};
+use hyper::{StatusCode, server::conn::http1};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
@@ -51,15 +53,16 @@ use tokio::{
     task::JoinSet,
     time::{sleep, timeout, timeout_at},
 };
-use unweight_engine::{Finish, NO_TOKEN};
 use unweight_format::bundle::io_code;
 
-use crate::text::{StopStrings, Text, TextError, TextStream};
-use api::{Call, Endpoint, Frame, Usage};
+use crate::text::Text;
+use answer::{Pieces, Texts};
 use error::ApiError;
+use frame::{Endpoint, Frame};
 use metrics::Metrics;
 use prepare::{Accepted, Preparer, SEND_TIME};
-use worker::{Handle, Lost, Sequences, Shared, Told, Worker};
+use tokenize::Tokenize;
+use worker::{Handle, Lost, Shared, Worker};
 
 pub use backend::{Backend, Limits, Load};
 pub use bodies::BODY_LIMIT;
@@ -69,8 +72,6 @@ pub use reference::{CpuError, CpuReference};
 const CONNECTIONS: usize = 2048;
 /// How long a client may leave unread what was sent to it.
 const READ_TIME: Duration = Duration::from_secs(60);
-/// A stream says at least this often that it is alive: proxies close what is silent.
-const KEEP_ALIVE: Duration = Duration::from_secs(15);
 /// Pieces of a stream that wait for the connection.
 const PIECES: usize = 32;
 /// Threads that parse large bodies and wait for text processes. They take what the engine's thread and the connections
@@ -78,8 +79,6 @@ const PIECES: usize = 32;
 const BLOCKING_THREADS: usize = 4;
 /// What a connection buffers of what it receives, bytes. A head has at most as many.
 const CONNECTION_BUFFER: usize = 64 << 10;
-/// Bytes of the texts of an answer that is sent as a whole.
-const ANSWER_LIMIT: usize = 64 << 20;
 /// How often it is looked whether to stop.
 const LOOK: Duration = Duration::from_millis(50);
 /// How long connections have to send what they have when all sequences have ended.
@@ -348,6 +347,8 @@ fn router(server: Server) -> Router {
     Router::new()
         .route("/v1/completions", post(|server, request| answer(Endpoint::Completions, server, request)))
         .route("/v1/chat/completions", post(|server, request| answer(Endpoint::Chat, server, request)))
+        .route("/tokenize", post(tokenize))
+        .route("/detokenize", post(detokenize))
         .route("/v1/models", get(models))
         .route("/v1/models/{*name}", get(model))
         .route("/health", get(health))
@@ -363,13 +364,15 @@ async fn gate(State(server): State<Server>, request: HttpRequest, next: Next) ->
     let route = match request.uri().path() {
         "/v1/completions" => "/v1/completions",
         "/v1/chat/completions" => "/v1/chat/completions",
+        "/tokenize" => "/tokenize",
+        "/detokenize" => "/detokenize",
         "/health" => "/health",
         "/metrics" => "/metrics",
         path if path.starts_with("/v1/models") => "/v1/models",
         // A client must not make names.
         _ => "other",
     };
-    let guarded = request.uri().path().starts_with("/v1/");
+    let guarded = request.uri().path().starts_with("/v1/") || matches!(route, "/tokenize" | "/detokenize");
     let response = match &server.options.api_key {
         Some(key) if guarded && !has_key(request.headers(), key) => ApiError::key().into_response(),
         _ => next.run(request).await,
@@ -464,13 +467,13 @@ async fn answer(endpoint: Endpoint, State(server): State<Server>, request: HttpR
         _ = cut.wait_for(|cut| *cut) => return Err(Lost::Stopping.into()),
     };
     let late = server.options.timeout.as_secs();
-    let Accepted { call, sequences, prompt_tokens } =
+    let Accepted { call, sequences, prompt_tokens, echo } =
         accepted.map_err(|_| ApiError::timeout("the request", late))??;
     let frame = Frame::new(endpoint, random()?, now(), &server.options.model);
-    let texts = Texts::new(&server, &call, sequences, prompt_tokens, deadline);
+    let texts = Texts::new(&server.preparer.text, &call, sequences, prompt_tokens, (deadline, late)).echo(echo);
     if call.stream {
         let (pieces, receiver) = mpsc::channel(PIECES);
-        tokio::spawn(stream(texts, frame, call.include_usage, pieces));
+        tokio::spawn(texts.stream(frame, call.include_usage, pieces));
         let headers = [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-cache")];
         return Ok((headers, Body::new(Pieces(receiver))).into_response());
     }
@@ -478,189 +481,45 @@ async fn answer(endpoint: Endpoint, State(server): State<Server>, request: HttpR
     Ok(json_response(StatusCode::OK, &whole))
 }
 
-/// A text of an answer as it grows.
-struct Growing {
-    stream: Option<TextStream>,
-    stops: StopStrings,
+/// The token ids of a text or a conversation.
+async fn tokenize(State(server): State<Server>, request: HttpRequest) -> Result<Response, ApiError> {
+    bounded(&server, async {
+        let (body, _room) = server.preparer.body(request).await?;
+        let Tokenize { prompt, strings } = Tokenize::read(&body, &server.options.model)?;
+        drop(body);
+        let (tokens, strings) = server.preparer.tokens(prompt, strings).await?;
+        Ok(json!({
+            "count": tokens.len(),
+            "max_model_len": server.shared().limits.context,
+            "tokens": tokens,
+            "token_strs": strings,
+        }))
+    })
+    .await
 }
 
-impl Growing {
-    /// What a token adds, and why the text ends there, if so.
-    fn push(&mut self, token: u32, finish: Option<Finish>) -> Result<(String, Option<&'static str>), TextError> {
-        let Some(stream) = &mut self.stream else { return Ok((String::new(), None)) };
-        // The token that ends a text does not belong to the text.
-        let (mut shown, stopped) = match finish {
-            Some(Finish::Stop) => (String::new(), false),
-            _ if token == NO_TOKEN => (String::new(), false),
-            _ => self.stops.push(&stream.push(token)?),
-        };
-        if stopped {
-            self.stream = None;
-            return Ok((shown, Some("stop")));
-        }
-        let Some(finish) = finish else { return Ok((shown, None)) };
-        let mut reason = match finish {
-            Finish::Stop => "stop",
-            Finish::Length => "length",
-            // OpenAI's protocol has no reason for NaN or a full cache, nor for one that a later engine adds.
-            _ => "error",
-        };
-        if let Some(stream) = self.stream.take() {
-            let (more, stopped) = self.stops.push(&stream.finish()?);
-            shown += &more;
-            let (rest, at_rest) =
-                if stopped { (String::new(), true) } else { std::mem::take(&mut self.stops).finish() };
-            shown += &rest;
-            if at_rest {
-                reason = "stop";
-            }
-        }
-        Ok((shown, Some(reason)))
+/// The text of token ids.
+async fn detokenize(State(server): State<Server>, request: HttpRequest) -> Result<Response, ApiError> {
+    bounded(&server, async {
+        let (body, _room) = server.preparer.body(request).await?;
+        let tokens = tokenize::read_tokens(&body, &server.options.model)?;
+        let text = server.preparer.decode(tokens, BODY_LIMIT as u64, "tokens").await?;
+        Ok(json!({ "prompt": text }))
+    })
+    .await
+}
+
+/// The answer of `work`, unless it takes too long or the server stops.
+async fn bounded(server: &Server, work: impl Future<Output = Result<Value, ApiError>>) -> Result<Response, ApiError> {
+    if let Some(lost) = server.lost() {
+        return Err(lost.into());
     }
-}
-
-/// A piece of a text of an answer.
-struct Piece {
-    index: usize,
-    text: String,
-    finish: Option<&'static str>,
-}
-
-/// The texts of an answer as they grow. Dropping it ends what runs for it.
-struct Texts {
-    sequences: Sequences,
-    growing: Vec<Growing>,
-    /// Texts that have not ended.
-    open: usize,
-    usage: Usage,
-    deadline: Instant,
-    late: u64,
-}
-
-impl Texts {
-    fn new(server: &Server, call: &Call, sequences: Sequences, prompt_tokens: u64, deadline: Instant) -> Self {
-        let grow =
-            |_| Growing { stream: Some(server.preparer.text.stream()), stops: StopStrings::new(call.stop.clone()) };
-        let growing = sequences.enough.iter().map(grow).collect();
-        Self {
-            open: sequences.enough.len(),
-            sequences,
-            growing,
-            usage: Usage { prompt: prompt_tokens, completion: 0 },
-            deadline,
-            late: server.options.timeout.as_secs(),
-        }
-    }
-
-    /// The next piece that shows something; `None` when all texts have ended. May be asked again after a wait that was
-    /// given up.
-    async fn next(&mut self) -> Result<Option<Piece>, ApiError> {
-        while self.open > 0 {
-            let told = match timeout_at(self.deadline.into(), self.sequences.told.recv()).await {
-                Err(_) => return Err(ApiError::timeout("the request", self.late)),
-                Ok(told) => told,
-            };
-            let (index, token, finish) = match told {
-                Some((index, Told::Token(token, finish))) => (index, token, finish),
-                Some((_, Told::Lost(lost))) => return Err(lost.into()),
-                None => return Err(Lost::Failed.into()),
-            };
-            let Some(growing) = self.growing.get_mut(index).filter(|growing| growing.stream.is_some()) else {
-                // What was made beyond a stop string.
-                continue;
-            };
-            let (text, finish_reason) = growing.push(token, finish)?;
-            self.usage.completion += 1;
-            if finish_reason.is_some() {
-                self.open -= 1;
-                if let Some(enough) = self.sequences.enough.get(index) {
-                    enough.store(true, Relaxed);
-                }
-            }
-            if !text.is_empty() || finish_reason.is_some() {
-                return Ok(Some(Piece { index, text, finish: finish_reason }));
-            }
-        }
-        Ok(None)
-    }
-
-    /// The whole answer.
-    async fn whole(mut self, frame: &Frame) -> Result<Value, ApiError> {
-        let mut choices = vec![(String::new(), ""); self.growing.len()];
-        let mut bytes = 0;
-        while let Some(Piece { index, text, finish }) = self.next().await? {
-            bytes += text.len();
-            if bytes > ANSWER_LIMIT {
-                let message = format!("the answer has more than {ANSWER_LIMIT} bytes; ask for a stream, or for less");
-                return Err(ApiError::limit(message));
-            }
-            if let Some((whole, reason)) = choices.get_mut(index) {
-                whole.push_str(&text);
-                *reason = finish.unwrap_or(reason);
-            }
-        }
-        Ok(frame.whole(&choices, self.usage))
-    }
-}
-
-/// Sends pieces as they come, until all texts have ended or the client has gone.
-async fn stream(mut texts: Texts, frame: Frame, include_usage: bool, pieces: mpsc::Sender<Bytes>) {
-    let deadline = texts.deadline;
-    let send = async |data: String| {
-        let sent = timeout_at(deadline.into(), pieces.send(data.into())).await;
-        // A client that does not read in time is as good as gone.
-        matches!(sent, Ok(Ok(())))
+    let mut cut = server.cut.clone();
+    let answer = tokio::select! {
+        answer = timeout(server.options.timeout, work) => answer,
+        // Its sender is there as long as connections are.
+        _ = cut.wait_for(|cut| *cut) => return Err(Lost::Stopping.into()),
     };
-    let event = |value: &Value| format!("data: {value}\n\n");
-    let role: String =
-        (0..texts.growing.len()).filter_map(|index| frame.role(index)).map(|role| event(&role)).collect();
-    if !role.is_empty() && !send(role).await {
-        return;
-    }
-    let end = loop {
-        let next = tokio::select! {
-            next = timeout(KEEP_ALIVE, texts.next()) => next,
-            () = pieces.closed() => return,
-        };
-        let data = match next {
-            // A comment.
-            Err(_) => ": still here\n\n".to_owned(),
-            Ok(Ok(Some(Piece { index, text, finish }))) => {
-                let mut data = String::new();
-                // OpenAI's gives the reason with an empty piece.
-                if finish.is_none() || !text.is_empty() {
-                    data += &event(&frame.piece(index, &text, None));
-                }
-                if finish.is_some() {
-                    data += &event(&frame.piece(index, "", finish));
-                }
-                data
-            }
-            Ok(Ok(None)) => {
-                let usage = if include_usage { event(&frame.usage(texts.usage)) } else { String::new() };
-                break usage + "data: [DONE]\n\n";
-            }
-            Ok(Err(error)) => break event(&error.json()),
-        };
-        if !send(data).await {
-            return;
-        }
-    };
-    // Whether it arrives or not, nothing follows.
-    let _ = send(end).await;
-}
-
-/// The body of a stream.
-struct Pieces(mpsc::Receiver<Bytes>);
-
-impl hyper::body::Body for Pieces {
-    type Data = Bytes;
-    type Error = Infallible;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<BodyFrame<Bytes>, Infallible>>> {
-        self.0.poll_recv(context).map(|piece| piece.map(|bytes| Ok(BodyFrame::data(bytes))))
-    }
+    let answer = answer.map_err(|_| ApiError::timeout("the request", server.options.timeout.as_secs()))??;
+    Ok(json_response(StatusCode::OK, &answer))
 }

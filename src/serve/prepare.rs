@@ -13,9 +13,10 @@ use tokio::{
 use unweight_engine::Request;
 
 use super::{
-    api::{Call, Endpoint, Prompt},
-    bodies::{Bodies, SMALL},
+    api::{Call, Prompt},
+    bodies::{BODY_LIMIT, Bodies, Room, SMALL},
     error::ApiError,
+    frame::Endpoint,
     worker::{Handle, Sequences, SubmitError},
 };
 use crate::text::{self, EncodeLimits, Encoded, PROCESSES, Text, TextError};
@@ -28,6 +29,8 @@ const LARGE: usize = SMALL;
 const TOKENS: u64 = 8 << 20;
 /// Prompt tokens of all requests that are on their way to the engine.
 const TOKENS_ON_THE_WAY: u64 = 16 << 20;
+/// Tokens of a text that is tokenized alone.
+const TOKENIZE_TOKENS: u64 = 1 << 20;
 /// Tokens that a permit counts.
 const TOKEN_UNIT: u64 = 256;
 
@@ -50,6 +53,8 @@ pub(super) struct Accepted {
     pub call: Call,
     pub sequences: Sequences,
     pub prompt_tokens: u64,
+    /// The text that each sequence begins with, and the room that these texts take.
+    pub echo: Option<(Vec<Arc<str>>, Room)>,
 }
 
 impl Preparer {
@@ -76,32 +81,113 @@ impl Preparer {
         arrived: Instant,
     ) -> Result<Accepted, ApiError> {
         // What the body takes is what its prompts take: the room is free when the engine has them.
-        let read = timeout(SEND_TIME, self.bodies.read(request)).await;
-        let (body, _room) = read.map_err(|_| ApiError::timeout("sending the body", SEND_TIME.as_secs()))??;
+        let (body, room) = self.body(request).await?;
         let mut call = self.read(endpoint, body).await?;
         let capacity = self.handle.shared.capacity();
         let asked = call.prompts.len().saturating_mul(call.n as usize);
         if asked > capacity {
             return Err(SubmitError::TooMany { asked, capacity }.into());
         }
-        let seed = match call.seed {
+        call.sampling.check(self.handle.shared.limits.vocab)?;
+        let seed = match call.sampling.seed {
             Some(seed) => seed,
             None => super::random()?,
         };
+        let echoed = call.echo.then(|| call.prompts.iter().map(text_of).collect::<Vec<_>>());
         let (prompts, tokens, _on_the_way) = self.encode(&mut call).await?;
+        let echo = match echoed {
+            Some(texts) => Some(self.echo(texts, &prompts, call.n).await?),
+            None => None,
+        };
         let limits = &self.handle.shared.limits;
+        let ends = call.sampling.ends(&limits.eos);
         let mut requests = Vec::with_capacity(asked);
         for ids in prompts {
             // Without `max_tokens`, what the context has room for; at least one, so that the engine reports a full one.
             let left = u64::from(limits.context).saturating_sub(ids.len() as u64).max(1);
             let max_new_tokens = call.max_tokens.unwrap_or(u32::try_from(left).unwrap_or(u32::MAX));
-            let request = Request::new(ids).max_new_tokens(max_new_tokens).stop(limits.eos.clone());
+            let request = Request::new(ids)
+                .max_new_tokens(max_new_tokens)
+                .stop(ends.clone())
+                .adjustments(call.sampling.adjustments.clone())
+                .logprobs(call.sampling.logprobs);
             // Each text for a prompt has random numbers of its own; the first those that it has alone.
             let seeds = (0..u64::from(call.n)).map(|choice| seed.wrapping_add(choice));
-            requests.extend(seeds.map(|seed| request.clone().params(call.params.seed(seed))));
+            requests.extend(seeds.map(|seed| request.clone().params(call.sampling.params.seed(seed))));
         }
         let sequences = self.handle.submit(requests, arrived).await?;
-        Ok(Accepted { call, sequences, prompt_tokens: tokens })
+        Ok(Accepted { call, sequences, prompt_tokens: tokens, echo: echo.map(|texts| (texts, room)) })
+    }
+
+    /// The texts of prompts, each `n` times; those of prompts that are token ids are decoded.
+    async fn echo(
+        &self,
+        texts: Vec<Option<Arc<str>>>,
+        prompts: &[Vec<u32>],
+        n: u32,
+    ) -> Result<Vec<Arc<str>>, ApiError> {
+        let mut all = Vec::with_capacity(texts.len() * n as usize);
+        let mut left = BODY_LIMIT as u64;
+        for (text, ids) in texts.into_iter().zip(prompts) {
+            let text = match text {
+                Some(text) => text,
+                None => {
+                    // The decoder may lengthen it.
+                    let text = self.decode(ids.clone(), left / 4, "prompt").await?;
+                    left = left.saturating_sub(text.len() as u64);
+                    text.into()
+                }
+            };
+            all.extend((0..n).map(|_| Arc::clone(&text)));
+        }
+        Ok(all)
+    }
+
+    /// The text of tokens that a request gives in this field: where it keeps no other task waiting.
+    pub async fn decode(&self, ids: Vec<u32>, most: u64, field: &'static str) -> Result<String, ApiError> {
+        let (tokens, context) = (ids.len(), self.handle.shared.limits.context);
+        if tokens > context as usize {
+            let message = format!("{field} has {tokens} tokens; the limit is {context}");
+            return Err(ApiError::of(field, message).code("context_length_exceeded"));
+        }
+        let text = self.text.clone();
+        let decoded =
+            tokio::task::spawn_blocking(move || text.decode_all(&ids, most)).await.map_err(ApiError::server)?;
+        let message = || format!("{field}: an unknown token, or a text of more than {most} bytes; send less at a time");
+        decoded?.ok_or_else(|| ApiError::of(field, message()))
+    }
+
+    /// The tokens of a text or a conversation, and with `strings` each as a text.
+    pub async fn tokens(
+        &self,
+        prompt: text::Prompt,
+        strings: bool,
+    ) -> Result<(Vec<u32>, Option<Vec<String>>), ApiError> {
+        let limits = EncodeLimits { bytes: self.text_bytes, tokens: TOKENIZE_TOKENS, all_tokens: TOKENIZE_TOKENS };
+        let (encoded, _call_permit) = self.encode_texts(vec![prompt], limits).await?;
+        let ids = match encoded.into_iter().next() {
+            Some(Encoded::Ids(ids)) => ids,
+            Some(Encoded::TooMany(tokens)) => {
+                let message = format!("the text has {tokens} tokens; the limit is {TOKENIZE_TOKENS}; split it");
+                return Err(ApiError::limit(message));
+            }
+            None => return Err(ApiError::server("the text process returned too few prompts")),
+        };
+        if !strings {
+            return Ok((ids, None));
+        }
+        let text = self.text.clone();
+        let strings = move || {
+            let all = ids.iter().map(|id| text.token(*id).map(|(text, _)| text)).collect::<Result<Vec<_>, _>>();
+            all.map(|all| (ids, Some(all)))
+        };
+        Ok(tokio::task::spawn_blocking(strings).await.map_err(ApiError::server)??)
+    }
+
+    /// Reads a body, and the room that it takes.
+    pub async fn body(&self, request: HttpRequest) -> Result<(Vec<u8>, Room), ApiError> {
+        let read = timeout(SEND_TIME, self.bodies.read(request)).await;
+        read.map_err(|_| ApiError::timeout("sending the body", SEND_TIME.as_secs()))?
     }
 
     /// Parses a body: here if it is small, else where it keeps no other task waiting.
@@ -184,5 +270,13 @@ impl Preparer {
         let prompt = usize::try_from(tokens).unwrap_or(usize::MAX);
         let (max_new_tokens, context) = (call.max_tokens.unwrap_or(1), self.handle.shared.limits.context);
         SubmitError::Admission(unweight_engine::AdmissionError::TooLong { prompt, max_new_tokens, context }).into()
+    }
+}
+
+/// The text of a prompt that is one.
+fn text_of(prompt: &Prompt) -> Option<Arc<str>> {
+    match prompt {
+        Prompt::Text(text::Prompt::Text(text)) => Some(text.as_str().into()),
+        _ => None,
     }
 }

@@ -13,7 +13,7 @@ use std::{
 };
 
 use tokio::sync::{mpsc, oneshot};
-use unweight_engine::{AdmissionError, Event, Finish, Request, SeqId};
+use unweight_engine::{AdmissionError, Event, Finish, Logprobs, Request, SeqId};
 
 use super::{
     backend::{Backend, Limits},
@@ -72,8 +72,8 @@ pub(super) enum Lost {
 /// What is told of a sequence.
 #[derive(Debug)]
 pub(super) enum Told {
-    /// A token, and whether it was the last one.
-    Token(u32, Option<Finish>),
+    /// A token, whether it was the last one, and its log probabilities.
+    Token(u32, Option<Finish>, Option<Box<Logprobs>>),
     /// There will be no more.
     Lost(Lost),
 }
@@ -262,7 +262,7 @@ impl Worker {
         }
         self.shared.metrics.generated_tokens.fetch_add(1, Relaxed);
         // There is room for all; if its owner has gone, that is noticed before the next step.
-        let _ = member.told.try_send((member.index, Told::Token(event.token, event.finish)));
+        let _ = member.told.try_send((member.index, Told::Token(event.token, event.finish, event.logprobs)));
         if event.finish.is_some() {
             self.members.remove(&event.seq);
         }

@@ -99,6 +99,10 @@ pub(super) fn request(prompts: &[Prompt], limits: EncodeLimits) -> Vec<u8> {
                 out.byte(0);
                 out.bytes(text.as_bytes());
             }
+            Prompt::Plain(text) => {
+                out.byte(2);
+                out.bytes(text.as_bytes());
+            }
             Prompt::Chat(messages) => {
                 out.byte(1);
                 out.word(messages.len() as u32);
@@ -121,6 +125,7 @@ pub(super) fn read_request(payload: &[u8]) -> Option<(Vec<Prompt>, EncodeLimits)
     for _ in 0..reader.word()? {
         prompts.push(match reader.byte()? {
             0 => Prompt::Text(reader.text()?.to_owned()),
+            2 => Prompt::Plain(reader.text()?.to_owned()),
             _ => {
                 let mut messages = Vec::new();
                 for _ in 0..reader.word()? {
@@ -245,7 +250,7 @@ mod tests {
     #[test]
     fn frames_are_read_as_they_were_written() {
         let chat = Prompt::Chat(vec![Message::system("a\n"), Message::user("\u{e9}").name("b")]);
-        let prompts = [Prompt::Text("text".into()), chat, Prompt::Text(String::new())];
+        let prompts = [Prompt::Text("text".into()), chat, Prompt::Plain("p".into())];
         let limits = EncodeLimits { bytes: 1, tokens: 2, all_tokens: u64::MAX };
         let payload = request(&prompts, limits);
         assert_eq!(read_request(&payload).unwrap(), (prompts.into(), limits));

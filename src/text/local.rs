@@ -56,6 +56,7 @@ impl Local {
         let one = |prompt: &Prompt| {
             let ids = match prompt {
                 Prompt::Text(text) => self.ids(text, true, limits)?,
+                Prompt::Plain(text) => self.ids(text, false, limits)?,
                 // The template has written the special tokens already.
                 Prompt::Chat(messages) => self.ids(&self.render(messages)?, false, limits)?,
             };
@@ -77,7 +78,7 @@ impl Local {
     pub fn encode_on_large_stack(&self, prompts: &[Prompt], limits: EncodeLimits) -> Result<Vec<Encoded>, TextError> {
         /// A level of an expression takes a few KiB, and a template has at most 256 Ki levels.
         const STACK: usize = 1 << 30;
-        if prompts.iter().all(|prompt| matches!(prompt, Prompt::Text(_))) {
+        if prompts.iter().all(|prompt| !matches!(prompt, Prompt::Chat(_))) {
             return self.encode(prompts, limits);
         }
         thread::scope(|scope| {

@@ -165,6 +165,25 @@ impl Text {
         self.vocabulary.longest()
     }
 
+    /// The text of tokens, special ones included; `None` where that may have more than `most` bytes, or for an unknown
+    /// token.
+    #[cfg(feature = "serve")]
+    pub(crate) fn decode_all(&self, ids: &[u32], most: u64) -> Result<Option<String>, TextError> {
+        if self.vocabulary.bytes(ids) > most || ids.iter().any(|id| !self.vocabulary.has(*id)) {
+            return Ok(None);
+        }
+        self.vocabulary.decode_all(ids).map(Some)
+    }
+
+    /// The text of a token by itself, and its bytes.
+    ///
+    /// # Errors
+    /// [`TextError::Tokenizer`].
+    #[cfg(feature = "serve")]
+    pub(crate) fn token(&self, id: u32) -> Result<(String, Vec<u8>), TextError> {
+        self.vocabulary.token(id)
+    }
+
     /// Ends the text processes, and with them the calls that run.
     #[cfg(feature = "serve")]
     pub(crate) fn stop(&self) {

@@ -39,6 +39,8 @@ impl Message {
 pub(crate) enum Prompt {
     /// Text, behind the special tokens that the model begins with.
     Text(String),
+    /// Text without special tokens in front.
+    Plain(String),
     /// A conversation whose next turn is the assistant's.
     Chat(Vec<Message>),
 }
@@ -47,7 +49,7 @@ impl Prompt {
     /// Bytes of the text.
     pub(crate) fn bytes(&self) -> usize {
         match self {
-            Self::Text(text) => text.len(),
+            Self::Text(text) | Self::Plain(text) => text.len(),
             Self::Chat(messages) => messages.iter().map(|message| message.role.len() + message.content.len()).sum(),
         }
     }

@@ -3,6 +3,9 @@
 //! Decoding runs for each token in the process that serves. So what a token adds to a text is bounded here, when a
 //! tokenizer is loaded: tokens have at most [`TOKEN_BYTES`], and no decoder makes a text [`GROWTH`] times as long.
 
+#[cfg(any(feature = "serve", test))]
+use std::{collections::HashMap, sync::LazyLock};
+
 use serde_json::Value;
 use tokenizers::{Decoder, DecoderWrapper, Tokenizer};
 
@@ -127,6 +130,41 @@ impl Vocabulary {
         (0..self.tokens.len()).map(|at| self.text_at(at).len()).max().unwrap_or(0)
     }
 
+    /// Whether there is such a token.
+    #[cfg(any(feature = "serve", test))]
+    pub fn has(&self, id: u32) -> bool {
+        self.place(id).is_some()
+    }
+
+    /// Bytes of the text of tokens before the decoder, which lengthens it by [`GROWTH`] at most.
+    #[cfg(any(feature = "serve", test))]
+    pub fn bytes(&self, ids: &[u32]) -> u64 {
+        ids.iter().filter_map(|id| self.place(*id)).map(|at| self.text_at(at).len() as u64).sum()
+    }
+
+    /// The text of tokens, special ones included.
+    #[cfg(any(feature = "serve", test))]
+    pub fn decode_all(&self, ids: &[u32]) -> Result<String, TextError> {
+        self.decoded(ids.iter().filter_map(|id| self.place(*id)).map(|at| self.text_at(at).to_owned()).collect())
+    }
+
+    /// The text of a token by itself, and its bytes, which may be a part of a character.
+    #[cfg(any(feature = "serve", test))]
+    pub fn token(&self, id: u32) -> Result<(String, Vec<u8>), TextError> {
+        let Some(at) = self.place(id) else { return Ok((String::new(), Vec::new())) };
+        let text = self.decode_all(&[id])?;
+        let own = self.text_at(at);
+        let bytes = if has_decoder(&self.source, "ByteLevel") {
+            own.chars().map(|char| BYTE_OF_CHAR.get(&char).copied()).collect::<Option<Vec<u8>>>()
+        } else {
+            let hexadecimal = own.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
+            let byte = hexadecimal.and_then(|digits| u8::from_str_radix(digits, 16).ok());
+            byte.filter(|_| has_decoder(&self.source, "ByteFallback")).map(|byte| vec![byte])
+        };
+        let bytes = bytes.unwrap_or_else(|| text.clone().into_bytes());
+        Ok((text, bytes))
+    }
+
     /// Whether a token is part of shown text: it is in the vocabulary and not special.
     pub fn is_shown(&self, id: u32) -> bool {
         self.shown(id).is_some()
@@ -134,7 +172,10 @@ impl Vocabulary {
 
     /// The text of tokens, without special ones.
     pub fn decode(&self, ids: &[u32]) -> Result<String, TextError> {
-        let tokens: Vec<String> = ids.iter().filter_map(|id| self.shown(*id)).map(str::to_owned).collect();
+        self.decoded(ids.iter().filter_map(|id| self.shown(*id)).map(str::to_owned).collect())
+    }
+
+    fn decoded(&self, tokens: Vec<String>) -> Result<String, TextError> {
         match &self.decoder {
             None => Ok(tokens.join(" ")),
             // Some decoders want a token.
@@ -146,14 +187,35 @@ impl Vocabulary {
     }
 
     fn shown(&self, id: u32) -> Option<&str> {
-        let at = self.tokens.binary_search_by_key(&id, |token| token.id).ok()?;
+        let at = self.place(id)?;
         (!self.tokens[at].special).then(|| self.text_at(at))
+    }
+
+    fn place(&self, id: u32) -> Option<usize> {
+        self.tokens.binary_search_by_key(&id, |token| token.id).ok()
     }
 
     fn text_at(&self, at: usize) -> &str {
         let start = at.checked_sub(1).map_or(0, |before| self.tokens[before].end);
         &self.text[start as usize..self.tokens[at].end as usize]
     }
+}
+
+/// The bytes that characters of a byte-level vocabulary stand for: printable characters of Latin-1 for themselves, and
+/// those from U+0100 on for the other bytes, in order.
+#[cfg(any(feature = "serve", test))]
+static BYTE_OF_CHAR: LazyLock<HashMap<char, u8>> = LazyLock::new(|| {
+    let prints = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
+    let others = (0..=u8::MAX).filter(|byte| !prints(*byte)).zip('\u{100}'..);
+    let own = (0..=u8::MAX).filter(|byte| prints(*byte)).map(|byte| (byte, char::from(byte)));
+    own.chain(others).map(|(byte, char)| (char, byte)).collect()
+});
+
+/// Whether a decoder, or one of the parts of a sequence, has this type.
+#[cfg(any(feature = "serve", test))]
+fn has_decoder(decoder: &Value, name: &str) -> bool {
+    let parts = decoder["decoders"].as_array().map_or(&[][..], Vec::as_slice);
+    decoder["type"].as_str() == Some(name) || parts.iter().any(|part| has_decoder(part, name))
 }
 
 fn wrong(why: &dyn ToString) -> TextError {
@@ -246,6 +308,23 @@ mod tests {
             assert_eq!((read.len(), read.longest()), (3, 4));
             assert!((0..out.0.len()).all(|cut| Vocabulary::read(&mut Reader(&out.0[..cut])).is_none()), "{model}");
         }
+    }
+
+    #[test]
+    fn tokens_by_themselves_have_text_and_bytes() {
+        let bytes = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true});
+        let crab = ["\u{f0}\u{141}", "\u{a6}\u{122}", "\u{120}a", "<|end|>"];
+        let tokens = || (0..).zip(crab).map(|(id, text)| (id, text, id == 3));
+        let own = Vocabulary::new(tokens(), bytes).unwrap();
+        assert_eq!(own.token(0).unwrap().1, [0xf0, 0x9f]);
+        assert_eq!(own.token(2).unwrap(), (" a".to_owned(), b" a".to_vec()));
+        assert_eq!(own.token(3).unwrap().0, "<|end|>", "special tokens are shown");
+        assert_eq!(own.decode_all(&[2, 3, 9]).unwrap(), " a<|end|>");
+        assert_eq!((own.bytes(&[2, 3, 9]), own.has(3), own.has(9)), (10, true, false));
+        let fallback = json!({"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]});
+        let own = Vocabulary::new([(5, "<0xE6>", false), (6, "b", false)].into_iter(), fallback).unwrap();
+        assert_eq!((own.token(5).unwrap().1, own.token(6).unwrap().1), (vec![0xe6], b"b".to_vec()));
+        assert_eq!(own.token(7).unwrap(), (String::new(), Vec::new()));
     }
 
     #[test]

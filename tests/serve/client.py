@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import threading
+import urllib.error
 import urllib.request
 
 import openai
@@ -173,21 +174,174 @@ def seeds():
         assert narrowed == {likeliest}, "of one candidate the likeliest is chosen"
 
 
+def tokens_of(text, **fields):
+    return post("/tokenize", {"prompt": text, "add_special_tokens": False, **fields})["tokens"]
+
+
+def post(path, body):
+    request = urllib.request.Request(URL.removesuffix("/v1") + path, json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read())
+
+
+def sampled(answer):
+    """Tokens of a completion, from its log probabilities."""
+    return answer.choices[0].logprobs.tokens
+
+
+def biases():
+    wanted, second = tokens_of("qr")
+    assert complete(logit_bias={str(wanted): 100, str(second): 90}).choices[0].text == "q" * 8
+    assert complete(logit_bias={str(wanted): -100, str(second): 90}).choices[0].text == "r" * 8
+    # A bias without an effect changes nothing, and neither does a neighbour with one.
+    assert complete(logit_bias={str(wanted): 0}).choices[0].text == complete().choices[0].text
+    fields = {"temperature": 1, "seed": 4, "max_tokens": 20}
+    alone = complete(**fields).choices[0].text
+    wrong = []
+
+    def one(bias):
+        text = complete(logit_bias={str(wanted): bias} if bias else None, **fields).choices[0].text
+        if text != ("q" * 20 if bias else alone):
+            wrong.append((bias, text))
+
+    threads = [threading.Thread(target=one, args=(bias,)) for bias in [0, 100, 0, 100, 0, 100]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
+
+
+def penalties():
+    (wanted,) = tokens_of("q")
+    # With a penalty the token loses its lead of 100 at some time, but not at once.
+    often = {"logit_bias": {str(wanted): 20}, "logprobs": 0, "max_tokens": 40}
+    assert sampled(complete(**often)) == ["q"] * 40
+    frequent = sampled(complete(frequency_penalty=2, **often))
+    assert 5 <= frequent.count("q") < 30 and frequent[:5] == ["q"] * 5, frequent
+    assert sampled(complete(presence_penalty=2, **often)).count("q") >= frequent.count("q")
+    repeated = sampled(complete(extra_body={"repetition_penalty": 100}, **often))
+    assert repeated[0] == "q" and repeated[1] != "q", "the token of the step before counts"
+    once = sampled(complete(prompt="q", extra_body={"repetition_penalty": 100}, **often))
+    assert once[0] != "q", "tokens of the prompt count"
+    negative = sampled(complete(frequency_penalty=-2, logprobs=0, max_tokens=30))
+    assert len(set(negative[10:])) <= 1, negative
+
+
+def ends():
+    fields = {"logprobs": 0, "max_tokens": 30, "temperature": 1, "seed": 11, "logit_bias": {"1": -100}}
+    plain = complete(**fields)
+    tokens, text = sampled(plain), plain.choices[0].text
+    # A token of one character that was not there before.
+    at = next(at for at in range(2, 27) if re.fullmatch("[a-zA-Z]", tokens[at]) and tokens[at] not in tokens[:at])
+    letter = tokens[at]
+    (last,) = tokens_of(letter)
+    stopped = complete(extra_body={"stop_token_ids": [last]}, **fields)
+    assert stopped.choices[0].finish_reason == "stop" and stopped.usage.completion_tokens == at + 1
+    assert sampled(stopped) == tokens[: at + 1] and letter not in stopped.choices[0].text
+    late = sampled(complete(extra_body={"stop_token_ids": [last], "min_tokens": at + 3}, **fields))
+    assert len(late) >= at + 3 and letter not in late[: at + 3] and late[:at] == tokens[:at], late
+    # A stop string does not end a text before the minimum either.
+    assert complete(stop=letter, **fields).choices[0].text == text.split(letter)[0]
+    assert complete(stop=letter, extra_body={"min_tokens": 30}, **fields).choices[0].text == text
+    # Every text ends at once, unless its end token is ignored.
+    ending = {"logit_bias": {"1": 100}, "max_tokens": 6}
+    at_once = complete(**ending)
+    assert (at_once.choices[0].finish_reason, at_once.usage.completion_tokens) == ("stop", 1), at_once
+    ignoring = complete(extra_body={"ignore_eos": True}, **ending)
+    assert (ignoring.choices[0].finish_reason, ignoring.usage.completion_tokens) == ("length", 6), ignoring
+    assert complete(extra_body={"min_tokens": 3}, **ending).usage.completion_tokens == 4
+
+
+def logprobs():
+    answer = complete(logprobs=5)
+    own = answer.choices[0].logprobs
+    assert len(own.tokens) == len(own.token_logprobs) == len(own.top_logprobs) == answer.usage.completion_tokens
+    for at, (token, value, top) in enumerate(zip(own.tokens, own.token_logprobs, own.top_logprobs)):
+        assert value <= 0 and max(top.values()) == value == top[token], "greedy takes the likeliest"
+        assert own.text_offset[at] == sum(len(token) for token in own.tokens[:at])
+    hot = complete(logprobs=2, temperature=1, seed=3, max_tokens=20, n=2)
+    pieces = list(complete(logprobs=2, temperature=1, seed=3, max_tokens=20, n=2, stream=True))
+    for choice in hot.choices:
+        parts = [own for piece in pieces for own in piece.choices if own.index == choice.index and own.logprobs]
+        streamed = [value for part in parts for value in part.logprobs.token_logprobs]
+        assert streamed == choice.logprobs.token_logprobs
+        assert all(len(top) in (1, 2, 3) for top in choice.logprobs.top_logprobs)
+    # Adjustments change the choice, not the log probabilities.
+    (wanted,) = tokens_of("q")
+    forced = complete(logit_bias={str(wanted): 100}, logprobs=5, max_tokens=1).choices[0].logprobs
+    assert forced.tokens == ["q"] and forced.top_logprobs[0].items() >= own.top_logprobs[0].items()
+    answer = chat(logprobs=True, top_logprobs=20)
+    content = answer.choices[0].logprobs.content
+    assert len(content) == answer.usage.completion_tokens
+    for token in content:
+        assert len(token.top_logprobs) == 20 and token.top_logprobs[0].logprob == token.logprob
+        assert sum(2.718281828**other.logprob for other in token.top_logprobs) <= 1.0001
+    shown = b"".join(bytes(token.bytes) for token in content if not re.fullmatch("<.+>", token.token))
+    assert shown.decode(errors="replace").startswith(answer.choices[0].message.content.split("\ufffd")[0])
+    assert chat(logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
+    parts = [part.choices[0] for part in chat(logprobs=True, top_logprobs=20, stream=True)]
+    streamed = [token for part in parts if part.logprobs for token in part.logprobs.content]
+    assert streamed == content
+
+
+def echoes():
+    plain = complete(n=2, temperature=1, seed=2)
+    echoed = complete(n=2, temperature=1, seed=2, echo=True)
+    assert [choice.text for choice in echoed.choices] == ["once" + choice.text for choice in plain.choices]
+    ids = tokens_of("twice")
+    both = complete(prompt=[ids, tokens_of("once")], echo=True)
+    assert both.choices[0].text.startswith("twice") and both.choices[1].text.startswith("once")
+    texts, _, _ = streamed(complete(n=2, temperature=1, seed=2, echo=True, stream=True), False)
+    assert [texts[0], texts[1]] == [choice.text for choice in echoed.choices]
+    assert echoed.usage == plain.usage
+
+
+def tokenize():
+    answer = post("/tokenize", {"prompt": "hello", "return_token_strs": True})
+    assert answer["count"] == len(answer["tokens"]) == 6 and answer["max_model_len"] == 4096, answer
+    assert answer["token_strs"][1:] == list("hello")
+    assert tokens_of("hello") == answer["tokens"][1:]
+    assert post("/detokenize", {"tokens": answer["tokens"][1:]}) == {"prompt": "hello"}
+    assert post("/detokenize", {"tokens": answer["tokens"]})["prompt"].endswith("hello")
+    conversation = post("/tokenize", {"messages": HELLO, "model": "tiny"})
+    assert conversation["count"] == chat().usage.prompt_tokens == 8 and conversation["token_strs"] is None
+    for path, body in [
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": 5}),
+        ("/tokenize", {"prompt": "x", "model": "other"}),
+        ("/detokenize", {"tokens": [264]}),
+        ("/detokenize", {"tokens": "x"}),
+        ("/detokenize", {"tokens": [0] * 5000}),
+    ]:
+        try:
+            post(path, body)
+            raise AssertionError(f"{path} takes {str(body)[:80]}")
+        except urllib.error.HTTPError as error:
+            assert error.code in (400, 404) and json.loads(error.read())["error"]["message"]
+
+
 def errors():
     bad = openai.BadRequestError
     refused(openai.NotFoundError, lambda: complete(model="other"), code="model_not_found", param="model")
+    refused(bad, lambda: complete(suffix="x"), param="suffix", code="unsupported_parameter")
+    refused(bad, lambda: complete(echo=True, logprobs=1), param="echo", code="unsupported_parameter")
     for name, value in [
-        ("logprobs", 1),
-        ("frequency_penalty", 0.5),
-        ("logit_bias", {"50": 100}),
-        ("echo", True),
-        ("suffix", "x"),
+        ("logprobs", 6),
+        ("frequency_penalty", 2.5),
+        ("presence_penalty", -2.5),
+        ("logit_bias", {"50": 101}),
+        ("logit_bias", {"264": 1}),
+        ("logit_bias", {"fifty": 1}),
+        ("logit_bias", {str(token): 1 for token in range(100_000)}),
     ]:
-        refused(bad, lambda: complete(**{name: value}), param=name, code="unsupported_parameter")
+        refused(bad, lambda: complete(**{name: value}), param=name)
+    for name, value in [("stop_token_ids", [264]), ("repetition_penalty", 0), ("min_tokens", 9), ("ignore_eos", 1)]:
+        refused(bad, lambda: complete(extra_body={name: value}), param=name)
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     refused(bad, lambda: chat(tools=[tool]), param="tools", code="unsupported_parameter")
     refused(bad, lambda: chat(response_format={"type": "json_object"}), param="response_format")
-    refused(bad, lambda: chat(logprobs=True), param="logprobs")
+    refused(bad, lambda: chat(top_logprobs=3), param="top_logprobs")
     refused(bad, lambda: complete(n=9), param="n")
     refused(bad, lambda: complete(temperature=-1), param="temperature")
     refused(bad, lambda: complete(prompt=[0, 264]), param="prompt")

@@ -1,0 +1,289 @@
+//! The texts of an answer as they grow, sent as a whole or as a stream.
+
+use std::{
+    collections::VecDeque,
+    convert::Infallible,
+    pin::Pin,
+    sync::{Arc, atomic::Ordering::Relaxed},
+    task::{Context, Poll},
+    time::{Duration, Instant},
+};
+
+use axum::body::Bytes;
+use hyper::body::Frame as BodyFrame;
+use serde_json::Value;
+use tokio::{
+    sync::mpsc,
+    time::{timeout, timeout_at},
+};
+use unweight_engine::{Finish, Logprobs, NO_TOKEN};
+
+use super::{
+    api::Call,
+    bodies::Room,
+    error::ApiError,
+    frame::{AnswerChoice, Frame, SampledLogprobs, TokenLogprob, Usage},
+    worker::{Lost, Sequences, Told},
+};
+use crate::text::{StopStrings, Text, TextError, TextStream};
+
+/// A stream says at least this often that it is alive: proxies close what is silent.
+const KEEP_ALIVE: Duration = Duration::from_secs(15);
+/// Bytes of the texts of an answer that is sent as a whole.
+const ANSWER_LIMIT: usize = 64 << 20;
+
+/// A text of an answer as it grows.
+struct Growing {
+    stream: Option<TextStream>,
+    stops: StopStrings,
+    /// Tokens before which no stop string ends the text.
+    min_tokens: u32,
+    tokens: u32,
+    /// Log probabilities of tokens whose text is not shown yet, if the request asks for them.
+    logprobs: Option<Vec<SampledLogprobs>>,
+    /// Characters of the tokens so far.
+    offset: usize,
+}
+
+impl Growing {
+    fn new(text: &Text, call: &Call) -> Self {
+        Self {
+            stream: Some(text.stream()),
+            stops: StopStrings::new(call.stop.clone()),
+            min_tokens: call.sampling.adjustments.min_new_tokens,
+            tokens: 0,
+            logprobs: call.sampling.logprobs.map(|_| Vec::new()),
+            offset: 0,
+        }
+    }
+
+    /// What a token adds, and why the text ends there, if so.
+    fn push(&mut self, token: u32, finish: Option<Finish>) -> Result<(String, Option<&'static str>), TextError> {
+        let Some(stream) = &mut self.stream else { return Ok((String::new(), None)) };
+        self.tokens += 1;
+        // The token that ends a text does not belong to the text.
+        let (mut shown, stopped) = match finish {
+            Some(Finish::Stop) => (String::new(), false),
+            _ if token == NO_TOKEN => (String::new(), false),
+            _ if self.tokens <= self.min_tokens => (stream.push(token)?, false),
+            _ => self.stops.push(&stream.push(token)?),
+        };
+        if stopped {
+            self.stream = None;
+            return Ok((shown, Some("stop")));
+        }
+        let Some(finish) = finish else { return Ok((shown, None)) };
+        let mut reason = match finish {
+            Finish::Stop => "stop",
+            Finish::Length => "length",
+            // OpenAI's protocol has no reason for NaN or a full cache, nor for one that a later engine adds.
+            _ => "error",
+        };
+        if let Some(stream) = self.stream.take() {
+            let (more, stopped) = self.stops.push(&stream.finish()?);
+            shown += &more;
+            let (rest, at_rest) =
+                if stopped { (String::new(), true) } else { std::mem::take(&mut self.stops).finish() };
+            shown += &rest;
+            if at_rest {
+                reason = "stop";
+            }
+        }
+        Ok((shown, Some(reason)))
+    }
+
+    /// Keeps the log probabilities of a token until its text is shown.
+    fn note(&mut self, text: &Text, token: u32, logprobs: &Logprobs) -> Result<(), TextError> {
+        let Some(held) = self.logprobs.as_mut().filter(|_| token != NO_TOKEN) else { return Ok(()) };
+        let one = |token: u32, logprob: f32| -> Result<TokenLogprob, TextError> {
+            let (text, bytes) = text.token(token)?;
+            Ok(TokenLogprob { text, bytes, logprob })
+        };
+        let sampled = one(token, logprobs.sampled)?;
+        let top = logprobs.top.iter().map(|(token, logprob)| one(*token, *logprob)).collect::<Result<_, _>>()?;
+        let offset = self.offset;
+        self.offset += sampled.text.chars().count();
+        held.push(SampledLogprobs { token: sampled, top, offset });
+        Ok(())
+    }
+}
+
+/// A piece of a text of an answer.
+struct Piece {
+    index: usize,
+    choice: AnswerChoice,
+}
+
+/// The texts of an answer as they grow. Dropping it ends what runs for it.
+pub(super) struct Texts {
+    sequences: Sequences,
+    text: Text,
+    growing: Vec<Growing>,
+    /// What texts begin with, by number, and the room that these take.
+    echoes: VecDeque<(usize, Arc<str>)>,
+    _room: Option<Room>,
+    /// Texts that have not ended.
+    open: usize,
+    usage: Usage,
+    deadline: Instant,
+    late: u64,
+}
+
+impl Texts {
+    /// For a call, whose sequences have `prompt_tokens` tokens. It has `late` seconds, until `deadline`.
+    pub fn new(
+        text: &Text,
+        call: &Call,
+        sequences: Sequences,
+        prompt_tokens: u64,
+        (deadline, late): (Instant, u64),
+    ) -> Self {
+        let growing = sequences.enough.iter().map(|_| Growing::new(text, call)).collect();
+        Self {
+            open: sequences.enough.len(),
+            sequences,
+            text: text.clone(),
+            growing,
+            echoes: VecDeque::new(),
+            _room: None,
+            usage: Usage { prompt: prompt_tokens, completion: 0 },
+            deadline,
+            late,
+        }
+    }
+
+    /// Begins each text with another.
+    pub fn echo(self, echo: Option<(Vec<Arc<str>>, Room)>) -> Self {
+        let (texts, room) = echo.unzip();
+        Self { echoes: texts.into_iter().flatten().enumerate().collect(), _room: room, ..self }
+    }
+
+    /// The next piece that shows something; `None` when all texts have ended. May be asked again after a wait that was
+    /// given up.
+    async fn next(&mut self) -> Result<Option<Piece>, ApiError> {
+        if let Some((index, text)) = self.echoes.pop_front() {
+            return Ok(Some(Piece {
+                index,
+                choice: AnswerChoice { text: text.to_string(), ..AnswerChoice::default() },
+            }));
+        }
+        while self.open > 0 {
+            let told = match timeout_at(self.deadline.into(), self.sequences.told.recv()).await {
+                Err(_) => return Err(ApiError::timeout("the request", self.late)),
+                Ok(told) => told,
+            };
+            let (index, token, finish, logprobs) = match told {
+                Some((index, Told::Token(token, finish, logprobs))) => (index, token, finish, logprobs),
+                Some((_, Told::Lost(lost))) => return Err(lost.into()),
+                None => return Err(Lost::Failed.into()),
+            };
+            let Some(growing) = self.growing.get_mut(index).filter(|growing| growing.stream.is_some()) else {
+                // What was made beyond a stop string.
+                continue;
+            };
+            let (text, finish) = growing.push(token, finish)?;
+            if let Some(logprobs) = logprobs {
+                growing.note(&self.text, token, &logprobs)?;
+            }
+            self.usage.completion += 1;
+            if finish.is_some() {
+                self.open -= 1;
+                if let Some(enough) = self.sequences.enough.get(index) {
+                    enough.store(true, Relaxed);
+                }
+            }
+            if !text.is_empty() || finish.is_some() {
+                let logprobs = growing.logprobs.as_mut().map(std::mem::take);
+                return Ok(Some(Piece { index, choice: AnswerChoice { text, finish, logprobs } }));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The whole answer.
+    pub async fn whole(mut self, frame: &Frame) -> Result<Value, ApiError> {
+        let mut choices = vec![AnswerChoice::default(); self.growing.len()];
+        let mut bytes = 0;
+        while let Some(Piece { index, choice }) = self.next().await? {
+            bytes += choice.text.len();
+            bytes += choice.logprobs.iter().flatten().map(SampledLogprobs::bytes).sum::<usize>();
+            if bytes > ANSWER_LIMIT {
+                let message = format!("the answer has more than {ANSWER_LIMIT} bytes; ask for a stream, or for less");
+                return Err(ApiError::limit(message));
+            }
+            if let Some(whole) = choices.get_mut(index) {
+                whole.text.push_str(&choice.text);
+                whole.finish = choice.finish.or(whole.finish);
+                if let Some(logprobs) = choice.logprobs {
+                    whole.logprobs.get_or_insert_default().extend(logprobs);
+                }
+            }
+        }
+        Ok(frame.whole(&choices, self.usage))
+    }
+
+    /// Sends pieces as they come, until all texts have ended or the client has gone.
+    pub async fn stream(mut self, frame: Frame, include_usage: bool, pieces: mpsc::Sender<Bytes>) {
+        let deadline = self.deadline;
+        let send = async |data: String| {
+            let sent = timeout_at(deadline.into(), pieces.send(data.into())).await;
+            // A client that does not read in time is as good as gone.
+            matches!(sent, Ok(Ok(())))
+        };
+        let event = |value: &Value| format!("data: {value}\n\n");
+        let role: String =
+            (0..self.growing.len()).filter_map(|index| frame.role(index)).map(|role| event(&role)).collect();
+        if !role.is_empty() && !send(role).await {
+            return;
+        }
+        let end = loop {
+            let next = tokio::select! {
+                next = timeout(KEEP_ALIVE, self.next()) => next,
+                () = pieces.closed() => return,
+            };
+            let data = match next {
+                // A comment.
+                Err(_) => ": still here\n\n".to_owned(),
+                Ok(Ok(Some(Piece { index, choice }))) => {
+                    let mut data = String::new();
+                    let mut last = AnswerChoice { finish: choice.finish, ..AnswerChoice::default() };
+                    // OpenAI's gives the reason with an empty piece.
+                    if choice.finish.is_none() || !choice.text.is_empty() {
+                        data += &event(&frame.piece(index, &AnswerChoice { finish: None, ..choice }));
+                    } else {
+                        last = choice;
+                    }
+                    if last.finish.is_some() {
+                        data += &event(&frame.piece(index, &last));
+                    }
+                    data
+                }
+                Ok(Ok(None)) => {
+                    let usage = if include_usage { event(&frame.usage(self.usage)) } else { String::new() };
+                    break usage + "data: [DONE]\n\n";
+                }
+                Ok(Err(error)) => break event(&error.json()),
+            };
+            if !send(data).await {
+                return;
+            }
+        };
+        // Whether it arrives or not, nothing follows.
+        let _ = send(end).await;
+    }
+}
+
+/// The body of a stream.
+pub(super) struct Pieces(pub mpsc::Receiver<Bytes>);
+
+impl hyper::body::Body for Pieces {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<BodyFrame<Bytes>, Infallible>>> {
+        self.0.poll_recv(context).map(|piece| piece.map(|bytes| Ok(BodyFrame::data(bytes))))
+    }
+}

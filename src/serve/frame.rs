@@ -1,0 +1,216 @@
+//! Answers in the form of OpenAI's API.
+
+use serde_json::{Map, Value, json};
+
+/// An endpoint that generates text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Endpoint {
+    Completions,
+    Chat,
+}
+
+/// The least log probability in an answer: JSON has no infinity.
+const LEAST_LOGPROB: f32 = -9999.0;
+
+/// A token with its log probability.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct TokenLogprob {
+    pub text: String,
+    /// The bytes of the token, which may be a part of a character.
+    pub bytes: Vec<u8>,
+    pub logprob: f32,
+}
+
+impl TokenLogprob {
+    fn value(&self) -> f32 {
+        if self.logprob >= LEAST_LOGPROB { self.logprob } else { LEAST_LOGPROB }
+    }
+
+    fn json(&self) -> Value {
+        json!({ "token": self.text, "logprob": self.value(), "bytes": self.bytes })
+    }
+}
+
+/// A generated token with log probabilities.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct SampledLogprobs {
+    pub token: TokenLogprob,
+    /// The most likely tokens.
+    pub top: Vec<TokenLogprob>,
+    /// Characters of the tokens before it.
+    pub offset: usize,
+}
+
+impl SampledLogprobs {
+    /// What it takes in an answer, in bytes, about.
+    pub fn bytes(&self) -> usize {
+        let of = |token: &TokenLogprob| 64 + token.text.len() + 4 * token.bytes.len();
+        of(&self.token) + self.top.iter().map(of).sum::<usize>()
+    }
+}
+
+/// A choice of an answer.
+#[derive(Clone, Debug, Default)]
+pub(super) struct AnswerChoice {
+    pub text: String,
+    /// Why the text ended; `None` if it continues.
+    pub finish: Option<&'static str>,
+    /// Log probabilities of its tokens, if the request asks for them.
+    pub logprobs: Option<Vec<SampledLogprobs>>,
+}
+
+/// What all answers to a request have in common.
+#[derive(Clone, Debug)]
+pub(super) struct Frame {
+    pub endpoint: Endpoint,
+    pub id: String,
+    /// Seconds since 1970.
+    pub created: u64,
+    pub model: String,
+}
+
+/// Tokens of a request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Usage {
+    pub prompt: u64,
+    pub completion: u64,
+}
+
+impl Usage {
+    fn json(self) -> Value {
+        let Self { prompt, completion } = self;
+        json!({ "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion })
+    }
+}
+
+impl Frame {
+    pub fn new(endpoint: Endpoint, number: u64, created: u64, model: &str) -> Self {
+        let prefix = match endpoint {
+            Endpoint::Completions => "cmpl",
+            Endpoint::Chat => "chatcmpl",
+        };
+        Self { endpoint, id: format!("{prefix}-{number:016x}"), created, model: model.to_owned() }
+    }
+
+    fn json(&self, object: &str, choices: Value) -> Value {
+        let Self { id, created, model, .. } = self;
+        json!({ "id": id, "object": object, "created": created, "model": model, "choices": choices })
+    }
+
+    fn logprobs(&self, tokens: Option<&[SampledLogprobs]>) -> Value {
+        let Some(tokens) = tokens else { return Value::Null };
+        match self.endpoint {
+            Endpoint::Completions => {
+                let top = |sampled: &SampledLogprobs| -> Map<String, Value> {
+                    // Of tokens with equal texts the sampled one counts, else the likeliest.
+                    let all = sampled.top.iter().rev().chain([&sampled.token]);
+                    all.map(|token| (token.text.clone(), json!(token.value()))).collect()
+                };
+                let all = |of: &dyn Fn(&SampledLogprobs) -> Value| tokens.iter().map(of).collect::<Value>();
+                json!({
+                    "tokens": all(&|sampled| json!(sampled.token.text)),
+                    "token_logprobs": all(&|sampled| json!(sampled.token.value())),
+                    "top_logprobs": all(&|sampled| Value::Object(top(sampled))),
+                    "text_offset": all(&|sampled| json!(sampled.offset)),
+                })
+            }
+            Endpoint::Chat => {
+                let one = |sampled: &SampledLogprobs| {
+                    let mut token = sampled.token.json();
+                    token["top_logprobs"] = sampled.top.iter().map(TokenLogprob::json).collect();
+                    token
+                };
+                json!({ "content": tokens.iter().map(one).collect::<Value>(), "refusal": null })
+            }
+        }
+    }
+
+    /// The whole answer.
+    pub fn whole(&self, choices: &[AnswerChoice], usage: Usage) -> Value {
+        let choice = |(index, choice): (usize, &AnswerChoice)| {
+            let AnswerChoice { text, finish, logprobs } = choice;
+            let logprobs = self.logprobs(logprobs.as_deref());
+            match self.endpoint {
+                Endpoint::Completions => {
+                    json!({ "index": index, "text": text, "logprobs": logprobs, "finish_reason": finish })
+                }
+                Endpoint::Chat => json!({
+                    "index": index,
+                    "message": { "role": "assistant", "content": text, "refusal": null },
+                    "logprobs": logprobs,
+                    "finish_reason": finish,
+                }),
+            }
+        };
+        let object = match self.endpoint {
+            Endpoint::Completions => "text_completion",
+            Endpoint::Chat => "chat.completion",
+        };
+        let choices = choices.iter().enumerate().map(choice).collect();
+        let mut answer = self.json(object, choices);
+        answer["usage"] = usage.json();
+        answer
+    }
+
+    /// What comes before the first token of a choice of a conversation.
+    pub fn role(&self, index: usize) -> Option<Value> {
+        let delta = json!({ "role": "assistant", "content": "", "refusal": null });
+        (self.endpoint == Endpoint::Chat).then(|| self.delta(index, delta, Value::Null, None))
+    }
+
+    /// A piece of a choice.
+    pub fn piece(&self, index: usize, piece: &AnswerChoice) -> Value {
+        let AnswerChoice { text, finish, logprobs } = piece;
+        let logprobs = self.logprobs(logprobs.as_deref());
+        match self.endpoint {
+            Endpoint::Completions => {
+                let choice = json!({ "index": index, "text": text, "logprobs": logprobs, "finish_reason": finish });
+                self.json("text_completion", json!([choice]))
+            }
+            Endpoint::Chat => {
+                let delta = if text.is_empty() { json!({}) } else { json!({ "content": text }) };
+                self.delta(index, delta, logprobs, *finish)
+            }
+        }
+    }
+
+    fn delta(&self, index: usize, delta: Value, logprobs: Value, finish: Option<&str>) -> Value {
+        let choice = json!({ "index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish });
+        self.json("chat.completion.chunk", json!([choice]))
+    }
+
+    /// The last piece of a stream whose usage is asked for.
+    pub fn usage(&self, usage: Usage) -> Value {
+        let object = match self.endpoint {
+            Endpoint::Completions => "text_completion",
+            Endpoint::Chat => "chat.completion.chunk",
+        };
+        let mut last = self.json(object, json!([]));
+        last["usage"] = usage.json();
+        last
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn logprobs_have_the_form_of_each_endpoint() {
+        let token = |text: &str, logprob| TokenLogprob { text: text.into(), bytes: text.into(), logprob };
+        let sampled =
+            SampledLogprobs { token: token("b", -1.5), top: vec![token("a", -0.5), token("c", f32::NAN)], offset: 3 };
+        let choice = AnswerChoice { text: "b".into(), finish: Some("length"), logprobs: Some(vec![sampled]) };
+        let of = |endpoint| Frame::new(endpoint, 1, 2, "m").whole(std::slice::from_ref(&choice), Usage::default());
+        let own = &of(Endpoint::Completions)["choices"][0]["logprobs"];
+        let expected = json!({ "tokens": ["b"], "token_logprobs": [-1.5], "text_offset": [3],
+            "top_logprobs": [{ "a": -0.5, "b": -1.5, "c": -9999.0 }] });
+        assert_eq!(*own, expected);
+        let own = &of(Endpoint::Chat)["choices"][0]["logprobs"]["content"][0];
+        let expected = json!({ "token": "b", "logprob": -1.5, "bytes": [98], "top_logprobs": [
+            { "token": "a", "logprob": -0.5, "bytes": [97] }, { "token": "c", "logprob": -9999.0, "bytes": [99] }] });
+        assert_eq!(*own, expected);
+        let piece = Frame::new(Endpoint::Chat, 1, 2, "m").piece(0, &AnswerChoice::default());
+        assert_eq!((&piece["choices"][0]["logprobs"], &piece["choices"][0]["delta"]), (&Value::Null, &json!({})));
+    }
+}
