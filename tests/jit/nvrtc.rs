@@ -14,8 +14,8 @@ use unweight_codegen::family::{FAMILIES, Instruction};
 use unweight_codegen::plan::Plan;
 use unweight_codegen::spec::{
     Arch, AttentionSpec, CodeLimit, DecodeHuffmanSpec, DecodeWarps, EmbedSpec, Epilogue, GemmCompactSpec, GemmMmaSpec,
-    GemmReconSpec, GemmWgmmaSpec, KvPackSpec, KvUnpackSpec, LogprobsSpec, NormSpec, Op, RopeSpec, SampleSpec, ScaleSpec,
-    SiluMulSpec, VariantSpec, catalog,
+    GemmReconSpec, GemmWgmmaSpec, KvPackSpec, KvUnpackSpec, LogprobsSpec, NormSpec, Op, RopeSpec, SampleSpec,
+    ScaleSpec, SiluMulSpec, VariantSpec, catalog,
 };
 use unweight_rt::Error;
 use unweight_rt::env::{Env, JitMode};

@@ -165,7 +165,8 @@ impl Variants {
 
     /// All of them, each once.
     pub fn all(&self) -> Vec<VariantSpec> {
-        let Self { embed, norm, silu_mul, rope, prefill, decode, sample, adjusted, logprobs, experts, packed, .. } = self;
+        let Self { embed, norm, silu_mul, rope, prefill, decode, sample, adjusted, logprobs, experts, packed, .. } =
+            self;
         let some = [self.norm_add, self.scale, self.scale_add].into_iter().flatten();
         let decode = decode.iter().map(|decode| decode.kernel).chain(experts.iter().copied());
         let decode = decode.chain(packed.iter().flatten().copied());
