@@ -98,13 +98,11 @@ fn factors_are_rounded_once() {
 
 /// A tiny model, the longest context that has its factors of LongRoPE, and the error of transformers' forward in BF16
 /// next to its forward in f32 (root of the mean square, relative).
-const MODELS: [(&str, u32, f64); 13] = [
+const MODELS: [(&str, u32, f64); 11] = [
     ("llama", 64, 0.0210),
     ("mistral", 64, 0.0199),
     ("qwen2", 64, 0.0173),
-    ("qwen3", 64, 0.0121),
     ("linear", 64, 0.0153),
-    ("odd", 64, 0.0122),
     ("phi3", 64, 0.0344),
     ("phi3-short", 32, 0.0189),
     ("smollm3", 64, 0.0185),
@@ -122,7 +120,7 @@ fn tensor(file: &[u8], name: &str) -> Vec<[u8; 4]> {
     file[begin..begin + tensor.bytes as usize].as_chunks().0.to_vec()
 }
 
-/// Every family, from every profile, by prompts and by steps.
+/// Every family with heads that the engine takes, from every profile, by prompts and by steps.
 #[test]
 #[ignore = "needs a GPU"]
 fn tiny_models_match_transformers() {
