@@ -7,7 +7,7 @@ use unweight_format::{
 };
 use unweight_rt::{
     DeviceMatrix, LaunchError, Stream,
-    raw::{ops::decode_compact::Transcoder, weight::DeviceCompact},
+    raw::{ops::decode_compact::CompactDecoder, weight::DeviceCompact},
 };
 
 /// Multiples of 64 with one tile, a row and a column of tiles, blocks with warps that have none, more tiles than the
@@ -23,7 +23,7 @@ fn encoded(bytes: &[u8], (n, k): (usize, usize)) -> Result<CompactTensor<Vec<u8>
     compact::encode(Matrix::new(bytes, n, k).unwrap(), &Histogram::of(bytes))
 }
 
-fn check(stream: &Stream, transcoder: &Transcoder, bytes: &[u8], shape: (usize, usize), what: &str) -> bool {
+fn check(stream: &Stream, transcoder: &CompactDecoder, bytes: &[u8], shape: (usize, usize), what: &str) -> bool {
     let Ok(host) = encoded(bytes, shape) else { return false };
     let tensor = DeviceCompact::upload(stream, &host).unwrap();
     let mut back = DeviceMatrix::zeroed(stream, shape.0 as u32, shape.1 as u32).unwrap();
@@ -53,7 +53,7 @@ pub fn sprinkled(shape: (usize, usize), every: u64, seed: u64) -> Vec<u8> {
 fn every_kind_of_weight_in_every_shape_round_trips() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let transcoder = Transcoder::of(kernels).unwrap();
+    let transcoder = CompactDecoder::of(kernels).unwrap();
     let mut taken = 0;
     for weights in Weights::ALL {
         for (seed, shape) in SHAPES.into_iter().enumerate() {
@@ -77,7 +77,7 @@ fn every_kind_of_weight_in_every_shape_round_trips() {
 fn mismatched_operands_are_rejected() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let transcoder = Transcoder::of(kernels).unwrap();
+    let transcoder = CompactDecoder::of(kernels).unwrap();
     let bytes = Weights::TRAINED.bytes(128 * 128, 1);
     let tensor = DeviceCompact::upload(&stream, &encoded(&bytes, (128, 128)).unwrap()).unwrap();
     assert_eq!(tensor.grid(), TileGrid::new(128, 128).unwrap());

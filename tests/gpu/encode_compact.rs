@@ -8,7 +8,7 @@ use unweight_format::{Histogram, Matrix, raw::compact};
 use unweight_rt::{
     DeviceMatrix, Stream,
     raw::ops::{
-        encode_compact::{CompressError, Compressor},
+        encode_compact::{EncodeCompact, EncodeCompactError},
         pack::Packer,
     },
 };
@@ -21,7 +21,7 @@ const SHAPES: [(usize, usize); 9] =
 /// Whether there is a compact tensor: then with the CPU's bytes.
 fn check(
     stream: &Stream,
-    (compressor, packer): (&Compressor, &mut Packer),
+    (compressor, packer): (&EncodeCompact, &mut Packer),
     bytes: &[u8],
     shape: (usize, usize),
     what: &str,
@@ -31,11 +31,11 @@ fn check(
     let weights = DeviceMatrix::upload(stream, matrix).unwrap();
     let made = match compressor.encode(packer, weights.view()) {
         Ok(made) => made,
-        Err(CompressError::Uncompact(why)) => {
+        Err(EncodeCompactError::Uncompact(why)) => {
             assert_eq!(expected.err(), Some(why), "{what}");
             return false;
         }
-        Err(CompressError::Device(error)) => panic!("{what}: {error}"),
+        Err(EncodeCompactError::Device(error)) => panic!("{what}: {error}"),
     };
     let expected = expected.unwrap_or_else(|why| panic!("{what}: the CPU says {why}"));
     let got = made.download(stream).unwrap_or_else(|error| panic!("{what}: {error}"));
@@ -59,7 +59,7 @@ fn check(
 fn every_kind_of_weight_in_every_shape() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let (compressor, mut packer) = (Compressor::of(kernels).unwrap(), Packer::new(&stream, kernels).unwrap());
+    let (compressor, mut packer) = (EncodeCompact::of(kernels).unwrap(), Packer::new(&stream, kernels).unwrap());
     let (mut taken, mut refused) = (0, 0);
     for weights in Weights::ALL {
         for (seed, shape) in SHAPES.into_iter().enumerate() {
@@ -79,7 +79,7 @@ fn every_kind_of_weight_in_every_shape() {
 fn escapes_of_every_kind() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let (compressor, mut packer) = (Compressor::of(kernels).unwrap(), Packer::new(&stream, kernels).unwrap());
+    let (compressor, mut packer) = (EncodeCompact::of(kernels).unwrap(), Packer::new(&stream, kernels).unwrap());
     let mut taken = 0;
     for (seed, shape) in SHAPES.into_iter().enumerate() {
         for every in [400, 1000, 20_000] {
@@ -104,7 +104,7 @@ fn escapes_of_every_kind() {
 fn repeated_compression_gives_the_same_bytes() {
     let kernels = gpu();
     let stream = stream(kernels);
-    let (compressor, mut packer) = (Compressor::of(kernels).unwrap(), Packer::new(&stream, kernels).unwrap());
+    let (compressor, mut packer) = (EncodeCompact::of(kernels).unwrap(), Packer::new(&stream, kernels).unwrap());
     for shape in [(64, 64), (192, 576)] {
         let bytes = Weights::TRAINED.bytes(shape.0 * shape.1, 5);
         for turn in 0..1500 {

@@ -22,7 +22,7 @@ use unweight_rt::{
             recon::{Source, candidates},
         },
         ops::{
-            decode_compact::{self, Transcoder},
+            decode_compact::{self, CompactDecoder},
             decode_huffman::{Decoder, output_bytes},
             encode_huffman::{EncodeBuffers, GpuEncoder, HUFFMAN_STAGES, PALETTE_STAGES},
             gemm_recon::Matmul,
@@ -146,7 +146,7 @@ impl Bench<'_> {
             DecodeOutput::ALL.iter().map(|&output| self.decoder_spec(output, tensor)).collect::<Result<Vec<_>, _>>()?;
         self.kernels.prepare(&specs, &|_| {})?;
         let coded = DeviceHuffman::upload(stream, tensor)?.coded_exponent_bytes();
-        // The palette transcoder moves least.
+        // The palette decoder moves least.
         let copies = self.timer.copies(coded + output_bytes(grid, DecodeOutput::Palette));
         let sources = (0..copies).map(|_| DeviceHuffman::upload(stream, tensor)).collect::<Result<Vec<_>, _>>()?;
         let mut full: Vec<DeviceMatrix> =
@@ -296,8 +296,8 @@ impl Bench<'_> {
         let tensors = self.timer.each(copies, |_| DeviceCompact::upload(stream, &host))?;
         let mut whole =
             self.timer.each(copies, |_| DeviceMatrix::zeroed(stream, grid.rows() as u32, grid.cols() as u32))?;
-        let transcoder = Transcoder::of(self.kernels)?;
-        (0..copies).try_for_each(|copy| transcoder.full(stream, &tensors[copy], whole[copy].view_mut()))?;
+        let decoder = CompactDecoder::of(self.kernels)?;
+        (0..copies).try_for_each(|copy| decoder.full(stream, &tensors[copy], whole[copy].view_mut()))?;
         if whole[copies - 1].to_host(stream)? != halves(matrix.bytes()) {
             return Err(BenchError::WrongBits { kernel: "transcode_full" });
         }
@@ -305,7 +305,7 @@ impl Bench<'_> {
         let mut contenders = Vec::new();
         let (graph, launches) = self
             .timer
-            .record(problem(0, grid), copies, |copy| transcoder.full(stream, &tensors[copy], whole[copy].view_mut()))?;
+            .record(problem(0, grid), copies, |copy| decoder.full(stream, &tensors[copy], whole[copy].view_mut()))?;
         let (name, bytes) = ("full".to_owned(), raw + tensors[0].bytes());
         contenders.push(Contender { name, graph, launches, bytes, error: None, dispatched: false });
         let kernel = self.kernels.get(&VariantSpec::decode_compact(self.arch, DecodeCompactStage::Packed))?;
@@ -330,7 +330,7 @@ impl Bench<'_> {
         let (name, bytes) = ("packed".to_owned(), (containers[0].bytes() + heads.bytes()) as u64 + tensors[0].bytes());
         contenders.push(Contender { name, graph, launches, bytes, error: None, dispatched: false });
         let rows = self.timer.measure("compact", contenders, copies, problem(0, grid), progress);
-        drop((transcoder, kernel, tensors, whole, containers, heads, group_words, inexact));
+        drop((decoder, kernel, tensors, whole, containers, heads, group_words, inexact));
         rows
     }
 

@@ -35,7 +35,7 @@ use unweight_rt::{
         },
         device::pinned::{Pinned, Source as HostSource},
         ops::{
-            decode_compact::Transcoder,
+            decode_compact::CompactDecoder,
             decode_huffman::{Decoder, output_bytes},
             gemm_compact::CompactGemm,
             gemm_packed::{PackedGemm, context_size},
@@ -198,10 +198,10 @@ impl Bench<'_> {
     fn decode(&self, encodings: &Encodings, bytes: &[u8]) -> Result<Vec<Row>, BenchError> {
         let stream = self.timer.stream;
         let (copies, problem) = (encodings.whole.len(), encodings.problem(0));
-        let (full, packer, transcoder, dfloat11) = (
+        let (full, packer, decoder, dfloat11) = (
             self.decoder(&encodings.tensor, DecodeOutput::Full)?,
             Packer::new(stream, self.kernels)?,
-            Transcoder::of(self.kernels)?,
+            CompactDecoder::of(self.kernels)?,
             UnitDecoder::of(stream, self.kernels)?,
         );
         let mut ctx = ExecContext::new(stream, ContextSize::default())?;
@@ -220,7 +220,7 @@ impl Bench<'_> {
                 match name {
                     "unweight huffman" => full.full(&mut ctx, &encodings.huffman[copy], to.view_mut()),
                     "unweight packed" => packer.unpack(&encodings.packed[copy], to.view_mut()),
-                    "unweight compact" => transcoder.full(stream, &encodings.compact[copy], to.view_mut()),
+                    "unweight compact" => decoder.full(stream, &encodings.compact[copy], to.view_mut()),
                     _ => encodings.zip.decompress(stream, &encodings.zips[copy], to),
                 }
             };

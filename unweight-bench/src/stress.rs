@@ -50,7 +50,7 @@ use unweight_rt::{
         jit::{cache::KernelCache, compiler::CompileRequest},
         ops::{
             decode_compact,
-            encode_compact::{CompressError, Compressor},
+            encode_compact::{EncodeCompact, EncodeCompactError},
             encode_huffman::GpuEncoder,
             pack::Packer,
         },
@@ -582,7 +582,7 @@ impl Run<'_> {
         if !self.options.wants(&variant) {
             return Ok(Vec::new());
         }
-        let (compressor, mut packer) = (Compressor::of(self.kernels)?, Packer::new(self.stream, self.kernels)?);
+        let (compressor, mut packer) = (EncodeCompact::of(self.kernels)?, Packer::new(self.stream, self.kernels)?);
         let mut rows = Vec::new();
         for (n, k) in [(64u32, 64u32), (192, 576), (1024, 4096)] {
             let mut bytes = normal_bf16(n as usize * k as usize, 0.02, 78);
@@ -597,8 +597,8 @@ impl Run<'_> {
             for _ in 0..self.options.launches.max(1) {
                 let made = match compressor.encode(&mut packer, weights.view()) {
                     Ok(made) => made.download(self.stream)?,
-                    Err(CompressError::Device(error)) => return Err(error.into()),
-                    Err(CompressError::Uncompact(why)) => return Err(BenchError::Uncompact { n, k, why }),
+                    Err(EncodeCompactError::Device(error)) => return Err(error.into()),
+                    Err(EncodeCompactError::Uncompact(why)) => return Err(BenchError::Uncompact { n, k, why }),
                 };
                 differing += u32::from(made != host);
             }

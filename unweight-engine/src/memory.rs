@@ -269,7 +269,7 @@ pub enum Products {
     /// One product with the activation in its epilogue.
     Activated,
     /// One product, and a separate kernel for the activation.
-    Beside,
+    SeparateActivation,
     /// Two products, for MLPs that are kept as they are stored.
     Stored,
 }

@@ -16,7 +16,7 @@ use unweight_codegen::{
 use crate::{
     device::{DeviceError, KernelSet, module::LoadedKernel},
     ops::{
-        attention::Attention, decode_compact::Transcoder, decode_huffman::Decoder, embed::Embed,
+        attention::Attention, decode_compact::CompactDecoder, decode_huffman::Decoder, embed::Embed,
         gemm_compact::CompactGemm, gemm_packed::PackedGemm, gemm_recon::Matmul, norm::Norm, rope::Rope, sample::Sample,
         silu_mul::SiluMul, unpack::Unpacker,
     },
@@ -108,5 +108,5 @@ launchers! {
     SiluMulSpec => SiluMul,
     UnpackSpec => Unpacker,
     /// Of stage `full`; layers run the others ahead of a product.
-    DecodeCompactSpec => Transcoder,
+    DecodeCompactSpec => CompactDecoder,
 }

@@ -165,7 +165,7 @@ impl Runtime {
     /// Makes an arena known, and returns what `forget` takes, and the digest of its lists. Compiles what its shape asks
     /// for.
     fn register(&self, py: Python<'_>, arena: Memory, escapes: Memory) -> PyResult<(u64, String)> {
-        let Stored { shape, window, at, digest } = self.stored(py, arena, escapes)?;
+        let PackedState { shape, window, at, digest } = self.stored(py, arena, escapes)?;
         // SAFETY: the caller's tensors, which it holds until `forget` and longer than the work (`_native.pyi`). Behind
         // each section of an arena is another or its head, behind the lists what the caller allocated for it.
         let linear = py.detach(|| unsafe { self.interop.layer(shape, window, at) });
@@ -184,7 +184,7 @@ impl Runtime {
     ) -> PyResult<u64> {
         let (upper, lower) = (self.stored(py, gate_up.0, gate_up.1)?, self.stored(py, down.0, down.1)?);
         let shape = ExpertsShape { experts, hidden: upper.shape.1, intermediate: lower.shape.1 };
-        let known = |stored: Stored| (stored.window, stored.at);
+        let known = |stored: PackedState| (stored.window, stored.at);
         // SAFETY: as for `register`.
         let made = py.detach(|| unsafe { self.interop.experts(shape, known(upper), known(lower)) });
         let experts = made.map_err(|error| raised(py, &error))?;
@@ -308,7 +308,7 @@ impl Runtime {
 }
 
 /// A packed matrix in an arena, whose escapes were compared with their digest.
-struct Stored {
+struct PackedState {
     shape: (u32, u32),
     window: Window,
     at: PackedAt,
@@ -316,7 +316,7 @@ struct Stored {
 }
 
 impl Runtime {
-    fn stored(&self, py: Python<'_>, arena: Memory, escapes: Memory) -> PyResult<Stored> {
+    fn stored(&self, py: Python<'_>, arena: Memory, escapes: Memory) -> PyResult<PackedState> {
         let bytes = self.head(py, arena)?;
         let (head, grid, layout) = Head::of_bytes(&bytes, arena.1)?;
         if escapes.1 != head.escapes() {
@@ -334,7 +334,7 @@ impl Runtime {
         }
         // The dimensions of a packed grid fit 32 bits.
         let shape = (grid.rows() as u32, grid.cols() as u32);
-        Ok(Stored { shape, window: head.window()?, at: place(&layout, arena.0, escapes), digest })
+        Ok(PackedState { shape, window: head.window()?, at: place(&layout, arena.0, escapes), digest })
     }
 
     fn experts_of(&self, py: Python<'_>, (gate_up, down): (u64, u64)) -> PyResult<Arc<(Experts, u64)>> {

@@ -101,7 +101,7 @@ pub fn packing(arch: Arch) -> impl Iterator<Item = VariantSpec> {
 }
 
 /// The kernels that encode a matrix as compact, in addition to the counts of [`packing`].
-pub fn compressing(arch: Arch) -> impl Iterator<Item = VariantSpec> {
+pub fn encode_compact(arch: Arch) -> impl Iterator<Item = VariantSpec> {
     EncodeCompactStage::ALL.iter().map(move |stage| VariantSpec::encode_compact(arch, *stage))
 }
 

@@ -423,7 +423,7 @@ fn units<'a>(config: &ModelConfig, tensors: &'a [Tensor], batch: u32) -> Result<
 }
 
 /// What an engine's kernels share, by what stays coded.
-struct Lanes<'a> {
+struct Contexts<'a> {
     config: &'a ModelConfig,
     options: &'a EngineOptions,
     /// With all weights packed, and with all compact.
@@ -431,7 +431,7 @@ struct Lanes<'a> {
     compact: ContextSize,
 }
 
-impl<'a> Lanes<'a> {
+impl<'a> Contexts<'a> {
     fn new(config: &'a ModelConfig, options: &'a EngineOptions, arch: Arch, units: &[Unit<'_>]) -> Self {
         let chooser = PackedChooser::usual(arch);
         let of = |placement| {
@@ -470,7 +470,7 @@ struct Case<'a> {
 
 impl<'a> Case<'a> {
     /// `slot`: bytes of the slot that what stays compact is expanded into; 0: nothing does.
-    fn new(units: &'a [Unit<'a>], hard: &[usize], slot: u64, contexts: &Lanes<'_>) -> Self {
+    fn new(units: &'a [Unit<'a>], hard: &[usize], slot: u64, contexts: &Contexts<'_>) -> Self {
         let may = |unit: &Unit<'_>, encoding: EncodingId| match encoding {
             EncodingId::HUFFMAN => hard.contains(&unit.kind),
             EncodingId::COMPACT => unit.expanded_bytes() <= slot,
@@ -548,7 +548,7 @@ pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &BudgetRequest) -> 
         return Err(BudgetError::Slowdown(slowdown));
     }
     let (units, rest) = units(config, tensors, batch)?;
-    let contexts = Lanes::new(config, &options, arch, &units);
+    let contexts = Contexts::new(config, &options, arch, &units);
     let kinds: Vec<usize> = (0..KINDS.len()).filter(|kind| is_mlp(*kind)).collect();
     let hard = (0..1 << kinds.len()).map(|set: usize| {
         let hard: Vec<usize> = (0..kinds.len()).filter(|at| set >> at & 1 == 1).map(|at| kinds[at]).collect();

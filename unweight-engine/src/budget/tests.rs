@@ -334,7 +334,7 @@ fn encodings_without_kernels_are_not_planned() {
 }
 
 /// Bytes and microseconds of every plan there is, what its kernels share among them. None has both kinds of codes.
-fn every_plan(units: &[Unit<'_>], rest: u64, contexts: &Lanes<'_>) -> Vec<(u64, f64)> {
+fn every_plan(units: &[Unit<'_>], rest: u64, contexts: &Contexts<'_>) -> Vec<(u64, f64)> {
     let plans = units.iter().fold(vec![Vec::new()], |plans: Vec<Vec<usize>>, unit| {
         plans.iter().flat_map(|plan| (0..unit.encodings.len()).map(|at| [&plan[..], &[at]].concat())).collect()
     });
@@ -389,7 +389,7 @@ fn small_models_equal_brute_force() {
     for tensors in [plain.clone(), uneven.clone(), compact(&plain), compact(&uneven)] {
         let (units, rest) = units(&config, &tensors, 1).unwrap();
         let options = EngineOptions::default().max_batch(1).context(1024);
-        let contexts = Lanes::new(&config, &options, Arch::Sm90a, &units);
+        let contexts = Contexts::new(&config, &options, Arch::Sm90a, &units);
         let bare = memory::plan(&config, &options, (0, Shared::default()), u64::MAX).unwrap();
         let fixed = bare.cache + bare.working;
         let sums = every_plan(&units, rest, &contexts);

@@ -77,7 +77,7 @@ impl Engine {
         let config = ModelConfig::of_bundle(bundle)?;
         let names = ModelWeights::of_bundle(&config, bundle)?;
         let compiled = |kernel: &Progress<'_>| progress(&LoadProgress::Kernel(kernel));
-        let start = Start::new(kernels, &config, options, Stored::of(&config, &names, bundle), &compiled)?;
+        let start = Start::new(kernels, &config, options, WeightBytes::of(&config, &names, bundle), &compiled)?;
         let (mut source, _) = Loader::new(kernels, &start.stream, bundle, start.load_options(), &compiled)?;
         let weights = start.weights(kernels, &mut source, &config, &names, progress)?;
         let ctx = source.context(&start.stream)?;
@@ -135,7 +135,7 @@ impl Engine {
     pub fn kernels(
         bundle: &Bundle,
         options: &EngineOptions,
-        machines: &[GpuModel],
+        gpu_models: &[GpuModel],
     ) -> Result<Vec<VariantSpec>, EngineError> {
         let config = ModelConfig::of_bundle(bundle)?;
         let names = ModelWeights::of_bundle(&config, bundle)?;
@@ -152,15 +152,15 @@ impl Engine {
         };
         for kv_cache in caches {
             let options = options.clone().kv_cache(*kv_cache);
-            for machine in machines {
+            for gpu_model in gpu_models {
                 for source in sources {
-                    all.extend(Variants::of(&config, machine, *source, &options)?.all());
+                    all.extend(Variants::of(&config, gpu_model, *source, &options)?.all());
                 }
             }
         }
         if placement.has_pipelines() {
             check_pipelines(&config, placement)?;
-            all.extend(pipeline_kernels(bundle, (&config, &names), placement, machines)?);
+            all.extend(pipeline_kernels(bundle, (&config, &names), placement, gpu_models)?);
         }
         Ok(all.into_iter().collect())
     }
@@ -176,7 +176,7 @@ fn random(
 ) -> Result<Engine, EngineError> {
     let names = ModelWeights::named(&config);
     let compiled = |kernel: &Progress<'_>| progress(&LoadProgress::Kernel(kernel));
-    let start = Start::new(kernels, &config, options, Stored::random(&config), &compiled)?;
+    let start = Start::new(kernels, &config, options, WeightBytes::random(&config), &compiled)?;
     let builder = LayerBuilder::new(kernels, &start.stream, start.load_options())?;
     let shapes = config.linears().into_iter().chain([[config.vocab, config.hidden]]);
     let largest = shapes.map(|[n, k]| u64::from(n) * u64::from(k)).max().unwrap_or(0);
@@ -213,14 +213,14 @@ struct Start {
 
 /// How much smaller a model is whose compact tensors stay so.
 #[derive(Clone, Copy, Debug)]
-struct Stored {
+struct WeightBytes {
     /// Bytes with all that can be packed.
     packed: u64,
     /// Bytes with what is compact as it is; `None` where nothing is.
     compact: Option<u64>,
 }
 
-impl Stored {
+impl WeightBytes {
     fn of(config: &ModelConfig, names: &ModelWeights, bundle: &Bundle) -> Self {
         let packed = config.weight_bytes(Placement::Packed);
         let mut saved = 0u64;
@@ -277,7 +277,7 @@ impl Start {
         kernels: &KernelSet,
         config: &ModelConfig,
         options: EngineOptions,
-        stored: Stored,
+        stored: WeightBytes,
         progress: &(dyn Fn(&Progress<'_>) + Sync),
     ) -> Result<Self, EngineError> {
         options.check()?;
@@ -361,7 +361,7 @@ impl Start {
         } else if weights.layers.iter().all(|layer| layer.mlp.gate_up().is_some_and(|(_, gated)| gated)) {
             Products::Activated
         } else {
-            Products::Beside
+            Products::SeparateActivation
         };
         let buckets: Vec<u32> = BUCKETS.into_iter().filter(|rows| *rows <= bucket(options.max_batch)).collect();
         if let Some(mixture) = config.mixture {
@@ -475,10 +475,10 @@ fn pipeline_kernels(
     bundle: &Bundle,
     (config, names): (&ModelConfig, &ModelWeights),
     placement: Placement,
-    machines: &[GpuModel],
+    gpu_models: &[GpuModel],
 ) -> Result<Vec<VariantSpec>, EngineError> {
     let mlps = names.layers.iter().map(|layer| dense(placement, layer)).collect::<Result<Vec<_>, _>>()?;
-    let archs: BTreeSet<_> = machines.iter().map(|machine| machine.arch).collect();
+    let archs: BTreeSet<_> = gpu_models.iter().map(|gpu_model| gpu_model.arch).collect();
     let each = archs.into_iter().map(|arch| stored_kernels(bundle, config, mlps.iter().copied(), placement, arch));
     Ok(each.collect::<Result<Vec<_>, _>>()?.concat())
 }

@@ -31,7 +31,7 @@ use crate::{
     error::EngineError,
     forward::{Forward, Ids, Mlp, Part},
     options::{Pipeline, PipelineVariant, Projection, Setting},
-    weights::{Stored, Weights},
+    weights::{ProjectionWeights, Weights},
 };
 
 /// Room for the decoded weights of one projection: each encoding in the same memory.
@@ -170,7 +170,7 @@ impl Runner {
     }
 
     /// Bytes of its contexts.
-    pub fn lane_bytes(&self) -> u64 {
+    pub fn context_bytes(&self) -> u64 {
         self.contexts.iter().map(|ctx| ctx.size().bytes()).sum()
     }
 
@@ -258,7 +258,7 @@ impl Runner {
     ) -> Result<(), DeviceError> {
         match job {
             Job::Decode { layer, projection, output, slot } => {
-                let Stored::Huffman(tensor) = self.stored(weights, layer, projection)? else {
+                let ProjectionWeights::Huffman(tensor) = self.stored(weights, layer, projection)? else {
                     return Err(other_weights("huffman"));
                 };
                 let decoder = self.decoders.get(&output).ok_or(other_weights("huffman"))?;
@@ -305,7 +305,12 @@ impl Runner {
         }
     }
 
-    fn stored<'a>(&self, weights: &'a Weights, layer: u32, projection: Projection) -> Result<&'a Stored, DeviceError> {
+    fn stored<'a>(
+        &self,
+        weights: &'a Weights,
+        layer: u32,
+        projection: Projection,
+    ) -> Result<&'a ProjectionWeights, DeviceError> {
         let have = self.layers.len() as u64;
         let mlp = weights.layers.get(layer as usize).and_then(|layer| layer.mlp.stored());
         let mlp = mlp.ok_or(LaunchError::Range { at: layer.into(), len: 1, have })?;
@@ -457,7 +462,7 @@ impl Pipelines {
 
     /// Bytes of the slots of the graphs and of what the runner's streams share.
     pub fn bytes(&self) -> u64 {
-        slot_bytes(self.runner.layers(), step_graph::Layout::default().slots) + self.runner.lane_bytes()
+        slot_bytes(self.runner.layers(), step_graph::Layout::default().slots) + self.runner.context_bytes()
     }
 
     /// The graph of a setting for steps of `rows` rows, with the events that it needs.
@@ -523,7 +528,7 @@ fn other_weights(takes: &'static str) -> DeviceError {
 /// Enqueues a product by a pipeline.
 fn multiply(
     ctx: &mut ExecContext,
-    (pipeline, weights): (Pipeline, &Stored),
+    (pipeline, weights): (Pipeline, &ProjectionWeights),
     (matmul, slot): (Option<&Matmul>, Option<&Slot>),
     x: MatrixRef<'_>,
     y: MatrixMut<'_>,
@@ -532,17 +537,23 @@ fn multiply(
     let epilogue = epilogue(projection);
     let add = projection == Projection::Down;
     match (pipeline, weights, matmul, slot) {
-        (Pipeline::Raw, Stored::Raw(matrix), ..) => ctx.cublas()?.matmul(x, DeviceMatrix::view(matrix), y, add),
-        (Pipeline::Raw | Pipeline::Packed, Stored::Linear(linear), ..) => linear.enqueue(ctx, x, y, epilogue),
-        (Pipeline::Palette, Stored::Palette(tensor), Some(matmul), _) => matmul.palette(ctx, x, tensor.view(), y),
-        (Pipeline::FullDecode, Stored::Huffman(tensor), _, Some(slot)) => {
+        (Pipeline::Raw, ProjectionWeights::Raw(matrix), ..) => {
+            ctx.cublas()?.matmul(x, DeviceMatrix::view(matrix), y, add)
+        }
+        (Pipeline::Raw | Pipeline::Packed, ProjectionWeights::Linear(linear), ..) => {
+            linear.enqueue(ctx, x, y, epilogue)
+        }
+        (Pipeline::Palette, ProjectionWeights::Palette(tensor), Some(matmul), _) => {
+            matmul.palette(ctx, x, tensor.view(), y)
+        }
+        (Pipeline::FullDecode, ProjectionWeights::Huffman(tensor), _, Some(slot)) => {
             let (n, k) = (tensor.grid().rows() as u32, tensor.grid().cols() as u32);
             ctx.cublas()?.matmul(x, MatrixRef::new(&slot.full, n, k, k.into())?, y, add)
         }
-        (Pipeline::Exponents, Stored::Huffman(tensor), Some(matmul), Some(slot)) => {
+        (Pipeline::Exponents, ProjectionWeights::Huffman(tensor), Some(matmul), Some(slot)) => {
             matmul.exponent(ctx, x, tensor.as_exponent(&slot.exponents), y)
         }
-        (Pipeline::Transcode, Stored::Huffman(tensor), Some(matmul), Some(slot)) => {
+        (Pipeline::Transcode, ProjectionWeights::Huffman(tensor), Some(matmul), Some(slot)) => {
             matmul.palette(ctx, x, tensor.as_palette(&slot.indices), y)
         }
         _ => Err(other_weights(pipeline.name())),

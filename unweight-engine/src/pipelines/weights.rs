@@ -25,7 +25,7 @@ use super::{LoadedMlp, LoadedProjection, loads_as, reachable};
 use crate::{
     error::EngineError,
     options::{LoadedAs, Placement},
-    weights::{Mlp, Stored, StoredMlp, StoredSource, dense, gate_up, in_tensor},
+    weights::{Mlp, ProjectionWeights, StoredMlp, StoredSource, dense, gate_up, in_tensor},
 };
 
 /// What makes palette indices of Huffman codes.
@@ -201,18 +201,18 @@ impl StoredMlp {
             // Packed or not: what a step graph takes for packed weights is that the two are one product.
             pair = Some(gate_up(source, &[(all[0], shapes[0]), (all[1], shapes[1])])?);
         }
-        let mut part = |index: usize| -> Result<Stored, LoadError> {
+        let mut part = |index: usize| -> Result<ProjectionWeights, LoadError> {
             let (name, shape) = (all[index], shapes[index]);
             Ok(match loaded[index] {
-                LoadedAs::Linear if index < 2 && pair.is_some() => Stored::Paired,
-                LoadedAs::Linear => Stored::Linear(source.linear(&[(name, shape)], Merge::Rows)?),
-                LoadedAs::Bf16 => Stored::Raw(source.matrix(name, shape)?),
-                LoadedAs::Huffman => Stored::Huffman(source.huffman(name, shape)?),
+                LoadedAs::Linear if index < 2 && pair.is_some() => ProjectionWeights::Paired,
+                LoadedAs::Linear => ProjectionWeights::Linear(source.linear(&[(name, shape)], Merge::Rows)?),
+                LoadedAs::Bf16 => ProjectionWeights::Raw(source.matrix(name, shape)?),
+                LoadedAs::Huffman => ProjectionWeights::Huffman(source.huffman(name, shape)?),
                 LoadedAs::Palette if source.encoding(name)? == EncodingId::HUFFMAN => {
                     let tensor = source.huffman(name, shape)?;
-                    Stored::Palette(transcoding.run(tensor).map_err(in_tensor(name))?)
+                    ProjectionWeights::Palette(transcoding.run(tensor).map_err(in_tensor(name))?)
                 }
-                LoadedAs::Palette => Stored::Palette(source.palette(name, shape)?),
+                LoadedAs::Palette => ProjectionWeights::Palette(source.palette(name, shape)?),
             })
         };
         let parts = [part(0)?, part(1)?, part(2)?];
@@ -224,11 +224,11 @@ impl StoredMlp {
         [0, 1, 2].map(|index| {
             let [n, k] = self.shapes[index];
             let (loaded_as, packed, verbatim_rows) = match &self.parts[index] {
-                Stored::Raw(_) => (LoadedAs::Bf16, false, 0),
-                Stored::Palette(tensor) => (LoadedAs::Palette, false, tensor.max_verbatim_rows()),
-                Stored::Huffman(tensor) => (LoadedAs::Huffman, false, tensor.max_verbatim_rows()),
-                Stored::Linear(linear) => (LoadedAs::Linear, linear.is_packed(), 0),
-                Stored::Paired => (LoadedAs::Linear, true, 0),
+                ProjectionWeights::Raw(_) => (LoadedAs::Bf16, false, 0),
+                ProjectionWeights::Palette(tensor) => (LoadedAs::Palette, false, tensor.max_verbatim_rows()),
+                ProjectionWeights::Huffman(tensor) => (LoadedAs::Huffman, false, tensor.max_verbatim_rows()),
+                ProjectionWeights::Linear(linear) => (LoadedAs::Linear, linear.is_packed(), 0),
+                ProjectionWeights::Paired => (LoadedAs::Linear, true, 0),
             };
             LoadedProjection { loaded_as, packed, n, k, verbatim_rows }
         })
@@ -237,7 +237,7 @@ impl StoredMlp {
     /// What its products need of an execution context, whichever stream they run on.
     pub fn context_size(&self) -> ContextSize {
         let linears = self.parts.iter().filter_map(|part| match part {
-            Stored::Linear(linear) => Some(linear),
+            ProjectionWeights::Linear(linear) => Some(linear),
             _ => None,
         });
         let linears = linears.chain(self.pair.as_ref().map(|(linear, _)| linear));
@@ -247,7 +247,7 @@ impl StoredMlp {
     /// The longest code of its Huffman-coded weights, bits.
     pub fn code_bits(&self) -> Option<u32> {
         let codes = self.parts.iter().filter_map(|part| match part {
-            Stored::Huffman(tensor) => Some(tensor.code_bits()),
+            ProjectionWeights::Huffman(tensor) => Some(tensor.code_bits()),
             _ => None,
         });
         codes.max()

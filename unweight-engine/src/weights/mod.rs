@@ -18,7 +18,7 @@ use unweight_rt::{
 pub use self::Source as ModelSource;
 pub use self::random::Random;
 #[cfg(feature = "pipelines")]
-pub use self::stored::{Stored, StoredMlp, StoredSource, StoredSource as ModelSource};
+pub use self::stored::{ProjectionWeights, StoredMlp, StoredSource, StoredSource as ModelSource};
 use crate::error::EngineError;
 
 /// All of them.

@@ -18,7 +18,7 @@ use super::Source;
 
 /// The weights of a projection.
 #[derive(Debug)]
-pub enum Stored {
+pub enum ProjectionWeights {
     Raw(DeviceMatrix),
     Palette(DevicePalette),
     Huffman(DeviceHuffman),
@@ -33,7 +33,7 @@ pub struct StoredMlp {
     /// Gate and up where they are one product of the loader, and whether its epilogue activates it.
     pub pair: Option<(Linear, bool)>,
     /// Gate, up, down.
-    pub parts: [Stored; 3],
+    pub parts: [ProjectionWeights; 3],
     /// Gate, up, down, `[n, k]`.
     pub shapes: [[u32; 2]; 3],
 }
@@ -42,11 +42,11 @@ impl StoredMlp {
     /// Bytes on the device.
     pub fn bytes(&self) -> u64 {
         let parts = self.parts.iter().map(|part| match part {
-            Stored::Raw(matrix) => matrix.bytes() as u64,
-            Stored::Palette(tensor) => tensor.bytes(),
-            Stored::Huffman(tensor) => tensor.bytes(),
-            Stored::Linear(linear) => linear.bytes(),
-            Stored::Paired => 0,
+            ProjectionWeights::Raw(matrix) => matrix.bytes() as u64,
+            ProjectionWeights::Palette(tensor) => tensor.bytes(),
+            ProjectionWeights::Huffman(tensor) => tensor.bytes(),
+            ProjectionWeights::Linear(linear) => linear.bytes(),
+            ProjectionWeights::Paired => 0,
         });
         parts.sum::<u64>() + self.pair.as_ref().map_or(0, |(linear, _)| linear.bytes())
     }

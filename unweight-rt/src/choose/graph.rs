@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! huffman --decode--> bf16 <--host-- any form        exponents --gemm_recon--> product
-//! compact --transcode--> bf16
+//! compact --decode--> bf16
 //!    |                 | ^                           palette   --gemm_recon--> product
 //!    +--> exponents    v |  unpack                   packed    --gemm_packed-> product
 //!    +--> palette     packed                         bf16      --cublas------> product
@@ -27,7 +27,7 @@ pub enum Node {
     Huffman,
     /// Palette indices.
     Palette,
-    /// The resident form.
+    /// Packed: 12 bits per weight.
     Packed,
     /// Entropy-coded classes of exponents.
     Compact,
@@ -62,7 +62,7 @@ pub enum Step {
     /// A decoder.
     Decode(DecodeOutput),
     /// The compact form to BF16 on the GPU.
-    Transcode,
+    DecodeCompact,
     /// Packing on the GPU.
     Pack,
     /// Unpacking on the GPU.
@@ -96,7 +96,7 @@ pub const EDGES: [Edge; 14] = [
     edge(Node::Huffman, Node::Exponents, Step::Decode(DecodeOutput::Exponent)),
     edge(Node::Huffman, Node::Palette, Step::Decode(DecodeOutput::Palette)),
     edge(Node::Huffman, Node::Bf16, Step::Host),
-    edge(Node::Compact, Node::Bf16, Step::Transcode),
+    edge(Node::Compact, Node::Bf16, Step::DecodeCompact),
     edge(Node::Compact, Node::Bf16, Step::Host),
     edge(Node::Palette, Node::Bf16, Step::Host),
     edge(Node::Host, Node::Bf16, Step::Host),
@@ -151,8 +151,8 @@ pub fn element_decoder(arch: Arch, float: Float, code_bits: u32) -> Option<Varia
     (float != Float::Bf16).then(|| VariantSpec::decode_elements(arch, DecodeElement::of(float), limit))
 }
 
-/// The kernel of [`Step::Transcode`].
-pub fn transcoder(arch: Arch) -> VariantSpec {
+/// The kernel of [`Step::DecodeCompact`].
+pub fn decode_compact(arch: Arch) -> VariantSpec {
     VariantSpec::decode_compact(arch, DecodeCompactStage::Full)
 }
 

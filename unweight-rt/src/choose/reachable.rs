@@ -41,12 +41,12 @@ impl RoutePolicy {
             for edge in weight.conversion() {
                 match edge.step {
                     Step::Decode(DecodeOutput::Full) => variants.extend(self.decoder()),
-                    Step::Transcode => _ = variants.insert(self.transcoder()),
+                    Step::DecodeCompact => _ = variants.insert(self.decode_compact()),
                     Step::GemmPacked if self.placement != Placement::Bf16 => {
                         variants.extend(products(weight));
                         if self.stays_compact(weight) {
                             // Parts that are one layer are encoded anew.
-                            variants.extend(catalog::compressing(self.chooser.arch()));
+                            variants.extend(catalog::encode_compact(self.chooser.arch()));
                         }
                     }
                     _ => {}

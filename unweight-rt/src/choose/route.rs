@@ -17,7 +17,7 @@ use unweight_format::{EncodingId, Placement, TileGrid, raw::packed};
 use super::{
     candidates::{COMPACT_BATCH, PackedUse, has_compact_gemms},
     cost::gpu_model::{bf16_us, cublas_us, expand_us, mma_floor_us, predicted_us},
-    graph::{Edge, Node, Step, decoder, paths, transcoder},
+    graph::{Edge, Node, Step, decode_compact, decoder, paths},
     policy::PackedChooser,
 };
 
@@ -76,7 +76,7 @@ impl Weight {
     /// host.
     fn takes(&self, edge: &Edge) -> bool {
         match edge.step {
-            Step::Decode(_) | Step::Transcode => self.is_tiled(),
+            Step::Decode(_) | Step::DecodeCompact => self.is_tiled(),
             _ => true,
         }
     }
@@ -237,8 +237,8 @@ impl RoutePolicy {
     }
 
     /// The kernel that expands compact tensors to BF16.
-    pub fn transcoder(&self) -> VariantSpec {
-        transcoder(self.chooser.arch())
+    pub fn decode_compact(&self) -> VariantSpec {
+        decode_compact(self.chooser.arch())
     }
 
     /// Whether a layer of this weight stays compact.
@@ -334,7 +334,7 @@ impl RoutePolicy {
     /// Expansion to BF16, and cuBLAS. `None` where the architecture has no kernel for the activation.
     pub(super) fn by_cublas(&self, epilogue: Epilogue, compact: bool) -> Option<Route<VariantSpec>> {
         let arch = self.chooser.arch();
-        let expand = if compact { transcoder(arch) } else { VariantSpec::unpack(arch) };
+        let expand = if compact { decode_compact(arch) } else { VariantSpec::unpack(arch) };
         // Behind cuBLAS nothing is gained by an early start.
         let of = |spec: &VariantSpec| matches!(spec.op, Op::SiluMul(op) if !op.pdl);
         let activate = match epilogue {

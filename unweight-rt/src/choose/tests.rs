@@ -62,8 +62,8 @@ fn load(wanted: &RoutePolicy, weight: &Weight, escapes: bool, recorder: &Recorde
     if weight.conversion().iter().any(|edge| edge.step == Step::Decode(DecodeOutput::Full)) {
         recorder.take(&[wanted.decoder().unwrap()]).unwrap();
     }
-    if weight.conversion().iter().any(|edge| edge.step == Step::Transcode) {
-        recorder.take(&[wanted.transcoder()]).unwrap();
+    if weight.conversion().iter().any(|edge| edge.step == Step::DecodeCompact) {
+        recorder.take(&[wanted.decode_compact()]).unwrap();
     }
     RoutePolicy::take_routes(recorder, &wanted.packed_routes(weight, escapes)).unwrap()
 }
@@ -375,7 +375,7 @@ fn layers_for_cublas_ask_for_no_matmul() {
     let wanted = RoutePolicy { placement: Placement::Bf16, ..wanted(4096, true, 7) };
     let mut expected = packing(Arch::Sm90a);
     expected.extend(wanted.decoder());
-    expected.push(wanted.transcoder());
+    expected.push(wanted.decode_compact());
     expected.sort_unstable();
     assert_eq!(wanted.reachable(all_weights()), expected);
 }
@@ -387,7 +387,7 @@ fn weights_are_decoded_through_packed() {
     assert_eq!(steps(Weight::stored(64, 64, EncodingId::PACKED)), [Step::GemmPacked]);
     assert_eq!(steps(Weight::stored(64, 64, EncodingId::HUFFMAN)), [full, Step::Pack, Step::GemmPacked]);
     assert_eq!(steps(Weight::stored(65, 64, EncodingId::HUFFMAN)), [Step::Host, Step::Pack, Step::GemmPacked]);
-    assert_eq!(steps(Weight::stored(64, 64, EncodingId::COMPACT)), [Step::Transcode, Step::Pack, Step::GemmPacked]);
+    assert_eq!(steps(Weight::stored(64, 64, EncodingId::COMPACT)), [Step::DecodeCompact, Step::Pack, Step::GemmPacked]);
     assert_eq!(steps(Weight::stored(64, 64, EncodingId::PALETTE)), [Step::Host, Step::Pack, Step::GemmPacked]);
     assert_eq!(steps(Weight::stored(64, 64, EncodingId::RAW)), [Step::Pack, Step::GemmPacked]);
     assert_eq!(Weight::stored(u32::MAX, 64, EncodingId::RAW).padded(), None);

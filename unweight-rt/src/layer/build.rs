@@ -28,8 +28,8 @@ use crate::{
         options::{LoadOptions, Merge},
     },
     ops::{
-        decode_compact::Transcoder,
-        encode_compact::{CompressError, Compressor},
+        decode_compact::CompactDecoder,
+        encode_compact::{EncodeCompact, EncodeCompactError},
         pack::{PackError, Packer},
     },
     weight::{DeviceCompact, DeviceMatrix, DevicePacked},
@@ -64,7 +64,7 @@ pub struct LayerBuilder<'k> {
     pub(super) packer: Packer,
     pub(super) wanted: RoutePolicy,
     /// Created for the first layer that is encoded.
-    compressor: Option<Compressor>,
+    compressor: Option<EncodeCompact>,
     scratch: Scratch,
     /// What the layers built so far need from an execution context.
     context_size: ContextSize,
@@ -264,8 +264,8 @@ impl<'k> LayerBuilder<'k> {
         let (n, k, stream) = (weight.n, weight.k, self.packer.stream().clone());
         reserve(&mut self.scratch.whole, &stream, (n, k)).map_err(&device)?;
         let whole = MatrixMut::new(&mut self.scratch.whole, n, k, k.into()).map_err(refused(&device))?;
-        let transcoder = Transcoder::of(self.kernels).map_err(&device)?;
-        transcoder.full(&stream, &compact, whole).map_err(&device)?;
+        let decoder = CompactDecoder::of(self.kernels).map_err(&device)?;
+        decoder.full(&stream, &compact, whole).map_err(&device)?;
         self.layer_of_scratch(name, weight, Some(compact))
     }
 
@@ -456,14 +456,14 @@ impl<'k> LayerBuilder<'k> {
     fn encode_scratch(&mut self, (n, k): (u32, u32)) -> Result<Option<DeviceCompact>, DeviceError> {
         let compressor = match &self.compressor {
             Some(compressor) => compressor,
-            None => self.compressor.insert(Compressor::of(self.kernels)?),
+            None => self.compressor.insert(EncodeCompact::of(self.kernels)?),
         };
         let whole = MatrixRef::new(&self.scratch.whole, n, k, k.into())?;
         match compressor.encode(&mut self.packer, whole) {
             Ok(compressed) => Ok(Some(compressed.tensor)),
             // It is packed, or stays as it is: which, and why not, its weights say.
-            Err(CompressError::Uncompact(_)) => Ok(None),
-            Err(CompressError::Device(error)) => Err(error),
+            Err(EncodeCompactError::Uncompact(_)) => Ok(None),
+            Err(EncodeCompactError::Device(error)) => Err(error),
         }
     }
 

@@ -6,7 +6,7 @@
 //! huffman  --decode on the GPU-----------+--> BF16 --merge, pad, pack on the GPU--> packed
 //! palette  --decode on the host----------+     +--what cannot be packed--> BF16 for cuBLAS
 //! raw      ------------------------------+
-//! compact  --transcode on the GPU---------+
+//! compact  --decode on the GPU-----------+
 //!    +--upload (merged: encoded again), if compact is wanted--> compact, 10.9 bits a weight
 //! ```
 
@@ -38,7 +38,7 @@ use crate::{
         linear::Linear,
         options::{LoadOptions, Merge},
     },
-    ops::{decode_compact::Transcoder, decode_huffman::Decoder, pack::Packer},
+    ops::{decode_compact::CompactDecoder, decode_huffman::Decoder, pack::Packer},
     weight::{DeviceCompact, DeviceHuffman, DeviceMatrix, DevicePacked, DevicePalette, pods},
 };
 
@@ -77,9 +77,9 @@ fn with_decoders(bundle: &Bundle, wanted: &RoutePolicy, mut variants: Vec<Varian
         variants.extend(wanted.decoder().filter(|decoder| !variants.contains(decoder)));
     }
     if bundle.tensors().any(|tensor| tensor.encoding() == EncodingId::COMPACT)
-        && !variants.contains(&wanted.transcoder())
+        && !variants.contains(&wanted.decode_compact())
     {
-        variants.push(wanted.transcoder());
+        variants.push(wanted.decode_compact());
     }
     variants
 }
@@ -434,11 +434,11 @@ impl Tensors<'_> {
                 let decoder = self.kernels.get(&spec).and_then(Decoder::new).map_err(&device)?;
                 packer.decode(&decoder, &tensor, output).map_err(&device)
             }
-            Some(Step::Transcode) => {
+            Some(Step::DecodeCompact) => {
                 let tensor = self.compact(name)?;
-                let transcoder = Transcoder::of(self.kernels).map_err(&device)?;
+                let decoder = CompactDecoder::of(self.kernels).map_err(&device)?;
                 // The tensor goes when this returns: dropping it waits.
-                transcoder.full(packer.stream(), &tensor, output).map_err(device)
+                decoder.full(packer.stream(), &tensor, output).map_err(device)
             }
             // Raw, and what the host decodes.
             _ => self.staging.write(&mut output, &self.bundle.tensor(name)?.decode()?).map_err(device),

@@ -30,11 +30,11 @@ use crate::{
 
 /// The kernel that writes the weights of a compact tensor.
 #[derive(Clone, Debug)]
-pub struct Transcoder {
+pub struct CompactDecoder {
     kernel: Arc<LoadedKernel>,
 }
 
-impl Transcoder {
+impl CompactDecoder {
     /// Compiles or finds the kernel.
     ///
     /// # Errors
@@ -50,7 +50,7 @@ impl Transcoder {
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::DecodeCompact(spec) if spec.stage == DecodeCompactStage::Full => Ok(Self { kernel }),
-            _ => kernel.refuse(LaunchError::Family { wanted: "a transcoder to bf16" }),
+            _ => kernel.refuse(LaunchError::Family { wanted: "compact to bf16" }),
         }
     }
 
@@ -96,7 +96,7 @@ impl Expander {
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::DecodeCompact(spec) if spec.stage == DecodeCompactStage::Packed => Ok(Self { kernel }),
-            _ => kernel.refuse(LaunchError::Family { wanted: "a transcoder to packed tiles" }),
+            _ => kernel.refuse(LaunchError::Family { wanted: "compact to packed tiles" }),
         }
     }
 

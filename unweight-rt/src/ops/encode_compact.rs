@@ -31,7 +31,7 @@ use crate::{
 
 /// Why a matrix was not compressed to a compact tensor.
 #[derive(Debug, thiserror::Error)]
-pub enum CompressError {
+pub enum EncodeCompactError {
     /// The matrix stays in another encoding.
     #[error(transparent)]
     Uncompact(#[from] Uncompact),
@@ -40,7 +40,7 @@ pub enum CompressError {
     Device(#[from] DeviceError),
 }
 
-impl CompressError {
+impl EncodeCompactError {
     /// The stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
@@ -52,7 +52,7 @@ impl CompressError {
 
 /// The encoder's kernels. They run on the stream of a [`Packer`], which counts exponents for them.
 #[derive(Clone, Debug)]
-pub struct Compressor {
+pub struct EncodeCompact {
     quads: Arc<LoadedKernel>,
     sizes: Arc<LoadedKernel>,
     write: Arc<LoadedKernel>,
@@ -60,7 +60,7 @@ pub struct Compressor {
 
 /// A compact tensor on the device, and what it was chosen by.
 #[derive(Debug)]
-pub struct Compressed {
+pub struct EncodedCompact {
     /// The tensor.
     pub tensor: DeviceCompact,
     /// The code of its exponent classes.
@@ -69,7 +69,7 @@ pub struct Compressed {
     pub histogram: Histogram,
 }
 
-impl Compressed {
+impl EncodedCompact {
     /// The tensor as it is stored. Waits for the stream.
     ///
     /// # Errors
@@ -94,14 +94,14 @@ impl Compressed {
     }
 }
 
-impl Compressor {
+impl EncodeCompact {
     /// Compiles or finds the kernels.
     ///
     /// # Errors
     /// The device or the compiler is missing, or failed.
     pub fn of(kernels: &KernelSet) -> Result<Self, DeviceError> {
         let arch = kernels.device().info().arch;
-        kernels.prepare(&catalog::compressing(arch).collect::<Vec<_>>(), &|_| {})?;
+        kernels.prepare(&catalog::encode_compact(arch).collect::<Vec<_>>(), &|_| {})?;
         let stage = |stage| kernels.get(&VariantSpec::encode_compact(arch, stage));
         Ok(Self {
             quads: stage(EncodeCompactStage::Quads)?,
@@ -114,8 +114,8 @@ impl Compressor {
     /// stream. Whether another encoding would be smaller is not looked at.
     ///
     /// # Errors
-    /// [`CompressError`]; what has no compact encoding and why is said there.
-    pub fn encode(&self, packer: &mut Packer, weights: MatrixRef<'_>) -> Result<Compressed, CompressError> {
+    /// [`EncodeCompactError`]; what has no compact encoding and why is said there.
+    pub fn encode(&self, packer: &mut Packer, weights: MatrixRef<'_>) -> Result<EncodedCompact, EncodeCompactError> {
         let (address, [n, k]) = (weights.place().address, [weights.rows(), weights.cols()]);
         let grid = TileGrid::new(n as usize, k as usize).map_err(DeviceError::from)?;
         compact::whole_tiles(grid)?;
@@ -178,7 +178,7 @@ impl Compressor {
         // change.
         unsafe { self.write.launch(stream, problem, &args) }?;
         stream.synchronize()?;
-        Ok(Compressed { tensor, book: coding.book().clone(), histogram })
+        Ok(EncodedCompact { tensor, book: coding.book().clone(), histogram })
     }
 }
 

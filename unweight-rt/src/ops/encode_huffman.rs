@@ -52,7 +52,7 @@ use unweight_format::{
 use crate::{
     device::{DeviceBuffer, DeviceError, KernelSet, LaunchError, Stream, module::LoadedKernel, view::check_device},
     ops::{
-        encode_compact::{CompressError, Compressor},
+        encode_compact::{EncodeCompact, EncodeCompactError},
         pack::{PackError, Packer},
     },
     weight::{self, DeviceMatrix},
@@ -92,7 +92,7 @@ pub struct GpuEncoder {
 #[derive(Debug)]
 pub struct BundleEncoder {
     encoder: GpuEncoder,
-    compressor: Compressor,
+    compressor: EncodeCompact,
     /// Each with a stream of its own, while no tensor has it.
     free: Mutex<Vec<Packer>>,
     freed: Condvar,
@@ -109,7 +109,7 @@ impl BundleEncoder {
     pub fn new(kernels: &KernelSet, limit: CodeLimit) -> Result<Self, DeviceError> {
         let packers = (0..IN_FLIGHT).map(|_| Packer::new(&kernels.device().stream()?, kernels));
         let packers = packers.collect::<Result<_, DeviceError>>()?;
-        let (encoder, compressor) = (GpuEncoder::new(kernels, limit)?, Compressor::of(kernels)?);
+        let (encoder, compressor) = (GpuEncoder::new(kernels, limit)?, EncodeCompact::of(kernels)?);
         Ok(Self { encoder, compressor, free: Mutex::new(packers), freed: Condvar::new() })
     }
 
@@ -174,7 +174,7 @@ impl Encoder for BundleEncoder {
             }
             EncodingId::COMPACT => {
                 let stream = packer.stream().clone();
-                let mut encoded = || -> Result<_, CompressError> {
+                let mut encoded = || -> Result<_, EncodeCompactError> {
                     let weights = DeviceMatrix::upload(&stream, matrix)?;
                     let compressed = self.compressor.encode(packer, weights.view())?;
                     let tensor = compressed.download(&stream)?;
@@ -183,8 +183,8 @@ impl Encoder for BundleEncoder {
                 };
                 match encoded() {
                     Ok(tensor) => tensor.into(),
-                    Err(CompressError::Uncompact(why)) => return Err(NotEncodable::from(why).into()),
-                    Err(CompressError::Device(error)) => return Err(failed(error)),
+                    Err(EncodeCompactError::Uncompact(why)) => return Err(NotEncodable::from(why).into()),
+                    Err(EncodeCompactError::Device(error)) => return Err(failed(error)),
                 }
             }
             _ => return Err(EncoderError::Failed("a encoding without a kernel is the CPU's".into())),

@@ -104,7 +104,7 @@ impl From<Unpackable> for NotEncodable {
 /// of this limit (a tenth of row segments) packed weights are 1.2 to 1.4 times as fast up to batch 16 and 0.8 at 64 and
 /// above; close to it as fast up to batch 16, and 0.6 to 0.7 beyond. Size: four a row block are 0.16 bits per element
 /// (1.3 %). Beyond the limit the palette form is smaller if the escapes are of few exponents, such as exact zeros,
-/// which its palette takes in, and larger for heavy tails (`docs/benchmarks.md`, resident profile).
+/// which its palette takes in, and larger for heavy tails (`docs/benchmarks.md`, packed profile).
 pub const ESCAPES_ONE_IN: u64 = 256;
 
 /// Why a matrix stays in another form.

@@ -462,7 +462,7 @@ mod tests {
 
     /// What [`Interop::new`] and [`Interop::layer`] ask for, on each kind of GPU that a [`Device`] opens.
     #[test]
-    fn every_architecture_has_the_kernels_of_a_guest() {
+    fn every_architecture_has_the_kernels_of_a_borrowed_layer() {
         for &arch in Arch::ALL {
             let chooser = PackedChooser::of(GpuModel::usual(arch), "a GPU");
             let wanted = LoadOptions::default().max_batch(4096).wanted(chooser, 0);

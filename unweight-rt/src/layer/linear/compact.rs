@@ -14,7 +14,7 @@ use crate::{
     device::{ContextSize, DeviceError, MatrixMut, MatrixRef, module::LoadedKernel, view::Place},
     exec::{ExecContext, context::ContextParts},
     ops::{
-        decode_compact::{Expander, Transcoder},
+        decode_compact::{CompactDecoder, Expander},
         gemm_compact::CompactGemm,
         gemm_packed::PackedGemm,
         silu_mul::SiluMul,
@@ -39,7 +39,7 @@ pub(super) enum CompactRoute {
     /// Expanded to packed tiles in the slot, then multiplied by a kernel that reads those.
     ExpandToPacked(Expander, PackedGemm),
     /// Expanded to BF16 in the slot, then multiplied by cuBLAS.
-    ExpandToBf16(Transcoder, ExpandedProduct),
+    ExpandToBf16(CompactDecoder, ExpandedProduct),
 }
 
 impl CompactRoute {
@@ -51,7 +51,7 @@ impl CompactRoute {
             }
             Route::ExpandToBf16 { expand, activate } => {
                 let activate = activate.map(SiluMul::new).transpose()?;
-                Self::ExpandToBf16(Transcoder::new(expand)?, ExpandedProduct::new(activate))
+                Self::ExpandToBf16(CompactDecoder::new(expand)?, ExpandedProduct::new(activate))
             }
         })
     }
@@ -153,14 +153,14 @@ impl Routed for CompactLinear {
             CompactRoute::ExpandToPacked(expander, gemm) => {
                 self.enqueue_packed(ctx.parts(), (x.place(), y.place()), (expander, gemm))
             }
-            CompactRoute::ExpandToBf16(transcoder, product) => {
+            CompactRoute::ExpandToBf16(decoder, product) => {
                 let mut ctx = ctx.parts();
                 let weights = Expanded { grid: self.weights.grid(), ordinal: self.ordinal(), spans: self.spans() };
                 let add = choice.epilogue == Epilogue::StoreAdd;
                 let Some(launch) = product.prepare(&mut ctx, weights, (x.place(), y.place()), add)? else {
                     return Ok(());
                 };
-                let expand = |stream: &_, output: MatrixMut<'_>| transcoder.full(stream, &self.weights, output);
+                let expand = |stream: &_, output: MatrixMut<'_>| decoder.full(stream, &self.weights, output);
                 // SAFETY: prepared for these parts of the context. The views were held against their memory when they
                 // were made, and dropping a buffer waits for the work.
                 unsafe { launch.enqueue(&mut ctx, expand) }
