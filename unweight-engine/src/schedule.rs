@@ -189,6 +189,8 @@ pub struct Schedule {
     shared_prompt_tokens: u64,
     rows: Vec<Running>,
     in_flight: u32,
+    /// Of each step in flight: whether at its launch nothing but its one row held pages, and so BF16 units.
+    alone: VecDeque<bool>,
     /// Prompt tokens that were run since the last step was launched.
     spent: u32,
     /// Rows are others than the device knows of.
@@ -251,6 +253,7 @@ impl Schedule {
             shared_prompt_tokens: 0,
             rows: Vec::new(),
             in_flight: 0,
+            alone: VecDeque::new(),
             spent: 0,
             changed: false,
         }
@@ -510,7 +513,7 @@ impl Schedule {
     }
 
     /// Evicts what no sequence reads, with its BF16 units; whether there was something.
-    fn drop_idle(&mut self) -> bool {
+    pub fn drop_idle(&mut self) -> bool {
         let evicted = self.prefixes.evict(self.prefixes.idle_pages());
         let any = !evicted.is_empty();
         self.give_pages(evicted);
@@ -628,6 +631,8 @@ impl Schedule {
     /// Records the launch of a step of all rows.
     pub fn launched(&mut self) {
         self.in_flight += 1;
+        let alone = self.rows.len() == 1 && self.prefill.is_none() && self.prefixes.idle_pages() == 0;
+        self.alone.push_back(alone);
         self.changed = false;
         self.spent = 0;
         for running in &mut self.rows {
@@ -642,7 +647,10 @@ impl Schedule {
         debug_assert!(self.in_flight > 0 && tokens.len() == self.rows.len());
         self.in_flight -= 1;
         let any_lost = lost.iter().any(|flag| *flag != 0);
-        let alone = any_lost && !self.drop_idle() && self.rows.len() == 1 && self.prefill.is_none();
+        let alone = self.alone.pop_front().unwrap_or_default();
+        if any_lost {
+            self.drop_idle();
+        }
         for (at, (running, &token)) in self.rows.iter_mut().zip(tokens).enumerate() {
             // A sequence that had ended already ran along.
             if running.done || running.lost {
@@ -666,6 +674,7 @@ impl Schedule {
     /// Ends all sequences, because results of a failed device cannot be trusted.
     pub fn clear(&mut self) {
         self.in_flight = 0;
+        self.alone.clear();
         self.waiting.clear();
         if let Some(prefill) = self.prefill.take() {
             self.leave(prefill.running);

@@ -25,15 +25,19 @@ impl Engine {
         self.check_alive()?;
         self.schedule.check(&Request::new(tokens.to_vec()).max_new_tokens(0))?;
         self.end_prefill()?;
-        // A text that was checked fits 32 bits.
-        self.release_freed()?;
-        let pages = self.schedule.lend(&[self.schedule.pages_of(tokens.len() as u32)])?;
-        let pages_of = pages.first().map_or(&[][..], Vec::as_slice);
-        let read = text_logits(&mut self.forward, &self.weights, &mut self.stepper, tokens, pages_of);
-        let bits = self.note(read)?;
-        self.give_back(pages)?;
-        let units = self.memory.units;
-        Ok(bits.ok_or(AdmissionError::NoUnits { units })?.into_iter().map(bf16::from_bits).collect())
+        let bits = loop {
+            // A text that was checked fits 32 bits.
+            let pages = self.lend(&[self.schedule.pages_of(tokens.len() as u32)])?;
+            let pages_of = pages.first().map_or(&[][..], Vec::as_slice);
+            let read = text_logits(&mut self.forward, &self.weights, &mut self.stepper, tokens, pages_of);
+            let read = self.note(read)?;
+            self.give_back(pages)?;
+            if let Some(bits) = read {
+                break bits;
+            }
+            self.make_room_for_units()?;
+        };
+        Ok(bits.into_iter().map(bf16::from_bits).collect())
     }
 
     /// [`Engine::logits`] of several texts at once, computed by steps of one token each. Slow; tests compare the two.
@@ -50,12 +54,30 @@ impl Engine {
             self.schedule.check(&Request::new(text.to_vec()).max_new_tokens(0))?;
         }
         let counts: Vec<u32> = texts.iter().map(|text| self.schedule.pages_of(text.len() as u32)).collect();
+        loop {
+            let pages = self.lend(&counts)?;
+            let read = self.steps_of(texts, &pages);
+            let read = self.note(read)?;
+            self.give_back(pages)?;
+            if let Some(logits) = read {
+                return Ok(logits);
+            }
+            self.make_room_for_units()?;
+        }
+    }
+
+    /// Takes pages. Those that were given back, also the ones that the prefix cache gives up here, release their BF16
+    /// units before any of them is packed again, and no page is released twice.
+    pub(super) fn lend(&mut self, counts: &[u32]) -> Result<Vec<Vec<u32>>, EngineError> {
+        let pages = self.schedule.lend(counts)?;
         self.release_freed()?;
-        let pages = self.schedule.lend(&counts)?;
-        let read = self.steps_of(texts, &pages);
-        let read = self.note(read)?;
-        self.give_back(pages)?;
-        Ok(read.ok_or(AdmissionError::NoUnits { units: self.memory.units })?)
+        Ok(pages)
+    }
+
+    /// Evicts beginnings of prompts that no sequence reads, for their BF16 units.
+    fn make_room_for_units(&mut self) -> Result<(), EngineError> {
+        let units = self.memory.units;
+        if self.schedule.drop_idle() { Ok(()) } else { Err(AdmissionError::NoUnits { units }.into()) }
     }
 
     /// Returns pages that were lent, and their BF16 units.

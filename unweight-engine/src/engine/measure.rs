@@ -45,8 +45,7 @@ impl Measure<'_> {
             return Err(AdmissionError::TooLong { prompt, max_new_tokens: steps, context }.into());
         }
         let each = engine.schedule.pages_of(tokens);
-        engine.release_freed()?;
-        let pages = engine.schedule.lend(&vec![each; batch as usize])?;
+        let pages = engine.lend(&vec![each; batch as usize])?;
         let filled = fill(&mut engine.forward, batch, context, &pages);
         engine.schedule.give(pages);
         engine.note(filled)

@@ -134,7 +134,7 @@ impl PipelineTuner<'_> {
     fn begin(&mut self, batch: u32, context: u32, steps: u32) -> Result<Vec<Vec<u32>>, EngineError> {
         self.engine.measure().prepare(batch, context, steps)?;
         let each = self.engine.schedule.pages_of(context.saturating_add(steps));
-        Ok(self.engine.schedule.lend(&vec![each; batch as usize])?)
+        self.engine.lend(&vec![each; batch as usize])
     }
 
     /// Sets the rows to their first position. Waits.
