@@ -93,8 +93,8 @@ pub fn rotating(spec: VariantSpec, adjacent: bool) -> VariantSpec {
 }
 
 /// The shipped attention for heads of this size that is nearest to so many warps and blocks: those of sizes that few
-/// models have come with clusters of one. Either cache has the same warps and clusters, so its results are the same
-/// bits.
+/// models have come with clusters of one. Only warps and clusters that both caches have are taken, so that their sums have
+/// the same order and the same bits.
 pub fn variant(
     arch: Arch,
     (step, cache): (AttentionStep, KvCache),
@@ -113,5 +113,14 @@ pub fn variant(
     // Where variants differ in their rings alone, the shorter one is for a crowded device.
     let ring = |op: AttentionSpec| if crowded { op.stages.get() } else { AttentionStages::MAX.get() - op.stages.get() };
     let far = |op: AttentionSpec| (rank(op), op.warps.get().abs_diff(warps), ring(op));
-    catalog::on::<AttentionSpec>(arch).filter(|spec| of(spec).is_some()).min_by_key(|spec| of(spec).map(far))
+    let order = |op: AttentionSpec| (op.step, op.head_dim, op.warps, op.cluster, op.split, op.pdl, op.adjacent);
+    let is_shared = |own: AttentionSpec| {
+        catalog::on::<AttentionSpec>(arch).any(|spec| match spec.op {
+            Op::Attention(op) => op.cache != cache && order(op) == order(own),
+            _ => false,
+        })
+    };
+    // Prompts are attended to in BF16 by either cache.
+    let fits = |op: AttentionSpec| step == AttentionStep::Prefill || is_shared(op);
+    catalog::on::<AttentionSpec>(arch).filter(|spec| of(spec).is_some_and(fits)).min_by_key(|spec| of(spec).map(far))
 }

@@ -404,6 +404,41 @@ mod tests {
         }
     }
 
+    /// Sums of both caches have the same order: the same warps, clusters and parts.
+    #[test]
+    fn both_caches_have_the_same_order_of_sums() {
+        use unweight_codegen::spec::HeadDim;
+        let mut seen = 0;
+        for arch in Arch::ALL.iter().copied() {
+            for sms in [20, 84, 132, 170] {
+                let gpu = GpuModel { sms, ..GpuModel::usual(arch) };
+                for head_dim in HeadDim::ALL.map(HeadDim::get) {
+                    for (rows, kv_heads) in
+                        BUCKETS.into_iter().flat_map(|rows| [1, 2, 8, 32].map(|heads| (rows, heads)))
+                    {
+                        for tokens in [64, 1000, 131_072] {
+                            let order = |cache| {
+                                let heads = (kv_heads, head_dim);
+                                let (spec, parts) = attention::decode_variant(&gpu, cache, heads, rows, tokens)?;
+                                match spec.op {
+                                    Op::Attention(op) => Some((op.warps, op.cluster, op.split, parts)),
+                                    _ => None,
+                                }
+                            };
+                            let (bf16, packed) = (order(KvCache::Bf16), order(KvCache::Packed));
+                            assert!(
+                                bf16 == packed,
+                                "{arch:?}, {sms}, {head_dim}, {rows} x {kv_heads}: {bf16:?}, {packed:?}"
+                            );
+                            seen += usize::from(bf16.is_some());
+                        }
+                    }
+                }
+            }
+        }
+        assert!(seen > 10_000, "{seen}");
+    }
+
     #[test]
     fn small_batches_split_a_sequence_over_blocks() {
         let config = Geometry::named("llama-3.1-8b").unwrap().config();
@@ -448,7 +483,7 @@ mod tests {
         let h200 = ["1 d128_w4p2c8_pdl x1", "8 d128_w8p1c2_pdl x1", "16 d128_w8p2c1_pdl x1", "32 d128_w8p2c1_pdl x1"];
         assert_eq!(shapes("llama-3.1-8b", Arch::Sm90a), h200);
         let blackwell =
-            ["1 d128_w4p2c8_pdl x1", "8 d128_w8p1c2_pdl x1", "16 d128_w4p2c2_pdl x1", "32 d128_w4p2c2_pdl x1"];
+            ["1 d128_w4p2c8_pdl x1", "8 d128_w4p2c4_pdl x1", "16 d128_w4p2c2_pdl x1", "32 d128_w4p2c2_pdl x1"];
         assert_eq!(shapes("llama-3.1-8b", Arch::Sm120a), blackwell);
     }
 
