@@ -20,6 +20,8 @@ use crate::{
     harness::{CpuKernel, Edit, bf16, spec},
 };
 
+mod attack;
+
 /// A variant over packed pages, and the one over bf16 pages whose sums have the same order.
 struct Pair {
     bf16: VariantSpec,

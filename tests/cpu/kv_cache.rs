@@ -16,6 +16,8 @@ use unweight_format::testing::Random;
 
 use crate::harness::{Buffer, CpuKernel, Edit, Run, spec};
 
+pub mod attack;
+
 /// An entry of a table without a page, and the position of a row without a token.
 const NONE: u32 = u32::MAX;
 /// Bytes behind each layer's packed pages and records, and elements behind its bf16 pages.

@@ -16,6 +16,8 @@ use crate::{
     kv_cache::GAP,
 };
 
+mod attack;
+
 const PAGES: &str = "unweight/encoding/kv_packed.cuh";
 
 /// Pages of one layer as the oracle packs them, all units that need one in the pool.

@@ -19,6 +19,7 @@ mod harness;
 mod hostile;
 mod interop;
 mod jit;
+mod kv_attack;
 mod kv_cache;
 mod kv_engine;
 mod linear;

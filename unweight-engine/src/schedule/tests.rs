@@ -4,6 +4,8 @@ use unweight_format::testing::Random;
 
 use super::*;
 
+mod attack;
+
 /// Tokens of a chunk.
 const CHUNK: u32 = 192;
 const LIMITS: Limits = Limits {

@@ -3,6 +3,8 @@ use proptest::prelude::*;
 use super::*;
 use crate::kv::element;
 
+mod attack;
+
 const HALVES: [KvHalf; 2] = [KvHalf::Key, KvHalf::Value];
 
 fn head_dims() -> impl Iterator<Item = u32> {

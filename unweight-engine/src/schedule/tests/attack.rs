@@ -1,0 +1,531 @@
+//! Schedules under attack: small pools of pages and units, prompts that share whole chunks, cancellation at any time,
+//! texts whose logits are asked for in between, and pages that are lost. The device has BF16 units by their numbers:
+//! none is owned twice, none is gone in the end.
+
+use super::*;
+
+/// Tokens of one page or more, which are scored between steps.
+const TEXT: SeqId = SeqId(u64::MAX);
+
+/// What a run is made of.
+#[derive(Clone, Copy, Debug)]
+struct Plan {
+    limits: Limits,
+    pages: u32,
+    units: u32,
+    /// A page in so many takes units.
+    odds: u64,
+    sequences: usize,
+    /// Between steps: one in so many is followed by a cancellation, and by a text. 0: none is.
+    cancels: u64,
+    texts: u64,
+    /// Whether a sequence is cancelled while its prompt runs.
+    cancels_prefills: bool,
+}
+
+/// BF16 units as the device has them.
+#[derive(Default)]
+struct Units {
+    free: Vec<u32>,
+    /// By page.
+    owned: BTreeMap<u32, Vec<u32>>,
+    lost: BTreeSet<u32>,
+}
+
+impl Units {
+    /// As the kernel: a page that is listed twice gives its units back twice.
+    fn release(&mut self, pages: &[u32]) {
+        let units = pages.iter().filter_map(|page| self.owned.get(page)).flatten().copied();
+        self.free.extend(units.collect::<Vec<_>>());
+        pages.iter().for_each(|page| {
+            self.owned.remove(page);
+            self.lost.remove(page);
+        });
+        let different: BTreeSet<u32> = self.free.iter().copied().collect();
+        assert_eq!(different.len(), self.free.len(), "units that are free twice: {:?}", self.free);
+        let owned: BTreeSet<u32> = self.owned.values().flatten().copied().collect();
+        assert!(owned.is_disjoint(&different), "units of pages that are free");
+    }
+
+    /// Whether all of the page is kept.
+    fn pack(&mut self, page: u32, need: u32) -> bool {
+        assert!(!self.owned.contains_key(&page), "page {page} is packed over units that were not released");
+        let taken = self.free.split_off(self.free.len().saturating_sub(need as usize));
+        let is_kept = taken.len() == need as usize;
+        if !taken.is_empty() {
+            self.owned.insert(page, taken);
+        }
+        match is_kept {
+            true => self.lost.remove(&page),
+            false => self.lost.insert(page),
+        };
+        is_kept
+    }
+}
+
+struct Attack {
+    plan: Plan,
+    schedule: Schedule,
+    random: Random,
+    units: Units,
+    asked: BTreeMap<SeqId, Asked>,
+    told: BTreeMap<SeqId, Vec<u32>>,
+    ended: BTreeMap<SeqId, Finish>,
+    cancelled: BTreeSet<SeqId>,
+    rows: Vec<Row>,
+    memory: Vec<u64>,
+    /// Pages and hot page of the prompt that runs, as they were set before its first chunk.
+    prompt: (Vec<u32>, u32),
+    prompt_is_lost: bool,
+    is_overwritten: bool,
+    in_flight: VecDeque<(Vec<u32>, Vec<u32>)>,
+    texts: u32,
+    text_kept: u32,
+    cancelled_prefills: u32,
+}
+
+/// Prompts of eight kinds: chunk `n` of them tells `2^(n + 1)` of them apart.
+fn tree_prompt(id: SeqId, len: usize, chunk: u32) -> Vec<u32> {
+    (0..len).map(|at| 1 + id.0 as u32 % 8 % (2 << (at as u32 / chunk).min(2))).collect()
+}
+
+impl Attack {
+    fn new(plan: Plan, random: Random) -> Self {
+        Self {
+            schedule: Schedule::new(plan.limits, plan.pages),
+            random,
+            units: Units { free: (0..plan.units).collect(), ..Units::default() },
+            asked: BTreeMap::new(),
+            told: BTreeMap::new(),
+            ended: BTreeMap::new(),
+            cancelled: BTreeSet::new(),
+            rows: Vec::new(),
+            memory: vec![0; ((plan.pages + plan.limits.max_batch) * PAGE_TOKENS) as usize],
+            prompt: (Vec::new(), 0),
+            prompt_is_lost: false,
+            is_overwritten: false,
+            in_flight: VecDeque::new(),
+            texts: 0,
+            text_kept: 0,
+            cancelled_prefills: 0,
+            plan,
+        }
+    }
+
+    fn packed(&self) -> bool {
+        self.plan.limits.kv_cache == KvCache::Packed
+    }
+
+    fn tokens(&self, id: SeqId, told: usize) -> Vec<u32> {
+        let prompt = tree_prompt(id, self.asked[&id].prompt, self.plan.limits.chunk);
+        prompt.into_iter().chain((0..told as u32).map(|nth| token_of(id, nth))).collect()
+    }
+
+    /// Units of a page that ends with this key.
+    fn need(&self, last_key: u64) -> u32 {
+        if last_key >> 20 & 0xffff >= 0x10000 / self.plan.odds.max(1) { 0 } else { 1 + (last_key >> 40 & 1) as u32 }
+    }
+
+    fn need_of(&self, tokens: &[u32]) -> u32 {
+        let keys = keys(tokens);
+        keys.chunks_exact(PAGE_TOKENS as usize).map(|page| self.need(page[PAGE_TOKENS as usize - 1])).sum()
+    }
+
+    fn release(&mut self) {
+        let freed = self.schedule.take_freed();
+        assert!(self.packed() || freed.is_empty());
+        self.units.release(&freed);
+    }
+
+    fn run(&mut self) {
+        for _ in 0..100_000 {
+            let left = self.asked.len() < self.plan.sequences;
+            if left && self.random.below(3) == 0 {
+                self.add();
+            }
+            if self.plan.cancels > 0 && self.random.below(self.plan.cancels) == 0 {
+                self.cancel();
+            }
+            if self.plan.texts > 0 && self.random.below(self.plan.texts) == 0 {
+                self.text();
+            }
+            let events = self.step();
+            let is_idle = self.schedule.rows().is_empty() && self.schedule.waiting() == 0;
+            if events.is_empty() && is_idle && !left {
+                return self.check();
+            }
+            events.into_iter().for_each(|event| self.tell(event));
+        }
+        panic!("still busy: {:?}", self.plan);
+    }
+
+    fn add(&mut self) {
+        let Limits { context, chunk, .. } = self.plan.limits;
+        let id = SeqId(self.asked.len() as u64);
+        // Around the ends of chunks and pages as often as anywhere.
+        let most = u64::from(context) * 3 / 4;
+        let prompt = match self.random.below(3) {
+            0 => self.random.below(most) + 1,
+            1 => u64::from(chunk) * (1 + self.random.below(3)) + self.random.below(3) - 1,
+            _ => u64::from(PAGE_TOKENS) * (1 + self.random.below(5)) + self.random.below(3) - 1,
+        };
+        let prompt = prompt.min(most) as usize;
+        // No token repeats within 90, so that one of them can stop.
+        let new = (self.random.below(220) as u32).min(context - prompt as u32);
+        let stops = self.random.below(4) == 0 && new < 160;
+        let stop = if stops { vec![token_of(id, new / 2)] } else { Vec::new() };
+        let request = Request::new(tree_prompt(id, prompt, chunk)).max_new_tokens(new).stop(stop);
+        match self.schedule.add(request) {
+            Ok(added) => {
+                assert_eq!(added, id);
+                self.asked.insert(id, Asked { prompt, new, stops });
+            }
+            Err(error) => assert!(matches!(error, AdmissionError::NoRoom { .. }), "{error}"),
+        }
+    }
+
+    fn cancel(&mut self) {
+        let id = SeqId(self.random.below(self.asked.len().max(1) as u64));
+        let id = match &self.schedule.prefill {
+            Some(prefill) if self.plan.cancels_prefills && self.random.below(2) == 0 => prefill.running.id,
+            _ => id,
+        };
+        let runs = self.schedule.prefill.as_ref().is_some_and(|prefill| prefill.running.id == id);
+        if runs && !self.plan.cancels_prefills {
+            return;
+        }
+        if self.schedule.cancel(id) {
+            self.cancelled_prefills += u32::from(runs);
+            assert!(self.cancelled.insert(id));
+        }
+    }
+
+    /// As `Engine::logits`.
+    fn text(&mut self) {
+        let Limits { chunk, context, .. } = self.plan.limits;
+        let len = 1 + self.random.below(u64::from(context)) as usize;
+        let text: Vec<u32> = (0..len).map(|_| 1 + self.random.below(90) as u32).collect();
+        if self.schedule.check(&Request::new(text.clone()).max_new_tokens(0)).is_err() {
+            return;
+        }
+        while self.schedule.is_prefilling() {
+            let events = self.step();
+            events.into_iter().for_each(|event| self.tell(event));
+        }
+        let Ok(pages) = self.schedule.lend(&[self.schedule.pages_of(len as u32)]) else { return };
+        // Lending may have taken pages of beginnings, with their units.
+        self.release();
+        let mut table = pages[0].clone();
+        self.texts += 1;
+        let mut is_lost = false;
+        for start in (0..len as u32).step_by(chunk as usize) {
+            let end = (start + chunk).min(len as u32);
+            // What is behind the last page is not kept.
+            table.resize((end.div_ceil(PAGE_TOKENS) as usize).max(table.len()), u32::MAX);
+            is_lost |= self.chunk(TEXT, &text, (&table, u32::MAX), (start, end), is_lost);
+        }
+        self.text_kept += u32::from(!is_lost);
+        self.schedule.give(pages);
+        self.release();
+    }
+
+    /// Attends to a chunk, and packs its pages. Whether one is lost.
+    fn chunk(
+        &mut self,
+        id: SeqId,
+        tokens: &[u32],
+        (pages, hot): (&[u32], u32),
+        (start, end): (u32, u32),
+        was_lost: bool,
+    ) -> bool {
+        let keys = keys(tokens);
+        if !was_lost {
+            self.check_keys(&keys, pages, hot, start, start);
+        }
+        for position in start..end {
+            let is_open = self.packed() && position / PAGE_TOKENS == end / PAGE_TOKENS;
+            let page = if is_open { self.hot_page(hot) } else { pages[(position / PAGE_TOKENS) as usize] };
+            if page != u32::MAX {
+                self.memory[(page * PAGE_TOKENS + position % PAGE_TOKENS) as usize] = keys[position as usize];
+            }
+        }
+        let mut is_lost = false;
+        if self.packed() {
+            for index in start / PAGE_TOKENS..end / PAGE_TOKENS {
+                let page = pages[index as usize];
+                if page != u32::MAX {
+                    let need = self.need(keys[((index + 1) * PAGE_TOKENS - 1) as usize]);
+                    is_lost |= !self.units.pack(page, need);
+                } else {
+                    assert_eq!(id, TEXT, "a page of a sequence is not kept");
+                }
+            }
+        }
+        is_lost
+    }
+
+    fn hot_page(&self, hot: u32) -> u32 {
+        if hot == u32::MAX { hot } else { self.plan.pages + hot }
+    }
+
+    /// The keys of tokens before `end` are there; the hot page is that of token `open`.
+    fn check_keys(&self, keys: &[u64], pages: &[u32], hot: u32, end: u32, open: u32) {
+        for (position, key) in (0..end).zip(keys) {
+            let is_open = self.packed() && position / PAGE_TOKENS == open / PAGE_TOKENS;
+            let page = if is_open { self.hot_page(hot) } else { pages[(position / PAGE_TOKENS) as usize] };
+            assert!(is_open || !self.units.lost.contains(&page), "a lost page is read");
+            let place = (page * PAGE_TOKENS + position % PAGE_TOKENS) as usize;
+            assert_eq!(self.memory[place], *key, "token {position} of {pages:?}");
+        }
+    }
+
+    /// As `Engine::step`.
+    fn step(&mut self) -> Vec<Event> {
+        loop {
+            let next = self.schedule.due();
+            self.release();
+            match next {
+                Next::Idle => return Vec::new(),
+                Next::Prefill => {
+                    if let Some(event) = self.prefill() {
+                        return vec![event];
+                    }
+                }
+                Next::Launch { changed } => self.launch(changed),
+                Next::Read => {
+                    let Some((tokens, lost)) = self.in_flight.pop_front() else { panic!("nothing to read") };
+                    let mut events = Vec::new();
+                    self.schedule.read(&tokens, &lost, &mut events);
+                    if !events.is_empty() {
+                        return events;
+                    }
+                }
+            }
+            // A host may do anything here; calls of the engine only begin where it returns.
+        }
+    }
+
+    fn prefill(&mut self) -> Option<Event> {
+        self.schedule.begin_prefill();
+        self.release();
+        let Chunk { running, tokens, start, is_first, is_last } = self.schedule.next_chunk()?;
+        let (id, tokens) = (running.id, tokens.to_vec());
+        if is_first {
+            self.prompt = (running.pages.clone(), running.hot);
+            self.prompt_is_lost = false;
+        }
+        assert_eq!(self.prompt, (running.pages.clone(), running.hot), "the tables of the first chunk");
+        let told = self.told.get(&id).map_or(0, Vec::len);
+        let all = self.tokens(id, told);
+        let end = start + tokens.len() as u32;
+        assert_eq!(tokens, all[start as usize..end as usize]);
+        assert_eq!(is_last, end as usize == all.len());
+        let (pages, hot) = self.prompt.clone();
+        self.prompt_is_lost |= self.chunk(id, &all, (&pages, hot), (start, end), self.prompt_is_lost);
+        self.schedule.chunk_launched();
+        if !is_last {
+            return None;
+        }
+        assert!(self.in_flight.is_empty());
+        self.is_overwritten = true;
+        if self.prompt_is_lost { self.schedule.lost() } else { self.schedule.begun(token_of(id, told as u32)) }
+    }
+
+    fn launch(&mut self, changed: bool) {
+        if changed {
+            assert!(self.in_flight.is_empty());
+            let row = |row: &Running| {
+                let nth = row.position - self.asked[&row.id].prompt as u32;
+                assert_eq!(row.last, token_of(row.id, nth), "the device's input");
+                Row {
+                    id: row.id,
+                    position: row.position,
+                    pages: row.pages.clone(),
+                    hot: row.hot,
+                    slot: row.slot,
+                    is_lost: false,
+                }
+            };
+            self.rows = self.schedule.rows().iter().map(row).collect();
+            self.is_overwritten = false;
+        }
+        assert!(!self.is_overwritten, "the first row is not what it was");
+        let mut rows = std::mem::take(&mut self.rows);
+        assert!(rows.iter().map(|row| row.id).eq(self.schedule.rows().iter().map(|row| row.id)));
+        let mut tokens = Vec::new();
+        for row in &mut rows {
+            let nth = row.position + 1 - self.asked[&row.id].prompt as u32;
+            let all = self.tokens(row.id, nth as usize);
+            let keys = keys(&all);
+            if !row.is_lost {
+                self.check_keys(&keys, &row.pages, row.hot, row.position, row.position);
+            }
+            let page =
+                if self.packed() { self.hot_page(row.hot) } else { row.pages[(row.position / PAGE_TOKENS) as usize] };
+            self.memory[(page * PAGE_TOKENS + row.position % PAGE_TOKENS) as usize] = keys[row.position as usize];
+            tokens.push(if row.is_lost { WRONG } else { token_of(row.id, nth) });
+            row.position += 1;
+            if self.packed() && row.position.is_multiple_of(PAGE_TOKENS) {
+                let to = row.pages[(row.position / PAGE_TOKENS - 1) as usize];
+                let (from, at) = (page * PAGE_TOKENS, to * PAGE_TOKENS);
+                self.memory.copy_within(from as usize..(from + PAGE_TOKENS) as usize, at as usize);
+                let need = self.need(keys[row.position as usize - 1]);
+                row.is_lost |= !self.units.pack(to, need);
+            }
+        }
+        let flags = rows.iter().map(|row| u32::from(row.is_lost)).collect();
+        self.rows = rows;
+        self.in_flight.push_back((tokens, flags));
+        self.schedule.launched();
+    }
+
+    fn tell(&mut self, event: Event) {
+        let Event { seq, token, finish, .. } = event;
+        assert!(!self.cancelled.contains(&seq) && !self.ended.contains_key(&seq), "{event:?}");
+        let told = self.told.entry(seq).or_default();
+        if token != NO_TOKEN {
+            assert_eq!(token, token_of(seq, told.len() as u32), "{event:?}");
+            told.push(token);
+        }
+        let Some(finish) = finish else { return };
+        if finish == Finish::CacheFull {
+            // Only what would not fit alone.
+            let count = told.len() - usize::from(token != NO_TOKEN);
+            let need = self.need_of(&self.tokens(seq, count));
+            assert!(need > self.plan.units, "{event:?}: {need} units of {}, {:?}", self.plan.units, self.plan);
+        }
+        self.ended.insert(seq, finish);
+    }
+
+    fn check(&mut self) {
+        while self.schedule.drop_idle() {}
+        self.release();
+        assert_eq!((self.schedule.pool.free(), self.schedule.waiting()), (self.plan.pages, 0));
+        assert_eq!(self.schedule.hot.free(), self.plan.limits.max_batch);
+        assert_eq!(self.units.free.len() as u32, self.plan.units, "units are gone: {:?}", self.units.owned);
+        for (id, asked) in &self.asked {
+            let told = self.told.get(id).map_or(0, Vec::len) as u32;
+            let right = match self.ended.get(id) {
+                Some(Finish::CacheFull) => told <= asked.end(),
+                Some(Finish::Stop) => asked.stops && told == asked.end(),
+                Some(Finish::Length) => !asked.stops && told == asked.end(),
+                Some(Finish::NotANumber) => false,
+                None => self.cancelled.contains(id) || asked.new == 0,
+            };
+            assert!(right, "{id:?}: {told} of {}, {:?}", asked.end(), self.ended.get(id));
+        }
+    }
+}
+
+/// A plan drawn from a seed.
+fn plan(random: &mut Random) -> Plan {
+    let chunk = [64, 128, 192, 256][random.below(4) as usize];
+    let kv_cache = if random.below(5) == 0 { KvCache::Bf16 } else { KvCache::Packed };
+    Plan {
+        limits: Limits {
+            max_batch: 1 + random.below(8) as u32,
+            chunk,
+            kv_cache,
+            shares_prefixes: random.below(4) != 0,
+            ahead: 1 + random.below(3) as u32,
+            ..LIMITS
+        },
+        pages: 3 + random.below(30) as u32,
+        units: random.below(12) as u32,
+        odds: [1, 2, 4, 16][random.below(4) as usize],
+        sequences: 6 + random.below(20) as usize,
+        cancels: [0, 5, 20, 100][random.below(4) as usize],
+        texts: 0,
+        cancels_prefills: false,
+    }
+}
+
+/// How many seeds; `KV_ATTACK_SEEDS` asks for more.
+fn seeds(usual: u64) -> Range<u64> {
+    let count = std::env::var("KV_ATTACK_SEEDS").ok().and_then(|count| count.parse().ok()).unwrap_or(usual);
+    0..count
+}
+
+/// Runs plans of many seeds; what is wrong with the first few.
+fn attack(usual: u64, change: impl Fn(&mut Plan)) {
+    let (mut preempted, mut full, mut shared, mut prefills, mut texts, mut cancelled) = (0, 0, 0, 0, 0, 0);
+    for seed in seeds(usual) {
+        let mut random = Random::new(seed * 7 + 3);
+        let mut plan = plan(&mut random);
+        change(&mut plan);
+        let mut attack = Attack::new(plan, random);
+        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| attack.run()));
+        assert!(result.is_ok(), "seed {seed}: {plan:?}");
+        preempted += attack.schedule.preempted();
+        shared += attack.schedule.shared_prompt_tokens();
+        full += attack.ended.values().filter(|finish| **finish == Finish::CacheFull).count();
+        prefills += attack.cancelled_prefills;
+        (texts, cancelled) = (texts + attack.text_kept, cancelled + attack.cancelled.len());
+    }
+    eprintln!(
+        "{preempted} preempted, {full} full, {shared} tokens shared, {cancelled} cancelled, {prefills} of them in \
+         their prompts, {texts} texts"
+    );
+}
+
+/// Everything but texts, and cancellations of prompts that run.
+#[test]
+fn no_unit_is_owned_twice_or_gone() {
+    attack(200, |_| ());
+}
+
+/// A prompt that is cancelled gives its units back, and no other sequence ends for want of them.
+#[test]
+fn cancelled_prompts_give_their_units_back() {
+    attack(200, |plan| {
+        (plan.cancels_prefills, plan.cancels) = (true, plan.cancels.clamp(3, 20));
+    });
+}
+
+/// Texts take pages that beginnings of prompts held, with their units.
+#[test]
+fn texts_take_the_pages_of_beginnings_with_their_units() {
+    attack(200, |plan| plan.texts = 10);
+}
+
+/// A page is lost while a prompt holds all units. The prompt is cancelled before the step is read: its units are free
+/// again, so the sequence is computed again, and does not end.
+#[test]
+fn a_page_lost_to_a_prompt_that_was_cancelled_is_computed_again() {
+    let mut schedule = Schedule::new(PACKED, 20);
+    schedule.add(request(60, 100)).unwrap();
+    let id = join(&mut schedule, 10);
+    for _ in 0..2 {
+        step(&mut schedule, &[11], &[0]);
+    }
+    let prompt = schedule.add(request(600, 5)).unwrap();
+    assert!(!chunk(&mut schedule));
+    assert_eq!(schedule.due(), Next::Launch { changed: false });
+    schedule.launched();
+    assert!(!chunk(&mut schedule), "behind a step");
+    // Fills the page.
+    assert_eq!(schedule.due(), Next::Launch { changed: false });
+    schedule.launched();
+    assert_eq!(schedule.due(), Next::Read);
+    let mut events = Vec::new();
+    schedule.read(&[12], &[0], &mut events);
+    assert!(schedule.cancel(prompt));
+    schedule.read(&[13], &[1], &mut events);
+    assert_eq!(events[1], Event { seq: id, token: 13, finish: None, logprobs: None }, "its page fits now");
+}
+
+/// What `Engine::logits` does where beginnings of prompts hold the pages.
+#[test]
+fn lent_pages_are_freed_once() {
+    let mut schedule = Schedule::new(Limits { shares_prefixes: true, ..PACKED }, 6);
+    let id = schedule.add(request(300, 3)).unwrap();
+    join(&mut schedule, 10);
+    assert!(schedule.cancel(id));
+    assert_eq!(schedule.due(), Next::Idle);
+    schedule.take_freed();
+    let pages = schedule.lend(&[6]).unwrap();
+    let evicted = schedule.take_freed();
+    assert_eq!(evicted.len(), 3, "to be released before the text is packed");
+    schedule.give(pages);
+    assert_eq!(schedule.take_freed().len(), 6);
+}
