@@ -122,7 +122,7 @@ struct Told {
 
 impl Told {
     fn take(&mut self, events: Vec<Event>) {
-        for Event { seq, token, finish } in events {
+        for Event { seq, token, finish, .. } in events {
             assert!(!self.finish.contains_key(&seq), "{seq:?} goes on behind its end");
             if token != NO_TOKEN {
                 self.tokens.entry(seq).or_default().push(token);
@@ -132,8 +132,9 @@ impl Told {
     }
 }
 
-/// Random requests, cancellations and texts, until all is idle. `fits`: no sequence needs more units than there are. Every token that was told must be a likeliest one by a
-/// BF16 cache, texts have the same bits all the time, and nothing is missing in the end.
+/// Random requests, cancellations and texts, until all is idle. `fits`: no sequence needs more units than there are.
+/// Every reported token must be a likeliest one by a BF16 cache, texts have the same bits in every round, and no page
+/// or unit is missing at the end.
 fn attack(bf16: &mut Engine, packed: &mut Engine, model: &DemoOptions, (rounds, seed): (u32, u64), fits: bool) {
     let (vocab, random) = (model.vocab, &mut Random::new(seed));
     let beginnings: Vec<Vec<u32>> = (0..3).map(|index| tokens(400, vocab, seed + index)).collect();
@@ -231,8 +232,8 @@ fn beginnings_that_hold_units_change_no_bit() {
     }
 }
 
-/// Outliers of many sizes: a share of the units from none to all has escapes, or is BF16. Wherever nothing is preempted,
-/// 256 sequences have the same tokens by either cache.
+/// Outliers of many sizes: a share of the units from none to all has escapes, or is BF16. Where no sequence is
+/// preempted, 256 sequences have the same tokens by either cache.
 #[test]
 #[ignore = "needs a GPU"]
 fn outliers_of_any_size_give_the_same_tokens() {

@@ -93,8 +93,8 @@ pub fn rotating(spec: VariantSpec, adjacent: bool) -> VariantSpec {
 }
 
 /// The shipped attention for heads of this size that is nearest to so many warps and blocks: those of sizes that few
-/// models have come with clusters of one. Only warps and clusters that both caches have are taken, so that their sums have
-/// the same order and the same bits.
+/// models have come with clusters of one. Only warps and clusters that both caches have are taken, so that their sums
+/// have the same order and the same bits.
 pub fn variant(
     arch: Arch,
     (step, cache): (AttentionStep, KvCache),
