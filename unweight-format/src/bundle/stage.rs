@@ -58,7 +58,7 @@ pub(crate) struct Stage {
     replaceable: Option<Replaceable>,
     /// Bytes still to be written, as far as known: for the message when the disk is full.
     left_bytes: AtomicU64,
-    _lock: File,
+    _lock: Lock,
 }
 
 /// Where an output grows; `None` of what is no name for one.
@@ -495,7 +495,19 @@ fn check_own(partial: &Path) -> Result<(), BundleError> {
     Ok(())
 }
 
-fn lock(partial: &Path) -> Result<File, BundleError> {
+/// The lock of an unfinished output. It is released by name: closing the file would leave it to a child process that is
+/// being started, which has a copy until it runs its program.
+#[derive(Debug)]
+struct Lock(File);
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        // The system releases it at the latest when all copies are closed.
+        let _ = self.0.unlock();
+    }
+}
+
+fn lock(partial: &Path) -> Result<Lock, BundleError> {
     let path = partial.join("lock");
     loop {
         match DirBuilder::new().mode(0o700).create(partial) {
@@ -555,7 +567,7 @@ fn lock(partial: &Path) -> Result<File, BundleError> {
         if let (Ok(held), Ok(named)) = (file.metadata(), path.symlink_metadata())
             && same(held, named)
         {
-            return Ok(file);
+            return Ok(Lock(file));
         }
     }
 }
