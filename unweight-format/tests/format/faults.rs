@@ -2,11 +2,13 @@
 //! modes bind, or with a fault that the library is asked to meet (`FAULTS`).
 
 use std::{
-    fs,
+    fs, io,
     os::unix::{fs::PermissionsExt, process::CommandExt},
     path::Path,
     process::Command,
     sync::atomic::{AtomicU64, Ordering},
+    thread,
+    time::Duration,
 };
 
 use rustix::process::{Resource, Rlimit, geteuid, setrlimit};
@@ -88,7 +90,15 @@ impl Child {
 
     /// What it says; nothing if it was ended on the way.
     fn says(mut self) -> String {
-        let output = self.0.output().unwrap();
+        let output = loop {
+            match self.0.output() {
+                // A process that another test is starting still has the copy open for writing.
+                Err(error) if error.kind() == io::ErrorKind::ExecutableFileBusy => {
+                    thread::sleep(Duration::from_millis(10));
+                }
+                output => break output.unwrap(),
+            }
+        };
         let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
         assert!(!text.contains("panicked"), "{text}");
         text.split_once("child says: ").map_or("", |(_, said)| said).lines().next().unwrap_or_default().to_owned()
@@ -390,7 +400,7 @@ impl Progress for StopAfter {
 fn when_unlocked<T>(mut run: impl FnMut() -> Result<T, BundleError>) -> Result<T, BundleError> {
     for _ in 0..100 {
         match run() {
-            Err(BundleError::Locked { .. }) => std::thread::sleep(std::time::Duration::from_millis(50)),
+            Err(BundleError::Locked { .. }) => thread::sleep(Duration::from_millis(50)),
             done => return done,
         }
     }
