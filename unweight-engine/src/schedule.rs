@@ -188,9 +188,8 @@ pub struct Schedule {
     /// [`Schedule::shared_prompt_tokens`].
     shared_prompt_tokens: u64,
     rows: Vec<Running>,
-    in_flight: u32,
-    /// Of each step in flight: whether at its launch nothing but its one row held pages, and so BF16 units.
-    alone: VecDeque<bool>,
+    /// The steps in flight; of each, whether at its launch nothing but its one row held pages, and so BF16 units.
+    in_flight: VecDeque<bool>,
     /// Prompt tokens that were run since the last step was launched.
     spent: u32,
     /// Rows are others than the device knows of.
@@ -252,8 +251,7 @@ impl Schedule {
             prefixes: PrefixCache::new(limits.chunk),
             shared_prompt_tokens: 0,
             rows: Vec::new(),
-            in_flight: 0,
-            alone: VecDeque::new(),
+            in_flight: VecDeque::new(),
             spent: 0,
             changed: false,
         }
@@ -373,23 +371,24 @@ impl Schedule {
 
     /// Returns the next action. Releases finished sequences and hands out pages if no step is in flight.
     pub fn due(&mut self) -> Next {
-        if self.in_flight == 0 {
+        if self.in_flight.is_empty() {
             self.compact();
             self.grow();
         }
         let chunk = self.chunk_is_due();
         // Enqueueing a chunk may wait for the device: tokens that are ready by then are read first.
-        let behind = chunk == Some(Place::Behind) && self.in_flight < self.limits.ahead;
-        if behind || chunk.is_some() && self.in_flight == 0 {
+        let may_launch = self.in_flight.len() < self.limits.ahead as usize;
+        let behind = chunk == Some(Place::Behind) && may_launch;
+        if behind || chunk.is_some() && self.in_flight.is_empty() {
             return Next::Prefill;
         }
-        if self.in_flight == 0 {
+        if self.in_flight.is_empty() {
             return if self.rows.is_empty() { Next::Idle } else { Next::Launch { changed: self.changed } };
         }
         let cache = self.limits.kv_cache;
         let can_run = |row: &Running| row.may_run() && row.need(cache, 0) <= row.pages.len() as u32;
         let ready = !self.changed && chunk.is_none() && self.rows.iter().all(can_run);
-        if ready && self.in_flight < self.limits.ahead { Next::Launch { changed: false } } else { Next::Read }
+        if ready && may_launch { Next::Launch { changed: false } } else { Next::Read }
     }
 
     /// Where the next chunk of a prompt may run; `None` if none waits, or if a step is due before it.
@@ -630,9 +629,8 @@ impl Schedule {
 
     /// Records the launch of a step of all rows.
     pub fn launched(&mut self) {
-        self.in_flight += 1;
         let alone = self.rows.len() == 1 && self.prefill.is_none() && self.prefixes.idle_pages() == 0;
-        self.alone.push_back(alone);
+        self.in_flight.push_back(alone);
         self.changed = false;
         self.spent = 0;
         for running in &mut self.rows {
@@ -644,11 +642,9 @@ impl Schedule {
     /// word per row that is not 0 if a page that the step filled is lost; empty: none is. The token of that step is
     /// right, those of later steps in flight are not.
     pub fn read(&mut self, tokens: &[u32], lost: &[u32], events: &mut Vec<Event>) {
-        debug_assert!(self.in_flight > 0 && tokens.len() == self.rows.len());
-        self.in_flight -= 1;
-        let any_lost = lost.iter().any(|flag| *flag != 0);
-        let alone = self.alone.pop_front().unwrap_or_default();
-        if any_lost {
+        debug_assert!(!self.in_flight.is_empty() && tokens.len() == self.rows.len());
+        let alone = self.in_flight.pop_front().unwrap_or_default();
+        if lost.iter().any(|flag| *flag != 0) {
             self.drop_idle();
         }
         for (at, (running, &token)) in self.rows.iter_mut().zip(tokens).enumerate() {
@@ -673,8 +669,7 @@ impl Schedule {
 
     /// Ends all sequences, because results of a failed device cannot be trusted.
     pub fn clear(&mut self) {
-        self.in_flight = 0;
-        self.alone.clear();
+        self.in_flight.clear();
         self.waiting.clear();
         if let Some(prefill) = self.prefill.take() {
             self.leave(prefill.running);

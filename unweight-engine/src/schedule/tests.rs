@@ -164,7 +164,7 @@ fn a_long_prompt_runs_between_steps() {
                 let is_last = chunk.is_last;
                 schedule.chunk_launched();
                 if is_last {
-                    assert_eq!(schedule.in_flight, 0);
+                    assert!(schedule.in_flight.is_empty());
                     schedule.begun(20);
                 }
             }
