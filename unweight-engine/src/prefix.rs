@@ -27,6 +27,13 @@ struct Node {
     used: u64,
 }
 
+impl Node {
+    /// Its pages, if no sequence reads them.
+    fn idle_pages(&self) -> u32 {
+        if self.users == 0 { self.pages.len() as u32 } else { 0 }
+    }
+}
+
 /// Shared pages by the tokens that they hold.
 #[derive(Debug)]
 pub struct PrefixCache {
@@ -37,12 +44,15 @@ pub struct PrefixCache {
     vacant: Vec<usize>,
     index: HashMap<Key, NodeId>,
     clock: u64,
+    /// [`PrefixCache::idle_pages`], which every step asks for.
+    idle: u32,
 }
 
 impl PrefixCache {
     /// An empty cache for prompts that are cut every `chunk` tokens.
     pub fn new(chunk: u32) -> Self {
-        Self { chunk: chunk.max(1) as usize, nodes: Vec::new(), vacant: Vec::new(), index: HashMap::new(), clock: 0 }
+        let (nodes, vacant, index) = (Vec::new(), Vec::new(), HashMap::new());
+        Self { chunk: chunk.max(1) as usize, nodes, vacant, index, clock: 0, idle: 0 }
     }
 
     /// The nodes of the longest cached beginning of a prompt, from the first token on. At least one token is behind
@@ -63,20 +73,21 @@ impl PrefixCache {
 
     /// Notes that a sequence reads these nodes.
     pub fn hold(&mut self, nodes: &[NodeId]) {
-        self.each(nodes, |node| node.users += 1);
+        self.each(nodes, |users| users + 1);
     }
 
     /// Notes that a sequence no longer reads these nodes. They stay until their pages are needed.
     pub fn release(&mut self, nodes: &[NodeId]) {
-        self.each(nodes, |node| node.users = node.users.saturating_sub(1));
+        self.each(nodes, |users| users.saturating_sub(1));
     }
 
-    fn each(&mut self, nodes: &[NodeId], mut change: impl FnMut(&mut Node)) {
+    fn each(&mut self, nodes: &[NodeId], users: impl Fn(u32) -> u32) {
         self.clock += 1;
         for id in nodes {
             if let Some(node) = self.nodes.get_mut(id.0).and_then(Option::as_mut) {
-                change(node);
-                node.used = self.clock;
+                self.idle -= node.idle_pages();
+                (node.users, node.used) = (users(node.users), self.clock);
+                self.idle += node.idle_pages();
             }
         }
     }
@@ -105,7 +116,8 @@ impl PrefixCache {
     /// The number of pages that no sequence reads. A sequence that reads a node reads its ancestors, so all of these
     /// pages can be evicted.
     pub fn idle_pages(&self) -> u32 {
-        self.nodes.iter().flatten().filter(|node| node.users == 0).map(|node| node.pages.len() as u32).sum()
+        debug_assert_eq!(self.idle, self.nodes.iter().flatten().map(Node::idle_pages).sum::<u32>());
+        self.idle
     }
 
     /// The pages of all nodes.
@@ -116,8 +128,7 @@ impl PrefixCache {
 
     /// The number of pages of these nodes that no sequence reads.
     pub fn idle_of(&self, nodes: &[NodeId]) -> u32 {
-        let of = |id: &NodeId| self.nodes.get(id.0)?.as_ref().filter(|node| node.users == 0);
-        nodes.iter().filter_map(of).map(|node| node.pages.len() as u32).sum()
+        nodes.iter().filter_map(|node| self.nodes.get(node.0)?.as_ref()).map(Node::idle_pages).sum()
     }
 
     /// Forgets nodes that no sequence reads, the least recently used first, until they had `count` pages or more.
@@ -129,6 +140,7 @@ impl PrefixCache {
             let idle = leaves.filter(|(_, node)| node.users == 0 && node.children == 0);
             let Some(at) = idle.min_by_key(|(_, node)| node.used).map(|(at, _)| at) else { break };
             let Some(node) = self.nodes[at].take() else { break };
+            self.idle -= node.idle_pages();
             self.vacant.push(at);
             self.index.remove(&node.key);
             if let Some(parent) = node.key.0.and_then(|parent| self.nodes.get_mut(parent.0)?.as_mut()) {
