@@ -25,18 +25,11 @@ impl Engine {
         self.check_alive()?;
         self.schedule.check(&Request::new(tokens.to_vec()).max_new_tokens(0))?;
         self.end_prefill()?;
-        let bits = loop {
-            // A text that was checked fits 32 bits.
-            let pages = self.lend(&[self.schedule.pages_of(tokens.len() as u32)])?;
-            let pages_of = pages.first().map_or(&[][..], Vec::as_slice);
-            let read = text_logits(&mut self.forward, &self.weights, &mut self.stepper, tokens, pages_of);
-            let read = self.note(read)?;
-            self.give_back(pages)?;
-            if let Some(bits) = read {
-                break bits;
-            }
-            self.make_room_for_units()?;
-        };
+        // A text that was checked fits 32 bits.
+        let count = self.schedule.pages_of(tokens.len() as u32);
+        let bits = self.with_pages(&[count], |Self { forward, weights, stepper, .. }, pages| {
+            text_logits(forward, weights, stepper, tokens, pages.first().map_or(&[][..], Vec::as_slice))
+        })?;
         Ok(bits.into_iter().map(bf16::from_bits).collect())
     }
 
@@ -54,15 +47,28 @@ impl Engine {
             self.schedule.check(&Request::new(text.to_vec()).max_new_tokens(0))?;
         }
         let counts: Vec<u32> = texts.iter().map(|text| self.schedule.pages_of(text.len() as u32)).collect();
+        self.with_pages(&counts, |engine, pages| engine.steps_of(texts, pages))
+    }
+
+    /// What a computation on lent pages gives. If a page is lost (`None`), beginnings of prompts that no sequence reads
+    /// are evicted for their BF16 units, and it is computed again.
+    fn with_pages<T>(
+        &mut self,
+        counts: &[u32],
+        compute: impl Fn(&mut Self, &[Vec<u32>]) -> Result<Option<T>, DeviceError>,
+    ) -> Result<T, EngineError> {
         loop {
-            let pages = self.lend(&counts)?;
-            let read = self.steps_of(texts, &pages);
-            let read = self.note(read)?;
-            self.give_back(pages)?;
-            if let Some(logits) = read {
-                return Ok(logits);
+            let pages = self.lend(counts)?;
+            let computed = compute(self, &pages);
+            let computed = self.note(computed)?;
+            self.schedule.give(pages);
+            self.release_freed()?;
+            if let Some(result) = computed {
+                return Ok(result);
             }
-            self.make_room_for_units()?;
+            if !self.schedule.drop_idle() {
+                return Err(AdmissionError::NoUnits { units: self.memory.units }.into());
+            }
         }
     }
 
@@ -72,18 +78,6 @@ impl Engine {
         let pages = self.schedule.lend(counts)?;
         self.release_freed()?;
         Ok(pages)
-    }
-
-    /// Evicts beginnings of prompts that no sequence reads, for their BF16 units.
-    fn make_room_for_units(&mut self) -> Result<(), EngineError> {
-        let units = self.memory.units;
-        if self.schedule.drop_idle() { Ok(()) } else { Err(AdmissionError::NoUnits { units }.into()) }
-    }
-
-    /// Returns pages that were lent, and their BF16 units.
-    fn give_back(&mut self, pages: Vec<Vec<u32>>) -> Result<(), EngineError> {
-        self.schedule.give(pages);
-        self.release_freed()
     }
 
     /// `None` if a page is lost.
