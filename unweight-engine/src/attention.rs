@@ -103,24 +103,19 @@ pub fn variant(
 ) -> Option<VariantSpec> {
     let Shape { warps, cluster, split, crowded, .. } = shape;
     let pdl = arch.has(Instruction::DependentLaunch);
-    let of = |spec: &VariantSpec| match spec.op {
-        Op::Attention(op) if (op.step, op.cache) == (step, cache) && op.head_dim.get() == head_dim => {
-            (op.pdl == pdl && op.split == split && !op.adjacent).then_some(op)
-        }
+    let shipped = catalog::on::<AttentionSpec>(arch).filter_map(|spec| match spec.op {
+        Op::Attention(op) if op.step == step && op.head_dim.get() == head_dim && !op.adjacent => Some(op),
         _ => None,
-    };
-    let rank = |op: AttentionSpec| (op.warps.get() * op.cluster.get()).abs_diff(warps * cluster);
+    });
+    let (own, others): (Vec<_>, Vec<_>) =
+        shipped.filter(|op| op.pdl == pdl && op.split == split).partition(|op| op.cache == cache);
+    let is_shared = |own: &AttentionSpec| others.iter().any(|op| (op.warps, op.cluster) == (own.warps, own.cluster));
+    let rank = |op: &AttentionSpec| (op.warps.get() * op.cluster.get()).abs_diff(warps * cluster);
     // Where variants differ in their rings alone, the shorter one is for a crowded device.
-    let ring = |op: AttentionSpec| if crowded { op.stages.get() } else { AttentionStages::MAX.get() - op.stages.get() };
-    let far = |op: AttentionSpec| (rank(op), op.warps.get().abs_diff(warps), ring(op));
-    let order = |op: AttentionSpec| (op.step, op.head_dim, op.warps, op.cluster, op.split, op.pdl, op.adjacent);
-    let is_shared = |own: AttentionSpec| {
-        catalog::on::<AttentionSpec>(arch).any(|spec| match spec.op {
-            Op::Attention(op) => op.cache != cache && order(op) == order(own),
-            _ => false,
-        })
-    };
+    let ring =
+        |op: &AttentionSpec| if crowded { op.stages.get() } else { AttentionStages::MAX.get() - op.stages.get() };
+    let far = |op: &AttentionSpec| (rank(op), op.warps.get().abs_diff(warps), ring(op));
     // Prompts are attended to in BF16 by either cache.
-    let fits = |op: AttentionSpec| step == AttentionStep::Prefill || is_shared(op);
-    catalog::on::<AttentionSpec>(arch).filter(|spec| of(spec).is_some_and(fits)).min_by_key(|spec| of(spec).map(far))
+    let fits = own.into_iter().filter(|op| step == AttentionStep::Prefill || is_shared(op));
+    fits.min_by_key(far).map(|op| VariantSpec::attention(arch, op))
 }
