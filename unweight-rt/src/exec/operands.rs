@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use unweight_codegen::family::sample::VOCABULARY_MAX;
+
 use crate::device::{
     LaunchError,
     view::{Place, check_apart},
@@ -41,6 +43,23 @@ pub(crate) fn check_activations(operand: &'static str, place: &Place, max: u32) 
 pub(crate) fn check_len(buffer: &'static str, got: usize, expected: u32) -> Result<(), LaunchError> {
     let (got, expected) = (got as u64, u64::from(expected));
     if got == expected { Ok(()) } else { Err(LaunchError::Elements { buffer, got, expected }) }
+}
+
+/// Checks logits, and the lengths of buffers with an entry for each of their rows.
+pub(crate) fn check_logits(logits: &Place, lengths: [(&'static str, usize); 3]) -> Result<(), LaunchError> {
+    if !(1..=VOCABULARY_MAX).contains(&logits.cols) {
+        return Err(LaunchError::Logits { cols: logits.cols, max: VOCABULARY_MAX });
+    }
+    if logits.rows > 1 {
+        logits.check_rows_aligned("logits")?;
+    }
+    logits.check_aligned("logits")?;
+    for (buffer, len) in lengths {
+        if (len as u64) < u64::from(logits.rows) {
+            return Err(LaunchError::Elements { buffer, got: len as u64, expected: logits.rows.into() });
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]

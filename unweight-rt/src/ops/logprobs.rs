@@ -2,9 +2,7 @@
 
 use std::sync::Arc;
 
-use unweight_codegen::{
-    abi::LogprobsArgs, family::logprobs::TOP_MAX, family::sample::VOCABULARY_MAX, plan::GemmShape, spec::Op,
-};
+use unweight_codegen::{abi::LogprobsArgs, family::logprobs::TOP_MAX, plan::GemmShape, spec::Op};
 
 use crate::{
     device::{
@@ -12,7 +10,7 @@ use crate::{
         module::LoadedKernel,
         view::{Place, check_apart, check_device},
     },
-    exec::ExecContext,
+    exec::{ExecContext, operands::check_logits},
 };
 
 /// Words of a row of results: token and f32 of the sampled token and of the likeliest ones.
@@ -79,24 +77,14 @@ impl Logprobs {
 }
 
 /// Whether these can be the logits, and the rows of wanted, ids and results.
-fn check_shapes(logits: &Place, rows: [usize; 3]) -> Result<(), LaunchError> {
-    if !(1..=VOCABULARY_MAX).contains(&logits.cols) {
-        return Err(LaunchError::Logits { cols: logits.cols, max: VOCABULARY_MAX });
-    }
-    if logits.rows > 1 {
-        logits.check_rows_aligned("logits")?;
-    }
-    logits.check_aligned("logits")?;
-    for (buffer, len) in ["wanted", "ids", "log probabilities"].into_iter().zip(rows) {
-        if (len as u64) < u64::from(logits.rows) {
-            return Err(LaunchError::Elements { buffer, got: len as u64, expected: logits.rows.into() });
-        }
-    }
-    Ok(())
+fn check_shapes(logits: &Place, [wanted, ids, out]: [usize; 3]) -> Result<(), LaunchError> {
+    check_logits(logits, [("wanted", wanted), ("ids", ids), ("log probabilities", out)])
 }
 
 #[cfg(test)]
 mod tests {
+    use unweight_codegen::family::sample::VOCABULARY_MAX;
+
     use super::*;
 
     #[test]

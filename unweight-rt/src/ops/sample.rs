@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 pub use unweight_codegen::abi::{AdjustRow, SampleRow, TokenState};
-use unweight_codegen::{abi::SampleArgs, family::sample::VOCABULARY_MAX, plan::GemmShape, spec::Op};
+use unweight_codegen::{abi::SampleArgs, plan::GemmShape, spec::Op};
 
 use crate::{
     device::{
@@ -11,7 +11,7 @@ use crate::{
         module::LoadedKernel,
         view::{Place, check_apart, check_device},
     },
-    exec::ExecContext,
+    exec::{ExecContext, operands::check_logits},
 };
 
 /// A kernel of `sample`.
@@ -168,20 +168,8 @@ impl Sample {
 }
 
 /// Whether these can be the logits, and the lengths of rows, positions and ids.
-fn check_shapes(logits: &Place, lengths: [usize; 3]) -> Result<(), LaunchError> {
-    if !(1..=VOCABULARY_MAX).contains(&logits.cols) {
-        return Err(LaunchError::Logits { cols: logits.cols, max: VOCABULARY_MAX });
-    }
-    if logits.rows > 1 {
-        logits.check_rows_aligned("logits")?;
-    }
-    logits.check_aligned("logits")?;
-    for (buffer, len) in ["rows", "positions", "ids"].into_iter().zip(lengths) {
-        if (len as u64) < u64::from(logits.rows) {
-            return Err(LaunchError::Elements { buffer, got: len as u64, expected: logits.rows.into() });
-        }
-    }
-    Ok(())
+fn check_shapes(logits: &Place, [rows, positions, ids]: [usize; 3]) -> Result<(), LaunchError> {
+    check_logits(logits, [("rows", rows), ("positions", positions), ("ids", ids)])
 }
 
 /// Whether these can be the lengths of adjustments and token states, and the pitch of the states.
@@ -200,6 +188,8 @@ fn check_states(logits: &Place, adjusts: usize, tokens: usize, token_pitch: u32)
 
 #[cfg(test)]
 mod tests {
+    use unweight_codegen::family::sample::VOCABULARY_MAX;
+
     use super::*;
 
     fn place(rows: u32, cols: u32, pitch: u64) -> Place {
