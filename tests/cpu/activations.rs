@@ -255,10 +255,7 @@ fn planted_bugs_of_norms_are_caught() {
         (shared, "ptx::mul(high_of(y), high_of(gamma))", "ptx::mul(high_of(y), low_of(gamma))"),
     ] {
         let spec = spec("norm_t256_pdl");
-        let edit = Edit { header, from, to };
-        if edit.is_left_out() {
-            continue;
-        }
+        let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = CpuKernel::of(&spec, &[edit]);
         let caught = norms().iter().any(|case| case.check(&mut kernel, &spec).is_err());
         assert!(caught, "planting `{to}` for `{from}` went unnoticed");
@@ -362,10 +359,7 @@ fn planted_bugs_of_activations_are_caught() {
         ("args.y + row * args.y_pitch", "args.y + row * args.x_pitch"),
     ] {
         let spec = spec("silu_mul_t128");
-        let edit = Edit { header, from, to };
-        if edit.is_left_out() {
-            continue;
-        }
+        let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = CpuKernel::of(&spec, &[edit]);
         let pair = if from.contains("spread") { Pair::Turns } else { Pair::Beside };
         let caught = SILU_MULS.iter().any(|shape| check_silu_mul(&mut kernel, &spec, *shape, pair).is_err());
@@ -570,10 +564,7 @@ fn planted_bugs_of_embeddings_are_caught() {
         ("embed_packed", "i * 8 + part * 2", "i * 8 + part"),
     ] {
         let spec = spec(name);
-        let edit = Edit { header, from, to };
-        if edit.is_left_out() {
-            continue;
-        }
+        let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = CpuKernel::of(&spec, &[edit]);
         let caught = tables().iter().any(|table| table.check_all(&mut kernel, &spec).is_err());
         assert!(caught, "planting `{to}` for `{from}` went unnoticed");
@@ -776,10 +767,7 @@ fn planted_bugs_of_rotations_are_caught() {
         (shared, "ptx::add(high_of(x), high_of(bias))", "high_of(x)"),
     ] {
         let spec = spec("rope_d48_pdl");
-        let edit = Edit { header, from, to };
-        if edit.is_left_out() {
-            continue;
-        }
+        let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = CpuKernel::of(&spec, &[edit]);
         let caught = ropes(48).iter().any(|case| case.check(&mut kernel, &spec).is_err());
         assert!(caught, "planting `{to}` for `{from}` went unnoticed");

@@ -258,10 +258,7 @@ fn planted_bugs_are_caught() {
         (own, "if (1 + place < room)", "if (head & packed::kListHead)"),
         (own, "~at);", "at);"),
     ] {
-        let edit = Edit { header, from, to };
-        if edit.is_left_out() {
-            continue;
-        }
+        let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = build(&[edit]);
         let caught = all_cases().iter().any(|case| check(&mut kernel, &case.bytes, &case.tensor).is_err())
             || changed_weights_are_caught(&mut kernel);

@@ -116,10 +116,7 @@ fn planted_bugs_of_threads_that_copy_are_caught() {
         (kernel, "column * (kTile * 2) + chunk * 16;", "column * kTile + chunk * 16;"),
     ] {
         let spec = spec("gemm_mma_b8_r3w2p3c1_async_esc_store");
-        let edit = Edit { header, from, to };
-        if edit.is_left_out() {
-            continue;
-        }
+        let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = CpuKernel::of(&spec, &[edit]);
         let problem = Problem::random(&spec, (7, 128, 640), 3);
         let caught = (1..=4).any(|seed| match problem.run(&mut kernel, &spec, 1, seed) {
@@ -147,10 +144,7 @@ fn planted_bugs_are_caught() {
     ] {
         let shape = if to.contains("gate") { "r2w2p3c1_esc_pdl_silu_mul" } else { "r3w2p3c1_esc_pdl_store" };
         let spec = spec(&format!("gemm_mma_b8_{shape}"));
-        let edit = Edit { header, from, to };
-        if edit.is_left_out() {
-            continue;
-        }
+        let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = CpuKernel::of(&spec, &[edit]);
         let problem = Problem::random(&spec, (8, 128, 640), 3);
         let caught = (1..=4).any(|seed| match problem.run(&mut kernel, &spec, 1, seed) {

@@ -190,10 +190,7 @@ fn planted_bugs_of_the_sort_are_caught() {
         ("ptx::sync_block();  // first entries,", "//"),
     ] {
         let spec = spec("route_sort_pdl");
-        let edit = Edit { header, from, to };
-        if edit.is_left_out() {
-            continue;
-        }
+        let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = CpuKernel::of(&spec, &[edit]);
         let caught = routes().iter().enumerate().any(|(i, case)| {
             // An id that is no expert may lead anywhere in shared memory, which the machine refuses.
@@ -370,10 +367,7 @@ fn planted_bugs_of_the_product_are_caught() {
         (own, "kernel.run();", ""),
     ] {
         let spec = spec("gemm_grouped_b64_r3w2p2_pdl_silu_mul");
-        let edit = Edit { header, from, to };
-        if edit.is_left_out() {
-            continue;
-        }
+        let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = CpuKernel::of(&spec, &[edit]);
         let caught = problems().iter().any(|problem| problem.check(&mut kernel, &spec, 3).is_err());
         assert!(caught, "planting `{to}` for `{from}` went unnoticed");
@@ -495,10 +489,7 @@ fn planted_bugs_of_choices_are_caught() {
         ("if (place == lane) {", "if (place >= lane) {"),
     ] {
         let spec = spec("route_topk_pdl");
-        let edit = Edit { header, from, to };
-        if edit.is_left_out() {
-            continue;
-        }
+        let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = CpuKernel::of(&spec, &[edit]);
         let caught = routers().iter().any(|router| router.check(&mut kernel, &spec).is_err());
         assert!(caught, "planting `{to}` for `{from}` went unnoticed");
@@ -598,10 +589,7 @@ fn planted_bugs_of_sums_are_caught() {
         ),
     ] {
         let spec = spec("route_combine_pdl");
-        let edit = Edit { header, from, to };
-        if edit.is_left_out() {
-            continue;
-        }
+        let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = CpuKernel::of(&spec, &[edit]);
         let caught =
             sums().iter().any(|(routes, n, adds)| check_combine(&mut kernel, &spec, routes, *n, *adds).is_err());

@@ -23,11 +23,6 @@ use unweight_format::{
 /// Kernels that several tests share. Launches of one library take turns.
 type Shared = LazyLock<Mutex<CpuKernel>>;
 
-/// `(header, from, to)`: a bug to plant.
-fn edit((header, from, to): (&'static str, &'static str, &'static str)) -> Edit {
-    Edit { header, from, to }
-}
-
 // ---- inputs --------------------------------------------------------------------------------------------------------
 
 struct Case {
@@ -483,13 +478,10 @@ fn planted_bugs_in_the_decoder_are_caught() {
         ("a fetch without a group", (DECODE, "if constexpr (kAsync) ptx::cp_async_commit_group();", "")),
     ];
     let bulk = bulk.into_iter().map(|bug| (SmemCopy::Bulk, bug));
-    for (copy, (name, bug)) in bulk.chain(copied.into_iter().map(|bug| (SmemCopy::Async, bug))) {
+    for (copy, (name, (header, from, to))) in bulk.chain(copied.into_iter().map(|bug| (SmemCopy::Async, bug))) {
         let output = DecodeOutput::Exponent;
         let arch = Arch::Sm90a;
-        let edit = edit(bug);
-        if edit.is_left_out() {
-            continue;
-        }
+        let Some(edit) = Edit::planted(header, from, to) else { continue };
         let kernels = Mutex::new(CpuKernel::of(&Decoders::spec(arch, copy, output, 7), &[edit]));
         let kernels = Decoders { arch, copy, outputs: DecodeOutput::ALL, limits: &[7], kernels };
         // Late copies complete at random points: one of a few seeds shows a race.
@@ -768,11 +760,8 @@ fn planted_bugs_in_the_encoder_are_caught() {
     }));
     // Counts in which a leaf meets a package of the same weight.
     all.push(Case::new("equal weights", 7, 64, |i| ((i % 7) as u16) << 7));
-    for (name, bug) in bugs {
-        let edit = edit(bug);
-        if edit.is_left_out() {
-            continue;
-        }
+    for (name, (header, from, to)) in bugs {
+        let Some(edit) = Edit::planted(header, from, to) else { continue };
         let kernels = encoders(&[edit]);
         // Codes of up to 7 bits take a path of their own.
         let caught = [15, 7].iter().any(|&limit| {
