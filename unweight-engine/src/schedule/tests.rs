@@ -294,7 +294,7 @@ fn sequences_that_fit_one_at_a_time_all_end() {
     }
     simulation.run(3, 2000);
     assert!(simulation.schedule.preempted() > 0 && simulation.prefills <= 3 + simulation.losses);
-    assert!(simulation.told.values().all(|told| told.len() == 100));
+    assert!(simulation.clients.told.values().all(|told| told.len() == 100));
     simulation.check("");
 }
 
@@ -316,8 +316,8 @@ fn sequences_do_not_affect_each_other() {
         simulation.check(&format!("seed {seed}"));
         preempted += simulation.schedule.preempted();
         shared += simulation.schedule.shared_prompt_tokens();
-        full += simulation.ended.values().filter(|finish| **finish == Finish::CacheFull).count();
-        cancelled += simulation.cancelled.iter().filter(|id| simulation.lost_once.contains(id)).count();
+        full += simulation.clients.ended.values().filter(|finish| **finish == Finish::CacheFull).count();
+        cancelled += simulation.clients.cancelled.iter().filter(|id| simulation.lost_once.contains(id)).count();
     }
     assert!(
         preempted > 500 && full > 50 && cancelled > 20 && shared > 10_000,
@@ -387,6 +387,52 @@ fn keys(tokens: &[u32]) -> Vec<u64> {
     tokens.iter().map(&mut next).collect()
 }
 
+/// What clients asked for, and what they got.
+#[derive(Default)]
+struct Clients {
+    asked: BTreeMap<SeqId, Asked>,
+    told: BTreeMap<SeqId, Vec<u32>>,
+    ended: BTreeMap<SeqId, Finish>,
+    cancelled: BTreeSet<SeqId>,
+}
+
+impl Clients {
+    /// Takes an event: its token is the next one of a sequence that runs. Why the sequence ends, if it does.
+    fn tell(&mut self, event: &Event) -> Option<Finish> {
+        let Event { seq, token, finish, .. } = *event;
+        assert!(!self.cancelled.contains(&seq) && !self.ended.contains_key(&seq), "{event:?}");
+        let told = self.told.entry(seq).or_default();
+        if token != NO_TOKEN {
+            assert_eq!(token, token_of(seq, told.len() as u32), "{event:?}");
+            told.push(token);
+        }
+        finish.inspect(|finish| _ = self.ended.insert(seq, *finish))
+    }
+
+    /// After all: every sequence has ended as it was asked for, or as it had to.
+    fn check(&self, may_be_full: bool, what: &str) {
+        for (id, asked) in &self.asked {
+            let told = self.told.get(id).map_or(0, Vec::len) as u32;
+            let right = match self.ended.get(id) {
+                Some(Finish::CacheFull) => may_be_full && told <= asked.end(),
+                Some(Finish::Stop) => asked.stops && told == asked.end(),
+                Some(Finish::Length) => !asked.stops && told == asked.end(),
+                Some(Finish::NotANumber) => false,
+                None => self.cancelled.contains(id) && told <= asked.end() || asked.new == 0 && told == 0,
+            };
+            assert!(right, "{what} {id:?}: {told} tokens of {}, {:?}", asked.end(), self.ended.get(id));
+        }
+    }
+
+    /// A row as the device gets it: its input is the token before its position.
+    fn row(&self, row: &Running) -> Row {
+        let nth = row.position - self.asked[&row.id].prompt as u32;
+        assert_eq!(row.last, token_of(row.id, nth), "the device's input");
+        let &Running { id, position, hot, slot, .. } = row;
+        Row { id, position, pages: row.pages.clone(), hot, slot, is_lost: false }
+    }
+}
+
 /// A schedule with the device that it thinks it has, and clients.
 struct Simulation {
     schedule: Schedule,
@@ -394,10 +440,7 @@ struct Simulation {
     loss: Loss,
     /// BF16 units that a page takes, by its content and its place.
     units: fn(u64, u32) -> u32,
-    asked: BTreeMap<SeqId, Asked>,
-    told: BTreeMap<SeqId, Vec<u32>>,
-    ended: BTreeMap<SeqId, Finish>,
-    cancelled: BTreeSet<SeqId>,
+    clients: Clients,
     rows: Vec<Row>,
     /// Keys by page and token; hot pages are behind the others.
     memory: Vec<u64>,
@@ -426,10 +469,7 @@ impl Simulation {
             loss,
             // One page in three does not fit 12 bits.
             units: |content, page| [0, 2, 0, 0, 1, 0][(content as usize * 5 + page as usize) % 6],
-            asked: BTreeMap::new(),
-            told: BTreeMap::new(),
-            ended: BTreeMap::new(),
-            cancelled: BTreeSet::new(),
+            clients: Clients::default(),
             rows: Vec::new(),
             memory: vec![0; ((Self::PAGES + LIMITS.max_batch) * PAGE_TOKENS) as usize],
             counted: BTreeMap::new(),
@@ -444,33 +484,33 @@ impl Simulation {
     }
 
     fn add(&mut self, prompt: usize, new: u32, stops: bool) {
-        let id = SeqId(self.asked.len() as u64);
+        let id = SeqId(self.clients.asked.len() as u64);
         // No earlier token equals it: tokens repeat after 90.
         let stop = if stops { vec![token_of(id, new / 2)] } else { Vec::new() };
         let request = Request::new(prompt_of(id, prompt)).max_new_tokens(new).stop(stop);
         let request = request.adjustments(adjustments_of(id));
         assert_eq!(self.schedule.add(request), Ok(id));
-        self.asked.insert(id, Asked { prompt, new, stops });
+        self.clients.asked.insert(id, Asked { prompt, new, stops });
     }
 
     /// Until `count` sequences have been added and nothing is left to do, which takes fewer than `most` actions.
     fn run(&mut self, count: usize, most: usize) {
         for _ in 0..most {
-            if self.asked.len() < count && self.random.below(4) == 0 {
+            if self.clients.asked.len() < count && self.random.below(4) == 0 {
                 let (prompt, new) = (1 + self.random.below(300) as usize, self.random.below(180) as u32);
                 let stops = self.random.below(3) == 0;
                 self.add(prompt, new, stops);
             }
-            if self.asked.len() > 3 && self.random.below(200) == 0 {
+            if self.clients.asked.len() > 3 && self.random.below(200) == 0 {
                 let id = SeqId(self.random.below(count as u64));
                 if self.schedule.cancel(id) {
-                    self.cancelled.insert(id);
+                    self.clients.cancelled.insert(id);
                 }
             }
             let next = self.schedule.due();
             self.release();
             let events = match next {
-                Next::Idle if self.asked.len() >= count => return,
+                Next::Idle if self.clients.asked.len() >= count => return,
                 Next::Idle => Vec::new(),
                 Next::Prefill => self.prefill(),
                 Next::Launch { changed } => {
@@ -537,7 +577,7 @@ impl Simulation {
         let end = ((index + 1) * PAGE_TOKENS) as usize;
         let content = match end {
             ..100 => 0,
-            _ if end <= self.asked[&id].prompt => id.0 % 2,
+            _ if end <= self.clients.asked[&id].prompt => id.0 % 2,
             _ => id.0,
         };
         (self.units)(content, index)
@@ -568,8 +608,8 @@ impl Simulation {
         let Chunk { running, tokens, start, is_first, is_last } = self.schedule.next_chunk().unwrap();
         assert!(!is_last || self.in_flight.is_empty());
         let (id, hot, pages) = (running.id, running.hot, running.pages.clone());
-        let told = self.told.get(&id).map_or(&[][..], Vec::as_slice);
-        let all = [prompt_of(id, self.asked[&id].prompt), told.to_vec()].concat();
+        let told = self.clients.told.get(&id).map_or(&[][..], Vec::as_slice);
+        let all = [prompt_of(id, self.clients.asked[&id].prompt), told.to_vec()].concat();
         let end = start + tokens.len() as u32;
         assert_eq!(tokens, &all[start as usize..end as usize]);
         assert!(
@@ -597,7 +637,7 @@ impl Simulation {
             let history = self.schedule.next_chunk().unwrap().running.history();
             assert_eq!(
                 (history.prompt.len(), history.answer),
-                (self.asked[&id].prompt, &all[self.asked[&id].prompt..])
+                (self.clients.asked[&id].prompt, &all[self.clients.asked[&id].prompt..])
             );
             self.counted.insert(slot, [history.answer, &[token_of(id, nth)]].concat());
         }
@@ -610,20 +650,7 @@ impl Simulation {
     fn launch(&mut self, changed: bool) {
         if changed {
             assert!(self.in_flight.is_empty());
-            let rows = self.schedule.rows().iter();
-            let row = |row: &Running| {
-                let nth = row.position - self.asked[&row.id].prompt as u32;
-                assert_eq!(row.last, token_of(row.id, nth), "the device's input");
-                Row {
-                    id: row.id,
-                    position: row.position,
-                    pages: row.pages.clone(),
-                    hot: row.hot,
-                    slot: row.slot,
-                    is_lost: false,
-                }
-            };
-            self.rows = rows.map(row).collect();
+            self.rows = self.schedule.rows().iter().map(|row| self.clients.row(row)).collect();
             self.is_overwritten = false;
         }
         assert!(!self.is_overwritten, "the first row is not what it was");
@@ -631,7 +658,7 @@ impl Simulation {
         assert!(rows.iter().map(|row| row.id).eq(self.schedule.rows().iter().map(|row| row.id)));
         let mut tokens = Vec::new();
         for row in &mut rows {
-            let prompt = self.asked[&row.id].prompt;
+            let prompt = self.clients.asked[&row.id].prompt;
             let nth = row.position + 1 - prompt as u32;
             if !row.is_lost {
                 let told = (0..nth).map(|nth| token_of(row.id, nth));
@@ -660,23 +687,16 @@ impl Simulation {
     }
 
     fn tell(&mut self, event: Event) {
-        let Event { seq, token, finish, .. } = event;
-        assert!(!self.cancelled.contains(&seq) && !self.ended.contains_key(&seq), "{event:?}");
-        let told = self.told.entry(seq).or_default();
-        if token != NO_TOKEN {
-            assert_eq!(token, token_of(seq, told.len() as u32), "{event:?}");
-            told.push(token);
-        }
-        let Some(finish) = finish else { return };
+        let Some(finish) = self.clients.tell(&event) else { return };
+        let (seq, token, told) = (event.seq, event.token, &self.clients.told[&event.seq]);
         if let (Finish::CacheFull, Loss::Units(all)) = (finish, self.loss) {
             // Only what would not fit by itself. The token of a step has no keys and values yet.
-            let tokens = self.asked[&seq].prompt + told.len() - usize::from(token != NO_TOKEN);
+            let tokens = self.clients.asked[&seq].prompt + told.len() - usize::from(token != NO_TOKEN);
             let pages = tokens as u32 / PAGE_TOKENS;
             let need: u32 = (0..pages).map(|page| self.units_of(seq, page)).sum();
             assert!(need > all, "{event:?}: {need} units of {all}");
         }
         assert!(token != NO_TOKEN || finish == Finish::CacheFull);
-        self.ended.insert(seq, finish);
     }
 
     /// After all: what every sequence has got.
@@ -685,17 +705,7 @@ impl Simulation {
         assert_eq!(self.schedule.hot.free(), LIMITS.max_batch, "{what}");
         assert_eq!(self.schedule.slots.free(), LIMITS.adjusted, "{what}");
         // A prefill is a sequence's first, or follows a page that was lost.
-        assert!(self.prefills <= self.asked.len() as u64 + self.losses, "{what}");
-        for (id, asked) in &self.asked {
-            let told = self.told.get(id).map_or(0, Vec::len) as u32;
-            let right = match self.ended.get(id) {
-                Some(Finish::CacheFull) => self.loss != Loss::None && told <= asked.end(),
-                Some(Finish::Stop) => asked.stops && told == asked.end(),
-                Some(Finish::Length) => !asked.stops && told == asked.end(),
-                Some(Finish::NotANumber) => false,
-                None => self.cancelled.contains(id) && told <= asked.end() || asked.new == 0 && told == 0,
-            };
-            assert!(right, "{what} {id:?}: {told} tokens of {}, {:?}", asked.end(), self.ended.get(id));
-        }
+        assert!(self.prefills <= self.clients.asked.len() as u64 + self.losses, "{what}");
+        self.clients.check(self.loss != Loss::None, what);
     }
 }

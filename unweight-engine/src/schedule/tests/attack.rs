@@ -68,10 +68,7 @@ struct Attack {
     schedule: Schedule,
     random: Random,
     units: Units,
-    asked: BTreeMap<SeqId, Asked>,
-    told: BTreeMap<SeqId, Vec<u32>>,
-    ended: BTreeMap<SeqId, Finish>,
-    cancelled: BTreeSet<SeqId>,
+    clients: Clients,
     rows: Vec<Row>,
     memory: Vec<u64>,
     /// Pages and hot page of the prompt that runs, as they were set before its first chunk.
@@ -95,10 +92,7 @@ impl Attack {
             schedule: Schedule::new(plan.limits, plan.pages),
             random,
             units: Units { free: (0..plan.units).collect(), ..Units::default() },
-            asked: BTreeMap::new(),
-            told: BTreeMap::new(),
-            ended: BTreeMap::new(),
-            cancelled: BTreeSet::new(),
+            clients: Clients::default(),
             rows: Vec::new(),
             memory: vec![0; ((plan.pages + plan.limits.max_batch) * PAGE_TOKENS) as usize],
             prompt: (Vec::new(), 0),
@@ -117,7 +111,7 @@ impl Attack {
     }
 
     fn tokens(&self, id: SeqId, told: usize) -> Vec<u32> {
-        let prompt = tree_prompt(id, self.asked[&id].prompt, self.plan.limits.chunk);
+        let prompt = tree_prompt(id, self.clients.asked[&id].prompt, self.plan.limits.chunk);
         prompt.into_iter().chain((0..told as u32).map(|nth| token_of(id, nth))).collect()
     }
 
@@ -139,7 +133,7 @@ impl Attack {
 
     fn run(&mut self) {
         for _ in 0..100_000 {
-            let left = self.asked.len() < self.plan.sequences;
+            let left = self.clients.asked.len() < self.plan.sequences;
             if left && self.random.below(3) == 0 {
                 self.add();
             }
@@ -161,7 +155,7 @@ impl Attack {
 
     fn add(&mut self) {
         let Limits { context, chunk, .. } = self.plan.limits;
-        let id = SeqId(self.asked.len() as u64);
+        let id = SeqId(self.clients.asked.len() as u64);
         // Around the ends of chunks and pages as often as anywhere.
         let most = u64::from(context) * 3 / 4;
         let prompt = match self.random.below(3) {
@@ -178,14 +172,14 @@ impl Attack {
         match self.schedule.add(request) {
             Ok(added) => {
                 assert_eq!(added, id);
-                self.asked.insert(id, Asked { prompt, new, stops });
+                self.clients.asked.insert(id, Asked { prompt, new, stops });
             }
             Err(error) => assert!(matches!(error, AdmissionError::NoRoom { .. }), "{error}"),
         }
     }
 
     fn cancel(&mut self) {
-        let id = SeqId(self.random.below(self.asked.len().max(1) as u64));
+        let id = SeqId(self.random.below(self.clients.asked.len().max(1) as u64));
         let id = match &self.schedule.prefill {
             Some(prefill) if self.plan.cancels_prefills && self.random.below(2) == 0 => prefill.running.id,
             _ => id,
@@ -196,7 +190,7 @@ impl Attack {
         }
         if self.schedule.cancel(id) {
             self.cancelled_prefills += u32::from(runs);
-            assert!(self.cancelled.insert(id));
+            assert!(self.clients.cancelled.insert(id));
         }
     }
 
@@ -315,7 +309,7 @@ impl Attack {
             self.prompt_is_lost = false;
         }
         assert_eq!(self.prompt, (running.pages.clone(), running.hot), "the tables of the first chunk");
-        let told = self.told.get(&id).map_or(0, Vec::len);
+        let told = self.clients.told.get(&id).map_or(0, Vec::len);
         let all = self.tokens(id, told);
         let end = start + tokens.len() as u32;
         assert_eq!(tokens, all[start as usize..end as usize]);
@@ -334,19 +328,7 @@ impl Attack {
     fn launch(&mut self, changed: bool) {
         if changed {
             assert!(self.in_flight.is_empty());
-            let row = |row: &Running| {
-                let nth = row.position - self.asked[&row.id].prompt as u32;
-                assert_eq!(row.last, token_of(row.id, nth), "the device's input");
-                Row {
-                    id: row.id,
-                    position: row.position,
-                    pages: row.pages.clone(),
-                    hot: row.hot,
-                    slot: row.slot,
-                    is_lost: false,
-                }
-            };
-            self.rows = self.schedule.rows().iter().map(row).collect();
+            self.rows = self.schedule.rows().iter().map(|row| self.clients.row(row)).collect();
             self.is_overwritten = false;
         }
         assert!(!self.is_overwritten, "the first row is not what it was");
@@ -354,7 +336,7 @@ impl Attack {
         assert!(rows.iter().map(|row| row.id).eq(self.schedule.rows().iter().map(|row| row.id)));
         let mut tokens = Vec::new();
         for row in &mut rows {
-            let nth = row.position + 1 - self.asked[&row.id].prompt as u32;
+            let nth = row.position + 1 - self.clients.asked[&row.id].prompt as u32;
             let all = self.tokens(row.id, nth as usize);
             let keys = keys(&all);
             if !row.is_lost {
@@ -380,21 +362,14 @@ impl Attack {
     }
 
     fn tell(&mut self, event: Event) {
-        let Event { seq, token, finish, .. } = event;
-        assert!(!self.cancelled.contains(&seq) && !self.ended.contains_key(&seq), "{event:?}");
-        let told = self.told.entry(seq).or_default();
-        if token != NO_TOKEN {
-            assert_eq!(token, token_of(seq, told.len() as u32), "{event:?}");
-            told.push(token);
-        }
-        let Some(finish) = finish else { return };
+        let Some(finish) = self.clients.tell(&event) else { return };
+        let (seq, token, told) = (event.seq, event.token, &self.clients.told[&event.seq]);
         if finish == Finish::CacheFull {
             // Only what would not fit alone.
             let count = told.len() - usize::from(token != NO_TOKEN);
             let need = self.need_of(&self.tokens(seq, count));
             assert!(need > self.plan.units, "{event:?}: {need} units of {}, {:?}", self.plan.units, self.plan);
         }
-        self.ended.insert(seq, finish);
     }
 
     fn check(&mut self) {
@@ -403,17 +378,7 @@ impl Attack {
         assert_eq!((self.schedule.pool.free(), self.schedule.waiting()), (self.plan.pages, 0));
         assert_eq!(self.schedule.hot.free(), self.plan.limits.max_batch);
         assert_eq!(self.units.free.len() as u32, self.plan.units, "units are gone: {:?}", self.units.owned);
-        for (id, asked) in &self.asked {
-            let told = self.told.get(id).map_or(0, Vec::len) as u32;
-            let right = match self.ended.get(id) {
-                Some(Finish::CacheFull) => told <= asked.end(),
-                Some(Finish::Stop) => asked.stops && told == asked.end(),
-                Some(Finish::Length) => !asked.stops && told == asked.end(),
-                Some(Finish::NotANumber) => false,
-                None => self.cancelled.contains(id) || asked.new == 0,
-            };
-            assert!(right, "{id:?}: {told} of {}, {:?}", asked.end(), self.ended.get(id));
-        }
+        self.clients.check(true, "");
     }
 }
 
@@ -458,9 +423,9 @@ fn attack(usual: u64, change: impl Fn(&mut Plan)) {
         assert!(result.is_ok(), "seed {seed}: {plan:?}");
         preempted += attack.schedule.preempted();
         shared += attack.schedule.shared_prompt_tokens();
-        full += attack.ended.values().filter(|finish| **finish == Finish::CacheFull).count();
+        full += attack.clients.ended.values().filter(|finish| **finish == Finish::CacheFull).count();
         prefills += attack.cancelled_prefills;
-        (texts, cancelled) = (texts + attack.text_kept, cancelled + attack.cancelled.len());
+        (texts, cancelled) = (texts + attack.text_kept, cancelled + attack.clients.cancelled.len());
     }
     eprintln!(
         "{preempted} preempted, {full} full, {shared} tokens shared, {cancelled} cancelled, {prefills} of them in \
