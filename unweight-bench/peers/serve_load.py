@@ -124,7 +124,10 @@ class Server:
             raise SystemExit(f"{' '.join(command)}: {line}{log.read_text()[-2000:]}")
         self.url = "http://" + line.split("http://")[1].split()[0].removesuffix("/v1")
 
-    def stop(self) -> None:
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_) -> None:
         self.process.send_signal(signal.SIGINT)
         try:
             self.process.wait(20)
@@ -326,26 +329,17 @@ def run(binary: str, bundle: Path, arguments, name: str) -> dict:
     loads = [load for load in arguments.only if load != "no_limit"]
     if loads:
         began = time.perf_counter()
-        server = Server(binary, bundle, work / f"{name}.log", "--max-batch", "128", *arguments.option)
-        result["start_s"] = round(time.perf_counter() - began, 2)
-        try:
+        with Server(binary, bundle, work / f"{name}.log", "--max-batch", "128", *arguments.option) as server:
+            result["start_s"] = round(time.perf_counter() - began, 2)
             result |= asyncio.run(measure(server.url, None, loads, arguments.seconds, True))
-        finally:
-            server.stop()
     if "prefix" in loads:
-        server = Server(binary, bundle, work / f"{name}-alone.log", "--max-batch", "128", *arguments.option)
-        try:
+        with Server(binary, bundle, work / f"{name}-alone.log", "--max-batch", "128", *arguments.option) as server:
             alone = asyncio.run(texts_alone(server.url))
-        finally:
-            server.stop()
         result["prefix"]["texts_equal"] = alone == result["prefix"].pop("texts")
     if "no_limit" in arguments.only:
         sizes = ["--max-batch", str(CHATS), "--context", str(CHAT_CONTEXT), "--memory", CHAT_MEMORY]
-        server = Server(binary, bundle, work / f"{name}-24.log", *sizes, *arguments.option)
-        try:
+        with Server(binary, bundle, work / f"{name}-24.log", *sizes, *arguments.option) as server:
             result["no_limit"] = asyncio.run(no_limit(server.url))
-        finally:
-            server.stop()
         result["no_limit"]["generate"] = offline(binary, bundle, CHAT_MEMORY)
         print("no_limit", json.dumps(result["no_limit"]), flush=True)
     return result
@@ -361,7 +355,7 @@ def main() -> int:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--unweight", help="the command")
     which.add_argument("--url", help="a running server")
-    parser.add_argument("--before", help="another build, measured before and after this one")
+    parser.add_argument("--before", help="another build, measured before this one")
     parser.add_argument("--model", help="name of the model at --url")
     parser.add_argument("--bundle", type=Path, help="a bundle made by an earlier run with --keep")
     parser.add_argument("--work", type=Path, help="folder for the model, 30 GB")
