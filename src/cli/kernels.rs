@@ -66,7 +66,7 @@ pub enum Kernels {
 /// The kernels to work on.
 #[derive(Args)]
 pub struct Names {
-    /// Kernel names; * and ? are wildcards [default: all that ship]
+    /// Kernel names, such as '*gemm_compact*'; * and ? are wildcards [default: all that ship]
     #[arg(value_name = "NAME", add = ArgValueCompleter::new(completions::kernels))]
     names: Vec<String>,
     #[command(flatten)]
