@@ -264,6 +264,12 @@ fn key_table() -> String {
                 let Values::Words(words) = of.values else { panic!("{}: depends on a number", axis.key) };
                 _ = write!(values, "; with `{} = {}`", of.key, words[only.value as usize]);
             }
+            // The first two columns name family and key; a family may have another one's axis.
+            for name in FAMILIES.iter().map(|family| family.name) {
+                let (of, key) = (format!(" of op {name}"), axis.key);
+                let short = values.replace(&format!(" ({key}{of})"), "").replace(&format!("({key}{of}: "), "(");
+                values = short.replace(&of, "");
+            }
             // What the values mean is said once.
             if !explained.insert(values.clone()) {
                 values = values.split(" (").next().unwrap_or_default().to_owned();
