@@ -171,12 +171,7 @@ impl Failure {
     }
 
     fn from_error(error: impl Coded, class: Class) -> Self {
-        // The library's messages read "what; what to do next"; the last part is the help.
-        let text = error.to_string();
-        let (message, help) = match text.rsplit_once("; ") {
-            Some((message, help)) if !help.contains('\n') => (message.to_owned(), Some(help.to_owned())),
-            _ => (text, None),
-        };
+        let (message, help) = parted(error.to_string());
         let system = || error.source()?.downcast_ref::<io::Error>().and_then(advice).map(str::to_owned);
         Self {
             code: error.code(),
@@ -197,6 +192,17 @@ impl Failure {
             causes: causes(self),
             help: self.help.clone(),
         }
+    }
+}
+
+/// The library's messages read "what; what to do next"; the last part is the help. Where lines with details follow it,
+/// they stay in the message.
+fn parted(text: String) -> (String, Option<String>) {
+    let (first, details) = text.split_once('\n').unwrap_or((&text, ""));
+    match (text.rsplit_once("; "), first.rsplit_once("; ")) {
+        (Some((message, help)), _) if !help.contains('\n') => (message.to_owned(), Some(help.to_owned())),
+        (_, Some((message, help))) => (format!("{message}\n{details}"), Some(help.to_owned())),
+        _ => (text, None),
     }
 }
 
@@ -482,6 +488,19 @@ mod tests {
         assert!(text.ends_with("\n9\n  and 40 more lines; --json has all\n  help: do this\n"), "{text}");
         assert!(Failure::new("usage", message(11), "do this").text(false).contains("\n10\n  help"));
         assert_eq!(Failure::new("usage", message(50), "").report().message, message(50));
+    }
+
+    #[test]
+    fn the_last_part_of_a_message_is_the_help() {
+        for (text, message, help) in [
+            ("a; b", "a", Some("b")),
+            ("a; b; c", "a; b", Some("c")),
+            ("a (b; c); d\n  tried e: f\n  tried g: h", "a (b; c)\n  tried e: f\n  tried g: h", Some("d")),
+            ("a:\n- b\n- c; d", "a:\n- b\n- c", Some("d")),
+            ("a:\n- b; c\n- d", "a:\n- b; c\n- d", None),
+        ] {
+            assert_eq!(parted(text.to_owned()), (message.to_owned(), help.map(str::to_owned)), "{text}");
+        }
     }
 
     #[test]

@@ -44,6 +44,7 @@ fn missing_gpu_names_the_driver_library() {
     }
     let text = fails(home.path(), &["compress", "model", "-o", "out", "--device", "cuda"], 2, "library-missing");
     assert!(text.contains("libcuda"), "{text}");
+    assert!(text.contains("\n  help: install the NVIDIA driver"), "{text}");
     assert!(!home.path().join("out").exists() && !home.path().join("out.partial").exists());
 }
 

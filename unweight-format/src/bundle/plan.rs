@@ -292,7 +292,7 @@ impl Planner {
             None => Ok(()),
             Some(rule) => Err(BundleError::PlanFile {
                 path: self.plan_file.clone().unwrap_or_default(),
-                reason: format!("no tensor matches '{}'", rule.pattern),
+                reason: format!("no tensor matches '{}'; correct the pattern, or remove its rule", rule.pattern),
             }),
         }
     }

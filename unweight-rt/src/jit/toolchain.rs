@@ -61,7 +61,7 @@ impl Library {
     /// How to install it, as an instruction.
     pub const fn remedy(self) -> &'static str {
         match self {
-            Library::Driver => "install the NVIDIA driver; in a container, start it with the GPU passed through",
+            Library::Driver => "install the NVIDIA driver, or start the container with the GPU passed through",
             Library::Nvrtc => {
                 "`pip install -U nvidia-cuda-nvrtc` (13.0 or newer for a CUDA 13 driver, nvidia-cuda-nvrtc-cu12 for a CUDA 12 driver), \
                  or set UNWEIGHT_NVRTC to a libnvrtc.so"
