@@ -455,7 +455,8 @@ class Errors(Case):
         shard.write_bytes(data)
         with self.assertRaises(unweight.DamagedError) as damaged:
             bundle.read("scale")
-        self.assertEqual((damaged.exception.file, damaged.exception.offset), ("model.safetensors", at))
+        place = (damaged.exception.file, damaged.exception.tensor, damaged.exception.offset)
+        self.assertEqual(place, ("model.safetensors", "scale", at))
         self.assertIn("scale", str(damaged.exception))
         problems = unweight.verify(self.home / "bundle")["problems"]
         found = [(problem["file"], problem["tensor"]) for problem in problems]

@@ -385,6 +385,7 @@ pub(crate) fn check_sha256(file: &WeightsFile, expected: &str, got: String) -> R
     }
     Err(BundleError::Mismatch {
         file: file.name.clone(),
+        tensor: None,
         what: "SHA-256 of the rebuilt file".into(),
         offset: 0,
         expected: expected.into(),
@@ -395,7 +396,8 @@ pub(crate) fn check_sha256(file: &WeightsFile, expected: &str, got: String) -> R
 /// Compares what was read of a stored file with the manifest.
 pub(crate) fn check_contents(file: &FileEntry, stored: &str, got: &Contents) -> Result<(), BundleError> {
     let fail = |what: &str, expected: String, got: String| {
-        Err(BundleError::Mismatch { file: stored.into(), what: what.into(), offset: 0, expected, got })
+        let (file, what) = (stored.into(), what.into());
+        Err(BundleError::Mismatch { file, tensor: None, what, offset: 0, expected, got })
     };
     if got.bytes != file.size() {
         return Err(BundleError::FileSize { file: stored.into(), expected: file.size(), got: got.bytes });
@@ -426,15 +428,15 @@ pub(crate) fn compare_original(
         return Ok(Some(BundleError::FileSize { file: file.name.clone(), expected: file.size, got: bytes }));
     }
     let mut at = 0;
-    let header = ("header".to_string(), file.header_bytes, file.header_digest);
-    let tensors =
-        file.tensors.iter().map(|t| (format!("tensor '{}'", t.name), t.original_bytes().unwrap_or(0), t.digest));
-    for (what, bytes, expected) in std::iter::once(header).chain(tensors) {
+    let header = (None, file.header_bytes, file.header_digest);
+    let tensors = file.tensors.iter().map(|t| (Some(&t.name), t.original_bytes().unwrap_or(0), t.digest));
+    for (tensor, bytes, expected) in std::iter::once(header).chain(tensors) {
         let got = input.stream(at, bytes, |piece| each(piece.len() as u64))?;
         if got != expected {
             return Ok(Some(BundleError::Mismatch {
                 file: file.name.clone(),
-                what,
+                tensor: tensor.map(|name| name.as_str().into()),
+                what: tensor.map_or_else(|| "header".into(), |name| format!("tensor '{name}'").into()),
                 offset: at,
                 expected: expected.to_string(),
                 got: got.to_string(),

@@ -470,8 +470,10 @@ pub enum BundleError {
     Mismatch {
         /// The file, relative to the bundle.
         file: String,
+        /// The tensor, if the part belongs to one.
+        tensor: Option<Box<str>>,
         /// Tensor and section, or another part.
-        what: String,
+        what: Box<str>,
         /// First byte of the part in the file.
         offset: u64,
         /// What the manifest says.

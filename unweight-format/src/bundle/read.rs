@@ -179,6 +179,7 @@ impl Bundle {
         }
         Err(BundleError::Mismatch {
             file: stored,
+            tensor: None,
             what: "contents".into(),
             offset: 0,
             expected: entry.digest().to_string(),

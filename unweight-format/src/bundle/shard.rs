@@ -58,7 +58,8 @@ impl Shard {
         }
         let mismatch = |what: String, offset, expected: String, got: String| BundleError::Mismatch {
             file: file.name.clone(),
-            what,
+            tensor: None,
+            what: what.into(),
             offset,
             expected,
             got,
@@ -120,7 +121,7 @@ impl Shard {
 
     /// Length and header of the source file, checked.
     pub(crate) fn source_header(&self) -> Result<Vec<u8>, BundleError> {
-        self.part(self.source_header.clone(), self.file.header_digest, || format!("'{SOURCE_HEADER}'"))
+        self.part(self.source_header.clone(), self.file.header_digest, None, || format!("'{SOURCE_HEADER}'"))
     }
 
     /// See [`Input::pass_attributes`].
@@ -157,11 +158,12 @@ impl Shard {
         // The manifest was checked: a raw tensor, and no other, has no rows and columns.
         let Some(grid) = entry.grid() else {
             let place = self.places[index][0].clone();
-            return self.part(place, entry.digest, || format!("tensor '{}'", entry.name)).map(StoredTensor::raw);
+            let what = || format!("tensor '{}'", entry.name);
+            return self.part(place, entry.digest, Some(&entry.name), what).map(StoredTensor::raw);
         };
         let sections = entry.sections.iter().zip(&self.places[index]).map(|(section, place)| {
             let what = || format!("tensor '{}', section {}", entry.name, section.name.name());
-            self.part(place.clone(), section.digest, what)
+            self.part(place.clone(), section.digest, Some(&entry.name), what)
         });
         let sections = sections.collect::<Result<Vec<_>, _>>()?;
         let stored =
@@ -200,9 +202,10 @@ impl Shard {
     /// `blocks`: and so are blocks, which only matter where a part is read.
     pub(crate) fn decode(&self, index: usize, out: &mut [u8], blocks: bool) -> Result<(), BundleError> {
         let (entry, place) = (&self.file.tensors[index], self.places[index][0].start);
+        let tensor = Some(&*entry.name);
         if entry.encoding == EncodingId::RAW {
             self.input.read_at_together(place, out)?;
-            return self.compare(Digest::of(out), entry.digest, place, || format!("tensor '{}'", entry.name));
+            return self.compare(Digest::of(out), entry.digest, place, tensor, || format!("tensor '{}'", entry.name));
         }
         let stored = self.tensor(index)?;
         if blocks {
@@ -210,7 +213,7 @@ impl Shard {
         }
         stored.decode(out).map_err(|source| self.codec_error(index, source))?;
         // Its sections are those of the manifest: if this differs, the manifest was made up.
-        self.compare(Digest::of(out), entry.digest, place, || format!("tensor '{}', decoded", entry.name))
+        self.compare(Digest::of(out), entry.digest, place, tensor, || format!("tensor '{}', decoded", entry.name))
     }
 
     fn check_blocks(&self, index: usize, stored: &StoredTensor<Vec<u8>>) -> Result<(), BundleError> {
@@ -219,8 +222,10 @@ impl Shard {
         let wrong = got.iter().zip(digests).position(|(got, expected)| got != expected);
         wrong.map_or(Ok(()), |block| {
             // The section is sound: if this differs, the manifest was made up.
-            let what = || format!("tensor '{}', block {block}", self.file.tensors[index].name);
-            self.compare(got[block], digests[block], self.places[index].last().map_or(0, |place| place.start), what)
+            let name = &self.file.tensors[index].name;
+            let what = || format!("tensor '{name}', block {block}");
+            let at = self.places[index].last().map_or(0, |place| place.start);
+            self.compare(got[block], digests[block], at, Some(name), what)
         })
     }
 
@@ -305,7 +310,7 @@ impl Shard {
         // Window, heads and lists are small: they are read and compared whole.
         let small = |name: Section| {
             let (section, place) = find(name);
-            self.part(place.clone(), section.digest, || what(name))
+            self.part(place.clone(), section.digest, Some(&entry.name), || what(name))
         };
         let codec = |source| self.codec_error(index, source);
         let window = small(Section::PACKED_WINDOW)?;
@@ -328,7 +333,8 @@ impl Shard {
                 }
                 if let Some((block, got)) = bands.wrong(row, &read, digests) {
                     let at = place.start + bands.runs(row).first().map_or(0, |run| run.offset);
-                    self.compare(got, digests[block], at, || format!("{}, block {block}", what(Section::PACKED)))?;
+                    let what = || format!("{}, block {block}", what(Section::PACKED));
+                    self.compare(got, digests[block], at, Some(&entry.name), what)?;
                 }
                 Ok(bands.tiles(row, &read, rows, cols).concat())
             })
@@ -348,14 +354,20 @@ impl Shard {
     ) -> Result<(), BundleError> {
         let (entry, place) = (&self.file.tensors[index], &self.places[index][0]);
         let got = self.input.stream(place.start, place.end - place.start, each)?;
-        self.compare(got, entry.digest, place.start, || format!("tensor '{}'", entry.name))
+        self.compare(got, entry.digest, place.start, Some(&entry.name), || format!("tensor '{}'", entry.name))
     }
 
-    /// The bytes of a part of the shard, compared with their digest.
-    fn part(&self, place: Range<u64>, expected: Digest, what: impl Fn() -> String) -> Result<Vec<u8>, BundleError> {
+    /// The bytes of a part of the shard, of `tensor` if it belongs to one, compared with their digest.
+    fn part(
+        &self,
+        place: Range<u64>,
+        expected: Digest,
+        tensor: Option<&str>,
+        what: impl Fn() -> String,
+    ) -> Result<Vec<u8>, BundleError> {
         let mut bytes = self.buffer(place.end - place.start)?;
         self.input.read_at_together(place.start, &mut bytes)?;
-        self.compare(Digest::of(&bytes), expected, place.start, what)?;
+        self.compare(Digest::of(&bytes), expected, place.start, tensor, what)?;
         Ok(bytes)
     }
 
@@ -364,6 +376,7 @@ impl Shard {
         got: Digest,
         expected: Digest,
         offset: u64,
+        tensor: Option<&str>,
         what: impl Fn() -> String,
     ) -> Result<(), BundleError> {
         if got == expected {
@@ -371,7 +384,8 @@ impl Shard {
         }
         Err(BundleError::Mismatch {
             file: self.file.name.clone(),
-            what: what(),
+            tensor: tensor.map(Into::into),
+            what: what().into(),
             offset,
             expected: expected.to_string(),
             got: got.to_string(),

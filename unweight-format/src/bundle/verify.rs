@@ -87,6 +87,7 @@ fn check(bundle: &Path, options: &VerifyOptions, progress: &dyn Progress) -> Res
                 if got.digest != changed.stored_digest {
                     return Err(BundleError::Mismatch {
                         file: stored.clone(),
+                        tensor: None,
                         what: "contents".into(),
                         offset: 0,
                         expected: changed.stored_digest.to_string(),

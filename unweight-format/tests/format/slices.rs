@@ -140,7 +140,8 @@ fn slices_detect_only_damage_that_they_read() {
         assert_eq!(part.is_ok(), sound, "{rows:?} {cols:?}");
         if let Err(error) = part {
             assert!(
-                matches!(&error, BundleError::Mismatch { what, .. } if what.contains("'wide', section packed, block 5")),
+                matches!(&error, BundleError::Mismatch { tensor: Some(tensor), what, .. }
+                    if &**tensor == "wide" && what.contains("'wide', section packed, block 5")),
                 "{error}"
             );
         }
