@@ -112,6 +112,9 @@ const MODELS: [(&str, u32, f64); 11] = [
     ("cohere", 64, 0.0092),
 ];
 
+/// Below the root of the repository, where cargo runs the tests, and below a pack (`cargo xtask gpu-pack`).
+const FIXTURES: &str = "unweight-model/tests/fixtures";
+
 /// The tensor of a file.
 fn tensor(file: &[u8], name: &str) -> Vec<[u8; 4]> {
     let header = Header::parse(file, file.len() as u64, SOURCE_HEADER_MAX).unwrap();
@@ -124,7 +127,7 @@ fn tensor(file: &[u8], name: &str) -> Vec<[u8; 4]> {
 #[test]
 #[ignore = "needs a GPU"]
 fn tiny_models_match_transformers() {
-    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("unweight-model/tests/fixtures");
+    let fixtures = Path::new(FIXTURES);
     let home = tempfile::tempdir().unwrap();
     for (model, context, bf16_error) in MODELS {
         let expected = fs::read(fixtures.join(model).join("expected.safetensors")).unwrap();
@@ -158,7 +161,7 @@ fn tiny_models_match_transformers() {
 #[test]
 #[ignore = "needs a GPU"]
 fn pipelines_of_families_without_are_refused() {
-    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("unweight-model/tests/fixtures");
+    let fixtures = Path::new(FIXTURES);
     let home = tempfile::tempdir().unwrap();
     for (model, runs) in [("smollm3", true), ("phi3", false), ("granite", false), ("olmo2", false), ("cohere", false)] {
         let source = home.path().join(model);

@@ -5,6 +5,7 @@
 //! .gpu/tests/gpu         the GPU tests
 //! .gpu/nvrtc/            libnvrtc and its builtins, with --with-nvrtc
 //! .gpu/parity/           whole models beside transformers, and the texts that they learn; `unweight tune`, killed
+//! .gpu/unweight-model/   the small models that some tests read, at the same path as in the repository
 //! .gpu/torch_decode.py   PyTorch's decode step, which ours is compared with
 //! .gpu/serve_load.py     latency of the server under load
 //! .gpu/run.sh            correctness, then timing; results as JSON in $OUT
@@ -136,6 +137,15 @@ pub fn run(arguments: &[String]) -> Result<(), String> {
     let parity = pack.join("parity");
     copy_all(&sources.join("tests/parity"), "py", &parity)?;
     copy_all(&sources.join("docs"), "md", &parity.join("texts"))?;
+    let fixtures = Path::new("unweight-model/tests/fixtures");
+    for entry in fs::read_dir(sources.join(fixtures)).map_err(io(fixtures))? {
+        let model = entry.map_err(io(fixtures))?;
+        if model.path().is_dir() {
+            for extension in ["json", "safetensors"] {
+                copy_all(&model.path(), extension, &pack.join(fixtures).join(model.file_name()))?;
+            }
+        }
+    }
     for (file, target) in [
         ("README.md", parity.join("texts")),
         ("unweight-bench/peers/torch_decode.py", pack.clone()),
