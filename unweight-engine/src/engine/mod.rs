@@ -177,13 +177,15 @@ impl Engine {
         self.schedule.shared_prompt_tokens()
     }
 
-    /// The number of free BF16 units of a packed KV cache; `None` if the cache is BF16. Waits for the steps in flight.
+    /// The number of free BF16 units of a packed KV cache, those of pages that were given back included; `None` if the
+    /// cache is BF16. Waits for the steps in flight.
     ///
     /// # Errors
     /// [`EngineError::Device`] if the device fails, [`EngineError::Failed`] if it failed before.
     #[doc(hidden)]
     pub fn free_units(&mut self) -> Result<Option<u32>, EngineError> {
         self.check_alive()?;
+        self.release_freed()?;
         let free = self.forward.free_units();
         self.note(free)
     }
