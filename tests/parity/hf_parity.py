@@ -9,7 +9,8 @@ Truth is transformers' f32 forward of the BF16 weights (without TF32); `bf16 err
 forward from that, over all logits of prompts of one length. Checked are
 - prefill, steps (one token each), the BF16 baseline on cuBLAS by both, each against truth: RMS error at most 1.25 x the bf16
   error; the likeliest token is truth's wherever truth's margin is above 6 x the bf16 error;
-- of a mixture, all of this at positions where every router's choice is clear of rounding (`truth.py`);
+- of a mixture, all of this at the nearest nine of ten positions where every router's choice is clear of rounding
+  (`truth.py`), and one in a hundred of all of these may have another likeliest token;
 - steps = prefill, a row alone = the row in a batch, packed = cuBLAS: RMS difference at most 1.25 x sqrt(2) x the bf16
   error, what two results within the first bound differ by if they round independently;
 - the same bytes from run to run, and from a bundle that the GPU made (`compress --device cuda`);
@@ -46,6 +47,8 @@ PROFILES = ["packed", "distribution", "inference", "palette", "compact"]
 BOUND = 1.25
 # What two that round independently may be apart.
 APART = BOUND * math.sqrt(2.0)
+# Of the positions of a mixture that are not compared, the share whose likeliest token may be another.
+WRONG_SHARE = 0.1
 ALL_PROMPTS = range(len(LENGTHS))
 NEW_TOKENS = 256
 PROMPT_TOKENS = 64
@@ -151,10 +154,10 @@ class Model:
     def against_truth(self, name: str, logits: list[torch.Tensor], which=ALL_PROMPTS) -> None:
         lengths, truth = [LENGTHS[i] for i in which], [self.truth.logits[i] for i in which]
         masks = [self.truth.clear[i] for i in which]
-        bounds = self.truth.errors
+        bounds, kept = self.truth.errors, self.truth.kept
         if len(lengths) < len(LENGTHS):
-            bounds = rms_by_length([self.truth.rounded[i] for i in which], truth, lengths, masks)
-        ratios = {n: error / bounds[n] for n, error in rms_by_length(logits, truth, lengths, masks).items()}
+            bounds = rms_by_length([self.truth.rounded[i] for i in which], truth, lengths, masks, kept)
+        ratios = {n: error / bounds[n] for n, error in rms_by_length(logits, truth, lengths, masks, kept).items()}
         passed = all(ratio <= BOUND for ratio in ratios.values())
         wrong, checked = [], 0
         for ours, true, length, mask in zip(logits, truth, lengths, masks):
@@ -166,12 +169,13 @@ class Model:
             places = missed.nonzero()[:, 0].tolist()
             wrong += [{"prompt": length, "at": at, "margin_in_errors": float(margins[at])} for at in places]
             checked += int(clear.sum())
+        passed &= len(wrong) <= (1.0 - kept) * WRONG_SHARE * checked
         more = {"ratio": worst(ratios), "argmax_wrong": len(wrong), "argmax_checked": checked, "ratios": ratios}
-        self.case(f"{name} = truth", passed and not wrong, **more, **({"wrong": wrong} if wrong else {}))
+        self.case(f"{name} = truth", passed, **more, **({"wrong": wrong} if wrong else {}))
 
     def equal(self, name: str, left: list[torch.Tensor], right: list[torch.Tensor], which=ALL_PROMPTS) -> None:
         masks = [self.truth.clear[i] for i in which]
-        differences = rms_by_length(left, right, [LENGTHS[i] for i in which], masks)
+        differences = rms_by_length(left, right, [LENGTHS[i] for i in which], masks, self.truth.kept)
         ratios = {n: difference / self.truth.errors[n] for n, difference in differences.items()}
         passed = all(ratio <= APART for ratio in ratios.values())
         self.case(name, passed, ratio=worst(ratios), ratios=ratios)

@@ -48,6 +48,8 @@ MORE = {
     "compact": {"compact, steps": ("--placement", "compact", "--by-steps", *BATCH)},
     "inference": {"stored, steps": ("--placement", "stored", "--by-steps", *BATCH)},
 }
+# Families that `--placement stored` runs.
+PIPELINES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 # What is compared in addition with --packed-kv: later chunks read packed pages.
 CHUNKS = {"chunks of 64": ("--chunk", "64", *BATCH)}
 # The words of a build whose `generate` has no --placement.
@@ -131,7 +133,7 @@ def compare(spec: models.Spec, before: Build, after: Build, texts: list[str], st
                 build("compress", work / "model", "-o", bundles[build], "--profile", profile)
             case(f"{profile}: sections", lambda build: build.sections(bundles[build]))
             more = MORE.get(profile, {})
-            if spec.family in ("mixtral", "qwen3_moe"):  # their MLPs are experts, which run packed alone
+            if spec.family not in PIPELINES:
                 more = {name: flags for name, flags in more.items() if "stored" not in flags}
             more = {**more, **(CHUNKS if after.kv_cache else {})}
             for name, flags in {**LOGITS, **more}.items():
