@@ -139,9 +139,12 @@ fn place(error: &BundleError) -> Place {
         BundleError::Codec { file, tensor, offset, .. } => {
             Place { file: Some(file.clone()), tensor: Some(tensor.clone()), offset: Some(*offset), errno: None }
         }
-        BundleError::Mismatch { file, tensor, offset, .. } => {
-            Place { file: Some(file.clone()), tensor: tensor.as_deref().map(Into::into), offset: Some(*offset), errno: None }
-        }
+        BundleError::Mismatch { file, tensor, offset, .. } => Place {
+            file: Some(file.clone()),
+            tensor: tensor.as_deref().map(Into::into),
+            offset: Some(*offset),
+            errno: None,
+        },
         BundleError::HeaderTooLarge { file, .. }
         | BundleError::Unproven { file }
         | BundleError::FileSize { file, .. }
