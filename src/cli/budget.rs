@@ -29,9 +29,9 @@ use super::{
     common::Threads,
     failure::{Failure, Result},
     output::{self, Output, Table},
-    pipelines::KvCacheArg,
+    pipelines::{KvCacheArg, sequences},
     scratch, size,
-    source::{Found, Source},
+    source::{Found, Source, quoted},
 };
 
 /// Arguments of `budget`.
@@ -46,8 +46,8 @@ pub struct Budget {
     /// Largest predicted slowdown of products against the fastest plan, such as 5%
     #[arg(long, value_name = "PERCENT", value_parser = percent)]
     max_slowdown: Option<f64>,
-    /// Concurrent sequences
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    /// Concurrent sequences, 1 to 1024
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = sequences())]
     batch: u32,
     /// Tokens per sequence [default: 4096, at most the model's limit]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
@@ -192,7 +192,7 @@ impl Budget {
             groups: groups.collect(),
             plan: self.plan.clone(),
         };
-        output.result("budget", &report, |out| write_text(&fitted, &report, out))
+        output.result("budget", &report, |out| write_text(&fitted, &report, &self.source.quoted(), out))
     }
 
     /// Every tensor that an engine loads, with the bytes of each form, predicted from samples as `plan` does. Refuses
@@ -301,7 +301,7 @@ fn has(fitted: &BudgetPlan, encoding: EncodingId) -> bool {
     fitted.groups.iter().any(|group| group.encoding == encoding)
 }
 
-fn write_text(fitted: &BudgetPlan, report: &Report, out: &mut dyn Write) -> io::Result<()> {
+fn write_text(fitted: &BudgetPlan, report: &Report, source: &str, out: &mut dyn Write) -> io::Result<()> {
     let mut table = Table::new(&["unit", "encoding", ">units", "layers", ">bytes", ">us"]);
     for group in &fitted.groups {
         table.row([
@@ -333,23 +333,31 @@ fn write_text(fitted: &BudgetPlan, report: &Report, out: &mut dyn Write) -> io::
          formulas of an H200's records, sizes predicted from samples",
         report.batch, report.linear_us, report.slowdown, report.arch
     )?;
+    if !report.exact {
+        writeln!(out, "another plan may be better by a little: not all were compared")?;
+    }
+    let plan = match &report.plan {
+        Some(plan) => quoted(plan),
+        None => {
+            writeln!(out, "to keep this plan, repeat the command with --plan plan.json; then")?;
+            "plan.json".to_owned()
+        }
+    };
     let mut kept = kept(has(fitted, EncodingId::HUFFMAN), has(fitted, EncodingId::COMPACT)).to_owned();
     if fitted.kv_cache == KvCache::Packed {
         kept.push_str("--kv-cache packed ");
     }
     writeln!(
         out,
-        "run it with `generate` or `serve` {kept}--memory {}; --memory is not needed if {} of GPU memory are free",
-        report.total_bytes,
+        "compress and run it (`generate` takes the same options; --memory is not needed if {} of GPU memory are free):",
         output::bytes(report.free_bytes)
     )?;
-    if !report.exact {
-        writeln!(out, "another plan may be better by a little: not all were compared")?;
-    }
-    if let Some(plan) = &report.plan {
-        writeln!(out, "compress it: unweight compress SOURCE -o BUNDLE --plan {}", plan.display())?;
-    }
-    Ok(())
+    writeln!(out, "  unweight compress {source} -o bundle --plan {plan}")?;
+    writeln!(
+        out,
+        "  unweight serve bundle {kept}--max-batch {} --context {} --memory {}",
+        report.batch, report.context, report.total_bytes
+    )
 }
 
 /// The option of an engine that keeps what a plan with such forms leaves coded; no plan has both.

@@ -27,7 +27,7 @@ use unweight::{
 use super::{
     failure::{Failure, Result},
     output::Output,
-    pipelines::{EngineArgs, note_load, note_unused, saved_plan},
+    pipelines::{EngineArgs, note_load, note_unused, saved_plan, sequences},
     printable::printable,
     progress, scratch, text_process,
     trust::Trust,
@@ -80,10 +80,10 @@ pub struct Generate {
     /// Ignore the end-of-sequence token
     #[arg(long, help_heading = "Sampling")]
     ignore_eos: bool,
-    /// Maximum concurrent sequences [default: the number of prompts, at most 16]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Engine")]
+    /// Maximum concurrent sequences, 1 to 1024 [default: the number of prompts, at most 16]
+    #[arg(long, value_name = "N", value_parser = sequences(), help_heading = "Engine")]
     max_batch: Option<u32>,
-    /// Prompt tokens per prefill pass, a multiple of 64
+    /// Prompt tokens per prefill pass, a multiple of 64 up to 8192
     #[arg(long, value_name = "N", default_value_t = 2048, help_heading = "Engine")]
     chunk: u32,
     #[command(flatten, next_help_heading = "Engine")]

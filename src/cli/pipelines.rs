@@ -1,8 +1,14 @@
 //! Options of an engine: the placement of weights, the KV cache, and the plan that `tune` saved for MLPs.
 
-use clap::{Args, ValueEnum, builder::PossibleValue};
+use clap::{
+    Args, ValueEnum,
+    builder::{PossibleValue, RangedI64ValueParser},
+};
 use unweight::{
-    engine::{EngineOptions, KvCache, LoadProgress, Plan, raw::pipelines::tuned},
+    engine::{
+        EngineOptions, KvCache, LoadProgress, Plan,
+        raw::{options::MAX_BATCH, pipelines::tuned},
+    },
     format::{
         Placement,
         bundle::{ATTACHED_NAME, Bundle},
@@ -14,6 +20,11 @@ use super::{
     common::{Gpu, Memory},
     output::Output,
 };
+
+/// Parses how many sequences an engine runs at the same time.
+pub fn sequences() -> RangedI64ValueParser<u32> {
+    clap::value_parser!(u32).range(1..=MAX_BATCH.into())
+}
 
 /// How an engine holds weights and the KV cache.
 #[derive(Args)]

@@ -21,7 +21,7 @@ use super::{
     failure::{Failure, Result},
     generate::text_of,
     output::Output,
-    pipelines::{EngineArgs, note_load, note_unused, saved_plan},
+    pipelines::{EngineArgs, note_load, note_unused, saved_plan, sequences},
     progress,
     trust::Trust,
 };
@@ -52,10 +52,10 @@ pub struct Serve {
     /// Seconds for running requests to finish after SIGINT or SIGTERM
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(0..=604_800), help_heading = "Server")]
     grace: u64,
-    /// Maximum concurrent sequences
-    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=256), help_heading = "Engine")]
+    /// Maximum concurrent sequences, 1 to 1024
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = sequences(), help_heading = "Engine")]
     max_batch: u32,
-    /// Prompt tokens per prefill pass, a multiple of 64; running sequences wait for one pass at most
+    /// Prompt tokens per prefill pass, a multiple of 64 up to 8192; running sequences wait for one pass at most
     #[arg(long, value_name = "N", default_value_t = 1024, help_heading = "Engine")]
     chunk: u32,
     #[command(flatten, next_help_heading = "Engine")]

@@ -52,6 +52,11 @@ impl Found {
 pub const SCRATCH_PREFIX: &str = ".unweight-scratch-";
 
 impl Source {
+    /// The model as the command line names it, as words of a shell.
+    pub fn quoted(&self) -> String {
+        self.source.iter().map(|source| quoted(source)).collect::<Vec<_>>().join(" ")
+    }
+
     /// Finds the model. An archive is unpacked next to `output`, which needs the space, or to the temporary folder.
     pub fn find(&self, output: Option<&Path>, speak: Output) -> Result<Found> {
         let found = if !self.source.iter().any(|source| archive::is_stream(source)) {
@@ -71,6 +76,17 @@ impl Source {
             ));
         }
         if found.only.is_some() { Ok(found) } else { as_bf16(found, output, speak) }
+    }
+}
+
+/// A path as a word of a shell.
+pub fn quoted(path: &Path) -> String {
+    let path = path.to_string_lossy();
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-./@:,+=".contains(c);
+    if !path.is_empty() && path.chars().all(is_plain) {
+        path.into()
+    } else {
+        format!("'{}'", path.replace('\'', r"'\''"))
     }
 }
 

@@ -3,9 +3,12 @@
 use std::{collections::BTreeMap, fs};
 
 use serde_json::Value;
-use unweight::format::testing::demo_model::{self, DemoOptions};
+use unweight::{
+    engine::raw::options::MAX_BATCH,
+    format::testing::demo_model::{self, DemoOptions},
+};
 
-use crate::harness::{copy, documented, fails, fixture, json, run, stderr, stdout};
+use crate::harness::{copy, documented, error_code, fails, fixture, json, run, stderr, stdout};
 
 /// A plan that `budget` makes is taken by `compress`, and gives what was said.
 #[test]
@@ -107,9 +110,50 @@ fn kv_cache_is_planned() {
     // What to run it with.
     let (bf16, packed) = (stdout(&ask(&["--kv-cache", "bf16"])), stdout(&ask(&["--kv-cache", "packed"])));
     assert!(bf16.contains("BF16 KV cache ") && !bf16.contains("--kv-cache"), "{bf16}");
-    assert!(packed.contains("packed KV cache ") && packed.contains("--kv-cache packed --memory "), "{packed}");
+    assert!(
+        packed.contains("packed KV cache ")
+            && packed.contains("--kv-cache packed --max-batch 2 --context 512 --memory "),
+        "{packed}"
+    );
     let wrong = ["budget", "model", "--memory", "1G", "--kv-cache", "int8"];
     assert!(stderr(&run(std::path::Path::new("."), &wrong, 2)).contains("auto, packed, bf16"));
+}
+
+/// What is printed runs when it is pasted, whatever the names of model and plan.
+#[test]
+fn printed_commands_run() {
+    let home = tempfile::tempdir().unwrap();
+    copy(&fixture().join("model"), &home.path().join("my model"));
+    let ask = ["budget", "my model", "--memory", "1G", "--batch", "2", "--context", "128", "--kv-cache", "packed"];
+    let text = stdout(&run(home.path(), &[&ask[..], &["--plan", "it's.json"]].concat(), 0));
+    let (_, commands) = text.split_once(":\n  unweight").unwrap_or_else(|| panic!("{text}"));
+    let commands = format!("unweight{commands}");
+    let mut commands = commands.lines().map(str::trim);
+    let program = std::path::Path::new(assert_cmd::cargo::cargo_bin!("unweight")).parent().unwrap();
+    let mut paste = |more: &str| {
+        let command = commands.next().unwrap_or_else(|| panic!("{text}")).to_owned() + more;
+        let mut shell = std::process::Command::new("/bin/sh");
+        shell.args(["-c", &command]).current_dir(home.path()).env("PATH", program).output().unwrap()
+    };
+    assert!(paste("").status.success() && home.path().join("bundle").is_dir(), "{text}");
+    // A port in use stops it where its options have been read.
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let served = paste(&format!(" --port {}", taken.local_addr().unwrap().port()));
+    assert_eq!((served.status.code(), error_code(&served).as_str()), (Some(2), "address-unavailable"), "{text}");
+    assert!(text.contains("--kv-cache packed --max-batch 2 --context 128 --memory "), "{text}");
+    // Without a plan file it says how to get one.
+    assert!(stdout(&run(home.path(), &ask, 0)).contains("repeat the command with --plan plan.json"));
+}
+
+#[test]
+fn commands_have_one_limit_of_sequences() {
+    for (command, option) in [("budget", "--batch"), ("generate", "--max-batch"), ("serve", "--max-batch")] {
+        let help = stdout(&run(fixture(), &[command, "--help"], 0));
+        assert!(help.contains(&format!("1 to {MAX_BATCH}")), "{help}");
+        let above = (MAX_BATCH + 1).to_string();
+        let refused = stderr(&run(fixture(), &[command, "model", option, &above], 2));
+        assert!(refused.contains(&format!("'{option} <N>'")) && refused.contains(&above), "{refused}");
+    }
 }
 
 #[test]
