@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! <family>.snap.cu       the entry point of the first variant of the family in the catalogue
-//! <family>_plans.snap    a line for each variant: digest of its translation unit with every header, launch, shared memory by section
+//! <family>_plans.snap    a line for each variant of each architecture: digest of its translation unit with every header,
+//!                        launch, shared memory by section
 //! ```
 //!
 //! A change of the template is read in one text per family; a change of a header shows in the digest of every variant
@@ -65,9 +66,15 @@ fn plan(spec: &VariantSpec) -> Plan {
     Plan::new(spec).expect("the catalogue holds feasible variants")
 }
 
-/// The catalogue by family.
-fn families() -> impl Iterator<Item = (&'static str, Vec<VariantSpec>)> {
-    FAMILIES.iter().map(|family| (family.name, (family.catalogue)(Arch::Sm90a)))
+/// The catalogue for an architecture, by family.
+fn families(arch: Arch) -> impl Iterator<Item = (&'static str, Vec<VariantSpec>)> {
+    FAMILIES.iter().map(move |family| (family.name, (family.catalogue)(arch)))
+}
+
+/// The catalogue for all architectures, by family; Hopper's variants first.
+fn all_families() -> impl Iterator<Item = (&'static str, Vec<VariantSpec>)> {
+    let archs = || [Arch::Sm90a].into_iter().chain(Arch::ALL.iter().copied().filter(|arch| *arch != Arch::Sm90a));
+    FAMILIES.iter().map(move |family| (family.name, archs().flat_map(family.catalogue).collect()))
 }
 
 fn source(spec: &VariantSpec) -> Source {
@@ -116,7 +123,7 @@ fn plans(specs: &[VariantSpec]) -> String {
 #[test]
 fn generated_sources_match_the_snapshots() {
     with_settings(|| {
-        for (family, specs) in families() {
+        for (family, specs) in all_families() {
             insta::assert_snapshot!(format!("{family}_plans"), plans(&specs));
             let text = specs.first().map(source).expect("a family ships a variant").text;
             insta::assert_binary_snapshot!(&format!("{family}.cu"), text.into_bytes());
@@ -148,7 +155,7 @@ fn kept_families() -> Vec<Family> {
         let kept = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         (kept, specs.into_iter().map(|spec| (spec, source(&spec))).collect())
     };
-    families().map(kept).collect()
+    families(Arch::Sm90a).map(kept).collect()
 }
 
 /// The rows of the snapshots that another text of one header would change.
@@ -176,7 +183,7 @@ fn an_edited_header_fails_the_snapshots_of_its_variants() {
         return; // The snapshots are being rewritten by the test next to this one.
     }
     let of_families = |names: &[&str]| -> BTreeSet<String> {
-        let chosen = families().filter(|(family, _)| names.contains(family));
+        let chosen = families(Arch::Sm90a).filter(|(family, _)| names.contains(family));
         chosen.flat_map(|(_, specs)| specs).map(|spec| spec.to_string()).collect()
     };
     let families = kept_families();
@@ -239,7 +246,7 @@ fn put(document: &mut String, name: &str, mark: &str, text: &str) {
 fn documentation_lists_the_catalogue() {
     let path = root().join("docs/kernels.md");
     let mut now = fs::read_to_string(&path).expect("docs/kernels.md is there");
-    let counts: Vec<_> = families().map(|(family, specs)| format!("{} {family}", specs.len())).collect();
+    let counts: Vec<_> = families(Arch::Sm90a).map(|(family, specs)| format!("{} {family}", specs.len())).collect();
     let counts = wrapped(&format!("{} variants ship: {}.", catalog::all(Arch::Sm90a).len(), counts.join(", ")));
     put(&mut now, "docs/kernels.md", "counts", &counts);
     assert_document(&path, &now);
