@@ -6,13 +6,13 @@ use unweight_engine::{AdmissionError, Engine, EngineError, Event, KvCache, Reque
 
 /// A generator of tokens: [`Engine`], or a slower implementation of the same rules.
 pub trait Backend {
-    /// What ends it.
+    /// The error that ends all sequences.
     type Error: Error;
 
-    /// What it was made for.
+    /// Returns the limits that the backend was made with.
     fn limits(&self) -> Limits;
 
-    /// What it has to do.
+    /// Returns the current load.
     fn load(&self) -> Load;
 
     /// Takes a request.

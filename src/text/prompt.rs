@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-/// One turn of a conversation.
+/// A message of a conversation: its role and its text.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Message {
     // In the order that `tojson` shows.

@@ -47,7 +47,7 @@ pub struct Decode {
     pub adjacent: bool,
     /// Added to mean squares.
     pub eps: f32,
-    /// Of all values.
+    /// The seed of all values.
     pub seed: u64,
 }
 
@@ -88,7 +88,7 @@ impl Decode {
 /// What a launch reads: rows without gaps.
 #[derive(Clone, Debug)]
 pub struct Problem {
-    /// The batch.
+    /// The batch that is timed.
     pub case: Decode,
     /// bf16 `[m, (h + 2 * kv_heads) * head_dim]`.
     pub qkv: Vec<u16>,
@@ -292,18 +292,18 @@ pub struct Chunk {
     pub group: usize,
     /// Position of the first token.
     pub start: u32,
-    /// Tokens.
+    /// The number of tokens.
     pub tokens: u32,
     /// Tokens that a token sees; 0: all before it.
     pub window: u32,
-    /// Of all values.
+    /// The seed of all values.
     pub seed: u64,
 }
 
 /// What a launch over a chunk reads: rows without gaps.
 #[derive(Clone, Debug)]
 pub struct ChunkProblem {
-    /// The chunk.
+    /// The chunk of a prompt that is timed.
     pub chunk: Chunk,
     /// Pages and rows, as of a batch whose rows have one sequence; positions are those of the sequence's last token.
     pub sequence: Problem,

@@ -23,7 +23,7 @@ use crate::{
     tuned::{self, TunedRow},
 };
 
-/// What is measured.
+/// The model whose steps are timed.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum DecodeModel<'a> {
@@ -34,7 +34,7 @@ pub enum DecodeModel<'a> {
 }
 
 options! {
-    /// What is asked for.
+    /// Options of [`bench_decode`](crate::bench_decode()).
     DecodeOptions {
         /// Sequences that run together.
         batches: Vec<u32> = vec![1, 8, 16, 32, 64, 128, 256],
@@ -67,14 +67,14 @@ options! {
     }
 }
 
-/// What was measured, on what.
+/// The result of [`bench_decode`](crate::bench_decode()).
 #[derive(Clone, Debug, Serialize)]
 pub struct DecodeReport {
-    /// The device.
+    /// The GPU that was measured.
     pub device: DeviceInfo,
     /// Rounds of each figure.
     pub rounds: usize,
-    /// What was asked for.
+    /// The options of the run.
     pub options: DecodeOptions,
     /// Engines, the BF16 baseline last.
     pub engines: Vec<EngineRow>,
@@ -86,7 +86,7 @@ pub struct DecodeReport {
     pub parts: Vec<PartRow>,
 }
 
-/// An engine.
+/// An engine with its memory and load time.
 #[derive(Clone, Debug, Serialize)]
 pub struct EngineRow {
     /// How weights are held.
@@ -112,7 +112,7 @@ pub struct EngineRow {
 /// Steps of one batch by one engine.
 #[derive(Clone, Debug, Serialize)]
 pub struct StepRow {
-    /// Sequences.
+    /// Sequences per step.
     pub batch: u32,
     /// The placement of the engine, or `tuned` where it runs by settings that were searched for.
     pub placement: &'static str,
@@ -135,13 +135,13 @@ pub struct StepRow {
 /// A part of a step, of all layers together, by itself.
 #[derive(Clone, Debug, Serialize)]
 pub struct PartRow {
-    /// Sequences.
+    /// Sequences per step.
     pub batch: u32,
     /// The placement of the engine.
     pub placement: &'static str,
     /// The KV cache of the engine.
     pub kv_cache: &'static str,
-    /// The part.
+    /// The part of a step, such as `attention`.
     pub part: &'static str,
     /// Median, us.
     pub median_us: f64,

@@ -40,7 +40,7 @@ use crate::{
 };
 
 options! {
-    /// What is measured.
+    /// Options of [`bench_kernels`](crate::bench_kernels()).
     BenchOptions {
         /// `[n, k]` of the weights.
         shapes: Vec<(u32, u32)> = vec![(14336, 4096), (4096, 14336), (4096, 4096)],

@@ -66,7 +66,7 @@ impl Heads {
         packed::unit_bytes(self.head_dim) as usize
     }
 
-    /// Where the record of a unit starts.
+    /// Returns the first byte of the record of a unit.
     pub fn record_at(self, unit: usize) -> usize {
         unit * self.record_bytes()
     }
@@ -235,7 +235,7 @@ pub struct PackedPages {
     pub heads: Heads,
     /// Packed pages.
     pub packed: Vec<u8>,
-    /// Records.
+    /// Records of all units.
     pub records: Vec<u8>,
     /// BF16 units.
     pub unit_pages: Vec<u8>,

@@ -40,7 +40,7 @@ use crate::{
 pub const LLAMA_8B_LAYER: [(u32, u32); 4] = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)];
 
 options! {
-    /// What is measured.
+    /// Options of [`bench_matmul`](crate::bench_matmul()).
     MatmulOptions {
         /// `[n, k]` of the weights, multiples of 64.
         shapes: Vec<(u32, u32)> = vec![
@@ -56,7 +56,7 @@ options! {
                 (8192, 8192),
                 (10240, 8192),
             ],
-        /// Batches.
+        /// The batches of each shape.
         batches: Vec<u32> = vec![1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096],
         /// Share of 64-element row segments with an element outside the window. Normal weights have 0.005 of
         /// themselves; it cannot be less.

@@ -61,7 +61,7 @@ const MATVANS: [(&str, Layout); 3] = [
 ];
 
 options! {
-    /// What is measured.
+    /// Options of [`bench_rivals`](crate::bench_rivals()).
     RivalsOptions {
         /// `[n, k]` of the weights, multiples of 64.
         shapes: Vec<(u32, u32)> = vec![(14336, 4096)],

@@ -23,7 +23,7 @@ use crate::{
 pub struct Figure {
     /// Number of the report's table.
     pub table: u32,
-    /// What was measured.
+    /// The quantity that was measured.
     pub what: String,
     /// Sequences, or rows of a product; null where there are none.
     pub batch: Option<u32>,
@@ -42,7 +42,7 @@ pub struct Figure {
 /// All of them.
 #[derive(Clone, Debug, Serialize)]
 pub struct Tables {
-    /// The device.
+    /// The GPU that was measured.
     pub device: DeviceInfo,
     /// Tokens behind each sequence of a step.
     pub context: u32,

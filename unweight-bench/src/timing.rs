@@ -26,20 +26,20 @@ options! {
     }
 }
 
-/// What was measured, on what.
+/// The result of a measurement, with what it was made on.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report<Options> {
-    /// The device.
+    /// The GPU that was measured.
     pub device: DeviceInfo,
     /// How it was measured.
     pub timing: Timing,
-    /// What was asked for.
+    /// The options of the run.
     pub options: Options,
     /// One row per contender and problem.
     pub rows: Vec<Row>,
 }
 
-/// One contender on one problem.
+/// A contender on a problem, with its times.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
     /// `decode`, `encode`, `packed`, `compact`, `matmul`, `attention`, `kv_pack` or `kv_unpack`.

@@ -23,13 +23,13 @@ const ROUNDS: Rounds = Rounds { rounds: 3, steps: 4 };
 /// What a search found for the steps of a batch.
 #[derive(Clone, Debug, Serialize)]
 pub struct TunedRow {
-    /// Sequences.
+    /// Sequences per step.
     pub batch: u32,
     /// What was gained over the best guess, as a share of its time.
     pub gain: f64,
     /// Comparisons of two settings.
     pub compared: u32,
-    /// What was found.
+    /// The setting that the search found.
     #[serde(flatten)]
     pub setting: Setting,
 }

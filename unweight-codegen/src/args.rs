@@ -5,13 +5,16 @@ use bytemuck::{Pod, Zeroable};
 /// A `CUtensorMap`: opaque, 128 bytes, 64-byte aligned.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C, align(64))]
-pub struct TensorMap(pub [u64; 16]);
+pub struct TensorMap(
+    /// The 128 bytes that `cuTensorMapEncodeTiled` writes.
+    pub [u64; 16],
+);
 
 /// A struct that kernels take.
 pub trait KernelArgs: Pod {
-    /// Its name on both sides.
+    /// The name of the struct in Rust and CUDA.
     const NAME: &'static str;
-    /// Its fields, in order.
+    /// The fields of the struct, in order.
     const FIELDS: &'static [Field];
 }
 
@@ -29,11 +32,11 @@ pub struct Field {
 /// An argument struct as data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ArgsInfo {
-    /// See [`KernelArgs::NAME`].
+    /// The name of the struct in Rust and CUDA ([`KernelArgs::NAME`]).
     pub name: &'static str,
     /// Size of the struct in bytes.
     pub bytes: usize,
-    /// See [`KernelArgs::FIELDS`].
+    /// The fields of the struct, in order ([`KernelArgs::FIELDS`]).
     pub fields: &'static [Field],
 }
 

@@ -41,7 +41,7 @@ impl std::error::Error for AxisError {}
 pub enum Values {
     /// Every number from the first to the second.
     Range(u32, u32),
-    /// These numbers.
+    /// Each number of a list.
     Set(&'static [u32]),
     /// These words; a value is a place in the list.
     Words(&'static [&'static str]),

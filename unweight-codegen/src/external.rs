@@ -26,7 +26,7 @@ pub struct ExternalSource {
     pub variant: String,
     /// Architecture that the kernel is compiled for.
     pub arch: Arch,
-    /// What the kernel does, one line.
+    /// A line that says what the kernel does.
     pub summary: &'static str,
     /// The grid rule, in words.
     pub grid: &'static str,
@@ -78,7 +78,7 @@ mod tests {
             pub to: u64,
             /// Elements.
             pub count: u32,
-            /// 0.
+            /// Must be 0.
             pub reserved: u32,
         }
     }

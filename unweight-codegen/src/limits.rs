@@ -10,21 +10,21 @@ use crate::axes::Arch;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Instruction {
-    /// `wgmma.mma_async`.
+    /// Has `wgmma.mma_async`.
     Wgmma,
-    /// `mma.sync`.
+    /// Has `mma.sync` of BF16.
     Mma,
     /// `cp.async` of 16 bytes by every thread.
     AsyncCopy,
     /// `cp.async.bulk` of a stretch of memory.
     BulkCopy,
-    /// `cp.async.bulk.tensor`.
+    /// Has `cp.async.bulk.tensor`.
     TensorCopy,
     /// Clusters of blocks, and the shared memory of others.
     Cluster,
     /// `griddepcontrol`: programmatic dependent launch.
     DependentLaunch,
-    /// `setmaxnreg`.
+    /// Has `setmaxnreg`.
     SetMaxRegisters,
 }
 
@@ -62,7 +62,7 @@ impl Instructions {
     /// None of them.
     pub const NONE: Self = Self(0);
 
-    /// These and one more.
+    /// Returns these instructions and one more.
     pub const fn with(self, instruction: Instruction) -> Self {
         Self(self.0 | 1 << instruction as u16)
     }

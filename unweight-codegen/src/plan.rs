@@ -14,7 +14,7 @@ use std::fmt;
 /// Everything that launching and reviewing a variant needs. Its `Display` is for people.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// The variant.
+    /// The variant that has no plan.
     pub spec: VariantSpec,
     /// Dynamic shared memory of a block.
     pub smem: SmemPlan,
@@ -30,7 +30,7 @@ pub struct Plan {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Infeasible {
-    /// The variant.
+    /// The variant that the plan is for.
     pub spec: VariantSpec,
     /// The constraint that is violated.
     pub constraint: Constraint,

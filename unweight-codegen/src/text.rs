@@ -70,7 +70,7 @@ impl<const N: usize> Text<N> {
         self
     }
 
-    /// The text.
+    /// Returns the text as a string slice.
     pub const fn as_str(&self) -> &str {
         match std::str::from_utf8(self.bytes.split_at(self.len).0) {
             Ok(text) => text,

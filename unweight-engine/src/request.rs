@@ -201,7 +201,7 @@ impl Finish {
 /// A new token of a sequence.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Event {
-    /// The sequence.
+    /// The sequence that the token belongs to.
     pub seq: SeqId,
     /// The token id.
     pub token: u32,

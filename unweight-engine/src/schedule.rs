@@ -41,13 +41,13 @@ struct Waiting {
 /// A sequence that has a row.
 #[derive(Debug)]
 pub struct Running {
-    /// The sequence.
+    /// The id of the sequence.
     pub id: SeqId,
     /// The sampling parameters.
     pub params: SampleParams,
     /// The adjustments of logits.
     pub adjustments: Adjustments,
-    /// [`Request::logprobs`].
+    /// The number of likeliest tokens asked for ([`Request::logprobs`]).
     pub logprobs: Option<u32>,
     /// The slot of the states of its tokens, if logits are adjusted.
     pub slot: Option<u32>,
@@ -75,7 +75,7 @@ pub struct Running {
 }
 
 impl Running {
-    /// Its tokens so far.
+    /// Tokens of the sequence so far.
     pub fn history(&self) -> History<'_> {
         let (prompt, answer) = self.tokens.split_at(self.tokens.len() - self.produced as usize);
         History { prompt, answer, ends: &self.stop }
@@ -222,7 +222,7 @@ impl Prefill {
 /// The next chunk of a prompt.
 #[derive(Debug)]
 pub struct Chunk<'a> {
-    /// The sequence.
+    /// The sequence of the chunk.
     pub running: &'a Running,
     /// The token ids of the chunk.
     pub tokens: &'a [u32],

@@ -15,7 +15,7 @@ use crate::config::{Family, ModelConfig, QkNorm};
 /// Name, dtype and shape of a tensor, as the header of its file states them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TensorHeader<'a> {
-    /// Name.
+    /// The name of the tensor.
     pub name: &'a str,
     /// Element type.
     pub dtype: Dtype,
@@ -89,7 +89,7 @@ pub struct LayerWeights {
 /// Names of what stands behind a layer's second norm.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MlpWeights {
-    /// One gated MLP.
+    /// A gated MLP that every token passes.
     Dense(GatedWeights),
     /// Experts, of which a router chooses.
     Mixture {

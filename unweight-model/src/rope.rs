@@ -14,7 +14,7 @@ pub struct Rope {
     pub theta: f64,
     /// Elements of a head that are rotated, the first ones; even, at most all.
     pub dim: u32,
-    /// Which elements are a pair.
+    /// The elements of a head that are rotated together.
     pub pairs: RopePairs,
     /// Scaling of the frequencies for contexts longer than those of training.
     pub kind: RopeKind,
@@ -34,7 +34,7 @@ pub enum RopePairs {
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum RopeKind {
-    /// As they are.
+    /// Frequencies are not scaled.
     Default,
     /// All divided by a factor.
     Linear {

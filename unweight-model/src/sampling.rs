@@ -37,7 +37,7 @@ impl Default for SampleParams {
 #[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
 #[error("{name} = {value} is not {range}")]
 pub struct OutOfRange {
-    /// The parameter.
+    /// The name of the parameter.
     pub name: &'static str,
     /// Value of the parameter.
     pub value: f32,

@@ -125,10 +125,10 @@ pub enum Error {
     },
 }
 
-/// What a stream is of.
+/// The elements that share a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Layout {
-    /// One row.
+    /// A stream codes one row.
     Rows,
     /// Thirty-two rows.
     Stripes,
@@ -150,17 +150,17 @@ pub struct Tables {
 /// A matrix as MatVANS stores it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Encoded {
-    /// Rows.
+    /// The number of rows.
     pub rows: usize,
-    /// Columns.
+    /// The number of columns.
     pub cols: usize,
-    /// What a stream is of.
+    /// The elements that share a stream.
     pub layout: Layout,
-    /// The distribution.
+    /// The tables of the symbols' distribution.
     pub tables: Tables,
     /// Where streams begin, in 16 bytes.
     pub offsets: Vec<u32>,
-    /// Streams.
+    /// Words of all streams, one stream after the other.
     pub words: Vec<u32>,
 }
 

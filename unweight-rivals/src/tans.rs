@@ -13,7 +13,7 @@
 
 use rayon::prelude::*;
 
-/// States.
+/// The number of states of the coder.
 pub const STATES: u32 = 4096;
 /// Streams of a block.
 pub const BLOCK_STREAMS: usize = 128;
@@ -129,7 +129,7 @@ pub struct Encoded {
     pub states: Vec<u16>,
     /// Bits of each stream's last slab.
     pub partial: Vec<u8>,
-    /// Where blocks begin, bytes.
+    /// The first byte of each block.
     pub offsets: Vec<i32>,
     /// Signs and mantissas.
     pub rest: Vec<u8>,

@@ -79,9 +79,9 @@ pub enum Error {
 /// A matrix as ZipServ stores it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Encoded {
-    /// Rows.
+    /// The number of rows.
     pub rows: usize,
-    /// Columns.
+    /// The number of columns.
     pub cols: usize,
     /// First exponent of the window.
     pub first: u8,

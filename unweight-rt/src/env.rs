@@ -97,9 +97,9 @@ impl JitMode {
 #[error("{name}={value:?}: expected {expected}; correct or unset it")]
 #[non_exhaustive]
 pub struct EnvError {
-    /// The variable.
+    /// The name of the variable.
     pub name: &'static str,
-    /// The value.
+    /// The value of the variable.
     pub value: String,
     /// The values that it takes.
     pub expected: &'static str,
@@ -139,9 +139,9 @@ pub struct Env {
     pub jit_threads: usize,
     /// How long to wait for another process that compiles the same kernel.
     pub lock_timeout: Duration,
-    /// `UNWEIGHT_NVRTC`.
+    /// The value of `UNWEIGHT_NVRTC`.
     pub nvrtc: Option<PathBuf>,
-    /// `UNWEIGHT_CUBLAS`.
+    /// The value of `UNWEIGHT_CUBLAS`.
     pub cublas: Option<PathBuf>,
     /// Where to look for libraries.
     pub(crate) search: SearchPaths,

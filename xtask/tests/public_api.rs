@@ -67,12 +67,17 @@ const fn limits(name: &'static str, folder: &'static str, [items, items_and_fiel
     Limits { name, folder, items, items_and_fields, raw }
 }
 
-/// The listing of each of [`CRATES`], read once for all tests.
-fn listings() -> &'static [(String, Counts)] {
-    static LISTINGS: OnceLock<Vec<(String, Counts)>> = OnceLock::new();
+/// The listing of each of [`CRATES`], and what it leaves undefined, read once for all tests.
+fn listings() -> &'static [(String, Counts, BTreeSet<String>)] {
+    static LISTINGS: OnceLock<Vec<(String, Counts, BTreeSet<String>)>> = OnceLock::new();
     LISTINGS.get_or_init(|| {
         let exported = exported();
-        CRATES.iter().map(|own| listing(own.name, &Crate::read(own.folder, &exported))).collect()
+        let of = |own: &Limits| {
+            let read = Crate::read(own.folder, &exported);
+            let (text, counts) = listing(own.name, &read);
+            (text, counts, undefined(own.name, &read))
+        };
+        CRATES.iter().map(of).collect()
     })
 }
 
@@ -128,7 +133,7 @@ fn listing(name: &str, read: &Crate) -> (String, Counts) {
 #[test]
 fn listings_are_those_of_the_sources() {
     let mut wrong = Vec::new();
-    for (Limits { name, items, items_and_fields, raw, .. }, (text, counts)) in CRATES.iter().zip(listings()) {
+    for (Limits { name, items, items_and_fields, raw, .. }, (text, counts, _)) in CRATES.iter().zip(listings()) {
         let path = root().join(format!("docs/api/{name}.txt"));
         if std::env::var_os("UPDATE_DOCS").is_some() {
             fs::create_dir_all(path.parent().expect("a folder")).expect("a folder for listings");
@@ -196,7 +201,7 @@ const EXHAUSTIVE: [&str; 27] = [
 fn enums_and_options_may_grow() {
     let mut exhaustive = BTreeSet::from(EXHAUSTIVE);
     let mut closed = Vec::new();
-    for (text, _) in listings() {
+    for (text, ..) in listings() {
         for (path, declaration) in text.lines().filter_map(|line| line.split_once(": ")) {
             let name = path.rsplit("::").next().unwrap_or_default();
             let is_options = ["Options", "Request", "Params"].iter().any(|end| name.ends_with(end));
@@ -208,6 +213,64 @@ fn enums_and_options_may_grow() {
     }
     assert_eq!(closed, [""; 0], "#[non_exhaustive], or a reason in EXHAUSTIVE");
     assert!(exhaustive.is_empty(), "these are gone, or are #[non_exhaustive]: {exhaustive:?}");
+}
+
+/// Words that begin a fragment: the item is known from the name alone.
+const FRAGMENTS: [&str; 20] = [
+    "and", "as", "at", "by", "for", "from", "in", "its", "of", "on", "one", "see", "that", "their", "them", "these",
+    "what", "where", "which", "with",
+];
+
+/// Whether the first paragraph of a documentation defines nothing: a word, a fragment, or a remark.
+fn is_fragment(doc: &str) -> bool {
+    let words = doc.split(' ').map(|word| word.trim_end_matches(['.', ',', ':', ';']).to_lowercase());
+    let words: Vec<String> = words.filter(|word| !["", "a", "an", "the"].contains(&word.as_str())).collect();
+    let begins = words.first().is_some_and(|word| FRAGMENTS.contains(&word.as_str()));
+    words.len() < if begins { 6 } else { 2 }
+}
+
+/// Items whose documentation defines nothing, by their paths.
+fn undefined(name: &str, read: &Crate) -> BTreeSet<String> {
+    let start = name.replace('-', "_");
+    let mut found = BTreeSet::new();
+    for (path, definition) in read.paths().iter() {
+        let own = format!("{start}::{}", path.join("::"));
+        let item = read.doc(definition).map(|doc| (own.clone(), doc));
+        let members = read.members.get(definition).into_iter().flatten();
+        let members = members.map(|member| (format!("{own}::{}", member.name), member.doc.as_str()));
+        let fragments = item.into_iter().chain(members).filter(|(_, doc)| is_fragment(doc));
+        found.extend(fragments.map(|(own, doc)| format!("{own}: {doc:?}")));
+    }
+    found
+}
+
+#[test]
+fn public_items_are_defined() {
+    let found: Vec<&str> = listings().iter().flat_map(|(.., found)| found).map(String::as_str).collect();
+    assert!(found.is_empty(), "{} doc comments define nothing:\n{}", found.len(), found.join("\n"));
+}
+
+#[test]
+fn planted_fragments_are_found() {
+    for doc in ["", "Rows.", "The kernel.", "Which one.", "Of the norms.", "See [`S::new`].", "What a stream is of."] {
+        assert!(is_fragment(doc), "{doc}");
+    }
+    for doc in
+        ["The number of rows.", "Must be 0.", "Each of the rows.", "In a merged layer, the first of its tensors."]
+    {
+        assert!(!is_fragment(doc), "{doc}");
+    }
+    let read = Crate::of_text(
+        "/// A matrix.
+         pub struct S { /// Rows.
+             pub at: u8, /// Own.
+             own: u8 }
+         impl S { /// Makes a matrix.
+             pub fn new() {} pub fn bare() {} }
+         pub mod raw { pub fn f() {} }",
+    );
+    let found: Vec<String> = undefined("own", &read).into_iter().collect();
+    assert_eq!(found, ["own::S: \"A matrix.\"", "own::S::at: \"Rows.\"", "own::S::bare: \"\"", "own::raw::f: \"\""]);
 }
 
 /// Every package that is published has a listing.

@@ -17,7 +17,7 @@ pub const UNWRITTEN: u8 = 0xa5;
 pub struct Cache {
     /// The heads of a layer.
     pub heads: Heads,
-    /// Layers.
+    /// The number of layers.
     pub layers: u32,
     /// Pages of a layer.
     pub pages: u32,

@@ -22,7 +22,7 @@ pub enum Plant {
 }
 
 options! {
-    /// What is run.
+    /// Options of [`stress`](crate::stress()).
     StressOptions {
         /// Launches of each variant on each problem.
         launches: u32 = 2000,
@@ -50,12 +50,12 @@ impl StressOptions {
     }
 }
 
-/// What a stress run found.
+/// The result of a stress run.
 #[derive(Clone, Debug, Serialize)]
 pub struct StressReport {
-    /// The device.
+    /// The GPU that was tested.
     pub device: DeviceInfo,
-    /// What was asked for.
+    /// The options of the run.
     pub options: StressOptions,
     /// Launches in all.
     pub launches: u64,
@@ -63,7 +63,7 @@ pub struct StressReport {
     pub differing: u64,
     /// Problems whose first output was wrong.
     pub wrong: u64,
-    /// Seconds.
+    /// Duration in seconds.
     pub seconds: f64,
     /// A row for each variant and problem.
     pub rows: Vec<StressRow>,
@@ -80,7 +80,7 @@ pub struct StressRow {
     pub n: u32,
     /// Input features.
     pub k: u32,
-    /// Launches.
+    /// The number of launches.
     pub launches: u32,
     /// Of them, those whose output was not that of the first.
     pub differing: u32,

@@ -18,7 +18,7 @@ pub struct PipelinePlan {
 /// Warps with one task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Role {
-    /// The task.
+    /// The task of the warps.
     pub name: &'static str,
     /// Warps that have it.
     pub warps: u32,
@@ -38,7 +38,7 @@ impl RolePlan {
         Self { first: Role { name, warps, registers: None }, second: None }
     }
 
-    /// The roles.
+    /// Returns the roles in the order of their warps.
     pub fn roles(&self) -> impl Iterator<Item = &Role> {
         std::iter::once(&self.first).chain(&self.second)
     }

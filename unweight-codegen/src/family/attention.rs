@@ -30,7 +30,7 @@ use crate::{
 };
 
 word_axis! {
-    /// Which tokens of a sequence ask.
+    /// The tokens of a sequence that attend.
     AttentionStep, "step" {
         /// The newest token of each of many sequences. Bias, norm and rotation of its heads are done on the way, and
         /// its key and value are stored into the cache.
@@ -68,7 +68,7 @@ range_axis! {
 axes! {
     /// A variant of attention over a paged KV cache.
     pub struct AttentionSpec {
-        /// Which tokens ask.
+        /// The tokens that attend.
         step: AttentionStep "",
         /// Elements of a head.
         head_dim: HeadDim "_d",
@@ -110,13 +110,13 @@ args! {
         /// This and the next four, `decode`: bf16 `[max_positions, rope_dim / 2]`; `adjacent`: angles `i` and
         /// `i + rope_dim / 4` are next to each other.
         pub cosines: u64,
-        /// The same.
+        /// Sines, in the layout of `cosines`.
         pub sines: u64,
         /// bf16 `[(h + 2 * kv_heads) * head_dim]`, or null.
         pub bias: u64,
         /// bf16 `[head_dim]`, or null.
         pub q_norm: u64,
-        /// The same.
+        /// Weights of the norm of keys: bf16 `[head_dim]`, or null.
         pub k_norm: u64,
         /// u32: 1 and a row that leaves the tables or the cache.
         pub fault: u64,
@@ -126,9 +126,9 @@ args! {
         pub counters: u64,
         /// Elements from row to row.
         pub qkv_pitch: u64,
-        /// The same.
+        /// Elements between rows of the result.
         pub out_pitch: u64,
-        /// Rows.
+        /// The number of rows.
         pub m: u32,
         /// Heads of keys and values.
         pub kv_heads: u32,
@@ -148,7 +148,7 @@ args! {
         pub start: u32,
         /// The factor of scores, times log2(e).
         pub scale: f32,
-        /// Of the norms.
+        /// The epsilon of the norms of queries and keys.
         pub eps: f32,
         /// `split`: blocks that share the tokens of a row and KV head, 1 to [`PARTS_MAX`].
         pub parts: u32,

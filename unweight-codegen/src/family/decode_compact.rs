@@ -23,9 +23,9 @@ word_axis! {
 }
 
 axes! {
-    /// One kernel of the decoder.
+    /// A kernel of the decoder of compact tensors.
     pub struct DecodeCompactSpec {
-        /// Which one.
+        /// The kernel of the decoder.
         stage: DecodeCompactStage "",
     }
 }
@@ -74,7 +74,7 @@ args! {
         pub tile_rows: u32,
         /// `k / 64`.
         pub tile_cols: u32,
-        /// 0.
+        /// Must be 0.
         pub reserved: u32,
     }
 }

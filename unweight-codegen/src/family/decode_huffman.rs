@@ -26,7 +26,7 @@ word_axis! {
     /// The type of the weights: BF16 from a Huffman tensor, the others from a tensor of encoding `exponents`, of which
     /// only the weights themselves are decoded.
     DecodeElement, "element" {
-        /// BF16.
+        /// BF16 elements.
         Bf16 = "bf16",
         /// FP8 with four bits of exponent.
         E4M3 = "e4m3",
@@ -51,7 +51,7 @@ impl DecodeElement {
         }
     }
 
-    /// The type.
+    /// Returns the type of elements.
     pub const fn float(self) -> Float {
         match self {
             Self::Bf16 => Float::Bf16,
@@ -79,14 +79,14 @@ impl CodeLimit {
 }
 
 impl DecodeWarps {
-    /// As many as fit.
+    /// As many warps as shared memory holds.
     pub const FITTING: Self = Self::ALL[0];
 }
 
 axes! {
     /// A decoder of the preprocess family.
     pub struct DecodeHuffmanSpec {
-        /// What is written.
+        /// The form of the output.
         output: DecodeOutput "",
         /// Type of the weights.
         element: DecodeElement "_" = Bf16 unnamed,
@@ -133,7 +133,7 @@ args! {
         pub tile_rows: u32,
         /// `ceil(k / 64)`.
         pub tile_cols: u32,
-        /// 0.
+        /// Must be 0.
         pub reserved: u32,
     }
 }

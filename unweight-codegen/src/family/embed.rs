@@ -59,7 +59,7 @@ args! {
         pub escape_words: u32,
         /// Lowest exponent of the window of a packed table.
         pub base: u32,
-        /// 0.
+        /// Must be 0.
         pub reserved: u32,
     }
 }

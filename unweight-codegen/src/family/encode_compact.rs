@@ -22,9 +22,9 @@ word_axis! {
 }
 
 axes! {
-    /// One kernel of the encoder.
+    /// A kernel of the encoder of compact tensors.
     pub struct EncodeCompactSpec {
-        /// Which one.
+        /// The kernel of the sequence.
         stage: EncodeCompactStage "",
     }
 }
@@ -65,7 +65,7 @@ args! {
         pub tile_rows: u32,
         /// `k / 64`.
         pub tile_cols: u32,
-        /// 0.
+        /// Must be 0.
         pub reserved: u32,
     }
 }

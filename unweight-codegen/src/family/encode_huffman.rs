@@ -28,9 +28,9 @@ word_axis! {
 }
 
 axes! {
-    /// One encoder kernel.
+    /// A kernel of the encoder of Huffman tensors.
     pub struct EncodeHuffmanSpec {
-        /// Which one.
+        /// The kernel of the sequence.
         stage: EncodeHuffmanStage "",
     }
 }
@@ -50,7 +50,7 @@ args! {
         pub code_lengths: u64,
         /// u32 `[256]`: code | length << 16 | palette index << 24.
         pub encode_table: u64,
-        /// 0.
+        /// Must be 0.
         pub reserved: u64,
         /// u8 `[tiles, 64]`.
         pub row_lengths: u64,

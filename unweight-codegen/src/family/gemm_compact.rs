@@ -95,7 +95,7 @@ args! {
         pub k: u32,
         /// `k / 64`.
         pub tile_cols: u32,
-        /// 0.
+        /// Must be 0.
         pub reserved: [u32; 13],
     }
 }

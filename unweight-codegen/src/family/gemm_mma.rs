@@ -108,7 +108,7 @@ args! {
         pub x_data: u64,
         /// Bytes from one of its rows to the next.
         pub x_row_bytes: u64,
-        /// 0.
+        /// Must be 0.
         pub reserved: [u32; 10],
     }
 }

@@ -50,13 +50,13 @@ axes! {
         cluster: ClusterSize "c" = 1 unnamed,
         /// The k steps of all output tiles are cut evenly among the blocks; otherwise a block takes whole output tiles.
         stream_k: flag "_streamk" = false,
-        /// As in [`GemmMmaSpec::escapes`](super::GemmMmaSpec::escapes).
+        /// The kernel handles escapes ([`GemmMmaSpec::escapes`](super::GemmMmaSpec::escapes)).
         escapes: flag "_esc" = true,
-        /// As in [`GemmMmaSpec::pdl`](super::GemmMmaSpec::pdl).
+        /// The kernel is a programmatic dependent ([`GemmMmaSpec::pdl`](super::GemmMmaSpec::pdl)).
         pdl: flag "_pdl" = false,
         /// Overwrite or add.
         epilogue: Epilogue "_" = Store,
-        /// As in [`GemmMmaSpec::dump`](super::GemmMmaSpec::dump).
+        /// The kernel writes operands instead of products ([`GemmMmaSpec::dump`](super::GemmMmaSpec::dump)).
         dump: flag "_dump" = false,
     }
 }

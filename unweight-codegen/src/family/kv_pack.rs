@@ -29,7 +29,7 @@ word_axis! {
 axes! {
     /// A stage of packing pages of a KV cache.
     pub struct KvPackSpec {
-        /// What is packed.
+        /// The pages that are packed.
         stage: KvPackStage "",
         /// Elements of a head.
         head_dim: HeadDim "_d",
@@ -69,7 +69,7 @@ args! {
         pub record_pitch: u64,
         /// `step`: rows; `chunk`, `release`: pages of the table.
         pub m: u32,
-        /// Layers.
+        /// The number of layers.
         pub layers: u32,
         /// Heads of keys and values.
         pub kv_heads: u32,

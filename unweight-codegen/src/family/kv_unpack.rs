@@ -25,7 +25,7 @@ args! {
     pub struct KvUnpackArgs {
         /// Packed pages of a layer.
         pub packed: u64,
-        /// Their records.
+        /// Records of the pages.
         pub records: u64,
         /// BF16 units.
         pub unit_pages: u64,

@@ -40,7 +40,7 @@ args! {
         pub pitch: u64,
         /// Logits of a row, 1 to [`VOCABULARY_MAX`].
         pub vocabulary: u32,
-        /// 0.
+        /// Must be 0.
         pub reserved: u32,
     }
 }

@@ -41,9 +41,9 @@ use unweight_format::EncodingId;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct VariantSpec {
-    /// What it is compiled for.
+    /// The architecture that it is compiled for.
     pub arch: Arch,
-    /// What it does.
+    /// The operation with the values of its axes.
     pub op: Op,
 }
 
@@ -71,7 +71,7 @@ pub const DECODED_EXPONENTS: EncodingId = EncodingId::new("decoded_exponents");
 /// `Y`: where the graph ends. Not an encoding of the weight.
 pub const PRODUCT: EncodingId = EncodingId::new("product");
 
-/// What a family makes of what.
+/// A conversion of a family: the encoding that it reads and the one that it writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Edge {
     /// The encoding that is read.
@@ -97,7 +97,7 @@ pub trait Family: Copy {
         Self::EDGES
     }
 
-    /// What the kernel does, one line.
+    /// Returns a line that says what the kernel does.
     fn summary(&self, plan: &BlockPlan) -> String;
 
     /// What its entry point says beyond its axes.
@@ -119,13 +119,13 @@ pub trait Family: Copy {
 pub struct FamilyInfo {
     /// As in names and attributes, and the stem of its files.
     pub name: &'static str,
-    /// See [`Family::AXES`].
+    /// The axes, in the order of names ([`Family::AXES`]).
     pub axes: &'static [Axis],
-    /// See [`Family::EDGES`].
+    /// The conversions of the family ([`Family::EDGES`]).
     pub edges: &'static [Edge],
-    /// See [`Family::Args`].
+    /// The argument struct ([`Family::Args`]).
     pub args: ArgsInfo,
-    /// See [`Family::catalogue`].
+    /// The variants that ship for an architecture ([`Family::catalogue`]).
     pub catalogue: fn(Arch) -> Vec<VariantSpec>,
 }
 
@@ -199,7 +199,7 @@ macro_rules! families {
                 match self { $(Self::$variant(op) => op.instructions()),+ }
             }
 
-            /// See [`Family::edges`].
+            /// Returns the conversions of this variant ([`Family::edges`]).
             pub fn edges(&self) -> &'static [Edge] {
                 match self { $(Self::$variant(op) => op.edges()),+ }
             }
@@ -220,7 +220,7 @@ macro_rules! families {
 }
 
 impl Op {
-    /// Its family.
+    /// Returns the family of the operation.
     pub const fn info(&self) -> &'static FamilyInfo {
         &FAMILIES[self.place()]
     }

@@ -62,13 +62,13 @@ args! {
         pub source_rows: u32,
         /// Columns, a multiple of 8, at most [`COLUMNS_MAX`].
         pub d: u32,
-        /// 0.
+        /// Must be 0.
         pub reserved: u32,
     }
 }
 
 impl VariantSpec {
-    /// A norm.
+    /// Returns a variant of the family `norm`.
     pub const fn norm(arch: Arch, spec: NormSpec) -> Self {
         Self { arch, op: Op::Norm(spec) }
     }

@@ -20,9 +20,9 @@ word_axis! {
 }
 
 axes! {
-    /// One kernel of packing.
+    /// A kernel of packing a BF16 matrix.
     pub struct PackSpec {
-        /// Which one.
+        /// The kernel of the sequence.
         stage: PackStage "",
     }
 }

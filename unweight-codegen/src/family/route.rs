@@ -23,7 +23,7 @@ word_axis! {
 axes! {
     /// One kernel of the routing of a mixture of experts.
     pub struct RouteSpec {
-        /// Which one.
+        /// The kernel of the sequence.
         stage: RouteStage "",
         /// Programmatic dependent launch: its blocks are there before the stream's previous kernel has ended.
         pdl: flag "_pdl" = false,
@@ -53,9 +53,9 @@ args! {
         pub logits_pitch: u64,
         /// Elements from one row of `y` to the next.
         pub y_pitch: u64,
-        /// Tokens.
+        /// The number of tokens.
         pub tokens: u32,
-        /// 1..=[`RouteSpec::EXPERTS_MAX`].
+        /// The number of experts, 1 to [`RouteSpec::EXPERTS_MAX`].
         pub experts: u32,
         /// 1..=[`RouteSpec::TOP_K_MAX`], of `topk` at most `experts`.
         pub top_k: u32,

@@ -78,14 +78,14 @@ pub struct AdjustRow {
     pub presence: f32,
     /// The first position at which an end token may be sampled.
     pub end_from: u32,
-    /// 0.
+    /// Must be 0.
     pub reserved: u32,
 }
 
 impl AdjustRow {
     /// [`AdjustRow::slot`] of a row without adjustments.
     pub const NO_SLOT: u32 = u32::MAX;
-    /// Of a row without adjustments.
+    /// The value for a row without adjustments.
     pub const NONE: Self =
         Self { slot: Self::NO_SLOT, repetition: 1.0, frequency: 0.0, presence: 0.0, end_from: 0, reserved: 0 };
 }
@@ -108,7 +108,7 @@ impl TokenState {
 }
 
 impl VariantSpec {
-    /// Sampling.
+    /// Returns a variant of the family `sample`.
     pub const fn sample(arch: Arch, spec: SampleSpec) -> Self {
         Self { arch, op: Op::Sample(spec) }
     }

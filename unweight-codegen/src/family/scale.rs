@@ -9,7 +9,7 @@ use crate::{
 };
 
 word_axis! {
-    /// What becomes of the scaled activations.
+    /// Whether scaled activations are stored or added.
     ScaleForm, "form" {
         /// They are the output.
         Mul = "mul",
@@ -21,7 +21,7 @@ word_axis! {
 axes! {
     /// Activations times a factor.
     pub struct ScaleSpec {
-        /// What becomes of them.
+        /// Whether products are stored or added.
         form: ScaleForm "",
         /// Programmatic dependent launch: its blocks are there before the stream's previous kernel has ended.
         pdl: flag "_pdl" = false,
@@ -43,9 +43,9 @@ args! {
         pub columns: u32,
         /// Blocks of a row.
         pub row_blocks: u32,
-        /// The factor.
+        /// The factor of every element.
         pub factor: f32,
-        /// 0.
+        /// Must be 0.
         pub reserved: u32,
     }
 }

@@ -43,7 +43,7 @@ args! {
         pub row_blocks: u32,
         /// From 8 columns of `gate` and `up` to the next 8: 8 times this. 1, or 2 where they alternate.
         pub spread: u32,
-        /// 0.
+        /// Must be 0.
         pub reserved: u32,
     }
 }

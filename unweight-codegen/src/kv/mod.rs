@@ -24,9 +24,9 @@ pub const CHUNK_ELEMENTS: u32 = 8;
 /// The key or the value of a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvHalf {
-    /// What queries are compared with.
+    /// Keys, which queries are compared with.
     Key,
-    /// What is summed up.
+    /// Values, whose weighted sum is the result.
     Value,
 }
 

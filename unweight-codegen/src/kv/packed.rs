@@ -404,7 +404,7 @@ fn check(what: &'static str, value: u32, limit: u32) -> Result<(), KvPageError> 
     if value <= limit { Ok(()) } else { Err(KvPageError::Record { what, value, limit }) }
 }
 
-/// What a record says.
+/// The record of a unit: how its values are held.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Record {
     /// The tiles hold the values.

@@ -51,6 +51,6 @@ pub trait Variant {
     /// The spec of its family, such as [`GemmMmaSpec`]: what the runtime's launcher is chosen by
     /// (`unweight_rt::LoadVariant`).
     type Family: Family;
-    /// The spec.
+    /// The spec that the attribute declares.
     const SPEC: VariantSpec;
 }

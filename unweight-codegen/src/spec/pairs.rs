@@ -12,7 +12,7 @@ use crate::{
     text::{Message, same},
 };
 
-/// One `key = value`.
+/// A `key = value` of the attribute.
 #[derive(Clone, Copy, Debug)]
 pub struct Pair {
     /// The word before `=`.
@@ -24,7 +24,7 @@ pub struct Pair {
 /// A value that may follow `=`.
 #[derive(Clone, Copy, Debug)]
 pub enum PairValue {
-    /// An integer.
+    /// A literal integer.
     Number(u32),
     /// A word, or a path as it is written.
     Word(&'static str),
@@ -35,9 +35,9 @@ pub enum PairValue {
 /// The token of a pair that is wrong, and how.
 #[derive(Clone, Copy, Debug)]
 pub enum Blame {
-    /// The key.
+    /// The key is wrong.
     Key(Message),
-    /// The value.
+    /// The value is wrong.
     Value(Message),
 }
 

@@ -21,7 +21,7 @@ pub enum Part {
     Down,
     /// The product of the language-model head.
     Head,
-    /// Sampling.
+    /// Sampling of tokens.
     Sample,
 }
 

@@ -10,11 +10,11 @@ pub use self::pipeline::{Measured, Pipeline, PipelineVariant, Plan, Projection, 
 /// How a projection of an MLP is held on the device, where pipelines multiply by it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LoadedAs {
-    /// BF16.
+    /// BF16 weights.
     Bf16,
     /// Palette indices.
     Palette,
-    /// Huffman-coded.
+    /// Huffman-coded weights.
     Huffman,
     /// A linear layer of the loader: packed, or BF16 where it cannot be packed.
     Linear,

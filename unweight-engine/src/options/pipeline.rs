@@ -125,7 +125,7 @@ pub struct Ring {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PipelineVariant {
-    /// The pipeline.
+    /// The pipeline of the projection.
     pub pipeline: Pipeline,
     /// The ring of the reconstructive matmul; `None` for pipelines that use another kernel.
     pub ring: Option<Ring>,

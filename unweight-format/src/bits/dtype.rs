@@ -5,7 +5,7 @@ use super::named::named;
 named! {
     /// Element types of safetensors 0.8.
     Dtype, "dtype" {
-        /// One byte.
+        /// Boolean of one byte.
         Bool = "BOOL",
         /// 4-bit float.
         F4 = "F4",

@@ -226,7 +226,7 @@ impl TileMetadata {
         Self { start_word: field(0), verbatim_row_offset: field(1), verbatim_low: field(2), verbatim_high: field(3) }
     }
 
-    /// As stored.
+    /// Returns the bytes that are stored.
     pub fn to_bytes(self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         let fields = [self.start_word, self.verbatim_row_offset, self.verbatim_low, self.verbatim_high];

@@ -52,7 +52,7 @@ pub struct AttachedKernel {
     pub arch: String,
     /// Digest of the compiler's input, 64 hexadecimal digits.
     pub source: String,
-    /// The compiler.
+    /// Compiler and version.
     pub compiler: AttachedBy,
     /// Size of the binary.
     pub bytes: u64,
@@ -63,7 +63,7 @@ pub struct AttachedKernel {
 /// The compiler of an attached kernel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AttachedBy {
-    /// Compiler.
+    /// Compiler name.
     pub name: String,
     /// Version of the compiler.
     pub version: String,

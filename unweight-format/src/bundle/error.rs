@@ -166,7 +166,7 @@ pub enum BundleError {
         /// Who.
         by: Holder,
     },
-    /// Cancelled.
+    /// The run was cancelled, and its output is kept for `--resume`.
     #[error("interrupted; finished files are kept in {}", partial.display())]
     Interrupted {
         /// What is kept.

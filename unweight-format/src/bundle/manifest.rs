@@ -49,7 +49,7 @@ const DIGEST_DIGITS: usize = 32;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Manifest {
-    /// `unweight-bundle`.
+    /// The name of the format, `unweight-bundle`.
     pub format: String,
     /// Format version.
     pub version: Version,
@@ -67,9 +67,9 @@ pub struct Manifest {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Options {
-    /// Profile.
+    /// The profile that the bundle was compressed with.
     pub profile: Profile,
-    /// Scope.
+    /// The scope that the bundle was compressed with.
     pub scope: Scope,
     /// Longest Huffman code in bits.
     pub code_limit: u32,
@@ -222,7 +222,7 @@ pub struct ChangedFile {
 pub struct CopiedFile {
     /// Relative path.
     pub name: String,
-    /// Bytes.
+    /// The size of the file in bytes.
     pub size: u64,
     /// Digest of the contents.
     pub digest: Digest,
@@ -231,7 +231,7 @@ pub struct CopiedFile {
     pub sha256: Option<String>,
 }
 
-/// A tensor.
+/// A tensor of a weights file: what it was, and how it is stored.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct TensorEntry {
@@ -269,10 +269,10 @@ pub struct TensorEntry {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct SectionEntry {
-    /// Section.
+    /// The name of the section.
     #[serde(with = "section_names")]
     pub name: Section,
-    /// Bytes.
+    /// The number of bytes of the section.
     pub bytes: u64,
     /// Digest of the stored bytes.
     pub digest: Digest,

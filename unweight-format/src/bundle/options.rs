@@ -105,9 +105,9 @@ impl Selection {
 options! {
     /// How to compress a model: `CompressOptions::new(Profile::Palette).threads(4).resume(true)`.
     CompressOptions {
-        /// What the bundle is for.
+        /// The purpose of the bundle, which decides the encoding of each tensor.
         profile: Profile,
-        /// Which roles may be compressed.
+        /// The roles of tensors that may be compressed.
         scope: Scope,
         /// Longest Huffman code.
         code_limit: CodeLimit,
@@ -174,7 +174,7 @@ options! {
     MergeOptions {
         /// Threads to decode with; `None` is all.
         threads: Option<usize>,
-        /// As for [`CompressOptions::ram_bytes`].
+        /// The limit of memory for tensors that are being processed, bytes; see [`CompressOptions::ram_bytes`].
         ram_bytes: Option<u64>,
         /// Replace an existing bundle (or an empty directory), once the new one is complete.
         force: bool,
@@ -197,7 +197,7 @@ options! {
     DecompressOptions {
         /// Threads to decode with; `None` is all.
         threads: Option<usize>,
-        /// As for [`CompressOptions::ram_bytes`].
+        /// The limit of memory for tensors that are being processed, bytes; see [`CompressOptions::ram_bytes`].
         ram_bytes: Option<u64>,
         /// Reuse the finished files of an interrupted run; each is checked against its digests first.
         resume: bool,
@@ -219,7 +219,7 @@ options! {
         quick: bool,
         /// Threads to decode with; `None` is all.
         threads: Option<usize>,
-        /// As for [`CompressOptions::ram_bytes`].
+        /// The limit of memory for tensors that are being processed, bytes; see [`CompressOptions::ram_bytes`].
         ram_bytes: Option<u64>,
         /// A minisign public key (the text of a minisign.pub, or its second line) that must have signed the manifest.
         key: Option<String>,

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::Digest;
 
-/// What makes a folder a part.
+/// The name of the file that marks a directory as a part of `compress --shard`.
 pub const FILE_NAME: &str = "unweight.part";
 /// Of files up to here every part has the digest.
 const DIGESTED_MAX: u64 = 16 << 20;

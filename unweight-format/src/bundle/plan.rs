@@ -159,14 +159,14 @@ impl EncodingChoice {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PlanFile {
-    /// The rules.
+    /// The rules, in the order of the file; the last that matches a tensor applies.
     pub rules: Vec<Rule>,
 }
 
 /// Largest plan file, bytes.
 const PLAN_FILE_MAX: u64 = 16 << 20;
 
-/// One override.
+/// A rule of a plan file: the encoding of the tensors that a pattern matches.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rule {

@@ -93,7 +93,7 @@ impl Bundle {
         &self.shards
     }
 
-    /// The manifest.
+    /// Returns the manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }

@@ -10,13 +10,13 @@ use crate::{Digest, EncodingId, encoding::ENCODINGS, roles::Role, safetensors};
 pub struct TensorReport {
     /// Source file.
     pub file: String,
-    /// Name.
+    /// Tensor name.
     pub name: String,
     /// Role in the model, by name.
     pub role: Role,
     /// Layer, by name.
     pub layer: Option<u32>,
-    /// As in safetensors.
+    /// Safetensors dtype.
     pub dtype: String,
     /// Shape of the tensor.
     pub shape: Vec<usize>,
@@ -25,7 +25,7 @@ pub struct TensorReport {
     pub encoding: EncodingId,
     /// Why it is raw or not as asked for.
     pub reason: Option<String>,
-    /// Elements.
+    /// Number of elements.
     pub elements: u64,
     /// Bytes in the source.
     pub original_bytes: u64,
@@ -69,13 +69,13 @@ pub struct EncodingTotal {
     /// `raw`, `huffman`, `palette`, `packed`, `compact` or `exponents`.
     #[serde(rename = "encoding")]
     pub encoding: EncodingId,
-    /// Tensors.
+    /// Number of tensors.
     pub tensors: u64,
-    /// Their elements.
+    /// Number of elements.
     pub elements: u64,
-    /// Their bytes in the source.
+    /// Bytes in the source.
     pub original_bytes: u64,
-    /// Their bytes in the bundle.
+    /// Bytes in the bundle.
     pub stored_bytes: u64,
 }
 
@@ -85,7 +85,7 @@ pub struct EncodingTotal {
 pub struct LargeCopy {
     /// File, or directory of a version control system.
     pub name: String,
-    /// Size.
+    /// File size, bytes.
     pub bytes: u64,
 }
 
@@ -96,7 +96,7 @@ pub struct LargeCopy {
 pub struct UnmarkedConfig {
     /// Path of the `config.json` (format, B.9).
     pub name: String,
-    /// Reason.
+    /// Reason for leaving it.
     pub reason: &'static str,
 }
 
@@ -108,11 +108,11 @@ pub struct RoleTotal {
     pub role: Role,
     /// Number of tensors.
     pub tensors: u64,
-    /// Their elements.
+    /// Number of elements.
     pub elements: u64,
-    /// Their bytes in the source.
+    /// Bytes in the source.
     pub original_bytes: u64,
-    /// Their predicted bytes in the bundle.
+    /// Predicted bytes in the bundle.
     pub stored_bytes: u64,
 }
 
@@ -120,7 +120,7 @@ pub struct RoleTotal {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct CompareRow {
-    /// The profile.
+    /// Profile compared.
     pub profile: Profile,
     /// `--scope`, or the profile's default.
     pub scope: Scope,
@@ -146,7 +146,7 @@ pub struct CompareReport {
     pub files: u64,
     /// All source files.
     pub original_bytes: u64,
-    /// Duration.
+    /// Duration in seconds.
     pub seconds: f64,
 }
 
@@ -175,7 +175,7 @@ pub struct PlanReport {
     pub saved_bytes: i64,
     /// `stored_bytes / original_bytes`.
     pub ratio: f64,
-    /// Duration.
+    /// Duration in seconds.
     pub seconds: f64,
 }
 
@@ -228,9 +228,9 @@ pub struct FileReport {
     pub name: String,
     /// Size of the file.
     pub bytes: u64,
-    /// Its XXH3-128 digest, checked.
+    /// XXH3-128 digest, checked.
     pub digest: Digest,
-    /// Its SHA-256, checked.
+    /// SHA-256 digest, checked.
     pub sha256: Option<String>,
     /// Whether an interrupted run had finished it.
     pub resumed: bool,
@@ -250,7 +250,7 @@ pub struct DecompressReport {
     pub bytes: u64,
     /// Bytes of the bundle read.
     pub stored_bytes: u64,
-    /// Duration.
+    /// Duration in seconds.
     pub seconds: f64,
     /// Peak resident memory, if known.
     pub peak_rss_bytes: Option<u64>,
@@ -266,7 +266,7 @@ pub struct Problem {
     pub tensor: Option<String>,
     /// Error code.
     pub code: &'static str,
-    /// What differs, expected and found.
+    /// Difference, expected and found.
     pub message: String,
     /// Whether the problem is about a file that the bundle does not list, so that every listed file may be sound.
     #[serde(skip)]
@@ -322,7 +322,7 @@ pub struct VerifyReport {
     pub signature: Option<String>,
     /// Whether no weights were read.
     pub quick: bool,
-    /// Duration.
+    /// Duration in seconds.
     pub seconds: f64,
     /// Peak resident memory, if known.
     pub peak_rss_bytes: Option<u64>,

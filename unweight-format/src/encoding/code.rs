@@ -44,7 +44,7 @@ impl Palette {
         Ok(Self { exponents: stored, len: len as u8 })
     }
 
-    /// The entries.
+    /// Returns the exponents of the entries.
     pub fn exponents(&self) -> &[u8] {
         &self.exponents[..self.len.into()]
     }
@@ -212,7 +212,7 @@ impl Code {
 /// One entry of the flat decode table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct DecodeEntry {
-    /// Exponent.
+    /// The decoded exponent.
     pub symbol: u8,
     /// Bits to consume.
     pub length: u8,

@@ -24,7 +24,7 @@ use crate::{
     safetensors::Dtype,
 };
 
-/// The form.
+/// The encoding `exponents`.
 #[derive(Debug, Clone, Copy)]
 pub struct Exponents;
 
@@ -352,12 +352,12 @@ impl<B: AsRef<[u8]>> ExponentsTensor<B> {
         &self.exponents
     }
 
-    /// `fraction_bytes`.
+    /// The section `fraction_bytes`.
     pub fn fraction_bytes(&self) -> &[u8] {
         self.bytes.as_ref()
     }
 
-    /// `fraction_bits`.
+    /// The section `fraction_bits`.
     pub fn fraction_bits(&self) -> &[u8] {
         self.bits.as_ref()
     }

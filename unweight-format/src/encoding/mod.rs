@@ -52,7 +52,7 @@ pub trait Encoding: Sync {
     /// Its name in manifests, plan files and reports.
     fn id(&self) -> EncodingId;
 
-    /// Its sections, in stored order.
+    /// The sections of a tensor in this encoding, in stored order.
     fn sections(&self) -> &'static [Section];
 
     /// The element types that it takes: BF16, unless it says otherwise.

@@ -32,7 +32,7 @@ named! {
         Down = "down",
         /// Expert router.
         Router = "router",
-        /// Normalisation.
+        /// Weight or bias of a normalisation.
         Norm = "norm",
         /// Anything else.
         Other = "other",

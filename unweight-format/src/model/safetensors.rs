@@ -147,23 +147,23 @@ impl HeaderError {
     }
 }
 
-/// One tensor of a file.
+/// A tensor of a safetensors file, as the header describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorInfo {
-    /// Name.
+    /// The name of the tensor.
     pub name: String,
     /// Element type.
     pub dtype: Dtype,
-    /// Shape.
+    /// The shape of the tensor.
     pub shape: Vec<usize>,
     /// First byte in the file.
     pub offset: u64,
-    /// Bytes.
+    /// The number of bytes.
     pub bytes: u64,
 }
 
 impl TensorInfo {
-    /// Elements.
+    /// The number of elements.
     pub fn elements(&self) -> u64 {
         elements(&self.shape)
     }

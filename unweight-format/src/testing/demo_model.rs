@@ -62,7 +62,7 @@ impl Default for DemoOptions {
 pub struct DemoReport {
     /// Elements of all tensors.
     pub parameters: u64,
-    /// Tensors.
+    /// The number of tensors.
     pub tensors: u64,
     /// Files.
     pub files: u64,

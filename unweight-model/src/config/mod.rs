@@ -29,11 +29,11 @@ pub const CONFIG_BYTES_MAX: u64 = 16 << 20;
 pub enum Family {
     /// Llama 2, 3, 3.1 and later dense ones, and models that use its architecture.
     Llama,
-    /// Mistral.
+    /// Mistral (`mistral`).
     Mistral,
     /// Qwen2 and Qwen2.5.
     Qwen2,
-    /// Qwen3.
+    /// Qwen3 (`qwen3`).
     Qwen3,
     /// Mixtral: a mixture of experts.
     Mixtral,
@@ -41,13 +41,13 @@ pub enum Family {
     Qwen3Moe,
     /// Phi-3 and Phi-4.
     Phi3,
-    /// SmolLM3.
+    /// SmolLM3 (`smollm3`).
     SmolLm3,
     /// Granite 3 and later dense ones.
     Granite,
     /// OLMo 2.
     Olmo2,
-    /// GLM-4-0414.
+    /// GLM-4-0414 (`glm4`).
     Glm4,
     /// Cohere Command R.
     Cohere,
@@ -109,7 +109,7 @@ pub enum NormKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum QkNorm {
-    /// Not.
+    /// Queries and keys are not normed.
     None,
     /// Each head for itself.
     Head,
@@ -120,13 +120,13 @@ pub enum QkNorm {
 /// Factors of a model's activations; 1 in most families.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Factors {
-    /// Of token embeddings.
+    /// The factor of token embeddings.
     pub embedding: f32,
     /// Of attention scores; `None`: `1 / sqrt(head_dim)`.
     pub attention: Option<f32>,
     /// Of what attention and MLP add to the residual stream.
     pub residual: f32,
-    /// Of logits.
+    /// The factor of logits.
     pub logits: f32,
 }
 
@@ -188,7 +188,7 @@ impl Default for GenerationDefaults {
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct ModelConfig {
-    /// `model_type`.
+    /// The family, which `model_type` names.
     pub family: Family,
     /// Tokens: rows of the embedding and of the head.
     pub vocab: u32,

@@ -160,7 +160,7 @@ impl Adjustments {
 /// The tokens of a sequence so far.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct History<'a> {
-    /// The prompt.
+    /// Tokens of the prompt.
     pub prompt: &'a [u32],
     /// The answer so far.
     pub answer: &'a [u32],
@@ -207,7 +207,7 @@ pub fn adjust(logits: &[bf16], adjustments: &Adjustments, history: History<'_>) 
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Logprobs {
-    /// Of the sampled token.
+    /// The log probability of the sampled token.
     pub sampled: f32,
     /// The most likely tokens, the likeliest first; of equal ones the lowest.
     pub top: Vec<(u32, f32)>,

@@ -53,7 +53,7 @@ args! {
     }
 }
 
-/// The kernel.
+/// Returns the decoding kernel for an architecture.
 pub fn kernel(arch: Arch) -> ExternalSource {
     let smem = SmemPlan::new()
         .section("starts", LOOKUPS as u32, 2, 16)
@@ -83,12 +83,12 @@ pub fn kernel(arch: Arch) -> ExternalSource {
 pub struct Tables {
     /// Bit 15 - i: a code begins behind i bits; the lowest four, the bits of all of them, 0 if not one is whole.
     pub starts: Vec<u16>,
-    /// Their exponents, the first one lowest.
+    /// Exponents of these codes, that of the first in the lowest byte.
     pub symbols: Vec<u32>,
 }
 
 impl Tables {
-    /// Of a code.
+    /// Makes the tables of a code.
     pub fn of(code: &Code) -> Self {
         // By first bits, one code at a time: length and exponent.
         let mut single = vec![(0u32, 0u32); LOOKUPS];
@@ -174,7 +174,7 @@ impl DeviceUnit {
         })
     }
 
-    /// Elements.
+    /// The number of elements.
     pub fn elements(&self) -> usize {
         self.sign_mantissa.len()
     }

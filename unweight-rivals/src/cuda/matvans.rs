@@ -32,11 +32,11 @@ args! {
         pub word_count: u64,
         /// Streams: of one row, or of 32.
         pub streams: u32,
-        /// Rows.
+        /// The number of rows.
         pub rows: u32,
         /// Columns: of rows a multiple of 128, of stripes of 4, of lanes of 512, of `dense` of 16.
         pub cols: u32,
-        /// What sums are multiplied by.
+        /// The factor of all sums.
         pub scale: f32,
     }
 }

@@ -64,7 +64,7 @@ args! {
         pub batch: u32,
         /// Shares of k.
         pub splits: u32,
-        /// 0.
+        /// Must be 0.
         pub reserved: u32,
     }
 }

@@ -14,7 +14,7 @@ const ROWS_MAX: usize = 17;
 pub struct Codeword {
     /// How many; 0 for what has no code.
     pub bits: u8,
-    /// The bits.
+    /// The bits of the codeword.
     pub value: u32,
 }
 

@@ -49,11 +49,11 @@ impl ConvertOptions {
 pub struct Kept {
     /// Group that stays BF16.
     pub unit: String,
-    /// Why.
+    /// The reason why the tensor is kept as it is.
     pub reason: String,
 }
 
-/// What [`convert`] did.
+/// The result of [`convert`].
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct ConvertReport {

@@ -45,7 +45,7 @@ fn sections() -> impl Iterator<Item = &'static str> {
     BYTE_SECTIONS.into_iter().chain([SPLITS])
 }
 
-/// What [`restore`] did.
+/// The result of [`restore`].
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct RestoreReport {

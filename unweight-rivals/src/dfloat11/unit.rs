@@ -25,9 +25,9 @@ const LOOKUP_BITS: u32 = 12;
 /// A unit in memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unit {
-    /// Tables.
+    /// The decoding tables (`luts`).
     pub luts: Vec<u8>,
-    /// Codes.
+    /// The codewords of all exponents.
     pub encoded_exponent: Vec<u8>,
     /// Signs and mantissas.
     pub sign_mantissa: Vec<u8>,
@@ -285,7 +285,7 @@ impl<'a> Encoder<'a> {
 /// The small sections of a unit, and the sizes of the large ones.
 #[derive(Debug, Clone, Copy)]
 pub struct Sections<'a> {
-    /// Tables.
+    /// The decoding tables (`luts`).
     pub luts: &'a [u8],
     /// First element of each block, and the number of elements.
     pub output_positions: &'a [u8],
@@ -375,7 +375,7 @@ impl Decoder {
         Ok(Self { lookup, long, positions, gaps: sections.gaps.to_vec(), encoded_bytes, elements, threads })
     }
 
-    /// Blocks.
+    /// The number of thread blocks.
     pub fn blocks(&self) -> usize {
         self.positions.len() - 1
     }

@@ -59,7 +59,7 @@ impl Node {
 pub enum Step {
     /// Decoded on the host when it is loaded, and padded to whole tiles.
     Host,
-    /// A decoder.
+    /// Decoding of a Huffman-coded tensor.
     Decode(DecodeOutput),
     /// The compact form to BF16 on the GPU.
     DecodeCompact,
@@ -78,11 +78,11 @@ pub enum Step {
 /// An edge of the graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Edge {
-    /// From here
+    /// The state before the step.
     pub from: Node,
-    /// to there
+    /// The state after the step.
     pub to: Node,
-    /// by this.
+    /// The conversion of the step.
     pub step: Step,
 }
 

@@ -123,7 +123,7 @@ pub struct SlotPlan {
     pub heads: u64,
     /// And the place of an element without operand.
     pub inexact: u64,
-    /// And the sums of the lists.
+    /// Words for the sums of the lists.
     pub group_words: u64,
     /// Size of the slot.
     pub bytes: u64,
@@ -212,13 +212,13 @@ pub struct BatchRoute<K> {
     pub epilogue: Epilogue,
     /// The largest batch that it is for.
     pub last: u32,
-    /// The kernel.
+    /// The kernel that runs the route.
     pub kernel: K,
 }
 
 /// A source of kernels for a loader: the kernels of a device, or a list of the requested variants.
 pub trait KernelSource {
-    /// A kernel.
+    /// The type of a kernel: a variant, or one that is loaded.
     type Kernel;
     /// Why there is none.
     type Error;

@@ -25,7 +25,7 @@ pub struct DeviceInfo {
     /// Architecture of its kernels.
     #[serde(serialize_with = "arch_name")]
     pub arch: Arch,
-    /// Multiprocessors.
+    /// The number of multiprocessors.
     pub sms: u32,
     /// Highest SM clock, MHz.
     pub clock_mhz: u32,

@@ -415,7 +415,7 @@ pub enum LaunchError {
     Extent {
         /// Rows.
         rows: u32,
-        /// Columns.
+        /// The number of columns.
         cols: u32,
         /// Elements from one row to the next.
         pitch: u64,
@@ -427,7 +427,7 @@ pub enum LaunchError {
     /// A pitch smaller than a row.
     #[error("rows of {cols} elements overlap at pitch {pitch}; the pitch must be at least {cols}")]
     PitchBelowColumns {
-        /// Columns.
+        /// The number of columns.
         cols: u32,
         /// Elements from one row to the next.
         pitch: u64,
@@ -659,7 +659,7 @@ pub enum LaunchError {
     TensorMap {
         /// Rows of the matrix.
         rows: u64,
-        /// Columns.
+        /// The number of columns.
         cols: u64,
         /// The value that does not fit.
         value: u64,
@@ -701,7 +701,7 @@ impl std::fmt::Display for PitchRule {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MapRule {
-    /// The address.
+    /// Alignment of the address.
     Aligned,
     /// Rows and columns.
     Extent,

@@ -131,12 +131,12 @@ impl KernelSet {
         self.table_error.as_ref()
     }
 
-    /// The cache.
+    /// Returns the cache that kernels are compiled into.
     pub fn cache(&self) -> &KernelCache {
         &self.cache
     }
 
-    /// The device.
+    /// Returns the device that kernels are loaded on.
     pub fn device(&self) -> &Device {
         &self.device
     }

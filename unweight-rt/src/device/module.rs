@@ -86,7 +86,7 @@ impl LoadedKernel {
 
 /// What an artifact must be.
 pub(crate) struct ExpectedArtifact<'a> {
-    /// The symbol.
+    /// The symbol of the kernel.
     pub name: &'a str,
     pub arch: Arch,
     pub args_bytes: usize,

@@ -24,7 +24,7 @@ impl Staging {
     /// What one processor copies at a time.
     const SHARE: usize = 1 << 20;
 
-    /// For uploads on this stream.
+    /// Makes buffers for uploads on a stream.
     pub fn new(stream: &Stream) -> Self {
         Self { stream: stream.clone(), slots: [None, None] }
     }

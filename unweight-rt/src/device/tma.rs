@@ -13,7 +13,7 @@ use crate::device::{Call, Device, DeviceError, LaunchError, error::MapRule, view
 /// Element type of a map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Element {
-    /// One byte.
+    /// Elements of one byte.
     U8,
     /// Two bytes; out-of-bounds elements read as +0.
     Bf16,
@@ -50,7 +50,7 @@ pub struct TensorMapParams {
     pub address: u64,
     /// Rows of the matrix.
     pub rows: u64,
-    /// Columns.
+    /// The number of columns.
     pub cols: u64,
     /// Elements from one row to the next; a multiple of 16 bytes.
     pub pitch: u64,

@@ -25,13 +25,16 @@ use serde::{Deserialize, Serialize};
 /// kernel's own and is not part of any limit that a kernel is held to.
 const RESERVED_SMEM_BYTES: u64 = 1024;
 
-/// GpuModel number of CUDA in an ELF header.
+/// `e_machine` of CUDA in an ELF header.
 const EM_CUDA: u16 = 190;
 
-/// Which instruction: its low 9 bits on `sm_90`. Bits 9 to 11 tell the form of the operands (register, descriptor,
+/// An instruction by its low 9 bits on `sm_90`. Bits 9 to 11 tell the form of the operands (register, descriptor,
 /// constant, ...) and are left out, so that both forms of wgmma are one opcode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Opcode(pub u16);
+pub struct Opcode(
+    /// The opcode as the instruction word has it.
+    pub u16,
+);
 
 impl Opcode {
     /// wgmma, with the A operand in shared memory (0x9f0) or in registers (0xdf0).
@@ -42,11 +45,11 @@ impl Opcode {
     pub const LDL: Opcode = Opcode(0x183);
     /// Store to local memory.
     pub const STL: Opcode = Opcode(0x187);
-    /// ldmatrix.
+    /// The opcode of `ldmatrix`.
     pub const LDSM: Opcode = Opcode(0x03b);
-    /// stmatrix.
+    /// The opcode of `stmatrix`.
     pub const STSM: Opcode = Opcode(0x044);
-    /// cp.async.
+    /// The opcode of `cp.async`.
     pub const LDGSTS: Opcode = Opcode(0x1ae);
     /// cp.async.bulk without a tensor map, either way.
     pub const UBLKCP: Opcode = Opcode(0x1ba);
@@ -54,7 +57,7 @@ impl Opcode {
     pub const UTMALDG: Opcode = Opcode(0x1b4);
     /// TMA store of a tensor box.
     pub const UTMASTG: Opcode = Opcode(0x1b5);
-    /// setmaxnreg.
+    /// The opcode of `setmaxnreg`.
     pub const USETMAXREG: Opcode = Opcode(0x1c8);
 
     /// The opcode of an instruction's first two bytes.
@@ -78,16 +81,16 @@ pub struct KernelResources {
     pub static_smem_bytes: u64,
     /// Parameters, without padding.
     pub param_bytes: u32,
-    /// Instructions.
+    /// The number of instructions.
     pub instructions: u64,
     /// Loads and stores of local memory among them.
     pub local_accesses: u64,
 }
 
-/// One kernel of a cubin.
+/// A kernel of a cubin: its name, resources and instructions.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KernelInfo {
-    /// The symbol.
+    /// The symbol of the kernel.
     pub name: String,
     /// Resources of the kernel.
     pub resources: KernelResources,
@@ -110,7 +113,7 @@ impl KernelInfo {
 /// A cubin's kernels, in the order of their sections.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CubinInfo {
-    /// At least one.
+    /// The kernels, at least one.
     pub kernels: Vec<KernelInfo>,
 }
 

@@ -32,7 +32,7 @@ pub enum Error {
     /// The compiler's output is not a cubin that this crate can read.
     #[error("kernel {name}: {source}")]
     Cubin {
-        /// The kernel.
+        /// The name of the kernel.
         name: String,
         /// What is wrong with it.
         source: CubinError,
@@ -113,7 +113,7 @@ impl fmt::Display for MissingKernel {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum NotCompiled {
-    /// `UNWEIGHT_JIT=cache-only`.
+    /// `UNWEIGHT_JIT=cache-only` forbids compiling.
     #[error("UNWEIGHT_JIT=cache-only; compile them where the cache may be written, with UNWEIGHT_JIT=auto")]
     CacheOnly,
     /// No usable compiler.

@@ -9,7 +9,7 @@ use crate::jit::request::{CompileRequest, CompilerId};
 /// A source that the compiler refused, with everything that is needed to see why.
 #[derive(Debug, thiserror::Error)]
 pub struct CompileFailure {
-    /// The kernel.
+    /// The name of the kernel.
     pub name: String,
     /// The compiler, if known.
     pub compiler: Option<CompilerId>,

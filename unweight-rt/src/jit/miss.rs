@@ -16,7 +16,7 @@ pub enum Miss {
     LockTimeout(Duration),
     /// No usable store.
     NoStore(Unusable),
-    /// `UNWEIGHT_JIT=off`.
+    /// `UNWEIGHT_JIT=off` turns the cache off.
     Off,
 }
 
@@ -24,9 +24,9 @@ pub enum Miss {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("cache folder {} not used: {why}", .root.display())]
 pub struct Unusable {
-    /// The folder.
+    /// The folder of the cache.
     pub root: PathBuf,
-    /// What is wrong with the entry.
+    /// The reason why it cannot be used.
     pub why: String,
 }
 

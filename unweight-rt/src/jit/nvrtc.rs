@@ -43,10 +43,10 @@ struct Functions {
     log: unsafe extern "C" fn(Program, *mut c_char) -> Status,
 }
 
-/// What NVRTC made of a source.
+/// The cubin and the log of a compilation by NVRTC.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Output {
-    /// The binary.
+    /// The compiled binary.
     pub cubin: Vec<u8>,
     /// Warnings; empty if there are none.
     pub log: String,

@@ -81,7 +81,7 @@ impl CompileRequest {
 /// The identity of a compiler. Two compilers with equal identities give equal bytes for equal requests.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct CompilerId {
-    /// `nvrtc`.
+    /// The name of the compiler, `nvrtc`.
     pub name: String,
     /// Version of the compiler, `major.minor`.
     pub version: String,

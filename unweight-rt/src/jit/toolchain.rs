@@ -124,9 +124,9 @@ const OLDEST: Version = Version { major: 12, minor: 0 };
 /// A version as the library itself reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Version {
-    /// Major.
+    /// The major version.
     pub major: u32,
-    /// Minor.
+    /// The minor version.
     pub minor: u32,
 }
 
@@ -163,7 +163,7 @@ impl fmt::Display for Origin {
 /// A library that is loaded and usable.
 #[derive(Debug)]
 pub struct Found {
-    /// The library.
+    /// The name of the library.
     pub library: Library,
     /// The file, as far as known.
     pub path: PathBuf,
@@ -197,7 +197,7 @@ pub struct Tried {
 /// A library that is missing or not usable.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub struct MissingLibrary {
-    /// The library.
+    /// The name of the library.
     pub library: Library,
     /// Everything that was tried, in order.
     pub tried: Vec<Tried>,

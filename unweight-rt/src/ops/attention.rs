@@ -50,9 +50,9 @@ pub struct TokenRows<'a> {
 /// elements `2 * i` and `2 * i + 1` together, and has angles `i` and `i + rope_dim / 4` next to each other.
 #[derive(Clone, Copy, Debug)]
 pub struct RotaryTable<'a> {
-    /// Cosines.
+    /// The cosines of all positions.
     pub cosines: MatrixRef<'a>,
-    /// Sines.
+    /// The sines of all positions.
     pub sines: MatrixRef<'a>,
 }
 
@@ -82,14 +82,14 @@ impl<'a> ChunkRows<'a> {
         self
     }
 
-    /// As [`AttentionOptions::window`].
+    /// Tokens that a token sees ([`AttentionOptions::window`]).
     #[must_use]
     pub fn window(mut self, tokens: Option<u32>) -> Self {
         self.window = tokens.unwrap_or(0);
         self
     }
 
-    /// As [`AttentionOptions::scale`].
+    /// The factor of scores ([`AttentionOptions::scale`]).
     #[must_use]
     pub fn scale(mut self, scale: f32) -> Self {
         self.scale = Some(scale);
@@ -111,7 +111,7 @@ impl<'a> ChunkRows<'a> {
     }
 }
 
-/// What models do differently.
+/// Options of attention that models set.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct AttentionOptions<'a> {
@@ -210,7 +210,7 @@ impl Attention {
         }
     }
 
-    /// The kernel.
+    /// Returns the loaded kernel.
     pub fn kernel(&self) -> &LoadedKernel {
         &self.kernel
     }

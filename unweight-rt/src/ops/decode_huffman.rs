@@ -48,7 +48,7 @@ impl Decoder {
         Ok(Self { kernel, spec })
     }
 
-    /// The kernel.
+    /// Returns the loaded kernel.
     pub fn kernel(&self) -> &LoadedKernel {
         &self.kernel
     }

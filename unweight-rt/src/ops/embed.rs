@@ -64,7 +64,7 @@ impl Embed {
         Ok(Self { kernel, spec })
     }
 
-    /// The kernel.
+    /// Returns the loaded kernel.
     pub fn kernel(&self) -> &LoadedKernel {
         &self.kernel
     }

@@ -61,7 +61,7 @@ pub struct EncodeCompact {
 /// A compact tensor on the device, and what it was chosen by.
 #[derive(Debug)]
 pub struct EncodedCompact {
-    /// The tensor.
+    /// The encoded tensor.
     pub tensor: DeviceCompact,
     /// The code of its exponent classes.
     pub book: ClassBook,

@@ -211,7 +211,7 @@ pub struct EncodeBuffers {
     palette_index: DeviceBuffer<u8>,
 }
 
-/// What the encoder counted.
+/// Totals that the encoder counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EncodeTotals {
     /// Words of coded bits, before padding.

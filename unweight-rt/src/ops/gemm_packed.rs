@@ -97,7 +97,7 @@ impl PackedGemm {
         Ok(Self { kernel, takes })
     }
 
-    /// The kernel.
+    /// Returns the loaded kernel.
     pub fn kernel(&self) -> &LoadedKernel {
         &self.kernel
     }

@@ -145,7 +145,7 @@ impl<'a> KvLayer<'a> {
         self.shape
     }
 
-    /// Its first element.
+    /// Returns the address of the first element.
     pub fn address(&self) -> u64 {
         self.address
     }

@@ -48,7 +48,7 @@ impl KvPack {
         }
     }
 
-    /// The kernel.
+    /// Returns the loaded kernel.
     pub fn kernel(&self) -> &LoadedKernel {
         &self.kernel
     }

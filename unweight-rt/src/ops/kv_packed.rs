@@ -27,7 +27,7 @@ pub const NO_PAGE: u32 = u32::MAX;
 pub struct PackedShape {
     /// Pages, KV heads and head size of a layer.
     pub kv: KvShape,
-    /// Layers.
+    /// The number of layers.
     pub layers: u32,
     /// BF16 units, for all layers together.
     pub units: u32,
@@ -101,7 +101,7 @@ impl PackedKv {
         })
     }
 
-    /// Sizes.
+    /// Returns the sizes of the cache.
     pub fn shape(&self) -> PackedShape {
         self.shape
     }
@@ -182,7 +182,7 @@ pub struct PackedLayers<'a> {
 }
 
 impl PackedLayers<'_> {
-    /// Sizes.
+    /// Returns the sizes of the cache.
     pub fn shape(&self) -> PackedShape {
         self.shape
     }

@@ -37,7 +37,7 @@ impl KvUnpack {
         }
     }
 
-    /// The kernel.
+    /// Returns the loaded kernel.
     pub fn kernel(&self) -> &LoadedKernel {
         &self.kernel
     }

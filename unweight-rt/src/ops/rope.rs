@@ -107,7 +107,7 @@ impl<'a> HeadOptions<'a> {
         self
     }
 
-    /// With a bias of all heads.
+    /// Sets the bias of all heads.
     #[must_use]
     pub fn bias(mut self, bias: Option<&'a DeviceBuffer<u16>>) -> Self {
         self.bias = bias;
@@ -160,7 +160,7 @@ impl Rope {
         Ok(Self { kernel, spec })
     }
 
-    /// The kernel.
+    /// Returns the loaded kernel.
     pub fn kernel(&self) -> &LoadedKernel {
         &self.kernel
     }

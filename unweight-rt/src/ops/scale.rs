@@ -36,7 +36,7 @@ impl Scale {
         Ok(Self { kernel, spec })
     }
 
-    /// The kernel.
+    /// Returns the loaded kernel.
     pub fn kernel(&self) -> &LoadedKernel {
         &self.kernel
     }

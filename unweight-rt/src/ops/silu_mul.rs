@@ -37,7 +37,7 @@ impl SiluMul {
         Ok(Self { kernel, spec })
     }
 
-    /// The kernel.
+    /// Returns the loaded kernel.
     pub fn kernel(&self) -> &LoadedKernel {
         &self.kernel
     }

@@ -22,9 +22,9 @@ pub struct CodedSections<'a> {
     pub tile_metadata: &'a [u8],
     /// u8 `[rows, 64]`.
     pub verbatim_exponents: &'a [u8],
-    /// Exponents.
+    /// Exponents of the palette.
     pub palette: [u8; 16],
-    /// Bits.
+    /// Lengths of the codes in bits.
     pub code_lengths: [u8; 16],
 }
 

@@ -81,7 +81,7 @@ impl DeviceCompact {
         self.grid
     }
 
-    /// The window.
+    /// Returns the window of exponents.
     pub fn window(&self) -> ClassWindow {
         self.window
     }

@@ -16,7 +16,7 @@ use crate::device::{Device, DeviceBuffer, DeviceError, LaunchError, Upload};
 /// The sections of a tensor of exponents as host slices; they are not checked.
 #[derive(Clone, Copy, Debug)]
 pub struct ExponentsSections<'a> {
-    /// What `float_format` says.
+    /// The type that section `float_format` names.
     pub float: Float,
     /// u8 `[bytes]`.
     pub fraction_bytes: &'a [u8],

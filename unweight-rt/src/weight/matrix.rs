@@ -108,7 +108,7 @@ impl DeviceMatrix {
         self.data.fill_bytes(stream, byte)
     }
 
-    /// As [`DeviceBuffer::fill_padding`].
+    /// Fills the padding behind the elements with a byte, as [`DeviceBuffer::fill_padding`] does.
     pub fn fill_padding(&mut self, stream: &Stream, byte: u8) -> Result<(), DeviceError> {
         self.data.fill_padding(stream, byte)
     }

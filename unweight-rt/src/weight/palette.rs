@@ -102,7 +102,7 @@ pub struct PaletteSections<'a> {
     pub tile_metadata: &'a [u8],
     /// u8 `[rows, 64]`.
     pub verbatim_exponents: &'a [u8],
-    /// Exponents.
+    /// Exponents of the palette.
     pub palette: [u8; 16],
 }
 

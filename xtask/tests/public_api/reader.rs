@@ -24,6 +24,8 @@ pub struct Member {
     pub kind: MemberKind,
     /// Its declaration without its name.
     pub text: String,
+    /// The first paragraph of its documentation.
+    pub doc: String,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -38,6 +40,8 @@ pub enum MemberKind {
 pub struct Module {
     /// The declaration of everything that it defines, without its name, and whether that is `pub`.
     items: BTreeMap<String, (String, bool)>,
+    /// The first paragraph of the documentation of everything that it defines but modules and macros.
+    docs: BTreeMap<String, String>,
     /// Names that `use` brings in: the path, as it is written, and whether it is `pub`.
     uses: Vec<(String, Place, bool)>,
     globs: Vec<(Place, bool)>,
@@ -80,6 +84,18 @@ fn lists<'a>(attributes: &'a [Attribute], name: &'a str) -> impl Iterator<Item =
         syn::Meta::List(list) => Some(list.tokens.to_string()),
         _ => None,
     })
+}
+
+/// The first paragraph of what is documented, on one line.
+fn doc(attributes: &[Attribute]) -> String {
+    let lines = attributes.iter().filter(|attribute| attribute.path().is_ident("doc")).filter_map(|own| {
+        let syn::Meta::NameValue(value) = &own.meta else { return None };
+        let syn::Expr::Lit(syn::ExprLit { lit: syn::Lit::Str(line), .. }) = &value.value else { return None };
+        Some(line.value())
+    });
+    let text = lines.flat_map(|line| line.lines().map(|line| line.trim().to_owned()).collect::<Vec<_>>());
+    // An empty doc comment has no lines, and ends a paragraph as well.
+    text.skip_while(String::is_empty).take_while(|line| !line.is_empty()).collect::<Vec<_>>().join(" ")
 }
 
 /// The kind of a struct or an enum, with what its attributes say of later versions.
@@ -168,6 +184,7 @@ impl Crate {
         let mut define = |name: &syn::Ident, text: String, visibility: &Visibility, attributes: &[Attribute]| {
             if !is_hidden(attributes) {
                 module.items.insert(name.to_string(), (text, is_pub(visibility)));
+                module.docs.insert(name.to_string(), doc(attributes));
             }
         };
         let own = |name: &syn::Ident| [place.as_slice(), &[name.to_string()]].concat();
@@ -184,6 +201,7 @@ impl Crate {
                     name: shown.ident.to_string(),
                     kind: MemberKind::Variant,
                     text: variant(shown),
+                    doc: doc(&shown.attrs),
                 });
                 self.members.entry(own(&item.ident)).or_default().extend(members);
             }
@@ -248,7 +266,8 @@ impl Crate {
             let mut of = field.ty.clone();
             Expander(self).visit_type_mut(&mut of);
             let name = field.ident.as_ref().map_or_else(|| at.to_string(), ToString::to_string);
-            Member { name, kind: MemberKind::Field, text: format!("field {}", text(of)) }
+            let doc = doc(&field.attrs);
+            Member { name, kind: MemberKind::Field, text: format!("field {}", text(of)), doc }
         };
         public.map(member).collect()
     }
@@ -267,16 +286,17 @@ impl Crate {
         };
         let path: Place = path.path.segments.iter().map(|segment| segment.ident.to_string()).collect();
         let members = item.items.iter().filter_map(|member| {
-            let (name, text) = match member {
+            let (name, text, attributes) = match member {
                 ImplItem::Fn(member) if is_pub(&member.vis) && !is_hidden(&member.attrs) => {
-                    (&member.sig.ident, function(&member.sig))
+                    (&member.sig.ident, function(&member.sig), &member.attrs)
                 }
                 ImplItem::Const(member) if is_pub(&member.vis) && !is_hidden(&member.attrs) => {
-                    (&member.ident, format!("const {}", text(&member.ty)))
+                    (&member.ident, format!("const {}", text(&member.ty)), &member.attrs)
                 }
                 _ => return None,
             };
-            Some(Member { name: name.to_string(), kind: MemberKind::Other, text: text + &of })
+            let doc = doc(attributes);
+            Some(Member { name: name.to_string(), kind: MemberKind::Other, text: text + &of, doc })
         });
         self.impls.push((place.clone(), path, members.collect()));
     }
@@ -360,6 +380,12 @@ impl Crate {
         open.pop();
     }
 
+    /// The first paragraph of a definition's documentation; `None` for modules, macros and items of other crates.
+    pub fn doc(&self, definition: &Place) -> Option<&str> {
+        let (name, module) = definition.split_last()?;
+        self.modules.get(module)?.docs.get(name).map(String::as_str)
+    }
+
     /// The declaration of a definition, without its name; `None` for one of another crate.
     pub fn declaration(&self, definition: &Place) -> Option<&str> {
         let Some((name, module)) = definition.split_last() else { return Some("mod") };
@@ -411,7 +437,8 @@ fn trait_member(member: &TraitItem) -> Option<Member> {
         TraitItem::Type(member) => (&member.ident, &member.attrs, format!("type{}", after(": ", &member.bounds))),
         _ => return None,
     };
-    (!is_hidden(attributes)).then(|| Member { name: name.to_string(), kind: MemberKind::Other, text })
+    let (kind, doc) = (MemberKind::Other, doc(attributes));
+    (!is_hidden(attributes)).then(|| Member { name: name.to_string(), kind, text, doc })
 }
 
 fn parsed(path: &Path) -> syn::File {

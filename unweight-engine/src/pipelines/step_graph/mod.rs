@@ -105,7 +105,7 @@ pub enum Job {
     },
     /// The product of the language-model head.
     Head,
-    /// Sampling.
+    /// Sampling of tokens.
     Sample,
 }
 
@@ -180,7 +180,7 @@ pub enum Buffer {
     Up,
     /// The KV cache of a layer.
     Cache(u32),
-    /// Logits.
+    /// The logits of all rows.
     Logits,
     /// The token ids.
     Ids,

@@ -42,11 +42,11 @@ impl Paired {
     }
 }
 
-/// What an objective says.
+/// The answer of an objective to a setting.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Answer {
-    /// Times.
+    /// The setting ran, in these times.
     Measured(Paired),
     /// The challenger cannot run, or computes something else: why.
     Unusable(String),
@@ -70,7 +70,7 @@ impl Answer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
-    /// Sweeps.
+    /// Sweeps over all parameters.
     Sweep,
     /// Alternatives once more.
     Revisit,

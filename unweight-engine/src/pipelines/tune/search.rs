@@ -17,7 +17,10 @@ use super::{
 /// The error that stops a search. Finished measurements are in the journal.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-pub struct ObjectiveError(pub Box<dyn std::error::Error + Send + Sync>);
+pub struct ObjectiveError(
+    /// The error of the objective.
+    pub Box<dyn std::error::Error + Send + Sync>,
+);
 
 /// Measures points for a search.
 pub trait Objective {

@@ -59,7 +59,7 @@ impl fmt::Display for Coordinate {
 /// A parameter with its choices by name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Axis {
-    /// The parameter.
+    /// The parameter that the axis varies.
     pub coordinate: Coordinate,
     /// The names of its choices: at least one, no two alike.
     pub choices: Vec<String>,

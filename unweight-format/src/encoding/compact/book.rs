@@ -68,7 +68,7 @@ impl ClassWindow {
         Self::new(bytes[0])
     }
 
-    /// `class_window`.
+    /// Returns the section `class_window`.
     pub fn stored(self) -> [u8; CLASS_WINDOW_BYTES] {
         std::array::from_fn(|i| if i == 0 { self.base } else { 0 })
     }
@@ -197,7 +197,7 @@ impl ClassBook {
         Ok(Self { entries: entries.to_vec() })
     }
 
-    /// `class_book`.
+    /// Returns the section `class_book`.
     pub fn stored(&self) -> Vec<u8> {
         let mut bytes: Vec<u8> = self.entries.iter().flat_map(|entry| entry.to_le_bytes()).collect();
         bytes.resize(bytes.len().next_multiple_of(SECTION_ALIGN), 0);

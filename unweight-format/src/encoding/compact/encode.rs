@@ -99,7 +99,7 @@ impl Classes {
         Ok(classes)
     }
 
-    /// The window.
+    /// Returns the window of exponents.
     pub fn window(&self) -> ClassWindow {
         self.window
     }
@@ -131,7 +131,7 @@ impl Classes {
 pub struct Coding(Chosen);
 
 impl Coding {
-    /// The book.
+    /// Returns the code of the classes.
     pub fn book(&self) -> &ClassBook {
         &self.0.book
     }

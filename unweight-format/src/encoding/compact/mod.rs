@@ -374,12 +374,12 @@ impl<B: AsRef<[u8]>> CompactTensor<B> {
         self.grid
     }
 
-    /// The window.
+    /// Returns the window of exponents.
     pub fn window(&self) -> ClassWindow {
         self.window
     }
 
-    /// The code.
+    /// Returns the code of the classes.
     pub fn book(&self) -> &ClassBook {
         &self.book
     }

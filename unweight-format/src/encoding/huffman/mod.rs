@@ -214,7 +214,7 @@ impl<B: AsRef<[u8]>> HuffmanTensor<B> {
         Huffman::SECTIONS.iter().filter_map(|&s| self.section(s)).map(|b| b.len() as u64).sum()
     }
 
-    /// See [`CodedExponents::max_verbatim_rows`].
+    /// The most verbatim rows of a tile ([`CodedExponents::max_verbatim_rows`]).
     pub fn max_verbatim_rows(&self) -> u32 {
         self.exponents.max_verbatim_rows()
     }

@@ -133,7 +133,7 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
         self.grid
     }
 
-    /// The window.
+    /// Returns the window of exponents.
     pub fn window(&self) -> Window {
         self.window
     }

@@ -46,7 +46,7 @@ impl Window {
         Self::new(bytes[0])
     }
 
-    /// `packed_window`.
+    /// Returns the section `packed_window`.
     pub fn stored(self) -> [u8; WINDOW_BYTES] {
         std::array::from_fn(|i| if i == 0 { self.base } else { 0 })
     }

@@ -19,7 +19,7 @@ use crate::choose::candidates::{PackedUse, Registered};
 pub struct GpuModel {
     /// Architecture that kernels are compiled for.
     pub arch: Arch,
-    /// Multiprocessors.
+    /// The number of multiprocessors.
     pub sms: u32,
     /// Theoretical memory bandwidth, bytes per us: the width of the bus times its clock.
     pub memory: f64,

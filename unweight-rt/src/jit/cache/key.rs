@@ -76,7 +76,7 @@ pub struct Key {
     pub name: String,
     /// Key of the compiled source.
     pub source: SourceKey,
-    /// By whom.
+    /// The compiler and its version.
     pub compiler: CompilerId,
 }
 

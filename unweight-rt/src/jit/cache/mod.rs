@@ -103,7 +103,7 @@ pub struct Progress<'a> {
     pub done: usize,
     /// All requested kernels.
     pub total: usize,
-    /// The kernel.
+    /// The kernel that is ready.
     pub artifact: &'a Artifact,
 }
 
@@ -162,7 +162,7 @@ impl KernelCache {
         self.store.as_ref()
     }
 
-    /// The compiler.
+    /// Returns the compiler.
     pub fn compiler(&self) -> &dyn Compiler {
         &*self.compiler
     }

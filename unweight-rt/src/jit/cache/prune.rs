@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 use super::lock::{self, Lock};
 use super::store::{Meta, Store, is_ours, remove};
 
-/// One entry of a listing.
+/// An entry of the cache, as it is listed.
 #[derive(Clone, Debug)]
 pub struct Listed {
     /// The folder below `entries`.
@@ -32,7 +32,7 @@ pub struct Verified {
 /// The result of [`Store::prune`] and [`Store::clear`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Removed {
-    /// Kernels.
+    /// The number of kernels.
     pub entries: usize,
     /// Bytes of these kernels.
     pub bytes: u64,

@@ -62,7 +62,7 @@ pub struct Store {
 /// Size and digest of a file of an entry.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileRecord {
-    /// The length.
+    /// The length in bytes.
     pub bytes: u64,
     /// The SHA-256 digest, 64 hexadecimal digits.
     pub sha256: String,
@@ -80,21 +80,21 @@ impl FileRecord {
 pub struct Meta {
     /// [`SCHEMA`] of the writer.
     pub schema: u32,
-    /// The variant.
+    /// The name of the variant.
     pub name: String,
     /// The source key in full.
     pub source_key: String,
-    /// The compiler.
+    /// The compiler and its version.
     pub compiler: CompilerId,
-    /// The architecture.
+    /// The architecture of the kernel.
     pub arch: String,
     /// Canonical options.
     pub options: Vec<String>,
     /// SHA-256 of each header, by name.
     pub headers: BTreeMap<String, String>,
-    /// `kernel.cubin`.
+    /// The record of the file `kernel.cubin`.
     pub cubin: FileRecord,
-    /// `kernel.cu`.
+    /// The record of the file `kernel.cu`.
     pub source: FileRecord,
     /// Resources of the kernel.
     pub resources: KernelResources,
@@ -115,9 +115,9 @@ struct MetaFile {
 /// A complete, checked entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// The description.
+    /// The description of the entry.
     pub meta: Meta,
-    /// The binary.
+    /// The compiled binary.
     pub cubin: Vec<u8>,
 }
 
@@ -126,7 +126,7 @@ pub struct Entry {
 pub enum Lookup {
     /// A complete, checked entry.
     Hit(Box<Entry>),
-    /// Nothing.
+    /// The store has no such kernel.
     Absent,
     /// Something that is not a good entry.
     Damaged(String),
@@ -238,7 +238,7 @@ impl Store {
         }
     }
 
-    /// The folder.
+    /// Returns the folder of the cache.
     pub fn root(&self) -> &Path {
         &self.root
     }

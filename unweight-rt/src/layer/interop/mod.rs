@@ -66,7 +66,7 @@ pub struct PackedAt {
 pub struct Scratch {
     /// Device address.
     pub address: u64,
-    /// Bytes.
+    /// The number of bytes.
     pub bytes: u64,
 }
 

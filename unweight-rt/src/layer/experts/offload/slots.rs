@@ -51,7 +51,7 @@ impl Slots {
         self.slots.iter().all(|slot| slot.expert.is_none())
     }
 
-    /// Where an expert is.
+    /// Returns the slot that holds an expert.
     pub fn slot_of(&self, expert: u32) -> Option<u32> {
         self.slot_of.get(expert as usize).copied().flatten()
     }
