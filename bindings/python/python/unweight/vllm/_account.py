@@ -1,0 +1,161 @@
+"""What came for each layer that is to be packed, and what is missing: vLLM itself looks only at models without a
+quantization.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any, Optional
+
+from torch import nn
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+_logger = init_logger("vllm.unweight")
+_TWICE = (
+    "unweight: two tensors came for {}; a packed weight takes one: leave only the files of one checkpoint in the folder"
+)
+
+
+class _Loads:
+    """What has come for a layer that is to be packed."""
+
+    def __init__(self, prefix: str, merged: dict[str, list[str]]) -> None:
+        self.prefix, self.merged = prefix, merged
+        self.came: dict[str, set[tuple[object, ...]]] = {}
+        """For each parameter, which parts of it: q, k or v, the gate or the up, of which expert."""
+        self.numels: dict[str, int] = {}
+        """How many weights of each parameter that was."""
+
+
+_loads: weakref.WeakKeyDictionary[nn.Module, _Loads] = weakref.WeakKeyDictionary()
+
+
+def _leave(head: ParallelLMHead) -> None:
+    """Takes back that a head is to be packed: its weight is the embedding's, and comes with that."""
+    head.quant_method = UnquantizedEmbeddingMethod()
+    _loads.pop(head, None)
+    get_layerwise_info(head).reset()
+
+
+def _watch(layer: nn.Module) -> None:
+    """Keeps count of what comes for a layer. vLLM itself passes over tensors that come for a packed layer, and packs
+    what was in memory where none came.
+    """
+    for name, parameter in layer.named_parameters(recurse=False):
+        if not hasattr(parameter.weight_loader, "unweight_watches"):
+            parameter.weight_loader = _watched(weakref.ref(layer), name, parameter.weight_loader)
+
+
+def _watched(layer_of: Callable[[], Optional[nn.Module]], name: str, load: Callable[..., Any]) -> Callable[..., Any]:
+    inner = inspect.unwrap(load)
+    signature = inspect.signature(inner)
+
+    # vLLM unwraps it by its name, which it has from what it wraps.
+    @functools.wraps(load)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        layer = layer_of()
+        loads = None if layer is None else _loads.get(layer)
+        if loads is None:
+            return load(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        others = ("param", "loaded_weight", "weight_name", "return_success")
+        part = tuple(value for key, value in bound.arguments.items() if key not in others)
+        came = loads.came.setdefault(name, set())
+        if part in came:
+            which = "".join(f" ({one})" for one in part if one is not None)
+            raise ValueError(_TWICE.format(f"{loads.prefix}.{name}{which}"))
+        came.add(part)
+        info = get_layerwise_info(layer)
+        before = info.load_numel
+        answer = load(*args, **kwargs)
+        # A layer that is whole begins at 0 again, and is not asked any more.
+        loads.numels[name] = loads.numels.get(name, 0) + max(0, info.load_numel - before)
+        return answer
+
+    watched.unweight_watches = True
+    return watched
+
+
+def _lacking(layer: nn.Module) -> list[str]:
+    """The tensors that did not come for a layer that is to be packed, by the names of vLLM's model."""
+    loads = _loads[layer]
+    info = get_layerwise_info(layer)
+    if not info.can_load() or info.load_numel >= info.load_numel_total:
+        return []
+    lacking = []
+    for name, parameter in layer.named_parameters(recurse=False):
+        expected = parameter.numel()
+        if isinstance(layer, VocabParallelEmbedding):
+            # The rest is padding.
+            expected = expected // parameter.shape[0] * layer.shard_indices.num_org_elements
+        if loads.numels.get(name, 0) < expected:
+            lacking += _parts_lacking(layer, loads, name)
+    return lacking
+
+
+def _parts_lacking(layer: nn.Module, loads: _Loads, name: str) -> list[str]:
+    came = loads.came.get(name, set())
+    whole = [f"{loads.prefix}.{name}"]
+    if isinstance(layer, RoutedExperts):
+        projections = {
+            "w1": layer.ckpt_gate_proj_name,
+            "w2": layer.ckpt_down_proj_name,
+            "w3": layer.ckpt_up_proj_name,
+        }
+        shards = ("w2",) if name.startswith("w2") else ("w1", "w3")
+        parts = [
+            f"{loads.prefix}.{expert}.{projections[shard]}.weight"
+            for expert in range(layer.moe_config.num_experts)
+            for shard in shards
+            if (shard, expert) not in came and layer._map_global_expert_id_to_local_expert_id(expert) != -1
+        ]
+        return parts or whole
+    parent, _, leaf = loads.prefix.rpartition(".")
+    names = loads.merged.get(leaf, [])
+    if isinstance(layer, QKVParallelLinear):
+        shards = ("q", "k", "v")
+    elif isinstance(layer, MergedColumnParallelLinear):
+        shards = tuple(range(len(layer.output_sizes)))
+    else:
+        return whole
+    if len(names) != len(shards):
+        names = [f"{leaf} ({shard})" for shard in shards]
+    parts = [f"{parent}.{one}.{name}" for one, shard in zip(names, shards) if (shard,) not in came]
+    return parts or whole
+
+
+def _others_lacking(model: nn.Module, loaded: set[str]) -> list[str]:
+    """The parameters of layers that are not to be packed for which nothing came."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    # A head that is the embedding has come with it.
+    came = {id(named[name]) for name in loaded if name in named}
+    lacking = []
+    for prefix, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        # Others have scales, which no checkpoint needs to have.
+        is_known = method is None or isinstance(module, (LinearBase, VocabParallelEmbedding))
+        if is_known and module not in _loads:
+            for name, parameter in module.named_parameters(recurse=False):
+                if id(parameter) not in came:
+                    lacking.append(f"{prefix}.{name}" if prefix else name)
+    return lacking
+
+
+def _refuse_lacking(lacking: list[str]) -> None:
+    if lacking:
+        shown = ", ".join(sorted(lacking)[:8]) + (f" and {len(lacking) - 8} more" if len(lacking) > 8 else "")
+        raise ValueError(
+            f"unweight: the model's files lack weights: {shown}; fetch the whole model again, or compress the whole one"
+        )

@@ -1,0 +1,326 @@
+"""A loader that gives vLLM the tensors of a bundle by the names and with the bits of the model: its models rename, merge
+and shard them as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Optional
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config_or_none
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.models.utils import is_pp_missing_parameter
+from vllm.platforms import current_platform
+
+from .._bundle import Bundle, TensorInfo
+from .._part import Part
+from ._account import _TWICE, _lacking, _leave, _loads, _logger, _others_lacking, _refuse_lacking, _watch
+from ._methods import UnweightExpertsMethod, UnweightMethod, _NAME, _NO_EXCHANGE
+
+_MANIFEST = "unweight.json"
+# Tensors that are read and decoded while vLLM is busy with the ones before.
+_THREADS = 8
+_AHEAD_BYTES = 1 << 30
+# Tensors above this come in other memory: locking so much takes longer than copying from there.
+_PINNED_BYTES = 256 << 20
+
+
+class UnweightLoader(DefaultModelLoader):
+    """vLLM's loader of files, which reads bundles, too: their tensors by the names and with the bits of the model."""
+
+    _is_ours = False
+    # The weights that the configuration names.
+    _named: Optional[str] = None
+    # The quantization, if it is not ours.
+    _other: Optional[str] = None
+    _model: Optional[nn.Module] = None
+    _read_bytes = 0
+    _stored_bytes = 0
+
+    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> nn.Module:
+        """As vLLM's, and says what became of the weights."""
+        self._named = getattr(vllm_config.quant_config, "manifest", None)
+        model = super().load_model(vllm_config, model_config, prefix)
+        if (self._is_ours or self._stored_bytes) and current_platform.is_cuda_alike():
+            # Torch would keep what it locked for tensors that are gone, some GB, as long as this process runs.
+            torch._C._host_emptyCache()
+        if model_config.quantization == _NAME:
+            _tell(model)
+            # Weights that come in another way would find no layer to go to, when others have been replaced.
+            for module in model.modules():
+                if hasattr(module, "load_weights"):
+                    module.load_weights = _no_exchange
+            if self._stored_bytes:
+                _logger.info("unweight: %d of %d bytes of the bundle read", self._read_bytes, self._stored_bytes)
+        return model
+
+    def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
+        """As vLLM's, and nothing may be missing: vLLM itself looks for that in models without a quantization."""
+        self._is_ours = model_config.quantization == _NAME
+        self._other = None if self._is_ours else model_config.quantization
+        if self._is_ours:
+            self.enable_weights_track = True
+        super().load_weights(model, model_config)
+
+    def track_weights_loading(self, model: nn.Module, loaded_weights: Optional[set[str]]) -> None:
+        """As vLLM's; for packed weights by what came for each layer."""
+        if not self._is_ours:
+            return super().track_weights_loading(model, loaded_weights)
+        lacking = [name for layer in model.modules() if layer in _loads for name in _lacking(layer)]
+        if loaded_weights is not None:
+            lacking += _others_lacking(model, loaded_weights)
+        _refuse_lacking(lacking)
+
+    def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """As vLLM's, once: here a running engine is still whole."""
+        if any(hasattr(layer, "unweight_packed") for layer in model.modules()):
+            raise NotImplementedError(_NO_EXCHANGE)
+        _leave_tied(model)
+        for layer in model.modules():
+            if isinstance(getattr(layer, "quant_method", None), (UnweightMethod, UnweightExpertsMethod)):
+                # Once more, for biases: layers have them since.
+                initialize_online_processing(layer)
+                _watch(layer)
+        self._model, self._read_bytes, self._stored_bytes = model, 0, 0
+        if self.local_expert_ids is None:
+            # As vLLM does with `--enable-ep-weight-filter`: what others multiply with is not read.
+            self.local_expert_ids = _own_experts(model)
+        weights = super().get_all_weights(model_config, model)
+        return _each_once(weights) if self._is_ours else weights
+
+    def _get_weights_iterator(self, source: DefaultModelLoader.Source) -> Iterator[tuple[str, Tensor]]:
+        folder = self._bundle_folder(source)
+        if folder is not None:
+            if not self.counter_before_loading_weights:
+                # What vLLM says of loading counts from here.
+                self.counter_before_loading_weights = time.perf_counter()
+            if not self._is_ours:
+                became = (
+                    "the weights are served in BF16, exact and not smaller"
+                    if self._other is None
+                    else f"the weights are given to another quantization ({self._other}), and what is served is its own"
+                )
+                _logger.warning(
+                    "unweight: %s is a bundle, but its config.json does not say so: %s; --quantization unweight packs "
+                    "them, if config.json names no other",
+                    folder,
+                    became,
+                )
+            bundle = Bundle(folder)
+            if self._is_ours and not source.prefix:
+                # With a prefix it is another model's, which is a part of this one.
+                bundle.refuse_other(self._named)
+            return self._tensors(bundle, self._of_model(bundle, folder, source), source.prefix)
+        weights = super()._get_weights_iterator(source)
+        if not self._is_ours:
+            return weights
+        return self._page_locked(_no_shards_of_bundles(weights, source.model_or_path))
+
+    def _bundle_folder(self, source: DefaultModelLoader.Source) -> Optional[pathlib.Path]:
+        """Where the bundle is; fetched, if it is on the hub. `None`: it is none."""
+        if os.path.isdir(source.model_or_path):
+            folder = pathlib.Path(source.model_or_path, source.subfolder or "")
+            return folder if (folder / _MANIFEST).is_file() else None
+        if not self._is_ours:
+            return None
+        from huggingface_hub import snapshot_download
+
+        folder = snapshot_download(
+            source.model_or_path,
+            revision=source.revision,
+            cache_dir=self.load_config.download_dir,
+            allow_patterns=[f"**/{_MANIFEST}", _MANIFEST, "*.safetensors", "*.safetensors.index.json"],
+        )
+        folder = pathlib.Path(folder, source.subfolder or "")
+        return folder if (folder / _MANIFEST).is_file() else None
+
+    def _of_model(self, bundle: Bundle, folder: pathlib.Path, source: DefaultModelLoader.Source) -> list[TensorInfo]:
+        """The tensors of the files that vLLM itself chooses in this folder, which has the names of the model's.
+
+        A folder may have others: earlier states of a training below it, the same weights by other names beside it.
+        """
+        more = (source.fall_back_to_pt, source.allow_patterns_overrides)
+        _, chosen, is_safetensors = self._prepare_weights(str(folder), None, None, *more)
+        if not is_safetensors:
+            raise ValueError(
+                f"unweight: of the bundle {folder} vLLM would read {chosen[0]}, which is no file of safetensors; leave "
+                "--load-format away"
+            )
+        names = [pathlib.Path(file).relative_to(folder).as_posix() for file in sorted(chosen)]
+        tensors: dict[str, list[TensorInfo]] = {}
+        for info in bundle.tensors():
+            tensors.setdefault(info.file, []).append(info)
+        for name in names:
+            if name in tensors:
+                continue
+            with safe_open(folder / name, framework="pt") as file:
+                is_empty = not list(file.keys())
+            if not is_empty:
+                raise ValueError(
+                    f"unweight: {folder / name} is no file of the bundle, and vLLM would read it; move it away, or "
+                    "compress the whole folder again"
+                )
+        return [info for name in names for info in tensors.get(name, ())]
+
+    def _tensors(self, bundle: Bundle, infos: list[TensorInfo], prefix: str) -> Iterator[tuple[str, Tensor]]:
+        def jobs() -> Iterator[_Job]:
+            for info in infos:
+                self._stored_bytes += info.stored_bytes
+                name = prefix + info.name
+                if should_skip_weight(name, self.local_expert_ids) or _is_elsewhere(name, self._model):
+                    continue
+                if has_parts and bundle.reads_parts(info.name, file=info.file) and len(info.shape) == 2:
+                    yield _Job(name, functools.partial(Part, bundle, info, self._count), 0)
+                else:
+                    self._count(info.stored_bytes)
+                    pin = is_cuda and info.original_bytes <= _PINNED_BYTES
+                    make = functools.partial(bundle._torch_whole, info, pin=pin)
+                    yield _Job(name, make, info.original_bytes)
+
+        # Each process of several takes a part of most matrices; vLLM's layers cut it out.
+        is_cuda, has_parts = current_platform.is_cuda_alike(), get_tensor_model_parallel_world_size() > 1
+        return _ahead(jobs())
+
+    def _page_locked(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same tensors, in memory that a GPU copies from fast. Files are mapped: threads read them, ahead."""
+        is_on_gpu = str(self.load_config.load_format) in ("fastsafetensors", "instanttensor")
+        if is_on_gpu or not current_platform.is_cuda_alike() or get_tensor_model_parallel_world_size() > 1:
+            return weights
+        if self._model is not None and any(isinstance(layer, RoutedExperts) for layer in self._model.modules()):
+            # vLLM keeps tensors until their layer is whole: gigabytes of a mixture, which are better left in the file.
+            return weights
+        return _ahead(
+            _Job(name, functools.partial(_same, tensor), 0)
+            if _is_elsewhere(name, self._model)
+            else _Job(name, functools.partial(_pinned, tensor), tensor.nbytes)
+            for name, tensor in weights
+        )
+
+    def _count(self, nbytes: int) -> None:
+        self._read_bytes += nbytes
+
+
+def _leave_tied(model: nn.Module) -> None:
+    """Some models set the head's weight to the embedding's without a word to its method."""
+    embeddings = (one for one in model.modules() if isinstance(one, VocabParallelEmbedding))
+    others = (one for one in embeddings if not isinstance(one, ParallelLMHead))
+    tied = {id(weight) for one in others for weight in one.parameters(recurse=False)}
+    for head in model.modules():
+        is_ours = isinstance(head, ParallelLMHead) and isinstance(head.quant_method, UnweightMethod)
+        if is_ours and id(getattr(head, "weight", None)) in tied:
+            _leave(head)
+
+
+class _Job(NamedTuple):
+    name: str
+    make: Callable[[], Tensor]
+    nbytes: int
+    """Of what it makes; 0: not worth a thread."""
+
+
+def _ahead(jobs: Iterable[_Job]) -> Iterator[tuple[str, Tensor]]:
+    """What jobs make, in their order, by threads that work while vLLM is busy with the ones before."""
+    threads = min(_THREADS, os.cpu_count() or 1)
+    ahead: deque[tuple[_Job, Callable[[], Tensor]]] = deque()
+    ahead_bytes = 0
+    with ThreadPoolExecutor(threads, thread_name_prefix="unweight") as pool:
+        for job in jobs:
+            ahead.append((job, pool.submit(job.make).result if job.nbytes else job.make))
+            ahead_bytes += job.nbytes
+            while len(ahead) > threads or ahead_bytes > _AHEAD_BYTES:
+                first, made = ahead.popleft()
+                ahead_bytes -= first.nbytes
+                yield first.name, made()
+        for job, made in ahead:
+            yield job.name, made()
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    if tensor.nbytes > _PINNED_BYTES:
+        return tensor
+    try:
+        return tensor.pin_memory()
+    except RuntimeError:
+        # The system may lock less than there is.
+        return tensor
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _own_experts(model: nn.Module) -> Optional[set[int]]:
+    """The experts of this process, where others have the rest; `None` where every expert may be asked for."""
+    layers = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
+    config = get_current_vllm_config_or_none()
+    # With `--enable-eplb` a process keeps others' experts, too.
+    if not layers or config is None or config.parallel_config.enable_eplb:
+        return None
+    known = {expert for layer in layers for expert in range(layer.moe_config.num_experts)}
+    own = {
+        expert
+        for layer in layers
+        for expert in range(layer.moe_config.num_experts)
+        if layer._map_global_expert_id_to_local_expert_id(expert) != -1
+    }
+    return own if own < known else None
+
+
+def _is_elsewhere(name: str, model: Optional[nn.Module]) -> bool:
+    """Whether another stage of the pipeline has a tensor: then it is not read here."""
+    if model is None:
+        return False
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    names = [name] if mapper is None else mapper.apply_list([name])
+    # Known to be elsewhere by all names that it has here.
+    return bool(names) and all(is_pp_missing_parameter(name, model) for name in names)
+
+
+def _each_once(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """In BF16 the last of several tensors of a name counts; a layer is packed when the first is there."""
+    came = set()
+    for name, tensor in weights:
+        if name in came:
+            raise ValueError(_TWICE.format(name))
+        came.add(name)
+        yield name, tensor
+
+
+def _no_shards_of_bundles(weights: Iterator[tuple[str, Tensor]], model: str) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in weights:
+        if ".unweight." in name:
+            raise ValueError(
+                f"{model} has shards of a bundle, but no {_MANIFEST}; fetch the whole bundle (`hf download ORG/NAME`) "
+                "and serve the folder"
+            )
+        yield name, tensor
+
+
+def _no_exchange(*_: Any, **__: Any) -> None:
+    raise NotImplementedError(_NO_EXCHANGE)
+
+
+def _tell(model: nn.Module) -> None:
+    """How many layers are packed, and what they are instead of."""
+    kinds = (LinearBase, ParallelLMHead, RoutedExperts)
+    layers = [layer for layer in model.modules() if isinstance(layer, kinds)]
+    packed = [layer.unweight_packed for layer in layers if hasattr(layer, "unweight_packed")]
+    gib = sum(weight.packed_nbytes for weight in packed) / 2**30
+    bf16_gib = sum(weight.bf16_nbytes for weight in packed) / 2**30
+    others = len(layers) - len(packed)
+    _logger.info("unweight: %d layers packed, %.2f GiB of %.2f GiB; %d in BF16", len(packed), gib, bf16_gib, others)
