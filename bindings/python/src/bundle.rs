@@ -130,20 +130,19 @@ impl Bundle {
         Ok(entry.sections.iter().any(|section| !section.blocks.is_empty()))
     }
 
-    /// Rows and columns of a matrix, into memory that is the caller's. Returns the stored bytes that were read for it.
-    #[pyo3(signature = (name, rows, cols, address, nbytes, *, file=None))]
-    #[expect(clippy::too_many_arguments, reason = "what Python names")]
+    /// Rows and columns of a matrix, into memory that is the caller's: address and bytes. Returns the stored bytes that
+    /// were read for it.
+    #[pyo3(signature = (name, rows, cols, memory, *, file=None))]
     fn decode_part_into(
         &self,
         py: Python<'_>,
         name: &str,
         rows: (usize, usize),
         cols: (usize, usize),
-        address: usize,
-        nbytes: usize,
+        memory: (usize, usize),
         file: Option<&str>,
     ) -> PyResult<u64> {
-        let (rows, cols) = (rows.0..rows.1, cols.0..cols.1);
+        let (rows, cols, (address, nbytes)) = (rows.0..rows.1, cols.0..cols.1, memory);
         let tensor = self.tensor(py, name, file)?;
         let part = on_pool(py, || tensor.decode_part(rows, cols))?;
         let part = part.map_err(|error| match error {

@@ -143,7 +143,7 @@ impl Runtime {
             let (window, words) = match unsafe { self.interop.pack_at(weights, (rows, cols), to) } {
                 Ok(packed) => packed,
                 Err(PackError::Unpackable(_)) => return Ok(None),
-                Err(PackError::Device(error)) => return Err(error),
+                Err(error) => return Err(error),
             };
             // SAFETY: as above; so many words have been written.
             let lists = unsafe { self.interop.read(escapes.0, words * 4) }?;
@@ -218,15 +218,13 @@ impl Runtime {
         Ok(shape.scratch_bytes(m, top_k))
     }
 
-    /// Enqueues the experts of tokens: `routed` is ids, weights and how many of them a token has.
-    #[expect(clippy::too_many_arguments, reason = "a call a layer: a tuple for each would be made and taken apart")]
+    /// Enqueues the experts of tokens: `rows` is x, its rows and y; `routed` is ids, weights and how many of them a token
+    /// has.
     fn experts(
         &self,
         py: Python<'_>,
         arenas: (u64, u64),
-        x: u64,
-        m: u32,
-        y: u64,
+        rows: (u64, u32, u64),
         routed: (u64, u64, u32),
         scratch: (u64, u64),
         stream: usize,
@@ -236,7 +234,7 @@ impl Runtime {
         let scratch = Scratch { address: scratch.0, bytes: scratch.1 };
         let routed = RoutedAt { ids: routed.0, weights: routed.1, top_k: routed.2 };
         // SAFETY: the caller's tensors and its stream (`_native.pyi`).
-        unsafe { self.interop.enqueue_experts(&known.0, stream, (x, m, y), routed, scratch, false) }
+        unsafe { self.interop.enqueue_experts(&known.0, stream, rows, routed, scratch, false) }
             .map_err(|error| raised(py, &error))
     }
 
@@ -274,15 +272,12 @@ impl Runtime {
         self.interop.scratch_bytes(&linear, m, epilogue(add)).map_err(|error| raised(py, &error))
     }
 
-    /// Enqueues the product; `add`: to what is in `y`.
-    #[expect(clippy::too_many_arguments, reason = "a call a layer: a tuple for each would be made and taken apart")]
+    /// Enqueues the product; `rows` is x, its rows and y; `add`: to what is in y.
     fn linear(
         &self,
         py: Python<'_>,
         arena: u64,
-        x: u64,
-        m: u32,
-        y: u64,
+        rows: (u64, u32, u64),
         scratch: (u64, u64),
         stream: usize,
         add: bool,
@@ -291,7 +286,7 @@ impl Runtime {
         let stream = std::ptr::with_exposed_provenance_mut::<c_void>(stream);
         let scratch = Scratch { address: scratch.0, bytes: scratch.1 };
         // SAFETY: the caller's tensors and its stream (`_native.pyi`).
-        unsafe { self.interop.enqueue(&linear, stream, (x, m, y), scratch, epilogue(add)) }
+        unsafe { self.interop.enqueue(&linear, stream, rows, scratch, epilogue(add)) }
             .map_err(|error| raised(py, &error))
     }
 

@@ -175,7 +175,7 @@ class Bundle(_native.Bundle):
             return array
         rows, cols = _part(info, rows, cols)
         array = np.empty((rows[1] - rows[0], cols[1] - cols[0]), dtype=dtype)
-        self.decode_part_into(info.name, rows, cols, array.ctypes.data, array.nbytes, file=info.file)
+        self.decode_part_into(info.name, rows, cols, (array.ctypes.data, array.nbytes), file=info.file)
         return array
 
     def torch(
@@ -230,7 +230,7 @@ class Bundle(_native.Bundle):
         rows, cols = _part(info, rows, cols)
         shape = tuple(end - start for start, end in (rows, cols))
         tensor = torch.empty(shape, dtype=getattr(torch, _dtype(info, _TORCH, "torch")), device="cpu")
-        read = self.decode_part_into(info.name, rows, cols, tensor.data_ptr(), tensor.nbytes, file=info.file)
+        read = self.decode_part_into(info.name, rows, cols, (tensor.data_ptr(), tensor.nbytes), file=info.file)
         return tensor, read
 
 

@@ -50,12 +50,11 @@ class Bundle:
         name: str,
         rows: tuple[int, int],
         cols: tuple[int, int],
-        address: int,
-        nbytes: int,
+        memory: _Memory,
         *,
         file: Optional[str] = None,
     ) -> int:
-        """Rows and columns (first, and the one after the last) of a matrix, into `nbytes` writable bytes at `address`.
+        """Rows and columns (first, and the one after the last) of a matrix, into `memory`: address and writable bytes.
 
         Returns how many stored bytes were read for them. Those are compared with their digests.
         """
@@ -99,8 +98,8 @@ class Runtime:
     def forget(self, arena: int, id: int) -> None: ...
     def shape(self, arena: int) -> tuple[int, int]: ...
     def scratch_nbytes(self, arena: int, m: int, shape: tuple[int, int], add: bool) -> int: ...
-    def linear(self, arena: int, x: int, m: int, y: int, scratch: _Memory, stream: int, add: bool) -> None:
-        """Enqueues on `stream`, a CUDA stream of this GPU. The caller holds all of it until the work is done."""
+    def linear(self, arena: int, rows: tuple[int, int, int], scratch: _Memory, stream: int, add: bool) -> None:
+        """`rows`: address of x, its rows, address of y. Enqueues on `stream`, a CUDA stream of this GPU. The caller holds all of it until the work is done."""
     def unpack(self, arena: int, out: _Memory) -> None: ...
     def register_experts(
         self, gate_up: tuple[_Memory, _Memory], down: tuple[_Memory, _Memory], experts: int
@@ -113,9 +112,7 @@ class Runtime:
     def experts(
         self,
         arenas: tuple[int, int],
-        x: int,
-        m: int,
-        y: int,
+        rows: tuple[int, int, int],
         routed: tuple[int, int, int],
         scratch: _Memory,
         stream: int,

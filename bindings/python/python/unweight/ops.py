@@ -504,7 +504,8 @@ def _cuda(x: Tensor, arena: Tensor, n: int, bias: Optional[Tensor] = None) -> Te
         # Held by this name until the launch is enqueued; the allocator orders its next use behind it.
         held = torch.empty(scratch_nbytes, dtype=torch.uint8, device=device)
         scratch = _memory(held)
-    runtime.linear(at, rows.data_ptr(), m, y.data_ptr(), scratch, torch.cuda.current_stream().cuda_stream, add)
+    memory = (rows.data_ptr(), m, y.data_ptr())
+    runtime.linear(at, memory, scratch, torch.cuda.current_stream().cuda_stream, add)
     return y.view(*x.shape[:-1], n)
 
 
@@ -557,7 +558,7 @@ def _experts_cuda(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights
     scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
     routed = (ids.data_ptr(), weights.data_ptr(), top_k)
     stream = torch.cuda.current_stream().cuda_stream
-    runtime.experts(arenas, rows.data_ptr(), m, y.data_ptr(), routed, _memory(scratch), stream)
+    runtime.experts(arenas, (rows.data_ptr(), m, y.data_ptr()), routed, _memory(scratch), stream)
     return y
 
 
