@@ -62,7 +62,7 @@ fn check(
             assert_eq!(expected.err(), Some(why), "{what}");
             return Err(why);
         }
-        Err(PackError::Device(error)) => panic!("{what}: {error}"),
+        Err(error) => panic!("{what}: {error}"),
     };
     same(stream, &packed, &expected.unwrap_or_else(|why| panic!("{what}: the CPU says {why}")), what);
     let mut back = DeviceMatrix::zeroed(stream, shape.0 as u32, shape.1 as u32).unwrap();

@@ -250,7 +250,7 @@ impl Bench<'_> {
             match packer.pack(weights.view()) {
                 Ok(tensor) => tensors.push(tensor),
                 Err(PackError::Device(error)) => return Err(error.into()),
-                Err(PackError::Unpackable(why)) => {
+                Err(why) => {
                     progress(&format!("packed encoding left out: {why}"));
                     return Ok(Vec::new());
                 }

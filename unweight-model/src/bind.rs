@@ -88,6 +88,7 @@ pub struct LayerWeights {
 
 /// Names of what stands behind a layer's second norm.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum MlpWeights {
     /// A gated MLP that every token passes.
     Dense(GatedWeights),

@@ -41,6 +41,7 @@ const SCRATCH_FIXED_WORDS: usize = 256 + 2;
 
 /// Why a matrix was not packed.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum PackError {
     /// The matrix cannot be packed.
     #[error(transparent)]
