@@ -2,8 +2,8 @@
 //!
 //! ```text
 //! <family>.snap.cu       the entry point of the first variant of the family in the catalogue
-//! <family>_plans.snap    a line for each variant of each architecture: digest of its translation unit with every header,
-//!                        launch, shared memory by section
+//! <family>_plans.snap    a line for each variant of each architecture: digest of its translation unit with every
+//!                        header, launch, shared memory by section
 //! ```
 //!
 //! A change of the template is read in one text per family; a change of a header shows in the digest of every variant
