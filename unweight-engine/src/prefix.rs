@@ -1,13 +1,51 @@
 //! Beginnings of prompts whose pages several sequences share.
 //!
 //! ```text
-//! (root) -- tokens 0..C --> node, C / 64 pages -- tokens C..2C --> node -- ...
+//! (root) -- tokens 0..C --> node, C / 64 pages -- tokens C..2C --> node -- tokens 2C..2C + C / 2 --> node -- ...
 //! ```
-//! A node is one whole chunk of a prompt, as prefill cuts prompts, behind the chunks of its ancestors. Prefill of a
-//! prompt that begins with these tokens starts behind them. Its later chunks have the same rows as without the cache,
-//! so its logits have the same bits. Tokens are compared, not their digests.
+//! A node is a chunk of a prompt, or half of one, as [`Cut`] cuts prompts, behind the nodes of its ancestors. Prefill
+//! of a prompt that is cut in the same way and has the same tokens there starts behind them. Its later chunks have the
+//! same rows as without the cache, so its logits have the same bits. Tokens are compared, not their digests.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{collections::HashMap, ops::Range, sync::Arc};
+
+use crate::pages::PAGE_TOKENS;
+
+/// How prefill cuts prompts: into chunks, and what is left after these into halves of chunks.
+#[derive(Clone, Copy, Debug)]
+pub struct Cut {
+    chunk: u32,
+}
+
+impl Cut {
+    /// Chunks of so many tokens, a multiple of [`PAGE_TOKENS`].
+    pub fn new(chunk: u32) -> Self {
+        Self { chunk: chunk.max(PAGE_TOKENS) }
+    }
+
+    /// The tokens of a chunk.
+    pub fn chunk(self) -> u32 {
+        self.chunk
+    }
+
+    /// A share of a chunk, in whole pages.
+    pub fn part(self, of: u32) -> u32 {
+        (self.chunk / of).next_multiple_of(PAGE_TOKENS)
+    }
+
+    /// What runs of the tokens `start..len` next.
+    pub fn next(self, start: u32, len: u32) -> Range<u32> {
+        let tokens = if len - start >= self.chunk { self.chunk } else { self.part(2) };
+        start..len.min(start + tokens)
+    }
+
+    /// The beginnings of a prompt of `len` tokens that other prompts can share.
+    fn nodes(self, len: u32) -> impl Iterator<Item = Range<u32>> {
+        let following = move |before: &Range<u32>| Some(self.next(before.end, len));
+        let all = std::iter::successors(Some(self.next(0, len)), following).take_while(|next| !next.is_empty());
+        all.filter(move |next| next.len() as u32 >= self.part(2))
+    }
+}
 
 /// Identifies a node of one cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -37,8 +75,7 @@ impl Node {
 /// Shared pages by the tokens that they hold.
 #[derive(Debug)]
 pub struct PrefixCache {
-    /// Tokens of a node.
-    chunk: usize,
+    cut: Cut,
     nodes: Vec<Option<Node>>,
     /// Unused places of `nodes`.
     vacant: Vec<usize>,
@@ -49,21 +86,27 @@ pub struct PrefixCache {
 }
 
 impl PrefixCache {
-    /// An empty cache for prompts that are cut every `chunk` tokens.
-    pub fn new(chunk: u32) -> Self {
-        let (nodes, vacant, index) = (Vec::new(), Vec::new(), HashMap::new());
-        Self { chunk: chunk.max(1) as usize, nodes, vacant, index, clock: 0, idle: 0 }
+    /// An empty cache for prompts that are cut in this way.
+    pub fn new(cut: Cut) -> Self {
+        Self { cut, nodes: Vec::new(), vacant: Vec::new(), index: HashMap::new(), clock: 0, idle: 0 }
     }
 
     /// The nodes of the longest cached beginning of a prompt, from the first token on. At least one token is behind
     /// them: its logits are to be computed.
     pub fn find(&self, prompt: &[u32]) -> Vec<NodeId> {
         let mut found = Vec::new();
-        for tokens in prompt[..prompt.len().saturating_sub(1)].chunks_exact(self.chunk) {
-            let Some(node) = self.index.get(&(found.last().copied(), tokens.into())) else { break };
+        for at in self.cut.nodes(prompt.len() as u32) {
+            let (start, end) = (at.start as usize, at.end as usize);
+            let node = self.index.get(&(found.last().copied(), prompt[start..end].into()));
+            let Some(node) = node.filter(|_| end < prompt.len()) else { break };
             found.push(*node);
         }
         found
+    }
+
+    /// The number of pages of these nodes.
+    pub fn pages_of(&self, nodes: &[NodeId]) -> u32 {
+        nodes.iter().filter_map(|node| self.nodes.get(node.0)?.as_ref()).map(|node| node.pages.len() as u32).sum()
     }
 
     /// The pages of these nodes, in the order of their tokens.
@@ -92,25 +135,32 @@ impl PrefixCache {
         }
     }
 
-    /// Adds a chunk behind `parent`, held by the sequence that computed it. `None` if the cache has it already: the
-    /// pages stay with the sequence.
-    pub fn insert(&mut self, parent: Option<NodeId>, tokens: &[u32], pages: &[u32]) -> Option<NodeId> {
-        let key: Key = (parent, tokens.into());
-        if tokens.len() != self.chunk || self.index.contains_key(&key) {
-            return None;
+    /// Adds what a prompt has behind the nodes `held`, with its pages from the first token on. The new nodes are held by
+    /// the sequence that computed them. Where the cache has one already, the pages stay with the sequence.
+    pub fn insert(&mut self, held: &mut Vec<NodeId>, prompt: &[u32], pages: &[u32]) {
+        for at in self.cut.nodes(prompt.len() as u32).skip(held.len()) {
+            let key: Key = (held.last().copied(), prompt[at.start as usize..at.end as usize].into());
+            if self.index.contains_key(&key) {
+                break;
+            }
+            let [first, end] = [at.start, at.end].map(|token| (token / PAGE_TOKENS) as usize);
+            held.push(self.add(key, pages[first..end].to_vec()));
         }
+    }
+
+    fn add(&mut self, key: Key, pages: Vec<u32>) -> NodeId {
         self.clock += 1;
-        let node = Node { key: key.clone(), pages: pages.to_vec(), users: 1, children: 0, used: self.clock };
+        let node = Node { key: key.clone(), pages, users: 1, children: 0, used: self.clock };
         let at = self.vacant.pop().unwrap_or_else(|| {
             self.nodes.push(None);
             self.nodes.len() - 1
         });
         self.nodes[at] = Some(node);
-        self.index.insert(key, NodeId(at));
-        if let Some(parent) = parent.and_then(|parent| self.nodes.get_mut(parent.0)?.as_mut()) {
+        if let Some(parent) = key.0.and_then(|parent| self.nodes.get_mut(parent.0)?.as_mut()) {
             parent.children += 1;
         }
-        Some(NodeId(at))
+        self.index.insert(key, NodeId(at));
+        NodeId(at)
     }
 
     /// The number of pages that no sequence reads. A sequence that reads a node reads its ancestors, so all of these
@@ -156,38 +206,69 @@ impl PrefixCache {
 mod tests {
     use super::*;
 
+    /// Tokens of `pages` pages, all of them `token`.
+    fn text(pages: usize, token: u32) -> Vec<u32> {
+        vec![token; pages * PAGE_TOKENS as usize]
+    }
+
+    /// Adds a prompt of whole pages and a token more.
+    fn insert(cache: &mut PrefixCache, prompt: &[Vec<u32>], pages: &[u32]) -> Vec<NodeId> {
+        let prompt = [&prompt.concat()[..], &[0]].concat();
+        let mut held = cache.find(&prompt);
+        cache.hold(&held);
+        cache.insert(&mut held, &prompt, pages);
+        held
+    }
+
+    #[test]
+    fn prompts_are_cut_at_chunks_and_halves() {
+        let all = |chunk, len| {
+            let cut = Cut::new(chunk);
+            let next = move |before: &Range<u32>| Some(cut.next(before.end, len)).filter(|next| !next.is_empty());
+            std::iter::successors(Some(cut.next(0, len)), next).map(|next| next.end).collect::<Vec<_>>()
+        };
+        assert_eq!(all(1024, 2048), [1024, 2048]);
+        assert_eq!(all(1024, 2700), [1024, 2048, 2560, 2700]);
+        assert_eq!(all(1024, 512), [512]);
+        assert_eq!(all(64, 130), [64, 128, 130]);
+        assert_eq!(all(192, 191), [128, 191]);
+        assert_eq!([1, 2, 3, 4].map(|of| Cut::new(192).part(of)), [192, 128, 64, 64]);
+    }
+
     #[test]
     fn the_longest_beginning_is_found() {
-        let mut cache = PrefixCache::new(2);
-        let first = cache.insert(None, &[1, 2], &[10]).unwrap();
-        let second = cache.insert(Some(first), &[3, 4], &[11]).unwrap();
-        let other = cache.insert(None, &[3, 4], &[12]).unwrap();
-        assert_eq!(cache.insert(Some(first), &[3, 4], &[13]), None, "once");
-        assert_eq!(cache.insert(None, &[1, 2, 3], &[13]), None, "whole chunks");
-        assert_eq!(cache.find(&[1, 2, 3, 4, 5]), [first, second]);
-        assert_eq!(cache.find(&[1, 2, 3, 4]), [first], "a token is left to compute");
-        assert_eq!(cache.find(&[1, 2, 9, 4, 5]), [first]);
-        assert_eq!(cache.find(&[3, 4, 3, 4, 5]), [other]);
-        assert_eq!((cache.find(&[]), cache.find(&[2, 1, 3])), (vec![], vec![]));
-        assert_eq!(cache.pages(&[first, second]), [10, 11]);
+        let mut cache = PrefixCache::new(Cut::new(128));
+        let [one, two, own] = [text(2, 1), text(1, 2), text(1, 3)];
+        let held = insert(&mut cache, &[one.clone(), two.clone()], &[10, 11, 12, 13]);
+        assert_eq!((held.len(), cache.pages(&held), cache.pages_of(&held)), (2, vec![10, 11, 12], 3));
+        assert_eq!(insert(&mut cache, &[one.clone(), two.clone()], &[20, 21, 22, 23]), held, "once");
+        let other = insert(&mut cache, &[one.clone(), own.clone()], &[10, 11, 30, 31]);
+        assert_eq!((other[0], cache.pages(&other)), (held[0], vec![10, 11, 30]));
+        let find = |parts: &[&[u32]]| cache.find(&parts.concat());
+        assert_eq!(find(&[&one, &two, &[9]]), held);
+        assert_eq!(find(&[&one, &two]), held[..1], "a token is left to compute");
+        assert_eq!(find(&[&one, &[9]]), held[..1]);
+        assert_eq!(find(&[&one, &two, &two, &[9]]), held[..1], "this prompt has a chunk where the other has a half");
+        assert_eq!(find(&[&two, &one]), []);
+        assert_eq!((cache.find(&[]), cache.find(&[1])), (vec![], vec![]));
     }
 
     #[test]
     fn the_least_recently_used_leaves_are_evicted() {
-        let mut cache = PrefixCache::new(1);
-        let first = cache.insert(None, &[1], &[10]).unwrap();
-        let second = cache.insert(Some(first), &[2], &[11]).unwrap();
-        let other = cache.insert(None, &[3], &[12, 13]).unwrap();
+        let mut cache = PrefixCache::new(Cut::new(64));
+        let both = insert(&mut cache, &[text(1, 1), text(1, 2)], &[10, 11, 14]);
+        let other = insert(&mut cache, &[text(1, 3)], &[12, 14]);
         assert_eq!((cache.idle_pages(), cache.evict(9)), (0, vec![]), "all are read");
-        cache.release(&[other]);
-        cache.release(&[first, second]);
-        assert_eq!((cache.idle_pages(), cache.idle_of(&[other])), (4, 2));
-        cache.hold(&[first]);
-        assert_eq!((cache.idle_pages(), cache.evict(1)), (3, vec![12, 13]));
+        cache.release(&other);
+        cache.release(&both);
+        assert_eq!((cache.idle_pages(), cache.idle_of(&other)), (3, 1));
+        cache.hold(&both[..1]);
+        assert_eq!((cache.idle_pages(), cache.evict(1)), (2, vec![12]));
         assert_eq!(cache.evict(9), [11], "the first is read");
-        cache.release(&[first]);
+        cache.release(&both[..1]);
         assert_eq!(cache.evict(1), [10]);
-        assert_eq!((cache.find(&[1, 2, 3]), cache.idle_pages()), (vec![], 0));
-        assert_eq!(cache.insert(None, &[4], &[14]).map(|node| cache.pages(&[node])), Some(vec![14]));
+        assert_eq!((cache.find(&text(3, 1)), cache.idle_pages()), (vec![], 0));
+        let again = insert(&mut cache, &[text(1, 4)], &[14, 15]);
+        assert_eq!(cache.pages(&again), [14]);
     }
 }

@@ -9,8 +9,9 @@
 //! costs one pause of the device. If a sequence ends while a later step is in flight, the token of that step is
 //! dropped.
 //!
-//! One prompt runs at a time. Between two steps at most [`Limits::chunk`] prompt tokens run, so that no sequence waits
-//! for a long prompt. Prompts are cut at multiples of the chunk, whatever else runs.
+//! One prompt runs at a time, cut by [`Cut`]. Between two steps at most [`Limits::chunk`] prompt tokens run, so that no
+//! sequence waits for a long prompt. While sequences run and a chunk of prompt tokens waits at most, steps come first:
+//! prompts are cut into quarters of chunks, and one runs between two steps.
 //!
 //! A sequence takes pages as it grows. If none is free, the youngest sequence is preempted: it gives its pages back,
 //! waits, and computes them again from its tokens. The same happens to a sequence of a packed KV cache of which a page
@@ -23,7 +24,7 @@ use unweight_model::sampling::{Adjustments, History, NO_TOKEN, SampleParams};
 use crate::{
     options::KvCache,
     pages::{PAGE_TOKENS, PagePool, sequence_pages, step_pages},
-    prefix::{NodeId, PrefixCache},
+    prefix::{Cut, NodeId, PrefixCache},
     request::{AdmissionError, Event, Finish, Request, SeqId},
 };
 
@@ -162,6 +163,9 @@ pub struct Limits {
     pub adjusted: u32,
 }
 
+/// Tokens that take about as long to prefill as one.
+const PASS_TOKENS: u32 = 128;
+
 /// Tokens that rows get pages for, if as many are free, when one of them needs a page: taking pages costs a pause of
 /// the device.
 const TOKENS_AHEAD: u32 = PAGE_TOKENS;
@@ -184,13 +188,14 @@ pub struct Schedule {
     waiting: VecDeque<Waiting>,
     /// The sequence whose prompt runs.
     prefill: Option<Prefill>,
+    cut: Cut,
     prefixes: PrefixCache,
     /// [`Schedule::shared_prompt_tokens`].
     shared_prompt_tokens: u64,
     rows: Vec<Running>,
     /// The steps in flight; of each, whether at its launch nothing but its one row held pages, and so BF16 units.
     in_flight: VecDeque<bool>,
-    /// Prompt tokens that were run since the last step was launched.
+    /// Prompt tokens that were run since the last step was launched, by [`time_of`].
     spent: u32,
     /// Rows are others than the device knows of.
     changed: bool,
@@ -207,16 +212,9 @@ struct Prefill {
     running: Running,
 }
 
-impl Prefill {
-    /// The tokens of the next chunk.
-    fn chunk(&self, tokens: u32) -> Range<u32> {
-        let len = self.running.tokens.len() as u32;
-        self.start..(self.start + tokens).min(len)
-    }
-
-    fn is_last(&self, tokens: u32) -> bool {
-        self.chunk(tokens).end as usize == self.running.tokens.len()
-    }
+/// How long tokens take to prefill, in tokens.
+fn time_of(tokens: u32) -> u32 {
+    tokens.max(PASS_TOKENS)
 }
 
 /// The next chunk of a prompt.
@@ -248,7 +246,8 @@ impl Schedule {
             preempted: 0,
             waiting: VecDeque::new(),
             prefill: None,
-            prefixes: PrefixCache::new(limits.chunk),
+            cut: Cut::new(limits.chunk),
+            prefixes: PrefixCache::new(Cut::new(limits.chunk)),
             shared_prompt_tokens: 0,
             rows: Vec::new(),
             in_flight: VecDeque::new(),
@@ -393,23 +392,45 @@ impl Schedule {
 
     /// Where the next chunk of a prompt may run; `None` if none waits, or if a step is due before it.
     fn chunk_is_due(&self) -> Option<Place> {
-        let chunk = self.limits.chunk;
-        let (tokens, is_last) = match &self.prefill {
-            Some(prefill) => (prefill.chunk(chunk).len() as u32, prefill.is_last(chunk)),
+        let (start, len, behind) = match &self.prefill {
+            Some(prefill) => (prefill.start, prefill.running.tokens.len() as u32, 0),
             None => {
                 let waiting = self.waiting.front()?;
                 let (shared, _) = self.room_for(waiting)?;
-                let tokens = waiting.request.prompt.len() as u32 - self.tokens_of(&shared);
-                (tokens.min(chunk), tokens <= chunk)
+                (self.tokens_of(&shared), waiting.request.prompt.len() as u32, 1)
             }
         };
-        let fits = self.rows.is_empty() || self.spent == 0 || self.spent + tokens <= chunk;
-        fits.then_some(if is_last { Place::Alone } else { Place::Behind })
+        let backlog = self.backlog(start, len, behind);
+        let Range { end, .. } = self.next_cut(start, len, backlog);
+        // Twice what waits above a chunk, so that it shrinks.
+        let budget = backlog.saturating_sub(self.cut.chunk()).saturating_mul(2);
+        let budget = budget.max(self.cut.part(4)).min(self.cut.chunk());
+        let fits = self.rows.is_empty() || self.spent == 0 || self.spent + time_of(end - start) <= budget;
+        fits.then_some(if end == len { Place::Alone } else { Place::Behind })
+    }
+
+    /// Prompt tokens that wait, by [`time_of`]: `start..len` of a prompt, and the prompts of waiting sequences from the
+    /// `first` on.
+    fn backlog(&self, start: u32, len: u32, first: usize) -> u32 {
+        let others = self.waiting.iter().skip(first).map(|waiting| time_of(waiting.request.prompt.len() as u32));
+        others.fold(time_of(len - start), u32::saturating_add)
+    }
+
+    /// The next tokens to run of a prompt of `len` tokens, of which `start..` is left.
+    fn next_cut(&self, start: u32, len: u32, backlog: u32) -> Range<u32> {
+        let steps_first = !self.rows.is_empty() && backlog.max(len) <= self.cut.chunk();
+        if steps_first { start..len.min(start + self.cut.part(4)) } else { self.cut.next(start, len) }
+    }
+
+    /// The next tokens to run of the prompt that runs.
+    fn chunk_of(&self, prefill: &Prefill) -> Range<u32> {
+        let (start, len) = (prefill.start, prefill.running.tokens.len() as u32);
+        self.next_cut(start, len, self.backlog(start, len, 0))
     }
 
     /// The number of tokens of these nodes.
     fn tokens_of(&self, nodes: &[NodeId]) -> u32 {
-        nodes.len() as u32 * self.limits.chunk
+        self.prefixes.pages_of(nodes) * PAGE_TOKENS
     }
 
     /// The nodes of the prefix cache that the prompt of a sequence begins with, and the number of pages that it takes
@@ -425,13 +446,8 @@ impl Schedule {
         }
         let shares = self.limits.shares_prefixes;
         let shared = if shares { self.prefixes.find(&waiting.request.prompt) } else { Vec::new() };
-        let need = self.need(waiting) - shared.len() as u32 * self.chunk_pages();
+        let need = self.need(waiting) - self.prefixes.pages_of(&shared);
         (need + rows <= self.free_pages() - self.prefixes.idle_of(&shared)).then_some((shared, need))
-    }
-
-    /// Pages of a chunk.
-    fn chunk_pages(&self) -> u32 {
-        self.limits.chunk / PAGE_TOKENS
     }
 
     /// Pages of a prompt and the first step behind it.
@@ -498,7 +514,7 @@ impl Schedule {
     /// Takes the pages of a sequence back. A sequence that is lost waits to be computed again.
     fn leave(&mut self, mut gone: Running) {
         self.ended += 1;
-        let own = gone.pages.split_off(gone.shared.len() * self.chunk_pages() as usize);
+        let own = gone.pages.split_off(self.prefixes.pages_of(&gone.shared) as usize);
         self.give_pages(own);
         self.prefixes.release(&gone.shared);
         self.hot.give(vec![gone.hot]);
@@ -530,13 +546,14 @@ impl Schedule {
     /// The next chunk of the prompt that runs.
     pub fn next_chunk(&self) -> Option<Chunk<'_>> {
         let prefill = self.prefill.as_ref()?;
-        let chunk = prefill.chunk(self.limits.chunk);
+        let Range { start, end } = self.chunk_of(prefill);
+        let tokens = &prefill.running.tokens;
         Some(Chunk {
             running: &prefill.running,
-            tokens: &prefill.running.tokens[chunk.start as usize..chunk.end as usize],
-            start: chunk.start,
-            is_first: chunk.start == self.tokens_of(&prefill.running.shared),
-            is_last: prefill.is_last(self.limits.chunk),
+            tokens: &tokens[start as usize..end as usize],
+            start,
+            is_first: start == self.tokens_of(&prefill.running.shared),
+            is_last: end as usize == tokens.len(),
         })
     }
 
@@ -577,12 +594,12 @@ impl Schedule {
 
     /// Records that the chunk of [`Schedule::next_chunk`] was enqueued.
     pub fn chunk_launched(&mut self) {
-        let tokens = self.limits.chunk;
-        if let Some(prefill) = &mut self.prefill {
+        if let Some(mut prefill) = self.prefill.take() {
             prefill.shared_units |= !self.rows.is_empty();
-            let chunk = prefill.chunk(tokens);
-            self.spent += chunk.len() as u32;
-            prefill.start = chunk.end;
+            let Range { start, end } = self.chunk_of(&prefill);
+            // Nothing waits while no sequence has a row.
+            self.spent = if self.rows.is_empty() { 0 } else { self.spent + time_of(end - start) };
+            self.prefill = Some(Prefill { start: end, ..prefill });
         }
     }
 
@@ -595,23 +612,13 @@ impl Schedule {
     pub fn begun(&mut self, token: u32) -> Option<Event> {
         let Prefill { mut running, .. } = self.prefill.take()?;
         if self.limits.shares_prefixes {
-            self.share(&mut running);
+            // Before its first token is noted.
+            self.prefixes.insert(&mut running.shared, &running.tokens, &running.pages);
         }
         let event = running.note(token);
         self.rows.push(running);
         self.changed = true;
         Some(event)
-    }
-
-    /// Lets other sequences read the whole chunks of a prompt, before its first token is noted.
-    fn share(&mut self, running: &mut Running) {
-        let (tokens, pages) = (self.limits.chunk as usize, self.chunk_pages() as usize);
-        for at in running.shared.len()..running.tokens.len() / tokens {
-            let chunk = &running.tokens[at * tokens..(at + 1) * tokens];
-            let of = &running.pages[at * pages..(at + 1) * pages];
-            let Some(node) = self.prefixes.insert(running.shared.last().copied(), chunk, of) else { break };
-            running.shared.push(node);
-        }
     }
 
     /// Preempts the sequence whose prompt has run, because a page was lost. If nothing else holds units, it ends

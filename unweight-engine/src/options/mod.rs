@@ -44,12 +44,13 @@ pub struct EngineOptions {
     /// How keys and values of earlier tokens are held in device memory: in BF16, or losslessly at 12 bits per element.
     /// The results are equal bit for bit. `None` is BF16.
     pub kv_cache: Option<KvCache>,
-    /// The number of prompt tokens per prefill pass, a multiple of 64 from 64 to 8192; 2048 by default.
+    /// The maximum number of prompt tokens per prefill pass and between two steps, a multiple of 64 from 64 to 8192;
+    /// 2048 by default.
     pub chunk: u32,
     /// The maximum number of waiting sequences; 1024 by default.
     pub waiting: usize,
-    /// Whether sequences share the pages of equal beginnings of prompts, in whole chunks; true by default. The results
-    /// are equal bit for bit.
+    /// Whether sequences share the pages of equal beginnings of prompts, in chunks and halves of chunks; true by
+    /// default. The results of a prompt that runs alone are equal bit for bit.
     pub prefix_cache: bool,
     /// Measured settings of pipelines; batches without one use estimated settings.
     pub plan: Plan,

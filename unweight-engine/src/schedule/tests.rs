@@ -92,8 +92,9 @@ fn tokens_after_a_stop_are_not_reported() {
     assert_eq!((events.len(), schedule.due(), schedule.free_pages()), (1, Next::Idle, 100));
 }
 
-/// Runs a chunk; whether it was the last one of its prompt.
+/// Runs a chunk, whether or not a step is due before it; whether it was the last one of its prompt.
 fn chunk(schedule: &mut Schedule) -> bool {
+    schedule.spent = 0;
     assert_eq!(schedule.due(), Next::Prefill);
     schedule.begin_prefill();
     let is_last = schedule.next_chunk().unwrap().is_last;
@@ -145,23 +146,16 @@ fn preempted_sequences_are_computed_again_when_another_has_ended() {
     assert_eq!((schedule.due(), schedule.free_pages()), (Next::Idle, 20));
 }
 
-/// A step runs between two chunks of a prompt of four, and short prompts share a chunk.
-#[test]
-fn a_long_prompt_runs_between_steps() {
-    let mut schedule = Schedule::new(LIMITS, 40);
-    schedule.add(request(10, 50)).unwrap();
-    let first = join(&mut schedule, 10);
-    schedule.add(request(600, 5)).unwrap();
-    schedule.add(request(100, 5)).unwrap();
-    let mut events = Vec::new();
-    let mut order = String::new();
-    while schedule.rows().len() < 3 {
+/// The tokens of the chunks that run, and `s` for each step, until so many rows run.
+fn order(schedule: &mut Schedule, rows: usize) -> String {
+    let mut order = Vec::new();
+    while schedule.rows().len() < rows {
         match schedule.due() {
             Next::Prefill => {
                 schedule.begin_prefill();
                 let chunk = schedule.next_chunk().unwrap();
-                order.push(if chunk.is_last { 'C' } else { 'c' });
-                let is_last = chunk.is_last;
+                let (tokens, is_last) = (chunk.tokens.len(), chunk.is_last);
+                order.push(tokens.to_string());
                 schedule.chunk_launched();
                 if is_last {
                     assert!(schedule.in_flight.is_empty());
@@ -169,21 +163,38 @@ fn a_long_prompt_runs_between_steps() {
                 }
             }
             Next::Launch { .. } => {
-                order.push('s');
+                order.push("s".into());
                 schedule.launched();
             }
-            Next::Read => {
-                order.push('r');
-                let tokens = vec![30; schedule.rows().len()];
-                schedule.read(&tokens, &[], &mut events);
-            }
-            Next::Idle => panic!("{order}"),
+            Next::Read => schedule.read(&vec![30; schedule.rows().len()], &[], &mut Vec::new()),
+            Next::Idle => panic!("{order:?}"),
         }
     }
-    // A step is read before the next chunk is enqueued. The last chunk has 24 tokens, so that 100 more fit before
-    // the next step.
-    assert_eq!(order, "scsrcsrcsrrCC");
-    assert!(events.iter().all(|event| [first, SeqId(1)].contains(&event.seq)), "{events:?}");
+    order.join(" ")
+}
+
+#[test]
+fn steps_run_between_chunks() {
+    let prompt = |token: u32, len: usize| Request::new(vec![token; len]).max_new_tokens(900);
+    let limits = Limits { chunk: 1024, context: 10_000, max_batch: 16, shares_prefixes: true, ..LIMITS };
+    let mut schedule = Schedule::new(limits, 900);
+    schedule.add(prompt(7, 700)).unwrap();
+    assert_eq!(order(&mut schedule, 1), "512 188", "nothing else runs");
+    schedule.add(prompt(8, 700)).unwrap();
+    assert_eq!(order(&mut schedule, 2), "256 s 256 s 188", "steps first");
+    schedule.add(prompt(9, 3700)).unwrap();
+    assert_eq!(order(&mut schedule, 3), "s 1024 s 1024 s 1024 s 512 s 116");
+    // Several of them are many tokens. They share what a prompt of this length has cut in the same way.
+    for _ in 0..4 {
+        schedule.add(prompt(3, 700)).unwrap();
+    }
+    assert_eq!(order(&mut schedule, 7), "512 188 188 s 188 s 188");
+    assert_eq!(schedule.shared_prompt_tokens(), 3 * 512);
+    // Short ones take longer than their tokens.
+    for token in 20..29 {
+        schedule.add(prompt(token, 5)).unwrap();
+    }
+    assert_eq!(order(&mut schedule, 16), "s 5 5 s 5 5 s 5 5 s 5 5 s 5");
 }
 
 #[test]
@@ -210,11 +221,11 @@ fn the_youngest_sequence_gives_its_pages() {
 #[test]
 fn equal_beginnings_are_computed_once() {
     let mut schedule = Schedule::new(Limits { shares_prefixes: true, ..LIMITS }, 17);
-    for last in [1, 2] {
-        schedule.add(Request::new([vec![7; 300], vec![last; 20]].concat()).max_new_tokens(3)).unwrap();
-    }
+    let request = |last| Request::new([vec![7; 300], vec![last; 20]].concat()).max_new_tokens(3);
+    schedule.add(request(1)).unwrap();
     let first = join(&mut schedule, 10);
     step(&mut schedule, &[11], &[]);
+    schedule.add(request(2)).unwrap();
     assert_eq!(schedule.due(), Next::Prefill);
     schedule.begin_prefill();
     let chunk = schedule.next_chunk().unwrap();
@@ -224,7 +235,7 @@ fn equal_beginnings_are_computed_once() {
     assert_eq!(schedule.shared_prompt_tokens(), 192);
     assert!(schedule.cancel(first) && schedule.cancel(SeqId(1)));
     // The beginning stays until its pages are needed.
-    assert_eq!((schedule.due(), schedule.free_pages(), schedule.pool.free()), (Next::Idle, 17, 14));
+    assert_eq!((schedule.due(), schedule.free_pages(), schedule.pool.free()), (Next::Idle, 17, 12));
     schedule.add(Request::new(vec![9; 940]).max_new_tokens(50)).unwrap();
     join(&mut schedule, 10);
     assert_eq!((schedule.pool.free(), schedule.free_pages()), (2, 2));
@@ -533,7 +544,7 @@ impl Simulation {
     fn release(&mut self) {
         let freed = self.schedule.take_freed();
         let all = self.schedule.rows().iter().chain(self.schedule.prefill.as_ref().map(|prefill| &prefill.running));
-        let shared_pages = |row: &Running| row.shared.len() * (CHUNK / PAGE_TOKENS) as usize;
+        let shared_pages = |row: &Running| self.schedule.prefixes.pages_of(&row.shared) as usize;
         let own = all.clone().flat_map(|row| row.pages[shared_pages(row)..].to_vec());
         let shared: BTreeSet<u32> = self.schedule.prefixes.all_pages().into_iter().collect();
         let own: Vec<u32> = own.collect();
@@ -613,7 +624,9 @@ impl Simulation {
         let end = start + tokens.len() as u32;
         assert_eq!(tokens, &all[start as usize..end as usize]);
         assert!(
-            start.is_multiple_of(CHUNK) && tokens.len() <= CHUNK as usize && (end as usize == all.len()) == is_last
+            start.is_multiple_of(PAGE_TOKENS)
+                && tokens.len() <= CHUNK as usize
+                && (end as usize == all.len()) == is_last
         );
         let nth = told.len() as u32;
         if is_first {
