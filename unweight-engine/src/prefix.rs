@@ -135,8 +135,8 @@ impl PrefixCache {
         }
     }
 
-    /// Adds what a prompt has behind the nodes `held`, with its pages from the first token on. The new nodes are held by
-    /// the sequence that computed them. Where the cache has one already, the pages stay with the sequence.
+    /// Adds what a prompt has behind the nodes `held`, with its pages from the first token on. The sequence that
+    /// computed them holds the new nodes. Where the cache has one already, the pages stay with the sequence.
     pub fn insert(&mut self, held: &mut Vec<NodeId>, prompt: &[u32], pages: &[u32]) {
         for at in self.cut.nodes(prompt.len() as u32).skip(held.len()) {
             let key: Key = (held.last().copied(), prompt[at.start as usize..at.end as usize].into());
