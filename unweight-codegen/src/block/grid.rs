@@ -292,7 +292,7 @@ mod tests {
         assert_eq!(grid.work_units(GemmShape { m: 0, n: 0, k: 0 }, 0), 0);
     }
 
-    /// The grids at which docs/records/2026-11-21/matmul-register-sourced-log.md measured each shape: (n, row
+    /// The grids at which docs/records/2026-11-21/matmul-packed-log.md measured each shape: (n, row
     /// blocks a group can take, cluster, blocks per SM) -> blocks.
     #[test]
     fn stream_k_grids_match_the_measured_ones() {

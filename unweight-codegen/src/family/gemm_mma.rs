@@ -121,7 +121,7 @@ impl VariantSpec {
 }
 
 /// The shapes of the register-sourced family for small batches that measured best, by batch tile and within it by
-/// growing `n` (docs/records/2026-11-21/matmul-register-sourced-log.md).
+/// growing `n` (docs/records/2026-11-21/matmul-packed-log.md).
 pub const SHAPES: [GemmMmaSpec; 23] = [
     small(8, 1, 16, 2, 2),
     small(8, 2, 16, 2, 1),
@@ -403,7 +403,7 @@ mod tests {
     use super::*;
     use crate::plan::Plan;
 
-    /// As docs/records/2026-11-21/matmul-register-sourced-log.md recommends them: the blocks that one SM holds
+    /// As docs/records/2026-11-21/matmul-packed-log.md recommends them: the blocks that one SM holds
     /// decide the grid.
     #[test]
     fn small_shapes_have_the_blocks_per_sm_that_were_measured() {

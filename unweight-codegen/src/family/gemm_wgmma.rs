@@ -69,7 +69,7 @@ impl VariantSpec {
 }
 
 /// The shapes of the register-sourced family for large batches that measured best, by batch tile
-/// (docs/records/2026-11-21/matmul-register-sourced-log.md).
+/// (docs/records/2026-11-21/matmul-packed-log.md).
 pub const SHAPES: [GemmWgmmaSpec; 17] = [
     wide(64, 10, false),
     wide(64, 10, true),

@@ -285,7 +285,7 @@ mod tests {
         assert!((52.0..55.0).contains(&us), "{us}");
     }
 
-    /// As docs/records/2026-11-21/matmul-register-sourced-log.md measured them: clusters where their tiles fill the
+    /// As docs/records/2026-11-21/matmul-packed-log.md measured them: clusters where their tiles fill the
     /// machine once.
     #[test]
     fn model_chooses_clusters_where_they_were_fastest() {

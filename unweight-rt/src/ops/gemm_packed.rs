@@ -1,5 +1,5 @@
 //! The matmuls of packed weights, which decode them in registers: `Y[m, n] = X[m, k] * W[n, k]^T` from packed weights
-//! (`docs/format.md` A.9, `docs/records/2026-11-21/matmul-register-sourced-log.md`).
+//! (`docs/format.md` A.9, `docs/records/2026-11-21/matmul-packed-log.md`).
 //!
 //! A launch allocates nothing, on the device or the host, and may be captured into a graph. Under programmatic
 //! dependent launch (variants with `_pdl`) a kernel prefetches its weights while the kernel before it on the stream

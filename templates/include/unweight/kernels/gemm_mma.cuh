@@ -52,7 +52,7 @@
 //   4 * (1 + records) per list.
 //
 // Bound: device memory, n * k * 1.5 bytes. Figures: docs/records; what was tried:
-// docs/records/2026-11-21/matmul-register-sourced-log.md.
+// docs/records/2026-11-21/matmul-packed-log.md.
 #pragma once
 
 #include "unweight/axes.cuh"

@@ -57,7 +57,7 @@
 // Files: schedule (tiles and work units), block (shared memory, addresses), load, escapes, mainloop, reduce (stream-K
 // fixup, clusters), epilogue, each a layer over the one before; this file starts the roles.
 // Bound: the tensor cores at kBatchTile = 256 with two warpgroups, decoding's latency and memory below. Figures:
-//   docs/records; what was tried: docs/records/2026-11-21/matmul-register-sourced-log.md.
+//   docs/records; what was tried: docs/records/2026-11-21/matmul-packed-log.md.
 #pragma once
 
 #include "unweight/kernels/gemm_wgmma/epilogue.cuh"

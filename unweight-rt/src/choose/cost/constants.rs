@@ -1,5 +1,5 @@
 //! What the model of times was fitted to: measurements on an H200
-//! (docs/records/2026-11-21/matmul-register-sourced-log.md).
+//! (docs/records/2026-11-21/matmul-packed-log.md).
 
 /// Multiprocessors of an H200.
 pub(super) const H200_SMS: f64 = 132.0;

@@ -162,7 +162,7 @@ pub fn bf16_us(gpu: &GpuModel, n: u32, k: u32, compact: bool) -> f64 {
 
 /// What the model says a launch takes, us; `None` for a variant that cannot exist, is of another family or is out of
 /// the question at this batch. The constants were fitted to an H200
-/// (docs/records/2026-11-21/matmul-register-sourced-log.md): over the 334 problems measured there, the variant that it
+/// (docs/records/2026-11-21/matmul-packed-log.md): over the 334 problems measured there, the variant that it
 /// finds fastest took 1.1 % longer than the best on average, 25 % at most; clusters of `gemm_wgmma` joined later, and
 /// were fitted again with stream-K (item 12 of `fused_wide` there).
 pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, gpu: &GpuModel) -> Option<f64> {
