@@ -207,7 +207,7 @@ impl BindError {
 ///
 /// Names begin with `model.`, or without it if the checkpoint is of the model without its head. A tied model's head is
 /// its embedding, unless it brings a head of its own. Frequencies of the rotary embedding, which old checkpoints hold,
-/// are passed over.
+/// are passed over, and so is what encodes the images of a model of text and images.
 ///
 /// # Errors
 /// A tensor is missing, there twice, of another shape or type, or left over.
@@ -222,10 +222,20 @@ pub fn bind<'a>(
         }
     }
     left.retain(|name, _| !name.ends_with(".rotary_emb.inv_freq"));
-    let prefix = if left.keys().any(|name| name.starts_with("model.")) { "model." } else { "" };
+    let has = |prefix: &str| left.keys().any(|name| name.starts_with(prefix));
+    let wraps = config.family.features().part_of.is_some();
+    let prefix = match WRAPPED.into_iter().find(|prefix| wraps && has(prefix)) {
+        Some(prefix) => prefix,
+        None if has("model.") => "model.",
+        None => "",
+    };
+    if WRAPPED.contains(&prefix) {
+        left.retain(|name, _| !IMAGES.iter().any(|part| name.trim_start_matches("model.").starts_with(part)));
+    }
     let mut binder = Binder { family: config.family, left };
     let [vocab, hidden] = [config.vocab, config.hidden];
-    let (embed, head) = (format!("{prefix}embed_tokens.weight"), "lm_head.weight".to_owned());
+    let before_head = if prefix == WRAPPED[0] { "language_model." } else { "" };
+    let (embed, head) = (format!("{prefix}embed_tokens.weight"), format!("{before_head}lm_head.weight"));
     // A tied model may have either, or both: then they need not be equal, and transformers keeps both.
     let (has_embed, has_head) = (binder.has(&embed), binder.has(&head));
     let (embed, lm_head) = match (config.tied, has_embed, has_head) {
@@ -266,6 +276,11 @@ impl ModelWeights {
         bind(config, tensors.map(|tensor| tensor.entry().into()))
     }
 }
+
+/// What the names of the text model begin with in a model of text and images, by transformers 4 and 5.
+const WRAPPED: [&str; 2] = ["language_model.model.", "model.language_model."];
+/// What the names of the rest begin with, behind `model.` or without it.
+const IMAGES: [&str; 2] = ["vision_tower.", "multi_modal_projector."];
 
 /// How a checkpoint holds experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -583,6 +598,10 @@ mod tests {
         );
         assert!(!differ("glm4", r#", "attention_bias": false"#).0.contains("bias"));
         assert_eq!(differ("cohere", ""), pair("", "post_attention_layernorm"));
+        let norms = "post_feedforward_layernorm pre_feedforward_layernorm";
+        let untied = r#", "tie_word_embeddings": false"#;
+        assert_eq!(differ("gemma2", untied), pair(norms, ""));
+        assert_eq!(differ("gemma3_text", untied), pair(&format!("{norms} self_attn.k_norm self_attn.q_norm"), ""));
     }
 
     /// Whatever single tensor is taken away, renamed, or of another shape or type: it is named.

@@ -34,6 +34,7 @@ pub use bind::{BindError, ExpertWeights, GatedWeights, LayerWeights, MlpWeights,
 #[doc(inline)]
 pub use config::{
     Activation, Bias, ConfigError, Factors, Family, GenerationDefaults, Mixture, ModelConfig, NormKind, QkNorm,
+    SoftCaps,
 };
 #[doc(inline)]
 pub use geometry::Geometry;

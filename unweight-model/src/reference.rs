@@ -4,7 +4,7 @@
 //! values, no batch: a list of tokens gives the logits of every position, and each position sees those before it. A
 //! layer's weights are read when it runs, so the largest tensor and not the model has to fit in memory.
 
-use std::error::Error;
+use std::{error::Error, f32::consts::PI};
 
 use rayon::prelude::*;
 use unweight_format::bundle::{Bundle, BundleError};
@@ -122,6 +122,7 @@ where
         let normed = self.norm(&stream, &self.weights.final_norm, self.config.hidden)?;
         let mut logits = self.linear(&normed, &self.weights.lm_head, None, [self.config.vocab, self.config.hidden])?;
         scale(&mut logits, self.config.factors.logits);
+        logits.iter_mut().for_each(|logit| *logit = capped(*logit, self.config.soft_caps.logits));
         Ok(logits)
     }
 
@@ -186,12 +187,11 @@ where
             };
         }
         let context = (x.len() / hidden as usize) as u32;
-        if self.config.rotated.get(number).is_none_or(|rotated| *rotated) {
+        if let Some(rope) = self.config.rope_of(number) {
             for (heads, width) in [(&mut q, q_rows), (&mut k, kv_rows)] {
                 for (position, row) in heads.chunks_mut(width as usize).enumerate() {
-                    let (cos, sin) = self.config.rope.cos_sin(position as u32, context);
-                    let pairs = self.config.rope.pairs;
-                    row.chunks_mut(head_dim as usize).for_each(|head| rotate(head, pairs, &cos, &sin));
+                    let (cos, sin) = rope.cos_sin(position as u32, context);
+                    row.chunks_mut(head_dim as usize).for_each(|head| rotate(head, rope.pairs, &cos, &sin));
                 }
             }
         }
@@ -205,7 +205,8 @@ where
             let at = |seen: usize| (seen * kv_heads + head / group) * head_dim;
             let first = window.map_or(0, |window| (position + 1).saturating_sub(window as usize));
             let scores = (first..=position).map(|seen| dot(query, &k[at(seen)..][..head_dim]));
-            let scores: Vec<f32> = scores.map(|score| score * factor).collect();
+            let cap = self.config.soft_caps.attention;
+            let scores: Vec<f32> = scores.map(|score| capped(score * factor, cap)).collect();
             let most = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
             let shares: Vec<f32> = scores.iter().map(|score| (score - most).exp()).collect();
             let sum: f64 = shares.iter().copied().map(f64::from).sum();
@@ -269,6 +270,10 @@ where
             *gate = up
                 * match self.config.act {
                     Activation::Silu => *gate / (1.0 + (-*gate).exp()),
+                    Activation::GeluTanh => {
+                        let inner = (2.0 / PI).sqrt() * (*gate + 0.044_715 * *gate * *gate * *gate);
+                        0.5 * *gate * (1.0 + inner.tanh())
+                    }
                 };
         }
         multiply(&gate, down, self.config.intermediate as usize)
@@ -320,18 +325,19 @@ where
         Ok(sums)
     }
 
-    /// `x / sqrt(mean(x^2) + eps) * weight` of every row of `width` elements.
+    /// `x / sqrt(mean(x^2) + eps) * weight`, or as the configuration says, of every row of `width` elements.
     fn norm(&self, x: &[f32], weight: &str, width: u32) -> Result<Vec<f32>, ReferenceError> {
         let weight = self.values(weight, &[width])?;
+        let added = if self.config.norm == NormKind::RmsPlusOne { 1.0 } else { 0.0 };
         let rows = x.chunks(weight.len()).flat_map(|row| {
             let mean = |values: &mut dyn Iterator<Item = f64>| values.sum::<f64>() / row.len() as f64;
             let middle = match self.config.norm {
                 NormKind::Layer => mean(&mut row.iter().map(|&x| f64::from(x))) as f32,
-                NormKind::Rms | NormKind::RmsOnce => 0.0,
+                NormKind::Rms | NormKind::RmsOnce | NormKind::RmsPlusOne => 0.0,
             };
             let square = mean(&mut row.iter().map(|&x| f64::from(x - middle) * f64::from(x - middle)));
             let scale = (square as f32 + self.config.eps).sqrt().recip();
-            row.iter().zip(&weight).map(move |(x, weight)| weight * ((x - middle) * scale))
+            row.iter().zip(&weight).map(move |(x, weight)| (added + weight) * ((x - middle) * scale))
         });
         Ok(rows.collect())
     }
@@ -397,6 +403,11 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
 
 fn add(to: &mut [f32], what: &[f32]) {
     to.iter_mut().zip(what).for_each(|(to, what)| *to += what);
+}
+
+/// `cap * tanh(x / cap)`, if there is a cap.
+fn capped(x: f32, cap: Option<f32>) -> f32 {
+    cap.map_or(x, |cap| cap * (x / cap).tanh())
 }
 
 fn scale(values: &mut [f32], factor: f32) {

@@ -24,7 +24,10 @@ pub(crate) struct Features {
     /// One tensor `gate_up_proj` in the place of two.
     pub merged_gate_up: bool,
     pub factors: FactorKeys,
+    pub soft_caps: CapKeys,
     pub experts: Option<ExpertKeys>,
+    /// `model_type` of models of which this is the `text_config`.
+    pub part_of: Option<&'static str>,
     pub defaults: Defaults,
 }
 
@@ -67,6 +70,8 @@ pub(crate) enum Windows {
     Switched { from_key: bool },
     /// If `use_sliding_window` is set, those without rotary embedding.
     WithoutRope,
+    /// All but every so many-th layer; `from_key`: `sliding_window_pattern` may say another number.
+    AllBut { every: u32, from_key: bool },
 }
 
 /// Rotary embedding.
@@ -79,6 +84,8 @@ pub(crate) struct RopeKeys {
     pub longrope: Option<u32>,
     /// `no_rope_layers`: layers without.
     pub some_layers: bool,
+    /// Layers with a window have an embedding of their own, with this base where it is not said.
+    pub local: Option<f64>,
 }
 
 /// Keys of factors.
@@ -90,6 +97,20 @@ pub(crate) enum FactorKeys {
     Multipliers,
     /// `logit_scale`, by default this.
     LogitScale(f64),
+    /// Embeddings times the root of `hidden_size`, rounded to BF16; scores divided by the root of
+    /// `query_pre_attn_scalar`, by default this.
+    Roots(f64),
+}
+
+/// Keys of soft caps; null: none.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum CapKeys {
+    /// There are none.
+    None,
+    /// `attn_logit_softcapping` and `final_logit_softcapping`, by default these.
+    Both(f64, f64),
+    /// `final_logit_softcapping`, by default none.
+    Logits,
 }
 
 /// Experts.
@@ -128,6 +149,9 @@ pub(crate) struct Defaults {
     /// The key of the number that is added to the mean square.
     pub eps_key: &'static str,
     pub eps: f64,
+    /// The key of the function of the MLP's gate.
+    pub act_key: &'static str,
+    pub act: &'static str,
     pub theta: f64,
     pub tied: bool,
     pub bos: Option<u32>,
@@ -148,7 +172,14 @@ const PRE_NORMS: NormNames = NormNames {
     mlp: Some("post_attention_layernorm"),
     after_mlp: None,
 };
-const ROPE: RopeKeys = RopeKeys { pairs: RopePairs::Halves, partial: None, longrope: None, some_layers: false };
+const ALL_NORMS: NormNames = NormNames {
+    attention: Some("input_layernorm"),
+    after_attention: Some("post_attention_layernorm"),
+    mlp: Some("pre_feedforward_layernorm"),
+    after_mlp: Some("post_feedforward_layernorm"),
+};
+const ROPE: RopeKeys =
+    RopeKeys { pairs: RopePairs::Halves, partial: None, longrope: None, some_layers: false, local: None };
 const LLAMA: Features = Features {
     family: Family::Llama,
     name: "llama",
@@ -162,7 +193,9 @@ const LLAMA: Features = Features {
     merged_qkv: false,
     merged_gate_up: false,
     factors: FactorKeys::None,
+    soft_caps: CapKeys::None,
     experts: None,
+    part_of: None,
     defaults: Defaults {
         vocab: 32_000,
         hidden: 4096,
@@ -174,6 +207,8 @@ const LLAMA: Features = Features {
         max_positions: 2048,
         eps_key: "rms_norm_eps",
         eps: 1e-6,
+        act_key: "hidden_act",
+        act: "silu",
         theta: 10_000.0,
         tied: false,
         bos: Some(1),
@@ -212,9 +247,36 @@ const QWEN3: Features = Features {
     defaults: Defaults { head_dim: Some(128), ..QWEN2.defaults },
     ..QWEN2
 };
+const GEMMA2: Features = Features {
+    family: Family::Gemma2,
+    name: "gemma2",
+    norm: NormKind::RmsPlusOne,
+    norms: ALL_NORMS,
+    bias: BiasKeys::WithOutput,
+    windows: Windows::AllBut { every: 2, from_key: false },
+    factors: FactorKeys::Roots(256.0),
+    soft_caps: CapKeys::Both(50.0, 30.0),
+    defaults: Defaults {
+        vocab: 256_000,
+        hidden: 2304,
+        layers: 26,
+        intermediate: 9216,
+        heads: 8,
+        kv_heads: Some(4),
+        head_dim: Some(256),
+        max_positions: 8192,
+        act_key: "hidden_activation",
+        act: "gelu_pytorch_tanh",
+        tied: true,
+        bos: Some(2),
+        eos: &[1],
+        ..LLAMA.defaults
+    },
+    ..LLAMA
+};
 
 /// All families, in the order of [`Family::ALL`].
-pub(crate) const FAMILIES: [Features; 12] = [
+pub(crate) const FAMILIES: [Features; 14] = [
     LLAMA,
     MISTRAL,
     QWEN2,
@@ -366,6 +428,18 @@ pub(crate) const FAMILIES: [Features; 12] = [
         },
         ..LLAMA
     },
+    GEMMA2,
+    Features {
+        family: Family::Gemma3,
+        name: "gemma3_text",
+        qk_norm: QkNorm::Head,
+        windows: Windows::AllBut { every: 6, from_key: true },
+        rope: RopeKeys { local: Some(10_000.0), ..ROPE },
+        soft_caps: CapKeys::Logits,
+        part_of: Some("gemma3"),
+        defaults: Defaults { vocab: 262_208, max_positions: 131_072, theta: 1e6, ..GEMMA2.defaults },
+        ..GEMMA2
+    },
 ];
 
 #[cfg(test)]
@@ -390,6 +464,8 @@ mod tests {
             assert!(!features.parallel || apart, "{}: the normed rows are overwritten", features.name);
             let has_bias = matches!(features.bias, BiasKeys::Always | BiasKeys::Qkv(_));
             assert!(features.qk_norm != QkNorm::Whole || !has_bias, "{}: a bias comes before norms", features.name);
+            let caps_scores = matches!(features.soft_caps, CapKeys::Both(..));
+            assert!(!caps_scores || features.qk_norm == QkNorm::None, "{}: both are one argument", features.name);
         }
     }
 }

@@ -51,6 +51,10 @@ pub enum Family {
     Glm4,
     /// Cohere Command R.
     Cohere,
+    /// Gemma 2.
+    Gemma2,
+    /// Gemma 3, the text model.
+    Gemma3,
 }
 
 impl Family {
@@ -68,6 +72,8 @@ impl Family {
         Self::Olmo2,
         Self::Glm4,
         Self::Cohere,
+        Self::Gemma2,
+        Self::Gemma3,
     ];
 
     /// `model_type` in the configuration.
@@ -101,6 +107,8 @@ pub enum NormKind {
     Rms,
     /// The same, rounded once, after the product with the weight.
     RmsOnce,
+    /// As [`NormKind::RmsOnce`], times one plus the weight.
+    RmsPlusOne,
     /// `(x - mean(x)) / sqrt(variance(x) + eps)` times the weight, rounded once.
     Layer,
 }
@@ -135,12 +143,23 @@ impl Factors {
     pub const NONE: Self = Self { embedding: 1.0, attention: None, residual: 1.0, logits: 1.0 };
 }
 
+/// Soft caps: `cap * tanh(x / cap)` in the place of `x`.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct SoftCaps {
+    /// Of attention scores, after their factor and before the mask.
+    pub attention: Option<f32>,
+    /// Of logits.
+    pub logits: Option<f32>,
+}
+
 /// The function of an MLP's gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Activation {
     /// `x * sigmoid(x)`.
     Silu,
+    /// GELU by its tanh approximation: `x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))`.
+    GeluTanh,
 }
 
 /// The experts of a mixture, the same in every layer: each is a gated MLP of width [`ModelConfig::intermediate`].
@@ -214,8 +233,12 @@ pub struct ModelConfig {
     pub parallel: bool,
     /// Factors of activations.
     pub factors: Factors,
+    /// Soft caps of scores and logits.
+    pub soft_caps: SoftCaps,
     /// Rotary position embedding.
     pub rope: Rope,
+    /// That of layers with a window, if they have another.
+    pub local_rope: Option<Rope>,
     /// Whether each layer has it.
     pub rotated: Vec<bool>,
     /// Positions that the model was made for.
@@ -281,6 +304,13 @@ impl ModelConfig {
     pub fn norms_what_is_added(&self) -> bool {
         let norms = &self.family.features().norms;
         norms.after_attention.is_some() || norms.after_mlp.is_some()
+    }
+
+    /// The rotary embedding of a layer, if it has one.
+    pub fn rope_of(&self, layer: usize) -> Option<&Rope> {
+        let is_local = self.window.get(layer).is_some_and(Option::is_some);
+        let rope = self.local_rope.as_ref().filter(|_| is_local).unwrap_or(&self.rope);
+        self.rotated.get(layer).is_none_or(|rotated| *rotated).then_some(rope)
     }
 
     /// Whether gate and up of an MLP are one tensor.

@@ -2,19 +2,20 @@
 
 use std::sync::Arc;
 
+use half::bf16;
 use serde_json::Value;
 
 use super::{
     Activation, Bias, CONFIG_FILE, ConfigError, Factors, Family, GENERATION_FILE, GenerationDefaults, Mixture,
-    ModelConfig,
-    families::{BiasKeys, FAMILIES, FactorKeys, Features, RopeKeys, Windows},
+    ModelConfig, SoftCaps,
+    families::{BiasKeys, CapKeys, FAMILIES, FactorKeys, Features, RopeKeys, Windows},
     fields::{EXTENT_MAX, Fields, excerpt},
 };
 use crate::rope::{Rope, RopeKind};
 
 /// Most layers: a list of windows has an entry for each.
 const LAYERS_MAX: u32 = 65_536;
-/// Qwen: `sliding_window` where it is not said.
+/// Qwen, Gemma: `sliding_window` where it is not said.
 const WINDOW: u32 = 4096;
 /// Qwen: layers from this one on have the window.
 const WINDOW_FROM: u32 = 28;
@@ -22,10 +23,11 @@ const WINDOW_FROM: u32 = 28;
 const EXPERTS_MAX: u32 = 65_536;
 
 pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result<ModelConfig, ConfigError> {
-    let fields = Fields::new(CONFIG_FILE, config)?;
-    let family = family(fields)?;
+    let whole = Fields::new(CONFIG_FILE, config)?;
+    let (features, fields) = family(whole)?;
+    let family = features.family;
+    refuse(whole, family)?;
     refuse(fields, family)?;
-    let features = family.features();
     let defaults = &features.defaults;
     let vocab = fields.extent("vocab_size", defaults.vocab)?;
     let hidden = fields.extent("hidden_size", defaults.hidden)?;
@@ -53,6 +55,7 @@ pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result
     // are no token of it: a model runs without.
     let eos = match said("eos_token_id")? {
         Some(eos) => eos,
+        None if whole.get("eos_token_id").is_some() => end(whole)?.unwrap_or_default(),
         None if fields.get("eos_token_id").is_some() => end(fields)?.unwrap_or_default(),
         None => defaults.eos.iter().copied().filter(|&token| token < vocab).collect(),
     };
@@ -68,6 +71,7 @@ pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result
     let intermediate = features.experts.map_or("intermediate_size", |experts| experts.intermediate);
     let intermediate = fields.extent(intermediate, defaults.intermediate)?;
     let rotated = rotated(fields, features, layers)?;
+    let (rope, local_rope) = ropes(fields, features, head_dim, max_positions)?;
     Ok(ModelConfig {
         family,
         vocab,
@@ -81,28 +85,36 @@ pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result
         norm: features.norm,
         eps,
         parallel: features.parallel,
-        factors: factors(fields, features.factors)?,
-        rope: rope(fields, features, head_dim, max_positions)?,
+        factors: factors(fields, features.factors, hidden)?,
+        soft_caps: soft_caps(fields, features.soft_caps)?,
+        rope,
+        local_rope,
         window: windows(fields, features, &rotated)?,
         rotated,
         max_positions,
         tied: fields.flag("tie_word_embeddings", defaults.tied)?,
         bias: bias(fields, features.bias)?,
         qk_norm: features.qk_norm,
-        act: act(fields)?,
+        act: act(fields, features)?,
         eos,
         bos,
         generation: generation.map(|fields| sampling(fields, vocab)).transpose()?.unwrap_or_default(),
     })
 }
 
-fn family(fields: Fields) -> Result<Family, ConfigError> {
+/// The family, and where its keys are.
+fn family(fields: Fields<'_>) -> Result<(&'static Features, Fields<'_>), ConfigError> {
     let known = || FAMILIES.iter().map(|features| features.name).collect::<Vec<_>>().join(", ");
     let name = fields.text("model_type")?.ok_or_else(|| fields.missing("model_type", format!("one of {}", known())))?;
-    let features = FAMILIES.iter().find(|features| features.name == name);
-    features
-        .map(|features| features.family)
-        .ok_or_else(|| fields.unsupported("model_type", format!("supported are {}", known())))
+    if let Some(features) = FAMILIES.iter().find(|features| features.name == name) {
+        return Ok((features, fields));
+    }
+    let Some(features) = FAMILIES.iter().find(|features| features.part_of == Some(name)) else {
+        return Err(fields.unsupported("model_type", format!("supported are {}", known())));
+    };
+    let text = fields.object("text_config", "text_config.")?;
+    let text = text.ok_or_else(|| fields.missing("text_config", "the configuration of the text model"))?;
+    Ok((features, text))
 }
 
 /// What would be another model than the one that is computed.
@@ -124,6 +136,9 @@ fn refuse(fields: Fields, family: Family) -> Result<(), ConfigError> {
         if !is_mixture && fields.some(key).is_some_and(|value| value.as_u64() != Some(0)) {
             return Err(fields.unsupported(key, "of mixtures of experts, mixtral and qwen3_moe are known"));
         }
+    }
+    if fields.flag("use_bidirectional_attention", false)? {
+        return Err(fields.unsupported("use_bidirectional_attention", "a token must see only those before it"));
     }
     if fields.flag("is_encoder_decoder", false)? {
         return Err(fields.unsupported("is_encoder_decoder", "take a decoder-only model"));
@@ -200,7 +215,7 @@ fn bias(fields: Fields, keys: BiasKeys) -> Result<Bias, ConfigError> {
     Ok(Bias { qkv, ..Bias::default() })
 }
 
-fn factors(fields: Fields, keys: FactorKeys) -> Result<Factors, ConfigError> {
+fn factors(fields: Fields, keys: FactorKeys, hidden: u32) -> Result<Factors, ConfigError> {
     // transformers also takes factors of 0, with which a model says the same of every text.
     let factor = |key| fields.ratio(key).map(|factor| factor.unwrap_or(1.0));
     match keys {
@@ -217,13 +232,39 @@ fn factors(fields: Fields, keys: FactorKeys) -> Result<Factors, ConfigError> {
             }
             Ok(Factors { logits: fields.ratio("logit_scale")?.unwrap_or(default) as f32, ..Factors::NONE })
         }
+        FactorKeys::Roots(default) => {
+            let scalar = fields.ratio("query_pre_attn_scalar")?.unwrap_or(default);
+            let embedding = bf16::from_f64(f64::from(hidden).sqrt()).to_f32();
+            Ok(Factors { embedding, attention: Some(scalar.sqrt().recip() as f32), ..Factors::NONE })
+        }
     }
 }
 
-fn act(fields: Fields) -> Result<Activation, ConfigError> {
-    match fields.text("hidden_act")? {
-        None | Some("silu" | "swish") => Ok(Activation::Silu),
-        Some(_) => Err(fields.unsupported("hidden_act", "supported is silu")),
+fn soft_caps(fields: Fields, keys: CapKeys) -> Result<SoftCaps, ConfigError> {
+    let cap = |key, default: Option<f64>| match fields.get(key) {
+        None => Ok(default.map(|cap| cap as f32)),
+        Some(_) => fields.ratio(key).map(|cap| cap.map(|cap| cap as f32)),
+    };
+    let (of_scores, of_logits) = ("attn_logit_softcapping", "final_logit_softcapping");
+    match keys {
+        CapKeys::None => Ok(SoftCaps::default()),
+        CapKeys::Both(scores, logits) => {
+            Ok(SoftCaps { attention: cap(of_scores, Some(scores))?, logits: cap(of_logits, Some(logits))? })
+        }
+        CapKeys::Logits if fields.some(of_scores).is_some() => {
+            Err(fields.unsupported(of_scores, "scores must not be capped (null)"))
+        }
+        CapKeys::Logits => Ok(SoftCaps { attention: None, logits: cap(of_logits, None)? }),
+    }
+}
+
+fn act(fields: Fields, features: &Features) -> Result<Activation, ConfigError> {
+    let key = features.defaults.act_key;
+    match fields.text(key)?.unwrap_or(features.defaults.act) {
+        "silu" | "swish" => Ok(Activation::Silu),
+        "gelu_pytorch_tanh" if features.experts.is_none() => Ok(Activation::GeluTanh),
+        _ if features.experts.is_some() => Err(fields.unsupported(key, "supported is silu")),
+        _ => Err(fields.unsupported(key, "supported are silu, gelu_pytorch_tanh")),
     }
 }
 
@@ -253,10 +294,12 @@ fn windows(fields: Fields, features: &Features, rotated: &[bool]) -> Result<Vec<
         Windows::Every(default) => (default, true),
         Windows::Switched { .. } => (Some(WINDOW), fields.flag("use_sliding_window", false)?),
         Windows::WithoutRope => (None, fields.flag("use_sliding_window", false)?),
+        Windows::AllBut { .. } => (Some(WINDOW), true),
     };
-    let window = match fields.get("sliding_window") {
-        None => default,
-        Some(_) => fields.optional_extent("sliding_window")?,
+    let window = match (fields.get("sliding_window"), features.windows) {
+        (None, _) => default,
+        (Some(_), Windows::AllBut { .. }) => Some(fields.extent("sliding_window", WINDOW)?),
+        (Some(_), _) => fields.optional_extent("sliding_window")?,
     };
     let window = window.filter(|_| used);
     // Layers from this one on. Unlike other sizes it may be 0: every layer.
@@ -267,9 +310,15 @@ fn windows(fields: Fields, features: &Features, rotated: &[bool]) -> Result<Vec<
             value.as_u64().ok_or_else(|| fields.wrong_type("max_window_layers", "an integer, 0 at least"))?
         }
     };
+    let every = match features.windows {
+        Windows::AllBut { every, from_key: true } => fields.extent("sliding_window_pattern", every)?,
+        Windows::AllBut { every, from_key: false } => every,
+        _ => 1,
+    };
     let Some(types) = fields.some("layer_types") else {
         let has = |(layer, rotated): (u64, &bool)| match features.windows {
             Windows::WithoutRope => !rotated,
+            Windows::AllBut { .. } => !(layer + 1).is_multiple_of(every.into()),
             _ => layer >= from,
         };
         return Ok((0..).zip(rotated).map(|layer| window.filter(|_| has(layer))).collect());
@@ -278,10 +327,10 @@ fn windows(fields: Fields, features: &Features, rotated: &[bool]) -> Result<Vec<
     if types.len() != layers {
         return Err(fields.out_of_range("layer_types", format!("a list of num_hidden_layers ({layers}) entries")));
     }
-    let every = matches!(features.windows, Windows::Every(_) | Windows::Switched { from_key: false });
+    let all = matches!(features.windows, Windows::Every(_) | Windows::Switched { from_key: false });
     let name = features.name;
     let of = |value: &Value| match value.as_str() {
-        Some("full_attention") if every && window.is_some() => {
+        Some("full_attention") if all && window.is_some() => {
             Err(fields
                 .unsupported("layer_types", format!("with sliding_window, every layer of a {name} has the window")))
         }
@@ -301,18 +350,38 @@ fn windows(fields: Fields, features: &Features, rotated: &[bool]) -> Result<Vec<
     types.iter().map(of).collect()
 }
 
+/// The rotary embedding, and that of layers with a window if they have their own: `rope_parameters` holds both then.
+///
 /// `rope_scaling` wins over `rope_parameters`, as in transformers; `rope_theta` and `partial_rotary_factor` may stand
 /// in either or next to them.
-fn rope(top: Fields, features: &Features, head_dim: u32, max_positions: u32) -> Result<Rope, ConfigError> {
-    let RopeKeys { pairs, partial, longrope, .. } = features.rope;
-    let object = match top.object("rope_scaling", "rope_scaling.")? {
-        Some(object) => Some(object),
-        None => top.object("rope_parameters", "rope_parameters.")?,
-    };
-    let [mut theta, mut share] = [features.defaults.theta, partial.unwrap_or(1.0)];
+fn ropes(
+    top: Fields,
+    features: &Features,
+    head_dim: u32,
+    max_positions: u32,
+) -> Result<(Rope, Option<Rope>), ConfigError> {
+    let scaling = top.object("rope_scaling", "rope_scaling.")?;
+    let parameters = top.object("rope_parameters", "rope_parameters.")?;
+    let of = |object, theta| rope((top, object), features.rope, theta, (head_dim, max_positions));
+    let theta = ("rope_theta", features.defaults.theta);
+    let Some(local) = features.rope.local else { return Ok((of(scaling.or(parameters), theta)?, None)) };
+    let inside = |key, prefix| parameters.map_or(Ok(None), |both| both.object(key, prefix));
+    let full = inside("full_attention", "rope_parameters.full_attention.")?;
+    let windowed = inside("sliding_attention", "rope_parameters.sliding_attention.")?;
+    Ok((of(scaling.or(full), theta)?, Some(of(windowed, ("rope_local_base_freq", local))?)))
+}
+
+/// Of an object and what is next to it; the base is `(key next to it, default)`.
+fn rope(
+    (top, object): (Fields, Option<Fields>),
+    RopeKeys { pairs, partial, longrope, .. }: RopeKeys,
+    (theta_key, theta): (&str, f64),
+    (head_dim, max_positions): (u32, u32),
+) -> Result<Rope, ConfigError> {
+    let [mut theta, mut share] = [theta, partial.unwrap_or(1.0)];
     // What is inside wins.
-    for fields in [Some(top), object].into_iter().flatten() {
-        let base = fields.number_that("rope_theta", "above 1, and no more than f32 holds", |t| t > 1.0)?;
+    for (fields, key) in [Some((top, theta_key)), object.map(|object| (object, "rope_theta"))].into_iter().flatten() {
+        let base = fields.number_that(key, "above 1, and no more than f32 holds", |t| t > 1.0)?;
         theta = base.unwrap_or(theta);
         let own =
             fields.number_that("partial_rotary_factor", "above 0, at most 1", |share| share > 0.0 && share <= 1.0);

@@ -2,7 +2,9 @@
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use unweight_model::{ConfigError, Factors, Family, Mixture, ModelConfig, QkNorm, RopeKind, RopePairs};
+use unweight_model::{
+    Activation, ConfigError, Factors, Family, Mixture, ModelConfig, QkNorm, RopeKind, RopePairs, SoftCaps,
+};
 
 /// A configuration with one change.
 fn parse(family: &str, change: Value) -> Result<ModelConfig, ConfigError> {
@@ -28,7 +30,11 @@ fn defaults_match_transformers() {
         let intermediate = if family == "qwen3_moe" { "moe_intermediate_size" } else { "intermediate_size" };
         for key in ["vocab_size", intermediate, "max_position_embeddings", "num_key_value_heads"] {
             let mut other = spelled_out.clone();
-            other[key] = json!(if key == "vocab_size" { 300_000 } else { 16 });
+            other[key] = json!(match key {
+                "vocab_size" => 300_000,
+                "num_key_value_heads" => 1,
+                _ => 16,
+            });
             assert_ne!(config, ModelConfig::from_json(&other, None).unwrap(), "{family} {key}");
         }
     }
@@ -137,7 +143,7 @@ fn unsupported_values_are_rejected_by_file_and_key() {
         (
             "llama",
             json!({"hidden_act": "gelu"}),
-            "config.json: hidden_act is \"gelu\", which is not supported; supported is silu",
+            "config.json: hidden_act is \"gelu\", which is not supported; supported are silu, gelu_pytorch_tanh",
         ),
         ("llama", json!({"num_local_experts": 8}), "config.json: num_local_experts is 8"),
         ("qwen2", json!({"num_experts": 8}), "config.json: num_experts is 8"),
@@ -339,6 +345,21 @@ fn values_of_single_families_are_checked() {
         ("granite", json!({"logits_scaling": "x"}), "config.json: logits_scaling is \"x\", it should be a number"),
         ("cohere", json!({"logit_scale": -1}), "config.json: logit_scale is -1, it must be 0.000001 to"),
         ("cohere", json!({"layer_norm_eps": 0}), "config.json: layer_norm_eps is 0, it must be above 0"),
+        ("gemma2", json!({"sliding_window": null}), "config.json: sliding_window is null, it should be a positive"),
+        ("gemma2", json!({"hidden_activation": "gelu"}), "config.json: hidden_activation is \"gelu\", which is not"),
+        ("gemma2", json!({"final_logit_softcapping": 0}), "config.json: final_logit_softcapping is 0, it must be"),
+        ("gemma2", json!({"query_pre_attn_scalar": -1}), "config.json: query_pre_attn_scalar is -1, it must be"),
+        ("gemma3_text", json!({"attn_logit_softcapping": 50}), "config.json: attn_logit_softcapping is 50, which is"),
+        ("gemma3_text", json!({"sliding_window_pattern": 0}), "config.json: sliding_window_pattern is 0, it must be 1"),
+        ("gemma3_text", json!({"rope_local_base_freq": 1}), "config.json: rope_local_base_freq is 1, it must be above"),
+        ("gemma3_text", json!({"use_bidirectional_attention": true}), "config.json: use_bidirectional_attention is"),
+        (
+            "gemma3_text",
+            json!({"rope_parameters": {"full_attention": {"rope_type": "linear"}}}),
+            "config.json: no rope_parameters.full_attention.factor; add it",
+        ),
+        ("gemma3", json!({}), "config.json: no text_config; add it (the configuration of the text model)"),
+        ("mixtral", json!({"hidden_act": "gelu_pytorch_tanh"}), "config.json: hidden_act is \"gelu_pytorch_tanh\", wh"),
     ] {
         let error = parse(family, change.clone()).unwrap_err().to_string();
         assert!(error.starts_with(expected), "{change}: {error}");
@@ -431,6 +452,44 @@ fn published_configurations_of_families() {
         "vocab_size": 131072}"#,
     );
     assert_eq!((falcon3.parameters(), falcon3.rope.theta, falcon3.head_dim), (7_455_550_464, 1_000_042.0, 256));
+    let gemma2 = read(
+        r#"{"model_type": "gemma2", "attention_bias": false, "attn_logit_softcapping": 50.0, "bos_token_id": 2,
+        "cache_implementation": "hybrid", "eos_token_id": 1, "final_logit_softcapping": 30.0, "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 3584,
+        "intermediate_size": 14336, "max_position_embeddings": 8192, "num_attention_heads": 16,
+        "num_hidden_layers": 42, "num_key_value_heads": 8, "pad_token_id": 0, "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096, "sliding_window_size": 4096,
+        "vocab_size": 256000}"#,
+    );
+    assert_eq!((gemma2.parameters(), gemma2.tied), (9_241_705_984, true));
+    assert_eq!(gemma2.soft_caps, SoftCaps { attention: Some(50.0), logits: Some(30.0) });
+    // The root of 3584 is 59.87, of which BF16 has 59.75.
+    let factors = Factors { embedding: 59.75, attention: Some(0.0625), ..Factors::NONE };
+    assert_eq!((gemma2.factors, &gemma2.window[..3]), (factors, &[Some(4096), None, Some(4096)][..]));
+    let gemma3 = read(
+        r#"{"model_type": "gemma3_text", "attn_logit_softcapping": null, "bos_token_id": 2, "eos_token_id": 1,
+        "final_logit_softcapping": null, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152, "intermediate_size": 6912, "max_position_embeddings": 32768, "num_attention_heads": 4,
+        "num_hidden_layers": 26, "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000, "rope_scaling": null, "rope_theta": 1000000, "sliding_window": 512,
+        "sliding_window_pattern": 6, "vocab_size": 262144}"#,
+    );
+    assert_eq!((gemma3.parameters(), gemma3.act), (999_885_952, Activation::GeluTanh));
+    let whole: Vec<_> = (0..26).filter(|layer| gemma3.window[*layer].is_none()).collect();
+    assert_eq!((whole, gemma3.window[0]), (vec![5, 11, 17, 23], Some(512)));
+    let theta = |layer| gemma3.rope_of(layer).map(|rope| rope.theta);
+    assert_eq!([theta(4), theta(5), theta(6)], [Some(1e4), Some(1e6), Some(1e4)]);
+    // A model of text and images, whose text model says what differs from the defaults.
+    let four = read(
+        r#"{"architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999,
+        "eos_token_id": [1, 106], "image_token_index": 262144, "model_type": "gemma3", "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}, "vision_config": {
+        "hidden_size": 1152, "model_type": "siglip_vision_model"}}"#,
+    );
+    assert_eq!((four.parameters(), &four.eos[..], four.family), (3_880_263_168, &[1, 106][..], Family::Gemma3));
+    assert_eq!(four.rope.kind, RopeKind::Linear { factor: 8.0 });
+    assert_eq!(four.local_rope.map(|rope| (rope.theta, rope.kind)), Some((1e4, RopeKind::Default)));
     let yi = read(
         r#"{"model_type": "llama", "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096,
         "intermediate_size": 11008, "max_position_embeddings": 4096, "num_attention_heads": 32,
@@ -564,6 +623,15 @@ fn any_key() -> impl Strategy<Value = String> {
         "logit_scale",
         "layer_norm_eps",
         "use_qk_norm",
+        "hidden_activation",
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "sliding_window_pattern",
+        "rope_local_base_freq",
+        "full_attention",
+        "sliding_attention",
+        "text_config",
         "temperature",
         "top_k",
         "top_p",

@@ -2,16 +2,18 @@
 
 use std::{collections::BTreeMap, fs, path::Path};
 
+use serde_json::{Value, json};
 use unweight_format::{
     bundle::{self, Bundle, CompressOptions, Profile, Silent},
-    safetensors::{Header, SOURCE_HEADER_MAX},
+    safetensors::{Dtype, Header, SOURCE_HEADER_MAX},
 };
 use unweight_model::{
-    ExpertWeights, Family, MlpWeights, ModelConfig, ModelWeights, NormKind, QkNorm, RopeKind, RopePairs, bind,
+    Activation, ExpertWeights, Family, MlpWeights, ModelConfig, ModelWeights, NormKind, QkNorm, RopeKind, RopePairs,
+    bind::{BindError, TensorHeader, bind},
     reference::{Reference, ReferenceError, bundle_values, widen_bf16},
 };
 
-const MODELS: [&str; 16] = [
+const MODELS: [&str; 18] = [
     "llama",
     "mistral",
     "qwen2",
@@ -28,6 +30,8 @@ const MODELS: [&str; 16] = [
     "olmo2",
     "glm4",
     "cohere",
+    "gemma2",
+    "gemma3",
 ];
 
 fn folder(model: &str) -> std::path::PathBuf {
@@ -119,6 +123,8 @@ fn logits_from_a_bundle_are_equal() {
         ("olmo2", Profile::Inference),
         ("glm4", Profile::Palette),
         ("cohere", Profile::Distribution),
+        ("gemma2", Profile::Compact),
+        ("gemma3", Profile::Packed),
     ] {
         let (fixture, home) = (Fixture::load(model), tempfile::tempdir().unwrap());
         let (source, out) = (home.path().join("model"), home.path().join("bundle"));
@@ -163,11 +169,43 @@ fn stacked_experts_equal_separate_experts() {
     assert_eq!(logits(&apart, &values), logits(&fixture.weights, &values));
 }
 
+/// The text model inside of a model of text and images, by the names of transformers 4 and 5.
+#[test]
+fn text_models_are_found_in_models_of_text_and_images() {
+    let alone = Fixture::load("gemma3");
+    let text: Value = serde_json::from_str(&fs::read_to_string(folder("gemma3").join("config.json")).unwrap()).unwrap();
+    let whole = json!({"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 8}});
+    let config = ModelConfig::from_json(&whole, None).unwrap();
+    assert_eq!(config, alone.config);
+    for (prefix, images) in [("language_model.model.", ""), ("model.language_model.", "model.")] {
+        let (header, _) = tensors(&folder("gemma3").join("model.safetensors"));
+        let rest = ["vision_tower.encoder.layers.0.fc1.weight", "multi_modal_projector.mm_soft_emb_norm.weight"];
+        let own = header.tensors.iter().map(|tensor| tensor.name.replacen("model.", prefix, 1));
+        let names: Vec<String> = own.chain(rest.iter().map(|name| format!("{images}{name}"))).collect();
+        let shapes = header.tensors.iter().map(|tensor| &tensor.shape[..]).chain([&[8, 8][..], &[8]]);
+        let headers = names.iter().zip(shapes).map(|(name, shape)| TensorHeader { name, dtype: Dtype::Bf16, shape });
+        let headers: Vec<_> = headers.collect();
+        let weights = bind(&config, headers.iter().copied()).unwrap();
+        assert_eq!(weights.embed, format!("{prefix}embed_tokens.weight"));
+        let values = |name: &str| {
+            let own = name.replacen(prefix, "model.", 1);
+            alone.values.get(&own).cloned().ok_or(format!("no {name}"))
+        };
+        let logits = Reference::new(&config, &weights, values).logits(&alone.tokens).unwrap();
+        assert!(relative_rms(&logits, &alone.expected) < CLOSE, "{prefix}");
+        // A text model alone has no encoder of images.
+        let text =
+            headers.iter().map(|header| TensorHeader { name: header.name.trim_start_matches(prefix), ..*header });
+        let error = bind(&config, text).unwrap_err();
+        assert!(matches!(error, BindError::LeftOver { count: 2, .. } | BindError::Missing { .. }), "{error}");
+    }
+}
+
 /// What a mistake in reading a configuration or in computing looks like: each must be seen.
 #[test]
 fn another_model_has_other_logits() {
     type Plant = fn(&mut ModelConfig, &mut ModelWeights);
-    let plants: [(&str, &str, Plant); 31] = [
+    let plants: [(&str, &str, Plant); 43] = [
         ("llama", "no llama3 scaling", |config, _| config.rope.kind = RopeKind::Default),
         ("llama", "another theta", |config, _| config.rope.theta = 9000.0),
         ("llama", "a ramp of another context", |config, _| {
@@ -218,6 +256,18 @@ fn another_model_has_other_logits() {
             config.parallel = false;
             weights.layers.iter_mut().for_each(|layer| layer.post_norm = layer.input_norm.clone());
         }),
+        ("gemma2", "norms without the one", |config, _| config.norm = NormKind::RmsOnce),
+        ("gemma2", "no cap of scores", |config, _| config.soft_caps.attention = None),
+        ("gemma2", "no cap of logits", |config, _| config.soft_caps.logits = None),
+        ("gemma2", "no factor of embeddings", |config, _| config.factors.embedding = 1.0),
+        ("gemma2", "scores by the size of heads", |config, _| config.factors.attention = None),
+        ("gemma2", "windows in the other layers", |config, _| config.window.reverse()),
+        ("gemma2", "another activation", |config, _| config.act = Activation::Silu),
+        ("gemma2", "no norm before the MLP", |_, weights| weights.layers[1].post_norm = None),
+        ("gemma3", "no norm of queries and keys", |config, _| config.qk_norm = QkNorm::None),
+        ("gemma3", "one rotary embedding", |config, _| config.local_rope = None),
+        ("gemma3", "no linear scaling", |config, _| config.rope.kind = RopeKind::Default),
+        ("gemma3", "no windows", |config, _| config.window.fill(None)),
     ];
     for (model, what, plant) in plants {
         let fixture = Fixture::load(model);
