@@ -8,7 +8,7 @@ use unweight_codegen::{
     abi::{EmbedArgs, KernelArgs, NormArgs, RopeArgs, SiluMulArgs},
     kv,
     plan::GemmShape,
-    spec::{EmbedSpec, NormSpec, Op, SiluMulSpec, catalog},
+    spec::{EmbedSpec, NormKind, NormSpec, Op, SiluMulSpec, catalog},
 };
 use unweight_format::{
     Histogram, Matrix,
@@ -212,6 +212,7 @@ fn planted_bugs_of_other_norms_are_caught() {
         ("norm_t256_layer_pdl", "high = ptx::add(high, -middle);", ""),
         ("norm_t256_layer_pdl", "static_cast<float>(args.d)", "static_cast<float>(chunks)"),
         ("norm_t256_rms_once_pdl", "Config::kKind == NormKind::kRms)", "true)"),
+        ("norm_t256_rms_plus_one_pdl", "ptx::add(1.0f, high_of(gamma))", "high_of(gamma)"),
         ("norm_t256_rms_once_pdl", "high = ptx::mul(high, high_of(gamma));", "high = ptx::mul(high, low_of(gamma));"),
         ("norm_t256_add_pdl", "low = ptx::add(low_of(y), low);", "low = ptx::add(low_of(x), low);"),
         ("norm_t256_add_pdl", "before = ptx::ld_global_x4(y + chunk * kChunk);", ";"),
@@ -303,10 +304,8 @@ fn check_silu_mul(
         Pair::Apart => (n, m * n, 1),
         Pair::Turns => (x_pitch, 8, 2),
     };
-    let row_blocks = match spec.op {
-        Op::SiluMul(op) => (n as u32).div_ceil(op.block_columns()),
-        _ => unreachable!("a silu_mul"),
-    };
+    let Op::SiluMul(op) = spec.op else { unreachable!("a silu_mul") };
+    let (row_blocks, function) = ((n as u32).div_ceil(op.block_columns()), op.gate);
     let args = SiluMulArgs {
         gate: source.address(),
         up: source.address() + 2 * up as u64,
@@ -322,7 +321,7 @@ fn check_silu_mul(
     launch(kernel, spec, problem, &args, &[("x", &source), ("y", &y)])?;
     let activated = |row: &[u16]| {
         let (gate, up) = row[..2 * n].split_at(n);
-        gate.iter().zip(up).map(|(gate, up)| oracle::silu_mul(*gate, *up)).collect::<Vec<_>>()
+        gate.iter().zip(up).map(|(gate, up)| oracle::gated(function, *gate, *up)).collect::<Vec<_>>()
     };
     let spans: Vec<_> = x.chunks_exact(x_pitch).flat_map(activated).collect();
     oracle::outside(&rows(&y, m, n, y_pitch)?, &spans)
@@ -351,11 +350,15 @@ fn planted_bugs_of_activations_are_caught() {
     for (from, to) in [
         ("args.up + at", "args.up + at + 8"),
         ("static_cast<u64>(column) * args.spread", "static_cast<u64>(column)"),
-        ("ptx::mul(packed::silu(low_of(gate)), low_of(up))", "ptx::mul(packed::silu(low_of(up)), low_of(gate))"),
-        ("packed::silu(high_of(gate)), high_of(up)", "packed::silu(high_of(gate)), low_of(up)"),
+        (
+            "ptx::mul(activate<Config>(low_of(gate)), low_of(up))",
+            "ptx::mul(activate<Config>(low_of(up)), low_of(gate))",
+        ),
+        ("activate<Config>(high_of(gate)), high_of(up)", "activate<Config>(high_of(gate)), low_of(up)"),
+        ("== GateFunction::kGelu ?", "!= GateFunction::kGelu ?"),
         ("ptx::block_index() / args.row_blocks", "ptx::block_index() % args.row_blocks"),
         ("if (column >= args.columns) return;", ""),
-        ("silu_mul(gate.w, up.w)", "silu_mul(gate.w, up.z)"),
+        ("gated<Config>(gate.w, up.w)", "gated<Config>(gate.w, up.z)"),
         ("args.y + row * args.y_pitch", "args.y + row * args.x_pitch"),
     ] {
         let spec = spec("silu_mul_t128");
@@ -607,6 +610,7 @@ impl Rope {
         let table = |of| (0..(start + m) * half).map(|at| angle(at, of)).collect::<Vec<u16>>();
         let (cosines, sines) = (table(f64::cos), table(f64::sin));
         let Op::Rope(op) = spec.op else { unreachable!("a rotation") };
+        let kind = if op.plus_one { NormKind::RmsPlusOne } else { NormKind::Rms };
         let laid = |table: &Vec<u16>| if op.adjacent { oracle::adjacent_table(table, half) } else { table.clone() };
         let layer = PAGES * kv_heads * 2 * 64 * head_dim;
         let on_host = |halves: &[u16]| Buffer::of(&bytes(halves));
@@ -661,7 +665,7 @@ impl Rope {
                 let spans = oracle::head(
                     &x[row * pitch + head * head_dim..][..head_dim],
                     self.bias.then(|| &bias[head * head_dim..][..head_dim]),
-                    (self.norms && !is_value).then_some((gamma.as_slice(), EPS)),
+                    (self.norms && !is_value).then_some((kind, gamma.as_slice(), EPS)),
                     (!is_value).then_some(angles),
                     op.adjacent,
                 );
@@ -730,6 +734,8 @@ fn rotations_match_double_precision() {
         "rope_d64_adjacent_pdl",
         "rope_d128_adjacent",
         "rope_d48_adjacent_pdl",
+        "rope_d64_plus_one_pdl",
+        "rope_d256_plus_one",
     ]);
     let specs: Vec<_> = names.map(spec).collect();
     let mut kernel = CpuKernel::all(&specs, &[]);

@@ -98,6 +98,76 @@ fn adjacent_elements_are_rotated_together() {
     }
 }
 
+/// Heads of 256: several words a lane, and queries in shared memory; by clusters, parts, and threads that copy.
+#[test]
+fn large_heads() {
+    for name in ["d256_w4p1c1_pdl", "d256_w4p1c4", "d256_w4p1c1_async_pdl", "d256_w4p1c1_split_async"] {
+        let spec = spec(&format!("attention_decode_{name}"));
+        let mut kernel = CpuKernel::of(&spec, &[]);
+        let whole = Decode { bias: true, norm: true, ..Decode::new(256, 2, &[0, 15, 64, PAD, 199]) };
+        check(&mut kernel, &spec, &whole);
+        check(&mut kernel, &spec, &Decode { window: 40, rope_dim: 64, ..Decode::new(256, 4, &[3, 40, 130]) });
+        check(&mut kernel, &spec, &Decode { rope_dim: 0, ..Decode::new(256, 1, &[16]) });
+    }
+}
+
+/// Scores of a soft cap, in every form that a tile has.
+#[test]
+fn scores_have_a_soft_cap() {
+    for name in ["d64_w4p2c1_softcap_pdl", "d256_w4p1c2_softcap", "d32_w1p2c1_split_async_softcap"] {
+        let spec = spec(&format!("attention_decode_{name}"));
+        let Op::Attention(op) = spec.op else { panic!("{spec}") };
+        let mut kernel = CpuKernel::of(&spec, &[]);
+        for (window, cap) in [(0, 0.5), (20, 2.0)] {
+            let case = Decode::new(op.head_dim.get() as usize, 4, &[0, 17, PAD, 130]);
+            check(&mut kernel, &spec, &Decode { window, softcap: Some(cap), ..case });
+        }
+    }
+    for name in ["d64_w2p2c1_softcap_pdl", "d256_w4p2c1_softcap", "d32_w4p2c1_async_softcap"] {
+        let spec = spec(&format!("attention_prefill_{name}"));
+        let Op::Attention(op) = spec.op else { panic!("{spec}") };
+        let mut kernel = CpuKernel::of(&spec, &[]);
+        let problem = Chunk { softcap: Some(1.0), ..chunk(op.head_dim.get() as usize, 3, (50, 40, 30)) };
+        let problem = ChunkProblem::new(&problem);
+        let outcome = launch_chunk(&problem, &mut kernel, &spec, 5).unwrap_or_else(|e| panic!("{spec}: {e}"));
+        assert_eq!(problem.mismatch(&outcome.out, &outcome.layer), None, "{spec}");
+    }
+}
+
+#[test]
+fn norms_multiply_by_one_plus_the_weight() {
+    for (name, head_dim) in [("d64_w4p2c1_plus_one_pdl", 64), ("d256_w4p1c1_async_plus_one", 256)] {
+        let spec = spec(&format!("attention_decode_{name}"));
+        let mut kernel = CpuKernel::of(&spec, &[]);
+        check(&mut kernel, &spec, &Decode { norm: true, plus_one: true, ..Decode::new(head_dim, 3, &[0, 40, 81]) });
+    }
+}
+
+#[test]
+fn planted_bugs_of_large_heads_and_caps_are_caught() {
+    let (decode, softmax) = ("unweight/kernels/attention/decode.cuh", "unweight/kernels/attention/softmax.cuh");
+    let (element, rope) = ("unweight/activation/element.cuh", "unweight/kernels/rope.cuh");
+    let case = |head_dim| Decode { window: 50, bias: true, ..Decode::new(head_dim, 3, &[0, 40, 100]) };
+    let (capped, normed) =
+        (Decode { softcap: Some(1.0), ..case(32) }, Decode { norm: true, plus_one: true, ..case(256) });
+    for (name, case, header, from, to) in [
+        ("d32_w2p2c1_softcap", &capped, softmax, "ptx::mul(scores[c][i], factor)", "scores[c][i]"),
+        ("d32_w2p2c1_softcap", &capped, element, "ptx::mul(x, 2.88539008f)", "ptx::mul(x, 1.44269504f)"),
+        ("d256_w2p1c1_plus_one", &normed, element, "ptx::add(1.0f, high_of(gamma))", "high_of(gamma)"),
+        ("d256_w2p1c1_plus_one", &normed, rope, "lane + piece * 32", "lane + piece * 31"),
+        ("d256_w2p1c1_plus_one", &normed, decode, "if (rotate) {", "{"),
+        ("d256_w2p1c1_plus_one", &normed, decode, "own.add_bias(x, args.bias + at)", "own.add_bias(x, args.bias)"),
+    ] {
+        let spec = spec(&format!("attention_decode_{name}"));
+        let Some(edit) = Edit::planted(header, from, to) else { continue };
+        let mut kernel = CpuKernel::of(&spec, &[edit]);
+        let problem = Problem::new(case);
+        let outcome = launch(&problem, &mut kernel, &spec, 1);
+        let caught = outcome.is_err() || outcome.is_ok_and(|o| problem.mismatch(&o.out, &o.layer).is_some());
+        assert!(caught, "planting `{to}` for `{from}` went unnoticed");
+    }
+}
+
 #[test]
 fn small_and_odd_head_sizes() {
     for head_dim in [16, 32, 48, 80, 96, 112] {
@@ -202,6 +272,7 @@ fn launch_chunk(
     let table = Buffer::of(bytemuck::cast_slice(&sequence.table));
     let out = Buffer::new(chunk.tokens as usize * (out_columns + GAP) * 2);
     let fault = Buffer::zeroed(4);
+    let (scale, eps) = sequence.scales();
     let args = AttentionArgs {
         qkv: qkv.address(),
         out: out.address(),
@@ -217,7 +288,8 @@ fn launch_chunk(
         table_pages: sequence.table_pages as u32,
         window: chunk.window,
         start: chunk.start,
-        scale: sequence.scale(),
+        scale,
+        eps,
         ..AttentionArgs::default()
     };
     let buffers = [
@@ -235,7 +307,8 @@ fn launch_chunk(
 }
 
 fn chunk(head_dim: usize, group: usize, (start, tokens, window): (u32, u32, u32)) -> Chunk {
-    Chunk { head_dim, kv_heads: 2, group, start, tokens, window, seed: u64::from(start * 7 + tokens + window) }
+    let seed = u64::from(start * 7 + tokens + window);
+    Chunk { head_dim, kv_heads: 2, group, start, tokens, window, softcap: None, seed }
 }
 
 #[test]
@@ -247,6 +320,8 @@ fn chunks_attend_to_earlier_tokens() {
         "d16_w1p2c1_pdl",
         "d64_w2p2c1_async_pdl",
         "d16_w4p3c1_async",
+        "d256_w4p2c1_pdl",
+        "d256_w4p2c1_async",
     ] {
         let spec = spec(&format!("attention_prefill_{name}"));
         let Op::Attention(op) = spec.op else { panic!("{spec}") };
@@ -263,11 +338,11 @@ fn chunks_attend_to_earlier_tokens() {
 
 #[test]
 fn windows_of_chunks_leave_tokens_out() {
-    for name in ["d32_w4p3c1", "d32_w4p2c1_async"] {
+    for (name, head_dim) in [("d32_w4p3c1", 32), ("d32_w4p2c1_async", 32), ("d256_w4p3c1", 256)] {
         let spec = spec(&format!("attention_prefill_{name}"));
         let mut kernel = CpuKernel::of(&spec, &[]);
         for run in [(0, 100, 1), (0, 200, 17), (300, 90, 64), (500, 33, 130), (190, 70, 1000)] {
-            let problem = ChunkProblem::new(&chunk(32, 4, run));
+            let problem = ChunkProblem::new(&chunk(head_dim, 4, run));
             let outcome = launch_chunk(&problem, &mut kernel, &spec, 6);
             let outcome = outcome.unwrap_or_else(|e| panic!("{spec} {run:?}: {e}"));
             assert_eq!(problem.mismatch(&outcome.out, &outcome.layer), None, "{spec} {run:?}");
@@ -318,7 +393,7 @@ fn planted_bugs_of_chunks_are_caught() {
         ("ptx::fence_proxy_async_shared();  // stores", "// stores"),
         ("|| token > position) scores", "|| token >= position) scores"),
         ("if (token < from || token > position)", "if (token > position)"),
-        ("first + kv::kPageTokens - 1 > last_token)) clear", "false)) clear"),
+        ("first + S::kTokens - 1 > last_token)) clear", "false)) clear"),
         (
             "const u32 of = warp * kRows + lane / 4 + 8 * r, token = of / args.group;",
             "const u32 of = warp * kRows + lane / 4 + 8 * r, token = of / 4;",

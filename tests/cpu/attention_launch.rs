@@ -122,6 +122,7 @@ pub fn launch_on(
         1 => (Buffer::new(0), Buffer::new(0)),
         _ => (Buffer::new(needs.bytes as usize), Buffer::zeroed(needs.counters as usize * 4)),
     };
+    let (scale, eps) = problem.scales();
     let args = AttentionArgs {
         qkv: qkv.address(),
         out: out.address(),
@@ -144,8 +145,8 @@ pub fn launch_on(
         max_positions: problem.max_positions,
         window: case.window,
         rope_dim: case.rope_dim as u32,
-        scale: problem.scale(),
-        eps: case.eps,
+        scale,
+        eps,
         parts,
         ..cache.args()
     };

@@ -3,7 +3,8 @@
 
 use unweight_bench::{halves, normal_bf16, oracle};
 use unweight_codegen::spec::{
-    Arch, EmbedSource, EmbedSpec, NormKind, NormSpec, NormThreads, SiluMulSpec, SiluMulThreads, VariantSpec,
+    Arch, EmbedSource, EmbedSpec, GateFunction, NormKind, NormSpec, NormThreads, SiluMulSpec, SiluMulThreads,
+    VariantSpec,
 };
 use unweight_format::{Histogram, Matrix, raw::packed};
 use unweight_rt::{
@@ -136,9 +137,9 @@ fn activations_of_every_width() {
     let kernels = gpu();
     let stream = stream(kernels);
     let mut ctx = context(&stream);
-    for spec in
-        SiluMulThreads::ALL.into_iter().flat_map(|threads| [false, true].map(|pdl| SiluMulSpec { threads, pdl }))
-    {
+    let functions = || GateFunction::ALL.iter().copied();
+    let all = SiluMulThreads::ALL.into_iter().flat_map(|threads| functions().map(move |gate| (threads, gate)));
+    for spec in all.flat_map(|(threads, gate)| [false, true].map(|pdl| SiluMulSpec { threads, gate, pdl })) {
         let silu_mul = SiluMul::new(kernels.get(&VariantSpec::silu_mul(Arch::Sm90a, spec)).unwrap()).unwrap();
         for (m, n, gap) in
             [(1usize, 14336usize, 0usize), (3, 72, 8), (7, 8, 0), (257, 1032, 0), (64, 14336, 0), (2, 1024, 24)]
@@ -151,7 +152,7 @@ fn activations_of_every_width() {
             }
             let activated = |row: &[u16]| {
                 let (gate, up) = row[..2 * n].split_at(n);
-                gate.iter().zip(up).map(|(gate, up)| oracle::silu_mul(*gate, *up)).collect::<Vec<_>>()
+                gate.iter().zip(up).map(|(gate, up)| oracle::gated(spec.gate, *gate, *up)).collect::<Vec<_>>()
             };
             let spans: Vec<_> = x.chunks_exact(x_pitch).flat_map(activated).collect();
             let (x, mut y) = (buffer(&stream, &x), output(&stream, m, y_pitch));
@@ -232,7 +233,8 @@ fn dependent_launches_give_the_same_bits_again_and_again() {
     let threads = NormThreads::new(256).unwrap();
     let norm = Norm::new(get(VariantSpec::norm(Arch::Sm90a, rms(threads, true)))).unwrap();
     let threads = SiluMulThreads::new(128).unwrap();
-    let silu_mul = SiluMul::new(get(VariantSpec::silu_mul(Arch::Sm90a, SiluMulSpec { threads, pdl: true }))).unwrap();
+    let silu_mul = SiluMulSpec { threads, gate: GateFunction::Silu, pdl: true };
+    let silu_mul = SiluMul::new(get(VariantSpec::silu_mul(Arch::Sm90a, silu_mul))).unwrap();
     let embed = EmbedSpec { source: EmbedSource::Bf16, pdl: true };
     let embed = Embed::new(get(VariantSpec::embed(Arch::Sm90a, embed))).unwrap();
     let mut h = output(&stream, m as usize, d as usize);

@@ -280,7 +280,7 @@ fn operands_that_do_not_agree_are_refused() {
     let mut other = DeviceProblem::new(&stream, &Problem::new(&case)).unwrap();
     let view = MatrixMut::new(&mut out, 2, 512, 512).unwrap();
     assert_eq!(refused(other.decode(&attention, &mut ctx, view)), LaunchError::HeadDimOf { takes: 128, cache: 64 });
-    let prefill = Chunk { head_dim: 64, kv_heads: 2, group: 4, start: 0, tokens: 1, window: 0, seed: 1 };
+    let prefill = Chunk { head_dim: 64, kv_heads: 2, group: 4, start: 0, tokens: 1, window: 0, softcap: None, seed: 1 };
     let view = MatrixMut::new(&mut out, 1, 512, 512).unwrap();
     let step = refused(other.prefill(&attention, &mut ctx, &prefill, view));
     assert_eq!(step, LaunchError::Step { takes: "decode", asked: "prefill" });
@@ -337,7 +337,7 @@ fn every_variant_attends_to_chunks_as_float64() {
             let window = if random.below(2) == 0 { 0 } else { 1 + random.below(200) as u32 };
             let (head_dim, kv_heads) = (op.head_dim.get() as usize, 1 + random.below(3) as usize);
             let seed = random.bits();
-            check_chunk(&attention, &Chunk { head_dim, kv_heads, group, start, tokens, window, seed });
+            check_chunk(&attention, &Chunk { head_dim, kv_heads, group, start, tokens, window, softcap: None, seed });
         }
     }
 }
@@ -350,7 +350,42 @@ fn long_chunks() {
     let attention = attention(&spec);
     for (start, tokens) in [(0, 2048), (1500, 700)] {
         let seed = random.bits();
-        let chunk = Chunk { head_dim: 128, kv_heads: 2, group: 4, start, tokens, window: 0, seed };
+        let chunk = Chunk { head_dim: 128, kv_heads: 2, group: 4, start, tokens, window: 0, softcap: None, seed };
         check_chunk(&attention, &chunk);
+    }
+}
+
+/// What Gemma 2 and Gemma 3 have: soft caps, and norms with one plus the weight.
+#[test]
+#[ignore = "needs a GPU"]
+fn scores_have_soft_caps_and_norms_one_plus_their_weight() {
+    let mut random = Random::new(fresh());
+    let of = |name: &str| attention(&format!("uw_sm90a_attention_{name}").parse().unwrap());
+    for (name, head_dim) in [
+        ("decode_d256_w4p1c8", 256),
+        ("decode_d256_w4p1c1", 256),
+        ("decode_d256_w4p1c1_split_async", 256),
+        ("decode_d128_w8p2c1", 128),
+    ] {
+        let parts = if name.contains("split") { 3 } else { 1 };
+        let positions = positions(&mut random, 20, 900);
+        let capped = of(&format!("{name}_softcap_pdl"));
+        for (window, cap) in [(0, 1.0), (100, 3.0)] {
+            let seed = random.bits();
+            let case = Decode { window, softcap: Some(cap), seed, ..Decode::new(head_dim, 2, &positions) };
+            check(&capped, &case, parts);
+        }
+        let case = Decode { norm: true, plus_one: true, seed: random.bits(), ..Decode::new(head_dim, 4, &positions) };
+        check(&of(&format!("{name}_plus_one_pdl")), &case, parts);
+    }
+    for (name, head_dim) in [
+        ("prefill_d256_w4p2c1_softcap_pdl", 256),
+        ("prefill_d256_w4p2c1_async_softcap", 256),
+        ("prefill_d128_w4p2c1_softcap_pdl", 128),
+    ] {
+        for (start, tokens, window) in [(0, 300, 0), (77, 129, 50)] {
+            let (softcap, seed) = (Some(1.5), random.bits());
+            check_chunk(&of(name), &Chunk { head_dim, kv_heads: 2, group: 4, start, tokens, window, softcap, seed });
+        }
     }
 }

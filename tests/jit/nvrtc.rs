@@ -519,6 +519,36 @@ fn extreme_axis_values_compile_to_their_plans() {
     }
 }
 
+/// What the heads of Gemma 2, Gemma 3 and Falcon3 need is not all shipped, and does not spill either.
+#[test]
+fn large_heads_and_soft_caps_compile_without_spills() {
+    let of = |arch: Arch, name: &str| format!("uw_{}_attention_{name}", arch.tag());
+    let bulk = ["decode_d256_w4p1c1", "decode_d256_w4p1c8", "prefill_d256_w4p2c1"];
+    let copied = ["decode_d256_w4p1c1_split_async", "prefill_d256_w4p2c1_async"];
+    let mut names = Vec::new();
+    for arch in [Arch::Sm80, Arch::Sm86, Arch::Sm90a, Arch::Sm100a, Arch::Sm120a] {
+        let (shapes, pdl) = if arch.has(Instruction::Cluster) { (&bulk[..], "_pdl") } else { (&copied[..], "") };
+        for shape in shapes {
+            names.extend(["", "_softcap"].map(|more| of(arch, &format!("{shape}{more}{pdl}"))));
+            if shape.starts_with("decode") {
+                names.push(of(arch, &format!("{shape}_plus_one{pdl}")));
+            }
+        }
+    }
+    let large = ["decode_d128_w8p2c1", "decode_d128_w4p2c8", "decode_d128_w8p3c1_packed", "prefill_d128_w4p2c1"];
+    names.extend(large.map(|shape| of(Arch::Sm90a, &format!("{shape}_softcap_pdl"))));
+    names.push("uw_sm90a_rope_d256_plus_one_pdl".to_owned());
+    let specs: Vec<VariantSpec> = names.iter().map(|name| name.parse().unwrap()).collect();
+    let requests: Vec<_> = specs.iter().map(|spec| CompileRequest::render(spec).unwrap()).collect();
+    let artifacts = kept().compile_all(&requests, 2, &|_| {}).unwrap_or_else(|error| panic!("{error}"));
+    for (spec, artifact) in specs.iter().zip(&artifacts) {
+        let info = cubin::read(&artifact.cubin).unwrap();
+        let kernel = info.kernel(&artifact.name).unwrap();
+        assert_eq!(faults(kernel, &artifact.log), [""; 0], "{spec}");
+        assert_eq!(differences(&Plan::new(spec).unwrap(), kernel), [""; 0], "{spec}");
+    }
+}
+
 /// Where a kernel is not what its plan says.
 fn differences(plan: &Plan, kernel: &KernelInfo) -> Vec<String> {
     let resources = &kernel.resources;

@@ -3,6 +3,8 @@
 //!
 //! Whatever must not be read is NaN: unused pages, lines behind a row's newest token and before its window.
 
+use std::f64::consts::LOG2_E;
+
 use rayon::prelude::*;
 use unweight_codegen::kv::{self, PAGE_TOKENS};
 use unweight_format::testing::Random;
@@ -45,6 +47,10 @@ pub struct Decode {
     pub rope_dim: usize,
     /// Whether adjacent elements are rotated together.
     pub adjacent: bool,
+    /// The soft cap of scores, which excludes norms.
+    pub softcap: Option<f32>,
+    /// Whether norms multiply by one plus the weight, and round once.
+    pub plus_one: bool,
     /// Added to mean squares.
     pub eps: f32,
     /// The seed of all values.
@@ -64,6 +70,8 @@ impl Decode {
             norm: false,
             rope_dim: head_dim,
             adjacent: false,
+            softcap: None,
+            plus_one: false,
             eps: 1e-5,
             seed: 1,
         }
@@ -195,9 +203,14 @@ impl Problem {
         tile * PAGE_TOKENS as usize * head_dim + inside as usize
     }
 
-    /// The factor of scores, times log2(e).
-    pub fn scale(&self) -> f32 {
-        (std::f64::consts::LOG2_E / (self.case.head_dim as f64).sqrt()) as f32
+    /// Arguments `scale` and `eps`: the factor of scores times log2(e) and what norms add; or the soft cap times
+    /// log2(e) and the factor divided by it.
+    pub fn scales(&self) -> (f32, f32) {
+        let factor = 1.0 / (self.case.head_dim as f64).sqrt();
+        match self.case.softcap.map(f64::from) {
+            None => ((LOG2_E * factor) as f32, self.case.eps),
+            Some(cap) => ((LOG2_E * cap) as f32, (factor / cap) as f32),
+        }
     }
 
     /// Cosines and sines as the kernel reads them.
@@ -209,7 +222,7 @@ impl Problem {
 
     /// A head of a row as it takes part: bias, norm and rotation, each rounded.
     fn head(&self, row: usize, head: usize, gamma: &[u16], rotated: bool) -> Vec<f64> {
-        let Decode { head_dim, rope_dim, adjacent, eps, .. } = self.case;
+        let Decode { head_dim, rope_dim, adjacent, plus_one, eps, .. } = self.case;
         let at = head * head_dim;
         let mut x: Vec<f64> =
             self.qkv[row * self.case.columns() + at..][..head_dim].iter().map(|&b| value(b)).collect();
@@ -219,7 +232,12 @@ impl Problem {
         if !gamma.is_empty() {
             let mean = x.iter().map(|x| x * x).sum::<f64>() / head_dim as f64;
             let scale = 1.0 / (mean + f64::from(eps)).sqrt();
-            x.iter_mut().zip(gamma).for_each(|(x, gamma)| *x = round(value(*gamma) * round(*x * scale)));
+            x.iter_mut().zip(gamma).for_each(|(x, gamma)| {
+                *x = match plus_one {
+                    true => round((1.0 + value(*gamma)) * (*x * scale)),
+                    false => round(value(*gamma) * round(*x * scale)),
+                }
+            });
         }
         let half = if rotated { rope_dim / 2 } else { 0 };
         for i in 0..half {
@@ -274,7 +292,7 @@ impl Problem {
                 (self.case.first_token(position)..=position).map(|token| (line(token, 0), line(token, 1))).collect();
             out.chunks_exact(head_dim).enumerate().find_map(|(j, out)| {
                 let q = self.head(row, kv_head * group + j, &self.norms[0], true);
-                let wrong = attend(&q, &tokens, out)?;
+                let wrong = attend(&q, &tokens, self.case.softcap, out)?;
                 Some(format!("row {row} at {position}, kv head {kv_head}, query {j}, {wrong}"))
             })
         })
@@ -296,6 +314,8 @@ pub struct Chunk {
     pub tokens: u32,
     /// Tokens that a token sees; 0: all before it.
     pub window: u32,
+    /// The soft cap of scores.
+    pub softcap: Option<f32>,
     /// The seed of all values.
     pub seed: u64,
 }
@@ -318,6 +338,7 @@ impl ChunkProblem {
             kv_heads: chunk.kv_heads,
             // From the first token that the chunk sees: all before the last, and the last itself below.
             window: last + 1 - first,
+            softcap: chunk.softcap,
             seed: chunk.seed,
             ..Decode::new(chunk.head_dim, chunk.group, &[last])
         };
@@ -355,7 +376,8 @@ impl ChunkProblem {
                     let (row, at) = (row as usize, (kv_head * group + j) * head_dim);
                     let q: Vec<f64> =
                         self.sequence.qkv[row * columns + at..][..head_dim].iter().map(|&bits| value(bits)).collect();
-                    let wrong = attend(&q, seen, &out[row * out_columns + at..][..head_dim])?;
+                    let wrong =
+                        attend(&q, seen, self.sequence.case.softcap, &out[row * out_columns + at..][..head_dim])?;
                     Some(format!("token {row} at {position}, kv head {kv_head}, query {j}, {wrong}"))
                 })
             })
@@ -364,9 +386,10 @@ impl ChunkProblem {
 }
 
 /// What is wrong with the attention of one query to these keys and values.
-fn attend(q: &[f64], tokens: &[(Vec<f64>, Vec<f64>)], out: &[u16]) -> Option<String> {
+fn attend(q: &[f64], tokens: &[(Vec<f64>, Vec<f64>)], softcap: Option<f32>, out: &[u16]) -> Option<String> {
     let score = |k: &[f64]| q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>() / (q.len() as f64).sqrt();
-    let scores: Vec<f64> = tokens.iter().map(|(k, _)| score(k)).collect();
+    let capped = |x: f64| softcap.map(f64::from).map_or(x, |cap| cap * (x / cap).tanh());
+    let scores: Vec<f64> = tokens.iter().map(|(k, _)| capped(score(k))).collect();
     let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let weights: Vec<f64> = scores.iter().map(|score| (score - top).exp()).collect();
     let sum: f64 = weights.iter().sum();
@@ -414,6 +437,7 @@ impl Rows {
         let [q_norm, k_norm] = &self.norms;
         let options = AttentionOptions::new(rotary)
             .window(Some(self.case.window))
+            .softcap(self.case.softcap)
             .bias(self.bias.as_ref())
             .norms(q_norm.as_ref(), k_norm.as_ref(), self.case.eps)
             .parts(self.parts);
@@ -526,7 +550,9 @@ impl DeviceProblem {
     ) -> Result<(), DeviceError> {
         let columns = self.rows.case.columns() as u32;
         let qkv = MatrixRef::new(&self.rows.qkv, chunk.tokens, columns, columns.into())?;
-        let rows = ChunkRows::new(chunk.start, &self.table, self.rows.table_pages).window(Some(chunk.window));
+        let rows = ChunkRows::new(chunk.start, &self.table, self.rows.table_pages)
+            .window(Some(chunk.window))
+            .softcap(chunk.softcap);
         attention.prefill(ctx, qkv, KvLayer::new(&mut self.layer, self.shape, 0)?, rows, out)
     }
 

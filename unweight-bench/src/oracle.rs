@@ -4,7 +4,9 @@
 //! is near the middle between two bf16 may be either. [`Span`] is what it may be; no more than one rounding is
 //! forgiven.
 
-use unweight_codegen::spec::NormKind;
+use std::f64::consts::PI;
+
+use unweight_codegen::spec::{GateFunction, NormKind};
 
 /// The value of bf16 bits.
 pub fn value(bits: u16) -> f64 {
@@ -81,7 +83,7 @@ pub fn norm_of(kind: NormKind, x: &[u16], gamma: &[u16], eps: f32, before: Optio
     let count = x.len() as f64;
     let middle = match kind {
         NormKind::Layer => x.iter().map(|x| value(*x)).sum::<f64>() / count,
-        NormKind::Rms | NormKind::RmsOnce => 0.0,
+        NormKind::Rms | NormKind::RmsOnce | NormKind::RmsPlusOne => 0.0,
     };
     let square = x.iter().map(|x| (value(*x) - middle).powi(2)).sum::<f64>() / count;
     let scale = (square + f64::from(eps)).sqrt().recip();
@@ -94,23 +96,39 @@ pub fn norm_of(kind: NormKind, x: &[u16], gamma: &[u16], eps: f32, before: Optio
                 let inner = Span::about(inner, NORM_ERROR);
                 (inner.low, inner.high)
             }
-            NormKind::RmsOnce | NormKind::Layer => {
+            NormKind::RmsOnce | NormKind::Layer | NormKind::RmsPlusOne => {
                 let error = inner.abs() * NORM_ERROR + lost;
                 (inner - error, inner + error)
             }
         };
         let before = before.map_or(0.0, |before| value(before[i]));
-        Span::sum(Span { low, high }, value(*gamma), Span { low: before, high: before }, 1.0)
+        // In fp32, as the kernel adds it.
+        let added = if kind == NormKind::RmsPlusOne { 1.0 } else { 0.0 };
+        let gamma = f64::from((added + value(*gamma)) as f32);
+        Span::sum(Span { low, high }, gamma, Span { low: before, high: before }, 1.0)
     };
     x.iter().zip(gamma).enumerate().map(apply).collect()
 }
 
-/// `silu(gate) * up`.
-pub fn silu_mul(gate: u16, up: u16) -> Span {
+/// A function of the gate, times up.
+pub fn gated(function: GateFunction, gate: u16, up: u16) -> Span {
     let (gate, up) = (value(gate), value(up));
-    let span = Span::about(gate / (1.0 + (-gate).exp()) * up, 1e-6);
+    // Both are the gate by 1 + e^exponent, of which fp32 knows as much as of the exponent.
+    let (exponent, error) = match function {
+        GateFunction::Silu => (-gate, 1e-6),
+        GateFunction::Gelu => (-2.0 * (2.0 / PI).sqrt() * (gate + 0.044715 * gate.powi(3)), 2e-5),
+    };
+    let span = Span::about(gate / (1.0 + exponent.exp()) * up, error);
     // e^88 is more than fp32 holds, and its reciprocal zero.
-    if gate < -87.0 { Span { low: span.low.min(0.0), high: span.high.max(0.0) } } else { span }
+    if exponent > 87.0 { Span { low: span.low.min(0.0), high: span.high.max(0.0) } } else { span }
+}
+
+/// `cap * tanh(x / cap)`.
+pub fn capped(x: u16, cap: f32) -> Span {
+    let cap = f64::from(cap);
+    let y = cap * (value(x) / cap).tanh();
+    // fp32 knows the hyperbolic tangent to a few units of 1.
+    Span::of(y - cap * 1e-6, y + cap * 1e-6)
 }
 
 /// Of a head, its rotation: cosines and sines of half as many elements as are turned, by pair.
@@ -133,7 +151,7 @@ pub fn adjacent_table(table: &[u16], half: usize) -> Vec<u16> {
 pub fn head(
     x: &[u16],
     bias: Option<&[u16]>,
-    gamma: Option<(&[u16], f32)>,
+    gamma: Option<(NormKind, &[u16], f32)>,
     angles: Option<Angles<'_>>,
     adjacent: bool,
 ) -> Vec<Span> {
@@ -143,7 +161,8 @@ pub fn head(
         x.iter_mut().zip(bias).for_each(|(x, bias)| *x = rounded(f64::from(value(*x) as f32 + value(*bias) as f32)));
     }
     let mut spans = match gamma {
-        Some((gamma, eps)) => norm(&x, gamma, eps),
+        Some((NormKind::Rms, gamma, eps)) => norm(&x, gamma, eps),
+        Some((kind, gamma, eps)) => norm_of(kind, &x, gamma, eps, None),
         None => x.iter().map(|x| Span::about(value(*x), 0.0)).collect(),
     };
     if let Some((cosines, sines)) = angles {
@@ -200,6 +219,13 @@ mod tests {
         // 3 and 1 are 1 and -1 around their mean; added to 2.
         let layer = norm_of(NormKind::Layer, &[0x4040, 0x3f80], &[0x3f80; 2], 1e-9, Some(&[0x4000; 2]));
         assert_eq!(outside(&[0x4040, 0x3f80], &layer), None);
-        assert!(silu_mul(0, 0x3f80).has(0) && silu_mul(0x4120, 0x4000).has(rounded(19.999)));
+        assert!(gated(GateFunction::Silu, 0, 0x3f80).has(0));
+        assert!(gated(GateFunction::Silu, 0x4120, 0x4000).has(rounded(19.999)));
+        // GELU of 1 and of -2 by its approximation.
+        assert!(gated(GateFunction::Gelu, 0x3f80, 0x3f80).has(rounded(0.841192)));
+        assert!(gated(GateFunction::Gelu, 0xc000, 0x3f80).has(rounded(-0.045402)));
+        assert!(capped(0x4120, 10.0).has(rounded(7.615942)) && !capped(0x4120, 10.0).has(0x4120));
+        let plus_one = norm_of(NormKind::RmsPlusOne, &[0x4000; 2], &[0x3f80; 2], 1e-9, None);
+        assert_eq!(outside(&[0x4000; 2], &plus_one), None);
     }
 }

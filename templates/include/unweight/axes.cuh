@@ -17,10 +17,11 @@ enum class EmbedSource : u32 { kBf16, kPacked };
 enum class EncodeHuffmanStage : u32 { kStats, kTable, kRows, kScan, kWrite, kPalette };
 enum class KvCache : u32 { kBf16, kPacked };
 enum class KvPackStage : u32 { kStep, kChunk, kRelease };
-enum class NormKind : u32 { kRms, kRmsOnce, kLayer };
+enum class NormKind : u32 { kRms, kRmsOnce, kLayer, kRmsPlusOne };
 enum class PackStage : u32 { kTiles, kLists };
 enum class RouteStage : u32 { kTopk, kSort, kCombine };
-enum class ScaleForm : u32 { kMul, kAdd };
+enum class ScaleForm : u32 { kMul, kAdd, kCap };
+enum class GateFunction : u32 { kSilu, kGelu };
 enum class DecodeCompactStage : u32 { kFull, kPacked, kLists };
 enum class WeightSource : u32 { kExponent, kPalette };
 

@@ -6,7 +6,7 @@ use unweight_codegen::{
     abi::{AdjustRow, LogprobsArgs, SampleArgs, SampleRow, TokenState},
     kv::PAGE_TOKENS,
     plan::GemmShape,
-    spec::{EmbedSource, NormSpec, Op, RopeSpec, ScaleForm, ScaleSpec},
+    spec::{EmbedSource, GateFunction, NormKind, NormSpec, Op, RopeSpec, ScaleForm, ScaleSpec},
 };
 use unweight_format::testing::Random;
 use unweight_model::sampling::{Adjustments, History, SampleParams, TOP_LOGPROBS_MAX, adjust, choose, logprobs};
@@ -56,8 +56,8 @@ impl Run<'_> {
                 Op::Embed(spec) => self.embed(kernel, weights, m, spec.source),
                 Op::Rope(spec) => self.rope(kernel, weights, m, spec),
                 Op::Sample(spec) => self.sample(kernel, weights, m, spec.adjusted),
-                Op::Logprobs(_) => self.logprobs(kernel, weights, m),
-                _ => self.silu_mul(kernel, weights, m),
+                Op::SiluMul(spec) => self.silu_mul(kernel, weights, m, spec.gate),
+                _ => self.logprobs(kernel, weights, m),
             })
             .collect()
     }
@@ -102,11 +102,14 @@ impl Run<'_> {
         let adds = spec.form == ScaleForm::Add;
         let added = if adds { sums_before((m * d) as usize) } else { Vec::new() };
         let of = |(at, x): (usize, &u16)| {
+            if spec.form == ScaleForm::Cap {
+                return oracle::capped(*x, FACTOR);
+            }
             let before = if adds { oracle::value(added[at]) } else { 0.0 };
             // Rounded to fp32 first, as the kernel does.
-            oracle::rounded(f64::from((f64::from(FACTOR) * oracle::value(*x) + before) as f32))
+            oracle::Span::about(f64::from((f64::from(FACTOR) * oracle::value(*x) + before) as f32), 0.0)
         };
-        let expected: Vec<u8> = x.iter().enumerate().map(of).flat_map(u16::to_le_bytes).collect();
+        let spans: Vec<_> = x.iter().enumerate().map(of).collect();
         let scale = Scale::new(kernel.clone())?;
         let launch = move |y: u64| {
             let x = MatrixRef::new(&weights.x, m, d, d.into())?;
@@ -114,7 +117,7 @@ impl Run<'_> {
             let y = unsafe { MatrixMut::from_raw(self.kernels.device(), y, m, d, d.into()) }?;
             scale.enqueue(&mut self.ctx.borrow_mut(), x, FACTOR, y)
         };
-        let subject = self.rows(kernel, (m, d), Box::new(launch), move |y| differs(y, &expected))?;
+        let subject = self.rows(kernel, (m, d), Box::new(launch), move |y| oracle::outside(&halves(y), &spans))?;
         self.starting_from(subject, &added)
     }
 
@@ -133,13 +136,14 @@ impl Run<'_> {
         kernel: &Arc<LoadedKernel>,
         weights: &'a Weights,
         m: u32,
+        function: GateFunction,
     ) -> Result<Subject<'a>, BenchError> {
         let (stream, k) = (self.stream, weights.shape.1);
         let columns = k / 2;
         let x = weights.x.read(stream, 0, (m * k) as usize)?;
         let activated = |row: &[u16]| {
             let (gate, up) = row.split_at(columns as usize);
-            gate.iter().zip(up).map(|(gate, up)| oracle::silu_mul(*gate, *up)).collect::<Vec<_>>()
+            gate.iter().zip(up).map(|(gate, up)| oracle::gated(function, *gate, *up)).collect::<Vec<_>>()
         };
         let spans: Vec<_> = x.chunks_exact(k as usize).flat_map(activated).collect();
         let silu_mul = SiluMul::new(kernel.clone())?;
@@ -312,6 +316,7 @@ impl Run<'_> {
     ) -> Result<Subject<'a>, BenchError> {
         const START: u32 = 61;
         let (head_dim, adjacent) = (spec.head_dim.get(), spec.adjacent);
+        let kind = if spec.plus_one { NormKind::RmsPlusOne } else { NormKind::Rms };
         let (stream, heads, kv_heads) = (self.stream, 3u32, 1u32);
         let columns = (heads + 2 * kv_heads) * head_dim;
         let normal = |count: u32, seed: u64| halves(&normal_bf16(count as usize, 1.0, seed));
@@ -328,7 +333,7 @@ impl Run<'_> {
             let angles = (&cosines[at..][..half], &sines[at..][..half]);
             for (head, x) in x.chunks_exact(head_dim as usize).enumerate() {
                 let bias = &bias[head * head_dim as usize..][..head_dim as usize];
-                let spans_of = || oracle::head(x, Some(bias), Some((&gamma, EPS)), Some(angles), adjacent);
+                let spans_of = || oracle::head(x, Some(bias), Some((kind, &gamma, EPS)), Some(angles), adjacent);
                 spans.push((head < heads as usize).then(spans_of));
             }
         }

@@ -5,7 +5,7 @@ use std::{cell::RefCell, rc::Rc, sync::Arc};
 
 use unweight_codegen::{
     plan::GemmShape,
-    spec::{AttentionStep, Op},
+    spec::{AttentionSpec, AttentionStep, Op},
 };
 use unweight_format::testing::Random;
 use unweight_rt::{
@@ -26,12 +26,15 @@ const CASES: [(usize, usize, u64, u32, u32); 3] = [(1, 4, 2000, 0, 13), (37, 7, 
 /// Position of a chunk's first token, its tokens, query heads of a KV head, and the window.
 const CHUNKS: [(u32, u32, usize, u32); 4] = [(0, 1, 4, 0), (0, 300, 4, 0), (77, 129, 7, 0), (500, 65, 16, 130)];
 
+/// As large as most scores.
+const SOFTCAP: f32 = 1.5;
+
 impl Run<'_> {
     /// The subjects of an attention kernel.
     pub(super) fn attention<'a>(&'a self, kernel: &Arc<LoadedKernel>) -> Result<Vec<Subject<'a>>, BenchError> {
         let Op::Attention(spec) = kernel.spec().op else { unreachable!("the caller has matched the family") };
         if spec.step == AttentionStep::Prefill {
-            return CHUNKS.into_iter().map(|case| self.chunk(kernel, spec.head_dim.get() as usize, case)).collect();
+            return CHUNKS.into_iter().map(|case| self.chunk(kernel, spec, case)).collect();
         }
         CASES
             .into_iter()
@@ -43,8 +46,14 @@ impl Run<'_> {
                     positions[m / 2] = PAD;
                 }
                 let head_dim = spec.head_dim.get() as usize;
-                let case =
-                    Decode { window, bias: window != 0, norm: m > 1, ..Decode::new(head_dim, group, &positions) };
+                let case = Decode {
+                    window,
+                    bias: window != 0,
+                    norm: m > 1 && !spec.softcap,
+                    softcap: spec.softcap.then_some(SOFTCAP),
+                    plus_one: spec.plus_one,
+                    ..Decode::new(head_dim, group, &positions)
+                };
                 let problem = Problem::new(&case);
                 let attention = Attention::new(kernel.clone())?;
                 let parts = if spec.split { parts } else { 1 };
@@ -82,10 +91,12 @@ impl Run<'_> {
     fn chunk<'a>(
         &'a self,
         kernel: &Arc<LoadedKernel>,
-        head_dim: usize,
+        spec: AttentionSpec,
         (start, tokens, group, window): (u32, u32, usize, u32),
     ) -> Result<Subject<'a>, BenchError> {
-        let chunk = Chunk { head_dim, kv_heads: 2, group, start, tokens, window, seed: u64::from(tokens) };
+        let (head_dim, seed) = (spec.head_dim.get() as usize, u64::from(tokens));
+        let softcap = spec.softcap.then_some(SOFTCAP);
+        let chunk = Chunk { head_dim, kv_heads: 2, group, start, tokens, window, softcap, seed };
         let problem = ChunkProblem::new(&chunk);
         let columns = problem.sequence.case.out_columns();
         let bytes = tokens as usize * columns * 2;

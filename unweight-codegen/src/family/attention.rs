@@ -3,7 +3,7 @@
 //! ```text
 //! decode   bytes = warps * (stages * (slot + 8) + 128) + 36 * head_dim
 //!          slot = 64 * head_dim; cache = packed: 48 * head_dim + 64 (96 if head_dim > 80), in whole 128 bytes
-//! prefill  bytes = stages * (256 * head_dim + 16)
+//! prefill  bytes = stages * (256 * head_dim + 16); head_dim = 256: stages * (128 * head_dim + 16)
 //! ```
 //!
 //! With `copy = async` there are no barriers: 8 and 16 bytes a stage less.
@@ -51,7 +51,13 @@ word_axis! {
 }
 
 set_axis! {
-    /// Elements of a head.
+    /// Elements of a head of `attention`.
+    AttentionHeadDim, "head_dim", [16, 32, 48, 64, 80, 96, 112, 128, 256],
+    "16, 32, 48, 64, 80, 96, 112, 128 or 256 (elements of a head)"
+}
+
+set_axis! {
+    /// Elements of a head of packed pages.
     HeadDim, "head_dim", [16, 32, 48, 64, 80, 96, 112, 128], "16, 32, 48, 64, 80, 96, 112 or 128 (elements of a head)"
 }
 
@@ -71,7 +77,7 @@ axes! {
         /// The tokens that attend.
         step: AttentionStep "",
         /// Elements of a head.
-        head_dim: HeadDim "_d",
+        head_dim: AttentionHeadDim "_d",
         /// Warps of a block.
         warps: AttentionWarps "_w",
         /// Stages of each warp's ring.
@@ -88,6 +94,10 @@ axes! {
         /// `decode`: elements `2 * i` and `2 * i + 1` of a head are rotated together instead of `i` and
         /// `i + rope_dim / 2`.
         adjacent: flag "_adjacent" = false,
+        /// Scores have a soft cap: `cap * tanh(score / cap)`.
+        softcap: flag "_softcap" = false,
+        /// `decode`: norms multiply by one plus the weight, and round once.
+        plus_one: flag "_plus_one" = false,
         /// Programmatic dependent launch: starts while the stream's previous kernel still runs, and waits for it before
         /// it reads QKV.
         pdl: flag "_pdl" = false,
@@ -146,9 +156,9 @@ args! {
         pub rope_dim: u32,
         /// `prefill`: position of the first row's token.
         pub start: u32,
-        /// The factor of scores, times log2(e).
+        /// The factor of scores, times log2(e); `softcap`: the cap, times log2(e).
         pub scale: f32,
-        /// The epsilon of the norms of queries and keys.
+        /// The epsilon of the norms of queries and keys; `softcap`, which takes none: the factor of scores divided by the cap.
         pub eps: f32,
         /// `split`: blocks that share the tokens of a row and KV head, 1 to [`PARTS_MAX`].
         pub parts: u32,
@@ -194,6 +204,7 @@ const fn slot_bytes(op: &AttentionSpec) -> u32 {
     }
     let tokens = match op.step {
         AttentionStep::Decode => TILE_TOKENS,
+        AttentionStep::Prefill if op.head_dim.get() > kv::packed::HEAD_DIM_MAX => kv::PAGE_TOKENS / 2,
         AttentionStep::Prefill => kv::PAGE_TOKENS,
     };
     2 * tokens * op.head_dim.get() * ELEMENT_BYTES
@@ -221,6 +232,8 @@ const fn registers(arch: Arch, op: &AttentionSpec) -> u32 {
     let head_dim = op.head_dim.get();
     let packed = matches!(op.cache, KvCache::Packed);
     match op.step {
+        // As many as a thread may have.
+        _ if head_dim > kv::packed::HEAD_DIM_MAX => arch.limits().registers_per_thread,
         // Queries stay in shared memory, so that a multiprocessor holds twice as many warps.
         AttentionStep::Decode if packed && matches!(arch, Arch::Sm90a) && !op.split && head_dim > 112 => head_dim,
         // Slots of records cost more with the assemblers of other generations than with Hopper's.
@@ -283,12 +296,20 @@ impl AttentionSpec {
             let what = "step = prefill reads BF16 pages, which kv_unpack writes; cache must be bf16";
             return Err(Constraint::Conflict { what });
         }
+        if packed && op.head_dim.get() > kv::packed::HEAD_DIM_MAX {
+            let what = "cache = packed has 11 bits for the place of an element; head_dim must be at most 128";
+            return Err(Constraint::Conflict { what });
+        }
+        if op.softcap && op.plus_one {
+            let what = "softcap takes no norms; plus_one must be false";
+            return Err(Constraint::Conflict { what });
+        }
         if packed && stages == 1 {
             let what = "cache = packed keeps a warp's sums in two slots of its ring; stages must be at least 2";
             return Err(Constraint::Conflict { what });
         }
-        if prefill && op.adjacent {
-            let what = "step = prefill finds its queries rotated; adjacent must be false";
+        if prefill && (op.adjacent || op.plus_one) {
+            let what = "step = prefill finds its queries normed and rotated; adjacent and plus_one must be false";
             return Err(Constraint::Conflict { what });
         }
         if prefill && stages == 1 {
@@ -339,10 +360,10 @@ impl AttentionSpec {
 
 /// The largest head that fits, all else being equal.
 const fn largest_head(arch: Arch, op: &AttentionSpec) -> Option<u32> {
-    let mut i = HeadDim::ALL.len();
+    let mut i = AttentionHeadDim::ALL.len();
     while i > 0 {
         i -= 1;
-        let head_dim = HeadDim::ALL[i];
+        let head_dim = AttentionHeadDim::ALL[i];
         if fits(arch, &AttentionSpec { head_dim, ..*op }) {
             return Some(head_dim.get());
         }
@@ -364,16 +385,19 @@ impl Family for AttentionSpec {
         };
         let pdl = if self.pdl { ", dependent launch" } else { "" };
         let packed = if self.cache == KvCache::Packed { "packed " } else { "" };
+        let causal = if self.softcap { "softly capped causal" } else { "causal" };
         if self.step == AttentionStep::Prefill {
             let rows = ROWS * self.warps.get();
             return format!(
-                "A[m, h * {head_dim}] = causal attention of m tokens of a sequence over its pages; \
+                "A[m, h * {head_dim}] = {causal} attention of m tokens of a sequence over its pages; \
                  {rows} rows of tokens x heads of a group per block, a ring of {stages} pages{pdl}."
             );
         }
+        let capped = if self.softcap { "softly capped " } else { "" };
+        let normed = if self.plus_one { ", normed with 1 + weight" } else { "" };
         let adjacent = if self.adjacent { ", rotated by adjacent elements" } else { "" };
         format!(
-            "A[m, h * {head_dim}] = attention of each row's newest token{adjacent} over its {packed}pages; \
+            "A[m, h * {head_dim}] = {capped}attention of each row's newest token{normed}{adjacent} over its {packed}pages; \
              a {group} for a row and KV head, a ring of {stages} x {TILE_TOKENS} tokens per warp{pdl}."
         )
     }
@@ -393,28 +417,28 @@ impl Family for AttentionSpec {
         WorkspacePlan { bytes: blocks * u64::from(part), counters: blocks }
     }
 
-    /// `decode`: heads of 64 and 128 with every cluster, other heads with one block a row, and where there are no
+    /// `decode`: heads of 64, 128 and 256 with every cluster, other heads with one block a row, and where there are no
     /// clusters every head with parts; `prefill`: every head. All ordinary and dependent.
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
-        HeadDim::ALL
+        AttentionHeadDim::ALL
             .into_iter()
             .flat_map(move |head_dim| {
                 let stages = stages_of(head_dim);
                 ClusterSize::ALL
                     .into_iter()
-                    .filter(move |cluster| [64, 128].contains(&head_dim.get()) || cluster.get() == 1)
+                    .filter(move |cluster| [64, 128, 256].contains(&head_dim.get()) || cluster.get() == 1)
                     .flat_map(move |cluster| [false, true].map(move |pdl| variant(AttentionStep::Decode, head_dim, 4, stages, cluster, pdl)))
             })
             // Where a batch has about as many rows and KV heads as a GPU has multiprocessors: eight warps a block,
             // alone or in pairs (docs/records/2026-11-22).
-            .chain(HeadDim::ALL.into_iter().filter(move |head_dim| [64, 128].contains(&head_dim.get())).flat_map(move |head_dim| {
+            .chain(AttentionHeadDim::ALL.into_iter().filter(move |head_dim| [64, 128].contains(&head_dim.get())).flat_map(move |head_dim| {
                 let stages = stages_of(head_dim);
                 [(stages, 0), (stages / 2, 1)].into_iter().flat_map(move |(stages, cluster)| {
                     let cluster = ClusterSize::ALL[cluster];
                     [false, true].map(move |pdl| variant(AttentionStep::Decode, head_dim, 8, stages, cluster, pdl))
                 })
             }))
-            .chain(HeadDim::ALL.into_iter().flat_map(move |head_dim| {
+            .chain(AttentionHeadDim::ALL.into_iter().flat_map(move |head_dim| {
                 [false, true].map(move |pdl| variant(AttentionStep::Prefill, head_dim, 4, 2, ClusterSize::ALL[0], pdl))
             }))
             .chain(AttentionSpec::in_parts().filter(move |_| !arch.has(Instruction::Cluster)))
@@ -429,7 +453,11 @@ impl AttentionSpec {
     fn caches(self) -> impl Iterator<Item = Self> {
         let stages = self.stages.get();
         let of = move |stages| match AttentionStages::new(stages) {
-            Ok(stages) if self.step == AttentionStep::Decode && stages.get() > 1 => {
+            Ok(stages)
+                if self.step == AttentionStep::Decode
+                    && stages.get() > 1
+                    && kv::packed::takes(self.head_dim.get()) =>
+            {
                 Some(Self { cache: KvCache::Packed, stages, ..self })
             }
             _ => None,
@@ -440,7 +468,7 @@ impl AttentionSpec {
 
     /// What ships where a row has no cluster: parts of four warps, for every head, ordinary and dependent.
     pub(crate) fn in_parts() -> impl Iterator<Item = Self> {
-        HeadDim::ALL.into_iter().flat_map(|head_dim| {
+        AttentionHeadDim::ALL.into_iter().flat_map(|head_dim| {
             [false, true].map(move |pdl| {
                 let one = ClusterSize::ALL[0];
                 Self { split: true, ..variant(AttentionStep::Decode, head_dim, 4, stages_of(head_dim), one, pdl) }
@@ -450,13 +478,17 @@ impl AttentionSpec {
 }
 
 /// 64 KB of rings for four warps, and as many stages for small heads as for heads of 64.
-const fn stages_of(head_dim: HeadDim) -> u32 {
-    if head_dim.get() > 64 { 2 } else { 4 }
+const fn stages_of(head_dim: AttentionHeadDim) -> u32 {
+    match head_dim.get() {
+        ..=64 => 4,
+        65..=128 => 2,
+        _ => 1,
+    }
 }
 
 const fn variant(
     step: AttentionStep,
-    head_dim: HeadDim,
+    head_dim: AttentionHeadDim,
     warps: u32,
     stages: u32,
     cluster: ClusterSize,
@@ -464,8 +496,22 @@ const fn variant(
 ) -> AttentionSpec {
     match (AttentionWarps::new(warps), AttentionStages::new(stages)) {
         (Ok(warps), Ok(stages)) => {
-            let (split, cache, copy, adjacent) = (false, KvCache::Bf16, SmemCopy::Bulk, false);
-            AttentionSpec { step, head_dim, warps, stages, cluster, split, cache, copy, adjacent, pdl }
+            let (split, cache, copy) = (false, KvCache::Bf16, SmemCopy::Bulk);
+            let (adjacent, softcap, plus_one) = (false, false, false);
+            AttentionSpec {
+                step,
+                head_dim,
+                warps,
+                stages,
+                cluster,
+                split,
+                cache,
+                copy,
+                adjacent,
+                softcap,
+                plus_one,
+                pdl,
+            }
         }
         _ => panic!("what ships is within the axes"),
     }

@@ -22,6 +22,8 @@ word_axis! {
         RmsOnce = "rms_once",
         /// `gamma * ((x - mean(x)) * r)`, rounded once; the squares are those of `x - mean(x)`.
         Layer = "layer",
+        /// `(1 + gamma) * (x * r)`, rounded once.
+        RmsPlusOne = "rms_plus_one",
     }
 }
 
@@ -113,12 +115,13 @@ impl Family for NormSpec {
     fn summary(&self, _: &BlockPlan) -> String {
         let pdl = if self.pdl { ", dependent launch" } else { "" };
         let sign = if self.add { "+=" } else { "=" };
-        let (x, once) = match self.kind {
-            NormKind::Rms => ("X", ""),
-            NormKind::RmsOnce => ("X", ", rounded once"),
-            NormKind::Layer => ("(X - mean(X))", ", rounded once"),
+        let (gamma, x, once) = match self.kind {
+            NormKind::Rms => ("gamma", "X", ""),
+            NormKind::RmsOnce => ("gamma", "X", ", rounded once"),
+            NormKind::Layer => ("gamma", "(X - mean(X))", ", rounded once"),
+            NormKind::RmsPlusOne => ("(1 + gamma)", "X", ", rounded once"),
         };
-        format!("Y[m,d] {sign} gamma * {x} * rsqrt(mean({x}^2) + eps){once}, a block a row{pdl}.")
+        format!("Y[m,d] {sign} {gamma} * {x} * rsqrt(mean({x}^2) + eps){once}, a block a row{pdl}.")
     }
 
     fn entry(&self, _: &BlockPlan) -> Entry {

@@ -23,6 +23,8 @@ axes! {
         head_dim: RopeHeadDim "d",
         /// Elements `2 * i` and `2 * i + 1` are rotated together instead of `i` and `i + rope_dim / 2`.
         adjacent: flag "_adjacent" = false,
+        /// Norms multiply by one plus the weight, and round once.
+        plus_one: flag "_plus_one" = false,
         /// Programmatic dependent launch: reads its tables while the stream's previous kernel still runs.
         pdl: flag "_pdl" = false,
     }
@@ -101,8 +103,9 @@ impl Family for RopeSpec {
     fn summary(&self, _: &BlockPlan) -> String {
         let pdl = if self.pdl { ", dependent launch" } else { "" };
         let adjacent = if self.adjacent { " of adjacent elements" } else { "" };
+        let plus_one = if self.plus_one { " with 1 + weight" } else { "" };
         let head_dim = self.head_dim.get();
-        format!("Heads of {head_dim}: bias, norm and rotation{adjacent}; K and V to their pages{pdl}.")
+        format!("Heads of {head_dim}: bias, norm{plus_one} and rotation{adjacent}; K and V to their pages{pdl}.")
     }
 
     fn entry(&self, _: &BlockPlan) -> Entry {
@@ -111,11 +114,12 @@ impl Family for RopeSpec {
 
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
         // The heads of models that are served; the others are compiled on demand.
-        let common = RopeHeadDim::ALL.into_iter().filter(|head_dim| matches!(head_dim.get(), 64 | 96 | 128));
+        let common = RopeHeadDim::ALL.into_iter().filter(|head_dim| matches!(head_dim.get(), 64 | 96 | 128 | 256));
         let adjacent = |head_dim: RopeHeadDim| if head_dim.get() == 128 { &[false, true][..] } else { &[false] };
         common.flat_map(move |head_dim| adjacent(head_dim).iter().map(move |adjacent| (head_dim, *adjacent))).flat_map(
             move |(head_dim, adjacent)| {
-                [false, true].map(move |pdl| VariantSpec::rope(arch, RopeSpec { head_dim, adjacent, pdl }))
+                let plus_one = false;
+                [false, true].map(move |pdl| VariantSpec::rope(arch, RopeSpec { head_dim, adjacent, plus_one, pdl }))
             },
         )
     }

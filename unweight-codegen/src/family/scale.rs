@@ -15,6 +15,8 @@ word_axis! {
         Mul = "mul",
         /// They are added to the output.
         Add = "add",
+        /// None: the output is `factor * tanh(x / factor)`, a soft cap.
+        Cap = "cap",
     }
 }
 
@@ -88,9 +90,13 @@ impl Family for ScaleSpec {
     const EDGES: &'static [Edge] = &[];
 
     fn summary(&self, _: &BlockPlan) -> String {
-        let sign = if self.form == ScaleForm::Add { "+=" } else { "=" };
+        let (sign, of) = match self.form {
+            ScaleForm::Mul => ("=", "X[m,n]"),
+            ScaleForm::Add => ("+=", "X[m,n]"),
+            ScaleForm::Cap => ("=", "tanh(X[m,n] / factor)"),
+        };
         let pdl = if self.pdl { ", dependent launch" } else { "" };
-        format!("Y[m,n] {sign} factor * X[m,n]{pdl}.")
+        format!("Y[m,n] {sign} factor * {of}{pdl}.")
     }
 
     fn entry(&self, _: &BlockPlan) -> Entry {

@@ -4,7 +4,7 @@
 use super::{Edge, Family, Op, VariantSpec, entry::Entry};
 use crate::{
     args::args,
-    axes::{Arch, axes, set_axis},
+    axes::{Arch, axes, set_axis, word_axis},
     block::{BlockPlan, Constraint, LaunchGrid, LaunchPlan, RolePlan, SmemPlan, Work},
     limits::{Instruction, Instructions},
 };
@@ -14,11 +14,23 @@ set_axis! {
     SiluMulThreads, "threads", [128, 256], "128 or 256 (of 8 columns)"
 }
 
+word_axis! {
+    /// The function of the gate.
+    GateFunction, "gate" {
+        /// `x * sigmoid(x)`.
+        Silu = "silu",
+        /// GELU by its tanh approximation.
+        Gelu = "gelu",
+    }
+}
+
 axes! {
-    /// `silu(gate) * up`.
+    /// `silu(gate) * up`, or with another function of the gate.
     pub struct SiluMulSpec {
         /// Threads of a block.
         threads: SiluMulThreads "t" = 128,
+        /// The function of the gate.
+        gate: GateFunction "_" = Silu unnamed,
         /// Programmatic dependent launch: its blocks are there before the stream's previous kernel has ended.
         pdl: flag "_pdl" = false,
     }
@@ -89,7 +101,7 @@ impl Family for SiluMulSpec {
 
     fn summary(&self, _: &BlockPlan) -> String {
         let pdl = if self.pdl { ", dependent launch" } else { "" };
-        format!("Y[m,n] = silu(gate[m,n]) * up[m,n]{pdl}.")
+        format!("Y[m,n] = {}(gate[m,n]) * up[m,n]{pdl}.", self.gate.tag())
     }
 
     fn entry(&self, _: &BlockPlan) -> Entry {
@@ -97,8 +109,10 @@ impl Family for SiluMulSpec {
     }
 
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
-        [false, true].into_iter().map(move |pdl| {
-            VariantSpec::silu_mul(arch, SiluMulSpec { threads: SiluMulThreads::ALL[0], pdl })
+        GateFunction::ALL.iter().flat_map(move |&gate| {
+            [false, true].map(move |pdl| {
+                VariantSpec::silu_mul(arch, SiluMulSpec { threads: SiluMulThreads::ALL[0], gate, pdl })
+            })
         })
     }
 }

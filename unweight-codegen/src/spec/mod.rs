@@ -12,7 +12,7 @@ pub use crate::family::{
     Epilogue, Family, GemmCompactSpec, GemmGroupedSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, KvPackSpec,
     KvUnpackSpec, LogprobsSpec, NormSpec, Op, PackSpec, ParseNameError, RopeSpec, RouteSpec, SampleSpec, ScaleSpec,
     SiluMulSpec, SmemCopy, UnpackSpec, VariantSpec,
-    attention::{AttentionStages, AttentionStep, AttentionWarps, HeadDim, KvCache},
+    attention::{AttentionHeadDim, AttentionStages, AttentionStep, AttentionWarps, HeadDim, KvCache},
     decode_compact::DecodeCompactStage,
     decode_huffman::{CodeLimit, DecodeElement, DecodeOutput, DecodeWarps},
     embed::EmbedSource,
@@ -29,7 +29,7 @@ pub use crate::family::{
     rope::RopeHeadDim,
     route::RouteStage,
     scale::ScaleForm,
-    silu_mul::SiluMulThreads,
+    silu_mul::{GateFunction, SiluMulThreads},
 };
 
 /// The family of [`VariantSpec::SOME`].

@@ -10,7 +10,7 @@ use unweight_codegen::{
     VariantSpec,
     family::Instruction,
     plan::GemmShape,
-    spec::{Arch, DecodeCompactStage, DecodeOutput, Epilogue, Op, SiluMulSpec, catalog},
+    spec::{Arch, DecodeCompactStage, DecodeOutput, Epilogue, GateFunction, Op, SiluMulSpec, catalog},
 };
 use unweight_format::{EncodingId, Placement, TileGrid, raw::packed};
 
@@ -336,7 +336,7 @@ impl RoutePolicy {
         let arch = self.chooser.arch();
         let expand = if compact { decode_compact(arch) } else { VariantSpec::unpack(arch) };
         // Behind cuBLAS nothing is gained by an early start.
-        let of = |spec: &VariantSpec| matches!(spec.op, Op::SiluMul(op) if !op.pdl);
+        let of = |spec: &VariantSpec| matches!(spec.op, Op::SiluMul(op) if !op.pdl && op.gate == GateFunction::Silu);
         let activate = match epilogue {
             Epilogue::SiluMul => Some(catalog::on::<SiluMulSpec>(arch).find(of)?),
             Epilogue::Store | Epilogue::StoreAdd => None,

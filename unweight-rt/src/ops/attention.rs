@@ -66,13 +66,14 @@ pub struct ChunkRows<'a> {
     table_pages: u32,
     window: u32,
     scale: Option<f32>,
+    softcap: Option<f32>,
 }
 
 impl<'a> ChunkRows<'a> {
     /// Tokens from position `start` on of the sequence whose pages are the first row of a table of rows of
     /// `table_pages` entries.
     pub fn new(start: u32, page_table: &'a DeviceBuffer<u32>, table_pages: u32) -> Self {
-        Self { start, page_table, table_row: 0, table_pages, window: 0, scale: None }
+        Self { start, page_table, table_row: 0, table_pages, window: 0, scale: None, softcap: None }
     }
 
     /// The sequence has this row of the table.
@@ -93,6 +94,13 @@ impl<'a> ChunkRows<'a> {
     #[must_use]
     pub fn scale(mut self, scale: f32) -> Self {
         self.scale = Some(scale);
+        self
+    }
+
+    /// As [`AttentionOptions::softcap`].
+    #[must_use]
+    pub fn softcap(mut self, cap: Option<f32>) -> Self {
+        self.softcap = cap;
         self
     }
 
@@ -119,6 +127,7 @@ pub struct AttentionOptions<'a> {
     rotated: bool,
     window: u32,
     scale: Option<f32>,
+    softcap: Option<f32>,
     bias: Option<&'a DeviceBuffer<u16>>,
     q_norm: Option<&'a DeviceBuffer<u16>>,
     k_norm: Option<&'a DeviceBuffer<u16>>,
@@ -130,7 +139,8 @@ impl<'a> AttentionOptions<'a> {
     /// Queries and keys are turned by these angles, tokens see all before them, and that is all.
     pub fn new(rotary: RotaryTable<'a>) -> Self {
         let (bias, q_norm, k_norm) = (None, None, None);
-        Self { rotary, rotated: true, window: 0, scale: None, bias, q_norm, k_norm, eps: 0.0, parts: 1 }
+        let (scale, softcap) = (None, None);
+        Self { rotary, rotated: true, window: 0, scale, softcap, bias, q_norm, k_norm, eps: 0.0, parts: 1 }
     }
 
     /// Whether queries and keys are turned; otherwise the angles only say how many positions there are.
@@ -159,6 +169,13 @@ impl<'a> AttentionOptions<'a> {
     #[must_use]
     pub fn scale(mut self, scale: f32) -> Self {
         self.scale = Some(scale);
+        self
+    }
+
+    /// The soft cap of scores, where the kernel has `softcap`: `cap * tanh(score / cap)`. Such a kernel takes no norms.
+    #[must_use]
+    pub fn softcap(mut self, cap: Option<f32>) -> Self {
+        self.softcap = cap;
         self
     }
 
@@ -243,6 +260,26 @@ impl Attention {
         if takes == asked { Ok(()) } else { Err(LaunchError::Step { takes: takes.tag(), asked: asked.tag() }) }
     }
 
+    /// That the kernel has a soft cap if scores are to have one.
+    fn check_softcap(&self, asked: Option<f32>, has_norms: bool) -> Result<(), LaunchError> {
+        match (self.spec.softcap, asked) {
+            (false, None) => Ok(()),
+            (true, Some(_)) if !has_norms => Ok(()),
+            (true, Some(_)) => Err(LaunchError::Family { wanted: "attention with norms of heads" }),
+            (true, None) => Err(LaunchError::Family { wanted: "attention without a soft cap" }),
+            (false, Some(_)) => Err(LaunchError::Family { wanted: "attention with a soft cap" }),
+        }
+    }
+
+    /// `scale` and `eps` of the arguments, for this factor of scores.
+    fn scales(&self, factor: Option<f32>, softcap: Option<f32>, eps: f32) -> (f32, f32) {
+        let factor = factor.unwrap_or(1.0 / (self.spec.head_dim.get() as f32).sqrt());
+        match softcap {
+            Some(cap) => (cap * std::f32::consts::LOG2_E, factor / cap),
+            None => (factor * std::f32::consts::LOG2_E, eps),
+        }
+    }
+
     /// Enqueues the causal attention of a chunk of tokens of one sequence.
     ///
     /// `qkv` is `[m, (h + 2g) * head_dim]`; its queries are normed and turned already, and the keys and values of all
@@ -266,6 +303,7 @@ impl Attention {
         let head_dim = self.spec.head_dim.get();
         let check = || {
             self.check_step(AttentionStep::Prefill)?;
+            self.check_softcap(rows.softcap, false)?;
             if layer.shape().head_dim() != head_dim {
                 return Err(LaunchError::HeadDimOf { takes: head_dim, cache: layer.shape().head_dim() });
             }
@@ -283,6 +321,7 @@ impl Attention {
             Ok((heads, problem))
         };
         let (heads, problem) = check().or_else(|refusal| self.kernel.refuse(refusal))?;
+        let (scale, eps) = self.scales(rows.scale, rows.softcap, 0.0);
         let table = u64::from(rows.table_row) * u64::from(rows.table_pages) * size_of::<u32>() as u64;
         let args = AttentionArgs {
             qkv: qkv.address,
@@ -299,7 +338,8 @@ impl Attention {
             table_pages: rows.table_pages,
             window: rows.window,
             start: rows.start,
-            scale: rows.scale.unwrap_or(1.0 / (head_dim as f32).sqrt()) * std::f32::consts::LOG2_E,
+            scale,
+            eps,
             ..AttentionArgs::default()
         };
         // SAFETY: as in `decode`; the table was held against the last token, and the kernel bounds pages.
@@ -335,6 +375,7 @@ impl Attention {
         let have = ctx.size();
         let check = || {
             self.check_step(AttentionStep::Decode)?;
+            self.check_softcap(options.softcap, options.q_norm.or(options.k_norm).is_some())?;
             self.check_parts(parts)?;
             let written = self.check_cache(&cache, qkv.rows)?;
             let heads = Heads::of(qkv, out, written.shape().kv_heads(), head_dim)?;
@@ -378,7 +419,7 @@ impl Attention {
         let fault = ctx.row_fault_address(RowFault::Page);
         let ContextParts { workspace, .. } = ctx.parts();
         let address = |vector: Option<&DeviceBuffer<u16>>| vector.map_or(0, DeviceBuffer::address);
-        let scale = options.scale.unwrap_or(1.0 / (head_dim as f32).sqrt());
+        let (scale, eps) = self.scales(options.scale, options.softcap, options.eps);
         let args = AttentionArgs {
             qkv: qkv.address,
             out: out.address,
@@ -402,8 +443,8 @@ impl Attention {
             window: options.window,
             rope_dim: if options.rotated { cosines.cols * 2 } else { 0 },
             start: 0,
-            scale: scale * std::f32::consts::LOG2_E,
-            eps: options.eps,
+            scale,
+            eps,
             parts,
             ..cache_args(&cache)
         };

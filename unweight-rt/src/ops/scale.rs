@@ -1,4 +1,4 @@
-//! Factors of activations: `y = factor * x`, `y += factor * x`.
+//! Factors of activations: `y = factor * x`, `y += factor * x`; and soft caps: `y = factor * tanh(x / factor)`.
 
 use std::sync::Arc;
 
@@ -41,7 +41,7 @@ impl Scale {
         &self.kernel
     }
 
-    /// Enqueues `y[m, n] = factor * x[m, n]`, or `y += factor * x` if the kernel adds. `n` is a multiple of 8.
+    /// Enqueues `y[m, n] = factor * x[m, n]`, or what else the kernel's form is. `n` is a multiple of 8.
     ///
     /// # Errors
     /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
@@ -59,12 +59,12 @@ impl Scale {
         self.launch(ctx, x, factor, y)
     }
 
-    /// Enqueues `y[m, n] *= factor`.
+    /// Enqueues `y[m, n] *= factor`, or caps `y`.
     ///
     /// # Errors
     /// As for [`Scale::enqueue`]; a kernel that adds.
     pub fn enqueue_in_place(&self, ctx: &mut ExecContext, y: MatrixMut<'_>, factor: f32) -> Result<(), DeviceError> {
-        if self.spec.form != ScaleForm::Mul {
+        if self.spec.form == ScaleForm::Add {
             return self.kernel.refuse(LaunchError::Family { wanted: "a factor in place" });
         }
         self.launch(ctx, y.place(), factor, y.place())

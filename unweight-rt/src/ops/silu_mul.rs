@@ -1,4 +1,5 @@
-//! The activation of a gated MLP, `y = silu(gate) * up`, where the product of gate and up was stored.
+//! The activation of a gated MLP, `y = silu(gate) * up`, where the product of gate and up was stored; the kernel may
+//! have another function of the gate.
 
 use std::sync::Arc;
 
@@ -18,7 +19,7 @@ use crate::{
     exec::{ExecContext, operands::check_activations},
 };
 
-/// A kernel of `silu(gate) * up`.
+/// A kernel of `silu(gate) * up`, or of another function of the gate.
 #[derive(Clone, Debug)]
 pub struct SiluMul {
     kernel: Arc<LoadedKernel>,

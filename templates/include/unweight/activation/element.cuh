@@ -22,6 +22,17 @@ UW_DEVICE u32 scale_norm(u32 x, u32 gamma, float scale) {
     return ptx::pack_bf16x2(ptx::mul(low_of(y), low_of(gamma)), ptx::mul(high_of(y), high_of(gamma)));
 }
 
+// bf16((1 + gamma) * (x * scale)): the weight is how far the factor is from one, and the norm rounds once.
+UW_DEVICE u32 scale_norm_plus_one(u32 x, u32 gamma, float scale) {
+    return ptx::pack_bf16x2(ptx::mul(ptx::mul(low_of(x), scale), ptx::add(1.0f, low_of(gamma))),
+                            ptx::mul(ptx::mul(high_of(x), scale), ptx::add(1.0f, high_of(gamma))));
+}
+
+// tanh(x) = 1 - 2 / (1 + e^2x). Its error is a few 2^-24 of 1, not of tanh(x).
+UW_DEVICE float tanh(float x) {
+    return ptx::add(1.0f, -ptx::div(2.0f, ptx::add(1.0f, ptx::exp2_approx(ptx::mul(x, 2.88539008f)))));
+}
+
 // sum + the squares of a word, the lower element first.
 UW_DEVICE float add_squares(float sum, u32 x) {
     return ptx::fma(high_of(x), high_of(x), ptx::fma(low_of(x), low_of(x), sum));

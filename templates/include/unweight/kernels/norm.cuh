@@ -4,6 +4,7 @@
 //   u32  kThreads   a multiple of 32 up to 1024; d is at most kColumnsMax
 //   NormKind kKind  kRms      bf16(gamma * bf16(x * rsqrt(mean(x^2) + eps)))
 //                   kRmsOnce  bf16(gamma * (x * rsqrt(mean(x^2) + eps)))
+//                   kRmsPlusOne  bf16((1 + gamma) * (x * rsqrt(mean(x^2) + eps)))
 //                   kLayer    bf16(gamma * (c * rsqrt(mean(c^2) + eps))), c = x - mean(x)
 //   bool kAdd       y[r] += norm(x[s]), added before the last rounding
 //   bool kPdl       programmatic dependent launch: gamma is read before griddepcontrol.wait, all else after it
@@ -104,8 +105,13 @@ UW_DEVICE u32 normed(u32 x, u32 gamma, u32 y, float middle, float factor) {
         low = low_of(rounded);
         high = high_of(rounded);
     }
-    low = ptx::mul(low, low_of(gamma));
-    high = ptx::mul(high, high_of(gamma));
+    if constexpr (Config::kKind == NormKind::kRmsPlusOne) {
+        low = ptx::mul(low, ptx::add(1.0f, low_of(gamma)));
+        high = ptx::mul(high, ptx::add(1.0f, high_of(gamma)));
+    } else {
+        low = ptx::mul(low, low_of(gamma));
+        high = ptx::mul(high, high_of(gamma));
+    }
     if constexpr (Config::kAdd) {
         low = ptx::add(low_of(y), low);
         high = ptx::add(high_of(y), high);

@@ -5,6 +5,7 @@
 // Config
 //   u32  kHeadDim  a multiple of 16 up to 256
 //   bool kAdjacent elements 2i and 2i + 1 are turned together, instead of i and i + rope_dim / 2
+//   bool kPlusOne  norms multiply by one plus the weight, and round once
 //   bool kPdl      programmatic dependent launch: tables, norms and the page are read before griddepcontrol.wait, QKV
 //                  after it
 //
@@ -37,6 +38,7 @@ struct Smem {
     static constexpr u32 kBytes = 0;
 };
 
+// A head, by a warp; also of a single token, where attention prepares it (attention/decode.cuh).
 template <class Config>
 struct Head {
     static constexpr u32 kPairs = Config::kHeadDim / 4;       // of words
@@ -50,7 +52,8 @@ struct Head {
 
     u32 lane, turned;  // pairs that are turned
 
-    UW_DEVICE Head(const RopeArgs& args) : lane(ptx::thread_index() % 32), turned(args.rope_dim / 4) {}
+    template <class Args>
+    UW_DEVICE Head(const Args& args) : lane(ptx::thread_index() % 32), turned(args.rope_dim / 4) {}
 
     UW_DEVICE u32 pair(u32 piece) const { return lane + piece * 32; }
     UW_DEVICE bool has(u32 piece) const { return pair(piece) < kPairs; }
@@ -100,8 +103,13 @@ struct Head {
         const float scale = activation::norm_scale(sum, Config::kHeadDim, eps);
 #pragma unroll
         for (u32 i = 0; i < kPieces; ++i) {
-            x.first[i] = activation::scale_norm(x.first[i], gamma.first[i], scale);
-            x.second[i] = activation::scale_norm(x.second[i], gamma.second[i], scale);
+            if constexpr (Config::kPlusOne) {
+                x.first[i] = activation::scale_norm_plus_one(x.first[i], gamma.first[i], scale);
+                x.second[i] = activation::scale_norm_plus_one(x.second[i], gamma.second[i], scale);
+            } else {
+                x.first[i] = activation::scale_norm(x.first[i], gamma.first[i], scale);
+                x.second[i] = activation::scale_norm(x.second[i], gamma.second[i], scale);
+            }
         }
     }
     // angles: cosines in `first`, sines in `second`.
@@ -123,6 +131,16 @@ struct Head {
             if (!has(i)) continue;
             ptx::st_global(to + first(i) * 2, x.first[i]);
             ptx::st_global(to + second(i) * 2, x.second[i]);
+        }
+    }
+    // To `store(word, value)`.
+    template <class Store>
+    UW_DEVICE void each(const Words& x, Store store) const {
+#pragma unroll
+        for (u32 i = 0; i < kPieces; ++i) {
+            if (!has(i)) continue;
+            store(first(i), x.first[i]);
+            store(second(i), x.second[i]);
         }
     }
     // To a token of K or V of one head in a page.

@@ -1,7 +1,8 @@
-// Factors of activations, bf16 [m, columns], in fp32 and rounded once: y[r, c] = factor * x[r, c].
+// Factors and soft caps of activations, bf16 [m, columns], in fp32 and rounded once: y[r, c] = factor * x[r, c].
 //
 // Config
 //   ScaleForm kForm  kMul: as above; y may be x. kAdd: y[r, c] += factor * x[r, c]
+//                    kCap: y[r, c] = factor * tanh(x[r, c] / factor); y may be x
 //   bool kPdl        programmatic dependent launch: everything is touched after griddepcontrol.wait
 //
 // Launch: kBlockThreads threads, no shared memory; a block for each kBlockColumns columns of each row, those of a row
@@ -36,6 +37,9 @@ UW_DEVICE u32 scaled(u32 x, u32 y, float factor) {
     using namespace activation;
     if constexpr (Config::kForm == ScaleForm::kAdd) {
         return ptx::pack_bf16x2(ptx::fma(low_of(x), factor, low_of(y)), ptx::fma(high_of(x), factor, high_of(y)));
+    } else if constexpr (Config::kForm == ScaleForm::kCap) {
+        return ptx::pack_bf16x2(ptx::mul(factor, tanh(ptx::div(low_of(x), factor))),
+                                ptx::mul(factor, tanh(ptx::div(high_of(x), factor))));
     } else {
         return ptx::pack_bf16x2(ptx::mul(low_of(x), factor), ptx::mul(high_of(x), factor));
     }

@@ -1,9 +1,10 @@
-// The activation between two linears of an MLP: y[r, c] = bf16(silu(gate[r, c]) * up[r, c]), all bf16 [m, columns]. In
+// The activation between two linears of an MLP: y[r, c] = bf16(f(gate[r, c]) * up[r, c]), all bf16 [m, columns]. In
 // fp32, rounded once. Gate and up are side by side in rows of one matrix, alternate by 8 columns (`spread` 2: as the
 // product of a gate and an up whose rows alternate), or are apart.
 //
 // Config
 //   u32  kThreads  a multiple of 32 up to 1024
+//   GateFunction kGate  f: kSilu, kGelu (tanh approximation)
 //   bool kPdl      programmatic dependent launch: everything is touched after griddepcontrol.wait
 //
 // Launch: kThreads threads, no shared memory; a block for each kThreads * 8 columns of each row, those of a row one
@@ -14,6 +15,7 @@
 #pragma once
 
 #include "unweight/activation/element.cuh"
+#include "unweight/axes.cuh"
 #include "unweight/epilogue/activation.cuh"
 #include "unweight/ptx/control.cuh"
 #include "unweight/ptx/memory.cuh"
@@ -30,10 +32,16 @@ struct Smem {
     static constexpr u32 kBytes = 0;
 };
 
-UW_DEVICE u32 silu_mul(u32 gate, u32 up) {
+template <class Config>
+UW_DEVICE float activate(float gate) {
+    return Config::kGate == GateFunction::kGelu ? packed::gelu_tanh(gate) : packed::silu(gate);
+}
+
+template <class Config>
+UW_DEVICE u32 gated(u32 gate, u32 up) {
     using namespace activation;
-    return ptx::pack_bf16x2(ptx::mul(packed::silu(low_of(gate)), low_of(up)),
-                            ptx::mul(packed::silu(high_of(gate)), high_of(up)));
+    return ptx::pack_bf16x2(ptx::mul(activate<Config>(low_of(gate)), low_of(up)),
+                            ptx::mul(activate<Config>(high_of(gate)), high_of(up)));
 }
 
 template <class Config>
@@ -47,7 +55,8 @@ UW_DEVICE void run(const SiluMulArgs& args) {
     if (column >= args.columns) return;
     const u64 at = row * args.x_pitch + static_cast<u64>(column) * args.spread;
     const U32x4 gate = ptx::ld_global_x4(args.gate + at), up = ptx::ld_global_x4(args.up + at);
-    const U32x4 y{silu_mul(gate.x, up.x), silu_mul(gate.y, up.y), silu_mul(gate.z, up.z), silu_mul(gate.w, up.w)};
+    const U32x4 y{gated<Config>(gate.x, up.x), gated<Config>(gate.y, up.y), gated<Config>(gate.z, up.z),
+                  gated<Config>(gate.w, up.w)};
     ptx::st_global_x4(args.y + row * args.y_pitch + column, y);
 }
 

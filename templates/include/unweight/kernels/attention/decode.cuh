@@ -3,7 +3,7 @@
 // value are stored into the row's page, and they take part.
 //
 // Config (the axes of unweight-codegen/src/family/attention.rs)
-//   u32  kHeadDim        16 * 1..8  elements of a head
+//   u32  kHeadDim        16 * 1..8, or 256 with kBf16  elements of a head
 //   u32  kWarps          of a block
 //   u32  kStages         slots of each warp's private ring, 16 tokens each
 //   u32  kCluster        1,2,4,8  blocks that share the tokens of a row and KV head
@@ -14,6 +14,8 @@
 //                        but for the page that a sequence is writing, its hot page, which is bf16
 //   bool kAdjacent       elements 2i and 2i + 1 of a head are turned together, instead of i and i + rope_dim / 2; in
 //                        the tables, angles i and i + rope_dim / 4 are next to each other
+//   bool kSoftcap        scores are tanh(score * eps), and `scale` is the cap times log2(e); there are no norms
+//   bool kPlusOne        norms multiply by one plus the weight, and round once
 //   bool kPdl            programmatic dependent launch: tables and the pages of earlier tokens are read before
 //                        griddepcontrol.wait, QKV is read and A and the cache are written after it
 //
@@ -75,6 +77,7 @@
 #include "unweight/encoding/kv_packed.cuh"
 #include "unweight/encoding/kv_page.cuh"
 #include "unweight/kernels/attention/softmax.cuh"
+#include "unweight/kernels/rope.cuh"
 #include "unweight/pipeline/warp_ring.cuh"
 #include "unweight/ptx/async.cuh"
 #include "unweight/ptx/barrier.cuh"
@@ -129,7 +132,9 @@ struct Kernel {
     static constexpr u32 kTileWarps = Config::kWarps * Config::kCluster;  // warps that add up in shared memory
     static constexpr u32 kPairs = kHeadDim / 2;                           // words of a row of a head
     using P = kv::Packed<kHeadDim>;
-    static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128, "a lane prepares one pair of words of a head");
+    // Of large heads O and V take the registers that queries would; of packed tiles those of half the warps.
+    static constexpr bool kQueriesInSmem = kPacked<Config> || kHeadDim > 128;
+    static_assert(kHeadDim % 16 == 0 && (kHeadDim <= 128 || !kPacked<Config>), "a packed element has 11 bits");
     static_assert(!Config::kSplit || Config::kCluster == 1, "a row is shared through memory, or by a cluster");
 
     const AttentionArgs& args;
@@ -309,10 +314,38 @@ struct Kernel {
     }
 
     // ---- the new token ---------------------------------------------------------------------------------------------
+    UW_DEVICE static u32 scale_norm(u32 x, u32 gamma, float scale) {
+        return Config::kPlusOne ? activation::scale_norm_plus_one(x, gamma, scale)
+                                : activation::scale_norm(x, gamma, scale);
+    }
+    // As below, of a head of more than two words a lane.
+    template <class Store>
+    UW_DEVICE void prepare_large(u32 head, const u16* gamma, bool rotate, Store store) const {
+        using Head = rope::Head<Config>;
+        const Head own(args);
+        const u64 at = u64(head) * kHeadDim;
+        typename Head::Words x = own.load(args.qkv + row * args.qkv_pitch + at);
+        if (args.bias != nullptr) own.add_bias(x, args.bias + at);
+        // With kSoftcap `eps` is another number.
+        if (!Config::kSoftcap && gamma != nullptr) own.norm(x, own.constants(gamma), args.eps);
+        if (rotate) {
+            typename Head::Words angles;
+            const u64 row_at = u64(position) * (args.rope_dim / 2);
+#pragma unroll
+            for (u32 i = 0; i < Head::kPieces; ++i) {
+                const bool turned = own.pair(i) < own.turned;
+                angles.first[i] = turned ? ptx::ld_global_nc(args.cosines + row_at + own.pair(i) * 2) : 0;
+                angles.second[i] = turned ? ptx::ld_global_nc(args.sines + row_at + own.pair(i) * 2) : 0;
+            }
+            own.rotate(x, angles);
+        }
+        own.each(x, store);
+    }
     // One head of the projection's row, by a warp: a lane has two words of it, rotated together. `gamma`: of its norm,
     // or null. To `store(word, value)`.
     template <class Store>
     UW_DEVICE void prepare(u32 head, const u16* gamma, bool rotate, u32 cosines, u32 sines, Store store) const {
+        if constexpr (kHeadDim > 128) return prepare_large(head, gamma, rotate, store);
         const u32 half = args.rope_dim / 4;  // words of half of what is rotated
         const bool turned = lane < half, mine = lane < kPairs / 2;
         const u32 first = turned ? lane : lane * 2, second = turned ? lane + half : lane * 2 + 1;
@@ -327,14 +360,15 @@ struct Kernel {
                 y = activation::add_bias(y, ptx::ld_global(args.bias + at + 2 * second));
             }
         }
-        if (gamma != nullptr) {
+        // With kSoftcap `eps` is another number.
+        if (!Config::kSoftcap && gamma != nullptr) {
             float sum = activation::add_squares(activation::add_squares(0.0f, x), y);
 #pragma unroll
             for (u32 step = 16; step != 0; step /= 2) sum = ptx::add(sum, shuffle_xor(sum, step));
             const float scale = activation::norm_scale(sum, kHeadDim, args.eps);
             if (mine) {
-                x = activation::scale_norm(x, ptx::ld_global(gamma + 2 * first), scale);
-                y = activation::scale_norm(y, ptx::ld_global(gamma + 2 * second), scale);
+                x = scale_norm(x, ptx::ld_global(gamma + 2 * first), scale);
+                y = scale_norm(y, ptx::ld_global(gamma + 2 * second), scale);
             }
         }
         if (rotate && turned) {
@@ -399,6 +433,9 @@ struct Kernel {
             if (token < first_token || token > position) scores[i / 4][i % 4] = left_out();
         }
     }
+    UW_DEVICE void cap(float (&scores)[2][4]) const {
+        if constexpr (Config::kSoftcap) cap_scores(scores, args.eps);
+    }
     // A bf16 tile: K and V in one slot, or with kPacked in two, one after the other.
     UW_DEVICE void compute(u32 tile, const u32 (&q)[kHeadDim / 16][4]) {
         slots.wait(slot, parity);
@@ -411,7 +448,7 @@ struct Kernel {
         }
         float scores[2][4] = {};
         const Lines<kHeadDim> keys(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-        if constexpr (kPacked<Config>) {
+        if constexpr (kQueriesInSmem) {
 #pragma unroll
             for (u32 s = 0; s < kHeadDim / 16; ++s) {
                 const U32x4 k = ptx::ldmatrix_x4(keys.at(key_slot(slot), s));
@@ -421,6 +458,7 @@ struct Kernel {
         } else {
             score<kHeadDim>(scores[0], scores[1], q, keys, key_slot(slot));
         }
+        cap(scores);
         if (edge) mask_scores(scores, first);
         u32 values_address = value_slot(slot);
         if constexpr (kPacked<Config>) {
@@ -521,6 +559,7 @@ struct Kernel {
         // All words have been asked for, and those of K have arrived: the loads of V may still be in flight.
         slots.release();
         load_next();
+        cap(scores);
         rows.weigh(scores, args.scale, p);
 #pragma unroll
         for (u32 s = 0; s < P::kSteps; ++s) {
@@ -547,6 +586,7 @@ struct Kernel {
             special_quad(k, words, s, key, kKey, inside);
             add_scores(scores, s, k);
         }
+        cap(scores);
         if (edge) mask_scores(scores, first);
         P::load(words, key_slot(slot) + P::kOperandBytes, lane);
         rows.weigh(scores, args.scale, p);
@@ -751,7 +791,7 @@ struct Kernel {
         rows.clear();
         if (tiles != 0) {
             u32 q[kHeadDim / 16][4];
-            if constexpr (!kPacked<Config>) load_queries<kHeadDim>(q, shared + S::kQueries, lane);
+            if constexpr (!kQueriesInSmem) load_queries<kHeadDim>(q, shared + S::kQueries, lane);
             for (u32 index = 0; index < tiles; ++index) {
                 const u32 tile = tile_of(index);
                 const bool packed = kPacked<Config> && tile < hot_tile;

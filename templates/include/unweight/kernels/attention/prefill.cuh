@@ -2,11 +2,12 @@
 // all tokens before, are in the pages; queries come as `rope` leaves them.
 //
 // Config (the axes of unweight-codegen/src/family/attention.rs)
-//   u32  kHeadDim        16 * 1..8  elements of a head
+//   u32  kHeadDim        16 * 1..8, or 256  elements of a head
 //   u32  kWarps          of a block, 16 rows each; a row is a query: a token and a head of the group
-//   u32  kStages         slots of the block's ring, a page (64 tokens) each; at least 2
+//   u32  kStages         slots of the block's ring, a page (64 tokens) each, of heads of 256 half of one; at least 2
 //   SmemCopy kCopy       kBulk: an elected lane starts copies by the copy engine; kAsync: all threads copy 16 bytes
 //                        at a time (cp.async), without barriers
+//   bool kSoftcap        scores are tanh(score * eps), and `scale` is the cap times log2(e)
 //   bool kPdl            programmatic dependent launch: nothing is read before griddepcontrol.wait, pages of earlier
 //                        tokens included (another chunk may just have written them)
 //
@@ -15,7 +16,7 @@
 // they see most.
 //
 // Roles: none. A block takes `tokens` tokens with all heads of one KV head's group, token by token. Warp 0 copies K and
-// V of a page (one run of memory) to the ring; every warp multiplies half a page after the other with its own 16 rows
+// V of a page (one run of memory) to the ring; every warp multiplies half a slot after the other with its own 16 rows
 // (mma.m16n8k16), keeping their maxima, sums and O, and leaves out halves that none of its rows sees.
 // The order of sums is that of tokens: a row's bits follow from the tokens that it sees, from where pages begin, and
 // from nothing else.
@@ -27,7 +28,7 @@
 // it. The first and the last page hold tokens that are not to be seen by anyone: their values are set to zero in shared
 // memory (a weight of zero does not make a NaN one); then the block meets.
 //
-// Shared memory = kStages * (256 * kHeadDim + 16), without the 16 where there are no barriers
+// Shared memory = kStages * (256 * kHeadDim + 16), without the 16 where there are no barriers; heads of 256: of 128
 // Global reads per block: 4 * kHeadDim bytes per token that it sees, mostly from L2.
 //
 // Safety   for any numbers in the page table: a page number that is not below `pages` makes its tokens be left out;
@@ -49,7 +50,6 @@
 
 namespace uw::attention::prefill {
 
-constexpr u32 kTileTokens = 32;  // half a page: what is weighed at a time
 constexpr u32 kStepTokens = 16;  // the k dimension of m16n8k16
 
 template <class Config>
@@ -58,7 +58,9 @@ constexpr u32 kThreads = Config::kWarps * 32;
 // Offsets of the sections in dynamic shared memory, and their sum.
 template <class Config>
 struct Smem {
-    static constexpr u32 kHalfBytes = kv::head_bytes(Config::kHeadDim);  // K, or V, of a page
+    static constexpr u32 kPageSlots = Config::kHeadDim > 128 ? 2 : 1;
+    static constexpr u32 kTokens = kv::kPageTokens / kPageSlots;                      // of a slot
+    static constexpr u32 kHalfBytes = kv::head_bytes(Config::kHeadDim) / kPageSlots;  // its K, or V
     static constexpr u32 kSlotBytes = 2 * kHalfBytes;
 
     static constexpr u32 kRing = 0;
@@ -72,10 +74,11 @@ struct Kernel {
     using Cursor = pipeline::Cursor<Config::kStages>;
     static constexpr u32 kHeadDim = Config::kHeadDim;
     static constexpr u32 kChunks = kHeadDim / 8;
+    static constexpr u32 kTileTokens = S::kTokens / 2;  // what is weighed at a time
     static constexpr u32 kStepBytes = kStepTokens * kHeadDim * 2;
     static constexpr u32 kSteps = kHeadDim / 16;
     static constexpr u32 kNoRow = ~0u;
-    static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128, "a warp keeps O of 16 rows");
+    static_assert(kHeadDim % 16 == 0 && kHeadDim <= 256, "a warp keeps O of 16 rows");
     static_assert(Config::kStages >= 2, "a page is asked for while another is worked on");
 
     const AttentionArgs& args;
@@ -85,7 +88,7 @@ struct Kernel {
     const u32 kv_head;
     const u32 first_row, rows;          // of the chunk: the block's tokens
     const u32 first_token, last_token;  // that any of them sees
-    const u32 first_page, pages;
+    const u32 first_slot, slots;
     const bool any_row;              // of this warp's
     const u32 all_first, warp_last;  // tokens: the first that all of the warp's rows see, the last that any sees
     const u32 warp_first, all_last;  // the first that any sees, the last that all see
@@ -109,8 +112,8 @@ struct Kernel {
           rows(a.m - first_row < Config::kWarps * kRows / a.group ? a.m - first_row : Config::kWarps * kRows / a.group),
           first_token(first_of(a.start + first_row)),
           last_token(a.start + first_row + rows - 1),
-          first_page(first_token / kv::kPageTokens),
-          pages(last_token / kv::kPageTokens - first_page + 1),
+          first_slot(first_token / S::kTokens),
+          slots(last_token / S::kTokens - first_slot + 1),
           any_row(warp * kRows / a.group < rows),
           all_first(first_of(last_of_warp())),
           warp_last(last_of_warp()),
@@ -128,18 +131,30 @@ struct Kernel {
     UW_DEVICE u32 value_slot(u32 slot) const { return key_slot(slot) + S::kHalfBytes; }
 
     // ---- load ------------------------------------------------------------------------------------------------------
-    // Of the block's page `index`.
-    UW_DEVICE u32 page_of(u32 index) const { return ptx::ld_global(args.page_table + first_page + index); }
-    // By all warps, with kAsync: the next page, into the slot that everybody has left.
+    // Of what the block's slot `index` holds.
+    UW_DEVICE u32 page_of(u32 index) const {
+        if constexpr (S::kPageSlots == 1) return ptx::ld_global(args.page_table + first_slot + index);
+        return ptx::ld_global(args.page_table + (first_slot + index) / S::kPageSlots);
+    }
+    // K of that in its page.
+    UW_DEVICE const u16* keys_of(u32 page, u32 index) const {
+        return args.layer + kv::head_element(kHeadDim, args.kv_heads, page, kv_head, kKey) +
+               (first_slot + index) % S::kPageSlots * (S::kHalfBytes / 2);
+    }
+    // From there, elements to byte `at` of a slot: K and V of a KV head follow each other in a page, and in a slot.
+    UW_DEVICE static u32 element_of(u32 at) {
+        if constexpr (S::kPageSlots == 1) return at / 2;
+        return at / S::kHalfBytes * (kv::kPageTokens * kHeadDim) + at % S::kHalfBytes / 2;
+    }
+    // By all warps, with kAsync: what comes next, into the slot that everybody has left.
     UW_DEVICE void copy_next() {
-        if (loaded < pages) {
+        if (loaded < slots) {
             const u32 page = page_of(loaded);
             if (page < args.pages) {
-                const u16* from = args.layer + kv::head_element(kHeadDim, args.kv_heads, page, kv_head, kKey);
-                // K and V of a KV head follow each other in a page, and in a slot.
+                const u16* from = keys_of(page, loaded);
 #pragma unroll 4
                 for (u32 at = (warp * 32 + lane) * 16; at < S::kSlotBytes; at += kThreads<Config> * 16) {
-                    ptx::cp_async_x4(key_slot(load.slot) + at, from + at / 2);
+                    ptx::cp_async_x4(key_slot(load.slot) + at, from + element_of(at));
                 }
             } else if (warp == 0 && ptx::elect_one()) {
                 ptx::st_global(args.fault, 1 + first_row);
@@ -159,18 +174,21 @@ struct Kernel {
             ring.wait_full(use);
         }
     }
-    // By warp 0: the next page, into the slot that everybody has left.
+    // By warp 0: what comes next, into the slot that everybody has left.
     UW_DEVICE void load_next() {
-        if (loaded == pages) return;
+        if (loaded == slots) return;
         const u32 page = page_of(loaded);
         if (ptx::elect_one()) {
             ring.wait_empty(load);
             const u32 barrier = ring.full(load.slot);
             if (page < args.pages) {
-                const u16* from = args.layer + kv::head_element(kHeadDim, args.kv_heads, page, kv_head, kKey);
+                const u16* from = keys_of(page, loaded);
+                constexpr u32 kRun = S::kPageSlots == 1 ? S::kSlotBytes : S::kHalfBytes;
                 ptx::mbarrier_arrive_expect_tx(barrier, S::kSlotBytes);
-                // K and V of a KV head follow each other in a page, and in a slot.
-                ptx::cp_async_bulk_load(key_slot(load.slot), from, S::kSlotBytes, barrier, policy);
+#pragma unroll
+                for (u32 at = 0; at < S::kSlotBytes; at += kRun) {
+                    ptx::cp_async_bulk_load(key_slot(load.slot) + at, from + element_of(at), kRun, barrier, policy);
+                }
             } else {
                 // The slot's phase completes all the same.
                 ptx::mbarrier_arrive(barrier);
@@ -204,7 +222,7 @@ struct Kernel {
     // ---- compute ---------------------------------------------------------------------------------------------------
     // By all warps: values of tokens that no row of the block sees.
     UW_DEVICE void clear_values(u32 first) const {
-        for (u32 unit = warp * 32 + lane; unit < kv::kPageTokens * kChunks; unit += kThreads<Config>) {
+        for (u32 unit = warp * 32 + lane; unit < S::kTokens * kChunks; unit += kThreads<Config>) {
             const u32 token = unit / kChunks;
             if (first + token < first_token || first + token > last_token) {
                 const u32 at = kv::chunk_offset(kHeadDim, token, unit % kChunks);
@@ -215,7 +233,7 @@ struct Kernel {
             ptx::fence_proxy_async_shared();  // stores come before the copy that refills the slot
         ptx::sync_block();                    // and before the loads of other warps
     }
-    // Half a page, from token `first` of the sequence on, `inside` of the page.
+    // Half a slot, from token `first` of the sequence on, `inside` of the slot.
     UW_DEVICE void compute(u32 first, u32 inside, const u32 (&q)[kSteps][4]) {
         if (first > warp_last || first + kTileTokens <= warp_first) return;
         constexpr u32 kColumns = kTileTokens / 8;
@@ -226,6 +244,7 @@ struct Kernel {
         for (u32 step = 0; step < kTileTokens / kStepTokens; ++step) {
             score<kHeadDim>(scores[2 * step], scores[2 * step + 1], q, key_lines, keys + step * kStepBytes);
         }
+        if constexpr (Config::kSoftcap) cap_scores(scores, args.eps);
         if (first < all_first || first + kTileTokens - 1 > all_last) {
 #pragma unroll
             for (u32 r = 0; r < 2; ++r) {
@@ -290,12 +309,12 @@ struct Kernel {
         u32 q[kSteps][4];
         load_rows(q);
         state.clear();
-        for (u32 index = 0; index < pages; ++index) {
-            const u32 first = (first_page + index) * kv::kPageTokens;
+        for (u32 index = 0; index < slots; ++index) {
+            const u32 first = (first_slot + index) * S::kTokens;
             const bool there = page_of(index) < args.pages;
             wait_full();
             if constexpr (kAsync<Config>) copy_next();
-            if (there && (first < first_token || first + kv::kPageTokens - 1 > last_token)) clear_values(first);
+            if (there && (first < first_token || first + S::kTokens - 1 > last_token)) clear_values(first);
             if (there && any_row) compute(first, 0, q);
             // The slot of the page before: a warp that still reads it is not far behind.
             if (!kAsync<Config> && warp == 0 && index != 0) load_next();

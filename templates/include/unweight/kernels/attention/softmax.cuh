@@ -20,6 +20,16 @@ UW_DEVICE float shuffle_xor(float value, u32 mask) {
     return ptx::float_from_bits(ptx::shuffle_xor(ptx::bits_from_float(value), mask));
 }
 
+// tanh of scores times a factor: what is left of a soft cap is a factor of the result.
+template <u32 kColumns>
+UW_DEVICE void cap_scores(float (&scores)[kColumns][4], float factor) {
+#pragma unroll
+    for (u32 c = 0; c < kColumns; ++c) {
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) scores[c][i] = activation::tanh(ptx::mul(scores[c][i], factor));
+    }
+}
+
 // Addresses of what one lane gives to ldmatrix, in tiles of whole groups of 8 rows laid out as pages are: row `row`,
 // and of each pair of chunks the one that `odd` says.
 template <u32 kHeadDim>
