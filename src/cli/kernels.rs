@@ -21,6 +21,7 @@ use unweight::{
         bundle::{ATTACHED_NAME, Attached, Bundle, BundleError},
         raw::glob::matches,
     },
+    model::{Activation, ModelConfig},
     rt::{
         Device, KernelSet, LoadOptions,
         cache::{CacheState, Progress},
@@ -429,7 +430,9 @@ impl Usage {
 
 /// What loading a bundle and running its model can ask for.
 fn of_bundle(bundle: &Bundle, usage: &Usage, cards: Cards, output: Output) -> Result<Vec<VariantSpec>> {
-    let options = usage.load_options();
+    // A model that the engine does not run is reported below.
+    let fused_gate = ModelConfig::of_bundle(bundle).map_or(true, |config| config.act == Activation::Silu);
+    let options = usage.load_options().fused_gate(fused_gate);
     let (machines, mut specs) = match cards {
         Cards::All(arch) => {
             // Multiprocessors come in pairs. Attention's shapes follow from their number.

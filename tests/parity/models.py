@@ -41,7 +41,11 @@ FAMILIES = {
     "olmo2": "Olmo2",
     "glm4": "Glm4",
     "cohere": "Cohere",
+    "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3",
 }
+# Families whose norms multiply by one plus their weight.
+PLUS_ONE = ("gemma2", "gemma3_text")
 
 
 @dataclass(frozen=True)
@@ -71,10 +75,14 @@ class Spec:
             **self.config,
         }
         keys["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, **self.rope}
+        if self.family == "gemma3_text":
+            local = {"rope_type": "default", "rope_theta": 1000.0}
+            keys["rope_parameters"] = {"full_attention": keys["rope_parameters"], "sliding_attention": local}
         # Queries and keys whose products are about 1: attention is neither flat nor a choice of one.
         keys["initializer_range"] = 0.02 if self.trained else keys["hidden_size"] ** -0.5
         name = FAMILIES[self.family]
-        config = getattr(transformers, f"{name}Config")(**keys)
+        kind = "TextConfig" if self.family == "gemma3_text" else "Config"
+        config = getattr(transformers, f"{name}{kind}")(**keys)
         torch.manual_seed(seed)
         return getattr(transformers, f"{name}ForCausalLM")(config)
 
@@ -88,7 +96,7 @@ class Spec:
             tokenizer.save_pretrained(folder)
             model.generation_config.eos_token_id = [EOS, END]
         else:
-            disturb(model, self.escapes, seed)
+            disturb(model, self.escapes, seed, 0.0 if self.family in PLUS_ONE else 1.0)
         model.generation_config.do_sample = False
         model.to(torch.bfloat16).save_pretrained(folder, max_shard_size=self.shard)
         told["parameters"] = sum(parameter.numel() for parameter in model.parameters())
@@ -117,6 +125,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 # Layers 2 and 3 have the window, 0 and 1 do not.
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 2}
+# Odd layers see all tokens, with another rotary embedding in Gemma 3.
+GEMMA3 = {"sliding_window": 64, "sliding_window_pattern": 2}
 # Eight experts a layer, two of them for each token.
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
 
@@ -156,6 +166,9 @@ TRAINED = [
     Spec("olmo2", "olmo2", sizes(256, 768, 4, 2), trained=True),
     Spec("glm4", "glm4", sizes(256, 768, 4, 2, head_dim=64), trained=True, rope={"partial_rotary_factor": 0.5}),
     Spec("cohere", "cohere", sizes(256, 768, 4, 2, tie_word_embeddings=True, logit_scale=0.5), trained=True),
+    Spec("falcon3", "llama", sizes(256, 768, 4, 2, head_dim=256), trained=True, rope={"rope_theta": 1000042.0}),
+    Spec("gemma2", "gemma2", sizes(256, 768, 4, 2, tie_word_embeddings=True, sliding_window=64), trained=True),
+    Spec("gemma3", "gemma3_text", sizes(256, 768, 4, 1, tie_word_embeddings=True, **GEMMA3), trained=True, rope=LINEAR),
 ]
 # No multiples: of 64 `hidden_size` 280, 264, 136, 328; of 32 every `intermediate_size` here; 1003 is odd.
 RANDOM = [
@@ -175,6 +188,13 @@ RANDOM = [
     Spec("olmo2-odd", "olmo2", sizes(320, 456, 4, 1, vocab_size=1003), rope=LINEAR),
     Spec("glm4-group16", "glm4", sizes(264, 200, 16, 1, head_dim=48, vocab_size=1003), rope={"partial_rotary_factor": 0.5}),
     Spec("cohere-odd", "cohere", sizes(328, 520, 4, 1, head_dim=128, vocab_size=1003, logit_scale=0.25)),
+    # Scores and logits that their caps bend.
+    Spec(
+        "gemma2-odd", "gemma2",
+        sizes(280, 328, 6, 2, head_dim=80, vocab_size=1003, sliding_window=48, query_pre_attn_scalar=30,
+              attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    ),
+    Spec("gemma3-odd", "gemma3_text", sizes(264, 520, 7, 1, vocab_size=1003, **GEMMA3)),
     # Few enough to be packed with escapes, and too many for it.
     Spec("llama-escapes", "llama", sizes(256, 512, 4, 2, vocab_size=1024), escapes=0.002),
     Spec("qwen3-escapes", "qwen3", sizes(256, 512, 4, 2, head_dim=64, vocab_size=1024), escapes=0.03),
@@ -183,13 +203,13 @@ ALL = TRAINED + RANDOM
 
 
 @torch.no_grad()
-def disturb(model: torch.nn.Module, escapes: float, seed: int) -> None:
-    """Norms that are not 1, biases that are not 0, and escapes: one in 20 far above the other weights, the rest below.
+def disturb(model: torch.nn.Module, escapes: float, seed: int, norm: float) -> None:
+    """Norms that are near `norm`, biases that are not 0, and escapes: one in 20 far above the other weights, the rest below.
     Large ones stand where they cannot make attention a choice of one token."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
-            middle, spread = (0.0, 0.3) if name.endswith("bias") else (1.0, 0.1)
+            middle, spread = (0.0, 0.3) if name.endswith("bias") else (norm, 0.1)
             values = middle + spread * torch.randn(parameter.shape, generator=generator)
         elif escapes:
             values = parameter.cpu()

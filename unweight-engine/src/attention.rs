@@ -3,10 +3,11 @@
 use unweight_codegen::{
     VariantSpec,
     family::Instruction,
+    kv::packed,
     plan::{GemmShape, Plan},
     spec::{Arch, AttentionSpec, AttentionStages, AttentionStep, KvCache, Op, catalog},
 };
-use unweight_model::ModelConfig;
+use unweight_model::{ModelConfig, NormKind, QkNorm, RopePairs};
 use unweight_rt::{
     ContextSize,
     raw::{choose::cost::gpu_model::GpuModel, ops::attention::PARTS_MAX},
@@ -84,17 +85,27 @@ pub fn decode_variant(
     Some((variant(gpu.arch, (AttentionStep::Decode, cache), head_dim, shape)?, shape.parts))
 }
 
-/// The same attention for heads whose adjacent elements are rotated together, or not.
-pub fn rotating(spec: VariantSpec, adjacent: bool) -> VariantSpec {
-    match spec.op {
-        Op::Attention(op) => VariantSpec::attention(spec.arch, AttentionSpec { adjacent, ..op }),
-        _ => spec,
-    }
+/// The same attention as a model computes it: how it rotates and norms heads of new tokens, and caps scores.
+pub fn of_model(spec: VariantSpec, config: &ModelConfig) -> VariantSpec {
+    let Op::Attention(op) = spec.op else { return spec };
+    let is_decode = op.step == AttentionStep::Decode;
+    let own = AttentionSpec {
+        adjacent: is_decode && config.rope.pairs == RopePairs::Adjacent,
+        plus_one: is_decode && norms_heads_plus_one(config),
+        softcap: config.soft_caps.attention.is_some(),
+        ..op
+    };
+    VariantSpec::attention(spec.arch, own)
+}
+
+/// Whether queries and keys are normed, and with one plus the weight.
+pub fn norms_heads_plus_one(config: &ModelConfig) -> bool {
+    config.qk_norm == QkNorm::Head && config.norm == NormKind::RmsPlusOne
 }
 
 /// The shipped attention for heads of this size that is nearest to so many warps and blocks: those of sizes that few
 /// models have come with clusters of one. Only warps and clusters that both caches have are taken, so that their sums
-/// have the same order and the same bits.
+/// have the same order and the same bits; heads that cannot be packed have one cache.
 pub fn variant(
     arch: Arch,
     (step, cache): (AttentionStep, KvCache),
@@ -109,7 +120,9 @@ pub fn variant(
     });
     let (own, others): (Vec<_>, Vec<_>) =
         shipped.filter(|op| op.pdl == pdl && op.split == split).partition(|op| op.cache == cache);
-    let is_shared = |own: &AttentionSpec| others.iter().any(|op| (op.warps, op.cluster) == (own.warps, own.cluster));
+    let is_one = !packed::takes(head_dim);
+    let is_shared =
+        |own: &AttentionSpec| is_one || others.iter().any(|op| (op.warps, op.cluster) == (own.warps, own.cluster));
     let rank = |op: &AttentionSpec| (op.warps.get() * op.cluster.get()).abs_diff(warps * cluster);
     // Where variants differ in their rings alone, the shorter one is for a crowded device.
     let ring =

@@ -64,6 +64,12 @@ pub enum EngineError {
         /// The family.
         family: Family,
     },
+    /// The options ask for a packed KV cache, and pages with heads of this size cannot be packed.
+    #[error("kv_cache = packed takes heads of up to 128 elements, this model has heads of {head_dim}; use bf16")]
+    PackedHeads {
+        /// Elements of a head.
+        head_dim: u32,
+    },
     /// [`EngineOptions::resident_experts`](crate::EngineOptions::resident_experts) is set, and the model has no
     /// experts.
     #[error("resident_experts = {0} was asked for, and the model has no experts; leave it out")]
@@ -101,6 +107,7 @@ impl EngineError {
             Self::NotStored => "mlp-not-stored",
             Self::StoredExperts(_) => "experts-run-packed-only",
             Self::StoredFamily { .. } => "family-without-pipelines",
+            Self::PackedHeads { .. } => "heads-not-packed",
             Self::NoExperts(_) => "model-without-experts",
             Self::NoPipelines(_) => "built-without-pipelines",
             Self::Setting(_) => "pipeline-invalid",

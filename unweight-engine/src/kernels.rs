@@ -5,13 +5,14 @@ use std::{collections::BTreeSet, sync::Arc};
 use unweight_codegen::{
     VariantSpec,
     family::{Instruction, norm::COLUMNS_MAX, sample::VOCABULARY_MAX},
+    kv::packed,
     spec::{
-        Arch, AttentionStep, EmbedSource, EmbedSpec, HeadDim, KvCache, KvPackSpec, KvPackStage, KvUnpackSpec,
-        LogprobsSpec, NormKind, NormSpec, Op, RopeHeadDim, RopeSpec, RouteSpec, SampleSpec, ScaleForm, ScaleSpec,
-        SiluMulSpec, catalog,
+        Arch, AttentionStep, EmbedSource, EmbedSpec, GateFunction, HeadDim, KvCache, KvPackSpec, KvPackStage,
+        KvUnpackSpec, LogprobsSpec, NormKind, NormSpec, Op, RopeHeadDim, RopeSpec, RouteSpec, SampleSpec, ScaleForm,
+        ScaleSpec, SiluMulSpec, catalog,
     },
 };
-use unweight_model::{Mixture, ModelConfig, NormKind as ModelNorm, QkNorm, RopePairs};
+use unweight_model::{Activation, Mixture, ModelConfig, NormKind as ModelNorm, QkNorm, RopePairs};
 use unweight_rt::{
     ContextSize, DeviceError, ExecContext, KernelSet, LaunchError, MatrixMut,
     raw::{
@@ -52,6 +53,8 @@ pub struct Variants {
     scale: Option<VariantSpec>,
     /// Of what is added to the residual stream, if that is scaled.
     scale_add: Option<VariantSpec>,
+    /// Of logits, if they have a soft cap.
+    cap: Option<VariantSpec>,
     silu_mul: VariantSpec,
     rope: VariantSpec,
     prefill: VariantSpec,
@@ -90,6 +93,10 @@ impl Variants {
         options: &EngineOptions,
     ) -> Result<Self, EngineError> {
         check(config)?;
+        let cache = options.chosen_kv_cache();
+        if cache == KvCache::Packed && !packed::takes(config.head_dim) {
+            return Err(EngineError::PackedHeads { head_dim: config.head_dim });
+        }
         let arch = gpu.arch;
         let (largest, pdl) = (bucket(options.max_batch), arch.has(Instruction::DependentLaunch));
         let norm = norm_variant(arch, config, false);
@@ -101,13 +108,20 @@ impl Variants {
         };
         let scale_add = scale(ScaleForm::Add, &[factors.residual]);
         let scale = scale(ScaleForm::Mul, &[factors.embedding, factors.logits]);
-        let silu_mul =
-            catalog::on::<SiluMulSpec>(arch).find(|spec| matches!(spec.op, Op::SiluMul(op) if op.pdl == pdl));
+        let cap = ScaleSpec { form: ScaleForm::Cap, pdl };
+        let cap = config.soft_caps.logits.map(|_| VariantSpec::scale(arch, cap));
+        let gate = match config.act {
+            Activation::GeluTanh => GateFunction::Gelu,
+            _ => GateFunction::Silu,
+        };
+        let silu_mul = catalog::on::<SiluMulSpec>(arch)
+            .find(|spec| matches!(spec.op, Op::SiluMul(op) if (op.gate, op.pdl) == (gate, pdl)));
         let embed = catalog::on::<EmbedSpec>(arch)
             .find(|spec| matches!(spec.op, Op::Embed(op) if op.pdl == pdl && op.source == source));
         let rope = RopeHeadDim::new(config.head_dim).ok();
         let adjacent = config.rope.pairs == RopePairs::Adjacent;
-        let rope = rope.map(|head_dim| VariantSpec::rope(arch, RopeSpec { head_dim, adjacent, pdl }));
+        let plus_one = attention::norms_heads_plus_one(config);
+        let rope = rope.map(|head_dim| VariantSpec::rope(arch, RopeSpec { head_dim, adjacent, plus_one, pdl }));
         let sampler = |adjusted: bool| {
             let own = catalog::on::<SampleSpec>(arch)
                 .filter(move |spec| matches!(spec.op, Op::Sample(op) if op.pdl == pdl && op.adjusted == adjusted));
@@ -120,14 +134,14 @@ impl Variants {
             catalog::on::<LogprobsSpec>(arch).find(|spec| matches!(spec.op, Op::Logprobs(op) if op.pdl == pdl));
         let sample = sampler(false).zip(sampler(true)).zip(logprobs);
         let shape = Shape { warps: 4, ..Shape::BLOCK };
-        let prefill = attention::variant(arch, (AttentionStep::Prefill, KvCache::Bf16), config.head_dim, shape);
-        let cache = options.chosen_kv_cache();
+        let prefill = attention::variant(arch, (AttentionStep::Prefill, KvCache::Bf16), config.head_dim, shape)
+            .map(|kernel| attention::of_model(kernel, config));
         let tokens = options.context.unwrap_or(config.max_positions).min(config.max_positions);
         let buckets = BUCKETS.into_iter().filter(|bucket| *bucket <= largest);
         let decode = buckets.map(|bucket| {
             let heads = (config.kv_heads, config.head_dim);
             let (kernel, parts) = attention::decode_variant(gpu, cache, heads, bucket, tokens)?;
-            Some(Decode { rows: bucket, kernel: attention::rotating(kernel, adjacent), parts })
+            Some(Decode { rows: bucket, kernel: attention::of_model(kernel, config), parts })
         });
         let decode: Option<Vec<_>> = decode.collect();
         let all = (embed, norm, silu_mul, rope, prefill, decode, sample);
@@ -151,6 +165,7 @@ impl Variants {
             norm_add,
             scale,
             scale_add,
+            cap,
             silu_mul,
             rope,
             prefill,
@@ -167,7 +182,7 @@ impl Variants {
     pub fn all(&self) -> Vec<VariantSpec> {
         let Self { embed, norm, silu_mul, rope, prefill, decode, sample, adjusted, logprobs, experts, packed, .. } =
             self;
-        let some = [self.norm_add, self.scale, self.scale_add].into_iter().flatten();
+        let some = [self.norm_add, self.scale, self.scale_add, self.cap].into_iter().flatten();
         let decode = decode.iter().map(|decode| decode.kernel).chain(experts.iter().copied());
         let decode = decode.chain(packed.iter().flatten().copied());
         let always = [*embed, *norm, *silu_mul, *rope, *prefill, *sample, *adjusted, *logprobs];
@@ -196,6 +211,7 @@ fn norm_variant(arch: Arch, config: &ModelConfig, add: bool) -> Option<VariantSp
     let kind = match config.norm {
         ModelNorm::Rms => NormKind::Rms,
         ModelNorm::RmsOnce => NormKind::RmsOnce,
+        ModelNorm::RmsPlusOne => NormKind::RmsPlusOne,
         ModelNorm::Layer => NormKind::Layer,
         _ => return None,
     };
@@ -221,7 +237,7 @@ fn packed_variants(arch: Arch, head_dim: u32) -> Option<[VariantSpec; 4]> {
 }
 
 fn head_dim(config: &ModelConfig) -> EngineError {
-    EngineError::Geometry { key: "head_dim", value: config.head_dim, takes: "multiples of 16 up to 128" }
+    EngineError::Geometry { key: "head_dim", value: config.head_dim, takes: "multiples of 16 up to 128, and 256" }
 }
 
 /// Refuses sizes that no kernel takes.
@@ -256,6 +272,7 @@ pub struct Kernels {
     pub norm_add: Option<Norm>,
     pub scale: Option<Scale>,
     pub scale_add: Option<Scale>,
+    pub cap: Option<Scale>,
     pub silu_mul: SiluMul,
     pub rope: Rope,
     pub prefill: Attention,
@@ -282,6 +299,7 @@ impl Kernels {
             norm_add: variants.norm_add.map(|spec| Norm::new(get(&spec)?)).transpose()?,
             scale: variants.scale.map(|spec| Scale::new(get(&spec)?)).transpose()?,
             scale_add: variants.scale_add.map(|spec| Scale::new(get(&spec)?)).transpose()?,
+            cap: variants.cap.map(|spec| Scale::new(get(&spec)?)).transpose()?,
             silu_mul: SiluMul::new(get(&variants.silu_mul)?)?,
             rope: Rope::new(get(&variants.rope)?)?,
             prefill: Attention::new(get(&variants.prefill)?)?,
@@ -306,6 +324,18 @@ impl Kernels {
             _ if factor == 1.0 => Ok(()),
             Some(scale) => scale.enqueue_in_place(ctx, y, factor),
             None => Err(LaunchError::Family { wanted: "a factor of activations" }.into()),
+        }
+    }
+
+    /// Caps logits in place, if they have a soft cap.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn cap(&self, ctx: &mut ExecContext, y: MatrixMut<'_>, cap: Option<f32>) -> Result<(), DeviceError> {
+        match (cap, &self.cap) {
+            (None, _) => Ok(()),
+            (Some(cap), Some(kernel)) => kernel.enqueue_in_place(ctx, y, cap),
+            (Some(_), None) => Err(LaunchError::Family { wanted: "a soft cap of logits" }.into()),
         }
     }
 
@@ -386,13 +416,14 @@ mod tests {
         };
         for arch in Arch::ALL.iter().copied() {
             let llama = names("llama", arch);
-            for family in ["phi3", "smollm3"] {
+            for family in ["phi3", "smollm3", "qwen3"] {
                 assert_eq!(names(family, arch), llama, "{family}");
             }
             let has = |family: &str, parts: &[&str]| {
                 let names = names(family, arch);
                 let all = ["rms_once", "layer", "norm_t256_add", "once_add", "adjacent", "scale_mul", "scale_add"];
-                for part in all {
+                let gemma = ["rms_plus_one", "rope_d128_plus_one", "softcap", "scale_cap", "gelu"];
+                for part in all.into_iter().chain(gemma) {
                     assert_eq!(names.contains(part), parts.contains(&part), "{family} {part}: {names}");
                 }
             };
@@ -401,6 +432,11 @@ mod tests {
             has("olmo2", &["rms_once", "once_add"]);
             has("glm4", &["norm_t256_add", "adjacent"]);
             has("cohere", &["layer", "adjacent", "scale_mul"]);
+            has("gemma2", &["rms_plus_one", "softcap", "scale_cap", "gelu", "scale_mul"]);
+            has("gemma3_text", &["rms_plus_one", "rope_d128_plus_one", "gelu", "scale_mul"]);
+            let gemma3 = names("gemma3_text", arch);
+            let mut decode = gemma3.split(' ').filter(|name| name.contains("attention_decode"));
+            assert!(decode.all(|name| name.contains("plus_one")), "{gemma3}");
         }
     }
 
@@ -437,6 +473,27 @@ mod tests {
             }
         }
         assert!(seen > 10_000, "{seen}");
+    }
+
+    /// Heads of 256 have kernels on every architecture, and one KV cache.
+    #[test]
+    fn large_heads_have_a_bf16_cache_alone() {
+        let mut config = Geometry::named("llama-3.1-8b").unwrap().config();
+        config.head_dim = 256;
+        for arch in Arch::ALL.iter().copied() {
+            let of =
+                |options: &EngineOptions| Variants::of(&config, &GpuModel::usual(arch), EmbedSource::Bf16, options);
+            for max_batch in [1, 16, 256] {
+                let all = of(&options(max_batch)).unwrap().all();
+                assert!(all.iter().all(|spec| Plan::new(spec).is_ok()), "{all:?}");
+                assert!(all.iter().any(|spec| spec.to_string().contains("attention_prefill_d256")), "{all:?}");
+            }
+            let error = of(&options(1).kv_cache(KvCache::Packed)).unwrap_err();
+            assert_eq!(
+                error.to_string(),
+                "kv_cache = packed takes heads of up to 128 elements, this model has heads of 256; use bf16"
+            );
+        }
     }
 
     #[test]
@@ -534,7 +591,8 @@ mod tests {
         assert_eq!(key(&|_| ()), None);
         assert_eq!(key(&|config| config.hidden = 4100), Some("hidden_size"));
         assert_eq!(key(&|config| config.intermediate = 4), Some("intermediate_size"));
-        assert_eq!(key(&|config| config.head_dim = 256), Some("head_dim"));
+        assert_eq!(key(&|config| config.head_dim = 256), None);
+        assert_eq!(key(&|config| config.head_dim = 192), Some("head_dim"));
         assert_eq!(key(&|config| (config.heads, config.kv_heads) = (40, 2)), Some("num_attention_heads"));
     }
 }

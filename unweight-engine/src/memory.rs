@@ -4,7 +4,7 @@
 use std::{fmt, path::Path};
 
 use unweight_format::Role;
-use unweight_model::{Mixture, ModelConfig};
+use unweight_model::{Activation, Mixture, ModelConfig};
 use unweight_rt::{
     ContextSize, Expand, LoadOptions,
     experts::ExpertsShape,
@@ -221,7 +221,7 @@ pub fn context_size(
             merged(Role::Router, mixture.experts, hidden).max(shape.context_size(rows(options), mixture.top_k))
         }
         None => {
-            let gated = intermediate.is_multiple_of(32) && hidden.is_multiple_of(64);
+            let gated = config.act == Activation::Silu && intermediate.is_multiple_of(32) && hidden.is_multiple_of(64);
             let both = of(Role::Gate, Weight::merged(2 * intermediate, hidden, gated));
             both.max(merged(Role::Down, hidden, intermediate))
         }
@@ -440,7 +440,8 @@ fn working(config: &ModelConfig, options: &EngineOptions, context: u32) -> u64 {
     let mlp = 3 * u64::from(config.intermediate);
     let row = 2 * u64::from(config.hidden) + u64::from(config.qkv_rows()) + attention + mlp;
     let logits = u64::from(logit_rows(options)) * u64::from(config.vocab);
-    let angles = u64::from(context) * u64::from(config.rope.dim);
+    let tables = 1 + u64::from(config.local_rope.is_some());
+    let angles = tables * u64::from(context) * u64::from(config.rope.dim);
     // Ids, positions and what a packed KV cache needs of a row; what sampling needs of it.
     let row_words = 12 + SAMPLING_WORDS + u64::from(pages_for(context));
     let state = (rows + batch * row_words) * ID;

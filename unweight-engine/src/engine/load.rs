@@ -2,11 +2,11 @@
 
 use std::collections::{BTreeSet, VecDeque};
 
-use unweight_codegen::{VariantSpec, spec::EmbedSource};
+use unweight_codegen::{VariantSpec, kv::packed, spec::EmbedSource};
 #[cfg(feature = "pipelines")]
 use unweight_format::bundle::Profile;
 use unweight_format::{EncodingId, bundle::Bundle};
-use unweight_model::{LayerWeights, ModelConfig, ModelWeights};
+use unweight_model::{Activation, LayerWeights, ModelConfig, ModelWeights};
 use unweight_rt::{
     ContextSize, ExecContext, KernelSet, LayerBuilder, LoadOptions, Loader, Placement, Stream,
     cache::Progress,
@@ -78,7 +78,7 @@ impl Engine {
         let names = ModelWeights::of_bundle(&config, bundle)?;
         let compiled = |kernel: &Progress<'_>| progress(&LoadProgress::Kernel(kernel));
         let start = Start::new(kernels, &config, options, WeightBytes::of(&config, &names, bundle), &compiled)?;
-        let (mut source, _) = Loader::new(kernels, &start.stream, bundle, start.load_options(), &compiled)?;
+        let (mut source, _) = Loader::new(kernels, &start.stream, bundle, start.load_options(&config), &compiled)?;
         let weights = start.weights(kernels, &mut source, &config, &names, progress)?;
         let ctx = source.context(&start.stream)?;
         // What layers were merged in goes before the cache takes what is left.
@@ -148,7 +148,8 @@ impl Engine {
         let mut all = BTreeSet::new();
         let caches = match &options.kv_cache {
             Some(kv_cache) => std::slice::from_ref(kv_cache),
-            None => KvCache::ALL,
+            None if packed::takes(config.head_dim) => KvCache::ALL,
+            None => &[KvCache::Bf16],
         };
         for kv_cache in caches {
             let options = options.clone().kv_cache(*kv_cache);
@@ -177,7 +178,7 @@ fn random(
     let names = ModelWeights::named(&config);
     let compiled = |kernel: &Progress<'_>| progress(&LoadProgress::Kernel(kernel));
     let start = Start::new(kernels, &config, options, WeightBytes::random(&config), &compiled)?;
-    let builder = LayerBuilder::new(kernels, &start.stream, start.load_options())?;
+    let builder = LayerBuilder::new(kernels, &start.stream, start.load_options(&config))?;
     let shapes = config.linears().into_iter().chain([[config.vocab, config.hidden]]);
     let largest = shapes.map(|[n, k]| u64::from(n) * u64::from(k)).max().unwrap_or(0);
     let mut source = Random::new(builder, largest)?;
@@ -315,8 +316,8 @@ impl Start {
         Ok(Self { stream: device.stream()?, options, have })
     }
 
-    fn load_options(&self) -> LoadOptions {
-        memory::load_options(&self.options)
+    fn load_options(&self, config: &ModelConfig) -> LoadOptions {
+        memory::load_options(&self.options).fused_gate(config.act == Activation::Silu)
     }
 
     fn weights<S: ModelSource>(

@@ -15,20 +15,22 @@
 //! nothing of the same step writes them. What the sampler writes belongs to the next step, and two steps are never in
 //! one graph.
 
+mod angles;
 mod part;
 
 use unweight_codegen::spec::Epilogue;
-use unweight_model::{Factors, Mixture, ModelConfig, QkNorm, RopePairs};
+use unweight_model::{Factors, Mixture, ModelConfig, QkNorm, SoftCaps};
 use unweight_rt::{
     DeviceBuffer, DeviceError, DeviceMatrix, ExecContext, LaunchError, Linear, MatrixMut, MatrixRef, Stream,
     experts::{ExpertTraffic, Fetcher, Routed, RouterConfig},
     raw::ops::{
-        attention::{AttentionOptions, ChunkRows, RotaryTable, TokenRows},
+        attention::{AttentionOptions, ChunkRows, TokenRows},
         kv::PAD_POSITION,
-        rope::{HeadOptions, RopeTable},
+        rope::HeadOptions,
     },
 };
 
+use angles::LayerAngles;
 pub use part::Part;
 
 use crate::{
@@ -54,7 +56,6 @@ struct Shape {
     logit_pitch: u32,
     logit_rows: u32,
     rows: u32,
-    rope_dim: u32,
     eps: f32,
     layers: u32,
     /// Pages of the longest sequence.
@@ -62,6 +63,7 @@ struct Shape {
     windows: Vec<Option<u32>>,
     /// Layers with rotary embedding.
     rotated: Vec<bool>,
+    soft_caps: SoftCaps,
     mixture: Option<Mixture>,
     qk_norm: QkNorm,
     kv: u32,
@@ -111,8 +113,7 @@ pub struct Forward {
     passing: u32,
     logits: DeviceBuffer<u16>,
     cache: KvStore,
-    cosines: DeviceMatrix,
-    sines: DeviceMatrix,
+    angles: LayerAngles,
     /// Of a step: one entry a row.
     ids: DeviceBuffer<u32>,
     positions: DeviceBuffer<u32>,
@@ -161,12 +162,12 @@ impl Forward {
             logit_pitch: config.vocab.next_multiple_of(8),
             logit_rows: memory::logit_rows(options),
             rows,
-            rope_dim: config.rope.dim,
             eps: config.eps,
             layers: config.layers,
             table_pages: pages_for(memory.context),
             windows: config.window.clone(),
             rotated: config.rotated.clone(),
+            soft_caps: config.soft_caps,
             mixture: config.mixture,
             qk_norm: config.qk_norm,
             kv: config.kv_heads * config.head_dim,
@@ -177,17 +178,6 @@ impl Forward {
         let elements = |rows: u32, cols: u32| rows as usize * cols as usize;
         let zeroed = |rows: u32, cols: u32| DeviceBuffer::<u16>::zeroed(&stream, elements(rows, cols));
         let words = |len: usize| DeviceBuffer::<u32>::zeroed(&stream, len);
-        let angles = config.rope.table(memory.context);
-        let bits = |values: &[half::bf16]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
-        let table = |values: &[half::bf16]| {
-            let angles = shape.rope_dim / 2;
-            let values = if config.rope.pairs == RopePairs::Adjacent {
-                interleaved(&bits(values), angles as usize)
-            } else {
-                bits(values)
-            };
-            DeviceMatrix::from_host(&stream, memory.context, angles, &values)
-        };
         Ok(Self {
             hidden: zeroed(rows, shape.hidden)?,
             normed: zeroed(rows, shape.hidden)?,
@@ -208,8 +198,7 @@ impl Forward {
             passing: 0,
             logits: zeroed(shape.logit_rows, shape.logit_pitch)?,
             cache,
-            cosines: table(&angles.cos)?,
-            sines: table(&angles.sin)?,
+            angles: LayerAngles::new(&stream, config, memory.context)?,
             ids: words(batch as usize)?,
             positions: words(batch as usize)?,
             tables: words(elements(batch, shape.table_pages))?,
@@ -490,11 +479,12 @@ impl Forward {
         let Shape { qkv, attended, table_pages, eps, layers, qk_norm, ref windows, ref rotated, .. } = self.shape;
         let decode =
             self.kernels.decode(rows).ok_or(LaunchError::Batch { m: rows, max_batch: self.ids.len() as u32 })?;
-        let rotary = RotaryTable { cosines: self.cosines.view(), sines: self.sines.view() };
+        let rotary = self.angles.of(index).rotary();
         let [q_norm, k_norm] = Self::head_norms(layer, qk_norm);
         let mut options = AttentionOptions::new(rotary)
             .rotated(rotated.get(index).is_none_or(|rotated| *rotated))
             .window(windows.get(index).copied().flatten())
+            .softcap(self.shape.soft_caps.attention)
             .bias(layer.qkv_bias.as_ref())
             .norms(q_norm, k_norm, eps)
             .parts(decode.parts);
@@ -513,8 +503,8 @@ impl Forward {
     }
 
     pub(crate) fn turn(&mut self, layer: &Layer, index: usize, start: u32, rows: u32) -> Result<(), DeviceError> {
-        let Shape { qkv, heads, rope_dim, eps, qk_norm, ref rotated, .. } = self.shape;
-        let table = RopeTable::new(self.cosines.data(), self.sines.data(), rope_dim)?;
+        let Shape { qkv, heads, eps, qk_norm, ref rotated, .. } = self.shape;
+        let table = self.angles.of(index).table()?;
         let [q_norm, k_norm] = Self::head_norms(layer, qk_norm);
         let options = HeadOptions::new(heads, table)
             .rotated(rotated.get(index).is_none_or(|rotated| *rotated))
@@ -533,7 +523,8 @@ impl Forward {
         }
         let x = view(&self.qkv, rows, qkv)?;
         let (cache, pages) = self.cache.chunk(layer, &self.prompt_pages)?;
-        let mut tokens = ChunkRows::new(start, pages, table_pages).window(window);
+        let mut tokens =
+            ChunkRows::new(start, pages, table_pages).window(window).softcap(self.shape.soft_caps.attention);
         if let Some(factor) = self.shape.factors.attention {
             tokens = tokens.scale(factor);
         }
@@ -678,6 +669,8 @@ impl Forward {
             weights.head.enqueue(&mut self.ctx, x, y, Epilogue::Store)?;
             let whole = view_mut(&mut self.logits, rows, logit_pitch)?;
             self.kernels.scale(&mut self.ctx, whole, self.shape.factors.logits)?;
+            let whole = view_mut(&mut self.logits, rows, logit_pitch)?;
+            self.kernels.cap(&mut self.ctx, whole, self.shape.soft_caps.logits)?;
         }
         Ok(())
     }
@@ -769,15 +762,6 @@ pub(crate) struct Mlp<'a> {
 enum Added {
     Attention,
     Mlp,
-}
-
-/// Rows of so many angles, those of the lower and of the upper half interleaved, as kernels with `adjacent` read them.
-fn interleaved(values: &[u16], angles: usize) -> Vec<u16> {
-    let turns = |row: &[u16]| {
-        let (low, high) = row.split_at(angles / 2);
-        low.iter().zip(high).flat_map(|(low, high)| [*low, *high]).collect::<Vec<_>>()
-    };
-    values.chunks_exact(angles.max(1)).flat_map(turns).collect()
 }
 
 /// Whose ids are looked up.

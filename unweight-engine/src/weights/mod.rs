@@ -5,7 +5,7 @@ mod random;
 mod stored;
 
 use unweight_model::{
-    ExpertWeights, GatedWeights, LayerWeights, Mixture, MlpWeights, ModelConfig, ModelWeights, QkNorm,
+    Activation, ExpertWeights, GatedWeights, LayerWeights, Mixture, MlpWeights, ModelConfig, ModelWeights, QkNorm,
 };
 use unweight_rt::{
     ContextSize, DeviceBuffer, DeviceError, DeviceMatrix, DevicePacked, Expand, Linear, LoadError, Loader, Merge,
@@ -301,8 +301,13 @@ fn linears(source: &mut impl Source, config: &ModelConfig, names: &LayerWeights)
     // Experts are told apart before: what is bound has them if its configuration does.
     let names = dense(source.placement(), names)?;
     let pair = [(names.gate.as_str(), [intermediate, hidden]), (names.up.as_str(), [intermediate, hidden])];
-    let (gate_up, gated) =
-        if names.gate == names.up { merged_gate_up(source, config, &names.gate)? } else { gate_up(source, &pair)? };
+    let (gate_up, gated) = match (names.gate == names.up, config.act) {
+        (true, Activation::Silu) => merged_gate_up(source, config, &names.gate)?,
+        (false, Activation::Silu) => gate_up(source, &pair)?,
+        // Products activate by SiLU alone.
+        (true, _) => (source.linear(&[(&names.gate, [2 * intermediate, hidden])], Merge::Rows)?, false),
+        (false, _) => (source.linear(&pair, Merge::Rows)?, false),
+    };
     let down = source.linear(&[(&names.down, [hidden, intermediate])], Merge::Rows)?;
     Ok(Mlp::Linear { gate_up, gated, down })
 }

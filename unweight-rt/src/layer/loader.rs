@@ -53,22 +53,28 @@ pub struct Loader<'k> {
 /// Every kernel that a loader with these options can need, for any tensor of this bundle, alone or merged as servers
 /// merge them. Reads the manifest only; needs no device.
 pub fn reachable(bundle: &Bundle, options: LoadOptions, chooser: PackedChooser) -> Vec<VariantSpec> {
-    all_reachable(bundle, &wanted(bundle, options, chooser))
+    all_reachable(bundle, options, &wanted(bundle, options, chooser))
 }
 
 /// Like [`reachable()`], for every GPU of an architecture. The kernels of one GPU follow from its multiprocessors and
 /// its memory; these include the kernels of each.
 pub fn reachable_on_any(bundle: &Bundle, options: LoadOptions, arch: Arch) -> Vec<VariantSpec> {
     let wanted = wanted(bundle, options, PackedChooser::usual(arch));
-    with_decoders(bundle, &wanted, wanted.reachable_on_any_card(reachable::weights(bundle)))
+    with_decoders(bundle, &wanted, wanted.reachable_on_any_card(weights(bundle, options)))
 }
 
 fn wanted(bundle: &Bundle, options: LoadOptions, chooser: PackedChooser) -> RoutePolicy {
     options.wanted(chooser, bundle.manifest().options.code_limit)
 }
 
-fn all_reachable(bundle: &Bundle, wanted: &RoutePolicy) -> Vec<VariantSpec> {
-    with_decoders(bundle, wanted, wanted.reachable(reachable::weights(bundle)))
+/// The weights of a bundle, alone and merged.
+fn weights(bundle: &Bundle, options: LoadOptions) -> impl Iterator<Item = Weight> {
+    let of = move |weight: Weight| Weight { gated: weight.gated && options.fused_gate, ..weight };
+    reachable::weights(bundle).into_iter().map(of)
+}
+
+fn all_reachable(bundle: &Bundle, options: LoadOptions, wanted: &RoutePolicy) -> Vec<VariantSpec> {
+    with_decoders(bundle, wanted, wanted.reachable(weights(bundle, options)))
 }
 
 fn with_decoders(bundle: &Bundle, wanted: &RoutePolicy, mut variants: Vec<VariantSpec>) -> Vec<VariantSpec> {
@@ -125,7 +131,7 @@ impl<'k> Loader<'k> {
         progress: &(dyn Fn(&Progress<'_>) + Sync),
     ) -> Result<(Self, Prepared), DeviceError> {
         let wanted = wanted(bundle, options, kernels.chooser().clone());
-        let prepared = kernels.prepare(&all_reachable(bundle, &wanted), progress)?;
+        let prepared = kernels.prepare(&all_reachable(bundle, options, &wanted), progress)?;
         let builder = LayerBuilder::of(kernels, stream, wanted)?;
         Ok((Self { bundle, builder, staging: Staging::new(stream) }, prepared))
     }

@@ -29,11 +29,15 @@ pub struct LoadOptions {
     /// Batches that cuBLAS multiplies from weights expanded to BF16; by default those for which the model of the GPU
     /// predicts less time, on architectures without `wgmma`.
     pub expand: Expand,
+    /// Whether a gate and an up are merged as [`Merge::SiluMul`], else as [`Merge::Rows`]: which kernels are made ready
+    /// before the first layer. On by default.
+    pub fused_gate: bool,
 }
 
 impl Default for LoadOptions {
     fn default() -> Self {
-        Self { max_batch: 4096, pdl: true, placement: Placement::Packed, expand: Expand::Model }
+        let (placement, expand) = (Placement::Packed, Expand::Model);
+        Self { max_batch: 4096, pdl: true, placement, expand, fused_gate: true }
     }
 }
 
@@ -62,9 +66,15 @@ impl LoadOptions {
         Self { expand, ..self }
     }
 
+    /// Sets how a gate and an up are merged.
+    #[must_use]
+    pub fn fused_gate(self, fused_gate: bool) -> Self {
+        Self { fused_gate, ..self }
+    }
+
     /// The input of dispatch: these options, a chooser, and the longest Huffman code in bits.
     pub fn wanted(self, chooser: PackedChooser, code_limit: u32) -> RoutePolicy {
-        let Self { max_batch, pdl, placement, expand } = self;
+        let Self { max_batch, pdl, placement, expand, .. } = self;
         RoutePolicy { placement: placement.linear(), chooser, max_batch, pdl, code_limit, expand }
     }
 }
