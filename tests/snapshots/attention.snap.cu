@@ -19,6 +19,8 @@ struct Config {
     static constexpr uw::KvCache kCache = uw::KvCache::kBf16;
     static constexpr uw::SmemCopy kCopy = uw::SmemCopy::kBulk;
     static constexpr bool kAdjacent = false;
+    static constexpr bool kSoftcap = false;
+    static constexpr bool kPlusOne = false;
     static constexpr bool kPdl = false;
 };
 

@@ -12,6 +12,7 @@ namespace {
 struct Config {
     static constexpr uw::u32 kHeadDim = 64;
     static constexpr bool kAdjacent = false;
+    static constexpr bool kPlusOne = false;
     static constexpr bool kPdl = false;
 };
 

@@ -11,6 +11,7 @@ namespace {
 
 struct Config {
     static constexpr uw::u32 kThreads = 128;
+    static constexpr uw::GateFunction kGate = uw::GateFunction::kSilu;
     static constexpr bool kPdl = false;
 };
 
