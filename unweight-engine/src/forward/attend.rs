@@ -1,0 +1,81 @@
+//! Attention of a step and of a chunk of a prompt.
+
+use unweight_model::QkNorm;
+use unweight_rt::{
+    DeviceBuffer, DeviceError, LaunchError,
+    raw::ops::{
+        attention::{AttentionOptions, ChunkRows, TokenRows},
+        rope::HeadOptions,
+    },
+};
+
+use super::{Forward, Shape, view, view_mut};
+use crate::weights::Layer;
+
+impl Forward {
+    /// Weights of the norms of heads, each for itself.
+    fn head_norms(layer: &Layer, qk_norm: QkNorm) -> [Option<&DeviceBuffer<u16>>; 2] {
+        if qk_norm == QkNorm::Head { [layer.q_norm.as_ref(), layer.k_norm.as_ref()] } else { [None; 2] }
+    }
+
+    pub(crate) fn attend(&mut self, layer: &Layer, index: usize, rows: u32) -> Result<(), DeviceError> {
+        let Shape { qkv, attended, table_pages, eps, layers, qk_norm, ref windows, ref rotated, .. } = self.shape;
+        let decode =
+            self.kernels.decode(rows).ok_or(LaunchError::Batch { m: rows, max_batch: self.ids.len() as u32 })?;
+        let rotary = self.angles.of(index).rotary();
+        let [q_norm, k_norm] = Self::head_norms(layer, qk_norm);
+        let mut options = AttentionOptions::new(rotary)
+            .rotated(rotated.get(index).is_none_or(|rotated| *rotated))
+            .window(windows.get(index).copied().flatten())
+            .softcap(self.shape.soft_caps.attention)
+            .bias(layer.qkv_bias.as_ref())
+            .norms(q_norm, k_norm, eps)
+            .parts(decode.parts);
+        if let Some(factor) = self.shape.factors.attention {
+            options = options.scale(factor);
+        }
+        let tokens = TokenRows { positions: &self.positions, page_table: &self.tables, table_pages };
+        let x = view(&self.qkv, rows, qkv)?;
+        let cache = self.cache.decode(index as u32)?;
+        let out = view_mut(&mut self.attended, rows, attended)?;
+        decode.kernel.decode(&mut self.ctx, x, cache, tokens, options, out)?;
+        match self.cache.packed() {
+            Some(cache) if index + 1 == layers as usize => cache.pack_step(&mut self.ctx, tokens, rows),
+            _ => Ok(()),
+        }
+    }
+
+    pub(crate) fn turn(&mut self, layer: &Layer, index: usize, start: u32, rows: u32) -> Result<(), DeviceError> {
+        let Shape { qkv, heads, eps, qk_norm, ref rotated, .. } = self.shape;
+        let table = self.angles.of(index).table()?;
+        let [q_norm, k_norm] = Self::head_norms(layer, qk_norm);
+        let options = HeadOptions::new(heads, table)
+            .rotated(rotated.get(index).is_none_or(|rotated| *rotated))
+            .bias(layer.qkv_bias.as_ref())
+            .norms(q_norm, k_norm, eps);
+        let (cache, pages) = self.cache.chunk(index as u32, &self.prompt_pages)?;
+        let x = view_mut(&mut self.qkv, rows, qkv)?;
+        self.kernels.rope.enqueue(&mut self.ctx, x, &options, cache, pages, start)
+    }
+
+    pub(crate) fn attend_chunk(&mut self, index: usize, start: u32, rows: u32) -> Result<(), DeviceError> {
+        let Shape { qkv, attended, table_pages, ref windows, .. } = self.shape;
+        let (window, layer) = (windows.get(index).copied().flatten(), index as u32);
+        if let Some(cache) = self.cache.packed() {
+            cache.unpack(&mut self.ctx, layer, (&self.prompt_pages, start))?;
+        }
+        let x = view(&self.qkv, rows, qkv)?;
+        let (cache, pages) = self.cache.chunk(layer, &self.prompt_pages)?;
+        let mut tokens =
+            ChunkRows::new(start, pages, table_pages).window(window).softcap(self.shape.soft_caps.attention);
+        if let Some(factor) = self.shape.factors.attention {
+            tokens = tokens.scale(factor);
+        }
+        let out = view_mut(&mut self.attended, rows, attended)?;
+        self.kernels.prefill.prefill(&mut self.ctx, x, cache, tokens, out)?;
+        match self.cache.packed() {
+            Some(cache) => cache.pack_chunk(&mut self.ctx, layer, &self.prompt_pages, (start, start + rows)),
+            None => Ok(()),
+        }
+    }
+}
