@@ -212,6 +212,50 @@ fn alone_and_together(spec: &VariantSpec) {
     }
 }
 
+/// The tokens of a draft are rows of one sequence. A launch with a window of one token stores their keys and values,
+/// and the next one reads them: the same bits as by one launch per token.
+#[test]
+fn rows_of_one_sequence_follow_each_other() {
+    for name in ["d64_w4p2c2_pdl", "d64_w2p2c1_split_async_pdl", "d128_w4p2c1_async_pdl"] {
+        let spec = spec(&format!("attention_decode_{name}"));
+        let Op::Attention(op) = spec.op else { panic!("{spec}") };
+        let mut kernel = CpuKernel::of(&spec, &[]);
+        for window in [0, 20] {
+            // Over the end of a page, the last one first: rows run in no order.
+            let positions = [65, 64, 63, 62, 61];
+            let case = Decode::new(op.head_dim.get() as usize, 3, &positions);
+            let problem = of_one_sequence(&Decode { bias: true, norm: true, window, ..case });
+            let (mut out, mut layer) = (Vec::new(), problem.layer.clone());
+            for row in (0..positions.len()).rev() {
+                let step = Problem { layer, ..problem.row(row) };
+                let outcome = launch(&step, &mut kernel, &spec, 1).unwrap();
+                out.splice(0..0, outcome.out);
+                layer = outcome.layer;
+            }
+            let mut stores = problem.clone();
+            stores.case.window = 1;
+            for seed in 2..5 {
+                let stored = launch(&stores, &mut kernel, &spec, seed).unwrap();
+                let reads = Problem { layer: stored.layer, ..problem.clone() };
+                let verified = launch(&reads, &mut kernel, &spec, seed).unwrap();
+                assert!(verified.out == out && verified.layer == layer, "{spec}, window {window}");
+                assert_eq!((stored.fault, verified.fault), (0, 0));
+            }
+            let differs = (1..=20).any(|seed| launch(&problem, &mut kernel, &spec, seed).unwrap().out != out);
+            // In parts, `launch` runs twice.
+            assert!(differs || op.split, "{spec}: one launch is enough in any order of rows");
+        }
+    }
+}
+
+/// All rows have the pages of the first one, which is the last token.
+pub fn of_one_sequence(case: &Decode) -> Problem {
+    let mut problem = Problem::new(case);
+    problem.table.truncate(problem.table_pages);
+    problem.table = problem.table.repeat(case.positions.len());
+    problem
+}
+
 /// Nothing that a table says leads out of the cache, and other rows are as they would be.
 #[test]
 fn hostile_tables_are_reported() {

@@ -16,6 +16,7 @@ use unweight_codegen::{
 use unweight_format::testing::Random;
 
 use crate::{
+    attention::of_one_sequence,
     attention_launch::{Outcome, launch, launch_on, parts_of},
     harness::{CpuKernel, Edit, bf16, spec},
 };
@@ -93,6 +94,33 @@ fn the_bits_at_the_edges_of_tiles_and_pages() {
         let mut pair = Pair::new(packed, other);
         let positions = [0, 14, 15, 16, PAD, 62, 63, 64, 79, 80, 126, 127, 128, 199];
         pair.check_salted(&Decode { kv_heads: 1, ..Decode::new(pair.head_dim(), 4, &positions) });
+    }
+}
+
+/// The tokens of a draft share a hot page, and are stored before they are read.
+#[test]
+fn the_bits_of_rows_of_one_sequence() {
+    for (packed, other) in [
+        ("d128_w4p2c1_packed_pdl", "d128_w4p2c1_pdl"),
+        ("d64_w4p3c1_split_packed_async_pdl", "d64_w4p2c1_split_async_pdl"),
+    ] {
+        let mut pair = Pair::new(packed, other);
+        let problem =
+            of_one_sequence(&Decode { kv_heads: 1, ..Decode::new(pair.head_dim(), 4, &[144, 143, 142, 141, 140]) });
+        let mut stores = problem.clone();
+        stores.case.window = 1;
+        let mut pages = PackedPages::of(&problem);
+        let hot = pages.hot_table[0];
+        pages.hot_table.fill(hot);
+        let stored = pair.over_packed(&stores, &pages, 1);
+        pages.hot = stored.layer;
+        let outcome = pair.over_packed(&problem, &pages, 2);
+        let layer = pair.over_bf16(&stores, 3).layer;
+        let expected = pair.over_bf16(&Problem { layer, ..problem.clone() }, 4);
+        assert!(outcome.out == expected.out && outcome.fault == 0, "{}", pair.packed);
+        let differs = (1..=20).any(|seed| pair.over_bf16(&problem, seed).out != expected.out);
+        // In parts, `launch` runs twice.
+        assert!(differs || parts_of(&pair.bf16) > 1, "one launch is enough in any order of rows");
     }
 }
 

@@ -38,7 +38,7 @@ use crate::{
     attention::{self, Shape},
     error::EngineError,
     kv_cache::PackedKernels,
-    options::{BUCKETS, EngineOptions, bucket},
+    options::{BUCKETS, EngineOptions},
 };
 
 /// Variants of a model. All are programmatic dependents where the architecture has such: what a step launches is one
@@ -98,7 +98,7 @@ impl Variants {
             return Err(EngineError::PackedHeads { head_dim: config.head_dim });
         }
         let arch = gpu.arch;
-        let (largest, pdl) = (bucket(options.max_batch), arch.has(Instruction::DependentLaunch));
+        let (largest, pdl) = (options.step_rows(), arch.has(Instruction::DependentLaunch));
         let norm = norm_variant(arch, config, false);
         let norm_add = config.norms_what_is_added().then(|| norm_variant(arch, config, true)).flatten();
         let factors = config.factors;
@@ -377,7 +377,8 @@ mod tests {
                 assert!(own > 4, "{packed:?}");
                 let variants = of(&options(max_batch));
                 let decode: Vec<u32> = variants.decode.iter().map(|decode| decode.rows).collect();
-                let expected: Vec<u32> = BUCKETS.into_iter().filter(|rows| *rows <= bucket(max_batch)).collect();
+                let expected: Vec<u32> =
+                    BUCKETS.into_iter().filter(|rows| *rows <= options(max_batch).step_rows()).collect();
                 assert_eq!(decode, expected);
                 let all = variants.all();
                 assert_eq!(all.iter().collect::<BTreeSet<_>>().len(), all.len(), "each once");

@@ -11,6 +11,7 @@
 
 mod attention;
 pub mod budget;
+mod draft;
 mod engine;
 mod error;
 mod forward;
@@ -41,6 +42,8 @@ pub use options::{EngineOptions, KvCache, OptionError, Placement, Plan};
 pub use pipelines::PlanError;
 #[doc(inline)]
 pub use request::{AdmissionError, Event, Finish, Request, SeqId};
+#[doc(inline)]
+pub use schedule::DraftCounts;
 #[doc(inline)]
 pub use unweight_model::{
     SampleParams,

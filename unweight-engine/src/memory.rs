@@ -25,7 +25,7 @@ use unweight_rt::{
 use crate::{
     attention,
     error::{NoHostMemory, NoMemory},
-    options::{EngineOptions, KvCache, Placement, bucket},
+    options::{EngineOptions, KvCache, Placement},
     pages::{PAGE_TOKENS, pages_for, sequence_pages},
 };
 
@@ -182,12 +182,12 @@ pub fn free_for(bytes: u64) -> u64 {
 
 /// The number of rows of the activations: of a chunk of a prompt or of a step, whichever is larger.
 pub fn rows(options: &EngineOptions) -> u32 {
-    options.chunk.max(bucket(options.max_batch))
+    options.chunk.max(options.step_rows())
 }
 
 /// The number of rows of the logits buffer: of a step, and at least 64 for [`Engine::logits`](crate::Engine::logits).
 pub fn logit_rows(options: &EngineOptions) -> u32 {
-    bucket(options.max_batch).max(64)
+    options.step_rows().max(64)
 }
 
 /// The maximum number of running sequences with adjusted logits: each needs a state for every token of the vocabulary.
@@ -434,7 +434,7 @@ pub fn plan(
 
 /// Bytes of activations, tables and state.
 fn working(config: &ModelConfig, options: &EngineOptions, context: u32) -> u64 {
-    let (rows, batch) = (u64::from(rows(options)), u64::from(bucket(options.max_batch)));
+    let (rows, batch) = (u64::from(rows(options)), u64::from(options.step_rows()));
     let attention = u64::from(config.heads) * u64::from(config.head_dim);
     // Gate and up side by side, where no linear multiplies them, and what becomes of them.
     let mlp = 3 * u64::from(config.intermediate);

@@ -52,5 +52,5 @@ pub mod pipelines {
 /// The scheduler: rows, pages and the next action, without a device.
 pub mod schedule {
     #[doc(inline)]
-    pub use crate::schedule::{Chunk, Limits, Next, Running, Schedule};
+    pub use crate::schedule::{Chunk, Limits, Next, Running, Schedule, Speculation};
 }

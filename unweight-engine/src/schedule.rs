@@ -17,11 +17,15 @@
 //! waits, and computes them again from its tokens. The same happens to a sequence of a packed KV cache of which a page
 //! can be kept neither packed nor in BF16.
 
+mod speculate;
+
 use std::{collections::VecDeque, ops::Range};
 
 use unweight_model::sampling::{Adjustments, History, NO_TOKEN, SampleParams};
 
+pub use self::speculate::{DraftCounts, Speculation};
 use crate::{
+    draft::NgramDrafter,
     options::KvCache,
     pages::{PAGE_TOKENS, PagePool, sequence_pages, step_pages},
     prefix::{Cut, NodeId, PrefixCache},
@@ -62,6 +66,9 @@ pub struct Running {
     pub last: u32,
     /// The position of that token in the sequence, from 0.
     pub position: u32,
+    /// Guesses of the tokens behind it, which the step verifies.
+    draft: Vec<u32>,
+    drafter: Option<NgramDrafter>,
     max_new_tokens: u32,
     stop: Vec<u32>,
     /// The prompt and the tokens that were reported.
@@ -99,6 +106,9 @@ impl Running {
         self.produced += 1;
         self.last = token;
         self.tokens.push(token);
+        if let Some(drafter) = &mut self.drafter {
+            drafter.read(&self.tokens, true);
+        }
         let finish = if token == NO_TOKEN {
             Some(Finish::NotANumber)
         } else if self.stop.contains(&token) {
@@ -161,6 +171,8 @@ pub struct Limits {
     pub shares_prefixes: bool,
     /// The maximum number of running sequences with adjusted logits.
     pub adjusted: u32,
+    /// Drafts of sequences without adjusted logits.
+    pub speculation: Speculation,
 }
 
 /// Tokens that take about as long to prefill as one.
@@ -192,6 +204,7 @@ pub struct Schedule {
     prefixes: PrefixCache,
     /// [`Schedule::shared_prompt_tokens`].
     shared_prompt_tokens: u64,
+    draft_counts: DraftCounts,
     rows: Vec<Running>,
     /// The steps in flight; of each, whether at its launch nothing but its one row held pages, and so BF16 units.
     in_flight: VecDeque<bool>,
@@ -249,6 +262,7 @@ impl Schedule {
             cut: Cut::new(limits.chunk),
             prefixes: PrefixCache::new(Cut::new(limits.chunk)),
             shared_prompt_tokens: 0,
+            draft_counts: DraftCounts::default(),
             rows: Vec::new(),
             in_flight: VecDeque::new(),
             spent: 0,
@@ -382,12 +396,13 @@ impl Schedule {
             return Next::Prefill;
         }
         if self.in_flight.is_empty() {
+            self.draft();
             return if self.rows.is_empty() { Next::Idle } else { Next::Launch { changed: self.changed } };
         }
         let cache = self.limits.kv_cache;
         let can_run = |row: &Running| row.may_run() && row.need(cache, 0) <= row.pages.len() as u32;
         let ready = !self.changed && chunk.is_none() && self.rows.iter().all(can_run);
-        if ready && may_launch { Next::Launch { changed: false } } else { Next::Read }
+        if ready && may_launch && !self.wants_drafts() { Next::Launch { changed: false } } else { Next::Read }
     }
 
     /// Where the next chunk of a prompt may run; `None` if none waits, or if a step is due before it.
@@ -580,6 +595,8 @@ impl Schedule {
             hot,
             last: 0,
             position: request.prompt.len() as u32,
+            draft: Vec::new(),
+            drafter: (self.limits.speculation.tokens > 0 && !is_adjusted).then(NgramDrafter::new),
             max_new_tokens: request.max_new_tokens,
             stop: request.stop,
             tokens: request.prompt,
@@ -599,6 +616,10 @@ impl Schedule {
             let Range { start, end } = self.chunk_of(&prefill);
             // Nothing waits while no sequence has a row.
             self.spent = if self.rows.is_empty() { 0 } else { self.spent + time_of(end - start) };
+            let Running { drafter, tokens, .. } = &mut prefill.running;
+            if let Some(drafter) = drafter {
+                drafter.read(&tokens[..end as usize], false);
+            }
             self.prefill = Some(Prefill { start: end, ..prefill });
         }
     }
@@ -641,36 +662,58 @@ impl Schedule {
         self.changed = false;
         self.spent = 0;
         for running in &mut self.rows {
-            running.launched += 1;
+            running.launched += running.step_rows();
+            self.draft_counts.drafted += running.draft.len() as u64;
+            self.changed |= !running.draft.is_empty();
         }
     }
 
-    /// Records the tokens of the oldest step in flight, one per row, and appends their events to `events`. `lost` has a
-    /// word per row that is not 0 if a page that the step filled is lost; empty: none is. The token of that step is
-    /// right, those of later steps in flight are not.
+    /// Rows of the next step, or of those in flight: one per sequence, and one per token of its draft.
+    pub fn step_rows(&self) -> u32 {
+        self.rows.iter().map(Running::step_rows).sum()
+    }
+
+    /// Records the tokens of the oldest step in flight, one per row of the step, and appends their events to `events`:
+    /// the tokens of a draft that is right, and the one behind. `lost` has a word per row that is not 0 if a page that
+    /// the step filled is lost; empty: none is. The token of that step is right, those of later steps in flight are
+    /// not.
     pub fn read(&mut self, tokens: &[u32], lost: &[u32], events: &mut Vec<Event>) {
-        debug_assert!(!self.in_flight.is_empty() && tokens.len() == self.rows.len());
+        debug_assert!(!self.in_flight.is_empty() && tokens.len() as u32 == self.step_rows());
         let alone = self.in_flight.pop_front().unwrap_or_default();
         if lost.iter().any(|flag| *flag != 0) {
             self.drop_idle();
         }
-        for (at, (running, &token)) in self.rows.iter_mut().zip(tokens).enumerate() {
+        let mut first = 0;
+        for running in &mut self.rows {
+            let draft = std::mem::take(&mut running.draft);
+            let (at, own) = (first, first..first + 1 + draft.len());
+            first = own.end;
             // A sequence that had ended already ran along.
             if running.done || running.lost {
                 continue;
             }
-            running.position += 1;
-            let mut event = running.note(token);
+            for (&token, guess) in tokens[own].iter().zip(draft.iter().map(Some).chain([None])) {
+                running.position += 1;
+                events.push(running.note(token));
+                if running.done || guess != Some(&token) {
+                    break;
+                }
+                self.draft_counts.accepted += 1;
+            }
+            if !draft.is_empty() {
+                // Nothing of it is in flight.
+                running.launched = running.produced;
+            }
+            // A step that fills a page of a sequence verifies no draft of it in a packed cache.
             if !running.done && lost.get(at).is_some_and(|flag| *flag != 0) {
                 if alone {
                     // Nothing else holds units: computing it again would end here again.
                     running.done = true;
-                    event.finish = Some(Finish::CacheFull);
+                    events.last_mut().into_iter().for_each(|event| event.finish = Some(Finish::CacheFull));
                 } else {
                     running.lost = true;
                 }
             }
-            events.push(event);
         }
     }
 

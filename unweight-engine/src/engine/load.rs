@@ -14,7 +14,7 @@ use unweight_rt::{
     raw::choose::{candidates::has_compact_gemms, cost::gpu_model::GpuModel},
 };
 
-use super::{AHEAD, Engine, Stepper};
+use super::{AHEAD, Engine, StepShape, Stepper};
 use crate::{
     error::{EngineError, NoMemory},
     forward::Forward,
@@ -22,7 +22,7 @@ use crate::{
     kv_cache::KvStore,
     memory::{self, Memory, Products, Shared, experts_shape},
     options::{BUCKETS, EngineOptions, KvCache, OptionError, bucket},
-    schedule::{Limits, Schedule},
+    schedule::{Limits, Schedule, Speculation},
     weights::{ModelSource, Random, Weights, chain_mlp},
 };
 #[cfg(feature = "pipelines")]
@@ -364,7 +364,7 @@ impl Start {
         } else {
             Products::SeparateActivation
         };
-        let buckets: Vec<u32> = BUCKETS.into_iter().filter(|rows| *rows <= bucket(options.max_batch)).collect();
+        let buckets: Vec<u32> = BUCKETS.into_iter().filter(|rows| *rows <= options.step_rows()).collect();
         if let Some(mixture) = config.mixture {
             let experts = weights.layers.iter().filter_map(|layer| layer.mlp.mixture());
             let rows = memory::rows(&options);
@@ -393,19 +393,25 @@ impl Start {
         // Counted with the activations.
         ctx.reserve(own.context_size(config.kv_heads)?)?;
         let packed = variants.load_packed(kernels)?;
-        let cache = KvStore::new(&stream, &config, &memory, bucket(options.max_batch), packed)?;
+        let cache = KvStore::new(&stream, &config, &memory, options.step_rows(), packed)?;
         let mut forward = Forward::new(ctx, (own, cache), &config, &options, &memory, products)?;
         let mut graphs = Vec::new();
         if options.graphs {
-            for rows in buckets {
+            let most = bucket(options.verified_rows());
+            let verified = buckets.iter().copied().filter(|rows| (2..=most).contains(rows));
+            let verified = verified.map(|rows| StepShape { rows, verifies: true });
+            let plain = buckets.iter().map(|rows| StepShape::plain(*rows));
+            for shape in plain.chain(verified) {
                 // A launch loads what a driver loads lazily, which a capture may not.
-                forward.set_rows(&[], rows)?;
-                stepper.step(&mut forward, &weights, rows)?;
+                forward.set_rows(&[], shape.rows)?;
+                stepper.step(&mut forward, &weights, shape)?;
                 stream.synchronize()?;
-                let recorded = stream.capture(|| stepper.step(&mut forward, &weights, rows));
-                graphs.push((rows, recorded?));
+                let recorded = stream.capture(|| stepper.step(&mut forward, &weights, shape));
+                graphs.push((shape, recorded?));
             }
         }
+        // Weights of more than 2^32 tokens are as good as those of as many.
+        let weight_tokens = u32::try_from(memory.weights / memory.token.max(1)).unwrap_or(u32::MAX);
         let limits = Limits {
             max_batch: options.max_batch,
             context: memory.context,
@@ -416,6 +422,7 @@ impl Start {
             chunk: forward.chunk_rows(),
             shares_prefixes: options.prefix_cache,
             adjusted: memory::adjusted_rows(&options),
+            speculation: Speculation::of(&options, config.mixture.is_some(), weight_tokens),
         };
         let schedule = Schedule::new(limits, memory.pages);
         Ok(Engine {

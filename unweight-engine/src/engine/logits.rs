@@ -94,7 +94,7 @@ impl Engine {
                 RowState { id, position, pages, hot, sampling }
             });
             self.forward.set_rows(&states.collect::<Vec<_>>(), bucket(count))?;
-            self.launch(count)?;
+            self.launch(count, false)?;
             let bits = self.forward.logits(count)?;
             settle(&mut self.forward, &mut self.stepper)?;
             if let Some(cache) = self.forward.packed_cache()

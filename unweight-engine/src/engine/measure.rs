@@ -56,7 +56,7 @@ impl Measure<'_> {
     /// # Errors
     /// [`EngineError::Device`] if the device fails.
     pub fn enqueue_step(&mut self, batch: u32) -> Result<(), EngineError> {
-        let launched = self.engine.launch(batch);
+        let launched = self.engine.launch(batch, false);
         self.engine.note(launched)
     }
 
@@ -103,14 +103,11 @@ impl Measure<'_> {
     }
 }
 
-/// Records a step again, if steps are recorded.
+/// Records the steps of so many rows again, if steps are recorded.
 pub(super) fn record_step(engine: &mut Engine, rows: u32) -> Result<(), DeviceError> {
-    engine.graphs.retain(|(of, _)| *of != rows);
-    if engine.options.graphs {
-        let Engine { forward, stepper, weights, .. } = engine;
-        let stream = forward.stream().clone();
-        let graph = stream.capture(|| stepper.step(forward, weights, rows))?;
-        engine.graphs.push((rows, graph));
+    let Engine { forward, stepper, weights, graphs, .. } = engine;
+    for (shape, graph) in graphs.iter_mut().filter(|(shape, _)| shape.rows == rows) {
+        *graph = forward.stream().clone().capture(|| stepper.step(forward, weights, *shape))?;
     }
     Ok(())
 }

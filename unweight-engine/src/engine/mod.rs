@@ -22,7 +22,7 @@ use unweight_rt::{
 pub use self::load::LoadProgress;
 #[cfg(feature = "pipelines")]
 pub use self::load::RandomStored;
-use self::stepper::Stepper;
+use self::stepper::{StepShape, Stepper};
 use crate::{
     error::EngineError,
     forward::{Forward, RowState},
@@ -30,7 +30,7 @@ use crate::{
     options::{EngineOptions, bucket},
     request::{AdmissionError, Event, Request, SeqId},
     sampling::{RowSampling, read_logprobs, token_states},
-    schedule::{Chunk, Next, Schedule},
+    schedule::{Chunk, DraftCounts, Next, Running, Schedule},
     weights::Weights,
 };
 
@@ -72,8 +72,8 @@ pub struct Engine {
     held: Vec<Event>,
     spare: Vec<Pinned<u32>>,
     spare_logprobs: Vec<Pinned<u32>>,
-    /// By bucket. Before what they name, so that they go first.
-    graphs: Vec<(u32, Graph)>,
+    /// By shape. Before what they name, so that they go first.
+    graphs: Vec<(StepShape, Graph)>,
     forward: Forward,
     stepper: Stepper,
     weights: Weights,
@@ -177,6 +177,11 @@ impl Engine {
         self.schedule.shared_prompt_tokens()
     }
 
+    /// Drafted tokens so far ([`EngineOptions::speculate`]).
+    pub fn draft_counts(&self) -> DraftCounts {
+        self.schedule.draft_counts()
+    }
+
     /// The number of free BF16 units of a packed KV cache, those of pages that were given back included; `None` if the
     /// cache is BF16. Waits for the steps in flight.
     ///
@@ -197,7 +202,8 @@ impl Engine {
     }
 
     /// Runs the engine until tokens arrive and returns them: the first token of a sequence that joins, or one token of
-    /// each running sequence. Empty if the engine is idle, or if all sequences of the step were cancelled.
+    /// each running sequence, or several if drafts are right. Empty if the engine is idle, or if all sequences of the
+    /// step were cancelled.
     ///
     /// # Errors
     /// [`EngineError::Device`] if the device fails. All sequences are lost, and every later call returns
@@ -257,29 +263,20 @@ impl Engine {
                     }
                 }
                 Next::Launch { changed } => {
-                    if changed {
-                        // No step is in flight, so nothing is waited for.
-                        self.last_free_units = self.forward.free_units()?;
-                    }
                     let rows = self.schedule.rows();
-                    // At most `max_batch`.
-                    let count = rows.len() as u32;
+                    let count = self.schedule.step_rows();
+                    let verifies = count as usize > rows.len();
                     if changed {
+                        if !verifies {
+                            // No step is in flight, so nothing is waited for.
+                            self.last_free_units = self.forward.free_units()?;
+                        }
                         // Errors of the earlier rows are reported before their state is overwritten.
                         settle(&mut self.forward, &mut self.stepper)?;
-                        let states: Vec<_> = rows
-                            .iter()
-                            .map(|row| RowState {
-                                id: row.last,
-                                position: row.position,
-                                pages: &row.pages,
-                                hot: row.hot,
-                                sampling: RowSampling::of(row),
-                            })
-                            .collect();
+                        let states: Vec<_> = rows.iter().flat_map(states).collect();
                         self.forward.set_rows(&states, bucket(count))?;
                     }
-                    self.launch(count)?;
+                    self.launch(count, verifies)?;
                     self.forward.sample_extras()?;
                     let sampled = self.read_later()?;
                     self.in_flight.push_back(sampled);
@@ -292,12 +289,13 @@ impl Engine {
                     let (ids, lost) = (ids.wait()?, lost.map(Transfer::wait).transpose()?);
                     let logprobs = logprobs.map(Transfer::wait).transpose()?;
                     let mut events = Vec::new();
-                    let rows = self.schedule.rows().len();
+                    let rows = self.schedule.step_rows() as usize;
+                    let owners = logprobs.as_ref().map_or_else(Vec::new, |_| owners(&self.schedule));
                     let flags = lost.as_ref().map_or(&[][..], |lost| &lost[..rows]);
                     self.schedule.read(&ids[..rows], flags, &mut events);
                     self.spare.extend(lost.into_iter().chain([ids]));
                     if let Some(words) = logprobs {
-                        note_logprobs(&self.schedule, &words, &mut events);
+                        note_logprobs(&owners, &words, &mut events);
                         self.spare_logprobs.push(words);
                     }
                     if !events.is_empty() {
@@ -372,10 +370,10 @@ impl Engine {
         Ok(Sampled { ids, lost, logprobs })
     }
 
-    /// Launches a step of the first `rows` rows.
-    fn launch(&mut self, rows: u32) -> Result<(), DeviceError> {
-        let bucket = bucket(rows);
-        match self.graphs.iter().find(|(of, _)| *of == bucket) {
+    /// Launches a step of the first `rows` rows, of which several may be tokens of one sequence if it verifies drafts.
+    fn launch(&mut self, rows: u32, verifies: bool) -> Result<(), DeviceError> {
+        let shape = StepShape { rows: bucket(rows), verifies };
+        match self.graphs.iter().find(|(of, _)| *of == shape) {
             // SAFETY: what it names lies in `forward` and `weights`, which live as long as the graph; all of it runs on
             // one stream.
             Some((_, graph)) => unsafe { graph.launch() },
@@ -383,7 +381,7 @@ impl Engine {
                 // A step may read positions before the kernel in front of it has ended: that must not be the sampler of
                 // the step before.
                 self.forward.stream().synchronize()?;
-                self.stepper.step(&mut self.forward, &self.weights, bucket)
+                self.stepper.step(&mut self.forward, &self.weights, shape)
             }
         }
     }
@@ -409,13 +407,25 @@ impl Drop for Engine {
     }
 }
 
-/// Adds log probabilities to the events of the rows that ask for them.
-fn note_logprobs(schedule: &Schedule, words: &[u32], events: &mut [Event]) {
-    for (row, words) in schedule.rows().iter().zip(words.chunks_exact(ROW_WORDS)) {
-        let Some(top) = row.logprobs else { continue };
-        if let Some(event) = events.iter_mut().find(|event| event.seq == row.id) {
-            event.logprobs = Some(Box::new(read_logprobs(words, top)));
-        }
+/// The rows of a sequence in the next step.
+fn states(row: &Running) -> impl Iterator<Item = RowState<'_>> {
+    let (pages, hot, sampling) = (&row.pages[..], row.hot, RowSampling::of(row));
+    row.inputs().map(move |(id, position)| RowState { id, position, pages, hot, sampling })
+}
+
+/// By row of the steps in flight: its sequence, and [`Request::logprobs`].
+fn owners(schedule: &Schedule) -> Vec<(SeqId, Option<u32>)> {
+    let rows = schedule.rows().iter();
+    rows.flat_map(|row| std::iter::repeat_n((row.id, row.logprobs), row.step_rows() as usize)).collect()
+}
+
+/// Adds log probabilities to events, which have the order of the rows of their step. A row whose token was dropped has
+/// no event.
+fn note_logprobs(owners: &[(SeqId, Option<u32>)], words: &[u32], events: &mut [Event]) {
+    let mut events = events.iter_mut().peekable();
+    for ((owner, top), words) in owners.iter().zip(words.chunks_exact(ROW_WORDS)) {
+        let Some(event) = events.next_if(|event| event.seq == *owner) else { continue };
+        event.logprobs = top.map(|top| Box::new(read_logprobs(words, top)));
     }
 }
 

@@ -7,7 +7,7 @@ use half::bf16;
 use unweight_rt::{DeviceError, Graph};
 
 use super::{
-    Engine, Stepper,
+    Engine, StepShape, Stepper,
     measure::{record_step, set_rows},
 };
 use crate::{
@@ -108,7 +108,7 @@ impl PipelineTuner<'_> {
         }
         if options.graphs {
             forward.set_rows(&[], rows)?;
-            stepper.step(forward, weights, rows)?;
+            stepper.step(forward, weights, StepShape::plain(rows))?;
             forward.stream().synchronize()?;
         }
         record_step(self.engine, rows)

@@ -6,6 +6,22 @@ use unweight_rt::DeviceError;
 use crate::pipelines::Pipelines;
 use crate::{forward::Forward, weights::Weights};
 
+/// What steps are recorded for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepShape {
+    /// One of [`BUCKETS`](crate::options::BUCKETS).
+    pub rows: u32,
+    /// Whether rows may be tokens of one sequence.
+    pub verifies: bool,
+}
+
+impl StepShape {
+    /// Each row is a sequence of its own.
+    pub fn plain(rows: u32) -> Self {
+        Self { rows, verifies: false }
+    }
+}
+
 /// How an engine enqueues a step or a chunk of a prompt.
 pub enum Stepper {
     /// One chain of all linears on one stream.
@@ -16,16 +32,20 @@ pub enum Stepper {
 }
 
 impl Stepper {
-    /// Enqueues a step of `rows` rows, a size that steps are recorded for.
+    /// Enqueues a step.
     ///
     /// # Errors
     /// The driver's.
-    pub fn step(&mut self, forward: &mut Forward, weights: &Weights, rows: u32) -> Result<(), DeviceError> {
-        match self {
+    pub fn step(&mut self, forward: &mut Forward, weights: &Weights, shape: StepShape) -> Result<(), DeviceError> {
+        let rows = shape.rows;
+        forward.set_verifies(shape.verifies);
+        let enqueued = match self {
             Self::Chain => forward.step(weights, rows, None),
             #[cfg(feature = "pipelines")]
             Self::Pipelines(pipelines) => pipelines.step(forward, weights, rows),
-        }
+        };
+        forward.set_verifies(false);
+        enqueued
     }
 
     /// Enqueues the next tokens of a prompt, from position `start` on.

@@ -1,11 +1,17 @@
 //! Attention of a step and of a chunk of a prompt.
+//!
+//! Rows of a step that verifies drafts may be tokens of one sequence, one behind the other. Attention runs twice then:
+//! once for the keys and values of all rows, and once for what they attend to.
 
 use unweight_model::QkNorm;
 use unweight_rt::{
     DeviceBuffer, DeviceError, LaunchError,
-    raw::ops::{
-        attention::{AttentionOptions, ChunkRows, TokenRows},
-        rope::HeadOptions,
+    raw::{
+        device::LaunchMode,
+        ops::{
+            attention::{AttentionOptions, ChunkRows, TokenRows},
+            rope::HeadOptions,
+        },
     },
 };
 
@@ -36,9 +42,19 @@ impl Forward {
         }
         let tokens = TokenRows { positions: &self.positions, page_table: &self.tables, table_pages };
         let x = view(&self.qkv, rows, qkv)?;
+        let mut out = view_mut(&mut self.attended, rows, attended)?;
+        let mode = self.ctx.stream().mode();
+        if self.verifies {
+            // Stores the keys and values of all rows: with a window of one token it attends to nothing else. The launch
+            // behind it starts when this one has ended, and stores the same bits again.
+            let (cache, alone) = (self.cache.decode(index as u32)?, options.window(Some(1)));
+            decode.kernel.decode(&mut self.ctx, x, cache, tokens, alone, out.reborrow())?;
+            self.ctx.set_mode(LaunchMode { ordinary: true, ..mode });
+        }
         let cache = self.cache.decode(index as u32)?;
-        let out = view_mut(&mut self.attended, rows, attended)?;
-        decode.kernel.decode(&mut self.ctx, x, cache, tokens, options, out)?;
+        let attended = decode.kernel.decode(&mut self.ctx, x, cache, tokens, options, out);
+        self.ctx.set_mode(mode);
+        attended?;
         match self.cache.packed() {
             Some(cache) if index + 1 == layers as usize => cache.pack_step(&mut self.ctx, tokens, rows),
             _ => Ok(()),

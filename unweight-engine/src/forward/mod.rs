@@ -12,8 +12,8 @@
 //! A step is one chain on one stream, but for copies of experts that are fetched
 //! ([`offload`](unweight_rt::raw::layer::experts::offload)), for whose choice the host waits. A kernel of a step may
 //! read positions, page tables and the keys and values of earlier tokens before the previous kernel has ended:
-//! nothing of the same step writes them. What the sampler writes belongs to the next step, and two steps are never in
-//! one graph.
+//! nothing of the same step writes them, but for a step that verifies drafts ([`attend`]). What the sampler writes
+//! belongs to the next step, and two steps are never in one graph.
 
 mod angles;
 mod attend;
@@ -34,7 +34,7 @@ use crate::{
     kernels::Kernels,
     kv_cache::{KvStore, PackedCache},
     memory::{self, Memory, Products, experts_shape},
-    options::{EngineOptions, bucket},
+    options::EngineOptions,
     pages::pages_for,
     sampling::{RowSampling, Sampling},
     weights::{Layer, MixtureExperts, Weights},
@@ -108,6 +108,8 @@ pub struct Forward {
     /// Rows of a step that have a token, as they were set last; and those of the pass that is enqueued.
     live: u32,
     passing: u32,
+    /// Rows of a step may be tokens of one sequence, one behind the other.
+    verifies: bool,
     logits: DeviceBuffer<u16>,
     cache: KvStore,
     angles: LayerAngles,
@@ -148,7 +150,7 @@ impl Forward {
         products: Products,
     ) -> Result<Self, DeviceError> {
         let stream = ctx.stream().clone();
-        let (rows, batch) = (memory::rows(options), bucket(options.max_batch));
+        let (rows, batch) = (memory::rows(options), options.step_rows());
         let shape = Shape {
             hidden: config.hidden,
             intermediate: config.intermediate,
@@ -193,6 +195,7 @@ impl Forward {
             },
             live: 0,
             passing: 0,
+            verifies: false,
             logits: zeroed(shape.logit_rows, shape.logit_pitch)?,
             cache,
             angles: LayerAngles::new(&stream, config, memory.context)?,
@@ -307,6 +310,11 @@ impl Forward {
         self.tables.write(stream, 0, &tables)?;
         let sampling: Vec<RowSampling> = rows.iter().map(|row| row.sampling).collect();
         self.sampling.set_rows(stream, &sampling)
+    }
+
+    /// Sets whether rows of the steps that are enqueued from now on may be tokens of one sequence, in order.
+    pub fn set_verifies(&mut self, verifies: bool) {
+        self.verifies = verifies;
     }
 
     /// Enqueues a step of `rows` rows through all layers, or one part of the step.

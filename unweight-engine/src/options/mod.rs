@@ -60,6 +60,10 @@ pub struct EngineOptions {
     /// The number of experts per layer that the device holds, for mixture models; `None` for all. The others stay
     /// packed in host memory and are copied when a token chooses them. Steps are then not recorded as graphs.
     pub resident_experts: Option<u32>,
+    /// The maximum number of tokens per sequence and step that are drafted by n-gram lookup and verified, 0 to 15; 0,
+    /// the default, drafts none. Sequences with adjusted logits have no drafts. Tokens are those of steps of more rows
+    /// without drafts.
+    pub speculate: u32,
 }
 
 impl Default for EngineOptions {
@@ -76,6 +80,7 @@ impl Default for EngineOptions {
             plan: Plan::default(),
             graphs: true,
             resident_experts: None,
+            speculate: 0,
         }
     }
 }
@@ -152,6 +157,22 @@ impl EngineOptions {
         Self { resident_experts: Some(resident_experts), ..self }
     }
 
+    /// Sets [`Self::speculate`].
+    #[must_use]
+    pub fn speculate(self, speculate: u32) -> Self {
+        Self { speculate, ..self }
+    }
+
+    /// The maximum number of rows of a step that verifies drafts; 0 without drafts.
+    pub(crate) fn verified_rows(&self) -> u32 {
+        if self.speculate == 0 { 0 } else { self.max_batch.saturating_mul(1 + self.speculate).min(VERIFIED_ROWS_MAX) }
+    }
+
+    /// The number of rows of the largest step: one of [`BUCKETS`].
+    pub(crate) fn step_rows(&self) -> u32 {
+        bucket(self.max_batch.max(self.verified_rows()))
+    }
+
     /// Checks that every option is in its range.
     ///
     /// # Errors
@@ -164,7 +185,12 @@ impl EngineOptions {
         check("chunk", chunk.into(), whole, "a multiple of 64 from 64 to 8192")?;
         check("context", self.context.unwrap_or(1).into(), self.context != Some(0), "1 at least")?;
         let experts = self.resident_experts.unwrap_or(1);
-        check("resident_experts", experts.into(), experts > 0, "1 at least")
+        check("resident_experts", experts.into(), experts > 0, "1 at least")?;
+        let speculate = u64::from(self.speculate);
+        check("speculate", speculate, speculate <= DRAFTED_MAX.into(), "0 to 15")?;
+        // The experts of more rows would have to be fetched.
+        let fetches = self.resident_experts.is_some();
+        check("speculate", speculate, speculate == 0 || !fetches, "0, which resident_experts needs")
     }
 }
 
@@ -187,6 +213,12 @@ impl OptionError {
         "option-out-of-range"
     }
 }
+
+/// The largest number of drafted tokens per sequence and step.
+const DRAFTED_MAX: u32 = 15;
+
+/// The largest number of rows of a step that verifies drafts: with more, a step takes longer than drafts save.
+const VERIFIED_ROWS_MAX: u32 = 64;
 
 /// The largest number of rows of a step.
 pub const MAX_BATCH: u32 = 1024;
@@ -213,7 +245,14 @@ mod tests {
         assert_eq!(named(EngineOptions::default().chunk(100)), Err("chunk"));
         assert_eq!(named(EngineOptions::default().chunk(0)), Err("chunk"));
         assert_eq!(named(EngineOptions::default().context(0)), Err("context"));
+        assert_eq!(named(EngineOptions::default().speculate(16)), Err("speculate"));
+        assert_eq!(named(EngineOptions::default().speculate(1).resident_experts(2)), Err("speculate"));
         assert_eq!(named(EngineOptions::default().resident_experts(0)), Err("resident_experts"));
+        let rows = |max_batch: u32, speculate: u32| {
+            let options = EngineOptions::default().max_batch(max_batch).speculate(speculate);
+            (options.verified_rows(), options.step_rows())
+        };
+        assert_eq!([rows(1, 0), rows(1, 7), rows(3, 7), rows(100, 15)], [(0, 1), (8, 8), (24, 32), (64, 128)]);
         assert_eq!([1, 2, 8, 9, 129, 256, 257, 1024].map(bucket), [1, 8, 8, 16, 192, 256, 512, 1024]);
     }
 }

@@ -5,6 +5,7 @@ use unweight_format::testing::Random;
 use super::*;
 
 mod attack;
+mod drafts;
 
 /// Tokens of a chunk.
 const CHUNK: u32 = 192;
@@ -18,7 +19,12 @@ const LIMITS: Limits = Limits {
     chunk: CHUNK,
     shares_prefixes: false,
     adjusted: 2,
+    speculation: Speculation { tokens: 0, rows: 0, is_mixture: false, weight_tokens: 1 },
 };
+/// Drafts of up to so many tokens, as cheap as they are for a large model.
+fn speculation(tokens: u32) -> Speculation {
+    Speculation { tokens, rows: 64, is_mixture: false, weight_tokens: 1 << 20 }
+}
 const PACKED: Limits = Limits { kv_cache: KvCache::Packed, ..LIMITS };
 
 fn event(seq: SeqId, token: u32, finish: Option<Finish>) -> Event {
@@ -314,6 +320,7 @@ fn sequences_that_fit_one_at_a_time_all_end() {
 #[test]
 fn sequences_do_not_affect_each_other() {
     let (mut preempted, mut full, mut cancelled, mut shared) = (0, 0, 0, 0);
+    let mut drafts = DraftCounts::default();
     for seed in 0..300 {
         let mut random = Random::new(seed);
         let (limits, loss) = match seed % 3 {
@@ -321,12 +328,15 @@ fn sequences_do_not_affect_each_other() {
             1 => (PACKED, Loss::Units(random.below(6) as u32)),
             _ => (PACKED, Loss::OneIn(2 + random.below(20))),
         };
-        let limits = Limits { shares_prefixes: random.below(2) == 0, ..limits };
+        let speculation = speculation(if seed % 2 == 0 { 0 } else { 1 + random.below(9) as u32 });
+        let limits = Limits { shares_prefixes: random.below(2) == 0, speculation, ..limits };
         let mut simulation = Simulation::new(limits, random, loss);
         simulation.run(12, 40_000);
         simulation.check(&format!("seed {seed}"));
         preempted += simulation.schedule.preempted();
         shared += simulation.schedule.shared_prompt_tokens();
+        let DraftCounts { drafted, accepted } = simulation.schedule.draft_counts();
+        drafts = DraftCounts { drafted: drafts.drafted + drafted, accepted: drafts.accepted + accepted };
         full += simulation.clients.ended.values().filter(|finish| **finish == Finish::CacheFull).count();
         cancelled += simulation.clients.cancelled.iter().filter(|id| simulation.lost_once.contains(id)).count();
     }
@@ -334,6 +344,7 @@ fn sequences_do_not_affect_each_other() {
         preempted > 500 && full > 50 && cancelled > 20 && shared > 10_000,
         "{preempted} {full} {cancelled} {shared}: too few to show anything"
     );
+    assert!(drafts.accepted > 5000 && drafts.drafted > drafts.accepted + 5000, "{drafts:?}");
 }
 
 /// How a device loses pages.
@@ -356,7 +367,7 @@ struct Asked {
 impl Asked {
     /// Tokens of the whole sequence, unless it is cancelled or the cache is full.
     fn end(&self) -> u32 {
-        if self.stops && self.new > 0 { self.new / 2 + 1 } else { self.new }
+        if self.stops { stop_of(self.new) + 1 } else { self.new }
     }
 }
 
@@ -364,6 +375,7 @@ impl Asked {
 struct Row {
     id: SeqId,
     position: u32,
+    draft: Vec<u32>,
     pages: Vec<u32>,
     hot: u32,
     slot: Option<u32>,
@@ -371,9 +383,21 @@ struct Row {
     is_lost: bool,
 }
 
-/// The token that a sequence gets as its `nth`. None is the wrong one of a device that has lost a page.
+/// The token that a sequence gets as its `nth`: seven that repeat, and one that does not. None is the wrong one of a
+/// device that has lost a page.
 fn token_of(id: SeqId, nth: u32) -> u32 {
-    4 + (id.0 as u32 * 31 + nth) % 90
+    if nth % 8 == 7 { 4 + (id.0 as u32 * 31 + nth / 8) % 90 } else { 96 + nth % 8 % 3 }
+}
+
+/// Which token of an answer of `new` tokens ends it: one that it has once.
+fn stop_of(new: u32) -> u32 {
+    (new / 2) | 7
+}
+
+/// What a row of a draft samples behind tokens that are wrong: the guess that is wrong, too.
+fn sampled(id: SeqId, nth: u32, draft: &[u32], guesses: usize) -> u32 {
+    let is_right = (nth..).zip(&draft[..guesses]).all(|(nth, guess)| *guess == token_of(id, nth));
+    if is_right { token_of(id, nth + guesses as u32) } else { draft.get(guesses).copied().unwrap_or(WRONG) }
 }
 
 const WRONG: u32 = 95;
@@ -440,7 +464,8 @@ impl Clients {
         let nth = row.position - self.asked[&row.id].prompt as u32;
         assert_eq!(row.last, token_of(row.id, nth), "the device's input");
         let &Running { id, position, hot, slot, .. } = row;
-        Row { id, position, pages: row.pages.clone(), hot, slot, is_lost: false }
+        assert!(row.draft.is_empty() || slot.is_none(), "drafts of adjusted logits");
+        Row { id, position, draft: row.draft.clone(), pages: row.pages.clone(), hot, slot, is_lost: false }
     }
 }
 
@@ -496,8 +521,7 @@ impl Simulation {
 
     fn add(&mut self, prompt: usize, new: u32, stops: bool) {
         let id = SeqId(self.clients.asked.len() as u64);
-        // No earlier token equals it: tokens repeat after 90.
-        let stop = if stops { vec![token_of(id, new / 2)] } else { Vec::new() };
+        let stop = if stops { vec![token_of(id, stop_of(new))] } else { Vec::new() };
         let request = Request::new(prompt_of(id, prompt)).max_new_tokens(new).stop(stop);
         let request = request.adjustments(adjustments_of(id));
         assert_eq!(self.schedule.add(request), Ok(id));
@@ -509,7 +533,7 @@ impl Simulation {
         for _ in 0..most {
             if self.clients.asked.len() < count && self.random.below(4) == 0 {
                 let (prompt, new) = (1 + self.random.below(300) as usize, self.random.below(180) as u32);
-                let stops = self.random.below(3) == 0;
+                let stops = self.random.below(3) == 0 && new > stop_of(new);
                 self.add(prompt, new, stops);
             }
             if self.clients.asked.len() > 3 && self.random.below(200) == 0 {
@@ -673,9 +697,9 @@ impl Simulation {
         for row in &mut rows {
             let prompt = self.clients.asked[&row.id].prompt;
             let nth = row.position + 1 - prompt as u32;
+            let told = (0..nth).map(|nth| token_of(row.id, nth));
+            let mut all: Vec<u32> = prompt_of(row.id, prompt).into_iter().chain(told).collect();
             if !row.is_lost {
-                let told = (0..nth).map(|nth| token_of(row.id, nth));
-                let all: Vec<u32> = prompt_of(row.id, prompt).into_iter().chain(told).collect();
                 self.attend(&all, (&row.pages, row.hot), (row.position, row.position + 1), row.position);
                 if let Some(slot) = row.slot {
                     let counted = self.counted.get_mut(&slot).unwrap();
@@ -685,7 +709,14 @@ impl Simulation {
             }
             tokens.push(if row.is_lost { WRONG } else { token_of(row.id, nth) });
             row.position += 1;
-            if row.position.is_multiple_of(PAGE_TOKENS) && self.schedule.limits.kv_cache == KvCache::Packed {
+            let packs = self.schedule.limits.kv_cache == KvCache::Packed;
+            for (at, (guess, position)) in row.draft.iter().zip(row.position..).enumerate() {
+                all.push(*guess);
+                self.attend(&all, (&row.pages, row.hot), (position, position + 1), position);
+                tokens.push(sampled(row.id, nth, &row.draft, at + 1));
+                assert!(!packs || (position + 1) % PAGE_TOKENS > 0, "a page is packed with a guess");
+            }
+            if row.position.is_multiple_of(PAGE_TOKENS) && packs {
                 let index = row.position / PAGE_TOKENS - 1;
                 let page = row.pages[index as usize];
                 row.is_lost |= !self.pack(row.id, index, page);
@@ -693,7 +724,9 @@ impl Simulation {
                 self.memory.copy_within(from as usize..(from + PAGE_TOKENS) as usize, to as usize);
             }
         }
-        let flags = rows.iter().map(|row| u32::from(row.is_lost)).collect();
+        let flags = rows.iter().flat_map(|row| vec![u32::from(row.is_lost); 1 + row.draft.len()]).collect();
+        // What a row is behind guesses is not known before they are read.
+        self.is_overwritten = rows.iter().any(|row| !row.draft.is_empty());
         self.rows = rows;
         self.in_flight.push_back((tokens, flags));
         self.schedule.launched();

@@ -164,10 +164,9 @@ impl Attack {
             _ => u64::from(PAGE_TOKENS) * (1 + self.random.below(5)) + self.random.below(3) - 1,
         };
         let prompt = prompt.min(most) as usize;
-        // No token repeats within 90, so that one of them can stop.
         let new = (self.random.below(220) as u32).min(context - prompt as u32);
-        let stops = self.random.below(4) == 0 && new < 160;
-        let stop = if stops { vec![token_of(id, new / 2)] } else { Vec::new() };
+        let stops = self.random.below(4) == 0 && new > stop_of(new);
+        let stop = if stops { vec![token_of(id, stop_of(new))] } else { Vec::new() };
         let request = Request::new(tree_prompt(id, prompt, chunk)).max_new_tokens(new).stop(stop);
         match self.schedule.add(request) {
             Ok(added) => {
@@ -347,6 +346,16 @@ impl Attack {
             self.memory[(page * PAGE_TOKENS + row.position % PAGE_TOKENS) as usize] = keys[row.position as usize];
             tokens.push(if row.is_lost { WRONG } else { token_of(row.id, nth) });
             row.position += 1;
+            let mut all = all;
+            for (at, (guess, position)) in row.draft.iter().zip(row.position..).enumerate() {
+                all.push(*guess);
+                let keys = super::keys(&all);
+                self.check_keys(&keys, &row.pages, row.hot, position, position);
+                let page = if self.packed() { page } else { row.pages[(position / PAGE_TOKENS) as usize] };
+                self.memory[(page * PAGE_TOKENS + position % PAGE_TOKENS) as usize] = keys[position as usize];
+                tokens.push(sampled(row.id, nth, &row.draft, at + 1));
+                assert!(!self.packed() || (position + 1) % PAGE_TOKENS > 0, "a page is packed with a guess");
+            }
             if self.packed() && row.position.is_multiple_of(PAGE_TOKENS) {
                 let to = row.pages[(row.position / PAGE_TOKENS - 1) as usize];
                 let (from, at) = (page * PAGE_TOKENS, to * PAGE_TOKENS);
@@ -355,7 +364,9 @@ impl Attack {
                 row.is_lost |= !self.units.pack(to, need);
             }
         }
-        let flags = rows.iter().map(|row| u32::from(row.is_lost)).collect();
+        let flags = rows.iter().flat_map(|row| vec![u32::from(row.is_lost); 1 + row.draft.len()]).collect();
+        // What a row is behind guesses is not known before they are read.
+        self.is_overwritten = rows.iter().any(|row| !row.draft.is_empty());
         self.rows = rows;
         self.in_flight.push_back((tokens, flags));
         self.schedule.launched();
@@ -393,6 +404,7 @@ fn plan(random: &mut Random) -> Plan {
             kv_cache,
             shares_prefixes: random.below(4) != 0,
             ahead: 1 + random.below(3) as u32,
+            speculation: speculation([0, 1, 4, 15][random.below(4) as usize]),
             ..LIMITS
         },
         pages: 3 + random.below(30) as u32,

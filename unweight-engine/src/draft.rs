@@ -1,0 +1,148 @@
+//! Drafts: guesses of a sequence's next tokens, which a step verifies.
+//!
+//! The drafter looks the newest tokens of a sequence up among its earlier ones, in prompt and answer: what followed the
+//! last time is the draft. The longest n-gram decides. It also learns how often such a guess is right, from every token
+//! of the answer, whether the guess was verified or not. Another source of drafts has to offer the same methods.
+
+use std::{collections::HashMap, ops::RangeInclusive};
+
+use unweight_model::sampling::NO_TOKEN;
+
+/// Lengths of the n-grams that are looked up.
+const LENGTHS: RangeInclusive<usize> = SHORTEST..=LONGEST;
+const SHORTEST: usize = 2;
+const LONGEST: usize = 4;
+
+/// The share of right guesses before any was seen: enough to try a few.
+const FIRST_CHANCE: f32 = 0.25;
+/// Guesses that the share is averaged over.
+const MEMORY: f32 = 8.0;
+
+/// Where the newest tokens stood before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Match {
+    /// Tokens of the n-gram.
+    length: usize,
+    /// The token behind its earlier occurrence.
+    next: usize,
+}
+
+/// The drafter of one sequence. It holds three entries of 20 bytes per token.
+#[derive(Debug)]
+pub struct NgramDrafter {
+    /// The end of the last occurrence of each n-gram, which [`NO_TOKEN`] fills up.
+    ends: HashMap<[u32; LONGEST], u32>,
+    /// Tokens that were read.
+    read: usize,
+    newest: Option<Match>,
+    /// By length of the n-gram: the share of right guesses.
+    chances: [f32; LONGEST - SHORTEST + 1],
+}
+
+impl NgramDrafter {
+    /// Of a sequence without tokens.
+    pub fn new() -> Self {
+        let chances = [FIRST_CHANCE; LONGEST - SHORTEST + 1];
+        Self { ends: HashMap::new(), read: 0, newest: None, chances }
+    }
+
+    /// Reads the tokens of the sequence that were added since the last call. Of an answer it learns how often guesses
+    /// are right; of a prompt it does not.
+    pub fn read(&mut self, tokens: &[u32], is_answer: bool) {
+        for end in self.read + 1..=tokens.len() {
+            if let Some(Match { length, next }) = self.newest.take().filter(|_| is_answer) {
+                let chance = &mut self.chances[length - SHORTEST];
+                *chance += (f32::from(u8::from(tokens[next] == tokens[end - 1])) - *chance) / MEMORY;
+            }
+            for length in LENGTHS.take_while(|length| *length <= end) {
+                let mut gram = [NO_TOKEN; LONGEST];
+                gram[..length].copy_from_slice(&tokens[end - length..end]);
+                // A sequence fits 32 bits.
+                if let Some(before) = self.ends.insert(gram, end as u32) {
+                    self.newest = Some(Match { length, next: before as usize });
+                }
+            }
+        }
+        self.read = tokens.len();
+    }
+
+    /// The chance that the first token of the draft is right; `None` without a draft.
+    pub fn chance(&self) -> Option<f32> {
+        self.newest.map(|newest| self.chances[newest.length - SHORTEST])
+    }
+
+    /// `count` tokens that may follow `tokens`, all of which were read; none without a draft. What ends before `count`
+    /// tokens is repeated.
+    pub fn draft(&self, tokens: &[u32], count: usize) -> Vec<u32> {
+        let Some(Match { next, .. }) = self.newest else { return Vec::new() };
+        let period = &tokens[next..];
+        period.iter().cycle().take(count).copied().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use unweight_format::testing::Random;
+
+    use super::*;
+
+    /// The definition: the longest n-gram at the end that stood before, and what followed its last occurrence.
+    fn oracle(tokens: &[u32]) -> Option<Match> {
+        LENGTHS.rev().find_map(|length| {
+            let gram = tokens.get(tokens.len().checked_sub(length)?..)?;
+            let ends = (length..tokens.len()).rev();
+            let before = ends.into_iter().find(|end| tokens[end - length..*end] == *gram);
+            before.map(|next| Match { length, next })
+        })
+    }
+
+    #[test]
+    fn drafts_are_what_followed_the_longest_ngram() {
+        let (mut found, mut longest) = (0, 0);
+        for seed in 0..60 {
+            let mut random = Random::new(seed);
+            let (kinds, mut tokens) = (2 + random.below(12), Vec::new());
+            let mut drafter = NgramDrafter::new();
+            for _ in 0..150 {
+                // Several at once, as of a prompt or of an accepted draft.
+                (0..1 + random.below(3)).for_each(|_| tokens.push(random.below(kinds) as u32));
+                drafter.read(&tokens, random.below(2) == 0);
+                let expected = oracle(&tokens);
+                assert_eq!(drafter.newest, expected, "{tokens:?}");
+                let draft = drafter.draft(&tokens, 5);
+                let Some(Match { length, next }) = expected else {
+                    assert!(draft.is_empty() && drafter.chance().is_none());
+                    continue;
+                };
+                (found, longest) = (found + 1, longest + usize::from(length == LONGEST));
+                let all = [&tokens[..], &draft].concat();
+                assert!((0..5).all(|at| draft[at] == all[next + at]), "{tokens:?} {draft:?}");
+            }
+        }
+        assert!(found > 5000 && longest > 1000, "{found} {longest}: too few to show anything");
+    }
+
+    #[test]
+    fn chances_follow_the_answer_alone() {
+        let mut drafter = NgramDrafter::new();
+        let mut tokens = vec![1, 2, 3, 1, 2, 3, 1, 2];
+        drafter.read(&tokens, false);
+        assert_eq!((drafter.chance(), drafter.draft(&tokens, 4)), (Some(FIRST_CHANCE), vec![3, 1, 2, 3]));
+        for _ in 0..40 {
+            let next = drafter.draft(&tokens, 1);
+            tokens.extend(next);
+            drafter.read(&tokens, true);
+        }
+        assert!(drafter.chance().is_some_and(|chance| chance > 0.98), "{drafter:?}");
+        // Pairs that are followed by something else each time.
+        let (mut other, mut tokens) = (NgramDrafter::new(), Vec::new());
+        for at in 0..40 {
+            tokens.extend([1, 2, 10 + at]);
+            other.read(&tokens[..tokens.len() - 1], true);
+            other.read(&tokens, true);
+        }
+        tokens.extend([1, 2]);
+        other.read(&tokens, true);
+        assert!(other.chance().is_some_and(|chance| chance < 0.01), "{other:?}");
+    }
+}

@@ -1,0 +1,169 @@
+//! Which drafts are verified, and how their tokens are counted.
+
+use super::*;
+
+fn drafting(limits: Limits, tokens: u32) -> Schedule {
+    Schedule::new(Limits { speculation: speculation(tokens), ..limits }, 100)
+}
+
+/// A sequence that has said `abab...` for some steps, all of whose guesses were right.
+fn repeating(schedule: &mut Schedule, max_new_tokens: u32) -> SeqId {
+    let id = schedule.add(request(5, max_new_tokens)).unwrap();
+    join(schedule, 10);
+    for _ in 0..6 {
+        right(schedule);
+    }
+    id
+}
+
+/// What a row is given, and its draft.
+fn draft(row: &Running) -> Vec<u32> {
+    row.inputs().skip(1).map(|(token, _)| token).collect()
+}
+
+/// Runs a step whose sequences all say `abab...`. Its number of rows.
+fn right(schedule: &mut Schedule) -> u32 {
+    assert!(matches!(schedule.due(), Next::Launch { .. }));
+    let other = |token: u32| if token == 10 { 11 } else { 10 };
+    let tokens: Vec<u32> = schedule
+        .rows()
+        .iter()
+        .flat_map(|row| row.inputs().map(|(token, _)| other(token)).collect::<Vec<_>>())
+        .collect();
+    schedule.launched();
+    schedule.read(&tokens, &[], &mut Vec::new());
+    tokens.len() as u32
+}
+
+#[test]
+fn right_drafts_make_several_tokens_and_wrong_ones_one() {
+    let mut schedule = drafting(LIMITS, 3);
+    let id = repeating(&mut schedule, 200);
+    assert_eq!(schedule.due(), Next::Launch { changed: true });
+    let row = &schedule.rows()[0];
+    let (position, last) = (row.position, row.last);
+    let expected = if last == 10 { [10, 11, 10, 11] } else { [11, 10, 11, 10] };
+    assert!(row.inputs().eq(expected.into_iter().zip(position..)), "{row:?}");
+    schedule.launched();
+    assert_eq!((schedule.step_rows(), schedule.due()), (4, Next::Read), "nothing runs behind guesses");
+    let mut events = Vec::new();
+    // The second guess is wrong: its token is right, and what follows is dropped.
+    let [_, first, second, _] = expected;
+    schedule.read(&[first, 50, second, 60], &[], &mut events);
+    assert_eq!(events, [event(id, first, None), event(id, 50, None)]);
+    let row = &schedule.rows()[0];
+    assert_eq!((row.position, row.last, row.launched), (position + 2, 50, row.produced));
+    assert_eq!(schedule.due(), Next::Launch { changed: true });
+    assert!(draft(&schedule.rows()[0]).is_empty(), "50 is new");
+    // All guesses right.
+    let before = schedule.draft_counts();
+    repeating(&mut drafting(LIMITS, 3), 200);
+    let mut schedule = drafting(LIMITS, 3);
+    repeating(&mut schedule, 200);
+    let (counts, tokens) = (schedule.draft_counts(), schedule.rows()[0].produced);
+    assert_eq!((right(&mut schedule), schedule.rows()[0].produced), (4, tokens + 4));
+    let after = schedule.draft_counts();
+    assert_eq!((after.drafted - counts.drafted, after.accepted - counts.accepted), (3, 3));
+    assert!(before.accepted < before.drafted);
+}
+
+#[test]
+fn a_draft_ends_with_the_sequence_and_behind_a_stop() {
+    let mut schedule = drafting(LIMITS, 8);
+    repeating(&mut schedule, 60);
+    let mut most = 0;
+    while schedule.due() != Next::Idle {
+        let row = &schedule.rows()[0];
+        most = most.max(row.step_rows());
+        // The last token is sampled, and never the input of a row.
+        assert!(row.produced + row.step_rows() <= 60, "{row:?}");
+        right(&mut schedule);
+    }
+    assert_eq!((most, schedule.free_pages()), (9, 100));
+    let mut schedule = drafting(LIMITS, 4);
+    let id = schedule.add(request(5, 200).stop(vec![77])).unwrap();
+    join(&mut schedule, 10);
+    (0..6).for_each(|_| _ = right(&mut schedule));
+    assert_eq!(schedule.due(), Next::Launch { changed: true });
+    let guesses = draft(&schedule.rows()[0]);
+    schedule.launched();
+    let mut events = Vec::new();
+    schedule.read(&[guesses[0], 77, guesses[2], guesses[3], 5], &[], &mut events);
+    assert_eq!(events, [event(id, guesses[0], None), event(id, 77, Some(Finish::Stop))]);
+    assert_eq!((schedule.due(), schedule.free_pages()), (Next::Idle, 100));
+}
+
+#[test]
+fn a_packed_page_is_filled_by_a_token_that_is_right() {
+    for (limits, may_cross) in [(LIMITS, true), (PACKED, false)] {
+        let mut schedule = drafting(limits, 15);
+        repeating(&mut schedule, 300);
+        let mut crossed = false;
+        while schedule.due() != Next::Idle {
+            let row = &schedule.rows()[0];
+            let end = row.position + row.step_rows() - 1;
+            let crosses = row.step_rows() > 1 && (end + 1) / PAGE_TOKENS > row.position / PAGE_TOKENS;
+            crossed |= crosses;
+            assert!(may_cross || !crosses, "{row:?}");
+            assert!(limits.kv_cache == KvCache::Packed || end < row.pages.len() as u32 * PAGE_TOKENS, "{row:?}");
+            right(&mut schedule);
+        }
+        assert_eq!(crossed, may_cross);
+    }
+}
+
+/// Pairs that were followed by something else before: behind drafts some guesses are tried, then no more. Without
+/// drafts in front none is: that guesses are wrong is seen without verifying them.
+#[test]
+fn wrong_guesses_end_drafts() {
+    for (repeats, expected) in [(8, 7..=7 * 6), (0, 0..=0)] {
+        let mut schedule = drafting(Limits { vocab: 10_000, ..LIMITS }, 7);
+        let prompt: Vec<u32> = (0..200).flat_map(|at| [100 + at, 101 + at, 5000 + at]).collect();
+        schedule.add(Request::new(prompt).max_new_tokens(190)).unwrap();
+        join(&mut schedule, 10);
+        (0..repeats).for_each(|_| _ = right(&mut schedule));
+        let (before, mut told) = (schedule.draft_counts(), 99);
+        assert_eq!(before.accepted > 0, repeats > 0);
+        loop {
+            match schedule.due() {
+                Next::Launch { .. } => schedule.launched(),
+                Next::Idle => break,
+                _ => {
+                    told += 1;
+                    let tokens = [vec![told], vec![9000; schedule.step_rows() as usize - 1]].concat();
+                    schedule.read(&tokens, &[], &mut Vec::new());
+                }
+            }
+        }
+        let after = schedule.draft_counts();
+        assert_eq!(after.accepted, before.accepted);
+        assert!(told > 200 && expected.contains(&(after.drafted - before.drafted)), "{before:?} {after:?}");
+    }
+}
+
+/// The number of rows of a step, by what makes rows dear.
+#[test]
+fn drafts_are_as_long_as_they_pay() {
+    let rows = |sequences: u64, own: Speculation| {
+        let limits = Limits { max_batch: 64, speculation: own, ..LIMITS };
+        let mut schedule = Schedule::new(limits, 300);
+        for _ in 0..sequences {
+            schedule.add(request(1, 200)).unwrap();
+        }
+        (0..sequences).for_each(|_| _ = join(&mut schedule, 10));
+        while schedule.rows()[0].produced < 60 {
+            right(&mut schedule);
+        }
+        right(&mut schedule)
+    };
+    let cheap = speculation(15);
+    assert_eq!([rows(1, cheap), rows(4, cheap)], [16, 64], "as many as there may be");
+    assert_eq!(rows(60, cheap), 60, "four guesses do not pay for a step that verifies");
+    assert_eq!(rows(1, Speculation { rows: 9, ..cheap }), 9);
+    assert_eq!(rows(64, cheap), 64, "none");
+    assert_eq!(rows(1, Speculation { is_mixture: true, ..cheap }), 16, "even so");
+    // Where attention takes most of the time, less likely guesses do not pay.
+    let few = rows(1, Speculation { weight_tokens: 1, ..cheap });
+    assert!((2..16).contains(&few), "{few}");
+    assert_eq!(rows(1, Speculation { tokens: 0, ..cheap }), 1);
+}
