@@ -136,6 +136,10 @@ struct Report {
     host_bytes: u64,
     /// Experts fetched from host memory.
     experts: Option<ExpertTraffic>,
+    /// Drafted tokens that steps verified (`--speculate`).
+    drafted_tokens: u64,
+    /// Drafted tokens that were right.
+    accepted_tokens: u64,
 }
 
 #[derive(Serialize)]
@@ -241,6 +245,10 @@ impl Generate {
             && let Some(rate) = report.tokens_per_s
         {
             output.note(format_args!("prompt {:.1} ms, then {rate:.1} tokens/s", report.prefill_ms));
+        }
+        if output.verbose > 0 && report.drafted_tokens > 0 {
+            let (drafted, accepted) = (report.drafted_tokens, report.accepted_tokens);
+            output.note(format_args!("{accepted} of {drafted} drafted tokens accepted"));
         }
         if output.verbose > 0
             && let Some(traffic) = &report.experts
@@ -472,7 +480,7 @@ impl Generate {
             }
         }
         let first = first.unwrap_or(total);
-        let memory = *engine.memory();
+        let (memory, drafts) = (*engine.memory(), engine.draft_counts());
         let seconds = (total - first.min(total)).as_secs_f64();
         Ok(Report {
             sequences,
@@ -489,6 +497,8 @@ impl Generate {
             kv_cache: memory.kv_cache.tag(),
             host_bytes: memory.host,
             experts: engine.expert_traffic()?,
+            drafted_tokens: drafts.drafted,
+            accepted_tokens: drafts.accepted,
         })
     }
 }

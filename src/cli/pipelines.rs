@@ -48,6 +48,9 @@ pub struct EngineArgs {
     /// Maximum tokens per sequence, prompt included [default: the model's limit, or what fits]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub context: Option<u32>,
+    /// Draft up to N tokens per step from earlier text; 0 is off
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=15))]
+    speculate: u32,
     #[command(flatten)]
     memory: Memory,
     #[command(flatten)]
@@ -61,6 +64,7 @@ impl EngineArgs {
         options.kv_cache = self.held.kv_cache.0;
         options.resident_experts = self.held.resident_experts;
         options.context = self.context;
+        options.speculate = self.speculate;
         options.memory = self.memory.memory;
     }
 }

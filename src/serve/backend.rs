@@ -2,7 +2,7 @@
 
 use std::error::Error;
 
-use unweight_engine::{AdmissionError, Engine, EngineError, Event, KvCache, Request, SeqId};
+use unweight_engine::{AdmissionError, DraftCounts, Engine, EngineError, Event, KvCache, Request, SeqId};
 
 /// A generator of tokens: [`Engine`], or a slower implementation of the same rules.
 pub trait Backend {
@@ -72,6 +72,8 @@ pub struct Load {
     pub preempted: u64,
     /// Prompt tokens whose keys and values an earlier sequence had computed.
     pub shared_prompt_tokens: u64,
+    /// Drafted tokens.
+    pub drafts: DraftCounts,
 }
 
 impl Backend for Engine {
@@ -100,6 +102,7 @@ impl Backend for Engine {
             free_units: self.last_free_units().unwrap_or(0),
             preempted: self.preempted(),
             shared_prompt_tokens: self.shared_prompt_tokens(),
+            drafts: self.draft_counts(),
         }
     }
 

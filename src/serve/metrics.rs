@@ -72,6 +72,8 @@ pub(super) struct Metrics {
     free_units: AtomicU64,
     preempted: AtomicU64,
     shared_prompt_tokens: AtomicU64,
+    drafted: AtomicU64,
+    accepted: AtomicU64,
     /// Tokens of prompts that were taken.
     pub prompt_tokens: AtomicU64,
     /// Tokens that requests got.
@@ -94,6 +96,8 @@ impl Metrics {
             free_units: AtomicU64::new(0),
             preempted: AtomicU64::new(0),
             shared_prompt_tokens: AtomicU64::new(0),
+            drafted: AtomicU64::new(0),
+            accepted: AtomicU64::new(0),
             prompt_tokens: AtomicU64::new(0),
             generated_tokens: AtomicU64::new(0),
             cancelled: AtomicU64::new(0),
@@ -115,6 +119,8 @@ impl Metrics {
         self.free_units.store(load.free_units.into(), Release);
         self.preempted.store(load.preempted, Release);
         self.shared_prompt_tokens.store(load.shared_prompt_tokens, Release);
+        self.drafted.store(load.drafts.drafted, Release);
+        self.accepted.store(load.drafts.accepted, Release);
         self.running.store(load.running as u64, Release);
         self.waiting.store(load.waiting as u64, Release);
     }
@@ -148,6 +154,18 @@ impl Metrics {
                 "Prompt tokens whose keys and values were in the prefix cache.",
                 self.shared_prompt_tokens.load(Acquire),
             ),
+            (
+                "spec_decode_num_draft_tokens_total",
+                "counter",
+                "Drafted tokens that steps verified.",
+                self.drafted.load(Acquire),
+            ),
+            (
+                "spec_decode_num_accepted_tokens_total",
+                "counter",
+                "Drafted tokens that were right.",
+                self.accepted.load(Acquire),
+            ),
             ("generated_tokens_total", "counter", "Tokens made.", self.generated_tokens.load(Relaxed)),
             ("cancelled_total", "counter", "Sequences ended before their end.", self.cancelled.load(Relaxed)),
         ] {
@@ -173,13 +191,15 @@ fn line(out: &mut String, text: std::fmt::Arguments<'_>) {
 
 #[cfg(test)]
 mod tests {
-    use unweight_engine::KvCache;
+    use unweight_engine::{DraftCounts, KvCache};
 
     use super::*;
 
     #[test]
     fn kv_cache_is_described() {
         let metrics = Metrics::new();
+        let mut drafts = DraftCounts::default();
+        (drafts.drafted, drafts.accepted) = (70, 50);
         metrics.load(Load {
             running: 2,
             waiting: 1,
@@ -187,6 +207,7 @@ mod tests {
             free_units: 400,
             preempted: 5,
             shared_prompt_tokens: 128,
+            drafts,
         });
         let text = |kv_cache, units| {
             let (cache_tokens, cache_token_bytes, eos) = (6400, 98_721, Vec::new());
@@ -205,6 +226,8 @@ mod tests {
             "unweight_kv_units_free 400",
             "unweight_preempted_total 5",
             "unweight_prompt_tokens_shared_total 128",
+            "unweight_spec_decode_num_draft_tokens_total 70",
+            "unweight_spec_decode_num_accepted_tokens_total 50",
         ] {
             assert!(packed.lines().any(|own| own == line), "no {line} in {packed}");
         }

@@ -3,7 +3,7 @@
 //! Requests, rows and pages are those of the engine, and so is the choice of a token; only the forward pass is another.
 //! It serves tests of tiny models.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 
 use half::bf16;
 use rayon::prelude::*;
@@ -11,7 +11,7 @@ use unweight_engine::{
     AdmissionError, EngineOptions, Event, KvCache, Logprobs, OptionError, Request, SeqId,
     raw::{
         pages::{PAGE_TOKENS, pages_for},
-        schedule::{Limits as ScheduleLimits, Next, Running, Schedule},
+        schedule::{Limits as ScheduleLimits, Next, Running, Schedule, Speculation},
     },
 };
 use unweight_format::{
@@ -83,7 +83,7 @@ pub struct CpuReference {
 }
 
 impl CpuReference {
-    /// Decodes and widens all weights. Of the options, `max_batch`, `context` and `waiting` are used.
+    /// Decodes and widens all weights. Of the options, `max_batch`, `context`, `waiting` and `speculate` are used.
     ///
     /// # Errors
     /// [`CpuError`].
@@ -114,6 +114,8 @@ impl CpuReference {
             chunk,
             shares_prefixes: false,
             adjusted: max_batch,
+            // As for the largest model: rows cost little.
+            speculation: Speculation::of(options, false, u32::MAX),
         };
         let schedule = Schedule::new(limits, pages);
         let limits = Limits {
@@ -131,11 +133,12 @@ impl CpuReference {
         Ok(Self { config, weights, values, schedule, limits })
     }
 
-    /// The next token of a sequence, and its log probabilities.
-    fn next(&self, running: &Running) -> Result<(u32, Option<Box<Logprobs>>), ReferenceError> {
+    /// The next token of a sequence behind so many tokens of its draft, and its log probabilities.
+    fn next(&self, running: &Running, drafted: usize) -> Result<(u32, Option<Box<Logprobs>>), ReferenceError> {
         let value = |name: &str| self.values.get(name).cloned().ok_or_else(|| format!("no tensor {name}"));
         let history = running.history();
-        let text = [history.prompt, history.answer].concat();
+        let draft = running.inputs().skip(1).take(drafted).map(|(token, _)| token);
+        let text: Vec<u32> = history.prompt.iter().chain(history.answer).copied().chain(draft).collect();
         let logits = Reference::new(&self.config, &self.weights, value).logits(&text)?;
         let last = &logits[logits.len().saturating_sub(self.config.vocab as usize)..];
         let last: Vec<bf16> = last.iter().copied().map(bf16::from_f32).collect();
@@ -151,21 +154,25 @@ impl CpuReference {
             Next::Prefill => {
                 self.schedule.begin_prefill();
                 let Some(chunk) = self.schedule.next_chunk() else { return Ok(events) };
-                let (token, logprobs) = self.next(chunk.running)?;
+                let (token, logprobs) = self.next(chunk.running, 0)?;
                 self.schedule.chunk_launched();
                 events.extend(self.schedule.begun(token).map(|event| Event { logprobs, ..event }));
             }
             Next::Launch { .. } => {
-                let rows = self.schedule.rows();
-                let sampled = rows.par_iter().map(|row| self.next(row)).collect::<Result<Vec<_>, _>>()?;
-                let ids: Vec<SeqId> = rows.iter().map(|row| row.id).collect();
+                let rows = self.schedule.rows().iter();
+                let rows: Vec<_> =
+                    rows.flat_map(|row| (0..row.step_rows() as usize).map(move |at| (row, at))).collect();
+                let sampled = rows.par_iter().map(|(row, at)| self.next(row, *at)).collect::<Result<Vec<_>, _>>()?;
+                let ids: Vec<SeqId> = rows.iter().map(|(row, _)| row.id).collect();
                 let tokens: Vec<u32> = sampled.iter().map(|(token, _)| *token).collect();
                 self.schedule.launched();
                 self.schedule.read(&tokens, &[], &mut events);
-                let mut logprobs: HashMap<SeqId, Option<Box<Logprobs>>> =
-                    ids.into_iter().zip(sampled.into_iter().map(|(_, logprobs)| logprobs)).collect();
+                let mut logprobs: HashMap<SeqId, VecDeque<Option<Box<Logprobs>>>> = HashMap::new();
+                for (id, (_, of_row)) in ids.into_iter().zip(sampled) {
+                    logprobs.entry(id).or_default().push_back(of_row);
+                }
                 for event in &mut events {
-                    event.logprobs = logprobs.remove(&event.seq).flatten();
+                    event.logprobs = logprobs.get_mut(&event.seq).and_then(VecDeque::pop_front).flatten();
                 }
             }
             Next::Idle | Next::Read => {}
@@ -190,6 +197,7 @@ impl Backend for CpuReference {
             free_units: 0,
             preempted: schedule.preempted(),
             shared_prompt_tokens: schedule.shared_prompt_tokens(),
+            drafts: schedule.draft_counts(),
         }
     }
 

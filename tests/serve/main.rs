@@ -234,6 +234,38 @@ fn openai_client_works() {
     assert_eq!(server.metric("unweight_kv_pages_free"), server.metric("unweight_kv_pages"));
 }
 
+/// Greedy, sampled, with log probabilities, with penalties, several at once: the same answers with drafts and without.
+#[test]
+fn drafts_change_no_answer() {
+    let (plain, drafting) = (Server::start(&mut command(&[])), Server::start(&mut command(&["--speculate", "6"])));
+    for options in [
+        r#""temperature": 0"#,
+        r#""temperature": 0, "logprobs": 2, "n": 2"#,
+        r#""temperature": 0.05, "seed": 3, "logprobs": 1"#,
+        r#""temperature": 1, "seed": 4"#,
+        r#""temperature": 0, "presence_penalty": 0.5"#,
+        r#""temperature": 0, "min_tokens": 30, "stop": ["e"]"#,
+    ] {
+        for prompt in ["abcabcabcab", "one two three one two three one"] {
+            let body = format!(r#"{{"prompt": "{prompt}", "max_tokens": 120, {options}}}"#);
+            let answer = |server: &Server| {
+                let (status, text) = server.ask("/v1/completions", &body);
+                assert_eq!(status, 200, "{text}");
+                let answer: Value = serde_json::from_str(&text).unwrap();
+                (answer["choices"].clone(), answer["usage"].clone())
+            };
+            assert_eq!(answer(&drafting), answer(&plain), "{body}");
+        }
+    }
+    let counts = |server: &Server| {
+        let of = |what: &str| server.metric(&format!("unweight_spec_decode_num_{what}_tokens_total"));
+        (of("draft"), of("accepted"))
+    };
+    let (drafted, accepted) = counts(&drafting);
+    assert!(accepted > 300.0 && accepted < drafted, "{accepted} of {drafted}");
+    assert_eq!(counts(&plain), (0.0, 0.0));
+}
+
 #[test]
 fn requests_without_the_api_key_are_rejected() {
     let server = Server::start(command(&[]).env("UNWEIGHT_API_KEY", "sesame"));
