@@ -22,6 +22,7 @@ use unweight_bench::{
     StressOptions, Timing,
 };
 use unweight_codegen::VariantSpec;
+use unweight_engine::EngineOptions;
 use unweight_format::bundle::{Bundle, Profile};
 use unweight_model::Geometry;
 use unweight_rt::{Device, KernelSet, Remedy, env::Env, raw::choose::table::MeasuredTable};
@@ -80,6 +81,8 @@ enum Bench {
     Rivals(RivalsBench),
     /// Time decode steps of whole models next to the BF16 baseline
     Decode(DecodeBench),
+    /// Time whole sequences with drafts next to the same ones without
+    Speculate(SpeculateBench),
     /// Measure tables 8 to 12 of the Unweight report
     Report(ReportBench),
     /// Launch every kernel thousands of times under load and check every result
@@ -227,6 +230,31 @@ struct DecodeBench {
     trust: Trust,
 }
 
+/// Arguments of `speculate`. Weights are random.
+#[derive(Args)]
+struct SpeculateBench {
+    /// Shapes of a published model
+    #[arg(long, value_name = "NAME", default_value = "llama-3.1-8b", value_parser = geometry)]
+    geometry: Geometry,
+    /// Concurrent sequences; repeatable
+    #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [1, 2, 4, 8],
+          value_parser = clap::value_parser!(u32).range(1..=64))]
+    batch: Vec<u32>,
+    /// Drafted tokens per sequence and step at most
+    #[arg(long, value_name = "N", default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..=15))]
+    speculate: u32,
+    /// Tokens of a prompt, and new tokens
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(16..=8192))]
+    tokens: u32,
+    #[command(flatten)]
+    held: PlacementArgs,
+    /// Measured rounds
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
+    rounds: u16,
+    #[command(flatten)]
+    gpu: Gpu,
+}
+
 /// Arguments of `report`.
 #[derive(Args)]
 struct ReportBench {
@@ -336,6 +364,7 @@ impl Bench {
             Self::Matmul(_) => "matmul",
             Self::Rivals(_) => "rivals",
             Self::Decode(_) => "decode",
+            Self::Speculate(_) => "speculate",
             Self::Report(_) => "report",
             Self::Stress(_) => "stress",
         }
@@ -406,6 +435,7 @@ impl Bench {
                 }
                 output.result(self.name(), &report, |out| write!(out, "{report}"))
             }
+            Self::Speculate(arguments) => arguments.run(self.name(), output, &note),
             Self::Report(arguments) => {
                 let kernels = open(arguments.gpu.device)?;
                 let timing = Timing::default().rounds(arguments.rounds.into()).warmup_rounds(5);
@@ -517,6 +547,19 @@ impl MatmulBench {
             options.batches.clone_from(&self.batch);
         }
         Ok(options)
+    }
+}
+
+impl SpeculateBench {
+    fn run(&self, command: &str, output: Output, note: &(dyn Fn(&str) + Sync)) -> Result<()> {
+        let kernels = open(self.gpu.device)?;
+        let mut options = EngineOptions::default().speculate(self.speculate);
+        (options.placement, options.kv_cache) = (self.held.placement.0, self.held.kv_cache.0);
+        options.resident_experts = self.held.resident_experts;
+        let asked = (self.batch.as_slice(), self.tokens, self.rounds.into());
+        let report = bench::bench_speculate(&kernels, &self.geometry.config(), &options, asked, note);
+        let report = report.map_err(failed)?;
+        output.result(command, &report, |out| write!(out, "{report}"))
     }
 }
 

@@ -110,7 +110,7 @@ pub const CRATES: [Crate; 11] = [
         above: &["unweight-format", "unweight-model", "unweight-codegen", "unweight-rt"],
         levels: &[
             ("attention options pages", "splits of attention; engine options; KV pages"),
-            ("prefix request", "shared beginnings of prompts; requests and events"),
+            ("draft prefix request", "drafts; shared beginnings of prompts; requests and events"),
             ("schedule", "rows of sequences, and what is next: pure"),
             ("error", "errors"),
             ("memory", "bytes, before anything is allocated"),
@@ -170,7 +170,7 @@ pub const CRATES: [Crate; 11] = [
             ("attention", "problems of attention in double precision"),
             ("kv timing tuned", "packed KV pages; graphs on the clock; settings of step graphs"),
             ("decode kernels matmul rivals", "a measurement each"),
-            ("stress tables", "every kernel under load; the report's tables"),
+            ("speculate stress tables", "drafts; every kernel under load; the report's tables"),
             ("cli", "the command line of the binary"),
         ],
     },

@@ -1,0 +1,223 @@
+//! Speculative decoding by n-gram lookup, next to the same engine without drafts.
+//!
+//! Weights are random, and so would be their texts. At temperature 100 noise decides: a token follows from seed and
+//! position, hardly from the text before it. So the tokens of a sequence are known from a run before, and a prompt of
+//! the same length is made that repeats them as texts do.
+
+use std::{collections::BTreeMap, fmt, time::Instant};
+
+use serde::Serialize;
+use unweight_engine::{Engine, EngineError, EngineOptions, LoadProgress, Request, SampleParams, SeqId};
+use unweight_format::testing::Random;
+use unweight_model::ModelConfig;
+use unweight_rt::{DeviceInfo, KernelSet};
+
+use crate::BenchError;
+
+/// What a prompt has of the text that follows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum Text {
+    /// All but every 16th token, as of an edited file.
+    Edited,
+    /// Every other 32 tokens, as of a summary with quotes.
+    Quoted,
+    /// Nothing.
+    New,
+    /// Pairs of tokens, each with a wrong third one: every guess is wrong.
+    Misleading,
+}
+
+impl Text {
+    const ALL: [Self; 4] = [Self::Edited, Self::Quoted, Self::New, Self::Misleading];
+
+    /// A prompt as long as the text that follows it.
+    fn prompt(self, text: &[u32], random: &mut Random, vocab: u32) -> Vec<u32> {
+        let keeps = |at: usize| match self {
+            Self::Edited => at % 16 != 15,
+            Self::Quoted => at % 64 < 32,
+            Self::New => false,
+            Self::Misleading => at % 3 != 2,
+        };
+        let mut other = || random.below(vocab.into()) as u32;
+        text.iter().enumerate().map(|(at, token)| if keeps(at) { *token } else { other() }).collect()
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Edited => "edited",
+            Self::Quoted => "quoted",
+            Self::New => "new",
+            Self::Misleading => "misleading",
+        }
+    }
+}
+
+/// Tokens per second with drafts and without, by batch and text.
+#[derive(Clone, Debug, Serialize)]
+pub struct SpeculateReport {
+    device: DeviceInfo,
+    /// Drafted tokens per sequence and step at most.
+    speculate: u32,
+    /// Tokens of a prompt, and new tokens.
+    tokens: u32,
+    /// Rounds of each figure.
+    rounds: usize,
+    /// By batch and text.
+    rows: Vec<SpeculateRow>,
+}
+
+/// Texts of one kind.
+#[derive(Clone, Debug, Serialize)]
+struct SpeculateRow {
+    /// Sequences.
+    batch: u32,
+    /// What the prompt has of the text.
+    text: Text,
+    /// Median without drafts, of all sequences together, behind their first tokens.
+    plain_tokens_per_s: f64,
+    /// The same with drafts.
+    tokens_per_s: f64,
+    /// Tokens per second with drafts over those without.
+    speedup: f64,
+    /// Drafted tokens of all rounds.
+    drafted: u64,
+    /// Those of them that were right.
+    accepted: u64,
+    /// Tokens of one round that differ from those without drafts: logits of steps of other sizes differ by rounding.
+    other_tokens: usize,
+}
+
+/// Runs sequences to their ends: their tokens, and tokens per second from the time when all of them run.
+fn run(engine: &mut Engine, prompts: &[Vec<u32>], new: u32) -> Result<(Vec<Vec<u32>>, f64), EngineError> {
+    let mut told = BTreeMap::<SeqId, Vec<u32>>::new();
+    for (prompt, seed) in prompts.iter().zip(1..) {
+        let params = SampleParams::default().temperature(100.0).seed(seed);
+        told.insert(engine.add(Request::new(prompt.clone()).max_new_tokens(new).params(params))?, Vec::new());
+    }
+    let mut begun: Option<(Instant, usize)> = None;
+    while !engine.is_idle() {
+        for event in engine.step()? {
+            told.entry(event.seq).or_default().push(event.token);
+        }
+        if engine.running() == prompts.len() && begun.is_none() {
+            begun = Some((Instant::now(), told.values().map(Vec::len).sum()));
+        }
+    }
+    let all: usize = told.values().map(Vec::len).sum();
+    let rate = begun.map_or(f64::NAN, |(start, before)| (all - before) as f64 / start.elapsed().as_secs_f64());
+    Ok((told.into_values().collect(), rate))
+}
+
+/// Measures sequences with drafts and without, for each of `batches`: `tokens` new tokens behind prompts of as many.
+/// [`EngineOptions::speculate`] is the number of drafted tokens.
+///
+/// # Errors
+/// No room for both engines, or what fails on the way.
+pub fn bench_speculate(
+    kernels: &KernelSet,
+    config: &ModelConfig,
+    options: &EngineOptions,
+    (batches, tokens, rounds): (&[u32], u32, usize),
+    progress: &(dyn Fn(&str) + Sync),
+) -> Result<SpeculateReport, BenchError> {
+    let speculate = options.speculate;
+    let largest = batches.iter().copied().max().unwrap_or(1);
+    let load = |speculate: u32| {
+        let own = options.clone().max_batch(largest).context(2 * tokens).prefix_cache(false).speculate(speculate);
+        let engine = Engine::random(kernels, config.clone(), own, &|loaded| {
+            if let LoadProgress::Kernel(kernel) = loaded {
+                progress(&format!("[{}/{}] {}", kernel.done, kernel.total, kernel.artifact.name));
+            }
+        })?;
+        progress(&format!("up to {speculate} drafted tokens: {}", engine.memory()));
+        Ok::<_, EngineError>(engine)
+    };
+    let (mut plain, mut drafting) = (load(0)?, load(speculate)?);
+    let (vocab, mut random, mut rows) = (config.vocab, Random::new(7), Vec::new());
+    for &batch in batches {
+        let any: Vec<Vec<u32>> =
+            (0..batch).map(|_| (0..tokens).map(|_| random.below(vocab.into()) as u32).collect()).collect();
+        let (texts, _) = run(&mut plain, &any, tokens)?;
+        for text in Text::ALL {
+            let prompts: Vec<Vec<u32>> = texts.iter().map(|told| text.prompt(told, &mut random, vocab)).collect();
+            let before = drafting.draft_counts();
+            let (mut rates, mut other_tokens) = ([Vec::new(), Vec::new()], 0);
+            for round in 0..=rounds {
+                let (expected, plain_rate) = run(&mut plain, &prompts, tokens)?;
+                let (told, rate) = run(&mut drafting, &prompts, tokens)?;
+                let pairs = told.iter().flatten().zip(expected.iter().flatten());
+                other_tokens = pairs.filter(|(told, expected)| told != expected).count();
+                // The first round warms up.
+                if round > 0 {
+                    rates[0].push(plain_rate);
+                    rates[1].push(rate);
+                }
+            }
+            let [plain_tokens_per_s, tokens_per_s] = rates.map(median);
+            let after = drafting.draft_counts();
+            let (drafted, accepted) = (after.drafted - before.drafted, after.accepted - before.accepted);
+            let speedup = tokens_per_s / plain_tokens_per_s;
+            let row = SpeculateRow {
+                batch,
+                text,
+                plain_tokens_per_s,
+                tokens_per_s,
+                speedup,
+                drafted,
+                accepted,
+                other_tokens,
+            };
+            progress(&format!("batch {batch}, {} text: {speedup:.2}x", text.name()));
+            rows.push(row);
+        }
+    }
+    Ok(SpeculateReport { device: kernels.device().info().clone(), speculate, tokens, rounds, rows })
+}
+
+fn median(mut rates: Vec<f64>) -> f64 {
+    rates.sort_by(f64::total_cmp);
+    rates.get(rates.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// A Markdown table.
+impl fmt::Display for SpeculateReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { device: DeviceInfo { name, driver, .. }, speculate, tokens, rounds, .. } = self;
+        writeln!(
+            f,
+            "{name}, CUDA {driver}; {tokens} new tokens behind {tokens}, up to {speculate} drafted, median of {rounds}\n\n\
+             | batch | text | tokens/s without | with drafts | speedup | accepted | other tokens |\n\
+             |---|---|---|---|---|---|---|"
+        )?;
+        for row in &self.rows {
+            let SpeculateRow {
+                batch, plain_tokens_per_s, tokens_per_s, speedup, drafted, accepted, other_tokens, ..
+            } = row;
+            writeln!(
+                f,
+                "| {batch} | {} | {plain_tokens_per_s:.0} | {tokens_per_s:.0} | {speedup:.2} | {accepted} of {drafted} | \
+                 {other_tokens} |",
+                row.text.name()
+            )?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn prompts_repeat_what_they_say() {
+        let text: Vec<u32> = (1000..1128).collect();
+        let mut random = Random::new(1);
+        let kept = Text::ALL.map(|kind| {
+            let prompt = kind.prompt(&text, &mut random, 1000);
+            assert_eq!(prompt.len(), text.len());
+            prompt.iter().zip(&text).filter(|(own, said)| own == said).count()
+        });
+        assert_eq!(kept, [120, 64, 0, 86]);
+    }
+}
