@@ -102,7 +102,7 @@ fn factors_are_rounded_once() {
 
 /// A tiny model, the longest context that has its factors of LongRoPE, and the error of transformers' forward in BF16
 /// next to its forward in f32 (root of the mean square, relative).
-const MODELS: [(&str, u32, f64); 13] = [
+pub(crate) const MODELS: [(&str, u32, f64); 13] = [
     ("llama", 64, 0.0210),
     ("mistral", 64, 0.0199),
     ("qwen2", 64, 0.0173),

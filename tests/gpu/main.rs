@@ -32,4 +32,5 @@ mod sample;
 #[cfg(feature = "serve")]
 mod serve;
 mod slot;
+mod speculate;
 mod streams;

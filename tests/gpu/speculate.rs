@@ -1,0 +1,238 @@
+//! Speculative decoding: the bits of steps without drafts, and nothing wrong where pages are few or sequences end.
+//!
+//! Steps of other sizes differ by rounding. So where bits are compared, a sequence that has no drafts runs along, and
+//! all steps have 2 to 8 rows: with drafts and without they are steps of 8 rows.
+
+use std::{collections::BTreeMap, fs, path::Path};
+
+use unweight::engine::{
+    Adjustments, Engine, EngineOptions, Event, KvCache, Logprobs, Placement, Request, SampleParams, SeqId,
+};
+use unweight_format::{
+    bundle::{self, Bundle, CompressOptions, Profile, Silent},
+    testing::demo_model::DemoOptions,
+};
+
+use crate::{
+    engine::{MODELS, assert_most_likely, bundle, load, options, run, tokens},
+    families,
+    harness::Random,
+};
+
+type Told = Vec<(u32, Option<Box<Logprobs>>)>;
+
+/// Runs all requests to their ends while another sequence runs along.
+fn run_beside(engine: &mut Engine, requests: &[Request]) -> Vec<Told> {
+    let others = Request::new(vec![1]).max_new_tokens(engine.memory().context - 1);
+    let other = engine.add(others.adjustments(Adjustments::default().bias(vec![(0, -1.0)]))).unwrap();
+    while engine.running() == 0 {
+        engine.step().unwrap();
+    }
+    let (mut told, mut left) = (BTreeMap::<SeqId, Told>::new(), requests.len());
+    let mut step = |engine: &mut Engine, told: &mut BTreeMap<SeqId, Told>| {
+        for Event { seq, token, finish, logprobs } in engine.step().unwrap() {
+            if seq == other {
+                assert!(finish.is_none(), "the other sequence must run along");
+                continue;
+            }
+            told.entry(seq).or_default().push((token, logprobs));
+            left -= usize::from(finish.is_some());
+        }
+        left
+    };
+    // How a prompt is cut depends on those that wait: none does.
+    let begin = |request: &Request| {
+        let id = engine.add(request.clone()).unwrap();
+        while !told.contains_key(&id) {
+            step(engine, &mut told);
+        }
+        id
+    };
+    let ids: Vec<SeqId> = requests.iter().map(begin).collect();
+    while step(engine, &mut told) > 0 {}
+    assert!(engine.cancel(other));
+    while !engine.is_idle() {
+        engine.step().unwrap();
+    }
+    ids.iter().map(|id| told.remove(id).unwrap_or_default()).collect()
+}
+
+/// Prompts that repeat a few tokens.
+fn repeating(count: u64, vocab: usize, new: u32, params: SampleParams) -> Vec<Request> {
+    let mut random = Random::new(count);
+    let one = |index: u64| {
+        let pattern = tokens(2 + random.below(12) as usize, vocab, 500 + index);
+        let prompt = pattern.iter().cycle().take(10 + random.below(120) as usize).copied().collect();
+        let logprobs = index.is_multiple_of(2).then_some(2);
+        Request::new(prompt).max_new_tokens(new).params(params.seed(index)).logprobs(logprobs)
+    };
+    (0..count).map(one).collect()
+}
+
+/// Engines without drafts and with up to `speculate` tokens.
+fn engines(bundle: &Bundle, options: &EngineOptions, speculate: u32) -> [Engine; 2] {
+    [0, speculate].map(|speculate| load(bundle, options.clone().speculate(speculate)))
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn drafts_change_no_bit() {
+    let large_heads = DemoOptions { hidden: 512, intermediate: 512, heads: 4, kv_heads: 1, ..MODELS[0] };
+    let mut accepted = 0;
+    for (model, profile, placement) in [
+        (&MODELS[0], Profile::Packed, Placement::Packed),
+        (&MODELS[0], Profile::Packed, Placement::Bf16),
+        (&MODELS[0], Profile::Compact, Placement::Compact),
+        (&MODELS[0], Profile::Distribution, Placement::Stored),
+        (&MODELS[1], Profile::Packed, Placement::Packed),
+        (&large_heads, Profile::Packed, Placement::Packed),
+    ] {
+        let home = tempfile::tempdir().unwrap();
+        let bundle = bundle(home.path(), model, profile);
+        for (cache, graphs) in [(KvCache::Bf16, true), (KvCache::Packed, true), (KvCache::Bf16, false)] {
+            let options = options().context(2048).placement(placement).kv_cache(cache).graphs(graphs);
+            for (max_batch, speculate) in [(2, 3), (4, 1)] {
+                let [mut plain, mut drafting] = engines(&bundle, &options.clone().max_batch(max_batch), speculate);
+                let free = (drafting.free_pages(), drafting.free_units().unwrap());
+                for params in [SampleParams::default(), SampleParams::default().temperature(0.3).top_k(40)] {
+                    let requests = repeating(6, model.vocab, 150, params);
+                    let expected = run_beside(&mut plain, &requests);
+                    let what = format!("{profile:?} {placement} {cache:?} graphs {graphs}, up to {speculate} drafted");
+                    assert!(run_beside(&mut drafting, &requests) == expected, "{what}: {params:?}");
+                }
+                assert_eq!((drafting.free_pages(), drafting.free_units().unwrap()), free);
+                let counts = drafting.draft_counts();
+                println!("{placement} {cache:?}: {} of {} accepted", counts.accepted, counts.drafted);
+                assert!(counts.drafted > 0 && plain.draft_counts().drafted == 0);
+                accepted += counts.accepted;
+            }
+        }
+    }
+    assert!(accepted > 100, "{accepted}: too few to show anything");
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn drafts_change_no_bit_of_any_family() {
+    let fixtures = Path::new(families::FIXTURES);
+    let home = tempfile::tempdir().unwrap();
+    let mut accepted = 0;
+    for (model, context, _) in families::MODELS {
+        let source = home.path().join(model);
+        fs::create_dir(&source).unwrap();
+        for file in ["config.json", "model.safetensors"] {
+            fs::copy(fixtures.join(model).join(file), source.join(file)).unwrap();
+        }
+        let target = home.path().join(format!("{model}-packed"));
+        bundle::compress(&source, &target, &CompressOptions::default(), &Silent).unwrap();
+        let bundle = Bundle::open(&target).unwrap();
+        for cache in [KvCache::Bf16, KvCache::Packed] {
+            let options = EngineOptions::default().max_batch(2).context(context).memory(1 << 30).kv_cache(cache);
+            let [mut plain, mut drafting] = engines(&bundle, &options, 3);
+            let vocab = plain.config().vocab as usize;
+            let new = context.min(200) / 2;
+            for request in repeating(4, vocab, new, SampleParams::default()) {
+                let mut request = [request];
+                request[0].prompt.truncate(context as usize / 3);
+                let expected = run_beside(&mut plain, &request);
+                assert!(run_beside(&mut drafting, &request) == expected, "{model}, {cache:?}");
+            }
+            accepted += drafting.draft_counts().accepted;
+        }
+    }
+    assert!(accepted > 0, "no draft was right");
+}
+
+/// Up to 64 rows of up to 8 sequences: other kernels, so the tokens are held against logits of prompts.
+#[test]
+#[ignore = "needs a GPU"]
+fn drafts_of_large_batches_are_most_likely() {
+    let home = tempfile::tempdir().unwrap();
+    let (model, vocab) = (&MODELS[0], MODELS[0].vocab);
+    let bundle = bundle(home.path(), model, Profile::Packed);
+    for cache in [KvCache::Bf16, KvCache::Packed] {
+        for (max_batch, speculate) in [(1, 15), (3, 7), (8, 7), (40, 2)] {
+            let options = options().max_batch(max_batch).kv_cache(cache).prefix_cache(false);
+            let mut engine = load(&bundle, options.speculate(speculate));
+            let (free, units) = (engine.free_pages(), engine.free_units().unwrap());
+            let requests = repeating(u64::from(max_batch) + 4, vocab, 200, SampleParams::default());
+            let told = run(&mut engine, &requests);
+            for (request, told) in requests.iter().zip(&told) {
+                assert_most_likely(&mut engine, vocab, request, told);
+            }
+            assert_eq!(run(&mut engine, &requests), told, "{cache:?}, {max_batch}: again");
+            assert_eq!((engine.free_pages(), engine.free_units().unwrap()), (free, units));
+            assert!(engine.draft_counts().drafted > 0);
+        }
+    }
+}
+
+/// At this temperature tokens follow from seed and position alone, and the prompt has most of them: nearly all drafts
+/// are right, and no token is another.
+#[test]
+#[ignore = "needs a GPU"]
+fn sampled_drafts_are_accepted() {
+    let home = tempfile::tempdir().unwrap();
+    let (model, vocab) = (&MODELS[0], MODELS[0].vocab);
+    let bundle = bundle(home.path(), model, Profile::Packed);
+    let params = SampleParams::default().temperature(100.0).seed(9);
+    let request = |prompt: Vec<u32>| [Request::new(prompt).max_new_tokens(240).params(params)];
+    for cache in [KvCache::Bf16, KvCache::Packed] {
+        let options = options().kv_cache(cache).max_batch(1);
+        let expected = run(&mut load(&bundle, options.clone()), &request(tokens(240, vocab, 4))).remove(0);
+        let mut prompt = expected.clone();
+        prompt.iter_mut().step_by(20).for_each(|token| *token = 3);
+        for speculate in [1, 4, 7, 15] {
+            let mut engine = load(&bundle, options.clone().speculate(speculate));
+            let told = run(&mut engine, &request(prompt.clone())).remove(0);
+            // A token may be another where noise is as close as rounding.
+            let others = told.iter().zip(&expected).filter(|(told, expected)| told != expected).count();
+            assert!(told.len() == 240 && others <= 2, "{cache:?}, {speculate}: {others} other tokens");
+            let counts = engine.draft_counts();
+            println!("{cache:?}, up to {speculate}: {} of {} accepted", counts.accepted, counts.drafted);
+            assert!(counts.accepted > 80 && counts.accepted < 240);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn drafting_sequences_are_preempted_shared_and_cancelled() {
+    let home = tempfile::tempdir().unwrap();
+    let (model, vocab) = (&MODELS[0], MODELS[0].vocab);
+    let bundle = bundle(home.path(), model, Profile::Packed);
+    for cache in [KvCache::Bf16, KvCache::Packed] {
+        let options = options().chunk(64).kv_cache(cache).speculate(4);
+        let whole = *load(&bundle, options.clone()).memory();
+        let fixed = whole.total() - u64::from(whole.pages) * whole.token * 64;
+        let mut engine = load(&bundle, options.memory(fixed + 14 * whole.token * 64));
+        let free = engine.free_pages();
+        // Pairs that begin alike.
+        let mut requests = repeating(8, vocab, 200, SampleParams::default());
+        for (index, request) in requests.iter_mut().enumerate() {
+            request.prompt = [tokens(70, vocab, index as u64 / 2), std::mem::take(&mut request.prompt)].concat();
+        }
+        let told = run(&mut engine, &requests);
+        assert!(engine.preempted() > 0 && engine.shared_prompt_tokens() > 0, "{cache:?}");
+        for (request, told) in requests.iter().zip(&told) {
+            assert_most_likely(&mut engine, vocab, request, told);
+        }
+        let mut random = Random::new(3);
+        for round in 0..30 {
+            let ids: Vec<SeqId> = requests.iter().map(|request| engine.add(request.clone()).unwrap()).collect();
+            let (mut seen, mut gone) = (0, Vec::new());
+            while !engine.is_idle() {
+                for event in engine.step().unwrap() {
+                    assert!(!gone.contains(&event.seq), "{cache:?}, round {round}: a token of a cancelled sequence");
+                    seen += 1;
+                }
+                let id = ids[random.below(8) as usize];
+                if seen > 10 && random.below(6) == 0 && engine.cancel(id) {
+                    gone.push(id);
+                }
+            }
+            assert_eq!(engine.free_pages(), free);
+        }
+        assert!(engine.draft_counts().accepted > 0);
+    }
+}
