@@ -21,7 +21,7 @@ use unweight_format::{
 use unweight_model::{
     BindError, ConfigError, ModelConfig, ModelWeights,
     reference::{Reference, ReferenceError, bundle_values},
-    sampling::{adjust, choose, logprobs},
+    sampling::{adjust, choose, forbid, logprobs},
 };
 
 use super::backend::{Backend, Limits, Load};
@@ -133,8 +133,14 @@ impl CpuReference {
         Ok(Self { config, weights, values, schedule, limits })
     }
 
-    /// The next token of a sequence behind so many tokens of its draft, and its log probabilities.
-    fn next(&self, running: &Running, drafted: usize) -> Result<(u32, Option<Box<Logprobs>>), ReferenceError> {
+    /// The next token of a sequence behind so many tokens of its draft, one of this mask if it has a constraint, and its
+    /// log probabilities.
+    fn next(
+        &self,
+        running: &Running,
+        drafted: usize,
+        mask: &[u32],
+    ) -> Result<(u32, Option<Box<Logprobs>>), ReferenceError> {
         let value = |name: &str| self.values.get(name).cloned().ok_or_else(|| format!("no tensor {name}"));
         let history = running.history();
         let draft = running.inputs().skip(1).take(drafted).map(|(token, _)| token);
@@ -144,7 +150,11 @@ impl CpuReference {
         let last: Vec<bf16> = last.iter().copied().map(bf16::from_f32).collect();
         // No text is longer than the context.
         let position = text.len().saturating_sub(1) as u32;
-        let token = choose(&adjust(&last, &running.adjustments, history), &running.params, position);
+        let mut adjusted = adjust(&last, &running.adjustments, history);
+        if running.is_constrained() {
+            forbid(&mut adjusted, mask);
+        }
+        let token = choose(&adjusted, &running.params, position);
         Ok((token, running.logprobs.map(|top| Box::new(logprobs(&last, token, top)))))
     }
 
@@ -153,17 +163,24 @@ impl CpuReference {
         match self.schedule.due() {
             Next::Prefill => {
                 self.schedule.begin_prefill();
+                let mask = self.schedule.prefill_mask();
                 let Some(chunk) = self.schedule.next_chunk() else { return Ok(events) };
-                let (token, logprobs) = self.next(chunk.running, 0)?;
+                let (token, logprobs) = self.next(chunk.running, 0, &mask)?;
                 self.schedule.chunk_launched();
                 events.extend(self.schedule.begun(token).map(|event| Event { logprobs, ..event }));
             }
             Next::Launch { .. } => {
-                let rows = self.schedule.rows().iter();
-                let rows: Vec<_> =
-                    rows.flat_map(|row| (0..row.step_rows() as usize).map(move |at| (row, at))).collect();
-                let sampled = rows.par_iter().map(|(row, at)| self.next(row, *at)).collect::<Result<Vec<_>, _>>()?;
-                let ids: Vec<SeqId> = rows.iter().map(|(row, _)| row.id).collect();
+                let masks = self.schedule.masks();
+                let mut masks = masks.chunks(self.config.vocab.div_ceil(32) as usize);
+                let mut mask = |row: &Running| if row.is_constrained() { masks.next() } else { None };
+                let rows = self.schedule.rows().iter().flat_map(|row| {
+                    let mask = mask(row).unwrap_or_default();
+                    (0..row.step_rows() as usize).map(move |at| (row, at, mask))
+                });
+                let rows: Vec<_> = rows.collect();
+                let next = |(row, at, mask): &(&Running, usize, &[u32])| self.next(row, *at, mask);
+                let sampled = rows.par_iter().map(next).collect::<Result<Vec<_>, _>>()?;
+                let ids: Vec<SeqId> = rows.iter().map(|(row, ..)| row.id).collect();
                 let tokens: Vec<u32> = sampled.iter().map(|(token, _)| *token).collect();
                 self.schedule.launched();
                 self.schedule.read(&tokens, &[], &mut events);

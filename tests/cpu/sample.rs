@@ -9,7 +9,7 @@ use unweight_codegen::{
     spec::{Op, SampleSpec, catalog},
 };
 use unweight_format::testing::Random;
-use unweight_model::sampling::{Adjustments, History, NO_TOKEN, SampleParams, adjust, choose, sample};
+use unweight_model::sampling::{Adjustments, History, NO_TOKEN, SampleParams, adjust, choose, forbid, sample};
 
 /// Of a row without a token.
 const PAD: u32 = u32::MAX;
@@ -71,6 +71,7 @@ fn check(kernel: &mut CpuKernel, spec: &VariantSpec, rows: &[Row]) -> Result<(),
         fault: fault.address(),
         adjusts: 0,
         tokens: 0,
+        masks: 0,
         pitch: pitch as u64,
         vocabulary: vocabulary as u32,
         token_pitch: 0,
@@ -227,7 +228,7 @@ fn planted_bugs_are_caught() {
     }
 }
 
-/// A row with adjustments, or without: then it stays as it is.
+/// A row with adjustments or a mask, or without: then it stays as it is.
 #[derive(Clone, Debug)]
 struct AdjustedRow {
     row: Row,
@@ -235,11 +236,12 @@ struct AdjustedRow {
     prompt: Vec<u32>,
     answer: Vec<u32>,
     ends: Vec<u32>,
+    mask: Option<Vec<u32>>,
 }
 
 impl AdjustedRow {
     fn has_slot(&self) -> bool {
-        !self.adjustments.is_none()
+        !self.adjustments.is_none() || self.mask.is_some()
     }
 
     fn history(&self) -> History<'_> {
@@ -248,7 +250,8 @@ impl AdjustedRow {
 
     /// Its next token; none if the row stays as it is.
     fn next(&self) -> Option<u32> {
-        let logits = adjust(bytemuck::cast_slice(&self.row.logits), &self.adjustments, self.history());
+        let mut logits = adjust(bytemuck::cast_slice(&self.row.logits), &self.adjustments, self.history());
+        self.mask.iter().for_each(|mask| forbid(&mut logits, mask));
         let is_live = self.row.position != PAD && self.has_slot();
         is_live.then(|| choose(&logits, &self.row.params, self.row.position))
     }
@@ -262,7 +265,8 @@ impl AdjustedRow {
         states
     }
 
-    /// As the device has it, with slot `slot`. Positions are those behind an ordinary sampler.
+    /// As the device has it, with slot `slot`, which has the mask of its number. Positions are those behind an ordinary
+    /// sampler.
     fn device(&self, slot: u32) -> AdjustRow {
         let Adjustments { repetition_penalty, frequency_penalty, presence_penalty, min_new_tokens, .. } =
             self.adjustments;
@@ -276,7 +280,7 @@ impl AdjustedRow {
             presence: presence_penalty,
             // A position may be smaller than the answer is long: then nothing is left to wait for.
             end_from: (self.row.position.wrapping_add(1) + min_new_tokens).saturating_sub(self.answer.len() as u32),
-            reserved: 0,
+            mask: if self.mask.is_some() { 1 + slot } else { 0 },
         }
     }
 }
@@ -298,6 +302,10 @@ fn check_adjusted(kernel: &mut CpuKernel, spec: &VariantSpec, mut rows: Vec<Adju
     let logits = Buffer::of(bytemuck::cast_slice(&logits));
     let (params, adjusts) = (Buffer::of(bytemuck::cast_slice(&params)), Buffer::of(bytemuck::cast_slice(&adjusts)));
     let states = Buffer::of(bytemuck::cast_slice(&states));
+    // Only rows with a mask read theirs: another one forbids all tokens.
+    let none = vec![0; vocabulary.div_ceil(32)];
+    let masks: Vec<u32> = rows.iter().rev().flat_map(|row| row.mask.as_ref().unwrap_or(&none)).copied().collect();
+    let masks = Buffer::of(bytemuck::cast_slice(&masks));
     for step in 0..4 {
         let position = |row: &AdjustedRow| if row.row.position == PAD { PAD } else { row.row.position + 1 };
         let positions: Vec<_> = rows.iter().map(position).collect();
@@ -311,6 +319,7 @@ fn check_adjusted(kernel: &mut CpuKernel, spec: &VariantSpec, mut rows: Vec<Adju
             fault: fault.address(),
             adjusts: adjusts.address(),
             tokens: states.address(),
+            masks: masks.address(),
             pitch: pitch as u64,
             vocabulary: vocabulary as u32,
             token_pitch: token_pitch as u32,
@@ -323,6 +332,7 @@ fn check_adjusted(kernel: &mut CpuKernel, spec: &VariantSpec, mut rows: Vec<Adju
             ("fault", &fault),
             ("adjusts", &adjusts),
             ("tokens", &states),
+            ("masks", &masks),
         ];
         let slices = buffers.map(|(name, buffer)| (name, buffer.slice()));
         let run = Run { problem: GemmShape::rows(count as u32), sms: 2, seed: 11 + step };
@@ -378,7 +388,17 @@ fn adjusted_batch(vocabulary: usize) -> Vec<AdjustedRow> {
             4 => none().min_new_tokens(answer.len() as u32 + 2),
             _ => none(),
         };
-        AdjustedRow { row, adjustments, prompt, answer, ends }
+        // With and without adjustments: many tokens, few, none.
+        let mask = (i % 4 == 1).then(|| {
+            let bits = |word: usize| match i / 4 % 4 {
+                0 => 0x5a5a_0ff1_u32.rotate_left(word as u32),
+                1 => u32::from(word == 0) << (i % 32) | 1 << 31,
+                2 => 0,
+                _ => !(1 << (word % 32)),
+            };
+            (0..vocabulary.div_ceil(32)).map(bits).collect()
+        });
+        AdjustedRow { row, adjustments, prompt, answer, ends, mask }
     };
     batch(vocabulary).into_iter().chain(edges(vocabulary)).enumerate().map(row).collect()
 }
@@ -415,6 +435,7 @@ fn neutral_adjustments_change_nothing() {
         prompt: vec![1, 2],
         answer: vec![3],
         ends: vec![4],
+        mask: None,
     });
     let rows: Vec<_> = rows.collect();
     assert!(rows.iter().all(|own| own.next() == own.row.expected()));
@@ -427,17 +448,23 @@ fn planted_bugs_of_adjustments_are_caught() {
     for (from, to) in [
         ("value > 0.0f ? ptx::div(value, repetition)", "value > 0.0f ? ptx::mul(value, repetition)"),
         ("ptx::ld_global(&states[id].marks) + 1", "ptx::ld_global(&states[id].marks)"),
-        ("if (marks & kEnds && ends_early) return 0x7fc00000;", ""),
+        ("if (marks & kEnds && ends_early) return kNan;", ""),
         ("return bits & 0x80000000 ? ~bits : bits | 0x80000000;", "return bits | 0x80000000;"),
         ("key < floor || key >> shift != found", "key < floor"),
         ("if (slot == kNoSlot) return;", ""),
+        ("if (!(bits >> i & 1)) words[i] = kNan;", ""),
+        (
+            "if (first + i >= args.vocabulary || !(bits >> i & 1)) continue;",
+            "if (first + i >= args.vocabulary) continue;",
+        ),
+        ("mask + first / 32) >> first % 32", "mask + first / 32)"),
         ("const u32 id = choose(position - 1);", "const u32 id = choose(position);"),
     ] {
         let spec = spec("sample_t1024_c1_adjusted");
         let mut kernel = CpuKernel::of(&spec, &[Edit { header, from, to }]);
         let rows = |vocabulary| adjusted_batch(vocabulary);
         let caught =
-            [63, 1000].into_iter().any(|vocabulary| check_adjusted(&mut kernel, &spec, rows(vocabulary)).is_err());
+            [63, 1000, 2].into_iter().any(|vocabulary| check_adjusted(&mut kernel, &spec, rows(vocabulary)).is_err());
         assert!(caught, "planting `{to}` for `{from}` went unnoticed");
     }
 }

@@ -1,10 +1,12 @@
 //! Adjusted logits and log probabilities of a whole engine: right tokens, and no effect on other sequences.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
-use unweight::engine::{Adjustments, Engine, Event, KvCache, Logprobs, Request, SampleParams, SeqId};
+use unweight::engine::{
+    Adjustments, Constraint, ConstraintState, Engine, Event, Finish, KvCache, Logprobs, Request, SampleParams, SeqId,
+};
 use unweight_format::bundle::Profile;
-use unweight_model::sampling::{History, adjust};
+use unweight_model::sampling::{History, adjust, forbid};
 
 use crate::{
     engine::{MODELS, bundle, load, options, requests, run, tokens},
@@ -152,4 +154,140 @@ fn logprobs_are_those_of_the_logits() {
             assert!(logprobs.top.is_sorted_by(|a, b| a.1 >= b.1));
         }
     }
+}
+
+/// Allows tokens by the token before them, and ends after so many.
+#[derive(Clone, Debug)]
+struct Rule {
+    before: u32,
+    left: u32,
+}
+
+impl Rule {
+    fn allows(before: u32, token: u32) -> bool {
+        (token ^ before.wrapping_mul(2_654_435_761)) % 11 < 2
+    }
+}
+
+impl Constraint for Rule {
+    fn start(&self) -> Box<dyn ConstraintState> {
+        Box::new(self.clone())
+    }
+}
+
+impl ConstraintState for Rule {
+    fn allow(&mut self, mask: &mut [u32]) {
+        let bits = |word: u32| (0..32).map(|bit| u32::from(Self::allows(self.before, 32 * word + bit)) << bit).sum();
+        (0..).zip(mask).for_each(|(word, own)| *own = bits(word));
+    }
+
+    fn take(&mut self, token: u32) -> bool {
+        (self.before, self.left) = (token, self.left - 1);
+        self.left == 0
+    }
+}
+
+/// Every second request has a constraint, some of them adjustments, too.
+fn constrained(requests: &[Request], vocab: u32) -> Vec<Request> {
+    let change = |(i, request): (usize, Request)| {
+        let rule = Rule { before: i as u32, left: request.max_new_tokens };
+        if i % 2 == 1 { request.constraint(Some(Arc::new(rule))) } else { request }
+    };
+    adjusted(requests, vocab).into_iter().enumerate().map(change).collect()
+}
+
+fn assert_rule(engine: &mut Engine, vocab: usize, i: usize, request: &Request, told: &[u32]) {
+    let text = [&request.prompt[..], told].concat();
+    let logits = engine.logits(&text).unwrap();
+    let mut state = Rule { before: i as u32, left: told.len() as u32 };
+    for (nth, &token) in told.iter().enumerate() {
+        assert!(Rule::allows(state.before, token), "request {i}, token {nth}");
+        let row = &logits[(request.prompt.len() - 1 + nth) * vocab..][..vocab];
+        let scale = rms(row.iter().map(|logit| logit.to_f32()));
+        let history = History { prompt: &request.prompt, answer: &told[..nth], ends: &request.stop };
+        let mut row = adjust(row, &request.adjustments, history);
+        let mut mask = vec![0; vocab.div_ceil(32)];
+        state.allow(&mut mask);
+        forbid(&mut row, &mask);
+        let best = row.iter().copied().fold(f32::MIN, f32::max);
+        let slack = f64::from(best - row[token as usize]);
+        assert!(slack < 4.0 * BOUND * scale, "request {i}, token {nth} is {slack} below {best}");
+        state.take(token);
+    }
+}
+
+/// Each token is the best that its constraint allows behind the token before, also when sampled or computed again after
+/// a preemption; sequences without a constraint keep their bits.
+#[test]
+#[ignore = "needs a GPU"]
+fn constrained_sequences_are_right_and_leave_others_alone() {
+    let home = tempfile::tempdir().unwrap();
+    let vocab = MODELS[0].vocab;
+    let bundle = bundle(home.path(), &MODELS[0], Profile::Packed);
+    for (graphs, cache) in [(true, KvCache::Bf16), (false, KvCache::Bf16), (true, KvCache::Packed)] {
+        let mut engine = load(&bundle, options().graphs(graphs).kv_cache(cache));
+        let plain = adjusted(&requests(24, vocab, SampleParams::default(), 17), vocab as u32);
+        let held = constrained(&requests(24, vocab, SampleParams::default(), 17), vocab as u32);
+        let (before, told) = (run(&mut engine, &plain), run(&mut engine, &held));
+        assert_eq!(run(&mut engine, &held), told, "the same tokens every time");
+        for (i, (request, own)) in held.iter().zip(&told).enumerate() {
+            match request.constraint {
+                Some(_) => assert_rule(&mut engine, vocab, i, request, own),
+                None => assert_eq!(own, &before[i], "a sequence without a constraint"),
+            }
+        }
+        let warm = constrained(&requests(8, vocab, SampleParams::default().temperature(1.0), 3), vocab as u32);
+        for (i, own) in run(&mut engine, &warm).iter().enumerate().filter(|(i, _)| i % 2 == 1) {
+            let mut before = i as u32;
+            assert!(own.iter().all(|token| Rule::allows(std::mem::replace(&mut before, *token), *token)));
+        }
+    }
+    let whole = *load(&bundle, options()).memory();
+    let fixed = whole.total() - u64::from(whole.pages) * whole.token * 64;
+    let mut engine = load(&bundle, options().memory(fixed + 9 * whole.token * 64));
+    let plain: Vec<Request> = (0..8).map(|index| Request::new(tokens(40, vocab, index)).max_new_tokens(200)).collect();
+    let held = constrained(&plain, vocab as u32);
+    let told = run(&mut engine, &held);
+    assert!(engine.preempted() > 0, "all fitted");
+    for (i, (request, own)) in held.iter().zip(&told).enumerate().filter(|(i, _)| i % 2 == 1) {
+        assert_rule(&mut engine, vocab, i, request, own);
+    }
+}
+
+/// A constraint that is complete ends its sequence with the token that completes it; one that allows nothing ends its
+/// own alone.
+#[test]
+#[ignore = "needs a GPU"]
+fn constraints_end_sequences() {
+    #[derive(Debug)]
+    struct Nothing;
+    impl Constraint for Nothing {
+        fn start(&self) -> Box<dyn ConstraintState> {
+            Box::new(Self)
+        }
+    }
+    impl ConstraintState for Nothing {
+        fn allow(&mut self, _: &mut [u32]) {}
+        fn take(&mut self, _: u32) -> bool {
+            false
+        }
+    }
+    let home = tempfile::tempdir().unwrap();
+    let vocab = MODELS[0].vocab;
+    let mut engine = load(&bundle(home.path(), &MODELS[0], Profile::Packed), options());
+    let plain = Request::new(tokens(20, vocab, 1)).max_new_tokens(30);
+    let complete = plain.clone().constraint(Some(Arc::new(Rule { before: 1, left: 9 })));
+    let nothing = plain.clone().constraint(Some(Arc::new(Nothing)));
+    let ids = [plain, complete, nothing].map(|request| engine.add(request).unwrap());
+    let mut ends = BTreeMap::new();
+    let mut counts = BTreeMap::<SeqId, u32>::new();
+    while !engine.is_idle() {
+        for Event { seq, finish, .. } in engine.step().unwrap() {
+            *counts.entry(seq).or_default() += 1;
+            finish.into_iter().for_each(|finish| _ = ends.insert(seq, finish));
+        }
+    }
+    let of = |id: &SeqId| (counts[id], ends[id]);
+    let expected = [(30, Finish::Length), (9, Finish::Complete), (1, Finish::Constraint)];
+    assert_eq!(ids.each_ref().map(of), expected);
 }

@@ -161,6 +161,7 @@ struct Adjusted {
     prompt: Vec<u32>,
     answer: Vec<u32>,
     ends: Vec<u32>,
+    mask: Option<Vec<u32>>,
 }
 
 impl Adjusted {
@@ -175,7 +176,9 @@ impl Adjusted {
             .presence_penalty(random.below(40) as f32 / 10.0 - 2.0)
             .min_new_tokens(8 + random.below(5) as u32);
         let adjustments = if random.below(2) == 0 { adjustments.bias(bias.into_iter().collect()) } else { adjustments };
-        Self { adjustments, prompt, answer, ends }
+        let words = 0..vocab.div_ceil(32);
+        let mask = (random.below(2) == 0).then(|| words.map(|_| random.below(1 << 32) as u32).collect());
+        Self { adjustments, prompt, answer, ends, mask }
     }
 
     fn states(&self, pitch: u32) -> Vec<TokenState> {
@@ -195,7 +198,7 @@ impl Adjusted {
             presence: self.adjustments.presence_penalty,
             end_from: (position.wrapping_add(1) + self.adjustments.min_new_tokens)
                 .saturating_sub(self.answer.len() as u32),
-            reserved: 0,
+            mask: self.mask.as_ref().map_or(0, |_| 1 + slot),
         }
     }
 }
@@ -227,13 +230,18 @@ fn adjusted_rows_choose_as_the_reference_and_others_stay() {
                 )
                 .collect();
             let rows = DeviceBuffer::from_host(&stream, &rows).unwrap();
+            let none = vec![0; vocab.div_ceil(32) as usize];
+            let masks: Vec<u32> =
+                own.iter().rev().flat_map(|own| own.mask.as_ref().unwrap_or(&none)).copied().collect();
+            let masks = DeviceBuffer::from_host(&stream, &masks).unwrap();
             let mut tokens = DeviceBuffer::from_host(&stream, &states).unwrap();
             let mut operands = Operands::new(&stream, &batch);
             for step in 0..4 {
                 let ordinary = batch.expected(u32::MAX);
                 operands.launch(&sample, &mut ctx, &batch);
                 let logits = MatrixRef::new(&operands.logits, 9, vocab, batch.pitch.into()).unwrap();
-                let adjustments = RowAdjustments { rows: &rows, tokens: &mut tokens, token_pitch: pitch };
+                let adjustments =
+                    RowAdjustments { rows: &rows, tokens: &mut tokens, token_pitch: pitch, masks: &masks };
                 adjusted
                     .enqueue(&mut ctx, logits, &operands.rows, adjustments, &operands.positions, &mut operands.ids)
                     .unwrap();
@@ -246,7 +254,8 @@ fn adjusted_rows_choose_as_the_reference_and_others_stay() {
                     }
                     let logits = &batch.logits[row * batch.pitch as usize..][..vocab as usize];
                     let history = History { prompt: &own.prompt, answer: &own.answer, ends: &own.ends };
-                    let logits = sampling::adjust(bytemuck::cast_slice(logits), &own.adjustments, history);
+                    let mut logits = sampling::adjust(bytemuck::cast_slice(logits), &own.adjustments, history);
+                    own.mask.iter().for_each(|mask| sampling::forbid(&mut logits, mask));
                     let expected = sampling::choose(&logits, &batch.params[row], batch.positions[row]);
                     assert_eq!(ids[row], expected, "{what}: {:?}", own.adjustments);
                     own.answer.push(expected);

@@ -19,7 +19,7 @@ using Smem = uw::sample::Smem<Config>;
 
 }  // namespace
 
-static_assert(sizeof(uw::SampleArgs) == 72, "SampleArgs: host and kernel disagree");
+static_assert(sizeof(uw::SampleArgs) == 80, "SampleArgs: host and kernel disagree");
 static_assert(sizeof(uw::SampleRow) == 24, "SampleRow: host and kernel disagree");
 static_assert(sizeof(uw::AdjustRow) == 24, "AdjustRow: host and kernel disagree");
 static_assert(sizeof(uw::TokenState) == 8, "TokenState: host and kernel disagree");

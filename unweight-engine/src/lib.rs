@@ -11,6 +11,7 @@
 
 mod attention;
 pub mod budget;
+mod constraint;
 mod draft;
 mod engine;
 mod error;
@@ -29,6 +30,8 @@ mod sampling;
 mod schedule;
 mod weights;
 
+#[doc(inline)]
+pub use constraint::{Constraint, ConstraintState};
 #[doc(inline)]
 pub use engine::{Engine, LoadProgress};
 #[doc(inline)]

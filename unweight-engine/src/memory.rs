@@ -190,7 +190,8 @@ pub fn logit_rows(options: &EngineOptions) -> u32 {
     options.step_rows().max(64)
 }
 
-/// The maximum number of running sequences with adjusted logits: each needs a state for every token of the vocabulary.
+/// The maximum number of running sequences with adjusted logits or constraints: each needs a state for every token of the vocabulary,
+/// and those with constraints a mask.
 pub(crate) fn adjusted_rows(options: &EngineOptions) -> u32 {
     options.max_batch.min(64)
 }
@@ -445,7 +446,8 @@ fn working(config: &ModelConfig, options: &EngineOptions, context: u32) -> u64 {
     // Ids, positions and what a packed KV cache needs of a row; what sampling needs of it.
     let row_words = 12 + SAMPLING_WORDS + u64::from(pages_for(context));
     let state = (rows + batch * row_words) * ID;
-    let slots = u64::from(adjusted_rows(options)) * u64::from(config.vocab.next_multiple_of(2)) * TOKEN_STATE;
+    let (vocab, mask) = (u64::from(config.vocab.next_multiple_of(2)), u64::from(config.vocab.div_ceil(32)) * ID);
+    let slots = u64::from(adjusted_rows(options)) * (vocab * TOKEN_STATE + mask);
     // Packed pages of one layer and sequence are unpacked for later chunks of its prompt.
     let staging = match options.chosen_kv_cache() {
         KvCache::Packed => {

@@ -1,6 +1,10 @@
 //! A request, the reasons to reject it, and the events of its sequence.
 
+use std::sync::Arc;
+
 use unweight_model::sampling::{Adjustments, Logprobs, SampleParams, TOP_LOGPROBS_MAX};
+
+use crate::constraint::Constraint;
 
 /// Identifies a sequence of one engine. An engine never reuses an id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -23,6 +27,8 @@ pub struct Request {
     /// Log probabilities of each token and of this number of the most likely ones, up to
     /// [`TOP_LOGPROBS_MAX`](unweight_model::sampling::TOP_LOGPROBS_MAX); `None` reports none.
     pub logprobs: Option<u32>,
+    /// What the answer must match.
+    pub constraint: Option<Arc<dyn Constraint>>,
 }
 
 impl Request {
@@ -35,6 +41,7 @@ impl Request {
             stop: Vec::new(),
             adjustments: Adjustments::default(),
             logprobs: None,
+            constraint: None,
         }
     }
 
@@ -66,6 +73,12 @@ impl Request {
     #[must_use]
     pub fn logprobs(self, logprobs: Option<u32>) -> Self {
         Self { logprobs, ..self }
+    }
+
+    /// Sets what the answer must match.
+    #[must_use]
+    pub fn constraint(self, constraint: Option<Arc<dyn Constraint>>) -> Self {
+        Self { constraint, ..self }
     }
 
     /// Checks sampling parameters and adjustments for a model with this vocabulary size.
@@ -178,6 +191,11 @@ pub enum Finish {
     Stop,
     /// [`Request::max_new_tokens`] tokens were generated.
     Length,
+    /// [`Request::constraint`] allows no further token.
+    Complete,
+    /// [`Request::constraint`] allows no token, or none whose logit is a number. The token of the event is
+    /// [`NO_TOKEN`](crate::NO_TOKEN).
+    Constraint,
     /// All logits of the row were NaN. The token of the event is [`NO_TOKEN`](crate::NO_TOKEN), which is not a token of
     /// the model. Other sequences are not affected.
     NotANumber,
@@ -187,11 +205,13 @@ pub enum Finish {
 }
 
 impl Finish {
-    /// The name in reports: `stop`, `length`, `nan` or `kv-cache-full`.
+    /// The name in reports: `stop`, `length`, `complete`, `constraint`, `nan` or `kv-cache-full`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Stop => "stop",
             Self::Length => "length",
+            Self::Complete => "complete",
+            Self::Constraint => "constraint",
             Self::NotANumber => "nan",
             Self::CacheFull => "kv-cache-full",
         }

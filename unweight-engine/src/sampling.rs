@@ -3,7 +3,8 @@
 //! A step samples every row from its logits. Behind the step, and outside of its graph, run a kernel that samples
 //! adjusted rows again and a kernel of log probabilities, each only if a row asks for it: other rows keep their tokens,
 //! and steps without such rows launch nothing more. The device counts sampled tokens, so that penalties hold for the
-//! token of the step before, which the host has not read.
+//! token of the step before, which the host has not read. Masks of rows with constraints depend on that token: the host
+//! reads it and computes them while the step runs, before these kernels are enqueued.
 
 use unweight_model::{
     SampleParams,
@@ -28,6 +29,8 @@ pub struct RowSampling {
     pub adjust: AdjustRow,
     /// 0 without log probabilities, else 1 and the number of most likely tokens.
     pub logprobs: u32,
+    /// Whether it has a mask.
+    pub constrained: bool,
 }
 
 impl RowSampling {
@@ -35,7 +38,7 @@ impl RowSampling {
     pub fn new(params: &SampleParams) -> Self {
         let SampleParams { temperature, top_k, top_p, min_p, seed, .. } = *params;
         let sample = SampleRow { seed, temperature, top_k, top_p, min_p };
-        Self { sample, adjust: AdjustRow::NONE, logprobs: 0 }
+        Self { sample, adjust: AdjustRow::NONE, logprobs: 0, constrained: false }
     }
 
     /// That of a sequence.
@@ -49,9 +52,10 @@ impl RowSampling {
             presence: adjustments.presence_penalty,
             // A context fits 32 bits.
             end_from: (running.history().prompt.len() as u32).saturating_add(adjustments.min_new_tokens),
-            reserved: 0,
+            mask: 0,
         });
-        Self { adjust, logprobs: running.logprobs.map_or(0, |top| 1 + top), ..own }
+        let logprobs = running.logprobs.map_or(0, |top| 1 + top);
+        Self { adjust, logprobs, constrained: running.is_constrained(), ..own }
     }
 
     /// What single rows ask for in addition.
@@ -92,6 +96,8 @@ pub struct Sampling {
     adjusts: DeviceBuffer<AdjustRow>,
     tokens: DeviceBuffer<TokenState>,
     token_pitch: u32,
+    /// Of the rows with constraints, in their order.
+    masks: DeviceBuffer<u32>,
     wanted: DeviceBuffer<u32>,
     logprobs: DeviceBuffer<u32>,
     extras: Extras,
@@ -109,6 +115,7 @@ impl Sampling {
             adjusts: DeviceBuffer::zeroed(stream, rows)?,
             tokens: DeviceBuffer::zeroed(stream, slots as usize * token_pitch as usize)?,
             token_pitch,
+            masks: DeviceBuffer::zeroed(stream, slots as usize * vocab.div_ceil(32) as usize)?,
             wanted: DeviceBuffer::zeroed(stream, rows)?,
             logprobs: DeviceBuffer::zeroed(stream, rows * ROW_WORDS)?,
             extras: Extras::default(),
@@ -132,7 +139,12 @@ impl Sampling {
         let samples: Vec<SampleRow> = rows.iter().map(|row| row.sample).collect();
         self.samples.write(stream, 0, &samples)?;
         if self.extras.adjusted {
-            let adjusts: Vec<AdjustRow> = rows.iter().map(|row| row.adjust).collect();
+            let mut masks = 0;
+            let adjust = |row: &RowSampling| {
+                masks += u32::from(row.constrained);
+                AdjustRow { mask: if row.constrained { masks } else { 0 }, ..row.adjust }
+            };
+            let adjusts: Vec<AdjustRow> = rows.iter().map(adjust).collect();
             self.adjusts.write(stream, 0, &adjusts)?;
         }
         if self.extras.logprobs {
@@ -150,6 +162,14 @@ impl Sampling {
         self.tokens.write(stream, slot as usize * self.token_pitch as usize, states)
     }
 
+    /// Sets the masks of the rows with constraints, in the order of the rows. Waits.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn set_masks(&mut self, stream: &Stream, masks: &[u32]) -> Result<(), DeviceError> {
+        self.masks.write(stream, 0, masks)
+    }
+
     /// Enqueues, behind the sampling of rows, what some of them ask for in addition.
     ///
     /// # Errors
@@ -163,8 +183,8 @@ impl Sampling {
         ids: &mut DeviceBuffer<u32>,
     ) -> Result<(), DeviceError> {
         if self.extras.adjusted {
-            let adjustments =
-                RowAdjustments { rows: &self.adjusts, tokens: &mut self.tokens, token_pitch: self.token_pitch };
+            let Self { adjusts, tokens, token_pitch, masks, .. } = self;
+            let adjustments = RowAdjustments { rows: adjusts, tokens, token_pitch: *token_pitch, masks };
             kernels.adjusted.enqueue(ctx, logits, &self.samples, adjustments, positions, ids)?;
         }
         if self.extras.logprobs {

@@ -21,10 +21,12 @@ mod speculate;
 
 use std::{collections::VecDeque, ops::Range};
 
+use rayon::prelude::*;
 use unweight_model::sampling::{Adjustments, History, NO_TOKEN, SampleParams};
 
 pub use self::speculate::{DraftCounts, Speculation};
 use crate::{
+    constraint::ConstraintState,
     draft::NgramDrafter,
     options::KvCache,
     pages::{PAGE_TOKENS, PagePool, sequence_pages, step_pages},
@@ -37,10 +39,19 @@ use crate::{
 struct Waiting {
     id: SeqId,
     request: Request,
+    /// The state of its constraint.
+    constraint: Option<Box<dyn ConstraintState>>,
     /// Tokens that were reported before it was preempted; they are the end of the prompt.
     produced: u32,
     /// Sequences that must have ended before it is tried again, unless nothing runs.
     after: u64,
+}
+
+impl Waiting {
+    /// Whether it needs a slot.
+    fn is_adjusted(&self) -> bool {
+        !self.request.adjustments.is_none() || self.constraint.is_some()
+    }
 }
 
 /// A sequence that has a row.
@@ -54,7 +65,9 @@ pub struct Running {
     pub adjustments: Adjustments,
     /// The number of likeliest tokens asked for ([`Request::logprobs`]).
     pub logprobs: Option<u32>,
-    /// The slot of the states of its tokens, if logits are adjusted.
+    /// The state of its constraint; it has taken the tokens that were reported.
+    constraint: Option<Box<dyn ConstraintState>>,
+    /// The slot of the states of its tokens, if logits are adjusted or it has a constraint.
     pub slot: Option<u32>,
     /// The pages of its keys and values, in the order of its tokens; in a packed cache without the last one.
     pub pages: Vec<u32>,
@@ -89,6 +102,22 @@ impl Running {
         History { prompt, answer, ends: &self.stop }
     }
 
+    /// Whether it has a constraint.
+    pub fn is_constrained(&self) -> bool {
+        self.constraint.is_some()
+    }
+
+    /// The mask of the tokens that may be sampled next, of `words` words; empty without a constraint.
+    fn mask(&mut self, words: usize) -> Vec<u32> {
+        let Some(constraint) = &mut self.constraint else { return Vec::new() };
+        let mut mask = vec![0; words];
+        // No token is read of a sequence that has ended.
+        if !self.done && !self.lost {
+            constraint.allow(&mut mask);
+        }
+        mask
+    }
+
     /// Whether another step may be launched before something of it is read.
     fn may_run(&self) -> bool {
         !self.done && !self.lost && self.launched < self.max_new_tokens
@@ -110,9 +139,11 @@ impl Running {
             drafter.read(&self.tokens, true);
         }
         let finish = if token == NO_TOKEN {
-            Some(Finish::NotANumber)
+            Some(if self.is_constrained() { Finish::Constraint } else { Finish::NotANumber })
         } else if self.stop.contains(&token) {
             Some(Finish::Stop)
+        } else if self.constraint.as_mut().is_some_and(|constraint| constraint.take(token)) {
+            Some(Finish::Complete)
         } else if self.produced >= self.max_new_tokens {
             Some(Finish::Length)
         } else {
@@ -274,7 +305,7 @@ impl Schedule {
     ///
     /// # Errors
     /// [`AdmissionError`] if the request cannot run; the schedule is unchanged.
-    pub fn add(&mut self, request: Request) -> Result<SeqId, AdmissionError> {
+    pub fn add(&mut self, mut request: Request) -> Result<SeqId, AdmissionError> {
         self.check(&request)?;
         if self.waiting.len() >= self.limits.waiting {
             return Err(AdmissionError::Busy { waiting: self.waiting.len() });
@@ -282,7 +313,8 @@ impl Schedule {
         let id = SeqId(self.next_id);
         self.next_id += 1;
         if request.max_new_tokens > 0 {
-            self.waiting.push_back(Waiting { id, request, produced: 0, after: 0 });
+            let constraint = request.constraint.take().map(|constraint| constraint.start());
+            self.waiting.push_back(Waiting { id, request, constraint, produced: 0, after: 0 });
         }
         Ok(id)
     }
@@ -456,7 +488,7 @@ impl Schedule {
         if rows >= self.limits.max_batch || rows > 0 && self.ended < waiting.after {
             return None;
         }
-        if self.slots.free() == 0 && !waiting.request.adjustments.is_none() {
+        if self.slots.free() == 0 && waiting.is_adjusted() {
             return None;
         }
         let shares = self.limits.shares_prefixes;
@@ -536,9 +568,11 @@ impl Schedule {
         self.slots.give(gone.slot.into_iter().collect());
         if gone.lost {
             let Running { id, params, adjustments, logprobs, tokens, max_new_tokens, stop, produced, .. } = gone;
-            let request = Request { prompt: tokens, params, max_new_tokens, stop, adjustments, logprobs };
+            let constraint = gone.constraint;
+            let request =
+                Request { prompt: tokens, params, max_new_tokens, stop, adjustments, logprobs, constraint: None };
             self.preempted += 1;
-            self.waiting.push_front(Waiting { id, request, produced, after: self.ended + 1 });
+            self.waiting.push_front(Waiting { id, request, constraint, produced, after: self.ended + 1 });
         }
     }
 
@@ -579,9 +613,9 @@ impl Schedule {
         let own = self.take_pages(need)?;
         // As many as there are rows, of which one is free.
         let hot = self.hot.take(1)?.pop()?;
-        let is_adjusted = self.waiting.front().is_some_and(|waiting| !waiting.request.adjustments.is_none());
+        let is_adjusted = self.waiting.front().is_some_and(Waiting::is_adjusted);
         let slot = if is_adjusted { self.slots.take(1)?.pop() } else { None };
-        let Waiting { id, request, produced, .. } = self.waiting.pop_front()?;
+        let Waiting { id, request, constraint, produced, .. } = self.waiting.pop_front()?;
         let start = self.tokens_of(&shared);
         self.shared_prompt_tokens += u64::from(start);
         let running = Running {
@@ -589,6 +623,7 @@ impl Schedule {
             params: request.params,
             adjustments: request.adjustments,
             logprobs: request.logprobs,
+            constraint,
             slot,
             pages: [self.prefixes.pages(&shared), own].concat(),
             shared,
@@ -728,6 +763,20 @@ impl Schedule {
             (running.done, running.lost) = (true, false);
         }
         self.compact();
+    }
+
+    /// The masks of the rows with constraints, in the order of the rows, a word per 32 tokens of the vocabulary. Every
+    /// token of earlier steps must have been read.
+    pub fn masks(&mut self) -> Vec<u32> {
+        let words = self.limits.vocab.div_ceil(32) as usize;
+        // Each may take a millisecond.
+        self.rows.par_iter_mut().flat_map_iter(|running| running.mask(words)).collect()
+    }
+
+    /// The mask of the sequence whose prompt runs; empty if it has no constraint.
+    pub fn prefill_mask(&mut self) -> Vec<u32> {
+        let words = self.limits.vocab.div_ceil(32) as usize;
+        self.prefill.as_mut().map_or_else(Vec::new, |prefill| prefill.running.mask(words))
     }
 
     /// The running sequences in the order of their rows.

@@ -8,7 +8,7 @@ mod adjust;
 
 use half::bf16;
 
-pub use adjust::{Adjustments, BIASES_MAX, BiasError, History, Logprobs, TOP_LOGPROBS_MAX, adjust, logprobs};
+pub use adjust::{Adjustments, BIASES_MAX, BiasError, History, Logprobs, TOP_LOGPROBS_MAX, adjust, forbid, logprobs};
 
 /// Parameters of sampling. Filters apply in this order, as in transformers: temperature, top-k, top-p, min-p.
 #[derive(Clone, Copy, Debug, PartialEq)]

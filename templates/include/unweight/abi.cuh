@@ -416,7 +416,7 @@ struct AdjustRow {
     float frequency;                  // subtracted for each time that a token is in the answer
     float presence;                   // subtracted for a token that is in the answer
     u32 end_from;                     // first position at which an end token may be sampled
-    u32 reserved;
+    u32 mask;                         // 1 + row of the masks, or 0: any token may be sampled
 };
 
 // What adjustments depend on for one token of the vocabulary.
@@ -434,6 +434,7 @@ struct SampleArgs {
     u32* fault;                       // set to 1 + row of a row whose logits are all NaN
     const AdjustRow* adjusts;         // [m]; adjusted variants
     TokenState* tokens;               // [slots, token_pitch]; adjusted variants count the sampled token
+    const u32* masks;                 // [masks, (vocabulary + 31) / 32]: a bit per token that may be sampled; adjusted variants
     u64 pitch;                        // elements from row to row, a multiple of 8
     u32 vocabulary;                   // 1..2^20
     u32 token_pitch;                  // entries of `tokens` from slot to slot, a multiple of 2

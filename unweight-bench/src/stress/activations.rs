@@ -9,7 +9,9 @@ use unweight_codegen::{
     spec::{EmbedSource, GateFunction, NormKind, NormSpec, Op, RopeSpec, ScaleForm, ScaleSpec},
 };
 use unweight_format::testing::Random;
-use unweight_model::sampling::{Adjustments, History, SampleParams, TOP_LOGPROBS_MAX, adjust, choose, logprobs};
+use unweight_model::sampling::{
+    Adjustments, History, SampleParams, TOP_LOGPROBS_MAX, adjust, choose, forbid, logprobs,
+};
 use unweight_rt::{
     DeviceBuffer, DeviceError, MatrixMut, MatrixRef, RowFault,
     raw::{
@@ -207,12 +209,17 @@ impl Run<'_> {
                     .seed(u64::from(row) << 30)
             })
             .collect();
-        // Every row has the same adjustments, in a slot of its own.
+        // Every row has the same adjustments, in a slot of its own, and odd rows the same mask.
         let penalties = Adjustments::default().repetition_penalty(1.25).frequency_penalty(0.5).presence_penalty(-0.25);
         let penalties = if adjusted { penalties.bias(vec![(1, 2.5)]) } else { Adjustments::default() };
         let history = History { prompt: &[0, 3], answer: &[3, 5, 5], ends: &[] };
+        let mask: Vec<u32> = (0..vocabulary.div_ceil(32)).map(|word| 0x9bd1_37f5_u32.rotate_left(word)).collect();
         let expect = |(row, logits): (usize, &[u16])| {
-            choose(&adjust(bytemuck::cast_slice(logits), &penalties, history), &params[row], row as u32)
+            let mut logits = adjust(bytemuck::cast_slice(logits), &penalties, history);
+            if adjusted && row % 2 == 1 {
+                forbid(&mut logits, &mask);
+            }
+            choose(&logits, &params[row], row as u32)
         };
         let expected: Vec<u32> = logits.chunks_exact(vocabulary as usize).enumerate().map(expect).collect();
         let mut states = vec![TokenState::default(); vocabulary as usize];
@@ -227,9 +234,11 @@ impl Run<'_> {
             repetition: penalties.repetition_penalty,
             frequency: penalties.frequency_penalty,
             presence: penalties.presence_penalty,
+            mask: slot % 2,
             ..AdjustRow::NONE
         });
         let adjusts = DeviceBuffer::from_host(stream, &adjusts.collect::<Vec<_>>())?;
+        let masks = DeviceBuffer::from_host(stream, &mask)?;
         let expected: Vec<u8> = expected.into_iter().flat_map(u32::to_le_bytes).collect();
         let device_row = |params: &SampleParams| {
             let SampleParams { temperature, top_k, top_p, min_p, seed, .. } = *params;
@@ -254,6 +263,7 @@ impl Run<'_> {
                 fault: self.ctx.borrow().row_fault_address(RowFault::Logits),
                 adjusts: adjusts.address(),
                 tokens: counted.address(),
+                masks: masks.address(),
                 pitch: vocabulary.into(),
                 vocabulary,
                 token_pitch: vocabulary,

@@ -39,6 +39,9 @@ args! {
         pub adjusts: u64,
         /// [`TokenState`] `[slots, token_pitch]`; only of an adjusted variant.
         pub tokens: u64,
+        /// u32 `[masks, vocabulary / 32, rounded up]`: bit `t % 32` of word `t / 32` is set if token `t` may be sampled;
+        /// only of an adjusted variant.
+        pub masks: u64,
         /// Elements from one row of logits to the next, a multiple of 8.
         pub pitch: u64,
         /// Logits of a row, 1 to [`VOCABULARY_MAX`].
@@ -78,8 +81,8 @@ pub struct AdjustRow {
     pub presence: f32,
     /// The first position at which an end token may be sampled.
     pub end_from: u32,
-    /// Must be 0.
-    pub reserved: u32,
+    /// 1 and the row of the masks, or 0 if any token may be sampled.
+    pub mask: u32,
 }
 
 impl AdjustRow {
@@ -87,7 +90,7 @@ impl AdjustRow {
     pub const NO_SLOT: u32 = u32::MAX;
     /// The value for a row without adjustments.
     pub const NONE: Self =
-        Self { slot: Self::NO_SLOT, repetition: 1.0, frequency: 0.0, presence: 0.0, end_from: 0, reserved: 0 };
+        Self { slot: Self::NO_SLOT, repetition: 1.0, frequency: 0.0, presence: 0.0, end_from: 0, mask: 0 };
 }
 
 /// What adjustments depend on for one token of the vocabulary.

@@ -277,33 +277,59 @@ impl Engine {
                         self.forward.set_rows(&states, bucket(count))?;
                     }
                     self.launch(count, verifies)?;
+                    self.schedule.launched();
+                    let events = self.constrain()?;
                     self.forward.sample_extras()?;
                     let sampled = self.read_later()?;
                     self.in_flight.push_back(sampled);
-                    self.schedule.launched();
+                    if !events.is_empty() {
+                        return Ok(events);
+                    }
                 }
                 Next::Read => {
-                    let Some(Sampled { ids, lost, logprobs }) = self.in_flight.pop_front() else {
+                    if self.in_flight.is_empty() {
                         return Ok(Vec::new());
-                    };
-                    let (ids, lost) = (ids.wait()?, lost.map(Transfer::wait).transpose()?);
-                    let logprobs = logprobs.map(Transfer::wait).transpose()?;
-                    let mut events = Vec::new();
-                    let rows = self.schedule.step_rows() as usize;
-                    let owners = logprobs.as_ref().map_or_else(Vec::new, |_| owners(&self.schedule));
-                    let flags = lost.as_ref().map_or(&[][..], |lost| &lost[..rows]);
-                    self.schedule.read(&ids[..rows], flags, &mut events);
-                    self.spare.extend(lost.into_iter().chain([ids]));
-                    if let Some(words) = logprobs {
-                        note_logprobs(&owners, &words, &mut events);
-                        self.spare_logprobs.push(words);
                     }
+                    let events = self.read()?;
                     if !events.is_empty() {
                         return Ok(events);
                     }
                 }
             }
         }
+    }
+
+    /// Waits for the tokens of the oldest step that is not read.
+    fn read(&mut self) -> Result<Vec<Event>, DeviceError> {
+        let Some(Sampled { ids, lost, logprobs }) = self.in_flight.pop_front() else { return Ok(Vec::new()) };
+        let (ids, lost) = (ids.wait()?, lost.map(Transfer::wait).transpose()?);
+        let logprobs = logprobs.map(Transfer::wait).transpose()?;
+        let mut events = Vec::new();
+        let rows = self.schedule.step_rows() as usize;
+        let owners = logprobs.as_ref().map_or_else(Vec::new, |_| owners(&self.schedule));
+        let flags = lost.as_ref().map_or(&[][..], |lost| &lost[..rows]);
+        self.schedule.read(&ids[..rows], flags, &mut events);
+        self.spare.extend(lost.into_iter().chain([ids]));
+        if let Some(words) = logprobs {
+            note_logprobs(&owners, &words, &mut events);
+            self.spare_logprobs.push(words);
+        }
+        Ok(events)
+    }
+
+    /// Sets the masks of the step that was launched last, while it runs: behind the tokens of the steps before, whose
+    /// events it returns. Does nothing if no row has a constraint.
+    fn constrain(&mut self) -> Result<Vec<Event>, DeviceError> {
+        let mut events = Vec::new();
+        if self.schedule.rows().iter().any(Running::is_constrained) {
+            while !self.in_flight.is_empty() {
+                events.extend(self.read()?);
+            }
+            let masks = self.schedule.masks();
+            let (stream, sampling) = self.forward.sampling();
+            sampling.set_masks(stream, &masks)?;
+        }
+        Ok(events)
     }
 
     /// Enqueues the next chunk of a prompt. Behind its last one, chooses the first token of the sequence, and waits.
@@ -329,6 +355,9 @@ impl Engine {
             return Ok(None);
         }
         forward.chunk_logits(weights, rows.saturating_sub(1), rows.min(1))?;
+        let mask = schedule.prefill_mask();
+        let (stream, sampling) = forward.sampling();
+        sampling.set_masks(stream, &mask)?;
         forward.choose((start + rows).saturating_sub(1), row)?;
         settle(forward, stepper)?;
         if forward.prompt_is_lost()? {

@@ -452,7 +452,7 @@ impl Clients {
                 Some(Finish::CacheFull) => may_be_full && told <= asked.end(),
                 Some(Finish::Stop) => asked.stops && told == asked.end(),
                 Some(Finish::Length) => !asked.stops && told == asked.end(),
-                Some(Finish::NotANumber) => false,
+                Some(Finish::NotANumber | Finish::Complete | Finish::Constraint) => false,
                 None => self.cancelled.contains(id) && told <= asked.end() || asked.new == 0 && told == 0,
             };
             assert!(right, "{what} {id:?}: {told} tokens of {}, {:?}", asked.end(), self.ended.get(id));
@@ -754,4 +754,88 @@ impl Simulation {
         assert!(self.prefills <= self.clients.asked.len() as u64 + self.losses, "{what}");
         self.clients.check(self.loss != Loss::None, what);
     }
+}
+
+/// Allows the tokens of a list one after the other.
+#[derive(Clone, Debug)]
+struct Script(Vec<u32>);
+
+impl crate::Constraint for Script {
+    fn start(&self) -> Box<dyn ConstraintState> {
+        Box::new(self.clone())
+    }
+}
+
+impl ConstraintState for Script {
+    fn allow(&mut self, mask: &mut [u32]) {
+        self.0.first().into_iter().for_each(|token| mask[*token as usize / 32] |= 1 << (token % 32));
+    }
+
+    fn take(&mut self, token: u32) -> bool {
+        assert_eq!(token, self.0.remove(0));
+        self.0.is_empty()
+    }
+}
+
+fn scripted(tokens: &[u32]) -> Request {
+    request(5, 50).constraint(Some(std::sync::Arc::new(Script(tokens.to_vec()))))
+}
+
+fn mask(token: u32) -> Vec<u32> {
+    (0..4).map(|word| if token / 32 == word { 1 << (token % 32) } else { 0 }).collect()
+}
+
+/// Adds a request, and runs its prompt: its first token is the one that it may be, or this one.
+fn begin(schedule: &mut Schedule, request: Request, free: u32) -> SeqId {
+    let id = schedule.add(request).unwrap();
+    assert_eq!(schedule.due(), Next::Prefill);
+    schedule.begin_prefill();
+    let mask = schedule.prefill_mask();
+    schedule.chunk_launched();
+    let token = mask.iter().position(|word| *word != 0).map(|at| at as u32 * 32 + mask[at].trailing_zeros());
+    schedule.begun(token.unwrap_or(free)).unwrap();
+    id
+}
+
+#[test]
+fn masks_follow_the_tokens_that_were_read() {
+    let mut schedule = Schedule::new(LIMITS, 100);
+    let ids = [scripted(&[40, 41, 99]), request(5, 50), scripted(&[3, 2])];
+    let ids = ids.map(|request| begin(&mut schedule, request, 7));
+    assert_eq!(schedule.due(), Next::Launch { changed: true });
+    schedule.launched();
+    assert_eq!(schedule.masks(), [mask(41), mask(2)].concat(), "in the order of rows, of those with constraints");
+    let mut events = Vec::new();
+    schedule.read(&[41, 8, 2], &[], &mut events);
+    let complete = Some(Finish::Complete);
+    assert_eq!(events, [event(ids[0], 41, None), event(ids[1], 8, None), event(ids[2], 2, complete)]);
+    assert_eq!(schedule.due(), Next::Launch { changed: true });
+    schedule.launched();
+    assert_eq!(schedule.masks(), mask(99));
+    events.clear();
+    schedule.read(&[NO_TOKEN, NO_TOKEN], &[], &mut events);
+    let why: Vec<_> = events.iter().map(|event| event.finish.unwrap()).collect();
+    assert_eq!(why, [Finish::Constraint, Finish::NotANumber]);
+}
+
+#[test]
+fn preempted_sequences_keep_the_state_of_their_constraint() {
+    let mut schedule = Schedule::new(Limits { adjusted: 1, ..LIMITS }, 100);
+    let id = begin(&mut schedule, scripted(&[10, 11, 12, 13]), 0);
+    let other = begin(&mut schedule, request(5, 50), 7);
+    // A slot each: the second waits.
+    schedule.add(scripted(&[1, 2])).unwrap();
+    assert_eq!(schedule.due(), Next::Launch { changed: true });
+    schedule.launched();
+    let mut events = Vec::new();
+    schedule.read(&[11, 8], &[1, 0], &mut events);
+    assert_eq!(events, [event(id, 11, None), event(other, 8, None)]);
+    // Its page is lost: it waits, and goes on with the third token.
+    schedule.due();
+    assert!(schedule.cancel(other));
+    assert_eq!((schedule.due(), schedule.preempted()), (Next::Prefill, 1));
+    schedule.begin_prefill();
+    assert_eq!(schedule.prefill_mask(), mask(12));
+    schedule.chunk_launched();
+    assert_eq!(schedule.begun(12), Some(event(id, 12, None)));
 }

@@ -203,6 +203,22 @@ pub fn adjust(logits: &[bf16], adjustments: &Adjustments, history: History<'_>) 
     (0..).zip(logits).map(one).collect()
 }
 
+/// Forbids tokens: NaN for each whose bit, `t % 32` of word `t / 32` for token `t`, is not set.
+///
+/// ```
+/// # use unweight_model::sampling::forbid;
+/// let mut logits = [1.0, 3.0, 2.5];
+/// forbid(&mut logits, &[0b101]);
+/// assert!(logits[1].is_nan() && logits[2] == 2.5);
+/// ```
+pub fn forbid(logits: &mut [f32], mask: &[u32]) {
+    for (token, logit) in logits.iter_mut().enumerate() {
+        if mask.get(token / 32).is_none_or(|word| word >> (token % 32) & 1 == 0) {
+            *logit = f32::NAN;
+        }
+    }
+}
+
 /// Log probabilities at the position of a sampled token.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]

@@ -35,6 +35,9 @@ pub struct RowAdjustments<'a> {
     pub tokens: &'a mut DeviceBuffer<TokenState>,
     /// Entries from one slot to the next, at least the vocabulary and a multiple of 2.
     pub token_pitch: u32,
+    /// A bit per token that may be sampled; a mask has a word per 32 tokens. The caller guarantees that every mask that
+    /// `rows` names is in it.
+    pub masks: &'a DeviceBuffer<u32>,
 }
 
 impl AdjustedSample {
@@ -66,7 +69,7 @@ impl AdjustedSample {
         ids: &mut DeviceBuffer<u32>,
     ) -> Result<(), DeviceError> {
         let (place, own) = (logits.place(), self.kernel.device().ordinal());
-        let RowAdjustments { rows: adjusts, tokens, token_pitch } = adjustments;
+        let RowAdjustments { rows: adjusts, tokens, token_pitch, masks } = adjustments;
         let check = || {
             check_shapes(place, [rows.len(), positions.len(), ids.len()])?;
             check_states(place, adjusts.len(), tokens.len(), token_pitch)?;
@@ -74,10 +77,11 @@ impl AdjustedSample {
             check_device("rows", rows.device().ordinal(), own)?;
             check_device("adjustments", adjusts.device().ordinal(), own)?;
             check_device("tokens", tokens.device().ordinal(), own)?;
+            check_device("masks", masks.device().ordinal(), own)?;
             check_device("positions", positions.device().ordinal(), own)?;
             check_device("ids", ids.device().ordinal(), own)?;
             let read = || {
-                let params = [("rows", rows.span()), ("adjustments", adjusts.span())];
+                let params = [("rows", rows.span()), ("adjustments", adjusts.span()), ("masks", masks.span())];
                 [("logits", place.span()), ("positions", positions.span())].into_iter().chain(params)
             };
             check_apart(("tokens", tokens.span()), read())?;
@@ -92,11 +96,13 @@ impl AdjustedSample {
             fault: ctx.row_fault_address(RowFault::Logits),
             adjusts: adjusts.address(),
             tokens: tokens.address(),
+            masks: masks.address(),
             pitch: place.pitch,
             vocabulary: place.cols,
             token_pitch,
         };
-        // SAFETY: as for `Sample`; token states have a row for every slot, by the contract of `RowAdjustments`.
+        // SAFETY: as for `Sample`; token states have a row for every slot, and masks one
+        // for every mask, by the contract of `RowAdjustments`.
         unsafe { self.kernel.launch(ctx.stream(), GemmShape::rows(place.rows), &args) }
     }
 }
@@ -156,6 +162,7 @@ impl Sample {
             fault: ctx.row_fault_address(RowFault::Logits),
             adjusts: 0,
             tokens: 0,
+            masks: 0,
             pitch: place.pitch,
             vocabulary: place.cols,
             token_pitch: 0,

@@ -109,7 +109,7 @@ pub const CRATES: [Crate; 11] = [
         holds: "whole models: schedule, KV cache, graphs",
         above: &["unweight-format", "unweight-model", "unweight-codegen", "unweight-rt"],
         levels: &[
-            ("attention options pages", "splits of attention; engine options; KV pages"),
+            ("attention constraint options pages", "splits of attention; grammars; engine options; KV pages"),
             ("draft prefix request", "drafts; shared beginnings of prompts; requests and events"),
             ("schedule", "rows of sequences, and what is next: pure"),
             ("error", "errors"),

@@ -26,7 +26,7 @@
 // no block writes over what a block of the cluster still reads.
 //
 // Adjusted variants run behind an ordinary one, which has advanced the positions, and overwrite its token. Each pass
-// computes adjusted logits from logits and token states. Block 0 of the row counts the sampled token.
+// computes adjusted logits from logits, token states and the row's mask. Block 0 of the row counts the sampled token.
 //
 // Shared memory = 2 * kBins * kCopies * 4     counters: low and high words of sums, one for each lane of kCopies
 //               + 2 * kBins * 8               sums of the block by bin, for the cluster
@@ -59,6 +59,8 @@ constexpr u32 kNoSlot = ~0u;
 constexpr u32 kInPrompt = 0x80000000, kEnds = 0x40000000, kCount = kEnds - 1;
 // Keys: of NaN, below all others; of both zeros.
 constexpr u32 kNanKey = 0, kZeroKey = 0x8000, kZeroKeyF32 = 0x80000000;
+// Of a token that is never sampled, in f32.
+constexpr u32 kNan = 0x7fc00000;
 // No noise is outside of these.
 constexpr float kNoiseMin = -3.125f, kNoiseMax = 22.25f;
 
@@ -217,6 +219,7 @@ struct Kernel {
 
     // Of adjusted variants.
     TokenState* states = nullptr;
+    const u32* mask = nullptr;  // null: any token may be sampled
     float repetition = 1, frequency = 0, presence = 0;
     u32 slot = 0, end_from = 0;
     bool ends_early = false;
@@ -245,7 +248,9 @@ struct Kernel {
             repetition = ptx::float_from_bits(first.y);
             frequency = ptx::float_from_bits(second.x);
             presence = ptx::float_from_bits(second.y);
-            end_from = ptx::ld_global_nc(&a.adjusts[row].end_from);
+            const U32x2 third = ptx::ld_global_nc_x2(&a.adjusts[row].end_from);
+            end_from = third.x;
+            if (third.y != 0) mask = a.masks + u64(third.y - 1) * ((a.vocabulary + 31) / 32);
             states = a.tokens + u64(slot) * a.token_pitch;
         }
         const u32 chunks = (a.vocabulary + kChunk - 1) / kChunk,
@@ -269,8 +274,7 @@ struct Kernel {
                 value = ptx::add(value, -ptx::mul(frequency, static_cast<float>(count)));
                 value = ptx::add(value, -presence);
             }
-            // NaN is never sampled.
-            if (marks & kEnds && ends_early) return 0x7fc00000;
+            if (marks & kEnds && ends_early) return kNan;
         }
         return ptx::bits_from_float(value);
     }
@@ -301,7 +305,12 @@ struct Kernel {
             }
         }
     }
+    // A bit for each token of a chunk that may be sampled.
+    UW_DEVICE u32 allowed(u32 first) const {
+        return mask == nullptr ? 0xff : ptx::ld_global(mask + first / 32) >> first % 32;
+    }
     UW_DEVICE void load_adjusted(u32 first, Chunk& words) const {
+        const u32 bits = allowed(first);
         if (first + kChunk <= args.vocabulary) {
             const U32x4 v = ptx::ld_global_x4(logits + first);
             const u32 pairs[4] = {v.x, v.y, v.z, v.w};
@@ -311,11 +320,15 @@ struct Kernel {
                 words[i] = adjusted(pairs[i / 2] & 0xffff, state.x, state.y);
                 words[i + 1] = adjusted(pairs[i / 2] >> 16, state.z, state.w);
             }
+#pragma unroll
+            for (u32 i = 0; i < kChunk; ++i) {
+                if (!(bits >> i & 1)) words[i] = kNan;
+            }
         } else {
 #pragma unroll
             for (u32 i = 0; i < kChunk; ++i) {
-                words[i] = 0x7fc00000;
-                if (first + i >= args.vocabulary) continue;
+                words[i] = kNan;
+                if (first + i >= args.vocabulary || !(bits >> i & 1)) continue;
                 const U32x2 state = ptx::ld_global_x2(states + first + i);
                 words[i] = adjusted(ptx::ld_global_u16(logits + first + i), state.x, state.y);
             }
