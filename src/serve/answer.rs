@@ -21,8 +21,10 @@ use unweight_engine::{Finish, Logprobs, NO_TOKEN};
 use super::{
     api::Call,
     bodies::Room,
+    calls::Calls,
     error::ApiError,
     frame::{AnswerChoice, Frame, SampledLogprobs, TokenLogprob, Usage},
+    prepare::Preparer,
     worker::{Lost, Sequences, Told},
 };
 use crate::text::{StopStrings, Text, TextError, TextStream};
@@ -43,10 +45,16 @@ struct Growing {
     logprobs: Option<Vec<SampledLogprobs>>,
     /// Characters of the tokens so far.
     offset: usize,
+    /// Finds calls of tools, if the request has some.
+    calls: Option<Calls>,
+    /// The reason of an answer with calls.
+    called: &'static str,
+    /// Special tokens that mark calls, and their texts.
+    marks: Arc<[(u32, &'static str)]>,
 }
 
 impl Growing {
-    fn new(text: &Text, call: &Call) -> Self {
+    fn new(text: &Text, call: &Call, marks: &Arc<[(u32, &'static str)]>) -> Self {
         Self {
             stream: Some(text.stream()),
             stops: StopStrings::new(call.stop.clone()),
@@ -54,19 +62,42 @@ impl Growing {
             tokens: 0,
             logprobs: call.sampling.logprobs.map(|_| Vec::new()),
             offset: 0,
+            calls: None,
+            // OpenAI's gives this reason where the model has chosen to call.
+            called: if call.tools.as_ref().is_some_and(|tools| tools.named) { "stop" } else { "tool_calls" },
+            marks: Arc::clone(marks),
         }
     }
 
-    /// What a token adds, and why the text ends there, if so.
+    /// What a token adds: text, calls, and why the text ends there, if so.
+    fn grow(&mut self, token: u32, finish: Option<Finish>) -> Result<AnswerChoice, TextError> {
+        let (text, finish) = self.push(token, finish)?;
+        let Some(calls) = &mut self.calls else {
+            return Ok(AnswerChoice { text, finish, ..AnswerChoice::default() });
+        };
+        let (mut text, mut found) = calls.push(&text);
+        if finish.is_some() {
+            let (rest, more) = calls.finish();
+            text += &rest;
+            found.extend(more);
+        }
+        let called = self.called;
+        let finish = finish.map(|reason| if reason == "stop" && calls.count > 0 { called } else { reason });
+        Ok(AnswerChoice { text, finish, calls: found, ..AnswerChoice::default() })
+    }
+
+    /// The text that a token adds, and why it ends there, if so.
     fn push(&mut self, token: u32, finish: Option<Finish>) -> Result<(String, Option<&'static str>), TextError> {
         let Some(stream) = &mut self.stream else { return Ok((String::new(), None)) };
         self.tokens += 1;
+        let mark = self.marks.iter().find(|(id, _)| self.calls.is_some() && *id == token);
+        let mut piece = || mark.map_or_else(|| stream.push(token), |(_, text)| Ok((*text).to_owned()));
         // The token that ends a text does not belong to the text.
         let (mut shown, stopped) = match finish {
             Some(Finish::Stop) => (String::new(), false),
             _ if token == NO_TOKEN => (String::new(), false),
-            _ if self.tokens <= self.min_tokens => (stream.push(token)?, false),
-            _ => self.stops.push(&stream.push(token)?),
+            _ if self.tokens <= self.min_tokens => (piece()?, false),
+            _ => self.stops.push(&piece()?),
         };
         if stopped {
             self.stream = None;
@@ -74,9 +105,10 @@ impl Growing {
         }
         let Some(finish) = finish else { return Ok((shown, None)) };
         let mut reason = match finish {
-            Finish::Stop => "stop",
+            Finish::Stop | Finish::Complete => "stop",
             Finish::Length => "length",
-            // OpenAI's protocol has no reason for NaN or a full cache, nor for one that a later engine adds.
+            // OpenAI's protocol has no reason for NaN, a full cache or a grammar that becomes too complex, nor for one
+            // that a later engine adds.
             _ => "error",
         };
         if let Some(stream) = self.stream.take() {
@@ -132,13 +164,14 @@ pub(super) struct Texts {
 impl Texts {
     /// For a call, whose sequences have `prompt_tokens` tokens. It has `late` seconds, until `deadline`.
     pub fn new(
-        text: &Text,
+        preparer: &Preparer,
         call: &Call,
         sequences: Sequences,
         prompt_tokens: u64,
         (deadline, late): (Instant, u64),
     ) -> Self {
-        let growing = sequences.enough.iter().map(|_| Growing::new(text, call)).collect();
+        let Preparer { text, marks, .. } = preparer;
+        let growing = sequences.enough.iter().map(|_| Growing::new(text, call, marks)).collect();
         Self {
             open: sequences.enough.len(),
             sequences,
@@ -150,6 +183,16 @@ impl Texts {
             deadline,
             late,
         }
+    }
+
+    /// Finds calls of tools in the texts; their identities contain that of the answer.
+    pub fn calls(mut self, call: &Call, id: &str) -> Self {
+        if let (Some(tools), Some(format)) = (&call.tools, self.text.tool_format()) {
+            for (index, growing) in self.growing.iter_mut().enumerate() {
+                growing.calls = Some(Calls::new(format, tools.names(), format!("call-{id}-{index}-")));
+            }
+        }
+        self
     }
 
     /// Begins each text with another.
@@ -181,20 +224,20 @@ impl Texts {
                 // What was made beyond a stop string.
                 continue;
             };
-            let (text, finish) = growing.push(token, finish)?;
+            let mut choice = growing.grow(token, finish)?;
             if let Some(logprobs) = logprobs {
                 growing.note(&self.text, token, &logprobs)?;
             }
             self.usage.completion += 1;
-            if finish.is_some() {
+            if choice.finish.is_some() {
                 self.open -= 1;
                 if let Some(enough) = self.sequences.enough.get(index) {
                     enough.store(true, Relaxed);
                 }
             }
-            if !text.is_empty() || finish.is_some() {
-                let logprobs = growing.logprobs.as_mut().map(std::mem::take);
-                return Ok(Some(Piece { index, choice: AnswerChoice { text, finish, logprobs } }));
+            if !choice.is_empty() || choice.finish.is_some() {
+                choice.logprobs = growing.logprobs.as_mut().map(std::mem::take);
+                return Ok(Some(Piece { index, choice }));
             }
         }
         Ok(None)
@@ -205,7 +248,7 @@ impl Texts {
         let mut choices = vec![AnswerChoice::default(); self.growing.len()];
         let mut bytes = 0;
         while let Some(Piece { index, choice }) = self.next().await? {
-            bytes += choice.text.len();
+            bytes += choice.text.len() + choice.calls.iter().map(|call| call.arguments.len()).sum::<usize>();
             bytes += choice.logprobs.iter().flatten().map(SampledLogprobs::bytes).sum::<usize>();
             if bytes > ANSWER_LIMIT {
                 let message = format!("the answer has more than {ANSWER_LIMIT} bytes; ask for a stream, or for less");
@@ -213,6 +256,7 @@ impl Texts {
             }
             if let Some(whole) = choices.get_mut(index) {
                 whole.text.push_str(&choice.text);
+                whole.calls.extend(choice.calls);
                 whole.finish = choice.finish.or(whole.finish);
                 if let Some(logprobs) = choice.logprobs {
                     whole.logprobs.get_or_insert_default().extend(logprobs);
@@ -248,7 +292,7 @@ impl Texts {
                     let mut data = String::new();
                     let mut last = AnswerChoice { finish: choice.finish, ..AnswerChoice::default() };
                     // OpenAI's gives the reason with an empty piece.
-                    if choice.finish.is_none() || !choice.text.is_empty() {
+                    if choice.finish.is_none() || !choice.is_empty() {
                         data += &event(&frame.piece(index, &AnswerChoice { finish: None, ..choice }));
                     } else {
                         last = choice;

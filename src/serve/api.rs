@@ -9,8 +9,10 @@ use super::{
     fields::{Fields, each, ids, text},
     frame::Endpoint,
     sampling::{self, Sampling},
+    structure,
+    tools::{self, Tools},
 };
-use crate::text::{self, Message};
+use crate::text::{self, Conversation, Grammar, Message};
 
 /// Texts of a request for one prompt.
 const MOST_CHOICES: u64 = 8;
@@ -37,11 +39,11 @@ const DONE: &[&str] = &[
 ];
 /// Fields that are read; others are skipped.
 static FIELDS: LazyLock<Vec<&str>> = LazyLock::new(|| {
-    let done = DONE.iter().chain(sampling::FIELDS).copied();
+    let done = DONE.iter().chain(sampling::FIELDS).chain(structure::FIELDS).chain(tools::FIELDS).copied();
     done.chain(NOT_DONE.iter().map(|(name, _)| *name)).collect()
 });
 /// Fields of a message that are read.
-const MESSAGE_FIELDS: &[&str] = &["role", "content", "name", "tool_calls", "function_call"];
+const MESSAGE_FIELDS: &[&str] = &["role", "content", "name", "tool_calls", "tool_call_id", "function_call"];
 
 /// Whether a value of a field asks for nothing.
 type Neutral = fn(&Value) -> bool;
@@ -49,11 +51,8 @@ type Neutral = fn(&Value) -> bool;
 /// Fields that would change the answer and are not done here, with what may stand there all the same. `null` always
 /// may.
 const NOT_DONE: &[(&str, Neutral)] = &[
-    ("tools", empty),
-    ("tool_choice", |value| matches!(value.as_str(), Some("none" | "auto"))),
     ("functions", empty),
     ("function_call", |value| matches!(value.as_str(), Some("none" | "auto"))),
-    ("response_format", |value| value.get("type").and_then(Value::as_str) == Some("text")),
     ("modalities", |value| *value == json!(["text"])),
     ("audio", never),
     ("suffix", |value| value.as_str() == Some("")),
@@ -81,6 +80,10 @@ pub(super) struct Call {
     /// Texts for each prompt.
     pub n: u32,
     pub sampling: Sampling,
+    /// What the answer must match, and the field that says so.
+    pub grammar: Option<(&'static str, Grammar)>,
+    /// The tools that may be called.
+    pub tools: Option<Tools>,
     /// `None`: as many as the context holds.
     pub max_tokens: Option<u32>,
     pub stop: Vec<String>,
@@ -96,9 +99,17 @@ impl Call {
         let fields = Fields::read(body, &FIELDS);
         let mut fields = fields.map_err(|error| ApiError::bad(format!("the body is no JSON object: {error}")))?;
         check_model(&mut fields, model)?;
+        let tools = match endpoint {
+            Endpoint::Completions => no_tools(&mut fields)?,
+            Endpoint::Chat => Tools::read(&mut fields)?,
+        };
         let prompts = match endpoint {
             Endpoint::Completions => prompts(fields.take("prompt"), most)?,
-            Endpoint::Chat => vec![Prompt::Text(text::Prompt::Chat(messages(fields.take("messages"))?))],
+            Endpoint::Chat => {
+                let messages = messages(fields.take("messages"))?;
+                let tools = tools.as_ref().map(|tools| tools.definitions.clone());
+                vec![Prompt::Text(text::Prompt::Chat(Conversation { messages, tools }))]
+            }
         };
         let n = fields.whole("n", 1, MOST_CHOICES)?.unwrap_or(1) as u32;
         if let Some(best_of) = fields.whole("best_of", 1, u64::MAX)?
@@ -116,11 +127,15 @@ impl Call {
             let message = format!("min_tokens = {min_tokens} exceeds max_tokens = {max_tokens}");
             return Err(ApiError::of("min_tokens", message));
         }
+        let grammar = structure::read(&mut fields)?;
+        check_grammar(grammar.as_ref(), tools.as_ref(), min_tokens)?;
         let call = Self {
             prompts,
             n,
             echo: echo(&mut fields, endpoint, &sampling)?,
             sampling,
+            grammar,
+            tools,
             max_tokens,
             stop: stop(fields.value("stop")?)?,
             stream: fields.flag("stream")?,
@@ -139,6 +154,41 @@ impl Call {
             }
         }
         Ok(call)
+    }
+}
+
+/// Rejects tools, which a completion does not have.
+fn no_tools(fields: &mut Fields) -> Result<Option<Tools>, ApiError> {
+    for name in ["tools", "tool_choice"] {
+        if !fields.asks_nothing(name, |value| empty(value) || matches!(value.as_str(), Some("none" | "auto"))) {
+            let message = format!("{name} is a field of conversations; ask /v1/chat/completions");
+            return Err(ApiError::of(name, message).code("unsupported_parameter"));
+        }
+    }
+    Ok(None)
+}
+
+/// Rejects what contradicts a grammar.
+fn check_grammar(
+    grammar: Option<&(&'static str, Grammar)>,
+    tools: Option<&Tools>,
+    min_tokens: u32,
+) -> Result<(), ApiError> {
+    let forced = tools.is_some_and(|tools| tools.choice != tools::ToolChoice::Auto);
+    if min_tokens > 0 && (grammar.is_some() || forced) {
+        let message = "min_tokens is not supported where the answer must match a grammar; leave it out";
+        return Err(ApiError::of("min_tokens", message).code("unsupported_parameter"));
+    }
+    match grammar {
+        Some((name, _)) if forced => {
+            let message = format!("{name} contradicts tool_choice, which asks for a tool call; leave one out");
+            Err(ApiError::of("tool_choice", message))
+        }
+        Some((name, Grammar::Regex(_) | Grammar::Lark(_))) if tools.is_some() => {
+            let message = format!("{name} with tools must be a JSON schema; leave one out");
+            Err(ApiError::of(name, message).code("unsupported_parameter"))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -227,24 +277,37 @@ fn message(index: usize, raw: &RawValue) -> Result<Message, ApiError> {
     let role = match role.as_str() {
         // The newer name; templates know the older one.
         "developer" => "system",
-        "system" | "user" | "assistant" => role.as_str(),
-        other => return Err(wrong(&format!("the role '{other}' is not supported; take system, user or assistant"))),
-    };
-    for calls in ["tool_calls", "function_call"] {
-        if !fields.asks_nothing(calls, empty) {
-            return Err(wrong(&format!("{calls} is not supported")));
+        "system" | "user" | "assistant" | "tool" => role.as_str(),
+        other => {
+            return Err(wrong(&format!("the role '{other}' is not supported; take system, user, assistant or tool")));
         }
+    };
+    if !fields.asks_nothing("function_call", empty) {
+        return Err(wrong("function_call is not supported; use tool_calls"));
     }
-    let content = fields.take("content").and_then(|raw| match text(raw) {
-        Some(text) => Some(Ok(text)),
-        None => parts(raw, &wrong),
-    });
+    let calls = fields.take("tool_calls").map(|raw| tools::earlier_calls(raw, &wrong)).transpose()?;
+    let calls = calls.filter(|calls| !empty(calls));
+    if calls.is_some() && role != "assistant" {
+        return Err(wrong("tool_calls is for the role assistant"));
+    }
+    let content = match fields.take("content") {
+        // What calls tools may say nothing.
+        None if calls.is_some() => Some(Ok(String::new())),
+        None => None,
+        Some(raw) => text(raw).map(Ok).or_else(|| parts(raw, &wrong)),
+    };
     let content = content.unwrap_or_else(|| Err(wrong("the content is neither text nor parts of text")))?;
-    let message = Message::new(role, content);
-    Ok(match fields.take("name").and_then(text) {
-        Some(name) => message.name(name),
-        None => message,
-    })
+    let mut message = Message::new(role, content);
+    if let Some(name) = fields.take("name").and_then(text) {
+        message = message.name(name);
+    }
+    if let Some(calls) = calls {
+        message = message.tool_calls(calls);
+    }
+    if let Some(id) = fields.take("tool_call_id").and_then(text) {
+        message = message.tool_call_id(id);
+    }
+    Ok(message)
 }
 
 /// The texts of parts, a line each; `None` where they are not a list.
@@ -324,7 +387,7 @@ mod tests {
             ("min_tokens", json!(17)),
             ("tools", json!([{ "type": "function" }])),
             ("tool_choice", json!("required")),
-            ("response_format", json!({ "type": "json_object" })),
+            ("response_format", json!({ "type": "yaml" })),
             ("echo", json!(1)),
             ("suffix", json!("x")),
             ("best_of", json!(2)),
@@ -374,18 +437,32 @@ mod tests {
     fn messages_are_text() {
         let of = |message: Value| {
             let call = read(Endpoint::Chat, &json!({ "messages": [message] }))?;
-            let Prompt::Text(text::Prompt::Chat(messages)) = &call.prompts[0] else { panic!("no conversation") };
-            Ok::<_, ApiError>(serde_json::to_value(&messages[0]).unwrap())
+            let Prompt::Text(text::Prompt::Chat(chat)) = &call.prompts[0] else { panic!("no conversation") };
+            Ok::<_, ApiError>(serde_json::to_value(&chat.messages[0]).unwrap())
         };
         let parts = json!([{ "type": "text", "text": "a" }, { "type": "text", "text": "b" }]);
         assert_eq!(of(json!({ "role": "user", "content": parts })).unwrap()["content"], "a\nb");
         assert_eq!(of(json!({ "role": "developer", "content": "x" })).unwrap()["role"], "system");
+        let calls = json!([{ "id": "c", "type": "function", "function": { "name": "f", "arguments": "{\"a\": 1}" } }]);
+        let called = of(json!({ "role": "assistant", "content": null, "tool_calls": calls })).unwrap();
+        assert_eq!(called["tool_calls"][0]["function"]["arguments"], json!({ "a": 1 }), "templates show objects");
+        assert_eq!((&called["content"], &called["tool_calls"][0]["id"]), (&json!(""), &json!("c")));
+        let result = of(json!({ "role": "tool", "content": "7", "tool_call_id": "c" })).unwrap();
+        assert_eq!(result, json!({ "role": "tool", "content": "7", "tool_call_id": "c" }));
         for (wrong, says) in [
-            (json!({ "role": "tool", "content": "x" }), "tool"),
+            (json!({ "role": "function", "content": "x" }), "function"),
+            (
+                json!({ "role": "user", "content": "", "tool_calls": [{ "function": { "name": "f" } }] }),
+                "role assistant",
+            ),
+            (
+                json!({ "role": "assistant", "tool_calls": [{ "function": { "name": "f", "arguments": "[]" } }] }),
+                "JSON of an object",
+            ),
             (json!({ "content": "x" }), "no role"),
             (json!({ "role": "user" }), "content"),
             (json!({ "role": "user", "content": [{ "type": "image_url", "image_url": {} }] }), "no text"),
-            (json!({ "role": "assistant", "content": "", "tool_calls": [{}] }), "tool_calls"),
+            (json!({ "role": "assistant", "content": "", "tool_calls": [{}] }), "no function"),
             (json!("hi"), "no object"),
         ] {
             let error = of(wrong).unwrap_err();

@@ -36,6 +36,11 @@ impl ApiError {
         Self { param: Some(param.to_owned()), ..Self::bad(message) }
     }
 
+    /// Of a field.
+    pub fn param(self, param: &str) -> Self {
+        Self { param: Some(param.to_owned()), ..self }
+    }
+
     /// With its stable code.
     pub fn code(self, code: &'static str) -> Self {
         Self { code: Some(code), ..self }
@@ -136,6 +141,7 @@ impl From<TextError> for ApiError {
         match error {
             TextError::NoTemplate => Self::of("messages", error).code("no_chat_template"),
             TextError::Template(_) => Self::of("messages", error),
+            TextError::Grammar(_) => Self::bad(error).code("grammar_invalid"),
             TextError::Limit { .. } => Self::limit(error),
             TextError::TooLong { .. } => Self::bad(error).code("context_length_exceeded"),
             _ => Self::server(error),

@@ -2,6 +2,8 @@
 
 use serde_json::{Map, Value, json};
 
+use super::calls::ToolCall;
+
 /// An endpoint that generates text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Endpoint {
@@ -53,10 +55,33 @@ impl SampledLogprobs {
 #[derive(Clone, Debug, Default)]
 pub(super) struct AnswerChoice {
     pub text: String,
+    /// Calls of tools; they are not part of the text.
+    pub calls: Vec<ToolCall>,
     /// Why the text ended; `None` if it continues.
     pub finish: Option<&'static str>,
     /// Log probabilities of its tokens, if the request asks for them.
     pub logprobs: Option<Vec<SampledLogprobs>>,
+}
+
+impl AnswerChoice {
+    /// Whether it shows nothing.
+    pub fn is_empty(&self) -> bool {
+        self.text.is_empty() && self.calls.is_empty()
+    }
+
+    /// The calls; of a stream with their numbers.
+    fn calls(&self, numbered: bool) -> Value {
+        let one = |call: &ToolCall| {
+            let ToolCall { index, id, name, arguments } = call;
+            let function = json!({ "name": name, "arguments": arguments });
+            let mut own = json!({ "id": id, "type": "function", "function": function });
+            if numbered {
+                own["index"] = json!(index);
+            }
+            own
+        };
+        self.calls.iter().map(one).collect()
+    }
 }
 
 /// What all answers to a request have in common.
@@ -128,18 +153,22 @@ impl Frame {
     /// The whole answer.
     pub fn whole(&self, choices: &[AnswerChoice], usage: Usage) -> Value {
         let choice = |(index, choice): (usize, &AnswerChoice)| {
-            let AnswerChoice { text, finish, logprobs } = choice;
+            let AnswerChoice { text, finish, logprobs, .. } = choice;
             let logprobs = self.logprobs(logprobs.as_deref());
             match self.endpoint {
                 Endpoint::Completions => {
                     json!({ "index": index, "text": text, "logprobs": logprobs, "finish_reason": finish })
                 }
-                Endpoint::Chat => json!({
-                    "index": index,
-                    "message": { "role": "assistant", "content": text, "refusal": null },
-                    "logprobs": logprobs,
-                    "finish_reason": finish,
-                }),
+                Endpoint::Chat => {
+                    let mut message = json!({ "role": "assistant", "content": text, "refusal": null });
+                    if !choice.calls.is_empty() {
+                        message["tool_calls"] = choice.calls(false);
+                        if text.trim().is_empty() {
+                            message["content"] = Value::Null;
+                        }
+                    }
+                    json!({ "index": index, "message": message, "logprobs": logprobs, "finish_reason": finish })
+                }
             }
         };
         let object = match self.endpoint {
@@ -160,7 +189,7 @@ impl Frame {
 
     /// A piece of a choice.
     pub fn piece(&self, index: usize, piece: &AnswerChoice) -> Value {
-        let AnswerChoice { text, finish, logprobs } = piece;
+        let AnswerChoice { text, finish, logprobs, .. } = piece;
         let logprobs = self.logprobs(logprobs.as_deref());
         match self.endpoint {
             Endpoint::Completions => {
@@ -168,7 +197,10 @@ impl Frame {
                 self.json("text_completion", json!([choice]))
             }
             Endpoint::Chat => {
-                let delta = if text.is_empty() { json!({}) } else { json!({ "content": text }) };
+                let mut delta = if text.is_empty() { json!({}) } else { json!({ "content": text }) };
+                if !piece.calls.is_empty() {
+                    delta["tool_calls"] = piece.calls(true);
+                }
                 self.delta(index, delta, logprobs, *finish)
             }
         }
@@ -200,7 +232,12 @@ mod tests {
         let token = |text: &str, logprob| TokenLogprob { text: text.into(), bytes: text.into(), logprob };
         let sampled =
             SampledLogprobs { token: token("b", -1.5), top: vec![token("a", -0.5), token("c", f32::NAN)], offset: 3 };
-        let choice = AnswerChoice { text: "b".into(), finish: Some("length"), logprobs: Some(vec![sampled]) };
+        let choice = AnswerChoice {
+            text: "b".into(),
+            finish: Some("length"),
+            logprobs: Some(vec![sampled]),
+            ..AnswerChoice::default()
+        };
         let of = |endpoint| Frame::new(endpoint, 1, 2, "m").whole(std::slice::from_ref(&choice), Usage::default());
         let own = &of(Endpoint::Completions)["choices"][0]["logprobs"];
         let expected = json!({ "tokens": ["b"], "token_logprobs": [-1.5], "text_offset": [3],

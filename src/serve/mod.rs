@@ -10,6 +10,7 @@ mod answer;
 mod api;
 mod backend;
 mod bodies;
+mod calls;
 mod error;
 mod fields;
 mod frame;
@@ -17,7 +18,9 @@ mod metrics;
 mod prepare;
 mod reference;
 mod sampling;
+mod structure;
 mod tokenize;
+mod tools;
 mod worker;
 
 use std::{
@@ -470,7 +473,8 @@ async fn answer(endpoint: Endpoint, State(server): State<Server>, request: HttpR
     let Accepted { call, sequences, prompt_tokens, echo } =
         accepted.map_err(|_| ApiError::timeout("the request", late))??;
     let frame = Frame::new(endpoint, random()?, now(), &server.options.model);
-    let texts = Texts::new(&server.preparer.text, &call, sequences, prompt_tokens, (deadline, late)).echo(echo);
+    let texts = Texts::new(&server.preparer, &call, sequences, prompt_tokens, (deadline, late));
+    let texts = texts.calls(&call, &frame.id).echo(echo);
     if call.stream {
         let (pieces, receiver) = mpsc::channel(PIECES);
         tokio::spawn(texts.stream(frame, call.include_usage, pieces));

@@ -10,16 +10,18 @@ use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore},
     time::timeout,
 };
-use unweight_engine::Request;
+use unweight_engine::{Constraint, Request};
 
 use super::{
     api::{Call, Prompt},
     bodies::{BODY_LIMIT, Bodies, Room, SMALL},
+    calls::MARKS,
     error::ApiError,
     frame::Endpoint,
+    structure::Compiled,
     worker::{Handle, Sequences, SubmitError},
 };
-use crate::text::{self, EncodeLimits, Encoded, PROCESSES, Text, TextError};
+use crate::text::{self, EncodeLimits, Encoded, Grammar, PROCESSES, Sampled, Text, TextError};
 
 /// How long a client may take to send the head of a request, or its body.
 pub(super) const SEND_TIME: Duration = Duration::from_secs(60);
@@ -41,6 +43,8 @@ pub(super) struct Preparer {
     pub text: Text,
     pub handle: Handle,
     pub model: Arc<str>,
+    /// Special tokens that mark tool calls, and their texts.
+    pub marks: Arc<[(u32, &'static str)]>,
     /// Bytes of a prompt's text.
     text_bytes: u64,
     calls: Arc<Semaphore>,
@@ -60,7 +64,11 @@ pub(super) struct Accepted {
 impl Preparer {
     pub fn new(text: Text, handle: Handle, model: &str) -> Self {
         let text_bytes = u64::from(handle.shared.limits.context).saturating_mul(text.longest_token().max(1) as u64);
+        let has_tools = text.tool_format().is_some();
+        let mark = |mark: &&'static str| text.special(mark).filter(|_| has_tools).map(|id| (id, *mark));
+        let marks = MARKS.iter().filter_map(mark).collect();
         Self {
+            marks,
             bodies: Bodies::new(),
             text_bytes,
             text,
@@ -94,6 +102,7 @@ impl Preparer {
             None => super::random()?,
         };
         let echoed = call.echo.then(|| call.prompts.iter().map(text_of).collect::<Vec<_>>());
+        let constraint = self.constraint(&call).await?;
         let (prompts, tokens, _on_the_way) = self.encode(&mut call).await?;
         let echo = match echoed {
             Some(texts) => Some(self.echo(texts, &prompts, call.n).await?),
@@ -110,13 +119,47 @@ impl Preparer {
                 .max_new_tokens(max_new_tokens)
                 .stop(ends.clone())
                 .adjustments(call.sampling.adjustments.clone())
-                .logprobs(call.sampling.logprobs);
+                .logprobs(call.sampling.logprobs)
+                .constraint(constraint.clone());
             // Each text for a prompt has random numbers of its own; the first those that it has alone.
             let seeds = (0..u64::from(call.n)).map(|choice| seed.wrapping_add(choice));
             requests.extend(seeds.map(|seed| request.clone().params(call.sampling.params.seed(seed))));
         }
         let sequences = self.handle.submit(requests, arrived).await?;
         Ok(Accepted { call, sequences, prompt_tokens: tokens, echo: echo.map(|texts| (texts, room)) })
+    }
+
+    /// What the answer of a call must match, compiled.
+    async fn constraint(&self, call: &Call) -> Result<Option<Arc<dyn Constraint>>, ApiError> {
+        let Call { grammar, tools, .. } = call;
+        let (field, grammar) = match (tools, grammar) {
+            (None, None) => return Ok(None),
+            (None, Some((field, grammar))) => (*field, grammar.clone()),
+            (Some(tools), grammar) => {
+                let format = self.text.tool_format().ok_or_else(|| {
+                    let message = "the model's chat template shows no format of tool calls that is known here";
+                    ApiError::of("tools", format!("{message}; leave tools out")).code("unsupported_parameter")
+                })?;
+                let schema = grammar.as_ref().and_then(|(_, grammar)| match grammar {
+                    Grammar::Schema(schema) => Some(schema.as_str()),
+                    Grammar::Regex(_) | Grammar::Lark(_) => None,
+                });
+                let Some(own) = tools.grammar(format, &self.marks, schema) else { return Ok(None) };
+                ("tools", own)
+            }
+        };
+        let limits = &self.handle.shared.limits;
+        let sampled = Sampled { vocab: limits.vocab, eos: limits.eos.clone() };
+        // A grammar takes the lane of large prompts: it may take as long as one.
+        let permit = |of: &Arc<Semaphore>| Arc::clone(of).acquire_owned();
+        let large = permit(&self.large_calls).await.map_err(ApiError::server)?;
+        let call = permit(&self.calls).await.map_err(ApiError::server)?;
+        let text = self.text.clone();
+        // As for texts: the permits are free when the task ends.
+        let compile = move || (text.compile(&grammar, &sampled), call, large);
+        let (compiled, ..) = tokio::task::spawn_blocking(compile).await.map_err(ApiError::server)?;
+        let answer = compiled.map_err(|error| ApiError::from(error).param(field))?;
+        Ok(Some(Compiled::constraint(answer)))
     }
 
     /// The texts of prompts, each `n` times; those of prompts that are token ids are decoded.

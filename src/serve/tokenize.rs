@@ -6,8 +6,9 @@ use super::{
     api,
     error::ApiError,
     fields::{Fields, ids, text},
+    tools::Tools,
 };
-use crate::text::Prompt;
+use crate::text::{Conversation, Prompt};
 
 /// The fields that a tokenization depends on, and those that are refused.
 const FIELDS: &[&str] = &[
@@ -46,7 +47,10 @@ impl Tokenize {
                 let text = text(raw).ok_or_else(|| ApiError::of("prompt", "prompt is not a text"))?;
                 if special.unwrap_or(true) { Prompt::Text(text) } else { Prompt::Plain(text) }
             }
-            (None, Some(raw)) => Prompt::Chat(api::messages(Some(raw))?),
+            (None, Some(raw)) => {
+                let tools = Tools::read(&mut fields)?.map(|tools| tools.definitions);
+                Prompt::Chat(Conversation { messages: api::messages(Some(raw))?, tools })
+            }
             _ => return Err(ApiError::of("prompt", "give either prompt or messages")),
         };
         let is_chat = matches!(prompt, Prompt::Chat(_));

@@ -9,7 +9,11 @@ use serde_json::{
     ser::{Formatter, PrettyFormatter},
 };
 
-use super::{CHAT_TEMPLATE, TOKENIZER_CONFIG, caught, clock, error::TextError, prompt::Message};
+use super::{
+    CHAT_TEMPLATE, TOKENIZER_CONFIG, caught, clock,
+    error::TextError,
+    prompt::{Chat, Conversation, ToolFormat},
+};
 
 /// A chat template, compiled when it is first needed: text without conversations needs none that compiles.
 pub(super) struct Template {
@@ -58,15 +62,32 @@ impl Template {
         Ok(Some(Self { file, source, tokens, compiled: OnceLock::new() }))
     }
 
+    /// What is known of it without running it.
+    pub(super) fn chat(&self) -> Chat {
+        let has = |text: &str| self.source.contains(text);
+        let tools = if !has("tools") {
+            None
+        } else if has("[TOOL_CALLS]") {
+            // Later versions write a name and arguments that are not one JSON value.
+            (!has("[ARGS]")).then_some(ToolFormat::Mistral)
+        } else if has("<tool_call>") {
+            (!has("<function=") && !has("<arg_key>")).then_some(ToolFormat::Hermes)
+        } else {
+            has("\"parameters\": ").then_some(ToolFormat::Llama)
+        };
+        Chat { tools }
+    }
+
     /// The prompt of a conversation whose next turn is the assistant's. The parser and the interpreter recurse at each
     /// level of an expression, and a level can be a byte: the caller sees to it that the stack is large enough.
-    pub(super) fn render(&self, messages: &[Message]) -> Result<String, TextError> {
+    pub(super) fn render(&self, conversation: &Conversation) -> Result<String, TextError> {
         let compiled = self.compiled.get_or_init(|| caught(|| self.compile()).unwrap_or_else(Err));
         let environment = compiled.as_ref().map_err(|why| TextError::File { file: self.file, why: why.clone() })?;
         let tokens = self.tokens.iter().map(|(name, text)| (*name, Value::from(text.as_str())));
-        let messages = Value::from_serialize(messages);
-        let context = [("messages", messages), ("add_generation_prompt", Value::from(true))];
-        let context: Value = tokens.chain(context).collect();
+        let Conversation { messages, tools } = conversation;
+        let context = [("messages", Value::from_serialize(messages)), ("add_generation_prompt", Value::from(true))];
+        let tools = tools.as_ref().map(|tools| ("tools", Value::from_serialize(tools)));
+        let context: Value = tokens.chain(context).chain(tools).collect();
         let rendered = caught(|| environment.get_template(Self::NAME)?.render(context));
         rendered.map_err(TextError::Template)?.map_err(|error| TextError::Template(told(&error)))
     }
@@ -198,12 +219,17 @@ impl Formatter for Spaced {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::text::Message;
+
+    fn conversation(messages: Vec<Message>) -> Conversation {
+        Conversation { messages, tools: None }
+    }
 
     fn rendered(template: &str) -> Result<String, String> {
         let config = br#"{"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": null}"#;
         let template = Template::of(Some(config), Some(template.as_bytes())).unwrap().unwrap();
         template
-            .render(&[Message::system("be <brief>"), Message::user("hi").name("a")])
+            .render(&conversation(vec![Message::system("be <brief>"), Message::user("hi").name("a")]))
             .map_err(|error| error.to_string())
     }
 
@@ -255,7 +281,7 @@ mod tests {
         let of = |list: &str| {
             let config = format!(r#"{{"chat_template": {list}}}"#);
             let template = Template::of(Some(config.as_bytes()), None).map_err(|error| error.to_string())?;
-            template.unwrap().render(&[]).map_err(|error| error.to_string())
+            template.unwrap().render(&conversation(Vec::new())).map_err(|error| error.to_string())
         };
         let (tools, default) = (r#"{"name": "tool_use", "template": "t"}"#, r#"{"name": "default", "template": "d"}"#);
         assert_eq!(of(&format!("[{tools}, {default}]")).as_deref(), Ok("d"));
@@ -271,5 +297,28 @@ mod tests {
             assert!(refused.starts_with(TOKENIZER_CONFIG) && refused.contains(why), "{list}: {refused}");
         }
         assert!(Template::of(None, None).unwrap().is_none());
+    }
+
+    #[test]
+    fn tool_formats_are_known_by_their_marks() {
+        let of = |template: &str| Template::of(None, Some(template.as_bytes())).unwrap().unwrap().chat().tools;
+        for (template, expected) in [
+            ("{{ messages }}", None),
+            ("{{ tools }}", None),
+            ("{% if tools %}<tool_call>\n{\"name\": ..}\n</tool_call>", Some(ToolFormat::Hermes)),
+            ("{% if tools %}<tool_call>\n<function=example>", None),
+            ("{% if tools %}<tool_call>{name}\n<arg_key>", None),
+            ("{{ tools }}{{ '[TOOL_CALLS] [' }}", Some(ToolFormat::Mistral)),
+            ("{{ tools }}[TOOL_CALLS]name[ARGS]{}", None),
+            (r#"{% if tools is not none %}{"name": function name, "parameters": dictionary"#, Some(ToolFormat::Llama)),
+        ] {
+            assert_eq!(of(template), expected, "{template}");
+        }
+        let template =
+            Template::of(None, Some(b"{{ tools | tojson }}{{ messages[0].tool_calls[0].x }}")).unwrap().unwrap();
+        let tools = serde_json::json!([{"type": "function", "a": 1}]);
+        let message = Message { tool_calls: Some(serde_json::json!([{"x": 7}])), ..Message::new("assistant", "") };
+        let shown = template.render(&Conversation { messages: vec![message], tools: Some(tools) }).unwrap();
+        assert_eq!(shown, r#"[{"type": "function", "a": 1}]7"#, "keys in their order");
     }
 }

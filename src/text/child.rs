@@ -13,14 +13,14 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use unweight_format::raw::return_freed_memory;
 
 use super::{
-    frame::{self, Reader, Writer},
+    STACK_BYTES,
+    error::TextError,
+    frame::{self, Asked, Reader, Writer},
     local::Local,
 };
 
 /// What a call may take, beyond what the loaded tokenizer takes: stack and heap together.
 pub(super) const CALL_BYTES: u64 = 256 << 20;
-/// The stack, of which a template with deep expressions uses much.
-const STACK_BYTES: u64 = 64 << 20;
 /// What loading may take for each byte of the files, in any case, and at most. A BPE of 260,000 tokens takes about 11
 /// times its file, a unigram model of as many about 94 times.
 const LOAD_FACTOR: u64 = 128;
@@ -86,20 +86,39 @@ fn work(payloads: &Receiver<Vec<u8>>, mut output: File) -> io::Result<()> {
     };
     drop(files);
     let mut loaded = frame::done();
-    loaded.byte(local.can_chat().into());
+    frame::write_chat(&mut loaded, local.chat());
     vocabulary.write(&mut loaded);
     drop(vocabulary);
     reply(&loaded.0)?;
     drop(loaded);
     return_freed_memory();
     limit(CALL_BYTES - STACK_BYTES);
+    #[cfg(feature = "serve")]
+    let mut grammars = None;
     while let Ok(payload) = payloads.recv() {
-        let (prompts, limits) = frame::read_request(&payload).ok_or_else(invalid)?;
+        let asked = frame::read_request(&payload).ok_or_else(invalid)?;
         let large = payload.len() > 1 << 20;
         drop(payload);
-        reply(&frame::reply(local.encode(&prompts, limits)))?;
+        match &asked {
+            Asked::Encode(prompts, limits) => reply(&frame::reply(local.encode(prompts, *limits)))?,
+            #[cfg(feature = "serve")]
+            Asked::Grammar(grammar, sampled) => {
+                if grammars.is_none() {
+                    // Kept, so not part of what a call may take.
+                    grammars = Some(local.grammars(sampled));
+                    limit(CALL_BYTES - STACK_BYTES);
+                }
+                let compiled = match &grammars {
+                    Some(Ok(grammars)) => grammars.compile(grammar).map(|_| ()),
+                    Some(Err(error)) => Err(TextError::Grammar(error.to_string())),
+                    None => Ok(()),
+                };
+                reply(&compiled.map_or_else(|error| frame::failure(&error), |()| frame::done().0))?;
+                return_freed_memory();
+            }
+        }
         if large {
-            drop(prompts);
+            drop(asked);
             return_freed_memory();
         }
     }

@@ -44,6 +44,9 @@ pub enum TextError {
         /// Tokens of the context, times the bytes of the vocabulary's longest token.
         limit: u64,
     },
+    /// A grammar that an answer cannot be held to.
+    #[error("the grammar cannot be used: {0}; simplify it")]
+    Grammar(String),
     /// The text process cannot be started, or has ended.
     #[error("the text process failed: {0}")]
     Process(String),
@@ -60,6 +63,7 @@ impl TextError {
             Self::Ids(_) => "token-ids-invalid",
             Self::Limit { .. } => "text-limit-exceeded",
             Self::TooLong { .. } => "text-too-long",
+            Self::Grammar(_) => "grammar-invalid",
             Self::Process(_) => "text-process-failed",
         }
     }

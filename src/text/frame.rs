@@ -1,9 +1,13 @@
 //! Bytes between a program and its text process. A frame is a length of four bytes, little-endian, and a payload.
 
+use serde_json::Value;
+
+#[cfg(feature = "serve")]
+use super::prompt::{Grammar, Sampled};
 use super::{
     CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG,
     error::TextError,
-    prompt::{EncodeLimits, Encoded, Message, Prompt},
+    prompt::{Chat, Conversation, EncodeLimits, Encoded, Message, Prompt, ToolFormat},
 };
 
 /// Files of a tokenizer, in the order of a frame.
@@ -85,10 +89,74 @@ impl<'a> Reader<'a> {
     }
 }
 
+/// What a text process is asked for.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Asked {
+    /// Encodings of prompts.
+    Encode(Vec<Prompt>, EncodeLimits),
+    /// Whether a grammar can be used.
+    #[cfg(feature = "serve")]
+    Grammar(Grammar, Sampled),
+}
+
+/// Formats of tool calls, by their number in a frame, from 1.
+const TOOL_FORMATS: [ToolFormat; 3] = [ToolFormat::Hermes, ToolFormat::Llama, ToolFormat::Mistral];
+
+/// Writes what is known of a chat template.
+pub(super) fn write_chat(out: &mut Writer, chat: Option<Chat>) {
+    out.byte(chat.is_some().into());
+    let format = chat.and_then(|chat| chat.tools);
+    let number = format.and_then(|format| TOOL_FORMATS.iter().position(|own| *own == format));
+    out.byte(number.map_or(0, |number| 1 + number as u8));
+}
+
+/// Reads what [`write_chat`] has written.
+pub(super) fn read_chat(reader: &mut Reader<'_>) -> Option<Option<Chat>> {
+    let (has_chat, number) = (reader.byte()? == 1, reader.byte()?);
+    let tools = number.checked_sub(1).and_then(|number| TOOL_FORMATS.get(usize::from(number)).copied());
+    Some(has_chat.then_some(Chat { tools }))
+}
+
+/// The payload that asks for a grammar.
+#[cfg(feature = "serve")]
+pub(super) fn grammar_request(grammar: &Grammar, sampled: &Sampled) -> Vec<u8> {
+    let mut out = Writer(vec![1]);
+    let (kind, text) = grammar.parts();
+    out.byte(kind);
+    out.bytes(text.as_bytes());
+    out.word(sampled.vocab);
+    out.word(sampled.eos.len() as u32);
+    sampled.eos.iter().for_each(|id| out.word(*id));
+    out.0
+}
+
+#[cfg(feature = "serve")]
+fn read_grammar(reader: &mut Reader<'_>) -> Option<Asked> {
+    let grammar = Grammar::of((reader.byte()?, reader.text()?));
+    let vocab = reader.word()?;
+    let eos = (0..reader.word()?).map(|_| reader.word()).collect::<Option<_>>()?;
+    Some(Asked::Grammar(grammar, Sampled { vocab, eos }))
+}
+
+/// JSON as bytes.
+fn json(value: Option<&Value>) -> Option<Vec<u8>> {
+    value.map(|value| value.to_string().into_bytes())
+}
+
+/// A JSON value, or nothing.
+fn read_json(bytes: Option<&[u8]>) -> Option<Option<Value>> {
+    bytes.map(|bytes| serde_json::from_slice(bytes).ok()).map_or(Some(None), |value| value.map(Some))
+}
+
+fn read_text(bytes: Option<&[u8]>) -> Option<Option<String>> {
+    bytes.map(|bytes| String::from_utf8(bytes.to_vec()).ok()).map_or(Some(None), |text| text.map(Some))
+}
+
 /// The payload that asks for an encoding.
 pub(super) fn request(prompts: &[Prompt], limits: EncodeLimits) -> Vec<u8> {
     let bytes: usize = prompts.iter().map(Prompt::bytes).sum();
     let mut out = Writer(Vec::with_capacity(bytes + 32 * (prompts.len() + 1)));
+    out.byte(0);
     out.long(limits.bytes);
     out.long(limits.tokens);
     out.long(limits.all_tokens);
@@ -103,13 +171,16 @@ pub(super) fn request(prompts: &[Prompt], limits: EncodeLimits) -> Vec<u8> {
                 out.byte(2);
                 out.bytes(text.as_bytes());
             }
-            Prompt::Chat(messages) => {
+            Prompt::Chat(Conversation { messages, tools }) => {
                 out.byte(1);
+                out.option(json(tools.as_ref()).as_deref());
                 out.word(messages.len() as u32);
-                for Message { role, content, name } in messages {
+                for Message { role, content, name, tool_calls, tool_call_id } in messages {
                     out.bytes(role.as_bytes());
                     out.bytes(content.as_bytes());
                     out.option(name.as_deref().map(str::as_bytes));
+                    out.option(json(tool_calls.as_ref()).as_deref());
+                    out.option(tool_call_id.as_deref().map(str::as_bytes));
                 }
             }
         }
@@ -117,9 +188,15 @@ pub(super) fn request(prompts: &[Prompt], limits: EncodeLimits) -> Vec<u8> {
     out.0
 }
 
-/// Reads what [`request`] has written.
-pub(super) fn read_request(payload: &[u8]) -> Option<(Vec<Prompt>, EncodeLimits)> {
+/// Reads what [`request`] or [`grammar_request`] has written.
+pub(super) fn read_request(payload: &[u8]) -> Option<Asked> {
     let mut reader = Reader(payload);
+    if reader.byte()? == 1 {
+        #[cfg(feature = "serve")]
+        return read_grammar(&mut reader).and_then(|asked| reader.end(asked));
+        #[cfg(not(feature = "serve"))]
+        return None;
+    }
     let limits = EncodeLimits { bytes: reader.long()?, tokens: reader.long()?, all_tokens: reader.long()? };
     let mut prompts = Vec::new();
     for _ in 0..reader.word()? {
@@ -127,19 +204,22 @@ pub(super) fn read_request(payload: &[u8]) -> Option<(Vec<Prompt>, EncodeLimits)
             0 => Prompt::Text(reader.text()?.to_owned()),
             2 => Prompt::Plain(reader.text()?.to_owned()),
             _ => {
+                let tools = read_json(reader.option()?)?;
                 let mut messages = Vec::new();
                 for _ in 0..reader.word()? {
-                    let message = Message::new(reader.text()?, reader.text()?);
-                    messages.push(match reader.option()? {
-                        Some(name) => message.name(std::str::from_utf8(name).ok()?),
-                        None => message,
+                    messages.push(Message {
+                        role: reader.text()?.to_owned(),
+                        content: reader.text()?.to_owned(),
+                        name: read_text(reader.option()?)?,
+                        tool_calls: read_json(reader.option()?)?,
+                        tool_call_id: read_text(reader.option()?)?,
                     });
                 }
-                Prompt::Chat(messages)
+                Prompt::Chat(Conversation { messages, tools })
             }
         });
     }
-    reader.end((prompts, limits))
+    reader.end(Asked::Encode(prompts, limits))
 }
 
 /// The payload of a reply.
@@ -209,6 +289,7 @@ pub(super) fn opened(payload: &[u8]) -> Option<Result<Reader<'_>, TextError>> {
         4 => TextError::Tokenizer(reader.text()?.to_owned()),
         5 => TextError::TooLong { bytes: reader.long()?, limit: reader.long()? },
         6 => TextError::Limit { work: super::PREPARING, limit: reader.text()?.to_owned() },
+        7 => TextError::Grammar(reader.text()?.to_owned()),
         _ => return None,
     };
     reader.end(Err(error))
@@ -226,6 +307,7 @@ pub(super) fn failure(error: &TextError) -> Vec<u8> {
         TextError::File { file, why } => text(1, Some(FILES.iter().position(|own| own == file).unwrap_or(0)), why),
         TextError::Template(why) => text(3, None, why),
         TextError::Limit { limit, .. } => text(6, None, limit),
+        TextError::Grammar(why) => text(7, None, why),
         TextError::NoTemplate => out.byte(2),
         TextError::TooLong { bytes, limit } => {
             out.byte(5);
@@ -245,15 +327,20 @@ pub(super) fn shortened(text: &str) -> &str {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     #[test]
     fn frames_are_read_as_they_were_written() {
-        let chat = Prompt::Chat(vec![Message::system("a\n"), Message::user("\u{e9}").name("b")]);
+        let calls = Message { tool_calls: Some(json!([{"function": {"name": "f"}}])), ..Message::new("assistant", "") };
+        let result = Message { tool_call_id: Some("c".into()), ..Message::new("tool", "1") };
+        let messages = vec![Message::system("a\n"), Message::user("\u{e9}").name("b"), calls, result];
+        let chat = Prompt::Chat(Conversation { messages, tools: Some(json!([{"type": "function"}])) });
         let prompts = [Prompt::Text("text".into()), chat, Prompt::Plain("p".into())];
         let limits = EncodeLimits { bytes: 1, tokens: 2, all_tokens: u64::MAX };
         let payload = request(&prompts, limits);
-        assert_eq!(read_request(&payload).unwrap(), (prompts.into(), limits));
+        assert_eq!(read_request(&payload).unwrap(), Asked::Encode(prompts.into(), limits));
         let replies = || vec![Encoded::Ids(vec![1, u32::MAX]), Encoded::TooMany(1 << 40), Encoded::Ids(Vec::new())];
         let payload_of_reply = reply(Ok(replies()));
         assert_eq!(read_reply(&payload_of_reply, 3).unwrap().unwrap(), replies());
@@ -276,6 +363,7 @@ mod tests {
             TextError::NoTemplate,
             TextError::Template("t".into()),
             TextError::Tokenizer("t".into()),
+            TextError::Grammar("g".into()),
             TextError::TooLong { bytes: 9, limit: 8 },
             TextError::Limit { work: super::super::PREPARING, limit: "8 tokens".into() },
         ] {

@@ -8,10 +8,12 @@ use super::{
     PREPARING, TOKENIZER, caught,
     chat::Template,
     error::TextError,
-    prompt::{EncodeLimits, Encoded, Message, Prompt},
+    prompt::{Chat, Conversation, EncodeLimits, Encoded, Prompt},
     said,
     vocabulary::Vocabulary,
 };
+#[cfg(all(feature = "serve", unix))]
+use super::{grammar::Grammars, prompt::Sampled};
 
 /// A tokenizer and a chat template.
 pub(super) struct Local {
@@ -42,9 +44,18 @@ impl Local {
         Ok((Self { tokenizer, template: Template::of(config, template)? }, vocabulary?))
     }
 
-    /// Whether conversations can be encoded.
-    pub fn can_chat(&self) -> bool {
-        self.template.is_some()
+    /// What is known of the chat template; `None` if conversations cannot be encoded.
+    pub fn chat(&self) -> Option<Chat> {
+        self.template.as_ref().map(Template::chat)
+    }
+
+    /// Compiles grammars over the tokens of this tokenizer.
+    ///
+    /// # Errors
+    /// [`TextError`].
+    #[cfg(all(feature = "serve", unix))]
+    pub fn grammars(&self, sampled: &Sampled) -> Result<Grammars, TextError> {
+        Grammars::new(&Vocabulary::of(&self.tokenizer)?, sampled)
     }
 
     /// The tokens of prompts. The caller's stack bounds how deep expressions of a template may be.
@@ -58,7 +69,7 @@ impl Local {
                 Prompt::Text(text) => self.ids(text, true, limits)?,
                 Prompt::Plain(text) => self.ids(text, false, limits)?,
                 // The template has written the special tokens already.
-                Prompt::Chat(messages) => self.ids(&self.render(messages)?, false, limits)?,
+                Prompt::Chat(conversation) => self.ids(&self.render(conversation)?, false, limits)?,
             };
             let tokens = ids.len() as u64;
             if tokens > limits.tokens {
@@ -88,8 +99,8 @@ impl Local {
         })
     }
 
-    fn render(&self, messages: &[Message]) -> Result<String, TextError> {
-        self.template.as_ref().ok_or(TextError::NoTemplate)?.render(messages)
+    fn render(&self, conversation: &Conversation) -> Result<String, TextError> {
+        self.template.as_ref().ok_or(TextError::NoTemplate)?.render(conversation)
     }
 
     fn ids(&self, text: &str, special: bool, limits: EncodeLimits) -> Result<Vec<u32>, TextError> {

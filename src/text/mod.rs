@@ -24,6 +24,8 @@ mod child;
 mod clock;
 mod error;
 mod frame;
+#[cfg(feature = "serve")]
+mod grammar;
 mod local;
 #[cfg(unix)]
 mod process;
@@ -32,6 +34,8 @@ mod vocabulary;
 
 #[cfg(unix)]
 use std::process::Command;
+#[cfg(feature = "serve")]
+use std::sync::OnceLock;
 use std::{
     any::Any,
     cell::Cell,
@@ -40,16 +44,25 @@ use std::{
     sync::{Arc, Once},
 };
 
+#[cfg(feature = "serve")]
+use grammar::Grammars;
 use local::Local;
 #[cfg(unix)]
 use process::Pool;
+use prompt::Chat;
 use vocabulary::Vocabulary;
 
 #[cfg(unix)]
 pub use child::run_text_process;
 pub use error::TextError;
+#[cfg(feature = "serve")]
+pub(crate) use grammar::Answer;
+#[cfg(all(test, feature = "serve"))]
+pub(crate) use grammar::accepts;
 pub use prompt::Message;
-pub(crate) use prompt::{EncodeLimits, Encoded, Prompt};
+pub(crate) use prompt::{Conversation, EncodeLimits, Encoded, Prompt};
+#[cfg(feature = "serve")]
+pub(crate) use prompt::{Grammar, Sampled, ToolFormat};
 
 /// The file of the tokenizer.
 pub const TOKENIZER: &str = "tokenizer.json";
@@ -60,6 +73,8 @@ pub const CHAT_TEMPLATE: &str = "chat_template.jinja";
 
 /// The work that [`TextError::Limit`] is mostly about.
 const PREPARING: &str = "preparing the prompt";
+/// The stack of a text process, of which a template with deep expressions uses much.
+const STACK_BYTES: u64 = 64 << 20;
 /// Text processes of a [`Text`] at the same time.
 pub(crate) const PROCESSES: usize = 2;
 /// Tokens that a stream holds back at most, while they complete no character.
@@ -70,7 +85,10 @@ const HELD_TOKENS: usize = 64;
 pub struct Text {
     vocabulary: Arc<Vocabulary>,
     encoder: Encoder,
-    can_chat: bool,
+    chat: Option<Chat>,
+    /// Compiles grammars, and the tokens that it is for.
+    #[cfg(feature = "serve")]
+    grammars: Arc<OnceLock<(Sampled, Grammars)>>,
 }
 
 /// Where prompts are encoded.
@@ -96,8 +114,8 @@ impl Text {
     /// [`TextError::File`].
     pub fn new(tokenizer: &[u8], config: Option<&[u8]>, template: Option<&[u8]>) -> Result<Self, TextError> {
         let (local, vocabulary) = Local::load(tokenizer, config, template)?;
-        let can_chat = local.can_chat();
-        Ok(Self { vocabulary: Arc::new(vocabulary), encoder: Encoder::Local(Arc::new(local)), can_chat })
+        let chat = local.chat();
+        Ok(Self::of(vocabulary, Encoder::Local(Arc::new(local)), chat))
     }
 
     /// As [`Text::new`], for files that are not trusted: at most two child processes read them and encode prompts.
@@ -116,8 +134,18 @@ impl Text {
         config: Option<&[u8]>,
         template: Option<&[u8]>,
     ) -> Result<Self, TextError> {
-        let (pool, vocabulary, can_chat) = Pool::start(command, tokenizer, config, template)?;
-        Ok(Self { vocabulary: Arc::new(vocabulary), encoder: Encoder::Pool(Arc::new(pool)), can_chat })
+        let (pool, vocabulary, chat) = Pool::start(command, tokenizer, config, template)?;
+        Ok(Self::of(vocabulary, Encoder::Pool(Arc::new(pool)), chat))
+    }
+
+    fn of(vocabulary: Vocabulary, encoder: Encoder, chat: Option<Chat>) -> Self {
+        Self {
+            vocabulary: Arc::new(vocabulary),
+            encoder,
+            chat,
+            #[cfg(feature = "serve")]
+            grammars: Arc::default(),
+        }
     }
 
     /// The tokens of a text, with the special tokens that the model begins with. Padding and truncation of
@@ -134,12 +162,12 @@ impl Text {
     /// # Errors
     /// [`TextError::NoTemplate`], [`TextError::File`], [`TextError::Template`], and as [`Text::encode`].
     pub fn encode_chat(&self, messages: &[Message]) -> Result<Vec<u32>, TextError> {
-        self.encode_one(Prompt::Chat(messages.to_vec()))
+        self.encode_one(Prompt::Chat(Conversation { messages: messages.to_vec(), tools: None }))
     }
 
     /// Whether conversations can be encoded.
     pub fn can_chat(&self) -> bool {
-        self.can_chat
+        self.chat.is_some()
     }
 
     /// Text of tokens as they come.
@@ -157,6 +185,40 @@ impl Text {
             #[cfg(unix)]
             Encoder::Pool(pool) => pool.encode(prompts, limits),
         }
+    }
+
+    /// How the model writes calls of tools, if its chat template shows one of the formats that are known.
+    #[cfg(feature = "serve")]
+    pub(crate) fn tool_format(&self) -> Option<ToolFormat> {
+        self.chat.and_then(|chat| chat.tools)
+    }
+
+    /// The special token with this text.
+    #[cfg(feature = "serve")]
+    pub(crate) fn special(&self, text: &str) -> Option<u32> {
+        self.vocabulary.special(text)
+    }
+
+    /// Compiles a grammar, with text processes in one of them first, which has the limits of a call. Blocks until one of
+    /// the processes is free.
+    ///
+    /// # Errors
+    /// [`TextError`].
+    #[cfg(feature = "serve")]
+    pub(crate) fn compile(&self, grammar: &Grammar, sampled: &Sampled) -> Result<Answer, TextError> {
+        #[cfg(unix)]
+        if let Encoder::Pool(pool) = &self.encoder {
+            pool.check_grammar(grammar, sampled)?;
+        }
+        let grammars = match self.grammars.get() {
+            Some((own, grammars)) if own == sampled => grammars,
+            _ => {
+                let grammars = Grammars::new(&self.vocabulary, sampled)?;
+                // A model is served with one vocabulary; of two threads the first sets it.
+                &self.grammars.get_or_init(|| (sampled.clone(), grammars)).1
+            }
+        };
+        grammars.compile_on_large_stack(grammar)
     }
 
     /// Bytes of the vocabulary's longest token.

@@ -14,11 +14,13 @@ use std::{
     time::{Duration, Instant},
 };
 
+#[cfg(feature = "serve")]
+use super::prompt::{Grammar, Sampled};
 use super::{
     PREPARING, PROCESSES, child,
     error::TextError,
     frame,
-    prompt::{EncodeLimits, Encoded, Prompt},
+    prompt::{Chat, EncodeLimits, Encoded, Prompt},
     vocabulary::Vocabulary,
 };
 
@@ -28,6 +30,9 @@ const CALL_TIME: Duration = Duration::from_secs(2);
 const LOAD_TIME: Duration = Duration::from_secs(10);
 /// The largest answer to the files of a tokenizer: its vocabulary.
 const VOCABULARY_MOST: u64 = 128 << 20;
+/// The work on a grammar.
+#[cfg(feature = "serve")]
+const COMPILING: &str = "compiling it";
 /// The work that is limited first.
 const LOADING: &str = "loading the tokenizer";
 
@@ -85,7 +90,7 @@ impl From<io::Error> for Lost {
 }
 
 impl Pool {
-    /// Starts the first process, and returns the vocabulary and whether conversations can be encoded.
+    /// Starts the first process, and returns the vocabulary and what is known of the chat template.
     ///
     /// # Errors
     /// [`TextError`] of the files, or of the process.
@@ -94,7 +99,7 @@ impl Pool {
         tokenizer: &[u8],
         config: Option<&[u8]>,
         template: Option<&[u8]>,
-    ) -> Result<(Self, Vocabulary, bool), TextError> {
+    ) -> Result<(Self, Vocabulary, Option<Chat>), TextError> {
         let pool = Self {
             files: child::files(tokenizer, config, template),
             command: Mutex::new(command),
@@ -108,14 +113,14 @@ impl Pool {
                 Ok(reader) => reader,
                 Err(error) => return Some(Err(error)),
             };
-            let can_chat = reader.byte()? == 1;
+            let chat = frame::read_chat(&mut reader)?;
             let vocabulary = Vocabulary::read(&mut reader)?;
-            reader.end(vocabulary.map(|vocabulary| (vocabulary, can_chat)))
+            reader.end(vocabulary.map(|vocabulary| (vocabulary, chat)))
         };
-        let (vocabulary, can_chat) =
+        let (vocabulary, chat) =
             read().unwrap_or_else(|| Err(TextError::Process("its answer is not a vocabulary".into())))?;
         slot.give_back(process);
-        Ok((pool, vocabulary, can_chat))
+        Ok((pool, vocabulary, chat))
     }
 
     /// Encodes prompts in a process that is free, or waits for one.
@@ -123,6 +128,36 @@ impl Pool {
     /// # Errors
     /// [`TextError`]. A process that takes too long or too much memory is ended; the next call starts another.
     pub fn encode(&self, prompts: &[Prompt], limits: EncodeLimits) -> Result<Vec<Encoded>, TextError> {
+        let payload = frame::request(prompts, limits);
+        let most = frame::reply_most(prompts.len(), limits);
+        self.call(payload, most, PREPARING, |answer| frame::read_reply(answer, prompts.len()))
+    }
+
+    /// Compiles a grammar in a process that is free, or waits for one.
+    ///
+    /// # Errors
+    /// [`TextError`], as [`Pool::encode`].
+    #[cfg(feature = "serve")]
+    pub fn check_grammar(&self, grammar: &Grammar, sampled: &Sampled) -> Result<(), TextError> {
+        let payload = frame::grammar_request(grammar, sampled);
+        let most = frame::reply_most(0, EncodeLimits { bytes: 0, tokens: 0, all_tokens: 0 });
+        let checked = self.call(payload, most, COMPILING, |answer| frame::read_reply(answer, 0));
+        checked.map(|_| ()).map_err(|error| match error {
+            TextError::Limit { work: COMPILING, limit } => {
+                TextError::Grammar(format!("{COMPILING} takes more than {limit}"))
+            }
+            error => error,
+        })
+    }
+
+    /// The answer of a process to a payload, of at most so many bytes.
+    fn call<T>(
+        &self,
+        payload: Vec<u8>,
+        most: u64,
+        work: &'static str,
+        read: impl FnOnce(&[u8]) -> Option<Result<T, TextError>>,
+    ) -> Result<T, TextError> {
         let slot = self.slot()?;
         let idle = self.state().idle.pop();
         let mut process = match idle {
@@ -136,20 +171,18 @@ impl Pool {
                 process
             }
         };
-        let payload = frame::request(prompts, limits);
         if payload.len() > child::REQUEST_MOST as usize {
             slot.give_back(process);
-            return Err(TextError::Limit { work: PREPARING, limit: format!("{} bytes of text", child::REQUEST_MOST) });
+            return Err(TextError::Limit { work, limit: format!("{} bytes of text", child::REQUEST_MOST) });
         }
-        let most = frame::reply_most(prompts.len(), limits);
         let answer = process.exchange(&payload, most, CALL_TIME);
         drop(payload);
-        match answer.and_then(|answer| frame::read_reply(&answer, prompts.len()).ok_or(Lost::Gone)) {
-            Ok(encoded) => {
+        match answer.and_then(|answer| read(&answer).ok_or(Lost::Gone)) {
+            Ok(answered) => {
                 slot.give_back(process);
-                encoded
+                answered
             }
-            Err(lost) => Err(self.lost(process, &lost, PREPARING, CALL_TIME, child::CALL_BYTES)),
+            Err(lost) => Err(self.lost(process, &lost, work, CALL_TIME, child::CALL_BYTES)),
         }
     }
 

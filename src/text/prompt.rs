@@ -1,6 +1,7 @@
-//! Prompts, the limits of encoding them, and the result.
+//! Prompts, the limits of encoding them, and the result; grammars of answers.
 
 use serde::Serialize;
+use serde_json::Value;
 
 /// A message of a conversation: its role and its text.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -10,12 +11,16 @@ pub struct Message {
     pub(super) content: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) name: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) tool_calls: Option<Value>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) tool_call_id: Option<String>,
 }
 
 impl Message {
     /// A turn of any role.
     pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
-        Self { role: role.into(), content: content.into(), name: None }
+        Self { role: role.into(), content: content.into(), name: None, tool_calls: None, tool_call_id: None }
     }
 
     /// A turn of the role `system`.
@@ -32,6 +37,50 @@ impl Message {
     pub fn name(self, name: impl Into<String>) -> Self {
         Self { name: Some(name.into()), ..self }
     }
+
+    /// With the calls of tools that the assistant made, whose arguments are objects.
+    #[cfg(feature = "serve")]
+    pub(crate) fn tool_calls(self, calls: Value) -> Self {
+        Self { tool_calls: Some(calls), ..self }
+    }
+
+    /// With the call of a tool whose result it is.
+    #[cfg(feature = "serve")]
+    pub(crate) fn tool_call_id(self, id: String) -> Self {
+        Self { tool_call_id: Some(id), ..self }
+    }
+
+    /// Bytes of its text.
+    fn bytes(&self) -> usize {
+        let calls = self.tool_calls.as_ref().map_or(0, |calls| calls.to_string().len());
+        self.role.len() + self.content.len() + calls
+    }
+}
+
+/// A conversation whose next turn is the assistant's.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Conversation {
+    pub messages: Vec<Message>,
+    /// Definitions of tools, as the chat template shows them.
+    pub tools: Option<Value>,
+}
+
+/// What is known of a chat template.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Chat {
+    /// How the model writes calls of tools, if the template shows it.
+    pub tools: Option<ToolFormat>,
+}
+
+/// How a model writes calls of tools.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ToolFormat {
+    /// `<tool_call>{"name": .., "arguments": ..}</tool_call>` for each call, as Hermes and Qwen.
+    Hermes,
+    /// `{"name": .., "parameters": ..}` alone, as Llama 3.1 and 3.2.
+    Llama,
+    /// `[TOOL_CALLS] [{"name": .., "arguments": ..}, ..]`, as Mistral.
+    Mistral,
 }
 
 /// A text to be encoded.
@@ -41,8 +90,8 @@ pub(crate) enum Prompt {
     Text(String),
     /// Text without special tokens in front.
     Plain(String),
-    /// A conversation whose next turn is the assistant's.
-    Chat(Vec<Message>),
+    /// A conversation.
+    Chat(Conversation),
 }
 
 impl Prompt {
@@ -50,7 +99,10 @@ impl Prompt {
     pub(crate) fn bytes(&self) -> usize {
         match self {
             Self::Text(text) | Self::Plain(text) => text.len(),
-            Self::Chat(messages) => messages.iter().map(|message| message.role.len() + message.content.len()).sum(),
+            Self::Chat(Conversation { messages, tools }) => {
+                let tools = tools.as_ref().map_or(0, |tools| tools.to_string().len());
+                tools + messages.iter().map(Message::bytes).sum::<usize>()
+            }
         }
     }
 }
@@ -83,4 +135,48 @@ pub(crate) enum Encoded {
     Ids(Vec<u32>),
     /// How many tokens it has, where that is more than [`EncodeLimits::tokens`].
     TooMany(u64),
+}
+
+/// What an answer must match.
+#[cfg(feature = "serve")]
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Grammar {
+    /// A JSON schema.
+    Schema(String),
+    /// A regular expression.
+    Regex(String),
+    /// A grammar in the syntax of Lark.
+    Lark(String),
+}
+
+#[cfg(feature = "serve")]
+impl Grammar {
+    /// Its kind as a number, and its text.
+    pub(super) fn parts(&self) -> (u8, &str) {
+        match self {
+            Self::Schema(text) => (0, text),
+            Self::Regex(text) => (1, text),
+            Self::Lark(text) => (2, text),
+        }
+    }
+
+    /// The reverse of [`Grammar::parts`].
+    pub(super) fn of((kind, text): (u8, &str)) -> Self {
+        let text = text.to_owned();
+        match kind {
+            0 => Self::Schema(text),
+            1 => Self::Regex(text),
+            _ => Self::Lark(text),
+        }
+    }
+}
+
+/// The tokens that a model samples.
+#[cfg(feature = "serve")]
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Sampled {
+    /// Logits of a row.
+    pub vocab: u32,
+    /// Tokens that end an answer, where the grammar may end.
+    pub eos: Vec<u32>,
 }

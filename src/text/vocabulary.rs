@@ -157,12 +157,57 @@ impl Vocabulary {
         let bytes = if has_decoder(&self.source, "ByteLevel") {
             own.chars().map(|char| BYTE_OF_CHAR.get(&char).copied()).collect::<Option<Vec<u8>>>()
         } else {
-            let hexadecimal = own.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
-            let byte = hexadecimal.and_then(|digits| u8::from_str_radix(digits, 16).ok());
-            byte.filter(|_| has_decoder(&self.source, "ByteFallback")).map(|byte| vec![byte])
+            self.fallback(own).map(|byte| vec![byte])
         };
         let bytes = bytes.unwrap_or_else(|| text.clone().into_bytes());
         Ok((text, bytes))
+    }
+
+    /// The special token with this text.
+    #[cfg(any(feature = "serve", test))]
+    pub fn special(&self, text: &str) -> Option<u32> {
+        let at = (0..self.tokens.len()).find(|at| self.tokens[*at].special && self.text_at(*at) == text)?;
+        Some(self.tokens[at].id)
+    }
+
+    /// The bytes that each token below `vocab` adds to a text, by id: none for ids without a token, and 0xff before the
+    /// text of special tokens.
+    ///
+    /// # Errors
+    /// A decoder for which they depend on the tokens around.
+    #[cfg(any(feature = "serve", test))]
+    pub fn token_bytes(&self, vocab: u32) -> Result<Vec<Vec<u8>>, String> {
+        let has = |name| has_decoder(&self.source, name);
+        let byte_level = has("ByteLevel");
+        if self.decoder.is_none() || !byte_level && !has("ByteFallback") && !has("Metaspace") && !has("Fuse") {
+            return Err("the tokenizer's decoder does not give each token bytes of its own".to_owned());
+        }
+        let mut replaced = Vec::new();
+        replacements(&self.source, &mut replaced);
+        let mut all = vec![Vec::new(); vocab as usize];
+        for (at, token) in self.tokens.iter().enumerate() {
+            let Some(bytes) = all.get_mut(token.id as usize) else { continue };
+            let text = self.text_at(at);
+            *bytes = if token.special {
+                [&[0xff], text.as_bytes()].concat()
+            } else if byte_level {
+                let bytes = text.chars().map(|char| BYTE_OF_CHAR.get(&char).copied()).collect::<Option<Vec<u8>>>();
+                bytes.unwrap_or_else(|| text.as_bytes().to_vec())
+            } else if let Some(byte) = self.fallback(text) {
+                vec![byte]
+            } else {
+                replaced.iter().fold(text.to_owned(), |text, (from, to)| text.replace(from, to)).into_bytes()
+            };
+        }
+        Ok(all)
+    }
+
+    /// The byte of a token such as `<0x0A>`.
+    #[cfg(any(feature = "serve", test))]
+    fn fallback(&self, text: &str) -> Option<u8> {
+        let digits = text.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'))?;
+        let byte = u8::from_str_radix(digits, 16).ok();
+        byte.filter(|_| has_decoder(&self.source, "ByteFallback"))
     }
 
     /// Whether a token is part of shown text: it is in the vocabulary and not special.
@@ -216,6 +261,19 @@ static BYTE_OF_CHAR: LazyLock<HashMap<char, u8>> = LazyLock::new(|| {
 fn has_decoder(decoder: &Value, name: &str) -> bool {
     let parts = decoder["decoders"].as_array().map_or(&[][..], Vec::as_slice);
     decoder["type"].as_str() == Some(name) || parts.iter().any(|part| has_decoder(part, name))
+}
+
+/// What a decoder replaces in each token, and by what.
+#[cfg(any(feature = "serve", test))]
+fn replacements(decoder: &Value, found: &mut Vec<(String, String)>) {
+    let text = |value: &Value| value.as_str().map(str::to_owned);
+    let one = match decoder["type"].as_str() {
+        Some("Replace") => text(&decoder["pattern"]["String"]).zip(text(&decoder["content"])),
+        Some("Metaspace") => text(&decoder["replacement"]).map(|from| (from, " ".to_owned())),
+        _ => None,
+    };
+    found.extend(one);
+    decoder["decoders"].as_array().into_iter().flatten().for_each(|part| replacements(part, found));
 }
 
 fn wrong(why: &dyn ToString) -> TextError {

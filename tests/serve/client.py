@@ -6,8 +6,10 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from typing import Literal, Optional
 
 import openai
+import pydantic
 
 URL = sys.argv[1]
 client = openai.OpenAI(base_url=URL, api_key="none", max_retries=0, timeout=60)
@@ -338,9 +340,7 @@ def errors():
         refused(bad, lambda: complete(**{name: value}), param=name)
     for name, value in [("stop_token_ids", [264]), ("repetition_penalty", 0), ("min_tokens", 9), ("ignore_eos", 1)]:
         refused(bad, lambda: complete(extra_body={name: value}), param=name)
-    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    refused(bad, lambda: chat(tools=[tool]), param="tools", code="unsupported_parameter")
-    refused(bad, lambda: chat(response_format={"type": "json_object"}), param="response_format")
+    refused(bad, lambda: chat(functions=[{"name": "f"}]), param="functions", code="unsupported_parameter")
     refused(bad, lambda: chat(top_logprobs=3), param="top_logprobs")
     refused(bad, lambda: complete(n=9), param="n")
     refused(bad, lambda: complete(temperature=-1), param="temperature")
@@ -353,6 +353,176 @@ def errors():
     refused(bad, lambda: chat(messages=image), param="messages[0]")
     # What OpenAI's ignores is ignored.
     complete(user="me", extra_body={"unheard_of": 1})
+
+
+class Part(pydantic.BaseModel):
+    kind: Literal["nut", "pin"]
+    sizes: list[Literal[1, 20]] = pydantic.Field(max_length=2)
+
+
+class Order(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+    name: str = pydantic.Field(max_length=3)
+    paid: bool
+    part: Part
+    note: Optional[Literal["soon"]]
+
+
+# Without the white space that JSON allows; the ids are those of tokenizer.json.
+WHITE = {str(token): -100 for token in [199, 200, 203, 222]}
+WARM = {"temperature": 1, "max_completion_tokens": 160, "logit_bias": WHITE}
+
+
+def structured():
+    for seed in range(4):
+        answer = client.chat.completions.parse(model="tiny", messages=HELLO, response_format=Order, seed=seed, **WARM)
+        (choice,) = answer.choices
+        assert isinstance(choice.message.parsed, Order) and choice.finish_reason == "stop", choice
+        assert json.loads(choice.message.content).keys() == {"name", "paid", "part", "note"}
+    schema = {"type": "json_schema", "json_schema": {"name": "order", "schema": Order.model_json_schema()}}
+    whole = chat(response_format=schema, seed=3, n=3, **WARM)
+    assert len({choice.message.content for choice in whole.choices}) == 3
+    texts, reasons, _ = streamed(chat(response_format=schema, seed=3, n=3, stream=True, **WARM), True)
+    assert texts == {choice.index: choice.message.content for choice in whole.choices}
+    assert set(reasons.values()) == {"stop"}, (texts, reasons)
+    for text in texts.values():
+        Order.model_validate_json(text)
+    greedy = chat(response_format=schema, max_completion_tokens=60, logprobs=True, top_logprobs=2)
+    assert len(greedy.choices[0].logprobs.content) == greedy.usage.completion_tokens
+    # The end token waits for the grammar, and a limit does not.
+    brackets = {str(token): 50 for token in tokens_of("{}")}
+    ending = {"response_format": {"type": "json_object"}, "logit_bias": {"1": 100, **brackets}}
+    for more in ({}, {"extra_body": {"ignore_eos": True}}, {"temperature": 1, "seed": 1}):
+        answer = chat(**ending, **more)
+        assert json.loads(answer.choices[0].message.content) == {} and answer.choices[0].finish_reason == "stop", answer
+    assert chat(response_format=schema, max_completion_tokens=3).choices[0].finish_reason == "length"
+    assert chat(response_format={"type": "text"}).choices[0].message.content == chat().choices[0].message.content
+    for grammar, pattern in [
+        ({"regex": "[a-c]{3}-[0-9]{2}"}, "[a-c]{3}-[0-9]{2}"),
+        ({"choice": ["red", "green"]}, "red|green"),
+        ({"grammar": 'start: "<" word+ ">"\nword: /[xy]{2}/'}, "<([xy]{2})+>"),
+        ({"json": {"enum": [1, "a"]}}, r'\s*(1|"a")\s*'),
+    ]:
+        for fields in ({}, {"temperature": 1, "seed": 2}):
+            answer = complete(max_tokens=60, extra_body={"structured_outputs": grammar}, **fields).choices[0]
+            assert re.fullmatch(pattern, answer.text) or answer.finish_reason == "length", (grammar, answer)
+    older = complete(max_tokens=20, extra_body={"guided_choice": ["red", "green"]})
+    assert older.choices[0].text in ("red", "green")
+    impossible = {"type": "object", "properties": {"a": False}, "required": ["a"]}
+    for wrong in [impossible, {"type": "object", "$ref": "http://example.com/a"}, {"pattern": "(", "type": "string"}]:
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": wrong}}
+        refused(openai.BadRequestError, lambda: chat(response_format=form), param="response_format", code="grammar_invalid")
+    minimum = {"min_tokens": 3, "structured_outputs": {"regex": "a"}}
+    refused(openai.BadRequestError, lambda: complete(extra_body=minimum), param="min_tokens")
+
+
+def structured_neighbours():
+    fields = {"temperature": 1, "max_tokens": 30}
+    alone = [complete(seed=seed, **fields).choices[0].text for seed in range(4)]
+    pattern = {"structured_outputs": {"regex": "[a-c]{30}"}}
+    held = complete(seed=9, extra_body=pattern, **fields).choices[0].text
+    wrong = []
+
+    def one(seed):
+        text = complete(seed=seed if seed < 4 else 9, extra_body=pattern if seed >= 4 else None, **fields).choices[0].text
+        if text != (alone[seed] if seed < 4 else held):
+            wrong.append((seed, text))
+
+    threads = [threading.Thread(target=one, args=(seed,)) for seed in [0, 4, 1, 5, 2, 6, 3, 7]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and re.fullmatch("[a-c]{30}", held), wrong
+
+
+RAIN = {
+    "type": "function",
+    "function": {
+        "name": "rain",
+        "parameters": {"properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "maximum": 9}}},
+    },
+}
+RAIN["function"]["parameters"] |= {"required": ["city"], "additionalProperties": False}
+NOW = {"type": "function", "function": {"name": "now"}}
+
+
+def check_call(call):
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "now":
+        assert arguments == {}
+    else:
+        assert call.function.name == "rain" and arguments["city"] in ("Oslo", "Rome"), call
+        assert arguments.get("days", 0) <= 9 and arguments.keys() <= {"city", "days"}, call
+
+
+def streamed_calls(pieces):
+    calls, reason, text = {}, None, ""
+    for piece in pieces:
+        for choice in piece.choices:
+            reason, text = choice.finish_reason or reason, text + (choice.delta.content or "")
+            for call in choice.delta.tool_calls or []:
+                own = calls.setdefault(call.index, {"name": "", "arguments": ""})
+                own["name"] += call.function.name or ""
+                own["arguments"] += call.function.arguments or ""
+    return [(calls[at]["name"], calls[at]["arguments"]) for at in sorted(calls)], reason, text
+
+
+def tools():
+    both = {"tools": [RAIN, NOW], **WARM}
+    names = set()
+    for seed in range(3):
+        (choice,) = chat(tool_choice="required", parallel_tool_calls=False, seed=seed, **both).choices
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None, choice
+        (call,) = choice.message.tool_calls
+        check_call(call)
+        names.add(call.function.name)
+    assert names <= {"now", "rain"}
+    named = {"type": "function", "function": {"name": "rain"}}
+    (choice,) = chat(tool_choice=named, seed=2, **both).choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "stop" and call.function.name == "rain", choice
+    calls, reason, text = streamed_calls(chat(tool_choice=named, seed=2, stream=True, **both))
+    assert (calls, reason, text) == ([("rain", call.function.arguments)], "stop", ""), calls
+    # The model chooses between a call and an answer.
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": {"a": 1}}}}
+    for first, called in [("<", True), ("{", False)]:
+        bias = {**WHITE, str(tokens_of(first)[0]): 30}
+        fields = {**both, "logit_bias": bias, "seed": 4, "parallel_tool_calls": False}
+        (choice,) = chat(response_format=schema, **fields).choices
+        assert bool(choice.message.tool_calls) == called, choice
+        assert choice.finish_reason == ("tool_calls" if called else "stop"), choice
+        assert called or json.loads(choice.message.content) == {"a": 1}, choice
+    plain = chat(tools=[RAIN]).choices[0].message
+    assert plain.tool_calls is None and plain.content is not None
+    assert chat(tools=[RAIN], tool_choice="none").choices[0].message.content == chat().choices[0].message.content
+    # The template shows definitions, calls and results.
+    function = {"name": "rain", "arguments": '{"city": "Oslo", "days": 2}'}
+    turns = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "c", "content": "rain"},
+    ]
+    shown = json.dumps([RAIN]) + '<tool_call>{"name": .., "arguments": ..}</tool_call>'
+    call = '<tool_call>{"name": "rain", "arguments": {"city": "Oslo", "days": 2}}</tool_call>'
+    expected = 1 + len(shown) + 1 + len("hello") + 1 + len(call) + len("<|tool|>rain") + 1
+    assert chat(messages=turns, tools=[RAIN]).usage.prompt_tokens == expected
+    assert post("/tokenize", {"messages": turns, "tools": [RAIN]})["count"] == expected
+    bad = openai.BadRequestError
+    for fields in [
+        {"tools": "x"},
+        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+        {"tools": [NOW, NOW]},
+        {"tools": [NOW] * 200},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]},
+    ]:
+        refused(bad, lambda: chat(**fields), param="tools")
+    for choice in ["required", named]:
+        refused(bad, lambda: chat(tool_choice=choice), param="tool_choice")
+    refused(bad, lambda: chat(tools=[RAIN], tool_choice="always"), param="tool_choice")
+    refused(bad, lambda: complete(extra_body={"tools": [NOW]}), param="tools")
+    pattern = {"structured_outputs": {"regex": "a"}}
+    refused(bad, lambda: chat(tools=[NOW], extra_body=pattern), param="structured_outputs")
 
 
 def eight_clients():

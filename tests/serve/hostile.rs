@@ -116,6 +116,100 @@ impl Watched {
     }
 }
 
+/// Grammars that are too much for somebody, as fields of a request.
+fn grammars() -> Vec<(&'static str, Value)> {
+    let schema = |schema: Value| json!({"json": schema});
+    let nested = |levels: usize| {
+        let (open, close) = (r#"{"type":"array","items":"#.repeat(levels), "}".repeat(levels));
+        format!("{open}{{}}{close}")
+    };
+    let product: Vec<Value> = (0..24)
+        .map(|at| json!({"anyOf": [{"minLength": at}, {"maxLength": 1000 + at}, {"pattern": format!("x{at}")}]}))
+        .collect();
+    let properties = |count: usize| -> Value { (0..count).map(|at| (format!("p{at}"), json!({}))).collect() };
+    vec![
+        ("deep", json!({"json": nested(120)})),
+        ("too deep", json!({"json": nested(2000)})),
+        ("wide", schema(json!({"type": "object", "properties": properties(3000), "required": ["p0"]}))),
+        ("product", schema(json!({"allOf": product}))),
+        ("circle", schema(json!({"$ref": "#"}))),
+        (
+            "circles",
+            schema(json!({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"})),
+        ),
+        ("items", schema(json!({"type": "array", "minItems": 1_000_000_000u64, "items": {"type": "integer"}}))),
+        ("some items", schema(json!({"type": "array", "minItems": 100_000, "maxItems": 200_000}))),
+        ("length", schema(json!({"type": "string", "minLength": 1_000_000_000u64}))),
+        ("multiple", schema(json!({"type": "integer", "multipleOf": 999_999_937u64}))),
+        ("impossible", schema(json!({"type": "object", "properties": {"a": false}, "required": ["a"]}))),
+        ("powers", json!({"regex": "((((a{1,1000}){1,1000}){1,1000}){1,1000}){1,1000}"})),
+        ("optional", json!({"regex": format!("{}{}", "a?".repeat(5000), "a".repeat(5000))})),
+        ("back", json!({"regex": "(a|b)*a(a|b){2000}"})),
+        ("stars", json!({"regex": format!("{}c", "(a*)*".repeat(500))})),
+        ("and", json!({"grammar": "start: A\nA: /(.*a.{20}){10}/ & /(.*b.{21}){10}/ & /(.*c.{22}){10}/"})),
+        ("parentheses", json!({"grammar": format!("start: {}\"a\"{}", "(".repeat(20_000), ")".repeat(20_000))})),
+        ("ambiguous", json!({"grammar": "start: start start | start start start | \"a\" | \"\""})),
+        ("repeated", json!({"grammar": "start: (\"a\" | \"b\"){1,1000000000}"})),
+        (
+            "rules",
+            json!({"grammar": format!("start: {}", (0..2000).map(|at| format!("\"{at}\" start | ")).collect::<String>() + "\"x\"")}),
+        ),
+        ("tools", json!({})),
+    ]
+}
+
+/// What a compiled grammar takes stays with the request; one that is too much is an error, and others go on.
+#[test]
+fn hostile_grammars_are_errors_within_limits() {
+    let (_home, server) = started(&[], &["--context", "2048", "--max-batch", "4"]);
+    let address = server.address().to_owned();
+    // The tables of tokens are made once.
+    let first = json!({"prompt": "x", "max_tokens": 4, "structured_outputs": {"regex": "a"}}).to_string();
+    assert_eq!(server.ask("/v1/completions", &first).0, 200);
+    let done = Arc::new(AtomicBool::new(false));
+    let neighbour = {
+        let (done, address) = (Arc::clone(&done), address.clone());
+        thread::spawn(move || {
+            let mut slowest = Duration::ZERO;
+            while !done.load(Ordering::Relaxed) {
+                let start = Instant::now();
+                assert_eq!(ask(&address, "/v1/completions", r#"{"prompt": [5], "max_tokens": 2}"#).0, 200);
+                slowest = slowest.max(start.elapsed());
+                thread::sleep(Duration::from_millis(20));
+            }
+            slowest
+        })
+    };
+    let watched = Watched::new(&server);
+    let mut refused = 0;
+    for (name, grammar) in grammars() {
+        let body = if name == "tools" {
+            let schema = json!({"type": "array", "items": {"$ref": "#"}, "minItems": 1 << 30});
+            let tool = json!({"type": "function", "function": {"name": "f", "parameters": schema}});
+            let messages = json!([{"role": "user", "content": "x"}]);
+            json!({"messages": messages, "max_tokens": 8, "tools": [tool], "tool_choice": "required"})
+        } else {
+            json!({"prompt": "x", "max_tokens": 64, "seed": 1, "structured_outputs": grammar})
+        };
+        let path = if name == "tools" { "/v1/chat/completions" } else { "/v1/completions" };
+        let start = Instant::now();
+        let (status, answer) = server.ask(path, &body.to_string());
+        let took = start.elapsed();
+        println!("{name}: {status} in {took:?}: {}", answer.chars().take(200).collect::<String>());
+        assert!(status == 200 || status == 400, "{name}: {status} {answer}");
+        assert!(answer.len() < 20_000, "{name}: an answer of {} bytes", answer.len());
+        assert!(took < 2 * ANSWER_TIME, "{name} took {took:?}");
+        refused += usize::from(status == 400);
+    }
+    done.store(true, Ordering::Relaxed);
+    let slowest = neighbour.join().unwrap();
+    assert!(refused >= 5, "{refused} refused");
+    assert!(slowest < ANSWER_TIME, "a neighbour waited {slowest:?}");
+    let most = watched.most();
+    println!("at most {} MiB, the slowest neighbour {slowest:?}", most >> 20);
+    assert!(most < MEMORY + (256 << 20), "{} MiB", most >> 20);
+}
+
 #[test]
 fn hostile_templates_are_errors_within_limits() {
     let (_home, server) = started(&[("chat_template.jinja", &template())], &["--context", "512"]);

@@ -226,6 +226,9 @@ fn openai_client_works() {
         "echoes",
         "tokenize",
         "errors",
+        "structured",
+        "structured_neighbours",
+        "tools",
         "eight_clients",
         "a_client_that_goes_away",
         "health_and_metrics",
@@ -479,6 +482,17 @@ fn engine_failure_is_reported_to_every_request() {
         assert_eq!(ask(address, "/v1/models", "").0, 200);
     });
     assert!(matches!(ended, Err(ServeError::Backend(Broken))), "{ended:?}");
+}
+
+/// A template without a format of tool calls.
+#[test]
+fn tools_without_a_format_are_explained() {
+    let home = bundle_with(&[("chat_template.jinja", "{{ messages[0].content }}{{ tools }}")]);
+    let server = Server::start(&mut command_of(&home.path().join("tiny"), &[]));
+    let tools = r#""tools": [{"type": "function", "function": {"name": "f"}}]"#;
+    let body = format!(r#"{{"messages": [{{"role": "user", "content": "x"}}], {tools}}}"#);
+    let (status, answer) = server.ask("/v1/chat/completions", &body);
+    assert!(status == 400 && answer.contains("leave tools out"), "{answer}");
 }
 
 #[test]

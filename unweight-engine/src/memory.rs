@@ -190,8 +190,8 @@ pub fn logit_rows(options: &EngineOptions) -> u32 {
     options.step_rows().max(64)
 }
 
-/// The maximum number of running sequences with adjusted logits or constraints: each needs a state for every token of the vocabulary,
-/// and those with constraints a mask.
+/// The maximum number of running sequences with adjusted logits or constraints: each needs a state and a bit of a mask
+/// for every token of the vocabulary.
 pub(crate) fn adjusted_rows(options: &EngineOptions) -> u32 {
     options.max_batch.min(64)
 }

@@ -27,7 +27,7 @@ pub struct Request {
     /// Log probabilities of each token and of this number of the most likely ones, up to
     /// [`TOP_LOGPROBS_MAX`](unweight_model::sampling::TOP_LOGPROBS_MAX); `None` reports none.
     pub logprobs: Option<u32>,
-    /// What the answer must match.
+    /// Which tokens may follow each other, such as those of a grammar; `None` allows all.
     pub constraint: Option<Arc<dyn Constraint>>,
 }
 

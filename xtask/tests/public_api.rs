@@ -54,7 +54,7 @@ const CRATES: [Limits; 10] = [
     limits("unweight", ".", [60, 80, 0]),
     limits("unweight-format", "unweight-format", [300, 500, 310]),
     limits("unweight-rt", "unweight-rt", [300, 350, 750]),
-    limits("unweight-engine", "unweight-engine", [150, 161, 290]),
+    limits("unweight-engine", "unweight-engine", [150, 168, 290]),
     limits("unweight-model", "unweight-model", [100, 190, 0]),
     limits("unweight-codegen", "unweight-codegen", [490, 1000, 0]),
     limits("unweight-macros", "unweight-macros", [2, 2, 0]),

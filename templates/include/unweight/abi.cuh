@@ -434,7 +434,7 @@ struct SampleArgs {
     u32* fault;                       // set to 1 + row of a row whose logits are all NaN
     const AdjustRow* adjusts;         // [m]; adjusted variants
     TokenState* tokens;               // [slots, token_pitch]; adjusted variants count the sampled token
-    const u32* masks;                 // [masks, (vocabulary + 31) / 32]: a bit per token that may be sampled; adjusted variants
+    const u32* masks;                 // [masks, (vocabulary + 31) / 32], a bit per token; adjusted variants
     u64 pitch;                        // elements from row to row, a multiple of 8
     u32 vocabulary;                   // 1..2^20
     u32 token_pitch;                  // entries of `tokens` from slot to slot, a multiple of 2

@@ -230,10 +230,11 @@ pub const INNER: &[(&str, &str)] = &[
     ("unweight-engine/src/engine", "measure stepper < load logits objective"),
     ("unweight-rivals/src/dfloat11", "error < code config tensors < unit < oracle restore < model"),
     ("unweight-bench/src/stress", "load report weights < results < activations attention experts kv products rivals"),
-    ("src/text", "clock error prompt < chat frame < vocabulary < local < child < process"),
+    ("src/text", "clock error prompt < chat frame < vocabulary < grammar < local < child < process"),
     (
         "src/serve",
-        "backend < metrics reference < worker < error < bodies fields < frame < sampling < api < prepare tokenize < answer",
+        "backend calls < metrics reference < worker < error < bodies fields < frame structure tools < sampling < api < \
+         prepare tokenize < answer",
     ),
     (
         "src/cli",

@@ -159,7 +159,9 @@ fn stored_index(index: &Index, name: &str, shards: &BTreeMap<String, WeightsFile
     if let Some(metadata) = metadata.as_object_mut() {
         metadata.insert("total_size".into(), total.into());
     }
-    let value = serde_json::json!({ "metadata": metadata, "weight_map": weight_map });
+    let mut value = serde_json::json!({ "metadata": metadata, "weight_map": weight_map });
+    // The same bytes whether or not another crate has maps keep the order of insertion.
+    value.sort_all_objects();
     let mut bytes = serde_json::to_vec_pretty(&value).expect("an index is strings, numbers and maps");
     bytes.push(b'\n');
     bytes

@@ -1,0 +1,213 @@
+//! Fields that say what an answer must match, in the forms of OpenAI's and vLLM's APIs, and the constraint that holds
+//! it.
+
+use std::sync::Arc;
+
+use serde_json::{Value, json, value::RawValue};
+use unweight_engine::{Constraint, ConstraintState};
+
+use super::{
+    error::ApiError,
+    fields::{Fields, text},
+};
+use crate::text::{Answer, Grammar};
+
+/// The longest grammar, bytes of JSON.
+const GRAMMAR_MOST: usize = 64 << 10;
+/// Texts of a choice.
+const CHOICES: usize = 1024;
+
+/// The fields that this module reads.
+pub(super) const FIELDS: &[&str] =
+    &["response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"];
+/// The fields of vLLM's `structured_outputs`. Each has an older name, with `guided_` in front.
+const KINDS: [(&str, &str); 4] =
+    [("json", "guided_json"), ("regex", "guided_regex"), ("choice", "guided_choice"), ("grammar", "guided_grammar")];
+
+/// The grammar of a request, if it has one, and the field that gives it.
+pub(super) fn read(fields: &mut Fields) -> Result<Option<(&'static str, Grammar)>, ApiError> {
+    let mut found = Vec::new();
+    if let Some(raw) = fields.take("response_format") {
+        found.extend(response_format(raw)?.map(|grammar| ("response_format", grammar)));
+    }
+    if let Some(raw) = fields.take("structured_outputs") {
+        let known = &["json", "regex", "choice", "grammar", "json_object", "structural_tag"];
+        let own = Fields::read(raw.get().as_bytes(), known);
+        let mut own = own.map_err(|_| ApiError::of("structured_outputs", "structured_outputs is not an object"))?;
+        for (kind, _) in KINDS {
+            let grammar = own.take(kind).map(|raw| of_kind("structured_outputs", kind, raw)).transpose()?;
+            found.extend(grammar.map(|grammar| ("structured_outputs", grammar)));
+        }
+        if own.flag("json_object")? {
+            found.push(("structured_outputs", any_object()));
+        }
+        if own.take("structural_tag").is_some() {
+            let message = "structural_tag is not supported; use json, regex, choice or grammar";
+            return Err(ApiError::of("structured_outputs", message).code("unsupported_parameter"));
+        }
+    }
+    for (kind, name) in KINDS {
+        let grammar = fields.take(name).map(|raw| of_kind(name, kind, raw)).transpose()?;
+        found.extend(grammar.map(|grammar| (name, grammar)));
+    }
+    match found.len() {
+        0 | 1 => Ok(found.pop()),
+        _ => {
+            let (first, second) = (found[0].0, found[1].0);
+            Err(ApiError::of(second, format!("{first} and {second} both give a grammar; leave one out")))
+        }
+    }
+}
+
+/// Any JSON object.
+fn any_object() -> Grammar {
+    Grammar::Schema(json!({ "type": "object" }).to_string())
+}
+
+fn response_format(raw: &RawValue) -> Result<Option<Grammar>, ApiError> {
+    const NAME: &str = "response_format";
+    let wrong = |message: &str| ApiError::of(NAME, format!("response_format: {message}"));
+    let fields = Fields::read(raw.get().as_bytes(), &["type", "json_schema"]);
+    let mut fields = fields.map_err(|_| wrong("it is not an object"))?;
+    let kind = fields.take("type").and_then(text).ok_or_else(|| wrong("it has no type"))?;
+    match kind.as_str() {
+        "text" => Ok(None),
+        "json_object" => Ok(Some(any_object())),
+        "json_schema" => {
+            let format = fields.take("json_schema").ok_or_else(|| wrong("it has no json_schema"))?;
+            let format = Fields::read(format.get().as_bytes(), &["schema", "name", "strict", "description"]);
+            let mut format = format.map_err(|_| wrong("json_schema is not an object"))?;
+            // An answer always matches, as with strict.
+            match format.take("schema") {
+                Some(schema) => of_kind(NAME, "json", schema).map(Some),
+                None => Ok(Some(any_object())),
+            }
+        }
+        _ => Err(wrong("the type is none of text, json_object, json_schema")),
+    }
+}
+
+/// A grammar of one of [`KINDS`], from this field.
+fn of_kind(field: &str, kind: &str, raw: &RawValue) -> Result<Grammar, ApiError> {
+    let bytes = raw.get().len();
+    if bytes > GRAMMAR_MOST {
+        let message = format!("{field}: the {kind} has {bytes} bytes; the limit is {GRAMMAR_MOST}");
+        return Err(ApiError::of(field, message));
+    }
+    let wrong = |what: &str| ApiError::of(field, format!("{field}: the {kind} is not {what}"));
+    match kind {
+        // Some clients send the schema as a text.
+        "json" => schema(&text(raw).unwrap_or_else(|| raw.get().to_owned())).map_err(|why| wrong(&why)),
+        "regex" => text(raw).map(Grammar::Regex).ok_or_else(|| wrong("a text")),
+        "grammar" => text(raw).map(Grammar::Lark).ok_or_else(|| wrong("a text")),
+        _ => {
+            let texts: Option<Vec<String>> = serde_json::from_str(raw.get()).ok();
+            let texts = texts.filter(|texts| (1..=CHOICES).contains(&texts.len()));
+            let texts = texts.ok_or_else(|| wrong(&format!("a list of 1 to {CHOICES} texts")))?;
+            let quoted: Vec<String> = texts.iter().map(|text| json!(text).to_string()).collect();
+            Ok(Grammar::Lark(format!("start: {}", quoted.join(" | "))))
+        }
+    }
+}
+
+/// A JSON schema from its text.
+fn schema(text: &str) -> Result<Grammar, String> {
+    let value: Value = serde_json::from_str(text).map_err(|error| format!("a JSON schema: {error}"))?;
+    match value {
+        Value::Object(_) => Ok(Grammar::Schema(value.to_string())),
+        Value::Bool(true) => Ok(Grammar::Schema("{}".to_owned())),
+        _ => Err("a JSON schema, which is an object".to_owned()),
+    }
+}
+
+/// A compiled grammar as the engine asks it.
+#[derive(Debug)]
+pub(super) struct Compiled(pub Answer);
+
+impl Compiled {
+    /// For a request of the engine.
+    pub fn constraint(answer: Answer) -> Arc<dyn Constraint> {
+        Arc::new(Self(answer))
+    }
+}
+
+impl Constraint for Compiled {
+    fn start(&self) -> Box<dyn ConstraintState> {
+        Box::new(Self(self.0.clone()))
+    }
+}
+
+impl ConstraintState for Compiled {
+    fn allow(&mut self, mask: &mut [u32]) {
+        self.0.allow(mask);
+    }
+
+    fn take(&mut self, token: u32) -> bool {
+        self.0.take(token)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(body: &Value) -> Result<Option<(&'static str, Grammar)>, ApiError> {
+        let body = body.to_string();
+        read(&mut Fields::read(body.as_bytes(), FIELDS).unwrap())
+    }
+
+    #[test]
+    fn grammars_have_the_forms_of_both_apis() {
+        let schema = json!({ "type": "object", "properties": { "z": {}, "a": {} } });
+        let own = Grammar::Schema(schema.to_string());
+        for (name, value, expected) in [
+            ("response_format", json!({ "type": "json_object" }), any_object()),
+            (
+                "response_format",
+                json!({ "type": "json_schema", "json_schema": { "name": "n", "schema": schema, "strict": true } }),
+                own.clone(),
+            ),
+            ("structured_outputs", json!({ "json": schema }), own.clone()),
+            ("structured_outputs", json!({ "json": schema.to_string() }), own.clone()),
+            ("structured_outputs", json!({ "json_object": true }), any_object()),
+            ("structured_outputs", json!({ "regex": "a+", "choice": null }), Grammar::Regex("a+".into())),
+            ("guided_json", schema.clone(), own),
+            ("guided_regex", json!("[0-9]"), Grammar::Regex("[0-9]".into())),
+            ("guided_choice", json!(["a", "b\"\n"]), Grammar::Lark("start: \"a\" | \"b\\\"\\n\"".into())),
+            ("guided_grammar", json!("start: \"x\""), Grammar::Lark("start: \"x\"".into())),
+        ] {
+            assert_eq!(of(&json!({ name: value })).unwrap(), Some((name, expected)), "{value}");
+        }
+        for none in [json!({}), json!({ "response_format": null }), json!({ "response_format": { "type": "text" } })] {
+            assert_eq!(of(&none).unwrap(), None);
+        }
+    }
+
+    #[test]
+    fn wrong_grammars_are_rejected_by_field() {
+        for (name, value) in [
+            ("response_format", json!("json")),
+            ("response_format", json!({})),
+            ("response_format", json!({ "type": "yaml" })),
+            ("response_format", json!({ "type": "json_schema" })),
+            ("response_format", json!({ "type": "json_schema", "json_schema": { "schema": [] } })),
+            ("response_format", json!({ "type": "json_schema", "json_schema": { "schema": "{" } })),
+            ("structured_outputs", json!([])),
+            ("structured_outputs", json!({ "regex": 5 })),
+            ("structured_outputs", json!({ "structural_tag": {} })),
+            ("structured_outputs", json!({ "regex": "a", "choice": ["a"] })),
+            ("guided_json", json!(7)),
+            ("guided_regex", json!({})),
+            ("guided_regex", json!("x".repeat(GRAMMAR_MOST))),
+            ("guided_choice", json!([])),
+            ("guided_choice", json!([1])),
+            ("guided_choice", json!(vec![""; CHOICES + 1])),
+            ("guided_grammar", json!(true)),
+        ] {
+            let error = of(&json!({ name: value })).unwrap_err();
+            assert_eq!(error.param.as_deref(), Some(name), "{error:?}");
+        }
+        let both = of(&json!({ "response_format": { "type": "json_object" }, "guided_regex": "a" })).unwrap_err();
+        assert!(both.message.contains("leave one out"), "{both:?}");
+    }
+}

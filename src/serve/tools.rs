@@ -1,0 +1,239 @@
+//! Definitions of tools, the choice between them, and the grammar of an answer that must call one.
+
+use serde_json::{Map, Value, json, value::RawValue};
+
+use super::{
+    calls::{CLOSE, LIST, OPEN},
+    error::ApiError,
+    fields::{Fields, each, text},
+};
+use crate::text::{Grammar, ToolFormat};
+
+/// Tools of a request, and bytes of their JSON.
+const TOOLS: usize = 128;
+const TOOLS_MOST: usize = 256 << 10;
+/// The longest name of a function.
+const NAME: usize = 64;
+
+/// The fields that this module reads.
+pub(super) const FIELDS: &[&str] = &["tools", "tool_choice", "parallel_tool_calls"];
+
+/// Which tools an answer calls.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum ToolChoice {
+    /// Those that the model chooses, or none.
+    Auto,
+    /// One of these, by number, at least.
+    Required(Vec<usize>),
+}
+
+/// The tools of a request.
+#[derive(Clone, Debug)]
+pub(super) struct Tools {
+    /// As the chat template gets them.
+    pub definitions: Value,
+    /// Of each: name and schema of its arguments.
+    functions: Vec<(String, Value)>,
+    pub choice: ToolChoice,
+    /// Whether a function was named: then the answer ends as any other.
+    pub named: bool,
+    /// Whether an answer may call several.
+    pub parallel: bool,
+}
+
+impl Tools {
+    /// Reads the fields; `None` if no tool may be called.
+    pub fn read(fields: &mut Fields) -> Result<Option<Self>, ApiError> {
+        let parallel = !fields.is_false("parallel_tool_calls");
+        fields.flag("parallel_tool_calls")?;
+        let (definitions, functions) = match fields.take("tools") {
+            None => (Vec::new(), Vec::new()),
+            Some(raw) => definitions(raw)?,
+        };
+        let choice = fields.value("tool_choice")?;
+        let wrong = |message: &str| Err(ApiError::of("tool_choice", format!("tool_choice {message}")));
+        let named = choice.as_ref().filter(|choice| choice.is_object());
+        let (choice, named) = match (choice.as_ref().and_then(Value::as_str), named) {
+            (_, Some(choice)) => {
+                let Some(name) = choice["function"]["name"].as_str() else { return wrong("has no function.name") };
+                let Some(at) = functions.iter().position(|(own, _)| own == name) else {
+                    return wrong("names a function that is not in tools");
+                };
+                (ToolChoice::Required(vec![at]), true)
+            }
+            (Some("none"), _) => return Ok(None),
+            (Some("required"), _) if functions.is_empty() => return wrong("is required, and there are no tools"),
+            (Some("required"), _) => (ToolChoice::Required((0..functions.len()).collect()), false),
+            (Some("auto"), _) => (ToolChoice::Auto, false),
+            (None, _) if choice.is_none() => (ToolChoice::Auto, false),
+            _ => return wrong("is none of auto, none, required and a named function"),
+        };
+        if functions.is_empty() {
+            return Ok(None);
+        }
+        Ok(Some(Self { definitions: Value::Array(definitions), functions, choice, named, parallel }))
+    }
+
+    /// The names of the functions.
+    pub fn names(&self) -> Vec<String> {
+        self.functions.iter().map(|(name, _)| name.clone()).collect()
+    }
+
+    /// What an answer must match in a format, if it must call a tool or match a schema where it calls none. `marks` has
+    /// the special tokens of marks.
+    pub fn grammar(&self, format: ToolFormat, marks: &[(u32, &str)], schema: Option<&str>) -> Option<Grammar> {
+        let (of, answer) = match (&self.choice, schema) {
+            (ToolChoice::Auto, None) => return None,
+            (ToolChoice::Auto, Some(schema)) => ((0..self.functions.len()).collect(), Some(schema)),
+            (ToolChoice::Required(of), _) => (of.clone(), None),
+        };
+        let quoted = |text: &str| json!(text).to_string();
+        let special = |text: &str| marks.iter().find(|(_, own)| *own == text);
+        let mark = |text: &str| special(text).map_or_else(|| quoted(text), |(id, _)| format!("<[{id}]>"));
+        let arguments = match format {
+            ToolFormat::Llama => "parameters",
+            ToolFormat::Hermes | ToolFormat::Mistral => "arguments",
+        };
+        let several = self.parallel && !self.named;
+        let more = |text: String| if several { format!(" ({text})*") } else { String::new() };
+        let start = match format {
+            ToolFormat::Hermes => {
+                let one = format!("{} \"\\n\" call \"\\n\" {}", mark(OPEN), mark(CLOSE));
+                format!("{one}{}", more(format!("\"\\n\" {one}")))
+            }
+            // Its template takes one call a turn.
+            ToolFormat::Llama => "call".to_owned(),
+            ToolFormat::Mistral => {
+                format!("{} \" [\" call{} \"]\"", mark(LIST), more("\", \" call".to_owned()))
+            }
+        };
+        let calls: Vec<String> = of.iter().map(|at| format!("call{at}")).collect();
+        let mut lark = format!("tools: {start}\ncall: {}\n", calls.join(" | "));
+        lark += &match answer {
+            Some(schema) => format!("start: tools | answer\nanswer: %json {schema}\n"),
+            None => "start: tools\n".to_owned(),
+        };
+        for at in of {
+            let (name, schema) = &self.functions[at];
+            let head = quoted(&format!("{{\"name\": \"{name}\", \"{arguments}\": "));
+            lark += &format!("call{at}: {head} arguments{at} \"}}\"\narguments{at}: %json {schema}\n");
+        }
+        Some(Grammar::Lark(lark))
+    }
+}
+
+/// The definitions, and the name and schema of each function.
+#[allow(clippy::type_complexity)]
+fn definitions(raw: &RawValue) -> Result<(Vec<Value>, Vec<(String, Value)>), ApiError> {
+    let wrong = |message: String| ApiError::of("tools", format!("tools {message}"));
+    let bytes = raw.get().len();
+    if bytes > TOOLS_MOST {
+        return Err(wrong(format!("has {bytes} bytes; the limit is {TOOLS_MOST}")));
+    }
+    let (mut definitions, mut functions) = (Vec::new(), Vec::<(String, Value)>::new());
+    let listed = each(raw, |at, raw| {
+        let wrong = |message: &str| wrong(format!("[{at}]: {message}"));
+        if at >= TOOLS {
+            return Err(wrong(&format!("the limit is {TOOLS} tools")));
+        }
+        let tool: Value = serde_json::from_str(raw.get()).map_err(|error| wrong(&error.to_string()))?;
+        if tool["type"].as_str() != Some("function") {
+            return Err(wrong("the type is not function"));
+        }
+        let name = tool["function"]["name"].as_str().filter(|name| is_name(name));
+        let name = name.ok_or_else(|| {
+            wrong(&format!("function.name is not a name of 1 to {NAME} letters, digits, underscores and dashes"))
+        })?;
+        if functions.iter().any(|(own, _)| own == name) {
+            return Err(wrong("another tool has this function.name"));
+        }
+        let schema = match &tool["function"]["parameters"] {
+            Value::Null => json!({ "type": "object", "properties": {}, "additionalProperties": false }),
+            Value::Object(schema) => arguments(schema),
+            _ => return Err(wrong("function.parameters is not a JSON schema, which is an object")),
+        };
+        functions.push((name.to_owned(), schema));
+        definitions.push(tool);
+        Ok(())
+    });
+    listed.ok_or_else(|| wrong("is not a list".to_owned()))??;
+    Ok((definitions, functions))
+}
+
+/// A schema of arguments, which are always an object.
+fn arguments(schema: &Map<String, Value>) -> Value {
+    let mut schema = schema.clone();
+    schema.entry("type").or_insert_with(|| json!("object"));
+    Value::Object(schema)
+}
+
+fn is_name(name: &str) -> bool {
+    let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-');
+    (1..=NAME).contains(&name.len()) && name.chars().all(fits)
+}
+
+/// The calls of an earlier turn, as chat templates show them: arguments are objects. `wrong` makes an error of a
+/// message.
+pub(super) fn earlier_calls(raw: &RawValue, wrong: &dyn Fn(&str) -> ApiError) -> Result<Value, ApiError> {
+    let mut calls = Vec::new();
+    let listed = each(raw, |_, raw| {
+        let known = &["id", "type", "function"];
+        let mut call = Fields::read(raw.get().as_bytes(), known).map_err(|_| wrong("a tool call is not an object"))?;
+        let function = call.take("function").ok_or_else(|| wrong("a tool call has no function"))?;
+        let function = Fields::read(function.get().as_bytes(), &["name", "arguments"]);
+        let mut function = function.map_err(|_| wrong("a tool call has no function"))?;
+        let name = function.take("name").and_then(text).ok_or_else(|| wrong("a tool call has no function.name"))?;
+        let arguments = function.take("arguments").map_or(Some("{}".to_owned()), text);
+        let arguments: Option<Map<String, Value>> = arguments
+            .and_then(|text| if text.trim().is_empty() { Some(Map::new()) } else { serde_json::from_str(&text).ok() });
+        let arguments = arguments.ok_or_else(|| wrong("function.arguments of a tool call is not JSON of an object"))?;
+        let mut own = json!({ "type": "function", "function": { "name": name, "arguments": arguments } });
+        if let Some(id) = call.take("id").and_then(text) {
+            own["id"] = json!(id);
+        }
+        calls.push(own);
+        Ok(())
+    });
+    listed.ok_or_else(|| wrong("tool_calls is not a list"))??;
+    Ok(Value::Array(calls))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::text::accepts;
+
+    #[test]
+    fn calls_match_their_grammar() {
+        use crate::text::ToolFormat::{Hermes, Llama, Mistral};
+        let tools = |more: &str| {
+            let body = format!(
+                r#"{{"tools": [{{"type": "function", "function": {{"name": "f", "parameters": {{"properties": {{"a": {{"type": "integer"}}}},
+                "additionalProperties": false}}}}}}, {{"type": "function", "function": {{"name": "g"}}}}], {more}}}"#
+            );
+            Tools::read(&mut Fields::read(body.as_bytes(), FIELDS).unwrap()).unwrap().unwrap()
+        };
+        let (many, one) = (
+            tools(r#""tool_choice": "required""#),
+            tools(r#""tool_choice": "required", "parallel_tool_calls": false"#),
+        );
+        let named = tools(r#""tool_choice": {"type": "function", "function": {"name": "g"}}"#);
+        let f = "{\"name\": \"f\", \"arguments\": {\"a\": 1}}";
+        let g = "{\"name\": \"g\", \"arguments\": {}}";
+        for (tools, format, text, expected) in [
+            (&many, Hermes, format!("<tool_call>\n{f}\n</tool_call>"), true),
+            (&many, Hermes, format!("<tool_call>\n{f}\n</tool_call>\n<tool_call>\n{g}\n</tool_call>"), true),
+            (&one, Hermes, format!("<tool_call>\n{f}\n</tool_call>\n<tool_call>\n{g}\n</tool_call>"), false),
+            (&named, Hermes, format!("<tool_call>\n{g}\n</tool_call>"), true),
+            (&named, Hermes, format!("<tool_call>\n{f}\n</tool_call>"), false),
+            (&many, Hermes, f.to_owned(), false),
+            (&many, Llama, "{\"name\": \"f\", \"parameters\": {\"a\": 1}}".to_owned(), true),
+            (&many, Llama, "{\"name\": \"f\", \"parameters\": {\"b\": 1}}".to_owned(), false),
+            (&many, Mistral, format!("[TOOL_CALLS] [{f}, {g}]"), true),
+            (&one, Mistral, format!("[TOOL_CALLS] [{f}, {g}]"), false),
+        ] {
+            let grammar = tools.grammar(format, &[], None).unwrap();
+            assert_eq!(accepts(&grammar, &text), expected, "{text} by {grammar:?}");
+        }
+    }
+}

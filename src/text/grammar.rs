@@ -1,0 +1,208 @@
+//! Grammars of answers: which tokens may follow, by `llguidance`.
+//!
+//! A grammar is a client's, and compiling it may take more than there is. So a text process compiles it first, within
+//! the limits of a call; what passes is compiled again where tokens are sampled. Work for a token has limits of its own,
+//! and so has what a grammar keeps of an answer.
+
+use std::{fmt, sync::Arc, thread};
+
+use llguidance::{
+    Matcher, ParserFactory,
+    api::{ParserLimits, TopLevelGrammar},
+    earley::SlicedBiasComputer,
+    toktrie::{ApproximateTokEnv, INVALID_TOKEN, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie},
+};
+
+use super::{
+    STACK_BYTES, caught,
+    error::TextError,
+    prompt::{Grammar, Sampled},
+    said,
+    vocabulary::Vocabulary,
+};
+
+/// Limits of a grammar. Fuel is about 14,000 a millisecond, items are about 20,000, and a state of the lexer takes 1 to
+/// 2 KiB.
+const LIMITS: ParserLimits = ParserLimits {
+    max_items_in_row: 2000,
+    initial_lexer_fuel: 1_000_000,
+    step_lexer_fuel: 50_000,
+    step_max_items: 20_000,
+    max_lexer_states: 10_000,
+    max_grammar_size: 200_000,
+    precompute_large_lexemes: false,
+    verbose_errors: false,
+};
+/// Items of the parser over an answer, some 16 bytes each.
+const ITEMS: usize = 4 << 20;
+/// The longest text that a reader's error shows, bytes.
+const WHY: usize = 300;
+
+/// Compiles grammars for one vocabulary.
+pub(super) struct Grammars {
+    factory: ParserFactory,
+}
+
+impl Grammars {
+    /// For these tokens of a vocabulary.
+    ///
+    /// # Errors
+    /// [`TextError::Grammar`] for a vocabulary whose tokens have no bytes of their own.
+    pub fn new(vocabulary: &Vocabulary, sampled: &Sampled) -> Result<Self, TextError> {
+        let tokens = vocabulary.token_bytes(sampled.vocab).map_err(TextError::Grammar)?;
+        let eos: Vec<u32> = sampled.eos.iter().copied().filter(|id| *id < sampled.vocab).collect();
+        let build = || {
+            let first = eos.first().copied().unwrap_or(INVALID_TOKEN);
+            let mut trie = TokTrie::from(&TokRxInfo::new(sampled.vocab, first), &tokens);
+            if !eos.is_empty() {
+                trie = trie.with_eos_tokens(&eos);
+            }
+            let env: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
+            let slices = SlicedBiasComputer::general_slices();
+            let factory = ParserFactory::new(&env, InferenceCapabilities::default(), &slices);
+            let mut factory = factory.map_err(|error| error.to_string())?;
+            factory.quiet();
+            *factory.limits_mut() = LIMITS;
+            Ok(factory)
+        };
+        let built = caught(build).unwrap_or_else(Err);
+        built.map(|factory| Self { factory }).map_err(|why| TextError::Grammar(short(&why)))
+    }
+
+    /// Compiles a grammar, and finds what may come first.
+    ///
+    /// # Errors
+    /// [`TextError::Grammar`].
+    pub fn compile(&self, grammar: &Grammar) -> Result<Answer, TextError> {
+        let compile = || {
+            let parser = self.factory.create_parser(top_level(grammar)?).map_err(|error| error.to_string())?;
+            let mut matcher = Matcher::new(Ok(parser));
+            // It is kept for the first token.
+            matcher.compute_mask().map_err(|error| error.to_string())?;
+            Ok(matcher)
+        };
+        let compiled = caught(compile).unwrap_or_else(Err);
+        compiled.map(|matcher| Answer { matcher, items: 0 }).map_err(|why| TextError::Grammar(short(&why)))
+    }
+
+    /// As [`Grammars::compile`], on a stack of the size that a text process has.
+    ///
+    /// # Errors
+    /// [`TextError::Grammar`].
+    pub fn compile_on_large_stack(&self, grammar: &Grammar) -> Result<Answer, TextError> {
+        thread::scope(|scope| {
+            let thread =
+                thread::Builder::new().stack_size(STACK_BYTES as usize).spawn_scoped(scope, || self.compile(grammar));
+            let thread = thread.map_err(|error| TextError::Grammar(format!("no thread for it: {error}")))?;
+            thread.join().unwrap_or_else(|why| Err(TextError::Grammar(said(&*why))))
+        })
+    }
+}
+
+/// The grammar as `llguidance` takes it.
+fn top_level(grammar: &Grammar) -> Result<TopLevelGrammar, String> {
+    Ok(match grammar {
+        Grammar::Schema(text) => {
+            TopLevelGrammar::from_json_schema(serde_json::from_str(text).map_err(|error| error.to_string())?)
+        }
+        Grammar::Regex(text) => TopLevelGrammar::from_regex(text),
+        Grammar::Lark(text) => TopLevelGrammar::from_lark(text.clone()),
+    })
+}
+
+/// The beginning of a reader's words: they may quote the whole grammar.
+fn short(why: &str) -> String {
+    let line = why.lines().next().unwrap_or_default();
+    line.chars().take(WHY).collect()
+}
+
+/// An answer under a grammar.
+#[derive(Clone)]
+pub(crate) struct Answer {
+    matcher: Matcher,
+    /// Items of the parser so far.
+    items: usize,
+}
+
+impl Answer {
+    /// Sets the bits of the tokens that may follow; none after an error, or at the limit of what an answer keeps.
+    pub fn allow(&mut self, mask: &mut [u32]) {
+        let Ok(allowed) = self.matcher.compute_mask() else { return };
+        self.items += self.matcher.last_step_stats().map_or(0, |stats| stats.all_items);
+        if self.items <= ITEMS {
+            mask.iter_mut().zip(allowed.as_slice()).for_each(|(own, allowed)| *own = *allowed);
+        }
+    }
+
+    /// Takes a token; whether none may follow.
+    pub fn take(&mut self, token: u32) -> bool {
+        self.matcher.consume_token(token).is_ok() && self.matcher.is_stopped()
+    }
+}
+
+impl fmt::Debug for Answer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Answer({} items)", self.items)
+    }
+}
+
+/// Whether a text is an answer: each token is allowed, and the answer is complete or may end.
+#[cfg(test)]
+pub(crate) fn accepts(grammar: &Grammar, text: &str) -> bool {
+    let tokenizer = include_str!("../../tests/serve/tokenizer.json");
+    let own = super::Text::new(tokenizer.as_bytes(), None, None).unwrap();
+    let sampled = Sampled { vocab: 264, eos: vec![1] };
+    let mut answer = own.compile(grammar, &sampled).unwrap();
+    let allowed = |token: u32, answer: &mut Answer| {
+        let mut mask = [0; 9];
+        answer.allow(&mut mask);
+        mask[token as usize / 32] >> (token % 32) & 1 == 1
+    };
+    let ids = own.encode(text).unwrap();
+    for (at, id) in ids[1..].iter().enumerate() {
+        if !allowed(*id, &mut answer) {
+            return false;
+        }
+        if answer.take(*id) {
+            return at + 2 == ids.len();
+        }
+    }
+    allowed(1, &mut answer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn answers_match_their_grammar() {
+        let schema = |text: &str| Grammar::Schema(text.to_owned());
+        let object = schema(
+            r#"{"type": "object", "properties": {"b": {"type": "integer"}, "a": {"enum": ["\u00e9", null]}},
+            "required": ["b", "a"], "additionalProperties": false}"#,
+        );
+        let refers = schema(
+            r##"{"$defs": {"n": {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"}"##,
+        );
+        let regex = Grammar::Regex("a{2,3}|\u{e9}".into());
+        let lark = Grammar::Lark("start: \"x\" start | \"y\"".into());
+        for (grammar, text, expected) in [
+            (&object, "{\"b\": 12, \"a\": \"\u{e9}\"}", true),
+            (&object, "{\"b\":1,\n\"a\":null}", true),
+            (&object, "{\"a\": null, \"b\": 1}", false),
+            (&object, "{\"b\": 12}", false),
+            (&object, "{\"b\": 12", false),
+            (&refers, "{\"next\": {\"next\": {}}}", true),
+            (&refers, "{\"next\": 1}", false),
+            (&regex, "aa", true),
+            (&regex, "aaa", true),
+            (&regex, "\u{e9}", true),
+            (&regex, "a", false),
+            (&regex, "aaaa", false),
+            (&lark, "xxy", true),
+            (&lark, "xx", false),
+        ] {
+            assert_eq!(accepts(grammar, text), expected, "{text} by {grammar:?}");
+        }
+    }
+}
