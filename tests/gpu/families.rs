@@ -119,7 +119,7 @@ pub(crate) const MODELS: [(&str, u32, f64); 13] = [
 ];
 
 /// Below the root of the repository, where cargo runs the tests, and below a pack (`cargo xtask gpu-pack`).
-const FIXTURES: &str = "unweight-model/tests/fixtures";
+pub(crate) const FIXTURES: &str = "unweight-model/tests/fixtures";
 
 /// The tensor of a file.
 fn tensor(file: &[u8], name: &str) -> Vec<[u8; 4]> {
