@@ -195,8 +195,8 @@ impl Budget {
         output.result("budget", &report, |out| write_text(&fitted, &report, &self.source.quoted(), out))
     }
 
-    /// Every tensor that an engine loads, with the bytes of each form, predicted from samples as `plan` does. Refuses
-    /// what an engine would: weights that are missing, or that the configuration does not have.
+    /// Every tensor that an engine loads, with the bytes of each encoding, predicted from samples as `plan` does.
+    /// Refuses what an engine would: weights that are missing, or that the configuration does not have.
     fn tensors(&self, model: &Found, config: &ModelConfig) -> Result<Vec<Tensor>> {
         let of = |profile: Profile| {
             let selection = model.select(Selection::default());
@@ -360,7 +360,7 @@ fn write_text(fitted: &BudgetPlan, report: &Report, source: &str, out: &mut dyn 
     )
 }
 
-/// The option of an engine that keeps what a plan with such forms leaves coded; no plan has both.
+/// The option of an engine that keeps what a plan with such encodings leaves coded; no plan has both.
 fn kept(huffman: bool, compact: bool) -> &'static str {
     match (huffman, compact) {
         (true, _) => "--placement stored ",

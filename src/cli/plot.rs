@@ -174,7 +174,8 @@ struct Group {
     stored_bytes: u64,
 }
 
-/// Places of all tensors: by role, in the bundle's order, small ones of a role and a form together at the end of it.
+/// Places of all tensors: by role, in the bundle's order, small ones of a role and an encoding together at the end of
+/// it.
 fn arrange(tensors: &[TensorReport]) -> (Vec<Group>, Vec<Stripe>) {
     let total: u64 = tensors.iter().map(|tensor| tensor.original_bytes).sum();
     let of = |role: Role| tensors.iter().filter(move |tensor| tensor.role == role && tensor.original_bytes > 0);
@@ -271,7 +272,7 @@ mod tests {
         let (groups, stripes) = arrange(&tensors);
         let total: u64 = tensors.iter().map(|tensor| tensor.original_bytes).sum();
         assert_eq!(groups.iter().map(|group| group.label).collect::<Vec<_>>(), ["q", "gate", "other"]);
-        // Four matrices and what is small of each role and form.
+        // Four matrices and what is small of each role and encoding.
         assert_eq!(stripes.len(), 4 + 4 + 1 + 1);
         for pair in stripes.windows(2) {
             assert_eq!(pair[0].to, pair[1].from);

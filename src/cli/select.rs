@@ -16,7 +16,7 @@ use super::{
     source::Found,
 };
 
-/// Options that decide the form of each tensor.
+/// Options that decide the encoding of each tensor.
 #[derive(Args)]
 pub struct Select {
     /// What to optimise for: distribution (smallest), packed (12 bits, fastest on a GPU), compact (small, runs directly

@@ -1,8 +1,8 @@
 //! Grammars of answers: which tokens may follow, by `llguidance`.
 //!
 //! A grammar is a client's, and compiling it may take more than there is. So a text process compiles it first, within
-//! the limits of a call; what passes is compiled again where tokens are sampled. Work for a token has limits of its own,
-//! and so has what a grammar keeps of an answer.
+//! the limits of a call; what passes is compiled again where tokens are sampled. Work for a token has limits of its
+//! own, and so has what a grammar keeps of an answer.
 
 use std::{fmt, sync::Arc, thread};
 

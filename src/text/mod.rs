@@ -199,8 +199,8 @@ impl Text {
         self.vocabulary.special(text)
     }
 
-    /// Compiles a grammar, with text processes in one of them first, which has the limits of a call. Blocks until one of
-    /// the processes is free.
+    /// Compiles a grammar, with text processes in one of them first, which has the limits of a call. Blocks until one
+    /// of the processes is free.
     ///
     /// # Errors
     /// [`TextError`].

@@ -25,7 +25,7 @@ fn plan_file_gives_the_predicted_sizes() {
     let tensors = made["tensors"].as_array().unwrap();
     let stored: u64 = tensors.iter().map(|tensor| tensor["stored_bytes"].as_u64().unwrap()).sum();
     assert!(stored.abs_diff(bytes("weight_bytes")) * 100 < stored, "{stored} for {}", bytes("weight_bytes"));
-    // Each tensor in the form that its unit has; the rest raw.
+    // Each tensor in the encoding that its unit has; the rest raw.
     let plan: Value = serde_json::from_slice(&fs::read(home.path().join("plan.json")).unwrap()).unwrap();
     let mut encodings: BTreeMap<&str, &str> = BTreeMap::new();
     for rule in plan["rules"].as_array().unwrap() {

@@ -1,4 +1,4 @@
-//! Kernels of activations, run on the CPU prelude against double precision, or against the bytes that they must give:
+//! Kernels of activations, run in the simulator against double precision, or against the bytes that they must give:
 //! random rows and edges, entries that lead nowhere, and planted bugs that must be caught.
 
 use crate::harness::{Buffer, CpuKernel, Edit, Run, spec};
@@ -241,7 +241,7 @@ fn planted_bugs_of_norms_are_caught() {
         (own, "args.y + row * args.y_pitch", "args.y + row * u64(args.d)"),
         (own, "distance = 16;", "distance = 8;"),
         (own, "warp < Config::kThreads / 32; ++warp", "warp + 1 < Config::kThreads / 32; ++warp"),
-        (own, "ptx::sync_block();", ""),
+        (own, "ptx::bar_sync();", ""),
         (
             shared,
             "ptx::add(ptx::div(sum_of_squares, static_cast<float>(count)), eps)",
@@ -249,9 +249,9 @@ fn planted_bugs_of_norms_are_caught() {
         ),
         (
             shared,
-            "const u32 y = ptx::pack_bf16x2(ptx::mul(low_of(x), scale), ptx::mul(high_of(x), scale));\n    \
-             return ptx::pack_bf16x2(ptx::mul(low_of(y), low_of(gamma)), ptx::mul(high_of(y), high_of(gamma)));",
-            "return ptx::pack_bf16x2(low_of(x) * scale * low_of(gamma), high_of(x) * scale * high_of(gamma));",
+            "const u32 y = ptx::cvt_rn_bf16x2(ptx::mul(low_of(x), scale), ptx::mul(high_of(x), scale));\n    \
+             return ptx::cvt_rn_bf16x2(ptx::mul(low_of(y), low_of(gamma)), ptx::mul(high_of(y), high_of(gamma)));",
+            "return ptx::cvt_rn_bf16x2(low_of(x) * scale * low_of(gamma), high_of(x) * scale * high_of(gamma));",
         ),
         (shared, "ptx::mul(high_of(y), high_of(gamma))", "ptx::mul(high_of(y), low_of(gamma))"),
     ] {
@@ -356,7 +356,7 @@ fn planted_bugs_of_activations_are_caught() {
         ),
         ("activate<Config>(high_of(gate)), high_of(up)", "activate<Config>(high_of(gate)), low_of(up)"),
         ("== GateFunction::kGelu ?", "!= GateFunction::kGelu ?"),
-        ("ptx::block_index() / args.row_blocks", "ptx::block_index() % args.row_blocks"),
+        ("ptx::ctaid() / args.row_blocks", "ptx::ctaid() % args.row_blocks"),
         ("if (column >= args.columns) return;", ""),
         ("gated<Config>(gate.w, up.w)", "gated<Config>(gate.w, up.z)"),
         ("args.y + row * args.y_pitch", "args.y + row * args.x_pitch"),

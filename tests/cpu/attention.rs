@@ -1,4 +1,4 @@
-//! Attention over pages, run on the CPU prelude: results against float64, pages whose unused lines are NaN, hostile
+//! Attention over pages, run in the simulator: results against float64, pages whose unused lines are NaN, hostile
 //! tables, and planted bugs that must be caught.
 
 use unweight_bench::attention::{Chunk, ChunkProblem, Decode, PAD, Problem};
@@ -111,7 +111,7 @@ fn large_heads() {
     }
 }
 
-/// Scores of a soft cap, in every form that a tile has.
+/// Scores of a soft cap, in every encoding that a tile has.
 #[test]
 fn scores_have_a_soft_cap() {
     for name in ["d64_w4p2c1_softcap_pdl", "d256_w4p1c2_softcap", "d32_w1p2c1_split_async_softcap"] {
@@ -433,7 +433,7 @@ fn planted_bugs_of_chunks_are_caught() {
     let prefill = "unweight/kernels/attention/prefill.cuh";
     let bulk = [
         ("ring.wait_empty(load);", ""),
-        ("ptx::sync_warp();  // every lane's loads", "// every lane's loads"),
+        ("ptx::bar_warp_sync();  // every lane's loads", "// every lane's loads"),
         ("ptx::fence_proxy_async_shared();  // stores", "// stores"),
         ("|| token > position) scores", "|| token >= position) scores"),
         ("if (token < from || token > position)", "if (token > position)"),
@@ -446,7 +446,7 @@ fn planted_bugs_of_chunks_are_caught() {
     ];
     let copied = [
         ("ptx::cp_async_wait_group<Config::kStages - 2>();", ""),
-        ("ptx::sync_block();                                // all", "// all"),
+        ("ptx::bar_sync();                                  // all", "// all"),
         ("ptx::cp_async_commit_group();", ";"),
         ("at += kThreads<Config> * 16", "at += kThreads<Config> * 32"),
         (
@@ -474,7 +474,7 @@ fn planted_bugs_are_caught() {
     let ring = "unweight/pipeline/warp_ring.cuh";
     let bulk = [
         // The slot is refilled while its loads are in flight.
-        (ring, "            release_to_copy_engine();", "            ptx::sync_warp();"),
+        (ring, "            release_to_copy_engine();", "            ptx::bar_warp_sync();"),
         (decode, "parity ^= slot == 0;", "parity ^= 1;"),
         // Masks.
         (decode, "token > position) scores", "token >= position) scores"),
@@ -489,19 +489,19 @@ fn planted_bugs_are_caught() {
         // Sums.
         (decode, "mapa(address, w / Config::kWarps)", "mapa(address, 0)"),
         (decode, "sync_cluster();  // stores of sums", "// stores of sums"),
-        (decode, "ptx::sync_block();  // stores to queries", "// stores to queries"),
-        (softmax, "sum[r] += shuffle_xor(sum[r], 2);", ""),
+        (decode, "ptx::bar_sync();  // stores to queries", "// stores to queries"),
+        (softmax, "sum[r] += shfl_sync_bfly(sum[r], 2);", ""),
         (softmax, "sum[r] *= factor[r];", ""),
-        (softmax, "shuffle_xor(top, 2)", "shuffle_xor(top, 1)"),
+        (softmax, "shfl_sync_bfly(top, 2)", "shfl_sync_bfly(top, 1)"),
     ];
     let copied = [
         (ring, "ptx::cp_async_wait_group<kSlots - 1>();", ""),
         (
             ring,
-            "ptx::cp_async_wait_group<kSlots - 1>();\n            ptx::sync_warp();",
+            "ptx::cp_async_wait_group<kSlots - 1>();\n            ptx::bar_warp_sync();",
             "ptx::cp_async_wait_group<kSlots - 1>();",
         ),
-        (ring, "ptx::sync_warp();  // orders the lanes' loads", "// orders the lanes' loads"),
+        (ring, "ptx::bar_warp_sync();  // orders the lanes' loads", "// orders the lanes' loads"),
         (decode, "ptx::cp_async_commit_group();", ";"),
         (decode, "keys + at / 2)", "keys + at)"),
     ];
@@ -525,10 +525,10 @@ fn planted_bugs_of_parts_are_caught() {
     let header = "unweight/kernels/attention/decode.cuh";
     let plants = [
         // Who adds up sees what was left: each step of the way from one block's threads to the other's.
-        ("ptx::sync_block();  // stores of a part", "// stores of a part"),
+        ("ptx::bar_sync();  // stores of a part", "// stores of a part"),
         ("ptx::fence_acq_rel_gpu();  // releases", "// releases"),
         ("ptx::fence_acq_rel_gpu();  // acquires", "// acquires"),
-        ("ptx::sync_block();  // what one thread", "// what one thread"),
+        ("ptx::bar_sync();  // what one thread", "// what one thread"),
         // Tickets: not given back, waited for from parts that never come, and taken by them.
         ("if (last) ptx::st_global(counter, 0);", ""),
         ("== live - 1;", "== args.parts - 1;"),
@@ -536,7 +536,7 @@ fn planted_bugs_of_parts_are_caught() {
         // Parts: one too few, one counted again and again, another one's, and in the order of who came last.
         ("least(a.parts, (last_tile - first_tile + Config::kWarps) /", "least(a.parts, (last_tile - first_tile) /"),
         ("if (first + i >= live || states[i].y == 0) continue;", "if (states[i].y == 0) continue;"),
-        ("u64(ptx::block_index() - rank + of)", "u64(ptx::block_index() - rank + of / 2)"),
+        ("u64(ptx::ctaid() - rank + of)", "u64(ptx::ctaid() - rank + of / 2)"),
         ("least(first + i, live - 1);  // those", "(rank + first + i) % live;  // those"),
         // More of them than are read at once.
         ("sum *= moved;", ""),

@@ -1,4 +1,4 @@
-//! Attention over packed pages, run on the CPU prelude: the same bits as over the bf16 pages that were packed, hostile
+//! Attention over packed pages, run in the simulator: the same bits as over the bf16 pages that were packed, hostile
 //! tables and records, and planted bugs that must be caught.
 
 use unweight_bench::{
@@ -387,17 +387,17 @@ fn planted_bugs_of_packed_attention_are_caught() {
         (
             decode,
             "the loads of V may still be in flight.\n        slots.release();",
-            "the loads of V may still be in flight.\n        ptx::sync_warp();",
+            "the loads of V may still be in flight.\n        ptx::bar_warp_sync();",
         ),
         (
             decode,
             "        slots.release();\n        load_next();\n    }\n    // queries * K of a step.",
-            "        ptx::sync_warp();\n        load_next();\n    }\n    // queries * K of a step.",
+            "        ptx::bar_warp_sync();\n        load_next();\n    }\n    // queries * K of a step.",
         ),
         (
             decode,
             "slots.release();\n            load_next();\n            next_slot();\n            slots.wait",
-            "ptx::sync_warp();\n            load_next();\n            next_slot();\n            slots.wait",
+            "ptx::bar_warp_sync();\n            load_next();\n            next_slot();\n            slots.wait",
         ),
         (
             decode,

@@ -1,4 +1,4 @@
-//! The conversions of the compact form, run on the CPU prelude against `unweight_format`: the same bytes, any bytes
+//! The conversions of the compact encoding, run in the simulator against `unweight_format`: the same bytes, any bytes
 //! survived, and planted bugs that must be caught.
 
 use crate::compact_sections::Sections;
@@ -287,7 +287,7 @@ fn planted_bugs_are_caught() {
     let (encoding, own) = ("unweight/encoding/compact.cuh", "unweight/kernels/decode_compact.cuh");
     for (header, from, to) in [
         (encoding, "at = kUp ? at + used : at - used;", "at = at + used;"),
-        (encoding, "if (!kUp) bits[i] = ptx::bit_reverse(bits[i]);", ""),
+        (encoding, "if (!kUp) bits[i] = ptx::brev(bits[i]);", ""),
         (encoding, "used += sum & 31;", "used += sum & 15;"),
         (encoding, "first += 3) {", "first += 4) {"),
         (encoding, "i < first + 3 &&", "i < first + 4 &&"),

@@ -1,5 +1,5 @@
-//! The encoder of the compact form, run on the CPU prelude against `unweight_format`: the same bytes, the same refusal,
-//! nothing written outside of what there is, and planted bugs that must be caught.
+//! The encoder of the compact encoding, run in the simulator against `unweight_format`: the same bytes, the same
+//! refusal, nothing written outside of what there is, and planted bugs that must be caught.
 
 use crate::decode_compact::{Case, cases, longest_streams};
 use crate::harness::{Buffer, CpuKernel, Edit, Run};

@@ -1,4 +1,4 @@
-//! Decoders of the form `exponents`: FP8, F16 and F32, byte for byte what was encoded. Planted bugs show that the
+//! Decoders of the encoding `exponents`: FP8, F16 and F32, byte for byte what was encoded. Planted bugs show that the
 //! comparison can fail. What they share with those of BF16 is tested in `preprocess`.
 
 use crate::harness::{Buffer, CpuKernel, Edit, Run};
@@ -335,8 +335,8 @@ fn planted_bugs_are_caught() {
             WIDE,
             (
                 ELEMENTS,
-                "ptx::funnel_shift_right(rest.word[0], rest.word[1], 24)",
-                "ptx::funnel_shift_right(rest.word[0], rest.word[1], 16)",
+                "ptx::shf_r_wrap(rest.word[0], rest.word[1], 24)",
+                "ptx::shf_r_wrap(rest.word[0], rest.word[1], 16)",
             ),
         ),
         ("the third of three bytes", Float::F32, WIDE, (ELEMENTS, "rest.word[1], 0x0052)", "rest.word[1], 0x0042)")),

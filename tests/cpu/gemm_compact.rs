@@ -1,4 +1,4 @@
-//! The matmul from the compact form, run on the CPU prelude: every weight by itself, sums against float64, hostile
+//! The matmul from the compact encoding, run in the simulator: every weight by itself, sums against float64, hostile
 //! streams, starts, heads and lists, and planted bugs that must be caught.
 
 use unweight_codegen::{
@@ -296,12 +296,12 @@ fn planted_bugs_are_caught() {
         (encoding, "p[6] = and_or(w[1] >> 2, 0x01800180u,", "p[6] = and_or(w[1] >> 2, 0x01000100u,"),
         (own, "parity ^= slot == 0;", "parity ^= 1;"),
         // The refill that may overtake the warp's own loads.
-        (ring, "            release_to_copy_engine();", "            ptx::sync_warp();"),
+        (ring, "            release_to_copy_engine();", "            ptx::bar_warp_sync();"),
         (own, "chains(stream_slot(stream) + skip * 4, lane)", "chains(stream_slot(stream), lane)"),
         // The streams of the next tile over those that are being read.
         (own, "load_stream + 1 == S::kStreamSlots", "load_stream + 1 == Config::kStages"),
         (own, "if (block % kPairs != pair) return;", "if (block / kPairs != pair) return;"),
-        (own, "ptx::shuffle(ahead.words, load_turn);", "ptx::shuffle(ahead.words, load_turn) & 28;"),
+        (own, "ptx::shfl_sync_idx(ahead.words, load_turn);", "ptx::shfl_sync_idx(ahead.words, load_turn) & 28;"),
         (own, "if (head != 0) patch(operands, kPair, head, records);", ""),
         (own, "for (u32 i = 32; i <= count", "for (u32 i = 33; i <= count"),
         (own, "args.tiles, first_tile +", "args.tiles,"),

@@ -1,4 +1,4 @@
-//! The register-sourced small-batch matmul, run on the CPU prelude: operands against the format's oracle bit by bit,
+//! The packed small-batch matmul, run in the simulator: operands against the format's oracle bit by bit,
 //! results against float64, hostile escapes, and planted bugs that must be caught.
 
 use crate::harness::{CpuKernel, Edit, spec};
@@ -100,7 +100,7 @@ fn hostile_escapes_stay_in_bounds() {
 fn planted_bugs_of_threads_that_copy_are_caught() {
     let (kernel, ring) = ("unweight/kernels/gemm_mma.cuh", "unweight/pipeline/warp_ring.cuh");
     let released =
-        "ptx::sync_warp();  // orders the lanes' loads before copies that any of them starts later (ptx/async.cuh)";
+        "ptx::bar_warp_sync();  // orders the lanes' loads before copies that any of them starts (ptx/async.cuh)";
     for (header, from, to) in [
         (ring, "ptx::cp_async_wait_group<kSlots - 1>();", "ptx::cp_async_wait_group<kSlots>();"),
         (ring, released, ""),
@@ -140,7 +140,7 @@ fn planted_bugs_are_caught() {
         (kernel, "half * 4 + lane / 8;", "half * 4 + lane / 8 % 2;"),
         // The race that shows in a few of a hundred launches, and only under load: the slot is refilled while its loads
         // are in flight.
-        (ring, "            release_to_copy_engine();", "            ptx::sync_warp();"),
+        (ring, "            release_to_copy_engine();", "            ptx::bar_warp_sync();"),
     ] {
         let shape = if to.contains("gate") { "r2w2p3c1_esc_pdl_silu_mul" } else { "r3w2p3c1_esc_pdl_store" };
         let spec = spec(&format!("gemm_mma_b8_{shape}"));

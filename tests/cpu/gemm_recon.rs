@@ -1,4 +1,4 @@
-//! The reconstructive matmul, run on the CPU prelude: both sources and both epilogues against a float64 reference,
+//! The reconstructive matmul, run in the simulator: both sources and both epilogues against a float64 reference,
 //! bit-exact reconstruction, hostile metadata, and planted bugs that must be caught.
 
 use crate::harness::{Buffer, CpuKernel, Edit, MapSpec, Run, bf16, spec};
@@ -25,7 +25,7 @@ fn adds(spec: &VariantSpec) -> bool {
     op(spec).epilogue == Epilogue::StoreAdd
 }
 
-/// Weights and their stored form (docs/format.md, A.2 and A.7), encoded by hand.
+/// Weights and their encoding (docs/format.md, A.2 and A.7), encoded by hand.
 struct Weights {
     n: usize,
     k: usize,
@@ -468,13 +468,13 @@ fn planted_bugs_are_caught_where_blocks_share_k() {
         (Edit { header: sources, from: "return this->first(args.tile_cols) + (s", to: "return (s" }, Wrong),
         // Sums that are read before they are left, and X that is filled before they are read.
         (
-            Edit { header, from: "        sync_cluster();    // all blocks have left their sums\n", to: "" },
+            Edit { header, from: "        sync_cluster();        // all blocks have left their sums\n", to: "" },
             Error("deadlock"),
         ),
         (
             Edit {
                 header,
-                from: "        sync_cluster();    // all blocks have left their sums\n",
+                from: "        sync_cluster();        // all blocks have left their sums\n",
                 to: "        ptx::barrier_cluster_arrive();\n",
             },
             Wrong,

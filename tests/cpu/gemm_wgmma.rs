@@ -1,4 +1,4 @@
-//! The register-sourced large-batch matmul, run on the CPU prelude: operands against the format's oracle bit by bit,
+//! The packed large-batch matmul, run in the simulator: operands against the format's oracle bit by bit,
 //! results against float64, shares of k in every position, hostile escapes, and planted bugs that must be caught.
 
 use crate::harness::{CpuKernel, Edit, spec};

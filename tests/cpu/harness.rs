@@ -1,4 +1,4 @@
-//! Builds kernels against the CPU prelude (`tests/simulator`) and runs them.
+//! Builds kernels for the simulator (`tests/simulator`) and runs them.
 //!
 //! A kernel is what is rendered for its spec, launched as its plan says: the same text that the device compiler gets,
 //! the same block, shared memory, cluster and grid. Only [`CpuKernel::source`] takes a text, for the tests of the

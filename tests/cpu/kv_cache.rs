@@ -1,4 +1,4 @@
-//! Packing and releasing pages of a KV cache, run on the CPU prelude: byte for byte what the oracle has,
+//! Packing and releasing pages of a KV cache, run in the simulator: byte for byte what the oracle has,
 //! hostile tables, and planted bugs that must be caught.
 
 use unweight_bench::kv::{Cache, Counts, Heads, Job, page, set_index};
@@ -374,15 +374,15 @@ const PAGES: &str = "unweight/encoding/kv_packed.cuh";
 fn planted_bugs_of_packing_are_caught() {
     let plants = [
         // Each meeting of the block, and of a warp.
-        (PACK, "ptx::sync_block();  // all tiles' come", "// all tiles' come"),
-        (PACK, "ptx::sync_block();  // all tiles' counts", "// all tiles' counts"),
-        (PACK, "ptx::sync_block();  // the unit is known", "// the unit is known"),
-        (PACK, "ptx::sync_block();  // every warp's slots", "// every warp's slots"),
+        (PACK, "ptx::bar_sync();  // all tiles' come", "// all tiles' come"),
+        (PACK, "ptx::bar_sync();  // all tiles' counts", "// all tiles' counts"),
+        (PACK, "ptx::bar_sync();  // the unit is known", "// the unit is known"),
+        (PACK, "ptx::bar_sync();  // every warp's slots", "// every warp's slots"),
         // The choice of bases.
         (PACK, "u32 all = kv::kWindow - 1;", "u32 all = 0;"),
         (PACK, "record.bases[s / 4] |=", "record.bases[0] |="),
         (PACK, "larger(low(quads[s][r]), high(quads[s][r]))", "low(quads[s][r])"),
-        (PACK, "larger(top[s], ptx::shuffle_xor(top[s], step))", "top[s]"),
+        (PACK, "larger(top[s], ptx::shfl_sync_bfly(top[s], step))", "top[s]"),
         (
             PACK,
             "all = larger(all, ptx::ld_shared(counts(tile, s)))",
@@ -397,7 +397,7 @@ fn planted_bugs_of_packing_are_caught() {
         (PACK, "below += u32(a < base) + u32(b < base);", "below += u32(a < base);"),
         (PACK, "a + kv::kBelow < base", "a + kv::kBelow <= base"),
         (PACK, "a != 0 && a + kv::kBelow", "a + kv::kBelow"),
-        (PACK, "ptx::warp_ballot(none) != 0 ? kNoCode : 0", "0"),
+        (PACK, "ptx::vote_sync_ballot(none) != 0 ? kNoCode : 0", "0"),
         (PACK, "all <= P::kSlots", "all < P::kSlots"),
         // Places and codes of slots.
         (PACK, "if (tile == warp) place = all;", "if (tile + 1 == warp) place = all;"),
@@ -413,7 +413,7 @@ fn planted_bugs_of_packing_are_caught() {
         (PACK, "args.free_units + free)", "args.free_units + free - 1)"),
         (PACK, "next -= each;", ""),
         (PAGES, "kLast = kPair + (kRest >= 2 ? 256 : 0)", "kLast = kPair"),
-        (PAGES, "funnel_shift_right(f[3], f[3], 4)", "funnel_shift_right(f[3], f[3], 3)"),
+        (PAGES, "shf_r_wrap(f[3], f[3], 4)", "shf_r_wrap(f[3], f[3], 3)"),
     ];
     // One step of 3 words, and 7 of 21.
     let specs = [spec("kv_pack_step_d16"), spec("kv_pack_chunk_d112_pdl")];

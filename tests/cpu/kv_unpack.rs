@@ -1,4 +1,4 @@
-//! Unpacking pages of a KV cache, run on the CPU prelude: the values that were packed, hostile tables and records, and
+//! Unpacking pages of a KV cache, run in the simulator: the values that were packed, hostile tables and records, and
 //! planted bugs that must be caught.
 
 use unweight_bench::kv::{Cache, Heads, page, set_index};
@@ -148,12 +148,12 @@ fn hostile_packed_pages_lead_nowhere() {
 fn planted_bugs_of_unpacking_are_caught() {
     let kernel_header = "unweight/kernels/kv_unpack.cuh";
     let plants = [
-        (kernel_header, "ptx::sync_warp();  // every lane's stores", "// every lane's stores"),
+        (kernel_header, "ptx::bar_warp_sync();  // every lane's stores", "// every lane's stores"),
         (kernel_header, "token = lane / 4 + r / 2 * 8", "token = lane / 4 + r % 2 * 8"),
         (kernel_header, "chunk = 2 * step + r / 2, inside", "chunk = 2 * step + r % 2, inside"),
         (PAGES, "ends >> (8 * tile - 8) & 255", "ends >> (8 * tile) & 255"),
         (PAGES, "return end < limit ? end : limit;", "return end;"),
-        (PAGES, "ptx::funnel_shift_left(w2, w2, 4)", "(w2 << 4)"),
+        (PAGES, "ptx::shf_l_wrap(w2, w2, 4)", "(w2 << 4)"),
         (PAGES, "code == kZeroCode ? 0 : ", ""),
         (PAGES, "(base_of(slot) - kBelow + code) & 255", "(base_of(slot) - kWindow + code) & 255"),
         // Bases: of another step, of step 0 alone, of steps 0-3 alone.

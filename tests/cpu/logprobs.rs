@@ -1,4 +1,4 @@
-//! Log probabilities, run on the CPU prelude: every bit is that of the reference, and planted bugs must be caught.
+//! Log probabilities, run in the simulator: every bit is that of the reference, and planted bugs must be caught.
 
 use crate::harness::{Buffer, CpuKernel, Edit, Run, spec};
 use unweight_codegen::{

@@ -1,4 +1,4 @@
-//! Routing and the grouped product of a mixture of experts, run on the CPU prelude: lists of pairs and items against a
+//! Routing and the grouped product of a mixture of experts, run in the simulator: lists of pairs and items against a
 //! sort on the host, rows of every pair against float64, choices against the definition, and planted bugs that must be
 //! caught.
 
@@ -175,19 +175,19 @@ fn planted_bugs_of_the_sort_are_caught() {
     let header = "unweight/kernels/route.cuh";
     for (from, to) in [
         ("counts = expert < args.experts;", "counts = expert != ~0u;"),
-        ("ptx::popcount(peers & ((1u << lane) - 1))", "ptx::popcount(peers & ((2u << lane) - 1))"),
+        ("ptx::popc(peers & ((1u << lane) - 1))", "ptx::popc(peers & ((2u << lane) - 1))"),
         ("ptx::st_shared(address, total);\n", ""),
         ("if (w < warp) {", "if (w <= warp) {"),
         ("(total + args.item_rows - 1) / args.item_rows;", "total / args.item_rows;"),
         ("more < args.item_rows ? more : args.item_rows, 0", "args.item_rows, 0"),
         ("i = all_items + thread;", "i = all_items + 1 + thread;"),
         ("+ place + step.before, at + lane", "+ place, at + lane"),
-        ("place + ptx::popcount(step.peers));", "place + 1);"),
+        ("place + ptx::popc(step.peers));", "place + 1);"),
         ("first = entries_to - total,", "first = entries_to,"),
         ("if (lane >= distance) {", "if (lane > distance) {"),
-        ("ptx::sync_block();  // the counts of all warps,", "//"),
-        ("ptx::sync_block();  // the sums of all warps,", "//"),
-        ("ptx::sync_block();  // first entries,", "//"),
+        ("ptx::bar_sync();  // the counts of all warps,", "//"),
+        ("ptx::bar_sync();  // the sums of all warps,", "//"),
+        ("ptx::bar_sync();  // first entries,", "//"),
     ] {
         let spec = spec("route_sort_pdl");
         let Some(edit) = Edit::planted(header, from, to) else { continue };
@@ -360,7 +360,7 @@ fn planted_bugs_of_the_product_are_caught() {
             "first = skipped + group * each + (group < more ? group : more);",
             "first = skipped + group * each;",
         ),
-        (kernel_header, "ptx::shuffle(listed[row / 32], r % 32)", "ptx::shuffle(listed[0], r % 32)"),
+        (kernel_header, "ptx::shfl_sync_idx(listed[row / 32], r % 32)", "ptx::shfl_sync_idx(listed[0], r % 32)"),
         (kernel_header, "ptx::ld_global(a.pairs + share.batch + entry) / a.pairs_per_row", "share.batch + entry"),
         (kernel_header, "return ptx::ld_global(args.pairs + share.batch + b);", "return share.batch + b;"),
         (kernel_header, "batch = item.y;\n                rows", "batch = 0;\n                rows"),

@@ -1,4 +1,4 @@
-//! Families `pack` and `unpack`, run on the CPU prelude against `unweight_format::raw::packed`: the same bytes,
+//! Families `pack` and `unpack`, run in the simulator against `unweight_format::raw::packed`: the same bytes,
 //! any bytes survived, and planted bugs that must be caught.
 
 use crate::harness::{Buffer, CpuKernel, Edit, Run, spec};
@@ -319,7 +319,11 @@ fn planted_bugs_are_caught() {
     let shared = "unweight/encoding/weights.cuh";
     let rows = "unweight/encoding/row_block.cuh";
     for (header, from, to) in [
-        (rows, "ptx::shuffle_xor(upper ? v[i] : v[j], distance)", "ptx::shuffle_xor(upper ? v[j] : v[i], distance)"),
+        (
+            rows,
+            "ptx::shfl_sync_bfly(upper ? v[i] : v[j], distance)",
+            "ptx::shfl_sync_bfly(upper ? v[j] : v[i], distance)",
+        ),
         (
             rows,
             "return 4 * (i / 2 * 2 + j / 2) + 2 * (j % 2) + i % 2;",
@@ -332,7 +336,7 @@ fn planted_bugs_are_caught() {
         (shared, "(significand & ((1u << lost) - 1)) != 0", "false"),
         (own, "container.p[i] &= ~(", "container.p[i] &= ~0u + 0 * ("),
         (own, "ptx::red_add_global(args.group_words + block / kGroupBlocks", "ptx::red_add_global(args.group_words"),
-        (own, "ptx::popcount(highs & below);", "ptx::popcount(highs);"),
+        (own, "ptx::popc(highs & below);", "ptx::popc(highs);"),
         (own, "list + own + low, weights", "list + own, weights"),
         (own, "at += (i < warp ? other.x : 0) + other.y;", "at += i < warp ? other.x : 0;"),
         (back, "if (i >= 32) {", "if (false) {"),

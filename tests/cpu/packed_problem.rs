@@ -1,4 +1,4 @@
-//! What the CPU tests of the register-sourced matmuls share: a problem with escapes, its launch, and what its results
+//! What the CPU tests of the packed matmuls share: a problem with escapes, its launch, and what its results
 //! are held against.
 
 use unweight_codegen::{

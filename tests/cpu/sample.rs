@@ -1,4 +1,4 @@
-//! The sampler, run on the CPU prelude: every token is that of the reference, at every cluster size, in any batch; and
+//! The sampler, run in the simulator: every token is that of the reference, at every cluster size, in any batch; and
 //! planted bugs must be caught.
 
 use crate::harness::{Buffer, CpuKernel, Edit, Run, spec};

@@ -1,4 +1,4 @@
-//! Factors of activations, run on the CPU prelude: the nearest bf16 of every element, and planted bugs that must be
+//! Factors of activations, run in the simulator: the nearest bf16 of every element, and planted bugs that must be
 //! caught.
 
 use unweight_bench::oracle;
@@ -80,7 +80,7 @@ fn planted_bugs_of_factors_are_caught() {
     for (name, from, to) in [
         ("scale_mul", "ptx::mul(high_of(x), factor)", "high_of(x)"),
         ("scale_mul", "if (column >= args.columns) return;", ""),
-        ("scale_mul", "ptx::block_index() / args.row_blocks", "ptx::block_index() % args.row_blocks"),
+        ("scale_mul", "ptx::ctaid() / args.row_blocks", "ptx::ctaid() % args.row_blocks"),
         ("scale_mul", "args.x + row * args.x_pitch", "args.x + row * args.y_pitch"),
         ("scale_add_pdl", "y = ptx::ld_global_x4(to);", ""),
         ("scale_add_pdl", "scaled<Config>(x.w, y.w, args.factor)", "scaled<Config>(x.w, y.z, args.factor)"),

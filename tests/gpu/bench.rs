@@ -70,8 +70,8 @@ fn conversions_of_the_packed_form() {
     let kernels = gpu();
     let options = quick().packed(true);
     let report = bench_kernels(kernels, &options, &quick_timing(), &|_| {}).unwrap_or_else(|error| panic!("{error}"));
-    // Three steps of packing, each with those before it, and unpacking; of the compact form to BF16 and to the packed
-    // one.
+    // Three steps of packing, each with those before it, and unpacking; of the compact encoding to BF16 and to the
+    // packed one.
     check(&report, 4 + 2);
 }
 

@@ -1,4 +1,4 @@
-//! The conversions of the compact form on the GPU against the CPU's: the weights back, bit for bit.
+//! The conversions of the compact encoding on the GPU against the CPU's: the weights back, bit for bit.
 
 use crate::harness::{Random, Weights, gpu, guard_is_whole, poison, refused, stream};
 use unweight_format::{

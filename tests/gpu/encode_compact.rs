@@ -1,4 +1,4 @@
-//! The encoder of the compact form on the GPU against the CPU's: the same bytes, the same refusals.
+//! The encoder of the compact encoding on the GPU against the CPU's: the same bytes, the same refusals.
 
 use crate::{
     decode_compact::sprinkled,

@@ -1,4 +1,4 @@
-//! Decoders of the form `exponents` on the GPU: FP8, F16 and F32, byte for byte what was encoded; sections that lie
+//! Decoders of the encoding `exponents` on the GPU: FP8, F16 and F32, byte for byte what was encoded; sections that lie
 //! stay inside. Meant to be run under `compute-sanitizer` as well.
 
 use crate::harness::{OwnedCoded, Random, SHAPES, context, gpu, guard_is_whole, launch_error, poison, refused, stream};

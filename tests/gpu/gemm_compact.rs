@@ -1,4 +1,4 @@
-//! Every catalogued matmul from the compact form on the GPU.
+//! Every catalogued matmul from the compact encoding on the GPU.
 //!
 //! - Every weight comes back, bit for bit but for the sign of a zero, when each row of X takes one column of W.
 //! - Results lie within fp32 accumulation and one rounding of a double-precision product, at every edge of the batch

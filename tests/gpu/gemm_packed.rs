@@ -1,4 +1,4 @@
-//! Every catalogued register-sourced matmul on the GPU.
+//! Every catalogued packed matmul on the GPU.
 //!
 //! - What enters the tensor cores is the oracle's operand, bit for bit (variants with `_dump`).
 //! - Results lie within fp32 accumulation and one rounding of a double-precision product, at every edge of the batch

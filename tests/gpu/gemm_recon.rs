@@ -71,7 +71,7 @@ fn weights(n: usize, k: usize, verbatim: u32, seed: u64) -> Vec<u8> {
     bits.into_iter().flat_map(u16::to_le_bytes).collect()
 }
 
-/// Weights in every form that a matmul takes.
+/// Weights in every encoding that a matmul takes.
 struct Encodings {
     tensor: HuffmanTensor<Vec<u8>>,
     huffman: DeviceHuffman,
@@ -106,7 +106,7 @@ fn spec_of(spec: &VariantSpec) -> GemmReconSpec {
     matmul
 }
 
-/// Runs a variant on the forms; `stored` takes a palette source as stored rather than as transcoded.
+/// Runs a variant on the encodings; `stored` takes a palette source as stored rather than as transcoded.
 fn run(
     kernels: &KernelSet,
     stream: &Stream,
@@ -198,7 +198,7 @@ fn every_variant_reconstructs_every_weight_exactly() {
         let w = halves(&bytes);
         let mut y = DeviceMatrix::zeroed(&stream, m as u32, N as u32).unwrap();
         for spec in &specs {
-            // Only a palette source is stored in another form than it is decoded to.
+            // Only a palette source is stored in another encoding than it is decoded to.
             let forms_of_source: &[bool] =
                 if spec_of(spec).source == WeightSource::Exponent { &[false] } else { &[false, true] };
             for &stored in forms_of_source {

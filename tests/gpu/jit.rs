@@ -29,8 +29,8 @@ use unweight_rt::{
 /// Where the warm child finds its cache.
 const CHILD: &str = "UNWEIGHT_TEST_WARM_CACHE";
 
-/// What an 8 B Llama-shaped bundle of the report's forms takes at batches up to 1024, kept as it is stored: a decoder
-/// and the matmuls of each shape.
+/// What an 8 B Llama-shaped bundle of the report's encodings takes at batches up to 1024, kept as it is stored: a
+/// decoder and the matmuls of each shape.
 fn specs() -> Vec<VariantSpec> {
     let mut specs: BTreeSet<VariantSpec> = [DecodeOutput::Exponent, DecodeOutput::Full]
         .into_iter()

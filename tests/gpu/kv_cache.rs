@@ -297,7 +297,7 @@ fn hostile_caches_of_unpacking_are_reported() {
     assert!(out[heads.unit_values()..] == bf16[elements + heads.unit_values()..2 * elements]);
 }
 
-/// A problem with its pages in both forms.
+/// A problem with its pages in both encodings.
 fn both_caches(stream: &Stream, case: &Decode) -> (Problem, PackedPages, DeviceProblem, DevicePages) {
     let mut problem = Problem::new(case);
     salt(&mut problem, case.seed);

@@ -1,4 +1,4 @@
-//! Layers out of real bundles: every stored form, padded shapes, weights that cannot be packed, merged weights, any
+//! Layers out of real bundles: every encoding, padded shapes, weights that cannot be packed, merged weights, any
 //! batch, captured.
 
 use std::{
@@ -272,7 +272,7 @@ fn merged_layers_equal_those_merged_on_the_host() {
     }
 }
 
-/// The BF16 baseline: the same bundle for cuBLAS, every form, alone and merged.
+/// The BF16 baseline: the same bundle for cuBLAS, every encoding, alone and merged.
 #[test]
 #[ignore = "needs a GPU"]
 fn any_bundle_loads_for_cublas() {

@@ -298,7 +298,7 @@ fn tuning_improves_a_bad_start() {
 /// Rows at both sides of every bucket's edge.
 const EDGES: [u32; 20] = [1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 192, 193, 256, 257, 512, 513, 1023, 1024];
 
-/// A projection in every form that a pipeline reads.
+/// A projection in every encoding that a pipeline reads.
 struct Encodings {
     shape: [u32; 2],
     verbatim_rows: u32,

@@ -269,7 +269,7 @@ fn compact_tensors_of_a_bundle_stay_compact() {
         let qkv = loader.merge(&[&q, &k, &v], Merge::Rows).unwrap();
         let mlp = loader.merge(&[&gate, &up], Merge::SiluMul).unwrap();
         assert_eq!(kernels.len(), loaded, "{placement}: a kernel was made when a layer was loaded");
-        // Small tensors may be stored in another form, and then they are packed: alone, or with all of their layer.
+        // Small tensors may be stored in another encoding, and then they are packed: alone, or with all of their layer.
         let stored = |name: &String| bundle.tensor(name).unwrap().encoding() == EncodingId::COMPACT;
         let mut stay = 0;
         for (layer, names) in [(&down_layer, vec![&down]), (&qkv, vec![&q, &k, &v]), (&mlp, vec![&gate, &up])] {

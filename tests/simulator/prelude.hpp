@@ -50,20 +50,16 @@ inline Dim3 grid_dim() { return {simulator().grid, 1, 1}; }
 #define gridDim (::uw::cpu::grid_dim())
 
 // The few intrinsics that kernels may use without a wrapper.
-inline void __syncthreads() { uw::ptx::sync_block(); }
-inline void __syncwarp() { uw::ptx::sync_warp(); }
+inline void __syncthreads() { uw::ptx::bar_sync(); }
+inline void __syncwarp() { uw::ptx::bar_warp_sync(); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
 inline int __ffs(int v) { return __builtin_ffs(v); }
 inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz(static_cast<unsigned>(v)); }
-inline unsigned __brev(unsigned v) { return uw::ptx::bit_reverse(v); }
+inline unsigned __brev(unsigned v) { return uw::ptx::brev(v); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) { return uw::ptx::prmt(a, b, s & 0x7777u); }
-inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned s) {
-    return uw::ptx::funnel_shift_right(low, high, s);
-}
-inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned s) {
-    return uw::ptx::funnel_shift_left(low, high, s);
-}
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned s) { return uw::ptx::shf_r_wrap(low, high, s); }
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned s) { return uw::ptx::shf_l_wrap(low, high, s); }
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 inline unsigned atomicAdd(unsigned* p, unsigned v) {

@@ -22,10 +22,10 @@ void pick(void** lanes, Source source) {
 }
 }  // namespace detail
 
-void sync_warp() {
+void bar_warp_sync() {
     cpu::self().met_warp = cpu::self().loads;
     cpu::Clock all = cpu::self().clock;
-    cpu::warp_collective("sync_warp", &all, [](void** lanes) {
+    cpu::warp_collective("bar_warp_sync", &all, [](void** lanes) {
         cpu::Clock& first = *static_cast<cpu::Clock*>(lanes[0]);
         for (u32 l = 1; l < 32; ++l) cpu::merge(first, *static_cast<cpu::Clock*>(lanes[l]));
         if (first.empty()) return;
@@ -33,31 +33,31 @@ void sync_warp() {
     });
     cpu::merge(cpu::self().clock, all);
 }
-u32 shuffle(u32 value, u32 source_lane) {
-    return detail::exchange("shuffle", value, source_lane,
+u32 shfl_sync_idx(u32 value, u32 source_lane) {
+    return detail::exchange("shfl_sync_idx", value, source_lane,
                             [](void** l) { detail::pick(l, [](u32, u32 a) { return a; }); });
 }
-u32 shuffle_xor(u32 value, u32 lane_mask) {
-    return detail::exchange("shuffle_xor", value, lane_mask,
+u32 shfl_sync_bfly(u32 value, u32 lane_mask) {
+    return detail::exchange("shfl_sync_bfly", value, lane_mask,
                             [](void** l) { detail::pick(l, [](u32 i, u32 a) { return i ^ a; }); });
 }
-u32 shuffle_up(u32 value, u32 delta) {
-    return detail::exchange("shuffle_up", value, delta,
+u32 shfl_sync_up(u32 value, u32 delta) {
+    return detail::exchange("shfl_sync_up", value, delta,
                             [](void** l) { detail::pick(l, [](u32 i, u32 a) { return i < a ? i : i - a; }); });
 }
-u32 shuffle_down(u32 value, u32 delta) {
-    return detail::exchange("shuffle_down", value, delta,
+u32 shfl_sync_down(u32 value, u32 delta) {
+    return detail::exchange("shfl_sync_down", value, delta,
                             [](void** l) { detail::pick(l, [](u32 i, u32 a) { return i + a > 31 ? i : i + a; }); });
 }
-u32 warp_ballot(bool predicate) {
-    return detail::exchange("warp_ballot", predicate, 0, [](void** lanes) {
+u32 vote_sync_ballot(bool predicate) {
+    return detail::exchange("vote_sync_ballot", predicate, 0, [](void** lanes) {
         u32 bits = 0;
         for (u32 l = 0; l < 32; ++l) bits |= static_cast<detail::Exchange*>(lanes[l])->in << l;
         for (u32 l = 0; l < 32; ++l) static_cast<detail::Exchange*>(lanes[l])->out = bits;
     });
 }
-u32 match_any(u32 value) {
-    return detail::exchange("match_any", value, 0, [](void** lanes) {
+u32 match_any_sync(u32 value) {
+    return detail::exchange("match_any_sync", value, 0, [](void** lanes) {
         for (u32 l = 0; l < 32; ++l) {
             detail::Exchange* e = static_cast<detail::Exchange*>(lanes[l]);
             for (u32 o = 0; o < 32; ++o) e->out |= u32(static_cast<detail::Exchange*>(lanes[o])->in == e->in) << o;
@@ -65,7 +65,7 @@ u32 match_any(u32 value) {
     });
 }
 // ---- memory.cuh ----------------------------------------------------------------------------------------------------
-u32 smem_address(const void* pointer) {
+u32 cvta_to_shared(const void* pointer) {
     cpu::Block& b = *cpu::self().block;
     long long offset = static_cast<const u8*>(pointer) - b.shared;
     if (offset < 0 || offset > cpu::simulator().shared_bytes)
@@ -111,7 +111,7 @@ void mbarrier_init(u32 barrier, u32 arrivals) {
     cpu::shared_at(barrier, 8, 8);
     cpu::block_of(barrier).mbarriers[barrier & ((1u << cpu::kRankShift) - 1)] = cpu::Mbarrier{arrivals, arrivals, 0, 0};
 }
-void mbarrier_invalidate(u32 barrier) {
+void mbarrier_inval(u32 barrier) {
     cpu::mbarrier_at(barrier);
     cpu::block_of(barrier).mbarriers.erase(barrier & ((1u << cpu::kRankShift) - 1));
 }

@@ -7,25 +7,25 @@
 namespace uw::ptx {
 
 // ---- core.cuh ------------------------------------------------------------------------------------------------------
-inline u32 thread_index() { return cpu::self().thread; }
-inline u32 block_index() { return cpu::self().block->index; }
-inline u32 grid_size() { return cpu::simulator().grid; }
-inline u32 lane_index() { return cpu::self().thread % 32; }
+inline u32 tid() { return cpu::self().thread; }
+inline u32 ctaid() { return cpu::self().block->index; }
+inline u32 nctaid() { return cpu::simulator().grid; }
+inline u32 laneid() { return cpu::self().thread % 32; }
 inline u32 uniform_warp_index() { return cpu::self().thread / 32; }
-inline bool elect_one() { return lane_index() == 0; }
+inline bool elect_sync() { return laneid() == 0; }
 
-void sync_warp();
-u32 shuffle(u32 value, u32 source_lane);
-u32 shuffle_xor(u32 value, u32 lane_mask);
-u32 shuffle_up(u32 value, u32 delta);
-u32 shuffle_down(u32 value, u32 delta);
-u32 warp_ballot(bool predicate);
-u32 match_any(u32 value);
+void bar_warp_sync();
+u32 shfl_sync_idx(u32 value, u32 source_lane);
+u32 shfl_sync_bfly(u32 value, u32 lane_mask);
+u32 shfl_sync_up(u32 value, u32 delta);
+u32 shfl_sync_down(u32 value, u32 delta);
+u32 vote_sync_ballot(bool predicate);
+u32 match_any_sync(u32 value);
 
-inline u32 popcount(u32 v) { return static_cast<u32>(__builtin_popcount(v)); }
-inline u32 count_leading_zeros(u32 v) { return v == 0 ? 32 : static_cast<u32>(__builtin_clz(v)); }
+inline u32 popc(u32 v) { return static_cast<u32>(__builtin_popcount(v)); }
+inline u32 clz(u32 v) { return v == 0 ? 32 : static_cast<u32>(__builtin_clz(v)); }
 inline u32 find_first_set(u32 v) { return static_cast<u32>(__builtin_ffs(static_cast<int>(v))); }
-inline u32 bit_reverse(u32 v) {
+inline u32 brev(u32 v) {
     u32 r = 0;
     for (u32 i = 0; i < 32; ++i) r |= (v >> i & 1) << (31 - i);
     return r;
@@ -48,10 +48,10 @@ inline u32 lop3(u32 a, u32 b, u32 c) {
         if (kTable >> row & 1) d |= (row & 4 ? a : ~a) & (row & 2 ? b : ~b) & (row & 1 ? c : ~c);
     return d;
 }
-inline u32 funnel_shift_right(u32 low, u32 high, u32 shift) {
+inline u32 shf_r_wrap(u32 low, u32 high, u32 shift) {
     return static_cast<u32>((u64(high) << 32 | low) >> (shift & 31));
 }
-inline u32 funnel_shift_left(u32 low, u32 high, u32 shift) {
+inline u32 shf_l_wrap(u32 low, u32 high, u32 shift) {
     return static_cast<u32>((u64(high) << 32 | low) << (shift & 31) >> 32);
 }
 inline u32 bits_from_float(float v) {
@@ -69,21 +69,21 @@ inline u32 bf16_bits(float v) {
     if (v != v) return 0x7fff;
     return (b + 0x7fff + (b >> 16 & 1)) >> 16;
 }
-inline float exp2_approx(float v) { return __builtin_exp2f(v); }
-inline float maximum(float a, float b) { return __builtin_fmaxf(a, b); }
+inline float ex2_approx(float v) { return __builtin_exp2f(v); }
+inline float max(float a, float b) { return __builtin_fmaxf(a, b); }
 inline float rsqrt_approx(float v) { return 1.0f / __builtin_sqrtf(v); }
 inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float mul(float a, float b) { return a * b; }
 inline float add(float a, float b) { return a + b; }
 inline float div(float a, float b) { return a / b; }
-inline u32 pack_bf16x2(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
+inline u32 cvt_rn_bf16x2(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
 inline void pin(u32&) {}
 inline void pin(float&) {}
 [[noreturn]] inline void trap() { cpu::fail("trap"); }
 
 // ---- memory.cuh ----------------------------------------------------------------------------------------------------
 inline u8* dynamic_smem() { return cpu::self().block->shared; }
-u32 smem_address(const void* pointer);
+u32 cvta_to_shared(const void* pointer);
 inline U32x4 ld_shared_x4(u32 a) { return cpu::read_shared<U32x4>(a); }
 inline U32x2 ld_shared_x2(u32 a) { return cpu::read_shared<U32x2>(a); }
 inline u32 ld_shared(u32 a) { return cpu::read_shared<u32>(a); }
@@ -111,7 +111,7 @@ inline u32 ld_global_nc(const void* p) { return cpu::read_global<u32>(p); }
 inline u32 ld_global_nc_u16(const void* p) { return cpu::read_global<u16>(p); }
 inline u32 ld_global_u16(const void* p) { return cpu::read_global<u16>(p); }
 inline u32 ld_global_nc_u8(const void* p) { return cpu::read_global<u8>(p); }
-inline void prefetch_l2(const void*) {}
+inline void prefetch_global_l2(const void*) {}
 inline void st_global_x4(void* p, U32x4 v) { cpu::write_global(p, v); }
 inline void st_global_x2(void* p, U32x2 v) { cpu::write_global(p, v); }
 inline void st_global(void* p, u32 v) { cpu::write_global(p, v); }
@@ -151,7 +151,7 @@ template <class NamedBarrier>
 inline void bar_arrive(NamedBarrier barrier, u32 threads) {
     cpu::named_barrier(static_cast<u32>(barrier), threads, false);
 }
-inline void sync_block() { cpu::named_barrier(0, cpu::simulator().block_threads, true); }
+inline void bar_sync() { cpu::named_barrier(0, cpu::simulator().block_threads, true); }
 inline u32 cluster_ctarank() { return cpu::self().block->rank; }
 inline u32 cluster_nctarank() { return cpu::simulator().cluster; }
 void barrier_cluster_arrive();
@@ -163,7 +163,7 @@ inline void st_shared_cluster_x4(u32 a, U32x4 v) { cpu::write_shared(a, v); }
 
 // ---- mbarrier.cuh --------------------------------------------------------------------------------------------------
 void mbarrier_init(u32 barrier, u32 arrivals);
-void mbarrier_invalidate(u32 barrier);
+void mbarrier_inval(u32 barrier);
 void mbarrier_arrive(u32 barrier);
 inline void mbarrier_arrive_cluster(u32 barrier) { mbarrier_arrive(barrier); }
 // What starts a copy announces it this way, on the barrier that the copy itself completes: that releases nothing.

@@ -28,7 +28,7 @@ pub enum BenchError {
     /// Weights that cannot be coded.
     #[error(transparent)]
     Codec(#[from] CodecError),
-    /// Weights that have no packed form.
+    /// Weights that have no packed encoding.
     #[error("[{n}, {k}] cannot be packed: {why}")]
     Unpackable {
         /// Output features.
@@ -41,7 +41,7 @@ pub enum BenchError {
     /// A fault that none of the kernels can have.
     #[error("none of these kernels hands a slot to the copy engine; leave the fault out, or run those that do")]
     NoFence,
-    /// Weights that have no compact form.
+    /// Weights that have no compact encoding.
     #[error("[{n}, {k}] cannot be compact: {why}")]
     Uncompact {
         /// Output features.

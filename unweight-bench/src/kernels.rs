@@ -1,5 +1,5 @@
-//! The report's families: decoders, encoder, reconstructive matmuls; the conversions of the packed form; and the packed
-//! KV cache.
+//! The report's families: decoders, encoder, reconstructive matmuls; the conversions of the packed encoding; and the
+//! packed KV cache.
 
 mod kv_cache;
 
@@ -46,11 +46,11 @@ options! {
         shapes: Vec<(u32, u32)> = vec![(14336, 4096), (4096, 14336), (4096, 4096)],
         /// Batches of the matmuls.
         batches: Vec<u32> = vec![1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024],
-        /// Measure the preprocess family.
+        /// Measure the family `decode_huffman`.
         decode: bool = true,
         /// Measure the encoder.
         encode: bool = true,
-        /// Measure the conversions of the packed and of the compact form.
+        /// Measure the conversions of the packed and of the compact encoding.
         packed: bool = true,
         /// Measure the matmuls.
         matmul: bool = true,
@@ -282,7 +282,7 @@ impl Bench<'_> {
         rows
     }
 
-    /// The conversions of the compact form, beside those of the packed one.
+    /// The conversions of the compact encoding, beside those of the packed one.
     fn compact(&self, matrix: Matrix<'_>, progress: &dyn Fn(&str)) -> Result<Vec<Row>, BenchError> {
         let (grid, stream) = (matrix.grid(), self.timer.stream);
         let host = match compact::encode(matrix, &Histogram::of(matrix.bytes())) {

@@ -1,5 +1,5 @@
-//! Packed KV pages for tests, benchmarks and `unweight-bench stress`: units in both forms, and the packed form of a
-//! problem of attention.
+//! Packed KV pages for tests, benchmarks and `unweight-bench stress`: units in both encodings, and the packed encoding
+//! of a problem of attention.
 
 mod cache;
 mod device;
@@ -93,7 +93,7 @@ impl Heads {
         (0..PAGE_TOKENS).flat_map(move |t| (0..head_dim).map(move |i| kv::element(head_dim, t, i) as usize))
     }
 
-    /// The oracle's form of a unit of bf16 pages.
+    /// The oracle's encoding of a unit of bf16 pages.
     pub fn encode(self, pages: &[u16], unit: usize) -> EncodedUnit {
         packed::encode_unit(self.head_dim, half_of(unit), &self.values(pages, unit))
     }

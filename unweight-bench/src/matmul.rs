@@ -71,7 +71,7 @@ options! {
         layer: bool = true,
         /// What was measured before, for dispatch to follow, instead of the tables that ship and that the cache has.
         table: Option<MeasuredTable> = None,
-        /// Measure the matmuls from the compact form too, at batches that they take.
+        /// Measure the matmuls from the compact encoding too, at batches that they take.
         compact: bool = false,
         /// Measure the variants that need no copy engine too: of the model's order as many as of the others, one at
         /// least.
@@ -210,7 +210,7 @@ struct Bench<'a> {
     weights: Weights,
 }
 
-/// A weight in its forms, several times over.
+/// A weight in its encodings, several times over.
 struct Copies {
     whole: Vec<DeviceMatrix>,
     packed: Vec<DevicePacked>,
@@ -280,8 +280,8 @@ impl Bench<'_> {
         specs.into_iter().map(|spec| (spec, Some(spec) == choice)).collect()
     }
 
-    /// The matmuls from the compact form that take a batch, those of the smallest batch tile that holds it; with each
-    /// whether dispatch takes it.
+    /// The matmuls from the compact encoding that take a batch, those of the smallest batch tile that holds it; with
+    /// each whether dispatch takes it.
     fn compact_variants(&self, problem: GemmShape) -> Vec<(VariantSpec, bool)> {
         let (launches, m) = (self.launches(), problem.m);
         let choices: Vec<VariantSpec> = launches

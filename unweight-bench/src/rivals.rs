@@ -85,7 +85,7 @@ options! {
 /// Measures everything that `options` asks for. `progress` hears a line for each group of contenders.
 ///
 /// # Errors
-/// No cuBLAS, not enough memory, weights that a form cannot hold, or a kernel whose output is wrong.
+/// No cuBLAS, not enough memory, weights that an encoding cannot hold, or a kernel whose output is wrong.
 pub fn bench_rivals(
     kernels: &KernelSet,
     options: &RivalsOptions,
@@ -130,7 +130,7 @@ struct Bench<'a> {
     progress: &'a dyn Fn(&str),
 }
 
-/// A weight in all forms, several times over.
+/// A weight in all encodings, several times over.
 struct Encodings {
     n: u32,
     k: u32,
@@ -194,7 +194,7 @@ impl Bench<'_> {
         Ok(Decoder::new(self.kernels.get(&spec)?)?)
     }
 
-    /// To BF16, from every form.
+    /// To BF16, from every encoding.
     fn decode(&self, encodings: &Encodings, bytes: &[u8]) -> Result<Vec<Row>, BenchError> {
         let stream = self.timer.stream;
         let (copies, problem) = (encodings.whole.len(), encodings.problem(0));
@@ -312,7 +312,7 @@ impl Bench<'_> {
         rows
     }
 
-    /// Products from every form that has one, beside cuBLAS.
+    /// Products from every encoding that has one, beside cuBLAS.
     fn products(&self, encodings: &Encodings, m: u32) -> Result<Vec<Row>, BenchError> {
         let (stream, info) = (self.timer.stream, self.kernels.device().info());
         let (copies, problem) = (encodings.whole.len(), encodings.problem(m));
@@ -516,7 +516,7 @@ impl Bench<'_> {
         rows
     }
 
-    /// The first product from the compact form whose batch tile holds `m`.
+    /// The first product from the compact encoding whose batch tile holds `m`.
     fn compact(&self, m: u32) -> Result<Option<CompactGemm>, BenchError> {
         let of = |spec: &VariantSpec| match spec.op {
             Op::GemmCompact(op) => Some(op),

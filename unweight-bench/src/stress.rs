@@ -576,7 +576,7 @@ impl Run<'_> {
         format!("uw_{}_{family}", self.kernels.device().info().arch.tag())
     }
 
-    /// All stages of the encoder of the compact form together, with escapes of every kind, compared on the host.
+    /// All stages of the encoder of the compact encoding together, with escapes of every kind, compared on the host.
     fn compressor(&self) -> Result<Vec<StressRow>, BenchError> {
         let variant = format!("{}, all stages", self.family("encode_compact"));
         if !self.options.wants(&variant) {
@@ -608,7 +608,7 @@ impl Run<'_> {
         Ok(rows)
     }
 
-    /// All stages of the encoder together, to both forms, compared on the host.
+    /// All stages of the encoder together, to both encodings, compared on the host.
     fn encoders(&self) -> Result<Vec<StressRow>, BenchError> {
         let name = self.family("encode_huffman");
         if !self.options.wants(&name) {

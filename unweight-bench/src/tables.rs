@@ -3,7 +3,8 @@
 //!
 //! Whole steps are of a geometry with random weights, by the best guesses of paths, or by what a search found. As in
 //! the report, nothing but MLPs is coded in `HHR-PPR` and `all Huffman`, and their baseline is the same engine with
-//! BF16 weights by cuBLAS, the fastest of what cuBLASLt proposes; `packed` are all linears in this project's own form.
+//! BF16 weights by cuBLAS, the fastest of what cuBLASLt proposes; `packed` are all linears in this project's own
+//! encoding.
 
 use std::{fmt, time::Instant};
 

@@ -2,8 +2,8 @@
 
 use std::{fmt, ptr};
 
-/// What an answer must match. The engine asks it for the tokens that may follow, while the device computes the step that
-/// samples one of them.
+/// What an answer must match. The engine asks it for the tokens that may follow, while the device computes the step
+/// that samples one of them.
 pub trait Constraint: fmt::Debug + Send + Sync {
     /// The state before the first token of an answer.
     fn start(&self) -> Box<dyn ConstraintState>;

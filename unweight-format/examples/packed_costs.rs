@@ -1,4 +1,4 @@
-//! What the packed form costs: bits per element, escapes and speed by distribution of the weights.
+//! What the packed encoding costs: bits per element, escapes and speed by distribution of the weights.
 //!
 //! ```text
 //! packed_costs           made weights, [4096, 4096]

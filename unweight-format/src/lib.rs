@@ -6,7 +6,7 @@
 //! ```text
 //! bits      bytes, tiles, histograms, digests
 //!   ^
-//! form      raw, huffman, palette, packed, compact, exponents: a module each, one list; an oracle judges them
+//! encoding      raw, huffman, palette, packed, compact, exponents: a module each, one list; an oracle judges them
 //!   ^
 //! model     safetensors, names to roles
 //!   ^

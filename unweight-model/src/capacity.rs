@@ -102,7 +102,7 @@ fn tiles_bytes(rows: u32, cols: u32) -> u64 {
 }
 
 /// Bytes of a compact matrix of trained weights in device memory (`docs/format.md` A.11), with the heads of its packed
-/// form; packed where it has no whole tiles.
+/// encoding; packed where it has no whole tiles.
 fn compact_bytes(rows: u32, cols: u32) -> u64 {
     if !rows.is_multiple_of(layout::TILE as u32) || !cols.is_multiple_of(layout::TILE as u32) {
         return packed_bytes(rows, cols);

@@ -1,4 +1,4 @@
-//! The CPU columns of docs/rivals.md: bits an element and speed of every format here, beside the forms of
+//! The CPU columns of docs/rivals.md: bits an element and speed of every format here, beside the encodings of
 //! unweight-format.
 //!
 //! `cargo run --release -p unweight-rivals --example compare [ROUNDS]`; one thread, the time that it ran by the

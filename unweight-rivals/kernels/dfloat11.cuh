@@ -12,7 +12,7 @@
 // Grid      what fits the machine: a block takes every so many format blocks, so tables are read once.
 // Smem      8192 + 16384 + 4 * warps + 64 * kThreads - 64: codes that begin in 12 bits, their exponents, sums,
 //           exponents, those parked. Of 512 threads four blocks fit a multiprocessor, with not a byte to spare.
-// Barriers  all of the block (sync_block): behind the tables, behind the sums of warps, and between the exponents and
+// Barriers  all of the block (bar_sync): behind the tables, behind the sums of warps, and between the exponents and
 //           their reading. Parked words are their thread's alone. No copy engine.
 // Bound     device memory: 10.8 bits in and 16 out an element; the arithmetic takes as long.
 //
@@ -73,8 +73,8 @@ struct Bits {
 
     // By less than 32.
     UW_DEVICE void skip(u32 bits) {
-        a = ptx::funnel_shift_left(b, a, bits);
-        b = ptx::funnel_shift_left(c, b, bits);
+        a = ptx::shf_l_wrap(b, a, bits);
+        b = ptx::shf_l_wrap(c, b, bits);
         c <<= bits;
     }
 };
@@ -132,7 +132,7 @@ UW_DEVICE void decode(const Dfloat11Args& args, const Window& window, u32 smem_s
         u32 symbols = ptx::ld_shared(smem_symbols + 4 * next), used = entry % 16;
         // Codes that begin behind the window are the next thread's: those of the last bits that a look sees.
         const i32 behind = static_cast<i32>(at + kLookupBits - kWindowBits) + 4;
-        u32 count = ptx::popcount(entry >> (behind > 4 ? behind : 4));
+        u32 count = ptx::popc(entry >> (behind > 4 ? behind : 4));
         if (used == 0) {
             const Found found = walk(args, bits.a);
             symbols = found.exponent;
@@ -156,8 +156,8 @@ struct Parked {
 
     UW_DEVICE void operator()(u32 symbols, u32 count) {
         // These shifts are by `bits % 32`.
-        last |= ptx::funnel_shift_left(0, symbols, bits);
-        const u32 over = ptx::funnel_shift_left(symbols, 0, bits), old = bits;
+        last |= ptx::shf_l_wrap(0, symbols, bits);
+        const u32 over = ptx::shf_l_wrap(symbols, 0, bits), old = bits;
         bits += 8 * count;
         const bool full = ((old ^ bits) & 32) != 0;
         if (full && to < end) ptx::st_shared(to, last);
@@ -218,11 +218,11 @@ UW_DEVICE void place(u32 to, u32 park, u32 stride, const Parked& parked) {
 #pragma unroll
     for (u32 j = 0; j < kParkedWords; ++j) {
         if (4 * j + 4 <= reach && (j > 0 || shift == 0)) {
-            ptx::st_shared(aligned + 4 * j, ptx::funnel_shift_left(j > 0 ? words[j - 1] : 0, words[j], 8 * shift));
+            ptx::st_shared(aligned + 4 * j, ptx::shf_l_wrap(j > 0 ? words[j - 1] : 0, words[j], 8 * shift));
         }
     }
-    const u32 four = ptx::funnel_shift_right(parked.before, parked.last, 8 * (count & 3)), rest = reach & 3;
-    store_bytes(aligned + (reach & ~3u), ptx::funnel_shift_left(four, 0, 8 * rest), rest);
+    const u32 four = ptx::shf_r_wrap(parked.before, parked.last, 8 * (count & 3)), rest = reach & 3;
+    store_bytes(aligned + (reach & ~3u), ptx::shf_l_wrap(four, 0, 8 * rest), rest);
 }
 
 // Stores elements [begin, end), whose exponents lie from `exponents` on: byte i is that of element begin / 8 * 8 + i.
@@ -251,8 +251,8 @@ template <class Config>
 UW_DEVICE void run(const Dfloat11Args& args) {
     using S = Smem<Config>;
     constexpr u32 kThreads = Config::kThreads, kWarps = S::kWarps;
-    const u32 smem = ptx::smem_address(ptx::dynamic_smem());
-    u32 thread = ptx::thread_index();
+    const u32 smem = ptx::cvta_to_shared(ptx::dynamic_smem());
+    u32 thread = ptx::tid();
     ptx::pin(thread);  // read once: ptxas reads the special register at each use otherwise, and waits for it
     const u32 lane = thread % 32;
     const u32 warp = ptx::uniform_warp_index();
@@ -262,9 +262,9 @@ UW_DEVICE void run(const Dfloat11Args& args) {
     for (u32 i = thread; i < kLookups / 4; i += kThreads) {
         ptx::st_shared_x4(smem + S::kSymbols + 16 * i, ptx::ld_global_nc_x4(args.symbols + 4 * i));
     }
-    ptx::sync_block();  // orders the tables before the lookups
+    ptx::bar_sync();  // orders the tables before the lookups
     const u32 park = smem + S::kParked + 4 * thread;
-    for (u32 block = ptx::block_index(); block < args.blocks; block += ptx::grid_size()) {
+    for (u32 block = ptx::ctaid(); block < args.blocks; block += ptx::nctaid()) {
         const u32 begin = ptx::ld_global_nc(args.positions + block),
                   end = ptx::ld_global_nc(args.positions + block + 1);
         if (begin > end || end > args.elements) {
@@ -272,11 +272,11 @@ UW_DEVICE void run(const Dfloat11Args& args) {
             continue;
         }
         // What is read last is asked for first, and what the next block begins with.
-        if (begin + 128 * thread < end) ptx::prefetch_l2(args.sign_mantissa + begin + 128 * thread);
-        if (const u32 next = block + ptx::grid_size(); warp == 0 && next < args.blocks) {
+        if (begin + 128 * thread < end) ptx::prefetch_global_l2(args.sign_mantissa + begin + 128 * thread);
+        if (const u32 next = block + ptx::nctaid(); warp == 0 && next < args.blocks) {
             const u32 word = 2 * next * args.windows + 32 * lane, byte = 5 * next * args.windows / 8 + 128 * lane;
-            if (word < args.code_words) ptx::prefetch_l2(args.codes + word);
-            if (lane < 3 && byte < args.gap_bytes) ptx::prefetch_l2(args.gaps + byte);
+            if (word < args.code_words) ptx::prefetch_global_l2(args.codes + word);
+            if (lane < 3 && byte < args.gap_bytes) ptx::prefetch_global_l2(args.gaps + byte);
         }
         u32 at = begin, found = 0;
         for (u32 first = 0; first < args.windows; first += kThreads) {
@@ -288,28 +288,29 @@ UW_DEVICE void run(const Dfloat11Args& args) {
             u32 sum = count > 4 * kParkedWords ? kUnparked | count : count;
 #pragma unroll
             for (u32 delta = 1; delta < 32; delta *= 2) {
-                const u32 other = ptx::shuffle_up(sum, delta);
+                const u32 other = ptx::shfl_sync_up(sum, delta);
                 if (lane >= delta) sum += other;
             }
             if (lane == 31) ptx::st_shared(smem + S::kSums + 4 * warp, sum);
-            ptx::sync_block();  // orders the sums before their reading
+            ptx::bar_sync();  // orders the sums before their reading
             const u32 of_lane = lane < kWarps ? ptx::ld_shared(smem + S::kSums + 4 * lane) : 0;
             u32 sums = of_lane;
 #pragma unroll
             for (u32 delta = 1; delta < kWarps; delta *= 2) {
-                const u32 other = ptx::shuffle_up(sums, delta);
+                const u32 other = ptx::shfl_sync_up(sums, delta);
                 if (lane >= delta) sums += other;
             }
-            const u32 total = ptx::shuffle(sums, kWarps - 1), before = ptx::shuffle(sums - of_lane, warp) + sum - count;
+            const u32 total = ptx::shfl_sync_idx(sums, kWarps - 1),
+                      before = ptx::shfl_sync_idx(sums - of_lane, warp) + sum - count;
             const u32 all = total % kUnparked, taken = all < end - at ? all : end - at;
             if ((at & 7) + total > S::kRoom) {
                 // Once more, as not all are parked, or there is no room to put them together.
                 Stored stored{args, at + before % kUnparked, at + taken};
                 decode(args, Window::load(args, block, within), smem + S::kStarts, smem + S::kSymbols, stored);
-                ptx::sync_block();  // orders the reading of the sums before the next ones
+                ptx::bar_sync();  // orders the reading of the sums before the next ones
             } else {
                 place(smem + S::kExponents + (at & 7) + before, park, 4 * kThreads, parked);
-                ptx::sync_block();  // orders the exponents before they are read, and the sums before the next ones
+                ptx::bar_sync();  // orders the exponents before they are read, and the sums before the next ones
                 store<kThreads>(args, thread, at, at + taken, smem + S::kExponents);
                 // The barrier behind the next sums orders this reading before the next windows' exponents.
             }

@@ -13,7 +13,7 @@
 // Grid      four warps a block; a warp a stream, or a row
 // Smem      a word for each part (value, first part, parts), and a ring a warp: the words of the stream that are next,
 //           word n in place n % 256; those of lanes stay in registers
-// Barriers  all of the block (sync_block) behind the parts; __syncwarp between a warp's words and their reading
+// Barriers  all of the block (bar_sync) behind the parts; __syncwarp between a warp's words and their reading
 // Bound     the chain from state to state: a step takes a look at the words, four at the parts, a product of 64 bits.
 //
 // Safety    any bytes: words are read from the stream's own stretch, zeros behind it; parts are looked up by 7 or 8
@@ -99,27 +99,27 @@ struct Queue {
         put(ahead.y, 1);
         filled = kFirstWords;
         load();
-        ptx::sync_warp();  // orders the words before their reading by other lanes
+        ptx::bar_warp_sync();  // orders the words before their reading by other lanes
         return state;
     }
 
     // The next words to the lanes that want one, in their order.
     UW_DEVICE u32 take(bool wants) {
-        const u32 all = ptx::warp_ballot(wants);
+        const u32 all = ptx::vote_sync_ballot(wants);
         // As the words left may be fewer than those wanted, of which there are 32 at most.
         if (filled - taken < 32) {
-            ptx::sync_warp();  // orders the reading of what is overwritten, a ring ago, before the writing
+            ptx::bar_warp_sync();  // orders the reading of what is overwritten, a ring ago, before the writing
             put(ahead.x, 0);
             put(ahead.y, 1);
             put(ahead.z, 2);
             put(ahead.w, 3);
             filled += kGroup;
             load();
-            ptx::sync_warp();  // orders the words before their reading by other lanes
+            ptx::bar_warp_sync();  // orders the words before their reading by other lanes
         }
-        const u32 before = ptx::popcount(all & ((1u << lane) - 1));
+        const u32 before = ptx::popc(all & ((1u << lane) - 1));
         const u32 word = wants ? ptx::ld_shared(ring + ((taken + before) % kRing) * 4) : 0;
-        taken += ptx::popcount(all);
+        taken += ptx::popc(all);
         return word;
     }
 };
@@ -165,10 +165,10 @@ UW_DEVICE u32 prepare(const MatvansArgs& args, u32 smem) {
     using S = Smem<Config>;
     static_assert(Config::kParts % kThreads<Config> == 0, "a thread copies whole parts");
 #pragma unroll
-    for (u32 part = ptx::thread_index(); part < Config::kParts; part += kThreads<Config>)
+    for (u32 part = ptx::tid(); part < Config::kParts; part += kThreads<Config>)
         ptx::st_shared(smem + S::kTable + 4 * part, ptx::ld_global_nc(args.parts + part));
-    ptx::sync_block();  // orders the parts before the lookups of every warp
-    return ptx::block_index() * kWarps + ptx::uniform_warp_index();
+    ptx::bar_sync();  // orders the parts before the lookups of every warp
+    return ptx::ctaid() * kWarps + ptx::uniform_warp_index();
 }
 
 UW_DEVICE void finish(const MatvansArgs& args, const Queue& queue, u32 words, bool sane) {
@@ -178,13 +178,13 @@ UW_DEVICE void finish(const MatvansArgs& args, const Queue& queue, u32 words, bo
 UW_DEVICE i32 sum_of_warp(i32 sum) {
     u32 all = static_cast<u32>(sum);
 #pragma unroll
-    for (u32 mask = 16; mask > 0; mask /= 2) all += ptx::shuffle_xor(all, mask);
+    for (u32 mask = 16; mask > 0; mask /= 2) all += ptx::shfl_sync_bfly(all, mask);
     return static_cast<i32>(all);
 }
 
 template <class Config>
 UW_DEVICE void rows(const MatvansArgs& args) {
-    const u32 smem = ptx::smem_address(ptx::dynamic_smem()), lane = ptx::thread_index() % 32;
+    const u32 smem = ptx::cvta_to_shared(ptx::dynamic_smem()), lane = ptx::tid() % 32;
     const u32 stream = prepare<Config>(args, smem), warp = ptx::uniform_warp_index();
     if (stream >= args.streams) return;
     bool sane;
@@ -206,7 +206,7 @@ UW_DEVICE void rows(const MatvansArgs& args) {
 
 template <class Config>
 UW_DEVICE void stripes(const MatvansArgs& args) {
-    const u32 smem = ptx::smem_address(ptx::dynamic_smem()), lane = ptx::thread_index() % 32;
+    const u32 smem = ptx::cvta_to_shared(ptx::dynamic_smem()), lane = ptx::tid() % 32;
     const u32 stream = prepare<Config>(args, smem), warp = ptx::uniform_warp_index();
     if (stream >= args.streams) return;
     bool sane;
@@ -256,7 +256,7 @@ struct LaneQueue {
 
 template <class Config>
 UW_DEVICE void lanes(const MatvansArgs& args) {
-    const u32 smem = ptx::smem_address(ptx::dynamic_smem()), lane = ptx::thread_index() % 32;
+    const u32 smem = ptx::cvta_to_shared(ptx::dynamic_smem()), lane = ptx::tid() % 32;
     const u32 stream = prepare<Config>(args, smem);
     if (stream >= args.streams) return;
     bool sane;
@@ -282,7 +282,7 @@ UW_DEVICE void lanes(const MatvansArgs& args) {
         }
     }
     sum = sum_of_warp(sum);
-    const bool faulty = ptx::warp_ballot(!sane || queue.taken > 8 * whole.groups) != 0;
+    const bool faulty = ptx::vote_sync_ballot(!sane || queue.taken > 8 * whole.groups) != 0;
     if (lane == 0) {
         ptx::st_global_u8(args.y + stream, rounded(sum, args.scale));
         if (faulty) ptx::red_add_global(args.faults, 1);
@@ -291,7 +291,7 @@ UW_DEVICE void lanes(const MatvansArgs& args) {
 
 template <class Config>
 UW_DEVICE void dense(const MatvansArgs& args) {
-    const u32 row = ptx::block_index() * kWarps + ptx::uniform_warp_index(), lane = ptx::thread_index() % 32;
+    const u32 row = ptx::ctaid() * kWarps + ptx::uniform_warp_index(), lane = ptx::tid() % 32;
     if (row >= args.rows) return;
     const u8* own = args.dense + static_cast<u64>(row) * args.cols;
     i32 sum = 0;

@@ -12,7 +12,7 @@
 // Grid      add: a block for every kThreads streams; plain: for every 16 * kThreads bytes
 // Roles     a thread decodes a stream of each vector, a tile of 16 bytes of both at a time
 // Smem      add: 16384, the table: symbol | bits << 8 | next state without them << 16
-// Barriers  all of the block (sync_block) behind the table
+// Barriers  all of the block (bar_sync) behind the table
 // Bound     device memory, if the streams' chains (a look at the table for two bytes) overlap well
 //
 // Safety    any bytes: slabs are read between their block's offsets, if those are in order and within the slabs; zeros
@@ -153,7 +153,7 @@ struct Reader {
     // The next two exponents: the first one in the upper four bits.
     UW_DEVICE u32 next(u32 table) {
         const u32 entry = ptx::ld_shared(table + 4 * state), count = entry >> 8 & 0xff;
-        const u32 window = ptx::funnel_shift_left(low, high, used);
+        const u32 window = ptx::shf_l_wrap(low, high, used);
         // Up to 12 bits; a shift by 32 of none.
         const u32 value = window >> 1 >> (31 - count);
         ran_out = ran_out || count > bits;
@@ -180,12 +180,12 @@ UW_DEVICE u32 compose(u32 first, u32 second, u32 rest) {
 template <class Config>
 UW_DEVICE void add(const TansArgs& args) {
     constexpr u32 kThreads = Config::kThreads;
-    const u32 smem = ptx::smem_address(ptx::dynamic_smem()), thread = ptx::thread_index();
+    const u32 smem = ptx::cvta_to_shared(ptx::dynamic_smem()), thread = ptx::tid();
     for (u32 i = thread; i < kStates / 4; i += kThreads) {
         ptx::st_shared_x4(smem + 16 * i, ptx::ld_global_nc_x4(args.table + 4 * i));
     }
-    ptx::sync_block();  // orders the table before the lookups of every warp
-    const u32 stream = ptx::block_index() * kThreads + thread;
+    ptx::bar_sync();  // orders the table before the lookups of every warp
+    const u32 stream = ptx::ctaid() * kThreads + thread;
     if (stream >= args.streams) return;
     Reader a, b;
     a.open(args.slabs_a, args.words_a, args.states_a, args.partial_a, args.offsets_a, stream);
@@ -210,7 +210,7 @@ UW_DEVICE void add(const TansArgs& args) {
 // `rest_a` and `rest_b` are the vectors, `tiles` their 16 bytes.
 template <class Config>
 UW_DEVICE void plain(const TansArgs& args) {
-    const u64 tile = static_cast<u64>(ptx::block_index()) * kThreads<Config> + ptx::thread_index();
+    const u64 tile = static_cast<u64>(ptx::ctaid()) * kThreads<Config> + ptx::tid();
     if (tile >= args.tiles) return;
     const U32x4 a = ptx::ld_global_nc_x4(args.rest_a + 16 * tile), b = ptx::ld_global_nc_x4(args.rest_b + 16 * tile);
     ptx::st_global_x4(args.out + 16 * tile,

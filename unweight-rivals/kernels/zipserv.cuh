@@ -96,7 +96,7 @@ UW_DEVICE Extent load_extent(const ZipservArgs& args, u32 block) {
 // Starts the copy of a block's coded bytes to a stage; what cannot be right is left out.
 UW_DEVICE void copy_coded(const ZipservArgs& args, const Extent& extent, u32 stage) {
     if (!extent.is_sane(args)) return;
-    const u32 thread = ptx::thread_index(), chunks = extent.high_bytes() / 16, fulls = extent.full_elements() / 8;
+    const u32 thread = ptx::tid(), chunks = extent.high_bytes() / 16, fulls = extent.full_elements() / 8;
     for (u32 i = thread; i < chunks; i += 32 * kWarps) {
         ptx::cp_async_x4(stage + 16 * i, args.sign_mantissa + extent.high + 16 * i);
     }
@@ -130,14 +130,14 @@ struct Strip {
 
 UW_DEVICE Strip make_strip(const ZipservArgs& args, const Words& words, const Extent& extent, u32 strip, u32 stage,
                            u32 lane) {
-    const u32 own = ptx::popcount(words.map0 | words.map1 | words.map2);
+    const u32 own = ptx::popc(words.map0 | words.map1 | words.map2);
     u32 sum = own;
 #pragma unroll
     for (u32 delta = 1; delta < 32; delta *= 2) {
-        const u32 other = ptx::shuffle_up(sum, delta);
+        const u32 other = ptx::shfl_sync_up(sum, delta);
         if (lane >= delta) sum += other;
     }
-    const u32 total = ptx::shuffle(sum, 31);
+    const u32 total = ptx::shfl_sync_idx(sum, 31);
     // The last strip ends where the block does, but for padding. A start beyond the block fails here, too: no sum is
     // above 2^32, as both are held to the block's extent first.
     bool sane = extent.is_sane(args) && words.begin.x <= extent.high_bytes() && words.begin.y <= extent.full_elements();
@@ -170,21 +170,21 @@ UW_DEVICE u32 four_exponents(u32 m0, u32 m1, u32 m2, u32 any, u32 first) {
 // This lane's eight elements: a row of a tile of 8 x 8.
 UW_DEVICE U32x4 decode_row(const Strip& strip, u32 first, u32 tile, u32 row) {
     const u32 half = 2 * tile + row / 4, shift = 8 * (row % 4);
-    const u32 m0 = ptx::shuffle(strip.map0, half), m1 = ptx::shuffle(strip.map1, half),
-              m2 = ptx::shuffle(strip.map2, half);
-    const u32 any = m0 | m1 | m2, index = ptx::shuffle(strip.before, half) + ptx::popcount(any & ((1u << shift) - 1));
+    const u32 m0 = ptx::shfl_sync_idx(strip.map0, half), m1 = ptx::shfl_sync_idx(strip.map1, half),
+              m2 = ptx::shfl_sync_idx(strip.map2, half);
+    const u32 any = m0 | m1 | m2, index = ptx::shfl_sync_idx(strip.before, half) + ptx::popc(any & ((1u << shift) - 1));
     const u32 c0 = m0 >> shift, c1 = m1 >> shift, c2 = m2 >> shift, own = any >> shift;
     u64 exponents = static_cast<u64>(four_exponents(c0 >> 4, c1 >> 4, c2 >> 4, own >> 4, first)) << 32 |
                     four_exponents(c0, c1, c2, own, first);
     // Eight bytes of the window from any byte on, as if all eight were of it.
     const u32 from = strip.high + index, word = from & ~3u, turn = 8 * (from & 3), middle = ptx::ld_shared(word + 4);
-    u64 rest = static_cast<u64>(ptx::funnel_shift_right(middle, ptx::ld_shared(word + 8), turn)) << 32 |
-               ptx::funnel_shift_right(ptx::ld_shared(word), middle, turn);
+    u64 rest = static_cast<u64>(ptx::shf_r_wrap(middle, ptx::ld_shared(word + 8), turn)) << 32 |
+               ptx::shf_r_wrap(ptx::ld_shared(word), middle, turn);
     // What is not makes room for itself. Elements outside of the window that lie before this row come first.
     u32 others = strip.full + 2 * (32 * half + shift - index);
 #pragma unroll 1
     for (u32 missing = ~own & 0xff; missing != 0; missing &= missing - 1) {
-        const u32 at = 8 * ptx::popcount((missing & -missing) - 1), element = ptx::ld_shared_u16(others);
+        const u32 at = 8 * ptx::popc((missing & -missing) - 1), element = ptx::ld_shared_u16(others);
         const u64 before = (1ull << at) - 1;
         rest =
             (rest & before) | (rest & ~before) << 8 | static_cast<u64>((element >> 8 & 0x80) | (element & 0x7f)) << at;
@@ -204,7 +204,7 @@ UW_DEVICE void count_fault(const ZipservArgs& args, u32 lane) {
 // All copies but those of the newest group have landed, of every thread.
 UW_DEVICE void wait_for_stage() {
     ptx::cp_async_wait_group<1>();
-    ptx::sync_block();  // with the wait: orders every thread's copies before their reading by all
+    ptx::bar_sync();  // with the wait: orders every thread's copies before their reading by all
 }
 
 enum class NamedBarrier : u32 {
@@ -219,11 +219,10 @@ UW_DEVICE void release_stage() {
 template <class Config>
 UW_DEVICE void decompress(const ZipservArgs& args) {
     using S = Smem<Config>;
-    const u32 smem = ptx::smem_address(ptx::dynamic_smem()), lane = ptx::thread_index() % 32,
-              warp = ptx::uniform_warp_index();
-    const u32 across = args.cols / kBlock, blocks = args.rows / kBlock * across, step = ptx::grid_size();
+    const u32 smem = ptx::cvta_to_shared(ptx::dynamic_smem()), lane = ptx::tid() % 32, warp = ptx::uniform_warp_index();
+    const u32 across = args.cols / kBlock, blocks = args.rows / kBlock * across, step = ptx::nctaid();
     const u32 last = blocks - 1;
-    u32 block = ptx::block_index(), stage = smem;
+    u32 block = ptx::ctaid(), stage = smem;
     if (block >= blocks) return;
     // One block ahead of the decoding the bytes, two ahead where they lie; behind the last block that is read again.
     auto within = [&](u32 b) { return b < blocks ? b : last; };
@@ -269,7 +268,7 @@ UW_DEVICE u32 x_place(u32 row, u32 chunk) { return row * 128 + (chunk ^ (row & 1
 // Starts the copy of x[0..kBatchTile, 64 columns from `column` on], zeros behind the batch.
 template <class Config>
 UW_DEVICE void copy_x(const ZipservArgs& args, u32 column, u32 stage) {
-    for (u32 i = ptx::thread_index(); i < Config::kBatchTile * 8; i += 32 * kWarps) {
+    for (u32 i = ptx::tid(); i < Config::kBatchTile * 8; i += 32 * kWarps) {
         const u32 row = i / 8, chunk = i % 8;
         const bool used = row < args.batch;
         const u16* from = args.x + static_cast<u64>(used ? row : 0) * args.cols + column + chunk * 8;
@@ -281,10 +280,8 @@ template <class Config>
 UW_DEVICE void gemm(const ZipservArgs& args) {
     using S = Smem<Config>;
     constexpr u32 kColumns = Config::kBatchTile / 8;
-    const u32 smem = ptx::smem_address(ptx::dynamic_smem()), lane = ptx::thread_index() % 32,
-              warp = ptx::uniform_warp_index();
-    const u32 across = args.cols / kBlock, row_block = ptx::block_index() / args.splits,
-              split = ptx::block_index() % args.splits;
+    const u32 smem = ptx::cvta_to_shared(ptx::dynamic_smem()), lane = ptx::tid() % 32, warp = ptx::uniform_warp_index();
+    const u32 across = args.cols / kBlock, row_block = ptx::ctaid() / args.splits, split = ptx::ctaid() % args.splits;
     // Shares of k differ by a block at most; `across` is below 2^25, splits below 2^7.
     const u32 first = across * split / args.splits, end = across * (split + 1) / args.splits, base = row_block * across;
     float sums[kColumns][4] = {};
@@ -344,7 +341,7 @@ UW_DEVICE void gemm(const ZipservArgs& args) {
             if (batch >= args.batch) continue;
             const u64 at = static_cast<u64>(batch) * args.rows + row + i / 2 * 8;
             if (args.splits == 1) {
-                ptx::st_global_u16(args.y + at, ptx::pack_bf16x2(sums[c][i], 0.0f) & 0xffff);
+                ptx::st_global_u16(args.y + at, ptx::cvt_rn_bf16x2(sums[c][i], 0.0f) & 0xffff);
             } else {
                 float* to = args.sums + static_cast<u64>(split) * args.batch * args.rows + at;
                 ptx::st_global(to, ptx::bits_from_float(sums[c][i]));
@@ -356,13 +353,13 @@ UW_DEVICE void gemm(const ZipservArgs& args) {
 template <class Config>
 UW_DEVICE void reduce(const ZipservArgs& args) {
     const u64 count = static_cast<u64>(args.batch) * args.rows;
-    const u64 at = static_cast<u64>(ptx::block_index()) * kThreads<Config> + ptx::thread_index();
+    const u64 at = static_cast<u64>(ptx::ctaid()) * kThreads<Config> + ptx::tid();
     if (at >= count) return;
     float sum = 0.0f;
     for (u32 split = 0; split < args.splits; ++split) {
         sum = ptx::add(sum, ptx::float_from_bits(ptx::ld_global(args.sums + split * count + at)));
     }
-    ptx::st_global_u16(args.y + at, ptx::pack_bf16x2(sum, 0.0f) & 0xffff);
+    ptx::st_global_u16(args.y + at, ptx::cvt_rn_bf16x2(sum, 0.0f) & 0xffff);
 }
 
 }  // namespace uw::zipserv

@@ -123,7 +123,7 @@ struct Weight {
 }
 
 impl UnweightLinear {
-    /// A layer out of a bundle, whatever the form that its weight is stored in.
+    /// A layer out of a bundle, whatever the encoding that its weight is stored in.
     ///
     /// # Errors
     /// The bundle does not have it or is damaged, it cannot be packed, or there is nothing to run it on the device.

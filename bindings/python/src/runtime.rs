@@ -218,8 +218,8 @@ impl Runtime {
         Ok(shape.scratch_bytes(m, top_k))
     }
 
-    /// Enqueues the experts of tokens: `rows` is x, its rows and y; `routed` is ids, weights and how many of them a token
-    /// has.
+    /// Enqueues the experts of tokens: `rows` is x, its rows and y; `routed` is ids, weights and how many of them a
+    /// token has.
     fn experts(
         &self,
         py: Python<'_>,

@@ -31,8 +31,8 @@ struct alignas(16) TileMetadata {
     u32 verbatim_high;        // bitmask of verbatim rows 32..63
 };
 
-// Preprocess family: decode_full, decode_exponent, decode_palette. Read-only input is a Huffman tensor; of decode_full
-// also one of encoding `exponents` (docs/format.md A.12).
+// Family `decode_huffman`: decode_full, decode_exponent, decode_palette. Read-only input is a Huffman tensor; of
+// decode_full also one of encoding `exponents` (docs/format.md A.12).
 struct DecodeHuffmanArgs {
     const u8* sign_mantissa;          // [n, k], full only; of other dtypes: fraction_bytes, then fraction_bits
     const u32* encoded_exp;           // [encoded_words]
@@ -70,7 +70,7 @@ struct GemmReconArgs {
     u32 reserved;
 };
 
-// Register-sourced family (docs/format.md A.9): Y[m, n] = X[m, k] * W[n, k]^T, W packed to 12 bits. n and k are
+// Packed products (docs/format.md A.9): Y[m, n] = X[m, k] * W[n, k]^T, W packed to 12 bits. n and k are
 // multiples of 64, m is any.
 struct GemmPackedArgs {
     TensorMap x;                      // bf16 [m, k], box 64 (k) x the variant's batch tile, 128-byte swizzle, zero fill

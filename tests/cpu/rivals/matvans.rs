@@ -188,9 +188,9 @@ fn planted_bugs_are_caught() {
         ("ptx::prmt(entry[2], entry[3], 0x0040), 0x5410)", "ptx::prmt(entry[3], entry[2], 0x0040), 0x5410)"),
         ("ptx::st_global_u8(args.y + stream * 32 + lane,", "ptx::st_global_u8(args.y + stream * 32 + (lane ^ 1),"),
         ("state << 16 | queue.take()", "state << 16 | 1"),
-        ("ptx::sync_block();  // orders the parts before the lookups of every warp\n", "\n"),
+        ("ptx::bar_sync();  // orders the parts before the lookups of every warp\n", "\n"),
         // The queue's other two are behind or before a ballot, at which lanes meet here; on a GPU that orders nothing.
-        ("ptx::sync_warp();  // orders the words before their reading by other lanes\n        }", "}"),
+        ("ptx::bar_warp_sync();  // orders the words before their reading by other lanes\n        }", "}"),
         ("low = low >> 16 | high << 48;", "low >>= 16;"),
         ("whole.next + 4 * lane", "whole.next + 4 * (lane ^ 1)"),
         ("i == 2 ? x.z : x.w", "i == 2 ? x.w : x.z"),
@@ -201,8 +201,8 @@ fn planted_bugs_are_caught() {
         ("value < -128.0f ? -128.0f :", ""),
         ("i32 sum_of_warp(i32 sum) {\n", "i32 sum_of_warp(i32 sum) {\n    return sum;\n"),
         (
-            "const u32 before = ptx::popcount(all & ((1u << lane) - 1));",
-            "const u32 before = ptx::popcount(all & (1u << lane));",
+            "const u32 before = ptx::popc(all & ((1u << lane) - 1));",
+            "const u32 before = ptx::popc(all & (1u << lane));",
         ),
     ] {
         let mut kernel = build(&[Edit { header, from, to }]);

@@ -1,4 +1,4 @@
-//! The kernels of `unweight-rivals` on the CPU prelude, against its decoders.
+//! The kernels of `unweight-rivals` in the simulator, against its decoders.
 
 mod dfloat11;
 mod matvans;

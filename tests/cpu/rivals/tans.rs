@@ -163,7 +163,7 @@ fn planted_bugs_are_caught() {
         ("used = (32 - valid) & 31;", "used = 0;"),
         ("window >> 1 >> (31 - count)", "window >> (31 - count)"),
         ("slab -= kBlockStreams;", "slab -= 1;"),
-        ("ptx::sync_block();  // orders the table before the lookups of every warp\n", "\n"),
+        ("ptx::bar_sync();  // orders the table before the lookups of every warp\n", "\n"),
         ("((entry >> 16) | value) & (kStates - 1)", "(entry >> 16) & (kStates - 1)"),
         ("(first >> 4) | (first & 15) << 8", "(first & 15) | (first >> 4) << 8"),
         ("(rest & 0xf000) << 12;", "(rest & 0xf000) << 8;"),

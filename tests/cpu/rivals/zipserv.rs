@@ -292,7 +292,7 @@ fn planted_bugs_are_caught() {
         ("ptx::ld_global(args.sums + split * count + at)", "ptx::ld_global(args.sums + at)"),
         ("lane % 4 * 2 + i % 2;", "lane % 4 * 2 + i / 2;"),
         ("ptx::cp_async_wait_group<1>();", ""),
-        ("ptx::sync_block();  // with the wait: orders every thread's copies before their reading by all", ""),
+        ("ptx::bar_sync();  // with the wait: orders every thread's copies before their reading by all", ""),
         (
             "ptx::bar_sync(NamedBarrier::kWarps, 32 * kWarps);  // orders the reading before the next copies to the stage",
             "",

@@ -17,7 +17,7 @@ pub fn speedups(rows: &[Row]) -> Drawing<'static> {
     ratios(caption, ("batch", "times cuBLAS"), dispatched(rows))
 }
 
-/// By shape and form, by batch.
+/// By shape and encoding, by batch.
 fn dispatched(rows: &[Row]) -> Lines {
     // Per shape and batch the last of what dispatch takes: ordinary launches come before dependent ones.
     let mut lines: Lines = Vec::new();

@@ -114,7 +114,7 @@ impl Case {
     }
 }
 
-/// Pages of one layer in all forms.
+/// Pages of one layer in all encodings.
 struct Pool {
     unique: Vec<u16>,
     body: u32,
@@ -150,7 +150,7 @@ fn page_traffic() -> usize {
     HEADS.page_elements() * 2 + HEADS.page_bytes() + HEADS.page_record_bytes()
 }
 
-/// The oracle's form of a page, and of its records.
+/// The oracle's encoding of a page, and of its records.
 fn oracle(page: &[u16]) -> (Vec<u8>, Vec<u8>) {
     let (mut bytes, mut records) = (vec![0; HEADS.page_bytes()], vec![0; HEADS.page_record_bytes()]);
     for unit in 0..HEADS.page_units() {

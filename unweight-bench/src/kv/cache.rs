@@ -127,7 +127,7 @@ impl Cache {
         self.free[1..=self.free[0] as usize].iter().copied().collect()
     }
 
-    /// Holds what packing left against what was there before, and the oracle's form of the pages.
+    /// Holds what packing left against what was there before, and the oracle's encoding of the pages.
     ///
     /// # Errors
     /// What is wrong.
@@ -239,7 +239,7 @@ impl Cache {
 pub struct Job {
     layer: u32,
     page: u32,
-    /// The oracle's form of its units.
+    /// The oracle's encoding of its units.
     units: Vec<EncodedUnit>,
 }
 

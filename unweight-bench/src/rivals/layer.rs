@@ -34,7 +34,7 @@ const SHAPES: [(u32, u32); 7] =
 /// Times that a graph has the layer: one takes some 100 us, which hides most of the gap between two graphs.
 const PASSES: usize = 4;
 
-/// The layer in all forms. It is larger than any cache, so there is one.
+/// The layer in all encodings. It is larger than any cache, so there is one.
 struct Layer {
     bits: Vec<u16>,
     whole: Vec<DeviceMatrix>,

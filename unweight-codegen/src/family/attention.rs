@@ -158,7 +158,8 @@ args! {
         pub start: u32,
         /// The factor of scores, times log2(e); `softcap`: the cap, times log2(e).
         pub scale: f32,
-        /// The epsilon of the norms of queries and keys; `softcap`, which takes none: the factor of scores divided by the cap.
+        /// The epsilon of the norms of queries and keys; `softcap`, which takes none: the factor of scores divided by
+        /// the cap.
         pub eps: f32,
         /// `split`: blocks that share the tokens of a row and KV head, 1 to [`PARTS_MAX`].
         pub parts: u32,

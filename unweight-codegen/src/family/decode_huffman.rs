@@ -11,7 +11,7 @@ use crate::{
 use unweight_format::{EncodingId, Float};
 
 word_axis! {
-    /// What a decoder of the preprocess family writes (report section 7).
+    /// What a decoder of the family `decode_huffman` writes (report section 7).
     DecodeOutput, "output" {
         /// `[n, k]`, row-major: the weights themselves.
         Full = "full",
@@ -84,7 +84,7 @@ impl DecodeWarps {
 }
 
 axes! {
-    /// A decoder of the preprocess family.
+    /// A decoder of the family `decode_huffman`.
     pub struct DecodeHuffmanSpec {
         /// The form of the output.
         output: DecodeOutput "",
@@ -100,7 +100,7 @@ axes! {
 }
 
 args! {
-    /// Arguments of the preprocess family.
+    /// Arguments of the family `decode_huffman`.
     pub struct DecodeHuffmanArgs {
         /// `[n, k]` u8; read by `decode_full` only. Of other types than BF16: `fraction_bytes`, and `fraction_bits`
         /// behind them.

@@ -1,4 +1,4 @@
-//! Register-sourced matmul of a mixture of experts, from one packed tensor of all of them:
+//! Packed matmul of a mixture of experts, from one packed tensor of all of them:
 //! `templates/include/unweight/kernels/gemm_grouped.cuh`. A block is one of `gemm_mma` that copies by its threads, and
 //! its shared memory is the same sum.
 
@@ -17,7 +17,7 @@ use crate::{
 use unweight_format::EncodingId;
 
 axes! {
-    /// A variant of the register-sourced matmul of a mixture of experts: a block multiplies up to `batch_tile` rows
+    /// A variant of the packed matmul of a mixture of experts: a block multiplies up to `batch_tile` rows
     /// that a list names by `row_blocks` blocks of 16 output features of one expert.
     pub struct GemmGroupedSpec {
         /// Rows of an item.
@@ -70,7 +70,7 @@ args! {
 }
 
 impl VariantSpec {
-    /// A register-sourced matmul of a mixture of experts.
+    /// A packed matmul of a mixture of experts.
     pub const fn gemm_grouped(arch: Arch, spec: GemmGroupedSpec) -> Self {
         Self { arch, op: Op::GemmGrouped(spec) }
     }

@@ -1,4 +1,4 @@
-//! Register-sourced matmul for small batches, from packed weights: `templates/include/unweight/kernels/gemm_mma.cuh`.
+//! Packed matmul for small batches, from packed weights: `templates/include/unweight/kernels/gemm_mma.cuh`.
 //!
 //! ```text
 //! bytes = warps * (align1024(stages * stage) + bulk * 8 * stages + persistent * sums)
@@ -43,7 +43,7 @@ range_axis! {
 }
 
 axes! {
-    /// A variant of the register-sourced family for small batches (`mma.m16n8k16`): every warp multiplies `row_blocks`
+    /// A variant of the packed family for small batches (`mma.m16n8k16`): every warp multiplies `row_blocks`
     /// blocks of 16 output features by `batch_tile` batch rows, and the warps of a cluster share k.
     pub struct GemmMmaSpec {
         /// Batch rows of a cluster.
@@ -73,7 +73,7 @@ axes! {
 }
 
 args! {
-    /// Arguments of the register-sourced family (`gemm_mma`, `gemm_wgmma`).
+    /// Arguments of the packed family (`gemm_mma`, `gemm_wgmma`).
     pub struct GemmPackedArgs {
         /// bf16 `[m, k]`, box 64 x the variant's batch tile, 128-byte swizzle, zero fill.
         pub x: TensorMap,
@@ -114,13 +114,13 @@ args! {
 }
 
 impl VariantSpec {
-    /// A register-sourced matmul for small batches.
+    /// A packed matmul for small batches.
     pub const fn gemm_mma(arch: Arch, spec: GemmMmaSpec) -> Self {
         Self { arch, op: Op::GemmMma(spec) }
     }
 }
 
-/// The shapes of the register-sourced family for small batches that measured best, by batch tile and within it by
+/// The shapes of the packed family for small batches that measured best, by batch tile and within it by
 /// growing `n` (docs/records/2026-11-21/matmul-packed-log.md).
 pub const SHAPES: [GemmMmaSpec; 23] = [
     small(8, 1, 16, 2, 2),

@@ -1,4 +1,4 @@
-//! Register-sourced matmul for large batches, from packed weights: `templates/include/unweight/kernels/gemm_wgmma.cuh`.
+//! Packed matmul for large batches, from packed weights: `templates/include/unweight/kernels/gemm_wgmma.cuh`.
 //!
 //! ```text
 //! bytes   = stages * (batch_tile * 128 + warpgroups * (6144 + escapes * 256) + 16) + warpgroups * (buffers * store_rows * 128 + 8)
@@ -37,7 +37,7 @@ range_axis! {
 }
 
 axes! {
-    /// A variant of the register-sourced family for large batches (`wgmma`): `64 * warpgroups` output features by
+    /// A variant of the packed family for large batches (`wgmma`): `64 * warpgroups` output features by
     /// `batch_tile` batch rows per output tile.
     pub struct GemmWgmmaSpec {
         /// Batch rows of an output tile.
@@ -62,13 +62,13 @@ axes! {
 }
 
 impl VariantSpec {
-    /// A register-sourced matmul for large batches.
+    /// A packed matmul for large batches.
     pub const fn gemm_wgmma(arch: Arch, spec: GemmWgmmaSpec) -> Self {
         Self { arch, op: Op::GemmWgmma(spec) }
     }
 }
 
-/// The shapes of the register-sourced family for large batches that measured best, by batch tile
+/// The shapes of the packed family for large batches that measured best, by batch tile
 /// (docs/records/2026-11-21/matmul-packed-log.md).
 pub const SHAPES: [GemmWgmmaSpec; 17] = [
     wide(64, 10, false),

@@ -251,13 +251,13 @@ families! {
     decode_compact: DecodeCompact(DecodeCompactSpec),
     /// Reconstructive matmul `Y[m,n] = X[m,k] * W[n,k]^T` (report section 8).
     gemm_recon: GemmRecon(GemmReconSpec),
-    /// Register-sourced matmul for small batches, from a packed tensor.
+    /// Packed matmul for small batches, from a packed tensor.
     gemm_mma: GemmMma(GemmMmaSpec),
-    /// Register-sourced matmul for large batches, from a packed tensor.
+    /// Packed matmul for large batches, from a packed tensor.
     gemm_wgmma: GemmWgmma(GemmWgmmaSpec),
     /// Matmul for small batches, from a compact tensor.
     gemm_compact: GemmCompact(GemmCompactSpec),
-    /// Register-sourced matmul of a mixture of experts, from one packed tensor of all of them.
+    /// Packed matmul of a mixture of experts, from one packed tensor of all of them.
     gemm_grouped: GemmGrouped(GemmGroupedSpec),
     /// Rows of an embedding, from BF16 or a packed tensor.
     embed: Embed(EmbedSpec),

@@ -39,8 +39,8 @@ args! {
         pub adjusts: u64,
         /// [`TokenState`] `[slots, token_pitch]`; only of an adjusted variant.
         pub tokens: u64,
-        /// u32 `[masks, vocabulary / 32, rounded up]`: bit `t % 32` of word `t / 32` is set if token `t` may be sampled;
-        /// only of an adjusted variant.
+        /// u32 `[masks, vocabulary / 32, rounded up]`: bit `t % 32` of word `t / 32` is set if token `t` may be
+        /// sampled; only of an adjusted variant.
         pub masks: u64,
         /// Elements from one row of logits to the next, a multiple of 8.
         pub pitch: u64,

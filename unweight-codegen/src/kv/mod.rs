@@ -8,7 +8,7 @@
 //!
 //! Chunk `c` of a line is at `c ^ line * chunks / 8`, the swizzle of the copy engine and of the tensor cores.
 //!
-//! [`packed`] holds the 12-bit form of a full page.
+//! [`packed`] holds the 12-bit encoding of a full page.
 
 pub mod packed;
 

@@ -3,7 +3,7 @@
 //! is needed.
 //!
 //! ```text
-//! tensors with the bytes of each form --units--> choices --frontier--> least time within a memory,
+//! tensors with the bytes of each encoding --units--> choices --frontier--> least time within a memory,
 //!                                                                      or least bytes within a slowdown
 //! ```
 //! A unit is a set of tensors that one product multiplies with: queries, keys and values; output; gate and up; down;
@@ -52,7 +52,7 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// Bytes on a device: of what stays compact, the heads of its packed form as well.
+    /// Bytes on a device: of what stays compact, the heads of its packed encoding as well.
     fn resident_bytes(&self, encoding: EncodingId) -> Option<u64> {
         let heads =
             if encoding == EncodingId::COMPACT { self.rows.saturating_mul(self.cols) / HEAD_WEIGHTS } else { 0 };
@@ -260,7 +260,7 @@ const KINDS: [(&str, &[Role]); 6] = [
     ("embed", &[Role::Embedding]),
 ];
 
-/// Weights of the packed form for a byte of its heads: 16 bytes a tile.
+/// Weights of the packed encoding for a byte of its heads: 16 bytes a tile.
 const HEAD_WEIGHTS: u64 = 256;
 
 /// Buffers of decoded weights: one is read while the next is filled.
@@ -271,7 +271,7 @@ struct Unit<'a> {
     kind: usize,
     layer: Option<u32>,
     tensors: Vec<&'a Tensor>,
-    /// The forms of its choices.
+    /// The encodings of its choices.
     encodings: Vec<EncodingId>,
     choices: Vec<Candidate>,
 }
@@ -289,7 +289,7 @@ impl<'a> Unit<'a> {
             if encoding == EncodingId::RAW && encodings.contains(&EncodingId::PACKED) {
                 continue;
             }
-            // A form of some of the tensors is none of the unit.
+            // An encoding of some of the tensors is none of the unit.
             let bytes: Option<u64> = tensors.iter().map(|tensor| tensor.resident_bytes(encoding)).sum();
             if let (Some(bytes), Some(us)) = (bytes, product_us(&tensors, encoding)) {
                 encodings.push(encoding);
@@ -321,9 +321,9 @@ fn shape(tensor: &Tensor, m: u32) -> GemmShape {
     GemmShape { m, n: extent(tensor.rows), k: extent(tensor.cols) }
 }
 
-/// Microseconds of a unit's product; `None` where it is not run from such a form.
+/// Microseconds of a unit's product; `None` where it is not run from such an encoding.
 fn product_us(kind: usize, tensors: &[&Tensor], encoding: EncodingId, m: u32, tied: bool) -> Option<f64> {
-    // A lookup reads a few rows, whatever the form.
+    // A lookup reads a few rows, whatever the encoding.
     let looked_up = KINDS[kind].0 == "embed";
     if looked_up && encoding == EncodingId::COMPACT {
         return None;
@@ -503,7 +503,8 @@ impl<'a> Case<'a> {
         self.slots.saturating_add(self.shared)
     }
 
-    /// The forms of a solution, hard units spread evenly over the layers where that takes no more than `weights` bytes.
+    /// The encodings of a solution, hard units spread evenly over the layers where that takes no more than `weights`
+    /// bytes.
     fn encodings(&self, picked: &[usize], weights: u64) -> Vec<usize> {
         let chosen: Vec<usize> = self.allowed.iter().zip(picked).map(|(allowed, at)| allowed[*at]).collect();
         let mut even = chosen.clone();

@@ -359,7 +359,7 @@ fn every_plan(units: &[Unit<'_>], rest: u64, contexts: &Contexts<'_>) -> Vec<(u6
     plans.iter().filter_map(sum).collect()
 }
 
-/// Two layers, all forms of all units: no plan is better, and what is said of it is so.
+/// Two layers, all encodings of all units: no plan is better, and what is said of it is so.
 #[test]
 fn small_models_equal_brute_force() {
     let (config, mut plain) = small(2048);

@@ -167,7 +167,7 @@ impl Engine {
     }
 }
 
-/// Loads random weights, whose forms `imitate` may set.
+/// Loads random weights, whose encodings `imitate` may set.
 fn random(
     kernels: &KernelSet,
     config: ModelConfig,

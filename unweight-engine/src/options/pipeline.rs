@@ -64,8 +64,8 @@ impl Pipeline {
         }
     }
 
-    /// The form that the weights are decoded to before the product; `None` if the product reads them as stored. A layer
-    /// with a decoded projection is called hard, any other easy.
+    /// The encoding that the weights are decoded to before the product; `None` if the product reads them as stored. A
+    /// layer with a decoded projection is called hard, any other easy.
     pub fn decodes(self) -> Option<DecodeOutput> {
         match self {
             Self::Raw | Self::Palette | Self::Packed => None,

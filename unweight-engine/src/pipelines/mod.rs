@@ -3,7 +3,7 @@
 //! never an engine.
 //!
 //! ```text
-//! form, shape --loads_as--> weights on the device --variants--> variants at a batch, best guess first
+//! encoding, shape --loads_as--> weights on the device --variants--> variants at a batch, best guess first
 //!     --Setting--> one variant a projection --step_graph--> streams, events, slots --runner--> launches
 //! ```
 //! | stored | on the device | pipelines |
@@ -11,7 +11,7 @@
 //! | raw | BF16 | cuBLAS |
 //! | palette | palette indices | reconstructive matmul |
 //! | huffman | as stored; easy: palette indices | decode whole for cuBLAS, or exponents or indices for the matmul |
-//! | packed | packed | register-sourced matmul |
+//! | packed | packed | packed matmul |
 //! | another | packed, or BF16 where it cannot be packed | packed, or cuBLAS |
 //!
 //! A weight with a side that is not a multiple of 64 is loaded as BF16, because no kernel reads it.

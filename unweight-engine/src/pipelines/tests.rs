@@ -64,8 +64,8 @@ fn mlp_paths_have_names() {
     }
 }
 
-/// Every variant of every form has its kernel where it needs one: of the source that the pipeline reads, with room for
-/// the verbatim rows, at sides that it divides.
+/// Every variant of every encoding has its kernel where it needs one: of the source that the pipeline reads, with room
+/// for the verbatim rows, at sides that it divides.
 #[test]
 fn every_mlp_path_has_its_kernel() {
     for [n, k] in [[14336, 4096], [4096, 14336], [192, 128], [64, 64]] {

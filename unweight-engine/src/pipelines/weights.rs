@@ -49,7 +49,7 @@ impl<'k> Transcoding<'k> {
     }
 }
 
-/// The decoder to a form, for codes of up to so many bits.
+/// The decoder to an encoding, for codes of up to so many bits.
 pub fn decoder(kernels: &KernelSet, output: DecodeOutput, bits: u32) -> Result<Decoder, DeviceError> {
     let arch = kernels.device().info().arch;
     match graph::decoder(arch, output, bits) {
@@ -69,8 +69,8 @@ fn is_easy(placement: Placement, coded: u32) -> bool {
     placement == Placement::Alternate && coded % 2 == 1
 }
 
-/// The forms that decoders make for step graphs. Exponents and palettes are for reconstructive matmuls, which not every
-/// architecture has.
+/// The encodings that decoders make for step graphs. Exponents and palettes are for reconstructive matmuls, which not
+/// every architecture has.
 pub fn outputs(has_matmuls: bool) -> &'static [DecodeOutput] {
     const ALL: [DecodeOutput; 3] = [DecodeOutput::Full, DecodeOutput::Exponent, DecodeOutput::Palette];
     if has_matmuls { &ALL } else { &ALL[..1] }

@@ -54,7 +54,7 @@ impl StoredMlp {
 
 /// A source of weights as they are stored.
 pub trait StoredSource: Source {
-    /// The form that a weight is stored in.
+    /// The encoding that a weight is stored in.
     fn encoding(&self, name: &str) -> Result<EncodingId, LoadError>;
     /// A Huffman-coded weight as it is.
     fn huffman(&mut self, name: &str, shape: [u32; 2]) -> Result<DeviceHuffman, LoadError>;
@@ -76,7 +76,7 @@ impl StoredSource for Loader<'_> {
     }
 }
 
-/// Random weights in both forms that decoders and palettes' matmuls read.
+/// Random weights in both encodings that decoders and palettes' matmuls read.
 pub type Coded = (HuffmanTensor<Vec<u8>>, PaletteTensor<Vec<u8>>);
 
 /// Random weights as a bundle would store them.
@@ -84,7 +84,7 @@ pub type Coded = (HuffmanTensor<Vec<u8>>, PaletteTensor<Vec<u8>>);
 pub struct Codes {
     /// The weights that are repeated.
     drawn: Vec<u16>,
-    /// The forms of weights that are not raw, by name.
+    /// The encodings of weights that are not raw, by name.
     encodings: HashMap<String, EncodingId>,
     /// Coded once for each shape.
     coded: HashMap<[u32; 2], Coded>,
@@ -96,7 +96,7 @@ impl Codes {
         Self { drawn, encodings: HashMap::new(), coded: HashMap::new() }
     }
 
-    /// Gives MLPs the forms of a bundle of this profile (docs/format.md B.6).
+    /// Gives MLPs the encodings of a bundle of this profile (docs/format.md B.6).
     pub fn imitate(&mut self, names: &ModelWeights, profile: Profile) {
         for (index, layer) in names.layers.iter().enumerate() {
             let Some(GatedWeights { gate, up, down }) = layer.mlp.dense() else { continue };
@@ -113,12 +113,12 @@ impl Codes {
         }
     }
 
-    /// The form of a weight.
+    /// The encoding of a weight.
     pub fn encoding(&self, name: &str) -> EncodingId {
         self.encodings.get(name).copied().unwrap_or(EncodingId::RAW)
     }
 
-    /// A weight `[n, k]` in both forms.
+    /// A weight `[n, k]` in both encodings.
     ///
     /// # Errors
     /// No such matrix can be coded.

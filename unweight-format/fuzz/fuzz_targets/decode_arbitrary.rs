@@ -10,7 +10,7 @@ use unweight_format::{
     },
 };
 
-/// The sections of the forms with verbatim rows, as an input numbers them.
+/// The sections of the encodings with verbatim rows, as an input numbers them.
 const NUMBERED: [Section; 8] = [
     Section::SIGN_MANTISSA,
     Section::ENCODED_EXP,
@@ -41,7 +41,7 @@ fn check_palette(tensor: &PaletteTensor<Vec<u8>>) {
 fn check_packed(tensor: &PackedTensor<Vec<u8>>) {
     let weights = tensor.unpack();
     assert!(weights == oracle::unpack(tensor));
-    // The form is canonical: with the same window, the weights give the same bytes.
+    // The encoding is canonical: with the same window, the weights give the same bytes.
     let matrix = Matrix::new(&weights, tensor.grid().rows(), tensor.grid().cols()).expect("the shape is right");
     if let Ok(again) = packed::pack(matrix, &Histogram::of(&weights)) {
         assert!(again.window() != tensor.window() || again == *tensor, "two encodings of the same weights");

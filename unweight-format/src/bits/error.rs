@@ -20,7 +20,7 @@ pub enum CodecError {
         /// Bytes given.
         got: usize,
     },
-    /// The form is for another type.
+    /// The encoding is for another type.
     #[error("the encoding does not take {}", .float.name())]
     Type {
         /// Type of the matrix.
@@ -42,7 +42,7 @@ pub enum CodecError {
         /// Columns.
         cols: usize,
     },
-    /// The packed form has whole tiles only.
+    /// The packed encoding has whole tiles only.
     #[error("a packed matrix has rows and columns that are multiples of 64, got [{rows}, {cols}]")]
     PackedShape {
         /// Rows.
@@ -79,7 +79,7 @@ pub enum CodecError {
     /// A stored tensor has too few or too many sections.
     #[error("{got} sections stored, the encoding has {expected}")]
     Sections {
-        /// Sections of the form.
+        /// Sections of the encoding.
         expected: usize,
         /// Sections given.
         got: usize,

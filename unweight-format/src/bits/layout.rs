@@ -36,7 +36,7 @@ pub const WINDOW_BASE_MIN: u8 = 1;
 pub const WINDOW_BASE_MAX: u8 = 239;
 /// Bytes of one tile of `dense`: 64 * 64 * 10 bits.
 pub const DENSE_TILE_BYTES: usize = TILE_ELEMENTS * 10 / 8;
-/// Exponents in the window of the compact form: 8 classes of 4.
+/// Exponents in the window of the compact encoding: 8 classes of 4.
 pub const CLASS_WINDOW: usize = 32;
 /// Bytes of `class_window`.
 pub const CLASS_WINDOW_BYTES: usize = 16;
@@ -44,7 +44,7 @@ pub const CLASS_WINDOW_BYTES: usize = 16;
 pub const CLASS_BASE_MIN: u8 = 1;
 /// See [`CLASS_BASE_MIN`]: the window ends below the exponent of Inf and NaN.
 pub const CLASS_BASE_MAX: u8 = 223;
-/// Exponent of an operand of the compact form that is the lowest of the window: a multiple of 32, so that class and
+/// Exponent of an operand of the compact encoding that is the lowest of the window: a multiple of 32, so that class and
 /// remainder are merged by `or`.
 pub const CLASS_OPERAND_EXPONENT: u8 = 96;
 /// Longest code of a quad of classes, bits: decoders have a table of `2^9` entries.

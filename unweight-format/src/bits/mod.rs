@@ -1,4 +1,4 @@
-//! Bits and bytes: what every form is made of. Nothing here knows a form, a file or a model.
+//! Bits and bytes: what every encoding is made of. Nothing here knows an encoding, a file or a model.
 
 pub mod bf16;
 pub mod bitstream;

@@ -333,7 +333,7 @@ impl Job<'_> {
                 }
             };
             let bytes = batch_bytes(shard, &batch);
-            // The coded form, and what it becomes.
+            // The encoding, and what it becomes.
             gate.enter(bytes.saturating_mul(2));
             let buffer = if bytes <= pooled { free.recv().ok() } else { Some(shard.buffer(bytes)?) };
             let Some(mut buffer) = buffer else { break };

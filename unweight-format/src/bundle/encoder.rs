@@ -12,7 +12,7 @@ pub trait Encoder: Sync {
     /// The digest of the matrix's bytes, and the matrix in the encoding asked for. Called from several threads at once.
     ///
     /// # Errors
-    /// The matrix does not fit the form (another is then tried), or the encoder failed.
+    /// The matrix does not fit the encoding (another is then tried), or the encoder failed.
     fn encode(
         &self,
         matrix: FloatMatrix<'_>,
@@ -25,7 +25,7 @@ pub trait Encoder: Sync {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EncoderError {
-    /// The matrix does not fit the form.
+    /// The matrix does not fit the encoding.
     #[error("the tensor does not fit the encoding")]
     NotEncodable(#[from] NotEncodable),
     /// The encoder itself failed.

@@ -39,7 +39,7 @@ pub(crate) const RANK_MAX: usize = 64;
 pub(crate) const SOURCE_HEADER: &str = "unweight.source_header";
 /// Between a tensor's name and its section's.
 pub(crate) const SECTION_INFIX: &str = ".unweight.";
-/// What the name of a file that the bundle has in another form gets for the copy of the source's own.
+/// What the name of a file that the bundle has in another encoding gets for the copy of the source's own.
 pub(crate) const SOURCE_SUFFIX: &str = ".source";
 
 const DIGEST_KEY: &[u8] = b"\"manifest_digest\":\"";
@@ -246,10 +246,10 @@ pub struct TensorEntry {
     pub role: Role,
     /// Layer, by its name.
     pub layer: Option<u32>,
-    /// Stored form.
+    /// The encoding of the tensor.
     #[serde(rename = "encoding")]
     pub encoding: EncodingId,
-    /// Why it is stored raw, or in another form than was asked for.
+    /// Why it is stored raw, or in another encoding than was asked for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
     /// Rows of the matrix it is coded as; absent if raw.
@@ -341,7 +341,7 @@ impl FileEntry {
         if let Self::Weights(file) = self { Some(file) } else { None }
     }
 
-    /// The file that the bundle has in another form, if it is one.
+    /// The file that the bundle has in another encoding, if it is one.
     pub fn changed(&self) -> Option<&ChangedFile> {
         if let Self::Index(file) | Self::Config(file) = self { Some(file) } else { None }
     }
@@ -423,7 +423,7 @@ impl TensorEntry {
             return Some("its sections are not those of its encoding, in order".into());
         }
         self.sections.iter().find_map(|section| {
-            // A raw form that is smaller bounds every section.
+            // A raw encoding that is smaller bounds every section.
             if section.bytes > original {
                 return Some(format!("section {} is larger than the tensor", section.name.name()));
             }

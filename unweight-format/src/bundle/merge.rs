@@ -131,7 +131,7 @@ pub fn merge(
     })
 }
 
-/// Takes a file of a part over. Of one that the bundle has in another form, returns what it is made of.
+/// Takes a file of a part over. Of one that the bundle has in another encoding, returns what it is made of.
 fn take(stage: &Stage, dir: &Path, file: &FileEntry, progress: &dyn Progress) -> Result<Option<Kind>, BundleError> {
     let advance = |bytes| {
         progress.advance(bytes);

@@ -49,7 +49,7 @@ named! {
     VerifyAfter, "verification" {
         /// Nothing: what was written is trusted.
         None = "none",
-        /// In each file the first and the last tensor, the largest of each form, and every sixteenth.
+        /// In each file the first and the last tensor, the largest of each encoding, and every sixteenth.
         Sample = "sample",
         /// Every tensor.
         Full = "full",

@@ -38,7 +38,7 @@ pub(crate) struct PartFile {
     pub(super) options: Options,
     /// All files of the source, by name.
     source: Vec<Seen>,
-    /// Those of this part, by name. Of changed files the stored form is not made yet.
+    /// Those of this part, by name. Of changed files the encoding is not made yet.
     pub(crate) files: Vec<FileEntry>,
 }
 

@@ -1,4 +1,4 @@
-//! Which tensor is stored in which form, and what that will cost.
+//! Which tensor is stored in which encoding, and what that will cost.
 //!
 //! [`Planner::decide`] decides by name, type and shape alone; the encoder may still turn a coded tensor back to raw, if
 //! it would not shrink. [`predict`] says how large a coded tensor becomes, from a sample.
@@ -46,7 +46,7 @@ pub enum Reason {
     Down,
     /// The inference profile keeps what is in no layer raw.
     NoLayer,
-    /// In this form it would not be smaller.
+    /// In this encoding it would not be smaller.
     NotSmaller(EncodingId),
 }
 
@@ -79,16 +79,16 @@ pub struct Decision {
     pub role: Role,
     /// By its name.
     pub layer: Option<u32>,
-    /// The form, and the matrix it is coded as.
+    /// The encoding, and the matrix it is coded as.
     pub choice: EncodingChoice,
 }
 
-/// A form with what it needs, and why it is not the form that was asked for.
+/// An encoding with what it needs, and why it is not the encoding that was asked for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EncodingChoice {
     encoding: EncodingId,
     grid: Option<TileGrid>,
-    /// The forms that did not fit, in the order in which they were tried.
+    /// The encodings that did not fit, in the order in which they were tried.
     misfits: Vec<(EncodingId, NotEncodable)>,
     raw: Option<Reason>,
 }
@@ -99,7 +99,7 @@ impl EncodingChoice {
         Self { encoding: EncodingId::RAW, grid: None, misfits: Vec::new(), raw: Some(reason) }
     }
 
-    /// A form for a matrix, or what takes its place if it does not fit the shape.
+    /// An encoding for a matrix, or what takes its place if it does not fit the shape.
     pub fn of(encoding: EncodingId, grid: TileGrid) -> Self {
         let choice = Self { encoding, grid: Some(grid), misfits: Vec::new(), raw: None };
         match encoding.encoding().fits(grid) {
@@ -108,12 +108,12 @@ impl EncodingChoice {
         }
     }
 
-    /// What takes the place of a form that does not fit.
+    /// What takes the place of an encoding that does not fit.
     pub fn unfit(mut self, why: NotEncodable) -> Self {
         self.misfits.push((self.encoding, why));
         self.encoding = self.encoding.encoding().fallback();
         match self.grid {
-            // A form that nothing takes the place of ends here: raw fits everything.
+            // An encoding that nothing takes the place of ends here: raw fits everything.
             Some(grid) if self.encoding != EncodingId::RAW => match self.encoding.encoding().fits(grid) {
                 Ok(()) => self,
                 Err(why) => self.unfit(why),
@@ -122,12 +122,12 @@ impl EncodingChoice {
         }
     }
 
-    /// Raw, because this form would not be smaller.
+    /// Raw, because this encoding would not be smaller.
     pub fn not_smaller(self) -> Self {
         Self { encoding: EncodingId::RAW, grid: None, raw: Some(Reason::NotSmaller(self.encoding)), ..self }
     }
 
-    /// The form.
+    /// The encoding.
     pub fn encoding(&self) -> EncodingId {
         self.encoding
     }
@@ -137,7 +137,7 @@ impl EncodingChoice {
         self.grid
     }
 
-    /// Why it is raw, or in another form than was asked for.
+    /// Why it is raw, or in another encoding than was asked for.
     pub fn reason(&self) -> Option<String> {
         let mut parts: Vec<String> =
             self.misfits.iter().map(|(encoding, why)| format!("not {encoding}: {why}")).collect();
@@ -153,9 +153,9 @@ impl EncodingChoice {
 /// Overrides from a file: `{"rules": [{"match": "model.layers.0.*", "encoding": "raw"}, ...]}`.
 ///
 /// A later rule overrides an earlier one; a rule overrides profile, scope, include and exclude. Type and shape are
-/// stronger than any rule: only BF16, FP8, F16 and F32 tensors of rank 2 and up are ever coded. A form that does not
-/// take a tensor's type stands for the first one that does: `huffman` and `exponents` are the same coding, of BF16 and
-/// of other types.
+/// stronger than any rule: only BF16, FP8, F16 and F32 tensors of rank 2 and up are ever coded. An encoding that does
+/// not take a tensor's type stands for the first one that does: `huffman` and `exponents` are the same coding, of BF16
+/// and of other types.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PlanFile {
@@ -173,7 +173,7 @@ pub struct Rule {
     /// Pattern (`*`, `?`) over tensor names.
     #[serde(rename = "match")]
     pub pattern: String,
-    /// The form to store matching tensors in.
+    /// The encoding to store matching tensors in.
     #[serde(rename = "encoding")]
     pub encoding: EncodingId,
 }

@@ -168,7 +168,7 @@ impl Shard {
         let sections = sections.collect::<Result<Vec<_>, _>>()?;
         let stored =
             StoredTensor::new(entry.encoding, grid, sections).map_err(|source| self.codec_error(index, source))?;
-        // A form of several types says which one it is of; it has to be the tensor's.
+        // An encoding of several types says which one it is of; it has to be the tensor's.
         match stored.section(Section::FLOAT_FORMAT) {
             Some(format) if Float::of(entry.dtype).is_none_or(|float| format != exponents::format_of(float)) => {
                 let reason = "it is not that of the tensor's type";

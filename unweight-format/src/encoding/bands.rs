@@ -67,7 +67,7 @@ struct Band {
 /// Tiles of a band: enough to make a task worth its dispatch, few enough to balance (256 tiles are 2 MiB of weights).
 const BAND_TILES: usize = 256;
 
-/// Encodes band by band, for the forms of tiles with verbatim rows. `HUFFMAN`: coded rows go to the word stream and
+/// Encodes band by band, for the encodings of tiles with verbatim rows. `HUFFMAN`: coded rows go to the word stream and
 /// their lengths to `out` (64 bytes a tile); otherwise their packed indices go to `out` (2048 bytes a tile). Returns
 /// `sign_mantissa` (empty unless it is BF16), `out`, metadata, words, verbatim rows.
 pub(crate) fn bands<const HUFFMAN: bool>(
@@ -79,7 +79,7 @@ pub(crate) fn bands<const HUFFMAN: bool>(
     let grid = matrix.grid();
     let band_rows = (BAND_TILES / grid.tile_cols()).max(1);
     let band_tiles = band_rows * grid.tile_cols();
-    // Another type's sign and fraction are the form's own business: a byte a band stands for what is not made.
+    // Another type's sign and fraction are the encoding's own business: a byte a band stands for what is not made.
     let is_bf16 = matrix.float() == Float::Bf16;
     let band_count = grid.tile_rows().div_ceil(band_rows);
     let (mut sign_mantissa, band_bytes) =

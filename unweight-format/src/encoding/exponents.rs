@@ -132,7 +132,7 @@ impl Rest {
     }
 }
 
-/// Bytes of `fraction_bytes` and `fraction_bits` of a matrix; `None` of a type that the form does not hold.
+/// Bytes of `fraction_bytes` and `fraction_bits` of a matrix; `None` of a type that the encoding does not hold.
 pub fn fraction_sections(float: Float, grid: TileGrid) -> Option<[usize; 2]> {
     Exponents::FLOATS.contains(&float).then(|| Rest::of(float).section_bytes(grid))
 }
@@ -140,7 +140,7 @@ pub fn fraction_sections(float: Float, grid: TileGrid) -> Option<[usize; 2]> {
 /// Encodes a matrix with its own optimal code under `limit`.
 ///
 /// # Errors
-/// It is BF16, which has forms of its own, or the coded words would exceed 2^32.
+/// It is BF16, which has encodings of its own, or the coded words would exceed 2^32.
 pub fn encode(matrix: FloatMatrix<'_>, limit: CodeLimit) -> Result<ExponentsTensor<Vec<u8>>, CodecError> {
     let histogram = Survey::of_float(matrix.float(), matrix.bytes()).histogram;
     encode_with(matrix, &Code::from_histogram(&histogram, limit).expect("a matrix has elements"))
@@ -290,7 +290,7 @@ fn join_some<const COUNT: usize>(
     }
 }
 
-/// A tensor of the form. `B` owns (`Vec<u8>`) or borrows (`&[u8]`) the section bytes.
+/// A tensor of the encoding. `B` owns (`Vec<u8>`) or borrows (`&[u8]`) the section bytes.
 ///
 /// Constructing one validates it (`docs/format.md` A.12), so every offset inside may be trusted.
 #[derive(Clone, PartialEq, Eq)]
@@ -377,7 +377,7 @@ impl<B: AsRef<[u8]>> ExponentsTensor<B> {
         Exponents::SECTIONS.iter().filter_map(|&s| self.section(s)).map(|b| b.len() as u64).sum()
     }
 
-    /// The view of a stored tensor; `None` if it has another form. [`StoredTensor::borrowed`] keeps the tensor.
+    /// The view of a stored tensor; `None` if it has another encoding. [`StoredTensor::borrowed`] keeps the tensor.
     pub fn of(tensor: StoredTensor<B>) -> Option<Self> {
         let (grid, section) = tensor.take(EncodingId::EXPONENTS)?;
         Some(Self::from_sections(grid, section).expect("a stored tensor was checked"))

@@ -165,13 +165,13 @@ mod tests {
             assert_eq!(at, EncodingId::RAW);
             assert!(!encoding.floats().is_empty());
         }
-        // Whatever can be coded has a form that takes it.
+        // Whatever can be coded has an encoding that takes it.
         for float in Float::ALL {
             assert!(
                 ENCODINGS.iter().any(|encoding| encoding.id() != EncodingId::RAW && encoding.floats().contains(&float))
             );
         }
-        // One name has one meaning, whatever the form.
+        // One name has one meaning, whatever the encoding.
         let mut sections: Vec<Section> = ENCODINGS.iter().flat_map(|encoding| encoding.sections()).copied().collect();
         sections.sort_by_key(|section| section.name());
         sections.windows(2).for_each(|pair| assert!(pair[0] == pair[1] || pair[0].name() != pair[1].name()));

@@ -223,7 +223,7 @@ pub fn unpack<B: AsRef<[u8]>>(tensor: &PackedTensor<B>) -> Vec<u8> {
     out
 }
 
-/// Decodes the compact form bit by bit.
+/// Decodes the compact encoding bit by bit.
 ///
 /// # Errors
 /// The codes of a lane do not use its stored bits, or bits that belong to none are not 0.

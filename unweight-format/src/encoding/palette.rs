@@ -17,7 +17,7 @@ use crate::{
     safetensors::Dtype,
 };
 
-/// The palette form.
+/// The palette encoding.
 #[derive(Debug, Clone, Copy)]
 pub struct PaletteEncoding;
 
@@ -262,7 +262,7 @@ impl PaletteTensor<Vec<u8>> {
 }
 
 impl<B: AsRef<[u8]>> PaletteTensor<B> {
-    /// The view of a stored tensor; `None` if it has another form. [`StoredTensor::borrowed`] keeps the tensor.
+    /// The view of a stored tensor; `None` if it has another encoding. [`StoredTensor::borrowed`] keeps the tensor.
     pub fn of(tensor: StoredTensor<B>) -> Option<Self> {
         let (grid, section) = tensor.take(EncodingId::PALETTE)?;
         Some(Self::from_sections(grid, section).expect("a stored tensor was checked"))

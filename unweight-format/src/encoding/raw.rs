@@ -1,11 +1,11 @@
-//! Raw: the tensor's bytes (`docs/format.md` A.8). What fits no other form, or would not shrink.
+//! Raw: the tensor's bytes (`docs/format.md` A.8). What fits no other encoding, or would not shrink.
 
 use rayon::prelude::*;
 
 use super::{Encoding, EncodingId, Extent, NotEncodable, Sample, Section, Sections, Survey};
 use crate::{CodeLimit, CodecError, Float, FloatMatrix, TileGrid, safetensors::Dtype};
 
-/// The raw form.
+/// The raw encoding.
 #[derive(Debug, Clone, Copy)]
 pub struct Raw;
 

@@ -1,4 +1,4 @@
-//! What the forms of tiles with verbatim rows share (`docs/format.md` A.5 - A.7): sections, their invariants, and
+//! What the encodings of tiles with verbatim rows share (`docs/format.md` A.5 - A.7): sections, their invariants, and
 //! joining bytes to weights.
 
 use super::{Extent, Section};

@@ -142,7 +142,7 @@ fn packed_profile_falls_back_with_a_reason() {
     let n = 128 * 128;
     let (packed, palette, raw) = (EncodingId::PACKED, EncodingId::PALETTE, EncodingId::RAW);
     let outside = "% of the elements lie outside the best window of 16 exponents, the limit is 0.39 %";
-    // Name, shape, weights, form, and what its reason says.
+    // Name, shape, weights, encoding, and what its reason says.
     type Case<'a> = (&'a str, [usize; 2], Vec<u8>, EncodingId, &'a [&'a str]);
     let cases: [Case<'_>; 11] = [
         ("normal", [128, 128], common::weights(n, 1), packed, &[]),
@@ -217,7 +217,7 @@ fn packed_profile_falls_back_with_a_reason() {
     assert!(with("one", 1) == with("three", 3));
 }
 
-/// An encoder without a kernel for the packed form.
+/// An encoder without a kernel for the packed encoding.
 struct Unpacked;
 
 impl Encoder for Unpacked {

@@ -653,7 +653,7 @@ fn misfits_of_the_compact_encoding_are_named() {
         bytes[(row * 192 + col) * 2..][..2].copy_from_slice(&[1, 0]);
     }
     assert_eq!(encode(&bytes, 192, 192), Uncompact::Operand { row: 40, col: 190 });
-    // Two exponents of equal shares: a bit each, and two that the dense part keeps where the Huffman form has one.
+    // Two exponents of equal shares: a bit each, and two that the dense part keeps where the Huffman encoding has one.
     let two: Vec<u8> = (0..256 * 256u32)
         .flat_map(|i| ((120 + (i.wrapping_mul(0x9e37_79b9) >> 31) as u16) << 7).to_le_bytes())
         .collect();

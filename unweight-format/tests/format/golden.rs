@@ -347,7 +347,7 @@ fn regenerate() {
         scratch.path("r/t.safetensors"),
         &safetensors_file(&[], &[tensor("t", "BF16", &[128, 64], &escaping_weights(128 * 64))]),
     );
-    // What is coded: of the profile's own form, or another type's exponents.
+    // What is coded: of the profile's own encoding, or another type's exponents.
     const FLOATS: Profile = Profile::Inference;
     type Change = fn(Section, &mut [u8]);
     let streams: [(&str, Profile, Change); 31] = [

@@ -227,7 +227,7 @@ fn shapes(arch: Arch) -> &'static [VariantSpec] {
     })
 }
 
-/// Whether a register-sourced matmul is for dependent launch; `None` for other families.
+/// Whether a packed matmul is for dependent launch; `None` for other families.
 pub fn is_pdl(spec: &VariantSpec) -> Option<bool> {
     match spec.op {
         Op::GemmMma(op) => Some(op.pdl),

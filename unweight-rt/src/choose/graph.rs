@@ -1,8 +1,8 @@
-//! The graph of forms: the forms of a weight, and the kernel families that turn one form into another or into a
-//! product.
+//! The graph of encodings: the encodings of a weight, and the kernel families that turn one encoding into another or
+//! into a product.
 //!
 //! ```text
-//! huffman --decode--> bf16 <--host-- any form        exponents --gemm_recon--> product
+//! huffman --decode--> bf16 <--host-- any encoding        exponents --gemm_recon--> product
 //! compact --decode--> bf16
 //!    |                 | ^                           palette   --gemm_recon--> product
 //!    +--> exponents    v |  unpack                   packed    --gemm_packed-> product
@@ -17,7 +17,7 @@ use unweight_codegen::{
 };
 use unweight_format::{EncodingId, Float};
 
-/// A form of a weight, as far as kernels distinguish them.
+/// An encoding of a weight, as far as kernels distinguish them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Node {
@@ -33,7 +33,7 @@ pub enum Node {
     Compact,
     /// Exponent bytes.
     Exponents,
-    /// A form that only the host decodes.
+    /// An encoding that only the host decodes.
     Host,
     /// `X * W^T`.
     Product,
@@ -61,7 +61,7 @@ pub enum Step {
     Host,
     /// Decoding of a Huffman-coded tensor.
     Decode(DecodeOutput),
-    /// The compact form to BF16 on the GPU.
+    /// The compact encoding to BF16 on the GPU.
     DecodeCompact,
     /// Packing on the GPU.
     Pack,
@@ -69,7 +69,7 @@ pub enum Step {
     Unpack,
     /// The report's reconstructive matmul.
     GemmRecon,
-    /// The register-sourced matmuls.
+    /// The packed matmuls.
     GemmPacked,
     /// cuBLAS: no kernel of ours.
     Cublas,

@@ -1,9 +1,9 @@
-//! From a weight to kernels, without a device: which forms it can take, which variant computes a problem, and what must
-//! be compiled for a bundle.
+//! From a weight to kernels, without a device: which encodings it can take, which variant computes a problem, and what
+//! must be compiled for a bundle.
 //!
 //! | module | what it knows |
 //! |---|---|
-//! | [`graph`] | the forms and the families between them: two static lists, and their walk |
+//! | [`graph`] | the encodings and the families between them: two static lists, and their walk |
 //! | [`candidates`] | the matmul variants that there are: those that ship, and those that a program has registered |
 //! | [`cost`] | what a product takes: [a model of a GPU](cost::gpu_model), and formulas of records by path |
 //! | [`table`] | what was measured |
@@ -12,8 +12,8 @@
 //! | [`reachable`] | all that the weights of a bundle can ask for |
 //! | [`recon`] | the report's matmuls |
 //!
-//! Everything is a pure function of shapes, forms and options, for use before anything has been measured on the machine
-//! at hand. Loading, warming (`kernels compile --bundle`), benchmarks and tests ask the same functions.
+//! Everything is a pure function of shapes, encodings and options, for use before anything has been measured on the
+//! machine at hand. Loading, warming (`kernels compile --bundle`), benchmarks and tests ask the same functions.
 
 pub mod candidates;
 pub mod cost;

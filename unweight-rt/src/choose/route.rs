@@ -1,5 +1,5 @@
 //! How a weight becomes a layer and how the layer is multiplied at every batch, as a pure function of what the manifest
-//! says: its route through the graph of forms, and the kernels of each range of batches.
+//! says: its route through the graph of encodings, and the kernels of each range of batches.
 //!
 //! ```text
 //! bundle --weights()--> Weight --conversion()--> steps --RoutePolicy::decoder, packing, gemms--> what the loader asks a KernelSource for
@@ -35,7 +35,7 @@ pub struct Weight {
 }
 
 impl Weight {
-    /// A weight of a stored form.
+    /// A weight of a stored encoding.
     pub fn stored(n: u32, k: u32, encoding: EncodingId) -> Self {
         Self { n, k, node: Node::of(encoding), gated: false }
     }
@@ -66,8 +66,8 @@ impl Weight {
         if self.gated { &[Epilogue::SiluMul] } else { &[Epilogue::Store, Epilogue::StoreAdd] }
     }
 
-    /// Whether the packed form may have escapes, before anybody has looked: a packed tensor may have none, others are
-    /// taken to have some.
+    /// Whether the packed encoding may have escapes, before anybody has looked: a packed tensor may have none, others
+    /// are taken to have some.
     pub(crate) fn escapes(&self) -> &'static [bool] {
         if self.node == Node::Packed { &[true, false] } else { &[true] }
     }
@@ -81,7 +81,7 @@ impl Weight {
         }
     }
 
-    /// The steps by which a loader makes it a layer: the shortest way through the packed form.
+    /// The steps by which a loader makes it a layer: the shortest way through the packed encoding.
     pub fn conversion(&self) -> Vec<Edge> {
         let routes = paths(self.node).into_iter().filter(|path| path.iter().all(|edge| self.takes(edge)));
         routes
@@ -97,7 +97,7 @@ pub(super) const GEMM_MMA_BATCH: u32 = 64;
 /// The way in which a batch is multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Route<K> {
-    /// By a kernel that reads the weights in their stored form.
+    /// By a kernel that reads the weights in their encoding.
     Direct(K),
     /// From packed weights, which one kernel writes into the slot ahead of the other.
     ExpandToPacked {

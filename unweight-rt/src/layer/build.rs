@@ -258,7 +258,7 @@ impl<'k> LayerBuilder<'k> {
         self.layer_of_scratch(parts.first(), &weight, compact)
     }
 
-    /// A layer of a weight that stays compact, whose packed form has no more than its escapes on the device.
+    /// A layer of a weight that stays compact, whose packed encoding has no more than its escapes on the device.
     pub(super) fn compact(&mut self, name: &str, weight: &Weight, compact: DeviceCompact) -> Result<Linear, LoadError> {
         let device = in_tensor(name);
         let (n, k, stream) = (weight.n, weight.k, self.packer.stream().clone());
@@ -323,7 +323,7 @@ impl<'k> LayerBuilder<'k> {
         })
     }
 
-    /// The packed form of one weight, unpadded.
+    /// The packed encoding of one weight, unpadded.
     pub(super) fn pack_alone(
         &mut self,
         name: &str,
@@ -452,7 +452,7 @@ impl<'k> LayerBuilder<'k> {
         Ok(())
     }
 
-    /// The compact form of the scratch `[n, k]`; `None` where it has none. Waits.
+    /// The compact encoding of the scratch `[n, k]`; `None` where it has none. Waits.
     fn encode_scratch(&mut self, (n, k): (u32, u32)) -> Result<Option<DeviceCompact>, DeviceError> {
         let compressor = match &self.compressor {
             Some(compressor) => compressor,
@@ -467,7 +467,7 @@ impl<'k> LayerBuilder<'k> {
         }
     }
 
-    /// The packed form of the scratch `[n, k]`, padded to whole tiles.
+    /// The packed encoding of the scratch `[n, k]`, padded to whole tiles.
     fn pack_scratch(&mut self, (n, k): (u32, u32), padded: (u32, u32)) -> Result<DevicePacked, PackError> {
         let whole = MatrixRef::new(&self.scratch.whole, n, k, k.into()).map_err(DeviceError::from)?;
         if padded == (n, k) {

@@ -224,7 +224,7 @@ impl<'k> Loader<'k> {
     /// A Huffman-coded tensor `[n, k]`, still encoded.
     ///
     /// # Errors
-    /// [`LoadError`]; [`Unsuitable::OtherEncoding`] where it is stored in another form.
+    /// [`LoadError`]; [`Unsuitable::OtherEncoding`] where it is stored in another encoding.
     pub fn huffman(&mut self, name: &str) -> Result<DeviceHuffman, LoadError> {
         extents(self.bundle, name)?;
         let (_, tensors) = self.parts();
@@ -261,7 +261,7 @@ impl<'k> Loader<'k> {
         builder.pack_alone(name, (n, k), &mut |_, packer, output| tensors.decode(name, packer, output))
     }
 
-    /// The experts of a mixture, packed, of tensors of any form; experts are concatenated by rows.
+    /// The experts of a mixture, packed, of tensors of any encoding; experts are concatenated by rows.
     ///
     /// # Errors
     /// [`LoadError`]; tensors of other shapes, [`Unsuitable::Unpackable`] also where a size is not a multiple of 64.
@@ -421,7 +421,7 @@ impl Tensors<'_> {
         DeviceCompact::upload(&mut *self.staging, &tensor).map_err(in_tensor(name))
     }
 
-    /// Writes the weights of a tensor of any form into rows without gaps, in stream order.
+    /// Writes the weights of a tensor of any encoding into rows without gaps, in stream order.
     fn decode(&mut self, name: &str, packer: &mut Packer, mut output: MatrixMut<'_>) -> Result<(), LoadError> {
         let device = in_tensor(name);
         let weight = Weight::stored(output.rows(), output.cols(), self.bundle.tensor(name)?.encoding());

@@ -1,5 +1,5 @@
-//! The preprocess family: a Huffman tensor to the encoding that a consumer reads (report section 7), and a tensor of
-//! exponents to its weights.
+//! The family `decode_huffman`: a Huffman tensor to the encoding that a consumer reads (report section 7), and a tensor
+//! of exponents to its weights.
 //!
 //! ```text
 //! DeviceHuffman --full-----> bf16 [n, k]              --> cuBLAS
@@ -37,7 +37,7 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// Wraps a kernel of the preprocess family.
+    /// Wraps a kernel of the family `decode_huffman`.
     ///
     /// # Errors
     /// A kernel of another family.

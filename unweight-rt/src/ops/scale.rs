@@ -41,7 +41,7 @@ impl Scale {
         &self.kernel
     }
 
-    /// Enqueues `y[m, n] = factor * x[m, n]`, or what else the kernel's form is. `n` is a multiple of 8.
+    /// Enqueues `y[m, n] = factor * x[m, n]`, or what else the kernel's encoding is. `n` is a multiple of 8.
     ///
     /// # Errors
     /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the

@@ -1,5 +1,5 @@
-//! Coded exponents on the device: what the forms share that store them as Huffman bits of tiles (`docs/format.md` A.4 -
-//! A.6).
+//! Coded exponents on the device: what the encodings share that store them as Huffman bits of tiles (`docs/format.md`
+//! A.4 - A.6).
 
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-//! The compact form (`docs/format.md` A.11): what is decoded on the device when it is loaded.
+//! The compact encoding (`docs/format.md` A.11): what is decoded on the device when it is loaded.
 
 use std::ops::Range;
 

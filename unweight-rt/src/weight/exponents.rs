@@ -55,7 +55,7 @@ impl DeviceExponents {
     /// Waits for the copy.
     ///
     /// # Errors
-    /// BF16, which has forms of its own, a section of another size, or as [`DeviceExponents::upload`].
+    /// BF16, which has encodings of its own, a section of another size, or as [`DeviceExponents::upload`].
     pub fn from_sections(
         mut to: impl Upload,
         grid: TileGrid,

@@ -1,4 +1,4 @@
-//! Weights on the device: one file a form, its sections as buffers in the layouts of `docs/format.md` part A.
+//! Weights on the device: one file an encoding, its sections as buffers in the layouts of `docs/format.md` part A.
 //!
 //! Each section has its own buffer, 256-byte aligned and readable past its end
 //! ([`DeviceBuffer::PAD_BYTES`](crate::device::DeviceBuffer::PAD_BYTES)). Uploading takes a validated tensor;

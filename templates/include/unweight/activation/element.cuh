@@ -12,25 +12,25 @@ UW_DEVICE float high_of(u32 pair) { return ptx::float_from_bits(pair & 0xffff000
 
 // Of two words of bf16: x + bias, each rounded.
 UW_DEVICE u32 add_bias(u32 x, u32 bias) {
-    return ptx::pack_bf16x2(ptx::add(low_of(x), low_of(bias)), ptx::add(high_of(x), high_of(bias)));
+    return ptx::cvt_rn_bf16x2(ptx::add(low_of(x), low_of(bias)), ptx::add(high_of(x), high_of(bias)));
 }
 
 // bf16(gamma * bf16(x * scale)), scale = rsqrt(mean(x^2) + eps): the norm rounds before its weight, as models were
 // trained.
 UW_DEVICE u32 scale_norm(u32 x, u32 gamma, float scale) {
-    const u32 y = ptx::pack_bf16x2(ptx::mul(low_of(x), scale), ptx::mul(high_of(x), scale));
-    return ptx::pack_bf16x2(ptx::mul(low_of(y), low_of(gamma)), ptx::mul(high_of(y), high_of(gamma)));
+    const u32 y = ptx::cvt_rn_bf16x2(ptx::mul(low_of(x), scale), ptx::mul(high_of(x), scale));
+    return ptx::cvt_rn_bf16x2(ptx::mul(low_of(y), low_of(gamma)), ptx::mul(high_of(y), high_of(gamma)));
 }
 
 // bf16((1 + gamma) * (x * scale)): the weight is how far the factor is from one, and the norm rounds once.
 UW_DEVICE u32 scale_norm_plus_one(u32 x, u32 gamma, float scale) {
-    return ptx::pack_bf16x2(ptx::mul(ptx::mul(low_of(x), scale), ptx::add(1.0f, low_of(gamma))),
-                            ptx::mul(ptx::mul(high_of(x), scale), ptx::add(1.0f, high_of(gamma))));
+    return ptx::cvt_rn_bf16x2(ptx::mul(ptx::mul(low_of(x), scale), ptx::add(1.0f, low_of(gamma))),
+                              ptx::mul(ptx::mul(high_of(x), scale), ptx::add(1.0f, high_of(gamma))));
 }
 
 // tanh(x) = 1 - 2 / (1 + e^2x). Its error is a few 2^-24 of 1, not of tanh(x).
 UW_DEVICE float tanh(float x) {
-    return ptx::add(1.0f, -ptx::div(2.0f, ptx::add(1.0f, ptx::exp2_approx(ptx::mul(x, 2.88539008f)))));
+    return ptx::add(1.0f, -ptx::div(2.0f, ptx::add(1.0f, ptx::ex2_approx(ptx::mul(x, 2.88539008f)))));
 }
 
 // sum + the squares of a word, the lower element first.
@@ -47,8 +47,8 @@ UW_DEVICE float norm_scale(float sum_of_squares, u32 count, float eps) {
 UW_DEVICE void rotate(u32& first, u32& second, u32 cosines, u32 sines) {
     const float a0 = low_of(first), a1 = high_of(first), b0 = low_of(second), b1 = high_of(second);
     const float c0 = low_of(cosines), c1 = high_of(cosines), s0 = low_of(sines), s1 = high_of(sines);
-    first = ptx::pack_bf16x2(ptx::fma(a0, c0, -ptx::mul(b0, s0)), ptx::fma(a1, c1, -ptx::mul(b1, s1)));
-    second = ptx::pack_bf16x2(ptx::fma(b0, c0, ptx::mul(a0, s0)), ptx::fma(b1, c1, ptx::mul(a1, s1)));
+    first = ptx::cvt_rn_bf16x2(ptx::fma(a0, c0, -ptx::mul(b0, s0)), ptx::fma(a1, c1, -ptx::mul(b1, s1)));
+    second = ptx::cvt_rn_bf16x2(ptx::fma(b0, c0, ptx::mul(a0, s0)), ptx::fma(b1, c1, ptx::mul(a1, s1)));
 }
 
 // Elements 2i and 2i + 1 of a head, a pair in a word, turned by their angle and rounded once: `first` by the lower
@@ -56,8 +56,8 @@ UW_DEVICE void rotate(u32& first, u32& second, u32 cosines, u32 sines) {
 UW_DEVICE void rotate_adjacent(u32& first, u32& second, u32 cosines, u32 sines) {
     const float a0 = low_of(first), a1 = high_of(first), b0 = low_of(second), b1 = high_of(second);
     const float c0 = low_of(cosines), c1 = high_of(cosines), s0 = low_of(sines), s1 = high_of(sines);
-    first = ptx::pack_bf16x2(ptx::fma(a0, c0, -ptx::mul(a1, s0)), ptx::fma(a1, c0, ptx::mul(a0, s0)));
-    second = ptx::pack_bf16x2(ptx::fma(b0, c1, -ptx::mul(b1, s1)), ptx::fma(b1, c1, ptx::mul(b0, s1)));
+    first = ptx::cvt_rn_bf16x2(ptx::fma(a0, c0, -ptx::mul(a1, s0)), ptx::fma(a1, c0, ptx::mul(a0, s0)));
+    second = ptx::cvt_rn_bf16x2(ptx::fma(b0, c1, -ptx::mul(b1, s1)), ptx::fma(b1, c1, ptx::mul(b0, s1)));
 }
 
 }  // namespace uw::activation

@@ -82,7 +82,7 @@ struct Chains {
         u32 end = bits;
 #pragma unroll
         for (u32 delta = 1; delta < 32; delta *= 2) {
-            const u32 lower = ptx::shuffle_up(end, delta);
+            const u32 lower = ptx::shfl_sync_up(end, delta);
             end += lane >= delta ? lower : 0;
         }
         end = end < kTileBitsMax ? end : kTileBitsMax;
@@ -133,8 +133,8 @@ UW_DEVICE void next_block(u32& at, const Table& table, u32 (&entries)[kBlockQuad
 #pragma unroll
     for (u32 i = 0; i < 3; ++i) {
         const u32 j = kUp ? i : 2 - i;
-        bits[i] = ptx::funnel_shift_right(w[j], w[j + 1], from);
-        if (!kUp) bits[i] = ptx::bit_reverse(bits[i]);
+        bits[i] = ptx::shf_r_wrap(w[j], w[j + 1], from);
+        if (!kUp) bits[i] = ptx::brev(bits[i]);
     }
     u32 used = 0;
 #pragma unroll
@@ -144,12 +144,12 @@ UW_DEVICE void next_block(u32& at, const Table& table, u32 (&entries)[kBlockQuad
         for (u32 i = first; i < first + 3 && i < kBlockQuads; ++i) {
             const u32 entry = table.look(window);
             entries[i] = entry;
-            window = ptx::funnel_shift_right(window, 0, entry);  // by its low five bits: those of the length
+            window = ptx::shf_r_wrap(window, 0, entry);  // by its low five bits: those of the length
             sum += entry;
         }
         // Three lengths, of 27 bits at most: the low five bits are theirs alone.
-        bits[0] = ptx::funnel_shift_right(bits[0], bits[1], sum);
-        bits[1] = ptx::funnel_shift_right(bits[1], bits[2], sum);
+        bits[0] = ptx::shf_r_wrap(bits[0], bits[1], sum);
+        bits[1] = ptx::shf_r_wrap(bits[1], bits[2], sum);
         used += sum & 31;
     }
     at = kUp ? at + used : at - used;
@@ -169,11 +169,11 @@ UW_DEVICE void dense_unit(const u32* w, const u32* e, u32* p) {
     p[2] = ptx::bit_select(kOwn, w[2], e[1]);
     p[3] = and_or(w[3], kOwn, kExponent) | (e[1] << 3 & kClass);
     p[4] = ptx::bit_select(kOwn, w[4], e[2]);
-    p[5] = and_or(ptx::funnel_shift_right(w[0], w[0], 10), kTurned, kExponent);
+    p[5] = and_or(ptx::shf_r_wrap(w[0], w[0], 10), kTurned, kExponent);
     p[5] = and_or(w[1] >> 6, kMiddle, p[5]) | (e[2] << 3 & kClass);
-    p[6] = and_or(e[3], kClass | kExponent, ptx::funnel_shift_right(w[2], w[2], 10) & kTurned);
+    p[6] = and_or(e[3], kClass | kExponent, ptx::shf_r_wrap(w[2], w[2], 10) & kTurned);
     p[6] = and_or(w[1] >> 2, 0x01800180u, and_or(w[3] >> 4, 0x00600060u, p[6]));
-    p[7] = and_or(ptx::funnel_shift_right(w[4], w[4], 10), kTurned, kExponent);
+    p[7] = and_or(ptx::shf_r_wrap(w[4], w[4], 10), kTurned, kExponent);
     p[7] = and_or(w[3] >> 6, kMiddle, p[7]) | (e[3] << 3 & kClass);
 }
 

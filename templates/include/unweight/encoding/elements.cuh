@@ -163,7 +163,7 @@ struct ThreeBits {
 
     // The highest bytes of eight E5M2 or F16, whose exponents are placed.
     UW_DEVICE Words<2> join(u64 first, u32 exponents, u32 later_exponents) const {
-        const u32 bits = ptx::funnel_shift_right(low, high, 8 * (static_cast<u32>(byte(first)) & 3));
+        const u32 bits = ptx::shf_r_wrap(low, high, 8 * (static_cast<u32>(byte(first)) & 3));
         return {{exponents | four(bits), later_exponents | four(bits >> 12)}};
     }
 
@@ -251,7 +251,7 @@ private:
     }
     // Below the upper halves: bytes 0 and 1, 3 and 4, 6 and 7, 9 and 10.
     static UW_DEVICE Words<4> with_lower(const Rest& rest, u32 first, u32 second) {
-        const u32 across = ptx::funnel_shift_right(rest.word[0], rest.word[1], 24);
+        const u32 across = ptx::shf_r_wrap(rest.word[0], rest.word[1], 24);
         return {{ptx::prmt(rest.word[0], first, 0x5410), ptx::prmt(across, first, 0x7610),
                  ptx::prmt(rest.word[1], second, 0x5432), ptx::prmt(rest.word[2], second, 0x7621)}};
     }

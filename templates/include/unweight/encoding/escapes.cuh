@@ -44,9 +44,9 @@ UW_DEVICE u32 read_records(u32 head, const u32* escapes, u32 escape_words, u32 l
 // Past the warp's 31 records the list is read again, one by one: a row block of 1024 elements seldom has so many.
 UW_DEVICE void apply_records(Operands& operands, u32 records, u32 head, const u32* escapes, u32 escape_words,
                              u32 lane) {
-    u32 count = ptx::shuffle(records, 0);
+    u32 count = ptx::shfl_sync_idx(records, 0);
     count = count < kBlockElements ? count : kBlockElements;
-    for (u32 i = 1; i <= count && i < 32; ++i) patch(operands, ptx::shuffle(records, i), lane);
+    for (u32 i = 1; i <= count && i < 32; ++i) patch(operands, ptx::shfl_sync_idx(records, i), lane);
     if (count < 32) return;
     const u32 index = head & ~kListHead;
     for (u32 i = 32; i <= count && i < escape_words - index; ++i)

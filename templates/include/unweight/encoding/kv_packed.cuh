@@ -113,14 +113,14 @@ struct Packed {
         p[2] = (w2 & kOwn) + base;
         u32 last = (w0 >> 4) & 0x07800780u;
         last |= (w1 >> 8) & 0x00780078u;
-        last |= ptx::funnel_shift_left(w2, w2, 4) & 0x80078007u;
+        last |= ptx::shf_l_wrap(w2, w2, 4) & 0x80078007u;
         p[3] = last + base;
     }
     // The three words of a quad of halves of sign, nibble and mantissa.
     UW_DEVICE static void words_of(u32 (&words)[kWords], u32 step, const u32 (&f)[4]) {
         words[3 * step] = f[0] | ((f[3] << 4) & 0x78007800u);
         words[3 * step + 1] = f[1] | ((f[3] << 8) & 0x78007800u);
-        words[3 * step + 2] = f[2] | (ptx::funnel_shift_right(f[3], f[3], 4) & 0x78007800u);
+        words[3 * step + 2] = f[2] | (ptx::shf_r_wrap(f[3], f[3], 4) & 0x78007800u);
     }
 };
 
@@ -193,7 +193,7 @@ struct Escapes {
         u32 own = 0;
 #pragma unroll 1
         for (u32 i = begin; i < end; ++i) {
-            const u32 slot = ptx::shuffle(listed, i), element = slot & 2047;
+            const u32 slot = ptx::shfl_sync_idx(listed, i), element = slot & 2047;
             escapes.steps |= 1u << (element >> 8);
             if ((element >> 3 & 31) != lane) continue;
             clash |= escapes.element != ~0u;

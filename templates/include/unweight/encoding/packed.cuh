@@ -59,7 +59,7 @@ struct PackedBlock {
         a.p[2] = and_or(w2, kOwn, kExponent);
         a.p[3] = and_or(w0 >> 4, 0x07800780u, kExponent);
         a.p[3] |= (w1 >> 8) & 0x00780078u;
-        a.p[3] |= ptx::funnel_shift_left(w2, w2, 4) & 0x80078007u;
+        a.p[3] |= ptx::shf_l_wrap(w2, w2, 4) & 0x80078007u;
         return a;
     }
 

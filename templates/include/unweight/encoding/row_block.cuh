@@ -51,7 +51,7 @@ UW_DEVICE void transpose(u32 (&v)[4], u32 lane) {
         for (u32 i = 0; i < 4; ++i) {
             if (i & distance) continue;
             const u32 j = i + distance;
-            const u32 other = ptx::shuffle_xor(upper ? v[i] : v[j], distance);
+            const u32 other = ptx::shfl_sync_bfly(upper ? v[i] : v[j], distance);
             v[i] = upper ? other : v[i];
             v[j] = upper ? v[j] : other;
         }

@@ -23,7 +23,7 @@ UW_DEVICE Operands weights_of(const u32 (&words)[12], u32 bases) {
         p[0] = (w0 & ~kFree) + bases;
         p[1] = (w1 & ~kFree) + bases;
         p[2] = (w2 & ~kFree) + bases;
-        p[3] = ((w0 & kFree) >> 4 | (w1 & kFree) >> 8 | ptx::funnel_shift_left(w2 & kFree, w2 & kFree, 4)) + bases;
+        p[3] = ((w0 & kFree) >> 4 | (w1 & kFree) >> 8 | ptx::shf_l_wrap(w2 & kFree, w2 & kFree, 4)) + bases;
     }
     return weights;
 }
@@ -34,7 +34,7 @@ UW_DEVICE u32 times_power_of_two(u32 value, i32 shift) {
     if (exponent == 0xff || (value & 0x7fff) == 0) return value;
     // value = significand * 2^(place - 134), the leading one at bit 7.
     u32 significand = exponent == 0 ? mantissa : mantissa | 0x80;
-    const u32 zeros = ptx::count_leading_zeros(significand) - 24;
+    const u32 zeros = ptx::clz(significand) - 24;
     const i32 place = static_cast<i32>(exponent == 0 ? 1 : exponent) - static_cast<i32>(zeros) + shift;
     significand <<= zeros;
     if (place > 254) return kInexact;

@@ -10,13 +10,13 @@ namespace uw::packed {
 constexpr u32 kGateRows = 8;
 
 // v / (1 + e^-v). Relative error below 2^-20, far below the rounding to bf16 that follows.
-UW_DEVICE float silu(float v) { return v / (1.0f + ptx::exp2_approx(v * -1.44269504f)); }
+UW_DEVICE float silu(float v) { return v / (1.0f + ptx::ex2_approx(v * -1.44269504f)); }
 
 // GELU by its tanh approximation: v / (1 + e^-2u), u = sqrt(2 / pi) * (v + 0.044715 * v^3). Relative error below 2^-18
 // where it is not subnormal.
 UW_DEVICE float gelu_tanh(float v) {
     const float u = v * (1.0f + 0.044715f * v * v);
-    return v / (1.0f + ptx::exp2_approx(u * -2.30220819f));
+    return v / (1.0f + ptx::ex2_approx(u * -2.30220819f));
 }
 
 }  // namespace uw::packed

@@ -28,7 +28,7 @@ UW_DEVICE u32 staging_offset(u32 row, u32 chunk) {
 template <u32 kColumns, class Visit>
 UW_DEVICE void each_chunk(u32 staging, u32 rows, Visit visit) {
     constexpr u32 kRowChunks = kColumns / 8;
-    const u32 lane = ptx::lane_index();
+    const u32 lane = ptx::laneid();
 #pragma unroll
     for (u32 i = 0; i < kRowChunks / 2; ++i) {
         const u32 piece = i * 32 + lane;
@@ -48,7 +48,7 @@ template <bool kAdd, u32 kRegisters>
 UW_DEVICE void store_rows(float (&d)[kRegisters], u16* y, u64 row_stride, u32 rows, u32 staging) {
     constexpr u32 kColumns = kRegisters * 2;
     if (rows == 0) return;
-    const u32 lane = ptx::lane_index();
+    const u32 lane = ptx::laneid();
     // stmatrix: lane l addresses row l%8 (+8 for odd matrices) of the 16-column group's chunk l/16.
     const u32 matrix_row = lane % 8 + (lane / 8 % 2) * 8, matrix_chunk = lane / 16;
 
@@ -56,7 +56,7 @@ UW_DEVICE void store_rows(float (&d)[kRegisters], u16* y, u64 row_stride, u32 ro
         each_chunk<kColumns>(staging, rows, [&](u32 address, u32 row, u32 chunk) {
             ptx::st_shared_x4(address, ptx::ld_global_x4(y + row * row_stride + chunk * 8));
         });
-        ptx::sync_warp();  // orders the lanes' stores of the old Y before the ldmatrix below
+        ptx::bar_warp_sync();  // orders the lanes' stores of the old Y before the ldmatrix below
 #pragma unroll
         for (u32 group = 0; group < kColumns / 16; ++group) {
             const U32x4 old =
@@ -66,16 +66,17 @@ UW_DEVICE void store_rows(float (&d)[kRegisters], u16* y, u64 row_stride, u32 ro
             add_pair(d[group * 8 + 4], d[group * 8 + 5], old.z);
             add_pair(d[group * 8 + 6], d[group * 8 + 7], old.w);
         }
-        ptx::sync_warp();  // orders every lane's ldmatrix before the stmatrix over the same bytes
+        ptx::bar_warp_sync();  // orders every lane's ldmatrix before the stmatrix over the same bytes
     }
 #pragma unroll
     for (u32 group = 0; group < kColumns / 16; ++group) {
-        const U32x4 v{
-            ptx::pack_bf16x2(d[group * 8 + 0], d[group * 8 + 1]), ptx::pack_bf16x2(d[group * 8 + 2], d[group * 8 + 3]),
-            ptx::pack_bf16x2(d[group * 8 + 4], d[group * 8 + 5]), ptx::pack_bf16x2(d[group * 8 + 6], d[group * 8 + 7])};
+        const U32x4 v{ptx::cvt_rn_bf16x2(d[group * 8 + 0], d[group * 8 + 1]),
+                      ptx::cvt_rn_bf16x2(d[group * 8 + 2], d[group * 8 + 3]),
+                      ptx::cvt_rn_bf16x2(d[group * 8 + 4], d[group * 8 + 5]),
+                      ptx::cvt_rn_bf16x2(d[group * 8 + 6], d[group * 8 + 7])};
         ptx::stmatrix_x4(staging + staging_offset<kColumns>(matrix_row, group * 2 + matrix_chunk), v);
     }
-    ptx::sync_warp();  // orders the warp's stmatrix before the loads below
+    ptx::bar_warp_sync();  // orders the warp's stmatrix before the loads below
     each_chunk<kColumns>(staging, rows, [&](u32 address, u32 row, u32 chunk) {
         ptx::st_global_x4(y + row * row_stride + chunk * 8, ptx::ld_shared_x4(address));
     });

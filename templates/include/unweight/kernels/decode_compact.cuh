@@ -57,8 +57,8 @@ struct Warp {
 
     UW_DEVICE explicit Warp(const DecodeCompactArgs& a)
         : args(a),
-          shared(ptx::smem_address(ptx::dynamic_smem())),
-          lane(ptx::thread_index() % 32),
+          shared(ptx::cvta_to_shared(ptx::dynamic_smem())),
+          lane(ptx::tid() % 32),
           warp(ptx::uniform_warp_index()),
           slot(shared + kSlots + warp * compact::kSlotBytes),
           table(shared, lane) {}
@@ -66,21 +66,21 @@ struct Warp {
     // This thread's 8 bytes of the table.
     UW_DEVICE U32x2 load_table() const {
         static_assert(kBlockThreads * 8 == compact::kTableBytes, "each thread copies 8 bytes");
-        return ptx::ld_global_nc_x2(args.table + ptx::thread_index() * 2);
+        return ptx::ld_global_nc_x2(args.table + ptx::tid() * 2);
     }
     // By the whole block.
     UW_DEVICE void store_table(U32x2 entries) const {
-        ptx::st_shared_x2(shared + ptx::thread_index() * 8, entries);
-        ptx::sync_block();  // orders the table before the lookups of every warp
+        ptx::st_shared_x2(shared + ptx::tid() * 8, entries);
+        ptx::bar_sync();  // orders the table before the lookups of every warp
     }
 
     // Brings a tile's streams to the slot, where the warp has read what was there before.
     UW_DEVICE void load_streams(const Tile& tile) const {
-        ptx::sync_warp();  // orders every lane's loads of the tile before ahead of the stores below
+        ptx::bar_warp_sync();  // orders every lane's loads of the tile before ahead of the stores below
         for (u32 at = lane * 4; at < tile.words; at += 32 * 4) {
             ptx::st_shared_x4(slot + at * 4, ptx::ld_global_nc_x4(args.streams + tile.first + at));
         }
-        ptx::sync_warp();  // orders the lanes' stores before the loads of the chains
+        ptx::bar_warp_sync();  // orders the lanes' stores before the loads of the chains
     }
     UW_DEVICE Chains chains(const Tile& tile) const { return Chains(slot + tile.skip * 4, lane); }
 
@@ -103,7 +103,7 @@ struct Warp {
 template <class Store>
 UW_DEVICE void for_row_blocks(const Warp& own, Store store) {
     const DecodeCompactArgs& args = own.args;
-    const u32 tile = ptx::block_index() * kWarps + own.warp, tiles = args.tile_rows * args.tile_cols;
+    const u32 tile = ptx::ctaid() * kWarps + own.warp, tiles = args.tile_rows * args.tile_cols;
     // Everything is asked for at once: the table, the places of the streams, the streams, the dense part. A warp
     // without a tile reads the last one, for the block's meeting.
     const U32x2 table = own.load_table();

@@ -1,4 +1,4 @@
-// Preprocess family (report section 7): Huffman tensor -> bf16 matrix | exponent bytes | packed palette indices;
+// Family `decode_huffman` (report section 7): Huffman tensor -> bf16 matrix | exponent bytes | packed palette indices;
 // tensor of exponents (docs/format.md A.12) -> its matrix of FP8, F16 or F32.
 //
 // Config (the axes of unweight-codegen/src/family/decode_huffman.rs)
@@ -153,17 +153,17 @@ UW_DEVICE Tile prepare(const DecodeHuffmanArgs& args, const Header& h, const Wor
     u32 sum = own;
 #pragma unroll
     for (u32 delta = 1; delta < 32; delta *= 2) {
-        u32 below = ptx::shuffle_up(sum, delta);
+        u32 below = ptx::shfl_sync_up(sum, delta);
         sum += lane >= delta ? below : 0;
     }
-    t.bits = ptx::shuffle(sum, 31);
+    t.bits = ptx::shfl_sync_idx(sum, 31);
     t.begins = sum - own + (t.bits << 16);
 
     u32 words = ((t.bits & 0xffff) + (t.bits >> 16) + 31) / 32;
     // The copy engine moves groups of 4 words, and the section ends on one (A.6).
     u64 end = (static_cast<u64>(h.metadata.start_word) + words + 3) & ~3ull;
-    u64 verbatim_end = static_cast<u64>(h.metadata.verbatim_row_offset) + ptx::popcount(h.metadata.verbatim_low) +
-                       ptx::popcount(h.metadata.verbatim_high);
+    u64 verbatim_end = static_cast<u64>(h.metadata.verbatim_row_offset) + ptx::popc(h.metadata.verbatim_low) +
+                       ptx::popc(h.metadata.verbatim_high);
     u32 pad_verbatim = (h.metadata.verbatim_low & ~inside_low) | (h.metadata.verbatim_high & ~inside_high);
     bool valid = (words == 0 || end <= args.encoded_words) && verbatim_end <= args.verbatim_rows && pad_verbatim == 0;
     if (!valid) {
@@ -189,7 +189,7 @@ UW_DEVICE void fetch(const DecodeHuffmanArgs& args, const Tile& t, u32 half, u32
         const u32* from = args.encoded_exp + (first - skew);
         if constexpr (kAsync) {
             for (u32 at = lane * 16; at < bytes; at += 32 * 16) ptx::cp_async_x4(to + at, from + at / 4);
-        } else if (ptx::elect_one()) {
+        } else if (ptx::elect_sync()) {
             ptx::mbarrier_arrive_expect_tx(barrier, bytes);
             ptx::cp_async_bulk_load(to, from, bytes, barrier);
         }
@@ -253,7 +253,7 @@ UW_DEVICE void load_batch(const DecodeHuffmanArgs& args, const Cells<Element::kW
 // The record of a verbatim row of a half.
 UW_DEVICE const u8* verbatim_row(const DecodeHuffmanArgs& args, const Tile& t, u32 half, u32 row) {
     u32 mask = half ? t.metadata.verbatim_high : t.metadata.verbatim_low;
-    u32 before = ptx::popcount(mask & low_bits(row)) + (half ? ptx::popcount(t.metadata.verbatim_low) : 0);
+    u32 before = ptx::popc(mask & low_bits(row)) + (half ? ptx::popc(t.metadata.verbatim_low) : 0);
     return args.verbatim_exponents + (static_cast<u64>(t.metadata.verbatim_row_offset) + before) * kTile;
 }
 
@@ -361,7 +361,7 @@ UW_DEVICE void decode_half(const DecodeHuffmanArgs& args, const Tile& t, u32 hal
         if constexpr (kAsync<Config>) {
             // Every lane its own copies of this half, then all of them; the other half's may be on their way.
             ptx::cp_async_wait_group<kStages - 1>();
-            ptx::sync_warp();  // orders the copies of every lane before the warp's loads
+            ptx::bar_warp_sync();  // orders the copies of every lane before the warp's loads
         } else {
             ptx::mbarrier_wait_parity(barrier, parity >> half & 1);
             parity ^= 1u << half;
@@ -385,7 +385,7 @@ UW_DEVICE void decode_half(const DecodeHuffmanArgs& args, const Tile& t, u32 hal
 #pragma unroll
         for (u32 c = 0; c < kPieces; ++c) ptx::st_shared_x4(output + piece<kRowBytes>(lane, c), U32x4{});
     }
-    ptx::sync_warp();  // orders the rows that lanes have stored before the loads of the whole warp
+    ptx::bar_warp_sync();  // orders the rows that lanes have stored before the loads of the whole warp
 
     if constexpr (Config::kOutput == DecodeOutput::kFull) {
         if (wide) {
@@ -405,7 +405,7 @@ UW_DEVICE void decode_half(const DecodeHuffmanArgs& args, const Tile& t, u32 hal
     if constexpr (kAsync<Config>) {
         // Loads of the staging area come before the next half's stores. Those of the stage buffer came before the
         // meeting that precedes the writing, so copies that any lane starts later follow them (ptx/async.cuh).
-        ptx::sync_warp();  // orders the staging area's loads before its next stores
+        ptx::bar_warp_sync();  // orders the staging area's loads before its next stores
     } else {
         pipeline::release_to_copy_engine();
     }
@@ -417,17 +417,17 @@ UW_DEVICE void run(const DecodeHuffmanArgs& args) {
     using Layout = Smem<Config>;
     using Table = typename Layout::Table;
 
-    u32 smem = ptx::smem_address(ptx::dynamic_smem());
-    u32 thread = ptx::thread_index(), lane = thread % 32, warp = ptx::uniform_warp_index();
+    u32 smem = ptx::cvta_to_shared(ptx::dynamic_smem());
+    u32 thread = ptx::tid(), lane = thread % 32, warp = ptx::uniform_warp_index();
     u32 table = smem + Layout::kTable;
     u32 stage = smem + Layout::kStage + warp * kStages * kStageBytes;
     u32 output = smem + Layout::kOutput + warp * kRows * Layout::kRowBytes;
     u32 barriers = smem + Layout::kBarriers + warp * kStages * 8;
     u32 palette = smem + Layout::kScratch + kScratchPalette;
 
-    u32 tiles = args.tile_rows * args.tile_cols, warps = ptx::grid_size() * Config::kWarps;
+    u32 tiles = args.tile_rows * args.tile_cols, warps = ptx::nctaid() * Config::kWarps;
     // Neighbouring tiles go to different blocks: the last, partial round then spreads over all SMs.
-    u32 own = warp * ptx::grid_size() + ptx::block_index(), round = 0;
+    u32 own = warp * ptx::nctaid() + ptx::ctaid(), round = 0;
     typename Table::Code code = Table::fetch(args.palette, args.code_lengths, lane);
     Work now = work(round, own, tiles, warps);
     Header header = load_header(args, now, lane);
@@ -440,7 +440,7 @@ UW_DEVICE void run(const DecodeHuffmanArgs& args) {
     }
     if (Config::kOutput == DecodeOutput::kFull && thread == 0)
         ptx::st_shared_x4(palette, ptx::ld_global_nc_x4(args.palette));
-    ptx::sync_warp();  // orders the barriers that lane 0 has made before the waits of the others
+    ptx::bar_warp_sync();  // orders the barriers that lane 0 has made before the waits of the others
 
     Tile tile = prepare(args, header, now, lane);
     for (u32 half = 0; half < kStages; ++half) {
@@ -450,7 +450,7 @@ UW_DEVICE void run(const DecodeHuffmanArgs& args) {
     header = load_header(args, later, lane);
 
     Table::build(table, smem + Layout::kScratch, code, thread, kThreads<Config>);
-    ptx::sync_block();  // orders the table and the palette before every warp's lookups
+    ptx::bar_sync();  // orders the table and the palette before every warp's lookups
 
     u32 parity = 0;  // bit h: phase of buffer h
 #pragma unroll 1

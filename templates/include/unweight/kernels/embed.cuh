@@ -36,7 +36,7 @@ constexpr u32 kChunk = 8;
 
 UW_DEVICE void copy_row(const EmbedArgs& args, u32 id, u16* y) {
     const u16* const from = args.table + id * args.table_pitch;
-    for (u32 column = ptx::thread_index() * kChunk; column < args.d; column += kBlockThreads * kChunk) {
+    for (u32 column = ptx::tid() * kChunk; column < args.d; column += kBlockThreads * kChunk) {
         ptx::st_global_x4(y + column, ptx::ld_global_nc_x4(from + column));
     }
 }
@@ -59,12 +59,12 @@ UW_DEVICE void replace_escapes(const EmbedArgs& args, u32 head, u32 lane, packed
 }
 
 UW_DEVICE void unpack_row(const EmbedArgs& args, u32 id, u16* y) {
-    const u32 part = ptx::thread_index() % 4, row = id % packed::kBlockRows;
+    const u32 part = ptx::tid() % 4, row = id % packed::kBlockRows;
     // Of a row block, lane 4g + t holds rows g and g + 8.
     const u32 lane = row % 8 * 4 + part;
     const bool upper = row >= 8;
     const u32 bases = packed::pair_of_exponents(args.base);
-    for (u32 column = ptx::thread_index() / 4; column < args.tile_cols; column += kBlockThreads / 4) {
+    for (u32 column = ptx::tid() / 4; column < args.tile_cols; column += kBlockThreads / 4) {
         const u32 tile = id / packed::kTile * args.tile_cols + column;
         const u32 block = tile * packed::kTileBlocks + id % packed::kTile / packed::kBlockRows;
         const u32 head = ptx::ld_global_nc(args.escape_heads + block);
@@ -95,13 +95,13 @@ UW_DEVICE void run(const EmbedArgs& args) {
         ptx::griddepcontrol_launch_dependents();
         ptx::griddepcontrol_wait();
     }
-    const u32 row = ptx::block_index(), id = ptx::ld_global(args.ids + row);
+    const u32 row = ptx::ctaid(), id = ptx::ld_global(args.ids + row);
     u16* const y = args.y + row * args.y_pitch;
     if (id >= args.vocabulary) {
-        for (u32 column = ptx::thread_index() * kChunk; column < args.d; column += kBlockThreads * kChunk) {
+        for (u32 column = ptx::tid() * kChunk; column < args.d; column += kBlockThreads * kChunk) {
             ptx::st_global_x4(y + column, {0, 0, 0, 0});
         }
-        if (ptx::thread_index() == 0) ptx::st_global(args.fault, row + 1);
+        if (ptx::tid() == 0) ptx::st_global(args.fault, row + 1);
         return;
     }
     if constexpr (Config::kSource == EmbedSource::kPacked) {

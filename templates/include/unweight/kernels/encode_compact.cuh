@@ -115,19 +115,19 @@ UW_DEVICE u32 tile_count(const EncodeCompactArgs& args) { return args.tile_rows 
 // -----------------------------------------------------------------------------------------------------------
 
 UW_DEVICE void quads(const EncodeCompactArgs& args) {
-    const u32 counts = ptx::smem_address(ptx::dynamic_smem()), thread = ptx::thread_index(), lane = thread % 32;
+    const u32 counts = ptx::cvta_to_shared(ptx::dynamic_smem()), thread = ptx::tid(), lane = thread % 32;
 #pragma unroll
     for (u32 i = 0; i < kQuads / 4 / kBlockThreads; ++i)
         ptx::st_shared_x4(counts + (i * kBlockThreads + thread) * 16, U32x4{0, 0, 0, 0});
-    ptx::sync_block();  // orders the zeros before the additions of every warp
-    const u32 first = (ptx::block_index() * kWarps + ptx::uniform_warp_index()) * kCountBlocks;
+    ptx::bar_sync();  // orders the zeros before the additions of every warp
+    const u32 first = (ptx::ctaid() * kWarps + ptx::uniform_warp_index()) * kCountBlocks;
 #pragma unroll 1
     for (u32 block = first; block < first + kCountBlocks && block < tile_count(args) * kTileBlocks; ++block) {
         const Split split(row_block::load(args, Place(args, block, lane)), args.base, args.filler);
 #pragma unroll
         for (u32 c = 0; c < compact::kBlockQuads; ++c) ptx::red_add_shared(counts + split.quad(c) * 4, 1);
     }
-    ptx::sync_block();  // orders the additions of every warp before the sums are read
+    ptx::bar_sync();  // orders the additions of every warp before the sums are read
 #pragma unroll 1
     for (u32 quad = thread; quad < kQuads; quad += kBlockThreads) {
         const u32 count = ptx::ld_shared(counts + quad * 4);
@@ -142,17 +142,17 @@ UW_DEVICE void quads(const EncodeCompactArgs& args) {
 UW_DEVICE void load_table(const EncodeCompactArgs& args, u32 table) {
 #pragma unroll
     for (u32 i = 0; i < kQuads / 4 / kBlockThreads; ++i) {
-        const u32 at = i * kBlockThreads + ptx::thread_index();
+        const u32 at = i * kBlockThreads + ptx::tid();
         ptx::st_shared_x4(table + at * 16, ptx::ld_global_nc_x4(args.table + at * 4));
     }
-    ptx::sync_block();  // orders the table before the lookups of every warp
+    ptx::bar_sync();  // orders the table before the lookups of every warp
 }
 
 // Inclusive sums over the lanes.
 UW_DEVICE u32 sums(u32 v, u32 lane) {
 #pragma unroll
     for (u32 delta = 1; delta < 32; delta *= 2) {
-        const u32 lower = ptx::shuffle_up(v, delta);
+        const u32 lower = ptx::shfl_sync_up(v, delta);
         v += lane >= delta ? lower : 0;
     }
     return v;
@@ -167,9 +167,9 @@ UW_DEVICE u32 operand_of(const EncodeCompactArgs& args, u32 weight) {
 }
 
 UW_DEVICE void sizes(const EncodeCompactArgs& args) {
-    const u32 table = ptx::smem_address(ptx::dynamic_smem()), lane = ptx::thread_index() % 32;
+    const u32 table = ptx::cvta_to_shared(ptx::dynamic_smem()), lane = ptx::tid() % 32;
     load_table(args, table);
-    const u32 tile = ptx::block_index() * kWarps + ptx::uniform_warp_index();
+    const u32 tile = ptx::ctaid() * kWarps + ptx::uniform_warp_index();
     if (tile >= tile_count(args)) return;
     u32 bits = 0, escapes = 0;
 #pragma unroll 1
@@ -190,7 +190,7 @@ UW_DEVICE void sizes(const EncodeCompactArgs& args) {
             bits += bits_of(entry);
             mask |= escapes_of(entry, c);
         }
-        escapes += ptx::popcount(mask);
+        escapes += ptx::popc(mask);
     }
     bits = sums(whole_units(bits), lane);
     escapes = sums(escapes, lane);
@@ -221,16 +221,16 @@ struct Records {
 
     // The escapes of a row block, in order of register, lane, half.
     UW_DEVICE void block(const Operands& weights, u32 mask, u32 block) {
-        if (ptx::warp_ballot(mask != 0) == 0) return;
+        if (ptx::vote_sync_ballot(mask != 0) == 0) return;
         const u32 below = (1u << lane) - 1, lane_bits = lane << 16 | block << 26;
 #pragma unroll
         for (u32 i = 0; i < 16; ++i) {
             const bool low = mask >> 2 * i & 1, high = mask >> 2 * i & 2;
-            const u32 lows = ptx::warp_ballot(low), highs = ptx::warp_ballot(high);
-            const u32 own = count + ptx::popcount(lows & below) + ptx::popcount(highs & below);
+            const u32 lows = ptx::vote_sync_ballot(low), highs = ptx::vote_sync_ballot(high);
+            const u32 own = count + ptx::popc(lows & below) + ptx::popc(highs & below);
             if (low) put(own, 2 * i, lane_bits, weights.p[i] & 0xffff);
             if (high) put(own + low, 2 * i + 1, lane_bits, weights.p[i] >> 16);
-            count += ptx::popcount(lows) + ptx::popcount(highs);
+            count += ptx::popc(lows) + ptx::popc(highs);
         }
     }
 
@@ -246,7 +246,7 @@ UW_DEVICE void dense_words(const u32* p, u32* words) {
 #pragma unroll
     for (u32 i = 0; i < 3; ++i) {
         const u32 v = p[5 + i] & kTurned;
-        turned[i] = ptx::funnel_shift_left(v, v, 10);
+        turned[i] = ptx::shf_l_wrap(v, v, 10);
     }
     words[0] = p[0] | turned[0];
     words[1] = p[1] | (p[5] & 0x01e001e0u) << 6 | (p[6] & 0x01800180u) << 2;
@@ -275,11 +275,11 @@ UW_DEVICE void put_bits(u32 slot, u32 at, u32 code, u32 bits) {
 }
 
 UW_DEVICE void write(const EncodeCompactArgs& args) {
-    const u32 table = ptx::smem_address(ptx::dynamic_smem()), lane = ptx::thread_index() % 32,
+    const u32 table = ptx::cvta_to_shared(ptx::dynamic_smem()), lane = ptx::tid() % 32,
               warp = ptx::uniform_warp_index();
     const u32 slot = table + kQuadBytes + warp * kSlotBytes;
     load_table(args, table);
-    const u32 tile = ptx::block_index() * kWarps + warp;
+    const u32 tile = ptx::ctaid() * kWarps + warp;
     if (tile >= tile_count(args)) return;
     for (u32 at = lane * 16; at < kSlotBytes; at += 32 * 16) ptx::st_shared_x4(slot + at, U32x4{0, 0, 0, 0});
 
@@ -303,7 +303,7 @@ UW_DEVICE void write(const EncodeCompactArgs& args) {
     records.finish();
 
     const u32 own = whole_units(bits), end = 8 * kLengthBytes + sums(own, lane);
-    ptx::sync_warp();  // orders the slot's zeros before the bits of every lane
+    ptx::bar_warp_sync();  // orders the slot's zeros before the bits of every lane
     ptx::st_shared_u8(slot + lane, own / 2);
     u32 up = end - own, down = end;
 #pragma unroll
@@ -314,9 +314,9 @@ UW_DEVICE void write(const EncodeCompactArgs& args) {
         down -= backward >> 16;
         put_bits(slot, down, backward & 0xffff, backward >> 16);
     }
-    ptx::sync_warp();  // orders the bits of every lane before the copy
+    ptx::bar_warp_sync();  // orders the bits of every lane before the copy
     const u32 first = ptx::ld_global(args.tiles + 2 * tile), last = ptx::ld_global(args.tiles + 2 * tile + 2);
-    const u32 words = (ptx::shuffle(end, 31) + 31) / 32;
+    const u32 words = (ptx::shfl_sync_idx(end, 31) + 31) / 32;
     for (u32 at = lane; at < words && first + at < last; at += 32)
         ptx::st_global(args.streams + first + at, ptx::ld_shared(slot + at * 4));
 }

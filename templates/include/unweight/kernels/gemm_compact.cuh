@@ -154,14 +154,14 @@ struct Kernel {
         : args(a),
           shared(shared_address),
           warp(ptx::uniform_warp_index()),
-          lane(ptx::lane_index()),
+          lane(ptx::laneid()),
           ring(shared_address + S::kRings + warp * S::kRingBytes),
           slots{shared_address + S::kBarriers + warp * Config::kStages * 8},
           table(shared_address + S::kTable, lane),
           rank(Config::kCluster > 1 ? ptx::cluster_ctarank() : 0),
           k_warp(rank * Config::kWarps + warp),
           batch_tiles((a.m + Config::kBatchTile - 1) / Config::kBatchTile),
-          group(ptx::block_index() / Config::kCluster),
+          group(ptx::ctaid() / Config::kCluster),
           batch(group % batch_tiles * Config::kBatchTile),
           tile_row(first_row(group / batch_tiles)),
           tiles((first_row(group / batch_tiles + 1) - tile_row) * a.tile_cols),
@@ -178,7 +178,7 @@ struct Kernel {
     // The first row of tiles of a group of clusters.
     UW_DEVICE u32 first_row(u32 g) const {
         if constexpr (!Config::kPersistent) return g;
-        const u32 rows = args.n / kTile, groups = ptx::grid_size() / Config::kCluster / batch_tiles;
+        const u32 rows = args.n / kTile, groups = ptx::nctaid() / Config::kCluster / batch_tiles;
         return rows / groups * g + (g < rows % groups ? g : rows % groups);
     }
     // `count` things shared out to `parts` in order, the first parts getting one more: the first one of a part, and the
@@ -216,7 +216,7 @@ struct Kernel {
     // Lists are rare and far away: have them near when their tile comes.
     UW_DEVICE void prefetch_lists() const {
         const u32 list = ahead.head & ~packed::kListHead;
-        if (list != ahead.head && list < args.record_words) ptx::prefetch_l2(args.records + list);
+        if (list != ahead.head && list < args.record_words) ptx::prefetch_global_l2(args.records + list);
     }
 
     // By one lane.
@@ -248,8 +248,9 @@ struct Kernel {
             prefetch_lists();
             load_turn = 0;
         }
-        const u32 first = ptx::shuffle(ahead.first, load_turn), words = ptx::shuffle(ahead.words, load_turn);
-        if (ptx::elect_one()) {
+        const u32 first = ptx::shfl_sync_idx(ahead.first, load_turn),
+                  words = ptx::shfl_sync_idx(ahead.words, load_turn);
+        if (ptx::elect_sync()) {
             ptx::mbarrier_arrive_expect_tx(slots.full(load_slot), S::kXBytes + compact::kDenseTileBytes + words * 4);
             load_x(load_slot, load_column);
             load_dense(load_slot, load_at);
@@ -269,7 +270,7 @@ struct Kernel {
             columns[s] = kNoColumn;
             if (load_at >= end) continue;
             columns[s] = load_column;
-            if (ptx::elect_one()) {
+            if (ptx::elect_sync()) {
                 ptx::mbarrier_expect_tx(slots.full(s), compact::kDenseTileBytes);
                 load_dense(s, load_at);
             }
@@ -277,25 +278,25 @@ struct Kernel {
         }
 #pragma unroll
         for (u32 s = 0; s < Config::kStages; ++s) {
-            const u32 first = ptx::shuffle(ahead.first, s), words = ptx::shuffle(ahead.words, s);
-            if (columns[s] == kNoColumn || !ptx::elect_one()) continue;
+            const u32 first = ptx::shfl_sync_idx(ahead.first, s), words = ptx::shfl_sync_idx(ahead.words, s);
+            if (columns[s] == kNoColumn || !ptx::elect_sync()) continue;
             ptx::mbarrier_arrive_expect_tx(slots.full(s), S::kXBytes + words * 4);
             load_streams(s, s, first, words);
         }
-        if (ptx::elect_one()) ptx::prefetch_tensormap(args.x);
+        if (ptx::elect_sync()) ptx::prefetch_tensormap(args.x);
         prefetch_lists();
         copy_table();
         if constexpr (Config::kPdl) ptx::griddepcontrol_wait();
 #pragma unroll
         for (u32 s = 0; s < Config::kStages; ++s) {
-            if (columns[s] != kNoColumn && ptx::elect_one()) load_x(s, columns[s]);
+            if (columns[s] != kNoColumn && ptx::elect_sync()) load_x(s, columns[s]);
         }
     }
 
     // By the whole block.
     UW_DEVICE void copy_table() const {
-        compact::Table<Config::kTables>::copy(shared + S::kTable, args.table, ptx::thread_index(), kThreads<Config>);
-        ptx::sync_block();  // orders the table before the lookups of every warp
+        compact::Table<Config::kTables>::copy(shared + S::kTable, args.table, ptx::tid(), kThreads<Config>);
+        ptx::bar_sync();  // orders the table before the lookups of every warp
     }
 
     // ---- compute ---------------------------------------------------------------------------------------------------
@@ -341,10 +342,10 @@ struct Kernel {
                 packed::patch(operands[1], record, lane);
             }
         };
-        u32 count = ptx::shuffle(records, 0);
+        u32 count = ptx::shfl_sync_idx(records, 0);
         count = count < compact::kTileRecordsMax ? count : compact::kTileRecordsMax;
 #pragma unroll 1
-        for (u32 i = 1; i <= count && i < 32; ++i) replace(ptx::shuffle(records, i));
+        for (u32 i = 1; i <= count && i < 32; ++i) replace(ptx::shfl_sync_idx(records, i));
         if (count < 32) return;
         // Past the warp's 31 records the list is read again, one by one.
         const u32 index = head & ~packed::kListHead;
@@ -387,7 +388,7 @@ struct Kernel {
             now = ahead;
             turn = 0;
         }
-        const u32 head = ptx::shuffle(now.head, turn), skip = ptx::shuffle(now.skip, turn);
+        const u32 head = ptx::shfl_sync_idx(now.head, turn), skip = ptx::shfl_sync_idx(now.skip, turn);
         u32 records = 0;
         if (head != 0) records = packed::read_records(head, args.records, args.record_words, lane);
         slots.wait(slot, parity);
@@ -418,7 +419,7 @@ struct Kernel {
             ptx::barrier_cluster_arrive();
             ptx::barrier_cluster_wait();
         } else {
-            ptx::sync_block();
+            ptx::bar_sync();
         }
     }
 
@@ -462,7 +463,7 @@ struct Kernel {
         if constexpr (Config::kPersistent) {
             constexpr u32 kUnits = kOutRows / 2;
             const u32 rows = tiles / args.tile_cols;
-            for (u32 unit = rank * kThreads<Config> + ptx::thread_index(); unit < rows * valid * kUnits;
+            for (u32 unit = rank * kThreads<Config> + ptx::tid(); unit < rows * valid * kUnits;
                  unit += Config::kCluster * kThreads<Config>) {
                 const u32 line = unit / kUnits;
                 store(line / valid, line % valid, unit % kUnits * 2);
@@ -470,7 +471,7 @@ struct Kernel {
         } else {
             // Block `rank` of the cluster stores its share of the rows.
             constexpr u32 kUnits = kOutRows / (2 * Config::kCluster);
-            for (u32 unit = ptx::thread_index(); unit < valid * kUnits; unit += kThreads<Config>) {
+            for (u32 unit = ptx::tid(); unit < valid * kUnits; unit += kThreads<Config>) {
                 store(0, unit / kUnits, (rank * kUnits + unit % kUnits) * 2);
             }
         }
@@ -495,7 +496,7 @@ struct Kernel {
             low += ptx::float_from_bits(old << 16);
             high += ptx::float_from_bits(old & 0xffff0000u);
         }
-        ptx::st_global(y, ptx::pack_bf16x2(low, high));
+        ptx::st_global(y, ptx::cvt_rn_bf16x2(low, high));
     }
     UW_DEVICE static void add(u32 from, float& low, float& high) {
         const U32x2 v = Config::kCluster > 1 ? ptx::ld_shared_cluster_x2(from) : ptx::ld_shared_x2(from);
@@ -562,7 +563,7 @@ struct Kernel {
 
 template <class Config>
 UW_DEVICE void run(const GemmCompactArgs& args) {
-    Kernel<Config> kernel(args, ptx::smem_address(ptx::dynamic_smem()));
+    Kernel<Config> kernel(args, ptx::cvta_to_shared(ptx::dynamic_smem()));
     kernel.run();
 }
 

@@ -1,4 +1,4 @@
-// Register-sourced matmul of a mixture of experts, small batches of each: for every pair of a token and one of its
+// Packed matmul of a mixture of experts, small batches of each: for every pair of a token and one of its
 // experts, Y[pair, n] = X[row of pair, k] * W[expert, n, k]^T from one packed tensor (docs/format.md, A.9) in which the
 // experts are one below the other. Routing is on the device: a block reads an item, which names an expert and at most
 // kBatchTile entries of a list of pairs that is sorted by expert (kernels/route.cuh), and does with those rows what
@@ -36,7 +36,7 @@ UW_DEVICE void run(const GemmGroupedArgs& args) {
         ptx::griddepcontrol_launch_dependents();
         ptx::griddepcontrol_wait();
     }
-    gemm_mma::Kernel<Config, GemmGroupedArgs> kernel(args, ptx::smem_address(ptx::dynamic_smem()));
+    gemm_mma::Kernel<Config, GemmGroupedArgs> kernel(args, ptx::cvta_to_shared(ptx::dynamic_smem()));
     if (kernel.share.blocks == 0) return;
     kernel.run();
 }

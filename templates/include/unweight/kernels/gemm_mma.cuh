@@ -1,4 +1,4 @@
-// Register-sourced matmul for small batches: Y[m, n] = X[m, k] * W[n, k]^T, W packed to 12 bits per weight
+// Packed matmul for small batches: Y[m, n] = X[m, k] * W[n, k]^T, W packed to 12 bits per weight
 // (docs/format.md, A.9). The *weight* is the A operand of mma.m16n8k16 and goes shared memory -> registers -> tensor
 // core, decoded on the way with 9 integer operations per 8 weights; the batch is the n dimension, so a batch of 8 pads
 // nothing. An element outside the window is replaced by its exact operand before the multiply: what the tensor cores
@@ -153,7 +153,7 @@ struct Kernel {
             if constexpr (kItems) {
                 // Blocks with the same batch rows are neighbours, and items without rows come last.
                 const u32 all = a.n / packed::kBlockRows, groups = (all + Config::kRowBlocks - 1) / Config::kRowBlocks;
-                const u32 index = ptx::block_index() / groups, group = ptx::block_index() - index * groups;
+                const u32 index = ptx::ctaid() / groups, group = ptx::ctaid() - index * groups;
                 const U32x4 item = ptx::ld_global_x4(a.items + index * 4);
                 const u32 each = all / groups, more = all - each * groups;
                 batch = item.y;
@@ -168,7 +168,7 @@ struct Kernel {
         }
 
         UW_DEVICE void distribute(const Args& a, u32 batch_tiles) {
-            u32 groups = ptx::grid_size() / Config::kCluster, group = ptx::block_index() / Config::kCluster;
+            u32 groups = ptx::nctaid() / Config::kCluster, group = ptx::ctaid() / Config::kCluster;
             batch = 0;
             if (batch_tiles > 1) {
                 batch = group % batch_tiles * Config::kBatchTile;
@@ -213,7 +213,7 @@ struct Kernel {
         : args(a),
           shared(shared_address),
           warp(ptx::uniform_warp_index()),
-          lane(ptx::lane_index()),
+          lane(ptx::laneid()),
           ring(shared_address + S::kRings + warp * S::kRingBytes),
           slots{shared_address + S::kBarriers + warp * Config::kStages * 8},
           k_warp(Config::kCluster > 1 ? ptx::cluster_ctarank() * Config::kWarps + warp : warp),
@@ -269,7 +269,7 @@ struct Kernel {
         }
     }
     // Who issues a slot's copies: every lane its share, or one lane all.
-    UW_DEVICE static bool issues() { return kAsync<Config> || ptx::elect_one(); }
+    UW_DEVICE static bool issues() { return kAsync<Config> || ptx::elect_sync(); }
 
     // By the lanes that issue: the task's row blocks of one column of tiles.
     UW_DEVICE void load_w() const {
@@ -298,7 +298,7 @@ struct Kernel {
     }
     // The row of X that is batch row r; `row` is that of lane 0, the same in all lanes.
     UW_DEVICE u64 x_row(u32 row, u32 r, bool inside) const {
-        if constexpr (kItems) return ptx::shuffle(listed[row / 32], r % 32);
+        if constexpr (kItems) return ptx::shfl_sync_idx(listed[row / 32], r % 32);
         else return share.batch + (inside ? r : 0);
     }
     UW_DEVICE void load_x(u32 s, u32 column) const {
@@ -365,7 +365,7 @@ struct Kernel {
             }
         }
         if constexpr (!kAsync<Config>) {
-            if (ptx::elect_one()) ptx::prefetch_tensormap(args.x);
+            if (ptx::elect_sync()) ptx::prefetch_tensormap(args.x);
         }
         if constexpr (Config::kEscapes) load_heads(heads);
         if constexpr (Config::kPdl && !kItems) ptx::griddepcontrol_wait();
@@ -400,10 +400,10 @@ struct Kernel {
         u32 any = 0;
 #pragma unroll
         for (u32 b = 0; b < Config::kRowBlocks; ++b) {
-            heads.blocks[b] = ptx::warp_ballot(heads.words[b] != 0);
+            heads.blocks[b] = ptx::vote_sync_ballot(heads.words[b] != 0);
             any |= heads.blocks[b];
             const u32 list = heads.words[b] & ~packed::kListHead;
-            if (list != heads.words[b] && list < args.escape_words) ptx::prefetch_l2(args.escapes + list);
+            if (list != heads.words[b] && list < args.escape_words) ptx::prefetch_global_l2(args.escapes + list);
         }
         heads.tiles = any;
     }
@@ -433,8 +433,8 @@ struct Kernel {
 #pragma unroll
             for (u32 b = 0; b < Config::kRowBlocks; ++b) {
                 if (heads.blocks[b] >> turn & 1) {
-                    records[b] =
-                        packed::read_records(ptx::shuffle(heads.words[b], turn), args.escapes, args.escape_words, lane);
+                    records[b] = packed::read_records(ptx::shfl_sync_idx(heads.words[b], turn), args.escapes,
+                                                      args.escape_words, lane);
                 }
             }
         }
@@ -460,7 +460,7 @@ struct Kernel {
 #pragma unroll
                 for (u32 c = 0; c < kChains; ++c) {
                     if (first + c >= Config::kRowBlocks || (heads.blocks[first + c] >> turn & 1) == 0) continue;
-                    const u32 head = ptx::shuffle(heads.words[first + c], turn);
+                    const u32 head = ptx::shfl_sync_idx(heads.words[first + c], turn);
                     packed::apply_records(operands[c], records[first + c], head, args.escapes, args.escape_words, lane);
                 }
             }
@@ -513,7 +513,7 @@ struct Kernel {
             ptx::barrier_cluster_arrive();
             ptx::barrier_cluster_wait();
         } else {
-            ptx::sync_block();
+            ptx::bar_sync();
         }
     }
 
@@ -570,7 +570,7 @@ struct Kernel {
                 low += ptx::float_from_bits(old << 16);
                 high += ptx::float_from_bits(old & 0xffff0000u);
             }
-            ptx::st_global(y, ptx::pack_bf16x2(low, high));
+            ptx::st_global(y, ptx::cvt_rn_bf16x2(low, high));
         }
     }
     // The row of Y that is batch row b.
@@ -633,7 +633,7 @@ struct Kernel {
 
 template <class Config>
 UW_DEVICE void run(const GemmPackedArgs& args) {
-    Kernel<Config> kernel(args, ptx::smem_address(ptx::dynamic_smem()));
+    Kernel<Config> kernel(args, ptx::cvta_to_shared(ptx::dynamic_smem()));
     kernel.run();
 }
 

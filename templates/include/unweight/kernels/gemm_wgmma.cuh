@@ -1,4 +1,4 @@
-// Register-sourced matmul for large batches: Y[m, n] = X[m, k] * W[n, k]^T, W packed to 12 bits per weight
+// Packed matmul for large batches: Y[m, n] = X[m, k] * W[n, k]^T, W packed to 12 bits per weight
 // (docs/format.md, A.9). The *weight* is the A operand of wgmma and comes from registers, decoded on the way with 9
 // integer operations per 8 weights; the batch is the n dimension. An element outside the window is replaced by its
 // exact operand before the multiply: what the tensor cores see are the weights times 2^(112 - base), bit for bit, and
@@ -104,8 +104,8 @@ struct Kernel : Epilogue<Config> {
         }
         if (p.thread == 0) ptx::cp_async_bulk_wait_group<0>();
         if constexpr (Config::kCluster > 1) {
-            ptx::sync_warp();  // converges the warp for the cluster's barrier
-            sync_cluster();    // peers may still be reading this block's sums
+            ptx::bar_warp_sync();  // converges the warp for the cluster's barrier
+            sync_cluster();        // peers may still be reading this block's sums
         }
     }
 
@@ -113,21 +113,21 @@ struct Kernel : Epilogue<Config> {
         const u32 warp = ptx::uniform_warp_index();
         if constexpr (Config::kPdl) ptx::griddepcontrol_launch_dependents();
         if (warp == 0) {
-            if (ptx::elect_one()) setup();
-            ptx::sync_warp();  // converges the warp for the barrier below
+            if (ptx::elect_sync()) setup();
+            ptx::bar_warp_sync();  // converges the warp for the barrier below
         }
-        ptx::sync_block();
+        ptx::bar_sync();
         if (warp < kWarpgroupWarps) {
             if constexpr (kBudgets) ptx::setmaxnreg_dec<kProducerRegisters>();
             if (warp == 0) {
-                if (ptx::elect_one()) load();
+                if (ptx::elect_sync()) load();
             } else if (Config::kEscapes && warp <= Config::kWarpgroups) {
                 load_escapes(warp - 1);
             }
             if constexpr (Config::kCluster > 1) {
-                ptx::sync_warp();  // converges the warp for the cluster's barrier
-                sync_cluster();    // with the one in reduce_in_cluster
-                sync_cluster();    // with the one at the end of consume
+                ptx::bar_warp_sync();  // converges the warp for the cluster's barrier
+                sync_cluster();        // with the one in reduce_in_cluster
+                sync_cluster();        // with the one at the end of consume
             }
         } else {
             if constexpr (kBudgets) ptx::setmaxnreg_inc<kConsumerRegisters>();
@@ -138,7 +138,7 @@ struct Kernel : Epilogue<Config> {
 
 template <class Config>
 UW_DEVICE void run(const GemmPackedArgs& args) {
-    Kernel<Config> kernel(args, ptx::smem_address(ptx::dynamic_smem()));
+    Kernel<Config> kernel(args, ptx::cvta_to_shared(ptx::dynamic_smem()));
     kernel.run();
 }
 

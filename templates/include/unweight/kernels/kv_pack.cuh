@@ -73,7 +73,7 @@ struct Unit {
     u32 quads[P::kSteps][4];
 
     UW_DEVICE Unit(const KvPackArgs& a, u32 shared_address)
-        : args(a), shared(shared_address), warp(ptx::uniform_warp_index()), lane(ptx::lane_index()) {}
+        : args(a), shared(shared_address), warp(ptx::uniform_warp_index()), lane(ptx::laneid()) {}
 
     UW_DEVICE u32 counts(u32 tile, u32 place) const { return shared + S::kCounts + tile * S::kCountBytes + place * 4; }
     UW_DEVICE static u32 low(u32 pair) { return pair >> 7 & 255; }
@@ -86,7 +86,7 @@ struct Unit {
         for (u32 at = lane * 16; at < S::kTileBytes; at += 512) {
             ptx::st_shared_x4(tile + at, ptx::ld_global_x4(from + at / 2));
         }
-        ptx::sync_warp();  // every lane's stores come before the warp's ldmatrix
+        ptx::bar_warp_sync();  // every lane's stores come before the warp's ldmatrix
         const bool value = half == attention::kValue;
         const u32 row = value ? lane % 16 : lane % 8 + lane / 16 * 8;
         const attention::Lines<kHeadDim> lines(row, value ? lane / 16 : lane / 8 % 2);
@@ -108,15 +108,15 @@ struct Unit {
 #pragma unroll
             for (u32 r = 0; r < 4; ++r) top[s] = larger(top[s], larger(low(quads[s][r]), high(quads[s][r])));
 #pragma unroll
-            for (u32 step = 16; step != 0; step /= 2) top[s] = larger(top[s], ptx::shuffle_xor(top[s], step));
+            for (u32 step = 16; step != 0; step /= 2) top[s] = larger(top[s], ptx::shfl_sync_bfly(top[s], step));
         }
-        ptx::sync_block();  // the loads of the unit before come before these stores
+        ptx::bar_sync();  // the loads of the unit before come before these stores
 #pragma unroll
         for (u32 s = 0; s < P::kSteps; ++s) {
             if (lane == 0) ptx::st_shared(counts(warp, s), top[s]);
         }
         if (warp == 0 && lane < P::kRecordBytes / 4) ptx::st_shared(shared + S::kRecord + lane * 4, 0);
-        ptx::sync_block();  // all tiles' come before the loads
+        ptx::bar_sync();  // all tiles' come before the loads
         kv::Record record{{0, 0}, kv::kPackedUnit, 0};
 #pragma unroll
         for (u32 s = 0; s < P::kSteps; ++s) {
@@ -145,10 +145,10 @@ struct Unit {
             }
         }
 #pragma unroll
-        for (u32 step = 16; step != 0; step /= 2) below += ptx::shuffle_xor(below, step);
-        const u32 flag = ptx::warp_ballot(none) != 0 ? kNoCode : 0;
+        for (u32 step = 16; step != 0; step /= 2) below += ptx::shfl_sync_bfly(below, step);
+        const u32 flag = ptx::vote_sync_ballot(none) != 0 ? kNoCode : 0;
         if (lane == 0) ptx::st_shared(counts(warp, kCount), below | flag);
-        ptx::sync_block();  // all tiles' counts come before the loads
+        ptx::bar_sync();  // all tiles' counts come before the loads
     }
     UW_DEVICE static u32 code_of(u32 exponent, u32 base) {
         return exponent == 0 ? kv::kZeroCode : exponent + kv::kBelow - base;
@@ -168,15 +168,15 @@ struct Unit {
                 outside |= u32(!first) << (2 * r) | u32(!second) << (2 * r + 1);
             }
             P::words_of(words, s, own);
-            if (ptx::warp_ballot(outside != 0) == 0) continue;
-            const u32 listed = ptx::popcount(outside);
+            if (ptx::vote_sync_ballot(outside != 0) == 0) continue;
+            const u32 listed = ptx::popc(outside);
             u32 before = listed;
 #pragma unroll
             for (u32 distance = 1; distance < 32; distance *= 2) {
-                const u32 below = ptx::shuffle_up(before, distance);
+                const u32 below = ptx::shfl_sync_up(before, distance);
                 before += lane >= distance ? below : 0;
             }
-            const u32 all = ptx::shuffle(before, 31);
+            const u32 all = ptx::shfl_sync_idx(before, 31);
             u32 at = place + before - listed;
 #pragma unroll 1
             for (; outside != 0; outside &= outside - 1) {
@@ -219,7 +219,7 @@ struct Unit {
         } else {
             const u32 taken = counts(0, kTaken);
             if (warp == 0 && lane == 0) ptx::st_shared(taken, take());
-            ptx::sync_block();  // the unit is known before the loads
+            ptx::bar_sync();  // the unit is known before the loads
             const u32 unit = ptx::ld_shared(taken);
             chosen = {{0, 0}, unit == kLost ? kv::kLostUnit : kv::kBf16Unit, unit == kLost ? 0 : unit};
             if (unit == kLost) {
@@ -236,7 +236,7 @@ struct Unit {
         if (warp == 0 && lane == 0) {
             ptx::st_shared_x4(shared + S::kRecord, U32x4{chosen.bases[0], chosen.bases[1], chosen.word, chosen.ends});
         }
-        ptx::sync_block();  // every warp's slots come before the loads
+        ptx::bar_sync();  // every warp's slots come before the loads
         if (warp == 0 && lane < P::kRecordBytes / 4) {
             ptx::st_global(record + lane * 4, ptx::ld_shared(shared + S::kRecord + lane * 4));
         }
@@ -255,18 +255,18 @@ UW_DEVICE void report(const KvPackArgs& args, u32 row) { ptx::st_global(args.fau
 
 template <class Config>
 UW_DEVICE void run_step(const KvPackArgs& args) {
-    const u32 each = args.layers * args.kv_heads * 2, blocks = ptx::grid_size(), lane = ptx::lane_index();
+    const u32 each = args.layers * args.kv_heads * 2, blocks = ptx::nctaid(), lane = ptx::laneid();
     // The first unit of the row that is this block's.
-    u32 next = ptx::block_index();
+    u32 next = ptx::ctaid();
     for (u32 first = 0; first < args.m; first += 32) {
         const u32 own = first + lane;
         const u32 position = own < args.m ? ptx::ld_global(args.positions + own) : attention::kPadPosition;
         const bool is_last = position % kv::kPageTokens == kv::kPageTokens - 1;
-        u32 full = ptx::warp_ballot(is_last && position / kv::kPageTokens < args.table_pages);
+        u32 full = ptx::vote_sync_ballot(is_last && position / kv::kPageTokens < args.table_pages);
         while (full != 0) {
             const u32 of = ptx::find_first_set(full) - 1, row = first + of;
             full &= full - 1;
-            const u32 entry = ptx::shuffle(position, of) / kv::kPageTokens;
+            const u32 entry = ptx::shfl_sync_idx(position, of) / kv::kPageTokens;
             const u32 page = ptx::ld_global(args.page_table + u64(row) * args.table_pages + entry);
             const u32 hot = ptx::ld_global(args.hot_table + row);
             if (page != kNoPage && (page >= args.pages || hot >= args.source_pages)) report(args, row);
@@ -275,7 +275,7 @@ UW_DEVICE void run_step(const KvPackArgs& args) {
             for (; next < each; next += blocks) {
                 if (!there) continue;
                 const u32 pair = next / 2;
-                Unit<Config> unit(args, ptx::smem_address(ptx::dynamic_smem()));
+                Unit<Config> unit(args, ptx::cvta_to_shared(ptx::dynamic_smem()));
                 unit.run(pair / args.kv_heads, hot, page, pair % args.kv_heads, next % 2, args.lost + row);
             }
             next -= each;
@@ -285,21 +285,21 @@ UW_DEVICE void run_step(const KvPackArgs& args) {
 
 template <class Config>
 UW_DEVICE void run_chunk(const KvPackArgs& args) {
-    const u32 pair = ptx::block_index() / 2, half = ptx::block_index() % 2;
+    const u32 pair = ptx::ctaid() / 2, half = ptx::ctaid() % 2;
     const u32 place = pair / args.kv_heads, kv_head = pair % args.kv_heads;
     const u32 page = ptx::ld_global(args.page_table + place);
     if (page >= args.pages || args.first + place >= args.source_pages) {
         if (page != kNoPage) report(args, place);
         return;
     }
-    Unit<Config> unit(args, ptx::smem_address(ptx::dynamic_smem()));
+    Unit<Config> unit(args, ptx::cvta_to_shared(ptx::dynamic_smem()));
     unit.run(0, args.first + place, page, kv_head, half, args.lost);
 }
 
 template <class Config>
 UW_DEVICE void run_release(const KvPackArgs& args) {
     using P = kv::Packed<Config::kHeadDim>;
-    const u64 own = u64(ptx::block_index()) * kThreads<Config> + ptx::thread_index();
+    const u64 own = u64(ptx::ctaid()) * kThreads<Config> + ptx::tid();
     const u64 each = u64(args.kv_heads) * 2 * args.layers;
     const u64 place = own / each;
     if (place >= args.m) return;

@@ -63,8 +63,8 @@ UW_DEVICE void run(const KvUnpackArgs& args) {
         ptx::griddepcontrol_launch_dependents();
         ptx::griddepcontrol_wait();
     }
-    const u32 lane = ptx::lane_index(), inside = ptx::uniform_warp_index();
-    const u32 pair = ptx::block_index() / 2, half = ptx::block_index() % 2;
+    const u32 lane = ptx::laneid(), inside = ptx::uniform_warp_index();
+    const u32 pair = ptx::ctaid() / 2, half = ptx::ctaid() % 2;
     const u32 place = pair / args.kv_heads, kv_head = pair % args.kv_heads;
     const u32 page = ptx::ld_global(args.page_table + place);
     if (page >= args.pages) {
@@ -79,7 +79,7 @@ UW_DEVICE void run(const KvUnpackArgs& args) {
         if (record.kind() != kv::kLostUnit && inside == 0 && lane == 0) ptx::st_global(args.fault, 1 + place);
         return;
     }
-    const u32 tile = ptx::smem_address(ptx::dynamic_smem()) + S::kTiles + inside * S::kTileBytes;
+    const u32 tile = ptx::cvta_to_shared(ptx::dynamic_smem()) + S::kTiles + inside * S::kTileBytes;
     u32 words[P::kWords];
     if (plain) {
         const u8* tile_of = args.packed + head * P::kHeadBytes + inside * P::kTileBytes;
@@ -104,7 +104,7 @@ UW_DEVICE void run(const KvUnpackArgs& args) {
             store_values<Config::kHeadDim>(tile, p, s, lane);
         }
     }
-    ptx::sync_warp();  // every lane's stores come before the warp's loads
+    ptx::bar_warp_sync();  // every lane's stores come before the warp's loads
     u16* out = args.out + kv::head_element(Config::kHeadDim, args.kv_heads, place, kv_head, half) +
                inside * (kv::kTileTokens * Config::kHeadDim);
     for (u32 byte = lane * 16; byte < S::kTileBytes; byte += 512) {

@@ -33,7 +33,7 @@ constexpr u32 kThreads = Config::kThreads;
 constexpr u32 kTopMax = 20;
 constexpr u32 kChunk = 8;
 constexpr u32 kNan = 0x7fc00000;
-constexpr float kUnits = 1099511627776.0f;     // 2^40
+constexpr float kUnits = 1099511627776.0f;      // 2^40
 constexpr float kUnit = 9.09494701772928e-13f;  // 2^-40
 
 // Offsets of the sections in dynamic shared memory, and their sum.
@@ -56,10 +56,10 @@ struct Kernel {
     UW_DEVICE Kernel(const LogprobsArgs& a, u32 shared_address)
         : args(a),
           shared(shared_address),
-          thread(ptx::thread_index()),
-          lane(ptx::lane_index()),
+          thread(ptx::tid()),
+          lane(ptx::laneid()),
           warp(ptx::uniform_warp_index()),
-          row(ptx::block_index()),
+          row(ptx::ctaid()),
           logits(a.logits + row * a.pitch) {}
 
     // Calls visit(token, bits) for each logit of the thread.
@@ -82,16 +82,16 @@ struct Kernel {
     UW_DEVICE u64 block_reduce(u64 value, Combine combine) {
 #pragma unroll
         for (u32 distance = 16; distance != 0; distance /= 2) {
-            value = combine(value, sample::shuffle_xor(value, distance));
+            value = combine(value, sample::shfl_sync_bfly(value, distance));
         }
         const u32 warps = shared + Sections::kWarps + turn * (kBlockThreads / 32 * 8);
         turn ^= 1;
         if (lane == 0) ptx::st_shared_x2(warps + warp * 8, sample::split(value));
-        ptx::sync_block();  // every warp's value is there
+        ptx::bar_sync();  // every warp's value is there
         value = sample::join(ptx::ld_shared_x2(warps + lane * 8));
 #pragma unroll
         for (u32 distance = 16; distance != 0; distance /= 2) {
-            value = combine(value, sample::shuffle_xor(value, distance));
+            value = combine(value, sample::shfl_sync_bfly(value, distance));
         }
         return value;
     }
@@ -151,7 +151,7 @@ struct Kernel {
 template <class Config>
 UW_DEVICE void run(const LogprobsArgs& args) {
     if constexpr (Config::kPdl) ptx::griddepcontrol_launch_dependents();
-    Kernel<Config> kernel(args, ptx::smem_address(ptx::dynamic_smem()));
+    Kernel<Config> kernel(args, ptx::cvta_to_shared(ptx::dynamic_smem()));
     kernel.run();
 }
 

@@ -63,14 +63,14 @@ UW_DEVICE U32x4 scale(U32x4 x, U32x4 gamma, float factor) {
 // The sum over the block, the same bits in every thread; `section` of shared memory is the sum's own.
 template <class Config>
 UW_DEVICE float block_sum(float sum, u32 section) {
-    const u32 sums = ptx::smem_address(ptx::dynamic_smem()) + section;
+    const u32 sums = ptx::cvta_to_shared(ptx::dynamic_smem()) + section;
 #pragma unroll
     for (u32 distance = 16; distance != 0; distance /= 2) {
-        sum = ptx::add(sum, ptx::float_from_bits(ptx::shuffle_xor(ptx::bits_from_float(sum), distance)));
+        sum = ptx::add(sum, ptx::float_from_bits(ptx::shfl_sync_bfly(ptx::bits_from_float(sum), distance)));
     }
-    const u32 thread = ptx::thread_index();
+    const u32 thread = ptx::tid();
     if (thread % 32 == 0) ptx::st_shared(sums + thread / 32 * 4, ptx::bits_from_float(sum));
-    ptx::sync_block();  // every warp's sum is there
+    ptx::bar_sync();  // every warp's sum is there
     sum = 0;
 #pragma unroll
     for (u32 warp = 0; warp < Config::kThreads / 32; ++warp) {
@@ -101,7 +101,7 @@ UW_DEVICE u32 normed(u32 x, u32 gamma, u32 y, float middle, float factor) {
     low = ptx::mul(low, factor);
     high = ptx::mul(high, factor);
     if constexpr (Config::kKind == NormKind::kRms) {
-        const u32 rounded = ptx::pack_bf16x2(low, high);
+        const u32 rounded = ptx::cvt_rn_bf16x2(low, high);
         low = low_of(rounded);
         high = high_of(rounded);
     }
@@ -116,14 +116,14 @@ UW_DEVICE u32 normed(u32 x, u32 gamma, u32 y, float middle, float factor) {
         low = ptx::add(low_of(y), low);
         high = ptx::add(high_of(y), high);
     }
-    return ptx::pack_bf16x2(low, high);
+    return ptx::cvt_rn_bf16x2(low, high);
 }
 
 template <class Config>
 UW_DEVICE void run(const NormArgs& args) {
     constexpr u32 kPieces = kColumnsMax / (Config::kThreads * kChunk);
     static_assert(kPieces * Config::kThreads * kChunk == kColumnsMax, "threads divide the columns");
-    const u32 thread = ptx::thread_index(), row = ptx::block_index(), chunks = args.d / kChunk;
+    const u32 thread = ptx::tid(), row = ptx::ctaid(), chunks = args.d / kChunk;
     if constexpr (Config::kPdl) ptx::griddepcontrol_launch_dependents();
 
     U32x4 gamma[kPieces], x[kPieces];

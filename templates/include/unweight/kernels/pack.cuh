@@ -91,7 +91,7 @@ UW_DEVICE u32 operand_of(const Args& args, u32 weight) {
 
 UW_DEVICE u32 warp_sum(u32 v) {
 #pragma unroll
-    for (u32 delta = 1; delta < 32; delta *= 2) v += ptx::shuffle_xor(v, delta);
+    for (u32 delta = 1; delta < 32; delta *= 2) v += ptx::shfl_sync_bfly(v, delta);
     return v;
 }
 
@@ -102,7 +102,7 @@ UW_DEVICE void store_head(const Args& args, const Place& place, u32 block, Opera
     u32 outside = 0;
 #pragma unroll
     for (u32 i = 0; i < 16; ++i) outside |= container.p[i] & kFree;
-    if (ptx::warp_ballot(outside != 0) == 0) {
+    if (ptx::vote_sync_ballot(outside != 0) == 0) {
         if (place.lane == 0) ptx::st_global(args.escape_heads + block, 0);
         return;
     }
@@ -121,7 +121,7 @@ UW_DEVICE void store_head(const Args& args, const Place& place, u32 block, Opera
         if (operand & kInexact) ptx::red_max_global_u64(args.inexact, ~at);
         record = (operand & 0xffff) | place_of(element, place.lane);
     }
-    const u32 own = ptx::popcount(mask), count = warp_sum(own);
+    const u32 own = ptx::popc(mask), count = warp_sum(own);
     if (count == 1) {
         if (own == 1) ptx::st_global(args.escape_heads + block, kOneHead | record);
     } else if (place.lane == 0) {
@@ -138,7 +138,7 @@ UW_DEVICE void store_container(const Args& args, const Place& place, u32 block, 
         const u32* p = container.p + 4 * s;
         words[3 * s + 0] = ptx::bit_select(kFree, p[3] << 4, p[0]);
         words[3 * s + 1] = ptx::bit_select(kFree, p[3] << 8, p[1]);
-        words[3 * s + 2] = ptx::bit_select(kFree, ptx::funnel_shift_right(p[3], p[3], 4), p[2]);
+        words[3 * s + 2] = ptx::bit_select(kFree, ptx::shf_r_wrap(p[3], p[3], 4), p[2]);
     }
     u8* to = args.packed + static_cast<u64>(block) * packed::kBlockBytes + place.lane * 16;
 #pragma unroll
@@ -149,7 +149,7 @@ UW_DEVICE void store_container(const Args& args, const Place& place, u32 block, 
 }
 
 UW_DEVICE void tiles(const PackArgs& args) {
-    const u32 lane = ptx::thread_index() % 32, block = ptx::block_index() * kWarps + ptx::uniform_warp_index();
+    const u32 lane = ptx::tid() % 32, block = ptx::ctaid() * kWarps + ptx::uniform_warp_index();
     if (block >= row_block::count(args)) return;
     const Place place(args, block, lane);
     Operands container = contain(row_block::load(args, place), pair_of_exponents(args.base));
@@ -173,14 +173,14 @@ UW_DEVICE void write_list(const Args& args, const Place& place, const Operands& 
 #pragma unroll
     for (u32 i = 0; i < 16; ++i) {
         const bool low = mask >> 2 * i & 1, high = mask >> 2 * i & 2;
-        const u32 lows = ptx::warp_ballot(low), highs = ptx::warp_ballot(high);
-        const u32 own = next + ptx::popcount(lows & below) + ptx::popcount(highs & below);
+        const u32 lows = ptx::vote_sync_ballot(low), highs = ptx::vote_sync_ballot(high);
+        const u32 own = next + ptx::popc(lows & below) + ptx::popc(highs & below);
         if (low && own < room) ptx::st_global(list + own, (weights.p[i] & 0xffff) | place_of(2 * i, place.lane));
         if (high && own + low < room)
             ptx::st_global(list + own + low, weights.p[i] >> 16 | place_of(2 * i + 1, place.lane));
-        next += ptx::popcount(lows) + ptx::popcount(highs);
+        next += ptx::popc(lows) + ptx::popc(highs);
     }
-    ptx::sync_warp();  // orders the weights that lanes have left in the list, in global memory, before the loads below
+    ptx::bar_warp_sync();  // orders the weights that lanes have left in the list, in memory, before the loads below
     for (u32 i = 1 + place.lane; i < next && i < room; i += 32) {
         const u32 record = ptx::ld_global(list + i);
         ptx::st_global(list + i, (record & ~0xffffu) | (operand_of(args, record & 0xffff) & 0xffff));
@@ -192,8 +192,7 @@ UW_DEVICE void write_list(const Args& args, const Place& place, const Operands& 
 // row block once more.
 template <class Args, class WeightsOf>
 UW_DEVICE void lists(const Args& args, u32 smem, WeightsOf weights_of) {
-    const u32 thread = ptx::thread_index(), lane = thread % 32, warp = ptx::uniform_warp_index(),
-              group = ptx::block_index();
+    const u32 thread = ptx::tid(), lane = thread % 32, warp = ptx::uniform_warp_index(), group = ptx::ctaid();
     const u32 first = group * kGroupBlocks + warp * kListBlocks, block = first + lane;  // of the first lanes
     if (ptx::ld_global(args.group_words + group) == 0) return;
 
@@ -206,27 +205,27 @@ UW_DEVICE void lists(const Args& args, u32 smem, WeightsOf weights_of) {
     u32 sum = words;
 #pragma unroll
     for (u32 delta = 1; delta < 32; delta *= 2) {
-        const u32 lower = ptx::shuffle_up(sum, delta);
+        const u32 lower = ptx::shfl_sync_up(sum, delta);
         sum += lane >= delta ? lower : 0;
     }
     before = warp_sum(before);
     if (lane == 31) ptx::st_shared_x2(smem + warp * 8, {sum, before});
-    ptx::sync_block();  // orders the warps' sums before every warp's loads
+    ptx::bar_sync();  // orders the warps' sums before every warp's loads
     u32 at = sum - words;
     for (u32 i = 0; i < kWarps; ++i) {
         const U32x2 other = ptx::ld_shared_x2(smem + i * 8);
         at += (i < warp ? other.x : 0) + other.y;
     }
     if (words != 0) ptx::st_global(args.escape_heads + block, packed::kListHead | at);
-    for (u32 left = ptx::warp_ballot(words != 0); left != 0; left &= left - 1) {
+    for (u32 left = ptx::vote_sync_ballot(words != 0); left != 0; left &= left - 1) {
         const u32 owner = ptx::find_first_set(left) - 1;
         const Place place(args, first + owner, lane);
-        write_list(args, place, weights_of(place, first + owner), ptx::shuffle(at, owner));
+        write_list(args, place, weights_of(place, first + owner), ptx::shfl_sync_idx(at, owner));
     }
 }
 
 UW_DEVICE void lists(const PackArgs& args) {
-    lists(args, ptx::smem_address(ptx::dynamic_smem()),
+    lists(args, ptx::cvta_to_shared(ptx::dynamic_smem()),
           [&](const Place& place, u32) { return row_block::load(args, place); });
 }
 

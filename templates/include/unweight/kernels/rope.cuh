@@ -53,7 +53,7 @@ struct Head {
     u32 lane, turned;  // pairs that are turned
 
     template <class Args>
-    UW_DEVICE Head(const Args& args) : lane(ptx::thread_index() % 32), turned(args.rope_dim / 4) {}
+    UW_DEVICE Head(const Args& args) : lane(ptx::tid() % 32), turned(args.rope_dim / 4) {}
 
     UW_DEVICE u32 pair(u32 piece) const { return lane + piece * 32; }
     UW_DEVICE bool has(u32 piece) const { return pair(piece) < kPairs; }
@@ -98,7 +98,7 @@ struct Head {
         }
 #pragma unroll
         for (u32 distance = 16; distance != 0; distance /= 2) {
-            sum = ptx::add(sum, ptx::float_from_bits(ptx::shuffle_xor(ptx::bits_from_float(sum), distance)));
+            sum = ptx::add(sum, ptx::float_from_bits(ptx::shfl_sync_bfly(ptx::bits_from_float(sum), distance)));
         }
         const float scale = activation::norm_scale(sum, Config::kHeadDim, eps);
 #pragma unroll
@@ -162,7 +162,7 @@ UW_DEVICE void run(const RopeArgs& args) {
     using Words = typename Head<Config>::Words;
     if constexpr (Config::kPdl) ptx::griddepcontrol_launch_dependents();
     const Head<Config> own(args);
-    const u32 row = ptx::block_index(), position = args.start + row, warp = ptx::uniform_warp_index();
+    const u32 row = ptx::ctaid(), position = args.start + row, warp = ptx::uniform_warp_index();
 
     Words angles;
     const u64 at = static_cast<u64>(position) * (args.rope_dim / 2);
@@ -179,7 +179,7 @@ UW_DEVICE void run(const RopeArgs& args) {
     const bool paged = page < args.cache_pages;
     if constexpr (Config::kPdl) ptx::griddepcontrol_wait();
 
-    if (!paged && ptx::thread_index() == 0) ptx::st_global(args.fault, row + 1);
+    if (!paged && ptx::tid() == 0) ptx::st_global(args.fault, row + 1);
     const u32 keys = args.heads + args.kv_heads;
     for (u32 head = warp; head < keys + args.kv_heads; head += kWarps) {
         u16* const at_head = args.qkv + row * args.pitch + head * Config::kHeadDim;

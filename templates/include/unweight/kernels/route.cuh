@@ -22,7 +22,7 @@
 //          after them. Pairs without an expert are left out, and their rows are not read.
 //
 // Roles    topk, combine: none. sort: all warps alike.
-// Barriers sort: see the lines. A warp's counts are its own until the first sync_block, and again after the second.
+// Barriers sort: see the lines. A warp's counts are its own until the first bar_sync, and again after the second.
 // Bound    sort: latency, some 3 us up to 1024 pairs. combine: device memory, 2 * (top_k + 1) bytes per element of y.
 // Safety   Any ids. Nothing is written past pairs[tokens * top_k] and items[items_max].
 #pragma once
@@ -76,7 +76,7 @@ constexpr u32 kPerLane = kExpertsMax / 32;  // experts lane, lane + 32, ...
 template <bool kPdl>
 UW_DEVICE void topk(const RouteArgs& args) {
     start<kPdl>();
-    const u32 lane = ptx::lane_index(), token = ptx::block_index() * (kTopkThreads / 32) + ptx::uniform_warp_index();
+    const u32 lane = ptx::laneid(), token = ptx::ctaid() * (kTopkThreads / 32) + ptx::uniform_warp_index();
     if (token >= args.tokens) return;
     const float none = ptx::float_from_bits(0xff800000u);  // -inf
     const u16* const logits = args.logits + token * args.logits_pitch;
@@ -89,23 +89,23 @@ UW_DEVICE void topk(const RouteArgs& args) {
         const u32 expert = i * 32 + lane;
         if (expert < args.experts) {
             // A NaN is not larger than -inf.
-            values[i] = ptx::maximum(ptx::float_from_bits(ptx::ld_global_u16(logits + expert) << 16), none);
+            values[i] = ptx::max(ptx::float_from_bits(ptx::ld_global_u16(logits + expert) << 16), none);
             left |= 1u << i;
         }
-        largest = ptx::maximum(largest, values[i]);
+        largest = ptx::max(largest, values[i]);
     }
 #pragma unroll
     for (u32 distance = 16; distance > 0; distance /= 2) {
-        const u32 other = ptx::shuffle_xor(ptx::bits_from_float(largest), distance);
-        largest = ptx::maximum(largest, ptx::float_from_bits(other));
+        const u32 other = ptx::shfl_sync_bfly(ptx::bits_from_float(largest), distance);
+        largest = ptx::max(largest, ptx::float_from_bits(other));
     }
     const float offset = largest == none ? 0.0f : largest;
     float sum = 0.0f;
 #pragma unroll
-    for (u32 i = 0; i < kPerLane; ++i) sum = ptx::add(sum, ptx::exp2_approx((values[i] - offset) * 1.44269504f));
+    for (u32 i = 0; i < kPerLane; ++i) sum = ptx::add(sum, ptx::ex2_approx((values[i] - offset) * 1.44269504f));
 #pragma unroll
     for (u32 distance = 16; distance > 0; distance /= 2) {
-        sum = ptx::add(sum, ptx::float_from_bits(ptx::shuffle_xor(ptx::bits_from_float(sum), distance)));
+        sum = ptx::add(sum, ptx::float_from_bits(ptx::shfl_sync_bfly(ptx::bits_from_float(sum), distance)));
     }
 
     // Lane j keeps place j.
@@ -124,8 +124,8 @@ UW_DEVICE void topk(const RouteArgs& args) {
         }
 #pragma unroll
         for (u32 distance = 16; distance > 0; distance /= 2) {
-            const float other = ptx::float_from_bits(ptx::shuffle_xor(ptx::bits_from_float(best), distance));
-            const u32 other_expert = ptx::shuffle_xor(expert, distance);
+            const float other = ptx::float_from_bits(ptx::shfl_sync_bfly(ptx::bits_from_float(best), distance));
+            const u32 other_expert = ptx::shfl_sync_bfly(expert, distance);
             // A lane with nothing left has expert ~0 and so loses among equal ones.
             if (other > best || (other == best && other_expert < expert)) {
                 best = other;
@@ -133,7 +133,7 @@ UW_DEVICE void topk(const RouteArgs& args) {
             }
         }
         if (expert % 32 == lane) left &= ~(1u << expert / 32 % 32);
-        const float share = ptx::div(ptx::exp2_approx((best - offset) * 1.44269504f), sum);
+        const float share = ptx::div(ptx::ex2_approx((best - offset) * 1.44269504f), sum);
         chosen = ptx::add(chosen, share);
         if (place == lane) {
             id = expert;
@@ -142,7 +142,7 @@ UW_DEVICE void topk(const RouteArgs& args) {
     }
     if (lane >= args.top_k) return;
     if (args.normalized != 0) weight = ptx::div(weight, chosen);
-    if (args.rounded != 0) weight = activation::low_of(ptx::pack_bf16x2(weight, weight));
+    if (args.rounded != 0) weight = activation::low_of(ptx::cvt_rn_bf16x2(weight, weight));
     const u64 pair = u64(token) * args.top_k + lane;
     ptx::st_global(args.ids + pair, id);
     ptx::st_global(args.weights + pair, ptx::bits_from_float(weight));
@@ -157,8 +157,8 @@ struct Step {
     UW_DEVICE Step(const RouteArgs& args, u32 at, u32 end, u32 lane) {
         expert = at + lane < end ? ptx::ld_global(args.ids + at + lane) : ~0u;
         counts = expert < args.experts;
-        peers = ptx::match_any(expert);
-        before = ptx::popcount(peers & ((1u << lane) - 1));
+        peers = ptx::match_any_sync(expert);
+        before = ptx::popc(peers & ((1u << lane) - 1));
         leads = counts && before == 0;
     }
 };
@@ -166,24 +166,24 @@ struct Step {
 template <bool kPdl>
 UW_DEVICE void sort(const RouteArgs& args) {
     start<kPdl>();
-    const u32 shared = ptx::smem_address(ptx::dynamic_smem());
-    const u32 thread = ptx::thread_index(), warp = ptx::uniform_warp_index(), lane = ptx::lane_index();
+    const u32 shared = ptx::cvta_to_shared(ptx::dynamic_smem());
+    const u32 thread = ptx::tid(), warp = ptx::uniform_warp_index(), lane = ptx::laneid();
     const u32 counts = shared + warp * kCountPitch, firsts = shared + kFirsts, warp_sums = shared + kWarpSums;
     // A run of each warp, a whole number of steps.
     const u32 pairs = args.tokens * args.top_k, run = (pairs + kSortThreads - 1) / kSortThreads * 32;
     const u32 begin = warp * run < pairs ? warp * run : pairs, end = pairs - begin < run ? pairs : begin + run;
 
     for (u32 e = lane; e < args.experts; e += 32) ptx::st_shared(counts + e * 4, 0);
-    ptx::sync_warp();  // the zeros of all lanes, before any lane counts
+    ptx::bar_warp_sync();  // the zeros of all lanes, before any lane counts
     for (u32 at = begin; at < end; at += 32) {
         const Step step(args, at, end, lane);
         if (step.leads) {
             const u32 address = counts + step.expert * 4;
-            ptx::st_shared(address, ptx::ld_shared(address) + ptx::popcount(step.peers));
+            ptx::st_shared(address, ptx::ld_shared(address) + ptx::popc(step.peers));
         }
-        ptx::sync_warp();  // this step's counts, before another lane counts the same expert in the next
+        ptx::bar_warp_sync();  // this step's counts, before another lane counts the same expert in the next
     }
-    ptx::sync_block();  // the counts of all warps, before a thread adds up an expert's
+    ptx::bar_sync();  // the counts of all warps, before a thread adds up an expert's
 
     // Thread e: pairs of expert e, and in the place of each warp's count how many of them are in the runs before.
     u32 total = 0;
@@ -198,15 +198,15 @@ UW_DEVICE void sort(const RouteArgs& args) {
     u32 entries_to = total, items_to = items;  // inclusive sums over the warp's experts, then over all
 #pragma unroll
     for (u32 distance = 1; distance < 32; distance *= 2) {
-        const u32 entries_before = ptx::shuffle_up(entries_to, distance);
-        const u32 items_before = ptx::shuffle_up(items_to, distance);
+        const u32 entries_before = ptx::shfl_sync_up(entries_to, distance);
+        const u32 items_before = ptx::shfl_sync_up(items_to, distance);
         if (lane >= distance) {
             entries_to += entries_before;
             items_to += items_before;
         }
     }
     if (lane == 31) ptx::st_shared_x2(warp_sums + warp * 8, U32x2{entries_to, items_to});
-    ptx::sync_block();  // the sums of all warps, before anybody adds up those before its own
+    ptx::bar_sync();  // the sums of all warps, before anybody adds up those before its own
     u32 all_items = 0;
 #if __CUDA_ARCH__ >= 1000
 #pragma unroll 4  // all 32 at once spill there
@@ -229,7 +229,7 @@ UW_DEVICE void sort(const RouteArgs& args) {
     for (u32 i = all_items + thread; i < args.items_max; i += kSortThreads) {
         ptx::st_global_x4(args.items + u64(i) * 4, U32x4{0, 0, 0, 0});
     }
-    ptx::sync_block();  // first entries, and counts that are places now, before warps place their pairs
+    ptx::bar_sync();  // first entries, and counts that are places now, before warps place their pairs
 
     for (u32 at = begin; at < end; at += 32) {
         const Step step(args, at, end, lane);
@@ -239,9 +239,9 @@ UW_DEVICE void sort(const RouteArgs& args) {
             place = ptx::ld_shared(address);
             ptx::st_global(args.pairs + ptx::ld_shared(firsts + step.expert * 4) + place + step.before, at + lane);
         }
-        ptx::sync_warp();  // all lanes have read their places, before a leader moves on
-        if (step.leads) ptx::st_shared(address, place + ptx::popcount(step.peers));
-        ptx::sync_warp();  // and has moved on, before the next step reads
+        ptx::bar_warp_sync();  // all lanes have read their places, before a leader moves on
+        if (step.leads) ptx::st_shared(address, place + ptx::popc(step.peers));
+        ptx::bar_warp_sync();  // and has moved on, before the next step reads
     }
 }
 
@@ -258,8 +258,8 @@ UW_DEVICE void add_product(float (&sums)[kChunk], float weight, U32x4 row) {
 template <bool kPdl>
 UW_DEVICE void combine(const RouteArgs& args) {
     start<kPdl>();
-    const u32 token = ptx::block_index() / args.row_blocks, block = ptx::block_index() - token * args.row_blocks;
-    const u32 column = (block * kCombineThreads + ptx::thread_index()) * kChunk;
+    const u32 token = ptx::ctaid() / args.row_blocks, block = ptx::ctaid() - token * args.row_blocks;
+    const u32 column = (block * kCombineThreads + ptx::tid()) * kChunk;
     if (column >= args.columns) return;
     float sums[kChunk] = {};
     for (u32 place = 0; place < args.top_k; ++place) {
@@ -270,8 +270,8 @@ UW_DEVICE void combine(const RouteArgs& args) {
     }
     u16* const y = args.y + token * args.y_pitch + column;
     if (args.adds != 0) add_product(sums, 1.0f, ptx::ld_global_x4(y));
-    ptx::st_global_x4(y, U32x4{ptx::pack_bf16x2(sums[0], sums[1]), ptx::pack_bf16x2(sums[2], sums[3]),
-                               ptx::pack_bf16x2(sums[4], sums[5]), ptx::pack_bf16x2(sums[6], sums[7])});
+    ptx::st_global_x4(y, U32x4{ptx::cvt_rn_bf16x2(sums[0], sums[1]), ptx::cvt_rn_bf16x2(sums[2], sums[3]),
+                               ptx::cvt_rn_bf16x2(sums[4], sums[5]), ptx::cvt_rn_bf16x2(sums[6], sums[7])});
 }
 
 // ---- the stage that Config names

@@ -178,22 +178,22 @@ UW_DEVICE u64 candidate(u32 rank, u32 token) { return u64(rank) << 32 | u32(~tok
 // ---- exchange ------------------------------------------------------------------------------------------------------
 UW_DEVICE u64 join(U32x2 v) { return u64(v.y) << 32 | v.x; }
 UW_DEVICE U32x2 split(u64 v) { return {static_cast<u32>(v), static_cast<u32>(v >> 32)}; }
-UW_DEVICE u64 shuffle_xor(u64 v, u32 mask) {
-    const u32 low = ptx::shuffle_xor(static_cast<u32>(v), mask);
-    return u64(ptx::shuffle_xor(static_cast<u32>(v >> 32), mask)) << 32 | low;
+UW_DEVICE u64 shfl_sync_bfly(u64 v, u32 mask) {
+    const u32 low = ptx::shfl_sync_bfly(static_cast<u32>(v), mask);
+    return u64(ptx::shfl_sync_bfly(static_cast<u32>(v >> 32), mask)) << 32 | low;
 }
-UW_DEVICE u64 shuffle_up(u64 v, u32 delta) {
-    const u32 low = ptx::shuffle_up(static_cast<u32>(v), delta);
-    return u64(ptx::shuffle_up(static_cast<u32>(v >> 32), delta)) << 32 | low;
+UW_DEVICE u64 shfl_sync_up(u64 v, u32 delta) {
+    const u32 low = ptx::shfl_sync_up(static_cast<u32>(v), delta);
+    return u64(ptx::shfl_sync_up(static_cast<u32>(v >> 32), delta)) << 32 | low;
 }
-UW_DEVICE u64 shuffle(u64 v, u32 source) {
-    const u32 low = ptx::shuffle(static_cast<u32>(v), source);
-    return u64(ptx::shuffle(static_cast<u32>(v >> 32), source)) << 32 | low;
+UW_DEVICE u64 shfl_sync_idx(u64 v, u32 source) {
+    const u32 low = ptx::shfl_sync_idx(static_cast<u32>(v), source);
+    return u64(ptx::shfl_sync_idx(static_cast<u32>(v >> 32), source)) << 32 | low;
 }
 UW_DEVICE u64 larger(u64 a, u64 b) { return a > b ? a : b; }
 UW_DEVICE u64 warp_largest(u64 v) {
 #pragma unroll
-    for (u32 distance = 16; distance != 0; distance /= 2) v = larger(v, shuffle_xor(v, distance));
+    for (u32 distance = 16; distance != 0; distance /= 2) v = larger(v, shfl_sync_bfly(v, distance));
     return v;
 }
 
@@ -227,10 +227,10 @@ struct Kernel {
     UW_DEVICE Kernel(const SampleArgs& a, u32 shared_address)
         : args(a),
           shared(shared_address),
-          thread(ptx::thread_index()),
-          lane(ptx::lane_index()),
+          thread(ptx::tid()),
+          lane(ptx::laneid()),
           warp(ptx::uniform_warp_index()),
-          row(ptx::block_index() / Config::kCluster),
+          row(ptx::ctaid() / Config::kCluster),
           rank(Config::kCluster > 1 ? ptx::cluster_ctarank() : 0) {
         const U32x2 head = ptx::ld_global_nc_x2(&a.rows[row].seed);
         const U32x2 middle = ptx::ld_global_nc_x2(&a.rows[row].temperature);
@@ -341,9 +341,7 @@ struct Kernel {
             return words[i / 2] >> i % 2 * 16 & 0xffff;
         }
     }
-    UW_DEVICE static u32 key_of(u32 bits) {
-        return Config::kAdjusted ? key_of_f32(bits) : key_of_bf16(bits);
-    }
+    UW_DEVICE static u32 key_of(u32 bits) { return Config::kAdjusted ? key_of_f32(bits) : key_of_bf16(bits); }
     // The logit with this key, which is not NaN's.
     UW_DEVICE static float logit_of(u32 key) {
         const u32 wide = key & 0x80000000 ? key ^ 0x80000000 : ~key;
@@ -367,7 +365,7 @@ struct Kernel {
             ptx::barrier_cluster_arrive();
             ptx::barrier_cluster_wait();
         } else {
-            ptx::sync_block();
+            ptx::bar_sync();
         }
     }
     UW_DEVICE static u64 load_of(u32 block, u32 address) {
@@ -378,7 +376,7 @@ struct Kernel {
     UW_DEVICE u64 cluster_largest(u64 value) {
         value = warp_largest(value);
         if (lane == 0) ptx::st_shared_x2(shared + Sections::kWarps + warp * 8, split(value));
-        ptx::sync_block();  // every warp's best is there
+        ptx::bar_sync();  // every warp's best is there
         const u32 own = shared + Sections::kBest + turn * 8;
         if (warp == 0) {
             value = warp_largest(join(ptx::ld_shared_x2(shared + Sections::kWarps + lane * 8)));
@@ -402,7 +400,7 @@ struct Kernel {
         for (u32 at = thread * 16; at < 2 * kBins * kCopies * 4; at += kBlockThreads * 16) {
             ptx::st_shared_x4(shared + Sections::kLow + at, U32x4{0, 0, 0, 0});
         }
-        ptx::sync_block();  // zeros come before sums
+        ptx::bar_sync();  // zeros come before sums
         const u32 copy = lane % kCopies * 4;
         each_chunk([&](u32, const Chunk& words) {
 #pragma unroll
@@ -416,13 +414,13 @@ struct Kernel {
                 if (before + amount < before) ptx::red_add_shared(at + Sections::kHigh, 1);
             }
         });
-        ptx::sync_block();  // sums are complete
+        ptx::bar_sync();  // sums are complete
         const U32x4 low = ptx::ld_shared_x4(shared + Sections::kLow + thread * 16);
         const U32x4 high = ptx::ld_shared_x4(shared + Sections::kHigh + thread * 16);
         u64 sum = u64(low.x) + low.y + low.z + low.w;
         sum += (u64(high.x) + high.y + high.z + high.w) << 32;
-        sum += shuffle_xor(sum, 1);
-        sum += shuffle_xor(sum, 2);
+        sum += shfl_sync_bfly(sum, 1);
+        sum += shfl_sync_bfly(sum, 2);
         const u32 sums = shared + Sections::kSums + turn * (kBins * 8);
         if (thread % 4 == 0) ptx::st_shared_x2(sums + thread / 4 * 8, split(sum));
         sync_cluster();  // every block's sums are there
@@ -433,7 +431,7 @@ struct Kernel {
             for (u32 block = 0; block < Config::kCluster; ++block) all += load_of(block, sums + thread * 8);
             ptx::st_shared_x2(shared + Sections::kMerged + thread * 8, split(all));
         }
-        ptx::sync_block();  // the cluster's sums are there
+        ptx::bar_sync();  // the cluster's sums are there
     }
 
     // The highest bin that, with those above it, has a sum of `target(total)` at least; `target` becomes what of that
@@ -452,10 +450,10 @@ struct Kernel {
             u64 through = own;
 #pragma unroll
             for (u32 distance = 1; distance < 32; distance *= 2) {
-                const u64 before = shuffle_up(through, distance);
+                const u64 before = shfl_sync_up(through, distance);
                 if (lane >= distance) through += before;
             }
-            const u64 total = shuffle(through, 31);
+            const u64 total = shfl_sync_idx(through, 31);
             const u64 want = target_of(total);
             u64 above = through - own;
             if (want > total) {
@@ -472,7 +470,7 @@ struct Kernel {
                 ptx::st_shared_x2(shared + Sections::kFound + 8, split(want - above));
             }
         }
-        ptx::sync_block();  // the bin is there
+        ptx::bar_sync();  // the bin is there
         target = join(ptx::ld_shared_x2(shared + Sections::kFound + 8));
         return ptx::ld_shared(shared + Sections::kFound);
     }
@@ -595,7 +593,7 @@ struct Kernel {
 template <class Config>
 UW_DEVICE void run(const SampleArgs& args) {
     if constexpr (Config::kPdl) ptx::griddepcontrol_launch_dependents();
-    Kernel<Config> kernel(args, ptx::smem_address(ptx::dynamic_smem()));
+    Kernel<Config> kernel(args, ptx::cvta_to_shared(ptx::dynamic_smem()));
     kernel.run();
 }
 

@@ -36,12 +36,12 @@ template <class Config>
 UW_DEVICE u32 scaled(u32 x, u32 y, float factor) {
     using namespace activation;
     if constexpr (Config::kForm == ScaleForm::kAdd) {
-        return ptx::pack_bf16x2(ptx::fma(low_of(x), factor, low_of(y)), ptx::fma(high_of(x), factor, high_of(y)));
+        return ptx::cvt_rn_bf16x2(ptx::fma(low_of(x), factor, low_of(y)), ptx::fma(high_of(x), factor, high_of(y)));
     } else if constexpr (Config::kForm == ScaleForm::kCap) {
-        return ptx::pack_bf16x2(ptx::mul(factor, tanh(ptx::div(low_of(x), factor))),
-                                ptx::mul(factor, tanh(ptx::div(high_of(x), factor))));
+        return ptx::cvt_rn_bf16x2(ptx::mul(factor, tanh(ptx::div(low_of(x), factor))),
+                                  ptx::mul(factor, tanh(ptx::div(high_of(x), factor))));
     } else {
-        return ptx::pack_bf16x2(ptx::mul(low_of(x), factor), ptx::mul(high_of(x), factor));
+        return ptx::cvt_rn_bf16x2(ptx::mul(low_of(x), factor), ptx::mul(high_of(x), factor));
     }
 }
 
@@ -51,8 +51,8 @@ UW_DEVICE void run(const ScaleArgs& args) {
         ptx::griddepcontrol_launch_dependents();
         ptx::griddepcontrol_wait();
     }
-    const u32 row = ptx::block_index() / args.row_blocks, block = ptx::block_index() - row * args.row_blocks;
-    const u32 column = block * kBlockColumns + ptx::thread_index() * kChunk;
+    const u32 row = ptx::ctaid() / args.row_blocks, block = ptx::ctaid() - row * args.row_blocks;
+    const u32 column = block * kBlockColumns + ptx::tid() * kChunk;
     if (column >= args.columns) return;
     u16* const to = args.y + row * args.y_pitch + column;
     const U32x4 x = ptx::ld_global_x4(args.x + row * args.x_pitch + column);

@@ -40,8 +40,8 @@ UW_DEVICE float activate(float gate) {
 template <class Config>
 UW_DEVICE u32 gated(u32 gate, u32 up) {
     using namespace activation;
-    return ptx::pack_bf16x2(ptx::mul(activate<Config>(low_of(gate)), low_of(up)),
-                            ptx::mul(activate<Config>(high_of(gate)), high_of(up)));
+    return ptx::cvt_rn_bf16x2(ptx::mul(activate<Config>(low_of(gate)), low_of(up)),
+                              ptx::mul(activate<Config>(high_of(gate)), high_of(up)));
 }
 
 template <class Config>
@@ -50,8 +50,8 @@ UW_DEVICE void run(const SiluMulArgs& args) {
         ptx::griddepcontrol_launch_dependents();
         ptx::griddepcontrol_wait();
     }
-    const u32 row = ptx::block_index() / args.row_blocks, block = ptx::block_index() - row * args.row_blocks;
-    const u32 column = (block * Config::kThreads + ptx::thread_index()) * kChunk;
+    const u32 row = ptx::ctaid() / args.row_blocks, block = ptx::ctaid() - row * args.row_blocks;
+    const u32 column = (block * Config::kThreads + ptx::tid()) * kChunk;
     if (column >= args.columns) return;
     const u64 at = row * args.x_pitch + static_cast<u64>(column) * args.spread;
     const U32x4 gate = ptx::ld_global_x4(args.gate + at), up = ptx::ld_global_x4(args.up + at);

@@ -34,11 +34,11 @@ struct Smem {
 // Replaces a row block's escapes by their weights.
 UW_DEVICE void restore_escapes(const PackArgs& args, u32 head, u32 lane, Operands& weights) {
     const u32 records = packed::read_records(head, args.escapes, args.escape_words, lane);
-    const u32 index = head & ~packed::kListHead, listed = ptx::shuffle(records, 0);
+    const u32 index = head & ~packed::kListHead, listed = ptx::shfl_sync_idx(records, 0);
     const u32 count = listed < packed::kBlockElements ? listed : packed::kBlockElements;
 #pragma unroll 1
     for (u32 i = 1; i <= count; ++i) {
-        u32 record = ptx::shuffle(records, i % 32);
+        u32 record = ptx::shfl_sync_idx(records, i % 32);
         if (i >= 32) {
             if (i >= args.escape_words - index) return;
             record = ptx::ld_global_nc(args.escapes + index + i);
@@ -49,7 +49,7 @@ UW_DEVICE void restore_escapes(const PackArgs& args, u32 head, u32 lane, Operand
 
 template <class Config>
 UW_DEVICE void run(const PackArgs& args) {
-    const u32 lane = ptx::thread_index() % 32, block = ptx::block_index() * kWarps + ptx::uniform_warp_index();
+    const u32 lane = ptx::tid() % 32, block = ptx::ctaid() * kWarps + ptx::uniform_warp_index();
     const u32 bases = packed::pair_of_exponents(args.base);
     if (block >= row_block::count(args)) return;
     const u8* from = args.packed + static_cast<u64>(block) * packed::kBlockBytes + lane * 16;

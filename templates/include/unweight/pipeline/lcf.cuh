@@ -29,20 +29,20 @@ constexpr u32 kWarpgroupWarps = 4;
 template <class Kernel>
 UW_DEVICE void run(const typename Kernel::Args& args) {
     const u32 warp = ptx::uniform_warp_index();
-    Kernel kernel(args, ptx::smem_address(ptx::dynamic_smem()));
+    Kernel kernel(args, ptx::cvta_to_shared(ptx::dynamic_smem()));
     if (warp == 0) {
-        if (ptx::elect_one()) {
+        if (ptx::elect_sync()) {
             kernel.setup();
             ptx::fence_mbarrier_init();
         }
-        ptx::sync_warp();  // converges the warp for the barrier below
+        ptx::bar_warp_sync();  // converges the warp for the barrier below
     }
-    ptx::sync_block();
+    ptx::bar_sync();
     // Everything above may overlap the kernel before; everything below may read what it wrote.
     ptx::griddepcontrol_wait();
 
     const u32 tasks = kernel.tasks();
-    const u32 first = ptx::block_index() / Kernel::kCluster, stride = ptx::grid_size() / Kernel::kCluster;
+    const u32 first = ptx::ctaid() / Kernel::kCluster, stride = ptx::nctaid() / Kernel::kCluster;
     if (warp < kWarpgroupWarps) {
         ptx::setmaxnreg_dec<Kernel::kProducerRegisters>();
         for (u32 task = first; task < tasks; task += stride) kernel.load(task, warp);

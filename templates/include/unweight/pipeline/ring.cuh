@@ -17,7 +17,7 @@ namespace uw::pipeline {
 // slot, its readers arrive on the `empty` mbarrier instead (Ring::release).
 UW_DEVICE void release_to_copy_engine() {
     ptx::fence_proxy_async_shared();
-    ptx::sync_warp();  // orders every lane's fence before the copy of the one that starts it
+    ptx::bar_warp_sync();  // orders every lane's fence before the copy of the one that starts it
 }
 
 template <u32 kSlots>

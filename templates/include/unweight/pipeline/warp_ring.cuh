@@ -20,12 +20,12 @@ struct WarpRing {
     // By a converged warp, before its first copy.
     UW_DEVICE void init() const {
         if constexpr (!kAsync) {
-            if (ptx::elect_one()) {
+            if (ptx::elect_sync()) {
 #pragma unroll
                 for (u32 s = 0; s < kSlots; ++s) ptx::mbarrier_init(full(s), 1);
                 ptx::fence_mbarrier_init();
             }
-            ptx::sync_warp();  // orders the barriers before the other lanes' waits
+            ptx::bar_warp_sync();  // orders the barriers before the other lanes' waits
         }
     }
 
@@ -34,7 +34,7 @@ struct WarpRing {
         if constexpr (kAsync) {
             // Each lane waits for its own copies, then all meet.
             ptx::cp_async_wait_group<kSlots - 1>();
-            ptx::sync_warp();  // orders the copies of every lane before the warp's loads
+            ptx::bar_warp_sync();  // orders the copies of every lane before the warp's loads
         } else {
             ptx::mbarrier_wait_parity(full(slot), parity);
         }
@@ -43,7 +43,7 @@ struct WarpRing {
     // By a converged warp after its last load from a slot, and before the copies that refill it.
     UW_DEVICE static void release() {
         if constexpr (kAsync) {
-            ptx::sync_warp();  // orders the lanes' loads before copies that any of them starts later (ptx/async.cuh)
+            ptx::bar_warp_sync();  // orders the lanes' loads before copies that any of them starts (ptx/async.cuh)
         } else {
             release_to_copy_engine();
         }

@@ -7,10 +7,10 @@
 
 namespace uw::ptx {
 
-UW_DEVICE void sync_block() { __syncthreads(); }
+UW_DEVICE void bar_sync() { __syncthreads(); }
 
 // Named barrier for `threads` threads, a multiple of 32. Orders shared memory among them. `barrier` is an enumerator of
-// the kernel's own `enum class NamedBarrier : u32`, in 1..15; 0 is sync_block.
+// the kernel's own `enum class NamedBarrier : u32`, in 1..15; 0 is bar_sync.
 template <class NamedBarrier>
 UW_DEVICE void bar_sync(NamedBarrier barrier, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(static_cast<u32>(barrier)), "r"(threads) : "memory");

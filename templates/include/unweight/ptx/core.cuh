@@ -7,10 +7,10 @@
 
 namespace uw::ptx {
 
-UW_DEVICE u32 thread_index() { return threadIdx.x; }
-UW_DEVICE u32 block_index() { return blockIdx.x; }
-UW_DEVICE u32 grid_size() { return gridDim.x; }
-UW_DEVICE u32 lane_index() {
+UW_DEVICE u32 tid() { return threadIdx.x; }
+UW_DEVICE u32 ctaid() { return blockIdx.x; }
+UW_DEVICE u32 nctaid() { return gridDim.x; }
+UW_DEVICE u32 laneid() {
     u32 lane;
     asm("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane;
@@ -21,7 +21,7 @@ UW_DEVICE u32 lane_index() {
 UW_DEVICE u32 uniform_warp_index() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
 
 // True in exactly one lane of a converged warp.
-UW_DEVICE bool elect_one() {
+UW_DEVICE bool elect_sync() {
 #if __CUDA_ARCH__ < 900
     return threadIdx.x % 32 == 0;  // blocks have one dimension
 #else
@@ -31,19 +31,19 @@ UW_DEVICE bool elect_one() {
 #endif
 }
 
-UW_DEVICE void sync_warp() { __syncwarp(); }
-UW_DEVICE u32 shuffle(u32 value, u32 source_lane) { return __shfl_sync(0xffffffffu, value, source_lane); }
-UW_DEVICE u32 shuffle_xor(u32 value, u32 lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
+UW_DEVICE void bar_warp_sync() { __syncwarp(); }
+UW_DEVICE u32 shfl_sync_idx(u32 value, u32 source_lane) { return __shfl_sync(0xffffffffu, value, source_lane); }
+UW_DEVICE u32 shfl_sync_bfly(u32 value, u32 lane_mask) { return __shfl_xor_sync(0xffffffffu, value, lane_mask); }
 // Lane l receives lane l - delta; lanes below delta keep their own value.
-UW_DEVICE u32 shuffle_up(u32 value, u32 delta) { return __shfl_up_sync(0xffffffffu, value, delta); }
-UW_DEVICE u32 shuffle_down(u32 value, u32 delta) { return __shfl_down_sync(0xffffffffu, value, delta); }
-UW_DEVICE u32 warp_ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
-UW_DEVICE u32 match_any(u32 value) { return __match_any_sync(0xffffffffu, value); }
+UW_DEVICE u32 shfl_sync_up(u32 value, u32 delta) { return __shfl_up_sync(0xffffffffu, value, delta); }
+UW_DEVICE u32 shfl_sync_down(u32 value, u32 delta) { return __shfl_down_sync(0xffffffffu, value, delta); }
+UW_DEVICE u32 vote_sync_ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
+UW_DEVICE u32 match_any_sync(u32 value) { return __match_any_sync(0xffffffffu, value); }
 
-UW_DEVICE u32 popcount(u32 value) { return __popc(value); }
-UW_DEVICE u32 count_leading_zeros(u32 value) { return __clz(value); }
+UW_DEVICE u32 popc(u32 value) { return __popc(value); }
+UW_DEVICE u32 clz(u32 value) { return __clz(value); }
 UW_DEVICE u32 find_first_set(u32 value) { return __ffs(value); }
-UW_DEVICE u32 bit_reverse(u32 value) { return __brev(value); }
+UW_DEVICE u32 brev(u32 value) { return __brev(value); }
 
 // prmt.b32 in its default mode: output byte i is byte `selector nibble i & 7` of {b, a}; with bit 3 of the nibble set
 // it is that byte's sign, replicated. __byte_perm masks the selector to 3 bits and so cannot express the second half.
@@ -62,23 +62,23 @@ UW_DEVICE u32 lop3(u32 a, u32 b, u32 c) {
 }
 
 // (high:low >> (shift & 31)), low word; and (high:low << (shift & 31)), high word.
-UW_DEVICE u32 funnel_shift_right(u32 low, u32 high, u32 shift) { return __funnelshift_r(low, high, shift); }
-UW_DEVICE u32 funnel_shift_left(u32 low, u32 high, u32 shift) { return __funnelshift_l(low, high, shift); }
+UW_DEVICE u32 shf_r_wrap(u32 low, u32 high, u32 shift) { return __funnelshift_r(low, high, shift); }
+UW_DEVICE u32 shf_l_wrap(u32 low, u32 high, u32 shift) { return __funnelshift_l(low, high, shift); }
 
 // {high, low} rounded to nearest even, low in the lower half.
-UW_DEVICE u32 pack_bf16x2(float low, float high) {
+UW_DEVICE u32 cvt_rn_bf16x2(float low, float high) {
     u32 d;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
     return d;
 }
 // 2^value, about 22 bits; subnormal results are 0.
-UW_DEVICE float exp2_approx(float value) {
+UW_DEVICE float ex2_approx(float value) {
     float d;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(value));
     return d;
 }
 // The larger one; a NaN only if both are.
-UW_DEVICE float maximum(float a, float b) {
+UW_DEVICE float max(float a, float b) {
     float d;
     asm("max.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
     return d;

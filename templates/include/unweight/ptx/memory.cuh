@@ -1,4 +1,4 @@
-// Loads, stores and atomics. Shared memory is named by its 32-bit address (`smem_address`), global memory by pointer.
+// Loads, stores and atomics. Shared memory is named by its 32-bit address (`cvta_to_shared`), global memory by pointer.
 #pragma once
 
 #include "unweight/ptx/core.cuh"
@@ -13,7 +13,7 @@ UW_DEVICE u8* dynamic_smem() {
     return uw_dynamic_smem;
 }
 
-UW_DEVICE u32 smem_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+UW_DEVICE u32 cvta_to_shared(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
 // ---- shared memory -------------------------------------------------------------------------------------------------
 UW_DEVICE U32x4 ld_shared_x4(u32 address) {
@@ -124,7 +124,7 @@ UW_DEVICE u32 ld_global_nc_u8(const void* p) {
     return v;
 }
 // Brings the line of `p` to L2.
-UW_DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+UW_DEVICE void prefetch_global_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 UW_DEVICE void st_global_x4(void* p, U32x4 v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");

@@ -13,7 +13,7 @@ use super::{
     clock::{Clocks, Point},
 };
 
-/// The content of a slot's buffer: the layer, and the form that its projection was decoded to.
+/// The content of a slot's buffer: the layer, and the encoding that its projection was decoded to.
 pub type Held = (u32, DecodeOutput);
 
 /// A fault of a step graph. Entries are counted from 0 in the host's order.
@@ -98,7 +98,7 @@ pub enum Violation {
         /// The projection.
         projection: Projection,
     },
-    /// A tensor that must be decoded is not decoded, or to another form.
+    /// A tensor that must be decoded is not decoded, or to another encoding.
     #[error("{projection:?} of layer {layer} is never decoded as its product needs it")]
     NeverDecoded {
         /// The layer.

@@ -98,7 +98,7 @@ pub enum Job {
         layer: u32,
         /// The projection.
         projection: Projection,
-        /// The form that the weights are decoded to.
+        /// The encoding that the weights are decoded to.
         output: DecodeOutput,
         /// The slot that receives the decoded weights.
         slot: u8,
@@ -248,6 +248,6 @@ pub struct StepGraph {
     pub slots: u8,
     /// The number of multiprocessors of the device.
     pub sms: u32,
-    /// The decoded form of each projection by layer: gate, up, down; `None` for projections that are not decoded.
+    /// The decoded encoding of each projection by layer: gate, up, down; `None` for projections that are not decoded.
     pub hard: Vec<[Option<DecodeOutput>; 3]>,
 }

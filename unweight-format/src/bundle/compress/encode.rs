@@ -312,7 +312,7 @@ fn read_all(
             Work::Batch(batch) => tensors[batch.clone()].iter().map(|t| t.bytes).sum::<u64>(),
             Work::Pieces(_) => 0,
         };
-        // The source and its encoded form, which is no larger.
+        // The source and its encoding, which is no larger.
         gate.enter(bytes.saturating_mul(2));
         let Ok(mut buffer) = buffers.recv() else { break };
         let filled = match &work {

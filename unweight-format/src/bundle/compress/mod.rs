@@ -283,7 +283,7 @@ impl Job<'_> {
         self.stage.copy(&Input::open_same(&file.path, &file.stamp)?, name, self.options.sha256, advance, |_| Ok(()))
     }
 
-    /// Copies a changed file to `<name>.source`; its stored form is written when all shards are known.
+    /// Copies a changed file to `<name>.source`; its encoding is written when all shards are known.
     fn copy_changed(&self, file: &SourceFile) -> Result<ChangedFile, BundleError> {
         let contents = self.copy(file, &format!("{}{SOURCE_SUFFIX}", file.name))?;
         if let Kind::Config(text) = &file.kind

@@ -133,7 +133,7 @@ impl Finish<'_> {
     }
 }
 
-/// First and last, the largest of each form, and every sixteenth.
+/// First and last, the largest of each encoding, and every sixteenth.
 fn sampled(file: &WeightsFile) -> HashSet<usize> {
     let mut chosen: HashSet<usize> = (0..file.tensors.len()).step_by(16).collect();
     chosen.extend(file.tensors.len().checked_sub(1));

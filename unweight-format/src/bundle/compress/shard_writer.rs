@@ -45,7 +45,7 @@ pub(super) struct Written {
 }
 
 impl Job<'_> {
-    /// Forms, metadata and the place for the header of a shard.
+    /// Encodings, metadata and the place for the header of a shard.
     pub(super) fn layout(
         &self,
         file: &SourceFile,
@@ -253,7 +253,7 @@ fn header_bound(
             parts.push(raw());
             continue;
         };
-        // Of the form and of what may take its place, whichever a header names at greater length.
+        // Of the encoding and of what may take its place, whichever a header names at greater length.
         let named = |encoding: EncodingId| -> Vec<(String, Dtype, Vec<usize>)> {
             let sections = encoding.encoding().sections().iter().map(|&section| {
                 let bytes = section.fixed_bytes(grid).unwrap_or(info.bytes as usize);
@@ -265,7 +265,7 @@ fn header_bound(
             std::iter::successors(Some(decision.choice.encoding()), |encoding| Some(encoding.encoding().fallback()));
         let coded = chain.take_while(|encoding| *encoding != EncodingId::RAW).map(named);
         parts.extend(coded.max_by_key(|parts| header_bytes_of(&BTreeMap::new(), parts, most)).unwrap_or_default());
-        // Raw takes the place of every form, and a shape of many dimensions may be longer than the names of all
+        // Raw takes the place of every encoding, and a shape of many dimensions may be longer than the names of all
         // sections.
         if info.shape.len() > 8 {
             parts.push(raw());

@@ -23,8 +23,8 @@ pub(super) struct Encoded<'a> {
     pub(super) held_bytes: u64,
 }
 
-/// Digest and stored form of a tensor: the form chosen, what takes its place if it does not fit, or raw if it would not
-/// shrink.
+/// Digest and encoding of a tensor: the encoding chosen, what takes its place if it does not fit, or raw if it would
+/// not shrink.
 pub(super) fn encode_tensor(
     bytes: &[u8],
     dtype: Dtype,

@@ -1,4 +1,4 @@
-//! The encoder of the compact form: counts quads, chooses a book, then writes tile by tile.
+//! The encoder of the compact encoding: counts quads, chooses a book, then writes tile by tile.
 
 use rayon::prelude::*;
 
@@ -23,9 +23,8 @@ const OUTSIDE: u32 = 0x7000_7000;
 /// The lower two bits of exponents above the base.
 const LOW: u32 = 0x0180_0180;
 
-/// Encodes a matrix, or says why it stays in another form. `histogram` is that of the matrix. Whether the Huffman form
-/// would be smaller is
-/// not looked at.
+/// Encodes a matrix, or says why it stays in another encoding. `histogram` is that of the matrix. Whether the Huffman
+/// encoding would be smaller is not looked at.
 ///
 /// # Errors
 /// [`Uncompact`]; the rules are stated there.
@@ -338,7 +337,7 @@ impl Scheme<'_> {
         exact.then_some(())
     }
 
-    /// The first element, in row-major order, that keeps the matrix from this form.
+    /// The first element, in row-major order, that keeps the matrix from this encoding.
     #[cold]
     fn first_without_operand(&self) -> Uncompact {
         let cols = self.matrix.grid().cols();

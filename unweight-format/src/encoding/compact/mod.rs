@@ -1,6 +1,6 @@
-//! The compact form: classes of exponents entropy-coded, the rest dense, both in the order of a tensor core's A operand
-//! (`docs/format.md`
-//! A.11). As small as the Huffman form, and laid out for kernels that decode it while they multiply.
+//! The compact encoding: classes of exponents entropy-coded, the rest dense, both in the order of a tensor core's A
+//! operand (`docs/format.md` A.11). As small as the Huffman encoding, and laid out for kernels that decode it while
+//! they multiply.
 //!
 //! ```text
 //! exponent above the window's base = 4 * class + low
@@ -37,7 +37,7 @@ use crate::{
     safetensors::Dtype,
 };
 
-/// The compact form.
+/// The compact encoding.
 #[derive(Debug, Clone, Copy)]
 pub struct Compact;
 
@@ -133,11 +133,11 @@ impl From<Uncompact> for NotEncodable {
     }
 }
 
-/// More escapes than one element in this many, and the tensor has another form: as for the packed form, a limit of a
-/// kernel's time.
+/// More escapes than one element in this many, and the tensor has another encoding: as for the packed encoding, a limit
+/// of a kernel's time.
 pub const ESCAPES_ONE_IN: u64 = packed::ESCAPES_ONE_IN;
 
-/// Most that the form may be above the Huffman form, in thousandths.
+/// Most that the encoding may be above the Huffman encoding, in thousandths.
 const ABOVE_HUFFMAN: u64 = 20;
 
 /// Registers of a row block: four steps of four.
@@ -157,7 +157,7 @@ const WORD: usize = 4;
 /// Room in front of and behind a tile's streams, so that no chain of a broken one reads outside.
 const STREAM_PAD: usize = 64;
 
-/// Why a matrix stays in another form.
+/// Why a matrix stays in another encoding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Uncompact {
@@ -180,12 +180,12 @@ pub enum Uncompact {
         /// Its column.
         col: usize,
     },
-    /// The Huffman form is smaller.
+    /// The Huffman encoding is smaller.
     #[error("the sections are more than {ABOVE_HUFFMAN} thousandths larger than the Huffman encoding's")]
     Larger {
         /// Bytes of all sections.
         bytes: u64,
-        /// What the Huffman form would have without verbatim rows.
+        /// What the Huffman encoding would have without verbatim rows.
         huffman: u64,
     },
 }
@@ -201,7 +201,7 @@ fn percent(part: u64, whole: u64) -> f64 {
     part as f64 * 100.0 / whole as f64
 }
 
-/// Whether a matrix of this shape can have the form.
+/// Whether a matrix of this shape can have the encoding.
 ///
 /// # Errors
 /// [`Uncompact::Shape`].
@@ -209,8 +209,8 @@ pub fn whole_tiles(grid: TileGrid) -> Result<(), Uncompact> {
     packed::packable_shape(grid).map_err(|_| Uncompact::Shape)
 }
 
-/// Whether a tensor of so many bytes is not larger than the Huffman form would be: its fixed sections, and the codes of
-/// the exponents in its palette, without verbatim rows.
+/// Whether a tensor of so many bytes is not larger than the Huffman encoding would be: its fixed sections, and the
+/// codes of the exponents in its palette, without verbatim rows.
 ///
 /// # Errors
 /// [`Uncompact::Larger`].
@@ -581,7 +581,7 @@ impl<B: AsRef<[u8]> + Sync> CompactTensor<B> {
     }
 }
 
-/// Decodes the compact form into `out`, on the current rayon pool.
+/// Decodes the compact encoding into `out`, on the current rayon pool.
 ///
 /// # Errors
 /// `out` is not `n * k * 2` bytes long, or the codes of a lane do not use its stored bits.
@@ -623,7 +623,7 @@ impl CompactTensor<Vec<u8>> {
 }
 
 impl<B: AsRef<[u8]>> CompactTensor<B> {
-    /// The view of a stored tensor; `None` if it has another form. [`StoredTensor::borrowed`] keeps the tensor.
+    /// The view of a stored tensor; `None` if it has another encoding. [`StoredTensor::borrowed`] keeps the tensor.
     pub fn of(tensor: StoredTensor<B>) -> Option<Self> {
         let (grid, section) = tensor.take(EncodingId::COMPACT)?;
         Some(Self::from_sections(grid, section).expect("a stored tensor was checked"))

@@ -1,4 +1,5 @@
-//! Coded exponents: what the forms share that store exponents as Huffman bits of tiles (`docs/format.md` A.4 - A.6).
+//! Coded exponents: what the encodings share that store exponents as Huffman bits of tiles (`docs/format.md` A.4 -
+//! A.6).
 
 use std::borrow::Cow;
 

@@ -1,4 +1,4 @@
-//! Huffman-coded exponents (`docs/format.md` A.4 - A.6): the smallest form, decoded or transcoded before a kernel
+//! Huffman-coded exponents (`docs/format.md` A.4 - A.6): the smallest encoding, decoded or transcoded before a kernel
 //! multiplies.
 
 mod coded;
@@ -21,7 +21,7 @@ use crate::{
     safetensors::Dtype,
 };
 
-/// The Huffman form.
+/// The Huffman encoding.
 #[derive(Debug, Clone, Copy)]
 pub struct Huffman;
 
@@ -230,7 +230,7 @@ impl HuffmanTensor<Vec<u8>> {
 }
 
 impl<B: AsRef<[u8]>> HuffmanTensor<B> {
-    /// The view of a stored tensor; `None` if it has another form. [`StoredTensor::borrowed`] keeps the tensor.
+    /// The view of a stored tensor; `None` if it has another encoding. [`StoredTensor::borrowed`] keeps the tensor.
     pub fn of(tensor: StoredTensor<B>) -> Option<Self> {
         let (grid, section) = tensor.take(EncodingId::HUFFMAN)?;
         Some(Self::from_sections(grid, section).expect("a stored tensor was checked"))

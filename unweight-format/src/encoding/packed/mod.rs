@@ -1,4 +1,4 @@
-//! The packed form: a 12-bit container in the order of a tensor core's A operand (`docs/format.md` A.9).
+//! The packed encoding: a 12-bit container in the order of a tensor core's A operand (`docs/format.md` A.9).
 //!
 //! Sixteen consecutive exponents cover almost all weights of a trained tensor, so an exponent is a window base plus a
 //! nibble and no table is needed. An element outside the window is an *escape*: its exact operand is kept in a list
@@ -29,7 +29,7 @@ pub(crate) use container::{FREE, LANES, STEPS, fields, place, word_offset};
 pub(crate) use tensor::slice_lists;
 pub(super) use window::times_power_of_two;
 
-/// The packed form.
+/// The packed encoding.
 #[derive(Debug, Clone, Copy)]
 pub struct Packed;
 
@@ -103,11 +103,11 @@ impl From<Unpackable> for NotEncodable {
 /// It is a limit of time, not of size. Time, in matmuls on an H200 against raw weights (`docs/benchmarks.md`): at half
 /// of this limit (a tenth of row segments) packed weights are 1.2 to 1.4 times as fast up to batch 16 and 0.8 at 64 and
 /// above; close to it as fast up to batch 16, and 0.6 to 0.7 beyond. Size: four a row block are 0.16 bits per element
-/// (1.3 %). Beyond the limit the palette form is smaller if the escapes are of few exponents, such as exact zeros,
+/// (1.3 %). Beyond the limit the palette encoding is smaller if the escapes are of few exponents, such as exact zeros,
 /// which its palette takes in, and larger for heavy tails (`docs/benchmarks.md`, packed profile).
 pub const ESCAPES_ONE_IN: u64 = 256;
 
-/// Why a matrix stays in another form.
+/// Why a matrix stays in another encoding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Unpackable {
     /// `n` or `k` is not a multiple of 64.

@@ -17,7 +17,7 @@ use crate::{
 /// Tiles of a band, the unit of work: as for encoding.
 const BAND_TILES: usize = 256;
 
-/// Packs a matrix, or says why it stays in another form. `histogram` is that of the matrix.
+/// Packs a matrix, or says why it stays in another encoding. `histogram` is that of the matrix.
 ///
 /// # Errors
 /// [`Unpackable`]; the rule is stated there.

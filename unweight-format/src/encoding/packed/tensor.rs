@@ -349,7 +349,7 @@ impl PackedTensor<Vec<u8>> {
 }
 
 impl<B: AsRef<[u8]>> PackedTensor<B> {
-    /// The view of a stored tensor; `None` if it has another form. [`StoredTensor::borrowed`] keeps the tensor.
+    /// The view of a stored tensor; `None` if it has another encoding. [`StoredTensor::borrowed`] keeps the tensor.
     pub fn of(tensor: StoredTensor<B>) -> Option<Self> {
         let (grid, section) = tensor.take(EncodingId::PACKED)?;
         Some(Self::from_sections(grid, section).expect("a stored tensor was checked"))

@@ -23,7 +23,7 @@ const LAUNCH_US: f64 = 4.0;
 const CUBLAS_MEMORY: f64 = 4.55e6;
 /// Its floating-point operations in a us, on a card that has grown warm.
 const CUBLAS_FLOP: f64 = 7.0e8;
-/// Weights that a grouped product reads in a us: as many as the register-sourced matmul at batch 1.
+/// Weights that a grouped product reads in a us: as many as the packed matmul at batch 1.
 const GROUPED: f64 = 3.5e6;
 /// Weights that are decoded to BF16 in a us, where writing them is the limit.
 const FULL_DECODE: f64 = 0.94e6;
@@ -42,7 +42,7 @@ pub fn cublas_us(problem: GemmShape) -> f64 {
     LAUNCH_US + (2.0 * weights / CUBLAS_MEMORY).max(2.0 * weights * f64::from(m) / CUBLAS_FLOP)
 }
 
-/// The register-sourced matmul that the model finds fastest, as a programmatic dependent, us. Sides that are not
+/// The packed matmul that the model finds fastest, as a programmatic dependent, us. Sides that are not
 /// multiples of 64 count as padded. `None` where there is nothing to compute.
 pub fn packed_us(problem: GemmShape) -> Option<f64> {
     let padded = |extent: u32| extent.checked_next_multiple_of(64);

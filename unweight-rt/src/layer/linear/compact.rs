@@ -26,7 +26,7 @@ use crate::{
 #[derive(Debug)]
 pub struct CompactLinear {
     weights: DeviceCompact,
-    /// The escapes of the packed form, whose tiles are written into the slot.
+    /// The escapes of the packed encoding, whose tiles are written into the slot.
     escapes: PackedEscapes,
     routes: Vec<BatchRoute<CompactRoute>>,
 }
@@ -63,7 +63,7 @@ pub(super) fn slot_size(grid: TileGrid) -> ContextSize {
 }
 
 impl CompactLinear {
-    /// Compact weights, with the escapes of their packed form.
+    /// Compact weights, with the escapes of their packed encoding.
     ///
     /// # Errors
     /// A kernel of another family.

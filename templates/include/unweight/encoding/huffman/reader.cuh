@@ -30,10 +30,10 @@ struct Reader {
 
     // Two lookups.
     UW_DEVICE void two(u32& first, u32& second) {
-        u32 window = ptx::funnel_shift_right(low, high, position);
+        u32 window = ptx::shf_r_wrap(low, high, position);
         first = Table::lookup(table, column, window);
         // The shift takes the count from the entry's low five bits.
-        second = Table::lookup(table, column, ptx::funnel_shift_right(window, 0, first));
+        second = Table::lookup(table, column, ptx::shf_r_wrap(window, 0, first));
         // The counts (30 together at most) add up below bit 6; values above them do no harm.
         u32 moved = position + first + second;
         if ((moved ^ position) & 32) {

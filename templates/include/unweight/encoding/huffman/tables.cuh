@@ -84,7 +84,7 @@ struct Table {
             if (thread < 16)
                 ptx::st_shared(scratch + 4 * thread, usable ? code.length | code.value << 8 | word << 16 : 0);
         }
-        ptx::sync_block();
+        ptx::bar_sync();
         // 2. Single-symbol entries. Slots that no code reaches (a palette of one entry leaves half of them) give entry
         //    0.
         u32 fallback = 1 | code.fallback << 8;
@@ -112,7 +112,7 @@ private:
             }
             ptx::st_shared(singles + 4 * slot, found);
         }
-        ptx::sync_block();
+        ptx::bar_sync();
         // Four at a time, for their loads to overlap.
         constexpr u32 kEntries = 1u << kIndexBits, kBatch = 4;
 #pragma unroll 1
@@ -147,7 +147,7 @@ private:
     static UW_DEVICE void build_singles(u32 table, u32 scratch, u32 fallback, u32 thread, u32 threads) {
 #pragma unroll 1
         for (u32 slot = thread; slot < kSlots; slot += threads) store_entry(table, slot, fallback);
-        ptx::sync_block();
+        ptx::bar_sync();
 #pragma unroll 1
         for (u32 i = 0; i < 16; ++i) {
             u32 entry = ptx::ld_shared(scratch + 4 * i);

@@ -166,14 +166,14 @@ struct Kernel {
         : args(a),
           shared(shared_address),
           warp(ptx::uniform_warp_index()),
-          lane(ptx::lane_index()),
-          rank(Config::kSplit         ? ptx::block_index() % a.parts
+          lane(ptx::laneid()),
+          rank(Config::kSplit         ? ptx::ctaid() % a.parts
                : Config::kCluster > 1 ? ptx::cluster_ctarank()
                                       : 0),
           ring(shared_address + S::kRings + warp * S::kRingBytes),
           slots{shared_address + S::kBarriers + warp * Config::kStages * 8},
-          row(ptx::block_index() / sharers(a) / a.kv_heads),
-          kv_head(ptx::block_index() / sharers(a) % a.kv_heads),
+          row(ptx::ctaid() / sharers(a) / a.kv_heads),
+          kv_head(ptx::ctaid() / sharers(a) % a.kv_heads),
           position(ptx::ld_global(a.positions + row)),
           active(position < a.max_positions && position / kv::kPageTokens < a.table_pages),
           first_token(a.window != 0 && active && position >= a.window ? position - a.window + 1 : 0),
@@ -204,7 +204,7 @@ struct Kernel {
         return pages_of + kv::head_element(kHeadDim, args.kv_heads, page, kv_head, half);
     }
     UW_DEVICE void report() const {
-        if (ptx::elect_one()) ptx::st_global(args.fault, 1 + row);
+        if (ptx::elect_sync()) ptx::st_global(args.fault, 1 + row);
     }
 
     // ---- load ------------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ struct Kernel {
             load_slot = load_slot + 1 == Config::kStages ? 0 : load_slot + 1;
             return;
         }
-        const u32 page = ptx::shuffle(pages, load_index % 32);
+        const u32 page = ptx::shfl_sync_idx(pages, load_index % 32);
         const bool refuse = page >= args.pages;
         refused = (refused & ~(1u << load_slot)) | u32(refuse) << load_slot;
         if (tile == last_tile) newest_page = page;
@@ -242,7 +242,7 @@ struct Kernel {
         if (refuse) {
             report();
             // The slot's phase completes all the same.
-            if (!kAsync<Config> && ptx::elect_one()) ptx::mbarrier_arrive(slots.full(load_slot));
+            if (!kAsync<Config> && ptx::elect_sync()) ptx::mbarrier_arrive(slots.full(load_slot));
         } else if constexpr (kAsync<Config>) {
             const u16 *keys = head_of(page, kKey) + inside, *values = head_of(page, kValue) + inside;
 #pragma unroll
@@ -250,7 +250,7 @@ struct Kernel {
                 ptx::cp_async_x4(key_slot(load_slot) + at, keys + at / 2);
                 ptx::cp_async_x4(value_slot(load_slot) + at, values + at / 2);
             }
-        } else if (ptx::elect_one()) {
+        } else if (ptx::elect_sync()) {
             const u32 barrier = slots.full(load_slot);
             ptx::mbarrier_arrive_expect_tx(barrier, S::kSlotBytes);
             ptx::cp_async_bulk_load(key_slot(load_slot), head_of(page, kKey) + inside, S::kTileBytes, barrier, policy);
@@ -263,19 +263,19 @@ struct Kernel {
     // kPacked: a packed tile, or K or V of a hot one.
     UW_DEVICE void load_packed(u32 tile) {
         const bool hot = tile >= hot_tile;
-        const u32 page = hot ? newest_page : ptx::shuffle(pages, load_index % 32);
+        const u32 page = hot ? newest_page : ptx::shfl_sync_idx(pages, load_index % 32);
         const bool refuse = page >= (hot ? args.hot_pages : args.pages);
         refused = (refused & ~(1u << load_slot)) | u32(refuse) << load_slot;
         const u32 slot_address = key_slot(load_slot);
         if (refuse) {
             report();
             // The slot's phase completes all the same.
-            if (!kAsync<Config> && ptx::elect_one()) ptx::mbarrier_arrive(slots.full(load_slot));
+            if (!kAsync<Config> && ptx::elect_sync()) ptx::mbarrier_arrive(slots.full(load_slot));
         } else if (hot) {
             const u16* from = head_of(page, load_half) + u64(tile % kPageTiles) * (kTileTokens * kHeadDim);
             if constexpr (kAsync<Config>) {
                 copy(slot_address, from, S::kTileBytes);
-            } else if (ptx::elect_one()) {
+            } else if (ptx::elect_sync()) {
                 const u32 barrier = slots.full(load_slot);
                 ptx::mbarrier_arrive_expect_tx(barrier, S::kTileBytes);
                 ptx::cp_async_bulk_load(slot_address, from, S::kTileBytes, barrier, policy);
@@ -288,7 +288,7 @@ struct Kernel {
             if constexpr (kAsync<Config>) {
                 copy(slot_address, from, P::kTileBytes);
                 copy(slot_address + P::kTileBytes, records, 2 * P::kRecordBytes);
-            } else if (ptx::elect_one()) {
+            } else if (ptx::elect_sync()) {
                 const u32 barrier = slots.full(load_slot);
                 ptx::mbarrier_arrive_expect_tx(barrier, S::kPackedBytes);
                 ptx::cp_async_bulk_load(slot_address, from, P::kTileBytes, barrier, policy);
@@ -364,7 +364,7 @@ struct Kernel {
         if (!Config::kSoftcap && gamma != nullptr) {
             float sum = activation::add_squares(activation::add_squares(0.0f, x), y);
 #pragma unroll
-            for (u32 step = 16; step != 0; step /= 2) sum = ptx::add(sum, shuffle_xor(sum, step));
+            for (u32 step = 16; step != 0; step /= 2) sum = ptx::add(sum, shfl_sync_bfly(sum, step));
             const float scale = activation::norm_scale(sum, kHeadDim, args.eps);
             if (mine) {
                 x = scale_norm(x, ptx::ld_global(gamma + 2 * first), scale);
@@ -444,7 +444,7 @@ struct Kernel {
         if (edge) {
             if (tile == last_tile) append(kKey, key_slot(slot));
             if constexpr (!kPacked<Config>) edge_values(tile, value_slot(slot));
-            ptx::sync_warp();  // every lane's stores to the slot come before the warp's ldmatrix
+            ptx::bar_warp_sync();  // every lane's stores to the slot come before the warp's ldmatrix
         }
         float scores[2][4] = {};
         const Lines<kHeadDim> keys(lane % 8 + lane / 16 * 8, lane / 8 % 2);
@@ -469,7 +469,7 @@ struct Kernel {
             values_address = key_slot(slot);
             if (edge) {
                 edge_values(tile, values_address);
-                ptx::sync_warp();  // every lane's stores to the slot come before the warp's ldmatrix
+                ptx::bar_warp_sync();  // every lane's stores to the slot come before the warp's ldmatrix
             }
         }
         // V of tokens 0-7 and 8-15, by pairs of 8 elements: all loads before the refill.
@@ -538,7 +538,7 @@ struct Kernel {
         bool clash = false;
         const auto keys = kv::Escapes::of<P::kSlots>(key, slots_of(kKey), inside, lane, clash);
         const auto values = kv::Escapes::of<P::kSlots>(value, slots_of(kValue), inside, lane, clash);
-        if (ptx::warp_ballot(clash) != 0) return compute_special(first, inside, key, value);
+        if (ptx::vote_sync_ballot(clash) != 0) return compute_special(first, inside, key, value);
         attend_packed<true>(key, value, keys, values);
     }
     // A tile of which a lane has at most one escape in K, and one in V.
@@ -653,7 +653,7 @@ struct Kernel {
         for (u32 w = 0; w < kTileWarps; ++w) {
             const U32x2 state = load_state(w, head);
             factors[w] = ptx::float_from_bits(state.x);
-            top = ptx::maximum(top, factors[w]);
+            top = ptx::max(top, factors[w]);
         }
         const float shift = top == left_out() ? 0.0f : top * args.scale;
         float low = 0.0f, high = 0.0f, sum = 0.0f;
@@ -662,7 +662,7 @@ struct Kernel {
             const U32x2 state = load_state(w, head);
             // A warp without tokens has left no O.
             if (state.y == 0) continue;
-            const float factor = ptx::exp2_approx(factors[w] * args.scale - shift);
+            const float factor = ptx::ex2_approx(factors[w] * args.scale - shift);
             const U32x2 o = load_of(w, shared + S::kRings + sum_offset(head, pair), S::kRingBytes);
             sum += factor * ptx::float_from_bits(state.y);
             low += factor * ptx::float_from_bits(o.x);
@@ -672,20 +672,20 @@ struct Kernel {
     }
     UW_DEVICE u32 divided(Total t) const {
         const float factor = inverse(t.sum);
-        return ptx::pack_bf16x2(t.low * factor, t.high * factor);
+        return ptx::cvt_rn_bf16x2(t.low * factor, t.high * factor);
     }
     UW_DEVICE void sync_cluster() const {
         if constexpr (Config::kCluster > 1) {
             ptx::barrier_cluster_arrive();
             ptx::barrier_cluster_wait();
         } else {
-            ptx::sync_block();
+            ptx::bar_sync();
         }
     }
 
     // ---- parts -----------------------------------------------------------------------------------------------------
     // What the block of a part leaves in memory: of a head, the maximum and the sum, and O.
-    UW_DEVICE u8* part(u32 of) const { return args.partials + u64(ptx::block_index() - rank + of) * S::kPartBytes; }
+    UW_DEVICE u8* part(u32 of) const { return args.partials + u64(ptx::ctaid() - rank + of) * S::kPartBytes; }
     UW_DEVICE u8* part_state(u32 of, u32 head) const { return part(of) + head * 8; }
     UW_DEVICE u8* part_sums(u32 of, u32 head) const { return part(of) + S::kStateBytes + head * (kHeadDim * 4); }
 
@@ -699,9 +699,9 @@ struct Kernel {
             ptx::st_global_x2(part_sums(rank, head) + pair * 8, sums);
             if (pair == 0) ptx::st_global_x2(part_state(rank, head), state);
         }
-        ptx::sync_block();  // stores of a part come before its ticket; loads of states before the word over them
-        if (warp == 0 && ptx::elect_one()) {
-            u32* counter = args.counters + ptx::block_index() / args.parts;
+        ptx::bar_sync();  // stores of a part come before its ticket; loads of states before the word over them
+        if (warp == 0 && ptx::elect_sync()) {
+            u32* counter = args.counters + ptx::ctaid() / args.parts;
             ptx::fence_acq_rel_gpu();  // releases the part with the ticket
             const bool last = ptx::atom_add_global(counter, 1) == live - 1;
             ptx::fence_acq_rel_gpu();  // acquires the parts whose tickets came before
@@ -709,7 +709,7 @@ struct Kernel {
             if (last) ptx::st_global(counter, 0);
             ptx::st_shared(shared + S::kStates, last);
         }
-        ptx::sync_block();  // what one thread has acquired, all have; and the word comes before their loads of it
+        ptx::bar_sync();  // what one thread has acquired, all have; and the word comes before their loads of it
         return ptx::ld_shared(shared + S::kStates) != 0;
     }
     // Four elements of each head a thread, from all parts, in order of their ranks.
@@ -729,9 +729,9 @@ struct Kernel {
                 }
                 const float before = top;
 #pragma unroll
-                for (u32 i = 0; i < kPartsAtOnce; ++i) top = ptx::maximum(top, ptx::float_from_bits(states[i].x));
+                for (u32 i = 0; i < kPartsAtOnce; ++i) top = ptx::max(top, ptx::float_from_bits(states[i].x));
                 const float shift = top == left_out() ? 0.0f : top * args.scale;
-                const float moved = sum == 0.0f ? 0.0f : ptx::exp2_approx(before * args.scale - shift);
+                const float moved = sum == 0.0f ? 0.0f : ptx::ex2_approx(before * args.scale - shift);
                 sum *= moved;
 #pragma unroll
                 for (u32 j = 0; j < 4; ++j) o[j] *= moved;
@@ -739,7 +739,7 @@ struct Kernel {
                 for (u32 i = 0; i < kPartsAtOnce; ++i) {
                     // Of a part whose pages were all refused nothing counts.
                     if (first + i >= live || states[i].y == 0) continue;
-                    const float factor = ptx::exp2_approx(ptx::float_from_bits(states[i].x) * args.scale - shift);
+                    const float factor = ptx::ex2_approx(ptx::float_from_bits(states[i].x) * args.scale - shift);
                     sum += factor * ptx::float_from_bits(states[i].y);
                     o[0] += factor * ptx::float_from_bits(sums[i].x);
                     o[1] += factor * ptx::float_from_bits(sums[i].y);
@@ -748,8 +748,8 @@ struct Kernel {
                 }
             }
             const float factor = inverse(sum);
-            const u32 low = ptx::pack_bf16x2(o[0] * factor, o[1] * factor);
-            ptx::st_global_x2(out + 4 * unit, {low, ptx::pack_bf16x2(o[2] * factor, o[3] * factor)});
+            const u32 low = ptx::cvt_rn_bf16x2(o[0] * factor, o[1] * factor);
+            ptx::st_global_x2(out + 4 * unit, {low, ptx::cvt_rn_bf16x2(o[2] * factor, o[3] * factor)});
         }
     }
 
@@ -787,7 +787,7 @@ struct Kernel {
             return;
         }
         prepare_heads(cosines, sines);
-        ptx::sync_block();  // stores to queries, new key and new value come before the loads of other warps
+        ptx::bar_sync();  // stores to queries, new key and new value come before the loads of other warps
         rows.clear();
         if (tiles != 0) {
             u32 q[kHeadDim / 16][4];
@@ -829,7 +829,7 @@ struct Kernel {
 template <class Config>
 UW_DEVICE void run(const AttentionArgs& args) {
     if constexpr (Config::kPdl) ptx::griddepcontrol_launch_dependents();
-    Kernel<Config> kernel(args, ptx::smem_address(ptx::dynamic_smem()));
+    Kernel<Config> kernel(args, ptx::cvta_to_shared(ptx::dynamic_smem()));
     kernel.run();
 }
 

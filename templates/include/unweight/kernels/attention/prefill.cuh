@@ -104,11 +104,11 @@ struct Kernel {
         : args(a),
           shared(shared_address),
           warp(ptx::uniform_warp_index()),
-          lane(ptx::lane_index()),
+          lane(ptx::laneid()),
           ring{shared_address + S::kBarriers},
           policy(ptx::createpolicy_l2(L2::kEvictLast)),
-          kv_head(ptx::block_index() % a.kv_heads),
-          first_row((ptx::grid_size() - 1 - ptx::block_index()) / a.kv_heads * (Config::kWarps * kRows / a.group)),
+          kv_head(ptx::ctaid() % a.kv_heads),
+          first_row((ptx::nctaid() - 1 - ptx::ctaid()) / a.kv_heads * (Config::kWarps * kRows / a.group)),
           rows(a.m - first_row < Config::kWarps * kRows / a.group ? a.m - first_row : Config::kWarps * kRows / a.group),
           first_token(first_of(a.start + first_row)),
           last_token(a.start + first_row + rows - 1),
@@ -156,7 +156,7 @@ struct Kernel {
                 for (u32 at = (warp * 32 + lane) * 16; at < S::kSlotBytes; at += kThreads<Config> * 16) {
                     ptx::cp_async_x4(key_slot(load.slot) + at, from + element_of(at));
                 }
-            } else if (warp == 0 && ptx::elect_one()) {
+            } else if (warp == 0 && ptx::elect_sync()) {
                 ptx::st_global(args.fault, 1 + first_row);
             }
             load.advance();
@@ -169,7 +169,7 @@ struct Kernel {
     UW_DEVICE void wait_full() const {
         if constexpr (kAsync<Config>) {
             ptx::cp_async_wait_group<Config::kStages - 2>();  // this thread's copies
-            ptx::sync_block();                                // all threads', and their loads of the page before
+            ptx::bar_sync();                                  // all threads', and their loads of the page before
         } else {
             ring.wait_full(use);
         }
@@ -178,7 +178,7 @@ struct Kernel {
     UW_DEVICE void load_next() {
         if (loaded == slots) return;
         const u32 page = page_of(loaded);
-        if (ptx::elect_one()) {
+        if (ptx::elect_sync()) {
             ring.wait_empty(load);
             const u32 barrier = ring.full(load.slot);
             if (page < args.pages) {
@@ -195,7 +195,7 @@ struct Kernel {
                 ptx::st_global(args.fault, 1 + first_row);
             }
         }
-        ptx::sync_warp();  // converges the warp: shared memory is ordered by the slot's barriers
+        ptx::bar_warp_sync();  // converges the warp: shared memory is ordered by the slot's barriers
         load.advance();
         ++loaded;
     }
@@ -231,7 +231,7 @@ struct Kernel {
         }
         if constexpr (!kAsync<Config>)
             ptx::fence_proxy_async_shared();  // stores come before the copy that refills the slot
-        ptx::sync_block();                    // and before the loads of other warps
+        ptx::bar_sync();                      // and before the loads of other warps
     }
     // Half a slot, from token `first` of the sequence on, `inside` of the slot.
     UW_DEVICE void compute(u32 first, u32 inside, const u32 (&q)[kSteps][4]) {
@@ -281,7 +281,7 @@ struct Kernel {
 #pragma unroll
             for (u32 f = 0; f < Rows<kHeadDim>::kFragments; ++f) {
                 const float low = state.o[f][2 * r] * inverse, high = state.o[f][2 * r + 1] * inverse;
-                ptx::st_global(out + 8 * f, ptx::pack_bf16x2(low, high));
+                ptx::st_global(out + 8 * f, ptx::cvt_rn_bf16x2(low, high));
             }
         }
     }
@@ -290,13 +290,13 @@ struct Kernel {
     UW_DEVICE void run() {
         if constexpr (!kAsync<Config>) {
             if (warp == 0) {
-                if (ptx::elect_one()) {
+                if (ptx::elect_sync()) {
                     ring.init(1, Config::kWarps);
                     ptx::fence_mbarrier_init();
                 }
-                ptx::sync_warp();  // converges the warp for the barrier below
+                ptx::bar_warp_sync();  // converges the warp for the barrier below
             }
-            ptx::sync_block();  // the barriers are there before anybody waits for one
+            ptx::bar_sync();  // the barriers are there before anybody waits for one
         }
         if constexpr (Config::kPdl) ptx::griddepcontrol_wait();
         if constexpr (kAsync<Config>) {
@@ -320,8 +320,8 @@ struct Kernel {
             if (!kAsync<Config> && warp == 0 && index != 0) load_next();
             if (there && any_row) compute(first + kTileTokens, kTileTokens, q);
             if constexpr (!kAsync<Config>) {
-                ptx::sync_warp();  // every lane's loads come before the warp's arrival
-                if (ptx::elect_one()) ring.release(use.slot);
+                ptx::bar_warp_sync();  // every lane's loads come before the warp's arrival
+                if (ptx::elect_sync()) ring.release(use.slot);
             }
             use.advance();
         }
@@ -332,7 +332,7 @@ struct Kernel {
 template <class Config>
 UW_DEVICE void run(const AttentionArgs& args) {
     if constexpr (Config::kPdl) ptx::griddepcontrol_launch_dependents();
-    Kernel<Config> kernel(args, ptx::smem_address(ptx::dynamic_smem()));
+    Kernel<Config> kernel(args, ptx::cvta_to_shared(ptx::dynamic_smem()));
     kernel.run();
 }
 

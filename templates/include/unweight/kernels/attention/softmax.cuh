@@ -16,8 +16,8 @@ constexpr u32 kPadPosition = ~0u;  // of a row without a token
 // The score of a token that is left out.
 UW_DEVICE float left_out() { return ptx::float_from_bits(0xff800000u); }  // -infinity
 
-UW_DEVICE float shuffle_xor(float value, u32 mask) {
-    return ptx::float_from_bits(ptx::shuffle_xor(ptx::bits_from_float(value), mask));
+UW_DEVICE float shfl_sync_bfly(float value, u32 mask) {
+    return ptx::float_from_bits(ptx::shfl_sync_bfly(ptx::bits_from_float(value), mask));
 }
 
 // tanh of scores times a factor: what is left of a soft cap is a factor of the result.
@@ -72,22 +72,22 @@ struct Rows {
         bool moved = false;
 #pragma unroll
         for (u32 r = 0; r < 2; ++r) {
-            float top = ptx::maximum(scores[0][2 * r], scores[0][2 * r + 1]);
+            float top = ptx::max(scores[0][2 * r], scores[0][2 * r + 1]);
 #pragma unroll
             for (u32 c = 1; c < kColumns; ++c) {
-                top = ptx::maximum(top, ptx::maximum(scores[c][2 * r], scores[c][2 * r + 1]));
+                top = ptx::max(top, ptx::max(scores[c][2 * r], scores[c][2 * r + 1]));
             }
-            top = ptx::maximum(top, shuffle_xor(top, 1));
-            top = ptx::maximum(top, shuffle_xor(top, 2));
-            top = ptx::maximum(top, max[r]);
+            top = ptx::max(top, shfl_sync_bfly(top, 1));
+            top = ptx::max(top, shfl_sync_bfly(top, 2));
+            top = ptx::max(top, max[r]);
             // A row that has seen no token has no maximum, and nothing to subtract.
             shift[r] = top == left_out() ? 0.0f : top * scale;
-            factor[r] = ptx::exp2_approx(max[r] * scale - shift[r]);
+            factor[r] = ptx::ex2_approx(max[r] * scale - shift[r]);
             moved |= top != max[r];
             max[r] = top;
         }
         // Most tiles move no maximum. A factor of another row's tile is exactly 1.
-        if (ptx::warp_ballot(moved) != 0) {
+        if (ptx::vote_sync_ballot(moved) != 0) {
 #pragma unroll
             for (u32 r = 0; r < 2; ++r) {
                 sum[r] *= factor[r];
@@ -102,8 +102,8 @@ struct Rows {
         for (u32 c = 0; c < kColumns; ++c) {
 #pragma unroll
             for (u32 r = 0; r < 2; ++r) {
-                const u32 pair = ptx::pack_bf16x2(ptx::exp2_approx(scores[c][2 * r] * scale - shift[r]),
-                                                  ptx::exp2_approx(scores[c][2 * r + 1] * scale - shift[r]));
+                const u32 pair = ptx::cvt_rn_bf16x2(ptx::ex2_approx(scores[c][2 * r] * scale - shift[r]),
+                                                    ptx::ex2_approx(scores[c][2 * r + 1] * scale - shift[r]));
                 p[c / 2][c % 2 * 2 + r] = pair;
                 // What is divided by is the sum of what V is multiplied by.
                 sum[r] += activation::low_of(pair) + activation::high_of(pair);
@@ -115,8 +115,8 @@ struct Rows {
     UW_DEVICE void finish() {
 #pragma unroll
         for (u32 r = 0; r < 2; ++r) {
-            sum[r] += shuffle_xor(sum[r], 1);
-            sum[r] += shuffle_xor(sum[r], 2);
+            sum[r] += shfl_sync_bfly(sum[r], 1);
+            sum[r] += shfl_sync_bfly(sum[r], 2);
         }
     }
 };

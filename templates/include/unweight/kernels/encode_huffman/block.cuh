@@ -40,8 +40,8 @@ struct Smem {
 };
 
 UW_DEVICE u64 shuffle_u64(u64 v, u32 lane) {
-    return static_cast<u64>(ptx::shuffle(static_cast<u32>(v >> 32), lane)) << 32 |
-           ptx::shuffle(static_cast<u32>(v), lane);
+    return static_cast<u64>(ptx::shfl_sync_idx(static_cast<u32>(v >> 32), lane)) << 32 |
+           ptx::shfl_sync_idx(static_cast<u32>(v), lane);
 }
 UW_DEVICE u64 ld_shared_u64(u32 address) {
     U32x2 v = ptx::ld_shared_x2(address);

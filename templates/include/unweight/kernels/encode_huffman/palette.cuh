@@ -9,14 +9,14 @@ namespace uw::encode_huffman {
 template <bool kWide>
 UW_DEVICE void palette_of(const EncodeHuffmanArgs& args) {
     constexpr u32 kBatch = kBatchOf<kWide>;
-    u32 table = ptx::smem_address(ptx::dynamic_smem());
-    u32 thread = ptx::thread_index(), lane = thread % 32, segment = lane % 8, group = lane / 8;
+    u32 table = ptx::cvta_to_shared(ptx::dynamic_smem());
+    u32 thread = ptx::tid(), lane = thread % 32, segment = lane % 8, group = lane / 8;
     ptx::st_shared(table + 4 * thread, ptx::ld_global_nc(args.encode_table + thread) >> 24);
     u32 pad = pad_pair(args);
-    ptx::sync_block();  // orders the table before every warp's lookups
+    ptx::bar_sync();  // orders the table before every warp's lookups
 
-    u32 tiles = args.tile_rows * args.tile_cols, stride = ptx::grid_size() * kTileWarps;
-    for (u32 tile = ptx::block_index() * kTileWarps + thread / 32; tile < tiles; tile += stride) {
+    u32 tiles = args.tile_rows * args.tile_cols, stride = ptx::nctaid() * kTileWarps;
+    for (u32 tile = ptx::ctaid() * kTileWarps + thread / 32; tile < tiles; tile += stride) {
         TilePlace p = place(args, tile, lane);
         TileMetadata m = load_metadata(args, tile);
         bool rows_ok = rows_fit(args, m, lane);
@@ -38,7 +38,7 @@ UW_DEVICE void palette_of(const EncodeHuffmanArgs& args) {
                 ptx::st_global(out + row * 32 + segment * 4, verbatim || row >= p.rows ? 0 : packed);
             }
         }
-        ptx::sync_warp();  // orders the loads of the record, in global memory, before the store below
+        ptx::bar_warp_sync();  // orders the loads of the record, in global memory, before the store below
         if (lane == 0) ptx::st_global(args.tile_metadata + tile, 0);
     }
 }

@@ -10,16 +10,16 @@ UW_DEVICE void rows_of(const EncodeHuffmanArgs& args) {
     constexpr u32 kBatch = kBatchOf<kWide>;
     // Length of each exponent's code; outside the palette one that no row survives.
     constexpr u32 kNoCode = 512;
-    u32 table = ptx::smem_address(ptx::dynamic_smem());
-    u32 thread = ptx::thread_index(), lane = thread % 32, segment = lane % 8, group = lane / 8;
+    u32 table = ptx::cvta_to_shared(ptx::dynamic_smem());
+    u32 thread = ptx::tid(), lane = thread % 32, segment = lane % 8, group = lane / 8;
     u32 own_entry = ptx::ld_global_nc(args.encode_table + thread);
     u32 own_length = own_entry >> 16 & 0xff;
     ptx::st_shared(table + 4 * thread, own_length != 0 ? own_length : kNoCode);
     u32 pad = pad_pair(args);
-    ptx::sync_block();  // orders the table before every warp's lookups
+    ptx::bar_sync();  // orders the table before every warp's lookups
 
-    u32 tiles = args.tile_rows * args.tile_cols, stride = ptx::grid_size() * kTileWarps;
-    for (u32 tile = ptx::block_index() * kTileWarps + thread / 32; tile < tiles; tile += stride) {
+    u32 tiles = args.tile_rows * args.tile_cols, stride = ptx::nctaid() * kTileWarps;
+    for (u32 tile = ptx::ctaid() * kTileWarps + thread / 32; tile < tiles; tile += stride) {
         TilePlace p = place(args, tile, lane);
         u32 kept[2] = {0, 0};  // bits of rows 4 * segment + group, and 32 more
 #pragma unroll
@@ -33,29 +33,29 @@ UW_DEVICE void rows_of(const EncodeHuffmanArgs& args) {
                 u32 bits = entry_low(table, v[i].x) + entry_high(table, v[i].x) + entry_low(table, v[i].y) +
                            entry_high(table, v[i].y) + entry_low(table, v[i].z) + entry_high(table, v[i].z) +
                            entry_low(table, v[i].w) + entry_high(table, v[i].w);
-                bits += ptx::shuffle_xor(bits, 1);
-                bits += ptx::shuffle_xor(bits, 2);
-                bits += ptx::shuffle_xor(bits, 4);
+                bits += ptx::shfl_sync_bfly(bits, 1);
+                bits += ptx::shfl_sync_bfly(bits, 2);
+                bits += ptx::shfl_sync_bfly(bits, 4);
                 kept[step / 8] = segment == step % 8 ? bits : kept[step / 8];
             }
         }
         // From (row 4s + g in lane 8g + s) to row l in lane l.
         u32 source = lane % 4 * 8 + lane / 4;
-        u32 bits[2] = {ptx::shuffle(kept[0], source), ptx::shuffle(kept[1], source)};
+        u32 bits[2] = {ptx::shfl_sync_idx(kept[0], source), ptx::shfl_sync_idx(kept[1], source)};
         u32 mask[2], words = 0;
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
             bool inside = half * 32 + lane < p.rows, coded = inside && bits[half] <= kRowBitsMax;
-            mask[half] = ptx::warp_ballot(inside && !coded);
+            mask[half] = ptx::vote_sync_ballot(inside && !coded);
             ptx::st_global_u8(args.row_lengths + static_cast<u64>(tile) * kTile + half * 32 + lane,
                               coded ? bits[half] - kRowBitsMin : 0);
             words += coded ? bits[half] : 0;
         }
 #pragma unroll
-        for (u32 delta = 1; delta < 32; delta *= 2) words += ptx::shuffle_xor(words, delta);
+        for (u32 delta = 1; delta < 32; delta *= 2) words += ptx::shfl_sync_bfly(words, delta);
         words = (words + 31) / 32;
         if (lane == 0) {
-            u32 count = ptx::popcount(mask[0]) + ptx::popcount(mask[1]);
+            u32 count = ptx::popc(mask[0]) + ptx::popc(mask[1]);
             ptx::st_global_x4(args.tile_metadata + tile, U32x4{words, count, mask[0], mask[1]});
         }
     }

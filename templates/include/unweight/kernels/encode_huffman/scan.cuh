@@ -14,11 +14,11 @@ namespace uw::encode_huffman {
 // round trips to L2.)
 
 UW_DEVICE void scan(const EncodeHuffmanArgs& args) {
-    u32 smem = ptx::smem_address(ptx::dynamic_smem());  // 8 warps x {words, rows, most}, then the ticket
+    u32 smem = ptx::cvta_to_shared(ptx::dynamic_smem());  // 8 warps x {words, rows, most}, then the ticket
     u32 shared_ticket = smem + 256;
-    u32 thread = ptx::thread_index(), lane = thread % 32, warp = thread / 32;
+    u32 thread = ptx::tid(), lane = thread % 32, warp = thread / 32;
     if (thread == 0) ptx::st_shared(shared_ticket, static_cast<u32>(ptx::atom_add_global_u64(args.scan_state + 1, 1)));
-    ptx::sync_block();  // orders the ticket before every thread's load
+    ptx::bar_sync();  // orders the ticket before every thread's load
     u32 block = ptx::ld_shared(shared_ticket);
     u32 tiles = args.tile_rows * args.tile_cols, blocks = (tiles + kScanTiles - 1) / kScanTiles;
     if (block >= blocks) return;
@@ -37,14 +37,14 @@ UW_DEVICE void scan(const EncodeHuffmanArgs& args) {
     u32 words_sum = words, rows_sum = rows;
 #pragma unroll
     for (u32 delta = 1; delta < 32; delta *= 2) {
-        u32 w = ptx::shuffle_up(words_sum, delta), r = ptx::shuffle_up(rows_sum, delta),
-            x = ptx::shuffle_xor(most, delta);
+        u32 w = ptx::shfl_sync_up(words_sum, delta), r = ptx::shfl_sync_up(rows_sum, delta),
+            x = ptx::shfl_sync_bfly(most, delta);
         words_sum += lane >= delta ? w : 0;
         rows_sum += lane >= delta ? r : 0;
         most = x > most ? x : most;
     }
     if (lane == 31) ptx::st_shared_x4(smem + warp * 16, U32x4{words_sum, rows_sum, most, 0});
-    ptx::sync_block();  // orders the warps' sums before every thread's loads
+    ptx::bar_sync();  // orders the warps' sums before every thread's loads
     u32 words_before = words_sum - words, rows_before = rows_sum - rows, block_words = 0, block_rows = 0,
         block_most = 0;
     for (u32 i = 0; i < kScanThreads / 32; ++i) {
@@ -75,7 +75,7 @@ UW_DEVICE void scan(const EncodeHuffmanArgs& args) {
     for (u32 delta = 1; delta < 32; delta *= 2) {
         words_total += shuffle_u64(words_total, lane ^ delta);
         rows_total += shuffle_u64(rows_total, lane ^ delta);
-        u32 x = ptx::shuffle_xor(most_total, delta);
+        u32 x = ptx::shfl_sync_bfly(most_total, delta);
         most_total = x > most_total ? x : most_total;
     }
     u32 before = smem + 512;  // 8 warps x {words, rows, most}
@@ -84,7 +84,7 @@ UW_DEVICE void scan(const EncodeHuffmanArgs& args) {
         st_shared_u64(before + warp * 24 + 8, rows_total);
         st_shared_u64(before + warp * 24 + 16, most_total);
     }
-    ptx::sync_block();  // orders the warps' sums before every thread's loads
+    ptx::bar_sync();  // orders the warps' sums before every thread's loads
     words_total = rows_total = 0;
     for (u32 i = 0; i < kScanThreads / 32; ++i) {
         words_total += ld_shared_u64(before + i * 24);

@@ -19,16 +19,16 @@ UW_DEVICE u32 sign_mantissa_of(u32 a, u32 b) {
 }
 
 UW_DEVICE void stats(const EncodeHuffmanArgs& args) {
-    u32 smem = ptx::smem_address(ptx::dynamic_smem());
-    u32 thread = ptx::thread_index(), lane = thread % 32;
+    u32 smem = ptx::cvta_to_shared(ptx::dynamic_smem());
+    u32 thread = ptx::tid(), lane = thread % 32;
     for (u32 at = thread * 16; at < kStatsSmemBytes; at += kStatsThreads * 16) ptx::st_shared_x4(smem + at, U32x4{});
-    ptx::sync_block();  // orders the cleared counters before every warp's additions
+    ptx::bar_sync();  // orders the cleared counters before every warp's additions
 
     // A warp takes chunks of 512 elements: two loads of 16 bytes and two stores of 8 bytes a lane, each warp-wide
     // access contiguous.
     u64 elements = static_cast<u64>(args.n) * args.k, chunks = elements / 512;
-    u64 warps = static_cast<u64>(ptx::grid_size()) * (kStatsThreads / 32);
-    u64 warp = static_cast<u64>(ptx::block_index()) * (kStatsThreads / 32) + thread / 32;
+    u64 warps = static_cast<u64>(ptx::nctaid()) * (kStatsThreads / 32);
+    u64 warp = static_cast<u64>(ptx::ctaid()) * (kStatsThreads / 32) + thread / 32;
     u32 column = smem + lane * 4;
 #pragma unroll 1
     for (u64 chunk = warp; chunk < chunks; chunk += warps) {
@@ -53,7 +53,7 @@ UW_DEVICE void stats(const EncodeHuffmanArgs& args) {
         if (args.sign_mantissa != nullptr) ptx::st_global_u8(args.sign_mantissa + i, (x >> 8 & 0x80) | (x & 0x7f));
         ptx::red_add_shared(column + (x & 0x7f80), 1);
     }
-    ptx::sync_block();  // orders every warp's additions before the sums over columns
+    ptx::bar_sync();  // orders every warp's additions before the sums over columns
     for (u32 exponent = thread; exponent < 256; exponent += kStatsThreads) {
         u32 count = 0;
         // Starting at a different column each, the lanes read different banks.

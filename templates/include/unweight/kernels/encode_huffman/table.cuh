@@ -33,18 +33,18 @@ UW_DEVICE u32 package_merge(u64 leaf, u32 m, u32 limit, u32 lane, u32 scratch) {
             st_shared_u64(merged + package_place * 8, package);
             ptx::st_shared(flags + package_place * 4, 0);
         }
-        ptx::sync_warp();          // orders the merged items and flags before the loads of other lanes
+        ptx::bar_warp_sync();      // orders the merged items and flags before the loads of other lanes
         u32 items = m + packages;  // 31 at most
-        u32 is_leaf = ptx::warp_ballot(lane < items && ptx::ld_shared(flags + lane * 4) != 0);
+        u32 is_leaf = ptx::vote_sync_ballot(lane < items && ptx::ld_shared(flags + lane * 4) != 0);
         if (lane == 0) ptx::st_shared(rounds + round * 4, is_leaf);
         packages = items / 2;
         package = lane < packages ? ld_shared_u64(merged + lane * 16) + ld_shared_u64(merged + lane * 16 + 8) : 0;
-        ptx::sync_warp();  // orders the loads before the next round's stores, and `rounds` before its loads
+        ptx::bar_warp_sync();  // orders the loads before the next round's stores, and `rounds` before its loads
     }
     // 2m - 2 items of the last round are chosen; a chosen package stands for two items of the round before.
     u32 chosen = 2 * m - 2, length = 0;
     for (u32 round = limit; round-- > 0;) {
-        u32 leaves = ptx::popcount(ptx::ld_shared(rounds + round * 4) & ((1u << chosen) - 1));
+        u32 leaves = ptx::popc(ptx::ld_shared(rounds + round * 4) & ((1u << chosen) - 1));
         length += lane < leaves;
         chosen = 2 * (chosen - leaves);
     }
@@ -53,9 +53,9 @@ UW_DEVICE u32 package_merge(u64 leaf, u32 m, u32 limit, u32 lane, u32 scratch) {
 
 UW_DEVICE void table(const EncodeHuffmanArgs& args) {
     // counts 1024 B | exponents of the palette 64 B | their counts 64 B | scratch
-    u32 smem = ptx::smem_address(ptx::dynamic_smem());
+    u32 smem = ptx::cvta_to_shared(ptx::dynamic_smem());
     u32 counts = smem, exponents = smem + 1024, weights = smem + 1088, scratch = smem + 1152;
-    u32 thread = ptx::thread_index();
+    u32 thread = ptx::tid();
     u32 count = ptx::ld_global(args.histogram + thread);
     ptx::st_shared(counts + 4 * thread, count);
     if (thread < 16) {
@@ -63,7 +63,7 @@ UW_DEVICE void table(const EncodeHuffmanArgs& args) {
         ptx::st_shared(weights + 4 * thread, 0);
     }
     ptx::st_global(args.encode_table + thread, 0);
-    ptx::sync_block();  // orders the counts, and the cleared encode table, before what other threads read and write
+    ptx::bar_sync();  // orders the counts, and the cleared encode table, before what other threads read and write
     // Most frequent first, of equals the smaller exponent.
     u32 rank = 0;
     for (u32 i = 0; i < 256; i += 4) {
@@ -77,19 +77,19 @@ UW_DEVICE void table(const EncodeHuffmanArgs& args) {
         ptx::st_shared(exponents + 4 * rank, thread);
         ptx::st_shared(weights + 4 * rank, count);
     }
-    ptx::sync_block();  // orders the palette before the first warp's loads
+    ptx::bar_sync();  // orders the palette before the first warp's loads
     if (thread >= 32) return;
 
     u32 lane = thread;
     u32 own_weight = lane < 16 ? ptx::ld_shared(weights + 4 * lane) : 0;
     u32 own_exponent = lane < 16 ? ptx::ld_shared(exponents + 4 * lane) : 0;
-    u32 m = ptx::popcount(ptx::warp_ballot(own_weight != 0));
+    u32 m = ptx::popc(ptx::vote_sync_ballot(own_weight != 0));
     u32 limit = args.code_limit < 15 ? args.code_limit : 15;
     // Leaf a, lightest first, is palette entry m - 1 - a.
     u32 mirrored = lane < m ? m - 1 - lane : lane;
-    u32 leaf_weight = ptx::shuffle(own_weight, mirrored);
+    u32 leaf_weight = ptx::shfl_sync_idx(own_weight, mirrored);
     u32 length = m >= 2 ? package_merge(leaf_weight, m, limit, lane, scratch) : 1;
-    length = ptx::shuffle(length, mirrored);
+    length = ptx::shfl_sync_idx(length, mirrored);
     length = lane < m ? length : 0;
     u32 code = canonical_code(length, lane);
     if (lane < 16) {

@@ -69,7 +69,7 @@ UW_DEVICE U32x2 exponent_bytes(const TilePlace& p, const U32x4& v) {
 // Bits below row r of the bitmask.
 UW_DEVICE u32 rows_before(const TileMetadata& m, u32 row) {
     u32 low = row >= 32 ? ~0u : (1u << row) - 1, high = row >= 32 ? (1u << (row - 32)) - 1 : 0;
-    return ptx::popcount(m.verbatim_low & low) + ptx::popcount(m.verbatim_high & high);
+    return ptx::popc(m.verbatim_low & low) + ptx::popc(m.verbatim_high & high);
 }
 UW_DEVICE bool is_verbatim(const TileMetadata& m, u32 row) {
     return (row >= 32 ? m.verbatim_high : m.verbatim_low) >> row % 32 & 1;
@@ -82,7 +82,7 @@ UW_DEVICE TileMetadata load_metadata(const EncodeHuffmanArgs& args, u32 tile) {
 
 // False, and the fault is noted, if a tile's verbatim rows do not fit.
 UW_DEVICE bool rows_fit(const EncodeHuffmanArgs& args, const TileMetadata& m, u32 lane) {
-    u32 count = ptx::popcount(m.verbatim_low) + ptx::popcount(m.verbatim_high);
+    u32 count = ptx::popc(m.verbatim_low) + ptx::popc(m.verbatim_high);
     bool fits = static_cast<u64>(m.verbatim_row_offset) + count <= args.capacity_rows;
     if (!fits && lane == 0) ptx::red_max_global_u64(args.totals + 3, 1);
     return fits;

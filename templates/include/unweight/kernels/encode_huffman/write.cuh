@@ -10,7 +10,7 @@ namespace uw::encode_huffman {
 UW_DEVICE void put(u32 stream, u32 position, u64 bits) {
     u32 low = static_cast<u32>(bits), high = static_cast<u32>(bits >> 32), shift = position % 32;
     u32 address = stream + position / 32 * 4;
-    u32 middle = ptx::funnel_shift_left(low, high, shift), last = ptx::funnel_shift_left(high, 0, shift);
+    u32 middle = ptx::shf_l_wrap(low, high, shift), last = ptx::shf_l_wrap(high, 0, shift);
     ptx::red_or_shared(address, low << shift);
     if (middle != 0) ptx::red_or_shared(address + 4, middle);
     if (last != 0) ptx::red_or_shared(address + 8, last);
@@ -56,7 +56,7 @@ UW_DEVICE u32 join_four(u32 table, u32 first, u32 second, u32& length) {
     for (u32 i = 0; i < 4; ++i) {
         // Bits of the entry above the code fall off: the count is the code's length.
         u32 count = e[i] >> 16;
-        word = ptx::funnel_shift_right(word, e[i], count);
+        word = ptx::shf_r_wrap(word, e[i], count);
         length += count;
     }
     return word;
@@ -66,8 +66,8 @@ UW_DEVICE ShortCodes short_codes_of(u32 table, const U32x4& v) {
     u32 left_length, right_length;
     u32 left = join_four(table, v.x, v.y, left_length), right = join_four(table, v.z, v.w, right_length);
     // right >> (32 - right_length), and the like of left: also where no element has a code.
-    u32 aligned = ptx::funnel_shift_left(right, 0, right_length), rest = ptx::funnel_shift_right(0, left, right_length);
-    return {ptx::funnel_shift_right(left, aligned, right_length), rest, left_length + right_length};
+    u32 aligned = ptx::shf_l_wrap(right, 0, right_length), rest = ptx::shf_r_wrap(0, left, right_length);
+    return {ptx::shf_r_wrap(left, aligned, right_length), rest, left_length + right_length};
 }
 
 template <bool kShort>
@@ -82,8 +82,7 @@ struct CodesOf<true> {
 // ORs the codes into a zeroed bitstream, before bit `end`.
 UW_DEVICE void put_before(u32 stream, u32 end, const ShortCodes& c) {
     u32 address = stream + end / 32 * 4;
-    u32 last = ptx::funnel_shift_left(c.high, 0, end), middle = ptx::funnel_shift_left(c.low, c.high, end),
-        first = c.low << end % 32;
+    u32 last = ptx::shf_l_wrap(c.high, 0, end), middle = ptx::shf_l_wrap(c.low, c.high, end), first = c.low << end % 32;
     if (last != 0) ptx::red_or_shared(address, last);
     if (middle != 0) ptx::red_or_shared(address - 4, middle);
     if (first != 0) ptx::red_or_shared(address - 8, first);
@@ -93,18 +92,18 @@ UW_DEVICE void put_before(u32 stream, u32 end, const ShortCodes& c) {
 template <bool kWide, bool kShort>
 UW_DEVICE void write_of(const EncodeHuffmanArgs& args) {
     constexpr u32 kBatch = kBatchOf<kWide>;
-    u32 table = ptx::smem_address(ptx::dynamic_smem());
-    u32 thread = ptx::thread_index(), lane = thread % 32, warp = thread / 32, segment = lane % 8, group = lane / 8;
+    u32 table = ptx::cvta_to_shared(ptx::dynamic_smem());
+    u32 thread = ptx::tid(), lane = thread % 32, warp = thread / 32, segment = lane % 8, group = lane / 8;
     u32 stream = table + 1024 + warp * kTileBufferWords * 4;
     using Coded = typename CodesOf<kShort>::Type;
     constexpr u32 kTogether = kBatch < 2 ? 1 : 2;
     // Without the palette index: code | length << 16.
     ptx::st_shared(table + 4 * thread, ptx::ld_global_nc(args.encode_table + thread) & 0xffffff);
     u32 pad = pad_pair(args);
-    ptx::sync_block();  // orders the table before every warp's lookups
+    ptx::bar_sync();  // orders the table before every warp's lookups
 
-    u32 tiles = args.tile_rows * args.tile_cols, stride = ptx::grid_size() * kTileWarps;
-    for (u32 tile = ptx::block_index() * kTileWarps + warp; tile < tiles; tile += stride) {
+    u32 tiles = args.tile_rows * args.tile_cols, stride = ptx::nctaid() * kTileWarps;
+    for (u32 tile = ptx::ctaid() * kTileWarps + warp; tile < tiles; tile += stride) {
         TilePlace p = place(args, tile, lane);
         TileMetadata m = load_metadata(args, tile);
         const u8* lengths = args.row_lengths + static_cast<u64>(tile) * kTile + lane;
@@ -115,16 +114,16 @@ UW_DEVICE void write_of(const EncodeHuffmanArgs& args) {
         u32 own = low | high << 16, sum = own;
 #pragma unroll
         for (u32 delta = 1; delta < 32; delta *= 2) {
-            u32 below = ptx::shuffle_up(sum, delta);
+            u32 below = ptx::shfl_sync_up(sum, delta);
             sum += lane >= delta ? below : 0;
         }
-        u32 total = ptx::shuffle(sum, 31), begins = sum - own + (total << 16);
+        u32 total = ptx::shfl_sync_idx(sum, 31), begins = sum - own + (total << 16);
         u32 words = ((total & 0xffff) + (total >> 16) + 31) / 32;
         bool words_ok = static_cast<u64>(m.start_word) + words <= args.capacity_words;
         if (!words_ok && lane == 0) ptx::red_max_global_u64(args.totals + 3, 1);
 
         for (u32 at = lane * 4; at < words; at += 128) ptx::st_shared_x4(stream + at * 4, U32x4{});
-        ptx::sync_warp();  // orders the zeros before the bits that any lane adds
+        ptx::bar_warp_sync();  // orders the zeros before the bits that any lane adds
 #pragma unroll 1
         for (u32 batch = 0; batch < kSteps / kBatch; ++batch) {
             U32x4 v[kBatch];
@@ -146,13 +145,13 @@ UW_DEVICE void write_of(const EncodeHuffmanArgs& args) {
                 // Inclusive scan over the 8 lanes of a row, two rows in one word.
 #pragma unroll
                 for (u32 delta = 1; delta < 8; delta *= 2) {
-                    u32 below = ptx::shuffle_up(before, delta);
+                    u32 below = ptx::shfl_sync_up(before, delta);
                     before += segment >= delta ? below : 0;
                 }
 #pragma unroll
                 for (u32 j = 0; j < kTogether; ++j) {
                     u32 row = (batch * kBatch + i + j) * 4 + group;
-                    u32 begin = ptx::shuffle(begins, row % 32);
+                    u32 begin = ptx::shfl_sync_idx(begins, row % 32);
                     begin = row >= 32 ? begin >> 16 : begin & 0xffff;
                     u32 end = begin + (before >> 16 * j & 0xffff);
                     if (row >= p.rows) {
@@ -173,7 +172,7 @@ UW_DEVICE void write_of(const EncodeHuffmanArgs& args) {
                 }
             }
         }
-        ptx::sync_warp();  // orders the bits of every lane before the copy
+        ptx::bar_warp_sync();  // orders the bits of every lane before the copy
         if (words_ok) {
             u32* out = args.encoded_exp + load_metadata(args, tile).start_word;
             for (u32 at = lane; at < words; at += 32) ptx::st_global(out + at, ptx::ld_shared(stream + at * 4));
@@ -184,7 +183,7 @@ UW_DEVICE void write_of(const EncodeHuffmanArgs& args) {
                 ptx::st_global(out + words + lane, 0);
             }
         }
-        ptx::sync_warp();  // orders the copy's loads before the zeros of the next tile
+        ptx::bar_warp_sync();  // orders the copy's loads before the zeros of the next tile
     }
 }
 

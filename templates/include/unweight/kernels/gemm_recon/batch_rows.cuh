@@ -78,14 +78,14 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
         if (warp == 1) load_activations(first_row(task), first_column(task));
         if constexpr (kSplits > 1) {
             // As often as the warps that multiply. Behind the second meeting X is free again: its sums have been read.
-            ptx::sync_warp();  // converges the warp for the cluster's barrier
+            ptx::bar_warp_sync();  // converges the warp for the cluster's barrier
             sync_cluster();
             sync_cluster();
         }
     }
 
     UW_DEVICE void load_activations(u32 row, u32 column) {
-        const bool leader = ptx::elect_one();
+        const bool leader = ptx::elect_sync();
         const u64 policy = ptx::createpolicy_l2(L2::kEvictLast);
         const bool both = row + kTile < args.m;
         const u32 bytes = both ? 2 * S::kXTileBytes : S::kXTileBytes;
@@ -100,7 +100,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
                     ptx::tma_load_2d(slot + S::kXTileBytes, args.x, rotated(step, column) * kTile, row + kTile, barrier,
                                      policy);
             }
-            ptx::sync_warp();  // converges the warp: shared memory is ordered by the slot's barriers
+            ptx::bar_warp_sync();  // converges the warp: shared memory is ordered by the slot's barriers
             x_cursor.advance();
         }
     }
@@ -120,7 +120,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
 
         UW_DEVICE Place() {
             const u32 consumer_warp = ptx::uniform_warp_index() - pipeline::kWarpgroupWarps;
-            lane = ptx::lane_index();
+            lane = ptx::laneid();
             warp = consumer_warp;
             thread = consumer_warp * 32 + lane;
             warpgroup = consumer_warp / pipeline::kWarpgroupWarps;
@@ -198,7 +198,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
         for (u32 step = 0; step < last_steps; ++step) {
             const u32 b = b_address();
             join(staged, palette, b, p);
-            ptx::sync_warp();  // orders the lanes' loads of the slot before the arrival that releases it
+            ptx::bar_warp_sync();  // orders the lanes' loads of the slot before the arrival that releases it
             if (p.lane == 0) sources.release(source_cursor.slot);
             source_cursor.advance();
             // Before the fence, which waits for every outstanding access of the thread: loads and stores then drain
@@ -281,8 +281,8 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
                 }
             }
         }
-        ptx::sync_warp();  // converges the warp for the cluster's barrier, which orders the sums
-        sync_cluster();    // all blocks have left their sums
+        ptx::bar_warp_sync();  // converges the warp for the cluster's barrier, which orders the sums
+        sync_cluster();        // all blocks have left their sums
         if (has_rows) {
             U32x4 v[kPeers][kVectors];
 #pragma unroll
@@ -305,7 +305,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
         }
         // Behind the second meeting warp 1 has the copy engine fill X again, here and in the blocks that were read.
         ptx::fence_proxy_async();
-        ptx::sync_warp();  // converges the warp for the cluster's barrier, which orders the fenced loads
+        ptx::bar_warp_sync();  // converges the warp for the cluster's barrier, which orders the fenced loads
         ptx::barrier_cluster_arrive();
     }
 
@@ -323,7 +323,7 @@ struct Kernel : SourceRing<Config, Smem<Config>, kSplits> {
             exchange(own, left > 0, p);
             epilogue::store_rows<kStoreAdd<Config>>(own, y + rank * kPieceColumns, args.n, left < 16 ? left : 16,
                                                     shared + S::kB + p.warp * epilogue::kStagingBytes<kPieceColumns>);
-            ptx::sync_warp();             // converges the warp for the cluster's barrier
+            ptx::bar_warp_sync();         // converges the warp for the cluster's barrier
             ptx::barrier_cluster_wait();  // the second meeting: peers have read this block's sums
         }
         // The next task's weights go where the output was staged.

@@ -110,8 +110,8 @@ struct SourceRing : Share<kSplits> {
     }
 
     UW_DEVICE void load_sources(u32 column, bool once) {
-        const u32 lane = ptx::lane_index();
-        const bool leader = ptx::elect_one();
+        const u32 lane = ptx::laneid();
+        const bool leader = ptx::elect_sync();
         // Weights that no other task reads should not push out what others do.
         const u64 policy = ptx::createpolicy_l2(once ? L2::kEvictFirst : L2::kNormal);
         const u32 tile_row = column / kTile;
@@ -137,7 +137,7 @@ struct SourceRing : Share<kSplits> {
                                             barrier, policy);
                 }
             }
-            ptx::sync_warp();  // converges the warp: shared memory is ordered by the slot's barriers
+            ptx::bar_warp_sync();  // converges the warp: shared memory is ordered by the slot's barriers
             if constexpr (S::kHasVerbatim) {
                 if (in_batch == kMetadataBatch) {
                     in_batch = 0;
@@ -147,7 +147,7 @@ struct SourceRing : Share<kSplits> {
                 if (lane % kMetadataBatch == in_batch && lane / kMetadataBatch < kNTiles)
                     load_verbatim(now, lane / kMetadataBatch, slot);
                 ++in_batch;
-                ptx::sync_warp();  // orders the lanes' stores and expected bytes before the arrival below
+                ptx::bar_warp_sync();  // orders the lanes' stores and expected bytes before the arrival below
             }
             if (leader) ptx::mbarrier_arrive(barrier);
             source_cursor.advance();
@@ -158,7 +158,7 @@ struct SourceRing : Share<kSplits> {
     UW_DEVICE void load_verbatim(const Verbatim& v, u32 j, u32 slot) const {
         const u32 mask = shared + S::kMask + slot * S::kMaskSlotBytes + j * 8;
         ptx::st_shared_x2(mask, {v.low, v.high});
-        u32 rows = ptx::popcount(v.low) + ptx::popcount(v.high);
+        u32 rows = ptx::popc(v.low) + ptx::popc(v.high);
         if (rows == 0) return;
         rows = rows < Config::kVerbatimRows ? rows : Config::kVerbatimRows;
         const u32 stored = v.offset < args.verbatim_rows ? args.verbatim_rows - v.offset : 0;
@@ -173,7 +173,7 @@ struct SourceRing : Share<kSplits> {
     // Which of a tile's verbatim rows is `row`, whose bit is set.
     UW_DEVICE static u32 verbatim_index(U32x2 mask, u32 row) {
         const u32 below = (1u << (row % 32)) - 1;
-        return row < 32 ? ptx::popcount(mask.x & below) : ptx::popcount(mask.x) + ptx::popcount(mask.y & below);
+        return row < 32 ? ptx::popc(mask.x & below) : ptx::popc(mask.x) + ptx::popc(mask.y & below);
     }
 };
 

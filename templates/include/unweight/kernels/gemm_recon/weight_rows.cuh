@@ -80,18 +80,18 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
 
     UW_DEVICE u32 m_tasks() const { return (args.m + slot_rows() - 1) / slot_rows(); }
     UW_DEVICE u32 whole_tasks() const { return m_tasks() * (args.n / kTaskColumns); }
-    UW_DEVICE u32 tasks_in_rounds() const { return whole_tasks() - whole_tasks() % ptx::grid_size(); }
+    UW_DEVICE u32 tasks_in_rounds() const { return whole_tasks() - whole_tasks() % ptx::nctaid(); }
     // The tasks that do not fill a round of the grid are cut in two or four along m where the pieces still fit one
     // round.
     UW_DEVICE u32 pieces() const {
-        const u32 left = whole_tasks() % ptx::grid_size();
+        const u32 left = whole_tasks() % ptx::nctaid();
 #pragma unroll
         for (u32 count = kMaxBatch / kTile; count > 1; count /= 2) {
-            if (left * count <= ptx::grid_size() && slot_rows() >= kTile * count) return count;
+            if (left * count <= ptx::nctaid() && slot_rows() >= kTile * count) return count;
         }
         return 1;
     }
-    UW_DEVICE u32 tasks() const { return tasks_in_rounds() + whole_tasks() % ptx::grid_size() * pieces(); }
+    UW_DEVICE u32 tasks() const { return tasks_in_rounds() + whole_tasks() % ptx::nctaid() * pieces(); }
     UW_DEVICE Task task_at(u32 index) const {
         const u32 even = tasks_in_rounds();
         const u32 count = index < even ? 1 : pieces(), over = index < even ? 0 : index - even;
@@ -111,7 +111,7 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
     }
 
     UW_DEVICE void load_activations(const Task& t) {
-        const bool leader = ptx::elect_one();
+        const bool leader = ptx::elect_sync();
         const u64 policy = ptx::createpolicy_l2(L2::kEvictLast);
         const u32 boxes = (t.rows + kTile - 1) / kTile;
         for (u32 step = 0; step < steps(); ++step) {
@@ -126,7 +126,7 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
                                      policy);
                 }
             }
-            ptx::sync_warp();  // converges the warp: shared memory is ordered by the slot's barriers
+            ptx::bar_warp_sync();  // converges the warp: shared memory is ordered by the slot's barriers
             advance_x();
         }
     }
@@ -147,7 +147,7 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
 
         UW_DEVICE Place() {
             const u32 consumer_warp = ptx::uniform_warp_index() - pipeline::kWarpgroupWarps;
-            lane = ptx::lane_index();
+            lane = ptx::laneid();
             warp = consumer_warp % pipeline::kWarpgroupWarps;
             tile = consumer_warp / pipeline::kWarpgroupWarps;
             thread = warp * 32 + lane;
@@ -241,7 +241,7 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
         fetch(staged, p);
         for (u32 step = 0; step < last_steps; ++step) {
             join(staged, palette, p);
-            ptx::sync_warp();  // orders the lanes' loads of the slot before the arrival that releases it
+            ptx::bar_warp_sync();  // orders the lanes' loads of the slot before the arrival that releases it
             if (p.lane == 0) sources.release(source_cursor.slot);
             source_cursor.advance();
             if (step + 1 < last_steps) fetch(staged, p);
@@ -309,8 +309,8 @@ struct Kernel : SourceRing<Config, Smem<Config>> {
                 epilogue::add_pair(d[4], d[5], old.z);
                 epilogue::add_pair(d[6], d[7], old.w);
             }
-            ptx::stmatrix_x4_trans(address, {ptx::pack_bf16x2(d[0], d[1]), ptx::pack_bf16x2(d[2], d[3]),
-                                             ptx::pack_bf16x2(d[4], d[5]), ptx::pack_bf16x2(d[6], d[7])});
+            ptx::stmatrix_x4_trans(address, {ptx::cvt_rn_bf16x2(d[0], d[1]), ptx::cvt_rn_bf16x2(d[2], d[3]),
+                                             ptx::cvt_rn_bf16x2(d[4], d[5]), ptx::cvt_rn_bf16x2(d[6], d[7])});
         }
         sync_warpgroup(p);
 #pragma unroll

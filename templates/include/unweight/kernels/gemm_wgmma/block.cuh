@@ -77,7 +77,7 @@ struct Place {
 
     UW_DEVICE Place() {
         const u32 consumer_warp = ptx::uniform_warp_index() - kWarpgroupWarps;
-        lane = ptx::lane_index();
+        lane = ptx::laneid();
         warp = consumer_warp % kWarpgroupWarps;
         warpgroup = consumer_warp / kWarpgroupWarps;
         thread = warp * 32 + lane;

@@ -67,7 +67,7 @@ struct Epilogue : Reduce<Config> {
                     u32 pairs[4];
 #pragma unroll
                     for (u32 j = 0; j < 4; ++j)
-                        pairs[j] = ptx::pack_bf16x2(gated(d[4 * j], d[4 * j + 2]), gated(d[4 * j + 1], d[4 * j + 3]));
+                        pairs[j] = ptx::cvt_rn_bf16x2(gated(d[4 * j], d[4 * j + 2]), gated(d[4 * j + 1], d[4 * j + 3]));
                     ptx::stmatrix_x4_trans(staging + GatedTile::offset(g * 32 + p.lane, p.warp),
                                            {pairs[0], pairs[1], pairs[2], pairs[3]});
                 }
@@ -85,8 +85,8 @@ struct Epilogue : Reduce<Config> {
                         add_pair(d[4], d[5], old.z);
                         add_pair(d[6], d[7], old.w);
                     }
-                    ptx::stmatrix_x4_trans(address, {ptx::pack_bf16x2(d[0], d[1]), ptx::pack_bf16x2(d[2], d[3]),
-                                                     ptx::pack_bf16x2(d[4], d[5]), ptx::pack_bf16x2(d[6], d[7])});
+                    ptx::stmatrix_x4_trans(address, {ptx::cvt_rn_bf16x2(d[0], d[1]), ptx::cvt_rn_bf16x2(d[2], d[3]),
+                                                     ptx::cvt_rn_bf16x2(d[4], d[5]), ptx::cvt_rn_bf16x2(d[6], d[7])});
                 }
             }
             ptx::fence_proxy_async_shared();  // with the barrier below: orders the tile before the store that reads it

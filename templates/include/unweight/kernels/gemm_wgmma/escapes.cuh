@@ -17,7 +17,7 @@ struct Escapes : Load<Config> {
     // of the warps that multiply, which would stall on loads from device memory. Lane l holds the heads of step l of 32
     // and, in flight, of the 32 after.
     UW_DEVICE void load_escapes(u32 warpgroup) {
-        const u32 lane = ptx::lane_index();
+        const u32 lane = ptx::laneid();
         for (Segment s = schedule.next(); s.exists(); s = schedule.next()) {
             const u32* row = args.escape_heads + u64(tile_row(s, warpgroup)) * args.tile_cols * packed::kTileBlocks;
             U32x4 heads{0, 0, 0, 0}, next = load_heads(row, s.first + lane, s);
@@ -27,7 +27,7 @@ struct Escapes : Load<Config> {
                 if (holder == 0) {
                     heads = next;
                     next = load_heads(row, step + 32 + lane, s);
-                    any = ptx::warp_ballot((heads.x | heads.y | heads.z | heads.w) != 0);
+                    any = ptx::vote_sync_ballot((heads.x | heads.y | heads.z | heads.w) != 0);
                     prefetch_list(heads.x);
                     prefetch_list(heads.y);
                     prefetch_list(heads.z);
@@ -36,9 +36,9 @@ struct Escapes : Load<Config> {
                 ring.wait_empty(cursor);  // the records of this slot have been read
                 const u32 to = record_slot(cursor.slot, warpgroup);
                 if (any >> holder & 1) {
-                    const u32 mine[packed::kTileBlocks] = {ptx::shuffle(heads.x, holder), ptx::shuffle(heads.y, holder),
-                                                           ptx::shuffle(heads.z, holder),
-                                                           ptx::shuffle(heads.w, holder)};
+                    const u32 mine[packed::kTileBlocks] = {
+                        ptx::shfl_sync_idx(heads.x, holder), ptx::shfl_sync_idx(heads.y, holder),
+                        ptx::shfl_sync_idx(heads.z, holder), ptx::shfl_sync_idx(heads.w, holder)};
                     u32 records[packed::kTileBlocks];
 #pragma unroll
                     for (u32 b = 0; b < packed::kTileBlocks; ++b)
@@ -52,7 +52,7 @@ struct Escapes : Load<Config> {
                 } else if (lane < packed::kTileBlocks) {
                     ptx::st_shared(to + lane * kBlockRecordBytes, 0);
                 }
-                ptx::sync_warp();  // orders the lanes' stores before the arrival that publishes them
+                ptx::bar_warp_sync();  // orders the lanes' stores before the arrival that publishes them
                 if (lane == 0) ptx::mbarrier_arrive(ring.full(cursor.slot));
                 cursor.advance();
             }
@@ -64,7 +64,7 @@ struct Escapes : Load<Config> {
     // Lists are rare and far away: have them near when their step comes.
     UW_DEVICE void prefetch_list(u32 head) const {
         const u32 list = head & ~packed::kListHead;
-        if (list != head && list < args.escape_words) ptx::prefetch_l2(args.escapes + list);
+        if (list != head && list < args.escape_words) ptx::prefetch_global_l2(args.escapes + list);
     }
 };
 

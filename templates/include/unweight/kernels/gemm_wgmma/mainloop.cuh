@@ -88,7 +88,7 @@ struct Mainloop : Escapes<Config> {
     // After the wait for the wgmma that read X of the slot, and after W and records were decoded, that is, after their
     // loads returned. The warp's arrival on `empty` orders all of it before the copies that refill the slot.
     UW_DEVICE void release(Slots& slots, const Place& p) const {
-        ptx::sync_warp();  // orders every lane's loads before the arrival
+        ptx::bar_warp_sync();  // orders every lane's loads before the arrival
         if (p.lane == 0) ring.release(slots.release);
         Slots::next(slots.release);
     }

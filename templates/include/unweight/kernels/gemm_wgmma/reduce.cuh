@@ -102,7 +102,7 @@ struct Reduce : Mainloop<Config> {
         const bool waits = mine <= peers.last && mine != schedule.unit;
         u32* flag = args.counters + partial_index(peers, waits ? mine : schedule.unit, p);
         // By vote, so that warps stay whole in the eyes of the compiler, here and in the loop around.
-        while (ptx::warp_ballot(waits && ptx::ld_acquire_global(flag) == 0) != 0) {}
+        while (ptx::vote_sync_ballot(waits && ptx::ld_acquire_global(flag) == 0) != 0) {}
         sync_warpgroup(p);  // orders every thread's acquire before the loads
         constexpr u32 kPieceSums = S::kStoreRows / 2, kFlight = Config::kBatchTile > 192   ? 1
                                                                 : Config::kBatchTile > 128 ? 2

@@ -39,18 +39,18 @@ struct Schedule {
           steps(a.tile_cols),
           data_parallel(rows * batches),
           stream_k_steps(0),
-          units(ptx::grid_size()),
+          units(ptx::nctaid()),
           unit(0),
           batch_tile(0),
-          next_data_parallel(ptx::block_index()),
+          next_data_parallel(ptx::ctaid()),
           at(0),
           end(0) {
         if constexpr (Config::kStreamK) {
             data_parallel = rows;
-            units = ptx::grid_size() / batches;
+            units = ptx::nctaid() / batches;
             if (units > rows * steps) units = rows * steps;
-            unit = ptx::block_index() / batches;
-            batch_tile = ptx::block_index() % batches;
+            unit = ptx::ctaid() / batches;
+            batch_tile = ptx::ctaid() % batches;
             next_data_parallel = unit;
             if (unit >= units) {
                 next_data_parallel = rows;
@@ -63,7 +63,7 @@ struct Schedule {
         }
         if constexpr (Config::kCluster > 1) {
             unit = ptx::cluster_ctarank();
-            next_data_parallel = ptx::block_index() / Config::kCluster;
+            next_data_parallel = ptx::ctaid() / Config::kCluster;
         }
     }
     // The first k step of a unit's run.

@@ -1,4 +1,4 @@
-//! The CPU prelude itself: what it computes for matrix instructions, swizzled copies, clusters and stores, and that it
+//! The simulator itself: what it computes for matrix instructions, swizzled copies, clusters and stores, and that it
 //! reports every kind of mistake it promises to find (`tests/simulator/README.md`).
 
 use crate::harness::{CpuKernel, Launch, MapSpec};
@@ -32,8 +32,8 @@ using namespace uw::ptx;
 struct Args { TensorMap a, b; void* input; float* output; float* second; u64 padding[5]; };
 static_assert(sizeof(Args) == 320);
 extern "C" __global__ void test(const __grid_constant__ Args args) {
-    const u32 shared = smem_address(dynamic_smem());
-    const u32 thread = thread_index(), lane = lane_index();
+    const u32 shared = cvta_to_shared(dynamic_smem());
+    const u32 thread = tid(), lane = laneid();
     (void)shared, (void)thread, (void)lane;
 "#;
 
@@ -72,7 +72,7 @@ fn wgmma_from_descriptors_and_from_registers() {
         r#"
     const u32 bar = shared + 16384;
     if (thread == 0) mbarrier_init(bar, 1);
-    sync_block();
+    bar_sync();
     if (thread == 0) {
         mbarrier_arrive_expect_tx(bar, 16384);
         tma_load_2d(shared, args.a, 0, 0, bar);
@@ -136,7 +136,7 @@ fn warp_mma_with_matrix_loads() {
         r#"
     // input: A[16,16] then B[8,16]; staged row by row, 32 bytes each.
     for (u32 i = lane; i < 48; i += 32) st_shared_x4(shared + i * 16, ld_global_x4(static_cast<u8*>(args.input) + i * 16));
-    sync_warp();
+    bar_warp_sync();
     const U32x4 f = ldmatrix_x4(shared + lane % 16 * 32 + lane / 16 * 16);
     const U32x4 g = ldmatrix_x4(shared + 512 + lane % 8 * 32 + lane / 8 % 2 * 16);
     float d[4] = {};
@@ -145,7 +145,7 @@ fn warp_mma_with_matrix_loads() {
     for (u32 i = 0; i < 4; ++i) args.output[(lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = d[i];
     // Store the A fragment transposed and load it back transposed.
     stmatrix_x4_trans(shared + 1024 + lane * 16, f);
-    sync_warp();
+    bar_warp_sync();
     const U32x4 h = ldmatrix_x4_trans(shared + 1024 + lane * 16);
     args.second[lane] = h.x == f.x && h.y == f.y && h.z == f.z && h.w == f.w;"#,
     );
@@ -172,7 +172,7 @@ fn blocks_of_a_cluster_reach_each_other() {
         r#"
     const u32 rank = cluster_ctarank(), peer = rank ^ 1, bar = shared + 1024;
     if (thread == 0) mbarrier_init(bar, 32);
-    sync_block();
+    bar_sync();
     barrier_cluster_arrive();
     barrier_cluster_wait();
     st_shared_cluster_x4(mapa(shared + thread * 16, peer), {rank, thread, 7, 8});
@@ -198,7 +198,7 @@ fn tensor_stores_clip_and_add() {
     // An 8x8 box of floats at column 4, row 6 of a 12x10 matrix: 6 by 6 of it lie inside.
     for (u32 i = thread; i < 64; i += 32) st_shared(shared + i * 4, bits_from_float(float(i)));
     fence_proxy_async_shared();
-    sync_block();
+    bar_sync();
     if (thread == 0) {
         tma_store_2d(args.a, 4, 6, shared);
         cp_async_bulk_commit_group();
@@ -238,7 +238,7 @@ fn tensor_stores_clip_and_add() {
 
 /// Every lane of the first warp has loaded bytes that a copy brought.
 const LOADED: &str = "if (thread == 0) { mbarrier_init(shared, 1); mbarrier_init(shared + 8, 1); \
-     mbarrier_arrive_expect_tx(shared, 64); cp_async_bulk_load(shared + 128, args.input, 64, shared); } sync_block(); \
+     mbarrier_arrive_expect_tx(shared, 64); cp_async_bulk_load(shared + 128, args.input, 64, shared); } bar_sync(); \
      if (thread >= 32) break; mbarrier_wait_parity(shared, 0); ld_shared_x4(shared + 128 + lane % 4 * 16); ";
 /// A copy over them.
 const REFILL: &str = "if (thread == 0) { mbarrier_arrive_expect_tx(shared, 64); cp_async_bulk_load(shared + 128, args.input, 64, shared); } \
@@ -247,8 +247,8 @@ const REFILL: &str = "if (thread == 0) { mbarrier_arrive_expect_tx(shared, 64); 
 #[test]
 fn released_memory_may_be_refilled() {
     let ways = [
-        "fence_proxy_async_shared(); sync_warp(); REFILL",
-        "sync_warp(); if (lane == 0) mbarrier_arrive(shared + 8); mbarrier_wait_parity(shared + 8, 0); REFILL",
+        "fence_proxy_async_shared(); bar_warp_sync(); REFILL",
+        "bar_warp_sync(); if (lane == 0) mbarrier_arrive(shared + 8); mbarrier_wait_parity(shared + 8, 0); REFILL",
     ];
     let arms: String = ways
         .iter()
@@ -265,22 +265,22 @@ fn released_memory_may_be_refilled() {
 }
 
 /// Two blocks leave a word a thread each; whoever takes the second ticket reads the other's.
-const LAST: &str = "u32* parts = (u32*)args.output; u32* counter = (u32*)args.second; const u32 own = block_index(); \
+const LAST: &str = "u32* parts = (u32*)args.output; u32* counter = (u32*)args.second; const u32 own = ctaid(); \
     st_global(parts + own * 64 + thread, 7); MEET \
     if (thread == 0) { RELEASE const u32 ticket = atom_add_global(counter, 1); ACQUIRE st_shared(shared, ticket); } \
     TELL if (ld_shared(shared) == 1 && ld_global(parts + (own ^ 1) * 64 + thread) != 7) trap();";
 /// Block 0 leaves them, block 1 waits for a flag.
 const FLAG: &str = "u32* parts = (u32*)args.output; u32* flag = (u32*)args.second; \
-    if (block_index() == 0) { st_global(parts + thread, 7); MEET if (thread == 0) st_release_global(flag, 1); } \
+    if (ctaid() == 0) { st_global(parts + thread, 7); MEET if (thread == 0) st_release_global(flag, 1); } \
     else { if (thread == 0) while (LOAD == 0) poll(); TELL if (ld_global(parts + thread) != 7) trap(); }";
 
 #[test]
 fn stream_k_partial_sums_are_handed_over() {
     let right = [
-        ("MEET", "sync_block();"),
+        ("MEET", "bar_sync();"),
         ("RELEASE", "fence_acq_rel_gpu();"),
         ("ACQUIRE", "fence_acq_rel_gpu();"),
-        ("TELL", "sync_block();"),
+        ("TELL", "bar_sync();"),
         ("LOAD", "ld_acquire_global(flag)"),
     ];
     let with = |text: &str, wrong: Option<(&str, &str)>| {
@@ -290,7 +290,7 @@ fn stream_k_partial_sums_are_handed_over() {
     // A meeting of half of the block, a fence too few, a fence of one who knows nothing, a load that acquires nothing.
     // Who does not even wait may read what nobody has written yet.
     let unread = "load of `partials`";
-    let half = "if (thread < 32) sync_warp();";
+    let half = "if (thread < 32) bar_warp_sync();";
     let cases = [
         (with(LAST, None), None),
         (with(FLAG, None), None),
@@ -347,7 +347,7 @@ fn stream_k_partial_sums_are_handed_over() {
 fn missing_barriers_are_detected() {
     // Each warp leaves a number and adds up all of them, round by round.
     const SUMS: &str = "u32 sum = 0; for (u32 round = 0; round < 4; ++round) { \
-        for (u32 i = 0; i < 6; ++i) sync_warp(); \
+        for (u32 i = 0; i < 6; ++i) bar_warp_sync(); \
         if (lane == 31) st_shared(shared + thread / 32 * 4, round * 10 + thread / 32); WRITTEN \
         for (u32 w = 0; w < 4; ++w) sum += ld_shared(shared + 4 * w); READ } args.output[thread] = sum;";
     // Three warps make a number together, which the last one reads.
@@ -355,7 +355,7 @@ fn missing_barriers_are_detected() {
         if (thread < 96) { for (u32 i = 0; i < 6; ++i) bar_sync(1, 96); \
             if (thread == 0) st_shared(shared, round + 1); } WRITTEN \
         if (thread >= 96) sum += ld_shared(shared); READ } args.output[thread] = sum;";
-    let (barrier, cases) = ("sync_block();", [("SUMS", SUMS), ("MADE", MADE)]);
+    let (barrier, cases) = ("bar_sync();", [("SUMS", SUMS), ("MADE", MADE)]);
     let (mut bodies, mut names) = (Vec::new(), Vec::new());
     for (name, text) in cases {
         for (written, read) in [(barrier, barrier), ("", barrier), (barrier, "")] {
@@ -398,7 +398,7 @@ fn simulator_reports_mistakes() {
     // (body, what the report must say)
     let cases = [
         (
-            "if (thread == 0) mbarrier_init(shared, 2); sync_block(); if (thread == 0) mbarrier_arrive(shared); mbarrier_wait_parity(shared, 0);",
+            "if (thread == 0) mbarrier_init(shared, 2); bar_sync(); if (thread == 0) mbarrier_arrive(shared); mbarrier_wait_parity(shared, 0);",
             "1 of 2 arrivals",
         ),
         ("if (thread < 32) bar_sync(3, 64);", "named barrier 3"),
@@ -419,9 +419,9 @@ fn simulator_reports_mistakes() {
             "without fence.proxy.async",
         ),
         ("if (thread == 0) { cp_async_bulk_load(shared, args.input, 20, shared); }", "multiple of 16"),
-        ("if (lane == 0) sync_warp(); else shuffle(1, 2);", "not converged"),
+        ("if (lane == 0) bar_warp_sync(); else shfl_sync_idx(1, 2);", "not converged"),
         (
-            "if (thread == 0) mbarrier_init(shared, 1); sync_block(); while (!mbarrier_try_wait_parity(shared, 0)) {}",
+            "if (thread == 0) mbarrier_init(shared, 1); bar_sync(); while (!mbarrier_try_wait_parity(shared, 0)) {}",
             "livelock",
         ),
         (
@@ -430,15 +430,15 @@ fn simulator_reports_mistakes() {
         ),
         ("trap();", "trap"),
         // What ordinary loads have read is not the copy engine's to overwrite ...
-        ("LOADED sync_warp(); REFILL", "nobody has released"),
+        ("LOADED bar_warp_sync(); REFILL", "nobody has released"),
         ("LOADED bar_sync(1, 32); REFILL", "nobody has released"),
         // ... unless every reader has fenced.
-        ("LOADED if (lane < 31) fence_proxy_async_shared(); sync_warp(); REFILL", "nobody has released"),
-        ("LOADED fence_proxy_async_shared(); ld_shared(shared + 128); sync_warp(); REFILL", "nobody has released"),
+        ("LOADED if (lane < 31) fence_proxy_async_shared(); bar_warp_sync(); REFILL", "nobody has released"),
+        ("LOADED fence_proxy_async_shared(); ld_shared(shared + 128); bar_warp_sync(); REFILL", "nobody has released"),
         // An arrival speaks for those that have met, not for those that have not, and only to who waits for it.
-        ("LOADED sync_warp(); if (lane == 0) mbarrier_arrive(shared + 8); REFILL", "nobody has released"),
+        ("LOADED bar_warp_sync(); if (lane == 0) mbarrier_arrive(shared + 8); REFILL", "nobody has released"),
         (
-            "if (thread == 0) { mbarrier_init(shared, 1); mbarrier_init(shared + 8, 1); } sync_block(); \
+            "if (thread == 0) { mbarrier_init(shared, 1); mbarrier_init(shared + 8, 1); } bar_sync(); \
              if (thread < 32) { ld_shared_x4(shared + 128); bar_sync(1, 32); } \
              else if (thread == 32) { mbarrier_arrive(shared + 8); } \
              else if (thread == 64) { mbarrier_wait_parity(shared + 8, 0); while (!mbarrier_try_wait_parity(shared, 1)) {} \
@@ -446,7 +446,7 @@ fn simulator_reports_mistakes() {
             "nobody has released",
         ),
         (
-            "ld_shared_x4(shared + 128); sync_block(); if (thread == 0) { mbarrier_init(shared, 1); \
+            "ld_shared_x4(shared + 128); bar_sync(); if (thread == 0) { mbarrier_init(shared, 1); \
              mbarrier_arrive_expect_tx(shared, 64); cp_async_bulk_load(shared + 128, args.input, 64, shared); }",
             "nobody has released",
         ),
@@ -455,7 +455,7 @@ fn simulator_reports_mistakes() {
              cp_async_bulk_commit_group(); mbarrier_arrive_expect_tx(shared, 64); cp_async_bulk_load(shared + 128, args.input, 64, shared); }",
             "still reading",
         ),
-        ("LOADED if (lane == 0) mbarrier_arrive(shared + 8); sync_warp(); REFILL", "nobody has released"),
+        ("LOADED if (lane == 0) mbarrier_arrive(shared + 8); bar_warp_sync(); REFILL", "nobody has released"),
         (
             "if (thread == 0) { mbarrier_init(shared, 1); st_shared(shared + 128, 1); cp_async_bulk_load(shared + 128, args.input, 64, shared); }",
             "written by an ordinary store",

@@ -1,5 +1,5 @@
-//! The preprocess (decode) and encode kernels, compiled by g++ against the CPU prelude and held, byte for byte, against
-//! `unweight_format`'s oracle. Planted bugs show that the comparison can fail.
+//! The families `decode_huffman` and `encode_huffman`, compiled by g++ for the simulator and held, byte for byte,
+//! against `unweight_format`'s oracle. Planted bugs show that the comparison can fail.
 //!
 //! Needs g++ (C++17); nothing else.
 
@@ -447,7 +447,7 @@ fn planted_bugs_in_the_decoder_are_caught() {
     const READER: &str = "unweight/encoding/huffman/reader.cuh";
     const TABLES: &str = "unweight/encoding/huffman/tables.cuh";
     let bulk: [(&str, (&str, &str, &str)); 10] = [
-        ("refills while loads are in flight", (DECODE, "pipeline::release_to_copy_engine();", "ptx::sync_warp();")),
+        ("refills while loads are in flight", (DECODE, "pipeline::release_to_copy_engine();", "ptx::bar_warp_sync();")),
         (
             "expects too few bytes",
             (DECODE, "mbarrier_arrive_expect_tx(barrier, bytes)", "mbarrier_arrive_expect_tx(barrier, bytes - 16)"),
@@ -455,10 +455,7 @@ fn planted_bugs_in_the_decoder_are_caught() {
         ("wrong phase", (DECODE, "parity ^= 1u << half;", "")),
         ("does not wait", (DECODE, "ptx::mbarrier_wait_parity(barrier, parity >> half & 1);", "")),
         ("copies one group short", (DECODE, "(skew + words + 3) / 4 * 16", "(skew + words) / 4 * 16")),
-        (
-            "wrong verbatim row",
-            (DECODE, "ptx::popcount(mask & low_bits(row))", "ptx::popcount(mask & low_bits(row + 1))"),
-        ),
+        ("wrong verbatim row", (DECODE, "ptx::popc(mask & low_bits(row))", "ptx::popc(mask & low_bits(row + 1))")),
         ("half 1 starts at bit 0", (DECODE, "t.begins = sum - own + (t.bits << 16)", "t.begins = sum - own")),
         ("next word too early", (READER, "(moved ^ position) & 32", "(moved ^ position) & 16")),
         ("window not prepared for the table", (READER, "position = bit - Table::kShift", "position = bit")),
@@ -471,7 +468,7 @@ fn planted_bugs_in_the_decoder_are_caught() {
         ("does not wait for its copies", (DECODE, "ptx::cp_async_wait_group<kStages - 1>();", "")),
         (
             "does not wait for others' copies",
-            (DECODE, "<kStages - 1>();\n            ptx::sync_warp();", "<kStages - 1>();"),
+            (DECODE, "<kStages - 1>();\n            ptx::bar_warp_sync();", "<kStages - 1>();"),
         ),
         ("waits for one group too few", (DECODE, "cp_async_wait_group<kStages - 1>", "cp_async_wait_group<kStages>")),
         ("leaves bytes out", (DECODE, "at += 32 * 16", "at += 64 * 16")),
