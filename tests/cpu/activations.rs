@@ -153,7 +153,7 @@ fn norms() -> Vec<Norm> {
         Norm::new(3, 4096, None),
         Norm::new(2, 16384, None),
         Norm::new(5, 2056, Some(&[4, 0, 4])),
-        // The last entry is what is reported: one row after the other on this machine.
+        // The last entry is what is reported: one row after the other in the simulator.
         Norm::new(3, 136, Some(&[2, 3, 1, u32::MAX])),
     ]
 }

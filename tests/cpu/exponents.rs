@@ -1,5 +1,5 @@
 //! Decoders of the encoding `exponents`: FP8, F16 and F32, byte for byte what was encoded. Planted bugs show that the
-//! comparison can fail. What they share with those of BF16 is tested in `preprocess`.
+//! comparison can fail. What they share with those of BF16 is tested in `huffman`.
 
 use crate::harness::{Buffer, CpuKernel, Edit, Run};
 use std::sync::{LazyLock, Mutex, PoisonError};
@@ -242,7 +242,7 @@ fn tampered_metadata_is_reported_as_a_fault() {
 
 #[test]
 fn hostile_bytes_neither_crash_nor_hang() {
-    // Every buffer is bounds-checked by the prelude, so success means that nothing was touched outside.
+    // Every buffer is bounds-checked by the simulator, so success means that nothing was touched outside.
     let mut random = Random::new(23);
     for float in CODED {
         for (case, limit) in [(Case::new("", float, (130, 200), 200), 7), (Case::new("", float, (70, 131), 50), 15)] {

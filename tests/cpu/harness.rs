@@ -2,7 +2,7 @@
 //!
 //! A kernel is what is rendered for its spec, launched as its plan says: the same text that the device compiler gets,
 //! the same block, shared memory, cluster and grid. Only [`CpuKernel::source`] takes a text, for the tests of the
-//! prelude itself.
+//! simulator itself.
 //!
 //! Needs `g++` (or the compiler named by `CXX`). A missing compiler is an error, not a skip: these tests are the only
 //! ones that run the kernels' function without a GPU.
@@ -82,7 +82,7 @@ pub struct Run {
     pub seed: u64,
 }
 
-/// Compiled kernels. The machine inside is one per library and not reentrant: `&mut` everywhere.
+/// Compiled kernels. The simulator inside is one per library and not reentrant: `&mut` everywhere.
 pub struct CpuKernel {
     /// Empty for a hand-written source.
     plans: Vec<Plan>,
@@ -97,8 +97,8 @@ pub struct CpuKernel {
     _directory: tempfile::TempDir,
 }
 
-/// What kernels share: the headers, the prelude as the compiler keeps it, and the machine as objects. Reading the
-/// standard library's headers and compiling the machine take longer than most kernels.
+/// What kernels share: the headers, the simulator's header as the compiler keeps it, and the rest as objects. Reading
+/// the standard library's headers and compiling the simulator take longer than most kernels.
 struct Common {
     directory: PathBuf,
     planted: bool,
@@ -119,14 +119,14 @@ impl Common {
                 key.add(name).add(text);
             }
             for name in ["prelude.hpp", "simulator.hpp", "ptx.hpp", "simulator.cpp", "ptx.cpp"] {
-                key.add(std::fs::read(prelude().join(name)).unwrap());
+                key.add(std::fs::read(simulator().join(name)).unwrap());
             }
             let home = Path::new(env!("CARGO_TARGET_TMPDIR"));
-            let complete = Self { directory: home.join(format!("prelude-{}", key.digest())), planted };
+            let complete = Self { directory: home.join(format!("simulator-{}", key.digest())), planted };
             if complete.directory.exists() {
                 return complete;
             }
-            remove_old_preludes(home);
+            remove_old_simulators(home);
             let made = tempfile::tempdir_in(home).unwrap();
             let common = Self { directory: made.path().to_owned(), planted };
             for (name, text) in unweight_templates::headers() {
@@ -139,7 +139,7 @@ impl Common {
             let make = |from: &str, to: &str, kind: &[&str]| {
                 let mut command = common.command();
                 command.arg("-I").arg(common.include()).args(kind);
-                let output = command.arg(prelude().join(from)).arg("-o").arg(common.compiled().join(to)).output();
+                let output = command.arg(simulator().join(from)).arg("-o").arg(common.compiled().join(to)).output();
                 let output = output.unwrap_or_else(|e| panic!("no C++ compiler: {e}; install g++ (C++17) or set CXX"));
                 assert!(output.status.success(), "compiling failed:\n{}", String::from_utf8_lossy(&output.stderr));
             };
@@ -168,7 +168,7 @@ impl Common {
         self.directory.join("kernels")
     }
 
-    /// The compiler with what the prelude and a kernel must have in common.
+    /// The compiler with what the simulator and a kernel must have in common.
     fn command(&self) -> Command {
         let mut command = Command::new(compiler());
         // Objects of several libraries must not become one, as the loader does with GNU's unique symbols.
@@ -214,22 +214,22 @@ impl Key {
 
 /// Each state of the headers leaves two folders, with every kernel that was compiled against them: only the newest
 /// stay.
-fn remove_old_preludes(home: &Path) {
+fn remove_old_simulators(home: &Path) {
     const KEPT: usize = 6;
     let entries = std::fs::read_dir(home).into_iter().flatten().flatten();
-    let preludes = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with("prelude-"));
-    let mut preludes: Vec<_> =
-        preludes.filter_map(|entry| Some((entry.metadata().ok()?.modified().ok()?, entry.path()))).collect();
-    preludes.sort();
-    let old = preludes.len().saturating_sub(KEPT);
-    for (_, folder) in preludes.drain(..old) {
+    let simulators = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with("simulator-"));
+    let mut simulators: Vec<_> =
+        simulators.filter_map(|entry| Some((entry.metadata().ok()?.modified().ok()?, entry.path()))).collect();
+    simulators.sort();
+    let old = simulators.len().saturating_sub(KEPT);
+    for (_, folder) in simulators.drain(..old) {
         // What another process removes at the same time is gone all the same.
         _ = std::fs::remove_dir_all(folder);
     }
 }
 
 /// The headers that stand for the device.
-fn prelude() -> PathBuf {
+fn simulator() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/simulator")
 }
 
@@ -306,7 +306,7 @@ impl CpuKernel {
             key.add("edit").add(header).add(from).add(to);
         }
         let compiled = common.kernels().join(format!("{}.so", key.digest()));
-        // The loader takes two names of one file for one library, and each kernel needs a machine of its own: a copy.
+        // The loader takes two names of one file for one library, and each kernel needs a simulator of its own: a copy.
         if std::fs::copy(&compiled, &library).is_err() {
             Self::compile(source, common, directory.path(), edits, headers);
             // It appears under its name only when it is complete.
@@ -314,7 +314,7 @@ impl CpuKernel {
             std::fs::copy(&library, whole.path()).unwrap();
             whole.persist(&compiled).unwrap();
         }
-        // SAFETY: the library was built from the prelude, which exports these functions with these signatures;
+        // SAFETY: the library was built with the simulator, which exports these functions with these signatures;
         // its only initialisers are C++ static objects.
         unsafe {
             let loaded = libloading::Library::new(&library).unwrap();
@@ -339,11 +339,11 @@ impl CpuKernel {
         std::fs::write(&file, source).unwrap();
         let mut command = common.command();
         command.args(["-shared", "-x", "c++", "-include", "prelude.hpp", "-I"]).arg(directory.join("edited"));
-        // What the compiled prelude has read must not be edited.
+        // What the compiled header has read must not be edited.
         if !edits.iter().any(|edit| ["unweight/abi.cuh", "unweight/ptx/types.cuh"].contains(&edit.header)) {
             command.arg("-I").arg(common.compiled());
         }
-        command.arg("-I").arg(directory.join("outside")).arg("-I").arg(common.include()).arg("-I").arg(prelude());
+        command.arg("-I").arg(directory.join("outside")).arg("-I").arg(common.include()).arg("-I").arg(simulator());
         if !headers.is_empty() && !edits.is_empty() {
             // These run for less time than they compile.
             command.arg("-O0");
@@ -417,7 +417,7 @@ impl CpuKernel {
         let plan = self.plans[at].launch;
         let grid = plan.grid.blocks(run.problem, run.sms).unwrap_or_else(|| panic!("{spec}: {run:?} has no grid"));
         // Blocks that wait for each other have to run at the same time, and those that meet in memory may come in any
-        // order: on the machine, those of a cluster do.
+        // order: in the simulator, those of a cluster do.
         let meet = plan.co_resident || matches!(spec.op, Op::Attention(op) if op.split);
         let cluster = if meet { grid } else { plan.cluster };
         let smem_bytes = self.plans[at].smem.bytes();

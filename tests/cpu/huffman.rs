@@ -406,7 +406,7 @@ fn tampered_metadata_is_reported_as_a_fault() {
 
 #[test]
 fn hostile_bytes_neither_crash_nor_hang() {
-    // Every buffer is bounds-checked by the prelude, so success means that nothing was touched outside.
+    // Every buffer is bounds-checked by the simulator, so success means that nothing was touched outside.
     let case = &cases().into_iter().find(|c| c.name == "outliers").unwrap();
     let mut random = Random::new(23);
     for limit in [6, 7, 9, 15] {

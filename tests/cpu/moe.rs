@@ -193,7 +193,7 @@ fn planted_bugs_of_the_sort_are_caught() {
         let Some(edit) = Edit::planted(header, from, to) else { continue };
         let mut kernel = CpuKernel::of(&spec, &[edit]);
         let caught = routes().iter().enumerate().any(|(i, case)| {
-            // An id that is no expert may lead anywhere in shared memory, which the machine refuses.
+            // An id that is no expert may lead anywhere in shared memory, which the simulator refuses.
             (0..2).any(|seed| case.check_sort(&mut kernel, &spec, 8, 10 * seed + i as u64).is_err())
         });
         assert!(caught, "planting `{to}` for `{from}` went unnoticed");

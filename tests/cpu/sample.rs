@@ -183,7 +183,7 @@ fn tokens_match_the_reference() {
         let name = spec.name();
         let (single, dependent) = (name.as_str().contains("_c1"), name.as_str().ends_with("_pdl"));
         for vocabulary in [1, 2, 63, 257, 1000, 5003] {
-            // On this machine a dependent launch is one like another, and large clusters are many threads: each sees
+            // In the simulator a dependent launch is one like another, and large clusters are many threads: each sees
             // other rows.
             if dependent && vocabulary != 63 {
                 continue;

@@ -66,7 +66,7 @@ fn matmuls_against_cublas() {
 
 #[test]
 #[ignore = "needs a GPU"]
-fn conversions_of_the_packed_form() {
+fn conversions_of_the_packed_encoding() {
     let kernels = gpu();
     let options = quick().packed(true);
     let report = bench_kernels(kernels, &options, &quick_timing(), &|_| {}).unwrap_or_else(|error| panic!("{error}"));

@@ -50,7 +50,7 @@ fn traits(spec: &VariantSpec) -> Traits {
     let (batch_tile, escapes, epilogue, dump) = match spec.op {
         Op::GemmMma(op) => (op.batch_tile.get(), op.escapes, op.epilogue, op.dump),
         Op::GemmWgmma(op) => (op.batch_tile.get(), op.escapes, op.epilogue, op.dump),
-        _ => panic!("{spec} is no register-sourced matmul"),
+        _ => panic!("{spec} is not a packed matmul"),
     };
     Traits { batch_tile, escapes, epilogue, dump }
 }

@@ -124,7 +124,7 @@ def coverage(values: np.ndarray) -> dict:
     base, single = choose_single(own)
 
     def bits(packs: np.ndarray) -> float:
-        """With the packed form, its record, and what units in BF16 cost on top."""
+        """With the packed encoding, its record, and what units in BF16 cost on top."""
         return 12 + 8 * record_bytes(head_dim) / (TOKENS * head_dim) + 16 * float(1 - packs.mean())
 
     single_packs = (base != NONE) & (single <= single_slots(head_dim))

@@ -69,7 +69,8 @@ u32 cvta_to_shared(const void* pointer) {
     cpu::Block& b = *cpu::self().block;
     long long offset = static_cast<const u8*>(pointer) - b.shared;
     if (offset < 0 || offset > cpu::simulator().shared_bytes)
-        cpu::fail("smem_address: %p is not in dynamic shared memory (static __shared__ has no address here)", pointer);
+        cpu::fail("cvta_to_shared: %p is not in dynamic shared memory (static __shared__ has no address here)",
+                  pointer);
     return b.rank << cpu::kRankShift | (cpu::kSharedBase + static_cast<u32>(offset));
 }
 void st_release_global_u64(u64* p, u64 v) {

@@ -169,7 +169,7 @@ pub fn host_python() -> Result<String, String> {
     Ok(python.to_owned())
 }
 
-/// The kernels also run on the CPU, compiled by g++ against a prelude.
+/// The kernels also run on the CPU, compiled by g++ for the simulator.
 fn gxx() -> Result<(), String> {
     let compiler = std::env::var("CXX").unwrap_or_else(|_| "g++".to_owned());
     if succeeds(Command::new(&compiler).arg("--version")) {

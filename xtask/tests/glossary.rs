@@ -1,4 +1,5 @@
-//! Retired words of the glossary (CONTRIBUTING.md) are names of nothing.
+//! Retired words of the glossary (CONTRIBUTING.md) are names of nothing: no identifier, no part of one, and no path;
+//! and comments do not use them.
 
 use std::{fs, path::PathBuf};
 
@@ -55,6 +56,41 @@ const RETIRED: [(&str, &[&str]); 40] = [
 /// Parts of retired names of kernels, and retired options, also in documents.
 const RETIRED_PARTS: [&str; 5] = ["repack_", "--linears", "--resident ", "--mlp", "--profile resident"];
 
+/// Words, in a row, that no identifier, comment, document or path has: `DynForm`, `dyn_form` and "dyn-form" are one.
+const RETIRED_WORDS: [&[&str]; 31] = [
+    &["guest"],
+    &["preprocess"],
+    &["register", "sourced"],
+    &["cpu", "prelude"],
+    &["repack"],
+    &["residency"],
+    &["lying"],
+    &["dyn", "form"],
+    &["form", "id"],
+    &["packed", "form"],
+    &["compact", "form"],
+    &["huffman", "form"],
+    &["stored", "form"],
+    &["lane", "size"],
+    &["lane", "parts"],
+    &["outside", "kernel"],
+    &["step", "oracle"],
+    &["bad", "option"],
+    &["mlp", "mode"],
+    &["load", "matrix", "x4"],
+    &["lower", "registers"],
+    &["sync", "block"],
+    &["sync", "warp"],
+    &["warp", "ballot"],
+    &["shuffle", "xor"],
+    &["elect", "one"],
+    &["smem", "address"],
+    &["funnel", "shift", "right"],
+    &["funnel", "shift", "left"],
+    &["count", "leading", "zeros"],
+    &["bit", "reverse"],
+];
+
 /// Every source file of the repository.
 fn sources() -> Vec<PathBuf> {
     let extensions = ["rs", "cuh", "tera", "cpp", "hpp", "py", "pyi", "md", "json", "toml", "svg"];
@@ -64,6 +100,73 @@ fn sources() -> Vec<PathBuf> {
 /// The words of a line: runs of letters, digits and `_`.
 fn words(line: &str) -> impl Iterator<Item = &str> {
     line.split(|c: char| !c.is_ascii_alphanumeric() && c != '_')
+}
+
+/// The words of a text in lower case: `DynForm::new_id` has four.
+fn parts(text: &str) -> Vec<String> {
+    let mut parts: Vec<String> = Vec::new();
+    let mut last = ' ';
+    let mut chars = text.chars().peekable();
+    while let Some(c) = chars.next() {
+        if c.is_ascii_alphanumeric() {
+            // `CTARank` is CTA and Rank.
+            let ends_capitals = last.is_ascii_uppercase() && chars.peek().is_some_and(char::is_ascii_lowercase);
+            let begins = !last.is_ascii_alphanumeric()
+                || c.is_ascii_uppercase() && (!last.is_ascii_uppercase() || ends_capitals);
+            if begins {
+                parts.push(String::new());
+            }
+            parts.last_mut().expect("a word has begun").push(c.to_ascii_lowercase());
+        }
+        last = c;
+    }
+    parts
+}
+
+/// The retired words of a line or path. Names of records are history.
+fn retired(text: &str) -> Vec<String> {
+    let text: Vec<&str> = text.split([' ', '(', ')', '`']).filter(|word| !word.contains("records/")).collect();
+    let parts = parts(&text.join(" "));
+    let has = |words: &&&[&str]| parts.windows(words.len()).any(|window| window == **words);
+    RETIRED_WORDS.iter().filter(has).map(|words| words.join(" ")).collect()
+}
+
+#[test]
+fn retired_words_are_gone() {
+    let mut found = Vec::new();
+    for path in sources() {
+        let shown = shown(&path);
+        // What retires them, and a comparison with builds from before.
+        if ["xtask/tests/glossary.rs", "tests/parity/same_bits.py"].contains(&&*shown) {
+            continue;
+        }
+        found.extend(retired(&shown).into_iter().map(|word| format!("{shown}: {word}")));
+        let text = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{shown}: {error}"));
+        let lines = text.lines().zip(1..).flat_map(|(line, at)| retired(line).into_iter().map(move |word| (at, word)));
+        found.extend(lines.map(|(at, word)| format!("{shown}:{at}: {word}")));
+    }
+    assert_eq!(found, [""; 0], "CONTRIBUTING.md has the words that took their place");
+}
+
+#[test]
+fn planted_words_are_found() {
+    for (text, words) in [
+        ("let x = GuestStream::new();", "guest"),
+        ("fn of_guest(GUEST: u8)", "guest"),
+        ("impl DynForm for Raw {}", "dyn form"),
+        ("// Register-sourced matmul", "register sourced"),
+        ("ptx::sync_block();", "sync block"),
+        ("/// The packed form of a weight", "packed form"),
+        ("tests/cpu/preprocess.rs", "preprocess"),
+        ("shuffleXor", "shuffle xor"),
+        ("CUDAGuest", "guest"),
+    ] {
+        assert_eq!(retired(text), [words], "{text}");
+    }
+    for text in ["a guesthouse", "docs/records/kernels-preprocess-log.md", "preprocessor", "sync blocks", "platform"] {
+        assert_eq!(retired(text), [""; 0], "{text}");
+    }
+    assert_eq!(parts("HTTPServer x2_CTARank"), ["http", "server", "x2", "cta", "rank"]);
 }
 
 #[test]

@@ -444,7 +444,7 @@ mod tests {
             let name = format!("model.layers.{layer}.mlp.{part}_proj.weight");
             inference.decide(&name, Dtype::Bf16, &[14336, 4096]).choice.encoding()
         };
-        let count = |form_id| (0..32).filter(|&layer| encoding(layer, "gate") == form_id).count();
+        let count = |id| (0..32).filter(|&layer| encoding(layer, "gate") == id).count();
         assert_eq!((count(EncodingId::RAW), count(EncodingId::HUFFMAN), count(EncodingId::PALETTE)), (1, 15, 16));
         assert!((0..32).all(
             |layer| encoding(layer, "up") == encoding(layer, "gate") && encoding(layer, "down") == EncodingId::RAW

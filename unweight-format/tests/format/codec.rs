@@ -254,7 +254,7 @@ fn tampered_packed(change: impl Fn(Section, &mut Vec<u8>)) -> Result<PackedTenso
 }
 
 #[test]
-fn each_broken_rule_of_the_packed_form_has_its_error() {
+fn each_broken_rule_of_the_packed_encoding_has_its_error() {
     assert!(tampered_packed(|_, _| {}).is_ok());
     for &section in EncodingId::PACKED.encoding().sections() {
         for change in [|bytes: &mut Vec<u8>| bytes.push(0), |bytes: &mut Vec<u8>| bytes.clear()] {
@@ -709,7 +709,7 @@ fn tampered_compact(change: impl Fn(Section, &mut Vec<u8>)) -> Result<(), CodecE
 }
 
 #[test]
-fn each_broken_rule_of_the_compact_form_has_its_error() {
+fn each_broken_rule_of_the_compact_encoding_has_its_error() {
     assert!(tampered_compact(|_, _| {}).is_ok());
     for &section in EncodingId::COMPACT.encoding().sections() {
         for change in [|bytes: &mut Vec<u8>| bytes.push(0), |bytes: &mut Vec<u8>| bytes.clear()] {

@@ -45,7 +45,7 @@ impl LoadedKernel {
         blocks(self.plan(), problem, self.device().info().sms).or_else(|refusal| self.refuse(refusal))
     }
 
-    /// Whether this problem can be launched: grid and residency, before anything is enqueued.
+    /// Whether this problem can be launched: grid and resident blocks, before anything is enqueued.
     ///
     /// # Errors
     /// [`LaunchError::Grid`], [`LaunchError::CooperativeGrid`].
