@@ -387,7 +387,7 @@ fn percent(text: &str) -> std::result::Result<f64, String> {
     let number = text.strip_suffix('%').unwrap_or(text).trim();
     match number.parse::<f64>() {
         Ok(percent) if percent.is_finite() && (0.0..=100_000.0).contains(&percent) => Ok(percent / 100.0),
-        _ => Err(format!("'{text}' is no percentage; write a number such as 5%")),
+        _ => Err(format!("'{text}' is not a percentage; write a number such as 5%")),
     }
 }
 

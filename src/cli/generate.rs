@@ -544,7 +544,7 @@ fn check_replaceable(file: &Path) -> Result<()> {
     if holds_logits().map_err(Failure::io(file.display()))? {
         return Ok(());
     }
-    let message = format!("{}: exists, and is no file of logits", file.display());
+    let message = format!("{}: exists and is not a file of logits", file.display());
     Err(Failure::new("output-not-replaceable", message, "choose another name for --dump-logits, or remove the file"))
 }
 

@@ -543,7 +543,7 @@ fn detach(arguments: &Detach, output: Output) -> Result<()> {
                 let plan = if report.plan { " with the plan of `tune`" } else { "" };
                 writeln!(out, "{}: removed{plan}, {}", path.display(), output::bytes(report.bytes))
             }
-            false => writeln!(out, "{}: there is none", path.display()),
+            false => writeln!(out, "{}: not found; the bundle has no attached kernels", path.display()),
         }
     })
 }

@@ -142,7 +142,11 @@ impl Serve {
                 .filter(|key| !key.is_empty())
                 .map(|key| {
                     key.into_string().map_err(|_| {
-                        Failure::new("api-key-invalid", format!("{API_KEY} is no text"), "choose a key of letters")
+                        Failure::new(
+                            "api-key-invalid",
+                            format!("{API_KEY} is not UTF-8 text"),
+                            "choose a key of letters",
+                        )
                     })
                 })
                 .transpose()?,

@@ -47,7 +47,7 @@ use super::{
 pub struct Tune {
     /// Bundle with Huffman-coded or palette MLPs (profiles inference, distribution, palette)
     bundle: PathBuf,
-    /// Batch sizes, such as 1,64; repeatable
+    /// Batch sizes, of 1, 8, 16, 32, 64, 128, 192, 256, 512 and 1024; repeatable
     #[arg(long, value_name = "N", value_delimiter = ',', value_parser = batch, default_values_t = [1, 64, 256, 512, 1024])]
     batch: Vec<u32>,
     /// Tokens in the KV cache per sequence
@@ -407,7 +407,7 @@ fn batch(text: &str) -> std::result::Result<u32, String> {
     let known = || BUCKETS.map(|batch| batch.to_string()).join(", ");
     match text.parse() {
         Ok(batch) if BUCKETS.contains(&batch) => Ok(batch),
-        _ => Err(format!("'{text}' is none of {}: steps are recorded for these", known())),
+        _ => Err(format!("'{text}' is not a batch size of recorded steps; choose from {}", known())),
     }
 }
 

@@ -414,7 +414,7 @@ pub fn parse_ids(text: &str) -> Result<Vec<u32>, TextError> {
         // parse takes a plus sign, too.
         let digits = part.bytes().all(|byte| byte.is_ascii_digit());
         let id = part.parse().ok().filter(|_| digits);
-        id.ok_or_else(|| TextError::Ids(format!("'{part}' is no token from 0 to {}", u32::MAX)))
+        id.ok_or_else(|| TextError::Ids(format!("'{part}' is not a token id from 0 to {}", u32::MAX)))
     };
     let ids = parts.map(number).collect::<Result<Vec<u32>, _>>()?;
     if ids.is_empty() { Err(TextError::Ids("there are no tokens".into())) } else { Ok(ids) }
