@@ -12,9 +12,10 @@ use std::{
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use unweight_format::raw::return_freed_memory;
 
+#[cfg(feature = "serve")]
+use super::error::TextError;
 use super::{
     STACK_BYTES,
-    error::TextError,
     frame::{self, Asked, Reader, Writer},
     local::Local,
 };
