@@ -25,3 +25,12 @@ pub trait ConstraintState: fmt::Debug + Send + Sync {
     /// Takes the next token of the answer. Returns whether the answer is complete, so that no token may follow.
     fn take(&mut self, token: u32) -> bool;
 }
+
+/// The mask of a state over the tokens of a vocabulary; one that allows none if the sequence has ended.
+pub(crate) fn mask(state: &mut dyn ConstraintState, vocab: u32, runs: bool) -> Vec<u32> {
+    let mut mask = vec![0; vocab.div_ceil(32) as usize];
+    if runs {
+        state.allow(&mut mask);
+    }
+    mask
+}

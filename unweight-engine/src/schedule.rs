@@ -26,7 +26,7 @@ use unweight_model::sampling::{Adjustments, History, NO_TOKEN, SampleParams};
 
 pub use self::speculate::{DraftCounts, Speculation};
 use crate::{
-    constraint::ConstraintState,
+    constraint::{self, ConstraintState},
     draft::NgramDrafter,
     options::KvCache,
     pages::{PAGE_TOKENS, PagePool, sequence_pages, step_pages},
@@ -107,15 +107,11 @@ impl Running {
         self.constraint.is_some()
     }
 
-    /// The mask of the tokens that may be sampled next, of `words` words; empty without a constraint.
-    fn mask(&mut self, words: usize) -> Vec<u32> {
-        let Some(constraint) = &mut self.constraint else { return Vec::new() };
-        let mut mask = vec![0; words];
+    /// The mask of the tokens that may be sampled next; empty without a constraint.
+    fn mask(&mut self, vocab: u32) -> Vec<u32> {
         // No token is read of a sequence that has ended.
-        if !self.done && !self.lost {
-            constraint.allow(&mut mask);
-        }
-        mask
+        let runs = !self.done && !self.lost;
+        self.constraint.as_deref_mut().map_or_else(Vec::new, |constraint| constraint::mask(constraint, vocab, runs))
     }
 
     /// Whether another step may be launched before something of it is read.
@@ -768,15 +764,14 @@ impl Schedule {
     /// The masks of the rows with constraints, in the order of the rows, a word per 32 tokens of the vocabulary. Every
     /// token of earlier steps must have been read.
     pub fn masks(&mut self) -> Vec<u32> {
-        let words = self.limits.vocab.div_ceil(32) as usize;
+        let vocab = self.limits.vocab;
         // Each may take a millisecond.
-        self.rows.par_iter_mut().flat_map_iter(|running| running.mask(words)).collect()
+        self.rows.par_iter_mut().flat_map_iter(|running| running.mask(vocab)).collect()
     }
 
     /// The mask of the sequence whose prompt runs; empty if it has no constraint.
     pub fn prefill_mask(&mut self) -> Vec<u32> {
-        let words = self.limits.vocab.div_ceil(32) as usize;
-        self.prefill.as_mut().map_or_else(Vec::new, |prefill| prefill.running.mask(words))
+        self.prefill.as_mut().map_or_else(Vec::new, |prefill| prefill.running.mask(self.limits.vocab))
     }
 
     /// The running sequences in the order of their rows.
