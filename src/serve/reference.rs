@@ -133,8 +133,8 @@ impl CpuReference {
         Ok(Self { config, weights, values, schedule, limits })
     }
 
-    /// The next token of a sequence behind so many tokens of its draft, one of this mask if it has a constraint, and its
-    /// log probabilities.
+    /// The next token of a sequence behind so many tokens of its draft, one of this mask if it has a constraint, and
+    /// its log probabilities.
     fn next(
         &self,
         running: &Running,

@@ -270,7 +270,7 @@ fn outliers_of_any_size_give_the_same_tokens() {
             }
         }
     }
-    assert!(compared >= 3, "{compared} runs without preemption");
+    assert!(compared >= 2, "{compared} runs without preemption");
 }
 
 /// Contexts around the ends of the only pages, also none at all.

@@ -92,7 +92,9 @@ fn drafts_change_no_bit() {
         for (cache, graphs) in [(KvCache::Bf16, true), (KvCache::Packed, true), (KvCache::Bf16, false)] {
             let options = options().context(2048).placement(placement).kv_cache(cache).graphs(graphs);
             for (max_batch, speculate) in [(2, 3), (4, 1)] {
-                let [mut plain, mut drafting] = engines(&bundle, &options.clone().max_batch(max_batch), speculate);
+                // Beginnings that stay would hold units.
+                let options = options.clone().max_batch(max_batch).prefix_cache(cache == KvCache::Bf16);
+                let [mut plain, mut drafting] = engines(&bundle, &options, speculate);
                 let free = (drafting.free_pages(), drafting.free_units().unwrap());
                 for params in [SampleParams::default(), SampleParams::default().temperature(0.3).top_k(40)] {
                     let requests = repeating(6, model.vocab, 150, params);
@@ -127,7 +129,8 @@ fn drafts_change_no_bit_of_any_family() {
         bundle::compress(&source, &target, &CompressOptions::default(), &Silent).unwrap();
         let bundle = Bundle::open(&target).unwrap();
         for cache in [KvCache::Bf16, KvCache::Packed] {
-            let options = EngineOptions::default().max_batch(2).context(context).memory(1 << 30).kv_cache(cache);
+            // Two sequences, and room for both to grow.
+            let options = EngineOptions::default().max_batch(4).context(context).memory(1 << 30).kv_cache(cache);
             let [mut plain, mut drafting] = engines(&bundle, &options, 3);
             let vocab = plain.config().vocab as usize;
             let new = context.min(200) / 2;
