@@ -145,7 +145,7 @@ fn norms_multiply_by_one_plus_the_weight() {
 
 #[test]
 fn planted_bugs_of_large_heads_and_caps_are_caught() {
-    let (decode, softmax) = ("unweight/kernels/attention/decode.cuh", "unweight/kernels/attention/softmax.cuh");
+    let (prepare, softmax) = ("unweight/kernels/attention/prepare.cuh", "unweight/kernels/attention/softmax.cuh");
     let (element, rope) = ("unweight/activation/element.cuh", "unweight/kernels/rope.cuh");
     let case = |head_dim| Decode { window: 50, bias: true, ..Decode::new(head_dim, 3, &[0, 40, 100]) };
     let (capped, normed) =
@@ -155,8 +155,8 @@ fn planted_bugs_of_large_heads_and_caps_are_caught() {
         ("d32_w2p2c1_softcap", &capped, element, "ptx::mul(x, 2.88539008f)", "ptx::mul(x, 1.44269504f)"),
         ("d256_w2p1c1_plus_one", &normed, element, "ptx::add(1.0f, high_of(gamma))", "high_of(gamma)"),
         ("d256_w2p1c1_plus_one", &normed, rope, "lane + piece * 32", "lane + piece * 31"),
-        ("d256_w2p1c1_plus_one", &normed, decode, "if (rotate) {", "{"),
-        ("d256_w2p1c1_plus_one", &normed, decode, "own.add_bias(x, args.bias + at)", "own.add_bias(x, args.bias)"),
+        ("d256_w2p1c1_plus_one", &normed, prepare, "if (rotate) {", "{"),
+        ("d256_w2p1c1_plus_one", &normed, prepare, "own.add_bias(x, args.bias + at)", "own.add_bias(x, args.bias)"),
     ] {
         let spec = spec(&format!("attention_decode_{name}"));
         let Some(edit) = Edit::planted(header, from, to) else { continue };

@@ -55,8 +55,8 @@ const CRATES: [Limits; 10] = [
     limits("unweight-format", "unweight-format", [300, 500, 310]),
     limits("unweight-rt", "unweight-rt", [300, 350, 750]),
     limits("unweight-engine", "unweight-engine", [150, 168, 290]),
-    limits("unweight-model", "unweight-model", [100, 190, 0]),
-    limits("unweight-codegen", "unweight-codegen", [490, 1000, 0]),
+    limits("unweight-model", "unweight-model", [100, 195, 0]),
+    limits("unweight-codegen", "unweight-codegen", [500, 1010, 0]),
     limits("unweight-macros", "unweight-macros", [2, 2, 0]),
     limits("unweight-templates", "templates", [4, 4, 0]),
     limits("unweight-rivals", "unweight-rivals", [160, 285, 0]),
@@ -159,7 +159,7 @@ fn listings_are_those_of_the_sources() {
 }
 
 /// Enums that callers may match without a wildcard, and why.
-const EXHAUSTIVE: [&str; 25] = [
+const EXHAUSTIVE: [&str; 26] = [
     // K or V, and the three kinds of records of a packed KV page: the format has no others.
     "unweight_codegen::kv::KvHalf",
     "unweight_codegen::kv::packed::Record",
@@ -175,6 +175,7 @@ const EXHAUSTIVE: [&str; 25] = [
     "unweight_codegen::spec::EmbedSource",
     "unweight_codegen::spec::EncodeCompactStage",
     "unweight_codegen::spec::EncodeHuffmanStage",
+    "unweight_codegen::spec::GateFunction",
     "unweight_codegen::spec::KvCache",
     "unweight_codegen::spec::KvPackStage",
     "unweight_codegen::spec::NormKind",

@@ -146,9 +146,9 @@ impl Factors {
 /// Soft caps: `cap * tanh(x / cap)` in the place of `x`.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct SoftCaps {
-    /// Of attention scores, after their factor and before the mask.
+    /// The cap of attention scores, after their factor and before the mask.
     pub attention: Option<f32>,
-    /// Of logits.
+    /// The cap of logits.
     pub logits: Option<f32>,
 }
 

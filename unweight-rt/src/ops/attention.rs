@@ -97,7 +97,7 @@ impl<'a> ChunkRows<'a> {
         self
     }
 
-    /// As [`AttentionOptions::softcap`].
+    /// The soft cap of scores ([`AttentionOptions::softcap`]).
     #[must_use]
     pub fn softcap(mut self, cap: Option<f32>) -> Self {
         self.softcap = cap;

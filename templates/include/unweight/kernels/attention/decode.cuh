@@ -76,8 +76,8 @@
 #include "unweight/axes.cuh"
 #include "unweight/encoding/kv_packed.cuh"
 #include "unweight/encoding/kv_page.cuh"
+#include "unweight/kernels/attention/prepare.cuh"
 #include "unweight/kernels/attention/softmax.cuh"
-#include "unweight/kernels/rope.cuh"
 #include "unweight/pipeline/warp_ring.cuh"
 #include "unweight/ptx/async.cuh"
 #include "unweight/ptx/barrier.cuh"
@@ -314,38 +314,11 @@ struct Kernel {
     }
 
     // ---- the new token ---------------------------------------------------------------------------------------------
-    UW_DEVICE static u32 scale_norm(u32 x, u32 gamma, float scale) {
-        return Config::kPlusOne ? activation::scale_norm_plus_one(x, gamma, scale)
-                                : activation::scale_norm(x, gamma, scale);
-    }
-    // As below, of a head of more than two words a lane.
-    template <class Store>
-    UW_DEVICE void prepare_large(u32 head, const u16* gamma, bool rotate, Store store) const {
-        using Head = rope::Head<Config>;
-        const Head own(args);
-        const u64 at = u64(head) * kHeadDim;
-        typename Head::Words x = own.load(args.qkv + row * args.qkv_pitch + at);
-        if (args.bias != nullptr) own.add_bias(x, args.bias + at);
-        // With kSoftcap `eps` is another number.
-        if (!Config::kSoftcap && gamma != nullptr) own.norm(x, own.constants(gamma), args.eps);
-        if (rotate) {
-            typename Head::Words angles;
-            const u64 row_at = u64(position) * (args.rope_dim / 2);
-#pragma unroll
-            for (u32 i = 0; i < Head::kPieces; ++i) {
-                const bool turned = own.pair(i) < own.turned;
-                angles.first[i] = turned ? ptx::ld_global_nc(args.cosines + row_at + own.pair(i) * 2) : 0;
-                angles.second[i] = turned ? ptx::ld_global_nc(args.sines + row_at + own.pair(i) * 2) : 0;
-            }
-            own.rotate(x, angles);
-        }
-        own.each(x, store);
-    }
     // One head of the projection's row, by a warp: a lane has two words of it, rotated together. `gamma`: of its norm,
     // or null. To `store(word, value)`.
     template <class Store>
     UW_DEVICE void prepare(u32 head, const u16* gamma, bool rotate, u32 cosines, u32 sines, Store store) const {
-        if constexpr (kHeadDim > 128) return prepare_large(head, gamma, rotate, store);
+        if constexpr (kHeadDim > 128) return prepare_large<Config>(args, row, position, head, gamma, rotate, store);
         const u32 half = args.rope_dim / 4;  // words of half of what is rotated
         const bool turned = lane < half, mine = lane < kPairs / 2;
         const u32 first = turned ? lane : lane * 2, second = turned ? lane + half : lane * 2 + 1;
@@ -367,8 +340,8 @@ struct Kernel {
             for (u32 step = 16; step != 0; step /= 2) sum = ptx::add(sum, shfl_sync_bfly(sum, step));
             const float scale = activation::norm_scale(sum, kHeadDim, args.eps);
             if (mine) {
-                x = scale_norm(x, ptx::ld_global(gamma + 2 * first), scale);
-                y = scale_norm(y, ptx::ld_global(gamma + 2 * second), scale);
+                x = scale_norm<Config>(x, ptx::ld_global(gamma + 2 * first), scale);
+                y = scale_norm<Config>(y, ptx::ld_global(gamma + 2 * second), scale);
             }
         }
         if (rotate && turned) {
