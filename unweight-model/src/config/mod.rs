@@ -307,7 +307,7 @@ impl ModelConfig {
     }
 
     /// The rotary embedding of a layer, if it has one.
-    pub fn rope_of(&self, layer: usize) -> Option<&Rope> {
+    pub(crate) fn rope_of(&self, layer: usize) -> Option<&Rope> {
         let is_local = self.window.get(layer).is_some_and(Option::is_some);
         let rope = self.local_rope.as_ref().filter(|_| is_local).unwrap_or(&self.rope);
         self.rotated.get(layer).is_none_or(|rotated| *rotated).then_some(rope)

@@ -477,8 +477,7 @@ fn published_configurations_of_families() {
     assert_eq!((gemma3.parameters(), gemma3.act), (999_885_952, Activation::GeluTanh));
     let whole: Vec<_> = (0..26).filter(|layer| gemma3.window[*layer].is_none()).collect();
     assert_eq!((whole, gemma3.window[0]), (vec![5, 11, 17, 23], Some(512)));
-    let theta = |layer| gemma3.rope_of(layer).map(|rope| rope.theta);
-    assert_eq!([theta(4), theta(5), theta(6)], [Some(1e4), Some(1e6), Some(1e4)]);
+    assert_eq!((gemma3.rope.theta, gemma3.local_rope.map(|rope| rope.theta)), (1e6, Some(1e4)));
     // A model of text and images, whose text model says what differs from the defaults.
     let four = read(
         r#"{"architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999,

@@ -406,9 +406,6 @@ struct Kernel {
             if (token < first_token || token > position) scores[i / 4][i % 4] = left_out();
         }
     }
-    UW_DEVICE void cap(float (&scores)[2][4]) const {
-        if constexpr (Config::kSoftcap) cap_scores(scores, args.eps);
-    }
     // A bf16 tile: K and V in one slot, or with kPacked in two, one after the other.
     UW_DEVICE void compute(u32 tile, const u32 (&q)[kHeadDim / 16][4]) {
         slots.wait(slot, parity);
@@ -431,7 +428,7 @@ struct Kernel {
         } else {
             score<kHeadDim>(scores[0], scores[1], q, keys, key_slot(slot));
         }
-        cap(scores);
+        if constexpr (Config::kSoftcap) cap_scores(scores, args.eps);
         if (edge) mask_scores(scores, first);
         u32 values_address = value_slot(slot);
         if constexpr (kPacked<Config>) {
@@ -532,7 +529,7 @@ struct Kernel {
         // All words have been asked for, and those of K have arrived: the loads of V may still be in flight.
         slots.release();
         load_next();
-        cap(scores);
+        if constexpr (Config::kSoftcap) cap_scores(scores, args.eps);
         rows.weigh(scores, args.scale, p);
 #pragma unroll
         for (u32 s = 0; s < P::kSteps; ++s) {
@@ -559,7 +556,7 @@ struct Kernel {
             special_quad(k, words, s, key, kKey, inside);
             add_scores(scores, s, k);
         }
-        cap(scores);
+        if constexpr (Config::kSoftcap) cap_scores(scores, args.eps);
         if (edge) mask_scores(scores, first);
         P::load(words, key_slot(slot) + P::kOperandBytes, lane);
         rows.weigh(scores, args.scale, p);
@@ -585,9 +582,6 @@ struct Kernel {
     // fragment's stores hit all banks.
     UW_DEVICE static u32 sum_offset(u32 r, u32 pair) { return r * (kHeadDim * 4) + (pair + r % 4 * 4) % kPairs * 8; }
 
-    UW_DEVICE static void store_floats(u32 address, float low, float high) {
-        ptx::st_shared_x2(address, U32x2{ptx::bits_from_float(low), ptx::bits_from_float(high)});
-    }
     UW_DEVICE void store_sums() {
         rows.finish();
         const u32 g = lane / 4, t = lane % 4;
@@ -614,11 +608,6 @@ struct Kernel {
     UW_DEVICE U32x2 load_state(u32 w, u32 head) const {
         return load_of(w, shared + S::kStates + head * 8, S::kStateBytes);
     }
-    // Elements 2 * pair and 2 * pair + 1 of a head, still to be divided by the sum of weights, whose maximum is `top`.
-    struct Total {
-        float top, sum, low, high;
-    };
-    UW_DEVICE static float inverse(float sum) { return sum == 0.0f ? 0.0f : ptx::div(1.0f, sum); }
     // From all warps of the block, or the cluster, in order.
     UW_DEVICE Total total(u32 head, u32 pair) const {
         float top = left_out(), factors[kTileWarps];

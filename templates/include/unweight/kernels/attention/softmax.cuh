@@ -5,6 +5,7 @@
 #include "unweight/activation/element.cuh"
 #include "unweight/encoding/kv_page.cuh"
 #include "unweight/ptx/core.cuh"
+#include "unweight/ptx/memory.cuh"
 #include "unweight/ptx/mma.cuh"
 
 namespace uw::attention {
@@ -28,6 +29,17 @@ UW_DEVICE void cap_scores(float (&scores)[kColumns][4], float factor) {
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) scores[c][i] = activation::tanh(ptx::mul(scores[c][i], factor));
     }
+}
+
+// Elements 2 * pair and 2 * pair + 1 of a head, still to be divided by the sum of weights, whose maximum is `top`.
+struct Total {
+    float top, sum, low, high;
+};
+// Of a row without weights 0.
+UW_DEVICE float inverse(float sum) { return sum == 0.0f ? 0.0f : ptx::div(1.0f, sum); }
+
+UW_DEVICE void store_floats(u32 address, float low, float high) {
+    ptx::st_shared_x2(address, U32x2{ptx::bits_from_float(low), ptx::bits_from_float(high)});
 }
 
 // Addresses of what one lane gives to ldmatrix, in tiles of whole groups of 8 rows laid out as pages are: row `row`,
