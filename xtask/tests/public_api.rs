@@ -53,8 +53,8 @@ struct Limits {
 const CRATES: [Limits; 10] = [
     limits("unweight", ".", [60, 80, 0]),
     limits("unweight-format", "unweight-format", [300, 500, 310]),
-    limits("unweight-rt", "unweight-rt", [300, 350, 750]),
-    limits("unweight-engine", "unweight-engine", [150, 168, 290]),
+    limits("unweight-rt", "unweight-rt", [300, 350, 755]),
+    limits("unweight-engine", "unweight-engine", [150, 170, 295]),
     limits("unweight-model", "unweight-model", [100, 195, 0]),
     limits("unweight-codegen", "unweight-codegen", [500, 1010, 0]),
     limits("unweight-macros", "unweight-macros", [2, 2, 0]),
