@@ -53,6 +53,7 @@ pub const SCRATCH_PREFIX: &str = ".unweight-scratch-";
 
 impl Source {
     /// The model as the command line names it, as words of a shell.
+    #[cfg(feature = "gpu")]
     pub fn quoted(&self) -> String {
         self.source.iter().map(|source| quoted(source)).collect::<Vec<_>>().join(" ")
     }
@@ -80,6 +81,7 @@ impl Source {
 }
 
 /// A path as a word of a shell.
+#[cfg(feature = "gpu")]
 pub fn quoted(path: &Path) -> String {
     let path = path.to_string_lossy();
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-./@:,+=".contains(c);
