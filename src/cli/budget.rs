@@ -40,7 +40,7 @@ use super::{
 pub struct Budget {
     #[command(flatten)]
     source: Source,
-    /// GPU memory, as for `generate --memory`, such as 24G (GiB) [default: the least that --max-slowdown allows]
+    /// GPU memory, as for `generate --memory`, such as 21G (GiB) [default: the least that --max-slowdown allows]
     #[arg(long, value_name = "SIZE", value_parser = size::memory)]
     memory: Option<u64>,
     /// Largest predicted slowdown of products against the fastest plan, such as 5%

@@ -48,7 +48,7 @@ pub struct EngineArgs {
     /// Maximum tokens per sequence, prompt included [default: the model's limit, or what fits]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub context: Option<u32>,
-    /// Draft up to N tokens per step from earlier text; 0 is off
+    /// Draft up to N tokens (at most 15) per step from earlier text; 0 is off
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=15))]
     speculate: u32,
     #[command(flatten)]

@@ -35,6 +35,8 @@ pub(super) struct Calls {
     held: String,
     /// Whether `held` is behind the mark of a call.
     inside: bool,
+    /// Bytes of `held` in which no mark of an end begins.
+    searched: usize,
     /// Whether the text has begun with something else than a call.
     is_text: bool,
     /// Whether nothing but white space has followed the last call.
@@ -46,7 +48,17 @@ pub(super) struct Calls {
 impl Calls {
     /// In this format, with this beginning of identities.
     pub fn new(format: ToolFormat, names: Vec<String>, id: String) -> Self {
-        Self { format, names, id, held: String::new(), inside: false, is_text: false, behind_call: false, count: 0 }
+        Self {
+            format,
+            names,
+            id,
+            held: String::new(),
+            inside: false,
+            searched: 0,
+            is_text: false,
+            behind_call: false,
+            count: 0,
+        }
     }
 
     /// Takes the next piece of the text: text that is part of no call, and calls.
@@ -91,7 +103,7 @@ impl Calls {
             let before = if self.behind_call { before.trim_start() } else { &before };
             self.behind_call &= before.is_empty();
             shown += before;
-            let Some(end) = self.held.find(CLOSE).filter(|_| self.inside) else { return (shown, calls) };
+            let Some(end) = self.end() else { return (shown, calls) };
             let body = self.held[..end].to_owned();
             self.held.drain(..end + CLOSE.len());
             self.inside = false;
@@ -103,6 +115,19 @@ impl Calls {
                 None => shown += &format!("{OPEN}{body}{CLOSE}"),
             }
         }
+    }
+
+    /// Where the mark of an end begins in what is held of a call.
+    fn end(&mut self) -> Option<usize> {
+        if !self.inside {
+            return None;
+        }
+        let found = self.held[self.searched..].find(CLOSE).map(|at| self.searched + at);
+        // Each byte is searched once, however long a call is.
+        let searched = self.held.len().saturating_sub(CLOSE.len());
+        let rest = (0..=searched).rev().find(|at| self.held.is_char_boundary(*at)).unwrap_or(0);
+        self.searched = if found.is_some() { 0 } else { rest };
+        found
     }
 
     /// The text before a mark, behind which the rest is held.

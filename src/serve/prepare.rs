@@ -27,6 +27,8 @@ use crate::text::{self, EncodeLimits, Encoded, Grammar, PROCESSES, Sampled, Text
 pub(super) const SEND_TIME: Duration = Duration::from_secs(60);
 /// Prompts of this many bytes take a lane of their own, so that they never take all text processes.
 const LARGE: usize = SMALL;
+/// Compiled grammars of requests that wait or run, some 100 MiB each at most.
+const GRAMMARS: usize = 64;
 /// Prompt tokens of a request, over all its texts.
 const TOKENS: u64 = 8 << 20;
 /// Prompt tokens of all requests that are on their way to the engine.
@@ -49,6 +51,7 @@ pub(super) struct Preparer {
     text_bytes: u64,
     calls: Arc<Semaphore>,
     large_calls: Arc<Semaphore>,
+    grammars: Arc<Semaphore>,
     tokens: Arc<Semaphore>,
 }
 
@@ -76,6 +79,7 @@ impl Preparer {
             model: model.into(),
             calls: Arc::new(Semaphore::new(PROCESSES)),
             large_calls: Arc::new(Semaphore::new(PROCESSES - 1)),
+            grammars: Arc::new(Semaphore::new(GRAMMARS)),
             tokens: Arc::new(Semaphore::new((TOKENS_ON_THE_WAY / TOKEN_UNIT) as usize)),
         }
     }
@@ -152,6 +156,7 @@ impl Preparer {
         let sampled = Sampled { vocab: limits.vocab, eos: limits.eos.clone() };
         // A grammar takes the lane of large prompts: it may take as long as one.
         let permit = |of: &Arc<Semaphore>| Arc::clone(of).acquire_owned();
+        let place = permit(&self.grammars).await.map_err(ApiError::server)?;
         let large = permit(&self.large_calls).await.map_err(ApiError::server)?;
         let call = permit(&self.calls).await.map_err(ApiError::server)?;
         let text = self.text.clone();
@@ -159,7 +164,7 @@ impl Preparer {
         let compile = move || (text.compile(&grammar, &sampled), call, large);
         let (compiled, ..) = tokio::task::spawn_blocking(compile).await.map_err(ApiError::server)?;
         let answer = compiled.map_err(|error| ApiError::from(error).param(field))?;
-        Ok(Some(Compiled::constraint(answer)))
+        Ok(Some(Compiled::constraint(answer, place)))
     }
 
     /// The texts of prompts, each `n` times; those of prompts that are token ids are decoded.

@@ -102,7 +102,7 @@ impl CpuReference {
         let max_batch = options.max_batch;
         let pages = pages_for(context).saturating_mul(max_batch);
         let (vocab, waiting, kv_cache) = (config.vocab, options.waiting, KvCache::Bf16);
-        // A prompt is one chunk.
+        // A prompt is one chunk, or its parts.
         let chunk = context.next_multiple_of(PAGE_TOKENS);
         let limits = ScheduleLimits {
             max_batch,
@@ -163,6 +163,11 @@ impl CpuReference {
         match self.schedule.due() {
             Next::Prefill => {
                 self.schedule.begin_prefill();
+                let Some(chunk) = self.schedule.next_chunk() else { return Ok(events) };
+                if !chunk.is_last {
+                    self.schedule.chunk_launched();
+                    return Ok(events);
+                }
                 let mask = self.schedule.prefill_mask();
                 let Some(chunk) = self.schedule.next_chunk() else { return Ok(events) };
                 let (token, logprobs) = self.next(chunk.running, 0, &mask)?;

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use serde_json::{Value, json, value::RawValue};
+use tokio::sync::OwnedSemaphorePermit;
 use unweight_engine::{Constraint, ConstraintState};
 
 use super::{
@@ -121,29 +122,33 @@ fn schema(text: &str) -> Result<Grammar, String> {
 }
 
 /// A compiled grammar as the engine asks it.
-#[derive(Debug)]
-pub(super) struct Compiled(pub Answer);
+#[derive(Clone, Debug)]
+pub(super) struct Compiled {
+    answer: Answer,
+    /// Its place among compiled grammars, until the last answer under it has ended.
+    _place: Arc<OwnedSemaphorePermit>,
+}
 
 impl Compiled {
     /// For a request of the engine.
-    pub fn constraint(answer: Answer) -> Arc<dyn Constraint> {
-        Arc::new(Self(answer))
+    pub fn constraint(answer: Answer, place: OwnedSemaphorePermit) -> Arc<dyn Constraint> {
+        Arc::new(Self { answer, _place: Arc::new(place) })
     }
 }
 
 impl Constraint for Compiled {
     fn start(&self) -> Box<dyn ConstraintState> {
-        Box::new(Self(self.0.clone()))
+        Box::new(self.clone())
     }
 }
 
 impl ConstraintState for Compiled {
     fn allow(&mut self, mask: &mut [u32]) {
-        self.0.allow(mask);
+        self.answer.allow(mask);
     }
 
     fn take(&mut self, token: u32) -> bool {
-        self.0.take(token)
+        self.answer.take(token)
     }
 }
 

@@ -4,7 +4,12 @@
 //! the limits of a call; what passes is compiled again where tokens are sampled. Work for a token has limits of its
 //! own, and so has what a grammar keeps of an answer.
 
-use std::{fmt, sync::Arc, thread};
+use std::{
+    fmt,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
 
 use llguidance::{
     Matcher, ParserFactory,
@@ -21,10 +26,10 @@ use super::{
     vocabulary::Vocabulary,
 };
 
-/// Limits of a grammar. Fuel is about 14,000 a millisecond, items are about 20,000, and a state of the lexer takes 1 to
-/// 2 KiB.
+/// Limits of a grammar. Fuel is about 14,000 a millisecond, items are about 20,000 in short rows, and a state of the
+/// lexer takes 1 to 2 KiB.
 const LIMITS: ParserLimits = ParserLimits {
-    max_items_in_row: 2000,
+    max_items_in_row: 1000,
     initial_lexer_fuel: 1_000_000,
     step_lexer_fuel: 50_000,
     step_max_items: 20_000,
@@ -35,6 +40,10 @@ const LIMITS: ParserLimits = ParserLimits {
 };
 /// Items of the parser over an answer, some 16 bytes each.
 const ITEMS: usize = 4 << 20;
+/// What grammars take for a token; an answer may take [`SLOW_TIME`] more in all. Items of an ambiguous grammar take
+/// time by their square, which no limit of their number bounds.
+const TOKEN_TIME: Duration = Duration::from_millis(5);
+const SLOW_TIME: Duration = Duration::from_secs(1);
 /// The longest text that a reader's error shows, bytes.
 const WHY: usize = 300;
 
@@ -82,7 +91,8 @@ impl Grammars {
             Ok(matcher)
         };
         let compiled = caught(compile).unwrap_or_else(Err);
-        compiled.map(|matcher| Answer { matcher, items: 0 }).map_err(|why| TextError::Grammar(short(&why)))
+        let slow = Duration::ZERO;
+        compiled.map(|matcher| Answer { matcher, items: 0, slow }).map_err(|why| TextError::Grammar(short(&why)))
     }
 
     /// As [`Grammars::compile`], on a stack of the size that a text process has.
@@ -122,21 +132,41 @@ pub(crate) struct Answer {
     matcher: Matcher,
     /// Items of the parser so far.
     items: usize,
+    /// Time beyond [`TOKEN_TIME`] so far.
+    slow: Duration,
 }
 
 impl Answer {
-    /// Sets the bits of the tokens that may follow; none after an error, or at the limit of what an answer keeps.
+    /// Sets the bits of the tokens that may follow; none after an error, or at the limit of what an answer keeps or
+    /// takes.
     pub fn allow(&mut self, mask: &mut [u32]) {
-        let Ok(allowed) = self.matcher.compute_mask() else { return };
+        if self.is_spent() {
+            return;
+        }
+        let Ok(allowed) = self.timed(Matcher::compute_mask) else { return };
         self.items += self.matcher.last_step_stats().map_or(0, |stats| stats.all_items);
-        if self.items <= ITEMS {
+        if !self.is_spent() {
             mask.iter_mut().zip(allowed.as_slice()).for_each(|(own, allowed)| *own = *allowed);
         }
     }
 
     /// Takes a token; whether none may follow.
     pub fn take(&mut self, token: u32) -> bool {
-        self.matcher.consume_token(token).is_ok() && self.matcher.is_stopped()
+        if self.is_spent() {
+            return false;
+        }
+        self.timed(|matcher| matcher.consume_token(token)).is_ok() && self.matcher.is_stopped()
+    }
+
+    fn is_spent(&self) -> bool {
+        self.items > ITEMS || self.slow > SLOW_TIME
+    }
+
+    fn timed<T>(&mut self, work: impl FnOnce(&mut Matcher) -> T) -> T {
+        let began = Instant::now();
+        let done = work(&mut self.matcher);
+        self.slow += began.elapsed().saturating_sub(TOKEN_TIME);
+        done
     }
 }
 

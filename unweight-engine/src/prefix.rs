@@ -5,7 +5,8 @@
 //! ```
 //! A node is a chunk of a prompt, or half of one, as [`Cut`] cuts prompts, behind the nodes of its ancestors. Prefill
 //! of a prompt that is cut in the same way and has the same tokens there starts behind them. Its later chunks have the
-//! same rows as without the cache, so its logits have the same bits. Tokens are compared, not their digests.
+//! same rows as without the cache, so its logits have the same bits, if no node was computed by quarters. Tokens are
+//! compared, not their digests.
 
 use std::{collections::HashMap, ops::Range, sync::Arc};
 

@@ -31,7 +31,7 @@ use unweight_rt::{
 
 use crate::{
     memory::{self, Memory, Shared},
-    options::{EngineOptions, KvCache, OptionError, Placement},
+    options::{EngineOptions, KvCache, OptionError, Placement, runs_pipelines},
 };
 
 /// A tensor with its size in every encoding that it can be stored in.
@@ -112,6 +112,12 @@ pub enum BudgetError {
     /// The slowdown is negative or not a finite number.
     #[error("a slowdown of {0}; give 0 or more")]
     Slowdown(f64),
+    /// A packed KV cache was asked for, and heads are too large for it.
+    #[error("heads of {head_dim}; a packed KV cache holds up to 128 elements; use a bf16 KV cache")]
+    PackedHeads {
+        /// Elements of a head.
+        head_dim: u32,
+    },
     /// The model lacks a tensor.
     #[error("layer {layer:?} has no tensor of role {role}; fetch the missing files")]
     Missing {
@@ -179,6 +185,7 @@ impl BudgetError {
             Self::Option(error) => error.code(),
             Self::Context { .. } => "context-above-model-limit",
             Self::Nothing => "no-limit-given",
+            Self::PackedHeads { .. } => "heads-not-packed",
             Self::Slowdown(_) => "slowdown-out-of-range",
             Self::Missing { .. } => "model-tensor-missing",
             Self::Unpackable { .. } => "experts-not-packable",
@@ -545,12 +552,15 @@ pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &BudgetRequest) -> 
     if memory.is_none() && max_slowdown.is_none() {
         return Err(BudgetError::Nothing);
     }
+    if wanted.kv_cache == Some(KvCache::Packed) && !packed::takes(config.head_dim) {
+        return Err(BudgetError::PackedHeads { head_dim: config.head_dim });
+    }
     if let Some(slowdown) = max_slowdown.filter(|slowdown| !(slowdown.is_finite() && *slowdown >= 0.0)) {
         return Err(BudgetError::Slowdown(slowdown));
     }
     let (units, rest) = units(config, tensors, batch)?;
     let contexts = Contexts::new(config, &options, arch, &units);
-    let kinds: Vec<usize> = (0..KINDS.len()).filter(|kind| is_mlp(*kind)).collect();
+    let kinds: Vec<usize> = (0..KINDS.len()).filter(|kind| is_mlp(*kind) && runs_pipelines(config)).collect();
     let hard = (0..1 << kinds.len()).map(|set: usize| {
         let hard: Vec<usize> = (0..kinds.len()).filter(|at| set >> at & 1 == 1).map(|at| kinds[at]).collect();
         Case::new(&units, &hard, 0, &contexts)

@@ -314,6 +314,22 @@ fn least_memory_that_is_named_is_enough() {
     assert_eq!(totals[5], least);
 }
 
+#[test]
+fn plans_are_such_as_the_engine_runs() {
+    let (plain, tensors) = deep();
+    let less = wanted(fit(&plain, &tensors, &wanted(80 * GB)).unwrap().total() - 100_000_000);
+    assert!(fit(&plain, &tensors, &less).is_ok(), "by Huffman codes");
+    let mut scaled = plain.clone();
+    scaled.factors.residual = 0.5;
+    let refused = fit(&scaled, &tensors, &less).unwrap_err();
+    assert_eq!(refused.code(), "budget-too-small", "pipelines add a product as it is");
+    let mut large = plain;
+    large.head_dim = 256;
+    let packed = BudgetRequest { kv_cache: Some(KvCache::Packed), ..less };
+    let refused = fit(&large, &tensors, &packed).unwrap_err();
+    assert_eq!(refused.code(), "heads-not-packed");
+}
+
 /// A model of two layers, with its tensors.
 fn small(intermediate: u32) -> (ModelConfig, Vec<Tensor>) {
     let json = format!(

@@ -21,7 +21,7 @@ use crate::{
     kernels::{Kernels, Variants},
     kv_cache::KvStore,
     memory::{self, Memory, Products, Shared, experts_shape},
-    options::{BUCKETS, EngineOptions, KvCache, OptionError, bucket},
+    options::{BUCKETS, EngineOptions, KvCache, OptionError, bucket, runs_pipelines},
     schedule::{Limits, Schedule, Speculation},
     weights::{ModelSource, Random, Weights, chain_mlp},
 };
@@ -195,10 +195,8 @@ fn embed_source(config: &ModelConfig, placement: Placement) -> EmbedSource {
     if whole && placement != Placement::Bf16 { EmbedSource::Packed } else { EmbedSource::Bf16 }
 }
 
-/// Refuses pipelines for MLPs that are not three tensors, or whose product is normed or scaled before it is added.
 fn check_pipelines(config: &ModelConfig, placement: Placement) -> Result<(), EngineError> {
-    let is_plain = !config.merges_gate_up() && !config.norms_what_is_added() && !config.parallel;
-    if !placement.has_pipelines() || is_plain && config.factors.residual == 1.0 {
+    if !placement.has_pipelines() || runs_pipelines(config) {
         return Ok(());
     }
     Err(EngineError::StoredFamily { placement, family: config.family })

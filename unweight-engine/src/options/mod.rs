@@ -5,6 +5,7 @@ mod pipeline;
 pub use unweight_codegen::spec::KvCache;
 pub use unweight_rt::Placement;
 
+pub(crate) use self::pipeline::runs_pipelines;
 pub use self::pipeline::{Measured, Pipeline, PipelineVariant, Plan, Projection, Ring, Setting, UnknownVariant};
 
 /// How a projection of an MLP is held on the device, where pipelines multiply by it.
@@ -50,7 +51,7 @@ pub struct EngineOptions {
     /// The maximum number of waiting sequences; 1024 by default.
     pub waiting: usize,
     /// Whether sequences share the pages of equal beginnings of prompts, in chunks and halves of chunks; true by
-    /// default. The results of a prompt that runs alone are equal bit for bit.
+    /// default. The results are equal bit for bit if all of these prompts run alone.
     pub prefix_cache: bool,
     /// Measured settings of pipelines; batches without one use estimated settings.
     pub plan: Plan,

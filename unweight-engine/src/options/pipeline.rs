@@ -5,6 +5,13 @@ use std::{fmt, str::FromStr};
 use serde::{Serialize, Serializer};
 use unweight_codegen::spec::DecodeOutput;
 use unweight_format::EncodingId;
+use unweight_model::ModelConfig;
+
+/// Whether pipelines run the MLPs of a model: of three tensors, whose product is added as it is.
+pub(crate) fn runs_pipelines(config: &ModelConfig) -> bool {
+    let is_plain = !config.merges_gate_up() && !config.norms_what_is_added() && !config.parallel;
+    is_plain && config.factors.residual == 1.0
+}
 
 /// A projection of a gated MLP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
