@@ -122,7 +122,7 @@ type Answers = HashMap<(Phase, Point, Point), Answer>;
 #[derive(Debug)]
 pub struct Journal {
     path: PathBuf,
-    file: File,
+    file: Locked,
     start: Point,
     answers: Answers,
 }
@@ -134,8 +134,20 @@ pub struct Claim {
     /// Before the file, so that a name goes while its lock is held.
     unused: Unused,
     path: PathBuf,
-    file: File,
+    file: Locked,
     bytes: Vec<u8>,
+}
+
+/// A file with a lock that is released by name: closing the file would leave the lock to a child process that is being
+/// started, which has a copy until it runs its program.
+#[derive(Debug)]
+struct Locked(File);
+
+impl Drop for Locked {
+    fn drop(&mut self) {
+        // The system releases it at the latest when all copies are closed.
+        let _ = self.0.unlock();
+    }
 }
 
 /// A new file that nothing was written to, and what tells it from others of its name: the name goes with it.
@@ -193,16 +205,17 @@ impl Claim {
                 }
                 Err(TryLockError::Error(source)) => return Err(io(source)),
             }
-            let place = place_of(file.metadata());
+            let file = Locked(file);
+            let place = place_of(file.0.metadata());
             if place != place_of(path.metadata()) {
                 // Of a claim that came to nothing: whoever makes the next file locks that.
                 continue;
             }
             let unused = Unused(place.filter(|_| fresh).map(|place| (path.to_owned(), place)));
             let mut bytes = Vec::new();
-            (&file).take(JOURNAL_BYTES_MAX + 1).read_to_end(&mut bytes).map_err(io)?;
+            (&file.0).take(JOURNAL_BYTES_MAX + 1).read_to_end(&mut bytes).map_err(io)?;
             if bytes.len() as u64 > JOURNAL_BYTES_MAX {
-                let bytes = file.metadata().map_or(JOURNAL_BYTES_MAX + 1, |metadata| metadata.len());
+                let bytes = file.0.metadata().map_or(JOURNAL_BYTES_MAX + 1, |metadata| metadata.len());
                 return Err(JournalError::TooLarge { path: path.to_owned(), bytes });
             }
             let claim = Self { unused, path: path.to_owned(), file, bytes };
@@ -251,8 +264,8 @@ impl Claim {
         let path = self.path.clone();
         let io = |source| JournalError::Io { path: path.clone(), source };
         // What a kill cut off is measured again.
-        self.file.set_len(whole as u64).map_err(io)?;
-        self.file.seek(SeekFrom::Start(whole as u64)).map_err(io)?;
+        self.file.0.set_len(whole as u64).map_err(io)?;
+        self.file.0.seek(SeekFrom::Start(whole as u64)).map_err(io)?;
         self.unused.0 = None;
         let start = begun.unwrap_or_else(|| start.clone());
         let mut journal = Journal { path: self.path, file: self.file, start, answers };
@@ -346,8 +359,8 @@ impl Journal {
         let mut write = || {
             let mut text = serde_json::to_vec(line)?;
             text.push(b'\n');
-            self.file.write_all(&text)?;
-            self.file.sync_data()
+            self.file.0.write_all(&text)?;
+            self.file.0.sync_data()
         };
         write().map_err(|source| JournalError::Io { path: self.path.clone(), source })
     }
