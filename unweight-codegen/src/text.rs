@@ -13,8 +13,8 @@ pub struct Text<const N: usize> {
     len: usize,
 }
 
-/// A canonical variant name; the longest one that the axes allow has 66 bytes.
-pub type Name = Text<80>;
+/// A canonical variant name; the longest one that the axes allow has 88 bytes.
+pub type Name = Text<96>;
 
 /// One line that says what is wrong.
 pub type Message = Text<320>;
