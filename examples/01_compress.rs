@@ -1,4 +1,4 @@
-//! A model to a bundle and back, on the CPU.
+//! Compresses a model to a bundle, verifies it and restores the model, on the CPU.
 //!
 //! ```text
 //! cargo run --release --example 01_compress                   a small demo model, in a temporary folder
@@ -32,7 +32,7 @@ fn run(model: &Path, folder: &Path, restored: &Path) -> Result<(), Box<dyn Error
     let report = bundle::compress(model, folder, &CompressOptions::default(), &Silent)?;
     println!("{}: {:.1} % of the original", folder.display(), report.ratio * 100.0);
 
-    // Every digest, and every tensor bit by bit against the model.
+    // Checks every digest, and compares every tensor with the model bit by bit.
     let verified = bundle::verify(folder, Some(model), &Silent)?;
     if !verified.is_ok() {
         return Err("the bundle differs from the model".into());

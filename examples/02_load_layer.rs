@@ -1,10 +1,10 @@
-//! A layer of a bundle on the GPU: load, multiply, compare with the CPU.
+//! Loads a layer of a bundle to the GPU, multiplies with it, and compares the result with the CPU.
 //!
 //! ```text
 //! cargo run --release --example 02_load_layer                    a small demo model, in a temporary folder
 //! cargo run --release --example 02_load_layer -- BUNDLE TENSOR   a tensor [n, k] of a bundle
 //! ```
-//! Needs an NVIDIA GPU with its driver, and libnvrtc the first time.
+//! Needs an NVIDIA GPU with its driver, and libnvrtc on the first run.
 
 use std::{error::Error, path::Path};
 
@@ -17,7 +17,7 @@ use unweight::{
     rt::{Device, DeviceMatrix, KernelSet, LoadOptions, Loader, env::Env},
 };
 
-/// Batch rows.
+/// The batch size.
 const M: u32 = 4;
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -41,13 +41,13 @@ fn run(folder: &Path, tensor: &str) -> Result<(), Box<dyn Error>> {
     let bundle = Bundle::open(folder)?;
     let device = Device::open(0)?;
     let (kernels, stream) = (KernelSet::open(&device, Env::process()?), device.stream()?);
-    // Compiles what the cache lacks, once.
+    // The first run compiles the kernels; later runs load them from the cache.
     let (mut loader, prepared) = Loader::new(&kernels, &stream, &bundle, LoadOptions::default(), &|_| {})?;
     println!("{} kernels, {} compiled, in {:?}", prepared.loaded, prepared.compiled, prepared.elapsed);
     let layer = loader.load(tensor)?;
     let (n, k) = (layer.n() as usize, layer.k() as usize);
 
-    // Any finite numbers: 1.0 to 1.99, with both signs.
+    // Any finite numbers: 1.0 to 1.99, with either sign.
     let x: Vec<u16> =
         (0..M as usize * k).map(|i| 0x3f80 | (i * 37 % 128) as u16 | ((i % 3 == 0) as u16) << 15).collect();
     let on_device = DeviceMatrix::from_host(&stream, M, layer.k(), &x)?;
@@ -56,7 +56,7 @@ fn run(folder: &Path, tensor: &str) -> Result<(), Box<dyn Error>> {
     layer.enqueue(&mut ctx, on_device.view(), y.view_mut(), Epilogue::Store)?;
     ctx.synchronize()?;
 
-    // The product in double precision, from the bits of the original.
+    // Computes the product in double precision from the original bits.
     let w = bundle.tensor(tensor)?.decode()?;
     let value = |bits: u16| f64::from(f32::from_bits(u32::from(bits) << 16));
     let w: Vec<f64> = w.chunks_exact(2).map(|pair| value(u16::from_le_bytes([pair[0], pair[1]]))).collect();

@@ -1,6 +1,7 @@
-//! From a bundle to text, in Rust: `cargo run --release --example 04_generate -- BUNDLE "Once upon a time"`.
+//! Generates text from a bundle: `cargo run --release --example 04_generate -- BUNDLE "Once upon a time"`.
 //!
-//! Needs an NVIDIA GPU (Hopper; from Ampere on untried) with its driver, and libnvrtc the first time.
+//! Needs an NVIDIA GPU with its driver, and libnvrtc on the first run. Tested on Hopper; Ampere, Ada and Blackwell are
+//! untested.
 
 use std::{
     error::Error,
@@ -25,7 +26,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let tokenizer = file(text::TOKENIZER)?.ok_or("the bundle has no tokenizer.json")?;
     let text = Text::new(&tokenizer, file(text::TOKENIZER_CONFIG)?.as_deref(), file(text::CHAT_TEMPLATE)?.as_deref())?;
 
-    // Compiles what the cache lacks, once; then brings the weights to the GPU, 12 bits each.
+    // The first run compiles the kernels; later runs load them from the cache. The weights take 12 bits each on the
+    // GPU.
     let kernels = KernelSet::open(&Device::open(0)?, Env::process()?);
     let mut engine = Engine::load(&kernels, &bundle, EngineOptions::default().max_batch(1), &|_| {})?;
     eprintln!("{}", engine.memory());

@@ -1,9 +1,10 @@
-//! Lossless BF16 weight compression, and the generated CUDA kernels that run from it.
+//! Lossless compression of BF16 weights, and generated CUDA kernels that compute from the compressed form.
 //!
-//! A BF16 weight spends 8 of its 16 bits on an exponent that carries fewer than 3 bits of information. Unweight stores
-//! the exponents coded and the rest as it is: about two thirds of the space, and every bit comes back.
+//! A BF16 weight spends 8 of its 16 bits on an exponent that carries fewer than 3 bits of information. Unweight
+//! entropy-codes or packs the exponents and keeps sign and mantissa unchanged. A model takes about two thirds of its
+//! space, and decompression restores every bit.
 //!
-//! This package is a facade: each crate behind it can be used alone.
+//! This package is a facade; each of its crates can be used alone.
 //!
 //! | module | crate | what it does | needs |
 //! |---|---|---|---|
@@ -36,9 +37,9 @@
 //! | `model` | `model`; part of `gpu` | |
 //! | `testing` | the demo model and random weights in `format`; part of `cli` | |
 //!
-//! A program that only reads bundles on the CPU turns the default features off.
+//! A program that only reads bundles on the CPU can disable the default features.
 //!
-//! A model to a bundle and back:
+//! Compress a model to a bundle, verify it and restore the model:
 //! ```
 //! use unweight::format::bundle::{self, CompressOptions, DecompressOptions, Silent};
 //! # use unweight::format::testing::demo_model::{self, DemoOptions};
@@ -53,7 +54,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-// The command line names this library as any other program does.
+// The command-line modules refer to this library by its name, as any other program does.
 #[cfg(feature = "cli")]
 extern crate self as unweight;
 
@@ -94,7 +95,7 @@ pub mod text;
 
 #[cfg(all(test, feature = "gpu"))]
 mod tests {
-    /// The dependency that docs/guide/rust.md shows has this version, and features that exist.
+    /// The dependency that docs/guide/rust.md shows names this version and features that exist.
     #[test]
     fn the_documented_dependency_is_this_crate() {
         let (guide, own) = (include_str!("../docs/guide/rust.md"), include_str!("../Cargo.toml"));
@@ -106,7 +107,7 @@ mod tests {
         assert!(named.len() == 2 && named.iter().all(|name| own.contains(&format!("\n{name} = ["))), "{named:?}");
     }
 
-    /// And its first example is that of `FirstExample`, which is compiled.
+    /// The first example of the guide equals that of `FirstExample`, which is compiled.
     #[test]
     fn the_first_documented_example_compiles() {
         let (guide, own) = (include_str!("../docs/guide/rust.md"), include_str!("lib.rs"));
@@ -118,7 +119,7 @@ mod tests {
         }
     }
 
-    /// The guide shows a part of the example of `Linear`, which is compiled.
+    /// The guide shows part of the example of `Linear`, which is compiled.
     #[test]
     fn the_documented_layers_are_those_of_linear() {
         let (guide, compiled) =

@@ -1,8 +1,8 @@
-//! Commands and options that need a feature that this build leaves out.
+//! Commands and options that need a feature which this build lacks.
 
 use super::failure::Failure;
 
-/// Each command that needs more than `cli`, what it belongs to, whether it is here, and the features that bring it.
+/// Commands that need more than feature `cli`: name, group, whether this build has it, and the required features.
 const COMMANDS: [(&str, &str, bool, &str); 8] = [
     ("cache", "GPU commands", cfg!(feature = "gpu"), "gpu"),
     ("convert", "commands for DFloat11", cfg!(feature = "dfloat11"), "dfloat11"),
@@ -14,13 +14,13 @@ const COMMANDS: [(&str, &str, bool, &str); 8] = [
     ("tune", "GPU commands", cfg!(feature = "gpu"), "gpu"),
 ];
 
-/// Why a command is unknown, if another build knows it.
+/// Returns why a command is unknown, if a build with other features has it.
 pub fn command(name: &str) -> Option<Failure> {
     let (_, what, _, features) = COMMANDS.into_iter().find(|(command, _, here, _)| *command == name && !here)?;
     Some(without(&format!("this build has no {what} (`unweight {name}`)"), features))
 }
 
-/// For `--help`: the commands that this build leaves out.
+/// Returns the note for `--help` on commands that this build lacks.
 pub fn commands() -> String {
     let names: Vec<_> = COMMANDS.into_iter().filter(|(.., here, _)| !here).map(|(name, ..)| name).collect();
     if names.is_empty() {
@@ -29,7 +29,7 @@ pub fn commands() -> String {
     format!("Not in this build: {}. Install with --features full for all commands.", names.join(", "))
 }
 
-/// Why an option cannot be followed.
+/// Returns the failure for an option whose feature this build lacks.
 pub fn option(option: &str, feature: &str) -> Failure {
     without(&format!("this build does not support {option}"), feature)
 }

@@ -1,4 +1,4 @@
-//! Architectures of GPUs on the command line.
+//! GPU architectures as command-line arguments.
 
 use clap::{
     Args,
@@ -6,7 +6,7 @@ use clap::{
 };
 use unweight::{codegen::spec::Arch, rt::Device};
 
-/// The architecture of a command.
+/// The argument `--arch`.
 #[derive(Args)]
 pub struct ArchArg {
     /// GPU architecture [default: this machine's GPU, or sm_90a]
@@ -14,18 +14,18 @@ pub struct ArchArg {
     pub arch: Option<Arch>,
 }
 
-/// The architectures, as the compiler calls them.
+/// Parses an architecture by its compiler name, such as `sm_90a`.
 pub fn arch_parser() -> impl TypedValueParser<Value = Arch> {
     PossibleValuesParser::new(Arch::ALL.iter().map(|arch| arch.compiler_name()))
         .map(|name| Arch::of_compiler_name(&name).unwrap_or(Arch::Sm90a))
 }
 
-/// The architecture of this machine's GPU, if it has one that kernels are made for.
+/// Returns the architecture of this machine's first GPU, if kernels support it.
 pub fn own_arch() -> Option<Arch> {
     Device::arch_of(0).ok()
 }
 
-/// The architecture whose names begin as this one does.
+/// Returns the architecture that a kernel name or pattern begins with, as in `uw_sm90a_*`.
 pub fn arch_in(name: &str) -> Option<Arch> {
     Arch::from_tag(name.strip_prefix("uw_")?.split('_').next()?)
 }

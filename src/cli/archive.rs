@@ -1,4 +1,4 @@
-//! Models and bundles as one stream: tar archives on stdin and stdout.
+//! Tar archives of models and bundles on stdin and stdout.
 
 use std::{
     fs::{self, File, FileTimes, Permissions},
@@ -19,12 +19,12 @@ use unweight::format::bundle::{
 
 use super::failure::{Failure, Result};
 
-/// Whether the name means stdin or stdout.
+/// Whether the path is `-`, which means stdin or stdout.
 pub fn is_stream(path: &Path) -> bool {
     path.as_os_str() == "-"
 }
 
-/// stdout for bytes: unbuffered, and never a terminal.
+/// Returns unbuffered stdout for binary data. Fails if stdout is a terminal.
 pub fn stdout() -> Result<File> {
     let stdout = io::stdout();
     if stdout.is_terminal() {
@@ -37,12 +37,12 @@ pub fn stdout() -> Result<File> {
     Ok(File::from(stdout.as_fd().try_clone_to_owned()?))
 }
 
-/// Largest name of an entry, or what else stands in a header of its own, bytes.
+/// The maximum size of an extension record: a long name, a long link or PAX attributes. Bytes.
 const EXTENSION_MAX: u64 = 1 << 20;
-/// Bytes of a header.
+/// Size of a tar header, bytes.
 const HEADER_BYTES: usize = 512;
 
-/// How compressed data begins, what it is called, and the program that decompresses it.
+/// Compressed formats: leading bytes, name, and the program that decompresses them.
 const COMPRESSED: [(&[u8], &str, &str); 4] = [
     (b"\x1f\x8b", "gzip", "gzip -dc"),
     (b"\x28\xb5\x2f\xfd", "zstd", "zstd -dc"),
@@ -50,7 +50,7 @@ const COMPRESSED: [(&[u8], &str, &str); 4] = [
     (b"BZh", "bzip2", "bzip2 -dc"),
 ];
 
-/// Remembers whether the end was met, and lets no long name pass that the library would have to hold in memory.
+/// A reader that records whether the input ended, and rejects extension records that are too large for memory.
 struct Source<R> {
     inner: R,
     ended: bool,
@@ -59,7 +59,7 @@ struct Source<R> {
 impl<R: Read> Read for Source<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let mut read = self.inner.read(buffer)?;
-        // The library reads headers, and hardly anything else, in pieces of their size.
+        // The tar crate reads headers, and hardly anything else, in blocks of this size.
         if buffer.len() == HEADER_BYTES {
             while read > 0 && read < HEADER_BYTES {
                 match self.inner.read(&mut buffer[read..])? {
@@ -74,7 +74,7 @@ impl<R: Read> Read for Source<R> {
     }
 }
 
-/// Refuses the header of a name, or of attributes, that is too long.
+/// Rejects a header whose name or attributes are too long.
 fn check_extension(block: &[u8]) -> io::Result<()> {
     let Ok(block) = <&[u8; HEADER_BYTES]>::try_from(block) else { return Ok(()) };
     let header = Header::from_byte_slice(block);
@@ -88,7 +88,8 @@ fn check_extension(block: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Unpacks the archive on stdin into a new folder `into`. Returns where its files are: there, or in its only folder.
+/// Unpacks the archive on stdin into the new directory `into`. Returns the directory of its files: `into`, or its only
+/// subdirectory.
 pub fn unpack_stdin(into: &Path, progress: &dyn Progress) -> Result<PathBuf> {
     let stdin = io::stdin();
     if stdin.is_terminal() {
@@ -120,12 +121,12 @@ fn unpack(mut input: impl Read, into: &Path, progress: &dyn Progress) -> Result<
         files += unpack_entry(&mut entry.map_err(not_read)?, into, progress)?;
     }
     let mut source = archive.into_inner();
-    // An archive ends with a mark: without the mark, its writer did not finish.
+    // An archive ends with a marker. Without it, the writer did not finish.
     if source.ended || files == 0 {
         let message = if files == 0 { "no files in it, or no tar archive" } else { "it is cut off" };
         return Err(Failure::new("archive-invalid", format!("archive on stdin: {message}"), broken()));
     }
-    // What fills its last record, so that the writer can finish.
+    // Read the padding of the last record, so that the writer can finish.
     io::copy(&mut source, &mut io::sink()).map_err(not_read)?;
     let mut top = fs::read_dir(into).map_err(Failure::io(into.display()))?.flatten();
     Ok(match (top.next(), top.next()) {
@@ -134,7 +135,8 @@ fn unpack(mut input: impl Read, into: &Path, progress: &dyn Progress) -> Result<
     })
 }
 
-/// Unpacks a file or a folder; returns how many files that were. Anything else is refused: a link could lead elsewhere.
+/// Unpacks a file or a directory and returns the number of files. Rejects everything else: a link could point
+/// elsewhere.
 fn unpack_entry(entry: &mut Entry<'_, impl Read>, into: &Path, progress: &dyn Progress) -> Result<u64> {
     let bytes = entry.path_bytes().into_owned();
     let name = String::from_utf8_lossy(&bytes).into_owned();
@@ -205,7 +207,7 @@ fn unpack_entry(entry: &mut Entry<'_, impl Read>, into: &Path, progress: &dyn Pr
     if done != entry.size() {
         return refused("the archive is cut off in it");
     }
-    // Times and modes are kept where the file system can; a failure is ignored.
+    // Times and modes are kept where the file system allows it; failures are ignored.
     let modified = entry.header().mtime().ok().map(Duration::from_secs);
     if let Some(modified) = modified.and_then(|since| SystemTime::UNIX_EPOCH.checked_add(since)) {
         let _ = file.set_times(FileTimes::new().set_modified(modified));
@@ -215,19 +217,20 @@ fn unpack_entry(entry: &mut Entry<'_, impl Read>, into: &Path, progress: &dyn Pr
     Ok(1)
 }
 
-/// False if an extended header cannot be read, or states a size of 2^64 or more: the library would ignore it.
+/// Returns false if an extended header cannot be read, or states a size of 2^64 or more, which the tar crate would
+/// ignore.
 fn has_sound_size(entry: &mut Entry<'_, impl Read>) -> bool {
     let Ok(Some(extensions)) = entry.pax_extensions() else { return true };
     extensions.into_iter().all(|extension| match extension {
         Ok(extension) if extension.key_bytes() == b"size" => {
             extension.value().is_ok_and(|value| value.parse::<u64>().is_ok())
         }
-        // A record that is not one could state anything.
+        // A malformed record could state anything.
         other => other.is_ok(),
     })
 }
 
-/// Writes a bundle, its manifest first.
+/// Writes a bundle as a tar archive, its manifest first.
 pub fn pack_bundle(dir: &Path, out: &mut File) -> Result<()> {
     let bundle = Bundle::open(dir)?;
     let mut builder = Builder::new(out);
@@ -242,7 +245,7 @@ pub fn pack_bundle(dir: &Path, out: &mut File) -> Result<()> {
     Ok(builder.into_inner()?.flush()?)
 }
 
-/// Writes the original files of a bundle. Returns their number and bytes.
+/// Writes the original files of a bundle as a tar archive. Returns the number of files and of bytes.
 pub fn pack_originals(
     dir: &Path,
     out: &mut File,
@@ -255,9 +258,9 @@ pub fn pack_originals(
     progress.start(total);
     let mut builder = Builder::new(out);
     for file in files {
-        // A rewritten file has its original next to it.
+        // A rewritten file is stored together with its original.
         let stored = file.original().map_or_else(|| dir.join(file.name()), |original| dir.join(original));
-        // The contents follow piece by piece: there is no reader that `append_data` could take.
+        // The contents are written in pieces; there is no reader to pass to `append_data`.
         builder.append_data(&mut header(&stored, file.size())?, file.name(), io::empty())?;
         bundle.write_file(file.name(), builder.get_mut(), options, progress)?;
         let rest = file.size().next_multiple_of(512) - file.size();
@@ -267,7 +270,7 @@ pub fn pack_originals(
     Ok((files.len(), total))
 }
 
-/// A header with the mode and time of a file and this size; the owner is root.
+/// Returns a header with the mode and time of `file` and the given size; the owner is root.
 fn header(file: &Path, bytes: u64) -> Result<Header> {
     let metadata = file.metadata().map_err(Failure::io(file.display()))?;
     let mut header = Header::new_gnu();
@@ -286,14 +289,14 @@ mod tests {
 
     use super::*;
 
-    /// An archive of files of these names, and whatever else is put in.
+    /// Returns an archive of files with these names, and the entries that `more` appends.
     fn archive(names: &[&str], more: impl FnOnce(&mut Builder<Vec<u8>>)) -> Vec<u8> {
         let mut builder = Builder::new(Vec::new());
         for name in names {
             let mut header = Header::new_gnu();
             header.set_size(5);
             header.set_mode(0o644);
-            // By hand: the library refuses to write what is refused here.
+            // Set by hand: the tar crate refuses to write names that must be rejected.
             header.as_mut_bytes()[..name.len()].copy_from_slice(name.as_bytes());
             header.set_cksum();
             builder.append(&header, &b"bytes"[..]).unwrap();
@@ -354,11 +357,11 @@ mod tests {
             })
         };
         assert!(unpacked(&named(b"a\xffb", 0)).unwrap_err().contains("UTF-8"));
-        // Times that no clock has are not kept.
+        // Times out of range are not kept.
         for mtime in [1 << 40, 1 << 63, u64::MAX] {
             assert_eq!(unpacked(&named(b"late", mtime)).unwrap(), ["a", "late"], "{mtime}");
         }
-        // A name of gigabytes, all of whose bytes come.
+        // A name of several GiB whose bytes all arrive.
         for kind in [EntryType::GNULongName, EntryType::GNULongLink, EntryType::XHeader, EntryType::XGlobalHeader] {
             let mut header = Header::new_gnu();
             header.set_entry_type(kind);
@@ -371,7 +374,7 @@ mod tests {
             let texts = format!("{error} {:?}", std::error::Error::source(&error));
             assert!(texts.contains("above the limit"), "{kind:?}: {texts}");
         }
-        // A name that needs such a header, and may have it.
+        // A long name within the limit.
         let long = "d/".repeat(200) + "file";
         let deep = archive(&["a"], |builder| {
             let mut header = Header::new_gnu();
@@ -381,7 +384,7 @@ mod tests {
         });
         assert_eq!(unpacked(&deep).unwrap(), ["a", "d"]);
         let whole = archive(&["a", "b"], |_| ());
-        // In a header, in contents, between files, before the mark at the end.
+        // Cut in a header, in contents, between files, and before the end marker.
         for bytes in [300, 514, 1024, 1025, 1540, 2048] {
             assert!(unpacked(&whole[..bytes]).is_err(), "{bytes}");
         }

@@ -76,7 +76,7 @@ struct Report {
     context: u32,
     /// GPU memory: `weight_bytes`, `cache_bytes`, `working_bytes` and `slot_bytes`.
     total_bytes: u64,
-    /// Free GPU memory needed without `--memory`: 10/9 of `total_bytes`.
+    /// Free GPU memory needed if `--memory` is not set: 10/9 of `total_bytes`.
     free_bytes: u64,
     /// Weights.
     weight_bytes: u64,
@@ -94,7 +94,7 @@ struct Report {
     slot_bytes: u64,
     /// Modelled time of a step's products, us.
     linear_us: f64,
-    /// The same without a memory limit, us.
+    /// Step time without a memory limit, us.
     fastest_us: f64,
     /// `linear_us / fastest_us`.
     slowdown: f64,
@@ -110,20 +110,20 @@ struct Report {
 struct Group {
     /// `qkv`, `o`, `gate_up`, `down`, `lm_head` or `embed`.
     unit: &'static str,
-    /// Their encoding.
+    /// Encoding of the weights.
     encoding: EncodingId,
     /// Number of units.
     units: u32,
-    /// Their layers.
+    /// Layers of the units.
     layers: Vec<u32>,
-    /// Their bytes.
+    /// Size of the weights.
     bytes: u64,
-    /// Their modelled time, us.
+    /// Modelled time of the products, us.
     us: f64,
 }
 
 impl Budget {
-    /// Runs it.
+    /// Runs the command.
     pub fn run(&self, output: Output) -> Result<()> {
         if let Some(plan) = &self.plan {
             may_write(plan)?;
@@ -139,7 +139,7 @@ impl Budget {
         });
         let arch = self.arch.arch.or_else(own_arch).unwrap_or(Arch::Sm90a);
         if !has_compact_gemms(arch) {
-            // It would be packed when it is loaded, and larger.
+            // It would be packed when loaded, and larger.
             tensors
                 .iter_mut()
                 .for_each(|tensor| tensor.encodings.retain(|(encoding, _)| *encoding != EncodingId::COMPACT));
@@ -195,8 +195,8 @@ impl Budget {
         output.result("budget", &report, |out| write_text(&fitted, &report, &self.source.quoted(), out))
     }
 
-    /// Every tensor that an engine loads, with the bytes of each encoding, predicted from samples as `plan` does.
-    /// Refuses what an engine would: weights that are missing, or that the configuration does not have.
+    /// Returns every tensor that an engine loads, with the bytes per encoding, predicted from samples as in `plan`.
+    /// Fails as an engine would: on missing weights, and on weights that the configuration lacks.
     fn tensors(&self, model: &Found, config: &ModelConfig) -> Result<Vec<Tensor>> {
         let of = |profile: Profile| {
             let selection = model.select(Selection::default());
@@ -205,7 +205,7 @@ impl Budget {
             bundle::plan(&model.root, &options)
         };
         let (packed, coded, compact) = (of(Profile::Packed)?, of(Profile::Distribution)?, of(Profile::Compact)?);
-        // Some models bring their weights once more, in files that nothing loads.
+        // Some models contain their weights a second time, in files that are never loaded.
         let of_model = bundle::model_files(packed.tensors.iter().map(|tensor| tensor.file.as_str()));
         let loaded = |tensor: &TensorReport| matches(of_model, &tensor.file);
         let headers = packed.tensors.iter().filter(|tensor| loaded(tensor)).map(|tensor| {
@@ -235,7 +235,7 @@ impl Budget {
     }
 }
 
-/// The error with sizes in units.
+/// Converts the error; sizes get units.
 fn readable(error: BudgetError) -> Failure {
     let BudgetError::TooSmall { have, least, weights, cache, working, slots } = error else {
         return Failure::other(error);
@@ -256,9 +256,9 @@ fn readable(error: BudgetError) -> Failure {
     )
 }
 
-/// Tokens of a sequence where nobody says.
+/// Default number of tokens per sequence.
 const CONTEXT: u32 = 4096;
-/// Most bytes of a `config.json`.
+/// The maximum size of a `config.json`, bytes.
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
 
 fn config(root: &Path) -> Result<ModelConfig> {
@@ -275,8 +275,8 @@ fn config(root: &Path) -> Result<ModelConfig> {
     ModelConfig::parse(&text, None).map_err(Failure::other)
 }
 
-/// Whether a plan can be written there, as things are now: asked before minutes of samples. Refuses to replace what is
-/// no plan file.
+/// Checks that a plan can be written to `path`, before sampling takes minutes. Rejects a path to an existing file that
+/// is not a plan file.
 fn may_write(path: &Path) -> Result<()> {
     if path.symlink_metadata().is_ok() && PlanFile::read(path).is_err() {
         return Err(Failure::new(
@@ -360,7 +360,7 @@ fn write_text(fitted: &BudgetPlan, report: &Report, source: &str, out: &mut dyn 
     )
 }
 
-/// The option of an engine that keeps what a plan with such encodings leaves coded; no plan has both.
+/// Returns the engine option that keeps the plan's encodings in GPU memory. A plan never has both of them.
 fn kept(huffman: bool, compact: bool) -> &'static str {
     match (huffman, compact) {
         (true, _) => "--placement stored ",
@@ -369,7 +369,7 @@ fn kept(huffman: bool, compact: bool) -> &'static str {
     }
 }
 
-/// `0-3,5,7-9`.
+/// Formats layers as ranges: `0-3,5,7-9`.
 fn ranges(layers: &[u32]) -> String {
     let mut parts: Vec<(u32, u32)> = Vec::new();
     for &layer in layers {

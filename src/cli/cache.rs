@@ -58,7 +58,7 @@ struct Dir<'a> {
 struct Ls {
     /// The kernels in the cache.
     entries: Vec<Entry>,
-    /// All entries.
+    /// Size of all entries.
     bytes: u64,
 }
 
@@ -66,7 +66,7 @@ struct Ls {
 struct Entry {
     /// Directory of the entry.
     folder: String,
-    /// Its size.
+    /// Size of the entry.
     bytes: u64,
     /// Time since its last use.
     idle_seconds: u64,
@@ -74,7 +74,7 @@ struct Entry {
     name: Option<String>,
     /// Compiler, unless damaged.
     compiler: Option<String>,
-    /// What is damaged.
+    /// Description of the damage.
     damage: Option<String>,
 }
 
@@ -92,7 +92,7 @@ struct Verified {
 struct Damaged {
     /// Directory of a damaged kernel.
     folder: String,
-    /// What is damaged.
+    /// Description of the damage.
     reason: String,
 }
 
@@ -100,7 +100,7 @@ struct Damaged {
 struct RemovedReport {
     /// Kernels removed.
     entries: usize,
-    /// Their bytes.
+    /// Bytes removed.
     bytes: u64,
     /// Leftovers of dead processes removed.
     leftovers: usize,
@@ -109,7 +109,7 @@ struct RemovedReport {
 }
 
 impl Cache {
-    /// As in the JSON.
+    /// The name of the command in the JSON output.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Dir => "cache dir",
@@ -120,7 +120,7 @@ impl Cache {
         }
     }
 
-    /// Runs it.
+    /// Runs the command.
     pub fn run(&self, output: Output) -> Result<()> {
         let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
         let dir = env.cache_dir.as_ref().ok_or_else(|| {
@@ -134,7 +134,7 @@ impl Cache {
             let report = Dir { dir, exists: dir.is_dir() };
             return output.result(self.name(), &report, |out| writeln!(out, "{}", dir.display()));
         }
-        // Looking must not create.
+        // A read-only command must not create the directory.
         let store = match dir.metadata() {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
             Ok(metadata) if !metadata.is_dir() => {

@@ -1,10 +1,10 @@
-//! Options that several commands have, so that all of them have the same name, values and help.
+//! Options that several commands share, so that they have the same names, values and help everywhere.
 
 use clap::Args;
 
 use super::size;
 
-/// Memory of the CPU codec.
+/// The memory limit of the CPU codec.
 #[derive(Args)]
 pub struct Ram {
     /// Memory for tensors being processed, such as 4G; a larger tensor is processed alone [default: 1G]
@@ -12,7 +12,7 @@ pub struct Ram {
     pub ram: Option<u64>,
 }
 
-/// Number of threads of the CPU codec.
+/// The number of threads of the CPU codec.
 #[derive(Args)]
 pub struct Threads {
     /// Number of threads [default: all processors]
@@ -20,15 +20,15 @@ pub struct Threads {
     pub threads: Option<usize>,
 }
 
-/// Whether unfinished output is taken over.
+/// Whether to continue from unfinished output.
 #[derive(Args)]
 pub struct Resume {
-    /// Resume an interrupted run; starts over if that had other options
+    /// Resume an interrupted run; start over if its options differ
     #[arg(long)]
     pub resume: bool,
 }
 
-/// Whether existing output is replaced.
+/// Whether to replace existing output.
 #[derive(Args)]
 pub struct Force {
     /// Replace an existing output when the new one is complete
@@ -36,7 +36,7 @@ pub struct Force {
     pub force: bool,
 }
 
-/// The GPU of a command.
+/// The GPU that a command uses.
 #[cfg(feature = "gpu")]
 #[derive(Args)]
 pub struct Gpu {
@@ -45,7 +45,7 @@ pub struct Gpu {
     pub device: usize,
 }
 
-/// The limit of GPU memory of an engine.
+/// The GPU memory limit of an engine.
 #[cfg(feature = "gpu")]
 #[derive(Args)]
 pub struct Memory {

@@ -1,4 +1,4 @@
-//! `unweight completions`, and the answers to a shell that completes a command line.
+//! `unweight completions`, and the completion candidates that a shell requests at run time.
 
 #[cfg(feature = "gpu")]
 use std::ffi::OsStr;
@@ -22,7 +22,7 @@ use super::{
     output::Output,
 };
 
-/// A shell that asks for completions sets this.
+/// The environment variable that a shell sets to request completions.
 const VARIABLE: &str = "_UNWEIGHT_COMPLETE";
 
 /// Arguments of `completions`.
@@ -33,7 +33,7 @@ pub struct Completions {
 }
 
 impl Completions {
-    /// Runs it. A script is a script: `--json` does not change it.
+    /// Prints the script. `--json` does not change it.
     pub fn run(&self, _: Output) -> Result<()> {
         let shells = Shells::builtins();
         let name = self.shell.to_string();
@@ -48,23 +48,23 @@ impl Completions {
     }
 }
 
-/// Answers a shell, if one asks. True if that was all there is to do.
+/// Answers a completion request of a shell. Returns true if there was one, and the process can exit.
 pub fn answer() -> std::result::Result<bool, clap::Error> {
     let environment = CompleteEnv::with_factory(Cli::command).var(VARIABLE);
     environment.try_complete(env::args_os(), env::current_dir().ok().as_deref())
 }
 
-/// What `--profile` takes.
+/// Returns the values of `--profile`.
 pub fn profiles() -> Vec<CompletionCandidate> {
     Profile::ALL.iter().map(|profile| CompletionCandidate::new(profile.name())).collect()
 }
 
-/// What `--scope` takes.
+/// Returns the values of `--scope`.
 pub fn scopes() -> Vec<CompletionCandidate> {
     Scope::ALL.iter().map(|scope| CompletionCandidate::new(scope.name())).collect()
 }
 
-/// Kernels that ship for the architecture that the line names, in this word or by `--arch`; else for this machine's
+/// Returns the shipped kernels of one architecture: the one that this word names, else `--arch`, else this machine's
 /// GPU.
 #[cfg(feature = "gpu")]
 pub fn kernels(word: &OsStr) -> Vec<CompletionCandidate> {
@@ -79,32 +79,32 @@ pub fn kernels(word: &OsStr) -> Vec<CompletionCandidate> {
     names.filter(|name| name.starts_with(&*word)).map(CompletionCandidate::new).collect()
 }
 
-/// Tensors of the bundle on the command line.
+/// Returns the tensors of the bundle on the command line.
 pub fn tensors() -> Vec<CompletionCandidate> {
     let Some(bundle) = bundle() else { return Vec::new() };
     bundle.tensors().filter_map(|tensor| candidate(&tensor.entry().name)).collect()
 }
 
-/// Files that this bundle was made of.
+/// Returns the source files of the bundle on the command line.
 pub fn files() -> Vec<CompletionCandidate> {
     let Some(bundle) = bundle() else { return Vec::new() };
     bundle.manifest().files.iter().filter_map(|file| candidate(file.name())).collect()
 }
 
-/// A name out of a bundle, if a shell takes it as it is. Shells insert candidates unquoted: any other name could be a
-/// command, or control the terminal.
+/// Returns a candidate if a shell can insert the name unquoted. Shells do not quote candidates, so any other name could
+/// be a command or control the terminal.
 fn candidate(name: &str) -> Option<CompletionCandidate> {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._/@+:-".contains(&byte);
     let harmless = name.bytes().all(plain) && !name.starts_with('-');
     harmless.then(|| CompletionCandidate::new(name))
 }
 
-/// The words of the line that is completed.
+/// Returns the words of the command line that is being completed.
 fn line() -> impl Iterator<Item = OsString> {
     env::args_os().skip_while(|word| word != "--")
 }
 
-/// The first word of the line that is completed that is a bundle.
+/// Opens the first bundle that the command line names.
 fn bundle() -> Option<Bundle> {
     let mut bundles = line().filter(|word| Path::new(word).join(FILE_NAME).is_file());
     Bundle::open(Path::new(&bundles.next()?)).ok()

@@ -54,7 +54,7 @@ pub struct Compress {
     /// Compress part I of N; `merge` joins the parts
     #[arg(long, value_name = "I/N", conflicts_with = "sign")]
     shard: Option<Part>,
-    /// Processor that encodes; the bundle is the same
+    /// Processor that encodes; does not change the bundle
     #[arg(long, value_enum, default_value_t = Device::Cpu)]
     device: Device,
 }
@@ -89,7 +89,7 @@ fn on_gpu(_: &CompressOptions) -> Result<Box<dyn Encoder>> {
 }
 
 impl Compress {
-    /// Runs it.
+    /// Runs the command.
     pub fn run(&self, output: Output) -> Result<()> {
         let to_stdout = archive::is_stream(&self.output);
         if to_stdout && (output.json || self.resume.resume || self.force.force || self.shard.is_some()) {
@@ -100,11 +100,11 @@ impl Compress {
             ));
         }
         let signer = self.sign.as_deref().map(|key| sign::signer(key, self.password_file.as_deref())).transpose()?;
-        // Before an archive of gigabytes is read.
+        // Checked before an archive of several GiB is read.
         if !self.force.force && self.output.symlink_metadata().is_ok() {
             return Err(BundleError::OutputExists { path: self.output.clone() }.into());
         }
-        // Fails before any work if stdout cannot take the result.
+        // Fails before any work if stdout cannot receive the bundle.
         let mut stdout = to_stdout.then(archive::stdout).transpose()?;
         let model = self.source.find((!to_stdout).then_some(&self.output), output)?;
         let scratch = to_stdout.then(|| Scratch::new(&env::temp_dir(), source::SCRATCH_PREFIX)).transpose();
@@ -142,7 +142,7 @@ impl Compress {
             let tensors = report.resumed_tensors;
             output.note(format_args!("reused from a file that the interrupted run began: {tensors} tensors"));
         }
-        // A part without weights has nothing to code.
+        // A part without weights has nothing to compress.
         let empty = report.part.is_some() && report.tensors.is_empty();
         if let Some(part) = report.part.as_ref().filter(|_| empty) {
             output.note(format_args!(

@@ -33,11 +33,11 @@ pub struct Convert {
 enum Format {
     /// Directory that the dfloat11 package loads
     Dfloat11,
-    /// BF16 model of a DFloat11 directory
+    /// BF16 model restored from a DFloat11 directory
     Bf16,
 }
 
-/// A report, with what all of them have.
+/// The report of a conversion, with the keys that both directions share.
 #[derive(Serialize)]
 struct Converted<T> {
     /// `dfloat11` or `bf16`.
@@ -49,7 +49,7 @@ struct Converted<T> {
 }
 
 impl Convert {
-    /// Runs it.
+    /// Runs the command.
     pub fn run(&self, output: Output) -> Result<()> {
         let root = source::find(std::slice::from_ref(&self.source))?.root;
         let bar = Bar::new(output, "converting")?;

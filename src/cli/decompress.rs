@@ -36,7 +36,7 @@ pub struct Decompress {
 }
 
 impl Decompress {
-    /// Runs it.
+    /// Runs the command.
     pub fn run(&self, output: Output) -> Result<()> {
         let to_stdout = archive::is_stream(&self.output);
         if to_stdout && (output.json || self.resume.resume || self.force.force) {
@@ -46,7 +46,7 @@ impl Decompress {
                 "stdout takes the files; give -o a directory for these",
             ));
         }
-        // Before an archive of gigabytes is read.
+        // Checked before an archive of several GiB is read.
         if !self.force.force && self.output.symlink_metadata().is_ok() {
             return Err(BundleError::OutputExists { path: self.output.clone() }.into());
         }
@@ -68,7 +68,7 @@ impl Decompress {
             return Ok(());
         }
         let report = bundle::decompress(bundle, &self.output, &options, &bar).inspect_err(|error| {
-            // Another archive is needed, so nothing can be resumed. If it cannot be removed, the next run replaces it.
+            // A damaged archive cannot be resumed. If the partial output cannot be removed, the next run replaces it.
             if unpacked.is_some() && !self.resume.resume && error.class() == ErrorClass::Mismatch {
                 let _ = discard_partial(&self.output);
             }

@@ -1,4 +1,4 @@
-//! `unweight demo`: the whole way on a model made here.
+//! `unweight demo`: compresses, verifies and restores a generated model.
 
 use std::{
     fs::{self, File},
@@ -65,7 +65,7 @@ struct Report {
 }
 
 impl Demo {
-    /// Runs it.
+    /// Runs the command.
     pub fn run(&self, output: Output) -> Result<()> {
         let temporary;
         check_room(self.dir.as_deref(), self.size)?;
@@ -169,11 +169,11 @@ impl Demo {
     }
 }
 
-/// Fails if a demo of this size cannot fit: the model, at most as much for the bundle, and the rebuilt files.
+/// Fails if a demo of this size cannot fit: the model, a bundle of at most the same size, and the restored files.
 fn check_room(dir: Option<&Path>, size: u64) -> Result<()> {
     let home = dir.map_or_else(std::env::temp_dir, Path::to_path_buf);
     let existing = home.ancestors().find(|path| path.is_dir()).unwrap_or(Path::new("."));
-    // A system that does not tell is asked by writing.
+    // If the system does not report free space, writing decides.
     let Ok(stat) = rustix::fs::statvfs(existing) else { return Ok(()) };
     let (free, needed) = (stat.f_bavail.saturating_mul(stat.f_frsize), size.saturating_mul(3));
     if free >= needed {
@@ -192,10 +192,10 @@ fn check_room(dir: Option<&Path>, size: u64) -> Result<()> {
     ))
 }
 
-/// The widest Llama shape of at least eight layers that has about `bytes` bytes.
+/// Returns the widest Llama shape with at least eight layers and about `bytes` bytes.
 fn shape(bytes: u64, seed: u64) -> DemoOptions {
     // In units of hidden^2 elements: 2.5 for attention with a quarter as many key and value heads, 3 * 2.75 for the
-    // MLP; two embeddings of 8 * hidden rows.
+    // MLP, and two embeddings of 8 * hidden rows.
     const PER_LAYER: f64 = 10.75;
     const EMBEDDINGS: f64 = 16.0;
     let layers = |hidden: u64| (bytes as f64 / 2.0 / (hidden * hidden) as f64 - EMBEDDINGS) / PER_LAYER;
@@ -266,7 +266,7 @@ fn fill(file: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize> {
     Ok(done)
 }
 
-/// Every file below a directory, relative, sorted.
+/// Returns the relative paths of all files below a directory, sorted.
 fn files(root: &Path) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     let mut open = vec![PathBuf::new()];

@@ -78,8 +78,8 @@ enum DeviceReport {
     Unusable(String),
 }
 
-/// What a well-known model leaves of a GPU for its KV cache, by the placement of its weights. Tokens of a BF16 cache,
-/// but for `packed_cache_tokens`: of a packed one, with packed weights.
+/// The KV cache capacity that a published model leaves on a GPU, per placement of its weights. Capacities are for a
+/// BF16 cache; `packed_cache_tokens` is for a packed cache next to packed weights.
 #[derive(Serialize)]
 struct ModelReport {
     /// Ordinal of the GPU.
@@ -98,11 +98,11 @@ struct ModelReport {
     packed_cache_token_bytes: u64,
     /// Compact weights.
     compact_bytes: u64,
-    /// KV tokens next to these and their slot.
+    /// KV tokens next to compact weights and their slot.
     compact_tokens: u64,
     /// BF16 weights.
     bf16_bytes: u64,
-    /// KV tokens next to these.
+    /// KV tokens next to BF16 weights.
     bf16_tokens: u64,
 }
 
@@ -122,7 +122,7 @@ struct LibraryReport {
     disables: Option<&'static str>,
     /// How to get it.
     remedy: Option<&'static str>,
-    /// What was tried, if not found.
+    /// Files and names that were tried, if not found.
     tried: Vec<Tried>,
 }
 
@@ -140,19 +140,19 @@ struct CacheReport {
     dir: Option<String>,
     /// Kernels in it.
     kernels: usize,
-    /// Their bytes.
+    /// Size of the kernels.
     bytes: u64,
     /// Why it cannot be used.
     unusable: Option<String>,
 }
 
 impl Doctor {
-    /// Runs it. A missing library is not a failure: the report is about it.
+    /// Reports drivers and libraries. A missing library is not a failure.
     pub fn run(&self, output: Output) -> Result<()> {
         let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
         let probed = toolchain::report(env);
         let mut warnings = probed.warnings;
-        // The key of `serve` is not a variable of the runtime.
+        // The API key of `serve` is not a variable of the runtime.
         let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
         let names = names.filter(|name| name != API_KEY);
         warnings.extend(Env::unknown(names).into_iter().map(|name| format!("{name}: no such variable; misspelt?")));
@@ -194,7 +194,7 @@ impl Report {
                     writeln!(out, "     remedy: {}", library.remedy.unwrap_or_default())?;
                 }
             }
-            // A library that is there and cannot be used is worth a line each; names that simply are not there are not.
+            // Report a library that exists but cannot be used; skip names that do not exist.
             for tried in &library.tried {
                 if verbose || (!library.found && tried.what.starts_with('/')) {
                     writeln!(out, "     tried {}: {}", tried.what, tried.why)?;
@@ -236,7 +236,7 @@ impl ModelReport {
     }
 }
 
-/// Nine tenths of the memory, as an engine takes when it has the GPU to itself.
+/// Returns model reports for nine tenths of the memory, the default share of an engine that has the GPU to itself.
 fn models(device: &DeviceReport) -> Vec<ModelReport> {
     let DeviceReport::Usable(info) = device else { return Vec::new() };
     let have = memory::usual_share(info.memory_bytes);
@@ -247,7 +247,7 @@ fn models(device: &DeviceReport) -> Vec<ModelReport> {
             (bytes, config.kv_tokens(have.saturating_sub(bytes), PAGE_TOKENS))
         };
         let ((packed_bytes, packed_tokens), (bf16_bytes, bf16_tokens)) = (of(Placement::Packed), of(Placement::Bf16));
-        // Compact weights, and the slot that the largest compact layer is expanded into.
+        // Compact weights, plus the slot that holds the largest compact layer when expanded.
         let head = (!config.tied).then_some([config.vocab, config.hidden]);
         let slot = |[n, k]: [u32; 2]| TileGrid::new(n as usize, k as usize).map_or(0, |grid| SlotPlan::of(grid).bytes);
         let slot = config.linears().into_iter().chain(head).map(slot).max().unwrap_or(0);
@@ -322,7 +322,7 @@ fn library(which: Library, found: std::result::Result<toolchain::Found, toolchai
 }
 
 fn devices() -> Vec<DeviceReport> {
-    // Without a driver there is nothing to say that the library's line has not said.
+    // Without a driver, the report on the library says everything.
     if process::require(Library::Driver).is_err() {
         return Vec::new();
     }
@@ -338,7 +338,7 @@ fn devices() -> Vec<DeviceReport> {
     }
 }
 
-/// That the compiler is from before a GPU, if it is.
+/// Returns a warning if the compiler is older than the GPU's architecture.
 fn old_nvrtc(device: &DeviceReport, version: Version, path: &Path) -> Option<String> {
     let DeviceReport::Usable(DeviceInfo { ordinal, name, arch, .. }) = device else { return None };
     let old = OldNvrtc::check(*arch, version, path).err()?;
@@ -352,7 +352,7 @@ fn cache(env: &Env) -> CacheReport {
         return report;
     };
     report.dir = Some(dir.display().to_string());
-    // Looking must not create: a folder that is not there yet is as good as an empty one.
+    // A read-only command must not create the directory. A missing directory counts as an empty cache.
     if dir.exists() {
         match Store::open(dir).map_err(|error| error.to_string()).and_then(|s| s.ls().map_err(|e| e.to_string())) {
             Ok(listed) => {

@@ -44,32 +44,32 @@ pub struct Extract {
 
 #[derive(Serialize)]
 struct TensorJson<'a> {
-    /// Its name.
+    /// Name of the tensor.
     tensor: &'a str,
-    /// As in safetensors.
+    /// Data type, as in safetensors.
     dtype: String,
-    /// Its shape.
+    /// Shape of the tensor.
     shape: &'a [usize],
     /// Bytes written.
     bytes: u64,
-    /// Their digest.
+    /// Digest of the bytes.
     digest: Digest,
 }
 
 #[derive(Serialize)]
 struct FileJson<'a> {
-    /// Its name.
+    /// Name of the file.
     file: &'a str,
     /// Bytes written.
     bytes: u64,
-    /// Its XXH3-128 digest, checked.
+    /// XXH3-128 digest of the file, verified.
     digest: Digest,
-    /// Its SHA-256, checked.
+    /// SHA-256 of the file, verified.
     sha256: Option<String>,
 }
 
 impl Extract {
-    /// Runs it.
+    /// Runs the command.
     pub fn run(&self, output: Output) -> Result<()> {
         let to_stdout = archive::is_stream(&self.output);
         if to_stdout && output.json {
@@ -82,13 +82,13 @@ impl Extract {
         let bundle = Bundle::open(&self.bundle)?;
         match (&self.tensor, &self.file) {
             (Some(tensor), file) => self.tensor(&bundle, tensor, file.as_deref(), output),
-            // The arguments ask for one of them.
+            // clap requires one of both arguments.
             (None, file) => self.file(&bundle, file.as_deref().unwrap_or_default(), output),
         }
     }
 
     fn tensor(&self, bundle: &Bundle, tensor: &str, file: Option<&str>, output: Output) -> Result<()> {
-        // From here on a signal ends the work between two pieces, and what was begun is removed.
+        // From here on a signal stops the work between two pieces, and unfinished output is removed.
         let bar = Bar::new(output, "extracting")?;
         let tensor = match file {
             None => bundle.tensor(tensor)?,
@@ -136,7 +136,7 @@ impl Extract {
         })
     }
 
-    /// To stdout, of which nothing is reported, or to a file that gets its name when it is complete.
+    /// Writes to stdout and returns `None`, or to a new file that gets its name when it is complete.
     fn write<T>(&self, bytes: impl FnOnce(&mut (dyn Write + Send)) -> Result<T>) -> Result<Option<T>> {
         if archive::is_stream(&self.output) {
             bytes(&mut archive::stdout()?).map_err(Failure::of_stream)?;

@@ -1,4 +1,4 @@
-//! Errors as the command line shows them: what, where, why, what to do next; one plain form.
+//! Errors as the command line prints them: a code, what failed and where, the causes, and the next step.
 
 use std::{
     error::Error,
@@ -40,10 +40,10 @@ use unweight::{
     },
 };
 
-/// Whatever ends a command.
+/// An error that ends a command.
 #[derive(Debug)]
 pub struct Failure {
-    /// Stable; docs/reference/errors.md lists all.
+    /// The stable code; docs/reference/errors.md lists all.
     code: &'static str,
     message: String,
     help: Option<String>,
@@ -52,17 +52,17 @@ pub struct Failure {
     reported: bool,
 }
 
-/// Why a command failed; decides the exit status.
+/// The class of a failure, which decides the exit status.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Class {
-    /// Data is not what it should be: 1.
+    /// Data is damaged or does not match: exit status 1.
     Mismatch,
-    /// The work could not be done: 2.
+    /// The command could not do its work: exit status 2.
     Failed,
-    /// A signal ended it: 128 and its number.
+    /// A signal ended the command: exit status 128 plus its number.
     Interrupted,
-    /// The reader of stdout has closed it: 0, without a message.
+    /// The reader closed stdout: exit status 0, without a message.
     Gone,
 }
 
@@ -85,7 +85,7 @@ pub struct ErrorReport {
     pub class: Class,
     /// [Error code](errors.md).
     pub code: &'static str,
-    /// What failed, where.
+    /// What failed, and where.
     pub message: String,
     /// Causes, outermost first.
     pub causes: Vec<String>,
@@ -93,17 +93,17 @@ pub struct ErrorReport {
     pub help: Option<String>,
 }
 
-/// What a command returns.
+/// The result of a command.
 pub type Result<T> = std::result::Result<T, Failure>;
 
 impl Failure {
-    /// A failure with its stable code and what to do next.
+    /// Creates a failure with a stable code and the next step.
     pub fn new(code: &'static str, message: impl Into<String>, help: impl Into<String>) -> Self {
         let (message, help) = (message.into(), Some(help.into()));
         Self { code, message, help, cause: None, class: Class::Failed, reported: false }
     }
 
-    /// A failure of the system on `what`.
+    /// Converts an I/O error on `what`.
     pub fn io(what: impl fmt::Display) -> impl FnOnce(io::Error) -> Self {
         move |error| Self {
             code: io_code(&error),
@@ -115,30 +115,31 @@ impl Failure {
         }
     }
 
-    /// Any error, whose own message says what to do.
+    /// Converts an error whose message contains the next step.
     pub fn other(error: impl Coded) -> Self {
         Self::from_error(error, Class::Failed)
     }
 
-    /// An error with what to do about it.
+    /// Converts an error with its remedy as the next step.
     #[cfg(feature = "gpu")]
     pub fn remedied(error: impl Coded, remedy: rt::Remedy) -> Self {
         let Some(help) = words(remedy) else { return Self::other(error) };
-        // The message is kept whole, because the help comes from the remedy.
+        // The message stays whole, because the help comes from the remedy.
         Self { message: error.to_string(), help: Some(help.to_owned()), ..Self::other(error) }
     }
 
-    /// Data that is not what it should be.
+    /// Creates a failure for damaged or differing data.
     pub fn mismatch(code: &'static str, message: impl Into<String>, help: impl Into<String>) -> Self {
         Self { class: Class::Mismatch, ..Self::new(code, message, help) }
     }
 
-    /// A signal ended the work.
+    /// Creates a failure for work that a signal ended.
     pub fn interrupted(message: impl Into<String>) -> Self {
         Self { class: Class::Interrupted, help: None, ..Self::new("interrupted", message, "") }
     }
 
-    /// For a command that writes an archive or a file to stdout: what a reader that closed it early has is incomplete.
+    /// Converts the failure of a command that writes an archive or a file to stdout. If the reader closed stdout early,
+    /// its output is incomplete.
     pub fn of_stream(self) -> Self {
         match self.class {
             Class::Gone => {
@@ -150,22 +151,22 @@ impl Failure {
         }
     }
 
-    /// Replaces the next step.
+    /// Replaces the help.
     pub fn with_help(self, help: impl Into<String>) -> Self {
         Self { help: Some(help.into()), ..self }
     }
 
-    /// For a command whose own report, already on stdout, says what is wrong: `--json` adds nothing to it.
+    /// Marks a failure that the command's report on stdout already explains: `--json` prints no second object.
     pub fn reported(self) -> Self {
         Self { reported: true, ..self }
     }
 
-    /// See [`Failure::reported`].
+    /// Whether the report already explains the failure; see [`Failure::reported`].
     pub fn is_reported(&self) -> bool {
         self.reported
     }
 
-    /// See [`Class`].
+    /// The class of the failure.
     pub fn class(&self) -> Class {
         self.class
     }
@@ -183,7 +184,7 @@ impl Failure {
         }
     }
 
-    /// The error for `--json`.
+    /// Returns the error object for `--json`.
     pub fn report(&self) -> ErrorReport {
         ErrorReport {
             class: self.class,
@@ -195,8 +196,8 @@ impl Failure {
     }
 }
 
-/// The library's messages read "what; what to do next"; the last part is the help. Where lines with details follow it,
-/// they stay in the message.
+/// Splits a message of the libraries, "what failed; next step", into message and help. Lines with details that follow
+/// stay in the message.
 fn parted(text: String) -> (String, Option<String>) {
     let (first, details) = text.split_once('\n').unwrap_or((&text, ""));
     match (text.rsplit_once("; "), first.rsplit_once("; ")) {
@@ -206,7 +207,7 @@ fn parted(text: String) -> (String, Option<String>) {
     }
 }
 
-/// What to do about an error of the system, where there is something.
+/// Returns the next step after an I/O error, if there is one.
 fn advice(error: &io::Error) -> Option<&'static str> {
     Some(match error.kind() {
         io::ErrorKind::NotFound => "check the path",
@@ -222,7 +223,7 @@ fn advice(error: &io::Error) -> Option<&'static str> {
 
 /// An error with a stable code, which docs/reference/errors.md lists.
 pub trait Coded: Error + Send + Sync + 'static {
-    /// The code.
+    /// Returns the code.
     fn code(&self) -> &'static str;
 }
 
@@ -283,7 +284,7 @@ impl Coded for glob::GlobError {
     }
 }
 
-/// A chain of causes as text: the library's errors own no `'static` sources to keep.
+/// A chain of causes as text, because an error only lends its sources.
 #[derive(Debug)]
 struct Texts {
     text: String,
@@ -331,7 +332,7 @@ impl From<BundleError> for Failure {
         let help = error.remedy().and_then(worded).or_else(|| next_step(error.code()));
         let failure = Self::from_error(error, class);
         let help = help.map(Into::into).or(failure.help).map(|help: String| one_line(&help).into_owned());
-        // Names in the message come from files that are not trusted.
+        // Names in the message come from untrusted files.
         Self { message: one_line(&failure.message).into_owned(), help, ..failure }
     }
 }
@@ -340,7 +341,7 @@ impl From<BundleError> for Failure {
 impl From<ConvertError> for Failure {
     fn from(error: ConvertError) -> Self {
         let class = match error {
-            // `convert` replaces nothing.
+            // `convert` never replaces output.
             ConvertError::Bundle(error @ BundleError::OutputExists { .. }) => {
                 return Self { help: Some("choose another name".into()), ..error.into() };
             }
@@ -349,13 +350,13 @@ impl From<ConvertError> for Failure {
             _ => Class::Failed,
         };
         let failure = Self::from_error(error, class);
-        // Names in the message come from files that are not trusted.
+        // Names in the message come from untrusted files.
         let help = failure.help.as_deref().map(|help| one_line(help).into_owned());
         Self { message: one_line(&failure.message).into_owned(), help, ..failure }
     }
 }
 
-/// The next step after errors whose own text names none.
+/// Returns the next step after errors whose message has none.
 fn next_step(code: &str) -> Option<&'static str> {
     Some(match code {
         "tensor-not-found" => "`unweight inspect BUNDLE` lists the tensors of a bundle",
@@ -371,7 +372,7 @@ fn next_step(code: &str) -> Option<&'static str> {
     })
 }
 
-/// A remedy in words of the command line.
+/// Returns the next step for a remedy, in terms of the command line.
 fn worded(remedy: Remedy) -> Option<&'static str> {
     Some(match remedy {
         Remedy::Overwrite => "choose another name, or replace it with --force",
@@ -385,7 +386,7 @@ fn worded(remedy: Remedy) -> Option<&'static str> {
     })
 }
 
-/// Errors of writing to stdout.
+/// Converts an error of writing to stdout.
 impl From<io::Error> for Failure {
     fn from(error: io::Error) -> Self {
         let class = if error.kind() == io::ErrorKind::BrokenPipe { Class::Gone } else { Class::Failed };
@@ -400,7 +401,7 @@ impl From<io::Error> for Failure {
     }
 }
 
-/// The runtime's errors name a remedy; how it is done here is said here.
+/// Converts errors of the runtime, whose remedies `words` turns into commands.
 #[cfg(feature = "gpu")]
 macro_rules! from_runtime {
     ($($error:ty),+ $(,)?) => {$(
@@ -418,7 +419,7 @@ macro_rules! from_runtime {
 #[cfg(feature = "gpu")]
 from_runtime!(EngineError, rt::Error, DeviceError);
 
-/// A remedy in words of the command line; `None` where the error's own message says it.
+/// Returns the next step for a remedy, in terms of the command line; `None` if the error's message contains it.
 #[cfg(feature = "gpu")]
 fn words(remedy: rt::Remedy) -> Option<&'static str> {
     Some(match remedy {
@@ -444,14 +445,14 @@ impl Error for Failure {
     }
 }
 
-/// Lines of a message that are printed.
+/// The maximum number of lines of a message on a terminal.
 const LINES_MAX: usize = 10;
 
-/// A message without the lines beyond those that a terminal should show; `--json` has all.
+/// Cuts a message to [`LINES_MAX`] lines; `--json` has all.
 fn shortened(message: &str) -> String {
     let lines: Vec<&str> = message.lines().collect();
     match lines.len().checked_sub(LINES_MAX) {
-        // One line more is as short as the note.
+        // A single extra line is as short as the note about it.
         Some(more @ 2..) => format!("{}\n  and {more} more lines; --json has all", lines[..LINES_MAX].join("\n")),
         _ => message.to_owned(),
     }
@@ -461,11 +462,11 @@ impl Failure {
     /// Prints `error[code]:`, `cause:` and `help:` lines on stderr.
     pub fn print(&self) {
         let colour = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
-        // stderr may be closed; the exit status still tells.
+        // stderr may be closed; the exit status still reports the failure.
         let _ = io::stderr().write_all(self.text(colour).as_bytes());
     }
 
-    /// What [`Failure::print`] prints.
+    /// Returns what [`Failure::print`] prints.
     pub(super) fn text(&self, colour: bool) -> String {
         let (on, off) = if colour { ("\x1b[1;31m", "\x1b[0m") } else { ("", "") };
         let mut text = format!("{on}error[{}]:{off} {}\n", self.code, printable(&shortened(&self.message)));

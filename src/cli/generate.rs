@@ -155,17 +155,17 @@ struct Sequence {
     finish: Option<&'static str>,
 }
 
-/// A sequence as it grows.
+/// A sequence while it is generated.
 struct Growing {
     told: Sequence,
     stream: Option<TextStream>,
     stops: StopStrings,
-    /// Whether a stop string has ended it.
+    /// Whether a stop string ended the sequence.
     stopped: bool,
 }
 
 impl Growing {
-    /// What a token adds to what is shown.
+    /// Appends a token and returns the text to show.
     fn push(&mut self, token: u32) -> Result<String> {
         self.told.tokens.push(token);
         let Some(stream) = &mut self.stream else { return Ok(String::new()) };
@@ -176,7 +176,7 @@ impl Growing {
         Ok(shown)
     }
 
-    /// What was held back at the end.
+    /// Ends the sequence and returns the text that was held back.
     fn finish(&mut self, reason: &'static str) -> Result<String> {
         self.told.finish = Some(reason);
         let Some(stream) = self.stream.take() else { return Ok(String::new()) };
@@ -198,7 +198,7 @@ impl Growing {
 }
 
 impl Generate {
-    /// Runs it.
+    /// Runs the command.
     pub fn run(&self, output: Output) -> Result<()> {
         let bundle = Bundle::open(&self.bundle)?;
         let config = ModelConfig::of_bundle(&bundle).map_err(Failure::other)?;
@@ -229,7 +229,7 @@ impl Generate {
         let kernels = self.trust.kernels(self.engine.gpu.device, Some(&bundle), output)?;
         note_unused(&options.plan, self.engine.held.placement, &bundle, kernels.device().info(), output);
         let mut engine = Engine::load(&kernels, &bundle, options, &|loaded| note_load(output, loaded))?;
-        // Until here a signal ends the process, as it does by itself: loading looks at no flag.
+        // Until here a signal ends the process by default, because loading does not check the flag.
         let cancelled = progress::cancel_flag()?;
         let load_ms = start.elapsed().as_secs_f64() * 1e3;
         if output.verbose > 0 {
@@ -258,7 +258,7 @@ impl Generate {
         if output.json { output.result("generate", &report, |_| Ok(())) } else { Ok(()) }
     }
 
-    /// Whether there is anything that only a tokenizer can do.
+    /// Whether the arguments need a tokenizer.
     fn needs_text(&self) -> bool {
         self.tokens.is_empty() || !self.stop.is_empty()
     }
@@ -310,7 +310,7 @@ impl Generate {
             }
         }
         let samples = self.top_k.is_some() || self.top_p.is_some() || self.min_p.is_some();
-        // Whoever says how to sample wants to.
+        // Sampling options imply sampling.
         let temperature = if samples && params.temperature == 0.0 { 1.0 } else { params.temperature };
         params.temperature = self.temperature.unwrap_or(temperature);
         params.top_k = self.top_k.unwrap_or(params.top_k);
@@ -323,7 +323,7 @@ impl Generate {
         self.max_new_tokens.unwrap_or(if self.dump_logits.is_some() { 0 } else { 256 })
     }
 
-    /// What the engine would refuse once the model is loaded, as far as that is known without it.
+    /// Checks what the engine would reject, as far as possible before the model is loaded.
     fn check(&self, config: &ModelConfig, prompts: &[Vec<u32>]) -> Result<()> {
         let (vocab, max_new_tokens) = (config.vocab, self.max_new_tokens());
         let context = self.engine.context.unwrap_or(config.max_positions).min(config.max_positions);
@@ -390,7 +390,7 @@ impl Generate {
             drop(out);
             whole.persist(file).map(|_| ()).map_err(|error| error.error)
         };
-        // Something else may have come to lie there meanwhile.
+        // The file may have been created meanwhile.
         check_replaceable(file)?;
         write().map_err(Failure::io(file.display()))
     }
@@ -418,7 +418,7 @@ impl Generate {
             let (stream, stops) = (text.map(Text::stream), StopStrings::new(self.stop.clone()));
             growing.insert(sequence, Growing { told, stream, stops, stopped: false });
         }
-        // One text is shown as it grows, several when all are there.
+        // A single sequence is shown while it grows; several are shown at the end.
         let live = growing.len() == 1 && !output.json;
         let as_ids = !self.tokens.is_empty();
         let show = |piece: &str| -> Result<()> {
@@ -443,7 +443,7 @@ impl Generate {
                 }
                 let is_first = sequence.told.tokens.is_empty();
                 let mut shown = match event.finish {
-                    // The token that ends a text does not belong to the text.
+                    // The token that ends a text is not part of the text.
                     Some(Finish::Stop) => {
                         sequence.told.tokens.push(event.token);
                         String::new()
@@ -503,7 +503,7 @@ impl Generate {
     }
 }
 
-/// Says why a text ends where the model would not end it.
+/// Prints a note if a text ended for a reason other than the model's or the limit's.
 fn note_end(finish: Finish, told: &Sequence, output: Output) {
     let tokens = told.prompt_tokens + told.tokens.len();
     match finish {
@@ -520,7 +520,7 @@ fn note_end(finish: Finish, told: &Sequence, output: Output) {
     }
 }
 
-/// Refuses a file that is there, unless it holds logits and nothing else: a slip of the fingers must not cost a shard.
+/// Rejects an existing file unless it contains only logits, so that a typing error does not overwrite a shard.
 fn check_replaceable(file: &Path) -> Result<()> {
     if file.symlink_metadata().is_err() {
         return Ok(());
@@ -533,7 +533,7 @@ fn check_replaceable(file: &Path) -> Result<()> {
         if open.read_exact(&mut length).is_err() {
             return Ok(false);
         }
-        // A header of a thousand prompts has some hundred thousand bytes.
+        // The header for a thousand prompts has about a hundred thousand bytes.
         let length = u64::from_le_bytes(length).min(16 << 20);
         let mut header = Vec::new();
         open.take(length).read_to_end(&mut header)?;
@@ -548,9 +548,9 @@ fn check_replaceable(file: &Path) -> Result<()> {
     Err(Failure::new("output-not-replaceable", message, "choose another name for --dump-logits, or remove the file"))
 }
 
-/// The tokenizer of a bundle. Its files are not trusted: text processes read them.
+/// Loads the tokenizer of a bundle. Its files are not trusted: text processes read them.
 pub fn text_of(bundle: &Bundle, dir: &Path) -> Result<Text> {
-    /// The tokenizers of published models have up to 34 MB.
+    /// The maximum file size, bytes. Tokenizers of published models have up to 34 MB.
     const LIMIT: u64 = 128 << 20;
     let tokenizer = bundle.copied(text::TOKENIZER, LIMIT)?.ok_or_else(|| {
         Failure::new(

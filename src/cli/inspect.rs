@@ -58,9 +58,9 @@ struct Report<'a> {
     manifest_digest: String,
     /// Tensors, all or those of `--tensor`.
     tensors: Vec<TensorReport>,
-    /// Their bytes in the source.
+    /// Size of the tensors in the source.
     original_bytes: u64,
-    /// Their bytes in the bundle.
+    /// Size of the tensors in the bundle.
     stored_bytes: u64,
     /// Kernels that `kernels attach` added.
     attached_kernels: Vec<AttachedKernel>,
@@ -75,7 +75,7 @@ struct Report<'a> {
 }
 
 impl Inspect {
-    /// Runs it.
+    /// Runs the command.
     pub fn run(&self, output: Output) -> Result<()> {
         plot::may_save(self.svg.as_deref())?;
         let bundle = Bundle::open(&self.bundle)?;
@@ -128,7 +128,7 @@ impl Inspect {
                 }
                 return output.result("inspect", &report, |out| out.write_all(&drawing));
             }
-            // The drawing was asked for; the table only with --json or --csv.
+            // The plot was requested; the table is printed only with --json or --csv.
             if !output.json && !self.csv {
                 return Ok(());
             }
@@ -172,7 +172,7 @@ impl Report<'_> {
     }
 }
 
-/// Exponents of the BF16 tensors among `tensors`.
+/// Returns the exponent histogram of the BF16 tensors among `tensors`.
 fn exponents(bundle: &Bundle, tensors: &[TensorReport], output: Output) -> Result<Histogram> {
     let tensors: Vec<_> = tensors.iter().filter(|tensor| tensor.dtype == "BF16").collect();
     let bar = Bar::new(output, "reading")?;
@@ -216,7 +216,7 @@ fn csv(tensors: &[TensorReport], out: &mut dyn Write) -> std::io::Result<()> {
     Ok(())
 }
 
-/// A cell as RFC 4180 has it.
+/// Quotes a cell as RFC 4180 specifies.
 fn quoted(cell: &str) -> String {
     if cell.contains([',', '"', '\n', '\r']) { format!("\"{}\"", cell.replace('"', "\"\"")) } else { cell.to_owned() }
 }

@@ -64,7 +64,7 @@ pub enum Kernels {
     Check(Names),
 }
 
-/// The kernels to work on.
+/// The kernels that a command selects.
 #[derive(Args)]
 pub struct Names {
     /// Kernel names, such as '*gemm_compact*'; * and ? are wildcards [default: all that ship]
@@ -87,11 +87,11 @@ pub struct Emit {
 /// How the kernels of a bundle will be used.
 #[derive(Args)]
 struct Usage {
-    /// Most rows of a product: --chunk of `generate` and `serve`, or their --max-batch if that is larger
+    /// Maximum rows of a product: --chunk of `generate` and `serve`, or their --max-batch if that is larger
     #[arg(long, value_name = "M", default_value_t = LoadOptions::default().max_batch, requires = "bundle",
           value_parser = clap::value_parser!(u32).range(1..=65536))]
     max_batch: u32,
-    /// Ordinary instead of programmatic dependent launches of the bundle's kernels
+    /// Compile the bundle's kernels for ordinary instead of programmatic dependent launches
     #[arg(long, requires = "bundle")]
     no_pdl: bool,
     /// Placement that `generate` and `serve` will use for the bundle; auto includes packed and compact
@@ -102,7 +102,7 @@ struct Usage {
     kv_cache: KvCacheArg,
 }
 
-/// How many kernels are compiled at once.
+/// The number of concurrent compilations.
 #[derive(Args)]
 struct Jobs {
     /// Kernels to compile at the same time [default: UNWEIGHT_JIT_THREADS, or all processors]
@@ -204,7 +204,7 @@ struct WasAttached {
 struct OneAttached {
     /// Canonical name.
     name: String,
-    /// Its architecture.
+    /// Architecture of the kernel.
     arch: String,
     /// `hit` or `compiled`.
     state: &'static str,
@@ -238,7 +238,7 @@ struct Checked {
     problems: Vec<String>,
 }
 
-/// The reports are lists; JSON wants an object.
+/// A report with one entry per kernel, because JSON output is an object.
 #[derive(Serialize)]
 struct Of<T> {
     /// One entry per kernel.
@@ -246,7 +246,7 @@ struct Of<T> {
 }
 
 impl Kernels {
-    /// As in the JSON.
+    /// The name of the command in the JSON output.
     pub fn name(&self) -> &'static str {
         match self {
             Self::List(_) => "kernels list",
@@ -258,7 +258,7 @@ impl Kernels {
         }
     }
 
-    /// Runs it.
+    /// Runs the command.
     pub fn run(&self, output: Output) -> Result<()> {
         match self {
             Self::List(names) => list(names, output),
@@ -275,9 +275,9 @@ impl Names {
     fn specs(&self, output: Output) -> Result<Vec<VariantSpec>> {
         let is_pattern = |name: &str| name.contains(['*', '?']);
         let by_arch = self.names.is_empty() || self.names.iter().any(|name| is_pattern(name));
-        // A machine is asked for its GPU only where that matters.
+        // Query the GPU only if the architecture matters.
         let arch = self.arch.arch.or_else(|| if by_arch { own_arch() } else { None });
-        // What a pattern says itself needs no word.
+        // No note if every pattern names its architecture.
         let said = !self.names.is_empty() && self.names.iter().all(|name| !is_pattern(name) || arch_in(name).is_some());
         if by_arch && arch.is_none() && !said {
             output.note("no GPU here: kernels for sm_90a; --arch names another architecture");
@@ -293,7 +293,7 @@ impl Names {
             if is_pattern(name) {
                 specs.extend(shipped.iter().filter(|spec| matches(name, &spec.to_string())));
             } else {
-                // A name says everything, so a kernel need not be among those that ship.
+                // A full name defines a kernel, also one that does not ship.
                 specs.push(name.parse().map_err(Failure::other)?);
             }
             if specs.len() == before {
@@ -392,17 +392,17 @@ fn write(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).map_err(Failure::io(path.display()))
 }
 
-/// The cards that kernels are for.
+/// The GPUs that kernels are compiled for.
 enum Cards {
-    /// Every one of an architecture: whatever its multiprocessors and its memory let dispatch choose.
+    /// Every GPU of an architecture: all kernels that dispatch can choose for any number of SMs and any memory size.
     All(Arch),
-    /// One.
+    /// A single GPU.
     One(PackedChooser),
 }
 
 impl Cards {
-    /// All of an architecture that is named; else this machine's GPU, as a start on it chooses; an H200 where there is
-    /// none, as when an image is built.
+    /// Returns all GPUs of a given architecture. Without one: this machine's GPU, with the kernels that it would
+    /// choose, or an H200 if there is no GPU, as in an image build.
     fn of(arch: Option<Arch>, env: &Env, output: Output) -> Self {
         match (arch, Device::open(0)) {
             (Some(arch), _) => Self::All(arch),
@@ -420,34 +420,34 @@ impl Cards {
 }
 
 impl Usage {
-    /// Where the placement is chosen on the device, a loader that keeps compact tensors compact: it can ask for all
-    /// that one that packs them asks for.
+    /// Returns the loader's options. If the device chooses the placement, compact tensors stay compact: such a loader
+    /// can request all kernels that a loader with packed tensors requests.
     fn load_options(&self) -> LoadOptions {
         let placement = self.placement.0.unwrap_or(Placement::Compact);
         LoadOptions::default().max_batch(self.max_batch).pdl(!self.no_pdl).placement(placement)
     }
 }
 
-/// What loading a bundle and running its model can ask for.
+/// Returns the kernels that loading a bundle and running its model can request.
 fn of_bundle(bundle: &Bundle, usage: &Usage, cards: Cards, output: Output) -> Result<Vec<VariantSpec>> {
-    // A model that the engine does not run is reported below.
+    // A model that the engine cannot run is reported below.
     let fused_gate = ModelConfig::of_bundle(bundle).map_or(true, |config| config.act == Activation::Silu);
     let options = usage.load_options().fused_gate(fused_gate);
     let (machines, mut specs) = match cards {
         Cards::All(arch) => {
-            // Multiprocessors come in pairs. Attention's shapes follow from their number.
+            // SM counts are even. The shapes of attention depend on them.
             let any = (2..=256).step_by(2).map(|sms| GpuModel { sms, ..GpuModel::usual(arch) });
             (any.collect(), reachable_on_any(bundle, options, arch))
         }
         Cards::One(chooser) => (vec![*chooser.gpu_model()], reachable(bundle, options, chooser)),
     };
-    // The other kernels of `generate`, for every batch.
+    // The other kernels of `generate`, for all batch sizes.
     let mut engine = EngineOptions::default().max_batch(options::MAX_BATCH);
     engine.placement = usage.placement.0;
     engine.kv_cache = usage.kv_cache.0;
     match Engine::kernels(bundle, &engine, &machines) {
         Ok(more) => specs.extend(more),
-        // Linears of any bundle can be loaded; pipelines need a model.
+        // Linear layers of any bundle can be loaded; pipelines need a model.
         Err(error) if !usage.placement.has_pipelines() => output.note(format_args!("only kernels of linears: {error}")),
         Err(error) => return Err(error.into()),
     }
@@ -458,7 +458,7 @@ fn render(specs: &[VariantSpec]) -> Result<Vec<CompileRequest>> {
     specs.iter().map(CompileRequest::render).collect::<std::result::Result<Vec<_>, _>>().map_err(Failure::other)
 }
 
-/// Says which kernel is ready.
+/// Prints a note that a kernel is ready.
 fn note_ready(output: Output, progress: &Progress<'_>) {
     let artifact = progress.artifact;
     output.note(format_args!(
@@ -475,11 +475,11 @@ fn word(state: &CacheState) -> &'static str {
     if state.is_hit() { "hit" } else { "compiled" }
 }
 
-/// What the user's own cache and compiler make is attached, never what was attached before.
+/// Attaches kernels from the user's own cache and compiler, never those that were attached before.
 fn attach(arguments: &Attach, output: Output) -> Result<()> {
     let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
     let bundle = Bundle::open(&arguments.bundle)?;
-    // Known before minutes of compiling. A plan stays.
+    // Checked before compiling takes minutes. A saved plan stays.
     let path = arguments.bundle.join(ATTACHED_NAME);
     let is_taken = bundle.attached().map_or(true, |attached| attached.is_some_and(|old| !old.kernels().is_empty()));
     if !arguments.force && is_taken {
@@ -592,7 +592,7 @@ fn compile(arguments: &Compile, output: Output) -> Result<()> {
         let (total, bytes) = (report.kernels.len(), output::bytes(bytes as u64));
         writeln!(out, "{} kernels kept, {} compiled, {hits} from the cache, {bytes}", total - lost.len(), total - hits)
     })?;
-    // The command promises kernels in the cache.
+    // The command promises that kernels are in the cache.
     match lost.first() {
         None => Ok(()),
         Some(why) => Err(Failure::new(
@@ -618,7 +618,7 @@ fn check(names: &Names, output: Output) -> Result<()> {
         if kernel.spills() {
             problems.push(format!("spills registers: {} B of stack", compiled.resources.stack_bytes));
         }
-        // ptxas says so where it serialises wgmma or ignores setmaxnreg.
+        // ptxas reports where it serialises wgmma or ignores setmaxnreg.
         problems
             .extend(compiled.log.lines().filter(|line| line.contains("Potential Performance Loss")).map(str::to_owned));
         let checked = Checked {

@@ -29,7 +29,7 @@ struct Report {
 }
 
 impl Man {
-    /// Runs it.
+    /// Runs the command.
     pub fn run(&self, output: Output) -> Result<()> {
         fs::create_dir_all(&self.dir).map_err(Failure::io(self.dir.display()))?;
         let pages = if self.markdown { self.write_markdown() } else { self.write_manual() };
@@ -63,14 +63,14 @@ impl Man {
     }
 }
 
-/// The usage of a command as roff, options with their values.
+/// Returns the usage of a command as roff, options with their values.
 fn synopsis(command: &clap::Command) -> String {
     let usage = command.clone().render_usage().to_string();
     let usage = usage.strip_prefix("Usage: ").unwrap_or(&usage).trim_end().replace('\\', "\\e").replace('-', "\\-");
     usage.lines().map(str::trim_start).collect::<Vec<_>>().join("\n.br\n")
 }
 
-/// The page with this synopsis in place of the generated one, which leaves out the values of options.
+/// Replaces the generated synopsis of the page, which lacks the values of options.
 fn with_synopsis(page: &str, usage: &str) -> String {
     const HEADING: &str = ".SH SYNOPSIS\n";
     let Some((before, rest)) = page.split_once(HEADING) else { return page.to_owned() };

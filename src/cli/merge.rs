@@ -41,7 +41,7 @@ pub struct Merge {
 }
 
 impl Merge {
-    /// Runs it.
+    /// Runs the command.
     pub fn run(&self, output: Output) -> Result<()> {
         let signer = self.sign.as_deref().map(|key| sign::signer(key, self.password_file.as_deref())).transpose()?;
         let options = MergeOptions::default()

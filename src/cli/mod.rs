@@ -1,7 +1,7 @@
-//! The command line: arguments, and where each command lives.
+//! The command-line program: the list of commands and their dispatch. Each command has a module of its own.
 //!
-//! Data goes to stdout, everything else to stderr. Exit status: 0 done, 1 data is not what it should be, 2 the work
-//! could not be done (wrong usage included), 128 and the number of the signal that interrupted.
+//! Results go to stdout, everything else to stderr. Exit status: 0 on success; 1 if data does not match or is damaged;
+//! 2 if the command failed, wrong usage included; 128 plus the signal number if a signal interrupted it.
 //! `docs/reference/json.md` lists the keys of `--json`.
 
 mod absent;
@@ -65,7 +65,7 @@ pub use program::{Everywhere, Program, run};
 pub use reference::markdown;
 pub use select::profile;
 
-/// The environment variable of `serve` that holds its API key.
+/// The environment variable that holds the API key of `serve`.
 #[cfg(feature = "gpu")]
 const API_KEY: &str = "UNWEIGHT_API_KEY";
 
@@ -130,7 +130,7 @@ enum Command {
 }
 
 impl Command {
-    /// As in the JSON.
+    /// The name of the command in the JSON output.
     fn name(&self) -> &'static str {
         match self {
             Self::Compress(_) => "compress",
@@ -212,7 +212,7 @@ impl Program for Cli {
     }
 }
 
-/// The `unweight` command.
+/// Runs the `unweight` command.
 pub fn main() -> ExitCode {
     #[cfg(all(feature = "gpu", feature = "text"))]
     if let Some(code) = text_process::answer() {

@@ -1,4 +1,4 @@
-//! What goes to stdout, and what is worth saying on stderr.
+//! Output of commands: results on stdout, notes on stderr, and formatting of sizes, times and tables.
 
 use std::{
     fmt::Display,
@@ -12,14 +12,14 @@ use super::{
     printable::{one_line, printable},
 };
 
-/// How a command speaks.
+/// The output options of a command.
 #[derive(Debug, Clone, Copy)]
 pub struct Output {
-    /// One JSON document on stdout instead of text.
+    /// Print one JSON document on stdout instead of text.
     pub json: bool,
-    /// Only what was asked for, and errors.
+    /// Print only requested output and errors.
     pub quiet: bool,
-    /// 1: name files; 2: name tensors.
+    /// 1 names files; 2 names tensors.
     pub verbose: u8,
 }
 
@@ -33,7 +33,7 @@ struct Envelope<'a, T> {
 
 /// A remark with a next step.
 pub struct Remark {
-    /// What there is to say.
+    /// The remark.
     pub text: String,
     /// The next step.
     pub help: String,
@@ -61,7 +61,7 @@ impl Output {
         Ok(())
     }
 
-    /// As [`Output::result`], for a summary that was not asked for: with `-q` the text is not printed.
+    /// Prints a summary, as [`Output::result`] does; `-q` suppresses its text.
     pub fn summary<T: Serialize>(
         self,
         command: &str,
@@ -71,22 +71,22 @@ impl Output {
         if self.quiet && !self.json { Ok(()) } else { self.result(command, report, text) }
     }
 
-    /// A remark on stderr.
+    /// Prints a note on stderr.
     pub fn note(self, text: impl Display) {
         if !self.quiet {
-            // A closed stderr is no reason to fail.
+            // A closed stderr is not a failure.
             let _ = writeln!(io::stderr(), "{}", one_line(&text.to_string()));
         }
     }
 
-    /// A remark on stderr, and the next step on a line of its own.
+    /// Prints a remark on stderr, and its next step on a separate line.
     pub fn remark(self, remark: &Remark) {
         self.note(&remark.text);
         self.note(format_args!("  help: {}", remark.help));
     }
 }
 
-/// Bytes for people: three digits and a binary unit.
+/// Formats bytes with three digits and a binary unit.
 pub fn bytes(count: u64) -> String {
     let units = ["KiB", "MiB", "GiB", "TiB", "PiB"];
     if count < 1024 {
@@ -109,7 +109,7 @@ pub fn bytes(count: u64) -> String {
     format!("{value:.digits$} {}", units[unit])
 }
 
-/// Seconds for people.
+/// Formats seconds.
 pub fn seconds(value: f64) -> String {
     if value < 9.995 {
         format!("{value:.2} s")
@@ -120,17 +120,17 @@ pub fn seconds(value: f64) -> String {
     }
 }
 
-/// `bytes` in `seconds`, for people.
+/// Formats a rate of `count` bytes in `seconds`.
 pub fn rate(count: u64, seconds: f64) -> String {
     if seconds > 0.0 { format!("{}/s", bytes((count as f64 / seconds) as u64)) } else { "-".to_owned() }
 }
 
-/// A shape as `[n, k]`.
+/// Formats a shape as `[n, k]`.
 pub fn shape(shape: &[usize]) -> String {
     format!("[{}]", shape.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "))
 }
 
-/// Widest cell that other rows are aligned to, characters.
+/// The widest cell that other rows are aligned to, characters.
 const WIDTH_MAX: usize = 80;
 
 /// Rows of aligned columns. A column is right-aligned if its heading starts with `>`.
@@ -141,7 +141,7 @@ pub struct Table {
 }
 
 impl Table {
-    /// A table with these headings.
+    /// Creates a table with these headings.
     pub fn new(headings: &[&str]) -> Self {
         Self {
             headings: headings.iter().map(|heading| heading.trim_start_matches('>').to_owned()).collect(),
@@ -156,9 +156,9 @@ impl Table {
         self.rows.push(cells.map(|cell| one_line(&cell).into_owned()).into());
     }
 
-    /// Writes it with two spaces between columns and none at the end of a line.
+    /// Writes the table, with two spaces between columns and no trailing spaces.
     pub fn write(&self, out: &mut dyn Write) -> io::Result<()> {
-        // A longer cell sticks out of its own row, and leaves the other rows as they are.
+        // A longer cell extends beyond its column and does not move the other rows.
         let width = |column: usize| {
             let cells = self.rows.iter().chain([&self.headings]).map(|row| row[column].chars().count());
             cells.filter(|&width| width <= WIDTH_MAX).max().unwrap_or(0)

@@ -1,4 +1,4 @@
-//! Options of an engine: the placement of weights, the KV cache, and the plan that `tune` saved for MLPs.
+//! Options of an engine: the placement of weights, the KV cache, and the plan for MLPs that `tune` saved.
 
 use clap::{
     Args, ValueEnum,
@@ -21,12 +21,12 @@ use super::{
     output::Output,
 };
 
-/// Parses how many sequences an engine runs at the same time.
+/// Parses the maximum number of concurrent sequences.
 pub fn sequences() -> RangedI64ValueParser<u32> {
     clap::value_parser!(u32).range(1..=MAX_BATCH.into())
 }
 
-/// How an engine holds weights and the KV cache.
+/// The placement of weights and the KV cache.
 #[derive(Args)]
 pub struct PlacementArgs {
     /// Placement of weights in GPU memory; experts of a mixture are always packed
@@ -40,7 +40,7 @@ pub struct PlacementArgs {
     pub resident_experts: Option<u32>,
 }
 
-/// What `generate` and `serve` set of an engine in the same way.
+/// The engine options that `generate` and `serve` share.
 #[derive(Args)]
 pub struct EngineArgs {
     #[command(flatten)]
@@ -58,7 +58,7 @@ pub struct EngineArgs {
 }
 
 impl EngineArgs {
-    /// These options of an engine.
+    /// Applies these options to `options`.
     pub fn set(&self, options: &mut EngineOptions) {
         options.placement = self.held.placement.0;
         options.kv_cache = self.held.kv_cache.0;
@@ -102,13 +102,13 @@ impl ValueEnum for PlacementArg {
 }
 
 impl PlacementArg {
-    /// Whether pipelines multiply by the weights of MLPs.
+    /// Whether MLPs run through pipelines.
     pub fn has_pipelines(self) -> bool {
         self.0.is_some_and(Placement::has_pipelines)
     }
 }
 
-/// `--kv-cache`: how keys and values are held, or `None` for `auto`.
+/// `--kv-cache`: the encoding of keys and values, or `None` for `auto`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvCacheArg(pub Option<KvCache>);
 
@@ -118,7 +118,7 @@ impl ValueEnum for KvCacheArg {
     }
 
     fn to_possible_value(&self) -> Option<PossibleValue> {
-        // What `auto` means depends on the command, whose help says it.
+        // The meaning of `auto` depends on the command; its help explains it.
         let Some(kv_cache) = self.0 else { return Some(PossibleValue::new("auto")) };
         let help = match kv_cache {
             KvCache::Packed => "12 bits per element, up to a third more tokens",
@@ -128,7 +128,7 @@ impl ValueEnum for KvCacheArg {
     }
 }
 
-/// The plan that is saved in a bundle: names of pipelines, no code. A damaged plan is ignored with a note.
+/// Returns the plan that is saved in a bundle: names of pipelines, no code. A damaged plan is ignored with a note.
 pub fn saved_plan(bundle: &Bundle, output: Output) -> Plan {
     let attached = match bundle.attached() {
         Ok(attached) => attached,
@@ -147,7 +147,7 @@ pub fn saved_plan(bundle: &Bundle, output: Output) -> Plan {
     }
 }
 
-/// Says so where a plan is of no use on this device.
+/// Prints a note if a plan does not apply to this device.
 pub fn note_unused(plan: &Plan, placement: PlacementArg, bundle: &Bundle, device: &DeviceInfo, output: Output) {
     let Some(placement) = placement.0 else { return };
     let model = bundle.manifest().manifest_digest.to_string();
@@ -160,7 +160,7 @@ pub fn note_unused(plan: &Plan, placement: PlacementArg, bundle: &Bundle, device
     }
 }
 
-/// Says what loading does, where that takes long or was asked for.
+/// Prints the progress of loading: compiled kernels, and layers with `-vv`.
 pub fn note_load(output: Output, loaded: &LoadProgress<'_>) {
     match loaded {
         LoadProgress::Kernel(kernel) if !kernel.artifact.state.is_hit() => {

@@ -28,7 +28,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Runs it.
+    /// Runs the command.
     pub fn run(&self, output: Output) -> Result<()> {
         let model = self.source.find(None, output)?;
         if self.compare {
@@ -51,7 +51,7 @@ impl Plan {
     }
 }
 
-/// A line per profile and range of code limits: the stored bytes of each kind of weights.
+/// Writes a line per profile and range of code limits, with the stored bytes of each kind of weights.
 fn write_comparison(report: &CompareReport, out: &mut dyn Write) -> io::Result<()> {
     let is_embedding = |role| matches!(role, Role::Embedding | Role::LmHead);
     let groups: [&dyn Fn(Role) -> bool; 4] = [&is_embedding, &Role::is_attention, &Role::is_mlp, &|role| {
@@ -73,7 +73,7 @@ fn write_comparison(report: &CompareReport, out: &mut dyn Write) -> io::Result<(
         let ratio = select::percent(row.stored_bytes, report.original_bytes);
         (row.profile.to_string(), row.scope.to_string(), [a, b, c, d, output::bytes(row.stored_bytes), ratio])
     };
-    // Limits that give the same sizes share a row.
+    // Limits with the same sizes share a row.
     for rows in report.rows.chunk_by(|one, next| shown(one) == shown(next)) {
         let bits = |row: &bundle::CompareRow| row.code_limit.map_or_else(|| "-".to_owned(), |bits| bits.to_string());
         let limits = match rows {

@@ -1,4 +1,4 @@
-//! Drawings, as text for terminals and, with the feature `plots`, as SVG.
+//! Plots, as text for terminals and, with feature `plots`, as SVG.
 
 #[cfg(feature = "plots")]
 mod svg;
@@ -20,39 +20,39 @@ use super::{
 #[cfg(feature = "plots")]
 use svg::render;
 
-/// From the first to the last exponent with this share of the elements is drawn; the others are counted beside.
+/// The range from the first to the last exponent with this share of the elements is drawn; the notes next to the plot
+/// count the others.
 const COMMON: f64 = 1e-3;
-/// A role with a smaller share of the bytes is drawn with the others.
+/// Roles with a smaller share of the bytes are drawn together with other tensors.
 const SMALL_ROLE: f64 = 0.01;
 /// Tensors with a smaller share of the bytes are drawn together.
 const SMALL_TENSOR: f64 = 0.002;
-/// Characters of the longest bar on a terminal.
+/// Length of the longest bar on a terminal, characters.
 const COLUMNS: f64 = 56.0;
 
-/// What an SVG file shows.
+/// The content of an SVG file.
 pub enum Drawing<'a> {
-    /// How often each exponent occurs.
+    /// The number of weights per exponent.
     Exponents(&'a Histogram),
-    /// Stored size of each tensor as a share of its original size; as wide as it is large, by role.
+    /// Stored size of each tensor as a share of its original size, by role; the width of a bar is the original size.
     Tensors(&'a [TensorReport]),
-    /// Ratios over a number that doubles, such as the batch, a line each.
+    /// Ratios over a value that doubles, such as the batch size, with one line each.
     Ratios(Ratios),
 }
 
-/// Lines of ratios to something that they are compared with.
+/// Lines of ratios to a baseline.
 pub struct Ratios {
-    /// Above the chart.
+    /// The caption above the chart.
     pub caption: &'static str,
-    /// What ratios are over.
+    /// The name of the x axis.
     pub x_name: &'static str,
-    /// What ratios are of.
+    /// The name of the y axis.
     pub ratio_name: &'static str,
-    /// Name and points of each line.
+    /// The name and points of each line.
     pub lines: Vec<(String, BTreeMap<u32, f64>)>,
 }
 
-/// Writes a drawing. A file that is there is replaced if it is a drawing, too: a slip of the fingers must not cost a
-/// shard.
+/// Writes a plot. Replaces an existing file only if it is an SVG, so that a typing error does not overwrite a shard.
 pub fn save(path: &Path, drawing: &Drawing<'_>) -> Result<()> {
     let svg = render(drawing)?;
     let mut file = partial(path)?;
@@ -61,7 +61,7 @@ pub fn save(path: &Path, drawing: &Drawing<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Whether [`save`] could write there, as things are now: to be asked before minutes of measuring.
+/// Checks that [`save`] can write to `path`, before a measurement takes minutes.
 pub fn may_save(path: Option<&Path>) -> Result<()> {
     let Some(path) = path else { return Ok(()) };
     if !cfg!(feature = "plots") {
@@ -70,7 +70,7 @@ pub fn may_save(path: Option<&Path>) -> Result<()> {
     partial(path).map(drop)
 }
 
-/// A file next to `path` that can take its name: what is there is nothing or a drawing.
+/// Creates a temporary file that can replace `path`, which must not exist or be an SVG.
 fn partial(path: &Path) -> Result<tempfile::NamedTempFile> {
     if let Ok(metadata) = path.symlink_metadata() {
         let mut start = Vec::new();
@@ -78,7 +78,7 @@ fn partial(path: &Path) -> Result<tempfile::NamedTempFile> {
             let read = File::open(path).and_then(|file| file.take(5).read_to_end(&mut start));
             read.map_err(Failure::io(path.display()))?;
         }
-        // Compared at the first byte: a name in a header could contain the same text.
+        // Compared at the first byte, because a safetensors header could contain the same text.
         if !start.starts_with(b"<svg") && !start.starts_with(b"<?xml") {
             let message = format!("{}: exists and is not a drawing", path.display());
             return Err(Failure::new(
@@ -96,13 +96,13 @@ fn render(_: &Drawing<'_>) -> Result<String> {
     Err(super::absent::option("--svg", "plots"))
 }
 
-/// What is drawn of a histogram of exponents.
+/// The plotted part of a histogram of exponents.
 struct Exponents {
-    /// From the first common exponent to the last.
+    /// The range from the first to the last common exponent.
     drawn: std::ops::RangeInclusive<u8>,
     /// Shares of the elements, percent.
     shares: Vec<f64>,
-    /// What there is to say beside.
+    /// Notes next to the plot.
     beside: Vec<String>,
 }
 
@@ -145,7 +145,7 @@ impl Exponents {
     }
 }
 
-/// [`Drawing::Exponents`] for a terminal.
+/// Writes [`Drawing::Exponents`] for a terminal.
 pub fn exponents_text(histogram: &Histogram, out: &mut dyn Write) -> Result<()> {
     let exponents = Exponents::of(histogram)?;
     for (exponent, share) in exponents.bars() {
@@ -157,7 +157,7 @@ pub fn exponents_text(histogram: &Histogram, out: &mut dyn Write) -> Result<()> 
     Ok(())
 }
 
-/// Tensors side by side: their places in the drawing are as wide as their bytes.
+/// One or several tensors of the same encoding: a bar as wide as their original bytes.
 #[cfg_attr(not(feature = "plots"), allow(dead_code, reason = "only SVG shows single tensors"))]
 struct Stripe {
     from: u64,
@@ -166,7 +166,7 @@ struct Stripe {
     encoding: EncodingId,
 }
 
-/// Tensors of a role.
+/// All tensors of a role, or of all small roles.
 struct Group {
     label: &'static str,
     from: u64,
@@ -174,8 +174,8 @@ struct Group {
     stored_bytes: u64,
 }
 
-/// Places of all tensors: by role, in the bundle's order, small ones of a role and an encoding together at the end of
-/// it.
+/// Lays out all tensors by role, in the bundle's order. The small tensors of a role and encoding form one stripe at the
+/// role's end.
 fn arrange(tensors: &[TensorReport]) -> (Vec<Group>, Vec<Stripe>) {
     let total: u64 = tensors.iter().map(|tensor| tensor.original_bytes).sum();
     let of = |role: Role| tensors.iter().filter(move |tensor| tensor.role == role && tensor.original_bytes > 0);
@@ -220,7 +220,7 @@ fn ratio_caption(tensors: &[TensorReport]) -> Result<(u64, String)> {
     Ok((original, format!("{} tensors: {percent:.1} % of {original} bytes", tensors.len())))
 }
 
-/// [`Drawing::Tensors`] for a terminal: a line per role.
+/// Writes [`Drawing::Tensors`] for a terminal, with a line per role.
 pub fn ratio_text(tensors: &[TensorReport], out: &mut dyn Write) -> Result<()> {
     let (_, caption) = ratio_caption(tensors)?;
     for group in arrange(tensors).0 {
@@ -231,7 +231,7 @@ pub fn ratio_text(tensors: &[TensorReport], out: &mut dyn Write) -> Result<()> {
     Ok(writeln!(out, "{caption}")?)
 }
 
-/// A bar of at most [`COLUMNS`] characters, to the eighth of one.
+/// Returns a bar of at most [`COLUMNS`] characters, in eighths of a character.
 fn blocks(share: f64) -> String {
     const PARTS: [&str; 8] = ["", "\u{258f}", "\u{258e}", "\u{258d}", "\u{258c}", "\u{258b}", "\u{258a}", "\u{2589}"];
     let eighths = (share * COLUMNS * 8.0).round() as usize;
@@ -272,7 +272,7 @@ mod tests {
         let (groups, stripes) = arrange(&tensors);
         let total: u64 = tensors.iter().map(|tensor| tensor.original_bytes).sum();
         assert_eq!(groups.iter().map(|group| group.label).collect::<Vec<_>>(), ["q", "gate", "other"]);
-        // Four matrices and what is small of each role and encoding.
+        // Four matrices per role, and one stripe for the small tensors of each role and encoding.
         assert_eq!(stripes.len(), 4 + 4 + 1 + 1);
         for pair in stripes.windows(2) {
             assert_eq!(pair[0].to, pair[1].from);
@@ -288,7 +288,7 @@ mod tests {
 
     #[test]
     fn common_exponents_are_drawn_and_rare_ones_summed() {
-        // 2000 times each 120 to 122, once 3 and 200.
+        // Exponents 120 to 122 occur 2000 times each, 3 and 200 once.
         let bits: Vec<u16> = (0..6000).map(|i| (120 + i % 3) << 7).chain([3 << 7, 200 << 7]).collect();
         let bytes: Vec<u8> = bits.into_iter().flat_map(u16::to_le_bytes).collect();
         let exponents = Exponents::of(&Histogram::of(&bytes)).unwrap();

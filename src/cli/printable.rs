@@ -1,15 +1,15 @@
-//! Text of anybody, made harmless for a terminal.
+//! Escapes untrusted text so that it cannot control a terminal.
 
 use std::borrow::Cow;
 
-/// Text without characters that would control a terminal, or turn the direction of a line: names of tensors and files
-/// are anybody's. They are written as escapes; line ends and tabs stay.
+/// Escapes characters that control a terminal or change the direction of a line, because names of tensors and files are
+/// untrusted. Line ends and tabs stay.
 pub fn printable(text: &str) -> Cow<'_, str> {
     escaped(text, |c| is_harmful(c) && !matches!(c, '\n' | '\t'))
 }
 
-/// As [`printable`], on one line: for names, and for messages that hold them. A line end in a name could say what this
-/// program did not.
+/// Escapes line ends and tabs, too: for names, and for messages that contain them. A line end in a name could imitate
+/// output of this program.
 pub fn one_line(text: &str) -> Cow<'_, str> {
     escaped(text, is_harmful)
 }

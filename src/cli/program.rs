@@ -1,4 +1,4 @@
-//! What every program of this project does around its commands: options, help, errors, exit status.
+//! The frame around the commands of a program: common options, help, errors and exit status.
 
 use std::{io::Write, process::ExitCode};
 
@@ -13,10 +13,10 @@ use super::{
     signals,
 };
 
-/// Heading of the options that every command has.
+/// Heading of the options that all commands have.
 pub const EVERYWHERE: &str = "Everywhere";
 
-/// Options of every command.
+/// The options that all commands have.
 #[derive(Args)]
 pub struct Everywhere {
     /// Print one JSON object on stdout (docs/reference/json.md lists the keys)
@@ -31,7 +31,7 @@ pub struct Everywhere {
 }
 
 impl Everywhere {
-    /// How a command speaks with these options.
+    /// Returns the output options.
     pub fn output(&self) -> Output {
         Output { json: self.json, quiet: self.quiet, verbose: self.verbose }
     }
@@ -39,22 +39,22 @@ impl Everywhere {
 
 /// A command line program.
 pub trait Program: Parser {
-    /// How it speaks.
+    /// Returns the output options.
     fn output(&self) -> Output;
 
-    /// The command, as the JSON names it.
+    /// The name of the command in the JSON output.
     fn command(&self) -> &'static str;
 
     /// Runs the command.
     fn run(&self, output: Output) -> failure::Result<()>;
 
-    /// Why a command is unknown, if there is more to say than its name.
+    /// Returns a failure for an unknown command if there is more to say than its name.
     fn unknown(_command: &str) -> Option<Failure> {
         None
     }
 }
 
-/// Parses the arguments and runs the command, unless `answer` says that there is nothing more to do.
+/// Parses the arguments and runs the command. `answer` runs first; if it returns true, the program ends.
 pub fn run<P: Program>(answer: impl FnOnce() -> Result<bool, clap::Error>) -> ExitCode {
     crate::format::raw::keep_freed_memory();
     signals::survive_file_limit();
@@ -81,7 +81,7 @@ pub fn run<P: Program>(answer: impl FnOnce() -> Result<bool, clap::Error>) -> Ex
     }
 }
 
-/// Prints why a command failed; as a JSON object, too, where one was asked for and none was printed.
+/// Prints why a command failed: on stderr, and as a JSON object if `--json` is set and the command printed none.
 fn failed(failure: &Failure, command: &str, json: bool) -> ExitCode {
     let class = failure.class();
     if class != Class::Gone {
@@ -93,9 +93,9 @@ fn failed(failure: &Failure, command: &str, json: bool) -> ExitCode {
     ExitCode::from(class.exit_code())
 }
 
-/// Prints help, or what is wrong with the arguments; as a JSON object where one was asked for.
+/// Prints help or a usage error, as a JSON object, too, if `--json` is set.
 fn usage(error: &clap::Error) -> ExitCode {
-    // stdout or stderr may be closed; the exit status still tells.
+    // stdout or stderr may be closed; the exit status still reports the error.
     let _ = error.print();
     if error.use_stderr() && asks_for_json() {
         let text = error.render().to_string();
@@ -108,7 +108,7 @@ fn usage(error: &clap::Error) -> ExitCode {
     ExitCode::from(if error.use_stderr() { Class::Failed.exit_code() } else { 0 })
 }
 
-/// Whether the arguments, which could not be parsed, ask for JSON.
+/// Whether the arguments contain `--json`, for arguments that could not be parsed.
 fn asks_for_json() -> bool {
     std::env::args_os().any(|argument| argument == "--json")
 }

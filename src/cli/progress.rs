@@ -1,4 +1,4 @@
-//! Progress on stderr.
+//! A progress bar on stderr.
 
 use std::{
     fmt,
@@ -19,7 +19,7 @@ use super::{
     signals,
 };
 
-/// A bar on a terminal; without one, nothing but what `-v` asks for.
+/// A progress bar. If stderr is not a terminal, it prints only what `-v` requests.
 pub struct Bar {
     bar: ProgressBar,
     cancelled: Arc<AtomicBool>,
@@ -27,15 +27,15 @@ pub struct Bar {
 }
 
 impl Bar {
-    /// A bar labelled with what is being done. From here on SIGINT, SIGTERM and SIGHUP ask the work to stop.
+    /// Creates a bar with a label. From here on SIGINT, SIGTERM and SIGHUP set the cancel flag.
     pub fn new(output: Output, label: &'static str) -> Result<Self> {
-        // Drawn from `start` on: before that there is no total, and a bar of nothing is a full one.
+        // Hidden until `start`: before that the total is unknown, and an empty total would show a full bar.
         let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::hidden()).with_prefix(label);
         let template = "{prefix} [{bar:30}] {bytes}/{total_bytes}  {bytes_per_sec}  ETA {left}  {wide_msg}";
-        // The first files are no measure of the rest.
+        // The first files do not predict the rest.
         let left = |state: &ProgressState, text: &mut dyn fmt::Write| {
             let known = state.elapsed() > Duration::from_secs(2) && state.pos() > 0;
-            // A bar that cannot be written is not drawn.
+            // A write error means that the bar is not drawn.
             let _ = if known { write!(text, "{:#}", HumanDuration(state.eta())) } else { text.write_str("-") };
         };
         let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
@@ -94,7 +94,7 @@ impl Progress for Bar {
     }
 }
 
-/// As [`signals::cancel_flag`].
+/// Returns [`signals::cancel_flag`], with its error as a failure.
 pub fn cancel_flag() -> Result<Arc<AtomicBool>> {
     signals::cancel_flag().map_err(Failure::io("cannot listen to signals"))
 }

@@ -1,4 +1,4 @@
-//! A page about all commands of a program, as Markdown, from the texts of `--help`.
+//! Generates the Markdown reference of all commands of a program from the texts of `--help`.
 
 use std::fmt::Write;
 
@@ -6,9 +6,9 @@ use clap::{Arg, Command};
 
 use super::program::EVERYWHERE;
 
-/// A table of the options that several commands have; then for every command, in the order of `--help`, a heading with
-/// its usage and its own options. The options of all commands are left out. `cli` is the page of `unweight`: options in
-/// its table of common options are linked there.
+/// Returns a table of the options that several commands share. For every command, in the order of `--help`, a heading
+/// with its usage and its own options follows. Options of all commands are left out. `cli` is the page of `unweight`:
+/// options in its table of common options are linked there.
 pub fn markdown(mut program: Command, cli: &str) -> String {
     program = program.disable_help_subcommand(true);
     program.build();
@@ -22,7 +22,7 @@ pub fn markdown(mut program: Command, cli: &str) -> String {
     page
 }
 
-/// The commands that run something, in order.
+/// Collects the commands without subcommands, in order.
 fn leaves(program: &mut Command, found: &mut Vec<Leaf>) {
     for command in program.get_subcommands_mut().filter(|command| !command.is_hide_set()) {
         if command.has_subcommands() {
@@ -98,7 +98,7 @@ impl Row {
         }
     }
 
-    /// Whether both are the same option. It may be below another heading.
+    /// Whether both are the same option, possibly below different headings.
     fn is_same(&self, other: &Self) -> bool {
         (&self.names, &self.help, &self.values, &self.default)
             == (&other.names, &other.help, &other.values, &other.default)
@@ -111,15 +111,15 @@ impl Row {
     }
 }
 
-/// The options that several commands have with the same help.
+/// The options that several commands share, with the same help.
 struct Common<'a> {
     rows: Vec<Row>,
-    /// The table of the common options of `unweight`.
+    /// The table of common options on the page of `unweight`.
     cli: &'a str,
 }
 
 impl<'a> Common<'a> {
-    /// Of several options of one name, the one that most commands have.
+    /// Of several options with one name, selects the one that most commands have.
     fn of(commands: &[Leaf], cli: &'a str) -> Self {
         let all: Vec<&Row> = commands.iter().flat_map(|command| &command.rows).collect();
         let cli = cli.split("\n## ").find(|section| section.starts_with("Common options")).unwrap_or_default();
@@ -150,7 +150,7 @@ impl<'a> Common<'a> {
     }
 }
 
-/// Positional arguments, then options by heading.
+/// Returns positional arguments, then options by heading.
 fn arguments(command: &Command) -> Vec<&Arg> {
     let own = |argument: &&Arg| {
         let common = argument.get_help_heading() == Some(EVERYWHERE);
@@ -164,7 +164,7 @@ fn arguments(command: &Command) -> Vec<&Arg> {
     found
 }
 
-/// `<SOURCE>...` or `-o`, `--output <DIR>`.
+/// Formats names: `<SOURCE>...` or `-o`, `--output <DIR>`.
 fn names(argument: &Arg) -> String {
     if argument.is_positional() {
         return format!("`{argument}`");
@@ -176,7 +176,7 @@ fn names(argument: &Arg) -> String {
     format!("{short}`--{}{values}`", argument.get_long().unwrap_or_default())
 }
 
-/// Possible values with their help.
+/// Formats the possible values with their help.
 fn values(argument: &Arg) -> String {
     let values: Vec<_> = argument.get_possible_values().into_iter().filter(|value| !value.is_hide_set()).collect();
     if !argument.get_action().takes_values() || values.is_empty() {
@@ -197,7 +197,7 @@ fn default(argument: &Arg) -> String {
     format!(" [default: {}]", escaped(&values.join(",")))
 }
 
-/// Help texts are plain; outside of backticks, Markdown would take some characters for its own.
+/// Escapes a plain help text for Markdown: `*` and `<` outside of backticks, and `|`.
 fn escaped(text: &str) -> String {
     let mut in_code = false;
     let mut escaped = String::new();

@@ -1,4 +1,4 @@
-//! Folders for what is only needed while a command runs, and files without their final names.
+//! Scratch directories for the duration of a command, and temporary files that become the output.
 
 use std::{
     fs::{self, File, Metadata, Permissions},
@@ -11,33 +11,34 @@ use tempfile::{NamedTempFile, TempDir};
 
 use super::failure::Failure;
 
-/// The folder of a file.
+/// Returns the directory of a file.
 pub fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// A file in the folder of `path` that can take its name. Errors do not name the temporary file.
+/// Creates a temporary file in the directory of `path`, which can be renamed to it. Errors do not name the temporary
+/// file.
 pub fn unfinished(path: &Path) -> io::Result<NamedTempFile> {
     let mut builder = tempfile::Builder::new();
-    // As any file that a program makes: what the user's mask allows.
+    // The mode of an ordinary new file, as the umask allows.
     builder.prefix(".unweight-").permissions(Permissions::from_mode(0o666));
     builder.tempfile_in(folder_of(path)).map_err(|error| error.kind().into())
 }
 
-/// As [`unfinished`]; the failure names the folder.
+/// Creates a temporary file as [`unfinished`] does; the failure names the directory.
 pub fn unfinished_or_failure(path: &Path) -> Result<NamedTempFile, Failure> {
     unfinished(path).map_err(Failure::io(folder_of(path).display()))
 }
 
-/// A temporary folder that the next run removes if this one is killed.
+/// A scratch directory. If this process is killed, the next run removes it.
 pub struct Scratch {
     dir: TempDir,
-    /// Locked as long as the process lives, however it ends.
+    /// A lock that the system releases when the process ends, however it ends.
     _lock: File,
 }
 
 impl Scratch {
-    /// A new directory in `home`. Unused directories with this prefix are removed first.
+    /// Creates a directory in `home`. First removes unused directories with this prefix.
     pub fn new(home: &Path, prefix: &str) -> io::Result<Self> {
         remove_abandoned(home, prefix);
         loop {
@@ -45,14 +46,14 @@ impl Scratch {
             let path = dir.path().join("lock");
             let lock = File::options().write(true).create_new(true).open(&path)?;
             lock.lock()?;
-            // Before it was locked, another run may have taken it for abandoned, and removed it.
+            // Before the lock was taken, another run may have removed the directory as abandoned.
             if path.symlink_metadata().is_ok_and(|named| lock.metadata().is_ok_and(|held| same(&held, &named))) {
                 return Ok(Self { dir, _lock: lock });
             }
         }
     }
 
-    /// Where it is; `lock` in it is taken.
+    /// The path of the directory. The name `lock` in it is reserved.
     pub fn path(&self) -> &Path {
         self.dir.path()
     }
@@ -62,7 +63,7 @@ fn same(a: &Metadata, b: &Metadata) -> bool {
     (a.dev(), a.ino()) == (b.dev(), b.ino())
 }
 
-/// Removes what killed runs of this user left. What cannot be looked at or removed stays.
+/// Removes directories that killed runs of this user left. Directories that cannot be read or removed stay.
 fn remove_abandoned(home: &Path, prefix: &str) {
     let own = rustix::process::geteuid().as_raw();
     for entry in fs::read_dir(home).into_iter().flatten().flatten() {
@@ -74,7 +75,8 @@ fn remove_abandoned(home: &Path, prefix: &str) {
         let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
         let mut options = File::options();
         let lock = options.read(true).custom_flags(flags.bits() as i32).open(entry.path().join("lock"));
-        // Held until the folder is removed: a run that waits for the lock in `new` then sees that its folder is gone.
+        // Held until the directory is removed: a run that waits for the lock in `new` then sees that its directory is
+        // gone.
         if let Ok(lock) = lock
             && lock.try_lock().is_ok()
         {
@@ -89,7 +91,7 @@ mod tests {
 
     use super::*;
 
-    /// Runs that begin at the same time tidy up after killed ones, and leave each other's folders alone.
+    /// Runs that start at the same time remove leftovers of killed runs, and never each other's directories.
     #[test]
     fn a_folder_in_use_is_never_removed() {
         let home = tempfile::tempdir().unwrap();
@@ -109,7 +111,7 @@ mod tests {
                 });
             }
         });
-        // The next run removes a folder whose lock no process holds.
+        // The next run removes a directory whose lock is free.
         fs::create_dir(home.path().join("run-killed")).unwrap();
         fs::write(home.path().join("run-killed/lock"), "").unwrap();
         drop(Scratch::new(home.path(), "run-").unwrap());

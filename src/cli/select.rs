@@ -1,4 +1,4 @@
-//! What `plan` and `compress` have in common: which tensors become what.
+//! Options and reports that `plan`, `compress` and `demo` share: which tensors get which encoding.
 
 use std::{collections::BTreeMap, path::PathBuf};
 
@@ -48,7 +48,8 @@ pub struct Select {
 }
 
 impl Select {
-    /// Every profile with every limit that changes anything; the scope is each profile's own unless one was asked for.
+    /// Returns options for every profile and every effective code limit. The scope is `--scope` or the profile's
+    /// default.
     pub fn all_options(&self, model: &Found) -> Vec<CompressOptions> {
         let limits = || (0..=32).filter_map(|bits| CodeLimit::new(bits).ok());
         let of = |&profile: &Profile| {
@@ -63,14 +64,14 @@ impl Select {
         Profile::ALL.iter().flat_map(of).collect()
     }
 
-    /// As the library takes them, for the files of a model.
+    /// Returns the library's options for the files of a model.
     pub fn options_for(&self, model: &Found) -> CompressOptions {
         let options = self.options();
         let selection = model.select(options.selection.clone());
         options.selection(selection)
     }
 
-    /// As the library takes them.
+    /// Returns the library's options.
     pub fn options(&self) -> CompressOptions {
         CompressOptions::new(self.profile)
             .scope(self.scope.unwrap_or(self.profile.default_scope()))
@@ -101,7 +102,7 @@ fn code_limit(text: &str) -> Result<u32, String> {
     CodeLimit::new(bits).map(CodeLimit::bits).map_err(|error| error.to_string())
 }
 
-/// The warning that nothing `was` or `would be` compressed: why most bytes are raw, and what would help.
+/// Returns the warning that no tensor `was` or `would be` compressed: why most bytes are raw, and the next step.
 pub fn nothing_coded(tensors: &[TensorReport], verb: &str) -> Option<Remark> {
     if tensors.iter().any(|tensor| tensor.encoding != EncodingId::RAW) {
         return None;
@@ -126,7 +127,7 @@ pub fn nothing_coded(tensors: &[TensorReport], verb: &str) -> Option<Remark> {
     Some(Remark { text, help: help.to_owned() })
 }
 
-/// The note on large copied files that may be unwanted.
+/// Returns the remark on large copied files that may be unwanted.
 pub fn large_copies(copies: &[LargeCopy]) -> Option<Remark> {
     let first = copies.first()?;
     let named: Vec<String> =
@@ -140,7 +141,7 @@ pub fn large_copies(copies: &[LargeCopy]) -> Option<Remark> {
     })
 }
 
-/// What to say where a configuration does not say that its weights are a bundle's.
+/// Returns the remark on configurations that do not mark their weights as those of a bundle.
 pub fn unmarked_configs(configs: &[UnmarkedConfig]) -> Option<Remark> {
     let UnmarkedConfig { name, reason, .. } = configs.first()?;
     let more = if configs.len() > 1 { format!(", and {} more", configs.len() - 1) } else { String::new() };
@@ -153,7 +154,7 @@ pub fn unmarked_configs(configs: &[UnmarkedConfig]) -> Option<Remark> {
     })
 }
 
-/// A line per encoding and one for everything.
+/// Returns a table with a line per encoding and a total.
 pub fn totals(encodings: &[EncodingTotal], original_bytes: u64, stored_bytes: u64) -> Table {
     let mut table = Table::new(&["encoding", ">tensors", ">original", ">stored", ">bits/element", ">ratio"]);
     for total in encodings {
@@ -178,7 +179,7 @@ pub fn totals(encodings: &[EncodingTotal], original_bytes: u64, stored_bytes: u6
     table
 }
 
-/// A line per tensor.
+/// Returns a table with a line per tensor.
 pub fn tensors(tensors: &[TensorReport]) -> Table {
     let mut table = Table::new(&[
         "tensor",
@@ -209,7 +210,7 @@ pub fn tensors(tensors: &[TensorReport]) -> Table {
     table
 }
 
-/// `part` of `whole` in percent.
+/// Formats `part` as a percentage of `whole`.
 pub fn percent(part: u64, whole: u64) -> String {
     if whole == 0 { "-".to_owned() } else { format!("{:.1} %", part as f64 * 100.0 / whole as f64) }
 }

@@ -94,12 +94,12 @@ struct Report {
 }
 
 impl Serve {
-    /// Runs it.
+    /// Runs the command.
     pub fn run(&self, output: Output) -> Result<()> {
         let bundle = Bundle::open(&self.bundle)?;
         let text = text_of(&bundle, &self.bundle)?;
         let options = self.serve_options()?;
-        // A port that is in use fails before the model is loaded.
+        // Fail before the model is loaded if the port is in use.
         let listener = TcpListener::bind((self.host, self.port)).map_err(|error| {
             let message = format!("{}:{} cannot be listened on: {error}", self.host, self.port);
             Failure::new("address-unavailable", message, "choose another --port, or 0 for a free one")
@@ -120,7 +120,7 @@ impl Serve {
             output.note(format_args!("loaded in {:.1} s: {}", start.elapsed().as_secs_f64(), engine.memory()));
         }
         let served = self.serve(&mut engine, text, listener, options, start, output);
-        // A failed engine has printed its error.
+        // A failed engine has reported its error.
         if output.verbose > 0
             && let Ok(Some(traffic)) = engine.expert_traffic()
         {
@@ -164,7 +164,7 @@ impl Serve {
 
     fn engine_options(&self) -> EngineOptions {
         let mut options = EngineOptions::default().max_batch(self.max_batch).chunk(self.chunk);
-        // The server counts those that wait; the engine has them all until it has rows for them.
+        // The server limits the waiting sequences; the engine queues all of them until a row is free.
         options.waiting = self.max_batch as usize + self.max_waiting as usize;
         self.engine.set(&mut options);
         options
@@ -197,7 +197,7 @@ impl Serve {
             output.note("the model has no chat template: /v1/chat/completions is refused");
         }
         let stop = progress::cancel_flag()?;
-        // Loading is over: what a request takes is given back with it.
+        // Loading is over: return its freed memory to the system. From here on freed memory is returned at once.
         return_freed_memory();
         output.result("serve", &report, |out| writeln!(out, "{} at {}", report.model, report.url))?;
         match serve(backend, text, listener, options, stop.clone()) {

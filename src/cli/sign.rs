@@ -1,4 +1,4 @@
-//! Keys of minisign: the publisher of a bundle signs its manifest, and readers check the signature.
+//! minisign keys: the publisher of a bundle signs its manifest, and readers verify the signature.
 
 use std::{fs, path::Path};
 
@@ -8,13 +8,14 @@ use unweight::format::bundle::Signer;
 
 use super::failure::{Failure, Result};
 
-/// Largest key file, bytes.
+/// The maximum size of a key file, bytes.
 const KEY_MAX: u64 = 16 << 10;
 
-/// Characters of a public key in base64.
+/// Length of a public key in base64, characters.
 const PUBLIC_KEY_CHARACTERS: usize = 56;
 
-/// A signer with the secret key of a file; its password, if it has one, is the first line of another.
+/// Returns a signer with the secret key of file `key`. The first line of file `password` is the key's password, if it
+/// has one.
 #[cfg(feature = "sign")]
 pub fn signer(key: &Path, password: Option<&Path>) -> Result<Signer> {
     let text = read(key)?;
@@ -44,19 +45,19 @@ pub fn signer(key: &Path, password: Option<&Path>) -> Result<Signer> {
         }
     };
     Ok(Signer::new(move |manifest| {
-        // No time: what a bundle is, is in its manifest.
+        // The trusted comment has no time: the manifest alone identifies the bundle.
         let signature = minisign::sign(None, &secret, manifest, Some("unweight.json"), Some("signature of a bundle"))?;
         Ok(signature.to_string())
     }))
 }
 
-/// Signing needs the feature.
+/// Fails: signing needs feature `sign`.
 #[cfg(not(feature = "sign"))]
 pub fn signer(_: &Path, _: Option<&Path>) -> Result<Signer> {
     Err(super::absent::option("--sign", "sign"))
 }
 
-/// The text of a public key: that of a file, or the key itself.
+/// Returns the text of a public key, given as a file or as the key itself.
 pub fn public_key(given: &str) -> Result<String> {
     let path = Path::new(given);
     // A key is 56 characters of base64, which may contain slashes.

@@ -1,4 +1,4 @@
-//! Signals: those that ask the work to stop, and the one of a limit.
+//! Signal handling: SIGINT, SIGTERM and SIGHUP cancel the work; SIGXFSZ is ignored.
 
 use std::{
     io,
@@ -11,19 +11,19 @@ use std::{
 const SIGNALS: [i32; 3] = [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP];
 static SIGNAL: OnceLock<Arc<AtomicUsize>> = OnceLock::new();
 
-/// The signal that asked to stop, if any.
+/// Returns the signal that cancelled the work, if any.
 pub fn signal() -> Option<u8> {
     SIGNAL.get().and_then(|signal| u8::try_from(signal.load(Ordering::Relaxed)).ok()).filter(|&signal| signal > 0)
 }
 
-/// A write beyond the limit of file sizes is to fail like one on a full disk, not to end the process.
+/// Makes a write beyond the file-size limit fail, as on a full disk, instead of ending the process.
 pub fn survive_file_limit() {
     let unused = Arc::new(AtomicBool::new(false));
-    // Without a handler the default stays: the process ends, and nothing half-written has a final name.
+    // Without a handler the default applies: the process ends, and no unfinished file has its final name.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, unused);
 }
 
-/// Set by the first of [`SIGNALS`]; the second one ends the process at once.
+/// Returns a flag that the first of [`SIGNALS`] sets; a second signal ends the process at once.
 pub fn cancel_flag() -> io::Result<Arc<AtomicBool>> {
     static FLAG: OnceLock<Arc<AtomicBool>> = OnceLock::new();
     if let Some(flag) = FLAG.get() {
@@ -32,7 +32,7 @@ pub fn cancel_flag() -> io::Result<Arc<AtomicBool>> {
     let flag = Arc::new(AtomicBool::new(false));
     let number = SIGNAL.get_or_init(Arc::default);
     for signal in SIGNALS {
-        // Handlers run in the order of registration: the flag must be looked at before it is set.
+        // Handlers run in the order of registration: the shutdown must check the flag before it is set.
         signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&flag))
             .and_then(|_| signal_hook::flag::register_usize(signal, Arc::clone(number), signal as usize))
             .and_then(|_| signal_hook::flag::register(signal, Arc::clone(&flag)))?;

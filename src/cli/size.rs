@@ -1,4 +1,4 @@
-//! Sizes as people type them.
+//! Parsing of sizes such as `4G`.
 
 /// Parses `4G`, `512M`, `1.5GiB`, `1048576`: units are powers of 1024.
 pub fn parse(text: &str) -> Result<u64, String> {
@@ -18,15 +18,15 @@ pub fn parse(text: &str) -> Result<u64, String> {
     };
     let value: f64 = number.parse().map_err(|_| expected())?;
     let bytes = value * (1u64 << shift) as f64;
-    // Above 2^53 a float no longer counts single bytes, and no machine has them.
+    // Above 2^53 a float cannot represent single bytes, and no machine has so many.
     if bytes >= 1.0 && bytes <= (1u64 << 53) as f64 { Ok(bytes as u64) } else { Err(expected()) }
 }
 
-/// Smallest GPU memory that is taken at its word, bytes.
+/// The smallest GPU memory that is accepted, bytes.
 #[cfg(feature = "gpu")]
 const MEMORY_MIN: u64 = 1 << 20;
 
-/// Parses a size of GPU memory; a number below 1 MiB lacks its unit.
+/// Parses a size of GPU memory. A value below 1 MiB is rejected, because its unit is probably missing.
 #[cfg(feature = "gpu")]
 pub fn memory(text: &str) -> Result<u64, String> {
     match parse(text)? {

@@ -1,5 +1,4 @@
-//! Where a model is: a directory, files, a pattern, a name in the cache of the Hugging Face hub, or an archive on
-//! stdin.
+//! Locates a model: a directory, files, a glob, a name in the Hugging Face cache, or an archive on stdin.
 
 use std::{
     env,
@@ -22,7 +21,7 @@ use super::{
     scratch::Scratch,
 };
 
-/// The model of a command.
+/// The source argument of a command.
 #[derive(Args)]
 pub struct Source {
     /// Model directory, .safetensors files, quoted glob, cached Hugging Face model (org/name or org/name@revision),
@@ -31,34 +30,35 @@ pub struct Source {
     source: Vec<PathBuf>,
 }
 
-/// A model that was found.
+/// A located model.
 pub struct Found {
     /// The directory that names are relative to.
     pub root: PathBuf,
-    /// The files in it, if not all are meant.
+    /// The selected files in `root`; `None` selects all.
     only: Option<Vec<String>>,
-    /// What an archive was unpacked to.
+    /// The directory that an archive was unpacked to.
     _scratch: Option<Scratch>,
 }
 
 impl Found {
-    /// The selection with the files that were named.
+    /// Restricts a selection to the files that were named.
     pub fn select(&self, selection: Selection) -> Selection {
         selection.only(self.only.clone())
     }
 }
 
-/// Prefix of folders that archives are unpacked to.
+/// Prefix of directories that archives are unpacked to.
 pub const SCRATCH_PREFIX: &str = ".unweight-scratch-";
 
 impl Source {
-    /// The model as the command line names it, as words of a shell.
+    /// Returns the source arguments, quoted for a shell.
     #[cfg(feature = "gpu")]
     pub fn quoted(&self) -> String {
         self.source.iter().map(|source| quoted(source)).collect::<Vec<_>>().join(" ")
     }
 
-    /// Finds the model. An archive is unpacked next to `output`, which needs the space, or to the temporary folder.
+    /// Locates the model. An archive is unpacked next to `output`, which needs the space, or to the temporary
+    /// directory.
     pub fn find(&self, output: Option<&Path>, speak: Output) -> Result<Found> {
         let found = if !self.source.iter().any(|source| archive::is_stream(source)) {
             find(&self.source)?
@@ -80,7 +80,7 @@ impl Source {
     }
 }
 
-/// A path as a word of a shell.
+/// Quotes a path for a shell.
 #[cfg(feature = "gpu")]
 pub fn quoted(path: &Path) -> String {
     let path = path.to_string_lossy();
@@ -92,18 +92,18 @@ pub fn quoted(path: &Path) -> String {
     }
 }
 
-/// A DFloat11 directory decoded; any other as it is.
+/// Decodes a DFloat11 directory; returns any other source unchanged.
 #[cfg(feature = "dfloat11")]
 fn as_bf16(found: Found, output: Option<&Path>, speak: Output) -> Result<Found> {
     if dfloat11::is_model(&found.root)? { decoded(&found, output, speak) } else { Ok(found) }
 }
 
-/// Refuses a DFloat11 directory, whose weights would be taken for plain bytes.
+/// Rejects a DFloat11 directory, whose weights would be read as plain bytes.
 #[cfg(not(feature = "dfloat11"))]
 fn as_bf16(found: Found, _: Option<&Path>, _: Output) -> Result<Found> {
     const BYTES_MAX: u64 = 16 << 20;
     let mut text = Vec::new();
-    // A file that cannot be read is the command's to report.
+    // The command itself reports a file that cannot be read.
     let read = File::open(found.root.join("config.json")).and_then(|file| file.take(BYTES_MAX).read_to_end(&mut text));
     let config = read.ok().and_then(|_| serde_json::from_slice::<serde_json::Value>(&text).ok());
     if config.is_some_and(|config| config.get("dfloat11_config").is_some()) {
@@ -112,7 +112,7 @@ fn as_bf16(found: Found, _: Option<&Path>, _: Output) -> Result<Found> {
     Ok(found)
 }
 
-/// The BF16 model that a DFloat11 directory was made of, in a directory next to `output` or in the temporary one.
+/// Decodes a DFloat11 directory to a BF16 model, in a directory next to `output` or in the temporary one.
 #[cfg(feature = "dfloat11")]
 fn decoded(found: &Found, output: Option<&Path>, speak: Output) -> Result<Found> {
     let home = scratch_home(output)?;
@@ -134,11 +134,11 @@ fn decoded(found: &Found, output: Option<&Path>, speak: Output) -> Result<Found>
     Ok(Found { root, only: None, _scratch: Some(scratch) })
 }
 
-/// What the archive on stdin holds, in a directory next to `output` or in the temporary one.
+/// Unpacks the archive on stdin to a directory next to `output` or in the temporary one.
 pub fn unpacked(output: Option<&Path>, speak: Output) -> Result<(Scratch, PathBuf)> {
     let home = scratch_home(output)?;
     let scratch = Scratch::new(&home, SCRATCH_PREFIX).map_err(Failure::io(home.display()))?;
-    // For its signals; how much is to come is not known.
+    // The bar handles signals only; the size of the input is unknown.
     let bar = Bar::new(speak, "reading stdin")?;
     let root = archive::unpack_stdin(&scratch.path().join("in"), &bar)?;
     Ok((scratch, root))
@@ -152,7 +152,7 @@ fn scratch_home(output: Option<&Path>) -> Result<PathBuf> {
     Ok(home)
 }
 
-/// Finds a model by names as people give them.
+/// Locates a model by the names on the command line.
 pub fn find(names: &[PathBuf]) -> Result<Found> {
     let mut paths = Vec::new();
     for name in names {
@@ -189,7 +189,7 @@ pub fn find(names: &[PathBuf]) -> Result<Found> {
     Ok(Found { root, only: Some(only), _scratch: None })
 }
 
-/// The deepest folder that all of these files lie in.
+/// Returns the deepest directory that contains all files.
 fn common_folder(paths: &[PathBuf]) -> PathBuf {
     let folder = |path: &PathBuf| path.parent().unwrap_or(path).to_path_buf();
     let mut common = paths.first().map(folder).unwrap_or_default();
@@ -199,7 +199,7 @@ fn common_folder(paths: &[PathBuf]) -> PathBuf {
     common
 }
 
-/// What a pattern matches; `None` if it is none.
+/// Expands a glob; `None` if the name is not one.
 fn expand(name: &Path) -> Result<Option<Vec<PathBuf>>> {
     let Some(pattern) = name.to_str().filter(|text| text.contains(['*', '?', '['])) else { return Ok(None) };
     let found = glob::glob(pattern).map_err(|error| {
@@ -220,7 +220,7 @@ fn expand(name: &Path) -> Result<Option<Vec<PathBuf>>> {
     Ok(Some(found))
 }
 
-/// The snapshot of a model in the local cache of the Hugging Face hub. Nothing is fetched.
+/// Returns the snapshot of a model in the local Hugging Face cache. Never downloads.
 fn in_hub_cache(name: &Path) -> Result<PathBuf> {
     let missing = || {
         let message = format!("{}: no such file or directory", name.display());
@@ -231,7 +231,7 @@ fn in_hub_cache(name: &Path) -> Result<PathBuf> {
     snapshot(&cache, id, revision)
 }
 
-/// A name as the hub has them, and its revision: `name` or `org/name`, each with `@revision`.
+/// Parses a name of the hub and its revision: `name` or `org/name`, each with an optional `@revision`.
 fn hub_name(text: &str) -> Option<(&str, &str)> {
     let (id, revision) = text.split_once('@').unwrap_or((text, "main"));
     let plain = |part: &str| {
@@ -246,7 +246,7 @@ fn hub_name(text: &str) -> Option<(&str, &str)> {
     good.then_some((id, revision))
 }
 
-/// Where the hub's own library keeps its cache.
+/// Returns the cache directory of the `huggingface_hub` library.
 fn hub_cache(variable: impl Fn(&str) -> Option<std::ffi::OsString>) -> Option<PathBuf> {
     let set = |name: &str| variable(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let home = || set("HF_HOME").or_else(|| Some(set("XDG_CACHE_HOME")?.join("huggingface")));
@@ -254,7 +254,7 @@ fn hub_cache(variable: impl Fn(&str) -> Option<std::ffi::OsString>) -> Option<Pa
     set("HF_HUB_CACHE").or_else(|| set("HUGGINGFACE_HUB_CACHE")).or_else(|| Some(home()?.join("hub")))
 }
 
-/// A small file of one line; `None` if it is anything else, which is not waited for.
+/// Reads a small file of one line. Returns `None` for anything else, without waiting for it.
 fn read_line(path: &Path) -> Option<String> {
     let nonblock = rustix::fs::OFlags::NONBLOCK.bits() as i32;
     let file = File::options().read(true).custom_flags(nonblock).open(path).ok()?;
@@ -274,7 +274,7 @@ fn snapshot(cache: &Path, id: &str, revision: &str) -> Result<PathBuf> {
         return Err(Failure::new("source-not-found", message, help));
     }
     let reference = model.join("refs").join(revision);
-    // A file of one line; a commit is itself the name of a snapshot.
+    // A ref is a file with one line; a commit is itself the name of a snapshot.
     let commit = read_line(&reference).unwrap_or_else(|| revision.to_owned());
     let plain = commit.bytes().all(|byte| byte.is_ascii_alphanumeric()) && !commit.is_empty();
     let snapshot = model.join("snapshots").join(&commit);

@@ -1,4 +1,5 @@
-//! The text process: this program again, for `generate` and `serve`. `docs/adr/0021-text-process.md`.
+//! The text process: `generate` and `serve` start this program again to run untrusted tokenizers. See
+//! `docs/adr/0021-text-process.md`.
 
 use std::{
     env, io,
@@ -10,12 +11,12 @@ use unweight::text::run_text_process;
 
 use super::API_KEY;
 
-/// The argument that makes this program a text process. It is no command: users have no use for it.
+/// The argument that makes this program a text process. It is not a command, because users do not need it.
 const ARGUMENT: &str = "text-process";
 
-/// What starts a text process. The environment keeps no API key.
+/// Returns the command that starts a text process. Its environment has no API key.
 pub fn command() -> io::Result<Command> {
-    // Where there is such a link, it is this program even if its file was replaced.
+    // On Linux this link is this program, even if its file was replaced.
     let link = "/proc/self/exe";
     let mut command = if cfg!(target_os = "linux") { Command::new(link) } else { Command::new(env::current_exe()?) };
     command.arg(ARGUMENT);
@@ -23,7 +24,7 @@ pub fn command() -> io::Result<Command> {
     Ok(command)
 }
 
-/// Runs a text process, if the arguments ask for one.
+/// Runs a text process if the arguments request one.
 pub fn answer() -> Option<ExitCode> {
     let mut arguments = env::args_os().skip(1);
     if arguments.next()? != ARGUMENT || arguments.next().is_some() {
@@ -31,7 +32,7 @@ pub fn answer() -> Option<ExitCode> {
     }
     let unused = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
-        // A signal to a whole group or service ends the program, which decides when this process ends.
+        // A signal to a process group or service ends the parent, which decides when this process ends.
         let _ = signal_hook::flag::register(signal, Arc::clone(&unused));
     }
     Some(run_text_process())

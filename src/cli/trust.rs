@@ -1,4 +1,4 @@
-//! Whether kernels that are attached to a bundle are run.
+//! Options for code and tables from outside of this program: attached kernels and measured dispatch tables.
 
 use std::path::PathBuf;
 
@@ -17,7 +17,7 @@ use super::{
     output::Output,
 };
 
-/// What a command runs from a bundle in addition to its weights.
+/// Whether to run kernels from a bundle, and which dispatch table to use.
 #[derive(Args)]
 pub struct Trust {
     /// Run attached kernels that match this program and GPU; this runs code from the bundle's maker
@@ -27,7 +27,7 @@ pub struct Trust {
     table: Table,
 }
 
-/// What was measured on a GPU.
+/// A measured dispatch table.
 #[derive(Args)]
 pub struct Table {
     /// Dispatch table of `unweight-bench matmul --save-table` for this GPU model [default: the tables in the kernel
@@ -37,7 +37,7 @@ pub struct Table {
 }
 
 impl Table {
-    /// The kernels of a GPU, which follow the table, or what the cache keeps.
+    /// Applies the table of `--table`; without one, the table in the cache applies.
     pub fn followed(&self, kernels: KernelSet, output: Output) -> Result<KernelSet> {
         note_table(&kernels, output);
         let Some(path) = &self.table else { return Ok(kernels) };
@@ -48,7 +48,7 @@ impl Table {
     }
 }
 
-/// Says why a table that the cache keeps is not followed.
+/// Prints a note if a table in the cache is not used.
 pub fn note_table(kernels: &KernelSet, output: Output) {
     if let Some(error) = kernels.table_error() {
         output.note(format_args!(
@@ -59,7 +59,7 @@ pub fn note_table(kernels: &KernelSet, output: Output) {
 }
 
 impl Trust {
-    /// The kernels of a GPU: out of the bundle, if that is trusted; out of the user's cache; or compiled.
+    /// Returns the kernels of a GPU: from the bundle if it is trusted, from the user's cache, or compiled.
     pub fn kernels(&self, device: usize, bundle: Option<&Bundle>, output: Output) -> Result<KernelSet> {
         let env = Env::process().map_err(|error| Failure::other(error.clone()))?;
         let cache = self.cache(env, bundle, output);
@@ -78,7 +78,7 @@ impl Trust {
             (Ok(None), false) => {}
             // A plan contains no code.
             (Ok(Some(attached)), false) if attached.kernels().is_empty() => {}
-            // Sound or not.
+            // Whether undamaged or not.
             (Ok(Some(_)) | Err(_), false) => output
                 .note(format_args!("{ATTACHED_NAME}: attached kernels are run only with --trust-attached-kernels")),
         }

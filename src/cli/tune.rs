@@ -47,7 +47,7 @@ use super::{
 pub struct Tune {
     /// Bundle with Huffman-coded or palette MLPs (profiles inference, distribution, palette)
     bundle: PathBuf,
-    /// Batch sizes, of 1, 8, 16, 32, 64, 128, 192, 256, 512 and 1024; repeatable
+    /// Batch sizes: any of 1, 8, 16, 32, 64, 128, 192, 256, 512 and 1024; repeatable
     #[arg(long, value_name = "N", value_delimiter = ',', value_parser = batch, default_values_t = [1, 64, 256, 512, 1024])]
     batch: Vec<u32>,
     /// Tokens in the KV cache per sequence
@@ -76,7 +76,7 @@ pub struct Tune {
     trust: Trust,
 }
 
-/// What is printed.
+/// The report of `tune`.
 #[derive(Serialize)]
 pub struct Report {
     /// `stored` or `alternate`.
@@ -97,17 +97,17 @@ pub struct Report {
     seconds: f64,
 }
 
-/// What became of the batches.
+/// The results of all batches.
 #[derive(Default)]
 struct Found {
     rows: Vec<Row>,
     plan: Plan,
     skipped: Vec<u32>,
-    /// The first thing that failed.
+    /// The first failure.
     failed: Option<Failure>,
 }
 
-/// A batch.
+/// The result for one batch size.
 #[derive(Serialize)]
 pub struct Row {
     /// Sequences per step.
@@ -116,7 +116,7 @@ pub struct Row {
     pub start_us: f64,
     /// Median step after, us.
     pub step_us: f64,
-    /// Time saved, as a share, from interleaved rounds.
+    /// Share of time saved, from interleaved rounds.
     gain: f64,
     /// Tokens per second, all sequences.
     tokens_per_s: f64,
@@ -130,11 +130,11 @@ pub struct Row {
     setting: Setting,
 }
 
-/// Steps between two looks at the clock.
+/// Measured steps of each setting in a round.
 const STEPS: u32 = 4;
 
 impl Tune {
-    /// Runs it.
+    /// Runs the command.
     pub fn run(&self, output: Output) -> Result<()> {
         let begun = Instant::now();
         let bundle = Bundle::open(&self.bundle)?;
@@ -154,7 +154,7 @@ impl Tune {
             .graphs(false);
         options.memory = self.memory.memory;
         let (model, info) = (bundle.manifest().manifest_digest.to_string(), kernels.device().info());
-        // What a journal is of is known before minutes of loading.
+        // Fail before loading, which takes minutes, if a journal belongs to other measurements.
         let subjects = claims.into_iter().map(|(batch, claim)| {
             let key = self.journal_key(&model, &kernels, batch);
             claim.of.check(&key).map_err(of_journal)?;
@@ -163,7 +163,7 @@ impl Tune {
         let subjects = subjects.collect::<Result<Vec<_>>>()?;
         let mut engine = Engine::load(&kernels, &bundle, options, &|loaded| note_load(output, loaded))?;
         output.note(format_args!("loaded: {}", engine.memory()));
-        // Every journal has its head before the first measurement.
+        // Write the header of every journal before the first measurement.
         let searches = subjects.into_iter().map(|(batch, claim, key)| {
             let from = plan.setting(batch, &tuned::key(&model, self.placement, batch, info));
             Ok((batch, search(&mut engine, (batch, claim, &key), from)?))
@@ -199,8 +199,8 @@ impl Tune {
         failed.map_or(Ok(()), |failure| Err(failure.reported()))
     }
 
-    /// The journals, locked, once everything else that will be written can be, as things are now: an hour of measuring
-    /// is not to end in a wrong name.
+    /// Returns the locked journals, after checking that all other output can be written, so that an hour of measuring
+    /// is not lost to a wrong name.
     fn claim(&self, batches: &[u32]) -> Result<Vec<(u32, Claimed)>> {
         if self.save {
             let saved = format::may_attach_plan(&self.bundle)?;
@@ -219,7 +219,7 @@ impl Tune {
         batches.iter().map(claim).collect()
     }
 
-    /// Saves the settings in the bundle, merged with what another `tune` may have saved meanwhile.
+    /// Saves the settings in the bundle, merged with those that another `tune` may have saved meanwhile.
     fn attach(&self, found: &Plan) -> Result<()> {
         format::attach_plan(&self.bundle, |old| {
             let mut plan = self.to_add_to(old, found.settings().len())?;
@@ -229,7 +229,7 @@ impl Tune {
         Ok(())
     }
 
-    /// The plan that is saved, to be added to. One that cannot be read is replaced, but not a newer program's.
+    /// Returns the saved plan, to add settings to. An unreadable plan is replaced, but not the plan of a newer program.
     fn to_add_to(&self, saved: Option<&str>, more: usize) -> Result<Plan> {
         Plan::to_add_to(saved, more).map_err(|error| {
             let message = format!("{}: {error}", self.bundle.join(ATTACHED_NAME).display());
@@ -241,7 +241,7 @@ impl Tune {
         })
     }
 
-    /// What a journal is of.
+    /// Returns the key that identifies the measurements of a journal.
     fn journal_key(&self, model: &str, kernels: &KernelSet, batch: u32) -> String {
         let model = format!("{model} {}", self.placement);
         let rounds = self.rounds();
@@ -254,13 +254,13 @@ impl Tune {
         Subject { model: &model, batch, context: self.context, how: Some(how), ..subject }.key()
     }
 
-    /// Tokens of a sequence behind the last step of a round.
+    /// Returns the number of tokens of a sequence after the last step of a round.
     fn tokens(&self) -> u32 {
         self.context.saturating_add(STEPS + 1)
     }
 
-    /// Refuses a bundle whose MLPs have one path each, and sequences that the model does not take, before anything is
-    /// loaded.
+    /// Rejects a bundle whose MLPs have only one pipeline each, and sequences beyond the model's limit, before anything
+    /// is loaded.
     fn has_choices(&self, bundle: &Bundle) -> Result<()> {
         let config = ModelConfig::of_bundle(bundle).map_err(Failure::other)?;
         let names = ModelWeights::of_bundle(&config, bundle).map_err(Failure::other)?;
@@ -299,7 +299,7 @@ impl Tune {
         Rounds { rounds: self.rounds, steps: STEPS }
     }
 
-    /// One batch; nothing where the memory does not hold so many sequences.
+    /// Tunes one batch size; returns `None` if the memory does not hold so many sequences.
     fn tune(
         &self,
         engine: &mut Engine,
@@ -338,23 +338,23 @@ impl Tune {
     }
 }
 
-/// A journal before the model is loaded.
+/// A locked journal, before the model is loaded.
 struct Claimed {
     of: Claim,
-    /// The path of the journal if `--journal` is not given.
+    /// The directory of the journal if `--journal` is not given.
     folder: Option<tempfile::TempDir>,
 }
 
-/// A batch before it is searched.
+/// The search for one batch size, before it starts.
 struct Search {
     space: SettingSpace,
     start: Point,
     journal: Journal,
-    /// See [`Claimed`].
+    /// Keeps the directory of [`Claimed`].
     _folder: Option<tempfile::TempDir>,
 }
 
-/// What a batch needs to be searched, with a journal of this key.
+/// Prepares the search for a batch size, with a journal of this key.
 fn search(engine: &mut Engine, (batch, claimed, key): (u32, Claimed, &str), from: Option<&Setting>) -> Result<Search> {
     let space = engine.tune_pipelines()?.space(batch)?;
     if space.is_trivial() {
@@ -362,12 +362,12 @@ fn search(engine: &mut Engine, (batch, claimed, key): (u32, Claimed, &str), from
     }
     let start = from.map_or_else(|| space.space().first(), |setting| space.point(setting));
     let journal = claimed.of.begin(key, space.space(), &start).map_err(of_journal)?;
-    // What this search found before may be saved, and `from` be that: it began elsewhere.
+    // `from` may be a setting that this search saved earlier. The journal has the original start.
     let start = journal.start().clone();
     Ok(Search { space, start, journal, _folder: claimed.folder })
 }
 
-/// `FILE.64`.
+/// Returns `FILE.64`.
 fn numbered(file: &Path, batch: u32) -> PathBuf {
     let mut name = file.as_os_str().to_owned();
     name.push(format!(".{batch}"));
@@ -402,7 +402,7 @@ fn nothing_to_choose() -> Failure {
     )
 }
 
-/// A size that steps are recorded for.
+/// Parses a batch size that steps are recorded for.
 fn batch(text: &str) -> std::result::Result<u32, String> {
     let known = || BUCKETS.map(|batch| batch.to_string()).join(", ");
     match text.parse() {
@@ -411,7 +411,7 @@ fn batch(text: &str) -> std::result::Result<u32, String> {
     }
 }
 
-/// A placement whose MLPs pipelines multiply by.
+/// Parses a placement whose MLPs run through pipelines.
 fn stored(text: &str) -> std::result::Result<Placement, String> {
     match text.parse() {
         Ok(placement) if Placement::has_pipelines(placement) => Ok(placement),
@@ -419,7 +419,7 @@ fn stored(text: &str) -> std::result::Result<Placement, String> {
     }
 }
 
-/// Steps where a search began over those that it found, by batch.
+/// Draws the speedup of the tuned step over the step at the start of the search, by batch size.
 fn drawing(rows: &[Row]) -> Drawing<'static> {
     let line = rows.iter().map(|row| (row.batch, row.start_us / row.step_us)).collect();
     Drawing::Ratios(Ratios {
@@ -430,10 +430,10 @@ fn drawing(rows: &[Row]) -> Drawing<'static> {
     })
 }
 
-/// What is said while it searches.
+/// Prints progress during a search.
 struct Watch {
     batch: u32,
-    /// Batches that come after this one.
+    /// The number of batches that follow.
     behind: usize,
     output: Output,
     begun: Instant,
@@ -467,14 +467,13 @@ impl Watch {
     }
 }
 
-/// Seconds for so many more comparisons, by those that were measured.
+/// Estimates the seconds for `more` comparisons from those that were measured.
 fn left(elapsed: Duration, measured: u32, more: u32) -> Option<f64> {
     (measured > 0).then(|| elapsed.as_secs_f64() / f64::from(measured) * f64::from(more))
 }
 
 impl Found {
-    /// What `tune` finds for one batch after the other, until one fails: what those before it gave is saved and said
-    /// all the same.
+    /// Tunes one batch after the other until one fails. The results of earlier batches are still saved and reported.
     fn of<S>(searches: Vec<(u32, S)>, mut tune: impl FnMut(u32, S) -> Result<Option<(Row, Measured)>>) -> Result<Self> {
         let mut found = Self::default();
         for (batch, search) in searches {
@@ -499,7 +498,7 @@ impl Found {
         Ok(found)
     }
 
-    /// The first failure is the command's, and a later one said as it comes.
+    /// Keeps the first failure as the command's result, and prints later ones.
     fn fail(&mut self, failure: Failure, output: Output) {
         match self.failed {
             None => self.failed = Some(failure),
@@ -592,7 +591,7 @@ mod tests {
         assert!(text.contains(r#""message":"some/journal.1""#) && text.contains("free some space"), "{text}");
     }
 
-    /// The second of four batches has no room, the third fails, the fourth is not begun.
+    /// The second of four batches does not fit in memory, the third fails, and the fourth is not started.
     #[test]
     fn failed_batch_is_reported_with_the_others() {
         let variants: [PipelineVariant; 3] = ["raw"; 3].map(|variant| variant.parse().unwrap());
@@ -623,17 +622,17 @@ mod tests {
         let error = ["class", "message", "help"].map(|key| json["error"][key].as_str().unwrap());
         assert_eq!(error, ["failed", "the device is lost", "look at its cables"]);
         assert_eq!(failed.unwrap().to_string(), "the device is lost");
-        // Nothing failed, and nothing was found.
+        // Without a failure, all batches have rows; a failure of the first batch is returned.
         let (json, failed) = report(found(0).unwrap());
         assert!(json["error"].is_null() && failed.is_none() && json["rows"].as_array().unwrap().len() == 3);
         assert_eq!(found(1).err().unwrap().to_string(), "the device is lost");
         let none = Found::of(vec![(1, ())], |_, ()| Ok(None)).unwrap();
         assert!(report(none).0["error"]["message"].as_str().unwrap().contains("holds none of them"));
-        // What comes later does not hide what came first.
+        // A later failure does not hide the first one.
         let mut both = found(256).unwrap();
         both.fail(Failure::new("disk-full", "no room", "make room"), Output { json: true, quiet: true, verbose: 0 });
         assert_eq!(report(both).0["error"]["message"], "the device is lost");
-        // Every key is in the tables of the documents.
+        // The documentation lists every key.
         let (_, section) = include_str!("../../docs/reference/json.md").split_once("\n### tune\n").unwrap();
         let (section, _) = section.split_once("\n### ").unwrap();
         for key in json.as_object().unwrap().keys().chain(json["rows"][0].as_object().unwrap().keys()) {

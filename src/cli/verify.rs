@@ -38,7 +38,7 @@ pub struct Verify {
 }
 
 impl Verify {
-    /// Runs it.
+    /// Runs the command.
     pub fn run(&self, output: Output) -> Result<()> {
         let against = self.against.as_ref().map(|source| source::find(std::slice::from_ref(source))).transpose()?;
         let selection = Selection::default().skip(self.skip.clone());
@@ -93,7 +93,7 @@ impl Verify {
     }
 }
 
-/// What to do about problems of a bundle.
+/// Returns the next step for the problems of a bundle.
 fn next_step(problems: &[Problem]) -> &'static str {
     let all = |of: fn(&Problem) -> bool| problems.iter().filter(|problem| !problem.in_source).all(of);
     if all(|problem| problem.is_extra) {

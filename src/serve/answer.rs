@@ -1,4 +1,4 @@
-//! The texts of an answer as they grow, sent as a whole or as a stream.
+//! Collects the generated texts of an answer, and sends them as a whole or as a stream.
 
 use std::{
     collections::VecDeque,
@@ -29,27 +29,27 @@ use super::{
 };
 use crate::text::{StopStrings, Text, TextError, TextStream};
 
-/// A stream says at least this often that it is alive: proxies close what is silent.
+/// The maximum silence of a stream, because proxies close silent connections.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
-/// Bytes of the texts of an answer that is sent as a whole.
+/// The maximum size of an answer that is sent as a whole, bytes of text.
 const ANSWER_LIMIT: usize = 64 << 20;
 
-/// A text of an answer as it grows.
+/// A text of an answer while it is generated.
 struct Growing {
     stream: Option<TextStream>,
     stops: StopStrings,
-    /// Tokens before which no stop string ends the text.
+    /// The number of tokens before which no stop string ends the text.
     min_tokens: u32,
     tokens: u32,
-    /// Log probabilities of tokens whose text is not shown yet, if the request asks for them.
+    /// Log probabilities of tokens whose text is not shown yet, if requested.
     logprobs: Option<Vec<SampledLogprobs>>,
-    /// Characters of the tokens so far.
+    /// The number of characters of all tokens so far.
     offset: usize,
-    /// Finds calls of tools, if the request has some.
+    /// Finds tool calls in the text, if the request has tools.
     calls: Option<Calls>,
-    /// The reason of an answer with calls.
+    /// The finish reason of an answer with tool calls.
     called: &'static str,
-    /// Special tokens that mark calls, and their texts.
+    /// Special tokens that mark tool calls, with their texts.
     marks: Arc<[(u32, &'static str)]>,
 }
 
@@ -63,13 +63,13 @@ impl Growing {
             logprobs: call.sampling.logprobs.map(|_| Vec::new()),
             offset: 0,
             calls: None,
-            // OpenAI's gives this reason where the model has chosen to call.
+            // OpenAI's API returns `tool_calls` only if the model chose to call.
             called: if call.tools.as_ref().is_some_and(|tools| tools.named) { "stop" } else { "tool_calls" },
             marks: Arc::clone(marks),
         }
     }
 
-    /// What a token adds: text, calls, and why the text ends there, if so.
+    /// Adds a token and returns the new text, tool calls, and the finish reason if the text ends.
     fn grow(&mut self, token: u32, finish: Option<Finish>) -> Result<AnswerChoice, TextError> {
         let (text, finish) = self.push(token, finish)?;
         let Some(calls) = &mut self.calls else {
@@ -86,13 +86,13 @@ impl Growing {
         Ok(AnswerChoice { text, finish, calls: found, ..AnswerChoice::default() })
     }
 
-    /// The text that a token adds, and why it ends there, if so.
+    /// Adds a token and returns the new text, and the finish reason if the text ends.
     fn push(&mut self, token: u32, finish: Option<Finish>) -> Result<(String, Option<&'static str>), TextError> {
         let Some(stream) = &mut self.stream else { return Ok((String::new(), None)) };
         self.tokens += 1;
         let mark = self.marks.iter().find(|(id, _)| self.calls.is_some() && *id == token);
         let mut piece = || mark.map_or_else(|| stream.push(token), |(_, text)| Ok((*text).to_owned()));
-        // The token that ends a text does not belong to the text.
+        // The token that ends a text is not part of the text.
         let (mut shown, stopped) = match finish {
             Some(Finish::Stop) => (String::new(), false),
             _ if token == NO_TOKEN => (String::new(), false),
@@ -107,8 +107,8 @@ impl Growing {
         let mut reason = match finish {
             Finish::Stop | Finish::Complete => "stop",
             Finish::Length => "length",
-            // OpenAI's protocol has no reason for NaN, a full cache or a grammar that becomes too complex, nor for one
-            // that a later engine adds.
+            // OpenAI's API has no finish reason for NaN logits, a full cache or a grammar that becomes too complex, nor
+            // for reasons that a later engine adds.
             _ => "error",
         };
         if let Some(stream) = self.stream.take() {
@@ -124,7 +124,7 @@ impl Growing {
         Ok((shown, Some(reason)))
     }
 
-    /// Keeps the log probabilities of a token until its text is shown.
+    /// Stores the log probabilities of a token until its text is shown.
     fn note(&mut self, text: &Text, token: u32, logprobs: &Logprobs) -> Result<(), TextError> {
         let Some(held) = self.logprobs.as_mut().filter(|_| token != NO_TOKEN) else { return Ok(()) };
         let one = |token: u32, logprob: f32| -> Result<TokenLogprob, TextError> {
@@ -140,21 +140,21 @@ impl Growing {
     }
 }
 
-/// A piece of a text of an answer.
+/// A piece of one of the texts.
 struct Piece {
     index: usize,
     choice: AnswerChoice,
 }
 
-/// The texts of an answer as they grow. Dropping it ends what runs for it.
+/// The texts of an answer while they are generated. Dropping it ends their sequences.
 pub(super) struct Texts {
     sequences: Sequences,
     text: Text,
     growing: Vec<Growing>,
-    /// What texts begin with, by number, and the room that these take.
+    /// Prompts to echo before the texts, with the index of the text; `_room` holds their memory.
     echoes: VecDeque<(usize, Arc<str>)>,
     _room: Option<Room>,
-    /// Texts that have not ended.
+    /// The number of texts that have not ended.
     open: usize,
     usage: Usage,
     deadline: Instant,
@@ -162,7 +162,8 @@ pub(super) struct Texts {
 }
 
 impl Texts {
-    /// For a call, whose sequences have `prompt_tokens` tokens. It has `late` seconds, until `deadline`.
+    /// Creates the texts for the sequences of a call with `prompt_tokens` tokens in total. The request has `late`
+    /// seconds, until `deadline`.
     pub fn new(
         preparer: &Preparer,
         call: &Call,
@@ -185,7 +186,7 @@ impl Texts {
         }
     }
 
-    /// Finds calls of tools in the texts; their identities contain that of the answer.
+    /// Finds tool calls in the texts. The identifiers of calls contain that of the answer.
     pub fn calls(mut self, call: &Call, id: &str) -> Self {
         if let (Some(tools), Some(format)) = (&call.tools, self.text.tool_format()) {
             for (index, growing) in self.growing.iter_mut().enumerate() {
@@ -195,14 +196,13 @@ impl Texts {
         self
     }
 
-    /// Begins each text with another.
+    /// Sets the prompts that the texts start with.
     pub fn echo(self, echo: Option<(Vec<Arc<str>>, Room)>) -> Self {
         let (texts, room) = echo.unzip();
         Self { echoes: texts.into_iter().flatten().enumerate().collect(), _room: room, ..self }
     }
 
-    /// The next piece that shows something; `None` when all texts have ended. May be asked again after a wait that was
-    /// given up.
+    /// Returns the next piece with content; `None` when all texts have ended. Cancel-safe.
     async fn next(&mut self) -> Result<Option<Piece>, ApiError> {
         if let Some((index, text)) = self.echoes.pop_front() {
             return Ok(Some(Piece {
@@ -221,7 +221,7 @@ impl Texts {
                 None => return Err(Lost::Failed.into()),
             };
             let Some(growing) = self.growing.get_mut(index).filter(|growing| growing.stream.is_some()) else {
-                // What was made beyond a stop string.
+                // Generated after a stop string.
                 continue;
             };
             let mut choice = growing.grow(token, finish)?;
@@ -243,7 +243,7 @@ impl Texts {
         Ok(None)
     }
 
-    /// The whole answer.
+    /// Waits for all texts and returns the whole answer.
     pub async fn whole(mut self, frame: &Frame) -> Result<Value, ApiError> {
         let mut choices = vec![AnswerChoice::default(); self.growing.len()];
         let mut bytes = 0;
@@ -266,12 +266,12 @@ impl Texts {
         Ok(frame.whole(&choices, self.usage))
     }
 
-    /// Sends pieces as they come, until all texts have ended or the client has gone.
+    /// Sends pieces as they are generated, until all texts have ended or the client has disconnected.
     pub async fn stream(mut self, frame: Frame, include_usage: bool, pieces: mpsc::Sender<Bytes>) {
         let deadline = self.deadline;
         let send = async |data: String| {
             let sent = timeout_at(deadline.into(), pieces.send(data.into())).await;
-            // A client that does not read in time is as good as gone.
+            // A client that does not read in time counts as disconnected.
             matches!(sent, Ok(Ok(())))
         };
         let event = |value: &Value| format!("data: {value}\n\n");
@@ -286,12 +286,12 @@ impl Texts {
                 () = pieces.closed() => return,
             };
             let data = match next {
-                // A comment.
+                // A comment of the event stream.
                 Err(_) => ": still here\n\n".to_owned(),
                 Ok(Ok(Some(Piece { index, choice }))) => {
                     let mut data = String::new();
                     let mut last = AnswerChoice { finish: choice.finish, ..AnswerChoice::default() };
-                    // OpenAI's gives the reason with an empty piece.
+                    // OpenAI's API sends the finish reason in an empty piece.
                     if choice.finish.is_none() || !choice.is_empty() {
                         data += &event(&frame.piece(index, &AnswerChoice { finish: None, ..choice }));
                     } else {
@@ -312,12 +312,12 @@ impl Texts {
                 return;
             }
         };
-        // Whether it arrives or not, nothing follows.
+        // The last message: a failure to send it changes nothing.
         let _ = send(end).await;
     }
 }
 
-/// The body of a stream.
+/// The body of a streamed response.
 pub(super) struct Pieces(pub mpsc::Receiver<Bytes>);
 
 impl hyper::body::Body for Pieces {

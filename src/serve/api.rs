@@ -1,4 +1,4 @@
-//! Requests in the form of OpenAI's API. Nothing here knows of connections or threads.
+//! Parses requests of OpenAI's API. Nothing here depends on connections or threads.
 
 use std::sync::LazyLock;
 
@@ -14,16 +14,16 @@ use super::{
 };
 use crate::text::{self, Conversation, Grammar, Message};
 
-/// Texts of a request for one prompt.
+/// The maximum number of texts per prompt (`n`).
 const MOST_CHOICES: u64 = 8;
-/// Stop strings of a request.
+/// The maximum number of stop strings of a request.
 const MOST_STOPS: usize = 4;
-/// Bytes of a stop string: a text is searched for it with each token.
+/// The maximum size of a stop string, bytes, because every token searches the text for it.
 const STOP_BYTES: usize = 1024;
 /// The default of `max_tokens` for `/v1/completions`, as in OpenAI's API.
 const COMPLETION_TOKENS: u32 = 16;
 
-/// Fields that the answer depends on.
+/// Supported fields of requests.
 const DONE: &[&str] = &[
     "model",
     "prompt",
@@ -37,19 +37,18 @@ const DONE: &[&str] = &[
     "stream",
     "stream_options",
 ];
-/// Fields that are read; others are skipped.
+/// All fields that are parsed; other fields are skipped.
 static FIELDS: LazyLock<Vec<&str>> = LazyLock::new(|| {
     let done = DONE.iter().chain(sampling::FIELDS).chain(structure::FIELDS).chain(tools::FIELDS).copied();
     done.chain(NOT_DONE.iter().map(|(name, _)| *name)).collect()
 });
-/// Fields of a message that are read.
+/// The fields of a message that are parsed.
 const MESSAGE_FIELDS: &[&str] = &["role", "content", "name", "tool_calls", "tool_call_id", "function_call"];
 
-/// Whether a value of a field asks for nothing.
+/// A predicate: whether a field's value has no effect.
 type Neutral = fn(&Value) -> bool;
 
-/// Fields that would change the answer and are not done here, with what may stand there all the same. `null` always
-/// may.
+/// Unsupported fields that would change the answer, with the values that have no effect. `null` never has an effect.
 const NOT_DONE: &[(&str, Neutral)] = &[
     ("functions", empty),
     ("function_call", |value| matches!(value.as_str(), Some("none" | "auto"))),
@@ -66,35 +65,35 @@ fn never(_: &Value) -> bool {
     false
 }
 
-/// What is to be continued.
+/// A prompt of a request.
 #[derive(Debug)]
 pub(super) enum Prompt {
     Text(text::Prompt),
     Ids(Vec<u32>),
 }
 
-/// A request, read.
+/// A parsed request.
 #[derive(Debug)]
 pub(super) struct Call {
     pub prompts: Vec<Prompt>,
-    /// Texts for each prompt.
+    /// The number of texts for each prompt.
     pub n: u32,
     pub sampling: Sampling,
-    /// What the answer must match, and the field that says so.
+    /// The grammar that the answer must match, and the field that contains it.
     pub grammar: Option<(&'static str, Grammar)>,
-    /// The tools that may be called.
+    /// The tools that the model may call.
     pub tools: Option<Tools>,
-    /// `None`: as many as the context holds.
+    /// `None` means as many as the context holds.
     pub max_tokens: Option<u32>,
     pub stop: Vec<String>,
-    /// Whether a text begins with its prompt.
+    /// Whether each text starts with its prompt.
     pub echo: bool,
     pub stream: bool,
     pub include_usage: bool,
 }
 
 impl Call {
-    /// Reads a body. `model` is the one that is served, and `most` the number of prompts that can run and wait.
+    /// Parses a body. `model` is the served model, and `most` the maximum number of prompts that can run and wait.
     pub fn read(endpoint: Endpoint, body: &[u8], model: &str, most: usize) -> Result<Self, ApiError> {
         let fields = Fields::read(body, &FIELDS);
         let mut fields = fields.map_err(|error| ApiError::bad(format!("the body is no JSON object: {error}")))?;
@@ -157,7 +156,7 @@ impl Call {
     }
 }
 
-/// Rejects tools, which a completion does not have.
+/// Rejects tools in a completion, which does not support them.
 fn no_tools(fields: &mut Fields) -> Result<Option<Tools>, ApiError> {
     for name in ["tools", "tool_choice"] {
         if !fields.asks_nothing(name, |value| empty(value) || matches!(value.as_str(), Some("none" | "auto"))) {
@@ -168,7 +167,7 @@ fn no_tools(fields: &mut Fields) -> Result<Option<Tools>, ApiError> {
     Ok(None)
 }
 
-/// Rejects what contradicts a grammar.
+/// Rejects fields that contradict a grammar.
 fn check_grammar(
     grammar: Option<&(&'static str, Grammar)>,
     tools: Option<&Tools>,
@@ -192,7 +191,7 @@ fn check_grammar(
     }
 }
 
-/// Rejects another model than the one that is served.
+/// Rejects a model name other than the served one.
 pub(super) fn check_model(fields: &mut Fields, model: &str) -> Result<(), ApiError> {
     match fields.value("model")? {
         None => Ok(()),
@@ -231,7 +230,7 @@ fn stop(value: Option<Value>) -> Result<Vec<String>, ApiError> {
     }
 }
 
-/// A text, texts, ids, or lists of ids.
+/// Parses one text, several texts, the ids of one prompt, or a list of id lists.
 fn prompts(raw: Option<&RawValue>, most: usize) -> Result<Vec<Prompt>, ApiError> {
     let wrong = || ApiError::of("prompt", "prompt is neither text, texts, token ids nor lists of them; give one");
     let raw = raw.ok_or_else(wrong)?;
@@ -275,7 +274,7 @@ fn message(index: usize, raw: &RawValue) -> Result<Message, ApiError> {
     let mut fields = Fields::read(raw.get().as_bytes(), MESSAGE_FIELDS).map_err(|_| wrong("no object"))?;
     let role = fields.take("role").and_then(text).ok_or_else(|| wrong("it has no role"))?;
     let role = match role.as_str() {
-        // The newer name; templates know the older one.
+        // `developer` is the newer name; templates know only `system`.
         "developer" => "system",
         "system" | "user" | "assistant" | "tool" => role.as_str(),
         other => {
@@ -291,7 +290,7 @@ fn message(index: usize, raw: &RawValue) -> Result<Message, ApiError> {
         return Err(wrong("tool_calls is for the role assistant"));
     }
     let content = match fields.take("content") {
-        // What calls tools may say nothing.
+        // A message with tool calls needs no content.
         None if calls.is_some() => Some(Ok(String::new())),
         None => None,
         Some(raw) => text(raw).map(Ok).or_else(|| parts(raw, &wrong)),
@@ -310,7 +309,7 @@ fn message(index: usize, raw: &RawValue) -> Result<Message, ApiError> {
     Ok(message)
 }
 
-/// The texts of parts, a line each; `None` where they are not a list.
+/// Joins the texts of content parts with line breaks; `None` if the content is not a list.
 fn parts(raw: &RawValue, wrong: &dyn Fn(&str) -> ApiError) -> Option<Result<String, ApiError>> {
     let mut content = String::new();
     let listed = each(raw, |at, raw| {

@@ -1,4 +1,4 @@
-//! What a server asks of the engine, or of something slower in its place.
+//! The interface between the server and an engine, and its implementation for [`Engine`].
 
 use std::error::Error;
 
@@ -6,44 +6,44 @@ use unweight_engine::{AdmissionError, DraftCounts, Engine, EngineError, Event, K
 
 /// A generator of tokens: [`Engine`], or a slower implementation of the same rules.
 pub trait Backend {
-    /// The error that ends all sequences.
+    /// The error of a failed step, which ends all sequences.
     type Error: Error;
 
-    /// Returns the limits that the backend was made with.
+    /// Returns the fixed limits of the backend.
     fn limits(&self) -> Limits;
 
     /// Returns the current load.
     fn load(&self) -> Load;
 
-    /// Takes a request.
+    /// Adds a request.
     ///
     /// # Errors
-    /// [`AdmissionError`]; sequences that run continue.
+    /// [`AdmissionError`]; running sequences continue.
     fn add(&mut self, request: Request) -> Result<SeqId, AdmissionError>;
 
-    /// Ends a sequence; nothing more is told of it. `false`: there is none such, or it has ended.
+    /// Ends a sequence; it produces no further events. Returns false if it does not exist or has ended.
     fn cancel(&mut self, sequence: SeqId) -> bool;
 
-    /// Waits for the next tokens.
+    /// Runs a step and returns its tokens.
     ///
     /// # Errors
-    /// All sequences are lost, and nothing runs any more.
+    /// The backend failed: all sequences are lost.
     fn step(&mut self) -> Result<Vec<Event>, Self::Error>;
 
-    /// Whether nothing is left to be done.
+    /// Whether no sequence runs or waits.
     fn is_idle(&self) -> bool;
 }
 
 /// The limits of a [`Backend`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Sequences that run at the same time.
+    /// Maximum concurrent sequences.
     pub max_batch: u32,
-    /// Tokens of a sequence, the prompt included.
+    /// Maximum tokens of a sequence, prompt included.
     pub context: u32,
-    /// Pages of the KV cache, hot pages of a packed cache not counted.
+    /// Pages of the KV cache, without the hot pages of a packed cache.
     pub pages: u32,
-    /// How the KV cache is stored.
+    /// The encoding of the KV cache.
     pub kv_cache: KvCache,
     /// Tokens that the KV cache holds, over all sequences.
     pub cache_tokens: u64,
@@ -53,7 +53,7 @@ pub struct Limits {
     pub units: u32,
     /// The vocabulary size of the model.
     pub vocab: u32,
-    /// Tokens that end a text.
+    /// End-of-sequence tokens.
     pub eos: Vec<u32>,
 }
 
@@ -66,13 +66,13 @@ pub struct Load {
     pub waiting: usize,
     /// Free pages of the KV cache.
     pub free_pages: u32,
-    /// Free BF16 units of a packed KV cache when its rows changed last; 0 for a BF16 cache.
+    /// Free BF16 units of a packed KV cache at the last change of its rows; 0 for a BF16 cache.
     pub free_units: u32,
     /// How often a sequence was preempted because the KV cache was full.
     pub preempted: u64,
-    /// Prompt tokens whose keys and values an earlier sequence had computed.
+    /// Prompt tokens whose keys and values came from an earlier sequence.
     pub shared_prompt_tokens: u64,
-    /// Drafted tokens.
+    /// Counts of drafted and accepted tokens.
     pub drafts: DraftCounts,
 }
 

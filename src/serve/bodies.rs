@@ -1,4 +1,4 @@
-//! Bodies of requests, which all together have a limit.
+//! Reads request bodies within a limit on the memory of all bodies together.
 
 use std::{error::Error as _, sync::Arc};
 
@@ -14,23 +14,24 @@ use super::error::ApiError;
 
 /// The largest body of a request, bytes: a million token ids and more.
 pub const BODY_LIMIT: usize = 8 << 20;
-/// Bytes of all bodies together.
+/// The maximum size of all bodies together, bytes.
 const BODIES_LIMIT: usize = 64 << 20;
-/// The part of [`BODIES_LIMIT`] that only the beginnings of bodies take: large bodies leave room for small ones.
+/// The part of [`BODIES_LIMIT`] that is reserved for the first [`SMALL`] bytes of each body, so that large bodies leave
+/// room for small ones.
 const SMALL_LIMIT: usize = 16 << 20;
-/// The beginning of a body, bytes.
+/// The size of a small body, and of the part of a large one that counts as small; bytes.
 pub(super) const SMALL: usize = 64 << 10;
-/// What a permit counts, bytes.
+/// Bytes per permit.
 const UNIT: usize = 1 << 10;
 
-/// The room for bodies.
+/// The memory budget of request bodies.
 #[derive(Clone)]
 pub(super) struct Bodies {
     small: Arc<Semaphore>,
     large: Arc<Semaphore>,
 }
 
-/// The room that a body takes, given back with this.
+/// The memory that a body holds; dropping it releases the memory.
 pub(super) struct Room {
     bodies: Bodies,
     small: Option<OwnedSemaphorePermit>,
@@ -46,7 +47,7 @@ impl Bodies {
         }
     }
 
-    /// Bytes that bodies hold.
+    /// Returns the bytes that bodies hold.
     pub fn held(&self) -> u64 {
         let free = self.small.available_permits() + self.large.available_permits();
         (BODIES_LIMIT / UNIT).saturating_sub(free) as u64 * UNIT as u64
@@ -56,8 +57,8 @@ impl Bodies {
         Room { bodies: self.clone(), small: None, large: None, bytes: 0 }
     }
 
-    /// Reads a body. It takes room as it arrives, not as it announces. Where there is no room the rest is thrown away,
-    /// so that the client reads the answer.
+    /// Reads a body. Memory is reserved as data arrives, not by the announced length. Without room, the rest of the
+    /// body is discarded, so that the client reads the error.
     pub async fn read(&self, request: Request) -> Result<(Vec<u8>, Room), ApiError> {
         let declared = request.headers().get(header::CONTENT_LENGTH);
         let declared = declared.and_then(|length| length.to_str().ok()?.parse::<u64>().ok());
@@ -77,7 +78,8 @@ impl Bodies {
             }
             if length > bytes.capacity() {
                 let hint = usize::try_from(body.size_hint().upper().unwrap_or(u64::MAX)).unwrap_or(usize::MAX);
-                // A quarter more, so that a body of many pieces is not copied often; but no more than will come.
+                // Reserve a quarter more, so that a body of many pieces is not copied often, but not more than the rest
+                // of the body.
                 let capacity = (length + length / 4 + UNIT).min(length.saturating_add(hint)).min(BODY_LIMIT);
                 if let Err(error) = room.grow(capacity) {
                     full = Some(error);
@@ -92,12 +94,12 @@ impl Bodies {
     }
 }
 
-/// The next piece of a body.
+/// Returns the next piece of a body.
 async fn next(body: &mut Body) -> Result<Option<axum::body::Bytes>, ApiError> {
     loop {
         match body.frame().await {
             None => return Ok(None),
-            // Trailers are of no use here.
+            // Skip trailers.
             Some(Ok(frame)) => match frame.into_data() {
                 Ok(data) => return Ok(Some(data)),
                 Err(_) => continue,
@@ -111,7 +113,7 @@ async fn next(body: &mut Body) -> Result<Option<axum::body::Bytes>, ApiError> {
 }
 
 impl Room {
-    /// Takes room for a body of so many bytes.
+    /// Reserves memory for a body of `bytes` bytes in total.
     fn grow(&mut self, bytes: usize) -> Result<(), ApiError> {
         let units = |bytes: usize| bytes.div_ceil(UNIT);
         let (had, has) = (self.bytes, bytes);
@@ -139,7 +141,7 @@ mod tests {
 
     fn room(bodies: &Bodies, bytes: usize) -> Result<Room, ApiError> {
         let mut room = bodies.no_room();
-        // As it arrives.
+        // Grow in four parts, as a body arrives.
         for part in 1..=4 {
             room.grow(bytes * part / 4)?;
         }

@@ -1,52 +1,52 @@
-//! Calls of tools in the text of an answer, as the text grows.
+//! Finds tool calls in the text of an answer while it is generated.
 
 use serde_json::Value;
 
 use crate::text::ToolFormat;
 
-/// The texts that calls are marked with.
+/// The texts that mark tool calls.
 pub(super) const OPEN: &str = "<tool_call>";
 pub(super) const CLOSE: &str = "</tool_call>";
 pub(super) const LIST: &str = "[TOOL_CALLS]";
 const PYTHON: &str = "<|python_tag|>";
-/// Special tokens with these texts are read as texts.
+/// Special tokens with these texts are read as text.
 pub(super) const MARKS: [&str; 4] = [OPEN, CLOSE, LIST, PYTHON];
 
-/// A call of a tool.
+/// A tool call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ToolCall {
-    /// Its number in the answer.
+    /// Index of the call in the answer.
     pub index: usize,
     pub id: String,
     pub name: String,
-    /// JSON of an object.
+    /// A JSON object.
     pub arguments: String,
 }
 
-/// Finds calls in a text.
+/// An incremental parser for tool calls.
 #[derive(Debug)]
 pub(super) struct Calls {
     format: ToolFormat,
     /// Names of the functions that may be called.
     names: Vec<String>,
-    /// Beginning of the identities of calls.
+    /// Prefix of the calls' identifiers.
     id: String,
-    /// What may be a call, or become the mark of one.
+    /// Text that may be a call, or the start of its mark.
     held: String,
-    /// Whether `held` is behind the mark of a call.
+    /// Whether `held` follows the opening mark of a call.
     inside: bool,
-    /// Bytes of `held` in which no mark of an end begins.
+    /// Length of the prefix of `held` in which no closing mark starts, bytes.
     searched: usize,
-    /// Whether the text has begun with something else than a call.
+    /// Whether the text has started with something other than a call.
     is_text: bool,
-    /// Whether nothing but white space has followed the last call.
+    /// Whether only white space has followed the last call.
     behind_call: bool,
-    /// Calls so far.
+    /// The number of calls so far.
     pub count: usize,
 }
 
 impl Calls {
-    /// In this format, with this beginning of identities.
+    /// Creates a parser for a format. `id` is the prefix of the calls' identifiers.
     pub fn new(format: ToolFormat, names: Vec<String>, id: String) -> Self {
         Self {
             format,
@@ -61,7 +61,7 @@ impl Calls {
         }
     }
 
-    /// Takes the next piece of the text: text that is part of no call, and calls.
+    /// Adds a piece of the text. Returns the text outside of calls, and complete calls.
     pub fn push(&mut self, piece: &str) -> (String, Vec<ToolCall>) {
         self.held += piece;
         match self.format {
@@ -71,7 +71,7 @@ impl Calls {
         }
     }
 
-    /// Ends the text.
+    /// Ends the text. Returns the remaining text and calls.
     pub fn finish(&mut self) -> (String, Vec<ToolCall>) {
         let held = std::mem::take(&mut self.held);
         let found = match self.format {
@@ -99,7 +99,7 @@ impl Calls {
         let (mut shown, mut calls) = (String::new(), Vec::new());
         loop {
             let before = self.before(OPEN);
-            // Line breaks between calls belong to neither.
+            // White space after a call is dropped.
             let before = if self.behind_call { before.trim_start() } else { &before };
             self.behind_call &= before.is_empty();
             shown += before;
@@ -117,7 +117,7 @@ impl Calls {
         }
     }
 
-    /// Where the mark of an end begins in what is held of a call.
+    /// Returns the position of the closing mark in `held`.
     fn end(&mut self) -> Option<usize> {
         if !self.inside {
             return None;
@@ -130,7 +130,7 @@ impl Calls {
         found
     }
 
-    /// The text before a mark, behind which the rest is held.
+    /// Returns the text before a mark, and holds what follows the mark.
     fn before(&mut self, mark: &str) -> String {
         if self.inside {
             return String::new();
@@ -141,14 +141,14 @@ impl Calls {
             self.inside = true;
             return std::mem::replace(&mut self.held, rest);
         }
-        // What may still become the mark stays back.
+        // Hold back text that may be the start of the mark.
         let open =
             (0..self.held.len()).find(|&at| self.held.is_char_boundary(at) && mark.starts_with(&self.held[at..]));
         let rest = self.held.split_off(open.unwrap_or(self.held.len()));
         std::mem::replace(&mut self.held, rest)
     }
 
-    /// A text that begins as a call is held to its end.
+    /// Holds a text that starts like a call until its end.
     fn llama(&mut self) -> String {
         let begun = self.held.trim_start();
         let may_be =
@@ -157,7 +157,7 @@ impl Calls {
         if self.is_text { std::mem::take(&mut self.held) } else { String::new() }
     }
 
-    /// Calls of known functions, with semicolons between them.
+    /// Parses calls of known functions, separated by semicolons.
     fn objects(&self, text: &str) -> Option<Vec<(String, String)>> {
         let text = text.trim_start();
         let mut rest = text.strip_prefix(PYTHON).unwrap_or(text).trim();
@@ -179,7 +179,7 @@ impl Calls {
     }
 }
 
-/// The name and the arguments of a call from its text.
+/// Parses the name and arguments of a call.
 fn one(text: &str) -> Option<(String, String)> {
     call(&serde_json::from_str(text.trim()).ok()?)
 }
@@ -189,7 +189,7 @@ fn call(value: &Value) -> Option<(String, String)> {
     let arguments = match (&value["arguments"], &value["parameters"]) {
         (Value::Null, Value::Null) => "{}".to_owned(),
         (Value::Object(_), _) => value["arguments"].to_string(),
-        // Some models quote them.
+        // Some models write the arguments as a JSON string.
         (Value::String(text), _) => text.clone(),
         (Value::Null, Value::Object(_)) => value["parameters"].to_string(),
         _ => return None,
@@ -201,7 +201,7 @@ fn call(value: &Value) -> Option<(String, String)> {
 mod tests {
     use super::*;
 
-    /// The text and the calls, in pieces of so many characters.
+    /// Parses a text in pieces of `size` characters. Returns the text and the calls.
     fn parsed(format: ToolFormat, text: &str, size: usize) -> (String, Vec<(usize, String, String)>) {
         let mut own = Calls::new(format, vec!["f".into(), "g".into()], "call_".into());
         let chars: Vec<char> = text.chars().collect();

@@ -1,4 +1,4 @@
-//! Errors in the form of OpenAI's API.
+//! HTTP errors in the format of OpenAI's API.
 
 use std::fmt;
 
@@ -9,11 +9,11 @@ use unweight_engine::AdmissionError;
 use super::worker::{Lost, SubmitError};
 use crate::text::TextError;
 
-/// An error as OpenAI's API writes it.
+/// An error in the format of OpenAI's API.
 #[derive(Debug)]
 pub(super) struct ApiError {
     pub status: StatusCode,
-    /// Seconds after which it is worth trying again.
+    /// Seconds after which the client should retry.
     pub retry_after: Option<u32>,
     kind: &'static str,
     code: Option<&'static str>,
@@ -26,22 +26,22 @@ impl ApiError {
         Self { status, kind, message: message.to_string(), code: None, param: None, retry_after: None }
     }
 
-    /// A request that is not what it should be.
+    /// An invalid request, status 400.
     pub fn bad(message: impl fmt::Display) -> Self {
         Self::new(StatusCode::BAD_REQUEST, "invalid_request_error", message)
     }
 
-    /// A field that is not what it should be.
+    /// An invalid field, status 400.
     pub fn of(param: &str, message: impl fmt::Display) -> Self {
         Self { param: Some(param.to_owned()), ..Self::bad(message) }
     }
 
-    /// Of a field.
+    /// Sets the field that the error is about.
     pub fn param(self, param: &str) -> Self {
         Self { param: Some(param.to_owned()), ..self }
     }
 
-    /// With its stable code.
+    /// Sets the stable code.
     pub fn code(self, code: &'static str) -> Self {
         Self { code: Some(code), ..self }
     }
@@ -51,36 +51,36 @@ impl ApiError {
         Self { status: StatusCode::NOT_FOUND, ..Self::bad(message) }
     }
 
-    /// A model that is not served.
+    /// A model that is not served, status 404.
     pub fn model(message: impl fmt::Display) -> Self {
         Self { param: Some("model".to_owned()), ..Self::not_found(message) }.code("model_not_found")
     }
 
-    /// A route does not take this method.
+    /// A method that the route does not support, status 405.
     pub fn method() -> Self {
         Self { status: StatusCode::METHOD_NOT_ALLOWED, ..Self::bad("this route does not take this method") }
     }
 
-    /// The key is missing, or another one.
+    /// A missing or wrong API key, status 401.
     pub fn key() -> Self {
         let message = "the API key is missing or wrong; send the server's as `Authorization: Bearer KEY`";
         Self { status: StatusCode::UNAUTHORIZED, ..Self::bad(message) }.code("invalid_api_key")
     }
 
-    /// A body beyond the limit.
+    /// A body above the size limit, status 413.
     pub fn body(limit: usize) -> Self {
         let message = format!("the body exceeds {limit} bytes; send less at a time");
         Self { status: StatusCode::PAYLOAD_TOO_LARGE, ..Self::bad(message) }
     }
 
-    /// The bodies of all requests together are beyond the limit.
+    /// All bodies together reached their memory limit, status 503.
     pub fn bodies(limit: usize) -> Self {
         let message = format!("the requests being read hold {} MiB, the limit; try again later", limit >> 20);
         let error = Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", message);
         Self { retry_after: Some(1), ..error.code("bodies_full") }
     }
 
-    /// More of something than a request may have.
+    /// A request that exceeds a limit, status 400.
     pub fn limit(message: impl fmt::Display) -> Self {
         Self::bad(message).code("text_limit_exceeded")
     }
@@ -91,12 +91,12 @@ impl ApiError {
         Self::new(StatusCode::REQUEST_TIMEOUT, "timeout_error", message).code("timeout")
     }
 
-    /// The fault is this server's.
+    /// An internal error, status 500.
     pub fn server(message: impl fmt::Display) -> Self {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", message)
     }
 
-    /// The error as JSON.
+    /// Returns the JSON of the error.
     pub fn json(&self) -> Value {
         let Self { message, kind, param, code, .. } = self;
         json!({ "error": { "message": message, "type": kind, "param": param, "code": code } })

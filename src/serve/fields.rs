@@ -1,4 +1,4 @@
-//! Fields of JSON objects, each parsed alone: a body never becomes a tree of values.
+//! Parses the fields of a JSON object one by one, so that a body never becomes a tree of values.
 
 use std::{borrow::Cow, collections::BTreeMap, fmt};
 
@@ -7,14 +7,14 @@ use serde_json::{Value, value::RawValue};
 
 use super::error::ApiError;
 
-/// The longest field that is neither a prompt nor messages, bytes of JSON.
+/// The maximum size of a field other than prompts and messages, bytes of JSON.
 const FIELD_MOST: usize = 64 << 10;
 
-/// The known fields of an object, as they are in the body. `null` means unset.
+/// The known fields of an object, as raw JSON. `null` means unset.
 pub(super) struct Fields<'a>(BTreeMap<&'static str, &'a RawValue>);
 
 impl<'a> Fields<'a> {
-    /// The fields with these names; others are skipped, and of several with the same name the last counts.
+    /// Parses an object and keeps the fields in `known`. Of duplicate fields, the last counts.
     pub fn read(json: &'a [u8], known: &'static [&'static str]) -> serde_json::Result<Self> {
         let mut deserializer = serde_json::Deserializer::from_slice(json);
         let fields = Known(known).deserialize(&mut deserializer)?;
@@ -22,12 +22,12 @@ impl<'a> Fields<'a> {
         Ok(Self(fields))
     }
 
-    /// A field as it is in the body.
+    /// Removes a field and returns its raw JSON.
     pub fn take(&mut self, name: &str) -> Option<&'a RawValue> {
         self.0.remove(name).filter(|raw| raw.get() != "null")
     }
 
-    /// A field of a few bytes.
+    /// Removes and parses a field of at most [`FIELD_MOST`] bytes.
     pub fn value(&mut self, name: &str) -> Result<Option<Value>, ApiError> {
         let Some(raw) = self.take(name) else { return Ok(None) };
         if raw.get().len() > FIELD_MOST {
@@ -38,19 +38,19 @@ impl<'a> Fields<'a> {
         value.map(Some).map_err(|error| ApiError::of(name, format!("{name} cannot be read: {error}")))
     }
 
-    /// Whether a field is unset or has a value that asks for nothing. What cannot be read asks for something.
+    /// Whether a field is unset or has a neutral value, which has no effect. An unparsable value is not neutral.
     pub fn asks_nothing(&mut self, name: &str, neutral: impl FnOnce(&Value) -> bool) -> bool {
         self.value(name).is_ok_and(|value| value.is_none_or(|value| neutral(&value)))
     }
 
-    /// A number.
+    /// Removes and parses a number.
     pub fn number(&mut self, name: &str) -> Result<Option<f32>, ApiError> {
         let Some(value) = self.value(name)? else { return Ok(None) };
         let number = value.as_f64().ok_or_else(|| ApiError::of(name, format!("{name} is no number")))?;
         Ok(Some(number as f32))
     }
 
-    /// A whole number of this range.
+    /// Removes and parses an integer from `least` to `most`.
     pub fn whole(&mut self, name: &str, least: u64, most: u64) -> Result<Option<u64>, ApiError> {
         let Some(value) = self.value(name)? else { return Ok(None) };
         let number = value.as_u64().filter(|number| (least..=most).contains(number));
@@ -58,12 +58,12 @@ impl<'a> Fields<'a> {
         number.map(Some).ok_or_else(|| ApiError::of(name, format!("{name} is no whole number from {least}{upper}")))
     }
 
-    /// Whether a field that stays is `false`.
+    /// Whether a field is `false`, without removing it.
     pub fn is_false(&self, name: &str) -> bool {
         self.0.get(name).is_some_and(|raw| raw.get() == "false")
     }
 
-    /// True or false; false where it is unset.
+    /// Removes and parses a boolean; unset means false.
     pub fn flag(&mut self, name: &str) -> Result<bool, ApiError> {
         match self.value(name)? {
             None => Ok(false),
@@ -73,17 +73,17 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// A string.
+/// Parses a string; `None` for other JSON.
 pub(super) fn text(raw: &RawValue) -> Option<String> {
     raw.get().starts_with('"').then(|| serde_json::from_str(raw.get()).ok()).flatten()
 }
 
-/// A list of token ids.
+/// Parses a list of token ids; `None` for other JSON.
 pub(super) fn ids(raw: &RawValue) -> Option<Vec<u32>> {
     raw.get().starts_with('[').then(|| serde_json::from_str(raw.get()).ok()).flatten()
 }
 
-/// Takes the elements of a list one after the other, with their numbers. `None` where it is not a list.
+/// Passes the elements of a list to `take`, with their indices. `None` if `raw` is not a list.
 pub(super) fn each<'a>(
     raw: &'a RawValue,
     take: impl FnMut(usize, &'a RawValue) -> Result<(), ApiError>,
@@ -123,7 +123,7 @@ impl<'de, F: FnMut(usize, &'de RawValue) -> Result<(), ApiError>> Visitor<'de> f
     }
 }
 
-/// Reads an object's fields of these names.
+/// Deserializes the fields of an object that have these names.
 struct Known(&'static [&'static str]);
 
 impl<'de> DeserializeSeed<'de> for Known {
@@ -164,7 +164,7 @@ mod tests {
         assert_eq!(fields.take("a").unwrap().get(), r#"[1, {"b": 2}]"#);
         assert!(fields.take("b").is_none(), "null is unset");
         assert_eq!(fields.whole("c", 0, 9).unwrap(), Some(2), "the last counts");
-        // Depth without end is skipped where it is not known, and an error where it is.
+        // Deep nesting is skipped in an unknown field, and an error in a known one.
         let deep = format!(r#"{{"x": {0}, "a": {0}}}"#, ["[".repeat(200_000), "]".repeat(200_000)].concat());
         let error = Fields::read(deep.as_bytes(), &["a"]).unwrap().value("a").unwrap_err();
         assert!(error.message.contains("400000 bytes"), "{error:?}");

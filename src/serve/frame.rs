@@ -1,4 +1,4 @@
-//! Answers in the form of OpenAI's API.
+//! Writes answers in the format of OpenAI's API.
 
 use serde_json::{Map, Value, json};
 
@@ -11,14 +11,14 @@ pub(super) enum Endpoint {
     Chat,
 }
 
-/// The least log probability in an answer: JSON has no infinity.
+/// The smallest log probability in an answer, because JSON has no infinity.
 const LEAST_LOGPROB: f32 = -9999.0;
 
 /// A token with its log probability.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct TokenLogprob {
     pub text: String,
-    /// The bytes of the token, which may be a part of a character.
+    /// The bytes of the token, possibly a part of a character.
     pub bytes: Vec<u8>,
     pub logprob: f32,
 }
@@ -39,37 +39,37 @@ pub(super) struct SampledLogprobs {
     pub token: TokenLogprob,
     /// The most likely tokens.
     pub top: Vec<TokenLogprob>,
-    /// Characters of the tokens before it.
+    /// The number of characters of all tokens before this one.
     pub offset: usize,
 }
 
 impl SampledLogprobs {
-    /// What it takes in an answer, in bytes, about.
+    /// Returns the approximate size in an answer, bytes.
     pub fn bytes(&self) -> usize {
         let of = |token: &TokenLogprob| 64 + token.text.len() + 4 * token.bytes.len();
         of(&self.token) + self.top.iter().map(of).sum::<usize>()
     }
 }
 
-/// A choice of an answer.
+/// A choice of an answer, or a piece of one.
 #[derive(Clone, Debug, Default)]
 pub(super) struct AnswerChoice {
     pub text: String,
-    /// Calls of tools; they are not part of the text.
+    /// Tool calls, which are not part of the text.
     pub calls: Vec<ToolCall>,
     /// Why the text ended; `None` if it continues.
     pub finish: Option<&'static str>,
-    /// Log probabilities of its tokens, if the request asks for them.
+    /// Log probabilities of the tokens, if requested.
     pub logprobs: Option<Vec<SampledLogprobs>>,
 }
 
 impl AnswerChoice {
-    /// Whether it shows nothing.
+    /// Whether the choice has neither text nor calls.
     pub fn is_empty(&self) -> bool {
         self.text.is_empty() && self.calls.is_empty()
     }
 
-    /// The calls; of a stream with their numbers.
+    /// Returns the JSON of the calls; in a stream, with their indices.
     fn calls(&self, numbered: bool) -> Value {
         let one = |call: &ToolCall| {
             let ToolCall { index, id, name, arguments } = call;
@@ -84,7 +84,7 @@ impl AnswerChoice {
     }
 }
 
-/// What all answers to a request have in common.
+/// The values that all messages of an answer share.
 #[derive(Clone, Debug)]
 pub(super) struct Frame {
     pub endpoint: Endpoint,
@@ -94,7 +94,7 @@ pub(super) struct Frame {
     pub model: String,
 }
 
-/// Tokens of a request.
+/// Token counts of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Usage {
     pub prompt: u64,
@@ -127,7 +127,7 @@ impl Frame {
         match self.endpoint {
             Endpoint::Completions => {
                 let top = |sampled: &SampledLogprobs| -> Map<String, Value> {
-                    // Of tokens with equal texts the sampled one counts, else the likeliest.
+                    // If tokens have equal texts, the sampled one counts, else the likeliest.
                     let all = sampled.top.iter().rev().chain([&sampled.token]);
                     all.map(|token| (token.text.clone(), json!(token.value()))).collect()
                 };
@@ -150,7 +150,7 @@ impl Frame {
         }
     }
 
-    /// The whole answer.
+    /// Returns a whole answer.
     pub fn whole(&self, choices: &[AnswerChoice], usage: Usage) -> Value {
         let choice = |(index, choice): (usize, &AnswerChoice)| {
             let AnswerChoice { text, finish, logprobs, .. } = choice;
@@ -181,13 +181,13 @@ impl Frame {
         answer
     }
 
-    /// What comes before the first token of a choice of a conversation.
+    /// Returns the message before the first token of a chat choice; `None` for completions.
     pub fn role(&self, index: usize) -> Option<Value> {
         let delta = json!({ "role": "assistant", "content": "", "refusal": null });
         (self.endpoint == Endpoint::Chat).then(|| self.delta(index, delta, Value::Null, None))
     }
 
-    /// A piece of a choice.
+    /// Returns a piece of a choice, as a message of a stream.
     pub fn piece(&self, index: usize, piece: &AnswerChoice) -> Value {
         let AnswerChoice { text, finish, logprobs, .. } = piece;
         let logprobs = self.logprobs(logprobs.as_deref());
@@ -211,7 +211,7 @@ impl Frame {
         self.json("chat.completion.chunk", json!([choice]))
     }
 
-    /// The last piece of a stream whose usage is asked for.
+    /// Returns the last message of a stream with usage.
     pub fn usage(&self, usage: Usage) -> Value {
         let object = match self.endpoint {
             Endpoint::Completions => "text_completion",

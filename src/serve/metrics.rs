@@ -1,4 +1,4 @@
-//! What a server counts, in the text form that Prometheus reads.
+//! Metrics of the server, in the text format of Prometheus.
 
 use std::{
     collections::BTreeMap,
@@ -15,16 +15,17 @@ use std::{
 
 use super::backend::{Limits, Load};
 
-/// Upper ends of the buckets of the time to a first token, seconds.
+/// Upper bounds of the buckets for the time to the first token, seconds.
 const FIRST_TOKEN: [f64; 13] = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0];
-/// The same of a step, which may be the prefill of a long prompt.
+/// Upper bounds of the buckets for the duration of a step, which may include the prefill of a long prompt; seconds.
 const STEP: [f64; 15] = [0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5];
 
-/// Durations by size.
+/// A histogram of durations.
 #[derive(Debug)]
 pub(super) struct Histogram {
     bounds: &'static [f64],
-    /// Of each bound those above the one before; what is above all bounds is in `count` alone.
+    /// The number of durations per bucket: up to its bound, above the previous one. Longer durations count only in
+    /// `count`.
     buckets: Vec<AtomicU64>,
     count: AtomicU64,
     nanos: AtomicU64,
@@ -36,7 +37,7 @@ impl Histogram {
         Self { bounds, buckets, count: AtomicU64::new(0), nanos: AtomicU64::new(0) }
     }
 
-    /// Notes one.
+    /// Adds a duration.
     pub fn note(&self, duration: Duration) {
         let seconds = duration.as_secs_f64();
         if let Some((_, bucket)) = self.bounds.iter().zip(&self.buckets).find(|(bound, _)| seconds <= **bound) {
@@ -53,7 +54,7 @@ impl Histogram {
             sum += bucket.load(Relaxed);
             line(out, format_args!("{name}_bucket{{le=\"{bound}\"}} {sum}"));
         }
-        // A note that is half made must not give a bucket more than all.
+        // A concurrent update must not make a bucket exceed the total.
         let count = self.count.load(Relaxed).max(sum);
         line(out, format_args!("{name}_bucket{{le=\"+Inf\"}} {count}"));
         line(out, format_args!("{name}_sum {}", self.nanos.load(Relaxed) as f64 / 1e9));
@@ -61,10 +62,10 @@ impl Histogram {
     }
 }
 
-/// Everything that is counted.
+/// All metrics of a server.
 #[derive(Debug)]
 pub(super) struct Metrics {
-    /// By route and status.
+    /// The number of answers by route and status.
     requests: Mutex<BTreeMap<(&'static str, u16), u64>>,
     running: AtomicU64,
     waiting: AtomicU64,
@@ -74,15 +75,15 @@ pub(super) struct Metrics {
     shared_prompt_tokens: AtomicU64,
     drafted: AtomicU64,
     accepted: AtomicU64,
-    /// Tokens of prompts that were taken.
+    /// Tokens of accepted prompts.
     pub prompt_tokens: AtomicU64,
-    /// Tokens that requests got.
+    /// Generated tokens.
     pub generated_tokens: AtomicU64,
-    /// Sequences that ended because their client was gone.
+    /// Sequences that ended because their client disconnected, or because no more tokens were needed.
     pub cancelled: AtomicU64,
-    /// From the arrival of a request to a sequence's first token.
+    /// Time from the arrival of a request to the first token of each sequence.
     pub first_token: Histogram,
-    /// Steps of the engine.
+    /// Durations of engine steps.
     pub step: Histogram,
 }
 
@@ -106,15 +107,15 @@ impl Metrics {
         }
     }
 
-    /// Notes an answer. Of a stream the status is that of its beginning.
+    /// Counts an answer. The status of a stream is the one that it starts with.
     pub fn request(&self, route: &'static str, status: u16) {
         let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
         *requests.entry((route, status)).or_default() += 1;
     }
 
-    /// Notes what the engine has to do.
+    /// Stores the load of the engine.
     pub fn load(&self, load: Load) {
-        // In this order: a reader that sees no sequence run sees its pages free.
+        // The order matters: a reader that sees no running sequence sees its pages free.
         self.free_pages.store(load.free_pages.into(), Release);
         self.free_units.store(load.free_units.into(), Release);
         self.preempted.store(load.preempted, Release);
@@ -125,7 +126,7 @@ impl Metrics {
         self.waiting.store(load.waiting as u64, Release);
     }
 
-    /// All metrics as text. `body_bytes` are those that bodies of requests hold.
+    /// Returns all metrics as text. `body_bytes` is the memory that request bodies hold.
     pub fn text(&self, limits: &Limits, body_bytes: u64) -> String {
         let mut out = String::new();
         let name = "unweight_requests_total";
@@ -185,7 +186,7 @@ fn head(out: &mut String, name: &str, help: &str, kind: &str) {
 }
 
 fn line(out: &mut String, text: std::fmt::Arguments<'_>) {
-    // A string takes everything.
+    // Writing to a string cannot fail.
     let _ = writeln!(out, "{text}");
 }
 

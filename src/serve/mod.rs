@@ -1,10 +1,10 @@
-//! An HTTP server over an engine, in the form of OpenAI's API (docs/reference/http.md).
+//! An HTTP server with OpenAI's API on top of the engine (docs/reference/http.md).
 //!
 //! ```text
 //! connection --read, encode--> requests --> worker: Backend::add, step, cancel --tokens--> decode --> answer
 //! ```
-//! One thread has the engine, the one that calls [`serve`]; everything else is tasks of a small runtime next to it. The
-//! engine never waits for a client: the channel of a sequence holds all messages that it can get.
+//! The thread that calls [`serve`] runs the engine; everything else runs as tasks of a small async runtime. The engine
+//! never waits for a client, because the channel of a sequence has room for all of its messages.
 
 mod answer;
 mod api;
@@ -71,23 +71,23 @@ pub use backend::{Backend, Limits, Load};
 pub use bodies::BODY_LIMIT;
 pub use reference::{CpuError, CpuReference};
 
-/// Connections at the same time; further ones wait to be accepted.
+/// The maximum number of open connections; further ones wait to be accepted.
 const CONNECTIONS: usize = 2048;
-/// How long a client may leave unread what was sent to it.
+/// How long a client may leave sent data unread.
 const READ_TIME: Duration = Duration::from_secs(60);
-/// Pieces of a stream that wait for the connection.
+/// The maximum number of pieces of a stream that wait for the connection.
 const PIECES: usize = 32;
-/// Threads that parse large bodies and wait for text processes. They take what the engine's thread and the connections
-/// leave.
+/// The number of threads that parse large bodies and wait for text processes. They use the processor time that the
+/// engine and the connections leave.
 const BLOCKING_THREADS: usize = 4;
-/// What a connection buffers of what it receives, bytes. A head has at most as many.
+/// The maximum receive buffer of a connection, bytes; also the maximum size of a request head.
 const CONNECTION_BUFFER: usize = 64 << 10;
-/// How often it is looked whether to stop.
+/// How often the server checks whether to stop.
 const LOOK: Duration = Duration::from_millis(50);
-/// How long connections have to send what they have when all sequences have ended.
+/// How long connections may flush their data after all sequences have ended.
 const FLUSH: Duration = Duration::from_secs(2);
 
-/// How a model is served.
+/// The options of a server.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -98,7 +98,7 @@ const FLUSH: Duration = Duration::from_secs(2);
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct ServeOptions {
-    /// The name that clients ask for.
+    /// The model name that clients send.
     pub model: String,
     /// The maximum number of waiting sequences; 256 by default.
     pub max_waiting: usize,
@@ -111,7 +111,7 @@ pub struct ServeOptions {
 }
 
 impl ServeOptions {
-    /// Everything at its default.
+    /// Creates options with defaults for everything but the model name.
     pub fn new(model: impl Into<String>) -> Self {
         Self {
             model: model.into(),
@@ -122,7 +122,7 @@ impl ServeOptions {
         }
     }
 
-    /// Sequences that may wait.
+    /// Sets the maximum number of waiting sequences.
     #[must_use]
     pub fn max_waiting(self, max_waiting: usize) -> Self {
         Self { max_waiting, ..self }
@@ -148,7 +148,7 @@ impl ServeOptions {
 }
 
 impl fmt::Debug for ServeOptions {
-    /// Without the key.
+    /// Formats the options without the key.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { model, max_waiting, api_key, grace, timeout } = self;
         let key = if api_key.is_some() { "with a key" } else { "without a key" };
@@ -160,10 +160,10 @@ impl fmt::Debug for ServeOptions {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ServeError<E: std::error::Error + 'static> {
-    /// The engine failed; until the server stopped it answered requests with an error.
+    /// The engine failed. The server answered requests with an error until it was stopped.
     #[error("the engine failed while it served")]
     Backend(#[source] E),
-    /// The system refused threads or the socket.
+    /// The system refused to create threads or to use the socket.
     #[error("the server cannot run")]
     Io(#[from] std::io::Error),
 }
@@ -184,14 +184,14 @@ impl<E: std::error::Error + 'static> ServeError<E> {
 pub enum Ended {
     /// All requests were answered.
     Done,
-    /// Some ran longer than [`ServeOptions::grace`] and were cut off.
+    /// Some requests ran longer than [`ServeOptions::grace`] and were cut off.
     Cut,
 }
 
 /// Serves a model until `stop` is set and the running requests have ended. The calling thread runs the engine.
 ///
-/// With [`Text::isolated`] no prompt, tokenizer or template can end or fill this process. With [`Text::new`] those of
-/// the model are trusted: work on a prompt that never ends is never ended.
+/// With [`Text::isolated`], no prompt, tokenizer or template can end this process or exhaust its memory. With
+/// [`Text::new`] the model's files are trusted: the server cannot end the encoding of a prompt that runs forever.
 ///
 /// # Errors
 /// [`ServeError`].
@@ -222,20 +222,20 @@ where
         .build()?;
     let server = runtime.spawn(listen(listener, handle, text, options, stop));
     let worked = worker.run(backend);
-    // The worker's end is that of all handles, and so of `listen`.
+    // The worker ends when all handles are gone, so `listen` ends as well.
     let listened = runtime.block_on(server);
     runtime.shutdown_timeout(FLUSH);
     worked.map_err(ServeError::Backend)?;
     Ok(listened.unwrap_or_else(|error| Err(std::io::Error::other(error)))?)
 }
 
-/// What all handlers see.
+/// The state that all handlers share.
 #[derive(Clone)]
 struct Server {
     preparer: Preparer,
     options: Arc<ServeOptions>,
     started: u64,
-    /// Set when requests that are not answered yet are cut off.
+    /// True when unanswered requests are to be cut off.
     cut: watch::Receiver<bool>,
 }
 
@@ -244,7 +244,7 @@ impl Server {
         &self.preparer.handle.shared
     }
 
-    /// Why nothing is served, if so.
+    /// Returns why the server accepts no requests, if so.
     fn lost(&self) -> Option<Lost> {
         let shared = self.shared();
         match (shared.failed.load(Relaxed), shared.stopping.load(Relaxed)) {
@@ -295,26 +295,26 @@ async fn listen(
                     drop(permit);
                 });
             }
-            // No more files, or a client that has gone already: others may do better.
+            // Out of file descriptors, or a client that has already disconnected: continue with others.
             Err(_) => sleep(LOOK).await,
         }
         while connections.try_join_next().is_some() {}
     }
     drop((listener, app));
     shared.stopping.store(true, Relaxed);
-    // There is no receiver if there are no connections.
+    // Fails if there are no connections, and therefore no receiver.
     let _ = closing.send(true);
     let mut ended = Ended::Done;
     // Connections without a request need a moment, too.
     if timeout(grace.max(LOOK), all(&mut connections)).await.is_err() {
         ended = Ended::Cut;
         shared.cut.store(true, Relaxed);
-        // Those that are being prepared get their answer now, and no text process works on.
+        // Requests in preparation are answered now, and the text processes end.
         let _ = cutting.send(true);
         text.stop();
         let _ = timeout(FLUSH, all(&mut connections)).await;
     }
-    // Whoever still does not read is dropped here, and its handle with it.
+    // Drops clients that still do not read, together with their handles.
     connections.shutdown().await;
     text.stop();
     Ok(ended)
@@ -325,7 +325,7 @@ async fn all(connections: &mut JoinSet<()>) {
 }
 
 async fn connection(stream: TcpStream, app: Router, mut closed: watch::Receiver<bool>) {
-    // Tokens are small and are to be there at once. A socket that refuses serves more slowly.
+    // Send tokens at once, because they are small. If the socket refuses the option, it is only slower.
     let _ = stream.set_nodelay(true);
     #[cfg(target_os = "linux")]
     let _ = rustix::net::sockopt::set_tcp_user_timeout(&stream, READ_TIME.as_millis() as u32);
@@ -333,10 +333,10 @@ async fn connection(stream: TcpStream, app: Router, mut closed: watch::Receiver<
     http.timer(TokioTimer::new()).header_read_timeout(SEND_TIME).max_buf_size(CONNECTION_BUFFER);
     let mut connection = pin!(http.serve_connection(TokioIo::new(stream), TowerToHyperService::new(app)));
     let closing = async {
-        // Its sender is there as long as connections are.
+        // The sender exists as long as there are connections.
         let _ = closed.wait_for(|closed| *closed).await;
     };
-    // What fails on a connection is the client's affair.
+    // Connection errors concern only the client.
     tokio::select! {
         _ = connection.as_mut() => {}
         () = closing => {
@@ -362,7 +362,7 @@ fn router(server: Server) -> Router {
         .with_state(server)
 }
 
-/// Asks for the key, and counts.
+/// Checks the API key and counts the request.
 async fn gate(State(server): State<Server>, request: HttpRequest, next: Next) -> Response {
     let route = match request.uri().path() {
         "/v1/completions" => "/v1/completions",
@@ -372,7 +372,7 @@ async fn gate(State(server): State<Server>, request: HttpRequest, next: Next) ->
         "/health" => "/health",
         "/metrics" => "/metrics",
         path if path.starts_with("/v1/models") => "/v1/models",
-        // A client must not make names.
+        // Clients must not be able to create metric labels.
         _ => "other",
     };
     let guarded = request.uri().path().starts_with("/v1/") || matches!(route, "/tokenize" | "/detokenize");
@@ -384,10 +384,10 @@ async fn gate(State(server): State<Server>, request: HttpRequest, next: Next) ->
     response
 }
 
-/// Whether the key is there; how long that takes says nothing of where it differs.
+/// Compares the key in constant time.
 fn has_key(headers: &HeaderMap, key: &str) -> bool {
     let given = headers.get(header::AUTHORIZATION).map_or(&b""[..], HeaderValue::as_bytes);
-    // The name of a scheme has no case (RFC 9110, 11.1).
+    // The scheme is case-insensitive (RFC 9110, 11.1).
     let given = match given.split_at_checked(b"Bearer ".len()) {
         Some((scheme, key)) if scheme.eq_ignore_ascii_case(b"Bearer ") => key,
         _ => b"",
@@ -447,7 +447,7 @@ impl IntoResponse for ApiError {
     }
 }
 
-/// Seconds since 1970.
+/// Returns the seconds since 1970.
 fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
@@ -456,7 +456,7 @@ fn random() -> Result<u64, ApiError> {
     getrandom::u64().map_err(|error| ApiError::server(format!("the system gives no random numbers: {error}")))
 }
 
-/// Completions, of texts or conversations.
+/// Handles `/v1/completions` and `/v1/chat/completions`.
 async fn answer(endpoint: Endpoint, State(server): State<Server>, request: HttpRequest) -> Result<Response, ApiError> {
     let arrived = Instant::now();
     if let Some(lost) = server.lost() {
@@ -466,7 +466,7 @@ async fn answer(endpoint: Endpoint, State(server): State<Server>, request: HttpR
     let mut cut = server.cut.clone();
     let accepted = tokio::select! {
         accepted = timeout_at(deadline.into(), server.preparer.accept(endpoint, request, arrived)) => accepted,
-        // Its sender is there as long as connections are.
+        // The sender exists as long as there are connections.
         _ = cut.wait_for(|cut| *cut) => return Err(Lost::Stopping.into()),
     };
     let late = server.options.timeout.as_secs();
@@ -485,7 +485,7 @@ async fn answer(endpoint: Endpoint, State(server): State<Server>, request: HttpR
     Ok(json_response(StatusCode::OK, &whole))
 }
 
-/// The token ids of a text or a conversation.
+/// Handles `/tokenize`: returns the token ids of a text or a conversation.
 async fn tokenize(State(server): State<Server>, request: HttpRequest) -> Result<Response, ApiError> {
     bounded(&server, async {
         let (body, _room) = server.preparer.body(request).await?;
@@ -502,7 +502,7 @@ async fn tokenize(State(server): State<Server>, request: HttpRequest) -> Result<
     .await
 }
 
-/// The text of token ids.
+/// Handles `/detokenize`: returns the text of token ids.
 async fn detokenize(State(server): State<Server>, request: HttpRequest) -> Result<Response, ApiError> {
     bounded(&server, async {
         let (body, _room) = server.preparer.body(request).await?;
@@ -513,7 +513,7 @@ async fn detokenize(State(server): State<Server>, request: HttpRequest) -> Resul
     .await
 }
 
-/// The answer of `work`, unless it takes too long or the server stops.
+/// Returns the result of `work`, or an error if it takes too long or the server stops.
 async fn bounded(server: &Server, work: impl Future<Output = Result<Value, ApiError>>) -> Result<Response, ApiError> {
     if let Some(lost) = server.lost() {
         return Err(lost.into());
@@ -521,7 +521,7 @@ async fn bounded(server: &Server, work: impl Future<Output = Result<Value, ApiEr
     let mut cut = server.cut.clone();
     let answer = tokio::select! {
         answer = timeout(server.options.timeout, work) => answer,
-        // Its sender is there as long as connections are.
+        // The sender exists as long as there are connections.
         _ = cut.wait_for(|cut| *cut) => return Err(Lost::Stopping.into()),
     };
     let answer = answer.map_err(|_| ApiError::timeout("the request", server.options.timeout.as_secs()))??;

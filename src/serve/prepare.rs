@@ -1,4 +1,4 @@
-//! From a body to sequences that the engine has taken, within limits of memory and time.
+//! Turns a request body into sequences that the engine has accepted, within limits of memory and time.
 
 use std::{
     sync::Arc,
@@ -25,20 +25,21 @@ use crate::text::{self, EncodeLimits, Encoded, Grammar, PROCESSES, Sampled, Text
 
 /// How long a client may take to send the head of a request, or its body.
 pub(super) const SEND_TIME: Duration = Duration::from_secs(60);
-/// Prompts of this many bytes take a lane of their own, so that they never take all text processes.
+/// Requests with more than this many bytes of text need an additional permit, so that they never occupy all text
+/// processes.
 const LARGE: usize = SMALL;
-/// Compiled grammars of requests that wait or run, some 100 MiB each at most.
+/// The maximum number of compiled grammars of waiting and running requests, with about 100 MiB each at most.
 const GRAMMARS: usize = 64;
-/// Prompt tokens of a request, over all its texts.
+/// The maximum number of prompt tokens of a request, over all its texts.
 const TOKENS: u64 = 8 << 20;
-/// Prompt tokens of all requests that are on their way to the engine.
+/// The maximum number of prompt tokens of all requests in preparation.
 const TOKENS_ON_THE_WAY: u64 = 16 << 20;
-/// Tokens of a text that is tokenized alone.
+/// The maximum number of tokens of a `/tokenize` request.
 const TOKENIZE_TOKENS: u64 = 1 << 20;
-/// Tokens that a permit counts.
+/// Tokens per permit.
 const TOKEN_UNIT: u64 = 256;
 
-/// Prepares requests: reads and encodes them, and hands them to the engine.
+/// Prepares requests: parses and encodes them, and submits them to the engine.
 #[derive(Clone)]
 pub(super) struct Preparer {
     pub bodies: Bodies,
@@ -47,7 +48,7 @@ pub(super) struct Preparer {
     pub model: Arc<str>,
     /// Special tokens that mark tool calls, and their texts.
     pub marks: Arc<[(u32, &'static str)]>,
-    /// Bytes of a prompt's text.
+    /// The maximum size of a prompt's text, bytes.
     text_bytes: u64,
     calls: Arc<Semaphore>,
     large_calls: Arc<Semaphore>,
@@ -55,12 +56,12 @@ pub(super) struct Preparer {
     tokens: Arc<Semaphore>,
 }
 
-/// A request that the engine has taken.
+/// A request that the engine has accepted.
 pub(super) struct Accepted {
     pub call: Call,
     pub sequences: Sequences,
     pub prompt_tokens: u64,
-    /// The text that each sequence begins with, and the room that these texts take.
+    /// The prompt to echo for each sequence, and the memory that the prompts hold.
     pub echo: Option<(Vec<Arc<str>>, Room)>,
 }
 
@@ -84,15 +85,15 @@ impl Preparer {
         }
     }
 
-    /// Reads, encodes and hands in a request. Dropping it leaves at most one call of a text process running, which
-    /// ends by its own limit.
+    /// Parses, encodes and submits a request. Dropping the future leaves at most one call of a text process running,
+    /// which ends by its own limit.
     pub async fn accept(
         &self,
         endpoint: Endpoint,
         request: HttpRequest,
         arrived: Instant,
     ) -> Result<Accepted, ApiError> {
-        // What the body takes is what its prompts take: the room is free when the engine has them.
+        // The body's memory counts for its prompts, too, until the engine has them.
         let (body, room) = self.body(request).await?;
         let mut call = self.read(endpoint, body).await?;
         let capacity = self.handle.shared.capacity();
@@ -116,7 +117,8 @@ impl Preparer {
         let ends = call.sampling.ends(&limits.eos);
         let mut requests = Vec::with_capacity(asked);
         for ids in prompts {
-            // Without `max_tokens`, what the context has room for; at least one, so that the engine reports a full one.
+            // Without `max_tokens`, the rest of the context; at least one token, so that the engine reports a full
+            // context.
             let left = u64::from(limits.context).saturating_sub(ids.len() as u64).max(1);
             let max_new_tokens = call.max_tokens.unwrap_or(u32::try_from(left).unwrap_or(u32::MAX));
             let request = Request::new(ids)
@@ -125,7 +127,7 @@ impl Preparer {
                 .adjustments(call.sampling.adjustments.clone())
                 .logprobs(call.sampling.logprobs)
                 .constraint(constraint.clone());
-            // Each text for a prompt has random numbers of its own; the first those that it has alone.
+            // Each text of a prompt has its own random numbers; the first has those of a request with `n` = 1.
             let seeds = (0..u64::from(call.n)).map(|choice| seed.wrapping_add(choice));
             requests.extend(seeds.map(|seed| request.clone().params(call.sampling.params.seed(seed))));
         }
@@ -133,7 +135,7 @@ impl Preparer {
         Ok(Accepted { call, sequences, prompt_tokens: tokens, echo: echo.map(|texts| (texts, room)) })
     }
 
-    /// What the answer of a call must match, compiled.
+    /// Compiles the grammar that the answer must match, if any.
     async fn constraint(&self, call: &Call) -> Result<Option<Arc<dyn Constraint>>, ApiError> {
         let Call { grammar, tools, .. } = call;
         let (field, grammar) = match (tools, grammar) {
@@ -154,20 +156,20 @@ impl Preparer {
         };
         let limits = &self.handle.shared.limits;
         let sampled = Sampled { vocab: limits.vocab, eos: limits.eos.clone() };
-        // A grammar takes the lane of large prompts: it may take as long as one.
+        // A grammar needs the permit of large prompts, because it may take as long as one.
         let permit = |of: &Arc<Semaphore>| Arc::clone(of).acquire_owned();
         let place = permit(&self.grammars).await.map_err(ApiError::server)?;
         let large = permit(&self.large_calls).await.map_err(ApiError::server)?;
         let call = permit(&self.calls).await.map_err(ApiError::server)?;
         let text = self.text.clone();
-        // As for texts: the permits are free when the task ends.
+        // The task owns the permits, so they are released when it ends.
         let compile = move || (text.compile(&grammar, &sampled), call, large);
         let (compiled, ..) = tokio::task::spawn_blocking(compile).await.map_err(ApiError::server)?;
         let answer = compiled.map_err(|error| ApiError::from(error).param(field))?;
         Ok(Some(Compiled::constraint(answer, place)))
     }
 
-    /// The texts of prompts, each `n` times; those of prompts that are token ids are decoded.
+    /// Returns the texts of prompts, each `n` times. Prompts of token ids are decoded.
     async fn echo(
         &self,
         texts: Vec<Option<Arc<str>>>,
@@ -180,7 +182,7 @@ impl Preparer {
             let text = match text {
                 Some(text) => text,
                 None => {
-                    // The decoder may lengthen it.
+                    // The decoder may make the text up to four times as long.
                     let text = self.decode(ids.clone(), left / 4, "prompt").await?;
                     left = left.saturating_sub(text.len() as u64);
                     text.into()
@@ -191,7 +193,7 @@ impl Preparer {
         Ok(all)
     }
 
-    /// The text of tokens that a request gives in this field: where it keeps no other task waiting.
+    /// Decodes the tokens in a request's field on a blocking thread, to at most `most` bytes.
     pub async fn decode(&self, ids: Vec<u32>, most: u64, field: &'static str) -> Result<String, ApiError> {
         let (tokens, context) = (ids.len(), self.handle.shared.limits.context);
         if tokens > context as usize {
@@ -205,7 +207,7 @@ impl Preparer {
         decoded?.ok_or_else(|| ApiError::of(field, message()))
     }
 
-    /// The tokens of a text or a conversation, and with `strings` each as a text.
+    /// Encodes a text or a conversation; with `strings`, also returns the text of each token.
     pub async fn tokens(
         &self,
         prompt: text::Prompt,
@@ -232,13 +234,13 @@ impl Preparer {
         Ok(tokio::task::spawn_blocking(strings).await.map_err(ApiError::server)??)
     }
 
-    /// Reads a body, and the room that it takes.
+    /// Reads a body, and returns the memory that it holds, too.
     pub async fn body(&self, request: HttpRequest) -> Result<(Vec<u8>, Room), ApiError> {
         let read = timeout(SEND_TIME, self.bodies.read(request)).await;
         read.map_err(|_| ApiError::timeout("sending the body", SEND_TIME.as_secs()))?
     }
 
-    /// Parses a body: here if it is small, else where it keeps no other task waiting.
+    /// Parses a body: here if it is small, else on a blocking thread.
     async fn read(&self, endpoint: Endpoint, body: Vec<u8>) -> Result<Call, ApiError> {
         let (model, most) = (Arc::clone(&self.model), self.handle.shared.capacity());
         if body.len() <= SMALL {
@@ -248,7 +250,7 @@ impl Preparer {
         read.await.map_err(ApiError::server)?
     }
 
-    /// The tokens of a call's prompts, how many they are, and the permit for what they take.
+    /// Encodes the prompts of a call. Returns their tokens, the number of tokens, and the permit for their memory.
     async fn encode(&self, call: &mut Call) -> Result<(Vec<Vec<u32>>, u64, OwnedSemaphorePermit), ApiError> {
         let limits = &self.handle.shared.limits;
         let context = u64::from(limits.context);
@@ -258,7 +260,7 @@ impl Preparer {
         for prompt in std::mem::take(&mut call.prompts) {
             prompts.push(match prompt {
                 Prompt::Ids(ids) => Some(ids),
-                // That of a conversation is known when its template has run.
+                // The length of a conversation is known after its template has run.
                 Prompt::Text(text::Prompt::Text(text)) if text.len() as u64 > self.text_bytes => {
                     return Err(TextError::TooLong { bytes: text.len() as u64, limit: self.text_bytes }.into());
                 }
@@ -268,7 +270,7 @@ impl Preparer {
                 }
             });
         }
-        // Until the tokens are counted, at most as many as calls run at once hold them.
+        // Until the tokens are counted, only as many requests as calls run at once can hold them.
         let (encoded, _call_permit) = self.encode_texts(texts, limits_of_call).await?;
         let mut encoded = encoded.into_iter();
         let mut all = Vec::with_capacity(prompts.len());
@@ -294,7 +296,7 @@ impl Preparer {
         Ok((all, tokens, permit))
     }
 
-    /// Encodes texts in a text process. The permit is that of the call.
+    /// Encodes texts in a text process. Returns the permit of the call, too.
     async fn encode_texts(
         &self,
         texts: Vec<text::Prompt>,
@@ -308,7 +310,7 @@ impl Preparer {
         let large = if bytes > LARGE { Some(permit(&self.large_calls).await.map_err(ApiError::server)?) } else { None };
         let call = permit(&self.calls).await.map_err(ApiError::server)?;
         let text = self.text.clone();
-        // A task of its own: a client that leaves does not wait for it, and its permits are free when it ends.
+        // Runs as its own task, which owns the permits: a client that disconnects does not wait for it.
         let encode = move || (text.encode_all(&texts, limits), call, large);
         let (encoded, call, _large) = tokio::task::spawn_blocking(encode).await.map_err(ApiError::server)?;
         Ok((encoded?, Some(call)))
@@ -321,7 +323,7 @@ impl Preparer {
     }
 }
 
-/// The text of a prompt that is one.
+/// Returns the text of a prompt, unless it is token ids or a conversation.
 fn text_of(prompt: &Prompt) -> Option<Arc<str>> {
     match prompt {
         Prompt::Text(text::Prompt::Text(text)) => Some(text.as_str().into()),

@@ -1,7 +1,7 @@
-//! A backend without a GPU: the f32 reference of the model, which runs the whole text again for each token.
+//! A backend without a GPU, for tests of tiny models: the f32 reference, which recomputes the whole text for each
+//! token.
 //!
-//! Requests, rows and pages are those of the engine, and so is the choice of a token; only the forward pass is another.
-//! It serves tests of tiny models.
+//! It has the engine's scheduler, pages and sampling; only the forward pass differs.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -26,31 +26,31 @@ use unweight_model::{
 
 use super::backend::{Backend, Limits, Load};
 
-/// The largest model that is taken, in parameters. Larger ones would take minutes for a token.
+/// The maximum number of parameters. Larger models would take minutes per token.
 const MOST_PARAMETERS: u64 = 64 << 20;
-/// The default context, in tokens.
+/// The default context length, tokens.
 const CONTEXT: u32 = 2048;
 
 /// Why a model cannot run on the CPU.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CpuError {
-    /// An option out of range.
+    /// An option is out of range.
     #[error(transparent)]
     Option(#[from] OptionError),
-    /// The model's configuration.
+    /// The model's configuration is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// The model's tensors.
+    /// The model's tensors do not match its configuration.
     #[error(transparent)]
     Bind(#[from] BindError),
     /// A tensor could not be read.
     #[error(transparent)]
     Bundle(#[from] BundleError),
-    /// A model for a GPU.
+    /// The model is too large for the CPU.
     #[error("the model has {parameters} parameters, the CPU reference takes {MOST_PARAMETERS}; run it on a GPU")]
     TooLarge {
-        /// Parameters of the model.
+        /// The number of parameters of the model.
         parameters: u64,
     },
     /// The forward pass failed.
@@ -83,7 +83,7 @@ pub struct CpuReference {
 }
 
 impl CpuReference {
-    /// Decodes and widens all weights. Of the options, `max_batch`, `context`, `waiting` and `speculate` are used.
+    /// Decodes all weights to f32. Uses only the options `max_batch`, `context`, `waiting` and `speculate`.
     ///
     /// # Errors
     /// [`CpuError`].
@@ -102,7 +102,7 @@ impl CpuReference {
         let max_batch = options.max_batch;
         let pages = pages_for(context).saturating_mul(max_batch);
         let (vocab, waiting, kv_cache) = (config.vocab, options.waiting, KvCache::Bf16);
-        // A prompt is one chunk, or its parts.
+        // A chunk holds any prompt.
         let chunk = context.next_multiple_of(PAGE_TOKENS);
         let limits = ScheduleLimits {
             max_batch,
@@ -114,7 +114,7 @@ impl CpuReference {
             chunk,
             shares_prefixes: false,
             adjusted: max_batch,
-            // As for the largest model: rows cost little.
+            // The limit of the largest model, because rows cost little.
             speculation: Speculation::of(options, false, u32::MAX),
         };
         let schedule = Schedule::new(limits, pages);
@@ -124,7 +124,7 @@ impl CpuReference {
             pages,
             kv_cache,
             cache_tokens: u64::from(pages) * u64::from(PAGE_TOKENS),
-            // Of a GPU: there is no cache here.
+            // The size on a GPU; this backend has no cache.
             cache_token_bytes: config.kv_bytes_per_token(),
             units: 0,
             vocab,
@@ -133,8 +133,8 @@ impl CpuReference {
         Ok(Self { config, weights, values, schedule, limits })
     }
 
-    /// The next token of a sequence behind so many tokens of its draft, one of this mask if it has a constraint, and
-    /// its log probabilities.
+    /// Returns the next token of a sequence after `drafted` tokens of its draft, and the log probabilities. If the
+    /// sequence has a constraint, the token is one of `mask`.
     fn next(
         &self,
         running: &Running,
@@ -148,7 +148,7 @@ impl CpuReference {
         let logits = Reference::new(&self.config, &self.weights, value).logits(&text)?;
         let last = &logits[logits.len().saturating_sub(self.config.vocab as usize)..];
         let last: Vec<bf16> = last.iter().copied().map(bf16::from_f32).collect();
-        // No text is longer than the context.
+        // A text is never longer than the context.
         let position = text.len().saturating_sub(1) as u32;
         let mut adjusted = adjust(&last, &running.adjustments, history);
         if running.is_constrained() {

@@ -1,14 +1,14 @@
-//! Fields that say how tokens are sampled, when a text may end, and what is reported of each token.
+//! Parses the fields for sampling, stop tokens and log probabilities.
 
 use serde_json::Value;
 use unweight_engine::{Adjustments, SampleParams};
 
 use super::{error::ApiError, fields::Fields, frame::Endpoint};
 
-/// The most likely tokens of a completion, and of a conversation.
+/// The maximum number of top log probabilities of a completion, and of a conversation.
 const COMPLETION_LOGPROBS: u64 = 5;
 const CHAT_LOGPROBS: u64 = 20;
-/// Tokens of `stop_token_ids`.
+/// The maximum length of `stop_token_ids`.
 const STOP_TOKENS: usize = 256;
 
 /// The fields that this module reads.
@@ -29,16 +29,16 @@ pub(super) const FIELDS: &[&str] = &[
     "top_logprobs",
 ];
 
-/// How a request samples.
+/// The sampling options of a request.
 #[derive(Debug)]
 pub(super) struct Sampling {
-    /// Without a seed.
+    /// The parameters, without the seed.
     pub params: SampleParams,
     pub seed: Option<u64>,
     pub adjustments: Adjustments,
     pub ignore_eos: bool,
     pub stop_token_ids: Vec<u32>,
-    /// As in [`unweight_engine::Request::logprobs`].
+    /// The number of top log probabilities, as in [`unweight_engine::Request::logprobs`].
     pub logprobs: Option<u32>,
 }
 
@@ -71,7 +71,7 @@ impl Sampling {
         })
     }
 
-    /// Checks tokens against a model's vocabulary.
+    /// Checks that token ids are in the model's vocabulary.
     pub fn check(&self, vocab: u32) -> Result<(), ApiError> {
         self.adjustments.check_bias(vocab).map_err(|error| ApiError::of("logit_bias", error))?;
         match self.stop_token_ids.iter().find(|token| **token >= vocab) {
@@ -82,7 +82,7 @@ impl Sampling {
         }
     }
 
-    /// The tokens that end a text of a model with these end tokens.
+    /// Returns the tokens that end a text, given the model's end tokens.
     pub fn ends(&self, eos: &[u32]) -> Vec<u32> {
         let mut ends = if self.ignore_eos { Vec::new() } else { eos.to_vec() };
         ends.extend(&self.stop_token_ids);
@@ -90,7 +90,7 @@ impl Sampling {
     }
 }
 
-/// Others write -1 for all tokens.
+/// Parses `top_k`. Other servers accept -1 for all tokens.
 fn top_k(fields: &mut Fields) -> Result<u32, ApiError> {
     let value = fields.value("top_k")?;
     if value.as_ref().is_some_and(|value| value.as_i64() == Some(-1)) {
@@ -104,14 +104,14 @@ fn top_k(fields: &mut Fields) -> Result<u32, ApiError> {
     Ok(number.transpose()?.unwrap_or(0) as u32)
 }
 
-/// Any whole number of 64 bits, of either sign.
+/// Parses any 64-bit integer, signed or unsigned.
 fn seed(fields: &mut Fields) -> Result<Option<u64>, ApiError> {
     let Some(value) = fields.value("seed")? else { return Ok(None) };
     let bits = value.as_u64().or_else(|| value.as_i64().map(i64::cast_unsigned));
     bits.map(Some).ok_or_else(|| ApiError::of("seed", "seed is no whole number of 64 bits"))
 }
 
-/// Token ids as strings, each with a number.
+/// Parses an object of token ids and biases.
 fn logit_bias(value: Option<Value>) -> Result<Vec<(u32, f32)>, ApiError> {
     let wrong = |what: &str| ApiError::of("logit_bias", format!("logit_bias {what}"));
     let map = match value {
@@ -120,7 +120,7 @@ fn logit_bias(value: Option<Value>) -> Result<Vec<(u32, f32)>, ApiError> {
         Some(_) => return Err(wrong("is not an object of token ids and numbers")),
     };
     let one = |(key, bias): (String, Value)| {
-        // parse takes a plus sign, too.
+        // `parse` accepts a plus sign, too.
         let is_number = key.bytes().all(|byte| byte.is_ascii_digit());
         let token: Option<u32> = key.parse().ok().filter(|_| is_number);
         let token = token.ok_or_else(|| wrong(&format!("has the key '{}', which is not a token id", short(&key))))?;
@@ -130,7 +130,7 @@ fn logit_bias(value: Option<Value>) -> Result<Vec<(u32, f32)>, ApiError> {
     map.into_iter().map(one).collect()
 }
 
-/// The beginning of a text of a client.
+/// Returns the first characters of a client's text.
 fn short(text: &str) -> String {
     text.chars().take(40).collect()
 }
@@ -149,7 +149,7 @@ fn stop_token_ids(value: Option<Value>) -> Result<Vec<u32>, ApiError> {
     list.iter().map(token).collect()
 }
 
-/// A number for a completion; a flag and a number for a conversation.
+/// Parses a number for a completion, or a flag and a number for a conversation.
 fn logprobs(fields: &mut Fields, endpoint: Endpoint) -> Result<Option<u32>, ApiError> {
     let top = |message: &str| ApiError::of("top_logprobs", message);
     match endpoint {

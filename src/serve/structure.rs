@@ -1,5 +1,5 @@
-//! Fields that say what an answer must match, in the forms of OpenAI's and vLLM's APIs, and the constraint that holds
-//! it.
+//! Parses the fields for structured output, in the formats of OpenAI's and vLLM's APIs, and adapts the compiled grammar
+//! to the engine.
 
 use std::sync::Arc;
 
@@ -13,19 +13,19 @@ use super::{
 };
 use crate::text::{Answer, Grammar};
 
-/// The longest grammar, bytes of JSON.
+/// The maximum size of a grammar, bytes of JSON.
 const GRAMMAR_MOST: usize = 64 << 10;
-/// Texts of a choice.
+/// The maximum number of texts of a choice.
 const CHOICES: usize = 1024;
 
 /// The fields that this module reads.
 pub(super) const FIELDS: &[&str] =
     &["response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"];
-/// The fields of vLLM's `structured_outputs`. Each has an older name, with `guided_` in front.
+/// The fields of vLLM's `structured_outputs`, each with its older name.
 const KINDS: [(&str, &str); 4] =
     [("json", "guided_json"), ("regex", "guided_regex"), ("choice", "guided_choice"), ("grammar", "guided_grammar")];
 
-/// The grammar of a request, if it has one, and the field that gives it.
+/// Parses the grammar of a request, if any. Returns the field that contains it, too.
 pub(super) fn read(fields: &mut Fields) -> Result<Option<(&'static str, Grammar)>, ApiError> {
     let mut found = Vec::new();
     if let Some(raw) = fields.take("response_format") {
@@ -60,7 +60,7 @@ pub(super) fn read(fields: &mut Fields) -> Result<Option<(&'static str, Grammar)
     }
 }
 
-/// Any JSON object.
+/// Returns the schema of any JSON object.
 fn any_object() -> Grammar {
     Grammar::Schema(json!({ "type": "object" }).to_string())
 }
@@ -78,7 +78,7 @@ fn response_format(raw: &RawValue) -> Result<Option<Grammar>, ApiError> {
             let format = fields.take("json_schema").ok_or_else(|| wrong("it has no json_schema"))?;
             let format = Fields::read(format.get().as_bytes(), &["schema", "name", "strict", "description"]);
             let mut format = format.map_err(|_| wrong("json_schema is not an object"))?;
-            // An answer always matches, as with strict.
+            // An answer always matches, as with `strict`.
             match format.take("schema") {
                 Some(schema) => of_kind(NAME, "json", schema).map(Some),
                 None => Ok(Some(any_object())),
@@ -88,7 +88,7 @@ fn response_format(raw: &RawValue) -> Result<Option<Grammar>, ApiError> {
     }
 }
 
-/// A grammar of one of [`KINDS`], from this field.
+/// Parses a grammar of one of the [`KINDS`] from `field`.
 fn of_kind(field: &str, kind: &str, raw: &RawValue) -> Result<Grammar, ApiError> {
     let bytes = raw.get().len();
     if bytes > GRAMMAR_MOST {
@@ -97,7 +97,7 @@ fn of_kind(field: &str, kind: &str, raw: &RawValue) -> Result<Grammar, ApiError>
     }
     let wrong = |what: &str| ApiError::of(field, format!("{field}: the {kind} is not {what}"));
     match kind {
-        // Some clients send the schema as a text.
+        // Some clients send the schema as a string.
         "json" => schema(&text(raw).unwrap_or_else(|| raw.get().to_owned())).map_err(|why| wrong(&why)),
         "regex" => text(raw).map(Grammar::Regex).ok_or_else(|| wrong("a text")),
         "grammar" => text(raw).map(Grammar::Lark).ok_or_else(|| wrong("a text")),
@@ -111,7 +111,7 @@ fn of_kind(field: &str, kind: &str, raw: &RawValue) -> Result<Grammar, ApiError>
     }
 }
 
-/// A JSON schema from its text.
+/// Parses a JSON schema.
 fn schema(text: &str) -> Result<Grammar, String> {
     let value: Value = serde_json::from_str(text).map_err(|error| format!("a JSON schema: {error}"))?;
     match value {
@@ -121,16 +121,16 @@ fn schema(text: &str) -> Result<Grammar, String> {
     }
 }
 
-/// A compiled grammar as the engine asks it.
+/// A compiled grammar, as a constraint of the engine.
 #[derive(Clone, Debug)]
 pub(super) struct Compiled {
     answer: Answer,
-    /// Its place among compiled grammars, until the last answer under it has ended.
+    /// A permit for a compiled grammar, held until the last answer under it has ended.
     _place: Arc<OwnedSemaphorePermit>,
 }
 
 impl Compiled {
-    /// For a request of the engine.
+    /// Creates the constraint of a request.
     pub fn constraint(answer: Answer, place: OwnedSemaphorePermit) -> Arc<dyn Constraint> {
         Arc::new(Self { answer, _place: Arc::new(place) })
     }

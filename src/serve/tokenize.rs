@@ -1,4 +1,4 @@
-//! Texts to token ids and back, in the form of vLLM's API.
+//! Parses `/tokenize` and `/detokenize` requests, in the format of vLLM's API.
 
 use serde_json::{Value, json, value::RawValue};
 
@@ -10,7 +10,7 @@ use super::{
 };
 use crate::text::{Conversation, Prompt};
 
-/// The fields that a tokenization depends on, and those that are refused.
+/// Supported fields, and unsupported ones that are rejected.
 const FIELDS: &[&str] = &[
     "model",
     "prompt",
@@ -23,16 +23,16 @@ const FIELDS: &[&str] = &[
     "tools",
 ];
 
-/// What is to be tokenized.
+/// A parsed `/tokenize` request.
 #[derive(Debug)]
 pub(super) struct Tokenize {
     pub prompt: Prompt,
-    /// Whether each token is returned as text, too.
+    /// Whether to return the text of each token, too.
     pub strings: bool,
 }
 
 impl Tokenize {
-    /// Reads a body.
+    /// Parses a body.
     pub fn read(body: &[u8], model: &str) -> Result<Self, ApiError> {
         let mut fields = read(body, FIELDS)?;
         api::check_model(&mut fields, model)?;
@@ -69,7 +69,7 @@ impl Tokenize {
     }
 }
 
-/// Reads the tokens of a body.
+/// Parses the tokens of a `/detokenize` request.
 pub(super) fn read_tokens(body: &[u8], model: &str) -> Result<Vec<u32>, ApiError> {
     let mut fields = read(body, &["model", "tokens"])?;
     api::check_model(&mut fields, model)?;

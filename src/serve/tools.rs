@@ -1,4 +1,4 @@
-//! Definitions of tools, the choice between them, and the grammar of an answer that must call one.
+//! Parses tool definitions and the tool choice, and builds the grammar of answers that must call a tool.
 
 use serde_json::{Map, Value, json, value::RawValue};
 
@@ -9,40 +9,40 @@ use super::{
 };
 use crate::text::{Grammar, ToolFormat};
 
-/// Tools of a request, and bytes of their JSON.
+/// The maximum number of tools of a request, and the maximum size of their JSON in bytes.
 const TOOLS: usize = 128;
 const TOOLS_MOST: usize = 256 << 10;
-/// The longest name of a function.
+/// The maximum length of a function name, characters.
 const NAME: usize = 64;
 
 /// The fields that this module reads.
 pub(super) const FIELDS: &[&str] = &["tools", "tool_choice", "parallel_tool_calls"];
 
-/// Which tools an answer calls.
+/// Which tools an answer must call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum ToolChoice {
-    /// Those that the model chooses, or none.
+    /// The model chooses whether and what to call.
     Auto,
-    /// One of these, by number, at least.
+    /// The answer calls at least one of the functions with these indices.
     Required(Vec<usize>),
 }
 
 /// The tools of a request.
 #[derive(Clone, Debug)]
 pub(super) struct Tools {
-    /// As the chat template gets them.
+    /// The definitions, as the chat template gets them.
     pub definitions: Value,
-    /// Of each: name and schema of its arguments.
+    /// Name and parameter schema of each function.
     functions: Vec<(String, Value)>,
     pub choice: ToolChoice,
-    /// Whether a function was named: then the answer ends as any other.
+    /// Whether the request names a function. The finish reason is then `stop`.
     pub named: bool,
-    /// Whether an answer may call several.
+    /// Whether an answer may have several calls.
     pub parallel: bool,
 }
 
 impl Tools {
-    /// Reads the fields; `None` if no tool may be called.
+    /// Parses the fields; `None` if the model may not call tools.
     pub fn read(fields: &mut Fields) -> Result<Option<Self>, ApiError> {
         let parallel = !fields.is_false("parallel_tool_calls");
         fields.flag("parallel_tool_calls")?;
@@ -79,8 +79,8 @@ impl Tools {
         self.functions.iter().map(|(name, _)| name.clone()).collect()
     }
 
-    /// What an answer must match in a format, if it must call a tool or match a schema where it calls none. `marks` has
-    /// the special tokens of marks.
+    /// Returns the grammar of an answer that must call a tool, or match `schema` if it calls none; `None` if neither
+    /// applies. `marks` are the special tokens that mark calls.
     pub fn grammar(&self, format: ToolFormat, marks: &[(u32, &str)], schema: Option<&str>) -> Option<Grammar> {
         let (of, answer) = match (&self.choice, schema) {
             (ToolChoice::Auto, None) => return None,
@@ -101,7 +101,7 @@ impl Tools {
                 let one = format!("{} \"\\n\" call \"\\n\" {}", mark(OPEN), mark(CLOSE));
                 format!("{one}{}", more(format!("\"\\n\" {one}")))
             }
-            // Its template takes one call a turn.
+            // Llama's template supports one call per turn.
             ToolFormat::Llama => "call".to_owned(),
             ToolFormat::Mistral => {
                 format!("{} \" [\" call{} \"]\"", mark(LIST), more("\", \" call".to_owned()))
@@ -122,7 +122,7 @@ impl Tools {
     }
 }
 
-/// The definitions, and the name and schema of each function.
+/// Parses the definitions. Returns them, and the name and schema of each function.
 #[allow(clippy::type_complexity)]
 fn definitions(raw: &RawValue) -> Result<(Vec<Value>, Vec<(String, Value)>), ApiError> {
     let wrong = |message: String| ApiError::of("tools", format!("tools {message}"));
@@ -160,7 +160,7 @@ fn definitions(raw: &RawValue) -> Result<(Vec<Value>, Vec<(String, Value)>), Api
     Ok((definitions, functions))
 }
 
-/// A schema of arguments, which are always an object.
+/// Returns a schema of arguments, whose type is always object.
 fn arguments(schema: &Map<String, Value>) -> Value {
     let mut schema = schema.clone();
     schema.entry("type").or_insert_with(|| json!("object"));
@@ -172,8 +172,8 @@ fn is_name(name: &str) -> bool {
     (1..=NAME).contains(&name.len()) && name.chars().all(fits)
 }
 
-/// The calls of an earlier turn, as chat templates show them: arguments are objects. `wrong` makes an error of a
-/// message.
+/// Parses the tool calls of an earlier turn for chat templates, with arguments as objects. `wrong` creates an error
+/// from a message.
 pub(super) fn earlier_calls(raw: &RawValue, wrong: &dyn Fn(&str) -> ApiError) -> Result<Value, ApiError> {
     let mut calls = Vec::new();
     let listed = each(raw, |_, raw| {

@@ -1,7 +1,7 @@
-//! The thread that has the engine: it takes requests between steps, and hands out tokens.
+//! The thread that runs the engine: it accepts requests between steps, and sends tokens to their tasks.
 //!
-//! It never waits for a client. A request's channel holds all the tokens that it can be given, and a client that has
-//! gone is noticed between steps.
+//! It never waits for a client. The channel of a request has room for all its tokens, and the worker checks between
+//! steps whether the client has disconnected.
 
 use std::{
     collections::HashMap,
@@ -20,75 +20,75 @@ use super::{
     metrics::Metrics,
 };
 
-/// Requests that are on their way to the engine, which takes them between two steps.
+/// The maximum number of requests that wait for the engine to accept them between two steps.
 const ON_THE_WAY: usize = 1024;
 
-/// What server and worker both see.
+/// The state that the server and the worker share.
 #[derive(Debug)]
 pub(super) struct Shared {
-    /// What the engine was made for.
+    /// The limits of the backend.
     pub limits: Limits,
     /// The maximum number of waiting sequences.
     pub max_waiting: usize,
-    /// What is counted.
+    /// The metrics of the server.
     pub metrics: Metrics,
-    /// The engine has failed.
+    /// Whether the engine has failed.
     pub failed: AtomicBool,
-    /// No request is taken any more.
+    /// Whether the server rejects new requests.
     pub stopping: AtomicBool,
-    /// Whatever still runs is to end now.
+    /// Whether all running sequences are to end now.
     pub cut: AtomicBool,
 }
 
 impl Shared {
-    /// Sequences that may be here at the same time.
+    /// Returns the maximum number of running and waiting sequences.
     pub fn capacity(&self) -> usize {
         self.max_waiting.saturating_add(self.limits.max_batch as usize)
     }
 }
 
-/// Why a request is not taken.
+/// Why a request is rejected.
 #[derive(Debug)]
 pub(super) enum SubmitError {
-    /// By the engine.
+    /// The engine rejected the request.
     Admission(AdmissionError),
-    /// As many sequences wait as may.
+    /// The maximum number of sequences is waiting.
     Full,
-    /// More sequences than ever may be here at the same time.
+    /// The request has more sequences than may ever run and wait.
     TooMany { asked: usize, capacity: usize },
-    /// See [`Lost`].
+    /// The engine has failed or the server stops.
     Lost(Lost),
 }
 
-/// Why a sequence goes no further.
+/// Why a sequence cannot continue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Lost {
     /// The engine has failed.
     Failed,
-    /// The server ends.
+    /// The server stops.
     Stopping,
 }
 
-/// What is told of a sequence.
+/// A message about a sequence.
 #[derive(Debug)]
 pub(super) enum Told {
-    /// A token, whether it was the last one, and its log probabilities.
+    /// A token, the finish reason if it is the last one, and its log probabilities.
     Token(u32, Option<Finish>, Option<Box<Logprobs>>),
-    /// There will be no more.
+    /// The sequence was lost; no message follows.
     Lost(Lost),
 }
 
-/// A request of one or more sequences, which are taken together or not at all.
+/// A request of one or more sequences, which are accepted together or not at all.
 struct Job {
     requests: Vec<Request>,
-    /// Of each sequence, set when no more tokens of it are needed.
+    /// One flag per sequence, set when no more tokens are needed.
     enough: Vec<Arc<AtomicBool>>,
     told: mpsc::Sender<(usize, Told)>,
     taken: oneshot::Sender<Result<(), SubmitError>>,
     arrived: Instant,
 }
 
-/// Sequences that were taken, as their owner sees them. Dropping it ends them.
+/// The accepted sequences of a request. Dropping it ends them.
 #[derive(Debug)]
 pub(super) struct Sequences {
     /// The index of the sequence in the request, and its event.
@@ -97,7 +97,7 @@ pub(super) struct Sequences {
     pub enough: Vec<Arc<AtomicBool>>,
 }
 
-/// The way to the worker. It ends when the last one is gone.
+/// The sender of requests to the worker. The worker ends when all handles are dropped.
 #[derive(Clone, Debug)]
 pub(super) struct Handle {
     jobs: mpsc::Sender<Job>,
@@ -105,21 +105,21 @@ pub(super) struct Handle {
 }
 
 impl Handle {
-    /// Hands in the sequences of a request and waits until the engine has taken or refused them.
+    /// Submits the sequences of a request and waits until the engine accepts or rejects them.
     pub async fn submit(&self, requests: Vec<Request>, arrived: Instant) -> Result<Sequences, SubmitError> {
         self.check_alive()?;
         let (asked, capacity) = (requests.len(), self.shared.capacity());
         if asked > capacity {
             return Err(SubmitError::TooMany { asked, capacity });
         }
-        // Room for every message of the sequence, so that the engine never waits; messages take memory only when sent.
+        // Room for every message, so that the engine never waits; messages use memory only when sent.
         let room: usize = requests.iter().map(|request| request.max_new_tokens as usize + 1).sum();
         let (told, receiver) = mpsc::channel(room.clamp(1, tokio::sync::Semaphore::MAX_PERMITS));
         let (taken, answer) = oneshot::channel();
         let enough: Vec<Arc<AtomicBool>> = requests.iter().map(|_| Arc::default()).collect();
         let job = Job { requests, enough: enough.clone(), told, taken, arrived };
         self.jobs.try_send(job).map_err(|_| SubmitError::Full)?;
-        // The worker goes only after the last handle.
+        // The worker outlives the last handle.
         answer.await.unwrap_or(Err(SubmitError::Lost(Lost::Stopping)))?;
         Ok(Sequences { told: receiver, enough })
     }
@@ -135,17 +135,17 @@ impl Handle {
     }
 }
 
-/// A sequence that runs or waits.
+/// A running or waiting sequence.
 struct Member {
     told: mpsc::Sender<(usize, Told)>,
-    /// Its number in the request.
+    /// Index of the sequence in its request.
     index: usize,
     enough: Arc<AtomicBool>,
-    /// When its request arrived, until its first token is told.
+    /// When the request arrived; `None` after the first token.
     arrived: Option<Instant>,
 }
 
-/// The worker of a server.
+/// The worker of a server, which owns the backend's sequences.
 pub(super) struct Worker {
     jobs: mpsc::Receiver<Job>,
     shared: Arc<Shared>,
@@ -153,17 +153,17 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    /// A worker and the way to it.
+    /// Creates a worker and its handle.
     pub fn new(shared: Shared) -> (Self, Handle) {
         let (sender, jobs) = mpsc::channel(ON_THE_WAY);
         let shared = Arc::new(shared);
         (Self { jobs, shared: Arc::clone(&shared), members: HashMap::new() }, Handle { jobs: sender, shared })
     }
 
-    /// Works until the last [`Handle`] is gone.
+    /// Runs the backend until the last [`Handle`] is dropped.
     ///
     /// # Errors
-    /// The backend's handle. When the last handle is dropped, the backend ends; until then new requests are refused.
+    /// The backend's error. After an error, requests are rejected until the last handle is dropped.
     pub fn run<B: Backend>(mut self, backend: &mut B) -> Result<(), B::Error> {
         loop {
             if self.members.is_empty() && backend.is_idle() {
@@ -201,7 +201,7 @@ impl Worker {
         }
     }
 
-    /// Takes all sequences of a request, or none.
+    /// Adds all sequences of a request, or none.
     fn take<B: Backend>(&mut self, backend: &mut B, job: Job) {
         let Job { requests, enough, told, taken, arrived } = job;
         if taken.is_closed() {
@@ -221,7 +221,7 @@ impl Worker {
                         backend.cancel(id);
                     }
                     let busy = matches!(rejected, AdmissionError::Busy { .. });
-                    // Whoever asked may have gone.
+                    // The client may have disconnected.
                     let _ = taken.send(Err(if busy { SubmitError::Full } else { SubmitError::Admission(rejected) }));
                     return;
                 }
@@ -232,11 +232,11 @@ impl Worker {
         for (index, (id, enough)) in added.into_iter().zip(enough).enumerate() {
             self.members.insert(id, Member { told: told.clone(), index, enough, arrived: Some(arrived) });
         }
-        // Whoever has gone is noticed by the channel of tokens.
+        // If the client has disconnected, the channel of tokens is closed.
         let _ = taken.send(Ok(()));
     }
 
-    /// Ends the sequences of which no more tokens are needed.
+    /// Ends the sequences that need no more tokens.
     fn let_go<B: Backend>(&mut self, backend: &mut B) {
         self.members.retain(|id, member| {
             let go = member.told.is_closed() || member.enough.load(Relaxed);
@@ -250,7 +250,7 @@ impl Worker {
     fn end_all<B: Backend>(&mut self, backend: &mut B, why: Lost) {
         for (id, member) in self.members.drain() {
             backend.cancel(id);
-            // Its owner may have gone.
+            // The client may have disconnected.
             let _ = member.told.try_send((member.index, Told::Lost(why)));
         }
     }
@@ -261,7 +261,7 @@ impl Worker {
             self.shared.metrics.first_token.note(arrived.elapsed());
         }
         self.shared.metrics.generated_tokens.fetch_add(1, Relaxed);
-        // There is room for all; if its owner has gone, that is noticed before the next step.
+        // The channel has room. If the client has disconnected, `let_go` notices before the next step.
         let _ = member.told.try_send((member.index, Told::Token(event.token, event.finish, event.logprobs)));
         if event.finish.is_some() {
             self.members.remove(&event.seq);

@@ -1,4 +1,4 @@
-//! Chat templates as Hugging Face models have them: Jinja with a few functions of `transformers`.
+//! Chat templates of Hugging Face models: Jinja, with the settings and functions of `transformers`.
 
 use std::{error, fmt, io, sync::OnceLock};
 
@@ -15,9 +15,9 @@ use super::{
     prompt::{Chat, Conversation, ToolFormat},
 };
 
-/// A chat template, compiled when it is first needed: text without conversations needs none that compiles.
+/// A chat template, compiled on first use, so that a broken template does not affect text without conversations.
 pub(super) struct Template {
-    /// The file that it is from.
+    /// The file that contains the template.
     file: &'static str,
     source: String,
     /// Names and texts of the special tokens.
@@ -26,14 +26,14 @@ pub(super) struct Template {
 }
 
 impl Template {
-    /// Bytes of a template; published ones have some ten thousand.
+    /// The maximum size of a template, bytes; published ones have some ten thousand.
     pub(super) const LIMIT: usize = 256 << 10;
-    /// Instructions of a rendering. A published template takes about 100 for each message.
+    /// The maximum number of instructions per rendering. A published template needs about 100 per message.
     const FUEL: u64 = 20_000_000;
     /// The name of the template in its environment.
     const NAME: &'static str = "chat";
 
-    /// The template of a model with these files, if it has one: that of [`CHAT_TEMPLATE`] comes first.
+    /// Loads the template of a model, if it has one. [`CHAT_TEMPLATE`] takes precedence.
     pub(super) fn of(config: Option<&[u8]>, template: Option<&[u8]>) -> Result<Option<Self>, TextError> {
         let wrong = |why: &str| TextError::File { file: TOKENIZER_CONFIG, why: why.to_owned() };
         let config: Json = match config {
@@ -62,7 +62,7 @@ impl Template {
         Ok(Some(Self { file, source, tokens, compiled: OnceLock::new() }))
     }
 
-    /// What is known of it without running it.
+    /// Returns what the source shows without running it: the format of tool calls.
     pub(super) fn chat(&self) -> Chat {
         let has = |text: &str| self.source.contains(text);
         let tools = if !has("tools") {
@@ -78,8 +78,8 @@ impl Template {
         Chat { tools }
     }
 
-    /// The prompt of a conversation whose next turn is the assistant's. The parser and the interpreter recurse at each
-    /// level of an expression, and a level can be a byte: the caller sees to it that the stack is large enough.
+    /// Renders a conversation whose next turn is the assistant's. The parser and the interpreter recurse at each level
+    /// of an expression, and a level can be a single byte, so the caller must provide a large stack.
     pub(super) fn render(&self, conversation: &Conversation) -> Result<String, TextError> {
         let compiled = self.compiled.get_or_init(|| caught(|| self.compile()).unwrap_or_else(Err));
         let environment = compiled.as_ref().map_err(|why| TextError::File { file: self.file, why: why.clone() })?;
@@ -92,7 +92,7 @@ impl Template {
         rendered.map_err(TextError::Template)?.map_err(|error| TextError::Template(told(&error)))
     }
 
-    /// The settings of `transformers`, and its functions.
+    /// Compiles the template with the settings and functions of `transformers`.
     fn compile(&self) -> Result<Environment<'static>, String> {
         let length = self.source.len();
         if length > Self::LIMIT {
@@ -116,7 +116,7 @@ impl Template {
     }
 }
 
-/// Of several templates the one named `default`, or the only one.
+/// Returns the template named `default`, or the only one.
 fn usual(named: &[Json]) -> Result<&str, String> {
     let field = |one: &'_ Json, key: &str| one[key].as_str().map(str::to_owned);
     let names: Option<Vec<String>> = named.iter().map(|one| field(one, "name")).collect();
@@ -129,7 +129,7 @@ fn usual(named: &[Json]) -> Result<&str, String> {
     named[at]["template"].as_str().ok_or_else(|| format!("the chat_template '{}' has no text", names[at]))
 }
 
-/// What a template says through `raise_exception`.
+/// The message that a template passes to `raise_exception`.
 #[derive(Debug)]
 struct Raised(String);
 
@@ -141,7 +141,7 @@ impl fmt::Display for Raised {
 
 impl error::Error for Raised {}
 
-/// The template's own words, or those of the interpreter.
+/// Returns the message of the template, or that of the interpreter.
 fn told(error: &Error) -> String {
     let mut cause: Option<&(dyn error::Error + 'static)> = Some(error);
     while let Some(error) = cause {
@@ -156,7 +156,8 @@ fn told(error: &Error) -> String {
     }
 }
 
-/// `{% generation %}` marks what the assistant has said, for training. It shows its body, as `{% if true %}` does.
+/// Replaces `{% generation %}`, which marks the assistant's text for training, by `{% if true %}`, which renders its
+/// body, too.
 fn without_generation_blocks(source: &str) -> String {
     let mut tags = source.split("{%");
     let mut out = tags.next().unwrap_or_default().to_owned();
@@ -173,7 +174,7 @@ fn without_generation_blocks(source: &str) -> String {
     out
 }
 
-/// JSON as Python writes it: keys in their order, spaces behind separators, nothing escaped for HTML.
+/// Writes JSON as Python does: keys in their order, spaces after separators, nothing escaped for HTML.
 fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
     const INDENT_MAX: usize = 64;
     let mut out = Vec::new();
@@ -193,7 +194,7 @@ fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
     String::from_utf8(out).map_err(|error| failed(&error))
 }
 
-/// A space behind each comma and each colon.
+/// Writes a space after each comma and each colon.
 struct Spaced;
 
 impl Spaced {

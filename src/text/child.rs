@@ -1,4 +1,4 @@
-//! The text process: it encodes text for a program, within limits of its own memory.
+//! The main loop of a text process: it encodes text for a parent program, within limits on its own memory.
 
 use std::{
     fs::{self, File},
@@ -20,20 +20,21 @@ use super::{
     local::Local,
 };
 
-/// What a call may take, beyond what the loaded tokenizer takes: stack and heap together.
+/// The memory limit of a call beyond the loaded tokenizer, stack and heap together; bytes.
 pub(super) const CALL_BYTES: u64 = 256 << 20;
-/// What loading may take for each byte of the files, in any case, and at most. A BPE of 260,000 tokens takes about 11
-/// times its file, a unigram model of as many about 94 times.
+/// The memory limit of loading: a factor of the file sizes plus a constant, up to a maximum. A BPE of 260,000 tokens
+/// needs about 11 times the size of its file, a unigram model of the same size about 94 times.
 const LOAD_FACTOR: u64 = 128;
 const LOAD_BYTES: u64 = 64 << 20;
 const LOAD_MOST: u64 = 2 << 30;
-/// The largest request: prompts of a body, and their lengths.
+/// The maximum size of a request, which holds all prompts of a body and their lengths; bytes.
 pub(super) const REQUEST_MOST: u32 = 256 << 20;
 
-/// Encodes text for [`Text::isolated`](super::Text::isolated) until stdin ends: what its command must run.
+/// Encodes text for [`Text::isolated`](super::Text::isolated) until stdin ends. The command of `isolated` must call
+/// this.
 ///
 /// The process serves one program over stdin and stdout. Its memory is limited (`RLIMIT_AS`) on Linux, and it writes no
-/// core file, in which prompts would be.
+/// core file, which would contain prompts.
 pub fn run_text_process() -> ExitCode {
     match serve() {
         Ok(()) => ExitCode::SUCCESS,
@@ -41,7 +42,7 @@ pub fn run_text_process() -> ExitCode {
     }
 }
 
-/// What loading these files may take, bytes.
+/// Returns the memory limit of loading files of this total size, bytes.
 pub(super) fn load_most(files: u64) -> u64 {
     LOAD_FACTOR.saturating_mul(files).saturating_add(LOAD_BYTES).min(LOAD_MOST)
 }
@@ -52,9 +53,9 @@ fn serve() -> io::Result<()> {
     let mut input = File::from(io::stdin().as_fd().try_clone_to_owned()?);
     let output = File::from(io::stdout().as_fd().try_clone_to_owned()?);
     let (sender, payloads) = mpsc::channel();
-    // Before memory is limited: the stack is part of what the process has.
+    // Start the thread before memory is limited, because the stack counts as memory in use.
     thread::Builder::new().stack_size(STACK_BYTES as usize).spawn(move || {
-        // What cannot be answered ends the process.
+        // A request that cannot be answered ends the process.
         let code = i32::from(work(&payloads, output).is_err());
         process::exit(code)
     })?;
@@ -62,7 +63,7 @@ fn serve() -> io::Result<()> {
     limit(load_most(length.into()));
     let mut payload = received(&mut input, length)?;
     while sender.send(payload).is_ok() {
-        // This thread waits while the other works, so that the end of stdin ends the process in the middle of work.
+        // This thread reads while the other works, so that the end of stdin ends the process at once.
         let next = self::length(&mut input)?;
         if next > REQUEST_MOST {
             break;
@@ -72,7 +73,7 @@ fn serve() -> io::Result<()> {
     Ok(())
 }
 
-/// Answers payloads: the first one has the files, the others have prompts.
+/// Answers payloads: the first one has the files, the others have prompts or grammars.
 fn work(payloads: &Receiver<Vec<u8>>, mut output: File) -> io::Result<()> {
     let invalid = || io::Error::from(io::ErrorKind::InvalidData);
     let mut reply = |payload: &[u8]| {
@@ -105,7 +106,7 @@ fn work(payloads: &Receiver<Vec<u8>>, mut output: File) -> io::Result<()> {
             #[cfg(feature = "serve")]
             Asked::Grammar(grammar, sampled) => {
                 if grammars.is_none() {
-                    // Kept, so not part of what a call may take.
+                    // The vocabulary is kept, so it does not count for the limit of a call.
                     grammars = Some(local.grammars(sampled));
                     limit(CALL_BYTES - STACK_BYTES);
                 }
@@ -126,7 +127,7 @@ fn work(payloads: &Receiver<Vec<u8>>, mut output: File) -> io::Result<()> {
     Ok(())
 }
 
-/// The payload with the files of a tokenizer.
+/// Returns the payload with the files of a tokenizer.
 pub(super) fn files(tokenizer: &[u8], config: Option<&[u8]>, template: Option<&[u8]>) -> Vec<u8> {
     let mut out = Writer::default();
     for file in [Some(tokenizer), config, template] {
@@ -153,16 +154,16 @@ fn received(input: &mut File, length: u32) -> io::Result<Vec<u8>> {
     Ok(payload)
 }
 
-/// Lets the process take so many bytes more than it has. A lower limit of the system stays.
+/// Limits the process to `more` bytes beyond its present size. A lower system limit stays.
 fn limit(more: u64) {
     let size = || -> Option<u64> {
-        // Size and other numbers, in pages.
+        // The first number is the size, in pages.
         let pages: u64 = fs::read_to_string("/proc/self/statm").ok()?.split(' ').next()?.parse().ok()?;
         Some(pages * rustix::param::page_size() as u64)
     };
     let Some(size) = size() else { return };
     let maximum = getrlimit(Resource::As).maximum;
     let current = Some((size + more).min(maximum.unwrap_or(u64::MAX)));
-    // A kernel without the limit leaves the others: time, and the parent's end.
+    // If the system does not support the limit, the time limit and the parent's end still apply.
     let _ = setrlimit(Resource::As, Rlimit { current, maximum });
 }

@@ -1,4 +1,4 @@
-//! Dates for chat templates, in UTC.
+//! Dates in UTC for `strftime_now` in chat templates.
 
 use std::{
     fmt::Write,
@@ -22,15 +22,15 @@ const MONTHS: [&str; 12] = [
 const DAYS: [&str; 7] = ["Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"];
 const SECONDS_PER_DAY: u64 = 86_400;
 
-/// A second since 1970.
+/// Seconds since 1970.
 pub(super) struct Time(u64);
 
-/// The present.
+/// Returns the current time.
 pub(super) fn now() -> Time {
     Time(SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()))
 }
 
-/// Year, month and day of the month, from 1 each, and days of the year before this one.
+/// Returns year, month from 1, day of the month from 1, and day of the year from 0.
 fn date(days: u64) -> (u64, usize, u64, u64) {
     let is_leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
     // 146,097 days are 400 years.
@@ -51,14 +51,14 @@ fn date(days: u64) -> (u64, usize, u64, u64) {
 }
 
 impl Time {
-    /// As C's `strftime`, for the conversions that templates use; `%-d` is a number without padding. Others stay as
-    /// they are.
+    /// Formats a time as C's `strftime` does, for the conversions that templates use; `%-d` is a number without
+    /// padding. Unknown conversions stay unchanged.
     pub(super) fn format(&self, format: &str) -> String {
         let (days, second) = (self.0 / SECONDS_PER_DAY, self.0 % SECONDS_PER_DAY);
         let (year, month, day, before) = date(days);
         let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
         let name = |names: &[&'static str], at: usize, long: bool| if long { names[at] } else { &names[at][..3] };
-        // 1970 began on a Thursday.
+        // 1 January 1970 was a Thursday.
         let weekday = (days as usize + 4) % 7;
         let mut out = String::new();
         let mut rest = format;
@@ -69,7 +69,7 @@ impl Time {
                 None => (false, conversion),
             };
             let mut number = |value: u64, width: usize| {
-                // Writing to a string does not fail.
+                // Writing to a string cannot fail.
                 let _ = write!(out, "{value:0width$}", width = if plain { 0 } else { width });
             };
             let letters = letter.chars().next();
@@ -104,7 +104,7 @@ impl Time {
 mod tests {
     use super::*;
 
-    /// Against `date --utc --date=@SECONDS`.
+    /// Expected values come from `date --utc --date=@SECONDS`.
     #[test]
     fn dates_are_those_of_the_calendar() {
         for (second, expected) in [

@@ -1,4 +1,4 @@
-//! Why text cannot be encoded or decoded.
+//! Errors of encoding and decoding text.
 
 use super::{CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG};
 
@@ -6,12 +6,12 @@ use super::{CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG};
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TextError {
-    /// A file that is not what it should be.
+    /// A file is invalid.
     #[error("{file}: {why}")]
     File {
-        /// The file.
+        /// The name of the file.
         file: &'static str,
-        /// What its reader says.
+        /// The message of its parser.
         why: String,
     },
     /// The model has no chat template.
@@ -19,35 +19,35 @@ pub enum TextError {
         "the model has no chat template ({CHAT_TEMPLATE}, or chat_template in {TOKENIZER_CONFIG}); is it a base model?"
     )]
     NoTemplate,
-    /// The template refused the messages.
+    /// The template rejected the messages.
     #[error("the chat template refuses these messages: {0}")]
     Template(String),
-    /// Text that cannot be encoded, or tokens that cannot be decoded.
+    /// The text cannot be encoded, or the tokens cannot be decoded.
     #[error("{TOKENIZER}: the tokenizer failed: {0}")]
     Tokenizer(String),
-    /// A text that is not a list of token ids.
+    /// The text is not a list of token ids.
     #[error("{0}; write ids as 1,450,4996")]
     Ids(String),
-    /// Preparing text reached a limit of time, memory or tokens.
+    /// The work reached a limit of time, memory or tokens.
     #[error("{work} takes more than {limit}; send less text, or check the bundle's tokenizer and chat template")]
     Limit {
-        /// What was done.
+        /// The work, such as preparing the prompt.
         work: &'static str,
         /// The limit, such as `2 s`.
         limit: String,
     },
-    /// A text that is longer than any text that fits in the context.
+    /// The text is longer than any text that fits in the context.
     #[error("the prompt has {bytes} bytes of text, and the context holds at most {limit}; send less text")]
     TooLong {
-        /// Bytes of the text.
+        /// Size of the text, bytes.
         bytes: u64,
-        /// Tokens of the context, times the bytes of the vocabulary's longest token.
+        /// The number of tokens of the context times the size of the longest token, bytes.
         limit: u64,
     },
-    /// A grammar that an answer cannot be held to.
+    /// The grammar cannot be used.
     #[error("the grammar cannot be used: {0}; simplify it")]
     Grammar(String),
-    /// The text process cannot be started, or has ended.
+    /// The text process could not be started, or has ended.
     #[error("the text process failed: {0}")]
     Process(String),
 }

@@ -1,4 +1,4 @@
-//! Bytes between a program and its text process. A frame is a length of four bytes, little-endian, and a payload.
+//! The protocol between a program and its text process. A frame is a 4-byte little-endian length and a payload.
 
 use serde_json::Value;
 
@@ -10,11 +10,11 @@ use super::{
     prompt::{Chat, Conversation, EncodeLimits, Encoded, Message, Prompt, ToolFormat},
 };
 
-/// Files of a tokenizer, in the order of a frame.
+/// The files of a tokenizer; errors refer to them by index.
 const FILES: [&str; 3] = [TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE];
-/// Bytes of an error's text.
+/// The maximum size of an error's text, bytes.
 const ERROR_MOST: usize = 4 << 10;
-/// First byte of a reply that holds what was asked for.
+/// The first byte of a successful reply.
 const DONE: u8 = 0;
 
 /// Writes values into a payload.
@@ -34,20 +34,20 @@ impl Writer {
         self.0.extend(value.to_le_bytes());
     }
 
-    /// Bytes with their number in front. No payload holds 4 GiB.
+    /// Writes a length and the bytes. A payload is always smaller than 4 GiB.
     pub fn bytes(&mut self, value: &[u8]) {
         self.word(value.len() as u32);
         self.0.extend(value);
     }
 
-    /// Bytes, or nothing.
+    /// Writes optional bytes.
     pub fn option(&mut self, value: Option<&[u8]>) {
         self.byte(value.is_some().into());
         self.bytes(value.unwrap_or_default());
     }
 }
 
-/// Reads values from a payload; `None` where it ends too early or holds something else.
+/// Reads values from a payload; returns `None` if it ends too early or is invalid.
 pub(super) struct Reader<'a>(pub &'a [u8]);
 
 impl<'a> Reader<'a> {
@@ -83,26 +83,26 @@ impl<'a> Reader<'a> {
         self.bytes().map(|bytes| is_there.then_some(bytes))
     }
 
-    /// The value, if nothing follows.
+    /// Returns the value if the payload ends here.
     pub fn end<T>(self, value: T) -> Option<T> {
         self.0.is_empty().then_some(value)
     }
 }
 
-/// What a text process is asked for.
+/// A request to a text process.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Asked {
-    /// Encodings of prompts.
+    /// Encode prompts.
     Encode(Vec<Prompt>, EncodeLimits),
-    /// Whether a grammar can be used.
+    /// Check that a grammar compiles.
     #[cfg(feature = "serve")]
     Grammar(Grammar, Sampled),
 }
 
-/// Formats of tool calls, by their number in a frame, from 1.
+/// Formats of tool calls. The number in a frame is the index plus 1.
 const TOOL_FORMATS: [ToolFormat; 3] = [ToolFormat::Hermes, ToolFormat::Llama, ToolFormat::Mistral];
 
-/// Writes what is known of a chat template.
+/// Writes the properties of a chat template.
 pub(super) fn write_chat(out: &mut Writer, chat: Option<Chat>) {
     out.byte(chat.is_some().into());
     let format = chat.and_then(|chat| chat.tools);
@@ -110,14 +110,14 @@ pub(super) fn write_chat(out: &mut Writer, chat: Option<Chat>) {
     out.byte(number.map_or(0, |number| 1 + number as u8));
 }
 
-/// Reads what [`write_chat`] has written.
+/// Reads the output of [`write_chat`].
 pub(super) fn read_chat(reader: &mut Reader<'_>) -> Option<Option<Chat>> {
     let (has_chat, number) = (reader.byte()? == 1, reader.byte()?);
     let tools = number.checked_sub(1).and_then(|number| TOOL_FORMATS.get(usize::from(number)).copied());
     Some(has_chat.then_some(Chat { tools }))
 }
 
-/// The payload that asks for a grammar.
+/// Returns the payload of a request to check a grammar.
 #[cfg(feature = "serve")]
 pub(super) fn grammar_request(grammar: &Grammar, sampled: &Sampled) -> Vec<u8> {
     let mut out = Writer(vec![1]);
@@ -138,12 +138,12 @@ fn read_grammar(reader: &mut Reader<'_>) -> Option<Asked> {
     Some(Asked::Grammar(grammar, Sampled { vocab, eos }))
 }
 
-/// JSON as bytes.
+/// Returns the bytes of a JSON value.
 fn json(value: Option<&Value>) -> Option<Vec<u8>> {
     value.map(|value| value.to_string().into_bytes())
 }
 
-/// A JSON value, or nothing.
+/// Parses an optional JSON value.
 fn read_json(bytes: Option<&[u8]>) -> Option<Option<Value>> {
     bytes.map(|bytes| serde_json::from_slice(bytes).ok()).map_or(Some(None), |value| value.map(Some))
 }
@@ -152,7 +152,7 @@ fn read_text(bytes: Option<&[u8]>) -> Option<Option<String>> {
     bytes.map(|bytes| String::from_utf8(bytes.to_vec()).ok()).map_or(Some(None), |text| text.map(Some))
 }
 
-/// The payload that asks for an encoding.
+/// Returns the payload of a request to encode prompts.
 pub(super) fn request(prompts: &[Prompt], limits: EncodeLimits) -> Vec<u8> {
     let bytes: usize = prompts.iter().map(Prompt::bytes).sum();
     let mut out = Writer(Vec::with_capacity(bytes + 32 * (prompts.len() + 1)));
@@ -188,7 +188,7 @@ pub(super) fn request(prompts: &[Prompt], limits: EncodeLimits) -> Vec<u8> {
     out.0
 }
 
-/// Reads what [`request`] or [`grammar_request`] has written.
+/// Reads the output of [`request`] or [`grammar_request`].
 pub(super) fn read_request(payload: &[u8]) -> Option<Asked> {
     let mut reader = Reader(payload);
     if reader.byte()? == 1 {
@@ -222,7 +222,7 @@ pub(super) fn read_request(payload: &[u8]) -> Option<Asked> {
     reader.end(Asked::Encode(prompts, limits))
 }
 
-/// The payload of a reply.
+/// Returns the payload of a reply.
 pub(super) fn reply(result: Result<Vec<Encoded>, TextError>) -> Vec<u8> {
     let encoded = match result {
         Ok(encoded) => encoded,
@@ -245,12 +245,12 @@ pub(super) fn reply(result: Result<Vec<Encoded>, TextError>) -> Vec<u8> {
     out.0
 }
 
-/// The largest reply to this number of prompts, bytes.
+/// Returns the maximum size of a reply to this number of prompts, bytes.
 pub(super) fn reply_most(prompts: usize, limits: EncodeLimits) -> u64 {
     16 + 16 * prompts as u64 + limits.all_tokens.saturating_mul(4) + ERROR_MOST as u64
 }
 
-/// Reads a reply to this number of prompts; `None` where it is not one.
+/// Parses a reply to this number of prompts; `None` if it is invalid.
 pub(super) fn read_reply(payload: &[u8], prompts: usize) -> Option<Result<Vec<Encoded>, TextError>> {
     let mut reader = match opened(payload)? {
         Ok(reader) => reader,
@@ -270,12 +270,12 @@ pub(super) fn read_reply(payload: &[u8], prompts: usize) -> Option<Result<Vec<En
     reader.end(Ok(encoded))
 }
 
-/// The payload of a reply that begins with what was asked for.
+/// Starts the payload of a successful reply.
 pub(super) fn done() -> Writer {
     Writer(vec![DONE])
 }
 
-/// What follows the first byte of a reply, or its error; `None` where it is neither.
+/// Returns a reader for a successful reply, or the error in it; `None` if it is invalid.
 pub(super) fn opened(payload: &[u8]) -> Option<Result<Reader<'_>, TextError>> {
     let mut reader = Reader(payload);
     let error = match reader.byte()? {
@@ -295,7 +295,7 @@ pub(super) fn opened(payload: &[u8]) -> Option<Result<Reader<'_>, TextError>> {
     reader.end(Err(error))
 }
 
-/// The payload of an error.
+/// Returns the payload of an error.
 pub(super) fn failure(error: &TextError) -> Vec<u8> {
     let mut out = Writer::default();
     let mut text = |kind: u8, file: Option<usize>, text: &str| {
@@ -319,7 +319,7 @@ pub(super) fn failure(error: &TextError) -> Vec<u8> {
     out.0
 }
 
-/// The beginning of an error's text: what a template says may be of any length.
+/// Cuts an error's text to its maximum size, because a template can raise a text of any length.
 pub(super) fn shortened(text: &str) -> &str {
     let end = (0..=text.len().min(ERROR_MOST)).rev().find(|&end| text.is_char_boundary(end));
     &text[..end.unwrap_or(0)]
@@ -344,7 +344,7 @@ mod tests {
         let replies = || vec![Encoded::Ids(vec![1, u32::MAX]), Encoded::TooMany(1 << 40), Encoded::Ids(Vec::new())];
         let payload_of_reply = reply(Ok(replies()));
         assert_eq!(read_reply(&payload_of_reply, 3).unwrap().unwrap(), replies());
-        // Neither a cut payload nor one with something behind it is a frame.
+        // A truncated payload is not a frame, and neither is one with extra bytes.
         for cut in 0..payload.len() {
             assert!(read_request(&payload[..cut]).is_none(), "{cut}");
         }

@@ -1,8 +1,8 @@
-//! Grammars of answers: which tokens may follow, by `llguidance`.
+//! Grammars of answers, based on `llguidance`: they compute which tokens may follow.
 //!
-//! A grammar is a client's, and compiling it may take more than there is. So a text process compiles it first, within
-//! the limits of a call; what passes is compiled again where tokens are sampled. Work for a token has limits of its
-//! own, and so has what a grammar keeps of an answer.
+//! Grammars come from clients, and compiling one may exceed any memory. So a text process compiles it first, within the
+//! limits of a call; a grammar that passes is compiled again in the process that samples tokens. There, the work per
+//! token is limited, and so is the memory of an answer.
 
 use std::{
     fmt,
@@ -26,7 +26,7 @@ use super::{
     vocabulary::Vocabulary,
 };
 
-/// Limits of a grammar. Fuel is about 14,000 a millisecond, items are about 20,000 in short rows, and a state of the
+/// Limits of a grammar. About 14,000 units of fuel, or 20,000 items in short rows, take a millisecond. A state of the
 /// lexer takes 1 to 2 KiB.
 const LIMITS: ParserLimits = ParserLimits {
     max_items_in_row: 1000,
@@ -38,13 +38,13 @@ const LIMITS: ParserLimits = ParserLimits {
     precompute_large_lexemes: false,
     verbose_errors: false,
 };
-/// Items of the parser over an answer, some 16 bytes each.
+/// The maximum number of parser items of an answer, with about 16 bytes each.
 const ITEMS: usize = 4 << 20;
-/// What grammars take for a token; an answer may take [`SLOW_TIME`] more in all. Items of an ambiguous grammar take
-/// time by their square, which no limit of their number bounds.
+/// The time limit of a token; all tokens of an answer together may exceed it by [`SLOW_TIME`]. An ambiguous grammar
+/// takes time quadratic in its items, so a limit on items alone does not bound it.
 const TOKEN_TIME: Duration = Duration::from_millis(5);
 const SLOW_TIME: Duration = Duration::from_secs(1);
-/// The longest text that a reader's error shows, bytes.
+/// The maximum length of a parser error's text, characters.
 const WHY: usize = 300;
 
 /// Compiles grammars for one vocabulary.
@@ -53,10 +53,10 @@ pub(super) struct Grammars {
 }
 
 impl Grammars {
-    /// For these tokens of a vocabulary.
+    /// Creates a compiler for the sampled tokens of a vocabulary.
     ///
     /// # Errors
-    /// [`TextError::Grammar`] for a vocabulary whose tokens have no bytes of their own.
+    /// [`TextError::Grammar`] for a vocabulary whose tokens cannot be decoded separately.
     pub fn new(vocabulary: &Vocabulary, sampled: &Sampled) -> Result<Self, TextError> {
         let tokens = vocabulary.token_bytes(sampled.vocab).map_err(TextError::Grammar)?;
         let eos: Vec<u32> = sampled.eos.iter().copied().filter(|id| *id < sampled.vocab).collect();
@@ -78,7 +78,7 @@ impl Grammars {
         built.map(|factory| Self { factory }).map_err(|why| TextError::Grammar(short(&why)))
     }
 
-    /// Compiles a grammar, and finds what may come first.
+    /// Compiles a grammar, and computes its first mask.
     ///
     /// # Errors
     /// [`TextError::Grammar`].
@@ -86,7 +86,7 @@ impl Grammars {
         let compile = || {
             let parser = self.factory.create_parser(top_level(grammar)?).map_err(|error| error.to_string())?;
             let mut matcher = Matcher::new(Ok(parser));
-            // It is kept for the first token.
+            // The matcher keeps the mask for the first token.
             matcher.compute_mask().map_err(|error| error.to_string())?;
             Ok(matcher)
         };
@@ -95,7 +95,7 @@ impl Grammars {
         compiled.map(|matcher| Answer { matcher, items: 0, slow }).map_err(|why| TextError::Grammar(short(&why)))
     }
 
-    /// As [`Grammars::compile`], on a stack of the size that a text process has.
+    /// Compiles a grammar as [`Grammars::compile`] does, on a stack as large as that of a text process.
     ///
     /// # Errors
     /// [`TextError::Grammar`].
@@ -109,7 +109,7 @@ impl Grammars {
     }
 }
 
-/// The grammar as `llguidance` takes it.
+/// Converts a grammar to the type of `llguidance`.
 fn top_level(grammar: &Grammar) -> Result<TopLevelGrammar, String> {
     Ok(match grammar {
         Grammar::Schema(text) => {
@@ -120,25 +120,25 @@ fn top_level(grammar: &Grammar) -> Result<TopLevelGrammar, String> {
     })
 }
 
-/// The beginning of a reader's words: they may quote the whole grammar.
+/// Cuts a parser's message, which may quote the whole grammar.
 fn short(why: &str) -> String {
     let line = why.lines().next().unwrap_or_default();
     line.chars().take(WHY).collect()
 }
 
-/// An answer under a grammar.
+/// The state of an answer that must match a grammar.
 #[derive(Clone)]
 pub(crate) struct Answer {
     matcher: Matcher,
-    /// Items of the parser so far.
+    /// The number of parser items so far.
     items: usize,
-    /// Time beyond [`TOKEN_TIME`] so far.
+    /// The time spent beyond [`TOKEN_TIME`] so far.
     slow: Duration,
 }
 
 impl Answer {
-    /// Sets the bits of the tokens that may follow; none after an error, or at the limit of what an answer keeps or
-    /// takes.
+    /// Sets the mask to the tokens that may follow. Leaves it unchanged after an error, or if the answer has reached
+    /// its limit of items or time.
     pub fn allow(&mut self, mask: &mut [u32]) {
         if self.is_spent() {
             return;
@@ -150,7 +150,7 @@ impl Answer {
         }
     }
 
-    /// Takes a token; whether none may follow.
+    /// Appends a token. Returns whether the answer is complete, so that no token may follow.
     pub fn take(&mut self, token: u32) -> bool {
         if self.is_spent() {
             return false;
@@ -176,7 +176,7 @@ impl fmt::Debug for Answer {
     }
 }
 
-/// Whether a text is an answer: each token is allowed, and the answer is complete or may end.
+/// Whether a text matches: each token is allowed, and the answer is complete or may end.
 #[cfg(test)]
 pub(crate) fn accepts(grammar: &Grammar, text: &str) -> bool {
     let tokenizer = include_str!("../../tests/serve/tokenizer.json");

@@ -1,4 +1,4 @@
-//! Text to tokens in this process, with the tokenizer and the chat template of a model.
+//! Encodes text in this process, with the tokenizer and the chat template of a model.
 
 use std::thread;
 
@@ -22,9 +22,10 @@ pub(super) struct Local {
 }
 
 impl Local {
-    /// Reads the files of a model, and which tokens they know.
+    /// Reads the files of a model. Returns the vocabulary, too.
     ///
-    /// Padding and truncation are turned off, as by default in `transformers`: a prompt has the tokens of its text.
+    /// Padding and truncation are disabled, as by default in `transformers`, so that a prompt has exactly the tokens of
+    /// its text.
     ///
     /// # Errors
     /// [`TextError::File`].
@@ -44,12 +45,12 @@ impl Local {
         Ok((Self { tokenizer, template: Template::of(config, template)? }, vocabulary?))
     }
 
-    /// What is known of the chat template; `None` if conversations cannot be encoded.
+    /// Returns the properties of the chat template; `None` if there is no template.
     pub fn chat(&self) -> Option<Chat> {
         self.template.as_ref().map(Template::chat)
     }
 
-    /// Compiles grammars over the tokens of this tokenizer.
+    /// Creates a compiler of grammars over the tokens of this tokenizer.
     ///
     /// # Errors
     /// [`TextError`].
@@ -58,17 +59,17 @@ impl Local {
         Grammars::new(&Vocabulary::of(&self.tokenizer)?, sampled)
     }
 
-    /// The tokens of prompts. The caller's stack bounds how deep expressions of a template may be.
+    /// Encodes prompts. The caller's stack limits the depth of a template's expressions.
     ///
     /// # Errors
-    /// [`TextError`], for the first prompt that has one.
+    /// [`TextError`], for the first prompt that fails.
     pub fn encode(&self, prompts: &[Prompt], limits: EncodeLimits) -> Result<Vec<Encoded>, TextError> {
         let mut left = limits.all_tokens;
         let one = |prompt: &Prompt| {
             let ids = match prompt {
                 Prompt::Text(text) => self.ids(text, true, limits)?,
                 Prompt::Plain(text) => self.ids(text, false, limits)?,
-                // The template has written the special tokens already.
+                // The template has written the special tokens.
                 Prompt::Chat(conversation) => self.ids(&self.render(conversation)?, false, limits)?,
             };
             let tokens = ids.len() as u64;
@@ -82,12 +83,12 @@ impl Local {
         prompts.iter().map(one).collect()
     }
 
-    /// As [`Local::encode`], on a stack that is large enough for any template.
+    /// Encodes prompts as [`Local::encode`] does, on a stack that is large enough for any template.
     ///
     /// # Errors
     /// [`TextError`].
     pub fn encode_on_large_stack(&self, prompts: &[Prompt], limits: EncodeLimits) -> Result<Vec<Encoded>, TextError> {
-        /// A level of an expression takes a few KiB, and a template has at most 256 Ki levels.
+        /// The stack size. A level of an expression takes a few KiB, and a template has at most 256 Ki levels.
         const STACK: usize = 1 << 30;
         if prompts.iter().all(|prompt| !matches!(prompt, Prompt::Chat(_))) {
             return self.encode(prompts, limits);

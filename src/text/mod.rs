@@ -1,4 +1,5 @@
-//! Text to token ids and back: a model's tokenizer (`tokenizer.json`) and chat template, by the crates of the field.
+//! Text to token ids and back, with a model's tokenizer (`tokenizer.json`) and chat template. The crates `tokenizers`,
+//! `minijinja` and `llguidance` do the work.
 //!
 //! ```
 //! # const TOKENIZER: &str = r#"{"version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
@@ -64,20 +65,20 @@ pub(crate) use prompt::{Conversation, EncodeLimits, Encoded, Prompt};
 #[cfg(feature = "serve")]
 pub(crate) use prompt::{Grammar, Sampled, ToolFormat};
 
-/// The file of the tokenizer.
+/// The name of the tokenizer file.
 pub const TOKENIZER: &str = "tokenizer.json";
-/// The file of the special tokens, and in older models of the chat template.
+/// The name of the file with the special tokens and, in older models, the chat template.
 pub const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
-/// The file of the chat template, in newer models.
+/// The name of the chat template file in newer models.
 pub const CHAT_TEMPLATE: &str = "chat_template.jinja";
 
-/// The work that [`TextError::Limit`] is mostly about.
+/// The work that most [`TextError::Limit`] errors name.
 const PREPARING: &str = "preparing the prompt";
-/// The stack of a text process, of which a template with deep expressions uses much.
+/// The stack size of a text process. Templates with deep expressions need a large one.
 const STACK_BYTES: u64 = 64 << 20;
-/// Text processes of a [`Text`] at the same time.
+/// The maximum number of text processes of a [`Text`].
 pub(crate) const PROCESSES: usize = 2;
-/// Tokens that a stream holds back at most, while they complete no character.
+/// The maximum number of tokens that a stream holds back while they complete no character.
 const HELD_TOKENS: usize = 64;
 
 /// A model's tokenizer and chat template. Cheap to clone.
@@ -86,7 +87,7 @@ pub struct Text {
     vocabulary: Arc<Vocabulary>,
     encoder: Encoder,
     chat: Option<Chat>,
-    /// Compiles grammars, and the tokens that it is for.
+    /// The compiler of grammars, and the sampled tokens that it is for.
     #[cfg(feature = "serve")]
     grammars: Arc<OnceLock<(Sampled, Grammars)>>,
 }
@@ -102,13 +103,13 @@ enum Encoder {
 }
 
 impl Text {
-    /// From the contents of [`TOKENIZER`], [`TOKENIZER_CONFIG`] and [`CHAT_TEMPLATE`]. The template is read when
+    /// Loads the contents of [`TOKENIZER`], [`TOKENIZER_CONFIG`] and [`CHAT_TEMPLATE`]. The template is compiled when
     /// [`Text::encode_chat`] first needs it.
     ///
-    /// Prompts are encoded in this process, which trusts the files: a hostile template or tokenizer can run without end
-    /// or fill the memory, and then the process aborts. [`Text::isolated`] is for files that are not trusted. A panic
-    /// of their reader is an error here. So that it prints nothing, a panic hook is put before the one in force, which
-    /// gets all other panics.
+    /// Prompts are encoded in this process, which trusts the files: a hostile template or tokenizer can run forever, or
+    /// exhaust the memory and abort the process. Use [`Text::isolated`] for untrusted files. A panic while reading them
+    /// is returned as an error. To keep it silent, a panic hook is installed, which passes all other panics to the
+    /// previous hook.
     ///
     /// # Errors
     /// [`TextError::File`].
@@ -118,12 +119,13 @@ impl Text {
         Ok(Self::of(vocabulary, Encoder::Local(Arc::new(local)), chat))
     }
 
-    /// As [`Text::new`], for files that are not trusted: at most two child processes read them and encode prompts.
+    /// Loads untrusted files: at most two child processes read them and encode prompts. Otherwise like [`Text::new`].
     ///
-    /// `command` starts a program that calls [`run_text_process`]; stdin, stdout and stderr are set here. Loading takes
-    /// at most 10 s, and 64 MiB plus 128 times the size of the files, at most 2 GiB. A call takes at most 2 s and
-    /// 256 MiB. A process that takes more is ended, the call returns [`TextError::Limit`], and the next call starts a
-    /// process. Memory is limited on Linux. The processes end with the last clone of this value, and with this program.
+    /// `command` starts a program that calls [`run_text_process`]; its stdin, stdout and stderr are set here. Loading
+    /// may take 10 s and 64 MiB plus 128 times the size of the files, at most 2 GiB. A call may take 2 s and 256 MiB. A
+    /// process that exceeds a limit is ended, and the call returns [`TextError::Limit`]; the next call starts a new
+    /// process. Memory is limited only on Linux. The processes end with the last clone of this value, and with this
+    /// program.
     ///
     /// # Errors
     /// [`TextError::File`], [`TextError::Limit`], [`TextError::Process`].
@@ -148,8 +150,8 @@ impl Text {
         }
     }
 
-    /// The tokens of a text, with the special tokens that the model begins with. Padding and truncation of
-    /// [`TOKENIZER`] are ignored, as by default in `transformers`.
+    /// Encodes a text, after the special tokens that the model starts with. Padding and truncation of [`TOKENIZER`] are
+    /// ignored, as by default in `transformers`.
     ///
     /// # Errors
     /// [`TextError::Tokenizer`], [`TextError::Limit`], [`TextError::Process`].
@@ -157,7 +159,7 @@ impl Text {
         self.encode_one(Prompt::Text(text.to_owned()))
     }
 
-    /// The tokens of a conversation whose next turn is the assistant's.
+    /// Encodes a conversation whose next turn is the assistant's.
     ///
     /// # Errors
     /// [`TextError::NoTemplate`], [`TextError::File`], [`TextError::Template`], and as [`Text::encode`].
@@ -170,12 +172,12 @@ impl Text {
         self.chat.is_some()
     }
 
-    /// Text of tokens as they come.
+    /// Creates a stream that decodes tokens one by one.
     pub fn stream(&self) -> TextStream {
         TextStream { vocabulary: Arc::clone(&self.vocabulary), ids: Vec::new(), prefix: String::new(), prefix_ids: 0 }
     }
 
-    /// Encodes prompts in one call, which has the limits of a call. Blocks until one of the processes is free.
+    /// Encodes prompts in one call, within the limits of a call. Blocks until a text process is free.
     ///
     /// # Errors
     /// [`TextError`].
@@ -187,20 +189,20 @@ impl Text {
         }
     }
 
-    /// How the model writes calls of tools, if its chat template shows one of the formats that are known.
+    /// Returns the model's format of tool calls, if its chat template shows a known one.
     #[cfg(feature = "serve")]
     pub(crate) fn tool_format(&self) -> Option<ToolFormat> {
         self.chat.and_then(|chat| chat.tools)
     }
 
-    /// The special token with this text.
+    /// Returns the special token with this text.
     #[cfg(feature = "serve")]
     pub(crate) fn special(&self, text: &str) -> Option<u32> {
         self.vocabulary.special(text)
     }
 
-    /// Compiles a grammar, with text processes in one of them first, which has the limits of a call. Blocks until one
-    /// of the processes is free.
+    /// Compiles a grammar. With text processes, one of them compiles it first, within the limits of a call; this blocks
+    /// until one is free.
     ///
     /// # Errors
     /// [`TextError`].
@@ -214,21 +216,20 @@ impl Text {
             Some((own, grammars)) if own == sampled => grammars,
             _ => {
                 let grammars = Grammars::new(&self.vocabulary, sampled)?;
-                // A model is served with one vocabulary; of two threads the first sets it.
+                // A served model has one vocabulary; the first of two threads sets it.
                 &self.grammars.get_or_init(|| (sampled.clone(), grammars)).1
             }
         };
         grammars.compile_on_large_stack(grammar)
     }
 
-    /// Bytes of the vocabulary's longest token.
+    /// Returns the size of the longest token, bytes.
     #[cfg(feature = "serve")]
     pub(crate) fn longest_token(&self) -> usize {
         self.vocabulary.longest()
     }
 
-    /// The text of tokens, special ones included; `None` where that may have more than `most` bytes, or for an unknown
-    /// token.
+    /// Decodes tokens, including special ones; `None` if the text may exceed `most` bytes, or for an unknown token.
     #[cfg(feature = "serve")]
     pub(crate) fn decode_all(&self, ids: &[u32], most: u64) -> Result<Option<String>, TextError> {
         if self.vocabulary.bytes(ids) > most || ids.iter().any(|id| !self.vocabulary.has(*id)) {
@@ -237,7 +238,7 @@ impl Text {
         self.vocabulary.decode_all(ids).map(Some)
     }
 
-    /// The text of a token by itself, and its bytes.
+    /// Decodes a single token to its text and its bytes.
     ///
     /// # Errors
     /// [`TextError::Tokenizer`].
@@ -246,7 +247,7 @@ impl Text {
         self.vocabulary.token(id)
     }
 
-    /// Ends the text processes, and with them the calls that run.
+    /// Ends the text processes and their running calls.
     #[cfg(feature = "serve")]
     pub(crate) fn stop(&self) {
         #[cfg(unix)]
@@ -272,11 +273,11 @@ impl fmt::Debug for Text {
 }
 
 thread_local! {
-    /// Whether a panic of this thread is caught and told as an error.
+    /// Whether a panic of this thread is caught and returned as an error.
     static QUIET: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What `work` returns, or what its panic said, which is printed nowhere.
+/// Returns the result of `work`, or the message of its panic, which is not printed.
 fn caught<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
@@ -288,30 +289,31 @@ fn caught<T>(work: impl FnOnce() -> T) -> Result<T, String> {
         }));
     });
     let before = QUIET.replace(true);
-    // Nothing that a panic may have left half done is used again, but a tokenizer's cache, which has a lock.
+    // After a panic, only a tokenizer's cache may be used again; it has a lock.
     let result = panic::catch_unwind(AssertUnwindSafe(work));
     QUIET.set(before);
     result.map_err(|why| said(&*why))
 }
 
-/// What a panic said.
+/// Returns an error text with the message of a panic.
 fn said(why: &(dyn Any + Send)) -> String {
     let text = why.downcast_ref::<&str>().copied().or_else(|| why.downcast_ref::<String>().map(String::as_str));
     format!("its reader gave up: {}", text.unwrap_or("it does not say why"))
 }
 
-/// Text of tokens as they come: a character of several tokens comes with its last one. Special tokens are left out.
+/// A stream that decodes tokens one by one. A character of several tokens appears with its last one; special tokens are
+/// left out.
 pub struct TextStream {
     vocabulary: Arc<Vocabulary>,
-    /// Tokens that still matter: how a token is written may depend on those before it.
+    /// The tokens that affect the next text: the decoding of a token may depend on earlier ones.
     ids: Vec<u32>,
-    /// Text of the first of them, shown already.
+    /// The text of the first `prefix_ids` tokens, which was returned already.
     prefix: String,
     prefix_ids: usize,
 }
 
 impl TextStream {
-    /// The text that this token completes; often a word, empty in the middle of a character.
+    /// Adds a token and returns the text that it completes: often a word, empty in the middle of a character.
     ///
     /// # Errors
     /// [`TextError::Tokenizer`].
@@ -321,7 +323,7 @@ impl TextStream {
         }
         self.ids.push(id);
         let whole = self.vocabulary.decode(&self.ids)?;
-        // No character has so many tokens: what follows must not cost more with each of them.
+        // A character never has so many tokens. The limit bounds the cost per token.
         let holds = self.ids.len() - self.prefix_ids < HELD_TOKENS;
         if holds && (whole.len() <= self.prefix.len() || whole.ends_with('\u{fffd}')) {
             return Ok(String::new());
@@ -333,7 +335,7 @@ impl TextStream {
         Ok(new)
     }
 
-    /// Ends the text and returns its rest: U+FFFD for a character that no token completed.
+    /// Ends the text and returns the rest: U+FFFD for an incomplete character.
     ///
     /// # Errors
     /// [`TextError::Tokenizer`].
@@ -342,8 +344,8 @@ impl TextStream {
         self.behind_prefix(&whole)
     }
 
-    /// What is not shown yet. A byte that completes nothing can change how those before it are written (all become
-    /// U+FFFD): then the new tokens as they are by themselves.
+    /// Returns the text that was not returned yet. An invalid byte can change how earlier bytes decode (all become
+    /// U+FFFD). The new tokens are then decoded alone.
     fn behind_prefix(&self, whole: &str) -> Result<String, TextError> {
         match whole.strip_prefix(self.prefix.as_str()) {
             Some(new) => Ok(new.to_owned()),
@@ -358,26 +360,26 @@ impl fmt::Debug for TextStream {
     }
 }
 
-/// Ends a text at the first of several stop strings, wherever the text is split into pieces.
+/// Ends a text at the first of several stop strings, however the text is split into pieces.
 #[derive(Clone, Debug, Default)]
 pub struct StopStrings {
     stops: Vec<String>,
-    /// What may be the beginning of one.
+    /// Text that may be the start of a stop string.
     held: String,
 }
 
 impl StopStrings {
-    /// Ends at any of these; empty ones are left out.
+    /// Creates a matcher for these stop strings; empty ones are ignored.
     pub fn new(stops: Vec<String>) -> Self {
         Self { stops: stops.into_iter().filter(|stop| !stop.is_empty()).collect(), held: String::new() }
     }
 
-    /// Takes the next piece of the text. Returns the text that may be shown, and whether a stop string ended it. It
-    /// ends at the stop that begins first, which is the same however the text is cut.
+    /// Adds a piece of the text. Returns the text that may be shown, and whether a stop string ended it. The stop
+    /// string that starts first ends the text, independently of the pieces.
     pub fn push(&mut self, piece: &str) -> (String, bool) {
         self.held += piece;
         let found = self.found();
-        // What may still become a stop stays back.
+        // Hold back text that may be the start of a stop string.
         let open = (0..self.held.len()).find(|&at| {
             self.held.is_char_boundary(at) && self.stops.iter().any(|stop| stop.starts_with(&self.held[at..]))
         });
@@ -398,7 +400,7 @@ impl StopStrings {
         (self.held, found.is_some())
     }
 
-    /// Where the first of them begins.
+    /// Returns the position of the first stop string.
     fn found(&self) -> Option<usize> {
         self.stops.iter().filter_map(|stop| self.held.find(stop)).min()
     }
@@ -407,11 +409,11 @@ impl StopStrings {
 /// Parses the token ids of a prompt: numbers separated by commas, white space or brackets.
 ///
 /// # Errors
-/// [`TextError::Ids`] for anything else, and where there is none.
+/// [`TextError::Ids`] for any other text, and if there are no ids.
 pub fn parse_ids(text: &str) -> Result<Vec<u32>, TextError> {
     let parts = text.split(|c: char| c.is_whitespace() || ",[]".contains(c)).filter(|part| !part.is_empty());
     let number = |part: &str| {
-        // parse takes a plus sign, too.
+        // `parse` accepts a plus sign, too.
         let digits = part.bytes().all(|byte| byte.is_ascii_digit());
         let id = part.parse().ok().filter(|_| digits);
         id.ok_or_else(|| TextError::Ids(format!("'{part}' is not a token id from 0 to {}", u32::MAX)))
@@ -424,7 +426,7 @@ pub fn parse_ids(text: &str) -> Result<Vec<u32>, TextError> {
 mod tests {
     use super::{chat::Template, *};
 
-    /// Bytes as tokens: a character of three bytes is three tokens.
+    /// Returns a tokenizer whose tokens are bytes: a character of three bytes has three tokens.
     fn bytes() -> String {
         let alphabet: Vec<String> =
             ('!'..='~').chain('¡'..='¬').chain('®'..='ÿ').chain('Ā'..='Ń').map(String::from).collect();
@@ -519,7 +521,7 @@ mod tests {
             "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}".to_owned(),
         ] {
             let text = Text::new(bytes().as_bytes(), None, Some(template.as_bytes())).unwrap();
-            // Whether it means something is the template engine's to say.
+            // The template engine decides whether it is valid.
             let _ = text.encode_chat(&[Message::user("hi")]);
         }
         let deep = Text::new(bytes().as_bytes(), None, Some("{{ 1 }}".repeat(limit).as_bytes())).unwrap();
@@ -592,7 +594,7 @@ mod tests {
         ];
         for (whole, stops, expected, ends) in cases {
             let chars: Vec<char> = whole.chars().collect();
-            // A bit for each place between two characters: whether the text is cut there.
+            // One bit per position between two characters: whether the text is split there.
             for cuts in 0..1 << (chars.len() - 1) {
                 let mut stop = StopStrings::new(stops.iter().map(|stop| (*stop).to_owned()).collect());
                 let (mut shown, mut ended, mut piece) = (String::new(), false, String::new());

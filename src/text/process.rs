@@ -1,4 +1,4 @@
-//! Text processes of a program: started, asked, and ended where they take too long.
+//! Starts text processes, sends them requests, and ends those that exceed a limit.
 
 use std::{
     io::{self, Read, Write},
@@ -24,21 +24,21 @@ use super::{
     vocabulary::Vocabulary,
 };
 
-/// How long a call may take.
+/// The time limit of a call.
 const CALL_TIME: Duration = Duration::from_secs(2);
-/// How long a tokenizer may take to load.
+/// The time limit of loading a tokenizer.
 const LOAD_TIME: Duration = Duration::from_secs(10);
-/// The largest answer to the files of a tokenizer: its vocabulary.
+/// The maximum size of the reply to the files of a tokenizer, which contains its vocabulary; bytes.
 const VOCABULARY_MOST: u64 = 128 << 20;
-/// The work on a grammar.
+/// The name of the work on a grammar, for errors.
 #[cfg(feature = "serve")]
 const COMPILING: &str = "compiling it";
-/// The work that is limited first.
+/// The name of the work on the files, for errors.
 const LOADING: &str = "loading the tokenizer";
 
-/// Text processes of one tokenizer.
+/// The text processes of a tokenizer.
 pub(super) struct Pool {
-    /// The payload that a process gets first.
+    /// The first payload of every process.
     files: Vec<u8>,
     command: Mutex<Command>,
     state: Mutex<State>,
@@ -48,16 +48,16 @@ pub(super) struct Pool {
 #[derive(Default)]
 struct State {
     idle: Vec<Process>,
-    /// Ends of the sockets of all processes, by number.
+    /// The sockets of all processes, by process number.
     streams: Vec<(u64, UnixStream)>,
-    /// Processes that work, or are being started.
+    /// The number of processes that work or are being started.
     busy: usize,
-    /// The number of the next one.
+    /// The number of the next process.
     next: u64,
     closed: bool,
 }
 
-/// A text process, ended with this.
+/// A text process. Dropping it ends the process.
 struct Process {
     number: u64,
     child: Child,
@@ -66,17 +66,17 @@ struct Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // The process may have ended by itself.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Why there is no answer.
+/// Why a process returned no valid reply.
 enum Lost {
-    /// There was no answer in time.
+    /// The time limit was reached.
     Late,
-    /// The process has ended, or answers something else.
+    /// The process has ended, or its reply is invalid.
     Gone,
 }
 
@@ -90,10 +90,10 @@ impl From<io::Error> for Lost {
 }
 
 impl Pool {
-    /// Starts the first process, and returns the vocabulary and what is known of the chat template.
+    /// Starts the first process. Returns the vocabulary and the properties of the chat template, too.
     ///
     /// # Errors
-    /// [`TextError`] of the files, or of the process.
+    /// [`TextError`] of the files or of the process.
     pub fn start(
         command: Command,
         tokenizer: &[u8],
@@ -123,17 +123,17 @@ impl Pool {
         Ok((pool, vocabulary, chat))
     }
 
-    /// Encodes prompts in a process that is free, or waits for one.
+    /// Encodes prompts in a free process; waits until there is one.
     ///
     /// # Errors
-    /// [`TextError`]. A process that takes too long or too much memory is ended; the next call starts another.
+    /// [`TextError`]. A process that exceeds a limit of time or memory is ended; the next call starts a new one.
     pub fn encode(&self, prompts: &[Prompt], limits: EncodeLimits) -> Result<Vec<Encoded>, TextError> {
         let payload = frame::request(prompts, limits);
         let most = frame::reply_most(prompts.len(), limits);
         self.call(payload, most, PREPARING, |answer| frame::read_reply(answer, prompts.len()))
     }
 
-    /// Compiles a grammar in a process that is free, or waits for one.
+    /// Compiles a grammar in a free process; waits until there is one.
     ///
     /// # Errors
     /// [`TextError`], as [`Pool::encode`].
@@ -150,7 +150,7 @@ impl Pool {
         })
     }
 
-    /// The answer of a process to a payload, of at most so many bytes.
+    /// Sends a payload to a process and parses its reply of at most `most` bytes.
     fn call<T>(
         &self,
         payload: Vec<u8>,
@@ -164,7 +164,7 @@ impl Pool {
             Some(process) => process,
             None => {
                 let (process, answer) = self.load()?;
-                // The files were sound when the first process read them.
+                // The files were valid when the first process read them.
                 if !matches!(frame::opened(&answer), Some(Ok(_))) {
                     return Err(self.lost(process, &Lost::Gone, LOADING, LOAD_TIME, child::CALL_BYTES));
                 }
@@ -186,13 +186,13 @@ impl Pool {
         }
     }
 
-    /// Ends all processes, those that work as well. A call that waits for one gets an error.
+    /// Ends all processes, including busy ones. Waiting calls return an error.
     #[cfg(feature = "serve")]
     pub fn stop(&self) {
         let mut state = self.state();
         state.closed = true;
         for (_, stream) in &state.streams {
-            // A process that has ended has closed it.
+            // The socket of a process that has ended is already closed.
             let _ = stream.shutdown(std::net::Shutdown::Both);
         }
         state.idle.clear();
@@ -203,7 +203,7 @@ impl Pool {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The right to use a process.
+    /// Waits for the right to use a process.
     fn slot(&self) -> Result<Slot<'_>, TextError> {
         let mut state = self.state();
         while state.busy >= PROCESSES && !state.closed {
@@ -216,7 +216,7 @@ impl Pool {
         Ok(Slot(self))
     }
 
-    /// Starts a process and sends it the files: the process, and its answer.
+    /// Starts a process and sends it the files. Returns the process and its reply.
     fn load(&self) -> Result<(Process, Vec<u8>), TextError> {
         let mut process = self.spawn()?;
         match process.exchange(&self.files, VOCABULARY_MOST, LOAD_TIME) {
@@ -236,11 +236,12 @@ impl Pool {
             let mut command = self.command.lock().unwrap_or_else(PoisonError::into_inner);
             let input = OwnedFd::from(theirs.try_clone().map_err(failed)?);
             command.stdin(input).stdout(OwnedFd::from(theirs)).stderr(Stdio::null());
-            // Ctrl-C on a terminal is for the program, which ends its processes.
+            // Ctrl-C on a terminal signals only this program, which ends its processes.
             command.process_group(0);
             command.env("TOKENIZERS_PARALLELISM", "false").env("RAYON_NUM_THREADS", "1").env("MALLOC_ARENA_MAX", "1");
             let child = command.spawn();
-            // The command keeps the process's end of the socket, and with it no end would be seen.
+            // Release the command's copy of the child's socket end; otherwise the end of the process would not be
+            // noticed.
             command.stdin(Stdio::null()).stdout(Stdio::null());
             child.map_err(failed)?
         };
@@ -252,9 +253,9 @@ impl Pool {
         if state.closed { Err(stopped()) } else { Ok(process) }
     }
 
-    /// Ends a process that has not answered; the error says why.
+    /// Ends a process without a valid reply, and returns the error.
     fn lost(&self, mut process: Process, lost: &Lost, work: &'static str, time: Duration, memory: u64) -> TextError {
-        // What has ended by itself keeps its status.
+        // A process that has ended by itself keeps its status.
         let _ = process.child.kill();
         let status = process.child.wait();
         let mut state = self.state();
@@ -264,7 +265,7 @@ impl Pool {
         }
         match (lost, status) {
             (Lost::Late, _) => TextError::Limit { work, limit: format!("{} s", time.as_secs()) },
-            // An allocation beyond the limit aborts, and so does a stack without room.
+            // An allocation beyond the memory limit aborts the process, and so does a stack overflow.
             (Lost::Gone, Ok(status)) if status.signal().is_some() => {
                 TextError::Limit { work, limit: format!("{} MiB of memory", memory >> 20) }
             }
@@ -278,7 +279,7 @@ fn stopped() -> TextError {
     TextError::Process("the program is stopping".into())
 }
 
-/// The right to use one of the processes, given back with this.
+/// The right to use a process. Dropping it releases the right.
 struct Slot<'a>(&'a Pool);
 
 impl Slot<'_> {
@@ -299,7 +300,7 @@ impl Drop for Slot<'_> {
 }
 
 impl Process {
-    /// Sends a payload and receives one of at most so many bytes.
+    /// Sends a payload and receives one of at most `most` bytes.
     fn exchange(&mut self, payload: &[u8], most: u64, time: Duration) -> Result<Vec<u8>, Lost> {
         let deadline = Instant::now() + time;
         let left = || deadline.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()).ok_or(Lost::Late);

@@ -1,4 +1,4 @@
-//! Prompts, the limits of encoding them, and the result; grammars of answers.
+//! Types of prompts, limits and results of encoding, and grammars.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -6,7 +6,7 @@ use serde_json::Value;
 /// A message of a conversation: its role and its text.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Message {
-    // In the order that `tojson` shows.
+    // The order of fields is that in which `tojson` shows them.
     pub(super) role: String,
     pub(super) content: String,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -18,39 +18,39 @@ pub struct Message {
 }
 
 impl Message {
-    /// A turn of any role.
+    /// Creates a message of any role.
     pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
         Self { role: role.into(), content: content.into(), name: None, tool_calls: None, tool_call_id: None }
     }
 
-    /// A turn of the role `system`.
+    /// Creates a message of the role `system`.
     pub fn system(content: impl Into<String>) -> Self {
         Self::new("system", content)
     }
 
-    /// A turn of the role `user`.
+    /// Creates a message of the role `user`.
     pub fn user(content: impl Into<String>) -> Self {
         Self::new("user", content)
     }
 
-    /// With the name of its author, which some templates show.
+    /// Sets the name of the author, which some templates show.
     pub fn name(self, name: impl Into<String>) -> Self {
         Self { name: Some(name.into()), ..self }
     }
 
-    /// With the calls of tools that the assistant made, whose arguments are objects.
+    /// Sets the tool calls of the assistant, whose arguments are objects.
     #[cfg(feature = "serve")]
     pub(crate) fn tool_calls(self, calls: Value) -> Self {
         Self { tool_calls: Some(calls), ..self }
     }
 
-    /// With the call of a tool whose result it is.
+    /// Sets the identifier of the tool call that this message answers.
     #[cfg(feature = "serve")]
     pub(crate) fn tool_call_id(self, id: String) -> Self {
         Self { tool_call_id: Some(id), ..self }
     }
 
-    /// Bytes of its text.
+    /// Returns the size of role, content and tool calls, bytes.
     fn bytes(&self) -> usize {
         let calls = self.tool_calls.as_ref().map_or(0, |calls| calls.to_string().len());
         self.role.len() + self.content.len() + calls
@@ -65,37 +65,37 @@ pub(crate) struct Conversation {
     pub tools: Option<Value>,
 }
 
-/// What is known of a chat template.
+/// Properties of a chat template.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Chat {
-    /// How the model writes calls of tools, if the template shows it.
+    /// The model's format of tool calls, if the template shows a known one.
     pub tools: Option<ToolFormat>,
 }
 
-/// How a model writes calls of tools.
+/// A model's format of tool calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ToolFormat {
-    /// `<tool_call>{"name": .., "arguments": ..}</tool_call>` for each call, as Hermes and Qwen.
+    /// `<tool_call>{"name": .., "arguments": ..}</tool_call>` for each call, as in Hermes and Qwen.
     Hermes,
-    /// `{"name": .., "parameters": ..}` alone, as Llama 3.1 and 3.2.
+    /// `{"name": .., "parameters": ..}` alone, as in Llama 3.1 and 3.2.
     Llama,
-    /// `[TOOL_CALLS] [{"name": .., "arguments": ..}, ..]`, as Mistral.
+    /// `[TOOL_CALLS] [{"name": .., "arguments": ..}, ..]`, as in Mistral.
     Mistral,
 }
 
-/// A text to be encoded.
+/// A text to encode.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Prompt {
-    /// Text, behind the special tokens that the model begins with.
+    /// Text that is encoded after the special tokens that the model starts with.
     Text(String),
-    /// Text without special tokens in front.
+    /// Text that is encoded without special tokens.
     Plain(String),
     /// A conversation.
     Chat(Conversation),
 }
 
 impl Prompt {
-    /// Bytes of the text.
+    /// Returns the size of the text, bytes.
     pub(crate) fn bytes(&self) -> usize {
         match self {
             Self::Text(text) | Self::Plain(text) => text.len(),
@@ -107,22 +107,22 @@ impl Prompt {
     }
 }
 
-/// Limits of a call.
+/// Limits of an encoding call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct EncodeLimits {
-    /// Bytes of a prompt's text, after the chat template.
+    /// Maximum size of a prompt's text after the chat template, bytes.
     pub bytes: u64,
-    /// Tokens of a prompt. Of a longer one only the number of tokens is returned.
+    /// Maximum tokens of a prompt. For a longer prompt only the number of tokens is returned.
     pub tokens: u64,
-    /// Tokens that are returned for all prompts together.
+    /// Maximum tokens of all prompts together.
     pub all_tokens: u64,
 }
 
 impl EncodeLimits {
-    /// Tokens of a call that states no limit.
+    /// The maximum number of tokens of a call without limits of its own.
     pub(super) const MOST_TOKENS: u64 = 16 << 20;
 
-    /// For a call that states no limit.
+    /// The limits of a call without limits of its own.
     pub(super) fn none() -> Self {
         Self { bytes: u64::MAX, tokens: u64::MAX, all_tokens: Self::MOST_TOKENS }
     }
@@ -131,13 +131,13 @@ impl EncodeLimits {
 /// An encoded prompt.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Encoded {
-    /// Its tokens.
+    /// The tokens of the prompt.
     Ids(Vec<u32>),
-    /// How many tokens it has, where that is more than [`EncodeLimits::tokens`].
+    /// The number of tokens of a prompt with more than [`EncodeLimits::tokens`].
     TooMany(u64),
 }
 
-/// What an answer must match.
+/// A grammar that an answer must match.
 #[cfg(feature = "serve")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Grammar {
@@ -151,7 +151,7 @@ pub(crate) enum Grammar {
 
 #[cfg(feature = "serve")]
 impl Grammar {
-    /// Its kind as a number, and its text.
+    /// Returns the kind as a number, and the text.
     pub(super) fn parts(&self) -> (u8, &str) {
         match self {
             Self::Schema(text) => (0, text),
@@ -160,7 +160,7 @@ impl Grammar {
         }
     }
 
-    /// The reverse of [`Grammar::parts`].
+    /// Creates a grammar from its [`Grammar::parts`].
     pub(super) fn of((kind, text): (u8, &str)) -> Self {
         let text = text.to_owned();
         match kind {
@@ -171,12 +171,12 @@ impl Grammar {
     }
 }
 
-/// The tokens that a model samples.
+/// The tokens that a model can sample.
 #[cfg(feature = "serve")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Sampled {
-    /// Logits of a row.
+    /// The number of logits per row.
     pub vocab: u32,
-    /// Tokens that end an answer, where the grammar may end.
+    /// End-of-sequence tokens, allowed where the grammar may end.
     pub eos: Vec<u32>,
 }

@@ -1,7 +1,7 @@
-//! Token ids to text: the vocabulary and the decoder of a tokenizer, which are all that an answer needs.
+//! Decodes token ids to text with the vocabulary and the decoder of a tokenizer.
 //!
-//! Decoding runs for each token in the process that serves. So what a token adds to a text is bounded here, when a
-//! tokenizer is loaded: tokens have at most [`TOKEN_BYTES`], and no decoder makes a text [`GROWTH`] times as long.
+//! Decoding runs in the serving process, for each token. So the text that a token can add is limited when a tokenizer
+//! is loaded: tokens have at most [`TOKEN_BYTES`] bytes, and a decoder makes text at most [`GROWTH`] times as long.
 
 #[cfg(any(feature = "serve", test))]
 use std::{collections::HashMap, sync::LazyLock};
@@ -15,30 +15,30 @@ use super::{
     frame::{Reader, Writer},
 };
 
-/// The longest token of a vocabulary, bytes.
+/// The maximum size of a token, bytes.
 const TOKEN_BYTES: usize = 1024;
-/// How many times as long as its tokens a decoded text may be.
+/// The maximum ratio of a decoded text's length to that of its tokens.
 const GROWTH: usize = 4;
-/// Decoders of a tokenizer, those inside sequences included.
+/// The maximum number of decoders of a tokenizer, including those inside of sequences.
 const DECODERS: usize = 16;
-/// The longest decoder, bytes of JSON; those of published models have a few hundred.
+/// The maximum size of a decoder, bytes of JSON; those of published models have a few hundred.
 const DECODER_BYTES: usize = 16 << 10;
 
 /// A token of a vocabulary.
 #[derive(Debug)]
 struct Token {
     id: u32,
-    /// Where its text ends in [`Vocabulary::text`]; it begins where the one before ends.
+    /// End of the token's text in [`Vocabulary::text`]; it starts where the previous token ends.
     end: u32,
-    /// Whether texts are shown without it.
+    /// Whether shown text omits the token.
     special: bool,
 }
 
-/// The tokens of a model and how they become text.
+/// The tokens of a model, and the decoder that turns them into text.
 pub(super) struct Vocabulary {
-    /// Texts of all tokens, one behind the other.
+    /// The texts of all tokens, concatenated.
     text: String,
-    /// By ascending id.
+    /// The tokens, by ascending id.
     tokens: Vec<Token>,
     decoder: Option<DecoderWrapper>,
     /// The decoder as JSON.
@@ -46,7 +46,7 @@ pub(super) struct Vocabulary {
 }
 
 impl Vocabulary {
-    /// The vocabulary of a tokenizer.
+    /// Reads the vocabulary of a tokenizer.
     ///
     /// # Errors
     /// [`TextError::File`] for a decoder or token that could lengthen a text beyond bounds.
@@ -64,7 +64,7 @@ impl Vocabulary {
         Self::new(tokens, source)
     }
 
-    /// From tokens by ascending id, each with its text and whether it is special, and from a decoder as JSON.
+    /// Creates a vocabulary from tokens by ascending id (id, text, whether special) and a decoder as JSON.
     fn new(given: impl Iterator<Item = (u32, impl AsRef<str>, bool)>, source: Value) -> Result<Self, TextError> {
         let (mut text, mut tokens) = (String::new(), Vec::new());
         for (id, token, special) in given {
@@ -92,7 +92,7 @@ impl Vocabulary {
         Ok(Self { text, tokens, decoder, source })
     }
 
-    /// Writes it into a frame.
+    /// Writes the vocabulary into a frame.
     pub fn write(&self, out: &mut Writer) {
         out.bytes(self.source.to_string().as_bytes());
         out.word(self.tokens.len() as u32);
@@ -103,11 +103,11 @@ impl Vocabulary {
         }
     }
 
-    /// Reads what [`Vocabulary::write`] has written; `None` where it is something else. Its limits are checked again.
+    /// Reads the output of [`Vocabulary::write`]; `None` if it is invalid. Checks the limits again.
     pub fn read(reader: &mut Reader<'_>) -> Option<Result<Self, TextError>> {
         let source = serde_json::from_slice(reader.bytes()?).ok()?;
         let count = reader.word()?;
-        // What is not a vocabulary ends the list early.
+        // Invalid input ends the list early.
         let mut whole = true;
         let tokens = (0..count).map_while(|_| {
             let token = (|| Some((reader.word()?, reader.byte()? == 1, reader.text()?)))();
@@ -119,36 +119,36 @@ impl Vocabulary {
         (whole && vocabulary.as_ref().map_or(true, ascends)).then_some(vocabulary)
     }
 
-    /// How many tokens there are.
+    /// Returns the number of tokens.
     pub fn len(&self) -> usize {
         self.tokens.len()
     }
 
-    /// Bytes of the longest token.
+    /// Returns the size of the longest token, bytes.
     #[cfg(any(feature = "serve", test))]
     pub fn longest(&self) -> usize {
         (0..self.tokens.len()).map(|at| self.text_at(at).len()).max().unwrap_or(0)
     }
 
-    /// Whether there is such a token.
+    /// Whether the vocabulary has this token.
     #[cfg(any(feature = "serve", test))]
     pub fn has(&self, id: u32) -> bool {
         self.place(id).is_some()
     }
 
-    /// Bytes of the text of tokens before the decoder, which lengthens it by [`GROWTH`] at most.
+    /// Returns the size of the tokens' text before the decoder, which makes it at most [`GROWTH`] times as long; bytes.
     #[cfg(any(feature = "serve", test))]
     pub fn bytes(&self, ids: &[u32]) -> u64 {
         ids.iter().filter_map(|id| self.place(*id)).map(|at| self.text_at(at).len() as u64).sum()
     }
 
-    /// The text of tokens, special ones included.
+    /// Decodes tokens, including special ones.
     #[cfg(any(feature = "serve", test))]
     pub fn decode_all(&self, ids: &[u32]) -> Result<String, TextError> {
         self.decoded(ids.iter().filter_map(|id| self.place(*id)).map(|at| self.text_at(at).to_owned()).collect())
     }
 
-    /// The text of a token by itself, and its bytes, which may be a part of a character.
+    /// Decodes a single token to its text and its bytes, possibly a part of a character.
     #[cfg(any(feature = "serve", test))]
     pub fn token(&self, id: u32) -> Result<(String, Vec<u8>), TextError> {
         let Some(at) = self.place(id) else { return Ok((String::new(), Vec::new())) };
@@ -163,18 +163,18 @@ impl Vocabulary {
         Ok((text, bytes))
     }
 
-    /// The special token with this text.
+    /// Returns the special token with this text.
     #[cfg(any(feature = "serve", test))]
     pub fn special(&self, text: &str) -> Option<u32> {
         let at = (0..self.tokens.len()).find(|at| self.tokens[*at].special && self.text_at(*at) == text)?;
         Some(self.tokens[at].id)
     }
 
-    /// The bytes that each token below `vocab` adds to a text, by id: none for ids without a token, and 0xff before the
-    /// text of special tokens.
+    /// Returns the bytes that each token below `vocab` adds to a text, by id. Ids without a token have no bytes;
+    /// special tokens have 0xff before their text.
     ///
     /// # Errors
-    /// A decoder for which they depend on the tokens around.
+    /// A decoder whose output for a token depends on its neighbours.
     #[cfg(any(feature = "serve", test))]
     pub fn token_bytes(&self, vocab: u32) -> Result<Vec<Vec<u8>>, String> {
         let has = |name| has_decoder(&self.source, name);
@@ -202,7 +202,7 @@ impl Vocabulary {
         Ok(all)
     }
 
-    /// The byte of a token such as `<0x0A>`.
+    /// Returns the byte of a byte-fallback token such as `<0x0A>`.
     #[cfg(any(feature = "serve", test))]
     fn fallback(&self, text: &str) -> Option<u8> {
         let digits = text.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'))?;
@@ -215,7 +215,7 @@ impl Vocabulary {
         self.shown(id).is_some()
     }
 
-    /// The text of tokens, without special ones.
+    /// Decodes tokens, without special ones.
     pub fn decode(&self, ids: &[u32]) -> Result<String, TextError> {
         self.decoded(ids.iter().filter_map(|id| self.shown(*id)).map(str::to_owned).collect())
     }
@@ -223,7 +223,7 @@ impl Vocabulary {
     fn decoded(&self, tokens: Vec<String>) -> Result<String, TextError> {
         match &self.decoder {
             None => Ok(tokens.join(" ")),
-            // Some decoders want a token.
+            // Some decoders need at least one token.
             Some(_) if tokens.is_empty() => Ok(String::new()),
             Some(decoder) => caught(|| decoder.decode(tokens))
                 .map_err(TextError::Tokenizer)?
@@ -246,8 +246,8 @@ impl Vocabulary {
     }
 }
 
-/// The bytes that characters of a byte-level vocabulary stand for: printable characters of Latin-1 for themselves, and
-/// those from U+0100 on for the other bytes, in order.
+/// The byte of each character in a byte-level vocabulary: printable characters of Latin-1 stand for themselves, and
+/// characters from U+0100 for the other bytes, in order.
 #[cfg(any(feature = "serve", test))]
 static BYTE_OF_CHAR: LazyLock<HashMap<char, u8>> = LazyLock::new(|| {
     let prints = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
@@ -256,14 +256,14 @@ static BYTE_OF_CHAR: LazyLock<HashMap<char, u8>> = LazyLock::new(|| {
     own.chain(others).map(|(byte, char)| (char, byte)).collect()
 });
 
-/// Whether a decoder, or one of the parts of a sequence, has this type.
+/// Whether a decoder, or a part of a sequence, has this type.
 #[cfg(any(feature = "serve", test))]
 fn has_decoder(decoder: &Value, name: &str) -> bool {
     let parts = decoder["decoders"].as_array().map_or(&[][..], Vec::as_slice);
     decoder["type"].as_str() == Some(name) || parts.iter().any(|part| has_decoder(part, name))
 }
 
-/// What a decoder replaces in each token, and by what.
+/// Collects the replacements of a decoder: pairs of pattern and content.
 #[cfg(any(feature = "serve", test))]
 fn replacements(decoder: &Value, found: &mut Vec<(String, String)>) {
     let text = |value: &Value| value.as_str().map(str::to_owned);
@@ -280,7 +280,7 @@ fn wrong(why: &dyn ToString) -> TextError {
     TextError::File { file: TOKENIZER, why: why.to_string() }
 }
 
-/// How many times as long as its tokens a decoder may make a text. `field` is where it is in the file.
+/// Returns by which factor a decoder can lengthen text. `field` is its path in the file, for errors.
 fn growth(decoder: &Value, field: &str, decoders: &mut usize) -> Result<usize, String> {
     *decoders += 1;
     if *decoders > DECODERS {
@@ -289,9 +289,9 @@ fn growth(decoder: &Value, field: &str, decoders: &mut usize) -> Result<usize, S
     Ok(match decoder["type"].as_str() {
         None => 1,
         Some("ByteFallback" | "Fuse" | "Metaspace" | "Strip") => 1,
-        // A space for each token.
+        // Adds a space per token.
         Some("WordPiece") => 2,
-        // Of one byte that is not UTF-8 they make U+FFFD; of an empty pattern a space for each character.
+        // An invalid byte becomes U+FFFD (3 bytes); an empty pattern adds a space per character.
         Some("ByteLevel" | "BPEDecoder" | "CTC") => 3,
         Some("Replace") => {
             let content = decoder["content"].as_str().map_or(usize::MAX, str::len);
@@ -333,7 +333,7 @@ mod tests {
         Vocabulary::new([(0, "a", false), (2, "\u{2581}b", false), (7, "</s>", true)].into_iter(), decoder)
     }
 
-    /// Decoders as published models have them.
+    /// Decoders of published models.
     #[test]
     fn decoders_of_well_known_models_are_accepted() {
         let space = json!({"type": "Replace", "pattern": {"String": "\u{2581}"}, "content": " "});

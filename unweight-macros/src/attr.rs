@@ -1,4 +1,4 @@
-//! The tokens of the attribute: `key = value, ...`.
+//! Parses the arguments of the attribute: `key = value, ...`.
 
 use proc_macro2::TokenStream;
 use quote::ToTokens;
@@ -9,13 +9,13 @@ use syn::{
     punctuated::Punctuated,
 };
 
-/// One `key = value`.
+/// A pair `key = value`.
 pub(crate) struct Pair {
     pub key: Ident,
     pub value: Value,
 }
 
-/// What may stand behind `=`.
+/// The value of a pair.
 pub(crate) enum Value {
     Int(LitInt),
     Bool(LitBool),
@@ -24,7 +24,7 @@ pub(crate) enum Value {
 
 impl Parse for Pair {
     fn parse(input: ParseStream<'_>) -> Result<Self> {
-        // `crate` is a keyword, so any word is read here and judged by name later.
+        // `crate` is a keyword, so any word is accepted here and checked by name later.
         let here = input.span();
         let pair = |_| syn::Error::new(here, "expected `key = value`, such as `n = 2`");
         let key = Ident::parse_any(input).map_err(pair)?;
@@ -42,7 +42,7 @@ impl Parse for Pair {
 
 fn parse_path(input: ParseStream<'_>, key: &Ident) -> Result<Path> {
     let here = input.span();
-    // A word may be a keyword (`copy = async`); the path of a crate may not.
+    // A value may be a keyword (`copy = async`); the path of a crate may not.
     if key != "crate" && input.fork().call(Path::parse_mod_style).is_err() && input.peek(Ident::peek_any) {
         return Ok(input.call(Ident::parse_any)?.into());
     }
@@ -61,7 +61,7 @@ impl ToTokens for Value {
     }
 }
 
-/// The pairs in the order in which they are written.
+/// Parses the pairs, in source order.
 pub(crate) fn parse(tokens: TokenStream) -> Result<Vec<Pair>> {
     let pairs = Punctuated::<Pair, Token![,]>::parse_terminated.parse2(tokens)?;
     Ok(pairs.into_iter().collect())

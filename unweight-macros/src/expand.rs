@@ -1,4 +1,4 @@
-//! The `impl`, with the questions that only `unweight-codegen` can answer put as const assertions.
+//! Generates the `impl Variant`. Checks that only `unweight-codegen` can make become const assertions.
 
 use crate::{
     attr::{Pair, Value},
@@ -8,7 +8,7 @@ use proc_macro2::{Span, TokenStream};
 use quote::{ToTokens, quote, quote_spanned};
 use syn::{Ident, LitInt, spanned::Spanned};
 
-/// The item and its `impl Variant`.
+/// Returns the item and its `impl Variant`:
 ///
 /// ```text
 /// const PAIRS           what the user wrote
@@ -53,12 +53,12 @@ pub(crate) fn expand(item: &TokenStream, variant: &Variant) -> TokenStream {
     }
 }
 
-/// A pair as data. A word is whatever path was written, so that the message can quote it.
+/// Returns a pair as a constant. Words and paths become text, so that messages can quote them.
 fn entry(module: &TokenStream, Pair { key, value }: &Pair) -> TokenStream {
     let key = key.to_string();
     let value = match value {
         Value::Int(number) => {
-            // Without the user's suffix: `2usize` must not become a type error of the expansion.
+            // Without the suffix of the literal, because `2usize` would be a type error in the expansion.
             let number = LitInt::new(number.base10_digits(), number.span());
             quote!(Number(#number))
         }
@@ -71,10 +71,10 @@ fn entry(module: &TokenStream, Pair { key, value }: &Pair) -> TokenStream {
     quote!(#module::Pair { key: #key, value: #module::PairValue::#value })
 }
 
-/// `message` as a compile error at a token.
+/// Returns code that reports `message` as a compile error at a span.
 fn refuse(span: Span) -> TokenStream {
-    // Resolved where the pattern that binds it is, though it is shown elsewhere: the token may come out of a
-    // `macro_rules!`.
+    // The identifier resolves at the call site, where the pattern binds it, although the error is shown at `span`: that
+    // token may come from a `macro_rules!`.
     let message = Ident::new("message", Span::call_site());
     quote_spanned!(span=> ::core::panic!("{}", #message.as_str()))
 }

@@ -1,14 +1,14 @@
-//! What is emitted next to errors.
+//! Generates the output for an invalid attribute.
 //!
-//! The struct stays, and so does an `impl`: without it every use of the type would be a further error and hide the one
-//! that matters.
+//! The struct and an `impl` are emitted next to the errors. Without them, every use of the type would be a further
+//! error and hide the one that matters.
 
 use proc_macro2::TokenStream;
 use quote::quote;
 use syn::{Data, DeriveInput, Error, Path, parse2};
 
-/// The item, the errors, and for a struct an `impl` that no program can run, because the errors stop the build.
-/// `codegen` is `None` where the attribute does not say legibly where the code generator is.
+/// Returns the item, the errors and, for a struct, a placeholder `impl`, which never runs because the errors stop the
+/// build. `codegen` is `None` if the path of the code generator could not be parsed.
 pub(crate) fn expand(item: &TokenStream, codegen: Option<&Path>, error: &Error) -> TokenStream {
     let errors = error.to_compile_error();
     let implementation = match (parse2::<DeriveInput>(item.clone()), codegen) {

@@ -1,14 +1,14 @@
-//! What the attribute itself can judge: the item, numbers that are too large, keys that come twice, and `crate`. Each
-//! error stands on the token that breaks the rule, and says what would be right. Keys and values are
-//! `unweight-codegen`'s to judge.
+//! Checks that need no knowledge of kernel families: the item, integer overflow, repeated keys, and `crate`. Each error
+//! is reported on the token that breaks the rule, and says what would be right. `unweight-codegen` checks keys and
+//! values.
 
 use crate::attr::{Pair, Value};
 use proc_macro2::TokenStream;
 use syn::{Data, DeriveInput, Error, Fields, Ident, Path, Result, parse2, spanned::Spanned};
 
-/// What there is to expand.
+/// A checked attribute, ready to expand.
 pub(crate) struct Variant {
-    /// Where the code generator is.
+    /// The path of the code generator.
     pub codegen: Path,
     /// The struct.
     pub name: Ident,
@@ -16,7 +16,7 @@ pub(crate) struct Variant {
     pub pairs: Vec<Pair>,
 }
 
-/// The pairs as a variant, or all that is wrong. `codegen` is the path of an attribute that does not say `crate`.
+/// Checks the pairs and the item; reports all errors at once. `codegen` is the default path of the code generator.
 pub(crate) fn check(pairs: Vec<Pair>, item: &TokenStream, codegen: &Path) -> Result<Variant> {
     let mut errors = Errors(None);
     let name = errors.keep(unit_struct(item));
@@ -41,10 +41,10 @@ pub(crate) fn check(pairs: Vec<Pair>, item: &TokenStream, codegen: &Path) -> Res
     }
 }
 
-/// The struct, which carries nothing: a variant is a value of the type system, not of the program.
+/// Returns the name of the unit struct. A variant has no fields, because it is a type and never a value.
 fn unit_struct(item: &TokenStream) -> Result<Ident> {
     const PLACE: &str = "unweight_variant goes on a unit struct, such as `struct GateProjection;`";
-    // `DeriveInput` reads structs, enums and unions; syn reads functions and the rest only with its largest feature.
+    // `DeriveInput` parses structs, enums and unions; syn parses functions and others only with its largest feature.
     let item: DeriveInput = parse2(item.clone()).map_err(|_| Error::new_spanned(item, PLACE))?;
     let Data::Struct(data) = &item.data else {
         return Err(Error::new_spanned(&item, PLACE));
@@ -61,7 +61,7 @@ fn unit_struct(item: &TokenStream) -> Result<Ident> {
     }
 }
 
-/// Where the code generator is, as the user's crate sees it: `default` where the attribute does not say.
+/// Returns the path of the code generator as the user's crate sees it, or `default` without a `crate` key.
 pub(crate) fn crate_path(pairs: &[Pair], default: &Path) -> Result<Path> {
     match pairs.iter().find(|pair| pair.key == "crate").map(|pair| &pair.value) {
         None => Ok(default.clone()),
@@ -70,7 +70,7 @@ pub(crate) fn crate_path(pairs: &[Pair], default: &Path) -> Result<Path> {
     }
 }
 
-/// Errors found so far, so that one build shows them all.
+/// All errors found so far, so that one build shows them all.
 struct Errors(Option<Error>);
 
 impl Errors {

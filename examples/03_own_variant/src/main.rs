@@ -1,9 +1,9 @@
-//! A kernel variant of one's own: declare it, register it, and see that dispatch chooses it.
+//! Declares a custom kernel variant, registers it, and checks that dispatch chooses it.
 //!
 //! ```text
 //! cargo run --release -p unweight-own-variant
 //! ```
-//! The choice needs no GPU. On a Hopper GPU with libnvrtc the variant is also compiled, used by a layer and compared
+//! Choosing needs no GPU. On a Hopper GPU with libnvrtc, the variant is also compiled, used by a layer and compared
 //! with the CPU.
 
 use std::{error::Error, process::ExitCode};
@@ -23,13 +23,14 @@ use unweight::{
     unweight_variant,
 };
 
-/// Batches of up to 16: 16 warps with one block of 16 output features each, and four stages. No such shape ships.
+/// A variant for batches of up to 16: 16 warps with one block of 16 output features each, and four stages. It does not
+/// ship.
 #[unweight_variant(op = gemm_mma, batch_tile = 16, row_blocks = 1, warps = 16, stages = 4)]
 struct Square;
 
-/// A weight for which the model of an H200 finds it fastest.
+/// A problem for which the cost model of an H200 ranks the variant first.
 const PROBLEM: GemmShape = GemmShape { m: 16, n: 2048, k: 2048 };
-/// What layers ask for by default.
+/// The requirements of a layer with default options.
 const USE: PackedUse = PackedUse { escapes: true, pdl: true, epilogue: Epilogue::Store };
 
 fn main() -> ExitCode {
@@ -60,7 +61,7 @@ fn run() -> Result<(), Box<dyn Error>> {
     }
 }
 
-/// Prints and returns what dispatch chooses for the problem, with the model's time.
+/// Prints and returns the variant that dispatch chooses for the problem, with its modelled time.
 fn show(what: &str, chooser: &PackedChooser) -> Result<String, Box<dyn Error>> {
     let GemmShape { m, n, k } = PROBLEM;
     let chosen = chooser.choose(PROBLEM, USE).ok_or("no variant takes the shape")?;
@@ -70,11 +71,11 @@ fn show(what: &str, chooser: &PackedChooser) -> Result<String, Box<dyn Error>> {
     Ok(chosen.to_string())
 }
 
-/// A layer on the GPU, by whatever dispatch chooses there.
+/// Multiplies with a layer on the GPU, with the variant that dispatch chooses there.
 fn multiply(device: &Device) -> Result<(), Box<dyn Error>> {
     let GemmShape { m, n, k } = PROBLEM;
     let mut kernels = KernelSet::open(device, Env::process()?);
-    // Before the first layer: a layer chooses its kernels when it is loaded.
+    // Register before the first layer is loaded, because a layer chooses its kernels then.
     kernels.register::<Square>()?;
     show(&device.info().name, kernels.chooser())?;
 
@@ -87,7 +88,7 @@ fn multiply(device: &Device) -> Result<(), Box<dyn Error>> {
     let variant = layer.variant(m, Epilogue::Store).ok_or("the layer is not packed")?;
     println!("the layer multiplies batch {m} by {variant}");
 
-    // Any finite numbers: 1.0 to 1.99, with both signs.
+    // Any finite numbers: 1.0 to 1.99, with either sign.
     let x: Vec<u16> = (0..m * k).map(|i| 0x3f80 | (i * 37 % 128) as u16 | ((i % 3 == 0) as u16) << 15).collect();
     let x_on_device = DeviceMatrix::from_host(&stream, m, k, &x)?;
     let mut y = DeviceMatrix::zeroed(&stream, m, n)?;
@@ -96,7 +97,7 @@ fn multiply(device: &Device) -> Result<(), Box<dyn Error>> {
     ctx.synchronize()?;
     compare("the layer", &x, &w, &y.to_host(&stream)?)?;
 
-    // The same kernel without a layer: the attribute knows that `gemm_mma` is launched by a `PackedGemm`.
+    // The same kernel without a layer: `LoadVariant` knows that a `PackedGemm` launches `gemm_mma`.
     let matmul = Square::load(&kernels)?;
     let packed = builder.pack("square", on_device.view())?;
     ctx.reserve(matmul.context_size(m, &packed))?;
@@ -105,7 +106,7 @@ fn multiply(device: &Device) -> Result<(), Box<dyn Error>> {
     compare("the launcher", &x, &w, &y.to_host(&stream)?)
 }
 
-/// The relative error to the product in double precision.
+/// Prints the relative error against the product in double precision; fails above 1e-2.
 fn compare(what: &str, x: &[u16], w: &[u16], y: &[u16]) -> Result<(), Box<dyn Error>> {
     let (n, k) = (PROBLEM.n as usize, PROBLEM.k as usize);
     let value = |bits: u16| f64::from(f32::from_bits(u32::from(bits) << 16));

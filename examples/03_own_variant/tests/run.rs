@@ -1,4 +1,4 @@
-//! The example as its documentation runs it, and its kernel through the compiler. Neither needs a GPU.
+//! Runs the example as its documentation does, and compiles its kernel. Neither needs a GPU.
 
 use std::{error::Error, process::Command};
 
@@ -18,7 +18,8 @@ fn dispatch_chooses_the_variant_and_it_compiles() -> Result<(), Box<dyn Error>> 
     let output = Command::new(env!("CARGO_BIN_EXE_unweight-own-variant")).output()?;
     let (text, error) = (String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?);
     assert!(output.status.success(), "{text}{error}");
-    // `registered: [2048, 2048] at batch 16: NAME, N us by the model`, and before it the choice among those that ship.
+    // The output has `registered: [2048, 2048] at batch 16: NAME, N us by the model`, and a line for the shipped
+    // variants before it.
     let chosen = |what: &str| {
         let line = text.lines().find_map(|line| line.strip_prefix(what)).unwrap_or_else(|| panic!("{what} {text}"));
         let name = line.rsplit(": ").next().and_then(|rest| rest.split(',').next());

@@ -1,4 +1,4 @@
-//! Drawings as SVG. Text stays text, so no font is needed here.
+//! Plots as SVG. Text is written as text elements, so no font is needed.
 
 use std::ops::Range;
 
@@ -20,8 +20,7 @@ use super::{
 
 const SIZE: (u32, u32) = (960, 480);
 const FONT: &str = "sans-serif";
-/// Told apart by colour-blind readers, and in print.
-/// One a form, in their order.
+/// One colour per encoding, in the order of [`ENCODINGS`]. Colour-blind readers can distinguish them, also in print.
 const ENCODING_COLOURS: [RGBColor; 8] = [
     RGBColor(0xbb, 0xbb, 0xbb),
     HUFFMAN,
@@ -39,10 +38,10 @@ const PACKED: RGBColor = RGBColor(0x00, 0x9e, 0x73);
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 type Chart<'b, 'a> = ChartContext<'b, SVGBackend<'a>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 
-/// Right of a chart, for what would lie over the data otherwise.
+/// Width of the area right of a chart, for text that would cover the data.
 const BESIDE: u32 = 176;
 
-/// The text of an SVG file.
+/// Returns the text of an SVG file.
 pub(super) fn render(drawing: &Drawing<'_>) -> Result<String> {
     match drawing {
         Drawing::Exponents(histogram) => exponents(histogram),
@@ -51,7 +50,7 @@ pub(super) fn render(drawing: &Drawing<'_>) -> Result<String> {
     }
 }
 
-/// How often each exponent occurs.
+/// Draws the number of weights per exponent.
 fn exponents(histogram: &Histogram) -> Result<String> {
     let exponents = Exponents::of(histogram)?;
     draw(|area| {
@@ -72,7 +71,8 @@ fn exponents(histogram: &Histogram) -> Result<String> {
     })
 }
 
-/// Stored size of each tensor as a share of its original size; as wide as it is large, by role.
+/// Draws the stored size of each tensor as a share of its original size, by role; the width of a bar is the original
+/// size.
 fn ratio(tensors: &[TensorReport]) -> Result<String> {
     let (original, caption) = ratio_caption(tensors)?;
     let (groups, stripes) = arrange(tensors);
@@ -100,7 +100,7 @@ fn ratio(tensors: &[TensorReport]) -> Result<String> {
         for group in &groups {
             let edge = [(at(group.from), 0.0), (at(group.from), 115.0)];
             chart.draw_series([PathElement::new(edge, BLACK.mix(0.3).stroke_width(1))]).map_err(text)?;
-            // A name wider than its place would lie over the next one.
+            // A name wider than its group would overlap the next one.
             if (group.to - group.from) as f64 * 96.0 < original as f64 * group.label.len() as f64 {
                 continue;
             }
@@ -112,7 +112,7 @@ fn ratio(tensors: &[TensorReport]) -> Result<String> {
     })
 }
 
-/// A unit in which this many bytes are a number of few digits.
+/// Returns a unit in which this number of bytes has few digits.
 fn unit(bytes: u64) -> (f64, &'static str) {
     match bytes {
         0..0x10_0000 => (1024.0, "KiB"),
@@ -121,7 +121,7 @@ fn unit(bytes: u64) -> (f64, &'static str) {
     }
 }
 
-/// Ratios over the batch, or whatever `x_name` says, a line each.
+/// Draws ratios over the batch size, or over what `x_name` names, with one line each.
 fn ratios(Ratios { caption, x_name, ratio_name, lines }: &Ratios) -> Result<String> {
     const COLOURS: [RGBColor; 12] = [
         RGBColor(0x00, 0x72, 0xb2),
@@ -165,7 +165,7 @@ fn ratios(Ratios { caption, x_name, ratio_name, lines }: &Ratios) -> Result<Stri
     })
 }
 
-/// Names of the series, beside the chart.
+/// Draws the names of the series next to the chart.
 fn legend(area: &Area<'_>, entries: &[(String, RGBColor)]) -> std::result::Result<(), String> {
     for ((name, colour), y) in entries.iter().zip((48..).step_by(20)) {
         area.draw(&Rectangle::new([(0, y), (14, y + 12)], colour.filled())).map_err(text)?;
@@ -178,7 +178,7 @@ fn write_at(area: &Area<'_>, line: &str, at: (i32, i32)) -> std::result::Result<
     area.draw(&Text::new(line, at, (FONT, 13).into_text_style(area))).map_err(text)
 }
 
-/// Caption, axes and grid; `y` begins at 0.
+/// Draws caption, axes and grid; `y` starts at 0.
 fn frame<'a, 'b>(
     area: &Area<'a>,
     caption: String,
@@ -211,7 +211,7 @@ fn whole(value: &f64) -> String {
     format!("{value:.0}")
 }
 
-/// Without digits that say nothing.
+/// Formats a value without trailing zeros.
 fn short(value: &f64) -> String {
     let text = format!("{value:.2}");
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
@@ -233,7 +233,7 @@ fn draw(on: impl FnOnce(&Area<'_>) -> std::result::Result<(), String>) -> Result
     }
 }
 
-/// The backend's errors borrow what is drawn on.
+/// Converts the backend's errors, which borrow the drawing, to text.
 fn text(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
