@@ -1,4 +1,4 @@
-//! Which variant of attention works on how many rows and KV heads, and the memory that its parts share.
+//! Chooses the attention kernel variant for a number of rows and KV heads, and sizes the workspace of split sequences.
 
 use unweight_codegen::{
     VariantSpec,
@@ -13,38 +13,39 @@ use unweight_rt::{
     raw::{choose::cost::gpu_model::GpuModel, ops::attention::PARTS_MAX},
 };
 
-/// What works on a pair of a row and a KV head.
+/// How a pair of a row and a KV head is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
-    /// Of a block.
+    /// Warps per block.
     pub warps: u32,
-    /// Blocks of a cluster.
+    /// Blocks per cluster.
     pub cluster: u32,
-    /// By a kernel whose blocks meet in memory.
+    /// Whether blocks split a pair and exchange partial results in global memory.
     pub split: bool,
-    /// Such blocks.
+    /// The number of blocks that split a pair.
     pub parts: u32,
-    /// Whether a multiprocessor has work for two blocks of a packed cache: then shorter rings, of which it holds two.
+    /// Whether each multiprocessor has work for two blocks of a packed cache; a shorter ring lets both fit.
     pub crowded: bool,
 }
 
-/// Multiprocessors that parts are dealt to, at most: more than any device has, so that their memory can be counted
-/// without one.
+/// The maximum number of multiprocessors that parts are distributed over. It exceeds that of any device, so that the
+/// workspace of parts can be sized without one.
 pub const SMS_MAX: u32 = 256;
-/// Tokens that a warp of a part takes at a time.
+/// Tokens that a warp of a part processes at a time.
 const TILE_TOKENS: u32 = 16;
 
 impl Shape {
-    /// A block, and nothing else.
+    /// One block of 8 warps per pair.
     pub const BLOCK: Self = Self { warps: 8, cluster: 1, split: false, parts: 1, crowded: false };
 
-    /// For so many pairs on a device, in sequences of up to so many tokens.
+    /// Returns the shape for `pairs` pairs on a device, in sequences of up to `tokens` tokens.
     ///
-    /// With clusters: what was fastest within a whole step on an H200 (docs/records/2026-11-22), at as many pairs
-    /// for each multiprocessor. Without: as many parts as give each multiprocessor a block, but none that could never
-    /// have a token. A block has 64 KB in flight, so that is several times what the memory of any of them needs.
+    /// With clusters: the fastest shape within a whole step on an H200 (docs/records/2026-11-22) with as many pairs per
+    /// multiprocessor. Without clusters: as many parts as give each multiprocessor a block, but none that could never
+    /// have a token. A block has 64 KB of loads in flight, which is several times what the memory of any such device
+    /// needs.
     ///
-    /// The length that sequences have does not enter: a recorded step runs at all of them.
+    /// The current length of sequences has no effect, because a recorded step runs at all lengths.
     pub fn of(gpu: &GpuModel, pairs: u32, tokens: u32) -> Self {
         let (pairs, sms) = (pairs.max(1), gpu.sms.clamp(1, SMS_MAX));
         if !gpu.arch.has(Instruction::Cluster) {
@@ -52,7 +53,7 @@ impl Shape {
             let most = tokens.div_ceil(warps * TILE_TOKENS).clamp(1, PARTS_MAX);
             return Self { warps, split: true, parts: (sms / pairs).clamp(1, most), ..Self::BLOCK };
         }
-        // As many on an H200.
+        // The equivalent number of pairs on an H200.
         match u64::from(pairs) * u64::from(GpuModel::H200.sms) / u64::from(sms) {
             0..24 => Self { warps: 4, cluster: 8, ..Self::BLOCK },
             24..96 => Self { cluster: 2, ..Self::BLOCK },
@@ -61,17 +62,17 @@ impl Shape {
     }
 }
 
-/// Bytes of what parts leave for each other, on any device.
+/// Returns the bytes of the workspace in which parts exchange results, on any device.
 pub fn parts_bytes(config: &ModelConfig) -> u64 {
     let shape = Shape { warps: 4, split: true, ..Shape::BLOCK };
     let kernel = variant(Arch::Sm80, (AttentionStep::Decode, KvCache::Bf16), config.head_dim, shape);
     let plan = kernel.and_then(|spec| Plan::new(&spec).ok());
-    // Several parts of a pair are no more than the multiprocessors.
+    // All parts of split pairs together are at most as many as the multiprocessors.
     plan.map_or(0, |plan| ContextSize::from(plan.workspace(GemmShape::rows(SMS_MAX), SMS_MAX)).bytes())
 }
 
-/// The variant that a step of a bucket of `rows` rows takes for sequences of up to `tokens` tokens, and its parts.
-/// `heads` are KV heads and their elements.
+/// Returns the attention variant and the number of parts for a step of a bucket of `rows` rows, in sequences of up to
+/// `tokens` tokens. `heads` holds the number of KV heads and the head dimension.
 pub fn decode_variant(
     gpu: &GpuModel,
     cache: KvCache,
@@ -80,12 +81,12 @@ pub fn decode_variant(
     tokens: u32,
 ) -> Option<(VariantSpec, u32)> {
     let (kv_heads, head_dim) = heads;
-    // A pair of a row and a KV head is a block's work, or a cluster's, or that of several blocks.
+    // A block, a cluster or several blocks compute a pair of a row and a KV head.
     let shape = Shape::of(gpu, rows * kv_heads, tokens);
     Some((variant(gpu.arch, (AttentionStep::Decode, cache), head_dim, shape)?, shape.parts))
 }
 
-/// The same attention as a model computes it: how it rotates and norms heads of new tokens, and caps scores.
+/// Adapts an attention variant to a model: how it rotates and norms the heads of new tokens, and caps scores.
 pub fn of_model(spec: VariantSpec, config: &ModelConfig) -> VariantSpec {
     let Op::Attention(op) = spec.op else { return spec };
     let is_decode = op.step == AttentionStep::Decode;
@@ -98,14 +99,14 @@ pub fn of_model(spec: VariantSpec, config: &ModelConfig) -> VariantSpec {
     VariantSpec::attention(spec.arch, own)
 }
 
-/// Whether queries and keys are normed, and with one plus the weight.
+/// Whether queries and keys are normed per head with one plus the weight.
 pub fn norms_heads_plus_one(config: &ModelConfig) -> bool {
     config.qk_norm == QkNorm::Head && config.norm == NormKind::RmsPlusOne
 }
 
-/// The shipped attention for heads of this size that is nearest to so many warps and blocks: those of sizes that few
-/// models have come with clusters of one. Only warps and clusters that both caches have are taken, so that their sums
-/// have the same order and the same bits; heads that cannot be packed have one cache.
+/// Returns the shipped attention variant for heads of this size that is nearest to the warps and cluster of `shape`.
+/// Rare head sizes ship with clusters of one only. Only warps and clusters that both KV caches have are chosen, so that
+/// their sums have the same order and the same bits. Heads that cannot be packed have one cache.
 pub fn variant(
     arch: Arch,
     (step, cache): (AttentionStep, KvCache),
@@ -124,11 +125,11 @@ pub fn variant(
     let is_shared =
         |own: &AttentionSpec| is_one || others.iter().any(|op| (op.warps, op.cluster) == (own.warps, own.cluster));
     let rank = |op: &AttentionSpec| (op.warps.get() * op.cluster.get()).abs_diff(warps * cluster);
-    // Where variants differ in their rings alone, the shorter one is for a crowded device.
+    // Where variants differ in their rings only, a crowded device uses the shorter one.
     let ring =
         |op: &AttentionSpec| if crowded { op.stages.get() } else { AttentionStages::MAX.get() - op.stages.get() };
     let far = |op: &AttentionSpec| (rank(op), op.warps.get().abs_diff(warps), ring(op));
-    // Prompts are attended to in BF16 by either cache.
+    // Prefill computes attention in BF16 with either cache.
     let fits = own.into_iter().filter(|op| step == AttentionStep::Prefill || is_shared(op));
     fits.min_by_key(far).map(|op| VariantSpec::attention(arch, op))
 }

@@ -1,8 +1,9 @@
 //! Drafts: guesses of a sequence's next tokens, which a step verifies.
 //!
-//! The drafter looks the newest tokens of a sequence up among its earlier ones, in prompt and answer: what followed the
-//! last time is the draft. The longest n-gram decides. It also learns how often such a guess is right, from every token
-//! of the answer, whether the guess was verified or not. Another source of drafts has to offer the same methods.
+//! The drafter searches the earlier tokens of a sequence, prompt and answer, for its newest tokens. What followed their
+//! last occurrence is the draft; the longest n-gram decides. The drafter also learns from every token of the answer how
+//! often such a guess is right, whether the guess was verified or not. Any other source of drafts must offer the same
+//! methods.
 
 use std::{collections::HashMap, ops::RangeInclusive};
 
@@ -13,41 +14,41 @@ const LENGTHS: RangeInclusive<usize> = SHORTEST..=LONGEST;
 const SHORTEST: usize = 2;
 const LONGEST: usize = 4;
 
-/// The share of right guesses before any was seen: enough to try a few.
+/// The initial estimate of the share of right guesses: enough to try a few.
 const FIRST_CHANCE: f32 = 0.25;
-/// Guesses that the share is averaged over.
+/// The number of guesses over which the share is averaged.
 const MEMORY: f32 = 8.0;
 
-/// Where the newest tokens stood before.
+/// An earlier occurrence of the newest tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Match {
-    /// Tokens of the n-gram.
+    /// The number of tokens of the n-gram.
     length: usize,
-    /// The token behind its earlier occurrence.
+    /// The index of the token after the earlier occurrence.
     next: usize,
 }
 
 /// The drafter of one sequence. It holds three entries of 20 bytes per token.
 #[derive(Debug)]
 pub struct NgramDrafter {
-    /// The end of the last occurrence of each n-gram, which [`NO_TOKEN`] fills up.
+    /// The end of the last occurrence of each n-gram; shorter n-grams are padded with [`NO_TOKEN`].
     ends: HashMap<[u32; LONGEST], u32>,
-    /// Tokens that were read.
+    /// The number of tokens read so far.
     read: usize,
     newest: Option<Match>,
-    /// By length of the n-gram: the share of right guesses.
+    /// The share of right guesses, by length of the n-gram.
     chances: [f32; LONGEST - SHORTEST + 1],
 }
 
 impl NgramDrafter {
-    /// Of a sequence without tokens.
+    /// A drafter of a sequence without tokens.
     pub fn new() -> Self {
         let chances = [FIRST_CHANCE; LONGEST - SHORTEST + 1];
         Self { ends: HashMap::new(), read: 0, newest: None, chances }
     }
 
-    /// Reads the tokens of the sequence that were added since the last call. Of an answer it learns how often guesses
-    /// are right; of a prompt it does not.
+    /// Reads the tokens that were added to the sequence since the last call. Tokens of an answer update the shares of
+    /// right guesses; tokens of a prompt do not.
     pub fn read(&mut self, tokens: &[u32], is_answer: bool) {
         for end in self.read + 1..=tokens.len() {
             if let Some(Match { length, next }) = self.newest.take().filter(|_| is_answer) {
@@ -57,7 +58,7 @@ impl NgramDrafter {
             for length in LENGTHS.take_while(|length| *length <= end) {
                 let mut gram = [NO_TOKEN; LONGEST];
                 gram[..length].copy_from_slice(&tokens[end - length..end]);
-                // A sequence fits 32 bits.
+                // The length of a sequence fits in 32 bits.
                 if let Some(before) = self.ends.insert(gram, end as u32) {
                     self.newest = Some(Match { length, next: before as usize });
                 }
@@ -71,8 +72,8 @@ impl NgramDrafter {
         self.newest.map(|newest| self.chances[newest.length - SHORTEST])
     }
 
-    /// `count` tokens that may follow `tokens`, all of which were read; none without a draft. What ends before `count`
-    /// tokens is repeated.
+    /// Returns `count` tokens that may follow `tokens`, which must all have been read; empty without a draft. If fewer
+    /// than `count` tokens followed the earlier occurrence, they are repeated.
     pub fn draft(&self, tokens: &[u32], count: usize) -> Vec<u32> {
         let Some(Match { next, .. }) = self.newest else { return Vec::new() };
         let period = &tokens[next..];
@@ -86,7 +87,7 @@ mod tests {
 
     use super::*;
 
-    /// The definition: the longest n-gram at the end that stood before, and what followed its last occurrence.
+    /// The definition: the longest n-gram at the end that occurred before, and what followed its last occurrence.
     fn oracle(tokens: &[u32]) -> Option<Match> {
         LENGTHS.rev().find_map(|length| {
             let gram = tokens.get(tokens.len().checked_sub(length)?..)?;
@@ -104,7 +105,7 @@ mod tests {
             let (kinds, mut tokens) = (2 + random.below(12), Vec::new());
             let mut drafter = NgramDrafter::new();
             for _ in 0..150 {
-                // Several at once, as of a prompt or of an accepted draft.
+                // Several tokens at once, like those of a prompt or an accepted draft.
                 (0..1 + random.below(3)).for_each(|_| tokens.push(random.below(kinds) as u32));
                 drafter.read(&tokens, random.below(2) == 0);
                 let expected = oracle(&tokens);

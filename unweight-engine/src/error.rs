@@ -12,10 +12,10 @@ pub enum EngineError {
     /// An option is out of range.
     #[error(transparent)]
     Option(#[from] OptionError),
-    /// `config.json` is damaged or asks for something that is not supported.
+    /// `config.json` is damaged or requests an unsupported feature.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// The tensors are not those of the configuration.
+    /// The tensors do not match the configuration.
     #[error(transparent)]
     Bind(#[from] BindError),
     /// The kernels do not support a size of the model.
@@ -28,10 +28,10 @@ pub enum EngineError {
         /// The supported values.
         takes: &'static str,
     },
-    /// The device memory does not hold the weights, the working memory and the KV cache of one sequence.
+    /// The device memory is too small for the weights, the working memory and the KV cache of one sequence.
     #[error(transparent)]
     Memory(#[from] NoMemory),
-    /// The host memory does not hold the experts.
+    /// The host memory is too small for the experts.
     #[error(transparent)]
     HostMemory(#[from] NoHostMemory),
     /// A tensor cannot be loaded.
@@ -43,17 +43,17 @@ pub enum EngineError {
     /// The call needs pipelines, and the engine was loaded without them.
     #[error("the engine was not loaded with pipelines; load the model with Placement::Stored or Placement::Alternate")]
     NotStored,
-    /// The options ask for pipelines, and this build lacks the feature `pipelines`.
+    /// The options request pipelines, and this build lacks the feature `pipelines`.
     #[error("placement = {0} needs the cargo feature `pipelines`, which this build does not have; leave it out")]
     NoPipelines(Placement),
-    /// The options ask for a placement that experts do not have: experts run from packed weights only.
+    /// The options request a placement that experts do not support: experts run from packed weights only.
     #[error(
         "placement = {0} is not available: the MLPs of this model are experts, which run only from packed weights; leave \
          the placement out"
     )]
     StoredExperts(Placement),
-    /// The options ask for a placement that the models of a family do not have: pipelines run three projections, whose
-    /// product is added to the residual stream as it is.
+    /// The options request a placement that the model's family does not support: pipelines need an MLP of three
+    /// projections whose product is added to the residual stream unchanged.
     #[error(
         "placement = {placement} is not available for models of family {family}, whose MLPs pipelines do not run; leave \
          the placement out"
@@ -64,10 +64,10 @@ pub enum EngineError {
         /// The family.
         family: Family,
     },
-    /// The options ask for a packed KV cache, and pages with heads of this size cannot be packed.
+    /// The options request a packed KV cache, and pages with heads of this size cannot be packed.
     #[error("kv_cache = packed takes heads of up to 128 elements, this model has heads of {head_dim}; use bf16")]
     PackedHeads {
-        /// Elements of a head.
+        /// The number of elements of a head.
         head_dim: u32,
     },
     /// [`EngineOptions::resident_experts`](crate::EngineOptions::resident_experts) is set, and the model has no
@@ -126,7 +126,7 @@ impl EngineError {
     }
 }
 
-/// The weights leave no room.
+/// The device memory is too small for the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{need} bytes are needed (weights {weights}, working memory {working}, and a KV cache of {cache} for {context} tokens) and {have} \
@@ -134,7 +134,7 @@ impl EngineError {
 )]
 #[non_exhaustive]
 pub struct NoMemory {
-    /// Bytes of the least that runs.
+    /// Bytes of the smallest configuration that runs.
     pub need: u64,
     /// Bytes that may be used.
     pub have: u64,
@@ -142,9 +142,9 @@ pub struct NoMemory {
     pub weights: u64,
     /// Bytes of the working memory.
     pub working: u64,
-    /// Bytes of the cache of one sequence.
+    /// Bytes of the KV cache of one sequence.
     pub cache: u64,
-    /// Tokens of that sequence.
+    /// The number of tokens of that sequence.
     pub context: u32,
 }
 
@@ -155,7 +155,7 @@ impl NoMemory {
     }
 }
 
-/// The host has no room for experts.
+/// The host memory is too small for the experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{need} bytes of host memory are needed for the experts and {have} are there; free memory of the host, or leave \
@@ -165,7 +165,7 @@ impl NoMemory {
 pub struct NoHostMemory {
     /// Bytes of all packed experts.
     pub need: u64,
-    /// Bytes that the host has left.
+    /// Bytes of host memory that are available.
     pub have: u64,
 }
 

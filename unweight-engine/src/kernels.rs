@@ -41,51 +41,53 @@ use crate::{
     options::{BUCKETS, EngineOptions},
 };
 
-/// Variants of a model. All are programmatic dependents where the architecture has such: what a step launches is one
-/// chain on one stream.
+/// The kernel variants of a model. All use programmatic dependent launch if the architecture supports it, because a
+/// step is one chain of launches on one stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Variants {
     embed: VariantSpec,
     norm: VariantSpec,
-    /// Of what is added to the residual stream, if that is normed.
+    /// Norms what is added to the residual stream, if the model does.
     norm_add: Option<VariantSpec>,
-    /// Of embeddings and logits, if they are scaled.
+    /// Scales embeddings and logits, if the model does.
     scale: Option<VariantSpec>,
-    /// Of what is added to the residual stream, if that is scaled.
+    /// Scales what is added to the residual stream, if the model does.
     scale_add: Option<VariantSpec>,
-    /// Of logits, if they have a soft cap.
+    /// Caps logits, if the model has a soft cap.
     cap: Option<VariantSpec>,
     silu_mul: VariantSpec,
     rope: VariantSpec,
     prefill: VariantSpec,
-    /// By bucket, in the order of [`BUCKETS`].
+    /// Attention by bucket, in the order of [`BUCKETS`].
     decode: Vec<Decode<VariantSpec>>,
     sample: VariantSpec,
-    /// Behind steps: of rows with adjusted logits, and log probabilities.
+    /// Launched after steps: sampling of rows with adjusted logits, and log probabilities.
     adjusted: VariantSpec,
     logprobs: VariantSpec,
-    /// Of a mixture.
+    /// The kernels of experts, for mixture models.
     experts: Vec<VariantSpec>,
-    /// Of a packed KV cache: of a step, of a chunk, the release of units, and unpacking.
+    /// The kernels of a packed KV cache: packing for a step, packing for a chunk, release of units, and unpacking.
     packed: Option<[VariantSpec; 4]>,
 }
 
-/// Attention of the newest tokens of a bucket's rows.
+/// Attention of steps of a bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Decode<K> {
     /// The bucket.
     rows: u32,
-    /// By what.
+    /// The variant, or the loaded kernel.
     pub kernel: K,
-    /// Blocks that share a row and KV head through memory; 1 where it is one block or a cluster.
+    /// The number of blocks that split a row and KV head; 1 for a single block or cluster.
     pub parts: u32,
 }
 
 impl Variants {
-    /// Of a model whose embedding is held as `source` says, for an engine of these options on such a device.
+    /// Chooses the variants of a model for an engine with these options on a device; `source` tells how the embedding
+    /// is held.
     ///
     /// # Errors
-    /// [`EngineError::Geometry`]: sizes that no kernel takes.
+    /// [`EngineError::Geometry`] for sizes that no kernel supports; [`EngineError::PackedHeads`] if the KV cache is
+    /// packed and heads are too large for it.
     pub fn of(
         config: &ModelConfig,
         gpu: &GpuModel,
@@ -178,7 +180,7 @@ impl Variants {
         })
     }
 
-    /// All of them, each once.
+    /// All variants, without duplicates.
     pub fn all(&self) -> Vec<VariantSpec> {
         let Self { embed, norm, silu_mul, rope, prefill, decode, sample, adjusted, logprobs, experts, packed, .. } =
             self;
@@ -205,7 +207,7 @@ impl Variants {
     }
 }
 
-/// The norm of a model's rows, which may be added to its output.
+/// The norm variant for rows of the model's hidden size; with `add`, one that adds to its output.
 fn norm_variant(arch: Arch, config: &ModelConfig, add: bool) -> Option<VariantSpec> {
     let pdl = arch.has(Instruction::DependentLaunch);
     let kind = match config.norm {
@@ -219,7 +221,7 @@ fn norm_variant(arch: Arch, config: &ModelConfig, add: bool) -> Option<VariantSp
         Op::Norm(op) if (op.kind, op.add, op.pdl) == (kind, add, pdl) => Some(op.threads.get()),
         _ => None,
     };
-    // Sixteen bytes a thread, or else as many threads as there are.
+    // The fewest threads that cover a row with 16 bytes each, or else the most threads that a variant has.
     let far = |threads: u32| if threads * 8 >= config.hidden { (0, threads) } else { (1, u32::MAX - threads) };
     catalog::on::<NormSpec>(arch).filter(|spec| of(spec).is_some()).min_by_key(|spec| of(spec).map(far))
 }
@@ -240,7 +242,7 @@ fn head_dim(config: &ModelConfig) -> EngineError {
     EngineError::Geometry { key: "head_dim", value: config.head_dim, takes: "multiples of 16 up to 128, and 256" }
 }
 
-/// Refuses sizes that no kernel takes.
+/// Rejects sizes that no kernel supports.
 fn check(config: &ModelConfig) -> Result<(), EngineError> {
     let check = |key, value, ok, takes| if ok { Ok(()) } else { Err(EngineError::Geometry { key, value, takes }) };
     let ModelConfig { hidden, intermediate, heads, kv_heads, .. } = *config;
@@ -264,7 +266,7 @@ fn check(config: &ModelConfig) -> Result<(), EngineError> {
     if turned && config.head_dim.is_multiple_of(16) { Ok(()) } else { Err(head_dim(config)) }
 }
 
-/// The kernels, loaded.
+/// The loaded kernels of a model.
 #[derive(Debug)]
 pub struct Kernels {
     pub embed: Embed,
@@ -283,7 +285,7 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    /// Takes what [`KernelSet::prepare`] made ready, or makes it now.
+    /// Loads the kernels that [`KernelSet::prepare`] prepared, or prepares them now.
     ///
     /// # Errors
     /// As for [`KernelSet::get`].
@@ -310,7 +312,7 @@ impl Kernels {
         })
     }
 
-    /// Attention of the newest tokens of so many rows; `None` above the largest bucket.
+    /// Returns the attention of a step of `rows` rows; `None` above the largest bucket.
     pub fn decode(&self, rows: u32) -> Option<&Decode<Attention>> {
         self.decode.iter().find(|decode| decode.rows >= rows)
     }
@@ -318,7 +320,7 @@ impl Kernels {
     /// Scales activations in place, unless the factor is 1.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn scale(&self, ctx: &mut ExecContext, y: MatrixMut<'_>, factor: f32) -> Result<(), DeviceError> {
         match &self.scale {
             _ if factor == 1.0 => Ok(()),
@@ -330,7 +332,7 @@ impl Kernels {
     /// Caps logits in place, if they have a soft cap.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn cap(&self, ctx: &mut ExecContext, y: MatrixMut<'_>, cap: Option<f32>) -> Result<(), DeviceError> {
         match (cap, &self.cap) {
             (None, _) => Ok(()),
@@ -339,10 +341,10 @@ impl Kernels {
         }
     }
 
-    /// What they need of an execution context, at most [`attention::parts_bytes`].
+    /// The execution context that the kernels need, at most [`attention::parts_bytes`].
     ///
     /// # Errors
-    /// More blocks than a grid may have.
+    /// [`DeviceError`] if a grid would have too many blocks.
     pub fn context_size(&self, kv_heads: u32) -> Result<ContextSize, DeviceError> {
         let mut each = self.decode.iter().map(|decode| decode.kernel.context_size(decode.rows, kv_heads, decode.parts));
         each.try_fold(ContextSize::default(), |all, size| Ok(all.max(size?)))
@@ -373,7 +375,7 @@ mod tests {
                 let packed = of(&options(max_batch).kv_cache(KvCache::Packed)).all();
                 let own = packed.iter().map(|spec| spec.name());
                 let own = own.filter(|name| name.contains("_packed") || name.contains("_kv_")).count();
-                // Attention of steps, three kernels that pack and one that unpacks.
+                // Attention of steps, three packing kernels and an unpacking kernel.
                 assert!(own > 4, "{packed:?}");
                 let variants = of(&options(max_batch));
                 let decode: Vec<u32> = variants.decode.iter().map(|decode| decode.rows).collect();
@@ -400,7 +402,7 @@ mod tests {
         }
     }
 
-    /// The kernels that only some families have, and none that others have.
+    /// A family has the kernels of its features, and no others.
     #[test]
     fn families_have_kernels_of_their_features() {
         let names = |family: &str, arch: Arch| {
@@ -441,7 +443,7 @@ mod tests {
         }
     }
 
-    /// Sums of both caches have the same order: the same warps, clusters and parts.
+    /// Sums have the same order with both caches: the same warps, clusters and parts.
     #[test]
     fn both_caches_have_the_same_order_of_sums() {
         use unweight_codegen::spec::HeadDim;
@@ -476,7 +478,7 @@ mod tests {
         assert!(seen > 10_000, "{seen}");
     }
 
-    /// Heads of 256 have kernels on every architecture, and one KV cache.
+    /// Heads of 256 have kernels on every architecture, but only a BF16 cache.
     #[test]
     fn large_heads_have_a_bf16_cache_alone() {
         let mut config = Geometry::named("llama-3.1-8b").unwrap().config();
@@ -509,7 +511,7 @@ mod tests {
         assert_eq!(shapes[..4], [(1, 4, 2, 8, 1), (8, 8, 1, 2, 1), (16, 8, 2, 1, 1), (32, 8, 2, 1, 1)]);
     }
 
-    /// By bucket: attention's shape, and its parts.
+    /// The shape and the parts of attention, by bucket.
     fn shapes(model: &str, gpu: &GpuModel, options: &EngineOptions) -> Vec<(u32, String, u32)> {
         let config = Geometry::named(model).unwrap().config();
         let variants = Variants::of(&config, gpu, EmbedSource::Packed, options).unwrap();
@@ -537,7 +539,8 @@ mod tests {
         assert!(shapes("llama-3.1-8b", Arch::Sm89).into_iter().eq(of([16, 2, 1, 1])));
         assert!(shapes("qwen2.5-7b", Arch::Sm80).into_iter().eq(of([27, 3, 1, 1])));
         assert!(shapes("qwen2.5-7b", Arch::Sm89).into_iter().eq(of([32, 4, 2, 1])));
-        // H200 and RTX 5090 have clusters; the second has 170 multiprocessors, and room for blocks of four warps alone.
+        // H200 and RTX 5090 have clusters; the RTX 5090 has 170 multiprocessors, and room for blocks of four warps
+        // only.
         let h200 = ["1 d128_w4p2c8_pdl x1", "8 d128_w8p1c2_pdl x1", "16 d128_w8p2c1_pdl x1", "32 d128_w8p2c1_pdl x1"];
         assert_eq!(shapes("llama-3.1-8b", Arch::Sm90a), h200);
         let blackwell =
@@ -545,7 +548,7 @@ mod tests {
         assert_eq!(shapes("llama-3.1-8b", Arch::Sm120a), blackwell);
     }
 
-    /// A step at batch 1 keeps a card without clusters busy, at every size of a card, and no grid is larger than what
+    /// A step at batch 1 keeps a GPU without clusters busy, whatever its size, and no grid needs more workspace than
     /// was counted.
     #[test]
     fn attention_splits_fill_the_gpu_and_fit_their_workspace() {

@@ -1,15 +1,16 @@
-//! The KV cache on the device: BF16 pages, or packed ones.
+//! The KV cache on the device, in BF16 or packed pages.
 //!
 //! ```text
 //! BF16     a prompt's chunk --rope--> pages <--attention of chunks and steps
 //! packed   a prompt's chunk --rope--> staging <--attention of the chunk;  staging --pack--> pages, hot page
 //!          a later chunk:             pages --unpack--> staging, first
-//!          a step: attention reads pages and the hot page, and writes the hot page; behind the last layer the hot
-//!          pages that are full are packed
+//!          a step: attention reads pages and the hot page, and writes the hot page; after the last layer,
+//!          full hot pages are packed
 //! ```
-//! Staging is BF16 pages of one layer for one sequence of the whole context, in the order of its tokens. A step's
-//! kernels read pages of earlier tokens before the kernel in front has ended: what packs pages runs behind all of them,
-//! in the same step, and two steps are never in one graph.
+//! Staging consists of BF16 pages of one layer for one sequence of the whole context, in the order of its tokens. The
+//! kernels of a step read pages of earlier tokens before the preceding kernel has ended (programmatic dependent
+//! launch). Pages are therefore packed after all of these kernels, in the same step, and two steps are never in one
+//! graph.
 
 use unweight_codegen::kv::PAGE_TOKENS;
 use unweight_model::ModelConfig;
@@ -26,24 +27,24 @@ use unweight_rt::{
 
 use crate::{memory::Memory, pages::pages_for};
 
-/// Kernels of a packed cache.
+/// The kernels of a packed cache.
 #[derive(Debug)]
 pub struct PackedKernels {
-    /// Packs what a step has filled.
+    /// Packs the hot pages that a step has filled.
     pub step: KvPack,
-    /// Packs pages of a chunk.
+    /// Packs the pages of a chunk.
     pub chunk: KvPack,
-    /// Releases units.
+    /// Releases BF16 units.
     pub release: KvPack,
-    /// Unpacks pages of earlier chunks.
+    /// Unpacks the pages of earlier chunks.
     pub unpack: KvUnpack,
 }
 
-/// BF16 pages, of one layer or several.
+/// BF16 pages of one or more layers.
 #[derive(Debug)]
 pub struct Bf16Pages {
     data: DeviceBuffer<u16>,
-    /// Of one layer.
+    /// The shape of one layer.
     shape: KvShape,
 }
 
@@ -63,20 +64,20 @@ impl Bf16Pages {
 pub struct PackedCache {
     kernels: PackedKernels,
     pages: PackedKv,
-    /// Of all layers.
+    /// The hot pages of all layers.
     hot: Bf16Pages,
     /// The hot page of each row.
     hot_table: DeviceBuffer<u32>,
     staging: Bf16Pages,
-    /// 0, 1, 2, ...: the table of staging.
+    /// The page table of staging: 0, 1, 2, ...
     staging_table: DeviceBuffer<u32>,
-    /// By row of a step: whether a page of it is lost.
+    /// Per row of a step: whether a page of the row is lost.
     lost: DeviceBuffer<u32>,
-    /// Of a chunk.
+    /// Whether a page of the chunk is lost.
     lost_chunk: DeviceBuffer<u32>,
-    /// Pages whose units are to be released.
+    /// Pages whose BF16 units are to be released.
     freed: DeviceBuffer<u32>,
-    /// The hot page of the sequence whose prompt runs; `None` if it is not continued.
+    /// The hot page of the sequence whose prompt runs; `None` if the sequence is not continued.
     hot_of_prompt: Option<u32>,
 }
 
@@ -90,10 +91,10 @@ pub enum KvStore {
 }
 
 impl KvStore {
-    /// Allocates the cache that was planned, for steps of up to `batch` rows: packed if there are kernels that pack.
+    /// Allocates the planned cache for steps of up to `batch` rows; packed if `kernels` are given.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn new(
         stream: &Stream,
         config: &ModelConfig,
@@ -120,7 +121,7 @@ impl KvStore {
         })))
     }
 
-    /// The packed cache, if it is one.
+    /// The packed cache; `None` if the cache is BF16.
     pub fn packed(&mut self) -> Option<&mut PackedCache> {
         match self {
             Self::Bf16(_) => None,
@@ -128,7 +129,7 @@ impl KvStore {
         }
     }
 
-    /// What a table has behind the pages of a sequence.
+    /// The value that fills a page table after the pages of a sequence.
     pub fn padding(&self) -> u32 {
         match self {
             Self::Bf16(_) => 0,
@@ -136,10 +137,10 @@ impl KvStore {
         }
     }
 
-    /// Layer `index` for the attention of single tokens.
+    /// Returns layer `index` for the attention of steps.
     ///
     /// # Errors
-    /// [`LaunchError::Range`]: there is no such layer.
+    /// [`LaunchError::Range`] if the layer does not exist.
     pub fn decode(&mut self, index: u32) -> Result<DecodeCache<'_>, LaunchError> {
         match self {
             Self::Bf16(pages) => Ok(pages.layer(index)?.into()),
@@ -150,11 +151,11 @@ impl KvStore {
         }
     }
 
-    /// Where the keys and values of a chunk of a prompt go, and the table of its sequence there; `pages` is the table
-    /// of the sequence in the cache.
+    /// Returns where the keys and values of a prompt chunk are written, and the page table of its sequence there.
+    /// `pages` is the page table of the sequence in the cache.
     ///
     /// # Errors
-    /// [`LaunchError::Range`]: there is no such layer.
+    /// [`LaunchError::Range`] if the layer does not exist.
     pub fn chunk<'a>(
         &'a mut self,
         index: u32,
@@ -166,7 +167,7 @@ impl KvStore {
         }
     }
 
-    /// The elements of all pages that [`KvStore::chunk`] gives.
+    /// The elements of all pages that [`KvStore::chunk`] returns.
     pub fn chunk_elements(&mut self) -> &mut DeviceBuffer<u16> {
         match self {
             Self::Bf16(pages) => &mut pages.data,
@@ -176,58 +177,58 @@ impl KvStore {
 }
 
 impl PackedCache {
-    /// Sets the hot pages of the rows of the steps that follow, and forgets which rows had lost a page. Waits.
+    /// Sets the hot pages of the rows of the following steps, and clears the flags of lost pages. Waits for the copy.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn set_rows(&mut self, stream: &Stream, hot: &[u32]) -> Result<(), DeviceError> {
         self.hot_table.write(stream, 0, hot)?;
         self.lost.fill_bytes(stream, 0)
     }
 
-    /// Per row of the last steps: whether the row lost a page.
+    /// One word per row of the last steps, not 0 if the row lost a page.
     pub fn lost(&self) -> &DeviceBuffer<u32> {
         &self.lost
     }
 
-    /// The sequence whose prompt is run next keeps its last page in this hot page.
+    /// Sets the hot page for the last page of the sequence whose prompt runs next, and clears the flag of lost pages.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn set_prompt(&mut self, stream: &Stream, hot: Option<u32>) -> Result<(), DeviceError> {
         self.hot_of_prompt = hot;
         self.lost_chunk.fill_bytes(stream, 0)
     }
 
-    /// Whether a page of the prompt that was run last is lost. Waits.
+    /// Whether a page of the last prompt is lost. Waits for the device.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn prompt_is_lost(&self, stream: &Stream) -> Result<bool, DeviceError> {
         Ok(self.lost_chunk.read(stream, 0, 1)?.iter().any(|flag| *flag != 0))
     }
 
-    /// BF16 units that are free. Waits.
+    /// The number of free BF16 units. Waits for the device.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn free_units(&self, stream: &Stream) -> Result<u32, DeviceError> {
         self.pages.free_units(stream)
     }
 
-    /// Enqueues the packing of the hot pages that the step of `rows` rows has filled.
+    /// Enqueues the packing of the hot pages that a step of `rows` rows has filled.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn pack_step(&mut self, ctx: &mut ExecContext, tokens: TokenRows<'_>, rows: u32) -> Result<(), DeviceError> {
         let hot = (self.hot.layer(0)?, &self.hot_table);
         self.kernels.step.step(ctx, hot, self.pages.layers(), tokens, rows, &mut self.lost)
     }
 
-    /// Enqueues the unpacking of the pages of tokens before `start`, of layer `index`, to staging.
+    /// Enqueues the unpacking of the pages of tokens before `start` in layer `index` to staging.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn unpack(
         &mut self,
         ctx: &mut ExecContext,
@@ -241,11 +242,11 @@ impl PackedCache {
         self.kernels.unpack.enqueue(ctx, self.pages.layer(index)?, (pages, count), self.staging.layer(0)?)
     }
 
-    /// Enqueues the packing of the pages that tokens `start..end` of the prompt fill, of layer `index`, and the copy of
-    /// the page behind them to the hot page.
+    /// Enqueues the packing of the pages that tokens `start..end` of the prompt fill in layer `index`, and the copy of
+    /// the partial page after them to the hot page.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn pack_chunk(
         &mut self,
         ctx: &mut ExecContext,
@@ -264,7 +265,7 @@ impl PackedCache {
 
     /// Enqueues the copy of a page of staging to a hot page of layer `index`.
     fn copy_to_hot(&mut self, stream: &Stream, page: u32, index: u32, hot: u32) -> Result<(), DeviceError> {
-        // A page has the same size in both: a row of a matrix.
+        // A page has the same size in both buffers: it is a row of a matrix.
         let Self { staging, hot: Bf16Pages { data, shape }, pages, .. } = self;
         let columns = shape.page_elements() as u32;
         let pitch = columns.into();
@@ -274,15 +275,15 @@ impl PackedCache {
         all.part(at..at + 1, 0..columns)?.copy_from(stream, from.part(page..page + 1, 0..columns)?)
     }
 
-    /// Enqueues the release of the units of these pages, which no sequence has any more. Waits for the copy of the
-    /// list.
+    /// Enqueues the release of the BF16 units of these pages, which no sequence uses any more. Waits for the copy of
+    /// the list.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn release(&mut self, ctx: &mut ExecContext, pages: &[u32]) -> Result<(), DeviceError> {
         for some in pages.chunks(self.freed.len().max(1)) {
             self.freed.write(ctx.stream(), 0, some)?;
-            // No more than the buffer has.
+            // At most the length of the buffer.
             self.kernels.release.release(ctx, self.pages.layers(), &self.freed, some.len() as u32)?;
         }
         Ok(())

@@ -1,5 +1,5 @@
-//! Runs whole language models from compressed weights, on one GPU. It takes and returns token ids; tokenizers are the
-//! caller's.
+//! Runs language models from compressed weights on one GPU. Prompts and output are token ids; tokenization is left to
+//! the caller.
 //!
 //! | start with | for |
 //! |---|---|

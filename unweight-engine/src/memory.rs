@@ -34,7 +34,7 @@ const BF16: u64 = 2;
 const ID: u64 = 4;
 /// Bytes of the state of a token for adjusted logits.
 const TOKEN_STATE: u64 = size_of::<TokenState>() as u64;
-/// Words of a row that sampling needs: parameters, adjustments and log probabilities.
+/// Words that sampling needs per row: parameters, adjustments and log probabilities.
 const SAMPLING_WORDS: u64 = (size_of::<SampleRow>() + size_of::<AdjustRow>()) as u64 / ID + 1 + ROW_WORDS as u64;
 
 /// The device memory of an engine by purpose, in bytes.
@@ -98,8 +98,8 @@ impl fmt::Display for Memory {
     }
 }
 
-/// Checks that the host has `need` bytes of memory left for pinned buffers. The system would not fail such an
-/// allocation; it would end processes.
+/// Checks that the host has `need` bytes left for pinned buffers. Linux would not fail such an allocation; it would
+/// kill processes.
 ///
 /// # Errors
 /// [`NoHostMemory`] if fewer bytes are available.
@@ -112,16 +112,16 @@ pub fn check_host(need: u64) -> Result<(), NoHostMemory> {
     }
 }
 
-/// Bytes that a process can have yet, by what the system says of itself and by what its control group has left; `None`
-/// where neither says anything.
+/// Returns the bytes that a process can still allocate: the smaller of `MemAvailable` and what its control groups
+/// leave. `None` if neither is known.
 fn host_bytes(meminfo: &str, left: Option<u64>) -> Option<u64> {
     let available = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
     let kib = available.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
     [kib.map(|kib| kib.saturating_mul(1024)), left].into_iter().flatten().min()
 }
 
-/// Of a version of control groups: the files of a limit and of what is used of it, and what is used for files whose
-/// pages can be had back, as a group's `memory.stat` calls it, the groups in it counted.
+/// A version of control groups: the files with its limit and its usage, and the keys of `memory.stat` for reclaimable
+/// file pages, child groups included.
 struct Version {
     limit: &'static str,
     used: &'static str,
@@ -136,11 +136,11 @@ const V1: Version = Version {
 const V2: Version = Version { limit: "memory.max", used: "memory.current", cached: ["inactive_file", "active_file"] };
 
 impl Version {
-    /// What the group of this folder leaves; `None` where it has no limit.
+    /// Returns the bytes that the group of this folder leaves; `None` if it has no limit.
     fn left(&self, group: &Path) -> Option<u64> {
         let read = |file: &str| std::fs::read_to_string(group.join(file)).ok();
         let number = |text: &str| text.trim().parse::<u64>().ok();
-        // `max`, or a number above all memory, where there is no limit.
+        // Without a limit, the file contains `max` or a number above all memory.
         let limit = number(&read(self.limit)?)?;
         let used = read(self.used).and_then(|text| number(&text)).unwrap_or(0);
         let stat = read("memory.stat").unwrap_or_default();
@@ -150,10 +150,10 @@ impl Version {
     }
 }
 
-/// The least that is left by the control groups that this process is in, and by those they are in: of both versions,
-/// and by the root, which in a container is the container's own. `groups` is what `/proc/self/cgroup` says.
+/// Returns the fewest bytes that a control group of this process, or an ancestor of one, leaves. Reads both versions,
+/// and the root, which in a container is the container's own group. `groups` is the content of `/proc/self/cgroup`.
 fn group_bytes(root: &Path, groups: &str) -> Option<u64> {
-    // `0::/a/b` of version 2, `7:cpu,memory:/a/b` of version 1.
+    // A line is `0::/a/b` for version 2 and `7:cpu,memory:/a/b` for version 1.
     let of = |line: &str| {
         let mut parts = line.splitn(3, ':').skip(1);
         let (controllers, group) = (parts.next()?, parts.next()?);
@@ -162,11 +162,11 @@ fn group_bytes(root: &Path, groups: &str) -> Option<u64> {
             _ if controllers.split(',').any(|own| own == "memory") => (root.join("memory"), V1),
             _ => return None,
         };
-        // A container that sees no more than its own group finds it at the root, whatever the path says.
+        // A container that sees only its own group finds it at the root, whatever the path is.
         let groups = Path::new(group.trim_start_matches('/')).ancestors().map(|group| home.join(group));
         groups.filter_map(|group| version.left(&group)).min()
     };
-    // Where nothing is said of this process the root is asked all the same.
+    // The root is read even if no line names a group.
     groups.lines().chain(["0::/"]).filter_map(of).min()
 }
 
@@ -196,15 +196,15 @@ pub(crate) fn adjusted_rows(options: &EngineOptions) -> u32 {
     options.max_batch.min(64)
 }
 
-/// What linears are loaded for.
+/// Returns the options that linear layers are loaded with.
 pub(crate) fn load_options(options: &EngineOptions) -> LoadOptions {
     LoadOptions::default().max_batch(rows(options)).placement(options.placement.unwrap_or_default())
 }
 
-/// What the linears of a model need of an execution context, before one of them is there; of compact weights where
-/// their role (of queries, keys and values that of queries, of a gate and an up that of the gate) is `compact`. As much
-/// as [`ExecContext::size`](unweight_rt::ExecContext::size) says behind loading, if weights can be what is asked for
-/// and have escapes.
+/// Returns the size of the execution context that the linear layers of a model need, before any of them is loaded.
+/// Weights are compact if `compact` is true for their role; merged weights have the role of their first tensor
+/// (queries, gate). This is the [`ExecContext::size`](unweight_rt::ExecContext::size) after loading, provided that the
+/// weights can have the requested encodings and have escapes.
 pub fn context_size(
     config: &ModelConfig,
     options: &EngineOptions,
@@ -227,7 +227,7 @@ pub fn context_size(
             both.max(merged(Role::Down, hidden, intermediate))
         }
     };
-    // As it is loaded: by no cuBLAS, and packed where ids are looked up in it.
+    // The head is loaded without cuBLAS, and packed if ids are looked up in it.
     let placement = if config.tied { wanted.placement.lookup() } else { wanted.placement };
     let own = RoutePolicy { expand: Expand::Never, placement, ..wanted.clone() };
     let head =
@@ -245,14 +245,14 @@ pub struct Shared {
 }
 
 impl Shared {
-    /// What an engine's kernels share, before there is one: as much as it says of itself, or more. Of MLPs that
-    /// stay as they are stored without the slots of their step graphs.
+    /// Returns what an engine's kernels share, before the engine exists: as much as it will report, or more. For MLPs
+    /// in their stored encodings, the slots of their step graphs are not included.
     pub fn planned(config: &ModelConfig, options: &EngineOptions, ctx: ContextSize) -> Self {
         let slot = ctx.slot_bytes;
         if !options.placement.unwrap_or_default().has_pipelines() {
             return Self { bytes: ctx.bytes(), slot };
         }
-        // The stream that multiplies beside the first has an execution context, too.
+        // The second stream that multiplies has an execution context, too.
         let contexts = ctx.with_cublas().bytes().saturating_mul(2);
         Self { bytes: contexts.saturating_add(Products::Stored.bytes(config.intermediate, rows(options))), slot }
     }
@@ -271,22 +271,22 @@ pub enum Products {
     Activated,
     /// One product, and a separate kernel for the activation.
     SeparateActivation,
-    /// Two products, for MLPs that are kept as they are stored.
+    /// Two products, for MLPs that are kept in their stored encodings.
     Stored,
 }
 
 impl Products {
-    /// Bytes of activations that this way needs in addition, for `rows` rows.
+    /// Bytes of the activations that these products need in addition, for `rows` rows.
     pub fn bytes(self, intermediate: u32, rows: u32) -> u64 {
         if self == Self::Stored { u64::from(intermediate) * u64::from(rows) * BF16 } else { 0 }
     }
 }
 
-/// Tokens of one sequence that must fit beside expanded weights where no context was asked for.
+/// Tokens of one sequence that must fit next to packed weights if no context is requested.
 const USUAL_CONTEXT: u32 = 8192;
 
-/// The placement of a model with compact tensors where the options name none: [`Placement::Packed`], which is faster,
-/// if the packed weights (`packed` bytes), the working memory and one sequence fit in `have` bytes; else
+/// Chooses the placement of a model with compact tensors if the options name none: [`Placement::Packed`], which is
+/// faster, if the packed weights (`packed` bytes), the working memory and one sequence fit in `have` bytes; else
 /// [`Placement::Compact`]. The sequence is as long as the context of the options, by default 8192 tokens or the model's
 /// limit.
 pub fn placement(config: &ModelConfig, options: &EngineOptions, packed: u64, have: u64) -> Placement {
@@ -299,9 +299,9 @@ pub fn placement(config: &ModelConfig, options: &EngineOptions, packed: u64, hav
 }
 
 impl EngineOptions {
-    /// With the placement that the engine has: the one of these options, or of [`placement`] where they name none.
-    /// [`Placement::Compact`] becomes [`Placement::Packed`] where no tensor is compact or no kernel reads compact ones.
-    /// `packed` and `compact` are the bytes of all weights by either placement.
+    /// Settles placement and KV cache: the placement of these options, or [`placement`] if they name none.
+    /// [`Placement::Compact`] becomes [`Placement::Packed`] if no tensor is compact or no kernel reads compact ones.
+    /// `packed` and `compact` are the bytes of all weights in either placement.
     #[must_use]
     pub(crate) fn settled(
         self,
@@ -331,18 +331,18 @@ pub fn tokens_of(config: &ModelConfig, kv_cache: KvCache, bytes: u64) -> (u64, u
 
 /// Sizes of a KV cache, in bytes.
 struct CacheBytes {
-    /// A page, and its share of the pool of BF16 units.
+    /// Bytes of a page with its share of the pool of BF16 units.
     page: u64,
-    /// What does not depend on the number of pages.
+    /// Bytes that do not depend on the number of pages.
     fixed: u64,
     kv_cache: KvCache,
-    /// Units of a page of all layers.
+    /// BF16 units of a page over all layers.
     page_units: u64,
     hot_pages: u32,
 }
 
 impl CacheBytes {
-    /// A page in so many has a BF16 unit in the pool, one page's units aside.
+    /// The pool has the BF16 units of one page, and those of one more page per this many pages.
     const PAGES_PER_UNIT: u64 = 4096;
 
     fn of(config: &ModelConfig, options: &EngineOptions) -> Self {
@@ -354,20 +354,20 @@ impl CacheBytes {
         let layers = u64::from(config.layers);
         let page_units = 2 * layers * u64::from(config.kv_heads);
         let (unit, hot_pages) = (PackedShape::unit_bytes(config.head_dim), options.max_batch);
-        // With its entry in the list of freed pages.
+        // Includes the page's entry in the list of freed pages.
         let page = layers * PackedShape::page_bytes(config.kv_heads, config.head_dim) + ID;
         let share = (page_units * unit).div_ceil(Self::PAGES_PER_UNIT);
         let fixed = (page_units + 1) * unit + bf16_page * u64::from(hot_pages);
         Self { page: page + share, fixed, kv_cache, page_units, hot_pages }
     }
 
-    /// BF16 units of a cache of so many pages.
+    /// The number of BF16 units of a cache of `pages` pages.
     fn units(&self, pages: u32) -> u32 {
         let units = self.page_units + self.page_units * u64::from(pages) / Self::PAGES_PER_UNIT;
         u32::try_from(units).unwrap_or(u32::MAX)
     }
 
-    /// All bytes of a cache of so many pages.
+    /// Bytes of a cache of `pages` pages.
     fn total(&self, pages: u32) -> u64 {
         self.page * u64::from(pages) + self.fixed
     }
@@ -392,7 +392,7 @@ pub fn plan(
     let asked = options.context.unwrap_or(config.max_positions).min(config.max_positions).max(1);
     let cache = CacheBytes::of(config, options);
     let pages_of = |tokens| sequence_pages(cache.kv_cache, tokens);
-    // Working memory for this context and the pages that fit next to it; `None` where not one sequence does.
+    // Returns the working memory of a context and the pages that fit next to it; `None` if not a single sequence fits.
     let of = |context: u32| {
         let working = working(config, options, context).saturating_add(shared.bytes);
         let left = have.checked_sub(weights)?.checked_sub(working)?.checked_sub(cache.fixed)?;
@@ -416,7 +416,7 @@ pub fn plan(
         }
     }
     let (context, working, pages) = best;
-    // More than all rows can have is of no use.
+    // More pages than all rows can use are useless.
     let pages = u64::from(pages).min(u64::from(pages_of(context)) * u64::from(options.max_batch)) as u32;
     Ok(Memory {
         weights,
@@ -437,13 +437,13 @@ pub fn plan(
 fn working(config: &ModelConfig, options: &EngineOptions, context: u32) -> u64 {
     let (rows, batch) = (u64::from(rows(options)), u64::from(options.step_rows()));
     let attention = u64::from(config.heads) * u64::from(config.head_dim);
-    // Gate and up side by side, where no linear multiplies them, and what becomes of them.
+    // Gate and up, if their product does not activate them, and the activated product.
     let mlp = 3 * u64::from(config.intermediate);
     let row = 2 * u64::from(config.hidden) + u64::from(config.qkv_rows()) + attention + mlp;
     let logits = u64::from(logit_rows(options)) * u64::from(config.vocab);
     let tables = 1 + u64::from(config.local_rope.is_some());
     let angles = tables * u64::from(context) * u64::from(config.rope.dim);
-    // Ids, positions and what a packed KV cache needs of a row; what sampling needs of it.
+    // Per row: ids, positions and data of a packed KV cache, then data of sampling, then the page table.
     let row_words = 12 + SAMPLING_WORDS + u64::from(pages_for(context));
     let state = (rows + batch * row_words) * ID;
     let (vocab, mask) = (u64::from(config.vocab.next_multiple_of(2)), u64::from(config.vocab.div_ceil(32)) * ID);
@@ -500,7 +500,7 @@ mod tests {
         assert!(plan(&config, &EngineOptions::default(), (u64::MAX, Shared::default()), 12 * gb).is_err());
     }
 
-    /// The bytes that a packed cache allocates (`kv_cache.rs`), by another way than the plan's.
+    /// The bytes that a packed cache allocates (`kv_cache.rs`), computed independently of the plan.
     fn packed_bytes(config: &ModelConfig, memory: &Memory) -> u64 {
         let pages = u64::from(memory.pages) * u64::from(config.layers);
         let units = u64::from(memory.units) * PackedShape::unit_bytes(config.head_dim) + ID;
@@ -512,7 +512,7 @@ mod tests {
     #[test]
     fn packed_cache_holds_a_quarter_more_tokens() {
         let (config, gb) = (llama_8b(), 1_000_000_000);
-        // As many rows as may run: each reserves a hot page, whether it is used or not.
+        // As many rows as may run: each reserves a hot page, whether used or not.
         for (context, rows, bits) in [(1024, 192, 12.31), (8192, 24, 12.1)] {
             let of = |cache| {
                 let options = EngineOptions::default().max_batch(rows).context(context).kv_cache(cache);
@@ -527,7 +527,7 @@ mod tests {
             assert!(gain > 1.23, "{context}: {} and {} sequences", sequences(&packed), sequences(&bf16));
             let share = packed.tokens() as f64 / bf16.tokens() as f64;
             assert!((1.28..4.0 / 3.0).contains(&share), "{context}: {share}");
-            // Of one sequence, its hot page included.
+            // One sequence, its hot page included.
             let pages = u64::from(sequence_pages(KvCache::Packed, context));
             let bytes = pages * CacheBytes::of(&config, &EngineOptions::default().kv_cache(KvCache::Packed)).page
                 + u64::from(PAGE_TOKENS) * 131_072;
@@ -536,7 +536,7 @@ mod tests {
         }
     }
 
-    /// Plans of any memory: what is allocated is what was planned, the limit holds, and no longer context fits.
+    /// For random memory sizes: the cache fits in its plan, the limit holds, and no longer context fits.
     #[test]
     fn packed_plans_fit_their_memory() {
         let mut random = unweight_format::testing::Random::new(7);
@@ -558,7 +558,7 @@ mod tests {
             assert!(packed_bytes(&config, &memory) <= memory.cache, "{case}: {memory:?}");
             assert!(memory.pages >= sequence_pages(KvCache::Packed, memory.context), "{case}: {memory:?}");
             assert!(memory.tokens() >= memory.context.into() && memory.hot_pages == options.max_batch);
-            // The units of one page of all layers, so that one page of any text can be kept.
+            // The units of one page of all layers suffice to keep any single page.
             assert!(memory.units >= 2 * config.layers * config.kv_heads, "{case}: {memory:?}");
             hot_only += u32::from(memory.pages == 0);
             if options.context.is_none() && memory.context < config.max_positions {
@@ -581,7 +581,7 @@ mod tests {
         assert_eq!(one.cache, packed_bytes(&config, &one) + PackedShape::unit_bytes(128) - ID);
         let two = of(65, gb).unwrap();
         assert_eq!((two.pages, two.hot_pages), (4, 4));
-        // Not what is fixed fits, or all but that.
+        // Nothing fits, or all but the last byte.
         let need = of(64, 0).unwrap_err();
         assert_eq!((need.cache, need.need), (one.cache, one.total()));
         assert!(of(64, one.total()).is_ok() && of(64, one.total() - 1).is_err());
@@ -611,7 +611,7 @@ mod tests {
         }
     }
 
-    /// 8192 tokens of this model are 1.07 GB, and the working memory of 16 rows half a GB.
+    /// 8192 tokens of this model take 1.07 GB, and the working memory of 16 rows 0.5 GB.
     #[test]
     fn weights_are_expanded_if_a_sequence_still_fits() {
         let (config, gb) = (llama_8b(), 1_000_000_000);
@@ -619,12 +619,12 @@ mod tests {
         let usual = EngineOptions::default();
         assert_eq!((of(&usual, 80 * gb), of(&usual, 14 * gb)), (Placement::Packed, Placement::Packed));
         assert_eq!((of(&usual, 13 * gb), of(&usual, 0)), (Placement::Compact, Placement::Compact));
-        // Exactly where one sequence fits.
+        // The smallest memory in which one sequence fits.
         let edge = (12 * gb..14 * gb).step_by(1_000_000).find(|have| of(&usual, *have) == Placement::Packed).unwrap();
         let asked = usual.clone().context(8192);
         let fits = |have| plan(&config, &asked, (12 * gb, Shared::default()), have).is_ok();
         assert!(fits(edge) && !fits(edge - 1_000_000), "{edge}");
-        // A longer one that was asked for needs more, a shorter one less; what the model cannot take, nobody needs.
+        // A longer requested context needs more, a shorter one less. No more is needed than the model's limit.
         assert_eq!(of(&usual.clone().context(65_536), 14 * gb), Placement::Compact);
         assert_eq!(of(&usual.clone().context(64), edge - 500_000_000), Placement::Packed);
         let mut short = config.clone();
@@ -655,13 +655,13 @@ mod tests {
         }
     }
 
-    /// Makes a file in a tree of control groups.
+    /// Writes a file in a tree of control groups.
     fn write(root: &Path, path: &str, text: &str) {
         std::fs::create_dir_all(root.join(path).parent().unwrap()).unwrap();
         std::fs::write(root.join(path), text).unwrap();
     }
 
-    /// The least of all that holds: of the group, of those around it, of either version.
+    /// The smallest limit holds: of the group or its ancestors, of either version.
     #[test]
     fn cgroup_limits_are_read() {
         let home = tempfile::tempdir().unwrap();
@@ -676,14 +676,14 @@ mod tests {
         write(root, "memory/docker/c/memory.limit_in_bytes", "7000\n");
         assert_eq!(group_bytes(root, own), Some(7000));
         assert_eq!(group_bytes(root, "0::/elsewhere\n"), None);
-        // A container's own group, which it sees as the root.
+        // A container sees its own group as the root.
         write(root, "memory.max", "6000");
         for groups in [own, "", "0::/\n", "0::/../elsewhere\n", "no line of it"] {
             assert_eq!(group_bytes(root, groups), Some(6000), "{groups}");
         }
     }
 
-    /// What is used cannot be had once more, unless it caches files.
+    /// Used memory is not available, unless it caches files.
     #[test]
     fn cgroup_memory_left_is_limit_minus_usage() {
         let home = tempfile::tempdir().unwrap();
@@ -695,18 +695,18 @@ mod tests {
         let stat = "anon 4000\ninactive_file 700\nactive_file 200\nshmem 50\nworkingset_activate_file 9\n";
         write(root, "slice/job/memory.stat", stat);
         assert_eq!(group_bytes(root, own), Some(3900));
-        // Groups beside it share the limit around them.
+        // Sibling groups share the limit of their parent.
         write(root, "slice/memory.max", "100000\n");
         write(root, "slice/memory.current", "98000\n");
         assert_eq!(group_bytes(root, own), Some(2000));
-        // Of version 1 the groups below are in other lines than the group's own.
+        // Version 1 counts child groups in separate `total_` lines.
         write(root, "memory/c/memory.limit_in_bytes", "6000\n");
         write(root, "memory/c/memory.usage_in_bytes", "5500\n");
         assert_eq!(group_bytes(root, own), Some(500));
         let stat = "inactive_file 1\nactive_file 2\ntotal_inactive_file 300\ntotal_active_file 100\n";
         write(root, "memory/c/memory.stat", stat);
         assert_eq!(group_bytes(root, own), Some(900));
-        // For a moment more may be used than there may be, or less than is cached.
+        // Usage may briefly exceed the limit or be below the cached bytes.
         write(root, "memory/c/memory.usage_in_bytes", "7000\n");
         assert_eq!(group_bytes(root, own), Some(0));
         write(root, "memory/c/memory.usage_in_bytes", "399\n");

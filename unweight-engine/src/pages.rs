@@ -31,7 +31,7 @@ pub fn step_pages(cache: KvCache, position: u32) -> u32 {
 #[derive(Debug)]
 pub struct PagePool {
     total: u32,
-    /// Taken from the end, so that the lowest free pages go first in a fresh pool.
+    /// Taken from the end, so that a fresh pool hands out its lowest pages first.
     free: Vec<u32>,
 }
 
@@ -48,11 +48,11 @@ impl PagePool {
 
     /// The number of free pages.
     pub fn free(&self) -> u32 {
-        // No more than there are.
+        // At most `total`.
         self.free.len() as u32
     }
 
-    /// Takes `count` pages; `None`, and no page taken, if fewer are free.
+    /// Takes `count` pages. Returns `None`, and takes no page, if fewer are free.
     pub fn take(&mut self, count: u32) -> Option<Vec<u32>> {
         let left = self.free.len().checked_sub(count as usize)?;
         Some(self.free.split_off(left))

@@ -1,46 +1,46 @@
-//! Beginnings of prompts whose pages several sequences share.
+//! Shares the pages of equal prompt prefixes between sequences.
 //!
 //! ```text
 //! (root) -- tokens 0..C --> node, C / 64 pages -- tokens C..2C --> node -- tokens 2C..2C + C / 2 --> node -- ...
 //! ```
-//! A node is a chunk of a prompt, or half of one, as [`Cut`] cuts prompts, behind the nodes of its ancestors. Prefill
-//! of a prompt that is cut in the same way and has the same tokens there starts behind them. Its later chunks have the
-//! same rows as without the cache, so its logits have the same bits, if no node was computed by quarters. Tokens are
-//! compared, not their digests.
+//! A node is a chunk of a prompt, or half of one, as [`Cut`] cuts prompts. Its tokens follow those of its ancestors.
+//! Prefill of a prompt that is cut in the same way and starts with the tokens of cached nodes starts after these nodes.
+//! Its later chunks have the same rows as without the cache. Its logits therefore have the same bits, unless a node was
+//! computed in quarters of chunks. Tokens are compared, not their digests.
 
 use std::{collections::HashMap, ops::Range, sync::Arc};
 
 use crate::pages::PAGE_TOKENS;
 
-/// How prefill cuts prompts: into chunks, and what is left after these into halves of chunks.
+/// How prefill cuts prompts: into chunks, and the rest into halves of chunks.
 #[derive(Clone, Copy, Debug)]
 pub struct Cut {
     chunk: u32,
 }
 
 impl Cut {
-    /// Chunks of so many tokens, a multiple of [`PAGE_TOKENS`].
+    /// Cuts into chunks of `chunk` tokens, a multiple of [`PAGE_TOKENS`].
     pub fn new(chunk: u32) -> Self {
         Self { chunk: chunk.max(PAGE_TOKENS) }
     }
 
-    /// The tokens of a chunk.
+    /// The number of tokens of a chunk.
     pub fn chunk(self) -> u32 {
         self.chunk
     }
 
-    /// A share of a chunk, in whole pages.
+    /// The number of tokens of a chunk divided by `of`, rounded up to whole pages.
     pub fn part(self, of: u32) -> u32 {
         (self.chunk / of).next_multiple_of(PAGE_TOKENS)
     }
 
-    /// What runs of the tokens `start..len` next.
+    /// Returns the tokens to run next, of the remaining tokens `start..len`.
     pub fn next(self, start: u32, len: u32) -> Range<u32> {
         let tokens = if len - start >= self.chunk { self.chunk } else { self.part(2) };
         start..len.min(start + tokens)
     }
 
-    /// The beginnings of a prompt of `len` tokens that other prompts can share.
+    /// Returns the pieces of a prompt of `len` tokens that other prompts can share.
     fn nodes(self, len: u32) -> impl Iterator<Item = Range<u32>> {
         let following = move |before: &Range<u32>| Some(self.next(before.end, len));
         let all = std::iter::successors(Some(self.next(0, len)), following).take_while(|next| !next.is_empty());
@@ -52,48 +52,48 @@ impl Cut {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct NodeId(usize);
 
-/// A chunk and the node in front of it.
+/// The parent node and the tokens of a chunk.
 type Key = (Option<NodeId>, Arc<[u32]>);
 
 #[derive(Debug)]
 struct Node {
     key: Key,
     pages: Vec<u32>,
-    /// Sequences that read its pages.
+    /// The number of sequences that read its pages.
     users: u32,
     children: u32,
-    /// When a sequence took it or let go of it.
+    /// The clock when a sequence last acquired or released the node.
     used: u64,
 }
 
 impl Node {
-    /// Its pages, if no sequence reads them.
+    /// The number of its pages if no sequence reads them, else 0.
     fn idle_pages(&self) -> u32 {
         if self.users == 0 { self.pages.len() as u32 } else { 0 }
     }
 }
 
-/// Shared pages by the tokens that they hold.
+/// Shared pages, indexed by the tokens that they hold.
 #[derive(Debug)]
 pub struct PrefixCache {
     cut: Cut,
     nodes: Vec<Option<Node>>,
-    /// Unused places of `nodes`.
+    /// Unused indices of `nodes`.
     vacant: Vec<usize>,
     index: HashMap<Key, NodeId>,
     clock: u64,
-    /// [`PrefixCache::idle_pages`], which every step asks for.
+    /// [`PrefixCache::idle_pages`], stored because every step reads it.
     idle: u32,
 }
 
 impl PrefixCache {
-    /// An empty cache for prompts that are cut in this way.
+    /// An empty cache for prompts that `cut` cuts.
     pub fn new(cut: Cut) -> Self {
         Self { cut, nodes: Vec::new(), vacant: Vec::new(), index: HashMap::new(), clock: 0, idle: 0 }
     }
 
-    /// The nodes of the longest cached beginning of a prompt, from the first token on. At least one token is behind
-    /// them: its logits are to be computed.
+    /// Returns the nodes of the longest cached prefix of a prompt. At least one token of the prompt follows them,
+    /// because its logits must be computed.
     pub fn find(&self, prompt: &[u32]) -> Vec<NodeId> {
         let mut found = Vec::new();
         for at in self.cut.nodes(prompt.len() as u32) {
@@ -136,8 +136,9 @@ impl PrefixCache {
         }
     }
 
-    /// Adds what a prompt has behind the nodes `held`, with its pages from the first token on. The sequence that
-    /// computed them holds the new nodes. Where the cache has one already, the pages stay with the sequence.
+    /// Adds the chunks of a prompt after the nodes `held`; `pages` are those of the whole prompt. The sequence that
+    /// computed them holds the new nodes. From the first chunk that the cache already has, pages stay with the
+    /// sequence.
     pub fn insert(&mut self, held: &mut Vec<NodeId>, prompt: &[u32], pages: &[u32]) {
         for at in self.cut.nodes(prompt.len() as u32).skip(held.len()) {
             let key: Key = (held.last().copied(), prompt[at.start as usize..at.end as usize].into());
@@ -182,8 +183,8 @@ impl PrefixCache {
         nodes.iter().filter_map(|node| self.nodes.get(node.0)?.as_ref()).map(Node::idle_pages).sum()
     }
 
-    /// Forgets nodes that no sequence reads, the least recently used first, until they had `count` pages or more.
-    /// Returns their pages.
+    /// Evicts nodes that no sequence reads, least recently used first, until they free at least `count` pages or none
+    /// is left. Returns their pages.
     pub fn evict(&mut self, count: u32) -> Vec<u32> {
         let mut pages = Vec::new();
         while pages.len() < count as usize {
@@ -212,7 +213,7 @@ mod tests {
         vec![token; pages * PAGE_TOKENS as usize]
     }
 
-    /// Adds a prompt of whole pages and a token more.
+    /// Adds a prompt of whole pages and one more token.
     fn insert(cache: &mut PrefixCache, prompt: &[Vec<u32>], pages: &[u32]) -> Vec<NodeId> {
         let prompt = [&prompt.concat()[..], &[0]].concat();
         let mut held = cache.find(&prompt);

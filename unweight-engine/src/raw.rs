@@ -1,7 +1,7 @@
-//! The parts that an engine is made of: its schedule and pages, the sums of its memory, its steps for measurements, and
-//! the pipelines of MLPs with the search for their settings.
+//! The internals of an engine: its scheduler and pages, memory accounting, steps for measurements, and the pipelines of
+//! MLPs with the search for their settings.
 //!
-//! For benchmarks, tests and experts. Nothing here is stable: names and behaviour change in any release.
+//! For benchmarks, tests and experts. Nothing here is stable: names and behaviour may change in any release.
 
 #[doc(inline)]
 pub use crate::attention::decode_variant;
@@ -42,7 +42,7 @@ pub mod pages {
     pub use crate::pages::{PAGE_TOKENS, pages_for};
 }
 
-/// The report's runtime for MLPs whose weights stay on the device as they are stored.
+/// The report's runtime for MLPs whose weights stay in their stored encodings on the device.
 #[cfg(feature = "pipelines")]
 pub mod pipelines {
     #[doc(inline)]

@@ -24,10 +24,10 @@ pub struct Request {
     pub stop: Vec<u32>,
     /// Adjustments of logits before a token is sampled.
     pub adjustments: Adjustments,
-    /// Log probabilities of each token and of this number of the most likely ones, up to
+    /// The number of most likely tokens whose log probabilities are reported with that of each sampled token, up to
     /// [`TOP_LOGPROBS_MAX`](unweight_model::sampling::TOP_LOGPROBS_MAX); `None` reports none.
     pub logprobs: Option<u32>,
-    /// Which tokens may follow each other, such as those of a grammar; `None` allows all.
+    /// The constraint that the answer must match, such as a grammar; `None` allows all tokens.
     pub constraint: Option<Arc<dyn Constraint>>,
 }
 
@@ -75,7 +75,7 @@ impl Request {
         Self { logprobs, ..self }
     }
 
-    /// Sets what the answer must match.
+    /// Sets the constraint that the answer must match.
     #[must_use]
     pub fn constraint(self, constraint: Option<Arc<dyn Constraint>>) -> Self {
         Self { constraint, ..self }
@@ -158,8 +158,8 @@ pub enum AdmissionError {
     /// or fewer rows.
     #[error("{waiting} requests wait already, which is the limit; try again later")]
     Busy {
-        /// The number of waiting sequences; from a call that needs an idle engine, of running sequences or of requested
-        /// rows.
+        /// The number of waiting sequences. A call that needs an idle engine or fewer rows reports running sequences or
+        /// requested rows instead.
         waiting: usize,
     },
     /// A sampling parameter is out of range.
@@ -227,6 +227,6 @@ pub struct Event {
     pub token: u32,
     /// The reason why the sequence ended with this token; `None` if it continues.
     pub finish: Option<Finish>,
-    /// Log probabilities, if [`Request::logprobs`] asks for them.
+    /// Log probabilities, if [`Request::logprobs`] requests them.
     pub logprobs: Option<Box<Logprobs>>,
 }

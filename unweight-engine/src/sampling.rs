@@ -1,10 +1,10 @@
-//! How the rows of a step are sampled: parameters, adjustments and log probabilities on the device.
+//! Samples the rows of a step: parameters, adjustments and log probabilities on the device.
 //!
-//! A step samples every row from its logits. Behind the step, and outside of its graph, run a kernel that samples
-//! adjusted rows again and a kernel of log probabilities, each only if a row asks for it: other rows keep their tokens,
-//! and steps without such rows launch nothing more. The device counts sampled tokens, so that penalties hold for the
-//! token of the step before, which the host has not read. Masks of rows with constraints depend on that token: the host
-//! reads it and computes them while the step runs, before these kernels are enqueued.
+//! A step samples every row from its logits. Two more kernels may follow it, outside of its CUDA graph: one samples
+//! rows with adjusted logits again, the other computes log probabilities. Each is launched only if a row requests it.
+//! Other rows keep their tokens, and steps without such rows launch nothing more. The device counts sampled tokens, so
+//! that penalties include the token of the previous step, which the host has not read. Masks of rows with constraints
+//! depend on that token: the host reads it and computes them while the step runs, before these kernels are enqueued.
 
 use unweight_model::{
     SampleParams,
@@ -27,21 +27,21 @@ pub struct RowSampling {
     pub sample: SampleRow,
     /// The adjustments of logits.
     pub adjust: AdjustRow,
-    /// 0 without log probabilities, else 1 and the number of most likely tokens.
+    /// 0 without log probabilities, else 1 plus the number of most likely tokens.
     pub logprobs: u32,
-    /// Whether it has a mask.
+    /// Whether the row has a mask.
     pub constrained: bool,
 }
 
 impl RowSampling {
-    /// With these parameters and nothing else.
+    /// Samples with these parameters, without adjustments, mask and log probabilities.
     pub fn new(params: &SampleParams) -> Self {
         let SampleParams { temperature, top_k, top_p, min_p, seed, .. } = *params;
         let sample = SampleRow { seed, temperature, top_k, top_p, min_p };
         Self { sample, adjust: AdjustRow::NONE, logprobs: 0, constrained: false }
     }
 
-    /// That of a sequence.
+    /// The sampling of a running sequence.
     pub fn of(running: &Running) -> Self {
         let own = Self::new(&running.params);
         let adjustments = &running.adjustments;
@@ -58,27 +58,27 @@ impl RowSampling {
         Self { adjust, logprobs, constrained: running.is_constrained(), ..own }
     }
 
-    /// What single rows ask for in addition.
+    /// Returns which kernels the rows request in addition.
     fn extras(rows: &[Self]) -> Extras {
         let adjusted = rows.iter().any(|row| row.adjust.slot != AdjustRow::NO_SLOT);
         Extras { rows: rows.len() as u32, adjusted, logprobs: rows.iter().any(|row| row.logprobs != 0) }
     }
 }
 
-/// What is launched behind a step.
+/// The kernels that are launched after a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Extras {
-    /// Rows that may ask for it.
+    /// The number of rows that were set.
     rows: u32,
     adjusted: bool,
     logprobs: bool,
 }
 
-/// The states of the tokens of a sequence that is about to sample.
+/// Returns the states of all tokens of the vocabulary for a sequence that is about to sample.
 pub fn token_states(running: &Running, vocab: u32) -> Vec<TokenState> {
     let mut states = vec![TokenState::default(); vocab as usize];
     let mut state = |token: u32, change: &dyn Fn(&mut TokenState)| {
-        // Tokens that the model does not have may be among those that end a sequence.
+        // The stop tokens of a request may be outside of the vocabulary.
         states.get_mut(token as usize).into_iter().for_each(change);
     };
     let history = running.history();
@@ -89,14 +89,14 @@ pub fn token_states(running: &Running, vocab: u32) -> Vec<TokenState> {
     states
 }
 
-/// Operands of sampling on the device.
+/// Device buffers of sampling.
 #[derive(Debug)]
 pub struct Sampling {
     samples: DeviceBuffer<SampleRow>,
     adjusts: DeviceBuffer<AdjustRow>,
     tokens: DeviceBuffer<TokenState>,
     token_pitch: u32,
-    /// Of the rows with constraints, in their order.
+    /// The masks of the rows with constraints, in the order of the rows.
     masks: DeviceBuffer<u32>,
     wanted: DeviceBuffer<u32>,
     logprobs: DeviceBuffer<u32>,
@@ -104,10 +104,10 @@ pub struct Sampling {
 }
 
 impl Sampling {
-    /// For `rows` rows, of which `slots` have adjustments.
+    /// Allocates buffers for `rows` rows, of which up to `slots` have adjustments.
     ///
     /// # Errors
-    /// No room.
+    /// [`DeviceError`] if the allocation fails.
     pub fn new(stream: &Stream, rows: u32, slots: u32, vocab: u32) -> Result<Self, DeviceError> {
         let (rows, token_pitch) = (rows as usize, vocab.next_multiple_of(2));
         Ok(Self {
@@ -127,10 +127,10 @@ impl Sampling {
         &self.samples
     }
 
-    /// Sets the first rows of the steps that follow. Waits.
+    /// Sets the first rows of the following steps. Waits for the copies.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn set_rows(&mut self, stream: &Stream, rows: &[RowSampling]) -> Result<(), DeviceError> {
         self.extras = RowSampling::extras(rows);
         if rows.is_empty() {
@@ -154,26 +154,26 @@ impl Sampling {
         Ok(())
     }
 
-    /// Sets the token states of a slot. Waits.
+    /// Sets the token states of a slot. Waits for the copy.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn set_slot(&mut self, stream: &Stream, slot: u32, states: &[TokenState]) -> Result<(), DeviceError> {
         self.tokens.write(stream, slot as usize * self.token_pitch as usize, states)
     }
 
-    /// Sets the masks of the rows with constraints, in the order of the rows. Waits.
+    /// Sets the masks of the rows with constraints, in the order of the rows. Waits for the copy.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn set_masks(&mut self, stream: &Stream, masks: &[u32]) -> Result<(), DeviceError> {
         self.masks.write(stream, 0, masks)
     }
 
-    /// Enqueues, behind the sampling of rows, what some of them ask for in addition.
+    /// Enqueues the kernels that rows request in addition, after the sampling of all rows.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn enqueue_extras(
         &mut self,
         ctx: &mut ExecContext,
@@ -193,18 +193,18 @@ impl Sampling {
         Ok(())
     }
 
-    /// Rows that may ask for something in addition.
+    /// The number of rows for which kernels run in addition; 0 if none does.
     pub fn extra_rows(&self) -> u32 {
         if self.extras.adjusted || self.extras.logprobs { self.extras.rows } else { 0 }
     }
 
-    /// Log probabilities of the rows on the device, if a row asks for some.
+    /// The log probabilities of the rows on the device, if a row requests them.
     pub fn logprobs(&self) -> Option<&DeviceBuffer<u32>> {
         self.extras.logprobs.then_some(&self.logprobs)
     }
 }
 
-/// The log probabilities of a row, from its words on the device.
+/// Reads the log probabilities of a row from its words on the device.
 pub fn read_logprobs(words: &[u32], top: u32) -> Logprobs {
     let pairs = words.as_chunks::<2>().0.iter().map(|[token, bits]| (*token, f32::from_bits(*bits)));
     let mut pairs = pairs.take(1 + top.min(TOP_LOGPROBS_MAX) as usize);

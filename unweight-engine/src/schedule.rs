@@ -1,5 +1,5 @@
-//! The scheduler: which sequence has which row, and what the device does next. A pure state machine that launches
-//! nothing.
+//! The scheduler decides which sequence has which row, and what the device does next. It is a pure state machine that
+//! launches nothing.
 //!
 //! ```text
 //! add --> waiting --(prefill by chunks: pages of the prompt, the first token)--> row --(a token a step)--> finished
@@ -10,12 +10,12 @@
 //! dropped.
 //!
 //! One prompt runs at a time, cut by [`Cut`]. Between two steps at most [`Limits::chunk`] prompt tokens run, so that no
-//! sequence waits for a long prompt. While sequences run and a chunk of prompt tokens waits at most, steps come first:
-//! prompts are cut into quarters of chunks, and one runs between two steps.
+//! sequence waits for a long prompt. While sequences run and at most a chunk of prompt tokens waits, steps have
+//! priority: prompts are cut into quarters of chunks, and one quarter runs between two steps.
 //!
-//! A sequence takes pages as it grows. If none is free, the youngest sequence is preempted: it gives its pages back,
-//! waits, and computes them again from its tokens. The same happens to a sequence of a packed KV cache of which a page
-//! can be kept neither packed nor in BF16.
+//! A sequence takes pages as it grows. If none is free, the youngest sequence is preempted: it returns its pages,
+//! waits, and is computed again from its tokens. A sequence of a packed KV cache is also preempted if a page can be
+//! kept neither packed nor in BF16.
 
 mod speculate;
 
@@ -39,16 +39,16 @@ use crate::{
 struct Waiting {
     id: SeqId,
     request: Request,
-    /// The state of its constraint.
+    /// The state of the request's constraint.
     constraint: Option<Box<dyn ConstraintState>>,
-    /// Tokens that were reported before it was preempted; they are the end of the prompt.
+    /// The number of tokens that were reported before the sequence was preempted; they are the end of the prompt.
     produced: u32,
-    /// Sequences that must have ended before it is tried again, unless nothing runs.
+    /// The sequence is tried again once this many sequences have ended, or if nothing runs.
     after: u64,
 }
 
 impl Waiting {
-    /// Whether it needs a slot.
+    /// Whether the sequence needs a slot of token states.
     fn is_adjusted(&self) -> bool {
         !self.request.adjustments.is_none() || self.constraint.is_some()
     }
@@ -63,15 +63,15 @@ pub struct Running {
     pub params: SampleParams,
     /// The adjustments of logits.
     pub adjustments: Adjustments,
-    /// The number of likeliest tokens asked for ([`Request::logprobs`]).
+    /// The number of most likely tokens requested ([`Request::logprobs`]).
     pub logprobs: Option<u32>,
-    /// The state of its constraint; it has taken the tokens that were reported.
+    /// The state of the constraint after the reported tokens.
     constraint: Option<Box<dyn ConstraintState>>,
-    /// The slot of the states of its tokens, if logits are adjusted or it has a constraint.
+    /// The slot of the sequence's token states, if its logits are adjusted or it has a constraint.
     pub slot: Option<u32>,
-    /// The pages of its keys and values, in the order of its tokens; in a packed cache without the last one.
+    /// The pages of the keys and values, in the order of the tokens; in a packed cache without the last page.
     pub pages: Vec<u32>,
-    /// Chunks of its prompt that other sequences may read; their pages are the first of its pages.
+    /// Prompt chunks that other sequences may read; their pages are the first of `pages`.
     shared: Vec<NodeId>,
     /// The hot page of a packed cache: the page that the sequence is writing.
     pub hot: u32,
@@ -79,19 +79,19 @@ pub struct Running {
     pub last: u32,
     /// The position of that token in the sequence, from 0.
     pub position: u32,
-    /// Guesses of the tokens behind it, which the step verifies.
+    /// Drafted tokens after `last`, which the step verifies.
     draft: Vec<u32>,
     drafter: Option<NgramDrafter>,
     max_new_tokens: u32,
     stop: Vec<u32>,
     /// The prompt and the tokens that were reported.
     tokens: Vec<u32>,
-    /// Tokens that were reported.
+    /// The number of reported tokens.
     produced: u32,
-    /// Tokens that were reported or are being made.
+    /// The number of tokens that were reported or are in flight.
     launched: u32,
     done: bool,
-    /// A page of it is lost: what is in flight is wrong.
+    /// Whether a page is lost, so that results in flight are wrong.
     lost: bool,
 }
 
@@ -102,31 +102,31 @@ impl Running {
         History { prompt, answer, ends: &self.stop }
     }
 
-    /// Whether it has a constraint.
+    /// Whether the sequence has a constraint.
     pub fn is_constrained(&self) -> bool {
         self.constraint.is_some()
     }
 
     /// The mask of the tokens that may be sampled next; empty without a constraint.
     fn mask(&mut self, vocab: u32) -> Vec<u32> {
-        // No token is read of a sequence that has ended.
+        // Tokens of a sequence that has ended are not read.
         let runs = !self.done && !self.lost;
         self.constraint.as_deref_mut().map_or_else(Vec::new, |constraint| constraint::mask(constraint, vocab, runs))
     }
 
-    /// Whether another step may be launched before something of it is read.
+    /// Whether another step may be launched before the steps in flight are read.
     fn may_run(&self) -> bool {
         !self.done && !self.lost && self.launched < self.max_new_tokens
     }
 
-    /// The number of pages that it needs before another step is launched, and `ahead` tokens more.
+    /// The number of pages needed before another step is launched, or for `ahead` tokens if that is more.
     fn need(&self, cache: KvCache, ahead: u32) -> u32 {
         let in_flight = self.launched - self.produced;
         let last = self.max_new_tokens - self.produced;
         step_pages(cache, self.position + in_flight.max(ahead).min(last))
     }
 
-    /// Notes a token.
+    /// Records a token and returns its event.
     fn note(&mut self, token: u32) -> Event {
         self.produced += 1;
         self.last = token;
@@ -168,10 +168,10 @@ pub enum Next {
     Read,
 }
 
-/// Where a chunk may run.
+/// When a chunk may run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
-    /// Behind steps in flight.
+    /// After steps in flight.
     Behind,
     /// While no step is in flight: the sequence joins the rows after it.
     Alone,
@@ -194,7 +194,7 @@ pub struct Limits {
     pub kv_cache: KvCache,
     /// The number of prompt tokens of a chunk, a multiple of [`PAGE_TOKENS`].
     pub chunk: u32,
-    /// Whether sequences share the pages of equal beginnings of prompts.
+    /// Whether sequences share the pages of equal prompt prefixes.
     pub shares_prefixes: bool,
     /// The maximum number of running sequences with adjusted logits.
     pub adjusted: u32,
@@ -202,11 +202,11 @@ pub struct Limits {
     pub speculation: Speculation,
 }
 
-/// Tokens that take about as long to prefill as one.
+/// Prefill of up to this many tokens takes about as long as that of one.
 const PASS_TOKENS: u32 = 128;
 
-/// Tokens that rows get pages for, if as many are free, when one of them needs a page: taking pages costs a pause of
-/// the device.
+/// When a row needs a page, rows get pages for this many tokens if enough are free, because taking pages pauses the
+/// device.
 const TOKENS_AHEAD: u32 = PAGE_TOKENS;
 
 /// The sequences of an engine with their rows and pages.
@@ -233,18 +233,18 @@ pub struct Schedule {
     shared_prompt_tokens: u64,
     draft_counts: DraftCounts,
     rows: Vec<Running>,
-    /// The steps in flight; of each, whether at its launch nothing but its one row held pages, and so BF16 units.
+    /// The steps in flight; per step, whether at its launch only its single row held pages, and so BF16 units.
     in_flight: VecDeque<bool>,
-    /// Prompt tokens that were run since the last step was launched, by [`time_of`].
+    /// The time of prompt tokens since the last launched step, by [`time_of`].
     spent: u32,
-    /// Rows are others than the device knows of.
+    /// Whether the rows differ from those on the device.
     changed: bool,
 }
 
 /// A sequence during its prefill.
 #[derive(Debug)]
 struct Prefill {
-    /// Tokens before the next chunk.
+    /// The number of tokens before the next chunk.
     start: u32,
     /// Whether other sequences held pages, and so BF16 units, when a chunk was run.
     shared_units: bool,
@@ -252,7 +252,7 @@ struct Prefill {
     running: Running,
 }
 
-/// How long tokens take to prefill, in tokens.
+/// The prefill time of `tokens` tokens, in tokens.
 fn time_of(tokens: u32) -> u32 {
     tokens.max(PASS_TOKENS)
 }
@@ -264,11 +264,11 @@ pub struct Chunk<'a> {
     pub running: &'a Running,
     /// The token ids of the chunk.
     pub tokens: &'a [u32],
-    /// The position of the first of them.
+    /// The position of the first token.
     pub start: u32,
     /// Whether no chunk of the prompt was run before.
     pub is_first: bool,
-    /// Whether the sequence's first token follows.
+    /// Whether the sequence's first token is sampled after the chunk.
     pub is_last: bool,
 }
 
@@ -318,7 +318,7 @@ impl Schedule {
     /// Checks whether a request can ever run.
     ///
     /// # Errors
-    /// [`AdmissionError`].
+    /// [`AdmissionError`] if it cannot.
     pub fn check(&self, request: &Request) -> Result<(), AdmissionError> {
         let Limits { context, vocab, .. } = self.limits;
         if request.prompt.is_empty() {
@@ -340,10 +340,10 @@ impl Schedule {
         Ok(())
     }
 
-    /// Takes `counts[i]` pages for the `i`-th of several sequences: all of them or none.
+    /// Takes `counts[i]` pages for the `i`-th of several sequences, for all of them or none.
     ///
     /// # Errors
-    /// [`AdmissionError::NoPages`].
+    /// [`AdmissionError::NoPages`] if too few pages are free.
     pub fn lend(&mut self, counts: &[u32]) -> Result<Vec<Vec<u32>>, AdmissionError> {
         let all = counts.iter().fold(0u32, |sum, count| sum.saturating_add(*count));
         let free = self.free_pages();
@@ -358,12 +358,12 @@ impl Schedule {
         pages.into_iter().for_each(|pages| self.give_pages(pages));
     }
 
-    /// The number of pages that a sequence of so many tokens takes.
+    /// The number of pages that a sequence of `tokens` tokens takes.
     pub fn pages_of(&self, tokens: u32) -> u32 {
         sequence_pages(self.limits.kv_cache, tokens)
     }
 
-    /// Takes pages, from the prefix cache if too few are free; `None`, and no page taken, if that has too few.
+    /// Takes pages, from the prefix cache if too few are free. Returns `None`, and takes no page, if both have too few.
     fn take_pages(&mut self, count: u32) -> Option<Vec<u32>> {
         if count > self.free_pages() {
             return None;
@@ -380,18 +380,18 @@ impl Schedule {
         self.pool.give(pages);
     }
 
-    /// The packed pages that were given back since the last call. Their BF16 units are to be released before any of
-    /// them is packed again.
+    /// Returns the packed pages that were returned to the pool since the last call. Their BF16 units must be released
+    /// before any of these pages is packed again.
     pub fn take_freed(&mut self) -> Vec<u32> {
         std::mem::take(&mut self.freed)
     }
 
-    /// How often a sequence was preempted.
+    /// The number of preemptions so far.
     pub fn preempted(&self) -> u64 {
         self.preempted
     }
 
-    /// Ends a sequence and drops its tokens in flight. `false` if there is no such sequence.
+    /// Ends a sequence and drops its tokens in flight. Returns `false` if there is no such sequence.
     pub fn cancel(&mut self, id: SeqId) -> bool {
         if let Some(at) = self.waiting.iter().position(|waiting| waiting.id == id) {
             self.waiting.remove(at);
@@ -417,7 +417,7 @@ impl Schedule {
             self.grow();
         }
         let chunk = self.chunk_is_due();
-        // Enqueueing a chunk may wait for the device: tokens that are ready by then are read first.
+        // Enqueueing a chunk may wait for the device, so tokens that are ready by then are read first.
         let may_launch = self.in_flight.len() < self.limits.ahead as usize;
         let behind = chunk == Some(Place::Behind) && may_launch;
         if behind || chunk.is_some() && self.in_flight.is_empty() {
@@ -433,7 +433,7 @@ impl Schedule {
         if ready && may_launch && !self.wants_drafts() { Next::Launch { changed: false } } else { Next::Read }
     }
 
-    /// Where the next chunk of a prompt may run; `None` if none waits, or if a step is due before it.
+    /// Returns when the next chunk of a prompt may run; `None` if no prompt waits, or if a step is due first.
     fn chunk_is_due(&self) -> Option<Place> {
         let (start, len, behind) = match &self.prefill {
             Some(prefill) => (prefill.start, prefill.running.tokens.len() as u32, 0),
@@ -445,27 +445,27 @@ impl Schedule {
         };
         let backlog = self.backlog(start, len, behind);
         let Range { end, .. } = self.next_cut(start, len, backlog);
-        // Twice what waits above a chunk, so that it shrinks.
+        // Twice the backlog above a chunk, so that the backlog shrinks.
         let budget = backlog.saturating_sub(self.cut.chunk()).saturating_mul(2);
         let budget = budget.max(self.cut.part(4)).min(self.cut.chunk());
         let fits = self.rows.is_empty() || self.spent == 0 || self.spent + time_of(end - start) <= budget;
         fits.then_some(if end == len { Place::Alone } else { Place::Behind })
     }
 
-    /// Prompt tokens that wait, by [`time_of`]: `start..len` of a prompt, and the prompts of waiting sequences from the
-    /// `first` on.
+    /// The prefill time of waiting prompt tokens, by [`time_of`]: `start..len` of a prompt, and the prompts of waiting
+    /// sequences from index `first` on.
     fn backlog(&self, start: u32, len: u32, first: usize) -> u32 {
         let others = self.waiting.iter().skip(first).map(|waiting| time_of(waiting.request.prompt.len() as u32));
         others.fold(time_of(len - start), u32::saturating_add)
     }
 
-    /// The next tokens to run of a prompt of `len` tokens, of which `start..` is left.
+    /// Returns the next tokens to run of a prompt of `len` tokens, of which `start..` are left.
     fn next_cut(&self, start: u32, len: u32, backlog: u32) -> Range<u32> {
         let steps_first = !self.rows.is_empty() && backlog.max(len) <= self.cut.chunk();
         if steps_first { start..len.min(start + self.cut.part(4)) } else { self.cut.next(start, len) }
     }
 
-    /// The next tokens to run of the prompt that runs.
+    /// Returns the next tokens to run of the current prompt.
     fn chunk_of(&self, prefill: &Prefill) -> Range<u32> {
         let (start, len) = (prefill.start, prefill.running.tokens.len() as u32);
         self.next_cut(start, len, self.backlog(start, len, 0))
@@ -476,8 +476,8 @@ impl Schedule {
         self.prefixes.pages_of(nodes) * PAGE_TOKENS
     }
 
-    /// The nodes of the prefix cache that the prompt of a sequence begins with, and the number of pages that it takes
-    /// in addition; `None` if there is no row or slot for it, or too few pages. Every running sequence keeps a page to
+    /// Returns the nodes of the cached prefix of a sequence's prompt, and the number of pages that it needs in
+    /// addition. `None` if no row or slot is free, or too few pages. One page is left for every running sequence to
     /// grow.
     fn room_for(&self, waiting: &Waiting) -> Option<(Vec<NodeId>, u32)> {
         let rows = self.rows.len() as u32;
@@ -493,16 +493,16 @@ impl Schedule {
         (need + rows <= self.free_pages() - self.prefixes.idle_of(&shared)).then_some((shared, need))
     }
 
-    /// Pages of a prompt and the first step behind it.
+    /// The number of pages of a prompt and the first step after it.
     fn need(&self, waiting: &Waiting) -> u32 {
-        // Checked when it was added: both together fit the context.
+        // Checked when the request was added: both together fit in the context.
         let prompt = waiting.request.prompt.len() as u32;
         let whole = self.pages_of(prompt + waiting.request.max_new_tokens - waiting.produced);
         step_pages(self.limits.kv_cache, prompt).min(whole)
     }
 
-    /// Gives rows the pages of their next step, and of some more while the device pauses anyway. While too few are
-    /// free, the youngest sequence is preempted.
+    /// Gives rows the pages of their next step, and of some more while the device pauses anyway. Preempts the youngest
+    /// sequence while too few pages are free.
     fn grow(&mut self) {
         let cache = self.limits.kv_cache;
         let lacks = |row: &Running, ahead: u32| row.need(cache, ahead).saturating_sub(row.pages.len() as u32);
@@ -515,7 +515,7 @@ impl Schedule {
         for ahead in [0, TOKENS_AHEAD] {
             for at in 0..self.rows.len() {
                 let count = lacks(&self.rows[at], ahead);
-                // Pages of others stay shared for what is not needed yet.
+                // Pages that are not needed yet are not taken from the prefix cache.
                 let count = if ahead == 0 { count } else { count.min(self.pool.free()) };
                 if let Some(pages) = self.take_pages(count).filter(|pages| !pages.is_empty()) {
                     self.rows[at].pages.extend(pages);
@@ -540,7 +540,7 @@ impl Schedule {
         self.leave(Running { lost: true, ..gone });
     }
 
-    /// Lets go of rows that are finished. The last row takes the place of one that goes.
+    /// Removes rows that have ended or are lost. The last row moves to the index of a removed one.
     fn compact(&mut self) {
         let mut at = 0;
         while at < self.rows.len() {
@@ -554,7 +554,7 @@ impl Schedule {
         }
     }
 
-    /// Takes the pages of a sequence back. A sequence that is lost waits to be computed again.
+    /// Takes back the pages of a sequence. A lost sequence waits to be computed again.
     fn leave(&mut self, mut gone: Running) {
         self.ended += 1;
         let own = gone.pages.split_off(self.prefixes.pages_of(&gone.shared) as usize);
@@ -572,7 +572,7 @@ impl Schedule {
         }
     }
 
-    /// Evicts what no sequence reads, with its BF16 units; whether there was something.
+    /// Evicts all nodes that no sequence reads, with their BF16 units. Returns whether there were any.
     pub fn drop_idle(&mut self) -> bool {
         let evicted = self.prefixes.evict(self.prefixes.idle_pages());
         let any = !evicted.is_empty();
@@ -580,15 +580,15 @@ impl Schedule {
         any
     }
 
-    /// Takes the next sequence that waits, if [`Schedule::due`] returned [`Next::Prefill`] and no prompt runs. It may
-    /// free pages ([`Schedule::take_freed`]).
+    /// Starts the prefill of the next waiting sequence, if [`Schedule::due`] returned [`Next::Prefill`] and no prompt
+    /// runs. It may free pages ([`Schedule::take_freed`]).
     pub fn begin_prefill(&mut self) {
         if self.prefill.is_none() {
             self.begin();
         }
     }
 
-    /// The next chunk of the prompt that runs.
+    /// The next chunk of the current prompt.
     pub fn next_chunk(&self) -> Option<Chunk<'_>> {
         let prefill = self.prefill.as_ref()?;
         let Range { start, end } = self.chunk_of(prefill);
@@ -604,10 +604,10 @@ impl Schedule {
 
     fn begin(&mut self) -> Option<()> {
         let (shared, need) = self.room_for(self.waiting.front()?)?;
-        // Held before pages are taken, which may evict what no sequence reads.
+        // Held before pages are taken, because that may evict nodes that no sequence reads.
         self.prefixes.hold(&shared);
         let own = self.take_pages(need)?;
-        // As many as there are rows, of which one is free.
+        // There are as many hot pages as rows, and a row is free.
         let hot = self.hot.take(1)?.pop()?;
         let is_adjusted = self.waiting.front().is_some_and(Waiting::is_adjusted);
         let slot = if is_adjusted { self.slots.take(1)?.pop() } else { None };
@@ -645,7 +645,7 @@ impl Schedule {
         if let Some(mut prefill) = self.prefill.take() {
             prefill.shared_units |= !self.rows.is_empty();
             let Range { start, end } = self.chunk_of(&prefill);
-            // Nothing waits while no sequence has a row.
+            // Without rows, no sequence waits for the chunk.
             self.spent = if self.rows.is_empty() { 0 } else { self.spent + time_of(end - start) };
             let Running { drafter, tokens, .. } = &mut prefill.running;
             if let Some(drafter) = drafter {
@@ -660,11 +660,11 @@ impl Schedule {
         self.prefill.is_some()
     }
 
-    /// Records the first token of the sequence whose prompt has run.
+    /// Records the first token of the sequence whose prefill is complete.
     pub fn begun(&mut self, token: u32) -> Option<Event> {
         let Prefill { mut running, .. } = self.prefill.take()?;
         if self.limits.shares_prefixes {
-            // Before its first token is noted.
+            // Before the first token is appended to the tokens.
             self.prefixes.insert(&mut running.shared, &running.tokens, &running.pages);
         }
         let event = running.note(token);
@@ -673,11 +673,11 @@ impl Schedule {
         Some(event)
     }
 
-    /// Preempts the sequence whose prompt has run, because a page was lost. If nothing else holds units, it ends
-    /// instead.
+    /// Preempts the sequence whose prefill is complete, because a page was lost. If nothing else holds BF16 units, ends
+    /// it instead.
     pub fn lost(&mut self) -> Option<Event> {
         let Prefill { mut running, shared_units, .. } = self.prefill.take()?;
-        // The choice of its token has overwritten the first row.
+        // Sampling of its token has overwritten the first row.
         self.changed = true;
         let dropped = self.drop_idle();
         let (id, alone) = (running.id, !shared_units && !dropped);
@@ -699,15 +699,15 @@ impl Schedule {
         }
     }
 
-    /// Rows of the next step, or of those in flight: one per sequence, and one per token of its draft.
+    /// The number of rows of the next step, or of those in flight: one per sequence and one per drafted token.
     pub fn step_rows(&self) -> u32 {
         self.rows.iter().map(Running::step_rows).sum()
     }
 
     /// Records the tokens of the oldest step in flight, one per row of the step, and appends their events to `events`:
-    /// the tokens of a draft that is right, and the one behind. `lost` has a word per row that is not 0 if a page that
-    /// the step filled is lost; empty: none is. The token of that step is right, those of later steps in flight are
-    /// not.
+    /// the accepted tokens of a draft, and the token after them. `lost` has a word per row, which is not 0 if a page
+    /// that the step filled is lost; if `lost` is empty, none is. The token of that step is right, those of later steps
+    /// in flight are not.
     pub fn read(&mut self, tokens: &[u32], lost: &[u32], events: &mut Vec<Event>) {
         debug_assert!(!self.in_flight.is_empty() && tokens.len() as u32 == self.step_rows());
         let alone = self.in_flight.pop_front().unwrap_or_default();
@@ -719,7 +719,7 @@ impl Schedule {
             let draft = std::mem::take(&mut running.draft);
             let (at, own) = (first, first..first + 1 + draft.len());
             first = own.end;
-            // A sequence that had ended already ran along.
+            // A sequence that had already ended was still part of the step.
             if running.done || running.lost {
                 continue;
             }
@@ -732,13 +732,13 @@ impl Schedule {
                 self.draft_counts.accepted += 1;
             }
             if !draft.is_empty() {
-                // Nothing of it is in flight.
+                // No token of the sequence is in flight.
                 running.launched = running.produced;
             }
-            // A step that fills a page of a sequence verifies no draft of it in a packed cache.
+            // In a packed cache, a step that fills a page of a sequence verifies no draft of that sequence.
             if !running.done && lost.get(at).is_some_and(|flag| *flag != 0) {
                 if alone {
-                    // Nothing else holds units: computing it again would end here again.
+                    // Nothing else holds units: computing the sequence again would end here, too.
                     running.done = true;
                     events.last_mut().into_iter().for_each(|event| event.finish = Some(Finish::CacheFull));
                 } else {
@@ -765,7 +765,7 @@ impl Schedule {
     /// token of earlier steps must have been read.
     pub fn masks(&mut self) -> Vec<u32> {
         let vocab = self.limits.vocab;
-        // Each may take a millisecond.
+        // Each mask may take a millisecond.
         self.rows.par_iter_mut().flat_map_iter(|running| running.mask(vocab)).collect()
     }
 

@@ -1,7 +1,8 @@
-//! Which tensor has which role: every weight of a model by name, with the shape that its configuration asks for.
+//! Binds tensors to roles: every weight of a model by name, with the shape that its configuration requires.
 //!
-//! Names are those of Hugging Face checkpoints, matched whole. Names of other conventions are not bound by likeness:
-//! the original Llama files, for one, hold queries and keys in another order of rows for another kind of rotation.
+//! Names are those of Hugging Face checkpoints, and must match exactly. Similar names of other conventions are not
+//! bound: the original Llama files, for example, have queries and keys in another order of rows, for another kind of
+//! rotation.
 
 use std::collections::BTreeMap;
 
@@ -17,62 +18,62 @@ use crate::config::{Family, ModelConfig, QkNorm};
 pub struct TensorHeader<'a> {
     /// The name of the tensor.
     pub name: &'a str,
-    /// Element type.
+    /// The element type.
     pub dtype: Dtype,
-    /// Shape, rows first.
+    /// The shape, rows first.
     pub shape: &'a [usize],
 }
 
 impl<'a> From<&'a TensorInfo> for TensorHeader<'a> {
-    /// Of a safetensors file.
+    /// The header of a tensor of a safetensors file.
     fn from(tensor: &'a TensorInfo) -> Self {
         Self { name: &tensor.name, dtype: tensor.dtype, shape: &tensor.shape }
     }
 }
 
 impl<'a> From<&'a TensorEntry> for TensorHeader<'a> {
-    /// Of a bundle.
+    /// The header of a tensor of a bundle.
     fn from(tensor: &'a TensorEntry) -> Self {
         Self { name: &tensor.name, dtype: tensor.dtype, shape: &tensor.shape }
     }
 }
 
-/// Names of a model's weights by role. All are BF16; a linear's weight is `[outputs, inputs]`.
+/// The names of a model's weights by role. All are BF16; the weight of a linear layer is `[outputs, inputs]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ModelWeights {
     /// Token embedding `[vocab, hidden]`.
     pub embed: String,
-    /// The layers, in the order they run.
+    /// The layers, in the order in which they run.
     pub layers: Vec<LayerWeights>,
     /// Norm before the head `[hidden]`.
     pub final_norm: String,
-    /// Head `[vocab, hidden]`. Of a tied model the same name as [`ModelWeights::embed`].
+    /// Head `[vocab, hidden]`; the same name as [`ModelWeights::embed`] if a tied model has one table only.
     pub lm_head: String,
 }
 
-/// Names of a layer's weights by role.
+/// The names of a layer's weights by role.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LayerWeights {
-    /// Norm of what the attention reads `[hidden]`.
+    /// Norm of what attention reads `[hidden]`.
     pub input_norm: Option<String>,
-    /// Queries `[heads * head_dim, hidden]`. If queries, keys and values are one tensor, one below the other, all three
-    /// have its name.
+    /// Queries `[heads * head_dim, hidden]`. If queries, keys and values are one tensor, concatenated by rows, all
+    /// three have its name.
     pub q: String,
     /// Keys `[kv_heads * head_dim, hidden]`.
     pub k: String,
     /// Values `[kv_heads * head_dim, hidden]`.
     pub v: String,
-    /// Output of the attention `[hidden, heads * head_dim]`.
+    /// Output projection of attention `[hidden, heads * head_dim]`.
     pub o: String,
-    /// Norm of what the attention adds to the residual stream `[hidden]`.
+    /// Norm of what attention adds to the residual stream `[hidden]`.
     pub attention_norm: Option<String>,
     /// Norm of what the MLP reads `[hidden]`.
     pub post_norm: Option<String>,
     /// Norm of what the MLP adds to the residual stream `[hidden]`.
     pub mlp_norm: Option<String>,
-    /// The MLP, or experts in its place.
+    /// The MLP, or the experts that replace it.
     pub mlp: MlpWeights,
     /// Bias of the queries `[heads * head_dim]`.
     pub q_bias: Option<String>,
@@ -82,17 +83,17 @@ pub struct LayerWeights {
     pub v_bias: Option<String>,
     /// Norm of the queries: of each head `[head_dim]`, or of all together `[heads * head_dim]`.
     pub q_norm: Option<String>,
-    /// Norm of the keys, the same.
+    /// Norm of the keys: of each head `[head_dim]`, or of all together `[kv_heads * head_dim]`.
     pub k_norm: Option<String>,
 }
 
-/// Names of what stands behind a layer's second norm.
+/// The names of the weights after a layer's second norm.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MlpWeights {
-    /// A gated MLP that every token passes.
+    /// A gated MLP that processes every token.
     Dense(GatedWeights),
-    /// Experts, of which a router chooses.
+    /// Experts, and the router that chooses among them.
     Mixture {
         /// The router `[experts, hidden]`.
         router: String,
@@ -101,10 +102,10 @@ pub enum MlpWeights {
     },
 }
 
-/// Names of a gated MLP's weights.
+/// The names of a gated MLP's weights.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GatedWeights {
-    /// Gate `[intermediate, hidden]`. If gate and up are one tensor, one below the other, both have its name.
+    /// Gate `[intermediate, hidden]`. If gate and up are one tensor, concatenated by rows, both have its name.
     pub gate: String,
     /// Up `[intermediate, hidden]`.
     pub up: String,
@@ -112,14 +113,14 @@ pub struct GatedWeights {
     pub down: String,
 }
 
-/// Names of the weights of experts, in either way that checkpoints hold them.
+/// The names of the weights of experts, in either layout of checkpoints.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ExpertWeights {
-    /// Three tensors for each.
+    /// Three tensors per expert.
     Each(Vec<GatedWeights>),
-    /// Two of all.
+    /// Two tensors for all experts.
     Stacked {
-        /// Gate and up of each, one below the other `[experts, 2 * intermediate, hidden]`.
+        /// Gate and up of each expert, concatenated by rows `[experts, 2 * intermediate, hidden]`.
         gate_up: String,
         /// Down `[experts, hidden, intermediate]`.
         down: String,
@@ -136,31 +137,31 @@ impl MlpWeights {
     }
 }
 
-/// Why the tensors are not those of the configuration.
+/// The reason why the tensors do not match the configuration.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BindError {
-    /// A weight that the configuration asks for is not there.
+    /// A weight that the configuration requires is missing.
     #[error("no tensor '{name}' {shape:?}, which a {family} of this configuration has; fetch the missing files")]
     Missing {
         /// The tensor.
         name: String,
-        /// Its shape, by the configuration.
+        /// Its shape according to the configuration.
         shape: Vec<usize>,
         /// The family.
         family: Family,
     },
-    /// Another shape than the configuration says.
+    /// A tensor has another shape than the configuration requires.
     #[error("tensor '{name}' is {got:?}, by config.json it is {expected:?}; weights and config.json are of two models")]
     Shape {
         /// The tensor.
         name: String,
         /// Its shape.
         got: Vec<usize>,
-        /// Its shape, by the configuration.
+        /// Its shape according to the configuration.
         expected: Vec<usize>,
     },
-    /// Not BF16.
+    /// A tensor is not BF16.
     #[error("tensor '{name}' is {got}, weights must be BF16; take the model in BF16")]
     Dtype {
         /// The tensor.
@@ -168,21 +169,21 @@ pub enum BindError {
         /// Its type.
         got: Dtype,
     },
-    /// Two tensors of one name.
+    /// Two tensors have the same name.
     #[error("tensor '{name}' is there twice; remove one of the files that hold it")]
     Twice {
         /// The tensor.
         name: String,
     },
-    /// Tensors that the model would not use: it would not be the model that these weights were made for.
+    /// The model would not use some tensors, so the weights were made for another model.
     #[error(
         "{count} tensors that a {family} of this configuration does not have, first '{first}'; config.json is of \
          another model, or leaves out what these are for"
     )]
     LeftOver {
-        /// How many.
+        /// The number of these tensors.
         count: usize,
-        /// The first by name.
+        /// The first of their names in order.
         first: String,
         /// The family.
         family: Family,
@@ -205,12 +206,12 @@ impl BindError {
 /// Finds the weights of a model among its tensors: every role has one tensor, of the right shape and type, and no
 /// tensor is left over.
 ///
-/// Names begin with `model.`, or without it if the checkpoint is of the model without its head. A tied model's head is
-/// its embedding, unless it brings a head of its own. Frequencies of the rotary embedding, which old checkpoints hold,
-/// are passed over, and so is what encodes the images of a model of text and images.
+/// Names start with `model.`, or without it if the checkpoint is of the model without its head. The head of a tied
+/// model is its embedding, unless the checkpoint has a separate head. Frequencies of the rotary embedding, which old
+/// checkpoints contain, are ignored, and so is the image encoder of a model of text and images.
 ///
 /// # Errors
-/// A tensor is missing, there twice, of another shape or type, or left over.
+/// [`BindError`] if a tensor is missing, duplicated or unused, or has another shape or type.
 pub fn bind<'a>(
     config: &ModelConfig,
     tensors: impl IntoIterator<Item = TensorHeader<'a>>,
@@ -236,7 +237,7 @@ pub fn bind<'a>(
     let [vocab, hidden] = [config.vocab, config.hidden];
     let before_head = if prefix == WRAPPED[0] { "language_model." } else { "" };
     let (embed, head) = (format!("{prefix}embed_tokens.weight"), format!("{before_head}lm_head.weight"));
-    // A tied model may have either, or both: then they need not be equal, and transformers keeps both.
+    // A tied model may have either, or both. They need not be equal, and transformers keeps both.
     let (has_embed, has_head) = (binder.has(&embed), binder.has(&head));
     let (embed, lm_head) = match (config.tied, has_embed, has_head) {
         (true, false, true) => (head.clone(), head),
@@ -256,7 +257,7 @@ pub fn bind<'a>(
 }
 
 impl ModelWeights {
-    /// The names that [`bind`] would look for, where no tensors are at hand.
+    /// The names that [`bind`] looks for, without any tensors.
     pub fn named(config: &ModelConfig) -> Self {
         let layer = |layer: u32| layer_names(config, &format!("model.layers.{layer}."), Stacks::Apart);
         let embed = "model.embed_tokens.weight".to_owned();
@@ -267,31 +268,31 @@ impl ModelWeights {
 
     /// The weights of a bundle, as [`bind`] finds them.
     ///
-    /// Of the files that [`Bundle::is_of_model`] names: some models bring the same weights once more.
+    /// Uses only the files that [`Bundle::is_of_model`] accepts: some models contain the same weights once more.
     ///
     /// # Errors
-    /// As [`bind`].
+    /// As for [`bind`].
     pub fn of_bundle(config: &ModelConfig, bundle: &Bundle) -> Result<Self, BindError> {
         let tensors = bundle.tensors().filter(|tensor| bundle.is_of_model(tensor.file()));
         bind(config, tensors.map(|tensor| tensor.entry().into()))
     }
 }
 
-/// What the names of the text model begin with in a model of text and images, by transformers 4 and 5.
+/// The prefixes of the text model's names in a model of text and images, in transformers 4 and 5.
 const WRAPPED: [&str; 2] = ["language_model.model.", "model.language_model."];
-/// What the names of the rest begin with, behind `model.` or without it.
+/// The prefixes of the other names, with or without `model.` in front.
 const IMAGES: [&str; 2] = ["vision_tower.", "multi_modal_projector."];
 
-/// How a checkpoint holds experts.
+/// The layout of experts in a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stacks {
-    /// Tensors of each.
+    /// Separate tensors for each expert.
     Apart,
-    /// Tensors of all, as transformers 5 holds them in memory.
+    /// Tensors of all experts, as transformers 5 holds them in memory.
     Stacked,
 }
 
-/// The names of a layer's weights, which begin so.
+/// The names of a layer's weights, which start with `prefix`.
 fn layer_names(config: &ModelConfig, prefix: &str, stacks: Stacks) -> LayerWeights {
     let features = config.family.features();
     let name = |name: &str| format!("{prefix}{name}");
@@ -342,13 +343,13 @@ fn mlp_names(config: &ModelConfig, prefix: &str, stacks: Stacks) -> MlpWeights {
     MlpWeights::Mixture { router: format!("{prefix}{block}gate.weight"), experts }
 }
 
-/// The names of a gated MLP that begin so.
+/// The names of a gated MLP's weights, which start with `prefix`.
 fn gated(prefix: String, [gate, up, down]: [&str; 3]) -> GatedWeights {
     let name = |name: &str| format!("{prefix}{name}.weight");
     GatedWeights { gate: name(gate), up: name(up), down: name(down) }
 }
 
-/// What was not used yet.
+/// The tensors that are not used yet.
 struct Binder<'a> {
     family: Family,
     left: BTreeMap<&'a str, TensorHeader<'a>>,
@@ -378,7 +379,7 @@ impl Binder<'_> {
         Ok(())
     }
 
-    /// Weights of these rows, each a tensor of its own, or all one tensor if they have one name.
+    /// Checks weights with these rows: separate tensors, or one tensor if all have the same name.
     fn check_rows<const N: usize>(
         &mut self,
         names: [&str; N],
@@ -398,7 +399,7 @@ impl Binder<'_> {
         self.check(&names.down, &[hidden, intermediate])
     }
 
-    /// A gated MLP, or router and experts: stacks, or tensors of each, as checkpoints do.
+    /// Checks a gated MLP, or a router with experts, stacked or separate.
     fn mlp(&mut self, config: &ModelConfig, names: &MlpWeights) -> Result<(), BindError> {
         let (hidden, intermediate) = (config.hidden, config.intermediate);
         let experts = config.mixture.map_or(0, |mixture| mixture.experts);
@@ -419,7 +420,7 @@ impl Binder<'_> {
 
     fn layer(&mut self, config: &ModelConfig, prefix: &str) -> Result<LayerWeights, BindError> {
         let (hidden, head_dim) = (config.hidden, config.head_dim);
-        // Both products are at most 2^24: the configuration was checked.
+        // Both products are at most 2^24, because the configuration was checked.
         let (q, kv) = (config.heads * head_dim, config.kv_heads * head_dim);
         let stacked = self.has(&format!("{prefix}mlp.experts.gate_up_proj"));
         let names = layer_names(config, prefix, if stacked { Stacks::Stacked } else { Stacks::Apart });
@@ -455,7 +456,7 @@ mod tests {
         ModelConfig::parse(&json, None).unwrap()
     }
 
-    /// What a checkpoint of this configuration holds.
+    /// The tensors of a checkpoint with this configuration.
     fn listing(config: &ModelConfig) -> Listing {
         let mut all: Vec<(String, Vec<usize>)> =
             vec![("model.embed_tokens.weight".into(), vec![96, 32]), ("model.norm.weight".into(), vec![32])];
@@ -519,7 +520,7 @@ mod tests {
         }
     }
 
-    /// The names of a checkpoint's tensors, of layer 1 those that differ from Llama's.
+    /// The tensor names of each family, compared with Llama's in layer 1.
     #[test]
     fn tensors_of_each_family() {
         let of = |family: &str, more: &str| {
@@ -604,7 +605,7 @@ mod tests {
         assert_eq!(differ("gemma3_text", untied), pair(&format!("{norms} self_attn.k_norm self_attn.q_norm"), ""));
     }
 
-    /// Whatever single tensor is taken away, renamed, or of another shape or type: it is named.
+    /// The error names any single tensor that is missing, renamed, duplicated, or has another shape or type.
     #[test]
     fn each_fault_of_each_tensor_is_named() {
         for family in ["llama", "qwen2", "qwen3"] {
@@ -617,8 +618,7 @@ mod tests {
                     change(&mut listing);
                     bound(&config, &listing).unwrap_err()
                 };
-                // Without any layer of the prefix the names are others; the listing is long enough for that not to
-                // happen.
+                // Without any layer, names would have no prefix; the listing is long enough to prevent that.
                 let missing = with(&|listing| drop(listing.remove(i)));
                 assert!(matches!(&missing, BindError::Missing { name: n, .. } if *n == name), "{missing}");
                 let shape = with(&|listing| listing[i].2[0] += 1);

@@ -1,4 +1,4 @@
-//! How much device memory a model takes: its weights, and the keys and values of a token.
+//! The device memory of a model: its weights, and the keys and values of a token.
 
 use unweight_format::{Placement, raw::layout};
 
@@ -18,7 +18,7 @@ impl ModelConfig {
         [[self.qkv_rows(), self.hidden], [self.hidden, q], [gate_up, self.hidden], [down, self.intermediate]]
     }
 
-    /// Bytes of one expert of a mixture, which is packed unless the placement is BF16; 0 where there are none.
+    /// Bytes of one expert of a mixture, which is packed unless the placement is BF16; 0 for dense models.
     pub fn expert_bytes(&self, placement: Placement) -> u64 {
         let linear = |[outputs, inputs]: [u32; 2]| match placement {
             Placement::Bf16 => u64::from(outputs) * u64::from(inputs) * BF16_BYTES,
@@ -28,7 +28,7 @@ impl ModelConfig {
         self.mixture.map_or(0, |_| one.map(linear).iter().sum())
     }
 
-    /// Weights of the model, each counted once: of a tied one the head is the embedding (saturating).
+    /// The number of weights of the model, each counted once: the head of a tied model is its embedding (saturating).
     pub fn parameters(&self) -> u64 {
         let linears = self.linears().map(|[outputs, inputs]| u64::from(outputs) * u64::from(inputs));
         let layer = linears.iter().sum::<u64>() + self.vectors();
@@ -51,9 +51,9 @@ impl ModelConfig {
         norms * u64::from(self.hidden) + u64::from(bias) + u64::from(qk_norm) + router
     }
 
-    /// Bytes of all weights on a device (saturating). Norms and biases stay BF16; of a tied model the head is the
-    /// embedding, too. Packed weights are counted without the 4 bytes that each escape takes, compact ones at the size
-    /// of trained weights, and MLPs that stay as they are stored as packed: only the weights tell.
+    /// Bytes of all weights on a device (saturating). Norms and biases stay BF16; the head of a tied model is its
+    /// embedding. Packed weights are counted without the 4 bytes of each escape, compact ones at the size of trained
+    /// weights, and stored MLPs as packed, because their exact sizes depend on the weights.
     pub fn weight_bytes(&self, placement: Placement) -> u64 {
         let of = |placement, [outputs, inputs]: [u32; 2]| match placement {
             Placement::Bf16 => u64::from(outputs) * u64::from(inputs) * BF16_BYTES,
@@ -74,7 +74,7 @@ impl ModelConfig {
         2 * u64::from(self.layers) * u64::from(self.kv_heads) * u64::from(self.head_dim) * BF16_BYTES
     }
 
-    /// Tokens whose keys and values fit in so many bytes, in whole pages of `page_tokens` (0: as 1).
+    /// The number of tokens whose keys and values fit in `budget_bytes`, in whole pages of `page_tokens` (0: 1).
     ///
     /// ```
     /// # use unweight_model::Geometry;
@@ -94,7 +94,7 @@ fn packed_bytes(rows: u32, cols: u32) -> u64 {
     tiles_bytes(rows, cols) + layout::PACKED_WINDOW_BYTES as u64
 }
 
-/// Without the window.
+/// Bytes of a packed matrix without escapes and without the window.
 fn tiles_bytes(rows: u32, cols: u32) -> u64 {
     let tiles = |extent: u32| u64::from(extent).div_ceil(layout::TILE as u64);
     let tile_bytes = layout::PACKED_TILE_BYTES + layout::ROW_BLOCKS * size_of::<u32>();
@@ -102,15 +102,15 @@ fn tiles_bytes(rows: u32, cols: u32) -> u64 {
 }
 
 /// Bytes of a compact matrix of trained weights in device memory (`docs/format.md` A.11), with the heads of its packed
-/// encoding; packed where it has no whole tiles.
+/// encoding; those of a packed matrix if it does not consist of whole tiles.
 fn compact_bytes(rows: u32, cols: u32) -> u64 {
     if !rows.is_multiple_of(layout::TILE as u32) || !cols.is_multiple_of(layout::TILE as u32) {
         return packed_bytes(rows, cols);
     }
-    // 10.9 bits in thousandths of a byte: N(0, 0.02^2) has 10.83, embeddings 10.9 (docs/adr/0013).
+    // 10.9 bits in thousandths of a byte: weights of N(0, 0.02^2) take 10.83, embeddings 10.9 (docs/adr/0013).
     let elements = u64::from(rows) * u64::from(cols);
     let heads = elements / (layout::TILE * layout::TILE) as u64 * (layout::ROW_BLOCKS * size_of::<u32>()) as u64;
-    // Below 2^50 elements: the configuration's sizes are at most 2^24 and a few of them.
+    // Below 2^50 elements: sizes of the configuration are at most 2^24, and rows are at most a few of these.
     elements.saturating_mul(1363) / 1000 + heads
 }
 
@@ -138,7 +138,7 @@ mod tests {
     fn expert_bytes_of_dense_models_and_mixtures() {
         let (mixtral, dense) = (config("mixtral-8x7b"), config("llama-3.1-8b"));
         assert_eq!(dense.expert_bytes(Placement::Packed), 0);
-        // 12 bits, and 16 bytes a tile of 4096 weights.
+        // 12 bits per weight, and 16 bytes per tile of 4096 weights.
         let weights = 3 * 14_336 * 4096u64;
         assert_eq!(mixtral.expert_bytes(Placement::Packed), weights * 3 / 2 + weights / 256);
         assert_eq!(mixtral.expert_bytes(Placement::Bf16), weights * 2);
@@ -156,11 +156,12 @@ mod tests {
         }
         let config = config("llama-3.1-8b");
         let linear = 4096 * (6144 + 4096 + 28_672) + 14_336 * 4096;
-        // 12 bits, and 16 bytes a tile of 4096 weights; a window of 16 bytes for each of 4 * 32 + 2 matrices.
+        // 12 bits per weight, and 16 bytes per tile of 4096 weights; a window of 16 bytes for each of 4 * 32 + 2
+        // matrices.
         let packed = |weights: u64| weights * 3 / 2 + weights / 256;
         let expected = packed(32 * linear + 2 * 128_256 * 4096) + 130 * 16 + 2 * 65 * 4096;
         assert_eq!(config.weight_bytes(Placement::Packed), expected);
-        // 10.9 bits and 16 bytes a tile; the embedding is packed.
+        // 10.9 bits per weight, and 16 bytes per tile; the embedding is packed.
         let compact = |weights: u64| weights * 1363 / 1000 + weights / 256;
         let table = 128_256 * 4096;
         let expected = 32 * [6144, 4096, 28_672, 14_336].map(|rows| compact(rows * 4096)).iter().sum::<u64>();
@@ -168,10 +169,10 @@ mod tests {
         assert_eq!(config.weight_bytes(Placement::Compact), expected);
     }
 
-    /// The sum is that of a tensor that was packed.
+    /// The formula results in the size of a tensor that was packed.
     #[test]
     fn packed_size_matches_the_formula() {
-        // Exponents of one window: no escapes.
+        // All exponents are in one window, so there are no escapes.
         let bytes: Vec<u8> = (0..128 * 192u32).flat_map(|i| (0x3c00 + (i * 37 % 512) as u16).to_le_bytes()).collect();
         let matrix = Matrix::new(&bytes, 128, 192).unwrap();
         let packed = packed::pack(matrix, &Histogram::of(&bytes)).unwrap();

@@ -1,10 +1,10 @@
-//! Configurations of well-known models by name, for benchmarks and estimates that need shapes and no weights.
+//! Configurations of well-known models by name, for benchmarks and estimates that need shapes but no weights.
 
 use unweight_format::UnknownName;
 
 use crate::config::ModelConfig;
 
-/// A published model's configuration.
+/// The configuration of a published model.
 ///
 /// ```
 /// use unweight_model::Geometry;
@@ -15,12 +15,12 @@ use crate::config::ModelConfig;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Geometry {
     name: &'static str,
-    /// The keys of its `config.json` that say what it computes.
+    /// The keys of its `config.json` that determine what the model computes.
     json: &'static str,
 }
 
 impl Geometry {
-    /// Every known one.
+    /// All known models.
     pub const ALL: &[Self] = &[
         Self {
             name: "llama-3.2-1b",
@@ -89,7 +89,7 @@ impl Geometry {
         },
     ];
 
-    /// The model of a name.
+    /// Returns the model with a name.
     ///
     /// # Errors
     /// [`UnknownName`] for an unknown name; it lists the known names.
@@ -101,12 +101,12 @@ impl Geometry {
         })
     }
 
-    /// Name of the model.
+    /// The name of the model.
     pub fn name(self) -> &'static str {
         self.name
     }
 
-    /// Configuration of the model.
+    /// The configuration of the model.
     pub fn config(self) -> ModelConfig {
         ModelConfig::parse(self.json, None).expect("a test parses every one")
     }
@@ -116,7 +116,7 @@ impl Geometry {
 mod tests {
     use super::*;
 
-    /// The numbers of parameters that their makers publish with the weights.
+    /// The numbers of parameters that publishers state with the weights.
     #[test]
     fn parameter_counts_match_published_numbers() {
         let published = [

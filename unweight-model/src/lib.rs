@@ -1,12 +1,12 @@
-//! What a language model is, apart from how it is run: its configuration, and which tensor has which role.
+//! Describes language models, apart from how they are run: their configuration, and the role of each tensor.
 //!
 //! ```text
 //! config.json, generation_config.json --parse--> ModelConfig --+--> Rope::table    cos and sin, as transformers does
 //! names, dtypes, shapes of all tensors ----------- bind -------+--> ModelWeights   a tensor's name for every role
 //!                                                              +--> Reference      logits in f32, slow and obvious
 //! ```
-//! This crate knows no device and links nothing. It supports the families of [`Family`], with the defaults that
-//! transformers has; what else a configuration asks for is an error that names file and key.
+//! This crate needs no device and links no native library. It supports the families of [`Family`], with the defaults of
+//! transformers. Anything else that a configuration requests is an error that names file and key.
 //!
 //! ```
 //! use unweight_model::{Family, ModelConfig};

@@ -1,8 +1,8 @@
-//! The forward pass of a model in f32, slow and obvious: what every faster one is held against.
+//! The forward pass of a model in f32, slow and simple: the reference for every faster one.
 //!
-//! Weights are widened from BF16; everything between is f32, and sums are f64, rounded once. No cache of keys and
-//! values, no batch: a list of tokens gives the logits of every position, and each position sees those before it. A
-//! layer's weights are read when it runs, so the largest tensor and not the model has to fit in memory.
+//! Weights are widened from BF16. Everything between is f32; sums are f64, rounded once. There is no KV cache and no
+//! batch: the result is the logits of every position of a list of tokens, and each position attends to those before it.
+//! A layer's weights are read when it runs, so the largest tensor must fit in memory, but not the model.
 
 use std::{error::Error, f32::consts::PI};
 
@@ -15,23 +15,23 @@ use crate::{
     rope::RopePairs,
 };
 
-/// Why a tensor could not be had.
+/// The reason why a tensor could not be read.
 type Cause = Box<dyn Error + Send + Sync>;
 
-/// Why the reference cannot compute logits.
+/// The reason why the reference cannot compute logits.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReferenceError {
-    /// A token that the model does not have.
+    /// A token is outside the vocabulary.
     #[error(
         "token {token} at position {position} is not below the vocabulary's {vocab}; take the tokenizer of this model"
     )]
     Token {
-        /// Where it stands.
+        /// The position of the token.
         position: usize,
         /// The token.
         token: u32,
-        /// Tokens of the model.
+        /// The vocabulary size of the model.
         vocab: u32,
     },
     /// A tensor could not be read.
@@ -39,17 +39,17 @@ pub enum ReferenceError {
     Tensor {
         /// The tensor.
         name: String,
-        /// Why.
+        /// The cause.
         source: Cause,
     },
-    /// A tensor of another size than the configuration says.
+    /// A tensor has another number of elements than the configuration requires.
     #[error("tensor '{name}' has {got} elements, by the configuration it has {expected}; bind the weights to it first")]
     Elements {
         /// The tensor.
         name: String,
-        /// Elements it has.
+        /// The number of elements of the tensor.
         got: usize,
-        /// Elements it should have.
+        /// The number of elements that the configuration requires.
         expected: usize,
     },
 }
@@ -65,21 +65,21 @@ impl ReferenceError {
     }
 }
 
-/// The values of a bundle's tensors: BF16, widened.
+/// Returns a function that reads the values of a bundle's tensors, widened from BF16.
 ///
 /// # Errors
-/// Of the returned function: the bundle does not have the tensor, or it is damaged.
+/// The returned function fails if the bundle does not contain the tensor, or if it is damaged.
 pub fn bundle_values(bundle: &Bundle) -> impl Fn(&str) -> Result<Vec<f32>, BundleError> {
     move |name| Ok(widen_bf16(&bundle.tensor(name)?.decode()?))
 }
 
-/// BF16 as little-endian bytes to f32.
+/// Widens BF16 values, as little-endian bytes, to f32.
 pub fn widen_bf16(bytes: &[u8]) -> Vec<f32> {
     let (pairs, _) = bytes.as_chunks();
     pairs.iter().map(|&pair| f32::from_bits(u32::from(u16::from_le_bytes(pair)) << 16)).collect()
 }
 
-/// A model to be computed with, its weights given by a function of their names.
+/// A model to compute with. A function returns its weights by their names.
 ///
 /// ```
 /// # use unweight_format::{bundle::{self, Bundle, CompressOptions, Silent}, testing::demo_model::{self, DemoOptions}};
@@ -107,8 +107,8 @@ where
     F: Fn(&str) -> Result<Vec<f32>, E>,
     E: Into<Cause>,
 {
-    /// A reference on weights that were bound to this configuration; `values` gives the row-major values of a tensor by
-    /// its name.
+    /// A reference on weights that were bound to this configuration; `values` returns the row-major values of a tensor
+    /// by its name.
     pub fn new(config: &'a ModelConfig, weights: &'a ModelWeights, values: F) -> Self {
         Self { config, weights, values }
     }
@@ -116,7 +116,7 @@ where
     /// The logits of every position, `[tokens, vocab]`.
     ///
     /// # Errors
-    /// A token is out of the vocabulary, or a tensor cannot be read or has another size.
+    /// [`ReferenceError`] if a token is outside the vocabulary, or if a tensor cannot be read or has another size.
     pub fn logits(&self, tokens: &[u32]) -> Result<Vec<f32>, ReferenceError> {
         let stream = self.residual_stream(tokens, |_, _| ())?;
         let normed = self.norm(&stream, &self.weights.final_norm, self.config.hidden)?;
@@ -126,11 +126,11 @@ where
         Ok(logits)
     }
 
-    /// The residual stream behind the last layer, `[tokens, hidden]`; `each` sees it behind every layer, with the
-    /// layer's number.
+    /// The residual stream after the last layer, `[tokens, hidden]`. `each` receives the stream after every layer, with
+    /// the index of the layer.
     ///
     /// # Errors
-    /// As [`Reference::logits`].
+    /// As for [`Reference::logits`].
     pub fn residual_stream(
         &self,
         tokens: &[u32],
@@ -161,12 +161,12 @@ where
         Ok(stream)
     }
 
-    /// Rows of the residual stream, normed if there is a norm.
+    /// Norms rows of the residual stream, if there is a norm.
     fn normed(&self, x: &[f32], weight: Option<&str>) -> Result<Vec<f32>, ReferenceError> {
         weight.map_or_else(|| Ok(x.to_vec()), |weight| self.norm(x, weight, self.config.hidden))
     }
 
-    /// Adds to the residual stream, normed first if there is a norm.
+    /// Adds rows to the residual stream, normed first if there is a norm.
     fn add(&self, stream: &mut [f32], mut what: Vec<f32>, weight: Option<&str>) -> Result<(), ReferenceError> {
         what = self.normed(&what, weight)?;
         scale(&mut what, self.config.factors.residual);
@@ -199,7 +199,7 @@ where
         let factor = self.config.factors.attention.unwrap_or_else(|| (head_dim as f32).sqrt().recip());
         let (heads, kv_heads) = (self.config.heads as usize, self.config.kv_heads as usize);
         let (group, head_dim) = (heads / kv_heads, head_dim as usize);
-        // Head `head` of the queries of a position sees head `head / group` of the keys and values of those before.
+        // Query head `head` attends to key/value head `head / group` of its own and earlier positions.
         let one = |(i, query): (usize, &[f32])| {
             let (position, head) = (i / heads, i % heads);
             let at = |seen: usize| (seen * kv_heads + head / group) * head_dim;
@@ -220,7 +220,7 @@ where
         self.linear(&attended.concat(), &layer.o, None, [hidden, q_rows])
     }
 
-    /// Queries, keys and values of this many rows, with their biases.
+    /// Computes queries, keys and values of these numbers of rows, with their biases.
     fn heads(&self, layer: &LayerWeights, x: &[f32], rows: [u32; 3]) -> Result<[Vec<f32>; 3], ReferenceError> {
         let hidden = self.config.hidden;
         let weights = self.stacked([&layer.q, &layer.k, &layer.v], rows, hidden)?;
@@ -233,7 +233,7 @@ where
         Ok(heads)
     }
 
-    /// Matrices of these rows, one below the other in one tensor if they have one name.
+    /// Reads matrices with these rows, which are concatenated in one tensor if all have the same name.
     fn stacked<const N: usize>(
         &self,
         names: [&String; N],
@@ -262,7 +262,7 @@ where
         Ok(self.gated(x, [&gate, &up, &down]))
     }
 
-    /// A gated MLP of these weights.
+    /// Computes a gated MLP with these weights.
     fn gated(&self, x: &[f32], [gate, up, down]: [&[f32]; 3]) -> Vec<f32> {
         let inputs = self.config.hidden as usize;
         let (mut gate, up) = (multiply(x, gate, inputs), multiply(x, up, inputs));
@@ -279,7 +279,7 @@ where
         multiply(&gate, down, self.config.intermediate as usize)
     }
 
-    /// Of each token the experts with the largest logits, each times its weight, in the order of their logits.
+    /// Sums, for each token, the experts with the largest logits, each times its weight, in the order of the experts.
     fn mixture(
         &self,
         router: &str,
@@ -290,7 +290,7 @@ where
         let ModelConfig { hidden, intermediate, .. } = *self.config;
         let Mixture { experts, top_k, normalized, .. } = mixture;
         let logits = self.linear(x, router, None, [experts, hidden])?;
-        // For each expert the tokens that go through it, and its weight for them.
+        // For each expert, the tokens that it processes and its weight for each.
         let mut chosen = vec![Vec::new(); experts as usize];
         for (token, logits) in logits.chunks(experts as usize).enumerate() {
             for (expert, weight) in choose(logits, top_k as usize, normalized) {
@@ -325,7 +325,7 @@ where
         Ok(sums)
     }
 
-    /// `x / sqrt(mean(x^2) + eps) * weight`, or as the configuration says, of every row of `width` elements.
+    /// Norms every row of `width` elements: `x / sqrt(mean(x^2) + eps) * weight`, or the configured norm.
     fn norm(&self, x: &[f32], weight: &str, width: u32) -> Result<Vec<f32>, ReferenceError> {
         let weight = self.values(weight, &[width])?;
         let added = if self.config.norm == NormKind::RmsPlusOne { 1.0 } else { 0.0 };
@@ -359,7 +359,7 @@ where
         Ok(y)
     }
 
-    /// A tensor, as long as its shape says.
+    /// Reads a tensor, and checks that it has as many elements as its shape.
     fn values(&self, name: &str, shape: &[u32]) -> Result<Vec<f32>, ReferenceError> {
         let values = (self.values)(name);
         let values = values.map_err(|error| ReferenceError::Tensor { name: name.into(), source: error.into() })?;
@@ -371,11 +371,11 @@ where
     }
 }
 
-/// Where a configuration is of no mixture and the weights are.
+/// Used if the weights are those of a mixture, but the configuration is not.
 const NO_EXPERTS: Mixture = Mixture { experts: 1, top_k: 1, normalized: true, rounded: false };
 
-/// The experts with the largest logits, of equal ones the lower first, and their shares of the softmax over all, or
-/// (`normalized`) over themselves.
+/// Returns the experts with the largest logits, lower indices first among equal ones, with their shares of the softmax
+/// over all experts or (`normalized`) over the chosen ones.
 fn choose(logits: &[f32], top_k: usize, normalized: bool) -> Vec<(usize, f32)> {
     let mut order: Vec<usize> = (0..logits.len()).collect();
     order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
@@ -386,7 +386,7 @@ fn choose(logits: &[f32], top_k: usize, normalized: bool) -> Vec<(usize, f32)> {
     order[..top_k].iter().map(|&expert| (expert, share(expert) / sum)).collect()
 }
 
-/// `x weight^T`: both have rows of so many inputs.
+/// `x weight^T`, where the rows of both have `inputs` elements.
 fn multiply(x: &[f32], weight: &[f32], inputs: usize) -> Vec<f32> {
     let outputs = weight.len() / inputs;
     let one = |i: usize| {
@@ -414,7 +414,7 @@ fn scale(values: &mut [f32], factor: f32) {
     values.iter_mut().for_each(|value| *value *= factor);
 }
 
-/// Turns the pairs of the first elements of a head.
+/// Rotates the pairs of the first elements of a head.
 fn rotate(head: &mut [f32], pairs: RopePairs, cos: &[f32], sin: &[f32]) {
     let half = cos.len();
     for (i, (cos, sin)) in cos.iter().zip(sin).enumerate() {

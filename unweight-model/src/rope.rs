@@ -10,9 +10,9 @@ use rayon::prelude::*;
 /// Pair `i` of a head's elements is rotated by the angle `position * inv_freq[i]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rope {
-    /// Base of the frequencies.
+    /// The base of the frequencies.
     pub theta: f64,
-    /// Elements of a head that are rotated, the first ones; even, at most all.
+    /// The number of elements of a head that are rotated, from the first on; even.
     pub dim: u32,
     /// The elements of a head that are rotated together.
     pub pairs: RopePairs,
@@ -36,46 +36,46 @@ pub enum RopePairs {
 pub enum RopeKind {
     /// Frequencies are not scaled.
     Default,
-    /// All divided by a factor.
+    /// All frequencies are divided by a factor.
     Linear {
         /// The factor.
         factor: f64,
     },
-    /// Llama 3.1: long wavelengths divided by a factor, short ones kept, a ramp between.
+    /// Llama 3.1: low frequencies are divided by a factor, high ones are kept, with a ramp between.
     Llama3 {
         /// The factor.
         factor: f64,
-        /// Wavelengths above `original / low` are divided.
+        /// Frequencies with wavelengths above `original / low` are divided.
         low: f64,
-        /// Wavelengths below `original / high` are kept.
+        /// Frequencies with wavelengths below `original / high` are kept.
         high: f64,
-        /// Context length of training, tokens.
+        /// The context length of training in tokens.
         original: u32,
     },
-    /// YaRN: as Llama 3.1 with the ramp over dimensions, and cos and sin multiplied by a factor.
+    /// YaRN: like Llama 3.1, with the ramp over dimensions; cos and sin are multiplied by a factor, too.
     Yarn {
         /// The factor.
         factor: f64,
-        /// Rotations within the original context above which a frequency is kept.
+        /// Frequencies with more rotations within the original context are kept.
         beta_fast: f64,
-        /// Rotations below which it is divided.
+        /// Frequencies with fewer rotations are divided.
         beta_slow: f64,
-        /// What cos and sin are multiplied by.
+        /// The factor of cos and sin.
         attention_factor: f64,
-        /// Context length of training, tokens.
+        /// The context length of training in tokens.
         original: u32,
         /// Whether the ends of the ramp are whole dimensions.
         truncate: bool,
     },
-    /// LongRoPE: each frequency divided by a factor of its own, and cos and sin multiplied by one.
+    /// LongRoPE: each frequency is divided by its own factor, and cos and sin are multiplied by a common one.
     Long {
-        /// Factors in contexts of up to `original` tokens, `dim / 2` of them.
+        /// The `dim / 2` factors in contexts of up to `original` tokens.
         short: Arc<[f32]>,
-        /// Factors in longer contexts.
+        /// The `dim / 2` factors in longer contexts.
         long: Arc<[f32]>,
-        /// What cos and sin are multiplied by.
+        /// The factor of cos and sin.
         attention_factor: f64,
-        /// Context length of training, tokens.
+        /// The context length of training in tokens.
         original: u32,
     },
 }
@@ -87,12 +87,12 @@ pub struct RopeTable {
     pub cos: Vec<bf16>,
     /// Sines times the attention factor.
     pub sin: Vec<bf16>,
-    /// Elements of a head that are rotated: a row has half as many.
+    /// The number of elements of a head that are rotated; a row of the table has half as many values.
     pub dim: u32,
 }
 
 impl Rope {
-    /// Factor of cos and sin: 1 unless YaRN or LongRoPE set another.
+    /// The factor of cos and sin: 1 unless YaRN or LongRoPE set another.
     pub fn attention_factor(&self) -> f32 {
         match self.kind {
             RopeKind::Yarn { attention_factor, .. } | RopeKind::Long { attention_factor, .. } => {
@@ -102,12 +102,12 @@ impl Rope {
         }
     }
 
-    /// Radians per position of every pair, `dim / 2` of them, in a context of so many tokens, on which LongRoPE
-    /// depends.
+    /// Returns the radians per position of each of the `dim / 2` pairs, in a context of `context` tokens, on which only
+    /// LongRoPE depends.
     ///
-    /// Every step is rounded to f32 in transformers' order, with torch's `x / t` for a number and a tensor: the
-    /// reciprocal of `t` times `x`. Powers are rounded once from f64; torch's own depend on the processor, and are now
-    /// and then a unit next to that.
+    /// Every step is rounded to f32 in the order of transformers, with torch's `x / t` for a number and a tensor: the
+    /// reciprocal of `t` times `x`. Powers are rounded once from f64. Those of torch depend on the processor, and
+    /// sometimes differ by one unit in the last place.
     pub fn inv_freq(&self, context: u32) -> Vec<f32> {
         let pairs = (0..self.dim / 2).map(|i| {
             let exponent = (2 * i) as f32 / self.dim as f32;
@@ -137,7 +137,7 @@ impl Rope {
             }
             &RopeKind::Yarn { factor, beta_fast, beta_slow, original, truncate, .. } => {
                 let dim = f64::from(self.dim);
-                // The dimension whose frequency turns so many times within the original context.
+                // The dimension whose frequency makes `turns` rotations within the original context.
                 let turning = |turns: f64| dim * (f64::from(original) / (turns * TAU)).ln() / (2.0 * self.theta.ln());
                 let (mut low, mut high) = (turning(beta_fast), turning(beta_slow));
                 if truncate {
@@ -157,7 +157,7 @@ impl Rope {
         }
     }
 
-    /// Cosines and sines of one position in a context of so many tokens, times the attention factor: `dim / 2` each.
+    /// The `dim / 2` cosines and sines of a position in a context of `context` tokens, times the attention factor.
     ///
     /// The angle is an f32 product, as in transformers: at position 131,071 an exact one would differ by 0.008 radians.
     pub fn cos_sin(&self, position: u32, context: u32) -> (Vec<f32>, Vec<f32>) {
@@ -170,9 +170,8 @@ impl Rope {
         (cos as f32 * self.attention_factor(), sin as f32 * self.attention_factor())
     }
 
-    /// The tables of positions `0..positions` in a context of so many tokens, rounded to bf16: what a model in bf16
-    /// multiplies queries and keys with.
-    /// `2 * positions * dim` bytes.
+    /// Returns the tables of positions `0..positions` in a context of `positions` tokens, rounded to bf16 as in a bf16
+    /// model. They take `2 * positions * dim` bytes.
     pub fn table(&self, positions: u32) -> RopeTable {
         let frequencies = self.inv_freq(positions);
         let rows = (0..positions).into_par_iter();

@@ -1,8 +1,8 @@
-//! How a token is chosen from logits: the parameters, and [`sample`], slow and obvious, with which the kernel
-//! (`templates/include/unweight/kernels/sample.cuh`) agrees in every bit.
+//! Chooses a token from logits: the parameters, and [`sample`], a slow and simple reference. The kernel
+//! (`templates/include/unweight/kernels/sample.cuh`) agrees with it in every bit.
 //!
-//! So that they can agree, nothing here asks a library for a logarithm or an exponential: both are polynomials of
-//! fused multiply-adds, and sums are of whole numbers.
+//! To make this possible, no logarithm or exponential comes from a library: both are polynomials of fused
+//! multiply-adds, and sums are sums of integers.
 
 mod adjust;
 
@@ -14,34 +14,34 @@ pub use adjust::{Adjustments, BIASES_MAX, BiasError, History, Logprobs, TOP_LOGP
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct SampleParams {
-    /// Logits are divided by it; 0 takes the token of the largest logit, of equal ones the lowest.
+    /// The divisor of logits; 0 takes the token with the largest logit, the lowest token if several are equal.
     pub temperature: f32,
-    /// Only tokens whose logit is among the `top_k` largest, equal ones included; 0 keeps all.
+    /// Keeps only tokens whose logit is among the `top_k` largest, equal ones included; 0 keeps all.
     pub top_k: u32,
-    /// Only the most likely tokens that together have this probability; 1 keeps all.
+    /// Keeps only the most likely tokens that together have this probability; 1 keeps all.
     pub top_p: f32,
-    /// Only tokens with at least this share of the probability of the most likely one; 0 keeps all.
+    /// Keeps only tokens with at least this share of the probability of the most likely one; 0 keeps all.
     pub min_p: f32,
-    /// Seed of the random numbers. The same seed at the same position of a sequence gives the same number.
+    /// The seed of the random numbers. The same seed at the same position of a sequence results in the same number.
     pub seed: u64,
 }
 
 impl Default for SampleParams {
-    /// Greedy.
+    /// Greedy sampling.
     fn default() -> Self {
         Self { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0 }
     }
 }
 
-/// A sampling parameter out of range.
+/// A sampling parameter is out of range.
 #[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
 #[error("{name} = {value} is not {range}")]
 pub struct OutOfRange {
     /// The name of the parameter.
     pub name: &'static str,
-    /// Value of the parameter.
+    /// The value of the parameter.
     pub value: f32,
-    /// Range of valid values.
+    /// The valid values, as text.
     pub range: &'static str,
 }
 
@@ -53,25 +53,25 @@ impl OutOfRange {
 }
 
 impl SampleParams {
-    /// Logits are divided by it.
+    /// Sets the divisor of logits.
     #[must_use]
     pub fn temperature(self, temperature: f32) -> Self {
         Self { temperature, ..self }
     }
 
-    /// Only the `top_k` largest.
+    /// Sets the number of largest logits to keep.
     #[must_use]
     pub fn top_k(self, top_k: u32) -> Self {
         Self { top_k, ..self }
     }
 
-    /// Only the most likely ones that together have this probability.
+    /// Sets the probability of the most likely tokens to keep.
     #[must_use]
     pub fn top_p(self, top_p: f32) -> Self {
         Self { top_p, ..self }
     }
 
-    /// Only what has this share of the most likely one's probability.
+    /// Sets the smallest share of the most likely token's probability to keep.
     #[must_use]
     pub fn min_p(self, min_p: f32) -> Self {
         Self { min_p, ..self }
@@ -83,14 +83,14 @@ impl SampleParams {
         Self { seed, ..self }
     }
 
-    /// Whether every parameter is in its range.
+    /// Checks that every parameter is in its range.
     ///
     /// # Errors
-    /// [`OutOfRange`], of the first that is not.
+    /// [`OutOfRange`] for the first parameter that is not.
     pub fn check(&self) -> Result<(), OutOfRange> {
         let check = |name, value, ok, range| if ok { Ok(()) } else { Err(OutOfRange { name, value, range }) };
         let Self { temperature, top_p, min_p, .. } = *self;
-        // Logits of bf16 over less than this are no numbers in f32.
+        // Logits of bf16 divided by less than this may not be numbers in f32.
         const COLDEST: f32 = 1e-3;
         let warm = temperature == 0.0 || (COLDEST..=100.0).contains(&temperature);
         check("temperature", temperature, warm, "0 or a number from 0.001 to 100")?;
@@ -102,18 +102,18 @@ impl SampleParams {
 /// The token of a row whose logits are all NaN; no vocabulary contains it.
 pub const NO_TOKEN: u32 = u32::MAX;
 
-/// The token of a row of logits whose newest token is at `position`.
+/// Returns the token for a row of logits whose newest token is at `position`.
 ///
-/// - NaN counts as below all numbers. Of a row of NaN nothing can be chosen, as of no logits at all: [`NO_TOKEN`].
-/// - Where the temperature is 0, the largest logit; of equal ones the lowest token.
-/// - A token's weight is `exp((logit - largest) / temperature)`; of logits equal to the largest it is 1, also of
+/// - NaN is below all numbers. If all logits are NaN, or if there are none, the result is [`NO_TOKEN`].
+/// - At temperature 0, the token with the largest logit; of equal ones the lowest.
+/// - A token's weight is `exp((logit - largest) / temperature)`; it is 1 for logits equal to the largest, also for
 ///   infinite ones.
-/// - top-k keeps what is not below the k-th largest logit. top-p keeps the fewest logits, from the largest down, whose
-///   tokens have `top_p` of the weight of all that top-k kept. min-p keeps the tokens of weight `min_p` at least. Equal
-///   logits are kept together or left together.
-/// - Of the rest, the token of the largest `(logit - largest) / temperature + noise`, with Gumbel noise from
-///   Philox4x32-10: key `seed`, counter `(token / 4, position, 0, 0)`, word `token % 4`. So it is a draw from the
-///   softmax, and depends on nothing but the row, its parameters and its position.
+/// - top-k keeps logits that are not below the k-th largest. top-p keeps the fewest logits, from the largest down,
+///   whose tokens have `top_p` of the weight of all that top-k kept. min-p keeps tokens whose weight is at least
+///   `min_p`. Equal logits are kept together or dropped together.
+/// - Of the kept tokens, the one with the largest `(logit - largest) / temperature + noise`, with Gumbel noise from
+///   Philox4x32-10: key `seed`, counter `(token / 4, position, 0, 0)`, word `token % 4`. This is a draw from the
+///   softmax, which depends only on the row, its parameters and its position.
 ///
 /// ```
 /// # use half::bf16;
@@ -128,7 +128,7 @@ pub fn sample(logits: &[bf16], params: &SampleParams, position: u32) -> u32 {
     choose(&logits, params, position)
 }
 
-/// As [`sample`], from logits in f32, such as those of [`adjust`].
+/// Like [`sample`], from logits in f32, such as those of [`adjust`].
 pub fn choose(logits: &[f32], params: &SampleParams, position: u32) -> u32 {
     let row = Row::new(logits, params.temperature);
     if row.largest_key == NAN_KEY {
@@ -141,7 +141,7 @@ pub fn choose(logits: &[f32], params: &SampleParams, position: u32) -> u32 {
         .kept(params)
         .into_iter()
         .map(|token| (token, row.scaled(token) + noise(params.seed, position, token as u32)));
-    // Of equal scores the first stays.
+    // Of equal scores the first wins.
     let best = scores.reduce(|best, next| if next.1 > best.1 { next } else { best });
     best.map_or(0, |(token, _)| token as u32)
 }
@@ -149,7 +149,7 @@ pub fn choose(logits: &[f32], params: &SampleParams, position: u32) -> u32 {
 /// The key of NaN, below all others.
 const NAN_KEY: u32 = 0;
 
-/// A number that orders logits: of equal logits (both zeros) the same.
+/// A number that orders logits; equal logits (both zeros) have the same key.
 fn key(logit: f32) -> u32 {
     let bits = logit.to_bits();
     match bits {
@@ -187,12 +187,12 @@ impl<'a> Row<'a> {
         (self.logits[token] - self.largest) * self.inverse
     }
 
-    /// In units of 2^-31, cut off.
+    /// The token's weight in units of 2^-31, truncated.
     fn weight(&self, token: usize) -> u64 {
         (exp_negative(self.scaled(token)) * 2_147_483_648.0) as u64
     }
 
-    /// Tokens that the filters keep; the largest logit's are always among them.
+    /// The tokens that the filters keep; those with the largest logit are always among them.
     fn kept(&self, params: &SampleParams) -> Vec<usize> {
         let floor = self.floor(params);
         // NaN keeps all tokens.
@@ -215,7 +215,7 @@ impl<'a> Row<'a> {
         if params.top_p < 1.0 {
             sorted.retain(|token| self.keys[*token] >= floor);
             let total: u64 = sorted.iter().map(|token| self.weight(*token)).sum();
-            // top_p in units of 2^-32; the product rounded up.
+            // `top_p` in units of 2^-32; the product is rounded up.
             let part = u128::from(total) * u128::from((params.top_p * 4_294_967_296.0) as u64);
             let part = (part.div_ceil(1 << 32) as u64).max(1);
             let mut sum = 0;
@@ -229,7 +229,7 @@ impl<'a> Row<'a> {
     }
 }
 
-/// ln(1 + z) of z from sqrt(1/2) - 1 to sqrt(2) - 1.
+/// ln(1 + z) for z from sqrt(1/2) - 1 to sqrt(2) - 1.
 fn log1p_near(z: f32) -> f32 {
     const OVER_Z: [f32; 10] = [
         -0.074_511_86,
@@ -246,7 +246,7 @@ fn log1p_near(z: f32) -> f32 {
     polynomial(&OVER_Z, z) * z
 }
 
-/// From the highest power down.
+/// Evaluates a polynomial, whose coefficients are given from the highest power down.
 fn polynomial(coefficients: &[f32], x: f32) -> f32 {
     let (first, others) = coefficients.split_first().expect("a polynomial has coefficients");
     others.iter().fold(*first, |sum, coefficient| sum.mul_add(x, *coefficient))
@@ -263,12 +263,12 @@ fn ln(value: f32) -> f32 {
 
 const LN_2: f32 = std::f32::consts::LN_2;
 
-/// exp(x) of x <= 0; 0 below -87.
+/// exp(x) for x <= 0; 0 below -87.
 fn exp_negative(x: f32) -> f32 {
     if x.is_nan() || x <= -87.0 {
         return 0.0;
     }
-    // 2^f of f in (-1, 0].
+    // 2^f for f in (-1, 0].
     const POWER: [f32; 7] = [0.000_114_919_95, 0.001_291_636_8, 0.009_597_035, 0.055_499_23, 0.240_226_09, LN_2, 1.0];
     let power = x * std::f32::consts::LOG2_E;
     let whole = power as i32;
@@ -276,12 +276,12 @@ fn exp_negative(x: f32) -> f32 {
     polynomial(&POWER, fraction) * f32::from_bits(((whole + 127) as u32) << 23)
 }
 
-/// Gumbel noise: -ln(-ln(1 - t)) of t in (0, 1).
+/// Gumbel noise: -ln(-ln(1 - t)) for t in (0, 1).
 fn noise(seed: u64, position: u32, token: u32) -> f32 {
     gumbel(philox(seed, [token / 4, position, 0, 0])[token as usize % 4])
 }
 
-/// Of a random word: t = (word | 1) / 2^32. Near both ends all bits of the result are meant.
+/// The noise of a random word, with t = (word | 1) / 2^32. All bits of the result are accurate near both ends.
 fn gumbel(word: u32) -> f32 {
     const UNIT: f32 = 1.0 / 4_294_967_296.0;
     let odd = word | 1;
@@ -323,7 +323,7 @@ mod tests {
         }
     }
 
-    /// Logits of a row, as models have them: most near each other, few far above.
+    /// Logits of a row, distributed as in models: most near each other, few far above.
     fn logits(random: &mut Random, count: usize) -> Vec<bf16> {
         let spread = [0.5, 2.0, 6.0][random.below(3) as usize];
         (0..count)
@@ -334,7 +334,8 @@ mod tests {
             .collect()
     }
 
-    /// Tokens that the filters keep in double precision, and how near any of its comparisons was to the other answer.
+    /// The tokens that the filters keep in double precision, and how close any of the comparisons was to the other
+    /// result.
     fn kept_in_f64(logits: &[bf16], params: &SampleParams) -> (Vec<usize>, f64) {
         let temperature = f64::from(params.temperature);
         let largest = logits.iter().map(|logit| logit.to_f64()).fold(f64::NEG_INFINITY, f64::max);
@@ -428,7 +429,7 @@ mod tests {
             if rare >= 10.0 {
                 cell(rare, rare_count);
             }
-            // Of chi-squared with n degrees of freedom: mean n, variance 2 n.
+            // Chi-squared with n degrees of freedom has mean n and variance 2 n.
             let freedom = f64::from(cells - 1);
             let limit = freedom + 5.0 * (2.0 * freedom).sqrt();
             assert!(cells > 4 && chi < limit, "chi-squared {chi} of {freedom} degrees of freedom: {params:?}");
@@ -472,7 +473,7 @@ mod tests {
 
     #[test]
     fn random_words_match_philox() {
-        // The known answers that its authors publish.
+        // The known answers that the authors of Philox published.
         assert_eq!(philox(0, [0; 4]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
         assert_eq!(philox(u64::MAX, [u32::MAX; 4]), [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]);
         let pi = [0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344];
@@ -487,7 +488,7 @@ mod tests {
             let t = f64::from(word | 1) / 2_f64.powi(32);
             let (noise, expected) = (f64::from(gumbel(word)), -(-(-t).ln_1p()).ln());
             assert!((noise - expected).abs() <= 1e-6 * expected.abs().max(0.3), "{word:#x}: {noise} for {expected}");
-            // What the kernel takes for granted of all noise.
+            // The kernel relies on these bounds of the noise.
             assert!(noise > -3.125 && noise < 22.25, "{word:#x}: {noise}");
         }
         for i in 0..100_000 {

@@ -1,15 +1,15 @@
-//! Chooses an encoding per tensor so that a model fits in the given GPU memory. Bytes come from the functions that the
-//! engine reserves memory with, times from formulas that are fitted to measurements (`docs/benchmarks.md`). No device
-//! is needed.
+//! Chooses an encoding per tensor so that a model fits in the given GPU memory. Sizes come from the functions that the
+//! engine reserves memory with, times from formulas that are fitted to measurements (`docs/benchmarks.md`). Needs no
+//! device.
 //!
 //! ```text
 //! tensors with the bytes of each encoding --units--> choices --frontier--> least time within a memory,
 //!                                                                      or least bytes within a slowdown
 //! ```
 //! A unit is a set of tensors that one product multiplies with: queries, keys and values; output; gate and up; down;
-//! the head; the embedding. MLP units may stay Huffman-coded: their layers are spread evenly over the model and need
-//! buffers for decoded weights. Alternatively units stay compact, with one buffer for the largest of them. A plan never
-//! has both, because no engine runs both. Experts are packed, because they run from packed weights only.
+//! the head; the embedding. MLP units may stay Huffman-coded. Their layers are then spread evenly over the model, and
+//! they need buffers for decoded weights. Alternatively, units stay compact, with one buffer for the largest of them. A
+//! plan never has both, because no engine runs both. Experts are packed, because they run from packed weights only.
 
 mod solve;
 #[cfg(test)]
@@ -52,7 +52,7 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// Bytes on a device: of what stays compact, the heads of its packed encoding as well.
+    /// Bytes on a device. Those of a compact tensor include the heads of its packed encoding.
     fn resident_bytes(&self, encoding: EncodingId) -> Option<u64> {
         let heads =
             if encoding == EncodingId::COMPACT { self.rows.saturating_mul(self.cols) / HEAD_WEIGHTS } else { 0 };
@@ -68,8 +68,8 @@ impl Tensor {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct BudgetRequest {
-    /// Limit of the device memory for weights, KV cache and working memory, bytes; `None`: the smallest plan within
-    /// `max_slowdown`.
+    /// Limit of the device memory for weights, KV cache and working memory, bytes; `None` requests the smallest plan
+    /// within `max_slowdown`.
     pub memory: Option<u64>,
     /// Limit of the time of a step's products, as the share by which it may exceed the fastest plan's: 0.1 for 10 %.
     /// `None`: no limit.
@@ -80,7 +80,7 @@ pub struct BudgetRequest {
     pub context: u32,
     /// The architecture of the GPU.
     pub arch: Arch,
-    /// How the KV cache is held; `None`: packed if that gives a better plan, else BF16.
+    /// How the KV cache is held; `None` chooses packed if that gives a better plan, else BF16.
     pub kv_cache: Option<KvCache>,
 }
 
@@ -112,10 +112,10 @@ pub enum BudgetError {
     /// The slowdown is negative or not a finite number.
     #[error("a slowdown of {0}; give 0 or more")]
     Slowdown(f64),
-    /// A packed KV cache was asked for, and heads are too large for it.
+    /// A packed KV cache was requested, and heads are too large for it.
     #[error("heads of {head_dim}; a packed KV cache holds up to 128 elements; use a bf16 KV cache")]
     PackedHeads {
-        /// Elements of a head.
+        /// The number of elements of a head.
         head_dim: u32,
     },
     /// The model lacks a tensor.
@@ -171,7 +171,7 @@ pub enum BudgetError {
 }
 
 impl BudgetError {
-    /// Bytes of the smallest plan that would do, if the error names them.
+    /// Bytes of the smallest plan that would meet the request, if the error contains them.
     fn least(&self) -> u64 {
         match self {
             Self::TooSmall { least, .. } | Self::TooSlow { least, .. } => *least,
@@ -202,7 +202,7 @@ impl BudgetError {
 pub struct Group {
     /// The kind in reports: `qkv`, `o`, `gate_up`, `down`, `lm_head` or `embed`.
     pub name: &'static str,
-    /// The encoding of its tensors.
+    /// The encoding of the units' tensors.
     pub encoding: EncodingId,
     /// The number of units.
     pub units: u32,
@@ -210,7 +210,7 @@ pub struct Group {
     pub layers: Vec<u32>,
     /// Bytes of all tensors of the units.
     pub bytes: u64,
-    /// Estimated time of their products in a step, in microseconds.
+    /// Estimated time of the units' products in a step, in microseconds.
     pub us: f64,
 }
 
@@ -238,7 +238,7 @@ pub struct BudgetPlan {
     pub slots: u64,
     /// Estimated time of all products of a step, in microseconds.
     pub us: f64,
-    /// The same time of the fastest plan without a limit of memory, in microseconds.
+    /// Estimated time of the fastest plan without a memory limit, in microseconds.
     pub fastest_us: f64,
     /// Whether the plan is the optimum for these sizes and estimated times. If false, the search dropped states, and a
     /// slightly better plan may exist.
@@ -257,7 +257,7 @@ impl BudgetPlan {
     }
 }
 
-/// Kinds of units, with the roles that each is made of.
+/// The kinds of units, with the roles of their tensors.
 const KINDS: [(&str, &[Role]); 6] = [
     ("qkv", &[Role::Q, Role::K, Role::V]),
     ("o", &[Role::O]),
@@ -267,18 +267,18 @@ const KINDS: [(&str, &[Role]); 6] = [
     ("embed", &[Role::Embedding]),
 ];
 
-/// Weights of the packed encoding for a byte of its heads: 16 bytes a tile.
+/// Weights of the packed encoding per byte of its heads, which are 16 bytes per tile.
 const HEAD_WEIGHTS: u64 = 256;
 
-/// Buffers of decoded weights: one is read while the next is filled.
+/// The number of buffers of decoded weights: one is read while the next is filled.
 const SLOTS: u64 = 2;
 
-/// What is multiplied at once.
+/// The tensors of one product.
 struct Unit<'a> {
     kind: usize,
     layer: Option<u32>,
     tensors: Vec<&'a Tensor>,
-    /// The encodings of its choices.
+    /// The encodings of `choices`.
     encodings: Vec<EncodingId>,
     choices: Vec<Candidate>,
 }
@@ -292,11 +292,11 @@ impl<'a> Unit<'a> {
     ) -> Self {
         let (mut encodings, mut choices) = (Vec::new(), Vec::new());
         for encoding in [EncodingId::PACKED, EncodingId::RAW, EncodingId::HUFFMAN, EncodingId::COMPACT] {
-            // What is raw an engine packs if it can: BF16 is what it has of the rest.
+            // An engine packs raw tensors if it can, so BF16 is a choice only for tensors that cannot be packed.
             if encoding == EncodingId::RAW && encodings.contains(&EncodingId::PACKED) {
                 continue;
             }
-            // An encoding of some of the tensors is none of the unit.
+            // A unit has only the encodings that all of its tensors have.
             let bytes: Option<u64> = tensors.iter().map(|tensor| tensor.resident_bytes(encoding)).sum();
             if let (Some(bytes), Some(us)) = (bytes, product_us(&tensors, encoding)) {
                 encodings.push(encoding);
@@ -306,7 +306,7 @@ impl<'a> Unit<'a> {
         Self { kind, layer, tensors, encodings, choices }
     }
 
-    /// Bytes of the slot that it is expanded into if it stays compact; 0 if it cannot.
+    /// Bytes of the slot that the unit is expanded into if it stays compact; 0 if it cannot.
     fn expanded_bytes(&self) -> u64 {
         if !self.encodings.contains(&EncodingId::COMPACT) {
             return 0;
@@ -328,9 +328,9 @@ fn shape(tensor: &Tensor, m: u32) -> GemmShape {
     GemmShape { m, n: extent(tensor.rows), k: extent(tensor.cols) }
 }
 
-/// Microseconds of a unit's product; `None` where it is not run from such an encoding.
+/// Estimated time of a unit's product in microseconds; `None` if no product runs from this encoding.
 fn product_us(kind: usize, tensors: &[&Tensor], encoding: EncodingId, m: u32, tied: bool) -> Option<f64> {
-    // A lookup reads a few rows, whatever the encoding.
+    // A lookup reads few rows, whatever the encoding.
     let looked_up = KINDS[kind].0 == "embed";
     if looked_up && encoding == EncodingId::COMPACT {
         return None;
@@ -343,7 +343,7 @@ fn product_us(kind: usize, tensors: &[&Tensor], encoding: EncodingId, m: u32, ti
     match encoding {
         EncodingId::PACKED => cost::packed_us(whole),
         EncodingId::COMPACT => cost::compact_us(whole),
-        // Others are decoded by the host, and lie as BF16.
+        // The host decodes other Huffman-coded tensors, which are then held as BF16.
         EncodingId::HUFFMAN if is_mlp(kind) && tensors.iter().all(|tensor| has_whole_tiles(tensor)) => {
             Some(tensors.iter().map(|tensor| cost::huffman_us(shape(tensor, m)).0).sum())
         }
@@ -352,7 +352,7 @@ fn product_us(kind: usize, tensors: &[&Tensor], encoding: EncodingId, m: u32, ti
     }
 }
 
-/// Microseconds of a mixture's products; `None` unless its experts are packed, as which alone they run.
+/// Estimated time of a mixture's products in microseconds; `None` unless the experts are packed: they run only so.
 fn experts_us(mixture: Mixture, tensors: &[&Tensor], encoding: EncodingId, m: u32) -> Option<f64> {
     let rows =
         tensors.iter().map(|tensor| tensor.rows).fold(0, u64::saturating_add) / u64::from(mixture.experts.max(1));
@@ -360,22 +360,22 @@ fn experts_us(mixture: Mixture, tensors: &[&Tensor], encoding: EncodingId, m: u3
     (encoding == EncodingId::PACKED).then(|| cost::experts_us(one, mixture.experts, mixture.top_k))
 }
 
-/// Whether a device keeps it Huffman-coded, as `pipelines::loads_as` decides.
+/// Whether a device keeps the tensor Huffman-coded, as `pipelines::loads_as` decides.
 fn has_whole_tiles(tensor: &Tensor) -> bool {
     tensor.rows.is_multiple_of(64) && tensor.cols.is_multiple_of(64)
 }
 
-/// Bytes that a decoded tensor takes in a slot: BF16, which prompts need, whatever steps decode it to.
+/// Bytes of a decoded tensor in a slot: those of BF16, which prompts need, whatever steps decode it to.
 fn slot_bytes(tensor: &Tensor) -> u64 {
     tensor.rows.saturating_mul(tensor.cols).saturating_mul(2)
 }
 
-/// The units of a model, and the bytes of what is in none.
+/// Returns the units of a model, and the bytes of the tensors outside of units.
 fn units<'a>(config: &ModelConfig, tensors: &'a [Tensor], batch: u32) -> Result<(Vec<Unit<'a>>, u64), BudgetError> {
     let mut by_place: BTreeMap<(Option<u32>, Role), Vec<&Tensor>> = BTreeMap::new();
     let mut rest = 0_u64;
     for tensor in tensors {
-        // A stack of experts has gate and up in one tensor.
+        // Stacked experts have gate and up in one tensor.
         let role = if config.mixture.is_some() && tensor.role == Role::GateUp { Role::Gate } else { tensor.role };
         let known = KINDS.iter().any(|(_, roles)| roles.contains(&role)) && tensor.cols > 1;
         if known {
@@ -384,7 +384,7 @@ fn units<'a>(config: &ModelConfig, tensors: &'a [Tensor], batch: u32) -> Result<
             rest = rest.saturating_add(tensor.bytes(EncodingId::RAW).unwrap_or(0));
         }
     }
-    // A tied model may have the one table by either name.
+    // A tied model may store its single table under either name.
     let (embedding, head) = ((None, Role::Embedding), (None, Role::LmHead));
     if config.tied
         && !by_place.contains_key(&embedding)
@@ -400,7 +400,7 @@ fn units<'a>(config: &ModelConfig, tensors: &'a [Tensor], batch: u32) -> Result<
             if whole != layer.is_none() {
                 continue;
             }
-            // Of a tied model the embedding is multiplied with, too.
+            // A tied model also multiplies with its embedding.
             if name == "lm_head" && tied {
                 continue;
             }
@@ -424,16 +424,16 @@ fn units<'a>(config: &ModelConfig, tensors: &'a [Tensor], batch: u32) -> Result<
             units.push(unit);
         }
     }
-    // Whatever else has a role and no place in this model.
+    // Tensors that have a role, but no place in this model.
     let left = by_place.values().flatten().filter_map(|tensor| tensor.bytes(EncodingId::RAW));
     Ok((units, left.fold(rest, u64::saturating_add)))
 }
 
-/// What an engine's kernels share, by what stays coded.
+/// Computes the memory that an engine's kernels share, which depends on the weights that stay coded.
 struct Contexts<'a> {
     config: &'a ModelConfig,
     options: &'a EngineOptions,
-    /// With all weights packed, and with all compact.
+    /// The execution context with all weights packed, and with all compact.
     packed: ContextSize,
     compact: ContextSize,
 }
@@ -445,14 +445,14 @@ impl<'a> Contexts<'a> {
             let options = options.clone().placement(placement);
             memory::context_size(config, &options, &chooser, |_| placement == Placement::Compact)
         };
-        // What cannot be packed cuBLAS multiplies with; an embedding of its own is only looked up in.
+        // cuBLAS multiplies weights that cannot be packed. An untied embedding is only looked up.
         let multiplied = |unit: &&Unit<'_>| config.tied || KINDS[unit.kind].0 != "embed";
         let whole = units.iter().filter(multiplied).any(|unit| !unit.encodings.contains(&EncodingId::PACKED));
         let with = |ctx: ContextSize| if whole { ctx.with_cublas() } else { ctx };
         Self { config, options, packed: with(of(Placement::Packed)), compact: with(of(Placement::Compact)) }
     }
 
-    /// Any weight may be packed; with a `slot`, those that it is large enough for may be compact.
+    /// Any weight may be packed. With a `slot`, the weights that fit in it may be compact.
     fn shared(&self, coded: bool, slot: u64) -> Shared {
         let mut ctx = self.packed;
         if slot > 0 {
@@ -464,19 +464,19 @@ impl<'a> Contexts<'a> {
     }
 }
 
-/// A set of units that may be Huffman-coded, with the slots that costs, solved.
+/// A knapsack problem: a set of units that may be Huffman-coded, with the slots that they need.
 struct Case<'a> {
     slots: u64,
-    /// What kernels share beside the slots.
+    /// Bytes that kernels share, without the slots.
     shared: u64,
-    /// By unit, its choices among those of all.
+    /// Per unit, the indices of its allowed choices.
     allowed: Vec<Vec<usize>>,
     choices: Vec<Vec<Candidate>>,
     units: &'a [Unit<'a>],
 }
 
 impl<'a> Case<'a> {
-    /// `slot`: bytes of the slot that what stays compact is expanded into; 0: nothing does.
+    /// `slot` is the size in bytes of the slot that compact units are expanded into; 0 if no unit is compact.
     fn new(units: &'a [Unit<'a>], hard: &[usize], slot: u64, contexts: &Contexts<'_>) -> Self {
         let may = |unit: &Unit<'_>, encoding: EncodingId| match encoding {
             EncodingId::HUFFMAN => hard.contains(&unit.kind),
@@ -489,7 +489,7 @@ impl<'a> Case<'a> {
             .collect();
         let choices = units.iter().zip(&allowed);
         let choices = choices.map(|(unit, allowed)| allowed.iter().map(|at| unit.choices[*at]).collect()).collect();
-        // A slot has room for the largest of each projection.
+        // A slot has room for the largest tensor of each projection.
         let mut largest: BTreeMap<Role, u64> = BTreeMap::new();
         for unit in
             units.iter().filter(|unit| hard.contains(&unit.kind) && unit.encodings.contains(&EncodingId::HUFFMAN))
@@ -505,13 +505,13 @@ impl<'a> Case<'a> {
         Self { slots, shared, allowed, choices, units }
     }
 
-    /// Bytes beside the weights of its units.
+    /// Bytes in addition to the weights of the units.
     fn bytes(&self) -> u64 {
         self.slots.saturating_add(self.shared)
     }
 
-    /// The encodings of a solution, hard units spread evenly over the layers where that takes no more than `weights`
-    /// bytes.
+    /// Returns the encodings of a solution. Hard units are spread evenly over the layers if that takes at most
+    /// `weights` bytes.
     fn encodings(&self, picked: &[usize], weights: u64) -> Vec<usize> {
         let chosen: Vec<usize> = self.allowed.iter().zip(picked).map(|(allowed, at)| allowed[*at]).collect();
         let mut even = chosen.clone();
@@ -519,7 +519,7 @@ impl<'a> Case<'a> {
             let own: Vec<usize> = (0..self.units.len()).filter(|unit| self.units[*unit].kind == kind).collect();
             let is_hard = |unit: &usize| self.units[*unit].encodings[chosen[*unit]] == EncodingId::HUFFMAN;
             let hard = own.iter().filter(|unit| is_hard(unit)).count();
-            // Only units that are alike in all but their bytes may change places.
+            // Only units with the same encodings may be exchanged.
             let first = own.first().map(|unit| &self.units[*unit].encodings);
             if hard == 0 || own.iter().any(|unit| Some(&self.units[*unit].encodings) != first) {
                 continue;
@@ -565,14 +565,14 @@ pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &BudgetRequest) -> 
         let hard: Vec<usize> = (0..kinds.len()).filter(|at| set >> at & 1 == 1).map(|at| kinds[at]).collect();
         Case::new(&units, &hard, 0, &contexts)
     });
-    // The larger the slot, the more may stay compact.
+    // The larger the slot, the more units may stay compact.
     let slots: BTreeSet<u64> = units.iter().map(Unit::expanded_bytes).filter(|bytes| *bytes > 0).collect();
     let compact = slots.into_iter().map(|slot| Case::new(&units, &[], slot, &contexts));
     let cases: Vec<Case<'_>> = hard.chain(compact).collect();
     let frontiers: Vec<Frontier<'_>> = cases.iter().map(|case| Frontier::new(&case.choices)).collect();
     let solved = Solved { rest, cases: &cases, frontiers: &frontiers, units: &units };
     let plans = kv_caches(config, wanted).into_iter().map(|kv_cache| {
-        // What the engine reserves in addition to weights, with all the memory in the world.
+        // What the engine reserves in addition to weights, given unlimited memory.
         let own = options.clone().kv_cache(kv_cache);
         let reserved = memory::plan(config, &own, (0, Shared::default()), u64::MAX).ok();
         solved.plan(reserved.as_ref(), kv_cache, (memory, max_slowdown))
@@ -581,7 +581,7 @@ pub fn fit(config: &ModelConfig, tensors: &[Tensor], wanted: &BudgetRequest) -> 
     best.unwrap_or(Err(BudgetError::Nothing))
 }
 
-/// The KV caches that are compared: BF16 first, which is taken where both are as good.
+/// The KV caches to compare. BF16 comes first, because it is preferred if both are equally good.
 fn kv_caches(config: &ModelConfig, wanted: &BudgetRequest) -> Vec<KvCache> {
     match wanted.kv_cache {
         Some(kv_cache) => vec![kv_cache],
@@ -590,7 +590,7 @@ fn kv_caches(config: &ModelConfig, wanted: &BudgetRequest) -> Vec<KvCache> {
     }
 }
 
-/// Whether a plan is faster than another, or smaller where no memory is given; of two failures, whether it needs less.
+/// Whether a plan is faster than another, or smaller if no memory is given. Of two failures, the better one needs less.
 fn is_better(
     plan: &Result<BudgetPlan, BudgetError>,
     than: &Result<BudgetPlan, BudgetError>,
@@ -605,7 +605,7 @@ fn is_better(
     }
 }
 
-/// Frontiers of all cases, whatever the KV cache.
+/// The frontiers of all cases, which do not depend on the KV cache.
 struct Solved<'a> {
     rest: u64,
     cases: &'a [Case<'a>],
@@ -614,7 +614,7 @@ struct Solved<'a> {
 }
 
 impl Solved<'_> {
-    /// The plan next to this KV cache and the working memory of `reserved`; `None`: not even these have room.
+    /// Returns the plan next to a KV cache and the working memory of `reserved`; `None`: even these do not fit.
     fn plan(
         &self,
         reserved: Option<&Memory>,
@@ -625,8 +625,7 @@ impl Solved<'_> {
         let (cache, working) = reserved.map_or((u64::MAX, u64::MAX), |own| (own.cache, own.working));
         let fixed = rest.saturating_add(cache).saturating_add(working);
         let exact = frontiers.iter().all(Frontier::is_exact);
-        // Of plans that are equal the first is taken, whose case comes first and has the fewest bytes in addition to
-        // the weights.
+        // Of equal plans the first is taken: its case comes first and has the fewest bytes in addition to the weights.
         let within = |have: u64| {
             let picked = cases.iter().zip(frontiers).filter_map(|(case, frontier)| {
                 let left = have.checked_sub(fixed)?.checked_sub(case.bytes())?;
@@ -637,7 +636,7 @@ impl Solved<'_> {
         let fastest_us = frontiers.iter().filter_map(|frontier| Some(frontier.fastest(u64::MAX)?.us));
         let fastest_us = fastest_us.fold(f64::INFINITY, f64::min);
         let limit_us = max_slowdown.map_or(f64::INFINITY, |slowdown| fastest_us * (1.0 + slowdown) * (1.0 + 1e-9));
-        // The fewest bytes that are fast enough, which some plan is.
+        // The smallest plan that is fast enough; at least the fastest plan is.
         let small =
             cases.iter().zip(frontiers).filter_map(|(case, frontier)| Some((case, frontier.smallest(limit_us)?)));
         let small = small.min_by_key(|(case, picked)| picked.bytes.saturating_add(case.bytes()));
@@ -679,7 +678,7 @@ impl Solved<'_> {
     }
 }
 
-/// What a solution says of the units: rules and groups, and the bytes and the time of all units.
+/// The result of a solution: rules and groups, and the bytes and the time of all units.
 struct Assigned {
     rules: Vec<Rule>,
     groups: Vec<Group>,

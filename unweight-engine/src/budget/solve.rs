@@ -1,52 +1,52 @@
-//! One choice for each unit, so that the sum of times or of bytes is least: a knapsack with several choices, solved by
-//! its frontier.
+//! Makes one choice per unit with the least total time or bytes: a multiple-choice knapsack problem, solved by its
+//! Pareto frontier.
 //!
-//! A state is a choice for each of the units so far. Of two states, one that takes no fewer bytes and no less time than
-//! the other is of no use; the rest, by bytes, is the frontier. It is exact as long as it has at most `STATES`; beyond,
-//! states close to others are left out, and what the plan has left over is spent by swaps.
+//! A state is a choice for each of the units so far. It is dominated if another state takes no more bytes and no more
+//! time. The frontier contains the other states, ordered by bytes. It is exact as long as it has at most `STATES`
+//! states. Beyond, states close to others are dropped, and swaps spend the bytes that a plan leaves.
 
 /// One way to store a unit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Candidate {
-    /// Bytes.
+    /// Bytes of the unit.
     pub bytes: u64,
-    /// Microseconds of its product.
+    /// Microseconds of the unit's product.
     pub us: f64,
 }
 
 /// A choice for every unit.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Picked {
-    /// By unit, the place of its choice.
+    /// Per unit, the index of its choice.
     pub choices: Vec<usize>,
-    /// Bytes of all.
+    /// Bytes of all units.
     pub bytes: u64,
-    /// Microseconds of all.
+    /// Microseconds of all units.
     pub us: f64,
 }
 
-/// States that are kept.
+/// The maximum number of states that are kept.
 const STATES: usize = 8192;
 
 #[derive(Clone, Copy)]
 struct State {
     bytes: u64,
     us: f64,
-    /// The state of the units before, and the choice of this one.
+    /// The index of the state of the units before, and the choice of this unit.
     from: u32,
     choice: u32,
 }
 
-/// All states that are of use, by bytes.
+/// All states that are not dominated, ordered by bytes.
 pub struct Frontier<'a> {
     units: &'a [Vec<Candidate>],
-    /// After each unit.
+    /// The states after each unit.
     levels: Vec<Vec<State>>,
     exact: bool,
 }
 
 impl<'a> Frontier<'a> {
-    /// A problem of these units, each with at least one choice.
+    /// Solves a problem of these units, each with at least one choice.
     pub fn new(units: &'a [Vec<Candidate>]) -> Self {
         let mut levels: Vec<Vec<State>> = Vec::with_capacity(units.len());
         let mut exact = true;
@@ -81,18 +81,18 @@ impl<'a> Frontier<'a> {
         Self { units, levels, exact }
     }
 
-    /// Whether nothing was left out.
+    /// Whether no state was dropped.
     pub fn is_exact(&self) -> bool {
         self.exact
     }
 
-    /// The least time within some bytes.
+    /// Returns the choices with the least time within `bytes` bytes.
     pub fn fastest(&self, bytes: u64) -> Option<Picked> {
         let at = self.last().iter().rposition(|state| state.bytes <= bytes)?;
         Some(self.swapped(self.picked(at), bytes))
     }
 
-    /// The fewest bytes within some time.
+    /// Returns the choices with the fewest bytes within `us` microseconds.
     pub fn smallest(&self, us: f64) -> Option<Picked> {
         let at = self.last().iter().position(|state| state.us <= us)?;
         Some(self.picked(at))
@@ -113,7 +113,7 @@ impl<'a> Frontier<'a> {
         Picked { choices, bytes, us }
     }
 
-    /// Spends what is left over, where the frontier was thinned.
+    /// Spends the bytes that are left, if the frontier was thinned.
     fn swapped(&self, mut picked: Picked, bytes: u64) -> Picked {
         if self.exact {
             return picked;
@@ -136,7 +136,7 @@ impl<'a> Frontier<'a> {
     }
 }
 
-/// Leaves one state, the fastest, in each of equal ranges of bytes, and the smallest of all.
+/// Keeps one state, the fastest, in each of equal ranges of bytes, and the smallest state of all.
 fn thin(states: &mut Vec<State>) {
     let (first, last) = (states[0].bytes, states[states.len() - 1].bytes);
     let width = (last - first) / (STATES as u64 - 2) + 1;
@@ -150,7 +150,7 @@ fn thin(states: &mut Vec<State>) {
     *states = kept;
 }
 
-/// Spreads the chosen of a row of equal units evenly: `count` of `len`, none at the front while there is room.
+/// Chooses `count` of `len` equal units, evenly spread; the first one only if more than half are chosen.
 pub fn spread(len: usize, count: usize) -> Vec<bool> {
     let (mut chosen, count) = (vec![false; len], count.min(len));
     for at in 0..count {
@@ -165,7 +165,7 @@ mod tests {
 
     use super::*;
 
-    /// All choices there are.
+    /// The sums of all combinations of choices.
     fn brute(units: &[Vec<Candidate>]) -> Vec<(u64, f64)> {
         units.iter().fold(vec![(0, 0.0)], |sums, choices| {
             sums.iter().flat_map(|(bytes, us)| choices.iter().map(move |of| (bytes + of.bytes, us + of.us))).collect()
@@ -219,11 +219,11 @@ mod tests {
         }
     }
 
-    /// 160 units of slightly different sizes: more states than are kept. Nothing is over the budget, and what is lost
-    /// is next to nothing.
+    /// 160 units of slightly different sizes have more states than are kept. No solution exceeds the budget, and the
+    /// loss is small.
     #[test]
     fn large_cases_are_close_to_the_bound() {
-        // Sizes that have nothing in common, and times that differ by little.
+        // Sizes without a common divisor, and times that differ by little.
         let units: Vec<Vec<Candidate>> = (0..160u64)
             .map(|at| {
                 let choice = |mega: u64, us: f64| Candidate {
@@ -236,7 +236,7 @@ mod tests {
         let frontier = Frontier::new(&units);
         assert!(!frontier.is_exact());
         for hard in [0, 1, 40, 79, 160] {
-            // What so many hard units take, and a little more.
+            // The bytes of this many hard units, and a little more.
             let budget = 1_000_003 * (120 * (160 - hard) + 109 * hard) + 160 * 400_009;
             let picked = frontier.fastest(budget).unwrap();
             assert!(picked.bytes <= budget && sum(&units, &picked).0 == picked.bytes);

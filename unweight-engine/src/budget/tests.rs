@@ -1,4 +1,4 @@
-//! Plans of a real geometry, and of small ones against all plans there are.
+//! Plans of a real geometry, and plans of small models compared with all possible plans.
 
 use unweight_format::{bundle::PlanFile, raw::layout};
 use unweight_model::Geometry;
@@ -29,7 +29,7 @@ fn tensors(config: &ModelConfig) -> Vec<Tensor> {
         let encodings = vec![
             (EncodingId::RAW, 2 * elements),
             (EncodingId::PACKED, packed),
-            // Layers differ a little.
+            // Layers differ slightly.
             (EncodingId::HUFFMAN, elements * 109 / 80 + u64::from(layer.unwrap_or(0)) * 64),
         ];
         let name = format!("{}.{role}", layer.map_or(String::new(), |layer| layer.to_string()));
@@ -65,7 +65,7 @@ fn llama() -> (ModelConfig, Vec<Tensor>) {
     (config, tensors)
 }
 
-/// The same twice as deep: slots are of a layer, so that here as much is gained twice as often.
+/// The same model with twice the layers: slots have the size of a layer, so the same slots save twice as much.
 fn deep() -> (ModelConfig, Vec<Tensor>) {
     let (mut config, _) = llama();
     config.layers *= 2;
@@ -89,11 +89,11 @@ fn ample_memory_takes_the_fastest_plan() {
     assert_eq!((fit.slots, fit.slowdown()), (0, 1.0));
     assert!(fit.groups.iter().all(|group| group.encoding == EncodingId::PACKED), "{:?}", fit.groups);
     assert_eq!(weights(&fit.plan, &tensors), fit.weights);
-    // What the engine reserves.
+    // The plan reserves as much as the engine.
     let memory = reserved(&config, &fit, Placement::Packed);
     assert_eq!((fit.total(), fit.cache, fit.working), (memory.total(), memory.cache, memory.working));
-    // cuBLAS is faster on some shapes at large batches, and an engine packs what is raw all the same. What cannot be
-    // packed is raw.
+    // cuBLAS is faster on some shapes at large batches, but an engine packs raw tensors all the same. Only tensors that
+    // cannot be packed are raw.
     let large = BudgetRequest { batch: 256, ..wanted(80 * GB) };
     let packed = super::fit(&config, &tensors, &large).unwrap();
     assert!(packed.groups.iter().all(|group| group.encoding == EncodingId::PACKED), "{:?}", packed.groups);
@@ -108,7 +108,7 @@ fn ample_memory_takes_the_fastest_plan() {
     assert_eq!(fit.working, packed.working + (32 << 20), "with cuBLAS's workspace");
 }
 
-/// What an engine says that it reserves for a plan, at batch 1 and 1024 tokens.
+/// The memory that an engine reserves for a plan, at batch 1 and 1024 tokens.
 fn reserved(config: &ModelConfig, fit: &BudgetPlan, placement: Placement) -> Memory {
     let options = EngineOptions::default().max_batch(1).context(1024).placement(placement);
     let chooser = PackedChooser::usual(Arch::Sm90a);
@@ -116,18 +116,18 @@ fn reserved(config: &ModelConfig, fit: &BudgetPlan, placement: Placement) -> Mem
         let own = fit.groups.iter().filter(|group| group.encoding == EncodingId::COMPACT);
         own.into_iter().any(|group| KINDS.iter().any(|(name, roles)| *name == group.name && roles.contains(&role)))
     };
-    // Of a kind some may be packed.
+    // Some units of a compact kind may be packed.
     let [packed, compact] =
         [false, true].map(|some| memory::context_size(config, &options, &chooser, |role| some && compact(role)));
     let mut shared = Shared::planned(config, &options, packed.max(compact));
     if placement == Placement::Stored {
-        // What programs decode to.
+        // Step graphs decode to these slots.
         shared.bytes += fit.slots;
     }
     memory::plan(config, &options, (fit.weights, shared), u64::MAX).unwrap()
 }
 
-/// Of every kind of plan all that an engine reserves is counted, what its kernels share among it.
+/// For every kind of plan, all memory that an engine reserves is counted, including what its kernels share.
 #[test]
 fn shared_kernel_memory_is_counted_like_the_engine() {
     let (config, weights) = llama();
@@ -149,7 +149,7 @@ fn shared_kernel_memory_is_counted_like_the_engine() {
         (small.total(), small.working + small.slots, small.slots),
         (memory.total(), memory.working, memory.slot)
     );
-    // Experts leave for each other what a whole chunk of a prompt chooses.
+    // Experts exchange the activations that a whole prompt chunk chooses.
     let config = Geometry::named("qwen3-30b-a3b").unwrap().config();
     let experts = fit(&config, &tensors(&config), &wanted(80 * GB)).unwrap();
     let memory = reserved(&config, &experts, Placement::Packed);
@@ -168,7 +168,7 @@ fn short_memory_keeps_layers_coded_evenly() {
     assert_eq!(weights(&fit.plan, &tensors), fit.weights);
     let coded: Vec<_> = fit.groups.iter().filter(|group| group.encoding == EncodingId::HUFFMAN).collect();
     assert!(!coded.is_empty());
-    // Two slots for gate and up, for down, or for both: what an engine reserves (docs/engine.md).
+    // Two slots for gate and up, for down, or for both, as an engine reserves them (docs/engine.md).
     let slot = 2 * 2 * 4096 * 14336;
     assert!([slot, 2 * slot, 3 * slot].contains(&fit.slots), "{}", fit.slots);
     for group in coded {
@@ -179,7 +179,7 @@ fn short_memory_keeps_layers_coded_evenly() {
     }
 }
 
-/// The same tensors, matrices of layers and the head compact at 10.9 bits, too.
+/// The same tensors; matrices of layers and the head can also be compact, at 10.9 bits.
 fn with_compact(tensors: &[Tensor]) -> Vec<Tensor> {
     let mut tensors = tensors.to_vec();
     for tensor in tensors.iter_mut().filter(|tensor| tensor.cols > 1) {
@@ -192,7 +192,7 @@ fn with_compact(tensors: &[Tensor]) -> Vec<Tensor> {
 fn short_memory_keeps_weights_compact_with_a_slot() {
     let (config, tensors) = llama();
     let tensors = with_compact(&tensors);
-    // At batch 1 the largest are as fast compact as packed.
+    // At batch 1 the largest products are as fast compact as packed.
     let wanted = |memory: u64| BudgetRequest { batch: 16, ..wanted(memory) };
     let plenty = fit(&config, &tensors, &wanted(80 * GB)).unwrap();
     assert!(
@@ -203,7 +203,7 @@ fn short_memory_keeps_weights_compact_with_a_slot() {
     let has = |fit: &BudgetPlan, encoding: EncodingId| fit.groups.iter().any(|group| group.encoding == encoding);
     let short = plenty.total() - 500_000_000;
     let some = fit(&config, &tensors, &wanted(short)).unwrap();
-    // They cost some more than packed ones, and Huffman codes several times as much.
+    // Compact weights are a little slower than packed ones, Huffman codes several times as slow.
     assert!(has(&some, EncodingId::COMPACT) && !has(&some, EncodingId::HUFFMAN), "{:?}", some.groups);
     assert!(some.total() <= short && some.slowdown() < 1.3, "{}", some.slowdown());
     let gate_up = SlotPlan::of(TileGrid::new(28_672, 4096).unwrap()).bytes;
@@ -216,7 +216,7 @@ fn short_memory_keeps_weights_compact_with_a_slot() {
         bytes(EncodingId::COMPACT) + bytes(EncodingId::PACKED) + bytes(EncodingId::RAW) + norms(&tensors),
         some.weights
     );
-    // Nothing is looked up in compact weights, and no plan has both kinds of codes.
+    // Compact weights are never looked up in, and no plan has both compact and Huffman-coded weights.
     assert!(!some.groups.iter().any(|group| (group.name, group.encoding) == ("embed", EncodingId::COMPACT)));
     for have in (short - 1_000_000_000..short).step_by(250_000_000) {
         if let Ok(fit) = fit(&config, &tensors, &wanted(have)) {
@@ -225,13 +225,13 @@ fn short_memory_keeps_weights_compact_with_a_slot() {
     }
 }
 
-/// Experts are packed, whatever it costs: nothing else runs them. Linears beside them may be anything.
+/// Experts are always packed, because they run from no other encoding. Other linear layers may have any encoding.
 #[test]
 fn experts_of_a_mixture_are_packed() {
     let config = Geometry::named("qwen3-30b-a3b").unwrap().config();
     let all = with_compact(&tensors(&config));
     let plenty = fit(&config, &all, &wanted(80 * GB)).unwrap();
-    // 45.9 GB are what the engine had loaded of this geometry, its router and norms in BF16 included.
+    // The engine loaded 45.9 GB for this geometry, its router and norms in BF16 included.
     assert!((45 * GB..46 * GB).contains(&plenty.weights), "{}", plenty.weights);
     assert_eq!(plenty.weights, weights(&plenty.plan, &all));
     let short = fit(&config, &all, &wanted(plenty.total() - 100_000_000)).unwrap();
@@ -243,12 +243,12 @@ fn experts_of_a_mixture_are_packed() {
             [(EncodingId::PACKED, 48); 2]
         );
     }
-    // A token reads 8 of 128 experts, many tokens all of them.
+    // One token reads 8 of 128 experts, many tokens read all of them.
     let many = fit(&config, &all, &BudgetRequest { batch: 64, ..wanted(80 * GB) }).unwrap();
     let us = |fit: &BudgetPlan| fit.groups.iter().find(|group| group.name == "down").unwrap().us;
     assert!((7.0..16.0).contains(&(us(&many) / us(&plenty))), "{} {}", us(&many), us(&plenty));
 
-    // As stacks: a tensor for gates and ups, one for downs.
+    // Stacked experts: one tensor for gates and ups, one for downs.
     let stack = |tensors: &[Tensor], role: Role| {
         let encodings = |encoding| (encoding, tensors.iter().map(|tensor| tensor.bytes(encoding).unwrap()).sum());
         let rows = tensors.iter().map(|tensor| tensor.rows).sum();
@@ -278,7 +278,7 @@ fn experts_of_a_mixture_are_packed() {
     assert!(matches!(fit(&config, &odd, &wanted(80 * GB)), Err(BudgetError::Unpackable { .. })));
 }
 
-/// Bytes of what is no matrix.
+/// Bytes of the tensors that are not matrices.
 fn norms(tensors: &[Tensor]) -> u64 {
     tensors.iter().filter(|tensor| tensor.cols == 1).map(|tensor| tensor.bytes(EncodingId::RAW).unwrap()).sum()
 }
@@ -294,7 +294,7 @@ fn least_memory_that_is_named_is_enough() {
     assert_eq!((have, least), (4 * GB, weights + cache + working + slots));
     assert_eq!(fit(&config, &tensors, &wanted(least)).unwrap().total(), least);
     assert!(matches!(fit(&config, &tensors, &wanted(least - 1)), Err(BudgetError::TooSmall { .. })));
-    // And the least that is fast enough.
+    // The smallest memory that is fast enough is named, too.
     let slow = BudgetRequest { max_slowdown: Some(0.02), ..wanted(least) };
     let Err(BudgetError::TooSlow { least: enough, slowdown, limit, .. }) = fit(&config, &tensors, &slow) else {
         panic!("2 % are enough")
@@ -304,7 +304,7 @@ fn least_memory_that_is_named_is_enough() {
     assert!(fast.slowdown() <= 1.02 + 1e-6 && fast.total() <= enough, "{}", fast.slowdown());
     let alone = fit(&config, &tensors, &BudgetRequest { memory: None, ..slow }).unwrap();
     assert_eq!(alone.total(), enough);
-    // The more may be lost, the less is needed.
+    // A larger slowdown needs less memory.
     let total = |slowdown| {
         let wanted = BudgetRequest { memory: None, max_slowdown: Some(slowdown), ..wanted(None) };
         fit(&config, &tensors, &wanted).unwrap().total()
@@ -341,7 +341,7 @@ fn small(intermediate: u32) -> (ModelConfig, Vec<Tensor>) {
     (config, tensors)
 }
 
-/// Sides that are no multiple of 64 lie as BF16 on a device: nothing is gained by coding them.
+/// Matrices with a side that is not a multiple of 64 are held as BF16 on a device, so coding them saves nothing.
 #[test]
 fn encodings_without_kernels_are_not_planned() {
     let (config, tensors) = small(2080);
@@ -349,7 +349,7 @@ fn encodings_without_kernels_are_not_planned() {
     assert!(units.iter().all(|unit| !unit.encodings.contains(&EncodingId::HUFFMAN)));
 }
 
-/// Bytes and microseconds of every plan there is, what its kernels share among them. None has both kinds of codes.
+/// Bytes and microseconds of every possible plan, including what its kernels share. No plan has both kinds of codes.
 fn every_plan(units: &[Unit<'_>], rest: u64, contexts: &Contexts<'_>) -> Vec<(u64, f64)> {
     let plans = units.iter().fold(vec![Vec::new()], |plans: Vec<Vec<usize>>, unit| {
         plans.iter().flat_map(|plan| (0..unit.encodings.len()).map(|at| [&plan[..], &[at]].concat())).collect()
@@ -375,13 +375,13 @@ fn every_plan(units: &[Unit<'_>], rest: u64, contexts: &Contexts<'_>) -> Vec<(u6
     plans.iter().filter_map(sum).collect()
 }
 
-/// Two layers, all encodings of all units: no plan is better, and what is said of it is so.
+/// Two layers and all encodings of all units: no plan is better, and the reported numbers are right.
 #[test]
 fn small_models_equal_brute_force() {
     let (config, mut plain) = small(2048);
-    // As large as if there were hundreds of layers: what is saved is more than slots and workspaces take.
+    // As large as with hundreds of layers, so that codes save more than slots and workspaces take.
     plain.iter_mut().flat_map(|tensor| &mut tensor.encodings).for_each(|(_, bytes)| *bytes *= 1000);
-    // Of the first layer Huffman codes save a lot, of the second next to nothing: spread evenly they would not fit.
+    // Huffman codes save much in the first layer and little in the second, so an even spread would not fit.
     let mut uneven = plain.clone();
     for tensor in uneven.iter_mut().filter(|tensor| tensor.role.is_mlp()) {
         let packed = tensor.bytes(EncodingId::PACKED).unwrap();
@@ -419,7 +419,7 @@ fn small_models_equal_brute_force() {
             assert!(fit.total() <= memory && (fit.fastest_us - fastest).abs() < 1e-9);
             let of = |encoding| fit.groups.iter().filter(move |group| group.encoding == encoding);
             let has = |encoding| of(encoding).next().is_some();
-            // Nothing is kept free for codes that it does not have.
+            // A plan without codes reserves no memory for them.
             assert_eq!(fit.slots > 0, has(EncodingId::HUFFMAN) || has(EncodingId::COMPACT), "{:?}", fit.groups);
             by_codes += u32::from(has(EncodingId::HUFFMAN));
             by_compact += u32::from(has(EncodingId::COMPACT));
@@ -470,7 +470,7 @@ fn kv_cache_is_packed_where_that_gives_a_faster_plan() {
         fit(&config, &tensors, &wanted)
     };
     let (bf16, packed) = (Some(KvCache::Bf16), Some(KvCache::Packed));
-    // Where both have the fastest plan, BF16.
+    // BF16, if both caches allow the fastest plan.
     let ample = of(None, Some(80 * GB)).unwrap();
     assert_eq!((ample.kv_cache, &ample), (KvCache::Bf16, &of(bf16, Some(80 * GB)).unwrap()));
     assert_eq!((ample.cache, ample.cache_token_bytes), (ample.cache_tokens * 131_072, 131_072));
@@ -478,7 +478,7 @@ fn kv_cache_is_packed_where_that_gives_a_faster_plan() {
     assert_eq!((short.kv_cache, &short), (KvCache::Packed, &of(packed, Some(43 * GB)).unwrap()));
     assert!(short.total() <= 43 * GB && short.us == ample.us && of(bf16, Some(43 * GB)).is_err());
     assert!(short.cache_token_bytes < 99_000 && short.cache_tokens == ample.cache_tokens);
-    // The least memory, and what is named where nothing fits.
+    // The smallest memory, and the one that is named if nothing fits.
     let least = of(None, None).unwrap();
     assert_eq!((least.kv_cache, least.total()), (KvCache::Packed, of(packed, None).unwrap().total()));
     assert!(least.total() < of(bf16, None).unwrap().total());

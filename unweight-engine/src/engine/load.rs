@@ -1,4 +1,4 @@
-//! From a bundle, or random weights, to an engine.
+//! Loads an engine from a bundle or with random weights.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -49,13 +49,13 @@ pub enum LoadProgress<'a> {
     },
 }
 
-/// What the random weights of [`Engine::random_stored`] stand for.
+/// What the random weights of [`Engine::random_stored`] imitate.
 #[cfg(feature = "pipelines")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RandomStored {
-    /// The profile of a bundle with such MLPs; `None`: BF16.
+    /// The profile of a bundle with such MLPs; `None` for BF16.
     pub profile: Option<Profile>,
-    /// The placement of the linear layers outside of MLPs, packed by default. The report's are BF16.
+    /// The placement of the linear layers outside of MLPs, packed by default. The report uses BF16.
     pub linears: Placement,
 }
 
@@ -81,7 +81,7 @@ impl Engine {
         let (mut source, _) = Loader::new(kernels, &start.stream, bundle, start.load_options(&config), &compiled)?;
         let weights = start.weights(kernels, &mut source, &config, &names, progress)?;
         let ctx = source.context(&start.stream)?;
-        // What layers were merged in goes before the cache takes what is left.
+        // Frees the buffers in which layers were merged, before the cache takes the remaining memory.
         drop(source);
         let model = bundle.manifest().manifest_digest.to_string();
         start.finish(kernels, config, weights, ctx, &model, &compiled)
@@ -100,7 +100,7 @@ impl Engine {
         random(kernels, config, options, &|_, _| {}, progress)
     }
 
-    /// As [`Engine::random`], with the MLP weights in the encodings that `stored` says if the placement is
+    /// Like [`Engine::random`], with the MLP weights in the encodings of `stored` if the placement is
     /// [`Placement::Stored`] or [`Placement::Alternate`].
     ///
     /// # Errors
@@ -125,10 +125,10 @@ impl Engine {
         random(kernels, config, options, &imitate, progress)
     }
 
-    /// The kernels that the model of a bundle needs on any of these devices, each once, except those of its linear
-    /// layers: [`loader::reachable`](unweight_rt::raw::layer::loader::reachable) lists these. With
-    /// [`Placement::Stored`] and [`Placement::Alternate`] the tensors of MLPs are read. Where the options name no KV
-    /// cache, the kernels of both.
+    /// Returns the kernels that the model of a bundle needs on any of these devices, without duplicates and without
+    /// those of its linear layers, which [`loader::reachable`](unweight_rt::raw::layer::loader::reachable) lists. With
+    /// [`Placement::Stored`] and [`Placement::Alternate`], the tensors of MLPs are read. If the options name no KV
+    /// cache, the kernels of both are included.
     ///
     /// # Errors
     /// As for [`Engine::load`], for the configuration and the tensors.
@@ -139,7 +139,7 @@ impl Engine {
     ) -> Result<Vec<VariantSpec>, EngineError> {
         let config = ModelConfig::of_bundle(bundle)?;
         let names = ModelWeights::of_bundle(&config, bundle)?;
-        // An embedding that cannot be packed stays BF16, which only its weights tell.
+        // An embedding that cannot be packed stays BF16; whether it can is known only from its weights.
         let placement = options.placement.unwrap_or_default();
         let sources: &[EmbedSource] = match placement {
             Placement::Bf16 => &[EmbedSource::Bf16],
@@ -167,7 +167,7 @@ impl Engine {
     }
 }
 
-/// Loads random weights, whose encodings `imitate` may set.
+/// Loads random weights; `imitate` may set their encodings.
 fn random(
     kernels: &KernelSet,
     config: ModelConfig,
@@ -189,7 +189,8 @@ fn random(
     start.finish(kernels, config, weights, ctx, "random", &compiled)
 }
 
-/// How the embedding is held, unless it cannot be packed. A head is padded, an embedding of its own is not.
+/// How the embedding is held if its values can be packed. A tied embedding is padded like the head; an untied one is
+/// not.
 fn embed_source(config: &ModelConfig, placement: Placement) -> EmbedSource {
     let whole = config.tied || config.vocab.is_multiple_of(64) && config.hidden.is_multiple_of(64);
     if whole && placement != Placement::Bf16 { EmbedSource::Packed } else { EmbedSource::Bf16 }
@@ -202,20 +203,20 @@ fn check_pipelines(config: &ModelConfig, placement: Placement) -> Result<(), Eng
     Err(EngineError::StoredFamily { placement, family: config.family })
 }
 
-/// What is known before the weights are there.
+/// What is known before the weights are loaded.
 struct Start {
     options: EngineOptions,
     stream: Stream,
-    /// Bytes that may be used.
+    /// Bytes of device memory that may be used.
     have: u64,
 }
 
-/// How much smaller a model is whose compact tensors stay so.
+/// The bytes of a model's weights, packed and with its compact tensors kept compact.
 #[derive(Clone, Copy, Debug)]
 struct WeightBytes {
-    /// Bytes with all that can be packed.
+    /// Bytes with every tensor packed that can be.
     packed: u64,
-    /// Bytes with what is compact as it is; `None` where nothing is.
+    /// Bytes with compact tensors kept compact; `None` if no tensor is compact.
     compact: Option<u64>,
 }
 
@@ -226,7 +227,7 @@ impl WeightBytes {
         let tied = names.embed == names.lm_head;
         for tensor in bundle.tensors().filter(|tensor| tensor.encoding() == EncodingId::COMPACT) {
             let name = &tensor.entry().name;
-            // What is looked up in is packed.
+            // Tensors that ids are looked up in are packed.
             if *name == names.embed || tied && *name == names.lm_head {
                 continue;
             }
@@ -237,22 +238,22 @@ impl WeightBytes {
         Self { packed, compact }
     }
 
-    /// Without experts in host memory, which are packed in both cases.
+    /// Subtracts the experts in host memory, which are packed in both cases.
     fn without(self, options: &EngineOptions, config: &ModelConfig) -> Self {
         let offloaded = offloaded_bytes(options, config, Placement::Packed);
         let less = |bytes: u64| bytes.saturating_sub(offloaded);
         Self { packed: less(self.packed), compact: self.compact.map(less) }
     }
 
-    /// Of random weights.
+    /// The bytes of random weights.
     fn random(config: &ModelConfig) -> Self {
         let of = |placement| config.weight_bytes(placement);
         Self { packed: of(Placement::Packed), compact: Some(of(Placement::Compact)) }
     }
 }
 
-/// With what becomes of experts: as many as there are need no room but their own, and a step that waits for the host
-/// cannot be recorded.
+/// Adapts the options to the model's experts. Nothing is offloaded if the device may hold all of them. A step that
+/// waits for the host cannot be recorded as a graph.
 fn offloading(options: EngineOptions, config: &ModelConfig) -> Result<EngineOptions, EngineError> {
     let Some(resident) = options.resident_experts else { return Ok(options) };
     let mixture = config.mixture.ok_or(EngineError::NoExperts(resident))?;
@@ -264,7 +265,7 @@ fn offloading(options: EngineOptions, config: &ModelConfig) -> Result<EngineOpti
     Ok(options.graphs(false))
 }
 
-/// Bytes of experts that the device has no room for.
+/// Bytes of the experts that stay in host memory.
 fn offloaded_bytes(options: &EngineOptions, config: &ModelConfig, placement: Placement) -> u64 {
     let (Some(resident), Some(mixture)) = (options.resident_experts, config.mixture) else { return 0 };
     let others = u64::from(mixture.experts.saturating_sub(resident)) * u64::from(config.layers);
@@ -298,7 +299,7 @@ impl Start {
         let stored = stored.without(&options, config);
         let options = options.settled(config, (stored.packed, stored.compact), has_compact_gemms(arch), have);
         let placement = options.placement.unwrap_or_default();
-        // Before minutes are spent on weights that leave no room. What is stored may be less.
+        // Fails before minutes are spent on weights that do not fit. Stored weights may be smaller than packed ones.
         let least = match (placement, stored.compact) {
             (Placement::Stored | Placement::Alternate, _) => 0,
             (Placement::Bf16, _) => {
@@ -388,7 +389,7 @@ impl Start {
         let source = if weights.embed_is_packed() { EmbedSource::Packed } else { EmbedSource::Bf16 };
         let variants = Variants::of(&config, &kernels.device().info().into(), source, &options)?;
         let own = Kernels::load(kernels, &variants)?;
-        // Counted with the activations.
+        // These bytes are counted with the activations.
         ctx.reserve(own.context_size(config.kv_heads)?)?;
         let packed = variants.load_packed(kernels)?;
         let cache = KvStore::new(&stream, &config, &memory, options.step_rows(), packed)?;
@@ -400,7 +401,7 @@ impl Start {
             let verified = verified.map(|rows| StepShape { rows, verifies: true });
             let plain = buckets.iter().map(|rows| StepShape::plain(*rows));
             for shape in plain.chain(verified) {
-                // A launch loads what a driver loads lazily, which a capture may not.
+                // Drivers load kernels lazily at their first launch, which a capture does not allow.
                 forward.set_rows(&[], shape.rows)?;
                 stepper.step(&mut forward, &weights, shape)?;
                 stream.synchronize()?;
@@ -408,7 +409,7 @@ impl Start {
                 graphs.push((shape, recorded?));
             }
         }
-        // Weights of more than 2^32 tokens are as good as those of as many.
+        // More than 2^32 tokens make no difference.
         let weight_tokens = u32::try_from(memory.weights / memory.token.max(1)).unwrap_or(u32::MAX);
         let limits = Limits {
             max_batch: options.max_batch,
@@ -424,7 +425,7 @@ impl Start {
         };
         let schedule = Schedule::new(limits, memory.pages);
         Ok(Engine {
-            // All of them are free.
+            // All units are free.
             last_free_units: (memory.kv_cache == KvCache::Packed).then_some(memory.units),
             config,
             options,
@@ -443,7 +444,7 @@ impl Start {
     }
 }
 
-/// How the engine enqueues steps of these sizes and chunks of `rows` tokens, and the bytes that it has in addition.
+/// Returns how the engine enqueues steps of `buckets` and chunks of `rows` tokens, and the additional bytes of that.
 #[cfg(feature = "pipelines")]
 fn stepper(
     kernels: &KernelSet,
@@ -463,7 +464,7 @@ fn stepper(
     Ok((Stepper::Pipelines(pipelines.into()), bytes))
 }
 
-/// How the engine enqueues steps, and the bytes that it has in addition.
+/// Returns how the engine enqueues steps, and the bytes that this needs in addition.
 #[cfg(not(feature = "pipelines"))]
 fn stepper(
     _: &KernelSet,
@@ -475,7 +476,7 @@ fn stepper(
     Ok((Stepper::Chain, 0))
 }
 
-/// The kernels of MLPs that are loaded as they are stored.
+/// Returns the kernels of MLPs that are loaded in their stored encodings.
 #[cfg(feature = "pipelines")]
 fn pipeline_kernels(
     bundle: &Bundle,
@@ -489,7 +490,7 @@ fn pipeline_kernels(
     Ok(each.collect::<Result<Vec<_>, _>>()?.concat())
 }
 
-/// This build has no kernels of pipelines.
+/// Fails: this build has no kernels of pipelines.
 #[cfg(not(feature = "pipelines"))]
 fn pipeline_kernels(
     _: &Bundle,

@@ -25,7 +25,7 @@ impl Engine {
         self.check_alive()?;
         self.schedule.check(&Request::new(tokens.to_vec()).max_new_tokens(0))?;
         self.end_prefill()?;
-        // A text that was checked fits 32 bits.
+        // The length of a text that was checked fits in 32 bits.
         let count = self.schedule.pages_of(tokens.len() as u32);
         let bits = self.with_pages(&[count], |Self { forward, weights, stepper, .. }, pages| {
             text_logits(forward, weights, stepper, tokens, pages.first().map_or(&[][..], Vec::as_slice))
@@ -33,11 +33,11 @@ impl Engine {
         Ok(bits.into_iter().map(bf16::from_bits).collect())
     }
 
-    /// [`Engine::logits`] of several texts at once, computed by steps of one token each. Slow; tests compare the two.
-    /// No sequence may run. One matrix `[tokens, vocab]` per text.
+    /// Computes [`Engine::logits`] of several texts at once by steps of one token each. Slow; tests compare the two. No
+    /// sequence may run. Returns one matrix `[tokens, vocab]` per text.
     ///
     /// # Errors
-    /// [`AdmissionError::Busy`] where a sequence runs or there are more texts than rows; else as [`Engine::logits`].
+    /// [`AdmissionError::Busy`] if a sequence runs or there are more texts than rows; else as for [`Engine::logits`].
     pub fn logits_by_steps(&mut self, texts: &[&[u32]]) -> Result<Vec<Vec<bf16>>, EngineError> {
         self.check_alive()?;
         if !self.is_idle() || texts.len() as u64 > u64::from(self.options.max_batch) {
@@ -50,8 +50,8 @@ impl Engine {
         self.with_pages(&counts, |engine, pages| engine.steps_of(texts, pages))
     }
 
-    /// What a computation on lent pages gives. If a page is lost (`None`), beginnings of prompts that no sequence reads
-    /// are evicted for their BF16 units, and it is computed again.
+    /// Returns the result of a computation on lent pages. If a page is lost (`None`), evicts prompt prefixes that no
+    /// sequence reads, for their BF16 units, and computes again.
     fn with_pages<T>(
         &mut self,
         counts: &[u32],
@@ -72,22 +72,22 @@ impl Engine {
         }
     }
 
-    /// Takes pages. Those that were given back, also the ones that the prefix cache gives up here, release their BF16
-    /// units before any of them is packed again, and no page is released twice.
+    /// Takes pages. Releases the BF16 units of all returned pages, including those that the prefix cache evicts here,
+    /// before any of them is packed again. No page is released twice.
     pub(super) fn lend(&mut self, counts: &[u32]) -> Result<Vec<Vec<u32>>, EngineError> {
         let pages = self.schedule.lend(counts)?;
         self.release_freed()?;
         Ok(pages)
     }
 
-    /// `None` if a page is lost.
+    /// Returns the logits of each text; `None` if a page is lost.
     fn steps_of(&mut self, texts: &[&[u32]], pages: &[Vec<u32>]) -> Result<Option<Vec<Vec<bf16>>>, DeviceError> {
         let stream = self.forward.stream().clone();
         let (count, vocab) = (texts.len() as u32, self.config.vocab as usize);
         let mut logits = vec![Vec::new(); texts.len()];
         let longest = texts.iter().map(|text| text.len()).max().unwrap_or(0);
         for at in 0..longest {
-            // Nothing else runs, so every row may have the hot page of its number.
+            // Nothing else runs, so every row may use the hot page of its index.
             let states = texts.iter().zip(pages).zip(0..).map(|((text, pages), hot)| {
                 let sampling = RowSampling::new(&SampleParams::default());
                 let (id, position) = text.get(at).map_or((0, PAD_POSITION), |id| (*id, at as u32));
@@ -112,7 +112,7 @@ impl Engine {
     }
 }
 
-/// Logits of every token of a text, bf16 bits `[tokens, vocab]`; `None` if a page is lost. Waits.
+/// Computes the logits of all tokens of a text, bf16 bits `[tokens, vocab]`; `None` if a page is lost. Waits.
 fn text_logits(
     forward: &mut Forward,
     weights: &Weights,

@@ -103,7 +103,7 @@ impl Measure<'_> {
     }
 }
 
-/// Records the steps of so many rows again, if steps are recorded.
+/// Records the steps of `rows` rows again, if steps are recorded.
 pub(super) fn record_step(engine: &mut Engine, rows: u32) -> Result<(), DeviceError> {
     let Engine { forward, stepper, weights, graphs, .. } = engine;
     for (shape, graph) in graphs.iter_mut().filter(|(shape, _)| shape.rows == rows) {
@@ -120,14 +120,14 @@ pub(super) fn set_rows(forward: &mut Forward, batch: u32, context: u32, pages: &
     forward.set_rows(&states.collect::<Vec<_>>(), bucket(batch))
 }
 
-/// Random keys and values everywhere, and `batch` rows with a token behind `context` others.
+/// Fills the cache with random keys and values, and sets `batch` rows with a token after `context` others.
 fn fill(forward: &mut Forward, batch: u32, context: u32, pages: &[Vec<u32>]) -> Result<(), DeviceError> {
     const DRAWN: u32 = 1 << 20;
     let stream = forward.stream().clone();
     let drawn: Vec<u16> = Kind::Gaussian { sigma: 1.0 }.iter(2).take(DRAWN as usize).collect();
     let drawn = DeviceMatrix::from_host(&stream, 1, DRAWN, &drawn)?;
     let cache = forward.cache().chunk_elements();
-    // What remains behind the last whole row is less than one page of one layer of any model worth measuring.
+    // The remainder after the last whole row is less than one page of one layer of any model worth measuring.
     let len = u32::try_from(cache.len()).unwrap_or(u32::MAX).min(DRAWN);
     let rows = u32::try_from(cache.len() / len.max(1) as usize).unwrap_or(u32::MAX);
     let mut all = MatrixMut::new(cache, rows, len, len.into())?;

@@ -34,15 +34,15 @@ use crate::{
     weights::Weights,
 };
 
-/// Steps that are launched before the first is read: one runs while the host reads the one before.
+/// The number of steps that are launched before the first is read: one runs while the host reads the one before.
 const AHEAD: u32 = 2;
 
 /// A model on a GPU that generates tokens for many sequences by continuous batching.
 ///
-/// Loading allocates all device memory ([`Engine::memory`]); steps allocate none. One step makes one token for every
-/// running sequence. Sequences join and leave between steps, and long prompts run in chunks between steps. The tokens
-/// of a sequence depend on its own request and on the batch size that its step was recorded for: batch sizes differ by
-/// rounding, other sequences in the batch change nothing.
+/// Loading allocates all device memory ([`Engine::memory`]); steps allocate none. One step generates one token for
+/// every running sequence. Sequences join and leave between steps, and long prompts run in chunks between steps. The
+/// tokens of a sequence depend only on its own request and on the batch size that its step was recorded for. Batch
+/// sizes differ by rounding; other sequences in the batch change nothing.
 ///
 /// ```no_run
 /// use unweight_engine::{Engine, EngineOptions, Request};
@@ -66,13 +66,13 @@ pub struct Engine {
     options: EngineOptions,
     memory: Memory,
     schedule: Schedule,
-    /// Tokens of steps that were launched, the oldest first.
+    /// The results of launched steps, the oldest first.
     in_flight: VecDeque<Sampled>,
-    /// Events that a call other than [`Engine::step`] had to wait for.
+    /// Events that arrived during a call other than [`Engine::step`].
     held: Vec<Event>,
     spare: Vec<Pinned<u32>>,
     spare_logprobs: Vec<Pinned<u32>>,
-    /// By shape. Before what they name, so that they go first.
+    /// Recorded steps by shape. They reference memory of the fields below, so they are declared, and dropped, first.
     graphs: Vec<(StepShape, Graph)>,
     forward: Forward,
     stepper: Stepper,
@@ -82,13 +82,13 @@ pub struct Engine {
     failed: bool,
 }
 
-/// What a step leaves for the host.
+/// The results of a step on their way to the host.
 struct Sampled {
     /// The token of each row.
     ids: Transfer<u32>,
-    /// Of a packed KV cache: which rows lost a page.
+    /// For a packed KV cache: which rows lost a page.
     lost: Option<Transfer<u32>>,
-    /// Log probabilities of each row, if a row asks for some.
+    /// Log probabilities of each row, if a row requests them.
     logprobs: Option<Transfer<u32>>,
 }
 
@@ -98,7 +98,7 @@ impl Engine {
         &self.config
     }
 
-    /// The options that the engine was loaded with; [`EngineOptions::placement`] holds the placement that was chosen.
+    /// The options that the engine was loaded with; [`EngineOptions::placement`] holds the chosen placement.
     pub fn options(&self) -> &EngineOptions {
         &self.options
     }
@@ -114,10 +114,11 @@ impl Engine {
         self.note(traffic)
     }
 
-    /// Forgets which experts are on the device, and overwrites them: what is not fetched shows. Nothing may run.
+    /// Forgets which experts are on the device and overwrites them, so that an expert that is not fetched shows in the
+    /// results. No step may run.
     ///
     /// # Errors
-    /// The device's.
+    /// [`EngineError::Device`] if the device fails, [`EngineError::Failed`] if it failed before.
     #[doc(hidden)]
     pub fn poison_experts(&mut self, byte: u8) -> Result<(), EngineError> {
         self.check_alive()?;
@@ -140,7 +141,7 @@ impl Engine {
         self.schedule.add(request)
     }
 
-    /// Ends a sequence; it has no further events. `false` if the id is unknown or the sequence has ended.
+    /// Ends a sequence; it has no further events. Returns `false` if the id is unknown or the sequence has ended.
     pub fn cancel(&mut self, sequence: SeqId) -> bool {
         self.schedule.cancel(sequence)
     }
@@ -155,35 +156,36 @@ impl Engine {
         self.schedule.rows().len()
     }
 
-    /// The number of sequences that have no row yet: they wait for one or for pages, or their prompt runs.
+    /// The number of sequences without a row: they wait for one or for pages, or their prompt runs.
     pub fn waiting(&self) -> usize {
         self.schedule.waiting()
     }
 
-    /// The number of pages of the KV cache that no sequence reads, 64 tokens each. Some of them hold beginnings of
+    /// The number of pages of the KV cache that no sequence reads, 64 tokens each. Some of them hold prefixes of
     /// earlier prompts until they are needed.
     pub fn free_pages(&self) -> u32 {
         self.schedule.free_pages()
     }
 
-    /// How often a sequence was preempted: because no page was free, or because a page of a packed KV cache could be
-    /// kept neither packed nor in BF16.
+    /// The number of preemptions so far. A sequence is preempted if no page is free, or if a page of a packed KV cache
+    /// can be kept neither packed nor in BF16.
     pub fn preempted(&self) -> u64 {
         self.schedule.preempted()
     }
 
-    /// Prompt tokens so far whose keys and values an earlier sequence had computed ([`EngineOptions::prefix_cache`]).
+    /// The number of prompt tokens so far whose keys and values were shared from an earlier sequence
+    /// ([`EngineOptions::prefix_cache`]).
     pub fn shared_prompt_tokens(&self) -> u64 {
         self.schedule.shared_prompt_tokens()
     }
 
-    /// Drafted tokens so far ([`EngineOptions::speculate`]).
+    /// The numbers of drafted and accepted tokens so far ([`EngineOptions::speculate`]).
     pub fn draft_counts(&self) -> DraftCounts {
         self.schedule.draft_counts()
     }
 
-    /// The number of free BF16 units of a packed KV cache, those of pages that were given back included; `None` if the
-    /// cache is BF16. Waits for the steps in flight.
+    /// The number of free BF16 units of a packed KV cache, including those of returned pages; `None` if the cache is
+    /// BF16. Waits for the steps in flight.
     ///
     /// # Errors
     /// [`EngineError::Device`] if the device fails, [`EngineError::Failed`] if it failed before.
@@ -195,15 +197,15 @@ impl Engine {
         self.note(free)
     }
 
-    /// The number of free BF16 units of a packed KV cache when rows changed last, or when the engine became idle;
-    /// `None` if the cache is BF16. Waits for nothing.
+    /// The number of free BF16 units of a packed KV cache when rows last changed or the engine became idle; `None` if
+    /// the cache is BF16. Does not wait.
     pub fn last_free_units(&self) -> Option<u32> {
         self.last_free_units
     }
 
-    /// Runs the engine until tokens arrive and returns them: the first token of a sequence that joins, or one token of
-    /// each running sequence, or several if drafts are right. Empty if the engine is idle, or if all sequences of the
-    /// step were cancelled.
+    /// Runs the engine until tokens arrive and returns them: the first token of a sequence that joins, or one token per
+    /// running sequence, or several if drafts are accepted. Returns no events if the engine is idle, or if all
+    /// sequences of the step were cancelled.
     ///
     /// # Errors
     /// [`EngineError::Device`] if the device fails. All sequences are lost, and every later call returns
@@ -217,7 +219,7 @@ impl Engine {
         self.note(stepped)
     }
 
-    /// Ends the prefill that runs, if any: another text may use its memory then. Its events are held.
+    /// Runs the current prefill to its end, if any, so that another text may use its memory. Holds its events.
     fn end_prefill(&mut self) -> Result<(), EngineError> {
         while self.schedule.is_prefilling() {
             let stepped = self.try_step();
@@ -227,7 +229,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Enqueues the release of the BF16 units of pages that were given back: before any of them is packed again.
+    /// Enqueues the release of the BF16 units of returned pages, before any of these pages is packed again.
     fn release_freed(&mut self) -> Result<(), EngineError> {
         let released = self.forward.release(&self.schedule.take_freed());
         self.note(released)
@@ -237,7 +239,7 @@ impl Engine {
         if self.failed { Err(EngineError::Failed) } else { Ok(()) }
     }
 
-    /// After a failure of the device nothing can be trusted.
+    /// Drops all sequences if the device failed, because its results cannot be trusted any more.
     fn note<T>(&mut self, result: Result<T, DeviceError>) -> Result<T, EngineError> {
         result.map_err(|error| {
             self.failed = true;
@@ -268,7 +270,7 @@ impl Engine {
                     let verifies = count as usize > rows.len();
                     if changed {
                         if !verifies {
-                            // No step is in flight, so nothing is waited for.
+                            // No step is in flight, so this does not wait.
                             self.last_free_units = self.forward.free_units()?;
                         }
                         // Errors of the earlier rows are reported before their state is overwritten.
@@ -299,7 +301,7 @@ impl Engine {
         }
     }
 
-    /// Waits for the tokens of the oldest step that is not read.
+    /// Waits for the tokens of the oldest unread step.
     fn read(&mut self) -> Result<Vec<Event>, DeviceError> {
         let Some(Sampled { ids, lost, logprobs }) = self.in_flight.pop_front() else { return Ok(Vec::new()) };
         let (ids, lost) = (ids.wait()?, lost.map(Transfer::wait).transpose()?);
@@ -317,8 +319,8 @@ impl Engine {
         Ok(events)
     }
 
-    /// Sets the masks of the step that was launched last, while it runs: behind the tokens of the steps before, whose
-    /// events it returns. Does nothing if no row has a constraint.
+    /// Sets the masks of the last launched step while it runs. First reads the tokens of all earlier steps, which the
+    /// masks depend on, and returns their events. Does nothing if no row has a constraint.
     fn constrain(&mut self) -> Result<Vec<Event>, DeviceError> {
         let mut events = Vec::new();
         if self.schedule.rows().iter().any(Running::is_constrained) {
@@ -332,7 +334,7 @@ impl Engine {
         Ok(events)
     }
 
-    /// Enqueues the next chunk of a prompt. Behind its last one, chooses the first token of the sequence, and waits.
+    /// Enqueues the next chunk of a prompt. After the last one, samples the sequence's first token and waits for it.
     fn run_chunk(&mut self) -> Result<Option<Event>, DeviceError> {
         let Self { config, schedule, forward, weights, stepper, .. } = self;
         schedule.begin_prefill();
@@ -342,10 +344,10 @@ impl Engine {
             forward.set_pages(&running.pages, Some(running.hot))?;
         }
         stepper.chunk(forward, weights, tokens, start)?;
-        // At most a chunk.
+        // `tokens` has at most a chunk.
         let (rows, row) = (tokens.len() as u32, RowSampling::of(running));
         if let (true, Some(slot)) = (is_last, running.slot) {
-            // No step is in flight, and the slot is of no other sequence.
+            // No step is in flight, and no other sequence uses the slot.
             let states = token_states(running, config.vocab);
             let (stream, sampling) = forward.sampling();
             sampling.set_slot(stream, slot, &states)?;
@@ -378,7 +380,7 @@ impl Engine {
         }))
     }
 
-    /// Enqueues the copy of what the step that was launched last leaves.
+    /// Enqueues the copy of the last launched step's results to the host.
     fn read_later(&mut self) -> Result<Sampled, DeviceError> {
         let stream = self.forward.stream().clone();
         let len = self.forward.ids().len();
@@ -399,16 +401,16 @@ impl Engine {
         Ok(Sampled { ids, lost, logprobs })
     }
 
-    /// Launches a step of the first `rows` rows, of which several may be tokens of one sequence if it verifies drafts.
+    /// Launches a step of the first `rows` rows. If it verifies drafts, several rows may be tokens of one sequence.
     fn launch(&mut self, rows: u32, verifies: bool) -> Result<(), DeviceError> {
         let shape = StepShape { rows: bucket(rows), verifies };
         match self.graphs.iter().find(|(of, _)| *of == shape) {
-            // SAFETY: what it names lies in `forward` and `weights`, which live as long as the graph; all of it runs on
-            // one stream.
+            // SAFETY: the graph references memory of `forward` and `weights`, which live as long as it does; all work
+            // runs on one stream.
             Some((_, graph)) => unsafe { graph.launch() },
             None => {
-                // A step may read positions before the kernel in front of it has ended: that must not be the sampler of
-                // the step before.
+                // The kernels of a step may read positions before the preceding kernel has ended, which must not be the
+                // sampler of the previous step.
                 self.forward.stream().synchronize()?;
                 self.stepper.step(&mut self.forward, &self.weights, shape)
             }
@@ -430,26 +432,26 @@ impl fmt::Debug for Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // What runs names what goes away now. An error was told before, or is of no use any more.
+        // Running kernels reference memory that is freed now. Errors were reported before, or no longer matter.
         let _ = self.forward.stream().synchronize();
         self.stepper.wait();
     }
 }
 
-/// The rows of a sequence in the next step.
+/// Returns the rows of a sequence in the next step.
 fn states(row: &Running) -> impl Iterator<Item = RowState<'_>> {
     let (pages, hot, sampling) = (&row.pages[..], row.hot, RowSampling::of(row));
     row.inputs().map(move |(id, position)| RowState { id, position, pages, hot, sampling })
 }
 
-/// By row of the steps in flight: its sequence, and [`Request::logprobs`].
+/// Returns the sequence and [`Request::logprobs`] of each row of the steps in flight.
 fn owners(schedule: &Schedule) -> Vec<(SeqId, Option<u32>)> {
     let rows = schedule.rows().iter();
     rows.flat_map(|row| std::iter::repeat_n((row.id, row.logprobs), row.step_rows() as usize)).collect()
 }
 
-/// Adds log probabilities to events, which have the order of the rows of their step. A row whose token was dropped has
-/// no event.
+/// Adds log probabilities to events, which are in the order of the rows of their step. A row whose token was dropped
+/// has no event.
 fn note_logprobs(owners: &[(SeqId, Option<u32>)], words: &[u32], events: &mut [Event]) {
     let mut events = events.iter_mut().peekable();
     for ((owner, top), words) in owners.iter().zip(words.chunks_exact(ROW_WORDS)) {
@@ -458,8 +460,8 @@ fn note_logprobs(owners: &[(SeqId, Option<u32>)], words: &[u32], events: &mut [E
     }
 }
 
-/// Waits. A row of NaN is not a failure of the device: its token is [`NO_TOKEN`](crate::NO_TOKEN), whose embedding is
-/// zeros.
+/// Waits for the device. A row of NaN is not a device failure: its token is [`NO_TOKEN`](crate::NO_TOKEN), whose
+/// embedding is zeros.
 fn settle(forward: &mut Forward, stepper: &mut Stepper) -> Result<(), DeviceError> {
     stepper.synchronize()?;
     match forward.context().synchronize() {

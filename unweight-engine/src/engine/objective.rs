@@ -1,4 +1,4 @@
-//! Settings of an engine that runs the report's pipelines, and the times of its steps as the objective of a search
+//! Changes the pipeline settings of an engine, and measures its step times as the objective of a search
 //! ([`tune`](crate::pipelines::tune)).
 
 use std::collections::HashMap;
@@ -45,8 +45,8 @@ pub struct PipelineTuner<'e> {
 }
 
 impl PipelineTuner<'_> {
-    /// The variants of every projection for steps of `batch` rows, the best guess first: those of hard layers, which
-    /// have Huffman-coded weights, then those of easy layers. Empty for a kind of layer that the model does not have.
+    /// Returns the variants of every projection for steps of `batch` rows, the best guess first. Hard layers, which
+    /// have Huffman-coded weights, come before easy layers. Empty for a kind of layer that the model does not have.
     ///
     /// # Errors
     /// [`EngineError::NotStored`] if the engine was loaded without pipelines.
@@ -73,12 +73,12 @@ impl PipelineTuner<'_> {
         Ok(SettingSpace::new(&self.choices(batch)?, &self.guess(batch)?, sms))
     }
 
-    /// Uses this setting for all later steps of the bucket of `batch`, the next size that steps are recorded for. Waits
+    /// Uses a setting for all later steps of the bucket of `batch`, the next size that steps are recorded for. Waits
     /// for steps in flight.
     ///
     /// # Errors
-    /// [`EngineError::Setting`] if the device cannot run the setting; the old one stays. [`EngineError::Device`] if the
-    /// device fails.
+    /// [`EngineError::Setting`] if the device cannot run the setting; the old one stays in use. [`EngineError::Device`]
+    /// if the device fails.
     pub fn set(&mut self, batch: u32, setting: &Setting) -> Result<(), EngineError> {
         self.engine.check_alive()?;
         let rows = bucket(batch);
@@ -87,19 +87,19 @@ impl PipelineTuner<'_> {
         self.engine.note(replaced)
     }
 
-    /// Architecture and multiprocessors.
+    /// The architecture and the number of multiprocessors.
     fn device(&self) -> (unweight_codegen::spec::Arch, u32) {
         let info = self.engine.stream().device().info();
         (info.arch, info.sms)
     }
 
-    /// The step graph of a setting, with the events that it needs.
+    /// Returns the step graph of a setting, with the events that it needs.
     fn bind(&mut self, rows: u32, setting: &Setting) -> Result<BoundGraph, EngineError> {
         let device = self.engine.stream().device().clone();
         self.engine.pipelines()?.bind(setting, rows, &device)
     }
 
-    /// Runs steps by this graph from now on.
+    /// Uses a step graph from now on, and records its steps again.
     fn replace(&mut self, rows: u32, bound: BoundGraph) -> Result<(), DeviceError> {
         let Engine { forward, stepper, weights, options, .. } = &mut *self.engine;
         forward.stream().synchronize()?;
@@ -114,7 +114,7 @@ impl PipelineTuner<'_> {
         record_step(self.engine, rows)
     }
 
-    /// Records a step by a setting that no other step uses; its rows were set. Runs it once.
+    /// Records a step with a setting that no other step uses, after running it once. Its rows must be set.
     fn record(&mut self, batch: u32, setting: &Setting) -> Result<Graph, EngineError> {
         self.engine.check_alive()?;
         let rows = bucket(batch);
@@ -129,21 +129,21 @@ impl PipelineTuner<'_> {
         self.engine.note(recorded)
     }
 
-    /// [`Measure::prepare`](super::measure::Measure::prepare) for steps that begin at the same position again and again
-    /// ([`PipelineTuner::rewind`]); the pages are lent.
+    /// Like [`Measure::prepare`](super::measure::Measure::prepare), for steps that start at the same position
+    /// repeatedly ([`PipelineTuner::rewind`]). Returns the lent pages.
     fn begin(&mut self, batch: u32, context: u32, steps: u32) -> Result<Vec<Vec<u32>>, EngineError> {
         self.engine.measure().prepare(batch, context, steps)?;
         let each = self.engine.schedule.pages_of(context.saturating_add(steps));
         self.engine.lend(&vec![each; batch as usize])
     }
 
-    /// Sets the rows to their first position. Waits.
+    /// Sets the rows to their first position. Waits for the copies.
     fn rewind(&mut self, batch: u32, context: u32, pages: &[Vec<u32>]) -> Result<(), EngineError> {
         let set = set_rows(&mut self.engine.forward, batch, context, pages);
         self.engine.note(set)
     }
 
-    /// Logits of the first rows of the last step. Waits.
+    /// Logits of the first rows of the last step. Waits for the device.
     fn logits(&mut self, rows: u32) -> Result<Vec<bf16>, EngineError> {
         let bits = self.engine.forward.logits(rows);
         Ok(self.engine.note(bits)?.into_iter().map(bf16::from_bits).collect())
@@ -165,11 +165,11 @@ impl Default for Rounds {
     }
 }
 
-/// Rows whose logits are compared.
+/// The number of rows whose logits are compared.
 const COMPARED: u32 = 8;
-/// Logits that are farther from those of the start than rounding explains, RMS over RMS.
+/// A distance from the logits of the start that rounding does not explain, RMS over RMS.
 const FAR: f64 = 0.05;
-/// Recorded steps that are kept.
+/// The maximum number of recorded steps that are kept.
 const KEPT: usize = 16;
 
 /// Measures an engine's steps as the objective of a search.
@@ -182,7 +182,7 @@ pub struct StepObjective<'a> {
     rounds: Rounds,
     graphs: HashMap<Point, Graph>,
     start: Point,
-    /// The start's logits.
+    /// The logits of the start.
     truth: Option<Vec<bf16>>,
     stop: &'a dyn Fn() -> bool,
 }
@@ -229,7 +229,7 @@ impl<'a> StepObjective<'a> {
         Ok(times.get(times.len() / 2).copied().unwrap_or(f64::NAN))
     }
 
-    /// Records a step, once.
+    /// Records a step of a point, unless one is recorded.
     fn prepare(&mut self, point: &Point) -> Result<(), EngineError> {
         if !self.graphs.contains_key(point) {
             if self.graphs.len() >= KEPT {
@@ -246,8 +246,8 @@ impl<'a> StepObjective<'a> {
         self.tuner.rewind(self.batch, self.context, &self.pages)?;
         let Some(graph) = self.graphs.get(point) else { return Ok(f64::NAN) };
         let stream = self.tuner.engine.stream().clone();
-        // SAFETY: the graph names memory of the engine, which this borrows for as long as the graphs live; all of it is
-        // ordered behind the stream, which is waited for below.
+        // SAFETY: the graph references memory of the engine, which this borrows for as long as the graphs live. All of
+        // it is ordered on the stream, which is synchronized below.
         let launch = || unsafe { graph.launch() };
         launch()?;
         let start = stream.event()?;
@@ -259,11 +259,11 @@ impl<'a> StepObjective<'a> {
         Ok(start.elapsed_us(&end)? / f64::from(self.rounds.steps.max(1)))
     }
 
-    /// Logits of some rows of one step.
+    /// Logits of the first rows of one step.
     fn logits(&mut self, point: &Point) -> Result<Vec<bf16>, EngineError> {
         self.tuner.rewind(self.batch, self.context, &self.pages)?;
         if let Some(graph) = self.graphs.get(point) {
-            // SAFETY: as above; reading the logits waits.
+            // SAFETY: as in `time`; reading the logits waits.
             unsafe { graph.launch() }?;
         }
         let logits = self.tuner.logits(self.batch.min(COMPARED))?;
@@ -282,7 +282,7 @@ impl<'a> StepObjective<'a> {
             Err(error @ EngineError::Setting(_)) => return Ok(Answer::Unusable(error.to_string())),
             prepared => prepared?,
         }
-        // `KEPT` may have thrown it away.
+        // `KEPT` may have dropped its graph.
         self.prepare(incumbent)?;
         let got = self.logits(challenger)?;
         let apart = self.truth.as_ref().map_or(0.0, |truth| distance(&got, truth));
@@ -291,7 +291,7 @@ impl<'a> StepObjective<'a> {
         }
         let mut paired = Paired::default();
         for round in 0..self.rounds.rounds {
-            // The first of a round finds a device that rests; each is it in turn.
+            // The first measurement of a round starts on an idle device, so both settings take that place alternately.
             let (first, second) = if round % 2 == 0 { (incumbent, challenger) } else { (challenger, incumbent) };
             let (first, second) = (self.time(first)?, self.time(second)?);
             let (own, other) = if round % 2 == 0 { (first, second) } else { (second, first) };
@@ -317,7 +317,7 @@ impl Objective for StepObjective<'_> {
     }
 }
 
-/// RMS of the difference over the RMS of the truth. Of logits that are all zero, none.
+/// RMS of the difference over the RMS of the truth; 0 if both are equal.
 fn distance(got: &[bf16], truth: &[bf16]) -> f64 {
     let square = |value: f32| f64::from(value).powi(2);
     let apart: f64 = got.iter().zip(truth).map(|(got, truth)| square(got.to_f32() - truth.to_f32())).sum();

@@ -1,4 +1,4 @@
-//! How an engine enqueues a step.
+//! Enqueues the steps and prompt chunks of an engine.
 
 use unweight_rt::DeviceError;
 
@@ -6,17 +6,17 @@ use unweight_rt::DeviceError;
 use crate::pipelines::Pipelines;
 use crate::{forward::Forward, weights::Weights};
 
-/// What steps are recorded for.
+/// The shape that a step is recorded for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepShape {
     /// One of [`BUCKETS`](crate::options::BUCKETS).
     pub rows: u32,
-    /// Whether rows may be tokens of one sequence.
+    /// Whether rows may be consecutive tokens of one sequence.
     pub verifies: bool,
 }
 
 impl StepShape {
-    /// Each row is a sequence of its own.
+    /// A step in which each row is another sequence.
     pub fn plain(rows: u32) -> Self {
         Self { rows, verifies: false }
     }
@@ -24,9 +24,9 @@ impl StepShape {
 
 /// How an engine enqueues a step or a chunk of a prompt.
 pub enum Stepper {
-    /// One chain of all linears on one stream.
+    /// All linear layers in one chain on one stream.
     Chain,
-    /// Step graphs of MLPs that are loaded as they are stored.
+    /// Step graphs of MLPs that are loaded in their stored encodings.
     #[cfg(feature = "pipelines")]
     Pipelines(Box<Pipelines>),
 }
@@ -35,7 +35,7 @@ impl Stepper {
     /// Enqueues a step.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn step(&mut self, forward: &mut Forward, weights: &Weights, shape: StepShape) -> Result<(), DeviceError> {
         let rows = shape.rows;
         forward.set_verifies(shape.verifies);
@@ -66,10 +66,10 @@ impl Stepper {
         }
     }
 
-    /// Waits for streams other than the engine's, and reports rows that one of them left out.
+    /// Waits for streams other than the engine's, and reports rows that a kernel skipped.
     ///
     /// # Errors
-    /// The driver's, or a row that was left out.
+    /// [`DeviceError`] if the driver fails or a row was skipped.
     pub fn synchronize(&mut self) -> Result<(), DeviceError> {
         match self {
             Self::Chain => Ok(()),
@@ -78,7 +78,7 @@ impl Stepper {
         }
     }
 
-    /// Waits for streams other than the engine's, whatever they report.
+    /// Waits for streams other than the engine's, and ignores what they report.
     pub fn wait(&self) {
         match self {
             Self::Chain => {}

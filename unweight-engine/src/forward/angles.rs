@@ -6,16 +6,16 @@ use unweight_rt::{
     raw::ops::{attention::RotaryTable, rope::RopeTable},
 };
 
-/// Those of each layer.
+/// The cosines and sines of each layer.
 #[derive(Debug)]
 pub(super) struct LayerAngles {
     usual: Angles,
-    /// Of layers with a window, if they have others; and which these are.
+    /// The angles of layers with a window, if they differ, and which layers these are.
     local: Option<(Angles, Vec<bool>)>,
 }
 
 impl LayerAngles {
-    /// Computes and uploads those of `positions` positions.
+    /// Computes and uploads the angles of `positions` positions.
     pub(super) fn new(stream: &Stream, config: &ModelConfig, positions: u32) -> Result<Self, DeviceError> {
         let has_window = || config.window.iter().map(Option::is_some).collect();
         let local = config.local_rope.as_ref();
@@ -23,7 +23,7 @@ impl LayerAngles {
         Ok(Self { usual: Angles::new(stream, &config.rope, positions)?, local: local.transpose()? })
     }
 
-    /// Those of a layer.
+    /// The angles of a layer.
     pub(super) fn of(&self, layer: usize) -> &Angles {
         match &self.local {
             Some((angles, layers)) if layers.get(layer).is_some_and(|is_local| *is_local) => angles,
@@ -32,7 +32,7 @@ impl LayerAngles {
     }
 }
 
-/// Of every position of a context, bf16 `[positions, rope_dim / 2]` each.
+/// Cosines and sines of every position of a context, bf16 `[positions, rope_dim / 2]` each.
 #[derive(Debug)]
 pub(super) struct Angles {
     cosines: DeviceMatrix,
@@ -53,18 +53,18 @@ impl Angles {
         Ok(Self { cosines: upload(&table.cos)?, sines: upload(&table.sin)?, rope_dim: rope.dim })
     }
 
-    /// For single tokens.
+    /// The table for attention of steps.
     pub(super) fn rotary(&self) -> RotaryTable<'_> {
         RotaryTable { cosines: self.cosines.view(), sines: self.sines.view() }
     }
 
-    /// For a chunk of tokens.
+    /// The table for a prompt chunk.
     pub(super) fn table(&self) -> Result<RopeTable<'_>, LaunchError> {
         RopeTable::new(self.cosines.data(), self.sines.data(), self.rope_dim)
     }
 }
 
-/// Rows of so many angles, those of the lower and of the upper half interleaved, as kernels with `adjacent` read them.
+/// Interleaves the lower and the upper half of each row of `angles` angles, as kernels with `adjacent` read them.
 fn interleaved(values: &[u16], angles: usize) -> Vec<u16> {
     let turns = |row: &[u16]| {
         let (low, high) = row.split_at(angles / 2);

@@ -1,7 +1,7 @@
-//! Attention of a step and of a chunk of a prompt.
+//! Attention of steps and of prompt chunks.
 //!
-//! Rows of a step that verifies drafts may be tokens of one sequence, one behind the other. Attention runs twice then:
-//! once for the keys and values of all rows, and once for what they attend to.
+//! Rows of a step that verifies drafts may be consecutive tokens of one sequence. Attention then runs twice: the first
+//! launch stores the keys and values of all rows, the second attends to them.
 
 use unweight_model::QkNorm;
 use unweight_rt::{
@@ -19,7 +19,7 @@ use super::{Forward, Shape, view, view_mut};
 use crate::weights::Layer;
 
 impl Forward {
-    /// Weights of the norms of heads, each for itself.
+    /// The norm weights of queries and keys, if heads are normed separately.
     fn head_norms(layer: &Layer, qk_norm: QkNorm) -> [Option<&DeviceBuffer<u16>>; 2] {
         if qk_norm == QkNorm::Head { [layer.q_norm.as_ref(), layer.k_norm.as_ref()] } else { [None; 2] }
     }
@@ -45,8 +45,8 @@ impl Forward {
         let mut out = view_mut(&mut self.attended, rows, attended)?;
         let mode = self.ctx.stream().mode();
         if self.verifies {
-            // Stores the keys and values of all rows: with a window of one token it attends to nothing else. The launch
-            // behind it starts when this one has ended, and stores the same bits again.
+            // Stores the keys and values of all rows: with a window of one token, each row attends only to itself. The
+            // next launch starts after this one has ended, and stores the same bits again.
             let (cache, alone) = (self.cache.decode(index as u32)?, options.window(Some(1)));
             decode.kernel.decode(&mut self.ctx, x, cache, tokens, alone, out.reborrow())?;
             self.ctx.set_mode(LaunchMode { ordinary: true, ..mode });

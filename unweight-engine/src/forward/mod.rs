@@ -1,4 +1,4 @@
-//! One pass through the model: what is launched, in which order, on which memory.
+//! Runs one pass through the model: which kernels are launched, in which order and on which memory.
 //!
 //! ```text
 //! ids --embed--> hidden --+--norm--> normed --qkv--> qkv --attention--> attended --o--+--> hidden
@@ -6,14 +6,15 @@
 //!                         +--norm--> normed --gate, up--> active --down---------------+--> hidden
 //! hidden --norm--> normed --head--> logits --sample--> ids, positions + 1
 //! ```
-//! Families differ: norms of what is added instead of what is read, or of both; one norm for attention and MLP; factors
-//! of embeddings, of what is added and of logits.
+//! Families differ. Some norm what is added to the residual stream instead of what is read from it, or both. Some have
+//! one norm for attention and MLP, or factors of embeddings, of what is added and of logits.
 //!
-//! A step is one chain on one stream, but for copies of experts that are fetched
-//! ([`offload`](unweight_rt::raw::layer::experts::offload)), for whose choice the host waits. A kernel of a step may
-//! read positions, page tables and the keys and values of earlier tokens before the previous kernel has ended:
-//! nothing of the same step writes them, but for a step that verifies drafts ([`attend`]). What the sampler writes
-//! belongs to the next step, and two steps are never in one graph.
+//! A step is one chain on one stream. Only copies of fetched experts
+//! ([`offload`](unweight_rt::raw::layer::experts::offload)) run elsewhere; the host waits for the router's choice of
+//! these. A kernel of a step may read positions, page tables and the keys and values of earlier tokens before the
+//! preceding kernel has ended (programmatic dependent launch). No kernel of the same step writes these, except in a
+//! step that verifies drafts ([`attend`]). The sampler writes state of the next step, and two steps are never in one
+//! graph.
 
 mod angles;
 mod attend;
@@ -40,7 +41,7 @@ use crate::{
     weights::{Layer, MixtureExperts, Weights},
 };
 
-/// Sizes.
+/// Sizes and constants of the model and of the buffers.
 #[derive(Clone, Debug)]
 struct Shape {
     hidden: u32,
@@ -49,16 +50,16 @@ struct Shape {
     attended: u32,
     heads: u32,
     vocab: u32,
-    /// From one row of logits to the next.
+    /// Elements from one row of logits to the next.
     logit_pitch: u32,
     logit_rows: u32,
     rows: u32,
     eps: f32,
     layers: u32,
-    /// Pages of the longest sequence.
+    /// The number of pages of the longest sequence.
     table_pages: u32,
     windows: Vec<Option<u32>>,
-    /// Layers with rotary embedding.
+    /// Whether each layer has rotary embedding.
     rotated: Vec<bool>,
     soft_caps: SoftCaps,
     mixture: Option<Mixture>,
@@ -68,22 +69,22 @@ struct Shape {
     factors: Factors,
 }
 
-/// What a row of a step is.
+/// The state of a row of a step.
 #[derive(Clone, Debug)]
 pub struct RowState<'a> {
-    /// Its newest token.
+    /// The id of its newest token.
     pub id: u32,
-    /// Where that stands in its sequence.
+    /// The position of that token in its sequence.
     pub position: u32,
     /// The pages of its sequence.
     pub pages: &'a [u32],
     /// The hot page of its sequence in a packed cache.
     pub hot: u32,
-    /// How the next token is chosen.
+    /// How the next token is sampled.
     pub sampling: RowSampling,
 }
 
-/// Kernels and memory. Nothing is allocated after it was made.
+/// Kernels and buffers of a pass. Nothing is allocated after construction.
 #[derive(Debug)]
 pub struct Forward {
     ctx: ExecContext,
@@ -93,32 +94,32 @@ pub struct Forward {
     normed: DeviceBuffer<u16>,
     qkv: DeviceBuffer<u16>,
     attended: DeviceBuffer<u16>,
-    /// The product of gate and up, where it is not activated on its way out.
+    /// The product of gate and up, if its epilogue does not activate it.
     gate_up: DeviceBuffer<u16>,
-    /// The product of up, where gate's is another.
+    /// The product of up, if gate has a separate one.
     #[cfg(feature = "pipelines")]
     up: DeviceBuffer<u16>,
     active: DeviceBuffer<u16>,
-    /// Logits of experts, and what was chosen; of a mixture.
+    /// The router's logits, the chosen experts and their shares; for mixture models.
     router: DeviceBuffer<u16>,
     experts: DeviceBuffer<u32>,
     shares: DeviceBuffer<f32>,
-    /// Where the device has not all experts.
+    /// Fetches experts if the device does not hold all of them.
     fetcher: Option<Fetcher>,
-    /// Rows of a step that have a token, as they were set last; and those of the pass that is enqueued.
+    /// The number of rows of a step that have a token, as last set, and of those in the enqueued pass.
     live: u32,
     passing: u32,
-    /// Rows of a step may be tokens of one sequence, one behind the other.
+    /// Whether rows of a step may be consecutive tokens of one sequence.
     verifies: bool,
     logits: DeviceBuffer<u16>,
     cache: KvStore,
     angles: LayerAngles,
-    /// Of a step: one entry a row.
+    /// The state of a step, per row.
     ids: DeviceBuffer<u32>,
     positions: DeviceBuffer<u32>,
     tables: DeviceBuffer<u32>,
     sampling: Sampling,
-    /// Of a prompt.
+    /// The token ids of a prompt chunk, and the page table of its sequence.
     prompt: DeviceBuffer<u32>,
     prompt_pages: DeviceBuffer<u32>,
 }
@@ -131,16 +132,16 @@ fn view_mut(buffer: &mut DeviceBuffer<u16>, rows: u32, cols: u32) -> Result<Matr
     MatrixMut::new(buffer, rows, cols, cols.into())
 }
 
-/// From one row of a router's logits to the next: rows begin at multiples of 16 bytes.
+/// Elements from one row of a router's logits to the next: rows start at multiples of 16 bytes.
 fn router_pitch(mixture: Mixture) -> u32 {
     mixture.experts.next_multiple_of(8)
 }
 
 impl Forward {
-    /// Allocates everything but the cache.
+    /// Allocates everything but the KV cache.
     ///
     /// # Errors
-    /// No room.
+    /// [`DeviceError`] if the allocation fails.
     pub fn new(
         ctx: ExecContext,
         (kernels, cache): (Kernels, KvStore),
@@ -211,35 +212,35 @@ impl Forward {
         })
     }
 
-    /// The context that everything runs on.
+    /// The execution context of all launches.
     pub fn context(&mut self) -> &mut ExecContext {
         &mut self.ctx
     }
 
-    /// Its stream.
+    /// The stream of all launches.
     pub fn stream(&self) -> &Stream {
         self.ctx.stream()
     }
 
-    /// The tokens that steps choose, one a row.
+    /// The tokens that steps sample, one per row.
     pub fn ids(&self) -> &DeviceBuffer<u32> {
         &self.ids
     }
 
-    /// The cache of all layers.
+    /// The KV cache of all layers.
     pub fn cache(&mut self) -> &mut KvStore {
         &mut self.cache
     }
 
-    /// The cache, if it is packed.
+    /// The KV cache, if it is packed.
     pub fn packed_cache(&mut self) -> Option<&mut PackedCache> {
         self.cache.packed()
     }
 
-    /// Enqueues the release of the BF16 units of pages that no sequence has any more.
+    /// Enqueues the release of the BF16 units of pages that no sequence uses any more.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn release(&mut self, pages: &[u32]) -> Result<(), DeviceError> {
         match self.cache.packed() {
             Some(cache) => cache.release(&mut self.ctx, pages),
@@ -247,26 +248,26 @@ impl Forward {
         }
     }
 
-    /// BF16 units of a packed cache that are free; `None` if the cache is BF16. Waits.
+    /// The number of free BF16 units of a packed cache; `None` if the cache is BF16. Waits for the device.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn free_units(&mut self) -> Result<Option<u32>, DeviceError> {
         self.cache.packed().map(|cache| cache.free_units(self.ctx.stream())).transpose()
     }
 
-    /// Whether a page of the prompt that was run last is lost. Waits if the cache is packed.
+    /// Whether a page of the last prompt is lost. Waits for the device if the cache is packed.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn prompt_is_lost(&mut self) -> Result<bool, DeviceError> {
         self.cache.packed().map_or(Ok(false), |cache| cache.prompt_is_lost(self.ctx.stream()))
     }
 
-    /// Logits of the first `rows` rows of the last step or chunk, `[rows, vocab]`. Waits.
+    /// Reads the logits of the first `rows` rows of the last step or chunk, `[rows, vocab]`. Waits for the device.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn logits(&self, rows: u32) -> Result<Vec<u16>, DeviceError> {
         let pitch = self.shape.logit_pitch as usize;
         let padded = self.logits.read(self.stream(), 0, rows as usize * pitch)?;
@@ -274,20 +275,20 @@ impl Forward {
         Ok(rows.flatten().copied().collect())
     }
 
-    /// Rows of logits that it has room for.
+    /// The maximum number of rows of logits.
     pub fn logit_rows(&self) -> u32 {
         self.shape.logit_rows
     }
 
-    /// Tokens of a chunk, at most.
+    /// The maximum number of tokens of a chunk.
     pub fn chunk_rows(&self) -> u32 {
         self.shape.rows
     }
 
-    /// Sets the rows of the steps that follow; those up to `bucket` that are not named have no token. Waits.
+    /// Sets the rows of the following steps; further rows up to `bucket` have no token. Waits for the copies.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn set_rows(&mut self, rows: &[RowState<'_>], bucket: u32) -> Result<(), DeviceError> {
         let (bucket, table_pages) = (bucket as usize, self.shape.table_pages as usize);
         let mut ids = vec![0; bucket];
@@ -299,7 +300,7 @@ impl Forward {
             let table = &mut tables[at * table_pages..(at + 1) * table_pages];
             table[..row.pages.len()].copy_from_slice(row.pages);
         }
-        // At most the bucket's.
+        // At most `bucket`.
         self.live = rows.len() as u32;
         let stream = self.ctx.stream();
         if let Some(cache) = self.cache.packed() {
@@ -312,7 +313,7 @@ impl Forward {
         self.sampling.set_rows(stream, &sampling)
     }
 
-    /// Sets whether rows of the steps that are enqueued from now on may be tokens of one sequence, in order.
+    /// Sets whether rows of the steps that are enqueued from now on may be consecutive tokens of one sequence.
     pub fn set_verifies(&mut self, verifies: bool) {
         self.verifies = verifies;
     }
@@ -320,7 +321,7 @@ impl Forward {
     /// Enqueues a step of `rows` rows through all layers, or one part of the step.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn step(&mut self, weights: &Weights, rows: u32, only: Option<Part>) -> Result<(), DeviceError> {
         let runs = |part: Part| only.is_none_or(|only| only == part);
         self.passing = self.live.min(rows);
@@ -343,11 +344,11 @@ impl Forward {
         if runs(Part::Sample) { self.sample(rows) } else { Ok(()) }
     }
 
-    /// Sets the pages of a sequence whose prompt is to be run, and its hot page in a packed cache if steps follow.
-    /// Waits.
+    /// Sets the pages of the sequence whose prompt runs next, and its hot page in a packed cache if steps follow. Waits
+    /// for the copy.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn set_pages(&mut self, pages: &[u32], hot: Option<u32>) -> Result<(), DeviceError> {
         let mut table = vec![self.cache.padding(); self.shape.table_pages as usize];
         table[..pages.len()].copy_from_slice(pages);
@@ -357,10 +358,10 @@ impl Forward {
         self.prompt_pages.write(self.ctx.stream(), 0, &table)
     }
 
-    /// Enqueues the packing of `context` tokens of staging into the pages of a sequence, of every layer.
+    /// Enqueues the packing of `context` tokens of staging into the pages of a sequence, in every layer.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub(crate) fn pack_staging(&mut self, pages: &[u32], hot: u32, context: u32) -> Result<(), DeviceError> {
         self.set_pages(pages, Some(hot))?;
         let Some(cache) = self.cache.packed() else { return Ok(()) };
@@ -368,21 +369,21 @@ impl Forward {
             .try_for_each(|layer| cache.pack_chunk(&mut self.ctx, layer, &self.prompt_pages, (0, context)))
     }
 
-    /// Sets the tokens of a chunk; how many they are. Waits.
+    /// Sets the tokens of a chunk and returns their number. Waits for the copy.
     ///
     /// # Errors
-    /// More tokens than [`Forward::chunk_rows`], or the driver's.
+    /// [`DeviceError`] if there are more tokens than [`Forward::chunk_rows`], or if the driver fails.
     pub(crate) fn set_prompt(&mut self, ids: &[u32]) -> Result<u32, DeviceError> {
         self.prompt.write(self.ctx.stream(), 0, ids)?;
-        // It fits the buffer.
+        // At most the length of the buffer.
         Ok(ids.len() as u32)
     }
 
-    /// Enqueues the next tokens of the sequence whose pages were set, from position `start` on. Waits for the copy of
-    /// its ids alone.
+    /// Enqueues the next tokens of the sequence whose pages were set, from position `start` on. Waits only for the copy
+    /// of the ids.
     ///
     /// # Errors
-    /// More tokens than [`Forward::chunk_rows`], or the driver's.
+    /// [`DeviceError`] if there are more tokens than [`Forward::chunk_rows`], or if the driver fails.
     pub fn chunk(&mut self, weights: &Weights, ids: &[u32], start: u32) -> Result<(), DeviceError> {
         let rows = self.set_prompt(ids)?;
         self.passing = rows;
@@ -400,15 +401,15 @@ impl Forward {
     /// Enqueues the logits of `rows` rows of the last chunk, from `first` on.
     ///
     /// # Errors
-    /// More rows than [`Forward::logit_rows`], or the driver's.
+    /// [`DeviceError`] if there are more rows than [`Forward::logit_rows`], or if the driver fails.
     pub fn chunk_logits(&mut self, weights: &Weights, first: u32, rows: u32) -> Result<(), DeviceError> {
         self.head(weights, first, rows, |_| true)
     }
 
-    /// Enqueues the choice of a token from the first row of logits, for the sequence in the first row of the steps.
+    /// Enqueues the sampling of a token from the first row of logits. Overwrites the first row of the steps.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn choose(&mut self, position: u32, row: RowSampling) -> Result<(), DeviceError> {
         let stream = self.ctx.stream().clone();
         self.positions.write(&stream, 0, &[position])?;
@@ -417,15 +418,15 @@ impl Forward {
         self.sample_extras()
     }
 
-    /// How rows are sampled.
+    /// The stream and the state of sampling.
     pub fn sampling(&mut self) -> (&Stream, &mut Sampling) {
         (self.ctx.stream(), &mut self.sampling)
     }
 
-    /// Enqueues, behind a step, what some of its rows ask for in addition to a token.
+    /// Enqueues, after a step, the kernels that its rows request in addition to sampling.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn sample_extras(&mut self) -> Result<(), DeviceError> {
         let rows = self.sampling.extra_rows();
         if rows == 0 {
@@ -447,12 +448,12 @@ impl Forward {
         self.kernels.scale(&mut self.ctx, hidden, self.shape.factors.embedding)
     }
 
-    /// Of what a layer reads, if it is normed.
+    /// Norms what a layer reads, if `gamma` is given.
     pub(crate) fn norm_of(&mut self, gamma: &Option<DeviceBuffer<u16>>, rows: u32) -> Result<(), DeviceError> {
         gamma.as_ref().map_or(Ok(()), |gamma| self.norm(gamma, 0, rows))
     }
 
-    /// Of `rows` rows from `first` on, to the front.
+    /// Norms `rows` rows of `hidden` from `first` on, to the first rows of `normed`.
     pub(crate) fn norm(&mut self, gamma: &DeviceBuffer<u16>, first: u32, rows: u32) -> Result<(), DeviceError> {
         let Shape { hidden, eps, .. } = self.shape;
         let x = view(&self.hidden, first + rows, hidden)?.part(first..first + rows, 0..hidden)?;
@@ -493,7 +494,7 @@ impl Forward {
         }
         let normed = self.shape.parallel || layer.post_norm.is_some();
         let x = view(if normed { &self.normed } else { &self.hidden }, rows, hidden)?;
-        // Weights that are loaded as they are stored are multiplied by the pipelines.
+        // Pipelines multiply weights in their stored encodings.
         let Some((gate_up, gated)) = layer.mlp.gate_up() else { return Ok(()) };
         if gated {
             if runs(Part::GateUp) {
@@ -517,7 +518,7 @@ impl Forward {
         }
     }
 
-    /// Adds a product to the residual stream, normed or scaled if the model does so.
+    /// Adds a product to the residual stream, normed or scaled if the model requires it.
     fn add(
         &mut self,
         linear: &Linear,
@@ -545,7 +546,7 @@ impl Forward {
         }
     }
 
-    /// The experts that a router chooses, added to the residual stream.
+    /// Adds the output of the experts that a router chooses to the residual stream.
     fn mixture(
         &mut self,
         router: &Linear,
@@ -558,7 +559,7 @@ impl Forward {
         let x = view(&self.normed, rows, hidden)?;
         let logits = MatrixMut::new(&mut self.router, rows, mixture.experts, pitch)?;
         router.enqueue(&mut self.ctx, x, logits, Epilogue::Store)?;
-        // Nothing is fetched for rows without a token, which come last.
+        // Rows without a token come last, and nothing is fetched for them.
         let rows = if self.fetcher.is_some() { self.passing } else { rows };
         if rows == 0 {
             return Ok(());
@@ -583,10 +584,10 @@ impl Forward {
         }
     }
 
-    /// What fetching experts has cost so far, where the device has not all of them. Waits for copies under way.
+    /// Returns the cost of fetching experts so far; `None` if the device holds all. Waits for copies in flight.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn expert_traffic(&mut self) -> Result<Option<ExpertTraffic>, DeviceError> {
         self.fetcher.as_mut().map(Fetcher::traffic).transpose()
     }
@@ -620,10 +621,10 @@ impl Forward {
         self.kernels.sample.enqueue(&mut self.ctx, logits, self.sampling.samples(), positions, ids)
     }
 
-    /// What the products of an MLP of `rows` rows read and write.
+    /// Returns the buffers that the products of an MLP of `rows` rows read and write.
     ///
     /// # Errors
-    /// More rows than there is room for.
+    /// [`LaunchError`] if the buffers have fewer rows.
     #[cfg(feature = "pipelines")]
     pub(crate) fn mlp(&mut self, rows: u32) -> Result<Mlp<'_>, LaunchError> {
         let Shape { hidden, intermediate, .. } = self.shape;
@@ -638,14 +639,14 @@ impl Forward {
         })
     }
 
-    /// Lets cuBLAS find its fastest for each product of a step of `rows` rows, where it multiplies. Waits.
+    /// Lets cuBLAS select its fastest algorithm for each of its products in a step of `rows` rows. Waits.
     ///
     /// # Errors
-    /// The driver's or cuBLAS's.
+    /// [`DeviceError`] if the driver or cuBLAS fails.
     pub fn tune(&mut self, weights: &Weights, rows: u32) -> Result<(), DeviceError> {
         let Shape { hidden, intermediate, qkv, attended, vocab, logit_pitch, .. } = self.shape;
         let all = |of: fn(&Layer) -> Option<&Linear>| -> Vec<MatrixRef<'_>> {
-            // A few come from memory as surely as all do.
+            // A few layers are read from memory, not from caches, as surely as all are.
             let whole = weights.layers.iter().take(8).filter_map(|layer| of(layer)?.bf16_weights());
             whole.map(DeviceMatrix::view).collect()
         };
@@ -696,14 +697,14 @@ pub(crate) struct Mlp<'a> {
     pub hidden: MatrixMut<'a>,
 }
 
-/// What is added to the residual stream.
+/// The origin of a product that is added to the residual stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Added {
     Attention,
     Mlp,
 }
 
-/// Whose ids are looked up.
+/// The ids to look up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ids {
     /// The newest tokens of the rows of a step.

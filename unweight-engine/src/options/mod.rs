@@ -8,7 +8,7 @@ pub use unweight_rt::Placement;
 pub(crate) use self::pipeline::runs_pipelines;
 pub use self::pipeline::{Measured, Pipeline, PipelineVariant, Plan, Projection, Ring, Setting, UnknownVariant};
 
-/// How a projection of an MLP is held on the device, where pipelines multiply by it.
+/// How pipelines hold a projection of an MLP on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LoadedAs {
     /// BF16 weights.
@@ -17,7 +17,7 @@ pub enum LoadedAs {
     Palette,
     /// Huffman-coded weights.
     Huffman,
-    /// A linear layer of the loader: packed, or BF16 where it cannot be packed.
+    /// A linear layer of the loader: packed, or BF16 if it cannot be packed.
     Linear,
 }
 
@@ -34,7 +34,7 @@ pub struct EngineOptions {
     /// The maximum number of sequences in a step, 1 to 1024; 16 by default.
     pub max_batch: u32,
     /// The maximum number of tokens of a sequence, the prompt included; `None` for the model's limit, or less if the KV
-    /// cache does not hold as many.
+    /// cache is too small.
     pub context: Option<u32>,
     /// Bytes of device memory for weights, KV cache and working memory together; `None` for nine tenths of the free
     /// memory.
@@ -50,20 +50,20 @@ pub struct EngineOptions {
     pub chunk: u32,
     /// The maximum number of waiting sequences; 1024 by default.
     pub waiting: usize,
-    /// Whether sequences share the pages of equal beginnings of prompts, in chunks and halves of chunks; true by
-    /// default. The results are equal bit for bit if all of these prompts run alone.
+    /// Whether sequences share the pages of equal prompt prefixes, in chunks and halves of chunks; true by default. The
+    /// results are equal bit for bit if all of these prompts run alone.
     pub prefix_cache: bool,
     /// Measured settings of pipelines; batches without one use estimated settings.
     pub plan: Plan,
     /// Whether steps are recorded as CUDA graphs; true by default. False is slower and shows each kernel to a profiler
     /// by itself.
     pub graphs: bool,
-    /// The number of experts per layer that the device holds, for mixture models; `None` for all. The others stay
-    /// packed in host memory and are copied when a token chooses them. Steps are then not recorded as graphs.
+    /// The number of experts per layer that the device holds, for mixture-of-experts models; `None` for all. The others
+    /// stay packed in host memory and are copied when a token chooses them. Steps are then not recorded as graphs.
     pub resident_experts: Option<u32>,
     /// The maximum number of tokens per sequence and step that are drafted by n-gram lookup and verified, 0 to 15; 0,
-    /// the default, drafts none. Sequences with adjusted logits have no drafts. Tokens are those of steps of more rows
-    /// without drafts.
+    /// the default, disables drafts. Sequences with adjusted logits have no drafts. The tokens are those that steps of
+    /// more rows sample without drafts.
     pub speculate: u32,
 }
 
@@ -189,7 +189,7 @@ impl EngineOptions {
         check("resident_experts", experts.into(), experts > 0, "1 at least")?;
         let speculate = u64::from(self.speculate);
         check("speculate", speculate, speculate <= DRAFTED_MAX.into(), "0 to 15")?;
-        // The experts of more rows would have to be fetched.
+        // Verification would have to fetch the experts of more rows.
         let fetches = self.resident_experts.is_some();
         check("speculate", speculate, speculate == 0 || !fetches, "0, which resident_experts needs")
     }
@@ -202,7 +202,7 @@ impl EngineOptions {
 pub struct OptionError {
     /// The name of the option.
     pub name: &'static str,
-    /// Value of the option.
+    /// The value of the option.
     pub value: u64,
     /// The allowed values, as text.
     pub range: &'static str,
@@ -225,7 +225,7 @@ const VERIFIED_ROWS_MAX: u32 = 64;
 pub const MAX_BATCH: u32 = 1024;
 
 /// The numbers of rows that steps are recorded for, ascending. There is none between 1 and 8, because packed products
-/// take the same time for all of these.
+/// take the same time for all numbers of rows in between.
 pub const BUCKETS: [u32; 10] = [1, 8, 16, 32, 64, 128, 192, 256, 512, 1024];
 
 /// The smallest of [`BUCKETS`] that is at least `rows`; `rows` is at most [`MAX_BATCH`].

@@ -1,4 +1,4 @@
-//! Pipelines and settings of MLP projections by name, as options and saved plans state them. No device.
+//! Pipelines and settings of MLP projections by name, as in options and saved plans. Needs no device.
 
 use std::{fmt, str::FromStr};
 
@@ -7,7 +7,7 @@ use unweight_codegen::spec::DecodeOutput;
 use unweight_format::EncodingId;
 use unweight_model::ModelConfig;
 
-/// Whether pipelines run the MLPs of a model: of three tensors, whose product is added as it is.
+/// Whether pipelines can run the MLPs of a model: three tensors, whose product is added unchanged.
 pub(crate) fn runs_pipelines(config: &ModelConfig) -> bool {
     let is_plain = !config.merges_gate_up() && !config.norms_what_is_added() && !config.parallel;
     is_plain && config.factors.residual == 1.0
@@ -41,17 +41,17 @@ impl Projection {
 /// The way to multiply with a projection: one of the report's five pipelines (its Table 3), or packed weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Pipeline {
-    /// BF16 by cuBLAS.
+    /// BF16 weights, multiplied by cuBLAS.
     Raw,
-    /// Palette indices by the reconstructive matmul.
+    /// Palette indices, multiplied by the reconstructive matmul.
     Palette,
-    /// Packed weights by the matmuls that read them from registers.
+    /// Packed weights, multiplied by the matmuls that read them from registers.
     Packed,
-    /// Decoded to BF16, then cuBLAS.
+    /// Huffman-coded weights, decoded to BF16 and multiplied by cuBLAS.
     FullDecode,
-    /// Decoded to exponent bytes, then the reconstructive matmul.
+    /// Huffman-coded weights, decoded to exponent bytes and multiplied by the reconstructive matmul.
     Exponents,
-    /// Decoded to palette indices, then the reconstructive matmul.
+    /// Huffman-coded weights, decoded to palette indices and multiplied by the reconstructive matmul.
     Transcode,
 }
 
@@ -104,13 +104,13 @@ impl Pipeline {
         }
     }
 
-    /// Whether the reconstructive matmul multiplies.
+    /// Whether the reconstructive matmul computes the product.
     fn reconstructs(self) -> bool {
         matches!(self, Self::Palette | Self::Exponents | Self::Transcode)
     }
 }
 
-/// The tile and ring of a reconstructive matmul, as its variants are named: `n2p4`, `n1p6s2`.
+/// The tile and ring of a reconstructive matmul, written like its variants' names: `n2p4`, `n1p6s2`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Ring {
     /// Tiles of 64 output features per block.
@@ -222,9 +222,9 @@ pub struct Measured {
     pub batch: u32,
     /// Identifies the model, the device and the program that were measured, 32 hexadecimal digits.
     pub key: String,
-    /// The name of the GPU that it was measured on.
+    /// The name of the GPU that the setting was measured on.
     pub device: String,
-    /// The part of the key that concerns the model and the kernels alone, 32 hexadecimal digits.
+    /// The part of the key that depends on the model and the kernels only, 32 hexadecimal digits.
     pub basis: String,
     /// The fastest setting that was found.
     pub setting: Setting,

@@ -1,6 +1,6 @@
-//! The report's runtime: MLPs whose weights stay on the device as they are stored, multiplied by the report's five
-//! pipelines (section 5) or from packed weights, decoded in the same step on other streams. Takes a `&mut Forward` and
-//! never an engine.
+//! The report's runtime for MLPs whose weights stay in their stored encodings on the device. The report's five
+//! pipelines (section 5) or packed weights multiply; decoders run in the same step on other streams. The code takes a
+//! `&mut Forward` and never an engine.
 //!
 //! ```text
 //! encoding, shape --loads_as--> weights on the device --variants--> variants at a batch, best guess first
@@ -10,9 +10,9 @@
 //! |---|---|---|
 //! | raw | BF16 | cuBLAS |
 //! | palette | palette indices | reconstructive matmul |
-//! | huffman | as stored; easy: palette indices | decode whole for cuBLAS, or exponents or indices for the matmul |
+//! | huffman | Huffman codes; easy: palette indices | full decode for cuBLAS, or exponents or indices for the matmul |
 //! | packed | packed | packed matmul |
-//! | another | packed, or BF16 where it cannot be packed | packed, or cuBLAS |
+//! | another | packed, or BF16 if it cannot be packed | packed, or cuBLAS |
 //!
 //! A weight with a side that is not a multiple of 64 is loaded as BF16, because no kernel reads it.
 //!
@@ -21,8 +21,8 @@
 //! | [`step_graph`] | a step as data: streams, events, slots; its check; pure |
 //! | [`tune`] | coordinate descent over settings, with a journal; names no device |
 //! | [`space`] | settings as points of a search |
-//! | [`tuned`] | the text of measured settings |
-//! | `weights` | MLPs to the device as they are stored |
+//! | [`tuned`] | the text form of measured settings |
+//! | `weights` | loads MLPs in their stored encodings |
 //! | `runner` | launches the steps of a graph |
 
 pub(crate) mod runner;
@@ -57,7 +57,7 @@ fn ring_of(spec: &VariantSpec) -> Option<Ring> {
     }
 }
 
-/// How a stored projection `[n, k]` is held on the device; `easy`: Huffman codes become palette indices.
+/// Returns how a stored projection `[n, k]` is held on the device; with `easy`, Huffman codes become palette indices.
 pub fn loads_as(encoding: EncodingId, [n, k]: [u32; 2], easy: bool, arch: Arch) -> LoadedAs {
     let problem = GemmShape { m: 1, n, k };
     let takes = |source| !recon::candidates(arch, source, problem, 1, Epilogue::Store).is_empty();
@@ -66,36 +66,36 @@ pub fn loads_as(encoding: EncodingId, [n, k]: [u32; 2], easy: bool, arch: Arch) 
         EncodingId::RAW => LoadedAs::Bf16,
         EncodingId::PALETTE if palettes() => LoadedAs::Palette,
         EncodingId::HUFFMAN if easy && palettes() => LoadedAs::Palette,
-        // Decoders take whole tiles; what else there is, the host decodes.
+        // Decoders need whole tiles; the host decodes all other weights.
         EncodingId::HUFFMAN if n.is_multiple_of(64) && k.is_multiple_of(64) => LoadedAs::Huffman,
         EncodingId::PALETTE | EncodingId::HUFFMAN => LoadedAs::Bf16,
         _ => LoadedAs::Linear,
     }
 }
 
-/// A projection on the device, as far as the choice of its variant cares.
+/// The properties of a projection on the device that the choice of its variant depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct LoadedProjection {
-    /// How it is held.
+    /// How the projection is held.
     pub loaded_as: LoadedAs,
-    /// Whether it is a packed linear layer of the loader, or half of a gate and an up that are one product.
+    /// Whether the projection is a packed linear layer of the loader, or half of a gate and an up that are one product.
     pub packed: bool,
     /// Output features.
     pub n: u32,
     /// Input features.
     pub k: u32,
-    /// Most verbatim rows of a tile, over all layers.
+    /// The maximum number of verbatim rows of a tile, over all layers.
     pub verbatim_rows: u32,
 }
 
 impl LoadedProjection {
-    /// Whether it has to be decoded before it is multiplied with.
+    /// Whether the projection must be decoded before its product.
     pub fn is_hard(&self) -> bool {
         self.loaded_as == LoadedAs::Huffman
     }
 
-    /// The variant of the reconstructive matmul that a variant asks for; `None` if it is not of the variants of this
-    /// weight.
+    /// Returns the variant of the reconstructive matmul for `variant`; `None` if this weight does not have that
+    /// variant.
     pub fn kernel(&self, arch: Arch, variant: PipelineVariant, epilogue: Epilogue) -> Option<VariantSpec> {
         let source = match (variant.pipeline, self.loaded_as) {
             (Pipeline::Palette, LoadedAs::Palette) | (Pipeline::Transcode, LoadedAs::Huffman) => {
@@ -105,13 +105,13 @@ impl LoadedProjection {
             _ => return None,
         };
         let problem = GemmShape { m: 1, n: self.n, k: self.k };
-        // Whatever the batch and the multiprocessors: they order them.
+        // Batch and multiprocessors affect only the order of the candidates.
         let candidates = recon::candidates(arch, source, problem, 1, epilogue);
         candidates.into_iter().find(|spec| ring_of(spec) == variant.ring)
     }
 
-    /// Every variant, best guess first: the records' order for Huffman-coded weights (docs/benchmarks.md), the rings'
-    /// own within a pipeline. `sms`: the multiprocessors of a product.
+    /// Returns every variant, best guess first: pipelines of Huffman-coded weights in the order of docs/benchmarks.md,
+    /// and within a pipeline its rings in their own order. `sms` is the number of multiprocessors of a product.
     pub fn variants(&self, arch: Arch, m: u32, sms: u32) -> Vec<PipelineVariant> {
         let problem = GemmShape { m, n: self.n, k: self.k };
         let rings = |pipeline, source| {
@@ -142,20 +142,20 @@ impl LoadedProjection {
     }
 }
 
-/// Up to this batch the time of palette indices that are transcoded first was below that of exponents, where
-/// exponents were ahead of whole weights (docs/benchmarks.md).
+/// Up to this batch, transcoding to palette indices was faster than decoding to exponents in those cases in which
+/// exponents were faster than whole weights (docs/benchmarks.md).
 const TRANSCODE_BATCH: u32 = 16;
 
-/// The projections of a layer, gate, up and down.
+/// The gate, up and down projections of a layer.
 pub type LoadedMlp = [LoadedProjection; 3];
 
-/// Whether one of them has to be decoded.
+/// Whether any projection of a layer must be decoded.
 pub fn is_hard(mlp: &LoadedMlp) -> bool {
     mlp.iter().any(LoadedProjection::is_hard)
 }
 
 impl Setting {
-    /// The best guess without a measurement, for the layers of each kind ([`choices`]).
+    /// Returns the best guess without a measurement, for the layers of each kind ([`choices`]).
     pub fn guess(layers: &[LoadedMlp], arch: Arch, m: u32, sms: u32) -> Self {
         let [hard, easy] = choices(layers, arch, m, sms);
         let first = |variants: [Vec<PipelineVariant>; 3]| {
@@ -164,8 +164,8 @@ impl Setting {
         Self { hard: first(hard), easy: first(easy), decode_sms: decode_sms(sms), consumers: 2 }
     }
 
-    /// The variant of every projection of every layer: what is set where the weight can be multiplied so, else the best
-    /// guess.
+    /// Returns the variant of every projection of every layer: the one of this setting if the weight has it, else the
+    /// best guess.
     pub fn variants(&self, layers: &[LoadedMlp], arch: Arch, m: u32, sms: u32) -> Vec<[PipelineVariant; 3]> {
         let sms = product_sms(layers, sms, self.decode_sms);
         let of = |mlp: &LoadedMlp| {
@@ -183,19 +183,20 @@ impl Setting {
         layers.iter().map(of).collect()
     }
 
-    /// What step graphs are built for.
+    /// Returns the layout of the setting's step graphs.
     pub fn layout(&self, sms: u32) -> step_graph::Layout {
         let Self { decode_sms, consumers, .. } = *self;
         step_graph::Layout { consumers, decode_sms, sms, ..step_graph::Layout::default() }
     }
 }
 
-/// The variants of the projections, gate, up and down, best guesses first: of hard layers, then of easy ones. Nothing
-/// where there are no such layers.
+/// The variants of gate, up and down, best guess first: of hard layers, then of easy ones. Empty if there are no such
+/// layers.
 pub type Choices = [[Vec<PipelineVariant>; 3]; 2];
 
-/// What can be chosen for these layers at a batch, on a device of `sms` multiprocessors. Of the layers of a kind each
-/// projection's is that of the first with the most variants: where the first layer is raw, those behind it count.
+/// Returns the choices for these layers at a batch, on a device of `sms` multiprocessors. For each kind of layer, the
+/// choices of a projection are those of the first layer with the most variants; if the first layer is raw, later ones
+/// count.
 pub fn choices(layers: &[LoadedMlp], arch: Arch, m: u32, sms: u32) -> Choices {
     let sms = product_sms(layers, sms, decode_sms(sms));
     [true, false].map(|hard| {
@@ -213,17 +214,17 @@ pub fn choices(layers: &[LoadedMlp], arch: Arch, m: u32, sms: u32) -> Choices {
     })
 }
 
-/// Multiprocessors that decode where nobody has measured: a sixth, as the report's.
+/// The number of multiprocessors that decode if nothing was measured: a sixth, as in the report.
 fn decode_sms(sms: u32) -> u32 {
     (sms / 6).max(Projection::ALL.len() as u32).min(sms.saturating_sub(1)).max(1)
 }
 
-/// Multiprocessors of a product: what those that decode leave, if any do.
+/// The number of multiprocessors of a product: all but those that decode, if any do.
 fn product_sms(layers: &[LoadedMlp], sms: u32, decode_sms: u32) -> u32 {
     if layers.iter().any(is_hard) { sms.saturating_sub(decode_sms).max(1) } else { sms }
 }
 
-/// The variants of the reconstructive matmul that variants of these layers can ask for, each once.
+/// Returns the reconstructive matmuls that variants of these layers can need, without duplicates.
 pub fn reachable(layers: &[LoadedMlp], arch: Arch) -> Vec<VariantSpec> {
     let mut all = Vec::new();
     for mlp in layers {
@@ -239,7 +240,7 @@ pub fn reachable(layers: &[LoadedMlp], arch: Arch) -> Vec<VariantSpec> {
     all
 }
 
-/// Down is added to the residual.
+/// The product of down is added to the residual stream.
 pub(crate) fn epilogue(projection: Projection) -> Epilogue {
     if projection == Projection::Down { Epilogue::StoreAdd } else { Epilogue::Store }
 }

@@ -1,10 +1,10 @@
-//! Runs a step graph: the same walk over its steps, eagerly or inside a capture.
+//! Runs a step graph: walks over its steps, either eagerly or in a stream capture.
 //!
 //! ```text
 //! StepGraph --check--> Checked --Runner--> launches, marks, waits on the streams of a device
 //! ```
-//! Streams, marks and slots are the runner's, made when a model is loaded; nothing is allocated later. Stream 0 is that
-//! of the engine's context, on which a step begins and ends.
+//! The runner creates streams, marks and slots when a model is loaded, and allocates nothing later. Stream 0 is the
+//! stream of the engine's context, on which a step begins and ends.
 
 use std::collections::HashMap;
 
@@ -34,12 +34,12 @@ use crate::{
     weights::{ProjectionWeights, Weights},
 };
 
-/// Room for the decoded weights of one projection: each encoding in the same memory.
+/// Memory for the decoded weights of one projection, which all encodings share.
 struct Slot {
     full: DeviceBuffer<u16>,
     exponents: DeviceBuffer<u8>,
     indices: DeviceBuffer<u8>,
-    /// Behind the views: those go first.
+    /// Declared after the views, so that it is dropped last.
     _memory: DeviceBuffer<u16>,
 }
 
@@ -51,8 +51,8 @@ impl Slot {
         let memory = DeviceBuffer::<u16>::zeroed(stream, grid.elements())?;
         let (device, address) = (memory.device().clone(), memory.address());
         let bytes = |output| output_bytes(grid, output);
-        // SAFETY: exponents and indices are no more bytes than the weights, which `memory` has with the bytes behind
-        // them; it lives as long as the views, and only step graphs write it, in an order that was checked.
+        // SAFETY: exponents and indices take at most the bytes of the weights, which `memory` has, followed by its
+        // padding. It lives as long as the views, and only step graphs write it, in an order that was checked.
         let (full, exponents, indices) = unsafe {
             (
                 DeviceBuffer::borrow(&device, address, grid.elements())?,
@@ -98,7 +98,7 @@ impl From<GraphError> for EngineError {
 }
 
 impl BoundGraph {
-    /// The step graph of these layers with a setting for steps of `rows` rows.
+    /// Builds the step graph of these layers with a setting for steps of `rows` rows.
     pub fn new(layers: &[LoadedMlp], setting: &Setting, rows: u32, device: &Device) -> Result<Self, GraphError> {
         let info = device.info();
         let variants = setting.variants(layers, info.arch, rows, info.sms);
@@ -109,9 +109,9 @@ impl BoundGraph {
     }
 }
 
-/// What step graphs run on.
+/// The resources that step graphs run on.
 struct Runner {
-    /// Of streams 1 and up.
+    /// The contexts of streams 1 and up.
     contexts: Vec<ExecContext>,
     marks: Vec<Mark>,
     slots: Vec<[Option<Slot>; 3]>,
@@ -121,10 +121,10 @@ struct Runner {
 }
 
 impl Runner {
-    /// Loads the kernels and makes streams and slots. `weights` were loaded as they are stored.
+    /// Loads the kernels and creates streams and slots. `weights` must have been loaded in their stored encodings.
     ///
     /// # Errors
-    /// A kernel cannot be made, or there is no room.
+    /// [`DeviceError`] if a kernel cannot be loaded or an allocation fails.
     pub fn new(
         kernels: &KernelSet,
         stream: &Stream,
@@ -164,20 +164,20 @@ impl Runner {
         Ok(Self { contexts, marks: Vec::new(), slots, matmuls, decoders, layers })
     }
 
-    /// The layers, as far as the choice of pipelines cares.
+    /// The properties of the layers that the choice of pipelines depends on.
     pub fn layers(&self) -> &[LoadedMlp] {
         &self.layers
     }
 
-    /// Bytes of its contexts.
+    /// Bytes of the runner's contexts.
     pub fn context_bytes(&self) -> u64 {
         self.contexts.iter().map(|ctx| ctx.size().bytes()).sum()
     }
 
-    /// Makes the marks of a step graph, which a capture may not.
+    /// Creates the marks of a step graph, which a capture must not do.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn reserve(&mut self, bound: &BoundGraph, device: &Device) -> Result<(), DeviceError> {
         while self.marks.len() < bound.graph.graph().events as usize {
             self.marks.push(Mark::new(device)?);
@@ -188,7 +188,7 @@ impl Runner {
     /// Enqueues a step graph.
     ///
     /// # Errors
-    /// A step graph of another model, or the driver's refusal.
+    /// [`DeviceError`] if the step graph belongs to another model, or if the driver fails.
     pub fn run(
         &mut self,
         bound: &BoundGraph,
@@ -202,7 +202,7 @@ impl Runner {
             return Err(LaunchError::Range { at: 0, len: graph.streams.into(), have }.into());
         }
         let walked = self.walk(bound, forward, weights, work);
-        // What comes behind has no step graph.
+        // Later launches belong to no step graph.
         forward.context().set_mode(LaunchMode::default());
         walked
     }
@@ -317,7 +317,7 @@ impl Runner {
         Ok(&mlp.parts[projection as usize])
     }
 
-    /// Waits for the runner's own streams, and says whether one of them left something out.
+    /// Waits for the runner's own streams, and reports rows that a kernel skipped.
     ///
     /// # Errors
     /// As for [`ExecContext::synchronize`].
@@ -328,15 +328,15 @@ impl Runner {
 
     /// Waits for the runner's own streams.
     pub fn wait(&self) {
-        // An error was told before, or is of no use any more.
+        // Errors were reported before, or no longer matter.
         self.contexts.iter().for_each(|ctx| _ = ctx.stream().synchronize());
     }
 }
 
-/// Enqueues a job of the chain of all linears: everything but decoders and the products of stored weights.
+/// Enqueues a job of the chain of linear layers: everything but decoders and products of stored weights.
 ///
 /// # Errors
-/// The driver's, or a layer that the model does not have.
+/// [`DeviceError`] if the driver fails, or if the model does not have the layer.
 fn chain_job(forward: &mut Forward, weights: &Weights, job: &Job, work: Work) -> Result<(), DeviceError> {
     let rows = work.rows();
     let of = |layer: u32| {
@@ -365,7 +365,7 @@ fn chain_job(forward: &mut Forward, weights: &Weights, job: &Job, work: Work) ->
             let Mlp { ctx, silu_mul, gate, up, active, .. } = forward.mlp(rows)?;
             silu_mul.enqueue_pair(ctx, gate.as_ref(), up.as_ref(), active)
         }
-        // A chunk of a prompt has logits when they are asked for.
+        // The logits of a prompt chunk are computed separately, when they are needed.
         (Job::Norm(None) | Job::Head | Job::Sample, Work::Chunk { .. }) => Ok(()),
         (Job::Norm(None), Work::Step { .. }) => forward.head(weights, 0, rows, |part| part == Part::Norm),
         (Job::Head, Work::Step { .. }) => forward.head(weights, 0, rows, |part| part == Part::Head),
@@ -374,17 +374,17 @@ fn chain_job(forward: &mut Forward, weights: &Weights, job: &Job, work: Work) ->
     }
 }
 
-/// What a step graph runs for.
+/// The work that a step graph runs for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
-    /// The newest tokens of so many rows.
+    /// The newest tokens of `rows` rows.
     Step { rows: u32 },
     /// The next tokens of one sequence, from `start` on.
     Chunk { rows: u32, start: u32 },
 }
 
 impl Work {
-    /// Rows of the activations.
+    /// The number of rows of the activations.
     pub fn rows(self) -> u32 {
         match self {
             Self::Step { rows } | Self::Chunk { rows, .. } => rows,
@@ -392,7 +392,7 @@ impl Work {
     }
 }
 
-/// The step graphs of an engine: one for each batch that steps are recorded for, and one for chunks of a prompt.
+/// The step graphs of an engine: one per batch size that steps are recorded for, and one for prompt chunks.
 pub(crate) struct Pipelines {
     runner: Runner,
     steps: Vec<(u32, BoundGraph)>,
@@ -400,11 +400,11 @@ pub(crate) struct Pipelines {
 }
 
 impl Pipelines {
-    /// Makes all of them: of `set` where it has a setting for a batch that this device can run, else of best guesses. A
-    /// plan may be anybody's, and costs nothing but time.
+    /// Builds all step graphs: from the setting that `set` returns for a batch if this device can run it, else from the
+    /// best guess. A plan from another machine is harmless: it costs only time.
     ///
     /// # Errors
-    /// What fails on the variant.
+    /// [`EngineError`] if a step graph cannot be built, or if a kernel, an allocation or the driver fails.
     pub fn new(
         kernels: &KernelSet,
         stream: &Stream,
@@ -432,7 +432,7 @@ impl Pipelines {
     /// Enqueues a step of `rows` rows.
     ///
     /// # Errors
-    /// There is no step graph for so many rows, or the driver's refusal.
+    /// [`DeviceError`] if there is no step graph for `rows` rows, or if the driver fails.
     pub fn step(&mut self, forward: &mut Forward, weights: &Weights, rows: u32) -> Result<(), DeviceError> {
         let largest = self.steps.last().map_or(0, |(rows, _)| *rows);
         let bound = self.steps.iter().find(|(of, _)| *of == rows).map(|(_, bound)| bound);
@@ -455,27 +455,27 @@ impl Pipelines {
         self.runner.run(&self.chunk, forward, weights, Work::Chunk { rows, start })
     }
 
-    /// The layers, as far as the choice of pipelines depends on them.
+    /// The properties of the layers that the choice of pipelines depends on.
     pub fn layers(&self) -> &[LoadedMlp] {
         self.runner.layers()
     }
 
-    /// Bytes of the slots of the graphs and of what the runner's streams share.
+    /// Bytes of the slots of the graphs, and of the contexts of the runner's streams.
     pub fn bytes(&self) -> u64 {
         slot_bytes(self.runner.layers(), step_graph::Layout::default().slots) + self.runner.context_bytes()
     }
 
-    /// The graph of a setting for steps of `rows` rows, with the events that it needs.
+    /// Builds the graph of a setting for steps of `rows` rows, with the events that it needs.
     ///
     /// # Errors
-    /// There is no such graph, or the driver's.
+    /// [`EngineError`] if the graph cannot be built, or if the driver fails.
     pub fn bind(&mut self, setting: &Setting, rows: u32, device: &Device) -> Result<BoundGraph, EngineError> {
         let bound = BoundGraph::new(self.runner.layers(), setting, rows, device)?;
         self.runner.reserve(&bound, device)?;
         Ok(bound)
     }
 
-    /// Enqueues a graph that is none of the engine's own.
+    /// Enqueues a graph that does not belong to the engine.
     ///
     /// # Errors
     /// As for [`Pipelines::step`].
@@ -489,7 +489,7 @@ impl Pipelines {
         self.runner.run(bound, forward, weights, work)
     }
 
-    /// Waits for the runner's own streams, and reports rows that one of them left out.
+    /// Waits for the runner's own streams, and reports rows that a kernel skipped.
     ///
     /// # Errors
     /// As for [`ExecContext::synchronize`].
@@ -497,12 +497,12 @@ impl Pipelines {
         self.runner.synchronize()
     }
 
-    /// Waits for the runner's own streams, whatever they report.
+    /// Waits for the runner's own streams, and ignores what they report.
     pub fn wait(&self) {
         self.runner.wait();
     }
 
-    /// Runs steps of a batch by another step graph from now on.
+    /// Replaces the step graph of steps of `rows` rows.
     pub fn replace(&mut self, rows: u32, bound: BoundGraph) {
         match self.steps.iter_mut().find(|(of, _)| *of == rows) {
             Some((_, own)) => *own = bound,
@@ -511,7 +511,7 @@ impl Pipelines {
     }
 }
 
-/// The MLPs of a model that were loaded as they are stored.
+/// The MLPs of a model that were loaded in their stored encodings.
 fn loaded_mlps(weights: &Weights) -> Vec<LoadedMlp> {
     weights.layers.iter().filter_map(|layer| Some(layer.mlp.stored()?.loaded())).collect()
 }
@@ -520,12 +520,12 @@ fn mark(marks: &[Mark], event: u32) -> Result<&Mark, LaunchError> {
     marks.get(event as usize).ok_or(LaunchError::Range { at: event.into(), len: 1, have: marks.len() as u64 })
 }
 
-/// A step graph that was built for other weights.
+/// The error of a step graph that was built for other weights.
 fn other_weights(takes: &'static str) -> DeviceError {
     LaunchError::Source { takes, got: "weights of another pipeline" }.into()
 }
 
-/// Enqueues a product by a pipeline.
+/// Enqueues a product with a pipeline.
 fn multiply(
     ctx: &mut ExecContext,
     (pipeline, weights): (Pipeline, &ProjectionWeights),

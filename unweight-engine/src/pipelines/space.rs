@@ -1,4 +1,4 @@
-//! Settings as coordinates and points of [`tune`](super::tune).
+//! Maps settings to coordinates and points of [`tune`](super::tune).
 
 use super::{
     Choices, Setting,
@@ -6,7 +6,7 @@ use super::{
 };
 use crate::options::Projection;
 
-/// Multiprocessors that decode, as a search tries them, after the report's sixth.
+/// Numbers of decoding multiprocessors that a search tries, from the report's sixth on.
 const DECODE_SMS: [u32; 8] = [22, 3, 8, 16, 32, 48, 64, 96];
 
 /// All settings that a search can choose for a step, the default choice of each axis first.
@@ -36,7 +36,7 @@ impl SettingSpace {
             let choices = ["2", "1"].map(str::to_owned).to_vec();
             axes.push(Axis { coordinate: Coordinate::Consumers, choices });
         }
-        // Ways of one weight are different, and no coordinate is there twice.
+        // The variants of a weight differ, and no coordinate repeats.
         let space = Space::new(axes).unwrap_or_default();
         Self { space, guess: guess.clone() }
     }

@@ -1,4 +1,4 @@
-//! Ways, settings and plans, without a device.
+//! Pipeline variants, settings and plans, without a device.
 
 use proptest::prelude::*;
 use unweight_codegen::{
@@ -26,7 +26,7 @@ fn mlp(gate: LoadedAs, up: LoadedAs, down: LoadedAs) -> LoadedMlp {
     [loaded(gate, [14336, 4096], 3), loaded(up, [14336, 4096], 5), loaded(down, [4096, 14336], 4)]
 }
 
-/// HHR-PPR of six layers, the first as it was.
+/// Six layers in the report's HHR-PPR pattern, of which the first is raw.
 fn hhr_ppr() -> Vec<LoadedMlp> {
     let raw = mlp(LoadedAs::Bf16, LoadedAs::Bf16, LoadedAs::Bf16);
     let hard = mlp(LoadedAs::Huffman, LoadedAs::Huffman, LoadedAs::Bf16);
@@ -64,8 +64,8 @@ fn mlp_paths_have_names() {
     }
 }
 
-/// Every variant of every encoding has its kernel where it needs one: of the source that the pipeline reads, with room
-/// for the verbatim rows, at sides that it divides.
+/// Every variant of every encoding that needs a kernel has one: its source is the one that the pipeline reads, it has
+/// room for the verbatim rows, and its tiles divide the sides.
 #[test]
 fn every_mlp_path_has_its_kernel() {
     for [n, k] in [[14336, 4096], [4096, 14336], [192, 128], [64, 64]] {
@@ -106,7 +106,7 @@ fn default_settings_follow_the_measurements() {
     assert_eq!([1, 64, 512].map(|m| first([4096, 14336], m)), [Pipeline::FullDecode; 3]);
 }
 
-/// Tasks fewer than multiprocessors share k, unless decoders leave too few.
+/// If there are fewer tiles than multiprocessors, blocks split k, unless decoders leave too few multiprocessors.
 #[test]
 fn default_settings_split_k_by_shape() {
     let palettes = |up: LoadedAs| vec![mlp(up, up, LoadedAs::Palette)];
@@ -133,7 +133,7 @@ fn encodings_without_kernels_are_placed_as_bf16() {
         assert_eq!(of(EncodingId::HUFFMAN, odd, true), LoadedAs::Bf16);
         assert_eq!(of(EncodingId::PALETTE, odd, false), LoadedAs::Bf16);
     }
-    // An architecture without the report's matmul decodes whole weights.
+    // An architecture without the reconstructive matmul decodes whole weights.
     assert_eq!(loads_as(EncodingId::PALETTE, [128, 64], false, Arch::Sm80), LoadedAs::Bf16);
     assert_eq!(
         loaded(LoadedAs::Huffman, [128, 64], 0).variants(Arch::Sm80, 1, SMS),
@@ -141,7 +141,7 @@ fn encodings_without_kernels_are_placed_as_bf16() {
     );
 }
 
-/// What a setting says is taken where the weight has it, and step graphs of all of them are sound.
+/// A weight uses the variant of a setting if it has that variant, and the step graphs of all variants are sound.
 #[test]
 fn settings_apply_to_weights_that_support_them() {
     let layers = hhr_ppr();
@@ -167,7 +167,7 @@ fn settings_apply_to_weights_that_support_them() {
     }
 }
 
-/// Where the first layer is raw, the easy layers behind it are what can be chosen for.
+/// If the first layer is raw, the choices are those of the easy layers after it.
 #[test]
 fn raw_first_layer_keeps_the_choices_of_others() {
     let [hard, easy] = choices(&hhr_ppr(), ARCH, 64, SMS);
@@ -186,7 +186,8 @@ fn raw_first_layer_keeps_the_choices_of_others() {
     assert!(choices(&[], ARCH, 1, SMS).iter().flatten().all(Vec::is_empty));
 }
 
-/// Points are settings and settings points; the first is the best guess; all of them make step graphs that are sound.
+/// Points and settings convert into each other, the first point is the best guess, and all points have sound step
+/// graphs.
 #[test]
 fn points_are_settings() {
     let layers = hhr_ppr();
@@ -211,7 +212,7 @@ fn points_are_settings() {
                 .collect();
             CheckedGraph::new(build(&mlps, &setting.layout(SMS)).unwrap()).unwrap();
         }
-        // What cannot be chosen is the best guess.
+        // Values that cannot be chosen become the best guess.
         let odd = Setting { decode_sms: 7, hard: ["palette/n4p2".parse().unwrap(); 3], ..guess.clone() };
         assert_eq!(space.setting(&space.point(&odd)), guess);
     }
@@ -220,8 +221,8 @@ fn points_are_settings() {
     assert!(SettingSpace::new(&choices(&packed, ARCH, 1, SMS), &guess, SMS).is_trivial());
 }
 
-/// A search over the very space of a model, where times are invented: from the worst point to near the best, and the
-/// same again from its journal without a measurement.
+/// A search over the space of a real model with invented times: from the worst point to near the best. Repeated from
+/// its journal, it measures nothing.
 #[test]
 fn a_search_over_paths_improves_a_bad_plan() {
     struct Invented<'a> {
@@ -249,7 +250,7 @@ fn a_search_over_paths_improves_a_bad_plan() {
     let guess = Setting::guess(&layers, ARCH, 64, SMS);
     let space = SettingSpace::new(&choices(&layers, ARCH, 64, SMS), &guess, SMS);
     let axes = space.space().axes();
-    // The worst choice of every axis: times are sums.
+    // The worst choice of every axis, because times are sums.
     let mut bad = space.space().first();
     let objective = Invented { space: &space, asked: 0 };
     for (axis, Axis { choices, .. }) in axes.iter().enumerate() {
@@ -265,7 +266,7 @@ fn a_search_over_paths_improves_a_bad_plan() {
     let tuned = search(&mut objective);
     assert_eq!(objective.asked, tuned.measured);
     assert!(tuned.gain > 0.3 && tuned.rejected == 0, "{}", tuned.gain);
-    // Times are sums, so no choice of one axis is better by what counts.
+    // Times are sums, so no choice of a single axis is significantly better.
     let best = objective.us(&tuned.best);
     for (axis, Axis { choices, .. }) in axes.iter().enumerate() {
         assert!((0..choices.len()).all(|choice| objective.us(&tuned.best.with(axis, choice)) > best * 0.994));
@@ -290,7 +291,7 @@ fn plans_parse_back() {
     let plan = plan();
     assert_eq!(plan.settings().iter().map(|own| own.batch).collect::<Vec<_>>(), [1, 64, 1024]);
     assert_eq!(Plan::parse(plan.text().as_bytes()), Ok(plan.clone()));
-    // Of another device, or another placement: both stay.
+    // Settings of another device or placement do not replace each other.
     let (mut more, key) = (plan.clone(), "f".repeat(32));
     more.insert(Measured { key: key.clone(), ..plan.settings()[1].clone() });
     assert!(more.setting(64, &key).is_some() && more.setting(64, &format!("{:032x}", 64)).is_some());
@@ -300,7 +301,8 @@ fn plans_parse_back() {
     assert!(plan.setting(8, &format!("{:032x}", 64)).is_none());
 }
 
-/// Two machines share a bundle, one of them has two drivers in turn; then the step graph is another on one of them.
+/// Two machines share a bundle, and one of them alternates between two drivers. Then the manifest changes on one of
+/// them.
 #[test]
 fn plans_keep_every_reachable_setting() {
     let info = |name: &str, driver: &str| DeviceInfo {
@@ -330,10 +332,10 @@ fn plans_keep_every_reachable_setting() {
     assert_eq!(plan.settings().len(), 12);
     let key = |placement, batch, device: &DeviceInfo| tuned::key("m", placement, batch, device);
     assert!(plan.setting(64, &key(Placement::Alternate, 64, &old)).is_some());
-    // Again: no more than there were.
+    // The same setting again adds none.
     plan.insert(of("m", 1, Placement::Stored, &new));
     assert_eq!(plan.settings().len(), 12);
-    // Of another basis, as of another version or another manifest, all of this device goes, and nothing else.
+    // Another basis, like that of another version or manifest, removes all settings of this device and no others.
     for _ in 0..3 {
         plan.insert(of("n", 1, Placement::Stored, &new));
         assert_eq!(plan.settings().len(), 5);
@@ -368,7 +370,7 @@ fn invalid_plans_are_explained() {
         let error = broken(from, to);
         assert!(error.contains(what) && error.contains("tune the bundle again"), "{error}");
     }
-    // Whatever fields another version has: rows of 1 had no device and no basis.
+    // Other versions may have any fields: rows of version 1 had no device and no basis.
     for (version, row) in [(1, r#"{"batch":1,"key":"00"}"#), (3, "[]")] {
         let other = format!(r#"{{"version":{version},"settings":[{row}],"more":1}}"#);
         let error = if version < 2 { PlanError::Version(version) } else { PlanError::Newer(version) };
@@ -378,8 +380,8 @@ fn invalid_plans_are_explained() {
     assert!(matches!(Plan::parse(&[b'['; 60_000]), Err(PlanError::Json(_))), "deep nesting");
 }
 
-/// A newer step graph's is never replaced; what nobody can read is. There is room for a search before it begins, or it
-/// is said.
+/// A newer plan is never replaced, an unreadable one is. Before a search begins there is room for its settings, or an
+/// error.
 #[test]
 fn plans_are_extended_without_losing_settings() {
     let (text, kept) = (plan().text(), plan().settings().len());
@@ -392,7 +394,7 @@ fn plans_are_extended_without_losing_settings() {
     for damaged in ["", "{", &" ".repeat(PLAN_BYTES_MAX + 1)] {
         assert_eq!(Plan::to_add_to(Some(damaged), 10), Ok(Plan::default()));
     }
-    // Of many devices, more than 64 KiB; nothing that could be measured takes more than it is counted for.
+    // Settings of many devices exceed 64 KiB, and no setting takes more bytes than it is counted with.
     let mut many = Plan::default();
     let worst = Measured {
         batch: 1024,
@@ -421,7 +423,7 @@ fn plans_are_extended_without_losing_settings() {
 }
 
 proptest! {
-    /// Hostile bytes are refused, or are a plan whose settings make step graphs that are sound.
+    /// Hostile bytes are rejected, or parse to a plan whose settings have sound step graphs.
     #[test]
     fn hostile_plans_never_crash(at in 0..4000usize, byte: u8, cut in 0..4000usize) {
         let mut bytes = plan().text().into_bytes();

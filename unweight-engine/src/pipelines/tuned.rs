@@ -9,8 +9,8 @@ use unweight_rt::DeviceInfo;
 use super::tune::Subject;
 use crate::options::{BUCKETS, Measured, PipelineVariant, Placement, Plan, Setting, UnknownVariant};
 
-/// For what a setting holds: a model by the digest of its manifest, at a placement, at a batch on a device. Pipelines
-/// concern MLPs alone, which know no context.
+/// Returns the key under which a setting is valid: a model by the digest of its manifest, a placement, a batch and a
+/// device. Pipelines concern only MLPs, which do not depend on the context.
 pub fn key(model: &str, placement: Placement, batch: u32, device: &DeviceInfo) -> String {
     let model = format!("{model} {placement}");
     Subject { model: &model, batch, context: 0, ..subject(device) }.key()
@@ -24,13 +24,13 @@ pub fn subject(device: &DeviceInfo) -> Subject<'_> {
     Subject { model: "", batch: 0, context: 0, arch: *arch, device: name, sms: *sms, driver, how: None }
 }
 
-/// Version of the text. Of 1 nobody knew which device a setting was of.
+/// The version of the text form. Version 1 did not store the device of a setting.
 const VERSION: u32 = 2;
-/// Most that a setting adds to a text, bytes.
+/// The maximum number of bytes that a setting adds to a text.
 const ROW_BYTES_MAX: usize = 4 << 10;
-/// Longest name of a device, bytes.
+/// The maximum length of a device name in bytes.
 const DEVICE_BYTES_MAX: usize = 512;
-/// Multiprocessors of the largest device that is thought of.
+/// More multiprocessors than any device has.
 const SMS_MAX: u32 = 4096;
 
 /// The reason why a tuned plan cannot be read or extended.
@@ -130,7 +130,7 @@ impl Plan {
         if bytes.len() > PLAN_BYTES_MAX {
             return Err(PlanError::TooLarge(bytes.len()));
         }
-        // The version first: another one has other fields.
+        // The version is read first, because another version has other fields.
         let json = |error: serde_json::Error| PlanError::Json(error.to_string());
         let Head { version } = serde_json::from_slice(bytes).map_err(json)?;
         match version {
@@ -150,8 +150,8 @@ impl Plan {
         Ok(Self::of(settings))
     }
 
-    /// The plan that replaces `text` once `more` settings are added. A damaged or older text gives an empty plan; a
-    /// newer one is an error, because this program must not replace it.
+    /// Returns the plan that replaces `text` once `more` settings are added. A damaged or older text results in an
+    /// empty plan; a newer one is an error, because this program must not replace it.
     ///
     /// # Errors
     /// [`PlanError::Newer`] if a newer program saved the text, [`PlanError::Full`] if it has no room for `more`
@@ -170,14 +170,14 @@ impl Plan {
     /// The text form, JSON.
     pub fn text(&self) -> String {
         let settings = self.settings().iter().map(Row::of).collect();
-        // Strings and finite numbers: nothing that JSON cannot say.
+        // Strings and finite numbers are always valid JSON.
         let text = serde_json::to_string_pretty(&Text { version: VERSION, settings });
         text.map(|text| text + "\n").unwrap_or_default()
     }
 }
 
 impl Measured {
-    /// What was found for a model, by the digest of its manifest, at a placement, at a batch on a device.
+    /// A setting that was found for a model, by the digest of its manifest, at a placement and a batch on a device.
     pub fn new(
         (model, placement): (&str, Placement),
         batch: u32,

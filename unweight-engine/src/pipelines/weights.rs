@@ -1,4 +1,4 @@
-//! Weights of MLPs on the device, as they are stored.
+//! Loads the weights of MLPs to the device in their stored encodings.
 
 use std::collections::BTreeSet;
 
@@ -28,7 +28,7 @@ use crate::{
     weights::{Mlp, ProjectionWeights, StoredMlp, StoredSource, dense, gate_up, in_tensor},
 };
 
-/// What makes palette indices of Huffman codes.
+/// Transcodes Huffman-coded weights to palette indices.
 struct Transcoding<'k> {
     kernels: &'k KernelSet,
     ctx: ExecContext,
@@ -43,13 +43,13 @@ impl<'k> Transcoding<'k> {
         let mut indices = DeviceBuffer::zeroed(self.ctx.stream(), output_bytes(tensor.grid(), DecodeOutput::Palette))?;
         let decoder = decoder(self.kernels, DecodeOutput::Palette, tensor.code_bits())?;
         decoder.palette(&mut self.ctx, &tensor, &mut indices)?;
-        // Also waits, before the codes go.
+        // Also waits, before the codes are freed.
         self.ctx.synchronize()?;
         Ok(tensor.into_palette(indices)?)
     }
 }
 
-/// The decoder to an encoding, for codes of up to so many bits.
+/// Returns the decoder to an encoding, for codes of up to `bits` bits.
 pub fn decoder(kernels: &KernelSet, output: DecodeOutput, bits: u32) -> Result<Decoder, DeviceError> {
     let arch = kernels.device().info().arch;
     match graph::decoder(arch, output, bits) {
@@ -58,29 +58,29 @@ pub fn decoder(kernels: &KernelSet, output: DecodeOutput, bits: u32) -> Result<D
     }
 }
 
-/// Gate, up and down of a model, `[n, k]`.
+/// The shapes `[n, k]` of a model's gate, up and down.
 fn shapes(config: &ModelConfig) -> [[u32; 2]; 3] {
     let (hidden, intermediate) = (config.hidden, config.intermediate);
     [[intermediate, hidden], [intermediate, hidden], [hidden, intermediate]]
 }
 
-/// Whether a layer's Huffman codes become palette indices, behind `coded` layers that have some.
+/// Whether a layer's Huffman codes become palette indices, if `coded` layers before it have Huffman codes.
 fn is_easy(placement: Placement, coded: u32) -> bool {
     placement == Placement::Alternate && coded % 2 == 1
 }
 
-/// The encodings that decoders make for step graphs. Exponents and palettes are for reconstructive matmuls, which not
-/// every architecture has.
+/// The encodings that decoders of step graphs write. Exponents and palette indices are for reconstructive matmuls,
+/// which not every architecture has.
 pub fn outputs(has_matmuls: bool) -> &'static [DecodeOutput] {
     const ALL: [DecodeOutput; 3] = [DecodeOutput::Full, DecodeOutput::Exponent, DecodeOutput::Palette];
     if has_matmuls { &ALL } else { &ALL[..1] }
 }
 
-/// The kernels that a bundle's MLPs ask for when they are loaded as they are stored, and in step graphs, whatever the
-/// setting. Reads the tensors: which variants there are follows from the codes and the tiles' verbatim rows.
+/// Returns the kernels that a bundle's MLPs need for loading in their stored encodings and in step graphs, whatever the
+/// setting. Reads the tensors, because the variants depend on the codes and on the verbatim rows of tiles.
 ///
 /// # Errors
-/// A tensor cannot be read.
+/// [`EngineError::Load`] if a tensor cannot be read.
 pub fn kernels<'a>(
     bundle: &Bundle,
     config: &ModelConfig,
@@ -135,27 +135,27 @@ pub fn kernels<'a>(
     Ok(decoders.into_iter().collect())
 }
 
-/// The MLPs of a model, loaded as they are stored.
+/// Loads the MLPs of a model in their stored encodings.
 pub struct StoredMlps<'k> {
     transcoding: Transcoding<'k>,
     placement: Placement,
-    /// Layers with Huffman-coded weights so far.
+    /// The number of layers with Huffman-coded weights so far.
     coded: u32,
 }
 
 impl<'k> StoredMlps<'k> {
-    /// Loads the layers of one model, from the first on.
+    /// A loader for the layers of one model, from the first on.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`DeviceError`] if the driver fails.
     pub fn new(kernels: &'k KernelSet, stream: &Stream, placement: Placement) -> Result<Self, DeviceError> {
         Ok(Self { transcoding: Transcoding::new(kernels, stream)?, placement, coded: 0 })
     }
 
-    /// Brings the next layer's MLP to the device.
+    /// Loads the next layer's MLP to the device.
     ///
     /// # Errors
-    /// The layer has experts, or what the source says of a tensor, or the driver.
+    /// [`EngineError`] if the layer has experts, if the source cannot load a tensor, or if the driver fails.
     pub fn load(
         &mut self,
         source: &mut impl StoredSource,
@@ -181,7 +181,7 @@ fn has_codes(source: &impl StoredSource, names: &GatedWeights) -> Result<bool, L
 }
 
 impl StoredMlp {
-    /// Brings a layer's to the device; `easy`: without Huffman codes.
+    /// Loads a layer's projections to the device; with `easy`, without Huffman codes.
     fn load(
         source: &mut impl StoredSource,
         transcoding: &mut Transcoding<'_>,
@@ -198,7 +198,7 @@ impl StoredMlp {
         }
         let mut pair = None;
         if loaded[0] == LoadedAs::Linear && loaded[1] == LoadedAs::Linear {
-            // Packed or not: what a step graph takes for packed weights is that the two are one product.
+            // Packed or not, a step graph treats gate and up of packed weights as one product.
             pair = Some(gate_up(source, &[(all[0], shapes[0]), (all[1], shapes[1])])?);
         }
         let mut part = |index: usize| -> Result<ProjectionWeights, LoadError> {
@@ -219,7 +219,7 @@ impl StoredMlp {
         Ok(Self { pair, parts, shapes })
     }
 
-    /// What the choice of pipelines needs to know.
+    /// The properties that the choice of pipelines depends on.
     pub fn loaded(&self) -> LoadedMlp {
         [0, 1, 2].map(|index| {
             let [n, k] = self.shapes[index];
@@ -234,7 +234,7 @@ impl StoredMlp {
         })
     }
 
-    /// What its products need of an execution context, whichever stream they run on.
+    /// The size of the execution context that the layer's products need, whichever stream they run on.
     pub fn context_size(&self) -> ContextSize {
         let linears = self.parts.iter().filter_map(|part| match part {
             ProjectionWeights::Linear(linear) => Some(linear),
@@ -244,7 +244,7 @@ impl StoredMlp {
         linears.map(Linear::context_size).fold(ContextSize::default(), ContextSize::max)
     }
 
-    /// The longest code of its Huffman-coded weights, bits.
+    /// The maximum code length of the layer's Huffman-coded weights, in bits.
     pub fn code_bits(&self) -> Option<u32> {
         let codes = self.parts.iter().filter_map(|part| match part {
             ProjectionWeights::Huffman(tensor) => Some(tensor.code_bits()),

@@ -1,17 +1,17 @@
-//! Which drafts a step verifies.
+//! Decides which drafts a step verifies.
 //!
 //! ```text
 //! row of a sequence            position p      its newest token
 //! rows of its draft            p + 1, p + 2, ...
 //! tokens that the step samples t0, t1, t2, ...  t0 is right; t1 if t0 is the first token of the draft; and so on
 //! ```
-//! A draft takes a row per token in a step that verifies. Keys and values of a token that was wrong are overwritten by
-//! the next step, before anything reads them. A step that verifies runs alone: what follows depends on its tokens.
+//! In a step that verifies, every drafted token takes a row. Keys and values of a wrong token are overwritten by the
+//! next step before any kernel reads them. A step that verifies runs alone, because later steps depend on its tokens.
 //!
-//! As many tokens are drafted as make the most tokens per time, by the chances of the drafters and a model of the time
-//! of a step. So nothing is drafted where guesses are mostly wrong, where many sequences share a step, or at contexts
-//! that take longer to attend to than weights take to read. Numbers of the model are constants, not measurements: the
-//! same requests give the same steps.
+//! The number of drafted tokens maximizes the expected tokens per time, by the chances of the drafters and a model of
+//! the time of a step. Nothing is drafted if guesses are mostly wrong, if many sequences share a step, or if attention
+//! takes longer than reading the weights. The numbers of the model are constants, not measurements, so the same
+//! requests give the same steps.
 
 use super::{Running, Schedule};
 use crate::{
@@ -26,21 +26,21 @@ pub struct Speculation {
     pub(crate) tokens: u32,
     /// The maximum number of rows of a step that verifies.
     pub(crate) rows: u32,
-    /// Whether the model is a mixture of experts, of which more rows read more.
+    /// Whether the model is a mixture of experts, where more rows read more weights.
     pub(crate) is_mixture: bool,
-    /// Tokens of the KV cache that have as many bytes as the weights.
+    /// The number of tokens of the KV cache that have as many bytes as the weights.
     pub(crate) weight_tokens: u32,
 }
 
 impl Speculation {
-    /// By the options of an engine, for a model whose weights have as many bytes as `weight_tokens` tokens of the KV
-    /// cache.
+    /// The speculation of an engine with these options, for a model whose weights have as many bytes as `weight_tokens`
+    /// tokens of the KV cache.
     pub fn of(options: &EngineOptions, is_mixture: bool, weight_tokens: u32) -> Self {
         Self { tokens: options.speculate, rows: options.verified_rows(), is_mixture, weight_tokens }
     }
 
-    /// The time of a step of so many rows without attention, relative to one of 1 row: kernel times of Llama-3.1-8B and
-    /// step times of Qwen3-30B-A3B on an H200 (docs/benchmarks.md).
+    /// Returns the time of a step of `rows` rows without attention, relative to a step of 1 row. Taken from kernel
+    /// times of Llama-3.1-8B and step times of Qwen3-30B-A3B on an H200 (docs/benchmarks.md).
     fn step_time(&self, rows: u32) -> f32 {
         const DENSE: [f32; 5] = [1.0, 1.03, 1.05, 1.2, 1.37];
         const MIXTURE: [f32; 5] = [1.0, 1.9, 2.4, 3.2, 4.2];
@@ -49,39 +49,39 @@ impl Speculation {
         known.map_or(f32::INFINITY, |(_, time)| time)
     }
 
-    /// The time of attention to so many tokens.
+    /// Returns the time of attention to `tokens` tokens, in the same unit.
     fn attention_time(&self, tokens: u32) -> f32 {
         tokens as f32 / self.weight_tokens.max(1) as f32
     }
 }
 
-/// What verification adds to a step, estimated: keys and values are stored by a launch of their own in every layer, and
-/// the device waits for the host.
+/// The estimated time that verification adds to a step: every layer has one more launch, which stores keys and values,
+/// and the device waits for the host.
 const VERIFICATION_TIME: f32 = 0.1;
 
-/// Drafted tokens since the engine was loaded.
+/// Counts of drafted tokens since the engine was loaded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DraftCounts {
-    /// Tokens that steps verified.
+    /// The number of tokens that steps verified.
     pub drafted: u64,
-    /// Tokens of these that the model sampled, too.
+    /// The number of these that the model sampled, too.
     pub accepted: u64,
 }
 
 impl Running {
-    /// Rows of the next step, or of the one in flight.
+    /// The number of rows of the sequence in the next step, or in the one in flight.
     pub fn step_rows(&self) -> u32 {
         1 + self.draft.len() as u32
     }
 
-    /// The token and the position of each of these rows.
+    /// The token and the position of each of the sequence's rows.
     pub fn inputs(&self) -> impl Iterator<Item = (u32, u32)> {
         [self.last].into_iter().chain(self.draft.iter().copied()).zip(self.position..)
     }
 
-    /// The chance that the first token of a draft is right, and the maximum number of tokens of a draft behind the
-    /// steps in flight.
+    /// Returns the chance that the first token of a draft is right, and the maximum number of tokens of a draft after
+    /// the steps in flight.
     fn prospect(&self, cache: KvCache, most: u32) -> Option<(f32, u32)> {
         if !self.may_run() {
             return None;
@@ -100,14 +100,14 @@ impl Running {
 }
 
 impl Schedule {
-    /// By row: how many tokens the next step should verify. Empty if none.
+    /// Returns how many tokens of each row the next step should verify; empty if none.
     fn plan_drafts(&self) -> Vec<u32> {
         let limits = &self.limits.speculation;
         let rows = self.rows.len() as u32;
         if limits.tokens == 0 || rows >= limits.rows {
             return Vec::new();
         }
-        // A token is right if all before it are, those in flight included.
+        // A token can be right only if all before it are, including those in flight.
         let mut guesses = Vec::new();
         for (at, row) in self.rows.iter().enumerate() {
             let Some((chance, count)) = row.prospect(self.limits.kv_cache, limits.tokens) else { continue };
@@ -134,23 +134,23 @@ impl Schedule {
         counts
     }
 
-    /// Whether the next step should verify drafts: it waits for the steps in flight then.
+    /// Whether the next step should verify drafts. Such a step waits for the steps in flight.
     pub(super) fn wants_drafts(&self) -> bool {
         !self.plan_drafts().is_empty()
     }
 
-    /// Drafts what the next step verifies. No step is in flight.
+    /// Drafts the tokens that the next step verifies. No step may be in flight.
     pub(super) fn draft(&mut self) {
         let counts = self.plan_drafts();
         for (row, count) in self.rows.iter_mut().zip(counts.into_iter().chain(std::iter::repeat(0))) {
             let drafter = row.drafter.as_ref().filter(|_| count > 0);
             row.draft = drafter.map_or_else(Vec::new, |drafter| drafter.draft(&row.tokens, count as usize));
-            // Rows are others than those of the step before, and of the step behind.
+            // The rows differ from those of the previous step and of the next one.
             self.changed |= !row.draft.is_empty();
         }
     }
 
-    /// Drafted tokens so far.
+    /// The counts of drafted tokens so far.
     pub fn draft_counts(&self) -> DraftCounts {
         self.draft_counts
     }

@@ -7,7 +7,7 @@ use super::*;
 mod attack;
 mod drafts;
 
-/// Tokens of a chunk.
+/// The number of tokens of a chunk.
 const CHUNK: u32 = 192;
 const LIMITS: Limits = Limits {
     max_batch: 3,
@@ -21,7 +21,7 @@ const LIMITS: Limits = Limits {
     adjusted: 2,
     speculation: Speculation { tokens: 0, rows: 0, is_mixture: false, weight_tokens: 1 },
 };
-/// Drafts of up to so many tokens, as cheap as they are for a large model.
+/// Drafts of up to `tokens` tokens, as cheap as for a large model.
 fn speculation(tokens: u32) -> Speculation {
     Speculation { tokens, rows: 64, is_mixture: false, weight_tokens: 1 << 20 }
 }
@@ -98,7 +98,7 @@ fn tokens_after_a_stop_are_not_reported() {
     assert_eq!((events.len(), schedule.due(), schedule.free_pages()), (1, Next::Idle, 100));
 }
 
-/// Runs a chunk, whether or not a step is due before it; whether it was the last one of its prompt.
+/// Runs a chunk, whether or not a step is due before it. Returns whether it was the last one of its prompt.
 fn chunk(schedule: &mut Schedule) -> bool {
     schedule.spent = 0;
     assert_eq!(schedule.due(), Next::Prefill);
@@ -146,13 +146,13 @@ fn preempted_sequences_are_computed_again_when_another_has_ended() {
     assert_eq!((again.running.position, again.running.pages.len()), (62, 0));
     schedule.chunk_launched();
     assert_eq!(schedule.begun(12), Some(event(first, 12, None)));
-    // 97 more are 100 in all.
+    // 97 more tokens make 100.
     let ended = (0..97).map(|_| step(&mut schedule, &[13], &[0])[0].finish).collect::<Vec<_>>();
     assert_eq!(ended.iter().position(Option::is_some), Some(96));
     assert_eq!((schedule.due(), schedule.free_pages()), (Next::Idle, 20));
 }
 
-/// The tokens of the chunks that run, and `s` for each step, until so many rows run.
+/// Returns the sizes of the chunks that run, with `s` for each step, until `rows` rows run.
 fn order(schedule: &mut Schedule, rows: usize) -> String {
     let mut order = Vec::new();
     while schedule.rows().len() < rows {
@@ -190,13 +190,13 @@ fn steps_run_between_chunks() {
     assert_eq!(order(&mut schedule, 2), "256 s 256 s 188", "steps first");
     schedule.add(prompt(9, 3700)).unwrap();
     assert_eq!(order(&mut schedule, 3), "s 1024 s 1024 s 1024 s 512 s 116");
-    // Several of them are many tokens. They share what a prompt of this length has cut in the same way.
+    // Together they are many tokens. Prompts of this length are cut in the same way, so they share their chunks.
     for _ in 0..4 {
         schedule.add(prompt(3, 700)).unwrap();
     }
     assert_eq!(order(&mut schedule, 7), "512 188 188 s 188 s 188");
     assert_eq!(schedule.shared_prompt_tokens(), 3 * 512);
-    // Short ones take longer than their tokens.
+    // Short prompts take longer than their number of tokens.
     for token in 20..29 {
         schedule.add(prompt(token, 5)).unwrap();
     }
@@ -240,7 +240,7 @@ fn equal_beginnings_are_computed_once() {
     assert_ne!(chunk.running.pages[3], schedule.rows()[0].pages[3]);
     assert_eq!(schedule.shared_prompt_tokens(), 192);
     assert!(schedule.cancel(first) && schedule.cancel(SeqId(1)));
-    // The beginning stays until its pages are needed.
+    // The prefix stays cached until its pages are needed.
     assert_eq!((schedule.due(), schedule.free_pages(), schedule.pool.free()), (Next::Idle, 17, 12));
     schedule.add(Request::new(vec![9; 940]).max_new_tokens(50)).unwrap();
     join(&mut schedule, 10);
@@ -255,13 +255,13 @@ fn a_lone_sequence_that_loses_a_page_ends() {
     let full = event(id, 11, Some(Finish::CacheFull));
     assert_eq!(step(&mut schedule, &[11], &[1]), [full]);
     assert_eq!((schedule.due(), schedule.preempted(), schedule.free_pages()), (Next::Idle, 0, 20));
-    // In its prompt.
+    // The page is lost during the prompt.
     let id = schedule.add(request(130, 100)).unwrap();
     while !chunk(&mut schedule) {}
     let full = event(id, NO_TOKEN, Some(Finish::CacheFull));
     assert_eq!(schedule.lost(), Some(full));
     assert_eq!((schedule.due(), schedule.waiting(), schedule.free_pages()), (Next::Idle, 0, 20));
-    // One that ends with that token is complete.
+    // A sequence that ends with that token is complete.
     schedule.add(request(60, 2)).unwrap();
     join(&mut schedule, 10);
     assert_eq!(step(&mut schedule, &[11], &[1])[0].finish, Some(Finish::Length));
@@ -292,7 +292,7 @@ fn preempted_sequences_can_be_cancelled() {
     let ids = [join(&mut schedule, 10), join(&mut schedule, 20), join(&mut schedule, 30)];
     let events = step(&mut schedule, &[11, 21, 31], &[1, 1, 0]);
     assert_eq!(events.len(), 3);
-    // One before its pages are taken back, one while it waits.
+    // One is cancelled before its pages are taken back, the other while it waits.
     assert!(schedule.cancel(ids[0]) && !schedule.cancel(ids[0]));
     assert_eq!(schedule.due(), Next::Launch { changed: true });
     assert_eq!((schedule.preempted(), schedule.waiting(), schedule.rows().len()), (1, 1, 1));
@@ -301,7 +301,7 @@ fn preempted_sequences_can_be_cancelled() {
     assert_eq!((schedule.due(), schedule.free_pages(), schedule.waiting()), (Next::Idle, 20, 0));
 }
 
-/// Two sequences that each fit alone and never together: one after the other ends, each with all its tokens.
+/// Sequences that fit alone but never together end one after the other, each with all its tokens.
 #[test]
 fn sequences_that_fit_one_at_a_time_all_end() {
     let mut simulation = Simulation::new(PACKED, Random::new(1), Loss::Units(2));
@@ -316,7 +316,7 @@ fn sequences_that_fit_one_at_a_time_all_end() {
 }
 
 /// Any mixture of requests, cancellations, stops and lost pages: every sequence gets its own tokens, in order, and
-/// exactly as many as it should; pages of running sequences never overlap, and all come back.
+/// exactly as many as it should. Pages of running sequences never overlap, and all are returned.
 #[test]
 fn sequences_do_not_affect_each_other() {
     let (mut preempted, mut full, mut cancelled, mut shared) = (0, 0, 0, 0);
@@ -351,13 +351,13 @@ fn sequences_do_not_affect_each_other() {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Loss {
     None,
-    /// A page takes as many units as its content says; one that finds too few is lost.
+    /// A page takes as many units as its content determines; a page that finds too few is lost.
     Units(u32),
-    /// One page in so many, whatever it holds.
+    /// One page in this many, whatever it holds.
     OneIn(u64),
 }
 
-/// What was asked for with a sequence.
+/// The request of a sequence.
 struct Asked {
     prompt: usize,
     new: u32,
@@ -365,13 +365,13 @@ struct Asked {
 }
 
 impl Asked {
-    /// Tokens of the whole sequence, unless it is cancelled or the cache is full.
+    /// The number of tokens of the answer, unless the sequence is cancelled or the cache is full.
     fn end(&self) -> u32 {
         if self.stops { stop_of(self.new) + 1 } else { self.new }
     }
 }
 
-/// A row as the device has it.
+/// A row on the device.
 struct Row {
     id: SeqId,
     position: u32,
@@ -379,22 +379,22 @@ struct Row {
     pages: Vec<u32>,
     hot: u32,
     slot: Option<u32>,
-    /// A page of it is lost: its tokens are wrong until it is computed again.
+    /// A page is lost: the row's tokens are wrong until the sequence is computed again.
     is_lost: bool,
 }
 
-/// The token that a sequence gets as its `nth`: seven that repeat, and one that does not. None is the wrong one of a
-/// device that has lost a page.
+/// The `nth` token of a sequence: seven that repeat, then one that does not. No token equals [`WRONG`].
 fn token_of(id: SeqId, nth: u32) -> u32 {
     if nth % 8 == 7 { 4 + (id.0 as u32 * 31 + nth / 8) % 90 } else { 96 + nth % 8 % 3 }
 }
 
-/// Which token of an answer of `new` tokens ends it: one that it has once.
+/// The index of the token that ends an answer of `new` tokens; the token occurs once.
 fn stop_of(new: u32) -> u32 {
     (new / 2) | 7
 }
 
-/// What a row of a draft samples behind tokens that are wrong: the guess that is wrong, too.
+/// The token that a row of a draft samples after `guesses` guesses. After a wrong guess it is the next guess, wrong as
+/// well.
 fn sampled(id: SeqId, nth: u32, draft: &[u32], guesses: usize) -> u32 {
     let is_right = (nth..).zip(&draft[..guesses]).all(|(nth, guess)| *guess == token_of(id, nth));
     if is_right { token_of(id, nth + guesses as u32) } else { draft.get(guesses).copied().unwrap_or(WRONG) }
@@ -402,12 +402,12 @@ fn sampled(id: SeqId, nth: u32, draft: &[u32], guesses: usize) -> u32 {
 
 const WRONG: u32 = 95;
 
-/// Prompts of two kinds, which begin alike.
-/// Two sequences of three have adjusted logits.
+/// Two of three sequences have adjusted logits.
 fn adjustments_of(id: SeqId) -> Adjustments {
     Adjustments::default().presence_penalty(if id.0.is_multiple_of(3) { 0.0 } else { 0.5 })
 }
 
+/// Prompts of two kinds with the same prefix.
 fn prompt_of(id: SeqId, len: usize) -> Vec<u32> {
     (0..len).map(|at| if at < 100 { 7 } else { 1 + id.0 as u32 % 2 }).collect()
 }
@@ -422,7 +422,7 @@ fn keys(tokens: &[u32]) -> Vec<u64> {
     tokens.iter().map(&mut next).collect()
 }
 
-/// What clients asked for, and what they got.
+/// The requests of clients, and the tokens that they received.
 #[derive(Default)]
 struct Clients {
     asked: BTreeMap<SeqId, Asked>,
@@ -432,7 +432,8 @@ struct Clients {
 }
 
 impl Clients {
-    /// Takes an event: its token is the next one of a sequence that runs. Why the sequence ends, if it does.
+    /// Records an event: its token must be the next one of a running sequence. Returns why the sequence ends, if it
+    /// does.
     fn tell(&mut self, event: &Event) -> Option<Finish> {
         let Event { seq, token, finish, .. } = *event;
         assert!(!self.cancelled.contains(&seq) && !self.ended.contains_key(&seq), "{event:?}");
@@ -444,7 +445,7 @@ impl Clients {
         finish.inspect(|finish| _ = self.ended.insert(seq, *finish))
     }
 
-    /// After all: every sequence has ended as it was asked for, or as it had to.
+    /// Checks at the end that every sequence ended as requested, or as it had to.
     fn check(&self, may_be_full: bool, what: &str) {
         for (id, asked) in &self.asked {
             let told = self.told.get(id).map_or(0, Vec::len) as u32;
@@ -459,7 +460,7 @@ impl Clients {
         }
     }
 
-    /// A row as the device gets it: its input is the token before its position.
+    /// A row as the device receives it: its input is the token before its position.
     fn row(&self, row: &Running) -> Row {
         let nth = row.position - self.asked[&row.id].prompt as u32;
         assert_eq!(row.last, token_of(row.id, nth), "the device's input");
@@ -469,29 +470,29 @@ impl Clients {
     }
 }
 
-/// A schedule with the device that it thinks it has, and clients.
+/// A schedule with a simulated device and clients.
 struct Simulation {
     schedule: Schedule,
     random: Random,
     loss: Loss,
-    /// BF16 units that a page takes, by its content and its place.
+    /// The BF16 units of a page, by its content and its index.
     units: fn(u64, u32) -> u32,
     clients: Clients,
     rows: Vec<Row>,
-    /// Keys by page and token; hot pages are behind the others.
+    /// Keys by page and token; hot pages follow the others.
     memory: Vec<u64>,
     /// The tokens of an answer that the device has counted, by slot.
     counted: BTreeMap<u32, Vec<u32>>,
-    /// The choice of a first token has overwritten the first row.
+    /// Whether the sampling of a first token has overwritten the first row.
     is_overwritten: bool,
     prompt_is_lost: bool,
-    /// By step in flight: tokens and flags.
+    /// The tokens and flags of each step in flight.
     in_flight: VecDeque<(Vec<u32>, Vec<u32>)>,
-    /// Units that pages hold.
+    /// The units that pages hold.
     held: BTreeMap<u32, u32>,
     prefills: u64,
     losses: u64,
-    /// Sequences that have lost a page.
+    /// The sequences that have lost a page.
     lost_once: BTreeSet<SeqId>,
 }
 
@@ -503,7 +504,7 @@ impl Simulation {
             schedule: Schedule::new(limits, Self::PAGES),
             random,
             loss,
-            // One page in three does not fit 12 bits.
+            // One page in three does not fit in 12 bits.
             units: |content, page| [0, 2, 0, 0, 1, 0][(content as usize * 5 + page as usize) % 6],
             clients: Clients::default(),
             rows: Vec::new(),
@@ -528,7 +529,7 @@ impl Simulation {
         self.clients.asked.insert(id, Asked { prompt, new, stops });
     }
 
-    /// Until `count` sequences have been added and nothing is left to do, which takes fewer than `most` actions.
+    /// Runs until `count` sequences were added and nothing is left to do, in fewer than `most` actions.
     fn run(&mut self, count: usize, most: usize) {
         for _ in 0..most {
             if self.clients.asked.len() < count && self.random.below(4) == 0 {
@@ -564,7 +565,7 @@ impl Simulation {
         panic!("{:?}: still busy after {most} actions", self.loss);
     }
 
-    /// Takes back units of pages that no sequence and no prefix has, and checks who has which page.
+    /// Takes back the units of pages that no sequence and no prompt uses, and checks the owners of all pages.
     fn release(&mut self) {
         let freed = self.schedule.take_freed();
         let all = self.schedule.rows().iter().chain(self.schedule.prefill.as_ref().map(|prefill| &prefill.running));
@@ -574,7 +575,7 @@ impl Simulation {
         let own: Vec<u32> = own.collect();
         let (given, used): (BTreeSet<u32>, BTreeSet<u32>) =
             (freed.iter().copied().collect(), own.iter().chain(&shared).copied().collect());
-        // A page may have been handed out again: its new sequence has packed nothing yet.
+        // A page may have been taken again: its new sequence has packed nothing yet.
         assert_eq!(given.len(), freed.len(), "{freed:?}");
         assert!(all.clone().all(|row| row.pages[..shared_pages(row)].iter().all(|page| shared.contains(page))));
         self.held.retain(|page, _| !given.contains(page));
@@ -585,7 +586,7 @@ impl Simulation {
         assert!(hot.len() == all.count() && hot.iter().all(|hot| *hot < LIMITS.max_batch), "{hot:?}");
     }
 
-    /// The place of a token of a sequence in memory.
+    /// The index of a token of a sequence in memory.
     fn place(&self, pages: &[u32], hot: u32, position: u32, open: u32) -> usize {
         let (index, inside) = (position / PAGE_TOKENS, position % PAGE_TOKENS);
         let is_hot = self.schedule.limits.kv_cache == KvCache::Packed && index == open / PAGE_TOKENS;
@@ -593,8 +594,8 @@ impl Simulation {
         (page * PAGE_TOKENS + inside) as usize
     }
 
-    /// Checks the keys of tokens before `start`, and writes those of `start..end`; the token at `open` is in the hot
-    /// page then.
+    /// Checks the keys of tokens before `start`, and writes those of `start..end`. Afterwards, the token at `open` is
+    /// in the hot page.
     fn attend(&mut self, tokens: &[u32], (pages, hot): (&[u32], u32), (start, end): (u32, u32), open: u32) {
         for (position, key) in (0..end).zip(keys(tokens)) {
             if position < start {
@@ -607,7 +608,7 @@ impl Simulation {
         }
     }
 
-    /// BF16 units of a page of a sequence: equal prompts take as many.
+    /// The BF16 units of a page of a sequence; equal prompts take the same number.
     fn units_of(&self, id: SeqId, index: u32) -> u32 {
         let end = ((index + 1) * PAGE_TOKENS) as usize;
         let content = match end {
@@ -618,7 +619,7 @@ impl Simulation {
         (self.units)(content, index)
     }
 
-    /// Packs page `index` of a sequence to `page`. Whether it is kept.
+    /// Packs page `index` of a sequence to `page`. Returns whether it is kept.
     fn pack(&mut self, id: SeqId, index: u32, page: u32) -> bool {
         let is_kept = match self.loss {
             Loss::None => true,
@@ -725,7 +726,7 @@ impl Simulation {
             }
         }
         let flags = rows.iter().flat_map(|row| vec![u32::from(row.is_lost); 1 + row.draft.len()]).collect();
-        // What a row is behind guesses is not known before they are read.
+        // Rows after guesses are unknown before these are read.
         self.is_overwritten = rows.iter().any(|row| !row.draft.is_empty());
         self.rows = rows;
         self.in_flight.push_back((tokens, flags));
@@ -736,7 +737,7 @@ impl Simulation {
         let Some(finish) = self.clients.tell(&event) else { return };
         let (seq, token, told) = (event.seq, event.token, &self.clients.told[&event.seq]);
         if let (Finish::CacheFull, Loss::Units(all)) = (finish, self.loss) {
-            // Only what would not fit by itself. The token of a step has no keys and values yet.
+            // Only a sequence that would not fit alone. The token of a step has no keys and values yet.
             let tokens = self.clients.asked[&seq].prompt + told.len() - usize::from(token != NO_TOKEN);
             let pages = tokens as u32 / PAGE_TOKENS;
             let need: u32 = (0..pages).map(|page| self.units_of(seq, page)).sum();
@@ -745,18 +746,18 @@ impl Simulation {
         assert!(token != NO_TOKEN || finish == Finish::CacheFull);
     }
 
-    /// After all: what every sequence has got.
+    /// Checks at the end what every sequence received.
     fn check(&self, what: &str) {
         assert_eq!((self.schedule.free_pages(), self.schedule.waiting()), (Self::PAGES, 0), "{what}");
         assert_eq!(self.schedule.hot.free(), LIMITS.max_batch, "{what}");
         assert_eq!(self.schedule.slots.free(), LIMITS.adjusted, "{what}");
-        // A prefill is a sequence's first, or follows a page that was lost.
+        // A prefill is the first of its sequence, or follows a lost page.
         assert!(self.prefills <= self.clients.asked.len() as u64 + self.losses, "{what}");
         self.clients.check(self.loss != Loss::None, what);
     }
 }
 
-/// Allows the tokens of a list one after the other.
+/// A constraint that allows the tokens of a list in order.
 #[derive(Clone, Debug)]
 struct Script(Vec<u32>);
 
@@ -785,10 +786,10 @@ fn mask(token: u32) -> Vec<u32> {
     (0..4).map(|word| if token / 32 == word { 1 << (token % 32) } else { 0 }).collect()
 }
 
-/// Adds a request, and runs its prompt: its first token is the one that it may be, or this one.
+/// Adds a request and runs its prompt. Its first token is the one that its constraint allows, or else `free`.
 fn begin(schedule: &mut Schedule, request: Request, free: u32) -> SeqId {
     let id = schedule.add(request).unwrap();
-    // Whether a step is due before it does not matter here.
+    // It does not matter here whether a step is due first.
     schedule.due();
     schedule.begin_prefill();
     let mask = schedule.prefill_mask();
@@ -824,14 +825,14 @@ fn preempted_sequences_keep_the_state_of_their_constraint() {
     let mut schedule = Schedule::new(Limits { adjusted: 1, ..LIMITS }, 100);
     let id = begin(&mut schedule, scripted(&[10, 11, 12, 13]), 0);
     let other = begin(&mut schedule, request(5, 50), 7);
-    // A slot each: the second waits.
+    // Only one slot exists, so the second sequence waits.
     schedule.add(scripted(&[1, 2])).unwrap();
     assert_eq!(schedule.due(), Next::Launch { changed: true });
     schedule.launched();
     let mut events = Vec::new();
     schedule.read(&[11, 8], &[1, 0], &mut events);
     assert_eq!(events, [event(id, 11, None), event(other, 8, None)]);
-    // Its page is lost: it waits, and goes on with the third token.
+    // The sequence has lost a page: it waits, and continues with the third token.
     schedule.due();
     assert!(schedule.cancel(other));
     assert_eq!((schedule.due(), schedule.preempted()), (Next::Prefill, 1));

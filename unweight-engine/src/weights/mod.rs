@@ -21,7 +21,7 @@ pub use self::random::Random;
 pub use self::stored::{ProjectionWeights, StoredMlp, StoredSource, StoredSource as ModelSource};
 use crate::error::EngineError;
 
-/// All of them.
+/// The weights of a model.
 #[derive(Debug)]
 pub struct Weights {
     embed: Embedding,
@@ -31,16 +31,16 @@ pub struct Weights {
     vocab: u32,
 }
 
-/// What ids are looked up in.
+/// The table that ids are looked up in.
 #[derive(Debug)]
 pub enum Embedding {
-    /// The head.
+    /// The table is the head.
     Tied,
     Packed(DevicePacked),
     Bf16(DeviceMatrix),
 }
 
-/// Those of a layer.
+/// The weights of a layer.
 #[derive(Debug)]
 pub struct Layer {
     pub input_norm: Option<DeviceBuffer<u16>>,
@@ -49,43 +49,43 @@ pub struct Layer {
     pub q_norm: Option<DeviceBuffer<u16>>,
     pub k_norm: Option<DeviceBuffer<u16>>,
     pub o: Linear,
-    /// Of what attention adds to the residual stream.
+    /// Norms what attention adds to the residual stream.
     pub attention_norm: Option<DeviceBuffer<u16>>,
     pub post_norm: Option<DeviceBuffer<u16>>,
-    /// Of what the MLP adds to the residual stream.
+    /// Norms what the MLP adds to the residual stream.
     pub mlp_norm: Option<DeviceBuffer<u16>>,
     pub mlp: Mlp,
 }
 
-/// Gate, up and down.
+/// The gate, up and down projections of a layer, or its experts.
 #[expect(clippy::large_enum_variant, reason = "one a layer; all layers of a model have the same")]
 #[derive(Debug)]
 pub enum Mlp {
     /// Linear layers of the loader.
     Linear {
         gate_up: Linear,
-        /// Whether the product of gate and up is activated on its way out.
+        /// Whether the product's epilogue activates gate and up.
         gated: bool,
         down: Linear,
     },
-    /// As the bundle stores them; pipelines multiply by them.
+    /// Projections in their stored encodings, which pipelines multiply.
     #[cfg(feature = "pipelines")]
     Stored(StoredMlp),
-    /// Experts, of which a router chooses.
+    /// Experts, and the router that chooses among them.
     Mixture { router: Linear, experts: MixtureExperts },
 }
 
-/// Where the experts of a layer are.
+/// The experts of a layer, by the memory that holds them.
 #[derive(Debug)]
 pub enum MixtureExperts {
     /// On the device.
     OnDevice(Box<Experts>),
-    /// In host memory; some on the device, too.
+    /// In host memory, and some on the device, too.
     Offloaded(Box<OffloadedExperts>),
 }
 
 impl MixtureExperts {
-    /// What they need of an execution context.
+    /// The size of the execution context that the experts need.
     pub fn context_size(&self, tokens: u32, top_k: u32) -> ContextSize {
         match self {
             Self::OnDevice(experts) => experts.context_size(tokens, top_k),
@@ -102,7 +102,7 @@ impl MixtureExperts {
 }
 
 impl Mlp {
-    /// Gate and up, where they are one product, and whether that is activated on its way out.
+    /// Gate and up, if they are one product, and whether its epilogue activates it.
     pub fn gate_up(&self) -> Option<(&Linear, bool)> {
         match self {
             Self::Linear { gate_up, gated, .. } => Some((gate_up, *gated)),
@@ -112,7 +112,7 @@ impl Mlp {
         }
     }
 
-    /// Down, where it is a linear layer of the loader.
+    /// Down, if it is a linear layer of the loader.
     pub fn down(&self) -> Option<&Linear> {
         match self {
             Self::Linear { down, .. } => Some(down),
@@ -120,7 +120,7 @@ impl Mlp {
         }
     }
 
-    /// The projections as they are stored, if they were loaded so.
+    /// The projections in their stored encodings, if they were loaded so.
     #[cfg(feature = "pipelines")]
     pub fn stored(&self) -> Option<&StoredMlp> {
         match self {
@@ -129,7 +129,7 @@ impl Mlp {
         }
     }
 
-    /// The experts with their router, if there are some.
+    /// The router and the experts, if there are any.
     pub fn mixture(&self) -> Option<(&Linear, &MixtureExperts)> {
         match self {
             Self::Mixture { router, experts } => Some((router, experts)),
@@ -148,11 +148,11 @@ impl Mlp {
 }
 
 impl Weights {
-    /// Brings a model to the device, layer by layer. `mlp` loads the MLP of a layer, in the order of the layers;
+    /// Loads a model to the device, layer by layer. `mlp` loads the MLP of a layer, in the order of the layers;
     /// `progress` is called with the number of layers that are on the device.
     ///
     /// # Errors
-    /// What the source says of a tensor, or the driver.
+    /// [`EngineError`] if the source cannot load a tensor, or if the driver fails.
     pub fn load<S: Source>(
         source: &mut S,
         config: &ModelConfig,
@@ -168,8 +168,7 @@ impl Weights {
         if tied {
             source.set_placement(placement.lookup());
         }
-        // It multiplies the rows that are asked for, a few; a slot of its size, the largest there is, would wait for
-        // more.
+        // The head multiplies only the few requested rows. A slot of its size, the largest of all, would never be used.
         let expand = source.set_expand(Expand::Never);
         let head = source.linear(head, Merge::Rows)?;
         source.set_expand(expand);
@@ -186,7 +185,7 @@ impl Weights {
         Ok(Self { embed, layers, final_norm, head, vocab })
     }
 
-    /// What ids are looked up in.
+    /// The table that ids are looked up in.
     pub fn embed_table(&self) -> Option<EmbedTable<'_>> {
         let (packed, bf16) = match &self.embed {
             Embedding::Tied => (self.head.packed_weights(), self.head.bf16_weights()),
@@ -202,7 +201,7 @@ impl Weights {
         matches!(self.embed_table(), Some(EmbedTable::Packed { .. }))
     }
 
-    /// Experts that are not all on the device, by layer.
+    /// The experts of each layer, if the device does not hold all of them.
     pub fn offloaded(&self) -> impl Iterator<Item = &OffloadedExperts> {
         self.layers.iter().filter_map(|layer| match layer.mlp.mixture()? {
             (_, MixtureExperts::Offloaded(experts)) => Some(&**experts),
@@ -246,7 +245,7 @@ impl Layer {
         mlp: Mlp,
     ) -> Result<Self, EngineError> {
         let (hidden, head_dim) = (config.hidden, config.head_dim);
-        // Both products are at most 2^24: the configuration was checked.
+        // Both products are at most 2^24, because the configuration was checked.
         let (q, kv) = (config.heads * head_dim, config.kv_heads * head_dim);
         let rows = config.qkv_rows();
         let qkv = [(names.q.as_str(), [q, hidden]), (&names.k, [kv, hidden]), (&names.v, [kv, hidden])];
@@ -276,11 +275,11 @@ impl Layer {
     }
 }
 
-/// The MLP of a layer for the chain of all linears: one with a gate, or experts, of which the device has room for
+/// Loads the MLP of a layer for the chain of linear layers: gated, or experts, of which the device has room for
 /// `resident`.
 ///
 /// # Errors
-/// What the source says of a tensor.
+/// [`EngineError`] if the source cannot load a tensor.
 pub fn chain_mlp(
     source: &mut impl Source,
     config: &ModelConfig,
@@ -295,16 +294,16 @@ pub fn chain_mlp(
     }
 }
 
-/// An MLP as all linears.
+/// Loads an MLP as linear layers.
 fn linears(source: &mut impl Source, config: &ModelConfig, names: &LayerWeights) -> Result<Mlp, EngineError> {
     let (hidden, intermediate) = (config.hidden, config.intermediate);
-    // Experts are told apart before: what is bound has them if its configuration does.
+    // The caller handles experts: a layer has them if its configuration does.
     let names = dense(source.placement(), names)?;
     let pair = [(names.gate.as_str(), [intermediate, hidden]), (names.up.as_str(), [intermediate, hidden])];
     let (gate_up, gated) = match (names.gate == names.up, config.act) {
         (true, Activation::Silu) => merged_gate_up(source, config, &names.gate)?,
         (false, Activation::Silu) => gate_up(source, &pair)?,
-        // Products activate by SiLU alone.
+        // The epilogue of products supports only SiLU.
         (true, _) => (source.linear(&[(&names.gate, [2 * intermediate, hidden])], Merge::Rows)?, false),
         (false, _) => (source.linear(&pair, Merge::Rows)?, false),
     };
@@ -312,7 +311,7 @@ fn linears(source: &mut impl Source, config: &ModelConfig, names: &LayerWeights)
     Ok(Mlp::Linear { gate_up, gated, down })
 }
 
-/// Experts with their router.
+/// Loads experts with their router.
 fn mixed(
     source: &mut impl Source,
     config: &ModelConfig,
@@ -327,16 +326,16 @@ fn mixed(
     })
 }
 
-/// The one MLP of a layer, whose weights are to be held by `placement`.
+/// Returns the dense MLP of a layer, whose weights are to be held by `placement`.
 ///
 /// # Errors
-/// It has experts.
+/// [`EngineError::StoredExperts`] if the layer has experts.
 pub(crate) fn dense(placement: Placement, names: &LayerWeights) -> Result<&GatedWeights, EngineError> {
     names.mlp.dense().ok_or(EngineError::StoredExperts(placement))
 }
 
-/// Gate and up as one layer that activates its product, or, where their shape or weights do not allow it, one under the
-/// other.
+/// Loads gate and up as one layer that activates its product. If their shape or weights do not allow that, concatenates
+/// their rows.
 pub(crate) fn gate_up(source: &mut impl Source, pair: &[(&str, [u32; 2]); 2]) -> Result<(Linear, bool), LoadError> {
     match activated(source.linear(pair, Merge::SiluMul))? {
         Some(layer) => Ok(layer),
@@ -344,7 +343,7 @@ pub(crate) fn gate_up(source: &mut impl Source, pair: &[(&str, [u32; 2]); 2]) ->
     }
 }
 
-/// As [`gate_up`], of one tensor.
+/// [`gate_up`] for a single tensor.
 fn merged_gate_up(source: &mut impl Source, config: &ModelConfig, name: &str) -> Result<(Linear, bool), LoadError> {
     let shape = [2 * config.intermediate, config.hidden];
     match activated(source.gate_up(name, shape))? {
@@ -357,7 +356,7 @@ fn merged_gate_up(source: &mut impl Source, config: &ModelConfig, name: &str) ->
 fn activated(layer: Result<Linear, LoadError>) -> Result<Option<(Linear, bool)>, LoadError> {
     match layer {
         Ok(linear) => {
-            // As BF16 the rows of the two are concatenated.
+            // In BF16, the rows of gate and up are concatenated.
             let gated = linear.bf16_weights().is_none();
             Ok(Some((linear, gated)))
         }
@@ -366,34 +365,34 @@ fn activated(layer: Result<Linear, LoadError>) -> Result<Option<(Linear, bool)>,
     }
 }
 
-/// Where weights come from: each has a name and a shape.
+/// A source of weights, each with a name and a shape.
 pub trait Source {
-    /// One linear layer of matrices with the same number of columns.
+    /// Loads one linear layer from matrices with the same number of columns.
     fn linear(&mut self, parts: &[(&str, [u32; 2])], merge: Merge) -> Result<Linear, LoadError>;
-    /// A gate with its up below, one tensor, as a layer that activates its product.
+    /// Loads a tensor of a gate with its up below as a layer that activates its product.
     fn gate_up(&mut self, name: &str, shape: [u32; 2]) -> Result<Linear, LoadError>;
-    /// How the linears from here on are held on the device.
+    /// The placement of the linear layers that are loaded next.
     fn placement(&self) -> Placement;
-    /// Sets how the linears from here on are held on the device.
+    /// Sets the placement of the linear layers that are loaded next.
     fn set_placement(&mut self, placement: Placement);
-    /// Who multiplies by linears from here on at large batches; who that was.
+    /// Sets how the linear layers that are loaded next multiply large batches. Returns the previous value.
     fn set_expand(&mut self, expand: Expand) -> Expand;
-    /// The experts of a mixture, packed; with `resident` in host memory, with room for so many on the device.
+    /// Loads the experts of a mixture, packed; with `resident` in host memory, with room for this many on the device.
     fn experts(
         &mut self,
         names: &ExpertWeights,
         shape: ExpertsShape,
         resident: Option<u32>,
     ) -> Result<MixtureExperts, LoadError>;
-    /// Rows to be looked up: packed where linears are and the weights can be.
+    /// Loads a table for lookups: packed if linear layers are and the weights can be.
     fn embedding(&mut self, name: &str, shape: [u32; 2]) -> Result<Embedding, LoadError>;
-    /// Vectors one after the other.
+    /// Loads vectors, concatenated.
     fn vector(&mut self, parts: &[(&str, u32)]) -> Result<DeviceBuffer<u16>, LoadError>;
-    /// A weight as BF16.
+    /// Loads a weight as BF16.
     fn matrix(&mut self, name: &str, shape: [u32; 2]) -> Result<DeviceMatrix, LoadError>;
 }
 
-/// A bundle; its shapes were checked when its tensors were bound to their roles.
+/// A bundle, whose shapes were checked when its tensors were bound to their roles.
 impl Source for Loader<'_> {
     fn linear(&mut self, parts: &[(&str, [u32; 2])], merge: Merge) -> Result<Linear, LoadError> {
         match parts {

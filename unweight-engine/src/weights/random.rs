@@ -1,4 +1,4 @@
-//! Random weights of a model: what a measurement of a geometry needs.
+//! Random weights of a model, for measurements of a geometry.
 
 use half::bf16;
 use unweight_format::testing::Weights as Kind;
@@ -18,7 +18,7 @@ use unweight_rt::{
 use super::stored::{Codes, StoredSource};
 use super::{Embedding, MixtureExperts, Source, in_tensor};
 
-/// Random weights that look like a trained model's: what a measurement of shapes needs. Every layer has the same ones.
+/// Random weights distributed like a trained model's. Every layer has the same weights.
 #[derive(Debug)]
 pub struct Random<'k> {
     builder: LayerBuilder<'k>,
@@ -28,17 +28,17 @@ pub struct Random<'k> {
 }
 
 impl<'k> Random<'k> {
-    /// Weights for matrices of up to `elements`.
+    /// Draws weights for matrices of up to `elements` elements.
     ///
     /// # Errors
-    /// No room for them.
+    /// [`DeviceError`] if the allocation fails.
     pub fn new(builder: LayerBuilder<'k>, elements: u64) -> Result<Self, DeviceError> {
-        /// Weights that are drawn; what follows repeats them.
+        /// The number of drawn weights; all further weights repeat them.
         const DRAWN: usize = 1 << 22;
         let stream = builder.stream().clone();
         let host: Vec<u16> = Kind::TRAINED.iter(1).take(DRAWN).collect();
         let drawn = DeviceMatrix::from_host(&stream, 1, DRAWN as u32, &host)?;
-        // And so much more that parts can begin apart.
+        // One more row, so that parts can start at different offsets.
         let rows = elements.div_ceil(DRAWN as u64) + 1;
         let mut pool = DeviceBuffer::zeroed(&stream, rows as usize * DRAWN)?;
         let mut all = MatrixMut::new(&mut pool, rows as u32, DRAWN as u32, DRAWN as u64)?;
@@ -60,19 +60,19 @@ impl<'k> Random<'k> {
         self.codes.imitate(names, profile);
     }
 
-    /// What makes layers of matrices.
+    /// The builder of linear layers.
     pub fn builder(&mut self) -> &mut LayerBuilder<'k> {
         &mut self.builder
     }
 }
 
-/// Rows between the first weights of the parts of a layer.
+/// Rows between the starts of the parts of a layer.
 const APART: u32 = 17;
 
 impl Source for Random<'_> {
     fn linear(&mut self, parts: &[(&str, [u32; 2])], merge: Merge) -> Result<Linear, LoadError> {
         let first = parts.first().map_or("", |(name, _)| name);
-        // Each part begins elsewhere: a gate and an up of the same weights would code in less than random ones.
+        // Each part starts at another offset: equal gate and up weights would compress better than random ones.
         let views = parts.iter().zip(0..).map(|((name, [n, k]), part)| {
             let first: u32 = part * APART;
             let whole = MatrixRef::new(&self.pool, first + n, *k, (*k).into());
@@ -132,7 +132,7 @@ impl Source for Random<'_> {
     fn vector(&mut self, parts: &[(&str, u32)]) -> Result<DeviceBuffer<u16>, LoadError> {
         let first = parts.first().map_or("", |(name, _)| name);
         let len: u32 = parts.iter().map(|(_, len)| len).sum();
-        // A norm's weights are about 1; a bias of 1 does no harm.
+        // Norm weights are about 1; a bias of 1 does no harm.
         let ones = vec![bf16::ONE.to_bits(); len as usize];
         DeviceBuffer::from_host(self.builder.stream(), &ones).map_err(in_tensor(first))
     }

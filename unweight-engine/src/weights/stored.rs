@@ -1,4 +1,4 @@
-//! MLPs that are loaded as they are stored, for the report's pipelines.
+//! MLPs that are loaded in their stored encodings, for the report's pipelines.
 
 use std::collections::HashMap;
 
@@ -23,18 +23,18 @@ pub enum ProjectionWeights {
     Palette(DevicePalette),
     Huffman(DeviceHuffman),
     Linear(Linear),
-    /// Half of the product of gate and up.
+    /// Gate or up as part of [`StoredMlp::pair`].
     Paired,
 }
 
 /// The projections of a layer.
 #[derive(Debug)]
 pub struct StoredMlp {
-    /// Gate and up where they are one product of the loader, and whether its epilogue activates it.
+    /// Gate and up, if they are one product of the loader, and whether its epilogue activates it.
     pub pair: Option<(Linear, bool)>,
-    /// Gate, up, down.
+    /// Gate, up and down.
     pub parts: [ProjectionWeights; 3],
-    /// Gate, up, down, `[n, k]`.
+    /// The shapes `[n, k]` of gate, up and down.
     pub shapes: [[u32; 2]; 3],
 }
 
@@ -52,13 +52,13 @@ impl StoredMlp {
     }
 }
 
-/// A source of weights as they are stored.
+/// A source of weights in their stored encodings.
 pub trait StoredSource: Source {
     /// The encoding that a weight is stored in.
     fn encoding(&self, name: &str) -> Result<EncodingId, LoadError>;
-    /// A Huffman-coded weight as it is.
+    /// Loads a Huffman-coded weight without decoding it.
     fn huffman(&mut self, name: &str, shape: [u32; 2]) -> Result<DeviceHuffman, LoadError>;
-    /// Palette indices as they are.
+    /// Loads palette indices without decoding them.
     fn palette(&mut self, name: &str, shape: [u32; 2]) -> Result<DevicePalette, LoadError>;
 }
 
@@ -76,27 +76,27 @@ impl StoredSource for Loader<'_> {
     }
 }
 
-/// Random weights in both encodings that decoders and palettes' matmuls read.
+/// Random weights, Huffman-coded and as palette indices.
 pub type Coded = (HuffmanTensor<Vec<u8>>, PaletteTensor<Vec<u8>>);
 
 /// Random weights as a bundle would store them.
 #[derive(Debug)]
 pub struct Codes {
-    /// The weights that are repeated.
+    /// The drawn weights, which repeat.
     drawn: Vec<u16>,
     /// The encodings of weights that are not raw, by name.
     encodings: HashMap<String, EncodingId>,
-    /// Coded once for each shape.
+    /// Encoded weights, once per shape.
     coded: HashMap<[u32; 2], Coded>,
 }
 
 impl Codes {
-    /// All weights raw.
+    /// Codes with all weights raw.
     pub fn new(drawn: Vec<u16>) -> Self {
         Self { drawn, encodings: HashMap::new(), coded: HashMap::new() }
     }
 
-    /// Gives MLPs the encodings of a bundle of this profile (docs/format.md B.6).
+    /// Sets the encodings of MLPs to those in a bundle of this profile (docs/format.md B.6).
     pub fn imitate(&mut self, names: &ModelWeights, profile: Profile) {
         for (index, layer) in names.layers.iter().enumerate() {
             let Some(GatedWeights { gate, up, down }) = layer.mlp.dense() else { continue };
@@ -118,10 +118,10 @@ impl Codes {
         self.encodings.get(name).copied().unwrap_or(EncodingId::RAW)
     }
 
-    /// A weight `[n, k]` in both encodings.
+    /// Returns a weight `[n, k]` in both encodings.
     ///
     /// # Errors
-    /// No such matrix can be coded.
+    /// [`LoadError::Unsuitable`] if no matrix of this shape can be encoded.
     pub fn of(&mut self, name: &str, [n, k]: [u32; 2]) -> Result<&Coded, LoadError> {
         if !self.coded.contains_key(&[n, k]) {
             let elements = n as usize * k as usize;

@@ -1,40 +1,40 @@
-//! Why a configuration cannot be used.
+//! The reasons why a configuration cannot be used.
 
 use unweight_format::bundle::BundleError;
 
-/// Why a configuration cannot be used: the file, the key with its path (`rope_scaling.factor`), the value, and what to
-/// do.
+/// The reason why a configuration cannot be used: the file, the key with its path (`rope_scaling.factor`), the value,
+/// and the remedy.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {
     /// The bundle could not be read.
     #[error(transparent)]
     Bundle(#[from] BundleError),
-    /// The bundle keeps no such file.
+    /// The bundle does not contain the file.
     #[error("the bundle has no {file}; make it from a directory that has one")]
     NoFile {
         /// The file.
         file: &'static str,
     },
-    /// Not JSON, or not an object.
+    /// The file is not JSON, or not a JSON object.
     #[error("{file}: not a JSON object: {reason}; fetch the file again")]
     Json {
         /// The file.
         file: &'static str,
-        /// What the parser says.
+        /// The error of the parser.
         reason: String,
     },
-    /// A key without which nothing is known.
+    /// A required key is missing.
     #[error("{file}: no {key}; add it ({expected})")]
     Missing {
         /// The file.
         file: &'static str,
         /// The key.
         key: String,
-        /// What it should hold.
+        /// The expected value.
         expected: String,
     },
-    /// A value of another type.
+    /// A value has another type than expected.
     #[error("{file}: {key} is {value}, it should be {expected}")]
     Type {
         /// The file.
@@ -43,10 +43,10 @@ pub enum ConfigError {
         key: String,
         /// Its value, as JSON, shortened.
         value: String,
-        /// What it should hold.
+        /// The expected value.
         expected: &'static str,
     },
-    /// A value out of its range, or that does not fit another's.
+    /// A value is out of range, or does not match another one.
     #[error("{file}: {key} is {value}, it must be {limit}")]
     Range {
         /// The file.
@@ -55,10 +55,10 @@ pub enum ConfigError {
         key: String,
         /// Its value, as JSON, shortened.
         value: String,
-        /// What it must be.
+        /// The valid values.
         limit: String,
     },
-    /// A model that this program does not know how to run.
+    /// The model is not supported.
     #[error("{file}: {key} is {value}, which is not supported; {instead}")]
     Unsupported {
         /// The file.
@@ -67,7 +67,7 @@ pub enum ConfigError {
         key: String,
         /// Its value, as JSON, shortened.
         value: String,
-        /// What is supported, or what to do.
+        /// The supported values, or the remedy.
         instead: String,
     },
 }

@@ -1,9 +1,9 @@
-//! The table of families: what each computes, and what its configuration means where it says nothing.
+//! The table of families: what each computes, and the defaults of its configuration.
 
 use super::{Family, NormKind, QkNorm};
 use crate::rope::RopePairs;
 
-/// What a family computes. A row of [`FAMILIES`].
+/// What a family computes: a row of [`FAMILIES`].
 #[derive(Debug)]
 pub(crate) struct Features {
     pub family: Family,
@@ -11,129 +11,128 @@ pub(crate) struct Features {
     pub name: &'static str,
     /// How rows are normed.
     pub norm: NormKind,
-    /// Where they are.
+    /// The names of the norms.
     pub norms: NormNames,
-    /// Attention and MLP read the same normed rows, and both are added to the residual stream.
+    /// Whether attention and MLP read the same normed rows, and both are added to the residual stream.
     pub parallel: bool,
     pub qk_norm: QkNorm,
     pub bias: BiasKeys,
     pub windows: Windows,
     pub rope: RopeKeys,
-    /// One tensor `qkv_proj` in the place of three.
+    /// Whether one tensor `qkv_proj` replaces three.
     pub merged_qkv: bool,
-    /// One tensor `gate_up_proj` in the place of two.
+    /// Whether one tensor `gate_up_proj` replaces two.
     pub merged_gate_up: bool,
     pub factors: FactorKeys,
     pub soft_caps: CapKeys,
     pub experts: Option<ExpertKeys>,
-    /// `model_type` of models of which this is the `text_config`.
+    /// The `model_type` of models whose `text_config` is of this family.
     pub part_of: Option<&'static str>,
     pub defaults: Defaults,
 }
 
-/// Names of the norms of a layer, without `.weight`.
+/// The names of a layer's norms, without `.weight`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct NormNames {
-    /// Of what attention reads.
+    /// The norm of what attention reads.
     pub attention: Option<&'static str>,
-    /// Of what attention adds to the residual stream.
+    /// The norm of what attention adds to the residual stream.
     pub after_attention: Option<&'static str>,
-    /// Of what the MLP reads.
+    /// The norm of what the MLP reads.
     pub mlp: Option<&'static str>,
-    /// Of what the MLP adds to the residual stream.
+    /// The norm of what the MLP adds to the residual stream.
     pub after_mlp: Option<&'static str>,
 }
 
-/// What the keys of biases mean.
+/// The meaning of the keys of biases.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum BiasKeys {
-    /// There are no such keys, and no biases.
+    /// No keys, and no biases.
     None,
-    /// There are no such keys: queries, keys and values have a bias.
+    /// No keys; queries, keys and values have a bias.
     Always,
-    /// `attention_bias`: queries, keys and values have a bias; the value is the default.
+    /// `attention_bias`: queries, keys and values have a bias; the value is the key's default.
     Qkv(bool),
-    /// `attention_bias`: also the output projection has a bias. Not supported.
+    /// `attention_bias`: the output projection has a bias, too. Not supported.
     WithOutput,
-    /// As `WithOutput`, and `mlp_bias`: those of the MLP have one. Not supported.
+    /// Like `WithOutput`; `mlp_bias`: the MLP has biases, too. Not supported.
     WithOutputAndMlp,
 }
 
 /// Which layers have an attention window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Windows {
-    /// None, whatever the configuration says.
+    /// None, whatever the configuration contains.
     Never,
-    /// All if `sliding_window` is set; its default.
+    /// All if `sliding_window` is set; the value is the key's default.
     Every(Option<u32>),
-    /// If `use_sliding_window` is set, those from `max_window_layers` on (`from_key`), or all.
+    /// If `use_sliding_window` is set: those from `max_window_layers` on (`from_key`), or all.
     Switched { from_key: bool },
-    /// If `use_sliding_window` is set, those without rotary embedding.
+    /// If `use_sliding_window` is set: those without rotary embedding.
     WithoutRope,
-    /// All but every so many-th layer; `from_key`: `sliding_window_pattern` may say another number.
+    /// All but every `every`-th layer; with `from_key`, `sliding_window_pattern` may set another number.
     AllBut { every: u32, from_key: bool },
 }
 
-/// Rotary embedding.
+/// The keys and defaults of the rotary embedding.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RopeKeys {
     pub pairs: RopePairs,
-    /// `partial_rotary_factor` where it is not said; `None`: all elements are rotated, and the key is refused.
+    /// The default of `partial_rotary_factor`; `None` if all elements are rotated and the key is rejected.
     pub partial: Option<f64>,
-    /// `longrope`, and `original_max_position_embeddings` where it is not said.
+    /// The default of `original_max_position_embeddings` for `longrope`; `None` if that is not supported.
     pub longrope: Option<u32>,
-    /// `no_rope_layers`: layers without.
+    /// Whether `no_rope_layers` may name layers without rotary embedding.
     pub some_layers: bool,
-    /// Layers with a window have an embedding of their own, with this base where it is not said.
+    /// The default base of layers with a window, if these have another rotary embedding.
     pub local: Option<f64>,
 }
 
-/// Keys of factors.
+/// The keys of factors.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum FactorKeys {
-    /// There are none.
+    /// No factors.
     None,
     /// `embedding_multiplier`, `attention_multiplier`, `residual_multiplier`, `logits_scaling`, 1 by default.
     Multipliers,
-    /// `logit_scale`, by default this.
+    /// `logit_scale`; the value is the key's default.
     LogitScale(f64),
-    /// Embeddings times the root of `hidden_size`, rounded to BF16; scores divided by the root of
-    /// `query_pre_attn_scalar`, by default this.
+    /// Embeddings are multiplied by the root of `hidden_size`, rounded to BF16; scores are divided by the root of
+    /// `query_pre_attn_scalar`, whose default is the value.
     Roots(f64),
 }
 
-/// Keys of soft caps; null: none.
+/// The keys of soft caps; a null means no cap.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum CapKeys {
-    /// There are none.
+    /// No caps.
     None,
-    /// `attn_logit_softcapping` and `final_logit_softcapping`, by default these.
+    /// `attn_logit_softcapping` and `final_logit_softcapping`; the values are the keys' defaults.
     Both(f64, f64),
-    /// `final_logit_softcapping`, by default none.
+    /// `final_logit_softcapping`, without a cap by default.
     Logits,
 }
 
-/// Experts.
+/// The keys and defaults of experts.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ExpertKeys {
-    /// Their number by default.
+    /// The default number of experts.
     pub experts: u32,
-    /// How many a token has by default.
+    /// The default number of experts per token.
     pub top_k: u32,
-    /// `norm_topk_prob` says whether the weights of a token add up to 1; otherwise they do.
+    /// Whether `norm_topk_prob` decides if the weights of a token add up to 1; otherwise they always do.
     pub normalized_key: bool,
-    /// Weights are rounded to the type of the activations.
+    /// Whether weights are rounded to the type of the activations.
     pub rounded: bool,
-    /// The key of their width.
+    /// The key of the experts' width.
     pub intermediate: &'static str,
-    /// What the names of the block begin with.
+    /// The prefix of the block's names.
     pub block: &'static str,
-    /// Gate, up and down.
+    /// The names of gate, up and down.
     pub names: [&'static str; 3],
 }
 
-/// What a family has where the configuration says nothing (transformers 5.17). That of `num_attention_heads` and
-/// `num_hidden_layers` is 32 unless it says otherwise.
+/// The defaults of a family's configuration (transformers 5.17).
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Defaults {
     pub vocab: u32,
@@ -141,15 +140,15 @@ pub(crate) struct Defaults {
     pub layers: u32,
     pub intermediate: u32,
     pub heads: u32,
-    /// `None`: as many as query heads.
+    /// `None` for as many as query heads.
     pub kv_heads: Option<u32>,
-    /// `None`: `hidden / heads`.
+    /// `None` for `hidden / heads`.
     pub head_dim: Option<u32>,
     pub max_positions: u32,
-    /// The key of the number that is added to the mean square.
+    /// The key of the number that norms add to the mean square.
     pub eps_key: &'static str,
     pub eps: f64,
-    /// The key of the function of the MLP's gate.
+    /// The key of the activation function of the MLP's gate.
     pub act_key: &'static str,
     pub act: &'static str,
     pub theta: f64,
@@ -159,9 +158,9 @@ pub(crate) struct Defaults {
 }
 
 impl Family {
-    /// What it computes.
+    /// The features of the family.
     pub(crate) fn features(self) -> &'static Features {
-        // A test compares the order with that of the families.
+        // A test checks that the order is that of the families.
         &FAMILIES[self as usize]
     }
 }
@@ -306,7 +305,7 @@ pub(crate) const FAMILIES: [Features; 14] = [
             top_k: 8,
             normalized_key: true,
             rounded: true,
-            // `intermediate_size` is of layers without experts, which are refused.
+            // `intermediate_size` is that of layers without experts, which are rejected.
             intermediate: "moe_intermediate_size",
             block: "mlp.",
             names: ["gate_proj", "up_proj", "down_proj"],
@@ -452,7 +451,7 @@ mod tests {
         assert!(Family::ALL.iter().all(|family| family.features().family == *family));
     }
 
-    /// What the engine relies on (`forward.rs` of unweight-engine).
+    /// The engine relies on this (`forward/mod.rs` of unweight-engine).
     #[test]
     fn features_that_exclude_each_other() {
         for features in &FAMILIES {

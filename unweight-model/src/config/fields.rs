@@ -1,18 +1,18 @@
-//! Values of a JSON object, by key and type.
+//! Reads values of a JSON object by key and type.
 
 use serde_json::{Map, Value};
 
 use super::ConfigError;
 
-/// Most that a size may be: far above every model, and products of two stay countable. Positions above it are no longer
+/// The maximum size: far above every model, and products of two do not overflow u64. Positions above it are not
 /// distinct in f32.
 pub(super) const EXTENT_MAX: u32 = 1 << 24;
 
-/// An object of a file. An absent key and a null are told apart: transformers gives a default to the first only.
+/// An object of a file. An absent key and a null differ: transformers applies its default to an absent key only.
 #[derive(Clone, Copy)]
 pub(super) struct Fields<'a> {
     file: &'static str,
-    /// The object's own key with a dot, or nothing.
+    /// The path of the object with a trailing dot; empty for the root of the file.
     prefix: &'static str,
     map: &'a Map<String, Value>,
 }
@@ -34,14 +34,14 @@ impl<'a> Fields<'a> {
         self.get(key).filter(|value| !value.is_null())
     }
 
-    /// An object with entries; an empty one, which Python takes for nothing, is none.
+    /// An object with entries; `None` also for an empty one, which is false in Python.
     pub(super) fn object(self, key: &str, prefix: &'static str) -> Result<Option<Self>, ConfigError> {
         let Some(value) = self.some(key) else { return Ok(None) };
         let map = value.as_object().ok_or_else(|| self.wrong_type(key, "an object"))?;
         Ok((!map.is_empty()).then_some(Self { file: self.file, prefix, map }))
     }
 
-    /// A size: an integer of `1..=EXTENT_MAX`.
+    /// A size: an integer in `1..=EXTENT_MAX`.
     pub(super) fn extent(self, key: &str, default: u32) -> Result<u32, ConfigError> {
         let Some(value) = self.get(key) else { return Ok(default) };
         let positive = value.as_u64().ok_or_else(|| self.wrong_type(key, "a positive integer"))?;
@@ -49,7 +49,7 @@ impl<'a> Fields<'a> {
         extent.ok_or_else(|| self.out_of_range(key, format!("1 to {EXTENT_MAX}")))
     }
 
-    /// As [`Fields::extent`], where null stands for nothing.
+    /// Like [`Fields::extent`], with `None` for an absent key or a null.
     pub(super) fn optional_extent(self, key: &str) -> Result<Option<u32>, ConfigError> {
         self.some(key).map(|_| self.extent(key, 0)).transpose()
     }
@@ -68,7 +68,7 @@ impl<'a> Fields<'a> {
         holds: impl Fn(f64) -> bool,
     ) -> Result<Option<f64>, ConfigError> {
         let Some(number) = self.number(key)? else { return Ok(None) };
-        // It must still hold where transformers computes in f32.
+        // It must also hold in f32, in which transformers computes.
         let holds = holds(number) && holds(f64::from(number as f32)) && (number as f32).is_finite();
         if holds { Ok(Some(number)) } else { Err(self.out_of_range(key, limit.into())) }
     }
@@ -77,7 +77,7 @@ impl<'a> Fields<'a> {
         self.number_that(key, "above 0, and no more than f32 holds", |number| number > 0.0)
     }
 
-    /// A number that others are multiplied with or divided by: neither overflows.
+    /// A number that others are multiplied with or divided by, in a range that does not overflow.
     pub(super) fn ratio(self, key: &str) -> Result<Option<f64>, ConfigError> {
         self.number_that(key, "0.000001 to 1000000", |number| (1e-6..=1e6).contains(&number))
     }
@@ -104,7 +104,7 @@ impl<'a> Fields<'a> {
         list.iter().map(token).collect::<Result<_, _>>().map(Some)
     }
 
-    /// As [`Fields::tokens`], without ids that are no token of the model; nothing is left is as nothing was said.
+    /// Like [`Fields::tokens`], without ids outside the vocabulary; `None` if that removes all ids.
     pub(super) fn known_tokens(self, key: &str, vocab: u32) -> Result<Option<Vec<u32>>, ConfigError> {
         let Some(value) = self.some(key) else { return Ok(None) };
         let list = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
@@ -116,7 +116,7 @@ impl<'a> Fields<'a> {
         Ok(if known.is_empty() && !list.is_empty() { None } else { Some(known) })
     }
 
-    /// Keys of the object.
+    /// The keys of the object.
     pub(super) fn keys(self) -> impl Iterator<Item = &'a str> {
         self.map.keys().map(String::as_str)
     }
@@ -147,7 +147,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// A value as JSON, at most 64 characters of it.
+/// A value as JSON, shortened to 64 characters.
 pub(super) fn excerpt(value: &Value) -> String {
     let text = value.to_string();
     if text.chars().nth(64).is_none() { text } else { text.chars().take(61).chain("...".chars()).collect() }

@@ -1,4 +1,4 @@
-//! `config.json` and `generation_config.json` to a [`ModelConfig`].
+//! Parses `config.json` and `generation_config.json` to a [`ModelConfig`].
 //!
 //! Keys, spellings and defaults are those of transformers 5.17, and of 4 where it spelled them differently
 //! (`rope_theta` and `rope_scaling` for `rope_parameters`, `type` for `rope_type`).
@@ -16,14 +16,14 @@ pub use error::ConfigError;
 
 use crate::rope::Rope;
 
-/// The file that says what a model is.
+/// The file with a model's configuration.
 pub const CONFIG_FILE: &str = "config.json";
-/// The file that says how its makers sample from it.
+/// The file with the sampling defaults of a model's publisher.
 pub const GENERATION_FILE: &str = "generation_config.json";
-/// Largest of either that is read from a bundle, bytes.
+/// The maximum size of either file in a bundle, in bytes.
 pub const CONFIG_BYTES_MAX: u64 = 16 << 20;
 
-/// A family of models: `model_type` in the configuration.
+/// A family of models, which `model_type` in the configuration names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Family {
@@ -93,9 +93,9 @@ impl fmt::Display for Family {
 pub struct Bias {
     /// Queries, keys and values.
     pub qkv: bool,
-    /// The attention's output. Not supported yet: always false.
+    /// The output projection of attention. Not supported yet: always false.
     pub o: bool,
-    /// The MLP's three. Not supported yet: always false.
+    /// The three projections of the MLP. Not supported yet: always false.
     pub mlp: bool,
 }
 
@@ -105,9 +105,9 @@ pub struct Bias {
 pub enum NormKind {
     /// `x / sqrt(mean(x^2) + eps)`, rounded, times the weight.
     Rms,
-    /// The same, rounded once, after the product with the weight.
+    /// Like [`NormKind::Rms`], but rounded once, after the product with the weight.
     RmsOnce,
-    /// As [`NormKind::RmsOnce`], times one plus the weight.
+    /// Like [`NormKind::RmsOnce`], but times one plus the weight.
     RmsPlusOne,
     /// `(x - mean(x)) / sqrt(variance(x) + eps)` times the weight, rounded once.
     Layer,
@@ -119,9 +119,9 @@ pub enum NormKind {
 pub enum QkNorm {
     /// Queries and keys are not normed.
     None,
-    /// Each head for itself.
+    /// Each head is normed separately.
     Head,
-    /// All query heads of a token together, and all key heads.
+    /// All query heads of a token are normed together, and so are all key heads.
     Whole,
 }
 
@@ -130,9 +130,9 @@ pub enum QkNorm {
 pub struct Factors {
     /// The factor of token embeddings.
     pub embedding: f32,
-    /// Of attention scores; `None`: `1 / sqrt(head_dim)`.
+    /// The factor of attention scores; `None` for `1 / sqrt(head_dim)`.
     pub attention: Option<f32>,
-    /// Of what attention and MLP add to the residual stream.
+    /// The factor of what attention and MLP add to the residual stream.
     pub residual: f32,
     /// The factor of logits.
     pub logits: f32,
@@ -143,7 +143,7 @@ impl Factors {
     pub const NONE: Self = Self { embedding: 1.0, attention: None, residual: 1.0, logits: 1.0 };
 }
 
-/// Soft caps: `cap * tanh(x / cap)` in the place of `x`.
+/// Soft caps: `x` is replaced by `cap * tanh(x / cap)`.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct SoftCaps {
     /// The cap of attention scores, after their factor and before the mask.
@@ -152,7 +152,7 @@ pub struct SoftCaps {
     pub logits: Option<f32>,
 }
 
-/// The function of an MLP's gate.
+/// The activation function of an MLP's gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Activation {
@@ -165,33 +165,33 @@ pub enum Activation {
 /// The experts of a mixture, the same in every layer: each is a gated MLP of width [`ModelConfig::intermediate`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mixture {
-    /// Number of experts.
+    /// The number of experts.
     pub experts: u32,
-    /// Number of experts per token: those with the largest router logits; of equal logits, the lower numbers.
+    /// The number of experts per token: those with the largest router logits, of equal ones the lower indices.
     pub top_k: u32,
-    /// A token's weights add up to 1; otherwise they are shares of the softmax over all experts.
+    /// Whether a token's weights add up to 1; otherwise they are shares of the softmax over all experts.
     pub normalized: bool,
-    /// Weights are rounded to the type of the activations.
+    /// Whether weights are rounded to the type of the activations.
     pub rounded: bool,
 }
 
-/// Sampling defaults that the model's publisher recommends; `generation_config.json` may leave out values, which are
-/// then those of transformers.
+/// Sampling defaults that the model's publisher recommends. Values that `generation_config.json` omits are those of
+/// transformers.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct GenerationDefaults {
-    /// Whether tokens are drawn; the likeliest is taken otherwise.
+    /// Whether tokens are drawn; otherwise the most likely token is taken.
     pub do_sample: bool,
-    /// Divisor of the logits; 0 takes the likeliest token.
+    /// The divisor of logits; 0 takes the most likely token.
     pub temperature: f32,
-    /// Only the likeliest so many tokens; `None`: all.
+    /// Keeps only this number of most likely tokens; `None` keeps all.
     pub top_k: Option<u32>,
-    /// Only the likeliest tokens that together have this probability, `0..=1`.
+    /// Keeps only the most likely tokens that together have this probability, `0..=1`.
     pub top_p: f32,
-    /// Only tokens of at least this share of the likeliest one's probability, `0..=1`.
+    /// Keeps only tokens with at least this share of the most likely token's probability, `0..=1`.
     pub min_p: f32,
     /// Settings of `generation_config.json` that this program does not support, such as `repetition_penalty 1.05`, or
-    /// whose value is out of range: warnings, not errors.
+    /// whose value is out of range. They are warnings, not errors.
     pub ignored: Vec<String>,
 }
 
@@ -209,39 +209,39 @@ impl Default for GenerationDefaults {
 pub struct ModelConfig {
     /// The family, which `model_type` names.
     pub family: Family,
-    /// Tokens: rows of the embedding and of the head.
+    /// The vocabulary size: rows of the embedding and of the head.
     pub vocab: u32,
-    /// Width of the residual stream.
+    /// The width of the residual stream.
     pub hidden: u32,
-    /// Transformer layers.
+    /// The number of transformer layers.
     pub layers: u32,
-    /// Query heads.
+    /// The number of query heads.
     pub heads: u32,
-    /// Key and value heads.
+    /// The number of key and value heads.
     pub kv_heads: u32,
-    /// Elements of a head. `heads * head_dim` need not be `hidden`.
+    /// The number of elements of a head. `heads * head_dim` may differ from `hidden`.
     pub head_dim: u32,
-    /// Width of the MLP, of a mixture that of an expert.
+    /// The width of the MLP, or of an expert of a mixture.
     pub intermediate: u32,
-    /// The experts in the place of the MLP, if the model is a mixture.
+    /// The experts that replace the MLP, if the model is a mixture.
     pub mixture: Option<Mixture>,
     /// How rows are normed.
     pub norm: NormKind,
-    /// Added to the mean square in a norm.
+    /// The number that norms add to the mean square.
     pub eps: f32,
-    /// Attention and MLP read the same normed rows, and both are added to the residual stream.
+    /// Whether attention and MLP read the same normed rows, and both are added to the residual stream.
     pub parallel: bool,
     /// Factors of activations.
     pub factors: Factors,
     /// Soft caps of scores and logits.
     pub soft_caps: SoftCaps,
-    /// Rotary position embedding.
+    /// The rotary position embedding.
     pub rope: Rope,
-    /// That of layers with a window, if they have another.
+    /// The rotary position embedding of layers with a window, if it differs.
     pub local_rope: Option<Rope>,
-    /// Whether each layer has it.
+    /// Whether each layer has rotary position embedding.
     pub rotated: Vec<bool>,
-    /// Positions that the model was made for.
+    /// The number of positions that the model was made for.
     pub max_positions: u32,
     /// Whether the head is the embedding.
     pub tied: bool,
@@ -249,24 +249,25 @@ pub struct ModelConfig {
     pub bias: Bias,
     /// How queries and keys are normed before they are rotated.
     pub qk_norm: QkNorm,
-    /// Attention window of each layer: a query at position `p` sees keys at `p - window + 1..=p`. `None`: all up to
-    /// `p`.
+    /// The attention window of each layer: a query at position `p` attends to keys at `p - window + 1..=p`; `None` for
+    /// all keys up to `p`.
     pub window: Vec<Option<u32>>,
-    /// The function of the MLP's gate.
+    /// The activation function of the MLP's gate.
     pub act: Activation,
-    /// Tokens after which a text ends; none if neither file says so.
+    /// The tokens that end a text; empty if neither file names any.
     pub eos: Vec<u32>,
-    /// Token before every text, if the model has one.
+    /// The token before every text, if the model has one.
     pub bos: Option<u32>,
     /// Sampling defaults.
     pub generation: GenerationDefaults,
 }
 
 impl ModelConfig {
-    /// Reads `config.json`, and `generation_config.json` where a model has one.
+    /// Parses `config.json`, and `generation_config.json` if the model has one.
     ///
     /// # Errors
-    /// Not JSON, a value that cannot be, or a model that is not supported: with file, key, value, and what would do.
+    /// [`ConfigError`] if a file is not JSON, a value is invalid, or the model is not supported. It names file, key,
+    /// value and remedy.
     pub fn parse(config: &str, generation_config: Option<&str>) -> Result<Self, ConfigError> {
         let json = |file, text: &str| {
             serde_json::from_str(text).map_err(|error| ConfigError::Json { file, reason: error.to_string() })
@@ -278,7 +279,7 @@ impl ModelConfig {
     /// Like [`ModelConfig::parse`], from JSON that is already parsed.
     ///
     /// # Errors
-    /// As [`ModelConfig::parse`].
+    /// As for [`ModelConfig::parse`].
     pub fn from_json(
         config: &serde_json::Value,
         generation_config: Option<&serde_json::Value>,
@@ -289,7 +290,7 @@ impl ModelConfig {
     /// Like [`ModelConfig::parse`], from the files of a bundle.
     ///
     /// # Errors
-    /// The bundle has no `config.json`, the files are damaged, or as [`ModelConfig::parse`].
+    /// [`ConfigError`] if the bundle has no `config.json` or the files are damaged, or as for [`ModelConfig::parse`].
     pub fn of_bundle(bundle: &Bundle) -> Result<Self, ConfigError> {
         let text = |file| {
             let Some(bytes) = bundle.copied(file, CONFIG_BYTES_MAX)? else { return Ok(None) };
@@ -318,7 +319,7 @@ impl ModelConfig {
         self.family.features().merged_gate_up
     }
 
-    /// Rows of the merged weight of queries, keys and values: `(heads + 2 * kv_heads) * head_dim`.
+    /// The number of rows of the merged weight of queries, keys and values: `(heads + 2 * kv_heads) * head_dim`.
     pub fn qkv_rows(&self) -> u32 {
         // Every product of heads and head_dim was checked to be at most 2^24.
         (self.heads + 2 * self.kv_heads) * self.head_dim

@@ -1,4 +1,4 @@
-//! Keys to fields, with transformers' defaults.
+//! Maps keys to fields, with the defaults of transformers.
 
 use std::sync::Arc;
 
@@ -13,13 +13,13 @@ use super::{
 };
 use crate::rope::{Rope, RopeKind};
 
-/// Most layers: a list of windows has an entry for each.
+/// The maximum number of layers: a list of windows has an entry for each.
 const LAYERS_MAX: u32 = 65_536;
-/// Qwen, Gemma: `sliding_window` where it is not said.
+/// The default of `sliding_window` for Qwen and Gemma.
 const WINDOW: u32 = 4096;
-/// Qwen: layers from this one on have the window.
+/// The default of `max_window_layers` for Qwen: layers from this one on have the window.
 const WINDOW_FROM: u32 = 28;
-/// Most experts.
+/// The maximum number of experts.
 const EXPERTS_MAX: u32 = 65_536;
 
 pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result<ModelConfig, ConfigError> {
@@ -51,8 +51,8 @@ pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result
     let generation = generation_config.map(|value| Fields::new(GENERATION_FILE, value)).transpose()?;
     let end = |fields: Fields| fields.tokens("eos_token_id", vocab);
     let said = |key| generation.map(|fields| fields.known_tokens(key, vocab)).transpose().map(Option::flatten);
-    // The generation configuration wins. A null or an absent key there leaves what the model says, and so do ids that
-    // are no token of it: a model runs without.
+    // The generation configuration takes precedence. A null or an absent key there leaves the value of the model, and
+    // so do ids outside the vocabulary: a model runs without these.
     let eos = match said("eos_token_id")? {
         Some(eos) => eos,
         None if whole.get("eos_token_id").is_some() => end(whole)?.unwrap_or_default(),
@@ -102,7 +102,7 @@ pub(super) fn model(config: &Value, generation_config: Option<&Value>) -> Result
     })
 }
 
-/// The family, and where its keys are.
+/// Returns the family, and the object that contains its keys.
 fn family(fields: Fields<'_>) -> Result<(&'static Features, Fields<'_>), ConfigError> {
     let known = || FAMILIES.iter().map(|features| features.name).collect::<Vec<_>>().join(", ");
     let name = fields.text("model_type")?.ok_or_else(|| fields.missing("model_type", format!("one of {}", known())))?;
@@ -117,20 +117,20 @@ fn family(fields: Fields<'_>) -> Result<(&'static Features, Fields<'_>), ConfigE
     Ok((features, text))
 }
 
-/// What would be another model than the one that is computed.
+/// Rejects settings that change what a model computes and are not supported.
 fn refuse(fields: Fields, family: Family) -> Result<(), ConfigError> {
     let because = [
         ("quantization_config", "take the model in BF16, without quantisation"),
         ("per_layer_config", "every layer must be of the same shape"),
     ];
-    // A bundle's own configuration: its weights are BF16, bit for bit.
+    // The configuration of a bundle: its weights are BF16, bit for bit.
     let is_bundle = |value: &Value| value["quant_method"] == "unweight";
     for (key, instead) in because {
         if fields.some(key).is_some_and(|value| !is_bundle(value)) {
             return Err(fields.unsupported(key, instead));
         }
     }
-    // Mixtures of experts by the keys that tell how many there are.
+    // Mixtures of experts are recognized by the keys with the number of experts.
     let is_mixture = family.features().experts.is_some();
     for key in ["num_local_experts", "num_experts", "n_routed_experts"] {
         if !is_mixture && fields.some(key).is_some_and(|value| value.as_u64() != Some(0)) {
@@ -146,13 +146,13 @@ fn refuse(fields: Fields, family: Family) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// The experts of the families that have some.
+/// Returns the experts of families that have some.
 fn mixture(fields: Fields, family: Family, hidden: u32, intermediate: u32) -> Result<Option<Mixture>, ConfigError> {
     let Some(keys) = &family.features().experts else { return Ok(None) };
-    // transformers takes either key for either family.
+    // transformers accepts either key for either family.
     let key = if fields.get("num_local_experts").is_some() { "num_local_experts" } else { "num_experts" };
     let experts = fields.extent(key, keys.experts)?;
-    // Their matrices lie one below the other.
+    // The matrices of all experts are concatenated by rows.
     let widest = hidden.max(intermediate.saturating_mul(2));
     if experts > EXPERTS_MAX || experts.checked_mul(widest).is_none_or(|rows| rows > EXTENT_MAX) {
         let limit =
@@ -177,7 +177,7 @@ fn mixture(fields: Fields, family: Family, hidden: u32, intermediate: u32) -> Re
 fn head_dim(fields: Fields, hidden: u32, heads: u32, default: Option<u32>) -> Result<u32, ConfigError> {
     let said = match (fields.get("head_dim"), default) {
         (None, default) => default,
-        // Qwen3 has no null here: what it would stand for is not said anywhere.
+        // For Qwen3 a null has no defined meaning here.
         (Some(_), Some(_)) => Some(fields.extent("head_dim", 0)?),
         (Some(_), None) => fields.optional_extent("head_dim")?,
     };
@@ -216,7 +216,7 @@ fn bias(fields: Fields, keys: BiasKeys) -> Result<Bias, ConfigError> {
 }
 
 fn factors(fields: Fields, keys: FactorKeys, hidden: u32) -> Result<Factors, ConfigError> {
-    // transformers also takes factors of 0, with which a model says the same of every text.
+    // transformers also accepts factors of 0, with which the logits do not depend on the text.
     let factor = |key| fields.ratio(key).map(|factor| factor.unwrap_or(1.0));
     match keys {
         FactorKeys::None => Ok(Factors::NONE),
@@ -268,7 +268,7 @@ fn act(fields: Fields, features: &Features) -> Result<Activation, ConfigError> {
     }
 }
 
-/// Which layers have rotary embedding.
+/// Returns which layers have rotary embedding.
 fn rotated(fields: Fields, features: &Features, layers: u32) -> Result<Vec<bool>, ConfigError> {
     const KEY: &str = "no_rope_layers";
     if !features.rope.some_layers {
@@ -286,7 +286,7 @@ fn rotated(fields: Fields, features: &Features, layers: u32) -> Result<Vec<bool>
     Ok(list.iter().take(layers as usize).map(|value| value.as_u64() == Some(1)).collect())
 }
 
-/// The attention window of each layer.
+/// Returns the attention window of each layer.
 fn windows(fields: Fields, features: &Features, rotated: &[bool]) -> Result<Vec<Option<u32>>, ConfigError> {
     let layers = rotated.len();
     let (default, used) = match features.windows {
@@ -302,7 +302,7 @@ fn windows(fields: Fields, features: &Features, rotated: &[bool]) -> Result<Vec<
         (Some(_), _) => fields.optional_extent("sliding_window")?,
     };
     let window = window.filter(|_| used);
-    // Layers from this one on. Unlike other sizes it may be 0: every layer.
+    // The first layer with the window. Unlike other sizes it may be 0, which means every layer.
     let from = match fields.get("max_window_layers") {
         _ if features.windows != (Windows::Switched { from_key: true }) => 0,
         None => u64::from(WINDOW_FROM),
@@ -350,10 +350,10 @@ fn windows(fields: Fields, features: &Features, rotated: &[bool]) -> Result<Vec<
     types.iter().map(of).collect()
 }
 
-/// The rotary embedding, and that of layers with a window if they have their own: `rope_parameters` holds both then.
+/// Returns the rotary embedding, and that of layers with a window if it differs; `rope_parameters` then contains both.
 ///
-/// `rope_scaling` wins over `rope_parameters`, as in transformers; `rope_theta` and `partial_rotary_factor` may stand
-/// in either or next to them.
+/// `rope_scaling` takes precedence over `rope_parameters`, as in transformers; `rope_theta` and `partial_rotary_factor`
+/// may be in either object or next to them.
 fn ropes(
     top: Fields,
     features: &Features,
@@ -371,7 +371,7 @@ fn ropes(
     Ok((of(scaling.or(full), theta)?, Some(of(windowed, ("rope_local_base_freq", local))?)))
 }
 
-/// Of an object and what is next to it; the base is `(key next to it, default)`.
+/// Parses a rotary embedding from an object and the keys next to it; the base is `(key next to the object, default)`.
 fn rope(
     (top, object): (Fields, Option<Fields>),
     RopeKeys { pairs, partial, longrope, .. }: RopeKeys,
@@ -379,7 +379,7 @@ fn rope(
     (head_dim, max_positions): (u32, u32),
 ) -> Result<Rope, ConfigError> {
     let [mut theta, mut share] = [theta, partial.unwrap_or(1.0)];
-    // What is inside wins.
+    // Keys inside the object take precedence.
     for (fields, key) in [Some((top, theta_key)), object.map(|object| (object, "rope_theta"))].into_iter().flatten() {
         let base = fields.number_that(key, "above 1, and no more than f32 holds", |t| t > 1.0)?;
         theta = base.unwrap_or(theta);
@@ -390,7 +390,7 @@ fn rope(
             return Err(fields.unsupported("partial_rotary_factor", "every element of a head must be rotated (1.0)"));
         }
     }
-    // As transformers rounds it.
+    // Rounded as in transformers.
     let dim = (f64::from(head_dim) * share) as u32;
     if dim == 0 || !dim.is_multiple_of(2) {
         let limit = format!("an even part of head_dim ({head_dim}), not {dim} elements");
@@ -403,15 +403,15 @@ fn rope(
     }
     let key = if fields.some("rope_type").is_some() { "rope_type" } else { "type" };
     let need = |key| fields.ratio(key)?.ok_or_else(|| fields.missing(key, "a number above 0"));
-    // The model's own key wins over the one inside (Phi's spelling, which transformers honours for all); Phi has it
-    // without saying so.
+    // The model's own key takes precedence over the one inside the object (Phi's spelling, which transformers honours
+    // for all families). Phi has a default for it.
     let original = || match (top.optional_extent("original_max_position_embeddings")?, longrope) {
         (Some(original), _) | (None, Some(original)) => Ok(original),
         (None, None) => fields.extent("original_max_position_embeddings", max_positions),
     };
     let kind = match (fields.text(key)?.unwrap_or("default"), longrope) {
         ("default", _) => RopeKind::Default,
-        // Names that the first Phi-3 files have.
+        // The first Phi-3 files contain these names.
         ("longrope" | "su" | "yarn", Some(_)) => long_rope(fields, dim, original()?, max_positions)?,
         (_, Some(_)) => return Err(fields.unsupported(key, "supported are default, longrope")),
         ("linear", _) => RopeKind::Linear { factor: need("factor")? },
@@ -428,7 +428,7 @@ fn rope(
     Ok(Rope { theta, dim, pairs, kind })
 }
 
-/// A factor for each pair of elements, of short contexts and of long ones.
+/// Parses LongRoPE: a factor for each pair of elements, for short contexts and for long ones.
 fn long_rope(fields: Fields, dim: u32, original: u32, max_positions: u32) -> Result<RopeKind, ConfigError> {
     let factors = |key| {
         let limit = format!("a list of {} numbers from 0.000001 to 1000000", dim / 2);
@@ -453,7 +453,7 @@ fn long_rope(fields: Fields, dim: u32, original: u32, max_positions: u32) -> Res
 }
 
 fn yarn(fields: Fields, original: u32, max_positions: u32) -> Result<RopeKind, ConfigError> {
-    // A null stands for the ratio of the two contexts; an absent key is an error in transformers, too.
+    // A null means the ratio of the two contexts; an absent key is an error in transformers, too.
     let factor = match fields.ratio("factor")? {
         Some(factor) => factor,
         None if fields.get("factor").is_some() => f64::from(max_positions) / f64::from(original),
@@ -487,7 +487,7 @@ fn sampling(fields: Fields, vocab: u32) -> Result<GenerationDefaults, ConfigErro
             ignore(key);
         }
     }
-    // Out of range it is ignored: it is only a default, and the model runs without it.
+    // A default out of range is ignored, because the model runs without it.
     let mut number = |key, default, holds: fn(f64) -> bool| match fields.number_that(key, "in its range", holds) {
         Err(ConfigError::Range { .. }) => {
             ignore(key);
@@ -512,8 +512,7 @@ fn sampling(fields: Fields, vocab: u32) -> Result<GenerationDefaults, ConfigErro
     Ok(GenerationDefaults { do_sample, temperature, top_k, top_p, min_p, ignored })
 }
 
-/// Settings of transformers' generation that are not done here, where they are set to something: `(key, what does
-/// nothing)`.
+/// Returns the unsupported settings of transformers' generation that are not neutral, as `key value`.
 fn ignored(fields: Fields) -> Vec<String> {
     let neutral = [
         ("repetition_penalty", 1.0),

@@ -6,31 +6,31 @@ use half::bf16;
 
 use super::{NAN_KEY, OutOfRange, Row, exp_negative, key, ln};
 
-/// The maximum number of tokens with a bias of one sequence.
+/// The maximum number of tokens with a bias per sequence.
 pub const BIASES_MAX: usize = 1024;
 /// The maximum number of tokens whose log probabilities are returned with each token.
 pub const TOP_LOGPROBS_MAX: u32 = 20;
 
 /// Adjustments of logits before a token is sampled, in this order: bias, repetition, frequency, presence penalty.
 ///
-/// A token counts from the moment it is sampled: it is penalized in the next sampling already.
+/// A token counts as soon as it is sampled: the next sampling already penalizes it.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Adjustments {
-    /// Added to the logits of these tokens; at most [`BIASES_MAX`], -100 to 100, each token once.
+    /// Added to the logits of these tokens: at most [`BIASES_MAX`] values from -100 to 100, each token once.
     pub bias: Vec<(u32, f32)>,
-    /// Divides positive logits of tokens in prompt or answer and multiplies others; 1 is off.
+    /// Divides positive logits of tokens in prompt or answer and multiplies others; 1 disables it.
     pub repetition_penalty: f32,
-    /// Subtracted from the logit of a token for each time that it is in the answer; 0 is off.
+    /// Subtracted from the logit of a token for each of its occurrences in the answer; 0 disables it.
     pub frequency_penalty: f32,
-    /// Subtracted from the logit of a token that is in the answer; 0 is off.
+    /// Subtracted from the logit of a token that occurs in the answer; 0 disables it.
     pub presence_penalty: f32,
-    /// Tokens of an answer before which no token that ends the sequence is sampled.
+    /// The number of tokens of an answer before which no token that ends the sequence is sampled.
     pub min_new_tokens: u32,
 }
 
 impl Default for Adjustments {
-    /// None.
+    /// No adjustments.
     fn default() -> Self {
         Self {
             bias: Vec::new(),
@@ -42,11 +42,11 @@ impl Default for Adjustments {
     }
 }
 
-/// An invalid bias.
+/// The reason why a bias is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BiasError {
-    /// A value out of range.
+    /// A value is out of range.
     #[error("the bias {bias} of token {token} is not a number from -100 to 100")]
     Value {
         /// The token.
@@ -54,7 +54,7 @@ pub enum BiasError {
         /// Its bias.
         bias: f32,
     },
-    /// A token that the model does not have.
+    /// A token is outside the vocabulary.
     #[error("token {token} has a bias; the vocabulary ends at {vocab}")]
     Token {
         /// The token.
@@ -62,13 +62,13 @@ pub enum BiasError {
         /// The vocabulary size of the model.
         vocab: u32,
     },
-    /// A token with several biases.
+    /// A token has several biases.
     #[error("token {token} has several biases; give one")]
     Twice {
         /// The token.
         token: u32,
     },
-    /// Too many tokens.
+    /// Too many tokens have a bias.
     #[error("{count} tokens have a bias; the limit is {BIASES_MAX}")]
     Count {
         /// The number of tokens with a bias.
@@ -114,15 +114,15 @@ impl Adjustments {
         Self { min_new_tokens, ..self }
     }
 
-    /// Whether logits stay as they are.
+    /// Whether logits are not changed.
     pub fn is_none(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Whether every penalty is in its range.
+    /// Checks that every penalty is in its range.
     ///
     /// # Errors
-    /// [`OutOfRange`], of the first that is not.
+    /// [`OutOfRange`] for the first penalty that is not.
     pub fn check(&self) -> Result<(), OutOfRange> {
         let check = |name, value, ok, range| if ok { Ok(()) } else { Err(OutOfRange { name, value, range }) };
         let Self { repetition_penalty, frequency_penalty, presence_penalty, .. } = *self;
@@ -133,10 +133,10 @@ impl Adjustments {
         check("presence_penalty", presence_penalty, of(presence_penalty), "a number from -2 to 2")
     }
 
-    /// Whether every bias is valid for a model with this vocabulary size.
+    /// Checks that every bias is valid for a model with this vocabulary size.
     ///
     /// # Errors
-    /// [`BiasError`], of the first that is not.
+    /// [`BiasError`] for the first bias that is not.
     pub fn check_bias(&self, vocab: u32) -> Result<(), BiasError> {
         if self.bias.len() > BIASES_MAX {
             return Err(BiasError::Count { count: self.bias.len() });
@@ -168,7 +168,7 @@ pub struct History<'a> {
     pub ends: &'a [u32],
 }
 
-/// Adjusted logits. NaN stands for a token that must not be sampled.
+/// Returns adjusted logits. NaN marks a token that must not be sampled.
 ///
 /// ```
 /// # use half::bf16;
@@ -203,7 +203,7 @@ pub fn adjust(logits: &[bf16], adjustments: &Adjustments, history: History<'_>) 
     (0..).zip(logits).map(one).collect()
 }
 
-/// Forbids tokens: NaN for each whose bit, `t % 32` of word `t / 32` for token `t`, is not set.
+/// Forbids tokens: sets the logit of token `t` to NaN if bit `t % 32` of word `t / 32` is not set.
 ///
 /// ```
 /// # use unweight_model::sampling::forbid;
@@ -225,12 +225,12 @@ pub fn forbid(logits: &mut [f32], mask: &[u32]) {
 pub struct Logprobs {
     /// The log probability of the sampled token.
     pub sampled: f32,
-    /// The most likely tokens, the likeliest first; of equal ones the lowest.
+    /// The most likely tokens, in descending order; of equal ones the lowest first.
     pub top: Vec<(u32, f32)>,
 }
 
 impl Logprobs {
-    /// From the log probability of the sampled token and those of the most likely ones.
+    /// Log probabilities from that of the sampled token and those of the most likely ones.
     pub fn new(sampled: f32, top: Vec<(u32, f32)>) -> Self {
         Self { sampled, top }
     }
@@ -239,8 +239,8 @@ impl Logprobs {
 /// Log probabilities of a sampled token and of the `top` most likely ones: the log-softmax of unadjusted logits at
 /// temperature 1.
 ///
-/// Weights are summed in units of 2^-40, cut off, so that every order of the sum gives the same bits. NaN counts as
-/// below all numbers and is never among the most likely tokens.
+/// Weights are summed in units of 2^-40, truncated, so that every order of the sum results in the same bits. NaN is
+/// below all numbers and never among the most likely tokens.
 pub fn logprobs(logits: &[bf16], sampled: u32, top: u32) -> Logprobs {
     const UNIT: f32 = 1_099_511_627_776.0;
     let values: Vec<f32> = logits.iter().map(|logit| logit.to_f32()).collect();
@@ -277,7 +277,7 @@ mod tests {
             .repetition_penalty(2.0)
             .frequency_penalty(0.5)
             .presence_penalty(0.25);
-        // Of the prompt alone: repetition only. With a bias: before the division.
+        // A token of the prompt only has the repetition penalty. A bias is added before the division.
         assert_eq!(adjust(&logits, &all, history), [2.0 / 2.0 - 0.75, -4.0, 5.0 / 2.0 - 1.25, -99.0, 0.5]);
         let negative = Adjustments::default().presence_penalty(-1.0).frequency_penalty(-1.0);
         assert_eq!(adjust(&logits, &negative, history), [4.0, -2.0, 7.0, 1.0, 0.5]);

@@ -1,4 +1,4 @@
-//! Configuration and weights out of a bundle, and what a bundle keeps beside its weights.
+//! Configuration and weights of a bundle, and the files that a bundle keeps next to its weights.
 
 use std::{fs, path::Path};
 
@@ -27,7 +27,7 @@ fn bundle_names_its_model_and_tensors() {
     let config = ModelConfig::of_bundle(&bundle).unwrap();
     assert_eq!((config.family, config.hidden, config.layers, config.head_dim), (Family::Llama, 64, 2, 16));
     assert_eq!((&config.eos[..], config.generation.do_sample), (&[7, 9][..], true));
-    // The bundle's own file says that the weights are packed, which is no other model.
+    // The bundle's own file declares packed weights, which is not another model.
     let own = fs::read_to_string(home.path().join("bundle/config.json")).unwrap();
     assert!(own.contains("\"quant_method\": \"unweight\""), "{own}");
     let generation = fs::read_to_string(home.path().join("bundle/generation_config.json")).unwrap();
@@ -42,7 +42,7 @@ fn bundle_names_its_model_and_tensors() {
     }
 }
 
-/// A BF16 tensor of zeros as a file.
+/// A safetensors file with one BF16 tensor of zeros.
 fn file_of(name: &str, rows: usize, cols: usize) -> Vec<u8> {
     let bytes = rows * cols * 2;
     let header = format!(r#"{{"{name}":{{"dtype":"BF16","shape":[{rows},{cols}],"data_offsets":[0,{bytes}]}}}}"#);
@@ -59,7 +59,7 @@ fn duplicate_weights_in_other_files_are_ignored() {
     let bundle = compressed(home.path(), |model| fs::write(model.join("consolidated.safetensors"), &more).unwrap());
     let config = ModelConfig::of_bundle(&bundle).unwrap();
     assert!(ModelWeights::of_bundle(&config, &bundle).is_ok());
-    // Under the same names, too, and what is loaded by name is the model's.
+    // The copy may have the same names, too; tensors that are loaded by name are the model's.
     let home = tempfile::tempdir().unwrap();
     let zeros = file_of("model.layers.0.self_attn.q_proj.weight", 64, 64);
     let bundle = compressed(home.path(), |model| fs::write(model.join("adapter.safetensors"), &zeros).unwrap());
@@ -74,7 +74,7 @@ fn duplicate_weights_in_other_files_are_ignored() {
             .iter()
             .all(|&byte| byte == 0)
     );
-    // A file of the model's own naming is no such copy.
+    // A file that the model's naming covers is not such a copy.
     let home = tempfile::tempdir().unwrap();
     let bundle =
         compressed(home.path(), |model| fs::write(model.join("model-00003-of-00003.safetensors"), &more).unwrap());

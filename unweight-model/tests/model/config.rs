@@ -1,4 +1,4 @@
-//! Configurations: defaults, spellings, refusals, and no panic on any JSON.
+//! Configurations: defaults, spellings, rejections, and no panic on any JSON.
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -6,7 +6,7 @@ use unweight_model::{
     Activation, ConfigError, Factors, Family, Mixture, ModelConfig, QkNorm, RopeKind, RopePairs, SoftCaps,
 };
 
-/// A configuration with one change.
+/// Parses a configuration with one change.
 fn parse(family: &str, change: Value) -> Result<ModelConfig, ConfigError> {
     let mut config = json!({"model_type": family, "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96,
         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16});
@@ -26,7 +26,7 @@ fn defaults_match_transformers() {
     for (family, spelled_out) in defaults {
         let config = ModelConfig::parse(&format!(r#"{{"model_type": "{family}"}}"#), None).unwrap();
         assert_eq!(config, ModelConfig::from_json(spelled_out, None).unwrap(), "{family}");
-        // That the script's keys are read at all: each of these changes what comes out.
+        // The script's keys are read: each of these changes the result.
         let intermediate = if family == "qwen3_moe" { "moe_intermediate_size" } else { "intermediate_size" };
         for key in ["vocab_size", intermediate, "max_position_embeddings", "num_key_value_heads"] {
             let mut other = spelled_out.clone();
@@ -366,7 +366,7 @@ fn values_of_single_families_are_checked() {
     }
 }
 
-/// Keys of published configurations, and what they mean; the numbers of parameters are those of the weights.
+/// Keys of published configurations, and their meaning; the numbers of parameters are those of the weights.
 #[test]
 fn published_configurations_of_families() {
     let read = |text: &str| ModelConfig::parse(text, None).unwrap_or_else(|error| panic!("{text}: {error}"));
@@ -443,7 +443,7 @@ fn published_configurations_of_families() {
         "use_qk_norm": false, "vocab_size": 256000}"#,
     );
     assert_eq!((command_r.parameters(), command_r.parallel), (34_980_831_232, true));
-    // Of the architecture of Llama or Qwen2 by their own word.
+    // Models that declare the architecture of Llama or Qwen2.
     let falcon3 = read(
         r#"{"model_type": "llama", "attention_bias": false, "eos_token_id": 11, "head_dim": 256, "hidden_act": "silu",
         "hidden_size": 3072, "intermediate_size": 23040, "max_position_embeddings": 32768, "mlp_bias": false,
@@ -463,7 +463,7 @@ fn published_configurations_of_families() {
     );
     assert_eq!((gemma2.parameters(), gemma2.tied), (9_241_705_984, true));
     assert_eq!(gemma2.soft_caps, SoftCaps { attention: Some(50.0), logits: Some(30.0) });
-    // The root of 3584 is 59.87, of which BF16 has 59.75.
+    // The root of 3584 is 59.87, which is 59.75 in BF16.
     let factors = Factors { embedding: 59.75, attention: Some(0.0625), ..Factors::NONE };
     assert_eq!((gemma2.factors, &gemma2.window[..3]), (factors, &[Some(4096), None, Some(4096)][..]));
     let gemma3 = read(
@@ -478,7 +478,7 @@ fn published_configurations_of_families() {
     let whole: Vec<_> = (0..26).filter(|layer| gemma3.window[*layer].is_none()).collect();
     assert_eq!((whole, gemma3.window[0]), (vec![5, 11, 17, 23], Some(512)));
     assert_eq!((gemma3.rope.theta, gemma3.local_rope.map(|rope| rope.theta)), (1e6, Some(1e4)));
-    // A model of text and images, whose text model says what differs from the defaults.
+    // A model of text and images, whose text model contains only values that differ from the defaults.
     let four = read(
         r#"{"architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999,
         "eos_token_id": [1, 106], "image_token_index": 262144, "model_type": "gemma3", "text_config": {
@@ -537,7 +537,7 @@ fn generation_config_gives_sampling_defaults() {
     assert_eq!(error, "generation_config.json: temperature is \"hot\", it should be a number");
 }
 
-/// Any JSON, with a liking for what a configuration holds.
+/// Any JSON, with a preference for values of configurations.
 fn any_value() -> impl Strategy<Value = Value> {
     let leaf = prop_oneof![
         Just(Value::Null),
@@ -645,7 +645,7 @@ fn any_key() -> impl Strategy<Value = String> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(4000))]
 
-    /// Whatever is in the files: an error, or a model that can be computed with.
+    /// Whatever the files contain, the result is an error or a valid model.
     #[test]
     fn any_json_never_panics(
         family in prop::sample::select(Family::ALL),
@@ -671,7 +671,7 @@ proptest! {
         }
     }
 
-    /// As above, of rotary embeddings, which have the most keys.
+    /// The same for rotary embeddings, which have the most keys.
     #[test]
     fn any_rotary_embedding_never_panics(
         kind in prop::sample::select(vec!["linear", "llama3", "yarn", "longrope"]),

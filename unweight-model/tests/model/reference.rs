@@ -1,4 +1,4 @@
-//! The reference forward against logits that transformers computed in f32 from the same weights (`fixtures/make.py`).
+//! Compares the reference with logits that transformers computed in f32 from the same weights (`fixtures/make.py`).
 
 use std::{collections::BTreeMap, fs, path::Path};
 
@@ -38,7 +38,7 @@ fn folder(model: &str) -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(model)
 }
 
-/// A file of tensors: its header and every tensor's bytes.
+/// Reads a file of tensors: its header and the bytes of every tensor.
 fn tensors(path: &Path) -> (Header, BTreeMap<String, Vec<u8>>) {
     let bytes = fs::read(path).unwrap();
     let header = Header::parse(&bytes, bytes.len() as u64, SOURCE_HEADER_MAX).unwrap();
@@ -72,7 +72,7 @@ impl Fixture {
         Self { config, weights, values, tokens, expected: logits }
     }
 
-    /// Root of the mean square of the difference, relative to that of the logits.
+    /// The RMS of the difference, relative to the RMS of the logits.
     fn error(&self, config: &ModelConfig, weights: &ModelWeights) -> f64 {
         let values = |name: &str| self.values.get(name).cloned().ok_or(format!("no {name}"));
         relative_rms(&Reference::new(config, weights, values).logits(&self.tokens).unwrap(), &self.expected)
@@ -86,9 +86,9 @@ fn relative_rms(got: &[f32], expected: &[f32]) -> f64 {
     (difference / square(&mut expected.iter().copied())).sqrt()
 }
 
-/// Most relative error of two f32 computations that add in different orders; it was 1e-6 at most.
+/// The maximum relative error of two f32 computations that add in different orders; 1e-6 at most was measured.
 const CLOSE: f64 = 1e-5;
-/// Least error of a model that is another one.
+/// The minimum relative error of a wrong model.
 const WRONG: f64 = 1e-2;
 
 #[test]
@@ -169,7 +169,7 @@ fn stacked_experts_equal_separate_experts() {
     assert_eq!(logits(&apart, &values), logits(&fixture.weights, &values));
 }
 
-/// The text model inside of a model of text and images, by the names of transformers 4 and 5.
+/// The text model in a model of text and images, with the names of transformers 4 and 5.
 #[test]
 fn text_models_are_found_in_models_of_text_and_images() {
     let alone = Fixture::load("gemma3");
@@ -193,7 +193,7 @@ fn text_models_are_found_in_models_of_text_and_images() {
         };
         let logits = Reference::new(&config, &weights, values).logits(&alone.tokens).unwrap();
         assert!(relative_rms(&logits, &alone.expected) < CLOSE, "{prefix}");
-        // A text model alone has no encoder of images.
+        // A text model alone has no image encoder.
         let text =
             headers.iter().map(|header| TensorHeader { name: header.name.trim_start_matches(prefix), ..*header });
         let error = bind(&config, text).unwrap_err();
@@ -201,7 +201,7 @@ fn text_models_are_found_in_models_of_text_and_images() {
     }
 }
 
-/// What a mistake in reading a configuration or in computing looks like: each must be seen.
+/// Mistakes in reading a configuration or in computing must be visible in the logits.
 #[test]
 fn another_model_has_other_logits() {
     type Plant = fn(&mut ModelConfig, &mut ModelWeights);

@@ -1,4 +1,4 @@
-//! Frequencies and tables against those that transformers computes (`fixtures/make.py`).
+//! Compares frequencies and tables with those that transformers computes (`fixtures/make.py`).
 
 use serde_json::Value;
 use unweight_model::ModelConfig;
@@ -15,12 +15,12 @@ fn rope_tables_match_transformers() {
         let (expected, got) = (bits(&case["inv_freq_bits"]), rope.inv_freq(131_072));
         assert_eq!(expected.len(), got.len(), "{name}");
         for (i, (&expected, got)) in expected.iter().zip(&got).enumerate() {
-            // Of all these frequencies torch rounds two the other way: those of 1e6^(74/128) and 1e4^(40/96).
+            // Of all these frequencies, torch rounds two differently: those of 1e6^(74/128) and 1e4^(40/96).
             let unit = u32::from(rope.theta == 1e6 && i == 37 || rope.dim == 96 && i == 20);
             assert_eq!(expected.abs_diff(got.to_bits()), unit, "{name}, frequency {i}");
         }
-        // All bits are equal here; in the whole table of Llama 3.1, 5 of 16.8 million differ by a unit: f32 ties that
-        // torch's cosine decides.
+        // All bits are equal here. In the whole table of Llama 3.1, 5 of 16.8 million values differ by a unit: f32 ties
+        // that depend on torch's cosine.
         let table = rope.table(131_072);
         for (row, position) in bits(&case["positions"]).into_iter().enumerate() {
             for (table, expected) in [(&table.cos, &case["cos_bits"]), (&table.sin, &case["sin_bits"])] {

@@ -1,4 +1,4 @@
-//! From the layers of a model to a step graph.
+//! Builds the step graph of a model's layers.
 
 use std::collections::HashMap;
 
@@ -24,7 +24,7 @@ pub struct Layout {
 }
 
 impl Default for Layout {
-    /// The report's: two slots, two consumers; a sixth of an H200's multiprocessors decodes.
+    /// The report's layout: two slots, two consumers, and a sixth of an H200's multiprocessors for decoding.
     fn default() -> Self {
         Self { slots: 2, consumers: 2, sms: 132, decode_sms: 22, rule: SlotRule::Rank }
     }
@@ -35,9 +35,9 @@ impl Default for Layout {
 pub enum SlotRule {
     /// The rank of the layer among hard layers, modulo the number of slots.
     Rank,
-    /// The report's rule (its section 9.3): half the layer's number, modulo 2. Two adjacent hard layers may take the
-    /// same slot, and the second is then decoded before the first was read. [`check`](super::check()) rejects such
-    /// graphs; the rule exists to demonstrate this.
+    /// The report's rule (its section 9.3): half the layer's index, modulo 2. Two adjacent hard layers may get the same
+    /// slot; the second is then decoded before the first was read. [`check`](super::check()) rejects such graphs; the
+    /// rule exists to demonstrate this.
     HalfOfLayer,
 }
 
@@ -72,7 +72,7 @@ pub enum BuildError {
         decode_sms: u32,
         /// Multiprocessors of the device.
         sms: u32,
-        /// The least number that can decode.
+        /// The smallest number that can decode.
         least: u32,
     },
 }
@@ -139,7 +139,7 @@ pub fn build(layers: &[Mlp], layout: &Layout) -> Result<StepGraph, BuildError> {
     Ok(builder.finish())
 }
 
-/// A job with what it waits for.
+/// A job, and the jobs that it waits for.
 struct Emitted {
     stream: u8,
     job: Job,
@@ -147,35 +147,35 @@ struct Emitted {
     writes: Vec<Buffer>,
     waits: Vec<Source>,
     point: Point,
-    /// What its event would know.
+    /// The clock that the job's event records.
     clock: Clock,
     event: Option<u32>,
 }
 
-/// Whose event is waited for.
+/// The origin of an event that is waited for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Source {
     /// The beginning of the step.
     Begin,
-    /// A job, by its number.
+    /// A job, by its index.
     Job(usize),
 }
 
-/// Who used a buffer last.
+/// The last users of a buffer.
 #[derive(Default)]
 struct Users {
     writer: Option<usize>,
-    /// Since it was written.
+    /// Jobs that read the buffer since it was written.
     readers: Vec<usize>,
 }
 
 struct Builder<'a> {
     layers: &'a [Mlp],
     layout: &'a Layout,
-    /// Of hard layers.
+    /// The ranks of hard layers.
     ranks: HashMap<u32, usize>,
     streams: u8,
-    /// Multiprocessors of the decoders of one projection.
+    /// The number of multiprocessors of one projection's decoders.
     share_sms: u32,
     jobs: Vec<Emitted>,
     clocks: Clocks,
@@ -183,7 +183,7 @@ struct Builder<'a> {
     buffers: HashMap<Buffer, Users>,
     /// The decoders by layer and projection.
     decoders: HashMap<(u32, Projection), usize>,
-    /// Whether somebody waits for the beginning.
+    /// Whether any job waits for the beginning.
     begin: bool,
     events: u32,
 }
@@ -194,7 +194,7 @@ impl Builder<'_> {
         self.layout.rule.slot(rank, layer, self.layout.slots)
     }
 
-    /// The decoders of a hard layer, each on its own stream.
+    /// Enqueues the decoders of a hard layer, each on its own stream.
     fn decode(&mut self, layer: u32) {
         let slot = self.slot(layer);
         for projection in Projection::ALL {
@@ -239,11 +239,11 @@ impl Builder<'_> {
         self.run(stream, Job::Linear { layer, projection, pipeline, slot }, reads, vec![y, Buffer::Workspace(stream)]);
     }
 
-    /// Enqueues a job behind all that it must not overtake, with as few waits as that takes. Its number.
+    /// Enqueues a job after all jobs that it must not overtake, with as few waits as possible. Returns its index.
     fn run(&mut self, stream: u8, job: Job, reads: Vec<Buffer>, writes: Vec<Buffer>) -> usize {
         let mut needs: Vec<usize> = Vec::new();
         for buffer in &reads {
-            // A product waits for its own decoder, whoever wrote the slot since.
+            // A product waits for its own decoder, whichever job wrote the slot since.
             let own = match (buffer, job) {
                 (Buffer::Slot(..), Job::Linear { layer, projection, .. }) => self.decoders.get(&(layer, projection)),
                 _ => None,
@@ -256,7 +256,7 @@ impl Builder<'_> {
         needs.sort_unstable();
         needs.dedup();
         needs.retain(|job| !self.clocks.of(stream).knows(self.jobs[*job].point));
-        // What another of them has behind itself is waited for with it.
+        // A job that another needed job already follows is waited for implicitly.
         let implied =
             |job: usize| needs.iter().any(|other| *other != job && self.jobs[*other].clock.knows(self.jobs[job].point));
         let mut waits: Vec<Source> = needs.iter().filter(|job| !implied(**job)).map(|job| Source::Job(*job)).collect();
@@ -287,17 +287,17 @@ impl Builder<'_> {
         index
     }
 
-    /// Steps in the host's order: each job behind its waits, its event directly behind it.
+    /// Returns the steps in the host's order: each job after its waits, its event directly after it.
     fn finish(self) -> StepGraph {
         let Layout { slots, sms, decode_sms, .. } = *self.layout;
         let multiply_sms = if self.share_sms == 0 { sms } else { sms - decode_sms };
-        // Event 0 is the beginning, if it is needed.
+        // Event 0 is the beginning of the step, if a job waits for it.
         let shift = u32::from(!self.begin);
         let mut steps = Vec::new();
         if self.begin {
             steps.push(Step::Record { stream: 0, event: 0 });
         }
-        // Whether what stands last on a stream is a kernel that others may depend on programmatically.
+        // Whether the last entry of a stream is a kernel that a programmatic dependent may follow.
         let mut chained = vec![false; usize::from(self.streams)];
         let events: Vec<Option<u32>> = self.jobs.iter().map(|job| job.event.map(|event| event - shift)).collect();
         for (emitted, event) in self.jobs.into_iter().zip(&events) {

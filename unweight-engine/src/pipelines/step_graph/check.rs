@@ -1,8 +1,8 @@
-//! The check of a step graph: proves from its entries, with vector clocks and slots as automata, that it may run.
+//! Checks a step graph: proves from its entries, with vector clocks and slots as automata, that it may run.
 //!
-//! If two entries touch the same memory and one writes, streams and events must order them. An event is recorded before
-//! a stream waits for it, because CUDA ignores a wait for an event that was never recorded; so the host's order is one
-//! that the device can follow, and nothing can hang.
+//! If two entries touch the same memory and one writes, streams and events must order them. An event must be recorded
+//! before a stream waits for it, because CUDA ignores a wait for an event that was never recorded. The device can
+//! therefore follow the host's order, and nothing can hang.
 
 use std::collections::{HashMap, HashSet};
 
@@ -141,7 +141,7 @@ impl CheckedGraph {
     /// Proves a step graph.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// The first [`Violation`] in the host's order.
     ///
     /// ```
     /// use unweight_engine::raw::pipelines::step_graph::{CheckedGraph, Layout, Pipeline, SlotRule, build};
@@ -163,11 +163,11 @@ impl CheckedGraph {
     }
 }
 
-/// Who touched a buffer last.
+/// The last users of a buffer.
 #[derive(Default)]
 struct Users {
     writer: Option<(Point, usize)>,
-    /// Since it was written, the last of each stream.
+    /// The last reader on each stream since the buffer was written.
     readers: HashMap<u8, (Point, usize)>,
 }
 
@@ -184,10 +184,10 @@ pub fn check(graph: &StepGraph) -> Result<(), Violation> {
     let mut read: HashSet<(u32, Projection)> = HashSet::new();
     let mut resident: Option<(Point, usize)> = None;
     let mut last: Vec<Option<Point>> = vec![None; streams];
-    // Streams that belong to the step; what their last entry allows to follow.
+    // Streams that belong to the step; below, whether the last entry of a stream allows a programmatic dependent.
     let mut forked: HashSet<u8> = HashSet::from([0]);
     let mut chained = vec![false; streams];
-    // Events that lie behind the beginning of stream 0.
+    // Events that follow the beginning of stream 0.
     let mut rooted: HashSet<u32> = HashSet::new();
     for (step, entry) in graph.steps.iter().enumerate() {
         let stream = entry.stream();
@@ -272,7 +272,7 @@ pub fn check(graph: &StepGraph) -> Result<(), Violation> {
     unjoined.map_or_else(|| declared(graph), |stream| Err(Violation::Unjoined { stream }))
 }
 
-/// Whether every step names all that its job touches.
+/// Checks that every step names all buffers that its job touches.
 fn declared(graph: &StepGraph) -> Result<(), Violation> {
     for (step, entry) in graph.steps.iter().enumerate() {
         let Step::Run { stream, job, reads, writes, .. } = entry else { continue };
@@ -286,8 +286,8 @@ fn declared(graph: &StepGraph) -> Result<(), Violation> {
     Ok(())
 }
 
-/// What a job does to the slots, and the decoded tensor that it reads. Conflicting steps are ordered as the host
-/// enqueues them, so that this order is the device's, too.
+/// Applies a job to the slots, and returns the decoded tensor that it reads. Conflicting steps are ordered as the host
+/// enqueues them, so the device has the same order.
 fn slots(
     step: usize,
     job: &Job,

@@ -1,10 +1,10 @@
-//! Vector clocks: what has happened before what, by the order of streams and by events.
+//! Vector clocks: which steps happened before which, by the order of streams and by events.
 
-/// How far each stream had come.
+/// The number of steps that were reached on each stream.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Clock(Vec<u32>);
 
-/// A point of a stream: its `at`-th step, from 1.
+/// A point of a stream: its `at`-th step, counted from 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Point {
     pub stream: u8,
@@ -12,7 +12,7 @@ pub struct Point {
 }
 
 impl Clock {
-    /// Whether a point is before it.
+    /// Whether a point is at or before this clock.
     pub fn knows(&self, point: Point) -> bool {
         self.0.get(usize::from(point.stream)).is_some_and(|at| *at >= point.at)
     }
@@ -37,12 +37,12 @@ impl Clocks {
         Self { streams: vec![Clock::default(); usize::from(streams)], events: Vec::new() }
     }
 
-    /// What a stream knows.
+    /// The clock of a stream.
     pub fn of(&self, stream: u8) -> &Clock {
         &self.streams[usize::from(stream)]
     }
 
-    /// The next job of a stream.
+    /// Advances a stream by a job, and returns its point.
     pub fn run(&mut self, stream: u8) -> Point {
         let at = usize::from(stream);
         let clock = &mut self.streams[at].0;
@@ -53,7 +53,7 @@ impl Clocks {
         Point { stream, at: clock[at] }
     }
 
-    /// An event takes what its stream knows. `false`: it has been recorded before.
+    /// Records the clock of a stream as an event. Returns `false` if the event was recorded before.
     pub fn record(&mut self, stream: u8, event: u32) -> bool {
         let at = event as usize;
         if self.events.len() <= at {
@@ -64,12 +64,12 @@ impl Clocks {
         first
     }
 
-    /// A stream learns what a point of another knew.
+    /// Joins the clock of another point into that of a stream.
     pub fn learn(&mut self, stream: u8, clock: &Clock) {
         self.streams[usize::from(stream)].join(clock);
     }
 
-    /// A stream learns what an event knows. `false`: the event was not recorded.
+    /// Joins the clock of an event into that of a stream. Returns `false` if the event was not recorded.
     pub fn wait(&mut self, stream: u8, event: u32) -> bool {
         let Some(clock) = self.events.get(event as usize).and_then(Clone::clone) else { return false };
         self.streams[usize::from(stream)].join(&clock);

@@ -1,22 +1,22 @@
-//! A step as data: the stream of each job, the events between streams, and the slots of decoded weights. Pure; names no
+//! A step as data: the stream of each job, the events between streams, and the slots of decoded weights. Needs no
 //! device.
 //!
 //! ```text
 //! layers --build--> StepGraph --check--> nothing races, nothing stale
 //! ```
-//! A hard layer has projections that are decoded before they are multiplied with (report section 9). A slot has a
-//! buffer for each projection of one hard layer; while one slot is read, the others are filled. Hard layers are
-//! counted: that of rank r uses slot r mod S, entering it launches the decoders of rank r + S - 1 behind the last
-//! reader of their buffers, and the first S - 1 are launched when the step begins.
+//! A hard layer has projections that are decoded before their product (report section 9). A slot has a buffer for each
+//! projection of one hard layer; while one slot is read, the others are filled. Hard layers are ranked by their order.
+//! The layer of rank r uses slot r mod S. At its start, the decoders of rank r + S - 1 are launched after the last
+//! reader of their buffers. The first S - 1 layers are decoded from the start of the step.
 //!
 //! | stream | runs |
 //! |---|---|
-//! | 0 | everything that is not below |
+//! | 0 | everything else |
 //! | 1 | the product of up, in hard layers |
 //! | 2 + 3s, 3 + 3s, 4 + 3s | the decoders of gate, up and down of slot s |
 //!
-//! Without hard layers there is one stream and no event. [`check()`] proves a step graph from its steps alone: it knows
-//! nothing of how it was built.
+//! Without hard layers there is one stream and no event. [`check()`] proves a step graph from its steps alone; it does
+//! not use how the graph was built.
 
 mod build;
 mod check;
@@ -35,7 +35,7 @@ pub use crate::options::{Pipeline, Projection};
 /// The pipelines of a layer's projections: gate, up, down.
 pub type Mlp = [Pipeline; 3];
 
-/// Whether a projection must be decoded before its product.
+/// Whether any projection of a layer must be decoded before its product.
 pub fn is_hard(mlp: &Mlp) -> bool {
     mlp.iter().any(|pipeline| pipeline.decodes().is_some())
 }
@@ -110,7 +110,7 @@ pub enum Job {
 }
 
 impl Job {
-    /// What it touches on a stream: what it reads, and what it writes. A step graph may name more, and no less.
+    /// The buffers that the job reads and writes on a stream. A step graph may name more, but not fewer.
     pub(crate) fn touches(&self, stream: u8) -> (Vec<Buffer>, Vec<Buffer>) {
         use Buffer as B;
         let workspace = B::Workspace(stream);
@@ -139,7 +139,7 @@ impl Job {
         }
     }
 
-    /// The slot that it fills or reads.
+    /// The slot that the job fills or reads.
     fn slot(&self) -> Option<u8> {
         match *self {
             Self::Decode { slot, .. } => Some(slot),
@@ -148,7 +148,7 @@ impl Job {
         }
     }
 
-    /// Whether its kernel knows no programmatic dependence.
+    /// Whether its kernel does not support programmatic dependent launch.
     pub(crate) fn is_ordinary(&self) -> bool {
         matches!(self, Self::Linear { pipeline, .. } if pipeline.is_cublas()) || matches!(self, Self::Decode { .. })
     }

@@ -1,14 +1,14 @@
-//! When each job of a step graph would run, by what each costs alone: what tests say of orders and slots.
+//! Simulates when each job of a step graph runs, given the cost of each alone. For tests of order and slots.
 //!
-//! A stream runs its jobs in order, a job starts when what its stream waits for has happened and as many
-//! multiprocessors are free as it may have. Jobs that run at once do not slow each other down, so that a simulation is
-//! a bound: memory is shared in truth.
+//! A stream runs its jobs in order. A job starts once the events that its stream waits for are recorded and its
+//! multiprocessors are free. Concurrent jobs do not slow each other down, so a simulation is a bound: in reality they
+//! share memory bandwidth.
 
 use super::{Job, Step, StepGraph, Violation};
 
-/// What a job costs alone.
+/// The cost of a job that runs alone.
 pub trait Cost {
-    /// Microseconds on so many multiprocessors; what is below 0 or no number counts as 0.
+    /// Microseconds on `sms` multiprocessors; values below 0 and NaN count as 0.
     fn us(&self, job: &Job, sms: u32) -> f64;
 }
 
@@ -18,18 +18,18 @@ impl<F: Fn(&Job, u32) -> f64> Cost for F {
     }
 }
 
-/// A job in time.
+/// A job with its start and end.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Span {
-    /// Its step in the step graph.
+    /// The index of its step in the step graph.
     pub step: usize,
     /// Its stream.
     pub stream: u8,
-    /// What it is.
+    /// The job itself.
     pub job: Job,
-    /// When it starts, us.
+    /// Its start in microseconds.
     pub start_us: f64,
-    /// When it ends, us.
+    /// Its end in microseconds.
     pub end_us: f64,
 }
 
@@ -39,14 +39,14 @@ impl Span {
     }
 }
 
-/// When what would run.
+/// The simulated times of all jobs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Timeline {
-    /// By their starts; of equals, in the host's order.
+    /// Ordered by start, then in the host's order.
     pub spans: Vec<Span>,
 }
 
-/// Runs a step graph on paper.
+/// Simulates a step graph.
 ///
 /// # Errors
 /// [`Violation::WaitBeforeRecord`] or [`Violation::OutOfRange`]; a graph that [`check`](super::check()) accepts has
@@ -63,7 +63,7 @@ pub fn simulate(graph: &StepGraph, cost: &dyn Cost) -> Result<Timeline, Violatio
     let mut recorded = vec![false; graph.events as usize];
     let (mut now, mut free, mut spans) = (0.0, graph.sms, Vec::new());
     loop {
-        // All that can go on at this time, what was enqueued first before the others.
+        // All entries that can run at this time, in the order in which they were enqueued.
         loop {
             let heads = (0..streams).filter(|stream| busy_until[*stream].is_none());
             let heads = heads.filter_map(|stream| Some((*queues[stream].get(next[stream])?, stream)));
@@ -97,7 +97,7 @@ pub fn simulate(graph: &StepGraph, cost: &dyn Cost) -> Result<Timeline, Violatio
             }
         }
     }
-    // Nothing runs, so whoever is left waits for what nobody records.
+    // Nothing runs, so any stream that is left waits for an event that is never recorded.
     let stuck = (0..streams).find_map(|stream| queues[stream].get(next[stream]).copied());
     match stuck.map(|step| (step, &graph.steps[step])) {
         None => Ok(Timeline { spans }),
@@ -107,17 +107,17 @@ pub fn simulate(graph: &StepGraph, cost: &dyn Cost) -> Result<Timeline, Violatio
 }
 
 impl Timeline {
-    /// From the first start to the last end, us.
+    /// Microseconds from the first start to the last end.
     pub fn total_us(&self) -> f64 {
         self.spans.iter().map(|span| span.end_us).fold(0.0, f64::max)
     }
 
-    /// All decoders together, us.
+    /// Microseconds of all decoders together.
     pub fn decode_us(&self) -> f64 {
         self.spans.iter().filter(|span| span.decodes()).map(|span| span.end_us - span.start_us).sum()
     }
 
-    /// How long at least one decoder overlaps at least one other job, us: what the step graph hides.
+    /// Microseconds during which a decoder overlaps another job: the decoding that the step graph hides.
     pub fn overlap_us(&self) -> f64 {
         let mut edges: Vec<(f64, i32, bool)> = Vec::new();
         for span in &self.spans {
@@ -135,7 +135,7 @@ impl Timeline {
         overlap
     }
 
-    /// How long stream 0 has nothing that it may run, us: decoding that nothing hides.
+    /// Microseconds during which stream 0 cannot run anything: decoding that is not hidden.
     pub fn stalled_us(&self) -> f64 {
         let (mut end, mut stalled) = (0.0_f64, 0.0);
         for span in self.spans.iter().filter(|span| !span.decodes()) {
@@ -145,7 +145,7 @@ impl Timeline {
         stalled
     }
 
-    /// Hard layers that lie decoded behind the one whose first product starts, at most.
+    /// The maximum number of hard layers that are already decoded after the layer whose first product starts.
     pub fn depth(&self) -> usize {
         let mut hard: Vec<u32> = self.spans.iter().filter(|span| span.decodes()).filter_map(layer).collect();
         hard.sort_unstable();

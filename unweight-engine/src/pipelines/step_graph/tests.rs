@@ -1,5 +1,5 @@
-//! Step graphs of random models, run by an interpreter on values that are only names: any order that streams and events
-//! allow must give what one stream gives.
+//! Step graphs of random models, run by an interpreter whose values are digests. Every order that streams and events
+//! allow must result in the tokens of a serial run.
 
 use std::{
     collections::{HashMap, hash_map::DefaultHasher},
@@ -24,7 +24,7 @@ fn digest(of: impl Hash) -> u64 {
     hasher.finish()
 }
 
-/// The tokens that a model gives: no buffers, no streams, no slots.
+/// The tokens of a model, computed without buffers, streams and slots.
 fn expected(layers: &[Mlp]) -> u64 {
     let product = |layer: u32, projection: Projection, pipeline: Pipeline, x: u64| {
         let weights = pipeline.decodes().map(|output| digest((layer, projection, output)));
@@ -47,7 +47,7 @@ fn expected(layers: &[Mlp]) -> u64 {
     digest(("sample", digest(("head", digest(("norm", None::<(u32, Place)>, hidden))))))
 }
 
-/// Memory, as names of what was computed. What was never written is poison.
+/// Memory whose values are digests of what was computed. Memory that was never written is poison.
 #[derive(Default)]
 struct Interpreter {
     values: HashMap<Buffer, u64>,
@@ -88,8 +88,8 @@ impl Interpreter {
     }
 }
 
-/// Runs the head of a stream, as `choose` picks it among those that may go on, until nothing can. The tokens; `None` if
-/// it hangs.
+/// Runs the head of the stream that `choose` picks among those that are ready, until none is. Returns the tokens;
+/// `None` if the graph hangs.
 fn interpret(graph: &StepGraph, mut choose: impl FnMut(&[u8]) -> u8) -> Option<u64> {
     let streams = usize::from(graph.streams);
     let mut queues = vec![Vec::new(); streams];
@@ -119,12 +119,12 @@ fn interpret(graph: &StepGraph, mut choose: impl FnMut(&[u8]) -> u8) -> Option<u
     done.then(|| machine.value(Buffer::Ids))
 }
 
-/// One stream before all others.
+/// Runs one stream before all others.
 fn eager(stream: u8) -> impl FnMut(&[u8]) -> u8 {
     move |ready| if ready.contains(&stream) { stream } else { ready[0] }
 }
 
-/// One stream after all others.
+/// Runs one stream after all others.
 fn starved(stream: u8) -> impl FnMut(&[u8]) -> u8 {
     move |ready| ready.iter().copied().find(|other| *other != stream).unwrap_or(stream)
 }
@@ -144,8 +144,8 @@ fn ranks(layers: &[Mlp]) -> usize {
     layers.iter().filter(|mlp| is_hard(mlp)).count()
 }
 
-/// Whether the only reason for a wait is that decoders share their multiprocessors, or that its stream has to begin:
-/// values do not tell.
+/// Whether a wait only makes decoders share their multiprocessors, or only lets its stream begin. Values do not depend
+/// on such a wait.
 fn orders_no_values(graph: &StepGraph, wait: usize) -> bool {
     matches!(
         check(&without(graph, wait)),
@@ -164,7 +164,7 @@ prop_compose! {
         let last = layers.len() - 1;
         let layers = layers.iter().enumerate().map(|(at, pipelines)| {
             let mlp: Mlp = std::array::from_fn(|projection| Pipeline::ALL[pipelines[projection]]);
-            // As drawn; none hard; all but the first; the last alone; every other one.
+            // As drawn; none hard; all but the first hard; only the last hard; every other one hard.
             match pattern {
                 0 => mlp,
                 1 => mlp.map(|pipeline| if pipeline.decodes().is_some() { Pipeline::Palette } else { pipeline }),
@@ -181,7 +181,7 @@ prop_compose! {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whatever the model: nothing races, and any order gives what one stream gives.
+    /// Whatever the model: nothing races, and every order results in the tokens of a serial run.
     #[test]
     fn every_interleaving_gives_the_serial_tokens((layers, layout) in models(80), seed: u64) {
         let graph = build(&layers, &layout).unwrap();
@@ -198,7 +198,8 @@ proptest! {
         }
     }
 
-    /// Every hard tensor is decoded once, as its product needs it; without any there is one stream and no event.
+    /// Every hard tensor is decoded once, to the encoding that its product needs. Without hard tensors there is one
+    /// stream and no event.
     #[test]
     fn hard_tensors_are_decoded_once((layers, layout) in models(80)) {
         let graph = build(&layers, &layout).unwrap();
@@ -222,8 +223,8 @@ proptest! {
         }
     }
 
-    /// Where decoding costs nothing, all slots but one are ahead. Where it costs much, the step is no longer than one
-    /// job after the other, and no multiprocessor has two jobs.
+    /// If decoding takes no time, all slots but one are filled ahead. If it takes long, the step is not longer than all
+    /// jobs in sequence, and no multiprocessor runs two jobs.
     #[test]
     fn slots_are_filled_ahead((layers, layout) in models(80)) {
         let graph = build(&layers, &layout).unwrap();
@@ -233,7 +234,7 @@ proptest! {
         };
         let free = time(0.0, 1.0);
         let depth = usize::from(layout.slots - 1).min(ranks(&layers).saturating_sub(1));
-        // Layers that decode different projections do not share buffers, and may be further ahead.
+        // Layers that decode different projections share no buffers, and may be decoded further ahead.
         let alike = layers.iter().filter(|mlp| is_hard(mlp)).all(|mlp| *mlp == HARD);
         let right = if alike { free.depth() == depth } else { free.depth() >= depth };
         prop_assert!(right, "{} of {}", free.depth(), depth);
@@ -252,7 +253,7 @@ proptest! {
         }
     }
 
-    /// No wait is there for nothing: without any one of them, `check` finds what is wrong.
+    /// Every wait is necessary: without it, `check` finds a violation.
     #[test]
     fn missing_wait_is_a_violation((layers, layout) in models(24)) {
         let graph = build(&layers, &layout).unwrap();
@@ -262,7 +263,7 @@ proptest! {
     }
 }
 
-/// Some order gives other tokens without a wait, too: `check` does not cry wolf.
+/// Without a wait, some order also results in other tokens: `check` raises no false alarm.
 #[test]
 fn missing_wait_changes_the_result() {
     let (mut seen, mut random) = (0, Random::new(3));
@@ -294,7 +295,7 @@ fn missing_wait_changes_the_result() {
     assert!(seen > 100, "{seen}");
 }
 
-/// Layers 4 and 5 share the report's slot 0, and 5 is decoded before 4 is read.
+/// Layers 4 and 5 share slot 0 by the report's rule, and 5 is decoded before 4 is read.
 #[test]
 fn the_reports_slots_race_for_adjacent_hard_layers() {
     let mut layers = [EASY; 8];
@@ -310,7 +311,7 @@ fn the_reports_slots_race_for_adjacent_hard_layers() {
         _ => panic!("step {step} runs nothing"),
     };
     assert!(matches!((job(first), job(second)), (Job::Decode { layer: 5, .. }, Job::Linear { layer: 4, .. })));
-    // Where hard layers take turns with easy ones, as in the report's own bundles, its rule is sound.
+    // If hard layers alternate with easy ones, as in the report's own bundles, its rule is sound.
     for (layer, mlp) in layers.iter_mut().enumerate().skip(1) {
         *mlp = if layer % 2 == 0 { HARD } else { EASY };
     }
@@ -320,7 +321,7 @@ fn the_reports_slots_race_for_adjacent_hard_layers() {
     assert!(check(&build(&adjacent, &report).unwrap()).is_err());
 }
 
-/// With the report's own waits, for whole streams (its Algorithms 6 and 7), the product is ordered behind the wrong
+/// With the report's own waits, for whole streams (its Algorithms 6 and 7), the product is ordered after the wrong
 /// decoder.
 #[test]
 fn the_reports_waits_for_streams_give_stale_weights() {
@@ -352,7 +353,7 @@ fn the_reports_waits_for_streams_give_stale_weights() {
     assert_eq!(found, Violation::Stale { step: 8, slot: 0, projection: Projection::Gate, want, found: stale });
 }
 
-/// Each violation by the least change of a sound step graph that makes it.
+/// Each violation results from the smallest change of a sound step graph.
 #[test]
 fn every_violation_is_found() {
     let layers = [EASY, HARD, HARD, EASY, HARD];
@@ -393,7 +394,7 @@ fn every_violation_is_found() {
     let stale = (1, DecodeOutput::Palette);
     assert!(matches!(error, Violation::Stale { found, .. } if found == Some(stale)), "{error:?}");
     assert_eq!(broken(&|graph| graph.slots = 1), Violation::OutOfRange { step: other });
-    // A product that reads weights as they are stored, where they were decoded.
+    // A product that reads stored weights where they were decoded.
     let unread = Violation::Unread { layer: 1, projection: Projection::Down };
     let error = broken(&|graph| {
         let Step::Run { job: Job::Linear { pipeline, slot, .. }, reads, dependent, .. } = &mut graph.steps[product]
@@ -410,7 +411,7 @@ fn every_violation_is_found() {
         *dependent = true;
     });
     assert_eq!(error, Violation::DependentAfterWait { step: behind });
-    // A stream of its own for the last token, which nobody waits for.
+    // A separate stream for the last token, which no stream waits for.
     let error = broken(&|graph| {
         graph.steps.push(Step::Record { stream: 0, event });
         graph.steps.push(Step::Wait { stream: 1, event });
@@ -428,7 +429,7 @@ fn every_violation_is_found() {
     two.steps.extend([packed(0, Buffer::Gate), packed(1, Buffer::Up)]);
     two.steps.extend([Step::Record { stream: 1, event: 1 }, Step::Wait { stream: 0, event: 1 }]);
     assert_eq!(check(&two), Err(Violation::Crowded { first: 2, second: 3 }));
-    // A step that says less than its job does, for each thing that one of them says.
+    // A step that omits one of the buffers of its job, for each of them.
     for (step, entry) in sound.steps.iter().enumerate() {
         let Step::Run { reads, writes, .. } = entry else { continue };
         for buffer in reads.iter().chain(writes) {
@@ -458,7 +459,7 @@ fn layouts_out_of_range_are_refused() {
     assert_eq!(build(Layout { slots: 3, rule, ..layout }), Err(BuildError::HalfOfLayer(3)));
 }
 
-/// 132 multiprocessors: those that decode, shared by the projections that are decoded, and those that multiply.
+/// Of 132 multiprocessors, some decode, shared by the decoded projections, and the others multiply.
 #[test]
 fn decoders_and_products_share_the_machine() {
     let sms = |layers: &[Mlp]| {
@@ -479,7 +480,7 @@ fn decoders_and_products_share_the_machine() {
     assert_eq!(sms(&[EASY, EASY]), [(false, 132)]);
 }
 
-/// In a model without hard layers a step is one chain of dependents, as the engine has it; cuBLAS breaks it.
+/// In a model without hard layers, a step is one chain of programmatic dependents, as in the engine; cuBLAS breaks it.
 #[test]
 fn a_step_of_packed_weights_is_one_chain() {
     let graph = build(&[[Pipeline::Packed; 3]; 2], &Layout::default()).unwrap();
@@ -494,7 +495,7 @@ fn a_step_of_packed_weights_is_one_chain() {
     assert_eq!(chain.len(), 1 + 2 * 7 + 3);
     assert!(!chain[0] && chain[1..].iter().all(|dependent| *dependent));
     let cublas = dependents(&build(&[[Pipeline::Raw; 3]], &Layout::default()).unwrap());
-    // Gate, up and down, and what stands behind one of them.
+    // Gate, up and down, and the jobs that follow one of them.
     assert_eq!(cublas.iter().filter(|dependent| !**dependent).count(), 1 + 3 + 2);
 }
 
@@ -505,21 +506,21 @@ fn timeline_shows_overlap() {
     let cost = |decode_us: f64| {
         simulate(&graph, &move |job: &Job, _: u32| if matches!(job, Job::Decode { .. }) { decode_us } else { 10.0 })
     };
-    // Two rounds of three decoders: the first beside the first layer, the second as soon as its slot is free.
+    // Two rounds of three decoders: the first during the first layer, the second as soon as its slot is free.
     let hidden = cost(5.0).unwrap();
     assert_eq!((hidden.decode_us(), hidden.stalled_us(), hidden.depth()), (30.0, 0.0, 1));
     let slow = cost(500.0).unwrap();
     assert!(slow.stalled_us() > 500.0, "{}", slow.stalled_us());
     assert!(slow.total_us() > hidden.total_us());
     assert_eq!(Timeline::default().total_us(), 0.0);
-    // What cannot go on is told, not waited for.
+    // A graph that hangs is reported.
     let mut stuck = graph.clone();
     stuck.steps.insert(0, Step::Wait { stream: 0, event: 1 });
     assert!(matches!(simulate(&stuck, &|_: &Job, _| 1.0), Err(Violation::WaitBeforeRecord { step: 0, .. })));
 }
 
-/// Who writes must be behind every stream that read; and a stream that is behind nothing but one that begins nowhere
-/// begins nowhere itself.
+/// A writer must follow all streams that read the buffer. A stream that waits only for a stream outside of the step is
+/// outside, too.
 #[test]
 fn readers_on_several_streams_are_all_waited_for() {
     let run = |stream, job, reads, writes| Step::Run { stream, job, reads, writes, sms: 1, dependent: false };

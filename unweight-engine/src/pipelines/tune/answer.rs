@@ -1,4 +1,4 @@
-//! What a comparison of two points gives, and which part of the search asks for it.
+//! The result of a comparison of two points, and the phase of the search that requests it.
 
 use serde::{Deserialize, Serialize};
 
@@ -12,7 +12,7 @@ pub struct Paired {
     pub challenger_us: Vec<f64>,
 }
 
-/// The middle of some numbers, 0 of none.
+/// The median of `of`; 0 if it is empty.
 fn median(mut of: Vec<f64>) -> f64 {
     of.sort_by(f64::total_cmp);
     match of.len() {
@@ -23,8 +23,8 @@ fn median(mut of: Vec<f64>) -> f64 {
 }
 
 impl Paired {
-    /// The median of what the challenger gains in a round, as a share of the incumbent's time, and the median deviation
-    /// from it. A round whose times are not positive numbers does not count.
+    /// The median gain of the challenger per round, as a share of the incumbent's time, and the median deviation from
+    /// it. A round whose times are not positive numbers does not count.
     pub fn gain(&self) -> (f64, f64) {
         let rounds = self.incumbent_us.iter().zip(&self.challenger_us);
         let sound = rounds.filter(|(incumbent, challenger)| {
@@ -46,14 +46,14 @@ impl Paired {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Answer {
-    /// The setting ran, in these times.
+    /// The setting ran in these times.
     Measured(Paired),
-    /// The challenger cannot run, or computes something else: why.
+    /// The challenger cannot run or computes another result, for this reason.
     Unusable(String),
 }
 
 impl Answer {
-    /// Times that are no numbers measure nothing.
+    /// Replaces measurements with a time that is not finite by an unusable answer.
     pub(super) fn sound(self) -> Self {
         match self {
             Self::Measured(paired)
@@ -66,14 +66,14 @@ impl Answer {
     }
 }
 
-/// Which part of the search asks. The same two points are measured again in another phase, and not in the same.
+/// The phase of a comparison. The same two points are measured again in another phase, but not in the same one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
-    /// Sweeps over all parameters.
+    /// Sweeps over all axes.
     Sweep,
-    /// Alternatives once more.
+    /// Measures alternatives once more.
     Revisit,
-    /// The result compared with the start.
+    /// Compares the result with the start.
     Confirm,
 }

@@ -22,7 +22,7 @@ use super::{
     space::{Point, Space},
 };
 
-/// Version of the lines.
+/// The version of the lines.
 const VERSION: u32 = 1;
 /// The largest journal that is read, in bytes: tens of thousands of measurements. A search has hundreds.
 pub const JOURNAL_BYTES_MAX: u64 = 64 << 20;
@@ -36,7 +36,7 @@ pub enum JournalError {
     Io {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The error of the system.
         source: io::Error,
     },
     /// A line is not a line of a journal.
@@ -46,7 +46,7 @@ pub enum JournalError {
         path: PathBuf,
         /// The line number, from 1.
         line: usize,
-        /// What is wrong.
+        /// The fault of the line.
         reason: String,
     },
     /// The journal belongs to another subject.
@@ -78,7 +78,7 @@ pub enum JournalError {
     Busy {
         /// The file.
         path: PathBuf,
-        /// Who.
+        /// The process that writes it.
         by: Holder,
     },
 }
@@ -115,7 +115,7 @@ struct Line<N> {
     answer: Answer,
 }
 
-/// What was measured of two points.
+/// The measurements, by phase and points.
 type Answers = HashMap<(Phase, Point, Point), Answer>;
 
 /// The measurements of one search, in a file.
@@ -127,30 +127,30 @@ pub struct Journal {
     answers: Answers,
 }
 
-/// A journal file that is locked and read before the search is known, so that its faults show early. A claim that is
-/// dropped without [`Claim::begin`] leaves no new file behind.
+/// A journal file that is locked and read before the search is set up, so that errors appear early. A claim that is
+/// dropped without [`Claim::begin`] removes a file that it created.
 #[derive(Debug)]
 pub struct Claim {
-    /// Before the file, so that a name goes while its lock is held.
+    /// Declared before the file, so that a created file is removed while it is still locked.
     unused: Unused,
     path: PathBuf,
     file: Locked,
     bytes: Vec<u8>,
 }
 
-/// A file with a lock that is released by name: closing the file would leave the lock to a child process that is being
-/// started, which has a copy until it runs its program.
+/// A file whose lock is released explicitly. Closing the file would leave the lock to a child process that is being
+/// started, which holds a copy of the file until it executes its program.
 #[derive(Debug)]
 struct Locked(File);
 
 impl Drop for Locked {
     fn drop(&mut self) {
-        // The system releases it at the latest when all copies are closed.
+        // The system releases the lock at the latest when all copies are closed.
         let _ = self.0.unlock();
     }
 }
 
-/// A new file that nothing was written to, and what tells it from others of its name: the name goes with it.
+/// A created file that nothing was written to, with its device and inode. It is removed on drop.
 #[derive(Debug)]
 struct Unused(Option<(PathBuf, Place)>);
 
@@ -159,13 +159,13 @@ impl Drop for Unused {
         if let Some((path, place)) = &self.0
             && place_of(path.metadata()) == Some(*place)
         {
-            // An empty file is a journal, too.
+            // An empty file that remains is a valid journal, too.
             let _ = fs::remove_file(path);
         }
     }
 }
 
-/// Device and inode.
+/// The device and inode of a file.
 type Place = (u64, u64);
 
 fn place_of(metadata: io::Result<Metadata>) -> Option<Place> {
@@ -181,7 +181,7 @@ impl Claim {
     pub fn new(path: &Path) -> Result<Self, JournalError> {
         let io = |source| JournalError::Io { path: path.to_owned(), source };
         loop {
-            // A pipe would wait for whoever reads it.
+            // Opening a pipe would wait for its other end.
             if path.metadata().is_ok_and(|metadata| !metadata.is_file()) {
                 return Err(JournalError::NoFile { path: path.to_owned() });
             }
@@ -189,7 +189,7 @@ impl Claim {
             options.read(true).write(true);
             let (file, fresh) = match options.open(path) {
                 Err(error) if error.kind() == ErrorKind::NotFound => match options.create_new(true).open(path) {
-                    // A link to nothing; else somebody was faster.
+                    // A link to a missing file; otherwise another process was faster.
                     Err(error) if error.kind() == ErrorKind::AlreadyExists && path.is_symlink() => {
                         return Err(JournalError::NoFile { path: path.to_owned() });
                     }
@@ -208,7 +208,7 @@ impl Claim {
             let file = Locked(file);
             let place = place_of(file.0.metadata());
             if place != place_of(path.metadata()) {
-                // Of a claim that came to nothing: whoever makes the next file locks that.
+                // Another claim removed this file. The next file of this name has its own lock.
                 continue;
             }
             let unused = Unused(place.filter(|_| fresh).map(|place| (path.to_owned(), place)));
@@ -239,7 +239,7 @@ impl Claim {
             }
             return Ok(());
         }
-        // As far as it is known what a head says; the rest is compared in [`Claim::begin`].
+        // Compares only the known part of a head; [`Claim::begin`] compares the rest.
         let head = Head { tune: VERSION, key: key.to_owned(), axes: Vec::new(), start: Vec::new() };
         let text = serde_json::to_string(&head).unwrap_or_default();
         let known = text.split("[]").next().unwrap_or_default();
@@ -263,7 +263,7 @@ impl Claim {
         let (begun, answers) = read(&self.path, &self.bytes[..whole], &head.axes, space)?;
         let path = self.path.clone();
         let io = |source| JournalError::Io { path: path.clone(), source };
-        // What a kill cut off is measured again.
+        // A measurement that a kill cut off is measured again.
         self.file.0.set_len(whole as u64).map_err(io)?;
         self.file.0.seek(SeekFrom::Start(whole as u64)).map_err(io)?;
         self.unused.0 = None;
@@ -271,19 +271,19 @@ impl Claim {
         let mut journal = Journal { path: self.path, file: self.file, start, answers };
         if whole == 0 {
             journal.write(&head)?;
-            // The name of a new file is in its folder.
+            // Also syncs the folder, which contains the name of a new file.
             let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
             File::open(folder).and_then(|folder| folder.sync_all()).map_err(io)?;
         }
         Ok(journal)
     }
 
-    /// Bytes of whole lines.
+    /// The number of bytes of whole lines.
     fn whole(&self) -> usize {
         self.bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |last| last + 1)
     }
 
-    /// Of a file without a line the beginning of a head alone is ours to write over.
+    /// Checks that a file without a whole line is a prefix of `head`: only such a file may be overwritten.
     fn torn(&self, head: &[u8], length: usize) -> Result<(), JournalError> {
         if head.starts_with(&self.bytes[..length]) {
             return Ok(());
@@ -292,7 +292,7 @@ impl Claim {
         Err(JournalError::Damaged { path: self.path.clone(), line: 1, reason })
     }
 
-    /// The first of its whole lines.
+    /// Parses the first of the whole lines.
     fn head(&self) -> Result<Head, JournalError> {
         let damaged = |reason| JournalError::Damaged { path: self.path.clone(), line: 1, reason };
         let line = self.bytes.split(|byte| *byte == b'\n').next().unwrap_or_default();
@@ -366,7 +366,7 @@ impl Journal {
     }
 }
 
-/// The start and all measurements of whole lines, of which the first is a head that was checked.
+/// Parses the start and all measurements of whole lines, of which the first is a checked head.
 fn read(path: &Path, bytes: &[u8], axes: &[String], space: &Space) -> Result<(Option<Point>, Answers), JournalError> {
     let damaged = |line: usize, reason: String| JournalError::Damaged { path: path.to_owned(), line, reason };
     let (mut start, mut answers) = (None, HashMap::new());

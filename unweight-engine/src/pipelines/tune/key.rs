@@ -53,9 +53,9 @@ impl Subject<'_> {
         self.key_with(catalog_digest(self.arch))
     }
 
-    /// The part of the key that driver, batch and way of measuring do not change: a digest of this crate's version, the
-    /// model and the kernel sources, 32 hexadecimal digits. Measurements on the same device with another basis are
-    /// obsolete.
+    /// The part of the key that does not depend on driver, batch and way of measuring: a digest of this crate's
+    /// version, the model and the kernel sources, 32 hexadecimal digits. Measurements on the same device with another
+    /// basis are obsolete.
     pub fn basis(&self) -> String {
         let kernels = catalog_digest(self.arch);
         let text = format!("{} {kernels} {}", env!("CARGO_PKG_VERSION"), self.model);
@@ -65,7 +65,7 @@ impl Subject<'_> {
     fn key_with(&self, kernels: Digest) -> String {
         let Self { model, batch, context, arch, device, sms, driver, how } = self;
         let mut text = String::new();
-        // Lengths before texts, so that no two subjects have one text.
+        // Lengths precede texts, so that no two subjects have the same text.
         for part in [env!("CARGO_PKG_VERSION"), model, device] {
             text += &format!("{}:{part}\n", part.len());
         }
@@ -110,7 +110,7 @@ mod tests {
         keys.sort_unstable();
         keys.dedup();
         assert_eq!(keys.len(), others.len() + 1);
-        // Other kernels of the same names.
+        // Other kernels with the same names.
         let [old, new] = ["old", "new"].map(|text| subject.key_with(Digest::of(text.as_bytes())));
         assert!(old != new && !keys.contains(&old) && keys.contains(&subject.key_with(catalog_digest(arch))));
     }

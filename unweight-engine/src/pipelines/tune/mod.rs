@@ -1,17 +1,17 @@
-//! The search for the fastest setting: coordinate descent over measurements of whole steps (report section 10). Names
-//! no device.
+//! The search for the fastest setting: coordinate descent over measurements of whole steps (report section 10). Does
+//! not depend on a device.
 //!
 //! ```text
-//! Space, start --descend--> compare(incumbent, challenger) --> Journal, a line each --> Tuned
-//!                               | in the journal already: not measured again
+//! Space, start --descend--> compare(incumbent, challenger) --> Journal, one line each --> Tuned
+//!                               | not measured again if it is in the journal
 //! ```
-//! | module | what it knows |
+//! | module | contents |
 //! |---|---|
 //! | [`space`] | coordinates, their choices, points |
-//! | [`answer`] | what a comparison gives: paired times, or why there are none |
-//! | [`search`] | the order of the sweeps, what is accepted, when it ends |
-//! | [`journal`] | one line a measurement, on disk before the next begins; what a kill leaves |
-//! | [`key`] | for what a measurement holds |
+//! | [`answer`] | the result of a comparison: paired times, or why there are none |
+//! | [`search`] | the order of sweeps, which challengers are accepted, when the search ends |
+//! | [`journal`] | one line per measurement, on disk before the next begins; recovery after a kill |
+//! | [`key`] | what a measurement is valid for |
 //!
 //! An [`Objective`] measures; tests use one with invented costs.
 

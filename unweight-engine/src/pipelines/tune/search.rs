@@ -1,10 +1,10 @@
 //! Coordinate descent (report section 10.2, its Algorithm 8).
 //!
-//! The axes of hard layers are swept first, then those of easy layers, then those of the whole step: one axis at a time
-//! while the others are fixed, until a round changes nothing. Then each alternative is measured once more and taken if
-//! it gains more than 2 %. A challenger is taken if the median of its paired gains exceeds both 0.5 % and three times
-//! their median deviation. A point that was left is never taken again, so the search ends. Finally the result is
-//! compared with the start, so that it is never worse.
+//! The axes of hard layers are swept first, then those of easy layers, then those of the whole step. One axis is swept
+//! at a time while the others are fixed, until a round changes nothing. Then each alternative is measured once more,
+//! and taken if it gains more than 2 %. A challenger is taken if the median of its paired gains exceeds both 0.5 % and
+//! three times their median deviation. A point that was left is never taken again, so the search ends. Finally the
+//! result is compared with the start, so that it is never worse.
 
 use std::collections::HashSet;
 
@@ -32,14 +32,14 @@ pub trait Objective {
     fn compare(&mut self, incumbent: &Point, challenger: &Point) -> Result<Answer, ObjectiveError>;
 }
 
-/// The limits of a search: rounds, and the least gain that counts.
+/// The limits of a search: the number of rounds, and the smallest gains that count.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Limits {
     /// The maximum number of rounds of sweeps per profile.
     pub rounds: u32,
-    /// The least gain of a sweep, as a share of the incumbent's time.
+    /// The smallest gain of a sweep, as a share of the incumbent's time.
     pub gain: f64,
-    /// The least gain of a revisit, as a share of the incumbent's time.
+    /// The smallest gain of a revisit, as a share of the incumbent's time.
     pub revisit_gain: f64,
 }
 
@@ -119,11 +119,11 @@ pub fn descend(
     let groups = [Some(Profile::Hard), Some(Profile::Easy), None].map(|group| of(group).collect::<Vec<usize>>());
     let mut search = Search { space, objective, journal, watch, left, tuned, ahead: 0, behind: 0 };
     for (at, axes) in groups.iter().enumerate() {
-        // Of those behind, every alternative twice: a sweep and a revisit.
+        // In the following groups every alternative is compared twice: in a sweep and in a revisit.
         search.behind = 2 * groups[at + 1..].iter().map(|axes| search.alternatives(axes)).sum::<u32>();
         for _ in 0..limits.rounds {
             while search.sweep(axes, Phase::Sweep, limits.gain)? {}
-            // The last sweep and this found nothing: another round would ask the same.
+            // The last sweep and this revisit found nothing, so another round would repeat the same comparisons.
             if !search.sweep(axes, Phase::Revisit, limits.revisit_gain)? {
                 break;
             }
@@ -138,30 +138,30 @@ struct Search<'a> {
     objective: &'a mut dyn Objective,
     journal: &'a mut Journal,
     watch: &'a mut dyn FnMut(Progress<'_>),
-    /// Points that were the best once; none comes back.
+    /// Points that were the best at some time; none is tried again.
     left: HashSet<Point>,
     tuned: Tuned,
-    /// Comparisons of the present sweep that are left, and of those that follow it in its group if nothing is gained.
+    /// Comparisons left in the current sweep, and in those that follow it in its group if nothing is gained.
     ahead: u32,
-    /// Those of the groups behind.
+    /// Comparisons of the following groups.
     behind: u32,
 }
 
 impl Search<'_> {
-    /// How many choices these axes have beside their own ones.
+    /// The number of choices of these axes other than the current ones.
     fn alternatives(&self, axes: &[usize]) -> u32 {
         axes.iter().map(|axis| self.space.axes()[*axis].choices.len() as u32 - 1).sum()
     }
 
-    /// Every alternative of every axis beside the best so far. Whether one was taken.
+    /// Compares every alternative of every axis with the best point so far. Returns whether one was taken.
     fn sweep(&mut self, axes: &[usize], phase: Phase, least: f64) -> Result<bool, TuneError> {
         let mut gained = false;
-        // Behind a sweep a revisit; once something is gained, another sweep before it, or both behind a revisit.
+        // A sweep is followed by a revisit. After a gain, one more sweep follows, and after a revisit with a gain both.
         let all = self.alternatives(axes);
         self.ahead = if phase == Phase::Sweep { 2 * all } else { all };
         let again = if phase == Phase::Sweep { all } else { 2 * all };
         for &axis in axes {
-            // Where the sweep of this axis began: the one choice that it need not try.
+            // The choice at which the sweep of this axis began need not be tried.
             let from = self.tuned.best.choice(axis);
             for choice in (0..self.space.axes()[axis].choices.len()).filter(|choice| *choice != from) {
                 let challenger = self.tuned.best.with(axis, choice);
@@ -186,7 +186,7 @@ impl Search<'_> {
         Ok(gained)
     }
 
-    /// The best beside the start; what does not hold is given up.
+    /// Compares the best point with the start, and returns to the start if the gain does not hold.
     fn confirm(&mut self, start: &Point) -> Result<(), TuneError> {
         if self.tuned.best == *start {
             return Ok(());
@@ -205,7 +205,7 @@ impl Search<'_> {
         Ok(())
     }
 
-    /// From the journal, else from the objective, and then into the journal.
+    /// Returns the answer from the journal, or measures it and appends it to the journal.
     fn ask(&mut self, phase: Phase, incumbent: &Point, challenger: &Point) -> Result<Answer, TuneError> {
         let (answer, measured) = match self.journal.answer(phase, incumbent, challenger) {
             Some(answer) => (answer.clone(), false),

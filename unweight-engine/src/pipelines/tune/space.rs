@@ -61,7 +61,7 @@ impl fmt::Display for Coordinate {
 pub struct Axis {
     /// The parameter that the axis varies.
     pub coordinate: Coordinate,
-    /// The names of its choices: at least one, no two alike.
+    /// The names of its choices: at least one, and no duplicates.
     pub choices: Vec<String>,
 }
 
@@ -75,7 +75,7 @@ impl Point {
         self.0[axis]
     }
 
-    /// The same point but for one axis.
+    /// Returns the point with another choice of one axis.
     pub(crate) fn with(&self, axis: usize, choice: usize) -> Self {
         let mut point = self.clone();
         point.0[axis] = choice;
@@ -140,7 +140,7 @@ impl Space {
     /// # Errors
     /// [`SpaceError`] if an axis is empty, or if axes or choices repeat.
     pub fn new(mut axes: Vec<Axis>) -> Result<Self, SpaceError> {
-        // Stable: hard, easy, the whole step; within one, as given.
+        // A stable sort: hard, easy, the whole step; within each, the given order.
         axes.sort_by_key(|axis| axis.coordinate.profile().map_or(2, |profile| profile as u8));
         for (at, Axis { coordinate, choices }) in axes.iter().enumerate() {
             if choices.is_empty() {

@@ -1,4 +1,5 @@
-//! Searches over invented costs: separable, coupled, noisy, rejecting, dying; and journals cut off at every line.
+//! Searches over invented costs: separable, coupled, noisy, rejecting and failing ones; and journals cut off at every
+//! line.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -39,13 +40,13 @@ fn points(space: &Space) -> Vec<Point> {
     })
 }
 
-/// What steps would take, and what went wrong on the way.
+/// An objective with invented step times and failures.
 struct Invented<C> {
     cost: C,
-    /// A share of the cost, either way.
+    /// The standard deviation of the noise, as a share of the cost.
     noise: f64,
     random: Random,
-    /// Comparisons until it dies.
+    /// The number of comparisons until the device is lost.
     lives: Option<u32>,
     rejects: fn(&Point) -> bool,
     asked: Vec<(Point, Point)>,
@@ -78,7 +79,7 @@ impl<C: Fn(&Point) -> f64> Objective for Invented<C> {
     }
 }
 
-/// Each choice of each axis has a share of its own; choices differ by 3 % of all at least.
+/// Each choice of each axis has its own share of the time; choices differ by at least 3 % of the total.
 fn separable(space: &Space, seed: u64) -> impl Fn(&Point) -> f64 + use<> {
     let mut random = Random::new(seed);
     let shares: Vec<Vec<f64>> = space
@@ -117,13 +118,14 @@ fn separable_costs_are_solved_in_few_comparisons() {
         assert_eq!(tuned.best, best, "seed {seed}");
         let gain = (start - cost(&best)) / start;
         assert!((tuned.gain - gain).abs() < 1e-9 && (gain > 0.0 || tuned.taken.is_empty()));
-        // A sweep that finds it, one that finds nothing, both again after it, and the last word.
+        // A sweep with gains, one without, a revisit and a sweep after it, and the confirmation.
         assert!(objective.asked.len() <= 4 * alternatives + 1, "{}", objective.asked.len());
         assert_eq!(tuned.measured as usize, objective.asked.len());
     }
 }
 
-/// What is said to be left covers the whole search: exact as long as nothing is gained, and from the last gain on.
+/// The expected number of comparisons covers the whole search; it is exact while nothing is gained, and after the last
+/// gain.
 #[test]
 fn expected_measurements_cover_the_whole_search() {
     let space = space([3, 3, 4, 6, 2, 5]);
@@ -150,8 +152,8 @@ fn expected_measurements_cover_the_whole_search() {
     }
 }
 
-/// Where coordinates depend on each other a search may end beside the best; it goes down all the way, comes back
-/// nowhere, and ends.
+/// If coordinates depend on each other, a search may end at a local optimum. Its time always decreases, it never
+/// returns to a point, and it ends.
 #[test]
 fn coupled_costs_decrease_and_terminate() {
     let space = space([3, 3, 3, 4, 4, 4]);
@@ -170,8 +172,8 @@ fn coupled_costs_decrease_and_terminate() {
     }
 }
 
-/// Noise of half a percent a round where choices differ by a few: never below the start, and mostly the best. Noise
-/// alone is no gain.
+/// With noise of half a percent per round, where choices differ by a few percent, the result is never slower than the
+/// start, and mostly the best. Noise alone is not a gain.
 #[test]
 fn noise_is_not_a_gain() {
     let space = space([3, 3, 3, 4, 2, 4]);
@@ -184,7 +186,7 @@ fn noise_is_not_a_gain() {
         let tuned = search(&space, &mut objective, &folder.path().join("j")).unwrap();
         assert!(cost(&tuned.best) <= cost(&space.first()), "seed {seed}");
         best += u32::from(cost(&tuned.best) < least * 1.03);
-        // Where nothing differs nothing is gained.
+        // If all points are equal, nothing is gained.
         let mut flat = Invented { noise: 0.02, random: Random::new(seed), ..Invented::new(|_: &Point| 100.0) };
         let tuned = search(&space, &mut flat, &folder.path().join("flat")).unwrap();
         assert!(tuned.taken.len() <= 2, "seed {seed}: {:?}", tuned.taken);
@@ -205,7 +207,7 @@ fn points_that_cannot_run_are_rejected() {
     }
 }
 
-/// Times that are no numbers are not taken, and do not spoil the journal.
+/// Points with times that are not finite are rejected, and do not spoil the journal.
 #[test]
 fn nan_times_are_rejected() {
     let (space, folder) = (space([2, 1, 1, 1, 1, 1]), folder());
@@ -218,14 +220,14 @@ fn nan_times_are_rejected() {
     }
 }
 
-/// A result that was luck is given up.
+/// A result that was luck is dropped.
 #[test]
 fn result_is_never_slower_than_the_start() {
     struct Liar(u32);
     impl Objective for Liar {
         fn compare(&mut self, _: &Point, _: &Point) -> Result<Answer, ObjectiveError> {
             self.0 += 1;
-            // The first challenger looks better, and is not.
+            // Only the first measurement of the challenger is better.
             let challenger_us = if self.0 == 1 { vec![50.0; 5] } else { vec![120.0; 5] };
             Ok(Answer::Measured(Paired { incumbent_us: vec![100.0; 5], challenger_us }))
         }
@@ -235,7 +237,7 @@ fn result_is_never_slower_than_the_start() {
     assert_eq!((tuned.best, tuned.gain, tuned.taken.len()), (space.first(), 0.0, 1));
 }
 
-/// Killed behind any comparison, or with any line half written: the same result, and nothing is measured twice.
+/// After a kill at any comparison, or with any line half written, the result is the same and nothing is measured twice.
 #[test]
 fn search_resumes_from_every_line() {
     let space = space([3, 3, 2, 4, 2, 3]);
@@ -252,7 +254,7 @@ fn search_resumes_from_every_line() {
         for torn in [0, 1, 17] {
             let path = folder.path().join(format!("{kept}-{torn}"));
             let mut bytes = lines[..kept].concat();
-            // Not all of the next line, and never its end.
+            // A part of the next line, and never its end.
             bytes.extend(lines.get(kept).map_or(&[][..], |line| &line[..torn.min(line.len() - 1)]));
             fs::write(&path, bytes).unwrap();
             let mut objective = Invented::new(&cost);
@@ -262,7 +264,7 @@ fn search_resumes_from_every_line() {
             assert_eq!(fs::read(&path).unwrap(), text, "{kept} lines");
         }
     }
-    // A device that is lost again and again.
+    // A device that is lost repeatedly.
     let path = folder.path().join("dying");
     let mut asked: HashMap<(Point, Point), u32> = HashMap::new();
     let mut deaths = 0;
@@ -301,7 +303,7 @@ fn invalid_journals_are_rejected() {
         let error = open(&(lines.join("\n") + "\n"), KEY).unwrap_err();
         assert!(error.contains(&format!("j: line {line}: ")) && error.contains("begin with a new file"), "{error}");
     }
-    // Without a line: what a kill left of the head is begun again, anything else is somebody's.
+    // A file without a whole line is overwritten if it is a prefix of the head; any other belongs to another program.
     let head = text.lines().next().unwrap();
     for torn in ["", &head[..7], head] {
         assert_eq!(open(torn, KEY), Ok(0), "{torn}");
@@ -326,7 +328,7 @@ fn invalid_journals_are_rejected() {
     assert!(matches!(again(&path), Err(JournalError::Busy { .. })));
     drop(held);
     assert!(again(&path).is_ok());
-    // One that no memory would hold, without a line: it is not read.
+    // A file without a line that exceeds all memory is not read.
     let huge = folder.path().join("huge");
     fs::File::create(&huge).unwrap().set_len(1 << 40).unwrap();
     let error = again(&huge).unwrap_err();
@@ -336,8 +338,8 @@ fn invalid_journals_are_rejected() {
     assert!(matches!(again(&nowhere), Err(JournalError::Io { .. })));
 }
 
-/// Before anybody knows what can be chosen: who writes it, and what it is of. A claim that comes to nothing leaves
-/// nothing, and what was there as it was.
+/// A claim locks the file and checks its key before the search space is known. A dropped claim removes a file that it
+/// created, and leaves an existing file unchanged.
 #[test]
 fn journal_is_locked_before_the_search_space_is_known() {
     let (space, folder) = (space([2, 2, 1, 1, 1, 1]), folder());
@@ -370,7 +372,7 @@ fn journal_is_locked_before_the_search_space_is_known() {
     let link = folder.path().join("link");
     std::os::unix::fs::symlink("absent", &link).unwrap();
     assert!(matches!(Claim::new(&link), Err(JournalError::NoFile { .. })));
-    // The name of a file that somebody took away while it was claimed is the next one's.
+    // If a claimed file is removed, its name belongs to the next claim.
     fs::remove_file(&path).unwrap();
     let first = Claim::new(&path).unwrap();
     fs::remove_file(&path).unwrap();
@@ -379,7 +381,7 @@ fn journal_is_locked_before_the_search_space_is_known() {
     assert!(second.is_empty() && path.exists());
 }
 
-/// What a kill cut off is gone before anything is written: the line that takes its place may be shorter.
+/// A torn line is removed before anything is written, because the line that replaces it may be shorter.
 #[test]
 fn torn_journal_line_is_removed() {
     let (space, folder) = (space([2, 1, 1, 1, 1, 1]), folder());
@@ -392,8 +394,8 @@ fn torn_journal_line_is_removed() {
     assert_eq!(fs::read(&path).unwrap(), head);
 }
 
-/// What a search found is where the next one begins; the same search, of the same journal, begins where it began: it
-/// measures nothing twice, and its gain is that over its own start.
+/// A new search starts at the result of an earlier one. The same search, resumed from its journal, starts where it
+/// began: it measures nothing twice, and its gain is relative to its own start.
 #[test]
 fn search_resumes_from_its_own_start() {
     for seed in 0..10 {
@@ -417,11 +419,11 @@ fn gains_are_medians_of_rounds() {
         incumbent_us: incumbent.to_vec(),
         challenger_us: challenger.to_vec(),
     };
-    // One round that something disturbed changes nothing.
+    // A single disturbed round changes nothing.
     let disturbed = paired(&[100.0; 5], &[98.0, 98.0, 500.0, 98.0, 98.0]);
     assert!(disturbed.is_gain(0.005) && (disturbed.gain().0 - 0.02).abs() < 1e-12);
     assert!(!disturbed.is_gain(0.02), "not more than 2 %");
-    // A gain of 2 % with deviations of 1 % may be none.
+    // A gain of 2 % with deviations of 1 % may be noise.
     assert!(!paired(&[100.0; 5], &[96.0, 97.0, 98.0, 99.0, 100.0]).is_gain(0.005));
     assert!(!paired(&[], &[]).is_gain(0.0));
     assert!(!paired(&[f64::NAN, 0.0, -1.0, f64::INFINITY], &[1.0; 4]).is_gain(0.0));

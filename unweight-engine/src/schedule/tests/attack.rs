@@ -1,39 +1,39 @@
 //! Schedules under attack: small pools of pages and units, prompts that share whole chunks, cancellation at any time,
-//! texts whose logits are asked for in between, and pages that are lost. The device has BF16 units by their numbers:
-//! none is owned twice, none is gone in the end.
+//! texts whose logits are computed in between, and lost pages. The device tracks its BF16 units by index: none is owned
+//! twice, and none is missing at the end.
 
 use super::*;
 
-/// Tokens of one page or more, which are scored between steps.
+/// The id of texts of one page or more, which are scored between steps.
 const TEXT: SeqId = SeqId(u64::MAX);
 
-/// What a run is made of.
+/// The parameters of a run.
 #[derive(Clone, Copy, Debug)]
 struct Plan {
     limits: Limits,
     pages: u32,
     units: u32,
-    /// A page in so many takes units.
+    /// One page in this many takes units.
     odds: u64,
     sequences: usize,
-    /// Between steps: one in so many is followed by a cancellation, and by a text. 0: none is.
+    /// One in this many steps is followed by a cancellation, or by a text; 0 for none.
     cancels: u64,
     texts: u64,
     /// Whether a sequence is cancelled while its prompt runs.
     cancels_prefills: bool,
 }
 
-/// BF16 units as the device has them.
+/// The BF16 units of the device.
 #[derive(Default)]
 struct Units {
     free: Vec<u32>,
-    /// By page.
+    /// The units of each page.
     owned: BTreeMap<u32, Vec<u32>>,
     lost: BTreeSet<u32>,
 }
 
 impl Units {
-    /// As the kernel: a page that is listed twice gives its units back twice.
+    /// Like the kernel: a page that is listed twice returns its units twice.
     fn release(&mut self, pages: &[u32]) {
         let units = pages.iter().filter_map(|page| self.owned.get(page)).flatten().copied();
         self.free.extend(units.collect::<Vec<_>>());
@@ -47,7 +47,7 @@ impl Units {
         assert!(owned.is_disjoint(&different), "units of pages that are free");
     }
 
-    /// Whether all of the page is kept.
+    /// Returns whether all of the page is kept.
     fn pack(&mut self, page: u32, need: u32) -> bool {
         assert!(!self.owned.contains_key(&page), "page {page} is packed over units that were not released");
         let taken = self.free.split_off(self.free.len().saturating_sub(need as usize));
@@ -71,7 +71,7 @@ struct Attack {
     clients: Clients,
     rows: Vec<Row>,
     memory: Vec<u64>,
-    /// Pages and hot page of the prompt that runs, as they were set before its first chunk.
+    /// The pages and the hot page of the current prompt, as they were set before its first chunk.
     prompt: (Vec<u32>, u32),
     prompt_is_lost: bool,
     is_overwritten: bool,
@@ -81,7 +81,7 @@ struct Attack {
     cancelled_prefills: u32,
 }
 
-/// Prompts of eight kinds: chunk `n` of them tells `2^(n + 1)` of them apart.
+/// Prompts of eight kinds: chunk `n` distinguishes `2^(n + 1)` of them.
 fn tree_prompt(id: SeqId, len: usize, chunk: u32) -> Vec<u32> {
     (0..len).map(|at| 1 + id.0 as u32 % 8 % (2 << (at as u32 / chunk).min(2))).collect()
 }
@@ -115,7 +115,7 @@ impl Attack {
         prompt.into_iter().chain((0..told as u32).map(|nth| token_of(id, nth))).collect()
     }
 
-    /// Units of a page that ends with this key.
+    /// The number of units of a page that ends with this key.
     fn need(&self, last_key: u64) -> u32 {
         if last_key >> 20 & 0xffff >= 0x10000 / self.plan.odds.max(1) { 0 } else { 1 + (last_key >> 40 & 1) as u32 }
     }
@@ -156,7 +156,7 @@ impl Attack {
     fn add(&mut self) {
         let Limits { context, chunk, .. } = self.plan.limits;
         let id = SeqId(self.clients.asked.len() as u64);
-        // Around the ends of chunks and pages as often as anywhere.
+        // Around the ends of chunks and pages as often as elsewhere.
         let most = u64::from(context) * 3 / 4;
         let prompt = match self.random.below(3) {
             0 => self.random.below(most) + 1,
@@ -193,7 +193,7 @@ impl Attack {
         }
     }
 
-    /// As `Engine::logits`.
+    /// Like `Engine::logits`.
     fn text(&mut self) {
         let Limits { chunk, context, .. } = self.plan.limits;
         let len = 1 + self.random.below(u64::from(context)) as usize;
@@ -206,14 +206,14 @@ impl Attack {
             events.into_iter().for_each(|event| self.tell(event));
         }
         let Ok(pages) = self.schedule.lend(&[self.schedule.pages_of(len as u32)]) else { return };
-        // Lending may have taken pages of beginnings, with their units.
+        // Lending may have evicted prefixes with their units.
         self.release();
         let mut table = pages[0].clone();
         self.texts += 1;
         let mut is_lost = false;
         for start in (0..len as u32).step_by(chunk as usize) {
             let end = (start + chunk).min(len as u32);
-            // What is behind the last page is not kept.
+            // Tokens after the last page are not kept.
             table.resize((end.div_ceil(PAGE_TOKENS) as usize).max(table.len()), u32::MAX);
             is_lost |= self.chunk(TEXT, &text, (&table, u32::MAX), (start, end), is_lost);
         }
@@ -222,7 +222,7 @@ impl Attack {
         self.release();
     }
 
-    /// Attends to a chunk, and packs its pages. Whether one is lost.
+    /// Attends to a chunk and packs its pages. Returns whether one is lost.
     fn chunk(
         &mut self,
         id: SeqId,
@@ -261,7 +261,7 @@ impl Attack {
         if hot == u32::MAX { hot } else { self.plan.pages + hot }
     }
 
-    /// The keys of tokens before `end` are there; the hot page is that of token `open`.
+    /// Checks the keys of tokens before `end`; the token at `open` is in the hot page.
     fn check_keys(&self, keys: &[u64], pages: &[u32], hot: u32, end: u32, open: u32) {
         for (position, key) in (0..end).zip(keys) {
             let is_open = self.packed() && position / PAGE_TOKENS == open / PAGE_TOKENS;
@@ -272,7 +272,7 @@ impl Attack {
         }
     }
 
-    /// As `Engine::step`.
+    /// Like `Engine::step`.
     fn step(&mut self) -> Vec<Event> {
         loop {
             let next = self.schedule.due();
@@ -294,7 +294,7 @@ impl Attack {
                     }
                 }
             }
-            // A host may do anything here; calls of the engine only begin where it returns.
+            // The host acts only where calls of the engine return, so not here.
         }
     }
 
@@ -365,7 +365,7 @@ impl Attack {
             }
         }
         let flags = rows.iter().flat_map(|row| vec![u32::from(row.is_lost); 1 + row.draft.len()]).collect();
-        // What a row is behind guesses is not known before they are read.
+        // Rows after guesses are unknown before these are read.
         self.is_overwritten = rows.iter().any(|row| !row.draft.is_empty());
         self.rows = rows;
         self.in_flight.push_back((tokens, flags));
@@ -376,7 +376,7 @@ impl Attack {
         let Some(finish) = self.clients.tell(&event) else { return };
         let (seq, token, told) = (event.seq, event.token, &self.clients.told[&event.seq]);
         if finish == Finish::CacheFull {
-            // Only what would not fit alone.
+            // Only a sequence that would not fit alone.
             let count = told.len() - usize::from(token != NO_TOKEN);
             let need = self.need_of(&self.tokens(seq, count));
             assert!(need > self.plan.units, "{event:?}: {need} units of {}, {:?}", self.plan.units, self.plan);
@@ -393,7 +393,7 @@ impl Attack {
     }
 }
 
-/// A plan drawn from a seed.
+/// A random plan.
 fn plan(random: &mut Random) -> Plan {
     let chunk = [64, 128, 192, 256][random.below(4) as usize];
     let kv_cache = if random.below(5) == 0 { KvCache::Bf16 } else { KvCache::Packed };
@@ -417,13 +417,13 @@ fn plan(random: &mut Random) -> Plan {
     }
 }
 
-/// How many seeds; `KV_ATTACK_SEEDS` asks for more.
+/// The range of seeds; `KV_ATTACK_SEEDS` sets another number.
 fn seeds(usual: u64) -> Range<u64> {
     let count = std::env::var("KV_ATTACK_SEEDS").ok().and_then(|count| count.parse().ok()).unwrap_or(usual);
     0..count
 }
 
-/// Runs plans of many seeds; what is wrong with the first few.
+/// Runs random plans of many seeds.
 fn attack(usual: u64, change: impl Fn(&mut Plan)) {
     let (mut preempted, mut full, mut shared, mut prefills, mut texts, mut cancelled) = (0, 0, 0, 0, 0, 0);
     for seed in seeds(usual) {
@@ -445,13 +445,13 @@ fn attack(usual: u64, change: impl Fn(&mut Plan)) {
     );
 }
 
-/// Everything but texts, and cancellations of prompts that run.
+/// Everything but texts and cancellations of running prompts.
 #[test]
 fn no_unit_is_owned_twice_or_gone() {
     attack(200, |_| ());
 }
 
-/// A prompt that is cancelled gives its units back, and no other sequence ends for want of them.
+/// A cancelled prompt returns its units, and no other sequence ends because units are missing.
 #[test]
 fn cancelled_prompts_give_their_units_back() {
     attack(200, |plan| {
@@ -459,14 +459,14 @@ fn cancelled_prompts_give_their_units_back() {
     });
 }
 
-/// Texts take pages that beginnings of prompts held, with their units.
+/// Texts take pages of cached prefixes, with their units.
 #[test]
 fn texts_take_the_pages_of_beginnings_with_their_units() {
     attack(200, |plan| plan.texts = 10);
 }
 
-/// A page is lost while a prompt holds all units. The prompt is cancelled before the step is read: its units are free
-/// again, so the sequence is computed again, and does not end.
+/// A page is lost while a prompt holds all units. The prompt is cancelled before the step is read, so its units are
+/// free again. The sequence is therefore computed again, and does not end.
 #[test]
 fn a_page_lost_to_a_prompt_that_was_cancelled_is_computed_again() {
     let mut schedule = Schedule::new(PACKED, 20);
@@ -480,7 +480,7 @@ fn a_page_lost_to_a_prompt_that_was_cancelled_is_computed_again() {
     assert_eq!(schedule.due(), Next::Launch { changed: false });
     schedule.launched();
     assert!(!chunk(&mut schedule), "behind a step");
-    // Fills the page.
+    // This step fills the page.
     assert_eq!(schedule.due(), Next::Launch { changed: false });
     schedule.launched();
     assert_eq!(schedule.due(), Next::Read);
@@ -491,7 +491,7 @@ fn a_page_lost_to_a_prompt_that_was_cancelled_is_computed_again() {
     assert_eq!(events[1], Event { seq: id, token: 13, finish: None, logprobs: None }, "its page fits now");
 }
 
-/// What `Engine::logits` does where beginnings of prompts hold the pages.
+/// The calls of `Engine::logits` if cached prefixes hold the pages.
 #[test]
 fn lent_pages_are_freed_once() {
     let mut schedule = Schedule::new(Limits { shares_prefixes: true, ..PACKED }, 6);

@@ -1,4 +1,4 @@
-//! Which drafts are verified, and how their tokens are counted.
+//! Tests which drafts are verified, and how their tokens are counted.
 
 use super::*;
 
@@ -6,7 +6,7 @@ fn drafting(limits: Limits, tokens: u32) -> Schedule {
     Schedule::new(Limits { speculation: speculation(tokens), ..limits }, 100)
 }
 
-/// A sequence that has said `abab...` for some steps, all of whose guesses were right.
+/// A sequence that has repeated `abab...` for some steps, with all guesses right.
 fn repeating(schedule: &mut Schedule, max_new_tokens: u32) -> SeqId {
     let id = schedule.add(request(5, max_new_tokens)).unwrap();
     join(schedule, 10);
@@ -16,12 +16,12 @@ fn repeating(schedule: &mut Schedule, max_new_tokens: u32) -> SeqId {
     id
 }
 
-/// What a row is given, and its draft.
+/// The draft of a row.
 fn draft(row: &Running) -> Vec<u32> {
     row.inputs().skip(1).map(|(token, _)| token).collect()
 }
 
-/// Runs a step whose sequences all say `abab...`. Its number of rows.
+/// Runs a step in which all sequences continue `abab...`. Returns its number of rows.
 fn right(schedule: &mut Schedule) -> u32 {
     assert!(matches!(schedule.due(), Next::Launch { .. }));
     let other = |token: u32| if token == 10 { 11 } else { 10 };
@@ -47,7 +47,7 @@ fn right_drafts_make_several_tokens_and_wrong_ones_one() {
     schedule.launched();
     assert_eq!((schedule.step_rows(), schedule.due()), (4, Next::Read), "nothing runs behind guesses");
     let mut events = Vec::new();
-    // The second guess is wrong: its token is right, and what follows is dropped.
+    // The second guess is wrong: the token sampled for it is right, and later ones are dropped.
     let [_, first, second, _] = expected;
     schedule.read(&[first, 50, second, 60], &[], &mut events);
     assert_eq!(events, [event(id, first, None), event(id, 50, None)]);
@@ -55,7 +55,7 @@ fn right_drafts_make_several_tokens_and_wrong_ones_one() {
     assert_eq!((row.position, row.last, row.launched), (position + 2, 50, row.produced));
     assert_eq!(schedule.due(), Next::Launch { changed: true });
     assert!(draft(&schedule.rows()[0]).is_empty(), "50 is new");
-    // All guesses right.
+    // All guesses are right.
     let before = schedule.draft_counts();
     repeating(&mut drafting(LIMITS, 3), 200);
     let mut schedule = drafting(LIMITS, 3);
@@ -75,7 +75,7 @@ fn a_draft_ends_with_the_sequence_and_behind_a_stop() {
     while schedule.due() != Next::Idle {
         let row = &schedule.rows()[0];
         most = most.max(row.step_rows());
-        // The last token is sampled, and never the input of a row.
+        // The last token is sampled, but never the input of a row.
         assert!(row.produced + row.step_rows() <= 60, "{row:?}");
         right(&mut schedule);
     }
@@ -112,8 +112,8 @@ fn a_packed_page_is_filled_by_a_token_that_is_right() {
     }
 }
 
-/// Pairs that were followed by something else before: behind drafts some guesses are tried, then no more. Without
-/// drafts in front none is: that guesses are wrong is seen without verifying them.
+/// Pairs that were followed by another token before: after accepted drafts, some guesses are tried, then no more.
+/// Without these, none is tried, because wrong guesses are noticed without verification.
 #[test]
 fn wrong_guesses_end_drafts() {
     for (repeats, expected) in [(8, 7..=7 * 6), (0, 0..=0)] {
@@ -141,7 +141,7 @@ fn wrong_guesses_end_drafts() {
     }
 }
 
-/// The number of rows of a step, by what makes rows dear.
+/// The number of rows of a step, depending on what makes rows expensive.
 #[test]
 fn drafts_are_as_long_as_they_pay() {
     let rows = |sequences: u64, own: Speculation| {
@@ -162,7 +162,7 @@ fn drafts_are_as_long_as_they_pay() {
     assert_eq!(rows(1, Speculation { rows: 9, ..cheap }), 9);
     assert_eq!(rows(64, cheap), 64, "none");
     assert_eq!(rows(1, Speculation { is_mixture: true, ..cheap }), 16, "even so");
-    // Where attention takes most of the time, less likely guesses do not pay.
+    // If attention takes most of the time, less likely guesses do not pay.
     let few = rows(1, Speculation { weight_tokens: 1, ..cheap });
     assert!((2..16).contains(&few), "{few}");
     assert_eq!(rows(1, Speculation { tokens: 0, ..cheap }), 1);

@@ -1,4 +1,4 @@
-//! A search whose process is killed (SIGKILL) while it measures: ten times, at random points, each time begun again.
+//! A search whose process is killed (SIGKILL) while it measures: ten times, at random points, and restarted each time.
 
 use std::{
     collections::BTreeSet,
@@ -14,22 +14,23 @@ use std::{
 
 use super::*;
 
-/// Times that the process is killed.
+/// How often the process is killed.
 const KILLS: u64 = 10;
-/// A measurement, which is where most kills come.
+/// The time of a measurement, during which most kills happen.
 const MEASUREMENT: Duration = Duration::from_millis(2);
-/// Until a process that says nothing is given up.
+/// The time after which a silent process counts as stuck.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Where the child works.
+/// The environment variable with the child's folder.
 const FOLDER: &str = "UNWEIGHT_TEST_TUNE_FOLDER";
-/// Comparisons, the journal's among them, behind which the child waits to be killed.
+/// The environment variable with the number of comparisons, those of the journal included, after which the child waits
+/// to be killed.
 const LIMIT: &str = "UNWEIGHT_TEST_TUNE_LIMIT";
 
 fn searched() -> Space {
     space([3, 3, 4, 6, 2, 5])
 }
 
-/// Writes down what is asked before it measures, so that a measurement whose answer was lost is seen, too.
+/// Logs each comparison before it is measured, so that a measurement whose answer was lost is visible, too.
 struct Slow<O> {
     of: O,
     asked: fs::File,
@@ -53,7 +54,7 @@ fn lines(path: &Path) -> usize {
     fs::read(path).map_or(0, |bytes| bytes.iter().filter(|byte| **byte == b'\n').count())
 }
 
-/// What the child process runs.
+/// The program of the child process.
 #[test]
 #[ignore = "the process that killed_searches_measure_nothing_twice kills"]
 fn a_search_to_be_killed() {
@@ -75,9 +76,9 @@ fn begin(folder: &Path, limit: usize) -> Child {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::inherit()).spawn().unwrap()
 }
 
-/// Nothing that the journal has is measured again, and journal and result are those of a search that nobody disturbed.
-/// Where the kill tears no line of itself, every other one is torn behind it. `UNWEIGHT_TEST_SEED` repeats a run, as
-/// far as the moments of signals can be repeated.
+/// No measurement in the journal is repeated, and journal and result equal those of an undisturbed search. After every
+/// second kill that tore no line, the test tears the last line. `UNWEIGHT_TEST_SEED` repeats a run, as far as the
+/// timing of signals allows.
 #[test]
 fn killed_searches_measure_nothing_twice() {
     let now = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_nanos() as u64);
@@ -100,7 +101,7 @@ fn killed_searches_measure_nothing_twice() {
     for (number, &point) in points.iter().enumerate() {
         let mut child = begin(folder.path(), point + 2);
         let begun = Instant::now();
-        // The head is a line, too.
+        // The head is a line of the journal, too.
         while lines(&journal) <= point && point > 0 {
             assert!(begun.elapsed() < PATIENCE, "the child measures nothing");
             assert!(child.try_wait().unwrap().is_none(), "the child ended by itself");
@@ -122,7 +123,7 @@ fn killed_searches_measure_nothing_twice() {
     assert!(child.wait().unwrap().success());
     assert_eq!(fs::read_to_string(folder.path().join("result")).unwrap(), result(&expected));
     assert!(fs::read(&journal).unwrap() == whole, "another journal");
-    // What a kill or a tear took was not in the journal; nothing else is asked again.
+    // Measurements that a kill or a tear lost were not in the journal; no others are repeated.
     let (asked, most) = (lines(&asked), all + KILLS as usize + torn);
     assert!((all + torn..=most).contains(&asked), "{asked} measurements for {all}, at most {most}");
     let again = search(&space, &mut Invented { lives: Some(0), ..Invented::new(|_: &Point| 0.0) }, &journal).unwrap();
