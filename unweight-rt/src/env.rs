@@ -1,8 +1,7 @@
-//! Every environment variable that Unweight reads, in one table, parsed once.
+//! All environment variables that Unweight reads, in one table, parsed once.
 //!
-//! `VARIABLES` is what the documentation prints (docs/reference/environment.md; a test holds the two equal). [`Env`] is
-//! the parsed form that the rest of the crate is given; no other module reads the environment, so a test can pass any
-//! [`Env`].
+//! The documentation prints `VARIABLES` (docs/reference/environment.md; a test compares both). [`Env`] is the parsed
+//! form for the rest of the crate; no other module reads the environment, so a test can pass any [`Env`].
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -12,13 +11,13 @@ use std::time::Duration;
 /// A documented environment variable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Variable {
-    /// The variable.
+    /// The name of the variable.
     pub name: &'static str,
-    /// The values that it takes.
+    /// The accepted values.
     pub values: &'static str,
     /// The value when it is unset or empty.
     pub default: &'static str,
-    /// Effect of the variable.
+    /// The effect of the variable.
     pub meaning: &'static str,
 }
 
@@ -68,21 +67,21 @@ pub(crate) const VARIABLES: &[Variable] = &[
     },
 ];
 
-/// The use of the kernel cache and the compiler when kernels are needed.
+/// How the cache and the compiler are used when kernels are needed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum JitMode {
-    /// Compile it and keep it.
+    /// Compile missing kernels and store them.
     #[default]
     Auto,
-    /// Fail, naming every kernel that is missing.
+    /// Fail with the names of all missing kernels.
     CacheOnly,
     /// Compile every kernel in memory; neither read nor write the cache.
     Off,
 }
 
 impl JitMode {
-    /// The value of `UNWEIGHT_JIT` that selects it.
+    /// Returns the value of `UNWEIGHT_JIT` that selects this mode.
     pub const fn name(self) -> &'static str {
         match self {
             JitMode::Auto => "auto",
@@ -101,18 +100,18 @@ pub struct EnvError {
     pub name: &'static str,
     /// The value of the variable.
     pub value: String,
-    /// The values that it takes.
+    /// The accepted values.
     pub expected: &'static str,
 }
 
 impl EnvError {
-    /// The stable code of this error; docs/reference/errors.md lists all.
+    /// Returns the stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "environment-variable-invalid"
     }
 }
 
-/// Folders that the search for libraries tries.
+/// The folders in which libraries are searched for.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SearchPaths {
     /// Roots of Python environments, the active one first (`VIRTUAL_ENV`, `CONDA_PREFIX`, then from `PATH`).
@@ -131,38 +130,38 @@ pub(crate) struct SearchPaths {
 pub struct Env {
     /// Root of the kernel cache; `None` if the environment names no cache folder.
     pub cache_dir: Option<PathBuf>,
-    /// Size that `prune` shrinks the cache to, in bytes.
+    /// The size in bytes to which `prune` shrinks the cache.
     pub cache_max_bytes: u64,
-    /// What to do with a kernel that the cache lacks.
+    /// What to do with a kernel that is not in the cache.
     pub jit: JitMode,
-    /// Kernels compiled at the same time.
+    /// The number of kernels compiled at the same time.
     pub jit_threads: usize,
-    /// How long to wait for another process that compiles the same kernel.
+    /// How long to wait for another process that is compiling the same kernel.
     pub lock_timeout: Duration,
     /// The value of `UNWEIGHT_NVRTC`.
     pub nvrtc: Option<PathBuf>,
     /// The value of `UNWEIGHT_CUBLAS`.
     pub cublas: Option<PathBuf>,
-    /// Where to look for libraries.
+    /// Where to search for libraries.
     pub(crate) search: SearchPaths,
 }
 
 impl Env {
-    /// The process's environment, parsed on the first call and remembered.
+    /// Returns the process's environment, parsed on the first call.
     pub fn process() -> Result<&'static Env, EnvError> {
         static PROCESS: OnceLock<Result<Env, EnvError>> = OnceLock::new();
         PROCESS.get_or_init(|| Env::parse(|name| std::env::var_os(name))).as_ref().map_err(Clone::clone)
     }
 
-    /// Parses an environment given as a lookup. An empty value counts as unset.
+    /// Parses an environment given as a lookup function. An empty value counts as unset.
     pub fn parse(lookup: impl Fn(&str) -> Option<OsString>) -> Result<Env, EnvError> {
         let get = |name: &str| lookup(name).filter(|value| !value.is_empty());
         let path = |name: &str| get(name).map(PathBuf::from);
         let cache_dir = match path("UNWEIGHT_CACHE_DIR") {
-            // A relative root would be a different cache in every working directory.
+            // A relative root would be another cache in every working directory.
             Some(dir) if dir.is_absolute() => Some(dir),
             Some(dir) => return Err(bad("UNWEIGHT_CACHE_DIR", &dir.to_string_lossy())),
-            // The XDG specification has relative values ignored.
+            // The XDG specification requires that relative values are ignored.
             None => path("XDG_CACHE_HOME")
                 .filter(|dir| dir.is_absolute())
                 .or_else(|| path("HOME").filter(|dir| dir.is_absolute()).map(|home| home.join(".cache")))
@@ -192,7 +191,7 @@ impl Env {
         })
     }
 
-    /// Names among `names` that look like Unweight's but are in no table: most likely misspelt.
+    /// Returns those of `names` that look like Unweight's but are not in the table: most likely misspelt.
     ///
     /// ```
     /// # use unweight_rt::env::Env;
@@ -220,15 +219,15 @@ impl SearchPaths {
         let path = |name: &str| get(name).map(PathBuf::from);
         let mut python_prefixes: Vec<PathBuf> = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(path).collect();
         for folder in list("PATH") {
-            // `<prefix>/bin/python3` belongs to `<prefix>`, and so does what a symlink there points to (a virtual
-            // environment made without activation).
+            // `<prefix>/bin/python3` belongs to `<prefix>`, and so does the target of a symlink there (a virtual
+            // environment used without activation).
             if folder.ends_with("bin") && folder.join("python3").exists() {
                 python_prefixes.extend(folder.parent().map(Path::to_owned));
                 if let Ok(real) = folder.join("python3").canonicalize() {
                     python_prefixes.extend(real.parent().and_then(Path::parent).map(Path::to_owned));
                 }
             }
-            // pyenv puts scripts there; the version they run is in a file in the same folder.
+            // pyenv puts scripts there; a file in the same folder contains the version that they run.
             if folder.ends_with("shims")
                 && folder.join("python3").exists()
                 && let Some(root) = folder.parent()
@@ -287,7 +286,7 @@ fn parsed<T>(
     }
 }
 
-/// `"512M"` to bytes; powers of 1024.
+/// Parses a size such as `"512M"` to bytes; suffixes are powers of 1024.
 fn parse_bytes(text: &str) -> Option<u64> {
     let (digits, shift) = match text.as_bytes().last()? {
         b'K' | b'k' => (&text[..text.len() - 1], 10),
@@ -328,7 +327,7 @@ mod tests {
         assert_eq!(env.jit_threads, 3);
         assert_eq!(env.nvrtc, None);
         assert_eq!(with(&[]).unwrap().cache_dir, None);
-        // A relative XDG path is ignored, a relative path of our own refused.
+        // A relative XDG path is ignored; a relative `UNWEIGHT_CACHE_DIR` is an error.
         assert_eq!(with(&[("XDG_CACHE_HOME", "rel")]).unwrap().cache_dir, None);
     }
 
@@ -352,7 +351,7 @@ mod tests {
     #[test]
     fn the_table_is_sorted_and_complete() {
         assert!(VARIABLES.windows(2).all(|pair| pair[0].name < pair[1].name));
-        // Every variable of the table is asked for by the parser, and no other of ours.
+        // The parser reads every variable of the table, and no other variable of ours.
         let asked = std::cell::RefCell::new(std::collections::BTreeSet::new());
         Env::parse(|name| {
             asked.borrow_mut().insert(name.to_owned());

@@ -1,7 +1,7 @@
-//! From a declared variant to what launches its kernel.
+//! Loads a declared kernel variant as the operation that launches it.
 //!
-//! `#[unweight_variant]` gives a struct the spec of its family as a type. Here each family whose kernels are launched
-//! one by one has its [`Launcher`], so that [`LoadVariant::load`] returns the type of the operation.
+//! `#[unweight_variant]` gives a struct its family's spec as a type. Each family whose kernels are launched one by one
+//! implements [`Launcher`] here, so that [`LoadVariant::load`] returns the operation's type.
 
 use std::sync::Arc;
 
@@ -22,26 +22,26 @@ use crate::{
     },
 };
 
-/// A family whose kernels have a launcher of their own.
+/// A kernel family whose kernels each have a launcher.
 ///
-/// Kernels of the other families are stages of one operation, which loads them all.
+/// Kernels of other families are stages of one operation, which loads them all.
 #[diagnostic::on_unimplemented(
     message = "kernels of `{Self}` are stages of an operation and have no launcher of their own",
     label = "this variant cannot be loaded by itself",
     note = "load the operation that runs the stage, or take the kernel with `KernelSet::get`"
 )]
 pub trait Launcher: Family {
-    /// What launches a kernel of the family, such as [`PackedGemm`].
+    /// The type that launches a kernel of the family, such as [`PackedGemm`].
     type Op;
 
     /// Wraps a loaded kernel.
     ///
     /// # Errors
-    /// A kernel of another family, or a stage that this launcher does not run.
+    /// The kernel belongs to another family, or is a stage that this launcher does not run.
     fn launcher(kernel: Arc<LoadedKernel>) -> Result<Self::Op, DeviceError>;
 }
 
-/// `GateUp::load(&kernels)?` for every variant that is declared with `#[unweight_variant]`.
+/// Adds `load` to every variant declared with `#[unweight_variant]`.
 ///
 /// ```no_run
 /// use unweight_codegen::unweight_variant;
@@ -67,10 +67,10 @@ pub trait Launcher: Family {
 /// }
 /// ```
 pub trait LoadVariant: Variant {
-    /// What launches the variant's kernel. The kernel is taken from the set, or from the cache, or compiled.
+    /// Loads the launcher of the variant's kernel. The kernel comes from the set or the cache, or is compiled.
     ///
     /// # Errors
-    /// The kernel cannot be made, does not run on the device, or is a stage that the launcher does not run.
+    /// The kernel cannot be compiled, does not run on the device, or is a stage that the launcher does not run.
     fn load(kernels: &KernelSet) -> Result<<Self::Family as Launcher>::Op, DeviceError>
     where
         Self::Family: Launcher,
@@ -81,7 +81,7 @@ pub trait LoadVariant: Variant {
 
 impl<V: Variant> LoadVariant for V {}
 
-/// The launcher of each family.
+/// Implements [`Launcher`] for each family.
 macro_rules! launchers {
     ($($(#[$doc:meta])* $family:ident => $op:ident),+ $(,)?) => {
         $($(#[$doc])* impl Launcher for $family {
@@ -107,6 +107,6 @@ launchers! {
     SampleSpec => Sample,
     SiluMulSpec => SiluMul,
     UnpackSpec => Unpacker,
-    /// Of stage `full`; layers run the others ahead of a product.
+    /// Launches stage `full` only; layers run the other stages before a product.
     DecodeCompactSpec => CompactDecoder,
 }

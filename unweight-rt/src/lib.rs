@@ -7,17 +7,17 @@
 //! ```
 //!
 //! This crate owns everything that needs a compiler, a driver or a device. It does not know what a kernel computes:
-//! that is `unweight_codegen`. Nothing is linked against CUDA. Every library is searched for at run time; the error for
-//! a missing one lists where it was searched for and what to install.
+//! `unweight_codegen` defines that. Nothing is linked against CUDA: every library is loaded at run time. The error for
+//! a missing library lists where it was searched for and what to install.
 //!
 //! | start with | for |
 //! |---|---|
 //! | [`Device`], [`Stream`], [`DeviceMatrix`] | a GPU, work in order, a BF16 matrix |
 //! | [`KernelSet`] | the kernels of a GPU, compiled or found in the [`cache`] |
 //! | [`Loader`], [`LayerBuilder`] | layers of a bundle, or of matrices on the GPU |
-//! | [`Linear`], [`experts`] | what layers compute, in the memory of a [`ExecContext`] |
+//! | [`Linear`], [`experts`] | the matmuls of layers, run in an [`ExecContext`] |
 //! | [`interop`] | layers in the memory and on the streams of another framework |
-//! | [`raw`] | everything below, without a promise of stability |
+//! | [`raw`] | everything else, without a promise of stability |
 
 mod choose;
 mod device;
@@ -61,7 +61,7 @@ pub use unweight_format::Placement;
 #[doc(inline)]
 pub use weight::{DeviceMatrix, DevicePacked};
 
-/// Compiled kernels, and how the cache found each: what progress callbacks receive.
+/// Compiled kernels and how the cache found each: the arguments of progress callbacks.
 pub mod cache {
     #[doc(inline)]
     pub use crate::jit::cache::{Artifact, CacheState, Miss, Progress};

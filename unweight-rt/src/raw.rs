@@ -1,33 +1,33 @@
-//! The parts that the public types are made of: dispatch, kernels by family, weights section by section, the driver's
-//! objects, the compiler and the cache's files.
+//! The building blocks of the public types: dispatch, launchers per kernel family, weights section by section, driver
+//! objects, the compiler and the cache.
 //!
-//! For benchmarks, tests and experts. Nothing here is stable: names and behaviour change in any release.
+//! For benchmarks, tests and experts. Nothing here is stable: names and behaviour may change in any release.
 
-/// Chooses kernels and routes, as pure functions of shapes and the GPU's description.
+/// Chooses kernels and routes as pure functions of shapes and the GPU's description.
 pub mod choose {
     #[doc(inline)]
     pub use crate::choose::*;
 }
 
-/// The driver's objects: memory, streams, modules, launches.
+/// Driver objects: memory, streams, modules, launches.
 pub mod device {
     #[doc(inline)]
     pub use crate::device::*;
 }
 
-/// Where launches run: a stream with its memory, and cuBLAS.
+/// Execution contexts: a stream with its memory, and cuBLAS.
 pub mod exec {
     #[doc(inline)]
     pub use crate::exec::*;
 }
 
-/// Compiles kernels, reads what came out, and keeps it.
+/// Compiles kernels, parses the compiler's output and caches the results.
 pub mod jit {
     #[doc(inline)]
     pub use crate::jit::*;
 }
 
-/// Layers, and what a loader needs for them.
+/// Layers, with the options and errors of loading them.
 pub mod layer {
     #[doc(inline)]
     pub use crate::layer::*;

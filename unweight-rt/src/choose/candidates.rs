@@ -1,9 +1,9 @@
-//! The matmul variants that dispatch chooses from: those that ship for an architecture, and those that a program has
+//! The matmul variants among which dispatch chooses: the built-in ones of an architecture, and those that a program has
 //! registered.
 //!
-//! A variant takes part as a shape: batch tile, warps, stages, cluster and the other axes that say how it computes.
-//! What it is used for ([`PackedUse`]: escapes, dependent launch, epilogue) is set by the layer that asks, so one
-//! registered variant serves every epilogue of a layer.
+//! A variant is a candidate by its shape: batch tile, warps, stages, cluster and other axes of how it computes. The
+//! layer sets its use ([`PackedUse`]: escapes, dependent launch, epilogue), so one registered variant serves every
+//! epilogue of a layer.
 
 use std::{collections::BTreeSet, sync::OnceLock};
 
@@ -14,30 +14,31 @@ use unweight_codegen::{
     spec::{Arch, Epilogue, GemmCompactSpec, GemmMmaSpec, GemmWgmmaSpec, Op, catalog},
 };
 
-/// The largest batch that is multiplied straight from compact weights: the largest batch tile of `gemm_compact`. A
-/// second tile would read and decode everything again.
+/// The largest batch that is multiplied directly from compact weights: the largest batch tile of `gemm_compact`. A
+/// second tile would read and decode all weights again.
 pub const COMPACT_BATCH: u32 = 32;
 
 /// The use of a product: everything that selects a variant except its shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PackedUse {
-    /// The tensor has elements outside its window.
+    /// Whether the tensor has elements outside its window.
     pub escapes: bool,
-    /// Programmatic dependent launch: the kernels of the stream before it may still run when it starts.
+    /// Whether to use programmatic dependent launch: earlier kernels of the stream may still run when it starts.
     pub pdl: bool,
-    /// Overwrite or add.
+    /// Whether to overwrite, add or activate.
     pub epilogue: Epilogue,
 }
 
 impl PackedUse {
-    /// The same where the architecture may have no programmatic dependent launch.
+    /// Returns this use, without programmatic dependent launch if the architecture lacks it.
     pub(super) fn on(self, arch: Arch) -> Self {
         Self { pdl: self.pdl && arch.has(Instruction::DependentLaunch), ..self }
     }
 
-    /// The variant of the same shape for this use; `None` if it is of another family.
+    /// Returns the variant with the same shape for this use; `None` if it belongs to another family.
     ///
-    /// Without escapes only variants of batch tile 8 ship: beyond it nothing is gained, and some shapes spill.
+    /// Only variants with batch tile 8 have a version without escapes: for larger tiles it gains nothing, and some
+    /// shapes spill.
     pub fn of(self, spec: VariantSpec) -> Option<VariantSpec> {
         let Self { escapes, pdl, epilogue } = self;
         let op = match spec.op {
@@ -59,21 +60,21 @@ pub enum RegisterError {
     /// The variant is declared for another architecture.
     #[error("{variant} is a kernel for {declared} and this device is {device}; declare it with `arch = {tag}`")]
     Arch {
-        /// Its name.
+        /// The name of the variant.
         variant: String,
-        /// The compiler's name of its architecture.
+        /// The compiler's name of the variant's architecture.
         declared: &'static str,
         /// The compiler's name of the device's architecture.
         device: &'static str,
-        /// The device's architecture as the attribute spells it.
+        /// The device's architecture as spelled in the attribute.
         tag: &'static str,
     },
-    /// The architecture cannot run it: it exceeds a limit, or needs an instruction that is not there.
+    /// The architecture cannot run the variant: it exceeds a limit, or needs an instruction that is missing.
     #[error("{variant} cannot run: {source}")]
     Infeasible {
-        /// Its name.
+        /// The name of the variant.
         variant: String,
-        /// The sum, the limit and what would fit.
+        /// The requirement, the limit and what would fit.
         source: Infeasible,
     },
     /// Dispatch does not choose among kernels of this family on this architecture.
@@ -82,9 +83,9 @@ pub enum RegisterError {
          gemm_wgmma and, where it ships, gemm_compact; load the variant and launch it instead"
     )]
     Family {
-        /// Its name.
+        /// The name of the variant.
         variant: String,
-        /// Its family.
+        /// The family of the variant.
         family: &'static str,
         /// The compiler's name of the device's architecture.
         device: &'static str,
@@ -92,19 +93,19 @@ pub enum RegisterError {
     /// The variant writes the decoded weights instead of a product.
     #[error("{variant} writes decoded weights instead of a product; declare it without `dump = true`")]
     Dump {
-        /// Its name.
+        /// The name of the variant.
         variant: String,
     },
 }
 
 impl RegisterError {
-    /// The stable code of this error; docs/reference/errors.md lists all.
+    /// Returns the stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "variant-not-registrable"
     }
 }
 
-/// Variants that a program has registered for dispatch, next to those that ship.
+/// Variants that a program has registered for dispatch, in addition to the built-in ones.
 ///
 /// ```
 /// use unweight_codegen::spec::Arch;
@@ -118,17 +119,17 @@ impl RegisterError {
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Registered {
-    /// As they were declared.
+    /// The variants as they were declared.
     variants: BTreeSet<VariantSpec>,
-    /// Of those, the shapes that do not ship, as plain products.
+    /// The shapes among them that are not built in, as plain products.
     shapes: BTreeSet<VariantSpec>,
 }
 
 impl Registered {
-    /// Adds a variant for devices of an architecture. A variant that ships, or that was added before, changes nothing.
+    /// Adds a variant for devices of an architecture. Adding a built-in or already registered variant has no effect.
     ///
     /// # Errors
-    /// The architecture cannot run it, or dispatch does not choose among variants of its family.
+    /// The architecture cannot run the variant, or dispatch does not choose among variants of its family.
     pub fn add(&mut self, arch: Arch, spec: VariantSpec) -> Result<(), RegisterError> {
         let (variant, device) = (|| spec.to_string(), arch.compiler_name());
         if spec.arch != arch {
@@ -149,20 +150,20 @@ impl Registered {
         Ok(())
     }
 
-    /// The variants as they were declared, ordered.
+    /// Returns the variants as they were declared, ordered.
     pub fn variants(&self) -> impl Iterator<Item = &VariantSpec> {
         self.variants.iter()
     }
 
-    /// Whether dispatch may choose the shape of this matmul from packed weights: it ships or is registered.
+    /// Returns whether dispatch may choose the shape of this packed matmul: it is built in or registered.
     pub fn offers(&self, spec: &VariantSpec) -> bool {
         is_pdl(spec).is_some()
             && !dumps(spec)
             && shape(*spec).is_some_and(|own| ships(&own) || self.shapes.contains(&own))
     }
 
-    /// The variants of every shape that computes products from packed weights for this use, those that ship first. A
-    /// registered shape may have no plan for a use; the model then gives it no time.
+    /// Returns the variants of every shape that computes products from packed weights for this use, built-in ones
+    /// first. A registered shape may have no plan for a use; the model then predicts no time for it.
     pub fn packed(&self, arch: Arch, wanted: PackedUse) -> impl Iterator<Item = VariantSpec> {
         let wanted = wanted.on(arch);
         let own = self.shapes.iter().filter(move |shape| shape.arch == arch);
@@ -186,7 +187,7 @@ impl Registered {
     }
 }
 
-/// A matmul as the plain product of its shape; `None` of a family that dispatch does not choose from.
+/// Returns the plain product with the shape of a matmul; `None` for families among which dispatch does not choose.
 fn shape(spec: VariantSpec) -> Option<VariantSpec> {
     let plain = PackedUse { escapes: true, pdl: false, epilogue: Epilogue::Store };
     match spec.op {
@@ -198,7 +199,7 @@ fn shape(spec: VariantSpec) -> Option<VariantSpec> {
     }
 }
 
-/// Whether a shape is in the catalogue of its architecture.
+/// Returns whether a shape is in the catalogue of its architecture.
 fn ships(shape: &VariantSpec) -> bool {
     match shape.op {
         Op::GemmCompact(_) => catalog::on::<GemmCompactSpec>(shape.arch).any(|spec| self::shape(spec) == Some(*shape)),
@@ -206,12 +207,12 @@ fn ships(shape: &VariantSpec) -> bool {
     }
 }
 
-/// Whether products straight from compact weights ship for an architecture.
+/// Returns whether an architecture has built-in products that read compact weights directly.
 pub fn has_compact_gemms(arch: Arch) -> bool {
     catalog::on::<GemmCompactSpec>(arch).next().is_some()
 }
 
-/// The variants that ship for an architecture, without what [`PackedUse`] chooses.
+/// Returns the built-in variants of an architecture, reduced to their shapes: [`PackedUse`] sets the other axes.
 fn shapes(arch: Arch) -> &'static [VariantSpec] {
     static SHAPES: [OnceLock<Vec<VariantSpec>>; Arch::ALL.len()] = [const { OnceLock::new() }; Arch::ALL.len()];
     SHAPES[arch as usize].get_or_init(|| {
@@ -227,7 +228,7 @@ fn shapes(arch: Arch) -> &'static [VariantSpec] {
     })
 }
 
-/// Whether a packed matmul is for dependent launch; `None` for other families.
+/// Returns whether a packed matmul uses programmatic dependent launch; `None` for other families.
 pub fn is_pdl(spec: &VariantSpec) -> Option<bool> {
     match spec.op {
         Op::GemmMma(op) => Some(op.pdl),
@@ -315,7 +316,7 @@ mod tests {
         let ours = "uw_sm90a_gemm_mma_b8_r3w10p2c1_esc_store";
         let error = refused(Arch::Sm89, ours);
         assert!(matches!(error, RegisterError::Arch { declared: "sm_90a", device: "sm_89", tag: "sm89", .. }));
-        // 16 warps with rings of 16 stages.
+        // 16 warps with rings of 16 stages do not fit.
         let error = refused(Arch::Sm90a, "uw_sm90a_gemm_mma_b64_r8w16p16c1_esc_store");
         assert!(matches!(error, RegisterError::Infeasible { .. }));
         let error = refused(Arch::Sm89, "uw_sm89_gemm_wgmma_b128_g2p6_esc_store");

@@ -1,5 +1,5 @@
-//! The graph of encodings: the encodings of a weight, and the kernel families that turn one encoding into another or
-//! into a product.
+//! The graph of encodings: nodes are encodings of a weight, edges are kernel families that convert one encoding to
+//! another or to a product.
 //!
 //! ```text
 //! huffman --decode--> bf16 <--host-- any encoding        exponents --gemm_recon--> product
@@ -8,8 +8,8 @@
 //!    +--> exponents    v |  unpack                   packed    --gemm_packed-> product
 //!    +--> palette     packed                         bf16      --cublas------> product
 //! ```
-//! Nodes and edges are two static lists; whatever loads, warms or lists kernels walks them. Pure: nothing here knows a
-//! device.
+//! Nodes and edges are two static lists, which all code that loads, warms or lists kernels walks. The graph does not
+//! depend on a device.
 
 use unweight_codegen::{
     VariantSpec,
@@ -17,11 +17,11 @@ use unweight_codegen::{
 };
 use unweight_format::{EncodingId, Float};
 
-/// An encoding of a weight, as far as kernels distinguish them.
+/// An encoding of a weight, as far as kernels distinguish encodings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Node {
-    /// BF16 on the device, in whole tiles where kernels read it.
+    /// BF16 on the device, in whole tiles if kernels read it.
     Bf16,
     /// Huffman-coded exponents.
     Huffman,
@@ -31,16 +31,16 @@ pub enum Node {
     Packed,
     /// Entropy-coded classes of exponents.
     Compact,
-    /// Exponent bytes.
+    /// Exponents, one byte each.
     Exponents,
     /// An encoding that only the host decodes.
     Host,
-    /// `X * W^T`.
+    /// The result `X * W^T`.
     Product,
 }
 
 impl Node {
-    /// The node at which weights of an encoding enter the graph.
+    /// Returns the node at which weights of an encoding enter the graph.
     pub fn of(encoding: EncodingId) -> Self {
         match encoding {
             EncodingId::RAW => Self::Bf16,
@@ -53,15 +53,15 @@ impl Node {
     }
 }
 
-/// An edge of the graph: the kernel or copy that leads from one node to another.
+/// The kernel or copy of an edge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Step {
-    /// Decoded on the host when it is loaded, and padded to whole tiles.
+    /// The host decodes the tensor on loading and pads it to whole tiles.
     Host,
-    /// Decoding of a Huffman-coded tensor.
+    /// A decoder of Huffman-coded tensors.
     Decode(DecodeOutput),
-    /// The compact encoding to BF16 on the GPU.
+    /// The decoder of compact tensors to BF16 on the GPU.
     DecodeCompact,
     /// Packing on the GPU.
     Pack,
@@ -71,18 +71,18 @@ pub enum Step {
     GemmRecon,
     /// The packed matmuls.
     GemmPacked,
-    /// cuBLAS: no kernel of ours.
+    /// cuBLAS, without a kernel of this project.
     Cublas,
 }
 
 /// An edge of the graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Edge {
-    /// The state before the step.
+    /// The encoding before the step.
     pub from: Node,
-    /// The state after the step.
+    /// The encoding after the step.
     pub to: Node,
-    /// The conversion of the step.
+    /// The kernel or copy.
     pub step: Step,
 }
 
@@ -90,7 +90,7 @@ const fn edge(from: Node, to: Node, step: Step) -> Edge {
     Edge { from, to, step }
 }
 
-/// Every edge.
+/// All edges.
 pub const EDGES: [Edge; 14] = [
     edge(Node::Huffman, Node::Bf16, Step::Decode(DecodeOutput::Full)),
     edge(Node::Huffman, Node::Exponents, Step::Decode(DecodeOutput::Exponent)),
@@ -108,7 +108,7 @@ pub const EDGES: [Edge; 14] = [
     edge(Node::Bf16, Node::Product, Step::Cublas),
 ];
 
-/// Every way from a node to a product that meets no node twice, shortest first; of equals, as [`EDGES`] lists them.
+/// Returns all paths from a node to a product without repeated nodes, shortest first; ties in the order of [`EDGES`].
 ///
 /// ```
 /// use unweight_rt::raw::choose::graph::{Node, Step, paths};
@@ -132,31 +132,30 @@ pub fn paths(from: Node) -> Vec<Vec<Edge>> {
     }
     let mut found = Vec::new();
     walk(from, &mut Vec::new(), &mut found);
-    // Stable: equals stay as they are listed.
+    // Stable: ties keep their order.
     found.sort_by_key(Vec::len);
     found
 }
 
-/// The decoder for codes of up to `code_bits` bits: of all that can, the one with the smallest table. `None` above 15
-/// bits.
+/// Returns the decoder for codes of up to `code_bits` bits with the smallest sufficient table. `None` above 15 bits.
 pub fn decoder(arch: Arch, output: DecodeOutput, code_bits: u32) -> Option<VariantSpec> {
     let limit = CodeLimit::new(code_bits.max(CodeLimit::MIN.get())).ok()?;
     Some(VariantSpec::decode_huffman(arch, output, limit))
 }
 
-/// The decoder of a tensor of exponents, whose codes have up to `code_bits` bits: of those that ship, the one with the
-/// smallest table. `None` above 15 bits, and of BF16, which is decoded from a Huffman tensor.
+/// Returns the decoder of an exponents tensor with codes of up to `code_bits` bits: the built-in one with the smallest
+/// sufficient table. `None` above 15 bits, and for BF16, which is decoded from a Huffman tensor.
 pub fn element_decoder(arch: Arch, float: Float, code_bits: u32) -> Option<VariantSpec> {
     let limit = [CodeLimit::DEFAULT, CodeLimit::MAX].into_iter().find(|limit| code_bits <= limit.get())?;
     (float != Float::Bf16).then(|| VariantSpec::decode_elements(arch, DecodeElement::of(float), limit))
 }
 
-/// The kernel of [`Step::DecodeCompact`].
+/// Returns the kernel of [`Step::DecodeCompact`].
 pub fn decode_compact(arch: Arch) -> VariantSpec {
     VariantSpec::decode_compact(arch, DecodeCompactStage::Full)
 }
 
-/// The kernels of [`Step::Pack`] and [`Step::Unpack`].
+/// Returns the kernels of [`Step::Pack`] and [`Step::Unpack`].
 pub fn packing(arch: Arch) -> Vec<VariantSpec> {
     catalog::packing(arch).collect()
 }
@@ -202,7 +201,7 @@ mod tests {
                 assert_eq!((path[0].from, path[path.len() - 1].to), (node, Node::Product));
                 assert!(path.windows(2).all(|pair| pair[0].to == pair[1].from), "{path:?}");
             }
-            // Whatever cannot be packed ends at cuBLAS; exponents alone do not make a weight.
+            // A weight that cannot be packed ends at cuBLAS; exponents alone are not a weight.
             let cublas = paths.iter().any(|path| path[path.len() - 1].step == Step::Cublas);
             assert_eq!(cublas, node != Node::Exponents, "{node:?}");
         }

@@ -1,19 +1,19 @@
-//! From a weight to kernels, without a device: which encodings it can take, which variant computes a problem, and what
-//! must be compiled for a bundle.
+//! Chooses encodings and kernels for weights without a device: the encodings that a weight can have, the variant that
+//! computes a problem, and the kernels to compile for a bundle.
 //!
-//! | module | what it knows |
+//! | module | contents |
 //! |---|---|
-//! | [`graph`] | the encodings and the families between them: two static lists, and their walk |
-//! | [`candidates`] | the matmul variants that there are: those that ship, and those that a program has registered |
-//! | [`cost`] | what a product takes: [a model of a GPU](cost::gpu_model), and formulas of records by path |
-//! | [`table`] | what was measured |
-//! | [`policy`] | the choice among the candidates: what was measured, else the model |
+//! | [`graph`] | the encodings and the kernel families between them: two static lists and a walk over them |
+//! | [`candidates`] | the available matmul variants: built-in ones, and those that a program has registered |
+//! | [`cost`] | the time of a product: [a model of a GPU](cost::gpu_model), and formulas fitted to records by path |
+//! | [`table`] | measured times |
+//! | [`policy`] | the choice among the candidates: by measurement, else by the model |
 //! | [`route`] | the route of a weight through the graph, and the kernels of every batch |
-//! | [`reachable`] | all that the weights of a bundle can ask for |
+//! | [`reachable`] | all kernels that the weights of a bundle can need |
 //! | [`recon`] | the report's matmuls |
 //!
-//! Everything is a pure function of shapes, encodings and options, for use before anything has been measured on the
-//! machine at hand. Loading, warming (`kernels compile --bundle`), benchmarks and tests ask the same functions.
+//! Everything is a pure function of shapes, encodings and options, and works before anything was measured on this
+//! machine. Loading, warming (`kernels compile --bundle`), benchmarks and tests use the same functions.
 
 pub mod candidates;
 pub mod cost;

@@ -1,8 +1,8 @@
-//! Which matmul computes a problem: what was measured on such a device, else what the model of the GPU finds fastest of
-//! the variants that ship and those that a program has registered.
+//! Chooses the matmul of a problem: the variant that was measured fastest on this kind of device, else the variant that
+//! the GPU model predicts to be fastest among built-in and registered ones.
 //!
 //! A choice is a pure function of the problem, the GPU, the table and the registered variants. A benchmark writes a
-//! table for the machine at hand, which [`KernelSet::chooser`](crate::device::KernelSet::chooser) follows.
+//! table for this machine, which [`KernelSet::chooser`](crate::device::KernelSet::chooser) uses.
 
 use std::collections::BTreeSet;
 
@@ -30,22 +30,22 @@ pub struct PackedChooser {
 }
 
 impl PackedChooser {
-    /// The model alone.
+    /// Creates a chooser that uses only the model.
     pub fn model(gpu: GpuModel) -> Self {
         Self { gpu, table: MeasuredTable::default(), registered: Registered::default() }
     }
 
-    /// The model, and the table that ships where it is of a device of this name.
+    /// Creates a chooser that uses the model and, if the device has the name of the built-in table, that table.
     pub fn of(gpu: GpuModel, name: &str) -> Self {
         Self::model(gpu).with_table(name, MeasuredTable::builtin().clone())
     }
 
-    /// The policy of an H200 (SXM), for use without a device.
+    /// Returns the chooser for an H200 (SXM), for use without a device.
     pub fn h200() -> Self {
         Self::of(GpuModel::H200, "NVIDIA H200")
     }
 
-    /// The chooser for the usual GPU of an architecture, for listings without a device.
+    /// Returns the chooser for the typical GPU of an architecture, for listings without a device.
     pub fn usual(arch: Arch) -> Self {
         match arch {
             Arch::Sm90a => Self::h200(),
@@ -53,22 +53,22 @@ impl PackedChooser {
         }
     }
 
-    /// The device that it chooses for.
+    /// Returns the model of the chooser's device.
     pub fn gpu_model(&self) -> &GpuModel {
         &self.gpu
     }
 
-    /// The measured times; they take precedence over the model.
+    /// Returns the measured times; they take precedence over the model.
     pub fn table(&self) -> &MeasuredTable {
         &self.table
     }
 
-    /// The architecture that it chooses for.
+    /// Returns the architecture of the chooser's device.
     pub fn arch(&self) -> Arch {
         self.gpu.arch
     }
 
-    /// With a table ahead of what it has, if it is of a device of this name.
+    /// Adds a table that overrides the present one, if it was measured on a device of this name.
     #[must_use]
     pub fn with_table(mut self, device: &str, table: MeasuredTable) -> Self {
         if table.device == device {
@@ -77,19 +77,19 @@ impl PackedChooser {
         self
     }
 
-    /// The policy without measured times.
+    /// Returns the chooser without measured times.
     #[must_use]
     pub fn without_table(self) -> Self {
         Self { table: MeasuredTable::default(), ..self }
     }
 
-    /// With these variants next to those that ship, in place of what was registered.
+    /// Replaces the registered variants.
     #[must_use]
     pub fn with_registered(self, registered: Registered) -> Self {
         Self { registered, ..self }
     }
 
-    /// Adds a variant to those that it chooses from.
+    /// Adds a registered variant.
     ///
     /// # Errors
     /// [`RegisterError`].
@@ -97,13 +97,12 @@ impl PackedChooser {
         self.registered.add(self.gpu.arch, spec)
     }
 
-    /// The variants that it chooses from next to those that ship.
+    /// Returns the registered variants.
     pub fn registered(&self) -> &Registered {
         &self.registered
     }
 
-    /// The variants that can compute a problem from packed weights, with the microseconds that the model predicts,
-    /// fastest first.
+    /// Returns the variants that can compute a problem from packed weights, with predicted microseconds, fastest first.
     pub fn candidates(&self, problem: GemmShape, wanted: PackedUse) -> Vec<(VariantSpec, f64)> {
         gpu_model::candidates(&self.gpu, &self.registered, problem, wanted)
     }
@@ -113,8 +112,8 @@ impl PackedChooser {
         gpu_model::compact_candidates(&self.gpu, &self.registered, problem, wanted)
     }
 
-    /// Every variant that a card of the architecture can be given for a use and for batches up to this, whatever its
-    /// multiprocessors and its memory: all shapes, as far as the model considers them at such batches.
+    /// Returns every variant that any card of the architecture can choose for a use and for batches up to `max_batch`,
+    /// regardless of its multiprocessors and memory: all shapes that the model considers at such batches.
     pub fn every_candidate(&self, max_batch: u32, wanted: PackedUse) -> impl Iterator<Item = VariantSpec> {
         let considered = move |spec: &VariantSpec| max_batch > SMALL_BATCH || !matches!(spec.op, Op::GemmWgmma(_));
         self.registered.packed(self.arch(), wanted).filter(considered).filter(|spec| Plan::new(spec).is_ok())
@@ -125,16 +124,16 @@ impl PackedChooser {
         self.registered.compact(self.arch(), wanted)
     }
 
-    /// The variant for a problem: what was measured, else what the model finds fastest. `None` where no variant takes
-    /// the shape.
+    /// Returns the variant for a problem: the measured one, else the one that the model predicts to be fastest. `None`
+    /// if no variant supports the shape.
     pub fn choose(&self, problem: GemmShape, wanted: PackedUse) -> Option<VariantSpec> {
         let measured = self.table.choose(problem, wanted.on(self.arch()));
         let measured = measured.filter(|spec| spec.arch == self.arch() && Plan::new(spec).is_ok());
         measured.or_else(|| self.candidates(problem, wanted).first().map(|(spec, _)| *spec))
     }
 
-    /// As [`PackedChooser::choices`], of the products straight from compact weights: by the model alone, which is
-    /// fitted to what was measured.
+    /// Like [`PackedChooser::choices`], for products that read compact weights directly. Uses only the model, which is
+    /// fitted to measurements.
     pub fn compact_choices(&self, n: u32, k: u32, max_batch: u32, wanted: PackedUse) -> Vec<(u32, VariantSpec)> {
         let mut choices: Vec<(u32, VariantSpec)> = Vec::new();
         for m in (8..max_batch).step_by(8).chain([max_batch]) {
@@ -149,10 +148,10 @@ impl PackedChooser {
         choices
     }
 
-    /// The choice for every batch of 1 to `max_batch`: each variant with the largest batch that takes it, ascending.
-    /// Empty where no variant takes the shape.
+    /// Returns the choice for every batch of 1 to `max_batch`: each variant with the largest batch that uses it,
+    /// ascending. Empty if no variant supports the shape.
     pub fn choices(&self, n: u32, k: u32, max_batch: u32, wanted: PackedUse) -> Vec<(u32, VariantSpec)> {
-        // Between two of these nothing changes: all batch tiles are multiples of 8.
+        // The choice changes only at these batches: all batch tiles are multiples of 8.
         let tiles = (8..max_batch).step_by(8);
         let measured =
             self.table.rows.iter().filter(|row| (row.n, row.k) == (n, k) && row.m < max_batch).map(|row| row.m);
@@ -200,7 +199,7 @@ mod tests {
                 assert!(plan.launch.grid.blocks(problem, 132).is_some_and(|blocks| blocks > 0), "{spec} {problem:?}");
             }
         }
-        // A gate with its up, at every batch: the shape that a plain product takes.
+        // A gate with its up has the shape of a plain product at every batch.
         let plain = PackedUse { pdl: true, ..USE };
         let gated = PackedUse { epilogue: Epilogue::SiluMul, ..plain };
         for (n, k) in SHAPES {
@@ -216,11 +215,11 @@ mod tests {
         }
     }
 
-    /// Every card gets variants of its own architecture, and at small batches its memory is what limits them.
+    /// Every card gets variants of its own architecture, and small batches are limited by its memory.
     #[test]
     fn other_gpus_have_their_own_choices() {
         let wanted = PackedUse { pdl: true, ..USE };
-        // An L40S, too: more multiprocessors than a 4090 on less memory.
+        // Includes an L40S, which has more multiprocessors than a 4090 and slower memory.
         let l40s = GpuModel { arch: Arch::Sm89, sms: 142, memory: 0.864e6, clock_mhz: 2520.0, tensor: 1024.0 };
         for gpu in Arch::ALL.iter().map(|arch| GpuModel::usual(*arch)).chain([l40s]) {
             let (chooser, name) = (PackedChooser::of(gpu, "any"), gpu.arch);
@@ -241,13 +240,13 @@ mod tests {
         }
     }
 
-    /// The batch tile that the batch asks for, growing times, and the measured choices (docs/records/2026-11-22).
+    /// Checks the batch tile of each batch, growing times, and the measured choices (docs/records/2026-11-22).
     #[test]
     fn products_from_compact_weights_are_chosen_as_measured() {
         let wanted = PackedUse { pdl: true, ..USE };
         let (h200, ada) = (PackedChooser::model(GpuModel::H200), PackedChooser::model(GpuModel::usual(Arch::Sm89)));
         let best = |m, n, k| h200.compact_candidates(GemmShape { m, n, k }, wanted)[0];
-        // Where weights are few, more blocks are worth more than reading them once.
+        // For small weights, more blocks are worth more than reading the weights once.
         for (n, k) in SHAPES.into_iter().filter(|(n, k)| n * k >= 1 << 24) {
             let mut last = 0.0;
             for m in [1, 8, 9, 16, 17, 32] {
@@ -276,7 +275,7 @@ mod tests {
                 "{spec} at {m} of {n}x{k}: {us:.1} us, measured {measured}"
             );
         }
-        // A row of tiles for each block leaves half of the machine idle.
+        // One row of tiles per block would leave half of the machine idle.
         let narrow = h200.compact_candidates(GemmShape { m: 1, n: 4096, k: 4096 }, wanted)[0].0;
         assert!(matches!(narrow.op, Op::GemmCompact(op) if op.cluster.get() == 2), "{narrow}");
         assert!(ada.compact_candidates(GemmShape { m: 1, n: 64, k: 64 }, USE).is_empty());
@@ -285,7 +284,7 @@ mod tests {
         assert!((52.0..55.0).contains(&us), "{us}");
     }
 
-    /// As docs/records/2026-11-21/matmul-packed-log.md measured them: clusters where their tiles fill the
+    /// As measured in docs/records/2026-11-21/matmul-packed-log.md: clusters are fastest where their tiles fill the
     /// machine once.
     #[test]
     fn model_chooses_clusters_where_they_were_fastest() {
@@ -341,7 +340,7 @@ mod tests {
         let text = serde_json::to_string(&table).unwrap();
         assert_eq!(serde_json::from_str::<MeasuredTable>(&text).unwrap(), table);
     }
-    /// Ten warps, or 16 of a row block each, ship nowhere.
+    /// Variants with ten warps, or with 16 warps of one row block each, are not built in.
     const OWN: [&str; 2] = ["uw_sm90a_gemm_mma_b8_r3w10p2c1_esc_store", "uw_sm90a_gemm_mma_b16_r1w16p4c1_esc_store"];
 
     fn with_own(mut chooser: PackedChooser) -> PackedChooser {
@@ -364,7 +363,7 @@ mod tests {
                 let us = |spec| both.candidates(problem, wanted).iter().find(|own| own.0 == spec).unwrap().1;
                 assert!(us(chosen) < us(shipped), "{} and {}", us(chosen), us(shipped));
                 assert!(both.choices(2048, 2048, 64, wanted).iter().any(|(_, spec)| *spec == chosen));
-                // Where another is faster, it changes nothing.
+                // Where another variant is faster, registration changes nothing.
                 let large = GemmShape { m: 2048, ..problem };
                 assert_eq!(both.choose(large, wanted), chooser.choose(large, wanted));
             }

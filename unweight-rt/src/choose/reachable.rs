@@ -1,4 +1,4 @@
-//! What a loader can ask for: every kernel that must be compiled before the first layer of a bundle.
+//! Lists every kernel that a loader can need, to be compiled before the first layer of a bundle.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,16 +16,16 @@ use super::{
 };
 
 impl RoutePolicy {
-    /// Every kernel that making these weights layers, and running them at any batch, can ask for. Ordered, without
-    /// repetition.
+    /// Returns every kernel needed to load these weights as layers and to run them at any batch. Ordered, without
+    /// duplicates.
     pub fn reachable(&self, weights: impl IntoIterator<Item = Weight>) -> Vec<VariantSpec> {
         self.reachable_by(weights, |weight| self.products(weight))
     }
 
-    /// What [`RoutePolicy::reachable`] can say of any card of the architecture, whatever its multiprocessors and its
-    /// memory: of products every shape that ships, since which of them is chosen follows from the card.
+    /// Like [`RoutePolicy::reachable`], but for any card of the architecture, regardless of its multiprocessors and
+    /// memory: the products include every built-in shape, because the choice among them depends on the card.
     pub fn reachable_on_any_card(&self, weights: impl IntoIterator<Item = Weight>) -> Vec<VariantSpec> {
-        // Those of this chooser, too: a table may hold what does not ship.
+        // This chooser's products are included, because a table may name variants that are not built in.
         self.reachable_by(weights, |weight| [self.products(weight), self.every_product(weight)].concat())
     }
 
@@ -35,7 +35,7 @@ impl RoutePolicy {
         products: impl Fn(&Weight) -> Vec<VariantSpec>,
     ) -> Vec<VariantSpec> {
         let weights: BTreeSet<Weight> = weights.into_iter().collect();
-        // A loader brings its packer along.
+        // A loader always needs its packer.
         let mut variants: BTreeSet<VariantSpec> = packing(self.chooser.arch()).into_iter().collect();
         for weight in &weights {
             for edge in weight.conversion() {
@@ -45,7 +45,7 @@ impl RoutePolicy {
                     Step::GemmPacked if self.placement != Placement::Bf16 => {
                         variants.extend(products(weight));
                         if self.stays_compact(weight) {
-                            // Parts that are one layer are encoded anew.
+                            // Parts of a merged layer are encoded again.
                             variants.extend(catalog::encode_compact(self.chooser.arch()));
                         }
                     }
@@ -56,10 +56,11 @@ impl RoutePolicy {
         variants.into_iter().collect()
     }
 
-    /// The products of a weight at any batch, with what runs ahead of them.
+    /// Returns the products of a weight at any batch, with the kernels that run before them.
     fn products(&self, weight: &Weight) -> Vec<VariantSpec> {
         let of = |&escapes: &bool| self.gemms(weight, escapes);
-        // Of what stays compact, too: it may turn out to be smaller packed, or to be looked up in.
+        // Includes packed routes of compact weights: a weight may turn out smaller when packed, or serve as an
+        // embedding.
         let mut all: Vec<VariantSpec> = weight.escapes().iter().flat_map(of).map(|choice| choice.kernel).collect();
         let packed = weight.escapes().iter().flat_map(|escapes| self.packed_routes(weight, *escapes));
         all.extend(packed.flat_map(|choice| choice.kernel.kernels().copied().collect::<Vec<_>>()));
@@ -69,7 +70,7 @@ impl RoutePolicy {
         all
     }
 
-    /// The same of all cards of the architecture.
+    /// Returns the products of a weight for all cards of the architecture.
     fn every_product(&self, weight: &Weight) -> Vec<VariantSpec> {
         let arch = self.chooser.arch();
         let mut all = Vec::new();
@@ -85,7 +86,7 @@ impl RoutePolicy {
                 all.push(expander(arch));
                 all.extend(every(wanted(true, false)));
             }
-            // On what card, and from what batch on, cuBLAS takes over, the machine says.
+            // Whether and from which batch cuBLAS takes over depends on the card.
             let may = match self.expand {
                 Expand::Never => false,
                 Expand::Above(batch) => self.max_batch > batch,
@@ -100,15 +101,16 @@ impl RoutePolicy {
     }
 }
 
-/// `[n, k]`, and whether it is compact, by what a tensor is for.
+/// `[n, k]` and whether the tensor is compact, by its role.
 type Shapes = BTreeMap<Role, (u32, u32, bool)>;
 
-/// The weights of linear layers in a bundle, as its manifest has them: each alone, and merged as servers do it (q, k
-/// and v; a gate and an up, also of one tensor). Embeddings are none, unless there is no head: then they are that, too.
+/// Returns the weights of linear layers in a bundle, from its manifest: each alone, and merged as servers merge them
+/// (q, k and v; a gate and an up, also from one tensor). Includes an embedding only if there is no head: then it is
+/// also the head.
 pub fn weights(bundle: &Bundle) -> Vec<Weight> {
     let mut found = BTreeSet::new();
     let tied = bundle.tensors().all(|tensor| tensor.entry().role != Role::LmHead);
-    // By layer, and by their names but for the last two parts (`q_proj.weight`).
+    // By layer, and by the tensor name without its last two parts (`q_proj.weight`).
     let mut siblings: BTreeMap<(Option<u32>, &str), Shapes> = BTreeMap::new();
     for tensor in bundle.tensors() {
         let entry = tensor.entry();

@@ -1,6 +1,6 @@
-//! Which of the report's reconstructive matmuls computes a problem, best guess first.
+//! Ranks the report's reconstructive matmuls for a problem.
 //!
-//! It is the report's heuristic (section 8.4) as far as measurements on an H200 bear it out
+//! The ranking is the report's heuristic (section 8.4), as far as measurements on an H200 confirm it
 //! (docs/records/2026-11-20/matmul-reconstructive-log.md).
 
 use unweight_codegen::{
@@ -11,31 +11,31 @@ use unweight_codegen::{
 
 /// Multiprocessors of an H100 or H200 (SXM).
 const SMS: u32 = 132;
-/// Steps of 64 of k that each block of a split must have at least, for its exchange of sums to be worth it.
+/// The minimum steps of 64 of k per block of a split, below which the exchange of sums is not worth it.
 const SPLIT_STEPS: u32 = 8;
 
-/// The source of a matmul, as far as dispatch cares.
+/// The source of a matmul's weights, as far as dispatch distinguishes sources.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Source {
     /// Exponent bytes.
     Exponent,
     /// Palette indices.
     Palette {
-        /// Most verbatim rows of a tile.
+        /// The maximum number of verbatim rows in a tile.
         max_verbatim_rows: u32,
     },
 }
 
-/// The matmul variants that can compute a problem on `sms` multiprocessors, best guess first.
+/// Returns the matmul variants that can compute a problem on `sms` multiprocessors, best guess first.
 ///
-/// N1P6 comes first while its tasks of 128 rows by 64 columns do not outnumber the multiprocessors: anything wider
-/// leaves some of them idle (4096x14336 at batch 1: 69 us, N2P4 94). Where its tasks are half as many at most, it is
-/// split along k, by 4 or by 2. Else the report's small-batch order N2P4, N2P3, N2P2: its wide rings for batches from
-/// 256 on (N4P2, N3P2) were never best here. The rest of Table 5 follows in its order, so that every `n` that is a
-/// multiple of 64 has one, and splits that may be worth measuring.
+/// N1P6 comes first if its tasks of 128 rows by 64 columns do not outnumber the multiprocessors: wider variants leave
+/// some of them idle (4096x14336 at batch 1: 69 us, N2P4 94). If it has at most half as many tasks, it is split along
+/// k, by 4 or by 2. Otherwise the report's small-batch order N2P4, N2P3, N2P2 comes first: its wide rings for batches
+/// of 256 and more (N4P2, N3P2) were never the fastest here. The rest of Table 5 follows in its order, so that every
+/// `n` that is a multiple of 64 has a variant, and splits that may be worth measuring.
 ///
-/// The set of variants depends on `n`, `k` and the source only; `m` and `sms` order them. Empty if no variant takes the
-/// shape: `n` or `k` is not a multiple of 64.
+/// The set of variants depends only on `n`, `k` and the source; `m` and `sms` determine the order. Empty if no variant
+/// supports the shape, because `n` or `k` is not a multiple of 64.
 ///
 /// ```
 /// use unweight_codegen::{plan::GemmShape, spec::{Arch, Epilogue}};
@@ -63,7 +63,7 @@ pub fn candidates(arch: Arch, source: Source, problem: GemmShape, sms: u32, epil
             None => return Vec::new(),
         },
     };
-    // Tasks of 128 rows by one tile.
+    // Tasks of 128 rows by one column tile.
     let tasks = u64::from(m.div_ceil(128)) * u64::from(n.div_ceil(64));
     let fits =
         |splits: u32| tasks * u64::from(splits) <= u64::from(room(sms, splits)) && k / 64 >= SPLIT_STEPS * splits;
@@ -78,7 +78,7 @@ pub fn candidates(arch: Arch, source: Source, problem: GemmShape, sms: u32, epil
         preferred.iter().position(|ring| *ring == own).unwrap_or(preferred.len())
     };
     let whole = catalog::TABLE_5.into_iter().map(|ring| (ring, Splits::ALL[0]));
-    // Beyond two rounds of a large device there is nothing to gain.
+    // Beyond two rounds on a large device, a split gains nothing.
     let split =
         catalog::SPLIT_RINGS.into_iter().flat_map(|ring| Splits::ALL[1..].iter().map(move |splits| (ring, *splits)));
     let split = split.filter(|(_, splits)| n.div_ceil(64) <= 2 * SMS / splits.get() && k / 64 >= splits.get());
@@ -87,14 +87,14 @@ pub fn candidates(arch: Arch, source: Source, problem: GemmShape, sms: u32, epil
         .filter(|((tiles, _), _)| n.is_multiple_of(64 * tiles.get()))
         .map(|((n_tiles, stages), splits)| GemmReconSpec { source, n_tiles, stages, splits, epilogue })
         .collect();
-    // Stable: what the heuristic does not name keeps Table 5's order.
+    // Stable: variants that the heuristic does not rank keep Table 5's order.
     specs.sort_by_key(rank);
     let specs = specs.into_iter().map(|op| VariantSpec { arch, op: Op::GemmRecon(op) });
     specs.filter(|spec| Plan::new(spec).is_ok()).collect()
 }
 
-/// Blocks in clusters of so many that run at once on so many multiprocessors, one each. An H200 runs 66 clusters of 2,
-/// and no more than 30 of 4: parts of it have multiprocessors that make up no whole one.
+/// Returns how many blocks run at once in clusters of this size, one block per multiprocessor. An H200 runs 66 clusters
+/// of 2, but only 30 of 4: some of its parts have too few multiprocessors for a whole cluster.
 fn room(sms: u32, cluster: u32) -> u32 {
     if cluster > 2 { sms / 11 * 10 } else { sms }
 }
@@ -118,7 +118,7 @@ mod tests {
     fn narrow_rings_are_preferred_where_they_fit() {
         assert_eq!(rings(Source::Exponent, 1, 14336)[..3], ["n2p4", "n2p3", "n2p2"]);
         assert_eq!(rings(Source::Exponent, 1024, 14336)[..3], ["n2p4", "n2p3", "n2p2"]);
-        // 64 one-tile columns: two rows of tasks fit 132 multiprocessors, three do not.
+        // 64 columns of one tile: two rows of tasks fit 132 multiprocessors, three do not.
         assert_eq!(rings(Source::Exponent, 256, 4096)[..2], ["n1p6", "n2p4"]);
         assert_eq!(rings(Source::Exponent, 257, 4096)[..2], ["n2p4", "n2p3"]);
     }
@@ -140,7 +140,7 @@ mod tests {
         assert_eq!(first(1, 14336, 4096, SMS), "n2p4");
     }
 
-    /// Whoever loads them beforehand asks once, for any batch.
+    /// A loader needs to request the variants only once for all batches.
     #[test]
     fn batch_and_multiprocessors_change_the_order_alone() {
         for (n, k) in [(64, 64), (4096, 4096), (4096, 192), (14336, 4096)] {
@@ -165,7 +165,7 @@ mod tests {
                 }
             }
         }
-        // 8 steps of k: none to share.
+        // 8 steps of k are too few to split.
         assert_eq!(rings(Source::Exponent, 1, 64), ["n1p6", "n1p4", "n1p2", "n1p6s2", "n1p6s4"]);
         let odd_k = GemmShape { m: 1, n: 64, k: 65 };
         assert!(candidates(ARCH, Source::Exponent, odd_k, SMS, Epilogue::Store).is_empty());

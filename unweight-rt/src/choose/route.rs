@@ -1,9 +1,9 @@
-//! How a weight becomes a layer and how the layer is multiplied at every batch, as a pure function of what the manifest
-//! says: its route through the graph of encodings, and the kernels of each range of batches.
+//! The route of a weight: its conversion steps through the graph of encodings and the kernels for each range of
+//! batches, as a pure function of the manifest.
 //!
 //! ```text
-//! bundle --weights()--> Weight --conversion()--> steps --RoutePolicy::decoder, packing, gemms--> what the loader asks a KernelSource for
-//!                          +------reachable()------> the same for every weight: compiled in parallel, ahead
+//! bundle --weights()--> Weight --conversion()--> steps --RoutePolicy::decoder, packing, gemms--> KernelSource
+//!                          +------reachable()------> the kernels of all weights: compiled in parallel before loading
 //! ```
 
 use unweight_codegen::{
@@ -28,51 +28,51 @@ pub struct Weight {
     pub n: u32,
     /// Input features.
     pub k: u32,
-    /// Node at which the weight enters the graph.
+    /// The node at which the weight enters the graph.
     pub node: Node,
-    /// Whether it is a gate and an up in one.
+    /// Whether the weight is a merged gate and up.
     pub gated: bool,
 }
 
 impl Weight {
-    /// A weight of a stored encoding.
+    /// Returns a weight with a stored encoding.
     pub fn stored(n: u32, k: u32, encoding: EncodingId) -> Self {
         Self { n, k, node: Node::of(encoding), gated: false }
     }
 
-    /// Several weights merged along their rows: BF16, whatever their encodings are.
+    /// Returns several weights merged along their rows: BF16, whatever their encodings.
     pub fn merged(n: u32, k: u32, gated: bool) -> Self {
         Self { n, k, node: Node::Bf16, gated }
     }
 
-    /// States whether all of the weights are compact, so that the merged weights may be compact as well.
+    /// States whether all merged weights are compact, so that the result may stay compact.
     #[must_use]
     pub fn all_compact(self, compact: bool) -> Self {
         if compact { Self { node: Node::Compact, ..self } } else { self }
     }
 
-    /// Whether kernels can read it as it is.
+    /// Returns whether kernels can read it without padding.
     pub(super) fn is_tiled(&self) -> bool {
         self.n.is_multiple_of(64) && self.k.is_multiple_of(64)
     }
 
-    /// In whole tiles. `None` where that exceeds 32 bits.
+    /// Returns `(n, k)` padded to whole tiles. `None` if that exceeds 32 bits.
     pub fn padded(&self) -> Option<(u32, u32)> {
         Some((self.n.checked_next_multiple_of(64)?, self.k.checked_next_multiple_of(64)?))
     }
 
-    /// Epilogues that it is loaded for.
+    /// Returns the epilogues that the layer is loaded for.
     pub fn epilogues(&self) -> &'static [Epilogue] {
         if self.gated { &[Epilogue::SiluMul] } else { &[Epilogue::Store, Epilogue::StoreAdd] }
     }
 
-    /// Whether the packed encoding may have escapes, before anybody has looked: a packed tensor may have none, others
-    /// are taken to have some.
+    /// Returns whether the packed encoding may have escapes, before the data are read: a stored packed tensor may have
+    /// none, other encodings are assumed to have some.
     pub(crate) fn escapes(&self) -> &'static [bool] {
         if self.node == Node::Packed { &[true, false] } else { &[true] }
     }
 
-    /// Whether a step can be taken: kernels read whole tiles; what is no multiple of them is decoded and padded on the
+    /// Returns whether a step is possible: GPU decoders need whole tiles; other shapes are decoded and padded on the
     /// host.
     fn takes(&self, edge: &Edge) -> bool {
         match edge.step {
@@ -81,7 +81,7 @@ impl Weight {
         }
     }
 
-    /// The steps by which a loader makes it a layer: the shortest way through the packed encoding.
+    /// Returns the steps by which a loader converts the weight: the shortest path through the packed encoding.
     pub fn conversion(&self) -> Vec<Edge> {
         let routes = paths(self.node).into_iter().filter(|path| path.iter().all(|edge| self.takes(edge)));
         routes
@@ -94,48 +94,48 @@ impl Weight {
 /// The largest batch tile of `gemm_mma`: above it, a batch reads the weights more than once.
 pub(super) const GEMM_MMA_BATCH: u32 = 64;
 
-/// The way in which a batch is multiplied.
+/// How a batch is multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Route<K> {
-    /// By a kernel that reads the weights in their encoding.
+    /// One kernel reads the weights in their encoding.
     Direct(K),
-    /// From packed weights, which one kernel writes into the slot ahead of the other.
+    /// One kernel writes packed tiles into the slot, and another multiplies them.
     ExpandToPacked {
-        /// Compact to packed tiles.
+        /// The kernel from compact to packed tiles.
         expand: K,
-        /// The product; an ordinary launch, since it reads what the kernel before it writes.
+        /// The product; an ordinary launch, because it reads the previous kernel's output.
         product: K,
     },
-    /// cuBLAS multiplies BF16 that a kernel first writes to the slot.
+    /// One kernel writes BF16 into the slot, and cuBLAS multiplies it.
     ExpandToBf16 {
-        /// Packed or compact to BF16.
+        /// The kernel from packed or compact to BF16.
         expand: K,
-        /// Of a gate and an up, what activates the product.
+        /// The activation of the product, for a gate and an up.
         activate: Option<K>,
     },
 }
 
-/// The layout of a slot that a compact tensor is expanded into, in bytes: `tiles | heads | inexact | words of the
+/// The layout of a slot into which a compact tensor is expanded, in bytes: `tiles | heads | inexact | words of the
 /// groups`.
 #[derive(Clone, Copy, Debug)]
 pub struct SlotPlan {
     /// The offset of the heads, which no kernel reads.
     pub heads: u64,
-    /// And the place of an element without operand.
+    /// The offset of the index of an element without an exact operand.
     pub inexact: u64,
-    /// Words for the sums of the lists.
+    /// The offset of the words for the sums of the lists.
     pub group_words: u64,
-    /// Size of the slot.
+    /// The size of the slot.
     pub bytes: u64,
 }
 
 impl SlotPlan {
-    /// The layout for a tensor with this grid.
+    /// Returns the layout for a tensor with this grid.
     pub fn of(grid: TileGrid) -> Self {
-        /// Tiles whose lists are summed together: 64 row blocks.
+        /// The number of tiles whose lists are summed together: 64 row blocks.
         const GROUP_TILES: u64 = 16;
         let tiles = grid.tiles() as u64;
-        // Below 2^31 tiles: no sum leaves 64 bits.
+        // With fewer than 2^31 tiles, no sum exceeds 64 bits.
         let heads = tiles * packed::TILE_BYTES as u64;
         let inexact = heads + tiles * packed::ROW_BLOCKS as u64 * 4;
         let group_words = inexact + 8;
@@ -143,11 +143,11 @@ impl SlotPlan {
     }
 }
 
-/// The routes of a layer, by epilogue and ascending in the largest batch.
+/// The routes of a layer, grouped by epilogue and ascending in the largest batch.
 pub type Routes<K> = Vec<BatchRoute<Route<K>>>;
 
 impl<K> Route<K> {
-    /// The kernels of the route, in launch order.
+    /// Returns the kernels of the route, in launch order.
     pub fn kernels(&self) -> impl Iterator<Item = &K> {
         let (first, second) = match self {
             Self::Direct(kernel) => (kernel, None),
@@ -157,7 +157,7 @@ impl<K> Route<K> {
         [first].into_iter().chain(second)
     }
 
-    /// The same with each kernel's counterpart from `next`, in the order of [`Route::kernels`]. `None` where it has too
+    /// Replaces each kernel by the next item of `next`, in the order of [`Route::kernels`]. `None` if there are too
     /// few.
     fn with<L>(&self, next: &mut impl Iterator<Item = L>) -> Option<Route<L>> {
         Some(match self {
@@ -177,80 +177,80 @@ impl<K> Route<K> {
 /// The use and the device for which routes are chosen.
 #[derive(Clone, Debug)]
 pub struct RoutePolicy {
-    /// Placement of the weights: BF16, packed or compact.
+    /// The placement of the weights: BF16, packed or compact.
     pub placement: Placement,
-    /// Chooses among the matmuls.
+    /// The chooser of matmuls.
     pub chooser: PackedChooser,
-    /// The largest batch.
+    /// The maximum batch.
     pub max_batch: u32,
-    /// Programmatic dependent launch.
+    /// Whether to use programmatic dependent launch.
     pub pdl: bool,
-    /// The longest code of Huffman tensors, bits.
+    /// The longest code of Huffman tensors in bits.
     pub code_limit: u32,
-    /// Batches that cuBLAS multiplies from weights expanded to BF16.
+    /// The batches that cuBLAS multiplies from weights expanded to BF16.
     pub expand: Expand,
 }
 
-/// The batches that cuBLAS multiplies from weights that a kernel expands to BF16 in a slot first.
+/// The batches that cuBLAS multiplies from weights that a kernel first expands to BF16 in a slot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Expand {
-    /// Batches above 64 on architectures without `wgmma`, where the model of the GPU predicts less time than for
-    /// several batch tiles of `gemm_mma`, each of which reads the weights again.
+    /// Batches above 64 on architectures without `wgmma`, if the GPU model predicts less time than for several batch
+    /// tiles of `gemm_mma`, each of which reads the weights again.
     #[default]
     Model,
     /// Batches above this one, on every architecture. For tests.
     Above(u32),
-    /// No batch: layers run without cuBLAS.
+    /// No batch: layers do not need cuBLAS.
     Never,
 }
 
-/// A kernel for batches up to `last`.
+/// A route for batches up to `last`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BatchRoute<K> {
-    /// Use of the product.
+    /// The epilogue of the product.
     pub epilogue: Epilogue,
-    /// The largest batch that it is for.
+    /// The largest batch of this route.
     pub last: u32,
-    /// The kernel that runs the route.
+    /// The kernel or kernels of the route.
     pub kernel: K,
 }
 
 /// A source of kernels for a loader: the kernels of a device, or a list of the requested variants.
 pub trait KernelSource {
-    /// The type of a kernel: a variant, or one that is loaded.
+    /// The type of a kernel: a variant or a loaded kernel.
     type Kernel;
-    /// Why there is none.
+    /// The error if a kernel is not available.
     type Error;
 
-    /// These, made ready together.
+    /// Returns the kernels of these variants, prepared together.
     ///
     /// # Errors
-    /// One cannot be made.
+    /// A kernel cannot be compiled or loaded.
     fn take(&self, specs: &[VariantSpec]) -> Result<Vec<Self::Kernel>, Self::Error>;
 }
 
 impl RoutePolicy {
-    /// The decoder of whole matrices, for tensors of up to the code limit.
+    /// Returns the decoder of whole matrices, for tensors up to the code limit.
     pub fn decoder(&self) -> Option<VariantSpec> {
         decoder(self.chooser.arch(), DecodeOutput::Full, self.code_limit)
     }
 
-    /// The kernel that expands compact tensors to BF16.
+    /// Returns the kernel that expands compact tensors to BF16.
     pub fn decode_compact(&self) -> VariantSpec {
         decode_compact(self.chooser.arch())
     }
 
-    /// Whether a layer of this weight stays compact.
+    /// Returns whether a layer of this weight stays compact.
     pub fn stays_compact(&self, weight: &Weight) -> bool {
         let asked = self.placement == Placement::Compact;
         asked && weight.node == Node::Compact && weight.is_tiled() && has_compact_gemms(self.chooser.arch())
     }
 
-    /// How a layer that stays compact is multiplied at every batch, by epilogue and ascending in the batch. Empty where
-    /// no kernel takes the shape.
+    /// Returns the routes of a layer that stays compact for every batch, grouped by epilogue and ascending in the
+    /// batch. Empty if no kernel supports the shape.
     ///
-    /// Above [`COMPACT_BATCH`] it is multiplied as the packed layer would be, by a kernel of the same shape, so with
+    /// Above [`COMPACT_BATCH`], the product uses a kernel of the same shape as the packed layer, so its results have
     /// the same bits.
     pub fn compact_routes(&self, weight: &Weight) -> Routes<VariantSpec> {
         let (n, k) = (weight.n, weight.k);
@@ -270,8 +270,8 @@ impl RoutePolicy {
         weight.epilogues().iter().flat_map(of).collect()
     }
 
-    /// How a packed layer is multiplied at every batch, by epilogue and ascending in the batch. Empty where no kernel
-    /// takes the shape.
+    /// Returns the routes of a packed layer for every batch, grouped by epilogue and ascending in the batch. Empty if
+    /// no kernel supports the shape.
     pub fn packed_routes(&self, weight: &Weight, escapes: bool) -> Routes<VariantSpec> {
         let choices = self.gemms(weight, escapes);
         let of = |&epilogue: &Epilogue| {
@@ -282,8 +282,8 @@ impl RoutePolicy {
         weight.epilogues().iter().flat_map(of).collect()
     }
 
-    /// Ranges of batches above `first`, each with the kernel that multiplies packed tiles, as ways; and batches that
-    /// cuBLAS takes cut out of them.
+    /// Turns ranges of batches above `first`, each with a kernel that multiplies packed tiles, into routes, and
+    /// replaces batches that cuBLAS multiplies.
     fn expanded(
         &self,
         weight: &Weight,
@@ -295,7 +295,7 @@ impl RoutePolicy {
         let mut routes: Routes<VariantSpec> = Vec::new();
         let mut from = first;
         for &(last, kernel) in ranges {
-            // Between two of these nothing changes, as for the kernels.
+            // The choice changes only at these batches, as for the kernels.
             let ends = (from / 8 * 8 + 8..last).step_by(8).chain([last]);
             for m in ends {
                 let taken = self.cublas_takes(weight, m, kernel, compact);
@@ -311,7 +311,7 @@ impl RoutePolicy {
         routes
     }
 
-    /// Whether a batch is multiplied by cuBLAS rather than by this kernel.
+    /// Returns whether cuBLAS multiplies a batch instead of this kernel.
     fn cublas_takes(&self, weight: &Weight, m: u32, kernel: VariantSpec, compact: bool) -> bool {
         let (arch, gpu) = (self.chooser.arch(), self.chooser.gpu_model());
         let Some((n, k)) = weight.padded() else { return false };
@@ -331,11 +331,11 @@ impl RoutePolicy {
         }
     }
 
-    /// Expansion to BF16, and cuBLAS. `None` where the architecture has no kernel for the activation.
+    /// Returns the route of expansion to BF16 and cuBLAS. `None` if the architecture has no kernel for the activation.
     pub(super) fn by_cublas(&self, epilogue: Epilogue, compact: bool) -> Option<Route<VariantSpec>> {
         let arch = self.chooser.arch();
         let expand = if compact { decode_compact(arch) } else { VariantSpec::unpack(arch) };
-        // Behind cuBLAS nothing is gained by an early start.
+        // After cuBLAS, an early start gains nothing.
         let of = |spec: &VariantSpec| matches!(spec.op, Op::SiluMul(op) if !op.pdl && op.gate == GateFunction::Silu);
         let activate = match epilogue {
             Epilogue::SiluMul => Some(catalog::on::<SiluMulSpec>(arch).find(of)?),
@@ -344,10 +344,10 @@ impl RoutePolicy {
         Some(Route::ExpandToBf16 { expand, activate })
     }
 
-    /// The kernels of these, from a source, made ready together.
+    /// Returns the routes with kernels from a source, prepared together.
     ///
     /// # Errors
-    /// The source's.
+    /// An error of the source.
     pub fn take_routes<S: KernelSource>(
         source: &S,
         routes: &[BatchRoute<Route<VariantSpec>>],
@@ -357,11 +357,12 @@ impl RoutePolicy {
         let with = |BatchRoute { epilogue, last, kernel }: &BatchRoute<Route<VariantSpec>>| {
             Some(BatchRoute { epilogue: *epilogue, last: *last, kernel: kernel.with(&mut kernels)? })
         };
-        // A source gives as many as it is asked for.
+        // A source returns as many kernels as were requested.
         Ok(routes.iter().map_while(with).collect())
     }
 
-    /// The matmuls of every batch, by epilogue and ascending in the batch. Empty where none takes the shape.
+    /// Returns the matmuls of every batch, grouped by epilogue and ascending in the batch. Empty if none supports the
+    /// shape.
     pub fn gemms(&self, weight: &Weight, escapes: bool) -> Vec<BatchRoute<VariantSpec>> {
         let Some((n, k)) = weight.padded() else { return Vec::new() };
         let of = |&epilogue: &Epilogue| {
@@ -373,7 +374,7 @@ impl RoutePolicy {
     }
 }
 
-/// A matmul that may start early as one that may not.
+/// Returns a packed matmul without programmatic dependent launch.
 fn ordinary(spec: VariantSpec) -> Option<VariantSpec> {
     let (escapes, epilogue) = match spec.op {
         Op::GemmMma(op) => (op.escapes, op.epilogue),
@@ -383,7 +384,7 @@ fn ordinary(spec: VariantSpec) -> Option<VariantSpec> {
     PackedUse { escapes, pdl: false, epilogue }.of(spec)
 }
 
-/// The kernel that writes packed tiles of compact weights into a slot.
+/// Returns the kernel that writes packed tiles of compact weights into a slot.
 pub(super) fn expander(arch: Arch) -> VariantSpec {
     VariantSpec::decode_compact(arch, DecodeCompactStage::Packed)
 }

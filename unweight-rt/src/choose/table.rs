@@ -1,4 +1,4 @@
-//! What was measured: the fastest variant of each problem on one kind of device.
+//! Measured times: the fastest variant of each problem on one kind of device.
 
 use std::{
     collections::BTreeSet,
@@ -15,7 +15,7 @@ use unweight_codegen::{
 
 use super::candidates::{PackedUse, Registered, is_pdl};
 
-/// The reason why a measured table cannot be used. Measuring one again resolves all of them
+/// Why a table of measurements cannot be used. Measuring again resolves every case
 /// ([`Remedy::MeasureTable`](crate::Remedy::MeasureTable)).
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -25,7 +25,7 @@ pub enum TableError {
     Read {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The error of the file system.
         source: std::io::Error,
     },
     /// The file is not a table.
@@ -33,7 +33,7 @@ pub enum TableError {
     Parse {
         /// The file.
         path: PathBuf,
-        /// Where and why.
+        /// The position and the error.
         source: serde_json::Error,
     },
     /// The table belongs to another device.
@@ -43,17 +43,17 @@ pub enum TableError {
         path: PathBuf,
         /// The table's device.
         of: String,
-        /// The device at hand.
+        /// This device.
         device: String,
     },
-    /// A row names a variant that is not a matmul from packed weights of this architecture, or that cannot be planned.
+    /// A row names a variant that is not a packed matmul of this architecture, or that has no plan.
     #[error("{}: row {row}: {variant} is not a matmul from packed weights of {arch}", .path.display())]
     Variant {
         /// The file.
         path: PathBuf,
-        /// Which row, from 0.
+        /// The index of the row, from 0.
         row: usize,
-        /// What it names.
+        /// The named variant.
         variant: String,
         /// The compiler's name of the architecture.
         arch: &'static str,
@@ -66,15 +66,15 @@ pub enum TableError {
     Unregistered {
         /// The file.
         path: PathBuf,
-        /// Which row, from 0.
+        /// The index of the row, from 0.
         row: usize,
-        /// What it names.
+        /// The named variant.
         variant: String,
     },
 }
 
 impl TableError {
-    /// The stable code of this error; docs/reference/errors.md lists all.
+    /// Returns the stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Read { .. } => "dispatch-table-unreadable",
@@ -85,13 +85,13 @@ impl TableError {
     }
 }
 
-/// Batch rows of the smallest tile of a product. All tiles are multiples of it.
+/// Batch rows of the smallest tile of a product; all tiles are multiples of it.
 const SMALLEST_TILE: u32 = 8;
 
 /// The fastest variant of each measured problem.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MeasuredTable {
-    /// The device's name, as its driver says it. The table holds for such devices only.
+    /// The device's name as reported by its driver. The table is valid only for such devices.
     pub device: String,
     /// The fastest variant of each problem.
     pub rows: Vec<MeasuredRow>,
@@ -106,21 +106,21 @@ pub struct MeasuredRow {
     pub k: u32,
     /// Batch rows.
     pub m: u32,
-    /// Under programmatic dependent launch.
+    /// Whether programmatic dependent launch was used.
     pub pdl: bool,
-    /// The variant; of its name, only the shape counts.
+    /// The variant; only the shape in its name matters.
     pub variant: VariantSpec,
 }
 
 impl MeasuredTable {
-    /// The table that ships: an H200.
+    /// Returns the built-in table, measured on an H200.
     pub fn builtin() -> &'static Self {
         static TABLE: OnceLock<MeasuredTable> = OnceLock::new();
         TABLE.get_or_init(|| serde_json::from_str(include_str!("h200.json")).unwrap_or_default())
     }
 
-    /// The table in a file of JSON, which is to be of a device of this name and architecture, and to name variants that
-    /// ship or are registered.
+    /// Reads a table from a JSON file. It must be for a device with this name and architecture, and name only built-in
+    /// or registered variants.
     ///
     /// # Errors
     /// [`TableError`].
@@ -129,7 +129,7 @@ impl MeasuredTable {
         Self::parse(&text, path, device, arch, registered)
     }
 
-    /// As [`MeasuredTable::read`], of text that was read from there.
+    /// Like [`MeasuredTable::read`], for text already read from `path`.
     pub(crate) fn parse(
         text: &[u8],
         path: &Path,
@@ -156,13 +156,13 @@ impl MeasuredTable {
         Ok(table)
     }
 
-    /// The table as the JSON of its file.
+    /// Returns the table as the JSON of its file.
     pub fn to_json(&self) -> String {
-        // Strings and numbers: nothing that could fail.
+        // Serialising strings and numbers cannot fail.
         serde_json::to_string_pretty(self).unwrap_or_default() + "\n"
     }
 
-    /// These rows, and of another table those of problems that this one has not.
+    /// Adds the rows of another table for problems that this table lacks.
     #[must_use]
     pub fn over(mut self, other: &Self) -> Self {
         let key = |row: &MeasuredRow| (row.n, row.k, row.pdl, row.m);
@@ -171,8 +171,8 @@ impl MeasuredTable {
         self
     }
 
-    /// The variant that was fastest for the smallest measured batch that is not below `m`. One above twice `m`, in
-    /// whole tiles of the smallest batch tile, has no time here.
+    /// Returns the fastest variant at the smallest measured batch that is at least `m`. A measurement above twice `m`,
+    /// rounded to whole tiles of the smallest batch tile, does not apply.
     pub fn choose(&self, problem: GemmShape, wanted: PackedUse) -> Option<VariantSpec> {
         let is_near = |m: u32| m >= problem.m && m / (2 * SMALLEST_TILE) * SMALLEST_TILE < problem.m;
         self.rows
@@ -194,7 +194,7 @@ mod tests {
         for row in &table.rows {
             assert!(is_pdl(&row.variant) == Some(row.pdl) && Plan::new(&row.variant).is_ok(), "{row:?}");
         }
-        // It was measured at the powers of two: none between a shape's rows is left to the model.
+        // The table was measured at powers of two: within a shape's rows, no batch is left to the model.
         for row in &table.rows {
             let same = |other: &&MeasuredRow| (other.n, other.k, other.pdl) == (row.n, row.k, row.pdl);
             let smallest = table.rows.iter().filter(same).map(|other| other.m).min().unwrap();
@@ -260,7 +260,7 @@ mod tests {
         assert_eq!(parse(&registered).unwrap(), table);
     }
 
-    /// A short measurement takes nothing away of a long one.
+    /// A short measurement removes nothing from a long one.
     #[test]
     fn measured_rows_override_the_same_problem() {
         let of = |rows| MeasuredTable { device: "D".to_owned(), rows };

@@ -1,4 +1,4 @@
-//! Tests of routes and of what can be reached: both ask the same shapes and cards.
+//! Tests of routes and of reachable kernels, which share shapes and cards.
 
 use std::{cell::RefCell, collections::BTreeSet};
 
@@ -17,7 +17,7 @@ use super::{
     route::{Expand, KernelSource, Route, RoutePolicy, Routes, SlotPlan, Weight},
 };
 
-/// Notes what a loader asks for.
+/// Records what a loader requests.
 #[derive(Default)]
 struct Recorder(RefCell<BTreeSet<VariantSpec>>);
 
@@ -56,7 +56,7 @@ fn all_weights() -> Vec<Weight> {
     stored.chain(merged).chain(gated.map(|(n, k)| Weight::merged(n, k, true))).collect()
 }
 
-/// What the loader does with a weight: the same calls, with a recorder in place of the device.
+/// Makes a loader's calls for a weight, with a recorder in place of the device.
 fn load(wanted: &RoutePolicy, weight: &Weight, escapes: bool, recorder: &Recorder) -> Routes<VariantSpec> {
     recorder.take(&packing(wanted.chooser.arch())).unwrap();
     if weight.conversion().iter().any(|edge| edge.step == Step::Decode(DecodeOutput::Full)) {
@@ -76,7 +76,7 @@ fn reachable_kernels_are_exactly_those_a_loader_asks_for() {
             let recorder = Recorder::default();
             for &escapes in weight.escapes() {
                 let choices = load(&wanted, &weight, escapes, &recorder);
-                // And every batch and epilogue has one of these.
+                // Every batch and epilogue has a route.
                 for &epilogue in weight.epilogues() {
                     for m in [1, 8, 9, 63, 64, 65, max_batch].into_iter().filter(|m| *m <= max_batch) {
                         assert!(
@@ -92,8 +92,8 @@ fn reachable_kernels_are_exactly_those_a_loader_asks_for() {
     }
 }
 
-/// Batches that a compact layer multiplies straight, and those that it expands for: the packed layer's product,
-/// launched after it.
+/// Compact layers are multiplied directly at small batches; at others they are expanded for the packed layer's product,
+/// which is launched afterwards.
 #[test]
 fn compact_weights_are_expanded_above_batch_32() {
     let wanted = RoutePolicy { placement: Placement::Compact, ..wanted(700, true, 7) };
@@ -121,7 +121,7 @@ fn compact_weights_are_expanded_above_batch_32() {
                     }
                     Route::ExpandToPacked { expand, product } => {
                         assert_eq!(expand.to_string(), "uw_sm90a_decode_compact_packed");
-                        // It reads what the kernel before it writes: it may not start early.
+                        // It reads the previous kernel's output, so it must not start early.
                         let ordinary = PackedUse { escapes: true, pdl: false, epilogue }.of(packed);
                         assert!(m > COMPACT_BATCH && Some(product) == ordinary, "{product} at {m}, packed {packed}");
                     }
@@ -129,7 +129,7 @@ fn compact_weights_are_expanded_above_batch_32() {
                 }
             }
         }
-        // All of it is compiled ahead, and what the layer asks for if it is packed after all.
+        // All routes are compiled ahead, including those for a weight that is packed after all.
         let reachable = wanted.reachable([weight]);
         assert!(recorder.0.borrow().iter().all(|spec| reachable.contains(spec)), "{weight:?}");
         assert!(fast.reachable([weight]).iter().all(|spec| reachable.contains(spec)), "{weight:?}");
@@ -151,8 +151,8 @@ fn compact_placement_needs_compact_kernels() {
     assert!(!bf16.stays_compact(&weight));
 }
 
-/// A card as its data sheet has it: name, multiprocessors, boost clock in MHz, GB/s, and TFLOPS of dense BF16 with
-/// fp32 sums: of what `mma.sync` reaches, and of what cuBLAS does.
+/// A card by its data sheet: architecture, name, multiprocessors, boost clock in MHz, GB/s, and TFLOPS of dense BF16
+/// with fp32 accumulation, by `mma.sync` and by cuBLAS.
 type Card = (Arch, &'static str, u32, f64, f64, [f64; 2]);
 
 const CARDS: [Card; 13] = [
@@ -168,12 +168,12 @@ const CARDS: [Card; 13] = [
     (Arch::Sm89, "NVIDIA L40S", 142, 2520.0, 864.0, [362.05; 2]),
     (Arch::Sm120a, "NVIDIA GeForce RTX 5090", 170, 2407.0, 1792.0, [209.5; 2]),
     (Arch::Sm120a, "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 188, 2617.0, 1792.0, [503.8; 2]),
-    // Its data sheet has `tcgen05` alone; `mma.sync` is taken for a quarter of it.
+    // Its data sheet states only `tcgen05`; `mma.sync` is assumed to reach a quarter of it.
     (Arch::Sm100a, "NVIDIA B200", 148, 1850.0, 8000.0, [562.0, 2250.0]),
 ];
 
-/// By the sheets alone, where an H200 gave 94 % of its bus and 65 % of its tensor cores: the product by `gemm_mma`,
-/// over the expansion and cuBLAS.
+/// Returns the time of the product by `gemm_mma` over that of expansion and cuBLAS, by data sheets alone: an H200
+/// reached 94 % of its bus and 65 % of its tensor cores.
 fn by_the_sheet(card: &Card, (n, k): (u32, u32), m: u32) -> f64 {
     let &(_, _, _, _, gb_per_s, [mma, cublas]) = card;
     let (weights, read) = (f64::from(n) * f64::from(k), 0.936 * gb_per_s * 1e3);
@@ -182,8 +182,7 @@ fn by_the_sheet(card: &Card, (n, k): (u32, u32), m: u32) -> f64 {
     own / (3.5 * weights / read + (2.0 * weights / read).max(multiplied(cublas)))
 }
 
-/// Where one of the ways is clearly faster by a card's data sheet, the layer takes it; where they are close, either
-/// will do.
+/// If one route is clearly faster by a card's data sheet, the layer uses it; if they are close, either is fine.
 #[test]
 fn large_batches_on_mma_gpus_expand_for_cublas() {
     let mut clear = 0;
@@ -227,7 +226,7 @@ fn large_batches_on_mma_gpus_expand_for_cublas() {
     assert!(clear > 300, "{clear} problems have a clear answer");
 }
 
-/// From which batch on a product of 14336x4096 is expanded (docs/adr/0014-gpu-model.md has the table).
+/// The smallest batch at which a product of 14336x4096 is expanded (docs/adr/0014-gpu-model.md has the table).
 #[test]
 fn batches_from_which_weights_are_expanded() {
     let weight = Weight::stored(14336, 4096, EncodingId::PACKED);
@@ -239,12 +238,12 @@ fn batches_from_which_weights_are_expanded() {
         let first = plain.iter().position(|choice| matches!(choice.kernel, Route::ExpandToBf16 { .. }))?;
         Some(plain[first - 1].last + 1)
     };
-    // 0: none.
+    // 0: never expanded.
     let expected = [193, 193, 0, 193, 193, 257, 449, 193, 193, 193, 1217, 193, 97];
     assert_eq!(CARDS.map(|card| from(card).unwrap_or(0)), expected);
 }
 
-/// What stays compact is expanded from there, too, and no batch straight from it is.
+/// Compact layers are expanded from the same batch on, and none of those batches is multiplied directly.
 #[test]
 fn compact_weights_are_expanded_for_cublas_where_no_wgmma_is() {
     let weight = Weight::stored(14336, 4096, EncodingId::COMPACT);
@@ -264,8 +263,8 @@ fn compact_weights_are_expanded_for_cublas_where_no_wgmma_is() {
     assert!(routes.iter().flat_map(|choice| choice.kernel.kernels()).all(|spec| reachable.contains(spec)));
 }
 
-/// What is made ahead for all cards of an architecture has what dispatch asks for on each of them, in models that
-/// people run; what one card asks for has not.
+/// The kernels compiled for all cards of an architecture cover what dispatch requests on each card, for common models;
+/// the kernels of one card do not.
 #[test]
 fn kernels_for_any_gpu_cover_every_gpu() {
     type Figures = (u32, f64, f64);
@@ -300,7 +299,7 @@ fn kernels_for_any_gpu_cover_every_gpu() {
         (Arch::Sm120a, &[(48, 672.0, 2512.0), (170, 1792.0, 2407.0), (188, 1792.0, 2617.0)]),
         (Arch::Sm90a, &[(114, 2039.0, 1755.0), (78, 4000.0, 1980.0), (132, 4814.0, 1980.0)]),
     ];
-    // Hidden and intermediate size, columns of keys and of values, vocabulary: Llama-3.2-1B and 3B, Qwen2.5-7B.
+    // Hidden and intermediate size, key/value columns, vocabulary: Llama-3.2-1B and 3B, Qwen2.5-7B.
     let models = [(2048, 8192, 512, 128_256), (3072, 8192, 1024, 128_256), (3584, 18944, 512, 152_064)];
     let weights = |(hidden, intermediate, kv, vocab): (u32, u32, u32, u32), encoding: EncodingId| {
         let compact = encoding == EncodingId::COMPACT;
@@ -340,7 +339,7 @@ fn kernels_for_any_gpu_cover_every_gpu() {
     assert!(beyond_the_usual > 100, "{beyond_the_usual}: cards of an architecture ask for different kernels");
 }
 
-/// On Hopper nothing is expanded but what a test asks for; without cuBLAS nothing is anywhere.
+/// On Hopper, only tests request expansion; without cuBLAS, nothing is expanded on any GPU.
 #[test]
 fn expansion_of_packed_weights_by_gpu() {
     let weight = Weight::merged(4096, 4096, true);
@@ -369,7 +368,7 @@ fn slot_holds_everything_the_kernel_writes() {
     }
 }
 
-/// What cuBLAS multiplies asks for decoders and for the kernels that unpack.
+/// Layers for cuBLAS need decoders and the packing kernels, but no matmul.
 #[test]
 fn layers_for_cublas_ask_for_no_matmul() {
     let wanted = RoutePolicy { placement: Placement::Bf16, ..wanted(4096, true, 7) };
@@ -393,7 +392,7 @@ fn weights_are_decoded_through_packed() {
     assert_eq!(Weight::stored(u32::MAX, 64, EncodingId::RAW).padded(), None);
 }
 
-/// An execution context that is sized for the largest batch of each range is large enough for every batch.
+/// An execution context sized for the largest batch of each range is large enough for every batch.
 #[test]
 fn largest_batch_of_a_range_needs_the_most_workspace() {
     let wanted = wanted(700, true, 7);
@@ -424,7 +423,7 @@ fn every_shipped_kernel_is_reachable() {
     }
 }
 
-/// A layer is multiplied by a registered variant, which is compiled ahead with the others, for this card and for any.
+/// A layer uses a registered variant, which is compiled ahead with the others, for this card and for any card.
 #[test]
 fn registered_variants_are_reached_by_the_layers_that_choose_them() {
     let own: VariantSpec = "uw_sm90a_gemm_mma_b16_r1w16p4c1_esc_store".parse().unwrap();

@@ -1,4 +1,4 @@
-//! Memory of a device.
+//! Device memory.
 
 use std::{fmt, marker::PhantomData, mem::size_of, ops::Range};
 
@@ -15,21 +15,22 @@ pub struct DeviceBuffer<T> {
     device: Device,
     address: u64,
     len: usize,
-    /// Dropping it frees the memory.
+    /// Whether dropping the buffer frees the memory.
     is_owned: bool,
     marker: PhantomData<T>,
 }
 
-// SAFETY: an address and a length; the memory itself is reached through streams, which the driver serialises.
+// SAFETY: an address and a length; the memory itself is accessed through streams, which the driver serialises.
 unsafe impl<T: Send> Send for DeviceBuffer<T> {}
-// SAFETY: shared references only copy out of the memory or hand its address to kernels.
+// SAFETY: shared references only copy out of the memory or pass its address to kernels.
 unsafe impl<T: Sync> Sync for DeviceBuffer<T> {}
 
 impl<T: Pod> DeviceBuffer<T> {
-    /// Bytes behind the last element that may be read.
+    /// The number of readable bytes after the last element.
     pub const PAD_BYTES: usize = 256;
 
-    /// `len` elements of zeros, the padding included. Waits for the stream, so that any stream may use the buffer.
+    /// Allocates `len` elements and sets them and the padding to zero. Waits for the stream, so that any stream may use
+    /// the buffer.
     pub fn zeroed(stream: &Stream, len: usize) -> Result<Self, DeviceError> {
         let device = stream.device().clone();
         let bytes = len
@@ -42,7 +43,7 @@ impl<T: Pod> DeviceBuffer<T> {
                 limit: (usize::MAX / size_of::<T>().max(1)) as u64,
             })?;
         device.bind()?;
-        // SAFETY: the memory is set below, before anything can read it.
+        // SAFETY: the memory is cleared below, before anything can read it.
         let allocated = unsafe { result::malloc_sync(bytes) }.call("allocating device memory");
         let address = allocated.map_err(|error| {
             error.of_room(|| {
@@ -57,36 +58,36 @@ impl<T: Pod> DeviceBuffer<T> {
         Ok(buffer)
     }
 
-    /// Memory that something else owns, such as a tensor of another framework. Dropping the buffer frees nothing, and
-    /// waits for nothing.
+    /// Borrows memory that something else owns, such as a tensor of another framework. Dropping the buffer neither
+    /// frees memory nor waits.
     ///
     /// # Safety
-    /// `address` is the device address of `len` elements on `device`, with [`DeviceBuffer::PAD_BYTES`] more bytes
-    /// behind them that may be read (and, by [`DeviceBuffer::fill_padding`], written). The whole range stays allocated,
-    /// and nothing else writes it, until the buffer is gone and the work that was given it is done; in a capture, as
-    /// often as the graph runs.
+    /// `address` is the device address of `len` elements on `device`, followed by [`DeviceBuffer::PAD_BYTES`] more
+    /// bytes that may be read (and, by [`DeviceBuffer::fill_padding`], written). The whole range stays allocated, and
+    /// nothing else writes it, until the buffer is dropped and all work that uses it is done, including every replay of
+    /// a graph that captured it.
     ///
     /// # Errors
-    /// [`LaunchError::Alignment`]: the address is not a multiple of [`DeviceBuffer::PAD_BYTES`].
-    /// [`LaunchError::TooLarge`]: it would end beyond the address space.
+    /// [`LaunchError::Alignment`] if the address is not a multiple of [`DeviceBuffer::PAD_BYTES`].
+    /// [`LaunchError::TooLarge`] if the range ends beyond the address space.
     pub unsafe fn borrow(device: &Device, address: u64, len: usize) -> Result<Self, LaunchError> {
         check_borrowed(address, len as u64, size_of::<T>() as u64, Self::PAD_BYTES as u64)?;
         Ok(Self { device: device.clone(), address, len, is_owned: false, marker: PhantomData })
     }
 
-    /// Nothing, nowhere.
+    /// Creates an empty buffer without memory.
     pub(crate) fn nothing(device: &Device) -> Self {
         Self { device: device.clone(), address: 0, len: 0, is_owned: false, marker: PhantomData }
     }
 
-    /// A copy of `host`. Waits for the copy.
+    /// Creates a copy of `host`. Waits for the copy.
     pub fn from_host(stream: &Stream, host: &[T]) -> Result<Self, DeviceError> {
         let mut buffer = Self::zeroed(stream, host.len())?;
         buffer.write(stream, 0, host)?;
         Ok(buffer)
     }
 
-    /// Overwrites elements from `at` on. Waits for the copy.
+    /// Overwrites elements from index `at`. Waits for the copy.
     pub fn write(&mut self, stream: &Stream, at: usize, host: &[T]) -> Result<(), DeviceError> {
         self.check(at, host.len())?;
         let to = self.address + (at * size_of::<T>()) as u64;
@@ -94,22 +95,22 @@ impl<T: Pod> DeviceBuffer<T> {
         unsafe { copy_to_device(stream, to, bytemuck::cast_slice(host)) }
     }
 
-    /// Overwrites the elements by those whose little-endian bytes these are. Waits for the copy.
+    /// Overwrites all elements from their little-endian bytes. Waits for the copy.
     pub(super) fn write_bytes(&mut self, stream: &Stream, host: &[u8]) -> Result<(), DeviceError> {
         if host.len() != self.bytes() {
             let (got, expected) = (host.len() as u64, self.bytes() as u64);
             return Err(LaunchError::Elements { buffer: "the bytes of a section", got, expected }.into());
         }
-        // SAFETY: as many bytes as the buffer has.
+        // SAFETY: `host` has exactly as many bytes as the buffer.
         unsafe { copy_to_device(stream, self.address, host) }
     }
 
-    /// Copies all elements to the host, behind the work on `stream`. Waits for the copy.
+    /// Copies all elements to the host, after earlier work on `stream`. Waits for the copy.
     pub fn to_host(&self, stream: &Stream) -> Result<Vec<T>, DeviceError> {
         self.read(stream, 0, self.len)
     }
 
-    /// Copies `len` elements from `at` on to the host, behind the work on `stream`. Waits for the copy.
+    /// Copies `len` elements from index `at` to the host, after earlier work on `stream`. Waits for the copy.
     pub fn read(&self, stream: &Stream, at: usize, len: usize) -> Result<Vec<T>, DeviceError> {
         self.check(at, len)?;
         let mut host = vec![T::zeroed(); len];
@@ -140,16 +141,16 @@ impl<T: Pod> DeviceBuffer<T> {
             .call("filling device memory")
     }
 
-    /// Sets the bytes behind the last element, so that a kernel that writes past the end shows in
-    /// [`DeviceBuffer::padding`].
+    /// Sets the padding bytes after the last element, so that [`DeviceBuffer::padding`] reveals a kernel that writes
+    /// past the end.
     pub fn fill_padding(&mut self, stream: &Stream, byte: u8) -> Result<(), DeviceError> {
         self.device.bind()?;
-        // SAFETY: `zeroed` allocates at least this many bytes behind the elements.
+        // SAFETY: `zeroed` allocates at least this many bytes after the elements.
         unsafe { result::memset_d8_async(self.address + self.bytes() as u64, byte, Self::PAD_BYTES, stream.raw()) }
             .call("filling device memory")
     }
 
-    /// The [`DeviceBuffer::PAD_BYTES`] behind the last element, once everything before on `stream` is done.
+    /// Returns the [`DeviceBuffer::PAD_BYTES`] after the last element. Waits for earlier work on `stream`.
     pub fn padding(&self, stream: &Stream) -> Result<Vec<u8>, DeviceError> {
         let mut host = vec![0u8; Self::PAD_BYTES];
         self.device.bind()?;
@@ -175,7 +176,7 @@ impl<T: Pod> DeviceBuffer<T> {
             .call("copying on the device")
     }
 
-    /// A copy of the elements in a buffer of their own. Waits for the stream, so that any stream may use the copy.
+    /// Copies the elements to a new buffer. Waits for the stream, so that any stream may use the copy.
     pub fn duplicate(&self, stream: &Stream) -> Result<Self, DeviceError> {
         let mut copy = Self::zeroed(stream, self.len)?;
         copy.copy_from(stream, self)?;
@@ -183,7 +184,7 @@ impl<T: Pod> DeviceBuffer<T> {
         Ok(copy)
     }
 
-    /// The address of an element that has `len - 1` behind it.
+    /// Returns the address of element `at`, after checking that `len` elements exist from there.
     pub(super) fn element(&self, at: usize, len: usize) -> Result<u64, DeviceError> {
         self.check(at, len)?;
         Ok(self.address + (at * size_of::<T>()) as u64)
@@ -200,7 +201,7 @@ impl<T: Pod> DeviceBuffer<T> {
 
 /// Checks that a buffer of `len` elements and its padding fit at an address.
 fn check_borrowed(address: u64, len: u64, element: u64, pad: u64) -> Result<(), LaunchError> {
-    // As an allocation would begin: sections are read by bulk copies and tensor maps.
+    // Aligned like an allocation, because bulk copies and tensor maps read sections.
     if !address.is_multiple_of(pad) {
         return Err(LaunchError::Alignment { operand: "a borrowed buffer", address, bytes: pad });
     }
@@ -210,10 +211,10 @@ fn check_borrowed(address: u64, len: u64, element: u64, pad: u64) -> Result<(), 
     end.map(|_| ()).ok_or(LaunchError::TooLarge { what: "elements", value: len, limit })
 }
 
-/// Copies from host memory of any kind, and waits for the copy.
+/// Copies from any host memory, and waits for the copy.
 ///
 /// # Safety
-/// `to` is the address of as many bytes of device memory.
+/// `to` is the address of `host.len()` bytes of device memory.
 pub(crate) unsafe fn copy_to_device(stream: &Stream, to: u64, host: &[u8]) -> Result<(), DeviceError> {
     if host.is_empty() {
         return Ok(());
@@ -238,32 +239,32 @@ impl DeviceBuffer<u16> {
 }
 
 impl<T> DeviceBuffer<T> {
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it has no elements.
+    /// Returns whether the buffer has no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Bytes of the elements.
+    /// Returns the size of the elements in bytes.
     pub fn bytes(&self) -> usize {
         self.len * size_of::<T>()
     }
 
-    /// The device that holds it.
+    /// Returns the device that holds the buffer.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// The device address, for a kernel's arguments.
+    /// Returns the device address, for a kernel's arguments.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// The addresses of the elements.
+    /// Returns the address range of the elements.
     pub(crate) fn span(&self) -> Range<u64> {
         // An allocation ends inside the address space.
         self.address..self.address + self.bytes() as u64
@@ -275,7 +276,7 @@ impl<T> Drop for DeviceBuffer<T> {
         if !self.is_owned {
             return;
         }
-        // Nothing can be done about a failure here; the context keeps it and reports it at the next call.
+        // A failure cannot be handled here; the context keeps it and reports it at the next call.
         let context = self.device.context();
         context.record_err(context.bind_to_thread());
         // SAFETY: allocated by `zeroed`, freed once. `cuMemFree` waits for kernels that still use it.
@@ -289,7 +290,7 @@ impl<T> fmt::Debug for DeviceBuffer<T> {
     }
 }
 
-/// `value` as a length in host memory.
+/// Converts `value` to a length in host memory.
 pub(crate) fn length(what: &'static str, value: u64) -> Result<usize, LaunchError> {
     usize::try_from(value).map_err(|_| LaunchError::TooLarge { what, value, limit: usize::MAX as u64 })
 }

@@ -1,4 +1,4 @@
-//! How much memory the launches of one stream need from the context that they run in.
+//! The memory that launches of one stream need from their execution context.
 
 use std::fmt;
 
@@ -8,27 +8,27 @@ use unweight_codegen::plan::WorkspacePlan;
 /// graph does not use memory that the library owns.
 pub(crate) const CUBLAS_BYTES: usize = 32 << 20;
 
-/// The memory and the handles that launches need in addition to their operands. Launches on one stream share them: a
+/// The memory and handles that launches need in addition to their operands. Launches on one stream share them, so a
 /// context needs the maximum of each field.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ContextSize {
     /// Bytes of partial sums, or of the dump of a debugging variant.
     pub workspace_bytes: u64,
-    /// u32 counters that blocks synchronise with.
+    /// The number of u32 counters that blocks synchronise with.
     pub counters: u64,
     /// Elements of an input, padded to whole tiles.
     pub padded_x: u64,
     /// Elements of an output, padded to whole tiles; or of the product of a gate and an up before its activation.
     pub padded_y: u64,
-    /// Bytes of the slot that weights are expanded into before they are multiplied.
+    /// Bytes of the slot into which weights are expanded before they are multiplied.
     pub slot_bytes: u64,
     /// Whether a product needs cuBLAS.
     pub cublas: bool,
 }
 
 impl ContextSize {
-    /// The maximum of each field: enough for either.
+    /// Returns the maximum of each field: enough for either.
     #[must_use]
     pub fn max(self, other: Self) -> Self {
         Self {
@@ -41,7 +41,7 @@ impl ContextSize {
         }
     }
 
-    /// Bytes on the device, cuBLAS's workspace included.
+    /// Returns the bytes on the device, including cuBLAS's workspace.
     pub fn bytes(self) -> u64 {
         let cublas = if self.cublas { CUBLAS_BYTES as u64 } else { 0 };
         let elements = self.padded_x.saturating_add(self.padded_y);
@@ -49,7 +49,7 @@ impl ContextSize {
         shared.saturating_add(elements.saturating_mul(2)).saturating_add(self.slot_bytes).saturating_add(cublas)
     }
 
-    /// The size with the workspace of cuBLAS.
+    /// Returns this size with cuBLAS's workspace.
     #[must_use]
     pub fn with_cublas(self) -> Self {
         Self { cublas: true, ..self }

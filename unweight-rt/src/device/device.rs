@@ -18,26 +18,26 @@ use crate::{
 /// Properties of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DeviceInfo {
-    /// CUDA device number, from 0.
+    /// CUDA device ordinal, from 0.
     pub ordinal: usize,
-    /// Name, such as `NVIDIA H200`.
+    /// Device name, such as `NVIDIA H200`.
     pub name: String,
-    /// Architecture of its kernels.
+    /// Architecture of the kernels for this device.
     #[serde(serialize_with = "arch_name")]
     pub arch: Arch,
     /// The number of multiprocessors.
     pub sms: u32,
-    /// Highest SM clock, MHz.
+    /// Maximum SM clock in MHz.
     pub clock_mhz: u32,
-    /// Theoretical memory bandwidth, MB/s (10^6).
+    /// Theoretical memory bandwidth in MB/s (10^6).
     pub memory_mb_per_s: u64,
-    /// L2 cache.
+    /// Size of the L2 cache in bytes.
     pub l2_bytes: u64,
-    /// Largest shared memory of a block.
+    /// Maximum shared memory of a block in bytes.
     pub smem_bytes_per_block: u32,
-    /// Device memory.
+    /// Size of the device memory in bytes.
     pub memory_bytes: u64,
-    /// CUDA version of the driver.
+    /// CUDA version that the driver supports.
     pub driver: String,
 }
 
@@ -48,7 +48,7 @@ fn arch_name<S: serde::Serializer>(arch: &Arch, serializer: S) -> Result<S::Ok, 
 impl From<&DeviceInfo> for GpuModel {
     fn from(info: &DeviceInfo) -> Self {
         let DeviceInfo { arch, sms, clock_mhz, memory_mb_per_s, .. } = *info;
-        // A driver that does not say gets the figures of a usual device.
+        // Values that the driver does not report default to those of a usual device.
         let usual = Self::usual(arch);
         let or = |said: f64, usual: f64| if said > 0.0 { said } else { usual };
         let memory = or(memory_mb_per_s as f64, usual.memory);
@@ -64,22 +64,22 @@ pub struct Device(Arc<Shared>);
 struct Shared {
     context: Arc<CudaContext>,
     info: DeviceInfo,
-    /// The driver has `cuStreamGetCaptureInfo_v3`.
+    /// Whether the driver has `cuStreamGetCaptureInfo_v3`.
     knows_captures: bool,
 }
 
 impl Device {
-    /// The number of CUDA devices of the machine.
+    /// Returns the number of CUDA devices of the machine.
     ///
     /// # Errors
-    /// No usable driver.
+    /// The driver cannot be used.
     pub fn count() -> Result<usize, DeviceError> {
         process::require(Library::Driver)?;
         result::init().call("initialising the driver")?;
         Ok(CudaContext::device_count().call("counting devices")?.unsigned_abs() as usize)
     }
 
-    /// The architecture of a device, without opening it.
+    /// Returns the architecture of a device without opening it.
     ///
     /// # Errors
     /// As [`Device::open`].
@@ -91,7 +91,7 @@ impl Device {
         // Below the number of devices, which is an int.
         let device = result::device::get(ordinal as i32).call("looking at the device")?;
         let attribute = |which| {
-            // SAFETY: a device that the driver has just given.
+            // SAFETY: the driver has just returned this device.
             unsafe { result::device::get_attribute(device, which) }.call("reading the compute capability")
         };
         let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
@@ -105,10 +105,10 @@ impl Device {
         )
     }
 
-    /// Opens a device: its primary context, shared with other CUDA code of the process.
+    /// Opens a device with its primary context, which it shares with other CUDA code of the process.
     ///
     /// # Errors
-    /// No driver, no such device, or a device without kernels.
+    /// No driver, no such device, or an architecture without kernels.
     pub fn open(ordinal: usize) -> Result<Self, DeviceError> {
         let count = Self::count()?;
         if ordinal >= count {
@@ -143,27 +143,27 @@ impl Device {
         Ok(Self(Arc::new(Shared { context, info, knows_captures })))
     }
 
-    /// Properties of the GPU.
+    /// Returns the properties of the GPU.
     pub fn info(&self) -> &DeviceInfo {
         &self.0.info
     }
 
-    /// Whether the driver tells captures apart.
+    /// Returns whether the driver can identify captures.
     pub(crate) fn knows_captures(&self) -> bool {
         self.0.knows_captures
     }
 
-    /// The device number of CUDA, from 0.
+    /// Returns the CUDA device ordinal, from 0.
     pub fn ordinal(&self) -> usize {
         self.info().ordinal
     }
 
-    /// Waits for everything on the device.
+    /// Waits for all work on the device.
     pub fn synchronize(&self) -> Result<(), DeviceError> {
         self.context().synchronize().call("waiting for the device")
     }
 
-    /// Free and total memory, bytes.
+    /// Returns free and total memory in bytes.
     pub fn memory(&self) -> Result<(usize, usize), DeviceError> {
         self.context().mem_get_info().call("reading the free memory")
     }
@@ -187,7 +187,7 @@ impl fmt::Debug for Device {
 mod tests {
     use super::*;
 
-    /// The one that is chosen for where there is none: by the record of its driver.
+    /// The model that dispatch uses without a device matches what the driver reports for an H200.
     #[test]
     fn h200_model_matches_its_driver() {
         let record = include_str!("../../../docs/records/2026-11-22/decode-compact.json");
@@ -210,7 +210,7 @@ mod tests {
 
     #[test]
     fn missing_driver_is_explained() {
-        // Where there is a GPU, the other arm is what is tested.
+        // On machines with a GPU, this tests the other arm.
         match Device::open(0) {
             Ok(device) => assert!(device.info().sms > 0),
             Err(DeviceError::Toolchain(error)) => assert!(error.to_string().contains("libcuda"), "{error}"),

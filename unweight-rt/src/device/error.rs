@@ -1,5 +1,5 @@
-//! Errors of device operations. An operand that a launch cannot take is refused before anything is enqueued, by an
-//! error that names the operand, its value, the limit and what to do next.
+//! Errors of device operations. Invalid operands are rejected before anything is enqueued, by an error that names the
+//! operand, its value, the limit and what to do next.
 
 use unweight_codegen::{
     CodegenError,
@@ -20,13 +20,13 @@ pub enum DeviceError {
     /// A variant cannot exist or be rendered.
     #[error(transparent)]
     Codegen(#[from] CodegenError),
-    /// Data read from the device, or meant for it, are not a valid tensor.
+    /// Data read from or written to the device are not a valid tensor.
     #[error(transparent)]
     Codec(#[from] CodecError),
-    /// The driver refused a call.
+    /// A driver call failed.
     #[error("{call}: {text}")]
     Driver {
-        /// What the call was for.
+        /// The purpose of the call.
         call: &'static str,
         /// The driver's status (`CUresult`).
         code: u32,
@@ -50,7 +50,7 @@ pub enum DeviceError {
         /// Bytes of the allocation.
         bytes: u64,
     },
-    /// cuBLAS refused a call.
+    /// A cuBLAS call failed.
     #[error("{call}: cuBLAS status {status}")]
     Cublas {
         /// The function.
@@ -58,7 +58,7 @@ pub enum DeviceError {
         /// cuBLAS's status.
         status: String,
     },
-    /// A compute capability without kernels.
+    /// The device has a compute capability without kernels.
     #[error(
         "{name} has compute capability {major}.{minor}; kernels exist for 8.0, 8.6, 8.9, 9.0, 10.0, 10.3 and 12.0 (Ampere to Blackwell)"
     )]
@@ -70,44 +70,44 @@ pub enum DeviceError {
         /// Minor number.
         minor: i32,
     },
-    /// A device number that does not exist.
+    /// The device ordinal does not exist.
     #[error("device {ordinal} does not exist, {count} devices are visible; check CUDA_VISIBLE_DEVICES")]
     Ordinal {
-        /// The number, from 0.
+        /// The ordinal, from 0.
         ordinal: usize,
         /// Visible devices.
         count: usize,
     },
-    /// A kernel cannot take its operands. Nothing was enqueued.
+    /// A kernel does not support its operands. Nothing was enqueued.
     #[error("{kernel}: {refusal}")]
     Kernel {
         /// The name of the kernel variant.
         kernel: String,
-        /// The operand, and the limit that it misses.
+        /// The operand and the violated limit.
         refusal: LaunchError,
     },
-    /// An operation cannot take its operands. Nothing was enqueued.
+    /// An operation does not support its operands. Nothing was enqueued.
     #[error(transparent)]
     Operand(#[from] LaunchError),
-    /// Metadata of a tile point outside their section. A decoder skipped the tile.
+    /// Metadata of a tile point outside their section. The decoder skipped the tile.
     #[error(
         "tile {tile} of a tensor has metadata that point outside their section; its output is not valid; verify the bundle"
     )]
     Fault {
-        /// The last tile that was reported.
+        /// The last reported tile.
         tile: u32,
     },
     /// A row of a batch names a token, a row or a page that does not exist. The kernel skipped it.
     #[error("row {row} of a batch: {what}")]
     Row {
-        /// The last row that was reported.
+        /// The last reported row.
         row: u32,
-        /// What does not exist.
+        /// The kind of fault.
         what: RowFault,
     },
 }
 
-/// A fault that a kernel found in a row of its batch, in values that only the device can read.
+/// A fault that a kernel found in a row of its batch, in values that only the device reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RowFault {
@@ -134,7 +134,7 @@ impl RowFault {
 const OUT_OF_MEMORY: u32 = cudarc::driver::sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY as u32;
 
 impl DeviceError {
-    /// The stable code of this error; docs/reference/errors.md lists all.
+    /// Returns the stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Toolchain(error) => error.code(),
@@ -153,7 +153,7 @@ impl DeviceError {
         }
     }
 
-    /// Turns the out-of-memory status of an allocation into the error of `room`.
+    /// Turns the out-of-memory status of an allocation into the error that `room` returns.
     pub(super) fn of_room(self, room: impl FnOnce() -> Self) -> Self {
         match self {
             Self::Driver { code: OUT_OF_MEMORY, .. } => room(),
@@ -161,7 +161,7 @@ impl DeviceError {
         }
     }
 
-    /// The refused operand, if the operation failed because of one.
+    /// Returns the rejected operand, if the operation failed because of one.
     pub fn launch_error(&self) -> Option<&LaunchError> {
         match self {
             Self::Kernel { refusal, .. } | Self::Operand(refusal) => Some(refusal),
@@ -169,7 +169,7 @@ impl DeviceError {
         }
     }
 
-    /// The next step, if one action resolves the error.
+    /// Returns the next step, if one action resolves the error.
     pub fn remedy(&self) -> Option<Remedy> {
         match self {
             Self::Toolchain(error) => error.remedy(),
@@ -182,12 +182,12 @@ impl DeviceError {
     }
 }
 
-/// An operand, or a compiled kernel, that a launch cannot take. Shapes are `[rows, columns]` in elements.
+/// An operand or compiled kernel that prevents a launch. Shapes are `[rows, columns]` in elements.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LaunchError {
     // ---- products ----
-    /// Shapes of a product that do not match.
+    /// The shapes of a product do not match.
     #[error("Y{y:?} = X{x:?} * W{w:?}^T: the shapes do not match; Y is [m, n], X is [m, k], W is [n, k]")]
     Shape {
         /// The output.
@@ -197,7 +197,7 @@ pub enum LaunchError {
         /// The weights, `[n, k]`.
         w: [u64; 2],
     },
-    /// An extent that is not a multiple of the kernel's tile.
+    /// An extent is not a multiple of the kernel's tile.
     #[error("{extent} = {value} must be a multiple of {of}; pad the weights")]
     Multiple {
         /// The extent, such as `n` or `k`.
@@ -212,7 +212,7 @@ pub enum LaunchError {
     Batch {
         /// Batch rows.
         m: u32,
-        /// The largest batch that the layer was loaded for.
+        /// The maximum batch of the layer.
         max_batch: u32,
     },
     /// An epilogue that a layer was not loaded for.
@@ -220,21 +220,21 @@ pub enum LaunchError {
     Epilogue {
         /// The epilogue of the call.
         asked: Epilogue,
-        /// An epilogue that was loaded.
+        /// An epilogue that the layer was loaded for.
         loaded: Epilogue,
     },
-    /// Weights with escapes, for a kernel that reads none.
+    /// The weights have escapes, and the kernel does not read escapes.
     #[error("reads no escapes, the tensor has some; use a variant with _esc")]
     Escapes,
-    /// More verbatim rows in a tile than the kernel takes.
+    /// A tile has more verbatim rows than the kernel supports.
     #[error("takes {room} verbatim rows per tile, the weights have up to {rows}; use a variant with more")]
     VerbatimRows {
-        /// Verbatim rows per tile that the kernel takes.
+        /// The maximum number of verbatim rows per tile of the kernel.
         room: u32,
-        /// The most verbatim rows of a tile of the weights.
+        /// The maximum number of verbatim rows in a tile of the weights.
         rows: u32,
     },
-    /// Weights of another source than the kernel reads.
+    /// The weights have another source than the kernel reads.
     #[error("reads weights from {takes}, got {got}; use a variant for {got}")]
     Source {
         /// The kernel's source: `exponent` or `palette`.
@@ -244,7 +244,7 @@ pub enum LaunchError {
     },
 
     // ---- activations ----
-    /// A head size that is not the kernel's.
+    /// The head size differs from the kernel's.
     #[error("takes heads of {takes} elements, got {got}; use the variant for heads of {got}")]
     HeadSize {
         /// Elements per head of the kernel.
@@ -267,7 +267,7 @@ pub enum LaunchError {
         /// Elements of a head.
         head_dim: u32,
     },
-    /// A rotated part of a head that kernels do not take.
+    /// Kernels do not support the rotated part of a head.
     #[error("rope_dim = {rope_dim} must be a multiple of 4 in 4..={head_dim}, the elements of a head")]
     RopeDim {
         /// Rotated elements of a head.
@@ -275,29 +275,29 @@ pub enum LaunchError {
         /// Elements of a head.
         head_dim: u32,
     },
-    /// Rows past the last position of a table.
+    /// Rows are past the last position of a table.
     #[error("{what} ends at position {limit}, the rows at {end}; make it longer")]
     Positions {
         /// One past the last row's position.
         end: u64,
         /// The table that is too short.
         what: &'static str,
-        /// Positions of the table.
+        /// The number of positions in the table.
         limit: u64,
     },
-    /// A number of experts, or of experts per token, that routing does not take.
+    /// Routing does not support this number of experts, or of experts per token.
     #[error(
         "{experts} experts with {top_k} per token; routing takes 1 to {} experts and 1 to {} per token",
         RouteSpec::EXPERTS_MAX,
         RouteSpec::TOP_K_MAX
     )]
     Experts {
-        /// Experts.
+        /// The number of experts.
         experts: u32,
         /// Experts per token.
         top_k: u32,
     },
-    /// A number of columns that a kernel does not take.
+    /// A kernel does not support this number of columns.
     #[error("{operand} has {cols} columns; the kernel takes multiples of {of} up to {max}; pad {operand}")]
     Columns {
         /// The matrix.
@@ -306,7 +306,7 @@ pub enum LaunchError {
         cols: u32,
         /// The columns must be a multiple of this.
         of: u32,
-        /// The most columns.
+        /// The maximum number of columns.
         max: u32,
     },
     /// A gate and an up projection whose shape does not match the activated output.
@@ -325,22 +325,22 @@ pub enum LaunchError {
         /// Rows of the table.
         rows: u64,
     },
-    /// A vocabulary that the sampling kernel does not take.
+    /// The sampling kernel does not support the vocabulary.
     #[error("logits of {cols} tokens; the sampling kernel takes 1 to {max}")]
     Logits {
         /// Columns of the logits.
         cols: u32,
-        /// The most columns.
+        /// The maximum number of columns.
         max: u32,
     },
-    /// A head size that no kernel takes.
+    /// No kernel supports the head size.
     #[error("head_dim = {head_dim} must be a multiple of 16 in 16..=256")]
     HeadDim {
         /// Elements of a head.
         head_dim: u32,
     },
 
-    /// A kernel for another head size than the KV cache has.
+    /// The kernel is for another head size than that of the KV cache.
     #[error("takes heads of {takes} elements, the KV cache has heads of {cache}; use the variant for heads of {cache}")]
     HeadDimOf {
         /// Elements per head of the kernel.
@@ -348,15 +348,15 @@ pub enum LaunchError {
         /// Elements per head of the KV cache.
         cache: u32,
     },
-    /// Two KV caches that do not have the same heads.
+    /// Two KV caches have different heads.
     #[error("the packed KV cache has [{}, {}] KV heads and elements, the BF16 pages have [{}, {}]; make both for one model", packed[0], packed[1], bf16[0], bf16[1])]
     KvHeads {
         /// KV heads and elements per head of the packed cache.
         packed: [u32; 2],
-        /// The same of the BF16 pages.
+        /// KV heads and elements per head of the BF16 pages.
         bf16: [u32; 2],
     },
-    /// A kernel for another kind of step.
+    /// The kernel is for another kind of step.
     #[error("is for step = {takes}, not {asked}; use a variant for step = {asked}")]
     Step {
         /// The kernel's step.
@@ -364,12 +364,12 @@ pub enum LaunchError {
         /// The step of the call.
         asked: &'static str,
     },
-    /// A split of the KV cache that the kernel does not take.
+    /// The kernel does not support this split of the KV cache.
     #[error("{parts} parts per row; this kernel takes 1 to {limit}; more than one part needs a variant with split")]
     Parts {
         /// Parts per row.
         parts: u32,
-        /// The most parts of the kernel.
+        /// The maximum number of parts of the kernel.
         limit: u32,
     },
     /// A page table that ends before the last token.
@@ -408,7 +408,7 @@ pub enum LaunchError {
     },
 
     // ---- views ----
-    /// A matrix larger than its memory.
+    /// A matrix is larger than its memory.
     #[error(
         "a matrix [{rows}, {cols}] of pitch {pitch} needs {need} elements, the buffer has {have}; use a larger one"
     )]
@@ -417,29 +417,29 @@ pub enum LaunchError {
         rows: u32,
         /// The number of columns.
         cols: u32,
-        /// Elements from one row to the next.
+        /// The pitch: elements from one row to the next.
         pitch: u64,
-        /// Elements that the matrix needs; `u64::MAX` where that does not fit 64 bits.
+        /// Elements that the matrix needs; `u64::MAX` if that does not fit 64 bits.
         need: u64,
         /// Elements of the buffer.
         have: u64,
     },
-    /// A pitch smaller than a row.
+    /// The pitch is smaller than a row.
     #[error("rows of {cols} elements overlap at pitch {pitch}; the pitch must be at least {cols}")]
     PitchBelowColumns {
         /// The number of columns.
         cols: u32,
-        /// Elements from one row to the next.
+        /// The pitch: elements from one row to the next.
         pitch: u64,
     },
-    /// A pitch that the operation does not take.
+    /// The operation does not support the pitch.
     #[error("{operand} has pitch {pitch}, which must be {wanted}; copy it to a matrix of its own")]
     Pitch {
         /// The operand, such as `x`.
         operand: &'static str,
-        /// Elements from one row to the next.
+        /// The pitch: elements from one row to the next.
         pitch: u64,
-        /// The rule that the pitch misses.
+        /// The violated rule.
         wanted: PitchRule,
     },
     /// An address that is not aligned for the kernel's copies.
@@ -449,7 +449,7 @@ pub enum LaunchError {
         operand: &'static str,
         /// Device address.
         address: u64,
-        /// The alignment, bytes.
+        /// The alignment in bytes.
         bytes: u64,
     },
     /// An output that overlaps an input.
@@ -478,7 +478,7 @@ pub enum LaunchError {
         /// Shape of the source.
         tensor: [u64; 2],
     },
-    /// A buffer of the caller that is too small.
+    /// A buffer of the caller is too small.
     #[error("{buffer}: {need} needed, {have} provided; provide a larger buffer")]
     Room {
         /// The buffer, with its unit.
@@ -498,7 +498,7 @@ pub enum LaunchError {
         /// Elements of the shape.
         expected: u64,
     },
-    /// A section that ends inside a value.
+    /// A section ends inside a value.
     #[error("{section} has {bytes} B, which is not a multiple of {unit} B; the bundle is damaged")]
     Partial {
         /// The section.
@@ -518,32 +518,32 @@ pub enum LaunchError {
         /// Elements, rows or columns that exist.
         have: u64,
     },
-    /// A count that does not fit a kernel's counters or the address space.
+    /// A count does not fit a kernel's counters or the address space.
     #[error("{what} = {value} exceeds the limit of {limit}; split the matrix")]
     TooLarge {
-        /// What is counted.
+        /// The counted quantity.
         what: &'static str,
         /// The count.
         value: u64,
-        /// The largest count.
+        /// The maximum.
         limit: u64,
     },
 
     // ---- contexts and launches ----
-    /// An execution context with too little memory for the launch.
+    /// The execution context has too little memory for the launch.
     #[error(
         "needs an execution context of {need}, this one has {have}; call ExecContext::reserve with the layer's size first"
     )]
     ContextTooSmall {
-        /// What the launch needs.
+        /// The size that the launch needs.
         need: ContextSize,
-        /// What the context has.
+        /// The size of the context.
         have: ContextSize,
     },
     /// An allocation or a measurement during a capture.
     #[error("an execution context cannot grow or be tuned while its stream is captured; do it before the capture")]
     Capturing,
-    /// Experts in host memory during a capture.
+    /// Experts in host memory cannot be fetched during a capture.
     #[error(
         "experts in host memory cannot be captured: the host fetches the experts that a router chose; enqueue them \
          outside of a capture, or keep all experts on the device"
@@ -561,14 +561,14 @@ pub enum LaunchError {
         /// Blocks per cluster.
         cluster: u32,
     },
-    /// A cooperative grid with more blocks than the device runs at once.
+    /// A cooperative grid has more blocks than can be resident on the device.
     #[error(
         "{blocks} blocks wait for each other, and the device runs {resident} at once; use a variant without stream-K"
     )]
     CooperativeGrid {
         /// Blocks of the grid.
         blocks: u32,
-        /// Blocks that the device runs at once.
+        /// The maximum number of resident blocks.
         resident: u32,
     },
     /// Arguments of another kernel family.
@@ -577,16 +577,16 @@ pub enum LaunchError {
         /// The argument struct of the call.
         given: &'static str,
     },
-    /// A layer that is not packed, in borrowed memory.
+    /// The layer in borrowed memory is not packed.
     #[error("the layer is not packed; only packed layers run in the memory of another framework")]
     NotPacked,
-    /// A kernel of another family.
+    /// The kernel belongs to another family.
     #[error("is not {wanted}; load a variant that is")]
     Family {
         /// The kernels that the operation launches.
         wanted: &'static str,
     },
-    /// A decoder for another output.
+    /// The decoder writes another output.
     #[error("writes {}, not {}; use a decoder of {}", .writes.tag(), .asked.tag(), .asked.tag())]
     Decodes {
         /// The kernel's output.
@@ -594,7 +594,7 @@ pub enum LaunchError {
         /// The output of the call.
         asked: DecodeOutput,
     },
-    /// A decoder for another element type.
+    /// The decoder writes another element type.
     #[error("writes {}, the tensor holds {}; use a decoder of {}", .writes.tag(), .tensor.tag(), .tensor.tag())]
     DecodesElement {
         /// The kernel's element type.
@@ -602,23 +602,23 @@ pub enum LaunchError {
         /// The tensor's element type.
         tensor: DecodeElement,
     },
-    /// An element type that `exponents` cannot store.
+    /// `exponents` cannot store the element type.
     #[error("`exponents` cannot store {}; compress the tensor as BF16", .float.name())]
     NotExponents {
         /// The element type.
         float: Float,
     },
-    /// Longer codes than a decoder takes.
+    /// The tensor has longer codes than the decoder supports.
     #[error("decodes codes of up to {limit} bits, the tensor has codes of {bits}; use a variant for longer codes")]
     CodeBits {
-        /// The longest code of the kernel.
+        /// The maximum code length of the kernel in bits.
         limit: u32,
-        /// The longest code of the tensor.
+        /// The maximum code length of the tensor in bits.
         bits: u32,
     },
 
     // ---- artifacts ----
-    /// An artifact of another variant, or for another architecture.
+    /// The artifact is of another variant or architecture.
     #[error("the compiled kernel is {found}, not {wanted}; clear the kernel cache")]
     Artifact {
         /// The artifact's variant or architecture.
@@ -626,15 +626,15 @@ pub enum LaunchError {
         /// The variant or architecture of the request.
         wanted: String,
     },
-    /// An artifact with the arguments of another version.
+    /// The artifact has the arguments of another version.
     #[error("takes {takes} B of arguments, this version passes {passes} B; clear the kernel cache")]
     ArgumentBytes {
-        /// Bytes of arguments that the artifact takes.
+        /// Bytes of arguments that the artifact expects.
         takes: u64,
         /// Bytes of arguments that this version passes.
         passes: u64,
     },
-    /// More shared memory than the device has for a block.
+    /// The kernel needs more shared memory per block than the device has.
     #[error("a block needs {need} B of shared memory, the device has {limit} B; use a variant with fewer stages")]
     SharedMemory {
         /// Bytes per block that the kernel needs.
@@ -642,7 +642,7 @@ pub enum LaunchError {
         /// Bytes per block that the device has.
         limit: u64,
     },
-    /// More threads per block than the compiled kernel can run with.
+    /// The plan has more threads per block than the compiled kernel supports.
     #[error(
         "the plan has {planned} threads per block, the compiled kernel runs with at most {runs}; use a smaller variant"
     )]
@@ -654,22 +654,22 @@ pub enum LaunchError {
     },
 
     // ---- tensor maps ----
-    /// A matrix that a tensor map cannot describe.
+    /// A tensor map cannot describe the matrix.
     #[error("tensor map [{rows}, {cols}]: {value} is not {rule}")]
     TensorMap {
         /// Rows of the matrix.
         rows: u64,
         /// The number of columns.
         cols: u64,
-        /// The value that does not fit.
+        /// The invalid value.
         value: u64,
-        /// The rule that it misses.
+        /// The violated rule.
         rule: MapRule,
     },
 }
 
 impl LaunchError {
-    /// The stable code of this error; docs/reference/errors.md lists all.
+    /// Returns the stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::ArgumentBytes { .. } | Self::Artifact { .. } => "kernel-artifact-mismatch",
@@ -678,11 +678,11 @@ impl LaunchError {
     }
 }
 
-/// The pitch that an operation takes.
+/// The pitch that an operation requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PitchRule {
-    /// Exactly the columns: rows are dense.
+    /// Exactly the number of columns: rows are contiguous.
     Columns(u32),
     /// A multiple of this many elements.
     MultipleOf(u64),
@@ -703,13 +703,13 @@ impl std::fmt::Display for PitchRule {
 pub enum MapRule {
     /// Alignment of the address.
     Aligned,
-    /// Rows and columns.
+    /// The number of rows and columns.
     Extent,
-    /// Bytes from one row to the next.
+    /// The pitch in bytes.
     Pitch,
-    /// A side of a box.
+    /// The side of a box.
     BoxSide,
-    /// Bytes of a row of a box.
+    /// The bytes in a row of a box.
     BoxRow,
 }
 
@@ -729,7 +729,7 @@ impl ContextSize {
     /// Checks that this is enough for `need`.
     ///
     /// # Errors
-    /// [`LaunchError::ContextTooSmall`] where a field of `need` is larger.
+    /// [`LaunchError::ContextTooSmall`] if a field of `need` is larger.
     pub fn check(self, need: Self) -> Result<(), LaunchError> {
         if self.max(need) == self { Ok(()) } else { Err(LaunchError::ContextTooSmall { need, have: self }) }
     }

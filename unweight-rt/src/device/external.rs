@@ -1,4 +1,4 @@
-//! External kernels: kernels of other crates, compiled, cached, loaded and launched as the built-in ones are.
+//! External kernels: kernels of other crates, compiled, cached, loaded and launched like the built-in ones.
 
 use std::{ffi::c_void, fmt, ptr, sync::Arc};
 
@@ -24,10 +24,10 @@ pub struct ExternalKernel {
 }
 
 impl ExternalKernel {
-    /// Compiles the kernel or finds it in the cache, and loads it. Keep it: what is loaded again takes memory again.
+    /// Compiles the kernel or finds it in the cache, and loads it. Keep the result: loading again uses memory again.
     ///
     /// # Errors
-    /// The compiler is missing or refuses the source, or the artifact is not what the kernel says of itself.
+    /// The compiler is missing or rejects the source, or the artifact does not match the kernel's declaration.
     pub fn of(kernels: &KernelSet, kernel: ExternalSource) -> Result<Self, DeviceError> {
         let request = CompileRequest::external(&kernel)?;
         let name = kernel.name();
@@ -51,27 +51,27 @@ impl ExternalKernel {
         Ok(Self { device: kernels.device().clone(), kernel: Arc::new(kernel), registers, resident_blocks, function })
     }
 
-    /// The source and the launch plan that it was made from.
+    /// Returns the source and the launch plan of the kernel.
     pub fn kernel(&self) -> &ExternalSource {
         &self.kernel
     }
 
-    /// The device that it is loaded on.
+    /// Returns the device on which the kernel is loaded.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Registers per thread.
+    /// Returns the registers per thread.
     pub fn registers(&self) -> u32 {
         self.registers
     }
 
-    /// Blocks that the whole device holds at once.
+    /// Returns the number of blocks that are resident on the whole device at once.
     pub fn resident_blocks(&self) -> u32 {
         self.resident_blocks
     }
 
-    /// An error that names this kernel.
+    /// Returns an error that names this kernel.
     ///
     /// # Errors
     /// Always.
@@ -79,15 +79,16 @@ impl ExternalKernel {
         Err(DeviceError::Kernel { kernel: self.kernel.name(), refusal })
     }
 
-    /// Enqueues `blocks` blocks; none enqueues nothing.
+    /// Enqueues `blocks` blocks; 0 blocks enqueue nothing.
     ///
     /// # Safety
-    /// `args` is what the kernel's header asks for: every address names memory of the stated size that lives until the
-    /// kernel is done (in a capture, as long as the graph is launched), and nothing else writes what it reads. No block
-    /// waits for another.
+    /// `args` fulfills the kernel's contract in its header: every address names memory of the stated size that lives
+    /// until the kernel is done (in a capture, as long as the graph is launched), and nothing else writes what it
+    /// reads. No block waits for another.
     ///
     /// # Errors
-    /// Arguments of another kernel, a stream of another device, a grid that no device has, or an error of the driver.
+    /// Arguments of another kernel, a stream of another device, a grid larger than any device supports, or a driver
+    /// error.
     pub unsafe fn launch<A: KernelArgs>(&self, stream: &Stream, blocks: u32, args: &A) -> Result<(), DeviceError> {
         if !self.kernel.takes::<A>() {
             return self.refuse(LaunchError::Arguments { given: A::NAME });
@@ -117,8 +118,8 @@ impl ExternalKernel {
         };
         self.device.bind()?;
         let mut parameters = [ptr::from_ref(args).cast_mut().cast::<c_void>()];
-        // SAFETY: the kernel has one parameter, of `args`' size (checked when it was loaded), which the driver copies
-        // during the call; `config` lives through it. What the addresses mean is the caller's promise.
+        // SAFETY: the kernel has one parameter of `args`' size (checked when it was loaded), which the driver copies
+        // during the call; `config` outlives the call. The caller promises that the addresses are valid.
         unsafe { sys::cuLaunchKernelEx(&config, self.function.cu_function(), parameters.as_mut_ptr(), ptr::null_mut()) }
             .result()
             .call("launching a kernel")

@@ -1,4 +1,4 @@
-//! The kernels of a device, by variant.
+//! The kernels of a device, indexed by variant.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -23,15 +23,15 @@ use crate::{
     },
 };
 
-/// The kernels of one device: compiled or found at most once, loaded at most once, shared.
+/// The kernels of one device: each is compiled or found at most once, loaded at most once, and shared.
 pub struct KernelSet {
     device: Device,
     cache: KernelCache,
     threads: usize,
     chooser: PackedChooser,
-    /// A table that is followed ahead of the cache's.
+    /// A table from the caller; overrides the cache's table.
     given: Option<MeasuredTable>,
-    /// Why a table that the cache has is not followed.
+    /// Why the cache's table is not used.
     table_error: Option<TableError>,
     loaded: Mutex<BTreeMap<VariantSpec, Arc<LoadedKernel>>>,
 }
@@ -40,7 +40,7 @@ pub struct KernelSet {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Prepared {
-    /// Kernels that were loaded; the others were already.
+    /// Kernels that this call loaded; the others were already loaded.
     pub loaded: usize,
     /// Kernels among them that were compiled; the others were in the cache.
     pub compiled: usize,
@@ -49,20 +49,20 @@ pub struct Prepared {
 }
 
 impl KernelSet {
-    /// The user's cache and compiler, as the environment has them.
+    /// Opens the user's cache and compiler, as configured by the environment.
     pub fn open(device: &Device, env: &Env) -> Self {
         Self::new(device, KernelCache::open(env), env.jit_threads)
     }
 
-    /// A given cache; up to `threads` kernels are compiled at a time. What was measured on such a device and is kept in
-    /// the cache is followed.
+    /// Uses the given cache and compiles up to `threads` kernels at a time. Dispatch uses the measurements for this
+    /// kind of device that the cache contains.
     pub fn new(device: &Device, cache: KernelCache, threads: usize) -> Self {
         let (chooser, table_error) = chooser(device.info(), &cache, Registered::default());
         Self { device: device.clone(), cache, threads, chooser, given: None, table_error, loaded: Mutex::default() }
     }
 
-    /// Follows a table that was measured on such a device, ahead of what is kept in the cache. A table of another
-    /// device changes nothing.
+    /// Adds a table that was measured on this kind of device; it overrides the table in the cache. A table of another
+    /// device has no effect.
     #[must_use]
     pub fn with_table(mut self, table: MeasuredTable) -> Self {
         self.chooser = self.chooser.with_table(&self.device.info().name, table.clone());
@@ -75,11 +75,11 @@ impl KernelSet {
         self
     }
 
-    /// Makes a declared variant a candidate of dispatch: layers that are loaded from now on are multiplied by it where
-    /// a measured table or the model of the GPU finds it fastest, and tables may name it. Its shape counts; escapes,
-    /// dependent launch and epilogue follow the layer.
+    /// Makes a declared variant a candidate of dispatch. Layers loaded from now on use it where a measured table or the
+    /// GPU model finds it fastest, and tables may name it. Only its shape matters; escapes, dependent launch and
+    /// epilogue follow the layer.
     ///
-    /// A layer chooses its kernels when it is loaded: register before the first.
+    /// A layer chooses its kernels when it is loaded: register variants before the first layer.
     ///
     /// ```no_run
     /// use unweight_codegen::unweight_variant;
@@ -94,18 +94,18 @@ impl KernelSet {
     /// ```
     ///
     /// # Errors
-    /// The device's architecture cannot run it, or dispatch does not choose among kernels of its family.
+    /// The device's architecture cannot run the variant, or dispatch does not choose among kernels of its family.
     pub fn register<V: Variant>(&mut self) -> Result<(), RegisterError> {
         self.register_spec(V::SPEC)
     }
 
-    /// As [`KernelSet::register`], of a variant that is known at run time.
+    /// Registers a variant like [`KernelSet::register`], but as a value at run time.
     ///
     /// # Errors
     /// As for [`KernelSet::register`].
     pub fn register_spec(&mut self, spec: VariantSpec) -> Result<(), RegisterError> {
         self.chooser.register(spec)?;
-        // The cache's table may name it.
+        // The cache's table may name this variant.
         if matches!(self.table_error, Some(TableError::Unregistered { .. })) {
             let info = self.device.info();
             let (chooser, table_error) = chooser(info, &self.cache, self.chooser.registered().clone());
@@ -115,37 +115,37 @@ impl KernelSet {
         Ok(())
     }
 
-    /// The registered variants, as they were declared.
+    /// Returns the registered variants as they were declared.
     pub fn registered(&self) -> impl Iterator<Item = &VariantSpec> {
         self.chooser.registered().variants()
     }
 
-    /// What chooses the matmuls of layers on this device, of the variants that ship and those that are registered: what
-    /// was measured, else the model of the GPU.
+    /// Returns the chooser of matmuls for layers on this device, from built-in and registered variants. It uses
+    /// measurements if there are any, else the GPU model.
     pub fn chooser(&self) -> &PackedChooser {
         &self.chooser
     }
 
-    /// Why a table that the cache keeps for such a device is not followed, if it is not.
+    /// Returns why the cache's table for this kind of device is not used, if it is not.
     pub fn table_error(&self) -> Option<&TableError> {
         self.table_error.as_ref()
     }
 
-    /// Returns the cache that kernels are compiled into.
+    /// Returns the cache of compiled kernels.
     pub fn cache(&self) -> &KernelCache {
         &self.cache
     }
 
-    /// Returns the device that kernels are loaded on.
+    /// Returns the device on which kernels are loaded.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Loads every variant, and compiles in parallel those that the cache lacks. `progress` receives each variant that
-    /// was not loaded yet.
+    /// Loads every variant, and compiles missing ones in parallel. `progress` receives each variant that was not loaded
+    /// yet.
     ///
     /// # Errors
-    /// [`DeviceError`] that names every kernel that could not be made. The others are in the cache.
+    /// [`DeviceError`] that names every kernel that could not be compiled. The others are in the cache.
     pub fn prepare(
         &self,
         specs: &[VariantSpec],
@@ -163,7 +163,7 @@ impl KernelSet {
         let mut refused = Vec::new();
         for ((spec, request), artifact) in missing.iter().zip(requests).zip(&artifacts) {
             match self.load(spec, artifact) {
-                // Attached for another driver, or by whoever knows no better.
+                // Attached for another driver, or invalid.
                 Err(_) if artifact.state == CacheState::Attached => refused.push((spec, request)),
                 loaded => drop(loaded?),
             }
@@ -177,7 +177,7 @@ impl KernelSet {
         Ok(Prepared { loaded: missing.len(), compiled, elapsed: start.elapsed() })
     }
 
-    /// A kernel, compiled or loaded now if it has to be.
+    /// Returns a kernel; compiles or loads it if necessary.
     ///
     /// # Errors
     /// As for [`KernelSet::prepare`].
@@ -188,7 +188,7 @@ impl KernelSet {
         let request = CompileRequest::render(spec)?;
         let artifact = self.cache.get(&request)?;
         match self.load(spec, &artifact) {
-            // As in `prepare`. One request gives one artifact.
+            // As in `prepare`. One request has one artifact.
             Err(_) if artifact.state == CacheState::Attached => {
                 self.load(spec, &self.cache.compile_own(&[request], 1, &|_| {})?.swap_remove(0))
             }
@@ -196,34 +196,34 @@ impl KernelSet {
         }
     }
 
-    /// Kernels that are loaded.
+    /// Returns the number of loaded kernels.
     pub fn len(&self) -> usize {
         self.lock().len()
     }
 
-    /// Whether none is.
+    /// Returns whether no kernel is loaded.
     pub fn is_empty(&self) -> bool {
         self.lock().is_empty()
     }
 
-    /// A kernel that is ready; never compiles.
+    /// Returns a kernel if it is loaded; never compiles.
     pub fn try_get(&self, spec: &VariantSpec) -> Option<Arc<LoadedKernel>> {
         self.lock().get(spec).cloned()
     }
 
     fn load(&self, spec: &VariantSpec, artifact: &Artifact) -> Result<Arc<LoadedKernel>, DeviceError> {
         let kernel = Arc::new(LoadedKernel::load(&self.device, spec, artifact)?);
-        // Another thread may have been faster: the first stays, so that equal specs give one kernel.
+        // Another thread may have been faster. The first kernel stays, so that equal specs share one kernel.
         Ok(self.lock().entry(*spec).or_insert(kernel).clone())
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<VariantSpec, Arc<LoadedKernel>>> {
-        // A thread that died while it held the lock has left the map whole: an entry is there or not.
+        // A panic while holding the lock leaves the map valid: inserting an entry is atomic.
         self.loaded.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// What chooses for a device, with the table that the cache keeps of it, or why that is not followed.
+/// Returns the chooser of a device with the cache's table, or with the reason why that table is not used.
 fn chooser(info: &DeviceInfo, cache: &KernelCache, registered: Registered) -> (PackedChooser, Option<TableError>) {
     let chooser = PackedChooser::of(info.into(), &info.name).with_registered(registered);
     let Ok(store) = cache.store() else { return (chooser, None) };
@@ -266,8 +266,8 @@ mod tests {
         KernelCache::new(policy, Some(root), Arc::new(FakeCompiler::default()))
     }
 
-    /// A table that the cache keeps for a device of this name is followed there; one that is damaged, or another's, is
-    /// told and passed over.
+    /// The cache's table for a device of this name is used there; a damaged table, or one of another device, is
+    /// reported and ignored.
     #[test]
     fn kept_table_is_used_on_its_gpu() {
         let info = DeviceInfo {
@@ -291,7 +291,7 @@ mod tests {
         let chooser = |info: &DeviceInfo, cache: &KernelCache| chooser(info, cache, Registered::default());
         let (model, error) = chooser(&info, &cache(JitMode::Auto));
         assert!(error.is_none());
-        // Some shape that the model would not take.
+        // A shape that the model would not choose.
         let ours = ["b8_r2w8p3c1", "b8_r4w8p1c1"].into_iter().find(|shape| !choice(&model, 8).contains(shape)).unwrap();
         let variant = format!("uw_sm89_gemm_mma_{ours}_async_esc_store").parse().unwrap();
         let row = MeasuredRow { n: 4096, k: 4096, m: 8, pdl: false, variant };
@@ -303,7 +303,7 @@ mod tests {
         assert!(error.is_none(), "{error:?}");
         assert_eq!(choice(&measured, 8), format!("uw_sm89_gemm_mma_{ours}_async_esc_store_add"));
         assert_eq!(choice(&measured, 9), choice(&model, 9), "not measured");
-        // Whoever touches no cache follows none of it.
+        // With the cache off, its table is not used.
         assert_eq!(choice(&chooser(&info, &cache(JitMode::Off)).0, 8), choice(&model, 8));
         let other = DeviceInfo { name: "NVIDIA L40S".to_owned(), ..info.clone() };
         assert_eq!(
@@ -318,7 +318,7 @@ mod tests {
             assert_eq!(choice(&passed_over, 8), choice(&model, 8));
         }
     }
-    /// The cache's table is followed as soon as the variants that it names are registered.
+    /// The cache's table is used as soon as the variants that it names are registered.
     #[test]
     fn a_kept_table_waits_for_the_variants_that_it_names() {
         let info = DeviceInfo {

@@ -1,11 +1,11 @@
-//! One launch: `cuLaunchKernelEx` with the plan's block, cluster and shared memory and the problem's grid.
+//! Launches a kernel: `cuLaunchKernelEx` with the plan's block, cluster and shared memory and the problem's grid.
 //!
-//! Arguments hold device addresses, so [`LoadedKernel::launch`] is unsafe. The module of each kernel family checks the
-//! operands before it calls this.
+//! Arguments contain device addresses, so [`LoadedKernel::launch`] is unsafe. The module of each kernel family checks
+//! the operands before it calls this.
 //!
-//! Kernels whose blocks wait for each other ([`LaunchPlan::co_resident`], stream-K) are launched cooperatively: the
-//! driver refuses a grid that does not fit the device, and runs all its blocks at once whatever other streams do
-//! (docs/adr/0009-stream-k.md).
+//! Kernels whose blocks wait for each other ([`LaunchPlan::co_resident`], stream-K) are launched cooperatively. The
+//! driver then rejects a grid that does not fit the device, and keeps all its blocks resident regardless of other
+//! streams (docs/adr/0009-stream-k.md).
 
 use std::{ffi::c_void, ptr};
 
@@ -17,10 +17,11 @@ use unweight_codegen::{
 
 use crate::device::{Call, DeviceError, LaunchError, LaunchMode, Stream, module::LoadedKernel};
 
-/// Whether a launch must be cooperative: its blocks wait for each other. `resident` blocks fit the device at once.
+/// Returns whether a launch must be cooperative because its blocks wait for each other. `resident` is the number of
+/// blocks that fit the device at once.
 ///
 /// # Errors
-/// [`LaunchError::CooperativeGrid`]: they do not all fit, and the first ones would wait for ever.
+/// [`LaunchError::CooperativeGrid`] if not all fit: the resident blocks would wait forever.
 pub(crate) fn cooperative(plan: &Plan, problem: GemmShape, blocks: u32, resident: u32) -> Result<bool, LaunchError> {
     if !plan.launch.blocks_wait(problem, blocks) {
         return Ok(false);
@@ -28,24 +29,24 @@ pub(crate) fn cooperative(plan: &Plan, problem: GemmShape, blocks: u32, resident
     if blocks > resident { Err(LaunchError::CooperativeGrid { blocks, resident }) } else { Ok(true) }
 }
 
-/// Blocks of a launch for this problem on a device of `sms` multiprocessors.
+/// Returns the number of blocks of a launch for this problem on a device with `sms` multiprocessors.
 ///
 /// # Errors
-/// [`LaunchError::Grid`]: more than a grid may have.
+/// [`LaunchError::Grid`] if that exceeds the maximum of a grid.
 pub(crate) fn blocks(plan: &Plan, problem: GemmShape, sms: u32) -> Result<u32, LaunchError> {
     plan.launch.grid.blocks(problem, sms).ok_or(LaunchError::Grid { problem, cluster: plan.launch.cluster })
 }
 
 impl LoadedKernel {
-    /// Blocks of a launch for this problem.
+    /// Returns the number of blocks of a launch for this problem.
     ///
     /// # Errors
-    /// More than a grid may have.
+    /// The number exceeds the maximum of a grid.
     pub fn blocks(&self, problem: GemmShape) -> Result<u32, DeviceError> {
         blocks(self.plan(), problem, self.device().info().sms).or_else(|refusal| self.refuse(refusal))
     }
 
-    /// Whether this problem can be launched: grid and resident blocks, before anything is enqueued.
+    /// Checks grid and resident blocks of this problem before anything is enqueued.
     ///
     /// # Errors
     /// [`LaunchError::Grid`], [`LaunchError::CooperativeGrid`].
@@ -57,12 +58,12 @@ impl LoadedKernel {
     /// Enqueues the kernel. A problem without work enqueues nothing.
     ///
     /// # Safety
-    /// `args` is what the kernel's contract in `abi.cuh` asks for: every address names memory of the stated size that
-    /// lives until the kernel is done (and, in a capture, as long as the graph is launched), and nothing else writes
-    /// what it reads.
+    /// `args` fulfills the kernel's contract in `abi.cuh`: every address names memory of the stated size that lives
+    /// until the kernel is done (in a capture, as long as the graph is launched), and nothing else writes what it
+    /// reads.
     ///
     /// # Errors
-    /// Arguments of another family, a stream of another device, a grid that does not fit, or an error of the driver.
+    /// Arguments of another family, a stream of another device, a grid that does not fit, or a driver error.
     pub unsafe fn launch<A: KernelArgs>(
         &self,
         stream: &Stream,
@@ -76,8 +77,8 @@ impl LoadedKernel {
         if own != other {
             return self.refuse(LaunchError::OtherDevice { operand: "the stream", own, other });
         }
-        // For fewer multiprocessors a grid has fewer blocks, and needs no more of a workspace: what was checked for all
-        // of the device holds.
+        // With fewer multiprocessors, a grid has fewer blocks and needs no larger workspace, so the checks for the
+        // whole device remain valid.
         let LaunchMode { sms, ordinary } = stream.mode();
         let all = self.device().info().sms;
         let sms = sms.map_or(all, |sms| sms.clamp(1, all));
@@ -88,7 +89,7 @@ impl LoadedKernel {
         let cooperative = cooperative(self.plan(), problem, blocks, self.resident_blocks())
             .or_else(|refusal| self.refuse(refusal))?;
         let LaunchPlan { threads, cluster, pdl, .. } = self.plan().launch;
-        // An ignored entry stands where there is nothing to say, so that a launch allocates nothing.
+        // Unused attributes are set to IGNORE in a fixed-size array, so that a launch allocates nothing.
         let attribute = |wanted: bool, id, value| sys::CUlaunchAttribute {
             id: if wanted { id } else { sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_IGNORE },
             pad: [0; 4],
@@ -123,14 +124,14 @@ impl LoadedKernel {
             sharedMemBytes: self.plan().smem.bytes(),
             hStream: stream.raw(),
             attrs: attributes.as_mut_ptr(),
-            // Three.
+            // There are three attributes, so the cast is exact.
             numAttrs: attributes.len() as u32,
         };
         self.device().bind()?;
         let mut parameters = [ptr::from_ref(args).cast_mut().cast::<c_void>()];
-        // SAFETY: the kernel has one parameter, of `args`' size (checked when it was loaded), which the driver copies
-        // during the call; `config` and its attributes live through it. What the addresses mean is the caller's
-        // promise.
+        // SAFETY: the kernel has one parameter of `args`' size (checked when it was loaded), which the driver copies
+        // during the call; `config` and its attributes outlive the call. The caller promises that the addresses are
+        // valid.
         unsafe {
             sys::cuLaunchKernelEx(&config, self.function().cu_function(), parameters.as_mut_ptr(), ptr::null_mut())
         }
@@ -144,7 +145,7 @@ mod tests {
     use super::*;
     use unweight_codegen::spec::{Arch, catalog};
 
-    /// What waits for other blocks of its grid is launched cooperatively or not at all.
+    /// Kernels whose blocks wait for each other are launched cooperatively or not at all.
     #[test]
     fn waiting_blocks_must_be_co_resident() {
         let mut waiting = 0;

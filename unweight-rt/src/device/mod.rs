@@ -1,18 +1,18 @@
-//! The GPU: what it is, its memory, its streams, and the kernels that are loaded on it.
+//! GPUs: properties, memory, streams and loaded kernels.
 //!
 //! ```text
-//! device   the CUDA context; the only place that decides which architecture a device has
-//! stream   work in order, events, recording    graph   work that was recorded
+//! device   a GPU with its CUDA context; determines its architecture
+//! stream   work in order, events, captures     graph   captured work
 //! buffer   [T] on the device                   view    matrices inside buffers, or in borrowed memory
-//! module   a cubin that the driver has taken   launch  one launch              kernels   all of a device, by variant
-//! tma      what the copy engine sees           context_size   how much memory launches of one stream share
+//! module   a cubin loaded by the driver        launch  one launch              kernels   all of a device, by variant
+//! tma      tensor maps of the copy engine      context_size   the memory that launches of one stream share
 //! pinned   host memory for copies that run while the host continues          staging   uploads through it
 //! ```
-//! Nothing is touched before [`Device::open`], which looks for the driver first: cudarc panics where libcuda is
-//! missing, and here that is an error.
+//! Nothing uses the driver before [`Device::open`], which searches for it first: cudarc panics if libcuda is missing,
+//! while this crate returns an error.
 //!
-//! Memory comes from `cuMemAlloc` (256-byte aligned) and goes back with `cuMemFree`, which waits for work that still
-//! uses it; so a buffer may be dropped while a kernel runs, and no part of a buffer belongs to a stream. It is slow:
+//! Memory comes from `cuMemAlloc` (256-byte aligned) and is freed with `cuMemFree`, which waits for work that still
+//! uses it. So a buffer may be dropped while a kernel runs, and no buffer belongs to a stream. Allocation is slow:
 //! allocate when loading.
 
 pub mod buffer;
@@ -48,7 +48,7 @@ pub use self::{
 
 use cudarc::driver::DriverError;
 
-/// Names the call that a driver status belongs to.
+/// Adds the name of the failed call to a driver status.
 pub(crate) trait Call<T> {
     fn call(self, call: &'static str) -> Result<T, DeviceError>;
 }

@@ -1,7 +1,7 @@
 //! A compiled kernel in a device's context.
 //!
-//! [`LoadedKernel`] is an artifact that the driver has taken: its plan is checked once against
-//! the compiler's and the driver's numbers, so that a launch only checks the numbers of its problem.
+//! [`LoadedKernel`] is an artifact that the driver has loaded. Its plan is checked once against the numbers of compiler
+//! and driver, so that a launch only checks its problem.
 
 use std::fmt;
 
@@ -18,24 +18,23 @@ use crate::{
 
 /// A kernel that can be launched on its device.
 ///
-/// It stays loaded for the life of the process, and its context with it, whether or not this value is dropped: launches
-/// that still run and graphs that name the kernel need no `LoadedKernel` to be alive. What is loaded again takes its
-/// memory (the size of the cubin) again, so share kernels through a [`KernelSet`](crate::device::KernelSet).
+/// It stays loaded, together with its context, for the life of the process, even if this value is dropped. So running
+/// launches and graphs do not need a `LoadedKernel` to stay alive. Loading again uses memory (the size of the cubin)
+/// again, so share kernels through a [`KernelSet`](crate::device::KernelSet).
 pub struct LoadedKernel {
     device: Device,
     plan: Plan,
     registers: u32,
     resident_blocks: u32,
-    /// Leaked, and with it the module that it belongs to: dropping a module unloads its code at once, under whatever
-    /// still runs it.
+    /// Leaked together with its module: dropping a module unloads its code at once, even under a running kernel.
     function: &'static CudaFunction,
 }
 
 impl LoadedKernel {
-    /// Loads an artifact of `spec`. About 0.1 ms.
+    /// Loads an artifact of `spec`. Takes about 0.1 ms.
     ///
     /// # Errors
-    /// The artifact is of another variant, disagrees with the plan, or the driver refuses it.
+    /// The artifact belongs to another variant or disagrees with the plan, or the driver rejects it.
     pub fn load(device: &Device, spec: &VariantSpec, artifact: &Artifact) -> Result<Self, DeviceError> {
         let plan = Plan::new(spec).map_err(unweight_codegen::CodegenError::from)?;
         let wanted = ExpectedArtifact {
@@ -49,27 +48,27 @@ impl LoadedKernel {
         Ok(Self { device: device.clone(), plan, registers, resident_blocks, function })
     }
 
-    /// The kernel variant.
+    /// Returns the kernel variant.
     pub fn spec(&self) -> &VariantSpec {
         &self.plan.spec
     }
 
-    /// The launch plan.
+    /// Returns the launch plan.
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
 
-    /// The device that it is loaded on.
+    /// Returns the device on which the kernel is loaded.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Registers per thread.
+    /// Returns the registers per thread.
     pub fn registers(&self) -> u32 {
         self.registers
     }
 
-    /// Blocks that the whole device holds at once, of kernels without clusters.
+    /// Returns the number of blocks that are resident on the whole device at once, for kernels without clusters.
     pub fn resident_blocks(&self) -> u32 {
         self.resident_blocks
     }
@@ -78,25 +77,25 @@ impl LoadedKernel {
         self.function
     }
 
-    /// An error that names this kernel.
+    /// Returns an error that names this kernel.
     pub(crate) fn refuse<T>(&self, refusal: LaunchError) -> Result<T, DeviceError> {
         Err(DeviceError::Kernel { kernel: self.spec().to_string(), refusal })
     }
 }
 
-/// What an artifact must be.
+/// The properties that an artifact must have.
 pub(crate) struct ExpectedArtifact<'a> {
     /// The symbol of the kernel.
     pub name: &'a str,
     pub arch: Arch,
     pub args_bytes: usize,
-    /// Dynamic shared memory.
+    /// Dynamic shared memory in bytes.
     pub smem_bytes: u32,
     pub threads: u32,
 }
 
-/// A kernel that the driver has taken. Leaked, and with it the module that it belongs to: dropping a module unloads its
-/// code at once, under whatever still runs it.
+/// A kernel that the driver has loaded. Leaked together with its module: dropping a module unloads its code at once,
+/// even under a running kernel.
 pub(crate) struct Function {
     pub function: &'static CudaFunction,
     pub registers: u32,
@@ -104,7 +103,7 @@ pub(crate) struct Function {
 }
 
 impl ExpectedArtifact<'_> {
-    /// Loads an artifact that is that.
+    /// Loads an artifact after checking these properties.
     pub fn load(&self, device: &Device, artifact: &Artifact) -> Result<Function, DeviceError> {
         let refuse = |refusal| Err(DeviceError::Kernel { kernel: self.name.to_owned(), refusal });
         if artifact.name != self.name {
@@ -123,8 +122,8 @@ impl ExpectedArtifact<'_> {
         if smem_bytes > limit {
             return refuse(LaunchError::SharedMemory { need: smem_bytes, limit });
         }
-        // The driver takes a pointer without a length: `cubin::read` has checked the ELF tables when the artifact was
-        // made or found.
+        // The driver accepts a pointer without a length: `cubin::read` checked the ELF tables when the artifact was
+        // compiled or found.
         let module = device.context().load_module(Ptx::from_binary(artifact.cubin.to_vec())).call("loading a cubin")?;
         let function = module.load_function(self.name).call("finding a kernel in its cubin")?;
         let runs = function.max_threads_per_block().call("reading a kernel's attribute")?.unsigned_abs();
@@ -136,17 +135,17 @@ impl ExpectedArtifact<'_> {
             function
                 .set_attribute(
                     Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    // Below the device's limit, which is an i32.
+                    // At most the device's limit, which is an i32.
                     self.smem_bytes.cast_signed(),
                 )
                 .call("raising the shared memory of a kernel")?;
         }
-        // After the line above: what a block may have decides how many fit.
+        // After the line above: the shared memory limit of a block affects occupancy.
         let per_sm = function
             .occupancy_max_active_blocks_per_multiprocessor(self.threads, self.smem_bytes as usize, None)
             .call("asking how many blocks fit a multiprocessor")?;
         let resident_blocks = per_sm.saturating_mul(device.info().sms);
-        // What fails above has launched nothing, so there the module goes.
+        // The errors above return before any launch, so the module may be dropped there.
         Ok(Function { function: Box::leak(Box::new(function)), registers, resident_blocks })
     }
 }

@@ -1,7 +1,7 @@
-//! Host memory that the copy engines reach, and copies that run while the host continues.
+//! Pinned host memory, and copies that run while the host continues.
 //!
-//! A copy owns the pinned memory until it is done, so the host can neither read what has not arrived nor overwrite what
-//! has not left:
+//! A copy owns the pinned memory until it is done. So the host can neither read data before it arrives nor overwrite
+//! data before it is sent:
 //! ```compile_fail,E0382
 //! # use unweight_rt::{DeviceBuffer, DeviceError, Stream, raw::device::Pinned};
 //! # fn read(stream: &Stream, ids: &DeviceBuffer<u32>, pinned: Pinned<u32>) -> Result<u32, DeviceError> {
@@ -31,23 +31,23 @@ use cudarc::driver::result;
 
 use crate::device::{Call, Device, DeviceBuffer, DeviceError, Event, LaunchError, Stream};
 
-/// `[T]` of page-locked host memory.
+/// `[T]` in pinned host memory.
 pub struct Pinned<T> {
     device: Device,
     start: NonNull<T>,
     len: usize,
 }
 
-// SAFETY: it owns its memory, as a `Vec` does.
+// SAFETY: owns its memory, as a `Vec` does.
 unsafe impl<T: Send> Send for Pinned<T> {}
 // SAFETY: as above; shared references only read.
 unsafe impl<T: Sync> Sync for Pinned<T> {}
 
 impl<T: Pod> Pinned<T> {
-    /// `len` elements of zeros.
+    /// Allocates `len` elements and sets them to zero.
     ///
     /// # Errors
-    /// More bytes than the host gives out page-locked.
+    /// The host cannot pin this much memory.
     pub fn zeroed(device: &Device, len: usize) -> Result<Self, DeviceError> {
         let bytes = len.max(1).checked_mul(size_of::<T>()).ok_or(LaunchError::TooLarge {
             what: "elements",
@@ -55,7 +55,7 @@ impl<T: Pod> Pinned<T> {
             limit: (usize::MAX / size_of::<T>().max(1)) as u64,
         })?;
         device.bind()?;
-        // SAFETY: the memory is set below, before anything can read it. Page-aligned, so aligned for any `Pod`.
+        // SAFETY: the memory is cleared below, before anything can read it. Page-aligned, so aligned for any `Pod`.
         let allocated = unsafe { result::malloc_host(bytes, 0) }.call("allocating page-locked memory");
         let start = allocated.map_err(|error| error.of_room(|| DeviceError::HostRoom { bytes: bytes as u64 }))?;
         let start = NonNull::new(start.cast::<T>()).ok_or_else(|| DeviceError::Driver {
@@ -73,7 +73,7 @@ impl Pinned<u8> {
     /// Enqueues a copy of the first `len` bytes to the device.
     ///
     /// # Safety
-    /// `to` is the address of as many bytes on the stream's device, which are freed by `cuMemFree` at the earliest.
+    /// `to` is the address of `len` bytes on the stream's device, which only `cuMemFree` frees.
     pub(super) unsafe fn send(self, stream: &Stream, to: u64, len: usize) -> Result<Transfer<u8>, DeviceError> {
         let Some(host) = self.get(..len) else {
             return Err(LaunchError::Range { at: 0, len: len as u64, have: self.len as u64 }.into());
@@ -91,24 +91,24 @@ impl<T> Deref for Pinned<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: `len` initialised elements, and no copy runs: a copy owns what it works on.
+        // SAFETY: `len` initialised elements, and no copy is running: a running copy owns the memory.
         unsafe { slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 }
 
 impl<T> DerefMut for Pinned<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as above, and borrowed alone.
+        // SAFETY: as above, and borrowed exclusively.
         unsafe { slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
     }
 }
 
 impl<T> Drop for Pinned<T> {
     fn drop(&mut self) {
-        // Nothing can be done about a failure here; the context keeps it and reports it at the next call.
+        // A failure cannot be handled here; the context keeps it and reports it at the next call.
         let context = self.device.context();
         context.record_err(context.bind_to_thread());
-        // SAFETY: allocated by `zeroed`, freed once, and no copy runs.
+        // SAFETY: allocated by `zeroed`, freed once, and no copy is running.
         context.record_err(unsafe { result::free_host(self.start.as_ptr().cast()) });
     }
 }
@@ -119,20 +119,20 @@ impl<T> fmt::Debug for Pinned<T> {
     }
 }
 
-/// A copy under way, to or from pinned memory. Dropping it waits for the copy.
+/// A running copy to or from pinned memory. Dropping it waits for the copy.
 #[derive(Debug)]
 #[must_use = "dropping a copy waits for it"]
 pub struct Transfer<T> {
-    /// `None` once taken back.
+    /// `None` once the memory was returned.
     pinned: Option<Pinned<T>>,
     done: Event,
 }
 
 impl<T> Transfer<T> {
-    /// The memory, once the copy is done.
+    /// Waits for the copy and returns the memory.
     ///
     /// # Errors
-    /// What failed on the stream.
+    /// An error of earlier work on the stream.
     pub fn wait(mut self) -> Result<Pinned<T>, DeviceError> {
         self.done.wait()?;
         match self.pinned.take() {
@@ -146,37 +146,37 @@ impl<T> Drop for Transfer<T> {
     fn drop(&mut self) {
         let Some(pinned) = self.pinned.take() else { return };
         if self.done.wait().is_err() {
-            // Whether the copy runs is unknown: the memory must stay.
+            // The copy may still be running: the memory must not be freed.
             std::mem::forget(pinned);
         }
     }
 }
 
-/// Pinned memory that is not written again, from which parts are copied on one stream, as often as wanted. Dropping it
-/// waits for that stream.
+/// Pinned memory that is no longer written, and whose parts can be copied any number of times on one stream. Dropping
+/// it waits for that stream.
 #[derive(Debug)]
 pub struct Source<T> {
-    /// `None` while it is dropped.
+    /// `None` only during drop.
     pinned: Option<Pinned<T>>,
     stream: Stream,
 }
 
 impl<T: Pod> Source<T> {
-    /// A source that copies `pinned` on `stream`. A graph of the copies must be dropped before the source.
+    /// Creates a source that copies `pinned` on `stream`. A graph of the copies must be dropped before the source.
     pub fn new(stream: &Stream, pinned: Pinned<T>) -> Self {
         Self { pinned: Some(pinned), stream: stream.clone() }
     }
 
-    /// Bytes of the host's memory.
+    /// Returns the size of the host memory in bytes.
     pub fn bytes(&self) -> u64 {
         self.pinned.as_ref().map_or(0, |pinned| (pinned.len * size_of::<T>()) as u64)
     }
 
-    /// Enqueues a copy of `len` elements from `from` on to those of `to` from `at` on. What else touches these, the
-    /// caller orders.
+    /// Enqueues a copy of `len` elements from index `from` to index `at` of `to`. The caller orders it with other
+    /// accesses to these elements.
     ///
     /// # Errors
-    /// Elements that are not there, or an error of the driver.
+    /// Elements that do not exist, or a driver error.
     pub fn copy(&self, from: usize, len: usize, to: &DeviceBuffer<T>, at: usize) -> Result<(), DeviceError> {
         let address = to.element(at, len)?;
         let all = self.pinned.as_deref().unwrap_or_default();
@@ -186,8 +186,8 @@ impl<T: Pod> Source<T> {
         };
         self.stream.device().bind()?;
         if len > 0 {
-            // SAFETY: the range is inside the buffer, whose memory is freed by `cuMemFree` at the earliest; that of
-            // the host is not written, and goes behind the stream's work.
+            // SAFETY: the range is inside the buffer, whose memory only `cuMemFree` frees; the host memory is not
+            // written, and is freed after the stream's work.
             unsafe { result::memcpy_htod_async(address, host, self.stream.raw()) }.call("copying to the device")?;
         }
         Ok(())
@@ -197,26 +197,26 @@ impl<T: Pod> Source<T> {
 impl<T> Drop for Source<T> {
     fn drop(&mut self) {
         if self.stream.synchronize().is_err() {
-            // Whether a copy runs is unknown: the memory must stay.
+            // A copy may still be running: the memory must not be freed.
             std::mem::forget(self.pinned.take());
         }
     }
 }
 
 impl<T: Pod> DeviceBuffer<T> {
-    /// Enqueues a copy of as many elements as `pinned` has, from `at` on, to the host.
+    /// Enqueues a copy of elements from index `at` to the host, as many as `pinned` holds.
     ///
     /// # Errors
-    /// Elements that the buffer does not have, or an error of the driver.
+    /// Elements that the buffer does not have, or a driver error.
     pub fn read_later(&self, stream: &Stream, at: usize, pinned: Pinned<T>) -> Result<Transfer<T>, DeviceError> {
         let len = pinned.len;
         self.read_front_later(stream, at, pinned, len)
     }
 
-    /// Enqueues a copy of `len` elements, from `at` on, to the first ones of `pinned`.
+    /// Enqueues a copy of `len` elements from index `at` to the start of `pinned`.
     ///
     /// # Errors
-    /// Elements that the buffer or `pinned` does not have, or an error of the driver.
+    /// Elements that the buffer or `pinned` does not have, or a driver error.
     pub(crate) fn read_front_later(
         &self,
         stream: &Stream,
@@ -237,10 +237,10 @@ impl<T: Pod> DeviceBuffer<T> {
         Self::under_way(stream, pinned)
     }
 
-    /// Enqueues a copy of the first `len` elements of `pinned` to the elements from `at` on.
+    /// Enqueues a copy of the first `len` elements of `pinned` to index `at` of the buffer.
     ///
     /// # Errors
-    /// Elements that the buffer or `pinned` does not have, or an error of the driver.
+    /// Elements that the buffer or `pinned` does not have, or a driver error.
     pub(crate) fn write_later(
         &mut self,
         stream: &Stream,
@@ -260,13 +260,13 @@ impl<T: Pod> DeviceBuffer<T> {
         Self::under_way(stream, pinned)
     }
 
-    /// Marks the end of a copy.
+    /// Records an event at the end of a copy.
     fn under_way(stream: &Stream, pinned: Pinned<T>) -> Result<Transfer<T>, DeviceError> {
         match stream.event() {
             Ok(done) => Ok(Transfer { pinned: Some(pinned), done }),
             Err(error) => {
                 if stream.synchronize().is_err() {
-                    // Whether the copy runs is unknown: the memory must stay.
+                    // The copy may still be running: the memory must not be freed.
                     std::mem::forget(pinned);
                 }
                 Err(error)

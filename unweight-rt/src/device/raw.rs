@@ -1,4 +1,4 @@
-//! A foreign kernel: compiled and cached as the built-in ones are, without a spec or a plan.
+//! Foreign kernels: compiled and cached like the built-in ones, without a spec or a plan.
 
 use std::{ffi::c_void, ptr};
 
@@ -9,7 +9,7 @@ use crate::{
     jit::cache::Artifact,
 };
 
-/// A kernel of which nothing is known but its symbol.
+/// A kernel known only by its symbol.
 #[derive(Debug)]
 pub struct RawKernel {
     device: Device,
@@ -18,21 +18,21 @@ pub struct RawKernel {
 }
 
 impl RawKernel {
-    /// Loads the kernel that the artifact is named after.
+    /// Loads the kernel after which the artifact is named.
     ///
     /// # Errors
-    /// The driver refuses it.
+    /// The driver rejects the kernel.
     pub fn load(device: &Device, artifact: &Artifact) -> Result<Self, DeviceError> {
         let module = device.context().load_module(Ptx::from_binary(artifact.cubin.to_vec())).call("loading a cubin")?;
         let function = module.load_function(&artifact.name).call("finding a kernel in its cubin")?;
         Ok(Self { device: device.clone(), function })
     }
 
-    /// Enqueues `blocks` blocks of `threads` threads with `smem_bytes` of dynamic shared memory (48 KiB at most).
+    /// Enqueues `blocks` blocks of `threads` threads with `smem_bytes` of dynamic shared memory (at most 48 KiB).
     ///
     /// # Safety
-    /// `arguments` point to values of the kernel's parameters, in order, and what they name lives until the kernel is
-    /// done.
+    /// `arguments` point to values of the kernel's parameters, in order, and memory that they refer to lives until the
+    /// kernel is done.
     pub unsafe fn launch(
         &self,
         stream: &Stream,

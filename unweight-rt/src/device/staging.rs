@@ -1,7 +1,7 @@
-//! Uploads through page-locked memory, of which one piece is filled while the other is copied.
+//! Double-buffered uploads through pinned memory: one buffer is filled while the other is copied.
 //!
-//! What a file is read into can be swapped out, so the driver would copy it once more, on one thread. Here all
-//! processors do, ahead of the copy engine.
+//! Memory into which a file is read is pageable, so the driver would copy it once more, on one thread. Here all
+//! processors do that copy, ahead of the copy engine.
 
 use std::mem::size_of;
 
@@ -10,45 +10,45 @@ use rayon::prelude::*;
 
 use crate::device::{DeviceBuffer, DeviceError, LaunchError, MatrixMut, Pinned, Stream, Transfer};
 
-/// Two pieces of page-locked memory, taken when they are first needed. Its copies go to one stream.
+/// Two pinned buffers, allocated on first use. All copies use one stream.
 #[derive(Debug)]
 pub struct Staging {
     stream: Stream,
-    /// The last copies, the older of which is next.
+    /// The last copies; the older one is reused next.
     slots: [Option<Transfer<u8>>; 2],
 }
 
 impl Staging {
-    /// Of each piece.
+    /// Size of each buffer in bytes.
     const BYTES: usize = 64 << 20;
-    /// What one processor copies at a time.
+    /// Bytes that one processor copies at a time.
     const SHARE: usize = 1 << 20;
 
-    /// Makes buffers for uploads on a stream.
+    /// Creates buffers for uploads on a stream; allocates nothing yet.
     pub fn new(stream: &Stream) -> Self {
         Self { stream: stream.clone(), slots: [None, None] }
     }
 
-    /// The stream that its copies go to.
+    /// Returns the stream of the copies.
     pub fn stream(&self) -> &Stream {
         &self.stream
     }
 
-    /// Writes the rows, little-endian bf16 one after the other, in stream order.
+    /// Writes the rows of `to` from contiguous little-endian BF16, in stream order.
     ///
     /// # Errors
     /// As for [`MatrixMut::write`].
     pub fn write(&mut self, to: &mut MatrixMut<'_>, bytes: &[u8]) -> Result<(), DeviceError> {
         let address = to.check_bytes(&self.stream, bytes.len())?;
-        // SAFETY: the view was held against its memory when it was made, has no gaps and as many bytes. Dropping a
-        // buffer waits for the copy.
+        // SAFETY: the view was checked against its memory when it was created, is contiguous and has this many bytes.
+        // Dropping a buffer waits for the copy.
         unsafe { self.send(address, bytes) }
     }
 
-    /// Enqueues a copy; `bytes` are no longer needed when it returns.
+    /// Enqueues a copy; `bytes` may be freed when this returns.
     ///
     /// # Safety
-    /// `to` is the address of as many bytes on the stream's device, which are freed by `cuMemFree` at the earliest.
+    /// `to` is the address of `bytes.len()` bytes on the stream's device, which only `cuMemFree` frees.
     unsafe fn send(&mut self, to: u64, bytes: &[u8]) -> Result<(), DeviceError> {
         let mut to = to;
         for piece in bytes.chunks(Self::BYTES) {
@@ -58,7 +58,7 @@ impl Staging {
             };
             let shares = pinned.par_chunks_mut(Self::SHARE).zip(piece.par_chunks(Self::SHARE));
             shares.for_each(|(to, from)| to[..from.len()].copy_from_slice(from));
-            // SAFETY: the piece's part of what the caller promises.
+            // SAFETY: a part of the range that the caller promises.
             self.slots[0] = Some(unsafe { pinned.send(&self.stream, to, piece.len()) }?);
             self.slots.swap(0, 1);
             to += piece.len() as u64;
@@ -67,18 +67,18 @@ impl Staging {
     }
 }
 
-/// A way to copy the sections of a tensor to the device.
+/// A way to upload the sections of a tensor to the device.
 pub trait Upload {
-    /// A copy of the values whose little-endian bytes these are, in stream order.
+    /// Uploads values from their little-endian bytes, in stream order.
     ///
     /// # Errors
-    /// No whole number of values, not enough memory, or an error of the driver.
+    /// `bytes` is not a whole number of values, not enough memory, or a driver error.
     fn section<T: Pod>(&mut self, bytes: &[u8]) -> Result<DeviceBuffer<T>, DeviceError>;
 
-    /// Waits until all of it is there, so that any stream may use it.
+    /// Waits until all sections are uploaded, so that any stream may use them.
     ///
     /// # Errors
-    /// What failed on the stream.
+    /// An error of earlier work on the stream.
     fn finish(&mut self) -> Result<(), DeviceError>;
 }
 
@@ -98,7 +98,7 @@ impl Upload for &Stream {
 impl Upload for &mut Staging {
     fn section<T: Pod>(&mut self, bytes: &[u8]) -> Result<DeviceBuffer<T>, DeviceError> {
         let buffer = DeviceBuffer::zeroed(&self.stream, elements::<T>(bytes)?)?;
-        // SAFETY: a buffer of as many bytes. Dropping it waits for the copy.
+        // SAFETY: the buffer has this many bytes. Dropping it waits for the copy.
         unsafe { self.send(buffer.address(), bytes) }?;
         Ok(buffer)
     }

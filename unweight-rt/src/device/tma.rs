@@ -1,7 +1,8 @@
-//! Tensor maps: how the tensor memory accelerator sees a matrix.
+//! Tensor maps: descriptors of matrices for the tensor memory accelerator (TMA).
 //!
-//! [`TensorMapParams`] is the description, checked against what the hardware takes; [`TensorMapParams::encode`] asks
-//! the driver for the 128 opaque bytes. The descriptions are pure, so they are tested without a GPU.
+//! [`TensorMapParams`] describes a matrix, and is checked against the limits of the hardware.
+//! [`TensorMapParams::encode`] requests the 128 opaque bytes from the driver. The descriptions are plain data, so they
+//! are tested without a GPU.
 
 use std::{ffi::c_void, ptr};
 
@@ -13,14 +14,14 @@ use crate::device::{Call, Device, DeviceError, LaunchError, error::MapRule, view
 /// Element type of a map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Element {
-    /// Elements of one byte.
+    /// Unsigned bytes.
     U8,
-    /// Two bytes; out-of-bounds elements read as +0.
+    /// BF16; out-of-bounds elements read as +0.
     Bf16,
 }
 
 impl Element {
-    /// Bytes of an element.
+    /// Returns the size of an element in bytes.
     pub const fn bytes(self) -> u64 {
         match self {
             Self::U8 => 1,
@@ -34,13 +35,13 @@ impl Element {
 pub enum Swizzle {
     /// Row after row.
     None,
-    /// 16-byte pieces of each 64-byte row permuted by half of the row's number modulo 4.
+    /// 16-byte pieces of each 64-byte row are permuted by half of the row's index modulo 4.
     Bytes64,
-    /// 16-byte pieces of each 128-byte row permuted by the row's number modulo 8, as WGMMA reads it.
+    /// 16-byte pieces of each 128-byte row are permuted by the row's index modulo 8, as WGMMA reads them.
     Bytes128,
 }
 
-/// A row-major matrix `[rows, cols]` that is copied box by box; what a box has outside of the matrix is filled with
+/// A row-major matrix `[rows, cols]` that is copied box by box. Elements of a box outside the matrix are filled with
 /// zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TensorMapParams {
@@ -52,7 +53,7 @@ pub struct TensorMapParams {
     pub rows: u64,
     /// The number of columns.
     pub cols: u64,
-    /// Elements from one row to the next; a multiple of 16 bytes.
+    /// Elements from one row to the next (the pitch); a multiple of 16 bytes.
     pub pitch: u64,
     /// Rows of a box.
     pub box_rows: u32,
@@ -63,8 +64,8 @@ pub struct TensorMapParams {
 }
 
 impl TensorMapParams {
-    /// The activations: bf16 `[m, k]` in boxes of `box_rows` x 64 with the 128-byte swizzle. Rows past `m` read as
-    /// zeros.
+    /// Describes activations: BF16 `[m, k]` in boxes of `box_rows` x 64 with the 128-byte swizzle. Rows past `m` read
+    /// as zeros.
     pub(crate) fn activations(x: &Place, box_rows: u32) -> Self {
         Self {
             element: Element::Bf16,
@@ -78,17 +79,17 @@ impl TensorMapParams {
         }
     }
 
-    /// The product: bf16 `[m, n]` in boxes of 32 x 64 with the 128-byte swizzle. Rows past `m` are not written.
+    /// Describes a product: BF16 `[m, n]` in boxes of 32 x 64 with the 128-byte swizzle. Rows past `m` are not written.
     pub(crate) fn product(y: &Place) -> Self {
         Self::activations(y, 32)
     }
 
-    /// The product of a gate and an up: bf16 `[m, n / 2]` in boxes of 32 x 32 with the 64-byte swizzle.
+    /// Describes the product of a gate and an up: BF16 `[m, n / 2]` in boxes of 32 x 32 with the 64-byte swizzle.
     pub(crate) fn gated_product(y: &Place) -> Self {
         Self { box_cols: 32, swizzle: Swizzle::Bytes64, ..Self::product(y) }
     }
 
-    /// `sign_mantissa`: u8 `[n, k]` in boxes of 64 x 64, row after row.
+    /// Describes `sign_mantissa`: u8 `[n, k]` in boxes of 64 x 64, row after row.
     pub fn sign_mantissa(address: u64, n: u32, k: u32) -> Self {
         Self {
             element: Element::U8,
@@ -102,7 +103,7 @@ impl TensorMapParams {
         }
     }
 
-    /// What the hardware would not take.
+    /// Checks the description against the limits of the hardware.
     ///
     /// Source: CUDA driver API 13.0, `cuTensorMapEncodeTiled`.
     pub fn check(&self) -> Result<(), LaunchError> {
@@ -127,13 +128,13 @@ impl TensorMapParams {
         hold(inner.is_multiple_of(16) && inner <= most, inner, MapRule::BoxRow)
     }
 
-    /// The map, as kernels take it.
+    /// Returns the tensor map, as passed to kernels.
     pub fn encode(&self, device: &Device) -> Result<TensorMap, DeviceError> {
         self.check()?;
         device.bind()?;
         let mut map = sys::CUtensorMap { opaque: [0; 16] };
         let dims = [self.cols, self.rows];
-        // Of the dimensions but the innermost.
+        // Strides of all dimensions except the innermost.
         let strides = [self.pitch * self.element.bytes()];
         let boxes = [self.box_cols, self.box_rows];
         let steps = [1u32, 1];
@@ -157,7 +158,7 @@ impl TensorMapParams {
                     Swizzle::Bytes64 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B,
                     Swizzle::Bytes128 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
                 },
-                // Whole 64-byte tile rows are wanted at once; the next tile of the same rows follows soon.
+                // Whole 64-byte tile rows are read at once; the next tile of the same rows follows soon.
                 sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                 sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )

@@ -1,15 +1,14 @@
-//! Matrices inside device memory: what launches take.
+//! Views of matrices in device memory: the operands of launches.
 //!
-//! A view is a place (device, address, rows, columns, pitch) that was checked against a buffer and borrows it, so it
-//! stays valid as long as it exists. [`MatrixRef::from_raw`] views memory that something else owns; its caller keeps
-//! that memory valid.
+//! A view is a place (device, address, rows, columns, pitch) that was checked against a buffer and borrows it.
+//! [`MatrixRef::from_raw`] views memory that something else owns; its caller keeps that memory valid.
 //!
 //! The borrow ends when the call that enqueues work returns, not when the work is done. On one stream that is enough:
-//! work runs in order, and dropping a buffer waits for it. Work of other streams on the same buffers has to be ordered
-//! by the caller, with [`Stream::synchronize`] or [`Stream::wait_for`]. What is not ordered gives wrong numbers, never
-//! an access out of bounds.
+//! work runs in order, and dropping a buffer waits for it. The caller must order work of other streams on the same
+//! buffers, with [`Stream::synchronize`] or [`Stream::wait_for`]. Unordered work computes wrong numbers, but never
+//! accesses memory out of bounds.
 //!
-//! No safe call takes an address:
+//! No safe function accepts an address:
 //! ```compile_fail,E0133
 //! # use unweight_rt::{Device, MatrixRef};
 //! fn anywhere(device: &Device) -> MatrixRef<'_> {
@@ -34,9 +33,9 @@ use crate::device::{
     error::PitchRule,
 };
 
-/// Bytes of a bf16.
+/// Bytes of a BF16 element.
 const ELEMENT: u64 = 2;
-/// Bytes that a thread, or the copy engine, moves at a time.
+/// Bytes that a thread or the copy engine moves at a time.
 const COPY: u64 = 16;
 
 /// The device, address and shape of a matrix. Its end is inside the address space.
@@ -46,15 +45,15 @@ pub(crate) struct Place {
     pub address: u64,
     pub rows: u32,
     pub cols: u32,
-    /// Elements; of at most one row, the columns.
+    /// The pitch in elements; the number of columns if there is at most one row.
     pub pitch: u64,
 }
 
 impl Place {
-    /// Checks a place in `have` elements of memory.
+    /// Creates a place after checking that it fits in `have` elements of memory.
     ///
-    /// The pitch of a single row has no meaning and may exceed what a copy or a tensor map takes, so it is replaced by
-    /// the columns.
+    /// The pitch of a single row has no meaning and may exceed the limit of a copy or tensor map, so it is replaced by
+    /// the number of columns.
     pub fn new(device: usize, address: u64, rows: u32, cols: u32, pitch: u64, have: u64) -> Result<Self, LaunchError> {
         let place = Self { device, address, rows, cols, pitch: if rows <= 1 { cols.into() } else { pitch } };
         if pitch < u64::from(cols) {
@@ -69,12 +68,12 @@ impl Place {
         }
     }
 
-    /// A dense matrix at the front of a buffer.
+    /// Returns a contiguous matrix at the start of a buffer.
     pub fn of(buffer: &DeviceBuffer<u16>, rows: u32, cols: u32) -> Result<Self, LaunchError> {
         Self::new(buffer.device().ordinal(), buffer.address(), rows, cols, cols.into(), buffer.len() as u64)
     }
 
-    /// From the first element to the last.
+    /// Returns the number of elements from the first to the last, including gaps.
     fn elements(&self) -> Option<u64> {
         if self.rows == 0 || self.cols == 0 {
             return Some(0);
@@ -82,13 +81,13 @@ impl Place {
         self.pitch.checked_mul(u64::from(self.rows) - 1)?.checked_add(self.cols.into())
     }
 
-    /// The addresses from the first element to the last; the gaps between rows are included.
+    /// Returns the address range from the first element to the last, including gaps between rows.
     pub fn span(&self) -> Range<u64> {
-        // Checked when it was made.
+        // Checked on creation.
         self.address..self.address + self.elements().unwrap_or(0) * ELEMENT
     }
 
-    /// Some of its rows and columns.
+    /// Returns a range of rows and columns.
     pub fn part(&self, rows: Range<u32>, cols: Range<u32>) -> Result<Self, LaunchError> {
         for (range, have) in [(&rows, self.rows), (&cols, self.cols)] {
             if range.start > range.end || range.end > have {
@@ -101,18 +100,18 @@ impl Place {
             // An empty part; the sum below might leave the address space.
             return Ok(part);
         }
-        // Its first element is inside the matrix, whose end is inside the address space.
+        // The first element is inside the matrix, whose end is inside the address space.
         let first = u64::from(rows.start) * self.pitch + u64::from(cols.start);
         let pitch = if part.rows == 1 { part.cols.into() } else { self.pitch };
         Ok(Self { address: self.address + first * ELEMENT, pitch, ..part })
     }
 
-    /// `[rows, columns]`.
+    /// Returns `[rows, columns]`.
     pub fn shape(&self) -> [u64; 2] {
         [self.rows.into(), self.cols.into()]
     }
 
-    /// Checks that copies of 16 bytes can begin at its first element.
+    /// Checks that the first element is aligned for copies of 16 bytes.
     pub fn check_aligned(&self, operand: &'static str) -> Result<(), LaunchError> {
         if self.address.is_multiple_of(COPY) {
             Ok(())
@@ -121,7 +120,7 @@ impl Place {
         }
     }
 
-    /// Checks that copies of 16 bytes can begin at each of its rows.
+    /// Checks that every row is aligned for copies of 16 bytes.
     pub fn check_rows_aligned(&self, operand: &'static str) -> Result<(), LaunchError> {
         self.check_aligned(operand)?;
         const OF: u64 = COPY / ELEMENT;
@@ -132,7 +131,7 @@ impl Place {
         }
     }
 
-    /// Checks that its rows are dense.
+    /// Checks that the rows are contiguous.
     pub fn check_dense(&self, operand: &'static str) -> Result<(), LaunchError> {
         if self.rows <= 1 || self.pitch == u64::from(self.cols) {
             Ok(())
@@ -141,7 +140,7 @@ impl Place {
         }
     }
 
-    /// Checks that it is on device `own`.
+    /// Checks that the matrix is on device `own`.
     pub fn check_device(&self, operand: &'static str, own: usize) -> Result<(), LaunchError> {
         check_device(operand, self.device, own)
     }
@@ -152,7 +151,7 @@ pub(crate) fn check_device(operand: &'static str, other: usize, own: usize) -> R
     if other == own { Ok(()) } else { Err(LaunchError::OtherDevice { operand, own, other }) }
 }
 
-/// Checks that a buffer is on device `own` and has at least so many elements.
+/// Checks that a buffer is on device `own` and has at least `expected` elements.
 pub(crate) fn check_buffer<T>(
     what: &'static str,
     buffer: &DeviceBuffer<T>,
@@ -166,8 +165,7 @@ pub(crate) fn check_buffer<T>(
     check_device(what, buffer.device().ordinal(), own)
 }
 
-/// Checks that `written` overlaps nothing that is read. Conservative: the gaps between the rows of a view count as
-/// read.
+/// Checks that `written` overlaps none of the read ranges. Conservative: gaps between the rows of a view count as read.
 pub(crate) fn check_apart(
     (written, to): (&'static str, Range<u64>),
     read: impl IntoIterator<Item = (&'static str, Range<u64>)>,
@@ -181,14 +179,14 @@ pub(crate) fn check_apart(
     Ok(())
 }
 
-/// A view of a BF16 matrix `[rows, cols]` to read, row-major, `pitch` elements from one row to the next.
+/// A read-only view of a row-major BF16 matrix `[rows, cols]`; rows are `pitch` elements apart.
 #[derive(Clone, Copy, Debug)]
 pub struct MatrixRef<'a> {
     place: Place,
     memory: PhantomData<&'a [u16]>,
 }
 
-/// A view of a BF16 matrix `[rows, cols]` to write, row-major, `pitch` elements from one row to the next.
+/// A writable view of a row-major BF16 matrix `[rows, cols]`; rows are `pitch` elements apart.
 #[derive(Debug)]
 pub struct MatrixMut<'a> {
     place: Place,
@@ -196,24 +194,24 @@ pub struct MatrixMut<'a> {
 }
 
 impl<'a> MatrixRef<'a> {
-    /// A view of `[rows, cols]` at the front of a buffer, `pitch` elements from one row to the next.
+    /// Returns a view of `[rows, cols]` at the start of a buffer; rows are `pitch` elements apart.
     ///
     /// # Errors
-    /// [`LaunchError::Extent`] if the buffer is shorter, [`LaunchError::PitchBelowColumns`].
+    /// [`LaunchError::Extent`] if the buffer is too short, [`LaunchError::PitchBelowColumns`].
     pub fn new(buffer: &'a DeviceBuffer<u16>, rows: u32, cols: u32, pitch: u64) -> Result<Self, LaunchError> {
         let place = Place::new(buffer.device().ordinal(), buffer.address(), rows, cols, pitch, buffer.len() as u64)?;
         Ok(Self { place, memory: PhantomData })
     }
 
-    /// A view of memory that something else owns, such as a tensor of another framework.
+    /// Returns a view of memory that something else owns, such as a tensor of another framework.
     ///
     /// # Safety
-    /// `address` is the device address of `rows` rows of `cols` bf16 on `device`, `pitch` elements apart. They stay
-    /// allocated, and nothing writes them, until the work that is given this view is done; in a capture, as often as
-    /// the graph runs. No lifetime sees to that: work is done when its stream says so.
+    /// `address` is the device address of `rows` rows of `cols` BF16 on `device`, `pitch` elements apart. They stay
+    /// allocated, and nothing writes them, until all work that uses this view is done, including every replay of a
+    /// graph that captured it. No lifetime enforces this, because enqueued work outlives the borrow.
     ///
     /// # Errors
-    /// [`LaunchError::PitchBelowColumns`], or [`LaunchError::Extent`] beyond the address space.
+    /// [`LaunchError::PitchBelowColumns`], or [`LaunchError::Extent`] if the matrix ends beyond the address space.
     pub unsafe fn from_raw(
         device: &'a Device,
         address: u64,
@@ -225,7 +223,7 @@ impl<'a> MatrixRef<'a> {
         Ok(Self { place, memory: PhantomData })
     }
 
-    /// A buffer that has exactly these rows and columns.
+    /// Returns a view of a buffer that has exactly these rows and columns.
     pub(crate) fn whole(buffer: &'a DeviceBuffer<u16>, rows: u32, cols: u32) -> Self {
         let place =
             Place { device: buffer.device().ordinal(), address: buffer.address(), rows, cols, pitch: cols.into() };
@@ -236,44 +234,44 @@ impl<'a> MatrixRef<'a> {
         &self.place
     }
 
-    /// A view of some rows and columns.
+    /// Returns a view of a range of rows and columns.
     ///
     /// # Errors
-    /// [`LaunchError::Range`]: it does not have them.
+    /// [`LaunchError::Range`] if the range exceeds the matrix.
     pub fn part(&self, rows: Range<u32>, cols: Range<u32>) -> Result<Self, LaunchError> {
         Ok(Self { place: self.place.part(rows, cols)?, memory: PhantomData })
     }
 
-    /// Number of rows.
+    /// Returns the number of rows.
     pub fn rows(&self) -> u32 {
         self.place.rows
     }
 
-    /// Number of columns.
+    /// Returns the number of columns.
     pub fn cols(&self) -> u32 {
         self.place.cols
     }
 
-    /// Elements from one row to the next; of at most one row, the columns.
+    /// Returns the elements from one row to the next; the number of columns if there is at most one row.
     pub fn pitch(&self) -> u64 {
         self.place.pitch
     }
 }
 
 impl<'a> MatrixMut<'a> {
-    /// A view of `[rows, cols]` at the front of a buffer, `pitch` elements from one row to the next.
+    /// Returns a view of `[rows, cols]` at the start of a buffer; rows are `pitch` elements apart.
     ///
     /// # Errors
-    /// [`LaunchError::Extent`] if the buffer is shorter, [`LaunchError::PitchBelowColumns`].
+    /// [`LaunchError::Extent`] if the buffer is too short, [`LaunchError::PitchBelowColumns`].
     pub fn new(buffer: &'a mut DeviceBuffer<u16>, rows: u32, cols: u32, pitch: u64) -> Result<Self, LaunchError> {
         let MatrixRef { place, .. } = MatrixRef::new(buffer, rows, cols, pitch)?;
         Ok(Self { place, memory: PhantomData })
     }
 
-    /// A view of memory that something else owns, such as a tensor of another framework.
+    /// Returns a view of memory that something else owns, such as a tensor of another framework.
     ///
     /// # Safety
-    /// As for [`MatrixRef::from_raw`], and nothing else reads or writes it.
+    /// As for [`MatrixRef::from_raw`], and nothing else reads or writes the memory.
     ///
     /// # Errors
     /// As for [`MatrixRef::from_raw`].
@@ -288,7 +286,7 @@ impl<'a> MatrixMut<'a> {
         Ok(Self { place, memory: PhantomData })
     }
 
-    /// A buffer that has exactly these rows and columns.
+    /// Returns a view of a buffer that has exactly these rows and columns.
     pub(crate) fn whole(buffer: &'a mut DeviceBuffer<u16>, rows: u32, cols: u32) -> Self {
         let MatrixRef { place, .. } = MatrixRef::whole(buffer, rows, cols);
         Self { place, memory: PhantomData }
@@ -298,50 +296,50 @@ impl<'a> MatrixMut<'a> {
         &self.place
     }
 
-    /// A view to read from.
+    /// Returns a read-only view.
     pub fn as_ref(&self) -> MatrixRef<'_> {
         MatrixRef { place: self.place, memory: PhantomData }
     }
 
-    /// The view with a shorter borrow.
+    /// Returns this view with a shorter borrow.
     pub fn reborrow(&mut self) -> MatrixMut<'_> {
         MatrixMut { place: self.place, memory: PhantomData }
     }
 
-    /// A view of some rows and columns.
+    /// Returns a view of a range of rows and columns.
     ///
     /// # Errors
-    /// [`LaunchError::Range`]: it does not have them.
+    /// [`LaunchError::Range`] if the range exceeds the matrix.
     pub fn part(&mut self, rows: Range<u32>, cols: Range<u32>) -> Result<MatrixMut<'_>, LaunchError> {
         Ok(MatrixMut { place: self.place.part(rows, cols)?, memory: PhantomData })
     }
 
-    /// Number of rows.
+    /// Returns the number of rows.
     pub fn rows(&self) -> u32 {
         self.place.rows
     }
 
-    /// Number of columns.
+    /// Returns the number of columns.
     pub fn cols(&self) -> u32 {
         self.place.cols
     }
 
-    /// Elements from one row to the next; of at most one row, the columns.
+    /// Returns the elements from one row to the next; the number of columns if there is at most one row.
     pub fn pitch(&self) -> u64 {
         self.place.pitch
     }
 
-    /// Writes the rows, little-endian bf16 one after the other. Waits for the copy.
+    /// Writes the rows from contiguous little-endian BF16. Waits for the copy.
     ///
     /// # Errors
-    /// Rows with gaps, bytes that are not those of its elements, another device, or an error of the driver.
+    /// The rows have gaps, `bytes` has a wrong length, another device, or a driver error.
     pub fn write(&mut self, stream: &Stream, bytes: &[u8]) -> Result<(), DeviceError> {
         let to = self.check_bytes(stream, bytes.len())?;
-        // SAFETY: the view was held against its memory when it was made, has no gaps and as many bytes.
+        // SAFETY: the view was checked against its memory when it was created, is contiguous and has this many bytes.
         unsafe { copy_to_device(stream, to, bytes) }
     }
 
-    /// The address, if its rows follow each other without a gap and have so many bytes.
+    /// Returns the address if the rows are contiguous and have this many bytes.
     pub(super) fn check_bytes(&self, stream: &Stream, bytes: usize) -> Result<u64, LaunchError> {
         let to = &self.place;
         to.check_dense("the target of a copy")?;
@@ -357,7 +355,7 @@ impl<'a> MatrixMut<'a> {
     /// Enqueues a copy of a matrix of the same shape.
     ///
     /// # Errors
-    /// Another shape or device, matrices that overlap, or an error of the driver.
+    /// Another shape or device, matrices that overlap, or a driver error.
     pub fn copy_from(&mut self, stream: &Stream, source: MatrixRef<'_>) -> Result<(), DeviceError> {
         let (to, from) = (&self.place, &source.place);
         if to.shape() != from.shape() {
@@ -390,7 +388,7 @@ impl<'a> MatrixMut<'a> {
             dstHost: ptr::null_mut(),
             dstArray: ptr::null_mut(),
         };
-        // SAFETY: both are matrices of this shape and pitch, held against their memory when the views were made.
+        // SAFETY: both are matrices of this shape and pitch, checked against their memory when the views were created.
         unsafe { sys::cuMemcpy2DAsync_v2(&copy, stream.raw()) }.result().call("copying rows on the device")
     }
 }

@@ -1,9 +1,8 @@
-//! The context of launches: one stream, with the memory and the handles that its launches share.
+//! The execution context of launches: one stream, with the memory and handles that its launches share.
 //!
-//! Partial sums, counters, padded activations, the slot of expanded weights, cuBLAS's workspace and the fault words are
-//! used by one launch after the other, in stream order. So an execution context keeps one stream for life, a launch
-//! borrows the context mutably, and no call takes an execution context *and* a stream. Work on two streams needs two
-//! contexts:
+//! Launches use partial sums, counters, padded activations, the slot for expanded weights, cuBLAS's workspace and the
+//! fault words one after another, in stream order. Therefore a context keeps its stream for life, a launch borrows the
+//! context mutably, and no call accepts both a context and a stream. Work on two streams needs two contexts:
 //! ```compile_fail,E0499
 //! # use unweight_codegen::spec::Epilogue;
 //! # use unweight_rt::{DeviceError, DeviceMatrix, ExecContext, Linear};
@@ -26,8 +25,8 @@
 //! });
 //! # }
 //! ```
-//! A launch never allocates. One that needs a larger context is refused ([`LaunchError::ContextTooSmall`]) before
-//! anything is enqueued. [`ExecContext::reserve`] allocates, outside of captures.
+//! A launch never allocates. A launch that needs a larger context fails with [`LaunchError::ContextTooSmall`] before
+//! anything is enqueued. [`ExecContext::reserve`] allocates; it cannot run during a capture.
 
 use std::{any::Any, fmt};
 
@@ -36,33 +35,33 @@ use crate::{
     exec::{cublas::Cublas, workspace::Workspace},
 };
 
-/// One stream with the memory and the handles that its launches share.
+/// One stream with the memory and handles that its launches share.
 pub struct ExecContext {
     stream: Stream,
     workspace: Workspace,
     padded: Padded,
-    /// Weights that are expanded before they are multiplied. The launches that write it and those that read it are
-    /// ordinary ones (cuBLAS's, too), never programmatic dependents: each starts when all work before it is done. So a
-    /// product reads its own weights, and the next expansion overwrites them after that product.
+    /// Weights that are expanded before they are multiplied. All launches that write or read the slot, including
+    /// cuBLAS's, are ordinary launches and not programmatic dependents: each starts after all earlier work is done. So
+    /// a product reads its own weights, and the next expansion overwrites them only after that product.
     slot: DeviceBuffer<u8>,
-    /// [`FAULT_WORDS`] words; each 0, or 1 + the number of a tile or a row.
+    /// [`FAULT_WORDS`] words; each is 0, or 1 + the index of a tile or row.
     faults: DeviceBuffer<u32>,
     cublas: Option<Cublas>,
-    /// Memory that `reserve` has replaced. Graphs that were captured with it may still be launched.
+    /// Memory that `reserve` replaced. Graphs captured with it may still be launched.
     outgrown: Vec<Box<dyn Any + Send + Sync>>,
 }
 
-/// A word for the tiles of decoders, and one for each of [`RowFault`].
+/// One word for the decoders' tiles, and one per [`RowFault`].
 const FAULT_WORDS: usize = 1 + RowFault::ALL.len();
 
-/// Activations in whole tiles.
+/// Activations padded to whole tiles.
 #[derive(Debug)]
 pub(crate) struct Padded {
     pub(crate) x: DeviceBuffer<u16>,
     pub(crate) y: DeviceBuffer<u16>,
 }
 
-/// The parts of an execution context, as separate borrows.
+/// The parts of an execution context as separate borrows.
 pub(crate) struct ContextParts<'a> {
     pub(crate) stream: &'a Stream,
     pub(crate) workspace: &'a mut Workspace,
@@ -81,10 +80,10 @@ impl Padded {
 }
 
 impl ExecContext {
-    /// An execution context on `stream` with memory for launches of `size`.
+    /// Creates an execution context on `stream` with memory for launches of `size`.
     ///
     /// # Errors
-    /// Too little memory, or no cuBLAS where `size` needs it.
+    /// Too little memory, or cuBLAS is missing and `size` needs it.
     pub fn new(stream: &Stream, size: ContextSize) -> Result<Self, DeviceError> {
         Ok(Self {
             workspace: Workspace::new(stream, size)?,
@@ -97,8 +96,8 @@ impl ExecContext {
         })
     }
 
-    /// An execution context of borrowed memory, without padded activations and without fault words. Allocates nothing
-    /// on the device. cuBLAS is already placed on this stream.
+    /// Creates an execution context from borrowed memory, without padded activations and fault words. Allocates nothing
+    /// on the device. cuBLAS must already be placed on this stream.
     pub(crate) fn of_parts(
         stream: Stream,
         workspace: Workspace,
@@ -111,22 +110,22 @@ impl ExecContext {
         Self { workspace, padded, slot, faults, cublas, outgrown: Vec::new(), stream }
     }
 
-    /// Takes the cuBLAS handle out, for another context.
+    /// Returns the cuBLAS handle, so that another context can use it.
     pub(crate) fn into_cublas(self) -> Option<Cublas> {
         self.cublas
     }
 
-    /// The stream of all its work.
+    /// Returns the stream that runs all work of this context.
     pub fn stream(&self) -> &Stream {
         &self.stream
     }
 
-    /// Sets how kernels are launched from now on; cuBLAS is not affected.
+    /// Sets how kernels are launched from now on; does not affect cuBLAS.
     pub fn set_mode(&mut self, mode: LaunchMode) {
         self.stream.set_mode(mode);
     }
 
-    /// The memory that it has.
+    /// Returns the size of the context's memory.
     pub fn size(&self) -> ContextSize {
         ContextSize {
             padded_x: self.padded.x.len() as u64,
@@ -137,11 +136,11 @@ impl ExecContext {
         }
     }
 
-    /// Allocates what launches of this size need. Replaced memory stays allocated as long as the context, so that
-    /// graphs captured before can still be launched.
+    /// Grows the context to fit launches of this size. Replaced memory stays allocated as long as the context, so that
+    /// graphs captured earlier can still be launched.
     ///
     /// # Errors
-    /// [`LaunchError::Capturing`] while the stream is captured, too little memory, or no cuBLAS.
+    /// [`LaunchError::Capturing`] if the stream is being captured, too little memory, or no cuBLAS.
     pub fn reserve(&mut self, size: ContextSize) -> Result<(), DeviceError> {
         let (have, want) = (self.size(), self.size().max(size));
         if want == have {
@@ -168,10 +167,10 @@ impl ExecContext {
         Ok(())
     }
 
-    /// The cuBLAS handle.
+    /// Returns the cuBLAS handle.
     ///
     /// # Errors
-    /// [`LaunchError::ContextTooSmall`] if it was not made with one.
+    /// [`LaunchError::ContextTooSmall`] if the context was created without cuBLAS.
     pub fn cublas(&mut self) -> Result<&mut Cublas, LaunchError> {
         let have = self.size();
         self.cublas
@@ -179,9 +178,9 @@ impl ExecContext {
             .ok_or(LaunchError::ContextTooSmall { need: ContextSize { cublas: true, ..ContextSize::default() }, have })
     }
 
-    /// Waits for all of the context's work, and reports whether a kernel skipped something: a decoder a tile, another
-    /// kernel a row of its batch. Clears the report. Of several faults it returns the first in the order of the errors
-    /// below.
+    /// Waits for all work of the context and reports whether a kernel skipped something: a decoder skips a tile, other
+    /// kernels skip a row of their batch. Clears the report. Of several faults, returns the first in the order of the
+    /// errors below.
     ///
     /// # Errors
     /// [`DeviceError::Fault`], [`DeviceError::Row`], or an error of earlier work on the stream.
@@ -197,25 +196,25 @@ impl ExecContext {
         ContextParts { stream, workspace, padded, slot, cublas: cublas.as_mut() }
     }
 
-    /// The device address of the decoders' fault word.
+    /// Returns the device address of the decoders' fault word.
     pub(crate) fn fault_address(&self) -> u64 {
         self.faults.address()
     }
 
-    /// The device address where kernels report such a row: a u32, 1 + the row. For external kernels.
+    /// Returns the device address of the u32 where kernels report a faulty row as 1 + its index. For external kernels.
     pub fn row_fault_address(&self, what: RowFault) -> u64 {
-        // In the order of `RowFault::ALL`, behind the decoders' word.
+        // In the order of `RowFault::ALL`, after the decoders' word.
         self.faults.address() + (1 + what as u64) * 4
     }
 
-    /// The partial sums. A debugging variant writes its operands there.
+    /// Returns the partial sums. A debugging variant writes its operands there.
     #[doc(hidden)]
     pub fn partials(&self) -> &DeviceBuffer<u8> {
         &self.workspace.partials
     }
 }
 
-/// The first fault of an execution context's fault words.
+/// Returns the first fault in an execution context's fault words.
 fn fault_of(words: &[u32]) -> Option<DeviceError> {
     let place = words.iter().position(|word| *word != 0)?;
     let value = words[place] - 1;

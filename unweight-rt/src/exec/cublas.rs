@@ -1,7 +1,7 @@
-//! cuBLAS: the BF16 baseline of every benchmark, and the matmul of weights that are held as BF16.
+//! cuBLAS: the BF16 baseline of every benchmark, and the matmul of weights held as BF16.
 //!
-//! The library chooses an algorithm for each product by a model of its own, and takes the first that the model
-//! proposes. [`Cublas::tune`] times the proposals of cuBLASLt on the weights at hand, and keeps the fastest.
+//! By default, cuBLAS picks the algorithm of each product with its own heuristic. [`Cublas::tune`] instead times the
+//! candidates of cuBLASLt on the given weights and keeps the fastest.
 
 use std::{collections::HashMap, ffi::c_void, fmt, mem::MaybeUninit, ptr};
 
@@ -18,28 +18,29 @@ use crate::{
     jit::{process, toolchain::Library},
 };
 
-/// The alignment of operands that cuBLASLt assumes by default, bytes; tuning is valid for it.
+/// The alignment that cuBLASLt assumes for operands by default, in bytes. Tuned plans apply only to operands so
+/// aligned.
 const TUNED_ALIGN: u64 = 256;
-/// Proposals that are timed.
+/// The number of proposals to time.
 const PROPOSALS: usize = 16;
-/// Rounds in which each of them is timed.
+/// The number of timed rounds per proposal.
 const ROUNDS: usize = 5;
-/// Products that are timed together, at least: the shortest take a few microseconds.
+/// The minimum number of products per timing: the shortest take a few microseconds.
 const PASS: usize = 8;
 
 /// A cuBLAS handle on one stream.
 pub struct Cublas {
     handle: sys::cublasHandle_t,
-    /// Made when something is tuned.
+    /// Created when something is tuned.
     lt: Option<LtHandle>,
-    /// What was fastest; `None`: what the library chooses by itself.
+    /// The fastest plan per product; `None` means the library's own choice.
     tuned: HashMap<Extents, Option<Plan>>,
     stream: Stream,
-    /// Used by enqueued products.
+    /// The workspace of enqueued products.
     workspace: DeviceBuffer<u8>,
 }
 
-/// A product, but for its addresses: `Y[m, n] = X[m, k] * W[n, k]^T`, plus `Y` where `add`.
+/// A product without its addresses: `Y[m, n] = X[m, k] * W[n, k]^T`, plus `Y` if `add`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Extents {
     m: i32,
@@ -59,7 +60,7 @@ struct Addresses {
     y: u64,
 }
 
-/// A product `Y[m, n] = X[m, k] * W[n, k]^T`, plus `Y` where `add`, as cuBLAS takes it.
+/// A product `Y[m, n] = X[m, k] * W[n, k]^T`, plus `Y` if `add`, in cuBLAS's integer types.
 #[derive(Clone, Copy)]
 pub(crate) struct Product {
     extents: Extents,
@@ -67,7 +68,8 @@ pub(crate) struct Product {
 }
 
 impl Product {
-    /// The product of matrices whose shapes agree. Checks that cuBLAS can count their extents and pitches.
+    /// Creates the product of matrices whose shapes agree. Checks that extents and pitches fit cuBLAS's 32-bit
+    /// integers.
     pub(crate) fn new(x: &Place, w: &Place, y: &Place, add: bool) -> Result<Self, LaunchError> {
         let int = |what, value: u64| {
             let limit = i32::MAX as u64;
@@ -97,11 +99,11 @@ impl Addresses {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct CublasTuning {
-    /// Proposals that were timed, without the library's own choice.
+    /// The number of timed proposals, excluding the library's own choice.
     pub proposals: usize,
-    /// Microseconds of a product by the library's own choice.
+    /// Time of one product with the library's own choice, in microseconds.
     pub own_us: f64,
-    /// Microseconds of a product by the fastest proposal.
+    /// Time of one product with the fastest proposal, in microseconds.
     pub best_us: f64,
 }
 
@@ -110,17 +112,17 @@ pub struct CublasTuning {
 unsafe impl Send for Cublas {}
 
 impl Cublas {
-    /// A handle with its workspace.
+    /// Creates a handle with its workspace.
     ///
     /// # Errors
-    /// No usable cuBLAS.
+    /// cuBLAS cannot be used.
     pub fn new(stream: &Stream) -> Result<Self, DeviceError> {
         let mut cublas = Self::unplaced(stream)?;
         cublas.place(stream, DeviceBuffer::zeroed(stream, CUBLAS_BYTES)?)?;
         Ok(cublas)
     }
 
-    /// A handle that must be placed on a stream before each use.
+    /// Creates a handle that must be placed on a stream before each use.
     pub(crate) fn unplaced(stream: &Stream) -> Result<Self, DeviceError> {
         process::require(Library::Cublas)?;
         stream.device().bind()?;
@@ -129,8 +131,8 @@ impl Cublas {
         Ok(Self { handle, lt: None, tuned: HashMap::new(), stream: stream.clone(), workspace })
     }
 
-    /// Enqueues from here on on this stream of the same device, with a workspace of [`CUBLAS_BYTES`]. Products that
-    /// were enqueued before keep their stream and workspace. Allowed during a capture.
+    /// Moves the handle to another stream of the same device, with a workspace of [`CUBLAS_BYTES`]. Products enqueued
+    /// earlier keep their stream and workspace. Allowed during a capture.
     pub(crate) fn place(&mut self, stream: &Stream, workspace: DeviceBuffer<u8>) -> Result<(), DeviceError> {
         let (need, have) = (CUBLAS_BYTES as u64, workspace.len() as u64);
         if have < need {
@@ -149,12 +151,12 @@ impl Cublas {
         Ok(())
     }
 
-    /// Enqueues `Y[m, n] = X[m, k] * W[n, k]^T`, plus `Y` where `add`, on the handle's stream; fp32 accumulation. Any
-    /// pitches. Uses the algorithm that [`Cublas::tune`] found for such a product, if there is one.
+    /// Enqueues `Y[m, n] = X[m, k] * W[n, k]^T`, plus `Y` if `add`, on the handle's stream, with fp32 accumulation and
+    /// any pitches. Uses the algorithm that [`Cublas::tune`] found for such a product, if any.
     ///
     /// # Errors
-    /// Operands whose shapes do not match, that overlap or are on another device, an extent above 2^31 - 1, or an error
-    /// of cuBLAS.
+    /// Operands whose shapes do not match, that overlap or are on another device, an extent above 2^31 - 1, or a cuBLAS
+    /// error.
     pub fn matmul(
         &mut self,
         x: MatrixRef<'_>,
@@ -167,7 +169,7 @@ impl Cublas {
         unsafe { self.enqueue(&product) }
     }
 
-    /// Enqueues a product by the algorithm that [`Cublas::tune`] found for it, or by the library's own choice.
+    /// Enqueues a product with the algorithm that [`Cublas::tune`] found for it, or with the library's own choice.
     ///
     /// # Safety
     /// The operands are on the handle's device, `y` overlaps none of the others, and all live until the product is
@@ -179,14 +181,14 @@ impl Cublas {
         unsafe { self.enqueue_by(plan, extents, *addresses) }
     }
 
-    /// Times what cuBLASLt proposes for this product, over weights `ws` of one shape (several, so that they come from
-    /// memory), and takes the fastest for every later product of the same extents, pitches and `add`. `y` is
-    /// overwritten. Waits for the stream; not inside a capture.
+    /// Times cuBLASLt's proposals for this product and uses the fastest for every later product with the same extents,
+    /// pitches and `add`. All `ws` have one shape; pass several, so that weights are read from memory and not from a
+    /// cache. Overwrites `y`. Waits for the stream; must not run inside a capture.
     ///
-    /// Results may differ in their last bits afterwards: another algorithm sums in another order.
+    /// Later results may differ in their last bits, because another algorithm sums in another order.
     ///
     /// # Errors
-    /// As for [`Cublas::matmul`], weights of unlike shapes, or none.
+    /// As for [`Cublas::matmul`]; or `ws` is empty or has different shapes.
     pub fn tune(
         &mut self,
         x: MatrixRef<'_>,
@@ -222,12 +224,12 @@ impl Cublas {
         }
         let mut times = vec![Vec::with_capacity(ROUNDS); plans.len()];
         for round in 0..=ROUNDS {
-            // Interleaved, so that a changing clock affects all alike. The first round warms up.
+            // Rounds interleave the plans, so that a changing clock affects all alike. The first round warms up.
             for (plan, times) in plans.iter().zip(&mut times) {
                 match self.time(plan.as_ref(), &extents, &products) {
                     Ok(us) if round > 0 => times.push(us),
                     Ok(_) => {}
-                    // A proposal that does not run is none; the library's own choice must.
+                    // A proposal that does not run is skipped; the library's own choice must run.
                     Err(_) if plan.is_some() => times.push(f64::INFINITY),
                     Err(error) => return Err(error),
                 }
@@ -240,7 +242,7 @@ impl Cublas {
         Ok(found)
     }
 
-    /// Microseconds of one product.
+    /// Returns the time of one product in microseconds.
     fn time(&self, plan: Option<&Plan>, extents: &Extents, products: &[Addresses]) -> Result<f64, DeviceError> {
         let count = PASS.max(products.len());
         let start = self.stream.event()?;
@@ -251,7 +253,7 @@ impl Cublas {
         Ok(start.elapsed_us(&self.stream.event()?)? / count as f64)
     }
 
-    /// The product, checked; `None` where there is nothing to compute.
+    /// Checks the operands and returns the product; `None` if there is nothing to compute.
     fn check(
         &self,
         x: MatrixRef<'_>,
@@ -270,8 +272,8 @@ impl Cublas {
     }
 
     /// # Safety
-    /// The addresses are of matrices of these extents and pitches, `y` apart from the others, that live until the
-    /// product is done; `plan` was made for these extents, and the addresses are aligned as it wants.
+    /// The addresses point to matrices of these extents and pitches that live until the product is done; `y` overlaps
+    /// none of the others. `plan` was made for these extents, and the addresses have the alignment it requires.
     unsafe fn enqueue_by(
         &self,
         plan: Option<&Plan>,
@@ -337,7 +339,7 @@ impl Cublas {
     }
 }
 
-/// The middle of times; infinite where there are none.
+/// Returns the median of times; infinity if there are none.
 fn median(mut times: Vec<f64>) -> f64 {
     times.sort_by(f64::total_cmp);
     times.get(times.len() / 2).copied().unwrap_or(f64::INFINITY)
@@ -346,7 +348,7 @@ fn median(mut times: Vec<f64>) -> f64 {
 /// A cuBLASLt handle.
 struct LtHandle(cublaslt::sys::cublasLtHandle_t);
 
-// SAFETY: a handle is used by any thread.
+// SAFETY: any thread may use a handle.
 unsafe impl Send for LtHandle {}
 
 impl LtHandle {
@@ -355,15 +357,15 @@ impl LtHandle {
         cublaslt::result::create_handle().map(Self).map_err(|error| refuse_lt("cublasLtCreate", error))
     }
 
-    /// What the library proposes for a product, best first by its own model.
+    /// Returns the library's proposals for a product, best first by its own heuristic.
     fn proposals(&self, extents: &Extents) -> Result<Vec<Plan>, DeviceError> {
         use cublaslt::{result, sys};
         let descriptors = Descriptors::new(extents)?;
         let preference = Preference::new()?;
         let mut results = [const { MaybeUninit::<sys::cublasLtMatmulHeuristicResult_t>::uninit() }; PROPOSALS];
         let mut count = 0;
-        // SAFETY: handle, descriptors and preference are alive; the array has room for as many results as are asked
-        // for, of which the library fills the first `count`.
+        // SAFETY: handle, descriptors and preference are alive; the array has room for the requested number of results,
+        // of which the library fills the first `count`.
         unsafe {
             sys::cublasLtMatmulAlgoGetHeuristic(
                 self.0,
@@ -401,13 +403,13 @@ impl Drop for LtHandle {
     }
 }
 
-/// An algorithm for a product.
+/// An algorithm for a product, with the product's descriptors.
 struct Plan {
     descriptors: Descriptors,
     algorithm: cublaslt::sys::cublasLtMatmulAlgo_t,
 }
 
-/// cuBLASLt's descriptors of a product. Null until they are created.
+/// cuBLASLt's descriptors of a product; null until created.
 struct Descriptors {
     product: cublaslt::sys::cublasLtMatmulDesc_t,
     w: cublaslt::sys::cublasLtMatrixLayout_t,
@@ -415,7 +417,7 @@ struct Descriptors {
     y: cublaslt::sys::cublasLtMatrixLayout_t,
 }
 
-// SAFETY: descriptors are memory of the host's, which no thread owns.
+// SAFETY: descriptors are host memory that no thread owns.
 unsafe impl Send for Descriptors {}
 
 impl Descriptors {
@@ -427,7 +429,7 @@ impl Descriptors {
             .map_err(|error| refuse_lt("cublasLtMatmulDescCreate", error))?;
         let transposed = cudarc::cublas::sys::cublasOperation_t::CUBLAS_OP_T;
         let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
-        // SAFETY: the descriptor was just made; the attribute is of this type.
+        // SAFETY: the descriptor was just created; the attribute has this type.
         unsafe {
             result::set_matmul_desc_attribute(
                 all.product,
@@ -437,7 +439,7 @@ impl Descriptors {
             )
         }
         .map_err(|error| refuse_lt("cublasLtMatmulDescSetAttribute", error))?;
-        // Column-major: rows of ours are columns. Extents are not negative.
+        // cuBLASLt is column-major: our rows are its columns. Extents are not negative.
         let layout = |rows: i32, cols: i32, pitch: i32| {
             result::create_matrix_layout(bf16, cols.unsigned_abs().into(), rows.unsigned_abs().into(), pitch.into())
                 .map_err(|error| refuse_lt("cublasLtMatrixLayoutCreate", error))
@@ -454,7 +456,7 @@ impl Drop for Descriptors {
         use cublaslt::result;
         for layout in [self.w, self.x, self.y] {
             if !layout.is_null() {
-                // SAFETY: made by `new`, destroyed once.
+                // SAFETY: created by `new`, destroyed once.
                 let _ = unsafe { result::destroy_matrix_layout(layout) };
             }
         }
@@ -465,7 +467,7 @@ impl Drop for Descriptors {
     }
 }
 
-/// What proposals may need.
+/// Limits on proposals: the workspace size.
 struct Preference(cublaslt::sys::cublasLtMatmulPreference_t);
 
 impl Preference {
@@ -475,7 +477,7 @@ impl Preference {
             Self(result::create_matmul_pref().map_err(|error| refuse_lt("cublasLtMatmulPreferenceCreate", error))?);
         let bytes = CUBLAS_BYTES as u64;
         let attribute = sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
-        // SAFETY: the preference was just made; the attribute is of this type.
+        // SAFETY: the preference was just created; the attribute has this type.
         unsafe {
             result::set_matmul_pref_attribute(
                 preference.0,
@@ -491,14 +493,14 @@ impl Preference {
 
 impl Drop for Preference {
     fn drop(&mut self) {
-        // SAFETY: made by `new`, destroyed once.
+        // SAFETY: created by `new`, destroyed once.
         let _ = unsafe { cublaslt::result::destroy_matmul_pref(self.0) };
     }
 }
 
 impl Drop for Cublas {
     fn drop(&mut self) {
-        // A failure would be a leak and nothing to act on.
+        // A failure could only leak the handle; there is nothing to act on.
         let _ = self.stream.device().bind();
         // SAFETY: created by `new`, destroyed once.
         let _ = unsafe { result::destroy_handle(self.handle) };

@@ -1,4 +1,4 @@
-//! Where launches run: one stream, with the memory and the handles that its launches share.
+//! Execution contexts: one stream, with the memory and handles that its launches share.
 //!
 //! ```text
 //! context     the stream with all of the below        workspace   partial sums and counters

@@ -1,4 +1,4 @@
-//! What operations check of their operands before they enqueue anything.
+//! Operand checks that operations run before they enqueue anything.
 
 use std::ops::Range;
 
@@ -9,8 +9,8 @@ use crate::device::{
     view::{Place, check_apart},
 };
 
-/// Checks the operands of a product: `y[m, columns] = x[m, k] * w[n, k]^T` on device `own`, with `y` apart from
-/// what is read. `columns` is `n`, or fewer where the epilogue makes one column of several.
+/// Checks the operands of a product `y[m, columns] = x[m, k] * w[n, k]^T` on device `own`; `y` must not overlap
+/// anything that is read. `columns` is `n`, or fewer if the epilogue combines several columns into one.
 pub(crate) fn check_product(
     own: usize,
     x: &Place,
@@ -27,10 +27,10 @@ pub(crate) fn check_product(
     check_apart(("y", y.span()), [("x", x.span())].into_iter().chain(read))
 }
 
-/// Elements that a thread of an activation kernel moves at a time: 16 bytes.
+/// The number of elements that a thread of an activation kernel moves at once: 16 bytes.
 pub(crate) const CHUNK: u32 = 8;
 
-/// Checks a matrix of activations: whole chunks in aligned rows, at most `max` columns.
+/// Checks a matrix of activations: its rows are aligned whole chunks, and it has at most `max` columns.
 pub(crate) fn check_activations(operand: &'static str, place: &Place, max: u32) -> Result<(), LaunchError> {
     let cols = place.cols;
     if !cols.is_multiple_of(CHUNK) || cols > max {
@@ -45,7 +45,7 @@ pub(crate) fn check_len(buffer: &'static str, got: usize, expected: u32) -> Resu
     if got == expected { Ok(()) } else { Err(LaunchError::Elements { buffer, got, expected }) }
 }
 
-/// Checks logits, and the lengths of buffers with an entry for each of their rows.
+/// Checks logits, and the lengths of buffers with one entry per row of logits.
 pub(crate) fn check_logits(logits: &Place, lengths: [(&'static str, usize); 3]) -> Result<(), LaunchError> {
     if !(1..=VOCABULARY_MAX).contains(&logits.cols) {
         return Err(LaunchError::Logits { cols: logits.cols, max: VOCABULARY_MAX });
@@ -75,7 +75,7 @@ mod tests {
         let (x, y) = (place(0x1000, 3, 64), place(0x2000, 3, 128));
         let w = || [("the weights", 0x8000..0x9000)];
         assert_eq!(check_product(0, &x, [128, 64], 128, &y, w()), Ok(()));
-        // Of a gate and an up, half.
+        // A fused gate and up projection has half as many output columns.
         assert_eq!(check_product(0, &x, [256, 64], 128, &y, w()), Ok(()));
         for (n, k, columns) in [(128, 65, 128), (127, 64, 127)] {
             let shape = LaunchError::Shape { y: [3, 128], x: [3, 64], w: [n, k] };

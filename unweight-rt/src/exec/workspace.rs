@@ -2,8 +2,7 @@
 
 use crate::device::{ContextSize, DeviceBuffer, DeviceError, Stream, buffer::length};
 
-/// Partial sums and counters. Every launch leaves the counters zero, so the next one, behind it on the same stream,
-/// finds them so.
+/// Partial sums and counters. Every launch leaves the counters at zero for the next launch on the same stream.
 #[derive(Debug)]
 pub(crate) struct Workspace {
     pub(crate) partials: DeviceBuffer<u8>,

@@ -1,7 +1,7 @@
-//! Compilers, and what they return.
+//! The compiler interface and NVRTC's implementation.
 //!
-//! [`Compiler`] is a trait so that the cache and everything around it can be tested where there is no compiler
-//! (`FakeCompiler`, feature `fake`). [`NvrtcCompiler`] is the one that makes kernels.
+//! [`Compiler`] is a trait so that the cache and its callers can be tested without a compiler (`FakeCompiler`, feature
+//! `fake`). [`NvrtcCompiler`] compiles kernels.
 
 use std::sync::OnceLock;
 
@@ -21,22 +21,22 @@ pub use crate::jit::request::{CompileRequest, CompilerId};
 pub struct Compiled {
     /// The binary for one architecture.
     pub cubin: Vec<u8>,
-    /// Log of the compiler, warnings included; often empty.
+    /// The log of the compiler, including warnings; often empty.
     pub log: String,
-    /// Resources of the kernel.
+    /// The resources of the kernel.
     pub resources: KernelResources,
 }
 
-/// Turns sources into cubins.
+/// Compiles sources to cubins.
 pub trait Compiler: Send + Sync {
-    /// The compiler's name and version. An error if this machine has no compiler.
+    /// Returns the compiler's name and version. Fails if this machine has no compiler.
     fn identity(&self) -> Result<CompilerId, Error>;
 
-    /// Compiles one kernel. Called from several threads at a time.
+    /// Compiles one kernel. Several threads may call it at once.
     fn compile(&self, request: &CompileRequest) -> Result<Compiled, Error>;
 }
 
-/// NVRTC, looked for at the first use.
+/// NVRTC, searched for on first use.
 #[derive(Debug)]
 pub struct NvrtcCompiler {
     env: Env,
@@ -44,12 +44,12 @@ pub struct NvrtcCompiler {
 }
 
 impl NvrtcCompiler {
-    /// Remembers where to look; loads nothing yet.
+    /// Stores the search paths; loads nothing yet.
     pub fn new(env: &Env) -> NvrtcCompiler {
         NvrtcCompiler { env: env.clone(), nvrtc: OnceLock::new() }
     }
 
-    /// The library, loaded on the first call.
+    /// Returns the library; the first call loads it.
     pub fn nvrtc(&self) -> Result<&Nvrtc, Error> {
         self.nvrtc.get_or_init(|| Nvrtc::find(&self.env)).as_ref().map_err(|missing| missing.clone().into())
     }
@@ -67,7 +67,7 @@ impl Compiler for NvrtcCompiler {
 
     fn compile(&self, request: &CompileRequest) -> Result<Compiled, Error> {
         let nvrtc = self.nvrtc()?;
-        // Its own words for an architecture that it does not know name no next step.
+        // NVRTC's own message for an unknown architecture suggests no next step.
         if let Some(arch) = Arch::of_compiler_name(&request.arch) {
             OldNvrtc::check(arch, nvrtc.version(), &nvrtc.found().path)?;
         }
@@ -92,9 +92,9 @@ mod fake {
     use super::*;
     use crate::jit::nvrtc::NvrtcError;
 
-    /// A compiler that makes no kernels: bytes that depend on the request alone, and a count of the calls.
+    /// A compiler that makes no kernels: its output depends only on the request, and it counts calls.
     ///
-    /// For tests of the cache. What it returns is not a cubin and no driver would load it.
+    /// For tests of the cache. The output is not a cubin, and no driver would load it.
     #[derive(Debug)]
     pub struct FakeCompiler {
         version: String,
@@ -109,17 +109,17 @@ mod fake {
     }
 
     impl FakeCompiler {
-        /// One that claims this version and takes `delay` for each compile.
+        /// Creates a compiler that claims this version and sleeps for `delay` in each compile.
         pub fn new(version: &str, delay: Duration) -> FakeCompiler {
             FakeCompiler { version: version.to_owned(), delay, calls: AtomicUsize::new(0) }
         }
 
-        /// Number of calls of the compiler.
+        /// Returns the number of compiles so far.
         pub fn calls(&self) -> usize {
             self.calls.load(Ordering::SeqCst)
         }
 
-        /// The bytes that it returns for `request`: 4096 or a few more.
+        /// Returns the output for `request`, at least 4096 bytes.
         pub fn output(request: &CompileRequest) -> Vec<u8> {
             let mut bytes = format!("not a cubin: {}\n{}", request.name, request.source).into_bytes();
             bytes.resize(bytes.len().max(4096), b'.');
@@ -135,7 +135,7 @@ mod fake {
         fn compile(&self, request: &CompileRequest) -> Result<Compiled, Error> {
             self.calls.fetch_add(1, Ordering::SeqCst);
             std::thread::sleep(self.delay);
-            // So that failing compiles can be tested as well.
+            // Allows tests of failing compiles.
             if request.source.contains("#error") {
                 let log = format!("{}.cu(1): error: #error directive\n", request.name);
                 return Err(

@@ -1,6 +1,6 @@
-//! Reads what a compiled kernel needs, and which instructions it holds, from a cubin.
+//! Reads a kernel's resources and instructions from a cubin.
 //!
-//! A cubin is a 64-bit little-endian ELF file of machine 190. Of its sections this module reads
+//! A cubin is a 64-bit little-endian ELF file of machine 190. This module reads these sections:
 //!
 //! ```text
 //! .nv.info              per kernel: 0x2f registers, 0x11 frame bytes, 0x12 minimal stack bytes (payload: symbol u32, value u32)
@@ -10,9 +10,10 @@
 //! .text.<kernel>        16 bytes an instruction (sm_70 and newer); opcode = low 9 bits
 //! ```
 //!
-//! Attributes are `format u8, id u8` and then nothing (format 1), a byte (2), a half (3) or a size u16 with as many
-//! bytes (4). The vendor documents neither; ids and opcodes were found by compiling kernels that hold a known
-//! instruction (tests/jit/nvrtc.rs repeats that). Every offset is checked: hostile bytes are an error, never a panic.
+//! An attribute is `format u8, id u8`, followed by nothing (format 1), one byte (2), two bytes (3), or a size u16 and
+//! that many bytes (4). NVIDIA documents neither ids nor opcodes; they were found by compiling kernels that contain a
+//! known instruction (tests/jit/nvrtc.rs repeats that). Every offset is checked: malformed bytes are an error, never a
+//! panic.
 
 use std::collections::BTreeMap;
 
@@ -21,18 +22,18 @@ use object::elf::{FileHeader64, SHT_NOBITS};
 use object::read::elf::{FileHeader, SectionHeader, Sym};
 use serde::{Deserialize, Serialize};
 
-/// Of a section `.nv.shared.<kernel>`, what the system keeps for itself on sm_80 and newer. It stands in front of the
-/// kernel's own and is not part of any limit that a kernel is held to.
+/// The part of a section `.nv.shared.<kernel>` that the system reserves on sm_80 and newer. It precedes the kernel's
+/// own shared memory and does not count towards a kernel's limit.
 const RESERVED_SMEM_BYTES: u64 = 1024;
 
 /// `e_machine` of CUDA in an ELF header.
 const EM_CUDA: u16 = 190;
 
-/// An instruction by its low 9 bits on `sm_90`. Bits 9 to 11 tell the form of the operands (register, descriptor,
-/// constant, ...) and are left out, so that both forms of wgmma are one opcode.
+/// An instruction, identified by its low 9 bits on `sm_90`. Bits 9 to 11 encode the form of the operands (register,
+/// descriptor, constant, ...) and are excluded, so that both forms of wgmma are one opcode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Opcode(
-    /// The opcode as the instruction word has it.
+    /// The opcode in the instruction word.
     pub u16,
 );
 
@@ -51,7 +52,7 @@ impl Opcode {
     pub const STSM: Opcode = Opcode(0x044);
     /// The opcode of `cp.async`.
     pub const LDGSTS: Opcode = Opcode(0x1ae);
-    /// cp.async.bulk without a tensor map, either way.
+    /// `cp.async.bulk` without a tensor map, in either direction.
     pub const UBLKCP: Opcode = Opcode(0x1ba);
     /// TMA load of a tensor box.
     pub const UTMALDG: Opcode = Opcode(0x1b4);
@@ -60,7 +61,7 @@ impl Opcode {
     /// The opcode of `setmaxnreg`.
     pub const USETMAXREG: Opcode = Opcode(0x1c8);
 
-    /// The opcode of an instruction's first two bytes.
+    /// Returns the opcode of an instruction's first two bytes.
     pub const fn of(low: u16) -> Opcode {
         Opcode(low & 0x1ff)
     }
@@ -69,21 +70,21 @@ impl Opcode {
 /// Registers, memory and instructions of a kernel.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KernelResources {
-    /// Per thread.
+    /// Registers per thread.
     pub registers: u32,
-    /// Local frame per thread.
+    /// Bytes of the local frame per thread.
     pub frame_bytes: u32,
-    /// Stack per thread; above 0 after spills.
+    /// Bytes of stack per thread; above 0 after spills.
     pub stack_bytes: u32,
-    /// Threads per block by `__launch_bounds__`, or 0.
+    /// Threads per block set by `__launch_bounds__`, or 0.
     pub max_threads: u32,
-    /// Static shared memory, without the 1024 bytes that the system reserves.
+    /// Bytes of static shared memory, without the 1024 bytes that the system reserves.
     pub static_smem_bytes: u64,
-    /// Parameters, without padding.
+    /// Bytes of parameters, without padding.
     pub param_bytes: u32,
     /// The number of instructions.
     pub instructions: u64,
-    /// Loads and stores of local memory among them.
+    /// The number of loads and stores of local memory among them.
     pub local_accesses: u64,
 }
 
@@ -92,33 +93,33 @@ pub struct KernelResources {
 pub struct KernelInfo {
     /// The symbol of the kernel.
     pub name: String,
-    /// Resources of the kernel.
+    /// The resources of the kernel.
     pub resources: KernelResources,
-    /// Number of instructions per opcode.
+    /// The number of instructions per opcode.
     pub opcodes: BTreeMap<Opcode, u64>,
 }
 
 impl KernelInfo {
-    /// Number of instructions with any of these opcodes.
+    /// Returns the number of instructions with any of these opcodes.
     pub fn count(&self, opcodes: &[Opcode]) -> u64 {
         opcodes.iter().filter_map(|opcode| self.opcodes.get(opcode)).sum()
     }
 
-    /// Whether any register went to memory.
+    /// Returns whether registers were spilled to memory.
     pub fn spills(&self) -> bool {
         self.resources.local_accesses > 0 || self.resources.stack_bytes > 0
     }
 }
 
-/// A cubin's kernels, in the order of their sections.
+/// The kernels of a cubin, in the order of their sections.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CubinInfo {
-    /// The kernels, at least one.
+    /// The kernels; at least one.
     pub kernels: Vec<KernelInfo>,
 }
 
 impl CubinInfo {
-    /// The kernel of this name.
+    /// Returns the kernel with this name.
     pub fn kernel(&self, name: &str) -> Result<&KernelInfo, CubinError> {
         self.kernels.iter().find(|kernel| kernel.name == name).ok_or_else(|| CubinError::NoSuchKernel {
             name: name.to_owned(),
@@ -127,43 +128,43 @@ impl CubinInfo {
     }
 }
 
-/// Bytes that are not a cubin, or a damaged one.
+/// A file that is not a cubin, or a damaged cubin.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CubinError {
-    /// Not an ELF file, or its tables point outside the file.
+    /// The file is not an ELF file, or its tables point outside the file.
     #[error("not a readable cubin: {0}; delete it and compile again")]
     Elf(String),
-    /// An ELF file for something else.
+    /// The ELF file is for another machine.
     #[error("ELF machine {found}, expected {EM_CUDA} (CUDA)")]
     GpuModel {
         /// The header's machine number.
         found: u16,
     },
-    /// A section's content contradicts itself.
+    /// The content of a section contradicts itself.
     #[error("cubin section {section} is damaged at byte {offset}: {what}; delete it and compile again")]
     Section {
         /// The section.
         section: String,
-        /// Offset inside it.
+        /// The offset in the section.
         offset: usize,
-        /// What is wrong.
+        /// The defect.
         what: &'static str,
     },
-    /// No kernel at all.
+    /// The cubin has no kernel.
     #[error("the cubin holds no kernel")]
     Empty,
-    /// Not the kernel that was asked for.
+    /// The cubin does not contain the requested kernel.
     #[error("the cubin holds no kernel {name}, only {}", .present.join(", "))]
     NoSuchKernel {
-        /// What was asked for.
+        /// The requested kernel.
         name: String,
-        /// What is there.
+        /// The kernels in the cubin.
         present: Vec<String>,
     },
 }
 
 impl CubinError {
-    /// The stable code of this error; docs/reference/errors.md lists all.
+    /// Returns the stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "cubin-invalid"
     }
@@ -178,18 +179,18 @@ impl From<object::read::Error> for CubinError {
 /// A part of a cubin that the GPU executes or reads as data.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ProgramPart {
-    /// A section without the kernel's name (`.text`, `.nv.constant0`, ...), or `object` for a table in memory.
+    /// The section's name without the kernel's name (`.text`, `.nv.constant0`, ...), or `object` for a table in memory.
     pub name: String,
-    /// Content of the section; empty for a section that takes no bytes in the file.
+    /// Content of the section; empty if the section occupies no bytes in the file.
     pub bytes: Vec<u8>,
 }
 
-/// The largest object that the compiler folds into code. It keeps a copy of each in memory that no instruction reads.
+/// The maximum size of objects that the compiler folds into code. It keeps a copy of each in memory that no instruction
+/// reads.
 const FOLDED_BYTES: u64 = 8;
 
-/// Code, constant banks, static shared memory and tables in memory of a cubin, sorted. Two cubins with equal parts
-/// compute the same, whatever their symbols are called and whichever source lines the code came from. Constants of up
-/// to 8 bytes are part of the code.
+/// Returns code, constant banks, static shared memory and tables of a cubin, sorted. Two cubins with equal parts
+/// compute the same, regardless of symbol names and source lines. Constants of up to 8 bytes are part of the code.
 pub fn program(bytes: &[u8]) -> Result<Vec<ProgramPart>, CubinError> {
     let aligned = Aligned::of(bytes);
     let (header, endian) = header_of(&aligned)?;
@@ -202,7 +203,7 @@ pub fn program(bytes: &[u8]) -> Result<Vec<ProgramPart>, CubinError> {
     }
     let mut parts = Vec::new();
     for (section, name) in sections.iter().zip(&names) {
-        // Bank 4 holds the addresses of objects.
+        // Bank 4 contains the addresses of objects.
         let constants = name.starts_with(".nv.constant") && !name.starts_with(".nv.constant4");
         if constants || name.starts_with(".text.") || name.starts_with(".nv.shared.") {
             let owner = kernels.iter().find(|kernel| name.ends_with(**kernel));
@@ -217,7 +218,7 @@ pub fn program(bytes: &[u8]) -> Result<Vec<ProgramPart>, CubinError> {
         if size > FOLDED_BYTES {
             let section = sections.section(object::SectionIndex(place))?.data(endian, &*aligned)?;
             let value = symbol.st_value(endian);
-            // An object without a value of its own takes no bytes in the file.
+            // An uninitialised object occupies no bytes in the file.
             let range = usize::try_from(value).ok().zip(usize::try_from(value.saturating_add(size)).ok());
             let bytes = range.and_then(|(from, to)| section.get(from..to)).unwrap_or_default().to_vec();
             parts.push(ProgramPart { name: format!("object of {name}"), bytes });
@@ -236,7 +237,7 @@ fn header_of(bytes: &[u8]) -> Result<(&FileHeader64<LittleEndian>, LittleEndian)
     }
 }
 
-/// Reads a cubin.
+/// Reads the kernels of a cubin.
 pub fn read(bytes: &[u8]) -> Result<CubinInfo, CubinError> {
     let aligned = Aligned::of(bytes);
     let bytes = &*aligned;
@@ -267,7 +268,7 @@ pub fn read(bytes: &[u8]) -> Result<CubinInfo, CubinError> {
                 };
                 let symbol = symbols.symbol(object::SymbolIndex(symbol as usize))?;
                 let kernel = text(symbol.name(endian, symbols.strings())?);
-                // Device functions that are not inlined have numbers of their own.
+                // Device functions that are not inlined have their own attributes; skip them.
                 let Some(index) = by_name.get(&kernel) else { continue };
                 let resources = &mut kernels[*index].resources;
                 match attribute.id {
@@ -300,7 +301,7 @@ pub fn read(bytes: &[u8]) -> Result<CubinInfo, CubinError> {
                 }
             }
         } else if let Some(index) = name.strip_prefix(".nv.shared.").and_then(|kernel| by_name.get(kernel)) {
-            // No bytes in the file: the size is all there is.
+            // The section has no bytes in the file, only a size.
             if section.sh_type(endian) == SHT_NOBITS {
                 kernels[*index].resources.static_smem_bytes =
                     section.sh_size(endian).saturating_sub(RESERVED_SMEM_BYTES);
@@ -333,7 +334,7 @@ fn read_code(info: &mut KernelInfo, code: &[u8], section: &str) -> Result<(), Cu
 
 struct Attribute<'a> {
     id: u8,
-    /// The bytes of format 4.
+    /// The payload of format 4.
     payload: &'a [u8],
     offset: usize,
 }
@@ -377,8 +378,8 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// Bytes at an address that is a multiple of 8: ELF structures are read in place, and a caller's slice may begin
-/// anywhere.
+/// Bytes at an address that is a multiple of 8: ELF structures are read in place, and a caller's slice may have any
+/// alignment.
 enum Aligned<'a> {
     Borrowed(&'a [u8]),
     Copied { words: Vec<u64>, len: usize },
@@ -416,7 +417,7 @@ impl std::ops::Deref for Aligned<'_> {
 mod tests {
     use super::*;
 
-    /// A cubin that NVRTC 13.0 made for sm_90a of:
+    /// A cubin that NVRTC 13.0 compiled for sm_90a from
     /// `extern "C" __global__ void __launch_bounds__(96) k(float* x) { __shared__ float s[64]; s[threadIdx.x & 63] =
     /// x[threadIdx.x]; __syncthreads(); x[threadIdx.x] = s[63 - (threadIdx.x & 63)]; }`
     const CUBIN: &[u8] = include_bytes!("../../testdata/shared.cubin");
@@ -458,8 +459,8 @@ mod tests {
 
     #[test]
     fn every_truncation_of_what_is_read_is_an_error() {
-        // Section table: offset at byte 40 of the header, entries of 64 bytes, their number at byte 60. Program
-        // headers, which are not read here, may follow.
+        // Section table: its offset is at byte 40 of the header, entries have 64 bytes, their number is at byte 60.
+        // Program headers, which are not read here, may follow.
         let offset = u64::from_le_bytes(CUBIN[40..48].try_into().unwrap()) as usize;
         let sections = usize::from(u16::from_le_bytes(CUBIN[60..62].try_into().unwrap()));
         let end = offset + 64 * sections;

@@ -1,4 +1,4 @@
-//! What can go wrong between a source and a kernel that is ready to run.
+//! Errors from source to loadable kernel.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -14,19 +14,19 @@ use crate::jit::toolchain::{Library, MissingLibrary, OldNvrtc};
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An environment variable holds a value that is not documented.
+    /// An environment variable has a value that is not documented.
     #[error(transparent)]
     Env(#[from] EnvError),
     /// A library is missing, or not usable.
     #[error(transparent)]
     Library(#[from] MissingLibrary),
-    /// The compiler does not know the architecture yet.
+    /// NVRTC is too old for the architecture.
     #[error(transparent)]
     OldNvrtc(#[from] OldNvrtc),
     /// The source of a variant could not be generated.
     #[error(transparent)]
     Codegen(#[from] unweight_codegen::CodegenError),
-    /// The compiler refused a source. Boxed: it carries the log and the source.
+    /// The compiler rejected a source. Boxed, because it contains the log and the source.
     #[error(transparent)]
     Compile(#[from] Box<CompileFailure>),
     /// The compiler's output is not a cubin that this crate can read.
@@ -34,20 +34,20 @@ pub enum Error {
     Cubin {
         /// The name of the kernel.
         name: String,
-        /// What is wrong with it.
+        /// The defect.
         source: CubinError,
     },
-    /// Kernels that the cache does not hold and that may not or cannot be compiled.
+    /// Kernels are not in the cache and must not or cannot be compiled.
     #[error("{}: {why}\n  {}", absent(.missing, .cache_dir.as_deref()), lines(.missing))]
     NotCached {
         /// Every missing kernel.
         missing: Vec<MissingKernel>,
-        /// The cache that was looked into, if there is one.
+        /// The cache that was searched, if there is one.
         cache_dir: Option<PathBuf>,
         /// Why they were not compiled.
         why: NotCompiled,
     },
-    /// A kernel's name is not fit for a folder and a symbol.
+    /// A kernel's name is not valid as a folder and a symbol.
     #[error("{0}")]
     BadName(String),
     /// More than one kernel failed.
@@ -56,7 +56,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The stable code of this error; docs/reference/errors.md lists all.
+    /// Returns the stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Env(error) => error.code(),
@@ -71,7 +71,7 @@ impl Error {
         }
     }
 
-    /// The next step, if one action resolves the error.
+    /// Returns the next step, if one action resolves the error.
     pub fn remedy(&self) -> Option<Remedy> {
         match self {
             Self::Library(missing) => Some(Remedy::Install(missing.library)),
@@ -89,13 +89,13 @@ impl From<CompileFailure> for Error {
     }
 }
 
-/// A kernel that the cache does not hold.
+/// A kernel that is not in the cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MissingKernel {
     /// The name of the kernel.
     pub name: String,
-    /// Why the cache has no good one.
+    /// Why the cache has no valid entry.
     pub why: Miss,
 }
 
@@ -116,7 +116,7 @@ pub enum NotCompiled {
     /// `UNWEIGHT_JIT=cache-only` forbids compiling.
     #[error("UNWEIGHT_JIT=cache-only; compile them where the cache may be written, with UNWEIGHT_JIT=auto")]
     CacheOnly,
-    /// No usable compiler.
+    /// The compiler cannot be used.
     #[error(transparent)]
     NoCompiler(Box<Error>),
 }

@@ -1,4 +1,4 @@
-//! How a source that does not compile is reported.
+//! The report of a source that does not compile.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use crate::jit::nvrtc::NvrtcError;
 use crate::jit::request::{CompileRequest, CompilerId};
 
-/// A source that the compiler refused, with everything that is needed to see why.
+/// A source that the compiler rejected, with all data to find the cause.
 #[derive(Debug, thiserror::Error)]
 pub struct CompileFailure {
     /// The name of the kernel.
@@ -15,32 +15,32 @@ pub struct CompileFailure {
     pub compiler: Option<CompilerId>,
     /// The error of NVRTC.
     pub error: NvrtcError,
-    /// The source around each failing line, at most [`CompileFailure::EXCERPTS`] of them.
+    /// The source around each failing line, at most [`CompileFailure::EXCERPTS`] excerpts.
     pub excerpts: Vec<Excerpt>,
-    /// The folder where source, headers, options and log were kept, if they could be.
+    /// The folder that contains source, headers, options and log, if it could be written.
     pub kept: Option<PathBuf>,
 }
 
-/// Some lines of a source around one that the compiler complains about.
+/// Lines of a source around a line that the compiler reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Excerpt {
-    /// Name of the source or header.
+    /// The name of the source or header.
     pub file: String,
-    /// The line, from 1.
+    /// The line number, from 1.
     pub line: usize,
     /// The compiler's message.
     pub message: String,
-    /// The line and two on either side: number and text.
+    /// The line and two lines on either side: number and text.
     pub lines: Vec<(usize, String)>,
 }
 
 impl CompileFailure {
-    /// The stable code of this error; docs/reference/errors.md lists all.
+    /// Returns the stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "kernel-compile-failed"
     }
 
-    /// Number of failing places that are shown. The first is nearly always the cause of the others.
+    /// The maximum number of excerpts. The first error is nearly always the cause of the others.
     pub const EXCERPTS: usize = 3;
 
     pub(crate) fn new(request: &CompileRequest, compiler: Option<CompilerId>, error: NvrtcError) -> CompileFailure {
@@ -48,7 +48,7 @@ impl CompileFailure {
         CompileFailure { name: request.name.clone(), compiler, error, excerpts, kept: None }
     }
 
-    /// The compiler's whole log.
+    /// Returns the compiler's whole log.
     pub fn log(&self) -> &str {
         self.error.log()
     }
@@ -68,7 +68,7 @@ impl fmt::Display for CompileFailure {
                 write!(f, "\n{mark}{number:>5} | {text}")?;
             }
         }
-        // Without a place in a source, the log itself is all there is to show.
+        // Without a position in a source, the log is the only information.
         if self.excerpts.is_empty() && !self.log().is_empty() {
             write!(f, "\n{}", self.log().trim_end())?;
         }
@@ -79,7 +79,7 @@ impl fmt::Display for CompileFailure {
     }
 }
 
-/// The places that a log names as errors: `file(line): error...: message`.
+/// Returns excerpts at the positions that a log reports as errors: `file(line): error...: message`.
 fn excerpts(request: &CompileRequest, log: &str) -> Vec<Excerpt> {
     let own = request.file_name();
     log.lines()

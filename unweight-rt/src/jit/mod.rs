@@ -1,4 +1,4 @@
-//! From a source to a cubin: the libraries that are there, the compiler, and the cache of what it made.
+//! From source to cubin: finds the NVIDIA libraries, compiles kernels and caches the results.
 //!
 //! Nothing here opens a device.
 

@@ -1,9 +1,9 @@
-//! A small safe layer over libnvrtc.
+//! A small safe wrapper of libnvrtc.
 //!
-//! cudarc's NVRTC layer is not used: it opens the library by name, so it may get another one than
-//! [`crate::jit::toolchain`] reported, panics where a symbol is missing, and reads status codes into a Rust enum, which
-//! is undefined for codes newer than itself. Nine functions are all it takes. NVRTC may be called from several threads
-//! at once, on different programs.
+//! cudarc's NVRTC wrapper is not used for three reasons. It opens the library by name, so it may open another library
+//! than [`crate::jit::toolchain`] reported. It panics if a symbol is missing. It converts status codes to a Rust enum,
+//! which is undefined behaviour for newer codes. Only nine functions are needed. Several threads may call NVRTC at
+//! once, on different programs.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::Path;
@@ -43,7 +43,7 @@ struct Functions {
     log: unsafe extern "C" fn(Program, *mut c_char) -> Status,
 }
 
-/// The cubin and the log of a compilation by NVRTC.
+/// The cubin and the log of an NVRTC compilation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Output {
     /// The compiled binary.
@@ -52,10 +52,10 @@ pub struct Output {
     pub log: String,
 }
 
-/// Why NVRTC made no cubin.
+/// Why NVRTC produced no cubin.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NvrtcError {
-    /// The source, or an option, is wrong.
+    /// The source or an option is invalid.
     #[error("the source does not compile")]
     InvalidSource {
         /// The whole log.
@@ -70,10 +70,10 @@ pub enum NvrtcError {
         status: c_int,
         /// NVRTC's text for the status.
         text: String,
-        /// The log; empty if NVRTC gives none.
+        /// The log; empty if NVRTC returns none.
         log: String,
     },
-    /// A string holds a zero byte.
+    /// A string contains a zero byte.
     #[error("{what} holds a zero byte at offset {offset}")]
     ZeroByte {
         /// The string: a source, a header or an option.
@@ -81,7 +81,7 @@ pub enum NvrtcError {
         /// Byte offset in the string.
         offset: usize,
     },
-    /// The options name a virtual architecture, for which NVRTC makes no binary.
+    /// The options name a virtual architecture, for which NVRTC produces no binary.
     #[error(
         "no binary was made: the options name no real architecture such as sm_90a (a virtual one, compute_90a, gives PTX only)"
     )]
@@ -89,7 +89,7 @@ pub enum NvrtcError {
 }
 
 impl NvrtcError {
-    /// The compiler's log; empty where there is none.
+    /// Returns the compiler's log; empty if there is none.
     pub fn log(&self) -> &str {
         match self {
             NvrtcError::InvalidSource { log } | NvrtcError::Failed { log, .. } => log,
@@ -120,25 +120,25 @@ impl Nvrtc {
         Ok(Nvrtc { found, build, functions })
     }
 
-    /// The library's version.
+    /// Returns the library's version.
     pub fn version(&self) -> Version {
         self.found.version
     }
 
-    /// The first 16 hexadecimal digits of the library's build id, which tells the builds of one version apart; empty if
-    /// it has none.
+    /// Returns the first 16 hexadecimal digits of the library's build id, which distinguishes builds of one version;
+    /// empty if there is none.
     pub fn build(&self) -> &str {
         &self.build
     }
 
-    /// The file, and how it was found.
+    /// Returns the library's file and how it was found.
     pub fn found(&self) -> &Found {
         &self.found
     }
 
     /// Compiles `source` to a cubin.
     ///
-    /// `name` stands for the source in messages. `headers` are names as in `#include "name"`, and texts.
+    /// `name` identifies the source in messages. `headers` are pairs of a name, as in `#include "name"`, and a text.
     pub fn compile(
         &self,
         name: &str,
@@ -155,8 +155,8 @@ impl Nvrtc {
             header_texts.push(c_string(header, text)?);
         }
         let mut options = options.iter().map(|option| c_string("an option", option)).collect::<Result<Vec<_>, _>>()?;
-        // With a driver present NVRTC keeps a cache of its own. Ours stands before it, so that would only be a second
-        // copy.
+        // With a driver present, NVRTC uses a cache of its own. It would only duplicate our cache, which is checked
+        // first.
         if self.version() >= (Version { major: 13, minor: 0 }) {
             options.push(c"--no-cache".to_owned());
         }
@@ -165,8 +165,8 @@ impl Nvrtc {
         let option_pointers = pointers(&options);
 
         let mut raw: Program = std::ptr::null_mut();
-        // SAFETY: every pointer is a NUL-terminated string or an array of as many of them as its count says, and all of
-        // them outlive `program`, which is dropped before they are (declared after them).
+        // SAFETY: every pointer is a NUL-terminated string or an array of as many as its count, and all of them outlive
+        // `program`, which is dropped before them (declared after them).
         let status = unsafe {
             (self.functions.create)(
                 &mut raw,
@@ -201,7 +201,7 @@ impl Nvrtc {
             return Err(NvrtcError::NoBinary);
         }
         let mut cubin = vec![0u8; size];
-        // SAFETY: the buffer has the size that NVRTC asked for.
+        // SAFETY: the buffer has the size that NVRTC requested.
         let status = unsafe { (self.functions.cubin)(program.raw, cubin.as_mut_ptr().cast()) };
         self.check("nvrtcGetCUBIN", status)?;
         Ok(Output { cubin, log })
@@ -247,8 +247,8 @@ struct OwnedProgram<'a> {
 }
 
 impl OwnedProgram<'_> {
-    /// The log, without its final NUL and line ends. Empty if NVRTC does not give one: it only ever accompanies a
-    /// result.
+    /// Returns the log without its final NUL and line ends. Empty if NVRTC returns none, because the log only
+    /// accompanies a result.
     fn log(&self) -> String {
         let mut size = 0usize;
         // SAFETY: writes one size.
@@ -256,7 +256,7 @@ impl OwnedProgram<'_> {
             return String::new();
         }
         let mut bytes = vec![0u8; size];
-        // SAFETY: the buffer has the size that NVRTC asked for.
+        // SAFETY: the buffer has the size that NVRTC requested.
         if unsafe { (self.nvrtc.functions.log)(self.raw, bytes.as_mut_ptr().cast()) } != 0 {
             return String::new();
         }
@@ -267,7 +267,8 @@ impl OwnedProgram<'_> {
 
 impl Drop for OwnedProgram<'_> {
     fn drop(&mut self) {
-        // SAFETY: created by `nvrtcCreateProgram`, destroyed once. A failure would be a leak and nothing to act on.
+        // SAFETY: created by `nvrtcCreateProgram`, destroyed once. A failure could only leak; there is nothing to act
+        // on.
         unsafe { (self.nvrtc.functions.destroy)(&mut self.raw) };
     }
 }
@@ -280,13 +281,13 @@ fn pointers(strings: &[CString]) -> Vec<*const c_char> {
     strings.iter().map(|string| string.as_ptr()).collect()
 }
 
-/// A count as C has it. Saturating: NVRTC refuses two thousand million headers by itself.
+/// Converts a count to a C int. Saturating: NVRTC itself rejects two billion headers.
 fn count(len: usize) -> c_int {
     c_int::try_from(len).unwrap_or(c_int::MAX)
 }
 
-/// The first 8 bytes of a library's GNU build id, in hexadecimal. Reads the section table and one note, not the
-/// library.
+/// Returns the first 8 bytes of a library's GNU build id in hexadecimal. Reads the section table and one note, not the
+/// whole library.
 fn build_id(path: &Path) -> Option<String> {
     let file = std::fs::File::open(path).ok()?;
     let cache = object::ReadCache::new(file);

@@ -6,7 +6,7 @@ use crate::env::Env;
 use crate::jit::error::Error;
 use crate::jit::toolchain::{Found, Library, MissingLibrary, find};
 
-/// [`find`](crate::jit::toolchain::find) for the process's own environment, once; the answer is remembered.
+/// Runs [`find`](crate::jit::toolchain::find) once with the process's own environment, and remembers the result.
 ///
 /// Call it before anything in cudarc that belongs to `library`.
 pub fn require(library: Library) -> Result<&'static Found, Error> {

@@ -1,8 +1,8 @@
-//! What resolves an error, as a value: a library does not know its user's command line.
+//! The actions that resolve errors, as values: a library does not know its user's command line.
 
 use crate::jit::toolchain::Library;
 
-/// The action that resolves an error. A program words it for its user.
+/// The action that resolves an error. A program phrases it for its user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Remedy {

@@ -1,32 +1,32 @@
-//! What a compiler is given, and what tells compilers apart.
+//! The input of a compiler, and the identity of a compiler.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 use unweight_codegen::{CodegenError, ExternalSource, Source, VariantSpec, spec::Arch};
 
-/// A kernel to compile: one entry point, and every header that it can include.
+/// A kernel to compile: one entry point, and all headers that it can include.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct CompileRequest {
     /// Canonical name of the variant: symbol, cache folder and log line. ASCII letters, digits, `_`; at most 160 bytes.
     pub name: String,
     /// The CUDA source.
     pub source: String,
-    /// Name as in `#include "name"`, and text.
+    /// Pairs of a name, as in `#include "name"`, and a text.
     pub headers: Vec<(String, String)>,
-    /// Compiler options beyond those of [`CompileRequest::canonical_options`].
+    /// Compiler options in addition to those of [`CompileRequest::canonical_options`].
     pub options: Vec<String>,
     /// Real architecture, such as `sm_90a`.
     pub arch: String,
 }
 
 impl CompileRequest {
-    /// The request for a variant: its rendered source, with every header that it reaches.
+    /// Creates the request for a variant: its rendered source with all headers that it includes.
     pub fn render(spec: &VariantSpec) -> Result<CompileRequest, CodegenError> {
         Ok(CompileRequest::of(unweight_codegen::render(spec)?, spec.arch))
     }
 
-    /// The request for a kernel from another crate.
+    /// Creates the request for a kernel from another crate.
     pub fn external(kernel: &ExternalSource) -> Result<CompileRequest, CodegenError> {
         Ok(CompileRequest::of(kernel.render()?, kernel.arch))
     }
@@ -42,10 +42,10 @@ impl CompileRequest {
         }
     }
 
-    /// Every option that reaches the compiler and can change its output, in order.
+    /// Returns every option that can change the compiler's output, in order.
     ///
-    /// A spill is a warning in the log, not an error: a newer compiler that spills a little still runs models. The
-    /// tests refuse spills.
+    /// A spill is a warning in the log, not an error: a newer compiler that spills a little still runs models. Tests
+    /// reject spills.
     pub fn canonical_options(&self) -> Vec<String> {
         let mut options = vec![
             format!("--gpu-architecture={}", self.arch),
@@ -60,12 +60,12 @@ impl CompileRequest {
         options
     }
 
-    /// What the compiler calls the source.
+    /// Returns the file name of the source for the compiler.
     pub(crate) fn file_name(&self) -> String {
         format!("{}.cu", self.name)
     }
 
-    /// The name as it stands, if it can be a symbol and a folder; else what is wrong with it.
+    /// Returns the name if it is valid as a symbol and a folder; else why it is not.
     pub(crate) fn checked_name(&self) -> Result<&str, String> {
         let fits = !self.name.is_empty()
             && self.name.len() <= 160
@@ -78,14 +78,14 @@ impl CompileRequest {
     }
 }
 
-/// The identity of a compiler. Two compilers with equal identities give equal bytes for equal requests.
+/// The identity of a compiler. Compilers with equal identities produce equal bytes for equal requests.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct CompilerId {
     /// The name of the compiler, `nvrtc`.
     pub name: String,
-    /// Version of the compiler, `major.minor`.
+    /// The compiler's version, `major.minor`.
     pub version: String,
-    /// Identifies builds of one version; may be empty.
+    /// Distinguishes builds of one version; may be empty.
     pub build: String,
 }
 

@@ -1,14 +1,13 @@
-//! Which NVIDIA libraries are on this machine, where, of which version, and why one is not.
+//! Finds the NVIDIA libraries of this machine with their versions, and reports why one is missing.
 //!
-//! Nothing is loaded before it is asked for: [`find`] looks for one library and keeps it loaded for the life of the
-//! process. cudarc opens libraries by name and panics where one is missing, so code that calls into cudarc calls
-//! [`process::require`](super::process::require) first. A library outside of the loader's path (a Python wheel, mostly)
-//! is loaded here by its absolute path; a later `dlopen` by SONAME, cudarc's or NVRTC's for its builtins, then finds
-//! the one that is loaded.
+//! Libraries are loaded on demand: [`find`] searches for one library and keeps it loaded for the life of the process.
+//! cudarc opens libraries by name and panics if one is missing, so code that calls cudarc calls
+//! [`process::require`](super::process::require) first. A library outside of the loader's path (usually in a Python
+//! wheel) is loaded here by its absolute path. A later `dlopen` by SONAME, by cudarc or by NVRTC for its builtins, then
+//! finds the loaded library.
 //!
-//! Order of search, first usable wins: the variable (`UNWEIGHT_NVRTC`, ...; nothing else is tried when it is set),
-//! Python wheels of the active environment, CUDA toolkits, `LD_LIBRARY_PATH`, the loader by name. Python itself is
-//! never run.
+//! Search order, first usable wins: the variable (`UNWEIGHT_NVRTC`, ...; if it is set, nothing else is tried), Python
+//! wheels of the active environment, CUDA toolkits, `LD_LIBRARY_PATH`, the loader by name. Python itself is never run.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -28,15 +27,15 @@ pub enum Library {
     Nvrtc,
     /// libcublasLt, which cuBLAS needs.
     CublasLt,
-    /// libcublas: BF16 products.
+    /// libcublas: BF16 matrix products.
     Cublas,
 }
 
 impl Library {
-    /// All of them, in the order of a report.
+    /// All libraries, in the order of a report.
     pub const ALL: [Library; 4] = [Library::Driver, Library::Nvrtc, Library::CublasLt, Library::Cublas];
 
-    /// File name before `.so`.
+    /// Returns the file name before `.so`.
     pub const fn stem(self) -> &'static str {
         match self {
             Library::Driver => "libcuda",
@@ -58,7 +57,7 @@ impl Library {
         }
     }
 
-    /// How to install it, as an instruction.
+    /// Returns the instruction that installs the library.
     pub const fn remedy(self) -> &'static str {
         match self {
             Library::Driver => "install the NVIDIA driver, or start the container with the GPU passed through",
@@ -72,7 +71,7 @@ impl Library {
         }
     }
 
-    /// SONAMEs to ask the loader for, newest first.
+    /// Returns the SONAMEs to request from the loader, newest first.
     const fn sonames(self) -> &'static [&'static str] {
         match self {
             Library::Driver => &["libcuda.so.1"],
@@ -82,7 +81,7 @@ impl Library {
         }
     }
 
-    /// Folders below `site-packages` in which wheels install it.
+    /// Folders below `site-packages` where wheels install the library.
     const fn wheel_folders(self) -> &'static [&'static str] {
         match self {
             Library::Driver => &[],
@@ -91,7 +90,7 @@ impl Library {
         }
     }
 
-    /// Symbols that this crate calls and that an old version lacks (cudarc would panic on the call).
+    /// Returns required symbols, which an old version may lack (cudarc would panic on the call).
     const fn symbols(self) -> &'static [&'static str] {
         match self {
             Library::Driver => {
@@ -110,7 +109,7 @@ impl Library {
             Library::CublasLt => env
                 .cublas
                 .as_deref()
-                // A file names libcublas; its companion is in the same folder.
+                // If the path is a file, it is libcublas; libcublasLt is in the same folder.
                 .map(|path| if path.is_file() { path.parent().unwrap_or(path) } else { path })
                 .map(|path| ("UNWEIGHT_CUBLAS", path)),
             Library::Cublas => env.cublas.as_deref().map(|path| ("UNWEIGHT_CUBLAS", path)),
@@ -118,10 +117,10 @@ impl Library {
     }
 }
 
-/// The first version that knows Hopper's `sm_90a`. Some architectures ask for a later compiler: [`OldNvrtc`].
+/// The first version that supports Hopper's `sm_90a`. Some architectures require a later compiler: [`OldNvrtc`].
 const OLDEST: Version = Version { major: 12, minor: 0 };
 
-/// A version as the library itself reports it.
+/// A version as reported by the library itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Version {
     /// The major version.
@@ -136,10 +135,10 @@ impl fmt::Display for Version {
     }
 }
 
-/// By which rule a library was found.
+/// The search rule that found a library.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Origin {
-    /// A variable named it.
+    /// An environment variable named the path.
     Variable(&'static str),
     /// A Python wheel below this `site-packages`.
     Wheel(PathBuf),
@@ -160,12 +159,12 @@ impl fmt::Display for Origin {
     }
 }
 
-/// A library that is loaded and usable.
+/// A loaded, usable library.
 #[derive(Debug)]
 pub struct Found {
     /// The name of the library.
     pub library: Library,
-    /// The file, as far as known.
+    /// The file, as far as it is known.
     pub path: PathBuf,
     /// The search rule that found the library.
     pub origin: Origin,
@@ -175,7 +174,7 @@ pub struct Found {
 }
 
 impl Found {
-    /// The address of a function. `T` must be a function pointer type.
+    /// Returns the address of a function. `T` must be a function pointer type.
     ///
     /// # Safety
     /// `T` is the symbol's true signature. The library stays loaded for the life of the process.
@@ -185,7 +184,7 @@ impl Found {
     }
 }
 
-/// A place that was tried, without success.
+/// A place that was tried without success.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tried {
     /// The file or SONAME.
@@ -199,12 +198,12 @@ pub struct Tried {
 pub struct MissingLibrary {
     /// The name of the library.
     pub library: Library,
-    /// Everything that was tried, in order.
+    /// All places that were tried, in order.
     pub tried: Vec<Tried>,
 }
 
 impl MissingLibrary {
-    /// The stable code of this error; docs/reference/errors.md lists all.
+    /// Returns the stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "library-missing"
     }
@@ -226,7 +225,7 @@ impl fmt::Display for MissingLibrary {
     }
 }
 
-/// An NVRTC that is older than an architecture.
+/// The found NVRTC is too old for an architecture.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "NVRTC {version} ({}) does not know {}: the first that does is {first}; {}, then `unweight doctor` shows which one is \
@@ -238,7 +237,7 @@ impl fmt::Display for MissingLibrary {
 pub struct OldNvrtc {
     /// The architecture to compile for.
     pub arch: Arch,
-    /// The first NVRTC that knows it.
+    /// The first NVRTC version that supports it.
     pub first: Version,
     /// The version that was found.
     pub version: Version,
@@ -247,16 +246,16 @@ pub struct OldNvrtc {
 }
 
 impl OldNvrtc {
-    /// The stable code of this error; docs/reference/errors.md lists all.
+    /// Returns the stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         "nvrtc-too-old"
     }
 
-    /// Whether NVRTC of this version compiles for an architecture
+    /// Checks that NVRTC of this version supports an architecture
     /// ([`first_nvrtc`](unweight_codegen::limits::ArchLimits::first_nvrtc)).
     ///
     /// # Errors
-    /// It is older than the first that does.
+    /// The version is older than the first version that supports it.
     pub fn check(arch: Arch, version: Version, path: &Path) -> Result<(), Self> {
         let (major, minor) = arch.limits().first_nvrtc;
         let first = Version { major, minor };
@@ -264,12 +263,12 @@ impl OldNvrtc {
     }
 }
 
-/// Looks for `library` and loads it for the life of the process.
+/// Searches for `library` and loads it for the life of the process.
 pub fn find(library: Library, env: &Env) -> Result<Found, MissingLibrary> {
     let mut tried = Vec::new();
     let missing = |tried| MissingLibrary { library, tried };
     if library == Library::Cublas {
-        // libcublas needs libcublasLt by name; load it first so that it may be in any folder.
+        // libcublas loads libcublasLt by name; loading that first allows any folder.
         if let Err(error) = find(Library::CublasLt, env) {
             tried.extend(error.tried);
         }
@@ -292,7 +291,7 @@ pub fn find(library: Library, env: &Env) -> Result<Found, MissingLibrary> {
             }
         }
     }
-    // The driver is the machine's own; a toolkit holds only a stub of it.
+    // The driver belongs to the machine; a toolkit contains only a stub.
     if library != Library::Driver {
         for root in &env.search.toolkits {
             for folder in ["lib64", "lib", "targets/x86_64-linux/lib"] {
@@ -303,8 +302,8 @@ pub fn find(library: Library, env: &Env) -> Result<Found, MissingLibrary> {
             }
         }
     }
-    // By folder first, because the loader only tries the SONAMEs that it is asked for. Not for the driver: a folder may
-    // hold a toolkit's stub of it.
+    // Search by folder first, because the loader only tries the requested SONAMEs. Not for the driver: a folder may
+    // contain a toolkit's stub.
     for folder in env.search.loader_path.iter().filter(|_| library != Library::Driver) {
         if let Some(found) = first_usable(library, files_in(folder, library.stem()), &Origin::Loader, &mut tried) {
             return Ok(found);
@@ -314,22 +313,22 @@ pub fn find(library: Library, env: &Env) -> Result<Found, MissingLibrary> {
     first_usable(library, names, &Origin::Loader, &mut tried).ok_or_else(|| missing(tried))
 }
 
-/// What is there and what each lack disables: the body of `unweight doctor`.
+/// The body of `unweight doctor`: found libraries, and what is unavailable without the missing ones.
 #[derive(Debug)]
 pub struct Report {
-    /// One answer per library, in the order of [`Library::ALL`].
+    /// One result per library, in the order of [`Library::ALL`].
     pub libraries: Vec<Result<Found, MissingLibrary>>,
-    /// Libraries that are there but do not go together.
+    /// Combinations of found libraries that are incompatible.
     pub warnings: Vec<String>,
 }
 
-/// Probes every library.
+/// Searches for every library.
 pub fn report(env: &Env) -> Report {
     let libraries: Vec<_> = Library::ALL.into_iter().map(|library| find(library, env)).collect();
     let version = |library: Library| libraries[library as usize].as_ref().ok().map(|found| found.version);
     let mut warnings = Vec::new();
     for library in [Library::Nvrtc, Library::Cublas] {
-        // A cubin of CUDA 13 does not load on a CUDA 12 driver; within one major version, it does.
+        // A cubin of CUDA 13 does not load on a CUDA 12 driver; within one major version, it loads.
         if let (Some(own), Some(driver)) = (version(library), version(Library::Driver))
             && own.major > driver.major
         {
@@ -345,7 +344,7 @@ pub fn report(env: &Env) -> Report {
     Report { libraries, warnings }
 }
 
-/// Folders in which Python packages of the environment's interpreters are, existing ones only.
+/// Returns the existing folders of Python packages of the environment's interpreters.
 fn site_packages(env: &Env) -> Vec<PathBuf> {
     let mut sites: Vec<PathBuf> = env.search.python_path.clone();
     for prefix in &env.search.python_prefixes {
@@ -369,7 +368,7 @@ fn site_packages(env: &Env) -> Vec<PathBuf> {
     sites
 }
 
-/// Candidates for a variable's value: the file itself, or the files in the folder, its `lib`, or the wheels below it.
+/// Returns candidates for a variable's value: the file itself, or files in the folder, its `lib`, or wheels below it.
 fn files_at(library: Library, path: &Path) -> Vec<PathBuf> {
     if !path.is_dir() {
         return if path.exists() { vec![path.to_owned()] } else { Vec::new() };
@@ -378,7 +377,7 @@ fn files_at(library: Library, path: &Path) -> Vec<PathBuf> {
     below.flat_map(|folder| files_in(&folder, library.stem())).collect()
 }
 
-/// `stem.so`, `stem.so.13`, ... in `folder`, the highest version first.
+/// Returns `stem.so`, `stem.so.13`, ... in `folder`, highest version first.
 fn files_in(folder: &Path, stem: &str) -> Vec<PathBuf> {
     let mut files: Vec<PathBuf> = list(folder)
         .into_iter()
@@ -408,7 +407,7 @@ fn is_number(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-/// Numbers in a name, for ordering versions.
+/// Returns the numbers in a name, for ordering versions.
 fn numbers(text: &str) -> Vec<u64> {
     text.split(|character: char| !character.is_ascii_digit()).filter_map(|digits| digits.parse().ok()).collect()
 }
@@ -429,15 +428,15 @@ fn first_usable(library: Library, candidates: Vec<PathBuf>, origin: &Origin, tri
 }
 
 fn load(library: Library, path: &Path, origin: Origin) -> Result<Found, String> {
-    // The loader would wait for a FIFO. A bare name is looked up by the loader itself.
+    // The loader would block on a FIFO. The loader itself resolves a bare name.
     if path.components().count() > 1 && std::fs::metadata(path).is_ok_and(|metadata| !metadata.is_file()) {
         return Err("not a regular file".to_owned());
     }
     // SAFETY: the libraries are NVIDIA's, named by their own file names or by the user; their initialisers have no
-    // preconditions. RTLD_LOCAL keeps their symbols from meddling with other libraries of the process.
+    // preconditions. RTLD_LOCAL hides their symbols from other libraries of the process.
     let handle = unsafe { Handle::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map_err(|error| error.to_string())?;
     for name in library.symbols() {
-        // SAFETY: only the presence is looked at.
+        // SAFETY: only the presence is checked.
         if unsafe { symbol::<unsafe extern "C" fn()>(&handle, name) }.is_none() {
             return Err(format!("has no {name}: too old or not {}", library.stem()));
         }
@@ -448,8 +447,8 @@ fn load(library: Library, path: &Path, origin: Origin) -> Result<Found, String> 
     }
     let path =
         if path.is_absolute() { path.to_owned() } else { mapped_file(library).unwrap_or_else(|| path.to_owned()) };
-    // What was refused above is closed again, so that its SONAME is free for a better one. What is used is never
-    // closed: these libraries start threads and register exit handlers, and cudarc keeps pointers into them.
+    // A rejected library is closed again, so that its SONAME is free for a better one. A used library is never closed:
+    // these libraries start threads and register exit handlers, and cudarc keeps pointers into them.
     let handle: &'static Handle = Box::leak(Box::new(handle));
     if library == Library::Nvrtc {
         preload_builtins(&path, version);
@@ -457,20 +456,20 @@ fn load(library: Library, path: &Path, origin: Origin) -> Result<Found, String> 
     Ok(Found { library, path, origin, version, handle })
 }
 
-/// NVRTC opens its builtins by SONAME at the first compile, which fails if they are outside the loader's path.
+/// Loads NVRTC's builtins. NVRTC opens them by SONAME at the first compile, which fails outside the loader's path.
 fn preload_builtins(nvrtc: &Path, version: Version) {
     let Some(folder) = nvrtc.canonicalize().ok().and_then(|path| path.parent().map(Path::to_owned)) else {
         return;
     };
     let builtins = folder.join(format!("libnvrtc-builtins.so.{version}"));
-    // SAFETY: as in `load`. A failure is not an error here: NVRTC's own search may still find them, and its log says if
-    // not.
+    // SAFETY: as in `load`. A failure is not an error here: NVRTC's own search may still find them; if not, its log
+    // reports it.
     if let Ok(handle) = unsafe { Handle::open(Some(&builtins), RTLD_NOW | RTLD_LOCAL) } {
         Box::leak(Box::new(handle));
     }
 }
 
-/// The file that the loader chose for a library that was opened by name.
+/// Returns the file that the loader chose for a library opened by name.
 fn mapped_file(library: Library) -> Option<PathBuf> {
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
     let prefix = format!("{}.so", library.stem());
@@ -582,7 +581,7 @@ mod tests {
         for version in ["python3.9", "python3.12"] {
             let folder = prefix.path().join("lib").join(version).join("site-packages/nvidia/cu13/lib");
             std::fs::create_dir_all(&folder).unwrap();
-            // Not a library: the loader refuses it, and the reason must be reported.
+            // Not a library: the loader rejects it, and the reason must be reported.
             std::fs::write(folder.join("libnvrtc.so.13"), "not an ELF file").unwrap();
         }
         let mut env = Env::parse(|_| None).unwrap();
@@ -613,7 +612,7 @@ mod tests {
     #[test]
     fn another_library_under_the_name_is_refused() {
         let folder = tempfile::tempdir().unwrap();
-        // libc is on every Linux and has none of the symbols.
+        // Every Linux has libc, which has none of the symbols.
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
         let libc = maps
             .lines()

@@ -5,7 +5,7 @@
 //!                                                  |--what cannot be packed--> BF16 --> cuBLAS
 //!                                                  +--encode, if compact is wanted----> compact weights
 //! ```
-//! The whole build runs on the GPU and gives the bytes that the host codec gives. The scratch is as large as the
+//! The whole build runs on the GPU and produces the same bytes as the host codec. The scratch is as large as the
 //! largest layer, and is freed with the builder.
 
 use std::sync::Arc;
@@ -45,7 +45,7 @@ impl KernelSource for KernelSet {
     }
 }
 
-/// Builds layers from matrices on the device, of any origin.
+/// Builds layers from matrices on the device.
 ///
 /// ```no_run
 /// use unweight_rt::{Device, DeviceMatrix, KernelSet, LayerBuilder, LoadOptions, Merge, env::Env};
@@ -66,7 +66,7 @@ pub struct LayerBuilder<'k> {
     /// Created for the first layer that is encoded.
     compressor: Option<EncodeCompact>,
     scratch: Scratch,
-    /// What the layers built so far need from an execution context.
+    /// The context size that the layers built so far need.
     context_size: ContextSize,
     /// The stream that fetches offloaded experts; created for the first of them.
     copies: Option<Stream>,
@@ -75,9 +75,9 @@ pub struct LayerBuilder<'k> {
 /// Memory of the size of the largest layer so far.
 #[derive(Debug)]
 struct Scratch {
-    /// The layer.
+    /// The whole layer.
     whole: DeviceBuffer<u16>,
-    /// One of the parts that are interleaved; later the padded layer.
+    /// A part to be interleaved; later the padded layer.
     other: DeviceBuffer<u16>,
 }
 
@@ -86,11 +86,11 @@ pub(super) struct Parts<'a> {
     names: &'a [&'a str],
     shapes: Vec<(u32, u32)>,
     merge: Merge,
-    /// Whether all of them are compact, or not encoded yet.
+    /// Whether all tensors are stored compact, or not encoded yet.
     compact: bool,
 }
 
-/// Writes a part into dense rows.
+/// Writes a part into contiguous rows.
 pub(super) type Fill<'a> = &'a mut dyn FnMut(usize, &mut Packer, MatrixMut<'_>) -> Result<(), LoadError>;
 
 /// One of the three matrices of each expert.
@@ -105,7 +105,7 @@ pub enum ExpertPart {
     Down,
 }
 
-/// Writes one matrix of all experts, rows concatenated in the order of experts, on the given stream.
+/// Writes one matrix of all experts, with rows concatenated in expert order, on the given stream.
 pub type FillExperts<'a> = &'a mut dyn FnMut(ExpertPart, &Stream, MatrixMut<'_>) -> Result<(), LoadError>;
 
 impl<'a> Parts<'a> {
@@ -113,7 +113,7 @@ impl<'a> Parts<'a> {
         Self { names, shapes, merge, compact }
     }
 
-    /// The tensor, or the first of them.
+    /// Returns the name of the first tensor.
     fn first(&self) -> &'a str {
         self.names.first().copied().unwrap_or("merge")
     }
@@ -122,7 +122,7 @@ impl<'a> Parts<'a> {
         self.names.get(part).copied().unwrap_or(self.first())
     }
 
-    /// The weight of the merged layer.
+    /// Returns the weight of the merged layer.
     fn weight(&self, placement: Placement) -> Result<Weight, LoadError> {
         let first = self.first();
         let Some(&(_, k)) = self.shapes.first() else {
@@ -140,7 +140,7 @@ impl<'a> Parts<'a> {
         let gated = match (self.merge, self.shapes.as_slice()) {
             (Merge::Rows, _) => false,
             (Merge::SiluMul, &[(gate, _), (up, _)]) => {
-                // The rows of both are whole tiles together.
+                // Gate and up together fill whole tiles of 64 rows.
                 let packs = gate.is_multiple_of(32) && k.is_multiple_of(64);
                 let by_cublas = placement == Placement::Bf16;
                 if gate != up || !packs && !by_cublas {
@@ -156,26 +156,26 @@ impl<'a> Parts<'a> {
     }
 }
 
-/// Whether cuBLAS is usable.
+/// Returns whether cuBLAS is usable.
 pub(super) fn has_cublas() -> bool {
     process::require(Library::Cublas).is_ok()
 }
 
-/// `wanted`, without expansion to cuBLAS where cuBLAS is missing and only the GPU's model would use it: correct, and
-/// slower at large batches.
+/// Returns `wanted`, without expansion to BF16 if cuBLAS is missing and only the GPU model would use it. Results stay
+/// correct, but large batches are slower.
 pub(super) fn expanding(wanted: RoutePolicy, has_cublas: impl FnOnce() -> bool) -> RoutePolicy {
     let may = wanted.expand == Expand::Model && !wanted.chooser.arch().has(Instruction::Wgmma);
     if may && !has_cublas() { RoutePolicy { expand: Expand::Never, ..wanted } } else { wanted }
 }
 
 impl<'k> LayerBuilder<'k> {
-    /// A builder that works on `stream`. Its layers run on any stream of the device, each stream with its context. The
-    /// kernels of a layer are compiled when it is built.
+    /// Creates a builder that works on `stream`. The layers run on any stream of the device; each stream needs its own
+    /// context. The kernels of a layer are compiled when the layer is built.
     ///
     /// # Errors
-    /// A kernel cannot be made, or the device failed.
+    /// A kernel cannot be compiled or loaded, or the device failed.
     pub fn new(kernels: &'k KernelSet, stream: &Stream, options: LoadOptions) -> Result<Self, DeviceError> {
-        // Nothing is decoded.
+        // No tensor is decoded, hence no code limit.
         Self::of(kernels, stream, options.wanted(kernels.chooser().clone(), 0))
     }
 
@@ -193,27 +193,27 @@ impl<'k> LayerBuilder<'k> {
         })
     }
 
-    /// The stream of all its work.
+    /// Returns the stream of all work of the builder.
     pub fn stream(&self) -> &Stream {
         self.packer.stream()
     }
 
-    /// The placement of layers that are built from here on.
+    /// Returns the placement of layers built from now on.
     pub fn placement(&self) -> Placement {
         self.wanted.placement
     }
 
-    /// Sets how the weights of the layers built from here on are held on the device. Returns the previous setting.
+    /// Sets how layers built from now on hold their weights on the device. Returns the previous setting.
     pub fn set_placement(&mut self, placement: Placement) -> Placement {
         std::mem::replace(&mut self.wanted.placement, placement.linear())
     }
 
-    /// Sets which batches cuBLAS multiplies in the layers built from here on. Returns the previous setting.
+    /// Sets which batches cuBLAS multiplies in layers built from now on. Returns the previous setting.
     pub fn set_expand(&mut self, expand: Expand) -> Expand {
         std::mem::replace(&mut self.wanted.expand, expand)
     }
 
-    /// A layer of these weights `[n, k]`, which messages call `name`; they are copied. With
+    /// Builds a layer from weights `[n, k]`, which are copied. Errors refer to them as `name`. With
     /// [`Placement::Compact`] they are encoded as a compact tensor.
     ///
     /// # Errors
@@ -227,15 +227,15 @@ impl<'k> LayerBuilder<'k> {
         })
     }
 
-    /// An execution context of `stream` for every layer built so far.
+    /// Creates an execution context on `stream` for every layer built so far.
     ///
     /// # Errors
-    /// Not enough memory, or no cuBLAS where a layer needs it.
+    /// Not enough memory, or cuBLAS is missing and a layer needs it.
     pub fn context(&self, stream: &Stream) -> Result<ExecContext, DeviceError> {
         ExecContext::new(stream, self.context_size)
     }
 
-    /// Parts as one layer.
+    /// Builds one layer from several parts.
     pub(super) fn merge(&mut self, parts: &Parts<'_>, fill: Fill<'_>) -> Result<Linear, LoadError> {
         let weight = parts.weight(self.wanted.placement)?;
         let device = in_tensor(parts.first());
@@ -258,7 +258,7 @@ impl<'k> LayerBuilder<'k> {
         self.layer_of_scratch(parts.first(), &weight, compact)
     }
 
-    /// A layer of a weight that stays compact, whose packed encoding has no more than its escapes on the device.
+    /// Builds a layer whose weight stays compact; of its packed encoding, only the escapes stay on the device.
     pub(super) fn compact(&mut self, name: &str, weight: &Weight, compact: DeviceCompact) -> Result<Linear, LoadError> {
         let device = in_tensor(name);
         let (n, k, stream) = (weight.n, weight.k, self.packer.stream().clone());
@@ -269,7 +269,7 @@ impl<'k> LayerBuilder<'k> {
         self.layer_of_scratch(name, weight, Some(compact))
     }
 
-    /// What the scratch `[n, k]` is as a layer, of which `compact` has the same weights if it is to stay so.
+    /// Builds a layer from the scratch `[n, k]`. `compact` contains the same weights if the layer is to stay compact.
     fn layer_of_scratch(
         &mut self,
         name: &str,
@@ -313,17 +313,17 @@ impl<'k> LayerBuilder<'k> {
         }
     }
 
-    /// Packs a matrix that is not a layer, such as an embedding. Rows and columns are multiples of 64.
+    /// Packs a matrix that is not a layer, such as an embedding. Rows and columns must be multiples of 64.
     ///
     /// # Errors
-    /// [`Unsuitable::Unpackable`], or the driver's. `name` is what it will call them.
+    /// [`Unsuitable::Unpackable`], or a driver error. Errors refer to the matrix as `name`.
     pub fn pack(&mut self, name: &str, weights: MatrixRef<'_>) -> Result<DevicePacked, LoadError> {
         self.pack_alone(name, (weights.rows(), weights.cols()), &mut |_, packer, mut output| {
             output.copy_from(packer.stream(), weights).map_err(in_tensor(name))
         })
     }
 
-    /// The packed encoding of one weight, unpadded.
+    /// Packs one weight without padding.
     pub(super) fn pack_alone(
         &mut self,
         name: &str,
@@ -340,21 +340,21 @@ impl<'k> LayerBuilder<'k> {
         })
     }
 
-    /// The experts of a mixture, packed: `fill` writes the gates of all of them one below the other, then the ups, then
-    /// the downs. Sizes are multiples of 64.
+    /// Builds the packed experts of a mixture. `fill` writes the gates of all experts, concatenated by rows, then the
+    /// ups, then the downs. Sizes must be multiples of 64.
     ///
     /// # Errors
-    /// Weights that cannot be packed, sizes that no kernel takes, what `fill` says, or the driver's. `name` is what
-    /// messages call them.
+    /// Weights that cannot be packed, sizes that no kernel supports, errors of `fill`, or a driver error. Errors refer
+    /// to the weights as `name`.
     pub fn experts(&mut self, name: &str, shape: ExpertsShape, fill: FillExperts<'_>) -> Result<Experts, LoadError> {
         let (gate_up, down) = self.pack_experts(name, shape, fill)?;
         Experts::new(self.kernels, shape, gate_up, down).map_err(in_tensor(name))
     }
 
-    /// The experts of a mixture in host memory, with room for `slots` of them on the device.
+    /// Builds the experts of a mixture in host memory, with room for `slots` of them on the device.
     ///
     /// # Errors
-    /// As [`LayerBuilder::experts`]; not enough memory that can be locked.
+    /// As [`LayerBuilder::experts`]; or too little memory can be pinned.
     pub fn offloaded_experts(
         &mut self,
         name: &str,
@@ -366,7 +366,7 @@ impl<'k> LayerBuilder<'k> {
         self.offload(name, shape, slots, packed)
     }
 
-    /// Packed experts, taken to host memory.
+    /// Moves packed experts to host memory.
     pub(super) fn offload(
         &mut self,
         name: &str,
@@ -383,7 +383,7 @@ impl<'k> LayerBuilder<'k> {
         OffloadedExperts::new(self.kernels, (&stream, &copies), shape, slots, gate_up, down).map_err(device)
     }
 
-    /// Gate and up, and down, of all experts.
+    /// Packs gate and up, and down, of all experts.
     pub(super) fn pack_experts(
         &mut self,
         name: &str,
@@ -412,7 +412,7 @@ impl<'k> LayerBuilder<'k> {
         Ok((gate_up, down))
     }
 
-    /// A layer of packed weights, with every kernel that some batch asks for, loaded.
+    /// Builds a layer of packed weights and loads every kernel that any batch needs.
     pub(super) fn packed(&mut self, packed: DevicePacked, weight: &Weight) -> Result<Linear, DeviceError> {
         let routes = self.wanted.packed_routes(weight, packed.has_escapes());
         let routes = RoutePolicy::take_routes(self.kernels, &routes)?;
@@ -420,7 +420,7 @@ impl<'k> LayerBuilder<'k> {
         Ok(self.noted(Linear::Packed(layer)))
     }
 
-    /// A layer for cuBLAS, once its weights are there: any stream may run it.
+    /// Builds a BF16 layer. Waits for its weights, so that any stream may run it.
     fn whole(&mut self, weights: DeviceMatrix) -> Result<Linear, DeviceError> {
         self.packer.stream().synchronize()?;
         Ok(self.noted(Linear::Bf16(Bf16Linear::new(weights))))
@@ -431,12 +431,12 @@ impl<'k> LayerBuilder<'k> {
         layer
     }
 
-    /// Interleaves the rows of a gate and an up in the scratch, as the epilogue reads them.
+    /// Interleaves the rows of a gate and an up in the scratch, in the order that the epilogue expects.
     fn interleave(&mut self, parts: &Parts<'_>, (n, k): (u32, u32), fill: Fill<'_>) -> Result<(), LoadError> {
         let device = in_tensor(parts.first());
         let stream = self.packer.stream().clone();
         let (half, groups) = (n / 2, n / (2 * Epilogue::GATE_ROWS));
-        // A group of rows as one row: a copy of rows that are two groups apart.
+        // One group of rows is copied as one row, with a pitch of two groups.
         let group = k.checked_mul(2 * Epilogue::GATE_ROWS).map(|both| (both / 2, both));
         let (one, both) = group.ok_or_else(|| unsuitable(parts.first(), Unsuitable::TooLarge { extent: k.into() }))?;
         for part in 0..2 {
@@ -452,7 +452,7 @@ impl<'k> LayerBuilder<'k> {
         Ok(())
     }
 
-    /// The compact encoding of the scratch `[n, k]`; `None` where it has none. Waits.
+    /// Encodes the scratch `[n, k]` as compact; `None` if that is impossible. Waits.
     fn encode_scratch(&mut self, (n, k): (u32, u32)) -> Result<Option<DeviceCompact>, DeviceError> {
         let compressor = match &self.compressor {
             Some(compressor) => compressor,
@@ -461,19 +461,19 @@ impl<'k> LayerBuilder<'k> {
         let whole = MatrixRef::new(&self.scratch.whole, n, k, k.into())?;
         match compressor.encode(&mut self.packer, whole) {
             Ok(compressed) => Ok(Some(compressed.tensor)),
-            // It is packed, or stays as it is: which, and why not, its weights say.
+            // The caller packs the weights instead, or keeps them as BF16 if they cannot be packed.
             Err(EncodeCompactError::Uncompact(_)) => Ok(None),
             Err(EncodeCompactError::Device(error)) => Err(error),
         }
     }
 
-    /// The packed encoding of the scratch `[n, k]`, padded to whole tiles.
+    /// Packs the scratch `[n, k]`, padded to whole tiles.
     fn pack_scratch(&mut self, (n, k): (u32, u32), padded: (u32, u32)) -> Result<DevicePacked, PackError> {
         let whole = MatrixRef::new(&self.scratch.whole, n, k, k.into()).map_err(DeviceError::from)?;
         if padded == (n, k) {
             return self.packer.pack(whole);
         }
-        // The padding is inside the window of the weights, so that it needs no escapes.
+        // The padding value is inside the weights' window, so that it needs no escapes.
         let fill = u16::from(Window::best(&self.packer.histogram(whole)?).0.base()) << 7;
         let stream = self.packer.stream().clone();
         reserve(&mut self.scratch.other, &stream, padded)?;
@@ -485,7 +485,7 @@ impl<'k> LayerBuilder<'k> {
     }
 }
 
-/// Writes parts below each other.
+/// Writes parts one after another, concatenated by rows.
 fn stack(packer: &mut Packer, parts: &Parts<'_>, mut whole: MatrixMut<'_>, fill: Fill<'_>) -> Result<(), LoadError> {
     let mut first = 0;
     for (part, &(rows, k)) in parts.shapes.iter().enumerate() {
@@ -498,7 +498,7 @@ fn stack(packer: &mut Packer, parts: &Parts<'_>, mut whole: MatrixMut<'_>, fill:
     Ok(())
 }
 
-/// Makes room for a matrix. Frees the previous one first, so that both need not fit.
+/// Allocates space for a matrix. Frees the previous buffer first, so that both need not fit.
 fn reserve(buffer: &mut DeviceBuffer<u16>, stream: &Stream, (rows, cols): (u32, u32)) -> Result<(), DeviceError> {
     let elements = length("elements", u64::from(rows) * u64::from(cols))?;
     if buffer.len() < elements {

@@ -1,4 +1,4 @@
-//! Why a layer could not be loaded.
+//! Errors of loading layers.
 
 use unweight_format::{EncodingId, bundle::BundleError, raw::packed::Unpackable, safetensors::Dtype};
 
@@ -23,7 +23,7 @@ pub enum LoadError {
         #[source]
         source: Box<DeviceError>,
     },
-    /// The tensors cannot become a linear layer.
+    /// The tensors cannot form a linear layer.
     #[error("{name}: {why}")]
     Unsuitable {
         /// The tensor.
@@ -34,7 +34,7 @@ pub enum LoadError {
 }
 
 impl LoadError {
-    /// The stable code of this error; docs/reference/errors.md lists all.
+    /// Returns the stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Bundle(error) => error.code(),
@@ -43,7 +43,7 @@ impl LoadError {
         }
     }
 
-    /// The next step, if one action resolves the error.
+    /// Returns the next step, if one action resolves the error.
     pub fn remedy(&self) -> Option<Remedy> {
         match self {
             Self::Device { source, .. } => source.remedy(),
@@ -52,11 +52,11 @@ impl LoadError {
     }
 }
 
-/// A property of tensors that cannot become a linear layer.
+/// A property of tensors that prevents a linear layer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Unsuitable {
-    /// Not BF16, or not of two dimensions.
+    /// The tensor is not BF16 or does not have two dimensions.
     #[error("{dtype:?} of shape {shape:?} is not the weight of a linear layer (BF16, two dimensions)")]
     NotAMatrix {
         /// The tensor's type.
@@ -64,7 +64,7 @@ pub enum Unsuitable {
         /// The tensor's shape.
         shape: Vec<u64>,
     },
-    /// Not BF16, or not of one dimension.
+    /// The tensor is not BF16 or does not have one dimension.
     #[error("{dtype:?} of shape {shape:?} is not a vector (BF16, one dimension)")]
     NotAVector {
         /// The tensor's type.
@@ -72,16 +72,16 @@ pub enum Unsuitable {
         /// The tensor's shape.
         shape: Vec<u64>,
     },
-    /// More rows or columns than kernels count.
+    /// The tensor has more rows or columns than kernels can count.
     #[error("{extent} rows or columns exceed the limit of 2^32 - 1; split the tensor")]
     TooLarge {
-        /// Rows or columns.
+        /// The number of rows or columns.
         extent: u64,
     },
-    /// A merge of no tensors.
+    /// A merge names no tensors.
     #[error("no tensors were named; name at least one")]
     Nothing,
-    /// Tensors of a merged layer with different columns.
+    /// The tensors of a merged layer have different numbers of columns.
     #[error("has {cols} columns, {first} has {first_cols}; tensors of a merged layer must have the same columns")]
     Columns {
         /// Columns of this tensor.
@@ -91,10 +91,10 @@ pub enum Unsuitable {
         /// Columns of the first tensor.
         first_cols: u32,
     },
-    /// Another number of tensors than a gate and an up projection.
+    /// A merge of a gate and an up projection names a number of tensors other than two.
     #[error("a gate and an up projection are 2 tensors, {count} were named")]
     NotAPair {
-        /// Tensors that were named.
+        /// The number of named tensors.
         count: usize,
     },
     /// A gate and an up projection whose shapes cannot become one layer.
@@ -113,26 +113,26 @@ pub enum Unsuitable {
     /// A gate and an up projection that cannot be packed. cuBLAS has no epilogue for them.
     #[error("gate and up cannot be packed: {0}; load them as separate layers")]
     GateAndUp(Unpackable),
-    /// Weights that cannot be packed.
+    /// The weights cannot be packed.
     #[error("cannot be packed: {0}; load it as a BF16 matrix")]
     Unpackable(Unpackable),
-    /// A tensor that is not of the encoding in the manifest.
+    /// The stored tensor does not have the encoding that the manifest states.
     #[error("is not the {encoding} tensor that the manifest says; the bundle is damaged")]
     OtherEncoding {
         /// The encoding in the manifest.
         encoding: EncodingId,
     },
-    /// Longer codes than the manifest states.
+    /// The stored codes are longer than the manifest states.
     #[error("has codes of {bits} bits, the manifest states at most {limit}; the bundle is damaged")]
     CodeBits {
-        /// The longest code, bits.
+        /// The length of the longest code in bits.
         bits: u32,
-        /// The limit in the manifest, bits.
+        /// The limit in the manifest in bits.
         limit: u32,
     },
 }
 
-/// Adds the name of the tensor to an error of the device.
+/// Adds the tensor's name to a device error.
 pub(super) fn in_tensor(name: &str) -> impl Fn(DeviceError) -> LoadError {
     let name = name.to_owned();
     move |source| LoadError::Device { name: name.clone(), source: Box::new(source) }
@@ -147,7 +147,7 @@ pub(super) fn unsuitable(name: &str, why: Unsuitable) -> LoadError {
 }
 
 impl Unsuitable {
-    /// The stable code of this error; docs/reference/errors.md lists all.
+    /// Returns the stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::NotAMatrix { .. } | Self::NotAVector { .. } => "tensor-not-a-layer",

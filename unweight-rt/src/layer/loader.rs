@@ -50,14 +50,14 @@ pub struct Loader<'k> {
     staging: Staging,
 }
 
-/// Every kernel that a loader with these options can need, for any tensor of this bundle, alone or merged as servers
-/// merge them. Reads the manifest only; needs no device.
+/// Returns every kernel that a loader with these options can need for any tensor of this bundle, alone or merged as
+/// servers merge them. Reads only the manifest; needs no device.
 pub fn reachable(bundle: &Bundle, options: LoadOptions, chooser: PackedChooser) -> Vec<VariantSpec> {
     all_reachable(bundle, options, &wanted(bundle, options, chooser))
 }
 
-/// Like [`reachable()`], for every GPU of an architecture. The kernels of one GPU follow from its multiprocessors and
-/// its memory; these include the kernels of each.
+/// Like [`reachable()`], but for every GPU of an architecture. The kernels for one GPU depend on its number of
+/// multiprocessors and its memory; the result covers all such GPUs.
 pub fn reachable_on_any(bundle: &Bundle, options: LoadOptions, arch: Arch) -> Vec<VariantSpec> {
     let wanted = wanted(bundle, options, PackedChooser::usual(arch));
     with_decoders(bundle, &wanted, wanted.reachable_on_any_card(weights(bundle, options)))
@@ -67,7 +67,7 @@ fn wanted(bundle: &Bundle, options: LoadOptions, chooser: PackedChooser) -> Rout
     options.wanted(chooser, bundle.manifest().options.code_limit)
 }
 
-/// The weights of a bundle, alone and merged.
+/// Returns the weights of a bundle, alone and merged.
 fn weights(bundle: &Bundle, options: LoadOptions) -> impl Iterator<Item = Weight> {
     let of = move |weight: Weight| Weight { gated: weight.gated && options.fused_gate, ..weight };
     reachable::weights(bundle).into_iter().map(of)
@@ -78,7 +78,7 @@ fn all_reachable(bundle: &Bundle, options: LoadOptions, wanted: &RoutePolicy) ->
 }
 
 fn with_decoders(bundle: &Bundle, wanted: &RoutePolicy, mut variants: Vec<VariantSpec>) -> Vec<VariantSpec> {
-    // An embedding is decoded, too, though it is not the weight of a layer.
+    // An embedding is also decoded, although it is not the weight of a layer.
     if bundle.tensors().any(|tensor| tensor.encoding() == EncodingId::HUFFMAN) {
         variants.extend(wanted.decoder().filter(|decoder| !variants.contains(decoder)));
     }
@@ -98,9 +98,9 @@ pub enum ExpertTensors<'a> {
     Each(&'a [[&'a str; 3]]),
     /// Two tensors that hold all experts.
     Stacked {
-        /// Gate and up of each, one below the other `[experts, 2 * intermediate, hidden]`.
+        /// Gates and ups of all experts, `[experts, 2 * intermediate, hidden]`; each gate is followed by its up.
         gate_up: &'a str,
-        /// Down `[experts, hidden, intermediate]`.
+        /// Downs of all experts, `[experts, hidden, intermediate]`.
         down: &'a str,
     },
 }
@@ -115,14 +115,14 @@ impl<'a> ExpertTensors<'a> {
 }
 
 impl<'k> Loader<'k> {
-    /// A loader of this bundle's layers that works on `stream`. Its layers run on any stream of the device, each with
-    /// its own context.
+    /// Creates a loader for this bundle's layers that works on `stream`. The layers run on any stream of the device;
+    /// each stream needs its own context.
     ///
-    /// Every kernel that the bundle can reach ([`reachable()`]) is compiled or found first, in parallel; `progress`
-    /// hears of each. Nothing is compiled later, except for merges of tensors that servers do not merge.
+    /// First compiles or finds every kernel that the bundle can reach ([`reachable()`]), in parallel, and reports each
+    /// to `progress`. Nothing is compiled later, except for merges of tensors that servers do not merge.
     ///
     /// # Errors
-    /// A kernel cannot be made, or the device failed.
+    /// A kernel cannot be compiled or loaded, or the device failed.
     pub fn new(
         kernels: &'k KernelSet,
         stream: &Stream,
@@ -160,7 +160,8 @@ impl<'k> Loader<'k> {
     /// Loads several tensors as one layer.
     ///
     /// # Errors
-    /// [`LoadError`]; the tensors have different `k`, or a gate and an up do not have the same multiple of 32 rows.
+    /// [`LoadError`]; the tensors have different `k`, or a gate and an up have different numbers of rows or rows that
+    /// are not a multiple of 32.
     pub fn merge(&mut self, names: &[&str], merge: Merge) -> Result<Linear, LoadError> {
         let shapes = names.iter().map(|name| extents(self.bundle, name)).collect::<Result<_, _>>()?;
         let encoding = |name: &&str| self.bundle.tensor(name).map(|tensor| tensor.encoding());
@@ -171,14 +172,14 @@ impl<'k> Loader<'k> {
         })
     }
 
-    /// Loads a tensor `[2 * n, k]`, a gate with its up below, as one layer that activates its product
+    /// Loads a tensor `[2 * n, k]`, a gate followed by its up, as one layer that activates its product
     /// ([`Merge::SiluMul`]).
     ///
     /// # Errors
     /// As for [`Loader::merge`].
     pub fn gate_up(&mut self, name: &str) -> Result<Linear, LoadError> {
         if self.builder.wanted.placement == Placement::Bf16 {
-            // As BF16 their rows are concatenated.
+            // A BF16 layer concatenates the rows.
             return self.load(name);
         }
         let both = self.matrix(name)?;
@@ -194,12 +195,12 @@ impl<'k> Loader<'k> {
             };
             copy().map_err(in_tensor(name))
         })?;
-        // Before the matrix goes.
+        // The matrix must outlive the work.
         self.builder.stream().synchronize().map_err(in_tensor(name))?;
         Ok(layer)
     }
 
-    /// Decodes a tensor `[n, k]` to BF16 on the device: an embedding, for instance.
+    /// Decodes a tensor `[n, k]`, such as an embedding, to BF16 on the device.
     ///
     /// # Errors
     /// [`LoadError`].
@@ -213,7 +214,7 @@ impl<'k> Loader<'k> {
         Ok(matrix)
     }
 
-    /// The encoding of a tensor.
+    /// Returns the encoding of a tensor.
     ///
     /// # Errors
     /// The bundle has no such tensor.
@@ -221,10 +222,10 @@ impl<'k> Loader<'k> {
         Ok(self.bundle.tensor(name)?.encoding())
     }
 
-    /// A Huffman-coded tensor `[n, k]`, still encoded.
+    /// Loads a Huffman-coded tensor `[n, k]` without decoding it.
     ///
     /// # Errors
-    /// [`LoadError`]; [`Unsuitable::OtherEncoding`] where it is stored in another encoding.
+    /// [`LoadError`]; [`Unsuitable::OtherEncoding`] if it is stored in another encoding.
     pub fn huffman(&mut self, name: &str) -> Result<DeviceHuffman, LoadError> {
         extents(self.bundle, name)?;
         let (_, tensors) = self.parts();
@@ -234,7 +235,7 @@ impl<'k> Loader<'k> {
         DeviceHuffman::upload(&mut *tensors.staging, &tensor).map_err(in_tensor(name))
     }
 
-    /// A palette tensor `[n, k]`, still encoded.
+    /// Loads a palette tensor `[n, k]` without decoding it.
     ///
     /// # Errors
     /// As for [`Loader::huffman`].
@@ -247,10 +248,10 @@ impl<'k> Loader<'k> {
         DevicePalette::upload(builder.stream(), &tensor).map_err(in_tensor(name))
     }
 
-    /// Packs a tensor `[n, k]` of any encoding.
+    /// Loads a tensor `[n, k]` of any encoding as packed weights.
     ///
     /// # Errors
-    /// [`LoadError`]; [`Unsuitable::Unpackable`] also where `n` or `k` is not a multiple of 64.
+    /// [`LoadError`]; [`Unsuitable::Unpackable`] also if `n` or `k` is not a multiple of 64.
     pub fn packed(&mut self, name: &str) -> Result<DevicePacked, LoadError> {
         let (n, k) = extents(self.bundle, name)?;
         let weight = Weight::stored(n, k, self.bundle.tensor(name)?.encoding());
@@ -261,19 +262,20 @@ impl<'k> Loader<'k> {
         builder.pack_alone(name, (n, k), &mut |_, packer, output| tensors.decode(name, packer, output))
     }
 
-    /// The experts of a mixture, packed, of tensors of any encoding; experts are concatenated by rows.
+    /// Loads the experts of a mixture as packed weights, from tensors of any encoding; experts are concatenated by
+    /// rows.
     ///
     /// # Errors
-    /// [`LoadError`]; tensors of other shapes, [`Unsuitable::Unpackable`] also where a size is not a multiple of 64.
+    /// [`LoadError`]; tensors of other shapes, [`Unsuitable::Unpackable`] also if a size is not a multiple of 64.
     pub fn experts(&mut self, names: ExpertTensors<'_>, shape: ExpertsShape) -> Result<Experts, LoadError> {
         let (gate_up, down) = self.pack_experts(names, shape)?;
         Experts::new(self.builder.kernels, shape, gate_up, down).map_err(in_tensor(names.first()))
     }
 
-    /// The experts of a mixture in host memory, with room for `slots` of them on the device.
+    /// Loads the experts of a mixture into host memory, with room for `slots` of them on the device.
     ///
     /// # Errors
-    /// As [`Loader::experts`]; not enough memory that can be locked.
+    /// As [`Loader::experts`]; or too little memory can be pinned.
     pub fn offloaded_experts(
         &mut self,
         names: ExpertTensors<'_>,
@@ -284,7 +286,7 @@ impl<'k> Loader<'k> {
         self.builder.offload(names.first(), shape, slots, packed)
     }
 
-    /// Gate and up, and down, of all experts.
+    /// Packs gate and up, and down, of all experts.
     fn pack_experts(
         &mut self,
         names: ExpertTensors<'_>,
@@ -335,7 +337,7 @@ impl<'k> Loader<'k> {
                         return output.copy_from(stream, downs.view()).map_err(in_tensor(down));
                     }
                     for expert in 0..experts {
-                        // A gate, then its up.
+                        // Each gate is followed by its up.
                         let at = (2 * expert + part as u32) * intermediate;
                         let mut copy = || -> Result<(), DeviceError> {
                             let from = both.view().part(at..at + intermediate, 0..hidden)?;
@@ -350,12 +352,12 @@ impl<'k> Loader<'k> {
         }
     }
 
-    /// The placement of layers that are loaded from here on.
+    /// Returns the placement of layers loaded from now on.
     pub fn placement(&self) -> Placement {
         self.builder.placement()
     }
 
-    /// The elements of a tensor of one dimension: the weight of a norm, a bias.
+    /// Loads a tensor of one dimension, such as the weight of a norm or a bias.
     ///
     /// # Errors
     /// [`LoadError`].
@@ -372,20 +374,20 @@ impl<'k> Loader<'k> {
             .map_err(in_tensor(name))
     }
 
-    /// Builds layers from matrices on the device: for weights that are not in the bundle.
+    /// Returns the builder of layers from matrices on the device, for weights that are not in the bundle.
     pub fn builder(&mut self) -> &mut LayerBuilder<'k> {
         &mut self.builder
     }
 
-    /// An execution context of `stream` for every layer loaded so far.
+    /// Creates an execution context on `stream` for every layer loaded so far.
     ///
     /// # Errors
-    /// Not enough memory, or no cuBLAS where a layer needs it.
+    /// Not enough memory, or cuBLAS is missing and a layer needs it.
     pub fn context(&self, stream: &Stream) -> Result<ExecContext, DeviceError> {
         self.builder.context(stream)
     }
 
-    /// The builder of layers, and the source of their weights.
+    /// Returns the builder of layers, and the source of their weights.
     fn parts(&mut self) -> (&mut LayerBuilder<'k>, Tensors<'_>) {
         let Self { bundle, builder, staging } = self;
         let LayerBuilder { kernels, wanted, .. } = &*builder;
@@ -394,18 +396,18 @@ impl<'k> Loader<'k> {
     }
 }
 
-/// Brings tensors of a bundle to the device.
+/// Uploads and decodes tensors of a bundle.
 struct Tensors<'a> {
     bundle: &'a Bundle,
     kernels: &'a KernelSet,
     staging: &'a mut Staging,
     decoder: Option<VariantSpec>,
-    /// The longest code, bits.
+    /// The maximum code length in bits.
     code_limit: u32,
 }
 
 impl Tensors<'_> {
-    /// A tensor that is stored packed.
+    /// Uploads a tensor that is stored packed.
     fn packed(&mut self, name: &str) -> Result<DevicePacked, LoadError> {
         let Some(tensor) = PackedTensor::of(self.bundle.tensor(name)?.stored()?) else {
             return Err(self.other_encoding(name));
@@ -413,7 +415,7 @@ impl Tensors<'_> {
         DevicePacked::upload(&mut *self.staging, &tensor).map_err(in_tensor(name))
     }
 
-    /// A tensor that is stored compact.
+    /// Uploads a tensor that is stored compact.
     fn compact(&mut self, name: &str) -> Result<DeviceCompact, LoadError> {
         let Some(tensor) = CompactTensor::of(self.bundle.tensor(name)?.stored()?) else {
             return Err(self.other_encoding(name));
@@ -421,7 +423,7 @@ impl Tensors<'_> {
         DeviceCompact::upload(&mut *self.staging, &tensor).map_err(in_tensor(name))
     }
 
-    /// Writes the weights of a tensor of any encoding into rows without gaps, in stream order.
+    /// Writes the weights of a tensor of any encoding into contiguous rows, in stream order.
     fn decode(&mut self, name: &str, packer: &mut Packer, mut output: MatrixMut<'_>) -> Result<(), LoadError> {
         let device = in_tensor(name);
         let weight = Weight::stored(output.rows(), output.cols(), self.bundle.tensor(name)?.encoding());
@@ -443,10 +445,10 @@ impl Tensors<'_> {
             Some(Step::DecodeCompact) => {
                 let tensor = self.compact(name)?;
                 let decoder = CompactDecoder::of(self.kernels).map_err(&device)?;
-                // The tensor goes when this returns: dropping it waits.
+                // The tensor is dropped on return: dropping it waits.
                 decoder.full(packer.stream(), &tensor, output).map_err(device)
             }
-            // Raw, and what the host decodes.
+            // Raw tensors, and encodings that are decoded on the host.
             _ => self.staging.write(&mut output, &self.bundle.tensor(name)?.decode()?).map_err(device),
         }
     }
@@ -459,7 +461,7 @@ impl Tensors<'_> {
     }
 }
 
-/// Refuses a tensor of another shape, or not of BF16.
+/// Rejects a tensor of another shape or type.
 fn of_shape(bundle: &Bundle, name: &str, wanted: &[u32]) -> Result<(), LoadError> {
     let entry = bundle.tensor(name)?.entry();
     let same = entry.shape.iter().map(|extent| *extent as u64).eq(wanted.iter().map(|extent| u64::from(*extent)));
@@ -470,12 +472,12 @@ fn of_shape(bundle: &Bundle, name: &str, wanted: &[u32]) -> Result<(), LoadError
     Err(unsuitable(name, Unsuitable::NotAMatrix { dtype: entry.dtype, shape }))
 }
 
-/// Whether a weight is stored as kernels read it.
+/// Returns whether a weight is stored packed and needs no padding.
 fn is_packed(weight: &Weight) -> bool {
     weight.node == Node::Packed && weight.padded() == Some((weight.n, weight.k))
 }
 
-/// `[n, k]` of a tensor.
+/// Returns `[n, k]` of a tensor.
 fn extents(bundle: &Bundle, name: &str) -> Result<(u32, u32), LoadError> {
     let entry = bundle.tensor(name)?.entry();
     match entry.shape.as_slice() {

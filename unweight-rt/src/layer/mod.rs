@@ -1,4 +1,4 @@
-//! Layers of bundles, or of matrices on the device: what makes them, and what they compute.
+//! Layers of a bundle or of matrices on the device: how they are loaded and launched.
 
 pub mod build;
 pub mod error;

@@ -1,4 +1,4 @@
-//! What layers are loaded for, and how several weights become one layer.
+//! Options for loading layers, and how several weights are merged into one layer.
 
 use unweight_format::Placement;
 
@@ -7,7 +7,7 @@ use crate::choose::{
     route::{Expand, RoutePolicy},
 };
 
-/// The options that layers are loaded with.
+/// Options for loading layers.
 ///
 /// ```
 /// # use unweight_rt::LoadOptions;
@@ -17,20 +17,20 @@ use crate::choose::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LoadOptions {
-    /// The largest batch of a launch, rows; 4096 by default. A layer splits larger batches.
+    /// The maximum number of rows in a launch; 4096 by default. A layer splits larger batches.
     pub max_batch: u32,
-    /// Programmatic dependent launch: a layer prefetches its weights while the kernel before it on the stream still
-    /// runs, and waits for that kernel before it accesses activations. Faster where layers follow each other closely.
-    /// Any kernel may come before. On by default.
+    /// Whether to use programmatic dependent launch: a layer prefetches its weights while the previous kernel on the
+    /// stream still runs, and waits for that kernel before it accesses activations. Faster when layers follow each
+    /// other closely. The previous kernel may be any kernel. On by default.
     pub pdl: bool,
-    /// How weights are held on the device; packed by default. A layer on its own has no pipelines, so
+    /// How to hold weights on the device; packed by default. A layer on its own has no pipelines, so
     /// [`Placement::Stored`] and [`Placement::Alternate`] hold it packed.
     pub placement: Placement,
-    /// Batches that cuBLAS multiplies from weights expanded to BF16; by default those for which the model of the GPU
-    /// predicts less time, on architectures without `wgmma`.
+    /// The batches for which weights are expanded to BF16 and multiplied by cuBLAS. By default: on architectures
+    /// without `wgmma`, the batches for which the GPU model predicts that this is faster.
     pub expand: Expand,
-    /// Whether a gate and an up are merged as [`Merge::SiluMul`], else as [`Merge::Rows`]: which kernels are made ready
-    /// before the first layer. On by default.
+    /// Whether a gate and an up are merged as [`Merge::SiluMul`] or as [`Merge::Rows`]. This determines which kernels
+    /// are prepared before the first layer. On by default.
     pub fused_gate: bool,
 }
 
@@ -42,7 +42,7 @@ impl Default for LoadOptions {
 }
 
 impl LoadOptions {
-    /// Sets the largest batch, rows.
+    /// Sets the maximum number of rows in a launch.
     #[must_use]
     pub fn max_batch(self, max_batch: u32) -> Self {
         Self { max_batch, ..self }
@@ -72,21 +72,21 @@ impl LoadOptions {
         Self { fused_gate, ..self }
     }
 
-    /// The input of dispatch: these options, a chooser, and the longest Huffman code in bits.
+    /// Returns the input of dispatch: these options, a chooser, and the length of the longest Huffman code in bits.
     pub fn wanted(self, chooser: PackedChooser, code_limit: u32) -> RoutePolicy {
         let Self { max_batch, pdl, placement, expand, .. } = self;
         RoutePolicy { placement: placement.linear(), chooser, max_batch, pdl, code_limit, expand }
     }
 }
 
-/// The way in which several weights become one layer.
+/// How several weights are merged into one layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Merge {
-    /// Rows are concatenated: the outputs are next to each other, as for `q`, `k` and `v`.
+    /// Concatenates rows: the outputs are next to each other, as for `q`, `k` and `v`.
     Rows,
-    /// A gate and an up: the output is `silu(X gate^T) * (X up^T)`, computed in fp32 and rounded once. A BF16 layer
-    /// ([`Placement::Bf16`]) concatenates the rows instead and gives both outputs next to each other, because cuBLAS
-    /// has no such epilogue.
+    /// Fuses a gate and an up: the output is `silu(X gate^T) * (X up^T)`, computed in fp32 and rounded once. A BF16
+    /// layer ([`Placement::Bf16`]) concatenates the rows instead and returns both outputs next to each other, because
+    /// cuBLAS has no such epilogue.
     SiluMul,
 }

@@ -1,14 +1,14 @@
-//! Attention of tokens over the pages of a KV cache.
+//! Attention of tokens to the pages of a KV cache.
 //!
 //! ```text
 //! QKV [m, (h + 2g) * hd] --decode--> A [m, h * hd]     row r: the newest token of a sequence of its own;
 //!                                                      its K and V are stored into its pages on the way
 //!                           --prefill-> A [m, h * hd]  row r: token start + r of one sequence, K and V in its pages
 //! ```
-//! Everything that a row reads follows from its own position and page table, so its result depends on no other row and
-//! not on the batch. It depends on the kernel: blocks of a cluster share a row's tokens, and sums are added in their
-//! order. A kernel with `split` has no clusters: as many blocks as [`AttentionOptions::parts`] says share them, through
-//! the context's memory, and their number decides the order.
+//! A row reads only what its position and page table select, so its result depends neither on other rows nor on the
+//! batch. It depends on the kernel: blocks of a cluster share a row's tokens, and sums are added in block order. A
+//! kernel with `split` has no clusters: [`AttentionOptions::parts`] blocks share a row's tokens through the context's
+//! memory, and their number determines the order.
 
 use std::sync::Arc;
 
@@ -30,24 +30,24 @@ use crate::{
     ops::{kv::KvLayer, kv_packed::DecodeCache},
 };
 
-/// Query heads of one KV head, at most: they share the rows of a fragment of the tensor cores.
+/// The maximum number of query heads per KV head: they share the rows of a tensor-core fragment.
 pub const GROUP_MAX: u32 = 16;
 
-/// The tokens of a batch: where in its sequence each is, and which pages the sequence has.
+/// The tokens of a batch: the position of each in its sequence, and the pages of the sequence.
 #[derive(Clone, Copy, Debug)]
 pub struct TokenRows<'a> {
     /// `[m]` or more: the position of each row's token in its sequence, from 0, or
     /// [`PAD_POSITION`](crate::ops::kv::PAD_POSITION).
     pub positions: &'a DeviceBuffer<u32>,
-    /// `[m, table_pages]` or more: pages of each row's sequence.
+    /// `[m, table_pages]` or more: the pages of each row's sequence.
     pub page_table: &'a DeviceBuffer<u32>,
-    /// Entries of each row of the table.
+    /// The number of entries in each row of the table.
     pub table_pages: u32,
 }
 
-/// Cosines and sines of rotary angles, bf16 `[positions, rope_dim / 2]` each, without gaps. Elements `i` and
-/// `i + rope_dim / 2` of a head are turned together; those from `rope_dim` on are not. A kernel with `adjacent` turns
-/// elements `2 * i` and `2 * i + 1` together, and has angles `i` and `i + rope_dim / 4` next to each other.
+/// Cosines and sines of rotary angles, contiguous bf16 `[positions, rope_dim / 2]` each. Elements `i` and `i + rope_dim
+/// / 2` of a head are rotated together; those from `rope_dim` on are not rotated. A kernel with `adjacent` rotates
+/// elements `2 * i` and `2 * i + 1` together, and stores angles `i` and `i + rope_dim / 4` next to each other.
 #[derive(Clone, Copy, Debug)]
 pub struct RotaryTable<'a> {
     /// The cosines of all positions.
@@ -56,7 +56,7 @@ pub struct RotaryTable<'a> {
     pub sines: MatrixRef<'a>,
 }
 
-/// The tokens of a chunk of one sequence: where it begins, and the pages of the sequence.
+/// The tokens of a chunk of one sequence: its start, and the pages of the sequence.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct ChunkRows<'a> {
@@ -70,41 +70,41 @@ pub struct ChunkRows<'a> {
 }
 
 impl<'a> ChunkRows<'a> {
-    /// Tokens from position `start` on of the sequence whose pages are the first row of a table of rows of
-    /// `table_pages` entries.
+    /// Creates a chunk that starts at position `start` of a sequence. The sequence's pages are row 0 of a table whose
+    /// rows have `table_pages` entries.
     pub fn new(start: u32, page_table: &'a DeviceBuffer<u32>, table_pages: u32) -> Self {
         Self { start, page_table, table_row: 0, table_pages, window: 0, scale: None, softcap: None }
     }
 
-    /// The sequence has this row of the table.
+    /// Sets the row of the page table that belongs to the sequence.
     #[must_use]
     pub fn table_row(mut self, row: u32) -> Self {
         self.table_row = row;
         self
     }
 
-    /// Tokens that a token sees ([`AttentionOptions::window`]).
+    /// Sets the number of tokens that a token attends to ([`AttentionOptions::window`]).
     #[must_use]
     pub fn window(mut self, tokens: Option<u32>) -> Self {
         self.window = tokens.unwrap_or(0);
         self
     }
 
-    /// The factor of scores ([`AttentionOptions::scale`]).
+    /// Sets the factor of scores ([`AttentionOptions::scale`]).
     #[must_use]
     pub fn scale(mut self, scale: f32) -> Self {
         self.scale = Some(scale);
         self
     }
 
-    /// The soft cap of scores ([`AttentionOptions::softcap`]).
+    /// Sets the soft cap of scores ([`AttentionOptions::softcap`]).
     #[must_use]
     pub fn softcap(mut self, cap: Option<f32>) -> Self {
         self.softcap = cap;
         self
     }
 
-    /// That the table has the row, and the row pages for the last of `m` tokens.
+    /// Checks that the table has the row, and that the row has pages for the last of `m` tokens.
     fn check(&self, m: u32) -> Result<(), LaunchError> {
         let (pages, got) = (u64::from(self.table_pages), self.page_table.len() as u64);
         let expected = (u64::from(self.table_row) + 1) * pages;
@@ -119,7 +119,7 @@ impl<'a> ChunkRows<'a> {
     }
 }
 
-/// Options of attention that models set.
+/// Attention options that depend on the model.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct AttentionOptions<'a> {
@@ -136,58 +136,59 @@ pub struct AttentionOptions<'a> {
 }
 
 impl<'a> AttentionOptions<'a> {
-    /// Queries and keys are turned by these angles, tokens see all before them, and that is all.
+    /// Rotates queries and keys by these angles; tokens attend to all earlier tokens. All other options are off.
     pub fn new(rotary: RotaryTable<'a>) -> Self {
         let (bias, q_norm, k_norm) = (None, None, None);
         let (scale, softcap) = (None, None);
         Self { rotary, rotated: true, window: 0, scale, softcap, bias, q_norm, k_norm, eps: 0.0, parts: 1 }
     }
 
-    /// Whether queries and keys are turned; otherwise the angles only say how many positions there are.
+    /// Sets whether queries and keys are rotated; otherwise the table only limits the positions.
     #[must_use]
     pub fn rotated(mut self, rotated: bool) -> Self {
         self.rotated = rotated;
         self
     }
 
-    /// Blocks that share the tokens of a row and KV head, 1 to [`PARTS_MAX`], where the kernel has `split`; those for
-    /// which a row has no tokens end at once. The context must have room for them ([`Attention::context_size`]).
+    /// Sets the number of blocks that share the tokens of a row and KV head, 1 to [`PARTS_MAX`], for kernels with
+    /// `split`. Blocks without tokens exit at once. The context must have room for them ([`Attention::context_size`]).
     #[must_use]
     pub fn parts(mut self, parts: u32) -> Self {
         self.parts = parts;
         self
     }
 
-    /// A token sees this many tokens, itself included; `None` or 0: all before it.
+    /// Sets the number of tokens that a token attends to, including itself; `None` or 0: all earlier tokens.
     #[must_use]
     pub fn window(mut self, tokens: Option<u32>) -> Self {
         self.window = tokens.unwrap_or(0);
         self
     }
 
-    /// The factor of scores; otherwise `1 / sqrt(head_dim)`.
+    /// Sets the factor of scores; `1 / sqrt(head_dim)` by default.
     #[must_use]
     pub fn scale(mut self, scale: f32) -> Self {
         self.scale = Some(scale);
         self
     }
 
-    /// The soft cap of scores, where the kernel has `softcap`: `cap * tanh(score / cap)`. Such a kernel takes no norms.
+    /// Sets the soft cap of scores, `cap * tanh(score / cap)`, for kernels with `softcap`. Such kernels do not support
+    /// norms.
     #[must_use]
     pub fn softcap(mut self, cap: Option<f32>) -> Self {
         self.softcap = cap;
         self
     }
 
-    /// The bias of the projection, bf16 `[(h + 2g) * head_dim]`.
+    /// Sets the bias of the projection, bf16 `[(h + 2g) * head_dim]`.
     #[must_use]
     pub fn bias(mut self, bias: Option<&'a DeviceBuffer<u16>>) -> Self {
         self.bias = bias;
         self
     }
 
-    /// Weights of the norms of queries and of keys, bf16 `[head_dim]` each, before the rotation; `eps` is added to the
-    /// mean square.
+    /// Sets the weights of the norms of queries and of keys, bf16 `[head_dim]` each, which precede the rotation; `eps`
+    /// is added to the mean square.
     #[must_use]
     pub fn norms(
         mut self,
@@ -216,10 +217,10 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// Launches a kernel of family `attention`.
+    /// Wraps a kernel of family `attention`.
     ///
     /// # Errors
-    /// A kernel of another family.
+    /// The kernel belongs to another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::Attention(spec) => Ok(Self { kernel, spec }),
@@ -232,10 +233,10 @@ impl Attention {
         &self.kernel
     }
 
-    /// What an execution context needs for the newest tokens of so many rows.
+    /// Returns the context size for [`Attention::decode`] with this many rows.
     ///
     /// # Errors
-    /// Parts that the kernel does not take, or more blocks than a grid may have.
+    /// The kernel does not support `parts`, or there are more blocks than a grid may have.
     pub fn context_size(&self, rows: u32, kv_heads: u32, parts: u32) -> Result<ContextSize, DeviceError> {
         let heads = Heads { rows, kv_heads, group: 1 };
         let need = self.check_parts(parts).and_then(|()| self.shared(heads.problem(parts)?, parts));
@@ -244,7 +245,7 @@ impl Attention {
 
     fn shared(&self, problem: GemmShape, parts: u32) -> Result<ContextSize, LaunchError> {
         match parts {
-            // One block has everything, and leaves nothing.
+            // A single block sums all tokens and needs no workspace.
             1 => Ok(ContextSize::default()),
             _ => Ok(self.kernel.plan().workspace(problem, self.kernel.device().info().sms).into()),
         }
@@ -260,7 +261,7 @@ impl Attention {
         if takes == asked { Ok(()) } else { Err(LaunchError::Step { takes: takes.tag(), asked: asked.tag() }) }
     }
 
-    /// That the kernel has a soft cap if scores are to have one.
+    /// Checks that the kernel has a soft cap if and only if scores need one.
     fn check_softcap(&self, asked: Option<f32>, has_norms: bool) -> Result<(), LaunchError> {
         match (self.spec.softcap, asked) {
             (false, None) => Ok(()),
@@ -271,7 +272,7 @@ impl Attention {
         }
     }
 
-    /// `scale` and `eps` of the arguments, for this factor of scores.
+    /// Returns `scale` and `eps` of the arguments for this factor of scores.
     fn scales(&self, factor: Option<f32>, softcap: Option<f32>, eps: f32) -> (f32, f32) {
         let factor = factor.unwrap_or(1.0 / (self.spec.head_dim.get() as f32).sqrt());
         match softcap {
@@ -282,14 +283,14 @@ impl Attention {
 
     /// Enqueues the causal attention of a chunk of tokens of one sequence.
     ///
-    /// `qkv` is `[m, (h + 2g) * head_dim]`; its queries are normed and turned already, and the keys and values of all
+    /// `qkv` is `[m, (h + 2g) * head_dim]`; its queries are already normed and rotated, and the keys and values of all
     /// tokens up to the chunk's last are in the pages. `out` is `[m, h * head_dim]`. A page that the layer does not
-    /// have is left out, and [`ExecContext::synchronize`] reports a row that sees it. A row's bits do not depend on how
-    /// a sequence is cut into chunks.
+    /// have is skipped, and [`ExecContext::synchronize`] reports a row that attends to it. A row's bits do not depend
+    /// on how a sequence is split into chunks.
     ///
     /// # Errors
-    /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
-    /// kernel takes; a table too short for the chunk; or an error of the driver.
+    /// Operands whose shapes do not match, that overlap or are on another device, whose address or pitch the kernel
+    /// does not support; a table too short for the chunk; or a driver error.
     pub fn prefill(
         &self,
         ctx: &mut ExecContext,
@@ -342,23 +343,23 @@ impl Attention {
             eps,
             ..AttentionArgs::default()
         };
-        // SAFETY: as in `decode`; the table was held against the last token, and the kernel bounds pages.
+        // SAFETY: as in `decode`; the table was checked against the last token, and the kernel bounds-checks pages.
         unsafe { self.kernel.launch(ctx.stream(), problem, &args) }
     }
 
     /// Enqueues the attention of the newest token of each row.
     ///
-    /// `qkv` is `[m, (h + 2g) * head_dim]` as the projection leaves it: query heads, key heads, value heads. `out` is
-    /// `[m, h * head_dim]`. The key and the value of each row's token are stored into its page, or its hot page if the
-    /// cache is packed; those of the tokens before it must be there. A row without a token
-    /// ([`PAD_POSITION`](crate::ops::kv::PAD_POSITION)) becomes zeros and touches no page. A page that the layer does
-    /// not have is left out, and a position behind the page table or the angles makes its row zeros;
-    /// [`ExecContext::synchronize`] reports either.
+    /// `qkv` is `[m, (h + 2g) * head_dim]` as the projection returns it: query heads, key heads, value heads. `out` is
+    /// `[m, h * head_dim]`. The key and value of each row's token are stored into its page, or into its hot page if the
+    /// cache is packed; those of earlier tokens must be in the cache. A row without a token
+    /// ([`PAD_POSITION`](crate::ops::kv::PAD_POSITION)) becomes zeros and accesses no page. A page that the layer does
+    /// not have is skipped, and a row whose position exceeds the page table or the angles becomes zeros;
+    /// [`ExecContext::synchronize`] reports both.
     ///
     /// # Errors
-    /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
-    /// kernel takes; parts that the kernel does not take, or an execution context without room for them; or an error of
-    /// the driver.
+    /// Operands whose shapes do not match, that overlap or are on another device, whose address or pitch the kernel
+    /// does not support; `parts` that the kernel does not support, or an execution context without room for them; or a
+    /// driver error.
     pub fn decode<'c>(
         &self,
         ctx: &mut ExecContext,
@@ -448,14 +449,15 @@ impl Attention {
             parts,
             ..cache_args(&cache)
         };
-        // SAFETY: shapes, pitches, places and lengths were held against each other above, the views against their
-        // memory when they were made; the kernel bounds positions and pages. The fault word and the workspace, which
-        // is large enough and whose counters every launch leaves zero, live as long as the context, on whose stream
-        // this runs. Dropping a buffer waits for the kernel.
+        // SAFETY: shapes, pitches, places and lengths were checked above, views against their memory when they were
+        // created; the kernel bounds-checks positions and pages. The fault word and the workspace live as long as the
+        // context, on whose stream this runs. The workspace is large enough, and every launch leaves its counters at
+        // zero. Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(ctx.stream(), problem, &args) }
     }
 
-    /// Whether the kernel takes this cache for `m` rows; the BF16 pages that new tokens are stored into.
+    /// Checks that the kernel supports this cache for `m` rows; returns the BF16 pages into which new tokens are
+    /// stored.
     fn check_cache<'a, 'c>(&self, cache: &'a DecodeCache<'c>, m: u32) -> Result<&'a KvLayer<'c>, LaunchError> {
         let (own, head_dim) = (self.kernel.device().ordinal(), self.spec.head_dim.get());
         let (got, written) = match cache {
@@ -486,7 +488,7 @@ fn cache_name(cache: KvCache) -> &'static str {
     }
 }
 
-/// Addresses and sizes of a cache.
+/// Returns arguments with the addresses and sizes of a cache.
 fn cache_args(cache: &DecodeCache<'_>) -> AttentionArgs {
     match cache {
         DecodeCache::Bf16(layer) => {
@@ -515,7 +517,7 @@ struct Heads {
 }
 
 impl Heads {
-    /// Held against each other: `qkv` `[m, (h + 2g) * head_dim]` and `out` `[m, h * head_dim]`.
+    /// Checks that the shapes match: `qkv` `[m, (h + 2g) * head_dim]` and `out` `[m, h * head_dim]`.
     fn of(qkv: &Place, out: &Place, kv_heads: u32, head_dim: u32) -> Result<Self, LaunchError> {
         let refusal = LaunchError::AttentionHeads { qkv: qkv.shape(), out: out.shape(), kv_heads, head_dim };
         let all = u64::from(kv_heads) * u64::from(head_dim);
@@ -533,13 +535,14 @@ impl Heads {
         Ok(Self { rows: qkv.rows, kv_heads, group: group as u32 })
     }
 
-    /// A unit for each KV head and as many tokens as, with all heads of a group, fit `rows` rows of a block.
+    /// Returns one unit per KV head and group of tokens; the tokens' query heads of a group together fill at most
+    /// `rows` rows of a block.
     fn chunk(&self, rows: u32) -> Result<GemmShape, LaunchError> {
-        // A group is at most a fragment's rows.
+        // A group has at most as many heads as a fragment has rows.
         Self { rows: self.rows.div_ceil(rows / self.group), ..*self }.problem(1)
     }
 
-    /// A unit for each part of each row and KV head.
+    /// Returns one unit per part, row and KV head.
     fn problem(&self, parts: u32) -> Result<GemmShape, LaunchError> {
         let (pairs, limit) = (u64::from(self.rows) * u64::from(self.kv_heads), u64::from(u32::MAX));
         let units = pairs.saturating_mul(parts.into());
@@ -551,7 +554,7 @@ impl Heads {
     }
 }
 
-/// Whether these can be the angles of heads of this size.
+/// Checks that these can be the angles of heads of this size.
 fn check_rotary(cosines: &Place, sines: &Place, head_dim: u32) -> Result<(), LaunchError> {
     if cosines.shape() != sines.shape() {
         return Err(LaunchError::Output { output: sines.shape(), tensor: cosines.shape() });

@@ -1,10 +1,10 @@
-//! The compact encoding to BF16 and to packed tiles on the GPU (`docs/format.md` A.11): the weights, bit for bit.
+//! Expands the compact encoding to BF16 or packed tiles on the GPU (`docs/format.md` A.11), bit for bit.
 //!
 //! ```text
 //! DeviceCompact --full----> DeviceMatrix
 //!               --packed--> the slot of an execution context: what a product reads next
 //! ```
-//! All are ordinary launches: they start when the stream has done everything before, and end before a product that
+//! Both are ordinary launches: they start when all earlier work on the stream is done, and end before a product that
 //! reads the slot starts.
 
 use std::sync::Arc;
@@ -28,7 +28,7 @@ use crate::{
     weight::{self, DeviceCompact},
 };
 
-/// The kernel that writes the weights of a compact tensor.
+/// The kernel that writes the weights of a compact tensor as BF16.
 #[derive(Clone, Debug)]
 pub struct CompactDecoder {
     kernel: Arc<LoadedKernel>,
@@ -46,7 +46,7 @@ impl CompactDecoder {
     /// Wraps a kernel.
     ///
     /// # Errors
-    /// A kernel of another family, or of another stage.
+    /// The kernel belongs to another family or stage.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::DecodeCompact(spec) if spec.stage == DecodeCompactStage::Full => Ok(Self { kernel }),
@@ -54,7 +54,7 @@ impl CompactDecoder {
         }
     }
 
-    /// Enqueues the decoding of a tensor to a matrix without gaps.
+    /// Enqueues the decoding of a tensor to a contiguous matrix.
     ///
     /// # Errors
     /// `output` has another shape, overlaps the tensor, or is on another device.
@@ -74,15 +74,15 @@ impl CompactDecoder {
         check().or_else(|refusal| self.kernel.refuse(refusal))?;
         let args = DecodeCompactArgs { weights: place.address, ..args(tensor) };
         let problem = GemmShape { m: 0, n: args.n, k: args.k };
-        // SAFETY: the sections are those of a checked tensor, with the counts that bound them, and `output` has the
-        // grid's shape. Dropping a buffer waits for the kernel.
+        // SAFETY: the sections belong to a checked tensor, with the counts that bound them, and `output` has the grid's
+        // shape. Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(stream, problem, &args) }
     }
 }
 
-/// The kernel that writes the packed tiles of a compact tensor into a slot, ahead of a product. Escape heads and lists
-/// are those of the packed tensor, which stay on the device; the kernel's own heads
-/// and sums go to the end of the slot, where nothing reads them.
+/// The kernel that writes the packed tiles of a compact tensor into a slot before a product. Escape heads and lists of
+/// the packed tensor stay on the device; the heads and sums that this kernel writes go to the end of the slot, where
+/// nothing reads them.
 #[derive(Clone, Debug)]
 pub struct Expander {
     kernel: Arc<LoadedKernel>,
@@ -92,7 +92,7 @@ impl Expander {
     /// Wraps a kernel.
     ///
     /// # Errors
-    /// A kernel of another family, or of another stage.
+    /// The kernel belongs to another family or stage.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::DecodeCompact(spec) if spec.stage == DecodeCompactStage::Packed => Ok(Self { kernel }),
@@ -100,12 +100,12 @@ impl Expander {
         }
     }
 
-    /// Bytes of a slot for a tensor.
+    /// Returns the slot size for a tensor in bytes.
     pub fn slot_bytes(grid: TileGrid) -> u64 {
         SlotPlan::of(grid).bytes
     }
 
-    /// Checks everything that can be refused, without enqueuing anything.
+    /// Checks all operands without enqueuing anything.
     pub(crate) fn check(&self, tensor: &DeviceCompact, slot: &DeviceBuffer<u8>) -> Result<(), DeviceError> {
         let check = || {
             let own = self.kernel.device().ordinal();
@@ -117,10 +117,10 @@ impl Expander {
         check().or_else(|refusal| self.kernel.refuse(refusal))
     }
 
-    /// Enqueues the writing of the tiles to the front of `slot`, for the window of the packed tensor.
+    /// Enqueues writing the tiles to the start of `slot`, for the window of the packed tensor.
     ///
     /// # Errors
-    /// A slot that is too small, or on another device; or an error of the driver.
+    /// The slot is too small or on another device, or a driver error.
     pub fn enqueue(
         &self,
         stream: &Stream,
@@ -139,14 +139,14 @@ impl Expander {
             ..args(tensor)
         };
         let problem = GemmShape { m: 0, n: args.n, k: args.k };
-        // SAFETY: the sections are those of a checked tensor, with the counts that bound them; the slot has room for
-        // all that is written. The sums there grow from whatever they were: nothing reads them. Dropping a buffer waits
-        // for the kernel.
+        // SAFETY: the sections belong to a checked tensor, with the counts that bound them; the slot has room for all
+        // output. The sums are added to arbitrary initial values, but nothing reads them. Dropping a buffer waits for
+        // the kernel.
         unsafe { self.kernel.launch(stream, problem, &args) }
     }
 }
 
-/// What all stages read, and the shape.
+/// Returns the sections and the shape, which all stages read.
 #[doc(hidden)]
 pub fn args(tensor: &DeviceCompact) -> DecodeCompactArgs {
     let grid = tensor.grid();

@@ -1,5 +1,5 @@
-//! The family `decode_huffman`: a Huffman tensor to the encoding that a consumer reads (report section 7), and a tensor
-//! of exponents to its weights.
+//! The family `decode_huffman`: decodes a Huffman tensor to the encoding that a consumer reads (report section 7), and
+//! an exponents tensor to its weights.
 //!
 //! ```text
 //! DeviceHuffman --full-----> bf16 [n, k]              --> cuBLAS
@@ -7,7 +7,7 @@
 //!               --palette--> u8 [tiles, 64, 32]       --> matmul, palette source
 //! DeviceExponents --elements--> FP8, F16 or F32 [n, k], as bytes
 //! ```
-//! A decoder only enqueues. Tiles whose metadata lead out of their sections are left out and reported by
+//! A decoder only enqueues. Tiles whose metadata point outside their sections are skipped and reported by
 //! [`ExecContext::synchronize`](crate::exec::ExecContext::synchronize).
 
 use std::sync::Arc;
@@ -40,7 +40,7 @@ impl Decoder {
     /// Wraps a kernel of the family `decode_huffman`.
     ///
     /// # Errors
-    /// A kernel of another family.
+    /// The kernel belongs to another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         let Op::DecodeHuffman(spec) = kernel.spec().op else {
             return kernel.refuse(LaunchError::Family { wanted: "a decoder" });
@@ -53,10 +53,10 @@ impl Decoder {
         &self.kernel
     }
 
-    /// Enqueues the decoding of the weights themselves, `[n, k]` bf16 without gaps.
+    /// Enqueues decoding to the weights, contiguous bf16 `[n, k]`.
     ///
     /// # Errors
-    /// An output of another shape or pitch, codes that are too long, another device, or an error of the driver.
+    /// An output of another shape or pitch, codes that are too long, another device, or a driver error.
     pub fn full(
         &self,
         ctx: &mut ExecContext,
@@ -77,12 +77,12 @@ impl Decoder {
         self.enqueue_huffman(ctx, DecodeOutput::Full, tensor, place.address)
     }
 
-    /// Enqueues the decoding of weights of another type than BF16, `[n, k]` row-major without gaps: the little-endian
-    /// bytes that were encoded.
+    /// Enqueues decoding of weights of types other than BF16 to contiguous row-major `[n, k]`: the little-endian bytes
+    /// that were encoded.
     ///
     /// # Errors
-    /// A kernel for another type, an output of another size, codes that are too long, another device, or the driver's
-    /// refusal.
+    /// A kernel for another type, an output of another size, codes that are too long, another device, or a driver
+    /// error.
     pub fn elements(
         &self,
         ctx: &mut ExecContext,
@@ -99,8 +99,7 @@ impl Decoder {
         self.enqueue(ctx, what, (&tensor.coded, tensor.fractions.address()), output.address())
     }
 
-    /// Enqueues the decoding of exponents, u8 `[tiles, 64, 64]`. What it leaves in pad columns and rows is not
-    /// specified.
+    /// Enqueues decoding to exponents, u8 `[tiles, 64, 64]`. The contents of padding columns and rows are unspecified.
     ///
     /// # Errors
     /// As for [`Decoder::full`].
@@ -113,7 +112,7 @@ impl Decoder {
         self.enqueue_bytes(ctx, DecodeOutput::Exponent, tensor, output)
     }
 
-    /// Enqueues the transcoding to packed palette indices, u8 `[tiles, 64, 32]`.
+    /// Enqueues transcoding to packed palette indices, u8 `[tiles, 64, 32]`.
     ///
     /// # Errors
     /// As for [`Decoder::full`].
@@ -152,7 +151,7 @@ impl Decoder {
         self.enqueue(ctx, (asked, DecodeElement::Bf16), source, address)
     }
 
-    /// `source`: the exponents, and the address of signs and fractions.
+    /// Enqueues the kernel. The last pair is the coded exponents, and the address of signs and fractions.
     fn enqueue(
         &self,
         ctx: &mut ExecContext,
@@ -172,15 +171,14 @@ impl Decoder {
         }
         let args = args(coded, fractions, address, ctx.fault_address());
         let problem = GemmShape { m: 0, n: args.n, k: args.k };
-        // SAFETY: the sections have the sizes that grid and type ask for, or are bounded by their counts;
-        // `output` was checked by the callers; the context's fault word lives as long as the context, on whose stream
-        // this runs (an execution context of another device is refused by `launch`). Dropping a buffer waits for the
-        // kernel.
+        // SAFETY: the sections have the sizes that grid and type require, or are bounded by their counts; the callers
+        // checked `output`; the context's fault word lives as long as the context, on whose stream this runs (`launch`
+        // rejects a context of another device). Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(ctx.stream(), problem, &args) }
     }
 }
 
-/// Bytes that a decoder of BF16 writes.
+/// Returns the bytes that a decoder of BF16 writes.
 pub fn output_bytes(grid: TileGrid, output: DecodeOutput) -> usize {
     match output {
         DecodeOutput::Full => grid.elements() * 2,

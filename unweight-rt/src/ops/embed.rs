@@ -1,4 +1,4 @@
-//! Rows of an embedding, by ids on the device: from BF16, or from packed weights, of which no other copy is needed.
+//! Looks up rows of an embedding by token ids on the device, from BF16 or directly from packed weights.
 
 use std::sync::Arc;
 
@@ -31,7 +31,7 @@ pub enum EmbedTable<'a> {
     Packed {
         /// `[n, k]`, `n >= vocabulary`, `k >= d`.
         weights: &'a DevicePacked,
-        /// Rows that are ids.
+        /// The number of rows that are token ids.
         vocabulary: u32,
     },
 }
@@ -45,7 +45,7 @@ impl EmbedTable<'_> {
     }
 }
 
-/// A kernel that looks rows up.
+/// A kernel that looks up rows.
 #[derive(Clone, Debug)]
 pub struct Embed {
     kernel: Arc<LoadedKernel>,
@@ -53,10 +53,10 @@ pub struct Embed {
 }
 
 impl Embed {
-    /// Launches a kernel of family `embed`.
+    /// Wraps a kernel of family `embed`.
     ///
     /// # Errors
-    /// A kernel of another family.
+    /// The kernel belongs to another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         let Op::Embed(spec) = kernel.spec().op else {
             return kernel.refuse(LaunchError::Family { wanted: "a lookup of embeddings" });
@@ -69,12 +69,12 @@ impl Embed {
         &self.kernel
     }
 
-    /// Enqueues `y[r] = table[ids[r]]` for each row of `y` `[m, d]`; `ids` has `m` entries at least, `d` is a multiple
-    /// of 8. An id that is not a row of the table gives zeros, and [`ExecContext::synchronize`] reports it.
+    /// Enqueues `y[r] = table[ids[r]]` for each row of `y` `[m, d]`; `ids` has at least `m` entries, `d` is a multiple
+    /// of 8. An id that is not a row of the table results in zeros, and [`ExecContext::synchronize`] reports it.
     ///
     /// # Errors
-    /// A table of another encoding than the kernel takes; operands that do not agree, overlap, or are on another
-    /// device, at another address or pitch; or an error of the driver.
+    /// A table in an encoding that the kernel does not support; operands that do not match, overlap, are on another
+    /// device, or have an unsupported address or pitch; or a driver error.
     pub fn enqueue(
         &self,
         ctx: &mut ExecContext,
@@ -111,14 +111,14 @@ impl Embed {
             d: y.cols,
             ..args(&table)
         };
-        // SAFETY: shapes, pitches and places were held against each other above, the views against their memory when
-        // they were made; the kernel bounds the ids, and what heads and lists of escapes lead to. The fault word lives
-        // as long as the context, on whose stream this runs. Dropping a buffer waits for the kernel.
+        // SAFETY: shapes, pitches and places were checked above, views against their memory when they were created; the
+        // kernel bounds-checks ids, escape heads and escape lists. The fault word lives as long as the context, on
+        // whose stream this runs. Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(ctx.stream(), GemmShape::rows(y.rows), &args) }
     }
 }
 
-/// What a table says.
+/// Returns the arguments that describe a table.
 fn args(table: &EmbedTable<'_>) -> EmbedArgs {
     match table {
         EmbedTable::Bf16(table) => {
@@ -130,7 +130,7 @@ fn args(table: &EmbedTable<'_>) -> EmbedArgs {
             escape_heads: weights.escape_heads().address(),
             escapes: weights.escapes().address(),
             vocabulary: *vocabulary,
-            // A grid's dimensions and the words of its escapes fit 32 bits: checked when the tensor was made.
+            // A grid's dimensions and the words of its escapes fit 32 bits: checked when the tensor was created.
             tile_cols: weights.grid().tile_cols() as u32,
             escape_words: weights.escapes().len() as u32,
             base: weights.window().base().into(),
@@ -148,12 +148,12 @@ fn check_bf16(table: &Place, y: &Place, own: usize) -> Result<(), LaunchError> {
     check_apart(("y", y.span()), [("the table", table.span())])
 }
 
-/// Whether `y` can be rows of packed weights `[n, k]`.
+/// Checks that `y` can be rows of packed weights `[n, k]`.
 fn check_packed([n, k]: [u64; 2], vocabulary: u32, y: &Place) -> Result<(), LaunchError> {
     if u64::from(vocabulary) > n {
         return Err(LaunchError::Vocabulary { vocabulary, rows: n });
     }
-    // Padding of columns, and no more.
+    // Only the padding of columns may differ.
     if u64::from(y.cols).next_multiple_of(64) == k {
         Ok(())
     } else {
@@ -175,7 +175,7 @@ mod tests {
         assert_eq!(check_bf16(&far, &place(3, 72), 0), Ok(()));
         assert!(matches!(check_bf16(&far, &place(3, 64), 0), Err(LaunchError::Output { .. })));
         assert!(matches!(check_bf16(&place(100, 72), &place(3, 72), 0), Err(LaunchError::Overlap { .. })));
-        // Packed: padded to whole tiles, both ways.
+        // Packed tables are padded to whole tiles in both dimensions.
         assert_eq!(check_packed([128, 128], 100, &place(3, 72)), Ok(()));
         assert_eq!(check_packed([128, 128], 128, &place(3, 128)), Ok(()));
         for cols in [64, 136] {

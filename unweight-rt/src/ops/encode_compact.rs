@@ -1,10 +1,10 @@
-//! The encoder of compact tensors on the GPU (`docs/format.md` A.11): the bytes that the CPU makes.
+//! Encodes compact tensors on the GPU (`docs/format.md` A.11), with the same bytes as on the CPU.
 //!
 //! ```text
-//! DeviceMatrix ---stats---> 256 counts --host: window--> quads --host: book--> sizes --host: where tiles begin--> write --> DeviceCompact
+//! DeviceMatrix --stats--> counts --host: window--> quads --host: book--> sizes --offsets--> write --> DeviceCompact
 //! ```
-//! The weights are read four times, and the host looks three times: by the same code as on the CPU it chooses, or
-//! refuses. Nothing is allocated that is not needed.
+//! The kernels read the weights four times. In between, the host reads results three times: the code that also runs on
+//! the CPU then chooses parameters or rejects the matrix. Sections are allocated at their exact size.
 
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ use crate::{
     weight::{self, DeviceCompact},
 };
 
-/// Why a matrix was not compressed to a compact tensor.
+/// Why a matrix was not encoded as a compact tensor.
 #[derive(Debug, thiserror::Error)]
 pub enum EncodeCompactError {
     /// The matrix stays in another encoding.
@@ -41,7 +41,7 @@ pub enum EncodeCompactError {
 }
 
 impl EncodeCompactError {
-    /// The stable code of this error; docs/reference/errors.md lists all.
+    /// Returns the stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Uncompact(why) => why.code(),
@@ -58,7 +58,7 @@ pub struct EncodeCompact {
     write: Arc<LoadedKernel>,
 }
 
-/// A compact tensor on the device, and what it was chosen by.
+/// A compact tensor on the device, with the data that determined its encoding.
 #[derive(Debug)]
 pub struct EncodedCompact {
     /// The encoded tensor.
@@ -70,10 +70,10 @@ pub struct EncodedCompact {
 }
 
 impl EncodedCompact {
-    /// The tensor as it is stored. Waits for the stream.
+    /// Copies the tensor to the host in its stored form. Waits for the stream.
     ///
     /// # Errors
-    /// The driver's, or the data on the device are not a compact tensor.
+    /// A driver error, or the data on the device are not a compact tensor.
     pub fn download(&self, stream: &Stream) -> Result<CompactTensor<Vec<u8>>, DeviceError> {
         let words = |words| weight::stored_words(stream, words);
         let (tiles, escapes) = (words(self.tensor.tiles())?, words(self.tensor.escapes())?);
@@ -110,16 +110,16 @@ impl EncodeCompact {
         })
     }
 
-    /// The compact tensor of a matrix without gaps: the same bytes as [`compact::encode`]. Waits for the packer's
-    /// stream. Whether another encoding would be smaller is not looked at.
+    /// Encodes a contiguous matrix as a compact tensor, with the same bytes as [`compact::encode`]. Waits for the
+    /// packer's stream. Does not check whether another encoding would be smaller.
     ///
     /// # Errors
-    /// [`EncodeCompactError`]; what has no compact encoding and why is said there.
+    /// [`EncodeCompactError`], which states why the matrix has no compact encoding.
     pub fn encode(&self, packer: &mut Packer, weights: MatrixRef<'_>) -> Result<EncodedCompact, EncodeCompactError> {
         let (address, [n, k]) = (weights.place().address, [weights.rows(), weights.cols()]);
         let grid = TileGrid::new(n as usize, k as usize).map_err(DeviceError::from)?;
         compact::whole_tiles(grid)?;
-        // It also checks the operand.
+        // `histogram` also checks the operand.
         let histogram = packer.histogram(weights)?;
         let classes = Classes::of(grid, &histogram)?;
         let stream = packer.stream();
@@ -146,7 +146,7 @@ impl EncodeCompact {
         let table = DeviceBuffer::from_host(stream, &coding.kernel_table())?;
         let sizes = DeviceBuffer::<u32>::zeroed(stream, 2 * grid.tiles())?;
         let args = EncodeCompactArgs { table: table.address(), sizes: sizes.address(), ..args };
-        // SAFETY: as above; a code for each quad, and two words for each tile.
+        // SAFETY: as above; the table has a code for each quad, and `sizes` two words for each tile.
         unsafe { self.sizes.launch(stream, problem, &args) }?;
         let inexact = found.read(stream, QUADS, 2)?;
         let inexact = u64::from(inexact[0]) | u64::from(inexact[1]) << 32;
@@ -170,37 +170,37 @@ impl EncodeCompact {
             dense: tensor.dense().address(),
             streams: tensor.streams().address(),
             records: tensor.escapes().address(),
-            // Less than 2^32: the tensor's words were counted.
+            // Below 2^32: the tensor's words were counted.
             record_words: tensor.escapes().len() as u32,
             ..args
         };
-        // SAFETY: as above; the sections have what the tiles take, which bounds what is written even if the weights
-        // change.
+        // SAFETY: as above; the sections have the sizes that the tiles need, which bounds all writes even if the
+        // weights change.
         unsafe { self.write.launch(stream, problem, &args) }?;
         stream.synchronize()?;
         Ok(EncodedCompact { tensor, book: coding.book().clone(), histogram })
     }
 }
 
-/// Where the streams and lists of tiles begin.
+/// The offsets of the tiles' streams and lists.
 #[derive(Debug, PartialEq, Eq)]
 struct Places {
-    /// `class_tiles`: the head of a lone escape without its record.
+    /// `class_tiles`; the head of a single escape lacks its record.
     tiles: Vec<u32>,
-    /// Words of all streams.
+    /// The number of words of all streams.
     words: usize,
-    /// Words of all lists.
+    /// The number of words of all lists.
     listed: usize,
 }
 
 impl Places {
-    /// Of `[tiles, 2]`: words of streams, and escapes.
+    /// Computes the offsets from `[tiles, 2]`: words of streams, and numbers of escapes.
     fn of(sizes: &[u32]) -> Result<Self, crate::device::LaunchError> {
         let mut tiles = Vec::with_capacity(sizes.len() + 4);
         let (mut words, mut listed) = (0usize, 0usize);
         for size in sizes.chunks_exact(2) {
             let (own, escapes) = (size[0] as usize, size[1] as usize);
-            // Fits: checked below, before it is read.
+            // The offset fits: checked below, before anything reads it.
             let head = match escapes {
                 0 => 0,
                 1 => 1 << 30,
@@ -211,7 +211,7 @@ impl Places {
             listed += if escapes > 1 { 1 + escapes } else { 0 };
         }
         weight::count("words of streams", words)?;
-        // A head has 30 bits for the place of a list.
+        // A head has 30 bits for the offset of a list.
         weight::count("words of escapes", listed.saturating_mul(4))?;
         tiles.extend([words as u32, 0]);
         tiles.resize(tiles.len().next_multiple_of(SECTION_ALIGN / 4), 0);
@@ -228,7 +228,7 @@ mod tests {
         let places = Places::of(&[100, 0, 90, 1, 80, 2, 70, 5]).unwrap();
         let tiles = [0, 0, 100, 1 << 30, 190, 1 << 31, 270, 1 << 31 | 3, 340, 0, 0, 0];
         assert_eq!(places, Places { tiles: tiles.to_vec(), words: 340, listed: 9 });
-        // 2^32 words.
+        // 2^32 words are too many.
         assert!(Places::of(&[1 << 31, 0, 1 << 31, 0]).is_err());
         assert!(Places::of(&[1, 1 << 31]).is_err());
     }

@@ -1,15 +1,15 @@
-//! The encoder on the GPU: BF16 to the bytes that the CPU encoder makes (report section 4).
+//! Encodes BF16 as Huffman or palette tensors on the GPU, with the same bytes as the CPU encoder (report section 4).
 //!
 //! ```text
 //! weights --stats--> sign_mantissa, histogram --table--> palette, code --rows--> row lengths, verbatim rows
 //!                                                                        --scan--> offsets --write--> bits, verbatim exponents
 //! ```
-//! Everything a stage needs of the one before is on the device; the host looks at the totals once, at the end. Buffers
-//! are sized for the worst case (319 bits a row, every row verbatim), so that nothing has to be measured before it can
-//! be written.
+//! All inputs of a stage from earlier stages are on the device; the host reads the totals once, at the end. Buffers
+//! have the worst-case size (319 bits per row, every row verbatim), so that no size needs to be measured before it is
+//! written.
 //!
-//! A stage takes what the one before wrote at its word: `write` puts as many bits into its shared memory as the row
-//! lengths say. So the safe calls enqueue a whole pipeline, and a stage alone is the caller's to answer for:
+//! A stage trusts the output of the previous stage: `write` stores as many bits into shared memory as the row lengths
+//! state. So safe calls enqueue a whole pipeline, and enqueuing a single stage is unsafe:
 //! ```compile_fail,E0133
 //! # use unweight_codegen::spec::EncodeHuffmanStage;
 //! # use unweight_rt::{DeviceError, raw::ops::encode_huffman::{EncodeBuffers, GpuEncoder}};
@@ -75,9 +75,10 @@ pub const PALETTE_STAGES: [EncodeHuffmanStage; 5] = [
     EncodeHuffmanStage::Palette,
 ];
 
-/// u32 words: 256 of the histogram, 8 of the four totals, then 8 for each block of `scan`.
+/// The fixed u32 words: 256 of the histogram, 8 of the four totals. 8 words for each block of `scan` follow.
 const SCRATCH_FIXED_WORDS: usize = 256 + 8;
-/// Tiles of one block of `scan`: no smaller than the kernel's, so that the scratch is never too small.
+/// The minimum number of tiles per block of `scan`: no larger than the kernel's, so that the scratch is never too
+/// small.
 const SCAN_TILES_MIN: usize = 256;
 
 /// The encoder kernels of one device, for one code limit.
@@ -87,18 +88,19 @@ pub struct GpuEncoder {
     limit: CodeLimit,
 }
 
-/// The encoder of a device as [`bundle::compress_with`](unweight_format::bundle::compress_with) takes it: digests on
-/// the CPU, the rest on the GPU, a few tensors at a time: one is copied while another is coded.
+/// The GPU encoder for [`bundle::compress_with`](unweight_format::bundle::compress_with): computes digests on the CPU
+/// and the rest on the GPU. It processes a few tensors at a time, so that one is copied while another is encoded.
 #[derive(Debug)]
 pub struct BundleEncoder {
     encoder: GpuEncoder,
     compressor: EncodeCompact,
-    /// Each with a stream of its own, while no tensor has it.
+    /// Idle packers, each with its own stream.
     free: Mutex<Vec<Packer>>,
     freed: Condvar,
 }
 
-/// Tensors on the device at once: one comes, one is coded, one goes. Each takes what three of them take in BF16.
+/// The number of tensors on the device at once: one is uploaded, one encoded, one downloaded. Each needs three times
+/// its size in BF16.
 const IN_FLIGHT: usize = 3;
 
 impl BundleEncoder {
@@ -113,7 +115,7 @@ impl BundleEncoder {
         Ok(Self { encoder, compressor, free: Mutex::new(packers), freed: Condvar::new() })
     }
 
-    /// A packer that no other tensor has; waits for one.
+    /// Returns a packer for exclusive use; waits until one is idle.
     fn packer(&self) -> Taken<'_> {
         let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let mut free = self.freed.wait_while(free, |free| free.is_empty()).unwrap_or_else(PoisonError::into_inner);
@@ -121,11 +123,11 @@ impl BundleEncoder {
     }
 }
 
-/// A packer, given back when the tensor is done. A panic leaves its stream as usable as it was, and its memory is
+/// A packer that is returned when the tensor is done. After a panic its stream is still usable, and its memory is
 /// written before it is read.
 struct Taken<'a> {
     of: &'a BundleEncoder,
-    /// `None` only while it is dropped.
+    /// `None` only during drop.
     packer: Option<Packer>,
 }
 
@@ -149,8 +151,8 @@ impl Encoder for BundleEncoder {
             return Err(EncoderError::Failed(reason.into()));
         }
         let failed = |error: DeviceError| EncoderError::Failed(Box::new(error));
-        // An encoding without a kernel is the CPU's. Its rayon may run the encoding of another tensor on this thread,
-        // which must not wait for a packer that this one holds.
+        // The CPU handles encodings without a kernel. It must not hold a packer: its rayon may run the encoding of
+        // another tensor on this thread, which would wait for that packer.
         if !matches!(encoding, EncodingId::HUFFMAN | EncodingId::PALETTE | EncodingId::PACKED | EncodingId::COMPACT) {
             return CpuEncoder.encode(matrix, encoding, limit);
         }
@@ -193,7 +195,7 @@ impl Encoder for BundleEncoder {
     }
 }
 
-/// Device memory for encoding matrices of one shape. Its stages run on one stream, in order.
+/// Device memory for encoding matrices of one shape. All stages run on one stream, in order.
 #[derive(Debug)]
 pub struct EncodeBuffers {
     stream: Stream,
@@ -214,16 +216,16 @@ pub struct EncodeBuffers {
 /// Totals that the encoder counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EncodeTotals {
-    /// Words of coded bits, before padding.
+    /// The number of words of coded bits, before padding.
     pub words: u64,
-    /// Verbatim rows.
+    /// The number of verbatim rows.
     pub verbatim_rows: u64,
-    /// Most verbatim rows of one tile.
+    /// The maximum number of verbatim rows in a tile.
     pub max_verbatim_rows: u64,
 }
 
 impl GpuEncoder {
-    /// The variants that an encoder consists of.
+    /// Returns the variants of which an encoder consists.
     pub fn variants(device_arch: unweight_codegen::spec::Arch) -> Vec<VariantSpec> {
         EncodeHuffmanStage::ALL.iter().map(|stage| VariantSpec::encode_huffman(device_arch, *stage)).collect()
     }
@@ -235,7 +237,7 @@ impl GpuEncoder {
         Ok(Self { kernels: variants.iter().map(|spec| kernels.get(spec)).collect::<Result<_, _>>()?, limit })
     }
 
-    /// The tensor of a matrix: the same bytes as [`unweight_format::raw::huffman::encode`].
+    /// Encodes a matrix as a Huffman tensor, with the same bytes as [`unweight_format::raw::huffman::encode`].
     ///
     /// # Errors
     /// More than 2^32 words (store such a tensor raw), or the device failed.
@@ -246,7 +248,7 @@ impl GpuEncoder {
         buffers.huffman()
     }
 
-    /// The palette tensor of a matrix: the same bytes as [`unweight_format::raw::palette::encode`].
+    /// Encodes a matrix as a palette tensor, with the same bytes as [`unweight_format::raw::palette::encode`].
     pub fn encode_palette(&self, stream: &Stream, matrix: Matrix<'_>) -> Result<PaletteTensor<Vec<u8>>, DeviceError> {
         let mut buffers = EncodeBuffers::new(stream, matrix.grid())?;
         buffers.set_weights(matrix)?;
@@ -254,16 +256,16 @@ impl GpuEncoder {
         buffers.palette()
     }
 
-    /// Enqueues the stages of a Huffman tensor over buffers whose weights are set. Allocates nothing, so it can be
+    /// Enqueues the stages of a Huffman tensor for buffers whose weights are set. Allocates nothing, so it can be
     /// captured.
     ///
     /// # Errors
-    /// The buffers are on another device, or the driver refuses.
+    /// The buffers are on another device, or a driver error.
     pub fn enqueue_huffman(&self, buffers: &mut EncodeBuffers) -> Result<(), DeviceError> {
         self.enqueue(buffers, &HUFFMAN_STAGES)
     }
 
-    /// Enqueues the stages of a palette tensor over buffers whose weights are set. Allocates nothing, so it can be
+    /// Enqueues the stages of a palette tensor for buffers whose weights are set. Allocates nothing, so it can be
     /// captured.
     ///
     /// # Errors
@@ -275,22 +277,21 @@ impl GpuEncoder {
     /// Enqueues a whole pipeline.
     fn enqueue(&self, buffers: &mut EncodeBuffers, stages: &[EncodeHuffmanStage; 5]) -> Result<(), DeviceError> {
         for stage in stages {
-            // SAFETY: both lists begin with `stats` and hold every stage that a later one reads, in order; `buffers` is
-            // borrowed mutably meanwhile, so nothing writes between them. After a failure the next pipeline begins with
-            // `stats` again.
+            // SAFETY: both lists begin with `stats` and contain every stage that a later one reads, in order; `buffers`
+            // is borrowed mutably meanwhile, so nothing else writes to them. After a failure the next pipeline begins
+            // with `stats` again.
             unsafe { self.enqueue_stage(buffers, *stage)? };
         }
         Ok(())
     }
 
-    /// Enqueues one stage, and the clearing of the scratch before `stats`. For measuring and testing stages.
+    /// Enqueues one stage; before `stats`, clears the scratch. For measuring and testing stages.
     ///
     /// # Safety
-    /// Any stage but `stats` follows, on these buffers and by an encoder of this code limit, the stages before it in
-    /// [`HUFFMAN_STAGES`] or [`PALETTE_STAGES`], from `stats` on, each of them
-    /// enqueued without an error. Since that `stats` nothing else has written the buffers: neither
-    /// [`EncodeBuffers::set_weights`] nor [`EncodeBuffers::poison`] has been called. In a capture this holds each time
-    /// that the graph runs.
+    /// Every stage except `stats` follows the earlier stages of [`HUFFMAN_STAGES`] or [`PALETTE_STAGES`] on these
+    /// buffers, from `stats` on, each enqueued without an error by an encoder with this code limit. Since that `stats`,
+    /// nothing else has written to the buffers: neither [`EncodeBuffers::set_weights`] nor [`EncodeBuffers::poison`]
+    /// was called. For a captured stage, this holds each time that the graph runs.
     #[doc(hidden)]
     pub unsafe fn enqueue_stage(
         &self,
@@ -306,23 +307,23 @@ impl GpuEncoder {
         }
         let args = buffers.args(self.limit);
         let problem = GemmShape { m: 0, n: args.n, k: args.k };
-        // SAFETY: the buffers have the sizes that the grid and the capacities in `args` ask for; what the stages before
-        // wrote there is of these weights, as the caller says. Dropping a buffer waits for the kernel.
+        // SAFETY: the buffers have the sizes that the grid and the capacities in `args` require; the caller promises
+        // that their contents come from earlier stages for these weights. Dropping a buffer waits for the kernel.
         unsafe { kernel.launch(&buffers.stream, problem, &args) }
     }
 
-    /// The kernel of a stage.
+    /// Returns the kernel of a stage.
     pub fn kernel(&self, stage: EncodeHuffmanStage) -> &LoadedKernel {
-        // One for each of `EncodeHuffmanStage::ALL`, in its order: `variants`.
+        // The kernels are in the order of `EncodeHuffmanStage::ALL`; see `variants`.
         &self.kernels[EncodeHuffmanStage::ALL.iter().position(|other| *other == stage).unwrap_or_default()]
     }
 }
 
 impl EncodeBuffers {
-    /// Buffers for matrices of this shape.
+    /// Allocates buffers for matrices of this shape.
     pub fn new(stream: &Stream, grid: TileGrid) -> Result<Self, DeviceError> {
         let tiles = grid.tiles();
-        // Rows are counted in 32 bits, words in 64.
+        // Kernels count rows in 32 bits, words in 64.
         if u32::try_from(tiles * 64).is_err() {
             let (value, limit) = (tiles as u64 * 64, u32::MAX.into());
             return Err(LaunchError::TooLarge { what: "tile rows", value, limit }.into());
@@ -353,11 +354,11 @@ impl EncodeBuffers {
         self.weights.write(&self.stream, 0, matrix.bytes())
     }
 
-    /// Fills every output with a byte, so that what a stage leaves unwritten shows. For tests.
+    /// Fills every output with a byte, which reveals what a stage does not write. For tests.
     ///
     /// # Safety
-    /// The next stage that is enqueued on these buffers is `stats`, as [`GpuEncoder::enqueue_huffman`] and
-    /// [`GpuEncoder::enqueue_palette`] do: any other would take the bytes for lengths and offsets.
+    /// The next stage enqueued on these buffers is `stats`, as in [`GpuEncoder::enqueue_huffman`] and
+    /// [`GpuEncoder::enqueue_palette`]: any other stage would read the bytes as lengths and offsets.
     #[doc(hidden)]
     pub unsafe fn poison(&mut self, byte: u8) -> Result<(), DeviceError> {
         let stream = &self.stream;
@@ -377,7 +378,7 @@ impl EncodeBuffers {
         self.tile_metadata.fill_bytes(stream, byte)
     }
 
-    /// Waits for the stages and reads what they counted.
+    /// Waits for the stages and returns their totals.
     ///
     /// # Errors
     /// The coded words exceed the format's 2^32.
@@ -386,7 +387,7 @@ impl EncodeBuffers {
         let total = |i: usize| u64::from(words[2 * i]) | u64::from(words[2 * i + 1]) << 32;
         let totals = EncodeTotals { words: total(0), verbatim_rows: total(1), max_verbatim_rows: total(2) };
         let rows = self.grid.tiles() as u64 * 64;
-        // Capacities are the worst case, so a fault can only be the format's own limit, or a kernel gone wrong.
+        // Capacities cover the worst case, so a fault can only be the format's own limit or a faulty kernel.
         if total(3) != 0 || totals.words > self.encoded_exp.len() as u64 || totals.verbatim_rows > rows {
             return Err(unweight_format::CodecError::TooManyWords { words: totals.words }.into());
         }
@@ -396,7 +397,7 @@ impl EncodeBuffers {
     /// Waits for the stages of a Huffman tensor and reads it back. The sections are validated.
     pub fn huffman(&self) -> Result<HuffmanTensor<Vec<u8>>, DeviceError> {
         let totals = self.totals()?;
-        // `write` stores every word of a tile whole; the padding behind the last is the host's.
+        // `write` stores every word of a tile; the host adds the padding after the last.
         let mut words = self.encoded_exp.read(&self.stream, 0, totals.words as usize)?;
         words.resize(words.len().next_multiple_of(WORDS_ALIGN), 0);
         let mut sections = self.common(totals)?;
@@ -414,7 +415,7 @@ impl EncodeBuffers {
     pub fn palette(&self) -> Result<PaletteTensor<Vec<u8>>, DeviceError> {
         let totals = self.totals()?;
         let mut sections = self.common(totals)?;
-        // The scan counted the words that a Huffman tensor would have; a palette tensor has none.
+        // The scan counted the words of a Huffman tensor, but a palette tensor has none.
         for record in sections.tile_metadata.chunks_exact_mut(TileMetadata::BYTES) {
             record[..4].fill(0);
         }
@@ -452,7 +453,7 @@ impl EncodeBuffers {
             totals: self.scratch.address() + 256 * 4,
             scan_state: self.scratch.address() + SCRATCH_FIXED_WORDS as u64 * 4,
             capacity_words: self.encoded_exp.len() as u64,
-            // Fits: checked when the buffers were made, as do the dimensions of any grid.
+            // Fits, like the dimensions of any grid: checked when the buffers were created.
             capacity_rows: (self.grid.tiles() * 64) as u32,
             code_limit: limit.bits(),
             n: self.grid.rows() as u32,
@@ -463,7 +464,7 @@ impl EncodeBuffers {
     }
 }
 
-/// Sections that both encodings have.
+/// The sections common to both encodings.
 struct Common {
     sign_mantissa: Vec<u8>,
     tile_metadata: Vec<u8>,
@@ -478,13 +479,13 @@ impl Common {
             Section::TILE_METADATA => std::mem::take(&mut self.tile_metadata),
             Section::VERBATIM_EXPONENTS => std::mem::take(&mut self.verbatim_exponents),
             Section::PALETTE => std::mem::take(&mut self.palette),
-            // The callers answer for the sections of one encoding only.
+            // The callers provide the sections of only one encoding.
             _ => Vec::new(),
         }
     }
 }
 
-/// The value, or an empty one with the error remembered: a section is asked for where no error can be returned.
+/// Returns the value, or an empty one after recording the error: section callbacks cannot return errors.
 fn keep(failed: &mut Option<DeviceError>, read: Result<Vec<u8>, DeviceError>) -> Vec<u8> {
     read.unwrap_or_else(|error| {
         failed.get_or_insert(error);

@@ -1,8 +1,9 @@
-//! The matmul from the compact encoding: `Y[m, n] = X[m, k] * W[n, k]^T` (`docs/format.md` A.11, `docs/adr/0013`).
+//! The matmul that reads the compact encoding: `Y[m, n] = X[m, k] * W[n, k]^T` (`docs/format.md` A.11,
+//! `docs/adr/0013`).
 //!
 //! A launch allocates nothing, on the device or the host, needs no memory of an execution context, and may be captured
-//! into a graph. Under programmatic dependent launch (variants with `_pdl`) a kernel prefetches its weights while the
-//! kernel before it on the stream still runs, and accesses `X` and `Y` when that kernel is done.
+//! into a graph. With programmatic dependent launch (variants with `_pdl`), a kernel prefetches its weights while the
+//! previous kernel on the stream still runs, and accesses `X` and `Y` only when that kernel is done.
 
 use std::sync::Arc;
 
@@ -32,10 +33,10 @@ pub struct CompactGemm {
 }
 
 impl CompactGemm {
-    /// Launches a kernel of family `gemm_compact`.
+    /// Wraps a kernel of family `gemm_compact`.
     ///
     /// # Errors
-    /// A kernel of another family.
+    /// The kernel belongs to another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::GemmCompact(op) => Ok(Self { batch_tile: op.batch_tile.get(), epilogue: op.epilogue, kernel }),
@@ -48,12 +49,12 @@ impl CompactGemm {
         &self.kernel
     }
 
-    /// Columns of `Y` from `n` rows of weights.
+    /// Returns the columns of `Y` for `n` rows of weights.
     fn columns(&self, n: u64) -> u64 {
         if self.epilogue == Epilogue::SiluMul { n / 2 } else { n }
     }
 
-    /// Checks everything that can be refused at these operands, without enqueuing anything.
+    /// Checks the operands without enqueuing anything.
     pub(crate) fn check(&self, x: &Place, w: &DeviceCompact, y: &Place) -> Result<(), DeviceError> {
         let check = || {
             let (own, shape) = (self.kernel.device().ordinal(), weight::shape(w.grid()));
@@ -67,12 +68,12 @@ impl CompactGemm {
         check().or_else(|refusal| self.kernel.refuse(refusal))
     }
 
-    /// Enqueues the product. `y` is overwritten, or added to by a `store_add` variant; of a `silu_mul` variant it is
-    /// `[m, n / 2]`. Rows of `x` may be apart, by a multiple of 8 elements; those of `y` are not.
+    /// Enqueues the product. `y` is overwritten, or added to by a `store_add` variant; for a `silu_mul` variant it is
+    /// `[m, n / 2]`. Rows of `x` may have a pitch that is a multiple of 8 elements; rows of `y` are contiguous.
     ///
     /// # Errors
-    /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
-    /// kernel takes; more blocks than a grid has; or an error of the driver.
+    /// Operands whose shapes do not match, that overlap or are on another device, whose address or pitch the kernel
+    /// does not support; more blocks than a grid may have; or a driver error.
     pub fn enqueue(
         &self,
         stream: &Stream,
@@ -105,9 +106,8 @@ impl CompactGemm {
             tile_cols: k / 64,
             reserved: [0; 13],
         };
-        // SAFETY: shapes, pitches and places were held against this problem above; the views were held against their
-        // memory when they were made; the kernel bounds what streams, heads and lists lead to. Dropping a buffer waits
-        // for the kernel.
+        // SAFETY: shapes, pitches and places were checked against this problem above, views against their memory when
+        // they were created; the kernel bounds-checks streams, heads and lists. Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(stream, problem, &args) }
     }
 }

@@ -1,5 +1,5 @@
-//! The grouped matmul of a mixture of experts: one launch multiplies the rows of each expert's tokens with that
-//! expert's packed weights.
+//! The grouped matmul of a mixture of experts: one launch multiplies each expert's packed weights with the rows of its
+//! tokens.
 
 use std::sync::Arc;
 
@@ -22,27 +22,27 @@ pub struct GroupedGemm {
     kernel: Arc<LoadedKernel>,
 }
 
-/// Pairs of a token and one of its experts, as items of one expert each, by device addresses.
+/// Device addresses of lists: pairs of a token and one of its experts, and items of pairs of one expert each.
 #[derive(Clone, Copy)]
 pub(crate) struct Lists {
     pub(crate) pairs: u64,
     pub(crate) items: u64,
-    /// Items.
+    /// The number of items.
     pub(crate) count: u32,
 }
 
-/// The rows of a grouped product, by device addresses.
+/// The rows of a grouped product, as device addresses.
 #[derive(Clone, Copy)]
 pub(crate) struct Rows {
     pub(crate) x: u64,
-    /// Bytes from one row of x to the next.
+    /// Pitch of `x` in bytes.
     pub(crate) x_row_bytes: u64,
     pub(crate) y: u64,
-    /// Pairs that share a row of x.
+    /// The number of pairs that share a row of `x`.
     pub(crate) pairs_per_row: u32,
 }
 
-/// The variant of a shape on an architecture.
+/// Returns the variant of a shape on an architecture.
 pub(crate) fn variant(arch: Arch, shape: GemmGroupedSpec, epilogue: Epilogue) -> VariantSpec {
     VariantSpec::gemm_grouped(arch, GemmGroupedSpec { pdl: arch.has(Instruction::DependentLaunch), epilogue, ..shape })
 }
@@ -51,15 +51,15 @@ impl GroupedGemm {
     /// Compiles or finds the kernel of a shape.
     ///
     /// # Errors
-    /// The kernel cannot be made, or the device failed.
+    /// The kernel cannot be compiled or loaded, or the device failed.
     pub fn of(kernels: &KernelSet, shape: GemmGroupedSpec, epilogue: Epilogue) -> Result<Self, DeviceError> {
         Self::new(kernels.get(&variant(kernels.device().info().arch, shape, epilogue))?)
     }
 
-    /// Launches a kernel of family `gemm_grouped`.
+    /// Wraps a kernel of family `gemm_grouped`.
     ///
     /// # Errors
-    /// A kernel of another family.
+    /// The kernel belongs to another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::GemmGrouped(_) => Ok(Self { kernel }),
@@ -70,8 +70,8 @@ impl GroupedGemm {
     /// Enqueues the products of the items of a list, with weights `[n, k]` per expert.
     ///
     /// # Safety
-    /// `lists` names pairs whose rows are in `rows`, and experts of these weights; all of it lives until the work is
-    /// done.
+    /// `lists` contains pairs whose rows are in `rows`, and experts of these weights; all memory stays allocated until
+    /// the work is done.
     pub(crate) unsafe fn launch(
         &self,
         stream: &Stream,
@@ -90,7 +90,7 @@ impl GroupedGemm {
             pairs: lists.pairs,
             items: lists.items,
             scale: w.window().scale(),
-            // Below 2^32: checked when the tensor was made.
+            // Below 2^32: checked when the tensor was created.
             escape_words: w.escapes().len() as u32,
             n,
             k,

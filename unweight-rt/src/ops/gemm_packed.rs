@@ -1,9 +1,9 @@
-//! The matmuls of packed weights, which decode them in registers: `Y[m, n] = X[m, k] * W[n, k]^T` from packed weights
+//! The packed matmuls: `Y[m, n] = X[m, k] * W[n, k]^T` from packed weights, which the kernels decode in registers
 //! (`docs/format.md` A.9, `docs/records/2026-11-21/matmul-packed-log.md`).
 //!
-//! A launch allocates nothing, on the device or the host, and may be captured into a graph. Under programmatic
-//! dependent launch (variants with `_pdl`) a kernel prefetches its weights while the kernel before it on the stream
-//! still runs, and accesses `X`, `Y` and the workspace when that kernel is done.
+//! A launch allocates nothing, on the device or the host, and may be captured into a graph. With programmatic dependent
+//! launch (variants with `_pdl`), a kernel prefetches its weights while the previous kernel on the stream still runs,
+//! and accesses `X`, `Y` and the workspace only when that kernel is done.
 
 use std::sync::Arc;
 
@@ -27,23 +27,24 @@ use crate::{
     weight::{self, DevicePacked},
 };
 
-/// What a launch of this variant needs from an execution context.
+/// Returns the context size for a launch of this variant.
 ///
 /// # Errors
-/// A variant that cannot exist.
+/// The variant cannot exist.
 pub fn context_size(spec: &VariantSpec, problem: GemmShape, sms: u32) -> Result<ContextSize, DeviceError> {
     let plan = Plan::new(spec).map_err(unweight_codegen::CodegenError::from)?;
     Ok(plan.workspace(problem, sms).into())
 }
 
-/// What the kernel of a variant takes, shapes aside.
+/// What the kernel of a variant supports, apart from shapes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Takes {
-    /// Batch rows of a box of X.
+    /// Batch rows of an X box.
     x_box_rows: u32,
     escapes: bool,
     epilogue: Epilogue,
-    /// The copy engine reads X and writes Y: it wants maps of them, which devices without one do not make.
+    /// Whether the copy engine reads X and writes Y. It needs tensor maps, which devices without a copy engine do not
+    /// create.
     maps: bool,
 }
 
@@ -57,15 +58,15 @@ impl Takes {
         Ok(Self { x_box_rows, escapes, epilogue, maps: spec.op.instructions().has(Instruction::TensorCopy) })
     }
 
-    /// Columns of `Y` from `n` rows of weights.
+    /// Returns the columns of `Y` for `n` rows of weights.
     fn columns(self, n: u64) -> u64 {
         if self.epilogue == Epilogue::SiluMul { n / 2 } else { n }
     }
 
-    /// Checks the operands, without the context's memory.
+    /// Checks the operands, but not the context's memory.
     fn check(self, own: usize, x: &Place, w: &Weights, y: &Place) -> Result<(), LaunchError> {
         check_product(own, x, w.shape, self.columns(w.shape[0]), y, w.spans.iter().cloned())?;
-        // The copy engine reads X, and writes Y of some variants; others write rows of n one after the other.
+        // The copy engine reads X, and writes Y in some variants; other variants write contiguous rows of n.
         x.check_rows_aligned("x")?;
         y.check_rows_aligned("y")?;
         y.check_dense("y")?;
@@ -91,7 +92,7 @@ impl PackedGemm {
     /// Wraps a kernel of `gemm_mma` or `gemm_wgmma`.
     ///
     /// # Errors
-    /// A kernel of another family.
+    /// The kernel belongs to another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         let takes = Takes::of(kernel.spec()).or_else(|refusal| kernel.refuse(refusal))?;
         Ok(Self { kernel, takes })
@@ -102,24 +103,24 @@ impl PackedGemm {
         &self.kernel
     }
 
-    /// What a launch at batch `m` needs from an execution context.
+    /// Returns the context size for a launch at batch `m`.
     pub fn context_size(&self, m: u32, w: &DevicePacked) -> ContextSize {
         self.context_size_of(m, w.grid())
     }
 
-    /// The same for weights of this shape.
+    /// Returns the context size for weights of this shape.
     pub(crate) fn context_size_of(&self, m: u32, w: TileGrid) -> ContextSize {
         self.kernel.plan().workspace(problem(m, w), self.kernel.device().info().sms).into()
     }
 
-    /// Enqueues the product on the context's stream. `y` is overwritten, or added to by a `store_add` variant; of a
-    /// `silu_mul` variant it is `[m, n / 2]`. Rows of `x` may be apart, by a multiple of 8 elements; those of `y` are
-    /// not.
+    /// Enqueues the product on the context's stream. `y` is overwritten, or added to by a `store_add` variant; for a
+    /// `silu_mul` variant it is `[m, n / 2]`. Rows of `x` may have a pitch that is a multiple of 8 elements; rows of
+    /// `y` are contiguous.
     ///
     /// # Errors
-    /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
-    /// kernel takes; weights with escapes for a variant without; an execution context that is too small; blocks that
-    /// would wait for each other and do not fit the device; or an error of the driver.
+    /// Operands whose shapes do not match, that overlap or are on another device, whose address or pitch the kernel
+    /// does not support; weights with escapes for a variant without; an execution context that is too small; blocks
+    /// that wait for each other and do not fit the device; or a driver error.
     pub fn enqueue(
         &self,
         ctx: &mut ExecContext,
@@ -129,15 +130,14 @@ impl PackedGemm {
     ) -> Result<(), DeviceError> {
         let ContextParts { stream, workspace, .. } = ctx.parts();
         match self.prepare(workspace, x.place(), w, y.place())? {
-            // SAFETY: prepared with this workspace; the views were held against their memory when they were made.
+            // SAFETY: prepared with this workspace; views were checked against their memory when they were created.
             // Dropping a buffer waits for the kernel.
             Some(launch) => unsafe { launch.enqueue(stream) },
             None => Ok(()),
         }
     }
 
-    /// Checks everything that can be refused at these operands, without enqueuing anything. `None` where there is
-    /// nothing to compute.
+    /// Checks the operands without enqueuing anything. Returns `None` if there is nothing to compute.
     pub(crate) fn prepare(
         &self,
         workspace: &Workspace,
@@ -177,7 +177,7 @@ impl PackedGemm {
             workspace: workspace.partials.address(),
             counters: workspace.counters.address(),
             scale: w.window().scale(),
-            // Below 2^32: checked when the tensor was made.
+            // Below 2^32: checked when the tensor was created.
             escape_words: w.escapes().len() as u32,
             m,
             n,
@@ -191,7 +191,7 @@ impl PackedGemm {
     }
 }
 
-/// A product whose operands were checked, with the arguments of its kernel.
+/// A product with checked operands and the arguments of its kernel.
 pub(crate) struct PackedLaunch<'k> {
     kernel: &'k LoadedKernel,
     problem: GemmShape,
@@ -202,11 +202,11 @@ impl PackedLaunch<'_> {
     /// Enqueues the product.
     ///
     /// # Safety
-    /// The memory of the operands and of the workspace is there until the work is done, and `stream` is the one that
-    /// the workspace belongs to.
+    /// The memory of the operands and of the workspace stays allocated until the work is done, and `stream` is the
+    /// stream to which the workspace belongs.
     pub(crate) unsafe fn enqueue(&self, stream: &Stream) -> Result<(), DeviceError> {
-        // SAFETY: `prepare` has held shapes, pitches, places and the workspace's size against this problem; the kernel
-        // bounds what heads and lists lead to. The rest is the caller's promise.
+        // SAFETY: `prepare` has checked shapes, pitches, places and the workspace's size against this problem; the
+        // kernel bounds-checks heads and lists. The rest is the caller's promise.
         unsafe { self.kernel.launch(stream, self.problem, &self.args) }
     }
 }
@@ -236,7 +236,7 @@ mod tests {
         Place::new(0, address, rows, cols, pitch, u64::MAX).unwrap()
     }
 
-    /// A driver of a device without a copy engine may refuse to make one.
+    /// The driver of a device without a copy engine may refuse to create tensor maps.
     #[test]
     fn only_tma_variants_need_maps() {
         for (name, maps) in [

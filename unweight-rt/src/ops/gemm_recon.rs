@@ -20,7 +20,7 @@ use crate::{
     weight::{self, ExponentView, PaletteView},
 };
 
-/// A matmul kernel.
+/// A reconstructive matmul kernel.
 #[derive(Clone, Debug)]
 pub struct Matmul {
     kernel: Arc<LoadedKernel>,
@@ -48,10 +48,10 @@ fn check(
 }
 
 impl Matmul {
-    /// Wraps a kernel of the matmul family.
+    /// Wraps a kernel of family `gemm_recon`.
     ///
     /// # Errors
-    /// A kernel of another family.
+    /// The kernel belongs to another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::GemmRecon(spec) => Ok(Self { kernel, spec }),
@@ -64,12 +64,12 @@ impl Matmul {
         &self.kernel
     }
 
-    /// Enqueues the product with weights of decoded exponents on the context's stream. `y` is overwritten, or added to
+    /// Enqueues the product with weights as decoded exponents on the context's stream. `y` is overwritten, or added to
     /// by a `store_add` variant.
     ///
     /// # Errors
-    /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
-    /// kernel takes; or an error of the driver.
+    /// Operands whose shapes do not match, that overlap or are on another device, whose address or pitch the kernel
+    /// does not support; or a driver error.
     pub fn exponent(
         &self,
         ctx: &mut ExecContext,
@@ -82,15 +82,15 @@ impl Matmul {
         }
         let exponents = Expected { name: "exponents", buffer: w.exponents, bytes: w.grid.tiles() * 4096 };
         let args = self.args(x, w.grid, w.sign_mantissa, exponents, &[], y)?;
-        // SAFETY: `args` has held shapes, sizes and places against this problem.
+        // SAFETY: `args` has checked shapes, sizes and places against this problem.
         unsafe { self.enqueue(ctx, args) }
     }
 
-    /// Enqueues the product with weights of palette indices on the context's stream. `y` is overwritten, or added to by
+    /// Enqueues the product with weights as palette indices on the context's stream. `y` is overwritten, or added to by
     /// a `store_add` variant.
     ///
     /// # Errors
-    /// As for [`Matmul::exponent`], and weights with more verbatim rows in a tile than the variant has room for.
+    /// As for [`Matmul::exponent`]; or weights with more verbatim rows in a tile than the variant supports.
     pub fn palette(
         &self,
         ctx: &mut ExecContext,
@@ -117,7 +117,7 @@ impl Matmul {
         args.palette = w.palette.address();
         // Below 2^32: checked when the tensor was uploaded.
         args.verbatim_rows = (w.verbatim_exponents.len() / 64) as u32;
-        // SAFETY: `args` and the lines above: shapes and sizes are checked; the kernel bounds verbatim rows by their
+        // SAFETY: `args` and the lines above have checked shapes and sizes; the kernel bounds verbatim rows by their
         // count.
         unsafe { self.enqueue(ctx, args) }
     }
@@ -144,7 +144,7 @@ impl Matmul {
         check_all().or_else(|refusal| self.kernel.refuse(refusal))?;
         let (m, n, k) = (x.rows, y.cols, x.cols);
         let device = self.kernel.device();
-        // A batch without rows has no tensor map and, below, no blocks.
+        // A batch without rows has no tensor map, and results in no blocks.
         let map = |params: TensorMapParams| {
             if m == 0 { Ok(bytemuck::Zeroable::zeroed()) } else { params.encode(device) }
         };
@@ -166,7 +166,7 @@ impl Matmul {
     }
 
     /// # Safety
-    /// The addresses name memory of the sizes that the shape asks for.
+    /// The addresses point to memory of the sizes that the shape requires.
     unsafe fn enqueue(&self, ctx: &ExecContext, args: GemmReconArgs) -> Result<(), DeviceError> {
         let problem = GemmShape { m: args.m, n: args.n, k: args.k };
         // SAFETY: the caller's promise. Dropping a buffer waits for the kernel.
@@ -174,7 +174,7 @@ impl Matmul {
     }
 }
 
-/// A buffer of a weight with the bytes that its grid asks for.
+/// A buffer of a weight and the size that its grid requires.
 #[derive(Clone, Copy)]
 struct Expected<'a> {
     name: &'static str,

@@ -1,10 +1,10 @@
-//! The KV cache of a layer: pages of 64 tokens, and per sequence a table of its pages.
+//! The KV cache of a layer: pages of 64 tokens, and a page table per sequence.
 //!
 //! ```text
 //! cache   bf16 [layer][page][kv_head][K | V][64 tokens * head_dim], one allocation
 //! ```
-//! A sequence's token `t` is token `t % 64` of the page that its table has at `t / 64`. [`unweight_codegen::kv`]
-//! defines the place of an element in its page, for hosts and kernels.
+//! Token `t` of a sequence is token `t % 64` of the page at index `t / 64` of its table. [`unweight_codegen::kv`]
+//! defines the offset of an element in its page, for hosts and kernels.
 
 use std::{marker::PhantomData, ops::Range};
 
@@ -16,10 +16,10 @@ use crate::device::{Device, DeviceBuffer, LaunchError, view::check_device};
 /// The position of a padding row of a batch.
 pub const PAD_POSITION: u32 = u32::MAX;
 
-/// Bytes of a bf16.
+/// Bytes of a BF16 element.
 const ELEMENT: u64 = 2;
 
-/// Pages, heads and their size: the same for every layer of a cache.
+/// The number of pages, the number of heads and the head size, which are equal in all layers of a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvShape {
     pages: u32,
@@ -28,10 +28,11 @@ pub struct KvShape {
 }
 
 impl KvShape {
-    /// A cache of `pages` pages of [`PAGE_TOKENS`] tokens, `kv_heads` heads of `head_dim` elements each.
+    /// Creates the shape of a cache with `pages` pages of [`PAGE_TOKENS`] tokens and `kv_heads` heads of `head_dim`
+    /// elements.
     ///
     /// # Errors
-    /// [`LaunchError::HeadDim`]; [`LaunchError::TooLarge`]: a layer of more than 2^48 elements.
+    /// [`LaunchError::HeadDim`]; [`LaunchError::TooLarge`] if a layer has more than 2^48 elements.
     pub fn new(pages: u32, kv_heads: u32, head_dim: u32) -> Result<Self, LaunchError> {
         check_head_dim(head_dim)?;
         let shape = Self { pages, kv_heads, head_dim };
@@ -49,33 +50,33 @@ impl KvShape {
         }
     }
 
-    /// Pages of a layer.
+    /// Returns the number of pages in a layer.
     pub fn pages(&self) -> u32 {
         self.pages
     }
 
-    /// Heads of keys and values.
+    /// Returns the number of key heads, which is also the number of value heads.
     pub fn kv_heads(&self) -> u32 {
         self.kv_heads
     }
 
-    /// Elements of a head.
+    /// Returns the number of elements in a head.
     pub fn head_dim(&self) -> u32 {
         self.head_dim
     }
 
-    /// Elements of one page of one layer.
+    /// Returns the number of elements in one page of one layer.
     pub fn page_elements(&self) -> u64 {
         u64::from(self.kv_heads) * u64::from(2 * PAGE_TOKENS * self.head_dim)
     }
 
-    /// Elements of a layer.
+    /// Returns the number of elements in a layer.
     pub fn layer_elements(&self) -> u64 {
-        // At most 2^48: checked when it was made.
+        // At most 2^48: checked on creation.
         u64::from(self.pages) * self.page_elements()
     }
 
-    /// The place of an element in its layer: `token` of 0..64 in a page, `index` in a head.
+    /// Returns the offset of an element in its layer: `token` is 0..64 in a page, `index` is in a head.
     pub fn element(&self, page: u32, kv_head: u32, half: KvHalf, token: u32, index: u32) -> u64 {
         let head = u64::from(page) * u64::from(self.kv_heads) + u64::from(kv_head);
         let tile = 2 * head + u64::from(half == KvHalf::Value);
@@ -83,7 +84,7 @@ impl KvShape {
     }
 }
 
-/// Sizes of heads that kernels take: pairs of elements that are rotated together are in whole chunks of 8.
+/// Checks that kernels support the head size: elements that are rotated together are in whole chunks of 8.
 pub(crate) fn check_head_dim(head_dim: u32) -> Result<(), LaunchError> {
     if head_dim.is_multiple_of(16) && (16..=256).contains(&head_dim) {
         Ok(())
@@ -92,28 +93,28 @@ pub(crate) fn check_head_dim(head_dim: u32) -> Result<(), LaunchError> {
     }
 }
 
-/// One layer of a cache, to be read and written.
+/// One layer of a cache, for reading and writing.
 ///
-/// Which pages a sequence has is said by tables on the device. A page number outside of the layer is not followed:
-/// kernels skip it, and [`ExecContext::synchronize`](crate::exec::ExecContext::synchronize) reports it.
+/// Tables on the device assign pages to sequences. Kernels skip a page index outside of the layer, and
+/// [`ExecContext::synchronize`](crate::exec::ExecContext::synchronize) reports it.
 #[derive(Debug)]
 pub struct KvLayer<'a> {
     device: usize,
     address: u64,
     shape: KvShape,
-    /// Elements from the address to the end of the cache.
+    /// The number of elements from the address to the end of the cache.
     elements: u64,
     memory: PhantomData<&'a mut [u16]>,
 }
 
 impl<'a> KvLayer<'a> {
-    /// Layer `layer` of a cache, counted from 0.
+    /// Returns layer `layer` of a cache, counted from 0.
     ///
     /// # Errors
-    /// [`LaunchError::Range`]: the buffer ends before the layer does.
+    /// [`LaunchError::Range`] if the buffer ends before the layer does.
     pub fn new(cache: &'a mut DeviceBuffer<u16>, shape: KvShape, layer: u32) -> Result<Self, LaunchError> {
         let (len, have) = (shape.layer_elements(), cache.len() as u64);
-        // Below 2^80 in u128, so nothing is lost.
+        // Below 2^80, so it fits u128.
         let end = (u128::from(layer) + 1) * u128::from(len);
         let at = len.saturating_mul(layer.into());
         if end > u128::from(have) {
@@ -124,23 +125,23 @@ impl<'a> KvLayer<'a> {
         Ok(Self { device: cache.device().ordinal(), address, shape, elements, memory: PhantomData })
     }
 
-    /// One layer in memory that something else owns.
+    /// Returns one layer in memory that something else owns.
     ///
     /// # Safety
     /// `address` is the device address of a layer of this shape on `device`, a multiple of 16. The memory stays
-    /// allocated, and nothing else reads or writes it, until the work that is given this layer is done; in a capture,
-    /// as often as the graph runs.
+    /// allocated, and nothing else reads or writes it, until all work that uses this layer is done, including every
+    /// replay of a graph that captured it.
     pub unsafe fn from_raw(device: &'a Device, address: u64, shape: KvShape) -> Self {
         let elements = shape.layer_elements();
         Self { device: device.ordinal(), address, shape, elements, memory: PhantomData }
     }
 
-    /// The same for a shorter time.
+    /// Returns this layer with a shorter borrow.
     pub fn reborrow(&mut self) -> KvLayer<'_> {
         KvLayer { memory: PhantomData, ..*self }
     }
 
-    /// Pages, heads and their size.
+    /// Returns pages, heads and head size.
     pub fn shape(&self) -> KvShape {
         self.shape
     }
@@ -150,18 +151,18 @@ impl<'a> KvLayer<'a> {
         self.address
     }
 
-    /// The addresses of its elements.
+    /// Returns the address range of the elements.
     pub fn span(&self) -> Range<u64> {
         self.address..self.address + self.shape.layer_elements() * ELEMENT
     }
 
-    /// Checks that the cache has this many layers from this one on.
+    /// Checks that the cache has at least this many layers from this one on.
     pub(crate) fn check_layers(&self, layers: u32) -> Result<(), LaunchError> {
         let (len, have) = (self.shape.layer_elements().saturating_mul(layers.into()), self.elements);
         if len <= have { Ok(()) } else { Err(LaunchError::Range { at: 0, len, have }) }
     }
 
-    /// Checks that it is on device `own`.
+    /// Checks that the layer is on device `own`.
     pub fn check_device(&self, own: usize) -> Result<(), LaunchError> {
         check_device("the KV cache", self.device, own)
     }
@@ -173,7 +174,7 @@ mod tests {
 
     use super::*;
 
-    /// Every element of a layer has a place of its own.
+    /// Every element of a layer has a distinct offset.
     #[test]
     fn kv_elements_fill_a_layer() {
         let shape = KvShape::new(2, 3, 48).unwrap();

@@ -1,12 +1,12 @@
-//! BF16 pages of a KV cache to packed pages, and the units of free pages back to their pool.
+//! Packs BF16 pages of a KV cache, and returns the BF16 units of freed pages to their pool.
 //!
 //! ```text
-//! step      hot pages of all layers --> packed pages, of each row whose newest token is the last of a page
-//! chunk     pages of one layer      --> packed pages, those of a list
-//! release   the units of the pages of a list are free again
+//! step      hot pages of all layers --> packed pages, for each row whose newest token completes a page
+//! chunk     listed pages of one layer --> packed pages
+//! release   frees the units of listed pages
 //! ```
-//! A unit is K or V of one KV head in a page. One whose exponents do not fit its window and record takes a BF16 unit of
-//! the pool. If none is free its values are lost and a flag says so: the caller must compute them again.
+//! A unit is K or V of one KV head in a page. A unit whose exponents do not fit its window and record is stored as a
+//! BF16 unit from the pool. If no unit is free, its values are lost and a flag is set: the caller must recompute them.
 
 use std::sync::Arc;
 
@@ -33,14 +33,14 @@ pub struct KvPack {
     spec: KvPackSpec,
 }
 
-/// Buffers of a launch, with their least lengths.
+/// Buffers of a launch, with their minimum lengths.
 type Lists<'a> = [(&'static str, &'a DeviceBuffer<u32>, u64)];
 
 impl KvPack {
-    /// Launches a kernel of family `kv_pack`.
+    /// Wraps a kernel of family `kv_pack`.
     ///
     /// # Errors
-    /// A kernel of another family.
+    /// The kernel belongs to another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::KvPack(spec) => Ok(Self { kernel, spec }),
@@ -53,14 +53,14 @@ impl KvPack {
         &self.kernel
     }
 
-    /// Enqueues the packing of the hot page of each of the first `m` rows whose newest token is the last of a page:
-    /// of all layers, to the page that the row's table has there ([`NO_PAGE`](super::kv_packed::NO_PAGE): to none).
-    /// `hot` are the hot pages of layer 0; those of the other layers follow at the distance of a layer. Sets
-    /// `lost[row]` to 1 if a unit of the row is lost. A page that a cache does not have is left out, and
+    /// Enqueues packing of the hot pages of all layers for each of the first `m` rows whose newest token completes a
+    /// page. The row's table contains the target page at that index ([`NO_PAGE`](super::kv_packed::NO_PAGE): not
+    /// packed). `hot` are the hot pages of layer 0; those of the other layers follow at a pitch of one layer. Sets
+    /// `lost[row]` to 1 if a unit of the row is lost. A page that a cache does not have is skipped, and
     /// [`ExecContext::synchronize`] reports it.
     ///
     /// # Errors
-    /// Operands that do not agree, overlap or are on another device; or an error of the driver.
+    /// Operands that do not match, overlap or are on another device; or a driver error.
     pub fn step(
         &self,
         ctx: &mut ExecContext,
@@ -98,8 +98,8 @@ impl KvPack {
         self.launch(ctx, &args)
     }
 
-    /// Enqueues the packing of the first `count` pages of `table` `[count]`, of one layer: page `i` comes from page
-    /// `first + i` of `source`. Sets `lost[0]` to 1 if a unit is lost.
+    /// Enqueues packing of pages of one layer to the first `count` pages of `table` `[count]`: entry `i` is packed from
+    /// page `first + i` of `source`. Sets `lost[0]` to 1 if a unit is lost.
     ///
     /// # Errors
     /// As for [`KvPack::step`].
@@ -131,8 +131,8 @@ impl KvPack {
         self.launch(ctx, &args)
     }
 
-    /// Enqueues the release of the units of the first `count` pages of `table`, in all layers of `cache`. The pages are
-    /// to be packed again before they are read.
+    /// Enqueues the release of the units of the first `count` pages of `table`, in all layers of `cache`. The pages
+    /// must be packed again before they are read.
     ///
     /// # Errors
     /// As for [`KvPack::step`].
@@ -167,7 +167,7 @@ impl KvPack {
         check_apart(("the list of lost rows", lost.span()), lists.iter().map(|(what, list, _)| (*what, list.span())))
     }
 
-    /// What all stages take.
+    /// Returns the arguments common to all stages.
     fn args(&self, ctx: &ExecContext, cache: &PackedLayers<'_>) -> KvPackArgs {
         let shape = cache.shape();
         let (packed_pitch, record_pitch) = cache.pitches();
@@ -194,9 +194,9 @@ impl KvPack {
             let limit = u32::MAX.into();
             return self.kernel.refuse(LaunchError::TooLarge { what: "units of the pages", value, limit });
         };
-        // SAFETY: lists were held against their lengths above, the caches against their memory when they were made; the
-        // kernel bounds pages, hot pages and units. The fault word lives as long as the context, on whose stream this
-        // runs. Dropping a buffer waits for the kernel.
+        // SAFETY: lists were checked against their lengths above, caches against their memory when they were created;
+        // the kernel bounds-checks pages, hot pages and units. The fault word lives as long as the context, on whose
+        // stream this runs. Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(ctx.stream(), GemmShape::rows(units), args) }
     }
 }

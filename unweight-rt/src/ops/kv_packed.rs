@@ -1,14 +1,14 @@
-//! A KV cache at 12 bits per element: packed pages of all layers, their records, and BF16 units for what a record has
-//! no room for (`docs/kv-cache.md`).
+//! A KV cache at 12 bits per element: packed pages of all layers, their records, and BF16 units for data that do not
+//! fit a record (`docs/kv-cache.md`).
 //!
 //! ```text
 //! packed    u8  [layer][page][kv_head][tile][K | V][24 * head_dim]
 //! records   u8  [layer][page][kv_head][K | V][32 or 48]
 //! units     u8  [unit][128 * head_dim], shared by all layers
-//! free      u32 [1 + units]: how many units are free, then their indices
+//! free      u32 [1 + units]: the number of free units, followed by their indices
 //! ```
-//! The page that a sequence is writing, its hot page, is a BF16 page of another cache ([`KvLayer`]). All earlier pages
-//! of the sequence are packed, so a token's position alone says where it is.
+//! The page that a sequence is currently writing, its hot page, is a BF16 page of another cache ([`KvLayer`]). All
+//! earlier pages of the sequence are packed, so a token's position alone determines where it is stored.
 
 use std::{marker::PhantomData, ops::Range};
 
@@ -19,7 +19,7 @@ use crate::{
     ops::kv::{KvLayer, KvShape},
 };
 
-/// An entry of a page table for a page that is never packed, because its sequence ends in it.
+/// The entry of a page table for a page that is never packed, because its sequence ends in it.
 pub const NO_PAGE: u32 = u32::MAX;
 
 /// Sizes of a packed KV cache.
@@ -29,27 +29,27 @@ pub struct PackedShape {
     pub kv: KvShape,
     /// The number of layers.
     pub layers: u32,
-    /// BF16 units, for all layers together.
+    /// The number of BF16 units, shared by all layers.
     pub units: u32,
 }
 
 impl PackedShape {
-    /// Sizes of a cache of `layers` layers with `units` BF16 units.
+    /// Creates the sizes of a cache with `layers` layers and `units` BF16 units.
     ///
     /// # Errors
-    /// [`LaunchError::HeadDim`]: heads of a size that pages cannot be packed for.
+    /// [`LaunchError::HeadDim`] if pages with this head size cannot be packed.
     pub fn new(kv: KvShape, layers: u32, units: u32) -> Result<Self, LaunchError> {
         let head_dim = kv.head_dim();
         if packed::takes(head_dim) { Ok(Self { kv, layers, units }) } else { Err(LaunchError::HeadDim { head_dim }) }
     }
 
-    /// Bytes of a page of one layer, its records included.
+    /// Returns the bytes of a page of one layer, including its records.
     pub fn page_bytes(kv_heads: u32, head_dim: u32) -> u64 {
         let head = packed::page_head_bytes(head_dim) + 2 * packed::record_bytes(head_dim);
         u64::from(kv_heads) * u64::from(head)
     }
 
-    /// Bytes of a BF16 unit, its entry in the list of free units included.
+    /// Returns the bytes of a BF16 unit, including its entry in the list of free units.
     pub fn unit_bytes(head_dim: u32) -> u64 {
         u64::from(packed::unit_bytes(head_dim)) + size_of::<u32>() as u64
     }
@@ -58,12 +58,12 @@ impl PackedShape {
         u64::from(self.kv.pages()) * u64::from(self.kv.kv_heads())
     }
 
-    /// Bytes of the packed pages of one layer.
+    /// Returns the bytes of the packed pages of one layer.
     fn layer_bytes(&self) -> u64 {
         self.heads() * u64::from(packed::page_head_bytes(self.kv.head_dim()))
     }
 
-    /// Bytes of the records of one layer.
+    /// Returns the bytes of the records of one layer.
     fn record_bytes(&self) -> u64 {
         self.heads() * 2 * u64::from(packed::record_bytes(self.kv.head_dim()))
     }
@@ -83,7 +83,7 @@ impl PackedKv {
     /// Allocates a cache; all its units are free.
     ///
     /// # Errors
-    /// [`DeviceError`] of the driver, or sizes beyond the address space.
+    /// A driver error, or sizes beyond the address space.
     pub fn new(stream: &Stream, shape: PackedShape) -> Result<Self, DeviceError> {
         let PackedShape { kv, layers, units } = shape;
         let bytes = |each: u64, count: u32| -> Result<usize, LaunchError> {
@@ -106,35 +106,35 @@ impl PackedKv {
         self.shape
     }
 
-    /// Units that are free, once everything before on `stream` is done. Waits.
+    /// Returns the number of free units. Waits for earlier work on `stream`.
     ///
     /// # Errors
-    /// What failed on the stream.
+    /// An error of earlier work on the stream.
     pub fn free_units(&self, stream: &Stream) -> Result<u32, DeviceError> {
         Ok(self.free.read(stream, 0, 1)?.first().copied().unwrap_or(0))
     }
 
-    /// All bytes of packed pages, for tests.
+    /// Returns all bytes of packed pages, for tests.
     pub fn packed_mut(&mut self) -> &mut DeviceBuffer<u8> {
         &mut self.packed
     }
 
-    /// All bytes of records, for tests.
+    /// Returns all bytes of records, for tests.
     pub fn records_mut(&mut self) -> &mut DeviceBuffer<u8> {
         &mut self.records
     }
 
-    /// All bytes of BF16 units, for tests.
+    /// Returns all bytes of BF16 units, for tests.
     pub fn units_mut(&mut self) -> &mut DeviceBuffer<u8> {
         &mut self.units
     }
 
-    /// How many units are free, then their indices, for tests.
+    /// Returns the number of free units, followed by their indices, for tests.
     pub fn free_mut(&mut self) -> &mut DeviceBuffer<u32> {
         &mut self.free
     }
 
-    /// All layers.
+    /// Returns all layers.
     pub fn layers(&mut self) -> PackedLayers<'_> {
         PackedLayers {
             shape: self.shape,
@@ -147,10 +147,10 @@ impl PackedKv {
         }
     }
 
-    /// Layer `layer`, counted from 0.
+    /// Returns layer `layer`, counted from 0.
     ///
     /// # Errors
-    /// [`LaunchError::Range`]: the cache has fewer layers.
+    /// [`LaunchError::Range`] if the cache has fewer layers.
     pub fn layer(&mut self, layer: u32) -> Result<PackedLayers<'_>, LaunchError> {
         let shape = self.shape;
         if layer >= shape.layers {
@@ -166,9 +166,9 @@ impl PackedKv {
     }
 }
 
-/// Layers of a packed cache, to be read and written: all of them, or one.
+/// Layers of a packed cache, for reading and writing: all layers or one.
 ///
-/// Page numbers come from tables on the device. Kernels skip one that is not in the cache, and
+/// Page indices come from tables on the device. Kernels skip an index that is not in the cache, and
 /// [`ExecContext::synchronize`](crate::exec::ExecContext::synchronize) reports it.
 #[derive(Debug)]
 pub struct PackedLayers<'a> {
@@ -187,32 +187,32 @@ impl PackedLayers<'_> {
         self.shape
     }
 
-    /// Address of the packed pages.
+    /// Returns the address of the packed pages.
     pub(crate) fn packed(&self) -> u64 {
         self.packed
     }
 
-    /// Address of the records.
+    /// Returns the address of the records.
     pub(crate) fn records(&self) -> u64 {
         self.records
     }
 
-    /// Address of the BF16 units.
+    /// Returns the address of the BF16 units.
     pub(crate) fn units(&self) -> u64 {
         self.units
     }
 
-    /// Address of the list of free units.
+    /// Returns the address of the list of free units.
     pub(crate) fn free(&self) -> u64 {
         self.free
     }
 
-    /// Bytes from layer to layer of packed pages, and of records.
+    /// Returns the pitch of layers in bytes, for packed pages and for records.
     pub(crate) fn pitches(&self) -> (u64, u64) {
         (self.shape.layer_bytes(), self.shape.record_bytes())
     }
 
-    /// The addresses of its pages, records and units.
+    /// Returns the address ranges of pages, records and units.
     pub(crate) fn spans(&self) -> [(&'static str, Range<u64>); 3] {
         let PackedShape { kv, layers, units } = self.shape;
         let span = |at: u64, bytes: u64| at..at + bytes;
@@ -226,7 +226,7 @@ impl PackedLayers<'_> {
         ]
     }
 
-    /// Checks that it is on device `own` and has heads of `head_dim` elements.
+    /// Checks that the layers are on device `own` and have heads of `head_dim` elements.
     pub(crate) fn check(&self, own: usize, head_dim: u32) -> Result<(), LaunchError> {
         let cache = self.shape.kv.head_dim();
         if cache != head_dim {
@@ -243,7 +243,7 @@ impl PackedLayers<'_> {
     }
 }
 
-/// The KV cache that the attention of single tokens reads and writes.
+/// The KV cache for attention of single tokens, which read and write it.
 #[derive(Debug)]
 pub enum DecodeCache<'a> {
     /// BF16 pages.
@@ -252,7 +252,7 @@ pub enum DecodeCache<'a> {
     Packed {
         /// One layer of packed pages.
         pages: PackedLayers<'a>,
-        /// The same layer's hot pages.
+        /// The hot pages of the same layer.
         hot: KvLayer<'a>,
         /// u32 `[m]` or more: the hot page of each row.
         hot_table: &'a DeviceBuffer<u32>,

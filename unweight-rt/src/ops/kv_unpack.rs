@@ -1,4 +1,4 @@
-//! Packed pages of a KV cache to BF16 pages: those of a sequence that a later chunk of its prompt attends to.
+//! Unpacks pages of a KV cache to BF16, for later chunks of a prompt that attend to them.
 
 use std::sync::Arc;
 
@@ -26,10 +26,10 @@ pub struct KvUnpack {
 }
 
 impl KvUnpack {
-    /// Launches a kernel of family `kv_unpack`.
+    /// Wraps a kernel of family `kv_unpack`.
     ///
     /// # Errors
-    /// A kernel of another family.
+    /// The kernel belongs to another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::KvUnpack(spec) => Ok(Self { kernel, spec }),
@@ -42,12 +42,12 @@ impl KvUnpack {
         &self.kernel
     }
 
-    /// Enqueues the unpacking of the first `count` pages of `table`, of one layer, to pages `0..count` of `out`. A page
-    /// or unit that the cache does not have, or that cannot be read, is left out, and [`ExecContext::synchronize`]
-    /// reports it; a unit that was lost is left out.
+    /// Enqueues unpacking of the first `count` pages of `table`, of one layer, to pages `0..count` of `out`. A page or
+    /// unit that the cache does not have, or that cannot be read, is skipped, and [`ExecContext::synchronize`] reports
+    /// it; a lost unit is skipped.
     ///
     /// # Errors
-    /// Operands that do not agree, overlap or are on another device; or an error of the driver.
+    /// Operands that do not match, overlap or are on another device; or a driver error.
     pub fn enqueue(
         &self,
         ctx: &mut ExecContext,
@@ -83,9 +83,9 @@ impl KvUnpack {
             units: shape.units,
         };
         let units = u64::from(count) * u64::from(shape.kv.kv_heads()) * 2;
-        // SAFETY: the table and the output were held against `count` above, the caches against their memory when they
-        // were made; the kernel bounds pages and units. The fault word lives as long as the context, on whose stream
-        // this runs. Dropping a buffer waits for the kernel.
+        // SAFETY: the table and the output were checked against `count` above, caches against their memory when they
+        // were created; the kernel bounds-checks pages and units. The fault word lives as long as the context, on whose
+        // stream this runs. Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(ctx.stream(), GemmShape::rows(u32::try_from(units).unwrap_or(u32::MAX)), &args) }
     }
 }

@@ -1,4 +1,4 @@
-//! Log probabilities of sampled tokens and of the likeliest ones, on the device.
+//! Computes log probabilities of sampled tokens and of the most likely tokens on the device.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::{
     exec::{ExecContext, operands::check_logits},
 };
 
-/// Words of a row of results: token and f32 of the sampled token and of the likeliest ones.
+/// Words per row of results: token and f32 of the sampled token and of the most likely tokens.
 pub const ROW_WORDS: usize = 2 * (1 + TOP_MAX as usize);
 
 /// A kernel of `logprobs`.
@@ -23,10 +23,10 @@ pub struct Logprobs {
 }
 
 impl Logprobs {
-    /// Launches a kernel of family `logprobs`.
+    /// Wraps a kernel of family `logprobs`.
     ///
     /// # Errors
-    /// A kernel of another family.
+    /// The kernel belongs to another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::Logprobs(_) => Ok(Self { kernel }),
@@ -35,13 +35,13 @@ impl Logprobs {
     }
 
     /// Enqueues the log probabilities of rows of `logits` `[m, V]`, V up to 2^20: of the token in `ids`, and of the
-    /// likeliest ones. `wanted` holds 0 for a row without, else 1 and the number of likeliest tokens, up to 20. `out`
-    /// has [`ROW_WORDS`] words per row: pairs of a token and the bits of an f32, those of the sampled token first;
-    /// `u32::MAX` and NaN where there is no token. Rows without are left alone.
+    /// most likely tokens. `wanted` is 0 for a row without log probabilities, else 1 + the number of most likely
+    /// tokens, up to 20. `out` has [`ROW_WORDS`] words per row: pairs of a token and the bits of an f32, the sampled
+    /// token first; unused pairs are `u32::MAX` and NaN. Rows without log probabilities are not written.
     ///
     /// # Errors
-    /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
-    /// kernel takes; or an error of the driver.
+    /// Operands whose shapes do not match, that overlap or are on another device, whose address or pitch the kernel
+    /// does not support; or a driver error.
     pub fn enqueue(
         &self,
         ctx: &mut ExecContext,
@@ -70,13 +70,13 @@ impl Logprobs {
             vocabulary: place.cols,
             reserved: 0,
         };
-        // SAFETY: shapes, pitch and places were checked above, the view against its memory when it was made, and each
-        // buffer has an entry for every row. Dropping a buffer waits for the kernel.
+        // SAFETY: shapes, pitch and places were checked above, the view against its memory when it was created, and
+        // each buffer has an entry for every row. Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(ctx.stream(), GemmShape::rows(place.rows), &args) }
     }
 }
 
-/// Whether these can be the logits, and the rows of wanted, ids and results.
+/// Checks the shape of the logits, and the lengths of `wanted`, ids and results.
 fn check_shapes(logits: &Place, [wanted, ids, out]: [usize; 3]) -> Result<(), LaunchError> {
     check_logits(logits, [("wanted", wanted), ("ids", ids), ("log probabilities", out)])
 }

@@ -1,7 +1,7 @@
 //! Launches, one module per kernel family.
 //!
-//! A launch takes views of its operands and a [`ExecContext`](crate::exec::ExecContext). Everything that can be wrong
-//! (shapes, pitches, alignment, devices, overlap, the context's size, the grid) is checked before anything is enqueued.
+//! A launch accepts views of its operands and an [`ExecContext`](crate::exec::ExecContext). All operand errors (shapes,
+//! pitches, alignment, devices, overlap, the context's size, the grid) are detected before anything is enqueued.
 
 pub mod attention;
 pub mod decode_compact;

@@ -23,10 +23,10 @@ pub struct Norm {
 }
 
 impl Norm {
-    /// Launches a kernel of family `norm`.
+    /// Wraps a kernel of family `norm`.
     ///
     /// # Errors
-    /// A kernel of another family.
+    /// The kernel belongs to another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::Norm(_) => Ok(Self { kernel }),
@@ -39,13 +39,14 @@ impl Norm {
         &self.kernel
     }
 
-    /// Enqueues the norm of the rows of `x` `[m, d]`, or of those that `rows` names: `y` has as many rows as are asked
-    /// for, and `rows` that many entries at least. `gamma` is `[d]`; `d` is a multiple of 8, at most 16384. An entry of
-    /// `rows` that is not a row of `x` gives zeros, or nothing is added; [`ExecContext::synchronize`] reports it.
+    /// Enqueues the norm of all rows of `x` `[m, d]`, or of those in the list `rows`: `y` has one row per requested
+    /// row, and `rows` has at least that many entries. `gamma` is `[d]`; `d` is a multiple of 8, at most 16384. For an
+    /// entry of `rows` that is not a row of `x`, zeros are stored, or nothing is added; [`ExecContext::synchronize`]
+    /// reports it.
     ///
     /// # Errors
-    /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
-    /// kernel takes; or an error of the driver.
+    /// Operands whose shapes do not match, that overlap or are on another device, whose address or pitch the kernel
+    /// does not support; or a driver error.
     pub fn enqueue(
         &self,
         ctx: &mut ExecContext,
@@ -67,7 +68,7 @@ impl Norm {
         self.launch(ctx, x, (gamma, eps), rows, y)
     }
 
-    /// Enqueues `y[r] = norm(y[r])`, of all rows.
+    /// Enqueues `y[r] = norm(y[r])` for all rows.
     ///
     /// # Errors
     /// As for [`Norm::enqueue`].
@@ -112,15 +113,15 @@ impl Norm {
             d: x.cols,
             reserved: 0,
         };
-        // SAFETY: shapes, pitches, places and the list's length were held against each other above, the views against
-        // their memory when they were made; the kernel bounds the entries of the list, and a thread writes what it
-        // alone has read. The fault word lives as long as the context, on whose stream this runs. Dropping a buffer
-        // waits for the kernel.
+        // SAFETY: shapes, pitches, places and the list's length were checked above, views against their memory when
+        // they were created; the kernel bounds-checks the entries of the list, and a thread writes only what no other
+        // thread reads. The fault word lives as long as the context, on whose stream this runs. Dropping a buffer waits
+        // for the kernel.
         unsafe { self.kernel.launch(ctx.stream(), GemmShape::rows(y.rows), &args) }
     }
 }
 
-/// Whether these can be the input, the list and the output of a norm.
+/// Checks the shapes of input, list and output of a norm.
 fn check_shapes(x: &Place, rows: Option<usize>, y: &Place) -> Result<(), LaunchError> {
     check_activations("x", x, COLUMNS_MAX)?;
     y.check_rows_aligned("y")?;

@@ -1,13 +1,13 @@
-//! Packing on the GPU (`docs/format.md` A.9): the bytes that the CPU makes.
+//! Packs weights on the GPU (`docs/format.md` A.9), with the same bytes as on the CPU.
 //!
 //! ```text
 //! DeviceMatrix ---stats---> 256 counts --host: window--> tiles --> containers, heads --host: words of the lists--> lists --> DevicePacked
 //! DeviceHuffman --full----> DeviceMatrix
 //! DevicePacked --unpack---> DeviceMatrix
 //! ```
-//! Packing reads the weights twice, and a third time where a row block has a list. The host looks twice: at the counts,
-//! by which the same code as on the CPU chooses the window or refuses, and at the sizes of the lists, so that nothing
-//! is allocated that is not needed.
+//! Packing reads the weights twice, and a third time if a row block has a list. The host reads results twice: the
+//! counts, from which the code that also runs on the CPU chooses the window or rejects the matrix, and the sizes of the
+//! lists. So sections are allocated at their exact size.
 
 use std::sync::Arc;
 
@@ -35,8 +35,8 @@ use crate::{
     weight::{self, DeviceHuffman, DevicePacked},
 };
 
-/// u32 words of the scratch before the words of each group of row blocks: 256 counts, and a u64, the place of an
-/// element without operand.
+/// The u32 words of the scratch before the words of each group of row blocks: 256 counts, and a u64, the index of an
+/// element without an exact operand.
 const SCRATCH_FIXED_WORDS: usize = 256 + 2;
 
 /// Why a matrix was not packed.
@@ -52,7 +52,7 @@ pub enum PackError {
 }
 
 impl PackError {
-    /// The stable code of this error; docs/reference/errors.md lists all.
+    /// Returns the stable code of this error; docs/reference/errors.md lists all.
     pub fn code(&self) -> &'static str {
         match self {
             Self::Unpackable(why) => why.code(),
@@ -61,7 +61,7 @@ impl PackError {
     }
 }
 
-/// The kernels that pack and unpack on one device, with their memory and their context.
+/// The kernels that pack and unpack on one device, with their memory and execution context.
 #[derive(Debug)]
 pub struct Packer {
     ctx: ExecContext,
@@ -80,7 +80,7 @@ struct Source {
 }
 
 impl Packer {
-    /// Compiles or finds the kernels. All work goes to `stream`. Memory grows with the largest tensor that is packed.
+    /// Compiles or finds the kernels. All work runs on `stream`. Memory grows with the largest packed tensor.
     ///
     /// # Errors
     /// The device or the compiler is missing, or failed.
@@ -98,27 +98,26 @@ impl Packer {
         })
     }
 
-    /// The stream that all of its work goes to.
+    /// Returns the stream of all its work.
     pub fn stream(&self) -> &Stream {
         self.ctx.stream()
     }
 
-    /// The packed tensor of a matrix without gaps: the same bytes as [`unweight_format::raw::packed::pack`]. Waits for
-    /// the stream.
+    /// Packs a contiguous matrix, with the same bytes as [`unweight_format::raw::packed::pack`]. Waits for the stream.
     ///
     /// # Errors
-    /// [`PackError`]; what is not packed and why is said there.
+    /// [`PackError`], which states why the matrix cannot be packed.
     pub fn pack(&mut self, weights: MatrixRef<'_>) -> Result<DevicePacked, PackError> {
         let source = self.source("weights", weights.place())?;
         self.pack_source(source)
     }
 
-    /// As [`Packer::pack`], into memory that is there: `packed` and `escape_heads` of the sizes that the shape asks
-    /// for, `escapes` of [`Packer::escape_words_max`] or more. Returns the window, and how many words of `escapes`
-    /// count. Waits for the stream.
+    /// Like [`Packer::pack`], but into allocated memory: `packed` and `escape_heads` have the sizes that the shape
+    /// requires, `escapes` has at least [`Packer::escape_words_max`] words. Returns the window and the number of used
+    /// words of `escapes`. Waits for the stream.
     ///
     /// # Errors
-    /// As [`Packer::pack`]; and sections of other sizes, on another device, or over the weights.
+    /// As [`Packer::pack`]; or sections of other sizes, on another device, or overlapping the weights.
     pub fn pack_at(
         &mut self,
         weights: MatrixRef<'_>,
@@ -150,25 +149,25 @@ impl Packer {
         Ok((window, words))
     }
 
-    /// As many words of escapes as a packed tensor of this shape can have.
+    /// Returns the maximum number of escape words in a packed tensor of this shape.
     pub fn escape_words_max(grid: TileGrid) -> usize {
-        // At most one element in 256, and 1.5 words for each.
+        // At most one element in 256 is an escape, with 1.5 words each.
         (grid.elements() / 256).saturating_mul(3).div_ceil(2)
     }
 
-    /// How often each exponent occurs in a matrix without gaps, of any shape. Waits for the stream.
+    /// Counts how often each exponent occurs in a contiguous matrix of any shape. Waits for the stream.
     ///
     /// # Errors
-    /// A matrix that is too large, or not where the kernels take it, or an error of the driver.
+    /// A matrix that is too large, whose device or address the kernels do not support, or a driver error.
     pub fn histogram(&mut self, weights: MatrixRef<'_>) -> Result<Histogram, DeviceError> {
         let source = self.source("weights", weights.place())?;
         self.count_exponents(source)
     }
 
-    /// The weights of a Huffman tensor, decoded. Waits for the stream.
+    /// Decodes the weights of a Huffman tensor. Waits for the stream.
     ///
     /// # Errors
-    /// `decoder` does not take the tensor or the output, or met metadata that leave their sections.
+    /// `decoder` does not support the tensor or the output, or the tensor's metadata point outside their sections.
     pub fn decode(
         &mut self,
         decoder: &Decoder,
@@ -179,7 +178,7 @@ impl Packer {
         self.ctx.synchronize()
     }
 
-    /// Enqueues the unpacking of a tensor to a matrix without gaps.
+    /// Enqueues the unpacking of a tensor to a contiguous matrix.
     ///
     /// # Errors
     /// `output` has another shape, overlaps the tensor, or is on another device.
@@ -187,11 +186,11 @@ impl Packer {
         self.unpack.enqueue(self.ctx.stream(), tensor, output)
     }
 
-    /// Enqueues the first `steps` of stats, tiles and lists once more, over what this packer made of these weights: for
-    /// measuring them. Allocates nothing if a tensor before was as large, so it can be captured.
+    /// Enqueues the first `steps` of stats, tiles and lists again on this packer's results for these weights, to
+    /// measure them. Allocates nothing if an earlier tensor was as large, so it can be captured.
     ///
     /// # Errors
-    /// Weights and tensor do not agree or are on another device.
+    /// Weights and tensor do not match or are on another device.
     #[doc(hidden)]
     pub fn again(
         &mut self,
@@ -210,8 +209,8 @@ impl Packer {
         self.enqueue_stats(source)?;
         let args = with_sections(self.args(source, tensor.window()), tensor);
         for kernel in [&self.tiles, &self.lists].into_iter().take(steps.saturating_sub(1)) {
-            // SAFETY: source and sections have the grid's sizes, the scratch a word for each group; `lists` writes no
-            // word past `escape_words`.
+            // SAFETY: source and sections have the grid's sizes, the scratch has a word for each group; `lists` writes
+            // no word past `escape_words`.
             unsafe { kernel.launch(self.ctx.stream(), problem(grid), &args) }?;
         }
         Ok(())
@@ -250,7 +249,7 @@ impl Packer {
         Ok(Window::covering(&self.count_exponents(source)?)?)
     }
 
-    /// Containers and heads, once the exponents were counted; and the words of the lists.
+    /// Writes containers and heads, after the exponents were counted; returns the number of words of the lists.
     fn pack_tiles(
         &mut self,
         source: Source,
@@ -260,8 +259,8 @@ impl Packer {
     ) -> Result<(PackArgs, usize), PackError> {
         let (grid, stream) = (source.grid, self.ctx.stream());
         let args = PackArgs { packed: packed.address(), escape_heads: heads.address(), ..self.args(source, window) };
-        // SAFETY: `source` and both sections have the sizes that the grid asks for (the callers'), the scratch a word
-        // for each group.
+        // SAFETY: `source` and both sections have the sizes that the grid requires (checked by the callers), the
+        // scratch has a word for each group.
         unsafe { self.tiles.launch(stream, problem(grid), &args) }?;
         let counted = self.scratch.read(stream, 256, 2 + self.groups(grid)?)?;
         let inexact = u64::from(counted[0]) | u64::from(counted[1]) << 32;
@@ -272,7 +271,7 @@ impl Packer {
         Ok((args, counted[2..].iter().map(|&words| words as usize).sum()))
     }
 
-    /// The lists, after [`Packer::pack_tiles`] with nothing between. Waits.
+    /// Writes the lists; directly follows [`Packer::pack_tiles`]. Waits.
     fn pack_lists(
         &self,
         grid: TileGrid,
@@ -284,8 +283,8 @@ impl Packer {
         if words == 0 {
             return Ok(());
         }
-        // Less than 2^27: a list has at most 1.5 words for an escape, escapes are at most one in 256 of less than 2^32
-        // elements.
+        // Below 2^27: a list has at most 1.5 words per escape, and at most one in 256 of fewer than 2^32 elements is an
+        // escape.
         let args = PackArgs { escapes: escapes.address(), escape_words: words as u32, ..args };
         // SAFETY: as for the containers; the kernel writes no word past `escape_words`.
         unsafe { self.lists.launch(self.ctx.stream(), problem(grid), &args) }?;
@@ -302,7 +301,7 @@ impl Packer {
         Ok(histogram)
     }
 
-    /// Memory for the counts of a matrix.
+    /// Allocates the scratch for a matrix.
     fn reserve(&mut self, grid: TileGrid) -> Result<(), DeviceError> {
         // Kernels count row blocks and elements of one exponent in 32 bits.
         if u32::try_from(grid.elements()).is_err() {
@@ -316,7 +315,7 @@ impl Packer {
         Ok(())
     }
 
-    /// Groups of row blocks: blocks of `lists`, for each of which the words of its lists are summed apart.
+    /// Returns the number of groups of row blocks: blocks of `lists`, each of which has its own sum of list words.
     fn groups(&self, grid: TileGrid) -> Result<usize, DeviceError> {
         Ok(self.lists.blocks(problem(grid))? as usize)
     }
@@ -328,8 +327,8 @@ impl Packer {
         let PackArgs { n, k, tile_rows, tile_cols, .. } = shape(source.grid);
         let (weights, histogram) = (source.address, self.scratch.address());
         let args = EncodeHuffmanArgs { weights, histogram, n, k, tile_rows, tile_cols, ..EncodeHuffmanArgs::default() };
-        // SAFETY: `source` has the grid's elements, the histogram 256 counts; without sign_mantissa nothing else is
-        // touched.
+        // SAFETY: `source` has the grid's elements, the histogram has 256 counts; without sign_mantissa, nothing else
+        // is accessed.
         unsafe { self.stats.launch(stream, problem(source.grid), &args) }
     }
 

@@ -1,5 +1,5 @@
-//! What a model does to its heads before attention: bias, QK-norm and rotation, for a chunk of one sequence, whose keys
-//! and values go to their pages of the KV cache.
+//! Prepares the heads of a chunk of one sequence for attention: bias, QK-norm and rotation. Stores keys and values to
+//! their pages of the KV cache.
 
 use std::sync::Arc;
 
@@ -30,13 +30,13 @@ pub struct RopeTable<'a> {
 }
 
 impl<'a> RopeTable<'a> {
-    /// A table for the first `rope_dim` elements of a head, a multiple of 4: elements `i` and `i + rope_dim / 2` are
-    /// turned together. A kernel with `adjacent` turns elements `2 * i` and `2 * i + 1` together, and has angles `i`
-    /// and `i + rope_dim / 4` next to each other.
+    /// Creates a table for the first `rope_dim` elements of a head, a multiple of 4: elements `i` and `i + rope_dim /
+    /// 2` are rotated together. A kernel with `adjacent` rotates elements `2 * i` and `2 * i + 1` together, and stores
+    /// angles `i` and `i + rope_dim / 4` next to each other.
     ///
     /// # Errors
-    /// [`LaunchError::RopeDim`]; [`LaunchError::Elements`]: the two differ in length, or hold no whole number of
-    /// positions.
+    /// [`LaunchError::RopeDim`]; [`LaunchError::Elements`] if the buffers differ in length, or do not contain a whole
+    /// number of positions.
     pub fn new(
         cosines: &'a DeviceBuffer<u16>,
         sines: &'a DeviceBuffer<u16>,
@@ -46,18 +46,18 @@ impl<'a> RopeTable<'a> {
         Ok(Self { cosines, sines, rope_dim, positions })
     }
 
-    /// Positions that it has.
+    /// Returns the number of positions in the table.
     pub fn positions(&self) -> u32 {
         self.positions
     }
 
-    /// Elements of a head that it rotates.
+    /// Returns the number of rotated elements in a head.
     pub fn rope_dim(&self) -> u32 {
         self.rope_dim
     }
 }
 
-/// Positions of a table of this many cosines and sines.
+/// Returns the number of positions in a table with this many cosines and sines.
 fn check_table(cosines: u64, sines: u64, rope_dim: u32) -> Result<u32, LaunchError> {
     if !rope_dim.is_multiple_of(4) || rope_dim == 0 {
         return Err(LaunchError::RopeDim { rope_dim, head_dim: 256 });
@@ -70,37 +70,37 @@ fn check_table(cosines: u64, sines: u64, rope_dim: u32) -> Result<u32, LaunchErr
         let expected = cosines.next_multiple_of(half);
         return Err(LaunchError::Elements { buffer: "the table of cosines", got: cosines, expected });
     }
-    // More positions than a u32 counts are as good as all of them.
+    // A table with more positions than fit u32 counts as unlimited.
     Ok(u32::try_from(cosines / half).unwrap_or(u32::MAX))
 }
 
-/// What is done to the heads of one layer.
+/// The operations on the heads of one layer.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct HeadOptions<'a> {
-    /// Q heads.
+    /// The number of Q heads.
     pub heads: u32,
     /// Cosines and sines.
     pub table: RopeTable<'a>,
-    /// Whether heads are rotated; otherwise the table only says how many positions there are.
+    /// Whether heads are rotated; otherwise the table only limits the positions.
     pub rotated: bool,
-    /// bf16 `[(heads + 2 * kv_heads) * head_dim]`, added to all of them.
+    /// The bias of all heads, bf16 `[(heads + 2 * kv_heads) * head_dim]`.
     pub bias: Option<&'a DeviceBuffer<u16>>,
-    /// bf16 `[head_dim]`, the weights of an RMSNorm of each q head.
+    /// The weights of an RMSNorm of each Q head, bf16 `[head_dim]`.
     pub q_norm: Option<&'a DeviceBuffer<u16>>,
-    /// The same of each k head.
+    /// The weights of an RMSNorm of each K head, bf16 `[head_dim]`.
     pub k_norm: Option<&'a DeviceBuffer<u16>>,
-    /// Added to the mean square by both norms.
+    /// The value that both norms add to the mean square.
     pub eps: f32,
 }
 
 impl<'a> HeadOptions<'a> {
-    /// Rotation alone.
+    /// Creates options with only a rotation.
     pub fn new(heads: u32, table: RopeTable<'a>) -> Self {
         Self { heads, table, rotated: true, bias: None, q_norm: None, k_norm: None, eps: 1e-6 }
     }
 
-    /// Whether heads are rotated.
+    /// Sets whether heads are rotated.
     #[must_use]
     pub fn rotated(mut self, rotated: bool) -> Self {
         self.rotated = rotated;
@@ -114,14 +114,14 @@ impl<'a> HeadOptions<'a> {
         self
     }
 
-    /// With norms of q and k heads.
+    /// Sets the norms of Q and K heads.
     #[must_use]
     pub fn norms(mut self, q: Option<&'a DeviceBuffer<u16>>, k: Option<&'a DeviceBuffer<u16>>, eps: f32) -> Self {
         (self.q_norm, self.k_norm, self.eps) = (q, k, eps);
         self
     }
 
-    /// The vectors and tables that are read, with what each must have.
+    /// Returns the vectors and tables to be read, with the required length of each.
     fn read(&self, kv: KvShape) -> impl Iterator<Item = (&'static str, &'a DeviceBuffer<u16>, Option<u32>)> {
         let columns = columns(self.heads, kv).and_then(|columns| u32::try_from(columns).ok());
         [
@@ -136,7 +136,7 @@ impl<'a> HeadOptions<'a> {
     }
 }
 
-/// Columns of Q, K and V together.
+/// Returns the number of columns of Q, K and V together.
 fn columns(heads: u32, kv: KvShape) -> Option<u64> {
     (u64::from(heads) + 2 * u64::from(kv.kv_heads())).checked_mul(kv.head_dim().into())
 }
@@ -149,10 +149,10 @@ pub struct Rope {
 }
 
 impl Rope {
-    /// Launches a kernel of family `rope`.
+    /// Wraps a kernel of family `rope`.
     ///
     /// # Errors
-    /// A kernel of another family.
+    /// The kernel belongs to another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         let Op::Rope(spec) = kernel.spec().op else {
             return kernel.refuse(LaunchError::Family { wanted: "a rotation of heads" });
@@ -165,14 +165,14 @@ impl Rope {
         &self.kernel
     }
 
-    /// Enqueues bias, norms and rotation of `qkv` `[m, (heads + 2 * kv_heads) * head_dim]`, tokens at positions
-    /// `start`, `start + 1`, ... of one sequence. Q heads are rewritten in place; keys and values go to `kv`, to the
-    /// pages that `pages` names, entry `i` for positions `64 * i` to `64 * i + 63`; what `qkv` has of them stays as it
-    /// was. A page that the cache does not have is left out, and [`ExecContext::synchronize`] reports it.
+    /// Enqueues bias, norms and rotation of `qkv` `[m, (heads + 2 * kv_heads) * head_dim]` for tokens at positions
+    /// `start`, `start + 1`, ... of one sequence. Q heads are rewritten in place. Keys and values are stored to the
+    /// pages of `kv` that `pages` lists, entry `i` for positions `64 * i` to `64 * i + 63`; their columns of `qkv` do
+    /// not change. A page that the cache does not have is skipped, and [`ExecContext::synchronize`] reports it.
     ///
     /// # Errors
-    /// Heads of another size than the kernel's, positions beyond the table or the pages; operands that do not agree,
-    /// overlap, or are on another device, at another address or pitch; or an error of the driver.
+    /// Heads of another size than the kernel's, positions beyond the table or the pages; operands that do not match,
+    /// overlap, are on another device, or have an unsupported address or pitch; or a driver error.
     pub fn enqueue(
         &self,
         ctx: &mut ExecContext,
@@ -218,14 +218,14 @@ impl Rope {
             rope_dim: if options.rotated { options.table.rope_dim } else { 0 },
             cache_pages: shape.pages(),
         };
-        // SAFETY: shapes, pitches, places and positions were held against each other above, the views against their
-        // memory when they were made; the kernel bounds the pages. The fault word lives as long as the context, on
-        // whose stream this runs. Dropping a buffer waits for the kernel.
+        // SAFETY: shapes, pitches, places and positions were checked above, views against their memory when they were
+        // created; the kernel bounds-checks the pages. The fault word lives as long as the context, on whose stream
+        // this runs. Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(ctx.stream(), GemmShape::rows(qkv.rows), &args) }
     }
 }
 
-/// Whether a kernel for heads of this size takes these.
+/// Checks that a kernel for heads of this size supports these shapes.
 fn check_shapes(own: u32, qkv: &Place, heads: u32, rope_dim: u32, kv: KvShape) -> Result<(), LaunchError> {
     let head_dim = kv.head_dim();
     if head_dim != own {
@@ -240,7 +240,7 @@ fn check_shapes(own: u32, qkv: &Place, heads: u32, rope_dim: u32, kv: KvShape) -
     qkv.check_rows_aligned("qkv")
 }
 
-/// Whether there are angles and pages for positions `start..start + m`.
+/// Checks that there are angles and pages for positions `start..start + m`.
 fn check_positions(start: u32, m: u32, positions: u32, pages: usize) -> Result<(), LaunchError> {
     let end = u64::from(start) + u64::from(m);
     let paged = (pages as u64).saturating_mul(PAGE_TOKENS.into());

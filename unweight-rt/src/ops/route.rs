@@ -1,5 +1,5 @@
-//! Routing of a mixture of experts: the choice of a router, the lists that grouped products work through, and the sum
-//! of each token's rows.
+//! Routing of a mixture of experts: the choice of experts, the lists for grouped products, and the sum of each token's
+//! rows.
 
 use std::sync::Arc;
 
@@ -16,14 +16,14 @@ use crate::{
     weight::room,
 };
 
-/// How a router's logits become experts and weights.
+/// How experts and weights follow from a router's logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RouterConfig {
     /// Experts per token.
     pub top_k: u32,
-    /// A token's weights add up to 1; otherwise they are shares of the softmax over all experts.
+    /// Whether a token's weights add up to 1; otherwise they are shares of the softmax over all experts.
     pub normalized: bool,
-    /// Weights are rounded to bf16.
+    /// Whether weights are rounded to bf16.
     pub rounded: bool,
 }
 
@@ -35,7 +35,7 @@ pub struct Router {
     combine: Arc<LoadedKernel>,
 }
 
-/// The variant of a stage on an architecture.
+/// Returns the variant of a stage on an architecture.
 pub(crate) fn variant(arch: Arch, stage: RouteStage) -> VariantSpec {
     VariantSpec::route(arch, RouteSpec { stage, pdl: arch.has(Instruction::DependentLaunch) })
 }
@@ -44,7 +44,7 @@ impl Router {
     /// Compiles or finds the kernels.
     ///
     /// # Errors
-    /// A kernel cannot be made, or the device failed.
+    /// A kernel cannot be compiled or loaded, or the device failed.
     pub fn of(kernels: &KernelSet) -> Result<Self, DeviceError> {
         let arch = kernels.device().info().arch;
         let stage = |stage| {
@@ -61,16 +61,16 @@ impl Router {
         })
     }
 
-    /// An error of routing, which names the sorting kernel.
+    /// Returns a routing error that names the sorting kernel.
     pub(crate) fn refuse<T>(&self, refusal: LaunchError) -> Result<T, DeviceError> {
         self.sort.refuse(refusal)
     }
 
-    /// Enqueues a router's choice among `experts` experts: of each row of `logits` `[tokens, experts]` the `top_k`
-    /// largest, of equal ones the lower expert first. `ids` and `weights` have `tokens * top_k` elements or more.
+    /// Enqueues the choice among `experts` experts: the `top_k` largest of each row of `logits` `[tokens, experts]`, of
+    /// equal logits the lower expert first. `ids` and `weights` have at least `tokens * top_k` elements.
     ///
     /// # Errors
-    /// Operands of other sizes or on another device, or an error of the driver.
+    /// Operands of other sizes or on another device, or a driver error.
     pub fn choose(
         &self,
         stream: &Stream,
@@ -103,14 +103,15 @@ impl Router {
             rounded: choice.rounded.into(),
             ..RouteArgs::default()
         };
-        // SAFETY: sizes were held against each other above; dropping a buffer waits for the kernel.
+        // SAFETY: sizes were checked above; dropping a buffer waits for the kernel.
         unsafe { self.topk.launch(stream, GemmShape::rows(place.rows), &args) }
     }
 
     /// Enqueues the lists of pairs by expert.
     ///
     /// # Safety
-    /// The addresses of `args` name memory of the sizes that its counts ask for, which lives until the work is done.
+    /// The addresses of `args` point to memory of the sizes that its counts require, which stays allocated until the
+    /// work is done.
     pub(crate) unsafe fn sort(&self, stream: &Stream, args: &RouteArgs) -> Result<(), DeviceError> {
         // SAFETY: the caller's promise.
         unsafe { self.sort.launch(stream, GemmShape::rows(1), args) }
@@ -127,7 +128,7 @@ impl Router {
     }
 }
 
-/// Checks that routing takes so many experts, and so many per token.
+/// Checks that routing supports this number of experts, and this number per token.
 pub(crate) fn check(experts: u32, top_k: u32) -> Result<(), LaunchError> {
     if (1..=RouteSpec::EXPERTS_MAX).contains(&experts) && (1..=RouteSpec::TOP_K_MAX).contains(&top_k) {
         Ok(())

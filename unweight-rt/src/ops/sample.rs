@@ -1,4 +1,4 @@
-//! The next token of each row: chosen from its logits, on the device.
+//! Samples the next token of each row from its logits on the device.
 
 use std::sync::Arc;
 
@@ -26,25 +26,25 @@ pub struct AdjustedSample {
     kernel: Arc<LoadedKernel>,
 }
 
-/// Adjustments of rows, and the states of tokens that they depend on.
+/// Adjustments of rows, and the token states on which they depend.
 #[derive(Debug)]
 pub struct RowAdjustments<'a> {
-    /// An entry per row.
+    /// One entry per row.
     pub rows: &'a DeviceBuffer<AdjustRow>,
-    /// An entry per slot and token. The caller guarantees that every slot that `rows` names is in it.
+    /// One entry per slot and token. The caller guarantees that it contains every slot in `rows`.
     pub tokens: &'a mut DeviceBuffer<TokenState>,
-    /// Entries from one slot to the next, at least the vocabulary and a multiple of 2.
+    /// The number of entries from one slot to the next; at least the vocabulary, and a multiple of 2.
     pub token_pitch: u32,
-    /// A bit per token that may be sampled; a mask has a word per 32 tokens. The caller guarantees that every mask that
-    /// `rows` names is in it.
+    /// One bit per token that may be sampled; a mask has one word per 32 tokens. The caller guarantees that it contains
+    /// every mask in `rows`.
     pub masks: &'a DeviceBuffer<u32>,
 }
 
 impl AdjustedSample {
-    /// Launches an adjusted kernel of family `sample`.
+    /// Wraps a kernel of family `sample` for adjusted logits.
     ///
     /// # Errors
-    /// Another kernel.
+    /// The kernel is of another kind.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::Sample(spec) if spec.adjusted => Ok(Self { kernel }),
@@ -52,9 +52,9 @@ impl AdjustedSample {
         }
     }
 
-    /// Enqueues the choice of a token for each row of `logits` that has adjustments: behind [`Sample::enqueue`] of the
-    /// same rows, whose token in `ids` it overwrites. `positions` holds what that has advanced it to. The token is
-    /// counted in its slot. Other rows stay as they are. A row of which no token may be sampled gets `u32::MAX`, and
+    /// Enqueues sampling for each row of `logits` that has adjustments. Runs after [`Sample::enqueue`] of the same
+    /// rows, whose token in `ids` it overwrites; `positions` are those that it has advanced. The token is counted in
+    /// its slot. Other rows do not change. If no token of a row may be sampled, its token is `u32::MAX`, and
     /// [`ExecContext::synchronize`] reports it.
     ///
     /// # Errors
@@ -101,17 +101,17 @@ impl AdjustedSample {
             vocabulary: place.cols,
             token_pitch,
         };
-        // SAFETY: as for `Sample`; token states have a row for every slot, and masks one
-        // for every mask, by the contract of `RowAdjustments`.
+        // SAFETY: as for `Sample`; by the contract of `RowAdjustments`, token states have a row for every slot, and
+        // masks one for every mask.
         unsafe { self.kernel.launch(ctx.stream(), GemmShape::rows(place.rows), &args) }
     }
 }
 
 impl Sample {
-    /// Launches a kernel of family `sample`.
+    /// Wraps a kernel of family `sample`.
     ///
     /// # Errors
-    /// A kernel of another family, or one for adjusted logits.
+    /// The kernel belongs to another family, or is for adjusted logits.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::Sample(spec) if !spec.adjusted => Ok(Self { kernel }),
@@ -124,16 +124,16 @@ impl Sample {
         &self.kernel
     }
 
-    /// Enqueues the choice of a token for each row of `logits` `[m, V]`, V up to 2^20. The others have an entry for
-    /// each row, or more: `rows` says how to choose, `positions` holds the position of the token whose logits these
-    /// are, and `ids` gets the token that was chosen, at that position plus 1, to which `positions` is set. A row at
-    /// [`PAD_POSITION`](crate::ops::kv::PAD_POSITION) is left alone. A token depends on its row alone: on the logits,
-    /// the parameters and the position, whatever else is in the batch. A row whose logits are all NaN gets `u32::MAX`,
+    /// Enqueues sampling for each row of `logits` `[m, V]`, V up to 2^20. The other buffers have at least one entry per
+    /// row. `rows` contains the sampling parameters. `positions` contains the position of the token whose logits these
+    /// are; it is advanced by 1. `ids` receives the sampled token, for the advanced position. A row at
+    /// [`PAD_POSITION`](crate::ops::kv::PAD_POSITION) is skipped. A token depends only on its row: on logits,
+    /// parameters and position, not on the rest of the batch. If all logits of a row are NaN, its token is `u32::MAX`,
     /// which is not a token, and [`ExecContext::synchronize`] reports it.
     ///
     /// # Errors
-    /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
-    /// kernel takes; or an error of the driver.
+    /// Operands whose shapes do not match, that overlap or are on another device, whose address or pitch the kernel
+    /// does not support; or a driver error.
     pub fn enqueue(
         &self,
         ctx: &mut ExecContext,
@@ -167,19 +167,19 @@ impl Sample {
             vocabulary: place.cols,
             token_pitch: 0,
         };
-        // SAFETY: shapes, pitch and places were held against each other above, the view against its memory when it was
-        // made, and each buffer has an entry for every row. The fault word lives as long as the context, on whose
-        // stream this runs. Dropping a buffer waits for the kernel.
+        // SAFETY: shapes, pitch and places were checked above, the view against its memory when it was created, and
+        // each buffer has an entry for every row. The fault word lives as long as the context, on whose stream this
+        // runs. Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(ctx.stream(), GemmShape::rows(place.rows), &args) }
     }
 }
 
-/// Whether these can be the logits, and the lengths of rows, positions and ids.
+/// Checks the shape of the logits, and the lengths of rows, positions and ids.
 fn check_shapes(logits: &Place, [rows, positions, ids]: [usize; 3]) -> Result<(), LaunchError> {
     check_logits(logits, [("rows", rows), ("positions", positions), ("ids", ids)])
 }
 
-/// Whether these can be the lengths of adjustments and token states, and the pitch of the states.
+/// Checks the lengths of adjustments and token states, and the pitch of the states.
 fn check_states(logits: &Place, adjusts: usize, tokens: usize, token_pitch: u32) -> Result<(), LaunchError> {
     if (adjusts as u64) < u64::from(logits.rows) {
         let (got, expected) = (adjusts as u64, logits.rows.into());

@@ -1,4 +1,4 @@
-//! Factors of activations: `y = factor * x`, `y += factor * x`; and soft caps: `y = factor * tanh(x / factor)`.
+//! Scales activations: `y = factor * x`, `y += factor * x`, or a soft cap `y = factor * tanh(x / factor)`.
 
 use std::sync::Arc;
 
@@ -25,10 +25,10 @@ pub struct Scale {
 }
 
 impl Scale {
-    /// Launches a kernel of family `scale`.
+    /// Wraps a kernel of family `scale`.
     ///
     /// # Errors
-    /// A kernel of another family.
+    /// The kernel belongs to another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         let Op::Scale(spec) = kernel.spec().op else {
             return kernel.refuse(LaunchError::Family { wanted: "a factor of activations" });
@@ -41,11 +41,11 @@ impl Scale {
         &self.kernel
     }
 
-    /// Enqueues `y[m, n] = factor * x[m, n]`, or what else the kernel's encoding is. `n` is a multiple of 8.
+    /// Enqueues `y[m, n] = factor * x[m, n]`, or the kernel's other form (add or soft cap). `n` is a multiple of 8.
     ///
     /// # Errors
-    /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
-    /// kernel takes; or an error of the driver.
+    /// Operands whose shapes do not match, that overlap or are on another device, whose address or pitch the kernel
+    /// does not support; or a driver error.
     pub fn enqueue(
         &self,
         ctx: &mut ExecContext,
@@ -62,7 +62,7 @@ impl Scale {
     /// Enqueues `y[m, n] *= factor`, or caps `y`.
     ///
     /// # Errors
-    /// As for [`Scale::enqueue`]; a kernel that adds.
+    /// As for [`Scale::enqueue`]; or the kernel adds.
     pub fn enqueue_in_place(&self, ctx: &mut ExecContext, y: MatrixMut<'_>, factor: f32) -> Result<(), DeviceError> {
         if self.spec.form == ScaleForm::Add {
             return self.kernel.refuse(LaunchError::Family { wanted: "a factor in place" });
@@ -89,13 +89,13 @@ impl Scale {
             reserved: 0,
         };
         let problem = GemmShape { m: y.rows, n: y.cols, k: 0 };
-        // SAFETY: shapes, pitches and places were held against each other above, the views against their memory when
-        // they were made; a thread writes what it alone has read. Dropping a buffer waits for the kernel.
+        // SAFETY: shapes, pitches and places were checked above, views against their memory when they were created; a
+        // thread writes only what no other thread reads. Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(ctx.stream(), problem, &args) }
     }
 }
 
-/// Whether these can be input and output.
+/// Checks the shapes of input and output.
 fn check_shapes(x: &Place, y: &Place) -> Result<(), LaunchError> {
     check_activations("x", x, u32::MAX)?;
     y.check_rows_aligned("y")?;

@@ -1,5 +1,5 @@
-//! The activation of a gated MLP, `y = silu(gate) * up`, where the product of gate and up was stored; the kernel may
-//! have another function of the gate.
+//! The activation of a gated MLP after a stored product of gate and up: `y = silu(gate) * up`, or another function of
+//! the gate.
 
 use std::sync::Arc;
 
@@ -27,10 +27,10 @@ pub struct SiluMul {
 }
 
 impl SiluMul {
-    /// Launches a kernel of family `silu_mul`.
+    /// Wraps a kernel of family `silu_mul`.
     ///
     /// # Errors
-    /// A kernel of another family.
+    /// The kernel belongs to another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         let Op::SiluMul(spec) = kernel.spec().op else {
             return kernel.refuse(LaunchError::Family { wanted: "an activation of a gated MLP" });
@@ -43,19 +43,18 @@ impl SiluMul {
         &self.kernel
     }
 
-    /// Enqueues `y[m, n] = silu(x[m, 0..n]) * x[m, n..2n]`, in fp32 and rounded once. `n` is a multiple of 8.
+    /// Enqueues `y[m, n] = silu(x[m, 0..n]) * x[m, n..2n]`, computed in fp32 and rounded once. `n` is a multiple of 8.
     ///
     /// # Errors
-    /// Operands whose shapes do not match, that overlap or are on another device, at another address or pitch than the
-    /// kernel takes; or an error of the driver.
+    /// Operands whose shapes do not match, that overlap or are on another device, whose address or pitch the kernel
+    /// does not support; or a driver error.
     pub fn enqueue(&self, ctx: &mut ExecContext, x: MatrixRef<'_>, y: MatrixMut<'_>) -> Result<(), DeviceError> {
         check_shapes(x.place(), y.place()).or_else(|refusal| self.kernel.refuse(refusal))?;
         let half = |cols| x.part(0..x.rows(), cols);
         self.enqueue_pair(ctx, half(0..y.cols())?, half(y.cols()..2 * y.cols())?, y)
     }
 
-    /// Enqueues `y[m, n] = silu(gate[m, n]) * up[m, n]` of two products in any memory; both
-    /// have the same pitch.
+    /// Enqueues `y[m, n] = silu(gate[m, n]) * up[m, n]` for two products in any memory; both have the same pitch.
     ///
     /// # Errors
     /// As for [`SiluMul::enqueue`].
@@ -87,12 +86,12 @@ impl SiluMul {
             reserved: 0,
         };
         let problem = GemmShape { m: y.rows, n: y.cols, k: 0 };
-        // SAFETY: shapes, pitches and places were held against each other above, the views against their memory when
-        // they were made. Dropping a buffer waits for the kernel.
+        // SAFETY: shapes, pitches and places were checked above, views against their memory when they were created.
+        // Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(ctx.stream(), problem, &args) }
     }
 
-    /// Checks the operands of [`SiluMul::launch_interleaved`], without enqueuing anything.
+    /// Checks the operands of [`SiluMul::launch_interleaved`] without enqueuing anything.
     ///
     /// # Errors
     /// As for [`SiluMul::enqueue`].
@@ -107,15 +106,15 @@ impl SiluMul {
         check().or_else(|refusal| self.kernel.refuse(refusal))
     }
 
-    /// Enqueues `y[m, n] = silu(gate[m, n]) * up[m, n]` of `x[m, 2n]`, in whose columns gate and up are interleaved:
-    /// [`Epilogue::GATE_ROWS`] of the gate, as many of the up, and so on.
+    /// Enqueues `y[m, n] = silu(gate[m, n]) * up[m, n]` for `x[m, 2n]`, in which [`Epilogue::GATE_ROWS`] columns of the
+    /// gate alternate with as many columns of the up.
     ///
     /// # Safety
-    /// [`SiluMul::check_interleaved`] takes these operands, or more rows of them; their memory is there until the work
-    /// is done.
+    /// [`SiluMul::check_interleaved`] accepts these operands, or more rows of them; their memory stays allocated until
+    /// the work is done.
     ///
     /// # Errors
-    /// An error of the driver.
+    /// A driver error.
     pub(crate) unsafe fn launch_interleaved(&self, stream: &Stream, x: &Place, y: &Place) -> Result<(), DeviceError> {
         const { assert!(Epilogue::GATE_ROWS == 8, "a thread takes as many columns") };
         let args = SiluMulArgs {
@@ -135,7 +134,7 @@ impl SiluMul {
     }
 }
 
-/// Whether these can be input and output.
+/// Checks the shapes of input and output.
 fn check_shapes(x: &Place, y: &Place) -> Result<(), LaunchError> {
     check_activations("y", y, u32::MAX / 2)?;
     x.check_rows_aligned("x")?;
@@ -146,7 +145,7 @@ fn check_shapes(x: &Place, y: &Place) -> Result<(), LaunchError> {
     }
 }
 
-/// Whether these can be two products and what becomes of them.
+/// Checks the shapes of two products and of their output.
 fn check_pair(gate: &Place, up: &Place, y: &Place) -> Result<(), LaunchError> {
     check_activations("y", y, u32::MAX / 2)?;
     gate.check_rows_aligned("the gate")?;

@@ -1,4 +1,4 @@
-//! Unpacking on the GPU (`docs/format.md` A.9): a packed tensor to a BF16 matrix.
+//! Unpacks a packed tensor to a BF16 matrix on the GPU (`docs/format.md` A.9).
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::{
     weight::{self, DevicePacked},
 };
 
-/// The kernel that writes the weights of a packed tensor as BF16 into the slot of an execution context, ahead of a
+/// The kernel that writes the weights of a packed tensor as BF16 into the slot of an execution context, before a
 /// product by cuBLAS.
 #[derive(Clone, Debug)]
 pub struct Unpacker {
@@ -25,7 +25,7 @@ impl Unpacker {
     /// Wraps a kernel.
     ///
     /// # Errors
-    /// A kernel of another family.
+    /// The kernel belongs to another family.
     pub fn new(kernel: Arc<LoadedKernel>) -> Result<Self, DeviceError> {
         match kernel.spec().op {
             Op::Unpack(_) => Ok(Self { kernel }),
@@ -33,7 +33,7 @@ impl Unpacker {
         }
     }
 
-    /// Enqueues the unpacking of a tensor to a matrix without gaps: an ordinary launch.
+    /// Enqueues the unpacking of a tensor to a contiguous matrix, as an ordinary launch.
     ///
     /// # Errors
     /// `output` has another shape, overlaps the tensor, or is on another device.
@@ -51,25 +51,25 @@ impl Unpacker {
         };
         check().or_else(|refusal| self.kernel.refuse(refusal))?;
         let args = PackArgs { weights: place.address, base: tensor.window().base().into(), ..shape(grid) };
-        // SAFETY: the sections have the sizes that the grid asks for or a count that bounds them, `output` has the
-        // grid's shape, and the kernel follows no index unchecked. Dropping a buffer waits for the kernel.
+        // SAFETY: the sections have the sizes that the grid requires or a count that bounds them, `output` has the
+        // grid's shape, and the kernel bounds-checks every index. Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(stream, problem(grid), &with_sections(args, tensor)) }
     }
 }
 
-/// Arguments with the sections of a packed tensor.
+/// Returns arguments with the sections of a packed tensor.
 pub(super) fn with_sections(args: PackArgs, tensor: &DevicePacked) -> PackArgs {
     PackArgs {
         packed: tensor.packed().address(),
         escape_heads: tensor.escape_heads().address(),
         escapes: tensor.escapes().address(),
-        // A count below 2^32: checked when the tensor was made.
+        // Below 2^32: checked when the tensor was created.
         escape_words: tensor.escapes().len() as u32,
         ..args
     }
 }
 
-/// Arguments with the shape and nothing else.
+/// Returns arguments with only the shape.
 pub(super) fn shape(grid: TileGrid) -> PackArgs {
     PackArgs {
         // A grid's dimensions fit 32 bits.

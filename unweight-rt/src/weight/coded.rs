@@ -1,5 +1,5 @@
-//! Coded exponents on the device: what the encodings share that store them as Huffman bits of tiles (`docs/format.md`
-//! A.4 - A.6).
+//! Coded exponents on the device: the sections shared by the encodings that store exponents as Huffman bits per tile
+//! (`docs/format.md` A.4 - A.6).
 
 use std::ops::Range;
 
@@ -11,7 +11,7 @@ use unweight_format::{
 use super::{device_shape, elements, most_verbatim, pods, verbatim_rows};
 use crate::device::{DeviceBuffer, DeviceError, Upload};
 
-/// The sections of coded exponents as host slices; they are not checked.
+/// The sections of coded exponents as unchecked host slices.
 #[derive(Clone, Copy, Debug)]
 pub struct CodedSections<'a> {
     /// u32 `[words]`, as bytes.
@@ -41,7 +41,7 @@ impl<'a, B: AsRef<[u8]>> From<&'a CodedExponents<B>> for CodedSections<'a> {
     }
 }
 
-/// What a decoder finds a row's bits by.
+/// The sections that a decoder needs to find and decode the bits of a row.
 #[derive(Debug)]
 pub(crate) struct DeviceCoded {
     pub grid: TileGrid,
@@ -56,7 +56,8 @@ pub(crate) struct DeviceCoded {
 }
 
 impl DeviceCoded {
-    /// Copies sections that were not checked. Only their sizes are held against the grid; decoders bound the rest.
+    /// Copies unchecked sections to the device. Checks only their sizes against the grid; decoders bounds-check the
+    /// rest.
     pub(super) fn from_sections(
         to: &mut impl Upload,
         grid: TileGrid,
@@ -80,7 +81,7 @@ impl DeviceCoded {
         })
     }
 
-    /// The addresses of its sections, but for palette and code.
+    /// Returns the address ranges of the sections, except palette and code.
     pub fn spans(&self) -> [(&'static str, Range<u64>); 4] {
         [
             ("encoded_exp", self.encoded_exp.span()),
@@ -90,7 +91,7 @@ impl DeviceCoded {
         ]
     }
 
-    /// Bytes of the buffers' elements.
+    /// Returns the total size of the buffers' elements in bytes.
     pub fn bytes(&self) -> usize {
         self.encoded_exp.bytes()
             + self.row_lengths.bytes()

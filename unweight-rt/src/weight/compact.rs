@@ -1,4 +1,4 @@
-//! The compact encoding (`docs/format.md` A.11): what is decoded on the device when it is loaded.
+//! Weights in the compact encoding (`docs/format.md` A.11) on the device.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use unweight_format::{
 use super::{count, device_shape};
 use crate::device::{Device, DeviceBuffer, DeviceError, LaunchError, Upload};
 
-/// A compact tensor on the device, with the table that kernels look its codes up in.
+/// A compact tensor on the device, with the table in which kernels look up its codes.
 #[derive(Debug)]
 pub struct DeviceCompact {
     grid: TileGrid,
@@ -26,7 +26,7 @@ impl DeviceCompact {
     /// Copies a tensor to the device. Waits for the copy.
     ///
     /// # Errors
-    /// More tiles or words than kernels count, not enough memory, or an error of the driver.
+    /// The tensor has more tiles or words than kernels can count, memory is short, or the driver failed.
     pub fn upload<B: AsRef<[u8]>>(mut to: impl Upload, tensor: &CompactTensor<B>) -> Result<Self, DeviceError> {
         check(tensor.grid(), tensor.streams().len() / 4, tensor.escapes().len() / 4)?;
         let table: Vec<u8> = tensor.book().kernel_table().into_iter().flat_map(u32::to_le_bytes).collect();
@@ -43,10 +43,10 @@ impl DeviceCompact {
         Ok(device)
     }
 
-    /// Sections that are there already.
+    /// Creates a tensor from sections on the device.
     ///
     /// # Errors
-    /// More tiles or words than kernels count.
+    /// The tensor has more tiles or words than kernels can count.
     pub(crate) fn new(
         grid: TileGrid,
         window: ClassWindow,
@@ -60,12 +60,12 @@ impl DeviceCompact {
         Ok(Self { grid, window, dense, tiles, streams, escapes, table })
     }
 
-    /// The device that holds it.
+    /// Returns the device of the tensor.
     pub fn device(&self) -> &Device {
         self.dense.device()
     }
 
-    /// The addresses of its sections.
+    /// Returns the address ranges of the sections.
     pub(crate) fn spans(&self) -> [(&'static str, Range<u64>); 5] {
         [
             ("dense", self.dense.span()),
@@ -76,7 +76,7 @@ impl DeviceCompact {
         ]
     }
 
-    /// Shape and tiling.
+    /// Returns shape and tiling.
     pub fn grid(&self) -> TileGrid {
         self.grid
     }
@@ -86,39 +86,39 @@ impl DeviceCompact {
         self.window
     }
 
-    /// u8 `[tiles, 5120]`.
+    /// Returns the dense section, u8 `[tiles, 5120]`.
     pub fn dense(&self) -> &DeviceBuffer<u8> {
         &self.dense
     }
 
-    /// u32 `[tiles + 1, 2]`.
+    /// Returns stream offset and escape head of each tile, u32 `[tiles + 1, 2]`.
     pub fn tiles(&self) -> &DeviceBuffer<u32> {
         &self.tiles
     }
 
-    /// u32 `[words]`.
+    /// Returns the code streams, u32 `[words]`.
     pub fn streams(&self) -> &DeviceBuffer<u32> {
         &self.streams
     }
 
-    /// u32 `[words]`: lists of escapes.
+    /// Returns the escape lists, u32 `[words]`.
     pub fn escapes(&self) -> &DeviceBuffer<u32> {
         &self.escapes
     }
 
-    /// u32 `[512]`.
+    /// Returns the table of codes, u32 `[512]`.
     pub fn table(&self) -> &DeviceBuffer<u32> {
         &self.table
     }
 
-    /// Bytes of all sections.
+    /// Returns the size of all sections in bytes.
     pub fn bytes(&self) -> u64 {
         let words = [&self.tiles, &self.streams, &self.escapes, &self.table];
         (self.dense.bytes() + words.iter().map(|words| words.bytes()).sum::<usize>()) as u64
     }
 }
 
-/// That kernels can count the tiles, and the words of streams and of escapes.
+/// Checks that kernels can count the tiles and the words of streams and escapes.
 fn check(grid: TileGrid, streams: usize, escapes: usize) -> Result<(), LaunchError> {
     device_shape(grid)?;
     count("words of streams", streams)?;

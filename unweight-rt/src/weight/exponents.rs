@@ -1,4 +1,4 @@
-//! Weights of other types than BF16 with coded exponents (`docs/format.md` A.12).
+//! Weights of types other than BF16 with coded exponents (`docs/format.md` A.12).
 
 use std::{borrow::Cow, ops::Range};
 
@@ -13,26 +13,26 @@ use super::{
 };
 use crate::device::{Device, DeviceBuffer, DeviceError, LaunchError, Upload};
 
-/// The sections of a tensor of exponents as host slices; they are not checked.
+/// The sections of an exponents tensor as unchecked host slices.
 #[derive(Clone, Copy, Debug)]
 pub struct ExponentsSections<'a> {
-    /// The type that section `float_format` names.
+    /// The type named by section `float_format`.
     pub float: Float,
     /// u8 `[bytes]`.
     pub fraction_bytes: &'a [u8],
     /// u8 `[bytes]`.
     pub fraction_bits: &'a [u8],
-    /// The sections that a decoder reads the exponents from.
+    /// The sections from which a decoder reads the exponents.
     pub exponents: CodedSections<'a>,
 }
 
-/// A tensor of exponents on the device: FP8, F16 or F32 weights that a decoder writes as they were
+/// An exponents tensor on the device: FP8, F16 or F32 weights that a decoder restores bit for bit
 /// ([`Decoder::elements`](crate::ops::decode_huffman::Decoder::elements)).
 #[derive(Debug)]
 pub struct DeviceExponents {
     float: Float,
     pub(crate) coded: DeviceCoded,
-    /// `fraction_bytes`, and `fraction_bits` behind them.
+    /// `fraction_bytes`, followed by `fraction_bits`.
     pub(crate) fractions: DeviceBuffer<u8>,
 }
 
@@ -40,7 +40,7 @@ impl DeviceExponents {
     /// Copies a tensor to the device. Waits for the copy.
     ///
     /// # Errors
-    /// Not enough memory, more tiles than kernels count, or an error of the driver.
+    /// Not enough memory, more tiles than kernels can count, or a driver error.
     pub fn upload<B: AsRef<[u8]>>(to: impl Upload, tensor: &ExponentsTensor<B>) -> Result<Self, DeviceError> {
         let sections = ExponentsSections {
             float: tensor.float(),
@@ -51,11 +51,11 @@ impl DeviceExponents {
         Self::from_sections(to, tensor.grid(), &sections)
     }
 
-    /// Copies sections that were not checked. Only their sizes are held against the grid; decoders bound the rest.
-    /// Waits for the copy.
+    /// Copies unchecked sections to the device. Checks only their sizes against the grid; decoders bounds-check the
+    /// rest. Waits for the copy.
     ///
     /// # Errors
-    /// BF16, which has encodings of its own, a section of another size, or as [`DeviceExponents::upload`].
+    /// `float` is BF16, which has other encodings, a section has a wrong size, or as [`DeviceExponents::upload`].
     pub fn from_sections(
         mut to: impl Upload,
         grid: TileGrid,
@@ -77,37 +77,37 @@ impl DeviceExponents {
         Ok(tensor)
     }
 
-    /// Type of the weights.
+    /// Returns the type of the weights.
     pub fn float(&self) -> Float {
         self.float
     }
 
-    /// Shape and tiling.
+    /// Returns shape and tiling.
     pub fn grid(&self) -> TileGrid {
         self.coded.grid
     }
 
-    /// Longest code, bits.
+    /// Returns the length of the longest code in bits.
     pub fn code_bits(&self) -> u32 {
         self.coded.code_bits
     }
 
-    /// The device that holds it.
+    /// Returns the device of the tensor.
     pub fn device(&self) -> &Device {
         self.fractions.device()
     }
 
-    /// Bytes of the buffers' elements: what a decoder reads at most.
+    /// Returns the size of the buffers' elements in bytes: the most that a decoder reads.
     pub fn bytes(&self) -> u64 {
         (self.fractions.bytes() + self.coded.bytes()) as u64
     }
 
-    /// Bytes of the weights themselves.
+    /// Returns the size of the decoded weights in bytes.
     pub fn decoded_bytes(&self) -> usize {
         self.grid().elements() * self.float.bytes()
     }
 
-    /// The addresses of its sections, but for palette and code.
+    /// Returns the address ranges of the sections, except palette and code.
     pub(crate) fn spans(&self) -> [(&'static str, Range<u64>); 5] {
         let [encoded, lengths, metadata, verbatim] = self.coded.spans();
         [("fractions", self.fractions.span()), encoded, lengths, metadata, verbatim]

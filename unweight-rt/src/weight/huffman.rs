@@ -1,4 +1,4 @@
-//! Huffman-coded exponents (`docs/format.md` A.4), and what decoders make of them.
+//! Weights with Huffman-coded exponents (`docs/format.md` A.4), and views of their decoded exponents.
 
 use std::ops::Range;
 
@@ -11,12 +11,12 @@ use super::{
 };
 use crate::device::{Device, DeviceBuffer, DeviceError, LaunchError, Upload};
 
-/// The sections of a Huffman tensor as host slices; they are not checked.
+/// The sections of a Huffman tensor as unchecked host slices.
 #[derive(Clone, Copy, Debug)]
 pub struct HuffmanSections<'a> {
     /// u8 `[n, k]`.
     pub sign_mantissa: &'a [u8],
-    /// The sections that a decoder reads the exponents from.
+    /// The sections from which a decoder reads the exponents.
     pub exponents: CodedSections<'a>,
 }
 
@@ -34,8 +34,8 @@ impl DeviceHuffman {
         Self::from_sections(to, tensor.grid(), &sections)
     }
 
-    /// Copies sections that were not checked. Only their sizes are held against the grid; decoders bound the rest.
-    /// Waits for the copy.
+    /// Copies unchecked sections to the device. Checks only their sizes against the grid; decoders bounds-check the
+    /// rest. Waits for the copy.
     pub fn from_sections(
         mut to: impl Upload,
         grid: TileGrid,
@@ -48,43 +48,43 @@ impl DeviceHuffman {
         Ok(tensor)
     }
 
-    /// Shape and tiling.
+    /// Returns shape and tiling.
     pub fn grid(&self) -> TileGrid {
         self.coded.grid
     }
 
-    /// Longest code, bits.
+    /// Returns the length of the longest code in bits.
     pub fn code_bits(&self) -> u32 {
         self.coded.code_bits
     }
 
-    /// Most verbatim rows in one tile.
+    /// Returns the maximum number of verbatim rows in a tile.
     pub fn max_verbatim_rows(&self) -> u32 {
         self.coded.max_verbatim_rows
     }
 
-    /// The device that holds it.
+    /// Returns the device of the tensor.
     pub fn device(&self) -> &Device {
         self.sign_mantissa.device()
     }
 
-    /// The addresses of its sections, but for palette and code.
+    /// Returns the address ranges of the sections, except palette and code.
     pub(crate) fn spans(&self) -> [(&'static str, Range<u64>); 5] {
         let [encoded, lengths, metadata, verbatim] = self.coded.spans();
         [("sign_mantissa", self.sign_mantissa.span()), encoded, lengths, metadata, verbatim]
     }
 
-    /// Bytes of the buffers' elements: what a decoder reads at most, `sign_mantissa` included.
+    /// Returns the size of the buffers' elements in bytes, including `sign_mantissa`: the most that a decoder reads.
     pub fn bytes(&self) -> u64 {
         (self.sign_mantissa.bytes() + self.coded_exponent_bytes()) as u64
     }
 
-    /// Bytes of everything but `sign_mantissa`.
+    /// Returns the size of everything except `sign_mantissa`, in bytes.
     pub fn coded_exponent_bytes(&self) -> usize {
         self.coded.bytes()
     }
 
-    /// The weights as a palette source, with the indices that a transcoder wrote to `palette_index`.
+    /// Returns the weights as a palette source, with the indices that a transcoder wrote to `palette_index`.
     pub fn as_palette<'a>(&'a self, palette_index: &'a DeviceBuffer<u8>) -> PaletteView<'a> {
         PaletteView {
             grid: self.coded.grid,
@@ -97,10 +97,10 @@ impl DeviceHuffman {
         }
     }
 
-    /// The same weights as palette indices, which a transcoder wrote; frees the codes.
+    /// Converts the tensor to the palette encoding, with indices that a transcoder wrote; frees the codes.
     ///
     /// # Errors
-    /// Indices of another number of tiles.
+    /// `palette_index` has the wrong size for this number of tiles.
     pub fn into_palette(self, palette_index: DeviceBuffer<u8>) -> Result<DevicePalette, LaunchError> {
         elements("palette_index", palette_index.len(), self.grid().tiles() * 2048)?;
         let Self { coded, sign_mantissa } = self;
@@ -109,13 +109,13 @@ impl DeviceHuffman {
         Ok(DevicePalette::of_parts(grid, max_verbatim_rows, sections))
     }
 
-    /// The weights as an exponent source, with the exponents that a decoder wrote to `exponents`.
+    /// Returns the weights as an exponent source, with the exponents that a decoder wrote to `exponents`.
     pub fn as_exponent<'a>(&'a self, exponents: &'a DeviceBuffer<u8>) -> ExponentView<'a> {
         ExponentView { grid: self.coded.grid, sign_mantissa: &self.sign_mantissa, exponents }
     }
 }
 
-/// Weights as the exponent source of a matmul.
+/// Weights as the exponent source of a matmul: decoded exponents, u8 each.
 #[derive(Clone, Copy, Debug)]
 pub struct ExponentView<'a> {
     pub(crate) grid: TileGrid,
@@ -124,7 +124,7 @@ pub struct ExponentView<'a> {
 }
 
 impl ExponentView<'_> {
-    /// Bytes that a matmul reads at least.
+    /// Returns the minimum number of bytes that a matmul reads.
     pub fn bytes(&self) -> usize {
         self.sign_mantissa.bytes() + self.exponents.bytes()
     }

@@ -1,4 +1,4 @@
-//! BF16, as activations and raw weights are.
+//! BF16 matrices on the device: activations and raw weights.
 
 use unweight_format::Matrix;
 
@@ -7,7 +7,7 @@ use crate::device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Stream, buf
 
 /// A BF16 matrix `[rows, cols]`, row-major, in its own buffer.
 ///
-/// Its buffer always has the elements that its shape asks for, so nothing can exchange it:
+/// The buffer always has exactly the elements of the matrix's shape, so no safe call can replace it:
 /// ```compile_fail,E0599
 /// # use unweight_rt::{DeviceBuffer, DeviceMatrix};
 /// fn shrink(matrix: &mut DeviceMatrix, short: DeviceBuffer<u16>) {
@@ -20,7 +20,7 @@ use crate::device::{DeviceBuffer, DeviceError, MatrixMut, MatrixRef, Stream, buf
 ///     std::mem::swap(matrix.data(), &mut short);
 /// }
 /// ```
-/// What can be done is to write its elements:
+/// Elements can be overwritten:
 /// ```
 /// # use unweight_rt::{DeviceError, DeviceMatrix, Stream};
 /// fn fill(stream: &Stream, matrix: &mut DeviceMatrix, elements: &[u16]) -> Result<(), DeviceError> {
@@ -35,70 +35,70 @@ pub struct DeviceMatrix {
 }
 
 impl DeviceMatrix {
-    /// A matrix of zeros. Waits for the stream.
+    /// Creates a matrix of zeros. Waits for the stream.
     pub fn zeroed(stream: &Stream, rows: u32, cols: u32) -> Result<Self, DeviceError> {
         let data = DeviceBuffer::zeroed(stream, length("elements", u64::from(rows) * u64::from(cols))?)?;
         Ok(Self { rows, cols, data })
     }
 
-    /// Copies `elements`, bit patterns of bf16, to the device.
+    /// Copies `bits`, BF16 bit patterns, to the device.
     pub fn from_host(stream: &Stream, rows: u32, cols: u32, bits: &[u16]) -> Result<Self, DeviceError> {
         elements("a matrix", bits.len(), length("elements", u64::from(rows) * u64::from(cols))?)?;
         Ok(Self { rows, cols, data: DeviceBuffer::from_host(stream, bits)? })
     }
 
-    /// A copy on the device. Waits for the stream.
+    /// Copies the matrix on the device. Waits for the stream.
     pub fn duplicate(&self, stream: &Stream) -> Result<Self, DeviceError> {
         Ok(Self { data: self.data.duplicate(stream)?, ..*self })
     }
 
-    /// Copies a matrix of the host to the device.
+    /// Copies a host matrix to the device.
     pub fn upload(stream: &Stream, matrix: Matrix<'_>) -> Result<Self, DeviceError> {
         // A grid's dimensions fit 32 bits.
         let (rows, cols) = (matrix.grid().rows() as u32, matrix.grid().cols() as u32);
-        // Matrices of a file are almost always aligned; others are copied once more.
+        // Matrices of a file are almost always aligned; others need one more copy.
         match bytemuck::try_cast_slice(matrix.bytes()) {
             Ok(bits) => Self::from_host(stream, rows, cols, bits),
             Err(_) => Self::from_host(stream, rows, cols, &pods(matrix.bytes())?),
         }
     }
 
-    /// Number of rows.
+    /// Returns the number of rows.
     pub fn rows(&self) -> u32 {
         self.rows
     }
 
-    /// Number of columns.
+    /// Returns the number of columns.
     pub fn cols(&self) -> u32 {
         self.cols
     }
 
-    /// Bytes of the elements.
+    /// Returns the size of the elements in bytes.
     pub fn bytes(&self) -> usize {
         self.data.bytes()
     }
 
-    /// The buffer of the elements, row-major.
+    /// Returns the buffer of the elements, row-major.
     pub fn data(&self) -> &DeviceBuffer<u16> {
         &self.data
     }
 
-    /// A view that launches read from.
+    /// Returns a view from which launches read.
     pub fn view(&self) -> MatrixRef<'_> {
         MatrixRef::whole(&self.data, self.rows, self.cols)
     }
 
-    /// A view that launches write to.
+    /// Returns a view to which launches write.
     pub fn view_mut(&mut self) -> MatrixMut<'_> {
         MatrixMut::whole(&mut self.data, self.rows, self.cols)
     }
 
-    /// Copies the elements to the host, behind the work on `stream`. Waits for the copy.
+    /// Copies the elements to the host, after earlier work on `stream`. Waits for the copy.
     pub fn to_host(&self, stream: &Stream) -> Result<Vec<u16>, DeviceError> {
         self.data.to_host(stream)
     }
 
-    /// Overwrites elements from `at` on, row after row. Waits for the copy.
+    /// Overwrites elements from index `at`, in row-major order. Waits for the copy.
     pub fn write(&mut self, stream: &Stream, at: usize, bits: &[u16]) -> Result<(), DeviceError> {
         self.data.write(stream, at, bits)
     }
@@ -108,7 +108,7 @@ impl DeviceMatrix {
         self.data.fill_bytes(stream, byte)
     }
 
-    /// Fills the padding behind the elements with a byte, as [`DeviceBuffer::fill_padding`] does.
+    /// Fills the padding after the elements with a byte, as [`DeviceBuffer::fill_padding`] does.
     pub fn fill_padding(&mut self, stream: &Stream, byte: u8) -> Result<(), DeviceError> {
         self.data.fill_padding(stream, byte)
     }

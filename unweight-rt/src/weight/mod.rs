@@ -1,9 +1,8 @@
-//! Weights on the device: one file an encoding, its sections as buffers in the layouts of `docs/format.md` part A.
-//!
-//! Each section has its own buffer, 256-byte aligned and readable past its end
-//! ([`DeviceBuffer::PAD_BYTES`](crate::device::DeviceBuffer::PAD_BYTES)). Uploading takes a validated tensor;
-//! `from_sections` takes anything, because kernels check what they follow. No safe call replaces a buffer of a weight:
-//! sizes are checked once, when it is made.
+//! Weights on the device. Each encoding has a file; its sections are buffers in the layouts of `docs/format.md` part A.
+//! Each section has its own buffer, which is 256-byte aligned and readable past its end
+//! ([`DeviceBuffer::PAD_BYTES`](crate::device::DeviceBuffer::PAD_BYTES)). `upload` requires a validated tensor;
+//! `from_sections` accepts unchecked sections, because kernels bounds-check every index that they read. No safe call
+//! replaces a buffer of a weight, so sizes are checked only once, on creation.
 
 mod coded;
 mod compact;
@@ -30,7 +29,7 @@ pub use self::{
 
 pub(crate) use self::{coded::DeviceCoded, packed::PackedEscapes};
 
-/// Kernels count tiles in 32 bits.
+/// Checks that the number of tiles fits the 32-bit counters of kernels.
 fn device_shape(grid: TileGrid) -> Result<(), LaunchError> {
     const LIMIT: u64 = (1 << 31) - 1;
     match grid.tiles() as u64 {
@@ -39,7 +38,7 @@ fn device_shape(grid: TileGrid) -> Result<(), LaunchError> {
     }
 }
 
-/// Checks that a buffer or section has the elements that a shape needs.
+/// Checks that a buffer or section has exactly the number of elements that a shape needs.
 pub(crate) fn elements(buffer: &'static str, got: usize, expected: usize) -> Result<(), LaunchError> {
     if got == expected {
         Ok(())
@@ -54,7 +53,7 @@ pub(crate) fn room(buffer: &'static str, have: usize, need: usize) -> Result<(),
     if have >= need { Ok(()) } else { Err(refusal) }
 }
 
-/// Rows of verbatim exponents, which kernels count in 32 bits.
+/// Checks a section of verbatim exponents: whole rows, which kernels count in 32 bits.
 fn verbatim_rows(bytes: &[u8]) -> Result<(), LaunchError> {
     if !bytes.len().is_multiple_of(64) {
         return Err(LaunchError::Partial { section: "verbatim_exponents", bytes: bytes.len() as u64, unit: 64 });
@@ -62,12 +61,12 @@ fn verbatim_rows(bytes: &[u8]) -> Result<(), LaunchError> {
     count("verbatim rows", bytes.len() / 64)
 }
 
-/// Words on the device as a section stores them. Waits.
+/// Copies u32 words from the device in the little-endian bytes of a stored section. Waits.
 pub(crate) fn stored_words(stream: &Stream, words: &DeviceBuffer<u32>) -> Result<Vec<u8>, DeviceError> {
     Ok(words.to_host(stream)?.iter().flat_map(|word| word.to_le_bytes()).collect())
 }
 
-/// A count below 2^32.
+/// Checks that a count fits 32 bits.
 pub(crate) fn count(what: &'static str, value: usize) -> Result<(), LaunchError> {
     match u32::try_from(value) {
         Ok(_) => Ok(()),
@@ -75,7 +74,7 @@ pub(crate) fn count(what: &'static str, value: usize) -> Result<(), LaunchError>
     }
 }
 
-/// The values in a section of any alignment.
+/// Reads the values of a section of any alignment.
 pub(crate) fn pods<T: Pod>(bytes: &[u8]) -> Result<Vec<T>, LaunchError> {
     if !bytes.len().is_multiple_of(size_of::<T>()) {
         let unit = size_of::<T>() as u64;
@@ -88,7 +87,7 @@ fn most_verbatim(metadata: &[TileMetadata]) -> u32 {
     metadata.iter().map(|tile| tile.bitmask().count_ones()).max().unwrap_or(0)
 }
 
-/// `[rows, columns]`.
+/// Returns `[rows, columns]`.
 pub(crate) fn shape(grid: TileGrid) -> [u64; 2] {
     [grid.rows() as u64, grid.cols() as u64]
 }

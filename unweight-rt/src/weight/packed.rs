@@ -1,4 +1,4 @@
-//! Packed weights on the device, 12 bits each (`docs/format.md` A.9).
+//! Packed weights on the device, 12 bits per weight (`docs/format.md` A.9).
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ use unweight_format::{
 use super::{count, device_shape, elements, room, stored_words};
 use crate::device::{Device, DeviceBuffer, DeviceError, LaunchError, Stream, Upload, view::check_device};
 
-/// A packed tensor on the device (`docs/format.md` A.9), which the matmuls of packed weights read.
+/// A packed tensor on the device (`docs/format.md` A.9), the input of packed matmuls.
 #[derive(Debug)]
 pub struct DevicePacked {
     grid: TileGrid,
@@ -38,7 +38,7 @@ impl DevicePacked {
         Ok(Self { has_escapes: tensor.escape_heads().iter().any(|byte| *byte != 0), ..device })
     }
 
-    /// A copy on the device. Waits for the stream.
+    /// Copies the tensor on the device. Waits for the stream.
     pub fn duplicate(&self, stream: &Stream) -> Result<Self, DeviceError> {
         Ok(Self {
             packed: self.packed.duplicate(stream)?,
@@ -48,8 +48,8 @@ impl DevicePacked {
         })
     }
 
-    /// A tensor of sections on the device: u8 `[tiles, 6144]`, u32 `[tiles, 4]`, u32 `[words]`. Only their sizes are
-    /// checked; kernels bound heads and lists. The tensor counts as one with escapes.
+    /// Creates a tensor from sections on the device: u8 `[tiles, 6144]`, u32 `[tiles, 4]`, u32 `[words]`. Checks only
+    /// their sizes; kernels bounds-check heads and lists. The tensor is assumed to have escapes.
     pub fn new(
         grid: TileGrid,
         window: Window,
@@ -73,79 +73,79 @@ impl DevicePacked {
         Ok(Self { grid, window, has_escapes: true, packed, escape_heads, escapes })
     }
 
-    /// The tensor on the host, checked.
+    /// Copies the tensor to the host and validates it.
     ///
     /// # Errors
-    /// What is on the device is not a packed tensor.
+    /// The sections on the device are not a valid packed tensor, or a driver error.
     pub fn download(&self, stream: &Stream) -> Result<PackedTensor<Vec<u8>>, DeviceError> {
         let (heads, escapes) = (stored_words(stream, &self.escape_heads)?, stored_words(stream, &self.escapes)?);
         Ok(PackedTensor::from_parts(self.grid, self.window, self.packed.to_host(stream)?, heads, escapes)?)
     }
 
-    /// Room for tiles and heads of another shape that refer to the escape lists of this tensor; frees its own tiles.
+    /// Allocates tiles and heads for another shape that refer to this tensor's escape lists; frees this tensor's tiles.
     /// Waits.
     pub(crate) fn into_room(self, stream: &Stream, grid: TileGrid) -> Result<Self, DeviceError> {
         let Self { window, has_escapes, packed, escape_heads, escapes, .. } = self;
-        // Before there is room for others.
+        // Freed first, so that both need not fit in memory.
         drop((packed, escape_heads));
         let packed = DeviceBuffer::zeroed(stream, grid.tiles() * packed::TILE_BYTES)?;
         let heads = DeviceBuffer::zeroed(stream, grid.tiles() * packed::ROW_BLOCKS)?;
         Ok(Self { has_escapes, ..Self::new(grid, window, packed, heads, escapes)? })
     }
 
-    /// Overwrites tiles and heads, in stream order.
+    /// Sets every byte of the tiles and heads, in stream order.
     pub(crate) fn fill(&mut self, stream: &Stream, byte: u8) -> Result<(), DeviceError> {
         self.packed.fill_bytes(stream, byte)?;
         self.escape_heads.fill_bytes(stream, byte)
     }
 
-    /// Its escapes; frees its tiles.
+    /// Returns the escapes and frees the tiles.
     pub(crate) fn into_escapes(self) -> PackedEscapes {
         let Self { grid, window, has_escapes, escape_heads, escapes, .. } = self;
         PackedEscapes { grid, window, has_escapes, escape_heads, escapes }
     }
 
-    /// The device that holds it.
+    /// Returns the device of the tensor.
     pub fn device(&self) -> &Device {
         self.packed.device()
     }
 
-    /// The addresses of its sections.
+    /// Returns the address ranges of the sections.
     pub(crate) fn spans(&self) -> [(&'static str, Range<u64>); 3] {
         [("packed", self.packed.span()), ("escape_heads", self.escape_heads.span()), ("escapes", self.escapes.span())]
     }
 
-    /// Shape and tiling, in tiles of 64 x 64.
+    /// Returns shape and tiling, in tiles of 64 x 64.
     pub fn grid(&self) -> TileGrid {
         self.grid
     }
 
-    /// The window of exponents that the codes cover.
+    /// Returns the window of exponents that the codes cover.
     pub fn window(&self) -> Window {
         self.window
     }
 
-    /// Whether exponents outside the window are possible.
+    /// Returns whether the tensor may contain exponents outside the window.
     pub fn has_escapes(&self) -> bool {
         self.has_escapes
     }
 
-    /// The codes, u8 `[tiles, 6144]`.
+    /// Returns the codes, u8 `[tiles, 6144]`.
     pub fn packed(&self) -> &DeviceBuffer<u8> {
         &self.packed
     }
 
-    /// The escape heads, u32 `[tiles, 4]`.
+    /// Returns the escape heads, u32 `[tiles, 4]`.
     pub fn escape_heads(&self) -> &DeviceBuffer<u32> {
         &self.escape_heads
     }
 
-    /// The escape lists, u32 `[words]`.
+    /// Returns the escape lists, u32 `[words]`.
     pub fn escapes(&self) -> &DeviceBuffer<u32> {
         &self.escapes
     }
 
-    /// Bytes of all sections.
+    /// Returns the size of all sections in bytes.
     pub fn bytes(&self) -> u64 {
         (self.packed.bytes() + self.escape_heads.bytes() + self.escapes.bytes()) as u64
     }
@@ -162,25 +162,25 @@ pub(crate) struct PackedEscapes {
 }
 
 impl PackedEscapes {
-    /// The window of exponents that the codes cover.
+    /// Returns the window of exponents that the codes cover.
     pub(crate) fn window(&self) -> Window {
         self.window
     }
 
-    /// The addresses of its sections.
+    /// Returns the address ranges of the sections.
     pub(crate) fn spans(&self) -> [(&'static str, Range<u64>); 2] {
         [("escape_heads", self.escape_heads.span()), ("escapes", self.escapes.span())]
     }
 
-    /// Bytes of its sections.
+    /// Returns the size of the sections in bytes.
     pub(crate) fn bytes(&self) -> u64 {
         (self.escape_heads.bytes() + self.escapes.bytes()) as u64
     }
 
-    /// The tensor whose tiles are at the front of `slot`.
+    /// Returns the tensor whose tiles are at the start of `slot`.
     ///
     /// # Safety
-    /// The result is dropped, and its work enqueued, before the slot or the escapes are dropped.
+    /// The result is dropped, and its work is enqueued, before the slot or the escapes are dropped.
     ///
     /// # Errors
     /// The slot is too small or on another device.
@@ -189,8 +189,8 @@ impl PackedEscapes {
         let bytes = self.grid.tiles() * packed::TILE_BYTES;
         room("the slot", slot.len(), bytes)?;
         check_device("the slot", slot.device().ordinal(), device.ordinal())?;
-        // SAFETY: the front of the slot and both sections, whole, with what is readable behind them (behind the tiles:
-        // the rest of the slot, or its own padding); alive by the caller's promise.
+        // SAFETY: the start of the slot and both whole sections, with readable bytes after each (after the tiles: the
+        // rest of the slot or its padding); alive by the caller's promise.
         let packed = unsafe {
             DevicePacked::new(
                 self.grid,

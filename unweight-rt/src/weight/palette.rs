@@ -1,4 +1,4 @@
-//! Palette indices (`docs/format.md` A.8), as stored or as a transcoder made them.
+//! Weights as palette indices (`docs/format.md` A.8), stored in a bundle or produced by a transcoder.
 
 use unweight_format::{
     TileGrid,
@@ -37,7 +37,8 @@ impl DevicePalette {
         Self::from_sections(stream, tensor.grid(), &sections)
     }
 
-    /// Copies sections that were not checked. Only their sizes are held against the grid; the matmul bounds the rest.
+    /// Copies unchecked sections to the device. Checks only their sizes against the grid; the matmul bounds-checks the
+    /// rest.
     pub fn from_sections(stream: &Stream, grid: TileGrid, sections: &PaletteSections<'_>) -> Result<Self, DeviceError> {
         device_shape(grid)?;
         elements("sign_mantissa", sections.sign_mantissa.len(), grid.elements())?;
@@ -56,28 +57,28 @@ impl DevicePalette {
         })
     }
 
-    /// Sections on the device, of the sizes that the grid asks for.
+    /// Creates a tensor from sections on the device, whose sizes must match the grid.
     pub(super) fn of_parts(grid: TileGrid, max_verbatim_rows: u32, sections: Sections) -> Self {
         let (sign_mantissa, palette_index, tile_metadata, verbatim_exponents, palette) = sections;
         Self { grid, max_verbatim_rows, sign_mantissa, palette_index, tile_metadata, verbatim_exponents, palette }
     }
 
-    /// Shape and tiling.
+    /// Returns shape and tiling.
     pub fn grid(&self) -> TileGrid {
         self.grid
     }
 
-    /// Most verbatim rows in one tile.
+    /// Returns the maximum number of verbatim rows in a tile.
     pub fn max_verbatim_rows(&self) -> u32 {
         self.max_verbatim_rows
     }
 
-    /// Bytes of the buffers' elements.
+    /// Returns the size of the buffers' elements in bytes.
     pub fn bytes(&self) -> u64 {
         (self.view().bytes() + self.palette.bytes()) as u64
     }
 
-    /// The buffers that a matmul reads.
+    /// Returns the buffers that a matmul reads.
     pub fn view(&self) -> PaletteView<'_> {
         PaletteView {
             grid: self.grid,
@@ -91,7 +92,7 @@ impl DevicePalette {
     }
 }
 
-/// The sections of a palette tensor as host slices; they are not checked.
+/// The sections of a palette tensor as unchecked host slices.
 #[derive(Clone, Copy, Debug)]
 pub struct PaletteSections<'a> {
     /// u8 `[n, k]`.
@@ -119,7 +120,7 @@ pub struct PaletteView<'a> {
 }
 
 impl PaletteView<'_> {
-    /// Bytes that a matmul reads at least.
+    /// Returns the minimum number of bytes that a matmul reads.
     pub fn bytes(&self) -> usize {
         self.sign_mantissa.bytes()
             + self.palette_index.bytes()

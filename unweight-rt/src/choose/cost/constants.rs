@@ -1,49 +1,48 @@
-//! What the model of times was fitted to: measurements on an H200
-//! (docs/records/2026-11-21/matmul-packed-log.md).
+//! Constants of the time model, fitted to measurements on an H200 (docs/records/2026-11-21/matmul-packed-log.md).
 
 /// Multiprocessors of an H200.
 pub(super) const H200_SMS: f64 = 132.0;
-/// Plain reads of an H200's memory, bytes per us, with enough of them in flight.
+/// Read bandwidth of an H200's memory with enough bytes in flight, bytes per us.
 pub(super) const MEMORY: f64 = 4.6e6;
-/// What one multiprocessor can read of it.
+/// Read bandwidth of one multiprocessor, bytes per us.
 pub(super) const MEMORY_PER_SM: f64 = 60e3;
-/// How long a byte is in flight at the full rate, us: rings that hold less than their product cannot reach it.
+/// Time in flight of a byte at the full rate, us: rings smaller than rate times latency cannot reach that rate.
 pub(super) const MEMORY_LATENCY_US: f64 = 1.2;
-/// What a launch costs beside its work, us: ramp, last tiles' latency, reduction.
+/// Overhead of a launch in us: ramp, latency of the last tiles, reduction.
 pub(super) const LAUNCH_US: f64 = 4.2;
-/// The same where the kernel before hides the ramp.
+/// Overhead of a launch in us if the previous kernel hides the ramp.
 pub(super) const DEPENDENT_LAUNCH_US: f64 = 1.9;
-/// X from the second-level cache as `gemm_mma` reads it beside the weights: bytes per us that its time grows with.
+/// Rate at which `gemm_mma` reads X from the L2 cache while it reads weights, bytes per us.
 pub(super) const CACHED_X: f64 = 22e6;
-/// A row block by 64 of k: us for the decode, and for each 8 batch rows.
+/// Time of a row block by 64 of k in `gemm_mma`: us to decode, and us per 8 batch rows.
 pub(super) const SMALL_STEP_US: (f64, f64) = (2.6e-3, 1.6e-3);
-/// Where not all blocks fit at once, the last to come keep some multiprocessors waiting, us: all of each one, or half.
+/// Idle time of multiprocessors per additional wave of blocks, us: with one block per multiprocessor, and with several.
 pub(super) const SMALL_WAVE_US: (f64, f64) = (2.0, 0.4);
-/// What meeting across a cluster costs, us.
+/// Cost of the exchange across a cluster, us.
 pub(super) const CLUSTER_US: f64 = 1.0;
-/// Of what tensor cores could do (4096 operations a clock of a Hopper's multiprocessor), what cuBLAS got of an H200:
-/// 7.0e8 a us of 10.7e8.
+/// Share of the tensor cores' peak that cuBLAS reached on an H200: 7.0e8 of 10.7e8 operations per us (4096 operations
+/// per clock and Hopper multiprocessor).
 pub(super) const CUBLAS_SHARE: f64 = 0.654;
-/// Bytes of a compact weight (docs/adr/0013-compact.md: 10.83 to 10.92 bits).
+/// Bytes per compact weight (docs/adr/0013-compact.md: 10.83 to 10.92 bits).
 pub(super) const COMPACT_BYTES: f64 = 1.36;
-/// A tile of 64 x 64 that `gemm_compact` decodes: us of a multiprocessor that always has a warp to run, and us of one
-/// warp by itself.
+/// Time to decode a 64 x 64 tile in `gemm_compact`: us on a multiprocessor that always has a warp ready, and us for one
+/// warp alone.
 pub(super) const COMPACT_TILE_US: (f64, f64) = (0.149, 1.79);
-/// What 8 batch rows more add to a warp's tile, us; to a multiprocessor's an eighth of it.
+/// Time that 8 more batch rows add to a warp's tile, us; to a multiprocessor's tile they add an eighth.
 pub(super) const COMPACT_ROWS_US: f64 = 0.175;
-/// What meeting across a cluster costs there, us, each time that blocks come and go.
+/// Cost of the exchange across a cluster in `gemm_compact`, us per wave of blocks.
 pub(super) const COMPACT_CLUSTER_US: f64 = 2.34;
-/// The start and the end of a wave of blocks: tables, first copies, the last warp's tile, us.
+/// Start and end of a wave of blocks in `gemm_compact`, us: tables, first copies, the last warp's tile.
 pub(super) const COMPACT_WAVE_US: f64 = 1.95;
-/// The rate at which such products read, as a share of the memory's.
+/// Read bandwidth of `gemm_compact` as a share of the memory's.
 pub(super) const COMPACT_READS: f64 = 0.896;
-/// Up to this batch `gemm_wgmma` multiplies mostly zeros and was hardly ever best.
+/// Up to this batch `gemm_wgmma` multiplies mostly zeros and was rarely the fastest.
 pub(in crate::choose) const SMALL_BATCH: u32 = 32;
-/// A launch of `gemm_wgmma` beside its steps, us.
+/// Overhead of a `gemm_wgmma` launch, us.
 pub(super) const WIDE_LAUNCH_US: f64 = 5.5;
-/// And the rate at which it reads weights, bytes per us.
+/// Rate at which `gemm_wgmma` reads weights, bytes per us.
 pub(super) const WIDE_MEMORY: f64 = 4.4e6;
-/// What meeting across a cluster costs there where 128 features by 256 batch rows are summed, us.
+/// Cost of summing 128 features by 256 batch rows across a cluster in `gemm_wgmma`, us.
 pub(super) const WIDE_CLUSTER_US: f64 = 4.0;
-/// Of the multiprocessors, those that clusters of more than 2 can have: 120 of 132.
+/// Share of the multiprocessors that clusters of more than 2 can use: 120 of 132.
 pub(super) const WIDE_CLUSTERED: f64 = 10.0 / 11.0;

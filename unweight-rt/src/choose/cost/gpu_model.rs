@@ -1,8 +1,6 @@
-//! A model of a GPU: what a product takes on it, by what its driver says of the device.
-//!
-//! The model counts what a launch cannot avoid: bytes from memory, X from the second-level cache, the steps of the
-//! multiprocessor that has most to do, and what a launch costs in itself. It is for shapes and machines without
-//! measurements.
+//! A model of a GPU: predicts the time of a product from the device properties that its driver reports.
+//! The model counts the unavoidable costs of a launch: bytes from memory, X from the L2 cache, the steps of the busiest
+//! multiprocessor, and the launch overhead. It serves shapes and machines without measurements.
 
 use unweight_codegen::{
     VariantSpec,
@@ -13,31 +11,31 @@ use unweight_codegen::{
 use super::constants::*;
 use crate::choose::candidates::{PackedUse, Registered};
 
-/// What the model knows of a device: what its driver says, no measurement, so that every start on it chooses the same
-/// kernels and gives the same bits (docs/adr/0014-gpu-model.md).
+/// The properties of a device in the model. They come from its driver and not from measurements, so that every start on
+/// the device chooses the same kernels and computes the same bits (docs/adr/0014-gpu-model.md).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GpuModel {
-    /// Architecture that kernels are compiled for.
+    /// The architecture for which kernels are compiled.
     pub arch: Arch,
     /// The number of multiprocessors.
     pub sms: u32,
-    /// Theoretical memory bandwidth, bytes per us: the width of the bus times its clock.
+    /// Theoretical memory bandwidth in bytes per us: bus width times clock.
     pub memory: f64,
-    /// The highest clock of its multiprocessors, MHz.
+    /// The maximum clock of the multiprocessors in MHz.
     pub clock_mhz: f64,
-    /// Floating-point operations of a multiprocessor in a clock ([`GpuModel::tensor_rate`]).
+    /// Floating-point operations per multiprocessor and clock ([`GpuModel::tensor_rate`]).
     pub tensor: f64,
 }
 
-/// Cards for data centers whose tensor cores are halved as those for games.
+/// Data-center cards with half the tensor-core rate, like gaming cards.
 const HALVED: [&str; 3] = ["NVIDIA A10G", "NVIDIA L20", "NVIDIA L40"];
 
 impl GpuModel {
-    /// An H200 (SXM), which the model was fitted to, as its driver describes it: what is compiled for one where there
-    /// is none is what it will ask for (`device` in docs/records/2026-11-22/decode-compact.json).
+    /// An H200 (SXM), to which the model was fitted, as described by its driver: kernels compiled without a device are
+    /// those that an H200 will request (`device` in docs/records/2026-11-22/decode-compact.json).
     pub const H200: Self = Self { arch: Arch::Sm90a, sms: 132, memory: 4.814304e6, clock_mhz: 1980.0, tensor: 4096.0 };
 
-    /// A device of an architecture, as its vendor describes it, for kernels that are compiled where there is none.
+    /// Returns a typical device of an architecture by its vendor's data, for compiling kernels without a device.
     pub fn usual(arch: Arch) -> Self {
         let (sms, memory, clock_mhz, name) = match arch {
             Arch::Sm90a => return Self::H200,
@@ -51,12 +49,12 @@ impl GpuModel {
         Self { arch, sms, memory, clock_mhz, tensor: Self::tensor_rate(arch, name) }
     }
 
-    /// Floating-point operations of a multiprocessor in a clock, in BF16 with fp32 sums, of a device by its driver's
-    /// name: by `mma.sync`, on Hopper by `wgmma`. It is what data sheets say of a card, over its multiprocessors and
-    /// its boost clock.
+    /// Returns the floating-point operations per multiprocessor and clock, in BF16 with fp32 accumulation, of a device
+    /// with this driver name: with `mma.sync`, on Hopper with `wgmma`. It is the data sheet's rate divided by
+    /// multiprocessors and boost clock.
     ///
-    /// Of architectures that are sold for games, too, those cards do half of the others where sums are fp32; so do an
-    /// A10G, an L20 and an L40, but not an A10 or an L40S.
+    /// On architectures that are also sold as gaming cards, those cards have half the rate with fp32 accumulation. So
+    /// do an A10G, an L20 and an L40, but not an A10 or an L40S.
     pub fn tensor_rate(arch: Arch, name: &str) -> f64 {
         match arch {
             Arch::Sm90a => 4096.0,
@@ -66,40 +64,40 @@ impl GpuModel {
         }
     }
 
-    /// Its clock over that of an H200.
+    /// Returns the ratio of its clock to that of an H200.
     fn clock(&self) -> f64 {
         self.clock_mhz / Self::H200.clock_mhz
     }
 
-    /// What reads get of its memory, bytes per us.
+    /// Returns the achievable read bandwidth in bytes per us.
     fn reads(&self) -> f64 {
         self.memory * MEMORY / Self::H200.memory
     }
 
-    /// Floating-point operations of cuBLAS in a us.
+    /// Returns cuBLAS's floating-point operations per us.
     fn cublas_flop(&self) -> f64 {
         match self.arch {
-            // By `tcgen05`, which `mma.sync` does not reach.
+            // With `tcgen05`, whose rate `mma.sync` does not reach.
             Arch::Sm100a | Arch::Sm103a => self.tensor_flop(8192.0),
             _ => self.tensor_flop(self.tensor),
         }
     }
 
-    /// Floating-point operations in a us, at so many of a multiprocessor in a clock.
+    /// Returns the floating-point operations per us for a rate per multiprocessor and clock.
     fn tensor_flop(&self, rate: f64) -> f64 {
         CUBLAS_SHARE * rate * f64::from(self.sms) * self.clock_mhz
     }
 
-    /// What a multiprocessor multiplies in a clock, over Hopper's.
+    /// Returns the ratio of its tensor-core rate per clock to Hopper's.
     fn tensor_share(&self) -> f64 {
         self.tensor / Self::H200.tensor
     }
 }
 
-/// The variants that can compute a problem from packed weights, with the microseconds that the model predicts, fastest
-/// first: what ships, and what was registered.
+/// Returns the variants that can compute a problem from packed weights, with predicted microseconds, fastest first:
+/// built-in and registered ones.
 ///
-/// Empty where `n` or `k` is not a multiple of 64, or there is nothing to compute.
+/// Empty if `n` or `k` is not a multiple of 64, or if there is nothing to compute.
 pub fn candidates(
     gpu: &GpuModel,
     registered: &Registered,
@@ -126,45 +124,45 @@ fn ranked(gpu: &GpuModel, problem: GemmShape, variants: impl Iterator<Item = Var
     }
     let mut found: Vec<(VariantSpec, f64)> =
         variants.filter_map(|spec| Some((spec, predicted_us(&spec, problem, gpu)?))).collect();
-    // Stable: of equals, what ships stays ahead of what was registered.
+    // Stable: of equal times, built-in variants stay before registered ones.
     found.sort_by(|a, b| a.1.total_cmp(&b.1));
     found
 }
 
-/// Microseconds of the expansion of a compact weight to packed tiles: what it reads and writes, at the share of the
-/// memory's rate that was measured (53.7 us for 14336x4096).
+/// Returns the microseconds of expanding a compact weight to packed tiles: bytes read and written, at the measured
+/// share of the memory bandwidth (53.7 us for 14336x4096).
 pub fn expand_us(gpu: &GpuModel, n: u32, k: u32) -> f64 {
     const SHARE: f64 = 0.74;
     let weights = f64::from(n) * f64::from(k);
     LAUNCH_US + weights * (COMPACT_BYTES + 1.5) / (gpu.reads() * SHARE)
 }
 
-/// Microseconds of cuBLAS on BF16: reads of the memory, or what its tensor cores multiply.
+/// Returns the microseconds of cuBLAS on BF16: the larger of memory reads and tensor-core work.
 pub fn cublas_us(gpu: &GpuModel, problem: GemmShape) -> f64 {
     let GemmShape { m, n, k } = problem;
     let weights = f64::from(n) * f64::from(k);
     LAUNCH_US + (2.0 * weights / gpu.reads()).max(2.0 * weights * f64::from(m) / gpu.cublas_flop())
 }
 
-/// What no product by `mma.sync` goes below, us: the multiplications at the share of the tensor cores that cuBLAS gets.
-/// [`predicted_us`] was fitted to batches that memory limits, and knows of no such floor.
+/// Returns the minimum microseconds of a product with `mma.sync`: the multiplications at cuBLAS's share of the
+/// tensor-core rate. [`predicted_us`] was fitted to memory-bound batches and has no such minimum.
 pub fn mma_floor_us(gpu: &GpuModel, problem: GemmShape) -> f64 {
     let GemmShape { m, n, k } = problem;
     2.0 * f64::from(n) * f64::from(k) * f64::from(m) / gpu.tensor_flop(gpu.tensor)
 }
 
-/// Microseconds of the expansion of a packed or a compact weight to BF16: what it reads and writes, at the rate of the
-/// memory.
+/// Returns the microseconds of expanding a packed or compact weight to BF16: bytes read and written, at the memory
+/// bandwidth.
 pub fn bf16_us(gpu: &GpuModel, n: u32, k: u32, compact: bool) -> f64 {
     let read = if compact { COMPACT_BYTES } else { 1.5 };
     LAUNCH_US + f64::from(n) * f64::from(k) * (read + 2.0) / gpu.reads()
 }
 
-/// What the model says a launch takes, us; `None` for a variant that cannot exist, is of another family or is out of
-/// the question at this batch. The constants were fitted to an H200
-/// (docs/records/2026-11-21/matmul-packed-log.md): over the 334 problems measured there, the variant that it
-/// finds fastest took 1.1 % longer than the best on average, 25 % at most; clusters of `gemm_wgmma` joined later, and
-/// were fitted again with stream-K (item 12 of `fused_wide` there).
+/// Returns the predicted microseconds of a launch. `None` for a variant that cannot exist, belongs to another family or
+/// is not considered at this batch. The constants were fitted to an H200
+/// (docs/records/2026-11-21/matmul-packed-log.md). Over the 334 problems measured there, the variant predicted to be
+/// fastest took 1.1 % longer than the best on average, and at most 25 %. Clusters of `gemm_wgmma` were added later, and
+/// fitted again with stream-K (item 12 of `fused_wide` there).
 pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, gpu: &GpuModel) -> Option<f64> {
     let (sms, clock) = (gpu.sms, gpu.clock());
     let plan = Plan::new(spec).ok()?;
@@ -190,21 +188,22 @@ pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, gpu: &GpuModel) -> O
             let waves = (blocks / (sms_f * per_sm)).ceil() - 1.0;
             let waiting = waves * if per_sm == 1.0 { SMALL_WAVE_US.0 } else { SMALL_WAVE_US.1 };
             let meeting = if cluster > 1.0 { CLUSTER_US } else { 0.0 };
-            // The fewer bytes are in flight, the longer the last of them are waited for.
+            // The fewer bytes are in flight, the longer the wait for the last ones.
             let tail = 3e6 / in_flight;
             let launch = if op.pdl { DEPENDENT_LAUNCH_US } else { LAUNCH_US };
             Some(launch + (weight_bytes * batch_tiles / rate + x).max(computed) + waiting + meeting + tail)
         }
-        // Decoding is the limit, not the memory: a warp's chains of codes by themselves, or all of a multiprocessor's
-        // instructions. Fitted to 32 problems (docs/records/2026-11-22/matmul-compact-nine.csv): what it finds
-        // fastest was the fastest of each.
+        // Decoding is the limit, not memory: the dependent decode chains of a single warp, or the instruction rate of a
+        // multiprocessor. Fitted to 32 problems (docs/records/2026-11-22/matmul-compact-nine.csv): for each, the
+        // variant predicted to be fastest was the fastest.
         Op::GemmCompact(op) => {
             let blocks = f64::from(plan.launch.grid.blocks(problem, sms)?);
             let (cluster, warps) = (f64::from(op.cluster.get()), f64::from(op.warps.get()));
             let per_sm = f64::from(plan.launch.blocks_per_sm);
             let rows = COMPACT_ROWS_US * (f64::from(op.batch_tile.get()) / 8.0 - 1.0) / gpu.tensor_share();
             let meeting = if cluster > 1.0 { COMPACT_CLUSTER_US } else { 0.0 };
-            // With so many blocks on a multiprocessor, each with a share of a cluster's rows of tiles.
+            // The time of a wave with `resident` blocks per multiprocessor, each with its share of a cluster's rows of
+            // tiles.
             let batch_tiles = f64::from(m.div_ceil(op.batch_tile.get()));
             let groups = blocks / (cluster * batch_tiles);
             let tiles = (f64::from(n / 64) / groups).ceil() * columns;
@@ -222,7 +221,7 @@ pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, gpu: &GpuModel) -> O
         Op::GemmWgmma(op) if m > SMALL_BATCH => {
             let tiles = f64::from(n.div_ceil(64 * op.warpgroups.get())) * f64::from(m.div_ceil(op.batch_tile.get()));
             let cluster = f64::from(op.cluster.get());
-            // A cluster for each tile of Y, of which no more are resident than fit.
+            // One cluster per tile of Y; only as many are resident as fit.
             plan.launch.grid.blocks(problem, sms)?;
             let usable = if cluster > 2.0 { sms_f * WIDE_CLUSTERED } else { sms_f };
             let share = tiles / (usable / cluster).floor().max(1.0);
@@ -235,10 +234,10 @@ pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, gpu: &GpuModel) -> O
             } else {
                 share.ceil() * columns * step / cluster
             };
-            // What a cluster exchanges comes after all its loads.
+            // A cluster exchanges sums after all its loads.
             let sums = warpgroups * f64::from(op.batch_tile.get()) / 512.0;
             let exchange = if cluster > 1.0 { share.ceil() * WIDE_CLUSTER_US * sums } else { 0.0 };
-            // A cooperative launch waits for the kernel before it to end.
+            // A cooperative launch waits until the previous kernel ends.
             let hidden = if op.pdl && !op.stream_k { LAUNCH_US - DEPENDENT_LAUNCH_US } else { 0.0 };
             Some(WIDE_LAUNCH_US - hidden + work.max(weight_bytes / (WIDE_MEMORY * gpu.reads() / MEMORY)) + exchange)
         }
@@ -246,15 +245,15 @@ pub fn predicted_us(spec: &VariantSpec, problem: GemmShape, gpu: &GpuModel) -> O
     }
 }
 
-/// What the work of `gemm_wgmma` costs at a batch tile, for two warpgroups.
+/// The costs of `gemm_wgmma` at a batch tile, for two warpgroups.
 struct WideCost {
-    /// 64 of k for one tile of Y, us.
+    /// Time of 64 of k for one tile of Y, us.
     step_us: f64,
-    /// The same where a multiprocessor has several tiles, and the card grows warm.
+    /// Time of such a step if a multiprocessor has several tiles and the card gets warm.
     warm_step_us: f64,
-    /// Sums handed from block to block where tiles are shared, us.
+    /// Time to pass sums from block to block if tiles are shared, us.
     share_us: f64,
-    /// A step of a single warpgroup, whose waits nobody fills, as a share of that of two.
+    /// Step time of one warpgroup, whose waits no other warpgroup fills, as a share of the time of two.
     lone: f64,
 }
 
@@ -279,7 +278,7 @@ mod tests {
         assert_eq!(H200_SMS, f64::from(GpuModel::H200.sms));
     }
 
-    /// Data sheets' rates, TFLOPS: dense BF16, fp32 sums.
+    /// Rates from data sheets in TFLOPS: dense BF16, fp32 accumulation.
     #[test]
     fn tensor_core_rates_match_data_sheets() {
         for (name, arch, sms, boost_mhz, tflops) in [

@@ -1,8 +1,8 @@
-//! What a product costs by path, for plans that are made before anything is measured: one H200's records
-//! (docs/benchmarks.md) as formulas.
+//! The time of a product by path, for planning before anything is measured: formulas fitted to measurements of one H200
+//! (docs/benchmarks.md).
 //!
-//! Times are those of a product by itself, without overlap of decoders with other work. Between the shapes of the
-//! records, and on other machines, they are estimates; a tuner measures.
+//! Times are those of a single product, without overlap of decoders with other work. Between the measured shapes, and
+//! for other machines, they are estimates; a tuner measures.
 
 use unweight_codegen::{
     plan::GemmShape,
@@ -17,33 +17,33 @@ use super::candidates::{COMPACT_BATCH, PackedUse, Registered};
 
 /// Multiprocessors of an H200 (SXM).
 const SMS: u32 = GpuModel::H200.sms;
-/// What a launch costs beside its work, us.
+/// Overhead of a launch, us.
 const LAUNCH_US: f64 = 4.0;
-/// Bytes of weights that cuBLAS reads in a us.
+/// Bytes of weights that cuBLAS reads per us.
 const CUBLAS_MEMORY: f64 = 4.55e6;
-/// Its floating-point operations in a us, on a card that has grown warm.
+/// Floating-point operations of cuBLAS per us, on a warm card.
 const CUBLAS_FLOP: f64 = 7.0e8;
-/// Weights that a grouped product reads in a us: as many as the packed matmul at batch 1.
+/// Weights that a grouped product reads per us: as many as the packed matmul at batch 1.
 const GROUPED: f64 = 3.5e6;
-/// Weights that are decoded to BF16 in a us, where writing them is the limit.
+/// Weights decoded to BF16 per us, limited by the writes.
 const FULL_DECODE: f64 = 0.94e6;
-/// Weights that are decoded to exponents in a us.
+/// Weights decoded to exponents per us.
 const EXPONENT_DECODE: f64 = 1.98e6;
-/// The reconstructive matmul: us for a k, with one tile and with two tiles of columns a block. Without splits of k, for
-/// which decoders beside it leave no room (docs/kernels.md).
+/// The reconstructive matmul: us per k, with one and with two column tiles per block. Excludes splits of k, for which
+/// concurrent decoders leave no room (docs/kernels.md).
 const RECON_K: (f64, f64) = (4.7e-3, 10.3e-3);
-/// Up to this batch it takes no longer than at batch 1.
+/// Up to this batch, the reconstructive matmul takes as long as at batch 1.
 const RECON_BATCH: u32 = 64;
 
-/// cuBLAS on BF16, us.
+/// Returns the microseconds of cuBLAS on BF16.
 pub fn cublas_us(problem: GemmShape) -> f64 {
     let GemmShape { m, n, k } = problem;
     let weights = f64::from(n) * f64::from(k);
     LAUNCH_US + (2.0 * weights / CUBLAS_MEMORY).max(2.0 * weights * f64::from(m) / CUBLAS_FLOP)
 }
 
-/// The packed matmul that the model finds fastest, as a programmatic dependent, us. Sides that are not
-/// multiples of 64 count as padded. `None` where there is nothing to compute.
+/// Returns the microseconds of the packed matmul that the model predicts to be fastest, with programmatic dependent
+/// launch. Sides are padded to multiples of 64. `None` if there is nothing to compute.
 pub fn packed_us(problem: GemmShape) -> Option<f64> {
     let padded = |extent: u32| extent.checked_next_multiple_of(64);
     let problem = GemmShape { n: padded(problem.n)?, k: padded(problem.k)?, ..problem };
@@ -51,8 +51,8 @@ pub fn packed_us(problem: GemmShape) -> Option<f64> {
     candidates(&GpuModel::H200, &Registered::default(), problem, wanted).first().map(|(_, us)| *us)
 }
 
-/// A product from weights that stay compact, us: up to batch 32 straight from them, above that behind their expansion.
-/// `None` for sides that are not multiples of 64, and where there is nothing to compute.
+/// Returns the microseconds of a product from compact weights: directly up to batch 32, above that including their
+/// expansion. `None` if a side is not a multiple of 64, or if there is nothing to compute.
 ///
 /// ```
 /// use unweight_codegen::plan::GemmShape;
@@ -72,14 +72,14 @@ pub fn compact_us(problem: GemmShape) -> Option<f64> {
             .first()
             .map(|(_, us)| *us);
     }
-    // Ordinary launches, both.
+    // Both are ordinary launches.
     let product = candidates(&GpuModel::H200, &Registered::default(), problem, wanted(false)).first()?.1;
     Some(expand_us(&GpuModel::H200, n, k) + product)
 }
 
-/// The time of the products of a mixture's experts from packed weights, in microseconds: `problem` is that of one
-/// expert and of all tokens, each of which chooses `top_k` of `experts`. Unchosen experts are not read; choices count
-/// as uniform.
+/// Returns the microseconds of the products of a mixture's experts from packed weights. `problem` is the shape of one
+/// expert and the number of all tokens, each of which chooses `top_k` of `experts`. Unchosen experts are not read;
+/// choices are assumed to be uniform.
 ///
 /// ```
 /// use unweight_codegen::plan::GemmShape;
@@ -95,8 +95,8 @@ pub fn experts_us(problem: GemmShape, experts: u32, top_k: u32) -> f64 {
     LAUNCH_US + experts * (1.0 - unchosen) * f64::from(n) * f64::from(k) / GROUPED
 }
 
-/// Decoding a Huffman-coded weight and multiplying with it, us, and what it is decoded to: exponents for the
-/// reconstructive matmul, or BF16 for cuBLAS, whichever is sooner.
+/// Returns the microseconds of decoding a Huffman-coded weight and multiplying with it, and the decoder's output:
+/// exponents for the reconstructive matmul or BF16 for cuBLAS, whichever is faster.
 ///
 /// ```
 /// use unweight_codegen::{plan::GemmShape, spec::DecodeOutput};
@@ -126,7 +126,7 @@ pub fn huffman_us(problem: GemmShape) -> (f64, DecodeOutput) {
 mod tests {
     use super::*;
 
-    /// Rows of the records, us; within a fifth.
+    /// Measured times in us; the formulas are within a fifth.
     #[test]
     fn cost_formulas_match_the_measurements() {
         for (n, k, m, cublas, packed) in [

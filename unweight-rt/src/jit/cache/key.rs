@@ -1,8 +1,8 @@
-//! What a cached kernel is the kernel *of*.
+//! Identifies a cached kernel by what it was compiled from.
 //!
-//! A [`Key`] has two halves. The [`SourceKey`] is a digest over everything that goes into a compiler; the compiler's
-//! identity is what goes over it. They are kept apart so that a machine without a compiler can still find a kernel that
-//! another machine compiled. No path, time or host name takes part. docs/cache.md holds the list, field by field.
+//! A [`Key`] has two parts. The [`SourceKey`] is a digest over all inputs of the compiler; the [`CompilerId`]
+//! identifies the compiler. They are separate so that a machine without a compiler can still find a kernel that another
+//! machine compiled. Paths, times and host names are not part of the key. docs/cache.md lists all fields.
 
 use std::fmt;
 
@@ -10,14 +10,13 @@ use sha2::{Digest as _, Sha256};
 
 use crate::jit::request::{CompileRequest, CompilerId};
 
-/// Raised whenever the meaning of an entry changes; older entries are then simply never found.
+/// Incremented whenever the meaning of an entry changes; older entries are then never found.
 pub const SCHEMA: u32 = 2;
 
-/// What the compiler is asked to make. There is one kind today; it takes part in the digest so that a second one cannot
-/// collide.
+/// The compiler's output. There is only one kind today; it is part of the digest so that a second kind cannot collide.
 const OUTPUT_KIND: &str = "cubin";
 
-/// What the digest is of, so that no digest of another kind of data equals it.
+/// The domain of the digest, which separates it from digests of other data.
 const DOMAIN: &str = "unweight kernel cache: source key";
 
 /// SHA-256 over a request.
@@ -27,8 +26,8 @@ pub struct SourceKey([u8; 32]);
 impl SourceKey {
     /// Digests domain, schema, output kind, arch, name, source, headers and canonical options, in this order.
     ///
-    /// Every string is preceded by its length and every list by its count, so that no two requests give the same bytes.
-    /// Headers are taken by name: their order in the request means nothing to the compiler.
+    /// Every string is preceded by its length and every list by its count, so that different requests hash different
+    /// bytes. Headers are sorted by name, because their order in the request does not affect the compiler.
     pub fn of(request: &CompileRequest) -> SourceKey {
         let mut hasher = Sha256::new();
         add(&mut hasher, DOMAIN);
@@ -72,17 +71,17 @@ impl fmt::Debug for SourceKey {
 /// A cached kernel's identity.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
-    /// The variant's canonical name, checked to be fit for a folder.
+    /// The variant's canonical name, checked to be a valid folder name.
     pub name: String,
-    /// Key of the compiled source.
+    /// The digest of the compiled source.
     pub source: SourceKey,
     /// The compiler and its version.
     pub compiler: CompilerId,
 }
 
 impl Key {
-    /// The entry's folder: `<name>.<32 digits of the source key>.<compiler>`. Readable, and unique: the name is part of
-    /// the digest, 128 bits suffice against accident, and `meta.json` holds all 256.
+    /// Returns the entry's folder: `<name>.<32 digits of the source key>.<compiler>`. It is readable and unique: the
+    /// digest includes the name, 128 bits rule out accidental collisions, and `meta.json` contains all 256.
     pub fn folder(&self) -> String {
         let compiler: String = self
             .compiler
@@ -97,7 +96,7 @@ impl Key {
     }
 }
 
-/// What the folders of one source begin with, whichever compiler made them.
+/// Returns the prefix of all folders of one source, for any compiler.
 pub(crate) fn folder_prefix(name: &str, source: &SourceKey) -> String {
     let digits = source.to_string();
     format!("{name}.{}.", &digits[..32])
@@ -134,7 +133,7 @@ mod tests {
             changed(|request| drop(request.headers.pop())),
             changed(|request| request.options.push("-DY".to_owned())),
             changed(|request| request.options.clear()),
-            // The same letters, cut elsewhere.
+            // The same letters, split differently.
             changed(|request| request.headers[0] = ("at".to_owned(), "ext a".to_owned())),
         ];
         for (index, key) in keys.iter().enumerate() {

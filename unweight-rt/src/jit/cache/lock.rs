@@ -1,8 +1,8 @@
-//! One compile per kernel among all processes of a machine.
+//! Ensures one compile per kernel among all processes of a machine.
 //!
-//! An advisory lock on a file per kernel (`flock` on Linux): the kernel of the operating system releases it when its
-//! holder dies, however it dies, so there is no stale lock to recognise. A lock is an economy, not a need: a process
-//! that cannot have it compiles without it, and the rename in the store decides which one was first.
+//! Uses an advisory lock on one file per kernel (`flock` on Linux). The operating system releases it when its holder
+//! dies, so there are no stale locks. The lock only saves work: a process that cannot get it compiles without it, and
+//! the rename in the store decides which process was first.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::os::unix::fs::OpenOptionsExt;
@@ -11,32 +11,33 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::OFlags;
 
-/// The outcome of trying to lock.
+/// The outcome of a lock attempt.
 #[derive(Debug)]
 pub enum Lock {
-    /// Locked until dropped. `waited` if another process held it first.
+    /// Locked until dropped.
     Held {
-        /// The locked file, held for its drop.
+        /// The locked file; dropping it releases the lock.
         _file: File,
-        /// Whether it was held by another at first.
+        /// Whether another process held the lock first.
         waited: bool,
     },
-    /// Another process held the lock for the whole time.
+    /// Another process held the lock until the timeout.
     TimedOut(Duration),
-    /// There can be no lock: a read-only folder, a file system without locks. Why will show when the kernel is stored.
+    /// Locking is impossible: a read-only folder, or a file system without locks. Storing the kernel reports the
+    /// reason.
     Unavailable,
 }
 
-/// Locks the file at `path`, creating it, and waits up to `timeout` for another holder.
+/// Locks the file at `path`, creating it if necessary, and waits up to `timeout` for another holder.
 ///
-/// The wait polls, up to 20 ms apart: the standard library has no lock with a timeout, and a compile takes 20 ms and
-/// more.
+/// Polls at intervals of up to 20 ms: the standard library has no lock with a timeout, and a compile takes at least 20
+/// ms.
 pub fn acquire(path: &Path, timeout: Duration) -> Lock {
     let start = Instant::now();
     let mut pause = Duration::from_millis(1);
     let mut waited = false;
     loop {
-        // A link would never be what the name is, and a FIFO without a reader would block.
+        // The name must not be a link, and a FIFO without a reader would block.
         let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32;
         let open = OpenOptions::new().create(true).truncate(false).write(true).custom_flags(flags).open(path);
         let file = match open {
@@ -58,15 +59,15 @@ pub fn acquire(path: &Path, timeout: Duration) -> Lock {
                 }
             }
         }
-        // Pruning removes lock files. One that was removed between our open and our lock excludes no other process:
-        // take the new one.
+        // Pruning removes lock files. A file removed between open and lock excludes no other process: open the new
+        // file.
         if is_at(&file, path) {
             return Lock::Held { _file: file, waited };
         }
     }
 }
 
-/// Whether `file` is what `path` names now.
+/// Returns whether `path` still names `file`.
 pub(crate) fn is_at(file: &File, path: &Path) -> bool {
     use std::os::unix::fs::MetadataExt;
     match (file.metadata(), std::fs::symlink_metadata(path)) {

@@ -1,19 +1,20 @@
-//! Kernels that have been compiled once: found by content, compiled at most once, never an obstacle.
+//! The kernel cache: finds compiled kernels by content, and compiles each at most once. An unusable folder is not an
+//! error.
 //!
 //! ```text
 //! get(request) -- look --> hit
 //!                  |absent or damaged
 //!                  v
-//!            lock the key (or give up on locking) -- look again --> hit, made while we waited
+//!            lock the key (or continue without a lock) -- look again --> hit, stored meanwhile
 //!                  v
-//!            evict what is damaged, compile, store aside + rename, unlock --> the bytes just compiled
+//!            evict a damaged entry, compile, build aside + rename, unlock --> the bytes just compiled
 //! ```
 //!
 //! A folder that cannot be used (read-only, full, damaged, owned by another user, left by a killed process) is a miss
-//! with a reason, never an error: [`CacheState`] holds the reason. The caller of a compile always gets the bytes of its
-//! own compile, also if another process stored the same kernel first. docs/cache.md describes the cache.
+//! with a reason in [`CacheState`], never an error. The caller of a compile always receives the bytes of its own
+//! compile, even if another process stored the same kernel first. docs/cache.md describes the cache.
 //!
-//! Kernels that are attached to a bundle come before all of this, if the caller trusts them ([`KernelCache::trust`]).
+//! Kernels attached to a bundle take precedence over the store, if the caller trusts them ([`KernelCache::trust`]).
 
 mod key;
 mod lock;
@@ -40,7 +41,7 @@ use crate::jit::error::{Error, MissingKernel, NotCompiled};
 use crate::jit::request::{CompileRequest, CompilerId};
 use lock::Lock;
 
-/// The entry of a kernel that is to be attached to a bundle: it is found there as in the store, by the digest of
+/// Creates the entry of a kernel to be attached to a bundle. Lookups find it as in the store, by the digest of
 /// `request` and by its name.
 pub fn attachable(request: &CompileRequest, artifact: &Artifact) -> AttachedKernel {
     let CompilerId { name, version, build } = artifact.compiler.clone();
@@ -49,7 +50,7 @@ pub fn attachable(request: &CompileRequest, artifact: &Artifact) -> AttachedKern
     AttachedKernel::new(artifact.name.clone(), request.arch.clone(), source, by, &artifact.cubin)
 }
 
-/// A kernel that is ready to be loaded.
+/// A compiled kernel that can be loaded.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Artifact {
@@ -57,15 +58,15 @@ pub struct Artifact {
     pub name: String,
     /// The binary for one architecture.
     pub cubin: Arc<[u8]>,
-    /// The registers and the memory that it needs.
+    /// The registers and memory of the kernel.
     pub resources: KernelResources,
     /// The compiler's log.
     pub log: String,
-    /// The compiler that made it.
+    /// The compiler of the kernel.
     pub compiler: CompilerId,
     /// Origin of the artifact.
     pub state: CacheState,
-    /// How long the lookup, and a compile if needed, took.
+    /// Duration of the lookup and, if needed, of the compile.
     pub elapsed: Duration,
 }
 
@@ -81,27 +82,27 @@ pub enum CacheState {
     HitAfterWait,
     /// The kernel was compiled.
     Compiled {
-        /// Why the store had none.
+        /// Why the kernel was not in the store.
         why: Miss,
-        /// Whether it was stored.
+        /// Whether the kernel was stored.
         kept: Kept,
     },
 }
 
 impl CacheState {
-    /// Whether no compile was needed.
+    /// Returns whether no compile was needed.
     pub fn is_hit(&self) -> bool {
         !matches!(self, CacheState::Compiled { .. })
     }
 }
 
-/// A report that one kernel is ready.
+/// Progress report: one more kernel is ready.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Progress<'a> {
-    /// Ready kernels, this one included.
+    /// The number of ready kernels, including this one.
     pub done: usize,
-    /// All requested kernels.
+    /// The number of requested kernels.
     pub total: usize,
     /// The kernel that is ready.
     pub artifact: &'a Artifact,
@@ -110,29 +111,29 @@ pub struct Progress<'a> {
 /// The options of a [`KernelCache`].
 #[derive(Clone, Debug)]
 pub struct Policy {
-    /// What to do with a kernel that the store lacks.
+    /// What to do with a kernel that is not in the store.
     pub mode: JitMode,
-    /// How long to wait for another process that compiles the same kernel.
+    /// How long to wait for another process that is compiling the same kernel.
     pub lock_timeout: Duration,
 }
 
-/// A store of compiled kernels, and the compiler for those that it lacks.
+/// A store of compiled kernels, with the compiler for missing kernels.
 pub struct KernelCache {
     policy: Policy,
     store: Result<Store, Unusable>,
     compiler: Arc<dyn Compiler>,
-    /// Looked into first.
+    /// Kernels attached to a bundle; searched first.
     attached: Option<Attached>,
 }
 
 impl KernelCache {
-    /// Opens the user's cache, with NVRTC as its compiler. NVRTC is loaded for the first kernel.
+    /// Opens the user's cache, with NVRTC as its compiler. NVRTC is loaded when the first kernel is compiled.
     pub fn open(env: &Env) -> KernelCache {
         let policy = Policy { mode: env.jit, lock_timeout: env.lock_timeout };
         KernelCache::new(policy, env.cache_dir.as_deref(), Arc::new(NvrtcCompiler::new(env)))
     }
 
-    /// A cache in `dir` that compiles with `compiler`. With `UNWEIGHT_JIT=off` the folder is not accessed.
+    /// Opens the cache in `dir`, with `compiler`. With `UNWEIGHT_JIT=off` the folder is not accessed.
     pub fn new(policy: Policy, dir: Option<&Path>, compiler: Arc<dyn Compiler>) -> KernelCache {
         let store = match (policy.mode, dir) {
             (JitMode::Off, _) => {
@@ -150,14 +151,14 @@ impl KernelCache {
     /// Uses kernels that are attached to a bundle if they were compiled from the requested sources. The store and the
     /// compiler provide the others.
     ///
-    /// **This runs code that the maker of the bundle chose**, with the rights of this process: no digest tells where it
-    /// is from. What is taken from there is never put into the store. `UNWEIGHT_JIT=off` passes over it, too.
+    /// **This runs code that the author of the bundle chose**, with the rights of this process: no digest proves its
+    /// origin. Attached kernels are never copied into the store. `UNWEIGHT_JIT=off` ignores them, too.
     #[must_use]
     pub fn trust(self, attached: Attached) -> KernelCache {
         KernelCache { attached: Some(attached), ..self }
     }
 
-    /// The store, or why it cannot be used.
+    /// Returns the store, or why it cannot be used.
     pub fn store(&self) -> Result<&Store, &Unusable> {
         self.store.as_ref()
     }
@@ -169,16 +170,16 @@ impl KernelCache {
 
     /// Returns one kernel, from the store or compiled.
     pub fn get(&self, request: &CompileRequest) -> Result<Artifact, Error> {
-        // One request gives one artifact.
+        // One request has one artifact.
         Ok(self.compile_all(std::slice::from_ref(request), 1, &|_| {})?.swap_remove(0))
     }
 
-    /// Returns every kernel of `requests` in order, and compiles what the store lacks on up to `threads` threads.
+    /// Returns every kernel of `requests` in order, and compiles missing kernels on up to `threads` threads.
     ///
-    /// Equal requests are compiled once. `progress` is called once per different kernel as it becomes ready, from the
-    /// thread that made it but never by two at a time. If several kernels fail, all failures are reported
-    /// ([`Error::Several`]); kernels that were ready by then are in the store. Where nothing may or can be compiled,
-    /// [`Error::NotCached`] lists *every* kernel that is missing, and nothing is called back.
+    /// Equal requests are compiled once. `progress` is called once per distinct kernel when it is ready, from the
+    /// thread that provides it, but never concurrently. If several kernels fail, all failures are reported
+    /// ([`Error::Several`]); kernels that are ready by then are in the store. If kernels must not or cannot be
+    /// compiled, [`Error::NotCached`] lists *every* missing kernel, and `progress` is not called.
     pub fn compile_all(
         &self,
         requests: &[CompileRequest],
@@ -188,7 +189,7 @@ impl KernelCache {
         self.all(requests, self.attached.as_ref(), threads, progress)
     }
 
-    /// As [`KernelCache::compile_all`], without what is attached: for kernels that the driver did not take.
+    /// Like [`KernelCache::compile_all`], but ignores attached kernels: for kernels that the driver rejected.
     pub(crate) fn compile_own(
         &self,
         requests: &[CompileRequest],
@@ -227,7 +228,7 @@ impl KernelCache {
             }
         };
         let ready: Vec<&Artifact> = results.iter().flatten().collect();
-        // Without a kernel that is missing, no compiler is looked for.
+        // If no kernel is missing, no compiler is searched for.
         let made = if missing.is_empty() {
             tell(&ready, 0);
             Vec::new()
@@ -251,7 +252,7 @@ impl KernelCache {
         for (place, artifact) in places.into_iter().zip(made) {
             results[place] = Some(artifact);
         }
-        // Each was found, or stood among the missing ones.
+        // Each kernel was found, or was among the missing kernels.
         Ok(order.into_iter().filter_map(|index| results[index].clone()).collect())
     }
 
@@ -261,8 +262,8 @@ impl KernelCache {
         }
         match self.compiler.identity() {
             Ok(compiler) => Supply::CompiledBy(compiler),
-            // Without a compiler it is unknown which compiler's kernels would be right: any that was given
-            // this very source is.
+            // Without a compiler, it is unknown which compiler version is right. Any compiler's kernel of exactly this
+            // source is accepted.
             Err(error) => Supply::StoreOnly(NotCompiled::NoCompiler(Box::new(error))),
         }
     }
@@ -316,15 +317,15 @@ impl KernelCache {
         };
         std::thread::scope(|scope| {
             for _ in 0..threads.clamp(1, 256).min(total) {
-                // NVRTC recurses deeply on nested templates; 2 MiB, the default, is not what it was tested with. A
-                // thread that cannot be started is work for the others.
+                // NVRTC recurses deeply on nested templates and was not tested with the default stack of 2 MiB. If a
+                // thread cannot be started, the other threads do its work.
                 let _ = std::thread::Builder::new()
                     .name("unweight-jit".to_owned())
                     .stack_size(16 << 20)
                     .spawn_scoped(scope, work);
             }
         });
-        // Where not even one thread could be started, or for what such a thread left over.
+        // For the case that no thread could be started, or that a thread left work over.
         work();
         let mut artifacts = Vec::with_capacity(total);
         let mut failures = Vec::new();
@@ -332,11 +333,11 @@ impl KernelCache {
             match result.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner()) {
                 Some(Ok(artifact)) => artifacts.push(artifact),
                 Some(Err(error)) => failures.push(error),
-                // Every index below `total` was taken by one of the workers, which writes its result or panics.
+                // A worker took every index below `total`, and writes its result or panics.
                 None => unreachable!("a kernel was neither compiled nor refused"),
             }
         }
-        // That the compiler is too old is one thing to say, not one of each kernel.
+        // A compiler that is too old is reported once, not once per kernel.
         if let Some(place) = failures.iter().position(|failure| matches!(failure, Error::OldNvrtc(_))) {
             return Err(failures.swap_remove(place));
         }
@@ -362,7 +363,7 @@ impl KernelCache {
         }
         let folder = key.folder();
         let lock = lock::acquire(&store.lock_path(&folder), self.policy.lock_timeout);
-        // The holder of the lock has stored the kernel, most likely.
+        // Most likely, the lock's previous holder has stored the kernel.
         let why = match store.get(&key) {
             Lookup::Hit(entry) => {
                 let waited = !matches!(lock, Lock::Held { waited: false, .. } | Lock::Unavailable);
@@ -378,7 +379,7 @@ impl KernelCache {
                 Lock::Held { .. } | Lock::Unavailable => wanted.absent(),
             },
         };
-        // `lock` is held until here, so that waiters find the entry in place.
+        // `lock` is held until here, so that waiting processes find the entry.
         let result = self.compile(request, &key, Some(store), why, start);
         drop(lock);
         result
@@ -418,17 +419,17 @@ impl KernelCache {
     }
 }
 
-/// A kernel that was asked for.
+/// A requested kernel.
 struct RoutePolicy<'a> {
     request: &'a CompileRequest,
     source: SourceKey,
-    /// What is wrong with the one that is attached.
+    /// The defect of the attached kernel, if any.
     damage: Option<String>,
 }
 
 impl RoutePolicy<'_> {
-    /// The kernel as it is attached: by name and source, read by its digest, and a cubin that holds it. Else notes what
-    /// is wrong with it.
+    /// Returns the attached kernel with this name and source, if its digest matches and its cubin contains the kernel.
+    /// Otherwise records the defect.
     fn find_in(&mut self, attached: Option<&Attached>) -> Option<Artifact> {
         let start = Instant::now();
         let attached = attached?;
@@ -442,7 +443,7 @@ impl RoutePolicy<'_> {
         }
     }
 
-    /// Why it is compiled, if the store does not have it.
+    /// Returns why the kernel is compiled if the store does not have it.
     fn absent(&self) -> Miss {
         self.damage.clone().map_or(Miss::Absent, Miss::Damaged)
     }
@@ -450,7 +451,7 @@ impl RoutePolicy<'_> {
 
 fn from_attached(attached: &Attached, entry: &AttachedKernel, start: Instant) -> Result<Artifact, String> {
     let cubin = attached.read(entry).map_err(|error| error.to_string())?;
-    // The driver takes a pointer without a length: what it would follow is checked before it gets any.
+    // The driver accepts a pointer without a length, so everything that it would follow is checked first.
     let info = cubin::read(&cubin).map_err(|error| error.to_string())?;
     let resources = info.kernel(&entry.name).map_err(|error| error.to_string())?.resources.clone();
     let by = &entry.compiler;
@@ -466,7 +467,7 @@ fn from_attached(attached: &Attached, entry: &AttachedKernel, start: Instant) ->
 }
 
 enum Supply {
-    /// Nothing can be compiled, for this reason.
+    /// Nothing can be compiled.
     StoreOnly(NotCompiled),
     CompiledBy(CompilerId),
 }

@@ -1,52 +1,53 @@
-//! Looking after the store: list, verify, prune, clear. The command line calls these; loading a kernel never does.
+//! Maintains the store: list, verify, prune, clear. Only the command line calls these functions, never loading a
+//! kernel.
 
 use std::time::{Duration, SystemTime};
 
 use super::lock::{self, Lock};
 use super::store::{Meta, Store, is_ours, remove};
 
-/// An entry of the cache, as it is listed.
+/// A listed entry of the cache.
 #[derive(Clone, Debug)]
 pub struct Listed {
-    /// The folder below `entries`.
+    /// The folder name below `entries`.
     pub folder: String,
-    /// Bytes of its files.
+    /// The size of its files in bytes.
     pub bytes: u64,
-    /// When it was last used, to a minute.
+    /// The time of the last use, to the minute.
     pub last_used: SystemTime,
-    /// Description of the entry, or what is wrong with it.
+    /// The entry's metadata, or why they are invalid.
     pub meta: Result<Meta, String>,
 }
 
 /// The result of [`Store::verify`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Verified {
-    /// Undamaged entries.
+    /// The number of undamaged entries.
     pub good: usize,
-    /// Folder of each damaged one, and what is wrong with it.
+    /// Folder and defect of each damaged entry.
     pub damaged: Vec<(String, String)>,
-    /// Number of damaged entries that were removed.
+    /// The number of damaged entries that were removed.
     pub evicted: usize,
 }
 
 /// The result of [`Store::prune`] and [`Store::clear`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Removed {
-    /// The number of kernels.
+    /// The number of removed kernels.
     pub entries: usize,
-    /// Bytes of these kernels.
+    /// The size of these kernels in bytes.
     pub bytes: u64,
-    /// Remains of processes that died, and kept sources that did not compile; of [`Store::clear`] also tables of
-    /// measurements.
+    /// The number of other removed items: leftovers of processes that died, and sources that did not compile; for
+    /// [`Store::clear`], also tables of measurements.
     pub leftovers: usize,
-    /// Kernels that should have gone and could not be removed.
+    /// The number of kernels that could not be removed.
     pub failed: usize,
 }
 
 impl Store {
-    /// Every entry, the least recently used first.
+    /// Returns every entry, the least recently used first.
     ///
-    /// Reads descriptions, not binaries: [`Store::verify`] does that.
+    /// Reads metadata, not binaries; [`Store::verify`] reads binaries.
     pub fn ls(&self) -> std::io::Result<Vec<Listed>> {
         let mut listed = Vec::new();
         for folder in self.folders()? {
@@ -59,7 +60,7 @@ impl Store {
             let last_used = std::fs::metadata(path.join("meta.json"))
                 .or_else(|_| std::fs::symlink_metadata(&path))
                 .and_then(|metadata| metadata.modified());
-            // Gone between the two looks: pruned by another process.
+            // Another process pruned it between the two reads.
             let Ok(last_used) = last_used else { continue };
             let meta = self.describe(&folder);
             listed.push(Listed { folder, bytes, last_used, meta });
@@ -68,13 +69,13 @@ impl Store {
         Ok(listed)
     }
 
-    /// Reads every entry in full and compares digests; removes the damaged ones if `evict`.
+    /// Reads every entry in full and compares digests; removes damaged entries if `evict` is set.
     pub fn verify(&self, evict: bool) -> std::io::Result<Verified> {
         let mut verified = Verified::default();
         for folder in self.folders()? {
             match self.check(&folder) {
                 Ok(_) => verified.good += 1,
-                // Pruned between the two looks.
+                // Pruned between the two reads.
                 Err(_) if std::fs::symlink_metadata(self.entries().join(&folder)).is_err() => {}
                 Err(why) => {
                     verified.evicted += usize::from(evict && self.evict(&folder));
@@ -87,7 +88,7 @@ impl Store {
 
     /// Removes damaged entries, leftovers, and the least recently used entries until at most `max_bytes` are left.
     ///
-    /// An entry that is being built or looked for right now stays.
+    /// Keeps entries that are being built or looked up.
     pub fn prune(&self, max_bytes: u64) -> std::io::Result<Removed> {
         let mut removed =
             Removed { leftovers: self.sweep_abandoned() + self.remove_ours("failed"), ..Removed::default() };
@@ -96,7 +97,7 @@ impl Store {
         for entry in listed {
             if total > max_bytes || entry.meta.is_err() {
                 let path = self.lock_path(&entry.folder);
-                // A free lock is taken so that its file may be removed as well; a lock that cannot exist protects
+                // A free lock is acquired so that its file may be removed as well; a lock that cannot exist protects
                 // nothing.
                 let held = lock::acquire(&path, Duration::ZERO);
                 if matches!(held, Lock::TimedOut(_)) {
@@ -115,7 +116,7 @@ impl Store {
         Ok(removed)
     }
 
-    /// Removes every kernel and everything else that the store made, and nothing that it did not make.
+    /// Removes every kernel and all other files that the store created, and nothing else.
     pub fn clear(&self) -> std::io::Result<Removed> {
         let mut removed = Removed::default();
         for entry in self.ls()? {
@@ -129,7 +130,7 @@ impl Store {
         removed.leftovers = self.sweep(Duration::ZERO) + self.remove_ours("failed") + self.remove_ours("tables");
         let locks = std::fs::read_dir(self.root().join("locks")).into_iter().flatten().flatten();
         for file in locks.filter(|file| is_ours(&file.file_name().to_string_lossy())) {
-            // A lock that is held stays: its process is compiling.
+            // A held lock stays: its process is compiling.
             if matches!(lock::acquire(&file.path(), Duration::ZERO), Lock::Held { .. }) {
                 let _ = std::fs::remove_file(file.path());
             }
@@ -137,7 +138,7 @@ impl Store {
         Ok(removed)
     }
 
-    /// Everything of ours in a folder of the store.
+    /// Removes everything that the store created in one of its folders; returns the number of removed items.
     fn remove_ours(&self, folder: &str) -> usize {
         let entries = std::fs::read_dir(self.root().join(folder)).into_iter().flatten().flatten();
         let ours = entries.filter(|entry| is_ours(&entry.file_name().to_string_lossy()));
@@ -152,7 +153,7 @@ impl Store {
         };
         let mut folders = Vec::new();
         for entry in entries {
-            // Names of ours begin with a kernel's; anything else was not made by the store and is not touched.
+            // Our names begin with a kernel's name; the store created nothing else, and must not touch anything else.
             let entry = entry?;
             if let Some(folder) = entry.file_name().into_string().ok().filter(|name| is_ours(name)) {
                 folders.push(folder);

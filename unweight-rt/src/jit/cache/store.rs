@@ -1,21 +1,21 @@
-//! Entries on disk.
+//! The store: cache entries on disk.
 //!
 //! ```text
 //! <root>/                 0700, the user's own
-//!   CACHEDIR.TAG          says that the folder is a kernel cache; without it nothing here is read or removed
-//!   entries/<folder>/     one complete kernel, never changed once it is there (key.rs names the folder)
-//!     kernel.cubin        what the driver loads
-//!     kernel.cu           what was compiled, for a reader
-//!     meta.json           sizes and digests of both, the key in full, resources, log
-//!   building/             entries under construction, and entries on their way out
+//!   CACHEDIR.TAG          marks the folder as a kernel cache; without it nothing here is read or removed
+//!   entries/<folder>/     one complete kernel, immutable (key.rs defines the folder's name)
+//!     kernel.cubin        the binary that the driver loads
+//!     kernel.cu           the source, for readers
+//!     meta.json           sizes and digests of both, the full key, resources, log
+//!   building/             entries under construction, and evicted entries before deletion
 //!   locks/<folder>.lock   see lock.rs
 //!   failed/<folder>/      sources that did not compile, with headers, options and log
-//!   tables/uw_<device>.json   what was measured on a device of that name, for dispatch
+//!   tables/uw_<device>.json   measurements of a device of that name, for dispatch
 //! ```
 //!
-//! An entry is built aside, flushed and renamed into place, so it is there completely or not at all. Every read checks
-//! the digests. Nothing here returns an error to a caller that wants a kernel: trouble is a [`Lookup::Damaged`] or
-//! [`Kept::NotStored`] that says what it was, and the kernel is compiled as if there were no cache.
+//! An entry is built in `building`, flushed and renamed into place, so it is complete or absent. Every read checks the
+//! digests. Nothing here returns an error to a caller that requests a kernel: a problem is a [`Lookup::Damaged`] or
+//! [`Kept::NotStored`] with a reason, and the kernel is compiled as if there were no cache.
 
 use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File};
@@ -36,24 +36,24 @@ use crate::jit::request::{CompileRequest, CompilerId};
 
 use super::key::{Key, SCHEMA, SourceKey, folder_prefix};
 
-/// A `meta.json` larger than this is not ours.
+/// The maximum size of a `meta.json` that the store reads.
 const META_LIMIT_BYTES: u64 = 4 << 20;
-/// A table of measurements neither.
+/// The maximum size of a table of measurements.
 const TABLE_LIMIT_BYTES: u64 = 16 << 20;
-/// Nor is a cubin larger than this.
+/// The maximum size of a cubin.
 const CUBIN_LIMIT_BYTES: u64 = 256 << 20;
-/// A construction site that no process holds and that is older than this was left by a process that died. The age
-/// spares one that was made this instant and is not locked yet.
+/// A folder in `building` that is older than this and not locked was left by a process that died. The age protects a
+/// new folder that is not locked yet.
 const ABANDONED_AFTER: Duration = Duration::from_secs(600);
-/// The file that makes a folder a kernel cache: the Cache Directory Tagging Specification's, so that backups leave it
-/// out, with a line of our own.
+/// The file that marks a folder as a kernel cache. It follows the Cache Directory Tagging Specification, so that
+/// backups skip the folder, and has one more line.
 const TAG: &str = "CACHEDIR.TAG";
 const TAG_TEXT: &str = "Signature: 8a477f597d28d172789f06886806bc55\n\
     # unweight kernel cache. Everything in this folder may be removed at any time.\n";
-/// A use is noted at most this often: a warm start should not write to every entry.
+/// The minimum time between updates of an entry's last use: a warm start should not write to every entry.
 const USE_NOTED_EVERY: Duration = Duration::from_secs(60);
 
-/// A cache folder that can be read at least.
+/// A cache folder that is at least readable.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Store {
     root: PathBuf,
@@ -78,17 +78,17 @@ impl FileRecord {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Meta {
-    /// [`SCHEMA`] of the writer.
+    /// The [`SCHEMA`] of the writer.
     pub schema: u32,
     /// The name of the variant.
     pub name: String,
-    /// The source key in full.
+    /// The full source key.
     pub source_key: String,
     /// The compiler and its version.
     pub compiler: CompilerId,
     /// The architecture of the kernel.
     pub arch: String,
-    /// Canonical options.
+    /// The canonical options.
     pub options: Vec<String>,
     /// SHA-256 of each header, by name.
     pub headers: BTreeMap<String, String>,
@@ -96,15 +96,15 @@ pub struct Meta {
     pub cubin: FileRecord,
     /// The record of the file `kernel.cu`.
     pub source: FileRecord,
-    /// Resources of the kernel.
+    /// The resources of the kernel.
     pub resources: KernelResources,
-    /// Log of the compiler.
+    /// The log of the compiler.
     pub log: String,
-    /// Duration of the compilation, us.
+    /// The duration of the compilation in microseconds.
     pub compile_us: u64,
 }
 
-/// `meta.json`: an entry's description, and a digest over it so that a flipped bit in a number is seen as well.
+/// The file `meta.json`: an entry's metadata, and a digest over them that reveals a flipped bit.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct MetaFile {
@@ -115,7 +115,7 @@ struct MetaFile {
 /// A complete, checked entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// The description of the entry.
+    /// The metadata of the entry.
     pub meta: Meta,
     /// The compiled binary.
     pub cubin: Vec<u8>,
@@ -128,7 +128,7 @@ pub enum Lookup {
     Hit(Box<Entry>),
     /// The store has no such kernel.
     Absent,
-    /// Something that is not a good entry.
+    /// The store has an invalid entry, for this reason.
     Damaged(String),
 }
 
@@ -139,14 +139,14 @@ pub enum Kept {
     Stored,
     /// Another process stored the same kernel first.
     LostRace,
-    /// The kernel is not in the store, for this reason; the kernel itself is sound.
+    /// The kernel is not in the store, for this reason; the kernel itself is valid.
     NotStored(String),
 }
 
 impl Store {
-    /// Opens the folder, creating it with mode 0700 if it is not there.
+    /// Opens the folder, creating it with mode 0700 if necessary.
     ///
-    /// Refuses a folder that another user could write to: its files are code that will be run.
+    /// Rejects a folder that another user could write to: its files are code that will run.
     pub fn open(root: &Path) -> Result<Store, Unusable> {
         let unusable = |why: String| Unusable { root: root.to_owned(), why };
         if !root.is_dir() {
@@ -165,7 +165,7 @@ impl Store {
             let path = if folder.is_empty() { root.to_owned() } else { root.join(folder) };
             let metadata = match std::fs::metadata(&path) {
                 Ok(metadata) => metadata,
-                // What is not there yet is made below.
+                // Missing folders are created below.
                 Err(_) if !folder.is_empty() => continue,
                 Err(error) => return Err(unusable(error.to_string())),
             };
@@ -186,14 +186,14 @@ impl Store {
         }
         Self::tag(root).map_err(unusable)?;
         for folder in ["entries", "building", "locks"] {
-            // A read-only store still serves what it holds.
+            // A read-only store still provides its entries.
             let _ = DirBuilder::new().mode(0o700).create(root.join(folder));
         }
         Ok(Store { root: root.to_owned() })
     }
 
-    /// Makes sure that the folder is a kernel cache, or an empty one, which becomes it. A mistaken `UNWEIGHT_CACHE_DIR`
-    /// names a folder whose `entries` or `failed` belong to another program.
+    /// Checks that the folder is a kernel cache, or empty: then it becomes one. A wrong `UNWEIGHT_CACHE_DIR` may name a
+    /// folder whose `entries` or `failed` belong to another program.
     fn tag(root: &Path) -> Result<(), String> {
         let tag = root.join(TAG);
         let look = || match read_bounded(&tag, 4096) {
@@ -205,16 +205,16 @@ impl Store {
             return found;
         }
         if tag.symlink_metadata().is_ok() {
-            // Another process may have put it there since: what is read now counts.
+            // Another process may have written it since the first read: this read counts.
             return look().unwrap_or_else(|| Err(format!("{TAG} in it cannot be read")));
         }
         let mut entries = std::fs::read_dir(root).map_err(|error| error.to_string())?;
-        // Another process may be making the same folder: what it has made so far is the tag's temporary file.
+        // Another process may be creating the same folder: so far it has only the tag's temporary file.
         let foreign = entries.find(|entry| {
             entry.as_ref().map_or(true, |entry| !entry.file_name().to_string_lossy().starts_with(".tag-"))
         });
         match foreign {
-            // It may have got its tag since.
+            // Another process may have written the tag since.
             Some(_) if read_bounded(&tag, 4096).is_ok_and(|text| text == TAG_TEXT.as_bytes()) => Ok(()),
             Some(entry) => {
                 let name = entry.map(|entry| entry.file_name().to_string_lossy().into_owned()).unwrap_or_default();
@@ -227,11 +227,11 @@ impl Store {
                     check_limit(TAG_TEXT.len())?;
                     let mut file = tempfile::Builder::new().prefix(".tag-").tempfile_in(root)?;
                     file.write_all(TAG_TEXT.as_bytes())?;
-                    // The first writer wrote the same.
+                    // Another process can only have written the same text.
                     file.persist(&tag)?;
                     Ok(())
                 };
-                // An empty folder that cannot be written to serves as one: it holds nothing.
+                // An empty folder that is not writable is a valid store without entries.
                 let _ = write();
                 Ok(())
             }
@@ -243,13 +243,13 @@ impl Store {
         &self.root
     }
 
-    /// Path of the dispatch table of a device with this name.
+    /// Returns the path of the dispatch table of a device with this name.
     pub fn table_path(&self, device: &str) -> PathBuf {
         let letter = |letter: char| if letter.is_ascii_alphanumeric() { letter.to_ascii_lowercase() } else { '-' };
         self.root.join("tables").join(format!("uw_{}.json", device.chars().map(letter).collect::<String>()))
     }
 
-    /// The stored dispatch table of a device; `None` if there is none.
+    /// Returns the stored dispatch table of a device; `None` if there is none.
     pub fn table(&self, device: &str) -> std::io::Result<Option<Vec<u8>>> {
         let path = self.table_path(device);
         match read_bounded(&path, TABLE_LIMIT_BYTES) {
@@ -261,7 +261,7 @@ impl Store {
         }
     }
 
-    /// Keeps such a table in place of one that is there; whole, or not at all.
+    /// Stores a dispatch table atomically, replacing an existing one.
     pub fn keep_table(&self, device: &str, text: &[u8]) -> std::io::Result<PathBuf> {
         let (path, tables) = (self.table_path(device), self.root.join("tables"));
         match DirBuilder::new().mode(0o700).create(&tables) {
@@ -276,7 +276,7 @@ impl Store {
         Ok(path)
     }
 
-    /// Where complete entries are.
+    /// Returns the folder of complete entries.
     pub(crate) fn entries(&self) -> PathBuf {
         self.root.join("entries")
     }
@@ -289,7 +289,7 @@ impl Store {
         self.root.join("locks").join(format!("{folder}.lock"))
     }
 
-    /// Looks for an entry, checks it and notes its use.
+    /// Looks up an entry, checks it and records its use.
     pub fn get(&self, key: &Key) -> Lookup {
         self.get_folder(&key.folder(), |meta| {
             if meta.name == key.name && meta.source_key == key.source.to_string() && meta.compiler == key.compiler {
@@ -300,7 +300,7 @@ impl Store {
         })
     }
 
-    /// Looks for an entry of this source by whichever compiler: the newest version that is undamaged.
+    /// Looks up an entry of this source by any compiler: the newest undamaged version.
     pub fn get_any(&self, name: &str, source: &SourceKey) -> Lookup {
         let prefix = folder_prefix(name, source);
         let mut folders: Vec<String> = std::fs::read_dir(self.entries())
@@ -335,7 +335,7 @@ impl Store {
 
     fn get_folder(&self, folder: &str, check: impl Fn(&Meta) -> Result<(), String>) -> Lookup {
         let path = self.entries().join(folder);
-        // Not `exists()`: a dangling link or a file in the entry's place must be recognised, to be evicted.
+        // Not `exists()`: a dangling link or a file in the entry's place must be detected, so that it is evicted.
         match std::fs::symlink_metadata(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Lookup::Absent,
             _ => {}
@@ -351,13 +351,13 @@ impl Store {
                 note_use(&path.join("meta.json"));
                 Lookup::Hit(Box::new(entry))
             }
-            // It may have been pruned between the two looks.
+            // It may have been pruned between the two reads.
             Err(_) if !path.exists() && std::fs::symlink_metadata(&path).is_err() => Lookup::Absent,
             Err(why) => Lookup::Damaged(why),
         }
     }
 
-    /// Puts a kernel in place: builds aside, flushes, renames.
+    /// Stores a kernel: builds the entry in `building`, flushes it and renames it into place.
     pub fn put(&self, key: &Key, request: &CompileRequest, compiled: &Compiled, compile_us: u64) -> Kept {
         let meta = Meta {
             schema: SCHEMA,
@@ -384,8 +384,8 @@ impl Store {
                 .prefix(&format!("{folder}."))
                 .tempdir_in(self.building())
                 .map_err(say("cannot create a folder"))?;
-            // Held until the end: tells `sweep` that a process is at work. The lock goes with the folder, not with its
-            // name.
+            // Held until the end, so that `sweep` sees that a process is at work. The lock belongs to the folder, not
+            // to its name.
             let handle = File::open(site.path()).map_err(say("cannot open a new folder"))?;
             handle.try_lock().map_err(|error| format!("cannot lock a new folder: {error}"))?;
             write_file(&site.path().join("kernel.cubin"), &compiled.cubin).map_err(say("kernel.cubin"))?;
@@ -394,9 +394,10 @@ impl Store {
             handle.sync_all().map_err(say("cannot flush"))?;
             match std::fs::rename(site.path(), &place) {
                 Ok(()) => {
-                    // Nothing is left under the temporary name.
+                    // The folder has moved, so there is nothing to delete under the temporary name.
                     let _ = site.keep();
-                    // Without this flush a power cut may lose the entry, not damage it: failing here changes nothing.
+                    // Without this flush, a power failure may lose the entry, but not damage it. So a failure is
+                    // ignored.
                     let _ = File::open(self.entries()).and_then(|entries| entries.sync_all());
                     Ok(Kept::Stored)
                 }
@@ -410,19 +411,19 @@ impl Store {
         result.unwrap_or_else(Kept::NotStored)
     }
 
-    /// Takes an entry out. True if it is gone.
+    /// Removes an entry. Returns whether it is gone.
     ///
-    /// It leaves under another name first, so that no reader meets half of it.
+    /// Renames it first, so that no reader sees a partial entry.
     pub(crate) fn evict(&self, folder: &str) -> bool {
         let place = self.entries().join(folder);
         let Ok(site) = tempfile::Builder::new().prefix("evicted.").tempdir_in(self.building()) else {
             return false;
         };
-        // What cannot be removed altogether stays in `building` and is swept later.
+        // Anything that cannot be deleted stays in `building` and is swept later.
         std::fs::rename(&place, site.path().join("entry")).is_ok()
     }
 
-    /// Keeps what did not compile where its author can look at it. The folder, if it could be written.
+    /// Keeps a source that did not compile for its author. Returns the folder if it could be written.
     pub(crate) fn keep_failure(
         &self,
         key: &Key,
@@ -437,7 +438,7 @@ impl Store {
             write_note(folder.join("options.txt"), request.canonical_options().join("\n") + "\n")?;
             for (name, text) in &request.headers {
                 let relative = Path::new(name);
-                // A header's name comes from a source; it must not lead out of the folder.
+                // A header's name comes from a source; it must not escape the folder.
                 if relative.components().all(|component| matches!(component, Component::Normal(_))) {
                     let path = folder.join("include").join(relative);
                     if let Some(parent) = path.parent() {
@@ -451,7 +452,7 @@ impl Store {
         write().is_ok().then_some(folder)
     }
 
-    /// Checks an entry in full, its source text included. Its description if it is good.
+    /// Checks an entry in full, including its source text. Returns its metadata if it is valid.
     pub(crate) fn check(&self, folder: &str) -> Result<Meta, String> {
         let path = self.entries().join(folder);
         let meta = read_meta(&path)?;
@@ -464,12 +465,12 @@ impl Store {
         Ok(meta)
     }
 
-    /// The description alone, for a listing.
+    /// Returns the metadata only, for a listing.
     pub(crate) fn describe(&self, folder: &str) -> Result<Meta, String> {
         read_meta(&self.entries().join(folder))
     }
 
-    /// Removes construction sites that no process works on. Returns how many.
+    /// Removes folders in `building` that no process works on. Returns their number.
     pub(crate) fn sweep(&self, older_than: Duration) -> usize {
         let mut swept = 0;
         for entry in std::fs::read_dir(self.building()).into_iter().flatten().flatten() {
@@ -489,29 +490,29 @@ impl Store {
         swept
     }
 
-    /// [`Store::sweep`] with the age that is right while others are at work.
+    /// Runs [`Store::sweep`] with an age that is safe while other processes work.
     pub(crate) fn sweep_abandoned(&self) -> usize {
         self.sweep(ABANDONED_AFTER)
     }
 }
 
-/// Whether a name in a folder of the store is one that it gives: all begin with the name of a kernel.
+/// Returns whether the store creates such names in its folders: all begin with the name of a kernel.
 pub(super) fn is_ours(name: &str) -> bool {
     name.starts_with("uw_")
 }
 
-/// Removes a file or a folder with all that is in it.
+/// Removes a file, or a folder with its contents.
 pub(crate) fn remove(path: &Path) -> std::io::Result<()> {
     if std::fs::symlink_metadata(path)?.is_dir() { std::fs::remove_dir_all(path) } else { std::fs::remove_file(path) }
 }
 
-/// 64 hexadecimal digits.
+/// Returns the SHA-256 digest as 64 hexadecimal digits.
 fn sha256(bytes: &[u8]) -> String {
     Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn meta_bytes(meta: &Meta) -> Vec<u8> {
-    // Serialising plain structs into memory has no way to fail.
+    // Serialising plain structs into memory cannot fail.
     let body = serde_json::to_vec(meta).unwrap_or_default();
     let file = MetaFile { entry: meta.clone(), sha256: sha256(&body) };
     let mut bytes = serde_json::to_vec_pretty(&file).unwrap_or_default();
@@ -546,7 +547,7 @@ fn read_file(folder: &Path, name: &str, record: &FileRecord) -> Result<Vec<u8>, 
 
 fn read_bounded(path: &Path, limit: u64) -> Result<Vec<u8>, String> {
     let say = |error: std::io::Error| error.to_string();
-    // A FIFO would block, a device never end, and a link leads to what was not written here.
+    // A FIFO would block, a device would never end, and a link leads to data that the store did not write.
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits() as i32;
     let file = File::options().read(true).custom_flags(flags).open(path).map_err(say)?;
     let metadata = file.metadata().map_err(say)?;
@@ -561,8 +562,8 @@ fn read_bounded(path: &Path, limit: u64) -> Result<Vec<u8>, String> {
     Ok(bytes)
 }
 
-/// Fails where the process may not write a file of this size: the write would raise SIGXFSZ, which ends a program that
-/// does not expect it.
+/// Fails if the process must not write a file of this size. The write would raise SIGXFSZ, which terminates a program
+/// that does not handle it.
 fn check_limit(bytes: usize) -> std::io::Result<()> {
     match rustix::process::getrlimit(rustix::process::Resource::Fsize).current {
         Some(limit) if bytes as u64 > limit => Err(rustix::io::Errno::FBIG.into()),
@@ -570,7 +571,7 @@ fn check_limit(bytes: usize) -> std::io::Result<()> {
     }
 }
 
-/// Writes a file for people, in place of one that is there.
+/// Writes a file for human readers, replacing an existing one.
 fn write_note(path: impl AsRef<Path>, text: impl AsRef<[u8]>) -> std::io::Result<()> {
     check_limit(text.as_ref().len())?;
     std::fs::write(path, text)
@@ -583,7 +584,7 @@ fn write_file(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     file.sync_all()
 }
 
-/// Notes the time of use as the modification time of `meta.json`. Access times are off on most machines.
+/// Records the time of use as the modification time of `meta.json`. Access times are disabled on most machines.
 fn note_use(meta: &Path) {
     let note = || -> std::io::Result<()> {
         let now = SystemTime::now();
@@ -593,6 +594,6 @@ fn note_use(meta: &Path) {
         }
         Ok(())
     };
-    // A read-only store serves as well.
+    // A read-only store cannot record uses, and works without them.
     let _ = note();
 }

@@ -1,4 +1,4 @@
-//! The cache in one process. tests/jit/cache_processes.rs has many.
+//! Tests the cache in one process. tests/jit/cache_processes.rs uses many.
 
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
@@ -43,7 +43,7 @@ impl Fixture {
         KernelCache::new(policy(mode), Some(&self.root), self.compiler.clone())
     }
 
-    /// The folder of the only entry.
+    /// Returns the folder of the only entry.
     fn entry(&self) -> PathBuf {
         let mut entries: Vec<_> =
             std::fs::read_dir(self.root.join("entries")).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -80,7 +80,7 @@ fn the_root_belongs_to_its_user_alone() {
     let fixture = Fixture::new();
     fixture.cache().get(&request("uw_a")).unwrap();
     assert_eq!(std::fs::metadata(&fixture.root).unwrap().mode() & 0o777, 0o700);
-    // Opened to the world or to a group, its content is not trusted any more.
+    // Once the folder is writable for group or world, its content is no longer trusted.
     for mode in [0o702, 0o720, 0o2770] {
         std::fs::set_permissions(&fixture.root, std::fs::Permissions::from_mode(mode)).unwrap();
         let artifact = fixture.cache().get(&request("uw_a")).unwrap();
@@ -174,7 +174,7 @@ fn an_entry_under_another_kernels_name_is_damage() {
 #[test]
 fn unusable_cache_root_is_a_miss_with_a_reason() {
     let fixture = Fixture::new();
-    // A file stands where the folder should be; unlike a mode, this also stops root.
+    // A file in place of the folder; unlike a mode, this also stops root.
     std::fs::write(&fixture.root, "").unwrap();
     for dir in [Some(fixture.root.clone()), Some(fixture.root.join("below")), None] {
         let cache = KernelCache::new(policy(JitMode::Auto), dir.as_deref(), fixture.compiler.clone());
@@ -192,7 +192,7 @@ fn unusable_cache_root_is_a_miss_with_a_reason() {
 fn a_store_that_cannot_be_written_still_serves() {
     let fixture = Fixture::new();
     fixture.cache().get(&request("uw_a")).unwrap();
-    // As on a read-only file system, for root too: nothing can be created in a file.
+    // Like a read-only file system, also for root: nothing can be created below a file.
     for folder in ["building", "locks"] {
         std::fs::remove_dir_all(fixture.root.join(folder)).unwrap();
         std::fs::write(fixture.root.join(folder), "").unwrap();
@@ -204,7 +204,7 @@ fn a_store_that_cannot_be_written_still_serves() {
         "{:?}",
         other.state
     );
-    // A damaged entry that cannot be removed is compiled around, not used.
+    // A damaged entry that cannot be removed is not used; the kernel is compiled.
     flip(&fixture.entry().join("kernel.cubin"), 0);
     let damaged = fixture.cache().get(&request("uw_a")).unwrap();
     assert!(
@@ -219,7 +219,7 @@ fn a_store_that_cannot_be_written_still_serves() {
 fn threads_compile_each_kernel_once() {
     let mut fixture = Fixture::new();
     fixture.compiler = Arc::new(FakeCompiler::new("1.0", Duration::from_millis(3)));
-    // Every kernel is asked for twice.
+    // Every kernel is requested twice.
     let requests: Vec<_> = (0..40).map(|index| request(&format!("uw_{}", index % 20))).collect();
     let told = Mutex::new(Vec::new());
     let inside = AtomicBool::new(false);
@@ -260,7 +260,8 @@ fn threads_with_a_cache_each_share_one_compile() {
     assert!(states.contains(&CacheState::HitAfterWait), "{states:?}");
 }
 
-/// A process that finds the folder half made must neither refuse it nor go without it: that compiles everything again.
+/// A process that finds a partially created folder must neither reject it nor ignore it, which would compile everything
+/// again.
 #[test]
 fn concurrent_creation_of_a_store() {
     let home = tempfile::tempdir().unwrap();
@@ -341,7 +342,7 @@ fn without_a_compiler_any_cached_kernel_of_the_source_is_used() {
     assert_eq!(cache.get(&request("uw_a")).unwrap().compiler.version, "1.10");
     let error = cache.get(&request("uw_b")).unwrap_err().to_string();
     assert!(error.contains("uw_b") && error.contains("the compiler is missing"), "{error}");
-    // The newest one damaged: the next newest serves.
+    // The newest one is damaged: the next newest is used.
     let newest = names(&fixture.root.join("entries")).into_iter().find(|name| name.contains("1.10")).unwrap();
     flip(&fixture.root.join("entries").join(newest).join("kernel.cubin"), 3);
     assert_eq!(cache.get(&request("uw_a")).unwrap().compiler.version, "1.9");
@@ -373,7 +374,7 @@ fn all_compile_failures_are_reported_and_kept() {
     assert!(std::fs::read_to_string(kept.join("log.txt")).unwrap().contains("#error directive"));
     assert!(!kept.join("evil.cuh").exists(), "a header's name led out of its folder");
     assert!(error.to_string().contains("uw_y"), "{error}");
-    // The good one was stored all the same, and a failure is tried again, not remembered.
+    // The valid one was stored, and a failure is not remembered but tried again.
     assert_eq!(fixture.cache().get(&request("uw_a")).unwrap().state, CacheState::Hit);
     assert!(fixture.cache().get(&bad("uw_x")).is_err());
     assert_eq!(fixture.compiler.calls(), 4);
@@ -388,7 +389,7 @@ fn listing_verifying_pruning_clearing() {
     assert!(store.ls().unwrap().is_empty());
     let all: Vec<_> = (0..4).map(|index| request(&format!("uw_{index}"))).collect();
     cache.compile_all(&all, 1, &|_| {}).unwrap();
-    // uw_2 was used last, uw_0 longest ago.
+    // uw_2 is the most recently used entry, uw_0 the least recently used.
     let now = std::time::SystemTime::now();
     for (age, name) in [(400, "uw_0."), (300, "uw_1."), (100, "uw_2."), (200, "uw_3.")] {
         let folder = names(&store.entries()).into_iter().find(|folder| folder.starts_with(name)).unwrap();
@@ -399,11 +400,11 @@ fn listing_verifying_pruning_clearing() {
         store.ls().unwrap().into_iter().map(|listed| listed.meta.unwrap().name).collect()
     };
     assert_eq!(order(store), ["uw_0", "uw_1", "uw_3", "uw_2"]);
-    // A hit is a use.
+    // A hit counts as use.
     cache.get(&request("uw_0")).unwrap();
     assert_eq!(order(store), ["uw_1", "uw_3", "uw_2", "uw_0"]);
 
-    // Entries differ by a few bytes: how long each was compiled is written down in digits.
+    // Entries differ by a few bytes, because the digits of the compile time differ.
     let bytes: Vec<u64> = store.ls().unwrap().iter().map(|listed| listed.bytes).collect();
     assert!(bytes.iter().all(|bytes| *bytes > 4096));
     assert_eq!(store.prune(u64::MAX).unwrap(), Removed::default());
@@ -420,7 +421,7 @@ fn listing_verifying_pruning_clearing() {
     assert_eq!(store.verify(true).unwrap().evicted, 1);
     assert_eq!(store.verify(true).unwrap(), Verified { good: 2, ..Verified::default() });
 
-    // A stranger's file in the root survives everything.
+    // A foreign file in the root is never removed.
     std::fs::write(fixture.root.join("README"), "mine").unwrap();
     std::fs::create_dir(store.building().join("uw_9.dead")).unwrap();
     let removed = store.clear().unwrap();
@@ -448,7 +449,7 @@ fn a_table_is_kept_by_the_name_of_its_device_until_the_cache_is_cleared() {
     std::fs::write(fixture.root.join("tables/notes"), "mine").unwrap();
     assert_eq!(store.clear().unwrap().leftovers, 1);
     assert_eq!(names(&fixture.root.join("tables")), ["notes"]);
-    // A link is not followed, and reported.
+    // A link is reported, not followed.
     std::os::unix::fs::symlink("/dev/null", &path).unwrap();
     assert!(store.table("NVIDIA GeForce RTX 4090").is_err());
 }
@@ -482,7 +483,7 @@ fn foreign_folder_is_not_used_as_cache() {
     let unusable = Store::open(&mistaken).unwrap_err();
     assert!(unusable.why.contains("not a kernel cache") && unusable.why.contains("UNWEIGHT_CACHE_DIR"), "{unusable}");
     assert_eq!(names(&mistaken).len(), 4);
-    // With the tag in it, still only what the store could have made is touched.
+    // With the tag, still only items that the store could have created are touched.
     let own = home.path().join("cache");
     let store = Store::open(&own).unwrap();
     assert!(own.join("CACHEDIR.TAG").is_file());
@@ -549,7 +550,7 @@ fn fifos_and_link_loops_do_not_block() {
 
 // ---- kernels attached to a bundle ----
 
-/// A cubin that NVRTC 13.0 made for sm_90a; its kernel is called `k`.
+/// A cubin that NVRTC 13.0 compiled for sm_90a; its kernel is named `k`.
 const CUBIN: &[u8] = include_bytes!("../../../testdata/shared.cubin");
 
 /// A machine without a compiler.
@@ -564,7 +565,7 @@ impl Compiler for NoCompiler {
     }
 }
 
-/// As if `cubin` had been compiled from the request.
+/// Returns an entry as if `cubin` had been compiled from the request.
 fn entry<'a>(request: &CompileRequest, cubin: &'a [u8]) -> (AttachedKernel, &'a [u8]) {
     let artifact = Artifact {
         name: request.name.clone(),
@@ -601,14 +602,14 @@ fn attached_kernels_are_found_without_a_compiler_and_stay_out_of_the_store() {
     assert_eq!(told.into_inner().unwrap(), [(1, 1, "k".to_owned())]);
     assert_eq!(artifacts.len(), 2);
     assert_eq!((&*artifacts[1].cubin, &artifacts[1].state), (CUBIN, &CacheState::Attached));
-    // Read from the cubin, not from the attached entry.
+    // Resources are read from the cubin, not from the attached entry.
     assert_eq!((artifacts[0].resources.max_threads, artifacts[0].resources.static_smem_bytes), (96, 256));
     assert!(artifacts[0].state.is_hit());
     assert!(names(&fixture.root.join("entries")).is_empty());
-    // It is not trusted: as if it were not there.
+    // Untrusted attached kernels are ignored.
     let error = cache(false).get(&request("k")).unwrap_err();
     assert!(matches!(&error, Error::NotCached { missing, .. } if missing[0].why == Miss::Absent), "{error}");
-    // Another version of the library asks for another source.
+    // Another version of the library requests another source.
     let newer = CompileRequest { source: "another".to_owned(), ..request("k") };
     assert!(matches!(cache(true).get(&newer), Err(Error::NotCached { .. })));
     let other_arch = CompileRequest { arch: "sm_80".to_owned(), ..request("k") };
@@ -630,10 +631,10 @@ fn missing_attached_kernels_are_compiled() {
         assert_eq!(artifact.state == CacheState::Attached, request.name == "k");
     }
     assert_eq!(fixture.compiler.calls(), 2);
-    // What the driver refuses is compiled.
+    // A kernel that the driver rejects is compiled.
     let own = cache.compile_own(&[request("k")], 1, &|_| {}).unwrap();
     assert_eq!(own[0].state, CacheState::Compiled { why: Miss::Absent, kept: Kept::Stored });
-    // `off` passes over it, `cache-only` takes it for part of the cache.
+    // `off` ignores attached kernels, `cache-only` treats them as part of the cache.
     let off = fixture.with(JitMode::Off).trust(attached(fixture._dir.path(), &[entry(&request("k"), CUBIN)]));
     assert!(!off.get(&request("k")).unwrap().state.is_hit());
     let only = fixture.with(JitMode::CacheOnly).trust(attached(fixture._dir.path(), &[entry(&request("k"), CUBIN)]));
@@ -644,7 +645,7 @@ fn missing_attached_kernels_are_compiled() {
 fn damaged_attached_kernel_is_compiled_instead() {
     let fixture = Fixture::new();
     let home = fixture._dir.path();
-    // Under digests that an attacker could write.
+    // The entries have digests that an attacker could compute.
     let mut machine = CUBIN.to_vec();
     machine[18] = 62;
     let harms: [(&str, &[u8], &str); 4] = [
@@ -663,7 +664,7 @@ fn damaged_attached_kernel_is_compiled_instead() {
         assert!(why.starts_with("attached kernel: ") && why.contains(told), "{why}");
         assert_eq!(&*artifact.cubin, FakeCompiler::output(&request(name)));
     }
-    // Its bytes change after the file was opened.
+    // The bytes change after the file was opened.
     let _ = std::fs::remove_dir_all(&fixture.root);
     let cache = fixture.cache().trust(attached(home, &[entry(&request("k"), CUBIN)]));
     let path = home.join("kernels");

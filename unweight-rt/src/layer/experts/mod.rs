@@ -1,16 +1,15 @@
-//! The experts of a mixture: packed weights of all of them, and the launches between a router's choice and rows of
-//! tokens.
+//! The experts of a mixture: their packed weights, and the launches from a router's logits to rows of tokens.
 //!
 //! ```text
 //! logits --choose--> ids, weights --sort--> pairs by expert, items --gate and up, silu_mul--> [pairs, intermediate]
 //!                        |                                      \--down-------------------> [pairs, hidden]
 //!                        +--------------------------------------------------------combine--> y [tokens, hidden]
 //! ```
-//! Routing stays on the device: launches do not depend on the choice of tokens, so all of them may be captured. The
-//! grid covers the most items possible; blocks past the last item exit at once.
+//! Routing stays on the device. Launches do not depend on the routing decision, so they may be captured. The grid
+//! covers the maximum number of items; blocks past the last item exit at once.
 //!
-//! A token's bits follow from its row, its experts and their weights: not from the batch, nor from the batch tile,
-//! since all tiles add up k in one order.
+//! A token's result depends bit for bit only on its row, its experts and their weights, not on the batch or the batch
+//! tile: all tiles add up k in the same order.
 
 pub mod offload;
 
@@ -34,11 +33,11 @@ use crate::{
     weight::{DevicePacked, elements, shape},
 };
 
-/// Tokens that are worked on at a time: what the scratch is for.
+/// The maximum number of tokens processed at once; determines the size of the scratch.
 pub(super) const CHUNK_TOKENS: u32 = 4096;
 /// Parts of a scratch begin at multiples of this.
 const ALIGN: u64 = 256;
-/// Columns of a matrix of activations: more than any model has.
+/// The maximum number of columns of an activation matrix; no model has more.
 const COLUMNS_MAX: u32 = 1 << 24;
 
 /// The sizes of a mixture's experts.
@@ -46,16 +45,16 @@ const COLUMNS_MAX: u32 = 1 << 24;
 pub struct ExpertsShape {
     /// The number of experts.
     pub experts: u32,
-    /// Columns of a token's row: a multiple of 64.
+    /// Columns of a token's row; a multiple of 64.
     pub hidden: u32,
-    /// Columns between gate and down: a multiple of 64.
+    /// Columns between gate and down; a multiple of 64.
     pub intermediate: u32,
 }
 
 /// The output of a router on the device: expert ids and weights, `[tokens, top_k]` each.
 #[derive(Clone, Copy, Debug)]
 pub struct Routed<'a> {
-    /// Experts. Ids outside `0..experts` are skipped: their experts are on another device.
+    /// Expert ids. Ids outside `0..experts` are skipped, because those experts are on another device.
     pub ids: &'a DeviceBuffer<u32>,
     /// The weight of each expert's output.
     pub weights: &'a DeviceBuffer<f32>,
@@ -81,11 +80,11 @@ pub struct Experts {
     gate_up: DevicePacked,
     down: DevicePacked,
     router: Router,
-    /// By batch tile, growing: the gate and up, and the down.
+    /// By ascending batch tile: the product of gate and up, and the product of down.
     products: Vec<(u32, [GroupedGemm; 2])>,
 }
 
-/// The kernels of [`Experts`] on an architecture.
+/// Returns the kernels of [`Experts`] on an architecture.
 ///
 /// ```
 /// # use unweight_codegen::spec::Arch;
@@ -114,7 +113,7 @@ impl ExpertsShape {
         Ok(())
     }
 
-    /// That weights are of this shape, on the device of the kernels.
+    /// Checks that the weights have this shape and are on the device of the kernels.
     pub(super) fn check_weights(
         self,
         kernels: &KernelSet,
@@ -132,22 +131,22 @@ impl ExpertsShape {
         Ok(())
     }
 
-    /// Output and input features of the gate and up of all experts, one below the other.
+    /// Returns output and input features of the gates and ups of all experts, concatenated by rows.
     pub fn gate_up(self) -> [u64; 2] {
         [u64::from(self.experts) * 2 * u64::from(self.intermediate), self.hidden.into()]
     }
 
-    /// Output and input features of the down projection of all experts, one below the other.
+    /// Returns output and input features of the down projections of all experts, concatenated by rows.
     pub fn down(self) -> [u64; 2] {
         [u64::from(self.experts) * u64::from(self.hidden), self.intermediate.into()]
     }
 
-    /// Bytes of scratch for a batch of `tokens`.
+    /// Returns the bytes of scratch for a batch of `tokens`.
     pub fn scratch_bytes(self, tokens: u32, top_k: u32) -> u64 {
         Parts::of(self, tokens.min(CHUNK_TOKENS), top_k).end
     }
 
-    /// Memory that an execution context must provide for a batch of `tokens`.
+    /// Returns the context size for a batch of `tokens`.
     pub fn context_size(self, tokens: u32, top_k: u32) -> ContextSize {
         ContextSize { workspace_bytes: self.scratch_bytes(tokens, top_k), ..ContextSize::default() }
     }
@@ -165,7 +164,7 @@ struct Parts {
 impl Parts {
     fn of(shape: ExpertsShape, tokens: u32, top_k: u32) -> Self {
         let pairs = u64::from(tokens) * u64::from(top_k);
-        // Of the smallest batch tile there are most.
+        // The smallest batch tile needs the most items.
         let items_max = pairs.min(shape.experts.into()) + pairs / u64::from(SMALLEST_TILE);
         let after = |at: u64, bytes: u64| at.saturating_add(bytes).saturating_add(ALIGN - 1) / ALIGN * ALIGN;
         let items = after(0, pairs * 4);
@@ -177,19 +176,20 @@ impl Parts {
 
 const SMALLEST_TILE: u32 = 8;
 
-/// The batch tile for so many pairs: twice what an expert has when they are spread evenly, so that few experts have a
-/// second item, which reads its weights again.
+/// Returns the batch tile for this many pairs: twice the average per expert, so that few experts have a second item,
+/// which would read their weights again.
 fn tile_for(pairs: u32, experts: u32) -> u32 {
     (2 * pairs.div_ceil(experts)).next_power_of_two().clamp(SMALLEST_TILE, 64)
 }
 
 impl Experts {
-    /// Experts of packed weights: those of gate and up one expert below the other, `[experts * 2 * intermediate,
-    /// hidden]` ([`ExpertsShape::gate_up`]), in which [`Epilogue::GATE_ROWS`] rows of a gate alternate with as many of
-    /// its up; those of the down likewise, `[experts * hidden, intermediate]`.
+    /// Creates experts from packed weights. Gate and up are `[experts * 2 * intermediate, hidden]`
+    /// ([`ExpertsShape::gate_up`]), experts concatenated by rows; [`Epilogue::GATE_ROWS`] rows of a gate alternate with
+    /// as many rows of its up. Down is `[experts * hidden, intermediate]`.
     ///
     /// # Errors
-    /// Sizes that no kernel takes, weights of another shape or device, or a kernel that cannot be made.
+    /// Sizes that no kernel supports, weights of another shape or device, or a kernel that cannot be compiled or
+    /// loaded.
     pub fn new(
         kernels: &KernelSet,
         sizes: ExpertsShape,
@@ -207,41 +207,42 @@ impl Experts {
         Ok(Self { shape: sizes, gate_up, down, router: Router::of(kernels)?, products })
     }
 
-    /// The sizes of the experts.
+    /// Returns the sizes of the experts.
     pub fn shape(&self) -> ExpertsShape {
         self.shape
     }
 
-    /// The device that holds the weights.
+    /// Returns the device that holds the weights.
     pub fn device(&self) -> &Device {
         self.gate_up.device()
     }
 
-    /// Gate and up, and down.
+    /// Returns the weights of gate and up, and of down.
     pub(super) fn weights(&self) -> [&DevicePacked; 2] {
         [&self.gate_up, &self.down]
     }
 
-    /// Overwrites tiles and heads.
+    /// Sets every byte of tiles and heads.
     pub(super) fn fill(&mut self, stream: &Stream, byte: u8) -> Result<(), DeviceError> {
         self.gate_up.fill(stream, byte)?;
         self.down.fill(stream, byte)
     }
 
-    /// Bytes of its weights on the device.
+    /// Returns the size of the weights on the device in bytes.
     pub fn bytes(&self) -> u64 {
         self.gate_up.bytes() + self.down.bytes()
     }
 
-    /// Memory that [`Experts::enqueue`] needs from an execution context.
+    /// Returns the context size that [`Experts::enqueue`] needs.
     pub fn context_size(&self, tokens: u32, top_k: u32) -> ContextSize {
         self.shape.context_size(tokens, top_k)
     }
 
-    /// Enqueues a router's choice: of each row of `logits` the `top_k` largest, of equal ones the lower expert first.
+    /// Enqueues the routing decision: the `top_k` largest of each row of `logits`, of equal logits the lower expert
+    /// first.
     ///
     /// # Errors
-    /// Operands of other sizes, or an error of the driver.
+    /// Operands of other sizes, or a driver error.
     pub fn choose(
         &self,
         stream: &Stream,
@@ -253,17 +254,17 @@ impl Experts {
         self.router.choose(stream, logits, self.shape.experts, choice, (ids, weights))
     }
 
-    /// The kernels of routing.
+    /// Returns the routing kernels.
     pub(super) fn router(&self) -> &Router {
         &self.router
     }
 
-    /// Enqueues the experts of each row of `x`: `y[token] = sum of weight * expert(x[token])`, in fp32 over the places
-    /// of a token in their order, rounded once; with `adds` on top of what `y` holds.
+    /// Enqueues the experts of each row of `x`: `y[token] = sum of weight * expert(x[token])`, summed in fp32 in the
+    /// order of the token's top-k places and rounded once; with `adds`, added to the contents of `y`.
     ///
     /// # Errors
     /// Operands whose shapes do not match, that overlap or are on another device; an execution context that is too
-    /// small; or the driver's refusal.
+    /// small; or a driver error.
     pub fn enqueue(
         &self,
         ctx: &mut ExecContext,
@@ -276,13 +277,13 @@ impl Experts {
         ctx.size().check(self.context_size(x.rows(), routed.top_k))?;
         let ContextParts { stream, workspace, .. } = ctx.parts();
         let scratch = (workspace.partials.address(), workspace.partials.len() as u64);
-        // SAFETY: ids and weights have so many elements, and the context's memory is used in stream order.
+        // SAFETY: ids and weights have this many elements, and the context's memory is used in stream order.
         unsafe { self.enqueue_at(stream, x, at, y, scratch, adds) }
     }
 
     /// # Safety
-    /// `routed` names `x.rows() * top_k` ids and weights on this device that live until the work is done, and `scratch`
-    /// an address, a multiple of 16, and bytes that are allocated and that nothing else uses until then.
+    /// `routed` names `x.rows() * top_k` ids and weights on this device that live until the work is done. `scratch` is
+    /// an address, a multiple of 16, and a size in bytes of allocated memory that nothing else uses until then.
     pub(crate) unsafe fn enqueue_at(
         &self,
         stream: &Stream,
@@ -299,9 +300,9 @@ impl Experts {
             let items_max = RouteSpec::items_max(run.pairs(), self.shape.experts, tile);
             let route = RouteArgs { item_rows: tile, items_max, ..route };
             let lists = Lists { pairs: route.pairs, items: route.items, count: items_max };
-            // SAFETY: shapes, places and the scratch's size were held against each other above, the parts are apart
-            // from each other, and the lists name what `sort` has found within `tokens * top_k` pairs and `experts`
-            // experts. Each kernel starts to read when the one before is done. Dropping a weight waits for the kernel.
+            // SAFETY: shapes, places and the scratch's size were checked above, the parts do not overlap, and the lists
+            // contain what `sort` finds within `tokens * top_k` pairs and `experts` experts. Each kernel starts to read
+            // when the previous one is done. Dropping a weight waits for the kernel.
             unsafe {
                 self.router.sort(stream, &route)?;
                 self.multiply(stream, &run, lists)?;
@@ -311,7 +312,7 @@ impl Experts {
         Ok(())
     }
 
-    /// Checks that operands of experts of this shape match, do not overlap and are on this device.
+    /// Checks that the operands match experts of this shape, do not overlap and are on this device.
     pub(super) fn check_operands(
         &self,
         shape: ExpertsShape,
@@ -343,7 +344,7 @@ impl Experts {
         check().or_else(|refusal| self.router.refuse(refusal))
     }
 
-    /// Enqueues both products of the items of a list.
+    /// Enqueues both products of a list's items.
     ///
     /// # Safety
     /// The operands of the run were checked, and the lists name its pairs and experts of these weights; all memory
@@ -365,22 +366,22 @@ impl Experts {
     }
 }
 
-/// Work for some tokens at a time.
+/// The work for one chunk of tokens.
 pub(super) struct Run {
     /// The batch tile of the products.
     pub(super) tile: u32,
     /// The first token.
     pub(super) first: u32,
-    /// The rows of tokens, and the bytes from one to the next.
+    /// Address of the rows of tokens, and their pitch in bytes.
     x: (u64, u64),
-    /// The rows between the two products.
+    /// Address of the rows between the two products.
     gated: u64,
-    /// What routing needs but for the lists' sizes.
+    /// The arguments of routing, except the sizes of the lists.
     pub(super) route: RouteArgs,
 }
 
 impl Run {
-    /// All tokens, [`CHUNK_TOKENS`] at a time, of operands that were checked.
+    /// Splits the tokens of checked operands into runs of [`CHUNK_TOKENS`].
     pub(super) fn all<'a>(
         shape: ExpertsShape,
         (x, y): (&'a Place, &'a Place),
@@ -416,14 +417,14 @@ impl Run {
         })
     }
 
-    /// Tokens and places.
+    /// Returns the number of pairs of tokens and top-k places.
     pub(super) fn pairs(&self) -> u32 {
         self.route.tokens * self.route.top_k
     }
 }
 
 impl Routed<'_> {
-    /// The addresses of choices for so many tokens.
+    /// Returns the device addresses of the routing decision for this many tokens.
     pub(super) fn check(self, tokens: u32, device: &Device) -> Result<RoutedAt, LaunchError> {
         let Routed { ids, weights, top_k } = self;
         let pairs = tokens as usize * top_k as usize;

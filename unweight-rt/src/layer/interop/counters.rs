@@ -1,4 +1,4 @@
-//! Counters that are zero between launches, for the streams and the captures of a framework.
+//! Counters that are zero between launches, for the streams and captures of a framework.
 
 use std::{
     collections::BTreeMap,
@@ -9,16 +9,15 @@ use cudarc::driver::sys;
 
 use crate::device::{DeviceBuffer, DeviceError, Stream, stream::Captured};
 
-/// Words of a slot: a grid that fits a device has fewer warpgroups.
+/// Words per slot: a grid that fits a device has fewer warpgroups.
 const SLOT_WORDS: usize = 1024;
-/// Slots, 8 MiB of them: vLLM captures 51 sizes in 34 graphs each.
+/// The number of slots; together they occupy 8 MiB. vLLM captures 51 sizes in 34 graphs each.
 const SLOTS: usize = 2048;
 
-/// The launches that come one after the other: those of a stream (its handle), or of a stream in a capture (its
-/// number).
+/// Launches that run one after another: those of a stream (by handle), or of a stream in a capture (by capture id).
 type Order = (Option<u64>, usize);
 
-/// Counters that are zero between launches, a slot for each order of launches.
+/// Counters that are zero between launches; each order of launches has a slot.
 pub(super) struct Counters {
     memory: DeviceBuffer<u32>,
     slots: Mutex<BTreeMap<Order, usize>>,
@@ -27,15 +26,15 @@ pub(super) struct Counters {
 impl Counters {
     pub(super) fn new(stream: &Stream) -> Result<Self, DeviceError> {
         let memory = DeviceBuffer::zeroed(stream, SLOTS * SLOT_WORDS)?;
-        // Launches are on other streams.
+        // Launches run on other streams.
         stream.synchronize()?;
         Ok(Self { memory, slots: Mutex::default() })
     }
 
-    /// The counters of a stream, or of what is captured on it: its graph may run concurrently with the stream, but not
-    /// with itself. `None`: the caller's own, cleared before each launch, which costs a launch as much as another
-    /// kernel. So it is on each thread's own default stream, which all have one handle; in captures that the driver
-    /// does not tell apart; and for more counters or more orders than there are slots for.
+    /// Returns the counters of a stream, or of the capture on it: its graph may run concurrently with the stream, but
+    /// not with itself. `None` means that the caller provides counters and clears them before each launch, which costs
+    /// as much as another kernel launch. This is the case on per-thread default streams, which all share one handle; in
+    /// captures that the driver does not distinguish; and for more counters or more orders than the slots hold.
     pub(super) fn of(&self, stream: &Stream, words: usize) -> Result<Option<DeviceBuffer<u32>>, DeviceError> {
         let handle = stream.raw();
         if words > SLOT_WORDS || handle == PER_THREAD {
@@ -49,8 +48,8 @@ impl Counters {
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(slot) = slot(&mut slots, (capture, handle as usize)) else { return Ok(None) };
         let address = self.memory.address() + (slot * SLOT_WORDS * 4) as u64;
-        // SAFETY: a slot of `memory`, which a interop keeps, with at least the padding of `memory` behind it; only
-        // launches of this order, one after the other, are given it.
+        // SAFETY: a slot of `memory`, which the interop keeps, followed by at least the padding of `memory`; only
+        // launches of this order, one after another, use it.
         Ok(Some(unsafe { DeviceBuffer::borrow(stream.device(), address, words) }?))
     }
 }
@@ -58,7 +57,7 @@ impl Counters {
 /// `CU_STREAM_PER_THREAD`.
 const PER_THREAD: sys::CUstream = std::ptr::without_provenance_mut(2);
 
-/// The slot of an order. It is never reused: the driver does not report when a graph is destroyed.
+/// Returns the slot of an order. A slot is never reused, because the driver does not report when a graph is destroyed.
 fn slot(slots: &mut BTreeMap<Order, usize>, order: Order) -> Option<usize> {
     let next = slots.len();
     match slots.get(&order) {
@@ -84,7 +83,7 @@ mod tests {
     fn each_stream_has_its_own_counters() {
         let mut slots = BTreeMap::new();
         for order in 0..SLOTS {
-            // Two streams; each by itself, and in captures.
+            // Two streams: each outside and inside captures.
             let capture = order.checked_sub(2).map(|rest| rest as u64 / 2);
             assert_eq!(slot(&mut slots, (capture, order % 2 * 7)), Some(order));
         }
@@ -95,7 +94,7 @@ mod tests {
         assert_eq!(slots.len(), SLOTS);
     }
 
-    /// Otherwise every launch would clear its counters first.
+    /// With more counters than a slot holds, every launch would clear its counters first.
     #[test]
     fn the_counters_of_every_variant_fit_a_slot_of_an_h200() {
         let problem = unweight_codegen::plan::GemmShape { m: 4096, n: 28672, k: 8192 };

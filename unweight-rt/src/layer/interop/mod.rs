@@ -2,15 +2,16 @@
 //!
 //! ```text
 //! the framework's   weights bf16 --pack_at--> sections --layer--> Linear          x, y, scratch, stream
-//! the interop's       kernels, packer, cuBLAS, the counters of each stream               |
+//! the interop's     kernels, packer, cuBLAS, the counters of each stream               |
 //!                                                          enqueue <-------------------+
 //! ```
-//! A [`Interop`] owns what no framework has. Operands and scratch are passed as addresses, streams as raw handles. The
-//! caller keeps them valid: these calls are unsafe, and each states what it relies on. [`Interop::enqueue`] allocates
-//! nothing, waits for nothing and may be captured. [`Interop::layer`] compiles and loads every kernel that it can need.
+//! An [`Interop`] owns what the framework does not provide. Operands and scratch are passed as addresses, streams as
+//! raw handles. The caller keeps them valid: these calls are unsafe, and each states its requirements.
+//! [`Interop::enqueue`] neither allocates nor waits, and may be captured. [`Interop::layer`] compiles and loads every
+//! kernel that a batch can need.
 //!
-//! Where weights are expanded to BF16 ahead of cuBLAS (on architectures without `wgmma`, at batches where that is
-//! faster), they are in the scratch, which is larger by the BF16 matrix and cuBLAS's workspace.
+//! Where weights are expanded to BF16 for cuBLAS (by default on architectures without `wgmma`, at batches where that is
+//! faster), the scratch also holds the BF16 matrix and cuBLAS's workspace.
 
 mod counters;
 mod scratch;
@@ -48,7 +49,7 @@ use crate::{
     weight::{DevicePacked, room},
 };
 
-/// Device addresses of the sections of a packed tensor, multiples of 256.
+/// Device addresses of the sections of a packed tensor; all are multiples of 256.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PackedAt {
     /// u8 `[tiles, 6144]`.
@@ -57,21 +58,20 @@ pub struct PackedAt {
     pub escape_heads: u64,
     /// u32 `[escape_words]`; any address if there are none.
     pub escapes: u64,
-    /// u32 words of escape lists, or the room for them.
+    /// The number of u32 words of escape lists, or the capacity for them.
     pub escape_words: usize,
 }
 
-/// A piece of device memory: address, a multiple of 256, and bytes.
+/// A range of device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scratch {
-    /// Device address.
+    /// Device address, a multiple of 256.
     pub address: u64,
     /// The number of bytes.
     pub bytes: u64,
 }
 
-/// Kernels, a packer and counters for layers in the memory of another framework. May be used from several threads at
-/// once.
+/// Kernels, a packer and counters for layers in another framework's memory. May be used from several threads at once.
 pub struct Interop {
     kernels: KernelSet,
     /// One tensor is packed at a time.
@@ -87,13 +87,13 @@ impl Interop {
     /// Prepares packing and launches on the device of these kernels.
     ///
     /// # Errors
-    /// A kernel of the packer cannot be made, or the device failed.
+    /// A kernel of the packer cannot be compiled or loaded, or the device failed.
     pub fn new(kernels: KernelSet, options: LoadOptions) -> Result<Self, DeviceError> {
         let chooser = kernels.chooser().clone();
         let stream = kernels.device().stream()?;
         Ok(Self {
             packer: Mutex::new(Packer::new(&stream, &kernels)?),
-            // Nothing is decoded.
+            // No tensor is decoded, hence no code limit.
             wanted: expanding(options.wanted(chooser, 0), has_cublas),
             counters: Counters::new(&stream)?,
             cublas: Mutex::default(),
@@ -102,49 +102,49 @@ impl Interop {
         })
     }
 
-    /// The kernels of the device.
+    /// Returns the kernels of the device.
     pub fn kernels(&self) -> &KernelSet {
         &self.kernels
     }
 
-    /// The device of the kernels.
+    /// Returns the device of the kernels.
     pub fn device(&self) -> &Device {
         self.kernels.device()
     }
 
-    /// Packs BF16 `[n, k]` without gaps into allocated memory; `to.escape_words` is the room for lists, at least
-    /// [`Packer::escape_words_max`]. Returns the window, and how many words there are. Runs on a stream of its own, and
-    /// waits for it.
+    /// Packs contiguous BF16 `[n, k]` into allocated memory. `to.escape_words` is the capacity for escape lists, at
+    /// least [`Packer::escape_words_max`]. Returns the window and the number of words used. Runs on a stream of its own
+    /// and waits for it.
     ///
     /// # Safety
-    /// `weights` is the address of these BF16, and `to` names sections of the sizes that the shape asks for, all on
-    /// this device. What other streams do with this memory is done before the call, and nothing else touches it during
+    /// `weights` is the address of `n * k` BF16, and `to` names sections of the sizes that the shape requires, all on
+    /// this device. Work of other streams on this memory is done before the call, and nothing else accesses it during
     /// the call.
     ///
     /// # Errors
-    /// [`PackError`]: what is not packed and why is said there.
+    /// [`PackError`], which states why the weights cannot be packed.
     pub unsafe fn pack_at(&self, weights: u64, (n, k): (u32, u32), to: PackedAt) -> Result<(Window, usize), PackError> {
         let device = self.device();
         let grid = TileGrid::new(n as usize, k as usize).map_err(DeviceError::from)?;
         packed::packable_shape(grid)?;
         // SAFETY: the caller's promise.
         let weights = unsafe { MatrixRef::from_raw(device, weights, n, k, k.into()) }.map_err(DeviceError::from)?;
-        // SAFETY: the caller's promise. What packs reads nothing behind a section.
+        // SAFETY: the caller's promise. The packing kernels read nothing past the end of a section.
         let (mut packed, mut heads, mut escapes) = unsafe { sections(device, grid, to) }.map_err(DeviceError::from)?;
         self.packer().pack_at(weights, &mut packed, &mut heads, &mut escapes)
     }
 
-    /// A layer of packed weights in borrowed memory. Compiles and loads the kernels of every batch. n and k are
-    /// multiples of 64: layers are not padded.
+    /// Creates a layer from packed weights in borrowed memory. Compiles and loads the kernels of every batch. `n` and
+    /// `k` must be multiples of 64: layers are not padded.
     ///
     /// # Safety
-    /// `at` names sections of the sizes that the shape asks for on this device, with 256 more bytes behind each that
-    /// may be read. They stay allocated, and nothing writes them, until the layer is gone and the work that was given
-    /// it is done; in a capture, as often as the graph runs. What is in them need not be trusted.
+    /// `at` names sections of the sizes that the shape requires on this device, each followed by 256 readable bytes.
+    /// They stay allocated and unmodified until the layer is dropped and its work is done, including every replay of a
+    /// graph that captured it. Their contents need not be trusted.
     ///
     /// # Errors
-    /// A shape that is not packed, addresses that are not multiples of 256, a kernel that cannot be made, or the
-    /// driver's refusal.
+    /// A shape that cannot be packed, addresses that are not multiples of 256, a kernel that cannot be compiled or
+    /// loaded, or a driver error.
     pub unsafe fn layer(&self, (n, k): (u32, u32), window: Window, at: PackedAt) -> Result<Linear, DeviceError> {
         let grid = TileGrid::new(n as usize, k as usize)?;
         // SAFETY: the caller's promise.
@@ -154,16 +154,16 @@ impl Interop {
         Ok(Linear::Packed(PackedLinear::new((n, k), packed, routes)?))
     }
 
-    /// Compiles and loads the kernels that [`Interop::layer`] needs for a shape with escapes: the slow part of a first
-    /// layer, before its weights exist.
+    /// Compiles and loads the kernels that [`Interop::layer`] needs for a shape with escapes. This is the slow part of
+    /// a first layer and does not need its weights.
     ///
     /// # Errors
-    /// A kernel that cannot be made, or an error of the driver.
+    /// A kernel that cannot be compiled, or a driver error.
     pub fn prepare(&self, shape: (u32, u32)) -> Result<(), DeviceError> {
         self.routes(shape, true).map(drop)
     }
 
-    /// Every kernel that some batch asks for of a shape, loaded.
+    /// Loads every kernel that any batch needs for a shape.
     fn routes(&self, (n, k): (u32, u32), escapes: bool) -> Result<Routes<Arc<LoadedKernel>>, DeviceError> {
         let routes = self.wanted.packed_routes(&Weight::stored(n, k, EncodingId::PACKED), escapes);
         if routes.iter().any(|choice| matches!(choice.kernel, Route::ExpandToBf16 { .. })) {
@@ -172,14 +172,14 @@ impl Interop {
         RoutePolicy::take_routes(&self.kernels, &routes)
     }
 
-    /// Writes the weights of a layer as BF16 `[n, k]` without gaps. Runs on a stream of its own, and waits for it.
+    /// Writes the weights of a layer as contiguous BF16 `[n, k]`. Runs on a stream of its own and waits for it.
     ///
     /// # Safety
-    /// `output` is the address of so many BF16 on this device. What other streams do with them is done before the call,
-    /// and nothing else touches them during the call.
+    /// `output` is the address of `n * k` BF16 on this device. Work of other streams on them is done before the call,
+    /// and nothing else accesses them during the call.
     ///
     /// # Errors
-    /// A layer that is not packed or overlaps the output, or an error of the driver.
+    /// A layer that is not packed or overlaps the output, or a driver error.
     pub unsafe fn unpack_at(&self, layer: &Linear, output: u64) -> Result<(), DeviceError> {
         let (n, k) = (layer.n(), layer.k());
         let packed = layer.packed_weights().ok_or(LaunchError::NotPacked)?;
@@ -190,32 +190,33 @@ impl Interop {
         packer.stream().synchronize()
     }
 
-    /// Bytes of the scratch that [`Interop::enqueue`] takes for this batch; often 0; where weights are expanded, 2 for
-    /// each weight and 32 MiB.
+    /// Returns the bytes of scratch that [`Interop::enqueue`] needs for this batch. Often 0; if weights are expanded, 2
+    /// bytes per weight and 32 MiB.
     ///
     /// # Errors
-    /// [`LaunchError::Epilogue`]: not what a packed layer is loaded for.
+    /// [`LaunchError::Epilogue`] if the packed layer was not loaded for this epilogue.
     pub fn scratch_bytes(&self, layer: &Linear, m: u32, epilogue: Epilogue) -> Result<u64, DeviceError> {
         Ok(Parts::of(layer.context_size_at(m, epilogue)?).bytes())
     }
 
-    /// Enqueues `y[m, n] = x[m, k] * W^T` (or `+=`, [`Epilogue::StoreAdd`]) on a stream of the framework. Rows have no
-    /// gaps; x and y begin at multiples of 16 bytes. May be called during a capture; the graph may then run
+    /// Enqueues `y[m, n] = x[m, k] * W^T` (or `+=` with [`Epilogue::StoreAdd`]) on a stream of the framework. Rows are
+    /// contiguous; `x` and `y` begin at multiples of 16 bytes. May be called during a capture; the graph may then run
     /// concurrently with the stream and with graphs of other captures.
     ///
     /// # Safety
     /// - `stream` is a stream of this device's primary context. If a stream was destroyed, its work is done before
-    ///   another of the same handle is given.
-    /// - What one capture recorded never runs twice at the same time, as it would by two executables of one graph, or
-    ///   by two places of a graph that has it as a child; and of one stream it runs in the order of these calls. CUDA
-    ///   orders it so by default.
-    /// - `x` is the address of `m * k` BF16, `y` of `m * n`, `scratch` of so many bytes, all on this device and apart
-    ///   from each other. They stay allocated until the work is done; in a capture, as often as the graph runs.
-    /// - Work of other streams on them is ordered with this by the caller. What is in the scratch does not matter,
-    ///   before or after.
+    ///   another stream with the same handle is passed.
+    /// - The work recorded by one capture never runs twice at the same time, for example as two executables of one
+    ///   graph, or as two child nodes of it. Its calls on one stream run in the order of the calls, as CUDA orders them
+    ///   by default.
+    /// - `x` is the address of `m * k` BF16, `y` of `m * n`, and `scratch` of `scratch.bytes` bytes, all on this device
+    ///   and without overlap. They stay allocated until the work is done, including every replay of a graph that
+    ///   captured it.
+    /// - The caller orders work of other streams on this memory with this call. The contents of the scratch do not
+    ///   matter before or after.
     ///
     /// # Errors
-    /// Everything is checked before anything is enqueued. [`LaunchError::Room`]: a scratch of less than
+    /// Everything is checked before anything is enqueued. [`LaunchError::Room`] if the scratch is smaller than
     /// [`Interop::scratch_bytes`].
     pub unsafe fn enqueue(
         &self,
@@ -246,7 +247,7 @@ impl Interop {
         let workspace = if parts.slot_at() == 0 {
             Workspace { partials: DeviceBuffer::nothing(device), counters: DeviceBuffer::nothing(device) }
         } else {
-            // SAFETY: the scratch has room for both and what is readable behind them, and is the caller's promise.
+            // SAFETY: the scratch has room for both and their readable padding, by the caller's promise.
             unsafe { self.workspace(&stream, scratch.address, parts) }?
         };
         if !parts.cublas {
@@ -264,7 +265,8 @@ impl Interop {
                 DeviceBuffer::borrow(device, scratch.address + parts.cublas_at(), CUBLAS_BYTES)?,
             )
         };
-        // Until this product is enqueued; what was before keeps its own stream and workspace.
+        // The handle stays placed on this stream until the product is enqueued; earlier products keep their stream and
+        // workspace.
         let mut held = self.cublas();
         self.cublas_of(&mut held)?.place(&stream, cublas_workspace)?;
         let mut ctx = ExecContext::of_parts(stream, workspace, slot, held.take());
@@ -273,15 +275,15 @@ impl Interop {
         enqueued
     }
 
-    /// The experts of a mixture, of packed weights in borrowed memory ([`Experts::new`] says of which shapes, and how
-    /// rows of a gate and its up are interleaved), with every kernel that some batch asks for, loaded.
+    /// Creates the experts of a mixture from packed weights in borrowed memory, and loads every kernel that any batch
+    /// needs. [`Experts::new`] states the required shapes and how the rows of a gate and its up are interleaved.
     ///
     /// # Safety
-    /// As for [`Interop::layer`], of both tensors.
+    /// As for [`Interop::layer`], for both tensors.
     ///
     /// # Errors
-    /// Sizes that no kernel takes, addresses that are not multiples of 256, a kernel that cannot be made, or the
-    /// driver's refusal.
+    /// Sizes that no kernel supports, addresses that are not multiples of 256, a kernel that cannot be compiled or
+    /// loaded, or a driver error.
     pub unsafe fn experts(
         &self,
         shape: ExpertsShape,
@@ -298,19 +300,19 @@ impl Interop {
     }
 
     /// Enqueues `y[m, hidden] = sum of weight * expert(x)` over the experts of each row (or `+=`, with `adds`) on a
-    /// stream of the framework. Rows have no gaps; x and y begin at multiples of 16 bytes, ids and weights at multiples
-    /// of 4. May be called during a capture; a replay goes by the ids and weights that are there then.
+    /// stream of the framework. Rows are contiguous; `x` and `y` begin at multiples of 16 bytes, ids and weights at
+    /// multiples of 4. May be called during a capture; a replay reads ids and weights when it runs.
     ///
     /// # Safety
     /// - `stream` is a stream of this device's primary context.
-    /// - `x` and `y` are addresses of `m * hidden` BF16, `routed` of `m * top_k` ids and weights, `scratch` of so many
-    ///   bytes, at least [`ExpertsShape::scratch_bytes`], all on this device and apart from each other. They stay
-    ///   allocated until the work is done; in a capture, as often as the graph runs.
-    /// - Work of other streams on them is ordered with this by the caller. What is in the scratch does not matter,
-    ///   before or after.
+    /// - `x` and `y` are addresses of `m * hidden` BF16, `routed` of `m * top_k` ids and weights, `scratch` of at least
+    ///   [`ExpertsShape::scratch_bytes`] bytes, all on this device and without overlap. They stay allocated until the
+    ///   work is done, including every replay of a graph that captured it.
+    /// - The caller orders work of other streams on this memory with this call. The contents of the scratch do not
+    ///   matter before or after.
     ///
     /// # Errors
-    /// Everything is checked before anything is enqueued. [`LaunchError::Room`]: too small a scratch.
+    /// Everything is checked before anything is enqueued. [`LaunchError::Room`] if the scratch is too small.
     pub unsafe fn enqueue_experts(
         &self,
         experts: &Experts,
@@ -334,11 +336,11 @@ impl Interop {
     }
 
     fn cublas(&self) -> MutexGuard<'_, Option<Cublas>> {
-        // A handle is placed again before each use; a thread that panicked with it has left none.
+        // A handle is placed before each use, so a lock poisoned by a panic does no harm; the handle may be lost.
         self.cublas.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The handle, made now if there is none.
+    /// Returns the handle; creates it if there is none.
     fn cublas_of<'a>(&self, held: &'a mut Option<Cublas>) -> Result<&'a mut Cublas, DeviceError> {
         match held {
             Some(cublas) => Ok(cublas),
@@ -346,7 +348,7 @@ impl Interop {
         }
     }
 
-    /// Partial sums in the scratch, and counters that are zero.
+    /// Returns a workspace: partial sums in the scratch, and counters set to zero.
     ///
     /// # Safety
     /// The scratch at `address` has room for these parts.
@@ -358,7 +360,7 @@ impl Interop {
         if let Some(counters) = self.counters.of(stream, words)? {
             return Ok(Workspace { partials, counters });
         }
-        // SAFETY: as above; they are behind the partial sums.
+        // SAFETY: as above; the counters follow the partial sums.
         let mut counters = unsafe { DeviceBuffer::<u32>::borrow(device, address + parts.counters_at(), words) }?;
         counters.fill_bytes(stream, 0)?;
         Ok(Workspace { partials, counters })
@@ -367,10 +369,10 @@ impl Interop {
     /// Copies `bytes` bytes from a device address to the host. Waits for the copy.
     ///
     /// # Safety
-    /// So many bytes are there on this device. What other streams do with them is done.
+    /// `bytes` bytes at this address are allocated on this device. Work of other streams on them is done.
     ///
     /// # Errors
-    /// An error of the driver.
+    /// A driver error.
     pub unsafe fn read(&self, address: u64, bytes: usize) -> Result<Vec<u8>, DeviceError> {
         let mut host = vec![0; bytes];
         if bytes > 0 {
@@ -386,17 +388,17 @@ impl Interop {
     /// Writes bytes at a device address. Waits for the copy.
     ///
     /// # Safety
-    /// As for [`Interop::read`], and nothing else touches them during the call.
+    /// As for [`Interop::read`], and nothing else accesses them during the call.
     ///
     /// # Errors
-    /// An error of the driver.
+    /// A driver error.
     pub unsafe fn write(&self, address: u64, bytes: &[u8]) -> Result<(), DeviceError> {
         // SAFETY: the caller's promise.
         unsafe { copy_to_device(&self.stream, address, bytes) }
     }
 
     fn packer(&self) -> MutexGuard<'_, Packer> {
-        // A thread that panicked while it packed has left nothing that the next call relies on.
+        // A panic while packing leaves no state that the next call relies on.
         self.packer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -407,13 +409,13 @@ impl fmt::Debug for Interop {
     }
 }
 
-/// u8 `[tiles, 6144]`, u32 `[tiles, 4]`, u32 `[words]`.
+/// The sections of a packed tensor: u8 `[tiles, 6144]`, u32 `[tiles, 4]`, u32 `[words]`.
 type Sections = (DeviceBuffer<u8>, DeviceBuffer<u32>, DeviceBuffer<u32>);
 
-/// The sections of a packed tensor, borrowed.
+/// Borrows the sections of a packed tensor.
 ///
 /// # Safety
-/// They are there, as [`Interop::layer`] says.
+/// The sections exist, as [`Interop::layer`] requires.
 unsafe fn sections(device: &Device, grid: TileGrid, at: PackedAt) -> Result<Sections, LaunchError> {
     let (packed, heads) = (grid.tiles() * packed::TILE_BYTES, grid.tiles() * packed::ROW_BLOCKS);
     // SAFETY: the caller's promise.
@@ -440,7 +442,7 @@ mod tests {
     use super::*;
     use crate::choose::{cost::gpu_model::GpuModel, policy::PackedChooser, route::Expand};
 
-    /// A prompt's chunk would read the weights once for each 64 rows where there is no `wgmma`.
+    /// Without `wgmma`, a chunk of a prompt would otherwise read the weights once per 64 rows.
     #[test]
     fn borrowed_layers_expand_at_the_same_batches_as_the_engine() {
         let weight = Weight::stored(14336, 4096, EncodingId::PACKED);
@@ -456,11 +458,11 @@ mod tests {
             assert_eq!(expands(arch, options, false), [false, false], "{arch:?}");
         }
         assert_eq!(expands(Arch::Sm90a, options, true), [false, false]);
-        // Asked for, it is not given up in silence.
+        // An explicit request for expansion is kept even without cuBLAS.
         assert_eq!(expands(Arch::Sm90a, options.expand(Expand::Above(0)), false), [true, true]);
     }
 
-    /// What [`Interop::new`] and [`Interop::layer`] ask for, on each kind of GPU that a [`Device`] opens.
+    /// The kernels that [`Interop::new`] and [`Interop::layer`] need exist on each kind of GPU that a [`Device`] opens.
     #[test]
     fn every_architecture_has_the_kernels_of_a_borrowed_layer() {
         for &arch in Arch::ALL {
@@ -477,7 +479,7 @@ mod tests {
                         );
                     }
                 }
-                // Its packer among them.
+                // The packer's kernels are included.
                 let all = wanted.reachable([weight]);
                 assert!(all.iter().any(|spec| matches!(spec.op, Op::EncodeHuffman(_))), "{arch:?}");
                 for spec in all {

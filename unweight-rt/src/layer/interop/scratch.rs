@@ -2,18 +2,18 @@
 
 use crate::device::{ContextSize, context_size::CUBLAS_BYTES};
 
-/// Parts of a scratch begin at multiples of this, and as much is readable behind each.
+/// Parts of a scratch begin at multiples of this; as many bytes are readable after each part.
 const ALIGN: u64 = 256;
 
-/// The layout of a scratch: `partial sums | 256 | counters | 256`, if there are any, then, where cuBLAS
-/// multiplies, `weights as BF16 | 256 | its workspace | 256`.
+/// The layout of a scratch: `partial sums | 256 | counters | 256`, if there are any, followed, if cuBLAS multiplies, by
+/// `weights as BF16 | 256 | its workspace | 256`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Parts {
-    /// Bytes.
+    /// Bytes of partial sums.
     pub(super) partials: u64,
-    /// u32.
+    /// The number of u32 counters.
     pub(super) counters: u64,
-    /// Bytes.
+    /// Bytes of expanded weights.
     pub(super) slot: u64,
     pub(super) cublas: bool,
 }
@@ -47,7 +47,7 @@ impl Parts {
     }
 }
 
-/// With what is readable behind it, to the next multiple.
+/// Rounds up to the alignment, with readable bytes after the part.
 fn padded(bytes: u64) -> u64 {
     bytes.saturating_add(2 * ALIGN - 1) / ALIGN * ALIGN
 }

@@ -1,4 +1,4 @@
-//! A layer of BF16 weights, which cuBLAS multiplies with at every batch.
+//! A layer of BF16 weights, which cuBLAS multiplies at every batch.
 
 use unweight_codegen::spec::Epilogue;
 
@@ -19,7 +19,7 @@ impl Bf16Linear {
         Self { weights }
     }
 
-    /// The weights `[n, k]`, row-major, on the device.
+    /// Returns the weights `[n, k]`, row-major, on the device.
     pub fn weights(&self) -> &DeviceMatrix {
         &self.weights
     }

@@ -1,4 +1,4 @@
-//! A layer of compact weights: multiplied by kernels that read them, or expanded ahead of the product.
+//! A layer of compact weights: kernels read them directly, or they are expanded before the product.
 
 use std::{ops::Range, sync::Arc};
 
@@ -26,7 +26,7 @@ use crate::{
 #[derive(Debug)]
 pub struct CompactLinear {
     weights: DeviceCompact,
-    /// The escapes of the packed encoding, whose tiles are written into the slot.
+    /// The escapes of the packed encoding; its tiles are written into the slot.
     escapes: PackedEscapes,
     routes: Vec<BatchRoute<CompactRoute>>,
 }
@@ -34,11 +34,11 @@ pub struct CompactLinear {
 /// How a batch is multiplied.
 #[derive(Debug)]
 pub(super) enum CompactRoute {
-    /// By a kernel that reads compact weights.
+    /// A kernel reads compact weights.
     Direct(CompactGemm),
-    /// Expanded to packed tiles in the slot, then multiplied by a kernel that reads those.
+    /// Weights are expanded to packed tiles in the slot; a packed matmul reads those.
     ExpandToPacked(Expander, PackedGemm),
-    /// Expanded to BF16 in the slot, then multiplied by cuBLAS.
+    /// Weights are expanded to BF16 in the slot; cuBLAS multiplies those.
     ExpandToBf16(CompactDecoder, ExpandedProduct),
 }
 
@@ -57,16 +57,16 @@ impl CompactRoute {
     }
 }
 
-/// What a context must provide for weights that are expanded to packed tiles.
+/// Returns the context size for weights that are expanded to packed tiles.
 pub(super) fn slot_size(grid: TileGrid) -> ContextSize {
     ContextSize { slot_bytes: Expander::slot_bytes(grid), ..ContextSize::default() }
 }
 
 impl CompactLinear {
-    /// Compact weights, with the escapes of their packed encoding.
+    /// Creates a layer from compact weights and the escapes of their packed encoding.
     ///
     /// # Errors
-    /// A kernel of another family.
+    /// A kernel belongs to another family.
     pub(crate) fn new(
         weights: DeviceCompact,
         escapes: PackedEscapes,
@@ -75,7 +75,7 @@ impl CompactLinear {
         Ok(Self { weights, escapes, routes: load_routes(routes, CompactRoute::new)? })
     }
 
-    /// Bytes of the weights on the device.
+    /// Returns the size of the weights on the device in bytes.
     pub(super) fn bytes(&self) -> u64 {
         self.weights.bytes() + self.escapes.bytes()
     }
@@ -91,14 +91,13 @@ impl CompactLinear {
         let have = ContextSize { slot_bytes: slot.len() as u64, ..workspace.size() };
         let grid = self.weights.grid();
         have.check(slot_size(grid).max(gemm.context_size_of(x.rows, grid)))?;
-        // SAFETY: gone when this returns. The layer and the context outlive the work that is enqueued here: dropping a
-        // buffer waits.
+        // SAFETY: dropped on return. The layer and the context outlive the work enqueued here: dropping a buffer waits.
         let packed = unsafe { self.escapes.over(slot) }?;
         let Some(launch) = gemm.prepare(workspace, x, &packed, y)? else { return Ok(()) };
-        // An ordinary launch: the product that read the slot last is done when it starts.
+        // An ordinary launch: it starts after the last product that read the slot.
         expander.enqueue(stream, &self.weights, self.escapes.window(), slot)?;
-        // SAFETY: prepared with this context's workspace and slot; the views were held against their memory when they
-        // were made. An ordinary launch, too: it starts when the tiles are written.
+        // SAFETY: prepared with this context's workspace and slot; views were checked against their memory when they
+        // were created. Also an ordinary launch: it starts after the tiles are written.
         unsafe { launch.enqueue(stream) }
     }
 }
@@ -161,8 +160,8 @@ impl Routed for CompactLinear {
                     return Ok(());
                 };
                 let expand = |stream: &_, output: MatrixMut<'_>| decoder.full(stream, &self.weights, output);
-                // SAFETY: prepared for these parts of the context. The views were held against their memory when they
-                // were made, and dropping a buffer waits for the work.
+                // SAFETY: prepared for these parts of the context. Views were checked against their memory when they
+                // were created, and dropping a buffer waits for the work.
                 unsafe { launch.enqueue(&mut ctx, expand) }
             }
         }

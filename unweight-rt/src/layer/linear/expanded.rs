@@ -1,4 +1,4 @@
-//! The product of weights that a kernel writes as BF16 into the context's slot, from where cuBLAS multiplies.
+//! The product of weights that a kernel expands to BF16 in the context's slot for cuBLAS.
 
 use std::ops::Range;
 
@@ -18,27 +18,27 @@ use crate::{
     ops::silu_mul::SiluMul,
 };
 
-/// Rows of a gate and an up that are multiplied before they are activated: a large batch takes several such parts.
+/// The maximum number of rows per product of a gate and an up before activation; larger batches are split.
 const GATED_ROWS: u32 = 512;
 
-/// What a context must provide for `m` rows of weights that are expanded to BF16 ahead of cuBLAS.
+/// Returns the context size for `m` rows of weights that are expanded to BF16 for cuBLAS.
 pub(super) fn size(m: u32, grid: TileGrid, gated: bool) -> ContextSize {
-    // A grid's elements and rows fit.
+    // The size of a grid's elements and rows fits u64.
     let product = if gated { u64::from(m.min(GATED_ROWS)) * grid.rows() as u64 } else { 0 };
     ContextSize { slot_bytes: 2 * grid.elements() as u64, padded_y: product, cublas: true, ..ContextSize::default() }
 }
 
-/// What multiplies with BF16 in the slot: cuBLAS, and for a gate and an up the kernel that activates their product.
+/// The operations that multiply BF16 weights in the slot: cuBLAS and, for a gate and an up, the activation kernel.
 #[derive(Debug)]
 pub(super) struct ExpandedProduct {
     activate: Option<SiluMul>,
 }
 
-/// A product whose operands were checked. `'k` is the layer's life, `'c` the context's.
+/// A product with checked operands. `'k` is the lifetime of the layer, `'c` of the context.
 pub(super) struct ExpandedLaunch<'k, 'c> {
     x: Place,
     y: Place,
-    /// The weights as BF16, at the front of the slot.
+    /// The BF16 weights at the start of the slot.
     weights: Place,
     cublas: &'c mut Cublas,
     kind: Kind<'k>,
@@ -47,15 +47,15 @@ pub(super) struct ExpandedLaunch<'k, 'c> {
 enum Kind<'k> {
     /// One product into `y`.
     Plain(Product),
-    /// Products of some rows, each activated into rows of `y`.
+    /// Products of some rows each, which are then activated into rows of `y`.
     Gated(&'k SiluMul),
 }
 
-/// The weights of a layer that are expanded.
+/// The weights of an expanded layer.
 pub(super) struct Expanded<I> {
     /// Shape and tiling, padding included.
     pub(super) grid: TileGrid,
-    /// The device that holds them.
+    /// The device of the weights.
     pub(super) ordinal: usize,
     /// The address range of each section.
     pub(super) spans: I,
@@ -70,7 +70,7 @@ impl ExpandedProduct {
         size(m, grid, self.activate.is_some())
     }
 
-    /// Checks the operands and the context, without enqueuing anything. `None` for a batch without rows.
+    /// Checks operands and context without enqueuing anything. Returns `None` for a batch without rows.
     pub(super) fn prepare<'c, I: Iterator<Item = (&'static str, Range<u64>)>>(
         &self,
         ctx: &mut ContextParts<'c>,
@@ -84,7 +84,8 @@ impl ExpandedProduct {
         let columns = if self.activate.is_some() { n / 2 } else { n };
         let slot = ("the slot", ctx.slot.span());
         check_product(ordinal, x, [n.into(), k.into()], columns.into(), y, spans.chain([slot.clone()]))?;
-        // cuBLAS takes any row, the layer's other routes do not: a layer refuses the same rows at every batch.
+        // cuBLAS accepts unaligned rows, the layer's other routes do not. A layer rejects the same operands at every
+        // batch.
         x.check_rows_aligned("x")?;
         y.check_rows_aligned("y")?;
         check_device("the ctx", ctx.stream.device().ordinal(), ordinal)?;
@@ -121,7 +122,8 @@ impl ExpandedLaunch<'_, '_> {
     /// Enqueues the expansion by `expand`, then the product.
     ///
     /// # Safety
-    /// `context` is what the launch was prepared for, and the memory of `x` and `y` is there until the work is done.
+    /// `ctx` is the context that the launch was prepared for, and the memory of `x` and `y` stays valid until the work
+    /// is done.
     pub(super) unsafe fn enqueue(
         self,
         ctx: &mut ContextParts<'_>,
@@ -130,19 +132,19 @@ impl ExpandedLaunch<'_, '_> {
         let Self { x, y, weights, cublas, kind } = self;
         let ContextParts { stream, padded, slot, .. } = ctx;
         let (n, k) = (weights.rows, weights.cols);
-        // SAFETY: the slot has room for the matrix (`prepare`), the context alone uses it, on this stream alone.
+        // SAFETY: the slot has room for the matrix (`prepare`); only the context uses it, and only on this stream.
         let whole = unsafe { MatrixMut::from_raw(slot.device(), slot.address(), n, k, k.into()) }?;
-        // An ordinary launch: the product that read the slot last is done when it starts.
+        // An ordinary launch: it starts after the last product that read the slot.
         expand(stream, whole)?;
         match kind {
             // SAFETY: `prepare` has checked these operands; the caller keeps their memory. cuBLAS's launches are
-            // ordinary ones: they start when the weights are written.
+            // ordinary launches: they start after the weights are written.
             Kind::Plain(product) => unsafe { cublas.enqueue(&product) },
             Kind::Gated(activate) => {
                 for rows in parts(x.rows, GATED_ROWS) {
                     let part = Place::of(&padded.y, rows.end - rows.start, n)?;
                     let product = Product::new(&x.part(rows.clone(), 0..k)?, &weights, &part, false)?;
-                    // SAFETY: as above; the context's memory has room for the product of so many rows.
+                    // SAFETY: as above; the context's memory has room for the product of this many rows.
                     unsafe {
                         cublas.enqueue(&product)?;
                         activate.launch_interleaved(stream, &part, &y.part(rows, 0..n / 2)?)?;

@@ -1,8 +1,8 @@
 //! Linear layers: `Y[m, n] = X[m, k] * W[n, k]^T` on a GPU, for every encoding of the weights and every batch.
 //!
-//! [`Loader`](crate::layer::loader::Loader) makes them, and compiles every kernel that a batch can need.
-//! [`Linear::enqueue`] only enqueues, so it may be captured into a graph. Shapes that are not multiples of 64 take a
-//! padded path: two copies more than the product.
+//! [`Loader`](crate::layer::loader::Loader) creates layers and compiles every kernel that a batch can need.
+//! [`Linear::enqueue`] only enqueues, so it may be captured into a graph. Shapes that are not multiples of 64 use
+//! padded copies of the activations, which cost two copies besides the product.
 
 mod bf16;
 mod compact;
@@ -23,7 +23,7 @@ use crate::{
     weight::{DeviceMatrix, DevicePacked},
 };
 
-/// A linear layer on the device, `Y[m, n] = X[m, k] * W[n, k]^T`, by how its weights are held.
+/// A linear layer on the device, `Y[m, n] = X[m, k] * W[n, k]^T`, in one variant per placement of its weights.
 ///
 /// ```no_run
 /// use unweight_codegen::spec::Epilogue;
@@ -47,7 +47,7 @@ use crate::{
 /// ctx.synchronize()?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-/// An execution context has one stream for life, so a launch cannot use its memory on another stream:
+/// An execution context keeps its stream for life, so a launch cannot use its memory on another stream:
 /// ```compile_fail,E0061
 /// # use unweight_codegen::spec::Epilogue;
 /// # use unweight_rt::{DeviceError, DeviceMatrix, ExecContext, Linear, Stream};
@@ -59,16 +59,16 @@ use crate::{
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Linear {
-    /// Packed weights, 12 bits each.
+    /// Packed weights, 12 bits per weight.
     Packed(PackedLinear),
-    /// Compact weights, 10.9 bits each.
+    /// Compact weights, 10.9 bits per weight.
     Compact(CompactLinear),
     /// BF16 weights.
     Bf16(Bf16Linear),
 }
 
 impl Linear {
-    /// Output features; of a gate and an up projection, the sum of both.
+    /// Returns the number of output features; for a gate and an up projection, the sum of both.
     pub fn n(&self) -> u32 {
         match self {
             Self::Packed(layer) => layer.shape()[0],
@@ -77,7 +77,7 @@ impl Linear {
         }
     }
 
-    /// Input features.
+    /// Returns the number of input features.
     pub fn k(&self) -> u32 {
         match self {
             Self::Packed(layer) => layer.shape()[1],
@@ -86,7 +86,7 @@ impl Linear {
         }
     }
 
-    /// Bytes of the weights on the device.
+    /// Returns the size of the weights on the device in bytes.
     pub fn bytes(&self) -> u64 {
         match self {
             Self::Packed(layer) => layer.weights().bytes(),
@@ -95,17 +95,17 @@ impl Linear {
         }
     }
 
-    /// Whether the weights are packed.
+    /// Returns whether the weights are packed.
     pub fn is_packed(&self) -> bool {
         matches!(self, Self::Packed(_))
     }
 
-    /// Whether the weights are compact.
+    /// Returns whether the weights are compact.
     pub fn is_compact(&self) -> bool {
         matches!(self, Self::Compact(_))
     }
 
-    /// The weights of a packed layer, in whole tiles: an embedding shares them with its head.
+    /// Returns the weights of a packed layer, in whole tiles. An embedding may share them with its head.
     pub fn packed_weights(&self) -> Option<&DevicePacked> {
         match self {
             Self::Packed(layer) => Some(layer.weights()),
@@ -113,7 +113,7 @@ impl Linear {
         }
     }
 
-    /// The weights `[n, k]` of a BF16 layer.
+    /// Returns the weights `[n, k]` of a BF16 layer.
     pub fn bf16_weights(&self) -> Option<&DeviceMatrix> {
         match self {
             Self::Bf16(layer) => Some(layer.weights()),
@@ -121,8 +121,8 @@ impl Linear {
         }
     }
 
-    /// The kernel variant of the product at batch `m`, or of the first part of a batch that is split. `None` where
-    /// cuBLAS multiplies, and for an epilogue that the layer was not loaded for.
+    /// Returns the kernel variant of the product at batch `m`, or of the first part of a split batch. `None` if cuBLAS
+    /// multiplies, or if the layer was not loaded for the epilogue.
     pub fn variant(&self, m: u32, epilogue: Epilogue) -> Option<VariantSpec> {
         match self {
             Self::Packed(layer) => layer.variant(m, epilogue),
@@ -131,7 +131,7 @@ impl Linear {
         }
     }
 
-    /// What an execution context must provide for every batch.
+    /// Returns the context size that the layer needs for every batch.
     pub fn context_size(&self) -> ContextSize {
         match self {
             Self::Packed(layer) => layer.context_size(),
@@ -140,7 +140,7 @@ impl Linear {
         }
     }
 
-    /// What an execution context must provide for a batch of `m` rows.
+    /// Returns the context size that the layer needs for a batch of `m` rows.
     ///
     /// # Errors
     /// [`LaunchError::Epilogue`]: the layer was not loaded for this epilogue.
@@ -152,15 +152,15 @@ impl Linear {
         }
     }
 
-    /// Enqueues the product on the context's stream. A batch larger than the layer was loaded for is split. `x` is
-    /// `[m, k]`, `y` `[m, n]`, both BF16; `y` is overwritten, or added to ([`Epilogue::StoreAdd`]). A packed or compact
-    /// gate and up take [`Epilogue::SiluMul`] alone, with `y` `[m, n / 2]`. Rows of packed and compact layers begin at
-    /// multiples of 16 bytes; those of `y` are dense, unless the layer is padded or BF16.
+    /// Enqueues the product on the context's stream. A batch larger than the layer was loaded for is split. `x` is `[m,
+    /// k]`, `y` is `[m, n]`, both BF16; `y` is overwritten, or added to ([`Epilogue::StoreAdd`]). A packed or compact
+    /// gate and up accept only [`Epilogue::SiluMul`], with `y` `[m, n / 2]`. Rows of packed and compact layers begin at
+    /// multiples of 16 bytes; rows of `y` are contiguous, unless the layer is padded or BF16.
     ///
     /// # Errors
     /// Shapes, pitches, alignment, overlap, devices and the context's size
     /// ([`Loader::context`](crate::layer::loader::Loader::context), [`ExecContext::reserve`]) are checked before
-    /// anything is enqueued. Then the driver's.
+    /// anything is enqueued. Afterwards, a driver error.
     pub fn enqueue(
         &self,
         ctx: &mut ExecContext,
@@ -176,8 +176,8 @@ impl Linear {
     }
 }
 
-/// The [`Linear::context_size`] of the layer that a weight becomes, without a device. Counts the routes with escapes
-/// and those without where both are possible, and takes every weight that should be packed as one that can be.
+/// Returns the [`Linear::context_size`] that a weight's layer will have, without a device. Covers the routes with and
+/// without escapes if both are possible, and assumes that every weight to be packed can be packed.
 pub fn context_size_of(weight: &Weight, wanted: &RoutePolicy) -> ContextSize {
     let tiles = weight.padded().map(|(n, k)| TileGrid::new(n as usize, k as usize));
     let tiles = tiles.filter(|_| wanted.placement != Placement::Bf16);
@@ -191,7 +191,7 @@ pub fn context_size_of(weight: &Weight, wanted: &RoutePolicy) -> ContextSize {
     let (n, k) = weight.padded().unwrap_or_default();
     let of = |choice: &BatchRoute<Route<VariantSpec>>| {
         let m = choice.last;
-        // What was chosen has a plan.
+        // A chosen variant has a plan.
         let packed = |spec| gemm_packed::context_size(spec, GemmShape { m, n, k }, sms).unwrap_or_default();
         let size = match &choice.kernel {
             Route::Direct(_) if compact => ContextSize::default(),

@@ -1,4 +1,4 @@
-//! A layer of packed weights: multiplied by kernels that read them, or expanded to BF16 ahead of cuBLAS.
+//! A layer of packed weights: kernels read them directly, or they are expanded to BF16 for cuBLAS.
 
 use std::{ops::Range, sync::Arc};
 
@@ -24,8 +24,8 @@ use crate::{
     weight::DevicePacked,
 };
 
-/// A linear layer of packed weights. Weights whose shape is not a multiple of 64 are padded to one; activations are
-/// then copied to padded ones and back.
+/// A linear layer of packed weights. Weights whose shape is not a multiple of 64 are padded; activations are then
+/// copied to padded buffers and back.
 #[derive(Debug)]
 pub struct PackedLinear {
     n: u32,
@@ -37,13 +37,13 @@ pub struct PackedLinear {
 /// How a batch is multiplied.
 #[derive(Debug)]
 pub(super) enum PackedRoute {
-    /// By a kernel that reads packed weights.
+    /// A kernel reads packed weights.
     Direct(PackedGemm),
-    /// Unpacked to BF16 in the slot, then multiplied by cuBLAS.
+    /// Weights are unpacked to BF16 in the slot; cuBLAS multiplies those.
     ExpandToBf16(Unpacker, ExpandedProduct),
 }
 
-/// A product whose operands were checked. `'k` is the layer's life, `'c` the context's.
+/// A product with checked operands. `'k` is the lifetime of the layer, `'c` of the context.
 #[expect(clippy::large_enum_variant, reason = "a launch allocates nothing, on the host neither")]
 enum Launch<'k, 'c> {
     Direct(PackedLaunch<'k>),
@@ -66,10 +66,10 @@ impl PackedRoute {
 }
 
 impl PackedLinear {
-    /// Packed weights, of which the first `n` rows and `k` columns belong to the layer.
+    /// Creates a layer from the first `n` rows and `k` columns of packed weights; the rest is padding.
     ///
     /// # Errors
-    /// A kernel of another family.
+    /// A kernel belongs to another family.
     pub(crate) fn new(
         (n, k): (u32, u32),
         weights: DevicePacked,
@@ -78,19 +78,19 @@ impl PackedLinear {
         Ok(Self { n, k, weights, routes: load_routes(routes, PackedRoute::new)? })
     }
 
-    /// The weights, in tiles of 64 x 64: of their rows and columns the first `n` and `k` are the layer's.
+    /// Returns the weights in tiles of 64 x 64. Only the first `n` rows and `k` columns belong to the layer.
     pub fn weights(&self) -> &DevicePacked {
         &self.weights
     }
 
-    /// Rows and columns of the weights, padding included.
+    /// Returns the rows and columns of the weights, including padding.
     fn padded(&self) -> (u32, u32) {
         let grid = self.weights.grid();
         // A grid's dimensions fit 32 bits.
         (grid.rows() as u32, grid.cols() as u32)
     }
 
-    /// Checks the operands, without enqueuing anything. `None` where there is nothing to compute.
+    /// Checks the operands without enqueuing anything. Returns `None` if there is nothing to compute.
     fn prepare<'k, 'c>(
         &'k self,
         route: &'k PackedRoute,
@@ -109,7 +109,8 @@ impl PackedLinear {
     }
 
     /// # Safety
-    /// `context` is what the launch was prepared for, and the operands' memory is there until the work is done.
+    /// `ctx` is the context that the launch was prepared for, and the operands' memory stays valid until the work is
+    /// done.
     unsafe fn launch(&self, launch: Launch<'_, '_>, ctx: &mut ContextParts<'_>) -> Result<(), DeviceError> {
         match launch {
             // SAFETY: the caller's promise. The weights outlive the work: dropping a buffer waits.
@@ -122,7 +123,7 @@ impl PackedLinear {
         }
     }
 
-    /// Enqueues a batch by way of padded activations: copies to them, the product, and the copy from them.
+    /// Enqueues a batch with padded activations: copies them in, multiplies, and copies the result out.
     fn enqueue_padded(
         &self,
         ctx: &mut ExecContext,
@@ -144,8 +145,8 @@ impl PackedLinear {
         let padded_y = Place::of(&ctx.padded.y, m, padded_n)?;
         let launch = self.prepare(&choice.kernel, &mut ctx, (&padded_x, &padded_y), add)?;
 
-        // Columns past k must be zeros: they are multiplied with what pads the weights. Below the elements that the
-        // context has.
+        // Columns past k must be zeros: they are multiplied with the weights' padding. The count does not overflow: it
+        // was checked against the context's size.
         let (stream, padded) = (ctx.stream, &mut *ctx.padded);
         padded.x.fill_front(stream, m as usize * padded_k as usize, 0)?;
         front(&mut padded.x, m, self.k, padded_k)?.copy_from(stream, x)?;
@@ -209,19 +210,19 @@ impl Routed for PackedLinear {
         let Some(launch) = self.prepare(&choice.kernel, &mut ctx, (x.place(), y.place()), add)? else {
             return Ok(());
         };
-        // SAFETY: prepared for these parts of the context. The views were held against their memory when they were
-        // made, and dropping a buffer waits for the work.
+        // SAFETY: prepared for these parts of the context. Views were checked against their memory when they were
+        // created, and dropping a buffer waits for the work.
         unsafe { self.launch(launch, &mut ctx) }
     }
 }
 
-/// What a context must provide for `m` rows of a layer `(n, k)` whose weights are `padded`: nothing where they are not.
+/// Returns the context size for `m` rows of a layer `(n, k)` with weights of shape `padded`; empty without padding.
 pub(super) fn padding(layer: (u32, u32), padded: (u32, u32), m: u32) -> ContextSize {
     if layer == padded {
         return ContextSize::default();
     }
     let (m, (n, k)) = (u64::from(m), padded);
-    // Below 2^64: products of two 32-bit numbers.
+    // No overflow: products of two 32-bit numbers.
     ContextSize { padded_x: m * u64::from(k), padded_y: m * u64::from(n), ..ContextSize::default() }
 }
 
@@ -233,13 +234,13 @@ fn front(buffer: &mut DeviceBuffer<u16>, rows: u32, cols: u32, pitch: u32) -> Re
 mod tests {
     use super::*;
 
-    /// The copies of a padded layer are held against the context before they are made.
+    /// The size of the padded copies is checked against the context before anything is copied.
     #[test]
     fn padded_layers_have_whole_row_tiles() {
         assert_eq!(padding((192, 128), (192, 128), 300), ContextSize::default());
         let need = padding((100, 72), (128, 128), 300);
         assert_eq!(need, ContextSize { padded_x: 300 * 128, padded_y: 300 * 128, ..ContextSize::default() });
-        // A context made for another layer, with less.
+        // A context for another layer, with less memory.
         let have = ContextSize { workspace_bytes: 1 << 20, counters: 1 << 10, padded_x: 299 * 128, ..need };
         assert_eq!(have.check(need), Err(LaunchError::ContextTooSmall { need, have }));
         assert_eq!(padding((1, 1), (u32::MAX, u32::MAX), u32::MAX).padded_x, u64::from(u32::MAX).pow(2));

@@ -1,4 +1,4 @@
-//! Choosing how a batch is multiplied, and splitting a batch that is larger than the layer was loaded for.
+//! Chooses the route of a batch, and splits a batch that is larger than the layer was loaded for.
 
 use std::{ops::Range, sync::Arc};
 
@@ -10,30 +10,30 @@ use crate::{
     exec::{ExecContext, operands::check_product},
 };
 
-/// A layer whose product depends on the batch: one route for each epilogue and range of batches.
+/// A layer with one route for each epilogue and range of batches.
 pub(super) trait Routed {
-    /// How one batch is multiplied.
+    /// How a batch is multiplied.
     type Route;
 
-    /// By epilogue, ascending in the largest batch.
+    /// Returns the routes, grouped by epilogue and ascending in the largest batch.
     fn routes(&self) -> &[BatchRoute<Self::Route>];
 
-    /// `[n, k]`, without padding.
+    /// Returns `[n, k]`, without padding.
     fn shape(&self) -> [u32; 2];
 
-    /// The device that holds the weights.
+    /// Returns the ordinal of the device that holds the weights.
     fn ordinal(&self) -> usize;
 
-    /// The address range of each section of the weights.
+    /// Returns the address range of each section of the weights.
     fn spans(&self) -> impl Iterator<Item = (&'static str, Range<u64>)>;
 
-    /// The kernel of the product; `None` where cuBLAS multiplies.
+    /// Returns the kernel of the product; `None` if cuBLAS multiplies.
     fn kernel<'a>(&self, route: &'a Self::Route) -> Option<&'a LoadedKernel>;
 
-    /// What a context must provide for `rows` rows that are multiplied at once.
+    /// Returns the context size for `rows` rows that are multiplied at once.
     fn rows_size(&self, route: &Self::Route, rows: u32) -> ContextSize;
 
-    /// Checks the operands and enqueues a batch that the route takes at once.
+    /// Checks the operands and enqueues a batch that the route can multiply at once.
     fn enqueue_rows(
         &self,
         ctx: &mut ExecContext,
@@ -42,26 +42,26 @@ pub(super) trait Routed {
         choice: &BatchRoute<Self::Route>,
     ) -> Result<(), DeviceError>;
 
-    /// The route of a batch, and how many rows it takes at a time: all of them, or the largest batch that the layer was
-    /// loaded for.
+    /// Returns the route of a batch and the maximum rows per launch: the whole batch, or the largest batch that the
+    /// layer was loaded for.
     fn route(&self, m: u32, epilogue: Epilogue) -> Result<(&BatchRoute<Self::Route>, u32), LaunchError> {
         select(self.routes(), |choice| (choice.epilogue, choice.last), m, epilogue)
     }
 
-    /// The variant of the product for a batch, or for the first part of one that is split.
+    /// Returns the variant of the product for a batch, or for the first part of a split batch.
     fn variant(&self, m: u32, epilogue: Epilogue) -> Option<VariantSpec> {
         let (choice, _) = self.route(m, epilogue).ok()?;
         Some(*self.kernel(&choice.kernel)?.spec())
     }
 
-    /// What a context must provide for every batch.
+    /// Returns the context size for every batch.
     fn context_size(&self) -> ContextSize {
-        // The largest batch of a range needs most.
+        // The largest batch of a range needs the most.
         let of = |choice: &BatchRoute<Self::Route>| self.rows_size(&choice.kernel, choice.last);
         self.routes().iter().map(of).fold(ContextSize::default(), ContextSize::max)
     }
 
-    /// What a context must provide for one batch, with all parts of it.
+    /// Returns the context size for one batch, including all of its parts.
     fn context_size_at(&self, m: u32, epilogue: Epilogue) -> Result<ContextSize, LaunchError> {
         let (_, rows) = self.route(m, epilogue)?;
         let mut need = ContextSize::default();
@@ -72,7 +72,7 @@ pub(super) trait Routed {
         Ok(need)
     }
 
-    /// Checks the operands and enqueues a batch, in several parts where it is larger than the layer was loaded for.
+    /// Checks the operands and enqueues a batch, split into parts if it is larger than the layer was loaded for.
     fn enqueue(
         &self,
         ctx: &mut ExecContext,
@@ -88,7 +88,7 @@ pub(super) trait Routed {
         let columns = if epilogue == Epilogue::SiluMul { n / 2 } else { n };
         let w = [u64::from(n), k.into()];
         check_product(self.ordinal(), x.place(), w, columns.into(), y.place(), self.spans())?;
-        // Each part begins at a multiple of 16 bytes if the batch does. The last one may have another route.
+        // Each part begins at a multiple of 16 bytes if the batch does. The last part may have another route.
         for rows in [rows, m % rows] {
             let (choice, _) = self.route(rows, epilogue)?;
             ctx.size().check(self.rows_size(&choice.kernel, rows))?;
@@ -102,10 +102,10 @@ pub(super) trait Routed {
     }
 }
 
-/// Routes made of loaded kernels.
+/// Builds routes from loaded kernels.
 ///
 /// # Errors
-/// Those of `of`: a kernel of another family.
+/// Errors of `of`: a kernel belongs to another family.
 pub(super) fn load_routes<R>(
     routes: Routes<Arc<LoadedKernel>>,
     of: impl Fn(Route<Arc<LoadedKernel>>) -> Result<R, DeviceError>,
@@ -114,8 +114,8 @@ pub(super) fn load_routes<R>(
     routes.into_iter().map(of).collect()
 }
 
-/// Of choices by epilogue and ascending in the largest batch, the one for this batch, and how many rows it takes at a
-/// time.
+/// Selects the choice for a batch, and the maximum rows per launch. Choices are grouped by epilogue and ascending in
+/// the largest batch.
 fn select<T>(
     choices: &[T],
     of: impl Fn(&T) -> (Epilogue, u32),
@@ -139,7 +139,7 @@ fn select<T>(
     }
 }
 
-/// Splits `m` rows into ranges of at most `rows`. No rows make one empty range.
+/// Splits `m` rows into ranges of at most `rows`. Zero rows result in one empty range.
 pub(super) fn parts(m: u32, rows: u32) -> impl Iterator<Item = Range<u32>> {
     let step = rows.max(1);
     (0..m.div_ceil(step).max(1)).map(move |part| part * step..m.min(part.saturating_add(1).saturating_mul(step)))

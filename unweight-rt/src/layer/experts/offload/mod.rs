@@ -1,18 +1,17 @@
-//! Experts of which only some are on the device. All of them are packed in pinned host memory. A layer has slots for a
-//! few on the device, and fetches those that a router chooses when they are missing.
+//! Experts of which only some are on the device. All are packed in pinned host memory. A layer has slots for a few
+//! experts on the device, and fetches experts that the router chooses and that are missing.
 //!
 //! ```text
 //! ids --to the host--> slots: hits, misses, waves --lists--> products of a wave --> ... --combine--> y
 //!                                    \--copies of packed tiles, on a stream of their own--> slots of a wave
 //! ```
-//! The host has to know what was chosen before it can say what is to be copied, so [`OffloadedExperts::enqueue`] waits
-//! for the choice, and cannot be captured. The lists that [`Experts`] makes on the device it makes itself, with slots
-//! in the place of experts: the products are the same kernels, and neither a slot nor a wave changes the bits of a row.
-//! One launch after the last wave adds up the rows of all waves in the order of a token's places, so the bits are those
-//! of [`Experts`].
+//! The host needs the routing decision before it can copy experts, so [`OffloadedExperts::enqueue`] waits for it and
+//! cannot be captured. The host also builds the lists that [`Experts`] builds on the device, with slots in place of
+//! experts. The products use the same kernels, and neither slot nor wave changes the bits of a row. One launch after
+//! the last wave adds up the rows of all waves in the order of a token's places, so the result has the same bits as
+//! that of [`Experts`].
 //!
-//! The lists of escapes, about a hundredth of the weights at most, stay on the device: heads name them wherever a tile
-//! is.
+//! The escape lists, at most about 1 % of the weights, stay on the device: heads refer to them from any slot.
 
 pub mod slots;
 
@@ -37,27 +36,27 @@ use crate::{
     weight::DevicePacked,
 };
 
-/// Words of an item.
+/// The number of words in an item.
 const ITEM_WORDS: usize = 4;
 
 /// Hits and misses of the slots, and the cost of the misses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ExpertTraffic {
-    /// Chosen experts on the GPU, per step and layer.
+    /// Chosen experts that were already on the GPU, per step and layer.
     pub hits: u64,
-    /// Chosen experts fetched.
+    /// Chosen experts that were fetched.
     pub misses: u64,
-    /// Bytes fetched.
+    /// Fetched bytes.
     pub bytes: u64,
-    /// Waits of products for experts.
+    /// The number of times that products waited for experts.
     pub stalls: u64,
-    /// Their time, us, from the choice of experts or the end of earlier products.
+    /// The duration of these waits in microseconds, from the routing decision or the end of earlier products.
     pub stalled_us: f64,
 }
 
 impl ExpertTraffic {
-    /// The counts since `before`.
+    /// Returns the difference from the earlier counts `before`.
     #[must_use]
     pub fn since(self, before: Self) -> Self {
         Self {
@@ -83,12 +82,13 @@ impl fmt::Display for ExpertTraffic {
 struct HostPacked {
     tiles: Source<u8>,
     heads: Source<u32>,
-    /// Tiles of an expert.
+    /// The number of tiles per expert.
     each: usize,
 }
 
 impl HostPacked {
-    /// What is on the device, and room for `slots` experts of `rows` rows there. Waits.
+    /// Copies packed weights from the device to the host, and replaces them by room for `slots` experts of `rows` rows.
+    /// Waits.
     fn take(
         stream: &Stream,
         copies: &Stream,
@@ -115,7 +115,7 @@ impl HostPacked {
         self.tiles.bytes() + self.heads.bytes()
     }
 
-    /// Enqueues copies of an expert's tiles and heads; their bytes.
+    /// Enqueues copies of an expert's tiles and heads; returns their bytes.
     fn copy(&self, expert: u32, to: &DevicePacked, slot: u32) -> Result<u64, DeviceError> {
         let (expert, slot) = (expert as usize, slot as usize);
         let (bytes, words) = (self.each * packed::TILE_BYTES, self.each * packed::ROW_BLOCKS);
@@ -127,25 +127,25 @@ impl HostPacked {
 
 /// The experts of a mixture, packed in host memory, with slots on the device for some of them.
 ///
-/// One stream runs it: what an earlier call has left in the slots is ordered by that stream alone.
+/// Only one stream may run it, because only the order of that stream protects the slots that an earlier call filled.
 #[derive(Debug)]
 pub struct OffloadedExperts {
-    /// Of all experts.
+    /// The shape of all experts.
     shape: ExpertsShape,
     host: [HostPacked; 2],
-    /// The stream of the copies.
+    /// The stream of the copies from the host.
     copies: Stream,
-    /// The slots, as experts of their own: behind what is copied from, so that copies are waited for before they go.
+    /// The slots as experts. Declared after `host`, so that copies are waited for before the slots are dropped.
     resident: Experts,
     slots: Mutex<Slots>,
 }
 
 impl OffloadedExperts {
-    /// Takes weights as [`Experts::new`] does to the host, and makes room for `slots` experts on the device. `copies`
-    /// is the stream that will fetch them; one may serve all layers. Waits.
+    /// Moves weights, laid out as for [`Experts::new`], to the host, and allocates `slots` experts on the device.
+    /// `copies` is the stream that fetches experts; all layers may share one. Waits.
     ///
     /// # Errors
-    /// As [`Experts::new`]; not enough host memory that can be pinned.
+    /// As [`Experts::new`]; or too little host memory can be pinned.
     pub fn new(
         kernels: &KernelSet,
         (stream, copies): (&Stream, &Stream),
@@ -156,7 +156,7 @@ impl OffloadedExperts {
     ) -> Result<Self, DeviceError> {
         shape.check_weights(kernels, &gate_up, &down)?;
         let slots = slots.clamp(1, shape.experts);
-        // Below 2^32: the rows of all experts are.
+        // Below 2^32, like the number of rows of all experts.
         let wide = HostPacked::take(stream, copies, gate_up, 2 * shape.intermediate, slots)?;
         let narrow = HostPacked::take(stream, copies, down, shape.hidden, slots)?;
         let own = ExpertsShape { experts: slots, ..shape };
@@ -169,32 +169,32 @@ impl OffloadedExperts {
         })
     }
 
-    /// The sizes of all experts.
+    /// Returns the sizes of all experts.
     pub fn shape(&self) -> ExpertsShape {
         self.shape
     }
 
-    /// Experts that the device has room for.
+    /// Returns the number of experts that fit on the device.
     pub fn slots(&self) -> u32 {
         self.resident.shape().experts
     }
 
-    /// Bytes of its weights on the device.
+    /// Returns the size of the weights on the device in bytes.
     pub fn bytes(&self) -> u64 {
         self.resident.bytes()
     }
 
-    /// Bytes of its weights in host memory.
+    /// Returns the size of the weights in host memory in bytes.
     pub fn host_bytes(&self) -> u64 {
         self.host.iter().map(HostPacked::bytes).sum()
     }
 
-    /// Memory that [`OffloadedExperts::enqueue`] needs from an execution context.
+    /// Returns the context size that [`OffloadedExperts::enqueue`] needs.
     pub fn context_size(&self, tokens: u32, top_k: u32) -> ContextSize {
         self.shape.context_size(tokens, top_k)
     }
 
-    /// Enqueues a router's choice, as [`Experts::choose`] does.
+    /// Enqueues the routing decision, as [`Experts::choose`] does.
     ///
     /// # Errors
     /// As [`Experts::choose`].
@@ -209,11 +209,11 @@ impl OffloadedExperts {
         self.resident.router().choose(stream, logits, self.shape.experts, choice, (ids, weights))
     }
 
-    /// Overwrites and forgets all experts on the device, so that a product that does not wait for its fetch gives a
-    /// wrong result. Waits.
+    /// Overwrites and forgets all experts on the device, so that a product that does not wait for its fetch computes a
+    /// wrong result. For tests. Waits.
     ///
     /// # Errors
-    /// An error of the driver.
+    /// A driver error.
     #[doc(hidden)]
     pub fn poison(&mut self, stream: &Stream, byte: u8) -> Result<(), DeviceError> {
         self.slots.get_mut().unwrap_or_else(PoisonError::into_inner).clear();
@@ -222,12 +222,12 @@ impl OffloadedExperts {
         stream.synchronize()
     }
 
-    /// As [`Experts::enqueue`], with the same bits: fetches what is missing. Waits for what `routed` holds, and so for
-    /// all that was enqueued before; it cannot be captured.
+    /// Enqueues the experts as [`Experts::enqueue`] does, with the same bits, and fetches missing experts. Waits for
+    /// the contents of `routed`, and therefore for all earlier work; cannot be captured.
     ///
     /// # Errors
-    /// As [`Experts::enqueue`]; [`LaunchError::Fetching`] in a capture; more tokens or places than `fetcher` was made
-    /// for.
+    /// As [`Experts::enqueue`]; [`LaunchError::Fetching`] during a capture; more tokens or places than `fetcher` was
+    /// created for.
     pub fn enqueue(
         &self,
         ctx: &mut ExecContext,
@@ -253,10 +253,10 @@ impl OffloadedExperts {
             let ids = fetcher.read(stream, routed.ids, first, pairs)?;
             let plan = Plan::new(&ids[..pairs], &mut slots, self.shape.experts, run.tile);
             fetcher.ids = Some(ids);
-            // SAFETY: the operands were checked, and the lists name pairs of this run and slots that there are.
+            // SAFETY: the operands were checked, and the lists name pairs of this run and existing slots.
             let enqueued = unsafe { self.waves(stream, fetcher, &run, &plan) };
             if let Err(error) = enqueued {
-                // How much was enqueued is unknown.
+                // It is unknown how much was enqueued.
                 slots.clear();
                 return Err(error);
             }
@@ -265,16 +265,16 @@ impl OffloadedExperts {
     }
 
     /// # Safety
-    /// The operands of `run` were checked, and `plan` is of its pairs and these slots.
+    /// The operands of `run` were checked, and `plan` was made for its pairs and these slots.
     unsafe fn waves(&self, stream: &Stream, fetcher: &mut Fetcher, run: &Run, plan: &Plan) -> Result<(), DeviceError> {
         let mut stream = stream.clone();
-        // No kernel starts before the work in front of it, copies included, is done.
+        // No kernel starts before all earlier work, copies included, is done.
         stream.set_mode(LaunchMode { ordinary: true, ..stream.mode() });
-        // Products of an earlier call have read their lists before these overwrite them: one stream has both.
+        // Earlier products read their lists before these overwrite them: both are on one stream.
         let lists = fetcher.send(&stream, plan)?;
         let Fetcher { begun, marks, waits, traffic, .. } = fetcher;
         if plan.waves.iter().any(|wave| !wave.copies.is_empty()) {
-            // `begun`: products of earlier calls have read the slots before anything is copied over them.
+            // `begun`: earlier products have read the slots before copies overwrite them.
             stream.record(begun)?;
             self.copies.wait(begun)?;
         }
@@ -284,7 +284,7 @@ impl OffloadedExperts {
             if !wave.copies.is_empty() {
                 let from = stream.event()?;
                 if let Some((_, read)) = wave.behind.and_then(|reader| marks.get(reader)) {
-                    // `done` of that wave: it and those before it have read what is overwritten now.
+                    // `done` of that wave: it and all earlier waves have read the overwritten slots.
                     self.copies.wait(read)?;
                 }
                 for &(expert, slot) in &wave.copies {
@@ -292,7 +292,7 @@ impl OffloadedExperts {
                         traffic.bytes += host.copy(expert, room, slot)?;
                     }
                 }
-                // `there`: the products of this wave read its slots behind the copies.
+                // `there`: the products of this wave read its slots after the copies.
                 self.copies.record(there)?;
                 stream.wait(there)?;
                 waits.push((from, stream.event()?));
@@ -300,7 +300,7 @@ impl OffloadedExperts {
             }
             let at = lists.items + (items.start * ITEM_WORDS * size_of::<u32>()) as u64;
             let own = Lists { items: at, count: items.len() as u32, ..lists };
-            // SAFETY: the caller's promise. The lists name pairs of the run and slots; they go behind the work.
+            // SAFETY: the caller's promise. The lists name pairs of the run and slots; they are dropped after the work.
             unsafe { self.resident.multiply(&stream, run, own) }?;
             // `done`: see above, and `wave.behind`.
             stream.record(done)?;
@@ -310,18 +310,18 @@ impl OffloadedExperts {
     }
 }
 
-/// What is done for some pairs of tokens and places.
+/// The products of some pairs of tokens and places.
 struct Plan {
     waves: Vec<Wave>,
-    /// Items of each wave.
+    /// The range of items of each wave.
     items: Vec<Range<usize>>,
-    /// All items, then the pairs, sorted by wave and expert.
+    /// All items, followed by the pairs sorted by wave and expert.
     words: Vec<u32>,
 }
 
 impl Plan {
-    /// Of the expert of each pair; what is none is left out. As `sort` does, pairs of an expert stay in their order,
-    /// and items are whole but the last of each expert.
+    /// Plans the pairs with these expert ids; skips ids that are not experts. As in `sort`, pairs of an expert keep
+    /// their order, and only the last item of an expert may be smaller than a tile.
     fn new(ids: &[u32], slots: &mut Slots, experts: u32, tile: u32) -> Self {
         let mut counts = vec![0u32; experts as usize];
         for id in ids {
@@ -332,7 +332,7 @@ impl Plan {
         let wanted: Vec<u32> = (0..experts).filter(|expert| counts[*expert as usize] > 0).collect();
         let waves = slots.step(&wanted);
         let (mut items, mut words, mut first) = (Vec::new(), Vec::new(), 0);
-        // By expert: where its next pair goes.
+        // By expert: the index of its next pair.
         let mut next = vec![0u32; experts as usize];
         for wave in &waves {
             let begin = words.len() / ITEM_WORDS;
@@ -357,32 +357,32 @@ impl Plan {
         Self { waves, items, words }
     }
 
-    /// Words in front of the pairs.
+    /// Returns the number of words before the pairs.
     fn item_words(&self) -> usize {
         self.items.last().map_or(0, |last| last.end) * ITEM_WORDS
     }
 }
 
-/// The memory and the counters that fetching needs, shared by all layers.
+/// The memory and counters for fetching, shared by all layers.
 #[derive(Debug)]
 pub struct Fetcher {
-    /// What was enqueued before a call.
+    /// Marks the end of work enqueued before a call.
     begun: Mark,
-    /// By wave: its experts are there, and its products are done.
+    /// By wave: its experts are on the device, and its products are done.
     marks: Vec<(Mark, Mark)>,
-    /// What was chosen, on the host.
+    /// The expert ids on the host.
     ids: Option<Pinned<u32>>,
-    /// Lists of the last call, on the device; and on their way there.
+    /// The lists of the last call on the device.
     lists: DeviceBuffer<u32>,
     sent: Option<Transfer<u32>>,
-    /// Ends of waits whose time was not read yet.
+    /// Start and end of waits whose duration was not read yet.
     waits: Vec<(Event, Event)>,
     traffic: ExpertTraffic,
     pairs: usize,
 }
 
 impl Fetcher {
-    /// Room for batches of up to `tokens` tokens with `top_k` experts each.
+    /// Creates a fetcher for batches of up to `tokens` tokens with `top_k` experts each.
     ///
     /// # Errors
     /// Too little memory.
@@ -392,7 +392,7 @@ impl Fetcher {
         let marks = || Ok::<_, DeviceError>((Mark::new(device)?, Mark::new(device)?));
         Ok(Self {
             begun: Mark::new(device)?,
-            // With one slot a wave for each expert.
+            // With one slot, each expert is a wave.
             marks: (0..=shape.experts).map(|_| marks()).collect::<Result<_, _>>()?,
             ids: None,
             lists: DeviceBuffer::zeroed(stream, words)?,
@@ -403,27 +403,27 @@ impl Fetcher {
         })
     }
 
-    /// Bytes that a fetcher takes on the device.
+    /// Returns the size of a fetcher's device memory in bytes.
     pub fn bytes(shape: ExpertsShape, tokens: u32, top_k: u32) -> u64 {
         Self::words(shape, tokens, top_k) as u64 * 4
     }
 
-    /// Of the longest lists: each pair may have an item of its own, or almost so.
+    /// Returns the words of the longest lists: almost every pair may have its own item.
     fn words(shape: ExpertsShape, tokens: u32, top_k: u32) -> usize {
         let pairs = pairs(tokens, top_k);
         pairs + ITEM_WORDS * (pairs.min(shape.experts as usize) + pairs / 8)
     }
 
-    /// The counts so far. Waits for running copies.
+    /// Returns the counts so far. Waits for running copies.
     ///
     /// # Errors
-    /// An error of the driver.
+    /// A driver error.
     pub fn traffic(&mut self) -> Result<ExpertTraffic, DeviceError> {
         self.read_waits()?;
         Ok(self.traffic)
     }
 
-    /// The choice, on the host. Waits for it.
+    /// Copies the expert ids to the host. Waits for them.
     fn read(
         &mut self,
         stream: &Stream,
@@ -440,7 +440,7 @@ impl Fetcher {
             None => Pinned::zeroed(stream.device(), self.pairs)?,
         };
         let pinned = ids.read_front_later(stream, first, pinned, count)?.wait()?;
-        // The stream has come past them.
+        // The stream has passed these waits.
         self.read_waits()?;
         Ok(pinned)
     }
@@ -452,10 +452,10 @@ impl Fetcher {
         Ok(())
     }
 
-    /// Enqueues the lists of a plan to the device.
+    /// Enqueues the copy of a plan's lists to the device.
     fn send(&mut self, stream: &Stream, plan: &Plan) -> Result<Lists, DeviceError> {
         let mut pinned = match self.sent.take() {
-            // Long there: the host has waited for a choice behind it.
+            // Already done: the host has since waited for a later routing decision.
             Some(transfer) => transfer.wait()?,
             None => Pinned::zeroed(stream.device(), self.lists.len())?,
         };
@@ -468,7 +468,7 @@ impl Fetcher {
     }
 }
 
-/// Of so many tokens.
+/// Returns the pairs of this many tokens.
 fn pairs(tokens: u32, top_k: u32) -> usize {
     tokens.min(CHUNK_TOKENS) as usize * top_k as usize
 }
@@ -479,7 +479,7 @@ mod tests {
 
     use super::*;
 
-    /// What a list says of each pair: its slot.
+    /// Returns the slot that the lists assign to each pair.
     fn slots_of(plan: &Plan, tile: u32, pairs: usize) -> Vec<Option<u32>> {
         let mut slots = vec![None; pairs];
         let list = &plan.words[plan.item_words()..];

@@ -1,52 +1,53 @@
-//! Which experts of a layer are in the slots of the device, and what makes way for which: no device, no time.
+//! Tracks which experts of a layer are in the device's slots, and chooses which to evict. Pure host logic, without a
+//! device or clock.
 //!
-//! A step asks for experts. Those that are there are hits; a miss takes the slot that was used longest ago. Where a
-//! step asks for more than there are slots it goes in waves: first what is there, so that nothing is thrown out that is
-//! still to be used; then the misses, half of the slots at a time, so that the copies of a wave overwrite none of those
-//! that the products of the wave before it read.
+//! A step requests experts. Experts in a slot are hits; a miss replaces the least recently used expert. A step with
+//! more experts than slots is split into waves. The first wave processes the hits, so that no expert is evicted before
+//! use. Later waves process the misses, half of the slots at a time, so that the copies of a wave do not overwrite
+//! slots that the previous wave's products read.
 
-/// What is multiplied by at a time.
+/// The experts that are multiplied at once.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Wave {
     /// Experts and their slots.
     pub experts: Vec<(u32, u32)>,
-    /// Those experts that must be copied first.
+    /// The experts that must be copied first, and their slots.
     pub copies: Vec<(u32, u32)>,
-    /// The last wave of this step that reads a slot which the copies overwrite.
+    /// The last wave of this step that reads a slot which these copies overwrite.
     pub behind: Option<usize>,
 }
 
-/// Slots of equal size, each with one expert or none; the least recently used makes way.
+/// Slots of equal size, each with one expert or none; the least recently used expert is evicted.
 #[derive(Clone, Debug)]
 pub struct Slots {
-    /// By slot.
+    /// Indexed by slot.
     slots: Vec<Slot>,
-    /// By expert.
+    /// Indexed by expert.
     slot_of: Vec<Option<u32>>,
-    /// Waves so far.
+    /// The number of waves so far.
     clock: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Slot {
     expert: Option<u32>,
-    /// The wave that used it last; 0: none.
+    /// The last wave that used it; 0 if none.
     used: u64,
 }
 
 impl Slots {
-    /// Empty slots, one at least, for some of so many experts.
+    /// Creates empty slots, at least one, for this number of experts.
     pub fn new(experts: u32, slots: u32) -> Self {
         let slots = vec![Slot::default(); slots.max(1) as usize];
         Self { slots, slot_of: vec![None; experts as usize], clock: 0 }
     }
 
-    /// How many there are.
+    /// Returns the number of slots.
     pub fn len(&self) -> usize {
         self.slots.len()
     }
 
-    /// Whether no expert is there.
+    /// Returns whether all slots are empty.
     pub fn is_empty(&self) -> bool {
         self.slots.iter().all(|slot| slot.expert.is_none())
     }
@@ -56,14 +57,14 @@ impl Slots {
         self.slot_of.get(expert as usize).copied().flatten()
     }
 
-    /// Forgets what is there: whether it was copied is unknown.
+    /// Empties all slots, for when it is unknown which copies were enqueued.
     pub fn clear(&mut self) {
         self.slots.fill(Slot::default());
         self.slot_of.fill(None);
     }
 
-    /// Brings the experts of a step, each named once, to slots; ids that are not experts are skipped. In each wave come
-    /// first those that were there.
+    /// Assigns slots to the experts of a step, each listed once; skips ids that are not experts. In each wave, hits
+    /// come first.
     pub fn step(&mut self, wanted: &[u32]) -> Vec<Wave> {
         let wanted = wanted.iter().copied().filter(|expert| (*expert as usize) < self.slot_of.len());
         let (hits, misses): (Vec<u32>, Vec<u32>) = wanted.partition(|expert| self.slot_of(*expert).is_some());
@@ -82,7 +83,7 @@ impl Slots {
         waves
     }
 
-    /// The next wave of a step that began when the clock was `first`; at most as many experts as there are slots.
+    /// Returns the next wave of a step that began when the clock was `first`; it has at most as many experts as slots.
     fn wave(&mut self, first: u64, hits: &[u32], misses: &[u32]) -> Wave {
         self.clock += 1;
         let mut wave = Wave::default();
@@ -92,7 +93,7 @@ impl Slots {
             wave.experts.push((expert, slot));
         }
         for &expert in misses {
-            // Of equal ones the first; none of this wave, whose slots were used last.
+            // Of equally old slots the first. Never a slot of this wave: those were used last.
             let Some((at, slot)) = self.slots.iter_mut().enumerate().min_by_key(|(_, slot)| slot.used) else {
                 continue;
             };
@@ -104,7 +105,7 @@ impl Slots {
             if let Some(before) = slot.expert.replace(expert) {
                 self.slot_of[before as usize] = None;
             }
-            // Slots are counted in 32 bits.
+            // The number of slots fits 32 bits.
             self.slot_of[expert as usize] = Some(at as u32);
             wave.experts.push((expert, at as u32));
             wave.copies.push((expert, at as u32));
@@ -132,7 +133,7 @@ mod tests {
         assert_eq!(slots.step(&[5, 2]), [wave(&[(5, 0), (2, 1)], &[(5, 0), (2, 1)], None)]);
         assert_eq!(slots.step(&[7]), [wave(&[(7, 2)], &[(7, 2)], None)]);
         assert_eq!(slots.step(&[5]), [wave(&[(5, 0)], &[], None)]);
-        // 2 is the oldest, then 7; an id that is not an expert is skipped.
+        // Expert 2 is the oldest, then 7; an id that is not an expert is skipped.
         assert_eq!(slots.step(&[1, 5, 8, u32::MAX]), [wave(&[(5, 0), (1, 1)], &[(1, 1)], None)]);
         assert_eq!(slots.step(&[2]), [wave(&[(2, 2)], &[(2, 2)], None)]);
         assert_eq!([1, 2, 5, 7].map(|expert| slots.slot_of(expert)), [Some(1), Some(2), Some(0), None]);
@@ -147,12 +148,12 @@ mod tests {
             waves,
             [
                 wave(&[(6, 0)], &[], None),
-                // The empty ones, then the one that was used longest ago; none of the wave before.
+                // First the empty slots, then the least recently used; none of the previous wave.
                 wave(&[(0, 2), (1, 3)], &[(0, 2), (1, 3)], None),
                 wave(&[(2, 1), (3, 0)], &[(2, 1), (3, 0)], Some(0)),
             ]
         );
-        // One slot: each wave overwrites what the one before reads.
+        // One slot: each wave overwrites what the previous wave reads.
         let waves = Slots::new(8, 1).step(&[3, 4, 5]);
         let behind: Vec<_> = waves.iter().map(|wave| wave.behind).collect();
         assert_eq!((waves.len(), behind), (3, vec![None, Some(0), Some(1)]));
@@ -167,7 +168,7 @@ mod tests {
         assert_eq!(slots.step(&[1]).iter().map(|wave| wave.copies.len()).sum::<usize>(), 1);
     }
 
-    /// A device that copies and multiplies in the order of the waves, whatever is asked for: every product finds its
+    /// Simulates a device that copies and multiplies in wave order, for random requests: every product finds its
     /// expert, no slot is overwritten that a wave still reads, and no request is counted twice or lost.
     #[test]
     fn every_wave_has_its_experts() {
@@ -204,7 +205,7 @@ mod tests {
                         misses += 1;
                     }
                     if waves.len() == 1 {
-                        // No expert that stays was used longer ago than one that was evicted.
+                        // No remaining expert was used longer ago than an evicted one.
                         let idle = before.difference(&real).map(|e| (device.contains(&Some(*e)), last[*e as usize]));
                         let (stay, went): (Vec<_>, Vec<_>) = idle.partition(|(is_there, _)| *is_there);
                         let (stay, went) = (stay.iter().map(|at| at.1), went.iter().map(|at| at.1));
