@@ -1,7 +1,7 @@
-//! Writes the source of variants, and the headers they include, to a folder: `emit DIR [NAME_PART]`; those of Hopper,
-//! unless said otherwise.
+//! Writes the source of variants, with the headers that they include, to a folder: `emit DIR [NAME_PART]`. The default
+//! is all variants for Hopper.
 //!
-//! What is there compiles as it is: `nvcc -arch=sm_90a -std=c++17 -I DIR/include -cubin DIR/<name>.cu`.
+//! To compile one: `nvcc -arch=sm_90a -std=c++17 -I DIR/include -cubin DIR/<name>.cu`.
 
 use std::{error::Error, fs, path::PathBuf};
 use unweight_codegen::{

@@ -1,8 +1,8 @@
-//! The argument structs of the kernels, field for field as in the headers.
+//! The argument structs of the kernels, field by field as in the headers.
 //!
-//! Each kernel takes exactly one of them by value (`__grid_constant__`). Device pointers are `u64` (`CUdeviceptr`), 0 =
-//! null. A struct stands in the file of its family; the rendered source asserts `sizeof`, and a test holds every field
-//! against the header.
+//! Each kernel has exactly one of them as its parameter, by value (`__grid_constant__`). Device pointers are `u64`
+//! (`CUdeviceptr`), 0 = null. A struct is defined in the file of its family. The rendered source asserts `sizeof`, and
+//! a test compares every field with the header.
 
 pub use crate::{
     args::{ArgsInfo, Field, KernelArgs, TensorMap},

@@ -1,4 +1,4 @@
-//! What an argument struct of a kernel is: its fields as data, and the macro that declares one.
+//! Argument structs of kernels: their fields as data, and the macro that declares them.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -10,7 +10,7 @@ pub struct TensorMap(
     pub [u64; 16],
 );
 
-/// A struct that kernels take.
+/// An argument struct of kernels.
 pub trait KernelArgs: Pod {
     /// The name of the struct in Rust and CUDA.
     const NAME: &'static str;
@@ -47,7 +47,8 @@ impl ArgsInfo {
     }
 }
 
-/// An argument struct with its [`KernelArgs`]. A crate that uses it depends on `bytemuck` with its derives.
+/// Declares an argument struct and implements [`KernelArgs`]. The calling crate must depend on `bytemuck` with
+/// `derive`.
 #[macro_export]
 macro_rules! args {
     ($(#[$doc:meta])* pub struct $name:ident { $($(#[$field_doc:meta])* pub $field:ident: $type:ty),+ $(,)? }) => {

@@ -1,27 +1,27 @@
-//! The axes of a variant: each a small type that holds legal values only.
+//! The axes of a variant. Each is a small type that holds legal values only.
 //!
-//! A number outside an axis is an [`AxisError`]; whether a *combination* of legal values can exist is the plan's
-//! question ([`Plan::new`](crate::plan::Plan::new)).
+//! A value outside an axis is an [`AxisError`]. [`Plan::new`](crate::plan::Plan::new) decides whether a *combination*
+//! of legal values can exist.
 //!
-//! A family lists its axes once, by `axes!` or by hand, as a table of [`Axis`]. Names (`family/name.rs`) and attributes
-//! (`spec/pairs.rs`) are read and written from that table, so neither knows a family.
+//! A family lists its axes once, with `axes!` or by hand, as a table of [`Axis`]. Names (`family/name.rs`) and
+//! attributes (`spec/pairs.rs`) are parsed and written from that table, so both are independent of families.
 
 use crate::text::Message;
 use std::fmt;
 
-/// A value that its axis does not have.
+/// A value that is not on its axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AxisError {
-    /// The axis as the attribute and the messages call it.
+    /// The name of the axis in attributes and messages.
     pub axis: &'static str,
     /// The requested value.
     pub value: u32,
-    /// The values that exist, in words.
+    /// The valid values, in words.
     pub allowed: &'static str,
 }
 
 impl AxisError {
-    /// The message of [`fmt::Display`], also in const context.
+    /// The message of [`fmt::Display`], available in const context.
     pub const fn message(&self) -> Message {
         Message::new().str(self.axis).str(" = ").num(self.value).str(" is not supported; it must be ").str(self.allowed)
     }
@@ -39,17 +39,17 @@ impl std::error::Error for AxisError {}
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Values {
-    /// Every number from the first to the second.
+    /// Every number from the first to the second, inclusive.
     Range(u32, u32),
     /// Each number of a list.
     Set(&'static [u32]),
-    /// These words; a value is a place in the list.
+    /// One of these words; a value is an index into the list.
     Words(&'static [&'static str]),
     /// Off or on, 0 or 1.
     Flag,
 }
 
-/// One axis of a family: how attributes and names spell it.
+/// One axis of a family, and its spelling in attributes and names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Axis {
     /// Key of the axis in attributes.
@@ -68,28 +68,28 @@ pub struct Axis {
     pub default: Option<u32>,
     /// The value that names leave out.
     pub unnamed: Option<u32>,
-    /// Where it exists, if not everywhere.
+    /// The condition under which the axis exists; `None` if it always exists.
     pub only: Option<Only>,
 }
 
-/// An axis that exists only with a certain value of an earlier one.
+/// The condition of an axis that exists only with one value of an earlier axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Only {
-    /// Place of the earlier axis in its family's list.
+    /// Index of the earlier axis in its family's list.
     pub axis: usize,
-    /// Value of the axis.
+    /// Value of the earlier axis.
     pub value: u32,
-    /// Why there is nothing to say elsewhere.
+    /// The reason why the axis does not exist otherwise.
     pub why: &'static str,
 }
 
-/// The most axes of a family.
+/// The maximum number of axes of a family.
 pub(crate) const AXES_MAX: usize = 12;
 
-/// The values of a variant, in the order of its family's axes; 0 where an axis does not exist, and behind the last.
+/// The values of a variant, in the order of its family's axes; 0 where an axis does not exist, and after the last axis.
 pub(crate) type Raw = [u32; AXES_MAX];
 
-/// The values of all axes of a family, in their order.
+/// Returns the values of all axes of a family, in their order, padded with zeros.
 pub(crate) const fn raw_of(values: &[u32]) -> Raw {
     let (mut raw, mut i) = ([0; AXES_MAX], 0);
     while i < values.len() {
@@ -100,7 +100,7 @@ pub(crate) const fn raw_of(values: &[u32]) -> Raw {
 }
 
 impl Axis {
-    /// A switch. An axis needs its mark.
+    /// A switch. The axis table adds its mark.
     pub(crate) const fn flag(key: &'static str) -> Self {
         let (field, words_type) = (key, "");
         Self {
@@ -116,12 +116,12 @@ impl Axis {
         }
     }
 
-    /// Numbers. An axis needs its mark.
+    /// A numeric axis. The axis table adds its mark.
     pub(crate) const fn number(key: &'static str, values: Values, allowed: &'static str) -> Self {
         Self { values, allowed, ..Self::flag(key) }
     }
 
-    /// Words, which `words_type` has as enumerators. An axis needs its mark.
+    /// An axis of words, which are enumerators of the C++ type `words_type`. The axis table adds its mark.
     pub(crate) const fn words(key: &'static str, words_type: &'static str, words: &'static [&'static str]) -> Self {
         Self { values: Values::Words(words), words_type, ..Self::flag(key) }
     }
@@ -134,7 +134,7 @@ impl Axis {
         }
     }
 
-    /// The number, if the axis has it.
+    /// Returns the value if it is on the axis.
     pub(crate) const fn check(&self, value: u32) -> Result<u32, AxisError> {
         let known = match self.values {
             Values::Range(min, max) => value >= min && value <= max,
@@ -167,7 +167,7 @@ macro_rules! range_axis {
             /// The largest value.
             pub const MAX: Self = Self($max);
 
-            /// The value, if the axis has it.
+            /// Creates the value, or fails if it is not on the axis.
             pub const fn new(value: u32) -> Result<Self, $crate::axes::AxisError> {
                 match Self::AXIS.check(value) {
                     Ok(value) => Ok(Self(value as u8)),
@@ -206,10 +206,10 @@ macro_rules! set_axis {
         impl $name {
             pub(crate) const AXIS: $crate::axes::Axis =
                 $crate::axes::Axis::number($axis, $crate::axes::Values::Set(&[$($value),+]), $allowed);
-            /// The values that exist, ascending.
+            /// All valid values, ascending.
             pub const ALL: [Self; [$($value),+].len()] = [$(Self($value)),+];
 
-            /// The value, if the axis has it.
+            /// Creates the value, or fails if it is not on the axis.
             pub const fn new(value: u32) -> Result<Self, $crate::axes::AxisError> {
                 match Self::AXIS.check(value) {
                     Ok(value) => Ok(Self(value as u16)),
@@ -225,7 +225,7 @@ macro_rules! set_axis {
                 self.get()
             }
 
-            /// The smallest value that is not below `least`; `None` beyond the largest.
+            /// Returns the smallest value of at least `least`; `None` if there is none.
             pub fn at_least(least: u32) -> Option<Self> {
                 Self::ALL.into_iter().find(|value| value.get() >= least)
             }
@@ -256,7 +256,7 @@ macro_rules! word_axis {
                 match self { $(Self::$value => $tag),+ }
             }
 
-            /// The value that canonical names spell so.
+            /// Returns the value with this spelling in canonical names.
             pub fn from_tag(tag: &str) -> Option<Self> {
                 match tag { $($tag => Some(Self::$value),)+ _ => None }
             }
@@ -275,8 +275,8 @@ macro_rules! word_axis {
 
 /// The spec of a family, field by field in the order of names: `field: Type "mark" [= default [unnamed]]`.
 ///
-/// A type is one of the axes, or `flag`. `unnamed`: names leave the default out. Writes the struct, its table of
-/// [`Axis`], and the way to and from [`Raw`].
+/// A type is one of the axes, or `flag`. With `unnamed`, names leave the default out. The macro writes the struct, its
+/// table of [`Axis`], and the conversions to and from [`Raw`].
 macro_rules! axes {
     (
         $(#[$doc:meta])*
@@ -343,7 +343,7 @@ word_axis! {
 }
 
 impl Arch {
-    /// The name that NVRTC's `--gpu-architecture` takes.
+    /// Returns the name for NVRTC's `--gpu-architecture`.
     pub const fn compiler_name(self) -> &'static str {
         match self {
             Self::Sm80 => "sm_80",
@@ -356,12 +356,12 @@ impl Arch {
         }
     }
 
-    /// The architecture that the compiler calls so.
+    /// Returns the architecture with this name in the compiler.
     pub fn of_compiler_name(name: &str) -> Option<Self> {
         Self::ALL.iter().copied().find(|arch| arch.compiler_name() == name)
     }
 
-    /// The architecture of devices of this compute capability.
+    /// Returns the architecture of devices of this compute capability.
     pub const fn of_capability(major: i32, minor: i32) -> Option<Self> {
         Some(match (major, minor) {
             (8, 0) => Self::Sm80,

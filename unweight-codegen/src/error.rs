@@ -1,20 +1,20 @@
-//! What can go wrong between a spec and a source.
+//! Errors of generating a source from a spec.
 
 use crate::plan::Infeasible;
 
-/// Why a variant has no source.
+/// The reason why a variant has no source.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CodegenError {
     /// The variant cannot exist on its architecture.
     #[error(transparent)]
     Infeasible(#[from] Infeasible),
-    /// A template does not parse, or asks for a value that its context does not have.
+    /// A template does not parse, or uses a value that its context does not contain.
     #[error("template {template} for variant {variant}: {message}")]
     Template {
         /// File name in `templates/kernels`.
         template: &'static str,
-        /// Canonical name.
+        /// Canonical name of the variant.
         variant: String,
         /// tera's report, with line and caret.
         message: String,
@@ -41,9 +41,9 @@ impl CodegenError {
 pub struct LintError {
     /// The variant or header.
     pub file: String,
-    /// Counted from 1; 0 for the whole file.
+    /// Line number, counted from 1; 0 for the whole file.
     pub line: usize,
-    /// The rule, in words.
+    /// The violated rule, in words.
     pub what: String,
 }
 

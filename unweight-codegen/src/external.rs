@@ -1,10 +1,11 @@
-//! Kernels of crates above this one (docs/adr/0008-families.md, "From outside").
+//! Kernels defined by other crates (docs/adr/0008-families.md, "From outside").
 //!
 //! ```text
 //! ExternalSource {names, constants, shared memory, headers} --tera, lint--> Source
 //! ```
-//! A family in this crate is a spec with a plan. A family of another crate is a value of [`ExternalSource`] and its own
-//! headers: its entry point comes from the same template. Nothing here knows which crates have such kernels.
+//! A family in this crate is a spec with a plan. A kernel of another crate is a value of [`ExternalSource`] with its
+//! own headers; its entry point comes from the same template. This crate does not know which crates define such
+//! kernels.
 
 use std::fmt;
 
@@ -16,29 +17,29 @@ use crate::{
 
 /// A kernel whose headers are in another crate.
 ///
-/// Its header offers, in `uw::<family>`: `Smem<Config>` with a constant for each section and `kBytes`,
+/// In `uw::<family>`, its header must define `Smem<Config>` with a constant for each section and `kBytes`,
 /// `kThreads<Config>`, and `<function><Config>(args)`. It declares the argument struct in `uw`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ExternalSource {
     /// The family: part of the name, and the namespace of its header.
     pub family: &'static str,
-    /// What tells its kernels apart in names: ASCII letters, digits and `_`.
+    /// Distinguishes the family's kernels in names: ASCII letters, digits and `_`.
     pub variant: String,
     /// Architecture that the kernel is compiled for.
     pub arch: Arch,
-    /// A line that says what the kernel does.
+    /// A line that describes the kernel.
     pub summary: &'static str,
     /// The grid rule, in words.
     pub grid: &'static str,
     /// The function that its entry point calls.
     pub function: &'static str,
-    /// Name of its header, one of `headers`.
+    /// Name of the kernel's header, one of `headers`.
     pub header: &'static str,
-    /// `(name, text)` of the crate's own headers; they may include this crate's.
+    /// `(name, text)` of the other crate's headers, which may include headers of this crate.
     pub headers: &'static [(&'static str, &'static str)],
     /// Fields of `Config`, all u32.
     pub constants: Vec<(&'static str, u32)>,
-    /// The struct that it takes.
+    /// The kernel's argument struct.
     pub args: ArgsInfo,
     /// Dynamic shared memory of a block.
     pub smem: SmemPlan,
@@ -49,13 +50,13 @@ pub struct ExternalSource {
 }
 
 impl ExternalSource {
-    /// The whole identity of the kernel: symbol and cache folder.
+    /// Returns the name that identifies the kernel: its symbol and its cache folder.
     pub fn name(&self) -> String {
         let arch = self.arch.compiler_name().replace('_', "");
         format!("uw_{arch}_{}_{}", self.family, self.variant)
     }
 
-    /// Whether it takes this struct.
+    /// Returns whether the kernel's argument struct is `A`.
     pub fn takes<A: KernelArgs>(&self) -> bool {
         self.args == ArgsInfo::of::<A>()
     }

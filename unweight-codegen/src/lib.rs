@@ -1,22 +1,22 @@
-//! Variant specs to specialised CUDA sources.
+//! Generates specialised CUDA sources from variant specs.
 //!
 //! ```text
 //! VariantSpec --plan::Plan::new--> Plan --tera, lint--> Source { name, text, headers, options }
 //! ```
 //!
-//! Nothing here touches a GPU, a compiler or a clock: a spec gives the same bytes everywhere. `unweight-rt` compiles
-//! and launches.
+//! Nothing here touches a GPU, a compiler or a clock: a spec renders to the same bytes everywhere. `unweight-rt`
+//! compiles and launches the sources.
 //!
-//! - [`spec`]: what is compiled: axes, canonical names, attributes, and the catalogue of shipped variants
+//! - [`spec`]: identifies a kernel: axes, canonical names, attributes, and the catalogue of shipped variants
 //! - [`family`]: the kernel families, one file each
-//! - [`limits`]: what the architecture allows
+//! - [`limits`]: hardware limits of each architecture
 //! - [`plan`]: shared memory, pipeline, roles, launch
-//! - [`render()`], [`lint`]: the way from a plan to text
+//! - [`render()`], [`lint`]: render a plan to source text and check it
 //! - [`abi`]: the argument structs of the kernels
-//! - [`external`]: kernels of crates above this one
+//! - [`external`]: kernels defined by other crates
 //! - [`kv`]: the layout of the KV cache
 //!
-//! A variant declared as a type, by the attribute of `unweight-macros`:
+//! The attribute of `unweight-macros` declares a variant as a type:
 //!
 //! ```
 //! use unweight_codegen::{Variant, unweight_variant};

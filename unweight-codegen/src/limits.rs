@@ -1,30 +1,30 @@
-//! What an architecture allows. No other file holds such a number.
+//! Hardware limits of each architecture. No other file contains such a number.
 //!
 //! Source: CUDA C++ Programming Guide 13.0, "Compute Capabilities" (technical specifications per compute capability),
 //! the PTX ISA 9.0, and the release notes of CUDA 12.8 and 12.9 for the compilers.
 
 use crate::axes::Arch;
 
-/// An instruction, or a handful that belong together, that not every architecture has, or that a kernel is built
-/// around: compiled code without it is not that kernel.
+/// An instruction, or a group of related instructions, that some architectures lack or that a kernel is built around:
+/// without it, compiled code is not that kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Instruction {
-    /// Has `wgmma.mma_async`.
+    /// `wgmma.mma_async`.
     Wgmma,
-    /// Has `mma.sync` of BF16.
+    /// `mma.sync` of BF16.
     Mma,
-    /// `cp.async` of 16 bytes by every thread.
+    /// `cp.async` of 16 bytes, issued by every thread.
     AsyncCopy,
-    /// `cp.async.bulk` of a stretch of memory.
+    /// `cp.async.bulk` of a contiguous range of memory.
     BulkCopy,
-    /// Has `cp.async.bulk.tensor`.
+    /// `cp.async.bulk.tensor`.
     TensorCopy,
-    /// Clusters of blocks, and the shared memory of others.
+    /// Clusters of blocks, and distributed shared memory.
     Cluster,
     /// `griddepcontrol`: programmatic dependent launch.
     DependentLaunch,
-    /// Has `setmaxnreg`.
+    /// `setmaxnreg`.
     SetMaxRegisters,
 }
 
@@ -40,7 +40,7 @@ impl Instruction {
         Self::SetMaxRegisters,
     ];
 
-    /// What an architecture without it lacks, and what to take there.
+    /// Returns the message for an architecture without the instruction, with the alternative.
     pub(crate) const fn lack(self) -> &'static str {
         match self {
             Self::Wgmma => "has no wgmma; take op gemm_mma",
@@ -59,7 +59,7 @@ impl Instruction {
 pub struct Instructions(u16);
 
 impl Instructions {
-    /// None of them.
+    /// The empty set.
     pub const NONE: Self = Self(0);
 
     /// Returns these instructions and one more.
@@ -67,17 +67,17 @@ impl Instructions {
         Self(self.0 | 1 << instruction as u16)
     }
 
-    /// These, and one more if `used`.
+    /// Returns these instructions, and one more if `used`.
     pub const fn when(self, used: bool, instruction: Instruction) -> Self {
         if used { self.with(instruction) } else { self }
     }
 
-    /// Whether it is one of these.
+    /// Returns whether the set contains the instruction.
     pub const fn has(self, instruction: Instruction) -> bool {
         self.0 >> instruction as u16 & 1 != 0
     }
 
-    /// The first of these that is not one of `others`.
+    /// Returns the first instruction of this set that is not in `others`.
     pub const fn missing_from(self, others: Self) -> Option<Instruction> {
         let mut i = 0;
         while i < Instruction::ALL.len() {
@@ -91,20 +91,20 @@ impl Instructions {
     }
 }
 
-/// The hardware limits that a plan is held against.
+/// The hardware limits that plans are checked against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ArchLimits {
-    /// Instructions that not every architecture has.
+    /// Instructions of the architecture that others may lack.
     pub instructions: Instructions,
     /// Shared memory that one block may use, dynamic and static together.
     pub smem_bytes_per_block: u32,
     /// Shared memory of one SM.
     pub smem_bytes_per_sm: u32,
-    /// Shared memory that the system takes from the SM for every resident block.
+    /// Shared memory that the system reserves on the SM for every resident block.
     pub smem_reserved_bytes_per_block: u32,
     /// Dynamic shared memory that needs no opt-in at load time.
     pub smem_bytes_without_opt_in: u32,
-    /// 32-bit registers of one SM, which is also what one block may have.
+    /// 32-bit registers of one SM, which is also the limit of one block.
     pub registers_per_sm: u32,
     /// 32-bit registers that one thread can address.
     pub registers_per_thread: u32,
@@ -122,21 +122,21 @@ pub struct ArchLimits {
     pub warpgroup_warps: u32,
     /// Named barriers of a block, number 0 included, which `__syncthreads` uses.
     pub named_barriers: u32,
-    /// Registers per thread that `setmaxnreg` takes: at least; 0 where there is none.
+    /// The minimum of registers per thread for `setmaxnreg`; 0 without `setmaxnreg`.
     pub setmaxnreg_min: u32,
-    /// Registers per thread that `setmaxnreg` takes: at most; 0 where there is none.
+    /// The maximum of registers per thread for `setmaxnreg`; 0 without `setmaxnreg`.
     pub setmaxnreg_max: u32,
-    /// Registers per thread that `setmaxnreg` takes: a multiple of.
+    /// Registers per thread for `setmaxnreg` are a multiple of this.
     pub setmaxnreg_step: u32,
-    /// The widest `n` of a WGMMA instruction; 0 where there is none.
+    /// The largest `n` of a WGMMA instruction; 0 without WGMMA.
     pub wgmma_n_max: u32,
-    /// The first NVRTC that compiles for it, major and minor; at least 12.0, the oldest that is used at all.
+    /// The first NVRTC (major, minor) that supports the architecture; at least 12.0, the oldest supported NVRTC.
     pub first_nvrtc: (u32, u32),
 }
 
 /// Instructions of every architecture here.
 const AMPERE: Instructions = Instructions::NONE.with(Instruction::Mma).with(Instruction::AsyncCopy);
-/// And those that came with Hopper and stayed.
+/// The above, and those that Hopper introduced and later architectures kept.
 const COPY_ENGINE: Instructions = AMPERE
     .with(Instruction::BulkCopy)
     .with(Instruction::TensorCopy)
@@ -144,7 +144,7 @@ const COPY_ENGINE: Instructions = AMPERE
     .with(Instruction::DependentLaunch)
     .with(Instruction::SetMaxRegisters);
 
-/// What all have in common, and Hopper's own: compute capability 9.0.
+/// Compute capability 9.0, and the limits that all architectures share.
 const SM90A: ArchLimits = ArchLimits {
     instructions: COPY_ENGINE.with(Instruction::Wgmma),
     smem_bytes_per_block: 232_448,
@@ -179,7 +179,7 @@ const SM80: ArchLimits = ArchLimits {
     ..SM90A
 };
 
-/// 8.6: 100 KB, and three quarters of the warps.
+/// Compute capability 8.6: 100 KB, and three quarters of the threads.
 const SM86: ArchLimits = ArchLimits {
     smem_bytes_per_block: 101_376,
     smem_bytes_per_sm: 102_400,
@@ -188,16 +188,16 @@ const SM86: ArchLimits = ArchLimits {
     ..SM80
 };
 
-/// 8.9.
+/// Compute capability 8.9.
 const SM89: ArchLimits = ArchLimits { blocks_per_sm: 24, ..SM86 };
 
-/// 10.0: Hopper's numbers; its tensor core instructions (tcgen05) are used by no kernel here.
+/// Compute capability 10.0: Hopper's limits. No kernel uses its tensor core instructions (tcgen05).
 const SM100A: ArchLimits = ArchLimits { instructions: COPY_ENGINE, wgmma_n_max: 0, first_nvrtc: (12, 8), ..SM90A };
 
-/// 10.3.
+/// Compute capability 10.3.
 const SM103A: ArchLimits = ArchLimits { first_nvrtc: (12, 9), ..SM100A };
 
-/// 12.0: the shared memory and the warps of 8.9, with a copy engine.
+/// Compute capability 12.0: shared memory and threads of 8.9, with a copy engine.
 const SM120A: ArchLimits = ArchLimits {
     smem_bytes_per_block: SM89.smem_bytes_per_block,
     smem_bytes_per_sm: SM89.smem_bytes_per_sm,
@@ -220,21 +220,21 @@ impl Arch {
         }
     }
 
-    /// Whether kernels for it have these instructions.
+    /// Returns whether the architecture has this instruction.
     pub const fn has(self, instruction: Instruction) -> bool {
         self.limits().instructions.has(instruction)
     }
 }
 
 impl ArchLimits {
-    /// Registers per thread, a multiple of 8, that the compiler may use so that `blocks_per_sm` blocks of `threads` fit
-    /// one SM.
+    /// Returns the registers per thread, a multiple of 8, that the compiler may use so that `blocks_per_sm` blocks of
+    /// `threads` threads fit one SM.
     pub const fn registers_for(&self, threads: u32, blocks_per_sm: u32) -> u32 {
         let even = self.registers_per_sm / (threads * blocks_per_sm) / 8 * 8;
         if even < self.registers_per_thread { even } else { self.registers_per_thread }
     }
 
-    /// Blocks of `threads` threads and `smem_bytes` of shared memory that one SM holds, registers aside.
+    /// Returns how many blocks of `threads` threads and `smem_bytes` of shared memory one SM holds, ignoring registers.
     pub const fn blocks_by_smem_and_threads(&self, threads: u32, smem_bytes: u32) -> u32 {
         let by_smem = self.smem_bytes_per_sm / (smem_bytes + self.smem_reserved_bytes_per_block);
         let by_threads = self.threads_per_sm / threads;

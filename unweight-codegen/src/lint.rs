@@ -1,21 +1,21 @@
-//! What must hold of a rendered source before a compiler sees it.
+//! Checks a rendered source before a compiler sees it.
 //!
-//! The rules are about *generation*, so that a slip of a template is reported as one, with its line: ASCII only, no
-//! tabs, nothing of the template language left over, one entry point of the right name, and includes that this build
-//! can answer.
+//! The rules are about *generation*, so that a mistake in a template is reported as one, with its line: ASCII only, no
+//! tabs, no leftovers of the template language, one entry point with the right name, and includes of headers that
+//! exist.
 
 pub use crate::error::LintError;
 use crate::source::{Include, header, includes};
 
-/// What the template language uses and CUDA does not.
+/// Delimiters of the template language, which CUDA does not use.
 const DELIMITERS: [&str; 6] = ["<%", "%>", "<$", "$>", "<#", "#>"];
 
-/// Checks the text of a kernel whose entry point must be called `entry`.
+/// Checks the text of a kernel whose entry point must be named `entry`.
 pub fn kernel(entry: &str, text: &str) -> Result<(), LintError> {
     kernel_with(entry, text, &[])
 }
 
-/// The same, of a kernel that may include headers of another crate.
+/// Like [`kernel`], for a kernel that may include headers of another crate.
 pub(crate) fn kernel_with(entry: &str, text: &str, own: &[(&'static str, &'static str)]) -> Result<(), LintError> {
     plain_text_with(entry, text, own)?;
     let entries = text.matches("__global__").count();
@@ -23,7 +23,7 @@ pub(crate) fn kernel_with(entry: &str, text: &str, own: &[(&'static str, &'stati
         return Err(LintError::at(entry, 0, format!("{entries} entry points (__global__), there must be exactly 1")));
     }
     let symbol = text.split("__global__").nth(1).is_some_and(|after| {
-        let head = after.split_once('(').map_or("", |(_, rest)| rest); // behind `__launch_bounds__(`
+        let head = after.split_once('(').map_or("", |(_, rest)| rest); // after `__launch_bounds__(`
         head.split_once(')')
             .is_some_and(|(_, rest)| rest.trim_start().strip_prefix(entry).is_some_and(|r| r.starts_with('(')))
     });
@@ -45,7 +45,7 @@ pub fn plain_text(file: &str, text: &str) -> Result<(), LintError> {
     plain_text_with(file, text, &[])
 }
 
-/// The same, of a text that may include headers of another crate.
+/// Like [`plain_text`], for a text that may include headers of another crate.
 pub(crate) fn plain_text_with(file: &str, text: &str, own: &[(&'static str, &'static str)]) -> Result<(), LintError> {
     if !text.ends_with('\n') {
         return Err(LintError::at(file, text.lines().count(), "no newline at the end".into()));

@@ -1,7 +1,7 @@
-//! What follows from a spec: shared memory by section, pipeline, roles and launch.
+//! The plan of a variant: shared memory by section, pipeline, roles and launch.
 //!
-//! Pure `const fn`s of a spec. Each kernel header states the same numbers, and the rendered source holds one against
-//! the other with `static_assert`, so neither can drift. Whether a variant can exist is decided here and nowhere else.
+//! Plans are pure `const fn`s of a spec. Each kernel header states the same numbers, and the rendered source compares
+//! both with `static_assert`, so they cannot drift apart. Only this module decides whether a variant can exist.
 
 pub use crate::block::{
     Constraint, GemmShape, LaunchGrid, LaunchPlan, PipelinePlan, Role, RolePlan, SmemPlan, SmemSection, Work,
@@ -11,10 +11,10 @@ pub use crate::block::{
 use crate::{block::BlockPlan, family::VariantSpec, text::Message};
 use std::fmt;
 
-/// Everything that launching and reviewing a variant needs. Its `Display` is for people.
+/// Everything that is needed to launch and review a variant. `Display` prints it for people.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// The variant that has no plan.
+    /// The variant that the plan is for.
     pub spec: VariantSpec,
     /// Dynamic shared memory of a block.
     pub smem: SmemPlan,
@@ -26,13 +26,13 @@ pub struct Plan {
     pub launch: LaunchPlan,
 }
 
-/// Why a variant cannot exist.
+/// The reason why a variant cannot exist.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Infeasible {
-    /// The variant that the plan is for.
+    /// The variant that has no plan.
     pub spec: VariantSpec,
-    /// The constraint that is violated.
+    /// The violated constraint.
     pub constraint: Constraint,
 }
 
@@ -42,7 +42,7 @@ impl Infeasible {
         "kernel-variant-infeasible"
     }
 
-    /// The message of [`fmt::Display`], also in const context.
+    /// The message of [`fmt::Display`], available in const context.
     pub const fn message(&self) -> Message {
         let text = Message::new().str("variant ").str(self.spec.name().as_str()).str(": ");
         self.constraint.message(text, self.spec.arch)
@@ -58,7 +58,7 @@ impl fmt::Display for Infeasible {
 impl std::error::Error for Infeasible {}
 
 impl Plan {
-    /// The plan of a variant, or why the variant cannot exist.
+    /// Returns the plan of a variant, or the reason why the variant cannot exist.
     ///
     /// ```
     /// # use unweight_codegen::{plan::Plan, spec::*};
@@ -74,13 +74,13 @@ impl Plan {
         }
     }
 
-    /// As the family planned it.
+    /// Returns the plan of the block, as the family computed it.
     pub(crate) const fn block(&self) -> BlockPlan {
         BlockPlan { smem: self.smem, pipeline: self.pipeline, roles: self.roles, launch: self.launch }
     }
 
-    /// The workspace of a launch for this problem on a device with `sms` multiprocessors: for partial sums, or for the
-    /// operands that a dump writes.
+    /// Returns the workspace of a launch for this problem on a device with `sms` multiprocessors, for partial sums or
+    /// for the operands of a dump.
     pub fn workspace(&self, problem: GemmShape, sms: u32) -> WorkspacePlan {
         self.spec.op.workspace(&self.block(), problem, sms)
     }
@@ -124,7 +124,7 @@ mod tests {
     use super::*;
     use crate::spec::{Arch, catalog};
 
-    /// What every plan must satisfy for its kernel to start at all.
+    /// Every plan must satisfy this for its kernel to start at all.
     #[test]
     fn plans_stay_within_the_limits() {
         let feasible: Vec<_> = Arch::ALL.iter().flat_map(|arch| catalog::all(*arch)).collect();
@@ -149,7 +149,7 @@ mod tests {
                     raised += registers * role.warps * limits.warp_threads;
                 }
             }
-            // Registers that no role gave up are waited for without end.
+            // `setmaxnreg` waits forever for registers that no role released.
             assert!(raised <= limits.registers_for(threads, blocks_per_sm) * threads, "{plan}");
             assert!(limits.blocks_per_cluster.is_multiple_of(plan.launch.cluster), "{plan}");
             for pair in plan.smem.sections().windows(2) {
@@ -169,11 +169,11 @@ mod tests {
         assert_eq!(needs("uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_store"), WorkspacePlan::default());
         assert_eq!(needs("uw_sm90a_gemm_wgmma_b128_g2p6_esc_store"), WorkspacePlan::default());
         assert_eq!(needs("uw_sm90a_pack_tiles"), WorkspacePlan::default());
-        // Every operand as the 16 bits that it is.
+        // Every operand in 16 bits.
         let operands = WorkspacePlan { bytes: 4096 * 1024 * 2, counters: 0 };
         assert_eq!(needs("uw_sm90a_gemm_mma_b8_r4w8p2c1_esc_store_dump"), operands);
         assert_eq!(needs("uw_sm90a_gemm_wgmma_b128_g2p6_esc_store_dump"), operands);
-        // fp32 sums of two tiles of 128 x 128 of Y for each block, and a counter for each warpgroup of each.
+        // fp32 sums of two 128 x 128 tiles of Y for each block, and a counter for each warpgroup of each tile.
         let sums = WorkspacePlan { bytes: 132 * 2 * 128 * 128 * 4, counters: 132 * 2 * 2 };
         assert_eq!(needs("uw_sm90a_gemm_wgmma_b128_g2p6_streamk_esc_store"), sums);
     }

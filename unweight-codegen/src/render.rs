@@ -1,13 +1,12 @@
-//! Spec to source: the only file that names tera.
+//! Renders a spec to its source. No other file uses tera.
 //!
 //! ```text
 //! spec --Plan::new--> plan --axes, Family::entry--> EntryPoint --tera--> text --lint--> Source
 //! ```
 //!
 //! One template, `kernels/kernel.cu.tera`, writes the entry point of every kernel from the fields of `EntryPoint`. It
-//! uses the delimiters `<% %>`, `<$ $>` and `<# #>`, because CUDA and PTX are full of braces, brackets and
-//! `<<`. Nothing is escaped. A value that the
-//! context lacks is an error with the template's line, never an empty string.
+//! uses the delimiters `<% %>`, `<$ $>` and `<# #>`, because CUDA and PTX are full of braces, brackets and `<<`.
+//! Nothing is escaped. A value missing from the context is an error with the template's line, never an empty string.
 
 use crate::{
     error::CodegenError,
@@ -27,7 +26,7 @@ use unweight_format::Digest;
 static ENGINE: LazyLock<Result<Tera, String>> =
     LazyLock::new(|| engine(unweight_templates::kernels().iter().copied()).map_err(|error| error.to_string()));
 
-/// A tera for CUDA with the given templates.
+/// Creates a tera engine with these templates and with delimiters for CUDA.
 fn engine<'a>(templates: impl Iterator<Item = (&'a str, &'a str)>) -> tera::TeraResult<Tera> {
     let mut tera = Tera::new();
     tera.autoescape_on(Vec::<&'static str>::new());
@@ -43,7 +42,7 @@ fn engine<'a>(templates: impl Iterator<Item = (&'a str, &'a str)>) -> tera::Tera
     Ok(tera)
 }
 
-/// The source of a variant. Deterministic: equal specs give equal bytes.
+/// Returns the source of a variant. Deterministic: equal specs have equal bytes.
 ///
 /// ```
 /// # use unweight_codegen::{render, spec::VariantSpec};
@@ -61,8 +60,8 @@ pub fn render(spec: &VariantSpec) -> Result<Source, CodegenError> {
     Ok(Source { headers: closure(&name, &text, &[])?, name: name.to_string(), text, options: options(spec.arch) })
 }
 
-/// What all kernels that ship for an architecture are compiled from, as one digest: their texts, options, and every
-/// header, reached or not. Made once a process, in some milliseconds.
+/// Returns a digest of the inputs of all kernels that ship for an architecture: their texts, options, and every header,
+/// included or not. Computed once per process, in a few milliseconds.
 ///
 /// ```
 /// # use unweight_codegen::{catalog_digest, spec::Arch};
@@ -73,7 +72,7 @@ pub fn catalog_digest(arch: Arch) -> Digest {
     static MADE: [OnceLock<Digest>; Arch::ALL.len()] = [const { OnceLock::new() }; Arch::ALL.len()];
     let make = || {
         let texts = catalog::all(arch).into_iter().map(|spec| {
-            // What has no plan here has its name.
+            // A variant without a plan contributes only its name.
             let text = Plan::new(&spec).ok().and_then(|plan| text(&plan).ok()).unwrap_or_default();
             (spec.to_string(), text)
         });
@@ -85,7 +84,7 @@ pub fn catalog_digest(arch: Arch) -> Digest {
     }
 }
 
-/// Without the closure of headers of each and without lint, which take longer than all the texts.
+/// Skips lint and the closure of headers of each kernel, which take longer than all the texts.
 fn catalog_digest_of(
     arch: Arch,
     texts: impl Iterator<Item = (String, String)>,
@@ -97,7 +96,7 @@ fn catalog_digest_of(
     digest_of(options.iter().map(String::as_str).chain(texts).chain(headers))
 }
 
-/// What the text needs of a compiler to mean what it says.
+/// Compiler options that the meaning of the text depends on.
 fn options(arch: Arch) -> Vec<String> {
     vec![format!("--gpu-architecture={}", arch.compiler_name()), "--std=c++17".to_owned()]
 }
@@ -107,10 +106,10 @@ fn text(plan: &Plan) -> Result<String, CodegenError> {
 }
 
 impl ExternalSource {
-    /// The source. Deterministic: equal values give equal bytes.
+    /// Returns the source. Deterministic: equal values have equal bytes.
     ///
     /// # Errors
-    /// A header that breaks a rule of [`lint`] or names one that is nowhere.
+    /// A header violates a rule of [`lint`], or includes a header that does not exist.
     pub fn render(&self) -> Result<Source, CodegenError> {
         let name = self.name();
         for (header, text) in self.headers {
@@ -123,12 +122,12 @@ impl ExternalSource {
     }
 }
 
-/// What the template sees.
+/// The context of the template.
 #[derive(Serialize)]
 struct EntryPoint {
     /// Canonical name and symbol.
     name: String,
-    /// What the kernel does, one line.
+    /// A one-line description of the kernel.
     summary: String,
     /// The grid rule, in words.
     grid: String,
@@ -148,20 +147,20 @@ struct EntryPoint {
     header: String,
     /// The kernel's namespace in `uw`.
     namespace: String,
-    /// The function there.
+    /// The function in that namespace.
     function: &'static str,
     /// The fields of `Config`.
     constants: Vec<Constant>,
-    /// What host and kernel must agree on beyond arguments, shared memory and threads.
+    /// Equations between host and kernel, in addition to arguments, shared memory and threads.
     checks: Vec<Check>,
 }
 
-/// Where the kernel must have put a section of shared memory.
+/// The expected offset of a section of shared memory in the kernel.
 #[derive(Serialize)]
 struct Section {
-    /// The constant of the kernel's `Smem` that holds the offset: `kSourceBarriers` for `source_barriers`.
+    /// The constant of the kernel's `Smem` with the offset: `kSourceBarriers` for `source_barriers`.
     constant: String,
-    /// Bytes from the start.
+    /// Bytes from the start of dynamic shared memory.
     offset: u32,
 }
 
@@ -172,7 +171,7 @@ impl Section {
 }
 
 impl EntryPoint {
-    /// The only template.
+    /// The name of the only template.
     const TEMPLATE: &str = "kernel.cu.tera";
 
     fn of(plan: &Plan) -> Self {
@@ -241,7 +240,7 @@ mod tests {
         tera.render("t", &context).map_err(|e| e.to_string())
     }
 
-    /// A letter of a text, of a header or of a name is another digest.
+    /// A change of one letter in a text, a header or a name changes the digest.
     #[test]
     fn digest_covers_the_whole_translation_unit() {
         let texts = |text: &str| [("a".to_owned(), text.to_owned()), ("b".to_owned(), "y".to_owned())];

@@ -1,28 +1,29 @@
-//! A rendered kernel with everything that a compiler needs to read it.
+//! A rendered kernel with everything that its compilation needs.
 
 use crate::error::LintError;
 use std::collections::BTreeMap;
 use unweight_format::Digest;
 
-/// A translation unit: equal specs give equal bytes, on every machine.
+/// A translation unit: equal specs have equal bytes on every machine.
 ///
-/// No path and no clock enters: `text`, `headers` and `options` are all that decides what is compiled.
+/// It depends on no path and no clock: `text`, `headers` and `options` alone determine the compiled code.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Source {
     /// The variant's canonical name, which is also the entry point.
     pub name: String,
     /// The rendered `.cu`.
     pub text: String,
-    /// `(name, text)` of every header that `text` includes, directly or not, sorted by name; the names are what
-    /// `#include` says.
+    /// `(name, text)` of every header that `text` includes, directly or not, sorted by name. Names are those of the
+    /// `#include` lines.
     pub headers: Vec<(&'static str, &'static str)>,
-    /// Compiler options without which the text does not mean what it says, in canonical order. Diagnostics are the
-    /// compiler's own.
+    /// Compiler options that the meaning of the text depends on, in canonical order. Options for diagnostics are up to
+    /// the compiler.
     pub options: Vec<String>,
 }
 
 impl Source {
-    /// Identifies all that decides what is compiled: the text, every header that it reaches, and the options.
+    /// Returns a digest of everything that determines the compiled code: the text, every included header, and the
+    /// options.
     ///
     /// ```
     /// # use unweight_codegen::render;
@@ -39,7 +40,7 @@ impl Source {
     }
 }
 
-/// Lengths first, so that no two lists are one.
+/// Digests each part after its length, so that different lists never have the same bytes.
 pub(crate) fn digest_of<'a>(parts: impl Iterator<Item = &'a str>) -> Digest {
     let mut all = Vec::new();
     for part in parts {
@@ -52,18 +53,18 @@ pub(crate) fn digest_of<'a>(parts: impl Iterator<Item = &'a str>) -> Digest {
 /// An `#include "name"` line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Include {
-    /// Counted from 1.
+    /// Line number, counted from 1.
     pub line: usize,
-    /// Between the quotes.
+    /// The text between the quotes.
     pub name: String,
 }
 
-/// The includes of a text. A system header is an error: NVRTC runs without a header path.
+/// Returns the includes of a text. A system header is an error, because NVRTC runs without an include path.
 ///
-/// What only a build with `UW_CPU` sees is skipped: that is a host compiler, which runs the kernels on a CPU.
+/// Skips lines that are compiled only with `UW_CPU`: a host compiler sees them when it runs the kernels on a CPU.
 pub(crate) fn includes(file: &str, text: &str) -> Result<Vec<Include>, LintError> {
     let mut found = Vec::new();
-    // One entry per open conditional: (is it about UW_CPU, does it hide its lines from the device compiler)
+    // One entry per open conditional: (is it about UW_CPU, does it hide its lines from the device compiler).
     let mut open: Vec<(bool, bool)> = Vec::new();
     for (index, line) in text.lines().enumerate() {
         let Some(directive) = line.trim_start().strip_prefix('#').map(str::trim_start) else { continue };
@@ -98,14 +99,14 @@ pub(crate) fn includes(file: &str, text: &str) -> Result<Vec<Include>, LintError
     Ok(found)
 }
 
-/// The header of this name: this crate's, or one of `own`.
+/// Returns the header with this name, from this crate or from `own`.
 pub(crate) fn header(name: &str, own: &[(&'static str, &'static str)]) -> Option<(&'static str, &'static str)> {
     let known = unweight_templates::headers();
     let found = known.binary_search_by_key(&name, |(known, _)| known).ok().map(|index| known[index]);
     found.or_else(|| own.iter().find(|(own, _)| *own == name).copied())
 }
 
-/// The headers that `text` reaches, sorted by name; `own` are those of another crate.
+/// Returns the headers that `text` includes, directly or not, sorted by name; `own` are those of another crate.
 pub(crate) fn closure(
     file: &str,
     text: &str,

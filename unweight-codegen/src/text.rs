@@ -1,12 +1,12 @@
 //! Text that a `const fn` can build.
 //!
-//! A spec that cannot exist must fail where it is written: in the const assertion that `#[unweight_variant]` emits.
-//! `format!` does not run there, so names and messages are built in an inline buffer, once, for the compile-time and
-//! the run-time error alike.
+//! A spec that cannot exist must fail where it is declared: in the const assertion that `#[unweight_variant]` emits.
+//! `format!` is not const, so names and messages are built in an inline buffer, for compile-time and run-time errors
+//! alike.
 
 use std::{fmt, ops::Deref};
 
-/// ASCII text of at most `N` bytes, held inline; what does not fit is cut off.
+/// ASCII text of at most `N` bytes, held inline; longer text is truncated.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Text<const N: usize> {
     bytes: [u8; N],
@@ -16,7 +16,7 @@ pub struct Text<const N: usize> {
 /// A canonical variant name; the longest one that the axes allow has 88 bytes.
 pub type Name = Text<96>;
 
-/// One line that says what is wrong.
+/// A one-line error message.
 pub type Message = Text<320>;
 
 impl<const N: usize> Text<N> {
@@ -25,13 +25,13 @@ impl<const N: usize> Text<N> {
         Self { bytes: [0; N], len: 0 }
     }
 
-    /// This text followed by `part`.
+    /// Returns this text with `part` appended.
     #[must_use]
     pub const fn str(mut self, part: &str) -> Self {
         let part = part.as_bytes();
         let mut i = 0;
         while i < part.len() && self.len < N {
-            // Only ASCII enters, so that cutting off never splits a character.
+            // Only ASCII enters, so truncation never splits a character.
             self.bytes[self.len] = if part[i].is_ascii() { part[i] } else { b'?' };
             self.len += 1;
             i += 1;
@@ -39,13 +39,13 @@ impl<const N: usize> Text<N> {
         self
     }
 
-    /// This text followed by `part` if `present`.
+    /// Returns this text with `part` appended if `present`.
     #[must_use]
     pub const fn flag(self, present: bool, part: &str) -> Self {
         if present { self.str(part) } else { self }
     }
 
-    /// This text followed by what stands before item `index` of `count`: "a, b or c".
+    /// Returns this text with the separator before item `index` of `count` appended: "a, b or c".
     #[must_use]
     pub const fn listed(self, index: usize, count: usize) -> Self {
         match index {
@@ -55,7 +55,7 @@ impl<const N: usize> Text<N> {
         }
     }
 
-    /// This text followed by `value` in decimal.
+    /// Returns this text with `value` appended in decimal.
     #[must_use]
     pub const fn num(mut self, value: u32) -> Self {
         let mut power = 1;
@@ -104,7 +104,7 @@ impl<const N: usize> fmt::Debug for Text<N> {
     }
 }
 
-/// Whether two texts are equal, in const context.
+/// Returns whether two strings are equal, in const context.
 pub const fn same(a: &str, b: &str) -> bool {
     let (a, b) = (a.as_bytes(), b.as_bytes());
     let mut i = 0;
@@ -114,7 +114,7 @@ pub const fn same(a: &str, b: &str) -> bool {
     i == a.len() && i == b.len()
 }
 
-/// "a, b or c"
+/// Joins words: "a, b or c".
 pub(crate) fn one_of(words: &[&str]) -> String {
     match words {
         [] => String::new(),

@@ -1,8 +1,8 @@
-//! Argument structs on both sides: every field has the same name, place and size in the family's Rust file and in the
-//! header.
+//! Compares argument structs between host and device: every field has the same name, offset and size in the family's
+//! Rust file and in the header.
 //!
-//! The rendered sources assert `sizeof`; two fields of one size that changed places would pass there and be caught
-//! here.
+//! The rendered sources assert `sizeof` only, which does not detect two swapped fields of the same size. This test
+//! does.
 
 use std::collections::BTreeSet;
 use unweight_codegen::family::FAMILIES;
@@ -10,7 +10,7 @@ use unweight_codegen::family::FAMILIES;
 /// (name, offset, bytes) of each field, in order.
 type Layout = Vec<(String, usize, usize)>;
 
-/// The struct `name` of the headers, laid out as C++ does on a 64-bit system.
+/// Returns the struct `name` of the headers, with the layout of C++ on a 64-bit system.
 fn device(name: &str) -> (Layout, usize) {
     let head = format!("struct {name} {{\n");
     let mut bodies = unweight_templates::headers().iter().filter_map(|(_, text)| Some(text.split_once(&head)?.1));
@@ -49,7 +49,7 @@ fn host_and_device_agree_on_every_field() {
     }
 }
 
-/// A struct that no family takes is dead.
+/// A struct that is not the argument of any family is dead code.
 #[test]
 fn every_struct_of_the_headers_is_one_of_a_family() {
     let taken: BTreeSet<_> = FAMILIES.iter().map(|family| family.args.name).collect();

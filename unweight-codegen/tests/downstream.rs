@@ -1,7 +1,8 @@
-//! The attribute in crates of other people: each names one crate of ours, and no path unless it renames that.
+//! Uses the attribute in downstream crates: each depends on one crate of ours, and sets no path unless it renames that
+//! crate.
 //!
-//! They are built as strangers build them, from a folder of their own, with cargo. What the workspace has checked
-//! already is used again, so a warm run takes a second or two.
+//! Cargo builds them in a folder of their own, as users do. They share the target folder of the workspace, so a warm
+//! run takes a second or two.
 
 use std::{fs, path::Path, process::Command};
 
@@ -46,7 +47,8 @@ fn downstream_crates_build() {
         fs::create_dir_all(path.parent().expect("a folder")).expect("a folder in the temporary one");
         fs::write(path, text).expect("a file in the temporary folder");
     };
-    // The profile of the workspace, so that its artifacts serve, and its lock file, so that nothing is looked up.
+    // The profile of the workspace, so that its artifacts are reused, and its lock file, so that cargo resolves
+    // nothing.
     let workspace = fs::read_to_string(root.join("Cargo.toml")).expect("the workspace's manifest");
     let profile = workspace.split_once("[profile.dev]").expect("a profile for development").1;
     write("Cargo.toml", &format!("[workspace]\nresolver = \"3\"\nmembers = [\"*\"]\n[profile.dev]{profile}"));
@@ -57,7 +59,7 @@ fn downstream_crates_build() {
         write(&format!("{name}/Cargo.toml"), &format!("{package}[dependencies]\n{dependency}\n"));
         write(&format!("{name}/src/main.rs"), program);
     }
-    // One at a time: together they would share features, and with them what each must ask for itself.
+    // One at a time: together they would share features, and so hide a feature that a crate must enable itself.
     for (name, ..) in CRATES {
         let output = Command::new(env!("CARGO"))
             .args(["check", "--offline", "--quiet", "--package", &format!("outside-{name}"), "--target-dir"])

@@ -1,5 +1,5 @@
-//! What `#[unweight_variant]` refuses: every rule has a program that breaks it, next to the compiler's message. These
-//! tests are not in the crate of the macro, because its tests, and all that they use, would be built a second time.
+//! What `#[unweight_variant]` rejects: for every rule a program that violates it, with the compiler's message. These
+//! tests are not in the macro crate, because its tests and all their dependencies would be built a second time.
 //!
 //! `TRYBUILD=overwrite cargo test -p unweight-codegen --test macro_ui` accepts new messages; read them before you
 //! commit them.
@@ -9,7 +9,7 @@ fn broken_rules_have_their_messages() {
     trybuild::TestCases::new().compile_fail("tests/macro_ui/fail/*.rs");
 }
 
-/// A program without its `.stderr` would be accepted by whatever it prints, and an orphan `.stderr` checks nothing.
+/// Without a `.stderr` file any message of a program would be accepted, and an orphan `.stderr` file checks nothing.
 #[test]
 fn every_ui_program_has_a_message() {
     let names = |extension: &str| {

@@ -1,8 +1,8 @@
-//! The CPU columns of docs/rivals.md: bits an element and speed of every format here, beside the encodings of
+//! Measures the CPU columns of docs/rivals.md: bits per element and speed of every format here, and of the encodings of
 //! unweight-format.
 //!
-//! `cargo run --release -p unweight-rivals --example compare [ROUNDS]`; one thread, the time that it ran by the
-//! system's account, so that others on the machine count for less; the fastest of the rounds, all in turns.
+//! `cargo run --release -p unweight-rivals --example compare [ROUNDS]` uses one thread. It measures the thread's CPU
+//! time, so other processes affect it less, and reports the fastest round. Rounds of all formats are interleaved.
 
 use std::{error::Error, fs};
 
@@ -17,7 +17,7 @@ use unweight_rivals::{
     tans, zipserv,
 };
 
-/// A contender: encodes, and then decodes what it encoded; says how many bytes that was, and how long both took.
+/// A format to compare. `run` encodes, decodes the result, and returns its size and both times.
 struct Contender {
     name: String,
     elements: usize,
@@ -31,14 +31,14 @@ struct Round {
     decode: f64,
 }
 
-/// Seconds that this thread has run.
+/// Returns the CPU time of this thread in seconds.
 fn ran() -> Result<f64, Box<dyn Error>> {
     let account = fs::read_to_string("/proc/thread-self/schedstat")?;
     let nanoseconds: f64 = account.split_whitespace().next().unwrap_or_default().parse()?;
     Ok(nanoseconds / 1e9)
 }
 
-/// Times an encoder and its decoder, and compares what comes back.
+/// Times an encoder and its decoder, and checks the decoded data.
 fn round<E, T: PartialEq>(
     original: &T,
     encode: impl FnOnce() -> Result<E, Box<dyn Error>>,
@@ -104,7 +104,7 @@ fn of_bf16(contenders: &mut Vec<Contender>) {
 fn of_int8(contenders: &mut Vec<Contender>) {
     let (rows, cols) = (2048, 4096);
     let mut random = Random::new(12);
-    // Four bits of entropy.
+    // A normal distribution with four bits of entropy.
     let deviation = 16.0 / (2.0 * std::f64::consts::PI * std::f64::consts::E).sqrt();
     let values = (0..rows * cols).map(|_| (random.normal() * deviation).round().clamp(-127.0, 127.0) as i8);
     let values: &'static Vec<i8> = Box::leak(Box::new(values.collect()));
@@ -121,7 +121,7 @@ fn of_int8(contenders: &mut Vec<Contender>) {
     }
 }
 
-/// E4M3 whose exponents have the shares of Qwen3-14B-FP8.
+/// Returns E4M3 bytes whose exponents have the shares of Qwen3-14B-FP8.
 fn qwen_fp8(count: usize) -> Vec<u8> {
     let mut random = Random::new(13);
     let sum: f64 = tans::QWEN3_14B.iter().map(|&share| f64::from(share)).sum();
@@ -149,7 +149,7 @@ fn of_fp8(contenders: &mut Vec<Contender>) {
     }
 }
 
-/// Bits of a distribution: its entropy, and Huffman's code of it.
+/// Returns the entropy of a distribution, and the mean length of its Huffman code, in bits.
 fn bits(counts: &[u64]) -> (f64, f64) {
     let total: u64 = counts.iter().sum();
     let share = |count: u64| count as f64 / total as f64;
@@ -165,13 +165,13 @@ fn bits(counts: &[u64]) -> (f64, f64) {
     (entropy, coded as f64 / total as f64)
 }
 
-/// Weights of other types than BF16, as rows of both tables name them.
+/// Returns weights of types other than BF16, with their row names in both tables.
 fn floats() -> Vec<(&'static str, Float, Vec<u8>)> {
     let count = 8 << 20;
     let mut random = Random::new(14);
     let values: Vec<f32> = (0..count).map(|_| (random.normal() * 0.02) as f32).collect();
     let largest = |values: &[f32]| values.iter().fold(0f32, |most, value| most.max(value.abs()));
-    // E4M3 as checkpoints have it: the largest weight of a row of 4096 becomes 448.
+    // E4M3 as in checkpoints: the largest weight of a row of 4096 is scaled to 448.
     let channel = |row: &[f32]| {
         let scale = 448.0 / largest(row);
         row.iter().map(|value| round_to(Float::E4M3, value * scale) as u8).collect::<Vec<u8>>()
@@ -201,7 +201,7 @@ fn of_floats(contenders: &mut Vec<Contender>) {
     }
 }
 
-/// What coded exponents save of other types: in theory, and as they are stored.
+/// Prints what coding exponents saves for other types: in theory, and as stored.
 fn study() -> Result<(), Box<dyn Error>> {
     println!("\n| weights | exponent bits | entropy | Huffman | bits an element, all sections | saved |");
     println!("|---|---:|---:|---:|---:|---:|");
@@ -218,7 +218,7 @@ fn study() -> Result<(), Box<dyn Error>> {
 
 fn main() -> Result<(), Box<dyn Error>> {
     let rounds = std::env::args().nth(1).map_or(Ok(7), |rounds| rounds.parse())?;
-    // All of it on the pool's one thread, whose time is looked at.
+    // Everything runs on the pool's only thread, whose CPU time is measured.
     let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build()?;
     Ok(pool.install(|| compare(rounds).map_err(|error| error.to_string()))?)
 }

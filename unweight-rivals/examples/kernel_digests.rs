@@ -6,9 +6,9 @@
 //! The digest covers code, constants and tables in memory. It does not cover symbol names and line numbers, so a change
 //! that only renames or moves source text leaves every digest as it is.
 //!
-//! Options: `--all-archs` adds the first variant of each family for the other architectures, `--only PART` takes the
-//! kernels with this part in their names, `--sample N` every Nth of them. Needs NVRTC and no GPU; cubins come from the
-//! cache where it has them.
+//! Options: `--all-archs` adds the first variant of each family for the other architectures, `--only PART` selects the
+//! kernels with PART in their names, `--sample N` selects every Nth kernel. Needs NVRTC, but no GPU. Uses cached
+//! cubins.
 
 use std::{error::Error, fmt::Write as _, process::ExitCode};
 
@@ -79,7 +79,8 @@ fn run() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// The catalogue of Hopper and the kernels of other formats; of other architectures a variant of each family.
+/// Returns Hopper's catalogue and the kernels of other formats; with `all_archs` also a variant of each family for the
+/// other architectures.
 fn list(all_archs: bool) -> Result<Vec<Kernel>, Box<dyn Error>> {
     let mut specs = catalog::all(Arch::Sm90a);
     if all_archs {

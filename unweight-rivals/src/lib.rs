@@ -1,13 +1,13 @@
-//! Formats of other systems that store weights losslessly: read, written, and compared with Unweight's own.
+//! Lossless weight formats of other systems: encoders and decoders, compared with Unweight's own.
 //!
 //! ```text
-//! dfloat11    BF16: Huffman-coded exponents, byte-wise tables, a gap a thread   LeanModels/DFloat11, arXiv 2504.11651
-//! zipserv     BF16: seven exponents in three bitmaps, the rest as it is         HPMLL/ZipServ_ASPLOS26
-//! matvans     int8: rANS, one or four elements a symbol, 32 coders a stream     wildug/MatVANS
-//! tans        FP8: pairs of exponents by tANS, many short streams               doublewordai/tans-vectoradd
+//! dfloat11  BF16: Huffman-coded exponents, byte-wise tables, gap per thread    LeanModels/DFloat11, arXiv 2504.11651
+//! zipserv   BF16: seven exponents in three bitmaps, the rest uncoded           HPMLL/ZipServ_ASPLOS26
+//! matvans   int8: rANS, one or four elements per symbol, 32 coders per stream  wildug/MatVANS
+//! tans      FP8: pairs of exponents with tANS, many short streams              doublewordai/tans-vectoradd
 //! ```
-//! Each has an encoder whose bytes are those of the system's own program, a decoder that trusts no byte, and an oracle
-//! that is slow and obvious. What a format cannot hold is refused by name. `docs/rivals.md` compares them.
+//! Each format has an encoder with the same output as the system's own program, a decoder that validates every byte,
+//! and a slow, obvious oracle. Weights that a format cannot hold are an error. `docs/rivals.md` compares the formats.
 
 #[cfg(feature = "gpu")]
 pub mod cuda;

@@ -1,29 +1,30 @@
-//! MatVANS: int8 matrices by rANS, 32 coders a row or 32 rows (`docs/rivals.md`).
+//! MatVANS: int8 matrices with rANS, 32 coders per row or per 32 rows (`docs/rivals.md`).
 //!
 //! ```text
-//! rows      a stream a row:     step t has columns 128 t .. 128 t + 128, coder c has 4 c .. 4 c + 4 of them
-//! stripes   a stream 32 rows:   step t has columns 4 t .. 4 t + 4, coder c has row c
+//! rows      one stream per row:      step t has columns 128 t .. 128 t + 128, coder c has 4 c .. 4 c + 4 of them
+//! stripes   one stream per 32 rows:  step t has columns 4 t .. 4 t + 4, coder c has row c
 //!
-//! words     u32, groups of 32 lanes x 4: word n of a group is lane n % 32, place n / 32
-//!           first group: 64 words of the stream, the coders' low words, their high words
-//!           then the stream's other words, zeros to the end
-//! offsets   u32, in 16 bytes: where each stream begins
-//! tables    [128] symbol, first and count of the 128ths of a symbol
+//! words     u32, groups of 32 lanes x 4: word n of a group is word n / 32 of lane n % 32
+//!           first group: 64 words of the stream, the low words of the coders' states, their high words
+//!           then the other words of the stream, and zeros to the end
+//! offsets   u32, in units of 16 bytes: where each stream begins
+//! tables    [128] for each 128th: the symbol that owns it, and that symbol's first 128th and count
 //! ```
-//! A coder's state has 64 bits. It decodes four symbols from its low 28 bits; before that, it takes a word of the
-//! stream, coder by coder, if its high half is zero. The encoder goes the other way and continues with its states from
+//! A coder's state has 64 bits. It decodes four symbols from its low 28 bits. Before that, if its high half is zero, it
+//! reads the next word of the stream; coders do so in order. The encoder does the reverse and keeps its states from
 //! stream to stream.
 //!
-//! MatVANS' WarpPerRow is
+//! The layout of MatVANS' WarpPerRow:
 //!
 //! ```text
-//! lanes     a stream a row:     steps 4 c .. 4 c + 4 have columns 512 c .. 512 c + 512, coder l has 16 of them from
-//!                               16 l on, four a step
-//! words     groups of 32 lanes x 8 u16: each coder has words of its own, the first two its state, high half first
-//! tables    [256] of the 256ths of a symbol
+//! lanes     one stream per row:      steps 4 c .. 4 c + 4 have columns 512 c .. 512 c + 512, coder l has 16 of them
+//!                                    from 16 l on, four per step
+//! words     groups of 32 lanes x 8 u16: each coder has its own words, of which the first two are its state, high half
+//!           first
+//! tables    [256] as above, in 256ths
 //! ```
-//! There a state has 32 bits, and decodes a symbol from its low 8; before that, it takes a word of its own if its high
-//! half is zero. All begin and end a row with 2^16.
+//! There a state has 32 bits and decodes one symbol from its low 8 bits. Before that, if its high half is zero, it
+//! reads its next word. All states are 2^16 at the start and the end of a row.
 
 use rayon::prelude::*;
 
@@ -31,45 +32,45 @@ use rayon::prelude::*;
 pub const CODERS: usize = 32;
 /// Words of a group.
 const GROUP: usize = 4 * CODERS;
-/// Words of the stream in its first group; the rest of it is states.
+/// Words of the stream in its first group; the other words of the group are states.
 const BEFORE_STATES: usize = 2 * CODERS;
 const QUAD: usize = 4;
-/// Words of 16 bits that a coder of [`Layout::Lanes`] has in a group.
+/// 16-bit words of a [`Layout::Lanes`] coder in a group.
 const LANE_WORDS: usize = 8;
-/// State that its coders begin with.
+/// Initial state of a [`Layout::Lanes`] coder.
 const LANE_STATE: u32 = 1 << 16;
 
-/// Why a matrix cannot be stored so, or is damaged.
+/// The reason why a matrix cannot be encoded, or is damaged.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A shape that streams do not fill.
+    /// The shape is not a multiple of the layout's steps.
     #[error("{rows}x{cols}: rows are multiples of {row_step}, columns of {col_step}, and neither is 0")]
     Shape {
-        /// Rows.
+        /// Number of rows.
         rows: usize,
-        /// Columns.
+        /// Number of columns.
         cols: usize,
-        /// What rows must be a multiple of.
+        /// Rows must be a multiple of this.
         row_step: usize,
-        /// What columns must be a multiple of.
+        /// Columns must be a multiple of this.
         col_step: usize,
     },
-    /// More values than tables hold.
+    /// The matrix has more values than tables can hold.
     #[error("{got} different values; tables hold 1 to {limit}")]
     Values {
-        /// Values that occur; of [`Layout::Lanes`] those from the least to the largest.
+        /// Number of different values; for [`Layout::Lanes`] the length of the range from the smallest to the largest.
         got: usize,
-        /// How many tables hold.
+        /// The maximum number that tables can hold.
         limit: usize,
     },
-    /// More words than offsets count.
+    /// The words exceed the range of offsets.
     #[error("{words} words; offsets of 32 bits count 16 bytes each")]
     Count {
-        /// Words.
+        /// Number of words.
         words: usize,
     },
-    /// A part of another size.
+    /// A part has the wrong size.
     #[error("{part}: {got} elements, expected {expected}")]
     Size {
         /// The part.
@@ -79,71 +80,71 @@ pub enum Error {
         /// Elements found.
         got: usize,
     },
-    /// Tables that are of no distribution.
+    /// The tables do not describe a distribution.
     #[error("tables, entry {entry}: not a symbol's share")]
     Tables {
-        /// Entry.
+        /// Index of the entry.
         entry: usize,
     },
-    /// An offset that is not behind the one before it, or not in the words.
+    /// An offset is not after the one before it, or exceeds the words.
     #[error("offsets, stream {stream}: it begins at word {begin} and ends at {end}, of {words}")]
     Offset {
-        /// Stream.
+        /// Index of the stream.
         stream: usize,
         /// First word.
         begin: usize,
-        /// Word behind the last.
+        /// End of the stream (exclusive).
         end: usize,
-        /// All words.
+        /// Number of all words.
         words: usize,
     },
-    /// A stream that ends before its last symbol.
+    /// A stream ends before its last symbol.
     #[error("stream {stream}: it ends in step {step}")]
     Short {
-        /// Stream.
+        /// Index of the stream.
         stream: usize,
-        /// Step.
+        /// Step at which it ends.
         step: usize,
     },
-    /// A coder that does not end as it began.
+    /// A coder does not end in its initial state.
     #[error("stream {stream}: coder {coder} ends in state {state:#x}, not in 0x10000")]
     State {
-        /// Stream.
+        /// Index of the stream.
         stream: usize,
-        /// Coder.
+        /// Index of the coder.
         coder: usize,
         /// Its state.
         state: u32,
     },
-    /// Words behind the end that are not padding.
+    /// Words after the end of a stream are not padding.
     #[error("stream {stream}: {words} words are left, or are not zero")]
     Left {
-        /// Stream.
+        /// Index of the stream.
         stream: usize,
-        /// How many.
+        /// Number of these words.
         words: usize,
     },
 }
 
-/// The elements that share a stream.
+/// How elements are assigned to streams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Layout {
-    /// A stream codes one row.
+    /// One stream per row.
     Rows,
-    /// Thirty-two rows.
+    /// One stream per 32 rows.
     Stripes,
-    /// One row, of which each coder has words of its own: WarpPerRow.
+    /// One stream per row, in which each coder has its own words: WarpPerRow.
     Lanes,
 }
 
-/// A distribution of values: 128 parts of a whole, or 256 of [`Layout::Lanes`].
+/// A distribution of values in 128ths; for [`Layout::Lanes`] in 256ths. Each 128th or 256th is a part.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tables {
     /// The value of each part.
     pub symbols: Vec<i8>,
-    /// First part of that value.
+    /// First part of the value that owns this part.
     pub firsts: Vec<u8>,
-    /// Parts of that value.
+    /// Number of parts of that value.
     pub counts: Vec<u8>,
 }
 
@@ -154,18 +155,18 @@ pub struct Encoded {
     pub rows: usize,
     /// The number of columns.
     pub cols: usize,
-    /// The elements that share a stream.
+    /// How elements are assigned to streams.
     pub layout: Layout,
-    /// The tables of the symbols' distribution.
+    /// The distribution of the values.
     pub tables: Tables,
-    /// Where streams begin, in 16 bytes.
+    /// Where streams begin, in units of 16 bytes.
     pub offsets: Vec<u32>,
-    /// Words of all streams, one stream after the other.
+    /// Words of all streams, in order.
     pub words: Vec<u32>,
 }
 
 impl Layout {
-    /// Parts of a whole.
+    /// Returns the number of parts of a distribution.
     pub const fn parts(self) -> usize {
         match self {
             Self::Rows | Self::Stripes => 128,
@@ -173,7 +174,7 @@ impl Layout {
         }
     }
 
-    /// What rows and columns must be multiples of.
+    /// Returns the numbers that rows and columns must be multiples of.
     pub const fn steps(self) -> (usize, usize) {
         match self {
             Self::Rows => (1, QUAD * CODERS),
@@ -182,7 +183,7 @@ impl Layout {
         }
     }
 
-    /// Streams, and steps of each.
+    /// Returns the number of streams, and the steps of each.
     fn extents(self, rows: usize, cols: usize) -> Result<(usize, usize), Error> {
         let (row_step, col_step) = self.steps();
         let whole = |extent: usize, step: usize| extent > 0 && extent.is_multiple_of(step);
@@ -192,7 +193,7 @@ impl Layout {
         Ok((rows / row_step, cols * row_step / (QUAD * CODERS)))
     }
 
-    /// First of the four elements of a coder in a step, from the stream's first.
+    /// Returns the first of the four elements of a coder in a step, relative to the stream's first element.
     fn quad(self, cols: usize, step: usize, coder: usize) -> usize {
         match self {
             Self::Rows => (step * CODERS + coder) * QUAD,
@@ -203,10 +204,10 @@ impl Layout {
 }
 
 impl Tables {
-    /// The distribution that the program fits to values.
+    /// Fits a distribution to values, as the original program does.
     ///
     /// # Errors
-    /// There are too many different ones, or none.
+    /// There are too many different values, or none.
     pub fn fit(values: &[i8], layout: Layout) -> Result<Self, Error> {
         let mut counts = [0u64; 256];
         values.iter().for_each(|&value| counts[(i16::from(value) + 128) as usize] += 1);
@@ -214,7 +215,7 @@ impl Tables {
         let (&[least, ..], &[.., largest]) = (&occurring[..], &occurring[..]) else {
             return Err(Error::Values { got: 0, limit: layout.parts() });
         };
-        // WarpPerRow has a table of all values in between, whose length is a byte.
+        // The table of WarpPerRow has all values in this range, and its length is a byte.
         let (got, limit) = match layout {
             Layout::Rows | Layout::Stripes => (occurring.len(), 128),
             Layout::Lanes => (largest - least + 1, 255),
@@ -224,7 +225,7 @@ impl Tables {
         }
         let parts = match layout {
             Layout::Rows | Layout::Stripes => shares_of_128(&counts, &occurring, values.len()),
-            // A share is a byte: one value leaves a part to another.
+            // A share is a byte, so a single value must leave one part to another.
             Layout::Lanes if least == largest => {
                 occurring.push((least + 1) % 256);
                 vec![255, 1]
@@ -243,7 +244,7 @@ impl Tables {
         Ok(Self { symbols, firsts, counts: tabled })
     }
 
-    /// Whether each part belongs to the value that it names.
+    /// Checks that each value's parts are consecutive and have its first part and count.
     fn check(&self, parts: usize) -> Result<(), Error> {
         for (part, got) in
             [("symbols", self.symbols.len()), ("firsts", self.firsts.len()), ("counts", self.counts.len())]
@@ -268,7 +269,7 @@ impl Tables {
         Ok(())
     }
 
-    /// First part and parts of each value that has any.
+    /// Returns first part and number of parts of each value that has any.
     fn shares(&self) -> [Option<(u64, u64)>; 256] {
         let mut shares = [None; 256];
         for part in 0..self.symbols.len() {
@@ -279,14 +280,14 @@ impl Tables {
     }
 }
 
-/// Shares of values in 128ths, as `buffered/encoder.py` finds them.
+/// Computes shares of values in 128ths, as `buffered/encoder.py` does.
 fn shares_of_128(counts: &[u64; 256], occurring: &[usize], total: usize) -> Vec<u32> {
-    // In single precision, as there.
+    // In single precision, as in the original.
     let share = |value: &usize| (counts[*value] as f32 * 128.0 / total as f32).round_ties_even();
     let mut parts: Vec<u32> = occurring.iter().map(|value| (share(value) as u32).max(1)).collect();
     loop {
         let sum: u32 = parts.iter().sum();
-        // The first of the largest.
+        // The first of the largest shares.
         let largest = (0..parts.len()).rev().max_by_key(|&index| parts[index]).unwrap_or(0);
         match sum.cmp(&128) {
             std::cmp::Ordering::Less => parts[largest] += 1,
@@ -296,9 +297,9 @@ fn shares_of_128(counts: &[u64; 256], occurring: &[usize], total: usize) -> Vec<
     }
 }
 
-/// Shares of two values or more in 256ths, as `matvansWarpPerRow` finds them: too many are taken from the most
-/// frequent, too few given to the rarest, one each. Of values as frequent as each other, of which NumPy's order is not
-/// defined, the larger counts as the more frequent.
+/// Computes shares of two or more values in 256ths, as `matvansWarpPerRow` does. Surplus parts are taken from the most
+/// frequent values, missing ones given to the rarest, one each. NumPy's order of equally frequent values is undefined;
+/// here the larger value counts as more frequent.
 fn shares_of_256(counts: &[u64; 256], occurring: &[usize], total: usize) -> Vec<u32> {
     let share = |value: &usize| (counts[*value] as f64 * (256.0 / total as f64)).round_ties_even();
     let mut parts: Vec<u32> = occurring.iter().map(|value| (share(value) as u32).max(1)).collect();
@@ -306,20 +307,20 @@ fn shares_of_256(counts: &[u64; 256], occurring: &[usize], total: usize) -> Vec<
     order.sort_by_key(|&index| std::cmp::Reverse((counts[occurring[index]], index)));
     let mut excess = i64::from(parts.iter().sum::<u32>()) - 256;
     while excess > 0 {
-        // As many as could give one, from the most frequent on: all that could are first.
+        // One part from each of the most frequent values; those with more than one part come first in `order`.
         let reducible = parts.iter().filter(|&&part| part > 1).count().min(excess as usize);
         order[..reducible].iter().for_each(|&index| parts[index] -= 1);
         excess -= reducible as i64;
     }
-    // Rounding takes half a part of a value at most.
+    // Rounding takes at most half a part from each value.
     order.iter().rev().take(excess.unsigned_abs() as usize).for_each(|&index| parts[index] += 1);
     parts
 }
 
-/// Encodes a matrix, row by row.
+/// Encodes a row-major matrix.
 ///
 /// # Errors
-/// The shape does not fit the layout, `values` has another size, or more than 128 different values.
+/// The shape does not fit the layout, `values` has another size, or there are too many different values.
 pub fn encode(values: &[i8], rows: usize, cols: usize, layout: Layout) -> Result<Encoded, Error> {
     let (streams, steps) = layout.extents(rows, cols)?;
     if values.len() != rows * cols {
@@ -372,13 +373,13 @@ pub fn encode(values: &[i8], rows: usize, cols: usize, layout: Layout) -> Result
     Ok(Encoded { rows, cols, layout, tables, offsets, words })
 }
 
-/// A row of [`Layout::Lanes`].
+/// Encodes a row of [`Layout::Lanes`].
 fn encode_lanes(row: &[i8], steps: usize, shares: &[Option<(u64, u64)>; 256], words: &mut Vec<u32>) {
     let lane = |lane: usize| {
         let (mut state, mut pushed) = (LANE_STATE, Vec::new());
         for at in (0..steps).rev().map(|step| Layout::Lanes.quad(row.len(), step, lane)) {
             for value in row[at..at + QUAD].iter().rev() {
-                // Every value that occurs has a share, of 255 at most.
+                // Every value that occurs has a share, of at most 255.
                 let (first, count) = shares[(i16::from(*value) + 128) as usize].unwrap_or((0, 1));
                 let (first, count) = (first as u32, count as u32);
                 if state >> 24 >= count {
@@ -403,15 +404,15 @@ fn encode_lanes(row: &[i8], steps: usize, shares: &[Option<(u64, u64)>; 256], wo
 }
 
 impl Encoded {
-    /// Bytes of words, offsets and tables.
+    /// Returns the bytes of words, offsets and tables.
     pub fn bytes(&self) -> u64 {
         (4 * (self.words.len() + self.offsets.len()) + 3 * self.tables.symbols.len()) as u64
     }
 
-    /// The matrix, row by row.
+    /// Decodes the row-major matrix.
     ///
     /// # Errors
-    /// It is damaged.
+    /// The matrix is damaged.
     pub fn decode(&self) -> Result<Vec<i8>, Error> {
         let (streams, steps) = self.layout.extents(self.rows, self.cols)?;
         self.tables.check(self.layout.parts())?;
@@ -461,13 +462,13 @@ impl Encoded {
                         state = state << 16 | word(step)?;
                     }
                     let part = state as usize % 256;
-                    // 24 bits and 8 at most.
+                    // The product has at most 24 + 8 bits.
                     state = (state >> 8) * u32::from(self.tables.counts[part]) + part as u32
                         - u32::from(self.tables.firsts[part]);
                     *out = self.tables.symbols[part];
                 }
             }
-            // Where the first value was pushed out of the state that it began with.
+            // The encoder may have pushed a word when it encoded the first value.
             if state >> 16 == 0 {
                 state = state << 16 | word(steps)?;
             }
@@ -476,7 +477,7 @@ impl Encoded {
             }
             longest = longest.max(taken);
         }
-        // What is behind a coder's last word is nobody's: the program leaves there what was in memory.
+        // Words after a coder's last one are undefined: the original program leaves uninitialised memory there.
         let left = total - longest;
         if left >= LANE_WORDS { Err(Error::Left { stream, words: left }) } else { Ok(()) }
     }
@@ -488,7 +489,7 @@ impl Encoded {
         let mut states: [u64; CODERS] = std::array::from_fn(state);
         let mut taken = 0;
         let total = words.len() - BEFORE_STATES;
-        // Behind the states of the first group.
+        // The states follow these words in the first group.
         let place = |n: usize| if n < BEFORE_STATES { n } else { n + BEFORE_STATES };
         for step in 0..steps {
             for (coder, state) in states.iter_mut().enumerate() {
@@ -503,14 +504,15 @@ impl Encoded {
                 let parts = [0, 1, 2, 3].map(|i| (*state >> (7 * i)) as usize % 128);
                 *state >>= 28;
                 for (i, part) in parts.into_iter().enumerate().rev() {
-                    // 36 bits and 4 times 7 at most.
+                    // The product has at most 36 + 4 * 7 bits.
                     *state = *state * u64::from(self.tables.counts[part]) + part as u64
                         - u64::from(self.tables.firsts[part]);
                     out[at + i] = self.tables.symbols[part];
                 }
             }
         }
-        // What a coder pushed before the stream's first symbol is not needed: it went on with its state.
+        // Skips words that restore a coder's state from before the stream: the encoder carried it over from the
+        // previous one.
         taken = total.min(taken + states.iter().filter(|state| **state >> 32 == 0).count());
         let left = total - taken;
         if left >= GROUP || (taken..total).any(|n| word(place(n)) != 0) {
@@ -520,13 +522,13 @@ impl Encoded {
     }
 }
 
-/// The same, symbol by symbol and with whole numbers for words: the judge of the above.
+/// The slow reference of the decoder: one symbol at a time, with large integers as states.
 pub mod oracle {
     use std::collections::VecDeque;
 
     use super::{CODERS, Encoded, Layout};
 
-    /// The matrix; `None` where the words end.
+    /// Decodes the matrix; `None` if the words end early.
     pub fn decode(encoded: &Encoded) -> Option<Vec<i8>> {
         let mut out = vec![0; encoded.rows * encoded.cols];
         let ends = encoded.offsets.iter().skip(1).copied().chain([(encoded.words.len() / 4) as u32]);
@@ -571,7 +573,7 @@ pub mod oracle {
         Some(out)
     }
 
-    /// A row of [`Layout::Lanes`]: all of a coder's words, then all of its values.
+    /// Decodes a row of [`Layout::Lanes`], coder by coder.
     fn lanes(encoded: &Encoded, words: &[u32], row: &mut [i8]) -> Option<()> {
         for lane in 0..CODERS {
             let own = words.chunks_exact(128).flat_map(|group| &group[4 * lane..4 * lane + 4]);

@@ -1,15 +1,15 @@
-//! Pair-coded FP8 by tANS, as of the fused vector add of doublewordai (`docs/rivals.md`).
+//! FP8 with tANS-coded pairs of exponents, as in the fused vector add of doublewordai (`docs/rivals.md`).
 //!
 //! ```text
 //! E4M3 byte       sign | exponent (4 bits) | mantissa (3 bits)
-//! codes           two exponents a symbol e0 * 16 + e1, by a table of 4096 states; streams of a fixed number of bytes
-//! slabs           u32, [slab][stream] in a block of 128 streams; a stream's at the end, zeros before
-//! states          u16 a stream      partial  u8 a stream: bits of its last slab, 0 for all
-//! offsets         i32 a block, and the end: bytes
-//! rest            sign and mantissa, two a byte: [tile][stream][8 bytes]
+//! codes           two exponents per symbol, e0 * 16 + e1; a table of 4096 states; streams of a fixed number of bytes
+//! slabs           u32, [slab][stream] in a block of 128 streams; shorter streams have zeros before their slabs
+//! states          u16 per stream    partial  u8 per stream: bits of its last slab, 0 for all
+//! offsets         i32 per block, and the end: bytes
+//! rest            sign and mantissa, two elements per byte: [tile][stream][8 bytes]
 //! ```
-//! A stream is encoded from its end on, from state 4096, bits into slabs from the least significant on; so it is
-//! decoded from its last bit on.
+//! A stream is encoded from its last pair to its first, from state 4096, into slabs from the least significant bit up.
+//! So it is decoded from its last bit.
 
 use rayon::prelude::*;
 
@@ -17,30 +17,30 @@ use rayon::prelude::*;
 pub const STATES: u32 = 4096;
 /// Streams of a block.
 pub const BLOCK_STREAMS: usize = 128;
-/// The bytes of a stream are a multiple of this: a tile's pairs, twice.
+/// Bytes per stream are a multiple of this: the pairs of a tile, two bytes each.
 pub const STEP: usize = 16;
 /// Pairs of a tile.
 const TILE: usize = STEP / 2;
-/// From one state of a symbol to the next in the table.
+/// Distance in the table between successive states of a symbol.
 const STRIDE: usize = 2563;
 
-/// Shares of the sixteen exponents in the FP8 weights of Qwen3-14B-FP8, as its authors counted them: 2.787 bits.
+/// Shares of the sixteen exponents in the FP8 weights of Qwen3-14B-FP8, as counted by its authors: 2.787 bits.
 pub const QWEN3_14B: [f32; 16] = [
     0.0005, 0.0005, 0.0009, 0.0018, 0.0034, 0.0062, 0.0104, 0.0167, 0.0283, 0.0480, 0.0838, 0.1502, 0.2417, 0.2715,
     0.1273, 0.0088,
 ];
 
-/// Why bytes cannot be stored so, or are damaged.
+/// The reason why bytes cannot be encoded, or are damaged.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Streams of no bytes, or of a part of a tile.
+    /// The bytes per stream are 0, or not a multiple of [`STEP`].
     #[error("{got} bytes a stream; it is a multiple of {STEP}, and not 0")]
     Stream {
-        /// Bytes a stream.
+        /// Bytes per stream.
         got: usize,
     },
-    /// A part of another size.
+    /// A part has the wrong size.
     #[error("{part}: {got} elements, expected {expected}")]
     Size {
         /// The part.
@@ -50,84 +50,84 @@ pub enum Error {
         /// Elements found.
         got: usize,
     },
-    /// More bytes than offsets count.
+    /// The slabs exceed the range of offsets.
     #[error("{bytes} bytes of slabs; offsets count to {}", i32::MAX)]
     Count {
-        /// Bytes.
+        /// Bytes of the slabs.
         bytes: u64,
     },
-    /// Shares that are not a distribution.
+    /// The shares are not a distribution.
     #[error("the share of exponent {exponent} is {share}; shares are 0 or more, finite, and not all 0")]
     Share {
-        /// Exponent.
+        /// Index of the exponent.
         exponent: usize,
-        /// Its share, as text: no two of what is no number are equal.
+        /// Its share, as text, so that errors with NaN compare equal.
         share: String,
     },
-    /// An exponent whose share is zero, or next to it.
+    /// An exponent occurs although its share is zero or close to it.
     #[error("exponent {exponent} occurs, and its share is 0 or too small")]
     Unknown {
-        /// Exponent.
+        /// Index of the exponent.
         exponent: usize,
     },
-    /// Frequencies that do not fill the table.
+    /// The frequencies do not fill the table.
     #[error("the frequencies sum to {got}, and not to {STATES}")]
     Frequencies {
         /// Their sum.
         got: u64,
     },
-    /// An offset that is not behind the one before it, or not in the slabs.
+    /// An offset is not after the one before it, or exceeds the slabs.
     #[error("offsets, block {block}: {begin} to {end}, of {bytes} bytes; a block has whole slabs of all its streams")]
     Offset {
-        /// Block.
+        /// Index of the block.
         block: usize,
         /// First byte.
         begin: i64,
-        /// Byte behind the last.
+        /// End of the block (exclusive).
         end: i64,
-        /// All bytes.
+        /// Bytes of all slabs.
         bytes: u64,
     },
-    /// A state outside of the table.
+    /// A state is outside of the table.
     #[error("stream {stream}: state {got}; states are {STATES} to {}", 2 * STATES - 1)]
     State {
-        /// Stream.
+        /// Index of the stream.
         stream: usize,
-        /// Found.
+        /// State found.
         got: u16,
     },
-    /// More bits than a slab has.
+    /// The last slab of a stream has too many bits.
     #[error("stream {stream}: {got} bits of its last slab")]
     Partial {
-        /// Stream.
+        /// Index of the stream.
         stream: usize,
-        /// Found.
+        /// Number of bits found.
         got: u8,
     },
-    /// A stream that ends before its last pair, or behind it.
+    /// A stream does not end with its last pair.
     #[error("stream {stream}: its bits end in pair {pair} of {pairs}, or not in the state that it was begun in")]
     End {
-        /// Stream.
+        /// Index of the stream.
         stream: usize,
-        /// Pair.
+        /// Pair at which the bits end.
         pair: usize,
-        /// Pairs of the stream.
+        /// Number of pairs of the stream.
         pairs: usize,
     },
 }
 
-/// FP8 bytes as the program stores them.
+/// FP8 bytes as the original program stores them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Encoded {
-    /// Bytes a stream.
+    /// Bytes per stream.
     pub per_stream: usize,
-    /// How many of the states each pair of exponents has.
+    /// Frequency of each pair of exponents: its number of states.
     pub frequencies: Vec<u16>,
     /// Slabs of all blocks.
     pub slabs: Vec<u32>,
-    /// State that each stream is decoded from.
+    /// The state from which each stream is decoded.
     pub states: Vec<u16>,
-    /// Bits of each stream's last slab.
+    /// Bits of each stream's last slab, 0 for all.
     pub partial: Vec<u8>,
     /// The first byte of each block.
     pub offsets: Vec<i32>,
@@ -135,21 +135,21 @@ pub struct Encoded {
     pub rest: Vec<u8>,
 }
 
-/// Sign and mantissa of a byte.
+/// Returns sign and mantissa of a byte.
 fn rest_of(byte: u8) -> u8 {
     byte >> 4 & 8 | byte & 7
 }
 
-/// How many of the states each pair of exponents has, of shares of single ones.
+/// Computes the frequency of each pair of exponents, its number of states, from the shares of single exponents.
 ///
 /// # Errors
-/// The shares are none.
+/// The shares are not a distribution.
 pub fn frequencies(shares: &[f32; 16]) -> Result<Vec<u16>, Error> {
     let bad = |exponent: usize| Err(Error::Share { exponent, share: shares[exponent].to_string() });
     if let Some(exponent) = shares.iter().position(|share| !share.is_finite() || *share < 0.0) {
         return bad(exponent);
     }
-    // In this order there, too.
+    // The order of additions of the original program.
     let twos: [f32; 8] = std::array::from_fn(|i| shares[i] + shares[i + 8]);
     let sum = (twos[0] + twos[1] + (twos[2] + twos[3])) + (twos[4] + twos[5] + (twos[6] + twos[7]));
     if sum <= 0.0 || !sum.is_finite() {
@@ -168,16 +168,16 @@ pub fn frequencies(shares: &[f32; 16]) -> Result<Vec<u16>, Error> {
             wanted => (wanted - got[pair] as f64) * left.signum() as f64,
         };
         if left == 0 {
-            // 4096 at most.
+            // A frequency is at most 4096.
             return Ok(got.into_iter().map(|frequency| frequency as u16).collect());
         }
-        // The first of the largest.
+        // The first pair with the largest error.
         let largest = (0..256).rev().max_by(|&a, &b| error(a).total_cmp(&error(b))).unwrap_or(0);
         got[largest] += left.signum();
     }
 }
 
-/// Symbol of each slot of the table.
+/// Returns the symbol of each slot of the table.
 fn spread(frequencies: &[u16]) -> Result<Vec<u8>, Error> {
     let sum: u64 = frequencies.iter().map(|&frequency| u64::from(frequency)).sum();
     if frequencies.len() != 256 || sum != u64::from(STATES) {
@@ -193,7 +193,7 @@ fn spread(frequencies: &[u16]) -> Result<Vec<u8>, Error> {
     Ok(slots)
 }
 
-/// Symbol, bits and state without them, by slot.
+/// Returns for each slot its symbol, the number of bits to read, and the next state without them.
 fn slots(frequencies: &[u16]) -> Result<Vec<(u8, u32, u32)>, Error> {
     let spread = spread(frequencies)?;
     let mut ranks = frequencies.to_vec();
@@ -207,10 +207,10 @@ fn slots(frequencies: &[u16]) -> Result<Vec<(u8, u32, u32)>, Error> {
     Ok(spread.into_iter().map(slot).collect())
 }
 
-/// The table that kernels decode by: symbol, bits << 8, next state without them << 16, by slot.
+/// Returns the table that kernels decode with, by slot: symbol, bits << 8, next state without the bits << 16.
 ///
 /// # Errors
-/// The frequencies do not fill it.
+/// The frequencies do not fill the table.
 pub fn table(frequencies: &[u16]) -> Result<Vec<u32>, Error> {
     Ok(slots(frequencies)?
         .into_iter()
@@ -218,10 +218,10 @@ pub fn table(frequencies: &[u16]) -> Result<Vec<u32>, Error> {
         .collect())
 }
 
-/// Encodes FP8 bytes, in streams of `per_stream` of them, with shares of exponents.
+/// Encodes FP8 bytes in streams of `per_stream` bytes, with these shares of exponents.
 ///
 /// # Errors
-/// The bytes are not whole streams, or hold an exponent whose share is 0.
+/// The bytes are not whole streams, or contain an exponent whose share is 0.
 pub fn encode(bytes: &[u8], per_stream: usize, shares: &[f32; 16]) -> Result<Encoded, Error> {
     if per_stream == 0 || !per_stream.is_multiple_of(STEP) {
         return Err(Error::Stream { got: per_stream });
@@ -287,22 +287,22 @@ pub fn encode(bytes: &[u8], per_stream: usize, shares: &[f32; 16]) -> Result<Enc
     })
 }
 
-/// Where the signs and mantissas of a pair lie.
+/// Returns the index of a pair's signs and mantissas.
 fn rest_place(pair: usize, pairs: usize, streams: usize) -> usize {
     let (stream, pair) = (pair / pairs, pair % pairs);
     (pair / TILE * streams + stream) * TILE + pair % TILE
 }
 
 impl Encoded {
-    /// Bytes of all that is stored; the table is made of the frequencies.
+    /// Returns the bytes of all stored parts. The table is built from the frequencies.
     pub fn bytes(&self) -> u64 {
         (4 * (self.slabs.len() + self.offsets.len()) + 3 * self.states.len() + self.rest.len() + 512) as u64
     }
 
-    /// The FP8 bytes.
+    /// Decodes the FP8 bytes.
     ///
     /// # Errors
-    /// They are damaged.
+    /// The parts are damaged.
     pub fn decode(&self) -> Result<Vec<u8>, Error> {
         if self.per_stream == 0 || !self.per_stream.is_multiple_of(STEP) {
             return Err(Error::Stream { got: self.per_stream });
@@ -340,10 +340,10 @@ impl Encoded {
         if !(STATES..2 * STATES).contains(&u32::from(state)) {
             return Err(Error::State { stream, got: state });
         }
-        // Bits that are left, were they all the stream's.
+        // The number of remaining bits, including the zeros before the stream.
         let slabs = (end - begin) / BLOCK_STREAMS;
         let mut left = 32 * slabs - if partial > 0 { 32 - usize::from(partial) } else { 0 };
-        // What the last slab has above its bits belongs to nothing.
+        // Unused bits of the last slab must be zero.
         if partial > 0 && slab(slabs - 1) >> partial != 0 {
             return Err(Error::Partial { stream, got: partial });
         }
@@ -352,7 +352,7 @@ impl Encoded {
             let (symbol, bits, base) = table[(state - STATES) as usize];
             let Some(rest) = left.checked_sub(bits as usize) else { return Err(Error::End { stream, pair, pairs }) };
             let (at, shift) = (rest / 32, rest % 32);
-            // Up to 12 bits, of two slabs.
+            // Up to 12 bits, from at most two slabs.
             let low = if bits > 0 { u64::from(slab(at)) } else { 0 };
             let high = if shift + bits as usize > 32 { u64::from(slab(at + 1)) } else { 0 };
             let value = (high << 32 | low) >> shift & ((1 << bits) - 1);
@@ -370,11 +370,11 @@ impl Encoded {
     }
 }
 
-/// Decodes bit by bit: the slow reference of the function above.
+/// The slow reference of the decoder, bit by bit.
 pub mod oracle {
     use super::{BLOCK_STREAMS, Encoded, STATES, spread};
 
-    /// The value of an E4M3 byte.
+    /// Returns the value of an E4M3 byte.
     pub fn value(byte: u8) -> f64 {
         let (exponent, mantissa) = (i32::from(byte >> 3 & 15), f64::from(byte & 7));
         let size = match exponent {
@@ -385,7 +385,7 @@ pub mod oracle {
         if byte > 127 { -size } else { size }
     }
 
-    /// Whether an E4M3 byte is the sum of two: the nearest, of two the even one, the largest for what is too large.
+    /// Returns whether `got` is the sum of two E4M3 bytes, rounded to nearest even and saturated.
     pub fn is_sum(got: u8, a: u8, b: u8) -> bool {
         let sum = value(a) + value(b);
         if sum.is_nan() {
@@ -397,7 +397,7 @@ pub mod oracle {
         off(got) == nearest && (ties == 0 || got.is_multiple_of(2))
     }
 
-    /// The FP8 bytes; `None` where bits end.
+    /// Decodes the FP8 bytes; `None` if the bits end early.
     pub fn decode(encoded: &Encoded) -> Option<Vec<u8>> {
         let slots = spread(&encoded.frequencies).ok()?;
         let (streams, pairs) = (encoded.states.len(), encoded.per_stream / 2);

@@ -1,20 +1,21 @@
-//! ZipServ's TCA-TBE: seven neighbouring exponents in three bits each, the rest as it is (ASPLOS 2026,
+//! ZipServ's TCA-TBE: three-bit codes for seven consecutive exponents; all other elements are uncoded (ASPLOS 2026,
 //! `docs/rivals.md`).
 //!
 //! ```text
-//! bitmaps        3 x u64 a tile of 8 x 8    bit row * 8 + col of bitmap b: bit b of the code; 0: not of the window
-//! sign_mantissa  u8                         sign << 7 | mantissa of what is of the window; zeros to 16 a block
-//! full           BF16                       everything else; zeros to 8 a block
+//! bitmaps        3 x u64 per tile of 8 x 8  bit row * 8 + col of bitmap b: bit b of the code; 0: outside the window
+//! sign_mantissa  u8                         sign << 7 | mantissa of elements in the window; zeros to 16 per block
+//! full           BF16                       all other elements; zeros to 8 per block
 //! blocks         2 x i32, one more than there are blocks   where a block of 64 x 64 begins in both
-//! strips         2 x i32, 4 a block         where its strips of 16 rows begin in it
+//! strips         2 x i32, 4 per block       where its strips of 16 rows begin in it
 //! ```
-//! Blocks follow row by row. In a block there are four strips; in a strip tiles of 16 x 16 along the columns; in each
-//! of these tiles of 8 x 8, column by column. The code of an exponent is its distance from that before the window.
+//! Blocks are in row-major order. A block has four strips, a strip has tiles of 16 x 16 in column order, and each of
+//! these has tiles of 8 x 8 in column-major order. The code of an exponent is its distance from the exponent before the
+//! window.
 
 use rayon::prelude::*;
 use unweight_format::{Histogram, raw::bf16};
 
-/// Exponents of the window.
+/// Number of exponents of the window.
 pub const WINDOW: usize = 7;
 /// Rows and columns of a block.
 pub const BLOCK: usize = 64;
@@ -22,11 +23,11 @@ const TILE: usize = 8;
 const TILES: usize = BLOCK * BLOCK / (TILE * TILE);
 const STRIPS: usize = 4;
 
-/// Why a matrix cannot be stored so, or is damaged.
+/// The reason why a matrix cannot be encoded, or is damaged.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Rows or columns that blocks do not fill.
+    /// Rows or columns are 0, or not a multiple of [`BLOCK`].
     #[error("{rows}x{cols}: rows and columns are multiples of {BLOCK}, and not 0")]
     Shape {
         /// Rows.
@@ -34,13 +35,13 @@ pub enum Error {
         /// Columns.
         cols: usize,
     },
-    /// More elements than its offsets count.
+    /// The matrix exceeds the range of offsets.
     #[error("{elements} elements; its offsets count to {}", i32::MAX)]
     Count {
-        /// Elements.
+        /// Number of elements.
         elements: u64,
     },
-    /// A part of another size.
+    /// A part has the wrong size.
     #[error("{part}: {got} elements, expected {expected}")]
     Size {
         /// The part.
@@ -50,28 +51,28 @@ pub enum Error {
         /// Elements found.
         got: usize,
     },
-    /// A window beyond the last exponent.
+    /// The window exceeds the largest exponent.
     #[error("a window of {WINDOW} exponents from {first} on goes beyond 255")]
     Window {
-        /// Its first exponent.
+        /// First exponent of the window.
         first: u8,
     },
-    /// An offset that is not where its bitmaps lead.
+    /// An offset does not match the bitmaps.
     #[error("{part}, entry {index}: {got:?}, but the bitmaps lead to {expected:?}")]
     Offset {
         /// `blocks` or `strips`.
         part: &'static str,
-        /// Entry.
+        /// Index of the entry.
         index: usize,
-        /// As the bitmaps count.
+        /// Offset according to the bitmaps.
         expected: [u32; 2],
-        /// Found.
+        /// Offset found.
         got: [u32; 2],
     },
     /// Padding that is not zero.
     #[error("block {block}: its padding is not zero")]
     Padding {
-        /// Block.
+        /// Index of the block.
         block: usize,
     },
 }
@@ -87,32 +88,32 @@ pub struct Encoded {
     pub first: u8,
     /// Three maps of the codes.
     pub bitmaps: [Vec<u64>; 3],
-    /// Signs and mantissas of what is of the window.
+    /// Signs and mantissas of the elements in the window.
     pub sign_mantissa: Vec<u8>,
-    /// Everything else.
+    /// All other elements.
     pub full: Vec<u16>,
-    /// Where blocks begin: in `sign_mantissa`, in `full`.
+    /// Where blocks begin in `sign_mantissa` and in `full`.
     pub blocks: Vec<[u32; 2]>,
-    /// Where strips begin in their block.
+    /// Where strips begin, relative to their block.
     pub strips: Vec<[u32; 2]>,
 }
 
-/// The seven neighbouring exponents that hold most, the lowest of equals: the first one.
+/// Returns the first of the seven consecutive exponents that cover most elements; the lowest one of ties.
 ///
-/// ZipServ's program takes the first run of seven that occur, from the lowest of the seven most frequent on. Where
-/// these are neighbours, as in weights they are, that is the same.
+/// ZipServ's program starts at the lowest of the seven most frequent exponents, and takes the first run of seven that
+/// occur. If the most frequent ones are consecutive, as in weights, the result is the same.
 pub fn window(counts: &Histogram) -> u8 {
     let of = |first: usize| counts.counts()[first..first + WINDOW].iter().sum::<u64>();
-    // The first of equals.
+    // The first of ties.
     (0..=256 - WINDOW).rev().max_by_key(|&first| of(first)).unwrap_or(0) as u8
 }
 
-/// Row and column of a tile in its block.
+/// Returns row and column of a tile in its block.
 fn place(tile: usize) -> (usize, usize) {
     (tile / 16 * 16 + tile % 2 * TILE, tile / 4 % 4 * 16 + tile / 2 % 2 * TILE)
 }
 
-/// A block's parts.
+/// The encoded parts of a block.
 #[derive(Default)]
 struct Block {
     maps: [Vec<u64>; 3],
@@ -127,17 +128,17 @@ fn check_shape(rows: usize, cols: usize) -> Result<usize, Error> {
     if !whole(rows) || !whole(cols) {
         return Err(Error::Shape { rows, cols });
     }
-    // Padding included.
+    // Includes padding.
     if elements > i32::MAX as u64 / 2 {
         return Err(Error::Count { elements });
     }
     Ok(rows * cols)
 }
 
-/// Encodes little-endian BF16 weights, row by row, with the window that holds most.
+/// Encodes little-endian BF16 weights in row-major order, with the window that covers most of them.
 ///
 /// # Errors
-/// The shape does not fit, or `weights` has another size.
+/// The shape is not supported, or `weights` has another size.
 pub fn encode(weights: &[u8], rows: usize, cols: usize) -> Result<Encoded, Error> {
     let elements = check_shape(rows, cols)?;
     if weights.len() != 2 * elements {
@@ -196,17 +197,17 @@ pub fn encode(weights: &[u8], rows: usize, cols: usize) -> Result<Encoded, Error
 }
 
 impl Encoded {
-    /// Bytes of all parts.
+    /// Returns the bytes of all parts.
     pub fn bytes(&self) -> u64 {
         let [blocks, strips] = [&self.blocks, &self.strips].map(|offsets| 8 * offsets.len());
         let maps: usize = self.bitmaps.iter().map(|map| 8 * map.len()).sum();
         (blocks + strips + maps + self.sign_mantissa.len() + 2 * self.full.len()) as u64
     }
 
-    /// Checks every size and every offset: the bitmaps say what they must be.
+    /// Checks every size and offset against the bitmaps.
     ///
     /// # Errors
-    /// One of them is not.
+    /// A size or an offset does not match, or padding is not zero.
     pub fn check(&self) -> Result<(), Error> {
         let blocks = check_shape(self.rows, self.cols)? / (BLOCK * BLOCK);
         if usize::from(self.first) + WINDOW > 256 {
@@ -233,7 +234,7 @@ impl Encoded {
                 let coded = self.coded(index).count_ones();
                 within = [within[0] + coded, within[1] + 64 - coded];
             }
-            // Half of what 32 bits count, at most.
+            // At most half the range of a u32.
             begin = [begin[0] + within[0].next_multiple_of(16), begin[1] + within[1].next_multiple_of(8)];
             offset("blocks", block + 1, begin, self.blocks[block + 1])?;
         }
@@ -250,15 +251,15 @@ impl Encoded {
         (0..blocks).find(padded).map_or(Ok(()), |block| Err(Error::Padding { block }))
     }
 
-    /// Elements of a tile that are of the window.
+    /// Returns a bit mask of the elements of a tile that are in the window.
     fn coded(&self, tile: usize) -> u64 {
         self.bitmaps.iter().fold(0, |coded, map| coded | map[tile])
     }
 
-    /// The weights, little-endian BF16, row by row.
+    /// Decodes the weights to little-endian BF16, row-major.
     ///
     /// # Errors
-    /// As [`Encoded::check`].
+    /// Those of [`Encoded::check`].
     pub fn decode(&self) -> Result<Vec<u8>, Error> {
         self.check()?;
         let across = self.cols / BLOCK;
@@ -289,15 +290,15 @@ impl Encoded {
     }
 }
 
-/// The same, element by element: the judge of the above.
+/// The slow reference of the decoder, element by element.
 pub mod oracle {
     use super::Encoded;
 
-    /// An element, found by counting the elements before it in its block.
+    /// Returns an element. Its position follows from the number of elements before it in its block.
     pub fn element(encoded: &Encoded, row: usize, col: usize) -> Option<u16> {
         let block = row / 64 * (encoded.cols / 64) + col / 64;
         let (row, col) = (row % 64, col % 64);
-        // Strip, tile of 16 x 16, column of tiles of 8 x 8, row of these.
+        // Strip, tile of 16 x 16, column of 8 x 8 tiles, row of these.
         let tile = row / 16 * 16 + col / 16 * 4 + col % 16 / 8 * 2 + row % 16 / 8;
         let code = |position: usize| -> Option<u8> {
             let bit = |map: usize| Some((encoded.bitmaps[map].get(position / 64)? >> (position % 64) & 1) as u8);

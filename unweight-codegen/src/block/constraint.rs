@@ -1,4 +1,4 @@
-//! What a variant must satisfy to exist.
+//! The constraints that a variant must satisfy to exist.
 
 use crate::{axes::Arch, limits::Instruction, text::Message};
 
@@ -6,51 +6,51 @@ use crate::{axes::Arch, limits::Instruction, text::Message};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Constraint {
-    /// The sections of shared memory are more than a block may have.
+    /// The sections of shared memory exceed the limit of a block.
     SharedMemory {
-        /// What does not depend on the number of stages.
+        /// Bytes that do not depend on the number of stages.
         fixed_bytes: u32,
-        /// Stages asked for; 1 for kernels without a ring.
+        /// Requested number of stages; 1 for kernels without a ring.
         stages: u32,
-        /// What each stage costs.
+        /// Bytes of each stage.
         stage_bytes: u32,
-        /// The limit of the architecture.
+        /// The limit of the architecture, in bytes.
         limit_bytes: u32,
-        /// The most stages that would fit, all else being equal.
+        /// The largest number of stages that fits with the other axes unchanged.
         fitting_stages: Option<u32>,
-        /// Another axis, and its largest value that would fit, all else being equal.
+        /// Another axis, and its largest value that fits with the other axes unchanged.
         fitting_other: Option<(&'static str, u32)>,
     },
-    /// The fp32 sums of a warp are left in its ring to be added up, and are more than the ring.
+    /// The fp32 sums of a warp, which are stored in its ring for the reduction, exceed the ring.
     SumsExceedRing {
-        /// The sums of one warp.
+        /// Bytes of the sums of one warp.
         sum_bytes: u32,
-        /// The ring of one warp.
+        /// Bytes of the ring of one warp.
         ring_bytes: u32,
-        /// Stages with which the ring would hold them.
+        /// The smallest number of stages whose ring holds the sums.
         fitting_stages: u32,
     },
-    /// The architecture lacks an instruction that the kernel is made of.
+    /// The architecture lacks an instruction that the kernel needs.
     Instruction {
-        /// What it lacks.
+        /// The missing instruction.
         instruction: Instruction,
     },
     /// Two axes that exclude each other.
     Conflict {
-        /// Which, why, and what to do.
+        /// The axes, the reason, and the next step.
         what: &'static str,
     },
 }
 
 impl Constraint {
-    /// `epilogue = silu_mul` for a family that does not have it.
+    /// The error for `epilogue = silu_mul` in a family that does not support it.
     pub(crate) const fn without_silu_mul() -> Self {
         Self::Conflict {
             what: "epilogue = silu_mul is of ops gemm_mma, gemm_wgmma, gemm_compact and gemm_grouped alone; take store",
         }
     }
 
-    /// `text`, which names the variant, and the constraint.
+    /// Returns `text`, which names the variant, followed by a description of the constraint.
     pub(crate) const fn message(&self, text: Message, arch: Arch) -> Message {
         match *self {
             Self::SharedMemory { fixed_bytes, stages, stage_bytes, limit_bytes, fitting_stages, fitting_other } => {

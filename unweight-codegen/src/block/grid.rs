@@ -1,8 +1,8 @@
-//! From a problem to a number of blocks.
+//! Computes the number of blocks of a launch from the size of its problem.
 
 use std::fmt;
 
-/// The size of the problem that a launch is for, in the terms of `docs/format.md`.
+/// The size of a launch's problem, in the terms of `docs/format.md`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GemmShape {
     /// Batch rows; 0 for kernels without a batch.
@@ -14,7 +14,7 @@ pub struct GemmShape {
 }
 
 impl GemmShape {
-    /// A problem without weights: `m` units that a grid shares out ([`Work::Rows`]).
+    /// A problem without weights: `m` units that the blocks of a grid share ([`Work::Rows`]).
     pub const fn rows(m: u32) -> Self {
         Self { m, n: 0, k: 0 }
     }
@@ -24,7 +24,7 @@ impl GemmShape {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Work {
-    /// `m`: rows of activations, or whatever else an activation family has one unit of (docs/adr/0008).
+    /// `m` units: rows of activations, or another unit that an activation family defines (docs/adr/0008).
     Rows,
     /// 64x64 tiles of W: `ceil(n/64) * ceil(k/64)`.
     WeightTiles,
@@ -35,8 +35,9 @@ pub enum Work {
         /// Output features of one unit.
         columns: u32,
     },
-    /// Stream-K: the steps of 64 of k of those, 128 of a tile at most: `min(ceil(k/64), 128)` times as many. A work
-    /// unit is one block for each of the `ceil(m/rows)` batch tiles, so there are at least as many blocks.
+    /// Stream-K: the k steps of these output tiles. A step is 64 wide, and a tile has at most 128 steps, so there are
+    /// `min(ceil(k/64), 128)` times as many units. A work unit is one block for each of the `ceil(m/rows)` batch tiles,
+    /// so there are at least as many blocks.
     OutputSteps {
         /// Batch rows of a tile of Y.
         rows: u32,
@@ -45,7 +46,7 @@ pub enum Work {
     },
 }
 
-/// Peers that can share one tile of Y: each thread of a warpgroup waits for the partial tile of one.
+/// The maximum number of peers that share one tile of Y: each thread of a warpgroup waits for one peer's partial tile.
 const STEPS_MAX: u32 = 128;
 
 /// The number of blocks of a launch.
@@ -56,45 +57,44 @@ pub enum LaunchGrid {
     Fixed(u32),
     /// One block for every `per_block` units.
     Covering {
-        /// What is covered.
+        /// The work that the grid covers.
         work: Work,
         /// Units of one block.
         per_block: u32,
     },
-    /// Blocks that loop until the work is done: as many as the device holds at `blocks_per_sm`, but none without work.
+    /// Blocks that loop until the work is done: as many as the device holds at `blocks_per_sm`, but 0 without work.
     Persistent {
-        /// What is shared out.
+        /// The work that the blocks share.
         work: Work,
         /// Units that a block works on at a time.
         per_block: u32,
         /// Resident blocks of one SM.
         blocks_per_sm: u32,
     },
-    /// A cluster for each unit. Blocks with a tile of Y share the steps of 64 of k, and each has one at least.
+    /// One cluster for each unit. For tiles of Y, the blocks share the 64-wide k steps, and each has at least one.
     Clusters {
-        /// What is covered.
+        /// The work that the grid covers.
         work: Work,
         /// Blocks of a cluster.
         cluster: u32,
     },
-    /// Clusters that loop until the work is done, each with a unit at a time: as many as the device holds at one block
-    /// per SM, one at least, but none without work. Blocks share the steps of 64 of k of a unit, and each has one at
-    /// least.
+    /// Clusters that loop until the work is done, one unit at a time: as many as the device holds at one block per SM,
+    /// at least one, but 0 without work. The blocks share the 64-wide k steps of a unit, and each has at least one.
     PersistentClusters {
-        /// What is shared out.
+        /// The work that the clusters share.
         work: Work,
         /// Blocks of a cluster.
         cluster: u32,
     },
-    /// Groups of blocks over which the rows of W are distributed evenly, once for every `batch_rows` of the batch: as
-    /// few groups as fill every SM a whole number of times, up to `blocks_per_sm`, and more only where a group cannot
-    /// take its share.
+    /// Groups of blocks that share the rows of W evenly, repeated for every `batch_rows` of the batch. There are as few
+    /// groups as fill every SM a whole number of times, up to `blocks_per_sm`; more only if a group's share would
+    /// exceed `share`. With `share: None`, they fill every SM `blocks_per_sm` times.
     DistributedRowBlocks {
         /// Batch rows of a group.
         batch_rows: u32,
-        /// Rows of W that stay together, a multiple of the 16 that a fragment of the tensor cores holds.
+        /// Rows of W in a row block, a multiple of the 16 rows of a tensor core fragment.
         rows: u32,
-        /// How many of those a group can take; `None` if any number.
+        /// The maximum number of row blocks of a group; `None` if unlimited.
         share: Option<u32>,
         /// Blocks of a group.
         cluster: u32,
@@ -104,9 +104,9 @@ pub enum LaunchGrid {
 }
 
 impl Work {
-    /// Units of a problem.
+    /// Returns the number of units of a problem.
     ///
-    /// Up to 2^64 - 1, more than any grid.
+    /// At most 2^64 - 1, which exceeds any grid.
     pub const fn units(self, problem: GemmShape) -> u64 {
         let GemmShape { m, n, k } = problem;
         match self {
@@ -120,7 +120,7 @@ impl Work {
         }
     }
 
-    /// Blocks of a stream-K work unit; 0 for other work.
+    /// Returns the blocks of a stream-K work unit; 0 for other work.
     const fn unit_blocks(self, problem: GemmShape) -> u64 {
         match self {
             Self::OutputSteps { rows, .. } if problem.n != 0 && problem.k != 0 => problem.m.div_ceil(rows) as u64,
@@ -130,7 +130,7 @@ impl Work {
 }
 
 impl LaunchGrid {
-    /// Stream-K work units of a launch of so many blocks ([`Work::OutputSteps`]); 0 for other work.
+    /// Returns the stream-K work units of a launch of `blocks` blocks ([`Work::OutputSteps`]); 0 for other work.
     pub(super) fn work_units(self, problem: GemmShape, blocks: u32) -> u64 {
         match self {
             Self::Persistent { work, .. } => u64::from(blocks).checked_div(work.unit_blocks(problem)).unwrap_or(0),
@@ -138,10 +138,9 @@ impl LaunchGrid {
         }
     }
 
-    /// Blocks for a problem on a device with `sms` multiprocessors; 0 if there is nothing to do.
+    /// Returns the number of blocks for a problem on a device with `sms` multiprocessors; 0 if there is no work.
     ///
-    /// `None` if it is more than a grid may have (2^31 - 1), or `k` has fewer steps than a cluster has blocks to share
-    /// them.
+    /// Returns `None` if the grid exceeds its limit (2^31 - 1), or if `k` has fewer steps than a cluster has blocks.
     ///
     /// ```
     /// # use unweight_codegen::plan::{LaunchGrid, GemmShape, Work};
@@ -286,14 +285,14 @@ mod tests {
         assert_eq!(grid.blocks(GemmShape { m: 256, n: 4096, k: 4096 }, 132), Some(132));
         assert_eq!(grid.blocks(GemmShape { m: 64 * 200, n: 64, k: 64 }, 132), Some(200));
         assert_eq!(grid.blocks(GemmShape { m: 64, n: 0, k: 64 }, 132), Some(0));
-        // A single work unit has whole tiles, however many blocks it has.
+        // A single work unit has whole tiles, whatever its number of blocks.
         assert_eq!(grid.work_units(GemmShape { m: 64 * 200, n: 64, k: 64 }, 200), 1);
         assert_eq!(grid.work_units(GemmShape { m: 256, n: 4096, k: 4096 }, 132), 33);
         assert_eq!(grid.work_units(GemmShape { m: 0, n: 0, k: 0 }, 0), 0);
     }
 
-    /// The grids at which docs/records/2026-11-21/matmul-packed-log.md measured each shape: (n, row
-    /// blocks a group can take, cluster, blocks per SM) -> blocks.
+    /// The grids with which docs/records/2026-11-21/matmul-packed-log.md measured each shape: (n, maximum row blocks of
+    /// a group, cluster, blocks per SM) -> blocks.
     #[test]
     fn stream_k_grids_match_the_measured_ones() {
         let cases = [
@@ -320,8 +319,8 @@ mod tests {
         assert_eq!(stream.blocks(GemmShape { m: 8, n: 28672, k: 64 }, 132), Some(264));
     }
 
-    /// What a kernel relies on, on devices of any size: a group gets at most what it can take, and each batch tile as
-    /// many groups.
+    /// Kernels rely on this on devices of any size: a group has at most `share` row blocks, and every batch tile has
+    /// the same number of groups.
     #[test]
     fn groups_can_take_their_share_of_row_blocks() {
         for sms in [1, 7, 78, 114, 132] {

@@ -1,6 +1,7 @@
-//! The plan of a block: shared memory by section, roles, the ring between loads and work, and the launch.
+//! The plan of a block: sections of shared memory, warp roles, the ring between loads and work, and the launch.
 //!
-//! A family computes it from its axes and the architecture, in `const fn`s. Nothing here knows a family.
+//! A family computes its plan from its axes and the architecture, in `const fn`s. This module is independent of
+//! families.
 
 mod constraint;
 mod grid;
@@ -14,8 +15,8 @@ pub use smem::{SmemPlan, SmemSection};
 
 use crate::limits::ArchLimits;
 
-/// Of the values of an axis below the spec's own, the largest that fits, all else being equal. A macro, because a const
-/// fn takes no closure.
+/// The largest value of an axis below the spec's that fits with the other axes unchanged. A macro, because a const fn
+/// accepts no closure.
 macro_rules! most_fitting {
     ($fits:ident($spec:ident, $op:ident), $op_type:ident { $field:ident: $axis:ident }) => {{
         let mut value = $op.$field.get();
@@ -31,7 +32,7 @@ macro_rules! most_fitting {
 
 pub(crate) use most_fitting;
 
-/// A value with the axis that it is of, as messages call it.
+/// A value with the name of its axis in messages.
 pub(crate) const fn named(axis: &'static str, value: Option<u32>) -> Option<(&'static str, u32)> {
     match value {
         Some(value) => Some((axis, value)),
@@ -53,7 +54,7 @@ pub struct BlockPlan {
 }
 
 impl BlockPlan {
-    /// With as many blocks per SM as there is room for: families state what suits Hopper's.
+    /// Limits the blocks per SM to the room on this architecture; families state the number for Hopper.
     pub(crate) const fn within(mut self, limits: &ArchLimits) -> Self {
         let most = limits.blocks_by_smem_and_threads(self.launch.threads, self.smem.bytes());
         if self.launch.blocks_per_sm > most {
@@ -79,21 +80,21 @@ pub struct LaunchPlan {
     pub grid: LaunchGrid,
     /// Blocks of a cluster, along x; 1 for none.
     pub cluster: u32,
-    /// Programmatic dependent launch: the kernel starts while the stream's previous one still runs, and waits for it
+    /// Programmatic dependent launch: the kernel starts while the stream's previous kernel still runs, and waits for it
     /// itself.
     pub pdl: bool,
-    /// Blocks may wait for other blocks of their grid: all must be resident at once ([`LaunchPlan::blocks_wait`]).
+    /// Blocks may wait for other blocks of the grid, so all must be resident at once ([`LaunchPlan::blocks_wait`]).
     pub co_resident: bool,
 }
 
 impl LaunchPlan {
-    /// Without clusters, behind whatever the stream did before.
+    /// A launch without clusters that starts after all earlier work of the stream.
     pub(crate) const fn ordinary(threads: u32, blocks_per_sm: u32, grid: LaunchGrid) -> Self {
         Self { threads, blocks_per_sm, grid, cluster: 1, pdl: false, co_resident: false }
     }
 
-    /// Whether, in a grid of `blocks`, some wait for others. A grid of a single work unit shares no tile of Y, so
-    /// none waits.
+    /// Returns whether some blocks wait for others in a grid of `blocks` blocks. A grid of a single work unit shares no
+    /// tile of Y, so no block waits.
     pub fn blocks_wait(&self, problem: GemmShape, blocks: u32) -> bool {
         self.co_resident && self.grid.work_units(problem, blocks) > 1
     }
@@ -102,14 +103,14 @@ impl LaunchPlan {
 /// Device memory that a launch needs in addition to its operands.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct WorkspacePlan {
-    /// Bytes behind `workspace`.
+    /// Size of the buffer `workspace` in bytes.
     pub bytes: u64,
-    /// u32 behind `counters`, zero before the first launch; each launch leaves them zero.
+    /// Number of u32 counters in the buffer `counters`: zero before the first launch, and each launch leaves them zero.
     pub counters: u64,
 }
 
 impl WorkspacePlan {
-    /// What a dump writes: the A operands of all of W, bf16, whichever block decodes them.
+    /// The output of a dump: the A operands of all of W, bf16, whichever block decodes them.
     pub(crate) const fn operands(problem: GemmShape) -> Self {
         Self { bytes: Work::WeightTiles.units(problem) * 64 * 64 * 2, counters: 0 }
     }

@@ -1,17 +1,18 @@
-//! Who does what in a block, and the ring between loads and work.
+//! The roles of the warps of a block, and the ring between loads and work.
 
 /// A ring of shared-memory stages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PipelinePlan {
-    /// Rings side by side: 1 for the block, or one per warp.
+    /// Number of rings: 1 for the block, or one per warp.
     pub rings: u32,
     /// Stages of a ring.
     pub stages: u32,
     /// Shared memory of one stage.
     pub stage_bytes: u32,
-    /// Arrivals that complete a stage's `full` barrier, besides the bytes it waits for.
+    /// Arrivals that complete a stage's `full` barrier, in addition to the bytes that it expects.
     pub full_arrivals: u32,
-    /// Arrivals that complete a stage's `empty` barrier; 0 where the ring belongs to one warp and needs none.
+    /// Arrivals that complete a stage's `empty` barrier; 0 if the ring belongs to one warp, which needs no such
+    /// barrier.
     pub empty_arrivals: u32,
 }
 
@@ -20,9 +21,9 @@ pub struct PipelinePlan {
 pub struct Role {
     /// The task of the warps.
     pub name: &'static str,
-    /// Warps that have it.
+    /// Number of these warps.
     pub warps: u32,
-    /// Registers per thread that the role asks for with `setmaxnreg`; `None` where it keeps those of the launch.
+    /// Registers per thread that the role requests with `setmaxnreg`; `None` if it keeps those of the launch.
     pub registers: Option<u32>,
 }
 

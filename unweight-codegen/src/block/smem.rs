@@ -1,18 +1,18 @@
-//! Shared memory as a list of named sections.
+//! Dynamic shared memory as a list of named sections.
 
 use std::fmt;
 
-/// The most sections a plan has.
+/// The maximum number of sections of a plan.
 const MAX_SECTIONS: usize = 16;
 
-/// A named run of shared memory: `count` pieces of `bytes_each` from `offset` on.
+/// A named section of shared memory: `count` pieces of `bytes_each`, starting at `offset`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SmemSection {
     /// Name of the contents.
     pub name: &'static str,
     /// First byte, from the (aligned) start of dynamic shared memory.
     pub offset: u32,
-    /// Pieces: stages, warps, buffers.
+    /// Number of pieces: stages, warps or buffers.
     pub count: u32,
     /// Bytes of one piece.
     pub bytes_each: u32,
@@ -40,8 +40,8 @@ impl SmemPlan {
         Self { sections: [none; MAX_SECTIONS], len: 0, end: 0 }
     }
 
-    /// This plan with a section behind it, at the next multiple of `align` (a power of two). A section without bytes is
-    /// left out.
+    /// Returns this plan with a section appended at the next multiple of `align` (a power of two). A section of 0 bytes
+    /// is left out.
     #[must_use]
     pub const fn section(mut self, name: &'static str, count: u32, bytes_each: u32, align: u32) -> Self {
         if count * bytes_each == 0 {
@@ -59,7 +59,7 @@ impl SmemPlan {
         &self.sections[..self.len]
     }
 
-    /// Bytes to ask for at launch.
+    /// Returns the bytes of dynamic shared memory to request at launch.
     pub const fn bytes(&self) -> u32 {
         self.end
     }

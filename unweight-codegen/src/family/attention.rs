@@ -6,9 +6,10 @@
 //! prefill  bytes = stages * (256 * head_dim + 16); head_dim = 256: stages * (128 * head_dim + 16)
 //! ```
 //!
-//! With `copy = async` there are no barriers: 8 and 16 bytes a stage less.
+//! With `copy = async` there are no barriers, so a stage has 8 or 16 bytes less.
 //!
-//! With `split` the blocks of a row and KV head, as many as the launch says, meet in device memory:
+//! With `split`, the blocks that share a row and KV head combine their results in device memory; the launch sets their
+//! number:
 //! ```text
 //! decode   workspace = blocks * (128 + 64 * head_dim) bytes, and a counter for each row and KV head
 //! ```
@@ -30,12 +31,12 @@ use crate::{
 };
 
 word_axis! {
-    /// The tokens of a sequence that attend.
+    /// The tokens whose attention is computed.
     AttentionStep, "step" {
-        /// The newest token of each of many sequences. Bias, norm and rotation of its heads are done on the way, and
-        /// its key and value are stored into the cache.
+        /// The newest token of each of many sequences. The kernel also applies bias, norm and rotation to its heads,
+        /// and stores its key and value in the cache.
         Decode = "decode",
-        /// A chunk of tokens of one sequence, whose keys and values are in the cache.
+        /// A chunk of tokens of one sequence, whose keys and values are already in the cache.
         Prefill = "prefill",
     }
 }
@@ -43,9 +44,9 @@ word_axis! {
 word_axis! {
     /// How the pages of the cache are stored.
     KvCache, "cache" {
-        /// All as BF16 ([`crate::kv`]).
+        /// All pages in BF16 ([`crate::kv`]).
         Bf16 = "bf16",
-        /// At 12 bits per element, except the page that a sequence is writing (`docs/kv-cache.md`).
+        /// 12 bits per element, except the page that a sequence is writing (`docs/kv-cache.md`).
         Packed = "packed",
     }
 }
@@ -74,7 +75,7 @@ range_axis! {
 axes! {
     /// A variant of attention over a paged KV cache.
     pub struct AttentionSpec {
-        /// The tokens that attend.
+        /// The tokens whose attention is computed.
         step: AttentionStep "",
         /// Elements of a head.
         head_dim: AttentionHeadDim "_d",
@@ -84,22 +85,22 @@ axes! {
         stages: AttentionStages "p",
         /// Blocks that share the tokens of a row.
         cluster: ClusterSize "c" = 1,
-        /// Where there are no clusters: as many blocks as a launch asks for share the tokens of a row, and meet in
-        /// memory. A unit of the launch's problem is a block: rows x KV heads x parts.
+        /// For architectures without clusters: the launch sets how many blocks share the tokens of a row; they combine
+        /// their results in device memory. A unit of the launch's problem is a block: rows x KV heads x parts.
         split: flag "_split" = false,
         /// How the pages that are read are stored.
         cache: KvCache "_" = Bf16 unnamed,
-        /// Who brings keys and values to shared memory.
+        /// How keys and values are copied to shared memory.
         copy: SmemCopy "_" = Bulk unnamed,
         /// `decode`: elements `2 * i` and `2 * i + 1` of a head are rotated together instead of `i` and
         /// `i + rope_dim / 2`.
         adjacent: flag "_adjacent" = false,
-        /// Scores have a soft cap: `cap * tanh(score / cap)`.
+        /// Scores are capped: `cap * tanh(score / cap)`.
         softcap: flag "_softcap" = false,
         /// `decode`: norms multiply by one plus the weight, and round once.
         plus_one: flag "_plus_one" = false,
-        /// Programmatic dependent launch: starts while the stream's previous kernel still runs, and waits for it before
-        /// it reads QKV.
+        /// Programmatic dependent launch: the kernel starts while the stream's previous kernel still runs, and waits
+        /// for it before it reads QKV.
         pdl: flag "_pdl" = false,
     }
 }
@@ -113,11 +114,11 @@ args! {
         pub out: u64,
         /// The pages of one layer ([`crate::kv`]).
         pub layer: u64,
-        /// `decode`: u32 `[m]`: the position of each row's token, or `u32::MAX` of a row without one.
+        /// `decode`: u32 `[m]`: the position of each row's token, or `u32::MAX` for a row without a token.
         pub positions: u64,
         /// u32 `[m, table_pages]`; `prefill`: `[table_pages]`.
         pub page_table: u64,
-        /// This and the next four, `decode`: bf16 `[max_positions, rope_dim / 2]`; `adjacent`: angles `i` and
+        /// `decode`, as are the next four: bf16 `[max_positions, rope_dim / 2]`; `adjacent`: angles `i` and
         /// `i + rope_dim / 4` are next to each other.
         pub cosines: u64,
         /// Sines, in the layout of `cosines`.
@@ -128,13 +129,13 @@ args! {
         pub q_norm: u64,
         /// Weights of the norm of keys: bf16 `[head_dim]`, or null.
         pub k_norm: u64,
-        /// u32: 1 and a row that leaves the tables or the cache.
+        /// u32, set to `1 + row` for a row that exceeds the tables or the cache.
         pub fault: u64,
-        /// This and the next, `split` with several parts: [`WorkspacePlan::bytes`] of workspace.
+        /// With `split` and several parts, as is the next: [`WorkspacePlan::bytes`] of workspace.
         pub partials: u64,
-        /// Its counters, zero before and after.
+        /// [`WorkspacePlan::counters`] of the workspace, zero before and after.
         pub counters: u64,
-        /// Elements from row to row.
+        /// Elements between rows of QKV.
         pub qkv_pitch: u64,
         /// Elements between rows of the result.
         pub out_pitch: u64,
@@ -142,15 +143,15 @@ args! {
         pub m: u32,
         /// Heads of keys and values.
         pub kv_heads: u32,
-        /// Query heads of each of these, 1..=16.
+        /// Query heads per KV head, 1..=16.
         pub group: u32,
         /// Pages of the layer.
         pub pages: u32,
         /// Entries of a row's page table, at least 1.
         pub table_pages: u32,
-        /// A token's position is below it.
+        /// The limit of positions: each is below it.
         pub max_positions: u32,
-        /// Tokens that a token sees, itself included; 0: all before it.
+        /// Tokens that a token attends to, itself included; 0: all earlier tokens and itself.
         pub window: u32,
         /// Elements of a head that are rotated: a multiple of 4, at most `head_dim`, or 0.
         pub rope_dim: u32,
@@ -158,14 +159,14 @@ args! {
         pub start: u32,
         /// The factor of scores, times log2(e); `softcap`: the cap, times log2(e).
         pub scale: f32,
-        /// The epsilon of the norms of queries and keys; `softcap`, which takes none: the factor of scores divided by
+        /// The epsilon of the norms of queries and keys; `softcap`, which has no norms: the factor of scores divided by
         /// the cap.
         pub eps: f32,
         /// `split`: blocks that share the tokens of a row and KV head, 1 to [`PARTS_MAX`].
         pub parts: u32,
-        /// This and the rest, `cache = packed`: the records of the layer's packed pages ([`crate::kv`]).
+        /// `cache = packed`, as are all below: the records of the layer's packed pages ([`crate::kv`]).
         pub records: u64,
-        /// BF16 operands of the units whose records have no room for their escapes.
+        /// BF16 operands of the units that do not pack.
         pub unit_pages: u64,
         /// BF16 pages of the layer that sequences are writing.
         pub hot: u64,
@@ -179,25 +180,26 @@ args! {
 }
 
 impl VariantSpec {
-    /// Attention over a paged KV cache.
+    /// Returns a variant of attention over a paged KV cache.
     pub const fn attention(arch: Arch, spec: AttentionSpec) -> Self {
         Self { arch, op: Op::Attention(spec) }
     }
 }
 
-/// Blocks that share the tokens of a row and KV head through memory, at most.
+/// The maximum number of blocks that share the tokens of a row and KV head through device memory.
 pub const PARTS_MAX: u32 = 32;
 
-/// Tokens of a slot of a ring.
+/// Tokens in a slot of a ring.
 const TILE_TOKENS: u32 = kv::packed::TILE_TOKENS;
-/// Rows of a fragment of the tensor cores: the heads of a group.
+/// Rows of a tensor core fragment: the heads of a group.
 const ROWS: u32 = 16;
 const ELEMENT_BYTES: u32 = 2;
-/// Maximum and sum of a row.
+/// The maximum and the sum of a row.
 const STATE_BYTES: u32 = 8;
 const MBARRIER_BYTES: u32 = 8;
 
-/// One slot of a ring: K and V of a tile or a page; of a packed tile with the records of its page, in whole 128 bytes.
+/// Bytes of a ring slot: K and V of a tile or a page; for a packed tile also the records of its page, rounded up to 128
+/// bytes.
 const fn slot_bytes(op: &AttentionSpec) -> u32 {
     if matches!(op.cache, KvCache::Packed) {
         let head_dim = op.head_dim.get();
@@ -211,7 +213,7 @@ const fn slot_bytes(op: &AttentionSpec) -> u32 {
     2 * tokens * op.head_dim.get() * ELEMENT_BYTES
 }
 
-/// Rings of a block.
+/// Number of rings of a block.
 const fn rings(op: &AttentionSpec) -> u32 {
     match op.step {
         AttentionStep::Decode => op.warps.get(),
@@ -219,7 +221,7 @@ const fn rings(op: &AttentionSpec) -> u32 {
     }
 }
 
-/// Barriers of a slot that the copy engine fills: `full`, and in a ring of several warps `empty`.
+/// Bytes of the barriers of a slot that the copy engine fills: `full`, and `empty` in a ring that several warps share.
 const fn barrier_bytes(op: &AttentionSpec) -> u32 {
     match op.step {
         _ if matches!(op.copy, SmemCopy::Async) => 0,
@@ -228,21 +230,21 @@ const fn barrier_bytes(op: &AttentionSpec) -> u32 {
     }
 }
 
-/// Registers below which the compiler spills: O, queries, scores, and what one warp works with.
+/// Registers per thread below which the compiler spills: O, queries, scores, and working registers.
 const fn registers(arch: Arch, op: &AttentionSpec) -> u32 {
     let head_dim = op.head_dim.get();
     let packed = matches!(op.cache, KvCache::Packed);
     match op.step {
-        // As many as a thread may have.
+        // As many as a thread can address.
         _ if head_dim > kv::packed::HEAD_DIM_MAX => arch.limits().registers_per_thread,
-        // Queries stay in shared memory, so that a multiprocessor holds twice as many warps.
+        // Queries stay in shared memory, so that an SM holds twice as many warps.
         AttentionStep::Decode if packed && matches!(arch, Arch::Sm90a) && !op.split && head_dim > 112 => head_dim,
-        // Slots of records cost more with the assemblers of other generations than with Hopper's.
+        // Slots of records need more registers with the assemblers of other generations than with Hopper's.
         AttentionStep::Decode if packed && !matches!(arch, Arch::Sm90a) => head_dim + 56,
-        // Adding up parts of the largest heads takes more than what three blocks of four warps have.
+        // Adding up the parts of the largest heads needs more registers than three blocks of four warps leave.
         AttentionStep::Decode if op.split && head_dim > 112 => head_dim + 48,
         AttentionStep::Decode => head_dim + 40,
-        // From heads of 88 on it can do with what three blocks of four warps have.
+        // Heads above 88 need no more than the registers that three blocks of four warps leave.
         AttentionStep::Prefill if head_dim > 88 => 168,
         AttentionStep::Prefill => head_dim + 80,
     }
@@ -359,7 +361,7 @@ impl AttentionSpec {
     }
 }
 
-/// The largest head that fits, all else being equal.
+/// Returns the largest head dimension that fits with the other axes unchanged.
 const fn largest_head(arch: Arch, op: &AttentionSpec) -> Option<u32> {
     let mut i = AttentionHeadDim::ALL.len();
     while i > 0 {
@@ -407,19 +409,19 @@ impl Family for AttentionSpec {
         Entry::new().part(self.step.tag())
     }
 
-    /// What parts of a row leave for each other. A unit of `problem` is a block.
+    /// Sums of parts, and their counters. A unit of `problem` is a block.
     fn workspace(&self, plan: &BlockPlan, problem: GemmShape, sms: u32) -> WorkspacePlan {
         if !self.split {
             return WorkspacePlan::default();
         }
-        // A grid that cannot be launched needs nothing. There are no more rows and KV heads than blocks.
+        // A grid that cannot be launched needs none. Rows times KV heads are at most the number of blocks.
         let blocks = u64::from(plan.launch.grid.blocks(problem, sms).unwrap_or_default());
         let part = ROWS * (STATE_BYTES + self.head_dim.get() * size_of::<f32>() as u32);
         WorkspacePlan { bytes: blocks * u64::from(part), counters: blocks }
     }
 
-    /// `decode`: heads of 64, 128 and 256 with every cluster, other heads with one block a row, and where there are no
-    /// clusters every head with parts; `prefill`: every head. All ordinary and dependent.
+    /// `decode`: heads of 64, 128 and 256 with every cluster size, other heads with one block per row, and every head
+    /// with `split` on architectures without clusters. `prefill`: every head. Each with and without `pdl`.
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
         AttentionHeadDim::ALL
             .into_iter()
@@ -430,8 +432,8 @@ impl Family for AttentionSpec {
                     .filter(move |cluster| [64, 128, 256].contains(&head_dim.get()) || cluster.get() == 1)
                     .flat_map(move |cluster| [false, true].map(move |pdl| variant(AttentionStep::Decode, head_dim, 4, stages, cluster, pdl)))
             })
-            // Where a batch has about as many rows and KV heads as a GPU has multiprocessors: eight warps a block,
-            // alone or in pairs (docs/records/2026-11-22).
+            // For batches with about as many rows x KV heads as the GPU has SMs: eight warps per block, one block or
+            // two (docs/records/2026-11-22).
             .chain(AttentionHeadDim::ALL.into_iter().filter(move |head_dim| [64, 128].contains(&head_dim.get())).flat_map(move |head_dim| {
                 let stages = stages_of(head_dim);
                 [(stages, 0), (stages / 2, 1)].into_iter().flat_map(move |(stages, cluster)| {
@@ -449,8 +451,8 @@ impl Family for AttentionSpec {
 }
 
 impl AttentionSpec {
-    /// The variant itself, and of `decode` the same over packed pages: with one more slot in a ring, since they are
-    /// smaller, and of eight warps a block also with as many, so that a multiprocessor holds two.
+    /// Returns this variant, and for `decode` its variants over packed pages. These have one more stage, because packed
+    /// slots are smaller; with eight warps per block also the same number, so that an SM holds two blocks.
     fn caches(self) -> impl Iterator<Item = Self> {
         let stages = self.stages.get();
         let of = move |stages| match AttentionStages::new(stages) {
@@ -467,7 +469,8 @@ impl AttentionSpec {
         std::iter::once(self).chain(more).chain(same)
     }
 
-    /// What ships where a row has no cluster: parts of four warps, for every head, ordinary and dependent.
+    /// The variants with `split`, for architectures without clusters: every head with four warps, with and without
+    /// `pdl`.
     pub(crate) fn in_parts() -> impl Iterator<Item = Self> {
         AttentionHeadDim::ALL.into_iter().flat_map(|head_dim| {
             [false, true].map(move |pdl| {
@@ -478,7 +481,7 @@ impl AttentionSpec {
     }
 }
 
-/// 64 KB of rings for four warps, and as many stages for small heads as for heads of 64.
+/// Returns the stages that fill 64 KB of rings with four warps; small heads have as many as heads of 64.
 const fn stages_of(head_dim: AttentionHeadDim) -> u32 {
     match head_dim.get() {
         ..=64 => 4,

@@ -1,4 +1,4 @@
-//! From the compact encoding (docs/format.md A.11) to BF16 and to the packed encoding:
+//! Decodes compact tensors (docs/format.md A.11) to BF16 or to the packed encoding:
 //! `templates/include/unweight/kernels/decode_compact.cuh`.
 
 use super::{Edge, Family, VariantSpec, entry::Entry};
@@ -13,9 +13,9 @@ use unweight_format::{EncodingId, raw::layout::STREAM_TILE_BYTES_MAX};
 word_axis! {
     /// A stage of the decoder of compact tensors (docs/format.md A.11).
     DecodeCompactStage, "stage" {
-        /// To BF16.
+        /// Decodes to BF16.
         Full = "full",
-        /// To packed tiles and escape heads, and the words that the lists need.
+        /// Decodes to packed tiles and escape heads, and counts the words that the lists need.
         Packed = "packed",
         /// Writes the lists of row blocks with more than one escape.
         Lists = "lists",
@@ -25,7 +25,7 @@ word_axis! {
 axes! {
     /// A kernel of the decoder of compact tensors.
     pub struct DecodeCompactSpec {
-        /// The kernel of the decoder.
+        /// The stage of the decoder.
         stage: DecodeCompactStage "",
     }
 }
@@ -51,9 +51,9 @@ args! {
         pub escape_heads: u64,
         /// u32 `[escape_words]`: written by `lists`.
         pub escapes: u64,
-        /// u32 `[ceil(tiles / 16)]`, zeroed before `packed`: words of the lists of 64 row blocks each.
+        /// u32 `[ceil(tiles / 16)]`, zeroed before `packed`: words of the lists of each 64 row blocks.
         pub group_words: u64,
-        /// u64, zeroed before `packed`: `!(row * k + column)` of the first element that no operand can stand for, 0 if
+        /// u64, zeroed before `packed`: `!(row * k + column)` of the first element that no operand can represent, 0 if
         /// there is none.
         pub inexact: u64,
         /// Words in `streams`, a multiple of 4.
@@ -80,7 +80,7 @@ args! {
 }
 
 impl VariantSpec {
-    /// A stage of the decoder.
+    /// Returns a stage of the decoder.
     pub const fn decode_compact(arch: Arch, stage: DecodeCompactStage) -> Self {
         Self { arch, op: super::Op::DecodeCompact(DecodeCompactSpec { stage }) }
     }
@@ -88,13 +88,13 @@ impl VariantSpec {
 
 const WARPS: u32 = 8;
 const BLOCKS_PER_SM: u32 = 3;
-/// A warp takes a tile.
+/// A warp processes one tile.
 const TILES_PER_BLOCK: u32 = WARPS;
-/// Eight row blocks a warp.
+/// A warp processes eight row blocks.
 const LIST_TILES_PER_BLOCK: u32 = 16;
-/// Entries of 4 bytes.
+/// 512 entries of 4 bytes.
 pub(super) const TABLE_BYTES: u32 = 1 << 11;
-/// Longest streams of a tile, from 16 bytes to 16 bytes, and what a chain may read past them.
+/// The longest streams of a tile, with 16-byte boundaries at both ends, and the bytes that a chain may read past them.
 pub(super) const SLOT_BYTES: u32 = (12 + STREAM_TILE_BYTES_MAX as u32 + 9 + 16).next_multiple_of(16);
 
 impl DecodeCompactSpec {
@@ -108,7 +108,7 @@ impl DecodeCompactSpec {
         let smem = SmemPlan::new().section("table", 1, TABLE_BYTES, 16).section("slots", WARPS, SLOT_BYTES, 16);
         let (smem, per_block) = match op.stage {
             DecodeCompactStage::Full | DecodeCompactStage::Packed => (smem, TILES_PER_BLOCK),
-            // Per warp its own words and those of the groups before.
+            // For each warp, its own words and those of the preceding groups.
             DecodeCompactStage::Lists => (smem.section("sums", WARPS, 8, 8), LIST_TILES_PER_BLOCK),
         };
         Ok(BlockPlan {

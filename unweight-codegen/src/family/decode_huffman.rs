@@ -1,4 +1,4 @@
-//! Huffman tensor to an encoding that a consumer reads (report section 7):
+//! Decodes a Huffman tensor to an encoding that a consumer reads (report section 7):
 //! `templates/include/unweight/kernels/decode_huffman.cuh`.
 
 use super::{DECODED_EXPONENTS, Edge, Family, VariantSpec, entry::Entry, shared::SmemCopy};
@@ -11,9 +11,9 @@ use crate::{
 use unweight_format::{EncodingId, Float};
 
 word_axis! {
-    /// What a decoder of the family `decode_huffman` writes (report section 7).
+    /// The output of a decoder of the family `decode_huffman` (report section 7).
     DecodeOutput, "output" {
-        /// `[n, k]`, row-major: the weights themselves.
+        /// The weights, `[n, k]`, row-major.
         Full = "full",
         /// u8 `[tiles, 64, 64]`: one exponent byte per element.
         Exponent = "exponent",
@@ -23,8 +23,8 @@ word_axis! {
 }
 
 word_axis! {
-    /// The type of the weights: BF16 from a Huffman tensor, the others from a tensor of encoding `exponents`, of which
-    /// only the weights themselves are decoded.
+    /// The type of the weights. BF16 comes from a Huffman tensor; the others come from a tensor of encoding
+    /// `exponents`, and only with output `full`.
     DecodeElement, "element" {
         /// BF16 elements.
         Bf16 = "bf16",
@@ -40,7 +40,7 @@ word_axis! {
 }
 
 impl DecodeElement {
-    /// The element of a type whose exponents can be coded.
+    /// Returns the element of a float type.
     pub const fn of(float: Float) -> Self {
         match float {
             Float::Bf16 => Self::Bf16,
@@ -64,37 +64,37 @@ impl DecodeElement {
 }
 
 range_axis! {
-    /// The longest code, in bits, that a decoder accepts: it sizes the decode table.
+    /// The longest code that a decoder accepts, in bits: it determines the size of the decode table.
     CodeLimit, "code_limit", 6..=15, "6..=15 (bits)"
 }
 
 set_axis! {
-    /// Warps of a decoder's block; 0: as many of 32, 16, 8 and 4 as the shared memory of the architecture holds.
+    /// Warps of a decoder's block; 0: as many of 32, 16, 8 and 4 as fit the architecture's shared memory.
     DecodeWarps, "warps", [0, 4, 8, 16, 32], "4, 8, 16 or 32, or 0 for as many of these as shared memory holds"
 }
 
 impl CodeLimit {
-    /// The encoder's default.
+    /// The default of the encoder.
     pub const DEFAULT: Self = Self(7);
 }
 
 impl DecodeWarps {
-    /// As many warps as shared memory holds.
+    /// As many warps as fit in shared memory.
     pub const FITTING: Self = Self::ALL[0];
 }
 
 axes! {
     /// A decoder of the family `decode_huffman`.
     pub struct DecodeHuffmanSpec {
-        /// The form of the output.
+        /// The output of the decoder.
         output: DecodeOutput "",
         /// Type of the weights.
         element: DecodeElement "_" = Bf16 unnamed,
-        /// The longest code accepted; of an attribute that does not say, the encoder's default.
+        /// The longest code accepted; the default of an attribute is the encoder's default.
         code_limit: CodeLimit "_l" = 7,
-        /// What brings the bits to shared memory.
+        /// How the codes are copied to shared memory.
         copy: SmemCopy "_" = Bulk unnamed,
-        /// Warps of a block. What ships leaves it to the architecture; a number runs what another one has.
+        /// Warps of a block. Shipped variants leave it to the architecture; a number selects the block of another one.
         warps: DecodeWarps "_w" = 0 unnamed,
     }
 }
@@ -102,12 +102,12 @@ axes! {
 args! {
     /// Arguments of the family `decode_huffman`.
     pub struct DecodeHuffmanArgs {
-        /// `[n, k]` u8; read by `decode_full` only. Of other types than BF16: `fraction_bytes`, and `fraction_bits`
-        /// behind them.
+        /// `[n, k]` u8; read by output `full` only. For types other than BF16: `fraction_bytes`, followed by
+        /// `fraction_bits`.
         pub sign_mantissa: u64,
         /// `[encoded_words]` u32.
         pub encoded_exp: u64,
-        /// `[tiles, 64]` u8, bits - 64.
+        /// `[tiles, 64]` u8: length of each row in bits, minus 64.
         pub row_lengths: u64,
         /// `[tiles]` of 16 bytes.
         pub tile_metadata: u64,
@@ -119,7 +119,7 @@ args! {
         pub code_lengths: u64,
         /// full: `[n, k]` of the element's type; exponent: u8 `[tiles, 64, 64]`; palette: u8 `[tiles, 64, 32]`.
         pub output: u64,
-        /// u32; 1 + tile where a tile's metadata is out of bounds.
+        /// u32, set to `1 + tile` if the metadata of a tile is out of bounds.
         pub fault: u64,
         /// Words in `encoded_exp`.
         pub encoded_words: u64,
@@ -139,38 +139,39 @@ args! {
 }
 
 impl VariantSpec {
-    /// A decoder, whose bits come by the copy engine where there is one.
+    /// Returns a decoder to BF16, which uses the copy engine if the architecture has one.
     pub const fn decode_huffman(arch: Arch, output: DecodeOutput, code_limit: CodeLimit) -> Self {
         let (copy, warps) = (SmemCopy::of(arch), DecodeWarps::FITTING);
         let element = DecodeElement::Bf16;
         Self { arch, op: super::Op::DecodeHuffman(DecodeHuffmanSpec { output, element, code_limit, copy, warps }) }
     }
 
-    /// A decoder to weights of any type, likewise.
+    /// Returns a decoder to weights of any type, which uses the copy engine if the architecture has one.
     pub const fn decode_elements(arch: Arch, element: DecodeElement, code_limit: CodeLimit) -> Self {
         let (output, copy, warps) = (DecodeOutput::Full, SmemCopy::of(arch), DecodeWarps::FITTING);
         Self { arch, op: super::Op::DecodeHuffman(DecodeHuffmanSpec { output, element, code_limit, copy, warps }) }
     }
 }
 
-/// One block fills an SM: the table is then built and held once per SM.
+/// One block fills an SM, so the table is built and stored once per SM.
 const BLOCKS_PER_SM: u32 = 1;
 const WARPS_MAX: u32 = 32;
 const WARPS_MIN: u32 = 4;
-/// Buffers of a warp for the bits of a tile: one per half.
+/// Buffers of a warp for the codes of a tile: one per half.
 const STAGES: u32 = 2;
-/// 16 B in front, and 32 rows of at most 319 bits rounded out to 16 B at both ends.
+/// 16 B in front, and 32 rows of at most 319 bits, extended to 16 B boundaries at both ends.
 const STAGE_BYTES: u32 = 16 + 1312;
 const MBARRIER_BYTES: u32 = 8;
 /// Code words and single-symbol entries while the table is built.
 const SCRATCH_BYTES: u32 = 1024;
-/// Up to here a table is repeated, so that lanes look up in different banks.
+/// The table is repeated up to this size, so that lanes read from different banks.
 const TABLE_BYTES_MAX: u32 = 65_536;
 const TABLE_COPIES_MAX: u32 = 32;
 /// A half tile, one row per lane, is staged before it is written.
 const ROWS_PER_HALF: u32 = 32;
 
-/// Bytes of the lookup table. Up to 7 bits: one table of pairs, indexed by two codes. Above: single symbols, repeated.
+/// Returns the bytes of the lookup table. Codes of up to 7 bits: one table of pairs, indexed by two codes. Longer
+/// codes: single symbols, in several copies.
 const fn table_bytes(output: DecodeOutput, limit: CodeLimit) -> u32 {
     let bits = limit.get();
     if bits <= 7 {
@@ -186,10 +187,9 @@ impl DecodeHuffmanSpec {
         Instructions::NONE.with(self.copy.instruction())
     }
 
-    /// The shared memory of a block of so many warps.
+    /// Returns the shared memory of a block with `warps` warps.
     const fn smem(&self, warps: u32) -> SmemPlan {
-        // `full` decodes to indices, too: its table and staging area are then half as large, and 32 warps fit their
-        // registers.
+        // `full` also decodes to indices: this halves its table and staging area, and 32 warps fit in registers.
         let row_bytes = if matches!(self.output, DecodeOutput::Exponent) { 64 } else { 32 };
         SmemPlan::new()
             .section("table", 1, table_bytes(self.output, self.code_limit), 16)
@@ -199,7 +199,7 @@ impl DecodeHuffmanSpec {
             .section("output", warps, ROWS_PER_HALF * row_bytes, 16)
     }
 
-    /// A buffer that the copy engine fills says so by an mbarrier; what threads copy they wait for themselves.
+    /// Returns the bytes of a buffer's mbarrier, which only the copy engine needs. Threads wait for their own copies.
     const fn barrier_bytes(&self) -> u32 {
         if matches!(self.copy, SmemCopy::Bulk) { MBARRIER_BYTES } else { 0 }
     }
@@ -210,7 +210,7 @@ impl DecodeHuffmanSpec {
             return Err(Constraint::Conflict { what });
         }
         let limit_bytes = arch.limits().smem_bytes_per_block;
-        // As many as the shared memory holds: on Hopper all of them.
+        // As many as fit in shared memory; on Hopper all of them.
         let mut fitting = WARPS_MAX;
         while fitting > WARPS_MIN && self.smem(fitting).bytes() > limit_bytes {
             fitting /= 2;
@@ -229,7 +229,7 @@ impl DecodeHuffmanSpec {
         }
         Ok(BlockPlan {
             smem,
-            // Private to a warp, which knows its own progress: no barrier says that a stage is empty.
+            // A ring belongs to one warp, which needs no barrier for empty stages.
             pipeline: Some(PipelinePlan {
                 rings: warps,
                 stages: STAGES,
@@ -276,12 +276,12 @@ impl Family for DecodeHuffmanSpec {
     }
 
     fn entry(&self, plan: &BlockPlan) -> Entry {
-        // The axis is 0 where the shared memory of the architecture decides.
+        // The axis is 0 if the architecture's shared memory decides.
         Entry::new().number("kWarps", plan.roles.warps())
     }
 
-    /// Exponents only where something reads them: the reconstructive matmul, which needs `wgmma`. Of other types than
-    /// BF16 codes of the encoder's default limit, and all.
+    /// Exponents only where a kernel reads them: the reconstructive matmul, which needs `wgmma`. Types other than BF16
+    /// have decoders for the encoder's default code limit, and for the longest.
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
         let of_type = move |element: &DecodeElement| {
             [CodeLimit::DEFAULT, CodeLimit::MAX].map(|limit| VariantSpec::decode_elements(arch, *element, limit))

@@ -1,4 +1,4 @@
-//! Rows of an embedding, looked up: `templates/include/unweight/kernels/embed.cuh`.
+//! Looks up rows of an embedding: `templates/include/unweight/kernels/embed.cuh`.
 
 use super::{Edge, Family, Op, VariantSpec, entry::Entry};
 use crate::{
@@ -19,11 +19,11 @@ word_axis! {
 }
 
 axes! {
-    /// A lookup of rows, a block a row.
+    /// A lookup of rows, one block per row.
     pub struct EmbedSpec {
         /// The encoding of the table.
         source: EmbedSource "",
-        /// Programmatic dependent launch: its blocks are there before the stream's previous kernel has ended.
+        /// Programmatic dependent launch: its blocks start before the stream's previous kernel has ended.
         pdl: flag "_pdl" = false,
     }
 }
@@ -43,7 +43,7 @@ args! {
         pub escapes: u64,
         /// bf16 `[m, d]`.
         pub y: u64,
-        /// u32, set to 1 and the row of `y` where an id is not a row of the table.
+        /// u32, set to `1 + row` if the id of that row of `y` is not a row of the table.
         pub fault: u64,
         /// Elements from one row of `table` to the next.
         pub table_pitch: u64,
@@ -65,7 +65,7 @@ args! {
 }
 
 impl VariantSpec {
-    /// A lookup of rows of an embedding.
+    /// Returns a kernel that looks up rows of an embedding.
     pub const fn embed(arch: Arch, spec: EmbedSpec) -> Self {
         Self { arch, op: Op::Embed(spec) }
     }

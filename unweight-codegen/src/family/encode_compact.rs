@@ -1,4 +1,4 @@
-//! From BF16 to the compact encoding (docs/format.md A.11): `templates/include/unweight/kernels/encode_compact.cuh`.
+//! Encodes BF16 as compact (docs/format.md A.11): `templates/include/unweight/kernels/encode_compact.cuh`.
 
 use super::{Edge, Family, VariantSpec, entry::Entry};
 use crate::{
@@ -10,11 +10,11 @@ use crate::{
 use unweight_format::{EncodingId, raw::layout::STREAM_TILE_BYTES_MAX};
 
 word_axis! {
-    /// A step from BF16 to the compact encoding (docs/format.md A.11).
+    /// A stage of the encoder of compact tensors (docs/format.md A.11).
     EncodeCompactStage, "stage" {
         /// Counts quads of classes.
         Quads = "quads",
-        /// Sizes of the streams and escapes of each tile.
+        /// Computes the sizes of the streams and escapes of each tile.
         Sizes = "sizes",
         /// Writes dense parts, streams, heads and lists.
         Write = "write",
@@ -24,7 +24,7 @@ word_axis! {
 axes! {
     /// A kernel of the encoder of compact tensors.
     pub struct EncodeCompactSpec {
-        /// The kernel of the sequence.
+        /// The stage of the encoder.
         stage: EncodeCompactStage "",
     }
 }
@@ -32,22 +32,22 @@ axes! {
 args! {
     /// Arguments of family `encode_compact`: all stages share one struct.
     pub struct EncodeCompactArgs {
-        /// bf16 `[n, k]`, only read.
+        /// bf16 `[n, k]`, read only.
         pub weights: u64,
-        /// u32 `[4096]`, zeroed before `quads`: how often each quad of classes occurs.
+        /// u32 `[4096]`, zeroed before `quads`: the number of occurrences of each quad of classes.
         pub quads: u64,
         /// u32 `[4096]`: `compact::Coding::kernel_table`; not read by `quads`.
         pub table: u64,
         /// u32 `[tiles, 2]`: words of a tile's streams, and its escapes; written by `sizes`.
         pub sizes: u64,
-        /// u64, zeroed before `sizes`: `!(row * k + column)` of the first element that no operand can stand for, 0 if
+        /// u64, zeroed before `sizes`: `!(row * k + column)` of the first element that no operand can represent, 0 if
         /// there is none.
         pub inexact: u64,
         /// u32 `[tiles + 1, 2]`: `class_tiles`, whose heads `write` completes.
         pub tiles: u64,
         /// u8 `[tiles, 5120]`; written by `write`.
         pub dense: u64,
-        /// u32, as many words as `tiles` ends with; written by `write`.
+        /// u32, with as many words as the last entry of `tiles` says; written by `write`.
         pub streams: u64,
         /// u32 `[record_words]`: lists of escapes; written by `write`.
         pub records: u64,
@@ -55,7 +55,7 @@ args! {
         pub record_words: u32,
         /// Lowest exponent of the window of 32, 1..=223.
         pub base: u32,
-        /// The class that elements outside the window are coded as.
+        /// The class code of elements outside the window.
         pub filler: u32,
         /// Output features, a multiple of 64.
         pub n: u32,
@@ -71,18 +71,18 @@ args! {
 }
 
 impl VariantSpec {
-    /// A stage of the encoder.
+    /// Returns a stage of the encoder.
     pub const fn encode_compact(arch: Arch, stage: EncodeCompactStage) -> Self {
         Self { arch, op: super::Op::EncodeCompact(EncodeCompactSpec { stage }) }
     }
 }
 
 const WARPS: u32 = 8;
-/// Counters, or codes, of 4096 quads.
+/// Counters or codes of 4096 quads.
 const QUAD_BYTES: u32 = 4 << 12;
-/// A warp takes eight row blocks.
+/// A warp processes eight row blocks.
 const COUNT_TILES_PER_BLOCK: u32 = 16;
-/// Longest streams of a tile, and a word behind them.
+/// The longest streams of a tile, and one more word.
 const SLOT_BYTES: u32 = (STREAM_TILE_BYTES_MAX as u32 + 4).next_multiple_of(16);
 
 impl EncodeCompactSpec {
@@ -94,7 +94,7 @@ impl EncodeCompactSpec {
         let op = self;
         let work = Work::WeightTiles;
         let smem = SmemPlan::new().section("quads", 1, QUAD_BYTES, 16);
-        // A warp takes a tile.
+        // A warp processes a tile.
         let (smem, blocks_per_sm, per_block) = match op.stage {
             EncodeCompactStage::Quads => (smem, 4, COUNT_TILES_PER_BLOCK),
             EncodeCompactStage::Sizes => (smem, 3, WARPS),

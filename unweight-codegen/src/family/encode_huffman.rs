@@ -1,4 +1,5 @@
-//! BF16 to a Huffman or palette tensor (report section 4): `templates/include/unweight/kernels/encode_huffman.cuh`.
+//! Encodes BF16 as a Huffman or palette tensor (report section 4):
+//! `templates/include/unweight/kernels/encode_huffman.cuh`.
 
 use super::{Edge, Family, VariantSpec};
 use crate::{
@@ -16,9 +17,9 @@ word_axis! {
         Stats = "stats",
         /// Chooses the palette and the code.
         Table = "table",
-        /// Row lengths, verbatim rows and tile sizes.
+        /// Computes row lengths, verbatim rows and tile sizes.
         Rows = "rows",
-        /// Tile sizes to offsets.
+        /// Converts tile sizes to offsets.
         Scan = "scan",
         /// Writes the bitstream and the verbatim rows.
         Write = "write",
@@ -30,13 +31,13 @@ word_axis! {
 axes! {
     /// A kernel of the encoder of Huffman tensors.
     pub struct EncodeHuffmanSpec {
-        /// The kernel of the sequence.
+        /// The stage of the encoder.
         stage: EncodeHuffmanStage "",
     }
 }
 
 args! {
-    /// Arguments of the encoding family: all stages share one struct.
+    /// Arguments of the family `encode_huffman`: all stages share one struct.
     pub struct EncodeHuffmanArgs {
         /// bf16 `[n, k]`.
         pub weights: u64,
@@ -62,7 +63,7 @@ args! {
         pub verbatim_exponents: u64,
         /// u8 `[tiles, 64, 32]`, stage `palette` only.
         pub palette_index: u64,
-        /// u64 `[4]`: words, verbatim rows, most verbatim rows in a tile, fault.
+        /// u64 `[4]`: words, verbatim rows, maximum of verbatim rows in a tile, fault.
         pub totals: u64,
         /// u64 scratch of `scan`, zeroed.
         pub scan_state: u64,
@@ -84,19 +85,19 @@ args! {
 }
 
 impl VariantSpec {
-    /// An encoder stage.
+    /// Returns an encoder stage.
     pub const fn encode_huffman(arch: Arch, stage: EncodeHuffmanStage) -> Self {
         Self { arch, op: super::Op::EncodeHuffman(EncodeHuffmanSpec { stage }) }
     }
 }
 
-/// 256 counters, one column per lane.
+/// 256 counters, with one column per lane.
 const HISTOGRAM_COUNTERS: u32 = 256;
 const LANES: u32 = 32;
-/// Stages that take a tile per warp.
+/// Warps of a block in stages that process one tile per warp.
 const TILE_WARPS: u32 = 8;
 const TILE_BLOCKS_PER_SM: u32 = 4;
-/// What those stages look up per exponent.
+/// The table by exponent that these stages read.
 const EXPONENT_TABLE_BYTES: u32 = 256 * 4;
 /// A tile has at most 64 * 319 bits = 638 words, rounded up to 16 B.
 const TILE_BUFFER_BYTES: u32 = 640 * 4;
@@ -131,7 +132,8 @@ impl EncodeHuffmanSpec {
                 none.section("work", 1, 1024, 16),
                 8,
                 1,
-                // Blocks wait for the sums of those before them, each for its own tiles: no other number is right.
+                // Each block processes its own tiles and waits for the sums of the blocks before it, so the grid must
+                // cover the tiles exactly.
                 LaunchGrid::Covering { work: Work::WeightTiles, per_block: SCAN_TILES_PER_BLOCK },
             ),
             EncodeHuffmanStage::Write => (

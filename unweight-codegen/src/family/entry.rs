@@ -1,4 +1,4 @@
-//! What a variant's entry point says beyond its axes.
+//! Declarations of a variant's entry point in addition to its axes.
 
 use super::shared::Epilogue;
 use crate::axes::{Axis, Raw, Values};
@@ -44,19 +44,19 @@ impl Constant {
     }
 }
 
-/// An equation that the compiler must find true: the kernel's side, and the number of this crate.
+/// An equation that the compiler checks: an expression of the kernel, and a number of this crate.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Check {
-    /// In words.
+    /// The compared quantity, in words.
     what: &'static str,
-    /// A C++ expression.
+    /// The kernel's C++ expression.
     kernel: String,
-    /// Its value here.
+    /// The number of this crate.
     host: u32,
 }
 
-/// What a variant's entry point says beyond its axes: derived constants, and equations between this crate and the
-/// kernel's header. Names in equations are qualified, for `Smem` and `Config` aside.
+/// Declarations of a variant's entry point in addition to its axes: derived constants, and equations between this crate
+/// and the kernel's header. Names in equations are qualified, except `Smem` and `Config`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Entry {
     part: Option<&'static str>,
@@ -65,49 +65,49 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// Nothing but the axes.
+    /// Creates an entry point that has only its axes.
     pub(crate) fn new() -> Self {
         Self::default()
     }
 
-    /// The header and the namespace are a part of the family's: `attention/decode.cuh`, `uw::attention::decode`.
+    /// Uses the header and namespace of a part of the family: `attention/decode.cuh`, `uw::attention::decode`.
     pub(crate) fn part(mut self, part: &'static str) -> Self {
         self.part = Some(part);
         self
     }
 
-    /// A derived number. It replaces the axis of the same name.
+    /// Adds a derived number. It replaces the axis of the same name.
     pub(crate) fn number(mut self, name: &str, value: u32) -> Self {
         self.derived.push(Constant::number(name, value));
         self
     }
 
-    /// A derived switch.
+    /// Adds a derived switch.
     pub(crate) fn flag(mut self, name: &str, value: bool) -> Self {
         self.derived.push(Constant::flag(name, value));
         self
     }
 
-    /// A derived enumerator of a type of `unweight/axes.cuh`.
+    /// Adds a derived enumerator of a type of `unweight/axes.cuh`.
     pub(crate) fn word(mut self, name: &str, kind: &str, enumerator: &str) -> Self {
         self.derived.push(Constant::word(name, kind, enumerator));
         self
     }
 
-    /// An equation.
+    /// Adds an equation.
     pub(crate) fn check(mut self, what: &'static str, kernel: &str, host: u32) -> Self {
         self.checks.push(Check { what, kernel: kernel.to_owned(), host });
         self
     }
 
-    /// Sizes of the packed encoding.
+    /// Adds equations for the sizes of the packed encoding.
     pub(crate) fn packed_layout(self) -> Self {
         self.check("tiles", "uw::packed::kTile", layout::TILE as u32)
             .check("packed tiles", "uw::packed::kTileBytes", layout::PACKED_TILE_BYTES as u32)
             .check("row blocks", "uw::packed::kBlockBytes", layout::PACKED_BLOCK_BYTES as u32)
     }
 
-    /// Sizes of the compact encoding.
+    /// Adds equations for the sizes of the compact encoding.
     pub(crate) fn compact_layout(self) -> Self {
         self.check("dense tiles", "uw::compact::kDenseTileBytes", layout::DENSE_TILE_BYTES as u32).check(
             "streams",
@@ -116,12 +116,14 @@ impl Entry {
         )
     }
 
-    /// How gates and ups alternate in the weights of a `silu_mul` product.
+    /// Adds the equation for the number of gate rows that alternate with up rows in the weights of a `silu_mul`
+    /// product.
     pub(crate) fn gate_rows(self) -> Self {
         self.check("rows of a gate", "uw::packed::kGateRows", Epilogue::GATE_ROWS)
     }
 
-    /// Registers per thread of the loading and the multiplying role of a C++ type, where the plan moves registers.
+    /// Adds equations for the registers per thread of both roles, loading and multiplying, if the plan moves registers.
+    /// `kernel` is a C++ type.
     pub(crate) fn registers(self, kernel: &str, of_roles: &[u32]) -> Self {
         let names = ["kProducerRegisters", "kConsumerRegisters"];
         names
@@ -130,7 +132,7 @@ impl Entry {
             .fold(self, |entry, (name, registers)| entry.check("registers", &format!("{kernel}::{name}"), *registers))
     }
 
-    /// The header of the kernel.
+    /// Returns the header of the kernel.
     pub(crate) fn header(&self, family: &str) -> String {
         match self.part {
             Some(part) => format!("unweight/kernels/{family}/{part}.cuh"),
@@ -138,12 +140,12 @@ impl Entry {
         }
     }
 
-    /// The namespace of the kernel in `uw`.
+    /// Returns the namespace of the kernel in `uw`.
     pub(crate) fn namespace(&self, family: &str) -> String {
         self.part.map_or_else(|| family.to_owned(), |part| format!("{family}::{part}"))
     }
 
-    /// The fields of `Config`: the axes in their order, then the derived constants that no axis has.
+    /// Returns the fields of `Config`: the axes in their order, then the derived constants that replace no axis.
     pub(crate) fn constants(&self, axes: &[Axis], values: Raw) -> Vec<Constant> {
         let mut constants: Vec<_> =
             axes.iter().zip(values).map(|(axis, value)| Constant::of_axis(axis, value)).collect();
@@ -156,13 +158,13 @@ impl Entry {
         constants
     }
 
-    /// The equations.
+    /// Returns the equations.
     pub(crate) fn checks(&self) -> &[Check] {
         &self.checks
     }
 }
 
-/// `kSourceBarriers` for `source_barriers`: constants, enumerators and sections are called so in C++.
+/// Returns the C++ name of a constant, enumerator or section: `kSourceBarriers` for `source_barriers`.
 pub(crate) fn constant_name(name: &str) -> String {
     let camel = name.split('_').map(|word| match word.split_at_checked(1) {
         Some((first, rest)) => first.to_ascii_uppercase() + rest,
@@ -216,7 +218,7 @@ mod tests {
         assert_eq!(warps.collect::<Vec<_>>(), ["uw::u32 kWarps = 32"]);
     }
 
-    /// The enumerations of `unweight/axes.cuh` are those of the axes, in the same order.
+    /// The enumerations of `unweight/axes.cuh` match the axes, with their words in the same order.
     #[test]
     fn words_are_enumerators_of_the_header() {
         let header = unweight_templates::header("unweight/axes.cuh").unwrap();

@@ -4,7 +4,7 @@
 //! ```text
 //! bytes = warps * (align1024(stages * stage + early * 1232) + 8 * stages) + 2048 * tables + persistent * 4 * batch_tile * 256
 //! early = batch_tile == 8
-//! stage = batch_tile * 128 + 5120 + 1232      X of 64 k, a tile's dense part, its streams
+//! stage = batch_tile * 128 + 5120 + 1232      64 columns of X, the dense part of a tile, its streams
 //! ```
 //!
 //! The fp32 sums of a warp, `batch_tile * 256`, overlay its drained ring, which is always larger.
@@ -24,18 +24,18 @@ use crate::{
 use unweight_format::{EncodingId, raw::layout};
 
 set_axis! {
-    /// Batch rows that a `gemm_compact` variant multiplies at a time: `n` of `mma.m16n8k16`, eight rows a fragment.
+    /// Batch rows that a `gemm_compact` variant multiplies at a time: `n` of `mma.m16n8k16` is eight rows per fragment.
     CompactBatchTile, "batch_tile", [8, 16, 32], "8, 16 or 32 (batch rows of op gemm_compact)"
 }
 
 range_axis! {
-    /// Stages of each warp's ring in a `gemm_compact` block. One can do: other warps' rings load while one is worked
-    /// on.
+    /// Stages of each warp's ring in a `gemm_compact` block. One may suffice, because the rings of other warps load
+    /// meanwhile.
     CompactStages, "stages", 1..=16, "1..=16 (stages of op gemm_compact)"
 }
 
 set_axis! {
-    /// Copies of the table of codes in a `gemm_compact` block: lanes of different copies never meet in a bank.
+    /// Copies of the code table in a `gemm_compact` block: lanes with different copies never have a bank conflict.
     CompactTables, "tables", [1, 8, 16, 32], "1, 8, 16 or 32 (tables of op gemm_compact)"
 }
 
@@ -51,15 +51,15 @@ axes! {
         stages: CompactStages "p",
         /// Blocks that share k.
         cluster: ClusterSize "c" = 1,
-        /// Copies of the table of codes.
+        /// Copies of the code table.
         tables: CompactTables "_t" = 1 unnamed,
-        /// Rows of tiles are distributed over as many clusters as the device has room for, and a row's tiles to a
-        /// cluster's warps; else a cluster takes one.
+        /// Rows of tiles are distributed over as many clusters as fit the device, and the tiles of a row over the warps
+        /// of a cluster. Otherwise a cluster processes one row of tiles.
         persistent: flag "_persistent" = false,
-        /// Programmatic dependent launch: starts while the stream's previous kernel still runs, and waits for it before
-        /// it reads X.
+        /// Programmatic dependent launch: the kernel starts while the stream's previous kernel still runs, and waits
+        /// for it before it reads X.
         pdl: flag "_pdl" = false,
-        /// Overwrite or add.
+        /// How the product is stored.
         epilogue: Epilogue "_" = Store,
     }
 }
@@ -79,7 +79,7 @@ args! {
         pub records: u64,
         /// u32 `[512]`: `ClassBook::kernel_table`.
         pub table: u64,
-        /// bf16 `[m, n]`, of a `silu_mul` variant `[m, n / 2]`.
+        /// bf16 `[m, n]`; `silu_mul`: `[m, n / 2]`.
         pub y: u64,
         /// `2^(base - 96)`.
         pub scale: f32,
@@ -101,14 +101,14 @@ args! {
 }
 
 impl VariantSpec {
-    /// A matmul for small batches from the compact encoding.
+    /// Returns a matmul for small batches from the compact encoding.
     pub const fn gemm_compact(arch: Arch, spec: GemmCompactSpec) -> Self {
         Self { arch, op: Op::GemmCompact(spec) }
     }
 }
 
-/// The shapes that ship, by batch tile: what measured best somewhere (docs/adr/0013). Not persistent with clusters of
-/// 4: of 33 on 132 multiprocessors some have to wait for the others.
+/// The shapes that ship, by batch tile: each measured fastest for some problem (docs/adr/0013). Clusters of 4 are not
+/// persistent: of 33 such clusters on 132 SMs, some have to wait for others.
 pub const SHAPES: [GemmCompactSpec; 11] = [
     shape(8, 8, 1, 16, false),
     shape(8, 16, 1, 32, false),
@@ -147,24 +147,25 @@ const fn shape(batch_tile: u32, warps: u32, cluster: u32, tables: u32, persisten
     }
 }
 
-/// Rows of a task, and columns of a step: a tile.
+/// Rows of a task, and columns of a step.
 const TILE: u32 = 64;
 /// A row of X: 64 columns, bf16.
 const X_ROW_BYTES: u32 = 128;
-/// Where the copy engine's swizzle repeats, and with it each ring.
+/// The alignment of the copy engine's swizzle pattern, and so of each ring.
 const SWIZZLE_ALIGN: u32 = 1024;
 const MBARRIER_BYTES: u32 = 8;
-/// With `persistent`: rows of tiles that end within a block, whose sums have a place.
+/// `persistent`: the maximum number of rows of tiles that end within a block, each with its own buffer of sums.
 const FLUSHES: u32 = 4;
-/// As in `gemm_mma`: two blocks hide each other's start and end.
+/// As in `gemm_mma`, two blocks hide each other's start and end.
 const BLOCKS_PER_SM_MAX: u32 = 2;
 
-/// X, dense part and streams of one slot of a warp's ring.
+/// Bytes of X, dense part and streams in one slot of a warp's ring.
 const fn slot_bytes(op: &GemmCompactSpec) -> u32 {
     op.batch_tile.get() * X_ROW_BYTES + layout::DENSE_TILE_BYTES as u32 + decode_compact::SLOT_BYTES
 }
 
-/// One warp's ring. At batch tile 8 a slot is refilled while its tile's streams are still read: they have a slot more.
+/// Bytes of one warp's ring. At batch tile 8, a slot is refilled while its tile's streams are still read, so streams
+/// have one more slot.
 const fn ring_bytes(op: &GemmCompactSpec) -> u32 {
     let more = if op.batch_tile.get() == 8 { decode_compact::SLOT_BYTES } else { 0 };
     (op.stages.get() * slot_bytes(op) + more).next_multiple_of(SWIZZLE_ALIGN)
@@ -183,8 +184,9 @@ const fn fits(arch: Arch, op: &GemmCompactSpec) -> bool {
     smem(op).bytes() <= arch.limits().smem_bytes_per_block
 }
 
-/// With fewer registers a thread spills: two row blocks that are decoded side by side, and for each batch row two sums
-/// and one register of X. At batch tile 8 the dense part of a whole tile, too, which is refilled meanwhile.
+/// Registers per thread below which the compiler spills: two row blocks are decoded together, and each batch row needs
+/// two sums and one register of X. At batch tile 8, the dense part of a tile also stays in registers, so that its slot
+/// can be refilled.
 const fn registers_min(op: &GemmCompactSpec) -> u32 {
     if op.batch_tile.get() <= 16 { 128 } else { 168 }
 }
@@ -233,7 +235,7 @@ impl GemmCompactSpec {
             launch: LaunchPlan {
                 threads,
                 blocks_per_sm,
-                // A chain of codes spans two row blocks, so rows of W stay together tile by tile.
+                // A chain of codes spans two row blocks, so rows of W are distributed in whole tiles.
                 grid: LaunchGrid::DistributedRowBlocks {
                     batch_rows: op.batch_tile.get(),
                     rows: TILE,
@@ -270,8 +272,8 @@ impl Family for GemmCompactSpec {
         Entry::new().packed_layout().compact_layout().gate_rows()
     }
 
-    /// Each shape, ordinary and dependent, with every epilogue. Not of sm_120a: NVRTC 13.0 gives them a stack there, as
-    /// it does those of `gemm_mma` with bulk copies.
+    /// Each shape with every epilogue, with and without `pdl`. None for sm_120a: NVRTC 13.0 gives them a stack frame
+    /// there, as it does for `gemm_mma` with bulk copies.
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
         let shapes = SHAPES.into_iter().filter(move |_| !matches!(arch, Arch::Sm120a));
         shapes.flat_map(move |shape| {
@@ -287,7 +289,7 @@ mod tests {
     use super::*;
     use crate::plan::{GemmShape, Plan};
 
-    /// A task is a row of tiles, whatever the device.
+    /// A task is a row of tiles, independent of the device.
     #[test]
     fn a_cluster_has_one_row_of_tiles_and_one_batch_tile() {
         for (name, m, blocks) in [("b8_w8p1c1_store", 8, 224), ("b8_w8p1c2_store", 9, 896), ("b32_w8p2c2_silu_mul", 32, 448)] {

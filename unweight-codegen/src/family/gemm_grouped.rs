@@ -1,6 +1,6 @@
-//! Packed matmul of a mixture of experts, from one packed tensor of all of them:
-//! `templates/include/unweight/kernels/gemm_grouped.cuh`. A block is one of `gemm_mma` that copies by its threads, and
-//! its shared memory is the same sum.
+//! Packed matmul of a mixture of experts, from one packed tensor that holds all experts:
+//! `templates/include/unweight/kernels/gemm_grouped.cuh`. A block is a `gemm_mma` block that copies by threads, with
+//! the same shared memory.
 
 use super::{
     Edge, Family, Op, PRODUCT, VariantSpec,
@@ -17,20 +17,20 @@ use crate::{
 use unweight_format::EncodingId;
 
 axes! {
-    /// A variant of the packed matmul of a mixture of experts: a block multiplies up to `batch_tile` rows
-    /// that a list names by `row_blocks` blocks of 16 output features of one expert.
+    /// A variant of the packed matmul of a mixture of experts: a block multiplies up to `batch_tile` rows of a list by
+    /// `row_blocks` blocks of 16 output features of one expert.
     pub struct GemmGroupedSpec {
         /// Rows of an item.
         batch_tile: SmallBatchTile "b",
-        /// Row blocks of a block.
+        /// Row blocks that a block multiplies.
         row_blocks: RowBlocks "_r",
         /// Warps of a block.
         warps: Warps "w",
         /// Stages of each warp's ring.
         stages: SmallStages "p",
-        /// Programmatic dependent launch: its blocks are there before the stream's previous kernel has ended.
+        /// Programmatic dependent launch: its blocks start before the stream's previous kernel has ended.
         pdl: flag "_pdl" = false,
-        /// Overwrite, or `silu(gate) * up`.
+        /// How the product is stored: `store` or `silu_mul`.
         epilogue: Epilogue "_" = Store,
     }
 }
@@ -44,15 +44,15 @@ args! {
         pub escape_heads: u64,
         /// u32 `[escape_words]`.
         pub escapes: u64,
-        /// bf16 `[pairs, n]`, of a `silu_mul` variant `[pairs, n / 2]`.
+        /// bf16 `[pairs, n]`; `silu_mul`: `[pairs, n / 2]`.
         pub y: u64,
         /// bf16 `[pairs / pairs_per_row, k]`.
         pub x_data: u64,
-        /// Bytes from one of its rows to the next.
+        /// Bytes from one row of `x_data` to the next.
         pub x_row_bytes: u64,
-        /// u32 `[pairs]`, sorted by expert: rows of `y`, and `pairs_per_row` times rows of `x`.
+        /// u32 `[pairs]`, sorted by expert: rows of `y`. Divided by `pairs_per_row`, they are rows of `x_data`.
         pub pairs: u64,
-        /// u32 `[items, 4]`: expert, first entry of `pairs`, entries (0: none; such items are last), 0.
+        /// u32 `[items, 4]`: expert, first entry of `pairs`, number of entries, 0. Items without entries come last.
         pub items: u64,
         /// `2^(base - 112)`.
         pub scale: f32,
@@ -64,20 +64,20 @@ args! {
         pub k: u32,
         /// `k / 64`.
         pub tile_cols: u32,
-        /// Pairs that share a row of `x`, at least 1.
+        /// Pairs that share a row of `x_data`, at least 1.
         pub pairs_per_row: u32,
     }
 }
 
 impl VariantSpec {
-    /// A packed matmul of a mixture of experts.
+    /// Returns a packed matmul of a mixture of experts.
     pub const fn gemm_grouped(arch: Arch, spec: GemmGroupedSpec) -> Self {
         Self { arch, op: Op::GemmGrouped(spec) }
     }
 }
 
-/// The shapes that ship, by batch tile. All have as many warps, so that a row's bits do not depend on the batch. They
-/// have run on an H200; which measure best is not known.
+/// The shapes that ship, by batch tile. All have the same number of warps, so that the bits of a row do not depend on
+/// the batch. They have run on an H200; the fastest shapes are not known.
 pub const SHAPES: [GemmGroupedSpec; 4] =
     [shape(8, 4, 8, 2), shape(16, 4, 8, 1), shape(32, 2, 8, 2), shape(64, 2, 8, 2)];
 
@@ -116,7 +116,7 @@ impl GemmGroupedSpec {
         }
     }
 
-    /// The block of `gemm_mma` that this one is.
+    /// Returns the `gemm_mma` block that this kernel corresponds to.
     const fn dense(&self) -> GemmMmaSpec {
         GemmMmaSpec {
             batch_tile: self.batch_tile,
@@ -149,7 +149,7 @@ impl GemmGroupedSpec {
             Ok(plan) => plan,
             Err(refused) => return Err(refused),
         };
-        // As many batch rows as there are items.
+        // `m` is the number of items.
         let work = Work::OutputTiles { rows: 1, columns: BLOCK_ROWS * self.row_blocks.get() };
         let grid = LaunchGrid::Covering { work, per_block: 1 };
         Ok(BlockPlan { launch: LaunchPlan { grid, ..dense.launch }, ..dense })
@@ -176,7 +176,7 @@ impl Family for GemmGroupedSpec {
     }
 
     fn entry(&self, _: &BlockPlan) -> Entry {
-        // The kernel is that of `gemm_mma`, without the axes that this family leaves out.
+        // The kernel is that of `gemm_mma`, so the axes that this family lacks are constants.
         Entry::new()
             .number("kCluster", 1)
             .word("kCopy", "SmemCopy", "kAsync")
@@ -201,7 +201,8 @@ mod tests {
     use super::*;
     use crate::plan::{GemmShape, Plan};
 
-    /// A row's sums are added up in the order of its warps: the same for every batch tile, or batches would show.
+    /// A row's sums are added in the order of its warps. They must be the same for every batch tile, or results would
+    /// depend on the batch.
     #[test]
     fn all_shapes_split_k_over_the_same_warps() {
         for &arch in Arch::ALL {

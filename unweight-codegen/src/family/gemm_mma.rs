@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! bytes = warps * (align1024(stages * stage) + bulk * 8 * stages + persistent * sums)
-//! stage = batch_tile * 128 + row_blocks * 1536        X of 64 k, packed weights of 64 k
+//! stage = batch_tile * 128 + row_blocks * 1536        X and packed weights of 64 columns of k
 //! sums  = row_blocks * batch_tile * 64                fp32; without `persistent` they overlay the drained ring
 //! ```
 
@@ -23,7 +23,7 @@ use crate::{
 use unweight_format::{EncodingId, raw::layout};
 
 set_axis! {
-    /// Batch rows that a `gemm_mma` variant multiplies at a time: `n` of `mma.m16n8k16`, eight rows a fragment.
+    /// Batch rows that a `gemm_mma` variant multiplies at a time: `n` of `mma.m16n8k16` is eight rows per fragment.
     SmallBatchTile, "batch_tile", [8, 16, 32, 64], "8, 16, 32 or 64 (batch rows of op gemm_mma)"
 }
 
@@ -33,12 +33,13 @@ range_axis! {
 }
 
 range_axis! {
-    /// Warps of a `gemm_mma` block; each has a ring of its own.
+    /// Warps of a `gemm_mma` block; each has its own ring.
     Warps, "warps", 1..=32, "1..=32 (a block has at most 1024 threads)"
 }
 
 range_axis! {
-    /// Stages of each warp's ring in a `gemm_mma` block. One can do: other warps' rings load while one is worked on.
+    /// Stages of each warp's ring in a `gemm_mma` block. One may suffice, because the rings of other warps load
+    /// meanwhile.
     SmallStages, "stages", 1..=16, "1..=16 (stages of op gemm_mma)"
 }
 
@@ -56,18 +57,18 @@ axes! {
         stages: SmallStages "p",
         /// Blocks that share k.
         cluster: ClusterSize "c" = 1,
-        /// What brings X and W to the rings.
+        /// How X and W are copied to the rings.
         copy: SmemCopy "_" = Bulk unnamed,
-        /// A cluster works off several tasks, its rings running on across them; otherwise one.
+        /// A cluster processes several tasks, and its rings continue across them; otherwise it processes one.
         persistent: flag "_persistent" = false,
         /// Elements outside the window are replaced by their exact operands; otherwise the tensor must have none.
         escapes: flag "_esc" = true,
-        /// Programmatic dependent launch: starts while the stream's previous kernel still runs, and waits for it before
-        /// it reads X.
+        /// Programmatic dependent launch: the kernel starts while the stream's previous kernel still runs, and waits
+        /// for it before it reads X.
         pdl: flag "_pdl" = false,
-        /// Overwrite or add.
+        /// How the product is stored.
         epilogue: Epilogue "_" = Store,
-        /// For tests: what enters the tensor cores is written to the workspace.
+        /// For tests: the operands of the tensor cores are written to the workspace.
         dump: flag "_dump" = false,
     }
 }
@@ -77,8 +78,8 @@ args! {
     pub struct GemmPackedArgs {
         /// bf16 `[m, k]`, box 64 x the variant's batch tile, 128-byte swizzle, zero fill.
         pub x: TensorMap,
-        /// The product `y`, for variants that store by the copy engine: boxes of 64 x 32 with the 128-byte swizzle, of
-        /// a `silu_mul` variant 32 x 32 with the 64-byte swizzle.
+        /// The product `y`, for variants that store with the copy engine: boxes of 64 x 32 with the 128-byte swizzle;
+        /// for a `silu_mul` variant 32 x 32 with the 64-byte swizzle.
         pub y_map: TensorMap,
         /// u8 `[tiles, 6144]`.
         pub packed: u64,
@@ -86,9 +87,9 @@ args! {
         pub escape_heads: u64,
         /// u32 `[escape_words]`.
         pub escapes: u64,
-        /// bf16 `[m, n]`, of a `silu_mul` variant `[m, n / 2]`.
+        /// bf16 `[m, n]`; `silu_mul`: `[m, n / 2]`.
         pub y: u64,
-        /// f32 partial sums; its size follows from the plan.
+        /// f32 partial sums; the plan determines their number.
         pub workspace: u64,
         /// u32, zeroed once; every launch leaves them zero.
         pub counters: u64,
@@ -104,9 +105,9 @@ args! {
         pub k: u32,
         /// `k / 64`.
         pub tile_cols: u32,
-        /// bf16 `[m, k]` once more, for variants whose threads copy it themselves.
+        /// The address of `x`, bf16 `[m, k]`, for variants whose threads copy it.
         pub x_data: u64,
-        /// Bytes from one of its rows to the next.
+        /// Bytes from one row of `x` to the next.
         pub x_row_bytes: u64,
         /// Must be 0.
         pub reserved: [u32; 10],
@@ -114,14 +115,14 @@ args! {
 }
 
 impl VariantSpec {
-    /// A packed matmul for small batches.
+    /// Returns a packed matmul for small batches.
     pub const fn gemm_mma(arch: Arch, spec: GemmMmaSpec) -> Self {
         Self { arch, op: Op::GemmMma(spec) }
     }
 }
 
-/// The shapes of the packed family for small batches that measured best, by batch tile and within it by
-/// growing `n` (docs/records/2026-11-21/matmul-packed-log.md).
+/// The fastest measured shapes of the packed family for small batches, by batch tile and then by growing `n`
+/// (docs/records/2026-11-21/matmul-packed-log.md).
 pub const SHAPES: [GemmMmaSpec; 23] = [
     small(8, 1, 16, 2, 2),
     small(8, 2, 16, 2, 1),
@@ -148,9 +149,10 @@ pub const SHAPES: [GemmMmaSpec; 23] = [
     small(64, 4, 4, 2, 1),
 ];
 
-/// Shapes for 99 KB of shared memory, which leaves few of [`SHAPES`]: two blocks of four warps on a multiprocessor for
-/// many output features, one of 8 or 12 with a row block each for few. Chosen by the model of times that dispatch takes
-/// (`unweight_rt::raw::choose::cost::gpu_model`) over the linears of five models on 15 cards; no such card has run one.
+/// Shapes for 99 KB of shared memory, where few of [`SHAPES`] fit: two blocks of four warps per SM for many output
+/// features; one of 8 or 12 warps with one row block each for few. The cost model of the dispatch
+/// (`unweight_rt::raw::choose::cost::gpu_model`) chose them for the linears of five models on 15 GPUs. They have not
+/// run on such a GPU.
 pub const SHAPES_99_KB: [GemmMmaSpec; 6] = [
     small(8, 1, 12, 3, 1),
     small(8, 7, 4, 1, 1),
@@ -160,23 +162,23 @@ pub const SHAPES_99_KB: [GemmMmaSpec; 6] = [
     small(64, 2, 4, 1, 1),
 ];
 
-/// Shapes for 163 KB of shared memory without clusters, for few output features, where clusters would share k.
+/// Shapes for 163 KB of shared memory without clusters, for few output features, for which clusters would share k.
 pub const SHAPES_163_KB: [GemmMmaSpec; 4] =
     [small(8, 1, 16, 4, 1), small(16, 1, 12, 3, 1), small(32, 1, 8, 3, 1), small(64, 1, 8, 2, 1)];
 
-/// What NVRTC 13.0 gives a stack on Blackwell's data center cards, with one epilogue or another.
+/// Shapes to which NVRTC 13.0 gives a stack frame on Blackwell's data center GPUs, with some epilogue.
 const SPILLING: [GemmMmaSpec; 2] = [GemmMmaSpec { persistent: true, ..small(16, 4, 8, 1, 1) }, small(64, 4, 4, 2, 1)];
-/// And with a dump: there another shape of as many row blocks has it.
+/// The shape that has a stack frame with a dump; another shape with as many row blocks replaces it.
 const SPILLING_DUMP: GemmMmaSpec = small(8, 7, 8, 1, 1);
 
-/// The shapes of an architecture, as far as they have a plan there.
+/// Returns the shapes for an architecture. Some may have no plan there.
 fn shapes(arch: Arch) -> impl Iterator<Item = GemmMmaSpec> + Clone {
     let more: &[GemmMmaSpec] = match arch {
         Arch::Sm80 => &SHAPES_163_KB,
         Arch::Sm86 | Arch::Sm89 | Arch::Sm120a => &SHAPES_99_KB,
         Arch::Sm90a | Arch::Sm100a | Arch::Sm103a => &[],
     };
-    // Of sm_120a NVRTC 13.0 gives the variants with bulk copies a stack, and those with asynchronous ones none.
+    // On sm_120a, NVRTC 13.0 gives variants with bulk copies a stack frame, and those with asynchronous copies none.
     let copy = if matches!(arch, Arch::Sm120a) { SmemCopy::Async } else { SmemCopy::of(arch) };
     let clean = move |shape: &&GemmMmaSpec| !is_server_blackwell(arch) || !SPILLING.contains(shape);
     SHAPES.iter().chain(more).filter(clean).map(move |shape| GemmMmaSpec { copy, ..*shape })
@@ -216,27 +218,26 @@ const X_ROW_BYTES: u32 = 128;
 /// 16 rows and 64 columns of W, 12 bits each.
 const BLOCK_BYTES: u32 = layout::PACKED_BLOCK_BYTES as u32;
 const BLOCK_ROWS: u32 = 16;
-/// Where the copy engine's swizzle repeats, and with it each ring.
+/// The alignment of the copy engine's swizzle pattern, and so of each ring.
 const SWIZZLE_ALIGN: u32 = 1024;
 const MBARRIER_BYTES: u32 = 8;
-/// Two blocks of one kernel hide each other's start and end; with three of 8 warps the registers no longer hold the
-/// decode.
+/// Two blocks of a kernel hide each other's start and end. With three blocks of 8 warps, a thread has too few registers
+/// for the decode.
 const BLOCKS_PER_SM_MAX: u32 = 2;
-/// Below this many registers per thread one block has the SM for itself: even a single row block would be short of
-/// them.
+/// If two blocks would leave fewer registers per thread, an SM gets one block: even a single row block needs this many.
 const REGISTERS_MIN: u32 = 80;
 
-/// X and W of one slot of a warp's ring.
+/// Bytes of X and W in one slot of a warp's ring.
 const fn slot_bytes(op: &GemmMmaSpec) -> u32 {
     op.batch_tile.get() * X_ROW_BYTES + op.row_blocks.get() * BLOCK_BYTES
 }
 
-/// One warp's ring.
+/// Bytes of one warp's ring.
 const fn ring_bytes(op: &GemmMmaSpec) -> u32 {
     (op.stages.get() * slot_bytes(op)).next_multiple_of(SWIZZLE_ALIGN)
 }
 
-/// One warp's sums, fp32.
+/// Bytes of one warp's fp32 sums.
 const fn sum_bytes(op: &GemmMmaSpec) -> u32 {
     op.row_blocks.get() * BLOCK_ROWS * op.batch_tile.get() * 4
 }
@@ -254,7 +255,7 @@ const fn fits(arch: Arch, op: &GemmMmaSpec) -> bool {
 }
 
 impl GemmMmaSpec {
-    /// A slot that the copy engine fills says so by an mbarrier; what threads copy they wait for themselves.
+    /// Returns whether slots have mbarriers, which only the copy engine needs. Threads wait for their own copies.
     const fn has_barriers(&self) -> bool {
         matches!(self.copy, SmemCopy::Bulk)
     }
@@ -324,7 +325,7 @@ impl GemmMmaSpec {
     }
 }
 
-/// How a matmul reads packed weights and what it leaves out, in words.
+/// Describes how a matmul reads packed weights and what it omits.
 pub(super) struct PackedSummary {
     pub epilogue: Epilogue,
     pub escapes: bool,
@@ -333,7 +334,7 @@ pub(super) struct PackedSummary {
 }
 
 impl PackedSummary {
-    /// With the part of the output that a block computes.
+    /// Returns the summary, with the part of the output that a block computes.
     pub fn of_block(&self, block: &str) -> String {
         let escapes = if self.escapes { "exact escapes" } else { "no escapes" };
         let pdl = if self.pdl { ", dependent launch" } else { "" };
@@ -368,29 +369,27 @@ impl Family for GemmMmaSpec {
         if self.dump { WorkspacePlan::operands(problem) } else { WorkspacePlan::default() }
     }
 
-    /// Each shape with escapes, ordinary and dependent, with every epilogue; those of batch tile 8 also without
-    /// escapes, as `store`; a dump for each number of row blocks.
+    /// Each shape with escapes, with every epilogue, with and without `pdl`. Batch tile 8 also without escapes, as
+    /// `store`. One dump for each number of row blocks.
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
         let shapes = shapes(arch);
         let used = shapes.clone().flat_map(|shape| {
             let ways = [(true, Epilogue::Store), (true, Epilogue::StoreAdd), (false, Epilogue::Store)];
             ways.into_iter()
-                // Without escapes there is less to hide and nothing to gain but at the smallest batches; beyond, some
-                // shapes spill.
+                // Variants without escapes are faster at the smallest batches only; beyond, some shapes spill.
                 .filter(move |(escapes, _)| *escapes || shape.batch_tile.get() == 8)
                 .flat_map(move |(escapes, epilogue)| {
                     [false, true].map(move |pdl| GemmMmaSpec { escapes, pdl, epilogue, ..shape })
                 })
         });
-        // The first shape of each number of row blocks: what differs between them is how row blocks are laid over
-        // tiles.
+        // The first shape of each number of row blocks: dumps differ in how row blocks are laid over tiles.
         let of_dumps = shapes.clone();
         let dumps = RowBlocks::all().filter_map(move |row_blocks| {
             let clean = |shape: &GemmMmaSpec| !is_server_blackwell(arch) || *shape != SPILLING_DUMP;
             let shape = of_dumps.clone().find(|shape| shape.row_blocks == row_blocks && clean(shape))?;
             Some(GemmMmaSpec { dump: true, ..shape })
         });
-        // The gate and the up of an MLP as one matmul.
+        // The gate and the up projection of an MLP as one matmul.
         let gated = shapes.flat_map(|shape| {
             [false, true].map(move |pdl| GemmMmaSpec { pdl, epilogue: Epilogue::SiluMul, ..shape })
         });
@@ -403,8 +402,8 @@ mod tests {
     use super::*;
     use crate::plan::Plan;
 
-    /// As docs/records/2026-11-21/matmul-packed-log.md recommends them: the blocks that one SM holds
-    /// decide the grid.
+    /// The recommendations of docs/records/2026-11-21/matmul-packed-log.md: the number of blocks per SM determines the
+    /// grid.
     #[test]
     fn small_shapes_have_the_blocks_per_sm_that_were_measured() {
         let blocks = SHAPES.map(|shape| {
@@ -413,7 +412,7 @@ mod tests {
         assert_eq!(blocks, [1, 1, 2, 1, 1, 2, 2, 2, 2, 1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1, 2, 2]);
     }
 
-    /// A row block has rows of a gate and of its up: it is distributed like any other.
+    /// A row block has rows of a gate and of its up projection, so it is distributed like any other.
     #[test]
     fn gate_and_up_rows_are_distributed_like_other_rows() {
         let plan = |name: &str| Plan::new(&name.parse().unwrap()).unwrap();

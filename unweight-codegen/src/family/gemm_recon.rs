@@ -1,14 +1,14 @@
-//! The report's matmul (section 8): `templates/include/unweight/kernels/gemm_recon.cuh`.
+//! The reconstructive matmul of the report (section 8): `templates/include/unweight/kernels/gemm_recon.cuh`.
 //!
 //! ```text
 //! bytes = fixed(n) + stages * stage(n)
-//! fixed = X that no stage pays for + three buffers of joined weights + the barriers of that X
+//! fixed = X that does not depend on the stages + its barriers + three buffers of joined weights
 //! stage = n * (sign-mantissa tile + exponent tile or (nibbles + verbatim rows + bitmask)) + two barriers + its share of X
 //! ```
 //!
-//! With two tiles the weights own the rows of wgmma (`weight_rows`): X has a ring of 768 rows, whatever the stages are.
-//! With 1, 3 or 4 (`batch_rows`) X has 128 rows per stage, and one slot more. What the blocks of a split exchange
-//! overlays X.
+//! With two tiles, the weights occupy the rows of wgmma (`weight_rows`): X has a ring of 768 rows, whatever the number
+//! of stages. With 1, 3 or 4 tiles (`batch_rows`), X has 128 rows per stage, and one more slot. The sums that the
+//! blocks of a split exchange overlay X.
 
 use super::{DECODED_EXPONENTS, Edge, Family, Op, PRODUCT, VariantSpec, entry::Entry, shared::Epilogue};
 use crate::{
@@ -23,7 +23,7 @@ use crate::{
 use unweight_format::{EncodingId, raw::layout};
 
 range_axis! {
-    /// 64-row tiles of `W` that one CTA multiplies at a time: columns of `Y` in units of 64, and `n` of the WGMMA
+    /// 64-row tiles of `W` that a block multiplies at a time: columns of `Y` in units of 64, and `n` of the WGMMA
     /// instruction.
     NTiles, "n", 1..=4, "1..=4 (tiles of 64 output features; wgmma has n <= 256)"
 }
@@ -34,15 +34,15 @@ range_axis! {
 }
 
 set_axis! {
-    /// The most verbatim rows of a tile for which a palette variant has room (report: `MAX_VERBATIM_ROWS`).
+    /// The maximum number of verbatim rows per tile that a palette variant has room for (report: `MAX_VERBATIM_ROWS`).
     ///
-    /// A tensor needs the smallest budget that is not below its largest count of verbatim rows in a tile.
+    /// A tensor needs the smallest budget that is at least its maximum of verbatim rows per tile.
     VerbatimRows, "verbatim", [0, 4, 8, 16, 32, 64], "0, 4, 8, 16, 32 or 64 (rows per tile)"
 }
 
 set_axis! {
     /// Blocks that share the k of a task and exchange their sums through distributed shared memory; 1 for none. For
-    /// shapes with fewer tasks than multiprocessors.
+    /// shapes with fewer tasks than SMs.
     Splits, "splits", [1, 2, 4], "1, 2 or 4 (blocks that share k)"
 }
 
@@ -53,12 +53,12 @@ pub enum WeightSource {
     Exponent,
     /// Packed palette indices, u8 `[tiles, 64, 32]`, with verbatim rows next to them.
     Palette {
-        /// Rows for which each stage has room.
+        /// Verbatim rows that each stage has room for.
         verbatim: VerbatimRows,
     },
 }
 
-/// A variant of the report's matmul family: 128 batch rows by `64 * n_tiles` output features per CTA.
+/// A variant of the report's matmul family: 128 batch rows by `64 * n_tiles` output features per block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct GemmReconSpec {
     /// Source of the exponents.
@@ -69,14 +69,14 @@ pub struct GemmReconSpec {
     pub stages: Stages,
     /// Blocks that share k.
     pub splits: Splits,
-    /// Overwrite or add.
+    /// How the product is stored.
     pub epilogue: Epilogue,
 }
 
-/// As in [`GemmReconSpec::AXES`].
+/// The index of `palette` in the first axis of [`GemmReconSpec::AXES`].
 const PALETTE: u32 = 1;
 
-/// By hand and not by `axes!`, because the budget of verbatim rows is the palette source's own.
+/// Written by hand instead of with `axes!`, because only the palette source has a budget of verbatim rows.
 impl GemmReconSpec {
     pub(crate) const AXES: &'static [Axis] = &[
         Axis { default: Some(PALETTE), ..Axis::words("source", "WeightSource", &["exponent", "palette"]) },
@@ -86,7 +86,7 @@ impl GemmReconSpec {
         Axis {
             mark: "_v",
             field: "verbatim_rows",
-            // Covers nearly every tile of trained weights.
+            // Enough for nearly every tile of trained weights.
             default: Some(8),
             only: Some(Only { axis: 0, value: PALETTE, why: "decoded exponents have no verbatim rows" }),
             ..VerbatimRows::AXIS
@@ -116,7 +116,7 @@ impl GemmReconSpec {
         Self { source, n_tiles, stages, splits, epilogue: Epilogue::of_raw(raw[5]) }
     }
 
-    /// Verbatim rows for which a stage has room: 0 for the exponent source, which has none.
+    /// Returns the verbatim rows that a stage has room for; 0 for the exponent source, which has none.
     pub const fn verbatim_rows(&self) -> u32 {
         match self.source {
             WeightSource::Exponent => 0,
@@ -158,7 +158,7 @@ args! {
 }
 
 impl VariantSpec {
-    /// A matmul whose blocks take whole tasks.
+    /// Returns a matmul whose blocks process whole tasks.
     pub const fn gemm_recon(
         arch: Arch,
         source: WeightSource,
@@ -174,8 +174,8 @@ impl VariantSpec {
 pub const TABLE_5: [(NTiles, Stages); 8] =
     [ring(1, 6), ring(1, 4), ring(1, 2), ring(2, 4), ring(2, 3), ring(2, 2), ring(3, 2), ring(4, 2)];
 
-/// The rings that ship with a split of k as well: where tasks are fewer than multiprocessors, the narrow and deep one
-/// was fastest (docs/records/2026-11-20/matmul-reconstructive-log.md).
+/// The rings that also ship with a split of k. With fewer tasks than SMs, the narrow and deep ring was fastest
+/// (docs/records/2026-11-20/matmul-reconstructive-log.md).
 pub const SPLIT_RINGS: [(NTiles, Stages); 1] = [ring(1, 6)];
 
 const fn ring(n: u32, stages: u32) -> (NTiles, Stages) {
@@ -191,16 +191,16 @@ const TILE: u32 = layout::TILE as u32;
 const CONSUMER_WARPGROUPS: u32 = 2;
 const CONSUMER_WARPS: u32 = 4 * CONSUMER_WARPGROUPS;
 const PRODUCER_WARPS: u32 = 4;
-/// Registers per thread of the two roles; 128 x 40 + 256 x 232 = 384 x 168, what one block per SM leaves.
+/// Registers per thread of the two roles: 128 x 40 + 256 x 232 = 384 x 168, the limit for one block per SM.
 const PRODUCER_REGISTERS: u32 = 40;
 const CONSUMER_REGISTERS: u32 = 232;
 const BLOCKS_PER_SM: u32 = 1;
 
 /// 64 rows and 64 columns of X, bf16.
 const X_BOX_BYTES: u32 = TILE * TILE * 2;
-/// The tensor cores hold X longer than the sources are held, so its ring is deeper.
+/// The tensor cores hold X longer than consumers hold the weight sources, so its ring is deeper.
 const X_STAGES_MORE: u32 = 1;
-/// Slots of X where the weights own the rows: three of 256 rows, six of 128 or twelve of 64, as the batch asks.
+/// Slots of X where the weights occupy the rows: three of 256 rows, six of 128 or twelve of 64, depending on the batch.
 const WEIGHT_ROWS_X_SLOTS: u32 = 3;
 const WEIGHT_ROWS_X_BOXES: u32 = 4;
 /// Joined weights, bf16: one buffer is filled while two are multiplied.
@@ -209,16 +209,16 @@ const B_TILE_BYTES: u32 = TILE * TILE * 2;
 const SIGN_TILE_BYTES: u32 = TILE * TILE;
 /// A full and an empty barrier.
 const RING_SLOT_BARRIER_BYTES: u32 = 2 * 8;
-/// Where a swizzled tile may begin.
+/// The alignment of a swizzled tile.
 const SWIZZLE_ALIGN: u32 = 1024;
 
 /// The ring of X.
 struct Activations {
     slots: u32,
     slot_bytes: u32,
-    /// Slots that have barriers: a slot can be as small as one box.
+    /// Slots with barriers: a slot can be as small as one box.
     barriers: u32,
-    /// Of those, what each stage adds: slots, or none.
+    /// Slots that each stage adds, or 0.
     slots_per_stage: u32,
 }
 
@@ -238,12 +238,12 @@ impl Activations {
     }
 }
 
-/// A warpgroup owns a tile of W and computes a part of Y transposed.
+/// Returns whether a warpgroup owns a tile of W and computes a part of Y transposed.
 const fn weights_own_rows(op: &GemmReconSpec) -> bool {
     op.n_tiles.get() == CONSUMER_WARPGROUPS
 }
 
-/// What one tile of W needs in a stage next to its sign-mantissa bytes.
+/// Bytes of one tile of W in a stage, in addition to its sign-mantissa bytes.
 struct Source {
     exponent_bytes: u32,
     verbatim_bytes: u32,
@@ -282,7 +282,7 @@ const fn smem(op: &GemmReconSpec) -> SmemPlan {
         .section("x_barriers", x.barriers, RING_SLOT_BARRIER_BYTES, 8)
 }
 
-/// What each stage costs.
+/// Bytes of each stage.
 const fn stage_bytes(op: &GemmReconSpec) -> u32 {
     let x = Activations::new(op);
     op.n_tiles.get() * (SIGN_TILE_BYTES + Source::new(op).bytes())
@@ -326,7 +326,7 @@ impl GemmReconSpec {
                 fitting_other: named("n", most_fitting!(fits(arch, op), GemmReconSpec { n_tiles: NTiles })),
             });
         }
-        // The finest cut: where the weights own the rows, a task can be as small as one box of X.
+        // The finest division of the work: where the weights occupy the rows, a task can be as small as one box of X.
         let rows = if weights_own_rows(op) { TILE } else { CONSUMER_WARPGROUPS * TILE };
         let work = Work::OutputTiles { rows, columns: op.n_tiles.get() * TILE };
         let grid = match op.splits.get() {
@@ -335,7 +335,8 @@ impl GemmReconSpec {
         };
         Ok(BlockPlan {
             smem,
-            // The ring of the weights: warp 0 arrives with the bytes, each consumer warp once its lanes have joined.
+            // The ring of the weights: warp 0 arrives with the bytes, each consumer warp when its lanes have joined
+            // theirs.
             pipeline: Some(PipelinePlan {
                 rings: 1,
                 stages,
@@ -399,7 +400,7 @@ impl Family for GemmReconSpec {
         Entry::new().registers("uw::gemm_recon::Kernel<Config>", &registers).check("blocks per SM", "uw::gemm_recon::kMinBlocksPerSm", blocks)
     }
 
-    /// Table 5, and the rings with splits, x every source and epilogue, as far as it fits.
+    /// Table 5, and the rings with splits, for every source, as `store` and `store_add`, as far as they fit.
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
         let sources = std::iter::once(WeightSource::Exponent)
             .chain(VerbatimRows::ALL.into_iter().map(|verbatim| WeightSource::Palette { verbatim }));
@@ -423,7 +424,7 @@ mod tests {
     use super::*;
     use crate::plan::{GemmShape, Plan};
 
-    /// Table 6 of the report, (verbatim budget) -> does the ring fit?
+    /// Table 6 of the report: whether the ring fits with a verbatim budget.
     fn table_6(budget: u32, n: u32, stages: u32) -> bool {
         match budget {
             0..=8 => true,
@@ -434,7 +435,7 @@ mod tests {
         }
     }
 
-    /// Where our frontier is not the report's. docs/kernels.md explains each line.
+    /// The combinations that fit here, but not in the report, or vice versa. docs/kernels.md explains each line.
     #[test]
     fn the_frontier_differs_from_table_6_exactly_as_documented() {
         let mut differences = Vec::new();
@@ -483,7 +484,7 @@ mod tests {
         assert!(matches!(Plan::new(&ampere), Err(why) if matches!(why.constraint, Constraint::Instruction { .. })));
     }
 
-    /// The sum decides, so rings beyond Table 5 must meet the limit somewhere.
+    /// The sum of the sections decides, so some ring beyond Table 5 must exceed the limit.
     #[test]
     fn the_frontier_exists() {
         let fits = |n: u32, stages: u32, rows: u32| {

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! bytes   = stages * (batch_tile * 128 + warpgroups * (6144 + escapes * 256) + 16) + warpgroups * (buffers * store_rows * 128 + 8)
-//! buffers = pieces of store_rows batch rows in which a warpgroup stores its part of Y, 2 at least and 3 at most
+//! buffers = pieces of store_rows batch rows in which a warpgroup stores its part of Y, 2 or 3
 //! ```
 
 use super::{
@@ -22,7 +22,7 @@ use crate::{
 use unweight_format::{EncodingId, raw::layout};
 
 set_axis! {
-    /// Batch rows of a `gemm_wgmma` variant's tile of Y: `n` of WGMMA, whose widths are those of `ptx/wgmma.cuh`.
+    /// Batch rows of a `gemm_wgmma` variant's tile of Y: `n` of WGMMA, with the widths of `ptx/wgmma.cuh`.
     WideBatchTile, "batch_tile", [32, 64, 128, 192, 256], "32, 64, 128, 192 or 256 (batch rows of op gemm_wgmma)"
 }
 
@@ -46,29 +46,30 @@ axes! {
         warpgroups: Warpgroups "_g" = 2,
         /// Stages of the ring.
         stages: WideStages "p",
-        /// Blocks that share the k of an output tile and each sum a part of it.
+        /// Blocks that share the k of an output tile; each sums a part.
         cluster: ClusterSize "c" = 1 unnamed,
-        /// The k steps of all output tiles are cut evenly among the blocks; otherwise a block takes whole output tiles.
+        /// Stream-K: the k steps of all output tiles are distributed evenly over the blocks. Otherwise a block computes
+        /// whole output tiles.
         stream_k: flag "_streamk" = false,
         /// The kernel handles escapes ([`GemmMmaSpec::escapes`](super::GemmMmaSpec::escapes)).
         escapes: flag "_esc" = true,
-        /// The kernel is a programmatic dependent ([`GemmMmaSpec::pdl`](super::GemmMmaSpec::pdl)).
+        /// The kernel uses programmatic dependent launch ([`GemmMmaSpec::pdl`](super::GemmMmaSpec::pdl)).
         pdl: flag "_pdl" = false,
-        /// Overwrite or add.
+        /// How the product is stored.
         epilogue: Epilogue "_" = Store,
-        /// The kernel writes operands instead of products ([`GemmMmaSpec::dump`](super::GemmMmaSpec::dump)).
+        /// The kernel also writes its operands to the workspace ([`GemmMmaSpec::dump`](super::GemmMmaSpec::dump)).
         dump: flag "_dump" = false,
     }
 }
 
 impl VariantSpec {
-    /// A packed matmul for large batches.
+    /// Returns a packed matmul for large batches.
     pub const fn gemm_wgmma(arch: Arch, spec: GemmWgmmaSpec) -> Self {
         Self { arch, op: Op::GemmWgmma(spec) }
     }
 }
 
-/// The shapes of the packed family for large batches that measured best, by batch tile
+/// The fastest measured shapes of the packed family for large batches, by batch tile
 /// (docs/records/2026-11-21/matmul-packed-log.md).
 pub const SHAPES: [GemmWgmmaSpec; 17] = [
     wide(64, 10, false),
@@ -118,44 +119,44 @@ const fn clustered(batch_tile: u32, warpgroups: u32, stages: u32, cluster: u32) 
 
 /// A row of X, or of a piece of Y: 64 elements, bf16.
 const ROW_BYTES: u32 = 128;
-/// Rows and columns of a stored tile, 12 bits an element.
+/// Rows and columns of a stored tile, with 12 bits per element.
 const TILE: u32 = layout::TILE as u32;
 const TILE_BYTES: u32 = layout::PACKED_TILE_BYTES as u32;
-/// Records of the escapes of a tile, next to it in a stage.
+/// Records of the escapes of a tile, stored in a stage next to the tile.
 const TILE_RECORD_BYTES: u32 = 256;
 const SWIZZLE_ALIGN: u32 = 1024;
 const BULK_ALIGN: u32 = 128;
 const MBARRIER_BYTES: u32 = 8;
 /// A full and an empty barrier.
 const RING_SLOT_BARRIER_BYTES: u32 = 2 * MBARRIER_BYTES;
-/// One warpgroup, though at most four warps of it work: `setmaxnreg` is for whole warpgroups.
+/// One warpgroup, of which at most four warps work: `setmaxnreg` applies to whole warpgroups.
 const PRODUCER_WARPS: u32 = 4;
-/// The registers of an SM are one block's.
+/// One block uses all registers of an SM.
 const BLOCKS_PER_SM: u32 = 1;
 
 /// Batch rows of a piece of Y.
 const fn store_rows(op: &GemmWgmmaSpec) -> u32 {
-    // In a cluster smaller pieces: they are shared out.
+    // Clusters use smaller pieces, because their blocks share them.
     let large = op.batch_tile.get().is_multiple_of(64) && op.batch_tile.get() > 64 && op.cluster.get() == 1;
     if large { 64 } else { 32 }
 }
 
-/// Pieces of Y that a warpgroup has under way.
+/// Pieces of Y that a warpgroup has in flight.
 const fn store_buffers(op: &GemmWgmmaSpec) -> u32 {
     if op.batch_tile.get() / store_rows(op) <= 2 { 2 } else { 3 }
 }
 
-/// Records of one stage.
+/// Bytes of the records of one stage.
 const fn record_bytes(op: &GemmWgmmaSpec) -> u32 {
     if op.escapes { op.warpgroups.get() * TILE_RECORD_BYTES } else { 0 }
 }
 
-/// X, W and records of one stage.
+/// Bytes of X, W and records of one stage.
 const fn stage_bytes(op: &GemmWgmmaSpec) -> u32 {
     op.batch_tile.get() * ROW_BYTES + op.warpgroups.get() * TILE_BYTES + record_bytes(op)
 }
 
-/// X and W of all stages.
+/// Bytes of X and W of all stages.
 const fn ring_bytes(op: &GemmWgmmaSpec) -> u32 {
     op.stages.get() * (stage_bytes(op) - record_bytes(op))
 }
@@ -176,7 +177,7 @@ const fn fits(arch: Arch, op: &GemmWgmmaSpec) -> bool {
 }
 
 /// Registers per thread of the loading and the multiplying warpgroups: 128 x (56 + 2 x 224) and 128 x (56 + 3 x 152)
-/// fit the 65536 of an SM. With one warpgroup every thread has what it can address.
+/// fit the 65536 of an SM. With one warpgroup, every thread can have the maximum.
 const fn registers(op: &GemmWgmmaSpec) -> (Option<u32>, Option<u32>) {
     match op.warpgroups.get() {
         1 => (None, None),
@@ -186,7 +187,7 @@ const fn registers(op: &GemmWgmmaSpec) -> (Option<u32>, Option<u32>) {
 }
 
 impl GemmWgmmaSpec {
-    /// Batch rows of a box of X. The copy engine brings as many of a batch tile as have rows of the batch.
+    /// Batch rows of a box of X. The copy engine copies only the boxes of a batch tile that contain rows of the batch.
     pub const X_BOX_ROWS: u32 = 32;
 
     pub(crate) const fn instructions(&self) -> Instructions {
@@ -242,7 +243,7 @@ impl GemmWgmmaSpec {
                 rings: 1,
                 stages,
                 stage_bytes: stage_bytes(op),
-                // Of the lane that loads, and of the warps that bring records.
+                // From the lane that loads, and from the warps that write records.
                 full_arrivals: if op.escapes { 1 + op.warpgroups.get() } else { 1 },
                 empty_arrivals: consumer_warps,
             }),
@@ -262,8 +263,7 @@ impl GemmWgmmaSpec {
     }
 }
 
-/// Tiles of Y to which a block can leave a part of the sum: that in which its share of k begins, and that in which it
-/// ends.
+/// Tiles of Y to which a block can contribute a partial sum: those in which its share of k begins and ends.
 const SHARED_TILES: u64 = 2;
 
 impl Family for GemmWgmmaSpec {
@@ -290,7 +290,7 @@ impl Family for GemmWgmmaSpec {
         entry.registers("uw::gemm_wgmma::Kernel<Config>", &registers)
     }
 
-    /// fp32 sums of the tiles that a block shares, and a counter for each warpgroup of each.
+    /// fp32 partial sums of the tiles that a block shares, and a counter for each warpgroup of each tile.
     fn workspace(&self, plan: &BlockPlan, problem: GemmShape, sms: u32) -> WorkspacePlan {
         if self.dump {
             return WorkspacePlan::operands(problem);
@@ -298,14 +298,14 @@ impl Family for GemmWgmmaSpec {
         if !self.stream_k {
             return WorkspacePlan::default();
         }
-        // A grid that cannot be launched needs nothing.
+        // A grid that cannot be launched needs none.
         let blocks = plan.launch.grid.blocks(problem, sms).unwrap_or_default();
         let parts = SHARED_TILES * u64::from(blocks) * u64::from(self.warpgroups.get());
         WorkspacePlan { bytes: parts * u64::from(TILE * self.batch_tile.get() * 4), counters: parts }
     }
 
-    /// Each shape with escapes, ordinary and dependent, with every epilogue; a dump for each whose blocks take whole
-    /// tiles.
+    /// Each shape with escapes, with every epilogue, with and without `pdl`; a dump for each shape whose blocks compute
+    /// whole tiles.
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
         let used = SHAPES.into_iter().flat_map(|shape| {
             Epilogue::ALL

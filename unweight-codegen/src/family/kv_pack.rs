@@ -1,4 +1,4 @@
-//! Pages of the KV cache from BF16 to 12 bits per element (`docs/kv-cache.md`):
+//! Packs pages of the KV cache from BF16 to 12 bits per element (`docs/kv-cache.md`):
 //! `templates/include/unweight/kernels/kv_pack.cuh`.
 //!
 //! ```text
@@ -15,13 +15,13 @@ use crate::{
 };
 
 word_axis! {
-    /// Which pages are packed, or released.
+    /// The pages that are packed or released.
     KvPackStage, "stage" {
-        /// Of all layers, the page of each row whose newest token is the last of a page.
+        /// In all layers, packs the page of each row whose newest token is the last of a page.
         Step = "step",
-        /// Pages of one layer, in their order, to the packed pages of a table.
+        /// Packs consecutive pages of one layer to the packed pages of a table.
         Chunk = "chunk",
-        /// The BF16 units of the pages of a table, in all layers, become free.
+        /// Returns the BF16 units of the pages of a table, in all layers, to the pool.
         Release = "release",
     }
 }
@@ -29,7 +29,7 @@ word_axis! {
 axes! {
     /// A stage of packing pages of a KV cache.
     pub struct KvPackSpec {
-        /// The pages that are packed.
+        /// The pages that are packed or released.
         stage: KvPackStage "",
         /// Elements of a head.
         head_dim: HeadDim "_d",
@@ -51,23 +51,23 @@ args! {
         pub unit_pages: u64,
         /// u32 `[1 + units]`: how many units are free, then their indices.
         pub free_units: u64,
-        /// `step`: u32 `[m]`: the position of each row's newest token, or `u32::MAX` of a row without one.
+        /// `step`: u32 `[m]`: the position of each row's newest token, or `u32::MAX` for a row without a token.
         pub positions: u64,
-        /// `step`: u32 `[m, table_pages]`; `chunk`, `release`: `[m]`. `u32::MAX` marks a page that is not to be packed.
+        /// `step`: u32 `[m, table_pages]`; `chunk`, `release`: `[m]`. `u32::MAX` marks a page to skip.
         pub page_table: u64,
         /// `step`: u32 `[m]`: the hot page of each row.
         pub hot_table: u64,
         /// u32; `step`: `[m]`, `chunk`: `[1]`. Set to 1 if a unit was needed and none was free.
         pub lost: u64,
-        /// u32: 1 and the row, or the place in the table, of a page that the cache does not have.
+        /// u32, set to `1 + row` or `1 + table entry` for a page that the cache does not have.
         pub fault: u64,
-        /// Elements from layer to layer of `source`.
+        /// Elements from one layer of `source` to the next.
         pub source_pitch: u64,
-        /// Bytes from layer to layer of `packed`.
+        /// Bytes from one layer of `packed` to the next.
         pub packed_pitch: u64,
-        /// Bytes from layer to layer of `records`.
+        /// Bytes from one layer of `records` to the next.
         pub record_pitch: u64,
-        /// `step`: rows; `chunk`, `release`: pages of the table.
+        /// `step`: number of rows; `chunk`, `release`: pages of the table.
         pub m: u32,
         /// The number of layers.
         pub layers: u32,
@@ -75,36 +75,38 @@ args! {
         pub kv_heads: u32,
         /// Packed pages of a layer.
         pub pages: u32,
-        /// BF16 pages of a layer of `source`.
+        /// BF16 pages per layer of `source`.
         pub source_pages: u32,
         /// `step`: entries of a row's page table.
         pub table_pages: u32,
         /// Units of `unit_pages`.
         pub units: u32,
-        /// `chunk`: entry `i` of the table comes from page `first + i` of `source`.
+        /// `chunk`: entry `i` of the table is packed from page `first + i` of `source`.
         pub first: u32,
     }
 }
 
 impl VariantSpec {
-    /// A stage of packing pages of a KV cache.
+    /// Returns a stage of packing pages of a KV cache.
     pub const fn kv_pack(arch: Arch, spec: KvPackSpec) -> Self {
         Self { arch, op: Op::KvPack(spec) }
     }
 }
 
-/// Warps of a block that packs: one for each tile of a page.
+/// Warps of a packing block: one for each tile of a page.
 const WARPS: u32 = kv::packed::PAGE_TILES;
-/// Warps of a block that releases.
+/// Warps of a releasing block.
 const RELEASE_WARPS: u32 = 8;
 const BLOCKS_PER_SM: u32 = 3;
-/// Of a tile: counts of eight bases, the largest exponent, and the unit that was taken, in whole 16 bytes.
+/// Per tile: the largest exponents of eight steps, the number of escapes, and the allocated unit, rounded up to 16
+/// bytes.
 const COUNT_BYTES: u32 = 48;
 const RECORD_BYTES: u32 = 48;
 
 impl KvPackSpec {
     pub(crate) const fn instructions(&self) -> Instructions {
-        // It loads operands of the tensor cores (`ldmatrix`), which every architecture here can, and multiplies none.
+        // The kernel loads tensor core operands with `ldmatrix`, which every architecture here has, but multiplies
+        // none.
         Instructions::NONE.when(self.pdl, Instruction::DependentLaunch)
     }
 
@@ -152,7 +154,7 @@ impl Family for KvPackSpec {
         packed_pages(self.head_dim)
     }
 
-    /// What attention over packed pages of the same heads needs.
+    /// The counterparts of `attention` over packed pages, for the same heads.
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
         HeadDim::ALL.into_iter().flat_map(move |head_dim| {
             [KvPackStage::Step, KvPackStage::Chunk, KvPackStage::Release].into_iter().flat_map(move |stage| {
@@ -162,7 +164,7 @@ impl Family for KvPackSpec {
     }
 }
 
-/// Sizes of packed pages.
+/// Returns the equations for the sizes of packed pages.
 pub(crate) fn packed_pages(head_dim: HeadDim) -> Entry {
     let head_dim = head_dim.get();
     let of = |what: &str| format!("uw::kv::Packed<{head_dim}>::{what}");

@@ -1,4 +1,4 @@
-//! Packed pages of the KV cache to BF16 pages (`docs/kv-cache.md`):
+//! Unpacks packed pages of the KV cache to BF16 pages (`docs/kv-cache.md`):
 //! `templates/include/unweight/kernels/kv_unpack.cuh`.
 
 use super::{Edge, Family, Op, VariantSpec, attention::HeadDim, entry::Entry, kv_pack::packed_pages};
@@ -11,7 +11,7 @@ use crate::{
 };
 
 axes! {
-    /// Packed pages of one layer and sequence to BF16 pages.
+    /// A kernel that unpacks pages of one layer and sequence to BF16 pages.
     pub struct KvUnpackSpec {
         /// Elements of a head.
         head_dim: HeadDim "d",
@@ -33,7 +33,7 @@ args! {
         pub page_table: u64,
         /// BF16 pages `[m]` ([`crate::kv`]).
         pub out: u64,
-        /// u32: 1 and the place in the table of a page that the cache does not have or that cannot be read.
+        /// u32, set to `1 + table entry` for a page that the cache does not have or that cannot be read.
         pub fault: u64,
         /// Pages of the table.
         pub m: u32,
@@ -47,7 +47,7 @@ args! {
 }
 
 impl VariantSpec {
-    /// Packed pages to BF16 pages.
+    /// Returns a kernel that unpacks pages to BF16.
     pub const fn kv_unpack(arch: Arch, spec: KvUnpackSpec) -> Self {
         Self { arch, op: Op::KvUnpack(spec) }
     }
@@ -89,7 +89,7 @@ impl Family for KvUnpackSpec {
         packed_pages(self.head_dim)
     }
 
-    /// What attention over packed pages of the same heads needs.
+    /// The counterparts of `attention` over packed pages, for the same heads.
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
         let of = move |head_dim| [false, true].map(|pdl| VariantSpec::kv_unpack(arch, KvUnpackSpec { head_dim, pdl }));
         HeadDim::ALL.into_iter().flat_map(of)

@@ -14,11 +14,11 @@ set_axis! {
 }
 
 axes! {
-    /// Log probabilities, a block a row.
+    /// Log probabilities, one block per row.
     pub struct LogprobsSpec {
         /// Threads of a block.
         threads: LogprobsThreads "t" = 1024,
-        /// Programmatic dependent launch: its blocks are there before the stream's previous kernel has ended.
+        /// Programmatic dependent launch: its blocks start before the stream's previous kernel has ended.
         pdl: flag "_pdl" = false,
     }
 }
@@ -28,13 +28,13 @@ args! {
     pub struct LogprobsArgs {
         /// bf16 `[m, vocabulary]`.
         pub logits: u64,
-        /// u32 `[m]`: 0 for a row without log probabilities, else 1 and the number of likeliest tokens, up to
-        /// [`TOP_MAX`].
+        /// u32 `[m]`: 0 for a row without log probabilities, otherwise `1 + n` to return the `n` most likely tokens,
+        /// `n` up to [`TOP_MAX`].
         pub wanted: u64,
         /// u32 `[m]`: the sampled tokens.
         pub ids: u64,
-        /// u32 and f32 `[m, 1 + TOP_MAX]`: token and log probability, of the sampled token and then of the likeliest;
-        /// `u32::MAX` and NaN where there is no token.
+        /// u32 and f32 `[m, 1 + TOP_MAX]`: token and log probability of the sampled token, then of the most likely
+        /// tokens; `u32::MAX` and NaN where there is no token.
         pub out: u64,
         /// Elements from one row of logits to the next, a multiple of 8.
         pub pitch: u64,
@@ -46,13 +46,13 @@ args! {
 }
 
 impl VariantSpec {
-    /// Log probabilities.
+    /// Returns a variant of the family `logprobs`.
     pub const fn logprobs(arch: Arch, spec: LogprobsSpec) -> Self {
         Self { arch, op: Op::Logprobs(spec) }
     }
 }
 
-/// The most tokens with a log probability in addition to the sampled one.
+/// The maximum number of tokens with a log probability in addition to the sampled one.
 pub const TOP_MAX: u32 = 20;
 
 impl LogprobsSpec {

@@ -1,16 +1,16 @@
-//! The kernel families: one file each, and the list of them.
+//! The kernel families: one file for each, and the list of all.
 //!
 //! ```text
 //! family/<f>.rs                        axes! (spec, names, attribute, constants), args! (the kernel's argument struct), const fn
-//!                                      plan, and Family: its edges, instructions, derived constants, what ships
+//!                                      plan, and Family: edges, instructions, derived constants, shipped variants
 //! templates/kernels/kernel.cu.tera     the entry point of all families
 //! templates/include/.../<f>.cuh        the body
 //! ```
 //!
-//! A family converts one encoding of a weight to another, or to a product: an [`Edge`] of the graph of encodings. What
-//! works on activations alone, or only looks rows of a table up, has no edge. Everything that is about all families
-//! (names, attributes, plans, rendering, the catalogue, argument checks) goes through the list at the end of this file,
-//! so another family is a file and a line. docs/adr/0008-families.md counts the edits.
+//! A family that converts one encoding of a weight to another, or to a product, is an [`Edge`] of the graph of
+//! encodings. Families that work on activations only, or that look up rows of a table, have no edge. Code that covers
+//! all families (names, attributes, plans, rendering, the catalogue, argument checks) uses the list at the end of this
+//! file, so a new family is one file and one line. docs/adr/0008-families.md counts the edits.
 
 mod entry;
 mod name;
@@ -48,11 +48,11 @@ pub struct VariantSpec {
 }
 
 impl VariantSpec {
-    /// What stands where an attribute has no spec because it is wrong.
+    /// A placeholder for the spec of an invalid attribute.
     #[doc(hidden)]
     pub const SOME: Self = Self::encode_huffman(Arch::Sm90a, encode_huffman::EncodeHuffmanStage::Stats);
 
-    /// The plan of a block, or the constraint that the variant violates.
+    /// Returns the plan of a block, or the violated constraint.
     pub(crate) const fn block(&self) -> Result<BlockPlan, Constraint> {
         let limits = self.arch.limits();
         match self.op.instructions().missing_from(limits.instructions) {
@@ -68,7 +68,7 @@ impl VariantSpec {
 /// Decoded exponents, u8 `[tiles, 64, 64]`, next to the sign-mantissa bytes: an encoding that only a device holds and
 /// no bundle stores. [`EncodingId::EXPONENTS`] is another one, which bundles store.
 pub const DECODED_EXPONENTS: EncodingId = EncodingId::new("decoded_exponents");
-/// `Y`: where the graph ends. Not an encoding of the weight.
+/// `Y`, the end of the graph. Not an encoding of the weight.
 pub const PRODUCT: EncodingId = EncodingId::new("product");
 
 /// A conversion of a family: the encoding that it reads and the one that it writes.
@@ -80,19 +80,19 @@ pub struct Edge {
     pub to: EncodingId,
 }
 
-/// A family: a spec of its axes and what follows from it.
+/// A family: a spec with its axes, and everything that follows from it.
 ///
-/// A spec also has what a const context asks for, which a trait cannot give: `plan`, `instructions` (those of
-/// [`Instruction`] that its kernel has), and `values` and `of`, which `axes!` writes.
+/// A spec also has items that a const context needs, which a trait cannot provide: `plan`, `instructions` (the
+/// [`Instruction`]s of its kernel), and `values` and `of`, which `axes!` writes.
 pub trait Family: Copy {
-    /// The struct that its kernels take.
+    /// The argument struct of the family's kernels.
     type Args: KernelArgs;
-    /// Its axes, in the order of names.
+    /// The axes, in the order of names.
     const AXES: &'static [Axis];
-    /// What its variants make of what; nothing for a family of activations.
+    /// The conversions of all variants; empty for a family of activations.
     const EDGES: &'static [Edge];
 
-    /// What this variant makes of what. A stage among several belongs to every edge that needs it.
+    /// Returns the conversions of this variant. A stage of several belongs to every edge that needs it.
     fn edges(&self) -> &'static [Edge] {
         Self::EDGES
     }
@@ -100,24 +100,24 @@ pub trait Family: Copy {
     /// Returns a line that says what the kernel does.
     fn summary(&self, plan: &BlockPlan) -> String;
 
-    /// What its entry point says beyond its axes.
+    /// Returns the declarations of the entry point in addition to the axes.
     fn entry(&self, _plan: &BlockPlan) -> Entry {
         Entry::default()
     }
 
-    /// Device memory of a launch in addition to its operands, on a device with `sms` multiprocessors.
+    /// Returns the device memory of a launch in addition to its operands, on a device with `sms` multiprocessors.
     fn workspace(&self, _plan: &BlockPlan, _problem: GemmShape, _sms: u32) -> WorkspacePlan {
         WorkspacePlan::default()
     }
 
-    /// The variants that ship for an architecture, as far as they have a plan there.
+    /// Returns the variants that ship for an architecture. Callers drop those without a plan there.
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec>;
 }
 
 /// A family as data.
 #[derive(Clone, Copy, Debug)]
 pub struct FamilyInfo {
-    /// As in names and attributes, and the stem of its files.
+    /// The name in canonical names and attributes, and the stem of the family's files.
     pub name: &'static str,
     /// The axes, in the order of names ([`Family::AXES`]).
     pub axes: &'static [Axis],
@@ -137,19 +137,19 @@ impl FamilyInfo {
     }
 }
 
-/// The family at a place in [`FAMILIES`], as a type: how the attribute, which knows no family, names the one of a
-/// variant ([`ListedFamily`]).
+/// The family at an index of [`FAMILIES`], as a type. The attribute, which is independent of families, names the family
+/// of a variant with it ([`ListedFamily`]).
 #[doc(hidden)]
 pub struct FamilyAt<const PLACE: usize>;
 
-/// See [`FamilyAt`].
+/// Maps an index of [`FAMILIES`] to a type; see [`FamilyAt`].
 #[doc(hidden)]
 pub trait ListedFamily {
     /// The family's spec.
     type Family: Family;
 }
 
-/// Writes what is about all families.
+/// Declares everything that covers all families.
 macro_rules! families {
     ($($(#[$doc:meta])* $module:ident: $variant:ident($spec:ident)),+ $(,)?) => {
         $(pub mod $module;)+
@@ -166,23 +166,23 @@ macro_rules! families {
             type Family = $spec;
         })+
 
-        /// Places in the list.
+        /// Indices into [`FAMILIES`].
         #[derive(Clone, Copy)]
         #[allow(non_camel_case_types)]
         enum Place { $($module),+ }
 
         impl Op {
-            /// Place of its family in [`FAMILIES`].
+            /// Returns the index of the family in [`FAMILIES`].
             pub(crate) const fn place(&self) -> usize {
                 match self { $(Self::$variant(_) => Place::$module as usize),+ }
             }
 
-            /// The values of its axes.
+            /// Returns the values of the axes.
             pub(crate) const fn values(&self) -> Raw {
                 match self { $(Self::$variant(spec) => spec.values()),+ }
             }
 
-            /// The operation of the family at a place in [`FAMILIES`] with these values.
+            /// Returns the operation with these values, of the family at an index of [`FAMILIES`].
             pub(crate) const fn of(place: usize, raw: &Raw) -> Self {
                 $(if place == Place::$module as usize {
                     return Self::$variant($spec::of(raw));
@@ -194,7 +194,7 @@ macro_rules! families {
                 match self { $(Self::$variant(op) => op.plan(arch)),+ }
             }
 
-            /// Those of [`Instruction`] that its kernel has.
+            /// Returns the [`Instruction`]s that the kernel needs.
             pub const fn instructions(&self) -> Instructions {
                 match self { $(Self::$variant(op) => op.instructions()),+ }
             }
@@ -225,29 +225,29 @@ impl Op {
         &FAMILIES[self.place()]
     }
 
-    /// The family as names spell it.
+    /// Returns the name of the family.
     pub const fn family(&self) -> &'static str {
         self.info().name
     }
 
-    /// Whether kernels of this operation take this struct.
+    /// Returns whether the argument struct of the operation's kernels is `A`.
     pub fn takes<A: KernelArgs>(&self) -> bool {
         self.info().args.name == A::NAME
     }
 }
 
 families! {
-    /// Huffman tensor to an encoding that a consumer reads (report section 7).
+    /// Decodes a Huffman tensor to an encoding that a consumer reads (report section 7).
     decode_huffman: DecodeHuffman(DecodeHuffmanSpec),
-    /// BF16 to a Huffman or palette tensor (report section 4).
+    /// Encodes BF16 as a Huffman or palette tensor (report section 4).
     encode_huffman: EncodeHuffman(EncodeHuffmanSpec),
-    /// BF16 to a packed tensor.
+    /// Packs BF16 as a packed tensor.
     pack: Pack(PackSpec),
-    /// A packed tensor to BF16.
+    /// Unpacks a packed tensor to BF16.
     unpack: Unpack(UnpackSpec),
-    /// BF16 to a compact tensor.
+    /// Encodes BF16 as a compact tensor.
     encode_compact: EncodeCompact(EncodeCompactSpec),
-    /// A compact tensor to BF16 or a packed tensor.
+    /// Decodes a compact tensor to BF16 or to a packed tensor.
     decode_compact: DecodeCompact(DecodeCompactSpec),
     /// Reconstructive matmul `Y[m,n] = X[m,k] * W[n,k]^T` (report section 8).
     gemm_recon: GemmRecon(GemmReconSpec),
@@ -257,27 +257,27 @@ families! {
     gemm_wgmma: GemmWgmma(GemmWgmmaSpec),
     /// Matmul for small batches, from a compact tensor.
     gemm_compact: GemmCompact(GemmCompactSpec),
-    /// Packed matmul of a mixture of experts, from one packed tensor of all of them.
+    /// Packed matmul of a mixture of experts, from one packed tensor that holds all experts.
     gemm_grouped: GemmGrouped(GemmGroupedSpec),
-    /// Rows of an embedding, from BF16 or a packed tensor.
+    /// Looks up rows of an embedding, from BF16 or a packed tensor.
     embed: Embed(EmbedSpec),
     /// Norms of activations.
     norm: Norm(NormSpec),
-    /// Bias, QK-norm and rotation of heads, and their place in the KV cache.
+    /// Applies bias, QK-norm and rotary embedding to heads, and stores K and V in the KV cache.
     rope: Rope(RopeSpec),
     /// The activation of a gated MLP.
     silu_mul: SiluMul(SiluMulSpec),
-    /// Factors of activations.
+    /// Multiplies activations by a factor.
     scale: Scale(ScaleSpec),
     /// Routing of a mixture of experts.
     route: Route(RouteSpec),
     /// Attention over the pages of a KV cache.
     attention: Attention(AttentionSpec),
-    /// Pages of a KV cache, from BF16 to 12 bits.
+    /// Packs pages of a KV cache, from BF16 to 12 bits.
     kv_pack: KvPack(KvPackSpec),
-    /// Packed pages of a KV cache to BF16.
+    /// Unpacks packed pages of a KV cache to BF16.
     kv_unpack: KvUnpack(KvUnpackSpec),
-    /// A token of each row of logits.
+    /// Samples a token from each row of logits.
     sample: Sample(SampleSpec),
     /// Log probabilities of sampled tokens.
     logprobs: Logprobs(LogprobsSpec),
@@ -306,7 +306,7 @@ mod tests {
         }
     }
 
-    /// Every edge that a family states is one of its variants', and the other way round.
+    /// Every edge of a family is an edge of one of its variants, and vice versa.
     #[test]
     fn family_edges_match_their_variants() {
         for family in FAMILIES {
@@ -316,7 +316,7 @@ mod tests {
         }
     }
 
-    /// An encoding that bundles store and no kernel reads would be stuck; raw weights need none.
+    /// Every edge begins and ends at an encoding that bundles store, at decoded exponents, or at the product.
     #[test]
     fn family_edges_end_at_encodings() {
         let stored = |id: EncodingId| unweight_format::ENCODINGS.iter().any(|encoding| encoding.id() == id);

@@ -1,4 +1,4 @@
-//! Canonical names: symbol, cache folder, log line and bench row are this one string.
+//! Canonical names. One string is the kernel's symbol, cache folder, log line and benchmark row.
 //!
 //! ```text
 //! uw_<arch>_decode_huffman_<full|exponent|palette>[_<e4m3|e5m2|f16|f32>]_l<code limit>[_async][_w<warps>]
@@ -12,21 +12,26 @@
 //! uw_<arch>_gemm_mma_b<batch tile>_r<row blocks>w<warps>p<stages>c<cluster>
 //!                                    [_async][_persistent][_esc][_pdl]_<store|store_add|silu_mul>[_dump]
 //! uw_<arch>_gemm_wgmma_b<batch tile>_g<warpgroups>p<stages>[c<cluster>]
-//!                                    [_streamk][_esc][_pdl]_<store|store_add>[_dump]
-//! uw_<arch>_gemm_compact_b<batch tile>_w<warps>p<stages>c<cluster>[_pdl]_<store|store_add|silu_mul>
+//!                                    [_streamk][_esc][_pdl]_<store|store_add|silu_mul>[_dump]
+//! uw_<arch>_gemm_compact_b<batch tile>_w<warps>p<stages>c<cluster>[_t<tables>]
+//!                                    [_persistent][_pdl]_<store|store_add|silu_mul>
 //! uw_<arch>_gemm_grouped_b<batch tile>_r<row blocks>w<warps>p<stages>[_pdl]_<store|silu_mul>
 //! uw_<arch>_embed_<bf16|packed>[_pdl]
-//! uw_<arch>_norm_t<threads>[_rms_once|_layer][_add][_pdl]
-//! uw_<arch>_rope_d<head dim>[_adjacent][_pdl]
-//! uw_<arch>_silu_mul_t<threads>[_pdl]
-//! uw_<arch>_scale_<mul|add>[_pdl]
+//! uw_<arch>_norm_t<threads>[_rms_once|_layer|_rms_plus_one][_add][_pdl]
+//! uw_<arch>_rope_d<head dim>[_adjacent][_plus_one][_pdl]
+//! uw_<arch>_silu_mul_t<threads>[_gelu][_pdl]
+//! uw_<arch>_scale_<mul|add|cap>[_pdl]
 //! uw_<arch>_route_<topk|sort|combine>[_pdl]
+//! uw_<arch>_attention_<decode|prefill>_d<head dim>_w<warps>p<stages>c<cluster>
+//!                                    [_split][_packed][_async][_adjacent][_softcap][_plus_one][_pdl]
+//! uw_<arch>_kv_pack_<step|chunk|release>_d<head dim>[_pdl]
+//! uw_<arch>_kv_unpack_d<head dim>[_pdl]
 //! uw_<arch>_sample_t1024_c<cluster>[_adjusted][_pdl]
 //! uw_<arch>_logprobs_t1024[_pdl]
 //! ```
 //!
-//! Behind the family's name stand its axes in their order, each with its mark. `parse(name(x)) == x` for every spec,
-//! and a text that parses is the name of what it parses to: `l07` is not a name.
+//! The axes follow the family's name in their order, each with its mark. `parse(name(x)) == x` for every spec, and only
+//! canonical names parse: `l07` is not a name.
 
 use super::{FAMILIES, FamilyInfo, Op, VariantSpec};
 use crate::{
@@ -35,7 +40,7 @@ use crate::{
 };
 use std::{fmt, str::FromStr};
 
-/// A text that is not the name of a variant.
+/// The error for a string that is not the name of a variant.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "variant name {name:?}: {why}; names look like uw_sm90a_gemm_recon_palette_n2p4_v8_store, \
@@ -54,7 +59,7 @@ impl ParseNameError {
 }
 
 impl VariantSpec {
-    /// The canonical name, also in const context.
+    /// Returns the canonical name. Available in const context.
     pub const fn name(&self) -> Name {
         let mut name = Name::new().str("uw_").str(self.arch.tag()).str("_").str(self.op.family());
         let (axes, raw) = (self.op.info().axes, self.op.values());
@@ -103,7 +108,7 @@ fn parse(name: &str) -> Result<VariantSpec, String> {
     let of = |family: &FamilyInfo| {
         let after = rest.strip_prefix(family.name)?;
         match family.axes {
-            // What follows such a family is an error of `values`.
+            // `values` reports an error in the text after such a family.
             [] => (after.is_empty() || after.starts_with('_')).then_some(after),
             _ => after.strip_prefix('_'),
         }
@@ -116,7 +121,7 @@ fn parse(name: &str) -> Result<VariantSpec, String> {
     Ok(VariantSpec { arch, op: Op::of(index, &values(family.axes, rest)?) })
 }
 
-/// The values of the axes, in their order.
+/// Parses the values of the axes, in their order.
 fn values(axes: &[Axis], mut rest: &str) -> Result<Raw, String> {
     let mut raw = [0; AXES_MAX];
     for (i, axis) in axes.iter().enumerate() {
@@ -127,11 +132,11 @@ fn values(axes: &[Axis], mut rest: &str) -> Result<Raw, String> {
     if rest.is_empty() { Ok(raw) } else { Err(format!("it ends in {rest:?}")) }
 }
 
-/// The value at the beginning of `rest`, and what follows it.
+/// Parses the value at the start of `rest`; returns it and the remaining text.
 fn value<'a>(axis: &Axis, rest: &'a str) -> Result<(u32, &'a str), String> {
     let whole = rest;
     let marked = rest.strip_prefix(axis.mark);
-    // A word ends where the name does, or before the next mark, which begins with `_`.
+    // A word ends at the end of the name, or before the next mark, which begins with `_`.
     let ends = |after: &&str| after.is_empty() || after.starts_with('_');
     match (axis.values, marked) {
         (Values::Flag, _) => match marked.filter(ends) {
@@ -145,13 +150,13 @@ fn value<'a>(axis: &Axis, rest: &'a str) -> Result<(u32, &'a str), String> {
                 }
                 return Err(format!("{rest:?} must begin with _ and be {}", one_of(words)));
             };
-            // The longest: `store` also begins `store_add`.
+            // The longest match: `store` is also a prefix of `store_add`.
             let known = words.iter().enumerate().filter_map(|(i, word)| {
                 rest.strip_prefix(word).filter(ends).map(|after| (word.len(), i as u32, after))
             });
             match (known.max_by_key(|(length, ..)| *length), axis.unnamed) {
                 (Some((_, value, after)), _) => Ok((value, after)),
-                // What follows is of a later axis.
+                // The text belongs to a later axis.
                 (None, Some(value)) => Ok((value, whole)),
                 (None, None) => Err(format!("unknown {} in {rest:?}; it must be {}", axis.key, one_of(words))),
             }
@@ -186,7 +191,7 @@ pub(crate) mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Any variant of any family: a draw for each axis.
+    /// Any variant of any family: a random value for each axis.
     pub(crate) fn any_spec() -> impl Strategy<Value = VariantSpec> {
         let draws = prop::collection::vec(any::<u32>(), AXES_MAX);
         (prop::sample::select(Arch::ALL), 0..FAMILIES.len(), draws).prop_map(|(arch, family, draws)| {

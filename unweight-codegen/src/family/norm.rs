@@ -14,13 +14,13 @@ set_axis! {
 }
 
 word_axis! {
-    /// How `norm` norms a row, `r = rsqrt(mean(square) + eps)`.
+    /// The formula of the norm, with `r = rsqrt(mean(square) + eps)`.
     NormKind, "kind" {
         /// `gamma * bf16(x * r)`.
         Rms = "rms",
         /// `gamma * (x * r)`, rounded once.
         RmsOnce = "rms_once",
-        /// `gamma * ((x - mean(x)) * r)`, rounded once; the squares are those of `x - mean(x)`.
+        /// `gamma * ((x - mean(x)) * r)`, rounded once; `r` is that of `x - mean(x)`.
         Layer = "layer",
         /// `(1 + gamma) * (x * r)`, rounded once.
         RmsPlusOne = "rms_plus_one",
@@ -28,15 +28,15 @@ word_axis! {
 }
 
 axes! {
-    /// A norm, a block a row.
+    /// A norm, one block per row.
     pub struct NormSpec {
         /// Threads of a block.
         threads: NormThreads "t" = 256,
-        /// How a row is normed.
+        /// The formula of the norm.
         kind: NormKind "_" = Rms unnamed,
-        /// The normed row is added to the output.
+        /// Adds the result to the output.
         add: flag "_add" = false,
-        /// Programmatic dependent launch: reads its weights while the stream's previous kernel still runs.
+        /// Programmatic dependent launch: the kernel reads its weights while the stream's previous kernel still runs.
         pdl: flag "_pdl" = false,
     }
 }
@@ -48,11 +48,11 @@ args! {
         pub x: u64,
         /// bf16 `[d]`.
         pub gamma: u64,
-        /// u32 `[m]`: which rows of `x`; null: all of them, in order.
+        /// u32 `[m]`: indices of rows of `x`; null: all rows, in order.
         pub rows: u64,
         /// bf16 `[m, d]`.
         pub y: u64,
-        /// u32, set to 1 and the row of `y` where `rows` names no row of `x`.
+        /// u32, set to `1 + row` if the index for that row of `y` is not a row of `x`.
         pub fault: u64,
         /// Elements from one row of `x` to the next.
         pub x_pitch: u64,
@@ -76,10 +76,10 @@ impl VariantSpec {
     }
 }
 
-/// The most columns: a row is in the registers of its block.
+/// The maximum number of columns: a row is held in the registers of its block.
 pub const COLUMNS_MAX: u32 = 16384;
 
-/// Registers for two rows of pieces, and room for blocks of the next kernel.
+/// Leaves registers for two rows of pieces, and room for blocks of the next kernel.
 const fn blocks_per_sm(threads: u32) -> u32 {
     if threads > 512 { 1 } else { 2 }
 }
@@ -129,7 +129,7 @@ impl Family for NormSpec {
     }
 
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
-        // 1024 threads are for rows longer than models have; they are compiled on demand.
+        // Blocks of 1024 threads are for rows longer than those of common models; they are compiled on demand.
         NormThreads::ALL.into_iter().filter(move |threads| threads.get() < 1024).flat_map(move |threads| {
             let kinds = NormKind::ALL.iter().flat_map(|&kind| [(kind, false), (kind, true)]);
             kinds.flat_map(move |(kind, add)| {

@@ -1,4 +1,4 @@
-//! BF16 to a packed tensor (docs/format.md A.9): `templates/include/unweight/kernels/pack.cuh`.
+//! Packs BF16 as a packed tensor (docs/format.md A.9): `templates/include/unweight/kernels/pack.cuh`.
 
 use super::{Edge, Family, VariantSpec, entry::Entry};
 use crate::{
@@ -20,9 +20,9 @@ word_axis! {
 }
 
 axes! {
-    /// A kernel of packing a BF16 matrix.
+    /// A kernel that packs a BF16 matrix.
     pub struct PackSpec {
-        /// The kernel of the sequence.
+        /// The stage of packing.
         stage: PackStage "",
     }
 }
@@ -38,10 +38,10 @@ args! {
         pub escape_heads: u64,
         /// u32 `[escape_words]`; unused by stage `tiles`.
         pub escapes: u64,
-        /// u32 `[ceil(tiles / 16)]`, zeroed before `tiles`: words of the lists of 64 row blocks each; unused by
+        /// u32 `[ceil(tiles / 16)]`, zeroed before `tiles`: words of the lists of each 64 row blocks; unused by
         /// `unpack`.
         pub group_words: u64,
-        /// u64, zeroed before `tiles`: `!(row * k + column)` of the first element that no operand can stand for, 0 if
+        /// u64, zeroed before `tiles`: `!(row * k + column)` of the first element that no operand can represent, 0 if
         /// there is none; unused by `unpack`.
         pub inexact: u64,
         /// Words in `escapes`.
@@ -60,7 +60,7 @@ args! {
 }
 
 impl VariantSpec {
-    /// A stage of packing.
+    /// Returns a stage of packing.
     pub const fn pack(arch: Arch, stage: PackStage) -> Self {
         Self { arch, op: super::Op::Pack(PackSpec { stage }) }
     }
@@ -68,9 +68,9 @@ impl VariantSpec {
 
 const WARPS: u32 = 8;
 const BLOCKS_PER_SM: u32 = 4;
-/// A warp takes a row block, a quarter of a tile.
+/// A warp processes one row block, a quarter of a tile.
 const TILES_PER_BLOCK: u32 = 2;
-/// Eight row blocks a warp.
+/// A warp processes eight row blocks.
 const LIST_TILES_PER_BLOCK: u32 = 16;
 
 impl PackSpec {
@@ -84,7 +84,7 @@ impl PackSpec {
         let none = SmemPlan::new();
         let (smem, per_block) = match op.stage {
             PackStage::Tiles => (none, TILES_PER_BLOCK),
-            // Per warp its own words and those of the groups before.
+            // For each warp, its own words and those of the preceding groups.
             PackStage::Lists => (none.section("sums", WARPS, 8, 8), LIST_TILES_PER_BLOCK),
         };
         Ok(BlockPlan {

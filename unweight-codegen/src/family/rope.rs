@@ -1,4 +1,4 @@
-//! Bias, QK-norm and rotation of the heads of a chunk of one sequence, whose keys and values go to their pages:
+//! Bias, QK-norm and rotation of the heads of a chunk of one sequence. Keys and values are stored in their pages:
 //! `templates/include/unweight/kernels/rope.cuh`.
 
 use super::{Edge, Family, Op, VariantSpec, entry::Entry};
@@ -17,7 +17,7 @@ set_axis! {
 }
 
 axes! {
-    /// Rotation of the heads of a chunk, a block a token.
+    /// Rotation of the heads of a chunk, one block per token.
     pub struct RopeSpec {
         /// Elements of a head.
         head_dim: RopeHeadDim "d",
@@ -25,7 +25,7 @@ axes! {
         adjacent: flag "_adjacent" = false,
         /// Norms multiply by one plus the weight, and round once.
         plus_one: flag "_plus_one" = false,
-        /// Programmatic dependent launch: reads its tables while the stream's previous kernel still runs.
+        /// Programmatic dependent launch: the kernel reads its tables while the stream's previous kernel still runs.
         pdl: flag "_pdl" = false,
     }
 }
@@ -33,23 +33,23 @@ axes! {
 args! {
     /// Arguments of the rotation of a chunk.
     pub struct RopeArgs {
-        /// bf16 `[m, (heads + 2 * kv_heads) * head_dim]`; q heads are rewritten.
+        /// bf16 `[m, (heads + 2 * kv_heads) * head_dim]`; the query heads are overwritten.
         pub qkv: u64,
-        /// bf16 `[(heads + 2 * kv_heads) * head_dim]`; null: none.
+        /// bf16 `[(heads + 2 * kv_heads) * head_dim]`, or null.
         pub bias: u64,
-        /// bf16 `[head_dim]`; null: none.
+        /// bf16 `[head_dim]`, or null.
         pub q_norm: u64,
-        /// bf16 `[head_dim]`; null: none.
+        /// bf16 `[head_dim]`, or null.
         pub k_norm: u64,
         /// bf16 `[positions, rope_dim / 2]`; `adjacent`: angles `i` and `i + rope_dim / 4` are next to each other.
         pub cosines: u64,
         /// The sines, in the order of the cosines.
         pub sines: u64,
-        /// bf16, the pages of a layer ([`crate::kv`]).
+        /// bf16, the pages of one layer ([`crate::kv`]).
         pub cache: u64,
-        /// u32: the pages of the sequence, up to that of position `start + m - 1`.
+        /// u32: the pages of the sequence, up to the page of position `start + m - 1`.
         pub pages: u64,
-        /// u32, set to 1 and the row of a token whose page the cache does not have.
+        /// u32, set to `1 + row` for a token whose page the cache does not have.
         pub fault: u64,
         /// Elements from one row of `qkv` to the next.
         pub pitch: u64,
@@ -57,11 +57,11 @@ args! {
         pub eps: f32,
         /// Position of the first row.
         pub start: u32,
-        /// Q heads.
+        /// Query heads.
         pub heads: u32,
-        /// K heads, and V heads.
+        /// Key heads, and the same number of value heads.
         pub kv_heads: u32,
-        /// Elements of a head that are rotated, from its first on; a multiple of 4, or 0.
+        /// The number of elements of a head that are rotated, from its first on; a multiple of 4, or 0.
         pub rope_dim: u32,
         /// Pages of the layer.
         pub cache_pages: u32,
@@ -69,7 +69,7 @@ args! {
 }
 
 impl VariantSpec {
-    /// Rotation of the heads of a chunk.
+    /// Returns a variant of the family `rope`.
     pub const fn rope(arch: Arch, spec: RopeSpec) -> Self {
         Self { arch, op: Op::Rope(spec) }
     }
@@ -113,7 +113,7 @@ impl Family for RopeSpec {
     }
 
     fn catalogue(arch: Arch) -> impl Iterator<Item = VariantSpec> {
-        // The heads of models that are served; the others are compiled on demand.
+        // Common heads; others are compiled on demand.
         let common = RopeHeadDim::ALL.into_iter().filter(|head_dim| matches!(head_dim.get(), 64 | 96 | 128 | 256));
         let adjacent = |head_dim: RopeHeadDim| if head_dim.get() == 128 { &[false, true][..] } else { &[false] };
         common.flat_map(move |head_dim| adjacent(head_dim).iter().map(move |adjacent| (head_dim, *adjacent))).flat_map(

@@ -9,45 +9,45 @@ use crate::{
 };
 
 word_axis! {
-    /// A step of routing.
+    /// A stage of routing.
     RouteStage, "stage" {
-        /// Logits of a router to ids and weights of each token's experts.
+        /// Computes ids and weights of each token's experts from the logits of a router.
         Topk = "topk",
-        /// Ids to pairs sorted by expert, and the items of the products.
+        /// Sorts pairs by expert, and writes the items of the products.
         Sort = "sort",
-        /// Rows of pairs, times their weights, to rows of tokens.
+        /// Adds up the rows of each token's pairs, multiplied by their weights.
         Combine = "combine",
     }
 }
 
 axes! {
-    /// One kernel of the routing of a mixture of experts.
+    /// A kernel of the routing of a mixture of experts.
     pub struct RouteSpec {
-        /// The kernel of the sequence.
+        /// The stage of routing.
         stage: RouteStage "",
-        /// Programmatic dependent launch: its blocks are there before the stream's previous kernel has ended.
+        /// Programmatic dependent launch: its blocks start before the stream's previous kernel has ended.
         pdl: flag "_pdl" = false,
     }
 }
 
 args! {
-    /// Arguments of routing: all stages share one struct. A pair is a token and a place among its `top_k` experts, pair
-    /// `token * top_k + place`.
+    /// Arguments of routing: all stages share one struct. A pair is a token and one of its `top_k` experts: pair
+    /// `token * top_k + i`.
     pub struct RouteArgs {
-        /// bf16 `[tokens, experts]`; `topk`.
+        /// bf16 `[tokens, experts]`; read by `topk`.
         pub logits: u64,
-        /// u32 `[tokens, top_k]`: written by `topk`, otherwise read. An id that is not an expert is skipped.
+        /// u32 `[tokens, top_k]`: written by `topk`, otherwise read. An id that is not below `experts` is skipped.
         pub ids: u64,
         /// f32 `[tokens, top_k]`: written by `topk`, read by `combine`.
         pub weights: u64,
         /// u32 `[tokens * top_k]`: written by `sort`.
         pub pairs: u64,
-        /// u32 `[items_max, 4]`: written by `sort`, as [`GemmGroupedArgs`](super::gemm_grouped::GemmGroupedArgs) has
-        /// them.
+        /// u32 `[items_max, 4]`: written by `sort`, in the layout of
+        /// [`GemmGroupedArgs`](super::gemm_grouped::GemmGroupedArgs).
         pub items: u64,
-        /// bf16 `[tokens * top_k, columns]`; `combine`.
+        /// bf16 `[tokens * top_k, columns]`; read by `combine`.
         pub products: u64,
-        /// bf16 `[tokens, columns]`; `combine`.
+        /// bf16 `[tokens, columns]`; written by `combine`.
         pub y: u64,
         /// Elements from one row of `logits` to the next.
         pub logits_pitch: u64,
@@ -57,27 +57,27 @@ args! {
         pub tokens: u32,
         /// The number of experts, 1 to [`RouteSpec::EXPERTS_MAX`].
         pub experts: u32,
-        /// 1..=[`RouteSpec::TOP_K_MAX`], of `topk` at most `experts`.
+        /// 1..=[`RouteSpec::TOP_K_MAX`]; for `topk` at most `experts`.
         pub top_k: u32,
-        /// Entries of an item: the batch tile of the products.
+        /// Maximum number of entries of an item: the batch tile of the products.
         pub item_rows: u32,
-        /// Items that `sort` writes, those without entries among them.
+        /// Items that `sort` writes, including those without entries.
         pub items_max: u32,
         /// Columns of `y`, a multiple of 8.
         pub columns: u32,
-        /// Blocks of a row of `combine`.
+        /// Blocks per row of `combine`.
         pub row_blocks: u32,
-        /// `topk`: 1 if the weights of a token add up to 1.
+        /// `topk`: 1 to divide the weights of a token by their sum.
         pub normalized: u32,
-        /// `topk`: 1 if weights are rounded to bf16.
+        /// `topk`: 1 to round weights to bf16.
         pub rounded: u32,
-        /// `combine`: 1 if `y` is added to.
+        /// `combine`: 1 to add to `y`.
         pub adds: u32,
     }
 }
 
 impl VariantSpec {
-    /// A step of routing.
+    /// Returns a variant of the family `route`.
     pub const fn route(arch: Arch, spec: RouteSpec) -> Self {
         Self { arch, op: Op::Route(spec) }
     }
@@ -86,11 +86,11 @@ impl VariantSpec {
 const TOPK_WARPS: u32 = 8;
 const SORT_WARPS: u32 = 32;
 const COMBINE_WARPS: u32 = 4;
-/// Columns of a thread of `combine`: 16 bytes.
+/// Columns per thread of `combine`: 16 bytes.
 const CHUNK: u32 = 8;
 const BLOCKS_PER_SM: u32 = 4;
 
-/// With 64 registers a thread NVRTC 13.0 spills from sm_100 on, and not before.
+/// With 64 registers per thread, NVRTC 13.0 spills from sm_100 on, but not on older architectures.
 const fn topk_blocks_per_sm(arch: Arch) -> u32 {
     match arch {
         Arch::Sm80 | Arch::Sm86 | Arch::Sm89 | Arch::Sm90a => BLOCKS_PER_SM,
@@ -99,14 +99,15 @@ const fn topk_blocks_per_sm(arch: Arch) -> u32 {
 }
 
 impl RouteSpec {
-    /// Experts that routing chooses from and sorts by.
+    /// The maximum number of experts.
     pub const EXPERTS_MAX: u32 = 512;
-    /// Experts of a token.
+    /// The maximum number of experts of a token.
     pub const TOP_K_MAX: u32 = 32;
     /// Columns of a block of `combine`.
     pub const BLOCK_COLUMNS: u32 = COMBINE_WARPS * 32 * CHUNK;
 
-    /// Items of at most `rows` entries that `tokens * top_k` pairs make, whatever their experts are.
+    /// Returns the maximum number of items, of at most `rows` entries each, that `pairs` pairs form, whatever their
+    /// experts.
     ///
     /// ```
     /// # use unweight_codegen::spec::RouteSpec;
@@ -115,7 +116,7 @@ impl RouteSpec {
     /// assert_eq!(RouteSpec::items_max(17, 1, 8), 3);
     /// ```
     pub const fn items_max(pairs: u32, experts: u32, rows: u32) -> u32 {
-        // Of c entries an expert makes at most 1 + (c - 1) / rows items.
+        // An expert with c entries has at most 1 + (c - 1) / rows items.
         let used = if pairs < experts { pairs } else { experts };
         used + (pairs - used) / rows
     }

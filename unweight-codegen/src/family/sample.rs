@@ -1,4 +1,4 @@
-//! A token of each row of logits: `templates/include/unweight/kernels/sample.cuh`.
+//! Samples a token from each row of logits: `templates/include/unweight/kernels/sample.cuh`.
 
 use super::{Edge, Family, Op, VariantSpec, entry::Entry, shared::ClusterSize};
 use crate::{
@@ -10,13 +10,14 @@ use crate::{
 use bytemuck::{Pod, Zeroable};
 
 axes! {
-    /// Sampling, a cluster a row.
+    /// Sampling, one cluster per row.
     pub struct SampleSpec {
         /// Blocks that share the logits of a row.
         cluster: ClusterSize "t1024_c" = 8,
-        /// Samples again from adjusted logits, for rows with adjustments.
+        /// Samples again from adjusted logits, for rows that have adjustments.
         adjusted: flag "_adjusted" = false,
-        /// Programmatic dependent launch: reads its parameters while the stream's previous kernel still runs.
+        /// Programmatic dependent launch: the kernel reads its parameters while the stream's previous kernel still
+        /// runs.
         pdl: flag "_pdl" = false,
     }
 }
@@ -28,19 +29,19 @@ args! {
         pub logits: u64,
         /// [`SampleRow`] `[m]`.
         pub rows: u64,
-        /// u32 `[m]`: the position of the token whose logits these are, or `u32::MAX` of a row without one; 1 is added.
-        /// An adjusted variant reads the position behind it and writes nothing.
+        /// u32 `[m]`: the position of the token that the logits belong to, or `u32::MAX` for a row without a token. The
+        /// kernel adds 1. An adjusted variant, which runs afterwards, reads the advanced position and writes none.
         pub positions: u64,
-        /// u32 `[m]`: the token that was chosen.
+        /// u32 `[m]`: the sampled tokens.
         pub ids: u64,
-        /// u32, set to 1 and a row whose logits are all NaN.
+        /// u32, set to `1 + row` for a row whose logits are all NaN.
         pub fault: u64,
-        /// [`AdjustRow`] `[m]`; only of an adjusted variant.
+        /// [`AdjustRow`] `[m]`; adjusted variants only.
         pub adjusts: u64,
-        /// [`TokenState`] `[slots, token_pitch]`; only of an adjusted variant.
+        /// [`TokenState`] `[slots, token_pitch]`; adjusted variants only.
         pub tokens: u64,
-        /// u32 `[masks, vocabulary / 32, rounded up]`: bit `t % 32` of word `t / 32` is set if token `t` may be
-        /// sampled; only of an adjusted variant.
+        /// u32 `[masks, ceil(vocabulary / 32)]`: bit `t % 32` of word `t / 32` is set if token `t` may be sampled;
+        /// adjusted variants only.
         pub masks: u64,
         /// Elements from one row of logits to the next, a multiple of 8.
         pub pitch: u64,
@@ -57,13 +58,13 @@ args! {
 pub struct SampleRow {
     /// Seed of the random numbers.
     pub seed: u64,
-    /// Logits are divided by it; 0 takes the token of the largest logit, of equal ones the lowest.
+    /// Divides the logits; 0 selects the token with the largest logit, the lowest token of equal ones.
     pub temperature: f32,
-    /// Tokens whose logit is among the `top_k` largest, equal ones included; 0 keeps all.
+    /// Keeps the tokens whose logit is among the `top_k` largest, including ties; 0 keeps all.
     pub top_k: u32,
-    /// The most likely tokens that together have this probability; 1 keeps all.
+    /// Keeps the most likely tokens that together have this probability; 1 keeps all.
     pub top_p: f32,
-    /// Tokens with at least this share of the probability of the most likely one; 0 keeps all.
+    /// Keeps tokens with at least this fraction of the probability of the most likely one; 0 keeps all.
     pub min_p: f32,
 }
 
@@ -71,35 +72,35 @@ pub struct SampleRow {
 #[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
 #[repr(C)]
 pub struct AdjustRow {
-    /// The row of the token states, or [`AdjustRow::NO_SLOT`] of a row without adjustments.
+    /// The row of the token states, or [`AdjustRow::NO_SLOT`] for a row without adjustments.
     pub slot: u32,
-    /// Divides positive logits of tokens in prompt or answer and multiplies others.
+    /// Divides positive logits, and multiplies others, of tokens that are in the prompt or the answer.
     pub repetition: f32,
-    /// Subtracted for each time that a token is in the answer.
+    /// Subtracted once for each occurrence of the token in the answer.
     pub frequency: f32,
-    /// Subtracted for a token that is in the answer.
+    /// Subtracted once if the token is in the answer.
     pub presence: f32,
     /// The first position at which an end token may be sampled.
     pub end_from: u32,
-    /// 1 and the row of the masks, or 0 if any token may be sampled.
+    /// `1 + i` for row `i` of the masks, or 0 if any token may be sampled.
     pub mask: u32,
 }
 
 impl AdjustRow {
-    /// [`AdjustRow::slot`] of a row without adjustments.
+    /// [`AdjustRow::slot`] for a row without adjustments.
     pub const NO_SLOT: u32 = u32::MAX;
     /// The value for a row without adjustments.
     pub const NONE: Self =
         Self { slot: Self::NO_SLOT, repetition: 1.0, frequency: 0.0, presence: 0.0, end_from: 0, mask: 0 };
 }
 
-/// What adjustments depend on for one token of the vocabulary.
+/// State of one token of the vocabulary that adjustments depend on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Pod, Zeroable)]
 #[repr(C)]
 pub struct TokenState {
     /// Added to the logit.
     pub bias: f32,
-    /// [`TokenState::IN_PROMPT`], [`TokenState::ENDS`], and how often the token is in the answer.
+    /// [`TokenState::IN_PROMPT`], [`TokenState::ENDS`], and the number of occurrences in the answer.
     pub marks: u32,
 }
 
@@ -117,15 +118,15 @@ impl VariantSpec {
     }
 }
 
-/// The most logits of a row: sums of their fixed-point weights stay below 2^52.
+/// The maximum number of logits of a row: sums of their fixed-point weights stay below 2^52.
 pub const VOCABULARY_MAX: u32 = 1 << 20;
 
 const THREADS: u32 = 1024;
-/// Bins of a histogram: half of a key.
+/// Bins of a histogram, one for each value of half a key.
 const BINS: u32 = 256;
-/// Each bin has a counter for every so many lanes, so that few lanes meet at one.
+/// Counters per bin: lanes use different ones, so that few lanes collide.
 const COPIES: u32 = 16;
-/// A u64.
+/// The size of a u64.
 const SUM_BYTES: u32 = 8;
 
 impl SampleSpec {

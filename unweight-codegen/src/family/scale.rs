@@ -1,4 +1,4 @@
-//! Factors of activations: `templates/include/unweight/kernels/scale.cuh`.
+//! Multiplies activations by a factor: `templates/include/unweight/kernels/scale.cuh`.
 
 use super::{Edge, Family, Op, VariantSpec, entry::Entry};
 use crate::{
@@ -9,13 +9,13 @@ use crate::{
 };
 
 word_axis! {
-    /// Whether scaled activations are stored or added.
+    /// The operation on the activations.
     ScaleForm, "form" {
-        /// They are the output.
+        /// Stores the products as the output.
         Mul = "mul",
-        /// They are added to the output.
+        /// Adds the products to the output.
         Add = "add",
-        /// None: the output is `factor * tanh(x / factor)`, a soft cap.
+        /// Applies a soft cap instead: the output is `factor * tanh(x / factor)`.
         Cap = "cap",
     }
 }
@@ -23,9 +23,9 @@ word_axis! {
 axes! {
     /// Activations times a factor.
     pub struct ScaleSpec {
-        /// Whether products are stored or added.
+        /// The operation on the activations.
         form: ScaleForm "",
-        /// Programmatic dependent launch: its blocks are there before the stream's previous kernel has ended.
+        /// Programmatic dependent launch: its blocks start before the stream's previous kernel has ended.
         pdl: flag "_pdl" = false,
     }
 }
@@ -53,14 +53,14 @@ args! {
 }
 
 impl VariantSpec {
-    /// Activations times a factor.
+    /// Returns a variant of the family `scale`.
     pub const fn scale(arch: Arch, spec: ScaleSpec) -> Self {
         Self { arch, op: Op::Scale(spec) }
     }
 }
 
 const THREADS: u32 = 128;
-/// Columns of a thread: 16 bytes.
+/// Columns per thread: 16 bytes.
 const CHUNK: u32 = 8;
 const BLOCKS_PER_SM: u32 = 8;
 

@@ -1,4 +1,4 @@
-//! Axes that several families have.
+//! Axes that several families share.
 
 use crate::{
     axes::{Arch, set_axis, word_axis},
@@ -6,22 +6,22 @@ use crate::{
 };
 
 word_axis! {
-    /// The way in which a kernel copies operands to shared memory.
+    /// How a kernel copies operands to shared memory.
     SmemCopy, "copy" {
-        /// Bulk and tensor copies of the copy engine, an elected lane for its warp.
+        /// Bulk and tensor copies of the copy engine, issued by an elected lane of each warp.
         Bulk = "bulk",
-        /// `cp.async`: every thread 16 bytes at a time. For architectures without a copy engine; it runs on all.
+        /// `cp.async`: every thread copies 16 bytes at a time. For architectures without a copy engine; works on all.
         Async = "async",
     }
 }
 
 impl SmemCopy {
-    /// By the copy engine where there is one.
+    /// Returns `Bulk` for architectures with a copy engine, and `Async` for others.
     pub const fn of(arch: Arch) -> Self {
         if arch.has(Instruction::BulkCopy) { Self::Bulk } else { Self::Async }
     }
 
-    /// The instruction that the copy needs.
+    /// Returns the instruction that the copy needs.
     pub const fn instruction(self) -> Instruction {
         match self {
             Self::Bulk => Instruction::BulkCopy,
@@ -31,24 +31,24 @@ impl SmemCopy {
 }
 
 word_axis! {
-    /// The use of the product (report section 8.2, finish stage).
+    /// How the product is stored (report section 8.2, finish stage).
     Epilogue, "epilogue" {
         /// `Y = X W^T`.
         Store = "store",
         /// `Y = Y + X W^T`, added in fp32 and rounded once.
         StoreAdd = "store_add",
-        /// `Y = silu(G) * U`, where [`Epilogue::GATE_ROWS`] columns of the product that are G's and those of U that go
-        /// with them alternate: half as many output features. Of ops `gemm_mma`, `gemm_wgmma`, `gemm_compact` and
+        /// `Y = silu(G) * U`. Blocks of [`Epilogue::GATE_ROWS`] columns of G and of the matching columns of U alternate
+        /// in the product, so Y has half as many output features. For ops `gemm_mma`, `gemm_wgmma`, `gemm_compact` and
         /// `gemm_grouped` only.
         SiluMul = "silu_mul",
     }
 }
 
 impl Epilogue {
-    /// Rows of a gate, and of its up, that alternate in the weights of a `silu_mul` product.
+    /// Rows of a gate block, and of the up block after it, in the weights of a `silu_mul` product.
     pub const GATE_ROWS: u32 = 8;
 
-    /// What is computed, in the head of a source.
+    /// Returns the formula for the head comment of a source.
     pub(crate) const fn formula(self) -> &'static str {
         match self {
             Self::Store => "Y[m,n] = X[m,k] * W[n,k]^T",
@@ -59,7 +59,8 @@ impl Epilogue {
 }
 
 set_axis! {
-    /// Blocks that share the k of one output tile and add their sums through distributed shared memory; 1 for none.
+    /// Blocks that share the work of one output, such as the k of a tile, and combine their results through distributed
+    /// shared memory; 1 for no cluster.
     ClusterSize, "cluster", [1, 2, 4, 8], "1, 2, 4 or 8 (blocks; 8 is what every device of the architecture runs)"
 }
 

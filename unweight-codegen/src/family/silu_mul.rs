@@ -1,4 +1,4 @@
-//! The activation of a gated MLP, for weights whose product was stored as it is:
+//! The activation of a gated MLP, for products that were stored without it:
 //! `templates/include/unweight/kernels/silu_mul.cuh`.
 
 use super::{Edge, Family, Op, VariantSpec, entry::Entry};
@@ -15,23 +15,23 @@ set_axis! {
 }
 
 word_axis! {
-    /// The function of the gate.
+    /// The activation function of the gate.
     GateFunction, "gate" {
         /// `x * sigmoid(x)`.
         Silu = "silu",
-        /// GELU by its tanh approximation.
+        /// GELU in its tanh approximation.
         Gelu = "gelu",
     }
 }
 
 axes! {
-    /// `silu(gate) * up`, or with another function of the gate.
+    /// `silu(gate) * up`, or with another activation function.
     pub struct SiluMulSpec {
         /// Threads of a block.
         threads: SiluMulThreads "t" = 128,
-        /// The function of the gate.
+        /// The activation function of the gate.
         gate: GateFunction "_" = Silu unnamed,
-        /// Programmatic dependent launch: its blocks are there before the stream's previous kernel has ended.
+        /// Programmatic dependent launch: its blocks start before the stream's previous kernel has ended.
         pdl: flag "_pdl" = false,
     }
 }
@@ -39,21 +39,22 @@ axes! {
 args! {
     /// Arguments of `silu_mul`.
     pub struct SiluMulArgs {
-        /// bf16 `[m, columns]`: the product with the gate.
+        /// bf16 `[m, columns]`: the product with the gate weights.
         pub gate: u64,
-        /// bf16 `[m, columns]`: that with the up, its rows as far from each other as the gate's.
+        /// bf16 `[m, columns]`: the product with the up weights, with the row pitch of `gate`.
         pub up: u64,
         /// bf16 `[m, columns]`.
         pub y: u64,
-        /// Elements from one row of `gate` to the next.
+        /// Elements from one row of `gate` or `up` to the next.
         pub x_pitch: u64,
         /// Elements from one row of `y` to the next.
         pub y_pitch: u64,
         /// Columns of `y`, a multiple of 8.
         pub columns: u32,
-        /// Blocks of a row.
+        /// Blocks per row.
         pub row_blocks: u32,
-        /// From 8 columns of `gate` and `up` to the next 8: 8 times this. 1, or 2 where they alternate.
+        /// Distance between 8 columns of `gate` or `up` and the next 8, in units of 8 columns: 1, or 2 where they
+        /// alternate.
         pub spread: u32,
         /// Must be 0.
         pub reserved: u32,
@@ -61,18 +62,18 @@ args! {
 }
 
 impl VariantSpec {
-    /// `silu(gate) * up`.
+    /// Returns a variant of the family `silu_mul`.
     pub const fn silu_mul(arch: Arch, spec: SiluMulSpec) -> Self {
         Self { arch, op: Op::SiluMul(spec) }
     }
 }
 
-/// Columns of a thread: 16 bytes.
+/// Columns per thread: 16 bytes.
 const CHUNK: u32 = 8;
 const BLOCKS_PER_SM: u32 = 4;
 
 impl SiluMulSpec {
-    /// Columns of a block.
+    /// Returns the columns of a block.
     pub const fn block_columns(&self) -> u32 {
         self.threads.get() * CHUNK
     }

@@ -1,4 +1,4 @@
-//! A packed tensor to BF16 (docs/format.md A.9): `templates/include/unweight/kernels/unpack.cuh`.
+//! Unpacks a packed tensor to BF16 (docs/format.md A.9): `templates/include/unweight/kernels/unpack.cuh`.
 
 use super::{Edge, Family, VariantSpec, entry::Entry, pack::PackArgs};
 use crate::{
@@ -9,12 +9,12 @@ use crate::{
 use unweight_format::EncodingId;
 
 axes! {
-    /// The kernel that unpacks: it has no axes.
+    /// The kernel that unpacks. It has no axes.
     pub struct UnpackSpec {}
 }
 
 impl VariantSpec {
-    /// The kernel that unpacks.
+    /// Returns the kernel that unpacks.
     pub const fn unpack(arch: Arch) -> Self {
         Self { arch, op: super::Op::Unpack(UnpackSpec {}) }
     }
@@ -22,7 +22,7 @@ impl VariantSpec {
 
 const WARPS: u32 = 8;
 const BLOCKS_PER_SM: u32 = 4;
-/// A warp takes a row block, a quarter of a tile.
+/// A warp processes one row block, a quarter of a tile.
 const TILES_PER_BLOCK: u32 = 2;
 
 impl UnpackSpec {

@@ -1,4 +1,4 @@
-//! A page of the KV cache, as `templates/include/unweight/encoding/kv_page.cuh` lays it out.
+//! The layout of a page of the KV cache, as in `templates/include/unweight/encoding/kv_page.cuh`.
 //!
 //! ```text
 //! cache     bf16 [layer][page][kv_head][K | V][64 tokens * head_dim]
@@ -15,7 +15,7 @@ pub mod packed;
 /// Tokens of a page.
 pub const PAGE_TOKENS: u32 = 64;
 
-/// Tokens of a group, which is contiguous: a tile of whole groups is one run of memory.
+/// Tokens of a group. A group is contiguous, so a tile of whole groups is one range of memory.
 pub const GROUP_TOKENS: u32 = 8;
 
 /// Elements of a chunk: 16 bytes, the unit of the swizzle.
@@ -37,7 +37,7 @@ pub const fn page_elements(kv_heads: u32, head_dim: u32) -> Option<u64> {
     (kv_heads as u64 * 2 * PAGE_TOKENS as u64).checked_mul(head_dim as u64)
 }
 
-/// Place, in a page's K (or V) of one KV head, of element `index` (`0..head_dim`) of a token (`0..64`).
+/// Returns the index, in a page's K (or V) of one KV head, of element `index` (`0..head_dim`) of a token (`0..64`).
 ///
 /// `head_dim` is a multiple of 8.
 ///
@@ -74,14 +74,14 @@ mod tests {
                 for index in 0..head_dim {
                     let at = element(head_dim, token, index);
                     assert!(!std::mem::replace(&mut taken[at as usize], true), "{head_dim}: {token}, {index} at {at}");
-                    // Groups are runs of memory.
+                    // Groups are contiguous.
                     assert_eq!(at / (GROUP_TOKENS * head_dim), token / GROUP_TOKENS);
                 }
             }
         }
     }
 
-    /// The eight lines that one 8 x 8 matrix of a fragment is read from are in the eight groups of four banks.
+    /// The eight lines of one 8 x 8 matrix of a fragment are in eight different groups of four banks.
     #[test]
     fn matrices_are_read_without_bank_conflicts() {
         for head_dim in (8..=256).step_by(8) {

@@ -1,4 +1,4 @@
-//! A packed page of the KV cache: 12 bits per value, exact. The slow encoder and decoder here define the format.
+//! Packed pages of the KV cache: 12 bits per value, lossless. The slow encoder and decoder here define the format.
 //!
 //! A unit is K or V of one KV head in one page of one layer: 64 tokens of `head_dim` values. `head_dim` is a multiple
 //! of 16 in 16..=128, and `steps` is `head_dim / 16`.
@@ -22,8 +22,8 @@
 //! ```
 //!
 //! Step `s` is channels `16 * s..16 * (s + 1)` of K or V. Its base is its largest exponent, or 15 if that is less,
-//! minus 15. A value with an exponent below the base is an escape: the record holds its place and its exponent. A unit
-//! goes to a bf16 unit if an escape has no code, or if the unit has more escapes than its record has slots.
+//! minus 15. A value with an exponent below the base is an escape: the record holds its position and its exponent. A
+//! unit is stored as a bf16 unit if an escape has no code, or if it has more escapes than its record has slots.
 //!
 //! ```text
 //! record    8 bases, kind, 0, 0, 0, then by kind 4 bytes, then slots of 2 bytes up to the end; unused bytes are zero
@@ -41,7 +41,7 @@ use super::{KvHalf, PAGE_TOKENS};
 #[cfg(test)]
 mod tests;
 
-/// Tokens of a tile: the rows of V, or the columns of K transposed, that one `mma` takes.
+/// Tokens of a tile: the rows of V, or the columns of K transposed, of one `mma`.
 pub const TILE_TOKENS: u32 = 16;
 
 /// Tiles of a page.
@@ -56,7 +56,7 @@ pub const BASE_MAX: u8 = 240;
 /// Steps of the largest head, and bases of a record.
 pub const STEPS_MAX: usize = (HEAD_DIM_MAX / STEP) as usize;
 
-/// The base of each step of a unit; those of steps that a head does not have are 0.
+/// The base of each step of a unit; 0 for steps that a head does not have.
 pub type Bases = [u8; STEPS_MAX];
 
 /// [`Record`] of a unit whose tiles hold its values.
@@ -99,7 +99,7 @@ pub const fn record_bytes(head_dim: u32) -> u32 {
     if head_dim <= 80 { 32 } else { 48 }
 }
 
-/// Escapes that the record of one unit has room for.
+/// Returns how many escapes fit in the record of one unit.
 pub const fn slots(head_dim: u32) -> u32 {
     (record_bytes(head_dim) - RECORD_HEAD as u32) / 2
 }
@@ -109,12 +109,12 @@ pub const fn unit_bytes(head_dim: u32) -> u32 {
     2 * PAGE_TOKENS * head_dim
 }
 
-/// Whether pages with heads of this size can be packed.
+/// Returns whether pages with heads of this size can be packed.
 pub const fn takes(head_dim: u32) -> bool {
     head_dim >= STEP && head_dim <= HEAD_DIM_MAX && head_dim.is_multiple_of(STEP)
 }
 
-/// Byte of word `q` (`0..3 * head_dim / 16`) of a lane (`0..32`) from the start of a tile of K or V.
+/// Returns the byte offset of word `q` (`0..3 * head_dim / 16`) of a lane (`0..32`) in a tile of K or V.
 ///
 /// ```
 /// # use unweight_codegen::kv::packed::word_offset;
@@ -137,10 +137,10 @@ pub const fn word_offset(head_dim: u32, q: u32, lane: u32) -> u32 {
     }
 }
 
-/// Token of its tile and element of its head of one half of a register in an operand of `mma.m16n8k16`.
+/// Returns the token in its tile and the element in its head of one half of a register of an `mma.m16n8k16` operand.
 ///
-/// `step` is 16 elements of the head, `register` is 0..4, `high` says which half. K is as `ldmatrix.x4` gives it, V as
-/// `ldmatrix.x4.trans` does.
+/// `step` selects 16 elements of the head, `register` is 0..4, and `high` selects the half. The layout of K is that of
+/// `ldmatrix.x4`, the layout of V that of `ldmatrix.x4.trans`.
 ///
 /// ```
 /// # use unweight_codegen::kv::{KvHalf, packed::place};
@@ -159,15 +159,15 @@ pub const fn place(half: KvHalf, step: u32, lane: u32, register: u32, high: bool
 /// A unit as the kernels store it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EncodedUnit {
-    /// [`tile_bytes`] each. Zeros if the unit is not packed: the format leaves them open.
+    /// [`tile_bytes`] each. Zeros if the unit is not packed; the format does not specify them.
     pub tiles: [Vec<u8>; PAGE_TILES as usize],
-    /// [`record_bytes`]. The index of the bf16 unit, if it has one, is 0.
+    /// [`record_bytes`]. The index of the bf16 unit, if there is one, is 0.
     pub record: Vec<u8>,
-    /// [`unit_bytes`] of a unit that does not pack.
+    /// [`unit_bytes`], if the unit does not pack.
     pub bf16: Option<Vec<u8>>,
 }
 
-/// Why bytes are not a unit.
+/// The reason why bytes are not a valid unit.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum KvPageError {
@@ -180,19 +180,19 @@ pub enum KvPageError {
     /// A buffer of the wrong size.
     #[error("{what} of a packed KV page: {bytes} bytes instead of {expected}; pass the whole buffer")]
     Size {
-        /// Which buffer.
+        /// The name of the buffer.
         what: &'static str,
-        /// Its bytes.
+        /// Its size in bytes.
         bytes: usize,
-        /// What it must have.
+        /// The required size in bytes.
         expected: usize,
     },
     /// A record that no encoder writes.
     #[error("record of a packed KV page: {what} is {value}, the limit is {limit}; recompute the page")]
     Record {
-        /// Which field.
+        /// The name of the field.
         what: &'static str,
-        /// Its value.
+        /// The value of the field.
         value: u32,
         /// The largest valid value.
         limit: u32,
@@ -207,7 +207,7 @@ pub enum KvPageError {
         /// Element of the next slot.
         element: u32,
     },
-    /// The record says that the values are in a bf16 unit, and there is none.
+    /// The record refers to a bf16 unit, but none was passed.
     #[error("the values of this packed KV page are in BF16 unit {index}; pass the bytes of that unit")]
     UnitMissing {
         /// Index of the unit.
@@ -235,7 +235,7 @@ fn exponent(value: u16) -> u32 {
     u32::from(value >> 7 & 0xff)
 }
 
-/// Whether `exponent` has a nibble, a code, or neither.
+/// Whether `exponent` has a nibble, an escape code, or neither.
 enum Coded {
     Nibble(u32),
     Escape(u32),
@@ -254,21 +254,21 @@ fn code(exponent: u32, base: u32) -> Coded {
     }
 }
 
-/// The opposite of [`code`].
+/// The inverse of [`code`].
 fn exponent_of(code: u32, base: u32) -> Result<u8, KvPageError> {
     if code == CODE_ZERO {
         return Ok(0);
     }
     let below = CODES_BELOW - code;
     check("distance of an escape below the base", below, base.saturating_sub(1))?;
-    // Less than a base.
+    // The result is below `base`, which fits a u8.
     Ok((base - below) as u8)
 }
 
-/// The bases of a unit with these values, bf16 `[64 tokens][head_dim]`. `None` if the unit does not pack.
+/// Returns the bases of a unit with these values, bf16 `[64 tokens][head_dim]`; `None` if the unit does not pack.
 ///
 /// # Panics
-/// If `head_dim` is not one that [`takes`] accepts, or `values` has another length.
+/// If [`takes`] rejects `head_dim`, or `values` has another length.
 pub fn choose_bases(head_dim: u32, values: &[u16]) -> Option<Bases> {
     assert!(takes(head_dim), "head_dim = {head_dim}");
     assert_eq!(values.len(), (PAGE_TOKENS * head_dim) as usize, "[64][head_dim] values");
@@ -291,12 +291,12 @@ pub fn choose_bases(head_dim: u32, values: &[u16]) -> Option<Bases> {
     (escapes <= slots(head_dim)).then(|| bases.map(|base| base as u8))
 }
 
-/// Halves `F` of P0..P3 to words, two bf16 at a time.
+/// Packs the halves `F` of P0..P3, two bf16 per word, into three words.
 fn weave(f: [u32; 4]) -> [u32; 3] {
     [f[0] | f[3] << 4 & 0x7800_7800, f[1] | f[3] << 8 & 0x7800_7800, f[2] | f[3].rotate_right(4) & 0x7800_7800]
 }
 
-/// The opposite of [`weave`].
+/// The inverse of [`weave`].
 fn unweave(w: [u32; 3]) -> [u32; 4] {
     let own = w.map(|word| word & 0x87ff_87ff);
     let last = w[0] >> 4 & 0x0780_0780 | w[1] >> 8 & 0x0078_0078 | w[2].rotate_left(4) & 0x8007_8007;
@@ -308,7 +308,7 @@ fn unweave(w: [u32; 3]) -> [u32; 4] {
 /// `values`: bf16 `[64 tokens][head_dim]`.
 ///
 /// # Panics
-/// If `head_dim` is not one that [`takes`] accepts, or `values` has another length.
+/// If [`takes`] rejects `head_dim`, or `values` has another length.
 pub fn encode_unit(head_dim: u32, half: KvHalf, values: &[u16]) -> EncodedUnit {
     match choose_bases(head_dim, values) {
         Some(bases) => encode_packed(head_dim, half, values, bases),
@@ -330,7 +330,7 @@ fn encode_packed(head_dim: u32, half: KvHalf, values: &[u16], bases: Bases) -> E
                             Coded::Nibble(nibble) => nibble,
                             Coded::Escape(code) => {
                                 let element = (step * LANES + lane) * 8 + register as u32 * 2 + u32::from(high);
-                                // 11 bits of an element, 5 of a code.
+                                // 11 bits for the element, 5 for the code.
                                 record.extend(((code << ELEMENT_BITS | element) as u16).to_le_bytes());
                                 0
                             }
@@ -345,7 +345,7 @@ fn encode_packed(head_dim: u32, half: KvHalf, values: &[u16], bases: Bases) -> E
                 }
             }
         }
-        // At most 16.
+        // At most 16 slots.
         record[RECORD_ENDS + tile] = ((record.len() - RECORD_HEAD) / 2) as u8;
         bytes
     });
@@ -367,7 +367,7 @@ fn encode_bf16(head_dim: u32, half: KvHalf, values: &[u16]) -> EncodedUnit {
 /// Step, lane, register, high half.
 type Position = (u32, u32, u32, bool);
 
-/// All halves of all registers of a unit, in the order of a bf16 unit, each with its tile.
+/// All halves of all registers of a unit with their tiles, in the order of a bf16 unit.
 fn positions(head_dim: u32) -> impl Iterator<Item = (u32, Position)> {
     let in_tile = head_dim / STEP * LANES * 8;
     (0..PAGE_TILES * in_tile).map(move |index| {
@@ -376,7 +376,7 @@ fn positions(head_dim: u32) -> impl Iterator<Item = (u32, Position)> {
     })
 }
 
-/// Index in `[64 tokens][head_dim]`.
+/// Returns the index in `[64 tokens][head_dim]`.
 fn index(head_dim: u32, half: KvHalf, tile: u32, (step, lane, register, high): Position) -> usize {
     let (token, element) = place(half, step, lane, register, high);
     ((tile * TILE_TOKENS + token) * head_dim + element) as usize
@@ -404,7 +404,7 @@ fn check(what: &'static str, value: u32, limit: u32) -> Result<(), KvPageError> 
     if value <= limit { Ok(()) } else { Err(KvPageError::Record { what, value, limit }) }
 }
 
-/// The record of a unit: how its values are held.
+/// The parsed record of a unit, which says where its values are stored.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Record {
     /// The tiles hold the values.
@@ -419,14 +419,14 @@ pub enum Record {
         /// Index of the unit.
         index: u32,
     },
-    /// Nothing holds the values.
+    /// The values were not stored.
     Lost,
 }
 
 /// A value below the window of its step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Escape {
-    /// `(step * 32 + lane) * 8 + register * 2 + (1 for the high half)`, in its tile.
+    /// `(step * 32 + lane) * 8 + register * 2 + (1 for the high half)`, in the escape's tile.
     pub element: u32,
     /// The exponent of the value.
     pub exponent: u8,
@@ -499,11 +499,11 @@ fn escapes(head_dim: u32, bases: &Bases, record: &[u8]) -> Result<[Vec<Escape>; 
 
 /// Decodes K or V of one KV head in one page to bf16 `[64 tokens][head_dim]`.
 ///
-/// `tiles` and `record` are what [`encode_unit`] returns, `bf16` the bytes of the bf16 unit that the record names. The
-/// tiles of a unit with a bf16 unit are not read.
+/// `tiles` and `record` are the output of [`encode_unit`], `bf16` the bytes of the bf16 unit that the record refers to.
+/// The tiles of a unit with a bf16 unit are not read.
 ///
 /// # Errors
-/// [`KvPageError`], for bytes that no encoder writes, a bf16 unit that is missing, and a unit that was not stored.
+/// [`KvPageError`] if no encoder writes these bytes, the bf16 unit is missing, or the unit was not stored.
 pub fn decode_unit(
     head_dim: u32,
     half: KvHalf,
@@ -537,14 +537,14 @@ pub fn decode_unit(
     Ok(values)
 }
 
-/// The halves of a tile in the order of elements in slots.
+/// Returns the halves of a tile, in the element order of slots.
 fn decode_tile(head_dim: u32, bytes: &[u8], bases: &Bases, escapes: &[Escape]) -> Vec<u16> {
     let mut values = Vec::with_capacity((TILE_TOKENS * head_dim) as usize);
     for (step, base) in (0..head_dim / STEP).zip(bases) {
         let shift = u32::from(*base) * 0x0080_0080;
         for lane in 0..LANES {
             let words = [0, 1, 2].map(|i| get(bytes, word_offset(head_dim, 3 * step + i, lane)));
-            // A nibble and a base up to 240 do not carry into the sign.
+            // A nibble plus a base of at most 240 does not carry into the sign.
             let registers = unweave(words).map(|f| f + shift);
             values.extend(registers.iter().flat_map(|register| [*register as u16, (register >> 16) as u16]));
         }

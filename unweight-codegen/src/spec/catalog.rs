@@ -1,6 +1,6 @@
-//! The variants that ship: what each family's `catalogue` lists (docs/kernels.md).
+//! The variants that ship: the `catalogue` of each family (docs/kernels.md).
 //!
-//! A spec that is not listed works the same: it is compiled on demand, but not shipped and in no snapshot.
+//! A spec that is not listed works, too: it is compiled on demand, but is in no snapshot.
 
 use std::collections::BTreeSet;
 
@@ -45,9 +45,10 @@ pub fn of<F: Family>() -> impl Iterator<Item = VariantSpec> {
     F::catalogue(Arch::Sm90a)
 }
 
-/// The variants whose operands come by the copy engine, with copies by their threads instead, as far as they have a
-/// plan: where there is a copy engine, what would run without it. With them, there, what ships for architectures
-/// without one: shapes for less shared memory, decoders of as few warps as that holds, and attention in parts.
+/// The variants that use bulk copies, rewritten to copy by their own threads, as far as they have a plan: these kernels
+/// replace them on GPUs without a copy engine. If `arch` has a copy engine, also the variants that ship for
+/// architectures without one: shapes for less shared memory, decoders with as few warps as that holds, and split
+/// attention.
 ///
 /// ```
 /// # use unweight_codegen::spec::{Arch, catalog};
@@ -66,14 +67,14 @@ pub fn asynchronous(arch: Arch) -> impl Iterator<Item = VariantSpec> {
     all.chain(others.filter_map(move |spec| brought_to(spec, arch))).filter(move |spec| seen.insert(*spec))
 }
 
-/// The variant with copies by its threads; `None` for a family without the axis `copy`, or if it has no plan.
+/// Returns the variant with copies by threads; `None` if the family has no axis `copy`, or if there is no plan.
 pub fn copied_by_threads(spec: VariantSpec) -> Option<VariantSpec> {
     let copy = SmemCopy::Async;
     let op = match spec.op {
         Op::GemmMma(op) => Op::GemmMma(GemmMmaSpec { copy, ..op }),
         Op::DecodeHuffman(op) => Op::DecodeHuffman(DecodeHuffmanSpec { copy, ..op }),
         Op::Attention(op) => Op::Attention(AttentionSpec { copy, ..op }),
-        // Copied so on every architecture.
+        // Copied by threads on every architecture.
         Op::GemmGrouped(_) => spec.op,
         _ => return None,
     };
@@ -81,7 +82,7 @@ pub fn copied_by_threads(spec: VariantSpec) -> Option<VariantSpec> {
     Plan::new(&spec).is_ok().then_some(spec)
 }
 
-/// A variant on another architecture, copied by threads, as the block that it is on its own.
+/// Returns the variant for another architecture, copied by threads, with the same number of warps as on its own.
 fn brought_to(spec: VariantSpec, arch: Arch) -> Option<VariantSpec> {
     let copied = copied_by_threads(VariantSpec { arch, ..spec })?;
     let warps = |spec: &VariantSpec| Plan::new(spec).map(|plan| plan.roles.warps()).ok();
@@ -94,13 +95,13 @@ fn brought_to(spec: VariantSpec, arch: Arch) -> Option<VariantSpec> {
     }
 }
 
-/// The kernels that pack and unpack a matrix: the counts of the encoder, and families `pack` and `unpack`.
+/// The kernels that pack and unpack a matrix: stage `stats` of the encoder, and the families `pack` and `unpack`.
 pub fn packing(arch: Arch) -> impl Iterator<Item = VariantSpec> {
     let stages = PackStage::ALL.iter().map(move |stage| VariantSpec::pack(arch, *stage));
     stages.chain([VariantSpec::unpack(arch), VariantSpec::encode_huffman(arch, EncodeHuffmanStage::Stats)])
 }
 
-/// The kernels that encode a matrix as compact, in addition to the counts of [`packing`].
+/// The kernels that encode a matrix as compact, in addition to stage `stats` of [`packing`].
 pub fn encode_compact(arch: Arch) -> impl Iterator<Item = VariantSpec> {
     EncodeCompactStage::ALL.iter().map(move |stage| VariantSpec::encode_compact(arch, *stage))
 }
@@ -110,7 +111,7 @@ mod tests {
     use super::*;
     use crate::spec::DecodeOutput;
 
-    /// What an H200 can run of other cards' kernels: every block that copies by threads, as it is there.
+    /// An H200 can run every block of other GPUs that copies by threads, with the same shared memory and pipeline.
     #[test]
     fn hopper_runs_variants_without_tma() {
         let plan = |spec: &VariantSpec| Plan::new(spec).unwrap();

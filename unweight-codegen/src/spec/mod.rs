@@ -1,7 +1,7 @@
-//! What is compiled: a [`VariantSpec`] is the whole identity of a kernel.
+//! A [`VariantSpec`] identifies a kernel completely.
 //!
-//! The spec knows axes, names and attributes. It refuses to know shared memory, threads or files: those follow from it
-//! in [`plan`](crate::plan) and [`render`](crate::render()), family by family ([`family`](crate::family)).
+//! The spec defines axes, names and attributes. Shared memory, threads and files follow from it in
+//! [`plan`](crate::plan) and [`render`](crate::render()), family by family ([`family`](crate::family)).
 
 pub mod catalog;
 pub mod pairs;
@@ -36,7 +36,7 @@ pub use crate::family::{
 #[doc(hidden)]
 pub type SomeFamily = EncodeHuffmanSpec;
 
-/// A kernel that is known when the program is compiled: what `#[unweight_variant]` implements.
+/// A kernel that is known at compile time: `#[unweight_variant]` implements it.
 ///
 /// ```
 /// use unweight_codegen::{Variant, spec::{Arch, EncodeHuffmanSpec, EncodeHuffmanStage, VariantSpec}};
@@ -48,8 +48,7 @@ pub type SomeFamily = EncodeHuffmanSpec;
 /// assert_eq!(Histogram::SPEC.name().as_str(), "uw_sm90a_encode_huffman_stats");
 /// ```
 pub trait Variant {
-    /// The spec of its family, such as [`GemmMmaSpec`]: what the runtime's launcher is chosen by
-    /// (`unweight_rt::LoadVariant`).
+    /// The spec of the kernel's family, such as [`GemmMmaSpec`]; `unweight_rt::LoadVariant` chooses the launcher by it.
     type Family: Family;
     /// The spec that the attribute declares.
     const SPEC: VariantSpec;

@@ -1,7 +1,7 @@
-//! The `key = value` pairs of `#[unweight_variant(...)]` as a spec, in const context.
+//! Parses the `key = value` pairs of `#[unweight_variant(...)]` to a spec, in const context.
 //!
-//! The attribute knows no family: it hands over what it read, asks [`check`] about each pair so that an error stands on
-//! the user's own token, and [`check_all`] about the whole. What neither complains of, [`spec`] gives.
+//! The attribute is independent of families. It passes on the parsed pairs, calls [`check`] for each pair, so that an
+//! error is reported at the user's token, and [`check_all`] for all of them. If both pass, [`spec`] returns the spec.
 
 #![expect(clippy::result_large_err, reason = "a message is held inline: a const context has no heap")]
 
@@ -15,7 +15,7 @@ use crate::{
 /// A `key = value` of the attribute.
 #[derive(Clone, Copy, Debug)]
 pub struct Pair {
-    /// The word before `=`.
+    /// The key, before `=`.
     pub key: &'static str,
     /// Value after `=`.
     pub value: PairValue,
@@ -26,13 +26,13 @@ pub struct Pair {
 pub enum PairValue {
     /// A literal integer.
     Number(u32),
-    /// A word, or a path as it is written.
+    /// A word, or a path as written.
     Word(&'static str),
     /// `true` or `false`.
     Switch(bool),
 }
 
-/// The token of a pair that is wrong, and how.
+/// An error of a pair, at its key or its value.
 #[derive(Clone, Copy, Debug)]
 pub enum Blame {
     /// The key is wrong.
@@ -41,7 +41,7 @@ pub enum Blame {
     Value(Message),
 }
 
-/// The family of an attribute that does not say `op`: the report's matmul.
+/// The family of an attribute without `op`: the report's matmul.
 const DEFAULT_FAMILY: &str = "gemm_recon";
 
 /// Checks one pair against the others.
@@ -59,14 +59,14 @@ pub const fn check(pairs: &[Pair], index: usize) -> Result<(), Blame> {
             Err(message) => Err(Blame::Value(message)),
         };
     }
-    // Without a family nothing can be said of its keys.
+    // Without a family the keys cannot be checked.
     let Ok(found) = family(pairs) else { return Ok(()) };
     let axes = FAMILIES[found].axes;
     let Some(axis) = find(axes, key) else {
         return Err(Blame::Key(no_such_key(found, key)));
     };
     if let Some(Only { axis: of, value, why }) = axes[axis].only {
-        // A value that cannot be read is that pair's error.
+        // An invalid value is reported for its own pair.
         if let Ok(other) = one(axes, of, pairs)
             && other != value
         {
@@ -84,8 +84,7 @@ pub const fn check(pairs: &[Pair], index: usize) -> Result<(), Blame> {
     }
 }
 
-/// What is wrong with the pairs together, if nothing is wrong with any of them: a key that is missing, or a variant
-/// that cannot exist.
+/// Checks the pairs together, if every single one is valid: for a missing key, or for a variant that cannot exist.
 pub const fn check_all(pairs: &[Pair]) -> Result<(), Message> {
     let (Ok(found), Ok(_)) = (family(pairs), arch(pairs)) else { return Ok(()) };
     let axes = FAMILIES[found].axes;
@@ -111,7 +110,8 @@ pub const fn check_all(pairs: &[Pair]) -> Result<(), Message> {
     }
 }
 
-/// Place of the family in [`FAMILIES`]; where `op` names none, which stops the build, that of [`VariantSpec::SOME`].
+/// Returns the index of the family in [`FAMILIES`]; that of [`VariantSpec::SOME`] if `op` is invalid, which stops the
+/// build.
 pub const fn place(pairs: &[Pair]) -> usize {
     match family(pairs) {
         Ok(place) => place,
@@ -119,7 +119,7 @@ pub const fn place(pairs: &[Pair]) -> usize {
     }
 }
 
-/// The spec; where a check fails, which stops the build, some spec.
+/// Returns the spec; [`VariantSpec::SOME`] if a check fails, which stops the build.
 pub const fn spec(pairs: &[Pair]) -> VariantSpec {
     let (Ok(found), Ok(arch)) = (family(pairs), arch(pairs)) else { return VariantSpec::SOME };
     match values(FAMILIES[found].axes, pairs) {
@@ -153,7 +153,7 @@ const fn values(axes: &[Axis], pairs: &[Pair]) -> Option<Raw> {
     Some(raw)
 }
 
-/// Place of the pairs' family in the list.
+/// Returns the index of the pairs' family in [`FAMILIES`].
 const fn family(pairs: &[Pair]) -> Result<usize, Message> {
     let name = match given(pairs, "op") {
         None => DEFAULT_FAMILY,
@@ -186,7 +186,7 @@ const fn arch(pairs: &[Pair]) -> Result<Arch, Message> {
     }
 }
 
-/// The value of an axis: given, or its default.
+/// Returns the given value of an axis, or its default.
 const fn one(axes: &[Axis], index: usize, pairs: &[Pair]) -> Result<u32, Message> {
     let axis = &axes[index];
     match (given(pairs, axis.key), axis.default) {
@@ -203,7 +203,7 @@ const fn one(axes: &[Axis], index: usize, pairs: &[Pair]) -> Result<u32, Message
     }
 }
 
-/// The value of an axis, or what is wrong with it.
+/// Returns the value of an axis, or the error message.
 const fn read(axis: &Axis, value: PairValue) -> Result<u32, Message> {
     match (axis.values, value) {
         (Values::Flag, PairValue::Switch(value)) => Ok(value as u32),
@@ -244,7 +244,7 @@ const fn no_such_key(family: usize, key: &str) -> Message {
     text.str("op, arch, crate")
 }
 
-/// The words: "a, b or c".
+/// Appends the words as a list: "a, b or c".
 const fn listed(mut text: Message, words: &[&str]) -> Message {
     let mut i = 0;
     while i < words.len() {
@@ -282,7 +282,7 @@ mod tests {
     use crate::family::any_spec;
     use proptest::prelude::*;
 
-    /// The pairs that an attribute would say for a spec.
+    /// The pairs of an attribute that declares the spec.
     fn pairs_of(spec: &VariantSpec) -> Vec<Pair> {
         let raw = spec.op.values();
         let word = |word| PairValue::Word(word);
@@ -300,7 +300,8 @@ mod tests {
     }
 
     proptest! {
-        /// Every variant can be declared, and what cannot exist is refused by the whole and by no pair.
+        /// Every variant can be declared. A variant that cannot exist is rejected by [`check_all`] and by no single
+        /// pair.
         #[test]
         fn pairs_give_the_spec_back(spec in any_spec()) {
             let pairs = pairs_of(&spec);

@@ -1,4 +1,4 @@
-//! Every word and number of the attribute, held against the canonical name: the macro's tables and the spec's agree.
+//! Compares every word and number of the attribute with the canonical name: the macro and the spec agree.
 use unweight_codegen::Variant;
 use unweight_codegen::unweight_variant;
 

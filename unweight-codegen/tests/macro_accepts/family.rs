@@ -1,4 +1,4 @@
-//! The attribute names the family of a variant as a type, from its keys alone.
+//! The attribute names the family of a variant as a type, using its keys alone.
 use unweight_codegen::spec::{
     AttentionSpec, DecodeHuffmanSpec, GemmCompactSpec, GemmMmaSpec, GemmReconSpec, GemmWgmmaSpec, NormSpec, SampleSpec,
 };
@@ -10,7 +10,7 @@ struct GateUp;
 #[unweight_variant(stages = 4, n = 2)]
 struct Default;
 
-/// The family is also known where it stands behind other keys.
+/// The family is also recognised if `op` follows other keys.
 #[unweight_variant(batch_tile = 128, stages = 6, op = gemm_wgmma)]
 pub struct Wide;
 

@@ -3,5 +3,5 @@
 mod crate_path;
 mod every_word;
 mod family;
-/// Public, so that undocumented items would be refused.
+/// Public, so that the compiler would reject undocumented items.
 pub mod public_and_documented;

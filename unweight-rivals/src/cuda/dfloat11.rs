@@ -1,4 +1,4 @@
-//! DFloat11 units on a device: `kernels/dfloat11.cuh`.
+//! Decodes DFloat11 units on a device: `kernels/dfloat11.cuh`.
 
 use unweight_codegen::{ExternalSource, abi::ArgsInfo, args, plan::SmemPlan, spec::Arch};
 use unweight_rt::{DeviceBuffer, DeviceError, KernelSet, LaunchError, Stream, raw::device::ExternalKernel};
@@ -9,12 +9,12 @@ use crate::dfloat11::{Code, Decoder, Unit, WINDOW_BYTES};
 /// Threads of a block.
 const THREADS: u32 = 512;
 const BLOCKS_PER_SM: u32 = 4;
-/// Exponents that a window may park.
+/// Exponents of a window that are buffered in shared memory.
 const PARKED: u32 = 32;
-/// Bits that a look at the tables takes.
+/// Bits of a table lookup.
 const LOOKUP_BITS: u32 = 12;
 const LOOKUPS: usize = 1 << LOOKUP_BITS;
-/// Codes that one look finds at most.
+/// The maximum number of codes that one lookup finds.
 const CODES: usize = 4;
 
 args! {
@@ -36,7 +36,7 @@ args! {
         pub symbols: u64,
         /// bf16 `[elements]`, written, 16-byte aligned.
         pub weights: u64,
-        /// u32: blocks that do not hold what their positions say are added.
+        /// u32: incremented for each block that does not contain what its positions say.
         pub faults: u64,
         /// Words of `codes`.
         pub code_words: u32,
@@ -46,7 +46,7 @@ args! {
         pub blocks: u32,
         /// Windows of a block.
         pub windows: u32,
-        /// Rows of `luts` without the last.
+        /// Rows of `luts`, except the last.
         pub rows: u32,
         /// Elements, below 2^31.
         pub elements: u32,
@@ -78,19 +78,20 @@ pub fn kernel(arch: Arch) -> ExternalSource {
     }
 }
 
-/// What 12 bits begin with: up to four whole codes.
+/// Lookup tables for the next 12 bits: up to four complete codes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tables {
-    /// Bit 15 - i: a code begins behind i bits; the lowest four, the bits of all of them, 0 if not one is whole.
+    /// Bit 15 - i: a code begins after i bits. The lowest four bits: the total length of the codes, 0 if none is
+    /// complete.
     pub starts: Vec<u16>,
-    /// Exponents of these codes, that of the first in the lowest byte.
+    /// Exponents of these codes, starting in the lowest byte.
     pub symbols: Vec<u32>,
 }
 
 impl Tables {
-    /// Makes the tables of a code.
+    /// Builds the tables of a code.
     pub fn of(code: &Code) -> Self {
-        // By first bits, one code at a time: length and exponent.
+        // A single code by its first bits: length and exponent.
         let mut single = vec![(0u32, 0u32); LOOKUPS];
         for exponent in 0..=255u8 {
             let word = code.word(exponent);
@@ -121,7 +122,7 @@ impl Tables {
     }
 }
 
-/// A unit on a device, as its file has it, and tables of its code.
+/// A unit on a device, in the layout of its file, with the tables of its code.
 #[derive(Debug)]
 pub struct DeviceUnit {
     codes: DeviceBuffer<u32>,
@@ -136,16 +137,16 @@ pub struct DeviceUnit {
 }
 
 impl DeviceUnit {
-    /// Copies a unit, after a look at its small sections.
+    /// Copies a unit to the device after checking its small sections.
     ///
     /// # Errors
-    /// The sections do not belong together, or the device has too little memory. The kernel finds damaged codes.
+    /// The sections do not match, or the device has too little memory. Damaged codes are found by the kernel.
     pub fn upload(stream: &Stream, unit: &Unit) -> Result<Self, Error> {
         Decoder::new(&unit.sections())?;
         Ok(Self::upload_any(stream, unit, &Tables::of(&Code::parse(&unit.luts)?))?)
     }
 
-    /// Copies any bytes, with tables of any code: for tests of what the kernel does with them.
+    /// Copies any bytes, with tables of any code, to test how the kernel handles them.
     #[doc(hidden)]
     pub fn upload_any(stream: &Stream, unit: &Unit, tables: &Tables) -> Result<Self, DeviceError> {
         let word = |bytes: &[u8]| {
@@ -154,7 +155,7 @@ impl DeviceUnit {
         let codes: Vec<u32> = unit.encoded_exponent.chunks(4).map(word).collect();
         let mut positions: Vec<u32> = unit.output_positions.chunks(4).map(word).collect();
         let blocks = unit.encoded_exponent.len().div_ceil(WINDOW_BYTES * unit.threads.max(1));
-        // An entry may be missing where no code begins in the last block.
+        // The last entry may be missing if no code begins in the last block.
         positions.resize(blocks + 1, unit.sign_mantissa.len() as u32);
         let stored_bytes =
             [&unit.luts, &unit.encoded_exponent, &unit.sign_mantissa, &unit.output_positions, &unit.gaps]
@@ -179,7 +180,7 @@ impl DeviceUnit {
         self.sign_mantissa.len()
     }
 
-    /// Bytes of its sections.
+    /// Returns the bytes of the unit's sections.
     pub fn bytes(&self) -> u64 {
         self.stored_bytes
     }
@@ -205,7 +206,7 @@ impl DeviceUnit {
     }
 }
 
-/// Decodes units: one launch each.
+/// Decodes units, with one launch each.
 #[derive(Debug)]
 pub struct UnitDecoder {
     kernel: ExternalKernel,
@@ -213,19 +214,19 @@ pub struct UnitDecoder {
 }
 
 impl UnitDecoder {
-    /// Compiles or finds the kernel.
+    /// Compiles the kernel, or loads it from the cache.
     ///
     /// # Errors
-    /// The device or the compiler is missing, or failed.
+    /// The device or the compiler is unavailable or failed.
     pub fn of(stream: &Stream, kernels: &KernelSet) -> Result<Self, DeviceError> {
         let kernel = ExternalKernel::of(kernels, kernel(kernels.device().info().arch))?;
         Ok(Self { kernel, faults: DeviceBuffer::zeroed(stream, 1)? })
     }
 
-    /// Enqueues the decoding of a unit: all of its weights, end to end.
+    /// Enqueues the decoding of all weights of a unit, concatenated.
     ///
     /// # Errors
-    /// `weights` has another number of elements, or is on another device.
+    /// `weights` has another number of elements, or a buffer is on another device.
     pub fn decode(
         &self,
         stream: &Stream,
@@ -243,12 +244,12 @@ impl UnitDecoder {
             }
         }
         let args = Dfloat11Args { weights: weights.address(), faults: self.faults.address(), ..unit.args() };
-        // SAFETY: the sections lie beside the counts that bound them, and the weights have the unit's elements.
+        // SAFETY: each section is passed with the count that bounds it, and `weights` has as many elements as the unit.
         // Dropping a buffer waits for the kernel.
         unsafe { self.kernel.launch(stream, self.kernel.resident_blocks().min(args.blocks), &args) }
     }
 
-    /// Blocks that did not hold what their positions say, of all units so far; waits for them.
+    /// Returns how many blocks of all units so far did not contain what their positions say. Waits for the stream.
     ///
     /// # Errors
     /// The driver failed.
@@ -266,7 +267,7 @@ mod tests {
 
     use super::*;
 
-    /// Every look at 12 random bits finds what decoding them code by code finds.
+    /// Every lookup of 12 bits returns the same codes as decoding them one by one.
     #[test]
     fn tables_hold_the_codes_that_their_bits_begin_with() {
         let mut random = Random::new(3);

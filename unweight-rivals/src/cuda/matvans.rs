@@ -1,4 +1,4 @@
-//! MatVANS' matrix-vector products, and one from int8 as it is: `kernels/matvans.cuh`.
+//! MatVANS' matrix-vector products, and one from uncoded int8: `kernels/matvans.cuh`.
 
 use unweight_codegen::{ExternalSource, abi::ArgsInfo, args, plan::SmemPlan, spec::Arch};
 use unweight_rt::{DeviceBuffer, DeviceError, KernelSet, LaunchError, Stream, raw::device::ExternalKernel};
@@ -16,25 +16,25 @@ args! {
     pub struct MatvansArgs {
         /// u32 `[word_count]`, 16-byte aligned.
         pub words: u64,
-        /// u32 `[streams]`: where each begins, in 16 bytes.
+        /// u32 `[streams]`: where each stream begins, in units of 16 bytes.
         pub offsets: u64,
-        /// u32 `[128]`, of lanes `[256]`: [`parts`].
+        /// u32 `[128]`, for lanes `[256]`: the output of [`parts`].
         pub parts: u64,
-        /// int8 `[rows, cols]`: read by `dense` alone.
+        /// int8 `[rows, cols]`: read by `dense` only.
         pub dense: u64,
         /// int8 `[cols]`, 16-byte aligned.
         pub x: u64,
         /// int8 `[rows]`, written.
         pub y: u64,
-        /// u32: streams that ran out of words are added.
+        /// u32: incremented for each stream that ran out of words.
         pub faults: u64,
         /// Words of all streams.
         pub word_count: u64,
-        /// Streams: of one row, or of 32.
+        /// Number of streams, each of one row or of 32.
         pub streams: u32,
         /// The number of rows.
         pub rows: u32,
-        /// Columns: of rows a multiple of 128, of stripes of 4, of lanes of 512, of `dense` of 16.
+        /// Columns, a multiple of 128 for rows, of 4 for stripes, of 512 for lanes, and of 16 for `dense`.
         pub cols: u32,
         /// The factor of all sums.
         pub scale: f32,
@@ -59,17 +59,17 @@ fn coded(arch: Arch, function: &'static str, summary: &'static str) -> ExternalS
     }
 }
 
-/// The product from streams of one row.
+/// Returns the kernel for streams of one row.
 pub fn rows(arch: Arch) -> ExternalSource {
     coded(arch, "rows", "int8 [cols] x rANS rows -> int8 [rows].")
 }
 
-/// The product from streams of 32 rows.
+/// Returns the kernel for streams of 32 rows.
 pub fn stripes(arch: Arch) -> ExternalSource {
     coded(arch, "stripes", "int8 [cols] x rANS stripes -> int8 [rows].")
 }
 
-/// The product from streams of one row in which each coder has words of its own: MatVANS' WarpPerRow.
+/// Returns the kernel for streams of one row in which each coder has its own words: MatVANS' WarpPerRow.
 pub fn lanes(arch: Arch) -> ExternalSource {
     let parts = Layout::Lanes.parts() as u32;
     ExternalSource {
@@ -79,7 +79,7 @@ pub fn lanes(arch: Arch) -> ExternalSource {
     }
 }
 
-/// The product from uncompressed int8 weights: not a kernel of MatVANS, but the baseline of its kernels.
+/// Returns the kernel for uncoded int8 weights. It is not part of MatVANS, but the baseline of its kernels.
 pub fn dense(arch: Arch) -> ExternalSource {
     ExternalSource {
         constants: vec![("kParts", 0), ("kRing", 0)],
@@ -89,7 +89,7 @@ pub fn dense(arch: Arch) -> ExternalSource {
     }
 }
 
-/// The tables as the kernels look them up: value, first part and parts of each part's value.
+/// Returns the tables in the kernels' layout. Each entry is the value of a part, and that value's first part and count.
 pub fn parts(tables: &Tables) -> Vec<u32> {
     let part = |part: usize| {
         let value = u32::from(tables.symbols[part] as u8);
@@ -98,12 +98,12 @@ pub fn parts(tables: &Tables) -> Vec<u32> {
     (0..tables.symbols.len()).map(part).collect()
 }
 
-/// What a matrix' product is, element by element: as the kernels round.
+/// Scales and rounds a sum to an element of the product, as the kernels do.
 pub fn round(sum: i32, scale: f32) -> i8 {
     (sum as f32 * scale).round_ties_even().clamp(-128.0, 127.0) as i8
 }
 
-/// A matrix on a device, as its file has it.
+/// A matrix on a device, in the layout of its file.
 #[derive(Debug)]
 pub struct DeviceMatvans {
     words: DeviceBuffer<u32>,
@@ -115,10 +115,10 @@ pub struct DeviceMatvans {
 }
 
 impl DeviceMatvans {
-    /// Copies a matrix. What is damaged in its streams is found by the kernel.
+    /// Copies a matrix to the device. Damaged streams are found by the kernel.
     ///
     /// # Errors
-    /// Streams that its shape does not have, or there is no memory.
+    /// Tables or offsets do not match the shape, or the device has too little memory.
     pub fn upload(stream: &Stream, matrix: &Encoded) -> Result<Self, DeviceError> {
         let (step, col_step) = matrix.layout.steps();
         let tables = &matrix.tables;
@@ -150,7 +150,7 @@ impl DeviceMatvans {
         })
     }
 
-    /// Bytes of words, offsets and tables.
+    /// Returns the bytes of words, offsets and tables.
     pub fn bytes(&self) -> u64 {
         (self.words.bytes() + self.offsets.bytes() + self.parts.bytes()) as u64
     }
@@ -167,10 +167,10 @@ pub struct MatvansKernels {
 }
 
 impl MatvansKernels {
-    /// Compiles or finds them.
+    /// Compiles the kernels, or loads them from the cache.
     ///
     /// # Errors
-    /// The device or the compiler is missing, or failed.
+    /// The device or the compiler is unavailable or failed.
     pub fn of(stream: &Stream, kernels: &KernelSet) -> Result<Self, DeviceError> {
         let arch = kernels.device().info().arch;
         Ok(Self {
@@ -182,10 +182,10 @@ impl MatvansKernels {
         })
     }
 
-    /// Enqueues `y = clamp(round(scale * W x))` from what is coded.
+    /// Enqueues `y = clamp(round(scale * W x))` from a coded matrix.
     ///
     /// # Errors
-    /// Vectors that are not those of the matrix, or other devices.
+    /// A vector does not have the matrix's extents, or an operand is on another device.
     pub fn multiply(
         &self,
         stream: &Stream,
@@ -216,15 +216,15 @@ impl MatvansKernels {
             scale,
             ..MatvansArgs::default()
         };
-        // SAFETY: words and offsets lie beside the counts that bound them, the vectors have the matrix' extents.
-        // Dropping a buffer waits for the kernel.
+        // SAFETY: words and offsets are passed with the counts that bound them, and the vectors have the matrix's
+        // extents. Dropping a buffer waits for the kernel.
         unsafe { kernel.launch(stream, streams.div_ceil(WARPS), &args) }
     }
 
-    /// The same from int8 `[rows, cols]` as it is; columns are a multiple of 16.
+    /// Enqueues the same product from uncoded int8 `[rows, cols]`, with a multiple of 16 columns.
     ///
     /// # Errors
-    /// As [`MatvansKernels::multiply`].
+    /// Those of [`MatvansKernels::multiply`].
     pub fn multiply_dense(
         &self,
         stream: &Stream,
@@ -233,7 +233,7 @@ impl MatvansKernels {
         scale: f32,
         y: &mut DeviceBuffer<i8>,
     ) -> Result<(), DeviceError> {
-        // Checked against the matrix below.
+        // The check below compares both with the matrix.
         let (rows, cols) = (y.len() as u32, x.len() as u32);
         let (got, expected) = (matrix.len() as u64, y.len() as u64 * x.len() as u64);
         if got != expected {
@@ -250,7 +250,7 @@ impl MatvansKernels {
         unsafe { self.dense.launch(stream, rows.div_ceil(WARPS), &args) }
     }
 
-    /// Streams that ran out of words so far; waits for the stream.
+    /// Returns how many streams ran out of words so far. Waits for the stream.
     ///
     /// # Errors
     /// The driver failed.

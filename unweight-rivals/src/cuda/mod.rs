@@ -1,10 +1,10 @@
-//! Kernels for these formats, on the runtime's opening for kernels from outside (feature `cuda`).
+//! Kernels for these formats, launched as external kernels of the runtime (feature `gpu`).
 //!
 //! ```text
-//! kernels/<format>.cuh   the kernel, with its contract       <format>.rs   argument struct, shared memory, launch
+//! kernels/<format>.cuh   the kernel and its contract             <format>.rs   argument struct, shared memory, launch
 //! ```
-//! Each takes what the encoders here give and has been checked, or any bytes: a kernel never leaves its buffers, and
-//! counts what it could not decode.
+//! Kernels accept the checked output of the encoders here, but also any other bytes: a kernel never accesses memory
+//! outside its buffers, and it counts what it could not decode.
 
 pub mod dfloat11;
 pub mod matvans;
@@ -22,7 +22,7 @@ pub const HEADERS: &[(&str, &str)] = &[
     ("rivals/zipserv.cuh", include_str!("../../kernels/zipserv.cuh")),
 ];
 
-/// Every kernel that this crate launches, for an architecture.
+/// Returns every kernel that this crate launches on an architecture.
 pub fn kernels(arch: Arch) -> Vec<ExternalSource> {
     let mut kernels = vec![dfloat11::kernel(arch), zipserv::decompress(arch), zipserv::reduce(arch)];
     kernels.extend(zipserv::BATCH_TILES.map(|tile| zipserv::gemm(arch, tile)));
@@ -33,20 +33,20 @@ pub fn kernels(arch: Arch) -> Vec<ExternalSource> {
     kernels
 }
 
-/// Why something of a rival's did not run.
+/// The reason why a kernel did not run.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The device, the compiler or the driver failed, or operands do not fit.
+    /// The device, the compiler or the driver failed, or operands are invalid.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// A unit that is damaged.
+    /// A DFloat11 unit is damaged.
     #[error("a DFloat11 unit: {0}")]
     Unit(#[from] crate::dfloat11::UnitError),
-    /// A matrix of ZipServ's that is damaged.
+    /// A ZipServ matrix is damaged.
     #[error("a TCA-TBE matrix: {0}")]
     Zipserv(#[from] crate::zipserv::Error),
-    /// An FP8 vector that is damaged.
+    /// An FP8 vector is damaged.
     #[error("a tANS vector: {0}")]
     Tans(#[from] crate::tans::Error),
 }

@@ -1,4 +1,4 @@
-//! Pair-coded FP8 on a device, added as it is decoded: `kernels/tans.cuh`.
+//! Adds tANS-coded FP8 vectors on a device while decoding them: `kernels/tans.cuh`.
 
 use unweight_codegen::{ExternalSource, abi::ArgsInfo, args, plan::SmemPlan, spec::Arch};
 use unweight_rt::{DeviceBuffer, DeviceError, KernelSet, LaunchError, Stream, raw::device::ExternalKernel};
@@ -23,19 +23,19 @@ args! {
         pub partial_a: u64,
         /// u8 `[streams]`.
         pub partial_b: u64,
-        /// u32 `[ceil(streams / 128) + 1]`: bytes.
+        /// u32 `[ceil(streams / 128) + 1]`, in bytes.
         pub offsets_a: u64,
-        /// u32 `[ceil(streams / 128) + 1]`: bytes.
+        /// u32 `[ceil(streams / 128) + 1]`, in bytes.
         pub offsets_b: u64,
-        /// u8 `[tiles, streams, 8]`; of `plain` the first vector.
+        /// u8 `[tiles, streams, 8]`; `plain`: the first vector.
         pub rest_a: u64,
-        /// u8 `[tiles, streams, 8]`; of `plain` the second vector.
+        /// u8 `[tiles, streams, 8]`; `plain`: the second vector.
         pub rest_b: u64,
         /// u32 `[4096]`: symbol, bits << 8, next state without them << 16.
         pub table: u64,
         /// u8 `[tiles, streams, 16]`, written, 16-byte aligned.
         pub out: u64,
-        /// u32: streams that ran out of bits are added.
+        /// u32: incremented for each stream that ran out of bits.
         pub faults: u64,
         /// Words of `slabs_a`.
         pub words_a: u32,
@@ -43,12 +43,12 @@ args! {
         pub words_b: u32,
         /// Streams of a vector.
         pub streams: u32,
-        /// 16 bytes of a stream; of `plain` all of them.
+        /// Tiles of 16 bytes per stream; `plain`: of the whole vector.
         pub tiles: u32,
     }
 }
 
-/// The kernel that adds coded vectors. It asks for compute capability 8.9.
+/// Returns the kernel that adds coded vectors. It needs compute capability 8.9.
 pub fn add(arch: Arch) -> ExternalSource {
     ExternalSource {
         family: "tans",
@@ -67,7 +67,7 @@ pub fn add(arch: Arch) -> ExternalSource {
     }
 }
 
-/// The kernel that adds vectors as they are.
+/// Returns the kernel that adds uncoded vectors.
 pub fn plain(arch: Arch) -> ExternalSource {
     ExternalSource {
         variant: "plain".to_owned(),
@@ -80,7 +80,7 @@ pub fn plain(arch: Arch) -> ExternalSource {
     }
 }
 
-/// Whether an architecture has the conversions that the kernels are made of.
+/// Returns whether an architecture has the conversion instructions that the kernels need.
 pub fn runs_on(arch: Arch) -> bool {
     !matches!(arch, Arch::Sm80 | Arch::Sm86)
 }
@@ -99,10 +99,10 @@ pub struct DeviceTans {
 }
 
 impl DeviceTans {
-    /// Copies a vector. What is damaged in its streams is found by the kernel.
+    /// Copies a vector to the device. Damaged streams are found by the kernel.
     ///
     /// # Errors
-    /// Parts that do not belong together, or there is no memory.
+    /// The parts do not match, or the device has too little memory.
     pub fn upload(stream: &Stream, vector: &Encoded) -> Result<Self, Error> {
         let count = vector.states.len();
         let tiles = vector.per_stream / STEP;
@@ -129,24 +129,24 @@ impl DeviceTans {
         })
     }
 
-    /// FP8 bytes of the vector.
+    /// Returns the number of FP8 bytes of the vector.
     pub fn len(&self) -> usize {
         self.states.len() * self.per_stream
     }
 
-    /// Whether there are none.
+    /// Returns whether the vector is empty.
     pub fn is_empty(&self) -> bool {
         self.states.is_empty()
     }
 
-    /// Bytes of its parts.
+    /// Returns the bytes of the vector's parts.
     pub fn bytes(&self) -> u64 {
         let parts = self.slabs.bytes() + self.states.bytes() + self.partial.bytes() + self.offsets.bytes();
         (parts + self.rest.bytes()) as u64
     }
 }
 
-/// The index of byte `index` of a vector in a sum, `[tile][stream][16]`.
+/// Returns the position of byte `index` of a vector in a sum, which is ordered `[tile][stream][16]`.
 pub fn place(index: usize, per_stream: usize, streams: usize) -> usize {
     let (stream, byte) = (index / per_stream, index % per_stream);
     (byte / STEP * streams + stream) * STEP + byte % STEP
@@ -161,10 +161,10 @@ pub struct TansKernels {
 }
 
 impl TansKernels {
-    /// Compiles or finds them.
+    /// Compiles the kernels, or loads them from the cache.
     ///
     /// # Errors
-    /// The device or the compiler is missing, or failed; compute capability 8.0 and 8.6 have no such conversions.
+    /// The device or the compiler is unavailable or failed. Compute capability 8.0 and 8.6 lack the conversions.
     pub fn of(stream: &Stream, kernels: &KernelSet) -> Result<Self, DeviceError> {
         let arch = kernels.device().info().arch;
         let (add, plain) = (ExternalKernel::of(kernels, add(arch))?, ExternalKernel::of(kernels, plain(arch))?);
@@ -174,7 +174,7 @@ impl TansKernels {
     /// Enqueues `out = a + b`; the bytes of `out` are ordered by [`place`].
     ///
     /// # Errors
-    /// Vectors of other lengths, streams or tables, or on other devices.
+    /// Vectors have other lengths, streams or tables, or are on other devices.
     pub fn add(
         &self,
         stream: &Stream,
@@ -204,21 +204,21 @@ impl TansKernels {
             table: a.table.address(),
             out: out.address(),
             faults: self.faults.address(),
-            // Offsets count to 2^31 bytes.
+            // Offsets are below 2^31 bytes.
             words_a: a.slabs.len() as u32,
             words_b: b.slabs.len() as u32,
             streams: a.states.len() as u32,
             tiles: (a.per_stream / STEP) as u32,
         };
-        // SAFETY: every part has the sizes that streams and tiles ask for, checked when it was copied. Dropping a
-        // buffer waits for the kernel.
+        // SAFETY: `upload` checked that every part has the size that `streams` and `tiles` imply. Dropping a buffer
+        // waits for the kernel.
         unsafe { self.add.launch(stream, args.streams.div_ceil(THREADS), &args) }
     }
 
-    /// Enqueues `out = a + b` of vectors as they are; lengths are a multiple of 16.
+    /// Enqueues `out = a + b` for uncoded vectors, whose lengths are a multiple of 16.
     ///
     /// # Errors
-    /// Vectors of other lengths, or on other devices.
+    /// Vectors have other lengths, or are on other devices.
     pub fn add_plain(
         &self,
         stream: &Stream,
@@ -241,11 +241,11 @@ impl TansKernels {
         self.check(&[a.device().ordinal(), b.device().ordinal(), out.device().ordinal()])?;
         let (rest_a, rest_b, out) = (a.address(), b.address(), out.address());
         let args = TansArgs { rest_a, rest_b, out, tiles, ..TansArgs::default() };
-        // SAFETY: as above.
+        // SAFETY: the lengths were checked above. Dropping a buffer waits for the kernel.
         unsafe { self.plain.launch(stream, tiles.div_ceil(THREADS), &args) }
     }
 
-    /// Streams that ran out of bits so far; waits for the stream.
+    /// Returns how many streams ran out of bits so far. Waits for the stream.
     ///
     /// # Errors
     /// The driver failed.

@@ -1,4 +1,4 @@
-//! ZipServ's matrices on a device, to BF16 and to products: `kernels/zipserv.cuh`.
+//! Decompresses ZipServ's matrices on a device, or multiplies from them: `kernels/zipserv.cuh`.
 
 use unweight_codegen::{ExternalSource, abi::ArgsInfo, args, plan::SmemPlan, spec::Arch};
 use unweight_rt::{
@@ -10,17 +10,17 @@ use crate::zipserv::{BLOCK, Encoded};
 
 const WARPS: u32 = 4;
 const THREADS: u32 = 32 * WARPS;
-/// Room for what is coded of a block, and for what is read beside its end.
+/// Shared memory for the coded data of a block, including reads past its end.
 const CODED_ROOM: u32 = 16 + 2 * (BLOCK * BLOCK) as u32 + 48;
-/// Rows of x that a block of the product takes.
+/// Batch rows of a tile of the fused product.
 pub const BATCH_TILES: [u32; 5] = [8, 16, 32, 64, 128];
-/// Largest batch of the fused product.
+/// The largest batch of the fused product.
 pub const FUSED_MAX: u32 = 128;
-/// Largest batch for which [`ZipKernels::multiply`] takes it. On an H200, 14336x4096, it takes 96 us at 32 rows where
-/// decompressing and cuBLAS take 101, and 155 at 128 where they take 103; none in between was measured
-/// (docs/rivals.md). ZipServ goes up to 128.
+/// The largest batch for which [`ZipKernels::multiply`] uses the fused product. On an H200 with 14336x4096, it takes 96
+/// us at 32 rows, where decompression and cuBLAS take 101 us, and 155 us at 128 rows, where they take 103 us. Batches
+/// in between were not measured (docs/rivals.md). ZipServ uses it up to 128.
 pub const FUSED_BEST: u32 = 32;
-/// Shares of k at most.
+/// The maximum number of splits of k.
 const SPLITS_MAX: u32 = 8;
 
 args! {
@@ -28,9 +28,9 @@ args! {
     pub struct ZipservArgs {
         /// u64 `[64 * blocks]`: bit 0 of the codes.
         pub map0: u64,
-        /// Bit 1.
+        /// Bit 1 of the codes, in the layout of `map0`.
         pub map1: u64,
-        /// Bit 2.
+        /// Bit 2 of the codes, in the layout of `map0`.
         pub map2: u64,
         /// u8 `[high_bytes]`.
         pub sign_mantissa: u64,
@@ -44,11 +44,11 @@ args! {
         pub weights: u64,
         /// bf16 `[batch, cols]`: read by `gemm`.
         pub x: u64,
-        /// bf16 `[batch, rows]`: written by `gemm` of one split, and by `reduce`.
+        /// bf16 `[batch, rows]`: written by `gemm` with one split, and by `reduce`.
         pub y: u64,
         /// f32 `[splits, batch, rows]`: written by `gemm`, read by `reduce`.
         pub sums: u64,
-        /// u32: blocks and strips that were left out are added.
+        /// u32: incremented for each block or strip that was skipped.
         pub faults: u64,
         /// Bytes of `sign_mantissa`.
         pub high_bytes: u32,
@@ -60,9 +60,9 @@ args! {
         pub rows: u32,
         /// Input features, a multiple of 64.
         pub cols: u32,
-        /// Rows of x.
+        /// Batch rows.
         pub batch: u32,
-        /// Shares of k.
+        /// Splits of k.
         pub splits: u32,
         /// Must be 0.
         pub reserved: u32,
@@ -87,20 +87,20 @@ fn base(arch: Arch, function: &'static str, summary: &'static str, grid: &'stati
     }
 }
 
-/// The kernel that writes the weights.
+/// Returns the kernel that writes the weights.
 pub fn decompress(arch: Arch) -> ExternalSource {
     let smem = SmemPlan::new().section("stages", 2, CODED_ROOM, 16);
     ExternalSource { smem, ..base(arch, "decompress", "TCA-TBE -> bf16 [n, k], row-major.", "what fits the machine") }
 }
 
-/// The kernel that multiplies up to `batch_tile` rows.
+/// Returns the kernel that multiplies up to `batch_tile` batch rows.
 pub fn gemm(arch: Arch, batch_tile: u32) -> ExternalSource {
     let stage = CODED_ROOM + batch_tile * BLOCK as u32 * 2;
     ExternalSource {
         variant: format!("gemm_b{batch_tile}"),
         constants: vec![("kBatchTile", batch_tile), ("kStages", 2)],
         smem: SmemPlan::new().section("stages", 2, stage, 16),
-        // What fits without spills.
+        // The number that compiles without spills.
         blocks_per_sm: match batch_tile {
             8 | 16 => 6,
             32 => 4,
@@ -111,7 +111,7 @@ pub fn gemm(arch: Arch, batch_tile: u32) -> ExternalSource {
     }
 }
 
-/// The kernel that adds what the shares of k have summed up.
+/// Returns the kernel that adds the partial sums of the splits.
 pub fn reduce(arch: Arch) -> ExternalSource {
     ExternalSource {
         constants: vec![("kBatchTile", 0), ("kStages", 0)],
@@ -119,7 +119,7 @@ pub fn reduce(arch: Arch) -> ExternalSource {
     }
 }
 
-/// A matrix on a device, as its file has it.
+/// A matrix on a device, in the layout of its file.
 #[derive(Debug)]
 pub struct DeviceZip {
     maps: [DeviceBuffer<u64>; 3],
@@ -133,16 +133,16 @@ pub struct DeviceZip {
 }
 
 impl DeviceZip {
-    /// Copies a matrix that has been checked.
+    /// Checks a matrix and copies it to the device.
     ///
     /// # Errors
-    /// It is damaged, or there is no memory.
+    /// The matrix is damaged, or the device has too little memory.
     pub fn upload(stream: &Stream, matrix: &Encoded) -> Result<Self, Error> {
         matrix.check()?;
         Ok(Self::upload_any(stream, matrix)?)
     }
 
-    /// Copies parts of the right sizes, with anything in them: for tests of what the kernels do with it.
+    /// Copies parts of the right sizes with any contents, to test how the kernels handle them.
     #[doc(hidden)]
     pub fn upload_any(stream: &Stream, matrix: &Encoded) -> Result<Self, DeviceError> {
         let maps = [0, 1, 2].map(|map| DeviceBuffer::from_host(stream, &matrix.bitmaps[map]));
@@ -154,18 +154,18 @@ impl DeviceZip {
             blocks: DeviceBuffer::from_host(stream, matrix.blocks.as_flattened())?,
             strips: DeviceBuffer::from_host(stream, matrix.strips.as_flattened())?,
             first: matrix.first.into(),
-            // Products below 2^31: checked when it was encoded.
+            // The encoder checked that the product is below 2^31.
             rows: matrix.rows as u32,
             cols: matrix.cols as u32,
         })
     }
 
-    /// Rows and columns.
+    /// Returns rows and columns.
     pub fn shape(&self) -> [u32; 2] {
         [self.rows, self.cols]
     }
 
-    /// Bytes of its parts.
+    /// Returns the bytes of the matrix's parts.
     pub fn bytes(&self) -> u64 {
         let maps: usize = self.maps.iter().map(DeviceBuffer::bytes).sum();
         (maps + self.sign_mantissa.bytes() + self.full.bytes() + self.blocks.bytes() + self.strips.bytes()) as u64
@@ -190,7 +190,7 @@ impl DeviceZip {
     }
 }
 
-/// The kernels of this format on a device, and what they share. Launches of one value are of one stream.
+/// The kernels of this format on a device, with shared buffers. All launches of one value must use the same stream.
 #[derive(Debug)]
 pub struct ZipKernels {
     decompress: ExternalKernel,
@@ -201,10 +201,11 @@ pub struct ZipKernels {
 }
 
 impl ZipKernels {
-    /// Compiles or finds them. Products of up to `rows` output features for batches of up to [`FUSED_MAX`] have room.
+    /// Compiles the kernels, or loads them from the cache. Allocates sums for products of up to `rows` output features
+    /// and [`FUSED_MAX`] batch rows.
     ///
     /// # Errors
-    /// The device or the compiler is missing, or failed.
+    /// The device or the compiler is unavailable or failed.
     pub fn of(stream: &Stream, kernels: &KernelSet, rows: u32) -> Result<Self, DeviceError> {
         let arch = kernels.device().info().arch;
         let gemms = BATCH_TILES.map(|tile| Ok((tile, ExternalKernel::of(kernels, gemm(arch, tile))?)));
@@ -217,7 +218,7 @@ impl ZipKernels {
         })
     }
 
-    /// Enqueues the decoding of a matrix.
+    /// Enqueues the decompression of a matrix.
     ///
     /// # Errors
     /// `weights` has another shape, or is on another device.
@@ -234,15 +235,15 @@ impl ZipKernels {
         }
         let args = ZipservArgs { weights: weights.data().address(), faults: self.faults.address(), ..matrix.args() };
         let blocks = matrix.rows / BLOCK as u32 * (matrix.cols / BLOCK as u32);
-        // SAFETY: the parts lie beside the counts that bound them, and the weights have the matrix' shape. Dropping a
-        // buffer waits for the kernel.
+        // SAFETY: each part is passed with the count that bounds it, and `weights` has the shape of the matrix.
+        // Dropping a buffer waits for the kernel.
         unsafe { self.decompress.launch(stream, self.decompress.resident_blocks().min(blocks), &args) }
     }
 
-    /// Enqueues `y = x * W^T` for up to [`FUSED_MAX`] rows, straight from what is coded.
+    /// Enqueues `y = x * W^T` for up to [`FUSED_MAX`] batch rows, directly from the coded matrix.
     ///
     /// # Errors
-    /// Shapes that do not agree, larger ones than there is room for, or other devices.
+    /// Shapes do not match, the product exceeds the buffer of sums, or an operand is on another device.
     pub fn gemm(
         &self,
         stream: &Stream,
@@ -277,21 +278,21 @@ impl ZipKernels {
             splits,
             ..matrix.args()
         };
-        // SAFETY: as above; x and y have the shapes of the product, and the sums have room.
+        // SAFETY: as above; x and y have the shapes of the product, and the sums fit their buffer.
         unsafe { kernel.launch(stream, matrix.rows / BLOCK as u32 * splits, &args)? };
         if splits == 1 || batch == 0 {
             return Ok(());
         }
         let elements = u64::from(batch) * u64::from(matrix.rows);
-        // SAFETY: the sums were written by the launch before, on the same stream. Below 2^31 / 128 blocks.
+        // SAFETY: the previous launch on the same stream wrote the sums. The grid is below 2^31 / 128 blocks.
         unsafe { self.reduce.launch(stream, elements.div_ceil(THREADS.into()) as u32, &args) }
     }
 
-    /// Enqueues a product the faster way: batches of up to [`FUSED_BEST`] from what is coded, others by cuBLAS from
-    /// `weights`, into which the matrix is decompressed.
+    /// Enqueues a product the faster way: batches of up to [`FUSED_BEST`] rows directly from the coded matrix, others
+    /// with cuBLAS after decompressing the matrix into `weights`.
     ///
     /// # Errors
-    /// As [`ZipKernels::gemm`] and [`ZipKernels::decompress`], or the context has no cuBLAS.
+    /// Those of [`ZipKernels::gemm`] and [`ZipKernels::decompress`], or the context has no cuBLAS.
     pub fn multiply(
         &self,
         ctx: &mut ExecContext,
@@ -307,7 +308,7 @@ impl ZipKernels {
         ctx.cublas()?.matmul(x.view(), weights.view(), y.view_mut(), false)
     }
 
-    /// Blocks and strips that were left out so far; waits for the stream.
+    /// Returns how many blocks and strips were skipped so far. Waits for the stream.
     ///
     /// # Errors
     /// The driver failed.
@@ -326,7 +327,7 @@ impl ZipKernels {
     }
 }
 
-/// Shares of k that fill the machine, each of four blocks at least.
+/// Returns the number of splits of k that fills the GPU, with at least four blocks of k per split.
 fn splits(matrix: &DeviceZip, resident_blocks: u32) -> u32 {
     let (down, across) = (matrix.rows / BLOCK as u32, matrix.cols / BLOCK as u32);
     (resident_blocks / down.max(1)).clamp(1, SPLITS_MAX).min((across / 4).max(1))

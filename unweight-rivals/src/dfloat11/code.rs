@@ -1,4 +1,4 @@
-//! The code of a unit: from how often exponents occur, to tables, and back.
+//! The code of a unit: from frequencies of exponents to a code, to tables, and back.
 
 use std::{cmp::Reverse, collections::BinaryHeap};
 
@@ -6,30 +6,30 @@ use unweight_format::Histogram;
 
 use super::{CODE_BITS_MAX, FIRST_JUMP, NotEncodable, UnitError};
 
-/// Rows of tables at most: a jump names rows 1 to 16.
+/// The maximum number of table rows: jumps address rows 1 to 16.
 const ROWS_MAX: usize = 17;
 
-/// Bits of a code, the first one the most significant.
+/// A code word.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Codeword {
-    /// How many; 0 for what has no code.
+    /// Number of bits; 0 for a symbol without a code.
     pub bits: u8,
-    /// The bits of the codeword.
+    /// The bits, right-aligned; the first one is the most significant.
     pub value: u32,
 }
 
 impl Codeword {
-    /// With the first bit at the top of 32.
+    /// Returns the bits aligned to the top of 32 bits.
     pub(super) fn aligned(self) -> u32 {
         self.value.checked_shl(u32::from(CODE_BITS_MAX - self.bits)).unwrap_or(0)
     }
 }
 
-/// A prefix code of exponents, and of the end.
+/// A prefix code of the exponents and of an end symbol.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Code {
     words: Box<[Codeword; 256]>,
-    /// Its beginning fills the last byte. Tables do not hold it.
+    /// The code of the end symbol, whose first bits fill the last byte. Tables do not contain it.
     end: Option<Codeword>,
 }
 
@@ -41,14 +41,14 @@ enum Node {
 }
 
 impl Code {
-    /// The code that the package makes of these frequencies.
+    /// Returns the code that the package makes from these frequencies.
     ///
-    /// Huffman's, by the frequency and then by the smallest first symbol of what is joined, where the end occurs once
-    /// and comes before all exponents; the smaller half has bit 0. While a code is above 32 bits, the 2, 3, ... rarest
-    /// exponents are taken to occur once.
+    /// A Huffman code. Nodes are joined in order of frequency, then of their smallest first symbol; the smaller one has
+    /// bit 0. The end symbol has frequency 1 and precedes all exponents. While a code is above 32 bits, the frequencies
+    /// of the 2, 3, ... rarest exponents are set to 1.
     ///
     /// # Errors
-    /// The format has no place for these exponents.
+    /// The format cannot hold these exponents.
     pub fn of(counts: &Histogram) -> Result<Self, NotEncodable> {
         let counts = counts.counts();
         let Some(last) = counts.iter().rposition(|&count| count > 0) else { return Err(NotEncodable::Empty) };
@@ -62,7 +62,7 @@ impl Code {
         rarest.sort_by_key(|&exponent| counts[exponent]);
         for most in 2..rarest.len() {
             let (within, without) = (counts[rarest[most - 1]], counts[rarest[most]]);
-            // Among those that occur once anyway it does not matter.
+            // The choice does not matter among exponents that have frequency 1 anyway.
             if within == without && within > 1 {
                 return Err(NotEncodable::Tie { count: within });
             }
@@ -75,36 +75,36 @@ impl Code {
         Err(NotEncodable::Long)
     }
 
-    /// The code of an exponent.
+    /// Returns the code of an exponent.
     pub fn word(&self, exponent: u8) -> Codeword {
         self.words[usize::from(exponent)]
     }
 
-    /// The code of the end; `None` of a code that was read from tables.
+    /// Returns the code of the end symbol; `None` for a code that was parsed from tables.
     pub fn end(&self) -> Option<Codeword> {
         self.end
     }
 
-    /// Bits of all codes of so many exponents.
+    /// Returns the total bits of the codes for these counts.
     pub fn bits(&self, counts: &Histogram) -> u64 {
         self.words.iter().zip(counts.counts()).map(|(word, count)| u64::from(word.bits) * count).sum()
     }
 
-    /// Exponents in the order of their codes.
+    /// Returns the exponents in the order of their codes.
     fn ordered(&self) -> Vec<u8> {
         let mut ordered: Vec<u8> = (0..=255).filter(|&exponent| self.word(exponent).bits > 0).collect();
         ordered.sort_by_key(|&exponent| self.word(exponent).aligned());
         ordered
     }
 
-    /// The tables, rows and lengths, that the package makes: an entry that no code begins with repeats the entry before
-    /// it, also across rows.
+    /// Returns the tables, rows and lengths, that the package makes. An entry that no code begins with repeats the
+    /// previous entry, also across rows.
     ///
     /// # Errors
-    /// They have more rows than jumps can name, or the package itself cannot make them.
+    /// The tables have more rows than jumps can address, or the package itself cannot make them.
     pub fn luts(&self) -> Result<Vec<u8>, NotEncodable> {
         let ordered = self.ordered();
-        // Prefixes of whole bytes, with their bytes at the top: shortest first, then in order.
+        // Prefixes of whole bytes, aligned to the top: shortest first, then in order.
         let mut prefixes: Vec<(u8, u32)> = vec![(0, 0)];
         prefixes.extend(ordered.iter().map(|&exponent| {
             let word = self.word(exponent);
@@ -133,7 +133,7 @@ impl Code {
                     let next = (depth + 1, top_bytes(word.aligned(), depth + 1));
                     let row = prefixes.binary_search(&next);
                     let row = row.map_err(|_| NotEncodable::NoRow { exponent, bits: 8 * (depth + 1) })?;
-                    // 17 rows at most.
+                    // There are at most 17 rows.
                     (256 - row) as u8
                 });
             }
@@ -147,13 +147,13 @@ impl Code {
         Ok(luts)
     }
 
-    /// The code that tables hold.
+    /// Parses the code from tables.
     ///
-    /// An exponent's or a jump's entries are where it first occurs. Whatever repeats it elsewhere only fills, and no
+    /// The valid entries of an exponent or a jump are those where it first occurs. Later repetitions are filler, and no
     /// code begins there.
     ///
     /// # Errors
-    /// They are not those of a prefix code, or a row is reached twice or not at all.
+    /// The tables are not those of a prefix code, or a row is reached twice or not at all.
     pub fn parse(luts: &[u8]) -> Result<Self, UnitError> {
         let rows = (luts.len() / 256).saturating_sub(1);
         if !luts.len().is_multiple_of(256) || !(1..=ROWS_MAX).contains(&rows) {
@@ -162,7 +162,7 @@ impl Code {
         }
         let lengths = &luts[rows * 256..];
         let mut words = Box::new([Codeword::default(); 256]);
-        // Depth and prefix of each row, once a jump to it is seen.
+        // Depth and prefix of each row; `None` until a jump to the row is found.
         let mut reached: Vec<Option<(u8, u32)>> = vec![None; rows];
         reached[0] = Some((0, 0));
         for row in 0..rows {
@@ -180,7 +180,7 @@ impl Code {
                         return fail(entry, "a jump to a row that is not there");
                     }
                     if to <= row {
-                        // A jump that was taken before only fills here.
+                        // A repeated jump is filler.
                         entry = next;
                         continue;
                     }
@@ -212,15 +212,15 @@ impl Code {
     }
 }
 
-/// The first bytes of a code, the rest zero.
+/// Returns the first bytes of a code, with the other bytes zero.
 fn top_bytes(aligned: u32, bytes: u8) -> u32 {
     aligned & !(u64::from(u32::MAX) >> (8 * bytes)) as u32
 }
 
-/// Huffman's code; `None` if one of its codes is above 32 bits.
+/// Returns the Huffman code; `None` if a code is above 32 bits.
 fn huffman(counts: &[u64; 256]) -> Option<Code> {
     let mut nodes = vec![Node::End];
-    // Frequency, first symbol (the end is 0), node.
+    // Frequency, first symbol (the end symbol is 0), index of the node.
     let mut heap = BinaryHeap::from([Reverse((1u64, 0u16, 0usize))]);
     for (exponent, &count) in counts.iter().enumerate().filter(|(_, count)| **count > 0) {
         heap.push(Reverse((count, exponent as u16 + 1, nodes.len())));

@@ -1,4 +1,4 @@
-//! `config.json`: the key `dfloat11_config` read, put in, and taken out again. Every other byte stays as it is.
+//! Reads, adds and removes the key `dfloat11_config` of `config.json`. All other bytes stay unchanged.
 
 use std::{ops::Range, path::Path};
 
@@ -9,27 +9,28 @@ use super::{ConvertError, THREADS, THREADS_MAX, WINDOW_BYTES};
 
 /// Name of the file.
 pub(super) const FILE_NAME: &str = "config.json";
-/// Largest one, bytes.
+/// The maximum size of the file, in bytes.
 pub(super) const BYTES_MAX: u64 = 16 << 20;
-/// The package's key.
+/// The key that the package writes.
 const KEY: &str = "dfloat11_config";
-/// Most patterns, and most bytes of one when it is compiled. The package writes one for decoder layers, and one for
-/// each module beside them.
+/// The maximum number of patterns, and the maximum bytes of a compiled one. The package writes one pattern for decoder
+/// layers, and one for each other module.
 const PATTERNS_MAX: usize = 256;
 const PATTERN_BYTES_MAX: usize = 256 << 10;
-/// Most nesting that is followed.
+/// The maximum depth of nesting.
 const DEPTH_MAX: usize = 128;
 
-/// Which modules have their weights in a unit, and how units are cut.
+/// The modules whose weights are in a unit, and the number of threads per block.
 #[derive(Debug)]
 pub(super) struct Config {
-    /// Threads a block, 1 to [`THREADS_MAX`].
+    /// Threads per block, 1 to [`THREADS_MAX`].
     pub(super) threads: usize,
-    /// Names of modules, and the modules below them whose weights are in the unit; none for the module's own.
+    /// Patterns of module names, each with the submodules whose weights are in the unit; empty for the module's own
+    /// weight.
     pub(super) patterns: Vec<(Regex, Vec<String>)>,
 }
 
-/// The key's value as the package writes it.
+/// The value of the key, as the package writes it.
 #[derive(Deserialize)]
 struct Stored {
     threads_per_block: OneOrMore,
@@ -44,7 +45,7 @@ enum OneOrMore {
     More(Vec<u64>),
 }
 
-/// Patterns in their order, which decides.
+/// Patterns in stored order; the first match applies.
 struct Patterns(Vec<(String, Vec<String>)>);
 
 impl<'de> Deserialize<'de> for Patterns {
@@ -70,7 +71,7 @@ impl<'de> Deserialize<'de> for Patterns {
 }
 
 impl Config {
-    /// Reads the key; `None` if the object does not have it.
+    /// Parses the key; `None` if the object does not contain it.
     pub(super) fn parse(path: &Path, text: &[u8]) -> Result<Option<Self>, ConvertError> {
         let fail = |reason: String| ConvertError::Config { path: path.into(), reason };
         let members = members(text).map_err(|at| fail(format!("{}; fetch the model again", no_object(text, at))))?;
@@ -114,7 +115,7 @@ impl Config {
         Ok(Some(Self { threads, patterns: patterns.collect::<Result<_, _>>()? }))
     }
 
-    /// The names of the weights of a unit; `None` if no pattern has it.
+    /// Returns the names of the weights of a unit; `None` if no pattern matches.
     pub(super) fn weights(&self, unit: &str) -> Option<Vec<String>> {
         let (_, modules) = self.patterns.iter().find(|(pattern, _)| pattern.is_match(unit))?;
         Some(match modules[..] {
@@ -124,7 +125,7 @@ impl Config {
     }
 }
 
-/// A number of the object, or of the object of its language model.
+/// Returns a positive number of the object, or of the object of its language model.
 pub(super) fn number(text: &[u8], keys: &[&str]) -> Option<u64> {
     let of = |text: &[u8]| {
         keys.iter().find_map(|key| serde_json::from_slice::<u64>(member(text, key)?).ok()).filter(|&number| number > 0)
@@ -132,12 +133,12 @@ pub(super) fn number(text: &[u8], keys: &[&str]) -> Option<u64> {
     of(text).or_else(|| of(member(text, "text_config")?))
 }
 
-/// Whether the object has the key; where it is none, the byte that shows it.
+/// Returns whether the object contains the key; if the text is not an object, the offset of the error.
 pub(super) fn has_key(text: &[u8]) -> Result<bool, usize> {
     Ok(place(members(text)?, KEY).is_some())
 }
 
-/// What is wrong with a text that is no object from this byte on.
+/// Returns the message for a text that stops being a valid object at this byte.
 pub(super) fn no_object(text: &[u8], at: usize) -> String {
     match text.get(at) {
         Some(_) => format!("byte {at}: no JSON object goes on like this"),
@@ -145,10 +146,10 @@ pub(super) fn no_object(text: &[u8], at: usize) -> String {
     }
 }
 
-/// The text with the key at its end; where it is no object, the byte that shows it.
+/// Returns the text with the key appended; if the text is not an object, the offset of the error.
 pub(super) fn with_key(text: &[u8], patterns: &[(String, Vec<String>)]) -> Result<Vec<u8>, usize> {
     let members = members(text)?;
-    // An object has both.
+    // `members` has found both braces.
     let close = text.iter().rposition(|&byte| byte == b'}').ok_or(0usize)?;
     let open = text.iter().position(|&byte| byte == b'{').ok_or(0usize)?;
     let end = members.last().map_or(open + 1, |(.., value)| value.end);
@@ -166,12 +167,12 @@ pub(super) fn with_key(text: &[u8], patterns: &[(String, Vec<String>)]) -> Resul
          \"bytes_per_thread\": {WINDOW_BYTES},\n    \"pattern_dict\": {{{}\n    }}\n  }}",
         patterns.join(",")
     );
-    // Where the object ended on the line of its last value, or of its brace.
+    // If the object ended on the line of its last value or of its opening brace, the closing brace moves to a new line.
     let gap = if text[end..close].is_empty() { &b"\n"[..] } else { b"" };
     Ok([&text[..end], value.as_bytes(), gap, &text[end..]].concat())
 }
 
-/// The text without the key; as it is, where it is no object.
+/// Returns the text without the key; unchanged if it is not an object.
 pub(super) fn without_key(text: &[u8]) -> Vec<u8> {
     let all = members(text).unwrap_or_default();
     let mut kept = Vec::new();
@@ -180,7 +181,7 @@ pub(super) fn without_key(text: &[u8]) -> Vec<u8> {
         if name != KEY {
             continue;
         }
-        // With the comma before it; of the first ones, with that behind it.
+        // With the comma before it; for the first member, with the comma after it.
         let (start, end) = match all[..index].iter().rfind(|(before, ..)| before != KEY) {
             Some((_, _, before)) => (before.end, value.end),
             None => (key.start, all.get(index + 1).map_or(value.end, |(_, next, _)| next.start)),
@@ -192,27 +193,27 @@ pub(super) fn without_key(text: &[u8]) -> Vec<u8> {
     kept
 }
 
-/// The value of a key of an object.
+/// Returns the value of a key of an object.
 fn member<'a>(text: &'a [u8], key: &str) -> Option<&'a [u8]> {
     place(members(text).ok()?, key).map(|value| &text[value])
 }
 
-/// Where the value of a key is; of a key that is there twice, readers take the last.
+/// Returns the range of the value of a key; of repeated keys the last, as JSON readers do.
 fn place(members: Vec<Member>, key: &str) -> Option<Range<usize>> {
     members.into_iter().rfind(|(name, ..)| name == key).map(|(.., value)| value)
 }
 
-/// Where in a text its reader stopped.
+/// Returns the offset at which the JSON reader stopped.
 fn offset(text: &[u8], error: &serde_json::Error) -> usize {
     let lines = text.split_inclusive(|&byte| byte == b'\n').take(error.line().saturating_sub(1));
     (lines.map(<[u8]>::len).sum::<usize>() + error.column().saturating_sub(1)).min(text.len())
 }
 
-/// Name, place of the name and place of the value.
+/// The name of a member, and the ranges of name and value.
 type Member = (String, Range<usize>, Range<usize>);
 
-/// The members of an object; if it is none, the byte that shows it. Inside of values only strings and brackets are
-/// looked at: Python writes some that are no JSON.
+/// Returns the members of an object; if the text is not one, the offset of the error. Inside values, checks only
+/// strings and brackets, because Python writes some values that are not JSON.
 fn members(text: &[u8]) -> Result<Vec<Member>, usize> {
     let skip = |mut at: usize| {
         while text.get(at).is_some_and(u8::is_ascii_whitespace) {
@@ -232,7 +233,7 @@ fn members(text: &[u8]) -> Result<Vec<Member>, usize> {
             }
         }
     };
-    // Behind a value, which is a string, or whatever brackets hold, or a word.
+    // Returns the end of a value: a string, a bracketed value, or a word.
     let value = |start: usize| {
         let (mut at, mut open) = (start, Vec::new());
         loop {
@@ -315,7 +316,7 @@ mod tests {
         let first = br#"{"dfloat11_config": {"a": [1, 2]}, "b": 2}"#;
         assert_eq!(without_key(first), br#"{"b": 2}"#);
         assert_eq!(without_key(br#"{"dfloat11_config": 1}"#), b"{}");
-        // More than once, which readers of JSON take.
+        // Repeated keys, which JSON readers accept.
         for (text, without) in [
             (r#"{"K": 1, "K": 2, "b": 3}"#, r#"{"b": 3}"#),
             (r#"{"a": 0, "K": 1, "K": 2, "b": 3}"#, r#"{"a": 0, "b": 3}"#),
@@ -363,7 +364,7 @@ mod tests {
         };
         for (value, word) in [
             (with(&many.join(",")).as_str(), "257 patterns; at most 256"),
-            // Megabytes, compiled.
+            // The compiled pattern has megabytes.
             (with(r#""\\w{100}x": []"#).as_str(), "size limit"),
             ("1", "dfloat11_config, byte 20: invalid type"),
             ("{\"threads_per_block\": [512],\n \"bytes_per_thread\" 8}", "dfloat11_config, byte 69: expected `:`"),

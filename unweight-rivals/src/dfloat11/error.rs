@@ -6,52 +6,53 @@ use unweight_format::bundle::{BundleError, ErrorClass};
 
 use super::{CODE_BITS_MAX, COUNT_MAX, FIRST_JUMP};
 
-/// Why a unit cannot be stored as DFloat11.
+/// The reason why weights cannot be a DFloat11 unit.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NotEncodable {
-    /// No weights at all.
+    /// There are no weights.
     #[error("it has no elements")]
     Empty,
-    /// The tables have no place for an exponent.
+    /// The tables cannot hold an exponent.
     #[error("exponent {exponent} occurs {count} times; the tables hold those below {FIRST_JUMP}")]
     Exponent {
-        /// The largest one.
+        /// The largest exponent.
         exponent: u8,
-        /// How often it occurs.
+        /// Number of occurrences.
         count: u64,
     },
-    /// More than the kernel counts.
+    /// The unit exceeds the counters of the kernel.
     #[error("{got} {what}; the kernel counts to {COUNT_MAX}")]
     Count {
-        /// `elements`, `bytes of codes`.
+        /// `elements` or `bytes of codes`.
         what: &'static str,
-        /// How many.
+        /// The number of these.
         got: u64,
     },
-    /// Codes above 32 bits are shortened by making rare exponents rarer; which, the package leaves to chance.
+    /// The package shortens codes above 32 bits by lowering the frequency of rare exponents; with equal frequencies,
+    /// its choice of exponents is random.
     #[error(
         "codes above {CODE_BITS_MAX} bits, and exponents that occur {count} times each; the package shortens by chance"
     )]
     Tie {
-        /// How often they occur.
+        /// Frequency of these exponents.
         count: u64,
     },
-    /// Codes above 32 bits that remain.
+    /// Some codes stay above 32 bits.
     #[error("codes above {CODE_BITS_MAX} bits, however rare the rare exponents are made")]
     Long,
-    /// A table of more rows than jumps can name.
+    /// The tables have more rows than jumps can address.
     #[error("the tables have {got} rows; a jump names one of {limit}")]
     Rows {
-        /// Rows.
+        /// Number of rows.
         got: usize,
-        /// Most rows.
+        /// The maximum number of rows.
         limit: usize,
     },
-    /// The package fails where no code begins with zeros, as with a single exponent.
+    /// The package fails if no code begins with zeros, for example with a single exponent.
     #[error("no exponent's code begins with eight zeros, and the package cannot make tables of such codes")]
     NoFirst,
-    /// A code whose prefix has no row.
+    /// A prefix of a code has no row.
     #[error(
         "a prefix of {bits} bits of the code of exponent {exponent} has no row; the package cannot make such tables"
     )]
@@ -63,11 +64,11 @@ pub enum NotEncodable {
     },
 }
 
-/// Why sections of a unit cannot be trusted.
+/// The reason why sections of a unit are invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum UnitError {
-    /// A section of another size.
+    /// A section has the wrong size.
     #[error("{section}: {got} bytes, expected {expected}")]
     Size {
         /// The section.
@@ -77,13 +78,13 @@ pub enum UnitError {
         /// Bytes found.
         got: u64,
     },
-    /// Threads a block that no GPU has.
+    /// An impossible number of threads per block.
     #[error("{got} threads a block; 1 to {} are possible", super::THREADS_MAX)]
     Threads {
-        /// As given.
+        /// The configured number.
         got: u64,
     },
-    /// More than the format counts, or nothing.
+    /// A section is empty or exceeds the limit of the format.
     #[error("{section}: {got} bytes; 1 to {COUNT_MAX} are possible")]
     Count {
         /// The section.
@@ -91,50 +92,50 @@ pub enum UnitError {
         /// Bytes found.
         got: u64,
     },
-    /// Tables that are not a prefix code.
+    /// The tables are not those of a prefix code.
     #[error("luts, row {row}, entry {entry}: {reason}")]
     Luts {
-        /// Row.
+        /// Index of the row.
         row: usize,
         /// Entry of the row.
         entry: usize,
-        /// What is wrong.
+        /// The violated rule.
         reason: &'static str,
     },
-    /// A position that is not between its neighbours.
+    /// A position is not between its neighbours.
     #[error("output_positions, block {block}: element {got}, expected {least} to {most}")]
     Position {
-        /// Block.
+        /// Index of the block.
         block: usize,
         /// Element found.
         got: u64,
-        /// First possible.
+        /// Lowest possible element.
         least: u64,
-        /// Last possible.
+        /// Highest possible element.
         most: u64,
     },
-    /// A gap that is not where a code begins.
+    /// A gap is not the first bit of a code.
     #[error("gaps, window {window}: {got}, but a code begins at bit {expected}")]
     Gap {
-        /// Window.
+        /// Index of the window.
         window: u64,
         /// Gap found.
         got: u64,
-        /// Where the code begins, from the window's first bit.
+        /// First bit of the code, relative to the window.
         expected: u64,
     },
-    /// Bits that no code begins with.
+    /// No code begins with these bits.
     #[error("encoded_exponent, bit {bit}: no code begins with these bits (element {element})")]
     NoCode {
-        /// Bit of the section.
+        /// Bit offset in the section.
         bit: u64,
-        /// Element that it would be.
+        /// Index of the element.
         element: u64,
     },
-    /// Codes that end too early or too late.
+    /// The codes end too early or too late.
     #[error("encoded_exponent: the codes of {elements} elements end in byte {expected}, the section has {got}")]
     End {
-        /// Elements.
+        /// Number of elements.
         elements: u64,
         /// Bytes that the codes take.
         expected: u64,
@@ -144,7 +145,7 @@ pub enum UnitError {
 }
 
 impl UnitError {
-    /// The section that is not as it should be.
+    /// Returns the section that the error is about.
     pub(super) fn section(&self) -> &'static str {
         match self {
             Self::Size { section, .. } | Self::Count { section, .. } => section,
@@ -156,11 +157,11 @@ impl UnitError {
     }
 }
 
-/// Why a directory could not be read, made or trusted.
+/// The reason why a directory could not be read, written or trusted.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConvertError {
-    /// Files and the system.
+    /// An error of a file or of a bundle.
     #[error(transparent)]
     Bundle(#[from] BundleError),
     /// A unit's sections are damaged.
@@ -175,7 +176,7 @@ pub enum ConvertError {
         /// What is wrong.
         source: UnitError,
     },
-    /// A section of a unit is missing, or no section at all.
+    /// A unit lacks a section, or a tensor is not a valid section.
     #[error("{}: tensor '{tensor}': {reason}; fetch the model again", path.display())]
     Section {
         /// The file.
@@ -185,7 +186,7 @@ pub enum ConvertError {
         /// What is wrong.
         reason: String,
     },
-    /// A `config.json` that does not tell what is needed.
+    /// `config.json` lacks required information.
     #[error("{}: {reason}", path.display())]
     Config {
         /// The file.
@@ -193,19 +194,19 @@ pub enum ConvertError {
         /// What is missing, and what to do.
         reason: String,
     },
-    /// A weight whose shape is not known: the format does not hold shapes.
+    /// The shape of a weight is unknown. The format does not store shapes.
     #[error("{}: the shape of '{tensor}' ({elements} elements) is not known: {reason}", path.display())]
     Shape {
-        /// The `config.json` that was asked.
+        /// Path of the `config.json`.
         path: PathBuf,
         /// The weight.
         tensor: String,
-        /// Its elements.
+        /// Number of its elements.
         elements: u64,
-        /// Why not, and what to do.
+        /// The reason, and what to do.
         reason: String,
     },
-    /// Two tensors of one name.
+    /// Two tensors have the same name.
     #[error("{}: tensor '{tensor}' is in another file, too; move one away", path.display())]
     Twice {
         /// The second file.
@@ -213,12 +214,12 @@ pub enum ConvertError {
         /// The tensor.
         tensor: String,
     },
-    /// Nothing to do.
+    /// There is nothing to convert.
     #[error("{}: {reason}", path.display())]
     Nothing {
         /// The source.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         reason: &'static str,
     },
 }
@@ -237,7 +238,7 @@ impl ConvertError {
         }
     }
 
-    /// Damage, failure or interruption.
+    /// Returns the class of the error: damage, failure or interruption.
     pub fn class(&self) -> ErrorClass {
         match self {
             Self::Bundle(error) => error.class(),

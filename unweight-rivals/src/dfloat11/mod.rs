@@ -1,23 +1,25 @@
-//! DFloat11 0.5: a third less of BF16 by a Huffman code of the exponents (`docs/rivals.md`).
+//! DFloat11 0.5: saves a third of BF16 with a Huffman code of the exponents (`docs/rivals.md`).
 //!
-//! A unit is a module of the model whose weights lie end to end: a decoder layer, the embedding, the head. Its
+//! A unit holds the concatenated weights of one module of the model: a decoder layer, the embedding, or the head. Its
 //! sections:
 //! ```text
-//! luts              U8 [rows + 1, 256]     a row a prefix of whole bytes; the last one: lengths of exponents' codes
-//! encoded_exponent  U8 [bytes]             codes, most significant bit first; the end of a code without symbol fills
-//!                                          the last byte
+//! luts              U8 [rows + 1, 256]     one row per prefix of whole bytes; the last row: code lengths of exponents
+//! encoded_exponent  U8 [bytes]             codes, most significant bit first; the first bits of the end code fill the
+//!                                          last byte
 //! sign_mantissa     U8 [elements]          sign << 7 | mantissa
-//! output_positions  U8 [4 * (blocks + 1)]  u32, little-endian: the first element of each block, then their number
-//! gaps              U8 [5 bits a window]   where the first code of a window of 8 bytes begins, highest bit first
-//! split_positions   I64 [weights - 1]      where each weight but the first begins
+//! output_positions  U8 [4 * (blocks + 1)]  u32, little-endian: the first element of each block, then the element count
+//! gaps              U8 [5 bits per window] where the first code of a window of 8 bytes begins, most significant bit
+//!                                          first
+//! split_positions   I64 [weights - 1]      where each weight except the first begins
 //! ```
-//! A window is what one thread of the kernel decodes, a block what `threads` of them do. An entry of a row is the
-//! exponent whose code the bits begin with, or 256 - i: continue in row i with the next byte. So exponents from 240 on
-//! have no place.
+//! One thread of the kernel decodes a window, and `threads` of them decode a block. An entry of a row is the exponent
+//! whose code the bits begin with, or 256 - i: continue in row i with the next byte. So exponents from 240 on cannot be
+//! stored.
 //!
 //! ```text
-//! code    frequencies -> code -> tables, and back        unit   a unit's sections, encoded and decoded
-//! oracle  the same, slow and obvious                     model  directories: restored, made
+//! code    frequencies -> code -> tables, and back        unit      encodes and decodes the sections of a unit
+//! oracle  the slow reference                             model     converts a model to a DFloat11 directory
+//!                                                        restore   converts a DFloat11 directory to a BF16 model
 //! ```
 
 mod code;
@@ -35,15 +37,15 @@ pub use model::{ConvertOptions, ConvertReport, Kept, convert};
 pub use restore::{RestoreReport, is_model, restore};
 pub use unit::{Decoder, Encoder, Sections, Sizes, Unit};
 
-/// Bytes of the codes that one thread of the kernel decodes.
+/// Bytes of codes that one thread of the kernel decodes.
 pub const WINDOW_BYTES: usize = 8;
-/// Threads a block of the package that makes them now; the paper has 256.
+/// Threads per block of the current package; the paper has 256.
 pub const THREADS: usize = 512;
-/// Most threads of a block.
+/// The maximum number of threads per block.
 pub const THREADS_MAX: usize = 1024;
-/// From here on an entry of a row is a jump, so no exponent.
+/// Table entries from this value on are jumps, not exponents.
 pub const FIRST_JUMP: u8 = 240;
-/// Longest code, bits: a thread holds that many beyond its window.
+/// The longest code, in bits: a thread holds this many bits beyond its window.
 pub const CODE_BITS_MAX: u8 = 32;
-/// Most elements of a unit, and bytes of its codes: the kernel counts in 31 bits.
+/// The maximum number of elements of a unit, and of bytes of its codes: the kernel counts in 31 bits.
 pub const COUNT_MAX: u64 = i32::MAX as u64;

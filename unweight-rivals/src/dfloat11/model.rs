@@ -1,10 +1,10 @@
-//! A model to a DFloat11 directory: what the stock package's `from_pretrained` reads.
+//! Converts a model to a DFloat11 directory, which the `from_pretrained` of the original package reads.
 //!
 //! ```text
-//! model.layers.0.self_attn.q_proj.weight, ...  --a unit-->  model_layers_0.safetensors: its sections, and what else
-//!                                                           is below it
-//! model.norm.weight, ...                       ---------->  model.safetensors
-//! config.json                                  --a key--->  config.json
+//! model.layers.0.self_attn.q_proj.weight, ...  --one unit-->  model_layers_0.safetensors: the unit's sections, and the
+//!                                                             other tensors of the module
+//! model.norm.weight, ...                       ------------>  model.safetensors
+//! config.json                                  --add key--->  config.json
 //! ```
 
 use std::{
@@ -25,31 +25,31 @@ use super::{
     tensors::{Model, Tensor, WEIGHTS_END, header},
 };
 
-/// The file of what is in no unit.
+/// The file for tensors of no unit.
 const REST: &str = "model.safetensors";
 
 /// How a model is converted.
 #[derive(Debug, Clone, Copy, Default)]
 #[non_exhaustive]
 pub struct ConvertOptions {
-    /// Take over what an interrupted run finished.
+    /// Keep files that an interrupted run finished.
     pub resume: bool,
 }
 
 impl ConvertOptions {
-    /// Take over what an interrupted run finished.
+    /// Sets whether to keep files that an interrupted run finished.
     pub fn resume(self, resume: bool) -> Self {
         Self { resume }
     }
 }
 
-/// A module whose weights stay as they are.
+/// A module whose weights stay BF16.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Kept {
-    /// Group that stays BF16.
+    /// Name of the module.
     pub unit: String,
-    /// The reason why the tensor is kept as it is.
+    /// The reason why it is not coded.
     pub reason: String,
 }
 
@@ -57,46 +57,46 @@ pub struct Kept {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct ConvertReport {
-    /// Groups of weights coded together.
+    /// The number of units.
     pub units: u64,
-    /// Weights in them.
+    /// The number of weights in units.
     pub weights: u64,
     /// Modules that the format cannot hold.
     pub kept: Vec<Kept>,
-    /// All tensors of the source.
+    /// Bytes of all tensors of the source.
     pub source_bytes: u64,
-    /// All weight files written.
+    /// Bytes of all weight files written.
     pub bytes: u64,
-    /// Groups in the source.
+    /// Bytes of the weights of all units in the source.
     pub unit_source_bytes: u64,
-    /// The groups, coded.
+    /// Bytes of the sections of all units.
     pub unit_bytes: u64,
 }
 
-/// Weights of a module that are to be one unit.
+/// The weights of a module, candidates for one unit.
 struct Group<'a> {
     name: String,
     weights: Vec<&'a Tensor>,
 }
 
-/// A group that the format holds.
+/// A group that the format can hold.
 struct Planned<'a> {
     group: Group<'a>,
     code: Code,
     luts: Vec<u8>,
     sizes: Sizes,
-    /// Of each weight.
+    /// Digest of each weight.
     digests: Vec<Digest>,
 }
 
-/// Makes a DFloat11 directory of a model directory or a bundle.
+/// Converts a model directory or a bundle to a DFloat11 directory.
 ///
-/// Units are the linears of each decoder layer, the head and the embedding, as the package's own examples cut them.
-/// What the format cannot hold stays as it is, which the package loads, too.
+/// The units are the linears of each decoder layer, the head and the embedding, as in the package's own examples.
+/// Weights that the format cannot hold stay BF16; the package loads these, too.
 ///
 /// # Errors
-/// The source is not a sound model or is DFloat11 already, none of its tensors can be coded, the output exists or
-/// cannot be written, or `progress` asked to stop.
+/// The source is damaged or is already DFloat11, none of its tensors can be coded, the output exists or cannot be
+/// written, or `progress` requested a stop.
 pub fn convert(
     source: &Path,
     output: &Path,
@@ -105,7 +105,7 @@ pub fn convert(
 ) -> Result<ConvertReport, ConvertError> {
     let nothing = |reason| ConvertError::Nothing { path: source.into(), reason };
     let model = Model::open(source)?;
-    // Units without a sound configuration are refused here, too: what was made of them nobody could read.
+    // Also rejects units without a valid configuration: no program could read the converted output.
     if is_model(source)? {
         return Err(nothing("a DFloat11 model already"));
     }
@@ -120,7 +120,7 @@ pub fn convert(
     let output = OutputDir::open(&[source.into()], output, options.resume)?;
     let source_bytes: u64 = model.tensors.iter().map(|tensor| tensor.bytes).sum();
     let of_groups: u64 = groups.iter().flat_map(|group| &group.weights).map(|tensor| tensor.bytes).sum();
-    // What is coded is read twice: how often each exponent occurs decides the code.
+    // Coded weights are read twice: the frequencies of the exponents determine the code.
     progress.start(source_bytes + of_groups);
     let mut planned = Vec::new();
     for group in groups {
@@ -141,7 +141,7 @@ pub fn convert(
         rest = others;
         let beside = beside.into_iter().filter(|tensor| !unit.group.weights.contains(tensor)).collect();
         let mut name = format!("{}{WEIGHTS_END}", unit.group.name.replace('.', "_"));
-        // `a.b` and `a_b` have one name.
+        // `a.b` and `a_b` map to the same file name.
         while !names.insert(name.clone()) {
             name.insert(0, '_');
         }
@@ -164,7 +164,7 @@ pub fn convert(
     Ok(report)
 }
 
-/// The linears of each layer, the head and the embedding; and what of these cannot be a unit.
+/// Returns the groups, which are the linears of each layer, the head and the embedding, and the modules that stay BF16.
 fn groups(tensors: &[Tensor]) -> (Vec<Group<'_>>, Vec<Kept>) {
     let has_head = tensors.iter().any(|tensor| roles::of(&tensor.name).0 == Role::LmHead);
     let (mut units, mut kept) = (Vec::<Group<'_>>::new(), Vec::new());
@@ -197,33 +197,33 @@ fn groups(tensors: &[Tensor]) -> (Vec<Group<'_>>, Vec<Kept>) {
     for unit in &mut units {
         unit.weights.sort_by_key(|tensor| (rank(roles::of(&tensor.name).0), tensor.name.clone()));
     }
-    // Layers by number, as the package walks modules.
+    // Layers in numerical order, as the package visits modules.
     units.sort_by_key(|unit| (roles::of(&unit.weights[0].name).1.is_some(), roles::of(&unit.weights[0].name).1));
     (units, kept)
 }
 
-/// Modules that PyTorch has as `Linear`: not the transposed ones of GPT-2, and not experts, which newer models have in
-/// stacks.
+/// Returns whether PyTorch represents the module as `Linear`. The transposed modules of GPT-2 are not, and neither are
+/// experts, which newer models stack.
 fn is_linear(role: Role, module: &str) -> bool {
     let is_known = role.is_attention() || role.is_mlp();
     is_known && !module.contains("experts") && !module.rsplit('.').next().is_some_and(|last| last.starts_with("c_"))
 }
 
-/// The module of a layer that another module lies in.
+/// Returns the name of the layer that contains a module.
 fn layer_of(module: &str, layer: u32) -> Option<&str> {
     let number = format!(".{layer}.");
     let at = module.find(&number)?;
     Some(&module[..at + number.len() - 1])
 }
 
-/// Order of weights in a unit.
+/// Returns the order of weights in a unit.
 fn rank(role: Role) -> usize {
     const ORDER: [Role; 9] =
         [Role::Qkv, Role::Q, Role::K, Role::V, Role::O, Role::GateUp, Role::Gate, Role::Up, Role::Down];
     ORDER.iter().position(|&other| other == role).unwrap_or(ORDER.len())
 }
 
-/// A pattern for the layers whose units have the same modules, and one for every other unit.
+/// Returns one pattern for all layers whose units have the same modules, and one for each other unit.
 fn patterns(planned: &[Planned<'_>]) -> Vec<(String, Vec<String>)> {
     let escaped = |name: &str| name.replace('.', r"\.");
     let mut layers: BTreeMap<(&str, Vec<String>), Vec<&str>> = BTreeMap::new();
@@ -254,7 +254,7 @@ fn patterns(planned: &[Planned<'_>]) -> Vec<(String, Vec<String>)> {
 
 type Plan = (Code, Vec<u8>, Sizes, Vec<Digest>);
 
-/// How often exponents occur in a group, and the code that follows.
+/// Counts the exponents of a group, and returns the code that results.
 fn plan(
     model: &Model,
     group: &Group<'_>,
@@ -280,7 +280,7 @@ fn plan(
 }
 
 impl Planned<'_> {
-    /// Section, dtype and bytes, in the order that the reference library stores them.
+    /// Returns name, dtype and bytes of each section, in the order in which the reference library stores them.
     fn sections(&self) -> [(&'static str, Dtype, u64); 6] {
         [
             ("split_positions", Dtype::I64, 8 * (self.group.weights.len() as u64 - 1)),
@@ -300,14 +300,14 @@ struct File<'a> {
     beside: Vec<&'a Tensor>,
 }
 
-/// What one tensor of a file is.
+/// The source of a tensor of the output.
 enum Part<'a> {
     Section(&'static str),
     Tensor(&'a Tensor),
 }
 
 impl File<'_> {
-    /// Writes it; returns its bytes.
+    /// Writes the file; returns its size in bytes.
     fn write(
         &self,
         model: &Model,
@@ -316,7 +316,7 @@ impl File<'_> {
         progress: &dyn Progress,
     ) -> Result<u64, ConvertError> {
         progress.file(&self.name);
-        // Largest elements first, then by name, as the reference library stores them.
+        // Largest dtypes first, then by name, as the reference library stores them.
         let mut parts: Vec<(String, Dtype, Vec<usize>, u64, Part<'_>)> = Vec::new();
         if let Some(unit) = self.unit {
             for (section, dtype, bytes) in unit.sections() {
@@ -387,7 +387,7 @@ impl File<'_> {
 }
 
 impl Planned<'_> {
-    /// Writes the sections to their places.
+    /// Writes the sections at their offsets.
     fn write(
         &self,
         model: &Model,

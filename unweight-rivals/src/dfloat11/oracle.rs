@@ -1,10 +1,10 @@
-//! DFloat11 as its documents describe it, bit by bit: the judge of the fast encoder and decoder.
+//! The slow reference of the encoder and decoder: DFloat11 as documented, bit by bit.
 
 use unweight_format::{Histogram, raw::bf16};
 
 use super::{Code, FIRST_JUMP, NotEncodable, Unit, WINDOW_BYTES};
 
-/// The weights of a unit, from its codes and tables alone; `None` where these lead nowhere.
+/// Decodes the weights of a unit from its codes and tables alone; `None` if these are invalid.
 pub fn decode(unit: &Unit) -> Option<Vec<u8>> {
     let bit = |at: usize| unit.encoded_exponent.get(at / 8).is_some_and(|byte| byte >> (7 - at % 8) & 1 == 1);
     let byte = |at: usize| (0..8).fold(0usize, |byte, i| byte << 1 | usize::from(bit(at + i)));
@@ -32,7 +32,7 @@ pub fn decode(unit: &Unit) -> Option<Vec<u8>> {
     (at.div_ceil(8) == unit.encoded_exponent.len()).then_some(out)
 }
 
-/// A unit of weights.
+/// Encodes weights as a unit.
 ///
 /// # Errors
 /// As [`Unit::encode`].
@@ -44,7 +44,7 @@ pub fn encode(weights: &[u8], threads: usize) -> Result<Unit, NotEncodable> {
     let append = |bits: &mut Vec<bool>, word: super::Codeword| {
         bits.extend((0..word.bits).rev().map(|i| word.value >> i & 1 == 1));
     };
-    // The end is a symbol, too, where it is needed.
+    // The end code is encoded, too, if the last byte is incomplete.
     for index in 0..=elements.len() {
         if index == elements.len() && bits.len().is_multiple_of(8) {
             break;

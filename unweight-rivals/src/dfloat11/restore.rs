@@ -1,4 +1,4 @@
-//! A DFloat11 directory to a plain BF16 model, every bit of every weight.
+//! Converts a DFloat11 directory to a plain BF16 model, bit by bit.
 //!
 //! ```text
 //! model_layers_0.safetensors, ...  --units decoded, a few blocks at a time-->  model-00001-of-0000N.safetensors, ...
@@ -6,7 +6,8 @@
 //! config.json                      --without dfloat11_config-->                config.json
 //! everything else                  --copied-->
 //! ```
-//! The format holds no shapes of weights. They come of `config.json` and of what a weight is for, by its name.
+//! The format does not store the shapes of weights. They follow from `config.json` and from the role of a weight, which
+//! its name determines.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -29,15 +30,15 @@ use super::{
     unit::Cut,
 };
 
-/// Elements that are decoded at a time, if a block does not hold more.
+/// Elements that are decoded at a time, unless a block holds more.
 const STEP_ELEMENTS: u64 = 8 << 20;
-/// The section by which a unit is known.
+/// The section that identifies a unit.
 const ENCODED: &str = "encoded_exponent";
-/// Those that every unit has, of bytes.
+/// The U8 sections, which every unit has.
 const BYTE_SECTIONS: [&str; 5] = ["luts", ENCODED, "sign_mantissa", "output_positions", "gaps"];
-/// The one that a unit of one weight may lack.
+/// The I64 section, which a unit of one weight may lack.
 const SPLITS: &str = "split_positions";
-/// Most bytes of sections that are held while a unit is decoded.
+/// The maximum bytes of a section that is held in memory while a unit is decoded.
 const HELD_MAX: u64 = 1 << 30;
 
 /// All sections that a unit may have.
@@ -49,19 +50,19 @@ fn sections() -> impl Iterator<Item = &'static str> {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct RestoreReport {
-    /// Groups decoded.
+    /// The number of units decoded.
     pub units: u64,
-    /// Weights in them.
+    /// The number of weights in units.
     pub weights: u64,
-    /// Tensors stored as they are.
+    /// The number of tensors copied unchanged.
     pub kept_tensors: u64,
-    /// All weight files of the source.
+    /// Bytes of all weight files of the source.
     pub source_bytes: u64,
-    /// All weight files written.
+    /// Bytes of all weight files written.
     pub bytes: u64,
 }
 
-/// Whether a directory holds a DFloat11 model: by its `config.json`.
+/// Returns whether a directory holds a DFloat11 model, according to its `config.json`.
 ///
 /// # Errors
 /// `config.json` does not name DFloat11 or cannot be read, but weights in the directory are units.
@@ -96,8 +97,8 @@ fn read_config(path: &Path) -> Result<Vec<u8>, ConvertError> {
     Ok(input.read(0, input.bytes())?)
 }
 
-/// A weights file right in a directory that holds a unit, and the unit. Files that are not understood are for others to
-/// report.
+/// Returns a weights file of the directory (without subdirectories) that holds a unit, and the unit. Ignores invalid
+/// files; other code reports them.
 fn a_unit_in(directory: &Path) -> Option<(String, String)> {
     let names = fs::read_dir(directory).ok()?.flatten().filter_map(|entry| entry.file_name().into_string().ok());
     let mut names: Vec<String> = names.filter(|name| name.ends_with(WEIGHTS_END)).collect();
@@ -129,7 +130,7 @@ struct Weight {
     elements: u64,
 }
 
-/// What a file of the output holds.
+/// The contents of a file of the output.
 struct Shard<'a> {
     name: String,
     units: Vec<Unit<'a>>,
@@ -137,7 +138,7 @@ struct Shard<'a> {
 }
 
 impl Shard<'_> {
-    /// Name, dtype, shape and bytes of its tensors, in stored order.
+    /// Returns name, dtype, shape and bytes of each tensor, in stored order.
     fn tensors(&self) -> impl Iterator<Item = (&str, Dtype, &[usize], u64)> {
         let weights = self.units.iter().flat_map(|unit| &unit.weights);
         let weights = weights.map(|w| (w.name.as_str(), Dtype::Bf16, w.shape.as_slice(), 2 * w.elements));
@@ -146,15 +147,15 @@ impl Shard<'_> {
     }
 }
 
-/// Makes the BF16 model that a DFloat11 directory was made of.
+/// Converts a DFloat11 directory back to the BF16 model that it was made from.
 ///
-/// Weights are restored bit by bit. The format does not record which tensor was in which file, so the output has the
-/// files of the directory, numbered. With `resume`, files that an interrupted run finished are kept if their source is
-/// the same.
+/// Weights are restored bit by bit. The format does not record which file a tensor came from, so the output has the
+/// same files as the directory, numbered. With `resume`, files that an interrupted run finished are kept if their
+/// source is unchanged.
 ///
 /// # Errors
 /// The directory is not a DFloat11 model or is damaged, the shape of a weight is unknown, the output exists or cannot
-/// be written, or `progress` asked to stop.
+/// be written, or `progress` requested a stop.
 pub fn restore(
     source: &Path,
     output: &Path,
@@ -202,7 +203,7 @@ pub fn restore(
     Ok(report)
 }
 
-/// Finds units, and what lies beside them.
+/// Finds the units, and the tensors next to them.
 fn shards<'a>(
     directory: &'a Directory,
     config: &Config,
@@ -255,7 +256,8 @@ fn shards<'a>(
     Ok(shards)
 }
 
-/// By how many threads units are cut stands in `config.json` alone. Where that is wrong no unit is to blame.
+/// Checks the number of threads per block, which is stored in `config.json` only. If it is wrong, the units are not
+/// damaged.
 fn check_cut(shards: &[Shard<'_>], config: &Config, path: &Path) -> Result<(), ConvertError> {
     let are_for = |threads: usize| {
         shards.iter().flat_map(|shard| &shard.units).all(|unit| {
@@ -266,7 +268,7 @@ fn check_cut(shards: &[Shard<'_>], config: &Config, path: &Path) -> Result<(), C
     if are_for(config.threads) {
         return Ok(());
     }
-    // Whole warps, as kernels have them. Units that agree on none are looked at one by one.
+    // Kernels have whole warps. Units that agree on no number are checked one by one later.
     let other = [THREADS].into_iter().chain((32..=THREADS_MAX).step_by(32)).find(|&threads| are_for(threads));
     let Some(other) = other else { return Ok(()) };
     let reason = format!(
@@ -342,7 +344,7 @@ fn unit<'a>(
     Ok(Unit { name, parts, weights })
 }
 
-/// The shape of a weight, by what it is for: `[outputs, inputs]`.
+/// Returns the shape of a weight, `[outputs, inputs]`, according to its role.
 fn shape(name: &str, elements: u64, text: &[u8]) -> Result<Vec<usize>, String> {
     let next = "give the config.json of the model, with hidden_size";
     let hidden = config::number(text, &["hidden_size", "d_model", "n_embd"]);
@@ -367,7 +369,7 @@ fn shape(name: &str, elements: u64, text: &[u8]) -> Result<Vec<usize>, String> {
         return Err(format!("it has {other} rows of hidden_size {hidden}, but vocab_size is {vocab}; {next}"));
     }
     let (rows, cols) = if takes_hidden { (other, hidden) } else { (hidden, other) };
-    // Elements are bytes of a file.
+    // Fits `usize`, because every element has a byte in a file.
     Ok(vec![rows as usize, cols as usize])
 }
 
@@ -391,7 +393,7 @@ fn write(
     resume: bool,
     progress: &dyn Progress,
 ) -> Result<(), ConvertError> {
-    // All that decides its bytes.
+    // Everything that determines the bytes of the file.
     let mut key = Digester::default();
     key.update(header);
     key.update(&(threads as u64).to_le_bytes());
@@ -417,7 +419,7 @@ fn write(
         };
         let (encoded, sign_mantissa) = (unit.parts[ENCODED], unit.parts["sign_mantissa"]);
         let damaged = |source: UnitError| {
-            // A section may lie in a file of its own.
+            // A section may be in another file.
             let (file, tensor) = unit.parts.get(source.section()).unwrap_or(&encoded);
             ConvertError::Unit { path: file.path.clone(), unit: unit.name.clone(), offset: tensor.offset, source }
         };
@@ -462,7 +464,7 @@ fn write(
     Ok(out.finish(Some(key))?)
 }
 
-/// The index of the files made.
+/// Returns the index of the output files.
 fn index(shards: &[Shard<'_>]) -> Vec<u8> {
     let total: u64 = shards.iter().flat_map(Shard::tensors).map(|tensor| tensor.3).sum();
     let map: serde_json::Map<String, serde_json::Value> =

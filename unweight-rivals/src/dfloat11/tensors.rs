@@ -14,7 +14,7 @@ use unweight_format::{
 
 use super::ConvertError;
 
-/// End of the names of weights files, and of their indexes.
+/// Suffixes of the names of weights files and of their indexes.
 pub(super) const WEIGHTS_END: &str = ".safetensors";
 pub(super) const INDEX_END: &str = ".safetensors.index.json";
 
@@ -40,15 +40,15 @@ impl WeightsFile {
     }
 }
 
-/// What lies in a directory.
+/// The files of a directory.
 pub(super) struct Directory {
     pub(super) weights: Vec<WeightsFile>,
-    /// Names and paths of everything else but indexes.
+    /// Names and paths of all other files, except indexes.
     pub(super) others: Vec<(String, PathBuf)>,
 }
 
 impl Directory {
-    /// Opens all weights; no two may have a tensor of one name.
+    /// Opens all weights files. Tensor names must be unique.
     pub(super) fn open(root: &Path) -> Result<Self, ConvertError> {
         let (weights, others): (Vec<_>, Vec<_>) =
             unweight_format::raw::walk(root)?.into_iter().partition(|(name, _)| name.ends_with(WEIGHTS_END));
@@ -63,7 +63,7 @@ impl Directory {
         Ok(Self { weights, others })
     }
 
-    /// Every tensor by its name.
+    /// Returns every tensor by its name.
     pub(super) fn by_name(&self) -> HashMap<&str, (&WeightsFile, &TensorInfo)> {
         self.weights
             .iter()
@@ -79,12 +79,12 @@ pub(super) struct Tensor {
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<usize>,
     pub(super) bytes: u64,
-    /// Of a directory's files.
+    /// Index of the file in the directory.
     file: usize,
     offset: u64,
 }
 
-/// A model to read from.
+/// A model in a directory or a bundle.
 pub(super) struct Model {
     pub(super) tensors: Vec<Tensor>,
     origin: Origin,
@@ -96,7 +96,7 @@ enum Origin {
 }
 
 impl Model {
-    /// Opens a directory, or a bundle.
+    /// Opens a model directory or a bundle.
     pub(super) fn open(root: &Path) -> Result<Self, ConvertError> {
         if root.join(manifest::FILE_NAME).is_file() {
             return Self::of_bundle(Bundle::open(root)?);
@@ -138,7 +138,7 @@ impl Model {
         Ok(Self { tensors, origin: Origin::Bundle(Box::new(bundle)) })
     }
 
-    /// Hands the bytes of a tensor on, in pieces of whole elements and in order; returns their digest.
+    /// Passes the bytes of a tensor to `each`, in order and in pieces of whole elements; returns their digest.
     pub(super) fn stream(
         &self,
         tensor: &Tensor,
@@ -156,7 +156,7 @@ impl Model {
         })
     }
 
-    /// The error for a tensor whose bytes are not those that were read before.
+    /// Returns the error for a tensor whose bytes have changed since they were read.
     pub(super) fn changed(&self, tensor: &Tensor) -> ConvertError {
         match &self.origin {
             Origin::Directory(directory) => directory.weights[tensor.file].input.changed().into(),
@@ -167,7 +167,7 @@ impl Model {
         }
     }
 
-    /// Names of the files beside the weights.
+    /// Returns the names of the files next to the weights.
     pub(super) fn others(&self) -> Vec<String> {
         match &self.origin {
             Origin::Directory(directory) => directory.others.iter().map(|(name, _)| name.clone()).collect(),
@@ -180,7 +180,7 @@ impl Model {
         }
     }
 
-    /// A small file beside the weights, as the model has it.
+    /// Reads a small file next to the weights.
     pub(super) fn read(&self, name: &str, limit: u64) -> Result<Option<Vec<u8>>, ConvertError> {
         match &self.origin {
             Origin::Directory(directory) => {
@@ -196,7 +196,7 @@ impl Model {
         }
     }
 
-    /// Copies a file beside the weights to an output.
+    /// Copies a file next to the weights to the output.
     pub(super) fn copy(
         &self,
         name: &str,
@@ -232,7 +232,7 @@ impl Model {
     }
 }
 
-/// A function as a writer.
+/// A writer that calls a function.
 struct Writer<F>(F);
 
 impl<F: FnMut(&[u8]) -> std::io::Result<()>> std::io::Write for Writer<F> {
@@ -245,8 +245,8 @@ impl<F: FnMut(&[u8]) -> std::io::Result<()>> std::io::Write for Writer<F> {
     }
 }
 
-/// The header of a safetensors file as the reference library writes it: `__metadata__` if there is any, tensors `(name,
-/// dtype, shape, bytes)` in the order of their data, spaces up to a multiple of 8 bytes.
+/// Returns the header of a safetensors file as the reference library writes it: `__metadata__` if there is any, the
+/// tensors `(name, dtype, shape, bytes)` in the order of their data, and spaces up to a multiple of 8 bytes.
 pub(super) fn header<'a>(
     metadata: &[(&str, &str)],
     tensors: impl Iterator<Item = (&'a str, Dtype, &'a [usize], u64)>,

@@ -1,9 +1,9 @@
-//! A unit: weights end to end, their exponents coded. Decoded by blocks, so that no more than a few of them need be in
+//! A unit: concatenated weights with coded exponents. It is decoded by blocks, so that only a few of them need to be in
 //! memory.
 //!
 //! ```text
-//! bits of encoded_exponent  |  window 0     |  window 1     | ...           T windows a block
-//! |gap>c c c c c c|c>c c c c c c c|c              a code belongs to the window that it begins in
+//! bits of encoded_exponent  |  window 0     |  window 1     | ...           T windows per block
+//! |gap>c c c c c c|c>c c c c c c c|c              a code belongs to the window in which it begins
 //! ```
 
 use std::ops::Range;
@@ -19,7 +19,7 @@ const WINDOW_BITS: u64 = 8 * WINDOW_BYTES as u64;
 const GAP_BITS: usize = 5;
 /// Elements that one task encodes.
 const CHUNK: usize = 1 << 16;
-/// Bits by which codes are looked up; longer ones are searched for.
+/// Codes of up to this many bits are decoded with a lookup table, longer ones with a search.
 const LOOKUP_BITS: u32 = 12;
 
 /// A unit in memory.
@@ -31,19 +31,19 @@ pub struct Unit {
     pub encoded_exponent: Vec<u8>,
     /// Signs and mantissas.
     pub sign_mantissa: Vec<u8>,
-    /// First element of each block, and the number of elements.
+    /// First element of each block, then the number of elements.
     pub output_positions: Vec<u8>,
     /// Where the first code of each window begins.
     pub gaps: Vec<u8>,
-    /// Threads a block.
+    /// Threads per block.
     pub threads: usize,
 }
 
 impl Unit {
-    /// Encodes little-endian BF16 weights, as the package does; an odd last byte is ignored.
+    /// Encodes little-endian BF16 weights as the package does. An odd last byte is ignored.
     ///
     /// # Errors
-    /// The format cannot hold them.
+    /// The format cannot hold the weights.
     pub fn encode(weights: &[u8], threads: usize) -> Result<Self, NotEncodable> {
         let counts = Histogram::of(weights);
         let code = Code::of(&counts)?;
@@ -57,7 +57,7 @@ impl Unit {
         Ok(Self { luts, encoded_exponent, sign_mantissa, output_positions, gaps, threads })
     }
 
-    /// Its small sections, and the sizes of the large ones.
+    /// Returns the small sections, and the sizes of the large ones.
     pub fn sections(&self) -> Sections<'_> {
         Sections {
             luts: &self.luts,
@@ -69,7 +69,7 @@ impl Unit {
         }
     }
 
-    /// The weights, little-endian BF16.
+    /// Decodes the weights to little-endian BF16.
     ///
     /// # Errors
     /// The unit is damaged.
@@ -84,7 +84,7 @@ impl Unit {
 /// Bytes of the sections of a unit, known before it is encoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sizes {
-    /// Elements, and bytes of `sign_mantissa`.
+    /// Number of elements, which is also the number of bytes of `sign_mantissa`.
     pub elements: u64,
     /// Bytes of `encoded_exponent`.
     pub encoded_exponent: u64,
@@ -95,10 +95,10 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    /// Sizes of a unit with these exponents.
+    /// Returns the section sizes of a unit with these exponents.
     ///
     /// # Errors
-    /// The kernel does not count that far.
+    /// The counts exceed the kernel's limit ([`COUNT_MAX`]).
     pub fn of(code: &Code, counts: &Histogram, threads: usize) -> Result<Self, NotEncodable> {
         let (elements, encoded_exponent) = (counts.total(), code.bits(counts).div_ceil(8));
         for (what, got) in [("elements", elements), ("bytes of codes", encoded_exponent)] {
@@ -111,7 +111,7 @@ impl Sizes {
     }
 }
 
-/// How a unit is cut.
+/// How the codes of a unit are divided into blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Cut {
     blocks: u64,
@@ -120,13 +120,13 @@ pub(super) struct Cut {
 }
 
 impl Cut {
-    /// So many bytes of codes, for so many threads a block.
+    /// Divides `encoded_bytes` bytes of codes, for `threads` threads per block.
     pub(super) fn of(encoded_bytes: u64, threads: usize) -> Self {
         let blocks = encoded_bytes.div_ceil((threads * WINDOW_BYTES) as u64);
         Self { blocks, gaps: (blocks * (threads * GAP_BITS) as u64).div_ceil(8) }
     }
 
-    /// Whether sections of so many bytes may be its; positions are one short where no code begins in the last block
+    /// Returns whether sections of these sizes match. Positions are one entry short if no code begins in the last block
     /// (see [`Encoder::finish`]).
     pub(super) fn is_of(self, gaps: u64, output_positions: u64) -> bool {
         self.gaps == gaps && [self.blocks, self.blocks + 1].contains(&(output_positions / 4))
@@ -138,40 +138,40 @@ impl Cut {
 pub struct Encoder<'a> {
     code: &'a Code,
     threads: usize,
-    /// Bits of all codes so far; those of the last byte that is not whole.
+    /// The number of bits of all codes so far; `tail` holds those of the last, incomplete byte.
     bits: u64,
     tail: u8,
     elements: u64,
-    /// Where the last code began.
+    /// The first bit of the last code.
     last: Option<u64>,
     gaps: Vec<u8>,
     positions: Vec<u32>,
 }
 
-/// What becomes of some elements.
+/// The encoded elements of one task.
 struct Piece {
     bytes: Vec<u8>,
-    /// Window, and where its first code begins.
+    /// Each window with the first bit of its first code.
     gaps: Vec<(u64, u8)>,
-    /// First elements of the blocks that begin in it.
+    /// First elements of the blocks that begin in this piece.
     positions: Vec<u32>,
 }
 
 impl<'a> Encoder<'a> {
-    /// Begins a unit.
+    /// Starts a unit.
     pub fn new(code: &'a Code, threads: usize) -> Self {
         Self { code, threads, bits: 0, tail: 0, elements: 0, last: None, gaps: Vec::new(), positions: Vec::new() }
     }
 
-    /// Appends little-endian BF16 weights, whose exponents the code has; an odd last byte is ignored. Whole bytes go to
-    /// `encoded`.
+    /// Appends little-endian BF16 weights, whose exponents must be in the code; an odd last byte is ignored. Complete
+    /// bytes are appended to `encoded`.
     pub fn push(&mut self, weights: &[u8], encoded: &mut Vec<u8>, sign_mantissa: &mut Vec<u8>) {
         let weights = &weights[..weights.len() / 2 * 2];
         let chunks = || weights.par_chunks(2 * CHUNK);
         let of = |element: &[u8]| self.code.word(bf16::exponent(u16::from_le_bytes([element[0], element[1]])));
         let lengths: Vec<u64> =
             chunks().map(|chunk| chunk.chunks_exact(2).map(|element| u64::from(of(element).bits)).sum()).collect();
-        // Of each chunk: its first bit, where the code before it began, and its first element.
+        // For each chunk: its first bit, the first bit of the code before it, and its first element.
         let (mut at, mut last, mut first) = (self.bits, self.last, self.elements);
         let mut starts = Vec::with_capacity(lengths.len());
         for (chunk, bits) in weights.chunks(2 * CHUNK).zip(&lengths) {
@@ -185,7 +185,7 @@ impl<'a> Encoder<'a> {
         let ends = starts.iter().skip(1).map(|&(start, ..)| start).chain([at]);
         for ((piece, &(start, ..)), end) in pieces.iter().zip(&starts).zip(ends) {
             let mut bytes = piece.bytes.as_slice();
-            // The byte that the piece before began.
+            // The byte that the previous piece began.
             if !start.is_multiple_of(8)
                 && let Some((shared, rest)) = bytes.split_first()
             {
@@ -215,7 +215,8 @@ impl<'a> Encoder<'a> {
         self.gaps.push(gap);
     }
 
-    /// Codes of a chunk that begins at bit `at`: from the byte with that bit to the one with the last.
+    /// Encodes a chunk that begins at bit `at`. The bytes extend from the byte with that bit to the byte with the last
+    /// bit.
     fn piece(&self, chunk: &[u8], mut at: u64, mut last: Option<u64>, mut element: u64) -> Piece {
         let block_bits = WINDOW_BITS * self.threads as u64;
         let mut piece = Piece { bytes: Vec::with_capacity(chunk.len() / 2), gaps: Vec::new(), positions: Vec::new() };
@@ -231,7 +232,7 @@ impl<'a> Encoder<'a> {
             }
             let word = self.code.word(bf16::exponent(u16::from_le_bytes([bytes[0], bytes[1]])));
             (last, element) = (Some(at), element + 1);
-            // At most 31 bits are held.
+            // The buffer holds at most 31 bits here.
             buffer = buffer << word.bits | u64::from(word.value);
             held += u32::from(word.bits);
             at += u64::from(word.bits);
@@ -245,10 +246,11 @@ impl<'a> Encoder<'a> {
         piece
     }
 
-    /// Ends the unit: its last byte goes to `encoded`; returns `output_positions` and `gaps`.
+    /// Ends the unit: appends its last byte to `encoded`, and returns `output_positions` and `gaps`.
     ///
-    /// Where the last code begins in one block and ends with the first byte of the next, which no code begins in, the
-    /// package's positions are one short and its kernel reads beyond them; these are not.
+    /// If no code begins in the last block, because the last code of the previous block ends in it at a byte boundary,
+    /// the package's positions are one entry short, and its kernel reads beyond them. The positions returned here are
+    /// complete.
     pub fn finish(mut self, encoded: &mut Vec<u8>) -> (Vec<u8>, Vec<u8>) {
         let used = (self.bits % 8) as u8;
         let block_bits = WINDOW_BITS * self.threads as u64;
@@ -260,7 +262,7 @@ impl<'a> Encoder<'a> {
             if is_first(WINDOW_BITS) {
                 self.gap(self.bits / WINDOW_BITS, (self.bits % WINDOW_BITS) as u8);
             }
-            // Only as many bits of the end as the byte has left.
+            // As many bits of the end code as fit in the byte.
             let end = self.code.end().map_or(0, |end| end.aligned() >> 24) as u8;
             encoded.push(self.tail | end >> used);
         }
@@ -287,7 +289,7 @@ impl<'a> Encoder<'a> {
 pub struct Sections<'a> {
     /// The decoding tables (`luts`).
     pub luts: &'a [u8],
-    /// First element of each block, and the number of elements.
+    /// First element of each block, then the number of elements.
     pub output_positions: &'a [u8],
     /// Where the first code of each window begins.
     pub gaps: &'a [u8],
@@ -295,16 +297,16 @@ pub struct Sections<'a> {
     pub encoded_bytes: u64,
     /// Bytes of `sign_mantissa`.
     pub elements: u64,
-    /// Threads a block, as the configuration says.
+    /// Threads per block, as configured.
     pub threads: u64,
 }
 
-/// Decodes blocks of a unit. Trusts nothing: every code, every gap and every position is compared with its neighbours.
+/// Decodes blocks of a unit. Trusts no input: every code, gap and position is checked against its neighbours.
 #[derive(Debug)]
 pub struct Decoder {
-    /// By the first bits of a code: length << 8 | exponent; 0 for longer codes and for none.
+    /// Indexed by the first bits of a code: length << 8 | exponent; 0 for longer codes and invalid bits.
     lookup: Vec<u16>,
-    /// Codes that are longer: first bits at the top, length, exponent; in order.
+    /// Longer codes, in order: the bits aligned to the top, length, exponent.
     long: Vec<(u32, u8, u8)>,
     positions: Vec<u64>,
     gaps: Vec<u8>,
@@ -314,10 +316,10 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// Checks the small sections, and sizes against each other.
+    /// Checks the small sections, and the sizes of all sections.
     ///
     /// # Errors
-    /// They do not belong together, or are not sections of DFloat11.
+    /// The sections do not match, or are not sections of DFloat11.
     pub fn new(sections: &Sections<'_>) -> Result<Self, UnitError> {
         let &Sections { encoded_bytes, elements, .. } = sections;
         let threads = usize::try_from(sections.threads).ok().filter(|threads| (1..=THREADS_MAX).contains(threads));
@@ -338,19 +340,19 @@ impl Decoder {
             .chunks_exact(4)
             .map(|position| u64::from(u32::from_le_bytes([position[0], position[1], position[2], position[3]])))
             .collect();
-        // One short where no code begins in the last block (see `Encoder::finish`).
+        // One entry short if no code begins in the last block (see `Encoder::finish`).
         if sections.output_positions.len() as u64 == 4 * blocks {
             positions.push(elements);
         } else {
             size("output_positions", 4 * (blocks + 1), sections.output_positions)?;
         }
-        // A code has a bit at least.
+        // A code has at least one bit.
         let (most, mut before) = ((threads * WINDOW_BYTES * 8) as u64, 0);
         for (block, &got) in positions.iter().enumerate() {
             let bounds = match block as u64 {
                 0 => (0, 0),
                 last if last == blocks => (elements, elements.min(before + most)),
-                // Without codes only behind the last one.
+                // Only the last block can have no codes.
                 _ => (elements.min(before + 1), elements.min(before + most)),
             };
             if got < bounds.0 || got > bounds.1 {
@@ -380,29 +382,30 @@ impl Decoder {
         self.positions.len() - 1
     }
 
-    /// Blocks from this one on that hold so many elements, and one at least.
+    /// Returns the blocks from `first` on that hold up to `elements` elements, at least one block.
     pub fn blocks_from(&self, first: usize, elements: u64) -> Range<usize> {
         let most = self.positions[first].saturating_add(elements);
         let end = self.positions.partition_point(|&position| position <= most).saturating_sub(1);
         first..end.max(first + 1).min(self.blocks())
     }
 
-    /// Elements of some blocks.
+    /// Returns the elements of some blocks.
     pub fn elements(&self, blocks: Range<usize>) -> Range<u64> {
         self.positions[blocks.start]..self.positions[blocks.end]
     }
 
-    /// Bytes of `encoded_exponent` that are needed for some blocks: theirs, and where the last code ends.
+    /// Returns the bytes of `encoded_exponent` that decoding some blocks needs: their own, and the end of the last
+    /// code.
     pub fn encoded(&self, blocks: Range<usize>) -> Range<u64> {
         let of = |block: usize| (block * self.threads * WINDOW_BYTES) as u64;
         of(blocks.start)..(of(blocks.end) + u64::from(CODE_BITS_MAX) / 8).min(self.encoded_bytes)
     }
 
-    /// Decodes some blocks to little-endian BF16: `encoded` is [`Decoder::encoded`], `sign_mantissa` is
-    /// [`Decoder::elements`], and `out` has two bytes for each of these.
+    /// Decodes some blocks to little-endian BF16. `encoded` are the bytes of [`Decoder::encoded`], `sign_mantissa`
+    /// those of [`Decoder::elements`], and `out` has two bytes per element.
     ///
     /// # Errors
-    /// The unit is damaged; or slices of other sizes.
+    /// The unit is damaged, or a slice has another size.
     pub fn decode(
         &self,
         blocks: Range<usize>,
@@ -431,12 +434,12 @@ impl Decoder {
             let first = (own.start - elements.start) as usize;
             tasks.push((block, codes, &sign_mantissa[first..first + piece.len() / 2], piece));
         }
-        // The first by place, not by time.
+        // Reports the first error by position, not by time.
         let failed = tasks.into_par_iter().map(|(block, codes, rest, out)| self.block(block, codes, rest, out));
         failed.find_map_first(Result::err).map_or(Ok(()), Err)
     }
 
-    /// Where the first code of a window begins.
+    /// Returns the first bit of the first code of a window, relative to the window.
     fn gap(&self, window: usize) -> u64 {
         let (byte, shift) = (window * GAP_BITS / 8, window * GAP_BITS % 8);
         let next = self.gaps.get(byte + 1).copied().unwrap_or(0);
@@ -446,7 +449,7 @@ impl Decoder {
     fn block(&self, block: usize, encoded: &[u8], sign_mantissa: &[u8], out: &mut [u8]) -> Result<(), UnitError> {
         let (bits, first) = (WINDOW_BITS * self.threads as u64, self.positions[block]);
         let begin = bits * block as u64;
-        // What is read beyond the end is zeros.
+        // Bits beyond the end read as zeros.
         let codes = [encoded, &[0; 8]].concat();
         let (mut at, mut decoded) = (self.gap(block * self.threads), 0);
         if block == 0 && at != 0 {
@@ -457,14 +460,14 @@ impl Decoder {
             let window = block * self.threads + index;
             let (start, gap) = (WINDOW_BITS * index as u64, self.gap(window));
             if decoded == outputs.len() {
-                // The end may begin here; in a block without codes it is not known where.
+                // The end code may begin here. In a block without codes, its position is not known.
                 let is_end = at >= start && at - start == gap && !at.is_multiple_of(8);
                 if gap != 0 && !is_end && !outputs.is_empty() {
                     return Err(UnitError::Gap { window: window as u64, got: gap, expected: 0 });
                 }
                 continue;
             }
-            // Codes have 32 bits at most: the last one began before this window.
+            // A code has at most 32 bits, so the last one began before this window.
             if start + gap != at {
                 return Err(UnitError::Gap { window: window as u64, got: gap, expected: at.saturating_sub(start) });
             }
@@ -498,7 +501,7 @@ impl Decoder {
         }
         if last < self.elements {
             let next = (block + 1) * self.threads;
-            // A code of the next block begins where the last one of this block ends.
+            // The first code of the next block begins where the last one of this block ends.
             let expected = at.wrapping_sub(bits);
             if expected != self.gap(next) {
                 return Err(if at < bits {
@@ -514,7 +517,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// A code above [`LOOKUP_BITS`].
+    /// Finds a code longer than [`LOOKUP_BITS`].
     fn search(&self, bits: u32) -> Option<(u8, u8)> {
         let after = self.long.partition_point(|&(first, ..)| first <= bits);
         let &(first, length, exponent) = self.long.get(after.checked_sub(1)?)?;

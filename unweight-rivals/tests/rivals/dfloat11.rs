@@ -1,4 +1,5 @@
-//! DFloat11 against what its own package wrote (`fixtures/dfloat11/make.py`), against the oracle, and against damage.
+//! Compares DFloat11 with the output of its own package (`fixtures/dfloat11/make.py`) and with the oracle, and damages
+//! data.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -24,7 +25,7 @@ use unweight_rivals::dfloat11::{
     oracle, restore,
 };
 
-/// What a test does to them.
+/// A change that a test makes to files.
 type Change<'a> = &'a dyn Fn(&mut Files);
 
 /// Names and contents of files.
@@ -38,7 +39,7 @@ fn json(name: &str) -> Value {
     serde_json::from_slice(&fs::read(fixture(name)).unwrap()).unwrap()
 }
 
-/// Tensors of a safetensors file.
+/// Returns the tensors of a safetensors file.
 fn tensors(path: &Path) -> HashMap<String, (Vec<usize>, Vec<u8>)> {
     let bytes = fs::read(path).unwrap();
     let header = Header::parse(&bytes, bytes.len() as u64, SOURCE_HEADER_MAX).unwrap();
@@ -48,12 +49,12 @@ fn tensors(path: &Path) -> HashMap<String, (Vec<usize>, Vec<u8>)> {
     header.tensors.iter().map(|tensor| (tensor.name.clone(), (tensor.shape.clone(), of(tensor)))).collect()
 }
 
-/// Relative names and contents of all files.
+/// Returns the relative names and the contents of all files.
 fn tree(root: &Path) -> Files {
     unweight_format::raw::walk(root).unwrap().into_iter().map(|(name, path)| (name, fs::read(path).unwrap())).collect()
 }
 
-/// The units of the fixture.
+/// Returns the units of the fixture.
 fn units() -> Vec<Unit> {
     let files = ["lm_head", "model.embed_tokens", "model.layers.0", "model.layers.1"];
     let unit = |name: &str| {
@@ -71,11 +72,11 @@ fn units() -> Vec<Unit> {
     files.map(unit).into()
 }
 
-/// Weights whose exponents are spread over `spread` values, with runs of one value.
+/// Returns weights whose exponents are spread over `spread` values, with runs of one value.
 fn weights(seed: u64, count: usize, spread: u64) -> Vec<u8> {
     let mut random = Random::new(seed);
     let element = |random: &mut Random| {
-        // The smaller of some: rare ones get long codes.
+        // The minimum of several draws, so that rare exponents get long codes.
         let exponent = (0..4).map(|_| random.below(spread)).min().unwrap_or(0) as u16;
         ((random.below(2) as u16) << 15 | (100 + exponent) << 7 | random.below(128) as u16).to_le_bytes()
     };
@@ -133,7 +134,7 @@ fn package_units_decode_and_encode_to_the_same_bytes() {
         assert_eq!(&Unit::encode(&weights, THREADS).unwrap(), unit);
         assert_eq!(&oracle::encode(&weights, THREADS).unwrap(), unit);
     }
-    // Layer 1 has codes of every length up to 20 bits, over three bytes.
+    // Layer 1 has codes of all lengths up to 20 bits, which span three bytes.
     let rows = |unit: &Unit| unit.luts.len() / 256 - 1;
     assert!(rows(&units[3]) >= 3 && units.iter().any(|unit| unit.output_positions.len() > 12));
 }
@@ -162,7 +163,7 @@ fn package_directory_round_trips() {
     let config = fs::read_to_string(plain.join("config.json")).unwrap();
     assert!(config.contains("hidden_size") && !config.contains("dfloat11"));
 
-    // From the model, and from any bundle of it.
+    // From the model, and from a bundle of the model.
     let bundle_dir = home.path().join("bundle");
     bundle::compress(&plain, &bundle_dir, &CompressOptions::default(), &Silent).unwrap();
     for source in [&plain, &bundle_dir] {
@@ -234,7 +235,7 @@ fn module_that_does_not_fit_stays_bf16() {
     let home = tempfile::tempdir().unwrap();
     let [plain, made, back] = ["plain", "made", "back"].map(|name| home.path().join(name));
     restore(&fixture("model"), &plain, false, &Silent).unwrap();
-    // An infinity in the head.
+    // The head contains an infinity.
     let index: Value = serde_json::from_slice(&fs::read(plain.join("model.safetensors.index.json")).unwrap()).unwrap();
     let file = plain.join(index["weight_map"]["lm_head.weight"].as_str().unwrap());
     let mut bytes = fs::read(&file).unwrap();
@@ -254,7 +255,7 @@ fn module_that_does_not_fit_stays_bf16() {
     assert_eq!(head(&back), head(&plain));
 }
 
-/// The last code begins in one block and ends with the first byte of the next: no code begins there.
+/// No code begins in the last block: the last code begins in the block before, and ends at a byte boundary.
 #[test]
 fn a_last_block_without_codes() {
     let mut seen = 0;
@@ -267,7 +268,7 @@ fn a_last_block_without_codes() {
         if unit.output_positions[positions - 8..positions - 4] != unit.output_positions[positions - 4..] {
             continue;
         }
-        // The package leaves the last position out where the codes end with a byte.
+        // The package omits the last position if the codes end at a byte boundary.
         let mut short = unit.clone();
         short.output_positions.truncate(positions - 4);
         assert_eq!(short.decode().unwrap(), weights);
@@ -276,7 +277,7 @@ fn a_last_block_without_codes() {
     assert!(seen > 10, "{seen}");
 }
 
-/// One damaged byte: an error, or the weights that the oracle gives, too.
+/// One damaged byte causes an error, or decodes to the same weights as with the oracle.
 #[test]
 fn any_damaged_byte_is_an_error_or_harmless() {
     let weights = weights(5, 3000, 40);
@@ -309,7 +310,7 @@ fn any_damaged_byte_is_an_error_or_harmless() {
             Err(_) => refused[which] += 1,
         }
     }
-    // Signs and mantissas are any bits; of everything else most damage is found.
+    // All signs and mantissas are valid; in the other sections most damage is detected.
     assert!(refused[..4].iter().all(|&refused| refused > 1500), "{refused:?}");
     assert!(same > 100, "{same}");
 }
@@ -337,7 +338,7 @@ fn each_fault_of_a_unit_has_its_error() {
     assert!(matches!(with(|unit| *unit.luts.last_mut().unwrap() = 3), UnitError::Luts { .. }));
     assert!(matches!(with(|unit| unit.luts[0] = 250), UnitError::Luts { row: 0, entry: 0, .. }));
     assert!(matches!(with(|unit| _ = unit.sign_mantissa.pop()), UnitError::Position { .. }));
-    // A row that leads to itself, and one that nothing leads to.
+    // A row that jumps to itself, and one that no jump leads to.
     let rows = |first: u8| [vec![first; 256], vec![0; 256], vec![0; 256]].concat();
     for first in [255, 254, 241, 0] {
         assert!(matches!(Code::parse(&rows(first)), Err(UnitError::Luts { .. })) || first == 255);
@@ -388,7 +389,7 @@ fn each_fault_of_a_directory_names_file_and_tensor() {
         }
     };
     let cases: [(Change<'_>, &[&str]); 13] = [
-        // By how many threads units are cut stands nowhere else.
+        // Only `config.json` stores the number of threads per block.
         (&replace("512", "256"), &["config.json", "threads_per_block is 256", "every unit are those of 512", "fetch"]),
         (&replace("512", "999"), &["config.json", "threads_per_block is 999", "every unit are those of 512", "fetch"]),
         (&replace("512", "  0"), &["config.json", "threads_per_block is 0", "1 to 1024", "fetch"]),
@@ -413,7 +414,7 @@ fn each_fault_of_a_directory_names_file_and_tensor() {
         let text = failure(change);
         assert!(words.iter().all(|word| text.contains(word)), "{words:?}: {text}");
     }
-    // Damage inside a section.
+    // Damage within a section.
     let damage = |tensor: &'static str, byte: usize| {
         move |files: &mut Files| {
             let bytes = files.get_mut("model_layers_0.safetensors").unwrap();
@@ -432,7 +433,7 @@ fn each_fault_of_a_directory_names_file_and_tensor() {
         let text = failure(&damage(tensor, byte));
         assert!(text.contains("model_layers_0.safetensors") && text.contains("model.layers.0"), "{tensor}: {text}");
         assert!(text.contains(word) || tensor != "luts" && text.contains("gaps"), "{tensor}: {text}");
-        // The place is that of the section that does not fit, which need not be the damaged one.
+        // The offset is that of the section that does not match, which need not be the damaged one.
         let Some((place, what)) = text.split_once(": not what DFloat11 writes; fetch the file again: ") else {
             continue;
         };
@@ -444,7 +445,7 @@ fn each_fault_of_a_directory_names_file_and_tensor() {
     }
 }
 
-/// A DFloat11 directory whose `config.json` does not say so must not be taken for tensors of bytes.
+/// A DFloat11 directory with an invalid `config.json` must not be mistaken for a model of byte tensors.
 #[test]
 fn units_without_a_valid_config_are_rejected() {
     let home = tempfile::tempdir().unwrap();
@@ -480,15 +481,15 @@ fn units_without_a_valid_config_are_rejected() {
         let error = convert(&model, &out, ConvertOptions::default(), &Silent).unwrap_err().to_string();
         assert!(error.contains("model/config.json: ") && error.contains(unit) && !out.exists(), "{error}");
     }
-    // The key is there, what is wrong with it is said later.
+    // The key exists, so errors inside it are reported later.
     assert!(model(&with(config.replace("\"threads_per_block\":", "\"threads_per_block\""))).unwrap());
     let error = restore(&home.path().join("model"), &home.path().join("out"), false, &Silent).unwrap_err().to_string();
     let at = config.find("\"threads_per_block\":").unwrap() + "\"threads_per_block\"".len();
     assert!(error.contains(&format!("config.json: dfloat11_config, byte {}", at + 1)), "{error}");
     assert!(error.contains("expected `:`; fetch the model again"), "{error}");
 
-    // Models of other kinds are nobody's business: no unit has all of its sections, or the weights are no units, or
-    // these lie in a folder below.
+    // Other models are not rejected here: no unit has all of its sections, the weights are not units, or they are in a
+    // subfolder.
     let broken = |files: &mut Files| _ = files.insert("config.json".into(), b"{".into());
     let incomplete = |files: &mut Files| {
         broken(files);
@@ -508,7 +509,7 @@ fn units_without_a_valid_config_are_rejected() {
     }
 }
 
-/// Asks to stop after so many bytes.
+/// Requests a stop after this many bytes.
 struct StopAfter(AtomicU64, u64);
 
 impl Progress for StopAfter {
@@ -539,7 +540,7 @@ fn interrupted_convert_resumes() {
 
         let stop = StopAfter(AtomicU64::new(0), 2 * bytes);
         assert!(convert(&at("plain"), &at("again"), ConvertOptions::default(), &stop).is_err());
-        // What was finished is looked at: a byte that changed meanwhile is written again.
+        // A resumed run checks finished files: one that changed meanwhile is written again.
         let finished = unweight_format::raw::walk(&at("again.partial/tree")).unwrap();
         if let Some((_, path)) = finished.first() {
             let mut bytes = fs::read(path).unwrap();
@@ -570,7 +571,7 @@ proptest! {
                 prop_assert_eq!(&unit, &expected);
                 prop_assert_eq!(unit.decode().unwrap(), weights.clone());
                 prop_assert_eq!(oracle::decode(&unit).unwrap(), weights.clone());
-                // In two pieces.
+                // Encoding in two pieces.
                 let code = Code::of(&Histogram::of(&weights)).unwrap();
                 let mut encoder = Encoder::new(&code, threads);
                 let (mut codes, mut rest) = (Vec::new(), Vec::new());
@@ -610,7 +611,7 @@ proptest! {
     }
 }
 
-/// More than one task of the encoder, over ends of bytes.
+/// Several tasks of the encoder, which end within bytes.
 #[test]
 fn encoder_tasks_join_at_any_bit() {
     for (count, spread) in [(200_000, 12), (131_072, 16), (70_001, 100)] {

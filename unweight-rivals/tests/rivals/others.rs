@@ -1,4 +1,4 @@
-//! ZipServ, MatVANS and tANS against fixtures (`fixtures/others/make.py`), against their oracles, and against damage.
+//! Compares ZipServ, MatVANS and tANS with fixtures (`fixtures/others/make.py`) and oracles, and damages their data.
 
 use std::{collections::HashMap, fs, path::Path};
 
@@ -13,7 +13,7 @@ use unweight_rivals::{
     tans, zipserv,
 };
 
-/// Shapes and bytes of the tensors of a fixture.
+/// Returns shapes and bytes of the tensors of a fixture.
 fn fixture(name: &str) -> HashMap<String, (Vec<usize>, Vec<u8>)> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/fixtures/others/{name}.safetensors"));
     let bytes = fs::read(path).unwrap();
@@ -34,7 +34,7 @@ fn i8s(bytes: &[u8]) -> Vec<i8> {
     bytes.iter().map(|&byte| byte as i8).collect()
 }
 
-/// Changes one of some numbers, or their count.
+/// Changes one of the numbers, or their count.
 fn damage<T: Copy + Default + std::ops::BitXorAssign>(
     random: &mut Random,
     numbers: &mut Vec<T>,
@@ -68,7 +68,7 @@ fn zipserv_matches_its_description() {
 
 #[test]
 fn zipserv_round_trips_every_bit_pattern() {
-    // All patterns, and weights that are most of them of the window.
+    // All bit patterns, and weights that are mostly in the window.
     let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
     for (weights, rows, cols) in [
         (all, 256, 256),
@@ -82,7 +82,7 @@ fn zipserv_round_trips_every_bit_pattern() {
             assert_eq!(zipserv::oracle::element(&encoded, index / cols, index % cols), Some(element));
         }
     }
-    // The window that holds most, the lowest of equals.
+    // The window that covers most elements, the lowest one of ties.
     let mut counts = Histogram::default();
     assert_eq!(zipserv::window(&counts), 0);
     counts.add(120, 5);
@@ -152,7 +152,8 @@ fn matvans_warp_per_row_equals_its_reference_encoder() {
     let all = fixture("matvans");
     let (shape, values) = (&all["lanes.values"].0, i8s(&all["lanes.values"].1));
     let encoded = matvans::encode(&values, shape[0], shape[1], Layout::Lanes).unwrap();
-    // Its tables: the value of each 256th, from the least on, and where the parts of each value begin.
+    // The original's tables: the value of each 256th, starting with the smallest, and where the parts of each value
+    // begin.
     let (least, ends, value) = (i8s(&all["lanes.least"].1)[0], &all["lanes.cdf"].1, &all["lanes.ppf"].1);
     for (part, &value) in value.iter().enumerate() {
         let value = usize::from(value);
@@ -160,14 +161,14 @@ fn matvans_warp_per_row_equals_its_reference_encoder() {
         assert_eq!(encoded.tables.firsts[part], ends[value]);
         assert_eq!(encoded.tables.counts[part], ends[value + 1].wrapping_sub(ends[value]));
     }
-    // It counts words of 16 bits.
+    // The original counts 16-bit words.
     let offsets: Vec<u32> = encoded.offsets.iter().map(|offset| 8 * offset).collect();
     assert_eq!(offsets, u32s(&all["lanes.offsets"].1));
     assert_eq!(encoded.words, u32s(&all["lanes.words"].1));
     assert_eq!(encoded.decode().unwrap(), values);
 }
 
-/// Values of a spread.
+/// Returns normally distributed values.
 fn values(seed: u64, count: usize, deviation: f64) -> Vec<i8> {
     let mut random = Random::new(seed);
     (0..count).map(|_| (random.normal() * deviation).round().clamp(-60.0, 60.0) as i8).collect()
@@ -189,7 +190,7 @@ fn matvans_rejects_misfits() {
         assert_eq!(encoded.decode().unwrap(), values);
         assert_eq!(matvans::oracle::decode(&encoded).unwrap(), values);
     }
-    // As many as there are parts, and a single one.
+    // As many values as there are parts, and a single value.
     for values in [many[..128].to_vec(), vec![-7; 128]] {
         let encoded = matvans::encode(&values, 1, 128, Layout::Rows).unwrap();
         assert_eq!(encoded.decode().unwrap(), values);
@@ -243,7 +244,7 @@ fn tans_matches_its_description() {
     assert_eq!(&tans::oracle::decode(&encoded).unwrap(), data);
 }
 
-/// FP8 bytes with exponents of these shares.
+/// Returns FP8 bytes whose exponents have these shares.
 fn fp8(seed: u64, count: usize, shares: &[f32; 16]) -> Vec<u8> {
     let mut random = Random::new(seed);
     let sum: f64 = shares.iter().map(|&share| f64::from(share)).sum();
@@ -273,7 +274,7 @@ fn tans_rejects_misfits() {
     assert_eq!(tans::encode(&[4 << 3; 16], 16, &none), Err(tans::Error::Unknown { exponent: 4 }));
     let only = tans::encode(&[3 << 3; 160], 16, &none).unwrap();
     assert_eq!(only.decode().unwrap(), [3 << 3; 160]);
-    // Shares whose product is no number any more.
+    // Shares whose product underflows.
     none[5] = 1e-30;
     assert_eq!(tans::encode(&[5 << 3; 16], 16, &none), Err(tans::Error::Unknown { exponent: 5 }));
     assert_eq!(tans::encode(&[], 16, &shares).unwrap().decode().unwrap(), [0u8; 0]);

@@ -15,7 +15,7 @@ fn bf16(exponent: u32, rest: u32) -> u16 {
     (rest << 8 & 0x8000 | exponent << 7 | rest & 0x7f) as u16
 }
 
-/// Encodes and decodes; panics unless every bit comes back and the parts have their sizes.
+/// Encodes and decodes values; panics unless every bit is restored and the parts have their sizes.
 fn restored(head_dim: u32, half: KvHalf, values: &[u16]) -> EncodedUnit {
     let unit = encode_unit(head_dim, half, values);
     assert_eq!(unit.record.len(), record_bytes(head_dim) as usize);
@@ -43,18 +43,18 @@ fn restored(head_dim: u32, half: KvHalf, values: &[u16]) -> EncodedUnit {
     unit
 }
 
-/// A page of values of these exponents, in turn, with all signs and mantissas.
+/// Returns a page whose values cycle through these exponents, with all signs and mantissas.
 fn page(head_dim: u32, exponents: &[u32]) -> Vec<u16> {
     (0..PAGE_TOKENS * head_dim).map(|i| bf16(exponents[i as usize % exponents.len()], i * 37)).collect()
 }
 
-/// The bases of the steps of a packed unit, and its escapes.
+/// Returns the bases of the steps of a packed unit, and its number of escapes.
 fn bases_of(head_dim: u32, unit: &EncodedUnit) -> Option<(Vec<u8>, u8)> {
     let bases = unit.record[..(head_dim / 16) as usize].to_vec();
     (unit.record[RECORD_KIND] == KIND_PACKED).then_some((bases, unit.record[RECORD_ENDS + 3]))
 }
 
-/// As [`bases_of`], of a unit whose steps have the same base.
+/// Like [`bases_of`], for a unit whose steps have the same base.
 fn base_of(head_dim: u32, unit: &EncodedUnit) -> Option<(u8, u8)> {
     let (bases, escapes) = bases_of(head_dim, unit)?;
     assert!(bases.iter().all(|base| *base == bases[0]), "{bases:?}");
@@ -88,7 +88,7 @@ fn every_word_of_a_tile_has_one_place() {
     }
 }
 
-/// The remainders of words per lane: 3, 2, 1 and 0.
+/// Covers the remainders of words per lane: 3, 2, 1 and 0.
 #[test]
 fn words_of_a_lane_are_where_the_format_says() {
     let offsets =
@@ -100,13 +100,13 @@ fn words_of_a_lane_are_where_the_format_says() {
     assert_eq!(offsets(80, 12), [1536 + 24, 1536 + 28, 1536 + 256 + 12]);
 }
 
-/// Token 9 of tile 2 is row 1 of P2 and P3, element 27 is pair 1 of P3 in step 1: lane 5, register 3, the high half. Of
-/// V, token 11 of tile 2 is pair 1 of P1 and P3, element 25 is row 1 of P3.
+/// For K, token 9 of tile 2 is row 1 of P2 and P3, and element 27 is pair 1 of P3 in step 1: lane 5, register 3, the
+/// high half. For V, token 11 of tile 2 is pair 1 of P1 and P3, and element 25 is row 1 of P3.
 #[test]
 fn slots_and_bf16_units_number_values_as_the_format_says() {
     for (half, token, element) in [(KvHalf::Key, 41, 27), (KvHalf::Value, 43, 25)] {
         let mut values = page(32, &[100, 115]);
-        // Step 1 has a base of its own.
+        // Step 1 has another base.
         (0..64 * 32).filter(|at| at % 32 >= 16).for_each(|at| values[at] += 3 << 7);
         values[token * 32 + element] = bf16(97, 0xd5);
         let unit = restored(32, half, &values);
@@ -138,8 +138,8 @@ fn every_value_of_a_tile_has_one_place() {
     }
 }
 
-/// What `ldmatrix.m8n8.x4` gives each lane: of matrix `i`, the row of lane `8 * i + r` is at its address, and lane `l`
-/// receives elements 2 * (l % 4) and the next of row l / 4, or with `.trans` those rows of column l / 4.
+/// The result of `ldmatrix.m8n8.x4` for each lane. The address of lane `8 * i + r` is row `r` of matrix `i`. Lane `l`
+/// receives elements `2 * (l % 4)` and the next of row `l / 4`, or with `.trans` these rows of column `l / 4`.
 fn ldmatrix(memory: &[u16], row_of: impl Fn(u32) -> u32, trans: bool) -> Vec<[[u16; 2]; 4]> {
     let element = |matrix: u32, row: u32, column: u32| memory[(row_of(8 * matrix + row) + column) as usize];
     let lane = |lane: u32| {
@@ -152,7 +152,7 @@ fn ldmatrix(memory: &[u16], row_of: impl Fn(u32) -> u32, trans: bool) -> Vec<[[u
     (0..32).map(lane).collect()
 }
 
-/// The registers of an unpacked tile are those that `attention/softmax.cuh` (`Lines`) loads from a bf16 page.
+/// The registers of an unpacked tile equal those that `attention/softmax.cuh` (`Lines`) loads from a bf16 page.
 #[test]
 fn quads_are_the_fragments_of_the_attention_kernels() {
     for head_dim in head_dims() {
@@ -175,7 +175,7 @@ fn quads_are_the_fragments_of_the_attention_kernels() {
     }
 }
 
-/// The source of what the test above repeats.
+/// The kernels use the addresses that the test above assumes.
 #[test]
 fn the_attention_kernels_address_rows_as_assumed() {
     for name in ["decode", "prefill"] {
@@ -187,14 +187,14 @@ fn the_attention_kernels_address_rows_as_assumed() {
 
 #[test]
 fn words_have_the_bits_of_the_format() {
-    // Of P0..P3, in both halves: all bits of one, and none of the others.
+    // For each of P0..P3, in both halves: all bits of one, and none of the others.
     let own = 0x87ff_87ff;
     assert_eq!(weave([own, 0, 0, 0]), [own, 0, 0]);
     assert_eq!(weave([0, own, 0, 0]), [0, own, 0]);
     assert_eq!(weave([0, 0, own, 0]), [0, 0, own]);
     assert_eq!(weave([0, 0, 0, 0x0780_0000]), [0x7800_0000, 0, 0]);
     assert_eq!(weave([0, 0, 0, 0x0000_0078]), [0, 0x0000_7800, 0]);
-    // The low three bits of the high half, and the sign of the low one, are in the low half of w2.
+    // The low three bits of P3's high half, and the sign of its low half, are in the low half of w2.
     assert_eq!(weave([0, 0, 0, 0x0007_8000]), [0, 0, 0x0000_7800]);
     assert_eq!(weave([0, 0, 0, 0x8000_0007]), [0, 0, 0x7800_0000]);
     for bit in (0..128).filter(|bit| own >> (bit % 32) & 1 == 1) {
@@ -215,17 +215,17 @@ fn every_pattern_is_restored_inside_the_window() {
     }
 }
 
-/// All 256 signs and mantissas of every exponent as escapes, as many as a record holds.
+/// All 256 signs and mantissas of every exponent as escapes, with as many escapes as a record holds.
 #[test]
 fn every_pattern_is_restored_as_an_escape() {
     for exponent in 0..240u32 {
-        // The first and the last code. No base is less than 1 above an exponent, or more than 240.
+        // The first and the last code. A base is at least 1 above an escape's exponent, and at most 240.
         let bases = if exponent == 0 { vec![1, 32, 240] } else { vec![exponent + 1, (exponent + 31).min(240)] };
         for (chunk, first) in (0..256).step_by(8).enumerate() {
             let base = bases[chunk % bases.len()];
             let mut values = page(16, &[base, base + 15]);
             for i in 0..8 {
-                // `bf16` takes the sign from bit 7 and the mantissa from the bits below.
+                // `bf16` uses bit 7 as the sign and the bits below as the mantissa.
                 values[(i * 125 + 3) as usize] = bf16(exponent, first + i);
             }
             let unit = restored(16, HALVES[chunk / bases.len() % 2], &values);
@@ -266,7 +266,7 @@ fn special_values_are_exact_for_all_head_sizes() {
         // Subnormals and zeros, with and without the smallest normal numbers.
         packs(&page(head_dim, &[0]), Some((0, 0)));
         packs(&page(head_dim, &[0, 1, 15]), Some((0, 0)));
-        // A zero next to usual numbers has a slot. Inf or NaN leaves its step without codes.
+        // A zero next to common numbers needs a slot. Inf or NaN leaves its step without codes.
         for (special, fits) in [(0x7f80, false), (0xffc1, false), (0x0000, true), (0x8001, true)] {
             let mut values = page(head_dim, &[112, 127]);
             values[5] = special;
@@ -284,7 +284,7 @@ fn special_values_are_exact_for_all_head_sizes() {
     }
 }
 
-/// Numbers that are normally distributed, roughly, from a generator with a state.
+/// Returns an approximately normally distributed number from a generator.
 fn normal(state: &mut u64) -> f32 {
     let sum: f32 = (0..12)
         .map(|_| {
@@ -311,7 +311,7 @@ fn channels_with_outliers_are_exact() {
             });
             let unit = restored(head_dim, half, &values.collect::<Vec<_>>());
             if let Some((bases, _)) = bases_of(head_dim, &unit) {
-                // The window of a step does not follow the channels of another.
+                // The window of a step does not depend on the channels of other steps.
                 assert!(bases[1..].iter().all(|base| (110..=115).contains(base)), "{scale}: {bases:?}");
             }
         }
@@ -338,7 +338,7 @@ fn a_unit_packs_up_to_the_number_of_slots() {
 #[test]
 fn escapes_are_in_order_wherever_they_stand() {
     for (head_dim, half) in head_dims().flat_map(|head_dim| HALVES.map(|half| (head_dim, half))) {
-        // All in the first tile, all in the last, the first and last element of each.
+        // All escapes in the first tile, all in the last, and the first and last element of each tile.
         let corners = (0..4).flat_map(|tile| [tile * 16 * head_dim, (tile + 1) * 16 * head_dim - 1]);
         let last = (0..8).map(|i| 64 * head_dim - 1 - 3 * i);
         for places in [(0..8).collect::<Vec<u32>>(), last.collect(), corners.collect()] {
@@ -354,7 +354,7 @@ fn escapes_are_in_order_wherever_they_stand() {
     }
 }
 
-/// A unit whose step `s` has `count` values of each exponent, in the order of tokens. A step has 1024 values.
+/// Returns a unit whose step `s` has `count` values of each exponent, in token order. A step has 1024 values.
 fn of_steps(steps: &[Vec<(u32, u32)>]) -> Vec<u16> {
     let of = |runs: &Vec<(u32, u32)>| -> Vec<u16> {
         let values: Vec<u16> = runs.iter().flat_map(|(e, count)| (0..*count).map(|i| bf16(*e, i))).collect();
@@ -376,11 +376,11 @@ fn the_window_of_each_step_ends_with_its_largest_exponent() {
     // As many escapes as slots, and one more.
     assert_eq!(one(&[(100, 1016), (84, 8)]), Some(85));
     assert_eq!(one(&[(100, 1015), (84, 9)]), None);
-    // Codes end 31 below a base. Exponent 0 always has a code.
+    // The lowest code is 31 below the base. Exponent 0 always has a code.
     assert_eq!(one(&[(100, 1023), (54, 1)]), Some(85));
     assert_eq!(one(&[(100, 1023), (53, 1)]), None);
     assert_eq!(one(&[(100, 1023), (0, 1)]), Some(85));
-    // One large value moves the window of its step, and of no other.
+    // One large value moves the window of its own step only.
     assert_eq!(one(&[(90, 1023), (106, 1)]), None);
     let usual = vec![(100, 1020), (90, 4)];
     let bases = choose(&[usual.clone(), vec![(200, 1024)], usual.clone(), vec![(3, 1024)], vec![(16, 1024)]]);
@@ -429,16 +429,16 @@ fn records_that_no_encoder_writes_are_rejected() {
     assert_eq!(field(&|r| r[15] = 255).0, "escapes up to a tile");
     assert_eq!(field(&|r| r[17] |= 1), ("element of an escape", 256 + u32::from(record[16]), 255));
     assert_eq!(field(&|r| r[31] = 1), ("an unused slot", 256, 0));
-    // Code 0 is 31 below a base.
+    // Code 0 means 31 below the base.
     assert_eq!(field(&|r| (r[0], r[17]) = (31, 0)), ("distance of an escape below the base", 31, 30));
-    // Two escapes of one tile must ascend.
+    // The escapes of a tile must be in ascending order.
     let before = u32::from(record[16]);
     let error = decode(&|r| {
         r[12] = 2;
         r.copy_within(16..18, 18);
     });
     assert_eq!((&error, error.code()), (&KvPageError::Order { before, element: before }, "kv-page-invalid"));
-    // Units without tiles.
+    // Units whose tiles are unused.
     for kind in [KIND_BF16, KIND_LOST] {
         assert_eq!(field(&|r| (r[0], r[8]) = (0, kind)).0, "a byte of an unused slot");
     }
@@ -470,7 +470,7 @@ fn units_elsewhere_and_buffers_of_other_sizes_are_errors() {
     }
 }
 
-/// Values of a unit: most exponents of a step in a range of its own, some anywhere.
+/// Values of a unit: in each step most exponents are in one range, and some are arbitrary.
 fn units() -> impl Strategy<Value = (u32, KvHalf, Vec<u16>)> {
     let firsts = prop::collection::vec(0..=255u32, 8);
     let shape = (1..=8u32, prop::bool::ANY, firsts, 1..=18u32, 0..=18usize);
@@ -510,7 +510,7 @@ proptest! {
         restored(16 * steps, KvHalf::Value, &values[..(PAGE_TOKENS * 16 * steps) as usize]);
     }
 
-    /// Any bytes decode or are an error; what decodes has as many values as a page.
+    /// Any bytes decode or are an error; decoded bytes have as many values as a page.
     #[test]
     fn any_bytes_decode_or_are_refused(
         head_dim in prop::sample::select(vec![0, 16, 24, 48, 80, 96, 128, 256, u32::MAX]),
@@ -535,7 +535,8 @@ proptest! {
         }
     }
 
-    /// A damaged record of a real unit never reads out of bounds, and changes values of no more than it names.
+    /// A damaged record of a valid unit never causes an out-of-bounds read, and only changes the values that it refers
+    /// to.
     #[test]
     fn damaged_records_decode_or_are_refused(
         (head_dim, half, values) in units(),
@@ -548,7 +549,7 @@ proptest! {
         record[at] = to;
         if let Ok(decoded) = decode_unit(head_dim, half, &unit.tiles, &record, unit.bf16.as_deref()) {
             let differ = decoded.iter().zip(&values).filter(|(a, b)| a != b).count();
-            // A base is of all values of its step, the kind of all values.
+            // A base affects all values of its step, the kind all values.
             let most = match at {
                 0..RECORD_KIND => 1024,
                 RECORD_KIND => values.len(),
@@ -567,7 +568,7 @@ fn xorshift(mut state: u32) -> u32 {
     state ^ state << 5
 }
 
-/// A name, and of each step exponents and how many values have each.
+/// The name of a case, and for each step its exponents with their number of values.
 type Case = (&'static str, Vec<Vec<(u32, u32)>>);
 
 fn golden_cases() -> Vec<Case> {
@@ -608,7 +609,7 @@ fn golden_cases() -> Vec<Case> {
     cases
 }
 
-/// `tests/parity/kv_golden.json`, which `kv_coverage.py` holds its own choice of bases against.
+/// The cases of `tests/parity/kv_golden.json`. `kv_coverage.py` compares its own choice of bases with this file.
 ///
 /// `UPDATE_DOCS=1` writes it.
 #[test]
@@ -624,7 +625,7 @@ fn golden_choices_are_those_of_this_encoder() {
         });
         let runs = |step: &Vec<(u32, u32)>| -> Vec<[u32; 2]> { step.iter().map(|(e, n)| [e << 7, *n]).collect() };
         let steps: Vec<_> = steps.iter().map(runs).collect();
-        // In the order of their names, whatever order a build keeps.
+        // Keys in alphabetical order, whatever order serde_json keeps in this build.
         serde_json::json!({"choice": choice, "name": name, "slots": slots(head_dim), "steps": steps}).to_string()
     });
     let text = format!("{{\"cases\": [\n{}\n]}}\n", lines.collect::<Vec<_>>().join(",\n"));

@@ -1,4 +1,4 @@
-//! wgmma is Hopper's alone; what other architectures offer instead is named.
+//! Only Hopper has wgmma; the message names the alternative on other architectures.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(n = 2, stages = 4, arch = sm100a)]

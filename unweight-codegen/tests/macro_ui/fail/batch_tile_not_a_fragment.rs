@@ -1,4 +1,4 @@
-//! A batch tile is one that the kernels are built for.
+//! Batch tiles must be one of the supported sizes.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(op = gemm_mma, batch_tile = 12, row_blocks = 4, warps = 8, stages = 2)]

@@ -1,4 +1,4 @@
-//! Small batches are for the other operation.
+//! Small batch tiles belong to the other operation.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(op = gemm_wgmma, batch_tile = 8, stages = 4)]

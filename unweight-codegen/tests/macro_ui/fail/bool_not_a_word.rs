@@ -1,4 +1,4 @@
-//! A switch is not a word.
+//! A switch is a bool, not a word.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(op = gemm_mma, batch_tile = 8, row_blocks = 4, warps = 8, stages = 2, epilogue = true)]

@@ -1,4 +1,4 @@
-//! A switch is not a number.
+//! A switch is a bool, not a number.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(op = gemm_wgmma, batch_tile = true, stages = 4)]

@@ -1,4 +1,4 @@
-//! Code limits are those of the format.
+//! Code limits must be in the range of the format.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(op = decode_huffman, output = full, code_limit = 16)]

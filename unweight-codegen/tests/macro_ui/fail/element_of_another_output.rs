@@ -1,4 +1,4 @@
-//! Indices have no type of their own.
+//! Palette indices have no element type.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(op = decode_huffman, output = palette, element = e4m3)]

@@ -1,4 +1,4 @@
-//! The ring stays below the limit of shared memory.
+//! The ring must fit in shared memory.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(op = gemm_wgmma, batch_tile = 256, stages = 8)]

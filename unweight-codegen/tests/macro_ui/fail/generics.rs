@@ -1,4 +1,4 @@
-//! A variant is one spec.
+//! A variant is a single spec, so its struct has no generics.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(n = 2, stages = 4)]

@@ -1,4 +1,4 @@
-//! A decoder has no ring.
+//! A decoder has no axis `stages`.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(op = decode_huffman, output = full, stages = 4)]

@@ -1,4 +1,4 @@
-//! A key is given once.
+//! A key must not be repeated.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(n = 2, stages = 4, n = 1)]

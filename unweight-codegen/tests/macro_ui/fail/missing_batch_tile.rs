@@ -1,4 +1,4 @@
-//! A matmul of packed weights must say for how many batch rows it is.
+//! A matmul of packed weights needs its batch tile.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(op = gemm_wgmma, stages = 4)]

@@ -1,4 +1,4 @@
-//! A small matmul must say how many warps share k.
+//! A small matmul needs the number of warps that share k.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(op = gemm_mma, batch_tile = 8, row_blocks = 4, stages = 2)]

@@ -1,4 +1,4 @@
-//! All errors are shown at once, and uses of the type add none.
+//! The compiler shows all errors at once, and uses of the type add none.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(op = gemm_recon, n = two, epilogue = keep, colour = red, arch = sm75)]

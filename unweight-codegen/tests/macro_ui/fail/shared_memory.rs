@@ -1,4 +1,4 @@
-//! The sum of shared memory stays below the limit.
+//! The sections must fit in shared memory.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(n = 4, stages = 6)]

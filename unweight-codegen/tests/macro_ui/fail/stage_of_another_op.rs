@@ -1,4 +1,4 @@
-//! Each operation has stages of its own.
+//! Each operation has its own stages.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(op = pack, stage = stats)]

@@ -1,4 +1,4 @@
-//! One stage is no pipeline.
+//! A pipeline needs at least two stages.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(n = 2, stages = 1)]

@@ -1,4 +1,4 @@
-//! A warp's sums lie over its drained ring.
+//! A warp's sums overlay its drained ring, so they must fit.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(op = gemm_mma, batch_tile = 64, row_blocks = 8, warps = 4, stages = 1)]

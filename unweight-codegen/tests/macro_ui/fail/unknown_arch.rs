@@ -1,4 +1,4 @@
-//! Architectures are known by name.
+//! Unknown architecture.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(n = 2, stages = 4, arch = sm75)]

@@ -1,4 +1,4 @@
-//! Keys are known by name.
+//! Unknown key.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(n = 2, stage = 4)]

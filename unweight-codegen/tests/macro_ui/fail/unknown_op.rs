@@ -1,4 +1,4 @@
-//! Operations are known by name.
+//! Unknown operation.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(op = softmax, n = 2, stages = 4)]

@@ -1,4 +1,4 @@
-//! Sources are known by name.
+//! Unknown source.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(n = 2, stages = 4, source = bitmap)]

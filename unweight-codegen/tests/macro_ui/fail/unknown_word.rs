@@ -1,4 +1,4 @@
-//! Values of an enum are known by name.
+//! Unknown value of an enum.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(n = 2, stages = 4, epilogue = keep)]

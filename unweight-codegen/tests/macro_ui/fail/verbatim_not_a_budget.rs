@@ -1,4 +1,4 @@
-//! Budgets are a short list.
+//! Budgets of verbatim rows are one of a short list.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(n = 2, stages = 4, verbatim = 7)]

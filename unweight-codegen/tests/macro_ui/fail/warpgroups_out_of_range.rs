@@ -1,4 +1,4 @@
-//! A block holds three warpgroups that multiply, and one that loads.
+//! A block has at most three multiplying warpgroups and one that loads.
 use unweight_codegen::unweight_variant;
 
 #[unweight_variant(op = gemm_wgmma, batch_tile = 64, warpgroups = 4, stages = 4)]

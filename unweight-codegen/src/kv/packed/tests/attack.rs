@@ -1,10 +1,10 @@
-//! Units of hostile values, held against a second encoder and decoder that follow docs/kv-cache.md alone.
+//! Compares units of hostile values with a second encoder and decoder, which follow docs/kv-cache.md alone.
 //!
-//! `KV_ATTACK_UNITS` asks for more than a few thousand.
+//! `KV_ATTACK_UNITS` sets the number of units; the default is 2000.
 
 use super::*;
 
-/// A generator with a state.
+/// A deterministic random number generator.
 struct Draw(u64);
 
 impl Draw {
@@ -29,7 +29,7 @@ const SPECIAL: [u16; 20] = [
     0x7f81, 0xff81, 0x7fbf, 0x7fc0, 0xffc1, 0xffff,
 ];
 
-/// A unit `[64][head_dim]` of one of several kinds.
+/// Returns a unit `[64][head_dim]` of a random kind.
 fn hostile(draw: &mut Draw, head_dim: u32) -> Vec<u16> {
     let (steps, count) = (head_dim / 16, (64 * head_dim) as usize);
     let kind = draw.below(10);
@@ -39,7 +39,7 @@ fn hostile(draw: &mut Draw, head_dim: u32) -> Vec<u16> {
     if kind == 1 {
         return (0..count).map(|_| draw.bits() as u16).collect();
     }
-    // All in the window of each step, whose last exponent is there.
+    // All values are in the window of their step, and the first token has its last exponent.
     let base_kind = draw.below(4);
     let bases: Vec<u32> = (0..steps)
         .map(|_| match base_kind {
@@ -56,7 +56,7 @@ fn hostile(draw: &mut Draw, head_dim: u32) -> Vec<u16> {
             bf16(base + above, draw.bits())
         })
         .collect();
-    // Escapes: how many, and where.
+    // The number of escapes, and where they are.
     let slots = slots(head_dim);
     let escapes = match kind {
         2 => 0,
@@ -74,7 +74,7 @@ fn hostile(draw: &mut Draw, head_dim: u32) -> Vec<u16> {
             break;
         }
         let (token, index) = match place {
-            // Of one tile, of one channel, in the corners, of one lane, anywhere.
+            // In one tile, in one channel, in the corners, in one lane, or anywhere.
             0 => (tile * 16 + draw.below(16), draw.below(head_dim)),
             1 => (draw.below(64), column),
             2 => (draw.of(&[0, 1, 15, 16, 47, 48, 62, 63]), draw.of(&[0, 1, head_dim - 2, head_dim - 1])),
@@ -94,7 +94,8 @@ fn hostile(draw: &mut Draw, head_dim: u32) -> Vec<u16> {
     values
 }
 
-/// Where docs/kv-cache.md puts half `h` of register `r` of lane `4g + t` in step `s`: token of the tile, element.
+/// Returns the token of the tile and the element for half `h` of register `r` of lane `4g + t` in step `s`, according
+/// to docs/kv-cache.md.
 fn document_place(half: KvHalf, s: u32, lane: u32, r: u32, h: u32) -> (u32, u32) {
     let (g, t) = (lane / 4, lane % 4);
     match half {
@@ -116,7 +117,7 @@ fn document_byte(head_dim: u32, q: u32, l: u32) -> u32 {
     }
 }
 
-/// The record and the tiles of a unit; `None`: it goes to the pool.
+/// Returns the record and the tiles of a unit; `None` if it needs a BF16 unit.
 fn document_encode(head_dim: u32, half: KvHalf, values: &[u16]) -> Option<(Vec<u8>, Vec<Vec<u8>>)> {
     let exponent = |value: u16| i32::from(value >> 7 & 255);
     let mut base = [0i32; 8];
@@ -207,7 +208,7 @@ fn hostile_units_are_restored_as_the_document_says() {
     let (mut packed, mut full, mut elsewhere) = (0u64, 0u64, 0u64);
     for seed in 0..count {
         let draw = &mut Draw(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        // Small heads are cheap.
+        // Mostly small heads, because they are fast.
         let head_dim = 16 * (1 + if draw.below(3) == 0 { draw.below(8) } else { seed as u32 % 2 });
         let half = HALVES[draw.below(2) as usize];
         let values = hostile(draw, head_dim);
