@@ -1,4 +1,4 @@
-//! What each code limit costs: bits per element of whole Huffman tensors, and of codes alone.
+//! The cost of each code limit: bits per element of whole Huffman tensors, and of codes alone.
 //!
 //! ```text
 //! code_limits                    N(0, 0.02^2), [4096, 4096]

@@ -3,9 +3,9 @@
 //! ```text
 //! codec_speed FILE N,K[;N,K...] [--threads T] [--rounds R] [--on-demand]
 //! ```
-//! `FILE` holds the matrices one after the other. Each round encodes and decodes all of them, shared out among the
-//! threads as bundles do it, into memory of their own, and prints one line of JSON. Encoding includes the digest of the
-//! original and those of every section; decoding includes validating the sections and comparing the digest of the
+//! `FILE` contains the matrices without gaps. Each round encodes and decodes all of them into its own memory, with the
+//! matrices distributed over the threads as for bundles, and prints one line of JSON. Encoding includes the digest of
+//! the original and those of every section; decoding includes validating the sections and comparing the digest of the
 //! result. With `--on-demand` a round waits for a line on stdin, so that rounds can be interleaved with those of
 //! another program.
 
@@ -33,7 +33,7 @@ fn main() -> ExitCode {
 }
 
 fn run() -> Result<(), Box<dyn Error>> {
-    // As the command line does.
+    // Like the command line.
     keep_freed_memory();
     let (mut threads, mut rounds, mut on_demand) = (1, 7, false);
     let mut positional = Vec::new();
@@ -50,7 +50,7 @@ fn run() -> Result<(), Box<dyn Error>> {
     let bytes = std::fs::read(&file).map_err(|error| format!("{file}: {error}"))?;
     let matrices = split(&bytes, &shapes)?;
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build()?;
-    // The first use of a pool starts its threads; that is no part of the codec.
+    // The first use of a pool starts its threads, which must not be timed.
     pool.broadcast(|_| ());
     if on_demand {
         for line in std::io::stdin().lock().lines() {
@@ -98,7 +98,7 @@ fn store(matrix: Matrix<'_>) -> Result<Stored, String> {
 }
 
 fn restore(stored: &Stored) -> Result<Vec<u8>, String> {
-    // As a reader does it: nothing is trusted before the sections are validated.
+    // Like a reader: sections are validated before they are trusted.
     let section = |section| stored.tensor.section(section).unwrap_or(Cow::Borrowed(&[]));
     let tensor = HuffmanTensor::from_sections(stored.tensor.grid(), section).map_err(|error| error.to_string())?;
     let bytes = huffman::decode(&tensor).map_err(|error| error.to_string())?;

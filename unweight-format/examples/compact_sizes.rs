@@ -1,5 +1,5 @@
-//! Sizes of the compact encoding beside the Huffman encoding, tensor by tensor, of safetensors files or of N(0,
-//! 0.02^2): `cargo run --release -p unweight-format --example compact_sizes -- [FILES]`.
+//! Compares the sizes of the compact and the Huffman encoding, tensor by tensor, for safetensors files or N(0, 0.02^2):
+//! `cargo run --release -p unweight-format --example compact_sizes -- [FILES]`.
 
 use std::{env, fs};
 

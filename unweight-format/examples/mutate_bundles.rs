@@ -1,17 +1,17 @@
-//! Mutates small bundles, and holds verify and decompress to what they promise.
+//! Mutates small bundles, and checks the promises of verify and decompress.
 //!
 //! ```text
 //! cargo run --release -p unweight-format --example mutate_bundles -- [COUNT] [SEED] [DIRECTORY]
 //! ```
-//! COUNT (100,000) mutants from SEED (1) in DIRECTORY (a temporary one; a file system in memory is fastest). Each
-//! mutant is one to four changes: flipped bits, cut and grown files, swapped and missing ones, values of the manifest
-//! and of shard headers exchanged, and most of the time the digests made right again, as an attacker would. What must
-//! hold for each:
-//! - no panic, and an answer within ten seconds;
-//! - what `decompress` gives is byte for byte the source, or it gives nothing: a mutant that is sealed anew may be
-//!   another bundle, but then `verify` finds it sound, too, and `decompress` what its digests say;
-//! - `verify` finds a mutant sound exactly if `decompress` rebuilds it;
-//! - the bundle is not written to, and nothing appears beside the output.
+//! Makes COUNT (100,000) mutants from SEED (1) in DIRECTORY (a temporary one; a file system in memory is fastest). Each
+//! mutant has one to four changes: flipped bits, truncated and extended files, swapped and missing files, exchanged
+//! values of the manifest and of shard headers. Most of the time the digests are then corrected, as an attacker would.
+//! For each:
+//! - nothing panics, and the result takes less than ten seconds;
+//! - `decompress` restores the source byte for byte or fails. A mutant with corrected digests may be another bundle;
+//!   then `verify` finds it sound, too, and `decompress` restores what its digests describe;
+//! - `verify` finds a mutant sound exactly if `decompress` restores it;
+//! - the bundle is not written to, and nothing appears next to the output.
 
 use std::{
     collections::BTreeMap,
@@ -61,7 +61,7 @@ fn run() -> Result<(), Box<dyn Error>> {
     let root = home.join("mutants");
     fs::create_dir(&root)?;
     let seeds = bundles(&root)?;
-    // The mutator itself: sealing an unchanged bundle, or one whose notes are others, gives a sound one.
+    // Test the mutator itself: sealing an unchanged bundle, or one with other notes, results in a sound one.
     for (bundle, source) in &seeds {
         let mut sealed = bundle.clone();
         seal(&mut sealed, true);
@@ -76,7 +76,7 @@ fn run() -> Result<(), Box<dyn Error>> {
             return Err("a sealed bundle with other notes is not sound".into());
         }
     }
-    // A panic is counted, and said once.
+    // Panics are counted, and reported once.
     std::panic::set_hook(Box::new(|_| {}));
     let start = Instant::now();
     let (mut sound, mut unchanged, mut failures, mut slowest) = (0, 0, Vec::new(), Duration::ZERO);
@@ -113,7 +113,7 @@ fn run() -> Result<(), Box<dyn Error>> {
     if failures.is_empty() { Ok(()) } else { Err("promises broken".into()) }
 }
 
-/// Small bundles of every profile, with the trees that they are made from.
+/// Small bundles of every profile, with their sources.
 fn bundles(root: &Path) -> Result<Vec<(Tree, Tree)>, Box<dyn Error>> {
     let source = root.join("seed-model");
     let tiny = DemoOptions {
@@ -162,8 +162,7 @@ fn examine(root: &Path, mutant: &Tree, source: &Tree) -> Result<Outcome, String>
     let (bundle, output) = (root.join("bundle"), root.join("output"));
     let io = |error: std::io::Error| error.to_string();
     write_tree(&bundle, mutant).map_err(io)?;
-    // The bundle's own index and files that are listed nowhere are damage to verify, and nothing to decompress, which
-    // does not read them.
+    // Verify reports damage of the bundle's own index and unlisted files; decompress does not read them.
     let unread = |file: &str| file == "stray" || file.ends_with(".safetensors.index.json");
     let (sound, only_unread) = match verify(&bundle, None, &Silent) {
         Ok(report) => (report.is_ok(), report.problems.iter().all(|problem| unread(&problem.file))),
@@ -198,7 +197,7 @@ fn examine(root: &Path, mutant: &Tree, source: &Tree) -> Result<Outcome, String>
     }
 }
 
-/// An error that is about the bundle, not about this machine.
+/// Checks that an error is about the bundle, not about this machine.
 fn launch_error(error: &BundleError) -> Result<bool, String> {
     match error {
         BundleError::Interrupted { .. } | BundleError::Cancelled | BundleError::Locked { .. } => Err(error.to_string()),
@@ -247,7 +246,7 @@ fn flip(bytes: Option<&mut Vec<u8>>, random: &mut Random) {
     }
 }
 
-/// Changes a value of a shard's header; its length stays, so that what follows is where it was.
+/// Changes a digit in a shard's header. Its length does not change, so the data does not move.
 fn header(bytes: Option<&mut Vec<u8>>, random: &mut Random) {
     let Some(bytes) = bytes.filter(|bytes| bytes.len() > 8) else { return };
     let length = u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes")) as usize;
@@ -308,8 +307,8 @@ fn leaves(value: &Value, at: String, found: &mut Vec<String>) {
     }
 }
 
-/// Makes digests right again: of the manifest, and, if `parts`, of shard headers, sections, raw tensors and copied
-/// files, as the manifest places them.
+/// Corrects digests: of the manifest and, if `parts`, of shard headers, sections, raw tensors and copied files, as the
+/// manifest places them.
 fn seal(tree: &mut Tree, parts: bool) {
     let Some(mut json) = tree.get("unweight.json").and_then(|bytes| serde_json::from_slice::<Value>(bytes).ok()) else {
         return;
@@ -319,7 +318,7 @@ fn seal(tree: &mut Tree, parts: bool) {
         match file["kind"].as_str() {
             Some("copied") => {
                 file["digest"] = Digest::of(bytes).to_string().into();
-                // This example has no SHA-256 of its own; a manifest need not either.
+                // This example does not compute SHA-256, which is optional in a manifest.
                 file.as_object_mut().map(|file| file.remove("sha256"));
             }
             Some("weights") => {

@@ -1,7 +1,7 @@
-//! What the packed encoding costs: bits per element, escapes and speed by distribution of the weights.
+//! The cost of the packed encoding: bits per element, escapes and speed by distribution of the weights.
 //!
 //! ```text
-//! packed_costs           made weights, [4096, 4096]
+//! packed_costs           generated weights, [4096, 4096]
 //! packed_costs BUNDLE    the packed tensors of a bundle: bits and escapes
 //! ```
 
@@ -87,7 +87,7 @@ fn made() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// The fastest of all rounds, contenders in turns; histogram and code are given.
+/// Times interleaved rounds of all contenders, and prints the fastest. Histogram and code are precomputed.
 fn speed(
     name: &str,
     matrix: Matrix<'_>,

@@ -1,6 +1,6 @@
-//! Places where a test ends the process, to see what a crash there leaves (`docs/adr/0007-staging-protocol.md`).
+//! Places where a test ends the process, to check what a crash leaves there (`docs/adr/0007-staging-protocol.md`).
 
-/// Every place, in the order of a run that replaces an existing output.
+/// Every failpoint, in the order of a run that replaces an existing output.
 #[cfg(feature = "failpoints")]
 pub const FAILPOINTS: &[&str] = &[
     "created",
@@ -22,8 +22,8 @@ pub const FAILPOINTS: &[&str] = &[
     "unlocked",
 ];
 
-/// Ends the process without a word where `UNWEIGHT_FAILPOINT` is `name`, or `name:N` and this is the N-th time. Nothing
-/// without the feature `failpoints`.
+/// Aborts the process if `UNWEIGHT_FAILPOINT` is `name`, or `name:N` and this is the N-th call with that name. Does
+/// nothing without the feature `failpoints`.
 #[inline]
 pub(crate) fn failpoint(name: &str) {
     #[cfg(feature = "failpoints")]
@@ -44,13 +44,13 @@ pub(crate) fn failpoint(name: &str) {
     }
 }
 
-/// What a test can make the system refuse: a swap of two names, the rename of the finished output, that of the old one
-/// back, a thread.
+/// Operations that a test can make fail: the swap of two names, the rename of the finished output, the rename that
+/// restores the old output, and starting a thread.
 #[cfg(feature = "failpoints")]
 pub const FAULTS: &[&str] = &["swap", "publish", "back", "thread"];
 
-/// True where `UNWEIGHT_FAULT` lists `name` (`a,b`), or `name:N` and this is the N-th time. Never without the feature
-/// `failpoints`.
+/// Whether `UNWEIGHT_FAULT` lists `name` (`a,b`), or `name:N` and this is the N-th call with that name. Always false
+/// without the feature `failpoints`.
 #[inline]
 pub(crate) fn fault(name: &str) -> bool {
     #[cfg(feature = "failpoints")]

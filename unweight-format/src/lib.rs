@@ -1,16 +1,17 @@
 //! The Unweight format: lossless compression of BF16, F16, F32 and FP8 weights, of one tensor and of a model.
 //!
-//! `docs/format.md` specifies it: part A a tensor, part B a *bundle*, which is a model directory a third smaller that
-//! standard safetensors tools open. This crate knows nothing of CUDA, kernels or launch geometry.
+//! `docs/format.md` specifies it: part A one tensor, part B a *bundle*. A bundle is a model directory, a third smaller
+//! than the model, that standard safetensors tools can open. This crate contains no CUDA code, kernels or launch
+//! geometry.
 //!
 //! ```text
 //! bits      bytes, tiles, histograms, digests
 //!   ^
-//! encoding      raw, huffman, palette, packed, compact, exponents: a module each, one list; an oracle judges them
+//! encoding      raw, huffman, palette, packed, compact, exponents: a module each, one list; an oracle to test them
 //!   ^
 //! model     safetensors, names to roles
 //!   ^
-//! bundle    plan, compress, decompress, verify, read      raw                the insides, for experts: no promises
+//! bundle    plan, compress, decompress, verify, read      raw                unstable internals, for other crates
 //!                                                         testing (feature)  random weights, a demo model
 //! ```
 //!

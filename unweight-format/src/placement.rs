@@ -17,15 +17,15 @@ named! {
     Placement, "placement" {
         /// BF16, multiplied by cuBLAS: the BF16 baseline.
         Bf16 = "bf16",
-        /// Packed tiles of 12 bits a weight, the default. A weight that cannot be packed is BF16; a compact tensor is
-        /// expanded when it is loaded.
+        /// Packed tiles, 12 bits per weight, the default. A weight that cannot be packed is held as BF16; a compact
+        /// tensor is expanded when it is loaded.
         #[default]
         Packed = "packed",
-        /// Compact tensors stay compact, 10.9 bits a weight, where kernels can read them. Every other weight is held as
-        /// by [`Self::Packed`].
+        /// Compact tensors stay compact, 10.9 bits per weight, where kernels support them. All other weights are held
+        /// as by [`Self::Packed`].
         Compact = "compact",
-        /// The weights of MLPs stay as the bundle stores them, and the report's pipelines multiply by them. Every other
-        /// weight is held as by [`Self::Packed`].
+        /// The weights of MLPs stay as the bundle stores them, and the report's pipelines multiply by them. All other
+        /// weights are held as by [`Self::Packed`].
         Stored = "stored",
         /// Like [`Self::Stored`], but every other layer with Huffman-coded weights is held as palette indices.
         Alternate = "alternate",
@@ -44,8 +44,8 @@ impl Placement {
         if self.has_pipelines() { Self::Packed } else { self }
     }
 
-    /// The placement of an embedding, in which ids are looked up: [`Self::Bf16`] or [`Self::Packed`], because no kernel
-    /// looks up rows of compact tensors.
+    /// The placement of an embedding table: [`Self::Bf16`] or [`Self::Packed`], because no kernel looks up rows of
+    /// compact tensors.
     #[must_use]
     pub const fn lookup(self) -> Self {
         match self {

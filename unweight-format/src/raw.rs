@@ -1,12 +1,11 @@
-//! The insides of encodings, for kernels, loaders and converters of other formats. No stability promise: any release
-//! may change what is here.
+//! Unstable internals of the encodings, for kernels, loaders and converters of other formats. Any release may change
+//! them.
 //!
-//! - One module per encoding with what its kernels need: windows, codes, tables, and the typed view of a stored tensor.
+//! - One module per encoding with what its kernels need: windows, codes, tables, and a typed view of a stored tensor.
 //! - [`Section`]: the parts that an encoding stores, each with a name, a type and a shape.
-//! - [`oracle`]: slow encoders and decoders, written straight from the specification; the fast ones are tested against
-//!   them.
-//! - [`layout`]: sizes of `docs/format.md`, A.2, as constants.
-//! - [`Input`], [`OutputDir`]: reading a source that must not change, and writing a folder that appears when it is
+//! - [`oracle`]: slow encoders and decoders, written directly from the specification, to test the fast ones against.
+//! - [`layout`]: the constants of `docs/format.md`.
+//! - [`Input`], [`OutputDir`]: reading a source that must not change, and writing a folder that appears only when it is
 //!   complete. [`discard_partial`] removes what a failed run left.
 
 #[cfg(feature = "failpoints")]

@@ -1,6 +1,6 @@
 #![no_main]
-//! Entries of the kernel cache from anywhere: looked at, listed, verified and evicted, never trusted and never in the
-//! way.
+//! Arbitrary entries of the kernel cache are inspected, listed, verified and evicted, but never trusted, and never
+//! block other entries.
 
 use std::{fs, path::PathBuf, sync::LazyLock};
 

@@ -1,5 +1,5 @@
 #![no_main]
-//! Stored sections from anywhere: arbitrary ones, and valid ones with bytes changed.
+//! Arbitrary stored sections, and valid ones with changed bytes.
 
 use libfuzzer_sys::fuzz_target;
 use unweight_format::{
@@ -10,7 +10,7 @@ use unweight_format::{
     },
 };
 
-/// The sections of the encodings with verbatim rows, as an input numbers them.
+/// The sections of the encodings with verbatim rows, in the numbering of inputs.
 const NUMBERED: [Section; 8] = [
     Section::SIGN_MANTISSA,
     Section::ENCODED_EXP,
@@ -41,7 +41,7 @@ fn check_palette(tensor: &PaletteTensor<Vec<u8>>) {
 fn check_packed(tensor: &PackedTensor<Vec<u8>>) {
     let weights = tensor.unpack();
     assert!(weights == oracle::unpack(tensor));
-    // The encoding is canonical: with the same window, the weights give the same bytes.
+    // The encoding is canonical: the same window and weights result in the same bytes.
     let matrix = Matrix::new(&weights, tensor.grid().rows(), tensor.grid().cols()).expect("the shape is right");
     if let Ok(again) = packed::pack(matrix, &Histogram::of(&weights)) {
         assert!(again.window() != tensor.window() || again == *tensor, "two encodings of the same weights");
@@ -80,7 +80,7 @@ fuzz_target!(|data: &[u8]| {
     }
     let Ok(grid) = TileGrid::new(usize::from(*rows) + 1, usize::from(*cols) + 1) else { return };
     if mode & 1 == 0 {
-        // Sections cut from the input, sizes as the grid asks for where it does.
+        // Sections cut from the input, with the sizes that the grid requires where it determines them.
         let mut rest = data;
         let mut cut = |section: Section| {
             let bytes = section.fixed_bytes(grid).unwrap_or_else(|| {
@@ -101,7 +101,7 @@ fuzz_target!(|data: &[u8]| {
         }
         return;
     }
-    // A valid tensor; then (section, offset, xor) triples from the input.
+    // A valid tensor, changed by (section, offset, xor) triples from the input.
     let weights: Vec<u8> = (0..grid.elements() as u32)
         .flat_map(|i| {
             let mixed = i.wrapping_mul(0x9e37_79b9) ^ u32::from(*mode) << 8;
@@ -131,7 +131,7 @@ fuzz_target!(|data: &[u8]| {
     }
 });
 
-/// Other types: sections cut from the input, or valid ones with (section, offset, xor) from the input.
+/// Other types: sections cut from the input, or valid ones changed by (section, offset, xor) triples.
 fn exponents_sections(mode: u8, rows: usize, cols: usize, data: &[u8]) {
     let grid = TileGrid::new(rows, cols).expect("small");
     let float = [Float::E4M3, Float::E5M2, Float::F16, Float::F32][usize::from(mode >> 4 & 3)];
@@ -187,7 +187,7 @@ fn exponents_sections(mode: u8, rows: usize, cols: usize, data: &[u8]) {
     ExponentsTensor::from_sections(grid, damaged).iter().for_each(check_exponents);
 }
 
-/// Packed tensors of up to 2 x 2 tiles; 0 tile rows or columns: a shape that cannot be packed.
+/// Packed tensors of up to 2 x 2 tiles. With 0 tile rows or columns the shape cannot be packed.
 fn packed_sections(mode: u8, tile_rows: usize, tile_cols: usize, data: &[u8]) {
     let extent = |tiles: usize| if tiles == 0 { 65 } else { 64 * tiles };
     let grid = TileGrid::new(extent(tile_rows), extent(tile_cols)).expect("small");
@@ -203,7 +203,7 @@ fn packed_sections(mode: u8, tile_rows: usize, tile_cols: usize, data: &[u8]) {
         PackedTensor::from_sections(grid, cut).iter().for_each(check_packed);
         return;
     }
-    // A valid tensor with some escapes; then (section, offset, xor) from the input.
+    // A valid tensor with some escapes, changed by (section, offset, xor) triples from the input.
     let weights: Vec<u8> = (0..grid.elements() as u32)
         .flat_map(|i| {
             let mixed = i.wrapping_mul(0x9e37_79b9) ^ u32::from(mode) << 8;
@@ -229,7 +229,7 @@ fn packed_sections(mode: u8, tile_rows: usize, tile_cols: usize, data: &[u8]) {
     PackedTensor::from_sections(grid, damaged).iter().for_each(check_packed);
 }
 
-/// The same for compact tensors.
+/// Compact tensors, as in [`packed_sections`].
 fn compact_sections(mode: u8, tile_rows: usize, tile_cols: usize, data: &[u8]) {
     let extent = |tiles: usize| if tiles == 0 { 65 } else { 64 * tiles };
     let grid = TileGrid::new(extent(tile_rows), extent(tile_cols)).expect("small");
@@ -250,7 +250,7 @@ fn compact_sections(mode: u8, tile_rows: usize, tile_cols: usize, data: &[u8]) {
         CompactTensor::from_sections(grid, cut).iter().for_each(check_compact);
         return;
     }
-    // A valid tensor with some escapes; then (section, offset, xor) from the input.
+    // A valid tensor with some escapes, changed by (section, offset, xor) triples from the input.
     let weights: Vec<u8> = (0..grid.elements() as u32)
         .flat_map(|i| {
             let mixed = i.wrapping_mul(0x9e37_79b9) ^ u32::from(mode) << 8;

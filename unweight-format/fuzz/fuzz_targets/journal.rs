@@ -1,8 +1,8 @@
 #![no_main]
-//! The staging folder of an interrupted run, changed by anybody: `--resume` makes the same bundle all the same.
+//! The staging folder of an interrupted run with arbitrary changes: `--resume` still makes the same bundle.
 //!
-//! The input is a list of changes of eight bytes: which file, what is done, where, and with what. Lines of the journal
-//! and the records are sealed again after a change, as a bug or a hand would.
+//! The input is a list of changes of eight bytes: file, operation, position and value. Journal lines and records get
+//! correct digests after a change, as after a bug or an edit.
 
 use std::{
     collections::BTreeMap,
@@ -26,12 +26,12 @@ type Tree = BTreeMap<PathBuf, Vec<u8>>;
 struct State {
     dir: PathBuf,
     options: CompressOptions,
-    /// The staging folder as the interrupted run left it.
+    /// The staging folder that the interrupted run left.
     left: Tree,
     whole: Tree,
 }
 
-/// Cancels after so many bytes.
+/// Cancels after a number of bytes.
 struct CancelAfter(u64, AtomicU64);
 
 impl Progress for CancelAfter {
@@ -77,7 +77,7 @@ static STATE: LazyLock<State> = LazyLock::new(|| {
     let run = |out: &str, progress: &dyn Progress| compress(&dir.join("model"), &dir.join(out), &options, progress);
     run("whole", &Silent).expect("compressed");
     let whole = read_tree(&dir.join("whole"));
-    // Into the second file: there is a record of the first, too.
+    // Stop in the second file, so that there is a record of the first.
     let total: u64 = fs::read_dir(dir.join("model")).expect("readable").map(|f| f.expect("there").metadata().expect("there").len()).sum();
     run("out", &CancelAfter(total * 3 / 4, AtomicU64::new(0))).expect_err("it was cancelled");
     let left = read_tree(&dir.join("out.partial"));
@@ -88,7 +88,7 @@ static STATE: LazyLock<State> = LazyLock::new(|| {
     State { dir, options, left, whole }
 });
 
-/// Puts right digests before what was changed.
+/// Corrects the digests of changed contents.
 fn seal(name: &str, bytes: &mut Vec<u8>) {
     let digest = |text: &[u8]| Digest::of(text).to_string().into_bytes();
     if name.starts_with("records/") {
@@ -119,14 +119,14 @@ fuzz_target!(|data: &[u8]| {
             1 => bytes.extend(std::iter::repeat_n(value, length)),
             2 => drop(bytes.drain(at..(at + length % 64).min(bytes.len()))),
             3 => drop(bytes.splice(at..at, std::iter::repeat_n(value, length % 64))),
-            // A line twice, or out of its place.
+            // Duplicate a line, possibly out of order.
             4 => {
                 let mut lines: Vec<Vec<u8>> = bytes.split(|byte| *byte == b'\n').map(<[u8]>::to_vec).collect();
                 let line = lines[at % lines.len()].clone();
                 lines.insert(length % (lines.len() + 1), line);
                 *bytes = lines.join(&b'\n');
             }
-            // Digits are where numbers and digests are.
+            // Change a digit, to hit numbers and digests.
             5 => {
                 let digits: Vec<usize> = (0..bytes.len()).filter(|at| bytes[*at].is_ascii_hexdigit()).collect();
                 if let Some(digit) = digits.get(at % digits.len().max(1)) {

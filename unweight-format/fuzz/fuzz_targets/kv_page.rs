@@ -1,5 +1,5 @@
 #![no_main]
-//! Packed KV pages: arbitrary bytes, units of arbitrary values, and units with bytes of their record changed.
+//! Packed KV pages: arbitrary bytes, units of arbitrary values, and units with changed bytes in their record.
 
 use libfuzzer_sys::fuzz_target;
 use unweight_codegen::kv::{
@@ -7,13 +7,13 @@ use unweight_codegen::kv::{
     packed::{KvPageError, Record, decode_unit, encode_unit, record_bytes, slots, tile_bytes, unit_bytes},
 };
 
-/// Bytes of the input, over and over.
+/// Bytes of the input, repeated.
 fn filled(data: &[u8], len: u32) -> Vec<u8> {
     let data = if data.is_empty() { &[0] } else { data };
     data.iter().copied().cycle().take(len as usize).collect()
 }
 
-/// What is accepted has as many values as a unit, and encodes to a unit of the same values.
+/// Accepted bytes decode to the values of a unit, which encode to a unit with the same values.
 fn check(head_dim: u32, half: KvHalf, tiles: &[Vec<u8>; 4], record: &[u8], bf16: Option<&[u8]>) {
     let parsed = Record::parse(head_dim, record);
     let values = match decode_unit(head_dim, half, tiles, record, bf16) {
@@ -29,7 +29,7 @@ fn check(head_dim: u32, half: KvHalf, tiles: &[Vec<u8>; 4], record: &[u8], bf16:
     round_trip(head_dim, half, &values);
 }
 
-/// Every bit comes back, and the record has the escapes that the values have.
+/// Every bit is restored, and the record contains exactly the escapes of the values.
 fn round_trip(head_dim: u32, half: KvHalf, values: &[u16]) {
     let unit = encode_unit(head_dim, half, values);
     let decoded = decode_unit(head_dim, half, &unit.tiles, &unit.record, unit.bf16.as_deref()).expect("just encoded");
@@ -50,7 +50,7 @@ fuzz_target!(|data: &[u8]| {
     let [mode, size, first, data @ ..] = data else { return };
     let (head_dim, half) = (16 * (u32::from(size % 8) + 1), [KvHalf::Key, KvHalf::Value][usize::from(size >> 7)]);
     let elements = PAGE_TOKENS * head_dim;
-    // Values: the input as it is, or with exponents of one window but for those that 0xff says.
+    // Values: the input itself, or values with the exponents of one window except where the input has 0xff.
     let words = filled(data, 2 * elements);
     let raw = words.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]]));
     let values: Vec<u16> = if mode & 1 == 0 {
@@ -66,7 +66,7 @@ fuzz_target!(|data: &[u8]| {
     };
     if mode & 2 == 0 {
         round_trip(head_dim, half, &values);
-        // The record with bytes changed.
+        // The record with changed bytes.
         let unit = encode_unit(head_dim, half, &values);
         let mut record = unit.record.clone();
         for change in data.chunks_exact(2).take(8) {
@@ -76,7 +76,7 @@ fuzz_target!(|data: &[u8]| {
         check(head_dim, half, &unit.tiles, &record, unit.bf16.as_deref());
         return;
     }
-    // Bytes that no encoder wrote. Sizes are right, or one of them is not.
+    // Arbitrary bytes; at most one size is wrong.
     let short = u32::from(mode >> 2 & 3);
     let record = filled(data, record_bytes(head_dim) - u32::from(short == 1));
     let rest = data.get(record.len()..).unwrap_or_default();

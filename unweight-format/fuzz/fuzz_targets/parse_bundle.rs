@@ -1,5 +1,5 @@
 #![no_main]
-//! Headers, manifests and shards from anywhere.
+//! Arbitrary headers, manifests and shards.
 
 use std::{fs, path::PathBuf, sync::LazyLock};
 
@@ -12,7 +12,7 @@ use unweight_format::{
 
 static DIR: LazyLock<PathBuf> = LazyLock::new(|| tempfile::tempdir().expect("a directory").keep());
 
-/// Puts the right digest in, as an attacker would.
+/// Inserts the correct digest, as an attacker would.
 fn seal(manifest: &mut [u8]) {
     const KEY: &[u8] = b"\"manifest_digest\":\"";
     let Some(at) = manifest.windows(KEY.len()).rposition(|window| window == KEY) else { return };
@@ -35,7 +35,7 @@ fuzz_target!(|data: &[u8]| {
     let mut manifest = manifest.to_vec();
     seal(&mut manifest);
     fs::write(DIR.join("unweight.json"), manifest).expect("written");
-    // A new file: the old one may still be mapped.
+    // Creates a new file instead of overwriting the old one.
     _ = fs::remove_file(DIR.join("t.safetensors"));
     fs::write(DIR.join("t.safetensors"), shard).expect("written");
     if let Ok(bundle) = Bundle::open(&DIR) {

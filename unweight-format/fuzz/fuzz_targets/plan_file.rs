@@ -1,12 +1,12 @@
 #![no_main]
-//! Plan files from anywhere, and patterns over names from anywhere.
+//! Arbitrary plan files, and arbitrary patterns and names.
 
 use std::path::Path;
 
 use libfuzzer_sys::fuzz_target;
 use unweight_format::{bundle::PlanFile, raw::glob::matches};
 
-/// The obvious matcher, exponential and right.
+/// The obvious matcher, which is exponential and correct.
 fn obvious(pattern: &[char], name: &[char]) -> bool {
     match (pattern.first(), name.first()) {
         (None, None) => true,

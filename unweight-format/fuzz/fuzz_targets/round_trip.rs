@@ -1,5 +1,5 @@
 #![no_main]
-//! Any weights of any small shape come back, and both encoders agree.
+//! Arbitrary weights of any small shape are restored, and both encoders agree.
 
 use libfuzzer_sys::fuzz_target;
 use unweight_format::{
@@ -24,7 +24,7 @@ fuzz_target!(|data: &[u8]| {
     let mut out = vec![0; weights.len()];
     palette::decode_into(&palette, &mut out).expect("valid");
     assert!(out == weights);
-    // The same bytes as other types, rows as long as they are and what is left out.
+    // The same bytes as other types: rows of the same length, without the remainder.
     for float in [Float::E4M3, Float::E5M2, Float::F16, Float::F32] {
         let rows = weights.len() / float.bytes() / cols;
         let weights = &weights[..rows * cols * float.bytes()];
@@ -34,7 +34,7 @@ fuzz_target!(|data: &[u8]| {
         assert!(exponents::decode(&fast).expect("valid") == weights);
         assert!(oracle::decode_exponents(&fast).expect("valid") == weights);
     }
-    // Whole tiles of the same weights, repeated as often as it takes.
+    // Whole tiles of the same weights, repeated as needed.
     let whole: Vec<u8> = weights.iter().copied().cycle().take(64 * 128 * 2).collect();
     let matrix = Matrix::new(&whole, 64, 128).expect("the shape is right");
     let tensor = packed::pack(matrix, &Histogram::of(&whole));

@@ -1,18 +1,18 @@
-//! The two bytes of a BF16 value (report section 3.1).
+//! Splits a BF16 value into two bytes and joins them (report section 3.1).
 
-/// Sign bit and seven mantissa bits.
+/// Returns the sign bit and the seven mantissa bits.
 #[inline(always)]
 pub const fn sign_mantissa(bits: u16) -> u8 {
     (bits >> 8 & 0x80) as u8 | (bits & 0x7f) as u8
 }
 
-/// The eight exponent bits.
+/// Returns the eight exponent bits.
 #[inline(always)]
 pub const fn exponent(bits: u16) -> u8 {
     (bits >> 7) as u8
 }
 
-/// Inverse of the split.
+/// Joins what [`sign_mantissa`] and [`exponent`] return.
 #[inline(always)]
 pub const fn join(sign_mantissa: u8, exponent: u8) -> u16 {
     (sign_mantissa as u16 & 0x80) << 8 | (exponent as u16) << 7 | (sign_mantissa as u16 & 0x7f)

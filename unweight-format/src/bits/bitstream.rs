@@ -1,4 +1,4 @@
-//! LSB-first bit streams, one bit at a time: for the oracle, and as a plain definition of a stream.
+//! LSB-first bit streams, one bit at a time: the readable definition of a stream, used by the oracle.
 
 /// Appends bits from bit 0 upwards.
 #[derive(Debug, Default, Clone)]
@@ -21,17 +21,17 @@ impl BitWriter {
         }
     }
 
-    /// Fills with zeros up to the next word.
+    /// Fills the current word with zeros.
     pub fn align_to_word(&mut self) {
         self.bits = self.words.len() as u64 * 32;
     }
 
-    /// Bits written.
+    /// The number of bits written.
     pub fn bits(&self) -> u64 {
         self.bits
     }
 
-    /// The words, the last one zero-filled.
+    /// The words; zeros fill the last one.
     pub fn into_words(self) -> Vec<u32> {
         self.words
     }
@@ -58,7 +58,7 @@ impl<'a> BitReader<'a> {
         Some(bit.into())
     }
 
-    /// Bits from the start of the section.
+    /// The position of the next bit, counted from bit 0 of `bytes`.
     pub fn position(&self) -> u64 {
         self.position
     }

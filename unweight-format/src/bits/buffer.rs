@@ -1,9 +1,9 @@
-//! Large buffers that do not cost a page fault every 4 KiB.
+//! Large buffers on huge pages, which avoid a page fault every 4 KiB.
 
-/// Below this, a buffer is left to the allocator's habits.
+/// Bytes from which a buffer requests huge pages.
 const HUGE_FROM: usize = 4 << 20;
 
-/// `len` zero bytes. Large ones ask the kernel for huge pages before they are touched: faulting in fresh 4 KiB pages
+/// Returns `len` zero bytes. Large buffers request huge pages before their first access: faulting in fresh 4 KiB pages
 /// costs more than encoding does (measured: 46 of 90 ms for 117 MB on a virtual machine).
 pub(crate) fn zeroed(len: usize) -> Vec<u8> {
     let mut bytes = vec![0u8; len];
@@ -11,7 +11,7 @@ pub(crate) fn zeroed(len: usize) -> Vec<u8> {
     bytes
 }
 
-/// As [`zeroed`]; `None` where the system has no memory for them.
+/// Like [`zeroed`], but returns `None` if the allocation fails.
 pub(crate) fn try_zeroed(len: usize) -> Option<Vec<u8>> {
     let layout = std::alloc::Layout::array::<u8>(len).ok()?;
     if len == 0 {
@@ -28,8 +28,8 @@ pub(crate) fn try_zeroed(len: usize) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// Memory of this machine: what a single buffer cannot exceed. (Allocations of more may succeed, and end the process
-/// when they are touched.)
+/// Physical memory of this machine in bytes, the limit of a single buffer. (A larger allocation may succeed, and kill
+/// the process when it is accessed.)
 pub(crate) fn memory_bytes() -> u64 {
     #[cfg(target_os = "linux")]
     {
@@ -51,7 +51,7 @@ fn advise(memory: &mut [u8]) {
         let first = range.start.wrapping_add(start - range.start.addr());
         // SAFETY: whole pages inside an allocation that is exclusively ours; huge pages do not change its contents.
         let advice = unsafe { rustix::mm::madvise(first.cast(), end - start, rustix::mm::Advice::LinuxHugepage) };
-        // A kernel without huge pages is slower, not wrong.
+        // Without huge pages the buffer is slower, not wrong.
         _ = advice;
     }
 }
@@ -59,13 +59,13 @@ fn advise(memory: &mut [u8]) {
 #[cfg(not(target_os = "linux"))]
 fn advise(_: &mut [u8]) {}
 
-/// Makes the allocator keep what is freed, up to 256 MiB, instead of giving it back to the kernel and fetching it again
-/// zeroed: for a program that codes one tensor after another. To be called before other threads start; it is a choice
-/// for the whole process, so a library does not make it. Does nothing where the allocator is not glibc's.
+/// Makes glibc's allocator keep up to 256 MiB of freed memory instead of returning it to the kernel and getting it back
+/// zeroed: for a program that codes one tensor after another. Call it before other threads start. It affects the whole
+/// process, so a library must not call it. With another allocator it does nothing.
 pub fn keep_freed_memory() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
-        // Above 32 MiB glibc always maps, and `zeroed` asks for huge pages.
+        // Above 32 MiB glibc always maps, and `zeroed` requests huge pages.
         // SAFETY: mallopt changes two thresholds of the allocator; values that it does not accept change nothing.
         unsafe {
             libc::mallopt(libc::M_MMAP_THRESHOLD, 32 << 20);
@@ -74,9 +74,9 @@ pub fn keep_freed_memory() {
     }
 }
 
-/// Makes the allocator give back what is freed, and gives back what it holds: for a program that keeps running after it
-/// needed much. Blocks of 1 MiB and more are always given back. It is a choice for the whole process, so a library does
-/// not make it. Does nothing where the allocator is not glibc's.
+/// Returns glibc's free memory to the kernel, and makes the allocator do so from now on: for a program that keeps
+/// running after a peak of memory use. Blocks of 1 MiB and more are always returned. It affects the whole process, so a
+/// library must not call it. With another allocator it does nothing.
 pub fn return_freed_memory() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {

@@ -1,9 +1,9 @@
-//! Content digests: XXH3-128 over leaves of 1 MiB, so that threads can share the work and each reads what is in its
-//! cache.
+//! Content digests: XXH3-128 over leaves of 1 MiB, which threads digest independently while the bytes are in their
+//! caches.
 //!
-//! `digest(x) = XXH3-128(x)` for up to 1 MiB, and XXH3-128 of the leaves' digests (big-endian, the canonical form of
-//! xxHash) in order above. It detects accidents (flipped bits, truncation, swapped shards), not forgery: a program that
-//! can rewrite a bundle can rewrite its digests.
+//! `digest(x) = XXH3-128(x)` for up to 1 MiB. Above, it is the XXH3-128 of the leaves' digests in order, each as 16
+//! big-endian bytes, the canonical form of xxHash. It detects accidents (flipped bits, truncation, swapped shards), not
+//! forgery: a program that can rewrite a bundle can rewrite its digests.
 
 use std::{fmt, str::FromStr};
 
@@ -11,16 +11,16 @@ use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_128;
 
-/// Bytes of a leaf: what one XXH3-128 covers.
+/// Bytes of a leaf, which one XXH3-128 covers.
 pub const LEAF_BYTES: usize = 1 << 20;
 
-/// A 128-bit content digest; prints as 32 hexadecimal digits.
+/// A 128-bit content digest. Its text form is 32 lowercase hexadecimal digits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct Digest([u8; 16]);
 
 impl Digest {
-    /// Digest of `bytes`, on the current rayon pool when there is more than one leaf.
+    /// The digest of `bytes`, computed on the current rayon pool if there is more than one leaf.
     pub fn of(bytes: &[u8]) -> Self {
         if bytes.len() <= LEAF_BYTES {
             return Self::leaf(bytes);
@@ -28,13 +28,13 @@ impl Digest {
         Self::of_leaves(&bytes.par_chunks(LEAF_BYTES).map(Self::leaf).collect::<Vec<_>>())
     }
 
-    /// Digest of one leaf of at most [`LEAF_BYTES`].
+    /// The digest of one leaf of at most [`LEAF_BYTES`].
     pub(crate) fn leaf(bytes: &[u8]) -> Self {
         debug_assert!(bytes.len() <= LEAF_BYTES);
         Self(XxHash3_128::oneshot(bytes).to_be_bytes())
     }
 
-    /// Digest of the whole from the digests of its leaves; all leaves but the last must be full.
+    /// The digest of the whole from the digests of its leaves. All leaves but the last must be full.
     pub(crate) fn of_leaves(leaves: &[Self]) -> Self {
         match leaves {
             [] => Self::leaf(&[]),
@@ -103,7 +103,7 @@ impl Digester {
         self.partial.extend_from_slice(rest);
     }
 
-    /// The digest of everything appended.
+    /// Returns the digest of all appended bytes.
     pub fn finish(mut self) -> Digest {
         if !self.partial.is_empty() {
             self.leaves.push(Digest::leaf(&self.partial));

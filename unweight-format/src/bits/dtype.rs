@@ -9,23 +9,23 @@ named! {
         Bool = "BOOL",
         /// 4-bit float.
         F4 = "F4",
-        /// 6-bit float.
+        /// 6-bit float: 2 exponent bits, 3 fraction bits.
         F6E2M3 = "F6_E2M3",
-        /// 6-bit float.
+        /// 6-bit float: 3 exponent bits, 2 fraction bits.
         F6E3M2 = "F6_E3M2",
         /// Unsigned byte.
         U8 = "U8",
         /// Signed byte.
         I8 = "I8",
-        /// 8-bit float.
+        /// 8-bit float: 5 exponent bits, 2 fraction bits.
         F8E5M2 = "F8_E5M2",
-        /// 8-bit float.
+        /// 8-bit float: 4 exponent bits, 3 fraction bits.
         F8E4M3 = "F8_E4M3",
-        /// 8-bit exponent.
+        /// 8 exponent bits without sign and fraction.
         F8E8M0 = "F8_E8M0",
-        /// 8-bit float.
+        /// `F8_E4M3` without infinities and negative zero.
         F8E4M3Fnuz = "F8_E4M3FNUZ",
-        /// 8-bit float.
+        /// `F8_E5M2` without infinities and negative zero.
         F8E5M2Fnuz = "F8_E5M2FNUZ",
         /// 16-bit integer.
         I16 = "I16",
@@ -33,7 +33,7 @@ named! {
         U16 = "U16",
         /// IEEE half.
         F16 = "F16",
-        /// Brain float: what Unweight compresses.
+        /// Brain float, the main type that Unweight compresses.
         Bf16 = "BF16",
         /// 32-bit integer.
         I32 = "I32",
@@ -72,9 +72,9 @@ impl Dtype {
         }
     }
 
-    /// Bytes of a tensor; `None` if they cannot be counted or do not end on a byte.
+    /// Bytes of a tensor; `None` if they overflow 64 bits or are not a whole number of bytes.
     pub fn tensor_bytes(self, shape: &[usize]) -> Option<u64> {
-        // Zeros first: a shape with one has no elements, whatever the other dimensions would multiply to.
+        // Zeros first: a shape with a zero has no elements, even if the product of its other dimensions overflows.
         if shape.contains(&0) {
             return Some(0);
         }

@@ -1,32 +1,32 @@
-//! Errors of the tensor codec. File and tensor names are added by the bundle layer.
+//! Errors of the tensor codec. The bundle layer adds the names of files and tensors.
 
 use super::float::Float;
 
-/// Why a tensor cannot be encoded, or a stored tensor cannot be trusted.
+/// Why a tensor cannot be encoded, or a stored tensor is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CodecError {
-    /// The bytes given do not hold the matrix that was announced.
+    /// The number of bytes does not match the matrix's shape and type.
     #[error("a matrix [{rows}, {cols}] of {} has {expected} bytes, got {got}", .float.name())]
     MatrixBytes {
-        /// Type announced.
+        /// Type of the matrix.
         float: Float,
-        /// Rows announced.
+        /// Rows of the matrix.
         rows: usize,
-        /// Columns announced.
+        /// Columns of the matrix.
         cols: usize,
-        /// Bytes such a matrix has (saturated).
+        /// Bytes of such a matrix (saturated).
         expected: usize,
         /// Bytes given.
         got: usize,
     },
-    /// The encoding is for another type.
+    /// The encoding does not support the matrix's type.
     #[error("the encoding does not take {}", .float.name())]
     Type {
         /// Type of the matrix.
         float: Float,
     },
-    /// The buffer for a tensor has another size.
+    /// The buffer for a tensor has a different size than the tensor.
     #[error("the tensor has {expected} bytes, the buffer {got}")]
     TensorBytes {
         /// Bytes of the tensor.
@@ -34,43 +34,43 @@ pub enum CodecError {
         /// Bytes of the buffer.
         got: usize,
     },
-    /// A matrix without elements, or with a dimension of 2^32 and more, has no tiles.
+    /// The matrix has no elements or a dimension of 2^32 or more, and so cannot be tiled.
     #[error("a matrix [{rows}, {cols}] cannot be tiled (each dimension must be 1..=4294967295); store it raw")]
     MatrixShape {
-        /// Rows.
+        /// Rows of the matrix.
         rows: usize,
-        /// Columns.
+        /// Columns of the matrix.
         cols: usize,
     },
-    /// The packed encoding has whole tiles only.
+    /// The packed encoding requires dimensions that are multiples of 64.
     #[error("a packed matrix has rows and columns that are multiples of 64, got [{rows}, {cols}]")]
     PackedShape {
-        /// Rows.
+        /// Rows of the matrix.
         rows: usize,
-        /// Columns.
+        /// Columns of the matrix.
         cols: usize,
     },
-    /// A part of a packed matrix that is not a matrix of whole tiles.
+    /// The requested part of a packed matrix does not consist of whole tiles.
     #[error(
         "{axis} {start}..{end} cannot be cut out of {of}: a packed matrix is cut in multiples of 64, at least one; unpack it to cut elsewhere"
     )]
     Slice {
         /// `rows` or `columns`.
         axis: &'static str,
-        /// First one asked for.
+        /// First row or column requested.
         start: usize,
-        /// The one after the last.
+        /// End of the request, exclusive.
         end: usize,
-        /// How many the matrix has.
+        /// Rows or columns of the matrix.
         of: usize,
     },
-    /// The code limit is not one that the format knows.
+    /// The code limit is outside 6..=15.
     #[error("code limit {got} is outside 6..=15")]
     CodeLimit {
         /// The limit given.
         got: u32,
     },
-    /// The coded words exceed the reach of a tile's `start_word`.
+    /// The tensor needs more words than a tile's `start_word` can address.
     #[error("coded exponents need {words} words, above the format's 2^32; store the tensor raw")]
     TooManyWords {
         /// Words needed.
@@ -89,17 +89,17 @@ pub enum CodecError {
     SectionBytes {
         /// Section name.
         section: &'static str,
-        /// Bytes that shape and metadata ask for.
+        /// Bytes that shape and metadata require.
         expected: u64,
         /// Bytes stored.
         got: u64,
     },
-    /// Stored palette, code lengths, window or padding that no encoder writes.
+    /// A stored palette, code length, window or fill has a value that no encoder writes.
     #[error("{section}: {reason}")]
     Code {
         /// Section name.
         section: &'static str,
-        /// What is wrong.
+        /// The violated rule.
         reason: &'static str,
     },
     /// A tile's metadata breaks invariant 1 or 2.
@@ -114,15 +114,15 @@ pub enum CodecError {
         /// Value stored.
         got: u64,
     },
-    /// A row's stored length differs from what its codes use, a pad row is not empty, or a row block's escapes are not
+    /// A row's codes do not have its stored length, a pad row is not empty, or the escapes of a row block are not
     /// canonical.
     #[error("tile {tile}, row {row}: {reason}")]
     Row {
         /// Tile index.
         tile: usize,
-        /// Row in the tile; of a row block, the first.
+        /// Row in the tile; for a row block, its first row.
         row: usize,
-        /// What is wrong.
+        /// The violated rule.
         reason: &'static str,
     },
 }

@@ -1,13 +1,13 @@
-//! Binary floating-point types: a sign, exponent bits, fraction bits, from the highest bit down.
+//! Binary floating-point types: sign, exponent bits and fraction bits, from the highest bit down.
 
 use super::dtype::Dtype;
 
 /// A type whose exponents can be coded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Float {
-    /// 8 bits, four of them exponent.
+    /// 8 bits with 4 exponent bits.
     E4M3,
-    /// 8 bits, five of them exponent.
+    /// 8 bits with 5 exponent bits.
     E5M2,
     /// IEEE half.
     F16,
@@ -18,11 +18,11 @@ pub enum Float {
 }
 
 impl Float {
-    /// Every type, by size.
+    /// All types, by size.
     pub const ALL: [Self; 5] = [Self::E4M3, Self::E5M2, Self::F16, Self::Bf16, Self::F32];
 
-    /// The type of a safetensors dtype; `None` for integers, and for floats whose exponents are not coded.
-    /// The variants of FP8 without infinities (`FNUZ`) split as those with.
+    /// The type of a safetensors dtype; `None` for integers, and for floats whose exponents are not coded. The `FNUZ`
+    /// variants of FP8 have the same fields as the others.
     pub const fn of(dtype: Dtype) -> Option<Self> {
         Some(match dtype {
             Dtype::F8E4M3 | Dtype::F8E4M3Fnuz => Self::E4M3,
@@ -54,7 +54,7 @@ impl Float {
         }
     }
 
-    /// Bits of the fraction: the mantissa without the one that is not stored.
+    /// Bits of the fraction: the mantissa without its implicit leading bit.
     pub const fn fraction_bits(self) -> u32 {
         match self {
             Self::E4M3 => 3,
@@ -70,21 +70,21 @@ impl Float {
         (1 + self.exponent_bits() + self.fraction_bits()) as usize / 8
     }
 
-    /// The exponent field in the bits of an element.
+    /// The exponent field of an element's bits.
     #[inline(always)]
     pub const fn exponent(self, bits: u32) -> u8 {
         (bits >> self.fraction_bits() & ((1 << self.exponent_bits()) - 1)) as u8
     }
 
-    /// Sign and fraction in the bits of an element, moved together: `1 + fraction_bits` bits, the sign highest.
+    /// Sign and fraction of an element's bits, adjacent: `1 + fraction_bits` bits, the sign highest.
     #[inline(always)]
     pub(crate) const fn sign_fraction(self, bits: u32) -> u32 {
         let fraction = self.fraction_bits();
         bits >> (fraction + self.exponent_bits()) << fraction | bits & ((1 << fraction) - 1)
     }
 
-    /// The bits of an element from its exponent and from its sign and fraction, moved together: `1 + fraction_bits`
-    /// bits, the sign highest.
+    /// The bits of an element from its exponent and its adjacent sign and fraction: `1 + fraction_bits` bits, the sign
+    /// highest.
     #[inline(always)]
     pub const fn join(self, sign_fraction: u32, exponent: u8) -> u32 {
         let fraction = self.fraction_bits();
@@ -114,7 +114,7 @@ mod tests {
         for float in Float::ALL {
             let (bits, split) = (8 * float.bytes() as u32, 1 + float.fraction_bits());
             assert_eq!(bits, split + float.exponent_bits());
-            // Of F32 every exponent with every sign, and fractions here and there.
+            // For F32, every exponent with every sign, and a sample of fractions.
             let step = if bits == 32 { 65_521 } else { 1 };
             for pattern in (0..1u64 << bits).step_by(step).map(|pattern| pattern as u32) {
                 let (sign_fraction, exponent) = (float.sign_fraction(pattern), float.exponent(pattern));
@@ -135,7 +135,7 @@ mod tests {
         let brain = half::bf16::from_f32(-0.25).to_bits();
         assert_eq!(Float::Bf16.exponent(brain.into()), crate::bf16::exponent(brain));
         assert_eq!(Float::Bf16.sign_fraction(brain.into()), u32::from(crate::bf16::sign_mantissa(brain)));
-        // -448, the largest of E4M3; 0x7f is its not-a-number.
+        // -448, the lowest value of E4M3; 0x7f is its NaN.
         assert_eq!((Float::E4M3.exponent(0xfe), Float::E4M3.sign_fraction(0xfe)), (15, 0xe));
     }
 }

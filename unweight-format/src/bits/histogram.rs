@@ -15,12 +15,12 @@ impl Default for Histogram {
 }
 
 impl Histogram {
-    /// Counts little-endian BF16 elements; an odd last byte is ignored.
+    /// Counts the exponents of little-endian BF16 elements; an odd last byte is ignored.
     pub fn of(bytes: &[u8]) -> Self {
         Self::of_float(Float::Bf16, bytes)
     }
 
-    /// Counts little-endian elements of another type; an incomplete last one is ignored.
+    /// Counts the exponents of little-endian elements of another type; an incomplete last element is ignored.
     pub fn of_float(float: Float, bytes: &[u8]) -> Self {
         let mut counter = Counter::default();
         counter.add_float(float, bytes);
@@ -37,12 +37,12 @@ impl Histogram {
         self.counts.iter_mut().zip(other.counts.iter()).for_each(|(total, &count)| *total += count);
     }
 
-    /// Occurrences of an exponent.
+    /// The number of elements with an exponent.
     pub fn count(&self, exponent: u8) -> u64 {
         self.counts[usize::from(exponent)]
     }
 
-    /// All counts, by exponent.
+    /// All counts, indexed by exponent.
     pub fn counts(&self) -> &[u64; 256] {
         &self.counts
     }
@@ -52,7 +52,7 @@ impl Histogram {
         self.counts.iter().sum()
     }
 
-    /// Shannon entropy of the exponents, bits per element.
+    /// The Shannon entropy of the exponents in bits per element.
     pub fn entropy_bits(&self) -> f64 {
         let total = self.total() as f64;
         self.counts.iter().filter(|&&c| c > 0).map(|&c| c as f64 / total).map(|p| -p * p.log2()).sum()
@@ -61,12 +61,12 @@ impl Histogram {
 
 /// Counts exponents fast.
 ///
-/// One increment in memory an element is what plain counting costs. Almost all elements of a tensor have one of 16
-/// exponents, so where AVX-512 is there, 64 elements at a time are compared with each of those (guessed from the first
-/// bytes; a wrong guess is slow, not wrong), and only the others are counted one by one.
+/// Plain counting costs one memory increment per element. Almost all elements of a tensor have one of 16 exponents, so
+/// with AVX-512, 64 elements at a time are compared with each of these, and only the others are counted one by one. The
+/// 16 are guessed from the first bytes; a wrong guess costs time, not correctness.
 #[derive(Debug)]
 pub(crate) struct Counter {
-    /// Neighbours use separate tables: equal exponents in a row would wait for each other's store.
+    /// Adjacent elements use separate tables, because equal exponents would wait for each other's store.
     tables: Box<[[u64; 4]; 256]>,
     #[cfg(target_arch = "x86_64")]
     common: Option<[u8; COMMON]>,
@@ -86,7 +86,7 @@ impl Default for Counter {
 }
 
 impl Counter {
-    /// Counts little-endian elements; an incomplete last one is ignored.
+    /// Counts little-endian elements; an incomplete last element is ignored.
     pub(crate) fn add_float(&mut self, float: Float, bytes: &[u8]) {
         match float {
             Float::Bf16 => self.add(bytes),
@@ -139,7 +139,7 @@ impl Counter {
         }
     }
 
-    /// Counts whole blocks of 64 elements; returns what is left.
+    /// Counts whole blocks of 64 elements and returns the remaining bytes.
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi,bmi1,popcnt")]
     fn add_avx512<'a>(&mut self, bytes: &'a [u8], common: &[u8; COMMON]) -> &'a [u8] {
@@ -152,7 +152,7 @@ impl Counter {
         // SAFETY: four quarters of 64 bytes; loads need no alignment.
         let member: [__m512i; 4] =
             std::array::from_fn(|i| unsafe { _mm512_loadu_si512(member.as_ptr().add(64 * i).cast()) });
-        // Byte counters: they overflow after 255 blocks.
+        // Byte counters overflow after 255 blocks.
         for run in blocks.chunks(255) {
             let mut counters = [_mm512_setzero_si512(); COMMON];
             for block in run {
@@ -186,7 +186,7 @@ impl Counter {
         rest
     }
 
-    /// The counts.
+    /// Returns the counts.
     pub(crate) fn finish(self) -> Histogram {
         Histogram { counts: Box::new(self.tables.map(|neighbours| neighbours.iter().sum())) }
     }

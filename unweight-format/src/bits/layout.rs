@@ -4,19 +4,20 @@
 pub const TILE: usize = 64;
 /// Elements of a tile.
 pub const TILE_ELEMENTS: usize = TILE * TILE;
-/// Most elements of a tensor that is not raw: a bound of what a reader must hold at once (32 GiB of weights).
+/// Maximum number of elements of a tensor that is not raw; it bounds what a reader must hold at once (32 GiB of
+/// weights).
 pub const ELEMENTS_MAX: u64 = 1 << 34;
-/// Most entries of a palette.
+/// Maximum number of entries of a palette.
 pub const PALETTE_MAX: usize = 16;
-/// Longest code that any encoder may use, bits (report section 3.4).
+/// Maximum length of a code in bits, for any encoder (report section 3.4).
 pub const CODE_LENGTH_MAX: u32 = 15;
-/// A coded row has 64 symbols of at least one bit: the bias of `row_lengths`.
+/// Minimum bits of a coded row: 64 symbols of at least one bit. The bias of `row_lengths`.
 pub const ROW_BITS_MIN: u32 = 64;
-/// A row that would need more bits is verbatim; the bound makes a row's length fit one byte.
+/// Maximum bits of a coded row, so that a row's length fits one byte. A longer row is verbatim.
 pub const ROW_BITS_MAX: u32 = ROW_BITS_MIN + u8::MAX as u32;
-/// Most 32-bit words of one tile.
+/// Maximum 32-bit words of one tile.
 pub const TILE_WORDS_MAX: usize = (TILE * ROW_BITS_MAX as usize).div_ceil(32);
-/// `encoded_exp` is padded with zero words to a multiple of this many.
+/// `encoded_exp` is padded with zero words to a multiple of this number of words.
 pub const WORDS_ALIGN: usize = 4;
 /// Bytes of one tile of `palette_index`.
 pub const PALETTE_TILE_BYTES: usize = TILE_ELEMENTS / 2;
@@ -28,11 +29,11 @@ pub const ROW_BLOCKS: usize = 4;
 pub const PACKED_BLOCK_BYTES: usize = PACKED_TILE_BYTES / ROW_BLOCKS;
 /// Bytes of `packed_window`.
 pub const PACKED_WINDOW_BYTES: usize = 16;
-/// Exponent of a packed operand with nibble 0: a multiple of 16, so that the nibble is merged by `or`.
+/// Exponent of a packed operand with nibble 0: a multiple of 16, so that the nibble is merged with a bitwise or.
 pub const OPERAND_EXPONENT: u8 = 112;
-/// Lowest and highest base of a window of 16 exponents.
+/// Lowest base of a window of 16 exponents.
 pub const WINDOW_BASE_MIN: u8 = 1;
-/// See [`WINDOW_BASE_MIN`]: the window ends below the exponent of Inf and NaN.
+/// Highest base of a window of 16 exponents, which then ends below the exponent of Inf and NaN.
 pub const WINDOW_BASE_MAX: u8 = 239;
 /// Bytes of one tile of `dense`: 64 * 64 * 10 bits.
 pub const DENSE_TILE_BYTES: usize = TILE_ELEMENTS * 10 / 8;
@@ -40,26 +41,26 @@ pub const DENSE_TILE_BYTES: usize = TILE_ELEMENTS * 10 / 8;
 pub const CLASS_WINDOW: usize = 32;
 /// Bytes of `class_window`.
 pub const CLASS_WINDOW_BYTES: usize = 16;
-/// Lowest and highest base of a window of 32 exponents.
+/// Lowest base of a window of 32 exponents.
 pub const CLASS_BASE_MIN: u8 = 1;
-/// See [`CLASS_BASE_MIN`]: the window ends below the exponent of Inf and NaN.
+/// Highest base of a window of 32 exponents, which then ends below the exponent of Inf and NaN.
 pub const CLASS_BASE_MAX: u8 = 223;
-/// Exponent of an operand of the compact encoding that is the lowest of the window: a multiple of 32, so that class and
-/// remainder are merged by `or`.
+/// Exponent of a compact operand whose weight has the lowest exponent of the window: a multiple of 32, so that class
+/// and `low` are merged with a bitwise or.
 pub const CLASS_OPERAND_EXPONENT: u8 = 96;
-/// Longest code of a quad of classes, bits: decoders have a table of `2^9` entries.
+/// Maximum bits of the code of a quad of classes; decoders have a table of `2^9` entries.
 pub const CLASS_CODE_MAX: u32 = 9;
-/// Lanes of a warp, each with a stream of its own.
+/// Lanes of a warp; each has its own stream.
 pub const LANES: usize = 32;
-/// Codes of a lane in a tile, four elements each: half of them run forward, half backward.
+/// Codes of a lane in a tile, four elements each: half of them are read forwards, half backwards.
 pub const LANE_CODES: usize = TILE_ELEMENTS / LANES / 4;
-/// Most bytes of one tile of `class_streams`: the lanes' lengths, and their longest codes.
+/// Maximum bytes of one tile of `class_streams`: the lanes' lengths and their longest codes.
 pub const STREAM_TILE_BYTES_MAX: usize = LANES + LANES * LANE_CODES * CLASS_CODE_MAX as usize / 8;
 /// Bytes of `float_format`.
 pub const FLOAT_FORMAT_BYTES: usize = 16;
 /// Bytes of one record of `tile_metadata`.
 pub const TILE_METADATA_BYTES: usize = 16;
-/// Bytes that a section of variable size is padded to, as the kernels' bulk copies need.
+/// Sections of variable size are padded to a multiple of this number of bytes, as the kernels' bulk copies require.
 pub const SECTION_ALIGN: usize = 4 * WORDS_ALIGN;
 
 const _: () = assert!(TILE == 64, "the verbatim bitmask is a u64");

@@ -1,4 +1,4 @@
-//! Bits and bytes: what every encoding is made of. Nothing here knows an encoding, a file or a model.
+//! Bits and bytes, of which every encoding is made. This module is independent of encodings, files and models.
 
 pub mod bf16;
 pub mod bitstream;

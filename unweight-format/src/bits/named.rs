@@ -1,6 +1,6 @@
-//! Enums whose values have one name each: in options, manifests and reports.
+//! Enums whose values have one name each in options, manifests and reports.
 
-/// An enum whose values have one name each: in options, manifests and reports.
+/// Defines an enum whose values have one name each in options, manifests and reports.
 macro_rules! named {
     ($(#[$doc:meta])* $enum:ident, $what:literal { $($(#[$variant_doc:meta])* $variant:ident = $name:literal,)+ }) => {
         $(#[$doc])*
@@ -45,11 +45,11 @@ pub(crate) use named;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("unknown {what} '{got}'; known: {known}")]
 pub struct UnknownName {
-    /// `profile`, `scope`, ...
+    /// What the name is of: `profile`, `scope`, ...
     pub what: &'static str,
     /// The name given.
     pub got: String,
-    /// The names there are.
+    /// The known names, separated by commas.
     pub known: String,
 }
 

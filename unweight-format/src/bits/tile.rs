@@ -1,4 +1,4 @@
-//! The matrix, its tiles, and a tile's metadata (`docs/format.md` A.1, A.2, A.6).
+//! Matrices, their tiles, and a tile's metadata (`docs/format.md` A.1, A.2, A.6).
 
 use bytemuck::{Pod, Zeroable};
 
@@ -33,7 +33,7 @@ impl<'a> Matrix<'a> {
         self.bytes
     }
 
-    /// Shape and tiling.
+    /// The matrix's shape and tiling.
     pub fn grid(&self) -> TileGrid {
         self.grid
     }
@@ -49,7 +49,7 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// A matrix `[rows, cols]` of any type whose exponents can be coded, row-major, little-endian, of any alignment.
+/// A matrix `[rows, cols]` of any [`Float`] type, row-major, little-endian, of any alignment.
 #[derive(Debug, Clone, Copy)]
 pub struct FloatMatrix<'a> {
     float: Float,
@@ -61,10 +61,10 @@ impl<'a> FloatMatrix<'a> {
     /// A matrix of `rows * cols` little-endian elements of [`Float::bytes`] each.
     ///
     /// # Errors
-    /// As [`Matrix::new`], with the bytes of the type.
+    /// As [`Matrix::new`], with [`Float::bytes`] bytes per element.
     pub fn new(float: Float, bytes: &'a [u8], rows: usize, cols: usize) -> Result<Self, CodecError> {
         let grid = TileGrid::new(rows, cols)?;
-        // A grid's elements, four bytes each, fit the address space.
+        // No overflow: the grid has checked four bytes per element.
         let expected = grid.elements() * float.bytes();
         if expected != bytes.len() {
             return Err(CodecError::MatrixBytes { float, rows, cols, expected, got: bytes.len() });
@@ -72,10 +72,10 @@ impl<'a> FloatMatrix<'a> {
         Ok(Self { float, bytes, grid })
     }
 
-    /// The matrix, if it is one of BF16.
+    /// The matrix as BF16.
     ///
     /// # Errors
-    /// It has another type.
+    /// The elements have another type.
     pub fn bf16(&self) -> Result<Matrix<'a>, CodecError> {
         match self.float {
             Float::Bf16 => Ok(Matrix { bytes: self.bytes, grid: self.grid }),
@@ -93,7 +93,7 @@ impl<'a> FloatMatrix<'a> {
         self.bytes
     }
 
-    /// Shape and tiling.
+    /// The matrix's shape and tiling.
     pub fn grid(&self) -> TileGrid {
         self.grid
     }
@@ -115,7 +115,7 @@ impl<'a> From<Matrix<'a>> for FloatMatrix<'a> {
     }
 }
 
-/// Shape `[n, k]` of a matrix, and of its tiling by tiles of 64 x 64 (`docs/format.md` A.2).
+/// The shape `[n, k]` of a matrix and its tiling by tiles of 64x64 (`docs/format.md` A.2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TileGrid {
     rows: usize,
@@ -123,13 +123,14 @@ pub struct TileGrid {
 }
 
 impl TileGrid {
-    /// The grid of a matrix of `rows` and `cols`.
+    /// The grid of a matrix `[rows, cols]`.
     ///
     /// # Errors
     /// A dimension is 0 or does not fit 32 bits, or the elements do not fit the address space.
     pub fn new(rows: usize, cols: usize) -> Result<Self, CodecError> {
         let fits = |d: usize| (1..=u32::MAX as usize).contains(&d);
-        // Padded elements must be countable as well; four bytes an element leaves room for every section's size.
+        // The padded elements must be countable as well; four bytes per element leave room for the size of every
+        // section.
         let padded = rows.checked_next_multiple_of(TILE).zip(cols.checked_next_multiple_of(TILE));
         let countable = padded.and_then(|(r, c)| r.checked_mul(c)).and_then(|e| e.checked_mul(4)).is_some();
         if fits(rows) && fits(cols) && countable {
@@ -139,8 +140,8 @@ impl TileGrid {
         }
     }
 
-    /// The rank-2 shape of a tensor of any rank (`docs/format.md` A.1); `None` for rank 0 and 1 and tensors without
-    /// elements.
+    /// The rank-2 shape of a tensor of any rank (`docs/format.md` A.1); `None` for ranks 0 and 1, and for tensors
+    /// without elements.
     pub fn fold(shape: &[usize]) -> Option<Self> {
         let padded_area = |grid: &TileGrid| grid.tiles();
         (1..shape.len())
@@ -182,12 +183,12 @@ impl TileGrid {
         self.tile_rows() * self.tile_cols()
     }
 
-    /// Matrix rows in a tile row: 64, fewer in the last.
+    /// Matrix rows in a tile row: 64, or fewer in the last one.
     pub fn rows_in(&self, tile_row: usize) -> usize {
         TILE.min(self.rows - tile_row * TILE)
     }
 
-    /// Matrix columns in a tile column: 64, fewer in the last.
+    /// Matrix columns in a tile column: 64, or fewer in the last one.
     pub fn cols_in(&self, tile_col: usize) -> usize {
         TILE.min(self.cols - tile_col * TILE)
     }
@@ -203,20 +204,20 @@ pub struct TileMetadata {
     pub verbatim_row_offset: u32,
     /// Bits 0..32 of the bitmask of verbatim rows.
     pub verbatim_low: u32,
-    /// Bits 32..64.
+    /// Bits 32..64 of that bitmask.
     pub verbatim_high: u32,
 }
 
 impl TileMetadata {
-    /// Bytes of one record.
+    /// Bytes of a stored record.
     pub const BYTES: usize = size_of::<Self>();
 
-    /// Puts a record together.
+    /// A record with this bitmask of verbatim rows.
     pub fn new(start_word: u32, verbatim_row_offset: u32, bitmask: u64) -> Self {
         Self { start_word, verbatim_row_offset, verbatim_low: bitmask as u32, verbatim_high: (bitmask >> 32) as u32 }
     }
 
-    /// Reads record `tile` of a stored section.
+    /// Reads the record of a tile from a stored section.
     ///
     /// # Panics
     /// The section is too short.
@@ -226,7 +227,7 @@ impl TileMetadata {
         Self { start_word: field(0), verbatim_row_offset: field(1), verbatim_low: field(2), verbatim_high: field(3) }
     }
 
-    /// Returns the bytes that are stored.
+    /// Returns the stored bytes.
     pub fn to_bytes(self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         let fields = [self.start_word, self.verbatim_row_offset, self.verbatim_low, self.verbatim_high];
@@ -234,7 +235,7 @@ impl TileMetadata {
         bytes
     }
 
-    /// Bit `r` is set if row `r` is verbatim.
+    /// The bitmask of verbatim rows: bit `r` is set if row `r` is verbatim.
     pub fn bitmask(self) -> u64 {
         u64::from(self.verbatim_high) << 32 | u64::from(self.verbatim_low)
     }

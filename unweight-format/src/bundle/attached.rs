@@ -1,10 +1,10 @@
-//! Kernels that a bundle carries along: `unweight.kernels` (`docs/format.md` B.10).
+//! Kernels attached to a bundle: the file `unweight.kernels` (`docs/format.md` B.10).
 //!
 //! ```text
-//! "unweight.kernels", bytes of the index: u64, digest of the index: 32 digits | index: JSON | one binary after the other
+//! "unweight.kernels", bytes of the index: u64, digest of the index: 32 digits | index: JSON | binaries without gaps
 //! ```
-//! No weight depends on this file: the manifest does not name it, so that a signature stays right and a reader that
-//! does not know it misses nothing. This module treats the keys of kernels as text; the runtime defines them.
+//! No weight depends on this file. The manifest does not list it, so a signature stays valid and readers may ignore it.
+//! This module treats the keys of kernels as text; the runtime defines them.
 
 use std::{
     cmp::Ordering,
@@ -27,23 +27,23 @@ use super::{
 };
 use crate::Digest;
 
-/// Version of the file that this crate writes, and the newest major version that it reads.
+/// The version of the file that this crate writes, and the newest major version that it reads.
 pub const ATTACHED_VERSION: Version = Version { major: 1, minor: 0 };
-/// Largest file that is read, bytes.
+/// Maximum size of a file, in bytes.
 pub const ATTACHED_BYTES_MAX: u64 = 1 << 30;
-/// Largest index that is read, bytes: about 40,000 kernels.
+/// Maximum size of an index, in bytes: about 40,000 kernels.
 pub const INDEX_BYTES_MAX: u64 = 16 << 20;
-/// Largest kernel that is read, bytes.
+/// Maximum size of a kernel, in bytes.
 pub const KERNEL_BYTES_MAX: u64 = 64 << 20;
 
-/// Longest plan that is read, bytes: thousands of settings.
+/// Maximum size of a plan, in bytes: thousands of settings.
 pub const PLAN_BYTES_MAX: usize = 1 << 20;
 
 const MAGIC: &[u8; 16] = b"unweight.kernels";
-/// Magic, length and digest of the index.
+/// Bytes of the magic number, and of the length and digest of the index.
 const HEAD_BYTES: usize = 56;
 
-/// An entry of the index of attached kernels: keys, and size and digest of a binary.
+/// An entry of the index of attached kernels: the kernel's keys, and the size and digest of its binary.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AttachedKernel {
     /// Symbol: 1 to 160 characters of `A-Z`, `a-z`, `0-9`, `_`.
@@ -81,7 +81,7 @@ impl AttachedKernel {
         (self.name.as_str(), self.source.as_str()).cmp(&(name, source))
     }
 
-    /// What is wrong with the entry, if anything.
+    /// Returns what is wrong with the entry, if anything.
     fn fault(&self) -> Option<&'static str> {
         let word = |text: &str, most: usize| {
             (1..=most).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
@@ -123,26 +123,26 @@ struct Index {
 
 /// The kernels of a bundle, open for reading.
 ///
-/// Opening checks sizes, the digest of the index and every entry. A kernel is read, and compared with its digest, when
-/// it is asked for. The digests detect accidents, not forgery: a kernel is code, and runs with the rights of the
-/// process that loads it.
+/// Opening checks sizes, the digest of the index and every entry. A kernel is read, and compared with its digest, on
+/// request. The digests detect accidents, not forgery: a kernel is code, and runs with the privileges of the process
+/// that loads it.
 #[derive(Debug)]
 pub struct Attached {
     input: Input,
     kernels: Vec<AttachedKernel>,
     plan: Option<String>,
-    /// Where the first one begins.
+    /// The offset of the first binary in the file.
     start: u64,
 }
 
 impl Attached {
-    /// Opens a file of attached kernels; `None` if there is none.
+    /// Opens a file of attached kernels; `None` if it does not exist.
     ///
     /// # Errors
-    /// It cannot be read, is damaged, exceeds a limit, or is of a newer major version.
+    /// The file cannot be read, is damaged, exceeds a limit, or has a newer major version.
     pub fn open(path: &Path) -> Result<Option<Self>, BundleError> {
         let Some((input, Index { kernels, plan }, start)) = read_index(path)? else { return Ok(None) };
-        // At most 64 MiB each, and few: the sum is far below 2^64.
+        // At most 64 MiB each, and few enough for an index: the sum is far below 2^64.
         let end = start + kernels.iter().map(|kernel| kernel.bytes).sum::<u64>();
         if end != input.bytes() {
             return Err(fault(format!("its kernels end at byte {end}, the file at {}", input.bytes())));
@@ -150,31 +150,31 @@ impl Attached {
         Ok(Some(Self { input, kernels, plan, start }))
     }
 
-    /// The kernels, by name and source.
+    /// The kernels, sorted by name and source.
     pub fn kernels(&self) -> &[AttachedKernel] {
         &self.kernels
     }
 
-    /// The text of the tuned plan that was attached. It is data, not code; its reader checks it.
+    /// The text of the attached tuned plan. It is data, not code; its reader checks it.
     pub fn plan(&self) -> Option<&str> {
         self.plan.as_deref()
     }
 
-    /// Bytes of the file.
+    /// The size of the file in bytes.
     pub fn bytes(&self) -> u64 {
         self.input.bytes()
     }
 
-    /// The kernel of this name that was compiled from this source.
+    /// The kernel with this name that was compiled from this source.
     pub fn find(&self, name: &str, source: &str) -> Option<&AttachedKernel> {
         let at = self.kernels.binary_search_by(|kernel| kernel.order(name, source)).ok()?;
         self.kernels.get(at)
     }
 
-    /// The binary of one of [`Attached::kernels`], compared with its digest.
+    /// Reads the binary of one of [`Attached::kernels`] and compares it with its digest.
     ///
     /// # Errors
-    /// It cannot be read, is damaged, or the kernel is not one of these.
+    /// The binary cannot be read or is damaged, or the kernel is not one of these.
     pub fn read(&self, kernel: &AttachedKernel) -> Result<Vec<u8>, BundleError> {
         let (name, source) = (&kernel.name, &kernel.source);
         let Ok(at) = self.kernels.binary_search_by(|kernel| kernel.order(name, source)) else {
@@ -190,18 +190,18 @@ impl Attached {
         Ok(bytes)
     }
 
-    /// The bytes of a file of these kernels; of equal names and sources the first stays.
+    /// Returns the contents of a file with these kernels. Of equal names and sources the first is kept.
     ///
     /// # Errors
-    /// An entry is not one, is not that of its binary, or a limit is exceeded.
+    /// An entry is invalid or does not match its binary, or a limit is exceeded.
     pub fn encode(kernels: &[(AttachedKernel, &[u8])]) -> Result<Vec<u8>, BundleError> {
         Self::encode_with(kernels, None)
     }
 
-    /// The same with a plan.
+    /// Like [`Attached::encode`], with a plan.
     ///
     /// # Errors
-    /// As for [`Attached::encode`]; a plan above [`PLAN_BYTES_MAX`].
+    /// The errors of [`Attached::encode`], or the plan exceeds [`PLAN_BYTES_MAX`].
     pub(crate) fn encode_with(kernels: &[(AttachedKernel, &[u8])], plan: Option<&str>) -> Result<Vec<u8>, BundleError> {
         check_plan(plan)?;
         let mut sorted: Vec<&(AttachedKernel, &[u8])> = kernels.iter().collect();
@@ -235,7 +235,7 @@ impl Attached {
     }
 }
 
-/// Opens the file and reads its index; behind it, where the first kernel begins. `None` if there is no file.
+/// Opens the file, and reads its index and the offset of the first kernel. `None` if there is no file.
 fn read_index(path: &Path) -> Result<Option<(Input, Index, u64)>, BundleError> {
     match path.metadata() {
         Err(error) if error.kind() == io::ErrorKind::NotFound && path.symlink_metadata().is_err() => {
@@ -271,12 +271,12 @@ fn read_index(path: &Path) -> Result<Option<(Input, Index, u64)>, BundleError> {
     Ok(Some((input, index(&text)?, HEAD_BYTES as u64 + length)))
 }
 
-/// The entries of an index, checked.
+/// Parses and checks an index.
 fn index(text: &[u8]) -> Result<Index, BundleError> {
     let place = |error: serde_json::Error| {
         fault(format!("its index at line {}, column {}: {error}", error.line(), error.column()))
     };
-    // The version first: a newer index may have fields of another shape.
+    // Parse the version first: a newer index may have fields of another type.
     #[derive(Deserialize)]
     struct Head {
         version: Version,
@@ -314,25 +314,25 @@ fn fault(reason: impl Into<String>) -> BundleError {
     BundleError::Attached { reason: reason.into() }
 }
 
-/// Whether the source had a file of this name, or a folder: then it is that.
+/// Whether the source contained a file or folder of this name, which then is not ours.
 fn is_listed(manifest: &Manifest, own: &str) -> bool {
     let below = |name: &str| name.strip_prefix(own).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
     manifest.files.iter().flat_map(|file| file.stored()).any(|(name, _)| below(&name))
 }
 
-/// The kernels of the bundle in `dir`, if it has any.
+/// The kernels attached to the bundle in `dir`, if any.
 pub(crate) fn of_bundle(dir: &Path, manifest: &Manifest) -> Result<Option<Attached>, BundleError> {
     if is_listed(manifest, ATTACHED_NAME) { Ok(None) } else { Attached::open(&dir.join(ATTACHED_NAME)) }
 }
 
-/// Attaches kernels to a bundle: they appear together, or nothing changes. Returns the bytes of the file. No other byte
-/// of the bundle changes. An attached plan stays, even in a damaged file, as long as its index is sound.
+/// Attaches kernels to a bundle, all or none, and returns the size of the file. No other byte of the bundle changes. An
+/// attached plan is kept, even in a damaged file, as long as its index is valid.
 ///
 /// # Errors
-/// `dir` is not a bundle, it has kernels already and `force` is not set, the file cannot be written, or another process
-/// has been writing it for half a minute.
+/// `dir` is not a bundle, it already has kernels and `force` is not set, the file cannot be written, or another process
+/// holds the lock for half a minute.
 pub fn attach(dir: &Path, kernels: &[(AttachedKernel, &[u8])], force: bool) -> Result<u64, BundleError> {
-    // Before anything is locked.
+    // Check the kernels before taking the lock.
     Attached::encode(kernels)?;
     let path = dir.join(ATTACHED_NAME);
     let lock = lock(dir)?;
@@ -345,12 +345,13 @@ pub fn attach(dir: &Path, kernels: &[(AttachedKernel, &[u8])], force: bool) -> R
     place(dir, &Attached::encode_with(kernels, plan.as_deref())?, &lock)
 }
 
-/// Attaches a tuned plan to a bundle: what `change` returns, given the plan that is attached now. A lock is held
-/// meanwhile, so that two processes that add to a plan lose nothing. The kernels stay. Returns the bytes of the file.
+/// Attaches a tuned plan to a bundle and returns the size of the file. `change` receives the attached plan and returns
+/// the new one. A lock is held meanwhile, so that processes that extend a plan concurrently lose nothing. Kernels are
+/// kept.
 ///
 /// # Errors
 /// The error of `change`; `dir` is not a bundle, its attached file is damaged, the file cannot be written, or another
-/// process has been writing it for half a minute.
+/// process holds the lock for half a minute.
 pub fn attach_plan<E: From<BundleError>>(
     dir: &Path,
     change: impl FnOnce(Option<&str>) -> Result<String, E>,
@@ -362,18 +363,18 @@ pub fn attach_plan<E: From<BundleError>>(
     Ok(place(dir, &Attached::encode_with(&kernels, Some(&plan))?, &lock)?)
 }
 
-/// Checks that [`attach`] could write now, before minutes of compiling.
+/// Checks that [`attach`] could write now, before kernels are compiled for minutes.
 ///
 /// # Errors
-/// `dir` is not a bundle, a file cannot be made there, or another process has been writing it for half a minute.
+/// `dir` is not a bundle, it is not writable, or another process holds the lock for half a minute.
 pub fn may_attach(dir: &Path) -> Result<(), BundleError> {
     may_place(dir, &lock(dir)?)
 }
 
-/// Checks that [`attach_plan`] could write now, before minutes of measuring. Returns the plan that is attached.
+/// Checks that [`attach_plan`] could write now, before minutes of measurements. Returns the attached plan.
 ///
 /// # Errors
-/// As for [`attach_plan`].
+/// The errors of [`attach_plan`].
 pub fn may_attach_plan(dir: &Path) -> Result<Option<String>, BundleError> {
     let lock = lock(dir)?;
     let (_, plan) = all_attached(dir)?;
@@ -381,7 +382,7 @@ pub fn may_attach_plan(dir: &Path) -> Result<Option<String>, BundleError> {
     Ok(plan)
 }
 
-/// Whether [`place`] could make its file.
+/// Checks that [`place`] could create its file.
 fn may_place(dir: &Path, _lock: &File) -> Result<(), BundleError> {
     let path = dir.join(ATTACHED_NAME);
     if path.is_dir() {
@@ -393,10 +394,11 @@ fn may_place(dir: &Path, _lock: &File) -> Result<(), BundleError> {
     remove(&partial).map(|_| ())
 }
 
-/// How long a process that attaches or detaches waits for another: kernels and measurements are worth more than that.
+/// How long to wait for another process that attaches or detaches, so that compiled kernels and measurements are not
+/// lost.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What is attached, each kernel compared with its digest.
+/// The attached kernels, each compared with its digest, and the plan.
 #[expect(clippy::type_complexity, reason = "kernels with their bytes, and the plan")]
 fn all_attached(dir: &Path) -> Result<(Vec<(AttachedKernel, Vec<u8>)>, Option<String>), BundleError> {
     let Some(old) = Attached::open(&dir.join(ATTACHED_NAME))? else { return Ok((Vec::new(), None)) };
@@ -404,11 +406,11 @@ fn all_attached(dir: &Path) -> Result<(Vec<(AttachedKernel, Vec<u8>)>, Option<St
     Ok((old.kernels.iter().map(read).collect::<Result<_, BundleError>>()?, old.plan))
 }
 
-/// Puts the file in its place, as a whole. Returns its bytes.
+/// Replaces the file atomically. Returns its size.
 fn place(dir: &Path, bytes: &[u8], _lock: &File) -> Result<u64, BundleError> {
     let path = dir.join(ATTACHED_NAME);
     let partial = dir.join(PARTIAL_NAME);
-    // Left by a killed run: a live one would hold the lock.
+    // A file from a killed run: a running process would hold the lock.
     remove(&partial)?;
     let written = files::write_durably(&partial, bytes).and_then(|()| fs::rename(&partial, &path));
     if let Err(source) = written {
@@ -432,15 +434,15 @@ fn place(dir: &Path, bytes: &[u8], _lock: &File) -> Result<u64, BundleError> {
 pub struct Detached {
     /// Bytes of the file.
     pub bytes: u64,
-    /// A plan was in it.
+    /// Whether the file contained a plan.
     pub had_plan: bool,
 }
 
-/// Removes the kernels of a bundle, sound or not, its plan, and what an interrupted [`attach`] left. `None` if there
-/// was nothing.
+/// Removes the kernels of a bundle, valid or not, its plan, and the remains of an interrupted [`attach`]. `None` if
+/// there was nothing.
 ///
 /// # Errors
-/// `dir` is not a bundle, the file cannot be removed, or another process has been writing it for half a minute.
+/// `dir` is not a bundle, the file cannot be removed, or another process holds the lock for half a minute.
 pub fn detach(dir: &Path) -> Result<Option<Detached>, BundleError> {
     let path = dir.join(ATTACHED_NAME);
     let _lock = lock(dir)?;
@@ -451,8 +453,8 @@ pub fn detach(dir: &Path) -> Result<Option<Detached>, BundleError> {
     Ok(bytes.map(|bytes| Detached { bytes, had_plan }))
 }
 
-/// Keeps other processes from attaching to the bundle, until it is dropped. The system gives back the lock of a process
-/// that dies, however it does.
+/// Locks the bundle against attaching by other processes, until the result is dropped. The system releases the lock
+/// when the process ends.
 fn lock(dir: &Path) -> Result<File, BundleError> {
     lock_within(dir, PATIENCE)
 }
@@ -462,26 +464,26 @@ fn lock_within(dir: &Path, patience: Duration) -> Result<File, BundleError> {
     let place = |metadata: io::Result<fs::Metadata>| metadata.ok().map(|metadata| (metadata.dev(), metadata.ino()));
     loop {
         let manifest = read_manifest(dir)?;
-        // What grows is removed where it is in the way.
+        // Attaching replaces these files, so they must not be files of the model.
         if let Some(taken) = [ATTACHED_NAME, PARTIAL_NAME].into_iter().find(|name| is_listed(&manifest, name)) {
             return Err(BundleError::NameTaken { path: dir.join(taken) });
         }
         let lock = File::open(dir).map_err(BundleError::io("open the directory", dir))?;
-        // Not every file system has locks; a name that is taken is an error in any case.
+        // Not every file system supports locks; creating an existing file fails in any case.
         while let Err(TryLockError::WouldBlock) = lock.try_lock() {
             if Instant::now() >= until {
                 return Err(BundleError::Locked { path: dir.into(), by: Holder::of(&lock) });
             }
             std::thread::sleep(Duration::from_millis(10));
         }
-        // Else another bundle has come in its place.
+        // Otherwise another bundle has replaced this one.
         if place(lock.metadata()) == place(dir.metadata()) {
             return Ok(lock);
         }
     }
 }
 
-/// Removes a file or a link; its bytes, if it was there.
+/// Removes a file or a link; returns its size if it existed.
 fn remove(path: &Path) -> Result<Option<u64>, BundleError> {
     let bytes = match path.symlink_metadata() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -504,7 +506,7 @@ mod tests {
         testing::demo_model::{self, DemoOptions},
     };
 
-    /// Makes a bundle again and again.
+    /// Returns a function that creates the bundle, replacing an existing one.
     fn make(home: &Path) -> impl Fn(&Path) {
         let model = home.join("model");
         let options = DemoOptions { layers: 1, hidden: 64, intermediate: 64, vocab: 64, ..DemoOptions::default() };
@@ -512,7 +514,7 @@ mod tests {
         move |dir| _ = compress(&model, dir, &CompressOptions::default().force(true), &Silent).unwrap()
     }
 
-    /// Who does not let go is named; the lock of who is killed is nobody's.
+    /// A lock that is not released names its holder; a killed process releases its lock.
     #[test]
     fn lock_waits_and_names_its_holder() {
         const HOLD: &str = "UNWEIGHT_TEST_HOLD";
@@ -534,7 +536,7 @@ mod tests {
         let begun = Instant::now();
         let error = lock_within(&dir, patience).unwrap_err();
         assert!(begun.elapsed() >= patience && matches!(error, BundleError::Locked { .. }), "{error}");
-        // Where the system does not say who, it is another process.
+        // Where the system does not identify the holder, the error says "another process".
         let (text, process) = (error.to_string(), format!("process {} (", other.id()));
         assert!(text.contains("another process is") || text.contains(&process), "{text}");
         other.kill().unwrap();
@@ -542,7 +544,7 @@ mod tests {
         lock_within(&dir, Duration::ZERO).unwrap();
     }
 
-    /// Who waited for the lock of a bundle has that of the one that came in its place.
+    /// A process that waited for a bundle's lock locks the bundle that has replaced it.
     #[test]
     fn a_replaced_bundle_is_locked_again() {
         let home = tempfile::tempdir().unwrap();

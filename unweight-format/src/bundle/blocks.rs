@@ -1,8 +1,8 @@
-//! Digests of blocks of a packed matrix, so that a part can be read and compared (`docs/format.md` B.4).
+//! Digests of blocks of a packed matrix, so that parts can be read and verified (`docs/format.md` B.4).
 //!
-//! A block is 8 x 8 tiles, 512 x 512 weights, less at the edges. Its tiles occupy up to 8 runs of the section, one for
-//! each row of tiles; its digest is that of the concatenated runs. The rows or columns of a tensor-parallel rank are
-//! whole blocks except at the edges, whichever way the matrix is split.
+//! A block is 8 x 8 tiles, that is 512 x 512 weights, or less at the edges. Its tiles occupy up to 8 runs of the
+//! section, one per row of tiles; its digest is that of the concatenated runs. In either direction of a split, the rows
+//! or columns of a tensor-parallel rank are whole blocks except at the edges.
 
 use std::ops::Range;
 
@@ -13,23 +13,23 @@ use crate::{
     layout::{PACKED_TILE_BYTES, TILE},
 };
 
-/// Rows, and columns, of tiles in a block.
+/// Rows and columns of tiles in a block.
 pub const BLOCK_TILES: usize = 8;
 
-/// The blocks of a packed matrix, in rows.
+/// The blocks of a packed matrix, in row-major order.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Blocks {
     grid: TileGrid,
 }
 
 impl Blocks {
-    /// The blocks of a matrix; `None` if there is only one, of which the section's digest says all.
+    /// The blocks of a matrix; `None` if there is only one, which the section's digest covers.
     pub(crate) fn of(grid: TileGrid) -> Option<Self> {
         let blocks = Self { grid };
         (blocks.count() > 1).then_some(blocks)
     }
 
-    /// The matrix.
+    /// The shape and tiling of the matrix.
     pub(crate) fn grid(self) -> TileGrid {
         self.grid
     }
@@ -38,25 +38,25 @@ impl Blocks {
         self.grid.tile_cols().div_ceil(BLOCK_TILES)
     }
 
-    /// How many there are.
+    /// The number of blocks.
     pub(crate) fn count(self) -> usize {
         self.grid.tile_rows().div_ceil(BLOCK_TILES) * self.cols()
     }
 
-    /// The digests of all, from the whole section.
+    /// The digests of all blocks, computed from the whole section.
     pub(crate) fn digests(self, packed: &[u8]) -> Vec<Digest> {
         let width = self.grid.tile_cols() * PACKED_TILE_BYTES;
         let bands = packed.par_chunks(BLOCK_TILES * width);
         bands.flat_map_iter(|band| (0..self.cols()).map(move |col| digest(band, width, self.run(col)))).collect()
     }
 
-    /// Where the tiles of a column of blocks are in a row of tiles: bytes.
+    /// The byte range of the tiles of a column of blocks in a row of tiles.
     fn run(self, col: usize) -> Range<usize> {
         let end = ((col + 1) * BLOCK_TILES).min(self.grid.tile_cols());
         col * BLOCK_TILES * PACKED_TILE_BYTES..end * PACKED_TILE_BYTES
     }
 
-    /// The blocks that rows and columns lie in.
+    /// The blocks that contain these rows and columns.
     pub(crate) fn bands(self, rows: &Range<usize>, cols: &Range<usize>) -> Bands {
         let block = BLOCK_TILES * TILE;
         Bands {
@@ -67,7 +67,7 @@ impl Blocks {
     }
 }
 
-/// Whole blocks that cover a part, row of blocks by row of blocks.
+/// Whole blocks that cover a part of a matrix, by rows of blocks.
 #[derive(Debug, Clone)]
 pub(crate) struct Bands {
     blocks: Blocks,
@@ -75,12 +75,12 @@ pub(crate) struct Bands {
     cols: Range<usize>,
 }
 
-/// A piece of the section that is read at once.
+/// A contiguous piece of the section.
 #[derive(Debug, Clone)]
 pub(crate) struct Run {
-    /// Where it is in the section.
+    /// Offset in the section.
     pub(crate) offset: u64,
-    /// Bytes.
+    /// Size in bytes.
     pub(crate) bytes: usize,
 }
 
@@ -90,7 +90,7 @@ impl Bands {
         self.rows.clone()
     }
 
-    /// Bytes of a row of tiles that are read, and where they begin in it.
+    /// The byte range that is read of a row of tiles.
     fn run(&self) -> Range<usize> {
         self.blocks.run(self.cols.start).start..self.blocks.run(self.cols.end - 1).end
     }
@@ -100,28 +100,27 @@ impl Bands {
         row * BLOCK_TILES..((row + 1) * BLOCK_TILES).min(self.blocks.grid.tile_rows())
     }
 
-    /// Bytes of a row of blocks, as far as it is read.
+    /// Bytes that are read for a row of blocks.
     pub(crate) fn bytes_of(&self, row: usize) -> usize {
         self.tile_rows(row).len() * self.run().len()
     }
 
-    /// Bytes of all that is read.
+    /// Bytes that are read for all blocks.
     pub(crate) fn bytes(&self) -> u64 {
         self.rows().map(|row| self.bytes_of(row) as u64).sum()
     }
 
-    /// What of the section is read for a row of blocks: its pieces fill a buffer of [`Bands::bytes_of`] in order.
+    /// The pieces of the section to read for a row of blocks. In order they fill a buffer of [`Bands::bytes_of`] bytes.
     pub(crate) fn runs(&self, row: usize) -> Vec<Run> {
         let (width, run, rows) = (self.blocks.grid.tile_cols() * PACKED_TILE_BYTES, self.run(), self.tile_rows(row));
         if run.len() == width {
-            // One after the other without gaps.
+            // Whole rows are contiguous.
             return vec![Run { offset: (rows.start * width) as u64, bytes: rows.len() * width }];
         }
         rows.map(|row| Run { offset: (row * width + run.start) as u64, bytes: run.len() }).collect()
     }
 
-    /// The first block of a row of blocks that has another digest than `expected` says: its index, and the digest that
-    /// it has.
+    /// The first block of a row of blocks whose digest differs from `expected`: its index and its actual digest.
     pub(crate) fn wrong(&self, row: usize, read: &[u8], expected: &[Digest]) -> Option<(usize, Digest)> {
         let from = self.run().start;
         self.cols.clone().find_map(|col| {
@@ -131,7 +130,7 @@ impl Bands {
         })
     }
 
-    /// Copies the tiles of `rows` and `cols` out of what was read for a row of blocks: one run for each row of tiles.
+    /// Copies the tiles of `rows` and `cols` from the bytes of a row of blocks: one run per row of tiles.
     pub(crate) fn tiles<'a>(
         &self,
         row: usize,
@@ -146,7 +145,7 @@ impl Bands {
     }
 }
 
-/// The digest of a run in each of the rows of `band`, which are `width` bytes each.
+/// The digest of the byte range `run` in all rows of `band`, which have `width` bytes each.
 fn digest(band: &[u8], width: usize, run: Range<usize>) -> Digest {
     let mut bytes = Vec::with_capacity(band.len() / width * run.len());
     band.chunks_exact(width).for_each(|row| bytes.extend_from_slice(&row[run.clone()]));
@@ -154,7 +153,7 @@ fn digest(band: &[u8], width: usize, run: Range<usize>) -> Digest {
     Digest::leaf(&bytes)
 }
 
-/// Many digests as one string of their digits, as a manifest has them.
+/// Serialises a list of digests as one string of their digits, as in a manifest.
 pub(crate) mod digits {
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
@@ -180,7 +179,7 @@ pub(crate) mod digits {
 mod tests {
     use super::*;
 
-    /// Bytes of which every tile knows its place.
+    /// A section whose bytes depend on tile and position.
     fn section(grid: TileGrid) -> Vec<u8> {
         (0..grid.tiles()).flat_map(|tile| (0..PACKED_TILE_BYTES).map(move |at| (tile * 31 + at * 7) as u8)).collect()
     }
@@ -216,7 +215,7 @@ mod tests {
                         bytes += read.len() as u64;
                         assert_eq!(bands.wrong(row, &read, &digests), None);
                         bands.tiles(row, &read, &rows, &cols).iter().for_each(|run| got.extend_from_slice(run));
-                        // Every byte that is read is covered.
+                        // The digests cover every byte that is read.
                         for at in [0, read.len() / 2, read.len() - 1] {
                             read[at] ^= 1;
                             assert!(bands.wrong(row, &read, &digests).is_some());

@@ -1,7 +1,8 @@
-//! `config.json` of a bundle: the source's with two more keys, so that who loads weights by it finds a reader of
-//! bundles or refuses (`docs/format.md` B.9).
+//! The `config.json` of a bundle: the source's file with two more keys, so that a program that loads weights by it
+//! either finds a reader of bundles or fails (`docs/format.md` B.9).
 //!
-//! Stock readers take the weights by their names. In a bundle they find none of them, and some make up what they miss.
+//! Stock readers look up weights by name. A bundle contains none of these names, and some readers initialise missing
+//! weights randomly.
 
 use std::{borrow::Cow, collections::HashMap, fs::File, io::Read, ops::Range, path::Path};
 
@@ -12,26 +13,26 @@ use crate::{
     bundle::{BundleError, manifest},
 };
 
-/// Name of the file, in any folder with weights.
+/// The name of the file, in any folder with weights.
 pub(crate) const FILE_NAME: &str = "config.json";
-/// Largest one that gets the keys, bytes.
+/// Maximum size of a file that gets the keys, in bytes.
 const BYTES_MAX: u64 = 16 << 20;
-/// By this key readers choose who decodes.
+/// The key by which readers choose a decoder.
 const METHOD_KEY: &str = "quantization_config";
-/// This one names the file with the weights: one that is no safetensors file is refused by who knows no bundles.
+/// The key for the file with the weights. Readers that do not know bundles refuse one that is not a safetensors file.
 const WEIGHTS_KEY: &str = "transformers_weights";
 
-/// True for a `config.json`.
+/// Whether this is the name of a `config.json`.
 pub(crate) fn is_config(name: &str) -> bool {
     name.rsplit('/').next() == Some(FILE_NAME)
 }
 
-/// Why a `config.json` of so many bytes is not even looked at, if it is not.
+/// Checks the size of a `config.json`. The error is the reason why it does not get the keys.
 pub(crate) fn check_bytes(bytes: u64) -> Result<(), &'static str> {
     if bytes > BYTES_MAX { Err("it has more than 16 MiB") } else { Ok(()) }
 }
 
-/// Why a `config.json` is left as it is, if it is.
+/// Checks whether a `config.json` can get the keys. The error is the reason why it cannot.
 pub(crate) fn check(text: &[u8]) -> Result<(), &'static str> {
     let no_object = "it is no JSON object";
     std::str::from_utf8(text).map_err(|_| no_object)?;
@@ -42,11 +43,11 @@ pub(crate) fn check(text: &[u8]) -> Result<(), &'static str> {
     Ok(())
 }
 
-/// Refuses a `config.json` that names the weights of another bundle: with files of two downloads in one folder a model
-/// would be made by the one and filled by the other. Nothing is said of one that is missing, cannot be read or names
-/// none: weights do without it.
+/// Refuses a `config.json` that names the weights of another bundle: with the files of two downloads in one folder, a
+/// model would be built from one and filled from the other. Accepts a file that is missing, unreadable or names no
+/// weights, because weights do not need it.
 pub(crate) fn check_names(path: &Path, weights: Digest) -> Result<(), BundleError> {
-    // A pipe would be waited for.
+    // Opening a pipe would block.
     if !path.is_file() {
         return Ok(());
     }
@@ -63,16 +64,15 @@ pub(crate) fn check_names(path: &Path, weights: Digest) -> Result<(), BundleErro
     }
 }
 
-/// Whether a `quantization_config` is ours, and then the weights that it names, if it names any.
+/// The weights that a `quantization_config` of ours names; the outer `None` if it is not ours.
 fn named(method: &[u8]) -> Option<Option<String>> {
     let method: serde_json::Value = serde_json::from_slice(&strict(method)).ok()?;
     (method["quant_method"] == manifest::FORMAT).then(|| method["manifest"].as_str().map(str::to_owned))
 }
 
-/// The text with the two keys; every other byte is as it was. It was [`check`]ed. A key that is there with `null`,
-/// which names nothing, gets the value; the others stand behind the opening brace. A `quantization_config` of another
-/// method stays: two methods cannot be named. One of ours, saved from a bundle, names the weights of that one, and gets
-/// the value.
+/// Inserts the two keys into a [`check`]ed text; all other bytes stay. A key whose value is `null` gets the value;
+/// missing keys follow the opening brace. A `quantization_config` of another method stays, because only one method can
+/// be named. One of ours, saved from another bundle, gets the value, too.
 pub(crate) fn with_keys(text: &[u8], weights: Digest) -> Vec<u8> {
     let method = format!(r#"{{"quant_method": "{}", "manifest": "{weights}"}}"#, manifest::FORMAT);
     let file = format!(r#""{}""#, manifest::FILE_NAME);
@@ -89,7 +89,7 @@ pub(crate) fn with_keys(text: &[u8], weights: Digest) -> Vec<u8> {
     replaced.sort_by_key(|(range, _)| range.start);
     let at = text.iter().position(|&byte| byte == b'{').map_or(0, |brace| brace + 1);
     let gap = text[at..].iter().position(|byte| !byte.is_ascii_whitespace()).unwrap_or(text.len() - at);
-    // An object without keys needs no comma, and has no line to begin as the others begin.
+    // An empty object needs no comma, and no whitespace of following keys to copy.
     let is_empty = text.get(at + gap) == Some(&b'}');
     let gap = if is_empty { &b""[..] } else { &text[at..at + gap] };
     let mut marked = text[..at].to_vec();
@@ -106,8 +106,8 @@ pub(crate) fn with_keys(text: &[u8], weights: Digest) -> Vec<u8> {
     marked
 }
 
-/// Where the value of an object's own key is, and whether it is `null`; of a key that is there twice the last, which is
-/// what readers take.
+/// The range of the value of a top-level key, and whether it is `null`. Of duplicate keys the last counts, as in
+/// readers.
 fn last(text: &[u8], key: &str) -> Option<(Range<usize>, bool)> {
     let plain = strict(text);
     let mut found = None;
@@ -125,7 +125,7 @@ fn last(text: &[u8], key: &str) -> Option<(Range<usize>, bool)> {
     found
 }
 
-/// Behind the closing quote of the string that begins here.
+/// The position after the closing quote of the string that starts at `start`.
 fn string_end(text: &[u8], start: usize) -> usize {
     let mut at = start + 1;
     while at < text.len() {
@@ -138,7 +138,7 @@ fn string_end(text: &[u8], start: usize) -> usize {
     text.len()
 }
 
-/// Where the comma or the brace behind the value that begins here is.
+/// The position of the comma or brace after the value that starts at `start`.
 fn value_end(text: &[u8], start: usize) -> usize {
     let (mut at, mut depth) = (start, 0_usize);
     while at < text.len() {
@@ -157,12 +157,12 @@ fn value_end(text: &[u8], start: usize) -> usize {
     text.len()
 }
 
-/// The text with plain numbers in place of `NaN` and `Infinity`, which are no JSON but which Python writes.
+/// Replaces `NaN` and `Infinity`, which Python writes but which are not JSON, by plain numbers of the same length.
 fn strict(text: &[u8]) -> Cow<'_, [u8]> {
     let mut plain = Cow::Borrowed(text);
     let (mut at, mut in_string) = (0, false);
     while at < text.len() {
-        // A value of its own, not the end of another.
+        // The start of a value, not the end of another.
         let begins =
             !in_string && (at == 0 || !matches!(text[at - 1], b'0'..=b'9' | b'A'..=b'Z' | b'a'..=b'z' | b'.' | b'+'));
         let word = [&b"NaN"[..], b"Infinity"].into_iter().find(|word| begins && text[at..].starts_with(word));
@@ -215,7 +215,7 @@ mod tests {
             rest.retain(|key, _| key != METHOD_KEY && key != WEIGHTS_KEY);
             assert_eq!(serde_json::Value::from(rest), serde_json::from_str::<serde_json::Value>(text).unwrap());
         }
-        // As Python writes what JSON has no number for.
+        // What Python writes for numbers that JSON cannot represent.
         let text = r#"{"limit": [0.0, Infinity, -Infinity], "NaN": "a \" NaN \\", "x": NaN}"#;
         assert!(marked(text).ends_with(&text[1..]));
         assert_eq!(strict(text.as_bytes()).len(), text.len());

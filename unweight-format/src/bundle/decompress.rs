@@ -1,7 +1,7 @@
-//! A bundle back to the files it was made from.
+//! Restores the source files of a bundle.
 //!
-//! Consecutive tensors are decoded into one buffer, which is a piece of the source file: it is compared with the
-//! tensors' digests and handed to a writer thread, which hands the buffer back.
+//! Consecutive tensors are decoded into one buffer, which is a piece of the source file. The buffer is compared with
+//! the tensors' digests and sent to a writer thread, which returns it.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -32,11 +32,11 @@ use crate::{
 
 /// Rebuilds the source files of a bundle, byte for byte.
 ///
-/// Every byte is compared with the digests taken when the bundle was made. The output appears under its name when it is
-/// complete; until then everything is in `<output>.partial`.
+/// Every byte is compared with the digests of the source. The output appears under its name only when it is complete;
+/// until then all files are in `<output>.partial`.
 ///
 /// # Errors
-/// The bundle is damaged, the output exists or cannot be written, or `progress` asked to stop.
+/// The bundle is damaged, the output exists or cannot be written, or `progress` requested to stop.
 pub fn decompress(
     bundle: &Path,
     output: &Path,
@@ -57,7 +57,7 @@ fn run(
     let replaceable = if options.force { Some(given_back(output, &manifest, progress)?) } else { None };
     let inputs = [bundle.to_path_buf()];
     Stage::check(&inputs, output, replaceable.as_ref())?;
-    // Every file before any is decoded: a missing shard is known at once.
+    // Check every file before decoding, so that a missing shard is reported at once.
     for file in &manifest.files {
         check_sizes(bundle, file)?;
         if let FileEntry::Weights(file) = file {
@@ -78,8 +78,8 @@ fn run(
     })
 }
 
-/// What there is of the bundle's files at `output`. Names and sizes do not tell one model from another: all is read, as
-/// far as it may be the same.
+/// The files at `output` that the bundle can restore. Names and sizes do not distinguish models, so the contents of
+/// each candidate are compared.
 fn given_back(output: &Path, manifest: &Manifest, progress: &dyn Progress) -> Result<Replaceable, BundleError> {
     let mut same = HashMap::new();
     for file in &manifest.files {
@@ -92,7 +92,7 @@ fn given_back(output: &Path, manifest: &Manifest, progress: &dyn Progress) -> Re
         match compare_original(&input, file, each) {
             Ok(None) => _ = same.insert(file.name().to_owned(), input.stamp()),
             Err(BundleError::Cancelled) => return Err(BundleError::Cancelled),
-            // It is not replaced.
+            // The file differs: it is not replaceable.
             _ => {}
         }
     }
@@ -110,7 +110,7 @@ impl Job<'_> {
     fn run(&self, manifest: &Manifest) -> Result<Vec<FileReport>, BundleError> {
         let resumed = if self.options.resume { self.finished(manifest)? } else { HashSet::new() };
         let unfinished = || manifest.files.iter().filter(|f| !resumed.contains(f.name()));
-        // How many of these bytes are sound is checked when the file is continued.
+        // The sound part of these bytes is determined when the file is continued.
         let begun = |file: &FileEntry| match file {
             FileEntry::Weights(file) if self.options.resume => {
                 self.stage.growing(&file.name).metadata().map_or(0, |metadata| metadata.len().min(file.size))
@@ -152,7 +152,7 @@ impl Job<'_> {
         if self.progress.cancelled() { Err(self.stage.interrupted()) } else { Ok(()) }
     }
 
-    /// Names of the files that an interrupted run has rebuilt; their bytes are compared with their digests.
+    /// The names of the files that an interrupted run has completed; their contents are compared with their digests.
     fn finished(&self, manifest: &Manifest) -> Result<HashSet<String>, BundleError> {
         let path = |file: &FileEntry| self.stage.tree().join(file.name());
         let is_there = |file: &&FileEntry| path(file).metadata().is_ok_and(|metadata| metadata.len() == file.size());
@@ -160,7 +160,7 @@ impl Job<'_> {
         if candidates.is_empty() {
             return Ok(HashSet::new());
         }
-        // Reading them is work of its own.
+        // Reading the candidates has its own progress.
         self.progress.start(candidates.iter().map(|file| file.size()).sum());
         let mut finished = HashSet::new();
         for file in candidates {
@@ -169,7 +169,7 @@ impl Job<'_> {
                 self.check_cancelled()
             };
             let compared = Input::open(&path(file)).and_then(|input| compare_original(&input, file, each));
-            // Whatever else keeps it from being read, it is made again.
+            // A file that cannot be read is rebuilt.
             self.check_cancelled()?;
             if matches!(compared, Ok(None)) {
                 finished.insert(file.name().to_owned());
@@ -178,7 +178,7 @@ impl Job<'_> {
         Ok(finished)
     }
 
-    /// Returns how many bytes an interrupted run had rebuilt.
+    /// Returns the number of bytes that an interrupted run had rebuilt.
     fn rebuild(&self, file: &FileEntry) -> Result<u64, BundleError> {
         match file {
             FileEntry::Weights(weights) => self.weights(weights),
@@ -188,8 +188,8 @@ impl Job<'_> {
         }
     }
 
-    /// Tensors and bytes that an interrupted run has rebuilt of an unfinished file: up to the first that has not its
-    /// digest.
+    /// The number of tensors and bytes of an unfinished file that an interrupted run has rebuilt, up to the first
+    /// tensor with a wrong digest.
     fn begun(&self, path: &Path, file: &WeightsFile) -> Result<Option<(usize, u64)>, BundleError> {
         if !self.options.resume || path.symlink_metadata().is_err() {
             return Ok(None);
@@ -236,7 +236,7 @@ impl Job<'_> {
             None => files::create(&work),
         };
         let target = target.map_err(self.stage.write_error(&work))?;
-        // The header's are counted at the end.
+        // The header's bytes are counted at the end.
         self.progress.advance(begun_bytes.saturating_sub(file.header_bytes));
         let write = |bytes: &[u8], at: u64| {
             files::write_at(&target, bytes, at).map_err(self.stage.write_error(&work))?;
@@ -255,8 +255,8 @@ impl Job<'_> {
         Ok(begun_bytes)
     }
 
-    /// Decodes the tensors from `first` on, and hands their bytes to `write` with their place in the file, from `at`
-    /// on.
+    /// Decodes the tensors from index `first` on, and passes their bytes to `write` with their offset in the file,
+    /// starting at `at`.
     fn decode_rest(
         &self,
         shard: &Shard,
@@ -268,8 +268,8 @@ impl Job<'_> {
         let failed = AtomicBool::new(false);
         let (sender, receiver) = mpsc::channel::<Decoded>();
         let all = shard.work_from(first, self.options.ram_bytes);
-        // Two buffers, one decoded to while the other is written: fresh pages for each batch would cost more than
-        // decoding. A batch too large for two of its size gets one of its own.
+        // Two buffers, one for decoding while the other is written: new pages for each batch would cost more than
+        // decoding. A batch of more than half of the limit gets its own buffer.
         let pooled_max = (gate.limit() / 2).max(CHUNK as u64);
         let sizes = all.iter().map(|work| match work {
             Work::Batch(batch) => batch_bytes(shard, batch),
@@ -278,7 +278,7 @@ impl Job<'_> {
         let pooled = sizes.filter(|&bytes| bytes <= pooled_max).max().unwrap_or(0);
         let (give_back, free) = mpsc::channel::<Vec<u8>>();
         for _ in 0..2 {
-            // The other end is at hand.
+            // The receiver still exists.
             _ = give_back.send(shard.buffer(pooled)?);
         }
         thread::scope(|scope| {
@@ -292,7 +292,7 @@ impl Job<'_> {
                         failed.store(result.is_err(), Ordering::Relaxed);
                     }
                     if buffer.len() as u64 == pooled {
-                        // The decoding thread drops the other end when it needs no more buffers.
+                        // The decoding thread drops the receiver when it needs no more buffers.
                         _ = give_back.send(buffer);
                     }
                     gate.leave(bytes as u64);
@@ -306,7 +306,7 @@ impl Job<'_> {
         })
     }
 
-    /// Decodes batch by batch, until all is done or the writer failed.
+    /// Decodes batch by batch, until all is done or the writer has failed.
     fn decode_all(&self, shard: &Shard, all: Vec<Work>, mut at: u64, buffers: Buffers<'_>) -> Result<(), BundleError> {
         let Buffers { free, pooled, sender, gate, failed } = buffers;
         for work in all {
@@ -321,7 +321,7 @@ impl Job<'_> {
                     shard.stream(index, |piece| {
                         self.check_cancelled()?;
                         gate.enter(piece.len() as u64);
-                        // Both ends live as long as the writer, which hands every buffer back.
+                        // Both ends live as long as the writer, which returns every buffer.
                         let mut buffer = free.recv().unwrap_or_else(|_| vec![0; piece.len()]);
                         buffer[..piece.len()].copy_from_slice(piece);
                         _ = sender.send(Decoded { buffer, bytes: piece.len(), at });
@@ -333,7 +333,7 @@ impl Job<'_> {
                 }
             };
             let bytes = batch_bytes(shard, &batch);
-            // The encoding, and what it becomes.
+            // The encoded and the decoded bytes.
             gate.enter(bytes.saturating_mul(2));
             let buffer = if bytes <= pooled { free.recv().ok() } else { Some(shard.buffer(bytes)?) };
             let Some(mut buffer) = buffer else { break };
@@ -355,25 +355,25 @@ impl Job<'_> {
 /// Decoded bytes on their way to the writer.
 struct Decoded {
     buffer: Vec<u8>,
-    /// How many, at the start of `buffer`.
+    /// The number of bytes used, at the start of `buffer`.
     bytes: usize,
-    /// Their place in the file.
+    /// Their offset in the file.
     at: u64,
 }
 
-/// What the decoding thread shares with the writer.
+/// The decoding thread's ends of the channels and state that it shares with the writer.
 struct Buffers<'a> {
-    /// Buffers that the writer gave back.
+    /// Buffers that the writer returned.
     free: mpsc::Receiver<Vec<u8>>,
-    /// Size of those.
+    /// Size of these buffers.
     pooled: u64,
     sender: mpsc::Sender<Decoded>,
     gate: &'a Gate,
-    /// Set by the writer when it could not write.
+    /// Set by the writer after a failed write.
     failed: &'a AtomicBool,
 }
 
-/// Original bytes of these tensors.
+/// The original size of these tensors in bytes.
 fn batch_bytes(shard: &Shard, batch: &Range<usize>) -> u64 {
     batch.clone().map(|index| shard.original_bytes(index)).sum()
 }
@@ -393,7 +393,7 @@ pub(crate) fn check_sha256(file: &WeightsFile, expected: &str, got: String) -> R
     })
 }
 
-/// Compares what was read of a stored file with the manifest.
+/// Compares the contents of a stored file with the manifest.
 pub(crate) fn check_contents(file: &FileEntry, stored: &str, got: &Contents) -> Result<(), BundleError> {
     let fail = |what: &str, expected: String, got: String| {
         let (file, what) = (stored.into(), what.into());
@@ -411,8 +411,8 @@ pub(crate) fn check_contents(file: &FileEntry, stored: &str, got: &Contents) -> 
     }
 }
 
-/// Compares a source file (or a rebuilt one) with what the manifest says: the first difference, if any. `each` gets the
-/// bytes of every piece read.
+/// Compares a source or rebuilt file with the manifest and returns the first difference, if any. `each` receives the
+/// size of every piece read.
 pub(crate) fn compare_original(
     input: &Input,
     file: &FileEntry,

@@ -1,4 +1,4 @@
-//! Encoders of the tensors of a bundle: the CPU's, or another that gives the same bytes.
+//! Encoders of the tensors of a bundle: the CPU encoder, or another that produces the same bytes.
 
 use std::error::Error;
 
@@ -7,12 +7,13 @@ use crate::{
     packed::Unpackable,
 };
 
-/// Encodes matrices. All encoders give the same bytes, so a bundle does not depend on which one made it.
+/// Encodes matrices. All encoders produce the same bytes, so a bundle does not depend on the encoder.
 pub trait Encoder: Sync {
-    /// The digest of the matrix's bytes, and the matrix in the encoding asked for. Called from several threads at once.
+    /// Returns the digest of the matrix's bytes, and the matrix in the requested encoding. Called from several threads
+    /// at once.
     ///
     /// # Errors
-    /// The matrix does not fit the encoding (another is then tried), or the encoder failed.
+    /// The matrix cannot have the encoding (its fallback is tried next), or the encoder failed.
     fn encode(
         &self,
         matrix: FloatMatrix<'_>,
@@ -25,7 +26,7 @@ pub trait Encoder: Sync {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EncoderError {
-    /// The matrix does not fit the encoding.
+    /// The matrix cannot have the encoding.
     #[error("the tensor does not fit the encoding")]
     NotEncodable(#[from] NotEncodable),
     /// The encoder itself failed.

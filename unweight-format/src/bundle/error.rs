@@ -1,4 +1,4 @@
-//! Everything that can go wrong with a model or a bundle, with file, tensor, offset, expected, got and next step.
+//! All errors of models and bundles, with file, tensor, offset, expected and actual value, and next step.
 
 use std::{error::Error, io, path::PathBuf};
 
@@ -8,19 +8,19 @@ use crate::{
     safetensors::HeaderError,
 };
 
-/// The class of an error; it decides the exit status of the command line.
+/// The class of an error; it determines the exit status of the command line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorClass {
-    /// The bundle is damaged or does not match: its bytes are not those that were written.
+    /// The bundle is damaged or inconsistent: its bytes are not those that were written.
     Mismatch,
-    /// The work could not be done; nothing is known to be damaged.
+    /// The work could not be done; no damage was found.
     Failed,
-    /// The work was asked to stop.
+    /// The work was cancelled.
     Interrupted,
 }
 
-/// A next step that is an option of this library. The command line words it.
+/// A next step that is an option of this library. The command line words it for its users.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Remedy {
@@ -29,352 +29,352 @@ pub enum Remedy {
     Overwrite,
     /// Finished files are kept: resume ([`CompressOptions::resume`](super::CompressOptions::resume)).
     Resume,
-    /// The program that makes this output can resume.
+    /// Resume with the program that makes this output.
     ResumeMaking,
     /// Free some space, then resume.
     FreeAndResume,
     /// Free some space, then run again from the start: no finished work is kept.
     FreeAndRepeat,
-    /// Use [`CpuEncoder`](super::CpuEncoder): every encoder gives the same bytes.
+    /// Use [`CpuEncoder`](super::CpuEncoder): all encoders produce the same bytes.
     CpuEncoder,
-    /// Use fewer threads ([`CompressOptions::threads`](super::CompressOptions::threads)), or allow this user more
+    /// Use fewer threads ([`CompressOptions::threads`](super::CompressOptions::threads)), or raise the user's limit of
     /// processes.
     FewerThreads,
 }
 
-/// Why a model or a bundle could not be read, written or trusted.
+/// Why a model or a bundle could not be read, written or verified.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BundleError {
     /// The encoder failed on a tensor.
     #[error("{file}, tensor '{tensor}': the encoder failed")]
     Encoder {
-        /// The source file.
+        /// Name of the source file.
         file: String,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// What the encoder says.
+        /// The encoder's error.
         source: super::EncoderError,
     },
-    /// The system refused.
+    /// An operation of the file system failed.
     #[error("{}: cannot {action}", path.display())]
     Io {
-        /// What was tried.
+        /// The operation that failed.
         action: &'static str,
-        /// Where.
+        /// The file or directory.
         path: PathBuf,
-        /// The system's answer.
+        /// The system's error.
         source: io::Error,
     },
-    /// The disk has no room for the output.
+    /// The disk has too little room for the output.
     #[error("{}: about {needed_bytes} bytes are needed and {free_bytes} are free; free some space, or choose another disk", path.display())]
     NoRoom {
-        /// Where.
+        /// A path on the disk.
         path: PathBuf,
         /// Bytes needed.
         needed_bytes: u64,
         /// Bytes free.
         free_bytes: u64,
     },
-    /// The disk became full.
+    /// The disk became full while a file was written.
     #[error("{}: no room to write{}", path.display(), room(*needed_bytes, *free_bytes))]
     DiskFull {
         /// The file that was written.
         path: PathBuf,
-        /// Bytes needed from now on.
+        /// Bytes still to be written.
         needed_bytes: u64,
         /// Bytes free.
         free_bytes: u64,
-        /// The system's answer.
+        /// The system's error.
         source: io::Error,
     },
-    /// The original bytes of a file could not be written to the output given.
+    /// The original bytes of a file could not be written to the given output.
     #[error("{file}: cannot write its bytes")]
     Output {
         /// The file of the source.
         file: String,
-        /// The system's answer.
+        /// The system's error.
         source: io::Error,
     },
-    /// A directory was expected.
+    /// The path is not a directory.
     #[error("{}: not a directory; give the directory that holds the model", path.display())]
     NotADirectory {
         /// The path given.
         path: PathBuf,
     },
-    /// The model has no `*.safetensors`.
+    /// The model contains no `*.safetensors`.
     #[error("{}: no *.safetensors file inside; nothing to compress", path.display())]
     NoWeights {
-        /// The source.
+        /// Path of the source.
         path: PathBuf,
     },
-    /// The output is there already.
+    /// The output already exists.
     #[error("{}: output exists", path.display())]
     OutputExists {
-        /// The output.
+        /// Path of the output.
         path: PathBuf,
     },
     /// Source and output overlap.
     #[error("{}: the output is the source, or one is inside the other ({}); choose an output elsewhere", output.display(), input.display())]
     OutputOverlaps {
-        /// The output.
+        /// Path of the output.
         output: PathBuf,
-        /// The source.
+        /// Path of the source.
         input: PathBuf,
     },
-    /// `<output>.partial` is something else.
+    /// `<output>.partial` was not created by an interrupted run of this user.
     #[error("{}: not left by an interrupted run of this user ({reason}); move it away", path.display())]
     ForeignPartial {
-        /// The directory, or what is in it.
+        /// The directory, or an entry in it.
         path: PathBuf,
-        /// What tells.
+        /// Why it is not ours.
         reason: &'static str,
     },
-    /// The output may be replaced, and holds a bundle whose files this program does not know.
+    /// The output to replace is a bundle of another version, whose files this program does not know.
     #[error("{}: holds a bundle of format version {version} of {age} version of the program, which is not replaced; move it away, or choose another output", path.display())]
     OtherOutput {
-        /// The output.
+        /// Path of the output.
         path: PathBuf,
-        /// Version found.
+        /// Version of that bundle.
         version: Version,
-        /// Of which kind: `a development` or `a newer`.
+        /// Kind of that version: `a development` or `a newer`.
         age: &'static str,
     },
-    /// The output may be replaced, and holds a file that would be lost.
+    /// The output to replace contains a file that would be lost.
     #[error("{}: holds '{}', which would be lost; move it away, or choose another output", path.display(), file.escape_debug())]
     NotReplaceable {
-        /// The output.
+        /// Path of the output.
         path: PathBuf,
         /// The first such file or folder.
         file: String,
     },
-    /// The finished output did not get its name, and the old one not its own back.
+    /// Neither could the finished output get its name, nor could the old one get its name back.
     #[error("{}: cannot rename the finished output to its name; the old one is in {}: move it where it is safe, or run again to replace it", output.display(), old.display())]
     SetAside {
-        /// The output; nothing is there.
+        /// The output, which does not exist now.
         output: PathBuf,
-        /// Where the old one is.
+        /// The path of the old output.
         old: PathBuf,
-        /// The system's answer.
+        /// The system's error.
         source: io::Error,
     },
-    /// Another process is writing the same output, or attaches to the same bundle.
+    /// Another process is writing the same output, or is attaching to the same bundle.
     #[error("{}: {by} is writing here; wait for it, or end it", path.display())]
     Locked {
         /// The partial directory, or the bundle.
         path: PathBuf,
-        /// Who.
+        /// The process that holds the lock.
         by: Holder,
     },
-    /// The run was cancelled, and its output is kept for `--resume`.
+    /// The run was cancelled; its finished files are kept for `--resume`.
     #[error("interrupted; finished files are kept in {}", partial.display())]
     Interrupted {
-        /// What is kept.
+        /// The directory of the finished files.
         partial: PathBuf,
     },
-    /// Cancelled while only reading.
+    /// A run that only reads was cancelled.
     #[error("interrupted")]
     Cancelled,
-    /// A file that is neither a file nor a directory, or whose name cannot be stored.
+    /// The path is neither a file nor a directory, or its name cannot be stored.
     #[error("{}: {reason}", path.display())]
     Unstorable {
-        /// The path.
+        /// The refused path.
         path: PathBuf,
-        /// Why.
+        /// Reason of the error.
         reason: &'static str,
     },
-    /// A safetensors header that cannot be trusted.
+    /// A safetensors header is invalid.
     #[error("{}: not a valid safetensors file", path.display())]
     Header {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong, and where.
+        /// The header's error.
         source: HeaderError,
     },
-    /// An index that cannot be read.
+    /// A safetensors index cannot be parsed.
     #[error("{}: not a valid safetensors index: {reason}", path.display())]
     Index {
-        /// The index.
+        /// Path of the index.
         path: PathBuf,
-        /// Why.
+        /// Reason of the error.
         reason: String,
     },
-    /// Index and shards disagree.
+    /// An index and its shards disagree.
     #[error("{}: {reason}; fetch the model again, or correct the index", path.display())]
     IndexDisagrees {
-        /// The index.
+        /// Path of the index.
         path: PathBuf,
-        /// How.
+        /// How they disagree.
         reason: String,
     },
-    /// A source tensor has a name that the bundle needs.
+    /// The name of a source tensor is reserved for bundles.
     #[error("{}: tensor '{tensor}': names with '.unweight.' or 'unweight.source_header' are reserved for bundles; is this a bundle already?", path.display())]
     ReservedTensor {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
     },
-    /// A source file has a name that the bundle needs.
+    /// The name of a source file is reserved for bundles.
     #[error("{}: the name is reserved for bundles; is this a bundle already? (decompress it, or move the file away)", path.display())]
     ReservedFile {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// A file of the model has a name that attaching needs.
+    /// The model contains a file with a name that attaching needs.
     #[error(
         "{}: the model has a file of this name, which is needed to attach anything; rename it in the model and \
          compress again",
         path.display()
     )]
     NameTaken {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
     },
     /// A source file changed while it was read.
     #[error("{}: changed while it was read ({change}); run again when nothing writes to it", path.display())]
     SourceChanged {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// How it differs.
+        /// How the file changed.
         change: &'static str,
     },
-    /// The system could not read on.
+    /// Reading a file failed.
     #[error("{}: cannot read at byte {offset}; look at the disk, or fetch the file again", path.display())]
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// First byte of the piece that could not be read.
         offset: u64,
-        /// The system's answer.
+        /// The system's error.
         source: io::Error,
     },
-    /// A file above a limit of the format.
+    /// A file exceeds a limit of the format.
     #[error("{}: {got} bytes, above the limit of {limit}; it is not what its name says", path.display())]
     TooLarge {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Most bytes.
+        /// Maximum size in bytes.
         limit: u64,
-        /// Its bytes.
+        /// Actual size in bytes.
         got: u64,
     },
-    /// A tensor that does not fit in memory.
+    /// A tensor does not fit in memory.
     #[error("{}: {needed_bytes} bytes of memory are needed at once, this machine has {memory_bytes}; work on it on a larger machine", path.display())]
     Memory {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
         /// Bytes needed.
         needed_bytes: u64,
-        /// Bytes of memory.
+        /// Bytes of memory of this machine.
         memory_bytes: u64,
     },
-    /// A header would exceed what safetensors readers accept.
+    /// A shard's header would exceed the limit of safetensors readers.
     #[error(
         "{file}: the bundle's header would have {got} bytes, above the {limit} that safetensors readers accept; split the file into more shards"
     )]
     HeaderTooLarge {
-        /// The file.
+        /// Name of the file.
         file: String,
-        /// Bytes it would have.
+        /// Bytes of the header.
         got: u64,
-        /// Most bytes allowed.
+        /// Maximum number of bytes.
         limit: u64,
     },
-    /// The manifest would exceed what is read of one.
+    /// The manifest would exceed the limit of readers.
     #[error(
         "the bundle's unweight.json would have {got} bytes or more, above the {limit} that are read of one; compress fewer files at a time"
     )]
     ManifestTooLarge {
-        /// Bytes it would have at least.
+        /// Minimum size of the manifest in bytes.
         got: u64,
-        /// Most bytes allowed.
+        /// Maximum number of bytes.
         limit: u64,
     },
-    /// A shape that a manifest cannot hold.
+    /// A tensor's shape has too many extents.
     #[error("{}: tensor '{tensor}': a shape of {got} extents, above the limit of {limit}; store it with fewer", path.display())]
     Rank {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Extents it has.
+        /// Extents of the shape.
         got: usize,
-        /// Most extents allowed.
+        /// Maximum number of extents.
         limit: usize,
     },
-    /// A plan file that cannot be followed.
+    /// A plan file is invalid.
     #[error("{}: {reason}", path.display())]
     PlanFile {
-        /// The plan file.
+        /// Path of the plan file.
         path: PathBuf,
-        /// Why.
+        /// Reason of the error.
         reason: String,
     },
-    /// A demo model that cannot be.
+    /// The options of a demo model are invalid.
     #[error("demo model: {reason}")]
     DemoShape {
-        /// Why.
+        /// Reason of the error.
         reason: String,
     },
-    /// The thread pool could not be started.
+    /// Threads could not be started.
     #[error("cannot start {threads} threads: {reason}")]
     Threads {
-        /// Threads asked for.
+        /// Number of threads requested.
         threads: usize,
-        /// Why.
+        /// Reason of the error.
         reason: String,
     },
-    /// Not a bundle at all.
+    /// The directory is not a bundle.
     #[error("{}: no unweight.json inside; this is not a bundle (compress makes one)", path.display())]
     NotABundle {
-        /// The directory.
+        /// Path of the directory.
         path: PathBuf,
     },
-    /// Not there yet: a run has begun it.
+    /// The bundle is not complete: a run is writing it or was interrupted.
     #[error("{}: not finished: an interrupted run, or one that still works, keeps what is done in {}", path.display(), partial.display())]
     Unfinished {
-        /// The directory.
+        /// Path of the directory.
         path: PathBuf,
-        /// What is kept.
+        /// The directory of the finished files.
         partial: PathBuf,
     },
-    /// A part of a bundle.
+    /// The directory is a part of a bundle, not a bundle.
     #[error("{}: part {part} of a bundle; merge all parts first", path.display())]
     NotMerged {
-        /// The directory.
+        /// Path of the directory.
         path: PathBuf,
-        /// Which part.
+        /// Index and number of parts.
         part: Part,
     },
-    /// Not a part of a bundle.
+    /// The directory is not a part of a bundle.
     #[error("{}: no unweight.part inside; pass the directories of all parts that `compress --shard` wrote", path.display())]
     NotAPart {
-        /// The directory.
+        /// Path of the directory.
         path: PathBuf,
     },
-    /// Nothing to merge.
+    /// No parts were given to merge.
     #[error("no parts to merge; pass the directories of all parts")]
     NoParts,
-    /// A file of a part is not what the part says.
+    /// A file of a part does not match the part's description.
     #[error("{}: not a whole part", path.display())]
     Part {
         /// The part's folder.
         path: PathBuf,
-        /// What is wrong.
+        /// The file's error.
         source: Box<BundleError>,
     },
-    /// Parts that do not belong together.
+    /// Parts were made from different sources, or by different programs or options.
     #[error("{}: made with {what} than {}; make all parts of one source, with one program and the same options", path.display(), other.display())]
     PartsDiffer {
         /// The part's folder.
         path: PathBuf,
-        /// The folder of the first one.
+        /// The folder of the first part.
         other: PathBuf,
         /// `other options`, `another source`.
         what: &'static str,
     },
-    /// Parts of another program.
+    /// The parts were made by another version of the program.
     #[error("{}: made by {creator}, whose bundles this program does not make; merge with the program that made the parts", path.display())]
     PartCreator {
         /// The part's folder.
@@ -382,88 +382,88 @@ pub enum BundleError {
         /// Program and version.
         creator: String,
     },
-    /// A part that is there twice.
+    /// A part was given twice.
     #[error("{}: part {part}, as {} is; give each part once", path.display(), other.display())]
     PartTwice {
-        /// Which part.
+        /// Index and number of parts.
         part: Part,
-        /// One folder.
+        /// One of the folders.
         path: PathBuf,
-        /// The other.
+        /// The other folder.
         other: PathBuf,
     },
-    /// A part that is not there.
+    /// A part is missing.
     #[error("part {part} is missing; make it, or name its folder, too")]
     PartMissing {
-        /// Which part.
+        /// Index and number of parts.
         part: Part,
     },
-    /// Parts that cannot be signed.
+    /// Parts without SHA-256 cannot be signed.
     #[error(
         "{file}: its part has no SHA-256, and a signature of other digests proves nothing; make the parts with SHA-256"
     )]
     UnsignableParts {
-        /// The file.
+        /// Name of the file.
         file: String,
     },
-    /// A bundle of a development version, or of an older major version.
+    /// The bundle has a development version, or an older major version.
     #[error("{}: format version {version} of a development version of the program, this one reads {supported}; compress the model again with this program", path.display())]
     OldVersion {
-        /// The manifest.
+        /// Path of the manifest.
         path: PathBuf,
-        /// Version found.
+        /// Version of the bundle.
         version: Version,
         /// Version that this program reads.
         supported: Version,
     },
-    /// A bundle of a newer major version, or of a newer minor version with an encoding that this one does not know.
+    /// The bundle has a newer major version, or a newer minor version with an unknown encoding.
     #[error("{}: format version {version} is newer than this program's {supported}; update the program", path.display())]
     NewerVersion {
-        /// The manifest.
+        /// Path of the manifest.
         path: PathBuf,
-        /// Version found.
+        /// Version of the bundle.
         version: Version,
-        /// Version understood.
+        /// Version that this program reads.
         supported: Version,
     },
     /// The manifest is damaged.
     #[error("{}: manifest: {reason}", path.display())]
     Manifest {
-        /// The manifest.
+        /// Path of the manifest.
         path: PathBuf,
-        /// Why.
+        /// Reason of the error.
         reason: String,
     },
     /// The manifest could not be signed.
     #[error("the manifest could not be signed")]
     Sign(#[source] Box<dyn Error + Send + Sync>),
-    /// Not a public key.
+    /// The text is not a minisign public key.
     #[error("not a minisign public key ({reason}); give the text or the second line of a minisign.pub")]
     PublicKey {
-        /// Why.
+        /// Reason of the error.
         reason: String,
     },
-    /// The signature does not prove who published the bundle.
+    /// The signature is missing or invalid.
     #[error("unweight.json.minisig: {reason}")]
     Signature {
-        /// Why.
+        /// Reason of the error.
         reason: &'static str,
     },
-    /// A signature covers digests of a file that could be forged.
+    /// The signed manifest contains no SHA-256 of a file, which could therefore be forged.
     #[error(
         "{file}: the signed manifest has no SHA-256 of this file, and other digests can be forged; sign when compressing"
     )]
     Unproven {
-        /// The file.
+        /// Name of the file.
         file: String,
     },
-    /// Attached kernels that cannot be used.
+    /// The attached kernels are invalid.
     #[error("unweight.kernels: {reason}; detach the kernels, or attach them again")]
     Attached {
-        /// Why.
+        /// Reason of the error.
         reason: String,
     },
-    /// A part of a bundle file is not what the manifest says.
+    /// A part of a bundle file does not match the manifest.
     #[error(
         "{file}: {what} at byte {offset}: expected {expected}, got {got}; the file is damaged: fetch or compress it again"
     )]
@@ -472,116 +472,116 @@ pub enum BundleError {
         file: String,
         /// The tensor, if the part belongs to one.
         tensor: Option<Box<str>>,
-        /// Tensor and section, or another part.
+        /// The part, such as tensor and section.
         what: Box<str>,
         /// First byte of the part in the file.
         offset: u64,
-        /// What the manifest says.
+        /// The value in the manifest.
         expected: String,
-        /// What was found.
+        /// The actual value.
         got: String,
     },
-    /// A `config.json` of another bundle.
+    /// A `config.json` belongs to another bundle.
     #[error(
         "{}: it is of another bundle: it names the weights {got}, and those of unweight.json are {expected}; fetch the \
          bundle again, all files from one place, or take quantization_config out of this file",
         path.display()
     )]
     OtherConfig {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What the weights here are called.
+        /// The digest of this bundle's weights.
         expected: Digest,
-        /// What it calls them.
+        /// The digest in the `config.json`.
         got: String,
     },
-    /// A bundle file has another size.
+    /// A bundle file has a different size than in the manifest.
     #[error("{file}: expected {expected} bytes, got {got}; the file is {}", if got < expected { "truncated" } else { "too long" })]
     FileSize {
-        /// The file.
+        /// Name of the file.
         file: String,
-        /// Bytes by the manifest.
+        /// Bytes in the manifest.
         expected: u64,
-        /// Bytes found.
+        /// Actual bytes.
         got: u64,
     },
-    /// A bundle file is not there.
+    /// A file of the manifest is missing.
     #[error("{file}: missing, but listed in unweight.json")]
     MissingFile {
-        /// The file.
+        /// Name of the file.
         file: String,
     },
     /// A file that the manifest does not list.
     #[error("{file}: not listed in unweight.json; it does not belong to the bundle: move it away")]
     ExtraFile {
-        /// The file.
+        /// Name of the file.
         file: String,
     },
-    /// What a run that ended too early left of what it was about to attach.
+    /// An interrupted run left a file that it was about to attach.
     #[error(
         "{file}: an interrupted run was about to attach this; it does not belong to the bundle, and the next run that \
              attaches or detaches removes it"
     )]
     HalfAttached {
-        /// The file.
+        /// Name of the file.
         file: String,
     },
-    /// Stored sections that break the tensor format.
+    /// Stored sections violate the tensor format.
     #[error("{file}: tensor '{tensor}' at byte {offset}")]
     Codec {
-        /// The file.
+        /// Name of the file.
         file: String,
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Its first byte in the file.
+        /// The tensor's first byte in the file.
         offset: u64,
-        /// What is wrong.
+        /// The codec's error.
         source: CodecError,
     },
-    /// The bundle has no tensor of this name.
+    /// The bundle contains no tensor of this name.
     #[error("no tensor '{name}' in the bundle")]
     UnknownTensor {
-        /// The name.
+        /// The requested name.
         name: String,
     },
-    /// The source had no file of this name.
+    /// The source contained no file of this name.
     #[error("no file '{name}' in the bundle")]
     UnknownFile {
-        /// The name.
+        /// The requested name.
         name: String,
     },
-    /// Several files of the bundle have a tensor of this name.
+    /// Several files of the bundle contain a tensor of this name.
     #[error("tensor '{name}' is in {} files ({}); name the file, too", files.len(), files.join(", "))]
     AmbiguousTensor {
-        /// The name.
+        /// The requested name.
         name: String,
-        /// The files.
+        /// Names of these files.
         files: Vec<String>,
     },
-    /// A part of a tensor was requested that is not a matrix or whose elements are not whole bytes.
+    /// A part was requested of a tensor that is not a matrix, or whose elements are not whole bytes.
     #[error("{file}: tensor '{tensor}' of shape {shape:?} is not a matrix of whole bytes; read the whole tensor")]
     PartOfNoMatrix {
         /// Relative path.
         file: String,
-        /// Tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Its shape.
+        /// Shape of the tensor.
         shape: Vec<usize>,
     },
-    /// A part was asked for that is empty, or not inside the tensor.
+    /// The requested part of a tensor is empty or exceeds the tensor.
     #[error("{file}: tensor '{tensor}' has {of} {axis}, and no part {start}..{end}; ask for at least one of them")]
     PartOutside {
         /// Relative path.
         file: String,
-        /// Tensor.
+        /// Name of the tensor.
         tensor: String,
         /// `rows` or `columns`.
         axis: &'static str,
-        /// First one asked for.
+        /// First row or column requested.
         start: usize,
-        /// The one after the last.
+        /// End of the request, exclusive.
         end: usize,
-        /// How many the tensor has.
+        /// Rows or columns of the tensor.
         of: usize,
     },
 }
@@ -660,7 +660,7 @@ impl BundleError {
             Self::OutputExists { .. } => Some(Remedy::Overwrite),
             Self::Interrupted { .. } => Some(Remedy::Resume),
             Self::Unfinished { .. } => Some(Remedy::ResumeMaking),
-            // What is attached is written at once.
+            // Attached files are always written as a whole, so there is nothing to resume.
             Self::DiskFull { path, .. } if path.ends_with(ATTACHED_NAME) => Some(Remedy::FreeAndRepeat),
             Self::DiskFull { .. } => Some(Remedy::FreeAndResume),
             Self::Encoder { .. } => Some(Remedy::CpuEncoder),
@@ -669,7 +669,7 @@ impl BundleError {
         }
     }
 
-    /// Damage, failure or interruption.
+    /// The class of the error.
     pub fn class(&self) -> ErrorClass {
         match self {
             Self::Manifest { .. }
@@ -708,7 +708,7 @@ pub fn io_code(error: &io::Error) -> &'static str {
     }
 }
 
-/// How much is needed and free, as far as both are known.
+/// The bytes needed and free, as far as they are known.
 fn room(needed_bytes: u64, free_bytes: u64) -> String {
     match needed_bytes {
         0 => format!(", {free_bytes} bytes are free"),
@@ -716,7 +716,7 @@ fn room(needed_bytes: u64, free_bytes: u64) -> String {
     }
 }
 
-/// The message with its causes.
+/// The message followed by the messages of all causes.
 pub(crate) fn chain(error: &BundleError) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

@@ -1,4 +1,4 @@
-//! Files: opened once, read by offset, copied with their digests, walked by relative name.
+//! Files: opened once, read by offset, copied with their digests, and listed by relative name.
 
 use std::{
     fs::{self, File},
@@ -14,16 +14,16 @@ use sha2::{Digest as _, Sha256};
 use super::{BundleError, Selection, manifest::FileEntry, names::is_weights};
 use crate::{Digest, bits, bundle::manifest, digest::Digester};
 
-/// Bytes moved at a time.
+/// Bytes read or copied at once.
 pub(crate) const CHUNK: usize = 4 << 20;
 
-/// What tells one state of a file from another.
+/// Identifies one state of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Stamp {
     pub(crate) bytes: u64,
-    /// Device and inode: a file that was put in this one's place has others.
+    /// Device and inode, which change if the file is replaced.
     identity: (u64, u64),
-    /// Seconds and nanoseconds. A writer can set the first back, not the second.
+    /// Seconds and nanoseconds. A writer can set the modification time back, but not the change time.
     modified: (i64, i64),
     changed: (i64, i64),
 }
@@ -38,7 +38,7 @@ impl Stamp {
         }
     }
 
-    /// What differs from a later stamp, if anything.
+    /// Returns how a later stamp differs, if it does.
     fn difference(&self, later: &Self) -> Option<&'static str> {
         if self.identity != later.identity {
             return Some("another file has its name now");
@@ -52,8 +52,8 @@ impl Stamp {
 
 /// A file open for reading.
 ///
-/// Bytes are copied, never mapped: a file that is truncated, or on a disk that fails, is an error with an
-/// offset, not a signal.
+/// Bytes are copied, never mapped: for a truncated file or a failing disk, that results in an error with an offset
+/// instead of a signal.
 #[derive(Debug)]
 pub struct Input {
     file: File,
@@ -62,12 +62,12 @@ pub struct Input {
 }
 
 impl Input {
-    /// Opens a regular file; anything else is refused without waiting for it.
+    /// Opens a regular file. Anything else is refused without blocking.
     ///
     /// # Errors
-    /// There is none, it cannot be opened, or it is not regular.
+    /// The file does not exist, cannot be opened, or is not regular.
     pub fn open(path: &Path) -> Result<Self, BundleError> {
-        // A FIFO without a writer would block the call.
+        // Opening a FIFO without a writer would block.
         let file = File::options()
             .read(true)
             .custom_flags(libc::O_NONBLOCK)
@@ -80,7 +80,7 @@ impl Input {
         Ok(Self { file, path: path.into(), stamp: Stamp::of(&metadata) })
     }
 
-    /// Opens a file that must be as it was when it was looked at before.
+    /// Opens a file that must not have changed since the stamp.
     pub(crate) fn open_same(path: &Path, stamp: &Stamp) -> Result<Self, BundleError> {
         let input = Self::open(path)?;
         match stamp.difference(&input.stamp) {
@@ -89,27 +89,27 @@ impl Input {
         }
     }
 
-    /// As it was when it was opened.
+    /// The state of the file when it was opened.
     pub(crate) fn stamp(&self) -> Stamp {
         self.stamp
     }
 
-    /// Bytes, when it was opened.
+    /// The size of the file in bytes when it was opened.
     pub fn bytes(&self) -> u64 {
         self.stamp.bytes
     }
 
-    /// The file, at its start.
+    /// The open file, positioned at its start.
     pub fn reader(&self) -> &File {
         &self.file
     }
 
-    /// Fills `out` from `offset` on.
+    /// Fills `out` with the bytes from `offset` on.
     ///
     /// # Errors
-    /// The file ends before, or cannot be read.
+    /// The file is too short or cannot be read.
     pub fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<(), BundleError> {
-        // Piece by piece, so that the error names the offset.
+        // Piece by piece, so that the error contains the offset.
         for (i, piece) in out.chunks_mut(CHUNK).enumerate() {
             let offset = offset + (i * CHUNK) as u64;
             self.file.read_exact_at(piece, offset).map_err(|source| BundleError::Read {
@@ -124,29 +124,29 @@ impl Input {
     /// Reads `bytes` bytes from `offset`.
     ///
     /// # Errors
-    /// As [`Input::read_at`], or there is no memory for them.
+    /// The errors of [`Input::read_at`], or the memory cannot be allocated.
     pub fn read(&self, offset: u64, bytes: u64) -> Result<Vec<u8>, BundleError> {
         let mut out = buffer(bytes, &self.path)?;
         self.read_at(offset, &mut out)?;
         Ok(out)
     }
 
-    /// As [`Input::read_at`], on all threads of the pool that it is called from, if it is: one alone copies out of the
-    /// page cache more slowly than a device takes it.
+    /// Like [`Input::read_at`], on all threads of the current rayon pool, if there is one: a single thread copies out
+    /// of the page cache more slowly than a device accepts the data.
     pub(crate) fn read_at_together(&self, offset: u64, out: &mut [u8]) -> Result<(), BundleError> {
         if out.len() <= CHUNK || rayon::current_thread_index().is_none() {
             return self.read_at(offset, out);
         }
         let pieces = out.par_chunks_mut(CHUNK).enumerate();
         let failed = pieces.map(|(i, piece)| self.read_at(offset + (i * CHUNK) as u64, piece));
-        // The first by place, not by time.
+        // The first error by offset, not by time.
         failed.find_map_first(Result::err).map_or(Ok(()), Err)
     }
 
-    /// Hands `bytes` bytes from `offset` on to `each`, in pieces and in order; returns their digest.
+    /// Passes `bytes` bytes from `offset` on to `each`, in pieces and in order. Returns their digest.
     ///
     /// # Errors
-    /// As [`Input::read_at`], or `each` fails.
+    /// The errors of [`Input::read_at`] or of `each`.
     pub fn stream(
         &self,
         offset: u64,
@@ -165,8 +165,8 @@ impl Input {
         Ok(digester.finish())
     }
 
-    /// Gives a file that was made of this one its mode, as far as the user's mask allows, and its time of modification.
-    /// No byte depends on them: what the file system cannot keep is not kept.
+    /// Sets the mode of a file made from this one, as far as the umask allows, and its modification time. Errors are
+    /// ignored, because no contents depend on them.
     pub(crate) fn pass_attributes(&self, to: &File) {
         let Ok(metadata) = self.file.metadata() else { return };
         let _ = to.set_permissions(fs::Permissions::from_mode(metadata.mode() & 0o777 & !mask()));
@@ -175,12 +175,12 @@ impl Input {
         }
     }
 
-    /// The error for bytes that are not those that were read before.
+    /// The error for a file whose bytes differ from those read before.
     pub fn changed(&self) -> BundleError {
         BundleError::SourceChanged { path: self.path.clone(), change: "it was written to" }
     }
 
-    /// Fails if the file was changed or replaced since it was opened.
+    /// Checks that the file was not changed or replaced since it was opened.
     ///
     /// # Errors
     /// The file was changed or replaced.
@@ -196,7 +196,7 @@ impl Input {
     }
 }
 
-/// `bytes` zero bytes, or an error that says for what they were needed.
+/// Returns `bytes` zero bytes. The error contains the file that they are needed for.
 pub(crate) fn buffer(bytes: u64, path: &Path) -> Result<Vec<u8>, BundleError> {
     let error = || BundleError::Memory { path: path.into(), needed_bytes: bytes, memory_bytes: bits::memory_bytes() };
     if bytes > bits::memory_bytes() {
@@ -205,14 +205,14 @@ pub(crate) fn buffer(bytes: u64, path: &Path) -> Result<Vec<u8>, BundleError> {
     bits::try_zeroed(usize::try_from(bytes).map_err(|_| error())?).ok_or_else(error)
 }
 
-/// The user's mask for modes of new files. To ask the system for it is to set it, for all threads.
+/// The umask. It is read from /proc, because the system call would have to set it, for all threads.
 fn mask() -> u32 {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("Umask:"));
     line.and_then(|digits| u32::from_str_radix(digits.trim(), 8).ok()).unwrap_or(0o022)
 }
 
-/// What was read of a whole file.
+/// Size and digests of a whole file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Contents {
     pub(crate) bytes: u64,
@@ -220,7 +220,7 @@ pub(crate) struct Contents {
     pub(crate) sha256: Option<String>,
 }
 
-/// Reads all of a file; `each` gets every chunk, in order.
+/// Reads a whole file; `each` receives every chunk in order.
 pub(crate) fn read_through(
     path: &Path,
     sha256: bool,
@@ -232,7 +232,7 @@ pub(crate) fn read_through(
     Ok(contents)
 }
 
-/// As [`read_through`], of a file that is open.
+/// Like [`read_through`], for an open file.
 pub(crate) fn read_input(
     input: &Input,
     sha256: bool,
@@ -249,12 +249,12 @@ pub(crate) fn read_input(
     Ok(Contents { bytes, digest, sha256: sha.map(hex) })
 }
 
-/// SHA-256 of a file, as 64 digits.
+/// The SHA-256 of a file as 64 hexadecimal digits.
 pub(crate) fn sha256(path: &Path) -> Result<String, BundleError> {
     Ok(read_through(path, true, |_| Ok(()))?.sha256.unwrap_or_default())
 }
 
-/// As 64 digits.
+/// The result as 64 hexadecimal digits.
 pub(crate) fn hex(sha: Sha256) -> String {
     sha.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
 }
@@ -268,14 +268,14 @@ pub(crate) fn read_small(path: &Path, limit: u64) -> Result<Vec<u8>, BundleError
     input.read(0, input.stamp().bytes)
 }
 
-/// Writes a file and waits until it is on the disk.
+/// Writes a file and syncs it to disk.
 pub(crate) fn write_durably(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = create(path)?;
     append(&mut file, bytes)?;
     file.sync_all()
 }
 
-/// Writes at the end of a new file.
+/// Appends to a new file.
 pub(crate) fn append(file: &mut File, bytes: &[u8]) -> io::Result<()> {
     check_limit(file.stream_position()?, bytes)?;
     file.write_all(bytes)
@@ -287,8 +287,8 @@ pub(crate) fn write_at(file: &File, bytes: &[u8], at: u64) -> io::Result<()> {
     file.write_all_at(bytes, at)
 }
 
-/// Fails where the process may not make a file that long: a write would raise SIGXFSZ, which ends a program that does
-/// not know of it.
+/// Fails if the process may not write a file of that length: the write would raise SIGXFSZ, whose default action ends
+/// the process.
 fn check_limit(at: u64, bytes: &[u8]) -> io::Result<()> {
     let most = getrlimit(Resource::Fsize).current;
     if most.is_some_and(|most| at.saturating_add(bytes.len() as u64) > most) {
@@ -297,14 +297,14 @@ fn check_limit(at: u64, bytes: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Makes a file that was not there: a name that is taken, be it by a link, is an error.
+/// Creates a file; fails if the name exists, even as a link.
 pub(crate) fn create(path: &Path) -> io::Result<File> {
     File::options().write(true).create_new(true).open(path)
 }
 
-/// Opens a file that an interrupted run left, to go on with it from `bytes` on; a link is an error.
+/// Opens a file of an interrupted run and truncates it to `bytes`, to continue it. A link is an error.
 pub(crate) fn reopen(path: &Path, bytes: u64) -> io::Result<File> {
-    // Where the run had come to its end, the file has the source's mode already, which may forbid to write.
+    // If the run was complete, the file already has the source's mode, which may forbid writing.
     if path.symlink_metadata()?.is_file() {
         fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
     }
@@ -314,17 +314,17 @@ pub(crate) fn reopen(path: &Path, bytes: u64) -> io::Result<File> {
     Ok(file)
 }
 
-/// Waits until a directory's entries are on the disk.
+/// Syncs a directory's entries to disk.
 pub(crate) fn sync_dir(path: &Path) -> Result<(), BundleError> {
     File::open(path).and_then(|dir| dir.sync_all()).map_err(BundleError::io("sync the directory", path))
 }
 
-/// Every file below `root`: relative names with `/`, sorted, symbolic links followed.
+/// Lists all files below `root` with relative names with `/`, sorted. Symbolic links are followed.
 pub(crate) fn walk(root: &Path) -> Result<Vec<(String, PathBuf)>, BundleError> {
     walk_selected(root, &Selection::default())
 }
 
-/// As [`walk`], of the files selected.
+/// Like [`walk`], for the selected files.
 pub(crate) fn walk_selected(root: &Path, selection: &Selection) -> Result<Vec<(String, PathBuf)>, BundleError> {
     if !fs::metadata(root).map_err(BundleError::io("look at the directory", root))?.is_dir() {
         return Err(BundleError::NotADirectory { path: root.into() });
@@ -389,12 +389,12 @@ fn walk_into(
     Ok(())
 }
 
-/// Checks that the stored files of an entry are there with the sizes that the manifest says.
+/// Checks that the stored files of an entry exist with the sizes in the manifest.
 pub(crate) fn check_sizes(dir: &Path, entry: &FileEntry) -> Result<(), BundleError> {
     entry.stored().into_iter().try_for_each(|(file, expected)| check_size(dir, file, expected))
 }
 
-/// Checks that a file of the bundle is there with the size that the manifest says.
+/// Checks that a file of the bundle exists with the size in the manifest.
 pub(crate) fn check_size(dir: &Path, file: String, expected: u64) -> Result<(), BundleError> {
     match dir.join(&file).metadata() {
         Ok(metadata) if !metadata.is_file() || metadata.len() != expected => {

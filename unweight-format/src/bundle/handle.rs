@@ -5,8 +5,8 @@ use std::{fmt, ops::Range};
 use super::{BundleError, TensorPart, TensorReport, manifest::TensorEntry, pipeline::on_threads, shard::Shard};
 use crate::{CodecError, EncodingId, StoredTensor, safetensors::Dtype};
 
-/// A tensor of an open [`Bundle`](super::Bundle). Its bytes are read when a method asks for them, and compared with
-/// their digests.
+/// A tensor of an open [`Bundle`](super::Bundle). Methods that need its bytes read them and compare them with their
+/// digests.
 ///
 /// ```no_run
 /// use unweight_format::bundle::Bundle;
@@ -28,70 +28,70 @@ impl<'a> TensorHandle<'a> {
         Self { shard, index }
     }
 
-    /// Name of the file of the source that has the tensor.
+    /// The name of the source file that contains the tensor.
     pub fn file(&self) -> &'a str {
         &self.shard.file.name
     }
 
-    /// The entry of the tensor in the manifest.
+    /// The tensor's entry in the manifest.
     pub fn entry(&self) -> &'a TensorEntry {
         &self.shard.file.tensors[self.index]
     }
 
-    /// Name in the source.
+    /// The tensor's name in the source.
     pub fn name(&self) -> &'a str {
         &self.entry().name
     }
 
-    /// Element type in the source.
+    /// The element type in the source.
     pub fn dtype(&self) -> Dtype {
         self.entry().dtype
     }
 
-    /// Shape in the source.
+    /// The shape in the source.
     pub fn shape(&self) -> &'a [usize] {
         &self.entry().shape
     }
 
-    /// The encoding of the tensor.
+    /// The tensor's encoding.
     pub fn encoding(&self) -> EncodingId {
         self.entry().encoding
     }
 
-    /// The row of `inspect` for this tensor, with sizes.
+    /// The tensor's row of `inspect`, with sizes.
     pub fn report(&self) -> TensorReport {
         TensorReport::of(self.file(), self.entry())
     }
 
-    /// Bytes of the original, which [`TensorHandle::decode_into`] fills.
+    /// The size of the original tensor in bytes.
     pub fn original_bytes(&self) -> u64 {
         self.shard.original_bytes(self.index)
     }
 
-    /// The tensor as it is stored: every section has its digest, and its offsets may be trusted (invariants 1-3 of
-    /// `docs/format.md` A.6).
+    /// Reads the stored tensor. Every section is compared with its digest, and its offsets can be trusted (invariants
+    /// 1-3 of `docs/format.md` A.6).
     ///
     /// # Errors
-    /// It cannot be read, or its sections are damaged.
+    /// The tensor cannot be read, or its sections are damaged.
     pub fn stored(&self) -> Result<StoredTensor<Vec<u8>>, BundleError> {
         on_threads(None, || self.shard.tensor(self.index))
     }
 
-    /// The original little-endian bytes, compared with their digest.
+    /// Decodes the original little-endian bytes and compares them with their digest.
     ///
     /// # Errors
-    /// As [`TensorHandle::stored`], or the weights are damaged.
+    /// The errors of [`TensorHandle::stored`], or the weights are damaged.
     pub fn decode(&self) -> Result<Vec<u8>, BundleError> {
         let mut out = self.shard.buffer(self.original_bytes())?;
         self.decode_into(&mut out)?;
         Ok(out)
     }
 
-    /// Decodes into `out`, which has [`TensorHandle::original_bytes`] bytes. After an error its contents are
+    /// Decodes into `out`, which must have [`TensorHandle::original_bytes`] bytes. After an error its contents are
     /// unspecified.
     ///
     /// # Errors
-    /// As [`TensorHandle::decode`], or `out` has another size.
+    /// The errors of [`TensorHandle::decode`], or `out` has another size.
     pub fn decode_into(&self, out: &mut [u8]) -> Result<(), BundleError> {
         let (expected, got) = (self.original_bytes(), out.len());
         if expected != got as u64 {
@@ -100,22 +100,22 @@ impl<'a> TensorHandle<'a> {
         on_threads(None, || self.shard.decode(self.index, out, false))
     }
 
-    /// Rows of a matrix, all columns: see [`TensorHandle::decode_part`].
+    /// Decodes rows of a matrix with all columns; see [`TensorHandle::decode_part`].
     ///
     /// # Errors
-    /// As [`TensorHandle::decode_part`].
+    /// The errors of [`TensorHandle::decode_part`].
     pub fn decode_rows(&self, rows: Range<usize>) -> Result<TensorPart, BundleError> {
         self.decode_part(rows, 0..self.shape().last().copied().unwrap_or(0))
     }
 
-    /// Rows and columns of a matrix, as a rank of tensor parallelism takes them. Of a packed tensor of more than 512 x
-    /// 512 only the blocks that hold them are read and decoded; of every other tensor, all.
+    /// Decodes rows and columns of a matrix, such as the shard of a tensor-parallel rank. Of a packed tensor larger
+    /// than 512 x 512, only the blocks that contain them are read and decoded; of any other tensor, everything.
     ///
-    /// What is read is compared with its digests. The decoded part has no digest of its own: `verify` decodes the whole
-    /// and compares it.
+    /// All bytes read are compared with their digests. The decoded part has no digest: `verify` decodes the whole
+    /// tensor and compares it.
     ///
     /// # Errors
-    /// As [`TensorHandle::decode`], or the tensor is not a matrix, or a range is empty or reaches past it.
+    /// The errors of [`TensorHandle::decode`], or the tensor is not a matrix, or a range is empty or exceeds it.
     pub fn decode_part(&self, rows: Range<usize>, cols: Range<usize>) -> Result<TensorPart, BundleError> {
         on_threads(None, || self.shard.decode_part(self.index, rows, cols))
     }

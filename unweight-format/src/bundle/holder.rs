@@ -1,4 +1,4 @@
-//! The process that holds a lock, as far as the system says.
+//! The process that holds a lock, as far as the system reports it.
 
 use std::{
     fmt,
@@ -9,12 +9,12 @@ use std::{
 /// Another process that holds a lock.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Holder {
-    /// Its number, and its name; unknown of a process of another container, or on another machine.
+    /// Process id and name; unknown for a process in another container or on another machine.
     known: Option<(u32, String)>,
 }
 
 impl Holder {
-    /// The process that holds the lock of this file.
+    /// Finds the process that holds the lock of this file.
     pub fn of(file: &File) -> Self {
         let locks = fs::read_to_string("/proc/locks").unwrap_or_default();
         let process = file.metadata().ok().and_then(|metadata| process(&locks, metadata.dev(), metadata.ino()));
@@ -37,7 +37,7 @@ impl fmt::Display for Holder {
     }
 }
 
-/// The process that holds a whole file, of what the system says of all locks. Who waits stands behind an arrow.
+/// Finds the process that locks a whole file in the text of `/proc/locks`. Waiting processes have an arrow.
 /// ```text
 /// 3: FLOCK  ADVISORY  WRITE 708 08:02:1441831 0 EOF
 /// 3: -> FLOCK  ADVISORY  WRITE 714 08:02:1441831 0 EOF
@@ -48,7 +48,7 @@ fn process(locks: &str, dev: u64, ino: u64) -> Option<u32> {
         [_, "FLOCK", _, _, process, at, ..] if at == place => process.parse().ok(),
         _ => None,
     };
-    // 0: of another container.
+    // 0: a process in another container.
     locks.lines().find_map(of).filter(|process| *process > 0)
 }
 
@@ -79,7 +79,7 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         file.lock().unwrap();
         let own = Holder::of(&file);
-        // On some file systems /proc/locks has other device numbers than the file: then the holder is unknown.
+        // On some file systems /proc/locks has other device numbers than the file; then the holder is unknown.
         assert!(own.known.as_ref().is_none_or(|(process, _)| *process == std::process::id()), "{own}");
     }
 }

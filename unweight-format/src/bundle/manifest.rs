@@ -1,6 +1,6 @@
-//! `unweight.json`: what every file of a bundle was and is (`docs/format.md` B.3).
+//! The manifest `unweight.json`: describes every file of the source and of the bundle (`docs/format.md` B.3).
 //!
-//! It holds no time, no path and no machine: the same model and options give the same bytes.
+//! It contains no time, path or machine name: the same model and options result in the same bytes.
 
 use std::path::Path;
 
@@ -24,22 +24,22 @@ pub use super::version::{VERSION, Version};
 pub const FILE_NAME: &str = "unweight.json";
 /// File name of the manifest's signature.
 pub const SIGNATURE_NAME: &str = "unweight.json.minisig";
-/// `format` of every manifest.
+/// The value of `format` in every manifest.
 pub(crate) const MANIFEST_FORMAT: &str = "unweight-bundle";
-/// `format` in the metadata of every shard, and `quant_method` in `config.json`. Manifests of development versions had
-/// it as well.
+/// The value of `format` in the metadata of every shard, and of `quant_method` in `config.json`. Manifests of
+/// development versions had it as `format`, too.
 pub(crate) const FORMAT: &str = "unweight";
-/// Program and version that write a bundle.
+/// Program and version of this crate, which a bundle records.
 pub(crate) const CREATOR: &str = concat!("unweight ", env!("CARGO_PKG_VERSION"));
-/// Largest manifest that is read, bytes: some 100,000 tensors.
+/// Maximum size of a manifest in bytes: about 100,000 tensors.
 pub(crate) const BYTES_MAX: u64 = 128 << 20;
-/// Most extents of a shape.
+/// Maximum number of extents of a shape.
 pub(crate) const RANK_MAX: usize = 64;
-/// Name of the U8 tensor in every bundle shard that holds length and header of the source file.
+/// Name of the U8 tensor in every shard that contains length and header of the source file.
 pub(crate) const SOURCE_HEADER: &str = "unweight.source_header";
-/// Between a tensor's name and its section's.
+/// Separates a tensor's name from its section's.
 pub(crate) const SECTION_INFIX: &str = ".unweight.";
-/// What the name of a file that the bundle has in another encoding gets for the copy of the source's own.
+/// The suffix of the copy of a source file that the bundle stores with other contents.
 pub(crate) const SOURCE_SUFFIX: &str = ".source";
 
 const DIGEST_KEY: &[u8] = b"\"manifest_digest\":\"";
@@ -49,7 +49,7 @@ const DIGEST_DIGITS: usize = 32;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Manifest {
-    /// The name of the format, `unweight-bundle`.
+    /// Name of the format: `unweight-bundle`.
     pub format: String,
     /// Format version.
     pub version: Version,
@@ -57,13 +57,13 @@ pub struct Manifest {
     pub creator: String,
     /// Options that the bundle was compressed with.
     pub options: Options,
-    /// Every file of the source, by name.
+    /// Every file of the source, sorted by name.
     pub files: Vec<FileEntry>,
-    /// Digest of the manifest's own bytes with these 32 digits as zeros.
+    /// Digest of the manifest's bytes with zeros in place of these 32 digits.
     pub manifest_digest: Digest,
 }
 
-/// The options that a bundle was made with; per-tensor choices are in its tensors.
+/// The options that a bundle was made with; its tensors record their own encodings.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Options {
@@ -82,17 +82,17 @@ pub struct Options {
 pub enum FileEntry {
     /// A safetensors file.
     Weights(WeightsFile),
-    /// A safetensors index; the bundle has one of the same name for the stored tensors and the source's as
+    /// A safetensors index. The bundle contains an index of the stored tensors under the same name, and the source's as
     /// `<name>.source`.
     Index(ChangedFile),
-    /// A `config.json`; the bundle's says what the weights are, and the source's is in the bundle as `<name>.source`.
+    /// A `config.json`. The bundle's identifies the weights; the source's is in the bundle as `<name>.source`.
     Config(ChangedFile),
     /// Any other file, copied.
     Copied(CopiedFile),
 }
 
-/// The fields of every kind of file. Deserialising [`FileEntry`] through serde's tags would hold every value of an
-/// entry as a tree first, sixteen times its bytes.
+/// The fields of every kind of file. Deserialising [`FileEntry`] by serde's tags would first build a tree of an entry's
+/// values, of sixteen times its size.
 #[derive(Deserialize)]
 struct FlatEntry {
     kind: String,
@@ -146,7 +146,8 @@ impl TryFrom<FlatEntry> for FileEntry {
     }
 }
 
-/// A shape of at most [`RANK_MAX`] extents: a longer one would take eight bytes of memory for two of text.
+/// Parses a shape of at most [`RANK_MAX`] extents. The limit bounds memory: an extent needs eight bytes for two of
+/// text.
 fn shape_of<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Vec<usize>, D::Error> {
     struct Extents;
     impl<'de> serde::de::Visitor<'de> for Extents {
@@ -180,7 +181,7 @@ pub struct WeightsFile {
     pub size: u64,
     /// Digest of the digests (as text, 32 digits each) of the source's header and tensors, in order.
     pub digest: Digest,
-    /// SHA-256 of the source file, if asked for.
+    /// SHA-256 of the source file, if requested.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sha256: Option<String>,
     /// Bytes of the source's length and header.
@@ -197,17 +198,17 @@ pub struct WeightsFile {
     pub tensors: Vec<TensorEntry>,
 }
 
-/// A file that the bundle has with other contents, and the source's own as `<name>.source`.
+/// A file that the bundle stores with other contents; the source's file is `<name>.source`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ChangedFile {
     /// Relative path.
     pub name: String,
-    /// Bytes of the source's file.
+    /// Bytes of the source file.
     pub size: u64,
-    /// Digest of the source's file.
+    /// Digest of the source file.
     pub digest: Digest,
-    /// SHA-256 of the source's file, if asked for.
+    /// SHA-256 of the source file, if requested.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sha256: Option<String>,
     /// Bytes of the bundle's file.
@@ -226,12 +227,12 @@ pub struct CopiedFile {
     pub size: u64,
     /// Digest of the contents.
     pub digest: Digest,
-    /// SHA-256, if asked for.
+    /// SHA-256, if requested.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sha256: Option<String>,
 }
 
-/// A tensor of a weights file: what it was, and how it is stored.
+/// A tensor of a weights file, and how it is stored.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct TensorEntry {
@@ -249,18 +250,18 @@ pub struct TensorEntry {
     /// The encoding of the tensor.
     #[serde(rename = "encoding")]
     pub encoding: EncodingId,
-    /// Why it is stored raw, or in another encoding than was asked for.
+    /// Why it is raw, or has another encoding than requested.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// Rows of the matrix it is coded as; absent if raw.
+    /// Rows of the coded matrix; absent if raw.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rows: Option<usize>,
-    /// Columns of the matrix it is coded as; absent if raw.
+    /// Columns of the coded matrix; absent if raw.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cols: Option<usize>,
     /// Digest of the original bytes.
     pub digest: Digest,
-    /// Stored sections in stored order; empty if raw (the stored bytes are the original ones).
+    /// Stored sections in stored order; empty if raw (the original bytes are stored).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub sections: Vec<SectionEntry>,
 }
@@ -276,13 +277,13 @@ pub struct SectionEntry {
     pub bytes: u64,
     /// Digest of the stored bytes.
     pub digest: Digest,
-    /// Digests of the blocks of a packed matrix of more than one, in rows of blocks: by them a part of the section can
-    /// be read.
+    /// Digests of the blocks of a packed matrix with several blocks, in row-major order, so that a part of the section
+    /// can be read and verified.
     #[serde(default, skip_serializing_if = "Vec::is_empty", with = "blocks::digits")]
     pub blocks: Vec<Digest>,
 }
 
-/// Sections by the names of the specification.
+/// Serialises sections by their names in the specification.
 mod section_names {
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
@@ -336,17 +337,17 @@ impl FileEntry {
         }
     }
 
-    /// The weights, if it is a safetensors file.
+    /// The weights, if this is a safetensors file.
     pub fn weights(&self) -> Option<&WeightsFile> {
         if let Self::Weights(file) = self { Some(file) } else { None }
     }
 
-    /// The file that the bundle has in another encoding, if it is one.
+    /// The file, if the bundle stores it with other contents.
     pub fn changed(&self) -> Option<&ChangedFile> {
         if let Self::Index(file) | Self::Config(file) = self { Some(file) } else { None }
     }
 
-    /// Name of the bundle's file with the bytes that the source had; `None` for weights, which are decoded.
+    /// Name of the bundle's file with the source's bytes; `None` for weights, which are decoded.
     pub fn original(&self) -> Option<String> {
         match self {
             Self::Weights(_) => None,
@@ -355,7 +356,7 @@ impl FileEntry {
         }
     }
 
-    /// Names and bytes of the files it has in the bundle.
+    /// Names and sizes in bytes of the files that the bundle stores for this entry.
     pub fn stored(&self) -> Vec<(String, u64)> {
         match self {
             Self::Weights(file) => vec![(file.name.clone(), file.shard_size)],
@@ -368,7 +369,7 @@ impl FileEntry {
 }
 
 impl WeightsFile {
-    /// The digest that stands for the whole source file.
+    /// The digest of a whole source file, computed from those of its header and tensors.
     pub(crate) fn digest_of(header: Digest, tensors: &[TensorEntry]) -> Digest {
         let mut bytes = header.to_string().into_bytes();
         tensors.iter().for_each(|t| bytes.extend_from_slice(t.digest.to_string().as_bytes()));
@@ -377,12 +378,12 @@ impl WeightsFile {
 }
 
 impl TensorEntry {
-    /// Bytes of the original; `None` if they cannot be counted.
+    /// The size of the original tensor in bytes; `None` if it overflows.
     pub fn original_bytes(&self) -> Option<u64> {
         self.dtype.tensor_bytes(&self.shape)
     }
 
-    /// Bytes stored (saturating).
+    /// The stored size in bytes (saturating).
     pub fn stored_bytes(&self) -> u64 {
         match self.encoding {
             EncodingId::RAW => self.original_bytes().unwrap_or(u64::MAX),
@@ -390,12 +391,12 @@ impl TensorEntry {
         }
     }
 
-    /// The matrix that it is coded as; `None` if it is raw or its rows and columns are not valid.
+    /// The coded matrix; `None` if the tensor is raw or its rows and columns are not valid.
     pub fn grid(&self) -> Option<TileGrid> {
         TileGrid::new(self.rows?, self.cols?).ok()
     }
 
-    /// Why the fields contradict each other, if they do.
+    /// Returns how the fields contradict each other, if they do.
     pub(crate) fn contradiction(&self) -> Option<String> {
         let Some(original) = self.original_bytes() else {
             return Some(format!("the bytes of {} {:?} cannot be counted", self.dtype, self.shape));
@@ -423,7 +424,7 @@ impl TensorEntry {
             return Some("its sections are not those of its encoding, in order".into());
         }
         self.sections.iter().find_map(|section| {
-            // A raw encoding that is smaller bounds every section.
+            // A larger section would make the tensor larger than raw.
             if section.bytes > original {
                 return Some(format!("section {} is larger than the tensor", section.name.name()));
             }
@@ -442,9 +443,9 @@ impl TensorEntry {
     }
 }
 
-/// The digest by which `config.json` names a bundle (`docs/format.md` B.9): the digest of the digests (as text, 32
-/// digits each) of every source file with weights, its shard's header, and the sections of its tensors, in order. It
-/// covers no other file, so a `config.json` can hold it.
+/// The digest by which `config.json` names a bundle (`docs/format.md` B.9). It is the digest of the digests (as text,
+/// 32 digits each) of every source file with weights, its shard's header, and the sections of its tensors, in order. It
+/// covers no other file, so a `config.json` can contain it.
 pub fn weights_digest(files: &[FileEntry]) -> Digest {
     let mut digester = Digester::default();
     let mut put = |digest: Digest| digester.update(digest.to_string().as_bytes());
@@ -456,13 +457,13 @@ pub fn weights_digest(files: &[FileEntry]) -> Digest {
     digester.finish()
 }
 
-/// Name of a stored section of a tensor.
+/// The name of a tensor's section in a shard.
 pub(crate) fn section_name(tensor: &str, section: Section) -> String {
     format!("{tensor}{SECTION_INFIX}{}", section.name())
 }
 
 impl Manifest {
-    /// A manifest of this version, with its digest not yet known.
+    /// A manifest of the current version whose digest is not yet set.
     pub(crate) fn new(options: Options, files: Vec<FileEntry>) -> Self {
         Self {
             format: MANIFEST_FORMAT.into(),
@@ -474,7 +475,7 @@ impl Manifest {
         }
     }
 
-    /// The bytes of `unweight.json`, with `manifest_digest` set in them and in `self`.
+    /// Sets `manifest_digest` and returns the bytes of `unweight.json`.
     pub(crate) fn seal(&mut self) -> Vec<u8> {
         let mut bytes = serde_json::to_vec(self).expect("a manifest is strings, numbers and lists");
         let at = digest_digits(&bytes).expect("the manifest has the key");
@@ -484,23 +485,23 @@ impl Manifest {
         bytes
     }
 
-    /// Reads and checks the bytes of `unweight.json`; `path` is named in errors.
+    /// Parses and checks the bytes of `unweight.json`. Errors contain `path`.
     ///
     /// # Errors
-    /// The digest is not that of the bytes, the version is another major one, or of a newer minor one with an encoding
-    /// that this version does not know, or the fields contradict each other.
+    /// The digest does not match the bytes; the version has another major number, or a newer minor number and an
+    /// unknown encoding; or the fields contradict each other.
     pub fn parse(bytes: &[u8], path: &Path) -> Result<Self, BundleError> {
         let fail = |reason: String| BundleError::Manifest { path: path.into(), reason };
         let at = digest_digits(bytes).ok_or_else(|| fail("it has no manifest_digest; it is damaged".into()))?;
         let stored = String::from_utf8_lossy(&bytes[at.clone()]).into_owned();
-        // Hashes the digits as zeros, without a copy of the manifest.
+        // Hash zeros in place of the digits without copying the manifest.
         let mut digester = Digester::default();
         [&bytes[..at.start], &[b'0'; DIGEST_DIGITS], &bytes[at.end..]].iter().for_each(|part| digester.update(part));
         let digest = digester.finish();
         if digest.to_string() != stored {
             return Err(fail(format!("its digest is {digest}, it says {stored}; it is damaged")));
         }
-        // Format and version first: a manifest of another version may have fields of another shape.
+        // Parse format and version first: a manifest of another version may have fields of another type.
         #[derive(Deserialize)]
         struct Head {
             format: String,
@@ -520,7 +521,7 @@ impl Manifest {
         if version.major > supported.major {
             return Err(newer());
         }
-        // Its digest is right: what cannot be read of a newer minor version is an encoding of that version.
+        // The digest matches: whatever a newer minor version contains that cannot be parsed is a new encoding.
         let known = version <= supported;
         let manifest: Self =
             serde_json::from_slice(bytes).map_err(|error| if known { parse_error(error) } else { newer() })?;
@@ -531,7 +532,7 @@ impl Manifest {
     pub(crate) fn check(&self) -> Result<(), String> {
         CodeLimit::new(self.options.code_limit).map_err(|e| e.to_string())?;
         let mut names = std::collections::BTreeSet::new();
-        // Sums of all sizes: code that adds them up later cannot overflow.
+        // The sums of all sizes are checked, so that later sums cannot overflow.
         let (mut source, mut stored_bytes) = (0u64, 0u64);
         for file in &self.files {
             let name = file.name();
@@ -551,7 +552,7 @@ impl Manifest {
             };
             (source, stored_bytes) = (all, stored);
         }
-        // A file cannot be a directory, too.
+        // A name cannot be both a file and a directory.
         for name in &names {
             for (slash, _) in name.match_indices('/') {
                 if names.contains(&name[..slash]) {
@@ -591,12 +592,12 @@ pub(crate) fn check_weights(file: &WeightsFile) -> Result<(), String> {
     Ok(())
 }
 
-/// True for names that a bundle needs for itself.
+/// Whether a tensor name is reserved for bundles.
 pub(crate) fn is_reserved(tensor: &str) -> bool {
     tensor.contains(SECTION_INFIX) || tensor.contains(SOURCE_HEADER)
 }
 
-/// Fails if a manifest of this many bytes would not be read.
+/// Fails if readers would refuse a manifest of this size.
 pub(crate) fn check_bytes(bytes: u64) -> Result<(), BundleError> {
     if bytes <= BYTES_MAX {
         return Ok(());
@@ -604,13 +605,13 @@ pub(crate) fn check_bytes(bytes: u64) -> Result<(), BundleError> {
     Err(BundleError::ManifestTooLarge { got: bytes, limit: BYTES_MAX })
 }
 
-/// Bytes that the entry of a tensor has at least, however it is stored.
+/// Minimum size of a tensor's entry in bytes, in any encoding.
 pub(crate) fn least_entry_bytes(tensor: &TensorInfo) -> u64 {
-    // Keys, punctuation and the digest of a raw one; each extent is a digit and a comma.
+    // Keys, punctuation and the digest of a raw tensor; each extent is a digit and a comma.
     100 + (tensor.name.len() + 2 * tensor.shape.len()) as u64
 }
 
-/// A relative path of plain names.
+/// Checks that a file name is a relative path of plain names.
 pub(crate) fn check_name(name: &str) -> Result<(), &'static str> {
     if name.is_empty() || name.len() > 4096 {
         return Err("a file name has 1 to 4096 bytes");
@@ -627,7 +628,7 @@ pub(crate) fn check_name(name: &str) -> Result<(), &'static str> {
     Ok(())
 }
 
-/// Where the 32 digits of `manifest_digest` are: behind the last such key, which is the one at the end.
+/// Finds the 32 digits of `manifest_digest`: they follow the last such key, which is at the end.
 fn digest_digits(bytes: &[u8]) -> Option<std::ops::Range<usize>> {
     let start = bytes.windows(DIGEST_KEY.len()).rposition(|window| window == DIGEST_KEY)? + DIGEST_KEY.len();
     let digits = start..start + DIGEST_DIGITS;

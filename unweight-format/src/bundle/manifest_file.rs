@@ -1,4 +1,4 @@
-//! The manifest of a directory, or why it has none.
+//! Reads the manifest of a directory, or finds out why there is none.
 
 use std::{io, path::Path};
 
@@ -14,7 +14,7 @@ pub(crate) fn read_manifest(dir: &Path) -> Result<Manifest, BundleError> {
     Ok(read_manifest_bytes(dir)?.0)
 }
 
-/// As [`read_manifest`], with the bytes that were parsed.
+/// Like [`read_manifest`], with the bytes that were parsed.
 pub(crate) fn read_manifest_bytes(dir: &Path) -> Result<(Manifest, Vec<u8>), BundleError> {
     match dir.metadata() {
         Ok(metadata) if metadata.is_dir() => {}

@@ -1,13 +1,13 @@
-//! A model compressed on several machines: each makes a part, and [`merge`] joins the parts to the bundle that one
-//! machine would have made.
+//! Merges a model that was compressed on several machines: each makes a part, and [`merge`] joins the parts to the
+//! bundle that one machine would have made.
 //!
 //! ```text
 //! source --compress, part 1 of 3--> a/  shards 1 and 4, copies --+
 //!        --compress, part 2 of 3--> b/  shard 2                  +--merge--> bundle/
 //!        --compress, part 3 of 3--> c/  shard 3                --+
 //! ```
-//! Every machine has the whole source, and reads all of its headers: so the parts divide the files in the same way
-//! without talking to each other, and `merge`, which needs the parts alone, can tell that they were made of one source.
+//! Every machine has the whole source and reads all of its headers. So all machines divide the files in the same way
+//! without communication, and `merge`, which reads only the parts, can check that they have the same source.
 
 use std::{
     path::{Path, PathBuf},
@@ -29,13 +29,13 @@ use super::{
     stage::{Replaceable, Stage},
 };
 
-/// Joins the parts of a model to a bundle: the very bytes that one run of `compress` gives.
+/// Joins the parts of a model to a bundle, with the same bytes as a single run of `compress`.
 ///
-/// Weights are not copied where the file system can give a file a second name; the parts stay as they are.
+/// Weights are hard-linked, not copied, where the file system supports it. The parts do not change.
 ///
 /// # Errors
-/// A folder is not a part, or is damaged; parts are of different sources, options or programs; one is missing or given
-/// twice; the output exists or cannot be written; or `progress` asked to stop.
+/// A folder is not a part or is damaged; parts have different sources, options or programs; a part is missing or given
+/// twice; the output exists or cannot be written; or `progress` requested to stop.
 pub fn merge(
     parts: &[PathBuf],
     output: &Path,
@@ -61,7 +61,7 @@ pub fn merge(
     let replaceable = options.force.then_some(Replaceable::Bundle);
     let inputs: Vec<PathBuf> = parts.iter().map(|(dir, _)| dir.to_path_buf()).collect();
     Stage::check(&inputs, output, replaceable.as_ref())?;
-    // Sorted by name, as the source is.
+    // Sorted by name, as in the source.
     let mut entries: Vec<(&Path, FileEntry)> =
         parts.iter().flat_map(|(dir, part)| part.files.iter().map(|file| (*dir, file.clone()))).collect();
     entries.sort_by(|(_, a), (_, b)| a.name().cmp(b.name()));
@@ -101,7 +101,7 @@ pub fn merge(
         };
         seal(&finish, kinds.iter().map(Option::as_ref), files, first.options.clone())
     });
-    // Nothing is kept for another run, so an error must not suggest to resume.
+    // Nothing is kept for another run, so an error must not suggest resuming.
     let made = made.map_err(|error| match error {
         BundleError::Interrupted { .. } => BundleError::Cancelled,
         BundleError::DiskFull { path, source, .. } => BundleError::Io { action: "write the file", path, source },
@@ -131,7 +131,7 @@ pub fn merge(
     })
 }
 
-/// Takes a file of a part over. Of one that the bundle has in another encoding, returns what it is made of.
+/// Moves a file of a part to the output. Returns the kind of a file that the bundle stores with other contents.
 fn take(stage: &Stage, dir: &Path, file: &FileEntry, progress: &dyn Progress) -> Result<Option<Kind>, BundleError> {
     let advance = |bytes| {
         progress.advance(bytes);
@@ -149,7 +149,7 @@ fn take(stage: &Stage, dir: &Path, file: &FileEntry, progress: &dyn Progress) ->
     if file.changed().is_none() {
         return Ok(None);
     }
-    // It was checked to have its digest.
+    // Its digest was checked while copying.
     let text = files::read_small(&stage.tree().join(&original), file.size())?;
     let fail = |reason: String| BundleError::Manifest { path: dir.join(FILE_NAME), reason };
     Ok(match file {

@@ -1,18 +1,20 @@
-//! A model as a bundle: a directory that standard safetensors tools open, a third smaller (`docs/format.md`, part B).
+//! Bundles: a model as a directory, a third smaller, that standard safetensors tools can open (`docs/format.md`, part
+//! B).
 //!
 //! ```text
 //! source/                                      bundle/
 //!   tokenizer.json, README.md, ... --copy----->   tokenizer.json, ...
-//!   config.json                    --two keys->  config.json (+ .source: as it was)
-//!   model.safetensors.index.json  --rewrite-->   model.safetensors.index.json (+ .source: as it was)
+//!   config.json                    --two keys->  config.json (+ .source: the original)
+//!   model.safetensors.index.json  --rewrite-->   model.safetensors.index.json (+ .source: the original)
 //!   model-00001-of-00002.safetensors --encode--> model-00001-of-00002.safetensors
 //!   model-00002-of-00002.safetensors             model-00002-of-00002.safetensors
-//!                                                unweight.json: what everything was and is, and its digests
-//!                                                (unweight.kernels: compiled kernels, if some were attached)
+//!                                                unweight.json: descriptions and digests of all files
+//!                                                (unweight.kernels: compiled kernels, if attached)
 //! ```
-//! [`compress`] makes one, [`plan`] predicts it, [`decompress`] gives back the files byte for byte, [`verify`] checks
-//! every byte, and [`Bundle`] reads tensors for a runtime. Several machines make one bundle in [parts](Part), which
-//! [`merge`] joins. The source is never written to; an output appears under its name when it is complete.
+//! [`compress`] makes a bundle, [`plan`] predicts its size, [`decompress`] restores the files byte for byte, [`verify`]
+//! checks every byte, and [`Bundle`] reads tensors for a runtime. Several machines can make [parts](Part) of one
+//! bundle, which [`merge`] joins. The source is never written to. An output appears under its name only when it is
+//! complete.
 
 mod attached;
 mod blocks;

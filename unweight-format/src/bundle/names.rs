@@ -1,16 +1,16 @@
-//! Names of files that say what is in them.
+//! File names, and what they say about the contents.
 
 /// The file of attached kernels.
 pub const ATTACHED_NAME: &str = "unweight.kernels";
-/// Where it grows.
+/// The file of attached kernels while it is written.
 pub(crate) const PARTIAL_NAME: &str = "unweight.kernels.partial";
 
-/// True for names of safetensors files.
+/// Whether this is the name of a safetensors file.
 pub(crate) fn is_weights(name: &str) -> bool {
     name.ends_with(".safetensors")
 }
 
-/// True for names of safetensors indexes.
+/// Whether this is the name of a safetensors index.
 pub(crate) fn is_index(name: &str) -> bool {
     name.ends_with(".safetensors.index.json")
 }

@@ -6,24 +6,25 @@ use super::{Part, Signer, names};
 use crate::{CodeLimit, bits::named::named, glob::matches};
 
 named! {
-    /// The purpose of a bundle; it decides the encoding of each tensor.
+    /// The purpose of a bundle; it determines the encoding of each tensor.
     Profile, "profile" {
-        /// Smallest: every eligible tensor in scope is Huffman-coded; may be transcoded when loaded.
+        /// Smallest: every eligible tensor in scope is Huffman-coded; a runtime may transcode it when loading.
         Distribution = "distribution",
-        /// As the kernels run it (HHR-PPR): gate and up of hard layers Huffman, of easy layers palette, the rest raw.
+        /// For the report's kernels (HHR-PPR): gate and up of hard layers Huffman, of easy layers palette, the rest
+        /// raw.
         Inference = "inference",
         /// Every eligible tensor in scope as packed palette indices.
         Palette = "palette",
-        /// Ready for kernels: every eligible tensor in scope packed, or palette where that cannot be.
+        /// Ready for kernels: every eligible tensor in scope packed, or palette where it cannot be packed.
         Packed = "packed",
-        /// Every eligible tensor in scope compact, or Huffman-coded where that cannot be or is smaller: as small as
-        /// `distribution`, and laid out for kernels.
+        /// Every eligible tensor in scope compact, or Huffman-coded where it cannot be compact or Huffman is smaller:
+        /// as small as `distribution`, and in the layout of kernels.
         Compact = "compact",
     }
 }
 
 impl Profile {
-    /// The scope that a profile has unless another is asked for.
+    /// The scope of a profile unless another is requested.
     pub const fn default_scope(self) -> Scope {
         match self {
             Self::Inference => Scope::Mlp,
@@ -39,15 +40,15 @@ named! {
         Mlp = "mlp",
         /// MLP and attention projections.
         Linear = "linear",
-        /// Every eligible tensor, of known role or not.
+        /// Every eligible tensor of any role.
         All = "all",
     }
 }
 
 named! {
-    /// How much of a new bundle is decoded again before it gets its final name.
+    /// How much of a new bundle is decoded and compared before it gets its final name.
     VerifyAfter, "verification" {
-        /// Nothing: what was written is trusted.
+        /// Nothing is decoded again.
         None = "none",
         /// In each file the first and the last tensor, the largest of each encoding, and every sixteenth.
         Sample = "sample",
@@ -56,7 +57,7 @@ named! {
     }
 }
 
-/// Fields of options, each with a method of its name that sets it.
+/// Defines a struct of options, with a setter per field.
 macro_rules! options {
     ($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty,)+ }) => {
         $(#[$doc])*
@@ -82,21 +83,21 @@ options! {
     /// The files below a directory that belong to the model; all files by default.
     #[derive(Default)]
     Selection {
-        /// Names, relative to the directory: these files and no others.
+        /// Names relative to the directory: only these files.
         only: Option<Vec<String>>,
-        /// Patterns (`*`, `?`) over names: a file or a directory that matches is left out. Weights and their indexes
-        /// are left out only with their directory.
+        /// Patterns (`*`, `?`) for names: a matching file or directory is left out. Weights and their indexes are left
+        /// out only with their directory.
         skip: Vec<String>,
     }
 }
 
 impl Selection {
-    /// Whether a file or a directory is left out.
+    /// Whether a file or directory is left out.
     pub(crate) fn skips(&self, name: &str) -> bool {
         !(names::is_weights(name) || names::is_index(name)) && self.skip.iter().any(|pattern| matches(pattern, name))
     }
 
-    /// What must not be written to while a model in this directory is read.
+    /// The paths that must not be written to while a model in this directory is read.
     pub(crate) fn inputs(&self, root: &Path) -> Vec<PathBuf> {
         self.only.as_ref().map_or_else(|| vec![root.into()], |names| names.iter().map(|name| root.join(name)).collect())
     }
@@ -105,43 +106,43 @@ impl Selection {
 options! {
     /// How to compress a model: `CompressOptions::new(Profile::Palette).threads(4).resume(true)`.
     CompressOptions {
-        /// The purpose of the bundle, which decides the encoding of each tensor.
+        /// The purpose of the bundle, which determines the encoding of each tensor.
         profile: Profile,
         /// The roles of tensors that may be compressed.
         scope: Scope,
-        /// Longest Huffman code.
+        /// The maximum length of a Huffman code.
         code_limit: CodeLimit,
-        /// Patterns (`*`, `?`) over tensor names; if there are any, a tensor must match one to be compressed.
+        /// Patterns (`*`, `?`) for tensor names; if there are any, a tensor must match one to be compressed.
         include: Vec<String>,
-        /// Patterns over tensor names; a tensor that matches one stays raw.
+        /// Patterns for tensor names; a tensor that matches one stays raw.
         exclude: Vec<String>,
-        /// Which files of the source are taken.
+        /// The files of the source that belong to the model.
         selection: Selection,
         /// A JSON file that overrides profile, scope and patterns: see [`PlanFile`](super::PlanFile).
         plan_file: Option<PathBuf>,
-        /// Threads to encode with; `None` is all.
+        /// Number of threads for encoding; `None` means all.
         threads: Option<usize>,
-        /// Bytes that encoded tensors and buffers may occupy; `None` is 1 GiB. A tensor that needs more is encoded
+        /// Maximum bytes of encoded tensors and buffers; `None` means 768 MiB. A tensor that needs more is encoded
         /// alone.
         ram_bytes: Option<u64>,
         /// Reuse the finished files of an interrupted run with the same options.
         resume: bool,
         /// Replace an existing bundle (or an empty directory), once the new one is complete.
         force: bool,
-        /// What to read back and decode before the bundle gets its name; everything, unless said otherwise.
+        /// What to decode and compare before the bundle gets its name; everything by default.
         verify: VerifyAfter,
-        /// Also record the SHA-256 of every source file.
+        /// Whether to record the SHA-256 of every source file.
         sha256: bool,
         /// Signs the manifest; SHA-256 is then recorded as well. A part has no manifest: [`MergeOptions::sign`] signs
-        /// that of the whole.
+        /// the manifest of the merged bundle.
         sign: Option<Signer>,
-        /// Only this part of the model, for [`merge`](super::merge).
+        /// Compress only this part of the model, for [`merge`](super::merge).
         part: Option<Part>,
     }
 }
 
 impl CompressOptions {
-    /// The defaults of a profile.
+    /// The default options of a profile.
     pub fn new(profile: Profile) -> Self {
         Self {
             profile,
@@ -172,15 +173,15 @@ impl Default for CompressOptions {
 options! {
     /// Options of [`merge`](super::merge).
     MergeOptions {
-        /// Threads to decode with; `None` is all.
+        /// Number of threads for decoding; `None` means all.
         threads: Option<usize>,
-        /// The limit of memory for tensors that are being processed, bytes; see [`CompressOptions::ram_bytes`].
+        /// Maximum bytes of tensors in memory; see [`CompressOptions::ram_bytes`].
         ram_bytes: Option<u64>,
         /// Replace an existing bundle (or an empty directory), once the new one is complete.
         force: bool,
-        /// What to decode before the bundle gets its name; everything, unless said otherwise.
+        /// What to decode and compare before the bundle gets its name; everything by default.
         verify: VerifyAfter,
-        /// Signs the manifest; the parts must have SHA-256.
+        /// Signs the manifest; the parts must contain SHA-256.
         sign: Option<Signer>,
     }
 }
@@ -195,14 +196,14 @@ options! {
     /// Options of [`decompress`](super::decompress).
     #[derive(Default)]
     DecompressOptions {
-        /// Threads to decode with; `None` is all.
+        /// Number of threads for decoding; `None` means all.
         threads: Option<usize>,
-        /// The limit of memory for tensors that are being processed, bytes; see [`CompressOptions::ram_bytes`].
+        /// Maximum bytes of tensors in memory; see [`CompressOptions::ram_bytes`].
         ram_bytes: Option<u64>,
-        /// Reuse the finished files of an interrupted run; each is checked against its digests first.
+        /// Reuse the finished files of an interrupted run, after checking their digests.
         resume: bool,
-        /// Replace an existing output, once the new one is complete: one whose every file the bundle gives back byte
-        /// for byte (it is read for that), or an empty directory.
+        /// Replace an existing output, once the new one is complete. It must be an empty directory, or contain only
+        /// files that the bundle restores byte for byte, which are read and compared.
         force: bool,
     }
 }
@@ -213,13 +214,13 @@ options! {
     VerifyOptions {
         /// A source directory to compare every file with.
         against: Option<PathBuf>,
-        /// Which files of that source the bundle was made from.
+        /// The files of that source that the bundle was made from.
         selection: Selection,
-        /// Only the manifest, and names, sizes and headers of all files: no weights are read.
+        /// Check only the manifest, and names, sizes and headers of all files, without reading weights.
         quick: bool,
-        /// Threads to decode with; `None` is all.
+        /// Number of threads for decoding; `None` means all.
         threads: Option<usize>,
-        /// The limit of memory for tensors that are being processed, bytes; see [`CompressOptions::ram_bytes`].
+        /// Maximum bytes of tensors in memory; see [`CompressOptions::ram_bytes`].
         ram_bytes: Option<u64>,
         /// A minisign public key (the text of a minisign.pub, or its second line) that must have signed the manifest.
         key: Option<String>,

@@ -1,4 +1,5 @@
-//! A directory of files that is not a bundle, written as bundles are: it appears under its name when it is complete.
+//! An output directory that is not a bundle but is written like one: it appears under its name only when it is
+//! complete.
 
 use std::{
     collections::HashSet,
@@ -16,15 +17,15 @@ use super::{
 };
 use crate::Digest;
 
-/// An output that grows in `<output>.partial` (`docs/adr/0007-staging-protocol.md`).
+/// An output directory that is written in `<output>.partial` (`docs/adr/0007-staging-protocol.md`).
 #[derive(Debug)]
 pub struct OutputDir {
     stage: Stage,
-    /// Files of this run, and those that it took over.
+    /// Files written or taken over by this run.
     made: Mutex<HashSet<String>>,
 }
 
-/// What is kept of a finished file until the output is complete.
+/// The record of a finished file, kept until the output is complete.
 #[derive(Serialize, Deserialize)]
 struct Record {
     key: Digest,
@@ -32,10 +33,10 @@ struct Record {
 }
 
 impl OutputDir {
-    /// Prepares to make `output` of `inputs`; with `resume`, files that an interrupted run finished can be taken over.
+    /// Prepares to make `output` from `inputs`. With `resume`, finished files of an interrupted run can be taken over.
     ///
     /// # Errors
-    /// The output exists, overlaps an input or cannot be written, or another process makes it.
+    /// The output exists, overlaps an input or cannot be written, or another process is writing it.
     pub fn open(inputs: &[PathBuf], output: &Path, resume: bool) -> Result<Self, BundleError> {
         let stage = Stage::open(inputs, output, None, resume)?;
         let there = files::walk(&stage.tree())?.into_iter().map(|(name, _)| name).collect();
@@ -43,16 +44,16 @@ impl OutputDir {
         Ok(Self { stage, made: Mutex::default() })
     }
 
-    /// Fails early when so many bytes cannot fit.
+    /// Fails early if this number of bytes does not fit on the disk.
     ///
     /// # Errors
-    /// They cannot.
+    /// The bytes do not fit.
     pub fn reserve(&self, bytes: u64) -> Result<(), BundleError> {
         self.stage.reserve(bytes)
     }
 
-    /// Takes over a file that an interrupted run finished with the same key, if its bytes are still what they were. The
-    /// key is a digest of all that decides them.
+    /// Takes over a finished file of an interrupted run, if the key is the same and its bytes have not changed. The key
+    /// must be a digest of everything that determines the bytes.
     pub fn take_over(&self, name: &str, key: Digest) -> bool {
         let record = files::read_small(&self.stage.record(name), 4096).ok();
         let record = record.and_then(|bytes| serde_json::from_slice::<Record>(&bytes).ok());
@@ -65,10 +66,10 @@ impl OutputDir {
         same
     }
 
-    /// Begins a file.
+    /// Creates a file.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// The file cannot be created.
     pub fn create(&self, name: &str) -> Result<OutputFile<'_>, BundleError> {
         let work = self.stage.growing(name);
         let file = files::create(&work).map_err(self.stage.write_error(&work))?;
@@ -78,17 +79,17 @@ impl OutputDir {
     /// Writes a small file.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// The file cannot be written.
     pub fn put(&self, name: &str, bytes: &[u8]) -> Result<(), BundleError> {
         self.stage.put(name, bytes)?;
         self.note(name);
         Ok(())
     }
 
-    /// Copies a file, with its mode and time of modification.
+    /// Copies a file with its mode and modification time.
     ///
     /// # Errors
-    /// It cannot be read or written, it changes, or `progress` asked to stop.
+    /// The file cannot be read or written, it changes, or `progress` requested to stop.
     pub fn copy(&self, from: &Path, name: &str, progress: &dyn Progress) -> Result<(), BundleError> {
         let advance = |bytes| {
             progress.advance(bytes);
@@ -99,10 +100,10 @@ impl OutputDir {
         Ok(())
     }
 
-    /// Fails if `progress` asked to stop.
+    /// Fails if `progress` requested to stop.
     ///
     /// # Errors
-    /// It did.
+    /// [`BundleError::Interrupted`].
     pub fn check(&self, progress: &dyn Progress) -> Result<(), BundleError> {
         if progress.cancelled() { Err(self.stage.interrupted()) } else { Ok(()) }
     }
@@ -110,7 +111,7 @@ impl OutputDir {
     /// Gives the complete output its name.
     ///
     /// # Errors
-    /// It cannot get it; or something has it since.
+    /// The output cannot be renamed, or its name has been taken since.
     pub fn finish(self) -> Result<(), BundleError> {
         let made = self.made.into_inner().unwrap_or_else(PoisonError::into_inner);
         self.stage.keep_only(&made, &HashSet::new())?;
@@ -135,7 +136,7 @@ impl OutputFile<'_> {
     /// Writes bytes at an offset.
     ///
     /// # Errors
-    /// They cannot be written.
+    /// The bytes cannot be written.
     pub fn write_at(&self, bytes: &[u8], at: u64) -> Result<(), BundleError> {
         let stage = &self.output.stage;
         files::write_at(&self.file, bytes, at).map_err(stage.write_error(&self.work))?;
@@ -143,11 +144,10 @@ impl OutputFile<'_> {
         Ok(())
     }
 
-    /// Gives the file its name, once it is on the disk. With a key, a later run can [take it
-    /// over](OutputDir::take_over).
+    /// Syncs the file to disk and gives it its name. With a key, a later run can [take it over](OutputDir::take_over).
     ///
     /// # Errors
-    /// It cannot be written.
+    /// The file cannot be written.
     pub fn finish(self, key: Option<Digest>) -> Result<(), BundleError> {
         let stage = &self.output.stage;
         self.file.sync_all().map_err(stage.write_error(&self.work))?;
@@ -165,10 +165,10 @@ impl OutputFile<'_> {
     }
 }
 
-/// Every file below `root`: relative names with `/`, sorted, symbolic links followed.
+/// Lists all files below `root` with relative names with `/`, sorted. Symbolic links are followed.
 ///
 /// # Errors
-/// A folder cannot be listed, or something in it is neither file nor folder.
+/// A folder cannot be listed, or contains something that is neither a file nor a folder.
 pub fn walk(root: &Path) -> Result<Vec<(String, PathBuf)>, BundleError> {
     files::walk(root)
 }

@@ -1,10 +1,10 @@
-//! Which part of a model one of several machines makes.
+//! Parts of a model, each made by one of several machines.
 
 use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
-/// Most parts.
+/// Maximum number of parts.
 pub const PARTS_MAX: u32 = 65536;
 
 /// One of several parts of a model: `2/5` is the second of five.
@@ -15,22 +15,23 @@ pub struct Part {
 }
 
 impl Part {
-    /// Part `index` of `of`, counted from 1; `None` if there is no such part.
+    /// Part `index` of `of`, counted from 1; `None` if the index is out of range or there are more than [`PARTS_MAX`]
+    /// parts.
     pub fn new(index: u32, of: u32) -> Option<Self> {
         (1..=PARTS_MAX).contains(&of).then_some(Self { index, of }).filter(|part| (1..=part.of).contains(&part.index))
     }
 
-    /// Index of the part, from 1 on.
+    /// The index of the part, from 1.
     pub fn index(self) -> u32 {
         self.index
     }
 
-    /// Number of parts.
+    /// The number of parts.
     pub fn of(self) -> u32 {
         self.of
     }
 
-    /// Whether it has the files that are not weights.
+    /// Whether the part contains the files that are not weights.
     pub(crate) fn has_copies(self) -> bool {
         self.index == 1
     }

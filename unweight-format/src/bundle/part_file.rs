@@ -1,4 +1,4 @@
-//! `unweight.part`: what makes a folder a part of a bundle.
+//! The file `unweight.part`, which makes a folder a part of a bundle.
 
 use std::{collections::BTreeMap, path::Path};
 
@@ -14,39 +14,39 @@ use crate::Digest;
 
 /// The name of the file that marks a directory as a part of `compress --shard`.
 pub const FILE_NAME: &str = "unweight.part";
-/// Of files up to here every part has the digest.
+/// Maximum size of a copied file whose digest every part contains.
 const DIGESTED_MAX: u64 = 16 << 20;
 
-/// A file of the source as every part sees it.
+/// A file of the source, as every part records it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Seen {
     name: String,
     size: u64,
-    /// Of weights, of length and header; of another file its contents, unless it is large.
+    /// For weights, of length and header; for other files, of the contents, unless they are large.
     digest: Option<Digest>,
 }
 
-/// `unweight.part`: a line with the digest of the rest, then a JSON object.
+/// The contents of `unweight.part`: a line with the digest of the rest, then a JSON object.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct PartFile {
     format: String,
     version: Version,
     creator: String,
     part: Part,
-    /// Everything that decides the bytes of a shard, apart from the source.
+    /// Everything other than the source that determines the bytes of a shard.
     fingerprint: String,
     pub(super) options: Options,
-    /// All files of the source, by name.
+    /// All files of the source, sorted by name.
     source: Vec<Seen>,
-    /// Those of this part, by name. Of changed files the encoding is not made yet.
+    /// The files of this part, sorted by name. The stored contents of changed files are not made yet.
     pub(crate) files: Vec<FileEntry>,
 }
 
-/// `format` of every part.
+/// The value of `format` in every part.
 const FORMAT: &str = "unweight-part";
 
 impl PartFile {
-    /// What the part of a model has made.
+    /// Describes a finished part of a model.
     pub(crate) fn new(
         part: Part,
         fingerprint: String,
@@ -77,14 +77,14 @@ impl PartFile {
         })
     }
 
-    /// The digest of the JSON text, then that text.
+    /// Returns the digest of the JSON text, and the file's contents.
     pub(crate) fn to_bytes(&self) -> (Digest, Vec<u8>) {
         let json = serde_json::to_vec(self).expect("a part is strings, numbers and lists");
         let digest = Digest::of(&json);
         (digest, [digest.to_string().as_bytes(), b"\n", &json].concat())
     }
 
-    /// Reads and checks that of a folder; `None` if the folder has none.
+    /// Reads and checks the file of a folder; `None` if there is none.
     pub(crate) fn read(dir: &Path) -> Result<Option<Self>, BundleError> {
         let path = dir.join(FILE_NAME);
         if path.symlink_metadata().is_err() {
@@ -107,12 +107,12 @@ impl PartFile {
         Ok(Some(part))
     }
 
-    /// Which part it is.
+    /// The part that the file describes.
     pub(crate) fn part(&self) -> Part {
         self.part
     }
 
-    /// Names and bytes of the files that lie in the part's folder.
+    /// Names and sizes in bytes of the files in the part's folder.
     pub(crate) fn stored(&self) -> Vec<(String, u64)> {
         self.files
             .iter()
@@ -124,7 +124,7 @@ impl PartFile {
     }
 }
 
-/// Checks that these are all the parts of one model, each once. Returns one of them.
+/// Checks that these are all parts of one model, each once. Returns one of them.
 pub(super) fn agreeing<'a>(parts: &'a [(&Path, PartFile)]) -> Result<&'a PartFile, BundleError> {
     let Some((first_dir, first)) = parts.first() else { return Err(BundleError::NoParts) };
     let mut by_index: BTreeMap<u32, &Path> = BTreeMap::new();
@@ -158,7 +158,7 @@ pub(super) fn agreeing<'a>(parts: &'a [(&Path, PartFile)]) -> Result<&'a PartFil
     if let Some(index) = (1..=of).find(|index| !by_index.contains_key(index)) {
         return Err(BundleError::PartMissing { part: Part { index, of } });
     }
-    // Every file of the source in one part, as all of them saw it.
+    // Every file of the source must be in exactly one part, as all parts recorded it.
     let mut left: BTreeMap<&str, &Seen> = first.source.iter().map(|seen| (seen.name.as_str(), seen)).collect();
     for (dir, part) in parts {
         for file in &part.files {

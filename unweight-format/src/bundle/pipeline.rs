@@ -1,5 +1,4 @@
-//! What compressing, decompressing and verifying share: threads, batches of tensors, and a bound on the bytes in
-//! flight.
+//! Shared by compressing, decompressing and verifying: threads, batches of tensors, and a bound on the bytes in flight.
 
 use std::{
     io,
@@ -15,18 +14,18 @@ use std::{
 use super::BundleError;
 use crate::failpoint::fault;
 
-/// Bytes in flight unless the user says otherwise; stacks, tables and the headers fit the rest of a GiB.
+/// Maximum bytes in flight unless requested otherwise; stacks, tables and headers fit in the rest of a GiB.
 const DEFAULT_RAM_BYTES: u64 = 768 << 20;
-/// Tensors are worked on in batches of about this many original bytes: enough to keep every thread busy with small
-/// tensors, few enough that writing overlaps with encoding.
+/// Original bytes of a batch of tensors, approximately: enough to keep all threads busy with small tensors, few enough
+/// that writing overlaps with encoding.
 const BATCH_BYTES: u64 = 64 << 20;
 
-/// A raw tensor above this is moved in pieces, so that it costs no memory however large it is.
+/// A larger raw tensor is copied in pieces, so that its size does not matter for memory.
 pub(crate) const RAW_WHOLE_MAX: u64 = 64 << 20;
 
-/// Runs `work` on a pool of `threads` (`None`: one for each processor, of a pool that all calls share).
+/// Runs `work` on a pool of `threads` threads. `None`: on a shared pool with a thread per processor.
 ///
-/// Where threads cannot be made, that is an error, not the panic of rayon's own pool, which starts by itself.
+/// Returns an error if threads cannot be created. Rayon's global pool, which starts implicitly, would panic.
 pub(crate) fn on_threads<T: Send>(
     threads: Option<usize>,
     work: impl FnOnce() -> Result<T, BundleError> + Send,
@@ -52,7 +51,7 @@ fn pool(threads: usize) -> Result<rayon::ThreadPool, BundleError> {
     builder.build().map_err(|error| BundleError::Threads { threads, reason: error.to_string() })
 }
 
-/// A thread of a scope, or an error where none can be made.
+/// Starts a thread of a scope; returns an error if it cannot be created.
 pub(crate) fn spawn<'scope, 'env, T: Send + 'scope>(
     scope: &'scope thread::Scope<'scope, 'env>,
     work: impl FnOnce() -> T + Send + 'scope,
@@ -64,21 +63,22 @@ pub(crate) fn spawn<'scope, 'env, T: Send + 'scope>(
     thread::Builder::new().spawn_scoped(scope, work).map_err(failed)
 }
 
-/// What a thread returned; its panic is resumed here.
+/// Returns the thread's result, or resumes its panic.
 pub(crate) fn join<T>(handle: thread::ScopedJoinHandle<'_, T>) -> T {
     handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-/// Consecutive tensors that are worked on together, or one that is moved in pieces.
+/// Consecutive tensors that are processed together, or one that is copied in pieces.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Work {
-    /// These, in memory.
+    /// Tensors in memory.
     Batch(Range<usize>),
-    /// A raw tensor above [`RAW_WHOLE_MAX`].
+    /// The index of a raw tensor above [`RAW_WHOLE_MAX`].
     Pieces(usize),
 }
 
-/// Cuts a sequence of (bytes, is raw) in batches: as many as fit `BATCH_BYTES` (and the memory allowed), at least one.
+/// Divides a sequence of (bytes, is raw) into batches of at most `BATCH_BYTES` (and the memory allowed), or of one
+/// tensor.
 pub(crate) fn batches(tensors: impl Iterator<Item = (u64, bool)>, ram_bytes: Option<u64>) -> Vec<Work> {
     let limit = BATCH_BYTES.min(ram_bytes.unwrap_or(DEFAULT_RAM_BYTES) / 4);
     let (mut work, mut start, mut sum, mut end) = (Vec::new(), 0, 0u64, 0);
@@ -102,7 +102,7 @@ pub(crate) fn batches(tensors: impl Iterator<Item = (u64, bool)>, ram_bytes: Opt
     work
 }
 
-/// As [`batches`], of the tensors from `first` on.
+/// Like [`batches`], for the tensors from index `first` on.
 pub(crate) fn batches_from(
     first: usize,
     tensors: impl Iterator<Item = (u64, bool)>,
@@ -134,12 +134,12 @@ impl Gate {
         }
     }
 
-    /// Bytes that may be in flight.
+    /// Maximum bytes in flight.
     pub(crate) fn limit(&self) -> u64 {
         self.limit
     }
 
-    /// Waits until `bytes` fit; what exceeds the limit by itself waits until it is alone.
+    /// Waits until `bytes` fit. More than the limit waits until nothing else is in flight.
     pub(crate) fn enter(&self, bytes: u64) {
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         while *used > 0 && used.saturating_add(bytes) > self.limit && !self.opened.load(Ordering::Relaxed) {
@@ -148,14 +148,14 @@ impl Gate {
         *used = used.saturating_add(bytes);
     }
 
-    /// Lets everyone through from now on: nothing more will be worked on.
+    /// Admits all waiting and future threads: nothing more will be processed.
     pub(crate) fn open(&self) {
         *self.used.lock().unwrap_or_else(PoisonError::into_inner) = 0;
         self.opened.store(true, Ordering::Relaxed);
         self.changed.notify_all();
     }
 
-    /// Gives bytes back.
+    /// Releases bytes.
     pub(crate) fn leave(&self, bytes: u64) {
         let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
         *used = used.saturating_sub(bytes);

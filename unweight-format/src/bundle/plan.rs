@@ -1,7 +1,7 @@
-//! Which tensor is stored in which encoding, and what that will cost.
+//! Plans the encoding of each tensor, and predicts its size.
 //!
-//! [`Planner::decide`] decides by name, type and shape alone; the encoder may still turn a coded tensor back to raw, if
-//! it would not shrink. [`predict`] says how large a coded tensor becomes, from a sample.
+//! [`Planner::decide`] decides by name, type and shape alone; the encoder may still store a coded tensor raw, if it
+//! would not shrink. [`predict`] predicts the size of a coded tensor from a sample.
 
 use std::{
     fmt,
@@ -24,29 +24,29 @@ use crate::{
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Reason {
-    /// No float, or none whose exponents are coded.
+    /// The type is not a float whose exponents can be coded.
     Dtype(Dtype),
-    /// Rank 0 or 1.
+    /// The rank is 0 or 1.
     Rank(usize),
-    /// No elements.
+    /// The tensor has no elements.
     Empty,
-    /// Dimensions beyond the format's.
+    /// The tensor exceeds the format's dimensions.
     TooLarge,
-    /// The scope does not cover its role.
+    /// The scope does not contain the tensor's role.
     Scope(Scope, Role),
-    /// An exclude pattern names it.
+    /// The name matches an exclude pattern.
     Excluded,
-    /// No include pattern names it.
+    /// The name matches no include pattern.
     NotIncluded,
-    /// The plan file says so.
+    /// A rule of the plan file requests it.
     PlanFile,
-    /// The inference profile keeps the first layer ready.
+    /// The inference profile stores the first layer raw, ready to run.
     Bootstrap,
-    /// The inference profile keeps down projections raw.
+    /// The inference profile stores down projections raw.
     Down,
-    /// The inference profile keeps what is in no layer raw.
+    /// The inference profile stores tensors outside of layers raw.
     NoLayer,
-    /// In this encoding it would not be smaller.
+    /// The tensor would not be smaller in this encoding.
     NotSmaller(EncodingId),
 }
 
@@ -72,34 +72,34 @@ impl fmt::Display for Reason {
     }
 }
 
-/// What is decided for a tensor.
+/// The decision about a tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Decision {
-    /// By its name.
+    /// Role, by the tensor's name.
     pub role: Role,
-    /// By its name.
+    /// Layer, by the tensor's name.
     pub layer: Option<u32>,
-    /// The encoding, and the matrix it is coded as.
+    /// The encoding and the coded matrix.
     pub choice: EncodingChoice,
 }
 
-/// An encoding with what it needs, and why it is not the encoding that was asked for.
+/// An encoding with its matrix, and why it is not the requested encoding.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EncodingChoice {
     encoding: EncodingId,
     grid: Option<TileGrid>,
-    /// The encodings that did not fit, in the order in which they were tried.
+    /// The encodings that were tried and cannot store the matrix, in order.
     misfits: Vec<(EncodingId, NotEncodable)>,
     raw: Option<Reason>,
 }
 
 impl EncodingChoice {
-    /// Raw, and why.
+    /// Chooses raw, for this reason.
     pub fn raw(reason: Reason) -> Self {
         Self { encoding: EncodingId::RAW, grid: None, misfits: Vec::new(), raw: Some(reason) }
     }
 
-    /// An encoding for a matrix, or what takes its place if it does not fit the shape.
+    /// Chooses an encoding for a matrix, or its fallback if it does not support the shape.
     pub fn of(encoding: EncodingId, grid: TileGrid) -> Self {
         let choice = Self { encoding, grid: Some(grid), misfits: Vec::new(), raw: None };
         match encoding.encoding().fits(grid) {
@@ -108,12 +108,12 @@ impl EncodingChoice {
         }
     }
 
-    /// What takes the place of an encoding that does not fit.
+    /// Replaces an encoding that cannot store the matrix by its fallback.
     pub fn unfit(mut self, why: NotEncodable) -> Self {
         self.misfits.push((self.encoding, why));
         self.encoding = self.encoding.encoding().fallback();
         match self.grid {
-            // An encoding that nothing takes the place of ends here: raw fits everything.
+            // The chain of fallbacks ends with raw, which can store all.
             Some(grid) if self.encoding != EncodingId::RAW => match self.encoding.encoding().fits(grid) {
                 Ok(()) => self,
                 Err(why) => self.unfit(why),
@@ -122,22 +122,22 @@ impl EncodingChoice {
         }
     }
 
-    /// Raw, because this encoding would not be smaller.
+    /// Chooses raw, because the chosen encoding would not be smaller.
     pub fn not_smaller(self) -> Self {
         Self { encoding: EncodingId::RAW, grid: None, raw: Some(Reason::NotSmaller(self.encoding)), ..self }
     }
 
-    /// The encoding.
+    /// The chosen encoding.
     pub fn encoding(&self) -> EncodingId {
         self.encoding
     }
 
-    /// The matrix it is coded as; `None` if it is raw.
+    /// The coded matrix; `None` if raw.
     pub fn grid(&self) -> Option<TileGrid> {
         self.grid
     }
 
-    /// Why it is raw, or in another encoding than was asked for.
+    /// Why the tensor is raw, or has another encoding than requested.
     pub fn reason(&self) -> Option<String> {
         let mut parts: Vec<String> =
             self.misfits.iter().map(|(encoding, why)| format!("not {encoding}: {why}")).collect();
@@ -152,28 +152,28 @@ impl EncodingChoice {
 
 /// Overrides from a file: `{"rules": [{"match": "model.layers.0.*", "encoding": "raw"}, ...]}`.
 ///
-/// A later rule overrides an earlier one; a rule overrides profile, scope, include and exclude. Type and shape are
-/// stronger than any rule: only BF16, FP8, F16 and F32 tensors of rank 2 and up are ever coded. An encoding that does
-/// not take a tensor's type stands for the first one that does: `huffman` and `exponents` are the same coding, of BF16
-/// and of other types.
+/// Later rules override earlier ones; a rule overrides profile, scope, include and exclude. No rule overrides type and
+/// shape: only BF16, FP8, F16 and F32 tensors of rank 2 or more are coded. An encoding that does not support a tensor's
+/// type stands for the first one that does: `huffman` and `exponents` are the same coding, for BF16 and for other
+/// types.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PlanFile {
-    /// The rules, in the order of the file; the last that matches a tensor applies.
+    /// The rules, in the order of the file. The last rule that matches a tensor applies.
     pub rules: Vec<Rule>,
 }
 
-/// Largest plan file, bytes.
+/// Maximum size of a plan file in bytes.
 const PLAN_FILE_MAX: u64 = 16 << 20;
 
 /// A rule of a plan file: the encoding of the tensors that a pattern matches.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rule {
-    /// Pattern (`*`, `?`) over tensor names.
+    /// Pattern (`*`, `?`) for tensor names.
     #[serde(rename = "match")]
     pub pattern: String,
-    /// The encoding to store matching tensors in.
+    /// The encoding of matching tensors.
     #[serde(rename = "encoding")]
     pub encoding: EncodingId,
 }
@@ -182,7 +182,7 @@ impl PlanFile {
     /// Reads a plan file.
     ///
     /// # Errors
-    /// It cannot be read, or is not such JSON.
+    /// The file cannot be read, or is not valid JSON of this form.
     pub fn read(path: &Path) -> Result<Self, BundleError> {
         match files::read_small(path, PLAN_FILE_MAX) {
             Ok(text) => Self::parse(&text, path),
@@ -191,10 +191,10 @@ impl PlanFile {
         }
     }
 
-    /// Parses the text of a plan file; `path` is named in errors.
+    /// Parses the text of a plan file. Errors contain `path`.
     ///
     /// # Errors
-    /// It is not such JSON.
+    /// The text is not valid JSON of this form.
     pub fn parse(text: &[u8], path: &Path) -> Result<Self, BundleError> {
         serde_json::from_slice(text).map_err(|error| unfollowable(path, error))
     }
@@ -205,7 +205,7 @@ fn unfollowable(path: &Path, why: impl fmt::Display) -> BundleError {
     BundleError::PlanFile { path: path.into(), reason: format!("{why}; a plan file is {example}") }
 }
 
-/// Everything that decides about a tensor.
+/// All options that determine the encoding of a tensor.
 #[derive(Debug, Clone)]
 pub struct Planner {
     profile: Profile,
@@ -217,15 +217,15 @@ pub struct Planner {
 }
 
 impl Planner {
-    /// The same rules, whatever file they were read from.
+    /// The same rules without the path of the file that they were read from.
     pub(crate) fn without_path(&self) -> Self {
         Self { plan_file: None, ..self.clone() }
     }
 
-    /// Reads the plan file that the options name, if any.
+    /// Reads the plan file of the options, if any.
     ///
     /// # Errors
-    /// As [`PlanFile::read`].
+    /// The errors of [`PlanFile::read`].
     pub fn new(options: &CompressOptions) -> Result<Self, BundleError> {
         let rules = options.plan_file.as_deref().map(PlanFile::read).transpose()?.unwrap_or_default().rules;
         Ok(Self {
@@ -238,7 +238,7 @@ impl Planner {
         })
     }
 
-    /// Decides about one tensor.
+    /// Decides the encoding of a tensor.
     pub fn decide(&self, name: &str, dtype: Dtype, shape: &[usize]) -> Decision {
         let (role, layer) = roles::of(name);
         let wanted = eligible(dtype, shape).and_then(|of| Ok((self.wanted(name, role, layer)?, of)));
@@ -276,17 +276,17 @@ impl Planner {
             (Profile::Compact, _) => Ok(EncodingId::COMPACT),
             (Profile::Inference, None) => Err(Reason::NoLayer),
             (Profile::Inference, Some(_)) if role == Role::Down => Err(Reason::Down),
-            // Report section 6: the first layer is ready, then hard and easy ones alternate.
+            // Report section 6: the first layer is raw, then hard and easy layers alternate.
             (Profile::Inference, Some(0)) => Err(Reason::Bootstrap),
             (Profile::Inference, Some(layer)) if layer % 2 == 0 => Ok(EncodingId::HUFFMAN),
             (Profile::Inference, Some(_)) => Ok(EncodingId::PALETTE),
         }
     }
 
-    /// Refuses a plan file with a rule that no tensor matches: a misspelt name would silently do nothing.
+    /// Refuses a rule that matches no tensor: a misspelt name would silently have no effect.
     ///
     /// # Errors
-    /// There is such a rule.
+    /// A rule matches no tensor.
     pub fn check_rules<'a>(&self, names: impl Iterator<Item = &'a str> + Clone) -> Result<(), BundleError> {
         match self.rules.iter().find(|rule| !names.clone().any(|name| matches(&rule.pattern, name))) {
             None => Ok(()),
@@ -310,7 +310,7 @@ fn eligible(dtype: Dtype, shape: &[usize]) -> Result<(Float, TileGrid), Reason> 
     if grid.elements() as u64 > ELEMENTS_MAX { Err(Reason::TooLarge) } else { Ok((float, grid)) }
 }
 
-/// What a choice becomes if all of the tensor is like the sample, and the bytes of its sections; `None` if it is raw.
+/// Predicts the choice and the bytes of its sections if the whole tensor is distributed like the sample; `None` if raw.
 pub fn predict(mut choice: EncodingChoice, sample: &Sample) -> (EncodingChoice, Option<u64>) {
     while let Some(grid) = choice.grid() {
         match choice.encoding().encoding().predict(grid, sample) {
@@ -435,7 +435,7 @@ mod tests {
         };
         let inference = ratio(Profile::Inference, Scope::Mlp);
         assert!((inference - 87.3).abs() < 0.2, "inference: {inference}");
-        // The report's own 68.1 - 68.6 % per projection give 77.8; ours stores 8 bits a row less (docs/adr/0001).
+        // The report's 68.1 - 68.6 % per projection result in 77.8; ours stores 8 bits per row less (docs/adr/0001).
         let distribution = ratio(Profile::Distribution, Scope::Mlp);
         assert!((78.4 - 1.3..=78.4).contains(&distribution), "distribution: {distribution}");
 

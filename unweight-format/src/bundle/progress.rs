@@ -2,27 +2,27 @@
 
 /// Receives progress, and may stop the work. Its methods are called from several threads.
 pub trait Progress: Sync {
-    /// Work begins on this many bytes (of the original files).
+    /// Work on this number of bytes (of the original files) starts.
     fn start(&self, total_bytes: u64) {
         let _ = total_bytes;
     }
-    /// Nothing of the interrupted run can be resumed, for this reason: its work is done again.
+    /// The interrupted run cannot be resumed, for this reason; all work is repeated.
     fn starts_over(&self, reason: &str) {
         let _ = reason;
     }
-    /// Work on a file begins.
+    /// Work on a file starts.
     fn file(&self, name: &str) {
         let _ = name;
     }
-    /// Work on a tensor begins.
+    /// Work on a tensor starts.
     fn tensor(&self, name: &str) {
         let _ = name;
     }
-    /// This many more bytes are done.
+    /// This number of further bytes is done.
     fn advance(&self, bytes: u64) {
         let _ = bytes;
     }
-    /// True stops the work with [`BundleError::Interrupted`](super::BundleError::Interrupted) at the next tensor.
+    /// Whether to stop the work with [`BundleError::Interrupted`](super::BundleError::Interrupted) at the next tensor.
     fn cancelled(&self) -> bool {
         false
     }

@@ -1,4 +1,4 @@
-//! Reading a bundle: every size and header is checked when it is opened, every section when it is parsed.
+//! Reads a bundle. Sizes and headers are checked when it is opened, sections when they are read.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -20,26 +20,26 @@ use crate::{Digest, glob};
 /// An open bundle.
 ///
 /// Opening checks the manifest, the size of every file and the header of every shard. Weights are read, and compared
-/// with their digests, when they are asked for.
+/// with their digests, on request.
 #[derive(Debug)]
 pub struct Bundle {
     dir: PathBuf,
     manifest: Manifest,
     shards: Vec<Shard>,
-    /// Tensor name to (shard, tensor) in each file that has it.
+    /// Maps a tensor's name to the (shard, tensor) indices of every file that contains it.
     by_name: HashMap<String, Vec<(usize, usize)>>,
-    /// Pattern of the files that the model is loaded from: see [`Bundle::is_of_model`].
+    /// Pattern of the files that the model is loaded from; see [`Bundle::is_of_model`].
     of_model: &'static str,
 }
 
-/// What the files of a model are called, if any are called so: the first that is there counts.
+/// Patterns of the names of a model's files; the first one with a match applies.
 const MODEL_FILES: [&str; 2] = ["model.safetensors", "model-*-of-*.safetensors"];
 
 impl Bundle {
     /// Opens a bundle.
     ///
     /// # Errors
-    /// There is no manifest, it is damaged or newer, or a file of the bundle is missing or has another size or header.
+    /// The manifest is missing, damaged or newer, or a file of the bundle is missing or has another size or header.
     pub fn open(dir: &Path) -> Result<Self, BundleError> {
         on_threads(None, || {
             let manifest = read_manifest(dir)?;
@@ -48,14 +48,14 @@ impl Bundle {
         })
     }
 
-    /// Opens the weights of a bundle: its manifest and its shards, which are checked as [`Bundle::open`] checks them.
-    /// Other files may be missing or changed, as in a download of the weights alone or a repository with an edited
-    /// README; [`Bundle::copied`] and [`Bundle::write_file`] still refuse such a file. But a `config.json` in a folder
+    /// Opens the weights of a bundle: its manifest and its shards, which are checked as in [`Bundle::open`]. Other
+    /// files may be missing or changed, as in a download of only the weights or a repository with an edited README;
+    /// [`Bundle::copied`] and [`Bundle::write_file`] still refuse such a file. However, a `config.json` in a folder
     /// with weights must not name those of another bundle.
     ///
     /// # Errors
-    /// There is no manifest, it is damaged or newer, a shard is missing or has another size or header, or a
-    /// `config.json` is of another bundle.
+    /// The manifest is missing, damaged or newer; a shard is missing or has another size or header; or a `config.json`
+    /// belongs to another bundle.
     pub fn open_weights(dir: &Path) -> Result<Self, BundleError> {
         on_threads(None, || {
             let bundle = Self::with_shards(dir, read_manifest(dir)?)?;
@@ -98,34 +98,34 @@ impl Bundle {
         &self.manifest
     }
 
-    /// The digest of its weights' digests, by which `config.json` names the bundle (`docs/format.md` B.9).
+    /// The digest of all weights, by which `config.json` names the bundle (`docs/format.md` B.9).
     pub fn weights_digest(&self) -> Digest {
         manifest::weights_digest(&self.manifest.files)
     }
 
-    /// The kernels that were attached to the bundle, if there are any. They are code, and no signature covers them.
+    /// The attached kernels, if any. They are code, and no signature covers them.
     ///
     /// # Errors
-    /// They cannot be read, or are damaged; no weight is.
+    /// The kernels cannot be read or are damaged. Weights are not affected.
     pub fn attached(&self) -> Result<Option<Attached>, BundleError> {
         attached::of_bundle(&self.dir, &self.manifest)
     }
 
-    /// Every tensor, in the order of files and of their data.
+    /// All tensors, in the order of files and of their data.
     pub fn tensors(&self) -> impl Iterator<Item = TensorHandle<'_>> {
         let of_shard = |shard| move |index| TensorHandle::new(shard, index);
         self.shards.iter().flat_map(move |shard| (0..shard.file.tensors.len()).map(of_shard(shard)))
     }
 
-    /// Whether a model is loaded from this file: whether [`model_files`] matches it.
+    /// Whether a model is loaded from this file, that is, [`model_files`] matches it.
     pub fn is_of_model(&self, file: &str) -> bool {
         glob::matches(self.of_model, file)
     }
 
-    /// A tensor, by its name. Nothing is read yet.
+    /// Finds a tensor by its name, without reading it.
     ///
     /// # Errors
-    /// No file has it, or several of the model's have it: [`Bundle::tensor_in`] tells them apart.
+    /// No file contains the tensor, or several files of the model do; [`Bundle::tensor_in`] distinguishes them.
     pub fn tensor(&self, name: &str) -> Result<TensorHandle<'_>, BundleError> {
         match self.by_name.get(name).map(Vec::as_slice) {
             None | Some([]) => Err(BundleError::UnknownTensor { name: name.into() }),
@@ -144,10 +144,10 @@ impl Bundle {
         }
     }
 
-    /// A tensor of one file of the source.
+    /// Finds a tensor of one file of the source.
     ///
     /// # Errors
-    /// The file does not have it.
+    /// The file does not contain the tensor.
     pub fn tensor_in(&self, file: &str, name: &str) -> Result<TensorHandle<'_>, BundleError> {
         let places = self.by_name.get(name).map_or(&[][..], Vec::as_slice);
         let place = places.iter().find(|(shard, _)| self.shards[*shard].file.name == file);
@@ -160,11 +160,11 @@ impl Bundle {
         TensorHandle::new(&self.shards[shard], tensor)
     }
 
-    /// The bytes of a copied file (`config.json`, `tokenizer.json`) as the source had it, compared with their digest;
-    /// `None` if the bundle has none of this name. Indexes are not among them: they belong to the weights.
+    /// The source's bytes of a copied file (`config.json`, `tokenizer.json`), compared with their digest; `None` if
+    /// there is no such file. Indexes are not included: they belong to the weights.
     ///
     /// # Errors
-    /// It is larger than `limit` bytes, missing, cannot be read, or is damaged.
+    /// The file is larger than `limit` bytes, missing, unreadable or damaged.
     pub fn copied(&self, file: &str, limit: u64) -> Result<Option<Vec<u8>>, BundleError> {
         let kept = |entry: &&FileEntry| matches!(entry, FileEntry::Copied(_) | FileEntry::Config(_));
         let Some(entry) = self.manifest.files.iter().filter(kept).find(|entry| entry.name() == file) else {
@@ -188,8 +188,9 @@ impl Bundle {
     }
 }
 
-/// A pattern of the files that a model is loaded from: of these `model.safetensors`, else `model-*-of-*.safetensors`,
-/// else all, as transformers chooses. Some models bring their weights once more (`consolidated.safetensors`).
+/// The pattern of the files that a model is loaded from: `model.safetensors` if it exists, else
+/// `model-*-of-*.safetensors`, else all files, as in transformers. Some models contain their weights twice
+/// (`consolidated.safetensors`).
 ///
 /// ```
 /// use unweight_format::{bundle::model_files, raw::glob::matches};

@@ -1,4 +1,4 @@
-//! What was done or found, for people and for `--json`.
+//! Reports of what was done or found, for people and for `--json`.
 
 use serde::Serialize;
 
@@ -23,7 +23,7 @@ pub struct TensorReport {
     /// `raw`, `huffman`, `palette`, `packed`, `compact` or `exponents`.
     #[serde(rename = "encoding")]
     pub encoding: EncodingId,
-    /// Why it is raw or not as asked for.
+    /// Why it is raw, or has another encoding than requested.
     pub reason: Option<String>,
     /// Number of elements.
     pub elements: u64,
@@ -36,7 +36,7 @@ pub struct TensorReport {
 }
 
 impl TensorReport {
-    /// What a manifest says about a tensor of the file `file`.
+    /// The report of a tensor of the file `file`, from its manifest entry.
     pub(crate) fn of(file: &str, entry: &TensorEntry) -> Self {
         let elements = safetensors::elements(&entry.shape);
         Self {
@@ -49,7 +49,7 @@ impl TensorReport {
             encoding: entry.encoding,
             reason: entry.reason.clone(),
             elements,
-            // Known: the manifest was checked.
+            // The manifest was checked, so the size is known.
             original_bytes: entry.original_bytes().unwrap_or(0),
             stored_bytes: entry.stored_bytes(),
             bits_per_element: bits_per_element(entry.stored_bytes(), elements),
@@ -57,7 +57,7 @@ impl TensorReport {
     }
 }
 
-/// Bits of each element; 0 if there are no elements.
+/// Bits per element; 0 if there are no elements.
 pub(crate) fn bits_per_element(bytes: u64, elements: u64) -> f64 {
     if elements == 0 { 0.0 } else { bytes as f64 * 8.0 / elements as f64 }
 }
@@ -79,7 +79,7 @@ pub struct EncodingTotal {
     pub stored_bytes: u64,
 }
 
-/// A file that is copied as it is although it is large, or the folder of a version control system.
+/// A large file that is copied unchanged, or the folder of a version control system.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct LargeCopy {
@@ -89,14 +89,14 @@ pub struct LargeCopy {
     pub bytes: u64,
 }
 
-/// A `config.json` in a folder with weights that could not get the keys of `docs/format.md` B.9 and is copied as it is.
-/// Readers that do not know bundles may then load something else without an error.
+/// A `config.json` in a folder with weights that could not get the keys of `docs/format.md` B.9 and is copied
+/// unchanged. Readers that do not know bundles may then load wrong weights without an error.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct UnmarkedConfig {
     /// Path of the `config.json` (format, B.9).
     pub name: String,
-    /// Reason for leaving it.
+    /// Why it is copied unchanged.
     pub reason: &'static str,
 }
 
@@ -116,7 +116,7 @@ pub struct RoleTotal {
     pub stored_bytes: u64,
 }
 
-/// Sizes of the bundle that one set of options would make of a model (predicted).
+/// Predicted sizes of the bundle that one set of options would make of a model.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct CompareRow {
@@ -124,11 +124,11 @@ pub struct CompareRow {
     pub profile: Profile,
     /// `--scope`, or the profile's default.
     pub scope: Scope,
-    /// Longest Huffman code, bits.
+    /// Maximum length of a Huffman code in bits.
     pub code_limit: Option<u32>,
     /// Sums by role.
     pub roles: Vec<RoleTotal>,
-    /// Bundle, predicted.
+    /// Predicted size of the bundle in bytes.
     pub stored_bytes: u64,
     /// `original_bytes - stored_bytes`.
     pub saved_bytes: i64,
@@ -140,11 +140,11 @@ pub struct CompareRow {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct CompareReport {
-    /// Profiles and code limits.
+    /// A row per profile and code limit.
     pub rows: Vec<CompareRow>,
-    /// Source files.
+    /// Number of source files.
     pub files: u64,
-    /// All source files.
+    /// Bytes of all source files.
     pub original_bytes: u64,
     /// Duration in seconds.
     pub seconds: f64,
@@ -159,17 +159,17 @@ pub struct PlanReport {
     /// Sums by encoding.
     #[serde(rename = "encodings")]
     pub encodings: Vec<EncodingTotal>,
-    /// Source files.
+    /// Number of source files.
     pub files: u64,
     /// Large files copied unchanged, largest first.
     pub large_copies: Vec<LargeCopy>,
-    /// Files `config.json` that cannot be marked as a bundle's.
+    /// Each `config.json` that cannot be marked as a bundle's.
     pub unmarked_configs: Vec<UnmarkedConfig>,
-    /// All source files.
+    /// Bytes of all source files.
     pub original_bytes: u64,
-    /// Bundle, predicted.
+    /// Predicted size of the bundle in bytes.
     pub stored_bytes: u64,
-    /// Tensors that are not raw.
+    /// Number of tensors that are not raw.
     pub coded_tensors: u64,
     /// `original_bytes - stored_bytes`; may be negative.
     pub saved_bytes: i64,
@@ -190,31 +190,31 @@ pub struct CompressReport {
     /// Sums by encoding.
     #[serde(rename = "encodings")]
     pub encodings: Vec<EncodingTotal>,
-    /// Source files.
+    /// Number of source files.
     pub files: u64,
     /// Large files copied unchanged, largest first.
     pub large_copies: Vec<LargeCopy>,
-    /// Files `config.json` that cannot be marked as a bundle's.
+    /// Each `config.json` that cannot be marked as a bundle's.
     pub unmarked_configs: Vec<UnmarkedConfig>,
     /// Files taken over from an interrupted run.
     pub resumed_files: Vec<String>,
-    /// Tensors taken over from unfinished files.
+    /// Number of tensors taken over from unfinished files.
     pub resumed_tensors: u64,
-    /// All source files.
+    /// Bytes of all source files.
     pub original_bytes: u64,
-    /// All files of the bundle.
+    /// Bytes of all files of the bundle.
     pub stored_bytes: u64,
-    /// Tensors that are not raw.
+    /// Number of tensors that are not raw.
     pub coded_tensors: u64,
     /// `original_bytes - stored_bytes`; may be negative.
     pub saved_bytes: i64,
     /// `stored_bytes / original_bytes`.
     pub ratio: f64,
-    /// Tensors decoded and compared after writing.
+    /// Number of tensors decoded and compared after writing.
     pub verified_tensors: u64,
     /// Duration in seconds.
     pub seconds: f64,
-    /// Peak resident memory, if known.
+    /// Peak resident memory in bytes, if known.
     pub peak_rss_bytes: Option<u64>,
     /// Digest of the manifest, or of a part's `unweight.part`.
     pub manifest_digest: Digest,
@@ -226,15 +226,15 @@ pub struct CompressReport {
 pub struct FileReport {
     /// Relative path.
     pub name: String,
-    /// Size of the file.
+    /// Size of the file in bytes.
     pub bytes: u64,
-    /// XXH3-128 digest, checked.
+    /// XXH3-128 digest, verified.
     pub digest: Digest,
-    /// SHA-256 digest, checked.
+    /// SHA-256, verified.
     pub sha256: Option<String>,
-    /// Whether an interrupted run had finished it.
+    /// Whether an interrupted run had completed the file.
     pub resumed: bool,
-    /// Bytes taken over.
+    /// Bytes taken over from an interrupted run.
     pub resumed_bytes: u64,
 }
 
@@ -244,15 +244,15 @@ pub struct FileReport {
 pub struct DecompressReport {
     /// Every file of the source.
     pub files: Vec<FileReport>,
-    /// Tensors decoded or copied.
+    /// Number of tensors decoded or copied.
     pub tensors: u64,
-    /// All files written.
+    /// Bytes of all files written.
     pub bytes: u64,
     /// Bytes of the bundle read.
     pub stored_bytes: u64,
     /// Duration in seconds.
     pub seconds: f64,
-    /// Peak resident memory, if known.
+    /// Peak resident memory in bytes, if known.
     pub peak_rss_bytes: Option<u64>,
 }
 
@@ -260,15 +260,15 @@ pub struct DecompressReport {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Problem {
-    /// Damaged file.
+    /// The file with the problem.
     pub file: String,
-    /// Damaged tensor.
+    /// The tensor with the problem.
     pub tensor: Option<String>,
     /// Error code.
     pub code: &'static str,
-    /// Difference, expected and found.
+    /// Error message, with expected and actual value.
     pub message: String,
-    /// Whether the problem is about a file that the bundle does not list, so that every listed file may be sound.
+    /// Whether the file is not listed in the bundle, so that all listed files may be sound.
     #[serde(skip)]
     pub is_extra: bool,
     /// Whether only the source of `--against` differs.
@@ -287,7 +287,7 @@ impl Problem {
         }
     }
 
-    /// A file of the source that is not what the bundle was made from.
+    /// A file of the source that differs from the one that the bundle was made from.
     pub(crate) fn of_source(file: &str, difference: &str) -> Self {
         Self {
             file: file.into(),
@@ -304,17 +304,17 @@ impl Problem {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct VerifyReport {
-    /// What is wrong; empty for a sound bundle.
+    /// All problems found; empty for a sound bundle.
     pub problems: Vec<Problem>,
-    /// Source files checked.
+    /// Number of source files checked.
     pub files: u64,
-    /// Tensors decoded and compared.
+    /// Number of tensors decoded and compared.
     pub tensors: u64,
     /// Bytes of the bundle read.
     pub stored_bytes: u64,
     /// Bytes decoded.
     pub original_bytes: u64,
-    /// Attached kernels checked.
+    /// Number of attached kernels checked.
     pub attached_kernels: u64,
     /// Whether the source was compared.
     pub against_source: bool,
@@ -324,12 +324,12 @@ pub struct VerifyReport {
     pub quick: bool,
     /// Duration in seconds.
     pub seconds: f64,
-    /// Peak resident memory, if known.
+    /// Peak resident memory in bytes, if known.
     pub peak_rss_bytes: Option<u64>,
 }
 
 impl VerifyReport {
-    /// Nothing was found wrong.
+    /// Whether no problem was found.
     pub fn is_ok(&self) -> bool {
         self.problems.is_empty()
     }
@@ -371,7 +371,7 @@ pub(crate) fn coded(tensors: &[TensorReport]) -> u64 {
     tensors.iter().filter(|t| t.encoding != EncodingId::RAW).count() as u64
 }
 
-/// What is saved; sizes are below 2^63.
+/// The bytes saved; sizes are below 2^63, so they fit.
 pub(crate) fn saved(original: u64, stored: u64) -> i64 {
     original as i64 - stored as i64
 }
@@ -380,7 +380,7 @@ pub(crate) fn ratio(stored: u64, original: u64) -> f64 {
     if original == 0 { 1.0 } else { stored as f64 / original as f64 }
 }
 
-/// High-water mark of resident memory, from `/proc/self/status`.
+/// The peak resident memory in bytes, from `/proc/self/status`.
 pub(crate) fn peak_rss_bytes() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;

@@ -1,5 +1,4 @@
-//! A shard of a bundle: its header agrees with the manifest, and its parts are compared with their digests as they are
-//! read.
+//! A shard of a bundle. Its header must agree with the manifest; its parts are compared with their digests when read.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -27,13 +26,13 @@ use crate::{
     safetensors::{Dtype, HEADER_MAX, Header, LENGTH_BYTES, TensorInfo},
 };
 
-/// Rows and columns of a tensor: what [`TensorHandle::decode_part`](super::TensorHandle::decode_part) returns.
+/// Rows and columns of a tensor, returned by [`TensorHandle::decode_part`](super::TensorHandle::decode_part).
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TensorPart {
     /// The original little-endian bytes, row by row.
     pub bytes: Vec<u8>,
-    /// Stored bytes that were read for it.
+    /// Stored bytes that were read to decode the part.
     pub read_bytes: u64,
 }
 
@@ -42,7 +41,7 @@ pub struct TensorPart {
 pub(crate) struct Shard {
     pub(crate) file: WeightsFile,
     input: Input,
-    /// Per tensor: where its sections are, or the one range of a raw tensor.
+    /// For each tensor, the ranges of its sections, or the one range of a raw tensor.
     places: Vec<Vec<Range<u64>>>,
     source_header: Range<u64>,
 }
@@ -99,7 +98,7 @@ impl Shard {
             .iter()
             .map(|tensor| {
                 let Some(grid) = tensor.grid().filter(|_| tensor.encoding != EncodingId::RAW) else {
-                    // The manifest was checked: its bytes can be counted.
+                    // The manifest was checked, so the size is known.
                     let bytes = tensor.original_bytes().unwrap_or(0);
                     return Ok(vec![place(&tensor.name, tensor.dtype, &tensor.shape, bytes)?]);
                 };
@@ -119,7 +118,7 @@ impl Shard {
         Ok(Self { input, places, source_header, file })
     }
 
-    /// Length and header of the source file, checked.
+    /// Length and header of the source file, compared with their digest.
     pub(crate) fn source_header(&self) -> Result<Vec<u8>, BundleError> {
         self.part(self.source_header.clone(), self.file.header_digest, None, || format!("'{SOURCE_HEADER}'"))
     }
@@ -133,12 +132,12 @@ impl Shard {
         self.file.tensors[tensor].original_bytes().unwrap_or(0)
     }
 
-    /// The tensors, in portions that fit in memory.
+    /// Divides the tensors into portions that fit in memory.
     pub(crate) fn work(&self, ram_bytes: Option<u64>) -> Vec<Work> {
         self.work_from(0, ram_bytes)
     }
 
-    /// As [`Shard::work`], from a tensor on.
+    /// Like [`Shard::work`], for the tensors from index `first` on.
     pub(crate) fn work_from(&self, first: usize, ram_bytes: Option<u64>) -> Vec<Work> {
         let tensors = self.file.tensors.iter();
         batches_from(
@@ -152,10 +151,10 @@ impl Shard {
         files::buffer(bytes, Path::new(&self.file.name))
     }
 
-    /// A tensor whose every section has its digest and may be trusted.
+    /// Reads a tensor. Every section is compared with its digest and validated.
     pub(crate) fn tensor(&self, index: usize) -> Result<StoredTensor<Vec<u8>>, BundleError> {
         let entry = &self.file.tensors[index];
-        // The manifest was checked: a raw tensor, and no other, has no rows and columns.
+        // The manifest was checked: raw tensors, and only these, have no rows and columns.
         let Some(grid) = entry.grid() else {
             let place = self.places[index][0].clone();
             let what = || format!("tensor '{}'", entry.name);
@@ -168,7 +167,7 @@ impl Shard {
         let sections = sections.collect::<Result<Vec<_>, _>>()?;
         let stored =
             StoredTensor::new(entry.encoding, grid, sections).map_err(|source| self.codec_error(index, source))?;
-        // An encoding of several types says which one it is of; it has to be the tensor's.
+        // An encoding of several types records the type, which must be the tensor's.
         match stored.section(Section::FLOAT_FORMAT) {
             Some(format) if Float::of(entry.dtype).is_none_or(|float| format != exponents::format_of(float)) => {
                 let reason = "it is not that of the tensor's type";
@@ -188,7 +187,7 @@ impl Shard {
         }
     }
 
-    /// Whether every stored section has its digest.
+    /// Whether every stored section matches its digest.
     pub(crate) fn is_sound(&self, index: usize) -> bool {
         let entry = &self.file.tensors[index];
         let digests = entry.sections.iter().map(|section| section.digest).chain([entry.digest]);
@@ -198,8 +197,8 @@ impl Shard {
         })
     }
 
-    /// Decodes a tensor into `out`: every stored section is compared with its digest, and so is what comes out;
-    /// `blocks`: and so are blocks, which only matter where a part is read.
+    /// Decodes a tensor into `out`. Every stored section and the result are compared with their digests; with `blocks`,
+    /// also the blocks, which only matter for reading parts.
     pub(crate) fn decode(&self, index: usize, out: &mut [u8], blocks: bool) -> Result<(), BundleError> {
         let (entry, place) = (&self.file.tensors[index], self.places[index][0].start);
         let tensor = Some(&*entry.name);
@@ -212,7 +211,7 @@ impl Shard {
             self.check_blocks(index, &stored)?;
         }
         stored.decode(out).map_err(|source| self.codec_error(index, source))?;
-        // Its sections are those of the manifest: if this differs, the manifest was made up.
+        // All sections match the manifest: if the result does not, the manifest was forged.
         self.compare(Digest::of(out), entry.digest, place, tensor, || format!("tensor '{}', decoded", entry.name))
     }
 
@@ -221,7 +220,7 @@ impl Shard {
         let got = blocks.digests(stored.section(Section::PACKED).unwrap_or_default());
         let wrong = got.iter().zip(digests).position(|(got, expected)| got != expected);
         wrong.map_or(Ok(()), |block| {
-            // The section is sound: if this differs, the manifest was made up.
+            // The section matches the manifest: if a block does not, the manifest was forged.
             let name = &self.file.tensors[index].name;
             let what = || format!("tensor '{name}', block {block}");
             let at = self.places[index].last().map_or(0, |place| place.start);
@@ -254,7 +253,7 @@ impl Shard {
                 return Err(BundleError::PartOutside { file: file(), tensor: tensor(), axis, start, end, of });
             }
         }
-        // What is packed is cut between tiles.
+        // Packed matrices are divided between tiles.
         let tiles = |range: &Range<usize>| range.start / TILE * TILE..range.end.next_multiple_of(TILE);
         let (tile_rows, tile_cols) = (tiles(&rows), tiles(&cols));
         let grid = entry.grid().filter(|grid| (grid.rows(), grid.cols()) == (all_rows, all_cols));
@@ -271,7 +270,7 @@ impl Shard {
                 (out, entry.stored_bytes(), (0, 0), all_cols)
             }
         };
-        // Of what is in memory: its elements can be counted.
+        // The tensor is in memory, so its size fits usize.
         let element = element as usize;
         let cut = (cols.start - first.1) * element..(cols.end - first.1) * element;
         if cut.len() == width * element && decoded.len() == rows.len() * cut.len() {
@@ -284,15 +283,15 @@ impl Shard {
         Ok(TensorPart { bytes, read_bytes })
     }
 
-    /// The blocks of a packed tensor that have digests, and those.
+    /// The blocks of a packed tensor and their digests; `None` if it has none.
     fn blocks(&self, index: usize, grid: TileGrid) -> Option<(Blocks, &[Digest])> {
         let mut sections = self.file.tensors[index].sections.iter();
         let digests = &sections.find(|section| section.name == Section::PACKED)?.blocks;
-        // The manifest was checked: it has all of them.
+        // The manifest was checked: it contains all block digests.
         Blocks::of(grid).map(|blocks| (blocks, &digests[..]))
     }
 
-    /// Rows and columns, in whole tiles, of a packed tensor, and how many stored bytes were read for them.
+    /// Reads rows and columns, in whole tiles, of a packed tensor. Also returns the number of stored bytes read.
     fn packed_part(
         &self,
         index: usize,
@@ -307,7 +306,7 @@ impl Shard {
             let mut pairs = entry.sections.iter().zip(&self.places[index]);
             pairs.find(|(section, _)| section.name == name).expect("the manifest was checked: its encoding has it")
         };
-        // Window, heads and lists are small: they are read and compared whole.
+        // Window, heads and lists are small, so they are read and compared as a whole.
         let small = |name: Section| {
             let (section, place) = find(name);
             self.part(place.clone(), section.digest, Some(&entry.name), || what(name))
@@ -346,7 +345,7 @@ impl Shard {
         Ok((part, read_bytes))
     }
 
-    /// Hands a raw tensor on in pieces, and compares it with its digest at the end.
+    /// Passes a raw tensor to `each` in pieces, and compares it with its digest at the end.
     pub(crate) fn stream(
         &self,
         index: usize,
@@ -357,7 +356,7 @@ impl Shard {
         self.compare(got, entry.digest, place.start, Some(&entry.name), || format!("tensor '{}'", entry.name))
     }
 
-    /// The bytes of a part of the shard, of `tensor` if it belongs to one, compared with their digest.
+    /// Reads a part of the shard, which belongs to `tensor` if there is one, and compares it with its digest.
     fn part(
         &self,
         place: Range<u64>,
@@ -392,7 +391,7 @@ impl Shard {
         })
     }
 
-    /// Decodes consecutive tensors into one buffer, which is then a piece of the source file; `blocks` as
+    /// Decodes consecutive tensors into one buffer, which is then a piece of the source file. `blocks` is as in
     /// [`Shard::decode`].
     pub(crate) fn decode_batch(
         &self,

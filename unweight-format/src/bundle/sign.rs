@@ -1,4 +1,4 @@
-//! Who published a bundle: a minisign signature of its manifest (`docs/format.md` B.8).
+//! Verifies the minisign signature of a manifest, which proves who published a bundle (`docs/format.md` B.8).
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use super::{
     manifest::{self, FileEntry, Manifest},
 };
 
-/// Largest signature that is read, bytes.
+/// Maximum size of a signature in bytes.
 const SIGNATURE_MAX: u64 = 16 << 10;
 
 /// Parses a public key: the text of a minisign.pub, or its second line.
@@ -19,8 +19,8 @@ pub(crate) fn public_key(text: &str) -> Result<PublicKey, BundleError> {
     key.map_err(|error| BundleError::PublicKey { reason: error.to_string() })
 }
 
-/// Checks that the manifest with these bytes was signed with this key, and that what it says cannot be forged. Returns
-/// the signature's trusted comment.
+/// Checks that the manifest with these bytes was signed with this key, and that it contains no digest that could be
+/// forged. Returns the signature's trusted comment.
 pub(crate) fn check(dir: &Path, key: &PublicKey, bytes: &[u8], manifest: &Manifest) -> Result<String, BundleError> {
     let path = dir.join(manifest::SIGNATURE_NAME);
     if path.symlink_metadata().is_err() {
@@ -35,7 +35,7 @@ pub(crate) fn check(dir: &Path, key: &PublicKey, bytes: &[u8], manifest: &Manife
             _ => "not of this manifest; the bundle is not what was signed",
         },
     })?;
-    // The other digests detect accidents: other bytes could be made to have them.
+    // The other digests only detect accidents: files with the same digests can be forged.
     if let Some(file) = manifest.files.iter().find(|file| file.sha256().is_none()) {
         return Err(BundleError::Unproven { file: FileEntry::name(file).into() });
     }

@@ -1,4 +1,4 @@
-//! What signs the manifest of a bundle.
+//! The signer of a bundle's manifest.
 
 use std::{error::Error, fmt, sync::Arc};
 
@@ -6,13 +6,13 @@ use super::BundleError;
 
 type Sign = dyn Fn(&[u8]) -> Result<String, Box<dyn Error + Send + Sync>> + Send + Sync;
 
-/// Signs manifests. It holds a function, not the secret key.
+/// Signs manifests. It contains a function, not the secret key.
 #[derive(Clone)]
 pub struct Signer(Arc<Sign>);
 
 impl Signer {
-    /// A signer whose `sign` returns, for the bytes of a manifest, the text of their minisign signature (prehashed, as
-    /// minisign makes them).
+    /// A signer that calls `sign` with the bytes of a manifest. `sign` returns the text of their minisign signature
+    /// (prehashed, as minisign makes them).
     pub fn new(sign: impl Fn(&[u8]) -> Result<String, Box<dyn Error + Send + Sync>> + Send + Sync + 'static) -> Self {
         Self(Arc::new(sign))
     }
@@ -28,7 +28,7 @@ impl fmt::Debug for Signer {
     }
 }
 
-/// The same signer, not one of the same key.
+/// Compares signers by identity, not by key.
 impl PartialEq for Signer {
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)

@@ -1,4 +1,4 @@
-//! The model to compress: every file found and every header checked before anything is read or written.
+//! The model to compress. All files are found and all headers checked before anything is written.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -17,10 +17,10 @@ use crate::{
     safetensors::{Header, Ordered, SOURCE_HEADER_MAX, TensorInfo},
 };
 
-/// Largest index, bytes.
+/// Maximum size of an index in bytes.
 const INDEX_MAX: u64 = 100_000_000;
 
-/// Names of files that usually hold the weights once more.
+/// Endings of files that usually contain the same weights in another format.
 const WEIGHTS_IN_OTHER_FORMS: &[&str] = &[
     ".bin",
     ".pt",
@@ -36,17 +36,17 @@ const WEIGHTS_IN_OTHER_FORMS: &[&str] = &[
     ".tflite",
     ".ot",
 ];
-/// From here on they, and histories, are worth a remark.
+/// Size from which such files, and version control folders, are reported.
 const SUPERFLUOUS_BYTES: u64 = 1 << 20;
-/// From here on any copy is.
+/// Size from which any copied file is reported.
 const LARGE_BYTES: u64 = 64 << 20;
 
 /// A checked model directory.
 #[derive(Debug)]
 pub(crate) struct Source {
-    /// Sorted by name.
+    /// All files, sorted by name.
     pub(crate) files: Vec<SourceFile>,
-    /// Files `config.json` beside weights that are copied as they are.
+    /// Each `config.json` next to weights that is copied unchanged.
     pub(crate) unmarked_configs: Vec<UnmarkedConfig>,
 }
 
@@ -56,7 +56,7 @@ pub(crate) struct SourceFile {
     pub(crate) name: String,
     pub(crate) path: PathBuf,
     pub(crate) bytes: u64,
-    /// As it was when its header was read: whatever is read later must be of the same file.
+    /// The state of the file when its header was read; later reads must find the same state.
     pub(crate) stamp: Stamp,
     pub(crate) kind: Kind,
 }
@@ -65,11 +65,11 @@ pub(crate) struct SourceFile {
 pub(crate) enum Kind {
     Weights {
         header: Header,
-        /// Length and header as they are.
+        /// The bytes of length and header.
         header_bytes: Vec<u8>,
     },
     Index(Index),
-    /// A `config.json` that gets two keys: its text.
+    /// The text of a `config.json` that gets two keys.
     Config(Vec<u8>),
     Copied,
 }
@@ -77,7 +77,7 @@ pub(crate) enum Kind {
 #[derive(Debug)]
 pub(crate) struct Index {
     pub(crate) metadata: Option<serde_json::Value>,
-    /// Tensor to file, relative to the index.
+    /// Maps tensors to files, relative to the index.
     pub(crate) weight_map: BTreeMap<String, String>,
 }
 
@@ -97,7 +97,7 @@ impl Source {
         let own = [manifest::FILE_NAME, manifest::SIGNATURE_NAME, ATTACHED_NAME].map(str::to_owned);
         let reserved: HashSet<String> = beside.chain(own).collect();
         for file in &source.files {
-            // The file, or a folder above it.
+            // Check the file and all folders above it.
             let folders = file.name.match_indices('/').map(|(slash, _)| &file.name[..slash]);
             if let Some(taken) = folders.chain([file.name.as_str()]).find(|name| reserved.contains(*name)) {
                 return Err(BundleError::ReservedFile { path: root.join(taken) });
@@ -113,7 +113,7 @@ impl Source {
         Ok(source)
     }
 
-    /// Every tensor of every file.
+    /// All tensors of all files.
     pub(crate) fn tensors(&self) -> impl Iterator<Item = &TensorInfo> + Clone {
         self.files.iter().flat_map(|file| match &file.kind {
             Kind::Weights { header, .. } => header.tensors.as_slice(),
@@ -142,7 +142,7 @@ impl Source {
         Ok(source)
     }
 
-    /// Finds the files `config.json` that lie beside weights.
+    /// Finds each `config.json` next to weights.
     fn find_configs(&mut self) -> Result<(), BundleError> {
         let folder = |name: &str| name.rfind('/').map_or(0, |slash| slash + 1);
         let weights = self.files.iter().filter(|file| matches!(file.kind, Kind::Weights { .. }));
@@ -164,8 +164,7 @@ impl Source {
         Ok(())
     }
 
-    /// Copied files that are large for what they are, largest first; all of a folder of a version control system as
-    /// one.
+    /// Copied files that are unusually large, largest first. The folder of a version control system counts as one file.
     pub(crate) fn large_copies(&self) -> Vec<LargeCopy> {
         let mut copies: BTreeMap<&str, u64> = BTreeMap::new();
         for file in self.files.iter().filter(|file| matches!(file.kind, Kind::Copied)) {
@@ -234,7 +233,7 @@ impl Source {
     }
 }
 
-/// The folder of a version control system that a file lies in.
+/// The version control folder that contains a file.
 fn history(name: &str) -> Option<&str> {
     let mut end = 0;
     for part in name.split('/') {
@@ -247,7 +246,7 @@ fn history(name: &str) -> Option<&str> {
     None
 }
 
-/// `model-00001-of-00002.safetensors` is of the family (`model`, `00002`).
+/// The family of a shard: (`model`, `00002`) for `model-00001-of-00002.safetensors`.
 fn family(name: &str) -> Option<(&str, &str)> {
     let (rest, total) = name.strip_suffix(".safetensors")?.rsplit_once("-of-")?;
     let (prefix, number) = rest.rsplit_once('-')?;
@@ -255,7 +254,7 @@ fn family(name: &str) -> Option<(&str, &str)> {
     (digits(total) && digits(number)).then_some((prefix, total))
 }
 
-/// Fails unless all sizes together stay below 2^63, so that nobody who adds them up has to look.
+/// Fails unless the sum of all sizes is below 2^63, so that later sums cannot overflow.
 fn check_sum<'a>(sizes: impl Iterator<Item = (&'a Path, u64)>) -> Result<(), BundleError> {
     let mut sum = 0u64;
     for (path, bytes) in sizes {
@@ -289,7 +288,7 @@ fn read_index(path: &Path, input: &Input) -> Result<Index, BundleError> {
     index_of(path, &input.read(0, got)?)
 }
 
-/// Reads the bytes of an index; `path` is named in errors.
+/// Parses an index. Errors contain `path`.
 pub(crate) fn index_of(path: &Path, bytes: &[u8]) -> Result<Index, BundleError> {
     #[derive(Deserialize)]
     struct Stored {
@@ -308,8 +307,8 @@ pub(crate) fn index_of(path: &Path, bytes: &[u8]) -> Result<Index, BundleError> 
 }
 
 impl Part {
-    /// The names of the files that are this part's. Weights go one by one, the largest first, to the part that has
-    /// fewest bytes; all else goes to the first part.
+    /// The names of this part's files. Weights are assigned in descending size to the part with the fewest bytes; all
+    /// other files belong to the first part.
     pub(crate) fn files(self, model: &Source) -> HashSet<String> {
         let mut weights: Vec<&SourceFile> =
             model.files.iter().filter(|file| matches!(file.kind, Kind::Weights { .. })).collect();

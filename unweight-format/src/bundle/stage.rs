@@ -1,12 +1,13 @@
-//! Where an output grows until it is complete. `docs/adr/0007-staging-protocol.md` is the protocol.
+//! The staging directory, in which an output is written until it is complete. The protocol is
+//! `docs/adr/0007-staging-protocol.md`.
 //!
 //! ```text
-//! <output>.partial/lock      held while a process works here
-//!                  work/     files being written; for weights, a later run resumes them
+//! <output>.partial/lock      locked while a process works here
+//!                  work/     files being written; a later run resumes weights
 //!                  tree/     finished files; becomes <output> in one rename
-//!                  records/  what is known of finished shards, for a later run
+//!                  records/  descriptions of finished shards, for a later run
 //! ```
-//! The folder is this user's alone, and nothing in it is a link: what was planted there could make a run write or
+//! Only this user may write to the directory, and it must not contain links: planted entries could make a run write or
 //! delete elsewhere.
 
 use std::{
@@ -40,12 +41,12 @@ use crate::{
     failpoint::{failpoint, fault},
 };
 
-/// Which existing directory may be replaced. An empty one always may.
+/// The existing directories that may be replaced. An empty directory may always be replaced.
 #[derive(Debug)]
 pub(crate) enum Replaceable {
-    /// A bundle, or a part of one: its manifest is whole, and lists every file.
+    /// A bundle or a part of one whose manifest is complete and lists every file.
     Bundle,
-    /// A directory that holds only these files, as they were when they were compared: every byte of each is written
+    /// A directory that contains only these files, unchanged since they were compared. Their contents are all written
     /// again.
     Files(HashMap<String, Stamp>),
 }
@@ -54,21 +55,21 @@ pub(crate) enum Replaceable {
 pub(crate) struct Stage {
     output: PathBuf,
     partial: PathBuf,
-    /// What may be replaced, if anything.
+    /// Which output may be replaced, if any.
     replaceable: Option<Replaceable>,
-    /// Bytes still to be written, as far as known: for the message when the disk is full.
+    /// Bytes still to be written, as far as known; for the error message when the disk is full.
     left_bytes: AtomicU64,
     _lock: Lock,
 }
 
-/// Where an output grows; `None` of what is no name for one.
+/// The staging directory of an output; `None` if the path has no file name.
 pub(crate) fn partial_of(output: &Path) -> Option<PathBuf> {
     let mut name = OsString::from(output.file_name()?);
     name.push(PARTIAL);
     Some(output.with_file_name(name))
 }
 
-/// The output that grows there, by its name.
+/// The output of a staging directory, by its name.
 pub(crate) fn output_of(partial: &Path) -> Option<PathBuf> {
     let name = partial.file_name()?.as_bytes().strip_suffix(PARTIAL.as_bytes())?;
     (!name.is_empty()).then(|| partial.with_file_name(OsStr::from_bytes(name)))
@@ -76,10 +77,10 @@ pub(crate) fn output_of(partial: &Path) -> Option<PathBuf> {
 
 const PARTIAL: &str = ".partial";
 
-/// Removes what a failed run left of `output`, which nothing can resume.
+/// Removes the staging directory of a failed run that cannot be resumed.
 ///
 /// # Errors
-/// Another process works there, the directory is not of an interrupted run, or the system refuses.
+/// Another process works there, the directory is not that of an interrupted run, or removing fails.
 pub fn discard_partial(output: &Path) -> Result<(), BundleError> {
     let output = std::path::absolute(output).map_err(BundleError::io("resolve the path", output))?;
     let Some(partial) = partial_of(&output).filter(|partial| partial.symlink_metadata().is_ok()) else {
@@ -95,13 +96,13 @@ pub fn discard_partial(output: &Path) -> Result<(), BundleError> {
     fs::remove_dir(&partial).map_err(BundleError::io("remove the directory", &partial))
 }
 
-/// Whether a run works there, or ended before its output had its name: what a run that is done leaves has no `work`.
+/// Whether a run works there or was interrupted before its output got its name. A completed run removes `work`.
 pub(crate) fn is_begun(partial: &Path) -> bool {
     partial.join("lock").is_file() && partial.join("work").is_dir()
 }
 
 impl Stage {
-    /// Fails if `output` is taken or overlaps one of `inputs`; touches nothing.
+    /// Fails if `output` exists or overlaps one of `inputs`. Does not write.
     pub(crate) fn check(
         inputs: &[PathBuf],
         output: &Path,
@@ -112,7 +113,7 @@ impl Stage {
         check_output(&output, replaceable)
     }
 
-    /// Prepares to make `output` from `inputs`. Nothing is written before it is sure that the output may be.
+    /// Prepares to make `output` from `inputs`. Does not write before it has checked that the output is allowed.
     pub(crate) fn open(
         inputs: &[PathBuf],
         output: &Path,
@@ -126,7 +127,7 @@ impl Stage {
         check_overlap(inputs, &output)?;
         check_output(&output, replaceable.as_ref())?;
         fs::create_dir_all(parent).map_err(BundleError::io("create the directory", parent))?;
-        // Once it exists, links on the way to the output are known.
+        // Check again: now that the parent exists, links in the path are resolved.
         check_overlap(inputs, &output)?;
         let lock = lock(&partial)?;
         failpoint("locked");
@@ -135,7 +136,7 @@ impl Stage {
         check_output(&output, replaceable.as_ref())?;
         let stage = Self { output, partial, replaceable, left_bytes: AtomicU64::new(0), _lock: lock };
         if !resume {
-            // Records first: without its record, a finished shard is not taken over.
+            // Records first: a finished shard without a record is not taken over.
             remove(&stage.records())?;
             failpoint("records-removed");
             remove(&stage.tree())?;
@@ -163,22 +164,22 @@ impl Stage {
         self.partial.join("records")
     }
 
-    /// Where the record of a finished shard is.
+    /// The path of a finished shard's record.
     pub(crate) fn record(&self, name: &str) -> PathBuf {
         self.records().join(format!("{}.json", Digest::of(name.as_bytes())))
     }
 
-    /// Weights being written. A later run goes on with what is sound of them.
+    /// The path of weights being written. A later run continues after their sound part.
     pub(crate) fn growing(&self, name: &str) -> PathBuf {
         self.work().join(format!("shard-{}", Digest::of(name.as_bytes())))
     }
 
-    /// What is known of their beginning.
+    /// The path of the journal of weights being written.
     pub(crate) fn journal(&self, name: &str) -> PathBuf {
         self.work().join(format!("journal-{}", Digest::of(name.as_bytes())))
     }
 
-    /// Notes that a shard is finished.
+    /// Records that a shard is finished.
     pub(crate) fn put_record(&self, name: &str, bytes: &[u8]) -> Result<(), BundleError> {
         let (work, record) = (self.work().join("record"), self.record(name));
         files::write_durably(&work, bytes).map_err(self.write_error(&work))?;
@@ -192,13 +193,13 @@ impl Stage {
         BundleError::Interrupted { partial: self.partial.clone() }
     }
 
-    /// Bytes free for this user on the output's disk; `None` if the system does not tell.
+    /// Free bytes for this user on the output's disk; `None` if unknown.
     pub(crate) fn free_bytes(&self) -> Option<u64> {
         let stat = rustix::fs::statvfs(&self.partial).ok()?;
         Some(stat.f_bavail.saturating_mul(stat.f_frsize))
     }
 
-    /// Fails early when `bytes` cannot fit; otherwise remembers them as still to be written.
+    /// Fails early if `bytes` do not fit on the disk; otherwise stores them as still to be written.
     pub(crate) fn reserve(&self, bytes: u64) -> Result<(), BundleError> {
         self.left_bytes.store(bytes, Ordering::Relaxed);
         match self.free_bytes() {
@@ -210,7 +211,7 @@ impl Stage {
         }
     }
 
-    /// Removes the partial directory if nothing was written to it; a failure leaves it for the next run.
+    /// Removes the staging directory if nothing was written to it. On failure it is left for the next run.
     fn remove_if_empty(&self) {
         let empty = [self.records(), self.tree(), self.work()].iter().all(|dir| fs::remove_dir(dir).is_ok());
         if empty && fs::remove_file(self.partial.join("lock")).is_ok() {
@@ -219,12 +220,12 @@ impl Stage {
     }
 
     pub(crate) fn wrote(&self, bytes: u64) {
-        // Only a message depends on it.
+        // The value only appears in a message.
         let left = self.left_bytes.load(Ordering::Relaxed);
         self.left_bytes.store(left.saturating_sub(bytes), Ordering::Relaxed);
     }
 
-    /// The error for a failed write.
+    /// Returns the error for a failed write.
     pub(crate) fn write_error(&self, path: &Path) -> impl FnOnce(io::Error) -> BundleError {
         let (path, needed_bytes, free_bytes) =
             (path.to_path_buf(), self.left_bytes.load(Ordering::Relaxed), self.free_bytes().unwrap_or(0));
@@ -256,7 +257,7 @@ impl Stage {
         self.accept(&work, name)
     }
 
-    /// Copies a file to `tree` if `check` accepts what was read.
+    /// Copies a file to `tree` if `check` accepts its contents.
     pub(crate) fn copy(
         &self,
         from: &Input,
@@ -280,7 +281,8 @@ impl Stage {
         Ok(contents)
     }
 
-    /// Puts a finished file of another folder into `tree`: by a second name where the file system can, else by a copy.
+    /// Moves a finished file of another folder to `tree`: by a hard link if the file system supports it, else by a
+    /// copy.
     pub(crate) fn link(
         &self,
         from: &Path,
@@ -289,7 +291,7 @@ impl Stage {
     ) -> Result<(), BundleError> {
         let metadata = from.symlink_metadata().map_err(BundleError::io("look at the file", from))?;
         let work = self.work().join("file");
-        // Nothing but this user's regular files may be in the folder.
+        // The staging directory may only contain this user's regular files.
         let own = metadata.is_file() && metadata.uid() == rustix::process::geteuid().as_raw();
         if own && fs::hard_link(from, &work).is_ok() {
             advance(metadata.len())?;
@@ -298,8 +300,8 @@ impl Stage {
         self.copy(&Input::open(from)?, name, false, advance, |_| Ok(())).map(|_| ())
     }
 
-    /// Removes files of `tree` that are not in `names`, and of `work` that are not of `growing`: what an interrupted
-    /// run left that this one does not want.
+    /// Removes files of `tree` that are not in `names`, and files of `work` that are not of `growing`: files of an
+    /// interrupted run that this run does not use.
     pub(crate) fn keep_only(&self, names: &HashSet<String>, growing: &HashSet<String>) -> Result<(), BundleError> {
         allow_changes(&self.tree())?;
         let wanted: HashSet<PathBuf> =
@@ -312,19 +314,19 @@ impl Stage {
                 fs::remove_file(&path).map_err(BundleError::io("remove the file", &path))?;
             }
         }
-        // Where a folder was, this run may have a file.
+        // This run may have a file where there was a folder.
         remove_empty_dirs(&self.tree())?;
         failpoint("kept");
         Ok(())
     }
 
-    /// Gives the complete tree its name.
+    /// Renames the complete tree to the output.
     pub(crate) fn finish(self) -> Result<(), BundleError> {
         let tree = self.tree();
         remove_empty_dirs(&tree)?;
         sync_dirs(&tree)?;
         failpoint("synced");
-        // An output that came to be since the start is as precious as one before it.
+        // Protect an output that was created since the start as well.
         check_output(&self.output, self.replaceable.as_ref())?;
         let old = self.partial.join("replaced");
         if self.replaceable.is_some() && self.output.symlink_metadata().is_ok() {
@@ -332,7 +334,7 @@ impl Stage {
         } else {
             match renameat_with(CWD, &tree, CWD, &self.output, RenameFlags::NOREPLACE) {
                 Err(Errno::EXIST) => return Err(BundleError::OutputExists { path: self.output }),
-                // Not every file system knows the flag.
+                // Not every file system supports the flag.
                 Err(Errno::INVAL | Errno::NOSYS) => fs::rename(&tree, &self.output),
                 other => other.map_err(io::Error::from),
             }
@@ -342,7 +344,7 @@ impl Stage {
         if let Some(parent) = self.output.parent() {
             files::sync_dir(parent)?;
         }
-        // Records first: what is left without them is never taken for finished work.
+        // Records first: work without a record is never taken for finished.
         for dir in [self.records(), tree, old, self.work()] {
             remove(&dir)?;
         }
@@ -353,9 +355,9 @@ impl Stage {
         fs::remove_dir(&self.partial).map_err(BundleError::io("remove the directory", &self.partial))
     }
 
-    /// Gives the tree the name of the old output, which ends up in the tree's place or in `old`.
+    /// Renames the tree to the old output's name. The old output is moved to the tree's place or to `old`.
     fn replace(&self, tree: &Path, old: &Path) -> Result<(), BundleError> {
-        // One step where the system can swap two names.
+        // Atomic where the system can exchange two names.
         let swapped = match fault("swap") {
             false => renameat_with(CWD, tree, CWD, &self.output, RenameFlags::EXCHANGE),
             true => Err(Errno::INVAL),
@@ -363,7 +365,7 @@ impl Stage {
         if swapped.is_ok() {
             return Ok(());
         }
-        // What an earlier run set aside was replaced since: there is an output.
+        // An output exists, so the one that an earlier run set aside has been replaced.
         remove(old)?;
         fs::rename(&self.output, old).map_err(BundleError::io(PUBLISH, &self.output))?;
         failpoint("set-aside");
@@ -409,7 +411,7 @@ fn check_output(output: &Path, replaceable: Option<&Replaceable>) -> Result<(), 
                 _ => None,
             };
             let part = PartFile::read(output).ok().flatten();
-            // Without a whole manifest nothing is known, and nothing but an empty directory is replaced.
+            // Without a complete manifest no files are known, so only an empty directory may be replaced.
             let mut stored: Vec<String> = match (manifest, part) {
                 (Ok(files), _) => files.iter().flat_map(FileEntry::stored).map(|(name, _)| name).collect(),
                 (_, Some(part)) => {
@@ -419,7 +421,7 @@ fn check_output(output: &Path, replaceable: Option<&Replaceable>) -> Result<(), 
             };
             if !stored.is_empty() {
                 let own = [manifest::FILE_NAME, manifest::SIGNATURE_NAME];
-                // Compiled once, and compiled again where they are missed.
+                // Compiled kernels can be compiled again.
                 stored.extend(own.into_iter().chain([ATTACHED_NAME, PARTIAL_NAME]).map(str::to_owned));
             }
             stored.into_iter().map(|name| (name, None)).collect()
@@ -439,7 +441,7 @@ fn check_output(output: &Path, replaceable: Option<&Replaceable>) -> Result<(), 
     }
 }
 
-/// Every entry below a directory, folders behind what they hold; links are entries, and are not followed.
+/// Lists all entries below a directory, each folder after its contents. Links are listed, not followed.
 fn entries(dir: &Path, prefix: &str) -> Result<Vec<(String, fs::Metadata)>, BundleError> {
     let mut found = Vec::new();
     for entry in fs::read_dir(dir).map_err(BundleError::io("list the directory", dir))? {
@@ -455,7 +457,7 @@ fn entries(dir: &Path, prefix: &str) -> Result<Vec<(String, fs::Metadata)>, Bund
 }
 
 fn check_overlap(inputs: &[PathBuf], output: &Path) -> Result<(), BundleError> {
-    // The nearest existing ancestor decides where the output would be.
+    // The nearest existing ancestor determines the real path of the output.
     let real = output
         .ancestors()
         .find_map(|ancestor| Some(ancestor.canonicalize().ok()?.join(output.strip_prefix(ancestor).ok()?)))
@@ -469,8 +471,8 @@ fn check_overlap(inputs: &[PathBuf], output: &Path) -> Result<(), BundleError> {
     })
 }
 
-/// Fails unless the folder and everything in it belong to this user, who alone may write to it, and are directories and
-/// regular files.
+/// Checks that the folder and everything in it are directories and regular files of this user, and that other users
+/// cannot write to the folder.
 fn check_own(partial: &Path) -> Result<(), BundleError> {
     let own = rustix::process::geteuid().as_raw();
     let foreign = |path: &Path, reason| Err(BundleError::ForeignPartial { path: path.into(), reason });
@@ -495,14 +497,14 @@ fn check_own(partial: &Path) -> Result<(), BundleError> {
     Ok(())
 }
 
-/// The lock of an unfinished output. It is released by name: closing the file would leave it to a child process that is
-/// being started, which has a copy until it runs its program.
+/// The lock of an unfinished output. Dropping it unlocks explicitly: closing the file would not release the lock while
+/// a child process is being started, which has a copy of the descriptor until `exec`.
 #[derive(Debug)]
 struct Lock(File);
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // The system releases it at the latest when all copies are closed.
+        // The system also releases the lock when all copies are closed.
         let _ = self.0.unlock();
     }
 }
@@ -512,7 +514,8 @@ fn lock(partial: &Path) -> Result<Lock, BundleError> {
     loop {
         match DirBuilder::new().mode(0o700).create(partial) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                // Ours if it is empty (a crash between the two steps) or has a lock; otherwise another program's.
+                // Ours if it is empty (after a crash between the two steps) or contains a lock; otherwise another
+                // program's.
                 let mut names = match fs::read_dir(partial) {
                     Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                     Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
@@ -524,7 +527,7 @@ fn lock(partial: &Path) -> Result<Lock, BundleError> {
                     let reason = "it has no lock of an interrupted run";
                     return Err(BundleError::ForeignPartial { path: partial.into(), reason });
                 }
-                // Before anything in it is opened.
+                // Check the owner before opening anything in it.
                 match partial.symlink_metadata() {
                     Err(_) => continue,
                     Ok(metadata) if metadata.uid() != rustix::process::geteuid().as_raw() => {
@@ -542,7 +545,7 @@ fn lock(partial: &Path) -> Result<Lock, BundleError> {
         failpoint("created");
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
         let file = match File::options().create(true).append(true).custom_flags(flags).open(&path) {
-            // The holder has just finished and removed the directory.
+            // Its holder has just finished and removed the directory.
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
             // A link, or a FIFO without a reader.
             Err(error) if matches!(error.raw_os_error(), Some(libc::ELOOP | libc::ENXIO)) => {
@@ -572,7 +575,7 @@ fn lock(partial: &Path) -> Result<Lock, BundleError> {
     }
 }
 
-/// Removes directories that hold no file: those of files that an earlier run had finished and this one does not have.
+/// Removes directories without files, which a finished file of an earlier run may have left.
 fn remove_empty_dirs(dir: &Path) -> Result<bool, BundleError> {
     let mut empty = true;
     for entry in fs::read_dir(dir).map_err(BundleError::io("list the directory", dir))? {
@@ -602,7 +605,7 @@ fn remove(dir: &Path) -> Result<(), BundleError> {
     }
 }
 
-/// Lets this user change a directory and all below it: an output that was replaced may have forbidden that.
+/// Makes a directory and all below it writable for this user: a replaced output may be read-only.
 fn allow_changes(dir: &Path) -> Result<(), BundleError> {
     let mode = dir.symlink_metadata().map_err(BundleError::io("look at the directory", dir))?.mode();
     if mode & 0o700 != 0o700 {

@@ -1,4 +1,4 @@
-//! Writing the original bytes of a file, in order, to a stream.
+//! Writes the original bytes of a file, in order, to a stream.
 
 use std::{io::Write, path::Path};
 
@@ -16,12 +16,12 @@ use crate::bundle::manifest::{FileEntry, WeightsFile};
 impl Bundle {
     /// Writes the original bytes of a file of the source to `out`, in order.
     ///
-    /// Of weights, every stored section is compared with its digest before its decoded bytes are written. What
-    /// is known only at the end (the digest of a copied file or of a large raw tensor, the SHA-256) is compared at the
-    /// end: only with `Ok` are the bytes right.
+    /// For weights, every stored section is compared with its digest before its decoded bytes are written. Digests of
+    /// copied files and of large raw tensors, and the SHA-256, are only compared at the end. So the bytes are correct
+    /// only if the result is `Ok`.
     ///
     /// # Errors
-    /// The source had no such file, the bundle is damaged, `out` fails, or `progress` asked to stop.
+    /// The source contained no such file, the bundle is damaged, `out` fails, or `progress` requested to stop.
     pub fn write_file(
         &self,
         name: &str,
@@ -36,7 +36,7 @@ impl Bundle {
         on_threads(options.threads, || match file {
             FileEntry::Weights(weights) => {
                 let shard = self.shards().iter().find(|shard| shard.file.name == name);
-                // Opening the bundle has opened all of them.
+                // Opening the bundle opens all shards, so this does not fail.
                 let shard = shard.ok_or_else(|| BundleError::UnknownFile { name: name.into() })?;
                 write_weights(shard, weights, options.ram_bytes, &mut out)
             }
@@ -55,7 +55,7 @@ impl Bundle {
     }
 }
 
-/// Where the bytes go.
+/// The stream, with the file's name for errors.
 struct Out<'a> {
     out: &'a mut (dyn Write + Send),
     file: &'a str,
@@ -105,7 +105,7 @@ fn write_weights(
         };
         let bytes: u64 = batch.clone().map(|index| shard.original_bytes(index)).sum();
         if (buffer.len() as u64) < bytes {
-            // The old one first: both would be more than the bound allows.
+            // Drop the old buffer first: both together could exceed the memory limit.
             drop(std::mem::take(&mut buffer));
             buffer = shard.buffer(bytes)?;
         }

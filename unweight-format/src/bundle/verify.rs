@@ -1,4 +1,4 @@
-//! Checking every byte of a bundle.
+//! Verifies every byte of a bundle.
 
 use std::{collections::HashSet, path::Path, time::Instant};
 
@@ -17,22 +17,22 @@ use super::{
 };
 use crate::bundle::manifest::{self, FileEntry, Manifest, WeightsFile};
 
-/// Checks every byte of a bundle: the manifest, all sizes and headers, every section, and every tensor decoded; that no
-/// file is missing, and that there is no other. With `against`, every source file is compared as well.
+/// Verifies every byte of a bundle: the manifest, all sizes and headers, every section, and every decoded tensor. Also
+/// checks that no file is missing and no other file exists. With `against`, every source file is compared as well.
 ///
-/// The report collects every problem.
+/// The report contains all problems.
 ///
 /// # Errors
-/// There is no readable manifest ([`ErrorClass::Mismatch`] if it is damaged), the system refuses to read a file, or
-/// `progress` asked to stop.
+/// The manifest is unreadable ([`ErrorClass::Mismatch`] if it is damaged), a file cannot be read, or `progress`
+/// requested to stop.
 pub fn verify(bundle: &Path, against: Option<&Path>, progress: &dyn Progress) -> Result<VerifyReport, BundleError> {
     verify_with(bundle, &VerifyOptions::default().against(against.map(Path::to_path_buf)), progress)
 }
 
-/// [`verify`] with options.
+/// Like [`verify`], with options.
 ///
 /// # Errors
-/// As [`verify`], or the threads cannot be made.
+/// The errors of [`verify`], or threads cannot be created.
 pub fn verify_with(
     bundle: &Path,
     options: &VerifyOptions,
@@ -125,7 +125,7 @@ fn check(bundle: &Path, options: &VerifyOptions, progress: &dyn Progress) -> Res
     Ok(report)
 }
 
-/// Notes what is wrong with the bundle; passes on what only kept us from checking.
+/// Adds damage of the bundle to the report. Returns errors that prevent the verification.
 fn note(
     report: &mut VerifyReport,
     file: &str,
@@ -141,7 +141,7 @@ fn note(
     }
 }
 
-/// Reads the bundle's copy of a file that is no weights.
+/// Reads the bundle's copy of a file other than weights.
 fn read_stored(bundle: &Path, file: &FileEntry, progress: &dyn Progress) -> Result<u64, BundleError> {
     let stored = file.original().unwrap_or_default();
     let got = files::read_through(&bundle.join(&stored), file.sha256().is_some(), |chunk| {
@@ -172,7 +172,7 @@ fn extra_files(bundle: &Path, manifest: &Manifest, report: &mut VerifyReport) ->
     Ok(())
 }
 
-/// Kernels that were attached, if there are any.
+/// Checks the attached kernels, if any.
 fn check_attached(
     bundle: &Path,
     manifest: &Manifest,
@@ -203,7 +203,7 @@ fn check_shard(
     let shard = Shard::open(bundle, file.clone())?;
     report.stored_bytes += file.shard_size;
     let header = shard.source_header();
-    // What decompress would compare at the end: the SHA-256 of header and tensors, as far as all of them are sound.
+    // The SHA-256 that decompression would compare at the end, of header and tensors if all are sound.
     let mut sha = file.sha256.is_some().then(Sha256::new);
     let found = report.problems.len();
     if let (Ok(header), Some(sha)) = (&header, &mut sha) {
@@ -233,7 +233,7 @@ fn check_shard(
         };
         let bytes: u64 = batch.clone().map(|index| shard.original_bytes(index)).sum();
         if (buffer.len() as u64) < bytes {
-            // The old one first: both would be more than the bound allows.
+            // Drop the old buffer first: both together could exceed the memory limit.
             drop(std::mem::take(&mut buffer));
             buffer = shard.buffer(bytes)?;
         }
@@ -259,7 +259,7 @@ fn check_shard(
     }
 }
 
-/// How the source's copy of a file differs from what the bundle was made from; `None` if it does not.
+/// Returns how the source's file differs from the one that the bundle was made from; `None` if it does not.
 fn compare(
     source: &Path,
     file: &FileEntry,

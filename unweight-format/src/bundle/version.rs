@@ -5,12 +5,12 @@ use serde::{Deserialize, Serialize};
 /// The version that this crate writes, and the only major version that it reads.
 pub const VERSION: Version = Version { major: 1, minor: 0 };
 
-/// A format version. A reader reads every `minor` of its own `major`, as far as it knows the encodings.
+/// A format version. A reader can read every `minor` of its `major`, unless a bundle uses an unknown encoding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Version {
-    /// Changes when old readers cannot read new bundles.
+    /// Raised when old readers cannot read new bundles.
     pub major: u32,
-    /// Changes when they can, but miss something.
+    /// Raised for additions; old readers can read bundles that do not use them.
     pub minor: u32,
 }
 

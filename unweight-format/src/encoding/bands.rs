@@ -1,11 +1,11 @@
-//! The fast encoder: two passes over the weights, parallel over bands of tile rows.
+//! The fast encoder: two passes over the weights, parallel by bands of tile rows.
 //!
-//! 1. [`Survey`](crate::Survey): histogram and content digest, one read of the weights.
-//! 2. [`bands`]: split, classify and code each tile, one more read.
+//! 1. [`Survey`](crate::Survey): histogram and content digest.
+//! 2. [`bands`]: split, classify and code each tile.
 //!
-//! Tiles start on words (`docs/format.md` A.5), so bands are coded independently and joined by copying; the bytes do
-//! not depend on the number of threads. What makes it fast: a row of 64 elements is looked up and merged to eight
-//! 64-bit pieces in AVX-512 registers (`row_avx512`), so that only four appends a row are serial.
+//! Tiles start on words (`docs/format.md` A.5), so bands are coded independently and then joined by copying. The bytes
+//! do not depend on the number of threads. `row_avx512` looks up a row of 64 elements and merges their codes to eight
+//! 64-bit values in AVX-512 registers, so that only four appends per row are serial.
 
 use rayon::prelude::*;
 
@@ -18,12 +18,12 @@ use crate::{
 /// Lookup tables of one code.
 struct Tables {
     code: Code,
-    /// Low byte of each exponent's code: all of it when `simd` holds.
+    /// Low byte of each exponent's code: the whole code if `simd` is set.
     codes: [u8; 256],
     lengths: [u8; 256],
     wide: [(u16, u8); 256],
     nibbles: [u8; 256],
-    /// Codes of at most 8 bits, and a processor that has the instructions.
+    /// Codes have at most 8 bits and the processor supports the instructions.
     simd: bool,
 }
 
@@ -59,17 +59,17 @@ fn has_avx512() -> bool {
 
 /// The variable-size output of one band of tile rows.
 struct Band {
-    /// Bytes of the band's arena in use.
+    /// Bytes in use of the band's slice of the words.
     word_bytes: usize,
     verbatim: Vec<u8>,
 }
 
-/// Tiles of a band: enough to make a task worth its dispatch, few enough to balance (256 tiles are 2 MiB of weights).
+/// Tiles of a band: enough to make a task worth scheduling, few enough to balance (256 tiles are 2 MiB of weights).
 const BAND_TILES: usize = 256;
 
-/// Encodes band by band, for the encodings of tiles with verbatim rows. `HUFFMAN`: coded rows go to the word stream and
-/// their lengths to `out` (64 bytes a tile); otherwise their packed indices go to `out` (2048 bytes a tile). Returns
-/// `sign_mantissa` (empty unless it is BF16), `out`, metadata, words, verbatim rows.
+/// Encodes band by band, for the encodings whose tiles have verbatim rows. With `HUFFMAN`, coded rows go to the word
+/// stream and their lengths to `out` (64 bytes per tile); otherwise their packed indices go to `out` (2048 bytes per
+/// tile). Returns `sign_mantissa` (empty for types other than BF16), `out`, metadata, words, verbatim rows.
 pub(crate) fn bands<const HUFFMAN: bool>(
     matrix: FloatMatrix<'_>,
     code: &Code,
@@ -79,14 +79,14 @@ pub(crate) fn bands<const HUFFMAN: bool>(
     let grid = matrix.grid();
     let band_rows = (BAND_TILES / grid.tile_cols()).max(1);
     let band_tiles = band_rows * grid.tile_cols();
-    // Another type's sign and fraction are the encoding's own business: a byte a band stands for what is not made.
+    // The encoding itself stores sign and fraction of other types. One byte per band stands for the unused output.
     let is_bf16 = matrix.float() == Float::Bf16;
     let band_count = grid.tile_rows().div_ceil(band_rows);
     let (mut sign_mantissa, band_bytes) =
         if is_bf16 { (zeroed(grid.elements()), band_rows * TILE * grid.cols()) } else { (zeroed(band_count), 1) };
     let mut out = zeroed(grid.tiles() * tile_bytes);
     let mut metadata = zeroed(grid.tiles() * TileMetadata::BYTES);
-    // Room for the longest tiles; only what is used is ever touched, and the pieces move together at the end.
+    // Room for the longest tiles. Only the used part is ever touched; the pieces are moved together at the end.
     let mut words = zeroed(if HUFFMAN { grid.tiles() * TILE_WORDS_MAX * 4 + WORDS_ALIGN * 4 } else { 0 });
     let arena = if HUFFMAN { band_tiles * TILE_WORDS_MAX * 4 } else { 1 };
     let nothing: &mut [u8] = &mut vec![0; if HUFFMAN { 0 } else { band_count }];
@@ -111,13 +111,13 @@ pub(crate) fn bands<const HUFFMAN: bool>(
     if word_bytes / 4 > 1 << 32 {
         return Err(CodecError::TooManyWords { words: word_bytes / 4 });
     }
-    // The bands wrote offsets from their own start; move them to the tensor's.
+    // The bands' offsets count from their own start; make them count from the tensor's.
     let (mut start_word, mut start_row) = (0u32, 0u32);
     let starts: Vec<(u32, u32)> = bands
         .iter()
         .map(|band| {
             let start = (start_word, start_row);
-            // Wraps only past the last band of exactly 2^32 words, where it is not used.
+            // Wraps only after the last band of exactly 2^32 words, where the value is not used.
             start_word = start_word.wrapping_add((band.word_bytes / 4) as u32);
             start_row += (band.verbatim.len() / TILE) as u32;
             start
@@ -157,7 +157,7 @@ struct Job<'a> {
     sign_mantissa: &'a mut [u8],
     out: &'a mut [u8],
     metadata: &'a mut [u8],
-    /// Where the band's coded words go, from the start.
+    /// Receives the band's coded words, from the start.
     words: &'a mut [u8],
 }
 
@@ -243,7 +243,7 @@ impl Job<'_> {
     );
 }
 
-/// Up to 64 elements of another type as BF16 elements with the same exponents.
+/// Converts up to 64 elements of another type to BF16 elements with the same exponents.
 #[inline(always)]
 fn exponents_as_bf16(float: Float, source: &[u8], out: &mut [u8; TILE * 2]) {
     #[inline(always)]
@@ -261,7 +261,7 @@ fn exponents_as_bf16(float: Float, source: &[u8], out: &mut [u8; TILE * 2]) {
     }
 }
 
-/// Splits 64 elements, codes the exponents; returns the coded bits, or 0 if the row is verbatim.
+/// Splits 64 elements and codes their exponents. Returns the number of coded bits, or 0 if the row is verbatim.
 fn row_portable(
     source: &[u8; TILE * 2],
     sign_mantissa: &mut [u8; TILE],
@@ -283,7 +283,7 @@ fn row_portable(
         return 0;
     }
     if let Some(writer) = writer {
-        // Three codes of at most 15 bits a store.
+        // Three codes of at most 15 bits per store.
         for triple in exponents.chunks(3) {
             let (mut value, mut length) = (0u64, 0u32);
             for &exponent in triple {
@@ -297,7 +297,7 @@ fn row_portable(
     bits
 }
 
-/// As [`row_portable`], for codes of at most 8 bits.
+/// Like [`row_portable`], for codes of at most 8 bits.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,bmi1,bmi2,lzcnt,popcnt")]
 #[inline]
@@ -310,7 +310,7 @@ fn row_avx512(
 ) -> u32 {
     use std::arch::x86_64::*;
 
-    /// `table[byte]` for 64 bytes: two 128-entry permutes and a choice by the top bit.
+    /// Returns `table[byte]` for 64 bytes: two 128-entry permutes, selected by the top bit.
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
     #[inline]
     fn look_up(table: &[u8; 256], index: __m512i) -> __m512i {
@@ -395,14 +395,14 @@ fn row_avx512(
 /// The bits of one tile, LSB-first.
 struct TileWriter {
     bytes: Box<[u8; Self::BYTES]>,
-    /// Bits that do not fill a byte yet.
+    /// Bits that do not fill a byte yet; `filled` is their number.
     partial: u64,
     filled: u32,
     at: usize,
 }
 
 impl TileWriter {
-    /// Most bits a single append takes: the store is of 64 bits, of which up to 7 are taken.
+    /// Maximum bits of a single append: a store has 64 bits, of which up to 7 are already in use.
     const APPEND_MAX: u32 = 56;
     /// The longest tile and the overhang of the last store.
     const BYTES: usize = (TILE * ROW_BITS_MAX as usize).div_ceil(8) + 8;
@@ -415,7 +415,7 @@ impl TileWriter {
         (self.partial, self.filled, self.at) = (0, 0, 0);
     }
 
-    /// Appends the lowest `length` bits of `value`, whose other bits are 0. At most 64 * 319 bits a tile.
+    /// Appends the lowest `length` bits of `value`, whose other bits are 0. A tile has at most 64 * 319 bits.
     #[inline(always)]
     fn append(&mut self, value: u64, length: u32) {
         debug_assert!(length <= Self::APPEND_MAX && (length == 64 || value >> length == 0));
@@ -427,9 +427,9 @@ impl TileWriter {
         self.filled = filled % 8;
     }
 
-    /// The bits so far, zero-filled to a word.
+    /// Returns the bits so far, filled with zeros to a word.
     fn words(&mut self) -> &[u8] {
-        // The last store may end inside the last word: what follows there is of an earlier tile.
+        // The last store may end inside the last word, which then still has bits of an earlier tile.
         self.bytes[self.at..self.at + 8].copy_from_slice(&self.partial.to_le_bytes());
         let bits = self.at * 8 + self.filled as usize;
         &self.bytes[..bits.div_ceil(32) * 4]

@@ -14,8 +14,8 @@ pub struct Palette {
 }
 
 impl Palette {
-    /// The most frequent exponents; of equal counts the smaller exponent comes first, so that every encoder agrees.
-    /// `None` for an empty histogram.
+    /// The palette of the most frequent exponents. Of equal counts the smaller exponent comes first, so that every
+    /// encoder agrees. `None` for an empty histogram.
     pub fn from_histogram(histogram: &Histogram) -> Option<Self> {
         let mut order: Vec<u8> = (0..=255u8).filter(|&e| histogram.count(e) > 0).collect();
         order.sort_by_key(|&e| (std::cmp::Reverse(histogram.count(e)), e));
@@ -49,12 +49,12 @@ impl Palette {
         &self.exponents[..self.len.into()]
     }
 
-    /// As stored: unused entries are 0.
+    /// The stored bytes: unused entries are 0.
     pub fn stored(&self) -> [u8; PALETTE_MAX] {
         self.exponents
     }
 
-    /// Palette index of every exponent, `None` outside the palette (`symbol_to_palette_idx` of the report).
+    /// The palette index of every exponent; `None` outside the palette (`symbol_to_palette_idx` of the report).
     pub fn index(&self) -> [Option<u8>; 256] {
         let mut index = [None; 256];
         for (i, &exponent) in self.exponents().iter().enumerate() {
@@ -64,15 +64,17 @@ impl Palette {
     }
 }
 
-/// Longest code an encoder may assign, bits: 6..=15.
+/// The maximum code length that an encoder may use, in bits: 6..=15.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct CodeLimit(u8);
 
 impl CodeLimit {
-    /// 7 bits: 0.04 bits per element above an unlimited code, and two symbols always fit a 14-bit lookup
+    /// 7 bits. It costs 0.04 bits per element more than an unlimited code, and two symbols always fit a 14-bit lookup
     /// (`docs/benchmarks.md`, "code limit").
     pub const DEFAULT: Self = Self(7);
 
+    /// A limit of `bits` bits.
+    ///
     /// # Errors
     /// `bits` is not in 6..=15.
     pub const fn new(bits: u32) -> Result<Self, CodecError> {
@@ -118,7 +120,7 @@ impl Code {
         Self::from_histogram(&Histogram::of(matrix.bytes()), limit).expect("a matrix has elements")
     }
 
-    /// Reads stored sections.
+    /// Reads a code from stored sections.
     ///
     /// # Errors
     /// The palette or the lengths break invariant 3 of `docs/format.md`.
@@ -142,7 +144,7 @@ impl Code {
         Ok(Self::assemble(Palette::from_stored(palette, len)?, lengths))
     }
 
-    /// Canonical codes for lengths that never decrease.
+    /// Assigns canonical codes to lengths that never decrease.
     fn assemble(palette: Palette, lengths: [u8; PALETTE_MAX]) -> Self {
         let mut codes = [0u16; PALETTE_MAX];
         let mut next = 0u32;
@@ -155,27 +157,27 @@ impl Code {
         Self { palette, lengths, codes }
     }
 
-    /// The palette that the code is over.
+    /// The palette whose indices are coded.
     pub fn palette(&self) -> &Palette {
         &self.palette
     }
 
-    /// As stored: 16 lengths, 0 = unused.
+    /// The stored bytes: 16 lengths, 0 for unused entries.
     pub fn lengths(&self) -> [u8; PALETTE_MAX] {
         self.lengths
     }
 
-    /// Longest code, bits (`L` of the report).
+    /// The length of the longest code in bits (`L` of the report).
     pub fn max_length(&self) -> u32 {
         self.lengths.into_iter().max().unwrap_or(0).into()
     }
 
-    /// `(code, length)` of a palette index; the code is LSB-first.
+    /// The `(code, length)` of a palette index. The code is LSB-first.
     pub fn code(&self, index: usize) -> (u32, u32) {
         (self.codes[index].into(), self.lengths[index].into())
     }
 
-    /// `(code, length)` of every exponent; length 0 outside the palette.
+    /// The `(code, length)` of every exponent. The length is 0 outside the palette.
     pub fn encode_table(&self) -> [(u16, u8); 256] {
         let mut table = [(0, 0); 256];
         for (i, &exponent) in self.palette.exponents().iter().enumerate() {
@@ -184,21 +186,21 @@ impl Code {
         table
     }
 
-    /// The flat terminal table of the report: `2^max_length` entries, one lookup a symbol.
+    /// The flat terminal table of the report, with `2^max_length` entries: one lookup per symbol.
     pub fn decode_table(&self) -> Vec<DecodeEntry> {
         let bits = self.max_length();
         let mut table = vec![DecodeEntry::default(); 1 << bits];
         for (i, &symbol) in self.palette.exponents().iter().enumerate() {
             let (code, length) = self.code(i);
             let entry = DecodeEntry { symbol, length: length as u8, palette_index: i as u8 };
-            // A code of one symbol is not complete: its other half decodes to the same symbol.
+            // The code of a single symbol is not complete: the other half of the table decodes to the same symbol.
             let step = if self.palette.exponents().len() == 1 { 1 } else { 1 << length };
             (code as usize..1 << bits).step_by(step).for_each(|slot| table[slot] = entry);
         }
         table
     }
 
-    /// Mean code length over the elements that the palette covers, bits.
+    /// The mean code length in bits over the elements that the palette covers.
     pub fn mean_bits(&self, histogram: &Histogram) -> f64 {
         let (mut bits, mut covered) = (0u64, 0u64);
         for (i, &exponent) in self.palette.exponents().iter().enumerate() {
@@ -222,9 +224,9 @@ pub struct DecodeEntry {
 
 /// Optimal code lengths under `limit` for weights that never increase (package-merge, Larmore and Hirschberg 1990).
 ///
-/// `limit` rounds; each merges the leaves (lightest first) with the packages of the round before, a leaf going before a
-/// package of the same weight. Only how many leaves each round's chosen prefix holds matters, so a round is kept as a
-/// list of flags; the GPU encoder does the same.
+/// There are `limit` rounds. Each merges the leaves, lightest first, with the packages of the previous round; of equal
+/// weights the leaf comes first. Only the number of leaves in each round's chosen prefix matters, so a round is kept as
+/// a list of flags. The GPU encoder does the same.
 pub(crate) fn package_merge(weights: &[u64], limit: u32) -> Vec<u8> {
     let m = weights.len();
     debug_assert!((1..=1 << limit).contains(&m) && weights.is_sorted_by(|a, b| a >= b));
@@ -252,7 +254,7 @@ pub(crate) fn package_merge(weights: &[u64], limit: u32) -> Vec<u8> {
         packages = merged.chunks_exact(2).map(|pair| pair[0] + pair[1]).collect();
         rounds.push(is_leaf);
     }
-    // 2m - 2 items of the last round are chosen; each chosen package stands for two items of the round before.
+    // 2m - 2 items of the last round are chosen; each chosen package stands for two items of the previous round.
     let mut chosen = 2 * m - 2;
     for is_leaf in rounds.iter().rev() {
         let leaves = is_leaf[..chosen].iter().filter(|&&l| l).count();
@@ -272,7 +274,7 @@ mod tests {
         lengths.iter().filter(|&&l| l > 0).map(|&l| 0.5f64.powi(l.into())).sum()
     }
 
-    /// Cost of the best code by trying every non-decreasing complete length vector.
+    /// The cost of the best code, found by trying every non-decreasing complete length vector.
     fn best_cost(weights: &[u64], limit: u8) -> u64 {
         fn walk(weights: &[u64], i: usize, min: u8, limit: u8, left: u32, cost: u64, best: &mut u64) {
             if i == weights.len() {

@@ -1,7 +1,7 @@
-//! Exponents of other types than BF16, Huffman-coded (`docs/format.md` A.12): FP8, F16 and F32.
+//! Huffman-coded exponents of types other than BF16 (`docs/format.md` A.12): FP8, F16 and F32.
 //!
-//! The exponents have the layout of the Huffman encoding, in the same sections, so its decoders decode them. Sign and
-//! fraction, 3 to 24 bits, are in two further sections: one for whole bytes, one for the remaining bits.
+//! The exponents have the layout and the sections of the Huffman encoding, so its decoders decode them. Two more
+//! sections store sign and fraction, 3 to 24 bits: one their whole bytes, one the remaining bits.
 
 use std::borrow::Cow;
 
@@ -38,12 +38,12 @@ impl Section {
     pub const FLOAT_FORMAT: Self = Self::new("float_format", Dtype::U8, &[Extent::Fixed(FLOAT_FORMAT_BYTES)]);
     /// u8 `[bytes]`: the lower bytes of sign and fraction, element by element.
     pub const FRACTION_BYTES: Self = Self::new("fraction_bytes", Dtype::U8, &[Extent::Open]).padded_to(SECTION_ALIGN);
-    /// u8 `[bytes]`: their bits above, eight elements at a time.
+    /// u8 `[bytes]`: the bits of sign and fraction above those bytes, eight elements at a time.
     pub const FRACTION_BITS: Self = Self::new("fraction_bits", Dtype::U8, &[Extent::Open]).padded_to(SECTION_ALIGN);
 }
 
 impl Exponents {
-    /// Its sections, in stored order.
+    /// The sections in stored order.
     const SECTIONS: &'static [Section] = &[
         Section::FLOAT_FORMAT,
         Section::PALETTE,
@@ -55,7 +55,7 @@ impl Exponents {
         Section::FRACTION_BYTES,
         Section::FRACTION_BITS,
     ];
-    /// The types that it takes.
+    /// The types that the encoding supports.
     const FLOATS: &'static [Float] = &[Float::E4M3, Float::E5M2, Float::F16, Float::F32];
 }
 
@@ -72,7 +72,7 @@ impl Encoding for Exponents {
         Self::FLOATS
     }
 
-    /// Naming nine sections takes about as much, in a shard's header and in the manifest.
+    /// About the size of nine section names in a shard's header and in the manifest.
     fn least_saved(&self) -> u64 {
         2048
     }
@@ -102,18 +102,18 @@ impl Encoding for Exponents {
     }
 }
 
-/// How sign and fraction of an element, `1 + fraction` bits, are stored.
+/// How the `1 + fraction` bits of sign and fraction of an element are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Rest {
-    /// Lower bytes.
+    /// Number of lower bytes.
     bytes: usize,
-    /// Bits above them.
+    /// Number of bits above those bytes.
     bits: usize,
 }
 
-/// Elements whose upper bits lie together: they fill whole bytes.
+/// Elements whose upper bits are stored together: they fill whole bytes.
 const GROUP: usize = 8;
-/// Elements that a task splits or joins at once.
+/// Elements that one task splits.
 const PIECE: usize = 1 << 16;
 
 impl Rest {
@@ -122,7 +122,7 @@ impl Rest {
         Self { bytes: bits / 8, bits: bits % 8 }
     }
 
-    /// Bytes of both sections without what fills them up.
+    /// Bytes of both sections without their fill.
     const fn used_bytes(self, elements: usize) -> [usize; 2] {
         [elements * self.bytes, elements.div_ceil(GROUP) * self.bits]
     }
@@ -132,7 +132,7 @@ impl Rest {
     }
 }
 
-/// Bytes of `fraction_bytes` and `fraction_bits` of a matrix; `None` of a type that the encoding does not hold.
+/// Bytes of `fraction_bytes` and `fraction_bits` of a matrix; `None` for a type that the encoding does not support.
 pub fn fraction_sections(float: Float, grid: TileGrid) -> Option<[usize; 2]> {
     Exponents::FLOATS.contains(&float).then(|| Rest::of(float).section_bytes(grid))
 }
@@ -140,7 +140,7 @@ pub fn fraction_sections(float: Float, grid: TileGrid) -> Option<[usize; 2]> {
 /// Encodes a matrix with its own optimal code under `limit`.
 ///
 /// # Errors
-/// It is BF16, which has encodings of its own, or the coded words would exceed 2^32.
+/// The matrix is BF16, which has its own encodings, or the coded words would exceed 2^32.
 pub fn encode(matrix: FloatMatrix<'_>, limit: CodeLimit) -> Result<ExponentsTensor<Vec<u8>>, CodecError> {
     let histogram = Survey::of_float(matrix.float(), matrix.bytes()).histogram;
     encode_with(matrix, &Code::from_histogram(&histogram, limit).expect("a matrix has elements"))
@@ -155,13 +155,13 @@ pub fn encode_with(matrix: FloatMatrix<'_>, code: &Code) -> Result<ExponentsTens
     if !Exponents::FLOATS.contains(&float) {
         return Err(CodecError::Type { float });
     }
-    // First the codes: what they need while they are made is given back before the rest is made.
+    // Encode the exponents first: their temporary memory is freed before sign and fraction are allocated.
     let (exponents, _) = encode_exponents(matrix, code)?;
     let [bytes, bits] = split(matrix);
     Ok(ExponentsTensor { float, exponents, bytes, bits })
 }
 
-/// Calls a function with the type as a constant, so that each type has loops of its own.
+/// Calls a function with the type as a constant, so that each type has its own loops.
 macro_rules! with_float {
     ($function:ident($float:expr $(, $argument:expr)*)) => {
         match $float {
@@ -174,7 +174,7 @@ macro_rules! with_float {
     };
 }
 
-/// Sign and fraction of all elements, as they are stored.
+/// Splits off sign and fraction of all elements: the two sections.
 fn split(matrix: FloatMatrix<'_>) -> [Vec<u8>; 2] {
     let (float, rest, grid) = (matrix.float(), Rest::of(matrix.float()), matrix.grid());
     let [mut bytes, mut bits] = rest.section_bytes(grid).map(zeroed);
@@ -214,24 +214,24 @@ fn upper_bits(float: Float, source: &[u8], out: &mut [u8]) {
 /// Decodes to little-endian bytes.
 ///
 /// # Errors
-/// Coded rows' codes do not use exactly their stored bits.
+/// The codes of coded rows do not use exactly their stored bits.
 pub fn decode<B: AsRef<[u8]> + Sync>(tensor: &ExponentsTensor<B>) -> Result<Vec<u8>, CodecError> {
     let mut out = zeroed(tensor.grid().elements() * tensor.float.bytes());
     decode_into(tensor, &mut out)?;
     Ok(out)
 }
 
-/// Decodes into `out`, on the current rayon pool.
+/// Decodes into `out` on the current rayon pool.
 ///
 /// # Errors
-/// `out` has not the bytes of the matrix, or as [`decode`].
+/// `out` does not have the size of the matrix, or the errors of [`decode`].
 pub fn decode_into<B: AsRef<[u8]> + Sync>(tensor: &ExponentsTensor<B>, out: &mut [u8]) -> Result<(), CodecError> {
     check_room(tensor.float, tensor.grid(), out)?;
     let rest = Fractions { float: tensor.float, bytes: tensor.bytes.as_ref(), bits: tensor.bits.as_ref() };
     decode_rows(&tensor.exponents, &rest, out)
 }
 
-/// Sign and fraction of all elements, to be joined with exponents.
+/// Sign and fraction of all elements, joined with the exponents.
 struct Fractions<'a> {
     float: Float,
     bytes: &'a [u8],
@@ -249,11 +249,11 @@ impl Join for Fractions<'_> {
     }
 }
 
-/// Elements one after the other, the first of them `first`.
+/// Joins consecutive elements, of which `first` is the index of the first.
 #[inline(always)]
 fn join_run(float: Float, fractions: &Fractions<'_>, first: usize, exponents: &[u8], out: &mut [u8]) {
     let size = float.bytes();
-    // One by one up to a group, with which a row need not begin; whole groups; what is left.
+    // A row need not begin with a whole group: join single elements up to one, then whole groups, then the rest.
     let ahead = (first.next_multiple_of(GROUP) - first).min(exponents.len());
     let behind = ahead + (exponents.len() - ahead) / GROUP * GROUP;
     for i in (0..ahead).chain(behind..exponents.len()) {
@@ -264,10 +264,10 @@ fn join_run(float: Float, fractions: &Fractions<'_>, first: usize, exponents: &[
     }
 }
 
-/// `COUNT` elements of one group.
+/// Joins `COUNT` elements of one group.
 ///
-/// A function, not a closure: the machine code called that for each element, without knowing the type, and decoding
-/// took 12 to 19 times as long. Inlined, lengths and shifts are constants.
+/// This is a function because a closure was called for each element without knowing the type, which made decoding 12 to
+/// 19 times as slow. Inlined, lengths and shifts are constants.
 #[inline(always)]
 fn join_some<const COUNT: usize>(
     float: Float,
@@ -290,9 +290,9 @@ fn join_some<const COUNT: usize>(
     }
 }
 
-/// A tensor of the encoding. `B` owns (`Vec<u8>`) or borrows (`&[u8]`) the section bytes.
+/// A tensor of this encoding. `B` owns (`Vec<u8>`) or borrows (`&[u8]`) the section bytes.
 ///
-/// Constructing one validates it (`docs/format.md` A.12), so every offset inside may be trusted.
+/// Construction validates the sections (`docs/format.md` A.12), so every offset in them can be trusted.
 #[derive(Clone, PartialEq, Eq)]
 pub struct ExponentsTensor<B> {
     float: Float,
@@ -302,10 +302,10 @@ pub struct ExponentsTensor<B> {
 }
 
 impl<B: AsRef<[u8]>> ExponentsTensor<B> {
-    /// Reads stored sections.
+    /// Reads and validates stored sections.
     ///
     /// # Errors
-    /// A section has the wrong size, or one of the invariants that a reader checks does not hold.
+    /// A section has the wrong size, or does not satisfy an invariant that a reader must check.
     pub fn from_sections(grid: TileGrid, mut section: impl FnMut(Section) -> B) -> Result<Self, CodecError> {
         let format = small(section(Section::FLOAT_FORMAT), Section::FLOAT_FORMAT, grid)?;
         let float = float_of(format)?;
@@ -337,7 +337,7 @@ impl<B: AsRef<[u8]>> ExponentsTensor<B> {
         Ok(Self { float, exponents, bytes, bits })
     }
 
-    /// Shape and tiling.
+    /// The matrix's shape and tiling.
     pub fn grid(&self) -> TileGrid {
         self.exponents.grid()
     }
@@ -372,38 +372,39 @@ impl<B: AsRef<[u8]>> ExponentsTensor<B> {
         }
     }
 
-    /// Bytes of all sections.
+    /// Bytes of all sections together.
     pub fn coded_bytes(&self) -> u64 {
         Exponents::SECTIONS.iter().filter_map(|&s| self.section(s)).map(|b| b.len() as u64).sum()
     }
 
-    /// The view of a stored tensor; `None` if it has another encoding. [`StoredTensor::borrowed`] keeps the tensor.
+    /// The typed view of a stored tensor; `None` if it has another encoding. To keep the tensor, pass
+    /// [`StoredTensor::borrowed`].
     pub fn of(tensor: StoredTensor<B>) -> Option<Self> {
         let (grid, section) = tensor.take(EncodingId::EXPONENTS)?;
         Some(Self::from_sections(grid, section).expect("a stored tensor was checked"))
     }
 
-    /// Assembles what the oracle made.
+    /// Assembles the oracle's output without validation.
     pub(crate) fn from_parts(float: Float, exponents: CodedExponents<B>, bytes: B, bits: B) -> Self {
         Self { float, exponents, bytes, bits }
     }
 }
 
-/// What `float_format` says of a type.
+/// The `float_format` section of a type.
 pub(crate) fn format_of(float: Float) -> [u8; FLOAT_FORMAT_BYTES] {
     let mut format = [0; FLOAT_FORMAT_BYTES];
     (format[0], format[1]) = (float.exponent_bits() as u8, float.fraction_bits() as u8);
     format
 }
 
-/// The type that `float_format` says.
+/// The type of a `float_format` section.
 fn float_of(format: [u8; FLOAT_FORMAT_BYTES]) -> Result<Float, CodecError> {
     let found = Exponents::FLOATS.iter().copied().find(|&float| format_of(float) == format);
     let reason = "it must be 4 and 3, 5 and 2, 5 and 10 or 8 and 23 bits, and zeros";
     found.ok_or(CodecError::Code { section: Section::FLOAT_FORMAT.name(), reason })
 }
 
-/// Whether a section has its bytes, and zeros behind what is used.
+/// Checks that a section has the expected size, and zeros after the used bytes.
 fn filled(section: Section, bytes: &[u8], used: usize, expected: usize) -> Result<(), CodecError> {
     if bytes.len() != expected {
         let (expected, got) = (expected as u64, bytes.len() as u64);
@@ -417,7 +418,7 @@ fn not_zero(section: Section) -> CodecError {
 }
 
 impl ExponentsTensor<Vec<u8>> {
-    /// In stored order.
+    /// The sections in stored order.
     fn into_sections(self) -> Vec<Vec<u8>> {
         let mut sections = vec![format_of(self.float).to_vec()];
         sections.extend(self.exponents.into_sections());

@@ -12,25 +12,25 @@ use crate::{Float, named::UnknownName};
 pub struct EncodingId(&'static str);
 
 impl EncodingId {
-    /// The id of an encoding with this name, lowercase.
+    /// The id of the encoding with this lowercase name.
     pub const fn new(name: &'static str) -> Self {
         Self(name)
     }
 
-    /// The name in manifests, plan files and reports.
+    /// The encoding's name in manifests, plan files and reports.
     pub const fn name(self) -> &'static str {
         self.0
     }
 
-    /// The encoding of this name.
+    /// The encoding with this id.
     ///
     /// # Panics
-    /// It is not in [`ENCODINGS`]. An id that was parsed, and every constant, is.
+    /// The id is not in [`ENCODINGS`]. Constants and parsed ids are.
     pub fn encoding(self) -> &'static dyn Encoding {
         self.find().unwrap_or_else(|| panic!("the encoding '{self}' is not in ENCODINGS"))
     }
 
-    /// This encoding if it takes the type, else the first coded one that does.
+    /// Returns this encoding if it supports the type; otherwise the first one that does, raw last.
     ///
     /// # Panics
     /// As [`EncodingId::encoding`].

@@ -3,9 +3,9 @@
 //! ```text
 //! floats [n, k] --Survey--> histogram, digest --Encoding::encode--> StoredTensor {encoding, grid, sections} --decode--> floats [n, k]
 //! ```
-//! Manifests, bundles, plans, sums and the command line go through [`ENCODINGS`], so another encoding is a module and a
-//! line in that list. Code that needs the fields of one encoding takes its typed view
-//! ([`HuffmanTensor`](crate::HuffmanTensor), ...), which the encoding's module defines.
+//! Manifests, bundles, plans, sums and the command line use [`ENCODINGS`], so a new encoding is a module and a line in
+//! that list. Code that needs the fields of one encoding uses its typed view ([`HuffmanTensor`](crate::HuffmanTensor),
+//! ...), which the encoding's module defines.
 
 mod bands;
 pub(crate) mod code;
@@ -34,7 +34,7 @@ pub use survey::Survey;
 
 use crate::{CodeLimit, CodecError, Float, FloatMatrix, TileGrid};
 
-/// Every encoding that bundles know, in the order of reports.
+/// All encodings that bundles may contain, in the order of reports.
 pub static ENCODINGS: &[&dyn Encoding] = &[
     &raw::Raw,
     &huffman::Huffman,
@@ -44,74 +44,74 @@ pub static ENCODINGS: &[&dyn Encoding] = &[
     &exponents::Exponents,
 ];
 
-/// How a matrix of floats `[n, k]` is stored: its sections as data, and six functions.
+/// How a matrix of floats `[n, k]` is stored: the sections, and functions that predict, check, encode and decode them.
 ///
 /// An encoding is a type without values; [`ENCODINGS`] lists all of them, and [`EncodingId::encoding`] finds one by its
 /// name.
 pub trait Encoding: Sync {
-    /// Its name in manifests, plan files and reports.
+    /// The encoding's name in manifests, plan files and reports.
     fn id(&self) -> EncodingId;
 
     /// The sections of a tensor in this encoding, in stored order.
     fn sections(&self) -> &'static [Section];
 
-    /// The element types that it takes: BF16, unless it says otherwise.
+    /// The element types that the encoding supports. The default is BF16.
     fn floats(&self) -> &'static [Float] {
         &[Float::Bf16]
     }
 
-    /// What is tried next for a matrix that it does not fit. The last one is raw, which fits everything.
+    /// The encoding to try next for a matrix that this one cannot store. The last fallback is raw, which can store all.
     fn fallback(&self) -> EncodingId {
         EncodingId::RAW
     }
 
-    /// Bytes that it has to save at least, or the tensor is stored raw.
+    /// The minimum number of bytes that the encoding must save; otherwise the tensor is stored raw.
     fn least_saved(&self) -> u64 {
         1
     }
 
-    /// Whether a matrix of this shape can have the encoding.
+    /// Checks whether a matrix of this shape can have the encoding.
     ///
     /// # Errors
-    /// It cannot, and why.
+    /// The reason why it cannot.
     fn fits(&self, grid: TileGrid) -> Result<(), NotEncodable>;
 
-    /// Bytes of all sections of a matrix `[n, k]`, if all of it is like the sample.
+    /// Predicts the bytes of all sections of a matrix `[n, k]` whose elements are distributed as in the sample.
     ///
     /// # Errors
-    /// Such a matrix would not fit.
+    /// Such a matrix cannot have the encoding.
     fn predict(&self, grid: TileGrid, sample: &Sample) -> Result<u64, NotEncodable>;
 
-    /// Checks stored sections: sizes and every offset inside. A reader may trust them afterwards.
+    /// Checks stored sections: their sizes and every offset in them. A reader may trust them afterwards.
     ///
     /// # Errors
-    /// What is wrong, and where.
+    /// The first violation and its position.
     fn check(&self, grid: TileGrid, sections: &Sections<'_>) -> Result<(), CodecError>;
 
-    /// The sections of a matrix in stored order; `survey` is that of the matrix.
+    /// Encodes a matrix to its sections, in stored order. `survey` is the survey of this matrix.
     ///
     /// # Errors
-    /// The matrix does not fit, or has another type.
+    /// The matrix cannot have the encoding, or has another type.
     fn encode(&self, matrix: FloatMatrix<'_>, survey: &Survey, limit: CodeLimit) -> Result<Vec<Vec<u8>>, NotEncodable>;
 
-    /// Decodes to `n * k` little-endian elements. Checks the sections first.
+    /// Checks the sections, then decodes them to `n * k` little-endian elements.
     ///
     /// # Errors
-    /// As [`Encoding::check`]; `out` has another size; or the codes are not those of any matrix.
+    /// The errors of [`Encoding::check`]; `out` has another size; or the codes are not those of any matrix.
     fn decode(&self, grid: TileGrid, sections: &Sections<'_>, out: &mut [u8]) -> Result<(), CodecError>;
 }
 
-/// Why a matrix cannot have an encoding. It wraps the error type of that encoding; [`NotEncodable::reason`] returns it.
+/// Why a matrix cannot have an encoding. Wraps the error of that encoding, which [`NotEncodable::reason`] returns.
 #[derive(Debug, Clone)]
 pub struct NotEncodable(Arc<dyn Error + Send + Sync>);
 
 impl NotEncodable {
-    /// Wraps the reason of an encoding.
+    /// Wraps an encoding's error.
     pub fn new(reason: impl Error + Send + Sync + 'static) -> Self {
         Self(Arc::new(reason))
     }
 
-    /// The encoding's own reason, if it is of this type.
+    /// The encoding's error, if it has the type `E`.
     pub fn reason<E: Error + 'static>(&self) -> Option<&E> {
         self.0.downcast_ref()
     }
@@ -157,7 +157,7 @@ mod tests {
         for encoding in ENCODINGS {
             assert_eq!(encoding.id().name().parse(), Ok(encoding.id()));
             assert_eq!(encoding.id().encoding().id(), encoding.id());
-            // Falling back ends at raw, which fits everything.
+            // Every chain of fallbacks ends at raw.
             let mut at = encoding.id();
             for _ in 0..ENCODINGS.len() {
                 at = at.encoding().fallback();
@@ -165,13 +165,13 @@ mod tests {
             assert_eq!(at, EncodingId::RAW);
             assert!(!encoding.floats().is_empty());
         }
-        // Whatever can be coded has an encoding that takes it.
+        // Every type that can be coded has an encoding.
         for float in Float::ALL {
             assert!(
                 ENCODINGS.iter().any(|encoding| encoding.id() != EncodingId::RAW && encoding.floats().contains(&float))
             );
         }
-        // One name has one meaning, whatever the encoding.
+        // A section name has the same meaning in every encoding.
         let mut sections: Vec<Section> = ENCODINGS.iter().flat_map(|encoding| encoding.sections()).copied().collect();
         sections.sort_by_key(|section| section.name());
         sections.windows(2).for_each(|pair| assert!(pair[0] == pair[1] || pair[0].name() != pair[1].name()));

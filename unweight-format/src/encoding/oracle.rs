@@ -1,4 +1,5 @@
-//! The slow, obvious codec: one element, one bit at a time, straight from `docs/format.md`. It judges the fast one.
+//! The slow, obvious codec: one element, one bit at a time, directly from `docs/format.md`. Tests compare the fast
+//! codec with it.
 
 use crate::{
     Code, CodeLimit, CodecError, CompactTensor, ExponentsTensor, FloatMatrix, HuffmanTensor, Matrix, PackedTensor,
@@ -12,7 +13,7 @@ use crate::{
     palette::Palette,
 };
 
-/// Encodes element by element.
+/// Encodes the Huffman encoding element by element.
 ///
 /// # Errors
 /// As [`crate::huffman::encode`].
@@ -22,7 +23,7 @@ pub fn encode_huffman(matrix: Matrix<'_>, limit: CodeLimit) -> Result<HuffmanTen
     Ok(HuffmanTensor::from_encoder(matrix.grid(), code, sections))
 }
 
-/// Encodes another type element by element, and its fractions bit by bit.
+/// Encodes a type other than BF16 element by element, and its fractions bit by bit.
 ///
 /// # Errors
 /// As [`exponents::encode`](super::exponents::encode).
@@ -40,7 +41,7 @@ pub fn encode_exponents(matrix: FloatMatrix<'_>, limit: CodeLimit) -> Result<Exp
             writer.push(rest >> bit & 1, 1);
         }
     }
-    // The last group has its eight elements, too.
+    // The last group has eight elements, too.
     (grid.elements()..grid.elements().next_multiple_of(8)).for_each(|_| upper.push(0, bits % 8));
     let padded = |writer: BitWriter| {
         let mut bytes: Vec<u8> = writer.into_words().iter().flat_map(|word| word.to_le_bytes()).collect();
@@ -50,7 +51,7 @@ pub fn encode_exponents(matrix: FloatMatrix<'_>, limit: CodeLimit) -> Result<Exp
     Ok(ExponentsTensor::from_parts(float, exponents, padded(lower), padded(upper)))
 }
 
-/// The code of a matrix, and its coded words, row lengths, metadata and verbatim rows.
+/// The code of a matrix, with its coded words, row lengths, metadata and verbatim rows.
 fn encode_exponents_of(matrix: FloatMatrix<'_>, limit: CodeLimit) -> Result<(Code, [Vec<u8>; 4]), CodecError> {
     let grid = matrix.grid();
     let code = code_of(matrix, limit);
@@ -91,7 +92,7 @@ fn encode_exponents_of(matrix: FloatMatrix<'_>, limit: CodeLimit) -> Result<(Cod
     Ok((code, [encoded, row_lengths, metadata, verbatim]))
 }
 
-/// Encodes element by element.
+/// Encodes the palette encoding element by element.
 ///
 /// # Errors
 /// As [`crate::palette::encode`].
@@ -124,7 +125,7 @@ pub fn encode_palette(matrix: Matrix<'_>, limit: CodeLimit) -> Result<PaletteTen
     Ok(PaletteTensor::from_encoder(grid, *code.palette(), [sign_mantissa(matrix), packed, metadata, verbatim]))
 }
 
-/// Packs half by half, in the order of the records.
+/// Packs element by element, in the order of the records.
 ///
 /// # Errors
 /// As [`packed::pack`].
@@ -182,12 +183,12 @@ pub fn pack(matrix: Matrix<'_>) -> Result<PackedTensor<Vec<u8>>, Unpackable> {
     Ok(PackedTensor::from_parts(grid, window, container, bytes(&heads), bytes(&lists)).expect("canonical"))
 }
 
-/// Step, register, lane and half of every operand of a row block.
+/// The step, register, lane and half of every operand of a row block.
 fn places() -> impl Iterator<Item = (usize, usize, usize, usize)> {
     (0..packed::STEPS * 4 * packed::LANES * 2).map(|i| (i / 256, i / 64 % 4, i / 2 % 32, i % 2))
 }
 
-/// Unpacks half by half.
+/// Unpacks element by element.
 pub fn unpack<B: AsRef<[u8]>>(tensor: &PackedTensor<B>) -> Vec<u8> {
     let grid = tensor.grid();
     let base = u16::from(tensor.window().base()) << 7;
@@ -226,7 +227,7 @@ pub fn unpack<B: AsRef<[u8]>>(tensor: &PackedTensor<B>) -> Vec<u8> {
 /// Decodes the compact encoding bit by bit.
 ///
 /// # Errors
-/// The codes of a lane do not use its stored bits, or bits that belong to none are not 0.
+/// The codes of a lane do not use its stored bits, or bits that belong to no code are not 0.
 pub fn decode_compact<B: AsRef<[u8]>>(tensor: &CompactTensor<B>) -> Result<Vec<u8>, CodecError> {
     let (grid, table) = (tensor.grid(), tensor.book().table());
     let mut out = vec![0u8; grid.elements() * 2];
@@ -246,13 +247,13 @@ pub fn decode_compact<B: AsRef<[u8]>>(tensor: &CompactTensor<B>) -> Result<Vec<u
         let mut start = 8 * packed::LANES;
         for (lane, &length) in stream[..packed::LANES].iter().enumerate() {
             let bits = 2 * usize::from(length);
-            // How many bits the chains of blocks 0 and 1, and of 2 and 3, have used; the second one runs down from the
-            // end.
+            // The bits used by the chain of blocks 0 and 1, and by that of blocks 2 and 3, which is read backwards from
+            // the end.
             let mut used = [0, 0];
             for block in 0..packed::ROW_BLOCKS {
                 let chain = block / 2;
                 for quad in 0..8 {
-                    // Nine bits, or as many as there are.
+                    // Up to nine bits.
                     let next = |i: usize| {
                         let at = used[chain] + i;
                         let at = if chain == 0 { start + at } else { (start + bits).checked_sub(at + 1)? };
@@ -288,14 +289,14 @@ pub fn decode_compact<B: AsRef<[u8]>>(tensor: &CompactTensor<B>) -> Result<Vec<u
     Ok(out)
 }
 
-/// Sign, lower two bits of the exponent (8..7) and mantissa of an element in the dense part, bit by bit.
+/// Sign, the exponent's lower two bits (8..7) and mantissa of an element in the dense part, bit by bit.
 fn dense_half(
     dense: &[u8],
     tile: usize,
     (block, step, lane, register, half): (usize, usize, usize, usize, usize),
 ) -> u16 {
-    // Of registers 5, 6 and 7 of two steps, the lower half: bit, word, bit of the word. The sign turns into the other
-    // half.
+    // For the lower half of registers 5, 6 and 7 of two steps: bit, word, bit of the word. The rotation moves the sign
+    // to the other half.
     const CARRIED: [[(u32, usize, u32); 10]; 3] = [
         [
             (0, 0, 10),
@@ -347,7 +348,7 @@ fn dense_half(
     CARRIED[register - 5].iter().map(moved).sum()
 }
 
-/// Decodes bit by bit, checking invariant 4.
+/// Decodes the Huffman encoding bit by bit and checks invariant 4.
 ///
 /// # Errors
 /// A row's codes do not use its stored bits, or bits between tiles are not 0.
@@ -355,7 +356,7 @@ pub fn decode_huffman<B: AsRef<[u8]>>(tensor: &HuffmanTensor<B>) -> Result<Vec<u
     Ok(joined(tensor.sign_mantissa(), &decode_exponents_of(tensor.exponents())?))
 }
 
-/// Decodes another type bit by bit, as [`decode_huffman`] does.
+/// Decodes a type other than BF16 bit by bit and checks invariant 4.
 ///
 /// # Errors
 /// A row's codes do not use its stored bits, or bits between tiles are not 0.
@@ -410,7 +411,7 @@ fn decode_exponents_of<B: AsRef<[u8]>>(tensor: &CodedExponents<B>) -> Result<Vec
     Ok(exponents)
 }
 
-/// Decodes nibble by nibble.
+/// Decodes the palette encoding nibble by nibble.
 pub fn decode_palette<B: AsRef<[u8]>>(tensor: &PaletteTensor<B>) -> Vec<u8> {
     let grid = tensor.grid();
     let palette = tensor.palette();

@@ -1,4 +1,4 @@
-//! Packed palette indices (`docs/format.md` A.3, A.7): 4 bits an exponent, read by kernels as they are.
+//! Packed palette indices (`docs/format.md` A.3, A.7): 4 bits per exponent, which kernels read without decoding.
 
 use std::borrow::Cow;
 
@@ -27,13 +27,13 @@ impl EncodingId {
 }
 
 impl Section {
-    /// u8 `[tiles, 64, 32]`: two indices a byte.
+    /// u8 `[tiles, 64, 32]`: two indices per byte.
     pub const PALETTE_INDEX: Self =
         Self::new("palette_index", Dtype::U8, &[Extent::Tiles, Extent::Fixed(TILE), Extent::Fixed(TILE / 2)]);
 }
 
 impl PaletteEncoding {
-    /// Its sections, in stored order.
+    /// The sections in stored order.
     const SECTIONS: &'static [Section] = &[
         Section::PALETTE,
         Section::TILE_METADATA,
@@ -74,7 +74,7 @@ impl Encoding for PaletteEncoding {
     }
 }
 
-/// Encodes a matrix to packed palette indices; `limit` matters only for which rows are verbatim (`docs/format.md` A.7).
+/// Encodes a matrix to packed palette indices. `limit` only determines which rows are verbatim (`docs/format.md` A.7).
 ///
 /// # Errors
 /// As [`huffman::encode`](crate::huffman::encode).
@@ -99,7 +99,7 @@ pub fn decode_into<B: AsRef<[u8]> + Sync>(tensor: &PaletteTensor<B>, out: &mut [
     let grid = tensor.grid();
     check_out(grid, out)?;
     let palette = tensor.palette();
-    // Both nibbles of a byte in one lookup.
+    // Looks up both nibbles of a byte at once.
     let pairs: Vec<[u8; 2]> = (0..256).map(|b| [palette[b & 15], palette[b >> 4]]).collect();
     out.par_chunks_mut(TILE * grid.cols() * 2).enumerate().for_each(|(tile_row, out)| {
         let cols = grid.cols();
@@ -130,7 +130,7 @@ pub fn decode_into<B: AsRef<[u8]> + Sync>(tensor: &PaletteTensor<B>, out: &mut [
 
 /// A tensor whose coded rows are packed 4-bit palette indices (report section 3.6).
 ///
-/// Constructing one validates it, so every offset inside may be trusted.
+/// Construction validates the sections, so every offset in them can be trusted.
 #[derive(Clone, PartialEq, Eq)]
 pub struct PaletteTensor<B> {
     grid: TileGrid,
@@ -142,13 +142,13 @@ pub struct PaletteTensor<B> {
 }
 
 impl<B: AsRef<[u8]>> PaletteTensor<B> {
-    /// Reads stored sections.
+    /// Reads and validates stored sections.
     ///
     /// # Errors
     /// A section has the wrong size, invariant 2 does not hold, a `start_word` is not 0, or the palette is not valid.
     pub fn from_sections(grid: TileGrid, mut section: impl FnMut(Section) -> B) -> Result<Self, CodecError> {
         let stored = small(section(Section::PALETTE), Section::PALETTE, grid)?;
-        // Unused entries are 0, and so may be the last one in use: nothing tells them apart, and nothing needs to.
+        // Unused entries are 0, and the last used entry may be 0, too. The two cases need not be distinguished.
         Palette::from_stored(stored, stored.iter().rposition(|&e| e != 0).map_or(1, |last| last + 1))?;
         let tensor = Self {
             grid,
@@ -165,7 +165,7 @@ impl<B: AsRef<[u8]>> PaletteTensor<B> {
         Ok(tensor)
     }
 
-    /// Indices of verbatim rows, pad rows and pad columns are 0.
+    /// Checks that the indices of verbatim rows, pad rows and pad columns are 0.
     fn check_unused_indices(&self) -> Result<(), CodecError> {
         for (tile, rows) in self.palette_index.as_ref().chunks_exact(PALETTE_TILE_BYTES).enumerate() {
             let (tile_row, tile_col) = (tile / self.grid.tile_cols(), tile % self.grid.tile_cols());
@@ -186,13 +186,13 @@ impl<B: AsRef<[u8]>> PaletteTensor<B> {
         Ok(())
     }
 
-    /// Assembles what an encoder made.
+    /// Assembles an encoder's output without validation.
     pub(crate) fn from_encoder(grid: TileGrid, palette: Palette, sections: [B; 4]) -> Self {
         let [sign_mantissa, palette_index, tile_metadata, verbatim_exponents] = sections;
         Self { grid, palette: palette.stored(), sign_mantissa, palette_index, tile_metadata, verbatim_exponents }
     }
 
-    /// Shape and tiling.
+    /// The matrix's shape and tiling.
     pub fn grid(&self) -> TileGrid {
         self.grid
     }
@@ -243,26 +243,27 @@ impl<B: AsRef<[u8]>> PaletteTensor<B> {
         self.verbatim_exponents.as_ref()
     }
 
-    /// Bytes of all sections.
+    /// Bytes of all sections together.
     pub fn coded_bytes(&self) -> u64 {
         PaletteEncoding::SECTIONS.iter().filter_map(|&s| self.section(s)).map(|b| b.len() as u64).sum()
     }
 
-    /// Most verbatim rows in one tile.
+    /// The maximum number of verbatim rows in one tile.
     pub fn max_verbatim_rows(&self) -> u32 {
         (0..self.grid.tiles()).map(|t| self.metadata(t).bitmask().count_ones()).max().unwrap_or(0)
     }
 }
 
 impl PaletteTensor<Vec<u8>> {
-    /// In stored order.
+    /// The sections in stored order.
     fn into_sections(self) -> Vec<Vec<u8>> {
         vec![self.palette.to_vec(), self.tile_metadata, self.verbatim_exponents, self.palette_index, self.sign_mantissa]
     }
 }
 
 impl<B: AsRef<[u8]>> PaletteTensor<B> {
-    /// The view of a stored tensor; `None` if it has another encoding. [`StoredTensor::borrowed`] keeps the tensor.
+    /// The typed view of a stored tensor; `None` if it has another encoding. To keep the tensor, pass
+    /// [`StoredTensor::borrowed`].
     pub fn of(tensor: StoredTensor<B>) -> Option<Self> {
         let (grid, section) = tensor.take(EncodingId::PALETTE)?;
         Some(Self::from_sections(grid, section).expect("a stored tensor was checked"))

@@ -1,4 +1,4 @@
-//! Raw: the tensor's bytes (`docs/format.md` A.8). What fits no other encoding, or would not shrink.
+//! Raw: the tensor's bytes (`docs/format.md` A.8), for tensors that no other encoding supports or shrinks.
 
 use rayon::prelude::*;
 
@@ -15,12 +15,12 @@ impl EncodingId {
 }
 
 impl Section {
-    /// BF16 `[n, k]`: a raw tensor, which in a shard goes by its own name.
+    /// BF16 `[n, k]`: a raw tensor, which a shard stores under its own name.
     pub const RAW: Self = Self::new("", Dtype::Bf16, &[Extent::Rows, Extent::Cols]);
 }
 
 impl Raw {
-    /// Its sections, in stored order.
+    /// The sections in stored order.
     const SECTIONS: &'static [Section] = &[Section::RAW];
 }
 
@@ -58,7 +58,7 @@ impl Encoding for Raw {
     }
 }
 
-/// Copies in parallel.
+/// Copies bytes in parallel.
 pub(crate) fn copy(from: &[u8], out: &mut [u8]) -> Result<(), CodecError> {
     const PIECE: usize = 1 << 20;
     if from.len() != out.len() {

@@ -1,4 +1,4 @@
-//! Predicting the size of an encoded tensor from a sample.
+//! Predicts the size of an encoded tensor from a sample.
 
 use super::Section;
 use crate::{
@@ -15,15 +15,15 @@ pub struct Sample {
     limit: CodeLimit,
     /// Rows of 64 elements in the sample.
     rows: u64,
-    /// Of these, how many the code of the sample makes verbatim.
+    /// Rows of these that are verbatim under the code of the sample.
     verbatim_rows: u64,
-    /// Coded bits of the others.
+    /// Coded bits of the other rows.
     coded_bits: u64,
 }
 
 impl Sample {
-    /// Samples contiguous pieces of BF16 elements; each is cut in rows of 64, an incomplete one at its end is not
-    /// counted.
+    /// Samples contiguous pieces of BF16 elements. Each piece is divided into rows of 64; an incomplete row at its end
+    /// is not counted.
     pub fn of(pieces: &[&[u8]], limit: CodeLimit) -> Self {
         Self::of_float(Float::Bf16, pieces, limit)
     }
@@ -51,7 +51,7 @@ impl Sample {
             }
         }
         if sample.rows == 0 {
-            // Less than a row: as many bits as its elements' codes.
+            // Less than one row: assume the mean code length.
             sample.rows = 1;
             sample.coded_bits = (code.mean_bits(&sample.histogram) * TILE as f64) as u64;
         }
@@ -73,14 +73,14 @@ impl Sample {
         self.limit
     }
 
-    /// Bytes of the verbatim rows of a matrix like the sample.
+    /// Bytes of the verbatim rows of a matrix that is distributed like the sample.
     pub(crate) fn verbatim_bytes(&self, grid: TileGrid) -> f64 {
         self.share(grid, self.verbatim_rows) * TILE as f64
     }
 
-    /// Bytes of the coded rows of a matrix like the sample, with what is lost at the end of tiles.
+    /// Bytes of the coded rows of a matrix that is distributed like the sample, including the fill at the end of tiles.
     pub(crate) fn coded_bytes(&self, grid: TileGrid) -> f64 {
-        // A tile ends on a word: 16 bits are lost on average.
+        // A tile is filled up to a word: 16 bits on average.
         self.share(grid, self.coded_bits) / 8.0 + grid.tiles() as f64 * 2.0
     }
 

@@ -1,4 +1,4 @@
-//! Sections: the named parts that an encoding stores.
+//! Sections: the named arrays that an encoding stores.
 
 use crate::{CodecError, TileGrid, layout::TILE, safetensors::Dtype};
 
@@ -11,15 +11,15 @@ pub(crate) enum Extent {
     Cols,
     /// Tiles of the matrix.
     Tiles,
-    /// Always the same.
+    /// A constant.
     Fixed(usize),
-    /// As many as the weights need.
+    /// Depends on the weights.
     Open,
 }
 
-/// A named part of a stored tensor: its type, its shape and what follows from them.
+/// A named array of a stored tensor, with its type and shape.
 ///
-/// Each encoding's module defines the constants of its sections; `tiles.rs` defines those of several.
+/// Each encoding's module defines the constants of its sections; `tiles.rs` defines those that several encodings share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Section {
     name: &'static str,
@@ -29,17 +29,17 @@ pub struct Section {
 }
 
 impl Section {
-    /// A section of this type and shape. At most one extent is [`Extent::Open`].
+    /// A section with this type and shape. At most one extent is [`Extent::Open`].
     pub(crate) const fn new(name: &'static str, dtype: Dtype, shape: &'static [Extent]) -> Self {
         Self { name, dtype, shape, multiple: 1 }
     }
 
-    /// With zeros up to a multiple of `bytes`.
+    /// Pads the section with zeros to a multiple of `bytes`.
     pub(crate) const fn padded_to(self, bytes: usize) -> Self {
         Self { multiple: bytes, ..self }
     }
 
-    /// The field's name in the specification; empty for the one of a raw tensor, which goes by the tensor's name.
+    /// The section's name in the specification. It is empty for a raw tensor, which is stored under the tensor's name.
     pub const fn name(self) -> &'static str {
         self.name
     }
@@ -54,21 +54,21 @@ impl Section {
         self.dtype.bits() as usize / 8
     }
 
-    /// Shape of the stored section with `bytes` bytes in a tensor of this grid.
+    /// The shape of a stored section of `bytes` bytes in a tensor of this grid.
     pub fn shape(self, grid: TileGrid, bytes: usize) -> Vec<usize> {
         let unit = self.unit(grid);
         self.shape.iter().map(|extent| self.extent(*extent, grid).unwrap_or(bytes / unit)).collect()
     }
 
-    /// Bytes that the grid alone determines; `None` for the sections whose size depends on the weights.
+    /// The section's size if the grid alone determines it; `None` if the size depends on the weights.
     pub fn fixed_bytes(self, grid: TileGrid) -> Option<usize> {
         (!self.shape.contains(&Extent::Open)).then(|| self.unit(grid))
     }
 
-    /// Whether a section of `bytes` bytes can belong to a tensor of this grid.
+    /// Checks whether a section of `bytes` bytes can belong to a tensor of this grid.
     ///
     /// # Errors
-    /// It cannot; the error says how many it would have to have.
+    /// It cannot; the error contains the expected size.
     pub(crate) fn check_bytes(self, grid: TileGrid, bytes: u64) -> Result<(), CodecError> {
         let expected = match self.fixed_bytes(grid) {
             Some(fixed) => fixed as u64,
@@ -88,9 +88,9 @@ impl Section {
         self.check_bytes(grid, bytes.as_ref().len() as u64)
     }
 
-    /// Bytes of all known extents.
+    /// Bytes per index of the open extent; all bytes if there is none.
     fn unit(self, grid: TileGrid) -> usize {
-        // A grid's padded elements, four bytes each, fit the address space; no section has more.
+        // No overflow: the grid has checked four bytes per element, and no section has more.
         self.shape.iter().filter_map(|extent| self.extent(*extent, grid)).product::<usize>() * self.element_bytes()
     }
 
@@ -110,10 +110,10 @@ impl Section {
 pub struct Sections<'a>(Vec<(Section, &'a [u8])>);
 
 impl<'a> Sections<'a> {
-    /// The sections of an encoding with their bytes.
+    /// Pairs the sections of an encoding with their bytes.
     ///
     /// # Errors
-    /// A section has a size that the grid does not allow, or there are too few or too many.
+    /// A section has a size that the grid does not allow, or the number of sections is wrong.
     pub(crate) fn new(encoding: &'static [Section], grid: TileGrid, bytes: Vec<&'a [u8]>) -> Result<Self, CodecError> {
         if encoding.len() != bytes.len() {
             return Err(CodecError::Sections { expected: encoding.len(), got: bytes.len() });
@@ -122,7 +122,7 @@ impl<'a> Sections<'a> {
         Ok(Self(encoding.iter().copied().zip(bytes).collect()))
     }
 
-    /// The bytes of a section; empty if the encoding does not have it.
+    /// The bytes of a section; empty if the encoding does not contain it.
     pub fn get(&self, section: Section) -> &'a [u8] {
         self.0.iter().find(|(own, _)| *own == section).map_or(&[], |(_, bytes)| bytes)
     }

@@ -1,4 +1,4 @@
-//! A tensor as it is stored, in any encoding.
+//! A stored tensor in any encoding.
 
 use std::fmt;
 
@@ -8,17 +8,18 @@ use crate::{CodeLimit, CodecError, FloatMatrix, TileGrid};
 /// A stored tensor: its encoding, the shape of its matrix, and the bytes of its sections, owned (`Vec<u8>`) or borrowed
 /// (`&[u8]`).
 ///
-/// Constructing one checks it, so that every offset inside may be trusted.
+/// Construction checks the sections, so every offset in them can be trusted.
 #[derive(Clone)]
 pub struct StoredTensor<B> {
     encoding: &'static dyn Encoding,
-    /// `None` for a tensor that is no matrix, which is always raw.
+    /// `None` for a tensor that is not a matrix, which is always raw.
     grid: Option<TileGrid>,
     sections: Vec<B>,
 }
 
 impl StoredTensor<Vec<u8>> {
-    /// Encodes a matrix. `survey` is that of the matrix; `limit` bounds the codes of the encodings that have any.
+    /// Encodes a matrix. `survey` is the survey of this matrix; `limit` bounds the code lengths of encodings with
+    /// codes.
     ///
     /// # Errors
     /// As [`Encoding::encode`].
@@ -33,7 +34,7 @@ impl StoredTensor<Vec<u8>> {
 }
 
 impl<B: AsRef<[u8]>> StoredTensor<B> {
-    /// A tensor from the sections of a matrix, in the encoding's order.
+    /// Checks the sections of a matrix, given in the encoding's order, and returns them as a tensor.
     ///
     /// # Errors
     /// As [`Encoding::check`](super::Encoding::check).
@@ -43,37 +44,37 @@ impl<B: AsRef<[u8]>> StoredTensor<B> {
         Ok(tensor)
     }
 
-    /// What an encoder made, or a typed view holds.
+    /// Wraps the sections of an encoder or of a typed view without checking them.
     pub(crate) fn trusted(encoding: EncodingId, grid: TileGrid, sections: Vec<B>) -> Self {
         Self { encoding: encoding.encoding(), grid: Some(grid), sections }
     }
 
-    /// The original bytes of a tensor of any type and shape.
+    /// Wraps the original bytes of a tensor of any type and shape.
     pub fn raw(bytes: B) -> Self {
         Self { encoding: &raw::Raw, grid: None, sections: vec![bytes] }
     }
 
-    /// Encoding of the tensor.
+    /// The tensor's encoding.
     pub fn encoding(&self) -> EncodingId {
         self.encoding.id()
     }
 
-    /// The shape of its matrix; `None` for a raw tensor, which may have any shape.
+    /// The shape of the tensor's matrix; `None` for a raw tensor, which may have any shape.
     pub fn grid(&self) -> Option<TileGrid> {
         self.grid
     }
 
-    /// Sections of the tensor, in stored order.
+    /// The tensor's sections in stored order.
     pub fn sections(&self) -> impl Iterator<Item = (Section, &[u8])> {
         self.encoding.sections().iter().copied().zip(self.sections.iter().map(AsRef::as_ref))
     }
 
-    /// The bytes of one section; `None` if the encoding does not have it.
+    /// The bytes of one section; `None` if the encoding does not contain it.
     pub fn section(&self, section: Section) -> Option<&[u8]> {
         self.sections().find(|(own, _)| *own == section).map(|(_, bytes)| bytes)
     }
 
-    /// Bytes of all sections.
+    /// Bytes of all sections together.
     pub fn stored_bytes(&self) -> u64 {
         self.sections.iter().map(|bytes| bytes.as_ref().len() as u64).sum()
     }
@@ -81,7 +82,7 @@ impl<B: AsRef<[u8]>> StoredTensor<B> {
     /// Decodes to the original bytes, on the current rayon pool.
     ///
     /// # Errors
-    /// `out` has another size than the original, or the codes are not those of any matrix.
+    /// `out` has a different size than the original, or the codes are not those of any matrix.
     pub fn decode(&self, out: &mut [u8]) -> Result<(), CodecError> {
         match self.grid {
             Some(grid) => self.encoding.decode(grid, &self.checked(grid)?, out),
@@ -95,7 +96,7 @@ impl<B: AsRef<[u8]>> StoredTensor<B> {
         StoredTensor { encoding: self.encoding, grid: self.grid, sections }
     }
 
-    /// Takes a matrix of this encoding apart: its grid, and its sections by name. `None` if it has another encoding.
+    /// Takes a matrix of this encoding apart into its grid and its sections by name. `None` if it has another encoding.
     pub(crate) fn take(self, encoding: EncodingId) -> Option<(TileGrid, impl FnMut(Section) -> B)> {
         let grid = self.grid.filter(|_| self.encoding.id() == encoding)?;
         let mut sections: Vec<Option<B>> = self.sections.into_iter().map(Some).collect();
@@ -121,7 +122,7 @@ impl<B: AsRef<[u8]>> PartialEq for StoredTensor<B> {
 
 impl<B: AsRef<[u8]>> Eq for StoredTensor<B> {}
 
-/// Sizes, not megabytes.
+/// Prints the sizes of sections instead of their bytes.
 impl<B: AsRef<[u8]>> fmt::Debug for StoredTensor<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut debug = f.debug_struct("StoredTensor");

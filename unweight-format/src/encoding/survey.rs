@@ -1,10 +1,10 @@
-//! One read of a tensor before it is encoded.
+//! A single pass over a tensor before it is encoded.
 
 use rayon::prelude::*;
 
 use crate::{Digest, Float, Histogram, digest::LEAF_BYTES, histogram::Counter};
 
-/// Histogram and digest of a tensor, from one read.
+/// Histogram and digest of a tensor, computed in one pass.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Survey {
     /// Exponent counts.
@@ -14,12 +14,12 @@ pub struct Survey {
 }
 
 impl Survey {
-    /// Histogram and digest of BF16 bytes in one read.
+    /// Surveys BF16 bytes in one pass.
     pub fn of(bytes: &[u8]) -> Self {
         Self::of_float(Float::Bf16, bytes)
     }
 
-    /// Histogram and digest of the bytes of another type in one read.
+    /// Surveys the bytes of another type in one pass.
     pub fn of_float(float: Float, bytes: &[u8]) -> Self {
         const SPAN: usize = 16;
         let mut leaves = vec![Digest::leaf(&[]); bytes.len().div_ceil(LEAF_BYTES)];
@@ -28,7 +28,7 @@ impl Survey {
             .zip(bytes.par_chunks(SPAN * LEAF_BYTES))
             .fold(Counter::default, |mut counter, (digests, span)| {
                 for (digest, leaf) in digests.iter_mut().zip(span.chunks(LEAF_BYTES)) {
-                    // A leaf holds whole elements.
+                    // A leaf contains whole elements.
                     counter.add_float(float, leaf);
                     *digest = Digest::leaf(leaf);
                 }

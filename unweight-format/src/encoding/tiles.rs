@@ -1,4 +1,4 @@
-//! What the encodings of tiles with verbatim rows share (`docs/format.md` A.5 - A.7): sections, their invariants, and
+//! Shared by the encodings whose tiles have verbatim rows (`docs/format.md` A.5 - A.7): sections, their invariants, and
 //! joining bytes to weights.
 
 use super::{Extent, Section};
@@ -35,7 +35,7 @@ pub(crate) fn small<B: AsRef<[u8]>>(
     Ok(bytes.as_ref().try_into().expect("its size was checked"))
 }
 
-/// Invariants 1 and 2: every offset is the sum of what came before.
+/// Checks invariants 1 and 2: every offset is the sum of the sizes before it.
 pub(crate) fn check_metadata<B: AsRef<[u8]>>(
     grid: TileGrid,
     section: &B,
@@ -70,7 +70,7 @@ pub(crate) fn check_metadata<B: AsRef<[u8]>>(
     Ok(())
 }
 
-/// Joins rows of any length: 64 elements at a time, then one by one.
+/// Joins rows of any length, 64 elements at a time and the rest one by one.
 #[inline(always)]
 pub(crate) fn join(sign_mantissa: &[u8], exponents: &[u8], out: &mut [u8]) {
     let mut out = out.chunks_exact_mut(2 * TILE);
@@ -87,14 +87,14 @@ pub(crate) fn join(sign_mantissa: &[u8], exponents: &[u8], out: &mut [u8]) {
     }
 }
 
-/// Whether `out` has room for the BF16 weights of `grid`, and no more.
+/// Checks that `out` has the size of the BF16 weights of `grid`.
 pub(crate) fn check_out(grid: TileGrid, out: &[u8]) -> Result<(), CodecError> {
     check_room(Float::Bf16, grid, out)
 }
 
-/// As [`check_out`], for another type.
+/// Like [`check_out`], for any type.
 pub(crate) fn check_room(float: Float, grid: TileGrid, out: &[u8]) -> Result<(), CodecError> {
-    // A grid's elements, four bytes each, fit the address space.
+    // No overflow: the grid has checked four bytes per element.
     let expected = grid.elements() * float.bytes();
     if out.len() == expected {
         return Ok(());
@@ -102,7 +102,7 @@ pub(crate) fn check_room(float: Float, grid: TileGrid, out: &[u8]) -> Result<(),
     Err(CodecError::MatrixBytes { float, rows: grid.rows(), cols: grid.cols(), expected, got: out.len() })
 }
 
-/// Sizes, not megabytes.
+/// Implements `Debug`, which prints the sizes of sections instead of their bytes.
 macro_rules! debug_sizes {
     ($name:ident, $sections:expr) => {
         impl<B: AsRef<[u8]>> std::fmt::Debug for $name<B> {

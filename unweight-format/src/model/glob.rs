@@ -1,9 +1,9 @@
-//! Patterns over names.
+//! Patterns for names.
 
-/// True if `name` matches a pattern where `*` is any text and `?` any one character.
+/// Whether `name` matches a pattern in which `*` stands for any text and `?` for any one character.
 pub fn matches(pattern: &str, name: &str) -> bool {
     let (pattern, name): (Vec<char>, Vec<char>) = (pattern.chars().collect(), name.chars().collect());
-    // Greedy with one point of return: where the last `*` was, and how much it has taken.
+    // Greedy with one backtracking point: the last `*`, and the end of the text that it matched.
     let (mut p, mut n, mut star) = (0, 0, None);
     while n < name.len() {
         if pattern.get(p) == Some(&'*') {

@@ -1,4 +1,4 @@
-//! A model as it is published: safetensors files, names, and which tensor is to be stored in which encoding.
+//! A model as it is published: safetensors files, and the roles of tensors by name.
 
 pub mod glob;
 pub mod roles;

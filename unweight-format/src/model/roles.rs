@@ -1,7 +1,7 @@
-//! What a tensor is for, by its name.
+//! The role of a tensor, by its name.
 //!
-//! One table of name endings covers the common families; there is no per-model file, and a name that no line matches is
-//! [`Role::Other`], which is compressed all the same unless the scope is narrower than everything.
+//! One table of name endings covers the common families, without per-model files. A name that matches no entry has
+//! [`Role::Other`], which is compressed as well unless the scope is narrower than everything.
 
 use crate::bits::named::named;
 
@@ -18,7 +18,7 @@ named! {
         K = "k",
         /// Attention value.
         V = "v",
-        /// Two or three of them in one matrix.
+        /// Two or three of query, key and value in one matrix.
         Qkv = "qkv",
         /// Attention output.
         O = "o",
@@ -26,7 +26,7 @@ named! {
         Gate = "gate",
         /// MLP up.
         Up = "up",
-        /// Both in one matrix.
+        /// Gate and up in one matrix.
         GateUp = "gate_up",
         /// MLP down.
         Down = "down",
@@ -40,26 +40,25 @@ named! {
 }
 
 impl Role {
-    /// Whether it is an MLP projection: gate, up or down.
+    /// Whether the role is an MLP projection: gate, up or down.
     pub const fn is_mlp(self) -> bool {
         matches!(self, Self::Gate | Self::Up | Self::GateUp | Self::Down)
     }
 
-    /// Whether it is an attention projection: q, k, v or o.
+    /// Whether the role is an attention projection: q, k, v or o.
     pub const fn is_attention(self) -> bool {
         matches!(self, Self::Q | Self::K | Self::V | Self::Qkv | Self::O)
     }
 }
 
-/// Name endings, most specific first; the first match wins. A name is compared without its last part `weight`, `bias`,
-/// ...
+/// Name endings, most specific first; the first match wins. They are compared with a name without [`TAILS`].
 ///
-/// `*` stands for one part; a part that ends in `*` for any part that begins so.
+/// `*` stands for one part.
 #[rustfmt::skip]
 const TABLE: &[(&str, Role)] = {
     use Role::*;
     &[
-        // Routers of mixtures of experts: `gate` alone is the router, the experts' gates are `gate_proj` or `w1`.
+        // Routers of mixtures of experts: `gate` alone is the router; the experts' gates are `gate_proj` or `w1`.
         ("block_sparse_moe.gate", Router), ("mlp.gate", Router), ("mlp.gate.wg", Router), ("feed_forward.router", Router), ("moe.gate", Router),
         ("mlp.router", Router), ("router.layer", Router), ("router.classifier", Router), ("router", Router), ("shared_expert_gate", Router),
         ("block_sparse_moe.router.layer", Router), ("ffn.router.layer", Router), ("ffn.gate", Router),
@@ -81,7 +80,7 @@ const TABLE: &[(&str, Role)] = {
         ("o_proj", O), ("attention.output.dense", O), ("self_attn.out_proj", O), ("attn.out_proj", O), ("attention.out_proj", O),
         ("encoder_attn.out_proj", O), ("out_proj", O), ("attention.dense", O), ("self_attention.dense", O), ("self_attn.dense", O), ("attn.c_proj", O),
         ("attention.wo", O), ("SelfAttention.o", O), ("EncDecAttention.o", O), ("out_lin", O), ("to_out.0", O), ("attn.proj", O),
-        // MLP, experts among them: `mlp.experts.3.up_proj`, `block_sparse_moe.experts.3.w1`, and stacks
+        // MLP, including experts: `mlp.experts.3.up_proj`, `block_sparse_moe.experts.3.w1`, and stacks
         // `mlp.experts.down_proj`.
         ("gate_up_proj", GateUp), ("gate_up_proj_blocks", GateUp), ("experts.w13", GateUp), ("mlp.Wi", GateUp),
         ("gate_proj", Gate), ("w1", Gate), ("wi_0", Gate),
@@ -92,12 +91,12 @@ const TABLE: &[(&str, Role)] = {
     ]
 };
 
-/// Last parts that say nothing about the role.
+/// Last parts of names that do not determine the role.
 const TAILS: &[&str] = &["weight", "bias", "weight_scale", "weight_scale_inv", "lora_A", "lora_B"];
 
-/// Role and layer of a tensor by its name.
+/// The role and layer of a tensor, by its name.
 ///
-/// The layer is the first number in the name that is not an expert's.
+/// The layer is the first number in the name that is not the index of an expert.
 pub fn of(name: &str) -> (Role, Option<u32>) {
     let mut parts: Vec<&str> = name.split('.').collect();
     let layer = parts.iter().enumerate().find_map(|(i, part)| {
@@ -118,7 +117,7 @@ pub fn of(name: &str) -> (Role, Option<u32>) {
     if is_norm(last) {
         return (Role::Norm, layer);
     }
-    // `output` is the head only at the top (the original Llama); inside a block it is part of a longer ending.
+    // `output` is the head only at the top level (the original Llama); inside a block it is part of a longer ending.
     if parts.len() == 1 && last == "output" || parts == ["model", "output"] {
         return (Role::LmHead, layer);
     }

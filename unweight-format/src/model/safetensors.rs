@@ -1,11 +1,11 @@
-//! Headers of safetensors files: read with suspicion, written with room to spare.
+//! Headers of safetensors files. Reading checks everything; writing aligns the data.
 //!
 //! ```text
 //! 0        8                    8 + n                      end
 //! | u64 n  | n bytes of JSON    | tensors, without holes   |
 //! ```
-//! The crate reads headers itself because it needs what the usual library hides: the order of the data, the bytes of
-//! the header as they are, and an error that names tensor and offset.
+//! The crate parses headers itself because it needs what the `safetensors` library does not expose: the order of the
+//! data, the header's bytes, and errors that contain tensor and offset.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -20,107 +20,107 @@ use serde::{
 
 pub use crate::bits::dtype::Dtype;
 
-/// Largest header accepted of a source file, bytes.
+/// Maximum size of the header of a source file, in bytes.
 pub const SOURCE_HEADER_MAX: u64 = 25_000_000;
-/// Largest header that safetensors readers accept, bytes: the limit for the files of a bundle, which name every
-/// section.
+/// Maximum size of a header that safetensors readers accept, in bytes: the limit for the files of a bundle, whose
+/// headers contain every section.
 pub(crate) const HEADER_MAX: u64 = 100_000_000;
-/// Bytes of the length before the header.
+/// Bytes of the length in front of the header.
 pub(crate) const LENGTH_BYTES: u64 = 8;
 
-/// Why a header cannot be trusted. Offsets count from the start of the file.
+/// Why a header is invalid. Offsets count from the start of the file.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum HeaderError {
-    /// Not even a length.
+    /// The file is too short to contain the header's length.
     #[error("{got} bytes hold no header; a safetensors file has at least 10")]
     NoLength {
         /// Bytes in the file.
         got: u64,
     },
-    /// The length says too much.
+    /// The header's length exceeds the limit.
     #[error(
         "at byte 0: a header of {got} bytes is above the limit of {limit}; this is not a safetensors file, or it is damaged"
     )]
     TooLarge {
-        /// Bytes announced.
+        /// Length of the header.
         got: u64,
-        /// Most bytes accepted.
+        /// Maximum length accepted.
         limit: u64,
     },
-    /// The header ends behind the file.
+    /// The header ends after the end of the file.
     #[error(
         "at byte 0: a header of {header_bytes} bytes in a file of {file_bytes}; the file is truncated, or no safetensors file"
     )]
     Truncated {
-        /// Bytes announced.
+        /// Length of the header.
         header_bytes: u64,
         /// Bytes in the file.
         file_bytes: u64,
     },
-    /// The header is not the JSON that it should be.
+    /// The header is not JSON, or not the JSON of a safetensors header.
     #[error("at byte {offset}: {reason}")]
     Json {
-        /// Where.
+        /// Position of the error in the file.
         offset: u64,
-        /// What the parser says.
+        /// The parser's message.
         reason: String,
     },
-    /// An element type that the specification does not have.
+    /// The specification does not define the element type.
     #[error("tensor '{tensor}': unknown dtype '{dtype}'")]
     Dtype {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
         /// The type given.
         dtype: String,
     },
-    /// Shape and offsets disagree.
+    /// The tensor's shape and offsets disagree.
     #[error("tensor '{tensor}' at byte {offset}: {dtype} {shape:?} has {expected} bytes, its offsets hold {got}")]
     TensorBytes {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Its first byte in the file.
+        /// First byte of the tensor in the file.
         offset: u64,
-        /// Its type.
+        /// Type of the tensor.
         dtype: Dtype,
-        /// Its shape.
+        /// Shape of the tensor.
         shape: Vec<usize>,
-        /// Bytes by type and shape.
+        /// Bytes that type and shape require.
         expected: u64,
-        /// Bytes by its offsets.
+        /// Bytes between the offsets.
         got: u64,
     },
-    /// A shape beyond counting, or one that does not end on a byte.
+    /// The size of the tensor overflows, or is not a whole number of bytes.
     #[error("tensor '{tensor}': the bytes of {dtype} {shape:?} cannot be counted")]
     Shape {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Its type.
+        /// Type of the tensor.
         dtype: Dtype,
-        /// Its shape.
+        /// Shape of the tensor.
         shape: Vec<usize>,
     },
-    /// Data with a hole or an overlap.
+    /// The tensor's data does not start where the previous tensor's data ends.
     #[error("tensor '{tensor}': its data starts at byte {got}, that before it ends at byte {expected} ({})", if got > expected { "a hole" } else { "an overlap" })]
     Offsets {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Where the data before ends.
+        /// End of the previous tensor's data.
         expected: u64,
-        /// Where the tensor starts.
+        /// Start of the tensor's data.
         got: u64,
     },
-    /// Offsets that run backwards.
+    /// The tensor's data ends before it starts.
     #[error("tensor '{tensor}': its data ends ({end}) before it starts ({begin})")]
     Backwards {
-        /// The tensor.
+        /// Name of the tensor.
         tensor: String,
-        /// Start, relative to the data.
+        /// Start, relative to the start of the data.
         begin: u64,
-        /// End, relative to the data.
+        /// End, relative to the start of the data.
         end: u64,
     },
-    /// The data ends before or behind the file.
+    /// The tensors do not end at the end of the file.
     #[error("the tensors end at byte {expected}, the file at byte {got}; it is {}", if got < expected { "truncated" } else { "too long" })]
     End {
         /// End of the tensors.
@@ -169,27 +169,28 @@ impl TensorInfo {
     }
 }
 
-/// Elements of a shape (saturating): 0 if an extent is, whatever the others would multiply to.
+/// The number of elements of a shape (saturating): 0 if an extent is 0, even if the product of the others overflows.
 pub(crate) fn elements(shape: &[usize]) -> u64 {
     if shape.contains(&0) { 0 } else { shape.iter().fold(1, |n, &d| n.saturating_mul(d as u64)) }
 }
 
-/// A checked header: every tensor has the bytes that its shape asks for, and together they fill the file without holes.
+/// A checked header: every tensor has the size that its type and shape require, and the tensors fill the file without
+/// gaps.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Header {
-    /// `__metadata__`, in the header's order.
+    /// The entries of `__metadata__` in the header's order.
     pub metadata: Vec<(String, String)>,
     /// Tensors in the order of their data.
     pub tensors: Vec<TensorInfo>,
-    /// Length and JSON: where the data begins.
+    /// First byte of the data in the file, after length and JSON.
     pub data_offset: u64,
 }
 
 impl Header {
-    /// Reads the header of a file of `file_bytes`; returns it with its own bytes, length included.
+    /// Reads the header of a file of `file_bytes` bytes; returns it with its own bytes, including the length.
     ///
     /// # Errors
-    /// The reader fails (outer), or the header cannot be trusted (inner).
+    /// The reader fails (outer), or the header is invalid (inner).
     pub fn read(
         mut reader: impl Read,
         file_bytes: u64,
@@ -209,10 +210,10 @@ impl Header {
         Ok(Self::parse(&bytes, file_bytes, limit).map(|header| (header, bytes)))
     }
 
-    /// Parses the start of a file of `file_bytes`; `bytes` holds at least length and header.
+    /// Parses the start of a file of `file_bytes` bytes; `bytes` contains at least length and header.
     ///
     /// # Errors
-    /// The header cannot be trusted.
+    /// The header is invalid.
     pub fn parse(bytes: &[u8], file_bytes: u64, limit: u64) -> Result<Self, HeaderError> {
         let header_bytes = header_bytes(bytes, file_bytes, limit)?;
         let truncated = || HeaderError::Truncated { header_bytes, file_bytes: bytes.len() as u64 };
@@ -230,7 +231,7 @@ impl Header {
             if tensor.offset != end {
                 return Err(HeaderError::Offsets { tensor: tensor.name.clone(), expected: end, got: tensor.offset });
             }
-            // Each tensor ends at a countable byte (`check`), and this one starts at `end`.
+            // No overflow: `check` has verified the tensor's end, and this tensor starts at `end`.
             end += tensor.bytes;
         }
         if end != file_bytes {
@@ -254,14 +255,14 @@ fn header_bytes(bytes: &[u8], file_bytes: u64, limit: u64) -> Result<u64, Header
     Ok(header_bytes)
 }
 
-/// Byte of the JSON text that the parser stopped at.
+/// The byte of the JSON text at which the parser stopped.
 pub(crate) fn json_offset(json: &[u8], error: &serde_json::Error) -> u64 {
     let lines = json.split_inclusive(|&b| b == b'\n').take(error.line().saturating_sub(1));
     let before: usize = lines.map(<[u8]>::len).sum();
     (before + error.column()).saturating_sub(1) as u64
 }
 
-/// The JSON object, in order, without duplicates.
+/// The entries of the JSON object in order, without duplicates.
 #[derive(Default)]
 struct Entries {
     metadata: Vec<(String, String)>,
@@ -298,7 +299,7 @@ impl Entry {
     }
 }
 
-/// An object as an ordered list; a key that appears twice is an error.
+/// A JSON object as an ordered list; a key that appears twice is an error.
 pub(crate) struct Ordered<T>(pub(crate) Vec<(String, T)>);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for Ordered<T> {
@@ -323,7 +324,7 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Ordered<T> {
     }
 }
 
-/// A key that was not seen before.
+/// A key that has not appeared before.
 struct Key<'a>(&'a mut HashSet<String>);
 
 impl<'de> DeserializeSeed<'de> for Key<'_> {
@@ -365,8 +366,8 @@ impl<'de> Deserialize<'de> for Entries {
     }
 }
 
-/// A header to be written: `metadata` and tensors `(name, dtype, shape, [begin, end])` in the order of their data,
-/// padded with spaces so that the data begins on a multiple of 64 bytes and, if `at_least` is more, there.
+/// Serialises a header from `metadata` and tensors `(name, dtype, shape, [begin, end])` in the order of their data.
+/// Spaces pad it so that the data begins on a multiple of 64 bytes, and not before byte `at_least`.
 pub(crate) fn header_to_bytes<'a>(
     metadata: &BTreeMap<String, String>,
     tensors: impl Iterator<Item = (&'a str, Dtype, &'a [usize], [u64; 2])>,
@@ -396,7 +397,7 @@ pub(crate) fn header_to_bytes<'a>(
 }
 
 mod erased {
-    /// Values whose JSON cannot fail: strings, numbers and maps with string keys.
+    /// Values whose serialisation to JSON cannot fail: strings, numbers and maps with string keys.
     pub(super) trait Json {
         fn to_json(&self) -> String;
     }
@@ -523,7 +524,7 @@ mod tests {
             let mut bytes = file(json, 16);
             let at = at % bytes.len();
             bytes[at] = to;
-            // Whatever we accept, the reference library accepts.
+            // The reference library accepts every header that we accept.
             if Header::parse(&bytes, bytes.len() as u64, SOURCE_HEADER_MAX).is_ok() {
                 prop_assert!(safetensors::SafeTensors::deserialize(&bytes).is_ok());
             }

@@ -1,9 +1,8 @@
-//! A small Llama-shaped model to try things on, with weights that look trained.
+//! A small Llama-shaped model for experiments, with weights that look trained.
 //!
-//! Trained weights are not one Gaussian: scales differ from tensor to tensor and from row to row, attention outputs and
-//! down projections have heavy tails, embeddings have rows that were hardly ever trained, and here and there is an
-//! exact zero or a subnormal. A row is a function of seed, tensor and row alone, so the bytes do not depend on the
-//! number of threads.
+//! Trained weights are not one Gaussian: scales differ by tensor and by row, attention outputs and down projections
+//! have heavy tails, embeddings have rows that were hardly trained, and there are a few exact zeros and subnormals. A
+//! row is a function of seed, tensor and row alone, so the bytes do not depend on the number of threads.
 
 use std::{collections::BTreeMap, fs, io::Write, path::Path, sync::LazyLock};
 
@@ -26,17 +25,17 @@ pub struct DemoOptions {
     pub hidden: usize,
     /// Width of the MLP.
     pub intermediate: usize,
-    /// Query heads; they divide `hidden`.
+    /// Query heads; must divide `hidden`.
     pub heads: usize,
-    /// Key and value heads; they divide `heads`.
+    /// Key and value heads; must divide `heads`.
     pub kv_heads: usize,
-    /// Vocabulary.
+    /// The number of tokens in the vocabulary.
     pub vocab: usize,
-    /// Experts per layer; 0 is a dense MLP.
+    /// Experts per layer; 0 for a dense MLP.
     pub experts: usize,
-    /// safetensors files to spread the weights over; with one there is no index.
+    /// The number of safetensors files; with one file there is no index.
     pub shards: usize,
-    /// The weights are a function of this and the shape.
+    /// Random seed. Seed and shape determine the weights.
     pub seed: u64,
 }
 
@@ -60,17 +59,17 @@ impl Default for DemoOptions {
 /// The report of [`write()`].
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct DemoReport {
-    /// Elements of all tensors.
+    /// The number of elements of all tensors.
     pub parameters: u64,
     /// The number of tensors.
     pub tensors: u64,
-    /// Files.
+    /// The number of files.
     pub files: u64,
-    /// All files.
+    /// Bytes of all files together.
     pub bytes: u64,
 }
 
-/// Bytes generated at a time.
+/// Bytes generated at once.
 const CHUNK_BYTES: usize = 32 << 20;
 
 struct Tensor {
@@ -180,13 +179,13 @@ impl DemoOptions {
     }
 }
 
-/// Writes the model into a directory that does not exist, or is empty.
+/// Writes the model into a directory that does not exist or is empty.
 ///
 /// # Errors
-/// The options do not describe a model, the directory holds something, or the system refuses to write.
+/// The options do not describe a model, the directory is not empty, or writing fails.
 pub fn write(dir: &Path, options: &DemoOptions) -> Result<DemoReport, BundleError> {
     options.check()?;
-    // Not on rayon's own pool, which panics where threads cannot be made.
+    // Not rayon's global pool, which panics if threads cannot be created.
     on_threads(None, || write_on(dir, options))
 }
 
@@ -216,12 +215,12 @@ fn write_on(dir: &Path, options: &DemoOptions) -> Result<DemoReport, BundleError
         &pretty(json!({ "bos_token": "<s>", "eos_token": "</s>", "model_max_length": 8192 })),
     )?;
     let vocab: BTreeMap<String, usize> = (0..options.vocab.min(4096)).map(|id| (format!("<{id}>"), id)).collect();
-    // A word is a token: `<5> <17>`.
+    // Each word is a token: `<5> <17>`.
     let words = json!({ "type": "WordLevel", "vocab": vocab, "unk_token": "<0>" });
     let split = json!({ "type": "WhitespaceSplit" });
     put("tokenizer.json", &pretty(json!({ "version": "1.0", "pre_tokenizer": split, "model": words })))?;
 
-    // Consecutive tensors, a shard as soon as its share is full.
+    // A shard contains consecutive tensors and ends as soon as its share is full.
     let shards = options.shards.min(tensors.len());
     let mut weight_map = BTreeMap::new();
     let (mut first, mut sum) = (0, 0);
@@ -233,7 +232,7 @@ fn write_on(dir: &Path, options: &DemoOptions) -> Result<DemoReport, BundleError
         let share = total / shards as u64 * (shard as u64 + 1);
         let mut end = first + 1;
         sum += tensors[first].bytes();
-        // Every later shard needs a tensor, too.
+        // Every later shard needs at least one tensor.
         while tensors.len() - end > shards - shard - 1 && (shard + 1 == shards || sum + tensors[end].bytes() <= share) {
             sum += tensors[end].bytes();
             end += 1;
@@ -285,16 +284,16 @@ fn write_shard(path: &Path, all: &[Tensor], range: std::ops::Range<usize>, seed:
     Ok(header.len() as u64 + begin)
 }
 
-/// 2^16 equally likely values of a distribution: one draw costs 16 random bits and a load.
+/// 2^16 equally likely values of a distribution: a sample costs 16 random bits and a load.
 type Quantiles = Box<[f32]>;
 
-/// Draws, so that the table has the tails that a sample of its size has.
+/// Random draws, so that the table has the tails of a sample of its size.
 static NORMAL: LazyLock<Quantiles> = LazyLock::new(|| {
     let mut random = Random::at(&[1]);
     (0..1 << 16).map(|_| random.normal() as f32).collect()
 });
 
-/// Student's t with 4 degrees of freedom, scaled to the variance 1, by its quantile function.
+/// Student's t distribution with 4 degrees of freedom, scaled to variance 1, by its quantile function.
 static HEAVY: LazyLock<Quantiles> = LazyLock::new(|| {
     (0..1 << 16)
         .map(|i| {
@@ -334,7 +333,7 @@ fn fill_row(out: &mut [u8], tensor: &Tensor, mut random: Random, mut of_tensor: 
             element.copy_from_slice(&bf16(value).to_le_bytes());
         }
     }
-    // A few exact zeros, and fewer subnormals: one element in 4096.
+    // One element in 4096 is an exact zero (usually) or a subnormal.
     let elements = out.len() / 2;
     let rest = (elements % 4096) as f64 / 4096.0;
     for _ in 0..elements / 4096 + usize::from(random.uniform() < rest) {

@@ -1,9 +1,9 @@
-//! What tests, benchmarks and demonstrations compress: a model that looks trained, and random weights of every kind.
+//! Input for tests, benchmarks and demonstrations: a model that looks trained, and random weights of every kind.
 
 pub mod demo_model;
 mod random;
 
-/// Whether a record of a finished shard would be looked at by a run that resumes: for a fuzz target.
+/// Whether a resuming run would accept these bytes as the record of a finished shard; for a fuzz target.
 pub fn is_resume_record(bytes: &[u8]) -> bool {
     crate::bundle::compress::journal::Record::parse(bytes).is_some()
 }

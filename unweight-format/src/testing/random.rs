@@ -1,10 +1,10 @@
-//! Random numbers and random weights: the one generator of this repository. The same seed gives the same bytes, on
+//! Random numbers and random weights: the only generator of this repository. The same seed yields the same bytes on
 //! every machine.
 
 use crate::Float;
 
-/// splitmix64. Small and deterministic, so that a failure names its seed; good enough for weights, and for nothing
-/// secret.
+/// The splitmix64 generator. It is small and deterministic, so that a failure is reproducible from its seed. Good
+/// enough for weights, not for secrets.
 #[derive(Debug, Clone)]
 pub struct Random(u64);
 
@@ -14,7 +14,7 @@ impl Random {
         Self(seed)
     }
 
-    /// A generator for a place that several numbers name, such as seed, tensor and row.
+    /// A generator for a position that several numbers identify, such as seed, tensor and row.
     pub fn at(place: &[u64]) -> Self {
         let mut random = Self(0x6a09_e667_f3bc_c908);
         for &number in place {
@@ -24,7 +24,7 @@ impl Random {
         random
     }
 
-    /// The next 64 bits.
+    /// Returns the next 64 bits.
     pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -32,28 +32,28 @@ impl Random {
         z ^ z >> 31
     }
 
-    /// A number below `bound`, which is not 0. (The bias is below `bound / 2^64`.)
+    /// Returns a number below `bound`, which must not be 0. (The bias is below `bound / 2^64`.)
     pub fn below(&mut self, bound: u64) -> u64 {
         self.bits() % bound
     }
 
-    /// In 0..1, 53 bits.
+    /// Returns a number in 0..1 with 53 random bits.
     pub fn uniform(&mut self) -> f64 {
         (self.bits() >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// From the normal distribution N(0, 1), by Box and Muller.
+    /// Samples the normal distribution N(0, 1), by the Box-Muller transform.
     pub fn normal(&mut self) -> f64 {
         (-2.0 * self.uniform().max(1e-300).ln()).sqrt() * (std::f64::consts::TAU * self.uniform()).cos()
     }
 
-    /// From Student's t distribution, by its definition.
+    /// Samples Student's t distribution, by its definition.
     pub fn student(&mut self, degrees: u32) -> f64 {
         let chi_squared: f64 = (0..degrees).map(|_| self.normal().powi(2)).sum();
         self.normal() / (chi_squared / f64::from(degrees)).sqrt()
     }
 
-    /// `count` bytes that do not compress.
+    /// Returns `count` bytes that do not compress.
     pub fn bytes(&mut self, count: usize) -> Vec<u8> {
         (0..count).map(|_| self.bits() as u8).collect()
     }
@@ -63,19 +63,19 @@ impl Random {
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub enum Weights {
-    /// N(0, sigma^2): 0.02 is a trained projection.
+    /// N(0, sigma^2); 0.02 is typical of a trained projection.
     Gaussian {
         /// Standard deviation.
         sigma: f64,
     },
-    /// N(0, 0.02^2) over the square of a uniform number: exponents far from each other, beyond any window of 16.
+    /// N(0, 0.02^2) divided by the square of a uniform number: the exponents exceed any window of 16.
     HeavyTails,
     /// Any sign and mantissa, exponent 126.
     OneExponent,
     /// Any sign and mantissa, exponents 120 to 122.
     FewExponents,
-    /// Sixteen exponents, all in a palette; each 64th row of a matrix of `cols` columns has the rare ones, and is
-    /// longer than 319 bits where codes may be long.
+    /// Sixteen exponents, all in a palette. Every 64th row of a matrix of `cols` columns has the rare ones, and is
+    /// longer than 319 bits if codes may be long.
     LongRows {
         /// Columns of the matrix.
         cols: usize,
@@ -84,19 +84,19 @@ pub enum Weights {
     Zeros,
     /// Subnormals of both signs; no zeros.
     Subnormals,
-    /// Inf and NaN, of every sign and payload.
+    /// Inf and NaN with every sign and payload.
     NonFinite,
-    /// Each of the 65,536 bit patterns in turn, from one that the seed chooses.
+    /// The 65,536 bit patterns in order, starting at one that the seed determines.
     AllPatterns,
-    /// Any bits.
+    /// Uniformly random bits.
     Noise,
 }
 
 impl Weights {
-    /// A trained projection.
+    /// Weights like those of a trained projection.
     pub const TRAINED: Self = Self::Gaussian { sigma: 0.02 };
 
-    /// Every kind.
+    /// All kinds.
     pub const ALL: [Self; 10] = [
         Self::TRAINED,
         Self::HeavyTails,
@@ -110,12 +110,12 @@ impl Weights {
         Self::Noise,
     ];
 
-    /// `elements` weights, two bytes each, little-endian.
+    /// Returns `elements` little-endian weights of two bytes.
     pub fn bytes(self, elements: usize, seed: u64) -> Vec<u8> {
         self.iter(seed).take(elements).flat_map(u16::to_le_bytes).collect()
     }
 
-    /// Weights without an end.
+    /// Returns an infinite iterator of weights.
     pub fn iter(self, seed: u64) -> impl Iterator<Item = u16> {
         let mut random = Random::new(seed);
         let mut pattern = random.bits() as u16;
@@ -144,7 +144,7 @@ impl Weights {
     }
 }
 
-/// Replaces about one element in `one_in`, at random, by weights of another kind.
+/// Replaces about one element in `one_in`, at random, with weights of another kind.
 pub fn sprinkle(weights: &mut [u8], one_in: u64, with: Weights, seed: u64) {
     let (mut random, mut others) = (Random::new(seed), with.iter(seed ^ 1));
     for element in weights.chunks_exact_mut(2) {
@@ -154,7 +154,7 @@ pub fn sprinkle(weights: &mut [u8], one_in: u64, with: Weights, seed: u64) {
     }
 }
 
-/// Rounds to the nearest BF16, ties to even; Inf stays Inf, and NaN some NaN.
+/// Rounds to the nearest BF16, ties to even; Inf stays Inf, and NaN stays NaN.
 pub fn bf16(value: f32) -> u16 {
     let bits = value.to_bits();
     if value.is_nan() {
@@ -163,8 +163,8 @@ pub fn bf16(value: f32) -> u16 {
     ((bits + (0x7fff + (bits >> 16 & 1))) >> 16) as u16
 }
 
-/// Weights of any type, little-endian: N(0, 0.02^2), and of FP8 as checkpoints have them, with a scale for each run of
-/// 128 x 128 that makes its largest one the type's.
+/// Weights of any type, little-endian, from N(0, 0.02^2). FP8 weights are scaled as in checkpoints: the largest of each
+/// run of 128 x 128 becomes the type's largest value.
 pub fn float_weights(float: Float, elements: usize, seed: u64) -> Vec<u8> {
     let mut random = Random::new(seed);
     let values: Vec<f32> = (0..elements).map(|_| (random.normal() * 0.02) as f32).collect();
@@ -182,15 +182,15 @@ pub fn float_weights(float: Float, elements: usize, seed: u64) -> Vec<u8> {
     bytes
 }
 
-/// The nearest number of a type, ties to even. The value is finite and no larger than the type's largest number.
+/// Rounds to the nearest number of a type, ties to even. The value is finite and at most the type's largest number.
 pub fn round_to(float: Float, value: f32) -> u32 {
     let (fraction, bias) = (float.fraction_bits(), (1 << (float.exponent_bits() - 1)) - 1);
     let sign = u32::from(value.is_sign_negative()) << (8 * float.bytes() - 1);
     let size = f64::from(value.abs());
-    // The binade, and no lower than the subnormals'.
+    // The value's binade, at least that of the subnormals.
     let exponent = ((size.to_bits() >> 52) as i32 - 1023).max(1 - bias);
     let steps = (size * 2f64.powi(fraction as i32 - exponent)).round_ties_even() as u32;
-    // A carry into the next exponent adds up by itself, as does the bit that is not stored.
+    // A carry into the exponent adds up by itself, as does the implicit leading bit.
     sign | ((((exponent + bias - 1) as u32) << fraction) + steps)
 }
 

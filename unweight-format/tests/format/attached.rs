@@ -1,4 +1,5 @@
-//! Kernels in a bundle: they come and go as one, no other byte changes, and nothing damaged is handed out.
+//! Attached kernels: they are added and removed together, no other byte changes, and damaged kernels are never
+//! returned.
 
 use std::{
     fs::{self, File},
@@ -31,7 +32,7 @@ fn kernel(name: &str, digit: char, binary: &'static [u8]) -> (AttachedKernel, &'
     (AttachedKernel::new(name.into(), "sm_90a".into(), source, by, binary), binary)
 }
 
-/// Out of order, and one of them twice.
+/// Kernels out of order, one of them twice.
 fn kernels() -> Vec<(AttachedKernel, &'static [u8])> {
     vec![
         kernel("uw_b", '1', b"the second"),
@@ -41,7 +42,7 @@ fn kernels() -> Vec<(AttachedKernel, &'static [u8])> {
     ]
 }
 
-/// Attaches what is made of the plan that is there.
+/// Attaches the plan that `change` makes of the current one.
 fn add_plan(dir: &Path, change: impl FnOnce(Option<&str>) -> String) -> Result<u64, BundleError> {
     attach_plan(dir, |old| Ok(change(old)))
 }
@@ -79,7 +80,7 @@ fn attach_and_detach_change_no_other_byte() {
     assert_eq!(read("uw_b", "1").as_deref(), Some("the second"));
     assert_eq!(read("uw_b", "2"), None);
 
-    // It is neither verified away nor rebuilt.
+    // Verify accepts the attached file, and decompress does not restore it.
     let report = verify(&dir, Some(&scratch.path("model")), &Silent).unwrap();
     assert!(report.is_ok(), "{:?}", report.problems);
     assert_eq!(report.attached_kernels, 3);
@@ -97,7 +98,7 @@ fn attach_and_detach_change_no_other_byte() {
     assert!(read_tree(&dir) == before);
 }
 
-/// A plan comes, is replaced, stays when kernels come, and goes with them; no kernel changes.
+/// A plan is added, replaced, kept when kernels are added, and removed with them; no kernel changes.
 #[test]
 fn a_plan_is_stored_next_to_kernels() {
     let scratch = Scratch::new();
@@ -107,7 +108,7 @@ fn a_plan_is_stored_next_to_kernels() {
     let plan = || attached().plan().map(str::to_owned);
     add_plan(&dir, |old| format!("a plan \u{fc}{}", old.unwrap_or_default())).unwrap();
     assert_eq!((plan().as_deref(), attached().kernels().len()), (Some("a plan \u{fc}"), 0));
-    // No kernels were there, so nothing is replaced.
+    // There are no kernels yet, so nothing is replaced.
     attach(&dir, &kernels(), false).unwrap();
     assert_eq!((plan().as_deref(), attached().kernels().len()), (Some("a plan \u{fc}"), 3));
     add_plan(&dir, |old| old.unwrap().replace("a plan \u{fc}", "another")).unwrap();
@@ -124,17 +125,18 @@ fn a_plan_is_stored_next_to_kernels() {
     assert!(report.is_ok() && report.attached_kernels == 1, "{:?}", report.problems);
     assert!(reason(add_plan(&dir, |_| "x".repeat(PLAN_BYTES_MAX + 1))).contains("above the limit"));
     assert_eq!(plan().as_deref(), Some("another"), "nothing changed");
-    // What is damaged is not rewritten as if it were sound.
+    // A damaged file is not rewritten as if it were sound.
     let path = dir.join(ATTACHED_NAME);
     let mut bytes = fs::read(&path).unwrap();
     *bytes.last_mut().unwrap() ^= 1;
     fs::write(&path, &bytes).unwrap();
     reason(add_plan(&dir, |_| "a third".to_owned()));
     reason(may_attach_plan(&dir));
-    // By force it could be.
+    // With force it could be replaced.
     may_attach(&dir).unwrap();
     assert!(fs::read(&path).unwrap() == bytes);
-    // By force it is replaced; the plan is in the index, which is sound, and stays. Without an index there is none.
+    // With force it is replaced. The plan is kept, because it is in the index, which is sound. Without an index there
+    // is none.
     for cut in [1, 10] {
         fs::write(&path, &bytes[..bytes.len() - cut]).unwrap();
         attach(&dir, &kernels(), true).unwrap();
@@ -146,12 +148,12 @@ fn a_plan_is_stored_next_to_kernels() {
     assert_eq!(plan(), None);
     detach(&dir).unwrap();
     assert!(read_tree(&dir) == before);
-    // Said before anything is compiled.
+    // The error comes before anything is compiled.
     fs::create_dir(&path).unwrap();
     assert!(matches!(may_attach(&dir), Err(BundleError::Io { path: at, .. }) if at == path));
 }
 
-/// Whoever attaches, detaches, or asks whether it can, waits for who is at it.
+/// Attaching, detaching and checking for them wait for the process that holds the lock.
 #[test]
 fn concurrent_attaches_wait_for_each_other() {
     let scratch = Scratch::new();
@@ -173,7 +175,7 @@ fn concurrent_attaches_wait_for_each_other() {
             drop(held);
         });
     }
-    // And what it makes of what is there by then.
+    // After waiting, they use the state at that time.
     let held = File::open(&dir).unwrap();
     held.lock().unwrap();
     std::thread::scope(|scope| {
@@ -187,14 +189,14 @@ fn concurrent_attaches_wait_for_each_other() {
     });
     let attached = Bundle::open(&dir).unwrap().attached().unwrap().unwrap();
     assert_eq!((attached.plan(), attached.kernels().len()), (Some("a plan"), 3));
-    // A change that fails changes nothing.
+    // A failed change changes nothing.
     let failed: Result<u64, Box<dyn std::error::Error>> = attach_plan(&dir, |_| Err("no".into()));
     assert_eq!(failed.unwrap_err().to_string(), "no");
     assert_eq!(may_attach_plan(&dir).unwrap().as_deref(), Some("a plan"));
     assert!(detach(&dir).unwrap().is_some_and(|gone| gone.had_plan));
 }
 
-/// Many who add to one plan at once: each waits for the others, and none is lost.
+/// Threads that extend a plan at the same time wait for each other, and no change is lost.
 #[test]
 fn concurrent_plans_are_merged() {
     let scratch = Scratch::new();
@@ -246,7 +248,7 @@ fn every_flipped_bit_and_truncation_is_detected() {
     fs::write(&path, [&good[..], b"x"].concat()).unwrap();
     reason(Attached::open(&path));
 
-    // And `verify` says so, of a kernel by its name and place; nothing else minds.
+    // `verify` reports the kernel by name and offset; nothing else is affected.
     let mut bytes = good.clone();
     *bytes.last_mut().unwrap() ^= 1;
     fs::write(&path, bytes).unwrap();
@@ -264,7 +266,7 @@ fn every_flipped_bit_and_truncation_is_detected() {
     assert_eq!(detach(&dir).unwrap().map(|gone| gone.bytes), Some(40));
 }
 
-/// A file with an index of one's own, under the right digest.
+/// A file with a given index under the correct digest.
 fn with_index(index: &str, binaries: &[u8]) -> Vec<u8> {
     let digest = Digest::of(index.as_bytes()).to_string();
     [b"unweight.kernels", &(index.len() as u64).to_le_bytes()[..], digest.as_bytes(), index.as_bytes(), binaries]
@@ -288,7 +290,7 @@ fn hostile_index_is_rejected() {
         fs::write(&path, with_index(index, binaries)).unwrap();
         Attached::open(&path)
     };
-    // The frame is right: of a newer minor version, with a field that nobody knows.
+    // The template is valid: it has a newer minor version and an unknown field.
     let good = open(&index(1, &[entry("uw_a", &source, "3")]), b"abc").unwrap().unwrap();
     assert_eq!(good.read(&good.kernels()[0]).unwrap(), b"abc");
 
@@ -298,7 +300,7 @@ fn hostile_index_is_rejected() {
     assert!(one(&"x".repeat(161), &source, "3").contains("its name"));
     assert!(one("uw_a", &"A".repeat(64), "3").contains("its source"));
     assert!(one("uw_a", "1", "3").contains("its source"));
-    // Sizes that would be read, or summed up, if they were believed.
+    // Sizes that would be read or summed if they were trusted.
     assert!(one("uw_a", &source, "0").contains("no bytes, or more"));
     assert!(one("uw_a", &source, "67108865").contains("no bytes, or more"));
     assert!(one("uw_a", &source, "18446744073709551615").contains("no bytes, or more"));
@@ -312,11 +314,11 @@ fn hostile_index_is_rejected() {
     for text in ["", "{}", "[]", r#"{"version":{"major":1,"minor":0}}"#] {
         reason(open(text, b""));
     }
-    // A binary that is not that of its entry.
+    // A binary that does not match its entry.
     let other = open(&index(1, &[entry("uw_a", &source, "3")]), b"abd").unwrap().unwrap();
     assert!(reason(other.read(&other.kernels()[0])).contains("expected"));
 
-    // An index of a terabyte in a file of as much: refused by its sizes, not read.
+    // An index of a terabyte in a file of that size is refused by its size, without reading it.
     let sparse = File::create(&path).unwrap();
     sparse.set_len(1 << 40).unwrap();
     assert!(reason(Attached::open(&path)).contains("above the limit"));
@@ -365,7 +367,7 @@ fn an_interrupted_attach_blocks_nothing() {
         plant(&partial, &outside);
         assert!(Bundle::open(&dir).unwrap().attached().unwrap().is_none());
         if !partial.is_symlink() {
-            // It is said what it is, and that nothing else is wrong.
+            // The problem is identified, and it is the only one.
             let problems = verify(&dir, None, &Silent).unwrap().problems;
             assert!(problems.len() == 1 && problems[0].is_extra, "{problems:?}");
             assert_eq!(problems[0].code, "attach-unfinished", "{problems:?}");
@@ -385,13 +387,13 @@ fn attached_file_name_is_reserved() {
     let scratch = Scratch::new();
     let dir = bundle(&scratch);
     attach(&dir, &kernels(), false).unwrap();
-    // Disposable: it does not keep a bundle from being replaced, and is not in the new one.
+    // Kernels are disposable: a bundle with kernels can be replaced, and the new one has none.
     compress(&scratch.path("model"), &dir, &CompressOptions::default().force(true), &Silent).unwrap();
     assert!(!dir.join(ATTACHED_NAME).exists());
     fs::write(scratch.path("model").join(ATTACHED_NAME), "mine").unwrap();
     let error = compress(&scratch.path("model"), &scratch.path("other"), &CompressOptions::default(), &Silent);
     assert!(matches!(error, Err(BundleError::ReservedFile { .. })), "{error:?}");
-    // The name under which an attachment grows may be a file of the source's: it is nobody's to remove.
+    // The source may contain a file with the temporary name of an attachment, which must not be removed.
     fs::remove_file(scratch.path("model").join(ATTACHED_NAME)).unwrap();
     let own = scratch.path("model").join("unweight.kernels.partial");
     fs::write(&own, "mine").unwrap();

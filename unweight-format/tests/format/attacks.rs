@@ -1,5 +1,5 @@
-//! A source that changes, a neighbour who plants things, a disk that fails: nothing is lost, nothing is fooled. Each
-//! test is a promise that an attack once broke.
+//! Sources that change, entries planted by other users, disks that fail: no data is lost, and no check is deceived.
+//! Each test covers a promise that an attack once broke.
 
 use std::{
     fs,
@@ -23,7 +23,7 @@ use unweight_format::{
 
 use crate::common::{self, Scratch, chain, read_tree, safetensors_file, small_model, tensor};
 
-/// Does something once, when the named file is begun or the first tensor of it is.
+/// Calls a function once, when the named file or its first tensor is started.
 struct When<F: Fn() + Sync> {
     tensor: bool,
     name: &'static str,
@@ -81,7 +81,7 @@ fn rewriting_the_source_in_place_is_detected() {
     for (tensor, at, file) in moments {
         let path = source.join(file);
         let before = fs::read(&path).unwrap();
-        // Same size, same name, other bytes; and the time set back, as an archiver does.
+        // Same size and name, other bytes; and the modification time restored, as archivers do.
         let rewrite = || {
             let modified = fs::metadata(&path).unwrap().modified().unwrap();
             let open = fs::File::options().write(true).open(&path).unwrap();
@@ -102,7 +102,7 @@ fn a_source_truncated_while_it_is_read_is_an_error_with_its_name() {
     let scratch = Scratch::new();
     let source = scratch.path("model");
     fs::create_dir(&source).unwrap();
-    // Several batches, so that there is something left to read.
+    // Several batches, so that something is left to read.
     let weights = Weights::TRAINED.bytes(8 << 20, 3);
     let tensors: Vec<_> = (0..6).map(|i| tensor(&format!("t{i}"), "BF16", &[2048, 4096], &weights)).collect();
     fs::write(source.join("a.safetensors"), safetensors_file(&[], &tensors)).unwrap();
@@ -152,7 +152,7 @@ fn compress_verifies_by_default() {
     assert_eq!(report.verified_tensors, report.tensors.len() as u64);
 }
 
-// ---- verify proves what decompress demands ----
+// ---- verify detects all that decompress detects ----
 
 #[test]
 fn a_wrong_sha256_is_found_by_verify_as_by_decompress() {
@@ -172,14 +172,14 @@ fn a_wrong_sha256_is_found_by_verify_as_by_decompress() {
     assert!(matches!(&error, BundleError::Mismatch { what, .. } if what.starts_with("SHA-256")), "{}", chain(&error));
 }
 
-/// `docs/format.md` B.4: every stored byte is compared with its digest, also where no weight depends on it.
+/// `docs/format.md` B.4: every stored byte is compared with its digest, even if no weight depends on it.
 #[test]
 fn decompress_detects_a_flip_in_padding() {
     let scratch = Scratch::new();
     let (source, out) = (scratch.path("model"), scratch.path("out"));
     small_model(&source);
     compress(&source, &out, &CompressOptions::default(), &Silent).unwrap();
-    // `encoded_exp` ends in zero words that no decoder looks at, unless the words happen to fill its 16 bytes.
+    // `encoded_exp` ends with zero words that no decoder reads, unless the words happen to fill its 16 bytes.
     let mut found = 0;
     for shard in ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"] {
         let path = out.join(shard);
@@ -230,7 +230,7 @@ fn impossible_file_names_are_rejected() {
 
 // ---- resuming ----
 
-/// Compresses in a child that aborts at a failpoint.
+/// Compresses in a child process that aborts at a failpoint.
 fn crash(root: &Path, what: &str, failpoint: &str) -> bool {
     let (what, fault) = match what.strip_suffix(" without a swap") {
         Some(what) => (what, "swap"),
@@ -255,7 +255,7 @@ fn child_command(root: &Path, what: &str) -> Command {
     command
 }
 
-/// Runs only as a child of other tests.
+/// Only runs as a child process of other tests.
 #[test]
 fn child() {
     let Ok(root) = std::env::var("UNWEIGHT_TEST_ROOT") else { return };
@@ -284,7 +284,7 @@ fn child() {
     }
 }
 
-/// After each tensor of a file whose parts do not lie as they come: what waits for the end is got ready again.
+/// Crashes after each tensor of a file that has deferred parts: these are prepared again.
 #[test]
 fn resume_keeps_every_tensor_finished_before_a_crash() {
     let scratch = Scratch::new();
@@ -311,8 +311,8 @@ fn resume_keeps_every_tensor_finished_before_a_crash() {
     }
 }
 
-/// Every crash point of the protocol, in a fresh run, one that replaces and one that rebuilds: the output is absent,
-/// the old one or the new one, never a part of one; a run after it ends in the same bytes, whether it resumes or not.
+/// Crashes at every failpoint, in a fresh run, one that replaces and one that decompresses. The output is absent, the
+/// old one or the new one, never partial. A later run results in the same bytes, whether it resumes or not.
 #[test]
 fn a_crash_at_any_point_leaves_all_or_nothing() {
     let scratch = Scratch::new();
@@ -339,7 +339,7 @@ fn a_crash_at_any_point_leaves_all_or_nothing() {
             }
             let expected = if what == "decompress" { &files } else { &new };
             match (what, out.exists()) {
-                // Where two names cannot be swapped there is a moment without either: the old one is aside.
+                // Without an exchange of names there is a moment without an output: the old one is set aside.
                 ("replace without a swap", false) => {
                     assert_eq!(*point.0, "set-aside");
                     assert!(read_tree(&scratch.path("out.partial/replaced")) == old);
@@ -352,7 +352,7 @@ fn a_crash_at_any_point_leaves_all_or_nothing() {
                 (_, true) => assert!(read_tree(&out) == *expected, "{what} {point:?}: a part of an output"),
                 (_, false) => assert!(crashed, "{what} {point:?}"),
             }
-            // Half of the time another run resumes, half of the time it starts anew.
+            // Alternate between runs that resume and runs that start over.
             let resume = point.1 == 1;
             let done = if what == "decompress" {
                 let options = DecompressOptions::default().resume(resume).force(true);
@@ -377,7 +377,7 @@ fn resume_rejects_shards_of_a_similar_model() {
     let (source, out) = (scratch.path("model"), scratch.path("out"));
     small_model(&source);
     assert!(crash(scratch.dir(), "compress", "synced"));
-    // Equal header, size and time: as two models unpacked from reproducible archives are.
+    // Equal header, size and time, as of two models unpacked from reproducible archives.
     for shard in ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"] {
         let path = source.join(shard);
         let modified = fs::metadata(&path).unwrap().modified().unwrap();
@@ -406,10 +406,10 @@ fn tampered_resume_record_is_ignored() {
     let text = &partial[records[0]];
     let json: serde_json::Value = serde_json::from_slice(&text[33..]).unwrap();
     let mut changed = Vec::new();
-    // Every value of the record by another of its kind, sealed again, as a bug or a hand would.
+    // Each value of the record replaced by another of its kind, with a new digest, as after a bug or an edit.
     values(&json, &mut Vec::new(), &mut changed);
     assert!(changed.len() > 100);
-    // Bytes as they come from a disk that lies.
+    // Flipped bits, as from a faulty disk.
     let flips = (0..text.len()).step_by(97).map(|at| {
         let mut flipped = text.clone();
         flipped[at] ^= 4;
@@ -428,14 +428,14 @@ fn tampered_resume_record_is_ignored() {
         fs::set_permissions(scratch.path("out.partial"), fs::Permissions::from_mode(0o700)).unwrap();
         let options = CompressOptions::default().resume(true).verify(VerifyAfter::None);
         compress(&source, &out, &options, &Silent).unwrap_or_else(|error| panic!("{i}: {}", chain(&error)));
-        // The one field that nothing else tells is the reason; it is under the digest of the record.
+        // The only field that nothing else determines is the reason, which the record's digest covers.
         let same = read_tree(&out) == whole;
         assert!(same || verify(&out, Some(&source), &Silent).unwrap().is_ok(), "{i}");
         fs::remove_dir_all(&out).unwrap();
     }
 }
 
-/// Copies of a document, each with one value changed.
+/// Returns copies of a document, each with one value changed.
 fn values(whole: &serde_json::Value, path: &mut Vec<String>, found: &mut Vec<serde_json::Value>) {
     let at = path.iter().fold(whole, |at, key| key.parse::<usize>().map_or(&at[key], |i| &at[i]));
     let changes: Vec<serde_json::Value> = match at {
@@ -470,7 +470,7 @@ fn values(whole: &serde_json::Value, path: &mut Vec<String>, found: &mut Vec<ser
     }
 }
 
-// ---- a neighbour ----
+// ---- other users ----
 
 #[test]
 fn links_planted_in_the_partial_folder_are_not_followed() {
@@ -521,7 +521,7 @@ fn links_planted_in_the_partial_folder_are_not_followed() {
     folder();
     fs::set_permissions(&partial, fs::Permissions::from_mode(0o777)).unwrap();
     refused("a folder that others may write to");
-    // Of another user: only root can make such a folder.
+    // A folder of another user; only root can make one.
     folder();
     let made = Command::new("chown").arg("1234").arg(&partial).stderr(Stdio::null()).status().unwrap().success();
     if made {
@@ -551,7 +551,7 @@ fn a_fifo_is_never_waited_for() {
         fs::remove_file(&path).unwrap();
         fs::write(&path, bytes).unwrap();
     }
-    // Which bundle it is of, it does not say; weights do without it.
+    // A pipe cannot name another bundle, and weights do not need `config.json`.
     let _ = fs::remove_file(out.join("config.json"));
     assert!(Command::new("mkfifo").arg(out.join("config.json")).status().unwrap().success());
     assert!(Bundle::open_weights(&out).is_ok());
@@ -599,7 +599,7 @@ fn sizes_that_overflow_are_rejected() {
         assert!(chain(&error).contains("add up to more than 2^63"), "{}", chain(&error));
         assert_eq!(error.class(), ErrorClass::Mismatch);
     }
-    // Files of that size, all holes, where a file system has room for their sizes: in memory.
+    // Sparse files of that size, where the file system supports the sizes: in memory.
     let Ok(dir) = tempfile::tempdir_in("/dev/shm") else { return };
     small_model(&dir.path().join("model"));
     let huge = |name: &str| {
@@ -619,7 +619,7 @@ fn sizes_that_overflow_are_rejected() {
     }
 }
 
-/// What a reader would refuse is refused before it is written.
+/// The writer refuses what a reader would refuse, before writing it.
 #[test]
 fn reader_and_writer_have_the_same_limits() {
     let scratch = Scratch::new();
@@ -649,7 +649,7 @@ fn reader_and_writer_have_the_same_limits() {
     }
 }
 
-/// A model whose manifest nobody would read: known by its names alone, or when the manifest is made; never after it has
+/// A manifest that readers would refuse is detected by the names alone or when it is made, never after the bundle has
 /// its name.
 #[test]
 fn oversized_manifest_is_not_published() {
@@ -666,13 +666,13 @@ fn oversized_manifest_is_not_published() {
         let error = compress(&source, &out, &CompressOptions::default(), &Silent).unwrap_err();
         assert!(matches!(error, BundleError::ManifestTooLarge { limit: 134_217_728, .. }), "{}", chain(&error));
         assert!(!out.exists());
-        // By the names: before anything is written.
+        // Detected by the names, before anything is written.
         assert_eq!(scratch.path("out.partial").exists(), name_bytes < 1000);
         fs::remove_dir_all(source).unwrap();
     }
 }
 
-/// A shard of terabytes that is a hole: an error, not the end of the process.
+/// A sparse shard of terabytes is an error; it does not kill the process.
 #[test]
 fn a_sparse_shard_is_refused_before_it_is_held_in_memory() {
     let scratch = Scratch::new();
@@ -703,7 +703,7 @@ fn a_sparse_shard_is_refused_before_it_is_held_in_memory() {
         entries.push(serde_json::json!({ "name": name, "bytes": bytes, "digest": "0".repeat(32) }));
     }
     let source_header = header["unweight.source_header"]["shape"][0].as_u64().unwrap();
-    // What is looked at before the weights is as it should be.
+    // Everything that is checked before the weights is valid.
     let from = header["unweight.source_header"]["data_offsets"][0].as_u64().unwrap() as usize;
     let data = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
     let sound_header = &whole[data + from..data + from + source_header as usize];
@@ -727,16 +727,16 @@ fn a_sparse_shard_is_refused_before_it_is_held_in_memory() {
         file["shard_header_bytes"] = (shard.len() as u64).into();
         file["shard_header_digest"] = Digest::of(&shard).to_string().into();
     });
-    // The 32 GiB of the tensor in a process that may have 8, whatever the machine has: refused, not the end of it.
+    // The tensor of 32 GiB, in a process limited to 8 GiB, is refused without killing the process.
     for what in ["verify in 8 GiB", "decompress in 8 GiB"] {
         let output = child_command(scratch.dir(), what).output().unwrap();
         let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).concat();
-        // A disk that is too small is told first.
+        // Too small a disk is reported first.
         let no_room = what.starts_with("decompress") && text.contains("disk-full: ");
         let no_memory = text.contains("memory-insufficient: ") && text.contains("a.safetensors: 34359738368 bytes");
         assert!(no_memory || no_room, "{text}");
     }
-    // And above the format's limit.
+    // A tensor above the format's limit.
     reseal(&out, |manifest| {
         let tensor = &mut manifest["files"][0]["tensors"][0];
         tensor["shape"] = serde_json::json!([rows * 4, cols]);

@@ -1,4 +1,4 @@
-//! Whole models through the bundle and back, and everything that must be refused.
+//! Whole models through compress and decompress, and everything that must be refused.
 
 use std::{
     collections::BTreeMap,
@@ -127,7 +127,7 @@ fn sprinkled(elements: usize, step: usize, other: impl Fn(usize) -> u16) -> Vec<
     bytes
 }
 
-/// What cannot be packed falls back by the rule of docs/format.md B.6, and everything comes back bit for bit.
+/// Tensors that cannot be packed get the fallback of docs/format.md B.6, and everything is restored bit for bit.
 #[test]
 fn packed_profile_falls_back_with_a_reason() {
     let scratch = Scratch::new();
@@ -136,13 +136,13 @@ fn packed_profile_falls_back_with_a_reason() {
     let special = [0u16, 0x8000, 1, 0x807f, 0x7f80, 0xff80, 0x7f81, 0xffff, 0x0080];
     let mut rng = Random::new(22);
     let wide: Vec<u8> = (0..128 * 128).flat_map(|_| (rng.bits() as u16).to_le_bytes()).collect();
-    // Student t with one degree of freedom: 1.4 % outside any window.
+    // Student t with one degree of freedom: 1.4 % are outside any window.
     let mut cauchy = || half::bf16::from_f64(0.001 * rng.normal() / rng.normal()).to_le_bytes();
     let heavy: Vec<u8> = (0..128 * 128).flat_map(|_| cauchy()).collect();
     let n = 128 * 128;
     let (packed, palette, raw) = (EncodingId::PACKED, EncodingId::PALETTE, EncodingId::RAW);
     let outside = "% of the elements lie outside the best window of 16 exponents, the limit is 0.39 %";
-    // Name, shape, weights, encoding, and what its reason says.
+    // Name, shape, weights, encoding, and parts of the reason.
     type Case<'a> = (&'a str, [usize; 2], Vec<u8>, EncodingId, &'a [&'a str]);
     let cases: [Case<'_>; 11] = [
         ("normal", [128, 128], common::weights(n, 1), packed, &[]),
@@ -185,7 +185,7 @@ fn packed_profile_falls_back_with_a_reason() {
             "{name}: {text}"
         );
         assert!(bundle.tensor(name).unwrap().decode().unwrap() == *bytes, "{name}");
-        // The same into memory that has something in it, and nothing of another size.
+        // Decode into memory that is not zero, and refuse buffers of another size.
         let file = bundle.tensors().find(|tensor| tensor.entry().name == *name).unwrap().file();
         let mut own = vec![0xa5; bytes.len() + 1];
         let stored = bundle.tensor(name).unwrap();
@@ -204,7 +204,7 @@ fn packed_profile_falls_back_with_a_reason() {
         assert!(refused, "{name}");
         assert!(own.iter().all(|byte| *byte == 0xa5), "{name}: nothing is written");
         assert_eq!(bundle.tensor(name).unwrap().entry().reason, got.reason);
-        // A plan looks at samples: of such small tensors at all of them, but not for single elements.
+        // A plan uses samples: of such small tensors the sample is everything, but single elements are not checked.
         if *name != "huge" {
             assert_eq!((planned.tensors[i].encoding, &planned.tensors[i].reason), (*encoding, &got.reason), "{name}");
         }
@@ -334,7 +334,7 @@ fn a_name_in_two_files_is_ambiguous_until_the_file_is_named() {
     assert_eq!(bundle.tensors().count(), 2);
 }
 
-/// A model with `config.json` beside weights, deeper beside weights, and where no weights are.
+/// A model with a `config.json` next to weights, another in a subfolder with weights, and one without weights.
 fn configured(scratch: &Scratch, name: &str, config: &[u8]) -> std::path::PathBuf {
     let source = scratch.path(name);
     let file = safetensors_file(&[], &[tensor("t", "BF16", &[128, 64], &common::weights(128 * 64, 1))]);
@@ -380,7 +380,7 @@ fn config_json_names_its_weights() {
     }
     assert_ne!(digests[0], digests[1], "bundles are told apart");
 
-    // Another README is another manifest, but the same weights.
+    // Another README changes the manifest, but not the digest of the weights.
     let digest = |source: &Path, name: &str| {
         compress(source, &scratch.path(name), &CompressOptions::default(), &Silent).unwrap();
         let manifest = Bundle::open(&scratch.path(name)).unwrap().manifest().clone();
@@ -392,7 +392,7 @@ fn config_json_names_its_weights() {
     let after = digest(&source, "after");
     assert!(before.0 == after.0 && before.1 != after.1);
 
-    // The name of the copy is taken, by a file or by a folder; so are the bundle's own names.
+    // The name of the copy may be taken by a file or a folder, as may the bundle's own names.
     let taken = |name: &str| {
         let error = compress(&source, &scratch.path("out"), &CompressOptions::default(), &Silent).unwrap_err();
         assert!(matches!(&error, BundleError::ReservedFile { path } if path.ends_with(name)), "{name}: {error}");
@@ -409,7 +409,7 @@ fn config_json_names_its_weights() {
     }
 }
 
-/// Files of two bundles in one folder, as a download that was begun again leaves them.
+/// Files of two bundles in one folder, as left by a repeated download.
 #[test]
 fn config_of_another_bundle_is_rejected() {
     let scratch = Scratch::new();
@@ -426,7 +426,7 @@ fn config_of_another_bundle_is_rejected() {
         let error = Bundle::open_weights(&one).unwrap_err();
         assert!(matches!(&error, BundleError::OtherConfig { path, .. } if *path == config), "{error}");
         assert_eq!(error.class(), ErrorClass::Mismatch);
-        // Whatever else it is, it names no other weights.
+        // Any other contents do not name other weights.
         let digest = manifest::weights_digest(&Bundle::open_weights(&two).unwrap().manifest().files).to_string();
         for text in [
             format!("{{\"quantization_config\": {{\"quant_method\": \"fp8\", \"manifest\": \"{digest}\"}}}}"),
@@ -440,12 +440,12 @@ fn config_of_another_bundle_is_rejected() {
         }
         fs::write(&config, own).unwrap();
     }
-    // No weights are beside it.
+    // This folder contains no weights.
     fs::copy(two.join("config.json"), one.join("elsewhere/config.json")).unwrap();
     assert!(Bundle::open_weights(&one).is_ok());
 }
 
-/// A key that says nothing gets the value; a method of its own stays, and the key that makes others refuse is added.
+/// A key with `null` gets the value; another method is kept, and the key that makes other readers refuse is added.
 #[test]
 fn config_gets_a_quantization_method() {
     let scratch = Scratch::new();
@@ -475,7 +475,7 @@ fn config_that_cannot_be_marked_is_copied_unchanged() {
     ];
     for (name, text, reason) in cases {
         let source = configured(&scratch, name, text);
-        // Where nothing is changed, no name is taken either.
+        // If nothing is changed, no name is reserved either.
         fs::write(source.join("config.json.source"), "mine").unwrap();
         let files = round_trip(&source, &CompressOptions::default());
         assert!(files["config.json"] == text && files["config.json.source"] == b"mine", "{name}");
@@ -487,7 +487,7 @@ fn config_that_cannot_be_marked_is_copied_unchanged() {
     }
 }
 
-/// A hub repository with an edited README, and a download of the weights alone.
+/// A hub repository with an edited README, and a download of only the weights.
 #[test]
 fn weights_open_without_the_other_files() {
     let scratch = Scratch::new();
@@ -523,7 +523,7 @@ fn weights_open_without_the_other_files() {
     let error = Bundle::open_weights(&made).unwrap().copied("README.md", 1000).unwrap_err();
     assert!(matches!(&error, BundleError::Mismatch { file, .. } if file == "README.md"), "{error}");
 
-    // The manifest and the shards alone.
+    // Only the manifest and the shards.
     for name in whole.keys().filter(|name| !name.ends_with(".safetensors") && *name != "unweight.json") {
         fs::remove_file(made.join(name)).unwrap();
     }
@@ -689,7 +689,7 @@ fn outputs_are_not_overwritten_without_force() {
     assert!(matches!(error, BundleError::OutputExists { .. }), "{error}");
     assert_eq!(fs::read(out.join("precious")).unwrap(), b"x");
 
-    // Not even by force: nothing says that it may go.
+    // Force does not replace it either: the file is not known to be disposable.
     let forced = options.clone().force(true);
     let error = compress(&source, &out, &forced, &Silent).unwrap_err();
     assert!(matches!(&error, BundleError::NotReplaceable { file, .. } if file == "precious"), "{error}");
@@ -697,12 +697,12 @@ fn outputs_are_not_overwritten_without_force() {
     compress(&source, &out, &forced, &Silent).unwrap();
     compress(&source, &out, &forced, &Silent).unwrap();
     assert!(verify(&out, None, &Silent).unwrap().is_ok());
-    // A bundle with a file of somebody else's.
+    // A bundle with an additional file.
     fs::write(out.join("precious"), "x").unwrap();
     let error = compress(&source, &out, &forced, &Silent).unwrap_err();
     assert!(matches!(error, BundleError::NotReplaceable { .. }), "{error}");
     fs::remove_file(out.join("precious")).unwrap();
-    // What decompress made is replaced by decompress, and only that.
+    // The output of decompress can be replaced by decompress, and only by it.
     let (back, forced) = (scratch.path("back"), DecompressOptions::default().force(true));
     decompress(&out, &back, &DecompressOptions::default(), &Silent).unwrap();
     decompress(&out, &back, &forced, &Silent).unwrap();
@@ -721,7 +721,7 @@ fn outputs_are_not_overwritten_without_force() {
     assert!(read_tree(&source) == before, "the source is never written to");
 }
 
-/// Cancels after a number of bytes; tries to start a second writer when it does.
+/// Cancels after a number of bytes, and then tries to start a second writer.
 struct CancelAfter<F: Fn() + Sync> {
     bytes: u64,
     done: AtomicU64,
@@ -803,7 +803,7 @@ fn resume_restarts_when_options_or_source_change() {
     fs::remove_dir_all(&out).unwrap();
 
     interrupt();
-    // Other weights under the same header.
+    // Other weights with the same header.
     let shard = source.join("model-00001-of-00003.safetensors");
     let mut bytes = fs::read(&shard).unwrap();
     let last = bytes.len() - 1;
@@ -815,7 +815,7 @@ fn resume_restarts_when_options_or_source_change() {
     assert!(verify(&out, Some(&source), &Silent).unwrap().is_ok());
 }
 
-/// The encoder of this crate, which counts what it encodes.
+/// Counts the tensors that this crate's encoder encodes.
 struct Counting(AtomicU64);
 
 impl Encoder for Counting {
@@ -837,7 +837,7 @@ fn write_tree(root: &Path, tree: &BTreeMap<String, Vec<u8>>) {
     }
 }
 
-/// Keeps the reasons for starting over.
+/// Stores the reasons for starting over.
 #[derive(Default)]
 struct StartsOver(Mutex<Vec<String>>);
 
@@ -847,7 +847,7 @@ impl Progress for StartsOver {
     }
 }
 
-/// Shards and beginnings of shards: a run that resumes with other options says so, once.
+/// With finished or unfinished shards, a run that resumes with other options reports once that it starts over.
 #[test]
 fn resume_with_other_options_says_that_it_starts_over() {
     let scratch = Scratch::new();
@@ -874,7 +874,7 @@ fn resume_with_other_options_says_that_it_starts_over() {
     }
 }
 
-/// One file is not begun again: what is written of it, sound and of this source is taken over, and nothing else.
+/// A file is continued: its sound prefix that matches the source is taken over, and nothing else.
 #[test]
 fn resume_continues_inside_a_file() {
     let scratch = Scratch::new();
@@ -935,7 +935,7 @@ fn resume_continues_inside_a_file() {
         assert!(tree == whole, "{what}");
         assert!(less < kept || what == "a shard that goes on" || what == "the shard's last byte", "{what}: {less}");
     }
-    // Of other options or another source nothing is taken over.
+    // Nothing is taken over from other options or another source.
     write_tree(&partial, &left);
     let other = options.clone().sha256(false);
     assert_eq!(resume(&other, "other options").1, 0);
@@ -946,7 +946,7 @@ fn resume_continues_inside_a_file() {
     compress(&source, &out, &options, &Silent).unwrap();
     assert!(tree == read_tree(&out), "another source");
 
-    // And back.
+    // The same for decompression.
     let (back, partial) = (scratch.path("back"), scratch.path("back.partial"));
     let options = DecompressOptions::default().ram_bytes(Some(1 << 20));
     decompress(&out, &back, &options, &half(nothing)).unwrap_err();
@@ -988,7 +988,7 @@ fn file_modes_and_times_are_restored() {
     for (i, name) in names.iter().enumerate() {
         let file = fs::File::options().write(true).open(source.join(name)).unwrap();
         file.set_modified(SystemTime::UNIX_EPOCH + Duration::new(1_000_000_000 + i as u64, 123_000_000)).unwrap();
-        // The mask of those who run tests leaves the user's own bits alone.
+        // The umask does not affect the user's own permissions.
         let mode = [0o600, 0o700, 0o400, 0o4700][i % 4];
         file.set_permissions(fs::Permissions::from_mode(mode)).unwrap();
     }
@@ -996,10 +996,10 @@ fn file_modes_and_times_are_restored() {
     decompress(&bundle, &back, &DecompressOptions::default(), &Silent).unwrap();
     for name in &names {
         let (mode, modified) = facts(&source, name);
-        // A program's rights are not handed on.
+        // The setuid bit is not restored.
         assert_eq!(facts(&back, name), (mode & 0o777, modified), "{name}");
     }
-    // The bytes of a bundle have nothing of it.
+    // The bytes of a bundle do not depend on modes and times.
     let tree = read_tree(&bundle);
     fs::remove_dir_all(&bundle).unwrap();
     names.iter().for_each(|name| fs::set_permissions(source.join(name), fs::Permissions::from_mode(0o644)).unwrap());
@@ -1007,7 +1007,7 @@ fn file_modes_and_times_are_restored() {
     assert!(read_tree(&bundle) == tree);
 }
 
-/// Sums what is announced and what is done.
+/// Sums the announced and the completed bytes.
 #[derive(Default)]
 struct Sums {
     announced: AtomicU64,
@@ -1028,7 +1028,7 @@ impl Progress for Sums {
 fn progress_ends_at_the_announced_total() {
     let scratch = Scratch::new();
     let (source, bundle) = (scratch.path("source"), scratch.path("bundle"));
-    // One tensor is larger than what is moved as a whole.
+    // One tensor is larger than the limit of those copied as a whole.
     demo_model::write(&source, &DemoOptions { layers: 2, vocab: 512, shards: 2, ..DemoOptions::default() }).unwrap();
     let header = r#"{"big":{"dtype":"F32","shape":[18000000],"data_offsets":[0,72000000]}}"#;
     let big = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &vec![1; 72_000_000]].concat();

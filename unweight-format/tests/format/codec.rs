@@ -1,4 +1,4 @@
-//! The fast codec against the oracle: same bytes out of the encoders, same weights out of the decoders.
+//! The fast codec against the oracle: the encoders produce the same bytes, the decoders the same weights.
 
 use std::ops::Range;
 
@@ -57,7 +57,7 @@ fn sprinkled(rows: usize, cols: usize, one_in: u64, seed: u64, other: impl Fn(u6
     bytes
 }
 
-/// Fast and slow packer agree, in the tensor or in the reason; every way back gives the weights.
+/// Fast and slow packer agree in the tensor or the reason, and every decoder restores the weights.
 fn check_packed(bytes: &[u8], rows: usize, cols: usize) -> Result<PackedTensor<Vec<u8>>, Unpackable> {
     let matrix = Matrix::new(bytes, rows, cols).unwrap();
     let fast = packed::pack(matrix, &Histogram::of(bytes));
@@ -87,7 +87,7 @@ proptest! {
     ) {
         let (rows, cols) = (64 * tile_rows, 64 * tile_cols);
         _ = check_packed(&kind.bytes(rows * cols, seed), rows, cols);
-        // Any bits (the largest have no operand), those below 2, zeros and subnormals.
+        // Any bits (the largest have no operand), bits below 2, zeros and subnormals.
         _ = check_packed(&sprinkled(rows, cols, one_in, seed, |bits| bits as u16 & mask), rows, cols);
     }
 }
@@ -97,15 +97,15 @@ fn part_of(bytes: &[u8], columns: usize, rows: Range<usize>, cols: Range<usize>)
     rows.flat_map(|row| bytes[2 * (row * columns + cols.start)..2 * (row * columns + cols.end)].to_vec()).collect()
 }
 
-/// A sliced tensor is that part of the weights, with sections that pass every check of stored ones.
+/// A slice contains that part of the weights, and its sections pass all checks of stored ones.
 fn check_slice(tensor: &PackedTensor<Vec<u8>>, bytes: &[u8], rows: Range<usize>, cols: Range<usize>) -> u64 {
     let expected = part_of(bytes, tensor.grid().cols(), rows.clone(), cols.clone());
     let part = tensor.slice(rows.clone(), cols.clone()).unwrap();
     assert_eq!((part.grid().rows(), part.grid().cols()), (rows.len(), cols.len()));
     assert!(part.unpack() == expected && oracle::unpack(&part) == expected, "{rows:?} {cols:?}");
     assert_eq!(part.window(), tensor.window());
-    // The sections, padded as in a shard, read back; window and weights determine every byte, so they are the oracle's
-    // if it takes this window.
+    // The padded sections can be read back. Window and weights determine every byte, so they equal the oracle's if it
+    // chooses this window.
     let sections = |section| part.section(section).unwrap().into_owned();
     let stored = PackedTensor::from_sections(part.grid(), sections).unwrap();
     assert_eq!(stored, part);
@@ -128,7 +128,7 @@ proptest! {
         let (rows, cols) = (64 * tile_rows, 64 * tile_cols);
         let mut bytes = sprinkled(rows, cols, one_in, seed, |bits| bits as u16 & mask);
         if at_borders {
-            // The corners of every tile, and lists across its last rows.
+            // Escapes in the corners of every tile, and lists across its last rows.
             bytes = Weights::TRAINED.bytes(rows * cols, seed);
             for (row, col) in (0..rows).flat_map(|row| (0..cols).map(move |col| (row, col))) {
                 if matches!((row % 64, col % 64), (0 | 63, 0 | 63) | (50, 63)) {
@@ -136,7 +136,7 @@ proptest! {
                 }
             }
         }
-        // More escapes than the limit by chance.
+        // By chance there may be more escapes than the limit.
         let Ok(tensor) = packed::pack(Matrix::new(&bytes, rows, cols).unwrap(), &Histogram::of(&bytes)) else {
             return Ok(());
         };
@@ -155,7 +155,7 @@ proptest! {
             part.slice(inner_r.clone(), inner_c.clone()).unwrap()
                 == tensor.slice(whole(&r, &inner_r), whole(&c, &inner_c)).unwrap()
         );
-        // Ranks along either axis share every escape.
+        // The ranks of a split along either axis share all escapes.
         let along_n: u64 = (0..tile_rows).map(|t| check_slice(&tensor, &bytes, 64 * t..64 * (t + 1), 0..cols)).sum();
         let along_k: u64 = (0..tile_cols).map(|t| check_slice(&tensor, &bytes, 0..rows, 64 * t..64 * (t + 1))).sum();
         prop_assert_eq!((along_n, along_k), (tensor.escape_count(), tensor.escape_count()));
@@ -191,14 +191,14 @@ fn special_values_are_packed_exactly() {
         ("all of them", |bits| SPECIAL[bits as usize % SPECIAL.len()]),
     ];
     for (name, other) in cases {
-        // 0x7f7f has no operand once it is multiplied; window bases of such weights are at 112 and below.
+        // 0x7f7f has no operand after scaling; windows of such weights have bases of at most 112.
         let bytes = sprinkled(128, 192, 400, 5, other);
         match check_packed(&bytes, 128, 192) {
             Ok(tensor) => assert!(tensor.escape_count() > 20 && tensor.max_escapes() > 1, "{name}"),
             Err(why) => assert!(name == "all of them" && matches!(why, Unpackable::Operand { .. }), "{name}: {why}"),
         }
     }
-    // All exponents at once are too many for any window.
+    // All bit patterns together have too many escapes for any window.
     let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
     assert!(matches!(check_packed(&all, 256, 256), Err(Unpackable::Escapes { elements: 65536, .. })));
 }
@@ -219,7 +219,7 @@ fn escape_limit_is_one_in_256() {
 
 #[test]
 fn first_element_without_exact_operand_is_named() {
-    // Weights around 2^10: a subnormal has no operand. Two of them, in different tiles, row-major before tile order.
+    // Weights around 2^10: subnormals have no operand. The first in row-major order is not the first in tile order.
     let mut bytes: Vec<u8> = (0..192 * 192).flat_map(|_| 0x4480u16.to_le_bytes()).collect();
     for (row, col) in [(70, 3), (40, 190)] {
         bytes[(row * 192 + col) * 2..][..2].copy_from_slice(&[1, 0]);
@@ -242,7 +242,7 @@ fn packing_does_not_depend_on_the_number_of_threads() {
     assert!(one.unpack() == bytes, "several bands");
 }
 
-/// Sections of a packed tensor with one of them changed.
+/// The sections of a packed tensor with one of them changed.
 fn tampered_packed(change: impl Fn(Section, &mut Vec<u8>)) -> Result<PackedTensor<Vec<u8>>, CodecError> {
     let bytes = sprinkled(128, 128, 300, 9, |_| 0);
     let tensor = packed::pack(Matrix::new(&bytes, 128, 128).unwrap(), &Histogram::of(&bytes)).unwrap();
@@ -264,7 +264,7 @@ fn each_broken_rule_of_the_packed_encoding_has_its_error() {
                 }
             });
             let is_right = match section {
-                // Without lists, the first head that names one is wrong.
+                // Without lists, the first head that refers to one is wrong.
                 Section::ESCAPES => matches!(wrong, Err(CodecError::SectionBytes { .. } | CodecError::Row { .. })),
                 _ => matches!(wrong, Err(CodecError::SectionBytes { .. })),
             };
@@ -319,7 +319,7 @@ fn each_broken_rule_of_the_packed_encoding_has_its_error() {
         let error = tampered_packed(change).unwrap_err().to_string();
         assert!(error.contains(message), "{message}: {error}");
     }
-    // An operand that no weight has: multiplied back, it would be above the largest bf16.
+    // An operand without a weight: scaled back, it would exceed the largest bf16.
     let bytes: Vec<u8> = (0..4096).flat_map(|_| 0x7e80u16.to_le_bytes()).collect();
     let tensor = packed::pack(Matrix::new(&bytes, 64, 64).unwrap(), &Histogram::of(&bytes)).unwrap();
     assert!(tensor.window().base() > 112);
@@ -420,7 +420,7 @@ fn a_survey_counts_and_digests() {
     assert_eq!(survey.histogram, Histogram::of(&bytes));
 }
 
-/// Sections of a valid tensor with one of them changed.
+/// The sections of a valid tensor with one of them changed.
 fn tampered(change: impl Fn(Section, &mut Vec<u8>)) -> Result<HuffmanTensor<Vec<u8>>, CodecError> {
     let bytes = Weights::HeavyTails.bytes(130 * 192, 6);
     let tensor = huffman::encode(Matrix::new(&bytes, 130, 192).unwrap(), CodeLimit::DEFAULT).unwrap();
@@ -463,7 +463,7 @@ fn each_broken_invariant_has_its_own_error() {
         matches!(offset, Err(CodecError::TileMetadata { tile: 1, field: "verbatim_row_offset", .. })),
         "{offset:?}"
     );
-    // Tiles 6..9 have two rows of the matrix: row 5 is padding.
+    // Tiles 6..9 have two matrix rows, so row 5 is a pad row.
     let pad = tampered(|s, bytes| {
         if s == Section::TILE_METADATA {
             bytes[6 * TileMetadata::BYTES + 8] |= 1 << 5
@@ -518,7 +518,7 @@ fn damaged_codes_never_panic() {
                 assert!(*decoded != bytes || at + 4 >= words || slow.is_err(), "a flipped code bit changes something")
             }
         }
-        // The oracle also looks at single rows and at the bits between tiles.
+        // The oracle also checks single rows and the bits between tiles.
         assert!(fast.is_ok() || slow.is_err(), "the fast decoder may not be the stricter one");
         let _ = huffman::transcode(&damaged);
     }
@@ -539,8 +539,8 @@ fn wrong_buffers_are_refused() {
     assert!(TileGrid::new(usize::MAX, 2).is_err());
 }
 
-/// What the compact encoder makes comes back, by both decoders and from stored sections; what it refuses is refused for
-/// a reason.
+/// Encodes to the compact encoding, and checks that both decoders restore the weights, also from stored sections.
+/// Returns the reason of a refusal.
 fn check_compact(bytes: &[u8], rows: usize, cols: usize) -> Result<CompactTensor<Vec<u8>>, Uncompact> {
     let matrix = Matrix::new(bytes, rows, cols).unwrap();
     let tensor = compact::encode(matrix, &Histogram::of(bytes))?;
@@ -556,7 +556,7 @@ fn check_compact(bytes: &[u8], rows: usize, cols: usize) -> Result<CompactTensor
     Ok(tensor)
 }
 
-/// Operands times the scale are the weights, straight from the definition of the fragment.
+/// By the definition of the fragment, operands times the scale are the weights.
 fn check_operands(tensor: &CompactTensor<Vec<u8>>, matrix: Matrix<'_>) {
     let grid = tensor.grid();
     for tile in 0..grid.tiles() {
@@ -587,7 +587,7 @@ proptest! {
         _ = check_compact(&sprinkled(rows, cols, one_in, seed, |bits| bits as u16 & mask), rows, cols);
     }
 
-    /// Exponents of any shares, down to those of one element in many: long codes, quads without a code, escapes in and
+    /// Exponents with any frequencies, including very rare ones: long codes, quads without a code, escapes inside and
     /// outside the window.
     #[test]
     fn compact_round_trips_with_any_exponents(
@@ -611,7 +611,7 @@ fn trained_weights_take_less_than_10_85_bits() {
     let tensor = check_compact(&bytes, 1024, 1024).unwrap();
     let bits = tensor.stored_bytes() as f64 * 8.0 / (1024.0 * 1024.0);
     assert!(bits <= 10.85 && bits > 10.6, "{bits}");
-    // A kernel has to patch less than one element a tile.
+    // On average a kernel patches less than one element per tile.
     assert!(tensor.escape_count() < tensor.grid().tiles() as u64, "{}", tensor.escape_count());
     assert!(tensor.max_stream_bytes() < 640, "{}", tensor.max_stream_bytes());
 }
@@ -622,12 +622,12 @@ fn packed_round_trips_every_bit_pattern() {
     let bytes = sprinkled(256, 192, 400, 5, |bits| special[bits as usize % special.len()]);
     let tensor = check_compact(&bytes, 256, 192).unwrap();
     assert!(tensor.escape_count() > 80, "{}", tensor.escape_count());
-    // Each of the 65,536 patterns once, among so many others that their share of escapes is allowed.
+    // Each of the 65,536 patterns once, among enough other weights that so many escapes are allowed.
     let every = |i: usize| i.is_multiple_of(300).then_some((i / 300) as u16);
     let mut bytes = Weights::TRAINED.bytes(4800 * 4096, 6);
     let mut with_operand = 0usize;
     for (i, element) in bytes.chunks_exact_mut(2).enumerate() {
-        // The largest have no operand where the base is below 96, nor have the least subnormals where it is above.
+        // The largest have no operand if the base is below 96, the smallest subnormals if it is above.
         if let Some(bits) = every(i).filter(|bits| bits >> 7 & 255 <= 220 || bits >> 7 & 255 == 255) {
             element.copy_from_slice(&bits.to_le_bytes());
             with_operand += 1;
@@ -647,13 +647,13 @@ fn misfits_of_the_compact_encoding_are_named() {
     assert_eq!(encode(&Weights::TRAINED.bytes(64 * 65, 1), 64, 65), Uncompact::Shape);
     let noise = Weights::Noise.bytes(64 * 64, 1);
     assert!(matches!(encode(&noise, 64, 64), Uncompact::Escapes { elements: 4096, .. }));
-    // Weights around 2^10: a subnormal has no operand. Two of them, in different tiles, row-major before tile order.
+    // Weights around 2^10: subnormals have no operand. The first in row-major order is not the first in tile order.
     let mut bytes: Vec<u8> = (0..192 * 192).flat_map(|_| 0x4480u16.to_le_bytes()).collect();
     for (row, col) in [(70, 3), (40, 190)] {
         bytes[(row * 192 + col) * 2..][..2].copy_from_slice(&[1, 0]);
     }
     assert_eq!(encode(&bytes, 192, 192), Uncompact::Operand { row: 40, col: 190 });
-    // Two exponents of equal shares: a bit each, and two that the dense part keeps where the Huffman encoding has one.
+    // Two exponents of equal frequency: the Huffman encoding needs one bit per element, the dense part alone two.
     let two: Vec<u8> = (0..256 * 256u32)
         .flat_map(|i| ((120 + (i.wrapping_mul(0x9e37_79b9) >> 31) as u16) << 7).to_le_bytes())
         .collect();
@@ -690,7 +690,7 @@ fn predicted_compact_size_is_close() {
     assert!((predicted / stored as f64 - 1.0).abs() < 0.002, "{predicted} {stored}");
 }
 
-/// Sections of a compact tensor with one of them changed.
+/// The sections of a compact tensor with one of them changed.
 fn tampered_compact(change: impl Fn(Section, &mut Vec<u8>)) -> Result<(), CodecError> {
     let bytes = sprinkled(128, 128, 300, 9, |_| 0);
     let tensor = compact::encode(Matrix::new(&bytes, 128, 128).unwrap(), &Histogram::of(&bytes)).unwrap();
@@ -702,7 +702,7 @@ fn tampered_compact(change: impl Fn(Section, &mut Vec<u8>)) -> Result<(), CodecE
     let tensor = StoredTensor::new(EncodingId::COMPACT, tensor.grid(), sections.collect())?;
     let mut out = vec![0; bytes.len()];
     let decoded = tensor.decode(&mut out);
-    // The slow decoder refuses what the fast one refuses.
+    // The slow decoder refuses the same sections as the fast one.
     let slow = oracle::decode_compact(&CompactTensor::of(tensor.borrowed()).unwrap());
     assert_eq!(decoded.is_err(), slow.is_err());
     decoded
@@ -751,7 +751,7 @@ fn each_broken_rule_of_the_compact_encoding_has_its_error() {
         .to_string();
         assert!(error.contains(message), "{message}: {error}");
     }
-    // A bit in one stream: another quad, or a lane that does not end where it should; never a panic.
+    // A flipped bit in a stream decodes to another quad, or a lane ends at the wrong bit; it never panics.
     let mut refused = 0;
     for at in 32..400 {
         let changed = tampered_compact(|s, b| {
@@ -762,7 +762,7 @@ fn each_broken_rule_of_the_compact_encoding_has_its_error() {
         refused += usize::from(changed.is_err());
     }
     assert!(refused > 100, "{refused}");
-    // Two lanes whose lengths are off in opposite directions: the tile still ends where it should.
+    // The lengths of two lanes change in opposite directions, so the tile still ends at the right bit.
     let moved = (0..31).filter(|&lane| {
         let moved = tampered_compact(|s, b| {
             if s == Section::CLASS_STREAMS {

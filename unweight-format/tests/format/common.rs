@@ -1,4 +1,4 @@
-//! Models to test with.
+//! Models for tests.
 
 use std::{
     collections::BTreeMap,
@@ -15,7 +15,7 @@ use unweight_format::{
     },
 };
 
-/// A directory that goes with the test.
+/// A directory that is removed after the test.
 pub struct Scratch(tempfile::TempDir);
 
 impl Scratch {
@@ -32,7 +32,7 @@ impl Scratch {
     }
 }
 
-/// Relative names and contents of all files.
+/// Relative names and contents of all files below a directory.
 pub fn read_tree(root: &Path) -> BTreeMap<String, Vec<u8>> {
     fn walk(dir: &Path, prefix: &str, found: &mut BTreeMap<String, Vec<u8>>) {
         for entry in fs::read_dir(dir).unwrap() {
@@ -50,7 +50,7 @@ pub fn read_tree(root: &Path) -> BTreeMap<String, Vec<u8>> {
     found
 }
 
-/// The real trained weights where there are any, else a demo model of the same size.
+/// Real trained weights if available, else a demo model of the same size.
 pub fn real_model(scratch: &Scratch) -> PathBuf {
     let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let data = std::env::var_os("UNWEIGHT_TEST_DATA").map_or_else(|| workspace.join("../shared/data"), PathBuf::from);
@@ -72,7 +72,7 @@ pub fn real_model(scratch: &Scratch) -> PathBuf {
     model
 }
 
-/// Some hundred kilobytes in two shards with an index.
+/// Writes a model of a few hundred kilobytes in two shards with an index.
 pub fn small_model(dir: &Path) {
     let demo = DemoOptions {
         layers: 2,
@@ -86,7 +86,7 @@ pub fn small_model(dir: &Path) {
     demo_model::write(dir, &demo).unwrap();
 }
 
-/// BF16 elements like trained weights.
+/// BF16 weights that look trained.
 pub fn weights(elements: usize, seed: u64) -> Vec<u8> {
     Weights::TRAINED.bytes(elements, seed)
 }
@@ -107,7 +107,7 @@ pub fn tensor(name: &str, dtype: &str, shape: &[usize], bytes: &[u8]) -> Tensor 
     Tensor { name: name.into(), dtype: dtype.into(), shape: shape.into(), bytes: bytes.into() }
 }
 
-/// A safetensors file with the tensors in this order and a header with odd white space.
+/// A safetensors file with the tensors in this order, and a header with unusual white space.
 pub fn safetensors_file(metadata: &[(&str, &str)], tensors: &[Tensor]) -> Vec<u8> {
     let mut entries = Vec::new();
     if !metadata.is_empty() {
@@ -134,7 +134,7 @@ pub fn header(file: &[u8]) -> serde_json::Value {
     serde_json::from_slice(&file[8..8 + bytes]).unwrap()
 }
 
-/// An error with its causes.
+/// An error's message with its causes.
 pub fn chain(error: &BundleError) -> String {
     let (mut text, mut cause) = (error.to_string(), error.source());
     while let Some(error) = cause {

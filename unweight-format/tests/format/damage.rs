@@ -1,4 +1,4 @@
-//! Damaged and hostile bundles: nothing passes, nothing panics, and the message names the file.
+//! Damaged and hostile bundles: none passes, none panics, and the message contains the file.
 
 use std::{
     fs,
@@ -24,7 +24,7 @@ fn bundle(scratch: &Scratch, profile: Profile) -> PathBuf {
     bundle
 }
 
-/// What `verify` says about a bundle that must not pass.
+/// The problems that `verify` reports for a bundle that must not pass.
 fn faults(bundle: &Path) -> String {
     match verify(bundle, None, &Silent) {
         Ok(report) => {
@@ -38,7 +38,7 @@ fn faults(bundle: &Path) -> String {
     }
 }
 
-/// `decompress` must refuse, and leave no output.
+/// Checks that `decompress` refuses and leaves no output.
 fn refuses(bundle: &Path, scratch: &Scratch) -> BundleError {
     let out = scratch.path("back");
     let error = decompress(bundle, &out, &DecompressOptions::default(), &Silent).unwrap_err();
@@ -57,7 +57,7 @@ fn every_flipped_bit_is_detected_and_its_file_named() {
     for profile in [Profile::Distribution, Profile::Inference, Profile::Packed] {
         let bundle = bundle(&scratch, profile);
         for (name, bytes) in read_tree(&bundle) {
-            // Every byte of the lengths and of the first parts; later ones at a stride that is no power of two.
+            // Every byte of the lengths and of the first parts; later bytes at an odd stride.
             let step = (bytes.len() / 60).max(1) | 1;
             let offsets =
                 (0..16.min(bytes.len())).chain((16..bytes.len()).step_by(step)).chain(bytes.len().checked_sub(1));
@@ -134,7 +134,7 @@ fn verify_against_another_source_finds_differences() {
     }
 }
 
-/// Changes the manifest and seals it again, so that the change itself is judged, not its digest.
+/// Changes the manifest and its digest, so that the change itself is checked.
 fn reseal(bundle: &Path, change: impl FnOnce(&mut serde_json::Value)) {
     let path = bundle.join("unweight.json");
     let mut manifest: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
@@ -155,7 +155,7 @@ fn hostile_manifests_are_rejected() {
     reseal(&bundle, |_| {});
     assert!(verify(&bundle, None, &Silent).unwrap().is_ok(), "sealing again alone changes nothing");
     type Change = fn(&mut serde_json::Value);
-    /// The first shard; its tensor 2 is a coded one.
+    /// The first shard.
     fn shard(manifest: &mut serde_json::Value) -> &mut serde_json::Value {
         manifest["files"].as_array_mut().unwrap().iter_mut().find(|f| f["kind"] == "weights").unwrap()
     }
@@ -216,7 +216,7 @@ fn hostile_manifests_are_rejected() {
         refuses(&bundle, &scratch);
         assert!(Bundle::open(&bundle).is_err(), "{expected}");
     }
-    // Contents are read by who needs them: the bundle's own configuration by nobody but verify.
+    // Contents are checked when they are used. Only verify uses the bundle's own `config.json`.
     fs::write(bundle.join("unweight.json"), &sound).unwrap();
     reseal(&bundle, |m| config(m)["stored_digest"] = "0".repeat(32).into());
     let text = faults(&bundle);

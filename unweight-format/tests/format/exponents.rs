@@ -1,4 +1,4 @@
-//! Types that are not BF16: fast codec against the oracle, hostile sections, and whole models.
+//! Types other than BF16: fast codec against the oracle, hostile sections, and whole models.
 
 use std::fs;
 
@@ -30,7 +30,7 @@ fn check(float: Float, bytes: &[u8], rows: usize, cols: usize, limit: CodeLimit)
     fast
 }
 
-/// Every bit pattern of up to 16 bits, from a random one on; of F32 random ones.
+/// Every bit pattern of up to 16 bits, starting at a random one; for F32, random patterns.
 fn patterns(float: Float, elements: usize, seed: u64) -> Vec<u8> {
     let mut random = Random::new(seed);
     let first = random.bits() as u32;
@@ -98,7 +98,7 @@ fn the_bytes_do_not_depend_on_the_number_of_threads() {
     }
 }
 
-/// The exponents of weights of another type lie as those of BF16 weights with the same exponents do.
+/// The exponents of another type have the same layout as those of BF16 weights with the same exponents.
 #[test]
 fn exponents_have_the_layout_of_huffman() {
     for float in CODED {
@@ -135,7 +135,7 @@ fn worked_example() {
     ] {
         assert_eq!(tensor.section(section).unwrap().as_ref(), expected, "{section:?}");
     }
-    // -1.5 in F16: sign and fraction are 11000000000, of which the lower 8 bits are 0.
+    // -1.5 in F16: sign and fraction are 11000000000, whose lower 8 bits are 0.
     let tensor = check(Float::F16, &0xbe00u16.to_le_bytes(), 1, 1, CodeLimit::DEFAULT);
     assert_eq!(tensor.fraction_bytes(), padded(&[0], 16));
     assert_eq!(tensor.fraction_bits(), padded(&[6], 16));
@@ -157,9 +157,10 @@ fn bf16_and_wrong_buffers_are_refused() {
     assert!(matches!(exponents::decode_into(&tensor, &mut [0; 8191]), Err(CodecError::MatrixBytes { .. })));
 }
 
-/// Sections of a valid tensor with one of them changed.
+/// The sections of a valid tensor with one of them changed.
 fn tampered(float: Float, change: impl Fn(Section, &mut Vec<u8>)) -> Result<ExponentsTensor<Vec<u8>>, CodecError> {
-    // 130 * 193 elements are no multiple of eight; some rows are verbatim but of E4M3, which has sixteen exponents.
+    // 130 * 193 elements are not a multiple of eight. Some rows are verbatim, except for E4M3, which has only 16
+    // exponents.
     let mut bytes = float_weights(float, 130 * 193, 8);
     bytes[..640].fill(0);
     bytes[640..1280].copy_from_slice(&Random::new(9).bytes(640));
@@ -207,7 +208,7 @@ fn each_broken_invariant_has_its_own_error() {
             code(Section::FRACTION_BYTES, usize::MAX, 1);
         }
         if float != Float::F32 {
-            // The fill of the section, and the bits behind the last of 25,090 elements: two in its group.
+            // The fill of the section, and the bits after the last of 25,090 elements, two of which are in its group.
             code(Section::FRACTION_BITS, usize::MAX, 1);
             let bits = (1 + float.fraction_bits() as usize) % 8;
             let last_group = 25_090 / 8 * bits;
@@ -220,7 +221,7 @@ fn each_broken_invariant_has_its_own_error() {
     }
 }
 
-/// Whatever the bytes are, the fast decoder ends, stays within its buffers, and is not stricter than the oracle.
+/// For any bytes, the fast decoder terminates, stays within its buffers, and is not stricter than the oracle.
 #[test]
 fn damaged_sections_never_panic() {
     let (mut noticed, mut decoded) = (0, 0);
@@ -250,7 +251,7 @@ fn damaged_sections_never_panic() {
     assert!(noticed > 50 && decoded > 50, "{noticed} {decoded}");
 }
 
-/// An FP8 checkpoint: weights with scales of their own, norms in BF16, a head in F16, a router in F32.
+/// An FP8 checkpoint: weights with scales, norms in BF16, a head in F16, a router in F32.
 fn fp8_model(dir: &std::path::Path) {
     fs::create_dir_all(dir).unwrap();
     let mut tensors = Vec::new();
@@ -283,7 +284,7 @@ fn models_of_many_dtypes_shrink_and_round_trip() {
         let report = compress(&source, &bundle, &options, &Silent).unwrap();
         for (planned, made) in planned.tensors.iter().zip(&report.tensors) {
             assert_eq!((planned.encoding, &planned.reason), (made.encoding, &made.reason), "{profile}: {}", made.name);
-            // Of a matrix of 257 columns a fifth of the codes are padding, which a sample does not know.
+            // For a matrix of 257 columns a fifth of the codes are padding, which a sample does not contain.
             let off = planned.stored_bytes.abs_diff(made.stored_bytes);
             assert!(
                 off * 100 <= made.stored_bytes * if made.name == "a.weight" { 4 } else { 1 },
@@ -316,7 +317,7 @@ fn models_of_many_dtypes_shrink_and_round_trip() {
         decompress(&bundle, &back, &DecompressOptions::default(), &Silent).unwrap();
         assert!(read_tree(&back) == read_tree(&source), "{profile}");
     }
-    // Every tensor by name, and parts of them, as a process of several asks for them.
+    // Decode every tensor by name, and parts of them, as a tensor-parallel rank does.
     let open = Bundle::open(&scratch.path("distribution")).unwrap();
     assert_eq!(open.manifest().version.to_string(), "1.0");
     for t in open.tensors() {
@@ -332,7 +333,7 @@ fn models_of_many_dtypes_shrink_and_round_trip() {
     }
 }
 
-/// The section says the type for those who have no manifest; a manifest that says another one was made up.
+/// The section records the type for readers without a manifest; a manifest with another type was forged.
 #[test]
 fn wrong_dtype_is_rejected() {
     let scratch = Scratch::new();
@@ -360,7 +361,7 @@ fn wrong_dtype_is_rejected() {
     assert!(error.contains("float_format: it is not that of the tensor's type"), "{error}");
     let error = chain(&with_dtype("U8").unwrap_err());
     assert!(error.contains("U8 cannot be exponents"), "{error}");
-    // The same bits under another name.
+    // The same bits with another type name.
     assert!(with_dtype("F8_E4M3FNUZ").unwrap() == bytes);
     assert!(with_dtype("F8_E4M3").unwrap() == bytes);
 }

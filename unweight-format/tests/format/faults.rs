@@ -1,5 +1,5 @@
-//! What the system refuses: threads, modes, renames. Each test runs the work in a child, as a user whom limits and
-//! modes bind, or with a fault that the library is asked to meet (`FAULTS`).
+//! Operations that fail: creating threads, changing modes, renaming. Each test runs the work in a child process, as a
+//! user who is subject to limits and modes, or with an injected fault (`FAULTS`).
 
 use std::{
     fs, io,
@@ -26,7 +26,7 @@ const ROOT: &str = "UNWEIGHT_TEST_ROOT";
 const WHAT: &str = "UNWEIGHT_TEST_WHAT";
 const THREADS: &str = "UNWEIGHT_TEST_THREADS";
 
-/// Runs only as a child of other tests.
+/// Only runs as a child process of other tests.
 #[test]
 fn child() {
     let Ok(root) = std::env::var(ROOT) else { return };
@@ -54,7 +54,7 @@ fn child() {
     println!("child says: {}", result.map_or_else(said, |()| "done".into()));
 }
 
-/// The test [`child`] in a process of its own, and what it says.
+/// The test [`child`] in its own process, and what it prints.
 struct Child(Command);
 
 impl Child {
@@ -62,12 +62,14 @@ impl Child {
         Self::of(Command::new(std::env::current_exe().unwrap()), root, what)
     }
 
-    /// As a user whom modes and limits bind: root is not. Everything below `root` is then that user's.
+    /// Runs the child as a user who is subject to modes and limits, unlike root. That user then owns everything below
+    /// `root`.
     fn bound(root: &Path, what: &str) -> Self {
         if !geteuid().is_root() {
             return Self::new(root, what);
         }
-        // Nobody else's, so that nobody else's processes count. Where the tests lie that user may have no way to.
+        // A unique user, so that no other processes count. The user may not have access to the original program's
+        // folder.
         let (user, copy) = (20_000 + std::process::id() % 40_000, root.join("program"));
         if !copy.exists() {
             fs::copy(std::env::current_exe().unwrap(), &copy).unwrap();
@@ -88,7 +90,7 @@ impl Child {
         self
     }
 
-    /// What it says; nothing if it was ended on the way.
+    /// What the child prints; empty if it was aborted.
     fn says(mut self) -> String {
         let output = loop {
             match self.0.output() {
@@ -104,7 +106,7 @@ impl Child {
         text.split_once("child says: ").map_or("", |(_, said)| said).lines().next().unwrap_or_default().to_owned()
     }
 
-    /// Ends at a failpoint.
+    /// Checks that the child aborts at a failpoint.
     fn crashes(self, point: &str) {
         let said = self.with("UNWEIGHT_FAILPOINT", point).says();
         assert_eq!(said, "", "{point}");
@@ -121,7 +123,7 @@ fn no_threads_is_an_error() {
     for what in ["demo", "compress", "verify", "decompress"] {
         let said = Child::bound(scratch.dir(), what).with(THREADS, "1").says();
         assert!(said.starts_with("threads-unavailable: "), "{what}: {said}");
-        // Some of them: which is missed first depends on the number of processors.
+        // With a few threads, which one fails first depends on the number of processors.
         for most in ["2", "3", "4", "5"] {
             let said = Child::bound(scratch.dir(), what).with(THREADS, most).says();
             assert!(said == "done" || said.starts_with("threads-unavailable: "), "{what} with {most}: {said}");
@@ -136,7 +138,7 @@ fn no_threads_is_an_error() {
 fn each_missing_thread_is_an_error() {
     let scratch = Scratch::new();
     small_model(&scratch.path("model"));
-    // Of each of two shards one thread reads, one writes, and one waits for the disk.
+    // For each of two shards, one thread reads, one writes, and one syncs.
     for missing in 1..=6 {
         let said = Child::new(scratch.dir(), "compress").with("UNWEIGHT_FAULT", &format!("thread:{missing}")).says();
         assert!(said.starts_with("threads-unavailable: "), "{missing}: {said}");
@@ -152,7 +154,7 @@ fn each_missing_thread_is_an_error() {
 
 // ---- modes ----
 
-/// The file that a crash leaves just before its new name has the source's mode already.
+/// The file that a crash leaves just before it gets its name already has the source's mode.
 #[test]
 fn resume_works_with_a_read_only_source() {
     let scratch = Scratch::new();
@@ -163,7 +165,7 @@ fn resume_works_with_a_read_only_source() {
     }
     for (first, second) in [("compress", "resume"), ("decompress", "resume decompress")] {
         let shard = |name: &str| name.starts_with("work/shard-");
-        // The first shard; other files come to that point before it.
+        // Find the first shard; other files pass the failpoint before it.
         let found = (1..10).find_map(|time| {
             Child::bound(scratch.dir(), first).crashes(&format!("before-accept:{time}"));
             let left = read_tree(&scratch.path("out.partial"));
@@ -181,7 +183,7 @@ fn resume_works_with_a_read_only_source() {
     assert!(read_tree(&out) == read_tree(&source));
 }
 
-/// What was replaced goes, also where nobody could have changed it in its place.
+/// The replaced output is removed, even if it is read-only.
 #[test]
 fn force_replaces_an_output_with_a_read_only_folder() {
     let scratch = Scratch::new();
@@ -198,7 +200,7 @@ fn force_replaces_an_output_with_a_read_only_folder() {
     lock();
     assert_eq!(Child::bound(scratch.dir(), "replace").says(), "done");
     assert!(!scratch.path("out.partial").exists());
-    // And where a crash left it to the next run.
+    // The same when a crash leaves it to the next run.
     lock();
     Child::bound(scratch.dir(), "replace").crashes("published");
     fs::rename(&out, scratch.path("first")).unwrap();
@@ -209,7 +211,7 @@ fn force_replaces_an_output_with_a_read_only_folder() {
 
 // ---- renames ----
 
-/// Where the system cannot swap two names, the old output waits aside: it is never lost before the new one is there.
+/// Without an exchange of names, the old output is set aside and never removed before the new one exists.
 #[test]
 fn without_atomic_swap_the_old_output_is_kept_until_replaced() {
     let scratch = Scratch::new();
@@ -234,7 +236,7 @@ fn without_atomic_swap_the_old_output_is_kept_until_replaced() {
     begin();
     assert_eq!(replace("swap").says(), "done");
     whole();
-    // A crash between the two renames, and right after them.
+    // A crash between the two renames, and after them.
     begin();
     replace("swap").crashes("set-aside");
     assert!(!out.exists() && read_tree(&aside) == old);
@@ -245,14 +247,14 @@ fn without_atomic_swap_the_old_output_is_kept_until_replaced() {
     assert!(read_tree(&out) == new && read_tree(&aside) == old);
     assert_eq!(replace("swap").says(), "done");
     whole();
-    // The second rename fails: the old output has its name again.
+    // The second rename fails: the old output gets its name back.
     begin();
     let said = replace("swap,publish").says();
     assert!(said.contains("cannot rename the finished output to its name"), "{said}");
     assert!(read_tree(&out) == old && !aside.exists());
     assert_eq!(replace("swap").says(), "done");
     whole();
-    // Nothing can be renamed any more: the message says where it is.
+    // No rename works any more: the message contains the path of the old output.
     begin();
     let said = replace("swap,publish,back").says();
     assert!(said.starts_with("output-not-renamed: ") && said.contains(&aside.display().to_string()), "{said}");
@@ -279,7 +281,7 @@ fn resume_works_where_a_folder_became_a_file() {
 
 // ---- replacing ----
 
-/// Names, sizes and headers do not tell one model from another: what decompress replaces it gives back in every byte.
+/// Names, sizes and headers do not identify a model: decompress replaces only files that it restores byte for byte.
 #[test]
 fn decompress_replaces_only_files_of_the_bundle() {
     let scratch = Scratch::new();
@@ -298,7 +300,7 @@ fn decompress_replaces_only_files_of_the_bundle() {
     };
     decompress(&bundle, &back, &DecompressOptions::default(), &Silent).unwrap();
     again().unwrap();
-    // Another fine-tune: the same names, sizes, headers and times.
+    // Another fine-tune with the same names, sizes, headers and times.
     for name in ["model-00002-of-00002.safetensors", "tokenizer.json"] {
         let path = back.join(name);
         let (whole, time) = (fs::read(&path).unwrap(), fs::metadata(&path).unwrap().modified().unwrap());
@@ -313,7 +315,7 @@ fn decompress_replaces_only_files_of_the_bundle() {
     fs::create_dir(back.join("mine")).unwrap();
     refused("an empty folder of somebody's", "mine");
     fs::remove_dir(back.join("mine")).unwrap();
-    // A link to what is the same is not the same.
+    // A link to an identical file is not the same.
     fs::remove_file(back.join("tokenizer.json")).unwrap();
     std::os::unix::fs::symlink(source.join("tokenizer.json"), back.join("tokenizer.json")).unwrap();
     refused("a link", "tokenizer.json");
@@ -330,7 +332,7 @@ fn decompress_replaces_only_files_of_the_bundle() {
     again().unwrap();
 }
 
-/// Folders are something: `mkdir -p work/{a,b}` is not what `--force` may take for an empty directory.
+/// Folders count as contents: `--force` must not take the result of `mkdir -p work/{a,b}` for an empty directory.
 #[test]
 fn folder_of_empty_folders_is_not_empty() {
     let scratch = Scratch::new();
@@ -347,7 +349,7 @@ fn folder_of_empty_folders_is_not_empty() {
     compress(&source, &out, &CompressOptions::default().force(true), &Silent).unwrap();
 }
 
-/// An output that is written to while the new one is made is not the one that was compared.
+/// An output that changes while the new one is made is not the one that was compared, and is kept.
 #[test]
 fn force_keeps_an_output_that_changes_meanwhile() {
     struct Meddle<'a>(&'a Path);
@@ -369,7 +371,7 @@ fn force_keeps_an_output_that_changes_meanwhile() {
 
 // ---- stopping ----
 
-/// Asks to stop after so many bytes, and counts how many come all the same.
+/// Requests to stop after a number of bytes, and counts the bytes that follow.
 struct StopAfter {
     bytes: u64,
     done: AtomicU64,
@@ -395,8 +397,8 @@ impl Progress for StopAfter {
     }
 }
 
-/// Runs again while the output is locked. A process that another test starts has this one's descriptors, locks among
-/// them, from `fork` to `exec`.
+/// Runs again while the output is locked. A process that another test starts has this process's descriptors, including
+/// locks, from `fork` to `exec`.
 fn when_unlocked<T>(mut run: impl FnMut() -> Result<T, BundleError>) -> Result<T, BundleError> {
     for _ in 0..100 {
         match run() {
@@ -407,7 +409,7 @@ fn when_unlocked<T>(mut run: impl FnMut() -> Result<T, BundleError>) -> Result<T
     run()
 }
 
-/// A file that is only read may be a hundred gigabytes.
+/// Cancelling must work inside a file, because a file may have a hundred gigabytes.
 #[test]
 fn cancel_stops_inside_a_file() {
     let scratch = Scratch::new();
@@ -423,10 +425,10 @@ fn cancel_stops_inside_a_file() {
         assert_eq!(error.class(), ErrorClass::Interrupted, "{what}: {}", chain(&error));
         assert!(progress.late_bytes() <= piece, "{what}: {} bytes more", progress.late_bytes());
     };
-    // The source, after the bundle itself.
+    // While comparing the source, after the bundle itself.
     let progress = StopAfter::new(bytes + 2 * piece);
     stopped("verify", &progress, verify(&bundle, Some(&source), &progress).unwrap_err());
-    // What was finished, before anything is made.
+    // While comparing finished files, before anything is made.
     Child::new(scratch.dir(), "decompress").crashes("synced");
     let progress = StopAfter::new(2 * piece);
     let options = DecompressOptions::default().resume(true);
@@ -444,7 +446,7 @@ fn cancel_stops_inside_a_file() {
     assert_eq!(report.resumed_files, ["a.safetensors"]);
 }
 
-/// A run that resumes announces what it compares, too, and comes to the end of both.
+/// A run that resumes also announces the bytes that it compares, and completes the total of both.
 #[test]
 fn progress_of_a_resumed_run_ends_at_the_announced_total() {
     #[derive(Default)]

@@ -1,4 +1,5 @@
-//! The golden files of `tests/golden`: what this version writes, byte for byte, and what every version must refuse.
+//! The golden files of `tests/golden`: the exact bytes that this version writes, and files that every version must
+//! refuse.
 //!
 //! `cargo test -p unweight-format --test format -- --ignored golden` rewrites them; review the difference before
 //! committing it.
@@ -33,7 +34,7 @@ const VALID: [(&str, Profile); 5] = [
     ("floats", Profile::Distribution),
 ];
 
-/// Names and messages of the cases of a folder, from `cases.tsv`.
+/// Names and messages of a folder's cases, from `cases.tsv`.
 fn cases(folder: &str) -> Vec<(String, String)> {
     let table = fs::read_to_string(golden().join("cases.tsv")).unwrap();
     let case = |line: &str| {
@@ -52,7 +53,7 @@ fn valid_models_give_the_golden_bytes_and_round_trip() {
         let (bundle, back) = (scratch.path("bundle"), scratch.path("back"));
         compress(&source, &bundle, &CompressOptions::new(profile), &Silent).unwrap();
         let (mut got, mut want) = (read_tree(&bundle), read_tree(&expected));
-        // The manifest names the program's version; everything else in it must be the same.
+        // The manifest contains the program's version; everything else in it must be the same.
         let manifest = |files: &mut std::collections::BTreeMap<String, Vec<u8>>| {
             let mut manifest: serde_json::Value =
                 serde_json::from_slice(&files.remove("unweight.json").unwrap()).unwrap();
@@ -65,7 +66,7 @@ fn valid_models_give_the_golden_bytes_and_round_trip() {
         assert!(verify(&expected, Some(&source), &Silent).unwrap().is_ok(), "{name}");
         decompress(&expected, &back, &DecompressOptions::default(), &Silent).unwrap();
         assert!(read_tree(&back) == read_tree(&source), "{name}");
-        // The slow decoder reads the stored bytes, too.
+        // The slow decoder must read the stored bytes, too.
         let open = Bundle::open(&expected).unwrap();
         for t in open.tensors() {
             let tensor = t.stored().unwrap();
@@ -96,8 +97,8 @@ fn bundles_of_development_versions_are_refused_with_their_message() {
     }
 }
 
-/// The files of a bundle that this program cannot read are not known to be the bundle's: force does not replace them,
-/// and the error says why.
+/// The files of a bundle that this program cannot read are not known to belong to the bundle: force does not replace
+/// them, and the error explains why.
 #[test]
 fn bundles_of_development_versions_are_not_replaced_by_force() {
     let scratch = Scratch::new();
@@ -112,7 +113,7 @@ fn bundles_of_development_versions_are_not_replaced_by_force() {
     assert_eq!(fs::read(out.join("unweight.json")).unwrap(), manifest);
 }
 
-/// Digest of all names and bytes of `released/1.0`: what has been released does not change.
+/// Digest of all names and bytes of `released/1.0`. Released files never change.
 const RELEASED_1_0: &str = "5dcc0c38b3c4567ac1b4dd73e85ae27d";
 
 #[test]
@@ -127,7 +128,7 @@ fn bundles_of_released_versions_open_for_ever() {
     for entry in fs::read_dir(dir).unwrap() {
         let (bundle, scratch) = (entry.unwrap().path(), Scratch::new());
         assert!(verify(&bundle, None, &Silent).unwrap().is_ok(), "{}", bundle.display());
-        // Every digest of the source is compared.
+        // Decompression compares every digest of the source.
         decompress(&bundle, &scratch.path("back"), &DecompressOptions::default(), &Silent).unwrap();
         for tensor in Bundle::open(&bundle).unwrap().tensors() {
             tensor.stored().unwrap();
@@ -176,7 +177,7 @@ fn invalid_streams_are_rejected_with_their_message() {
     let dir = golden().join("invalid/streams");
     assert_eq!(rows.len(), fs::read_dir(&dir).unwrap().count(), "every stream is explained");
     for (name, message) in rows {
-        // Sealed with right digests: only the codec can notice.
+        // The digests are correct: only the codec can detect the fault.
         let report = verify(&dir.join(&name), None, &Silent).unwrap();
         assert_eq!(report.problems.len(), 1, "{name}: {:?}", report.problems);
         let problem = &report.problems[0];
@@ -197,7 +198,7 @@ fn edge_weights() -> Vec<u8> {
     bytes
 }
 
-/// Weights with some zeros, subnormals, infinities and NaN, alone in a row block and several in one.
+/// Weights with some zeros, subnormals, infinities and NaN: single ones and several in a row block.
 fn escaping_weights(elements: usize) -> Vec<u8> {
     let mut bytes = weights(elements, 14);
     for (i, at) in [5, 700, 2100, 2101, 2900, 4500, 6000].into_iter().enumerate() {
@@ -269,7 +270,7 @@ fn regenerate() {
     let of = |name: &str, float: Float, dtype: &str, shape: [usize; 2], seed| {
         let elements = shape[0] * shape[1];
         let mut bytes = float_weights(float, elements, seed);
-        // Any bits here and there: zeros, subnormals, infinities and not-a-numbers are among them.
+        // Random bits in some elements, including zeros, subnormals, infinities and NaN.
         let mut random = Random::new(seed ^ 1);
         for element in bytes.chunks_exact_mut(float.bytes()).step_by(701) {
             element.copy_from_slice(&(random.bits() as u32).to_le_bytes()[..float.bytes()]);
@@ -330,10 +331,10 @@ fn regenerate() {
         put(headers.join(format!("{name}.safetensors")), &bytes);
     }
 
-    // Sections of `t` changed, then sealed again.
+    // Streams with sections of `t` changed, and correct digests.
     let scratch = Scratch::new();
     put(scratch.path("m/t.safetensors"), &safetensors_file(&[], &[tensor("t", "BF16", &[70, 130], &edge_weights())]));
-    // Padded to whole tiles, that matrix would not shrink as palette indices.
+    // Padded to whole tiles, the first matrix would not shrink as palette indices.
     put(
         scratch.path("p/t.safetensors"),
         &safetensors_file(&[], &[tensor("t", "BF16", &[128, 64], &weights(8192, 13))]),
@@ -347,7 +348,7 @@ fn regenerate() {
         scratch.path("r/t.safetensors"),
         &safetensors_file(&[], &[tensor("t", "BF16", &[128, 64], &escaping_weights(128 * 64))]),
     );
-    // What is coded: of the profile's own encoding, or another type's exponents.
+    // The coded encoding: the profile's own, or the exponents of another type.
     const FLOATS: Profile = Profile::Inference;
     type Change = fn(Section, &mut [u8]);
     let streams: [(&str, Profile, Change); 31] = [
@@ -388,7 +389,7 @@ fn regenerate() {
         }),
         ("row-length", Profile::Distribution, |s, b| {
             if s == Section::ROW_LENGTHS {
-                // The tile's bits stay the same.
+                // The number of the tile's bits does not change.
                 let first = (0..64).find(|&row| b[row] > 0).unwrap();
                 let last = (0..64).rfind(|&row| b[row] > 0).unwrap();
                 b[first] += 1;
@@ -407,7 +408,7 @@ fn regenerate() {
         }),
         ("packed-head", Profile::Packed, |s, b| {
             if s == Section::ESCAPE_HEADS {
-                // The kind of the first list's head.
+                // Changes the kind of the first list's head.
                 let list = b.chunks_exact(4).position(|head| head[3] & 0x80 != 0).unwrap();
                 b[4 * list + 3] = 0;
                 b[4 * list] = 9;
@@ -431,7 +432,7 @@ fn regenerate() {
         }),
         ("packed-place", Profile::Packed, |s, b| {
             if s == Section::ESCAPE_HEADS {
-                // A single record moves to the next lane.
+                // Moves a single record to the next lane.
                 let one = b.chunks_exact(4).position(|head| head[3] & 0xc0 == 0x40).unwrap();
                 b[4 * one + 2] ^= 1;
             }
@@ -448,7 +449,7 @@ fn regenerate() {
         }),
         ("compact-book", Profile::Compact, |s, b| {
             if s == Section::CLASS_BOOK {
-                // A code one bit shorter.
+                // Shortens a code by one bit.
                 b[1] -= 0x10
             }
         }),
@@ -474,7 +475,7 @@ fn regenerate() {
         }),
         ("compact-lane", Profile::Compact, |s, b| {
             if s == Section::CLASS_STREAMS {
-                // A lane that no codes fill; the tile still ends where it should.
+                // A lane that its codes do not fill; the tile still ends at the right bit.
                 let longest = (0..32).max_by_key(|&lane| b[lane]).unwrap();
                 let shortest = (0..32).min_by_key(|&lane| b[lane]).unwrap();
                 b[longest] += 9;
@@ -508,7 +509,7 @@ fn regenerate() {
         }),
         ("exponents-row", FLOATS, |s, b| {
             if s == Section::ROW_LENGTHS {
-                // The tile's bits stay the same.
+                // The number of the tile's bits does not change.
                 let first = (0..64).find(|&row| b[row] > 0).unwrap();
                 let last = (0..64).rfind(|&row| b[row] > 0).unwrap();
                 b[first] += 1;
@@ -522,7 +523,7 @@ fn regenerate() {
         }),
         ("exponents-group", FLOATS, |s, b| {
             if s == Section::FRACTION_BITS {
-                // 13,300 elements: the last group has four, 12 of its 24 bits.
+                // 13,300 elements: the last group has four elements, 12 of its 24 bits.
                 b[13_300 / 8 * 3 + 2] = 0x80
             }
         }),

@@ -1,4 +1,4 @@
-//! What only another process shows: a kill in the middle, and a disk that is full.
+//! Tests that need another process: a kill in the middle of a run, and a full disk.
 
 use std::{
     fs,
@@ -41,7 +41,7 @@ impl Progress for WaitInThird<'_> {
     }
 }
 
-/// Runs only as a child of the tests below.
+/// Only runs as a child process of the tests below.
 #[test]
 fn child() {
     let Ok(root) = std::env::var(CHILD) else { return };
@@ -102,7 +102,7 @@ fn file_size_limit_is_reported_and_finished_files_are_kept() {
     let scratch = Scratch::new();
     let source = scratch.path("model");
     model(&source);
-    // No file may exceed the second largest: the largest does not fit, the others before it do.
+    // No file may exceed the second largest: the largest does not fit, the files before it do.
     let mut sizes: Vec<u64> = (1..=4)
         .map(|i| fs::metadata(source.join(format!("model-{i:05}-of-00004.safetensors"))).unwrap().len() * 7 / 10)
         .collect();
@@ -110,7 +110,7 @@ fn file_size_limit_is_reported_and_finished_files_are_kept() {
     sizes.sort();
     assert!(sizes[3] > first + 4096, "the first shard fits, a later one does not: {sizes:?}");
     let limit_kib = (first + sizes[3]) / 2 / 1024;
-    // Nobody handles the signal that a write above the limit raises.
+    // The child must not be killed by the signal of a write above the limit.
     let script = format!("ulimit -f {limit_kib}; exec \"$0\" --exact killed::child --nocapture");
     let output = Command::new("bash")
         .args(["-c", &script])

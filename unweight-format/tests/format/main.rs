@@ -1,4 +1,4 @@
-//! Codec, containers and bundles, by feature. One binary: each would link the whole library.
+//! Tests of codec, containers and bundles, by feature. They are one binary, because each would link the whole library.
 
 mod attached;
 mod attacks;

@@ -1,4 +1,4 @@
-//! Memory is bounded (docs/guide/compress.md): peak resident memory of a process that does nothing else.
+//! Memory is bounded (docs/guide/compress.md): the peak resident memory of a process that does only this work.
 
 use std::{fmt::Write, fs, path::Path, process::Command};
 
@@ -17,7 +17,7 @@ const WHAT: &str = "UNWEIGHT_TEST_WHAT";
 const RAM: &str = "UNWEIGHT_TEST_RAM";
 const MIB: u64 = 1 << 20;
 
-/// Runs only as a child of other tests.
+/// Only runs as a child process of other tests.
 #[test]
 fn child() {
     let Ok(root) = std::env::var(ROOT) else { return };
@@ -46,7 +46,7 @@ fn child() {
     println!("child says: {peak} | {}", result.map_or_else(|error| chain(&error), |()| "done".into()));
 }
 
-/// The most memory that a process had for it, bytes, and what came of it.
+/// The peak memory of a process in bytes, and its result.
 fn peak(root: &Path, what: &str, ram: Option<u64>) -> (u64, String) {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "memory::child", "--nocapture"]).env(ROOT, root).env(WHAT, what);
@@ -58,7 +58,7 @@ fn peak(root: &Path, what: &str, ram: Option<u64>) -> (u64, String) {
     (peak.trim().parse::<u64>().unwrap() << 10, result.to_owned())
 }
 
-/// A model of tensors of 4 MiB, a larger one before them and one behind; all zeros, so that it costs no disk.
+/// A model with tensors of 4 MiB between two larger ones; all zeros, so that it needs no disk space.
 fn holes(dir: &Path, total: u64, largest: u64) {
     fs::create_dir(dir).unwrap();
     let (mut entries, mut end) = (String::new(), 0);
@@ -94,7 +94,7 @@ fn memory_stays_within_the_ram_option() {
     let scratch = Scratch::new();
     let (largest, ram) = (4 * MIB, 32 * MIB);
     holes(&scratch.path("model"), 320 * MIB, largest);
-    // The program itself, stacks and tables beside it.
+    // In addition, the program itself, stacks and tables.
     let most = ram + 2 * largest + 32 * MIB;
     for (what, made) in [("compress", "bundle"), ("verify", ""), ("decompress", "back")] {
         let (unasked, said) = peak(scratch.dir(), what, None);
@@ -108,8 +108,8 @@ fn memory_stays_within_the_ram_option() {
     }
 }
 
-/// A manifest (`docs/format.md` B.4 bounds its bytes) takes a small multiple of them, whatever it is made of, also
-/// where it is refused.
+/// A manifest (whose size `docs/format.md` B.4 bounds) needs memory of a small multiple of its size, whatever it
+/// contains, even if it is refused.
 #[test]
 fn manifest_memory_is_bounded() {
     let scratch = Scratch::new();
@@ -164,7 +164,7 @@ fn manifest_memory_is_bounded() {
         let text = format!("{}{digest}\"}}", &text[..end]);
         fs::write(bundle.join("unweight.json"), &text).unwrap();
         let (all, said) = peak(scratch.dir(), "open", None);
-        // It is read to its end: what is wrong with it is what its fields say.
+        // It is parsed to its end: the error is about its fields.
         assert!(!said.contains("damaged") && !said.contains("at line"), "{what}: {said}");
         let times = (all - base) as f64 / text.len() as f64;
         assert!(times < 6.0, "{what}: {times:.1} times its bytes");

@@ -1,5 +1,5 @@
-//! A model compressed in parts: whatever their number, they merge to the bundle of one run, and what does not belong
-//! together is refused.
+//! A model compressed in parts: any number of parts merges to the bundle of a single run, and parts that do not belong
+//! together are refused.
 
 use std::{
     collections::BTreeMap,
@@ -20,13 +20,13 @@ use unweight_format::{
 
 use crate::common::{self, Scratch, chain, read_tree, safetensors_file, tensor};
 
-/// Four shards and a file of its own, an index, a configuration, and files beside them.
+/// Four shards, a separate weights file, an index, a configuration, and other files.
 fn model(scratch: &Scratch) -> PathBuf {
     let source = scratch.path("model");
     demo_model::write(&source, &DemoOptions { layers: 2, vocab: 300, shards: 4, ..DemoOptions::default() }).unwrap();
     fs::create_dir(source.join("sub")).unwrap();
     fs::write(source.join("sub/README.md"), "read me").unwrap();
-    // A configuration that stays as it is.
+    // A configuration that is copied unchanged.
     let weights = safetensors_file(&[], &[tensor("t", "BF16", &[64, 64], &common::weights(4096, 3))]);
     fs::create_dir(source.join("other")).unwrap();
     fs::write(source.join("other/config.json"), "[]").unwrap();
@@ -34,7 +34,7 @@ fn model(scratch: &Scratch) -> PathBuf {
     source
 }
 
-/// Part `index` of `of`, in a folder of its own.
+/// Makes part `index` of `of` in its own folder.
 fn part(scratch: &Scratch, source: &Path, options: &CompressOptions, index: u32, of: u32) -> (PathBuf, CompressReport) {
     let folder = scratch.path(&format!("parts/{index}-of-{of}"));
     let options = options.clone().part(Part::new(index, of)).force(true);
@@ -58,7 +58,7 @@ fn merged_parts_equal_a_single_run() {
         let expected = compress(&source, &whole, &options.clone().sign(signer.clone()), &Silent).unwrap();
         let tree = read_tree(&whole);
         for of in 1..=6 {
-            // The order in which they are made and named is nobody's business.
+            // The order in which parts are made and named does not matter.
             let mut made: Vec<_> = (1..=of).rev().map(|index| part(&scratch, &source, &options, index, of)).collect();
             made.rotate_left(of as usize / 2);
             let sum = |field: fn(&CompressReport) -> u64| made.iter().map(|(_, report)| field(report)).sum::<u64>();
@@ -88,7 +88,7 @@ fn merged_parts_equal_a_single_run() {
                 (report.files, report.original_bytes, report.stored_bytes, report.verified_tensors),
                 (expected.files, expected.original_bytes, expected.stored_bytes, expected.verified_tensors)
             );
-            // What the parts share with it goes on when they go.
+            // Files shared by hard links remain when the parts are removed.
             fs::remove_dir_all(scratch.path("parts")).unwrap();
             assert!(verify(&out, Some(&source), &Silent).unwrap().is_ok());
         }
@@ -109,7 +109,7 @@ fn parts_are_balanced_and_merge_links_files() {
     let names = |folder: &Path| read_tree(folder).into_keys().collect::<Vec<_>>();
     assert_eq!(names(&made[0]), ["a.safetensors", "b.safetensors", PART_FILE_NAME]);
     assert_eq!(names(&made[1]), ["c.safetensors", "d.safetensors", "e.safetensors", PART_FILE_NAME]);
-    // One that is a link is copied, for links may lead anywhere.
+    // A link is copied, because it may point anywhere.
     fs::rename(made[1].join("d.safetensors"), scratch.path("elsewhere")).unwrap();
     symlink(scratch.path("elsewhere"), made[1].join("d.safetensors")).unwrap();
     let out = scratch.path("out");
@@ -165,13 +165,13 @@ fn interrupted_parts_resume() {
     let report = compress(&source, &first, &own(2).resume(true), &Silent).unwrap();
     assert!(!report.resumed_files.is_empty() || report.resumed_tensors > 0);
     let out = scratch.path("out");
-    // The merge is stopped, too: nothing appears, and it begins anew.
+    // The merge is stopped, too: no output appears, and it can be repeated.
     let folders = [first.clone(), second];
     let error = merge(&folders, &out, &MergeOptions::default(), &CancelAfter(1, AtomicU64::new(0))).unwrap_err();
     assert!(matches!(error, BundleError::Cancelled) && !out.exists(), "{error}");
     merge(&folders, &out, &MergeOptions::default(), &Silent).unwrap();
     assert!(read_tree(&out) == read_tree(&scratch.path("whole")));
-    // A part gives way to another by force, and to nothing else.
+    // Force replaces a part by another, but nothing else.
     let error = compress(&source, &first, &own(2), &Silent).unwrap_err();
     assert!(matches!(error, BundleError::OutputExists { .. }), "{error}");
     fs::write(first.join("precious"), "x").unwrap();
@@ -217,7 +217,7 @@ fn mismatched_parts_are_rejected_by_name() {
     ] {
         refused(&[a, &folder, c], &[folder.to_str().unwrap(), what, "1-of-3"]);
     }
-    // The same plan in another place is the same plan.
+    // The path of a plan does not matter.
     let rules = r#"{"rules": [{"match": "*.0.mlp.*", "encoding": "palette"}]}"#;
     let plans = ["here.json", "there.json"].map(|name| other.path(name));
     plans.iter().for_each(|plan| fs::write(plan, rules).unwrap());
@@ -225,7 +225,8 @@ fn mismatched_parts_are_rejected_by_name() {
     let folders: Vec<_> = (1..=3).map(|i| part(&other, &source, &planned[i as usize % 2], i, 3).0).collect();
     merge(&folders, &other.path("planned"), &MergeOptions::default(), &Silent).unwrap();
 
-    // Another source: a file more, another text, another header; what nobody else has read is told by nobody.
+    // Other sources: one more file, another text, another header. A file that only one part reads cannot reveal a
+    // difference.
     let changed = |change: &dyn Fn(&Path)| {
         let copy = other.path("copy");
         _ = fs::remove_dir_all(&copy);
@@ -254,13 +255,13 @@ fn mismatched_parts_are_rejected_by_name() {
         refused(&[a, &folder, c], &[folder.to_str().unwrap(), "made with another source"]);
     }
 
-    // Signatures need what cannot be forged.
+    // Signatures need SHA-256, because other digests can be forged.
     let signing = MergeOptions::default().sign(Signer::new(|_| Ok(String::new())));
     let error = merge(&made, &out, &signing, &Silent).unwrap_err();
     assert!(matches!(error, BundleError::UnsignableParts { .. }), "{error}");
 }
 
-/// Changes what a part says about itself, under a right digest.
+/// Changes a part's description, with a correct digest.
 fn reseal(folder: &Path, change: impl FnOnce(&mut serde_json::Value)) {
     let path = folder.join(PART_FILE_NAME);
     let mut part: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()[33..]).unwrap();
@@ -335,7 +336,7 @@ fn damaged_and_hostile_parts_are_rejected() {
     for (expected, change) in cases {
         refused(expected, &[PART_FILE_NAME, expected], &|_, second| reseal(second, change));
     }
-    // What one part has, another has, too.
+    // Two parts contain the same file.
     refused("twice", &[PART_FILE_NAME, "is not as all parts saw it"], &|first, second| {
         let name = shard.clone();
         fs::copy(second.join(&name), first.join(&name)).unwrap();
@@ -345,7 +346,7 @@ fn damaged_and_hostile_parts_are_rejected() {
             theirs["files"].as_array().unwrap().iter().find(|file| file["name"] == name.as_str()).unwrap().clone();
         reseal(first, |part| part["files"].as_array_mut().unwrap().push(entry));
     });
-    // All parts of a program of the future.
+    // All parts were made by a future program.
     restore();
     made.iter().for_each(|folder| reseal(folder, |part| part["creator"] = "unweight 99.0.0".into()));
     let error = merge(&made, &out, &MergeOptions::default(), &Silent).unwrap_err();
@@ -373,7 +374,7 @@ fn parts_are_not_bundles() {
         assert!(matches!(&error, BundleError::NotMerged { part, .. } if part.to_string() == "1/2"), "{error}");
         assert!(error.to_string().contains("merge all parts"), "{error}");
     }
-    // Nor may a model have the name.
+    // A model must not contain a file of this name.
     fs::write(source.join(PART_FILE_NAME), "x").unwrap();
     let options = CompressOptions::default().part(Part::new(1, 2));
     let error = compress(&source, &scratch.path("b"), &options, &Silent).unwrap_err();

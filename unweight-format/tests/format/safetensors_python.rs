@@ -1,4 +1,4 @@
-//! The stock Python package opens a bundle, and a few lines of numpy read a palette tensor from it by the specification
+//! The stock Python package opens a bundle, and a few lines of numpy decode a palette tensor from the specification
 //! alone.
 
 use std::{
@@ -62,7 +62,7 @@ assert names == set(weight_map.items()), names ^ set(weight_map.items())
 print(f"decoded {decoded} compared {compared}")
 "#;
 
-/// `UNWEIGHT_PYTHON`, or the interpreter of `target/test-venv`, which is made if it is missing.
+/// `UNWEIGHT_PYTHON`, or the interpreter of `target/test-venv`, which is created if it is missing.
 fn python() -> PathBuf {
     if let Some(python) = std::env::var_os("UNWEIGHT_PYTHON") {
         return python.into();

@@ -1,4 +1,4 @@
-//! Parts of tensors, as ranks read them: the same weights, fewer bytes, every byte compared.
+//! Parts of tensors, as ranks read them: the same weights, fewer bytes read, and every byte compared.
 
 use std::{fs, ops::Range, os::unix::fs::FileExt, path::Path};
 
@@ -12,7 +12,7 @@ use crate::common::{Scratch, safetensors_file, tensor};
 
 const NAMES: [&str; 5] = ["wide", "tall", "small", "odd", "bias"];
 
-/// Packed matrices of several blocks and of one, one that cannot be packed, and a vector.
+/// Packed matrices with several blocks and with one, a matrix that cannot be packed, and a vector.
 fn model(home: &Path) {
     let shapes: [&[usize]; 5] = [&[1088, 1856], &[2176, 640], &[320, 512], &[700, 900], &[96]];
     let bytes: Vec<Vec<u8>> = shapes
@@ -20,7 +20,7 @@ fn model(home: &Path) {
         .enumerate()
         .map(|(seed, shape)| {
             let mut bytes = Weights::TRAINED.bytes(shape.iter().product(), seed as u64);
-            // Zeros are outside of every window: lists of escapes, of which a part has to take its own.
+            // Zeros are outside of every window, so there are lists of escapes, which must be sliced, too.
             let mut random = Random::new(seed as u64 + 7);
             for _ in 0..bytes.len() / 900 {
                 let at = random.below(bytes.len() as u64 / 2) as usize * 2;
@@ -48,7 +48,7 @@ fn entry<'a>(bundle: &'a Bundle, name: &str) -> &'a TensorEntry {
     bundle.tensor(name).unwrap().entry()
 }
 
-/// Where a section of a tensor is in the one shard.
+/// The byte range of a section in the only shard.
 fn place(bundle: &Path, name: &str) -> Range<u64> {
     let shard = fs::read(bundle.join("model.safetensors")).unwrap();
     let header = u64::from_le_bytes(shard[..8].try_into().unwrap());
@@ -91,7 +91,7 @@ fn slices_equal_the_weights_and_read_only_what_they_need() {
             }
             assert_eq!(least < stored, has_blocks, "{name}: {least} of {stored} bytes");
         }
-        // Half of the rows, which is half of the tiles; the block in the middle is read by both.
+        // Half of the rows is half of the tiles; both halves read the block in the middle.
         if profile == Profile::Packed {
             let stored = entry(&bundle, "tall").stored_bytes();
             let tall = bundle.tensor("tall").unwrap();
@@ -120,7 +120,7 @@ fn slices_detect_only_damage_that_they_read() {
     let scratch = Scratch::new();
     let out = made(&scratch, Profile::Packed);
     let packed = place(&out, "wide.unweight.packed");
-    // 29 tiles a row: the first byte of tile (9, 9), of the block (1, 1).
+    // 29 tiles per row: the first byte of tile (9, 9), in block (1, 1).
     let at = packed.start + (9 * 29 + 9) * 6144;
     let shard = fs::File::options().read(true).write(true).open(out.join("model.safetensors")).unwrap();
     let mut byte = [0];
@@ -149,7 +149,7 @@ fn slices_detect_only_damage_that_they_read() {
     assert!(bundle.tensor("wide").unwrap().decode().is_err() && bundle.tensor("tall").unwrap().decode().is_ok());
 }
 
-/// Seals a manifest anew after a change of the digests of blocks.
+/// Changes the digests of blocks, and then the manifest's digest.
 fn with_blocks(bundle: &Path, change: impl Fn(&mut serde_json::Map<String, serde_json::Value>)) {
     let path = bundle.join("unweight.json");
     let mut json: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();

@@ -1,4 +1,4 @@
-//! Encoding the tensors of a file, while the one before is written and the one after is read.
+//! Encodes the tensors of a file, while the previous batch is written and the next one is read.
 //!
 //! ```text
 //! reader thread --batches, two buffers--> this thread: rayon encodes --tensors, in order--> writer thread --> shard
@@ -38,37 +38,37 @@ use crate::{
     safetensors::{Dtype, Header, TensorInfo},
 };
 
-/// A safetensors file of the source, open.
+/// An open safetensors file of the source.
 struct ShardSource<'a> {
     file: &'a SourceFile,
     header: &'a Header,
-    /// Length and header as the file has them.
+    /// The bytes of length and header.
     header_bytes: &'a [u8],
     input: Input,
 }
 
-/// Consecutive tensors that were read together, or one that will be read in pieces.
+/// Consecutive tensors that were read together, or a tensor that will be read in pieces.
 struct Batch {
     work: Work,
-    /// Bytes of the tensors, at the start of `buffer`; 0 for one in pieces.
+    /// Bytes of the tensors, at the start of `buffer`; 0 for a tensor in pieces.
     bytes: u64,
     buffer: Vec<u8>,
 }
 
-/// What the encoding thread shares with reader and writer.
+/// The encoding thread's ends of the channels to reader and writer.
 struct Queues<'a, 's> {
     batches: Receiver<Result<Batch, BundleError>>,
     /// Returns buffers to the reader.
     free: &'a Sender<Vec<u8>>,
     encoded: &'a Sender<Encoded<'s>>,
     gate: &'a Gate,
-    /// Set by the writer when it could not write.
+    /// Set by the writer after a failed write.
     failed: &'a AtomicBool,
 }
 
 impl Job<'_> {
-    /// Compresses one safetensors file, or the rest of it. The shard is written, but may not be on the disk yet:
-    /// [`Job::settle`] waits for that.
+    /// Compresses a safetensors file or its rest. The shard is written, but may not be synced to disk before
+    /// [`Job::settle`].
     pub(super) fn weights(
         &self,
         file: &SourceFile,
@@ -109,8 +109,8 @@ impl Job<'_> {
         Ok(Written { file: writer.file, work: writer.path, journal: self.stage.journal(&file.name), record })
     }
 
-    /// Opens shard and journal, past what an interrupted run wrote. Returns the writer, what is kept, and the kept
-    /// parts that wait for the shard's end.
+    /// Opens shard and journal after the part that an interrupted run wrote. Returns the writer, what is kept, and the
+    /// kept parts that must be written at the shard's end.
     fn begin(
         &self,
         source: &ShardSource<'_>,
@@ -120,7 +120,7 @@ impl Job<'_> {
         let &ShardSource { file, header, header_bytes, ref input } = source;
         let (work, journal) = (self.stage.growing(&file.name), self.stage.journal(&file.name));
         let is_new = kept.is_none();
-        // One hash over what is encoded, in the order of the file: it cannot be of other bytes.
+        // A single hash over the bytes that are encoded, in the order of the file, so it cannot cover other bytes.
         let kept = kept.unwrap_or_else(|| {
             let sha = self.options.sha256.then(|| Sha256::new_with_prefix(header_bytes));
             Kept { entries: Vec::new(), sha, source_bytes: 0 }
@@ -148,8 +148,8 @@ impl Job<'_> {
         Ok((writer, kept, deferred))
     }
 
-    /// Encodes and writes the tensors after those of `kept`, to which their entries are added. Returns what waits for
-    /// the shard's end.
+    /// Encodes and writes the tensors after those of `kept`, and adds their entries to it. Returns the parts that must
+    /// be written at the shard's end.
     fn encode_rest(
         &self,
         source: &ShardSource<'_>,
@@ -167,17 +167,17 @@ impl Job<'_> {
         thread::scope(|scope| {
             let (gate, failed) = (&gate, &failed);
             let writing = spawn(scope, move || write_all(to_write, writer, begun, &source.input, gate, failed))?;
-            // The next batch is read while this one is encoded, each into one of two buffers.
+            // The next batch is read while this one is encoded; each has one of two buffers.
             let (free, buffers) = mpsc::channel::<Vec<u8>>();
             for _ in 0..2 {
-                // The other end is at hand.
+                // The receiver still exists.
                 _ = free.send(Vec::new());
             }
             let (read, batches) = mpsc::sync_channel(0);
             let reading = spawn(scope, move || read_all(source, all, gate, buffers, read))?;
             let queues = Queues { batches, free: &free, encoded: &encoded, gate, failed };
             let result = self.encode_all(source, decisions, kept, queues);
-            // A reader that waits at the gate or for a buffer wakes up, and finds its queues closed.
+            // Wakes a reader that waits at the gate or for a buffer; it then finds its channels closed.
             drop(encoded);
             let deferred = join(writing);
             gate.open();
@@ -188,7 +188,7 @@ impl Job<'_> {
         })
     }
 
-    /// Encodes what the reader reads, until it has read all or the writer failed.
+    /// Encodes what the reader reads, until all is read or the writer has failed.
     fn encode_all<'s>(
         &self,
         source: &ShardSource<'s>,
@@ -203,7 +203,7 @@ impl Job<'_> {
                 break;
             }
             let encoded = self.encode_batch(source, decisions, &batch, kept.sha.as_mut())?;
-            // The reader may have gone: there was nothing left to read.
+            // The reader may have ended, because nothing is left to read.
             _ = queues.free.send(batch.buffer);
             let held: u64 = encoded.iter().map(|e| e.held_bytes).sum();
             queues.gate.leave(batch.bytes.saturating_mul(2).saturating_sub(held));
@@ -217,7 +217,7 @@ impl Job<'_> {
         Ok(())
     }
 
-    /// Encodes the tensors of a batch in parallel, and hashes them in the file's order next to it.
+    /// Encodes the tensors of a batch in parallel, and at the same time hashes them in the file's order.
     fn encode_batch<'s>(
         &self,
         source: &ShardSource<'s>,
@@ -247,7 +247,7 @@ impl Job<'_> {
         rayon::join(encode, hash).0
     }
 
-    /// A large raw tensor: its digest now, its bytes when it is written.
+    /// Prepares a large raw tensor: its digest is computed now, its bytes are read again when it is written.
     fn pieces<'a>(
         &self,
         input: &Input,
@@ -298,7 +298,7 @@ impl Job<'_> {
     }
 }
 
-/// The reader thread: fills buffers as they come free, as far as the gate lets it.
+/// The reader thread: fills free buffers, as far as the gate admits.
 fn read_all(
     source: &ShardSource<'_>,
     all: Vec<Work>,
@@ -312,7 +312,7 @@ fn read_all(
             Work::Batch(batch) => tensors[batch.clone()].iter().map(|t| t.bytes).sum::<u64>(),
             Work::Pieces(_) => 0,
         };
-        // The source and its encoding, which is no larger.
+        // The source and its encoding, which is not larger.
         gate.enter(bytes.saturating_mul(2));
         let Ok(mut buffer) = buffers.recv() else { break };
         let filled = match &work {
@@ -325,8 +325,8 @@ fn read_all(
     }
 }
 
-/// The writer thread: writes and journals tensors in the order in which they come. Returns what waits for the shard's
-/// end.
+/// The writer thread: writes and journals tensors in the order in which they arrive. Returns the parts that must be
+/// written at the shard's end.
 fn write_all(
     to_write: Receiver<Encoded<'_>>,
     writer: &mut ShardWriter<'_>,
@@ -336,7 +336,7 @@ fn write_all(
     failed: &AtomicBool,
 ) -> Result<Vec<Deferred>, BundleError> {
     let mut result = Ok(());
-    // After a failure the rest is received all the same: otherwise the reader would wait at the gate for ever.
+    // After a failure the rest is still received; otherwise the reader would wait at the gate forever.
     for encoded in to_write {
         if result.is_ok() {
             result = writer.put(&encoded, &mut deferred, input).and_then(|()| {
@@ -352,10 +352,10 @@ fn write_all(
     result.map(|()| deferred)
 }
 
-/// Reads consecutive tensors, `bytes` in all, to the start of a buffer.
+/// Reads consecutive tensors of `bytes` bytes in all into the start of a buffer.
 fn fill(buffer: &mut Vec<u8>, input: &Input, first: &TensorInfo, bytes: u64, path: &Path) -> Result<(), BundleError> {
     if (buffer.len() as u64) < bytes {
-        // The old one first: both would be more than the bound allows.
+        // Drop the old buffer first: both together could exceed the memory limit.
         drop(std::mem::take(buffer));
         *buffer = files::buffer(bytes, path)?;
     }

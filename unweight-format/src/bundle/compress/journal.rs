@@ -1,10 +1,10 @@
-//! What a run leaves for a later one: records of finished shards, and journals of growing ones.
+//! The state that a run leaves for a later one: records of finished shards, and journals of unfinished ones.
 //!
 //! ```text
-//! work/<shard>.journal   head, then a line per tensor that is written: a later run takes over the sound beginning
-//! work/<shard>.record    after the shard got its name: a later run takes the whole shard over
+//! work/journal-<digest of name>     head, then a line per written tensor: a later run takes over the sound prefix
+//! records/<digest of name>.json     written after the shard got its name: a later run takes over the whole shard
 //! ```
-//! Both hold digests of the source's bytes, never its path or time: a later run reads the source and compares.
+//! Both contain digests of the source's bytes, not its path or time: a later run reads the source and compares.
 
 use serde::{Deserialize, Serialize};
 use sha2::Sha256;
@@ -15,23 +15,23 @@ use crate::{
     safetensors::TensorInfo,
 };
 
-/// What is kept of a finished shard until the bundle is complete. It names no time and no path of the source: a later
-/// run compares the source's bytes with the digests.
+/// The record of a finished shard, kept until the bundle is complete. It contains no time and no path of the source: a
+/// later run compares the source's bytes with the digests.
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Record {
-    /// Everything but the source that decides the shard's bytes.
+    /// Everything other than the source that determines the shard's bytes.
     pub(super) options: String,
     pub(super) file: WeightsFile,
 }
 
 impl Record {
-    /// The digest of the JSON text, then that text.
+    /// Returns the digest of the JSON text, and the text.
     pub(super) fn to_bytes(&self) -> Vec<u8> {
         let json = serde_json::to_vec(self).expect("a record is strings, numbers and lists");
         [Digest::of(&json).to_string().as_bytes(), b"\n", &json].concat()
     }
 
-    /// `None` for anything that [`Record::to_bytes`] did not write, or a damaged one: the shard is then made again.
+    /// Parses what [`Record::to_bytes`] wrote. `None` for damaged or other bytes; the shard is then made again.
     pub(crate) fn parse(bytes: &[u8]) -> Option<Self> {
         let (digest, json) = bytes.split_at_checked(33)?;
         let (digest, end) = digest.split_at(32);
@@ -44,7 +44,7 @@ impl Record {
     }
 }
 
-/// What a journal begins with: it is of this very source file, as far as its header tells, and of these options.
+/// The head of a journal, which identifies the source file, by its header, and the options.
 #[derive(PartialEq, Serialize, Deserialize)]
 pub(super) struct JournalHead {
     pub(super) options: String,
@@ -53,13 +53,13 @@ pub(super) struct JournalHead {
     pub(super) header_digest: Digest,
 }
 
-/// A line of a journal: the digest of the JSON text, then that text.
+/// A line of a journal: the digest of a JSON text, and the text.
 pub(super) fn journal_line(value: &impl Serialize) -> Vec<u8> {
     let json = serde_json::to_vec(value).expect("a line is strings, numbers and lists");
     [Digest::of(&json).to_string().as_bytes(), b" ", &json, b"\n"].concat()
 }
 
-/// The lines of a journal up to the first that is not whole.
+/// The lines of a journal up to the first incomplete one.
 pub(super) fn journal_lines(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
     bytes.split(|byte| *byte == b'\n').map_while(|line| {
         let (digest, json) = line.split_at_checked(33)?;
@@ -67,16 +67,16 @@ pub(super) fn journal_lines(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
     })
 }
 
-/// The beginning of a shard that an interrupted run wrote, as far as it is sound and of this source.
+/// The prefix of a shard that an interrupted run wrote, as far as it is sound and matches the source.
 pub(super) struct Kept {
     pub(super) entries: Vec<TensorEntry>,
-    /// Of the source, up to here.
+    /// SHA-256 of the source file up to the end of these tensors.
     pub(super) sha: Option<Sha256>,
-    /// Bytes of the tensors in the source.
+    /// Bytes of these tensors in the source.
     pub(super) source_bytes: u64,
 }
 
-/// Bytes and digests of the parts that a tensor is stored in, in stored order.
+/// Bytes and digests of a tensor's stored parts, in stored order.
 pub(super) fn stored_parts<'a>(entry: &'a TensorEntry, info: &TensorInfo) -> impl Iterator<Item = (u64, Digest)> + 'a {
     let raw = (entry.encoding == EncodingId::RAW).then_some((info.bytes, entry.digest));
     raw.into_iter().chain(entry.sections.iter().map(|section| (section.bytes, section.digest)))

@@ -1,13 +1,13 @@
-//! Compressing a model to a bundle, tensor by tensor.
+//! Compresses a model to a bundle, tensor by tensor.
 //!
 //! ```text
 //! predict       headers and samples --> sizes, for `plan` and `compare`
-//! mod           the job: files in order, one shard settling on the disk while the next is encoded
+//! mod           the job: files in order; one shard is synced to disk while the next is encoded
 //! encode        source, read --batches--> survey + encode (rayon) --tensors, bounded--> writer
 //! tensor        one tensor, encoded
 //! shard_writer  order and alignment of a shard's bytes: work/shard --fsync, rename--> tree/
-//! journal       records and journals: what a run leaves for a later one
-//! resume        what an interrupted run left that may be taken over
+//! journal       records and journals, which a run leaves for a later one
+//! resume        finds what can be taken over from an interrupted run
 //! seal          indexes, config.json, manifest, signature, verification
 //! ```
 
@@ -47,10 +47,10 @@ use crate::{Digest, safetensors::TensorInfo};
 
 /// Compresses a model directory to a bundle.
 ///
-/// The output appears under its name when it is complete; until then everything is in `<output>.partial`.
+/// The output appears under its name only when it is complete; until then all files are in `<output>.partial`.
 ///
 /// # Errors
-/// The source is not a sound model, the output exists or cannot be written, or `progress` asked to stop.
+/// The source is not a valid model, the output exists or cannot be written, or `progress` requested to stop.
 pub fn compress(
     source: &Path,
     output: &Path,
@@ -60,10 +60,10 @@ pub fn compress(
     compress_with(source, output, options, &CpuEncoder, progress)
 }
 
-/// [`compress`] with another encoder.
+/// Like [`compress`], with another encoder.
 ///
 /// # Errors
-/// As [`compress`], or the encoder failed.
+/// The errors of [`compress`], or the encoder failed.
 pub fn compress_with(
     source: &Path,
     output: &Path,
@@ -72,7 +72,7 @@ pub fn compress_with(
     progress: &dyn Progress,
 ) -> Result<CompressReport, BundleError> {
     let started = Instant::now();
-    // A signature of digests that can be forged would prove nothing.
+    // A signature of digests that can be forged would prove nothing, so add SHA-256.
     let options = &options.clone().sha256(options.sha256 || options.sign.is_some());
     let planner = Planner::new(options)?;
     let replaceable = options.force.then_some(Replaceable::Bundle);
@@ -145,7 +145,7 @@ pub(super) fn report(
     }
 }
 
-/// What a bundle's tensors are, for reports.
+/// Reports of all tensors of a bundle.
 pub(crate) fn tensor_reports(files: &[FileEntry]) -> Vec<TensorReport> {
     let files = files.iter().filter_map(FileEntry::weights);
     files.flat_map(|file| file.tensors.iter().map(|tensor| TensorReport::of(&file.name, tensor))).collect()
@@ -159,10 +159,10 @@ struct Job<'a> {
     progress: &'a dyn Progress,
 }
 
-/// What [`Job::run`] has made.
+/// The result of [`Job::run`].
 struct Made {
     files: Vec<FileEntry>,
-    /// Of the manifest, or of the part.
+    /// Digest of the manifest or of the part file.
     digest: Digest,
     resumed_files: Vec<String>,
     resumed_tensors: u64,
@@ -171,7 +171,7 @@ struct Made {
 }
 
 impl Job<'_> {
-    /// Fills the stage with what becomes of these files of the model.
+    /// Compresses these files of the model into the stage.
     fn run(&self, model: &Source, chosen: &[&SourceFile]) -> Result<Made, BundleError> {
         let total: u64 = chosen.iter().map(|f| f.bytes).sum();
         let earlier = if self.options.resume { self.earlier(chosen)? } else { Earlier::default() };
@@ -217,12 +217,12 @@ impl Job<'_> {
         Ok(Made { files, digest, resumed_files, resumed_tensors, stored_bytes, verified_tensors })
     }
 
-    /// Reserves disk space for what is still to be written.
+    /// Reserves disk space for the bytes still to be written.
     fn reserve(&self, chosen: &[&SourceFile], earlier: &Earlier) -> Result<(), BundleError> {
         let total: u64 = chosen.iter().map(|f| f.bytes).sum();
         let finished: u64 = chosen.iter().filter(|f| earlier.finished.contains_key(&f.name)).map(|f| f.bytes).sum();
         let taken_over = finished + earlier.begun.values().map(|kept| kept.source_bytes).sum::<u64>();
-        // A bundle is not larger than its source but for headers; predict in earnest only when that may not fit.
+        // Except for headers, a bundle is not larger than its source; predict its size only if that may not fit.
         let worst = total - taken_over;
         if self.stage.free_bytes().is_some_and(|free| free < worst + worst / 16 + (64 << 20)) {
             let (_, predicted) = predict_one(chosen, self.planner, self.options)?;
@@ -231,11 +231,11 @@ impl Job<'_> {
         self.stage.reserve(worst)
     }
 
-    /// Makes or takes over every file, in order.
+    /// Compresses, copies or takes over every file, in order.
     fn files(&self, chosen: &[&SourceFile], mut earlier: Earlier) -> Result<Vec<FileEntry>, BundleError> {
         thread::scope(|scope| {
             let mut files = Vec::with_capacity(chosen.len());
-            // A shard is settled while the next one is encoded: waiting for the disk costs no encoding time.
+            // A shard is synced while the next one is encoded, so waiting for the disk costs no encoding time.
             let mut settling: Option<thread::ScopedJoinHandle<'_, Result<(), BundleError>>> = None;
             for file in chosen {
                 self.check_cancelled()?;
@@ -274,7 +274,7 @@ impl Job<'_> {
         if self.progress.cancelled() { Err(self.stage.interrupted()) } else { Ok(()) }
     }
 
-    /// Copies a file that is no weights.
+    /// Copies a file other than weights.
     fn copy(&self, file: &SourceFile, name: &str) -> Result<Contents, BundleError> {
         let advance = |bytes| {
             self.progress.advance(bytes);
@@ -283,7 +283,7 @@ impl Job<'_> {
         self.stage.copy(&Input::open_same(&file.path, &file.stamp)?, name, self.options.sha256, advance, |_| Ok(()))
     }
 
-    /// Copies a changed file to `<name>.source`; its encoding is written when all shards are known.
+    /// Copies a file to `<name>.source`. The bundle's version of it is written when all shards are known.
     fn copy_changed(&self, file: &SourceFile) -> Result<ChangedFile, BundleError> {
         let contents = self.copy(file, &format!("{}{SOURCE_SUFFIX}", file.name))?;
         if let Kind::Config(text) = &file.kind
@@ -302,7 +302,7 @@ impl Job<'_> {
     }
 }
 
-/// Bytes of all tensors of these files.
+/// Bytes of all tensors of these files together.
 fn tensor_bytes(files: &[&SourceFile]) -> u64 {
     let headers = files.iter().filter_map(|file| match &file.kind {
         Kind::Weights { header, .. } => Some(header),

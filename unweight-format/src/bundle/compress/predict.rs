@@ -1,4 +1,4 @@
-//! Predicting the size of a bundle from headers and samples: what [`plan()`] and [`compare`] report.
+//! Predicts the size of a bundle from headers and samples, for [`plan()`] and [`compare`].
 
 use std::{path::Path, time::Instant};
 
@@ -19,14 +19,14 @@ use crate::{
     safetensors::TensorInfo,
 };
 
-/// A tensor is sampled for a prediction in this many pieces of this many bytes.
+/// Number and size of the pieces of a tensor that are sampled for a prediction.
 const SAMPLE_PIECES: u64 = 8;
 const SAMPLE_BYTES: u64 = 128 << 10;
 
-/// Predicts what [`compress`](super::compress) would do, from the headers and samples of the weights.
+/// Predicts the result of [`compress`](super::compress) from the headers and samples of the weights.
 ///
 /// # Errors
-/// The source is not a sound model, or the plan file cannot be followed.
+/// The source is not a valid model, or the plan file is invalid.
 pub fn plan(source: &Path, options: &CompressOptions) -> Result<PlanReport, BundleError> {
     let started = Instant::now();
     let planner = Planner::new(options)?;
@@ -50,11 +50,11 @@ pub fn plan(source: &Path, options: &CompressOptions) -> Result<PlanReport, Bund
     })
 }
 
-/// Predicts sizes as [`plan()`] does, summed by role, for several options at once: the samples are read once. The files
-/// selected and the threads are those of the first.
+/// Predicts sizes like [`plan()`], summed by role, for several sets of options at once; the samples are read only once.
+/// Files and threads are those of the first set.
 ///
 /// # Errors
-/// As [`plan()`].
+/// The errors of [`plan()`].
 pub fn compare(source: &Path, options: &[CompressOptions]) -> Result<CompareReport, BundleError> {
     let started = Instant::now();
     let planners = options.iter().map(Planner::new).collect::<Result<Vec<_>, _>>()?;
@@ -83,12 +83,12 @@ pub fn compare(source: &Path, options: &[CompressOptions]) -> Result<CompareRepo
     })
 }
 
-/// Whether a code limit says something about a tensor.
+/// Whether the code limit affects a tensor's size.
 fn is_limited(tensor: &TensorReport) -> bool {
     tensor.encoding.encoding().sections().contains(&Section::CODE_LENGTHS)
 }
 
-/// Reports of all tensors, and the bytes of all files.
+/// Reports of all tensors, and the size of all files in bytes.
 pub(super) type Predicted = (Vec<TensorReport>, u64);
 
 pub(super) fn predict_one(
@@ -99,7 +99,7 @@ pub(super) fn predict_one(
     Ok(predict(files, &[(planner, options.code_limit)])?.pop().unwrap_or_default())
 }
 
-/// For each way to encode files of a model.
+/// Predicts sizes for each way to encode the files.
 fn predict(files: &[&SourceFile], ways: &[(&Planner, CodeLimit)]) -> Result<Vec<Predicted>, BundleError> {
     let mut predicted = vec![Predicted::default(); ways.len()];
     let mut index_bytes = 0;
@@ -124,7 +124,7 @@ fn predict(files: &[&SourceFile], ways: &[(&Planner, CodeLimit)]) -> Result<Vec<
                 tensors.push(report);
             }
         }
-        // The header of the source, and the names of its tensors in the shard's own.
+        // The source's header, and the names of its tensors in the shard's header.
         predicted.iter_mut().for_each(|(_, stored_bytes)| *stored_bytes += header.data_offset * 5 / 2);
     }
     for (tensors, stored_bytes) in &mut predicted {
@@ -133,13 +133,13 @@ fn predict(files: &[&SourceFile], ways: &[(&Planner, CodeLimit)]) -> Result<Vec<
     Ok(predicted)
 }
 
-/// Bytes of a tensor in the manifest, and of a section in the manifest and in a shard's header; fitted to bundles of
+/// Bytes of a tensor in the manifest, and of a section in the manifest and in a shard's header. Fitted to bundles of
 /// the demo model in all profiles, 2026-11-25.
 const TENSOR_METADATA_BYTES: u64 = 275;
 const SECTION_METADATA_BYTES: u64 = 152;
 
-/// Bytes that describe the tensors in the manifest, in the headers of shards and, with its entry per section, in the
-/// index, of which the source has so many bytes.
+/// Bytes that describe the tensors in the manifest, in the headers of shards, and in the index, which has an entry per
+/// section. `index_bytes` is the size of the source's index.
 fn metadata_bytes(tensors: &[TensorReport], index_bytes: u64) -> u64 {
     let count = tensors.len() as u64;
     let sections = |tensor: &TensorReport| match tensor.encoding {
@@ -157,7 +157,7 @@ fn predict_tensor(
     input: &Input,
     ways: &[(&Planner, CodeLimit)],
 ) -> Result<Vec<TensorReport>, BundleError> {
-    // Read when the first way asks for them; one sample for each limit.
+    // Pieces are read when first needed; there is one sample per limit.
     let mut read: Option<Vec<Vec<u8>>> = None;
     let mut samples: Vec<(CodeLimit, Sample)> = Vec::new();
     let mut reports = Vec::with_capacity(ways.len());
@@ -189,12 +189,13 @@ fn predict_tensor(
     Ok(reports)
 }
 
-/// Whether so many bytes are few enough for a tensor that has `original` of them.
+/// Whether `bytes` are few enough for a tensor of `original` bytes.
 pub(super) fn is_worth_it(encoding: EncodingId, bytes: u64, original: u64) -> bool {
     bytes.saturating_add(encoding.encoding().least_saved()) <= original
 }
 
-/// Pieces (offset, bytes) spread evenly over a tensor, each on a multiple of 64 elements; all of a small one.
+/// Pieces (offset, bytes) spread evenly over a tensor, each starting on a multiple of 64 BF16 elements; a small tensor
+/// is one piece.
 fn pieces(bytes: u64) -> Vec<(u64, u64)> {
     if bytes <= SAMPLE_PIECES * SAMPLE_BYTES {
         return vec![(0, bytes)];

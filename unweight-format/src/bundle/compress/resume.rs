@@ -1,4 +1,4 @@
-//! Resuming: what a later run may take over from records and journals of an interrupted one.
+//! Resumes an interrupted run: finds what can be taken over from its records and journals.
 
 use std::{collections::BTreeMap, fs::File, path::Path};
 
@@ -24,17 +24,17 @@ use crate::{
     safetensors::TensorInfo,
 };
 
-/// What an interrupted run left of the files of a model, by name.
+/// What can be taken over from an interrupted run, by file name.
 #[derive(Default)]
 pub(super) struct Earlier {
-    /// Shards that are complete.
+    /// Shards that are finished.
     pub(super) finished: BTreeMap<String, WeightsFile>,
-    /// Shards of which a beginning is kept.
+    /// Shards with a prefix to keep.
     pub(super) begun: BTreeMap<String, Kept>,
 }
 
 impl Job<'_> {
-    /// Reads what an interrupted run left: that takes time of its own, which is reported as progress.
+    /// Finds what can be taken over. Reading it takes time, which is reported as progress.
     pub(super) fn earlier(&self, chosen: &[&SourceFile]) -> Result<Earlier, BundleError> {
         let mut earlier = Earlier::default();
         let left = |file: &&SourceFile| {
@@ -60,7 +60,7 @@ impl Job<'_> {
         Ok(earlier)
     }
 
-    /// Whether a run of other options, or of another version of the program, left something of this file.
+    /// Whether a run with other options or another program version left a record or journal of this file.
     fn has_other_options(&self, file: &SourceFile) -> bool {
         let record = files::read_small(&self.stage.record(&file.name), manifest::BYTES_MAX).ok();
         let record = record.and_then(|bytes| Record::parse(&bytes)).map(|record| record.options);
@@ -72,7 +72,7 @@ impl Job<'_> {
         record.or_else(journal).is_some_and(|options| options != self.fingerprint())
     }
 
-    /// The options that a shard depends on, as text.
+    /// The options that determine a shard's bytes, as text.
     pub(super) fn fingerprint(&self) -> String {
         let o = self.options;
         format!(
@@ -84,17 +84,17 @@ impl Job<'_> {
             o.profile,
             o.scope,
             o.code_limit.bits(),
-            // The same plan may be read from another path.
+            // Another path of the same plan does not matter.
             self.planner.without_path(),
             o.sha256,
         )
     }
 
-    /// The entry of a shard that an interrupted run finished, if it is of this very source and these options, and its
-    /// bytes are sound.
+    /// The entry of a shard that an interrupted run finished, if it has the same source and options and its bytes are
+    /// sound.
     ///
-    /// The source is read for that, which takes a fraction of encoding it: name, size and time of a file do not tell
-    /// one model from another.
+    /// The source is read for that, which takes a fraction of the time of encoding: a file's name, size and time do not
+    /// identify a model.
     pub(super) fn resumable(&self, file: &SourceFile) -> Result<Option<WeightsFile>, BundleError> {
         let Kind::Weights { header, header_bytes } = &file.kind else { return Ok(None) };
         let Ok(bytes) = files::read_small(&self.stage.record(&file.name), manifest::BYTES_MAX) else { return Ok(None) };
@@ -132,7 +132,7 @@ impl Job<'_> {
         if sha.map(files::hex) != entry.sha256 {
             return Ok(None);
         }
-        // Last, the shard itself: a section that was damaged since makes it worthless.
+        // Check the shard itself last: it cannot be taken over if a section was damaged since.
         let Ok(shard) = Shard::open(&self.stage.tree(), entry) else { return Ok(None) };
         let sound = shard.source_header().is_ok()
             && (0..shard.file.tensors.len()).into_par_iter().all(|index| shard.is_sound(index));
@@ -148,8 +148,8 @@ impl Job<'_> {
         }
     }
 
-    /// The beginning of a shard that an interrupted run wrote: up to the first tensor whose source or whose stored
-    /// parts have not the digests of the journal.
+    /// The prefix of a shard that an interrupted run wrote, up to the first tensor whose source or stored parts do not
+    /// have the digests of the journal.
     pub(super) fn kept(&self, file: &SourceFile) -> Result<Option<Kept>, BundleError> {
         let Kind::Weights { header, header_bytes } = &file.kind else { return Ok(None) };
         let Ok(journal) = files::read_small(&self.stage.journal(&file.name), manifest::BYTES_MAX) else {
@@ -202,7 +202,7 @@ impl Job<'_> {
         Ok(Some(kept))
     }
 
-    /// A journal with what is kept, in place of an older one.
+    /// Creates a journal with the kept entries, in place of an older one.
     pub(super) fn begin_journal(
         &self,
         path: &Path,
@@ -218,7 +218,7 @@ impl Job<'_> {
         Ok(file)
     }
 
-    /// Goes past a tensor that an interrupted run has written. What waits for the end of the shard is got ready again.
+    /// Skips a tensor that an interrupted run has written. Its parts that belong at the shard's end are prepared again.
     pub(super) fn take_over(
         &self,
         writer: &mut ShardWriter<'_>,
@@ -273,7 +273,7 @@ impl Job<'_> {
     }
 }
 
-/// Whether an entry is of this tensor, and what it is for was decided the same.
+/// Whether an entry describes this tensor, with the same role and layer.
 fn is_planned(entry: &TensorEntry, info: &TensorInfo, decision: &Decision) -> bool {
     (&entry.name, entry.dtype, &entry.shape, entry.role, entry.layer)
         == (&info.name, info.dtype, &info.shape, decision.role, decision.layer)

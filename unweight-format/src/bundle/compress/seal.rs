@@ -1,5 +1,4 @@
-//! Completing a bundle whose shards are written: indexes, `config.json`, manifest, signature, and the proof that it
-//! decodes.
+//! Completes a bundle whose shards are written: indexes, `config.json`, manifest, signature, and verification.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashSet},
@@ -21,7 +20,7 @@ use crate::{
     encoding::ENCODINGS,
 };
 
-/// What is left to do when the files of a bundle are in the stage.
+/// The steps that remain when the files of a bundle are in the stage.
 pub(crate) struct Finish<'a> {
     pub(crate) stage: &'a Stage,
     pub(crate) verify: VerifyAfter,
@@ -30,15 +29,15 @@ pub(crate) struct Finish<'a> {
     pub(crate) progress: &'a dyn Progress,
 }
 
-/// A complete stage.
+/// The result of completing a stage.
 pub(crate) struct Sealed {
     pub(crate) manifest: Manifest,
     pub(crate) stored_bytes: u64,
     pub(crate) verified_tensors: u64,
 }
 
-/// Completes a bundle: what depends on all shards, the manifest, its signature, and the proof that all can be decoded.
-/// `kinds` are those of the files; only those of changed files are needed.
+/// Completes a bundle: writes files that depend on all shards, the manifest and its signature, and verifies that all
+/// tensors can be decoded. `kinds` are those of the files; only those of changed files are needed.
 pub(crate) fn seal<'a>(
     finish: &Finish<'_>,
     kinds: impl Iterator<Item = Option<&'a Kind>>,
@@ -49,7 +48,7 @@ pub(crate) fn seal<'a>(
     let mut manifest = Manifest::new(options, files);
     let bytes = manifest.seal();
     manifest::check_bytes(bytes.len() as u64)?;
-    // As a reader will have it: what it would refuse is never published.
+    // Parse the manifest like a reader, so that none is published that a reader would refuse.
     let manifest = Manifest::parse(&bytes, Path::new(manifest::FILE_NAME))?;
     finish.stage.put(manifest::FILE_NAME, &bytes)?;
     let mut own_bytes = bytes.len() as u64;
@@ -68,7 +67,7 @@ impl Finish<'_> {
         if self.progress.cancelled() { Err(self.stage.interrupted()) } else { Ok(()) }
     }
 
-    /// Writes what depends on the shards: indexes of the stored names, and each `config.json`.
+    /// Writes the files that depend on the shards: indexes of the stored names, and each `config.json`.
     pub(super) fn changed<'a>(
         &self,
         kinds: impl Iterator<Item = Option<&'a Kind>>,
@@ -91,7 +90,7 @@ impl Finish<'_> {
         Ok(())
     }
 
-    /// Decodes again what `VerifyAfter` asks for. Returns how many tensors that were.
+    /// Decodes the tensors that `VerifyAfter` selects, and returns their number.
     pub(super) fn verify(&self, files: &[FileEntry]) -> Result<u64, BundleError> {
         if self.verify == VerifyAfter::None {
             return Ok(0);
@@ -133,7 +132,7 @@ impl Finish<'_> {
     }
 }
 
-/// First and last, the largest of each encoding, and every sixteenth.
+/// The first and last tensor, the largest of each encoding, and every sixteenth.
 fn sampled(file: &WeightsFile) -> HashSet<usize> {
     let mut chosen: HashSet<usize> = (0..file.tensors.len()).step_by(16).collect();
     chosen.extend(file.tensors.len().checked_sub(1));
@@ -144,13 +143,13 @@ fn sampled(file: &WeightsFile) -> HashSet<usize> {
     chosen
 }
 
-/// The index of the stored names: the source's metadata with the stored size.
+/// The index of the stored names, with the source's metadata and the stored size.
 fn stored_index(index: &Index, name: &str, shards: &BTreeMap<String, WeightsFile>) -> Vec<u8> {
     let dir = name.rfind('/').map_or("", |slash| &name[..=slash]);
     let listed: BTreeSet<&str> = index.weight_map.values().map(String::as_str).collect();
     let (mut weight_map, mut total) = (BTreeMap::new(), 0u64);
     for shard in listed {
-        // Every shard of an index was checked to be there.
+        // The source was checked: every shard of an index exists.
         let Some(file) = shards.get(&format!("{dir}{shard}")) else { continue };
         total += file.shard_size - file.shard_header_bytes;
         weight_map.extend(file.tensors.iter().flat_map(stored_names).map(|name| (name, shard)));
@@ -160,7 +159,7 @@ fn stored_index(index: &Index, name: &str, shards: &BTreeMap<String, WeightsFile
         metadata.insert("total_size".into(), total.into());
     }
     let mut value = serde_json::json!({ "metadata": metadata, "weight_map": weight_map });
-    // The same bytes whether or not another crate has maps keep the order of insertion.
+    // Sort, so that the bytes do not depend on whether another crate enables insertion order of maps.
     value.sort_all_objects();
     let mut bytes = serde_json::to_vec_pretty(&value).expect("an index is strings, numbers and maps");
     bytes.push(b'\n');

@@ -1,8 +1,8 @@
-//! The shard that is being written, and the order of its bytes.
+//! Writes a shard, and determines the order of its bytes.
 //!
-//! First everything that keeps the next part on a multiple of 16 bytes, in source order; then what does not (raw
-//! tensors of odd sizes, and sign_mantissa sections of them), largest element type first; last the source's header. So
-//! every section that a kernel or a stock reader wants aligned is, without padding.
+//! First come all parts whose size is a multiple of 16 bytes, in source order. Then come the others (raw tensors of odd
+//! sizes, and sign_mantissa sections of such tensors), by descending element size; last the source's header. So every
+//! section that a kernel or a stock reader needs aligned is aligned, without padding.
 
 use std::{borrow::Cow, collections::BTreeMap, fs::File, path::PathBuf};
 
@@ -25,18 +25,18 @@ use crate::{
     safetensors::{Dtype, HEADER_MAX, Header, header_to_bytes},
 };
 
-/// Every section starts on a multiple of this many bytes, unless what is before it cannot be moved.
+/// Sections start on multiples of this number of bytes, except those after parts of other sizes.
 pub(super) const ALIGN: u64 = 16;
 
-/// What a shard will look like, as far as its source's header tells.
+/// The layout of a shard, as far as the source's header determines it.
 pub(super) struct Layout {
     pub(super) decisions: Vec<Decision>,
     pub(super) metadata: BTreeMap<String, String>,
-    /// Bytes for the header.
+    /// Bytes reserved for the header.
     pub(super) reserved: u64,
 }
 
-/// A shard that is written but may not be on the disk yet.
+/// A shard that is written but may not be synced to disk yet.
 pub(super) struct Written {
     pub(super) file: File,
     pub(super) work: PathBuf,
@@ -45,7 +45,7 @@ pub(super) struct Written {
 }
 
 impl Job<'_> {
-    /// Encodings, metadata and the place for the header of a shard.
+    /// Determines the encodings, the metadata and the size of the header of a shard.
     pub(super) fn layout(
         &self,
         file: &SourceFile,
@@ -67,7 +67,7 @@ impl Job<'_> {
         Ok(Layout { decisions, metadata, reserved })
     }
 
-    /// Waits until a shard is on the disk, gives it its name, and notes that for a later run.
+    /// Syncs a shard to disk, gives it its name, and records that for a later run.
     pub(super) fn settle(&self, shard: Written) -> Result<(), BundleError> {
         shard.file.sync_all().map_err(self.stage.write_error(&shard.work))?;
         self.stage.accept(&shard.work, &shard.record.file.name)?;
@@ -76,7 +76,7 @@ impl Job<'_> {
     }
 }
 
-/// A part of a shard as its header names it.
+/// A part of a shard, as its header describes it.
 pub(super) struct Part {
     pub(super) name: String,
     pub(super) dtype: Dtype,
@@ -90,20 +90,20 @@ impl Part {
     }
 }
 
-/// A part that waits for the end of the shard because it would misalign what follows.
+/// A part that is written at the end of the shard, because it would misalign the following parts.
 pub(super) struct Deferred {
     pub(super) part: Part,
     pub(super) contents: Pending,
 }
 
-/// Where the bytes of a part come from that is written later.
+/// The source of the bytes of a part that is written later.
 pub(super) enum Pending {
-    /// From the source, from `offset` on: a raw tensor with this digest.
+    /// A raw tensor with this digest, at `offset` in the source.
     Raw { offset: u64, digest: Digest },
-    /// From the source: the sign_mantissa of the `bytes` bytes from `offset` on, which have this digest. Half of a
-    /// large tensor would be much to hold.
+    /// The sign_mantissa of the `bytes` bytes at `offset` in the source, which have this digest. It is not held in
+    /// memory, because it is half of the tensor.
     SignMantissa { offset: u64, bytes: u64, digest: Digest },
-    /// Small sections of other kinds, held.
+    /// Sections of other kinds, which are small enough to hold.
     Held(Vec<u8>),
 }
 
@@ -112,21 +112,21 @@ pub(super) struct ShardWriter<'a> {
     pub(super) file: File,
     pub(super) path: PathBuf,
     pub(super) stage: &'a Stage,
-    /// Where the next byte goes.
+    /// Offset of the next byte.
     pub(super) at: u64,
     pub(super) parts: Vec<Part>,
-    /// What has been written, for a run that resumes.
+    /// Records what has been written, for a run that resumes.
     pub(super) journal: File,
 }
 
 impl ShardWriter<'_> {
-    /// Goes past a part that is written.
+    /// Skips a part that is already written.
     pub(super) fn pass(&mut self, part: Part) {
         self.at += part.bytes;
         self.parts.push(part);
     }
 
-    /// Notes that a tensor is written.
+    /// Adds a written tensor to the journal.
     pub(super) fn note(&mut self, entry: &TensorEntry) -> Result<(), BundleError> {
         files::append(&mut self.journal, &journal_line(entry)).map_err(self.stage.write_error(&self.path))?;
         failpoint("journalled");
@@ -180,7 +180,7 @@ impl ShardWriter<'_> {
         Ok(())
     }
 
-    /// Writes what waited, largest elements first, so that each keeps its own alignment.
+    /// Writes the deferred parts by descending element size, so that each is aligned to its element size.
     pub(super) fn put_deferred(&mut self, mut deferred: Vec<Deferred>, input: &Input) -> Result<(), BundleError> {
         deferred.sort_by_key(|d| std::cmp::Reverse(d.part.dtype.bits()));
         for item in deferred {
@@ -191,7 +191,7 @@ impl ShardWriter<'_> {
                 }
                 Pending::SignMantissa { offset, bytes, digest } => {
                     let split = |e: &[u8]| bf16::sign_mantissa(u16::from_le_bytes([e[0], e[1]]));
-                    // A piece is an even number of bytes, as the tensor is.
+                    // A piece has an even number of bytes, like the tensor.
                     self.write_again(input, offset, bytes, digest, |piece| {
                         Cow::Owned(piece.chunks_exact(2).map(split).collect())
                     })?;
@@ -202,7 +202,7 @@ impl ShardWriter<'_> {
         Ok(())
     }
 
-    /// Writes what becomes of bytes of the source that were read before: they must still be the same.
+    /// Reads bytes of the source again and writes what `encoding` makes of them. Fails if the bytes have changed.
     pub(super) fn write_again(
         &mut self,
         input: &Input,
@@ -215,7 +215,7 @@ impl ShardWriter<'_> {
         if got == expected { Ok(()) } else { Err(input.changed()) }
     }
 
-    /// Writes the header before the data.
+    /// Writes the header in front of the data.
     pub(super) fn finish(
         &mut self,
         metadata: &BTreeMap<String, String>,
@@ -234,8 +234,8 @@ impl ShardWriter<'_> {
     }
 }
 
-/// Bytes that the shard's header can need at most: every coded tensor with all its sections, every number as long as it
-/// can be.
+/// Maximum size of the shard's header in bytes: every coded tensor with all its sections, every number with its maximum
+/// length.
 fn header_bound(
     metadata: &BTreeMap<String, String>,
     header: &Header,
@@ -243,8 +243,8 @@ fn header_bound(
     file_bytes: u64,
     header_bytes: u64,
 ) -> u64 {
-    // A coded tensor is smaller than its source and the header's copy as large as the original, so no offset is above
-    // this.
+    // A coded tensor is not larger than its source, and the copy of the header is as large as the original, so no
+    // offset exceeds this.
     let most = file_bytes;
     let mut parts = Vec::new();
     for (info, decision) in header.tensors.iter().zip(decisions) {
@@ -253,7 +253,7 @@ fn header_bound(
             parts.push(raw());
             continue;
         };
-        // Of the encoding and of what may take its place, whichever a header names at greater length.
+        // Use the longest description among the encoding and its fallbacks.
         let named = |encoding: EncodingId| -> Vec<(String, Dtype, Vec<usize>)> {
             let sections = encoding.encoding().sections().iter().map(|&section| {
                 let bytes = section.fixed_bytes(grid).unwrap_or(info.bytes as usize);
@@ -265,8 +265,8 @@ fn header_bound(
             std::iter::successors(Some(decision.choice.encoding()), |encoding| Some(encoding.encoding().fallback()));
         let coded = chain.take_while(|encoding| *encoding != EncodingId::RAW).map(named);
         parts.extend(coded.max_by_key(|parts| header_bytes_of(&BTreeMap::new(), parts, most)).unwrap_or_default());
-        // Raw takes the place of every encoding, and a shape of many dimensions may be longer than the names of all
-        // sections.
+        // Raw is the last fallback of every encoding, and a shape of many dimensions may be longer than the names of
+        // all sections.
         if info.shape.len() > 8 {
             parts.push(raw());
         }

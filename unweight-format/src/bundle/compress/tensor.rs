@@ -1,4 +1,4 @@
-//! One tensor, encoded, on its way to the shard.
+//! Encodes one tensor for a shard.
 
 use super::predict::is_worth_it;
 use crate::{
@@ -7,10 +7,10 @@ use crate::{
     safetensors::{Dtype, TensorInfo},
 };
 
-/// A tensor as it will be stored.
+/// How a tensor is stored.
 pub(super) enum Stored {
     Raw(Vec<u8>),
-    /// Raw, and too large to be held: it is read again when it is written, and compared with its digest.
+    /// A raw tensor that is too large to hold: it is read again when it is written, and compared with its digest.
     Later,
     Coded(StoredTensor<Vec<u8>>),
 }
@@ -23,8 +23,8 @@ pub(super) struct Encoded<'a> {
     pub(super) held_bytes: u64,
 }
 
-/// Digest and encoding of a tensor: the encoding chosen, what takes its place if it does not fit, or raw if it would
-/// not shrink.
+/// Computes the digest of a tensor and encodes it: in the chosen encoding, in a fallback if it does not support the
+/// matrix, or raw if it would not shrink.
 pub(super) fn encode_tensor(
     bytes: &[u8],
     dtype: Dtype,

@@ -12,26 +12,26 @@ use crate::{
 
 /// Classes of four exponents in a window.
 pub(super) const CLASSES: usize = CLASS_WINDOW / 4;
-/// Quads: four classes of three bits, the first one lowest.
+/// The number of quads: four classes of three bits, the first class lowest.
 pub const QUADS: usize = 1 << 12;
-/// What an escape costs when window and book are chosen, bits: its record, and as much again for the time of a kernel.
+/// Cost of an escape in bits, when window and book are chosen: its record, and as much again for a kernel's time.
 const ESCAPE_BITS: u64 = 64;
 /// Bits of an entry of the book.
 const ENTRY_BITS: u64 = 16;
-/// Sizes of books that are tried, beside that of all quads there are.
+/// Book sizes to try, in addition to the size with all quads.
 const BOOK_SIZES: [usize; 15] = [2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768];
-/// Entries of a decode table, and most of a book.
+/// Entries of a decode table, and the maximum number of entries of a book.
 pub const TABLE: usize = 1 << CLASS_CODE_MAX;
 
-/// The window of 32 consecutive exponents that a tensor is stored with: eight classes of four.
+/// The window of 32 consecutive exponents of a compact tensor: eight classes of four.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ClassWindow {
     base: u8,
 }
 
 impl ClassWindow {
-    /// The window that costs least, of equals the lowest: the entropy of the classes and 64 bits for each element
-    /// outside, in integers, so that every machine chooses the same.
+    /// The cheapest window, the lowest of equal ones. The cost is the entropy of the classes and 64 bits per element
+    /// outside, computed in integers, so that every machine chooses the same window.
     pub fn best(histogram: &Histogram) -> Self {
         let cost = |base: u8| {
             let counts = Self { base }.class_counts(histogram);
@@ -47,6 +47,8 @@ impl ClassWindow {
         Self { base }
     }
 
+    /// A window with this lowest exponent.
+    ///
     /// # Errors
     /// `base` is not in 1..=223.
     pub fn new(base: u8) -> Result<Self, CodecError> {
@@ -78,23 +80,23 @@ impl ClassWindow {
         self.base
     }
 
-    /// `2^(base - 96)`: what a product with operands is multiplied with to be a product with weights.
+    /// `2^(base - 96)`: the factor that converts a product with operands to a product with weights.
     pub fn scale(self) -> f32 {
         f32::from_bits(((127 + self.shift()) as u32) << 23)
     }
 
-    /// Exponent above the base, if it is in the window: the class is the upper three bits, the lower two are in the
-    /// dense part.
+    /// The exponent less the base, if it is in the window. Its upper three bits are the class, its lower two bits are
+    /// in the dense part.
     pub fn above(self, exponent: u8) -> Option<u8> {
         exponent.checked_sub(self.base).filter(|&above| usize::from(above) < CLASS_WINDOW)
     }
 
-    /// The operand of a weight: `weight * 2^(96 - base)`, if that is exact.
+    /// The operand of a weight: `weight * 2^(96 - base)`, if it is exact.
     pub fn operand(self, weight: u16) -> Option<u16> {
         times_power_of_two(weight, -self.shift())
     }
 
-    /// The weight of an operand.
+    /// The weight of an operand: `operand * 2^(base - 96)`, if it is exact.
     pub fn weight(self, operand: u16) -> Option<u16> {
         times_power_of_two(operand, self.shift())
     }
@@ -103,12 +105,12 @@ impl ClassWindow {
         i32::from(self.base) - i32::from(CLASS_OPERAND_EXPONENT)
     }
 
-    /// Elements of each class.
+    /// The number of elements of each class.
     fn class_counts(self, histogram: &Histogram) -> [u64; CLASSES] {
         std::array::from_fn(|class| (0..4).map(|low| histogram.count(self.base + (4 * class + low) as u8)).sum())
     }
 
-    /// The classes from the most to the least frequent; of equals the lower first.
+    /// The classes by descending frequency, the lower first of equal ones.
     pub(super) fn ranking(self, histogram: &Histogram) -> [u8; CLASSES] {
         let counts = self.class_counts(histogram);
         let mut order: [u8; CLASSES] = std::array::from_fn(|class| class as u8);
@@ -116,7 +118,7 @@ impl ClassWindow {
         order
     }
 
-    /// How often each quad would occur among [`EXPECTED`] of these exponents, if they were independent of each other.
+    /// The expected count of each quad among [`EXPECTED`] elements with independent exponents.
     pub(super) fn expected_quads(self, histogram: &Histogram) -> Vec<u64> {
         let counts = self.class_counts(histogram);
         let inside = counts.iter().sum::<u64>().max(1) as f64;
@@ -126,13 +128,13 @@ impl ClassWindow {
     }
 }
 
-/// Elements in the window of an expectation: so many that the rare quads count.
+/// Elements assumed in the window for expected counts: enough for rare quads to count.
 pub(super) const EXPECTED: u64 = 1 << 32;
 
 /// Fractional bits of [`log2`].
 const LOG2_SHIFT: u32 = 16;
 
-/// The logarithm of a number above 0, rounded down to multiples of `2^-16`: by squaring, in integers.
+/// The binary logarithm of a number above 0, rounded down to a multiple of `2^-16`: by squaring, in integers.
 fn log2(number: u64) -> u64 {
     let whole = number.ilog2();
     // 1 <= mantissa < 2, in units of 2^-31.
@@ -154,7 +156,7 @@ pub(super) struct Code {
     pub forward: u16,
     /// The code in the bit order of the backward chain.
     pub backward: u16,
-    /// Bits; 0: the quad has no code.
+    /// Length in bits; 0 if the quad has no code.
     pub bits: u8,
 }
 
@@ -169,9 +171,8 @@ impl ClassBook {
     /// Reads `class_book`.
     ///
     /// # Errors
-    /// Entries do not ascend, a quad appears twice, a code is longer than 9 bits, the code is not complete, or what
-    /// follows the last entry
-    /// is not the padding to 16 bytes.
+    /// Entries do not ascend, a quad appears twice, a code is longer than 9 bits, the code is not complete, or the last
+    /// entry is not followed by the padding to 16 bytes.
     pub fn from_stored(bytes: &[u8]) -> Result<Self, CodecError> {
         let fail = |reason| Err(CodecError::Code { section: "class_book", reason });
         let words: Vec<u16> = bytes.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]])).collect();
@@ -204,17 +205,17 @@ impl ClassBook {
         bytes
     }
 
-    /// Quads that have a code.
+    /// The number of quads that have a code.
     pub fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// No: a code has two quads at least.
+    /// Always false: a code has at least two quads.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 
-    /// What the next 9 bits of a chain stand for, the first one lowest: `quad | bits << 12`. Every index has an entry.
+    /// The entry of every value of the next 9 bits of a chain, first bit lowest: `quad | bits << 12`.
     pub fn table(&self) -> Vec<u16> {
         let mut table = vec![0; TABLE];
         for (entry, code) in self.codes() {
@@ -223,7 +224,7 @@ impl ClassBook {
         table
     }
 
-    /// [`ClassBook::table`] as kernels look it up: the bits of the code, and the classes where operands have them,
+    /// [`ClassBook::table`] in the kernels' format: the code's length, and the classes at the positions of operands,
     /// those of the second register three bits lower, below the exponent's constant 96
     /// (`templates/include/unweight/encoding/compact.cuh`).
     pub fn kernel_table(&self) -> Vec<u32> {
@@ -243,7 +244,7 @@ impl ClassBook {
         codes
     }
 
-    /// Canonical codes, in the order of the entries.
+    /// Assigns canonical codes in the order of the entries.
     fn codes(&self) -> impl Iterator<Item = (u16, Code)> {
         let mut next = 0u16;
         let mut last = 0;
@@ -266,16 +267,16 @@ fn bits_of(entry: u16) -> u32 {
     u32::from(entry >> 12)
 }
 
-/// The class in a place of a quad.
+/// The class at a place of a quad.
 fn class_of(quad: usize, place: usize) -> u8 {
     (quad >> (3 * place) & 7) as u8
 }
 
-/// A book that is chosen for counts of quads, and what becomes of the quads that are not in it.
+/// A book chosen for counts of quads, and the substitutes for the quads that are not in it.
 #[derive(Debug, Clone)]
 pub(super) struct Chosen {
     pub book: ClassBook,
-    /// By quad: the quad that is coded in its place, with the places (bits 12..15) whose elements are escapes.
+    /// By quad: the quad coded in its place, with the places (bits 12..15) whose elements are escapes.
     pub coded: Vec<u16>,
     /// Bits of all codes.
     pub bits: u64,
@@ -283,17 +284,16 @@ pub(super) struct Chosen {
     pub escapes: u64,
 }
 
-/// The book that costs least: codes, escapes at [`ESCAPE_BITS`], and the book itself; of equals the smallest.
+/// Chooses the cheapest book, the smallest of equal ones. The cost is codes, escapes at [`ESCAPE_BITS`], and the book.
 ///
-/// A book has the most frequent quads, and the one of the most frequent class alone, which takes the place of classes
-/// that lead out of the
-/// book.
+/// A book contains the most frequent quads and the quad of only the most frequent class, which replaces the classes of
+/// quads that are not in the book.
 pub(super) fn choose(quads: &[u64], ranking: [u8; CLASSES]) -> Chosen {
     let filler = usize::from(ranking[0]) * 0o1111;
     let mut order: Vec<usize> = (0..QUADS).filter(|&quad| quads[quad] > 0 && quad != filler).collect();
     order.sort_by_key(|&quad| (std::cmp::Reverse(quads[quad]), quad));
     order.insert(0, filler);
-    // A code has two entries at least.
+    // A code has at least two entries.
     if order.len() == 1 {
         order.push(filler ^ 1);
     }
@@ -327,9 +327,8 @@ fn assemble(quads: &[u64], ranking: &[u8; CLASSES], members: &[usize]) -> Chosen
     Chosen { book: ClassBook { entries }, coded, bits, escapes }
 }
 
-/// The quad that is coded, and the places that are then wrong: the rarest classes give way to the most frequent one, of
-/// equal ones the lower
-/// place first, until the quad is in the book.
+/// Returns the quad that is coded, and the places that become escapes. The rarest classes are replaced by the most
+/// frequent one, of equal classes the lower place first, until the quad is in the book.
 fn substitute(quad: usize, ranking: &[u8; CLASSES], inside: &[bool; QUADS]) -> (usize, u16) {
     let (mut coded, mut escaped) = (quad, 0);
     for &rare in ranking[1..].iter().rev() {
@@ -346,7 +345,7 @@ fn substitute(quad: usize, ranking: &[u8; CLASSES], inside: &[bool; QUADS]) -> (
     (coded, escaped)
 }
 
-/// The book for counts of quads, if few enough elements are escapes; `outside` of them lie outside the window.
+/// Chooses the book for counts of quads, if few enough elements are escapes; `outside` elements are outside the window.
 pub(super) fn covering(
     quads: &[u64],
     ranking: [u8; CLASSES],

@@ -1,4 +1,4 @@
-//! The encoder of the compact encoding: counts quads, chooses a book, then writes tile by tile.
+//! The compact encoder: counts quads, chooses a book, then writes tile by tile.
 
 use rayon::prelude::*;
 
@@ -14,20 +14,20 @@ use crate::{
     packed,
 };
 
-/// Tiles of a band, the unit of work.
+/// Tiles of a band, the unit of parallel work.
 const BAND_TILES: usize = 256;
-/// Signs of two halves.
+/// The sign bits of two halves.
 const SIGNS: u32 = 0x8000_8000;
-/// What is set above a window of 32 exponents, in an exponent less the base.
+/// The bits that are set in an exponent less the base if it is above a window of 32 exponents.
 const OUTSIDE: u32 = 0x7000_7000;
-/// The lower two bits of exponents above the base.
+/// The lower two bits of an exponent less the base.
 const LOW: u32 = 0x0180_0180;
 
-/// Encodes a matrix, or says why it stays in another encoding. `histogram` is that of the matrix. Whether the Huffman
-/// encoding would be smaller is not looked at.
+/// Encodes a matrix, or returns why it cannot be compact. `histogram` is the histogram of this matrix. It does not
+/// compare the size with the Huffman encoding's ([`worth_it`](super::worth_it)).
 ///
 /// # Errors
-/// [`Uncompact`]; the rules are stated there.
+/// [`Uncompact`], which states the rules.
 pub fn encode(matrix: Matrix<'_>, histogram: &Histogram) -> Result<CompactTensor<Vec<u8>>, Uncompact> {
     let grid = matrix.grid();
     let classes = Classes::of(grid, histogram)?;
@@ -57,7 +57,7 @@ pub fn encode(matrix: Matrix<'_>, histogram: &Histogram) -> Result<CompactTensor
     let (mut streams, mut escapes) =
         (Vec::with_capacity(bands.iter().map(|band| band.streams.len()).sum()), Vec::new());
     for band in &bands {
-        // A band counts from its own start. At most 2^22 tiles of 328 words, and 2^26 escapes: both fit.
+        // A band's offsets count from its own start. At most 2^22 tiles of 328 words, and 2^26 escapes: both fit.
         let (start, list) = ((streams.len() / WORD) as u32, (escapes.len() / 4) as u32);
         for &(own, head) in &band.tiles {
             tiles.extend_from_slice(&(start + own).to_le_bytes());
@@ -74,7 +74,7 @@ pub fn encode(matrix: Matrix<'_>, histogram: &Histogram) -> Result<CompactTensor
     Ok(CompactTensor { grid, window: classes.window, book: chosen.book, tiles, escapes, streams, dense })
 }
 
-/// The classes of a matrix's elements, as its exponents choose them: all that an encoder needs to count quads.
+/// The window and classes chosen for a matrix's exponents: all that an encoder needs to count quads.
 #[derive(Debug, Clone)]
 pub struct Classes {
     window: ClassWindow,
@@ -84,7 +84,7 @@ pub struct Classes {
 }
 
 impl Classes {
-    /// Window and codes for a matrix with this histogram.
+    /// Chooses window and classes for a matrix with this histogram.
     ///
     /// # Errors
     /// [`Uncompact::Shape`], [`Uncompact::Escapes`].
@@ -93,28 +93,28 @@ impl Classes {
         let window = ClassWindow::best(histogram);
         let (ranking, outside) = (window.ranking(histogram), outside(window, histogram));
         let classes = Self { window, ranking, outside, elements: histogram.total() };
-        // Before the quads are counted: they only add escapes.
+        // Check before the quads are counted, which can only add escapes.
         classes.choose(&[0; QUADS])?;
         Ok(classes)
     }
 
-    /// Returns the window of exponents.
+    /// The window of exponents.
     pub fn window(&self) -> ClassWindow {
         self.window
     }
 
-    /// The class, 0..8, that elements outside the window are coded as.
+    /// The class, 0..8, as which elements outside the window are coded.
     pub fn filler(&self) -> u8 {
         self.ranking[0]
     }
 
-    /// The code for these counts of quads (the first class lowest, three bits each).
+    /// The code for these counts of quads. The index of a quad has its first class lowest, three bits per class.
     ///
     /// # Errors
     /// [`Uncompact::Escapes`].
     ///
     /// # Panics
-    /// There are not 4096 counts.
+    /// `quads` does not have 4096 elements.
     pub fn coding(&self, quads: &[u64]) -> Result<Coding, Uncompact> {
         assert_eq!(quads.len(), QUADS, "a count for each quad");
         self.choose(quads).map(Coding)
@@ -125,18 +125,18 @@ impl Classes {
     }
 }
 
-/// The code that an encoder writes.
+/// The code that an encoder uses.
 #[derive(Debug, Clone)]
 pub struct Coding(Chosen);
 
 impl Coding {
-    /// Returns the code of the classes.
+    /// The code of the classes.
     pub fn book(&self) -> &ClassBook {
         &self.0.book
     }
 
-    /// By quad, what it is coded as, as kernels look it up (`templates/include/unweight/kernels/encode_compact.cuh`):
-    /// the bits of the code in either direction, how many, and the places whose elements are escapes.
+    /// The code of each quad in the kernels' format (`templates/include/unweight/kernels/encode_compact.cuh`): its bits
+    /// in either direction, its length, and the places whose elements are escapes.
     pub fn kernel_table(&self) -> Vec<u32> {
         let codes = self.0.book.by_quad();
         let entry = |&coded: &u16| {
@@ -148,31 +148,31 @@ impl Coding {
     }
 }
 
-/// Elements outside a window.
+/// The number of elements outside a window.
 pub(super) fn outside(window: ClassWindow, histogram: &Histogram) -> u64 {
     (0..=255u8).filter(|&exponent| window.above(exponent).is_none()).map(|exponent| histogram.count(exponent)).sum()
 }
 
-/// What consecutive tiles become, counted from their own start.
+/// The output of consecutive tiles, with offsets from the band's start.
 struct Band {
-    /// Start in words, and head.
+    /// Start in words and head of each tile.
     tiles: Vec<(u32, u32)>,
     streams: Vec<u8>,
     lists: Vec<u32>,
 }
 
-/// How elements are split.
+/// The matrix to encode and how its elements are split.
 struct Scheme<'a> {
     matrix: Matrix<'a>,
     window: ClassWindow,
-    /// The class that elements outside the window are coded as.
+    /// The class as which elements outside the window are coded.
     filler: u32,
 }
 
 type Lanes = [u32; LANES];
 
 impl Scheme<'_> {
-    /// The registers of a row block: two elements each.
+    /// The registers of a row block, two elements each.
     #[inline(always)]
     fn gather(&self, tile: usize, block: usize) -> [Lanes; REGISTERS] {
         let grid = self.matrix.grid();
@@ -189,8 +189,8 @@ impl Scheme<'_> {
         registers
     }
 
-    /// Splits registers into their dense part and, in bits 11..9 of each half, their classes; elements outside the
-    /// window are noted.
+    /// Splits registers into their dense part and, in bits 11..9 of each half, their classes. Calls `outside` for each
+    /// element outside the window.
     #[inline(always)]
     fn split(
         &self,
@@ -203,7 +203,7 @@ impl Scheme<'_> {
         let mut any = 0;
         for (pairs, classes) in registers.iter_mut().zip(&mut classes) {
             for (pair, class) in pairs.iter_mut().zip(classes) {
-                // The sign keeps a borrow from the other half; what is outside has one of the bits 14..12 set.
+                // The sign bit absorbs a borrow from the other half. An element outside has one of the bits 14..12 set.
                 *class = (*pair | SIGNS) - bases;
                 any |= *class & OUTSIDE;
                 *pair = *pair & 0x807f_807f | *class & LOW;
@@ -215,7 +215,7 @@ impl Scheme<'_> {
         classes
     }
 
-    /// The elements outside the window get the filler's class, and no lower bits.
+    /// Sets elements outside the window to the filler's class and low bits of 0.
     #[cold]
     fn split_outside(
         &self,
@@ -229,7 +229,7 @@ impl Scheme<'_> {
                     let above = *class >> (16 * half) & 0xffff;
                     if above & OUTSIDE & 0xffff != 0 {
                         let exponent = ((above & 0x7fff) >> 7) as i32 + i32::from(self.window.base());
-                        // The difference wrapped below the window's base: 256 exponents make a half.
+                        // The difference wrapped below the window's base: an exponent has 256 values.
                         let exponent = (if above & 0x8000 == 0 { exponent - 256 } else { exponent }) as u16;
                         let own = (*pair >> (16 * half)) as u16 & 0x807f;
                         outside(register, lane, half, own | exponent << 7);
@@ -258,7 +258,7 @@ impl Scheme<'_> {
         }
     }
 
-    /// `None` if an escape has no operand.
+    /// Encodes consecutive tiles; `None` if an escape has no operand.
     fn band(&self, tiles: std::ops::Range<usize>, dense: &mut [u8], chosen: &Chosen, codes: &[Code]) -> Option<Band> {
         let mut band = Band { tiles: Vec::with_capacity(tiles.len()), streams: Vec::new(), lists: Vec::new() };
         let mut records = Vec::new();
@@ -282,7 +282,7 @@ impl Scheme<'_> {
         Some(band)
     }
 
-    /// Writes a tile; adds its escapes, in no order. `None` if one has no operand.
+    /// Writes a tile and appends its escapes, unsorted; `None` if an escape has no operand.
     fn tile(
         &self,
         tile: usize,
@@ -337,7 +337,7 @@ impl Scheme<'_> {
         exact.then_some(())
     }
 
-    /// The first element, in row-major order, that keeps the matrix from this encoding.
+    /// Finds the first element, in row-major order, that prevents the encoding.
     #[cold]
     fn first_without_operand(&self) -> Uncompact {
         let cols = self.matrix.grid().cols();
@@ -349,7 +349,7 @@ impl Scheme<'_> {
     }
 }
 
-/// Appends a tile's streams: lengths, then each lane's two chains, one from either end.
+/// Appends a tile's streams: lengths, then each lane's two chains, one from each end.
 fn write_streams(chains: &[[Code; LANES]; LANE_CODES], streams: &mut Vec<u8>) {
     let mut bits = [0u16; LANES];
     for codes in chains {

@@ -1,12 +1,12 @@
-//! The compact encoding: classes of exponents entropy-coded, the rest dense, both in the order of a tensor core's A
-//! operand (`docs/format.md` A.11). As small as the Huffman encoding, and laid out for kernels that decode it while
+//! The compact encoding: classes of exponents are entropy-coded, the other bits are dense, both in the order of a
+//! tensor core's A operand (`docs/format.md` A.11). It is as small as the Huffman encoding, and kernels decode it while
 //! they multiply.
 //!
 //! ```text
 //! exponent above the window's base = 4 * class + low
-//!   classes of 4 elements -> one code of at most 9 bits -> class_streams, two chains a lane and tile
-//!   sign, low, mantissa   -> 10 bits an element          -> dense, 8 registers in 5 words
-//!   what has no code      -> its exact operand           -> class_escapes, found by the tile's head
+//!   classes of 4 elements -> one code of at most 9 bits -> class_streams, two chains per lane and tile
+//!   sign, low, mantissa   -> 10 bits per element        -> dense, 8 registers in 5 words
+//!   elements without code -> their exact operands       -> class_escapes, found by the tile's head
 //! ```
 
 mod book;
@@ -51,19 +51,19 @@ impl Section {
     pub const CLASS_WINDOW: Self = Self::new("class_window", Dtype::U8, &[Extent::Fixed(CLASS_WINDOW_BYTES)]);
     /// u16 `[entries]`: the code of quads of classes.
     pub const CLASS_BOOK: Self = Self::new("class_book", Dtype::U16, &[Extent::Open]).padded_to(SECTION_ALIGN);
-    /// u32 `[entries, 2]`: where a tile's streams begin, and its escapes; one more entry for the end, and zeros.
+    /// u32 `[entries, 2]`: start of a tile's streams, and its head; one more entry for the end, then zeros.
     pub const CLASS_TILES: Self =
         Self::new("class_tiles", Dtype::U32, &[Extent::Open, Extent::Fixed(2)]).padded_to(SECTION_ALIGN);
     /// u32 `[words]`: lists of escapes.
     pub const CLASS_ESCAPES: Self = Self::new("class_escapes", Dtype::U32, &[Extent::Open]).padded_to(SECTION_ALIGN);
     /// u32 `[words]`: lengths and codes of the lanes, tile by tile.
     pub const CLASS_STREAMS: Self = Self::new("class_streams", Dtype::U32, &[Extent::Open]).padded_to(SECTION_ALIGN);
-    /// u8 `[tiles, 5120]`: signs, the lower bits of exponents, mantissas.
+    /// u8 `[tiles, 5120]`: signs, lower bits of exponents, and mantissas.
     pub const DENSE: Self = Self::new("dense", Dtype::U8, &[Extent::Tiles, Extent::Fixed(DENSE_TILE_BYTES)]);
 }
 
 impl Compact {
-    /// Its sections, in stored order.
+    /// The sections in stored order.
     const SECTIONS: &'static [Section] = &[
         Section::CLASS_WINDOW,
         Section::CLASS_BOOK,
@@ -91,18 +91,18 @@ impl Encoding for Compact {
         Ok(whole_tiles(grid)?)
     }
 
-    /// As if the exponents were independent of each other. Single escapes without an operand are not looked for.
+    /// Assumes that exponents are independent of each other. Does not look for single escapes without an operand.
     fn predict(&self, grid: TileGrid, sample: &Sample) -> Result<u64, NotEncodable> {
         self.fits(grid)?;
         let histogram = sample.histogram();
         let window = ClassWindow::best(histogram);
         let quads = window.expected_quads(histogram);
-        // Of as many elements as are expected.
+        // Scaled to the expected number of elements.
         let outside = u128::from(encode::outside(window, histogram)) * u128::from(book::EXPECTED);
         let outside = (outside / u128::from(histogram.total().max(1))) as u64;
         let chosen = book::covering(&quads, window.ranking(histogram), (outside, book::EXPECTED))?;
         let share = |part: u64| (u128::from(part) * grid.elements() as u128 / u128::from(book::EXPECTED)) as u64;
-        // A lane ends on 2 bits, a tile on a word.
+        // A lane is filled up to 2 bits, a tile up to a word.
         let streams = share(chosen.bits) / 8 + grid.tiles() as u64 * (LANES + LANES / 16 + WORD / 2) as u64;
         let bytes = fixed_bytes(Self::SECTIONS, grid)
             + tiles_bytes(grid) as u64
@@ -133,31 +133,31 @@ impl From<Uncompact> for NotEncodable {
     }
 }
 
-/// More escapes than one element in this many, and the tensor has another encoding: as for the packed encoding, a limit
-/// of a kernel's time.
+/// A tensor with more escapes than one element in this number is not compact. As for the packed encoding, the limit
+/// bounds a kernel's time.
 pub const ESCAPES_ONE_IN: u64 = packed::ESCAPES_ONE_IN;
 
-/// Most that the encoding may be above the Huffman encoding, in thousandths.
+/// The maximum size above the Huffman encoding, in thousandths.
 const ABOVE_HUFFMAN: u64 = 20;
 
-/// Registers of a row block: four steps of four.
+/// Registers of a row block: four steps of four registers.
 const REGISTERS: usize = 16;
-/// Registers of one dense unit of five words: two steps.
+/// Registers of one dense unit of five words, which holds two steps.
 const UNIT: usize = 8;
-/// The bits of two halves that a dense word leaves free: 14..9 of each.
+/// The bits of two halves that a dense word leaves free: 14..9 in each.
 const FREE: u32 = 0x7e00_7e00;
-/// The upper and the lower part of a carried register (`docs/format.md` A.11).
+/// The bits of a carried register that are rotated (`docs/format.md` A.11).
 const TURNED: u32 = 0x801f_801f;
 const HEAD_LIST: u32 = 1 << 31;
 const HEAD_ONE: u32 = 1 << 30;
-/// Most records of a list: every element of a tile.
+/// Maximum number of records of a list: every element of a tile.
 const RECORDS_MAX: usize = TILE * TILE;
-/// Bytes of a word, on which the streams of a tile begin and end.
+/// Bytes of a word; the streams of a tile start and end on words.
 const WORD: usize = 4;
-/// Room in front of and behind a tile's streams, so that no chain of a broken one reads outside.
+/// Room before and after a tile's streams, so that no chain of a damaged tile reads out of bounds.
 const STREAM_PAD: usize = 64;
 
-/// Why a matrix stays in another encoding.
+/// Why a matrix cannot be compact.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Uncompact {
@@ -167,7 +167,7 @@ pub enum Uncompact {
     /// Too many elements have no code ([`ESCAPES_ONE_IN`]).
     #[error("{:.2} % of the elements have no code, the limit is {:.2} %", percent(*escapes, *elements), percent(1, ESCAPES_ONE_IN))]
     Escapes {
-        /// Elements outside the window, or of quads that are not in the book.
+        /// Elements outside the window, and those that have no code because their quad is not in the book.
         escapes: u64,
         /// Elements of the matrix.
         elements: u64,
@@ -177,15 +177,15 @@ pub enum Uncompact {
     Operand {
         /// Row of the first such element, in row-major order.
         row: usize,
-        /// Its column.
+        /// Column of that element.
         col: usize,
     },
-    /// The Huffman encoding is smaller.
+    /// The Huffman encoding is smaller by more than the limit.
     #[error("the sections are more than {ABOVE_HUFFMAN} thousandths larger than the Huffman encoding's")]
     Larger {
         /// Bytes of all sections.
         bytes: u64,
-        /// What the Huffman encoding would have without verbatim rows.
+        /// Bytes of the Huffman encoding without verbatim rows.
         huffman: u64,
     },
 }
@@ -201,7 +201,7 @@ fn percent(part: u64, whole: u64) -> f64 {
     part as f64 * 100.0 / whole as f64
 }
 
-/// Whether a matrix of this shape can have the encoding.
+/// Checks whether a matrix of this shape can have the encoding.
 ///
 /// # Errors
 /// [`Uncompact::Shape`].
@@ -209,8 +209,8 @@ pub fn whole_tiles(grid: TileGrid) -> Result<(), Uncompact> {
     packed::packable_shape(grid).map_err(|_| Uncompact::Shape)
 }
 
-/// Whether a tensor of so many bytes is not larger than the Huffman encoding would be: its fixed sections, and the
-/// codes of the exponents in its palette, without verbatim rows.
+/// Checks that `bytes` does not exceed the size of the Huffman encoding by more than the limit. That size is its fixed
+/// sections and the codes of the exponents in its palette, without verbatim rows.
 ///
 /// # Errors
 /// [`Uncompact::Larger`].
@@ -220,7 +220,7 @@ pub fn worth_it(grid: TileGrid, histogram: &Histogram, limit: CodeLimit, bytes: 
     let bits: u128 =
         (0..=255u8).map(|e| u128::from(histogram.count(e)) * u128::from(table[usize::from(e)].1)).sum::<u128>();
     let scaled = bits * grid.elements() as u128 / u128::from(histogram.total().max(1));
-    // A tile ends on a word: 16 bits are lost on average.
+    // A tile is filled up to a word: 16 bits on average.
     let huffman = fixed_bytes(huffman::Huffman::SECTIONS, grid) + (scaled / 8) as u64 + grid.tiles() as u64 * 2;
     if u128::from(bytes) * 1000 <= u128::from(huffman) * u128::from(1000 + ABOVE_HUFFMAN) {
         Ok(())
@@ -229,9 +229,8 @@ pub fn worth_it(grid: TileGrid, histogram: &Histogram, limit: CodeLimit, bytes: 
     }
 }
 
-/// A compact matrix. `B` owns or borrows the bytes; constructing one validates it, so every index inside may be
-/// trusted. That a lane's codes
-/// use its stored bits is found when they are decoded.
+/// A compact matrix. `B` owns or borrows the bytes. Construction validates them, so every index in them can be trusted.
+/// Only decoding checks that a lane's codes use its stored bits.
 #[derive(Clone, PartialEq, Eq)]
 pub struct CompactTensor<B> {
     grid: TileGrid,
@@ -244,12 +243,11 @@ pub struct CompactTensor<B> {
 }
 
 impl<B: AsRef<[u8]>> CompactTensor<B> {
-    /// Reads stored sections.
+    /// Reads and validates stored sections.
     ///
     /// # Errors
     /// The shape, window or book is not valid, a section has the wrong size, or a tile's start, lengths, head or list
-    /// are not those of any
-    /// matrix.
+    /// are not those of any matrix.
     pub fn from_sections(grid: TileGrid, mut section: impl FnMut(Section) -> B) -> Result<Self, CodecError> {
         let (rows, cols) = (grid.rows(), grid.cols());
         if whole_tiles(grid).is_err() {
@@ -278,8 +276,8 @@ impl<B: AsRef<[u8]>> CompactTensor<B> {
         Ok(tensor)
     }
 
-    /// Starts are the sums of the sizes before, lists follow each other, records are in order and belong to their
-    /// places.
+    /// Checks that starts are the sums of the sizes before, lists follow each other, and records are in order and match
+    /// their places.
     fn check_tiles(&self) -> Result<(), CodecError> {
         let size = |section, expected: usize, got: usize| {
             Err(CodecError::SectionBytes { section, expected: expected as u64, got: got as u64 })
@@ -369,37 +367,37 @@ impl<B: AsRef<[u8]>> CompactTensor<B> {
         Ok(())
     }
 
-    /// Shape and tiling.
+    /// The matrix's shape and tiling.
     pub fn grid(&self) -> TileGrid {
         self.grid
     }
 
-    /// Returns the window of exponents.
+    /// The window of exponents.
     pub fn window(&self) -> ClassWindow {
         self.window
     }
 
-    /// Returns the code of the classes.
+    /// The code of the classes.
     pub fn book(&self) -> &ClassBook {
         &self.book
     }
 
-    /// u32 `[entries, 2]`, little-endian: start in words, and head; after the last tile the end.
+    /// The section `class_tiles`: u32 `[entries, 2]`, little-endian: start in words, and head; then the end.
     pub fn tiles(&self) -> &[u8] {
         self.tiles.as_ref()
     }
 
-    /// u32 `[words]`, little-endian.
+    /// The section `class_escapes`: u32 `[words]`, little-endian.
     pub fn escapes(&self) -> &[u8] {
         self.escapes.as_ref()
     }
 
-    /// Lengths and codes of all tiles.
+    /// The section `class_streams`: lengths and codes of all tiles.
     pub fn streams(&self) -> &[u8] {
         self.streams.as_ref()
     }
 
-    /// u8 `[tiles, 5120]`.
+    /// The section `dense`: u8 `[tiles, 5120]`.
     pub fn dense(&self) -> &[u8] {
         self.dense.as_ref()
     }
@@ -417,17 +415,17 @@ impl<B: AsRef<[u8]>> CompactTensor<B> {
         })
     }
 
-    /// Bytes of all sections.
+    /// Bytes of all sections together.
     pub fn stored_bytes(&self) -> u64 {
         Compact::SECTIONS.iter().filter_map(|&s| self.section(s)).map(|b| b.len() as u64).sum()
     }
 
-    /// Elements without a code.
+    /// The number of elements without a code.
     pub fn escape_count(&self) -> u64 {
         (0..self.grid.tiles()).map(|tile| self.records(tile).count() as u64).sum()
     }
 
-    /// Most bytes of one tile's streams: what a kernel's slot must hold.
+    /// The maximum bytes of one tile's streams, which a kernel's slot must hold.
     pub fn max_stream_bytes(&self) -> usize {
         (0..self.grid.tiles()).map(|tile| self.stream(tile).len()).max().unwrap_or(0)
     }
@@ -463,7 +461,7 @@ impl<B: AsRef<[u8]>> CompactTensor<B> {
         self.dense.as_ref()[tile * DENSE_TILE_BYTES..].first_chunk().expect("its size was checked")
     }
 
-    /// The half of the dense part in whose place a record is.
+    /// The half of the dense part at the place of a record.
     fn dense_half(&self, tile: usize, record: u32) -> u16 {
         let (block, lane, step, register, half) = fields(record);
         let bytes = self.dense_tile(tile);
@@ -472,8 +470,7 @@ impl<B: AsRef<[u8]>> CompactTensor<B> {
         (registers_from(words)[4 * (step % 2) + register] >> (16 * half)) as u16
     }
 
-    /// The operands of a tile as the kernels must see them: `[4 row blocks][4 steps][32 lanes][4 registers]`, two bf16
-    /// each.
+    /// The operands of a tile as kernels use them: `[4 row blocks][4 steps][32 lanes][4 registers]`, two bf16 each.
     ///
     /// # Errors
     /// The codes of a lane do not use its stored bits.
@@ -498,7 +495,7 @@ impl<B: AsRef<[u8]>> CompactTensor<B> {
         Ok(operands)
     }
 
-    /// The registers of a tile, their exponents above `base`; escapes as they are coded.
+    /// The registers of a tile, with exponents above `base`; escapes are not patched.
     fn registers(
         &self,
         tile: usize,
@@ -528,8 +525,8 @@ impl<B: AsRef<[u8]>> CompactTensor<B> {
         Ok(registers)
     }
 
-    /// The quads of a tile, `[row block, step, pair of registers][lane]`: what the streams hold, checked to the last
-    /// bit.
+    /// The quads of a tile, `[row block, step, pair of registers][lane]`, decoded from its streams; every bit of the
+    /// streams is checked.
     fn quads(&self, tile: usize, table: &[u16]) -> Result<[[u16; LANES]; LANE_CODES], CodecError> {
         let stream = self.stream(tile);
         let mut room = [0u8; STREAM_PAD + STREAM_TILE_BYTES_MAX + STREAM_PAD];
@@ -544,14 +541,14 @@ impl<B: AsRef<[u8]>> CompactTensor<B> {
                 let entry = table[ahead as usize % TABLE];
                 up += usize::from(entry >> 12);
                 quads[code][lane] = entry & 0xfff;
-                // Backwards: the eight bytes up to the bit before `down`, mirrored.
+                // Backwards: the eight bytes that end with the bit before `down`, mirrored.
                 let last = down.div_ceil(8);
                 let ahead = (load(&room, last - 8) << (8 * last - down)).reverse_bits();
                 let entry = table[ahead as usize % TABLE];
                 down -= usize::from(entry >> 12);
                 quads[LANE_CODES / 2 + code][lane] = entry & 0xfff;
             }
-            // Less than a unit of two bits may be left between the chains.
+            // At most one bit may be left between the chains, because lengths are in units of two bits.
             let slack_is_0 = up == down || load(&room, up / 8) >> (up % 8) & 1 == 0;
             if !(up == down || up + 1 == down) || !slack_is_0 {
                 let reason = "the codes of a lane do not use its stored bits";
@@ -561,7 +558,7 @@ impl<B: AsRef<[u8]>> CompactTensor<B> {
         }
         let bits_left = 8 * (STREAM_PAD + stream.len()) - start;
         let last = load(&room, start / 8) >> (start % 8);
-        // Less than a word: the rest of this byte, and the bytes after it.
+        // Less than a word is left: the rest of this byte and the bytes after it.
         if last & 0xff >> (start % 8) != 0 || room[start.div_ceil(8)..][..bits_left / 8].iter().any(|&byte| byte != 0) {
             return Err(CodecError::Row { tile, row: TILE - 1, reason: "bits after the last code are not 0" });
         }
@@ -570,7 +567,7 @@ impl<B: AsRef<[u8]>> CompactTensor<B> {
 }
 
 impl<B: AsRef<[u8]> + Sync> CompactTensor<B> {
-    /// The weights, bit for bit.
+    /// Decodes the weights bit for bit.
     ///
     /// # Errors
     /// The codes of a lane do not use its stored bits.
@@ -581,7 +578,7 @@ impl<B: AsRef<[u8]> + Sync> CompactTensor<B> {
     }
 }
 
-/// Decodes the compact encoding into `out`, on the current rayon pool.
+/// Decodes the compact encoding into `out` on the current rayon pool.
 ///
 /// # Errors
 /// `out` is not `n * k * 2` bytes long, or the codes of a lane do not use its stored bits.
@@ -616,14 +613,15 @@ pub fn decode_into<B: AsRef<[u8]> + Sync>(tensor: &CompactTensor<B>, out: &mut [
 }
 
 impl CompactTensor<Vec<u8>> {
-    /// In stored order.
+    /// The sections in stored order.
     fn into_sections(self) -> Vec<Vec<u8>> {
         vec![self.window.stored().to_vec(), self.book.stored(), self.tiles, self.escapes, self.streams, self.dense]
     }
 }
 
 impl<B: AsRef<[u8]>> CompactTensor<B> {
-    /// The view of a stored tensor; `None` if it has another encoding. [`StoredTensor::borrowed`] keeps the tensor.
+    /// The typed view of a stored tensor; `None` if it has another encoding. To keep the tensor, pass
+    /// [`StoredTensor::borrowed`].
     pub fn of(tensor: StoredTensor<B>) -> Option<Self> {
         let (grid, section) = tensor.take(EncodingId::COMPACT)?;
         Some(Self::from_sections(grid, section).expect("a stored tensor was checked"))
@@ -638,11 +636,11 @@ impl From<CompactTensor<Vec<u8>>> for StoredTensor<Vec<u8>> {
 
 debug_sizes!(CompactTensor, Compact::SECTIONS);
 
-/// Least and most units of two bits of a lane's codes.
+/// Minimum and maximum length of a lane's codes, in units of two bits.
 const LANE_UNITS_MIN: u8 = (LANE_CODES / 2) as u8;
 const LANE_UNITS_MAX: u8 = (LANE_CODES * CLASS_CODE_MAX as usize / 2) as u8;
 
-/// Bytes of `class_tiles`: an entry more than tiles.
+/// Bytes of `class_tiles`: one entry more than tiles.
 fn tiles_bytes(grid: TileGrid) -> usize {
     ((grid.tiles() + 1) * 8).next_multiple_of(SECTION_ALIGN)
 }
@@ -653,7 +651,7 @@ fn stream_bytes(lengths: &[u8; LANES]) -> usize {
     LANES + (2 * units).div_ceil(8 * WORD) * WORD
 }
 
-/// Eight bytes from `at`.
+/// Eight bytes from `at` as a little-endian number.
 fn load(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(bytes[at..at + 8].try_into().expect("8 bytes"))
 }
@@ -662,13 +660,13 @@ fn word(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_le_bytes(bytes.get(4 * at..4 * at + 4)?.try_into().expect("4 bytes")))
 }
 
-/// Byte offset in a dense tile of word `i` of a unit (two steps) of a row block.
+/// Byte offset, in a dense tile, of word `i` of a unit (two steps) of a row block.
 pub(crate) fn dense_offset(block: usize, unit: usize, i: usize, lane: usize) -> usize {
     let q = 10 * block + 5 * unit + i;
     512 * (q / 4) + 16 * lane + 4 * (q % 4)
 }
 
-/// Eight registers without classes from five words.
+/// Unpacks eight registers without classes from five words.
 #[inline(always)]
 fn registers_from([w0, w1, w2, w3, w4]: [u32; 5]) -> [u32; UNIT] {
     let own = |w: u32| w & !FREE;
@@ -685,7 +683,7 @@ fn registers_from([w0, w1, w2, w3, w4]: [u32; 5]) -> [u32; UNIT] {
     ]
 }
 
-/// Five words from eight registers without classes.
+/// Packs eight registers without classes into five words.
 #[inline(always)]
 fn words_from([p0, p1, p2, p3, p4, p5, p6, p7]: [u32; UNIT]) -> [u32; 5] {
     let turned = |p: u32| (p & TURNED).rotate_left(10);
@@ -708,7 +706,7 @@ pub(crate) fn fields(record: u32) -> (usize, usize, usize, usize, usize) {
     ((record >> 26 & 3) as usize, (record >> 16 & 31) as usize, at / 4, at % 4, (record >> 25 & 1) as usize)
 }
 
-/// What the records of a tile are ordered by: row block, step, register, lane, half.
+/// The sort key of the records of a tile: row block, step, register, lane, half.
 fn place_of(record: u32) -> u32 {
     (record >> 26 & 3) << 10 | (record >> 21 & 15) << 6 | (record >> 16 & 31) << 1 | record >> 25 & 1
 }

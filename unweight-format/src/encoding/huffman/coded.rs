@@ -1,4 +1,4 @@
-//! Coded exponents: what the encodings share that store exponents as Huffman bits of tiles (`docs/format.md` A.4 -
+//! Coded exponents, shared by the encodings that store exponents as Huffman codes of tiles (`docs/format.md` A.4 -
 //! A.6).
 
 use std::borrow::Cow;
@@ -10,10 +10,10 @@ use crate::{
     layout::{ROW_BITS_MIN, TILE, WORDS_ALIGN},
 };
 
-/// The exponents of a matrix: a code, and where which row's bits are. `B` owns (`Vec<u8>`) or borrows (`&[u8]`) the
-/// section bytes.
+/// The coded exponents of a matrix: the code, and the position of each row's bits. `B` owns (`Vec<u8>`) or borrows
+/// (`&[u8]`) the section bytes.
 ///
-/// Constructing one validates it (invariants 1-3), so every offset inside may be trusted.
+/// Construction validates the sections (invariants 1-3), so every offset in them can be trusted.
 #[derive(Clone, PartialEq, Eq)]
 pub struct CodedExponents<B> {
     grid: TileGrid,
@@ -25,7 +25,7 @@ pub struct CodedExponents<B> {
 }
 
 impl<B: AsRef<[u8]>> CodedExponents<B> {
-    /// Reads stored sections.
+    /// Reads and validates stored sections.
     ///
     /// # Errors
     /// A section has the wrong size, or invariant 1, 2 or 3 does not hold.
@@ -56,13 +56,13 @@ impl<B: AsRef<[u8]>> CodedExponents<B> {
         Ok(tensor)
     }
 
-    /// Assembles what an encoder made.
+    /// Assembles an encoder's output without validation.
     pub(crate) fn from_encoder(grid: TileGrid, code: Code, sections: [B; 4]) -> Self {
         let [encoded_exp, row_lengths, tile_metadata, verbatim_exponents] = sections;
         Self { grid, code, encoded_exp, row_lengths, tile_metadata, verbatim_exponents }
     }
 
-    /// Shape and tiling.
+    /// The matrix's shape and tiling.
     pub fn grid(&self) -> TileGrid {
         self.grid
     }
@@ -80,7 +80,7 @@ impl<B: AsRef<[u8]>> CodedExponents<B> {
         TileMetadata::read(self.tile_metadata.as_ref(), tile)
     }
 
-    /// Coded bits of each row of a tile: 0 for verbatim and pad rows.
+    /// The coded bits of each row of a tile; 0 for verbatim and pad rows.
     ///
     /// # Panics
     /// `tile` is not in the grid.
@@ -93,13 +93,13 @@ impl<B: AsRef<[u8]>> CodedExponents<B> {
         })
     }
 
-    /// `row_end_offsets` of the report: bits from the tile's start to the end of each row.
+    /// The `row_end_offsets` of the report: bits from the tile's start to the end of each row.
     ///
     /// # Panics
     /// `tile` is not in the grid.
     pub fn row_end_offsets(&self, tile: usize) -> [u16; TILE] {
         let mut end = 0;
-        // At most 64 * 319 bits: it fits u16 (const assert in `layout`).
+        // At most 64 * 319 bits, which fit u16 (const assert in `layout`).
         self.row_bits(tile).map(|bits| {
             end += bits as u16;
             end
@@ -110,7 +110,7 @@ impl<B: AsRef<[u8]>> CodedExponents<B> {
         let rows = self.grid.rows_in(tile / self.grid.tile_cols());
         let coded = low_bits(rows) & !metadata.bitmask();
         let stored = &self.row_lengths.as_ref()[tile * TILE..][..TILE];
-        // The rows without codes store 0 (checked), so their bytes may be added.
+        // Rows without codes store 0 (checked), so all bytes can be summed.
         stored.iter().map(|&l| u32::from(l)).sum::<u32>() + coded.count_ones() * ROW_BITS_MIN
     }
 
@@ -162,14 +162,15 @@ impl<B: AsRef<[u8]>> CodedExponents<B> {
         self.verbatim_exponents.as_ref()
     }
 
-    /// Most verbatim rows in one tile: what selects the matmul's `MAX_VERBATIM_ROWS` (report section 4.3).
+    /// The maximum number of verbatim rows in one tile, which selects the matmul's `MAX_VERBATIM_ROWS` (report section
+    /// 4.3).
     pub fn max_verbatim_rows(&self) -> u32 {
         (0..self.grid.tiles()).map(|t| self.metadata(t).bitmask().count_ones()).max().unwrap_or(0)
     }
 }
 
 impl CodedExponents<Vec<u8>> {
-    /// In stored order.
+    /// The sections in stored order.
     pub(crate) fn into_sections(self) -> [Vec<u8>; 6] {
         [
             self.code.palette().stored().to_vec(),

@@ -1,15 +1,16 @@
-//! The fast decoder: several symbols a lookup, four streams at a time, parallel over tile rows.
+//! The fast decoder: several symbols per lookup, four streams at a time, parallel over tile rows.
 //!
 //! ```text
 //! for each tile                                   oracle: one bit at a time
-//!   cut its coded rows into four streams          (row lengths give every start)
+//!   divide its coded rows into four streams       (row lengths give every start)
 //!   until a stream is nearly done:
-//!     for each stream: load 57+ bits, then look up `window` bits 3..5 times: up to 6 exponents each
+//!     for each stream: load 57+ bits, then look up `window` bits 3..5 times: up to 6 exponents each time
 //!   finish each stream symbol by symbol           (so that no bit of a neighbour is consumed)
 //! join exponents with sign_mantissa row by row    (vectorised by the compiler)
 //! ```
-//! Optimisations, in the order in which they paid: multi-symbol entries; four independent chains; decoding a strip of
-//! tiles before joining, so that reads and writes of whole rows are sequential; compiling for the processor found.
+//! Optimisations, most effective first: multi-symbol entries; four independent chains; decoding a strip of tiles before
+//! joining, so that whole rows are read and written sequentially; code for several instruction sets, selected at run
+//! time.
 
 use rayon::prelude::*;
 
@@ -25,31 +26,31 @@ use crate::{
 
 /// Decodes to little-endian BF16 bytes.
 ///
-/// Row lengths are checked by quarter tiles, which is what the decoder's streams are; the oracle checks every row.
+/// Row lengths are checked per quarter of a tile, the decoder's unit; the oracle checks every row.
 ///
 /// # Errors
-/// Coded rows' codes do not use exactly their stored bits.
+/// The codes of coded rows do not use exactly their stored bits.
 pub fn decode<B: AsRef<[u8]> + Sync>(tensor: &HuffmanTensor<B>) -> Result<Vec<u8>, CodecError> {
     let mut out = zeroed(tensor.grid().elements() * 2);
     decode_into(tensor, &mut out)?;
     Ok(out)
 }
 
-/// Decodes into `out`, on the current rayon pool.
+/// Decodes into `out` on the current rayon pool.
 ///
 /// # Errors
-/// `out` is not `n * k * 2` bytes long, or as [`decode`].
+/// `out` is not `n * k * 2` bytes long, or the errors of [`decode`].
 pub fn decode_into<B: AsRef<[u8]> + Sync>(tensor: &HuffmanTensor<B>, out: &mut [u8]) -> Result<(), CodecError> {
     check_out(tensor.grid(), out)?;
     decode_rows(tensor.exponents(), &SignMantissa(tensor.sign_mantissa()), out)
 }
 
-/// What exponents are joined with.
+/// The parts of the elements that exponents are joined with.
 pub(crate) trait Join: Sync {
     /// Bytes of an element.
     fn bytes(&self) -> usize;
 
-    /// The elements from `first` on that have these exponents; `out` has room for them.
+    /// Writes the elements from index `first` on that have these exponents; `out` has their size.
     fn join(&self, first: usize, exponents: &[u8], out: &mut [u8]);
 }
 
@@ -66,7 +67,7 @@ impl Join for SignMantissa<'_> {
     }
 }
 
-/// Decodes exponents, and joins them with the rest of the elements; `out` has the bytes of the matrix.
+/// Decodes exponents and joins them with the rest of the elements. `out` has the size of the matrix.
 ///
 /// # Errors
 /// As [`decode`].
@@ -109,7 +110,7 @@ fn tile_row_into<B: AsRef<[u8]>, J: Join>(
     tile_row_any(tensor, table, rest, scratch, tile_row, out)
 }
 
-/// The same code for another instruction set.
+/// Compiles the same code for another instruction set.
 macro_rules! compile_for {
     ($name:ident, $features:literal) => {
         #[cfg(target_arch = "x86_64")]
@@ -129,12 +130,13 @@ macro_rules! compile_for {
 compile_for!(tile_row_avx512, "avx512f,avx512bw,avx512vl,bmi1,bmi2,lzcnt,popcnt");
 compile_for!(tile_row_avx2, "avx2,bmi1,bmi2,lzcnt,popcnt");
 
-/// Tiles decoded before they are joined: 64 rows of 1024 exponents are 64 KiB, which the L2 cache holds.
+/// Tiles decoded before they are joined: 64 rows of 1024 exponents are 64 KiB, which fit the L2 cache.
 const STRIP: usize = 16;
 const STREAMS: usize = 4;
-/// Twice what indices can reach, a power of two: symbols of a run and the overhang of its last store.
+/// Twice the range of indices, a power of two: the symbols of a run and the overhang of its last store.
 const STREAM_BYTES: usize = 2 * (TILE * TILE / STREAMS + TILE).next_power_of_two();
-/// Likewise: a tile's words and how far a damaged run can read past them (16 rows of 64 codes of 15 bits).
+/// Likewise, for a tile's words and the distance that a damaged run can read past them (16 rows of 64 codes of 15
+/// bits).
 const TILE_BYTES: usize = 2
     * ((TILE * ROW_BITS_MAX as usize).div_ceil(8) + TILE * TILE / STREAMS * CODE_LENGTH_MAX as usize / 8 + 16)
         .next_power_of_two();
@@ -196,12 +198,12 @@ fn decode_tile<B: AsRef<[u8]>>(
     let coded_rows = (low_bits(rows) & !bitmask).count_ones() as usize;
     let ends = tensor.row_end_offsets(tile);
 
-    // The metadata was validated: the tile's words lie inside the section.
+    // The metadata was validated: the tile's words are inside the section.
     let bytes = (u32::from(ends[TILE - 1]).div_ceil(32) * 4) as usize;
     let source = &tensor.encoded_exp()[metadata.start_word as usize * 4..][..bytes];
     scratch.words[..bytes].copy_from_slice(source);
 
-    // Stream s holds the coded rows [s * coded_rows / 4, (s + 1) * coded_rows / 4).
+    // Stream s contains the coded rows [s * coded_rows / 4, (s + 1) * coded_rows / 4).
     let first_row = |s: usize| s * coded_rows / STREAMS;
     let mut streams = [Stream::default(); STREAMS];
     let mut coded = 0;
@@ -258,9 +260,9 @@ fn decode_tile<B: AsRef<[u8]>>(
 /// A run of coded rows of one tile.
 #[derive(Clone, Copy, Default)]
 struct Stream {
-    /// Next bit, from the tile's start.
+    /// Next bit, counted from the tile's start.
     bit: u32,
-    /// Where the run must end.
+    /// The bit where the run must end.
     end_bit: u32,
     /// Symbols in the run.
     symbols: usize,
@@ -268,7 +270,7 @@ struct Stream {
     done: usize,
 }
 
-/// Decodes four runs. `LOOKUPS` windows of `log2(ENTRIES)` bits fit the 57 bits that a refill gives at least.
+/// Decodes four runs. `LOOKUPS` windows of `log2(ENTRIES)` bits fit the at least 57 bits of a refill.
 #[inline(always)]
 fn decode_streams<const ENTRIES: usize, const LOOKUPS: usize>(
     words: &[u8; TILE_BYTES],
@@ -280,8 +282,8 @@ fn decode_streams<const ENTRIES: usize, const LOOKUPS: usize>(
     const { assert!(3 <= LOOKUPS && LOOKUPS <= 5, "as many as are written out below") };
     let entries: &[Entry; ENTRIES] = table.entries.as_slice().try_into().expect("the table of this window");
     let look_up = |bits: u64| entries[bits as usize & (ENTRIES - 1)];
-    // These masks are never felt (a run reads at most 16 rows of 64 codes of 15 bits past the longest tile, and stores
-    // at most 8 bytes past its symbols); they tell the compiler what the arrays' sizes were chosen for.
+    // These masks never change an index: a run reads at most 16 rows of 64 codes of 15 bits past the longest tile, and
+    // stores at most 8 bytes past its symbols. They let the compiler omit bounds checks.
     let refill = |bit: u32| {
         let at = (bit / 8) as usize & (TILE_BYTES / 2 - 1);
         u64::from_le_bytes(words[at..at + 8].try_into().expect("8 bytes")) >> (bit % 8)
@@ -290,13 +292,13 @@ fn decode_streams<const ENTRIES: usize, const LOOKUPS: usize>(
         let at = at & (STREAM_BYTES / 2 - 1);
         out[at..at + 8].copy_from_slice(&entry.symbols().to_le_bytes());
     };
-    // Locals, so that they live in registers.
+    // Local variables stay in registers.
     let mut bit = streams.map(|s| s.bit);
     let mut done = streams.map(|s| s.done);
     let symbols = streams.map(|s| s.symbols);
     loop {
         let left = (0..STREAMS).map(|s| symbols[s] - done[s]).min().unwrap_or(0);
-        // No step can overshoot: it yields at most MULTI_MAX symbols a lookup.
+        // No step can overshoot: a lookup yields at most MULTI_MAX symbols.
         let steps = left / (LOOKUPS * MULTI_MAX);
         if steps == 0 {
             break;
@@ -304,15 +306,15 @@ fn decode_streams<const ENTRIES: usize, const LOOKUPS: usize>(
         for _ in 0..steps {
             let mut bits = bit.map(refill);
             let mut used = [0u64; STREAMS];
-            // Written out: a loop over LOOKUPS is not unrolled without link-time optimisation, and then keeps `bits`,
-            // `used` and `done` in memory, which costs half of the speed.
+            // Written out: without link-time optimisation a loop over LOOKUPS is not unrolled, and keeps `bits`, `used`
+            // and `done` in memory, which halves the speed.
             macro_rules! look_up_all {
                 () => {
                     for s in 0..STREAMS {
                         let entry = look_up(bits[s]);
                         store(&mut out[s], done[s], entry);
                         bits[s] = bits[s].wrapping_shr(entry.0 as u32);
-                        // Whole entries are added up: their lowest bytes, the bits used, come to at most 57.
+                        // Whole entries are summed: their lowest bytes, the bits used, add up to at most 57.
                         used[s] = used[s].wrapping_add(entry.0);
                         done[s] += entry.count();
                     }
@@ -332,7 +334,7 @@ fn decode_streams<const ENTRIES: usize, const LOOKUPS: usize>(
             }
         }
     }
-    // Still together while all of them have symbols for one more lookup.
+    // Continue in parallel while all streams have symbols for another lookup.
     while (0..STREAMS).all(|s| symbols[s] - done[s] >= MULTI_MAX) {
         for s in 0..STREAMS {
             let entry = look_up(refill(bit[s]));
@@ -348,7 +350,7 @@ fn decode_streams<const ENTRIES: usize, const LOOKUPS: usize>(
             bit[s] += entry.bits();
             done[s] += entry.count();
         }
-        // At most five symbols are left: one by one, so that no bit behind the run is consumed.
+        // At most five symbols are left: decode them one by one, so that no bit after the run is consumed.
         while done[s] < symbols[s] {
             let symbol = look_up(refill(bit[s])).symbols() as u8;
             out[s][done[s]] = symbol;
@@ -361,11 +363,11 @@ fn decode_streams<const ENTRIES: usize, const LOOKUPS: usize>(
     }
 }
 
-/// Most symbols of one table entry.
+/// Maximum number of symbols of one table entry.
 const MULTI_MAX: usize = 6;
 
-/// One entry of the multi-symbol table: byte 0 the bits used, bytes 1..=6 the exponents, byte 7 their number. The bits
-/// are lowest because a shift takes its amount from there without extracting it.
+/// An entry of the multi-symbol table: the bits used in byte 0, the exponents in bytes 1..=6, their number in byte 7.
+/// The bits are lowest because a shift uses them as its amount without extracting them.
 #[derive(Clone, Copy, Default)]
 struct Entry(u64);
 
@@ -375,7 +377,7 @@ impl Entry {
         self.0 as u32 & 0xff
     }
 
-    /// The exponents, first one lowest, followed by bytes of no meaning.
+    /// The exponents, first one lowest; unused bytes are arbitrary.
     #[inline(always)]
     fn symbols(self) -> u64 {
         self.0 >> 8
@@ -387,16 +389,16 @@ impl Entry {
     }
 }
 
-/// Multi-symbol decode table: up to six symbols a lookup.
+/// The multi-symbol decode table: up to six symbols per lookup.
 struct Table {
     entries: Vec<Entry>,
-    /// Code length by exponent.
+    /// Code lengths by exponent.
     lengths: [u8; 256],
 }
 
 impl Table {
-    /// A window of 11 bits holds four symbols of trained weights on average, and its table half of the L1 cache. Codes
-    /// above 11 bits need 12 or 15.
+    /// A window of 11 bits contains four symbols of trained weights on average, and its table fills half of the L1
+    /// cache. Codes above 11 bits need 12 or 15.
     fn new(code: &Code) -> Self {
         let flat = code.decode_table();
         let window = match code.max_length() {
@@ -408,7 +410,7 @@ impl Table {
             .map(|bits| {
                 let (mut entry, mut count, mut used) = ([0u8; 8], 0, 0);
                 while count < MULTI_MAX {
-                    // Bits above the window are unknown: a code that reaches into them is left to the next lookup.
+                    // Bits above the window are unknown: the next lookup decodes a code that extends into them.
                     let next = flat[bits >> used & (flat.len() - 1)];
                     if used + u32::from(next.length) > window {
                         break;
@@ -427,7 +429,7 @@ impl Table {
     }
 }
 
-/// Finds the row that a damaged tile breaks at, with the flat table.
+/// Finds the first damaged row of a tile, with the flat table.
 #[cold]
 fn blame<B: AsRef<[u8]>>(tensor: &CodedExponents<B>, tile: usize) -> CodecError {
     let flat = tensor.code().decode_table();
@@ -449,7 +451,7 @@ fn blame<B: AsRef<[u8]>>(tensor: &CodedExponents<B>, tile: usize) -> CodecError 
     CodecError::Row { tile, row: TILE - 1, reason: "its codes do not use its stored bits" }
 }
 
-/// Transcodes Huffman rows to packed palette indices; sign_mantissa and verbatim rows are copied (report section 5.3).
+/// Transcodes Huffman rows to packed palette indices, and copies sign_mantissa and verbatim rows (report section 5.3).
 ///
 /// # Errors
 /// As [`decode`].
@@ -465,7 +467,7 @@ pub fn transcode<B: AsRef<[u8]> + Sync>(tensor: &HuffmanTensor<B>) -> Result<Pal
             let bits = tensor.row_bits(tile);
             for (row, packed) in packed.chunks_exact_mut(TILE / 2).enumerate().filter(|&(row, _)| bits[row] > 0) {
                 for (byte, pair) in packed.iter_mut().zip(scratch.strip[row][..TILE].chunks_exact(2)) {
-                    // A decoded symbol is in the palette; pad columns hold palette index 0.
+                    // A decoded symbol is in the palette; pad columns have palette index 0.
                     let nibble = |exponent: u8| index[usize::from(exponent)].unwrap_or(0);
                     *byte = nibble(pair[0]) | nibble(pair[1]) << 4;
                 }

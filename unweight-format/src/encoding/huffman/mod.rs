@@ -1,5 +1,5 @@
-//! Huffman-coded exponents (`docs/format.md` A.4 - A.6): the smallest encoding, decoded or transcoded before a kernel
-//! multiplies.
+//! Huffman-coded exponents (`docs/format.md` A.4 - A.6): the smallest encoding, which is decoded or transcoded before a
+//! kernel multiplies.
 
 mod coded;
 pub(crate) mod decode;
@@ -31,16 +31,16 @@ impl EncodingId {
 }
 
 impl Section {
-    /// u8 `[16]`: bits of the palette entries' codes.
+    /// u8 `[16]`: code lengths of the palette entries, in bits.
     pub const CODE_LENGTHS: Self = Self::new("code_lengths", Dtype::U8, &[Extent::Fixed(PALETTE_MAX)]);
-    /// u8 `[tiles, 64]`: bits of each row, less 64.
+    /// u8 `[tiles, 64]`: bits of each row less 64.
     pub const ROW_LENGTHS: Self = Self::new("row_lengths", Dtype::U8, &[Extent::Tiles, Extent::Fixed(TILE)]);
     /// u32 `[words]`: the coded rows.
     pub const ENCODED_EXP: Self = Self::new("encoded_exp", Dtype::U32, &[Extent::Open]).padded_to(SECTION_ALIGN);
 }
 
 impl Huffman {
-    /// Its sections, in stored order.
+    /// The sections in stored order.
     pub(crate) const SECTIONS: &'static [Section] = &[
         Section::PALETTE,
         Section::CODE_LENGTHS,
@@ -100,7 +100,7 @@ pub fn encode_with(matrix: Matrix<'_>, code: &Code) -> Result<HuffmanTensor<Vec<
     Ok(HuffmanTensor { exponents, sign_mantissa })
 }
 
-/// The exponents of a matrix of any type, and sign and mantissa if it is BF16.
+/// Encodes the exponents of a matrix of any type, and returns sign and mantissa if it is BF16.
 pub(crate) fn encode_exponents(
     matrix: FloatMatrix<'_>,
     code: &Code,
@@ -113,7 +113,7 @@ pub(crate) fn encode_exponents(
 
 /// A tensor whose coded rows are Huffman bits. `B` owns (`Vec<u8>`) or borrows (`&[u8]`) the section bytes.
 ///
-/// Constructing one validates it (invariants 1-3), so every offset inside may be trusted.
+/// Construction validates the sections (invariants 1-3), so every offset in them can be trusted.
 #[derive(Clone, PartialEq, Eq)]
 pub struct HuffmanTensor<B> {
     exponents: CodedExponents<B>,
@@ -121,7 +121,7 @@ pub struct HuffmanTensor<B> {
 }
 
 impl<B: AsRef<[u8]>> HuffmanTensor<B> {
-    /// Reads stored sections.
+    /// Reads and validates stored sections.
     ///
     /// # Errors
     /// A section has the wrong size, or invariant 1, 2 or 3 does not hold.
@@ -131,7 +131,7 @@ impl<B: AsRef<[u8]>> HuffmanTensor<B> {
         Ok(Self { exponents: CodedExponents::from_sections(grid, section)?, sign_mantissa })
     }
 
-    /// Assembles what an encoder made.
+    /// Assembles an encoder's output without validation.
     pub(crate) fn from_encoder(grid: TileGrid, code: Code, sections: [B; 5]) -> Self {
         let [sign_mantissa, exponents @ ..] = sections;
         Self { exponents: CodedExponents::from_encoder(grid, code, exponents), sign_mantissa }
@@ -142,7 +142,7 @@ impl<B: AsRef<[u8]>> HuffmanTensor<B> {
         &self.exponents
     }
 
-    /// Shape and tiling.
+    /// The matrix's shape and tiling.
     pub fn grid(&self) -> TileGrid {
         self.exponents.grid()
     }
@@ -152,7 +152,7 @@ impl<B: AsRef<[u8]>> HuffmanTensor<B> {
         self.exponents.code()
     }
 
-    /// See [`CodedExponents::metadata`].
+    /// Metadata of a tile ([`CodedExponents::metadata`]).
     ///
     /// # Panics
     /// `tile` is not in the grid.
@@ -160,7 +160,7 @@ impl<B: AsRef<[u8]>> HuffmanTensor<B> {
         self.exponents.metadata(tile)
     }
 
-    /// See [`CodedExponents::row_bits`].
+    /// The coded bits of each row of a tile ([`CodedExponents::row_bits`]).
     ///
     /// # Panics
     /// `tile` is not in the grid.
@@ -168,7 +168,7 @@ impl<B: AsRef<[u8]>> HuffmanTensor<B> {
         self.exponents.row_bits(tile)
     }
 
-    /// See [`CodedExponents::row_end_offsets`].
+    /// Bits from the tile's start to the end of each row ([`CodedExponents::row_end_offsets`]).
     ///
     /// # Panics
     /// `tile` is not in the grid.
@@ -209,19 +209,19 @@ impl<B: AsRef<[u8]>> HuffmanTensor<B> {
         self.exponents.verbatim_exponents()
     }
 
-    /// Bytes of all sections.
+    /// Bytes of all sections together.
     pub fn coded_bytes(&self) -> u64 {
         Huffman::SECTIONS.iter().filter_map(|&s| self.section(s)).map(|b| b.len() as u64).sum()
     }
 
-    /// The most verbatim rows of a tile ([`CodedExponents::max_verbatim_rows`]).
+    /// The maximum number of verbatim rows in one tile ([`CodedExponents::max_verbatim_rows`]).
     pub fn max_verbatim_rows(&self) -> u32 {
         self.exponents.max_verbatim_rows()
     }
 }
 
 impl HuffmanTensor<Vec<u8>> {
-    /// In stored order.
+    /// The sections in stored order.
     fn into_sections(self) -> Vec<Vec<u8>> {
         let mut sections = Vec::from(self.exponents.into_sections());
         sections.push(self.sign_mantissa);
@@ -230,7 +230,8 @@ impl HuffmanTensor<Vec<u8>> {
 }
 
 impl<B: AsRef<[u8]>> HuffmanTensor<B> {
-    /// The view of a stored tensor; `None` if it has another encoding. [`StoredTensor::borrowed`] keeps the tensor.
+    /// The typed view of a stored tensor; `None` if it has another encoding. To keep the tensor, pass
+    /// [`StoredTensor::borrowed`].
     pub fn of(tensor: StoredTensor<B>) -> Option<Self> {
         let (grid, section) = tensor.take(EncodingId::HUFFMAN)?;
         Some(Self::from_sections(grid, section).expect("a stored tensor was checked"))

@@ -1,15 +1,15 @@
-//! The 12-bit container of a tile: the order of its words, and moving weights between words and a row-major tile.
+//! The 12-bit container of a tile: the order of its words, and conversion between words and a row-major tile.
 //!
 //! ```text
 //! two rows, g and g + 8, of a row block: 2 x 64 bf16 = 4 registers x 4 steps x 4 lanes x 2 halves
 //!   split by 8 columns     -> P0..P3, each 4 steps x 4 lanes
-//!   sign, nibble, mantissa -> 12 bits of each half; escapes are looked for only where one was seen
-//!   P3 into the free bits  -> 3 words a step and lane
-//!   12 words a lane        -> 3 runs of 64 bytes, 512 bytes apart
+//!   sign, nibble, mantissa -> 12 bits of each half; escapes are searched only where one was detected
+//!   P3 into the free bits  -> 3 words per step and lane
+//!   12 words per lane      -> 3 runs of 64 bytes, 512 bytes apart
 //! ```
-//! Every step is a `for` loop over arrays of fixed size, which the compiler turns into permutations of the processor
-//! that it compiles for. Not `array::from_fn` or `map`: without link-time optimisation these stay calls of code that is
-//! compiled for every processor.
+//! Every step is a `for` loop over arrays of fixed size, which the compiler turns into permutations of the target's
+//! instruction set. They must not be `array::from_fn` or `map`: without link-time optimisation these remain calls to
+//! code that is compiled for the baseline processor.
 
 use super::Window;
 use crate::{
@@ -19,15 +19,15 @@ use crate::{
 
 pub(crate) const LANES: usize = 32;
 pub(crate) const STEPS: usize = 4;
-/// The bits of two halves that a container word leaves free: 14..11 of each.
+/// The bits of two halves that a container word leaves free: 14..11 in each.
 pub(crate) const FREE: u32 = 0x7800_7800;
 
-/// In place of the record of an escape without an operand.
+/// Stands for the record of an escape that has no operand.
 pub(super) const NO_OPERAND: u32 = u32::MAX;
 /// Halves of one register in four steps and four lanes.
 const HALVES: usize = 32;
 
-/// The same code for another instruction set.
+/// Compiles the same code for another instruction set.
 macro_rules! compile_for {
     ($best:ident, $any:ident, $name:ident, ($($argument:ident: $type:ty),*) $(-> $result:ty)?) => {
         #[cfg(target_arch = "x86_64")]
@@ -65,7 +65,7 @@ compile_for!(
     (bytes: &[u8; BLOCK_BYTES], base: u8, out: &mut [u8], stride: usize)
 );
 
-/// Packs a tile; adds the escapes of each row block, in no order. Returns whether there are any.
+/// Packs a tile and appends the escapes of each row block, unsorted. Returns whether there are any.
 #[inline(always)]
 fn pack_tile_any(
     matrix: Matrix<'_>,
@@ -126,7 +126,7 @@ fn pack_tile_any(
     escaped
 }
 
-/// The inverse of [`pack_tile`] for one row block, but for escapes; rows of `out` are `stride` bytes apart.
+/// The inverse of [`pack_tile`] for one row block, without escapes. Rows of `out` are `stride` bytes apart.
 #[inline(always)]
 fn unpack_block_any(bytes: &[u8; BLOCK_BYTES], base: u8, out: &mut [u8], stride: usize) {
     let base = u16::from(base) << 7;
@@ -169,7 +169,7 @@ fn unpack_block_any(bytes: &[u8; BLOCK_BYTES], base: u8, out: &mut [u8], stride:
     }
 }
 
-/// Notes the escapes of a row group; `outside` is 0 for registers without any.
+/// Appends the escapes of a row group; `outside` is 0 for registers without escapes.
 #[cold]
 fn add_escapes(window: Window, group: usize, weights: &[[u16; HALVES]; 4], outside: [u16; 4], records: &mut Vec<u32>) {
     for (register, weights) in weights.iter().enumerate().filter(|&(register, _)| outside[register] != 0) {
@@ -183,7 +183,7 @@ fn add_escapes(window: Window, group: usize, weights: &[[u16; HALVES]; 4], outsi
     }
 }
 
-/// Two halves a word, the first one low.
+/// Joins two halves per word, the first one low.
 #[inline(always)]
 fn pairs(halves: [u16; HALVES]) -> [u32; 16] {
     let mut words = [0; 16];
@@ -193,7 +193,7 @@ fn pairs(halves: [u16; HALVES]) -> [u32; 16] {
     words
 }
 
-/// w0, w1, w2 of 16 places.
+/// The words w0, w1, w2 of 16 places.
 #[inline(always)]
 fn words_from([p0, p1, p2, p3]: [[u32; 16]; 4]) -> [[u32; 16]; 3] {
     let mut words = [[0; 16]; 3];
@@ -205,7 +205,7 @@ fn words_from([p0, p1, p2, p3]: [[u32; 16]; 4]) -> [[u32; 16]; 3] {
     words
 }
 
-/// P0..P3 of 16 places, without an exponent base.
+/// The registers P0..P3 of 16 places, without an exponent base.
 #[inline(always)]
 pub(super) fn registers_from([w0, w1, w2]: [[u32; 16]; 3]) -> [[u32; 16]; 4] {
     let mut registers = [[0; 16]; 4];
@@ -218,13 +218,13 @@ pub(super) fn registers_from([w0, w1, w2]: [[u32; 16]; 3]) -> [[u32; 16]; 4] {
     registers
 }
 
-/// Row and column in the tile of one operand.
+/// Row and column of an operand in its tile.
 pub(crate) fn place(block: usize, step: usize, lane: usize, register: usize, half: usize) -> (usize, usize) {
     let (group, thread) = (lane / 4, lane % 4);
     (16 * block + group + 8 * (register % 2), 16 * step + 2 * thread + 8 * (register / 2) + half)
 }
 
-/// Byte offset in a tile of lane word `q`.
+/// Byte offset of lane word `q` in a tile.
 pub(crate) fn word_offset(block: usize, q: usize, lane: usize) -> usize {
     BLOCK_BYTES * block + 512 * (q / 4) + 16 * lane + 4 * (q % 4)
 }
@@ -243,7 +243,7 @@ pub(crate) fn fields(record: u32) -> (usize, usize, usize, usize) {
     ((record >> 16 & 31) as usize, at / 4, at % 4, (record >> 25 & 1) as usize)
 }
 
-/// What the records of a row block are ordered by: step, register, lane, half.
+/// The sort key of the records of a row block: step, register, lane, half.
 pub(super) fn place_of(record: u32) -> u32 {
     (record >> 21 & 15) << 6 | (record >> 16 & 31) << 1 | record >> 25 & 1
 }

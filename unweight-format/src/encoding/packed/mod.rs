@@ -1,8 +1,8 @@
 //! The packed encoding: a 12-bit container in the order of a tensor core's A operand (`docs/format.md` A.9).
 //!
-//! Sixteen consecutive exponents cover almost all weights of a trained tensor, so an exponent is a window base plus a
-//! nibble and no table is needed. An element outside the window is an *escape*: its exact operand is kept in a list
-//! next to the container.
+//! Sixteen consecutive exponents cover almost all weights of a trained tensor. So an exponent is a window base plus a
+//! nibble, without a table. An element outside the window is an *escape*: a list next to the container stores its exact
+//! operand.
 
 mod container;
 mod pack;
@@ -34,14 +34,14 @@ pub(super) use window::times_power_of_two;
 pub struct Packed;
 
 impl EncodingId {
-    /// The 12-bit encoding that kernels run from.
+    /// The 12-bit encoding, which kernels multiply by directly.
     pub const PACKED: Self = Self::new("packed");
 }
 
 impl Section {
     /// u8 `[tiles, 6144]`: the container.
     pub const PACKED: Self = Self::new("packed", Dtype::U8, &[Extent::Tiles, Extent::Fixed(TILE_BYTES)]);
-    /// u32 `[tiles, 4]`: one a row block.
+    /// u32 `[tiles, 4]`: one head per row block.
     pub const ESCAPE_HEADS: Self = Self::new("escape_heads", Dtype::U32, &[Extent::Tiles, Extent::Fixed(ROW_BLOCKS)]);
     /// u32 `[words]`: lists of escapes.
     pub const ESCAPES: Self = Self::new("escapes", Dtype::U32, &[Extent::Open]).padded_to(SECTION_ALIGN);
@@ -50,7 +50,7 @@ impl Section {
 }
 
 impl Packed {
-    /// Its sections, in stored order.
+    /// The sections in stored order.
     const SECTIONS: &'static [Section] =
         &[Section::PACKED_WINDOW, Section::ESCAPE_HEADS, Section::ESCAPES, Section::PACKED];
 }
@@ -72,7 +72,7 @@ impl Encoding for Packed {
         Ok(packable_shape(grid)?)
     }
 
-    /// Single escapes without an operand are not looked for.
+    /// Does not look for single escapes without an operand.
     fn predict(&self, grid: TileGrid, sample: &Sample) -> Result<u64, NotEncodable> {
         self.fits(grid)?;
         Window::covering(sample.histogram())?;
@@ -98,16 +98,17 @@ impl From<Unpackable> for NotEncodable {
     }
 }
 
-/// More escapes than one element in this many, and the tensor is not packed.
+/// A tensor with more escapes than one element in this number is not packed.
 ///
-/// It is a limit of time, not of size. Time, in matmuls on an H200 against raw weights (`docs/benchmarks.md`): at half
-/// of this limit (a tenth of row segments) packed weights are 1.2 to 1.4 times as fast up to batch 16 and 0.8 at 64 and
-/// above; close to it as fast up to batch 16, and 0.6 to 0.7 beyond. Size: four a row block are 0.16 bits per element
-/// (1.3 %). Beyond the limit the palette encoding is smaller if the escapes are of few exponents, such as exact zeros,
-/// which its palette takes in, and larger for heavy tails (`docs/benchmarks.md`, packed profile).
+/// The limit bounds time, not size. Time of matmuls on an H200 against raw weights (`docs/benchmarks.md`): at half of
+/// the limit (a tenth of row segments) packed weights are 1.2 to 1.4 times as fast up to batch 16, and 0.8 times at 64
+/// and above; close to the limit they are as fast up to batch 16, and 0.6 to 0.7 times as fast beyond. Size: four
+/// escapes per row block are 0.16 bits per element (1.3 %). Above the limit the palette encoding is smaller if the
+/// escapes have few exponents, such as exact zeros, which fit its palette, and larger for heavy tails
+/// (`docs/benchmarks.md`, packed profile).
 pub const ESCAPES_ONE_IN: u64 = 256;
 
-/// Why a matrix stays in another encoding.
+/// Why a matrix cannot be packed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Unpackable {
     /// `n` or `k` is not a multiple of 64.
@@ -126,7 +127,7 @@ pub enum Unpackable {
     Operand {
         /// Row of the first such element, in row-major order.
         row: usize,
-        /// Its column.
+        /// Column of that element.
         col: usize,
     },
 }
@@ -142,17 +143,17 @@ fn percent(part: u64, whole: u64) -> f64 {
     part as f64 * 100.0 / whole as f64
 }
 
-/// Bytes of the lists of escapes, if escapes are scattered evenly: clustered ones take less.
+/// Bytes of the lists of escapes, if escapes are scattered evenly; clustered escapes need less.
 fn escape_bytes(grid: TileGrid, histogram: &Histogram) -> u64 {
     let (_, outside) = Window::best(histogram);
     let row_blocks = (grid.tiles() * ROW_BLOCKS) as f64;
     let mean = grid.elements() as f64 / row_blocks * outside as f64 / histogram.total().max(1) as f64;
-    // Poisson: a row block with two and more has a word for each and one for their number.
+    // Poisson: a row block with two or more escapes has a word for each and one for their number.
     let (none, one) = ((-mean).exp(), mean * (-mean).exp());
     (row_blocks * (mean - one + (1.0 - none - one))) as u64 * 4
 }
 
-/// Decodes a packed matrix into `out`, on the current rayon pool.
+/// Decodes a packed matrix into `out` on the current rayon pool.
 ///
 /// # Errors
 /// `out` is not `n * k * 2` bytes long.
@@ -162,7 +163,7 @@ pub fn decode_into<B: AsRef<[u8]> + Sync>(tensor: &PackedTensor<B>, out: &mut [u
     Ok(())
 }
 
-/// Whether a matrix of this shape can be packed.
+/// Checks whether a matrix of this shape can be packed.
 ///
 /// # Errors
 /// [`Unpackable::Shape`].
@@ -177,7 +178,7 @@ mod tests {
     use crate::{Matrix, testing::Random};
 
     fn weights(rows: usize, cols: usize, outliers: impl Fn(usize) -> Option<u16>) -> Vec<u8> {
-        // One sign and mantissa after another; exponents 106 - 121, the highest most often.
+        // Arbitrary signs and mantissas; exponents 106 - 121, the highest most often.
         let mut random = Random::new(7);
         (0..rows * cols)
             .flat_map(|i| {
@@ -196,7 +197,7 @@ mod tests {
         let grid = packed.grid();
         let stored = PackedTensor::from_sections(grid, |s| packed.section(s).unwrap().into_owned()).unwrap();
         assert_eq!(stored, packed);
-        // Operands times the scale are the weights, straight from the definition of the fragment.
+        // By the definition of the fragment, operands times the scale are the weights.
         for tile in 0..grid.tiles() {
             for (i, registers) in packed.operands(tile).into_iter().enumerate() {
                 for (register, pair) in registers.into_iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Packing a matrix: the window, then bands of tiles in parallel, then one list of escapes out of those of the bands.
+//! Packs a matrix: chooses the window, packs bands of tiles in parallel, and joins their lists of escapes.
 
 use rayon::prelude::*;
 
@@ -14,13 +14,13 @@ use crate::{
     layout::{PACKED_TILE_BYTES as TILE_BYTES, ROW_BLOCKS, WORDS_ALIGN},
 };
 
-/// Tiles of a band, the unit of work: as for encoding.
+/// Tiles of a band, the unit of parallel work.
 const BAND_TILES: usize = 256;
 
-/// Packs a matrix, or says why it stays in another encoding. `histogram` is that of the matrix.
+/// Packs a matrix, or returns why it cannot be packed. `histogram` is the histogram of this matrix.
 ///
 /// # Errors
-/// [`Unpackable`]; the rule is stated there.
+/// [`Unpackable`], which states the rules.
 pub fn pack(matrix: Matrix<'_>, histogram: &Histogram) -> Result<PackedTensor<Vec<u8>>, Unpackable> {
     let grid = matrix.grid();
     packable_shape(grid)?;
@@ -36,7 +36,7 @@ pub fn pack(matrix: Matrix<'_>, histogram: &Histogram) -> Result<PackedTensor<Ve
     let Some(bands) = bands.into_iter().collect::<Option<Vec<Vec<u32>>>>() else {
         return Err(first_without_operand(matrix, window));
     };
-    // The bands counted their lists from their own start; move them to the tensor's.
+    // The bands' offsets count from their own start; make them count from the tensor's.
     let (mut words, mut starts) = (0usize, Vec::with_capacity(bands.len()));
     for band in &bands {
         starts.push(words as u32);
@@ -61,7 +61,7 @@ pub fn pack(matrix: Matrix<'_>, histogram: &Histogram) -> Result<PackedTensor<Ve
     Ok(PackedTensor { grid, window, packed, escape_heads: heads, escapes, escape_words: words })
 }
 
-/// The first element, in row-major order, that keeps a matrix from being packed with this window.
+/// Finds the first element, in row-major order, that prevents packing the matrix with this window.
 #[cold]
 fn first_without_operand(matrix: Matrix<'_>, window: Window) -> Unpackable {
     let cols = matrix.grid().cols();
@@ -71,8 +71,8 @@ fn first_without_operand(matrix: Matrix<'_>, window: Window) -> Unpackable {
     Unpackable::Operand { row: at / cols, col: at % cols }
 }
 
-/// Packs consecutive tiles: heads with indices from the band's start, and its lists; `None` if an escape has no
-/// operand.
+/// Packs consecutive tiles. Writes heads whose indices count from the band's start, and returns the band's lists;
+/// `None` if an escape has no operand.
 fn pack_band(
     matrix: Matrix<'_>,
     window: Window,

@@ -1,4 +1,4 @@
-//! A packed matrix: its sections, checked, and what is read from them without decoding.
+//! A packed matrix: its validated sections, and what can be read from them without decoding.
 
 use std::{borrow::Cow, ops::Range};
 
@@ -18,12 +18,12 @@ use crate::{
     },
 };
 
-/// A head with this bit is the place of a list of escapes, in words of `escapes`.
+/// A head with this bit contains the index of a list of escapes, in words of `escapes`.
 pub(super) const HEAD_LIST: u32 = 1 << 31;
-/// A head with this bit is the record of one escape.
+/// A head with this bit contains the record of one escape.
 pub(super) const HEAD_ONE: u32 = 1 << 30;
 
-/// A packed matrix. `B` owns or borrows the bytes; constructing one validates it, so every index inside may be trusted.
+/// A packed matrix. `B` owns or borrows the bytes. Construction validates them, so every index in them can be trusted.
 #[derive(Clone)]
 pub struct PackedTensor<B> {
     pub(super) grid: TileGrid,
@@ -36,7 +36,7 @@ pub struct PackedTensor<B> {
 }
 
 impl<B: AsRef<[u8]>> PackedTensor<B> {
-    /// Reads stored sections.
+    /// Reads and validates stored sections.
     ///
     /// # Errors
     /// As [`PackedTensor::from_parts`], or the window is not valid.
@@ -50,8 +50,8 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
         Self::from_parts(grid, window, packed, heads, escapes)
     }
 
-    /// Puts a tensor together: u8 `[tiles, 6144]`, u32 `[tiles, 4]`, u32 `[words]`, little-endian; up to 3 zero words
-    /// may follow the last escape.
+    /// Validates and assembles a tensor from u8 `[tiles, 6144]`, u32 `[tiles, 4]` and u32 `[words]`, little-endian. Up
+    /// to 3 zero words may follow the last escape.
     ///
     /// # Errors
     /// The shape cannot be packed, a section has the wrong size, or a head or list is not canonical.
@@ -128,27 +128,27 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
         word(self.escapes.as_ref(), at).expect("inside, checked")
     }
 
-    /// Shape and tiling.
+    /// The matrix's shape and tiling.
     pub fn grid(&self) -> TileGrid {
         self.grid
     }
 
-    /// Returns the window of exponents.
+    /// The window of exponents.
     pub fn window(&self) -> Window {
         self.window
     }
 
-    /// u8 `[tiles, 6144]`.
+    /// The section `packed`: u8 `[tiles, 6144]`.
     pub fn packed(&self) -> &[u8] {
         self.packed.as_ref()
     }
 
-    /// u32 `[tiles, 4]`, little-endian.
+    /// The section `escape_heads`: u32 `[tiles, 4]`, little-endian.
     pub fn escape_heads(&self) -> &[u8] {
         self.escape_heads.as_ref()
     }
 
-    /// u32 `[words]`, little-endian, without the zero words that follow when it is stored.
+    /// The section `escapes` without its fill: u32 `[words]`, little-endian.
     pub fn escapes(&self) -> &[u8] {
         &self.escapes.as_ref()[..self.escape_words * 4]
     }
@@ -171,23 +171,22 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
         })
     }
 
-    /// Bytes of all sections.
+    /// Bytes of all sections together.
     pub fn stored_bytes(&self) -> u64 {
         Packed::SECTIONS.iter().filter_map(|&s| self.section(s)).map(|b| b.len() as u64).sum()
     }
 
-    /// Elements outside the window.
+    /// The number of elements outside the window.
     pub fn escape_count(&self) -> u64 {
         (0..self.grid.tiles() * ROW_BLOCKS).map(|block| self.records_in(block) as u64).sum()
     }
 
-    /// Most escapes of one row block: what its slowest tile has to patch.
+    /// The maximum number of escapes of one row block, which a kernel patches in its slowest tile.
     pub fn max_escapes(&self) -> usize {
         (0..self.grid.tiles() * ROW_BLOCKS).map(|block| self.records_in(block)).max().unwrap_or(0)
     }
 
-    /// The operands of a tile as the kernels must see them: `[4 row blocks][4 steps][32 lanes][4 registers]`, two bf16
-    /// each.
+    /// The operands of a tile as kernels use them: `[4 row blocks][4 steps][32 lanes][4 registers]`, two bf16 each.
     ///
     /// # Panics
     /// `tile` is not in the grid.
@@ -210,7 +209,7 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
         operands
     }
 
-    /// The half of the container in whose place a record is.
+    /// The half of the container at the place of a record.
     fn half(&self, block: usize, record: u32) -> u16 {
         let (lane, step, register, half) = fields(record);
         let bytes = &self.packed()[block / ROW_BLOCKS * TILE_BYTES..][..TILE_BYTES];
@@ -239,14 +238,14 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
         one.into_iter().chain(list.map(|at| self.escape_word(at)))
     }
 
-    /// These rows and columns as a matrix packed with the same window, such as the share of one rank. The tiles and
-    /// their lists of escapes are copied; nothing is decoded.
+    /// A packed matrix of these rows and columns with the same window, such as the shard of one rank. Tiles and lists
+    /// of escapes are copied without decoding.
     ///
-    /// The window is the tensor's, not the one that [`pack`](super::pack()) would choose for the part, and more than
-    /// one element of the part in [`ESCAPES_ONE_IN`](super::ESCAPES_ONE_IN) may be an escape.
+    /// [`pack`](super::pack()) might choose another window for the part, and more than one element of the part in
+    /// [`ESCAPES_ONE_IN`](super::ESCAPES_ONE_IN) may be an escape.
     ///
     /// # Errors
-    /// A range is empty, reaches past the matrix, or is not in multiples of 64.
+    /// A range is empty, exceeds the matrix, or is not in multiples of 64.
     pub fn slice(&self, rows: Range<usize>, cols: Range<usize>) -> Result<PackedTensor<Vec<u8>>, CodecError> {
         let (grid, escape_heads, escapes) =
             slice_lists(self.grid, self.escape_heads.as_ref(), self.escapes(), &rows, &cols)?;
@@ -259,7 +258,7 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
         PackedTensor::from_parts(grid, self.window, packed, escape_heads, escapes)
     }
 
-    /// The weights, bit for bit.
+    /// Decodes the weights bit for bit.
     pub fn unpack(&self) -> Vec<u8>
     where
         B: Sync,
@@ -269,14 +268,14 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
         out
     }
 
-    /// As [`PackedTensor::unpack`], into `n * k * 2` bytes.
+    /// Like [`PackedTensor::unpack`], into `n * k * 2` bytes.
     pub(crate) fn unpack_rows(&self, out: &mut [u8])
     where
         B: Sync,
     {
         let (cols, tile_cols) = (self.grid.cols(), self.grid.tile_cols());
         out.par_chunks_mut(TILE * cols * 2).enumerate().for_each(|(tile_row, out)| {
-            // Row block by row block: 16 rows are written at a time, not 64, which is kinder to caches and page tables.
+            // Row block by row block: writing 16 instead of 64 rows at a time causes fewer cache and TLB misses.
             for block in 0..ROW_BLOCKS {
                 for tile_col in 0..tile_cols {
                     let tile = tile_row * tile_cols + tile_col;
@@ -296,11 +295,11 @@ impl<B: AsRef<[u8]>> PackedTensor<B> {
     }
 }
 
-/// The grid of these rows and columns of a packed matrix, and the heads and lists of its tiles, as
-/// [`PackedTensor::from_parts`] takes them.
+/// The grid of these rows and columns of a packed matrix, with the heads and lists of its tiles as
+/// [`PackedTensor::from_parts`] expects them.
 ///
 /// # Errors
-/// As [`PackedTensor::slice`], or a list is not inside `escapes`.
+/// The errors of [`PackedTensor::slice`], or a list is not inside `escapes`.
 pub(crate) fn slice_lists(
     of: TileGrid,
     heads: &[u8],
@@ -330,7 +329,7 @@ pub(crate) fn slice_lists(
                     let (tile, row) = (block / ROW_BLOCKS, block % ROW_BLOCKS * 16);
                     return Err(CodecError::Row { tile, row, reason: "its list of escapes has a wrong length" });
                 };
-                // Not past those of the whole tensor, which fit a head.
+                // At most the index in the whole tensor, which fits a head.
                 head = HEAD_LIST | (own.len() / 4) as u32;
                 own.extend_from_slice(list);
             }
@@ -341,7 +340,7 @@ pub(crate) fn slice_lists(
 }
 
 impl PackedTensor<Vec<u8>> {
-    /// In stored order.
+    /// The sections in stored order.
     pub(super) fn into_sections(mut self) -> Vec<Vec<u8>> {
         self.escapes.resize(self.escapes.len().next_multiple_of(SECTION_ALIGN), 0);
         vec![self.window.stored().to_vec(), self.escape_heads, self.escapes, self.packed]
@@ -349,7 +348,8 @@ impl PackedTensor<Vec<u8>> {
 }
 
 impl<B: AsRef<[u8]>> PackedTensor<B> {
-    /// The view of a stored tensor; `None` if it has another encoding. [`StoredTensor::borrowed`] keeps the tensor.
+    /// The typed view of a stored tensor; `None` if it has another encoding. To keep the tensor, pass
+    /// [`StoredTensor::borrowed`].
     pub fn of(tensor: StoredTensor<B>) -> Option<Self> {
         let (grid, section) = tensor.take(EncodingId::PACKED)?;
         Some(Self::from_sections(grid, section).expect("a stored tensor was checked"))

@@ -6,21 +6,21 @@ use crate::{
     layout::{OPERAND_EXPONENT, PACKED_WINDOW_BYTES as WINDOW_BYTES, WINDOW_BASE_MAX, WINDOW_BASE_MIN},
 };
 
-/// The window of 16 consecutive exponents that a tensor is packed with.
+/// The window of 16 consecutive exponents of a packed tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Window {
     pub(super) base: u8,
 }
 
 impl Window {
-    /// The window that covers most elements, of equals the lowest, with the number of elements outside.
+    /// The window that covers most elements, the lowest of equal ones, with the number of elements outside.
     pub fn best(histogram: &Histogram) -> (Self, u64) {
         let covered = |base: u8| (base..base + 16).map(|e| histogram.count(e)).sum::<u64>();
         let base = (WINDOW_BASE_MIN..=WINDOW_BASE_MAX).rev().max_by_key(|&base| covered(base)).expect("239 windows");
         (Self { base }, histogram.total() - covered(base))
     }
 
-    /// The window that a matrix with these exponents is packed with: [`Window::best`], if few enough elements are
+    /// The window that a matrix with this histogram is packed with: [`Window::best`], if few enough elements are
     /// outside.
     ///
     /// # Errors
@@ -51,6 +51,8 @@ impl Window {
         std::array::from_fn(|i| if i == 0 { self.base } else { 0 })
     }
 
+    /// A window with this lowest exponent.
+    ///
     /// # Errors
     /// `base` is not in 1..=239.
     pub fn new(base: u8) -> Result<Self, CodecError> {
@@ -66,28 +68,28 @@ impl Window {
         self.base
     }
 
-    /// `2^(base - 112)`: what a product with operands is multiplied with to be a product with weights.
+    /// `2^(base - 112)`: the factor that converts a product with operands to a product with weights.
     pub fn scale(self) -> f32 {
         f32::from_bits(((127 + i32::from(self.base) - i32::from(OPERAND_EXPONENT)) as u32) << 23)
     }
 
-    /// Exponent above the base, if it is in the window.
+    /// The exponent less the base, if it is in the window.
     pub fn nibble(self, exponent: u8) -> Option<u8> {
         exponent.checked_sub(self.base).filter(|&nibble| nibble < 16)
     }
 
-    /// The operand of a weight: `weight * 2^(112 - base)`, if that is exact.
+    /// The operand of a weight: `weight * 2^(112 - base)`, if it is exact.
     pub fn operand(self, weight: u16) -> Option<u16> {
         times_power_of_two(weight, i32::from(OPERAND_EXPONENT) - i32::from(self.base))
     }
 
-    /// The weight of an operand.
+    /// The weight of an operand: `operand * 2^(base - 112)`, if it is exact.
     pub fn weight(self, operand: u16) -> Option<u16> {
         times_power_of_two(operand, i32::from(self.base) - i32::from(OPERAND_EXPONENT))
     }
 }
 
-/// `value * 2^shift` in bf16, if that is exact; zeros, Inf and NaN stay as they are.
+/// `value * 2^shift` in bf16, if it is exact; zeros, Inf and NaN do not change.
 pub(in crate::encoding) fn times_power_of_two(value: u16, shift: i32) -> Option<u16> {
     let (sign, exponent, mantissa) = (value & 0x8000, i32::from(bf16::exponent(value)), value & 0x7f);
     if exponent == 255 || value & 0x7fff == 0 {
